@@ -1,0 +1,38 @@
+"""A tiny random model over bytes learns to answer in digits: every part of a run, at small sizes.
+
+Claim    share of digits in the answers: to be measured
+Command  python experiments/train.py --config=experiments/configs/tiny.py
+Cost     to be measured
+
+Sizes are multiples of 8, so the same run fits a mesh of 8 devices.
+"""
+
+from specrl_jax.config import (
+    Config,
+    DataConfig,
+    LearnerConfig,
+    ModelSource,
+    RewardConfig,
+    RolloutConfig,
+    SpecOptions,
+)
+
+
+def get_config() -> Config:
+    return Config(
+        name="tiny",
+        steps=6,
+        prompts_per_step=8,
+        group_size=4,
+        checkpoint_every=2,
+        model=ModelSource(path="random:tiny"),
+        data=DataConfig(level="add2", examples=16),
+        reward=RewardConfig(terms=("digits",), weights=(1.0,)),
+        spec=SpecOptions(drafter="history"),
+        rollout=RolloutConfig(
+            batch_size=16,  # half of a step's 32 sequences: slots are refilled
+            max_prompt_tokens=128,  # bytes of the chat text
+            max_new_tokens=16,
+        ),
+        learner=LearnerConfig(learning_rate=1e-3, micro_batch=16),
+    )

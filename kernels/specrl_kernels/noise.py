@@ -1,0 +1,45 @@
+"""Counter-based Gumbel noise: a function of (key, position, vocabulary index) and of nothing else.
+
+Each element hashes its counter with both words of its row's key by two rounds of murmur3's 32-bit
+finaliser, so the integer bits are the same on every backend and under every sharding. The uniform
+keeps 32 bits at the end that wins: u = min((bits + 0.5) 2^-32, 1 - 2^-24), E = -log1p(-u),
+G = -log(E) is large where u is small, and finite at both ends.
+"""
+
+import jax
+import jax.numpy as jnp
+
+_GOLDEN = 0x9E3779B1  # odd, 2^32 over the golden ratio: neighbouring counters land far apart
+
+
+def finalize(h: jax.Array) -> jax.Array:
+    """murmur3's fmix32 (Appleby, MurmurHash3, public domain) on u32 of any shape."""
+    h = (h ^ (h >> 16)) * jnp.uint32(0x85EBCA6B)
+    h = (h ^ (h >> 13)) * jnp.uint32(0xC2B2AE35)
+    return h ^ (h >> 16)
+
+
+def bits(key: jax.Array, position: jax.Array, index: jax.Array) -> jax.Array:
+    """u32 hash of (key, position, index).
+
+    Args:
+      key: u32[..., 2].
+      position: i32[...] index of the token being drawn; 0 is the first of the response.
+      index: i32[V] vocabulary indices.
+
+    Returns:
+      u32[..., V].
+    """
+    place = position.astype(jnp.uint32) * jnp.uint32(_GOLDEN) + jnp.uint32(0x2545F491)
+    first = finalize(key[..., 0] ^ finalize(place))
+    second = finalize(key[..., 1] + first)
+    counter = (index.astype(jnp.uint32) * jnp.uint32(_GOLDEN)).reshape((1,) * first.ndim + (-1,))
+    h = finalize(counter + first[..., None])
+    return finalize(h ^ second[..., None])
+
+
+def gumbel(key: jax.Array, position: jax.Array, index: jax.Array) -> jax.Array:
+    """Standard Gumbel noise f32[..., V]; arguments as in `bits`."""
+    u = (bits(key, position, index).astype(jnp.float32) + 0.5) * jnp.float32(2.0**-32)
+    exponential = -jnp.log1p(-jnp.minimum(u, jnp.float32(1 - 2.0**-24)))
+    return -jnp.log(exponential)

@@ -1,0 +1,43 @@
+"""The oracle: one query at a time, its keys written out, in float32. Shares no code with the others."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from specrl_kernels.dispatch import Unsupported
+
+
+def tree_attention_reference(q: jax.Array, row: jax.Array, node: jax.Array, tree_k: jax.Array,
+                             tree_v: jax.Array, parent: jax.Array, cache_k: jax.Array,
+                             cache_v: jax.Array, length: jax.Array, slot: jax.Array | None,
+                             prefix: Any, *, scale: float, window: int | None) -> jax.Array:
+    """See `api.tree_attention`."""
+    if prefix is not None:
+        raise Unsupported("a shared prefix")
+    n, heads = tree_k.shape[1], q.shape[1]
+    repeats = heads // tree_k.shape[2]
+    cache_row = jnp.arange(length.shape[0]) if slot is None else slot
+
+    def one(query: jax.Array, b: jax.Array, own: jax.Array) -> jax.Array:
+        on_path = jnp.zeros(n, bool)
+        at = own
+        for _ in range(n):
+            on_path = on_path.at[at].set(True)
+            at = jnp.where(at > 0, parent[b, at], 0)
+        depth = on_path.sum() - 1
+        keys = jnp.concatenate([cache_k[cache_row[b]].transpose(2, 0, 1), tree_k[b]])
+        values = jnp.concatenate([cache_v[cache_row[b]].transpose(1, 0, 2), tree_v[b]])
+        keys = jnp.repeat(keys, repeats, axis=1).astype(jnp.float32)
+        values = jnp.repeat(values, repeats, axis=1).astype(jnp.float32)
+        context = jnp.arange(cache_k.shape[3])
+        seen = context < length[b]
+        if window is not None:
+            seen &= context > length[b] + depth - window
+            tree_depth = jnp.where(on_path, jnp.cumsum(on_path) - 1, 0)
+            on_path &= tree_depth > depth - window
+        visible = jnp.concatenate([seen, on_path])
+        score = jnp.einsum("he,she->hs", query.astype(jnp.float32), keys) * scale
+        weight = jax.nn.softmax(jnp.where(visible[None], score, -jnp.inf), axis=-1)
+        return jnp.einsum("hs,she->he", weight, values).astype(q.dtype)
+
+    return jax.vmap(one)(q, row, node)

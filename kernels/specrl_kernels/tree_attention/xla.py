@@ -1,0 +1,96 @@
+"""Tree attention in plain XLA operations, for any device; the CPU's default.
+
+The committed prefix is read in chunks by a loop with a traced trip count, so its cost follows the
+longest live context and not the allocation, and one program serves every context length.
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from specrl_kernels.dispatch import Unsupported
+
+CHUNK = 128  # cache positions read at once; measured best of 64, 128 and 256 on a CPU
+_MASKED = -1e30  # finite, so that a chunk without a visible key gives weight 0 and not NaN
+
+
+def tree_attention_xla(q: jax.Array, row: jax.Array, node: jax.Array, tree_k: jax.Array,
+                       tree_v: jax.Array, parent: jax.Array, cache_k: jax.Array,
+                       cache_v: jax.Array, length: jax.Array, slot: jax.Array | None,
+                       prefix: Any, *, scale: float, window: int | None) -> jax.Array:
+    """See `api.tree_attention`."""
+    if prefix is not None:
+        raise Unsupported("a shared prefix")
+    b, n, g, e = tree_k.shape
+    w, h, _ = q.shape
+    queries = _unpack(q, row, node, b, n).reshape(b, n, g, h // g, e)
+    queries = queries.transpose(0, 2, 1, 3, 4).reshape(b, g, n * (h // g), e) * scale
+    ancestry = ancestors(parent)  # [B, n, n]
+    depth = ancestry.sum(-1, dtype=jnp.int32) - 1  # [B, n]
+    carry = _tree_part(queries, tree_k, tree_v, ancestry, depth, window)
+    carry = _prefix_part(carry, queries, cache_k, cache_v, length, slot, depth, window)
+    _, total, out = carry
+    out = (out / total[..., None]).astype(q.dtype).reshape(b, g, n, h // g, e)
+    return out[row, :, node].reshape(w, h, e)
+
+
+def ancestors(parent: jax.Array) -> jax.Array:
+    """bool[B, n, n]: whether node j is node i or one of its ancestors, by pointer doubling."""
+    n = parent.shape[1]
+    nodes = jnp.arange(n)
+    has_parent = (parent[..., None] == nodes[None, None]) & (nodes > 0)[None, :, None]
+    reach = has_parent | jnp.eye(n, dtype=bool)[None]
+    for _ in range((n - 1).bit_length()):
+        reach = (reach[..., None] & reach[:, None]).any(2)
+    return reach
+
+
+def _unpack(q: jax.Array, row: jax.Array, node: jax.Array, b: int, n: int) -> jax.Array:
+    """[B, n, ...] from packed [W, ...]; a place that no packed node fills repeats node 0's query."""
+    w = q.shape[0]
+    if w == 1:
+        return jnp.broadcast_to(q[:, None], (b, n, *q.shape[1:]))
+    place = jnp.zeros((b, n), jnp.int32).at[row, node].set(jnp.arange(w, dtype=jnp.int32))
+    return q[place]
+
+
+def _tree_part(queries: jax.Array, tree_k: jax.Array, tree_v: jax.Array, ancestry: jax.Array,
+               depth: jax.Array, window: int | None) -> tuple[jax.Array, jax.Array, jax.Array]:
+    if window is not None:
+        ancestry &= depth[:, None, :] > depth[:, :, None] - window
+    visible = jnp.repeat(ancestry, queries.shape[2] // tree_k.shape[1], axis=1)[:, None]
+    score = jnp.einsum("bgqe,bmge->bgqm", queries, tree_k, preferred_element_type=jnp.float32)
+    score = jnp.where(visible, score, _MASKED)
+    top = score.max(-1)
+    weight = jnp.exp(score - top[..., None])
+    out = jnp.einsum("bgqm,bmge->bgqe", weight, tree_v, preferred_element_type=jnp.float32)
+    return top, weight.sum(-1), out
+
+
+def _prefix_part(carry: tuple[jax.Array, jax.Array, jax.Array], queries: jax.Array,
+                 cache_k: jax.Array, cache_v: jax.Array, length: jax.Array,
+                 slot: jax.Array | None, depth: jax.Array, window: int | None
+                 ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    size = math.gcd(cache_k.shape[3], CHUNK)
+    repeats = queries.shape[2] // depth.shape[1]
+    oldest = None if window is None else jnp.repeat(length[:, None] + depth - window, repeats, 1)
+
+    def chunk(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        top, total, out = carry
+        k = jax.lax.dynamic_slice_in_dim(cache_k, i * size, size, 3)
+        v = jax.lax.dynamic_slice_in_dim(cache_v, i * size, size, 2)
+        if slot is not None:
+            k, v = k[slot], v[slot]
+        place = i * size + jnp.arange(size)
+        visible = (place[None] < length[:, None])[:, None, None]
+        if oldest is not None:
+            visible &= (place[None, None] > oldest[..., None])[:, None]
+        score = jnp.einsum("bgqe,bges->bgqs", queries, k, preferred_element_type=jnp.float32)
+        score = jnp.where(visible, score, _MASKED)
+        higher = jnp.maximum(top, score.max(-1))
+        rescale, weight = jnp.exp(top - higher), jnp.exp(score - higher[..., None])
+        fresh = jnp.einsum("bgqs,bgse->bgqe", weight, v, preferred_element_type=jnp.float32)
+        return higher, total * rescale + weight.sum(-1), out * rescale[..., None] + fresh
+
+    return jax.lax.fori_loop(0, (length.max() + size - 1) // size, chunk, carry)

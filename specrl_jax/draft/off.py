@@ -1,0 +1,16 @@
+"""No drafter: trees of one node, so that the program is that of plain decoding."""
+
+from specrl_jax.draft.base import Drafter
+from specrl_jax.draft.tree import roots
+
+
+def off() -> Drafter:
+    return Drafter(
+        nodes=1, depth=0,
+        init=lambda occasion: (),
+        prefill=lambda params, state, tokens, taps: state,
+        propose=lambda params, state, tip, spec, noise, survive: (
+            roots(tip.root, tip.live, 1), state),
+        observe=lambda params, state, tip, verdict, path: state,
+        take=lambda state, rows: state,
+        reset=lambda state, rows: state)

@@ -1,0 +1,63 @@
+"""Checksums of a directory's files, so that damage is found before anything is read from them."""
+
+import json
+import os
+import zlib
+from pathlib import Path
+
+CHECKSUMS = "checksums.json"
+READ_BYTES = 1 << 24
+
+
+def write_checksums(directory: Path, skip: tuple[str, ...] = ()) -> None:
+    """Writes CHECKSUMS: relative path -> [bytes, CRC-32], and makes it durable.
+
+    Args:
+      directory: every file below it is read, except those whose name is in `skip`.
+    """
+    sums = {str(path.relative_to(directory)): [path.stat().st_size, crc32(path)]
+            for path in sorted(directory.rglob("*")) if path.is_file() and path.name not in skip}
+    with open(directory / CHECKSUMS, "w", encoding="utf-8") as file:
+        json.dump(sums, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def crc32(path: Path) -> int:
+    """CRC-32 of a file's bytes."""
+    value = 0
+    with open(path, "rb") as file:
+        while block := file.read(READ_BYTES):
+            value = zlib.crc32(block, value)
+    return value
+
+
+def damage(directory: Path, contents: bool = True) -> str | None:
+    """What is wrong with the files that CHECKSUMS lists, in words; None if nothing is.
+
+    Args:
+      directory: what `write_checksums` was called with, perhaps renamed since.
+      contents: compare checksums; if False, only names and sizes.
+    """
+    try:
+        sums = json.loads((directory / CHECKSUMS).read_bytes())
+        expected = [(name, int(size), int(crc)) for name, (size, crc) in sums.items()]
+    except FileNotFoundError:
+        return f"{CHECKSUMS} is missing"
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        return f"{CHECKSUMS} is not readable ({error})"
+    reasons = (_file_damage(directory / name, name, size, crc if contents else None)
+               for name, size, crc in expected)
+    return next(filter(None, reasons), None)
+
+
+def _file_damage(path: Path, name: str, size: int, crc: int | None) -> str | None:
+    if not path.is_file():
+        return f"{name} is missing"
+    if path.stat().st_size != size:
+        return f"{name} has {path.stat().st_size} bytes instead of {size}"
+    try:
+        changed = crc is not None and crc32(path) != crc
+    except OSError as error:
+        return f"{name} is not readable ({error})"
+    return f"{name} has changed since it was written" if changed else None

@@ -1,0 +1,317 @@
+"""The step, and the run around it: the only file that knows all the others."""
+
+import dataclasses
+import functools
+import resource
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from specrl_jax import config as config_lib
+from specrl_jax import sharding
+from specrl_jax.config import Config, ConfigError, check
+from specrl_jax.draft.memory import Memory, capacity
+from specrl_jax.host import data, metrics
+from specrl_jax.host.checkpoint import Checkpoints
+from specrl_jax.host.compilation import CompilationCounter
+from specrl_jax.host.progress import Progress
+from specrl_jax.model import architecture, weights
+from specrl_jax.model.tokenizer import Tokenizer
+from specrl_jax.rl import learner
+from specrl_jax.rl.advantage import group_advantages
+from specrl_jax.rl.learner import Batch, LearnerState, Totals
+from specrl_jax.rl.reward import compose
+from specrl_jax.sampler import Asked, Sampler, rollout_metrics
+from specrl_jax.structs import Rollout
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompts:
+    """The examples of a run and their prompts as text and tokens."""
+
+    examples: Any  # Sequence of {"id", "question", "answer", ...}
+    texts: list[str]
+    tokens: list[list[int]]
+
+
+def make_prompts(config: Config, tokenizer: Tokenizer, say: Callable[[str], None]) -> Prompts:
+    """Loads the data and renders every prompt with the chat template.
+
+    Raises:
+      ConfigError: unknown or empty data, or a prompt that is longer than the cache's part for it.
+    """
+    examples = data.load_examples(config.data, say)
+    texts = [tokenizer.chat(data.messages(e, config.data.system)) for e in examples]
+    tokens = [tokenizer.encode(text) for text in texts]
+    longest = max(range(len(tokens)), key=lambda i: len(tokens[i]))
+    check(len(tokens[longest]) <= config.rollout.max_prompt_tokens, "rollout.max_prompt_tokens",
+          config.rollout.max_prompt_tokens,
+          f"the prompt of example {examples[longest]['id']} has {len(tokens[longest])} tokens; "
+          f"raise it to at least that")
+    return Prompts(examples, texts, tokens)
+
+
+class Trainer:
+    """One run's state and programs. `step()` is one RL step; `Run` adds files around it."""
+
+    def __init__(self, config: Config, source: weights.Source, prompts: Prompts,
+                 say: Callable[[str], None]) -> None:
+        self.config, self.prompts, self.tokenizer = config, prompts, source.tokenizer
+        self.reward = compose(config.reward.terms, config.reward.weights)
+        self.mesh = sharding.make_mesh(config.mesh)
+        self.arch, self.step_number, self.bad_steps = source.arch, 0, 0
+        described = architecture.describe(self.arch)
+        for axis in sorted(sharding.replicated_axes(described, sharding.LEARNER_RULES, self.mesh,
+                                                    architecture.is_param)):
+            say(f"replicated, because the mesh does not divide it: {axis}")
+        self.places = sharding.shardings(described, sharding.LEARNER_RULES, self.mesh,
+                                         architecture.is_param)
+        say(f"loading {source.source}")
+        params = jax.tree.map(sharding.put, self.places, source.params())
+        self.reference = jax.tree.map(jnp.copy, params) if config.learner.kl else None
+        self.optimizer = learner.make_optimizer(config.learner)
+        self.state = LearnerState(params, jax.jit(
+            self.optimizer.init, out_shardings=self._optimizer_places(params))(params))
+        self.sampler = Sampler(config, self.arch, self.tokenizer.stop_ids, self.mesh,
+                               prompts=config.prompts_per_step, group=config.group_size)
+        self.sampler.publish(params, 0)
+        spec = config.spec
+        self.memory = Memory(
+            capacity(spec.history_megabytes, config.rollout.max_new_tokens,
+                     len(prompts.examples), spec.history_past or 1), config.rollout.max_new_tokens)
+
+    def _optimizer_places(self, params: Any) -> Any:
+        """AdamW's moments lie where their parameters do; everything else is replicated."""
+        shapes = jax.eval_shape(self.optimizer.init, params)
+        like = jax.tree.structure(params)
+
+        def place(node: Any) -> Any:
+            if jax.tree.structure(node) == like:
+                return self.places
+            return sharding.replicated(self.mesh)
+
+        return jax.tree.map(place, shapes, is_leaf=lambda n: jax.tree.structure(n) == like)
+
+    # Programs.
+
+    def compile(self, say: Callable[[str], None]) -> None:
+        """Compiles everything a step may run."""
+        self.sampler.compile(say)
+        say("compiling the policy update")
+        config = self.config
+        rollout, _ = self._blank_rollout()
+        batch, totals = self._batch(rollout, np.zeros(config.sequences, np.float32))
+        scores = batch.rollout_logprob
+        self._score = jax.jit(functools.partial(
+            learner.score, self.arch, config.learner.remat)).lower(
+                self.state.params, batch).compile() if self._needs_scores else None
+        old = scores if self._reads_old else None
+        reference = scores if config.learner.kl else None
+        state_places = jax.tree.map(lambda a: a.sharding, self.state)
+        update = functools.partial(learner.update, self.arch, config.learner,
+                                   config.rollout.max_new_tokens)
+        self._update = jax.jit(
+            update, donate_argnums=(0,),
+            out_shardings=(state_places, sharding.replicated(self.mesh)),
+        ).lower(self.state, batch, totals, old, reference).compile()
+
+    @property
+    def _reads_old(self) -> bool:
+        return self.config.learner.updates > 1 or self.config.learner.old_logprob == "rollout"
+
+    @property
+    def _needs_scores(self) -> bool:
+        kl, old = self.config.learner.kl, self.config.learner.old_logprob
+        return bool(kl) or (self.config.learner.updates > 1 and old == "learner")
+
+    def _blank_rollout(self) -> tuple[Rollout, None]:
+        q, r = self.config.sequences, self.config.rollout
+        ints, floats = np.zeros((q, r.max_new_tokens), np.int32), np.zeros(
+            (q, r.max_new_tokens), np.float32)
+        one = np.ones(q, np.int32)
+        return Rollout(
+            prompt=np.zeros((q, r.max_prompt_tokens), np.int32), prompt_length=one, tokens=ints,
+            length=one, logprob=floats, raw_logprob=floats, kept_mass=floats, prompt_id=one,
+            occurrence=one, sample_id=one, stopped=one > 0, commits=ints, rounds=one), None
+
+    def _batch(self, rollout: Rollout, advantage: np.ndarray) -> tuple[Batch, Totals]:
+        config = self.config.learner
+        batch, totals = learner.make_batch(
+            rollout, advantage, self.config.rollout.temperature, config.micro_batch,
+            keep_all=bool(config.kl) or config.updates > 1)
+        rows = NamedSharding(self.mesh, P(None, sharding.ROWS))
+        whole = sharding.replicated(self.mesh)
+        return (jax.tree.map(functools.partial(sharding.put, rows), batch),
+                jax.tree.map(functools.partial(sharding.put, whole), totals))
+
+    # The step.
+
+    def step(self, progress: Callable[[int, int, int], None] = lambda *counts: None,
+             phase: Callable[[str], None] = lambda name: None
+             ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """One RL step: the metrics, and a record of each sequence."""
+        began = time.perf_counter()
+        phase("rollout")
+        rollout, record = self.rollout(progress)
+        phase("reward")
+        rewarded = time.perf_counter()
+        samples, rewards, parts = self._judge(rollout)
+        advantage = group_advantages(
+            rewards.reshape(-1, self.config.group_size), scale=self.config.learner.scale_advantage)
+        phase("learn")
+        learned = time.perf_counter()
+        learn_metrics = self.learn(rollout, advantage.reshape(-1))
+        ended = time.perf_counter()
+        record |= learn_metrics | parts | {
+            "reward/mean": float(rewards.mean()), "reward/std": float(rewards.std()),
+            "reward/useful_groups": float((advantage != 0).any(1).mean()),
+            "time/reward": learned - rewarded, "time/learn": ended - learned,
+            "time/step": ended - began, "step": self.step_number,
+            "memory/peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+                1 if sys.platform == "darwin" else 1024)}
+        self.step_number += 1
+        return record, samples
+
+    def rollout(self, progress: Callable[[int, int, int], None] = lambda *counts: None
+                ) -> tuple[Rollout, dict[str, Any]]:
+        """The sequences of this step, and the rollout's metrics."""
+        config, chosen = self.config, self.chosen()
+        ids = np.asarray([self.prompts.examples[i]["id"] for i in chosen], np.int32)
+        asked = Asked([self.prompts.tokens[i] for i in chosen], ids, data.occurrences(ids))
+        past = self.memory.past(ids, self.sampler.engine.past)
+        rollout, result = self.sampler.generate(asked, "train", self.step_number, past=past,
+                                                progress=progress)
+        if config.spec.history_past:
+            self.memory.add(rollout.prompt_id, rollout.tokens, rollout.length)
+        return rollout, rollout_metrics(rollout, result) | {
+            "version/policy": rollout.policy_version, "version/drafter": rollout.drafter_version}
+
+    def chosen(self) -> np.ndarray:
+        """Indices of this step's examples, a function of seed and step."""
+        return data.step_prompts(len(self.prompts.examples), self.config.seed, self.step_number,
+                                 self.config.prompts_per_step)
+
+    def _judge(self, rollout: Rollout) -> tuple[list[dict[str, Any]], np.ndarray, dict[str, float]]:
+        """Records of all sequences, rewards f32[Q], and the mean of each term."""
+        index = {self.prompts.examples[i]["id"]: i for i in self.chosen()}
+        samples, terms = [], []
+        for q in range(len(rollout.length)):
+            i, length = index[int(rollout.prompt_id[q])], int(rollout.length[q])
+            tokens = rollout.tokens[q, :length].tolist()
+            said = tokens[:-1] if rollout.stopped[q] else tokens
+            completion = self.tokenizer.decode(said)
+            reward, parts = self.reward(self.prompts.texts[i], completion, self.prompts.examples[i])
+            terms.append(parts)
+            samples.append({
+                "prompt_id": int(rollout.prompt_id[q]), "occurrence": int(rollout.occurrence[q]),
+                "sample_id": int(rollout.sample_id[q]), "prompt": self.prompts.texts[i],
+                "completion": completion, "tokens": tokens, "reward": reward,
+                "commits": rollout.commits[q, : rollout.rounds[q]].tolist()})
+        rewards = np.asarray([s["reward"] for s in samples], np.float32)
+        return samples, rewards, {
+            f"reward/{name}": float(np.mean([t[name] for t in terms])) for name in terms[0]}
+
+    def learn(self, rollout: Rollout, advantage: np.ndarray) -> dict[str, Any]:
+        """Updates the actor on one rollout and publishes it."""
+        batch, totals = self._batch(rollout, advantage)
+        old = batch.rollout_logprob if self._reads_old else None
+        if self._reads_old and self.config.learner.old_logprob == "learner":
+            old = self._score(self.state.params, batch)
+        reference = self._score(self.reference, batch) if self.config.learner.kl else None
+        for _ in range(self.config.learner.updates):
+            self.state, record = self._update(self.state, batch, totals, old, reference)
+        record = {name: float(np.asarray(value)) for name, value in record.items()}
+        self.bad_steps = 0 if record["applied"] else self.bad_steps + 1
+        self.sampler.publish(self.state.params, self.step_number + 1)
+        gap, largest = record.pop("logprob_gap"), record.pop("logprob_gap_max")
+        return record | {"rollout/logprob_gap": gap, "rollout/logprob_gap_max": largest}
+
+    # Persistence.
+
+    def arrays(self) -> dict[str, Any]:
+        """What a checkpoint holds besides `meta`."""
+        return {"actor": self.state.params, "optimizer": self.state.optimizer,
+                "history": self.memory.arrays(), "control": self.sampler.engine.control}
+
+    def meta(self) -> dict[str, Any]:
+        return {"step": self.step_number, "seed": self.config.seed, "bad_steps": self.bad_steps}
+
+    def restore(self, checkpoints: Checkpoints) -> bool:
+        """Continues from the newest intact checkpoint; False if there is none."""
+        abstract = jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=getattr(
+                a, "sharding", None)), self.arrays())
+        found = checkpoints.restore_latest(abstract)
+        if found is None:
+            return False
+        _, arrays, meta = found
+        self.state = LearnerState(arrays["actor"], arrays["optimizer"])
+        self.memory.restore(arrays["history"])
+        self.sampler.engine.control = arrays["control"]
+        self.step_number, self.bad_steps = meta["step"], meta["bad_steps"]
+        self.sampler.publish(self.state.params, self.step_number)
+        return True
+
+
+def train(config: Config, workdir: Path) -> bool:
+    """Runs or resumes `config` in `workdir`; returns whether there was anything left to do.
+
+    Raises:
+      ConfigError: something in the configuration cannot work; the workdir is untouched.
+      TrainingError: too many non-finite updates in a row.
+    """
+    metrics.check_config(workdir, config_lib.as_dict(config))
+    source = weights.describe_source(config.model.path)
+    progress = Progress(config.steps, 0)
+    say = progress.say
+    prompts = make_prompts(config, source.tokenizer, say)
+    trainer = Trainer(config, source, prompts, say)
+    with Checkpoints(workdir / "checkpoints", config.checkpoint_keep, progress.warn) as checkpoints:
+        resumed = trainer.restore(checkpoints)
+        metrics.write_config(workdir, config_lib.as_dict(config))
+        if trainer.step_number >= config.steps:
+            return False
+        if resumed:
+            say(f"resuming {workdir} after step {trainer.step_number}")
+        compilations = CompilationCounter()
+        trainer.compile(say)
+        with metrics.Writer(workdir, trainer.step_number, progress.warn) as writer, Progress(
+                config.steps, trainer.step_number) as progress:
+            compilations.take()
+            _steps(trainer, checkpoints, writer, progress, compilations)
+    return True
+
+
+class TrainingError(ConfigError):
+    """The run cannot go on; the message says why, and what to change."""
+
+
+def _steps(trainer: Trainer, checkpoints: Checkpoints, writer: metrics.Writer, progress: Progress,
+           compilations: CompilationCounter) -> None:
+    config = trainer.config
+    while trainer.step_number < config.steps:
+        record, samples = trainer.step(progress.rollout, progress.phase)
+        record["compilations"] = compilations.take()
+        if record["compilations"]:
+            progress.warn(f"{record['compilations']} compilations after warm-up")
+        if not record["applied"]:
+            progress.warn(f"step {record['step']}: loss or gradient is not finite; skipped")
+        writer.write_step(record, samples)
+        progress.step(record)
+        done = trainer.step_number
+        stop = trainer.bad_steps >= config.learner.max_bad_steps
+        if stop or done == config.steps or done % config.checkpoint_every == 0:
+            writer.sync()
+            checkpoints.save(done, trainer.arrays(), trainer.meta())
+        if stop:
+            raise TrainingError(
+                f"learner.max_bad_steps = {config.learner.max_bad_steps}: that many updates in a "
+                f"row were not finite; lower learner.learning_rate and start in another workdir")

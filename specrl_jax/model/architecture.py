@@ -1,0 +1,111 @@
+"""The Llama family's shape: Llama 2/3, SmolLM2, Qwen2/2.5, Qwen3; one description per parameter.
+
+Shapes, logical axes and initialisers stand here once; initialisation, shardings and restore derive
+from them. Weights keep the checkpoints' [out, in] orientation. Query heads are grouped by the
+key-value head they read: head h of a checkpoint is qkv[h // R, h % R] with R = H / G.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+
+from specrl_jax.config import at_least, check
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeScaling:
+    """Llama 3's frequency scaling (Llama 3.1 model card; `rope_type: llama3`)."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Architecture:
+    """Static shape of a model."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    norm_eps: float = 1e-5
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    tied: bool = True
+    max_position: int = 8192
+    family: str = "llama"
+
+    def __post_init__(self) -> None:
+        at_least(1, vocab_size=self.vocab_size, hidden_size=self.hidden_size,
+                 intermediate_size=self.intermediate_size, num_layers=self.num_layers,
+                 num_kv_heads=self.num_kv_heads, head_dim=self.head_dim)
+        check(self.num_heads % self.num_kv_heads == 0, "num_heads", self.num_heads,
+              f"must be a multiple of num_kv_heads = {self.num_kv_heads}")
+        check(self.head_dim % 2 == 0, "head_dim", self.head_dim, "RoPE needs an even head size")
+
+    @property
+    def group(self) -> int:
+        """R, query heads per key-value head."""
+        return self.num_heads // self.num_kv_heads
+
+
+@dataclasses.dataclass(frozen=True)
+class Param:
+    """One parameter: shape, logical axes (None is never sharded), standard deviation (0: ones)."""
+
+    shape: tuple[int, ...]
+    axes: tuple[str | None, ...]
+    std: float
+
+
+def describe(arch: Architecture) -> dict[str, Any]:
+    """The parameter tree with a `Param` at each leaf."""
+    a, g, r, e, f = arch, arch.num_kv_heads, arch.group, arch.head_dim, arch.hidden_size
+    std, out_std = 0.02, 0.02 / (2 * arch.num_layers) ** 0.5
+    layer = {
+        "attn_norm": Param((f,), ("embed",), 0),
+        "qkv": Param((g, r + 2, e, f), ("kv_heads", None, None, "embed"), std),
+        "o": Param((f, g, r, e), ("embed", "kv_heads", None, None), out_std),
+        "mlp_norm": Param((f,), ("embed",), 0),
+        "gate_up": Param((2, a.intermediate_size, f), (None, "mlp", "embed"), std),
+        "down": Param((f, a.intermediate_size), ("embed", "mlp"), out_std),
+    }
+    if arch.qkv_bias:
+        layer["qkv_bias"] = Param((g, r + 2, e), ("kv_heads", None, None), std)
+    if arch.qk_norm:
+        layer["q_norm"] = Param((e,), (None,), 0)
+        layer["k_norm"] = Param((e,), (None,), 0)
+    tree = {
+        "embed": Param((a.vocab_size, f), ("vocab", "embed"), std),
+        "final_norm": Param((f,), ("embed",), 0),
+        "layers": [dict(layer) for _ in range(a.num_layers)],
+    }
+    if not arch.tied:
+        tree["head"] = Param((a.vocab_size, f), ("vocab", "embed"), std)
+    return tree
+
+
+def is_param(x: Any) -> bool:
+    return isinstance(x, Param)
+
+
+def initialize(arch: Architecture, seed: int) -> dict[str, Any]:
+    """Random float32 parameters on the host, a pure function of (arch, seed)."""
+    leaves, tree = jax.tree.flatten(describe(arch), is_leaf=is_param)
+    rngs = np.random.default_rng(seed).spawn(len(leaves))
+    return tree.unflatten([_draw(leaf, rng) for leaf, rng in zip(leaves, rngs, strict=True)])
+
+
+def _draw(param: Param, rng: np.random.Generator) -> np.ndarray:
+    if param.std == 0:
+        return np.ones(param.shape, np.float32)
+    return rng.standard_normal(param.shape, np.float32) * np.float32(param.std)

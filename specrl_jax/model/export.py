@@ -1,0 +1,111 @@
+"""Export to a Hugging Face model directory that transformers 4 and 5 load."""
+
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from specrl_jax.config import ConfigError
+from specrl_jax.model.architecture import Architecture
+from specrl_jax.model.hf_config import write_config
+from specrl_jax.model.hf_directory import INDEX, SINGLE
+from specrl_jax.model.tensors import unpack
+from specrl_jax.model.tokenizer import Tokenizer
+
+SHARD_BYTES = 4 * 2**30
+
+
+def export(directory: str | os.PathLike[str], arch: Architecture, params: Mapping[str, Any],
+           tokenizer: Tokenizer, shard_bytes: int = SHARD_BYTES) -> None:
+    """Writes a model directory: all of it or, after an error, nothing.
+
+    Everything goes to a temporary directory beside the target, which is then renamed.
+
+    Args:
+      directory: must not exist yet, or be empty.
+      params: the tree of architecture.describe; numpy or JAX arrays, written as float32.
+      shard_bytes: weights beyond this size are split over several files with an index.
+
+    Raises:
+      ConfigError: the directory holds something already.
+    """
+    target = Path(directory).expanduser().absolute()
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ConfigError(f"{target}: exists already; remove it or export to another directory")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    draft = target.with_name(f".{target.name}.{uuid.uuid4().hex}.partial")
+    draft.mkdir()
+    try:
+        _write_json(draft / "config.json", write_config(arch) | _special_ids(tokenizer))
+        _write_json(draft / "generation_config.json", _special_ids(tokenizer))
+        _write_tokenizer(draft, tokenizer, arch)
+        _write_weights(draft, unpack(arch, params), shard_bytes)
+        os.replace(draft, target)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def _write_weights(directory: Path, tensors: Iterable[tuple[str, np.ndarray]], shard_bytes: int
+                   ) -> None:
+    """One file, or shards numbered from 1 and the index that maps names to them."""
+    places: dict[str, int] = {}
+    total = count = 0
+    for count, shard in enumerate(_shards(tensors, shard_bytes), 1):
+        save_file(shard, directory / f"{count}.safetensors", {"format": "pt"})
+        places |= dict.fromkeys(shard, count)
+        total += sum(x.nbytes for x in shard.values())
+    names = {n: f"model-{n:05d}-of-{count:05d}.safetensors" if count > 1 else SINGLE
+             for n in range(1, count + 1)}
+    for number, name in names.items():
+        (directory / f"{number}.safetensors").rename(directory / name)
+    if count > 1:
+        _write_json(directory / INDEX, {"metadata": {"total_size": total}, "weight_map": {
+            tensor: names[number] for tensor, number in places.items()}})
+
+
+def _shards(tensors: Iterable[tuple[str, np.ndarray]], shard_bytes: int
+            ) -> Iterator[dict[str, np.ndarray]]:
+    """Float32 tensors in groups of at most `shard_bytes`, one tensor at least."""
+    shard: dict[str, np.ndarray] = {}
+    size = 0
+    for name, array in tensors:
+        array = np.ascontiguousarray(array, np.float32)
+        if shard and size + array.nbytes > shard_bytes:
+            yield shard
+            shard, size = {}, 0
+        shard[name] = array
+        size += array.nbytes
+    yield shard
+
+
+def _write_tokenizer(directory: Path, tokenizer: Tokenizer, arch: Architecture) -> None:
+    text = tokenizer.backend.to_str(pretty=True)
+    (directory / "tokenizer.json").write_text(text, encoding="utf-8")
+    tokens = {name: getattr(tokenizer, name) for name in ("bos_token", "eos_token", "pad_token")}
+    _write_json(directory / "tokenizer_config.json", {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": arch.max_position,
+        "clean_up_tokenization_spaces": False,
+        **{name: token for name, token in tokens.items() if token is not None},
+        **({} if tokenizer.template is None else {"chat_template": tokenizer.template}),
+    })
+
+
+def _special_ids(tokenizer: Tokenizer) -> dict[str, Any]:
+    """The ids that transformers' generate reads."""
+    stop, bos = tokenizer.stop_ids, tokenizer.bos_token
+    return {
+        "bos_token_id": None if bos is None else tokenizer.backend.token_to_id(bos),
+        "eos_token_id": (list(stop) if len(stop) > 1 else stop[0]) if stop else None,
+        "pad_token_id": tokenizer.pad_id,
+    }
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,0 +1,211 @@
+"""Models in one GGUF file: metadata to architecture, tensors to Hugging Face's names and layout."""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+
+from specrl_jax.config import ConfigError
+from specrl_jax.model.architecture import Architecture, RopeScaling
+from specrl_jax.model.tensors import EMBED, FINAL_NORM, HEAD, Tensors, layer_name
+from specrl_jax.model.transformer import frequencies
+
+FAMILIES = ("llama", "qwen2", "qwen3")
+ROPE_FREQS = "rope_freqs.weight"
+TOP_NAMES = {"token_embd.weight": EMBED, "output_norm.weight": FINAL_NORM, "output.weight": HEAD}
+LAYER_NAMES = {
+    "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class GgufFile:
+    """An open file: its path, metadata values by key, and tensor records by name."""
+
+    path: Path
+    metadata: Mapping[str, Any]
+    records: Mapping[str, gguf.ReaderTensor]
+
+    def get(self, key: str) -> Any:
+        """The metadata value of `key`.
+
+        Raises:
+          ConfigError: there is no such key.
+        """
+        if key not in self.metadata:
+            raise ConfigError(f"{self.path}: metadata key {key} is missing; convert the model anew "
+                              "with a current llama.cpp")
+        return self.metadata[key]
+
+
+def open_gguf(path: Path) -> GgufFile:
+    """Maps the file and reads its metadata; tensors' data stays on disk.
+
+    Raises:
+      ConfigError: not a GGUF file, damaged, or one part of a split model.
+    """
+    try:
+        reader = gguf.GGUFReader(path)
+        metadata = {key: field.contents() for key, field in reader.fields.items()}
+    except (ValueError, IndexError, KeyError) as error:
+        raise ConfigError(f"{path}: {_line(error)}; the file is no GGUF file or is damaged, "
+                          "fetch it again") from error
+    if metadata.get("split.count", 0) > 1:
+        raise ConfigError(f"{path}: one of {metadata['split.count']} parts; merge them with "
+                          "llama-gguf-split --merge")
+    return GgufFile(path, metadata, {t.name: t for t in reader.tensors})
+
+
+def gguf_architecture(file: GgufFile) -> Architecture:
+    """The architecture that metadata and tensor shapes describe.
+
+    Raises:
+      ConfigError: another architecture, a missing key, or a RoPE scaling not known here.
+    """
+    family = file.get("general.architecture")
+    if family not in FAMILIES:
+        raise ConfigError(f"{file.path}: general.architecture = {family!r} is not supported; "
+                          f"choose a model of {', '.join(FAMILIES)}")
+
+    def number(key: str) -> Any:
+        value = file.get(f"{family}.{key}")
+        if isinstance(value, list):
+            raise ConfigError(f"{file.path}: {family}.{key} differs between layers, which is not "
+                              "supported; choose a model whose layers are alike")
+        return value
+
+    heads, hidden = number("attention.head_count"), number("embedding_length")
+    head_dim = file.metadata.get(f"{family}.attention.key_length", hidden // heads)
+    _check_rope(file, family, head_dim)
+    arch = Architecture(
+        vocab_size=int(_record(file, "token_embd.weight").shape[1]),
+        hidden_size=hidden,
+        intermediate_size=number("feed_forward_length"),
+        num_layers=number("block_count"),
+        num_heads=heads,
+        num_kv_heads=number("attention.head_count_kv"),
+        head_dim=head_dim,
+        rope_theta=_exact(file.metadata.get(f"{family}.rope.freq_base", 10000.0)),
+        norm_eps=_exact(number("attention.layer_norm_rms_epsilon")),
+        qkv_bias="blk.0.attn_q.bias" in file.records,
+        qk_norm="blk.0.attn_q_norm.weight" in file.records,
+        tied="output.weight" not in file.records,
+        max_position=number("context_length"),
+        family=family,
+    )
+    return dataclasses.replace(arch, rope_scaling=_rope_scaling(file, arch))
+
+
+def gguf_tensors(file: GgufFile, arch: Architecture) -> Tensors:
+    """The file's tensors under Hugging Face's names, dequantised to float32 when read.
+
+    Raises:
+      ConfigError: a quantisation that the gguf package cannot dequantise.
+    """
+    _check_quantisations(file)
+    names = {_hf_name(name): name for name in file.records if name != ROPE_FREQS}
+
+    def read(name: str) -> np.ndarray:
+        record = file.records[names[name]]
+        array = gguf.quants.dequantize(record.data, record.tensor_type)
+        array = np.array(array, np.float32).reshape(_shape(record))  # not a view of the file
+        heads = _permuted_heads(arch, name)
+        return unpermute(array, heads) if heads else array
+
+    return Tensors({hf: _shape(file.records[own]) for hf, own in names.items()}, read)
+
+
+def unpermute(weight: np.ndarray, heads: int) -> np.ndarray:
+    """Rows from interleaved to rotate-half RoPE: undoes what llama.cpp's converter does to q and k.
+
+    Args:
+      weight: [heads * E, F]
+    """
+    rows = weight.reshape(heads, -1, 2, *weight.shape[1:])
+    return np.ascontiguousarray(rows.swapaxes(1, 2).reshape(weight.shape))
+
+
+def _permuted_heads(arch: Architecture, name: str) -> int:
+    """Heads of a permuted tensor; 0 for the others. Only the llama family's are permuted."""
+    heads = {"q_proj": arch.num_heads, "k_proj": arch.num_kv_heads}
+    return heads.get(name.split(".")[-2], 0) if arch.family == "llama" else 0
+
+
+def _hf_name(name: str) -> str:
+    """Names unknown here stay as they are, and are refused with the other unknown tensors."""
+    if name in TOP_NAMES:
+        return TOP_NAMES[name]
+    block, _, rest = name.partition(".")
+    layer, _, part = rest.partition(".")
+    part, _, kind = part.rpartition(".")
+    if block != "blk" or part not in LAYER_NAMES:
+        return name
+    return layer_name(int(layer), f"{LAYER_NAMES[part]}.{kind}")
+
+
+def _shape(record: gguf.ReaderTensor) -> tuple[int, ...]:
+    """GGUF lists the fastest axis first."""
+    return tuple(int(n) for n in reversed(record.shape))
+
+
+def _record(file: GgufFile, name: str) -> gguf.ReaderTensor:
+    if name not in file.records:
+        raise ConfigError(f"{file.path}: tensor {name} is missing; fetch the file again")
+    return file.records[name]
+
+
+def _check_quantisations(file: GgufFile) -> None:
+    """One empty block of each kind is dequantised, so that a long load does not end in an error."""
+    for kind in {record.tensor_type for record in file.records.values()}:
+        block = np.zeros(gguf.GGML_QUANT_SIZES[kind][1], np.uint8)
+        try:
+            gguf.quants.dequantize(block, kind)
+        except NotImplementedError as error:
+            raise ConfigError(f"{file.path}: quantisation {kind.name} cannot be dequantised by the "
+                              "gguf package; choose another file of this model") from error
+
+
+def _check_rope(file: GgufFile, family: str, head_dim: int) -> None:
+    rotated = file.metadata.get(f"{family}.rope.dimension_count", head_dim)
+    if rotated != head_dim:
+        raise ConfigError(f"{file.path}: {family}.rope.dimension_count = {rotated}: rotating only "
+                          f"a part of the {head_dim} dimensions of a head is not supported")
+    kind = file.metadata.get(f"{family}.rope.scaling.type", "none")
+    if kind != "none":
+        raise ConfigError(f"{file.path}: {family}.rope.scaling.type = {kind!r} is not supported; "
+                          "choose a model without RoPE scaling, or with Llama 3's")
+
+
+def _rope_scaling(file: GgufFile, arch: Architecture) -> RopeScaling | None:
+    """Llama 3's scaling from the factors that the converter stores instead of its settings.
+
+    The factors fix only ratios of the settings. The settings of all published Llama 3 models
+    (1, 4, 8192) are tried; anything else is refused rather than guessed.
+    """
+    if ROPE_FREQS not in file.records:
+        return None
+    record = file.records[ROPE_FREQS]
+    factors = gguf.quants.dequantize(record.data, record.tensor_type).reshape(-1)
+    scaling = RopeScaling(_exact(factors.max()), 1.0, 4.0, 8192)
+    scaled = dataclasses.replace(arch, rope_scaling=scaling)
+    expected = frequencies(arch) / frequencies(scaled)
+    if factors.shape != expected.shape or not np.allclose(expected, factors, rtol=1e-4):
+        raise ConfigError(f"{file.path}: {ROPE_FREQS} does not hold Llama 3's RoPE scaling; use "
+                          "the model's safetensors, whose config.json has the settings")
+    return scaling
+
+
+def _exact(value: Any) -> float:
+    """The shortest decimal of a float32, so that 1e-5 does not become 9.999999747378752e-06."""
+    return float(str(np.float32(value)))
+
+
+def _line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

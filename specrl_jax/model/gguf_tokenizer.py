@@ -1,0 +1,114 @@
+"""Tokenizers from GGUF metadata: byte-level BPE of the known families, and SentencePiece BPE."""
+
+from collections.abc import Callable
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+from specrl_jax.config import ConfigError
+from specrl_jax.model import tokenizer
+from specrl_jax.model.gguf_file import GgufFile
+
+NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # gguf.TokenType
+
+# The split patterns of Llama 3's and Qwen2's own tokenizer.json; {1,3} is Llama 3's.
+WORDS = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s"
+         r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+
+
+def _gpt2() -> Any:
+    return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+
+
+def _digits() -> Any:
+    return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _gpt2()])
+
+
+def _words(digits: str) -> Any:
+    split = pre_tokenizers.Split(Regex(WORDS % digits), behavior="isolated")
+    return pre_tokenizers.Sequence(
+        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+
+
+WAY_OUT = "use the model's Hugging Face directory, which has tokenizer.json"
+PRE_TOKENIZERS: dict[str, Callable[[], Any]] = {
+    "gpt-2": _gpt2,
+    "smollm": _digits,
+    "llama-bpe": lambda: _words("{1,3}"),
+    "qwen2": lambda: _words(""),
+}
+
+
+def gguf_tokenizer(file: GgufFile) -> tokenizer.Tokenizer:
+    """The tokenizer and chat template that the file's metadata describes.
+
+    Raises:
+      ConfigError: neither byte-level nor SentencePiece BPE, or a pre-tokenizer not known here.
+    """
+    kind = file.get("tokenizer.ggml.model")
+    if kind not in MODELS:
+        raise ConfigError(f"{file.path}: tokenizer.ggml.model = {kind!r} is not supported, only "
+                          f"{', '.join(MODELS)} are; {WAY_OUT}")
+    tokens = file.get("tokenizer.ggml.tokens")
+    kinds = file.get("tokenizer.ggml.token_type")
+    backend = MODELS[kind](file, {
+        text: i for i, text in enumerate(tokens) if kinds[i] != UNUSED})
+    backend.add_tokens([
+        AddedToken(text, special=kinds[i] == CONTROL, normalized=False)
+        for i, text in enumerate(tokens) if kinds[i] in (CONTROL, USER_DEFINED)])
+
+    def token(role: str) -> str | None:
+        token_id = file.metadata.get(f"tokenizer.ggml.{role}_token_id")
+        return None if token_id is None else tokens[token_id]
+
+    return tokenizer.Tokenizer(
+        backend, template=file.metadata.get("tokenizer.chat_template"), bos_token=token("bos"),
+        eos_token=token("eos"), pad_token=token("padding"))
+
+
+def _byte_level(file: GgufFile, vocab: dict[str, int]) -> Tokenizer:
+    pre = file.get("tokenizer.ggml.pre")
+    if pre not in PRE_TOKENIZERS:
+        raise ConfigError(f"{file.path}: tokenizer.ggml.pre = {pre!r} is not supported, only "
+                          f"{', '.join(PRE_TOKENIZERS)} are; {WAY_OUT}")
+    merges = [tuple(merge.split(" ", 1)) for merge in file.get("tokenizer.ggml.merges")]
+    # Llama 3 takes a word that is a token as it is, even where no merges lead to it.
+    model = models.BPE(vocab=vocab, merges=merges, ignore_merges=pre == "llama-bpe")
+    backend = Tokenizer(model)
+    backend.pre_tokenizer = PRE_TOKENIZERS[pre]()
+    backend.decoder = decoders.ByteLevel()
+    if pre == "qwen2":
+        backend.normalizer = normalizers.NFC()
+    return backend
+
+
+def _sentencepiece(file: GgufFile, vocab: dict[str, int]) -> Tokenizer:
+    """Llama 2's: spaces are U+2581, unknown characters become byte tokens."""
+    unknown = file.get("tokenizer.ggml.tokens")[file.metadata.get(
+        "tokenizer.ggml.unknown_token_id", 0)]
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=_score_merges(file), unk_token=unknown,
+                                   fuse_unk=True, byte_fallback=True))
+    spaces = normalizers.Replace(" ", "\u2581")
+    prefixed = file.metadata.get("tokenizer.ggml.add_space_prefix", True)
+    backend.normalizer = (normalizers.Sequence([normalizers.Prepend("\u2581"), spaces])
+                          if prefixed else spaces)
+    backend.decoder = decoders.Sequence([
+        decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(),
+        decoders.Strip(" ", 1 if prefixed else 0, 0)])
+    return backend
+
+
+def _score_merges(file: GgufFile) -> list[tuple[str, str]]:
+    """Every split of every token into two tokens, highest score first.
+
+    SentencePiece joins whichever neighbours give the token of highest score.
+    """
+    kinds, scores = file.get("tokenizer.ggml.token_type"), file.get("tokenizer.ggml.scores")
+    pieces = {text: scores[i] for i, text in enumerate(file.get("tokenizer.ggml.tokens"))
+              if kinds[i] == NORMAL}
+    by_score = sorted(pieces, key=lambda piece: -pieces[piece])  # stable: ties by id
+    return [(piece[:cut], piece[cut:]) for piece in by_score for cut in range(1, len(piece))
+            if piece[:cut] in pieces and piece[cut:] in pieces]
+
+
+MODELS = {"gpt2": _byte_level, "llama": _sentencepiece}  # by tokenizer.ggml.model

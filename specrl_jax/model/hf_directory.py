@@ -1,0 +1,88 @@
+"""Models in a Hugging Face directory: config.json, safetensors (sharded or not), tokenizer."""
+
+import re
+from pathlib import Path
+
+import huggingface_hub
+import numpy as np
+import safetensors
+
+from specrl_jax.config import ConfigError
+from specrl_jax.model.architecture import Architecture
+from specrl_jax.model.hf_config import parse_config
+from specrl_jax.model.tensors import Shape, Tensors
+from specrl_jax.model.tokenizer import Tokenizer, read_json, read_tokenizer
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+DTYPES = ("F32", "F16", "BF16", "F64")
+
+
+def open_directory(directory: Path) -> tuple[Architecture, Tokenizer, Tensors]:
+    """What a model directory holds; tensors' data stays on disk.
+
+    Raises:
+      ConfigError: a file is missing, damaged or of a model that is not supported.
+    """
+    path = directory / "config.json"
+    arch = parse_config(read_json(path), str(path))
+    return arch, read_tokenizer(directory), safetensors_tensors(directory)
+
+
+def safetensors_tensors(directory: Path) -> Tensors:
+    """The tensors of all safetensors files of a model directory, float32 when read.
+
+    Raises:
+      ConfigError: a file is missing or damaged, or has tensors of a dtype not known here.
+    """
+    shapes: dict[str, Shape] = {}
+    files = {}
+    for path in _shards(directory):
+        handle = _open(path)
+        for name in handle.keys():
+            view = handle.get_slice(name)
+            if view.get_dtype() not in DTYPES:
+                raise ConfigError(f"{path}: tensor {name} has dtype {view.get_dtype()}, only "
+                                  f"{', '.join(DTYPES)} are supported; save it unquantised")
+            shapes[name], files[name] = tuple(view.get_shape()), handle
+    return Tensors(shapes, lambda name: files[name].get_tensor(name).astype(np.float32, copy=False))
+
+
+def _shards(directory: Path) -> list[Path]:
+    index = directory / INDEX
+    if not index.is_file():
+        return [directory / SINGLE]
+    names = read_json(index).get("weight_map")
+    if not isinstance(names, dict) or not names:
+        raise ConfigError(f"{index}: weight_map is missing or empty; fetch the file again")
+    return [directory / name for name in sorted(set(names.values()))]
+
+
+def _open(path: Path) -> safetensors.safe_open:
+    if not path.is_file():
+        raise ConfigError(f"{path}: no such file; the download is incomplete, or the model was not "
+                          "saved as safetensors (transformers' save_pretrained does)")
+    try:
+        return safetensors.safe_open(path, framework="numpy")
+    except safetensors.SafetensorError as error:
+        raise ConfigError(f"{path}: {error}; the file is damaged, fetch it again") from error
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether `name` has the form org/name, and not that of a file or of ./name."""
+    return bool(re.fullmatch(r"\w[\w.-]*/[\w.-]+", name)) and not name.endswith(".gguf")
+
+
+def fetch(name: str) -> Path:
+    """The local directory of a model on the Hugging Face hub, downloaded unless it is cached.
+
+    Raises:
+      ConfigError: there is no such model, it needs a login, or the hub cannot be reached.
+    """
+    try:
+        return Path(huggingface_hub.snapshot_download(
+            name, allow_patterns=["*.json", "*.safetensors", "*.jinja"]))
+    except (OSError, ValueError) as error:  # all of huggingface_hub's errors are one of them
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(f"model.path = {name!r}: no such directory here, and the hub does not "
+                          f"give it ({reason}); give a local directory, or check name, login and "
+                          "network") from error

@@ -1,0 +1,57 @@
+"""`random:tiny`: a random model of a few hundred kilobytes and a byte tokenizer, for tests."""
+
+import numpy as np
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from specrl_jax.model.architecture import Architecture
+from specrl_jax.model.tensors import EMBED, HEAD, Tensors, tensor_shapes
+from specrl_jax.model.tokenizer import Tokenizer
+
+# Every axis that a mesh may split divides by 8.
+TINY = Architecture(vocab_size=512, hidden_size=64, intermediate_size=128, num_layers=2,
+                    num_heads=16, num_kv_heads=8, head_dim=8, max_position=2048)
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+CHATML = ("{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + "
+          "message['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
+          "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
+
+
+def random_tensors(arch: Architecture, seed: int) -> Tensors:
+    """Tensors with the variance of a trained model's: logits spread by about 2, not by 0.1.
+
+    numpy promises that RandomState's streams never change, so golden files can rely on them.
+    """
+    rng = np.random.RandomState(seed)
+    arrays = {name: _draw(rng, name, shape) for name, shape in tensor_shapes(arch).items()}
+    return Tensors({name: x.shape for name, x in arrays.items()}, arrays.__getitem__)
+
+
+def _draw(rng: np.random.RandomState, name: str, shape: tuple[int, ...]) -> np.ndarray:
+    noise = rng.standard_normal(shape)
+    if name in (EMBED, HEAD):
+        drawn = 2 * noise / shape[1] ** 0.5
+    elif len(shape) == 1:
+        drawn = 0.1 * noise + ("bias" not in name)
+    else:
+        drawn = noise / shape[1] ** 0.5
+    return drawn.astype(np.float32)
+
+
+def byte_tokenizer() -> Tokenizer:
+    """One token a byte, in the order of the bytes, then the special tokens from id 256 on."""
+    letters = _byte_letters()
+    vocab = {letter: byte for byte, letter in enumerate(letters)}
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(list(SPECIAL))
+    return Tokenizer(backend, CHATML, bos_token="<|im_start|>", eos_token="<|im_end|>",
+                     pad_token="<|endoftext|>")
+
+
+def _byte_letters() -> list[str]:
+    """GPT-2's printable letter of each byte: itself, or the next free one from U+0100 on."""
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    spare = iter(range(256, 512))
+    return [chr(byte if byte in printable else next(spare)) for byte in range(256)]

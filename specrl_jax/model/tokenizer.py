@@ -1,0 +1,187 @@
+"""Text to token ids and back, and chat templates, from a Hugging Face directory's files."""
+
+import dataclasses
+import datetime
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.sandbox
+import tokenizers
+from tokenizers import decoders
+
+from specrl_jax.config import ConfigError
+
+TURN_ENDS = ("<|im_end|>", "<|eot_id|>")  # end an assistant's turn, whatever the files call eos
+
+
+@dataclasses.dataclass(frozen=True)
+class Tokenizer:
+    """A `tokenizers` backend with what its files say about special tokens and chats."""
+
+    backend: tokenizers.Tokenizer
+    template: str | None = None
+    bos_token: str | None = None
+    eos_token: str | None = None
+    pad_token: str | None = None
+    eos_ids: tuple[int, ...] = ()  # as the model's generation settings name them
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of `text`. Special tokens written in the text count; none are added."""
+        return self.backend.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: Iterable[int], skip_special: bool = False) -> str:
+        """Text of `ids`; ids that stand for no token (padding rows) leave no text."""
+        return self.backend.decode([int(i) for i in ids], skip_special_tokens=skip_special)
+
+    def stream(self, skip_special: bool = False) -> Callable[[int], str]:
+        """A function from the next token id to the text it completes; '' inside a character."""
+        state = decoders.DecodeStream(skip_special_tokens=skip_special)
+        return lambda token: state.step(self.backend, int(token)) or ""
+
+    def chat(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True,
+             **variables: Any) -> str:
+        """The prompt text of a conversation.
+
+        Args:
+          messages: dicts with "role" and "content".
+          add_generation_prompt: end with the opening of the assistant's turn.
+          variables: what else the template reads, such as enable_thinking or date_string.
+
+        Raises:
+          ConfigError: there is no chat template, or it rejects the messages.
+        """
+        if self.template is None:
+            raise ConfigError("chat_template: this tokenizer has none; add chat_template.jinja to "
+                              "the model directory, or use an instruction-tuned model")
+        special = {"bos_token": self.bos_token or "", "eos_token": self.eos_token or "",
+                   "pad_token": self.pad_token or ""}
+        try:
+            return _environment().from_string(self.template).render(**{
+                "messages": list(messages), "tools": None, "documents": None,
+                "add_generation_prompt": add_generation_prompt, **special, **variables})
+        except jinja2.TemplateError as error:
+            reason = " ".join(str(error).split())
+            raise ConfigError(f"chat_template: {reason}; change the messages or the template"
+                              ) from error
+
+    @property
+    def vocab_size(self) -> int:
+        """Largest token id + 1; the embedding may have more rows."""
+        return max(self.backend.get_vocab(with_added_tokens=True).values()) + 1
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """Ids that end a response, the tokenizer's own eos first; empty where none is known."""
+        ids = [self._id(self.eos_token), *self.eos_ids, *map(self._id, TURN_ENDS)]
+        return tuple(dict.fromkeys(i for i in ids if i is not None))
+
+    @property
+    def pad_id(self) -> int:
+        """Id for positions that are never read: pad, else a stop token, else 0."""
+        pad = self._id(self.pad_token)
+        return pad if pad is not None else (*self.stop_ids, 0)[0]
+
+    def _id(self, token: str | None) -> int | None:
+        return None if token is None else self.backend.token_to_id(token)
+
+
+def read_tokenizer(directory: Path) -> Tokenizer:
+    """The tokenizer of a Hugging Face directory.
+
+    Raises:
+      ConfigError: tokenizer.json is missing, or a file cannot be read.
+    """
+    path = directory / "tokenizer.json"
+    if not path.is_file():
+        raise ConfigError(f"{path}: no such file; save the tokenizer with transformers' "
+                          "AutoTokenizer.from_pretrained(...).save_pretrained(directory)")
+    if "model" not in read_json(path):
+        raise ConfigError(f"{path}: key model is missing; the file is damaged, fetch it again")
+    settings = read_json(directory / "special_tokens_map.json", optional=True)
+    settings |= read_json(directory / "tokenizer_config.json", optional=True)
+    return Tokenizer(
+        backend=tokenizers.Tokenizer.from_file(str(path)),
+        template=_template(directory, settings),
+        bos_token=_content(settings.get("bos_token")),
+        eos_token=_content(settings.get("eos_token")),
+        pad_token=_content(settings.get("pad_token")),
+        eos_ids=_eos_ids(directory),
+    )
+
+
+def read_json(path: Path, optional: bool = False) -> dict[str, Any]:
+    """The object in a JSON file; {} where an optional one is missing.
+
+    Raises:
+      ConfigError: the file is missing or is not a JSON object.
+    """
+    if not path.is_file():
+        if optional:
+            return {}
+        raise ConfigError(f"{path}: no such file; give a complete Hugging Face model directory")
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}; the file is damaged, fetch it again") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path}: holds a {type(value).__name__}, must be a JSON object")
+    return value
+
+
+def _eos_ids(directory: Path) -> tuple[int, ...]:
+    for name in ("generation_config.json", "config.json"):
+        eos = read_json(directory / name, optional=True).get("eos_token_id")
+        if eos is not None:
+            return tuple(eos) if isinstance(eos, list) else (eos,)
+    return ()
+
+
+def _content(token: Any) -> str | None:
+    """Special tokens are strings, or dicts with their text under "content"."""
+    return token.get("content") if isinstance(token, dict) else token
+
+
+def _template(directory: Path, settings: Mapping[str, Any]) -> str | None:
+    path = directory / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    template = settings.get("chat_template")
+    if isinstance(template, list):
+        return {t["name"]: t["template"] for t in template}.get("default")
+    return template
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}`, which marks the assistant's text in some templates and prints nothing."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Any) -> Any:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _environment() -> jinja2.Environment:
+    """A sandbox with the settings and functions that Hugging Face templates rely on."""
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _Generation])
+    environment.filters["tojson"] = _to_json
+    environment.globals |= {"raise_exception": _raise, "strftime_now": _strftime_now}
+    return environment
+
+
+def _to_json(value: Any, indent: int | None = None, **options: Any) -> str:
+    """jinja2's own tojson escapes HTML characters, which prompts must not."""
+    return json.dumps(value, ensure_ascii=False, indent=indent, **options)
+
+
+def _raise(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.datetime.now().strftime(form)

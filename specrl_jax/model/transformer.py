@@ -1,0 +1,188 @@
+"""The actor as pure functions over a parameter tree.
+
+Activations are feature-major, [F, ...tokens]: with weights in [out, in] orientation a product is then
+`w @ x` as it stands, which a CPU runs faster than `x @ w` from 1 to 128 tokens (experiments/LOG.md)
+and which makes a key come out as the cache stores it, [G, E, token].
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from specrl_kernels.tree_attention import tree_attention
+
+from specrl_jax.model.architecture import Architecture
+from specrl_jax.structs import Array, Cache
+
+Params = dict[str, Any]
+Attend = Callable[[int, Array, Array, Array], Array]
+
+
+@struct.dataclass
+class Packing:
+    """Which tree nodes a forward runs over. Entries beyond the live ones repeat node 0 of row 0."""
+
+    row: Array  # i32[W]
+    node: Array  # i32[W]
+    place: Array  # i32[B, n] index in W; 0 for dead nodes
+    parent: Array  # i32[B, n]
+
+
+def frequencies(arch: Architecture) -> np.ndarray:
+    """Rotation per position of each pair of features, f32[E/2]; Llama 3's scaling where set."""
+    inverse = 1.0 / arch.rope_theta ** (np.arange(0, arch.head_dim, 2) / arch.head_dim)
+    scaling = arch.rope_scaling
+    if scaling is None:
+        return inverse.astype(np.float32)
+    turns = scaling.original_max_position * inverse / (2 * np.pi)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    smooth = np.clip((turns - low) / (high - low), 0, 1)
+    return (inverse * (smooth + (1 - smooth) / scaling.factor)).astype(np.float32)
+
+
+def rotations(arch: Architecture, position: Array) -> tuple[Array, Array]:
+    """cos and sin f32[E/2, ...] of i32[...] positions."""
+    shape = (-1,) + (1,) * position.ndim
+    angle = frequencies(arch).reshape(shape) * position[None].astype(jnp.float32)
+    return jnp.cos(angle), jnp.sin(angle)
+
+
+def rotate(x: Array, rotation: tuple[Array, Array]) -> Array:
+    """Rotates halves of the feature axis: x is f[..., E, *tokens], rotations f32[E/2, *tokens]."""
+    cos, sin = (jnp.expand_dims(r, tuple(range(x.ndim - r.ndim))) for r in rotation)
+    axis = x.ndim - rotation[0].ndim
+    first, second = jnp.split(x, 2, axis)
+    turned = (first * cos - second * sin, second * cos + first * sin)
+    return jnp.concatenate(turned, axis).astype(x.dtype)
+
+
+def rms_norm(x: Array, weight: Array, eps: float, axis: int = 0) -> Array:
+    """Root-mean-square norm over `axis`, computed in float32."""
+    wide = x.astype(jnp.float32)
+    scaled = wide * jax.lax.rsqrt(jnp.square(wide).mean(axis, keepdims=True) + eps)
+    shape = [1] * x.ndim
+    shape[axis] = -1
+    return (scaled * weight.reshape(shape)).astype(x.dtype)
+
+
+def project(weight: Array, x: Array, axes: int = 1) -> Array:
+    """weight [..., in] times x [in, ...]; the last `axes` of weight meet the first of x."""
+    return jnp.tensordot(weight, x, axes)
+
+
+def attention_inputs(arch: Architecture, layer: Params, x: Array, rotation: tuple[Array, Array]
+                     ) -> tuple[Array, Array, Array]:
+    """q [G, R, E, ...], k and v [G, E, ...] of one layer for x [F, ...]."""
+    qkv = project(layer["qkv"], rms_norm(x, layer["attn_norm"], arch.norm_eps))
+    if arch.qkv_bias:
+        bias = layer["qkv_bias"]
+        qkv = qkv + bias.reshape(bias.shape + (1,) * (x.ndim - 1))
+    q, k, v = qkv[:, : arch.group], qkv[:, arch.group], qkv[:, arch.group + 1]
+    if arch.qk_norm:
+        q = rms_norm(q, layer["q_norm"], arch.norm_eps, axis=2)
+        k = rms_norm(k, layer["k_norm"], arch.norm_eps, axis=1)
+    return rotate(q, rotation), rotate(k, rotation), v
+
+
+def feed_forward(arch: Architecture, layer: Params, x: Array) -> Array:
+    gate_up = project(layer["gate_up"], rms_norm(x, layer["mlp_norm"], arch.norm_eps))
+    return project(layer["down"], jax.nn.silu(gate_up[0]) * gate_up[1])
+
+
+def block(arch: Architecture, layer: Params, index: int, x: Array, rotation: tuple[Array, Array],
+          attend: Attend) -> tuple[Array, tuple[Array, Array]]:
+    """One layer. `attend(index, q, k, v)` returns [G, R, E, ...]."""
+    q, k, v = attention_inputs(arch, layer, x, rotation)
+    x = x + project(layer["o"], attend(index, q, k, v), 3)
+    return x + feed_forward(arch, layer, x), (k, v)
+
+
+def logits(arch: Architecture, params: Params, hidden: Array) -> Array:
+    """f32[V, ...] from final normalised hidden states [F, ...]."""
+    head = params["embed"] if arch.tied else params["head"]
+    return jnp.tensordot(head, hidden, 1, preferred_element_type=jnp.float32)
+
+
+def embed(params: Params, tokens: Array) -> Array:
+    """[F, ...] of i32[...] tokens."""
+    return jnp.moveaxis(params["embed"][tokens], -1, 0)
+
+
+def tree_forward(arch: Architecture, params: Params, cache: Cache, tokens: Array, position: Array,
+                 packing: Packing, implementation: str | None = None
+                 ) -> tuple[Array, list[tuple[Array, Array]]]:
+    """Runs packed tree nodes over a cache that is only read.
+
+    Args:
+      tokens: i32[W].
+      position: i32[W].
+
+    Returns:
+      final normalised hidden states [F, W], and per layer the new (k, v), each [B, n, G, E].
+    """
+    rotation = rotations(arch, position)
+    fresh = []
+
+    def attend(index: int, q: Array, k: Array, v: Array) -> Array:
+        g, r, e, w = q.shape
+        tree_k, tree_v = (jnp.moveaxis(a, -1, 0)[packing.place] for a in (k, v))
+        fresh.append((tree_k, tree_v))
+        out = tree_attention(
+            q.reshape(g * r, e, w).transpose(2, 0, 1), packing.row, packing.node, tree_k, tree_v,
+            packing.parent, *cache.kv[index], cache.length, scale=e**-0.5,
+            implementation=implementation)
+        return out.transpose(1, 2, 0).reshape(g, r, e, w)
+
+    x = embed(params, tokens)
+    for index, layer in enumerate(params["layers"]):
+        x, _ = block(arch, layer, index, x, rotation, attend)
+    return rms_norm(x, params["final_norm"], arch.norm_eps), fresh
+
+
+def causal_attend(length: Array) -> Attend:
+    """Attention of right-padded rows to themselves; tokens are [B, T], `length` i32[B]."""
+
+    def attend(index: int, q: Array, k: Array, v: Array) -> Array:
+        t = q.shape[-1]
+        place = jnp.arange(t)
+        visible = (place[None, None, :] <= place[None, :, None]) & (
+            place[None, None, :] < jnp.maximum(length, 1)[:, None, None])
+        score = jnp.einsum("grebt,gebs->bgrts", q, k, preferred_element_type=jnp.float32)
+        score = jnp.where(visible[:, None, None], score * q.shape[2] ** -0.5, -1e30)
+        weight = jax.nn.softmax(score, -1).astype(v.dtype)
+        return jnp.einsum("bgrts,gebs->grebt", weight, v)
+
+    return attend
+
+
+def hidden_states(arch: Architecture, params: Params, tokens: Array, length: Array,
+                  remat: bool = False) -> tuple[Array, list[tuple[Array, Array]]]:
+    """Full causal forward over right-padded rows.
+
+    Args:
+      tokens: i32[B, T].
+      length: i32[B].
+      remat: recompute each layer in a backward pass.
+
+    Returns:
+      final normalised hidden states [F, B, T], and per layer (k, v), each [G, E, B, T].
+    """
+    rotation = rotations(arch, jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape))
+
+    def run(layer: Params, x: Array) -> tuple[Array, tuple[Array, Array]]:
+        return block(arch, layer, 0, x, rotation, causal_attend(length))
+
+    x, cached = embed(params, tokens), []
+    for layer in params["layers"]:
+        x, kv = (jax.checkpoint(run) if remat else run)(layer, x)
+        cached.append(kv)
+    return rms_norm(x, params["final_norm"], arch.norm_eps), cached
+
+
+def forward(arch: Architecture, params: Params, tokens: Array, length: Array) -> Array:
+    """Logits f32[B, T, V] of right-padded rows i32[B, T]."""
+    hidden, _ = hidden_states(arch, params, tokens, length)
+    return jnp.moveaxis(logits(arch, params, hidden), 0, -1)

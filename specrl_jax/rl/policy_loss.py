@@ -1,0 +1,216 @@
+"""Policy losses of one sequence, token by token; `vmap` over sequences at the border.
+
+The loss of a batch is `sum(weights * terms)` over all of its tokens. `token_weights` takes its
+denominators from the whole batch, so micro-batches of any size add up to the batch exactly.
+
+Nothing is clamped: a non-finite ratio of a live token shows in the loss, and the learner counts the
+update as bad.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from specrl_jax.structs import Array
+
+NORMALIZERS = ("token", "sequence", "constant")
+
+
+def clipped_surrogate(
+    *,
+    logprob: Array,  # f32[T]
+    old_logprob: Array,  # f32[T]
+    advantage: Array,  # f32[]
+    clip_low: float | Array,
+    clip_high: float | Array,
+) -> Array:
+    """Clipped surrogate loss of each token, f32[T].
+
+    `-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)` with `r = exp(logprob - old_logprob)`: PPO,
+    arXiv:1707.06347, equation 7; with one advantage a sequence, GRPO, arXiv:2402.03300, equation 3.
+    `clip_high` > `clip_low` is DAPO's clip-higher, arXiv:2503.14476, section 3.1.
+
+    Gradients flow through `logprob` only. A token that the clip leaves alone, r = 1 included, has
+    the gradient of `-r A` in full, whatever the bounds.
+
+    Raises:
+      TypeError: an argument has the wrong rank, length or dtype.
+    """
+    clipped = clip_indicator(logprob=logprob, old_logprob=old_logprob, advantage=advantage,
+                             clip_low=clip_low, clip_high=clip_high)
+    advantage = jax.lax.stop_gradient(advantage)
+    ratio = jnp.exp(logprob - jax.lax.stop_gradient(old_logprob))
+    bound = jnp.where(advantage > 0, 1.0 + clip_high, 1.0 - clip_low).astype(jnp.float32)
+    return -jnp.where(clipped, bound, ratio) * advantage
+
+
+def clip_indicator(
+    *,
+    logprob: Array,  # f32[T]
+    old_logprob: Array,  # f32[T]
+    advantage: Array,  # f32[]
+    clip_low: float | Array,
+    clip_high: float | Array,
+) -> Array:
+    """Where the clip binds and so stops the gradient, bool[T].
+
+    PPO, arXiv:1707.06347, figure 1: the ratio lies above `1 + clip_high` and the advantage is
+    positive, or it lies below `1 - clip_low` and the advantage is negative.
+
+    Raises:
+      TypeError: an argument has the wrong rank, length or dtype.
+    """
+    _check_vectors(logprob=logprob, old_logprob=old_logprob)
+    _check(0, advantage=advantage)
+    ratio = jnp.exp(jax.lax.stop_gradient(logprob - old_logprob))
+    above = (advantage > 0) & (ratio > 1.0 + clip_high)
+    below = (advantage < 0) & (ratio < 1.0 - clip_low)
+    return above | below
+
+
+def kl_k3(
+    *,
+    logprob: Array,  # f32[T] of the policy that sampled, q
+    reference: Array,  # f32[T] of the other policy, p
+) -> Array:
+    """Estimate of KL(q || p) from each token, f32[T]; never negative.
+
+    `p/q - 1 - log(p/q)`: Schulman's k3 (joschu.net/blog/kl-approx.html), DeepSeekMath,
+    arXiv:2402.03300, equation 4. Gradients flow through `logprob` only.
+
+    Raises:
+      TypeError: an argument has the wrong rank, length or dtype.
+    """
+    _check_vectors(logprob=logprob, reference=reference)
+    log_ratio = jax.lax.stop_gradient(reference) - logprob
+    return jnp.expm1(log_ratio) - log_ratio
+
+
+def entropy(
+    *,
+    logits: Array,  # f32[T, V]
+) -> Array:
+    """Entropy in nats of the distribution at each token, f32[T]. Logits may be -inf.
+
+    Raises:
+      TypeError: `logits` has the wrong rank or dtype.
+    """
+    _check(2, logits=logits)
+    logp = jax.nn.log_softmax(logits)
+    surprise = jnp.where(logp > -jnp.inf, logp, 0.0)
+    return -jnp.sum(jnp.exp(logp) * surprise, axis=-1)
+
+
+def sequence_terms(
+    *,
+    logprob: Array,  # f32[T]
+    old_logprob: Array,  # f32[T]
+    reference: Array | None,  # f32[T]; None leaves the KL out
+    advantage: Array,  # f32[]
+    mask: Array,  # bool[T] tokens that count
+    clip_low: float | Array,
+    clip_high: float | Array,
+    kl: float | Array,
+) -> tuple[Array, dict[str, Array]]:
+    """Loss terms and metrics of each token of one sequence.
+
+    GRPO, arXiv:2402.03300, equation 3: the clipped surrogate plus `kl` times k3 to the reference.
+    What masked positions hold, NaN included, is never read: their terms, metrics and gradients
+    are 0.
+
+    Returns:
+      The loss terms, f32[T], for `token_weights`, and f32[T] metrics without gradients:
+      `clip_fraction` (0 or 1), `update_kl` (k3 of KL(old || new)) and `reference_kl`.
+
+    Raises:
+      TypeError: an argument has the wrong rank, length or dtype.
+    """
+    _check_mask(mask)
+    logprob, old_logprob = _masked(mask, logprob), _masked(mask, old_logprob)
+    clip = dict(logprob=logprob, old_logprob=old_logprob, advantage=advantage,
+                clip_low=clip_low, clip_high=clip_high)
+    terms = clipped_surrogate(**clip)
+    metrics = {
+        "clip_fraction": clip_indicator(**clip).astype(jnp.float32),
+        "update_kl": kl_k3(logprob=old_logprob, reference=logprob),
+    }
+    if reference is not None:
+        metrics["reference_kl"] = kl_k3(logprob=logprob, reference=_masked(mask, reference))
+        terms = terms + kl * metrics["reference_kl"]
+    metrics = {name: jax.lax.stop_gradient(_masked(mask, m)) for name, m in metrics.items()}
+    return _masked(mask, terms), metrics
+
+
+def batch_totals(mask: Array) -> tuple[Array, Array]:
+    """Tokens and sequences of a whole batch, f32[] each; rows without a token are padding.
+
+    Args:
+      mask: bool[Q, T], every sequence of the batch.
+
+    Raises:
+      TypeError: `mask` is not bool of rank 2.
+    """
+    _check(2, jnp.bool_, mask=mask)
+    return jnp.sum(mask, dtype=jnp.float32), jnp.sum(mask.any(axis=1), dtype=jnp.float32)
+
+
+def token_weights(
+    *,
+    mask: Array,  # bool[T] tokens that count
+    normalize: str,
+    total_tokens: float | Array,
+    total_sequences: float | Array,
+    max_new_tokens: int,
+) -> Array:
+    """Weight of each token of one sequence in the batch's loss, f32[T]; 0 where masked.
+
+    - `token`: mean over the batch's tokens (DAPO, arXiv:2503.14476, section 3.3);
+    - `sequence`: mean over the sequence's tokens, then over sequences (GRPO, arXiv:2402.03300,
+      equation 3);
+    - `constant`: sum over the sequence's tokens divided by `max_new_tokens`, then mean over
+      sequences (Dr. GRPO, arXiv:2503.20783, section 3).
+
+    Args:
+      mask: bool[T].
+      normalize: one of NORMALIZERS.
+      total_tokens: tokens of the whole batch, see `batch_totals`.
+      total_sequences: sequences of the whole batch.
+      max_new_tokens: the response limit of the run, which T may fall short of.
+
+    Raises:
+      TypeError: `mask` is not bool of rank 1.
+      ValueError: an unknown `normalize`.
+    """
+    _check_mask(mask)
+    if normalize not in NORMALIZERS:
+        raise ValueError(f"normalize = {normalize!r}: choose one of {', '.join(NORMALIZERS)}")
+    length = jnp.sum(mask, dtype=jnp.float32)
+    total = {
+        "token": total_tokens,
+        "sequence": total_sequences * length,
+        "constant": total_sequences * max_new_tokens,
+    }[normalize]
+    return mask.astype(jnp.float32) / jnp.maximum(total, 1.0)
+
+
+def _masked(mask: Array, values: Array) -> Array:
+    if mask.shape != values.shape:
+        raise TypeError(f"mask {list(mask.shape)} and values {list(values.shape)} differ in shape")
+    return jnp.where(mask, values, 0.0)
+
+
+def _check(rank: int, dtype: type = jnp.float32, **arrays: Array) -> None:
+    for name, array in arrays.items():
+        if array.ndim != rank or array.dtype != dtype:
+            raise TypeError(f"{name} must be {jnp.dtype(dtype)} of rank {rank}, got "
+                            f"{array.dtype}{list(array.shape)}; vmap over batch axes")
+
+
+def _check_vectors(**arrays: Array) -> None:
+    _check(1, **arrays)
+    shapes = {name: array.shape for name, array in arrays.items()}
+    if len(set(shapes.values())) > 1:
+        raise TypeError(f"lengths differ: {', '.join(f'{n} {list(s)}' for n, s in shapes.items())}")
+
+
+def _check_mask(mask: Array) -> None:
+    _check(1, jnp.bool_, mask=mask)

@@ -1,0 +1,187 @@
+"""One round (plan, draft, keep, verify, commit) and one launch of rounds, for one data shard.
+
+Everything here runs inside `shard_map` over the data axes: arrays are a shard's own, and what selects
+a branch or ends the loop is reduced over all shards first, so that every device takes it alike.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from specrl_jax.control.policies import Bucket, Controller, survive
+from specrl_jax.draft.base import Drafter
+from specrl_jax.draft.tree import compact
+from specrl_jax.model import transformer
+from specrl_jax.model.architecture import Architecture
+from specrl_jax.model.transformer import Packing, Params
+from specrl_jax.prng import gumbel
+from specrl_jax.sharding import ROWS
+from specrl_jax.spec import commit, sampling, verify
+from specrl_jax.structs import (
+    Array,
+    Cache,
+    Counters,
+    DraftTree,
+    Load,
+    Path,
+    RolloutState,
+    Sampling,
+    Tip,
+    Verdict,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """What is static in a launch: the program is a function of this and of shapes."""
+
+    arch: Architecture
+    drafter: Drafter
+    controller: Controller
+    implementation: str | None = None  # of tree attention
+
+
+def bucket_ladder(batch: int, nodes: int) -> tuple[Bucket, ...]:
+    """Buckets of a batch, smallest first: plain decoding, then 2, 4 and all N nodes a row."""
+    sizes = sorted({1, min(2, nodes), min(4, nodes), nodes})
+    return tuple(Bucket(batch * size, min(nodes, batch * size - batch + 1)) for size in sizes)
+
+
+def tip_of(state: RolloutState) -> Tip:
+    """Where the rows stand; an empty slot holds the sequence index Q."""
+    held = state.seq < state.sequences.done.shape[0]
+    done = state.sequences.done.at[state.seq].get(mode="fill", fill_value=True)
+    generated = state.sequences.length.at[state.seq].get(mode="fill", fill_value=0)
+    return Tip(root=state.root, seq=state.seq, generated=generated, context=state.cache.length,
+               live=held & ~done)
+
+
+def sampling_of(state: RolloutState) -> Sampling:
+    """The sampling of the sequences that the rows hold; of an empty slot, that of some sequence."""
+    stop = state.sampling.stop
+    rows = jax.tree.map(lambda a: a.at[state.seq].get(mode="clip"), state.sampling.replace(stop=()))
+    return rows.replace(stop=stop)
+
+
+def round_(machine: Machine, params: Params, drafter_params: Params, state: RolloutState
+           ) -> RolloutState:
+    """One draft, verification and commit of every live row."""
+    tip = tip_of(state)
+    rows = sampling_of(state)
+    left = (rows.limit - tip.generated).astype(jnp.float32)
+    load = Load(live=tip.live, length=tip.context, expected_left=left, weight=jnp.ones_like(left))
+    spec = machine.controller.plan(state.control, load)
+
+    def noise(index: Array, ids: Array) -> Array:
+        return gumbel(rows.key, index, ids)
+
+    tree, draft = machine.drafter.propose(drafter_params, state.draft, tip, spec, noise, survive)
+    buckets = bucket_ladder(tip.root.shape[0], machine.drafter.nodes)
+    live, bucket = machine.controller.keep(state.control, load, spec, tree, buckets)
+    bucket = jax.lax.pmax(bucket, ROWS)
+    branches = [lambda tree, live, b=b: verify_in(machine, params, state.cache, rows, tip, tree, live, b)
+                for b in buckets]
+    verdict, path = jax.lax.switch(bucket, branches, tree, live)
+    last = jnp.take_along_axis(verdict.tokens, jnp.maximum(verdict.count - 1, 0)[:, None], 1)
+    packed = jnp.asarray([b.packed for b in buckets], jnp.int32)[bucket]
+    return state.replace(
+        cache=commit.append(state.cache, path, verdict.count),
+        root=jnp.where(verdict.count > 0, last[:, 0], state.root),
+        sequences=commit.record(state.sequences, verdict, tip),
+        draft=machine.drafter.observe(drafter_params, draft, tip, verdict, path),
+        counters=count(state.counters, tip, live, verdict, packed))
+
+
+def count(counters: Counters, tip: Tip, live: Array, verdict: Verdict, packed: Array) -> Counters:
+    """Adds one round to the counters."""
+    rows = tip.live.sum()
+    drafted = live.sum() - (live[:, 0]).sum()
+    accepted = jnp.maximum(verdict.count - 1, 0).sum()
+    return Counters(
+        rounds=counters.rounds + 1, row_rounds=counters.row_rounds + rows,
+        committed=counters.committed + verdict.count.sum(),
+        accepted=counters.accepted + accepted, drafted=counters.drafted + drafted,
+        packed=counters.packed + packed, slots=counters.slots + tip.live.shape[0])
+
+
+def pack(live: Array, parent: Array, packed: int) -> Packing:
+    """The packing of a bucket's trees. Where every place fits, nodes simply stay in order.
+
+    Args:
+      live: bool[B, n].
+      parent: i32[B, n].
+      packed: W, at least the live nodes.
+    """
+    batch, nodes = live.shape
+    if packed == batch * nodes:
+        index = jnp.arange(packed, dtype=jnp.int32)
+        place = index.reshape(batch, nodes)
+    else:
+        flat = live.reshape(-1)
+        index = jnp.nonzero(flat, size=packed, fill_value=0)[0].astype(jnp.int32)
+        place = jnp.where(flat, jnp.cumsum(flat, dtype=jnp.int32) - 1, 0).reshape(live.shape)
+    return Packing(row=index // nodes, node=index % nodes, place=place, parent=parent)
+
+
+def verify_in(machine: Machine, params: Params, cache: Cache, rows: Sampling, tip: Tip,
+              tree: DraftTree, live: Array, bucket: Bucket) -> tuple[Verdict, Path]:
+    """One branch of the switch: pack, forward, draw, walk, gather. Shapes do not depend on it."""
+    tokens, parent, depth, kept, order = compact(tree, live, bucket.nodes)
+    packing = pack(kept, parent, bucket.packed)
+    at = (packing.row, packing.node)
+    hidden, fresh = transformer.tree_forward(
+        machine.arch, params, cache, tokens[at], tip.context[packing.row] + depth[at],
+        packing, machine.implementation)
+    logits = transformer.logits(machine.arch, params, hidden)
+    drawn = sampling.draw(logits, rows.temperature[packing.row], rows.top_k[packing.row],
+                          rows.top_p[packing.row], rows.key[packing.row],
+                          tip.generated[packing.row] + depth[at])
+    verdict = verify.judge(tokens, parent, kept, drawn, packing.place, tip, rows,
+                           machine.drafter.depth)
+    path = _gather(fresh, verdict.path)
+    original = jnp.take_along_axis(order, verdict.path, 1)
+    rows_of = jnp.arange(live.shape[0])[:, None]
+    draws = jnp.zeros(live.shape, jnp.int32).at[rows_of, order].set(drawn.token[packing.place])
+    return verdict.replace(path=original), Path(kv=path, taps=None, draw=draws, verified=live)
+
+
+def _gather(fresh: list[tuple[Array, Array]], path: Array) -> list[tuple[Array, Array]]:
+    """The path's keys [B, G, E, D+1] and values [B, G, D+1, E] of each layer."""
+    width, nodes = path.shape[1], fresh[0][0].shape[1]
+    along = path[:, : min(width, nodes), None, None]
+    room = (0, width - along.shape[1])
+    out = []
+    for k, v in fresh:
+        k, v = (a if nodes == 1 else jnp.take_along_axis(a, along, 1) for a in (k, v))
+        out.append((jnp.pad(k.transpose(0, 2, 3, 1), ((0, 0), (0, 0), (0, 0), room)),
+                    jnp.pad(v.transpose(0, 2, 1, 3), ((0, 0), (0, 0), room, (0, 0)))))
+    return out
+
+
+def launch(machine: Machine, params: Params, drafter_params: Params, state: RolloutState,
+           waiting: Array, rounds: Array, smaller: Array) -> RolloutState:
+    """Rounds until the host is needed.
+
+    Ends after `rounds`, when all rows are done, when any shard has a free slot and a waiting sequence,
+    or when every shard's live rows fit the next smaller batch.
+
+    Args:
+      waiting: i32[1] sequences of this shard that have no slot yet.
+      rounds: i32[] R.
+      smaller: i32[] rows of the next smaller batch; 0 is none.
+    """
+
+    def wanted(state: RolloutState) -> Array:
+        live = tip_of(state).live.sum()
+        free = (live < state.seq.shape[0]) & (waiting[0] > 0)
+        most, refill = jax.lax.pmax((live, free.astype(jnp.int32)), ROWS)
+        return (most > smaller) & (refill == 0)
+
+    def body(carry: tuple[Array, Array, RolloutState]) -> tuple[Array, Array, RolloutState]:
+        done, _, state = carry
+        state = round_(machine, params, drafter_params, state)
+        return done + 1, wanted(state) & (done + 1 < rounds), state
+
+    start = (jnp.int32(0), wanted(state) & (rounds > 0), state)
+    return jax.lax.while_loop(lambda carry: carry[1], body, start)[2]

@@ -1,0 +1,76 @@
+"""Host bookkeeping of one data shard's slots: which sequence sits where, and how slots are filled."""
+
+import dataclasses
+
+import numpy as np
+
+EMPTY = -1
+
+
+@dataclasses.dataclass
+class Refill:
+    """What one refill does to the B slots of a shard; -1 is nothing."""
+
+    seq: np.ndarray  # i32[B] sequence that the slot gets
+    source: np.ndarray  # i32[B] index into `prompts` of the prompt to write
+    copy: np.ndarray  # i32[B] slot to copy the prompt from
+    prompts: list[int]  # prompts to prefill
+
+
+class Slots:
+    """The slots of one shard. Sequences enter in order; a prompt's samples lie together."""
+
+    def __init__(self, batch: int, sequences: int, group: int) -> None:
+        self.seq = np.full(batch, EMPTY, np.int32)
+        self.group = group
+        self.total = sequences
+        self.next = 0
+
+    @property
+    def waiting(self) -> int:
+        return self.total - self.next
+
+    def refill(self, done: np.ndarray, most_prompts: int) -> Refill:
+        """Fills free slots with waiting sequences, prefilling at most `most_prompts` prompts.
+
+        A prompt whose K/V still lie in some slot is copied from there: its samples share one prefill.
+
+        Args:
+          done: bool[sequences].
+        """
+        free = [b for b in range(len(self.seq)) if self.seq[b] == EMPTY or done[self.seq[b]]]
+        held = {self.seq[b] // self.group: b for b in range(len(self.seq))
+                if self.seq[b] != EMPTY and b not in free}
+        own = {b: self.seq[b] // self.group for b in free if self.seq[b] != EMPTY}
+        plan = Refill(*(np.full(len(self.seq), EMPTY, np.int32) for _ in range(3)), prompts=[])
+        while free and self.waiting:
+            prompt = self.next // self.group
+            slot = next((b for b in free if own.get(b) == prompt), free[0])
+            if own.get(slot) == prompt:
+                plan.copy[slot] = slot
+            elif prompt in held:
+                plan.copy[slot] = held[prompt]
+            elif prompt in plan.prompts or len(plan.prompts) < most_prompts:
+                if prompt not in plan.prompts:
+                    plan.prompts.append(prompt)
+                plan.source[slot] = plan.prompts.index(prompt)
+            else:
+                break
+            plan.seq[slot] = self.seq[slot] = self.next
+            free.remove(slot)
+            self.next += 1
+        return plan
+
+    def compact(self, batch: int, done: np.ndarray) -> np.ndarray:
+        """Keeps the live slots, in order, in a smaller batch; returns the slots to take, i32[batch]."""
+        live = [b for b in range(len(self.seq)) if self.seq[b] != EMPTY and not done[self.seq[b]]]
+        rest = [b for b in range(len(self.seq)) if b not in live]
+        take = np.asarray((live + rest)[:batch], np.int32)
+        self.seq = self.seq[take]
+        return take
+
+    def has_free(self, done: np.ndarray) -> bool:
+        return self.live(done) < len(self.seq)
+
+    def live(self, done: np.ndarray) -> int:
+        return sum(int(s != EMPTY and not done[s]) for s in self.seq)

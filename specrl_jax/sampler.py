@@ -1,0 +1,179 @@
+"""Token-level generation for anyone: the loop, evaluation, single prompts.
+
+A Sampler joins a model, a drafter, a controller and an engine; it reads only published parameters.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from specrl_jax import prng, sharding
+from specrl_jax.config import Config, check
+from specrl_jax.control import policies
+from specrl_jax.draft.base import Drafter
+from specrl_jax.draft.history import history
+from specrl_jax.draft.off import off
+from specrl_jax.model import architecture
+from specrl_jax.model.architecture import Architecture
+from specrl_jax.rollout.engine import Engine, Result, Shapes, pad, request
+from specrl_jax.rollout.round import Machine
+from specrl_jax.structs import Rollout
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """Prompts of one rollout, in any order."""
+
+    prompts: Sequence[Sequence[int]]  # token ids
+    prompt_id: np.ndarray  # i32[prompts]
+    occurrence: np.ndarray  # i32[prompts] how often the prompt came before
+
+
+def make_drafter(config: Config, group: int) -> Drafter:
+    """The drafter that the config names."""
+    spec = config.spec
+    if spec.drafter == "off" or config.control.policy == "off":
+        return off()
+    return history(depth=spec.max_steps, branch=spec.max_branch, nodes=spec.max_nodes,
+                   match=spec.history_match, group=group)
+
+
+class Sampler:
+    """Generates `group` samples of each of `prompts` prompts.
+
+    Args:
+      config: its model, spec, control and rollout sections are read.
+      prompts: prompts of one call, over all shards.
+      group: M.
+    """
+
+    def __init__(self, config: Config, arch: Architecture, stop: Sequence[int], mesh: Mesh, *,
+                 prompts: int, group: int) -> None:
+        shards = sharding.shard_count(mesh)
+        check(prompts % shards == 0, "prompts", prompts,
+              f"must be a multiple of the {shards} data shards")
+        most = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
+        check(most <= arch.max_position, "rollout.max_new_tokens", config.rollout.max_new_tokens,
+              f"with rollout.max_prompt_tokens that is {most} positions; the model has "
+              f"{arch.max_position}")
+        self.config, self.group, self.mesh = config, group, mesh
+        drafter = make_drafter(config, group)
+        machine = Machine(arch, drafter, policies.make(config.control, config.spec))
+        shapes = Shapes(
+            batch=config.rollout.batch_size // shards, sequences=prompts * group // shards,
+            group=group, prompt=config.rollout.max_prompt_tokens,
+            response=config.rollout.max_new_tokens, shards=shards, depth=drafter.depth,
+            min_batch=config.rollout.min_batch)
+        dtype = jnp.dtype(config.model.dtype)
+        past = config.spec.history_past if drafter.depth else 0
+        self.engine = Engine(machine, mesh, shapes, stop, dtype, past)
+        self._cast = publisher(arch, mesh, dtype)
+        self.params: Any = None
+        self.version = -1
+
+    def publish(self, params: Any, version: int) -> None:
+        """Makes `params` what rollouts read: cast and resharded; the same arrays where both agree."""
+        self.params, self.version = self._cast(params), version
+
+    def compile(self, report: Callable[[str], None] = lambda text: None) -> None:
+        """Compiles all programs and runs each small one once: nothing compiles after this."""
+        self.engine.compile(self.params, report=report)
+        shapes = self.engine.shapes
+        count = shapes.sequences * shapes.shards // shapes.group
+        asked = Asked([[0, 0]] * count, np.arange(count), np.zeros(count, np.int32))
+        self.generate(asked, "canary", 0, limit=1)
+
+    def generate(self, asked: Asked, stream: str, step: int, *, past: np.ndarray | None = None,
+                 limit: int | None = None,
+                 progress: Callable[[int, int, int], None] = lambda done, total, tokens: None
+                 ) -> tuple[Rollout, Result]:
+        """Samples every prompt `group` times.
+
+        Args:
+          asked: prompts; they take slots in the order of `rollout.order`.
+          stream: what the tokens are for, see prng.STREAMS.
+          step: part of the noise key.
+          past: i32[prompts, K, T] earlier responses, see draft/memory.py.
+          limit: most new tokens, if fewer than rollout.max_new_tokens.
+
+        Returns:
+          The rollout in canonical order (prompt id, occurrence, sample id), and the engine's account.
+        """
+        order = np.lexsort((asked.occurrence, asked.prompt_id))
+        if self.config.rollout.order == "reversed":
+            order = order[::-1]
+        group = self.group
+        ids, occurrence = (np.repeat(a[order], group).astype(np.int32)
+                           for a in (asked.prompt_id, asked.occurrence))
+        sample = np.tile(np.arange(group, dtype=np.int32), len(order))
+        keys = prng.row_keys(self.config.seed, stream, step, ids, occurrence, sample)
+        prompts = [asked.prompts[i] for i in order]
+        wanted = request(prompts, keys, group, self.config.rollout,
+                         None if past is None else past[order])
+        if limit is not None:
+            wanted.limit = np.minimum(wanted.limit, limit).astype(np.int32)
+        result = self.engine.run(self.params, wanted, rounds=self.config.rollout.rounds_per_launch,
+                                 progress=progress)
+        rollout = self._rollout(prompts, result, ids, occurrence, sample)
+        canonical = np.lexsort((sample, occurrence, ids))
+        return jax.tree.map(lambda a: a[canonical], rollout), result
+
+    def _rollout(self, prompts: Sequence[Sequence[int]], result: Result, ids: np.ndarray,
+                 occurrence: np.ndarray, sample: np.ndarray) -> Rollout:
+        tokens, length = pad(prompts, self.engine.shapes.prompt)
+        s = result.sequences
+        last = np.take_along_axis(s.tokens, np.maximum(s.length - 1, 0)[:, None], 1)[:, 0]
+        return Rollout(
+            prompt=np.repeat(tokens, self.group, 0), prompt_length=np.repeat(length, self.group),
+            tokens=s.tokens, length=s.length, logprob=s.logprob, raw_logprob=s.raw_logprob,
+            kept_mass=s.kept_mass, prompt_id=ids, occurrence=occurrence, sample_id=sample,
+            stopped=np.isin(last, self.engine.stop), commits=s.commits, rounds=s.rounds,
+            policy_version=self.version)
+
+
+def publisher(arch: Architecture, mesh: Mesh, dtype: Any) -> Callable[[Any], Any]:
+    """A function that casts and reshards parameters for the rollout."""
+    described = architecture.describe(arch)
+    places = sharding.shardings(described, sharding.ROLLOUT_RULES, mesh, architecture.is_param)
+    cast = jax.jit(lambda tree: jax.tree.map(lambda a: a.astype(dtype), tree), out_shardings=places)
+
+    def publish(params: Any) -> Any:
+        agree = jax.tree.map(lambda a, place: a.dtype == dtype and a.sharding.is_equivalent_to(
+            place, a.ndim), params, places)
+        return params if all(jax.tree.leaves(agree)) else cast(params)
+
+    return publish
+
+
+def rollout_metrics(rollout: Rollout, result: Result) -> dict[str, float]:
+    """Metrics of one rollout, by the names that metrics.jsonl uses."""
+    c, tokens = result.counters, int(rollout.length.sum())
+    return {
+        "rollout/tokens": tokens,
+        "rollout/tokens_per_second": tokens / result.seconds,
+        "rollout/accept_length": c["committed"] / max(c["row_rounds"], 1),
+        "rollout/rounds": c["rounds"],
+        "rollout/drafted": c["drafted"],
+        "rollout/accepted": c["accepted"],
+        "rollout/packed": c["packed"],
+        "rollout/occupancy": c["row_rounds"] / max(c["slots"], 1),
+        "rollout/launches": len(result.trace),
+        "rollout/kept_mass": _mean(rollout.kept_mass, rollout.length),
+        "rollout/logprob": _mean(rollout.raw_logprob, rollout.length),
+        "response/length_mean": float(rollout.length.mean()),
+        "response/length_max": int(rollout.length.max()),
+        "response/stopped": float(rollout.stopped.mean()),
+        "time/rollout": result.seconds,
+        "time/prefill": result.prefill_seconds,
+    }
+
+
+def _mean(values: np.ndarray, length: np.ndarray) -> float:
+    """Mean over the tokens that were said."""
+    said = np.arange(values.shape[1])[None] < length[:, None]
+    return float(values[said].mean())

@@ -1,0 +1,62 @@
+"""The match rule: walk from the root along the actor's own draws while the tree holds them.
+
+`y = argmax_v(logp[v] + G[v])` at each node depends on the node's prefix and on noise that is a
+function of indices, so the emitted stream is that of plain decoding whatever the tree.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from specrl_jax.spec.sampling import Draw
+from specrl_jax.structs import Array, Sampling, Tip, Verdict
+
+
+def walk(tokens: Array, parent: Array, live: Array, drawn: Array, depth: int
+         ) -> tuple[Array, Array, Array]:
+    """The accepted path of each row.
+
+    Args:
+      tokens, parent: i32[B, n]; live: bool[B, n].
+      drawn: i32[B, n] the actor's draw at each node.
+      depth: D; at most D + 1 tokens are emitted.
+
+    Returns:
+      path i32[B, D+1] of nodes walked (the last one repeats), emitted i32[B, D+1] = draws along it,
+      and how many were emitted, i32[B] >= 1.
+    """
+    nodes = jnp.arange(tokens.shape[1])[None]
+
+    def step(carry: tuple[Array, Array], _: None) -> tuple[tuple[Array, Array], tuple[Array, ...]]:
+        at, going = carry
+        drew = jnp.take_along_axis(drawn, at[:, None], 1)
+        fits = live & (parent == at[:, None]) & (tokens == drew) & (nodes > 0)
+        onward = going & fits.any(1)
+        return (jnp.where(onward, fits.argmax(1), at), onward), (at, drew[:, 0], going)
+
+    batch = tokens.shape[0]
+    start = (jnp.zeros(batch, jnp.int32), jnp.ones(batch, bool))
+    _, (path, emitted, taken) = jax.lax.scan(step, start, None, length=depth + 1)
+    return path.T, emitted.T, taken.sum(0, dtype=jnp.int32)
+
+
+def judge(tokens: Array, parent: Array, live: Array, draw: Draw, place: Array, tip: Tip,
+          sampling: Sampling, depth: int) -> Verdict:
+    """The Verdict of a packed draw.
+
+    Args:
+      tokens, parent, live: [B, n], the bucket's tree.
+      draw: at W packed positions.
+      place: i32[B, n] index in W.
+    """
+    path, emitted, count = walk(tokens, parent, live, draw.token[place], depth)
+    at = jnp.take_along_axis(place, path, 1)
+    within = jnp.arange(depth + 1)[None]
+    stop = (emitted[..., None] == sampling.stop[None, None]).any(-1) & (within < count[:, None])
+    stopped = stop.any(1)
+    count = jnp.where(stopped, stop.argmax(1) + 1, count)
+    left = sampling.limit - tip.generated
+    stopped = (stopped & (count <= left)) | (count >= left)
+    count = jnp.where(tip.live, jnp.minimum(count, left), 0)
+    return Verdict(tokens=emitted, logprob=draw.logprob[at], raw_logprob=draw.raw_logprob[at],
+                   kept_mass=draw.kept_mass[at], path=path, count=count,
+                   stopped=stopped & tip.live)

@@ -1,0 +1,175 @@
+"""Presets, overrides, and bad input that ends in one line."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from absl import flags
+
+from experiments import config_flags
+from specrl_jax.config import Config, ConfigError, as_dict
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = f'''"""Says what it was asked to do."""
+import sys
+sys.path[:0] = [{str(ROOT / "experiments")!r}, {str(ROOT)!r}]
+from absl import flags
+import config_flags
+from specrl_jax.config import ConfigError
+LOUD = flags.DEFINE_bool("loud", False, "a flag of the script's own")
+def main(config, workdir):
+    if config.name == "bad":
+        raise ConfigError("workdir = 'x': choose another")
+    print(config.name, config.seed, workdir, LOUD.value)
+config_flags.run(main)
+'''
+
+
+def parse(*arguments):
+    """(config, workdir) of a command line, in this process."""
+    argv, values = ["script.py", *arguments], flags.FlagValues()
+    config_flags.define(argv, values)
+    assert values(argv) == argv[:1]
+    return config_flags.parsed(values)
+
+
+@pytest.fixture
+def script(tmp_path):
+    """Runs the script from a directory that is not the repository's."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+
+    def call(*arguments):
+        return subprocess.run([sys.executable, "script.py", *arguments], cwd=tmp_path,
+                              capture_output=True, text=True, timeout=60)
+
+    return call
+
+
+@pytest.mark.parametrize("path", sorted(config_flags.CONFIGS.glob("*.py")), ids=lambda p: p.stem)
+def test_presets_load_by_name_and_by_path(path, monkeypatch, tmp_path):
+    config = config_flags.load(path.stem)
+    assert config.name == path.stem
+    assert config == config_flags.load(str(path))
+    monkeypatch.chdir(tmp_path)
+    assert config == config_flags.load(f"experiments/configs/{path.name}")
+
+
+def test_tiny_fits_eight_devices_and_refills_slots():
+    config = config_flags.load("tiny")
+    sizes = (config.prompts_per_step, config.rollout.batch_size, config.learner.micro_batch)
+    assert all(size % 8 == 0 for size in sizes)
+    assert config.sequences > config.rollout.batch_size
+
+
+def test_no_override_is_the_default_preset():
+    config, workdir = parse()
+    assert type(config) is Config and config == config_flags.load("smollm2")
+    assert workdir == Path("runs/smollm2")
+
+
+def test_overrides_of_every_type():
+    config, workdir = parse(
+        "--config=tiny", "--config.seed=7", "--config.name=mine",
+        "--config.learner.learning_rate=1", "--config.learner.remat",
+        "--noconfig.learner.scale_advantage", "--config.rollout.top_p", "0.5",
+        "--config.reward.terms=('exact','bare')", "--config.reward.weights=(1, 0.2)")
+    want = as_dict(config_flags.load("tiny"))
+    want.update(seed=7, name="mine")
+    want["learner"].update(learning_rate=1.0, remat=True, scale_advantage=False)
+    want["rollout"].update(top_p=0.5)
+    want["reward"].update(terms=("exact", "bare"), weights=(1.0, 0.2))
+    assert as_dict(config) == want
+    assert type(config.learner.learning_rate) is type(config.reward.weights[0]) is float
+    assert workdir == Path("runs/mine")
+    assert parse("--config=tiny", "--workdir=out")[1] == Path("out")
+
+
+def test_one_parse_leaves_nothing_for_the_next():
+    parse("--config=tiny", "--config.seed=7", "--config.learner.kl=0.5")
+    assert parse("--config=tiny")[0] == config_flags.load("tiny")
+
+
+@pytest.mark.parametrize("argument, line", [
+    ("--config.foo=1", "config.foo = '1': no field 'foo' in config; it has name, seed, steps"),
+    ("--config.model.foo=1", "config.model.foo = '1': no field 'foo' in config.model; it has path"),
+    ("--config.steps.x=1", "config.steps.x = '1': no field 'x' in config.steps; it has none"),
+    ("--config.model=tiny", "config.model = 'tiny': is a section; set its fields, as in "
+                            "--config.model.path=..."),
+    ("--config.steps=abc", "config.steps = 'abc': must be of type int"),
+    ("--config.steps=1.5", "config.steps = '1.5': must be of type int"),
+    ("--config.rollout.top_p=x", "config.rollout.top_p = 'x': must be of type float"),
+    ("--config.learner.remat=maybe", "config.learner.remat = 'maybe': must be of type bool"),
+    ("--config.reward.weights=('a',)",
+     "config.reward.weights = \"('a',)\": must be a quoted tuple of float values"),
+    ("--config.reward.terms=(exact, bare)",
+     "config.reward.terms = '(exact, bare)': must be a quoted tuple of str values"),
+    ("--config.steps=0", "steps = 0: must be at least 1"),
+    ("--config.reward.weights=(1.0,0.2)",
+     "reward.weights = (1.0, 0.2): give one weight for each of the 1 terms"),
+])
+def test_bad_overrides_name_field_value_and_way_out(argument, line):
+    with pytest.raises(ConfigError) as caught:
+        parse(argument)
+    assert str(caught.value).startswith(line)
+
+
+def test_a_value_may_be_the_next_argument():
+    assert parse("--config.steps", "3")[0].steps == 3
+    with pytest.raises(ConfigError, match="config.steps = 'abc': must be of type int"):
+        parse("--config.steps", "abc")
+
+
+@pytest.mark.parametrize("source, message", [
+    ("x = 1", r"has no get_config\(\)"),
+    ("def get_config(): return 3", "returns a int"),
+    ("from specrl_jax.config import Config\ndef get_config(): return Config(stepz=3)", "'stepz'"),
+    ("from specrl_jax.config import Config\ndef get_config(): return Config(steps=0)", "steps = 0"),
+])
+def test_bad_presets_say_what_is_wrong(source, message, tmp_path):
+    (tmp_path / "bad.py").write_text(source)
+    with pytest.raises(ConfigError, match=message):
+        config_flags.load(str(tmp_path / "bad.py"))
+    with pytest.raises(flags.IllegalFlagValueError, match=message):
+        parse(f"--config={tmp_path / 'bad.py'}")
+
+
+def test_field_table_has_a_line_for_every_field():
+    lines = config_flags.field_table("tiny").splitlines()
+    leaves = [f"{section}.{name}" if isinstance(value, dict) else section
+              for section, value in as_dict(Config()).items()
+              for name in (value if isinstance(value, dict) else [""])]
+    assert lines[0] == "fields of --config=tiny:"
+    assert [line.split("=")[0].strip() for line in lines[1:]] == [f"--config.{x}" for x in leaves]
+    assert lines[2].split(maxsplit=1) == ["--config.seed=0", "seed of everything random"]
+    assert """--config.reward.terms="('digits',)" """ in "\n".join(lines)
+
+
+def test_script_runs_from_anywhere(script):
+    done = script("--config=tiny", "--config.seed=3", "--loud")
+    assert (done.stdout, done.returncode) == ("tiny 3 runs/tiny True\n", 0), done.stderr
+    assert script().stdout == "smollm2 0 runs/smollm2 False\n"
+
+
+@pytest.mark.parametrize("arguments, line", [
+    (["--config=nope"], "flag --config=nope: no preset 'nope': give one of smollm2, tiny, or"),
+    (["--config.steps=abc"], "config.steps = 'abc': must be of type int"),
+    (["--config.steps=1", "--config=tiny"], "Found --config.steps=1 in argv before a value for"),
+    (["--confg=tiny"], "Unknown command line flag 'confg'. Did you mean: config"),
+    (["seed=1"], "unexpected argument 'seed=1': write fields as --config.FIELD=VALUE"),
+    (["--config.name=bad"], "workdir = 'x': choose another"),
+])
+def test_script_ends_bad_input_with_one_line(script, arguments, line):
+    done = script(*arguments)
+    assert done.stderr.startswith(f"error: {line}") and done.stderr.count("\n") == 1
+    assert (done.stdout, done.returncode) == ("", config_flags.EXIT_BAD_INPUT)
+
+
+@pytest.mark.parametrize("flag", ["--help", "--helpshort", "--helpfull"])
+def test_help_lists_flags_and_fields_of_the_preset(script, flag):
+    done = script("--config=tiny", "--config.seed=1", flag)
+    assert done.returncode == 0, done.stderr
+    for text in ("Says what it was asked to do.", "--workdir:", "--[no]loud:",
+                 config_flags.field_table("tiny")):
+        assert text in done.stdout
+    assert ("--[no]logtostderr" in done.stdout) == (flag == "--helpfull")

