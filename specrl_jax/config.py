@@ -97,6 +97,8 @@ class SpecOptions:
     max_steps: int = option(4, "D, the depth that shapes are made for")
     max_branch: int = option(2, "K, the branching that shapes are made for")
     max_nodes: int = option(9, "N, the nodes a row that shapes are made for")
+    max_packed: int = option(64, "most tokens that one verification packs, a shard; batches as "
+                                 "large as that decode plainly")
     history_past: int = option(8, "earlier responses of a prompt that its rows may draft from")
     history_match: int = option(6, "longest suffix, in tokens, that is looked up")
     history_megabytes: int = option(64, "bound on the memory of earlier responses")
@@ -111,7 +113,8 @@ class SpecOptions:
                   f"must lie in {low}..spec.max_{name} = {high}")
         at_least(0, spec__budget=self.budget, spec__history_past=self.history_past,
                  spec__history_megabytes=self.history_megabytes)
-        at_least(1, spec__history_match=self.history_match, spec__max_steps=self.max_steps)
+        at_least(1, spec__history_match=self.history_match, spec__max_steps=self.max_steps,
+                 spec__max_packed=self.max_packed)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,13 +122,13 @@ class ControlConfig:
     """Who chooses the speculation configuration of each round."""
 
     policy: str = option("fixed", f"one of {', '.join(POLICIES)}")
-    max_rows: int = option(0, "fixed: speculate only with at most this many live rows a shard; "
-                              "0 means always")
+    min_survival: float = option(0.3, "fixed: draft nodes less likely to be accepted are dropped")
 
     def __post_init__(self) -> None:
         check(self.policy in POLICIES, "control.policy", self.policy,
               f"choose one of {', '.join(POLICIES)}")
-        at_least(0, control__max_rows=self.max_rows)
+        check(0 <= self.min_survival <= 1, "control.min_survival", self.min_survival,
+              "must lie in [0, 1]")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,7 +147,8 @@ class RolloutConfig:
                                   "tokens do not depend on it")
 
     def __post_init__(self) -> None:
-        at_least(1, rollout__batch_size=self.batch_size, rollout__max_new_tokens=self.max_new_tokens,
+        at_least(1, rollout__batch_size=self.batch_size,
+                 rollout__max_new_tokens=self.max_new_tokens,
                  rollout__rounds_per_launch=self.rounds_per_launch,
                  rollout__min_batch=self.min_batch)
         check(self.order in ("sorted", "reversed"), "rollout.order", self.order,
@@ -165,6 +169,8 @@ class LearnerConfig:
     b2: float = option(0.999, "AdamW's second decay")
     max_grad_norm: float = option(1.0, "global norm that gradients are clipped to")
     micro_batch: int = option(16, "sequences in one forward and backward pass, over all shards")
+    packing: str = option("group", "group: a group's responses share one copy of their prompt, "
+                                   "best when responses are short; sequence: one each")
     updates: int = option(1, "updates on each rollout")
     clip_low: float = option(0.2, "ratio is clipped below at 1 - clip_low")
     clip_high: float = option(0.2, "ratio is clipped above at 1 + clip_high")
@@ -187,6 +193,8 @@ class LearnerConfig:
               "must be positive")
         check(self.normalize in ("token", "sequence", "constant"), "learner.normalize",
               self.normalize, "choose token, sequence or constant")
+        check(self.packing in ("group", "sequence"), "learner.packing", self.packing,
+              "choose group or sequence")
         check(self.old_logprob in ("learner", "rollout"), "learner.old_logprob", self.old_logprob,
               "choose learner or rollout")
 
@@ -231,10 +239,18 @@ class Config:
               "group-relative advantages need at least 2 samples of a prompt")
         shards = self.mesh.data * self.mesh.fsdp
         for field, value in (("rollout.batch_size", self.rollout.batch_size),
-                             ("learner.micro_batch", self.learner.micro_batch),
                              ("prompts_per_step", self.prompts_per_step)):
             check(value % shards == 0, field, value,
                   f"must be a multiple of the {shards} data shards (mesh.data x mesh.fsdp)")
+        unit = shards * self.together
+        check(self.learner.micro_batch % unit == 0, "learner.micro_batch",
+              self.learner.micro_batch, f"must be a multiple of {unit}: {shards} data shards x "
+              f"{self.together} sequences packed together (learner.packing)")
+
+    @property
+    def together(self) -> int:
+        """k, sequences of a group that the learner packs into one row."""
+        return self.group_size if self.learner.packing == "group" else 1
 
     @property
     def sequences(self) -> int:

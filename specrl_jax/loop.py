@@ -145,8 +145,9 @@ class Trainer:
     def _batch(self, rollout: Rollout, advantage: np.ndarray) -> tuple[Batch, Totals]:
         config = self.config.learner
         batch, totals = learner.make_batch(
-            rollout, advantage, self.config.rollout.temperature, config.micro_batch,
-            keep_all=bool(config.kl) or config.updates > 1)
+            rollout, advantage, self.config.rollout.temperature,
+            rows=config.micro_batch // self.config.together,
+            together=self.config.together, keep_all=bool(config.kl) or config.updates > 1)
         rows = NamedSharding(self.mesh, P(None, sharding.ROWS))
         whole = sharding.replicated(self.mesh)
         return (jax.tree.map(functools.partial(sharding.put, rows), batch),
@@ -239,7 +240,8 @@ class Trainer:
     def arrays(self) -> dict[str, Any]:
         """What a checkpoint holds besides `meta`."""
         return {"actor": self.state.params, "optimizer": self.state.optimizer,
-                "history": self.memory.arrays(), "control": self.sampler.engine.control}
+                "history": self.memory.arrays(),
+                "control": jax.tree.map(np.asarray, self.sampler.engine.control)}
 
     def meta(self) -> dict[str, Any]:
         return {"step": self.step_number, "seed": self.config.seed, "bad_steps": self.bad_steps}

@@ -63,7 +63,8 @@ class Sampler:
               f"{arch.max_position}")
         self.config, self.group, self.mesh = config, group, mesh
         drafter = make_drafter(config, group)
-        machine = Machine(arch, drafter, policies.make(config.control, config.spec))
+        machine = Machine(arch, drafter, policies.make(config.control, config.spec),
+                          config.spec.max_packed)
         shapes = Shapes(
             batch=config.rollout.batch_size // shards, sequences=prompts * group // shards,
             group=group, prompt=config.rollout.max_prompt_tokens,
@@ -77,7 +78,7 @@ class Sampler:
         self.version = -1
 
     def publish(self, params: Any, version: int) -> None:
-        """Makes `params` what rollouts read: cast and resharded; the same arrays where both agree."""
+        """Makes `params` what rollouts read: cast and resharded, or as they are if both agree."""
         self.params, self.version = self._cast(params), version
 
     def compile(self, report: Callable[[str], None] = lambda text: None) -> None:
@@ -90,7 +91,8 @@ class Sampler:
 
     def generate(self, asked: Asked, stream: str, step: int, *, past: np.ndarray | None = None,
                  limit: int | None = None,
-                 progress: Callable[[int, int, int], None] = lambda done, total, tokens: None
+                 progress: Callable[[int, int, int], None] = lambda done, total, tokens: None,
+                 peek: Callable[[np.ndarray, np.ndarray], None] | None = None
                  ) -> tuple[Rollout, Result]:
         """Samples every prompt `group` times.
 
@@ -100,9 +102,10 @@ class Sampler:
           step: part of the noise key.
           past: i32[prompts, K, T] earlier responses, see draft/memory.py.
           limit: most new tokens, if fewer than rollout.max_new_tokens.
+          progress, peek: see Engine.run.
 
         Returns:
-          The rollout in canonical order (prompt id, occurrence, sample id), and the engine's account.
+          The rollout in canonical order (prompt id, occurrence, sample id); the engine's account.
         """
         order = np.lexsort((asked.occurrence, asked.prompt_id))
         if self.config.rollout.order == "reversed":
@@ -118,7 +121,7 @@ class Sampler:
         if limit is not None:
             wanted.limit = np.minimum(wanted.limit, limit).astype(np.int32)
         result = self.engine.run(self.params, wanted, rounds=self.config.rollout.rounds_per_launch,
-                                 progress=progress)
+                                 progress=progress, peek=peek)
         rollout = self._rollout(prompts, result, ids, occurrence, sample)
         canonical = np.lexsort((sample, occurrence, ids))
         return jax.tree.map(lambda a: a[canonical], rollout), result

@@ -1,8 +1,8 @@
 """Mesh, logical axis -> mesh axis rules, and the shardings of a described tree.
 
-Rows are split over `data` x `fsdp` together; `tensor` splits heads, hidden units and vocabulary. The
-learner also splits the model width over `fsdp`; the rollout keeps it whole, so that no round waits
-for a gather of weights.
+Rows are split over `data` x `fsdp` together; `tensor` splits heads, hidden units and vocabulary.
+The learner also splits the model width over `fsdp`; the rollout keeps it whole, so that no round
+waits for a gather of weights.
 """
 
 import math

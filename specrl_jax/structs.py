@@ -2,8 +2,8 @@
 
 Shape legend: `B` rows (slots of one data shard), `Q` sequences of one step, `M` samples a prompt,
 `N` tree nodes a row (padded), `n` nodes a row of one bucket, `D` tree depth (padded), `W` packed
-tokens of one forward, `S` cache slots, `T` response buffer, `P` prompt buffer, `L` layers, `H` query
-heads, `G` key-value heads, `E` head dim, `F` model width, `V` vocabulary, `X` stop tokens.
+tokens of one forward, `S` cache slots, `T` response buffer, `P` prompt buffer, `L` layers, `H`
+query heads, `G` key-value heads, `E` head dim, `F` model width, `V` vocabulary, `X` stop tokens.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ Array = jax.Array
 
 @struct.dataclass
 class SpecConfig:
-    """The speculation configuration of one round: traced values, the paper's (s, t, n) and a budget.
+    """The speculation configuration of one round, traced: the paper's (s, t, n) and a budget.
 
     `steps` = 0 is off. `nodes` caps one row, `budget` all rows of a data shard, roots included.
     """
@@ -30,7 +30,7 @@ class SpecConfig:
 
 @struct.dataclass
 class DraftTree:
-    """Node 0 is the last emitted token, whose K/V are not cached yet. parent[n] < n; siblings differ."""
+    """Node 0 is the last emitted token, K/V not cached yet. parent[n] < n; siblings differ."""
 
     tokens: Array  # i32[B, N]
     parent: Array  # i32[B, N]
@@ -46,7 +46,7 @@ class DraftTree:
 
 @struct.dataclass
 class Path:
-    """What one verification leaves for `commit` and for the drafter: the walked path, root first."""
+    """What one verification leaves for `commit` and the drafter: the walked path, root first."""
 
     kv: Any  # one (k [B, G, E, D+1], v [B, G, D+1, E]) a layer
     taps: Any  # f[B, D+1, F'] or None
@@ -69,7 +69,7 @@ class Verdict:
 
 @struct.dataclass
 class Cache:
-    """Committed keys and values; positions at and beyond `length` hold garbage and are never read."""
+    """Committed keys and values; what lies at and beyond `length` is garbage and never read."""
 
     kv: Any  # one (k [B, G, E, S], v [B, G, S, E]) a layer
     length: Array  # i32[B] cached tokens = tokens so far - 1
@@ -102,7 +102,7 @@ class Counters:
 
 @struct.dataclass
 class Sequences:
-    """Everything known of the sequences of one step, at fixed places: nothing moves when slots do."""
+    """All that is known of one step's sequences, at fixed places: nothing moves when slots do."""
 
     tokens: Array  # i32[Q, T]
     logprob: Array  # f32[Q, T]
@@ -151,7 +151,7 @@ class Load:
 
 @struct.dataclass
 class Rollout:
-    """What rl/ sees of one step, in canonical order (prompt id, occurrence, sample id). No caches."""
+    """What rl/ sees of one step, in canonical order (prompt id, occurrence, sample id)."""
 
     prompt: Any  # i32[Q, P] right-padded
     prompt_length: Any  # i32[Q]

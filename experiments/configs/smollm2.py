@@ -30,6 +30,8 @@ def get_config() -> Config:
         ),
         reward=RewardConfig(terms=("exact",), weights=(1.0,)),
         spec=SpecOptions(drafter="history"),
-        rollout=RolloutConfig(batch_size=64, max_prompt_tokens=64, max_new_tokens=24),
-        learner=LearnerConfig(learning_rate=1e-5, micro_batch=16),
+        rollout=RolloutConfig(
+            batch_size=16,  # a quarter of a step's 64 sequences: slots are refilled
+            min_batch=8, max_prompt_tokens=48, max_new_tokens=24),
+        learner=LearnerConfig(learning_rate=2e-5, micro_batch=32),
     )

@@ -34,5 +34,5 @@ def get_config() -> Config:
             max_prompt_tokens=128,  # bytes of the chat text
             max_new_tokens=16,
         ),
-        learner=LearnerConfig(learning_rate=1e-3, micro_batch=16),
+        learner=LearnerConfig(learning_rate=1e-3, micro_batch=32),
     )

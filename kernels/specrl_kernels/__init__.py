@@ -1,1 +1,1 @@
-"""Kernels for speculative rollouts: tree attention and counter-based Gumbel noise, plain arrays only."""
+"""Kernels for speculative rollouts: tree attention and counter-based Gumbel noise."""

@@ -1,4 +1,4 @@
-"""Choosing an implementation: by name it works or raises; without a name the first that can is taken."""
+"""Choosing an implementation: a named one works or raises; else the first that can is taken."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -8,7 +8,8 @@ class Unsupported(NotImplementedError):
     """An implementation that cannot do what is asked; the message says why."""
 
 
-def choose(implementations: Mapping[str, Callable[..., Any]], name: str | None) -> Callable[..., Any]:
+def choose(implementations: Mapping[str, Callable[..., Any]], name: str | None
+           ) -> Callable[..., Any]:
     """The function to call for `name`, or one that tries all of them in order.
 
     Raises:

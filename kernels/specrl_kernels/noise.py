@@ -34,8 +34,8 @@ def bits(key: jax.Array, position: jax.Array, index: jax.Array) -> jax.Array:
     first = finalize(key[..., 0] ^ finalize(place))
     second = finalize(key[..., 1] + first)
     counter = (index.astype(jnp.uint32) * jnp.uint32(_GOLDEN)).reshape((1,) * first.ndim + (-1,))
-    h = finalize(counter + first[..., None])
-    return finalize(h ^ second[..., None])
+    h = finalize(counter + second[..., None])
+    return finalize(h ^ first[..., None])
 
 
 def gumbel(key: jax.Array, position: jax.Array, index: jax.Array) -> jax.Array:

@@ -1,7 +1,7 @@
 """Controllers: who chooses the speculation configuration of each round.
 
-A controller is three pure functions over an opaque state. `plan` (before drafting) and `keep` (after)
-run on the device in every round; `update` runs on the host between launches.
+A controller is three pure functions over an opaque state. `plan` (before drafting) and `keep`
+(after) run on the device in every round; `update` runs on the host between launches.
 """
 
 from collections.abc import Callable
@@ -44,26 +44,27 @@ def off() -> Controller:
                       keep=keep_within, update=lambda state, launch: state)
 
 
-def fixed(max_rows: int) -> Controller:
+def fixed(min_survival: float = 0.0) -> Controller:
     """The state itself is the SpecConfig, so that a caller can change it between launches.
 
-    With more than `max_rows` live rows (0: never) the round is plain decoding.
+    Args:
+      min_survival: nodes that are less likely on the accepted path are not verified.
     """
 
-    def plan(state: SpecConfig, load: Load) -> SpecConfig:
-        light = (max_rows == 0) | (load.live.sum() <= max_rows)
-        return state.replace(steps=jnp.where(light, state.steps, 0))
+    def keep(state: SpecConfig, load: Load, spec: SpecConfig, tree: DraftTree,
+             buckets: tuple[Bucket, ...]) -> tuple[Array, Array]:
+        likely = tree.live & (tree.survival >= min_survival)
+        return keep_within(state, load, spec, tree.replace(live=likely), buckets)
 
-    return Controller(init=lambda: make_spec(0, 1, 1, 0), plan=plan, keep=keep_within,
-                      update=lambda state, launch: state)
+    return Controller(init=lambda: make_spec(0, 1, 1, 0), plan=lambda state, load: state,
+                      keep=keep, update=lambda state, launch: state)
 
 
 def make(control: ControlConfig, spec: SpecOptions) -> Controller:
     """The controller that the config names."""
     if control.policy == "off" or spec.drafter == "off":
         return off()
-    start = fixed(control.max_rows)
-    return start._replace(
+    return fixed(control.min_survival)._replace(
         init=lambda: make_spec(spec.steps, spec.branch, spec.nodes, spec.budget))
 
 
@@ -71,16 +72,19 @@ def keep_within(state: Any, load: Load, spec: SpecConfig, tree: DraftTree,
                 buckets: tuple[Bucket, ...]) -> tuple[Array, Array]:
     """Keeps the likeliest nodes: at most `spec.nodes` a row and `spec.budget` in all.
 
-    Every live row's root is kept. Parents come before children because survival never grows along a
-    path and the sorts are stable; so what is kept is closed under parent.
+    What the largest bucket does not hold is dropped too. Every live row's root is kept. Parents
+    come before children because survival never grows along a path and the sorts are stable; so what
+    is kept is closed under parent.
     """
     score = jnp.where(tree.live, tree.survival, -1.0)
     score = score.at[:, 0].set(jnp.where(tree.live[:, 0], jnp.inf, -1.0))
-    live = tree.live & (_place_in_row(score) < jnp.maximum(spec.nodes, 1))
+    nodes = jnp.clip(spec.nodes, 1, buckets[-1].nodes)
+    live = tree.live & (_place_in_row(score) < nodes)
     flat = jnp.where(live, score, -1.0).reshape(-1)
     order = jnp.argsort(-flat, stable=True)
     overall = jnp.zeros_like(order).at[order].set(jnp.arange(flat.shape[0]))
-    live &= overall.reshape(live.shape) < jnp.maximum(spec.budget, live[:, 0].sum())
+    budget = jnp.clip(spec.budget, live[:, 0].sum(), buckets[-1].packed)
+    live &= overall.reshape(live.shape) < budget
     return live, smallest_bucket(live, buckets)
 
 

@@ -1,8 +1,9 @@
 """The drafter protocol: a record of pure functions over an opaque state.
 
-They are called in this order: `init` on the host when a rollout begins, `prefill` when slots are filled, then in each round
-`propose` before and `observe` after verification; `take` and `reset` follow the batch's rows. A
-drafter's state is per data shard. Parameters are passed in, because they change while training runs.
+They are called in this order: `init` on the host when a rollout begins, `prefill` when slots are
+filled, then in each round `propose` before and `observe` after verification; `take` and `reset`
+follow the batch's rows. A drafter's state is per data shard. Parameters are passed in, because they
+change while training runs.
 """
 
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import numpy as np
 from specrl_jax.structs import Array, DraftTree, Path, SpecConfig, Tip, Verdict
 
 Survive = Callable[[Array, Array, Array, Array, Array], Array]
-"""(parent's survival f32[...], gap f32[...], depth i32[...], rank i32[...], origin i32[...]) -> f32[...]"""
+"""(parent's survival, gap f32[...], depth, rank, origin i32[...]) -> survival f32[...]"""
 
 Noise = Callable[[Array, Array], Array]
 """(token index i32[B], vocabulary ids i32[v]) -> Gumbel noise f32[B, v] of each row."""

@@ -170,5 +170,5 @@ def _elect(weight: Array, tokens: Array) -> tuple[Array, Array, Array]:
     votes = jnp.where(weight > 0, votes, 0)
     best = votes.argmax(1)[:, None]
     won = jnp.take_along_axis(votes, best, 1)[:, 0]
-    share = won / (weight.sum(1) + 1.0)  # one vote for something never said
+    share = won / (weight.sum(1) + 4.0)  # votes for something never said: one match of length 1
     return jnp.take_along_axis(tokens, best, 1)[:, 0], won, jnp.maximum(share, 1e-6)

@@ -12,12 +12,13 @@ def roots(root: Array, live: Array, nodes: int) -> DraftTree:
     whole = jnp.zeros(shape, jnp.int32)
     first = jnp.arange(nodes)[None] == 0
     return DraftTree(tokens=jnp.where(first, root[:, None], 0), parent=whole, depth=whole,
-                     rank=whole, origin=whole, survival=jnp.where(first, 1.0, 0.0) * jnp.ones(shape),
+                     rank=whole, origin=whole,
+                     survival=jnp.broadcast_to(first.astype(jnp.float32), shape),
                      logq=jnp.zeros(shape), gap=jnp.zeros(shape), live=first & live[:, None])
 
 
 def attach(tree: DraftTree, children: DraftTree) -> DraftTree:
-    """Puts nodes behind the roots; `children` has fields [C, B], C < N, and its dead ones are blank."""
+    """Puts nodes behind the roots; `children` has fields [C, B], C < N, dead ones among them."""
     count = children.tokens.shape[0]
 
     def put(old: Array, new: Array) -> Array:

@@ -1,8 +1,8 @@
 """The actor as pure functions over a parameter tree.
 
-Activations are feature-major, [F, ...tokens]: with weights in [out, in] orientation a product is then
-`w @ x` as it stands, which a CPU runs faster than `x @ w` from 1 to 128 tokens (experiments/LOG.md)
-and which makes a key come out as the cache stores it, [G, E, token].
+Activations are feature-major, [F, ...tokens]: with weights in [out, in] orientation a product is
+then `w @ x` as it stands, which a CPU runs faster than `x @ w` from 1 to 128 tokens
+(experiments/LOG.md) and which makes a key come out as the cache stores it, [G, E, token].
 """
 
 from collections.abc import Callable
@@ -142,14 +142,19 @@ def tree_forward(arch: Architecture, params: Params, cache: Cache, tokens: Array
     return rms_norm(x, params["final_norm"], arch.norm_eps), fresh
 
 
-def causal_attend(length: Array) -> Attend:
-    """Attention of right-padded rows to themselves; tokens are [B, T], `length` i32[B]."""
+def segment_attend(position: Array, segment: Array) -> Attend:
+    """Attention inside rows of tokens [B, T]: to earlier positions of segment 0 and of one's own.
+
+    Segment 0 is a prompt that the others continue; tokens of segment -1 are padding.
+
+    Args:
+      position, segment: i32[B, T].
+    """
+    mine, other = segment[:, :, None], segment[:, None, :]
+    related = (other == mine) | ((other == 0) & (mine > 0))
+    visible = related & (position[:, None, :] <= position[:, :, None])
 
     def attend(index: int, q: Array, k: Array, v: Array) -> Array:
-        t = q.shape[-1]
-        place = jnp.arange(t)
-        visible = (place[None, None, :] <= place[None, :, None]) & (
-            place[None, None, :] < jnp.maximum(length, 1)[:, None, None])
         score = jnp.einsum("grebt,gebs->bgrts", q, k, preferred_element_type=jnp.float32)
         score = jnp.where(visible[:, None, None], score * q.shape[2] ** -0.5, -1e30)
         weight = jax.nn.softmax(score, -1).astype(v.dtype)
@@ -158,22 +163,23 @@ def causal_attend(length: Array) -> Attend:
     return attend
 
 
-def hidden_states(arch: Architecture, params: Params, tokens: Array, length: Array,
-                  remat: bool = False) -> tuple[Array, list[tuple[Array, Array]]]:
-    """Full causal forward over right-padded rows.
+def hidden_states(arch: Architecture, params: Params, tokens: Array, position: Array,
+                  segment: Array, remat: bool = False
+                  ) -> tuple[Array, list[tuple[Array, Array]]]:
+    """Full forward over rows that hold one sequence, or several that share a prompt.
 
     Args:
-      tokens: i32[B, T].
-      length: i32[B].
+      tokens, position, segment: i32[B, T]; see `segment_attend`.
       remat: recompute each layer in a backward pass.
 
     Returns:
       final normalised hidden states [F, B, T], and per layer (k, v), each [G, E, B, T].
     """
-    rotation = rotations(arch, jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape))
+    rotation = rotations(arch, position)
+    attend = segment_attend(position, segment)
 
     def run(layer: Params, x: Array) -> tuple[Array, tuple[Array, Array]]:
-        return block(arch, layer, 0, x, rotation, causal_attend(length))
+        return block(arch, layer, 0, x, rotation, attend)
 
     x, cached = embed(params, tokens), []
     for layer in params["layers"]:
@@ -182,7 +188,13 @@ def hidden_states(arch: Architecture, params: Params, tokens: Array, length: Arr
     return rms_norm(x, params["final_norm"], arch.norm_eps), cached
 
 
+def right_padded(shape: tuple[int, int], length: Array) -> tuple[Array, Array]:
+    """position and segment i32[B, T] of one sequence a row, `length` i32[B]."""
+    position = jnp.broadcast_to(jnp.arange(shape[1])[None], shape)
+    return position, jnp.where(position < length[:, None], 0, -1)
+
+
 def forward(arch: Architecture, params: Params, tokens: Array, length: Array) -> Array:
     """Logits f32[B, T, V] of right-padded rows i32[B, T]."""
-    hidden, _ = hidden_states(arch, params, tokens, length)
+    hidden, _ = hidden_states(arch, params, tokens, *right_padded(tokens.shape, length))
     return jnp.moveaxis(logits(arch, params, hidden), 0, -1)

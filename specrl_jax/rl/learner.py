@@ -1,10 +1,9 @@
 """The policy update as one compiled program, the same whatever the drafter does.
 
-A step's sequences lie in micro-batches [n, b, ...] in canonical order. Gradients are summed over them
-with weights whose denominators are those of the whole batch, so the split changes nothing.
+A step's sequences lie in micro-batches [n, b, ...] in canonical order. Gradients are summed over
+them with weights whose denominators are those of the whole batch, so the split changes nothing.
 """
 
-import functools
 from typing import Any
 
 import jax
@@ -31,14 +30,21 @@ class LearnerState:
 
 @struct.dataclass
 class Batch:
-    """Sequences to learn from, in micro-batches."""
+    """Sequences to learn from: n micro-batches of b rows, each row k sequences of one prompt.
 
-    tokens: Array  # i32[n, b, P+T] prompt and response, right-padded
-    prompt_length: Array  # i32[n, b]
-    length: Array  # i32[n, b] response tokens; 0 pads
-    advantage: Array  # f32[n, b]
-    temperature: Array  # f32[n, b]
-    rollout_logprob: Array  # f32[n, b, T] of verification, with temperature, untruncated
+    With k = 1 a row is a prompt and its response; with k = M the group shares one copy of its
+    prompt, which short responses repay (segments, see transformer.segment_attend).
+    """
+
+    tokens: Array  # i32[n, b, P+kT]
+    position: Array  # i32[n, b, P+kT]
+    segment: Array  # i32[n, b, P+kT]
+    place: Array  # i32[n, b, k, T] where each response token is predicted
+    said: Array  # i32[n, b, k, T] response tokens
+    length: Array  # i32[n, b, k] response tokens; 0 pads
+    advantage: Array  # f32[n, b, k]
+    temperature: Array  # f32[n, b, k] positive
+    rollout_logprob: Array  # f32[n, b, k, T] of verification, with temperature, untruncated
 
 
 @struct.dataclass
@@ -51,7 +57,7 @@ class Totals:
 
 
 def make_optimizer(config: LearnerConfig) -> optax.GradientTransformation:
-    """AdamW behind clipping by global norm; linear warm-up, then constant, so `steps` may change."""
+    """AdamW behind clipping by global norm; linear warm-up, then constant: `steps` may change."""
     schedule = optax.linear_schedule(
         config.learning_rate / (config.warmup_steps + 1), config.learning_rate,
         config.warmup_steps)
@@ -60,73 +66,81 @@ def make_optimizer(config: LearnerConfig) -> optax.GradientTransformation:
         optax.adamw(schedule, b1=config.b1, b2=config.b2, weight_decay=config.weight_decay))
 
 
-def make_batch(rollout: Rollout, advantage: np.ndarray, temperature: float, micro_batch: int,
-               keep_all: bool) -> tuple[Batch, Totals]:
-    """Host arrays of a batch. Sequences whose advantage is 0 give no gradient and go last.
+def make_batch(rollout: Rollout, advantage: np.ndarray, temperature: float, rows: int,
+               together: int, keep_all: bool) -> tuple[Batch, Totals]:
+    """Host arrays of a batch. Rows whose advantages are all 0 give no gradient and go last.
 
     Args:
       advantage: f32[Q].
-      micro_batch: b.
-      keep_all: run them too, because a KL term or a second update reads them.
+      rows: b, rows of a micro-batch.
+      together: k, sequences of a row; a divisor of the group's size.
+      keep_all: run rows without advantage too, because a KL term or a second update reads them.
     """
-    order = np.argsort(advantage == 0, kind="stable")
-    used = len(order) if keep_all else max(int((advantage != 0).sum()), 1)
-    rows = -(-len(order) // micro_batch) * micro_batch
-    sequences = {
-        "tokens": _joined(rollout), "prompt_length": rollout.prompt_length,
-        "length": rollout.length, "advantage": advantage.astype(np.float32),
-        "temperature": np.full(len(order), temperature or 1.0, np.float32),
-        "rollout_logprob": rollout.raw_logprob}
+    layout = _layout(rollout, together)
+    by_row = (-1, together)
+    layout |= {
+        "said": rollout.tokens.reshape(*by_row, rollout.tokens.shape[1]),
+        "length": rollout.length.reshape(by_row),
+        "advantage": advantage.astype(np.float32).reshape(by_row),
+        "temperature": np.full(advantage.shape, temperature or 1.0, np.float32).reshape(by_row),
+        "rollout_logprob": rollout.raw_logprob.reshape(*by_row, rollout.tokens.shape[1])}
+    idle = (layout["advantage"] == 0).all(1)
+    order = np.argsort(idle, kind="stable")
+    used = len(order) if keep_all else max(int((~idle).sum()), 1)
+    padded = -(-len(order) // rows) * rows
 
     def split(a: np.ndarray) -> np.ndarray:
-        padded = np.zeros((rows, *a.shape[1:]), a.dtype)
-        padded[: len(order)] = a[order]
-        return padded.reshape(-1, micro_batch, *a.shape[1:])
+        out = np.zeros((padded, *a.shape[1:]), a.dtype)
+        out[: len(order)] = a[order]
+        return out.reshape(-1, rows, *a.shape[1:])
 
-    batch = Batch(**{name: split(np.asarray(a)) for name, a in sequences.items()})
+    batch = Batch(**{name: split(np.asarray(a)) for name, a in layout.items()})
+    batch = batch.replace(temperature=np.where(batch.temperature > 0, batch.temperature, 1))
     return batch, Totals(tokens=np.float32(rollout.length.sum()),
                          sequences=np.float32((rollout.length > 0).sum()),
-                         micro_batches=np.int32(-(-used // micro_batch)))
+                         micro_batches=np.int32(-(-used // rows)))
 
 
-def _joined(rollout: Rollout) -> np.ndarray:
-    """i32[Q, P+T]: each prompt with its response right behind it."""
-    prompts, width = rollout.prompt.shape
-    joined = np.zeros((prompts, width + rollout.tokens.shape[1]), np.int32)
-    for i in range(prompts):
-        p, t = rollout.prompt_length[i], rollout.length[i]
-        joined[i, :p] = rollout.prompt[i, :p]
-        joined[i, p : p + t] = rollout.tokens[i, :t]
-    return joined
+def _layout(rollout: Rollout, together: int) -> dict[str, np.ndarray]:
+    """tokens, position, segment i32[Q/k, P+kT] and place i32[Q/k, k, T] of rows of k sequences."""
+    total, width = rollout.prompt.shape
+    buffer, rows = rollout.tokens.shape[1], total // together
+    asked = rollout.prompt_length[::together, None]  # [Q/k, 1]
+    column = np.arange(width)[None]
+    turn = np.arange(buffer)[None, None]
+    live = turn < rollout.length.reshape(rows, together, 1)
+    number = np.arange(together)[None, :, None]
+    parts = {
+        "tokens": (rollout.prompt[::together], rollout.tokens),
+        "position": (np.broadcast_to(column, (rows, width)),
+                     np.broadcast_to(asked[..., None] + turn, live.shape)),
+        "segment": (np.where(column < asked, 0, -1), np.where(live, number + 1, -1))}
+    joined = {name: np.concatenate([first, rest.reshape(rows, -1)], 1).astype(np.int32)
+              for name, (first, rest) in parts.items()}
+    before = width + number * buffer + turn - 1
+    place = np.where(turn == 0, asked[..., None] - 1, before)
+    return joined | {"place": np.broadcast_to(place, live.shape).astype(np.int32)}
 
 
-def response_logprobs(arch: Architecture, params: Params, tokens: Array, prompt_length: Array,
-                      length: Array, temperature: Array, response: int, remat: bool = False
+def response_logprobs(arch: Architecture, params: Params, batch: Batch, remat: bool = False
                       ) -> Array:
-    """Log-probability of each response token, f32[b, T], with temperature and without truncation.
+    """Log-probability of each response token of one micro-batch, f32[b, k, T].
 
-    Args:
-      tokens: i32[b, P+T].
-      prompt_length, length: i32[b].
-      temperature: f32[b], positive.
-      response: T.
+    With temperature and without truncation. `batch` has fields [b, ...].
     """
-    hidden, _ = transformer.hidden_states(arch, params, tokens, prompt_length + length, remat)
-    place = prompt_length[:, None] - 1 + jnp.arange(response)[None]  # [b, T]
-    last = tokens.shape[1] - 1
-    picked = jnp.take_along_axis(hidden, jnp.minimum(place, last)[None], axis=2)
-    scores = transformer.logits(arch, params, picked) / temperature[None, :, None]  # [V, b, T]
-    said = jnp.take_along_axis(tokens, jnp.minimum(place + 1, last), axis=1)
-    score = jnp.take_along_axis(scores, said[None], axis=0)[0]
+    hidden, _ = transformer.hidden_states(
+        arch, params, batch.tokens, batch.position, batch.segment, remat)
+    rows, together, buffer = batch.place.shape
+    picked = jnp.take_along_axis(hidden, batch.place.reshape(1, rows, -1), axis=2)
+    scores = transformer.logits(arch, params, picked).reshape(-1, rows, together, buffer)
+    scores = scores / batch.temperature[None, :, :, None]  # [V, b, k, T]
+    score = jnp.take_along_axis(scores, batch.said[None], axis=0)[0]
     return score - jax.nn.logsumexp(scores, axis=0)
 
 
 def score(arch: Architecture, remat: bool, params: Params, batch: Batch) -> Array:
-    """Log-probabilities of a whole batch, f32[n, b, T], without gradients."""
-    one = functools.partial(response_logprobs, arch, params,
-                            response=batch.rollout_logprob.shape[2], remat=remat)
-    return jax.lax.map(lambda m: one(*m), (batch.tokens, batch.prompt_length, batch.length,
-                                           batch.temperature))
+    """Log-probabilities of a whole batch, f32[n, b, k, T], without gradients."""
+    return jax.lax.map(lambda micro: response_logprobs(arch, params, micro, remat), batch)
 
 
 def update(arch: Architecture, config: LearnerConfig, max_new_tokens: int, state: LearnerState,
@@ -135,9 +149,9 @@ def update(arch: Architecture, config: LearnerConfig, max_new_tokens: int, state
     """One optimiser step. A non-finite loss or gradient leaves the state as it was.
 
     Args:
-      old: f32[n, b, T] log-probabilities under the policy that acted; None: those of `state`, which
-        makes every ratio 1.
-      reference: f32[n, b, T] log-probabilities under the initial policy, or None without a KL term.
+      old: f32[n, b, k, T] log-probabilities under the policy that acted; None: those of `state`,
+        which makes every ratio 1.
+      reference: f32[n, b, k, T] log-probabilities under the initial policy; None: no KL term.
 
     Returns:
       The new state, and metrics f32[]: loss, grad_norm, applied (0 or 1), clip_fraction,
@@ -186,10 +200,8 @@ def micro_loss(arch: Architecture, config: LearnerConfig, max_new_tokens: int, t
                params: Params, batch: Batch, old: Array | None, reference: Array | None
                ) -> tuple[Array, dict[str, Array]]:
     """A micro-batch's share of the loss f32[], and sums of its metrics over tokens."""
-    response = batch.rollout_logprob.shape[1]
-    logprob = response_logprobs(arch, params, batch.tokens, batch.prompt_length, batch.length,
-                                batch.temperature, response, config.remat)
-    mask = jnp.arange(response)[None] < batch.length[:, None]
+    logprob = response_logprobs(arch, params, batch, config.remat)
+    mask = jnp.arange(logprob.shape[2])[None, None] < batch.length[..., None]
 
     def one(logprob: Array, mask: Array, advantage: Array, old: Array, reference: Array | None
             ) -> tuple[Array, dict[str, Array]]:
@@ -202,7 +214,7 @@ def micro_loss(arch: Architecture, config: LearnerConfig, max_new_tokens: int, t
         return (weights * terms).sum(), metrics
 
     acted = jax.lax.stop_gradient(logprob) if old is None else old
-    values, metrics = jax.vmap(one)(logprob, mask, batch.advantage, acted, reference)
+    values, metrics = jax.vmap(jax.vmap(one))(logprob, mask, batch.advantage, acted, reference)
     gap = jnp.where(mask, jnp.abs(jax.lax.stop_gradient(logprob) - batch.rollout_logprob), 0)
     sums = {name: m.sum() for name, m in metrics.items()}
     return values.sum(), sums | {"logprob_gap": gap.sum(), "logprob_gap_max": gap.max(),

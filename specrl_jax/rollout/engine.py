@@ -1,9 +1,10 @@
 """The host's side of a rollout: compiled programs, slots, refill, smaller batches, progress.
 
-A rollout is launches until every sequence is done. Between launches the host sees which sequences are
-done, on replicated arrays, so that every process decides alike.
+A rollout is launches until every sequence is done. Between launches the host sees which sequences
+are done, on replicated arrays, so that every process decides alike.
 """
 
+import concurrent.futures
 import dataclasses
 import functools
 import time
@@ -26,6 +27,7 @@ from specrl_jax.rollout.slots import EMPTY, Slots
 from specrl_jax.sharding import ROWS
 from specrl_jax.structs import Cache, Counters, RolloutState, Sampling, Sequences
 
+COMPILERS = 4  # programs compiled at once
 CACHE_MULTIPLE = 128  # cache slots come in the chunks that attention reads
 ROW = P(ROWS)
 STATE = RolloutState(
@@ -72,7 +74,7 @@ class Shapes:
 
 @dataclasses.dataclass
 class Request:
-    """The sequences of one rollout, all shards, in canonical order; samples of a prompt together."""
+    """The sequences of one rollout, of all shards; samples of a prompt lie together."""
 
     prompts: Sequence[Sequence[int]]  # token ids of Q / M prompts
     keys: np.ndarray  # u32[Q, 2]
@@ -137,15 +139,14 @@ class Engine:
         fill = self._rows_like(Fill(*(np.zeros(shapes.batch * shapes.shards, np.int32),) * 5))
         number = jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding.replicated(self.mesh))
         waiting = self._rows_like(np.zeros(shapes.shards, np.int32))
+        report(f"compiling rollouts of {', '.join(map(str, shapes.batches))} rows")
         for batch in shapes.batches:
-            report(f"compiling rounds of {batch} rows")
             state = self._abstract(batch)
             self._add(("launch", batch), self._launch, (whole, whole, STATE, ROW, whole, whole),
                       (STATE, whole), (2,), params, drafter_params, state, waiting, number, number)
         self._add("fork", functools.partial(refill.fork, shapes.prompt), (STATE, ROW), STATE, (0,),
                   full, fill)
         for prompts, width in shapes.prefills:
-            report(f"compiling prefill of {prompts} x {width}")
             tokens = self._rows_like(np.zeros((prompts * shapes.shards, width), np.int32))
             length = self._rows_like(np.zeros(prompts * shapes.shards, np.int32))
             self._add(("prefill", prompts, width),
@@ -157,7 +158,10 @@ class Engine:
             self._add(("take", old), functools.partial(refill.take, self.machine), (STATE, ROW),
                       STATE, (), self._abstract(old), slots)
         gather = jax.jit(lambda *x: x, out_shardings=sharding.replicated(self.mesh))
-        self._programs["collect"] = gather.lower(full.sequences, full.counters).compile()
+        self._programs["collect"] = gather.lower(full.sequences, full.counters)
+        with concurrent.futures.ThreadPoolExecutor(COMPILERS) as pool:
+            compiled = pool.map(lambda lowered: lowered.compile(), self._programs.values())
+            self._programs = dict(zip(self._programs, compiled, strict=True))
 
     def _add(self, name: Any, function: Callable[..., Any], in_specs: Any, out_specs: Any,
              donate: tuple[int, ...], *args: Any) -> None:
@@ -165,7 +169,7 @@ class Engine:
                                axis_names=set(ROWS), check_vma=False)
         out = self._out_shardings(jax.eval_shape(mapped, *args), out_specs)
         jitted = jax.jit(mapped, donate_argnums=donate, out_shardings=out)
-        self._programs[name] = jitted.lower(*args).compile()
+        self._programs[name] = jitted.lower(*args)
 
     def _launch(self, *args: Any) -> tuple[RolloutState, tuple[Any, ...]]:
         """A launch and what the host must see of it, gathered from all shards."""
@@ -174,7 +178,7 @@ class Engine:
         return state, jax.lax.all_gather(seen, ROWS, tiled=True)
 
     def _out_shardings(self, shapes: Any, specs: Any) -> Any:
-        """Of a program's results: a state's as `_abstract` lays them out, the rest as their specs."""
+        """Of a program's results: a state's as `_abstract` lays it out, the rest as their specs."""
         if isinstance(shapes, RolloutState):
             batch = shapes.root.shape[0] // self.shapes.shards
             return jax.tree.map(lambda a: a.sharding, self._abstract(batch))
@@ -252,13 +256,16 @@ class Engine:
     # The rollout.
 
     def run(self, params: Any, asked: Request, drafter_params: Any = (), *, rounds: int = 32,
-            progress: Callable[[int, int, int], None] = lambda done, total, tokens: None) -> Result:
+            progress: Callable[[int, int, int], None] = lambda done, total, tokens: None,
+            peek: Callable[[np.ndarray, np.ndarray], None] | None = None) -> Result:
         """Generates all sequences of `asked`.
 
         Args:
           params: published, as `compile` saw them.
           rounds: R, rounds of a launch.
           progress: called after each launch with sequences done, their total, and tokens so far.
+          peek: called after each launch with tokens i32[Q, T] and lengths i32[Q] so far, in the
+            order of `asked`; for one process.
 
         Raises:
           ConfigError: a prompt is longer than P or a limit than T.
@@ -290,6 +297,8 @@ class Engine:
                           **_totals(counters)})
             self.control = self.machine.controller.update(self.control, trace[-1])
             progress(int(done.sum()), done.size, int(length.sum()))
+            if peek is not None:
+                peek(np.asarray(state.sequences.tokens), length)
         sequences, counters = jax.tree.map(
             np.asarray, self._programs["collect"](state.sequences, state.counters))
         if batch == s.batch:
@@ -338,8 +347,8 @@ class Engine:
         longest = max(len(prompt) for shard in tokens for prompt in shard)
         count, width = next((p, w) for p, w in self.shapes.prefills if p >= most and w >= longest)
         padded = [prompt for shard in tokens for prompt in [*shard, *[[0]] * (count - len(shard))]]
-        prompts = self._put_rows(pad(padded, width))
-        return self._programs["prefill", count, width](params, drafter_params, state, fill, *prompts)
+        program = self._programs["prefill", count, width]
+        return program(params, drafter_params, state, fill, *self._put_rows(pad(padded, width)))
 
     def _next_smaller(self, batch: int) -> int:
         sizes = self.shapes.batches

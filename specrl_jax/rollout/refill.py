@@ -35,7 +35,8 @@ def prefill(machine: Machine, width: int, params: Params, drafter_params: Params
       tokens: i32[p, P'] prompts, right-padded.
       length: i32[p].
     """
-    _, cached = transformer.hidden_states(machine.arch, params, tokens, length)
+    _, cached = transformer.hidden_states(
+        machine.arch, params, tokens, *transformer.right_padded(tokens.shape, length))
     blocks = [(k.transpose(2, 0, 1, 3), v.transpose(2, 0, 3, 1)) for k, v in cached]
     state = fork(width, state, fill)
     kv = _write_rows(state.cache.kv, fill.source, lambda layer, at: _rows(blocks[layer], at),

@@ -1,17 +1,18 @@
 """One round (plan, draft, keep, verify, commit) and one launch of rounds, for one data shard.
 
-Everything here runs inside `shard_map` over the data axes: arrays are a shard's own, and what selects
-a branch or ends the loop is reduced over all shards first, so that every device takes it alike.
+Everything here runs inside `shard_map` over the data axes: arrays are a shard's own, and what
+selects a branch or ends the loop is reduced over all shards first, so that all take it alike.
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 
 from specrl_jax.control.policies import Bucket, Controller, survive
 from specrl_jax.draft.base import Drafter
-from specrl_jax.draft.tree import compact
+from specrl_jax.draft.tree import compact, roots
 from specrl_jax.model import transformer
 from specrl_jax.model.architecture import Architecture
 from specrl_jax.model.transformer import Packing, Params
@@ -39,13 +40,19 @@ class Machine:
     arch: Architecture
     drafter: Drafter
     controller: Controller
+    most: int = 64  # tokens that one verification may pack
     implementation: str | None = None  # of tree attention
 
 
-def bucket_ladder(batch: int, nodes: int) -> tuple[Bucket, ...]:
-    """Buckets of a batch, smallest first: plain decoding, then 2, 4 and all N nodes a row."""
-    sizes = sorted({1, min(2, nodes), min(4, nodes), nodes})
-    return tuple(Bucket(batch * size, min(nodes, batch * size - batch + 1)) for size in sizes)
+def bucket_ladder(batch: int, nodes: int, most: int) -> tuple[Bucket, ...]:
+    """Buckets of a batch, smallest first: plain decoding, then doubling up to `most` tokens.
+
+    A forward of 2 to 8 tokens costs about the same, so nothing lies between 1 and 8.
+    """
+    packed, widest = [batch], min(batch * nodes, most)
+    while packed[-1] < widest:
+        packed.append(min(max(2 * packed[-1], 8), widest))
+    return tuple(Bucket(w, min(nodes, w - batch + 1)) for w in packed)
 
 
 def tip_of(state: RolloutState) -> Tip:
@@ -76,11 +83,15 @@ def round_(machine: Machine, params: Params, drafter_params: Params, state: Roll
     def noise(index: Array, ids: Array) -> Array:
         return gumbel(rows.key, index, ids)
 
-    tree, draft = machine.drafter.propose(drafter_params, state.draft, tip, spec, noise, survive)
-    buckets = bucket_ladder(tip.root.shape[0], machine.drafter.nodes)
+    buckets = bucket_ladder(tip.root.shape[0], machine.drafter.nodes, machine.most)
+    if len(buckets) == 1:
+        tree, draft = roots(tip.root, tip.live, machine.drafter.nodes), state.draft
+    else:
+        tree, draft = machine.drafter.propose(drafter_params, state.draft, tip, spec, noise,
+                                              survive)
     live, bucket = machine.controller.keep(state.control, load, spec, tree, buckets)
     bucket = jax.lax.pmax(bucket, ROWS)
-    branches = [lambda tree, live, b=b: verify_in(machine, params, state.cache, rows, tip, tree, live, b)
+    branches = [functools.partial(verify_in, machine, params, state.cache, rows, tip, bucket=b)
                 for b in buckets]
     verdict, path = jax.lax.switch(bucket, branches, tree, live)
     last = jnp.take_along_axis(verdict.tokens, jnp.maximum(verdict.count - 1, 0)[:, None], 1)
@@ -163,8 +174,8 @@ def launch(machine: Machine, params: Params, drafter_params: Params, state: Roll
            waiting: Array, rounds: Array, smaller: Array) -> RolloutState:
     """Rounds until the host is needed.
 
-    Ends after `rounds`, when all rows are done, when any shard has a free slot and a waiting sequence,
-    or when every shard's live rows fit the next smaller batch.
+    Ends after `rounds`, when all rows are done, when any shard has a free slot and a waiting
+    sequence, or when every shard's live rows fit the next smaller batch.
 
     Args:
       waiting: i32[1] sequences of this shard that have no slot yet.

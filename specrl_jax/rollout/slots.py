@@ -1,4 +1,4 @@
-"""Host bookkeeping of one data shard's slots: which sequence sits where, and how slots are filled."""
+"""Host bookkeeping of one data shard's slots: which sequence sits where, and how they fill."""
 
 import dataclasses
 
@@ -33,7 +33,7 @@ class Slots:
     def refill(self, done: np.ndarray, most_prompts: int) -> Refill:
         """Fills free slots with waiting sequences, prefilling at most `most_prompts` prompts.
 
-        A prompt whose K/V still lie in some slot is copied from there: its samples share one prefill.
+        A prompt whose K/V still lie in some slot is copied from there: samples share one prefill.
 
         Args:
           done: bool[sequences].
@@ -48,6 +48,7 @@ class Slots:
             slot = next((b for b in free if own.get(b) == prompt), free[0])
             if own.get(slot) == prompt:
                 plan.copy[slot] = slot
+                held[prompt] = slot
             elif prompt in held:
                 plan.copy[slot] = held[prompt]
             elif prompt in plan.prompts or len(plan.prompts) < most_prompts:
@@ -62,7 +63,7 @@ class Slots:
         return plan
 
     def compact(self, batch: int, done: np.ndarray) -> np.ndarray:
-        """Keeps the live slots, in order, in a smaller batch; returns the slots to take, i32[batch]."""
+        """Keeps the live slots, in order, in a smaller batch: the slots taken, i32[batch]."""
         live = [b for b in range(len(self.seq)) if self.seq[b] != EMPTY and not done[self.seq[b]]]
         rest = [b for b in range(len(self.seq)) if b not in live]
         take = np.asarray((live + rest)[:batch], np.int32)

@@ -1,8 +1,8 @@
 """The actor's draw: y = argmax_v(logp[v] + G[v]) of the processed distribution.
 
-Logits are [V, W], as the head makes them. The vocabulary is read once, in chunks, with the noise made
-inside; truncation is a threshold found by bisection over float bits, without a sort, and only in
-rounds in which some row asks for it.
+Logits are [V, W], as the head makes them. The vocabulary is read once, in chunks, with the noise
+made inside; truncation is a threshold found by bisection over float bits, without a sort, and only
+in rounds in which some row asks for it.
 """
 
 import jax
@@ -38,7 +38,7 @@ def draw(logits: Array, temperature: Array, top_k: Array, top_p: Array, key: Arr
          position: Array) -> Draw:
     """Draws one token for each of W positions.
 
-    Order of processing: temperature, top-k, top-p of what top-k kept, renormalisation; ties by token id.
+    Processing: temperature, top-k, top-p of what top-k kept, renormalisation; ties by token id.
 
     Args:
       logits: f32[V, W].
@@ -121,12 +121,12 @@ def _truncate(scores: Array, top_k: Array, top_p: Array) -> Truncation:
 
 def _ordered(x: Array) -> Array:
     """u32 that sorts as the floats do."""
-    raw = jax.lax.bitcast_convert_type(x + 0.0, jnp.uint32)  # + 0.0 makes -0 and 0 one value
+    raw = jax.lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.uint32)  # -0 equals 0
     return jnp.where(raw >> 31 == 1, ~raw, raw | jnp.uint32(1 << 31))
 
 
 def _prefix(order: Array, weight: Array, target: Array) -> Array:
-    """bool[V, W]: tokens that, sorted by score and then id, start before `target` weight is reached."""
+    """bool[V, W]: tokens that, by falling score and then id, start before `target` weight."""
 
     def weight_from(bound: Array) -> Array:
         return jnp.where(order >= bound[None], weight, 0).sum(0)

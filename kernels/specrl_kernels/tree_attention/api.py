@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+
 from specrl_kernels import dispatch
 from specrl_kernels.tree_attention.reference import tree_attention_reference
 from specrl_kernels.tree_attention.xla import tree_attention_xla
@@ -27,7 +28,7 @@ def tree_attention(
     window: int | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
-    """One softmax over the committed prefix (masked by `length`) and the node's ancestors and itself.
+    """One softmax over the committed prefix (masked by `length`), the node's ancestors and itself.
 
     Query head h reads key-value head h // (H / G). The node at depth d stands at position
     length + d; with `window` it sees only positions above length + d - window. Garbage at cache

@@ -1,9 +1,10 @@
-"""The oracle: one query at a time, its keys written out, in float32. Shares no code with the others."""
+"""The oracle: one query at a time, its keys written out, in float32; shares no code."""
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+
 from specrl_kernels.dispatch import Unsupported
 
 

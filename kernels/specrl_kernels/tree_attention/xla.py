@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+
 from specrl_kernels.dispatch import Unsupported
 
 CHUNK = 128  # cache positions read at once; measured best of 64, 128 and 256 on a CPU
@@ -47,7 +48,7 @@ def ancestors(parent: jax.Array) -> jax.Array:
 
 
 def _unpack(q: jax.Array, row: jax.Array, node: jax.Array, b: int, n: int) -> jax.Array:
-    """[B, n, ...] from packed [W, ...]; a place that no packed node fills repeats node 0's query."""
+    """[B, n, ...] from packed [W, ...]; a place that no packed node fills repeats query 0."""
     w = q.shape[0]
     if w == 1:
         return jnp.broadcast_to(q[:, None], (b, n, *q.shape[1:]))

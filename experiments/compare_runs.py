@@ -1,0 +1,178 @@
+"""Are the tokens of two runs equal? If not, are the differences rounding, or real?
+
+    python experiments/compare_runs.py runs/spec runs/plain
+    python experiments/compare_runs.py runs/spec runs/plain --all_steps    # learning rate 0
+
+In the first step that differs, each differing sequence's first difference is recomputed with A's
+weights of that step: its nearest earlier checkpoint, the steps between repeated. Where both tokens'
+perturbed scores lie within 1e-4 of the best, it is a near tie, else a real difference. Later steps
+are not compared, as their weights differ; with learning rate 0 they may be, by --all_steps.
+
+Exit status: 0 all tokens are equal or near ties, 1 real differences, 2 bad input.
+"""
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from specrl_jax.actor import run_config
+from specrl_jax.compare import (
+    StepComparison,
+    check_comparable,
+    compare_steps,
+    config_differences,
+)
+from specrl_jax.config import ConfigError
+from specrl_jax.host.compilation import use_persistent_cache
+from specrl_jax.host.metrics import write_atomically
+from specrl_jax.replay import Replay, Ruling, replay, rule
+
+EQUAL, REAL, BAD_INPUT = 0, 1, 2
+ROWS_SHOWN = 40
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Compares the runs that the arguments name; returns the exit status."""
+    args = _parse(argv)
+    try:
+        return compare(args)
+    except ConfigError as error:
+        print("error:", str(error).replace("\n", " "), file=sys.stderr)
+        return BAD_INPUT
+    except KeyboardInterrupt:
+        print("\nstopped", file=sys.stderr)
+        return 130
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("a", type=Path, metavar="A", help="working directory of a run")
+    parser.add_argument("b", type=Path, metavar="B", help="working directory of another run")
+    parser.add_argument("--all_steps", action="store_true",
+                        help="go on after the first step that differs; needs learning rate 0")
+    parser.add_argument("--force", action="store_true",
+                        help="compare although the configs say that tokens must differ")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the findings there")
+    return parser.parse_args(argv)
+
+
+def compare(args: argparse.Namespace) -> int:
+    """Compares, prints, writes; returns the exit status."""
+    fields = config_differences(args.a, args.b)
+    if not args.force:
+        check_comparable(fields)
+    if args.all_steps:
+        check_weights_fixed(args.a, args.b)
+    steps = take_steps(args)
+    differ = [step for step in steps if step.differences]
+    rulings, replayed = [], None
+    if differ:
+        use_persistent_cache()
+        replayed = replay(args.a, differ[0].step, _say)
+        rulings = rule(replayed.trainer, [d for step in differ for d in step.differences])
+    found = findings(args, fields, steps, rulings, replayed)
+    show(found, rulings, _decoder(replayed))
+    if args.json:
+        write_atomically(args.json, [json.dumps(found, indent=2, allow_nan=False) + "\n"])
+    return REAL if found["real"] else EQUAL
+
+
+def check_weights_fixed(*runs: Path) -> None:
+    """Raises ConfigError unless the learning rate is 0."""
+    for run in runs:
+        rate = run_config(run).learner.learning_rate
+        if rate != 0:
+            raise ConfigError(f"--all_steps: {run} has learner.learning_rate = {rate}, so steps "
+                              f"after a difference follow other weights; drop --all_steps")
+
+
+def take_steps(args: argparse.Namespace) -> list[StepComparison]:
+    """The steps to compare: up to the first that differs, or all."""
+    taken = []
+    for step in compare_steps(args.a, args.b):
+        taken.append(step)
+        if step.differences and not args.all_steps:
+            break
+    return taken
+
+
+def findings(args: argparse.Namespace, fields: dict[str, Any], steps: list[StepComparison],
+             rulings: list[Ruling], replayed: Replay | None) -> dict[str, Any]:
+    """What was found, as JSON values; a score or gap that is not finite is null."""
+    tokens = sum(step.tokens for step in steps)
+    near = sum(r.near_tie for r in rulings)
+    return {
+        "a": str(args.a), "b": str(args.b), "config_differences": fields,
+        "steps": len(steps), "sequences": sum(step.sequences for step in steps), "tokens": tokens,
+        "first_step_that_differs": next((s.step for s in steps if s.differences), None),
+        "near_ties": near, "real": len(rulings) - near,
+        "per_million_tokens": 1e6 * len(rulings) / tokens,
+        "checkpoint": replayed and replayed.checkpoint,
+        "replay_deviations": replayed and replayed.deviations,
+        "differences": [_record(r) for r in rulings]}
+
+
+def _record(ruling: Ruling) -> dict[str, Any]:
+    d = ruling.difference
+    numbers = {"score_a": ruling.score_a, "score_b": ruling.score_b, "gap": ruling.gap}
+    return {"step": d.step, "prompt_id": d.key[0], "occurrence": d.key[1], "sample_id": d.key[2],
+            "position": d.position, "token_a": d.a, "token_b": d.b, "drawn": ruling.drawn,
+            "near_tie": ruling.near_tie,
+            **{name: x if math.isfinite(x) else None for name, x in numbers.items()}}
+
+
+def show(found: dict[str, Any], rulings: list[Ruling], text: Callable[[int | None], str]) -> None:
+    """Prints the findings."""
+    console = Console(highlight=False, soft_wrap=True)
+    for field, (a, b) in found["config_differences"].items():
+        console.print(f"{field}: {a!r} in A, {b!r} in B", markup=False)
+    if not rulings:
+        console.print(f"equal: {found['steps']} steps, {found['sequences']} sequences, "
+                      f"{found['tokens']} tokens")
+        return
+    console.print(table(rulings[:ROWS_SHOWN], text))
+    if len(rulings) > ROWS_SHOWN:
+        console.print(f"and {len(rulings) - ROWS_SHOWN} more; --json=FILE lists all")
+    if found["replay_deviations"]:
+        console.print(f"WARNING: repeated steps said {found['replay_deviations']} sequences "
+                      f"otherwise than A did, so these gaps may be of other weights")
+    console.print(f"first step that differs: {found['first_step_that_differs']}")
+    console.print(f"{len(rulings)} sequences differ in {found['tokens']} tokens compared, "
+                  f"{found['per_million_tokens']:.3g} per million: {found['near_ties']} near ties, "
+                  f"{found['real']} real differences")
+
+
+def table(rulings: list[Ruling], text: Callable[[int | None], str]) -> Table:
+    """One line a difference."""
+    shown = Table("step", "prompt", "sample", "position", "A", "B", "gap", "")
+    for r in rulings:
+        d = r.difference
+        shown.add_row(str(d.step), str(d.key[0]), str(d.key[2]), str(d.position), text(d.a),
+                      text(d.b), f"{r.gap:.2g}", "near tie" if r.near_tie else "real")
+    return shown
+
+
+def _decoder(replayed: Replay | None) -> Callable[[int | None], str]:
+    """A function from a token id to it and its text."""
+    def text(token: int | None) -> str:
+        if token is None:
+            return "ended"
+        return f"{token} {replayed.trainer.tokenizer.decode([token])!r}"
+
+    return text
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,102 @@
+"""Accuracy of a model on the problems of a split: avg@k, pass@k, 95 % intervals.
+
+    python experiments/eval.py --run=runs/smollm2 --out=after.json
+    python experiments/eval.py --run=runs/smollm2 --step=0 --baseline=after.json
+    python experiments/eval.py --config=smollm2 --config.model.path=DIR --samples=8 --temperature=1
+
+An answer is correct if the reward "exact" says so, whatever the run was rewarded for. Intervals are
+Wilson's where every problem is right or wrong, else a percentile bootstrap over problems. With
+--baseline, the difference in accuracy is paired: same problems, bootstrap over problems.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import config_flags
+import run_flags
+from absl import flags
+from rich.console import Console
+from rich.table import Table
+
+from specrl_jax.config import Config, ConfigError
+from specrl_jax.evaluate import (
+    Task,
+    check_same_problems,
+    evaluate,
+    paired,
+    read_evaluation,
+    task_config,
+)
+from specrl_jax.host.compilation import use_persistent_cache
+from specrl_jax.host.metrics import write_atomically
+from specrl_jax.host.progress import Progress
+
+SPLIT = flags.DEFINE_string("split", "test", "split of the data, such as train or test[:50%]")
+PROBLEMS = flags.DEFINE_integer("problems", 200, "use the first N problems; 0 is all of them")
+SAMPLES = flags.DEFINE_integer("samples", 1, "k, answers to each problem")
+TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "0 is greedy")
+OUT = flags.DEFINE_string("out", None, "JSON file to write")
+BASELINE = flags.DEFINE_string("baseline", None, "an earlier --out file, to compare with")
+
+
+def main(config: Config, workdir: Path) -> int:
+    task = Task(SPLIT.value, PROBLEMS.value, SAMPLES.value, TEMPERATURE.value)
+    out = OUT.value and Path(OUT.value)
+    if out and not out.absolute().parent.is_dir():
+        raise ConfigError(f"--out={out}: {out.parent} is no directory; make it first")
+    config, actor = run_flags.resolve(config)
+    baseline = BASELINE.value and read_evaluation(Path(BASELINE.value))
+    if baseline:
+        data = task_config(config, task).data
+        check_same_problems(baseline, {"name": data.name, "level": data.level,
+                                       "split": data.split})
+    use_persistent_cache()
+    try:
+        result = evaluate(config, actor, task, Progress(1, 0))
+    except KeyboardInterrupt:
+        print("\nstopped; nothing was written", file=sys.stderr)
+        return 130
+    if baseline:
+        result["paired"] = paired(baseline, result)
+    Console(highlight=False).print(table(result))
+    if out:
+        write_atomically(out, [json.dumps(result) + "\n"])
+        print(f"wrote {out}")
+    return 0
+
+
+def table(result: dict[str, Any]) -> Table:
+    """What an evaluation found, one line a number."""
+    run = result["run"]
+    shown = Table("", "", "95 % interval", title=f"{run}, step {result['step']}" if run
+                  else result["model"])
+    data = result["data"]
+    shown.add_row("problems", f"{len(result['problems'])} of {data['name']} {data['level']} "
+                              f"{data['split']}")
+    shown.add_row("samples", f"{result['samples']} at temperature {result['temperature']:g}")
+    shown.add_row(f"avg@{result['samples']}", f"{result['accuracy']:.3f}",
+                  span(result["interval"], result["interval_method"]))
+    for k, value in list(result["pass_at"].items())[1:]:
+        shown.add_row(f"pass@{k}", f"{value['mean']:.3f}",
+                      span(value["interval"], value["interval_method"]))
+    if "paired" in result:
+        pair = result["paired"]
+        shown.add_row("baseline", f"{pair['baseline_accuracy']:.3f}")
+        shown.add_row("difference", f"{pair['difference']:+.3f}",
+                      span(pair["interval"], pair["interval_method"]))
+        shown.add_row("problems better, worse", f"{pair['better']}, {pair['worse']}")
+    shown.add_row("tokens/s", f"{result['tokens_per_second']:.1f}")
+    shown.add_row("accept length", f"{result['accept_length']:.2f} ({result['drafter']})")
+    shown.add_row("mean length", f"{result['mean_length']:.1f} ({result['stopped']:.0%} stopped)")
+    return shown
+
+
+def span(interval: list[float], method: str) -> str:
+    """An interval and its name."""
+    return f"{interval[0]:.3f} .. {interval[1]:.3f} ({method})"
+
+
+if __name__ == "__main__":
+    config_flags.run(main)

@@ -1,0 +1,55 @@
+"""Accuracy over problems: avg@k, pass@k and their 95 % intervals."""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+LEVEL = 0.95
+Z = 1.959963984540054  # standard normal quantile of (1 + LEVEL) / 2
+RESAMPLES, RESAMPLING_SEED = 10_000, 0
+_VALUES_AT_ONCE = 1_000_000
+
+
+def pass_at_k(samples: int, correct: int, k: int) -> float:
+    """Probability that one of k samples, drawn without replacement, is correct.
+
+    The unbiased estimator of Chen et al., Evaluating Large Language Models Trained on Code
+    (arXiv 2107.03374), section 2.1.
+    """
+    return 1 - math.comb(samples - correct, k) / math.comb(samples, k)
+
+
+def wilson(successes: int, trials: int) -> tuple[float, float]:
+    """Wilson's score interval of a proportion (Journal of the American Statistical Association 22,
+    1927); it stays sensible at 0 and 1."""
+    p, z2 = successes / trials, Z * Z
+    centre = (p + z2 / (2 * trials)) / (1 + z2 / trials)
+    half = Z / (1 + z2 / trials) * math.sqrt(p * (1 - p) / trials + z2 / (4 * trials**2))
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def bootstrap(values: Sequence[float]) -> tuple[float, float]:
+    """Percentile bootstrap interval of the mean, over problems; the same in every call."""
+    values = np.asarray(values, np.float64)
+    rng = np.random.default_rng(RESAMPLING_SEED)
+    at_once = max(1, _VALUES_AT_ONCE // len(values))
+    means = np.concatenate([
+        values[rng.integers(0, len(values), (min(at_once, RESAMPLES - done), len(values)))].mean(1)
+        for done in range(0, RESAMPLES, at_once)])
+    low, high = np.quantile(means, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    return float(low), float(high)
+
+
+def interval(values: Sequence[float]) -> tuple[float, float, str]:
+    """The 95 % interval of a mean over problems, and its name.
+
+    Args:
+      values: one number in 0..1 a problem.
+
+    Returns:
+      low, high, and "wilson" where all values are 0 or 1, else "bootstrap".
+    """
+    if set(values) <= {0, 1}:
+        return *wilson(int(sum(values)), len(values)), "wilson"
+    return *bootstrap(values), "bootstrap"

@@ -1,0 +1,102 @@
+"""What is kept of the drafts, and the bucket it goes into."""
+
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specrl_jax.config import ControlConfig, SpecOptions
+from specrl_jax.control import policies
+from specrl_jax.control.policies import Bucket, make_spec
+from specrl_jax.structs import DraftTree, Load
+
+LADDER = (Bucket(4, 1), Bucket(8, 5), Bucket(16, 13), Bucket(28, 7))
+
+
+def load(live: Any) -> Load:
+    live = jnp.asarray(live)
+    return Load(live=live, length=live * jnp.int32(3), expected_left=jnp.ones(live.shape),
+                weight=jnp.ones(live.shape))
+
+
+def random_tree(rng: np.random.Generator, rows: int = 4, nodes: int = 7) -> DraftTree:
+    """Live nodes closed under parent; survival falls along a path, with ties."""
+    parent = np.zeros((rows, nodes), np.int32)
+    live = np.zeros((rows, nodes), bool)
+    survival = np.ones((rows, nodes), np.float32)
+    live[:, 0] = rng.random(rows) < 0.8
+    for b, n in itertools.product(range(rows), range(1, nodes)):
+        parent[b, n] = rng.integers(0, n)
+        live[b, n] = live[b, parent[b, n]] and rng.random() < 0.8
+        survival[b, n] = survival[b, parent[b, n]] * rng.choice([1.0, 0.5, 0.5, 0.1, 0.0])
+    whole = jnp.zeros((rows, nodes), jnp.int32)
+    real = jnp.zeros((rows, nodes))
+    return DraftTree(tokens=whole, parent=jnp.asarray(parent), depth=whole, rank=whole,
+                     origin=whole, survival=jnp.asarray(survival), logq=real, gap=real,
+                     live=jnp.asarray(live))
+
+
+def brute_force(tree: DraftTree, nodes: int, budget: int) -> np.ndarray:
+    """bool[B, N]: the likeliest nodes, row by row and then overall, roots first, ties by place."""
+    survival, alive = np.asarray(tree.survival), np.asarray(tree.live)
+    within = []
+    for b in range(len(alive)):
+        mine = [n for n in range(alive.shape[1]) if alive[b, n]]
+        mine.sort(key=lambda n: (n > 0, -survival[b, n], n))  # noqa: B023
+        within += [(n > 0, -survival[b, n], b, n) for n in mine[: max(nodes, 1)]]
+    kept = np.zeros(alive.shape, bool)
+    for _, _, b, n in sorted(within)[: max(budget or 10**9, int(alive[:, 0].sum()))]:
+        kept[b, n] = True
+    return kept
+
+
+KEEP = jax.jit(lambda spec, tree: policies.fixed().keep(
+    spec, load(tree.live[:, 0]), spec, tree, LADDER))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_keep_equals_brute_force_and_is_closed_under_parent(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    tree, nodes, budget = random_tree(rng), int(rng.integers(0, 8)), int(rng.integers(0, 20))
+    live, bucket = KEEP(make_spec(3, 2, nodes, budget), tree)
+    live = np.asarray(live)
+    np.testing.assert_array_equal(live, brute_force(tree, nodes, budget))
+    np.testing.assert_array_equal(live[:, 0], tree.live[:, 0])
+    parents = np.take_along_axis(live, np.asarray(tree.parent), 1)
+    assert (parents | ~live).all()
+    assert (live.sum(1) <= max(nodes, 1)).all()
+    assert not budget or live.sum() <= max(budget, live[:, 0].sum())
+    fits = [live.sum() <= b.packed and live.sum(1).max() <= b.nodes for b in LADDER]
+    assert int(bucket) == fits.index(True)
+
+
+def test_unlikely_nodes_are_not_kept() -> None:
+    tree = random_tree(np.random.default_rng(1))
+    controller = policies.fixed(min_survival=0.4)
+    spec = make_spec(3, 2, 7, 0)
+    live, _ = controller.keep(spec, load(tree.live[:, 0]), spec, tree, LADDER)
+    np.testing.assert_array_equal(live, tree.live & (tree.survival >= 0.4))
+    assert 0 < live.sum() < tree.live.sum()
+
+
+def test_off_plans_nothing() -> None:
+    spec = policies.off().plan((), load([True, False]))
+    assert (int(spec.steps), int(spec.nodes)) == (0, 1)
+
+
+def test_fixed_plans_its_state() -> None:
+    controller = policies.make(ControlConfig(), SpecOptions(
+        steps=3, branch=2, nodes=6, budget=11))
+    spec = controller.plan(controller.init(), load([True, True]))
+    assert [int(x) for x in (spec.steps, spec.branch, spec.nodes, spec.budget)] == [3, 2, 6, 11]
+    other = make_spec(1, 1, 2, 0)
+    assert int(controller.plan(other, load([True])).steps) == 1
+
+
+@pytest.mark.parametrize("control,drafter", [("off", "history"), ("fixed", "off")])
+def test_off_by_either_name_is_off(control: str, drafter: str) -> None:
+    controller = policies.make(ControlConfig(policy=control), SpecOptions(drafter=drafter))
+    assert int(controller.plan(controller.init(), load([True])).steps) == 0

@@ -1,0 +1,162 @@
+"""Drafts of hand-made corpora."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specrl_jax.control.policies import make_spec
+from specrl_jax.draft.base import Drafter, Occasion
+from specrl_jax.draft.history import history
+from specrl_jax.structs import Path, Tip, Verdict
+
+DEPTH, BRANCH, NODES, T, P = 3, 2, 7, 12, 8
+
+
+@functools.cache
+def compiled(match: int, group: int) -> tuple[Drafter, Any]:
+    drafter = history(depth=DEPTH, branch=BRANCH, nodes=NODES, match=match, group=group)
+    return drafter, jax.jit(drafter.propose, static_argnums=(0, 4, 5))
+
+
+class Corpus:
+    """Rows of one prompt each, or of one group, and what was said."""
+
+    def __init__(self, prompts: list[list[int]], said: list[list[int]], group: int = 1,
+                 past: list[list[list[int]]] | None = None, match: int = 4) -> None:
+        self.drafter, self.propose = compiled(match, group)
+        earlier = np.full((len(prompts), 2, T), -1, np.int32)
+        for p, responses in enumerate(past or []):
+            for k, response in enumerate(responses):
+                earlier[p, k, : len(response)] = response
+        tokens = np.zeros((len(prompts), P), np.int32)
+        for p, prompt in enumerate(prompts):
+            tokens[p, : len(prompt)] = prompt
+        state = self.drafter.init(Occasion(
+            prompt=tokens, prompt_length=np.asarray([len(p) for p in prompts], np.int32),
+            past=earlier, batch=len(said), group=group, buffer=T))
+        for q, response in enumerate(said):
+            state.current[q, : len(response)] = response
+        self.state = jax.tree.map(jnp.asarray, state)
+        last = [(said[q] or prompts[q // group])[-1] for q in range(len(said))]
+        self.tip = Tip(
+            root=jnp.asarray(last), seq=jnp.arange(len(said)),
+            generated=jnp.asarray([len(s) for s in said]), live=jnp.ones(len(said), bool),
+            context=jnp.asarray([len(prompts[q // group]) + len(said[q]) - 1
+                                 for q in range(len(said))]))
+
+    def tree(self, steps: int = DEPTH, branch: int = BRANCH, tip: Tip | None = None) -> Any:
+        found, _ = self.propose((), self.state, tip or self.tip,
+                                make_spec(steps, branch, NODES, 0), None, believed)
+        check_tree(found)
+        return found
+
+    def chains(self, row: int = 0, **asked: Any) -> list[list[int]]:
+        """Tokens from below the root to each live leaf."""
+        tree = jax.tree.map(lambda a: np.asarray(a)[row], self.tree(**asked))
+        live = [n for n in range(1, NODES) if tree.live[n]]
+        leaves = [n for n in live if n not in [tree.parent[m] for m in live]]
+        out = []
+        for n in leaves:
+            chain = []
+            while n:
+                chain.append(int(tree.tokens[n]))
+                n = int(tree.parent[n])
+            out.append(chain[::-1])
+        return out
+
+
+def believed(survival: Any, gap: Any, depth: Any, rank: Any, origin: Any) -> Any:
+    return survival
+
+
+def check_tree(tree: Any) -> None:
+    """What every tree must keep to."""
+    t = jax.tree.map(np.asarray, tree)
+    for b in range(len(t.live)):
+        for n in np.flatnonzero(t.live[b][1:]) + 1:
+            parent = t.parent[b, n]
+            assert parent < n and t.live[b, parent] and t.depth[b, n] == t.depth[b, parent] + 1
+            assert 0 < t.survival[b, n] <= t.survival[b, parent]
+            assert t.tokens[b, n] >= 0 and t.logq[b, n] <= 0
+            twins = [m for m in range(1, NODES) if t.live[b, m] and m != n
+                     and t.parent[b, m] == parent and t.tokens[b, m] == t.tokens[b, n]]
+            assert not twins, "siblings hold the same token"
+
+
+def test_the_row_repeats_itself() -> None:
+    assert Corpus([[9]], [[1, 2, 3, 4, 1, 2]]).chains()[0] == [3, 4, 1]
+
+
+def test_the_longest_suffix_wins() -> None:
+    said = [1, 2, 5, 8, 7, 2, 6, 8, 1, 2]  # after (1, 2) came 5; after (2) alone, 6
+    assert Corpus([[9]], [said]).chains() == [[5, 8, 7], [6, 8, 1]]
+    short = Corpus([[9]], [said], match=1).chains(branch=2)  # both are now matches of one token
+    assert {chain[0] for chain in short} == {5, 6}
+
+
+def test_occurrences_vote() -> None:
+    said = [1, 7, 1, 8, 1, 8, 1]
+    assert Corpus([[9]], [said], match=1).chains(branch=1) == [[8, 1, 8]]
+
+
+def test_siblings_are_read_and_other_groups_are_not() -> None:
+    corpus = Corpus([[9], [9]], [[1, 2], [1, 2, 3, 4, 5], [1, 2], [6, 6, 6]], group=2)
+    assert corpus.chains(0)[0] == [3, 4, 5]
+    assert corpus.chains(2) == []  # its sibling never said 2
+
+
+def test_the_past_of_the_prompt_is_read() -> None:
+    corpus = Corpus([[9], [9]], [[1, 2], [1, 2]], past=[[[0, 1, 2, 6, 7]], [[1, 2, 8]]])
+    assert corpus.chains(0)[0] == [6, 7] and corpus.chains(1) == [[8]]
+
+
+def test_the_prompt_is_read_and_the_suffix_reaches_into_it() -> None:
+    assert Corpus([[4, 5, 6, 7, 4, 5]], [[]]).chains() == [[6, 7, 4]]
+    assert Corpus([[4, 5, 6, 7, 3, 4]], [[5]]).chains() == [[6, 7, 3]]
+
+
+def test_nothing_is_drafted_without_a_match() -> None:
+    corpus = Corpus([[9]], [[1, 2, 3]])
+    assert corpus.chains() == []
+    assert np.asarray(corpus.tree().live).tolist() == [[True] + [False] * (NODES - 1)]
+
+
+def test_nothing_is_drafted_for_a_token_that_only_ends_something() -> None:
+    assert Corpus([[9]], [[5], [3, 5]][:1], past=[[[3, 5]]]).chains() == []
+
+
+@pytest.mark.parametrize("steps,branch", [(0, 1), (1, 1), (2, 1), (3, 1), (1, 2), (3, 2)])
+def test_steps_and_branch_bound_the_tree(steps: int, branch: int) -> None:
+    said = [1, 2, 5, 8, 7, 2, 6, 8, 1, 2]
+    chains = Corpus([[9]], [said]).chains(steps=steps, branch=branch)
+    assert [len(c) for c in chains] == [steps] * (branch if steps else 0)
+
+
+def test_dead_rows_get_no_nodes() -> None:
+    corpus = Corpus([[9], [9]], [[1, 2, 1], [1, 2, 1]])
+    tree = corpus.tree(tip=corpus.tip.replace(live=jnp.asarray([True, False])))
+    assert np.asarray(tree.live).any(1).tolist() == [True, False]
+
+
+def test_what_is_observed_is_drafted_from() -> None:
+    corpus = Corpus([[9]], [[1, 2]])
+    assert corpus.chains() == []
+    real = jnp.zeros((1, 4))
+    verdict = Verdict(tokens=jnp.asarray([[3, 1, 2, 77]]), logprob=real, raw_logprob=real,
+                      kept_mass=real, path=jnp.zeros((1, 4), jnp.int32), count=jnp.asarray([3]),
+                      stopped=jnp.asarray([False]))
+    path = Path(kv=[], taps=None, draw=jnp.zeros((1, 1), jnp.int32),
+                verified=jnp.ones((1, 1), bool))
+    corpus.state = corpus.drafter.observe((), corpus.state, corpus.tip, verdict, path)
+    corpus.tip = corpus.tip.replace(generated=jnp.asarray([5]), root=jnp.asarray([2]))
+    assert corpus.chains()[0] == [3, 1, 2]
+    assert 77 not in np.asarray(corpus.state.current)
+
+
+def test_too_few_nodes_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"max_nodes = 6.*7"):
+        history(depth=3, branch=2, nodes=6, match=4, group=1)

@@ -1,0 +1,50 @@
+"""The ring of earlier responses."""
+
+import numpy as np
+
+from specrl_jax.draft.memory import Memory, capacity
+
+
+def add(memory: Memory, *rows: tuple[int, list[int]]) -> None:
+    tokens = np.zeros((len(rows), memory.tokens.shape[1]), np.int32)
+    for i, (_, said) in enumerate(rows):
+        tokens[i, : len(said)] = said
+    memory.add(np.asarray([p for p, _ in rows]), tokens, np.asarray([len(s) for _, s in rows]))
+
+
+def test_the_newest_come_first_and_only_the_prompts_own() -> None:
+    memory = Memory(10, 3)
+    add(memory, (7, [1, 2]), (8, [3]), (7, [4, 5, 6]))
+    add(memory, (7, [9]))
+    assert memory.past(np.asarray([7, 8, 9]), 2).tolist() == [
+        [[9, -1, -1], [4, 5, 6]], [[3, -1, -1], [-1, -1, -1]], [[-1, -1, -1], [-1, -1, -1]]]
+
+
+def test_the_oldest_make_room() -> None:
+    memory = Memory(3, 2)
+    for i in range(8):
+        add(memory, (i % 2, [i, i]))
+    assert memory.past(np.asarray([0, 1]), 3)[..., 0].tolist() == [[6, -1, -1], [7, 5, -1]]
+
+
+def test_more_than_fit_at_once_leaves_the_last_ones() -> None:
+    memory = Memory(2, 1)
+    add(memory, *[(0, [i]) for i in range(5)])
+    assert memory.past(np.asarray([0]), 4)[0, :, 0].tolist() == [4, 3, -1, -1]
+
+
+def test_restoring_is_going_on() -> None:
+    one, other = Memory(3, 2), Memory(3, 2)
+    add(one, (0, [1]), (1, [2, 3]))
+    other.restore({name: array.copy() for name, array in one.arrays().items()})
+    for memory in (one, other):
+        add(memory, (0, [4]), (0, [5]))
+    for name, array in one.arrays().items():
+        np.testing.assert_array_equal(array, other.arrays()[name])
+    np.testing.assert_array_equal(one.past(np.asarray([0]), 3), other.past(np.asarray([0]), 3))
+
+
+def test_capacity_keeps_the_byte_bound() -> None:
+    assert capacity(1, 62, 10**9, 8) == 2**20 // 256
+    assert capacity(64, 16, 10, 8) == 80
+    assert capacity(0, 16, 10, 8) == 1

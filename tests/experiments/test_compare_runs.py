@@ -1,0 +1,191 @@
+"""Two runs' tokens: equal, near ties, real differences, and bad input."""
+
+import dataclasses
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+from experiments import compare_runs
+from specrl_jax import loop, prng, replay
+from specrl_jax.config import as_dict
+from specrl_jax.model import weights
+
+KEYS = [(0, 0, 0), (0, 0, 1)]
+
+
+def edit(source, target, change):
+    """A copy of a run in which `change` was called with each record of samples.jsonl."""
+    shutil.copytree(source, target)
+    path = target / "samples.jsonl"
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    for record in records:
+        change(record)
+    path.write_text("".join(json.dumps(r) + "\n" for r in records))
+    return target
+
+
+def reconfigure(run, **changes):
+    config = json.loads((run / "config.json").read_text())
+    for section, values in changes.items():
+        config[section] |= values
+    (run / "config.json").write_text(json.dumps(config))
+    return run
+
+
+def compare(tmp_path, *arguments):
+    """(exit status, what --json holds)."""
+    path = tmp_path / "found.json"
+    status = compare_runs.main([*map(str, arguments), f"--json={path}"])
+    return status, json.loads(path.read_text())
+
+
+@pytest.fixture(scope="module")
+def drawn(small, tmp_path_factory):
+    """A run at learning rate 0: two steps, one token a sequence, drawn by the plain formula."""
+    config = dataclasses.replace(small, learner=dataclasses.replace(
+        small.learner, learning_rate=0.0))
+    source = weights.describe_source(config.model.path)
+    prompt = loop.make_prompts(config, source.tokenizer, print).texts[0]
+    tokens, length = replay._rows([source.tokenizer.encode(prompt)])
+    logits = np.asarray(replay.next_logits(source.arch, source.params(), tokens, length))[:, 0]
+    run = tmp_path_factory.mktemp("drawn") / "run"
+    run.mkdir()
+    records, ranks = [], {}
+    for step in range(2):
+        for key in KEYS:
+            words = prng.row_keys(config.seed, "train", step,
+                                  *(np.asarray([k], np.int32) for k in key))
+            noise = prng.gumbel(words, np.zeros(1, np.int32), np.arange(len(logits)))[0]
+            ranks[step, key] = np.argsort(-(logits + np.asarray(noise))).tolist()
+            records.append({
+                "step": step, "prompt_id": key[0], "occurrence": key[1], "sample_id": key[2],
+                "prompt": prompt, "tokens": ranks[step, key][:1]})
+    for name, rows in (("samples", records), ("metrics", [{"step": 0}, {"step": 1}])):
+        (run / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    (run / "config.json").write_text(json.dumps(as_dict(config)))
+    return run, ranks
+
+
+def runner_up(ranks, *chosen):
+    """Gives the chosen (step, sample id) the token with the second best score."""
+    def change(record):
+        at = record["step"], record["sample_id"]
+        if at in chosen:
+            record["tokens"] = [ranks[at[0], (0, 0, at[1])][1]]
+
+    return change
+
+
+def test_equal_runs(drawn, tmp_path, capsys):
+    run, _ = drawn
+    status, found = compare(tmp_path, run, run)
+    assert status == 0 and found["per_million_tokens"] == 0 and found["steps"] == 2
+    assert capsys.readouterr().out == "equal: 2 steps, 4 sequences, 4 tokens\n"
+
+
+def test_a_real_difference(drawn, tmp_path, capsys):
+    run, ranks = drawn
+    other = edit(run, tmp_path / "b", runner_up(ranks, (0, 1), (1, 0)))
+    status, found = compare(tmp_path, run, other)
+    assert (status, found["near_ties"], found["real"]) == (1, 0, 1)
+    difference, = found["differences"]
+    assert (difference["step"], difference["sample_id"], difference["position"]) == (0, 1, 0)
+    assert [difference[f"token_{x}"] for x in "ab"] == ranks[0, (0, 0, 1)][:2]
+    assert difference["drawn"] == difference["token_a"] and difference["gap"] > 1e-4
+    assert found["per_million_tokens"] == pytest.approx(1e6 / 2)
+    out = capsys.readouterr().out
+    assert "first step that differs: 0" in out and "0 near ties, 1 real differences" in out
+
+
+def test_near_ties_leave_the_exit_status_0(drawn, tmp_path, monkeypatch):
+    run, ranks = drawn
+    other = edit(run, tmp_path / "b", runner_up(ranks, (1, 0)))
+    monkeypatch.setattr(replay, "NEAR_TIE", 100.0)
+    status, found = compare(tmp_path, run, other)
+    assert (status, found["near_ties"], found["real"]) == (0, 1, 0)
+    assert found["first_step_that_differs"] == 1
+
+
+def test_all_steps_at_learning_rate_0(drawn, tmp_path):
+    run, ranks = drawn
+    other = edit(run, tmp_path / "b", runner_up(ranks, (0, 1), (1, 0), (1, 1)))
+    status, found = compare(tmp_path, run, other, "--all_steps")
+    assert (status, found["real"], found["steps"]) == (1, 3, 2)
+    for difference in found["differences"]:
+        assert difference["drawn"] == difference["token_a"]  # each with the noise of its own step
+
+
+def test_all_steps_needs_learning_rate_0(drawn, tmp_path, capsys):
+    run, _ = drawn
+    other = reconfigure(edit(run, tmp_path / "b", lambda r: None), learner={"learning_rate": 0.5})
+    assert compare_runs.main([str(run), str(other), "--all_steps", "--force"]) == 2
+    assert "has learner.learning_rate = 0.5" in capsys.readouterr().err
+
+
+def test_configs_must_promise_the_same_tokens(drawn, tmp_path, capsys):
+    run, _ = drawn
+    allowed = reconfigure(edit(run, tmp_path / "b", lambda r: None), spec={"drafter": "off"})
+    assert compare_runs.main([str(run), str(allowed)]) == 0
+    assert "spec.drafter: 'history' in A, 'off' in B" in capsys.readouterr().out
+    refused = reconfigure(edit(run, tmp_path / "c", lambda r: None), rollout={"top_k": 3})
+    assert compare_runs.main([str(run), str(refused)]) == 2
+    assert capsys.readouterr().err.startswith("error: rollout.top_k = 0 in A and 3 in B")
+    assert compare_runs.main([str(run), str(refused), "--force"]) == 0
+
+
+def test_bad_input_is_one_line(drawn, tmp_path, capsys):
+    assert compare_runs.main([str(drawn[0]), str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {tmp_path}: no config.json") and error.count("\n") == 1
+
+
+def test_the_script_runs(drawn, command):
+    done = command("compare_runs.py", drawn[0], drawn[0])
+    assert (done.returncode, done.stdout[:6]) == (0, "equal:"), done.stderr
+    assert command("compare_runs.py", drawn[0]).returncode == 2
+
+
+@pytest.mark.slow
+def test_speculation_changes_no_token_of_a_real_run(trained, small, tmp_path):
+    plain = dataclasses.replace(small, spec=dataclasses.replace(small.spec, drafter="off"),
+                                rollout=dataclasses.replace(small.rollout, order="reversed"))
+    loop.train(plain, tmp_path / "plain")
+    status, found = compare(tmp_path, trained, tmp_path / "plain")
+    assert (status, found["real"]) == (0, 0) and found["tokens"] > 30
+
+
+@pytest.mark.slow
+def test_differences_are_ruled_with_the_weights_of_their_step(trained, tmp_path):
+    def last_token(record):
+        if record["step"] == 1:
+            record["tokens"][-1] = (record["tokens"][-1] + 1) % 256
+
+    before = sorted(trained.rglob("*"))
+    other = edit(trained, tmp_path / "b", last_token)
+    status, found = compare(tmp_path, trained, other)  # repeats step 0: no checkpoint before 2
+    assert (status, found["checkpoint"], found["replay_deviations"]) == (1, 0, 0)
+    assert len(found["differences"]) == 4
+    assert all(d["drawn"] == d["token_a"] for d in found["differences"])
+    score = found["differences"][0]["score_a"]
+    initial = replay.rule(trainer_of(trained), differences_of(trained, other))[0].score_a
+    assert abs(score - initial) > 1e-3  # so the weights matter
+    assert sorted(trained.rglob("*")) == before  # A is only read
+
+
+@pytest.mark.slow
+def test_a_checkpoint_is_restored_and_only_read(trained):
+    made = replay.replay(trained, 2, print)
+    assert (made.checkpoint, made.trainer.step_number, made.deviations) == (2, 2, 0)
+    initial = trainer_of(trained).sampler.params["embed"]
+    assert np.abs(np.asarray(made.trainer.sampler.params["embed"] - initial)).max() > 1e-3
+
+
+def trainer_of(run):
+    """The run's trainer with its initial weights."""
+    return replay.replay(run, 0, print).trainer
+
+
+def differences_of(a, b):
+    return [d for step in compare_runs.compare_steps(a, b) for d in step.differences]

@@ -1,0 +1,151 @@
+"""eval.py and generate.py as commands, and the flags they share."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from absl import flags
+
+from experiments import config_flags, run_flags
+from specrl_jax import actor as actors
+from specrl_jax import generate
+from specrl_jax.config import Config, ConfigError, as_dict
+from specrl_jax.model.tiny import byte_tokenizer
+from tests.experiments.conftest import ROOT, environment
+
+TINY = ("--config.model.path=random:tiny", "--config.rollout.max_prompt_tokens=96")
+
+
+def resolve(*arguments):
+    """(config, actor) of a command line, in this process."""
+    argv, values = ["script.py", *map(str, arguments)], flags.FlagValues()
+    config_flags.define(argv, values)
+    flags.DEFINE_string("run", None, "", flag_values=values)
+    flags.DEFINE_integer("step", None, "", flag_values=values)
+    values(argv)
+    return run_flags.resolve(config_flags.parsed(values)[0], values)
+
+
+@pytest.fixture
+def run(tmp_path, small):
+    """A run without a checkpoint."""
+    (tmp_path / "config.json").write_text(json.dumps(as_dict(small)))
+    return tmp_path
+
+
+def test_without_a_run_the_model_is_the_configs():
+    config, actor = resolve("--config=tiny", "--config.seed=3")
+    assert (config.name, config.seed) == ("tiny", 3)
+    assert (actor.run, actor.step, actor.name) == (None, 0, "random:tiny")
+
+
+def test_a_run_brings_its_config_and_overrides_win(run, small):
+    config, actor = resolve(f"--run={run}", "--step=0", "--config.spec.drafter=off",
+                            "--config.reward.terms=('exact',)")
+    assert (config.spec.drafter, config.reward.terms) == ("off", ("exact",))
+    assert config.learner == small.learner and config.name == "small"
+    assert (actor.run, actor.step, actor.name) == (run, 0, f"{run}, step 0")
+
+
+@pytest.mark.parametrize("arguments, message", [
+    (["--run={run}"], "no complete checkpoint; wait for one, or give --step=0"),
+    (["--run={run}/x"], "config.json: no such file; give the working directory of a run"),
+    (["--run={run}", "--config=tiny"], "brings its own config; drop --config"),
+    (["--step=3"], "--step=3: a step is a run's"),
+    (["--run={run}", "--step=0", "--config.steps=0"], "steps = 0: must be at least 1"),
+    (["--workdir=x"], "--workdir=x: this script writes no run"),
+])
+def test_contradictions_are_refused(run, arguments, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        resolve(*(a.format(run=run) for a in arguments))
+
+
+def test_a_missing_step_names_the_ones_there_are(run, small):
+    actor = actors.open_actor(small, run, 7)
+    with pytest.raises(ConfigError, match="7: no such checkpoint; complete ones: none"):
+        actor.params(generate.sharding.make_mesh(small.mesh))
+
+
+def test_text_comes_whole_characters_at_a_time():
+    tokenizer, written = byte_tokenizer(), []
+    stream = generate.Stream(tokenizer.stream(skip_special=True), written.append)
+    said = [*tokenizer.encode("aé€"), tokenizer.stop_ids[0]]
+    tokens = np.full((2, 9), ord("x"), np.int32)
+    tokens[0, : len(said)] = said
+    for length in (0, 1, 2, 3, 5, len(said)):
+        stream.peek(tokens, [length, 9])
+    assert written == ["a", "é", "€"] and stream.text == "aé€"
+
+
+def test_shapes_fit_one_prompt():
+    config = generate.one_prompt(Config(), 65, 2)
+    assert (config.rollout.batch_size, config.rollout.max_prompt_tokens) == (2, 128)
+    assert config.rollout.max_new_tokens == Config().rollout.max_new_tokens
+
+
+@pytest.mark.slow
+def test_text_is_the_same_with_and_without_speculation(command):
+    ask = ("generate.py", "--prompt=What is 1 + 1?", *TINY, "--config.rollout.max_new_tokens=60",
+           "--config.rollout.temperature=0")  # greedy, it soon repeats itself
+    fast, plain = command(*ask), command(*ask, "--config.spec.drafter=off")
+    assert (fast.returncode, plain.returncode) == (0, 0), fast.stderr + plain.stderr
+    assert fast.stdout == plain.stdout and len(fast.stdout) > 1
+    line = r"(\d+) tokens.*  [\d.]+ tokens/s  accept length ([\d.]+) \((\w+)\)\n$"
+    (count, accepted, drafter), (same, one, off) = (
+        re.search(line, done.stderr).groups() for done in (fast, plain))
+    assert (count, one, off) == (same, "1.00", "off")
+    assert float(accepted) > 1 and drafter == "history"
+    assert command("generate.py").returncode != 0  # without a prompt
+
+
+@pytest.mark.slow
+def test_tokens_are_written_as_they_come(small, trained):
+    pieces = []
+    config = actors.run_config(trained)
+    told = generate.tell(config, actors.open_actor(config, trained), "Hi", "", write=pieces.append,
+                         say=lambda line: None)
+    assert "".join(pieces) == told.text and len(pieces) >= 2
+    assert told.tokens <= small.rollout.max_new_tokens and told.drafter == "history"
+
+
+@pytest.mark.slow
+def test_ctrl_c_is_no_traceback():
+    process = subprocess.Popen(
+        [sys.executable, ROOT / "experiments/generate.py", "--prompt=Hi", *TINY,
+         "--config.rollout.max_new_tokens=1800"], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        env=environment())
+    os.read(process.stdout.fileno(), 1)
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 130 and error.endswith(b"\nstopped\n")
+    assert b"Traceback" not in error
+
+
+@pytest.mark.slow
+def test_eval_of_a_run_and_of_its_beginning(trained, command, tmp_path):
+    common = ("eval.py", f"--run={trained}", "--problems=5", "--split=train")
+    done = command(*common, f"--out={tmp_path / 'a.json'}", "--samples=3", "--temperature=1")
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "a.json").read_text())
+    assert (found["step"], found["run"], found["data"]["split"]) == (2, str(trained), "train")
+    assert len(found["problems"]) == 5 and np.shape(found["correct"]) == (5, 3)
+    assert found["accuracy"] == np.mean(found["correct"])
+    assert list(found["pass_at"]) == ["1", "2", "3"]
+    assert 5 * 3 <= found["tokens"] <= 5 * 3 * 8 and found["accept_length"] >= 1
+    assert "avg@3" in done.stdout and "tokens/s" in done.stdout
+
+    done = command(*common, "--step=0", f"--baseline={tmp_path / 'a.json'}",
+                   f"--out={tmp_path / 'b.json'}")
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "b.json").read_text())
+    assert found["step"] == 0 and found["paired"]["interval_method"] == "paired bootstrap"
+    assert "difference" in done.stdout and "avg@1" in done.stdout
+
+    done = command("eval.py", f"--run={trained}", f"--baseline={tmp_path / 'a.json'}")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert "data.split = 'test': the baseline is about 'train'" in done.stderr

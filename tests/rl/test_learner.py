@@ -1,0 +1,184 @@
+"""The policy update: micro-batches add up, bad ones change nothing, idle sequences are left out."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import ask, make_engine, make_task, tiny_arch, tiny_params
+
+from specrl_jax.config import LearnerConfig
+from specrl_jax.model.transformer import forward
+from specrl_jax.rl import learner
+from specrl_jax.rl.learner import Batch, LearnerState, Totals
+from specrl_jax.structs import Rollout
+
+ARCH = tiny_arch(num_layers=1)
+CONFIG = LearnerConfig(learning_rate=1e-2, max_grad_norm=1e9)
+NEW_TOKENS = 12
+
+
+@functools.cache
+def update(config: LearnerConfig) -> Any:
+    return jax.jit(functools.partial(learner.update, ARCH, config, NEW_TOKENS))
+
+
+@pytest.fixture(scope="module")
+def params() -> Any:
+    return tiny_params(ARCH)
+
+
+@pytest.fixture(scope="module")
+def rollout(params: Any) -> Rollout:
+    """A real one, of plain decoding."""
+    task = make_task()
+    engine = make_engine(ARCH, task, batch=4)
+    engine.compile(params)
+    s = engine.run(params, ask(task, temperature=0.8)).sequences
+    q = task.sequences
+    prompt = np.zeros((q, task.prompt), np.int32)
+    for i in range(q):
+        prompt[i, : len(task.prompts[i // 2])] = task.prompts[i // 2]
+    row = np.zeros(q, np.int32)
+    length = np.asarray([len(task.prompts[i // 2]) for i in range(q)], np.int32)
+    return Rollout(prompt=prompt, prompt_length=length,
+                   tokens=s.tokens, length=s.length, logprob=s.logprob, raw_logprob=s.raw_logprob,
+                   kept_mass=s.kept_mass, prompt_id=row, occurrence=row, sample_id=row,
+                   stopped=row > 0, commits=s.commits, rounds=s.rounds)
+
+
+ADVANTAGE = np.asarray([1, -1, 0, 0, 0.5, -0.5, 2, -2, 0, 0, 1, -1], np.float32)
+
+
+def state_of(params: Any, config: LearnerConfig = CONFIG) -> LearnerState:
+    return LearnerState(params, learner.make_optimizer(config).init(params))
+
+
+def batch_of(rollout: Rollout, rows: int = 12, keep_all: bool = False, together: int = 1,
+             advantage: np.ndarray = ADVANTAGE) -> tuple[Batch, Totals]:
+    return learner.make_batch(rollout, advantage, 0.8, rows=rows, together=together,
+                              keep_all=keep_all)
+
+
+def gradients(params: Any, batch: Batch, totals: Totals, config: LearnerConfig = CONFIG) -> Any:
+    """Adam's first moment: after one update from zero, (1 - b1) times the gradient."""
+    new, metrics = update(config)(state_of(params, config), batch, totals, None, None)
+    moments = [x for x in jax.tree.leaves(new.optimizer, is_leaf=lambda n: hasattr(n, "mu"))
+               if hasattr(x, "mu")]
+    return moments[0].mu, metrics
+
+
+def assert_close(left: Any, right: Any, share: float = 1e-5) -> None:
+    """Each leaf within `share` of its norm."""
+    for a, b in zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True):
+        assert np.linalg.norm(a - b) <= share * np.linalg.norm(b)
+
+
+@pytest.mark.parametrize("normalize", ["token", "sequence", "constant"])
+def test_unequal_micro_batches_add_up(params: Any, rollout: Rollout, normalize: str) -> None:
+    config = LearnerConfig(learning_rate=1e-2, max_grad_norm=1e9, normalize=normalize)
+    whole, told = gradients(params, *batch_of(rollout, 12, True), config)
+    for rows, together in ((5, 1), (4, 2)):
+        split, metrics = gradients(params, *batch_of(rollout, rows, True, together), config)
+        assert_close(split, whole)
+        for name in told:
+            np.testing.assert_allclose(metrics[name], told[name], rtol=1e-4, atol=1e-6)
+    assert all(np.linalg.norm(leaf) > 0 for leaf in jax.tree.leaves(whole))
+
+
+def test_sequences_without_advantage_are_dropped_and_change_nothing(
+        params: Any, rollout: Rollout) -> None:
+    every, used = batch_of(rollout, 2, True), batch_of(rollout, 2)
+    assert int(used[1].micro_batches) == 4 and int(every[1].micro_batches) == 6
+    assert_close(gradients(params, *used)[0], gradients(params, *every)[0])
+
+
+@pytest.mark.parametrize("together", [1, 2])
+def test_the_gradient_is_that_of_the_policy_gradient(
+        params: Any, rollout: Rollout, together: int) -> None:
+    """At ratio 1: minus the mean over tokens of advantage times the score's gradient."""
+    q, t = rollout.tokens.shape
+    whole = np.zeros((q, rollout.prompt.shape[1] + t), np.int32)
+    for i, (asked, said) in enumerate(zip(rollout.prompt_length, rollout.length, strict=True)):
+        whole[i, :asked] = rollout.prompt[i, :asked]
+        whole[i, asked : asked + said] = rollout.tokens[i, :said]
+    ends = rollout.prompt_length + rollout.length
+    column = np.arange(whole.shape[1] - 1)[None]
+    mine = (column >= rollout.prompt_length[:, None] - 1) & (column < ends[:, None] - 1)
+
+    def objective(params: Any) -> Any:
+        scores = forward(ARCH, params, whole, jnp.asarray(ends))[:, :-1] / 0.8
+        logprob = jax.nn.log_softmax(scores)
+        logprob = jnp.take_along_axis(logprob, whole[:, 1:, None], 2)[..., 0]
+        return -(jnp.where(mine, logprob, 0) * ADVANTAGE[:, None]).sum() / mine.sum()
+
+    want = jax.tree.map(lambda g: g * (1 - CONFIG.b1), jax.jit(jax.grad(objective))(params))
+    assert_close(gradients(params, *batch_of(rollout, 4, together=together))[0], want, 2e-5)
+
+
+def test_all_advantages_zero_still_runs(params: Any, rollout: Rollout) -> None:
+    batch, totals = batch_of(rollout, 4, advantage=np.zeros(12, np.float32))
+    new, metrics = update(CONFIG)(state_of(params), batch, totals, None, None)
+    assert metrics["applied"] == 1 and metrics["grad_norm"] == 0
+    jax.tree.map(np.testing.assert_array_equal, new.params, params)
+
+
+@pytest.mark.parametrize("where", ["advantage", "params"])
+def test_what_is_not_finite_leaves_the_state_as_it_was(
+        params: Any, rollout: Rollout, where: str) -> None:
+    batch, totals = batch_of(rollout, 4)
+    state = state_of(params)
+    if where == "advantage":
+        batch = batch.replace(advantage=np.where(batch.advantage == 2, np.inf, batch.advantage))
+    else:
+        broken = params | {"final_norm": params["final_norm"].at[0].set(jnp.nan)}
+        state = LearnerState(broken, state.optimizer)
+    new, metrics = update(CONFIG)(state, batch, totals, None, None)
+    assert metrics["applied"] == 0
+    jax.tree.map(np.testing.assert_array_equal, new, state)
+
+
+def test_an_update_that_is_applied_changes_every_leaf(params: Any, rollout: Rollout) -> None:
+    new, metrics = update(CONFIG)(state_of(params), *batch_of(rollout, 4), None, None)
+    assert metrics["applied"] == 1
+    for a, b in zip(jax.tree.leaves(new.params), jax.tree.leaves(params), strict=True):
+        assert not np.array_equal(a, b)
+
+
+def test_the_gap_to_the_rollout_is_small(params: Any, rollout: Rollout) -> None:
+    batch, totals = batch_of(rollout, 4, True)
+    _, metrics = update(CONFIG)(state_of(params), batch, totals, None, None)
+    assert 0 < metrics["logprob_gap"] <= metrics["logprob_gap_max"] < 1e-4
+    score = jax.jit(functools.partial(learner.score, ARCH, False))(params, batch)
+    said = np.arange(NEW_TOKENS) < batch.length[..., None]
+    np.testing.assert_allclose(score[said], batch.rollout_logprob[said], rtol=0, atol=1e-4)
+    off = batch.replace(rollout_logprob=batch.rollout_logprob - np.float32(0.25))
+    _, metrics = update(CONFIG)(state_of(params), off, totals, None, None)
+    assert metrics["logprob_gap"] == pytest.approx(0.25, abs=1e-3)
+
+
+def test_kl_and_old_logprobs(params: Any, rollout: Rollout) -> None:
+    config = LearnerConfig(learning_rate=1e-2, kl=0.1)
+    batch, totals = batch_of(rollout, 4, True)
+    score = jax.jit(functools.partial(learner.score, ARCH, False))
+    state, told = state_of(params, config), []
+    reference = score(params, batch)
+    for _ in range(3):
+        state, metrics = update(config)(state, batch, totals, reference, reference)
+        told.append(jax.tree.map(float, metrics))
+    assert told[0]["reference_kl"] == pytest.approx(0, abs=1e-6)
+    assert told[0]["clip_fraction"] == 0 < told[2]["clip_fraction"]
+    assert 0 < told[1]["reference_kl"] < told[2]["reference_kl"]
+    assert 0 < told[1]["update_kl"] and all(m["applied"] for m in told)
+    # The same old log-probabilities as the policy's own change nothing.
+    plain = update(CONFIG)(state_of(params), batch, totals, None, None)[0]
+    given = update(CONFIG)(state_of(params), batch, totals, reference, None)[0]
+    assert_close(plain.params, given.params, 1e-4)
+
+
+def test_remat_changes_no_gradient(params: Any, rollout: Rollout) -> None:
+    config = LearnerConfig(learning_rate=1e-2, max_grad_norm=1e9, remat=True)
+    batch, totals = batch_of(rollout, 4)
+    assert_close(gradients(params, batch, totals, config)[0], gradients(params, batch, totals)[0])

@@ -1,0 +1,275 @@
+"""Speculation changes no token; log-probabilities, counters and compilations are what they say."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import Dice, Task, ask, counting, make_engine, random_drafter, said, streams
+
+from specrl_jax.control import policies
+from specrl_jax.draft.history import history
+from specrl_jax.model.transformer import forward
+from specrl_jax.rollout.engine import Result
+
+ALL_NODES = policies.make_spec(3, 6, 6, 0)
+WILD, MIXED, PERFECT = 0.0, 0.6, 1.0
+MIXES: dict[str, dict[str, Any]] = {
+    "plain law": {},
+    "cold": {"temperature": 0.5},
+    "greedy": {"temperature": 0},
+    "top-k": {"top_k": 5},
+    "top-p": {"top_p": 0.7},
+    "both, hot": {"temperature": 1.7, "top_k": 9, "top_p": 0.8},
+    "short": {"limit": 4},
+    "every row its own": {
+        "temperature": np.linspace(0, 2, 12), "top_p": np.linspace(0.3, 1, 12),
+        "top_k": np.arange(12), "limit": 1 + np.arange(12)},
+}
+
+
+def assert_same(left: Result, right: Result) -> None:
+    assert streams(left) == streams(right)
+    a, b = left.sequences, right.sequences
+    where = said(left)
+    for name in ("logprob", "raw_logprob", "kept_mass"):
+        np.testing.assert_allclose(getattr(a, name)[where], getattr(b, name)[where],
+                                   rtol=0, atol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("hit", [WILD, MIXED, PERFECT])
+@pytest.mark.parametrize("mix", MIXES)
+def test_random_trees_change_no_token(bench: Any, mix: str, hit: float) -> None:
+    plain = bench.run_plain(seed=1, **MIXES[mix])
+    bench.dice.replay, bench.dice.hit = plain.sequences.tokens, hit
+    for seed in range(3):
+        bench.dice.seed, bench.dice.chain = seed, 0.9 if hit == PERFECT else 0.4
+        assert_same(plain, bench.run_trees(rounds=1 + seed, seed=1, **MIXES[mix]))
+
+
+def test_the_drafters_do_what_their_names_say(bench: Any) -> None:
+    plain = bench.run_plain(seed=2)
+    bench.dice.replay = plain.sequences.tokens
+    lengths = {}
+    for hit in (WILD, MIXED, PERFECT):
+        bench.dice.hit, bench.dice.chain = hit, 1.0
+        counters = bench.run_trees(hold=ALL_NODES, seed=2).counters
+        lengths[hit] = counters["committed"] / counters["row_rounds"]
+    assert 1 <= lengths[WILD] < 1.2 < lengths[MIXED] < lengths[PERFECT]
+
+
+def test_order_of_the_prompts_changes_no_token(bench: Any) -> None:
+    order = np.random.default_rng(0).permutation(len(bench.task.prompts))
+    straight = streams(bench.run_plain(seed=3))
+    for run in (bench.run_plain, bench.run_trees):
+        shuffled = streams(run(seed=3, order=order))
+        for place, prompt in enumerate(order):
+            for sample in range(bench.task.group):
+                assert shuffled[2 * place + sample] == straight[2 * prompt + sample]
+
+
+@pytest.mark.parametrize("stop", [3, 11, -1])
+def test_stop_tokens_end_a_sequence_and_are_its_last(bench: Any, stop: int) -> None:
+    try:
+        for engine in (bench.plain, bench.trees):
+            engine.stop = np.asarray([stop], np.int32)
+        plain = bench.run_plain(seed=4)
+        bench.dice.replay, bench.dice.hit = plain.sequences.tokens, 0.8
+        trees = bench.run_trees(seed=4)
+    finally:
+        for engine in (bench.plain, bench.trees):
+            engine.stop = np.asarray(bench.task.stop, np.int32)
+    assert_same(plain, trees)
+    full = [s for s in streams(trees) if len(s) == bench.task.response]
+    for stream in streams(trees):
+        assert stop not in stream[:-1]
+        assert stream[-1] == stop or stream in full
+    assert (len(full) < bench.task.sequences) == (stop >= 0)
+
+
+@pytest.mark.parametrize("mix", ["plain law", "cold", "greedy", "top-k", "top-p", "both, hot"])
+def test_logprobs_equal_a_teacher_forced_recompute(bench: Any, mix: str) -> None:
+    asked = ask(bench.task, **MIXES[mix])
+    bench.dice.replay = bench.run_plain(seed=5, **MIXES[mix]).sequences.tokens
+    bench.dice.hit = 0.7
+    for run in (bench.run_plain, bench.run_trees):
+        result = run(seed=5, **MIXES[mix])
+        scores = teacher_forced(bench, result)
+        checked = ties = 0
+        for q, tokens in enumerate(streams(result)):
+            for t, token in enumerate(tokens):
+                want = law(scores[q, t], asked.temperature[q], asked.top_k[q], asked.top_p[q])
+                if want.boundary < 1e-4:
+                    ties += 1
+                    continue
+                s = result.sequences
+                got = s.logprob[q, t], s.raw_logprob[q, t], s.kept_mass[q, t]
+                np.testing.assert_allclose(
+                    got, [want.logprob[token], want.raw[token], want.kept], rtol=0, atol=1e-4)
+                checked += 1
+        assert checked > 100 and ties < checked / 20
+
+
+class law:
+    """The processed distribution of one row of logits, in float64, by sorting."""
+
+    def __init__(self, logits: np.ndarray, temperature: float, top_k: int, top_p: float) -> None:
+        wide = np.asarray(logits, np.float64)
+        scores = wide / (temperature or 1.0)
+        order = np.lexsort((np.arange(len(scores)), -scores))
+        p = np.exp(scores - scores.max())
+        p /= p.sum()
+        keep = order[: top_k or None]
+        ahead = np.cumsum(p[keep]) - p[keep]
+        target = top_p * p[keep].sum()
+        kept = keep[ahead < target] if top_p < 1 else keep
+        margins = [1.0]
+        if top_p < 1:
+            margins.append(np.abs(ahead[1:] - target).min(initial=1.0))
+        if len(kept) < len(scores):
+            margins.append(scores[kept].min() - np.delete(scores, kept).max())
+        self.boundary = min(margins)
+        self.kept = p[kept].sum()
+        self.raw = np.log(p)
+        self.logprob = np.full(len(scores), -np.inf)
+        self.logprob[kept] = np.log(p[kept] / self.kept)
+        if temperature == 0:
+            self.logprob[:] = 0
+
+
+def teacher_forced(bench: Any, result: Result) -> np.ndarray:
+    """Logits f32[Q, T, V] at every response position."""
+    task, s = bench.task, result.sequences
+    width = task.prompt + task.response
+    tokens, length = np.zeros((task.sequences, width), np.int32), np.zeros(task.sequences, np.int32)
+    prompts = [p for p in task.prompts for _ in range(task.group)]
+    for q, prompt in enumerate(prompts):
+        whole = [*prompt, *s.tokens[q, : s.length[q]]]
+        tokens[q, : len(whole)], length[q] = whole, len(whole)
+    logits = np.asarray(FORWARD(bench.arch, bench.params, tokens, length))
+    return np.stack([logits[q, len(p) - 1 :][: task.response] for q, p in enumerate(prompts)])
+
+
+FORWARD = jax.jit(forward, static_argnums=0)
+
+
+@pytest.mark.parametrize("name", ["plain", "trees"])
+def test_garbage_beyond_length_and_in_dead_slots_changes_no_bit(bench: Any, name: str) -> None:
+    engine = getattr(bench, name)
+    bench.dice.replay, bench.dice.hit = bench.run_plain(seed=6).sequences.tokens, 0.7
+    bench.course.hold = policies.make_spec(3, 6, 6, 10)
+    results = []
+    for fill in (0.0, 1e4, -7.0):
+        engine.control = engine.machine.controller.init()
+        cache = engine._begin(ask(bench.task)).cache.kv
+        engine._pool = jax.tree.map(  # what the next rollout finds in its slots
+            lambda a, fill=fill: jnp.full(a.shape, fill, a.dtype, device=a.sharding), cache)
+        results.append(engine.run(bench.params, ask(bench.task, seed=6)))
+    for other in results[1:]:
+        jax.tree.map(np.testing.assert_array_equal, results[0].sequences, other.sequences)
+
+
+@pytest.mark.parametrize("hit", [None, WILD, MIXED])
+def test_counters_equal_a_recount_from_the_commits(bench: Any, hit: float | None) -> None:
+    if hit is None:
+        result = bench.run_plain(seed=7)
+    else:
+        bench.dice.hit, bench.dice.replay = hit, bench.run_plain(seed=7).sequences.tokens
+        result = bench.run_trees(seed=7)
+    s, counters = result.sequences, result.counters
+    for q in range(bench.task.sequences):
+        live, rest = s.commits[q, : s.rounds[q]], s.commits[q, s.rounds[q] :]
+        assert (live >= 1).all() and (rest == 0).all() and live.sum() == s.length[q]
+    assert s.done.all()
+    assert counters["committed"] == s.length.sum()
+    assert counters["row_rounds"] == s.rounds.sum()
+    assert counters["accepted"] == np.maximum(s.commits - 1, 0).sum()
+    assert counters["accepted"] <= counters["drafted"]
+    assert counters["packed"] >= counters["drafted"] + counters["row_rounds"]
+    assert s.rounds.max() <= counters["rounds"] <= counters["row_rounds"] <= counters["slots"]
+    rounds = np.diff([0, *(entry["rounds"] for entry in result.trace)])
+    assert counters["slots"] == rounds @ [entry["batch"] for entry in result.trace]
+    assert result.trace[-1]["committed"] == counters["committed"]
+    if hit is None:
+        assert counters["accepted"] == counters["drafted"] == 0
+        assert counters["committed"] == counters["row_rounds"]  # accept length is 1.0
+        assert (s.commits[said(result)] == 1).all()
+
+
+def test_refill_and_compaction_take_place(bench: Any) -> None:
+    batches = [entry["batch"] for entry in bench.run_trees(seed=8).trace]
+    assert len(bench.task.prompts) * bench.task.group > bench.plain.shapes.batch
+    assert set(batches) == {4, 2} and batches == sorted(batches, reverse=True)
+
+
+def test_nothing_compiles_whatever_changes(bench: Any) -> None:
+    rng = np.random.default_rng(0)
+    bench.run_plain(seed=9)
+    bench.run_trees(seed=9)
+
+    def everything_changes() -> None:
+        for trial in range(3):
+            prompts = [rng.integers(0, 24, n).tolist() for n in rng.integers(1, 11, 6)]
+            task = Task(prompts)
+            bench.dice.hit, bench.dice.seed = float(rng.random()), int(rng.integers(99))
+            bench.course.hold = policies.make_spec(trial, 1, 1 + trial, 3 * trial)
+            bench.trees.control = bench.course.draw()
+            for engine in (bench.plain, bench.trees):
+                sampled = dict(temperature=rng.uniform(0, 2, 12), top_p=rng.uniform(0.1, 1, 12),
+                               top_k=rng.integers(0, 24, 12), limit=rng.integers(1, 13, 12))
+                engine.run(bench.params, ask(task, seed=trial, **sampled),
+                           rounds=int(rng.integers(1, 9)))
+
+    assert counting(everything_changes) == 0
+
+
+@pytest.fixture(scope="module")
+def drafting(bench: Any) -> Any:
+    """The history drafter in three slots."""
+    drafter = history(depth=3, branch=1, nodes=4, match=4, group=bench.task.group)
+    control = policies.fixed(0)._replace(init=lambda: policies.make_spec(3, 1, 4, 0))
+    engine = make_engine(bench.arch, bench.task, drafter=drafter, controller=control, batch=3,
+                         past=2)
+    engine.compile(bench.params)
+    return engine
+
+
+def past_of(bench: Any, seed: int) -> np.ndarray:
+    """i32[prompts, 2, T]: what the group said under another seed."""
+    result = bench.run_plain(seed=seed)
+    return np.where(said(result), result.sequences.tokens, -1).reshape(6, 2, -1).astype(np.int32)
+
+
+def test_history_changes_no_token_and_compiles_nothing(bench: Any, drafting: Any) -> None:
+    drafting.run(bench.params, ask(bench.task, past=past_of(bench, 1)))
+    pasts = {seed: past_of(bench, seed) for seed in (0, 1)}
+    plain = bench.run_plain(seed=1)
+
+    def changing() -> None:
+        for seed, past in pasts.items():
+            drafting.control = policies.make_spec(2 + seed, 1, 3 + seed, 0)
+            for mix in MIXES.values():
+                request = ask(bench.task, seed=1, past=past, **mix)
+                assert streams(drafting.run(bench.params, request)) == mixed[str(mix)]
+            result = drafting.run(bench.params, ask(bench.task, seed=1, past=past))
+            assert_same(plain, result)
+            accepted[seed] = result.counters["accepted"]
+
+    mixed = {str(mix): streams(bench.run_plain(seed=1, **mix)) for mix in MIXES.values()}
+    accepted: dict[int, int] = {}
+    assert counting(changing) == 0
+    assert accepted[1] > accepted[0]  # its own future, read from the past
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_attention_named_changes_no_token(bench: Any, implementation: str) -> None:
+    plain = bench.run_plain(seed=10)
+    dice = Dice(plain.sequences.tokens, 0.7)
+    control = policies.fixed(0)._replace(init=lambda: policies.make_spec(3, 4, 4, 0))
+    engine = make_engine(
+        bench.arch, bench.task, batch=3, controller=control, implementation=implementation,
+        drafter=random_drafter(dice, nodes=4, depth=3, vocab=bench.arch.vocab_size))
+    engine.compile(bench.params)
+    assert_same(plain, engine.run(bench.params, ask(bench.task, seed=10)))

@@ -1,0 +1,94 @@
+"""Committing writes the accepted path and nothing else."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specrl_jax.spec.commit import append, record
+from specrl_jax.structs import Cache, Path, Sequences, Tip, Verdict
+
+B, G, E, S, D, LAYERS = 3, 2, 4, 12, 3, 2
+
+
+def parts(seed: int = 0) -> tuple[Cache, Path]:
+    rng = np.random.default_rng(seed)
+
+    def pair(width: int) -> tuple[Any, Any]:
+        return (jnp.asarray(rng.normal(size=(B, G, E, width)), jnp.float32),
+                jnp.asarray(rng.normal(size=(B, G, width, E)), jnp.float32))
+
+    cache = Cache(kv=[pair(S) for _ in range(LAYERS)], length=jnp.asarray([0, 5, S - D - 1]))
+    path = Path(kv=[pair(D + 1) for _ in range(LAYERS)], taps=None,
+                draw=jnp.zeros((B, 1), jnp.int32), verified=jnp.ones((B, 1), bool))
+    return cache, path
+
+
+@pytest.mark.parametrize("count", [(0, 0, 0), (1, 1, 1), (4, 0, 2), (2, 3, 4)])
+def test_append_writes_exactly_count_columns(count: tuple[int, ...]) -> None:
+    cache, path = parts()
+    got = jax.jit(append)(cache, path, jnp.asarray(count))
+    assert np.asarray(got.length).tolist() == (np.asarray(cache.length) + count).tolist()
+    for (k, v), (old_k, old_v), (new_k, new_v) in zip(got.kv, cache.kv, path.kv, strict=True):
+        want_k, want_v = np.array(old_k), np.array(old_v)
+        for b in range(B):
+            at, n = int(cache.length[b]), count[b]
+            want_k[b, :, :, at : at + n] = np.asarray(new_k)[b, :, :, :n]
+            want_v[b, :, at : at + n] = np.asarray(new_v)[b, :, :n]
+        np.testing.assert_array_equal(k, want_k)
+        np.testing.assert_array_equal(v, want_v)
+
+
+def test_what_lies_beyond_count_is_inert() -> None:
+    cache, path = parts()
+    count = jnp.asarray([2, 0, 4])
+    keep = np.arange(D + 1)[None] < np.asarray(count)[:, None]
+    dirty = path.replace(kv=[(jnp.where(keep[:, None, None, :], k, jnp.nan),
+                              jnp.where(keep[:, None, :, None], v, jnp.nan)) for k, v in path.kv])
+    clean, other = append(cache, path, count), append(cache, dirty, count)
+    jax.tree.map(np.testing.assert_array_equal, clean, other)
+
+
+Q, T = 4, 6
+
+
+def blank() -> Sequences:
+    grid, row = jnp.zeros((Q, T), jnp.int32), jnp.zeros(Q, jnp.int32)
+    real = jnp.zeros((Q, T))
+    return Sequences(tokens=grid, logprob=real, raw_logprob=real, kept_mass=real, commits=grid,
+                     length=row, rounds=row, done=row > 0)
+
+
+def turn(seq: list[int], generated: list[int], live: list[bool], tokens: list[list[int]],
+         count: list[int], stopped: list[bool]) -> tuple[Verdict, Tip]:
+    said, row = jnp.asarray(tokens), jnp.asarray(seq)
+    verdict = Verdict(tokens=said, logprob=-said / 8, raw_logprob=-said / 4, kept_mass=said / 100,
+                      path=said * 0, count=jnp.asarray(count), stopped=jnp.asarray(stopped))
+    return verdict, Tip(root=row, seq=row, generated=jnp.asarray(generated), context=row,
+                        live=jnp.asarray(live))
+
+
+def test_record_accounts_for_every_round() -> None:
+    sequences = record(blank(), *turn([2, 0], [0, 0], [True, True], [[1, 2, 3], [4, 5, 6]], [2, 1],
+                                      [False, False]))
+    sequences = record(sequences, *turn([2, 0], [2, 1], [True, True], [[7, 8, 9], [10, 11, 12]],
+                                        [3, 2], [True, False]))
+    assert np.asarray(sequences.tokens).tolist() == [
+        [4, 10, 11, 0, 0, 0], [0] * 6, [1, 2, 7, 8, 9, 0], [0] * 6]
+    np.testing.assert_allclose(sequences.logprob, -np.asarray(sequences.tokens) / 8)
+    np.testing.assert_allclose(sequences.raw_logprob, -np.asarray(sequences.tokens) / 4)
+    np.testing.assert_allclose(sequences.kept_mass, np.asarray(sequences.tokens) / 100)
+    assert np.asarray(sequences.length).tolist() == [3, 0, 5, 0]
+    assert np.asarray(sequences.rounds).tolist() == [2, 0, 2, 0]
+    assert np.asarray(sequences.commits)[:, :3].tolist() == [
+        [1, 2, 0], [0, 0, 0], [2, 3, 0], [0, 0, 0]]
+    assert np.asarray(sequences.done).tolist() == [False, False, True, False]
+
+
+def test_dead_and_empty_rows_leave_no_trace() -> None:
+    before = record(blank(), *turn([1], [0], [True], [[1, 2]], [2], [True]))
+    after = record(before, *turn([1, Q], [2, 0], [False, False], [[3, 4], [5, 6]], [0, 0],
+                                 [False, False]))
+    jax.tree.map(np.testing.assert_array_equal, before, after)

@@ -1,0 +1,47 @@
+"""Intervals and pass@k against enumeration, published values and coverage."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from specrl_jax import intervals
+
+
+@pytest.mark.parametrize("samples, correct, k", [
+    (5, 2, 3), (5, 0, 2), (4, 4, 1), (4, 3, 2), (3, 1, 3)])
+def test_pass_at_k_is_the_share_of_subsets_with_a_correct_one(samples, correct, k):
+    subsets = list(itertools.combinations([1] * correct + [0] * (samples - correct), k))
+    share = sum(any(s) for s in subsets) / len(subsets)
+    assert intervals.pass_at_k(samples, correct, k) == pytest.approx(share)
+
+
+def test_pass_at_1_is_the_mean():
+    assert intervals.pass_at_k(7, 3, 1) == pytest.approx(3 / 7)
+
+
+@pytest.mark.parametrize("successes, trials, low, high", [
+    (81, 263, 0.2553, 0.3662),  # Newcombe, Statistics in Medicine 17, 1998, table I, method 3
+    (15, 148, 0.0624, 0.1605), (0, 20, 0.0, 0.1611), (1, 29, 0.0061, 0.1718)])
+def test_wilson_gives_published_values(successes, trials, low, high):
+    assert intervals.wilson(successes, trials) == pytest.approx((low, high), abs=5e-5)
+
+
+def test_bootstrap_agrees_with_the_normal_interval_of_many_problems():
+    values = np.random.default_rng(0).integers(0, 5, 400) / 4
+    half = intervals.Z * values.std() / 20
+    low, high = intervals.bootstrap(values)
+    assert (low, high) == pytest.approx((values.mean() - half, values.mean() + half), abs=0.005)
+    assert intervals.bootstrap(values) == (low, high)
+
+
+def test_bootstrap_takes_many_problems_in_parts(monkeypatch):
+    monkeypatch.setattr(intervals, "RESAMPLES", 500)
+    monkeypatch.setattr(intervals, "_VALUES_AT_ONCE", 700)  # 7 resamples at once
+    low, high = intervals.bootstrap([0, 1] * 50)
+    assert 0.35 < low < 0.45 and 0.55 < high < 0.65
+
+
+def test_interval_names_its_method():
+    assert intervals.interval([0, 1, 1, 0]) == (*intervals.wilson(2, 4), "wilson")
+    assert intervals.interval([0, 0.5, 1])[2] == "bootstrap"

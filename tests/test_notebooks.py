@@ -1,0 +1,62 @@
+"""Notebooks run from top to bottom, are short, and are stored without outputs."""
+
+import os
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+from specrl_jax.host.metrics import read_metrics
+
+ROOT = Path(__file__).resolve().parents[1]
+NOTEBOOKS = sorted((ROOT / "colab").glob("*.ipynb"))
+MOST_CELLS = 30
+SECONDS_A_CELL = 300
+notebooks = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+
+
+def read(path: Path) -> nbformat.NotebookNode:
+    return nbformat.read(path, as_version=4)
+
+
+def test_the_quickstart_is_there() -> None:
+    assert ROOT / "colab" / "01_quickstart.ipynb" in NOTEBOOKS
+
+
+@notebooks
+def test_is_short_and_claims_something_first(path: Path) -> None:
+    cells = read(path).cells
+    assert len(cells) < MOST_CELLS
+    assert cells[0].cell_type == "markdown" and "Claim: " in cells[0].source.splitlines()[0]
+
+
+@notebooks
+def test_first_code_installs_on_colab_only(path: Path) -> None:
+    first = next(cell for cell in read(path).cells if cell.cell_type == "code").source
+    assert first.index('if "google.colab" in sys.modules:') < first.index("%pip install")
+
+
+@notebooks
+def test_is_stored_without_outputs(path: Path) -> None:
+    for cell in read(path).cells:
+        if cell.cell_type == "code":
+            assert not cell.outputs and cell.execution_count is None, cell.source
+
+
+@pytest.mark.slow
+@notebooks
+def test_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, folder in (("TMPDIR", "runs"), ("IPYTHONDIR", "ipython"),
+                         ("JUPYTER_RUNTIME_DIR", "jupyter")):
+        (tmp_path / folder).mkdir()
+        monkeypatch.setenv(name, str(tmp_path / folder))
+    # The kernel is a process of its own, which pytest's pythonpath does not reach.
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (ROOT, ROOT / "kernels"))))
+    monkeypatch.setenv("XLA_FLAGS", "")  # one device, as a reader has
+    client = NotebookClient(read(path), timeout=SECONDS_A_CELL, kernel_name="python3",
+                            resources={"metadata": {"path": str(path.parent)}})
+    client.execute()
+    (report,) = (tmp_path / "runs").rglob("report.html")
+    rewards = [row["reward/mean"] for row in read_metrics(report.parent)]
+    assert rewards[-1] > rewards[0]

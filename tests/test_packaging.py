@@ -1,0 +1,172 @@
+"""The files around the code say what is true: README, pins, versions, presets, what is tracked."""
+
+import os
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from experiments import config_flags
+from specrl_jax.config import Config
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+COMMANDS = (
+    'pip install -c constraints.txt -e ".[quickstart]" && python experiments/train.py',
+    'pip install -c constraints.txt -e ".[test]" && python -m pytest',
+)
+PRESETS = sorted((ROOT / "experiments" / "configs").glob("*.py"))
+PYTHONS = {"constraints.txt": ("3.11", "3.12", "3.13"), "constraints-0.11.txt": ("3.12",)}
+JAX = {("constraints.txt", "3.11"): "0.10.2", ("constraints.txt", "3.12"): "0.12.0.1",
+       ("constraints.txt", "3.13"): "0.12.0.1", ("constraints-0.11.txt", "3.12"): "0.11.2"}
+MOST_BYTES = 300 * 1024
+# Brackets keep the patterns from finding themselves.
+FOREIGN = re.compile(r"(?:^|[^\w.])/(?:work|farm|root|home|tmp)/"
+                     r"|python[h]osted|\bpy[p]i\.|://[^/ ]*(?:py[p]i|hosted|np[m]|debian)")
+
+
+def pins(name: str, python: str) -> dict[str, str]:
+    """Package -> version that a constraints file gives for a Python version."""
+    lines = (ROOT / name).read_text(encoding="utf-8").splitlines()
+    wanted = [Requirement(text) for line in lines if (text := line.partition("#")[0].strip())]
+    found: dict[str, str] = {}
+    for pin in wanted:
+        if pin.marker is None or pin.marker.evaluate({"python_version": python}):
+            (clause,) = pin.specifier
+            key = canonicalize_name(pin.name)
+            assert clause.operator == "==" and key not in found, f"{name}: {pin}"
+            found[key] = clause.version
+    return found
+
+
+cases = pytest.mark.parametrize(
+    ("name", "python"), [(name, python) for name, all_ in PYTHONS.items() for python in all_])
+
+
+def test_readme_begins_with_what_this_is_and_the_two_commands() -> None:
+    first, *_ = README.splitlines()
+    assert first.startswith("`specrl_jax` ") and first.endswith(".")
+    items = re.findall(r"^(\d)\. `([^`]*)`$", README, re.MULTILINE)
+    assert items == [("1", COMMANDS[0]), ("2", COMMANDS[1])]
+    assert README.index(COMMANDS[1]) < README.index("\n## ")
+
+
+@pytest.mark.parametrize("script", ["experiments/train.py", "pytest"])
+def test_scripts_find_the_commands_in_the_readme(script: str) -> None:
+    found = re.search(rf"pip install [^`\n]*{re.escape(script)}[^`\n]*", README)
+    assert found[0] in COMMANDS
+
+
+@pytest.mark.slow
+def test_usage_example_runs() -> None:
+    (example,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(compile(example, "README.md", "exec"), names)
+    rollout = names["rollout"]
+    shape = re.search(r"`rollout.tokens` is `i32\[(\d+), (\d+)\]`", README).groups()
+    assert rollout.tokens.dtype == "int32"
+    assert rollout.tokens.shape == tuple(map(int, shape))
+    assert rollout.length.min() > 0
+
+
+def test_flags_of_the_readme_are_fields() -> None:
+    flags = re.findall(r"--config\.[a-z_.]+=[^`\s]*", README)
+    assert len(flags) > 10
+    for flag in flags:
+        config_flags.check_overrides(["train.py", flag.replace("'", "")])
+
+
+def test_paths_of_the_readme_exist() -> None:
+    paths = re.findall(r"(?:experiments|colab|specrl_jax|kernels|tests)/[\w./]*\w", README)
+    assert "experiments/train.py" in paths
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+@cases
+def test_every_direct_dependency_is_pinned_within_its_bounds(name: str, python: str) -> None:
+    extras = PROJECT["optional-dependencies"]
+    with_gpu = name == "constraints-0.11.txt"
+    chosen = ("test", "gpu") if with_gpu else ("test", "quickstart", "peers")
+    pinned = pins(name, python)
+    for text in [*PROJECT["dependencies"], *(r for extra in chosen for r in extras[extra])]:
+        wanted = Requirement(text)
+        version = pinned.get(canonicalize_name(wanted.name))
+        assert version is not None and wanted.specifier.contains(version), f"{text}: {version}"
+
+
+@cases
+def test_pins_name_the_jax_that_is_tested(name: str, python: str) -> None:
+    pinned = pins(name, python)
+    assert pinned["jax"] == pinned["jaxlib"] == JAX[name, python]
+
+
+@pytest.mark.parametrize("name", PYTHONS)
+def test_pins_name_no_host_and_set_no_option(name: str) -> None:
+    for line in (ROOT / name).read_text(encoding="utf-8").splitlines():
+        code = line.partition("#")[0]
+        assert not code.startswith("-") and "://" not in line and "@" not in code, line
+
+
+def test_versions_agree() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    released = re.findall(r"^## \[(.+?)\](?: - (\d{4}-\d\d-\d\d))?$", changelog, re.MULTILINE)
+    assert released[0] == ("Unreleased", "")
+    assert released[1] == (PROJECT["version"], str(citation["date-released"]))
+    assert str(citation["version"]) == PROJECT["version"]
+
+
+def test_licence_and_citation() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert citation["license"] == PROJECT["license"] == "Apache-2.0"
+    assert citation["references"][0]["url"].endswith("2510.26475")
+    text = (ROOT / "LICENSE").read_text(encoding="utf-8")
+    assert "Version 2.0, January 2004" in text and "END OF TERMS AND CONDITIONS" in text
+
+
+@pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
+def test_presets_load_and_state_claim_command_and_cost(path: Path) -> None:
+    config = config_flags.load(path.stem)
+    assert isinstance(config, Config) and config.name == path.stem
+    head = path.read_text(encoding="utf-8").split('"""')[1]
+    for word in ("Claim", "Command", "Cost"):
+        assert re.search(rf"^{word} +\S", head, re.MULTILINE), word
+
+
+@pytest.mark.parametrize("script", [".ci/run", "experiments/tpu_pod.sh"])
+def test_shell_scripts_parse_and_are_executable(script: str) -> None:
+    assert os.access(ROOT / script, os.X_OK)
+    subprocess.run(["bash", "-n", ROOT / script], check=True)
+
+
+needs_git = pytest.mark.skipif(not (ROOT / ".git").exists(), reason="asks git what is tracked")
+
+
+def tracked() -> list[Path]:
+    """Files that are tracked, or would be."""
+    listed = subprocess.run(
+        ["git", "-C", ROOT, "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        check=True, capture_output=True, text=True).stdout
+    return [ROOT / name for name in listed.split("\0") if name and (ROOT / name).is_file()]
+
+
+@needs_git
+def test_no_tracked_file_is_large() -> None:
+    assert [path for path in tracked() if path.stat().st_size > MOST_BYTES] == []
+
+
+@needs_git
+def test_no_tracked_file_names_a_machine_path_or_a_registry() -> None:
+    found = []
+    for path in tracked():
+        text = path.read_bytes().decode("utf-8", errors="ignore")
+        if path.suffix != ".npz" and (match := FOREIGN.search(text)):
+            found.append(f"{path.relative_to(ROOT)}: {match[0]!r}")
+    assert found == []
