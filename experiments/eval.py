@@ -33,6 +33,7 @@ from specrl_jax.host.compilation import use_persistent_cache
 from specrl_jax.host.metrics import write_atomically
 from specrl_jax.host.progress import Progress
 
+flags.adopt_module_key_flags(run_flags)
 SPLIT = flags.DEFINE_string("split", "test", "split of the data, such as train or test[:50%]")
 PROBLEMS = flags.DEFINE_integer("problems", 200, "use the first N problems; 0 is all of them")
 SAMPLES = flags.DEFINE_integer("samples", 1, "k, answers to each problem")
@@ -60,7 +61,9 @@ def main(config: Config, workdir: Path) -> int:
         return 130
     if baseline:
         result["paired"] = paired(baseline, result)
-    Console(highlight=False).print(table(result))
+    console = Console(highlight=False)
+    console.print(actor.name, markup=False, soft_wrap=True)
+    console.print(table(result))
     if out:
         write_atomically(out, [json.dumps(result) + "\n"])
         print(f"wrote {out}")
@@ -69,10 +72,7 @@ def main(config: Config, workdir: Path) -> int:
 
 def table(result: dict[str, Any]) -> Table:
     """What an evaluation found, one line a number."""
-    run = result["run"]
-    shown = Table("", "", "95 % interval", title=f"{run}, step {result['step']}" if run
-                  else result["model"])
-    data = result["data"]
+    data, shown = result["data"], Table("", "", "95 % interval")
     shown.add_row("problems", f"{len(result['problems'])} of {data['name']} {data['level']} "
                               f"{data['split']}")
     shown.add_row("samples", f"{result['samples']} at temperature {result['temperature']:g}")

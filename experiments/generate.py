@@ -19,6 +19,7 @@ from specrl_jax.config import Config
 from specrl_jax.generate import Told, tell
 from specrl_jax.host.compilation import use_persistent_cache
 
+flags.adopt_module_key_flags(run_flags)
 PROMPT = flags.DEFINE_string("prompt", None, "what the user says", required=True)
 SYSTEM = flags.DEFINE_string("system", None, "system message (default: that of the run with --run, "
                              "else none)")

@@ -1,4 +1,7 @@
-"""--run and --step, for scripts that read a run's weights instead of writing a run."""
+"""--run and --step, for scripts that read a run's weights instead of writing a run.
+
+Such a script says `flags.adopt_module_key_flags(run_flags)`, so that its --help lists them.
+"""
 
 from pathlib import Path
 
@@ -6,9 +9,6 @@ from absl import flags
 
 from specrl_jax.actor import Actor, open_actor, run_config
 from specrl_jax.config import Config, ConfigError, as_dict, build
-
-# Flags count as the script's own, which is what --help lists.
-flags.disclaim_key_flags()
 
 RUN = flags.DEFINE_string("run", None, "working directory of a run: its config, which --config.* "
                           "may override, and its weights; without it, the model at "

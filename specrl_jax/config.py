@@ -171,7 +171,7 @@ class LearnerConfig:
     micro_batch: int = option(16, "sequences in one forward and backward pass, over all shards")
     packing: str = option("group", "group: a group's responses share one copy of their prompt, "
                                    "best when responses are short; sequence: one each")
-    updates: int = option(1, "updates on each rollout")
+    updates: int = option(1, "updates on each rollout; 0 only rolls out")
     clip_low: float = option(0.2, "ratio is clipped below at 1 - clip_low")
     clip_high: float = option(0.2, "ratio is clipped above at 1 + clip_high")
     kl: float = option(0.0, "coefficient of the KL to the initial policy; 0 keeps no reference")
@@ -187,7 +187,8 @@ class LearnerConfig:
         at_least(0, learner__learning_rate=self.learning_rate, learner__kl=self.kl,
                  learner__warmup_steps=self.warmup_steps, learner__weight_decay=self.weight_decay,
                  learner__clip_low=self.clip_low, learner__clip_high=self.clip_high)
-        at_least(1, learner__micro_batch=self.micro_batch, learner__updates=self.updates,
+        at_least(0, learner__updates=self.updates)
+        at_least(1, learner__micro_batch=self.micro_batch,
                  learner__max_bad_steps=self.max_bad_steps)
         check(self.max_grad_norm > 0, "learner.max_grad_norm", self.max_grad_norm,
               "must be positive")

@@ -105,23 +105,25 @@ class Trainer:
     def compile(self, say: Callable[[str], None]) -> None:
         """Compiles everything a step may run."""
         self.sampler.compile(say)
-        say("compiling the policy update")
+        if self.config.learner.updates:
+            say("compiling the policy update")
+            self._compile_learner()
+
+    def _compile_learner(self) -> None:
         config = self.config
-        rollout, _ = self._blank_rollout()
-        batch, totals = self._batch(rollout, np.zeros(config.sequences, np.float32))
+        batch, totals = self._batch(self._blank_rollout(), np.zeros(config.sequences, np.float32))
         scores = batch.rollout_logprob
-        self._score = jax.jit(functools.partial(
-            learner.score, self.arch, config.learner.remat)).lower(
-                self.state.params, batch).compile() if self._needs_scores else None
-        old = scores if self._reads_old else None
-        reference = scores if config.learner.kl else None
-        state_places = jax.tree.map(lambda a: a.sharding, self.state)
-        update = functools.partial(learner.update, self.arch, config.learner,
-                                   config.rollout.max_new_tokens)
-        self._update = jax.jit(
-            update, donate_argnums=(0,),
-            out_shardings=(state_places, sharding.replicated(self.mesh)),
-        ).lower(self.state, batch, totals, old, reference).compile()
+        if self._needs_scores:
+            score = functools.partial(learner.score, self.arch, config.learner.remat)
+            self._score = jax.jit(score).lower(self.state.params, batch).compile()
+        places = jax.tree.map(lambda a: a.sharding, self.state)
+        update = jax.jit(
+            functools.partial(learner.update, self.arch, config.learner,
+                              config.rollout.max_new_tokens),
+            donate_argnums=(0,), out_shardings=(places, sharding.replicated(self.mesh)))
+        self._update = update.lower(
+            self.state, batch, totals, scores if self._reads_old else None,
+            scores if config.learner.kl else None).compile()
 
     @property
     def _reads_old(self) -> bool:
@@ -132,7 +134,7 @@ class Trainer:
         kl, old = self.config.learner.kl, self.config.learner.old_logprob
         return bool(kl) or (self.config.learner.updates > 1 and old == "learner")
 
-    def _blank_rollout(self) -> tuple[Rollout, None]:
+    def _blank_rollout(self) -> Rollout:
         q, r = self.config.sequences, self.config.rollout
         ints, floats = np.zeros((q, r.max_new_tokens), np.int32), np.zeros(
             (q, r.max_new_tokens), np.float32)
@@ -140,7 +142,7 @@ class Trainer:
         return Rollout(
             prompt=np.zeros((q, r.max_prompt_tokens), np.int32), prompt_length=one, tokens=ints,
             length=one, logprob=floats, raw_logprob=floats, kept_mass=floats, prompt_id=one,
-            occurrence=one, sample_id=one, stopped=one > 0, commits=ints, rounds=one), None
+            occurrence=one, sample_id=one, stopped=one > 0, commits=ints, rounds=one)
 
     def _batch(self, rollout: Rollout, advantage: np.ndarray) -> tuple[Batch, Totals]:
         config = self.config.learner
@@ -187,7 +189,7 @@ class Trainer:
         config, chosen = self.config, self.chosen()
         ids = np.asarray([self.prompts.examples[i]["id"] for i in chosen], np.int32)
         asked = Asked([self.prompts.tokens[i] for i in chosen], ids, data.occurrences(ids))
-        past = self.memory.past(ids, self.sampler.engine.past)
+        past = self.memory.past(ids, self.sampler.engine.layout.past)
         rollout, result = self.sampler.generate(asked, "train", self.step_number, past=past,
                                                 progress=progress)
         if config.spec.history_past:
@@ -222,6 +224,8 @@ class Trainer:
 
     def learn(self, rollout: Rollout, advantage: np.ndarray) -> dict[str, Any]:
         """Updates the actor on one rollout and publishes it."""
+        if not self.config.learner.updates:
+            return {"applied": 1.0}
         batch, totals = self._batch(rollout, advantage)
         old = batch.rollout_logprob if self._reads_old else None
         if self._reads_old and self.config.learner.old_logprob == "learner":
@@ -249,8 +253,8 @@ class Trainer:
     def restore(self, checkpoints: Checkpoints) -> bool:
         """Continues from the newest intact checkpoint; False if there is none."""
         abstract = jax.tree.map(
-            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=getattr(
-                a, "sharding", None)), self.arrays())
+            lambda a: a if isinstance(a, np.ndarray) else jax.ShapeDtypeStruct(
+                a.shape, a.dtype, sharding=a.sharding), self.arrays())
         found = checkpoints.restore_latest(abstract)
         if found is None:
             return False

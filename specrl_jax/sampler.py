@@ -20,7 +20,8 @@ from specrl_jax.draft.history import history
 from specrl_jax.draft.off import off
 from specrl_jax.model import architecture
 from specrl_jax.model.architecture import Architecture
-from specrl_jax.rollout.engine import Engine, Result, Shapes, pad, request
+from specrl_jax.rollout.engine import Engine, Result
+from specrl_jax.rollout.layout import Shapes, pad, request
 from specrl_jax.rollout.round import Machine
 from specrl_jax.structs import Rollout
 
@@ -135,7 +136,7 @@ class Sampler:
             prompt=np.repeat(tokens, self.group, 0), prompt_length=np.repeat(length, self.group),
             tokens=s.tokens, length=s.length, logprob=s.logprob, raw_logprob=s.raw_logprob,
             kept_mass=s.kept_mass, prompt_id=ids, occurrence=occurrence, sample_id=sample,
-            stopped=np.isin(last, self.engine.stop), commits=s.commits, rounds=s.rounds,
+            stopped=np.isin(last, self.engine.layout.stop), commits=s.commits, rounds=s.rounds,
             policy_version=self.version)
 
 
@@ -146,6 +147,9 @@ def publisher(arch: Architecture, mesh: Mesh, dtype: Any) -> Callable[[Any], Any
     cast = jax.jit(lambda tree: jax.tree.map(lambda a: a.astype(dtype), tree), out_shardings=places)
 
     def publish(params: Any) -> Any:
+        params = jax.tree.map(
+            lambda a, place: a if isinstance(a, jax.Array) else sharding.put(place, a),
+            params, places)
         agree = jax.tree.map(lambda a, place: a.dtype == dtype and a.sharding.is_equivalent_to(
             place, a.ndim), params, places)
         return params if all(jax.tree.leaves(agree)) else cast(params)

@@ -1,7 +1,11 @@
 """What several tests share: micro models, engines, requests, and a drafter of random trees."""
 
 import dataclasses
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path as File
 from typing import Any
 
 import jax
@@ -9,13 +13,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from specrl_jax import prng, sharding
-from specrl_jax.config import MeshConfig, RolloutConfig
+from specrl_jax.config import Config, LearnerConfig, MeshConfig, RolloutConfig, SpecOptions
 from specrl_jax.control import policies
 from specrl_jax.control.policies import Controller
 from specrl_jax.draft.base import Drafter, Noise, Occasion, Survive
 from specrl_jax.draft.off import off
+from specrl_jax.loop import Prompts, Trainer
 from specrl_jax.model.architecture import Architecture, initialize
-from specrl_jax.rollout.engine import Engine, Request, Result, Shapes, request
+from specrl_jax.model.tiny import TINY, byte_tokenizer, random_tensors
+from specrl_jax.model.weights import Source
+from specrl_jax.rollout.engine import Engine, Result
+from specrl_jax.rollout.layout import Request, Shapes, request
 from specrl_jax.rollout.round import Machine
 from specrl_jax.structs import Array, DraftTree, Path, SpecConfig, Tip, Verdict
 
@@ -193,3 +201,53 @@ def counting(function: Callable[[], Any]) -> int:
     counter = CompilationCounter()
     function()
     return counter.take()
+
+
+def micro_config(**changes: Any) -> Config:
+    """A run of a few milliseconds a step, for meshes up to 8; `changes` replace whole sections."""
+    sections: dict[str, Any] = dict(
+        steps=2, prompts_per_step=8, group_size=2,
+        spec=SpecOptions(steps=2, branch=1, nodes=3, max_steps=2, max_branch=1, max_nodes=3),
+        rollout=RolloutConfig(batch_size=8, max_prompt_tokens=10, max_new_tokens=8, min_batch=4),
+        learner=LearnerConfig(learning_rate=1e-3, micro_batch=16, max_grad_norm=1e9))
+    return Config(**(sections | changes))
+
+
+def micro_trainer(config: Config) -> Trainer:
+    """A compiled trainer of a one-layer `random:tiny` on made-up prompts."""
+    arch = dataclasses.replace(TINY, num_layers=1)
+    source = Source(arch, byte_tokenizer(), random_tensors(arch, 0), "micro")
+    rng = np.random.default_rng(0)
+    tokens = [rng.integers(0, 256, n).tolist() for n in rng.integers(1, 11, 16)]
+    examples = [{"id": i, "question": "", "answer": str(i)} for i in range(16)]
+    trainer = Trainer(config, source, Prompts(examples, [""] * 16, tokens), lambda text: None)
+    trainer.compile(lambda text: None)
+    return trainer
+
+
+ROOT = File(__file__).resolve().parents[1]
+SMALL = ("--config=tiny", "--config.prompts_per_step=4", "--config.group_size=2",
+         "--config.learner.micro_batch=8", "--config.rollout.batch_size=4",
+         "--config.rollout.max_new_tokens=6", "--config.rollout.min_batch=2",
+         "--config.spec.steps=2", "--config.spec.branch=1", "--config.spec.nodes=3",
+         "--config.spec.max_steps=2", "--config.spec.max_branch=1", "--config.spec.max_nodes=3")
+
+
+def start_training(workdir: File, *flags: str, devices: int = 1) -> subprocess.Popen:
+    """experiments/train.py on the tiny preset, shrunk; the processes share compiled programs."""
+    environment = os.environ | {
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])}
+    train = str(ROOT / "experiments" / "train.py")
+    return subprocess.Popen([sys.executable, train, *SMALL, f"--workdir={workdir}", *flags],
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                            env=environment, cwd=workdir.parent)
+
+
+def run_training(workdir: File, *flags: str, devices: int = 1) -> str:
+    """Runs to the end; what was printed."""
+    process = start_training(workdir, *flags, devices=devices)
+    out, err = process.communicate(timeout=600)
+    assert process.returncode == 0, err
+    return out

@@ -140,6 +140,13 @@ def test_presets_load_and_state_claim_command_and_cost(path: Path) -> None:
         assert re.search(rf"^{word} +\S", head, re.MULTILINE), word
 
 
+def test_every_folder_of_code_is_a_package() -> None:
+    # In an editable install importlib.resources, and so TFDS, cannot read namespace packages.
+    folders = {path.parent for root in ("specrl_jax", "kernels/specrl_kernels")
+               for path in (ROOT / root).rglob("*.py")}
+    assert [str(f.relative_to(ROOT)) for f in folders if not (f / "__init__.py").exists()] == []
+
+
 @pytest.mark.parametrize("script", [".ci/run", "experiments/tpu_pod.sh"])
 def test_shell_scripts_parse_and_are_executable(script: str) -> None:
     assert os.access(ROOT / script, os.X_OK)

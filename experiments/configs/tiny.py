@@ -21,10 +21,10 @@ from specrl_jax.config import (
 def get_config() -> Config:
     return Config(
         name="tiny",
-        steps=6,
+        steps=20,
         prompts_per_step=8,
         group_size=4,
-        checkpoint_every=2,
+        checkpoint_every=5,
         model=ModelSource(path="random:tiny"),
         data=DataConfig(level="add2", examples=16),
         reward=RewardConfig(terms=("digits",), weights=(1.0,)),

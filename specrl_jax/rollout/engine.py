@@ -18,83 +18,15 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from specrl_jax import sharding
-from specrl_jax.config import RolloutConfig, check
-from specrl_jax.draft.base import Occasion
 from specrl_jax.rollout import refill
+from specrl_jax.rollout.layout import ROW, STATE, Layout, Request, Shapes, pad
 from specrl_jax.rollout.refill import Fill
 from specrl_jax.rollout.round import Machine, launch
 from specrl_jax.rollout.slots import EMPTY, Slots
 from specrl_jax.sharding import ROWS
-from specrl_jax.structs import Cache, Counters, RolloutState, Sampling, Sequences
+from specrl_jax.structs import Counters, RolloutState, Sequences
 
 COMPILERS = 4  # programs compiled at once
-CACHE_MULTIPLE = 128  # cache slots come in the chunks that attention reads
-ROW = P(ROWS)
-STATE = RolloutState(
-    cache=ROW, root=ROW, seq=ROW,
-    sampling=Sampling(temperature=ROW, top_p=ROW, top_k=ROW, limit=ROW, key=ROW, stop=P()),
-    sequences=ROW, draft=ROW, control=P(), counters=ROW)
-"""How a state is split over the mesh; `tensor` splits the cache's heads besides."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Shapes:
-    """The static sizes of an engine, over one data shard unless said otherwise."""
-
-    batch: int  # B, slots
-    sequences: int  # Q
-    group: int  # M
-    prompt: int  # P
-    response: int  # T
-    shards: int
-    depth: int  # D
-    min_batch: int = 1  # smallest batch that rows are compacted to
-
-    @property
-    def cache(self) -> int:
-        """S; an update that does not fit is moved by XLA, not cut, so D + 1 places stay free."""
-        wanted = self.prompt + self.response + self.depth + 1
-        return -(-wanted // CACHE_MULTIPLE) * CACHE_MULTIPLE
-
-    @property
-    def batches(self) -> tuple[int, ...]:
-        """The batch sizes that rows are compacted to, largest first."""
-        sizes = [self.batch]
-        while sizes[-1] > self.min_batch:
-            sizes.append(-(-sizes[-1] // 2))
-        return tuple(sizes)
-
-    @property
-    def prefills(self) -> tuple[tuple[int, int], ...]:
-        """(prompts, P') of the compiled prefills, smallest first."""
-        prompts = sorted({1, -(-self.batch // self.group)})
-        widths = sorted({max(self.prompt // 2, min(self.prompt, 32)), self.prompt})
-        return tuple((p, w) for p in prompts for w in widths)
-
-
-@dataclasses.dataclass
-class Request:
-    """The sequences of one rollout, of all shards; samples of a prompt lie together."""
-
-    prompts: Sequence[Sequence[int]]  # token ids of Q / M prompts
-    keys: np.ndarray  # u32[Q, 2]
-    temperature: np.ndarray  # f32[Q]
-    top_p: np.ndarray  # f32[Q]
-    top_k: np.ndarray  # i32[Q]
-    limit: np.ndarray  # i32[Q]
-    past: np.ndarray | None = None  # i32[Q / M, K, T] earlier responses for history; -1 fills
-
-
-def request(prompts: Sequence[Sequence[int]], keys: np.ndarray, group: int, config: RolloutConfig,
-            past: np.ndarray | None = None) -> Request:
-    """A Request in which all sequences are sampled as `config` says."""
-    total = len(prompts) * group
-    return Request(
-        prompts=prompts, keys=keys, past=past,
-        temperature=np.full(total, config.temperature, np.float32),
-        top_p=np.full(total, config.top_p, np.float32),
-        top_k=np.full(total, config.top_k, np.int32),
-        limit=np.full(total, config.max_new_tokens, np.int32))
 
 
 @dataclasses.dataclass
@@ -123,8 +55,7 @@ class Engine:
     def __init__(self, machine: Machine, mesh: Mesh, shapes: Shapes, stop: Sequence[int],
                  dtype: Any = jnp.float32, past: int = 0) -> None:
         self.machine, self.mesh, self.shapes = machine, mesh, shapes
-        self.stop = np.asarray(stop or (-1,), np.int32)
-        self.dtype, self.past = dtype, past
+        self.layout = Layout(machine, mesh, shapes, stop, dtype, past)
         self.control = machine.controller.init()
         self._programs: dict[Any, Any] = {}
         self._pool: Any = None  # the largest batch's cache, kept from rollout to rollout
@@ -135,13 +66,13 @@ class Engine:
                 report: Callable[[str], None] = lambda text: None) -> None:
         """Compiles every program that `run` may call, so that nothing compiles after this."""
         shapes, whole = self.shapes, P()
-        full = self._abstract(shapes.batch)
+        full = self.layout.abstract(shapes.batch)
         fill = self._rows_like(Fill(*(np.zeros(shapes.batch * shapes.shards, np.int32),) * 5))
         number = jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding.replicated(self.mesh))
         waiting = self._rows_like(np.zeros(shapes.shards, np.int32))
         report(f"compiling rollouts of {', '.join(map(str, shapes.batches))} rows")
         for batch in shapes.batches:
-            state = self._abstract(batch)
+            state = self.layout.abstract(batch)
             self._add(("launch", batch), self._launch, (whole, whole, STATE, ROW, whole, whole),
                       (STATE, whole), (2,), params, drafter_params, state, waiting, number, number)
         self._add("fork", functools.partial(refill.fork, shapes.prompt), (STATE, ROW), STATE, (0,),
@@ -156,7 +87,7 @@ class Engine:
         for old, new in zip(shapes.batches, shapes.batches[1:], strict=False):
             slots = self._rows_like(np.zeros(new * shapes.shards, np.int32))
             self._add(("take", old), functools.partial(refill.take, self.machine), (STATE, ROW),
-                      STATE, (), self._abstract(old), slots)
+                      STATE, (), self.layout.abstract(old), slots)
         gather = jax.jit(lambda *x: x, out_shardings=sharding.replicated(self.mesh))
         self._programs["collect"] = gather.lower(full.sequences, full.counters)
         with concurrent.futures.ThreadPoolExecutor(COMPILERS) as pool:
@@ -178,41 +109,15 @@ class Engine:
         return state, jax.lax.all_gather(seen, ROWS, tiled=True)
 
     def _out_shardings(self, shapes: Any, specs: Any) -> Any:
-        """Of a program's results: a state's as `_abstract` lays it out, the rest as their specs."""
+        """Of a program's results: a state's as its layout says, the rest as their specs."""
         if isinstance(shapes, RolloutState):
             batch = shapes.root.shape[0] // self.shapes.shards
-            return jax.tree.map(lambda a: a.sharding, self._abstract(batch))
+            return jax.tree.map(lambda a: a.sharding, self.layout.abstract(batch))
         if isinstance(shapes, tuple) and isinstance(specs, tuple) and not isinstance(specs, P):
             return tuple(map(self._out_shardings, shapes, specs))
         return jax.tree.map(lambda _: NamedSharding(self.mesh, specs), shapes)
 
     # State.
-
-    def _abstract(self, batch: int) -> RolloutState:
-        """Shapes, dtypes and shardings of a state with `batch` slots a shard."""
-        q = self.shapes.sequences * self.shapes.shards // self.shapes.group
-        blank = Request(prompts=[[0]] * q, keys=np.zeros((q * self.shapes.group, 2), np.uint32),
-                        **{name: np.zeros(q * self.shapes.group, kind) for name, kind in (
-                            ("temperature", np.float32), ("top_p", np.float32),
-                            ("top_k", np.int32), ("limit", np.int32))})
-        state = self._host_state(blank, batch)
-        like = jax.tree.map(lambda s, a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s),
-                            self._state_shardings(state), state)
-        return like.replace(cache=like.cache.replace(kv=self._abstract_kv(batch)))
-
-    def _abstract_kv(self, batch: int) -> list[tuple[Any, Any]]:
-        arch, rows = self.machine.arch, batch * self.shapes.shards
-        g, e, s = arch.num_kv_heads, arch.head_dim, self.shapes.cache
-        tensor = "tensor" if g % self.mesh.shape["tensor"] == 0 else None
-        place = NamedSharding(self.mesh, P(ROWS, tensor))
-        pair = tuple(jax.ShapeDtypeStruct((rows, g, *rest), self.dtype, sharding=place)
-                     for rest in ((e, s), (s, e)))
-        return [pair] * arch.num_layers
-
-    def _state_shardings(self, state: RolloutState) -> RolloutState:
-        return jax.tree.map(
-            lambda spec, part: jax.tree.map(lambda _: NamedSharding(self.mesh, spec), part),
-            STATE, state, is_leaf=lambda x: isinstance(x, P))
 
     def _rows_like(self, tree: Any) -> Any:
         place = sharding.rows(self.mesh)
@@ -222,35 +127,13 @@ class Engine:
     def _put_rows(self, tree: Any) -> Any:
         return jax.tree.map(lambda a: sharding.put(sharding.rows(self.mesh), a), tree)
 
-    def _host_state(self, asked: Request, batch: int) -> RolloutState:
-        """The state in which every slot is empty, as host arrays; the cache's K/V are not here."""
-        s = self.shapes
-        rows, total = batch * s.shards, s.sequences * s.shards
-        zero = functools.partial(np.zeros, dtype=np.int32)
-        floats = [np.zeros((total, s.response), np.float32) for _ in range(3)]
-        sequences = Sequences(zero((total, s.response)), *floats, zero((total, s.response)),
-                              zero(total), zero(total), np.zeros(total, bool))
-        prompt, prompt_length = pad(asked.prompts, s.prompt)
-        past = asked.past
-        if past is None:
-            past = np.full((len(asked.prompts), self.past, s.response), -1, np.int32)
-        occasion = Occasion(prompt=prompt, prompt_length=prompt_length, past=past, batch=rows,
-                            group=s.group, buffer=s.response)
-        return RolloutState(
-            cache=Cache(kv=(), length=zero(rows)), root=zero(rows),
-            seq=np.full(rows, s.sequences, np.int32),
-            sampling=Sampling(temperature=asked.temperature, top_p=asked.top_p, top_k=asked.top_k,
-                              limit=asked.limit, key=asked.keys, stop=self.stop),
-            sequences=sequences, draft=self.machine.drafter.init(occasion), control=self.control,
-            counters=Counters(*(zero(s.shards),) * len(dataclasses.fields(Counters))))
-
     def _begin(self, asked: Request) -> RolloutState:
-        state = self._host_state(asked, self.shapes.batch)
+        state = self.layout.host_state(asked, self.shapes.batch, self.control)
         kv, self._pool = self._pool, None
         if kv is None:
             kv = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype, device=a.sharding),
-                              self._abstract_kv(self.shapes.batch))
-        state = jax.tree.map(lambda s, a: sharding.put(s, a), self._state_shardings(state), state)
+                              self.layout.abstract_kv(self.shapes.batch))
+        state = jax.tree.map(lambda s, a: sharding.put(s, a), self.layout.shardings(state), state)
         return state.replace(cache=state.cache.replace(kv=kv))
 
     # The rollout.
@@ -270,7 +153,7 @@ class Engine:
         Raises:
           ConfigError: a prompt is longer than P or a limit than T.
         """
-        self._check(asked)
+        self.layout.check(asked)
         s, began, prefill_seconds, trace = self.shapes, time.perf_counter(), 0.0, []
         state = self._begin(asked)
         slots = [Slots(s.batch, s.sequences, s.group) for _ in range(s.shards)]
@@ -305,17 +188,6 @@ class Engine:
             self._pool = state.cache.kv
         return Result(sequences=sequences, counters=_totals(counters), trace=trace,
                       seconds=time.perf_counter() - began, prefill_seconds=prefill_seconds)
-
-    def _check(self, asked: Request) -> None:
-        s = self.shapes
-        longest = max(len(p) for p in asked.prompts)
-        check(len(asked.prompts) * s.group == s.sequences * s.shards, "prompts",
-              len(asked.prompts), f"this engine takes {s.sequences * s.shards // s.group}")
-        check(longest <= s.prompt, "rollout.max_prompt_tokens", s.prompt,
-              f"a prompt has {longest} tokens; raise it")
-        check(min(len(p) for p in asked.prompts) > 0, "prompt", [], "needs at least one token")
-        check(int(asked.limit.max()) <= s.response, "limit", int(asked.limit.max()),
-              f"the response buffer has rollout.max_new_tokens = {s.response} places")
 
     def _refill(self, state: RolloutState, params: Any, drafter_params: Any, asked: Request,
                 slots: list[Slots], done: np.ndarray) -> RolloutState:
@@ -372,11 +244,3 @@ class Engine:
 def _totals(counters: Counters) -> dict[str, int]:
     return {field.name: int(getattr(counters, field.name).sum())
             for field in dataclasses.fields(counters)}
-
-
-def pad(rows: Sequence[Sequence[int]], width: int) -> tuple[np.ndarray, np.ndarray]:
-    """i32[rows, width] right-padded with 0, and lengths i32[rows]."""
-    out = np.zeros((len(rows), width), np.int32)
-    for i, row in enumerate(rows):
-        out[i, : len(row)] = row
-    return out, np.asarray([len(row) for row in rows], np.int32)

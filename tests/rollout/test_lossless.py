@@ -73,13 +73,13 @@ def test_order_of_the_prompts_changes_no_token(bench: Any) -> None:
 def test_stop_tokens_end_a_sequence_and_are_its_last(bench: Any, stop: int) -> None:
     try:
         for engine in (bench.plain, bench.trees):
-            engine.stop = np.asarray([stop], np.int32)
+            engine.layout.stop = np.asarray([stop], np.int32)
         plain = bench.run_plain(seed=4)
         bench.dice.replay, bench.dice.hit = plain.sequences.tokens, 0.8
         trees = bench.run_trees(seed=4)
     finally:
         for engine in (bench.plain, bench.trees):
-            engine.stop = np.asarray(bench.task.stop, np.int32)
+            engine.layout.stop = np.asarray(bench.task.stop, np.int32)
     assert_same(plain, trees)
     full = [s for s in streams(trees) if len(s) == bench.task.response]
     for stream in streams(trees):

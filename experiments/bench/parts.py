@@ -1,0 +1,189 @@
+"""The parts of a round, each jitted apart at the shapes of one bucket and timed alternately.
+
+Apart, a part pays for its own dispatch and cannot be fused with its neighbours, so the parts are an
+account of a round to within a few percent; what they leave over is called rest.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from specrl_kernels.tree_attention import tree_attention
+
+from specrl_jax.draft.base import Occasion
+from specrl_jax.model import transformer
+from specrl_jax.prng import gumbel
+from specrl_jax.rollout.round import Machine, bucket_ladder, pack
+from specrl_jax.spec import commit, sampling
+from specrl_jax.structs import Array, Cache, Load, Path, Sequences, Tip, Verdict
+
+from .timing import alternate, seconds_of
+
+Part = Callable[[], Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Situation:
+    """Where a rollout stands when its parts are timed."""
+
+    rows: int  # B
+    packed: float  # tokens of a round, padding included, on average; decides the bucket
+    context: np.ndarray  # i32[B] cached tokens
+    prompt: np.ndarray  # i32[B, P]
+    past: np.ndarray  # i32[B, K, T]
+    cache: int  # S
+    count: int  # tokens that a row commits
+
+
+def time_parts(machine: Machine, params: Any, at: Situation, repeats: int
+               ) -> dict[str, list[float]]:
+    """Seconds of each part of one round, once a repeat."""
+    parts = make_parts(machine, params, at)
+    tasks = {name: (lambda part=part: seconds_of(part, jax.block_until_ready))
+             for name, part in parts.items()}
+    alternate(tasks, 1)  # compiles
+    return alternate(tasks, repeats)
+
+
+def make_parts(machine: Machine, params: Any, at: Situation) -> dict[str, Part]:
+    """The parts, by name, as functions without arguments that return device arrays."""
+    bucket = next(b for b in bucket_ladder(at.rows, machine.drafter.nodes)
+                  if b.packed >= at.packed)
+    per_row = bucket.packed // at.rows
+    live = jnp.broadcast_to(jnp.arange(bucket.nodes) < per_row, (at.rows, bucket.nodes))
+    chain = jnp.maximum(jnp.arange(bucket.nodes, dtype=jnp.int32) - 1, 0)
+    packing = pack(live, jnp.broadcast_to(chain, live.shape), bucket.packed)
+    cache = _cache(machine, at)
+    found = {"dense": _dense(machine, params, packing, at),
+             "attention": _attention(machine, packing, cache, params),
+             "head": _head(machine, params, bucket.packed),
+             "sampling": _sampling(machine, bucket.packed, params),
+             "commit": _commit(machine, at, params)}
+    return ({"draft": _draft(machine, at)} if machine.drafter.depth else {}) | found
+
+
+def _bound(function: Callable[..., Any], *args: Any) -> Part:
+    """A jitted call; arrays are arguments, so that nothing is folded into the program."""
+    jitted = jax.jit(function)
+    args = jax.tree.map(jnp.asarray, args)
+    return lambda: jitted(*args)
+
+
+def _cache(machine: Machine, at: Situation, dtype: Any = jnp.float32) -> Cache:
+    arch = machine.arch
+    g, e, s = arch.num_kv_heads, arch.head_dim, at.cache
+    kv = [(jnp.ones((at.rows, g, e, s), dtype), jnp.ones((at.rows, g, s, e), dtype))
+          for _ in range(arch.num_layers)]
+    return Cache(kv=kv, length=jnp.asarray(at.context))
+
+
+def _tip(at: Situation) -> Tip:
+    return Tip(root=jnp.asarray(at.prompt[:, 0]), seq=jnp.arange(at.rows, dtype=jnp.int32),
+               generated=jnp.full(at.rows, at.past.shape[2] // 2, jnp.int32),
+               context=jnp.asarray(at.context), live=jnp.ones(at.rows, bool))
+
+
+def _draft(machine: Machine, at: Situation) -> Part:
+    """Plan, propose and keep."""
+    drafter, controller = machine.drafter, machine.controller
+    length = np.full(at.rows, at.prompt.shape[1], np.int32)
+    state = drafter.init(Occasion(prompt=at.prompt, prompt_length=length, past=at.past,
+                                  batch=at.rows, group=1, buffer=at.past.shape[2]))
+    buckets = bucket_ladder(at.rows, drafter.nodes)
+    key = jnp.zeros((at.rows, 2), jnp.uint32)
+
+    def draft(state: Any, control: Any, tip: Tip) -> Any:
+        left = jnp.ones(at.rows)
+        load = Load(live=tip.live, length=tip.context, expected_left=left, weight=left)
+        spec = controller.plan(control, load)
+        tree, state = drafter.propose((), state, tip, spec,
+                                      lambda index, ids: gumbel(key, index, ids),
+                                      lambda parent, gap, depth, rank, origin: parent)
+        return controller.keep(control, load, spec, tree, buckets), tree
+
+    return _bound(draft, state, controller.init(), _tip(at))
+
+
+def _dense(machine: Machine, params: Any, packing: transformer.Packing, at: Situation) -> Part:
+    """Embedding and all layers, with attention that returns its queries."""
+    arch = machine.arch
+
+    def dense(params: Any, tokens: Array, position: Array) -> Array:
+        rotation = transformer.rotations(arch, position)
+        x, fresh = transformer.embed(params, tokens), []
+        for index, layer in enumerate(params["layers"]):
+            x, kv = transformer.block(arch, layer, index, x, rotation, lambda i, q, k, v: q)
+            fresh.append(kv)
+        return transformer.rms_norm(x, params["final_norm"], arch.norm_eps), fresh
+
+    position = jnp.asarray(at.context)[packing.row] + packing.node
+    return _bound(dense, params, jnp.zeros_like(packing.row), position)
+
+
+def _attention(machine: Machine, packing: transformer.Packing, cache: Cache, params: Any) -> Part:
+    """Tree attention of every layer; each layer's output is added to the next one's queries."""
+    arch = machine.arch
+    dtype = params["embed"].dtype
+    b, n = packing.parent.shape
+    q = jnp.ones((packing.row.shape[0], arch.num_heads, arch.head_dim), dtype)
+    tree = jnp.ones((b, n, arch.num_kv_heads, arch.head_dim), dtype)
+
+    def attention(q: Array, tree: Array, packing: transformer.Packing, cache: Cache) -> Array:
+        for k, v in cache.kv:
+            q = q + tree_attention(q, packing.row, packing.node, tree, tree, packing.parent, k, v,
+                                   cache.length, scale=arch.head_dim**-0.5,
+                                   implementation=machine.implementation)
+        return q
+
+    return _bound(attention, q, tree, packing, cache)
+
+
+def _head(machine: Machine, params: Any, packed: int) -> Part:
+    hidden = jnp.ones((machine.arch.hidden_size, packed), params["embed"].dtype)
+    own = {name: params[name] for name in ("embed", "head") if name in params}
+    return _bound(lambda params, hidden: transformer.logits(machine.arch, params, hidden),
+                  own, hidden)
+
+
+def _sampling(machine: Machine, packed: int, params: Any) -> Part:
+    """The draw of every packed node at temperature 1, its noise included."""
+    logits = np.random.default_rng(0).standard_normal(
+        (machine.arch.vocab_size, packed), np.float32)
+    ones, zeros = jnp.ones(packed), jnp.zeros(packed, jnp.int32)
+    return _bound(sampling.draw, logits, ones, zeros, ones, jnp.zeros((packed, 2), jnp.uint32),
+                  zeros)
+
+
+def _commit(machine: Machine, at: Situation, params: Any) -> Part:
+    """Append to the cache and record; the cache is donated and handed on, as in the loop."""
+    arch, depth, dtype = machine.arch, machine.drafter.depth, params["embed"].dtype
+    b, g, e = at.rows, arch.num_kv_heads, arch.head_dim
+    width, buffer = depth + 1, at.past.shape[2]
+    kv = [(jnp.ones((b, g, e, width), dtype), jnp.ones((b, g, width, e), dtype))] * arch.num_layers
+    path = Path(kv=kv, taps=None, draw=None, verified=None)
+    ints, floats = jnp.zeros((b, width), jnp.int32), jnp.zeros((b, width))
+    verdict = Verdict(tokens=ints, logprob=floats, raw_logprob=floats, kept_mass=floats, path=ints,
+                      count=jnp.full(b, min(at.count, width), jnp.int32), stopped=ints[:, 0] > 0)
+    zeros = [jnp.zeros((b, buffer), jnp.int32) for _ in range(2)]
+    rows = [jnp.zeros(b, jnp.int32) for _ in range(2)]
+    sequences = Sequences(zeros[0], *(jnp.zeros((b, buffer)) for _ in range(3)), zeros[1], *rows,
+                          jnp.zeros(b, bool))
+
+    def step(carry: Any, path: Path, verdict: Verdict, tip: Tip, length: Array) -> Any:
+        cache, sequences = carry
+        cache = commit.append(cache.replace(length=length), path, verdict.count)
+        return cache, commit.record(sequences, verdict, tip)
+
+    jitted = jax.jit(step, donate_argnums=0)
+    carry, tip = (_cache(machine, at, dtype), sequences), _tip(at)
+    length = jnp.asarray(at.context)
+
+    def call() -> Any:
+        nonlocal carry
+        carry = jitted(carry, path, verdict, tip, length)
+        return carry
+
+    return call

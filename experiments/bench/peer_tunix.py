@@ -1,0 +1,82 @@
+"""google-tunix's Sampler in float32. It cannot drop finished rows."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from tunix.generate.sampler import CacheConfig, Sampler
+from tunix.models.llama3 import model as llama
+from tunix.models.llama3 import params as llama_params
+
+from specrl_jax.config import ConfigError
+from specrl_jax.model.architecture import Architecture
+from specrl_jax.model.export import export
+from specrl_jax.model.weights import Source
+
+from .workload import Workload
+
+
+class Ids:
+    """A tokenizer for tunix's Sampler: text is a list of ids, and nothing ends a row."""
+
+    def __init__(self, pad: int, unused: int) -> None:
+        self._pad, self._unused = pad, unused
+
+    def encode(self, text: str, **options: Any) -> list[int]:
+        return [int(word) for word in text.split()]
+
+    def decode(self, ids: Any, **options: Any) -> str:
+        return " ".join(str(int(i)) for i in ids)
+
+    def bos_id(self) -> None:
+        return None
+
+    def eos_id(self) -> int:
+        return self._unused
+
+    def pad_id(self) -> int:
+        return self._pad
+
+
+class Peer:
+    """See peers.Peer."""
+
+    def __init__(self, source: Source, workload: Workload, threads: int, directory: Path) -> None:
+        arch = source.arch
+        if arch.family != "llama" or arch.rope_scaling is not None:
+            raise ConfigError("--peer=tunix: only Llama models without RoPE scaling are set up")
+        exported = directory / "tunix"
+        if not exported.exists():
+            export(exported, arch, source.params(), source.tokenizer)
+        mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tp"))
+        config = _config(arch)
+        model = llama_params.create_model_from_safe_tensors(str(exported), config, mesh=mesh)
+        self.longest = workload.longest
+        self.width = int(workload.prompt_lengths.max())
+        cache = CacheConfig(cache_size=self.width + self.longest, num_layers=arch.num_layers,
+                            num_kv_heads=arch.num_kv_heads, head_dim=arch.head_dim)
+        tokenizer = Ids(source.tokenizer.pad_id, arch.vocab_size - 1)
+        self.sampler = Sampler(model, tokenizer, cache)
+        self.prompts = [" ".join(map(str, prompt)) for prompt in workload.prompts]
+
+    def generate(self, most: int) -> None:
+        out = self.sampler(self.prompts, max_generation_steps=min(most, self.longest),
+                           max_prompt_length=self.width, temperature=1.0, top_p=1.0, seed=0)
+        jax.block_until_ready(jax.tree.leaves(out.tokens))
+
+    def settings(self) -> dict[str, Any]:
+        return {}
+
+    def close(self) -> None:
+        del self.sampler
+
+
+def _config(arch: Architecture) -> Any:
+    return llama.ModelConfig(
+        num_layers=arch.num_layers, vocab_size=arch.vocab_size, embed_dim=arch.hidden_size,
+        hidden_dim=arch.intermediate_size, num_heads=arch.num_heads, head_dim=arch.head_dim,
+        num_kv_heads=arch.num_kv_heads, rope_theta=int(arch.rope_theta), norm_eps=arch.norm_eps,
+        weight_tying=arch.tied, dtype=jnp.float32, param_dtype=jnp.float32)

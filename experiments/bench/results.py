@@ -1,0 +1,58 @@
+"""Result files: one JSON object, rewritten whole after each case."""
+
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from specrl_jax.config import Config, ConfigError, as_dict
+from specrl_jax.host.metrics import write_atomically
+
+from .hardware import machine
+
+DIRECTORY = Path(__file__).resolve().parents[1] / "results"
+
+
+def command(argv: Sequence[str]) -> str:
+    """The command line as it is typed in the repository."""
+    return shlex.join(["python", f"experiments/{Path(argv[0]).name}", *argv[1:]])
+
+
+def destination(out: str | None, default: str) -> Path:
+    """
+    Raises:
+      ConfigError: the directory of `out` is missing.
+    """
+    path = Path(out) if out else DIRECTORY / default
+    if out is None:
+        DIRECTORY.mkdir(exist_ok=True)
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"--out={out}: {path.parent} is no directory; make it first")
+    return path
+
+
+def blank(config: Config, packages: tuple[str, ...] = ()) -> dict[str, Any]:
+    """A result without cases."""
+    return {"command": command(sys.argv), "machine": machine(packages),
+            "config": as_dict(config), "cases": {}}
+
+
+def earlier(path: Path) -> dict[str, Any]:
+    """The cases that a file already holds; {} if there is none.
+
+    Raises:
+      ConfigError: the file is something else.
+    """
+    if not path.exists():
+        return {}
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))["cases"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"--out={path}: it is no result of a benchmark, so --resume cannot read "
+                          f"it; remove it or name another file") from error
+
+
+def write(path: Path, result: dict[str, Any]) -> None:
+    write_atomically(path, [json.dumps(result, indent=1) + "\n"])

@@ -1,0 +1,83 @@
+"""Tables of benchmark results."""
+
+from typing import Any
+
+from rich.table import Table
+
+PARTS = ("draft", "dense", "attention", "head", "sampling", "commit", "host", "rest")
+
+
+def case_tables(case: dict[str, Any]) -> list[Table]:
+    """Speed of all contenders, parts of our rounds, and ratios, of one case of a rollout."""
+    tables = [_speed(case)]
+    if any("parts" in one for one in case["contenders"].values()):
+        tables.append(_parts(case))
+    if case["ratios"]:
+        tables.append(_ratios(case))
+    return tables
+
+
+def between(found: dict[str, Any], scale: float = 1.0, digits: int = 1) -> str:
+    """Median and range of a spread."""
+    median, low, high = (found[name] * scale for name in ("median", "min", "max"))
+    return f"{median:.{digits}f} ({low:.{digits}f}..{high:.{digits}f})"
+
+
+def _speed(case: dict[str, Any]) -> Table:
+    machine = case["hardware"]
+    table = Table("", "tokens/s", "ms a round", "bound ms", "over bound", "occupancy",
+                  "accept length", "prefill s", "compiled",
+                  title=f"{case['workload']}, {case['rows']} rows, {case['useful_tokens']} tokens",
+                  caption=f"{machine['bandwidth'] / 1e9:.1f} GB/s, "
+                          f"{machine['peak'] / 1e9:.0f} GFLOP/s; median (range)")
+    for name, one in case["contenders"].items():
+        speed = between(one["tokens_per_second"])
+        if "round_seconds" not in one:
+            table.add_row(name, speed)
+            continue
+        table.add_row(
+            name, speed, between(one["round_seconds"], 1e3),
+            f"{one['bound_round_seconds'] * 1e3:.1f} ({one['bound_kind']})",
+            between(one["over_bound"], digits=2), f"{one['occupancy']:.2f}",
+            f"{one['accept_length']:.2f}", between(one["prefill_seconds"], digits=2),
+            str(one["compilations"]))
+    return table
+
+
+def _parts(case: dict[str, Any]) -> Table:
+    table = Table("ms and share of a round", *PARTS)
+    for name, one in case["contenders"].items():
+        if "parts" not in one:
+            continue
+        parts = one["parts"]
+        seconds = {part: found["median"] for part, found in parts["seconds"].items()}
+        seconds["rest"] = parts["rest_seconds"]
+        table.add_row(name, *(
+            f"{seconds[part] * 1e3:.2f} {parts['share'][part]:.0%}" if part in seconds else "-"
+            for part in PARTS))
+    return table
+
+
+def _ratios(case: dict[str, Any]) -> Table:
+    table = Table("tokens/s", "ratio", "pairs")
+    for name, found in case["ratios"].items():
+        table.add_row(name, between(found, digits=2),
+                      " ".join(f"{value:.2f}" for value in found["values"]))
+    return table
+
+
+def learner_table(result: dict[str, Any]) -> Table:
+    """Speed of one policy update for each packing."""
+    table = Table("packing", "seconds", "useful tokens/s", "response tokens/s", "bound s",
+                  "over bound", "over padded bound", "useful", "compiler's MB",
+                  title=f"one update, {result['sequences']} sequences",
+                  caption=f"peak {result['hardware']['peak'] / 1e9:.0f} GFLOP/s; peak memory of "
+                          f"the run {result['peak_rss_bytes']['run'] / 1e6:.0f} MB; median (range)")
+    for name, one in result["cases"].items():
+        table.add_row(
+            name, between(one["seconds"], digits=2), between(one["useful_tokens_per_second"]),
+            between(one["response_tokens_per_second"]), f"{one['bound_seconds']:.2f}",
+            between(one["over_bound"], digits=2), between(one["over_padded_bound"], digits=2),
+            f"{one['useful']['tokens'] / one['padded']['tokens']:.0%}",
+            f"{one['temporary_bytes'] / 1e6:.0f}")
+    return table

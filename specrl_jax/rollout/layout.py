@@ -1,0 +1,168 @@
+"""What a rollout's state looks like: sizes, requests, and where each array lies on the mesh."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from specrl_jax.config import RolloutConfig, check
+from specrl_jax.draft.base import Occasion
+from specrl_jax.rollout.round import Machine
+from specrl_jax.sharding import ROWS
+from specrl_jax.structs import Cache, Counters, RolloutState, Sampling, Sequences
+
+CACHE_MULTIPLE = 128  # cache slots come in the chunks that attention reads
+ROW = P(ROWS)
+STATE = RolloutState(
+    cache=ROW, root=ROW, seq=ROW,
+    sampling=Sampling(temperature=ROW, top_p=ROW, top_k=ROW, limit=ROW, key=ROW, stop=P()),
+    sequences=ROW, draft=ROW, control=P(), counters=ROW)
+"""How a state is split over the mesh; `tensor` splits the cache's heads besides."""
+
+
+
+@dataclasses.dataclass(frozen=True)
+class Shapes:
+    """The static sizes of an engine, over one data shard unless said otherwise."""
+
+    batch: int  # B, slots
+    sequences: int  # Q
+    group: int  # M
+    prompt: int  # P
+    response: int  # T
+    shards: int
+    depth: int  # D
+    min_batch: int = 1  # smallest batch that rows are compacted to
+
+    @property
+    def cache(self) -> int:
+        """S; an update that does not fit is moved by XLA, not cut, so D + 1 places stay free."""
+        wanted = self.prompt + self.response + self.depth + 1
+        return -(-wanted // CACHE_MULTIPLE) * CACHE_MULTIPLE
+
+    @property
+    def batches(self) -> tuple[int, ...]:
+        """The batch sizes that rows are compacted to, largest first."""
+        sizes = [self.batch]
+        while sizes[-1] > self.min_batch:
+            sizes.append(-(-sizes[-1] // 2))
+        return tuple(sizes)
+
+    @property
+    def prefills(self) -> tuple[tuple[int, int], ...]:
+        """(prompts, P') of the compiled prefills, smallest first."""
+        prompts = sorted({1, -(-self.batch // self.group)})
+        widths = sorted({max(self.prompt // 2, min(self.prompt, 32)), self.prompt})
+        return tuple((p, w) for p in prompts for w in widths)
+
+
+@dataclasses.dataclass
+class Request:
+    """The sequences of one rollout, of all shards; samples of a prompt lie together."""
+
+    prompts: Sequence[Sequence[int]]  # token ids of Q / M prompts
+    keys: np.ndarray  # u32[Q, 2]
+    temperature: np.ndarray  # f32[Q]
+    top_p: np.ndarray  # f32[Q]
+    top_k: np.ndarray  # i32[Q]
+    limit: np.ndarray  # i32[Q]
+    past: np.ndarray | None = None  # i32[Q / M, K, T] earlier responses for history; -1 fills
+
+
+def request(prompts: Sequence[Sequence[int]], keys: np.ndarray, group: int, config: RolloutConfig,
+            past: np.ndarray | None = None) -> Request:
+    """A Request in which all sequences are sampled as `config` says."""
+    total = len(prompts) * group
+    return Request(
+        prompts=prompts, keys=keys, past=past,
+        temperature=np.full(total, config.temperature, np.float32),
+        top_p=np.full(total, config.top_p, np.float32),
+        top_k=np.full(total, config.top_k, np.int32),
+        limit=np.full(total, config.max_new_tokens, np.int32))
+
+
+class Layout:
+    """The states of one engine: as host arrays, as abstract shapes, and their shardings."""
+
+    def __init__(self, machine: Machine, mesh: Mesh, shapes: Shapes, stop: Sequence[int],
+                 dtype: Any, past: int) -> None:
+        self.machine, self.mesh, self.shapes = machine, mesh, shapes
+        self.stop = np.asarray(stop or (-1,), np.int32)
+        self.dtype, self.past = dtype, past
+
+    def check(self, asked: Request) -> None:
+        """Raises ConfigError if a request does not fit."""
+        s = self.shapes
+        longest = max(len(p) for p in asked.prompts)
+        check(len(asked.prompts) * s.group == s.sequences * s.shards, "prompts",
+              len(asked.prompts), f"this engine takes {s.sequences * s.shards // s.group}")
+        check(longest <= s.prompt, "rollout.max_prompt_tokens", s.prompt,
+              f"a prompt has {longest} tokens; raise it")
+        check(min(len(p) for p in asked.prompts) > 0, "prompt", [], "needs at least one token")
+        check(int(asked.limit.max()) <= s.response, "limit", int(asked.limit.max()),
+              f"the response buffer has rollout.max_new_tokens = {s.response} places")
+
+    def abstract(self, batch: int) -> RolloutState:
+        """Shapes, dtypes and shardings of a state with `batch` slots a shard."""
+        q = self.shapes.sequences * self.shapes.shards // self.shapes.group
+        blank = Request(prompts=[[0]] * q, keys=np.zeros((q * self.shapes.group, 2), np.uint32),
+                        **{name: np.zeros(q * self.shapes.group, kind) for name, kind in (
+                            ("temperature", np.float32), ("top_p", np.float32),
+                            ("top_k", np.int32), ("limit", np.int32))})
+        state = self.host_state(blank, batch, self.machine.controller.init())
+        like = jax.tree.map(lambda s, a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s),
+                            self.shardings(state), state)
+        return like.replace(cache=like.cache.replace(kv=self.abstract_kv(batch)))
+
+    def abstract_kv(self, batch: int) -> list[tuple[Any, Any]]:
+        arch, rows = self.machine.arch, batch * self.shapes.shards
+        g, e, s = arch.num_kv_heads, arch.head_dim, self.shapes.cache
+        tensor = "tensor" if g % self.mesh.shape["tensor"] == 0 else None
+        place = NamedSharding(self.mesh, P(ROWS, tensor))
+        pair = tuple(jax.ShapeDtypeStruct((rows, g, *rest), self.dtype, sharding=place)
+                     for rest in ((e, s), (s, e)))
+        return [pair] * arch.num_layers
+
+    def shardings(self, state: RolloutState) -> RolloutState:
+        return jax.tree.map(
+            lambda spec, part: jax.tree.map(lambda _: NamedSharding(self.mesh, spec), part),
+            STATE, state, is_leaf=lambda x: isinstance(x, P))
+
+    def host_state(self, asked: Request, batch: int, control: Any) -> RolloutState:
+        """The state in which every slot is empty, as host arrays; the cache's K/V are not here.
+
+        Args:
+          control: the controller's state.
+        """
+        s = self.shapes
+        rows, total = batch * s.shards, s.sequences * s.shards
+        zero = functools.partial(np.zeros, dtype=np.int32)
+        floats = [np.zeros((total, s.response), np.float32) for _ in range(3)]
+        sequences = Sequences(zero((total, s.response)), *floats, zero((total, s.response)),
+                              zero(total), zero(total), np.zeros(total, bool))
+        prompt, prompt_length = pad(asked.prompts, s.prompt)
+        past = asked.past
+        if past is None:
+            past = np.full((len(asked.prompts), self.past, s.response), -1, np.int32)
+        occasion = Occasion(prompt=prompt, prompt_length=prompt_length, past=past, batch=rows,
+                            group=s.group, buffer=s.response)
+        return RolloutState(
+            cache=Cache(kv=(), length=zero(rows)), root=zero(rows),
+            seq=np.full(rows, s.sequences, np.int32),
+            sampling=Sampling(temperature=asked.temperature, top_p=asked.top_p, top_k=asked.top_k,
+                              limit=asked.limit, key=asked.keys, stop=self.stop),
+            sequences=sequences, draft=self.machine.drafter.init(occasion), control=control,
+            counters=Counters(*(zero(s.shards),) * len(dataclasses.fields(Counters))))
+
+
+def pad(rows: Sequence[Sequence[int]], width: int) -> tuple[np.ndarray, np.ndarray]:
+    """i32[rows, width] right-padded with 0, and lengths i32[rows]."""
+    out = np.zeros((len(rows), width), np.int32)
+    for i, row in enumerate(rows):
+        out[i, : len(row)] = row
+    return out, np.asarray([len(row) for row in rows], np.int32)

@@ -1,0 +1,203 @@
+"""Runs that are killed and resumed, refused, or speculate differently, end in the same files."""
+
+import json
+import os
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from helpers import run_training, start_training
+
+from specrl_jax.config import Config, ConfigError, as_dict, build
+from specrl_jax.host.checkpoint import list_steps, read_meta, restore_part
+from specrl_jax.host.metrics import read_metrics, read_samples
+from specrl_jax.loop import train
+
+STEPS, EVERY, KILLS = 26, 2, 10
+LONG = (f"--config.steps={STEPS}", f"--config.checkpoint_every={EVERY}")
+UNEQUAL = ("time/", "memory/", "compilations", "rollout/tokens_per_second")
+
+
+def told(workdir: Path) -> list[dict[str, Any]]:
+    """Metrics that a kill must not change."""
+    return [{name: value for name, value in record.items() if not name.startswith(UNEQUAL)}
+            for record in read_metrics(workdir)]
+
+
+def lines(workdir: Path) -> int:
+    path = workdir / "metrics.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def saving(workdir: Path) -> list[str]:
+    """Checkpoints that are being written."""
+    folder = workdir / "checkpoints"
+    return [x for x in (os.listdir(folder) if folder.exists() else []) if not x.isdecimal()]
+
+
+def assert_same_runs(left: Path, right: Path, steps: int) -> None:
+    samples = [workdir / "samples.jsonl" for workdir in (left, right)]
+    assert samples[0].read_bytes() == samples[1].read_bytes()
+    assert [record["step"] for record in read_metrics(right)] == list(range(steps))
+    assert told(left) == told(right)
+    folders = [workdir / "checkpoints" for workdir in (left, right)]
+    assert [list_steps(folder)[-1] for folder in folders] == [steps, steps]
+    assert read_meta(folders[0], steps) == read_meta(folders[1], steps)
+    for key in ("actor", "optimizer", "history", "control"):
+        arrays = [jax.tree.leaves(restore_part(folder, steps, key)) for folder in folders]
+        assert len(arrays[0]) == len(arrays[1]) > 0
+        for a, b in zip(*arrays, strict=True):
+            np.testing.assert_array_equal(a, b, err_msg=key)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: Any) -> Path:
+    """A run that was never killed."""
+    workdir = tmp_path_factory.mktemp("whole") / "run"
+    run_training(workdir, *LONG)
+    return workdir
+
+
+@pytest.mark.slow
+def test_a_run_killed_at_random_moments_equals_one_that_was_not(
+        whole: Path, tmp_path: Path) -> None:
+    rng, workdir = random.Random(0), tmp_path / "run"
+    step = sorted(m["time/step"] for m in read_metrics(whole))[STEPS // 2]
+    for kill in range(KILLS):
+        goal = lines(workdir) - lines(workdir) % EVERY + EVERY
+        process = start_training(workdir, *LONG)
+        try:
+            while lines(workdir) < goal and process.poll() is None:
+                time.sleep(0.002)
+            time.sleep(rng.uniform(0, 2 * step))
+        finally:
+            process.send_signal(signal.SIGKILL)
+            process.communicate()
+        assert process.returncode == -signal.SIGKILL, f"finished before kill {kill}"
+    run_training(workdir, *LONG)
+    assert_same_runs(whole, workdir, STEPS)
+
+
+@pytest.mark.slow
+def test_a_run_killed_inside_a_save_equals_one_that_was_not(whole: Path, tmp_path: Path) -> None:
+    workdir = tmp_path / "run"
+    for _ in range(5):
+        process = start_training(workdir, *LONG)
+        try:
+            while not saving(workdir) and process.poll() is None:
+                time.sleep(0.0005)
+        finally:
+            process.send_signal(signal.SIGKILL)
+            process.communicate()
+        if saving(workdir):
+            break
+    assert saving(workdir), "no kill hit a save"
+    run_training(workdir, *LONG)
+    assert saving(workdir) == []
+    assert_same_runs(whole, workdir, STEPS)
+
+
+@pytest.mark.slow
+def test_a_complete_run_is_left_alone_and_can_be_prolonged(whole: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in whole.rglob("*.jsonl")}
+    assert "complete" in run_training(whole, *LONG)
+    assert {path: path.stat().st_mtime_ns for path in whole.rglob("*.jsonl")} == before
+
+
+def without_commits(workdir: Path) -> list[str]:
+    return [json.dumps({k: v for k, v in sample.items() if k != "commits"})
+            for sample in read_samples(workdir)]
+
+
+@pytest.mark.slow
+def test_speculation_and_order_change_no_line_but_the_commits(tmp_path: Path) -> None:
+    variants = {
+        "history": (), "off": ("--config.spec.drafter=off",),
+        "plain": ("--config.control.policy=off",),
+        "reversed": ("--config.rollout.order=reversed",),
+        "batch": ("--config.rollout.batch_size=8", "--config.rollout.rounds_per_launch=3")}
+    for name, flags in variants.items():
+        run_training(tmp_path / name, "--config.steps=5", "--config.spec.history_past=4", *flags)
+    want = without_commits(tmp_path / "history")
+    assert len(want) == 5 * 8
+    for name in variants:
+        assert without_commits(tmp_path / name) == want, name
+    losses = [[m["loss"] for m in read_metrics(tmp_path / name)] for name in variants]
+    assert all(other == losses[0] for other in losses)
+    length = {name: [m["rollout/accept_length"] for m in read_metrics(tmp_path / name)]
+              for name in variants}
+    assert length["off"] == length["plain"] == [1.0] * 5 and max(length["history"]) > 1
+
+
+# Refusals. Each names a field of the command line and what the message must hold.
+
+REFUSED = {
+    "unknown field": ("--config.stepz=3", "stepz"),
+    "wrong type": ("--config.steps=many", "config.steps = 'many'"),
+    "missing model": ("--config.model.path=no/such/place", "model.path = 'no/such/place'"),
+    "long prompt": ("--config.rollout.max_prompt_tokens=20", "rollout.max_prompt_tokens = 20"),
+    "group of one": ("--config.group_size=1", "group_size = 1"),
+    "rows over shards": ("--config.mesh.data=3", "rollout.batch_size = 4"),
+    "too many devices": ("--config.mesh.data=4", "mesh = '4x1x1'"),
+    "unknown reward": ("--config.reward.terms=('nice',)", "nice"),
+    "unknown dataset": ("--config.data.name=mnist", "data.name = 'mnist'"),
+    "unknown drafter": ("--config.spec.drafter=oracle", "spec.drafter = 'oracle'"),
+    "more positions than the model": ("--config.rollout.max_new_tokens=5000", "5000"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", REFUSED)
+def test_bad_input_ends_in_one_line_and_touches_nothing(name: str, tmp_path: Path) -> None:
+    flag, message = REFUSED[name]
+    workdir = tmp_path / "run"
+    process = start_training(workdir, flag)
+    _, err = process.communicate(timeout=300)
+    assert process.returncode != 0
+    said = err.strip().splitlines()
+    assert len(said) == 1 and message in said[0] and "Traceback" not in err
+    assert not workdir.exists()
+
+
+def config(**changes: Any) -> dict[str, Any]:
+    """The tiny preset as a dict; `rollout__order="reversed"` sets a field of a section."""
+    values = as_dict(Config(
+        name="tiny", prompts_per_step=4, group_size=2))
+    values["model"]["path"] = "random:tiny"
+    values["rollout"] |= {"batch_size": 4, "max_prompt_tokens": 128, "max_new_tokens": 6}
+    values["learner"]["micro_batch"] = 8
+    values["data"] |= {"level": "add2", "examples": 8}
+    for name, value in changes.items():
+        section, _, field = name.rpartition("__")
+        (values[section] if section else values)[field] = value
+    return values
+
+
+@pytest.mark.parametrize("field,value", [
+    ("group_size", 1), ("steps", "many"), ("stepz", 3), ("model__path", "no/such/place"),
+    ("rollout__max_prompt_tokens", 20), ("reward__terms", ("nice",)), ("data__name", "mnist"),
+    ("data__level", "hard"), ("spec__drafter", "oracle"), ("mesh__data", 3),
+    ("rollout__max_new_tokens", 5000)])
+def test_bad_values_are_refused_before_anything_is_written(
+        field: str, value: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as refused:
+        train(build(Config, config(**{field: value})), tmp_path / "run")
+    assert "\n" not in str(refused.value) and field.split("__")[-1] in str(refused.value)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("field,value", [
+    ("seed", 1), ("learner__learning_rate", 0.5), ("rollout__order", "reversed"),
+    ("spec__drafter", "off"), ("rollout__temperature", 0.5)])
+def test_a_workdir_of_another_run_is_refused_and_left_alone(
+        field: str, value: Any, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config()))
+    with pytest.raises(ConfigError, match=field.replace("__", ".")):
+        train(build(Config, config(**{field: value})), tmp_path)
+    assert os.listdir(tmp_path) == ["config.json"]
+    assert json.loads((tmp_path / "config.json").read_text()) == json.loads(json.dumps(config()))

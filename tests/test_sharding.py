@@ -1,0 +1,139 @@
+"""A mesh changes where things lie, not what is computed."""
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from helpers import micro_config, micro_trainer, run_training, start_training
+
+from specrl_jax import sharding
+from specrl_jax.config import ConfigError, MeshConfig, RolloutConfig
+from specrl_jax.host.metrics import read_metrics, read_samples
+from specrl_jax.loop import Trainer
+from specrl_jax.model import architecture
+from specrl_jax.structs import Rollout
+
+ADVANTAGE = np.random.default_rng(0).normal(size=16).astype(np.float32)
+MESHES = {"2x2x2": MeshConfig(2, 2, 2), "8x1x1": MeshConfig(8, 1, 1), "1x8x1": MeshConfig(1, 8, 1),
+          "1x1x8": MeshConfig(1, 1, 8)}
+needs_8 = pytest.mark.skipif(jax.device_count() < 8, reason="see XLA_FLAGS in tests/conftest.py")
+
+
+def moments(trainer: Trainer) -> Any:
+    """Adam's first moment: the gradient of the first update, up to a factor."""
+    nodes = jax.tree.leaves(trainer.state.optimizer, is_leaf=is_adam)
+    return next(node for node in nodes if is_adam(node)).mu
+
+
+def is_adam(node: Any) -> bool:
+    return hasattr(node, "mu")
+
+
+@pytest.fixture(scope="module")
+def single() -> tuple[Rollout, Any, Any]:
+    """The first rollout, the gradient of one update from it, and the second rollout; one device."""
+    trainer = micro_trainer(micro_config())
+    rollout, _ = trainer.rollout()
+    trainer.learn(rollout, ADVANTAGE)
+    return rollout, jax.tree.map(np.asarray, moments(trainer)), trainer.mesh
+
+
+@needs_8
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", MESHES)
+def test_tokens_and_gradients_are_those_of_one_device(single: Any, mesh: str) -> None:
+    want, gradient, alone = single
+    assert alone.size == 1
+    trainer = micro_trainer(micro_config(mesh=MESHES[mesh]))
+    assert trainer.mesh.size == 8
+    for params, rules in ((trainer.state.params, sharding.LEARNER_RULES),
+                          (moments(trainer), sharding.LEARNER_RULES),
+                          (trainer.sampler.params, sharding.ROLLOUT_RULES)):
+        assert_lie_where_declared(trainer, params, rules)
+    rollout, _ = trainer.rollout()
+    for name in ("tokens", "length", "prompt", "prompt_id", "sample_id", "stopped"):
+        np.testing.assert_array_equal(getattr(rollout, name), getattr(want, name), err_msg=name)
+    for name in ("logprob", "raw_logprob", "kept_mass"):
+        np.testing.assert_allclose(getattr(rollout, name), getattr(want, name), atol=1e-4)
+    trainer.learn(want, ADVANTAGE)
+    for got, alone in zip(*map(jax.tree.leaves, (moments(trainer), gradient)), strict=True):
+        assert np.linalg.norm(np.asarray(got) - alone) <= 1e-5 * np.linalg.norm(alone)
+    assert_lie_where_declared(trainer, trainer.state.params, sharding.LEARNER_RULES)
+    assert_lie_where_declared(trainer, trainer.sampler.params, sharding.ROLLOUT_RULES)
+
+
+def assert_lie_where_declared(trainer: Trainer, params: Any, rules: Any) -> None:
+    """Every device holds the part of every leaf that the description and the mesh give."""
+    described = jax.tree.leaves(architecture.describe(trainer.arch), is_leaf=architecture.is_param)
+    split = 0
+    for leaf, param in zip(jax.tree.leaves(params), described, strict=True):
+        want = [size // trainer.mesh.shape[rules[axis]] if axis in rules else size
+                for size, axis in zip(param.shape, param.axes, strict=True)]
+        assert len(leaf.addressable_shards) == 8
+        assert {shard.data.shape for shard in leaf.addressable_shards} == {tuple(want)}
+        split += tuple(want) != param.shape
+    assert split > 0 or all(trainer.mesh.shape[axis] == 1 for axis in rules.values())
+
+
+@pytest.mark.slow
+def test_two_processes_write_what_one_does(tmp_path: Path) -> None:
+    """Over loopback, two devices each; rows are refilled and compacted in every shard."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    flags = ("--config.mesh.data=4", "--config.prompts_per_step=8", "--config.group_size=4",
+             "--config.learner.micro_batch=32", "--config.rollout.batch_size=16",
+             "--config.steps=2")
+    both = ("--distributed", f"--coordinator=127.0.0.1:{port}", "--processes=2")
+    processes = [start_training(tmp_path / "two", *flags, *both, f"--process={i}", devices=2)
+                 for i in range(2)]
+    try:
+        for process in processes:
+            _, err = process.communicate(timeout=900)
+            assert process.returncode == 0, err
+    finally:
+        for process in processes:
+            process.kill()
+    run_training(tmp_path / "one", *flags, devices=4)
+    one, two = (list(read_samples(tmp_path / name)) for name in ("one", "two"))
+    assert len(one) == 64 and one == two
+    for alone, joint in zip(*(read_metrics(tmp_path / n) for n in ("one", "two")), strict=True):
+        assert alone.keys() == joint.keys() and joint["compilations"] == 0
+        for name in alone:
+            if not name.startswith(("time/", "memory/")) and "per_second" not in name:
+                assert joint[name] == pytest.approx(alone[name], rel=1e-4, abs=1e-5), name
+    assert alone["rollout/launches"] > 2 and alone["rollout/occupancy"] > 0.5
+
+
+def mesh_of(config: MeshConfig) -> Any:
+    return sharding.make_mesh(config)
+
+
+@needs_8
+def test_a_mesh_that_is_too_large_is_refused() -> None:
+    with pytest.raises(ConfigError, match="3x4x1"):
+        mesh_of(MeshConfig(3, 4, 1))
+
+
+@needs_8
+def test_what_does_not_divide_is_replicated_and_reported() -> None:
+    mesh = mesh_of(MeshConfig(1, 1, 8))
+    arch = architecture.Architecture(vocab_size=20, hidden_size=16, intermediate_size=16,
+                                     num_layers=1, num_heads=3, num_kv_heads=3, head_dim=4)
+    described = architecture.describe(arch)
+    places = sharding.shardings(described, sharding.LEARNER_RULES, mesh, architecture.is_param)
+    layer = places["layers"][0]
+    assert places["embed"].is_fully_replicated and layer["qkv"].is_fully_replicated
+    assert not layer["down"].is_fully_replicated
+    told = sharding.replicated_axes(described, sharding.LEARNER_RULES, mesh, architecture.is_param)
+    assert told == {"vocab = 20 over tensor = 8", "kv_heads = 3 over tensor = 8"}
+
+
+def test_shards_that_do_not_divide_the_rows_are_refused() -> None:
+    with pytest.raises(ConfigError, match="rollout.batch_size = 12"):
+        micro_config(mesh=MeshConfig(8, 1, 1), rollout=RolloutConfig(batch_size=12))
+    with pytest.raises(ConfigError, match="prompts_per_step = 6"):
+        micro_config(mesh=MeshConfig(4, 1, 1), prompts_per_step=6)
