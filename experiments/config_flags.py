@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from absl import app, flags
+from absl import app, flags, logging
 from ml_collections import config_flags as ml_config_flags
 from ml_collections.config_flags import tuple_parser
 
@@ -168,6 +168,8 @@ def _parse(argv: Sequence[str]) -> list[str]:
 
 def _call(main: Callable[[Config, Path], Any], argv: Sequence[str]) -> Any:
     del argv  # _parse leaves the script's name only
+    if not flags.FLAGS["verbosity"].present:
+        logging.set_verbosity(logging.WARNING)  # libraries' INFO lines hide the script's own
     with _one_line_errors():
         return main(*parsed())
 

@@ -84,16 +84,19 @@ def ask(task: Task, seed: int = 0, order: np.ndarray | None = None, past: np.nda
 
 def make_engine(arch: Architecture, task: Task, *, drafter: Drafter | None = None,
                 controller: Controller | None = None, batch: int = 4, min_batch: int | None = None,
-                past: int = 0, mesh: Any = None, implementation: str | None = None) -> Engine:
-    """An engine that is not compiled yet; `batch` and `task` are over all shards of `mesh`."""
+                past: int = 0, mesh: Any = None, **machine: Any) -> Engine:
+    """An engine that is not compiled yet; `batch` and `task` are over all shards of `mesh`.
+
+    `machine` holds further fields of Machine.
+    """
     mesh = sharding.make_mesh(MeshConfig()) if mesh is None else mesh
     drafter = off() if drafter is None else drafter
     shards = sharding.shard_count(mesh)
     shapes = Shapes(batch=batch // shards, sequences=task.sequences // shards, group=task.group,
                     prompt=task.prompt, response=task.response, shards=shards,
                     depth=drafter.depth, min_batch=min_batch or batch // shards)
-    machine = Machine(arch, drafter, controller or policies.off(), implementation)
-    return Engine(machine, mesh, shapes, task.stop, past=past)
+    parts = Machine(arch, drafter, controller or policies.off(), **machine)
+    return Engine(parts, mesh, shapes, task.stop, past=past)
 
 
 class Dice:

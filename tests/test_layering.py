@@ -23,12 +23,15 @@ SEES = {
 }
 ALL = BASE | {"model", "draft", "spec", "control", "rollout", "rl", "host"}
 SEES |= {
+    "specrl_jax": set(),
     "intervals": set(),
     "sampler": ALL,
     "actor": BASE | {"model", "host"},
     "loop": ALL | {"sampler"},
     "generate": ALL | {"sampler", "actor"},
+    "compare": {"config", "host"},
     "evaluate": ALL | {"intervals", "sampler", "actor", "loop"},
+    "replay": ALL | {"sampler", "actor", "compare", "loop"},
 }
 OUR_ROOTS = {"specrl_jax", "specrl_kernels", "experiments", "tests", "kernels"}
 

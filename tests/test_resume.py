@@ -77,8 +77,8 @@ def test_a_run_killed_at_random_moments_equals_one_that_was_not(
             time.sleep(rng.uniform(0, 2 * step))
         finally:
             process.send_signal(signal.SIGKILL)
-            process.communicate()
-        assert process.returncode == -signal.SIGKILL, f"finished before kill {kill}"
+            _, err = process.communicate()
+        assert process.returncode == -signal.SIGKILL, f"ended before kill {kill}: {err}"
     run_training(workdir, *LONG)
     assert_same_runs(whole, workdir, STEPS)
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from specrl_kernels.tree_attention import tree_attention
 
+from specrl_jax.control.policies import Bucket
 from specrl_jax.draft.base import Occasion
 from specrl_jax.model import transformer
 from specrl_jax.prng import gumbel
@@ -50,10 +51,11 @@ def time_parts(machine: Machine, params: Any, at: Situation, repeats: int
 
 def make_parts(machine: Machine, params: Any, at: Situation) -> dict[str, Part]:
     """The parts, by name, as functions without arguments that return device arrays."""
-    bucket = next(b for b in bucket_ladder(at.rows, machine.drafter.nodes)
-                  if b.packed >= at.packed)
-    per_row = bucket.packed // at.rows
-    live = jnp.broadcast_to(jnp.arange(bucket.nodes) < per_row, (at.rows, bucket.nodes))
+    buckets = _buckets(machine, at)
+    bucket = next((b for b in buckets if b.packed >= at.packed), buckets[-1])
+    even, odd = divmod(bucket.packed, at.rows)
+    nodes = even + (jnp.arange(at.rows) < odd)
+    live = jnp.arange(bucket.nodes)[None] < nodes[:, None]
     chain = jnp.maximum(jnp.arange(bucket.nodes, dtype=jnp.int32) - 1, 0)
     packing = pack(live, jnp.broadcast_to(chain, live.shape), bucket.packed)
     cache = _cache(machine, at)
@@ -62,7 +64,12 @@ def make_parts(machine: Machine, params: Any, at: Situation) -> dict[str, Part]:
              "head": _head(machine, params, bucket.packed),
              "sampling": _sampling(machine, bucket.packed, params),
              "commit": _commit(machine, at, params)}
-    return ({"draft": _draft(machine, at)} if machine.drafter.depth else {}) | found
+    return ({"draft": _draft(machine, at)} if len(buckets) > 1 else {}) | found
+
+
+def _buckets(machine: Machine, at: Situation) -> tuple[Bucket, ...]:
+    """The round's; if there is one only, the round drafts nothing."""
+    return bucket_ladder(at.rows, machine.drafter.nodes, machine.most)
 
 
 def _bound(function: Callable[..., Any], *args: Any) -> Part:
@@ -92,7 +99,7 @@ def _draft(machine: Machine, at: Situation) -> Part:
     length = np.full(at.rows, at.prompt.shape[1], np.int32)
     state = drafter.init(Occasion(prompt=at.prompt, prompt_length=length, past=at.past,
                                   batch=at.rows, group=1, buffer=at.past.shape[2]))
-    buckets = bucket_ladder(at.rows, drafter.nodes)
+    buckets = _buckets(machine, at)
     key = jnp.zeros((at.rows, 2), jnp.uint32)
 
     def draft(state: Any, control: Any, tip: Tip) -> Any:

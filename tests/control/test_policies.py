@@ -1,5 +1,6 @@
 """What is kept of the drafts, and the bucket it goes into."""
 
+import functools
 import itertools
 from typing import Any
 
@@ -11,9 +12,10 @@ import pytest
 from specrl_jax.config import ControlConfig, SpecOptions
 from specrl_jax.control import policies
 from specrl_jax.control.policies import Bucket, make_spec
-from specrl_jax.structs import DraftTree, Load
+from specrl_jax.structs import DraftTree, Load, SpecConfig
 
-LADDER = (Bucket(4, 1), Bucket(8, 5), Bucket(16, 13), Bucket(28, 7))
+LADDER = (Bucket(4, 1), Bucket(8, 5), Bucket(16, 7), Bucket(28, 7))
+NARROW = (Bucket(4, 1), Bucket(10, 4))  # too small for all that may be drafted
 
 
 def load(live: Any) -> Load:
@@ -53,23 +55,27 @@ def brute_force(tree: DraftTree, nodes: int, budget: int) -> np.ndarray:
     return kept
 
 
-KEEP = jax.jit(lambda spec, tree: policies.fixed().keep(
-    spec, load(tree.live[:, 0]), spec, tree, LADDER))
+@functools.partial(jax.jit, static_argnums=2)
+def keep(spec: SpecConfig, tree: DraftTree, ladder: tuple[Bucket, ...]) -> Any:
+    return policies.fixed().keep(spec, load(tree.live[:, 0]), spec, tree, ladder)
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_keep_equals_brute_force_and_is_closed_under_parent(seed: int) -> None:
+@pytest.mark.parametrize("ladder", [LADDER, NARROW], ids=["wide", "narrow"])
+@pytest.mark.parametrize("seed", range(30))
+def test_keep_equals_brute_force_and_is_closed_under_parent(
+        seed: int, ladder: tuple[Bucket, ...]) -> None:
     rng = np.random.default_rng(seed)
     tree, nodes, budget = random_tree(rng), int(rng.integers(0, 8)), int(rng.integers(0, 20))
-    live, bucket = KEEP(make_spec(3, 2, nodes, budget), tree)
+    live, bucket = keep(make_spec(3, 2, nodes, budget), tree, ladder)
     live = np.asarray(live)
-    np.testing.assert_array_equal(live, brute_force(tree, nodes, budget))
+    most = min(budget or 10**9, ladder[-1].packed)
+    np.testing.assert_array_equal(live, brute_force(tree, min(nodes, ladder[-1].nodes), most))
     np.testing.assert_array_equal(live[:, 0], tree.live[:, 0])
     parents = np.take_along_axis(live, np.asarray(tree.parent), 1)
     assert (parents | ~live).all()
     assert (live.sum(1) <= max(nodes, 1)).all()
     assert not budget or live.sum() <= max(budget, live[:, 0].sum())
-    fits = [live.sum() <= b.packed and live.sum(1).max() <= b.nodes for b in LADDER]
+    fits = [live.sum() <= b.packed and live.sum(1).max() <= b.nodes for b in ladder]
     assert int(bucket) == fits.index(True)
 
 
