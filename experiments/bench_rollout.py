@@ -24,7 +24,6 @@ from absl import flags
 from bench import hardware, peers, results, show
 from bench.case import Setting, run_case
 from bench.workload import HEAVY_ROWS, WORKLOADS, Workload, make_workload
-from rich.console import Console
 
 from specrl_jax import sharding
 from specrl_jax.config import DRAFTERS, Config, ConfigError
@@ -52,7 +51,7 @@ def main(config: Config, workdir: Path) -> int:
     result = results.blank(config, tuple(packages))
     if RESUME.value:
         result["cases"] = results.earlier(out)
-    console = Console(highlight=False)
+    console = show.console()
     tokenizer = actor.source.tokenizer
     params = actor.params(sharding.make_mesh(config.mesh))
     with tempfile.TemporaryDirectory(prefix="specrl_bench_") as directory:

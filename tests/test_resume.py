@@ -160,7 +160,8 @@ def test_bad_input_ends_in_one_line_and_touches_nothing(name: str, tmp_path: Pat
     _, err = process.communicate(timeout=300)
     assert process.returncode != 0
     said = err.strip().splitlines()
-    assert len(said) == 1 and message in said[0] and "Traceback" not in err
+    assert [line for line in said if line.startswith("error:")] == said[-1:]
+    assert message in said[-1] and "Traceback" not in err
     assert not workdir.exists()
 
 

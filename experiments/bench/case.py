@@ -52,17 +52,17 @@ def run_case(setting: Setting, workload: Workload) -> dict[str, Any]:
         setting.say(f"{workload.name}, {workload.rows} rows: timing {', '.join(tasks)}")
         times = alternate(tasks, setting.repeats)
         found = {name: describe_peer(times[name], peer) for name, peer in others.items()}
-    machine = machine.best(setting.probe())
+    machine, ours_found = machine.best(setting.probe()), {}
     for name, one in ours.items():
-        found[name] = describe_ours(times[name], one, machine)
+        ours_found[name] = describe_ours(times[name], one, machine)
         if workload.name == "uniform":
             setting.say(f"{workload.name}, {workload.rows} rows: parts of a round, {name}")
-            found[name]["parts"] = parts_of(one, times[name], PART_REPEATS)
+            ours_found[name]["parts"] = parts_of(one, times[name], PART_REPEATS)
     return {
         "workload": workload.name, "rows": workload.rows, "useful_tokens": workload.tokens,
         "prompt_tokens": hardware.lengths_summary(workload.prompt_lengths),
         "new_tokens": hardware.lengths_summary(workload.limits),
-        "hardware": hardware.as_json(machine), "contenders": found,
+        "hardware": hardware.as_json(machine), "contenders": ours_found | found,
         "ratios": ratios(times, setting.drafters), "equal_streams": equal_streams(times)}
 
 

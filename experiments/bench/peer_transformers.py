@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
+from transformers.utils import logging
 
 from specrl_jax.model.export import export
 from specrl_jax.model.weights import Source
@@ -17,6 +18,7 @@ class Peer:
 
     def __init__(self, source: Source, workload: Workload, threads: int, directory: Path) -> None:
         torch.set_num_threads(threads)
+        logging.disable_progress_bar()
         exported = directory / "transformers"
         if not exported.exists():
             export(exported, source.arch, source.params(), source.tokenizer)

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from absl import flags
+
 from specrl_jax.config import Config, ConfigError, as_dict
 from specrl_jax.host.metrics import write_atomically
 
@@ -18,6 +20,16 @@ DIRECTORY = Path(__file__).resolve().parents[1] / "results"
 def command(argv: Sequence[str]) -> str:
     """The command line as it is typed in the repository."""
     return shlex.join(["python", f"experiments/{Path(argv[0]).name}", *argv[1:]])
+
+
+def refuse_workdir() -> None:
+    """
+    Raises:
+      ConfigError: --workdir is set, which no benchmark writes.
+    """
+    workdir = flags.FLAGS.workdir
+    if workdir is not None:
+        raise ConfigError(f"--workdir={workdir}: a benchmark writes one file; name it with --out")
 
 
 def destination(out: str | None, default: str) -> Path:

@@ -1,10 +1,18 @@
 """Tables of benchmark results."""
 
+import sys
 from typing import Any
 
+from rich.console import Console
 from rich.table import Table
 
 PARTS = ("draft", "dense", "attention", "head", "sampling", "commit", "host", "rest")
+
+WIDTH = 132  # columns where standard output is no terminal
+
+
+def console() -> Console:
+    return Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
 
 
 def case_tables(case: dict[str, Any]) -> list[Table]:
@@ -24,12 +32,13 @@ def between(found: dict[str, Any], scale: float = 1.0, digits: int = 1) -> str:
 
 
 def _speed(case: dict[str, Any]) -> Table:
-    machine = case["hardware"]
+    machine, equal = case["hardware"], case["equal_streams"]
+    note = "" if equal is None else f"; {equal:.0%} of streams equal with and without a draft"
     table = Table("", "tokens/s", "ms a round", "bound ms", "over bound", "occupancy",
                   "accept length", "prefill s", "compiled",
                   title=f"{case['workload']}, {case['rows']} rows, {case['useful_tokens']} tokens",
                   caption=f"{machine['bandwidth'] / 1e9:.1f} GB/s, "
-                          f"{machine['peak'] / 1e9:.0f} GFLOP/s; median (range)")
+                          f"{machine['peak'] / 1e9:.0f} GFLOP/s; median (range){note}")
     for name, one in case["contenders"].items():
         speed = between(one["tokens_per_second"])
         if "round_seconds" not in one:
@@ -70,9 +79,10 @@ def learner_table(result: dict[str, Any]) -> Table:
     """Speed of one policy update for each packing."""
     table = Table("packing", "seconds", "useful tokens/s", "response tokens/s", "bound s",
                   "over bound", "over padded bound", "useful", "compiler's MB",
-                  title=f"one update, {result['sequences']} sequences",
-                  caption=f"peak {result['hardware']['peak'] / 1e9:.0f} GFLOP/s; peak memory of "
-                          f"the run {result['peak_rss_bytes']['run'] / 1e6:.0f} MB; median (range)")
+                  title=f"one update of {result['sequences']} sequences",
+                  caption=f"peak {result['hardware']['peak'] / 1e9:.0f} GFLOP/s; a training step "
+                          f"held {result['peak_rss_bytes']['step'] / 1e6:.0f} MB at most; "
+                          f"median (range)")
     for name, one in result["cases"].items():
         table.add_row(
             name, between(one["seconds"], digits=2), between(one["useful_tokens_per_second"]),

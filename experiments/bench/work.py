@@ -109,12 +109,9 @@ class UpdateWork:
 
 
 def useful_work(batch: Batch) -> UpdateWork:
-    """What the sequences of a batch need at least: their tokens, and keys that are visible.
-
-    Rows of padding have only segments -1, so nothing of them counts.
-    """
-    segment = np.asarray(batch.segment).reshape(-1, batch.segment.shape[-1])
-    position = np.asarray(batch.position).reshape(segment.shape)
+    """What the sequences of a batch need at least: their tokens, and keys that are visible."""
+    said = np.asarray(batch.length).sum(-1) > 0  # [n, b]; the others are padding
+    segment, position = (np.asarray(a)[said] for a in (batch.segment, batch.position))
     pairs = sum(_visible_pairs(s, p) for s, p in zip(segment, position, strict=True))
     return UpdateWork(tokens=int((segment >= 0).sum()), pairs=pairs,
                       scored=int(np.asarray(batch.length).sum()))

@@ -29,7 +29,7 @@ def get_config() -> Config:
             system="Answer with just the number.",
         ),
         reward=RewardConfig(terms=("exact",), weights=(1.0,)),
-        spec=SpecOptions(drafter="history"),
+        spec=SpecOptions(drafter="history", max_packed=32),
         rollout=RolloutConfig(
             batch_size=16,  # a quarter of a step's 64 sequences: slots are refilled
             min_batch=8, max_prompt_tokens=48, max_new_tokens=24),

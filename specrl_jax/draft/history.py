@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from specrl_jax.config import check
 from specrl_jax.draft.base import Drafter, Noise, Occasion, Survive
 from specrl_jax.draft.tree import attach, roots
 from specrl_jax.structs import Array, DraftTree, Path, SpecConfig, Tip, Verdict
@@ -36,11 +37,10 @@ def history(*, depth: int, branch: int, nodes: int, match: int, group: int) -> D
     """The drafter with D = `depth`, K = `branch`, N = `nodes`; suffixes up to `match` tokens.
 
     Raises:
-      ValueError: N does not hold a root and K chains of D nodes.
+      ConfigError: N does not hold a root and K chains of D nodes.
     """
-    if nodes < 1 + depth * branch:
-        raise ValueError(f"spec.max_nodes = {nodes}: must be at least 1 + spec.max_steps * "
-                         f"spec.max_branch = {1 + depth * branch}")
+    check(nodes >= 1 + depth * branch, "spec.max_nodes", nodes,
+          f"must be at least 1 + spec.max_steps * spec.max_branch = {1 + depth * branch}")
     return Drafter(
         nodes=nodes, depth=depth,
         init=_init,

@@ -49,7 +49,7 @@ class Shapes:
     def batches(self) -> tuple[int, ...]:
         """The batch sizes that rows are compacted to, largest first."""
         sizes = [self.batch]
-        while sizes[-1] > self.min_batch:
+        while sizes[-1] > 1 and -(-sizes[-1] // 2) >= self.min_batch:
             sizes.append(-(-sizes[-1] // 2))
         return tuple(sizes)
 

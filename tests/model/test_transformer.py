@@ -65,7 +65,9 @@ def path_to(parent: np.ndarray, node: int) -> list[int]:
     return path[::-1]
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=[
+    "llama", "qwen2", pytest.param("llama3", marks=pytest.mark.slow),
+    pytest.param("qwen3", marks=pytest.mark.slow)])
 def model(request: Any) -> tuple[Architecture, Any]:
     arch = tiny_arch(**KINDS[request.param])
     params = tiny_params(arch)

@@ -1,0 +1,220 @@
+"""The benchmarks' arithmetic, and one case of each on a tiny model."""
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from experiments.bench import hardware, peers, results, show, timing, update, work, workload
+from experiments.bench.case import Setting, run_case
+from experiments.bench.hardware import Hardware
+from specrl_jax import sharding
+from specrl_jax.actor import open_actor
+from specrl_jax.config import ConfigError
+from specrl_jax.host.compilation import CompilationCounter
+from specrl_jax.model.architecture import Architecture, initialize
+from specrl_jax.model.tiny import byte_tokenizer
+from specrl_jax.rl import learner
+from specrl_jax.structs import Rollout
+
+ARCH = Architecture(vocab_size=24, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=4,
+                    num_kv_heads=2, head_dim=4)
+MACHINE = Hardware(1e9, 1e12, {"sum": 1e9}, {"a @ b": 1e12})
+
+
+def rollout_of(lengths: list[int], asked: list[int]) -> Rollout:
+    """Two sequences a prompt."""
+    q, t = len(lengths), max(lengths)
+    fields = {f.name: np.zeros(q, np.int32) for f in dataclasses.fields(Rollout)}
+    fields |= {name: np.zeros((q, t), np.float32) for name in ("logprob", "raw_logprob",
+                                                               "kept_mass")}
+    prompt = np.zeros((q, max(asked)), np.int32)
+    return Rollout(**fields | {
+        "prompt": prompt, "prompt_length": np.repeat(asked, 2).astype(np.int32),
+        "tokens": np.zeros((q, t), np.int32), "commits": np.zeros((q, t), np.int32),
+        "length": np.asarray(lengths, np.int32), "policy_version": 0, "drafter_version": 0})
+
+
+def batch_of(together: int, rows: int = 2):
+    rollout = rollout_of([3, 1, 2, 4], [5, 2])
+    return learner.make_batch(rollout, np.ones(4, np.float32), 1.0, rows, together, True)
+
+
+def test_ratios_are_pair_by_pair():
+    found = timing.ratio([2.0, 9.0, 4.0], [1.0, 3.0, 4.0])
+    assert found == {"min": 1.0, "median": 2.0, "max": 3.0, "values": [2.0, 3.0, 1.0]}
+    with pytest.raises(ValueError):
+        timing.ratio([1.0], [1.0, 2.0])
+
+
+def test_alternation_goes_there_and_back():
+    order = []
+    tasks = {name: (lambda name=name: order.append(name) or name) for name in "abc"}
+    assert timing.alternate(tasks, 2) == {"a": ["a"] * 2, "b": ["b"] * 2, "c": ["c"] * 2}
+    assert "".join(order) == "abccba"
+
+
+def test_the_faster_of_two_probes_counts():
+    other = Hardware(2e9, 5e11, {"sum": 2e9}, {"a @ b": 5e11})
+    assert MACHINE.best(other) == Hardware(2e9, 1e12, {"sum": 2e9}, {"a @ b": 1e12})
+
+
+def test_parameters_are_those_of_the_model():
+    leaves = jax.tree.leaves(initialize(ARCH, 0))
+    matrices = sum(a.size for a in leaves if a.ndim > 1)
+    assert work.layer_matmul_params(ARCH) + work.head_params(ARCH) == matrices
+    assert work.weight_bytes(ARCH, 4) == 4 * sum(a.size for a in leaves)
+    untied = dataclasses.replace(ARCH, tied=False)  # its second table is not read by a round
+    assert work.weight_bytes(untied, 4) == work.weight_bytes(ARCH, 4)
+
+
+def test_context_of_each_round():
+    commits = np.asarray([[1, 3, 2, 9], [2, 2, 9, 9]])
+    rows, context = work.context_by_round(np.asarray([5, 3]), commits, np.asarray([3, 2]))
+    assert rows.tolist() == [2, 2, 1]
+    assert context.tolist() == [4 + 2, 5 + 4, 8]
+
+
+def test_bound_of_rounds_by_hand():
+    rows, context = np.asarray([2, 1]), np.asarray([10, 6])
+    bound = work.rounds_bound(ARCH, MACHINE, rows, context, 1.0, 4)
+    moved = 2 * work.weight_bytes(ARCH, 4) + 4 * 2 * 2 * 2 * 4 * (10 + 2 + 6 + 1)
+    assert bound.kind == "bytes" and bound.seconds == pytest.approx(moved / 1e9)
+    slow = dataclasses.replace(MACHINE, peak=1e6)
+    flops = 2 * 3 * (work.layer_matmul_params(ARCH) + 24 * 16) + 4 * 2 * 4 * 4 * (16 + 3)
+    bound = work.rounds_bound(ARCH, slow, rows, context, 1.0, 4)
+    assert bound.kind == "flops" and bound.seconds == pytest.approx(flops / 1e6)
+
+
+def test_work_of_an_update_by_hand():
+    single, _ = batch_of(together=1, rows=3)  # 4 rows in micro-batches of 3: two are padding
+    found = work.useful_work(single)
+    assert (found.tokens, found.scored) == (8 + 6 + 4 + 6, 10)
+    assert found.pairs == sum(n * (n + 1) // 2 for n in (8, 6, 4, 6))
+    padded = work.padded_work(single, 2)
+    assert dataclasses.astuple(padded) == (6 * 9, 6 * 81, 6 * 4)
+    grouped, _ = batch_of(together=2, rows=1)
+    found = work.useful_work(grouped)
+    assert (found.tokens, found.scored) == (5 + 4 + 2 + 6, 10)
+    prompts = 15 + 3
+    assert found.pairs == prompts + (6 + 7 + 8) + 6 + (3 + 4) + (3 + 4 + 5 + 6)
+    products = 2 * (work.layer_matmul_params(ARCH) * 17 + 24 * 16 * 10)
+    assert found.flops(ARCH) == 3 * (products + 4 * 2 * 4 * 4 * found.pairs)
+
+
+def test_workloads():
+    heavy = workload.make_workload("heavy", 16, 128, byte_tokenizer())
+    wanted = np.minimum(256, 16 + np.random.default_rng(0).exponential(60, 16).astype(int))
+    assert heavy.limits.tolist() == wanted.tolist() and heavy.longest <= 256
+    assert len({tuple(p) for p in heavy.prompts}) == 16
+    uniform = workload.make_workload("uniform", 3, 7, byte_tokenizer())
+    assert uniform.tokens == 21 and uniform.prompts == heavy.prompts[:3]
+
+
+def test_a_missing_peer_is_named(monkeypatch):
+    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda module: None)
+    with pytest.raises(ConfigError, match=r"--peer=llamacpp: llama_cpp is not installed; run pip"):
+        peers.check_installed("llamacpp")
+    with pytest.raises(ConfigError, match="--peer=vllm: choose some of transformers, llamacpp"):
+        peers.check_installed("vllm")
+
+
+def test_results_are_read_back(tmp_path):
+    path = tmp_path / "a.json"
+    assert results.earlier(path) == {}
+    results.write(path, {"cases": {"uniform-1": {}}})
+    assert results.earlier(path) == {"uniform-1": {}}
+    path.write_text("[]")
+    with pytest.raises(ConfigError, match="no result of a benchmark"):
+        results.earlier(path)
+
+
+def probe() -> Hardware:
+    return hardware.measure(probe_bytes=4 * 10**6, sizes=(64,), repeats=2)
+
+
+@pytest.fixture(scope="module")
+def setting(tmp_path_factory, small):
+    actor = open_actor(small)
+    return Setting(
+        config=small, source=actor.source, params=actor.params(sharding.make_mesh(small.mesh)),
+        drafters=("off", "history"), peers=(), repeats=2, say=lambda text: None, probe=probe,
+        directory=tmp_path_factory.mktemp("peers"), counter=CompilationCounter())
+
+
+def check_case(found) -> None:
+    assert json.loads(json.dumps(found)) == found
+    assert min(found["hardware"]["bandwidth"], found["hardware"]["peak"]) > 0
+    for one in found["contenders"].values():
+        assert one["compilations"] == 0 and 0 < one["occupancy"] <= 1
+        assert one["round_seconds"]["min"] > one["bound_round_seconds"] > 0
+        assert len(one["over_bound"]["values"]) == 2
+        assert one["counters"]["committed"] == found["useful_tokens"]
+        if "parts" in one:
+            assert sum(one["parts"]["share"].values()) == pytest.approx(1)
+            assert set(one["parts"]["share"]) <= set(show.PARTS)
+    assert show.case_tables(found)
+
+
+def test_a_plain_case(setting):
+    plain = dataclasses.replace(setting, drafters=("off",))
+    found = run_case(plain, workload.make_workload("uniform", 1, 8, setting.source.tokenizer))
+    check_case(found)
+    assert found["ratios"] == {} and found["equal_streams"] is None
+    assert {"dense", "attention", "rest"} <= set(found["contenders"]["off"]["parts"]["share"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", workload.WORKLOADS)
+def test_a_case_with_a_drafter(setting, name):
+    found = run_case(setting, workload.make_workload(name, 2, 12, setting.source.tokenizer))
+    check_case(found)
+    assert found["equal_streams"] == 1.0 and set(found["ratios"]) == {"history/off"}
+    assert ("parts" in found["contenders"]["history"]) == (name == "uniform")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llamacpp", "transformers"])
+def test_a_peer(setting, name):
+    for module in peers.MODULES[name]:
+        pytest.importorskip(module)
+    found = run_case(dataclasses.replace(setting, drafters=("off",), peers=(name,)),
+                     workload.make_workload("heavy", 2, 8, setting.source.tokenizer))
+    assert found["contenders"][name]["tokens_per_second"]["min"] > 0
+    assert set(found["ratios"]) == {f"off/{name}"}
+
+
+@pytest.mark.slow
+def test_updates_run_against_their_bound(setting):
+    config = dataclasses.replace(setting.config, rollout=dataclasses.replace(
+        setting.config.rollout, max_new_tokens=4))
+    rollout = rollout_of([3, 1, 2, 4], [5, 2])
+    state = learner.LearnerState(
+        jax.tree.map(lambda a: a.copy(), setting.params),
+        learner.make_optimizer(config.learner).init(setting.params))
+    keeper, mesh = update.Keeper(state), sharding.make_mesh(config.mesh)
+    for packing in ("group", "sequence"):
+        one = update.Update(config, setting.source.arch, mesh, rollout, keeper, packing)
+        found = one.describe([one.run(), one.run()], MACHINE)
+        assert found["useful_flops"] < found["padded_flops"]
+        assert found["response_tokens_per_second"]["min"] > 0 and found["temporary_bytes"] > 0
+
+
+def test_gguf_copy_is_the_same_model(tmp_path, small):
+    from experiments.bench.gguf_copy import write_float32
+    from specrl_jax.model.gguf_file import gguf_architecture, gguf_tensors, open_gguf
+
+    source = open_actor(small).source
+    file = open_gguf(write_float32(tmp_path / "a.gguf", source))
+    arch = gguf_architecture(file)
+    assert arch == source.arch
+    copy = gguf_tensors(file, arch)
+    for name in source.tensors.shapes:
+        np.testing.assert_array_equal(copy.read(name), source.tensors.read(name))
+
+
+def test_the_command_is_written_without_the_directory():
+    assert results.command(["/a/b/bench_rollout.py", "--batch=1"]) == (
+        "python experiments/bench_rollout.py --batch=1")
