@@ -46,6 +46,9 @@ def main(config: Config, workdir: Path) -> int:
     out = results.destination(OUT.value, "bench_rollout.json")
     check_flags()
     config, actor = run_flags.resolve(config)
+    if actor.run is not None and PEER.value:
+        raise ConfigError(f"--run={actor.run}: a peer reads the model at --config.model.path; drop "
+                          "--peer, or export the run and name the export there")
     use_persistent_cache()
     packages = [name for peer in PEER.value for name in peers.PACKAGES[peer]]
     result = results.blank(config, tuple(packages))

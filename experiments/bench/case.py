@@ -140,7 +140,7 @@ def parts_of(one: Ours, times: Sequence[TimedRollout], repeats: int) -> dict[str
 
 
 def _situation(one: Ours, timed: TimedRollout) -> parts.Situation:
-    """The middle of the rollout; the bucket is the one that holds its mean packed tokens."""
+    """The middle of the rollout, with its mean of packed tokens."""
     counters, workload = timed.result.counters, one.workload
     engine, pad = one.sampler.engine, functools.partial(np.zeros, dtype=np.int32)
     shapes = engine.shapes

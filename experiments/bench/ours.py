@@ -119,7 +119,7 @@ class Ours:
 def tailored(config: Config, workload: Workload, drafter: str) -> Config:
     """`config` with the shapes of a workload, temperature 1 and no truncation."""
     rows = workload.rows
-    smallest = {"heavy": 1, "uniform": rows if drafter == "off" else max(1, rows // 4)}
+    smallest = {"heavy": 1, "uniform": rows if drafter == "off" else max(1, rows // 2)}
     rollout = dataclasses.replace(
         config.rollout, batch_size=rows, min_batch=smallest[workload.name],
         max_prompt_tokens=max(2, int(workload.prompt_lengths.max())),

@@ -5,7 +5,7 @@ account of a round to within a few percent; what they leave over is called rest.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -31,7 +31,7 @@ class Situation:
     """Where a rollout stands when its parts are timed."""
 
     rows: int  # B
-    packed: float  # tokens of a round, padding included, on average; decides the bucket
+    packed: float  # tokens of a round, padding included, on average
     context: np.ndarray  # i32[B] cached tokens
     prompt: np.ndarray  # i32[B, P]
     past: np.ndarray  # i32[B, K, T]
@@ -41,30 +41,53 @@ class Situation:
 
 def time_parts(machine: Machine, params: Any, at: Situation, repeats: int
                ) -> dict[str, list[float]]:
-    """Seconds of each part of one round, once a repeat."""
-    parts = make_parts(machine, params, at)
+    """Seconds of each part of one round, once a repeat.
+
+    What depends on the bucket is timed in the two that the mean of packed tokens lies between, and
+    weighted so that they give that mean.
+    """
+    low, high, share = between(_buckets(machine, at), at.packed)
+    parts = {("low", name): part for name, part in bucket_parts(machine, params, at, low).items()}
+    if share:
+        parts |= {("high", name): part
+                  for name, part in bucket_parts(machine, params, at, high).items()}
+    parts |= {("both", name): part for name, part in common_parts(machine, params, at).items()}
     tasks = {name: (lambda part=part: seconds_of(part, jax.block_until_ready))
              for name, part in parts.items()}
     alternate(tasks, 1)  # compiles
-    return alternate(tasks, repeats)
+    weight = {"low": 1 - share, "high": share, "both": 1.0}
+    total: dict[str, list[float]] = {}
+    for (which, name), seconds in alternate(tasks, repeats).items():
+        before = total.get(name, [0.0] * repeats)
+        total[name] = [x + weight[which] * y for x, y in zip(before, seconds, strict=True)]
+    return total
 
 
-def make_parts(machine: Machine, params: Any, at: Situation) -> dict[str, Part]:
-    """The parts, by name, as functions without arguments that return device arrays."""
-    buckets = _buckets(machine, at)
-    bucket = next((b for b in buckets if b.packed >= at.packed), buckets[-1])
+def between(buckets: Sequence[Bucket], packed: float) -> tuple[Bucket, Bucket, float]:
+    """The buckets next to `packed` tokens from below and above, and the upper one's share."""
+    low = [b for b in buckets if b.packed <= packed][-1:] or buckets[:1]
+    high = [b for b in buckets if b.packed >= packed][:1] or buckets[-1:]
+    width = high[0].packed - low[0].packed
+    return low[0], high[0], (packed - low[0].packed) / width if width else 0.0
+
+
+def common_parts(machine: Machine, params: Any, at: Situation) -> dict[str, Part]:
+    """The parts that are the same in every bucket, by name."""
+    draft = {"draft": _draft(machine, at)} if len(_buckets(machine, at)) > 1 else {}
+    return draft | {"commit": _commit(machine, at, params)}
+
+
+def bucket_parts(machine: Machine, params: Any, at: Situation, bucket: Bucket) -> dict[str, Part]:
+    """The parts of a forward, by name, as functions that return device arrays."""
     even, odd = divmod(bucket.packed, at.rows)
     nodes = even + (jnp.arange(at.rows) < odd)
     live = jnp.arange(bucket.nodes)[None] < nodes[:, None]
     chain = jnp.maximum(jnp.arange(bucket.nodes, dtype=jnp.int32) - 1, 0)
     packing = pack(live, jnp.broadcast_to(chain, live.shape), bucket.packed)
-    cache = _cache(machine, at)
-    found = {"dense": _dense(machine, params, packing, at),
-             "attention": _attention(machine, packing, cache, params),
-             "head": _head(machine, params, bucket.packed),
-             "sampling": _sampling(machine, bucket.packed, params),
-             "commit": _commit(machine, at, params)}
-    return ({"draft": _draft(machine, at)} if len(buckets) > 1 else {}) | found
+    return {"dense": _dense(machine, params, packing, at),
+            "attention": _attention(machine, packing, _cache(machine, at), params),
+            "head": _head(machine, params, bucket.packed),
+            "sampling": _sampling(machine, bucket.packed, params)}
 
 
 def _buckets(machine: Machine, at: Situation) -> tuple[Bucket, ...]:

@@ -53,19 +53,24 @@ class Peer:
             export(exported, arch, source.params(), source.tokenizer)
         mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tp"))
         config = _config(arch)
-        model = llama_params.create_model_from_safe_tensors(str(exported), config, mesh=mesh)
+        model = llama_params.create_model_from_safe_tensors(
+            str(exported), config, mesh=mesh, dtype=jnp.float32)
         self.longest = workload.longest
         self.width = int(workload.prompt_lengths.max())
         cache = CacheConfig(cache_size=self.width + self.longest, num_layers=arch.num_layers,
                             num_kv_heads=arch.num_kv_heads, head_dim=arch.head_dim)
-        tokenizer = Ids(source.tokenizer.pad_id, arch.vocab_size - 1)
+        tokenizer = Ids(source.tokenizer.pad_id, arch.vocab_size)  # no token has that id
         self.sampler = Sampler(model, tokenizer, cache)
         self.prompts = [" ".join(map(str, prompt)) for prompt in workload.prompts]
 
     def generate(self, most: int) -> None:
-        out = self.sampler(self.prompts, max_generation_steps=min(most, self.longest),
+        """Always the whole length: a shorter warm-up would compile another program."""
+        del most
+        out = self.sampler(self.prompts, max_generation_steps=self.longest,
                            max_prompt_length=self.width, temperature=1.0, top_p=1.0, seed=0)
-        jax.block_until_ready(jax.tree.leaves(out.tokens))
+        made = min(len(row) for row in out.tokens)
+        if made != self.longest:
+            raise RuntimeError(f"tunix made {made} tokens in a row, {self.longest} were wanted")
 
     def settings(self) -> dict[str, Any]:
         return {}
@@ -79,4 +84,4 @@ def _config(arch: Architecture) -> Any:
         num_layers=arch.num_layers, vocab_size=arch.vocab_size, embed_dim=arch.hidden_size,
         hidden_dim=arch.intermediate_size, num_heads=arch.num_heads, head_dim=arch.head_dim,
         num_kv_heads=arch.num_kv_heads, rope_theta=int(arch.rope_theta), norm_eps=arch.norm_eps,
-        weight_tying=arch.tied, dtype=jnp.float32, param_dtype=jnp.float32)
+        weight_tying=arch.tied)

@@ -130,5 +130,5 @@ def _visible_pairs(segment: np.ndarray, position: np.ndarray) -> int:
     real = segment >= 0
     segment, position = segment[real], position[real]
     mine, other = segment[:, None], segment[None]
-    related = (mine == other) | ((other == 0) & (mine > 0))
+    related = (mine == other) | (other == 0)
     return int((related & (position[None] <= position[:, None])).sum())

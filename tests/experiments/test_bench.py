@@ -7,12 +7,23 @@ import jax
 import numpy as np
 import pytest
 
-from experiments.bench import hardware, peers, results, show, timing, update, work, workload
+from experiments.bench import (
+    hardware,
+    parts,
+    peers,
+    results,
+    show,
+    timing,
+    update,
+    work,
+    workload,
+)
 from experiments.bench.case import Setting, run_case
 from experiments.bench.hardware import Hardware
 from specrl_jax import sharding
 from specrl_jax.actor import open_actor
 from specrl_jax.config import ConfigError
+from specrl_jax.control.policies import Bucket
 from specrl_jax.host.compilation import CompilationCounter
 from specrl_jax.model.architecture import Architecture, initialize
 from specrl_jax.model.tiny import byte_tokenizer
@@ -102,6 +113,14 @@ def test_work_of_an_update_by_hand():
     assert found.pairs == prompts + (6 + 7 + 8) + 6 + (3 + 4) + (3 + 4 + 5 + 6)
     products = 2 * (work.layer_matmul_params(ARCH) * 17 + 24 * 16 * 10)
     assert found.flops(ARCH) == 3 * (products + 4 * 2 * 4 * 4 * found.pairs)
+
+
+def test_a_mean_between_buckets():
+    buckets = [Bucket(4, 1), Bucket(8, 5), Bucket(16, 9)]
+    assert parts.between(buckets, 6.0) == (buckets[0], buckets[1], 0.5)
+    assert parts.between(buckets, 8.0) == (buckets[1], buckets[1], 0.0)
+    assert parts.between(buckets, 20.0) == (buckets[2], buckets[2], 0.0)
+    assert parts.between(buckets, 3.0) == (buckets[0], buckets[0], 0.0)
 
 
 def test_workloads():
