@@ -292,7 +292,7 @@ def train(config: Config, workdir: Path) -> bool:
         with metrics.Writer(workdir, trainer.step_number, progress.warn) as writer, Progress(
                 config.steps, trainer.step_number) as progress:
             compilations.take()
-            _steps(trainer, checkpoints, writer, progress, compilations)
+            run_steps(trainer, checkpoints, writer, progress, compilations)
     return True
 
 
@@ -300,8 +300,13 @@ class TrainingError(ConfigError):
     """The run cannot go on; the message says why, and what to change."""
 
 
-def _steps(trainer: Trainer, checkpoints: Checkpoints, writer: metrics.Writer, progress: Progress,
-           compilations: CompilationCounter) -> None:
+def run_steps(trainer: Trainer, checkpoints: Checkpoints, writer: metrics.Writer,
+              progress: Progress, compilations: CompilationCounter) -> None:
+    """The steps that are left, with their lines, warnings and checkpoints.
+
+    Raises:
+      TrainingError: too many non-finite updates in a row; a checkpoint is written first.
+    """
     config = trainer.config
     while trainer.step_number < config.steps:
         record, samples = trainer.step(progress.rollout, progress.phase)

@@ -186,7 +186,7 @@ def update(arch: Architecture, config: LearnerConfig, max_new_tokens: int, state
 def apply(optimizer: optax.GradientTransformation, state: LearnerState, grads: Params, loss: Array
           ) -> tuple[LearnerState, Array, Array]:
     """The optimiser's step unless something is not finite: (state, applied f32[], norm f32[])."""
-    norm = optax.global_norm(grads)
+    norm = optax.tree.norm(grads)
     finite = jnp.isfinite(norm) & jnp.isfinite(loss)
 
     def step(_: None) -> LearnerState:

@@ -1,0 +1,32 @@
+"""Writes a run's actor as a Hugging Face directory, which transformers loads.
+
+    python experiments/export.py --run=runs/smollm2 --out=my-model
+    python experiments/export.py --config.model.path=model.gguf --out=my-model
+"""
+
+import sys
+from pathlib import Path
+
+import config_flags
+import run_flags
+from absl import flags
+
+from specrl_jax import sharding
+from specrl_jax.config import Config
+from specrl_jax.model.export import export
+
+flags.adopt_module_key_flags(run_flags)
+OUT = flags.DEFINE_string("out", None, "directory to write; must not exist, or be empty",
+                          required=True)
+
+
+def main(config: Config, workdir: Path) -> int:
+    config, actor = run_flags.resolve(config)
+    params = actor.params(sharding.make_mesh(config.mesh))
+    export(OUT.value, actor.source.arch, params, actor.source.tokenizer)
+    print(f"wrote {actor.name} to {OUT.value}", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    config_flags.run(main)
