@@ -12,7 +12,7 @@ from flax import struct
 from specrl_jax.prng import gumbel
 from specrl_jax.structs import Array
 
-_CPU_CHUNK = 1024  # vocabulary rows at once; experiments/LOG.md
+_CPU_CHUNK = 4096  # vocabulary rows at once; experiments/LOG.md
 
 
 @struct.dataclass
@@ -23,7 +23,6 @@ class Draw:
     logprob: Array  # f32[W] of the processed, renormalised distribution; 0 at temperature 0
     raw_logprob: Array  # f32[W] at the row's temperature (1 at temperature 0), no truncation
     kept_mass: Array  # f32[W]
-    margin: Array  # f32[W] perturbed score of the token over that of the runner-up
 
 
 @struct.dataclass
@@ -49,59 +48,68 @@ def draw(logits: Array, temperature: Array, top_k: Array, top_p: Array, key: Arr
     """
     greedy = temperature == 0
     scores = logits / jnp.where(greedy, 1.0, temperature)[None]
-    truncation = jax.lax.cond(((top_k > 0) | (top_p < 1)).any(), _truncate, _keep_all,
-                              scores, top_k, top_p)
     scale = jnp.where(greedy, 0.0, 1.0)
-    chunk = _CPU_CHUNK if jax.default_backend() == "cpu" else scores.shape[0]
-    best, runner_up, token, score, top, total, kept = _scan(
-        scores, truncation, scale, key, position, min(chunk, scores.shape[0]))
-    return Draw(token=token,
-                logprob=jnp.where(greedy, 0.0, score - top - jnp.log(kept)),
-                raw_logprob=score - top - jnp.log(total),
-                kept_mass=kept / total, margin=best - runner_up)
+
+    def truncated(scores: Array) -> tuple[Array, ...]:
+        return _scan(scores, _truncate(scores, top_k, top_p), scale, key, position)
+
+    def whole(scores: Array) -> tuple[Array, ...]:
+        return _scan(scores, None, scale, key, position)
+
+    token, score, top, total, kept = jax.lax.cond(
+        ((top_k > 0) | (top_p < 1)).any(), truncated, whole, scores)
+    return Draw(token=token, logprob=jnp.where(greedy, 0.0, score - top - jnp.log(kept)),
+                raw_logprob=score - top - jnp.log(total), kept_mass=kept / total)
 
 
-def _scan(scores: Array, truncation: Truncation, scale: Array, key: Array, position: Array,
-          size: int) -> tuple[Array, ...]:
-    """One pass over the vocabulary; see `draw` for what each carried value becomes."""
+def _scan(scores: Array, truncation: Truncation | None, scale: Array, key: Array, position: Array
+          ) -> tuple[Array, ...]:
+    """One pass over the vocabulary.
+
+    Returns:
+      [W] each: the token, its score, the highest score, and the sums of exp(score - highest) over
+      all tokens and over those kept.
+    """
     vocab, width = scores.shape
+    size = min(_CPU_CHUNK, vocab) if jax.default_backend() == "cpu" else vocab
     low, zero = jnp.full(width, -jnp.inf), jnp.zeros(width)
 
     def body(i: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
-        best, runner_up, token, score, top, total, kept = carry
+        best, token, score, top, total, kept = carry
         start = jnp.minimum(i * size, vocab - size)  # the last chunk may overlap the one before
         ids = start + jnp.arange(size)
         x = jax.lax.dynamic_slice_in_dim(scores, start, size, 0).T
         x = jnp.where((ids >= i * size)[None], x, -jnp.inf)
-        keep = _kept(x, ids[None], truncation)
-        noisy = jnp.where(keep, x + scale[:, None] * gumbel(key, position, ids), -jnp.inf)
-        at = noisy.argmax(1)
-        first = jnp.take_along_axis(noisy, at[:, None], 1)[:, 0]
-        here = jnp.take_along_axis(x, at[:, None], 1)[:, 0]
-        second = jnp.where(jnp.arange(size)[None] == at[:, None], -jnp.inf, noisy).max(1)
+        noisy = x + scale[:, None] * gumbel(key, position, ids)
+        if truncation is not None:
+            keep = _kept(x, ids[None], truncation)
+            noisy = jnp.where(keep, noisy, -jnp.inf)
+        # Three plain reductions over a stored chunk: fused, the noise would be made for each of
+        # them, and a CPU's argmax is not vectorised (experiments/LOG.md).
+        noisy, x = jax.lax.optimization_barrier((noisy, x))
+        first = noisy.max(1)
+        at = jnp.where(noisy == first[:, None], ids[None], vocab).min(1)
+        here = jnp.where(ids[None] == at[:, None], x, -jnp.inf).max(1)
+        wins = first > best
         higher = jnp.maximum(top, x.max(1))
         rescale, mass = jnp.exp(top - higher), jnp.exp(x - higher[:, None])
-        wins = first > best
-        return (jnp.maximum(first, best),
-                jnp.maximum(jnp.minimum(first, best), jnp.maximum(second, runner_up)),
-                jnp.where(wins, start + at, token).astype(jnp.int32),
-                jnp.where(wins, here, score), higher,
-                total * rescale + mass.sum(1), kept * rescale + jnp.where(keep, mass, 0).sum(1))
+        total = total * rescale + mass.sum(1)
+        if truncation is not None:
+            kept = kept * rescale + jnp.where(keep, mass, 0).sum(1)
+        return (jnp.maximum(first, best), jnp.where(wins, at, token).astype(jnp.int32),
+                jnp.where(wins, here, score), higher, total, kept)
 
-    carry = (low, low, jnp.zeros(width, jnp.int32), zero, jnp.full(width, -1e30), zero, zero)
+    carry = (low, jnp.zeros(width, jnp.int32), zero, jnp.full(width, -1e30), zero, zero)
     steps = -(-vocab // size)
-    return body(jnp.int32(0), carry) if steps == 1 else jax.lax.fori_loop(0, steps, body, carry)
+    _, token, score, top, total, kept = (
+        body(jnp.int32(0), carry) if steps == 1 else jax.lax.fori_loop(0, steps, body, carry))
+    return token, score, top, total, total if truncation is None else kept
 
 
 def _kept(scores: Array, ids: Array, truncation: Truncation) -> Array:
     """bool[W, size] of scores f32[W, size]."""
     edge = truncation.score[:, None]
     return (scores > edge) | ((scores == edge) & (ids <= truncation.last[:, None]))
-
-
-def _keep_all(scores: Array, top_k: Array, top_p: Array) -> Truncation:
-    width = scores.shape[1]
-    return Truncation(jnp.full(width, -jnp.inf), jnp.full(width, scores.shape[0], jnp.int32))
 
 
 def _truncate(scores: Array, top_k: Array, top_p: Array) -> Truncation:

@@ -87,8 +87,7 @@ def judged(drawn: list[int], *, generated: int = 0, limit: int = 100, stop: tupl
     place = jnp.arange(4)[None]
     tokens = jnp.asarray([[9, 5, 6, 7]])
     draw = Draw(token=jnp.asarray(drawn), logprob=-jnp.arange(4.0),
-                raw_logprob=-10 - jnp.arange(4.0), kept_mass=1 / (1 + jnp.arange(4.0)),
-                margin=jnp.ones(4))
+                raw_logprob=-10 - jnp.arange(4.0), kept_mass=1 / (1 + jnp.arange(4.0)))
     tip = Tip(root=jnp.asarray([9]), seq=jnp.asarray([0]), generated=jnp.asarray([generated]),
               context=jnp.asarray([3]), live=jnp.asarray([live]))
     sampling = Sampling(temperature=jnp.ones(1), top_p=jnp.ones(1), top_k=jnp.zeros(1, jnp.int32),
