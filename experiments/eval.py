@@ -1,7 +1,7 @@
 """Accuracy of a model on the problems of a split: avg@k, pass@k, 95 % intervals.
 
-    python experiments/eval.py --run=runs/smollm2 --out=after.json
-    python experiments/eval.py --run=runs/smollm2 --step=0 --baseline=after.json
+    python experiments/eval.py --run=runs/smollm2 --step=0 --out=before.json
+    python experiments/eval.py --run=runs/smollm2 --baseline=before.json
     python experiments/eval.py --config=smollm2 --config.model.path=DIR --samples=8 --temperature=1
 
 An answer is correct if the reward "exact" says so, whatever the run was rewarded for. Intervals are

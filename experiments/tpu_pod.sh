@@ -2,7 +2,7 @@
 # Starts one run on every host of a TPU pod slice. Not yet run on hardware.
 #
 #   TPU=my-slice ZONE=us-east5-a experiments/tpu_pod.sh --config=smollm2 --config.mesh.data=16 \
-#       --workdir=/mnt/shared/runs/smollm2
+#       --config.prompts_per_step=16 --config.learner.micro_batch=128 --workdir=/mnt/shared/runs/smollm2
 #
 # Every host runs the same command: `--distributed` calls jax.distributed.initialize(), which finds
 # the other hosts by itself. The mesh must cover all chips of the slice, and the workdir must be one

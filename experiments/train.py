@@ -15,9 +15,10 @@ import config_flags
 import jax
 from absl import flags
 
-from specrl_jax.config import Config
+from specrl_jax.config import Config, ConfigError
+from specrl_jax.host.checkpoint import list_steps
 from specrl_jax.host.compilation import use_persistent_cache
-from specrl_jax.host.report import write_report
+from specrl_jax.host.report import REPORT, write_report
 from specrl_jax.loop import train
 
 DISTRIBUTED = flags.DEFINE_bool(
@@ -36,22 +37,37 @@ def _stop(number: int, frame: FrameType | None) -> None:
     raise Stopped
 
 
+def _join() -> None:
+    """Joins the other processes of a distributed run."""
+    given = [flag.value for flag in (COORDINATOR, PROCESSES, PROCESS)]
+    if not DISTRIBUTED.value:
+        if any(value is not None for value in given):
+            raise ConfigError("--coordinator, --processes, --process: need --distributed")
+        return
+    try:
+        jax.distributed.initialize(*given)
+    except (ValueError, RuntimeError) as error:
+        raise ConfigError(f"--distributed: {str(error).splitlines()[0]} Give --coordinator, "
+                          f"--processes and --process where they cannot be found") from error
+
+
 def main(config: Config, workdir: Path) -> int:
     signal.signal(signal.SIGTERM, _stop)
     use_persistent_cache()
-    if DISTRIBUTED.value:
-        jax.distributed.initialize(COORDINATOR.value, PROCESSES.value, PROCESS.value)
+    _join()
     try:
         if not train(config, workdir):
-            print(f"{workdir}: the run is complete ({config.steps} steps); raise --config.steps "
-                  f"to go on, or choose another --workdir")
-            return 0
+            print(f"{workdir}: the run is complete ({list_steps(workdir / 'checkpoints')[-1]} "
+                  f"steps); raise --config.steps to go on, or choose another --workdir")
+            if (workdir / REPORT).exists():
+                return 0
+        if jax.process_index() == 0:
+            print(f"wrote {write_report(workdir)}")
     except KeyboardInterrupt:
-        print(f"\nstopped; the last checkpoint in {workdir} is good: run the same command again "
-              f"to go on", file=sys.stderr)
+        steps = list_steps(workdir / "checkpoints")
+        kept = f"checkpoint {steps[-1]} is good" if steps else "there is no checkpoint yet"
+        print(f"\nstopped; {kept}: run the same command again to go on", file=sys.stderr)
         return 130
-    if jax.process_index() == 0:
-        print(f"wrote {write_report(workdir)}")
     return 0
 
 

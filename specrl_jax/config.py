@@ -190,6 +190,9 @@ class LearnerConfig:
         at_least(0, learner__updates=self.updates)
         at_least(1, learner__micro_batch=self.micro_batch,
                  learner__max_bad_steps=self.max_bad_steps)
+        for name in ("b1", "b2"):
+            check(0 <= getattr(self, name) < 1, f"learner.{name}", getattr(self, name),
+                  "must lie in [0, 1)")
         check(self.max_grad_norm > 0, "learner.max_grad_norm", self.max_grad_norm,
               "must be positive")
         check(self.normalize in ("token", "sequence", "constant"), "learner.normalize",
@@ -235,7 +238,7 @@ class Config:
     def __post_init__(self) -> None:
         at_least(1, steps=self.steps, prompts_per_step=self.prompts_per_step,
                  checkpoint_every=self.checkpoint_every, checkpoint_keep=self.checkpoint_keep)
-        at_least(0, seed=self.seed)
+        check(0 <= self.seed < 2**32, "seed", self.seed, "must lie in 0..4294967295")
         check(self.group_size >= 2, "group_size", self.group_size,
               "group-relative advantages need at least 2 samples of a prompt")
         shards = self.mesh.data * self.mesh.fsdp

@@ -32,6 +32,8 @@ from specrl_jax.rl.reward import compose
 from specrl_jax.sampler import Asked, Sampler, rollout_metrics
 from specrl_jax.structs import Rollout
 
+GAPS = ("logprob_gap", "logprob_gap_max")  # of rollout and learner, under the weights that acted
+
 
 @dataclasses.dataclass(frozen=True)
 class Prompts:
@@ -225,19 +227,23 @@ class Trainer:
     def learn(self, rollout: Rollout, advantage: np.ndarray) -> dict[str, Any]:
         """Updates the actor on one rollout and publishes it."""
         if not self.config.learner.updates:
+            self.sampler.publish(self.state.params, self.step_number + 1)
             return {"applied": 1.0}
         batch, totals = self._batch(rollout, advantage)
         old = batch.rollout_logprob if self._reads_old else None
         if self._reads_old and self.config.learner.old_logprob == "learner":
             old = self._score(self.state.params, batch)
         reference = self._score(self.reference, batch) if self.config.learner.kl else None
+        updates = []
         for _ in range(self.config.learner.updates):
             self.state, record = self._update(self.state, batch, totals, old, reference)
-        record = {name: float(np.asarray(value)) for name, value in record.items()}
+            updates.append({name: float(np.asarray(value)) for name, value in record.items()})
+        # Only the first update sees the weights that acted, which the gap is about.
+        record = updates[-1] | {name: updates[0][name] for name in GAPS}
+        record["applied"] = min(one["applied"] for one in updates)
         self.bad_steps = 0 if record["applied"] else self.bad_steps + 1
         self.sampler.publish(self.state.params, self.step_number + 1)
-        gap, largest = record.pop("logprob_gap"), record.pop("logprob_gap_max")
-        return record | {"rollout/logprob_gap": gap, "rollout/logprob_gap_max": largest}
+        return record | {f"rollout/{name}": record.pop(name) for name in GAPS}
 
     # Persistence.
 
@@ -282,9 +288,9 @@ def train(config: Config, workdir: Path) -> bool:
     trainer = Trainer(config, source, prompts, say)
     with Checkpoints(workdir / "checkpoints", config.checkpoint_keep, progress.warn) as checkpoints:
         resumed = trainer.restore(checkpoints)
-        metrics.write_config(workdir, config_lib.as_dict(config))
         if trainer.step_number >= config.steps:
             return False
+        metrics.write_config(workdir, config_lib.as_dict(config))
         if resumed:
             say(f"resuming {workdir} after step {trainer.step_number}")
         compilations = CompilationCounter()

@@ -10,13 +10,16 @@ EMPTY = -1
 def capacity(megabytes: int, buffer: int, prompts: int, past: int) -> int:
     """Responses that fit the byte bound, and no more than can ever be asked for.
 
+    Prompts are drawn in a new order each epoch, so one may come back only after almost two epochs:
+    a ring of two epochs' worth still holds its last responses then.
+
     Args:
       megabytes: bound on the memory of all responses.
       buffer: T.
       prompts: distinct prompts of the data.
       past: K, responses kept for a prompt.
     """
-    return max(1, min(megabytes * 2**20 // (4 * (buffer + 2)), prompts * past))
+    return max(1, min(megabytes * 2**20 // (4 * (buffer + 2)), 2 * prompts * past))
 
 
 class Memory:

@@ -11,6 +11,7 @@ or twice, however often and whenever the run was killed. What is not a finite nu
 place and spelled out under "nonfinite", which the readers here put back.
 """
 
+import contextlib
 import json
 import math
 import os
@@ -31,7 +32,8 @@ CONFIG, METRICS, SAMPLES, EVENTS = "config.json", "metrics.jsonl", "samples.json
 WALL_TIME = "time/unix"
 NONFINITE = "nonfinite"
 # Changing these changes how long a run is and what is kept of it, not what it computes.
-FREE_FIELDS = ("name", "steps", "checkpoint_every", "checkpoint_keep")
+FREE_FIELDS = ("name", "steps", "checkpoint_every", "checkpoint_keep", "data.data_dir",
+               "data.manual_dir")
 
 
 def check_config(workdir: str | Path, config: dict[str, Any]) -> None:
@@ -46,6 +48,8 @@ def check_config(workdir: str | Path, config: dict[str, Any]) -> None:
         missing beside a run's files.
     """
     workdir = Path(workdir)
+    if workdir.exists() and not workdir.is_dir():
+        raise ConfigError(f"workdir = {workdir}: is not a directory; choose another")
     stored = read_config(workdir)
     if stored is None:
         return
@@ -236,8 +240,12 @@ class Writer:
     def _write(self, metrics: dict[str, Any], samples: list[dict[str, Any]]) -> None:
         line = encode(metrics)
         for file, text in ((self._samples, "".join(map(encode, samples))), (self._metrics, line)):
-            file.write(text)
-            file.flush()
+            try:
+                file.write(text)
+                file.flush()
+            except OSError as error:
+                raise ConfigError(f"{file.name}: cannot be written ({error.strerror}); make room "
+                                  f"and run the same command again") from error
         _add_event(self._events, metrics)
 
     def sync(self) -> None:
@@ -258,8 +266,10 @@ class Writer:
     def __enter__(self) -> "Writer":
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+    def __exit__(self, kind: type | None, *exc: object) -> None:
+        # What could not be written must not hide the error that says so.
+        with contextlib.suppress(OSError) if kind else contextlib.nullcontext():
+            self.close()
 
 
 def _renewed_events(workdir: Path) -> SummaryWriter:

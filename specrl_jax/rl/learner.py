@@ -156,7 +156,8 @@ def update(arch: Architecture, config: LearnerConfig, max_new_tokens: int, state
     Returns:
       The new state, and metrics f32[]: loss, grad_norm, applied (0 or 1), clip_fraction,
       update_kl, reference_kl where there is one, logprob_gap (mean absolute difference of the
-      rollout's and the learner's log-probabilities) and logprob_gap_max.
+      rollout's and the learner's log-probabilities) and logprob_gap_max; all over the
+      micro-batches that ran, which leave out rows without an advantage (see `make_batch`).
     """
 
     def loss(params: Params, i: Array) -> tuple[Array, dict[str, Array]]:

@@ -28,7 +28,7 @@ ANSWER_MARK = "####"  # GSM8K's
 LATEX_SECONDS = 5
 
 
-class RewardError(RuntimeError):
+class RewardError(ConfigError):
     """A reward raised, or returned no finite number; names the reward and the example's id."""
 
 

@@ -90,9 +90,12 @@ class Engine:
                       STATE, (), self.layout.abstract(old), slots)
         gather = jax.jit(lambda *x: x, out_shardings=sharding.replicated(self.mesh))
         self._programs["collect"] = gather.lower(full.sequences, full.counters)
-        with concurrent.futures.ThreadPoolExecutor(COMPILERS) as pool:
+        pool = concurrent.futures.ThreadPoolExecutor(COMPILERS)
+        try:
             compiled = pool.map(lambda lowered: lowered.compile(), self._programs.values())
             self._programs = dict(zip(self._programs, compiled, strict=True))
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)  # Ctrl-C waits for no queued program
 
     def _add(self, name: Any, function: Callable[..., Any], in_specs: Any, out_specs: Any,
              donate: tuple[int, ...], *args: Any) -> None:

@@ -3,6 +3,7 @@
 import numpy as np
 
 from specrl_jax.draft.memory import Memory, capacity
+from specrl_jax.host.data import step_prompts
 
 
 def add(memory: Memory, *rows: tuple[int, list[int]]) -> None:
@@ -46,5 +47,18 @@ def test_restoring_is_going_on() -> None:
 
 def test_capacity_keeps_the_byte_bound() -> None:
     assert capacity(1, 62, 10**9, 8) == 2**20 // 256
-    assert capacity(64, 16, 10, 8) == 80
+    assert capacity(64, 16, 10, 8) == 160
     assert capacity(0, 16, 10, 8) == 1
+
+
+def test_a_prompt_that_comes_back_in_the_next_epoch_finds_its_past() -> None:
+    examples, group, past = 16, 4, 4
+    memory = Memory(capacity(64, 2, examples, past), 2)
+    seen: set[int] = set()
+    for step in range(12):
+        ids = step_prompts(examples, 0, step, 4)
+        found = (memory.past(ids, past) >= 0).any((1, 2))
+        np.testing.assert_array_equal(found, [i in seen for i in ids.tolist()])
+        seen |= set(ids.tolist())
+        rows = np.repeat(ids, group)
+        memory.add(rows, np.ones((len(rows), 2), np.int32), np.full(len(rows), 2))
