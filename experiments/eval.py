@@ -73,7 +73,8 @@ def main(config: Config, workdir: Path) -> int:
 def table(result: dict[str, Any]) -> Table:
     """What an evaluation found, one line a number."""
     data, shown = result["data"], Table("", "", "95 % interval")
-    shown.add_row("problems", f"{len(result['problems'])} of {data['name']} {data['level']} "
+    level = f" {data['level']}" if data["name"] == "specrl_arithmetic" else ""
+    shown.add_row("problems", f"{len(result['problems'])} of {data['name']}{level} "
                               f"{data['split']}")
     shown.add_row("samples", f"{result['samples']} at temperature {result['temperature']:g}")
     shown.add_row(f"avg@{result['samples']}", f"{result['accuracy']:.3f}",

@@ -103,7 +103,7 @@ def test_a_run_killed_inside_a_save_equals_one_that_was_not(whole: Path, tmp_pat
 
 
 @pytest.mark.slow
-def test_a_complete_run_is_left_alone_and_can_be_prolonged(whole: Path) -> None:
+def test_a_complete_run_is_left_alone(whole: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in whole.rglob("*.jsonl")}
     assert "complete" in run_training(whole, *LONG)
     assert {path: path.stat().st_mtime_ns for path in whole.rglob("*.jsonl")} == before
