@@ -160,7 +160,7 @@ def _rows(rows: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
 @functools.partial(jax.jit, static_argnums=0)
 def next_logits(arch: Architecture, params: Params, tokens: Array, length: Array) -> Array:
     """f32[V, B] after the last token of each row of i32[B, S]."""
-    hidden, _ = transformer.hidden_states(
+    hidden, _, _ = transformer.hidden_states(
         arch, params, tokens, *transformer.right_padded(tokens.shape, length))
     last = hidden[:, jnp.arange(tokens.shape[0]), length - 1]
     return transformer.logits(arch, params, last)

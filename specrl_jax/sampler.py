@@ -76,15 +76,17 @@ class Sampler:
         self.engine = Engine(machine, mesh, shapes, stop, dtype, past)
         self._cast = publisher(arch, mesh, dtype)
         self.params: Any = None
+        self.drafter_params: Any = ()
         self.version = -1
 
     def publish(self, params: Any, version: int) -> None:
         """Makes `params` what rollouts read: cast and resharded, or as they are if both agree."""
         self.params, self.version = self._cast(params), version
+        self.drafter_params = self.engine.machine.drafter.bind(self.params, ())
 
     def compile(self, report: Callable[[str], None] = lambda text: None) -> None:
         """Compiles all programs and runs each small one once: nothing compiles after this."""
-        self.engine.compile(self.params, report=report)
+        self.engine.compile(self.params, self.drafter_params, report=report)
         shapes = self.engine.shapes
         count = shapes.sequences * shapes.shards // shapes.group
         asked = Asked([[0, 0]] * count, np.arange(count), np.zeros(count, np.int32))
@@ -121,8 +123,9 @@ class Sampler:
                          None if past is None else past[order])
         if limit is not None:
             wanted.limit = np.minimum(wanted.limit, limit).astype(np.int32)
-        result = self.engine.run(self.params, wanted, rounds=self.config.rollout.rounds_per_launch,
-                                 progress=progress, peek=peek)
+        result = self.engine.run(
+            self.params, wanted, self.drafter_params, progress=progress, peek=peek,
+            rounds=self.config.rollout.rounds_per_launch)
         rollout = self._rollout(prompts, result, ids, occurrence, sample)
         canonical = np.lexsort((sample, occurrence, ids))
         return jax.tree.map(lambda a: a[canonical], rollout), result

@@ -49,7 +49,7 @@ class Path:
     """What one verification leaves for `commit` and the drafter: the walked path, root first."""
 
     kv: Any  # one (k [B, G, E, D+1], v [B, G, D+1, E]) a layer
-    taps: Any  # f[B, D+1, F'] or None
+    taps: Any  # f[B, D+1, F] projected by the drafter, or None
     draw: Array  # i32[B, N] the actor's own token at each node
     verified: Array  # bool[B, N]
 
@@ -137,6 +137,17 @@ class Tip:
     generated: Array  # i32[B] response tokens so far
     context: Array  # i32[B] cached tokens = the root's position
     live: Array  # bool[B]
+
+
+@struct.dataclass
+class Fill:
+    """What a refill does to each slot of one data shard; -1 is nothing."""
+
+    seq: Array  # i32[B] sequence that the slot gets
+    source: Array  # i32[B] index of the prefilled prompt to write
+    copy: Array  # i32[B] slot whose prompt is copied
+    root: Array  # i32[B] last token of the new prompt
+    length: Array  # i32[B] tokens of the new prompt but the last
 
 
 @struct.dataclass

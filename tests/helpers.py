@@ -16,7 +16,7 @@ from specrl_jax import prng, sharding
 from specrl_jax.config import Config, LearnerConfig, MeshConfig, RolloutConfig, SpecOptions
 from specrl_jax.control import policies
 from specrl_jax.control.policies import Controller
-from specrl_jax.draft.base import Drafter, Noise, Occasion, Survive
+from specrl_jax.draft.base import Drafter, Occasion, Survive
 from specrl_jax.draft.off import off
 from specrl_jax.loop import Prompts, Trainer
 from specrl_jax.model.architecture import Architecture, initialize
@@ -25,7 +25,7 @@ from specrl_jax.model.weights import Source
 from specrl_jax.rollout.engine import Engine, Result
 from specrl_jax.rollout.layout import Request, Shapes, request
 from specrl_jax.rollout.round import Machine
-from specrl_jax.structs import Array, DraftTree, Path, SpecConfig, Tip, Verdict
+from specrl_jax.structs import Array, DraftTree, Path, Sampling, SpecConfig, Tip, Verdict
 
 
 def tiny_arch(**changes: Any) -> Architecture:
@@ -123,18 +123,17 @@ def random_drafter(dice: Dice, *, nodes: int, depth: int, vocab: int) -> Drafter
                 "chain": np.full(1, dice.chain, np.float32),
                 "seed": np.full(1, dice.seed, np.int32)}
 
-    def propose(params: Any, state: Any, tip: Tip, spec: SpecConfig, noise: Noise,
+    def propose(params: Any, state: Any, tip: Tip, rows: Sampling, spec: SpecConfig,
                 survive: Survive) -> tuple[DraftTree, Any]:
         rng = jax.random.fold_in(jax.random.key(0), state["seed"][0])
-        rows = jax.vmap(lambda *row: random_tree(rng, state, spec, nodes, depth, vocab, *row))
-        return rows(tip.root, tip.seq, tip.generated, tip.live), state
+        trees = jax.vmap(lambda *row: random_tree(rng, state, spec, nodes, depth, vocab, *row))
+        return trees(tip.root, tip.seq, tip.generated, tip.live), state
 
     def observe(params: Any, state: Any, tip: Tip, verdict: Verdict, path: Path) -> Any:
         return state
 
     return Drafter(nodes=nodes, depth=depth, init=init, propose=propose, observe=observe,
-                   prefill=lambda params, state, tokens, taps: state,
-                   take=lambda state, rows: state, reset=lambda state, rows: state)
+                   take=lambda state, rows: state)
 
 
 def random_tree(rng: Array, state: Any, spec: SpecConfig, nodes: int, depth: int, vocab: int,

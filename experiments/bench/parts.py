@@ -16,10 +16,9 @@ from specrl_kernels.tree_attention import tree_attention
 from specrl_jax.control.policies import Bucket
 from specrl_jax.draft.base import Occasion
 from specrl_jax.model import transformer
-from specrl_jax.prng import gumbel
 from specrl_jax.rollout.round import Machine, bucket_ladder, pack
 from specrl_jax.spec import commit, sampling
-from specrl_jax.structs import Array, Cache, Load, Path, Sequences, Tip, Verdict
+from specrl_jax.structs import Array, Cache, Load, Path, Sampling, Sequences, Tip, Verdict
 
 from .timing import alternate, seconds_of
 
@@ -116,21 +115,25 @@ def _tip(at: Situation) -> Tip:
                context=jnp.asarray(at.context), live=jnp.ones(at.rows, bool))
 
 
+def _rows(at: Situation) -> Sampling:
+    ones, zeros = jnp.ones(at.rows), jnp.zeros(at.rows, jnp.int32)
+    return Sampling(temperature=ones, top_p=ones, top_k=zeros, limit=zeros + at.past.shape[2],
+                    key=jnp.zeros((at.rows, 2), jnp.uint32), stop=jnp.full(1, -1, jnp.int32))
+
+
 def _draft(machine: Machine, at: Situation) -> Part:
     """Plan, propose and keep."""
     drafter, controller = machine.drafter, machine.controller
     length = np.full(at.rows, at.prompt.shape[1], np.int32)
     state = drafter.init(Occasion(prompt=at.prompt, prompt_length=length, past=at.past,
-                                  batch=at.rows, group=1, buffer=at.past.shape[2]))
+                                  batch=at.rows, group=1, buffer=at.past.shape[2], cache=at.cache))
     buckets = _buckets(machine, at)
-    key = jnp.zeros((at.rows, 2), jnp.uint32)
 
     def draft(state: Any, control: Any, tip: Tip) -> Any:
         left = jnp.ones(at.rows)
         load = Load(live=tip.live, length=tip.context, expected_left=left, weight=left)
         spec = controller.plan(control, load)
-        tree, state = drafter.propose((), state, tip, spec,
-                                      lambda index, ids: gumbel(key, index, ids),
+        tree, state = drafter.propose((), state, tip, _rows(at), spec,
                                       lambda parent, gap, depth, rank, origin: parent)
         return controller.keep(control, load, spec, tree, buckets), tree
 

@@ -1,9 +1,11 @@
 """The drafter protocol: a record of pure functions over an opaque state.
 
-They are called in this order: `init` on the host when a rollout begins, `prefill` when slots are
-filled, then in each round `propose` before and `observe` after verification; `take` and `reset`
-follow the batch's rows. A drafter's state is per data shard. Parameters are passed in, because they
-change while training runs.
+They are called in this order: `init` on the host when a rollout begins; when slots are filled,
+`fork` (prompts copied between slots) and then `prefill` (new prompts); in each round `propose`
+before and `observe` after verification; `take` follows the batch's rows. A drafter that reads the
+actor names the layers it taps, and `project` makes features of them inside the actor's own
+forwards. A drafter's state is per data shard. Parameters are passed in, because they change while
+training runs.
 """
 
 from collections.abc import Callable
@@ -11,18 +13,30 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from specrl_jax.structs import Array, DraftTree, Path, SpecConfig, Tip, Verdict
+from specrl_jax.structs import (
+    Array,
+    DraftTree,
+    Fill,
+    Path,
+    Sampling,
+    SpecConfig,
+    Tip,
+    Verdict,
+)
 
 Survive = Callable[[Array, Array, Array, Array, Array], Array]
 """(parent's survival, gap f32[...], depth, rank, origin i32[...]) -> survival f32[...]"""
 
-Noise = Callable[[Array, Array], Array]
-"""(token index i32[B], vocabulary ids i32[v]) -> Gumbel noise f32[B, v] of each row."""
-
 
 class Propose(Protocol):
-    def __call__(self, params: Any, state: Any, tip: Tip, spec: SpecConfig, noise: Noise,
+    def __call__(self, params: Any, state: Any, tip: Tip, rows: Sampling, spec: SpecConfig,
                  survive: Survive) -> tuple[DraftTree, Any]: ...
+
+
+class Prefill(Protocol):
+    """Prompts tokens i32[p, P'] and their features f[F, p, P'] enter slots, see Fill.source."""
+
+    def __call__(self, state: Any, fill: Fill, tokens: Array, features: Array | None) -> Any: ...
 
 
 class Occasion(NamedTuple):
@@ -34,6 +48,7 @@ class Occasion(NamedTuple):
     batch: int  # slots of all shards
     group: int  # M
     buffer: int  # T
+    cache: int  # S
 
 
 class Drafter(NamedTuple):
@@ -42,8 +57,11 @@ class Drafter(NamedTuple):
     nodes: int
     depth: int
     init: Callable[[Occasion], Any]  # -> state, as host arrays; leading axes are split over shards
-    prefill: Callable[[Any, Any, Array, Any], Any]  # (params, state, tokens, taps) -> state
     propose: Propose
     observe: Callable[[Any, Any, Tip, Verdict, Path], Any]  # -> state
     take: Callable[[Any, Array], Any]  # (state, rows i32[B']) -> state
-    reset: Callable[[Any, Array], Any]  # (state, rows bool[B]) -> state
+    fork: Callable[[Any, Fill], Any] = lambda state, fill: state
+    prefill: Prefill = lambda state, fill, tokens, features: state
+    bind: Callable[[Any, Any], Any] = lambda actor, own: own  # -> the params of the other fields
+    taps: tuple[int, ...] = ()  # layers of the actor, 0-based
+    project: Callable[[Any, Array], Array] | None = None  # (params, f[taps * F, ...]) -> f[F, ...]

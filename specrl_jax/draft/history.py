@@ -15,9 +15,9 @@ import numpy as np
 from flax import struct
 
 from specrl_jax.config import check
-from specrl_jax.draft.base import Drafter, Noise, Occasion, Survive
+from specrl_jax.draft.base import Drafter, Occasion, Survive
 from specrl_jax.draft.tree import attach, roots
-from specrl_jax.structs import Array, DraftTree, Path, SpecConfig, Tip, Verdict
+from specrl_jax.structs import Array, DraftTree, Path, Sampling, SpecConfig, Tip, Verdict
 
 VOTERS = 8  # occurrences that vote
 _SEPARATOR = -1  # never equal to a token
@@ -44,11 +44,9 @@ def history(*, depth: int, branch: int, nodes: int, match: int, group: int) -> D
     return Drafter(
         nodes=nodes, depth=depth,
         init=_init,
-        prefill=lambda params, state, tokens, taps: state,
         propose=functools.partial(_propose, depth, branch, nodes, match, group),
         observe=_observe,
-        take=lambda state, rows: state,
-        reset=lambda state, rows: state)
+        take=lambda state, rows: state)
 
 
 def _init(occasion: Occasion) -> History:
@@ -68,7 +66,7 @@ def _observe(params: Any, state: History, tip: Tip, verdict: Verdict, path: Path
 
 
 def _propose(depth: int, branch: int, nodes: int, match: int, group: int, params: Any,
-             state: History, tip: Tip, spec: SpecConfig, noise: Noise, survive: Survive
+             state: History, tip: Tip, rows: Sampling, spec: SpecConfig, survive: Survive
              ) -> tuple[DraftTree, History]:
     def search(_: None) -> DraftTree:
         weight, following = _occurrences(state, tip, depth, match, group)

@@ -8,9 +8,7 @@ def off() -> Drafter:
     return Drafter(
         nodes=1, depth=0,
         init=lambda occasion: (),
-        prefill=lambda params, state, tokens, taps: state,
-        propose=lambda params, state, tip, spec, noise, survive: (
+        propose=lambda params, state, tip, rows, spec, survive: (
             roots(tip.root, tip.live, 1), state),
         observe=lambda params, state, tip, verdict, path: state,
-        take=lambda state, rows: state,
-        reset=lambda state, rows: state)
+        take=lambda state, rows: state)

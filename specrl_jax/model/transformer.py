@@ -112,19 +112,21 @@ def embed(params: Params, tokens: Array) -> Array:
 
 
 def tree_forward(arch: Architecture, params: Params, cache: Cache, tokens: Array, position: Array,
-                 packing: Packing, implementation: str | None = None
-                 ) -> tuple[Array, list[tuple[Array, Array]]]:
+                 packing: Packing, implementation: str | None = None, taps: tuple[int, ...] = ()
+                 ) -> tuple[Array, list[tuple[Array, Array]], Array | None]:
     """Runs packed tree nodes over a cache that is only read.
 
     Args:
       tokens: i32[W].
       position: i32[W].
+      taps: layers whose outputs are returned, 0-based.
 
     Returns:
-      final normalised hidden states [F, W], and per layer the new (k, v), each [B, n, G, E].
+      final normalised hidden states [F, W]; per layer the new (k, v), each [B, n, G, E]; and the
+      residual stream after each of `taps`, [len(taps) * F, W], None if there are none.
     """
     rotation = rotations(arch, position)
-    fresh = []
+    fresh, tapped = [], []
 
     def attend(index: int, q: Array, k: Array, v: Array) -> Array:
         g, r, e, w = q.shape
@@ -139,7 +141,10 @@ def tree_forward(arch: Architecture, params: Params, cache: Cache, tokens: Array
     x = embed(params, tokens)
     for index, layer in enumerate(params["layers"]):
         x, _ = block(arch, layer, index, x, rotation, attend)
-    return rms_norm(x, params["final_norm"], arch.norm_eps), fresh
+        if index in taps:
+            tapped.append(x)
+    return (rms_norm(x, params["final_norm"], arch.norm_eps), fresh,
+            jnp.concatenate(tapped) if taps else None)
 
 
 def segment_attend(position: Array, segment: Array) -> Attend:
@@ -164,16 +169,18 @@ def segment_attend(position: Array, segment: Array) -> Attend:
 
 
 def hidden_states(arch: Architecture, params: Params, tokens: Array, position: Array,
-                  segment: Array, remat: bool = False
-                  ) -> tuple[Array, list[tuple[Array, Array]]]:
+                  segment: Array, remat: bool = False, taps: tuple[int, ...] = ()
+                  ) -> tuple[Array, list[tuple[Array, Array]], Array | None]:
     """Full forward over rows that hold one sequence, or several that share a prompt.
 
     Args:
       tokens, position, segment: i32[B, T]; see `segment_attend`.
       remat: recompute each layer in a backward pass.
+      taps: layers whose outputs are returned, 0-based.
 
     Returns:
-      final normalised hidden states [F, B, T], and per layer (k, v), each [G, E, B, T].
+      final normalised hidden states [F, B, T]; per layer (k, v), each [G, E, B, T]; and the
+      residual stream after each of `taps`, [len(taps) * F, B, T], None if there are none.
     """
     rotation = rotations(arch, position)
     attend = segment_attend(position, segment)
@@ -181,11 +188,14 @@ def hidden_states(arch: Architecture, params: Params, tokens: Array, position: A
     def run(layer: Params, x: Array) -> tuple[Array, tuple[Array, Array]]:
         return block(arch, layer, 0, x, rotation, attend)
 
-    x, cached = embed(params, tokens), []
-    for layer in params["layers"]:
+    x, cached, tapped = embed(params, tokens), [], []
+    for index, layer in enumerate(params["layers"]):
         x, kv = (jax.checkpoint(run) if remat else run)(layer, x)
         cached.append(kv)
-    return rms_norm(x, params["final_norm"], arch.norm_eps), cached
+        if index in taps:
+            tapped.append(x)
+    return (rms_norm(x, params["final_norm"], arch.norm_eps), cached,
+            jnp.concatenate(tapped) if taps else None)
 
 
 def right_padded(shape: tuple[int, int], length: Array) -> tuple[Array, Array]:
@@ -196,5 +206,5 @@ def right_padded(shape: tuple[int, int], length: Array) -> tuple[Array, Array]:
 
 def forward(arch: Architecture, params: Params, tokens: Array, length: Array) -> Array:
     """Logits f32[B, T, V] of right-padded rows i32[B, T]."""
-    hidden, _ = hidden_states(arch, params, tokens, *right_padded(tokens.shape, length))
+    hidden, _, _ = hidden_states(arch, params, tokens, *right_padded(tokens.shape, length))
     return jnp.moveaxis(logits(arch, params, hidden), 0, -1)

@@ -128,7 +128,7 @@ def response_logprobs(arch: Architecture, params: Params, batch: Batch, remat: b
 
     With temperature and without truncation. `batch` has fields [b, ...].
     """
-    hidden, _ = transformer.hidden_states(
+    hidden, _, _ = transformer.hidden_states(
         arch, params, batch.tokens, batch.position, batch.segment, remat)
     rows, together, buffer = batch.place.shape
     picked = jnp.take_along_axis(hidden, batch.place.reshape(1, rows, -1), axis=2)

@@ -20,11 +20,10 @@ from jax.sharding import PartitionSpec as P
 from specrl_jax import sharding
 from specrl_jax.rollout import refill
 from specrl_jax.rollout.layout import ROW, STATE, Layout, Request, Shapes, pad
-from specrl_jax.rollout.refill import Fill
 from specrl_jax.rollout.round import Machine, launch
 from specrl_jax.rollout.slots import EMPTY, Slots
 from specrl_jax.sharding import ROWS
-from specrl_jax.structs import Counters, RolloutState, Sequences
+from specrl_jax.structs import Counters, Fill, RolloutState, Sequences
 
 COMPILERS = 4  # programs compiled at once
 
@@ -75,8 +74,8 @@ class Engine:
             state = self.layout.abstract(batch)
             self._add(("launch", batch), self._launch, (whole, whole, STATE, ROW, whole, whole),
                       (STATE, whole), (2,), params, drafter_params, state, waiting, number, number)
-        self._add("fork", functools.partial(refill.fork, shapes.prompt), (STATE, ROW), STATE, (0,),
-                  full, fill)
+        self._add("fork", functools.partial(refill.fork, self.machine, shapes.prompt),
+                  (STATE, ROW), STATE, (0,), full, fill)
         for prompts, width in shapes.prefills:
             tokens = self._rows_like(np.zeros((prompts * shapes.shards, width), np.int32))
             length = self._rows_like(np.zeros(prompts * shapes.shards, np.int32))

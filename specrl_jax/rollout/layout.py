@@ -150,7 +150,7 @@ class Layout:
         if past is None:
             past = np.full((len(asked.prompts), self.past, s.response), -1, np.int32)
         occasion = Occasion(prompt=prompt, prompt_length=prompt_length, past=past, batch=rows,
-                            group=s.group, buffer=s.response)
+                            group=s.group, buffer=s.response, cache=s.cache)
         return RolloutState(
             cache=Cache(kv=(), length=zero(rows)), root=zero(rows),
             seq=np.full(rows, s.sequences, np.int32),

@@ -5,23 +5,11 @@ All functions see one data shard, inside `shard_map`.
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 
 from specrl_jax.model import transformer
 from specrl_jax.model.transformer import Params
 from specrl_jax.rollout.round import Machine
-from specrl_jax.structs import Array, Cache, RolloutState
-
-
-@struct.dataclass
-class Fill:
-    """What happens to each slot; -1 is nothing."""
-
-    seq: Array  # i32[B] sequence that the slot gets
-    source: Array  # i32[B] index of the prefilled prompt to write
-    copy: Array  # i32[B] slot whose prompt is copied
-    root: Array  # i32[B] last token of the new prompt
-    length: Array  # i32[B] tokens of the new prompt but the last
+from specrl_jax.structs import Array, Cache, Fill, RolloutState
 
 
 def prefill(machine: Machine, width: int, params: Params, drafter_params: Params,
@@ -35,17 +23,19 @@ def prefill(machine: Machine, width: int, params: Params, drafter_params: Params
       tokens: i32[p, P'] prompts, right-padded.
       length: i32[p].
     """
-    _, cached = transformer.hidden_states(
-        machine.arch, params, tokens, *transformer.right_padded(tokens.shape, length))
+    _, cached, taps = transformer.hidden_states(
+        machine.arch, params, tokens, *transformer.right_padded(tokens.shape, length),
+        taps=machine.drafter.taps)
     blocks = [(k.transpose(2, 0, 1, 3), v.transpose(2, 0, 3, 1)) for k, v in cached]
-    state = fork(width, state, fill)
+    features = None if taps is None else machine.drafter.project(drafter_params, taps)
+    state = fork(machine, width, state, fill)
     kv = _write_rows(state.cache.kv, fill.source, lambda layer, at: _rows(blocks[layer], at),
                      tokens.shape[1])
-    draft = machine.drafter.prefill(drafter_params, state.draft, tokens, None)
+    draft = machine.drafter.prefill(state.draft, fill, tokens, features)
     return state.replace(cache=state.cache.replace(kv=kv), draft=draft)
 
 
-def fork(width: int, state: RolloutState, fill: Fill) -> RolloutState:
+def fork(machine: Machine, width: int, state: RolloutState, fill: Fill) -> RolloutState:
     """Seats new sequences and copies prompts between slots."""
     kv = _write_rows(
         state.cache.kv, jnp.where(fill.copy == jnp.arange(fill.copy.shape[0]), -1, fill.copy),
@@ -54,7 +44,8 @@ def fork(width: int, state: RolloutState, fill: Fill) -> RolloutState:
     return state.replace(
         cache=Cache(kv=kv, length=jnp.where(seated, fill.length, state.cache.length)),
         root=jnp.where(seated, fill.root, state.root),
-        seq=jnp.where(seated, fill.seq, state.seq))
+        seq=jnp.where(seated, fill.seq, state.seq),
+        draft=machine.drafter.fork(state.draft, fill))
 
 
 def _rows(block: tuple[Array, Array], at: Array) -> tuple[Array, Array]:

@@ -16,7 +16,6 @@ from specrl_jax.draft.tree import compact, roots
 from specrl_jax.model import transformer
 from specrl_jax.model.architecture import Architecture
 from specrl_jax.model.transformer import Packing, Params
-from specrl_jax.prng import gumbel
 from specrl_jax.sharding import ROWS
 from specrl_jax.spec import commit, sampling, verify
 from specrl_jax.structs import (
@@ -80,19 +79,16 @@ def round_(machine: Machine, params: Params, drafter_params: Params, state: Roll
     load = Load(live=tip.live, length=tip.context, expected_left=left, weight=jnp.ones_like(left))
     spec = machine.controller.plan(state.control, load)
 
-    def noise(index: Array, ids: Array) -> Array:
-        return gumbel(rows.key, index, ids)
-
     buckets = bucket_ladder(tip.root.shape[0], machine.drafter.nodes, machine.most)
     if len(buckets) == 1:
         tree, draft = roots(tip.root, tip.live, machine.drafter.nodes), state.draft
     else:
-        tree, draft = machine.drafter.propose(drafter_params, state.draft, tip, spec, noise,
+        tree, draft = machine.drafter.propose(drafter_params, state.draft, tip, rows, spec,
                                               survive)
     live, bucket = machine.controller.keep(state.control, load, spec, tree, buckets)
     bucket = jax.lax.pmax(bucket, ROWS)
-    branches = [functools.partial(verify_in, machine, params, state.cache, rows, tip, bucket=b)
-                for b in buckets]
+    branches = [functools.partial(verify_in, machine, params, drafter_params, state.cache, rows,
+                                  tip, bucket=b) for b in buckets]
     verdict, path = jax.lax.switch(bucket, branches, tree, live)
     last = jnp.take_along_axis(verdict.tokens, jnp.maximum(verdict.count - 1, 0)[:, None], 1)
     packed = jnp.asarray([b.packed for b in buckets], jnp.int32)[bucket]
@@ -135,15 +131,16 @@ def pack(live: Array, parent: Array, packed: int) -> Packing:
     return Packing(row=index // nodes, node=index % nodes, place=place, parent=parent)
 
 
-def verify_in(machine: Machine, params: Params, cache: Cache, rows: Sampling, tip: Tip,
-              tree: DraftTree, live: Array, bucket: Bucket) -> tuple[Verdict, Path]:
+def verify_in(machine: Machine, params: Params, drafter_params: Params, cache: Cache,
+              rows: Sampling, tip: Tip, tree: DraftTree, live: Array, bucket: Bucket
+              ) -> tuple[Verdict, Path]:
     """One branch of the switch: pack, forward, draw, walk, gather. Shapes do not depend on it."""
     tokens, parent, depth, kept, order = compact(tree, live, bucket.nodes)
     packing = pack(kept, parent, bucket.packed)
     at = (packing.row, packing.node)
-    hidden, fresh = transformer.tree_forward(
+    hidden, fresh, taps = transformer.tree_forward(
         machine.arch, params, cache, tokens[at], tip.context[packing.row] + depth[at],
-        packing, machine.implementation)
+        packing, machine.implementation, machine.drafter.taps)
     logits = transformer.logits(machine.arch, params, hidden)
     drawn = sampling.draw(logits, rows.temperature[packing.row], rows.top_k[packing.row],
                           rows.top_p[packing.row], rows.key[packing.row],
@@ -151,10 +148,13 @@ def verify_in(machine: Machine, params: Params, cache: Cache, rows: Sampling, ti
     verdict = verify.judge(tokens, parent, kept, drawn, packing.place, tip, rows,
                            machine.drafter.depth)
     path = _gather(fresh, verdict.path)
+    if taps is not None:
+        along = jnp.take_along_axis(packing.place, verdict.path, 1)
+        taps = jnp.moveaxis(machine.drafter.project(drafter_params, taps), 0, -1)[along]
     original = jnp.take_along_axis(order, verdict.path, 1)
     rows_of = jnp.arange(live.shape[0])[:, None]
     draws = jnp.zeros(live.shape, jnp.int32).at[rows_of, order].set(drawn.token[packing.place])
-    return verdict.replace(path=original), Path(kv=path, taps=None, draw=draws, verified=live)
+    return verdict.replace(path=original), Path(kv=path, taps=taps, draw=draws, verified=live)
 
 
 def _gather(fresh: list[tuple[Array, Array]], path: Array) -> list[tuple[Array, Array]]:

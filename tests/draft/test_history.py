@@ -19,7 +19,7 @@ DEPTH, BRANCH, NODES, T, P = 3, 2, 7, 12, 8
 @functools.cache
 def compiled(match: int, group: int) -> tuple[Drafter, Any]:
     drafter = history(depth=DEPTH, branch=BRANCH, nodes=NODES, match=match, group=group)
-    return drafter, jax.jit(drafter.propose, static_argnums=(0, 4, 5))
+    return drafter, jax.jit(drafter.propose, static_argnums=(0, 3, 5))
 
 
 class Corpus:
@@ -37,7 +37,7 @@ class Corpus:
             tokens[p, : len(prompt)] = prompt
         state = self.drafter.init(Occasion(
             prompt=tokens, prompt_length=np.asarray([len(p) for p in prompts], np.int32),
-            past=earlier, batch=len(said), group=group, buffer=T))
+            past=earlier, batch=len(said), group=group, buffer=T, cache=64))
         for q, response in enumerate(said):
             state.current[q, : len(response)] = response
         self.state = jax.tree.map(jnp.asarray, state)
@@ -49,8 +49,8 @@ class Corpus:
                                  for q in range(len(said))]))
 
     def tree(self, steps: int = DEPTH, branch: int = BRANCH, tip: Tip | None = None) -> Any:
-        found, _ = self.propose((), self.state, tip or self.tip,
-                                make_spec(steps, branch, NODES, 0), None, believed)
+        found, _ = self.propose((), self.state, tip or self.tip, None,
+                                make_spec(steps, branch, NODES, 0), believed)
         check_tree(found)
         return found
 

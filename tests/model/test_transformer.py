@@ -26,7 +26,7 @@ KINDS = {
 @functools.partial(jax.jit, static_argnums=0)
 def tree_logits(arch: Architecture, params: Any, cache: Cache, tokens: Any, position: Any,
                 packing: Packing) -> Any:
-    hidden, fresh = transformer.tree_forward(arch, params, cache, tokens, position, packing)
+    hidden, fresh, _ = transformer.tree_forward(arch, params, cache, tokens, position, packing)
     return transformer.logits(arch, params, hidden).T, fresh
 
 
