@@ -3,9 +3,9 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from specrl_kernels.noise import bits, gumbel
+from specrl_kernels.noise import bits, exponential, gumbel
 
-__all__ = ["STREAMS", "bits", "gumbel", "row_keys"]
+__all__ = ["STREAMS", "bits", "exponential", "gumbel", "row_keys"]
 
 STREAMS = ("train", "eval", "generate", "canary")
 

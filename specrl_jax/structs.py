@@ -71,7 +71,7 @@ class Verdict:
 class Cache:
     """Committed keys and values; what lies at and beyond `length` is garbage and never read."""
 
-    kv: Any  # one (k [B, G, E, S], v [B, G, S, E]) a layer
+    kv: Any  # (k, v) of each layer, each a list of segments along S: [B, G, E, s], [B, G, s, E]
     length: Array  # i32[B] cached tokens = tokens so far - 1
 
 

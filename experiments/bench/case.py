@@ -153,5 +153,5 @@ def _situation(one: Ours, timed: TimedRollout) -> parts.Situation:
     return parts.Situation(
         rows=workload.rows, packed=counters["packed"] * workload.rows / counters["slots"],
         context=(workload.prompt_lengths - 1 + workload.limits // 2).astype(np.int32),
-        prompt=prompt, past=past, cache=shapes.cache,
+        prompt=prompt, past=past, segments=shapes.segments,
         count=round(counters["committed"] / counters["row_rounds"]))

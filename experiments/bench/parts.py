@@ -34,7 +34,7 @@ class Situation:
     context: np.ndarray  # i32[B] cached tokens
     prompt: np.ndarray  # i32[B, P]
     past: np.ndarray  # i32[B, K, T]
-    cache: int  # S
+    segments: tuple[int, ...]  # of the cache
     count: int  # tokens that a row commits
 
 
@@ -103,8 +103,9 @@ def _bound(function: Callable[..., Any], *args: Any) -> Part:
 
 def _cache(machine: Machine, at: Situation, dtype: Any = jnp.float32) -> Cache:
     arch = machine.arch
-    g, e, s = arch.num_kv_heads, arch.head_dim, at.cache
-    kv = [(jnp.ones((at.rows, g, e, s), dtype), jnp.ones((at.rows, g, s, e), dtype))
+    shape = (at.rows, arch.num_kv_heads)
+    kv = [([jnp.ones((*shape, arch.head_dim, s), dtype) for s in at.segments],
+           [jnp.ones((*shape, s, arch.head_dim), dtype) for s in at.segments])
           for _ in range(arch.num_layers)]
     return Cache(kv=kv, length=jnp.asarray(at.context))
 
@@ -126,7 +127,8 @@ def _draft(machine: Machine, at: Situation) -> Part:
     drafter, controller = machine.drafter, machine.controller
     length = np.full(at.rows, at.prompt.shape[1], np.int32)
     state = drafter.init(Occasion(prompt=at.prompt, prompt_length=length, past=at.past,
-                                  batch=at.rows, group=1, buffer=at.past.shape[2], cache=at.cache))
+                                  batch=at.rows, group=1, buffer=at.past.shape[2],
+                                  cache=sum(at.segments)))
     buckets = _buckets(machine, at)
 
     def draft(state: Any, control: Any, tip: Tip) -> Any:

@@ -38,8 +38,12 @@ def bits(key: jax.Array, position: jax.Array, index: jax.Array) -> jax.Array:
     return finalize(h ^ first[..., None])
 
 
-def gumbel(key: jax.Array, position: jax.Array, index: jax.Array) -> jax.Array:
-    """Standard Gumbel noise f32[..., V]; arguments as in `bits`."""
+def exponential(key: jax.Array, position: jax.Array, index: jax.Array) -> jax.Array:
+    """Standard exponential noise E f32[..., V], between 2^-33 and 17; arguments as in `bits`."""
     u = (bits(key, position, index).astype(jnp.float32) + 0.5) * jnp.float32(2.0**-32)
-    exponential = -jnp.log1p(-jnp.minimum(u, jnp.float32(1 - 2.0**-24)))
-    return -jnp.log(exponential)
+    return -jnp.log1p(-jnp.minimum(u, jnp.float32(1 - 2.0**-24)))
+
+
+def gumbel(key: jax.Array, position: jax.Array, index: jax.Array) -> jax.Array:
+    """Standard Gumbel noise G = -log(E) f32[..., V]; arguments as in `bits`."""
+    return -jnp.log(exponential(key, position, index))

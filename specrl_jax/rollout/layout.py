@@ -16,7 +16,7 @@ from specrl_jax.rollout.round import Machine
 from specrl_jax.sharding import ROWS
 from specrl_jax.structs import Cache, Counters, RolloutState, Sampling, Sequences
 
-CACHE_MULTIPLE = 128  # cache slots come in the chunks that attention reads
+SEGMENT = 64  # cache slots come in multiples of this; measured on a CPU
 ROW = P(ROWS)
 STATE = RolloutState(
     cache=ROW, root=ROW, seq=ROW,
@@ -43,7 +43,19 @@ class Shapes:
     def cache(self) -> int:
         """S; an update that does not fit is moved by XLA, not cut, so D + 1 places stay free."""
         wanted = self.prompt + self.response + self.depth + 1
-        return -(-wanted // CACHE_MULTIPLE) * CACHE_MULTIPLE
+        return -(-wanted // SEGMENT) * SEGMENT
+
+    @property
+    def segments(self) -> tuple[int, ...]:
+        """Sizes of the arrays that a layer's cache is made of, S together.
+
+        Attention reads a segment whole or not at all, so each is at most half of what lies before:
+        a long cache costs few arrays, and a short context no more than it needs.
+        """
+        sizes: list[int] = []
+        while (left := self.cache - sum(sizes)) > 0:
+            sizes.append(min(left, max(SEGMENT, sum(sizes) // 2 // SEGMENT * SEGMENT)))
+        return tuple(sizes)
 
     @property
     def batches(self) -> tuple[int, ...]:
@@ -119,14 +131,17 @@ class Layout:
                             self.shardings(state), state)
         return like.replace(cache=like.cache.replace(kv=self.abstract_kv(batch)))
 
-    def abstract_kv(self, batch: int) -> list[tuple[Any, Any]]:
+    def abstract_kv(self, batch: int) -> list[tuple[list[Any], list[Any]]]:
         arch, rows = self.machine.arch, batch * self.shapes.shards
-        g, e, s = arch.num_kv_heads, arch.head_dim, self.shapes.cache
+        g, e = arch.num_kv_heads, arch.head_dim
         tensor = "tensor" if g % self.mesh.shape["tensor"] == 0 else None
         place = NamedSharding(self.mesh, P(ROWS, tensor))
-        pair = tuple(jax.ShapeDtypeStruct((rows, g, *rest), self.dtype, sharding=place)
-                     for rest in ((e, s), (s, e)))
-        return [pair] * arch.num_layers
+
+        def part(*rest: int) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((rows, g, *rest), self.dtype, sharding=place)
+
+        sizes = self.shapes.segments
+        return [([part(e, s) for s in sizes], [part(s, e) for s in sizes])] * arch.num_layers
 
     def shardings(self, state: RolloutState) -> RolloutState:
         return jax.tree.map(

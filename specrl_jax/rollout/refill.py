@@ -29,8 +29,7 @@ def prefill(machine: Machine, width: int, params: Params, drafter_params: Params
     blocks = [(k.transpose(2, 0, 1, 3), v.transpose(2, 0, 3, 1)) for k, v in cached]
     features = None if taps is None else machine.drafter.project(drafter_params, taps)
     state = fork(machine, width, state, fill)
-    kv = _write_rows(state.cache.kv, fill.source, lambda layer, at: _rows(blocks[layer], at),
-                     tokens.shape[1])
+    kv = _write_rows(state.cache.kv, fill.source, blocks, tokens.shape[1])
     draft = machine.drafter.prefill(state.draft, fill, tokens, features)
     return state.replace(cache=state.cache.replace(kv=kv), draft=draft)
 
@@ -48,34 +47,44 @@ def fork(machine: Machine, width: int, state: RolloutState, fill: Fill) -> Rollo
         draft=machine.drafter.fork(state.draft, fill))
 
 
-def _rows(block: tuple[Array, Array], at: Array) -> tuple[Array, Array]:
-    return tuple(jax.lax.dynamic_slice_in_dim(a, at, 1, 0) for a in block)
+def _write_rows(kv: list, source: Array, rows: list | None, width: int) -> list:
+    """Overwrites the first `width` positions of slots b with those of source[b] >= 0.
 
-
-def _write_rows(kv: list, source: Array, rows: object, width: int) -> list:
-    """Overwrites the first `width` positions of slots with source >= 0.
-
-    `rows(layer, index)` gives (k [1, G, E, width], v [1, G, width, E]); None reads slot `index`.
+    Args:
+      rows: (k [p, G, E, width], v [p, G, width, E]) a layer, to read from; None reads other slots.
     """
-    zero = jnp.int32(0)
-
-    def first(k: Array, v: Array, b: Array) -> tuple[Array, Array]:
-        at = (b, zero, zero, zero)
-        return (jax.lax.dynamic_slice(k, at, (1, *k.shape[1:3], width)),
-                jax.lax.dynamic_slice(v, at, (1, v.shape[1], width, v.shape[3])))
 
     def write(b: Array, kv: list) -> list:
-        wanted, at, out = source[b] >= 0, jnp.maximum(source[b], 0), []
-        for layer, (k, v) in enumerate(kv):
-            new = first(k, v, at) if rows is None else rows(layer, at)
-            pair = []
-            for whole, old, value in zip((k, v), first(k, v, b), new, strict=True):
-                value = jnp.where(wanted, value, old)
-                pair.append(jax.lax.dynamic_update_slice(whole, value, (b, zero, zero, zero)))
-            out.append(tuple(pair))
-        return out
+        return [_write_layer(b, source[b], segments, None if rows is None else rows[i], width)
+                for i, segments in enumerate(kv)]
 
     return jax.lax.fori_loop(0, source.shape[0], write, kv)
+
+
+def _write_layer(b: Array, source: Array, segments: tuple[list, list],
+                 rows: tuple[Array, Array] | None, width: int) -> tuple[list, list]:
+    wanted, at, start = source >= 0, jnp.maximum(source, 0), 0
+    out: tuple[list, list] = ([], [])
+    for i, k in enumerate(segments[0]):
+        size = min(k.shape[3], width - start)
+        for which, axis in ((0, 3), (1, 2)):
+            whole = segments[which][i]
+            if size > 0:
+                old = _positions(whole, b, 0, size, axis)
+                new = (_positions(whole, at, 0, size, axis) if rows is None
+                       else _positions(rows[which], at, start, size, axis))
+                index = (b, *(jnp.int32(0),) * 3)
+                whole = jax.lax.dynamic_update_slice(whole, jnp.where(wanted, new, old), index)
+            out[which].append(whole)
+        start += k.shape[3]
+    return out
+
+
+def _positions(a: Array, row: Array, start: int, size: int, axis: int) -> Array:
+    """Row `row` of a [rows, G, ., .], cut to `size` positions along `axis`."""
+    begin, shape = [row, 0, 0, 0], [1, *a.shape[1:]]
+    begin[axis], shape[axis] = start, size
+    return jax.lax.dynamic_slice(a, [jnp.int32(x) for x in begin], shape)
 
 
 def take(machine: Machine, state: RolloutState, slots: Array) -> RolloutState:

@@ -1,5 +1,7 @@
 """Writing the accepted path: the only place where a cache changes between prefills."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -9,27 +11,41 @@ from specrl_jax.structs import Array, Cache, Path, Sequences, Tip, Verdict
 def append(cache: Cache, path: Path, count: Array) -> Cache:
     """Writes the first count[b] path entries of each row at its length.
 
-    Slices are updated in a loop over rows, because a scatter copies the whole cache
-    (experiments/LOG.md); plain decoding pays for one column a row.
+    Slices are updated in a loop, because a scatter copies the whole cache (experiments/LOG.md).
+    Entries are sorted by the segment they go to, and each segment has its own loop over its entries
+    alone; plain decoding pays for one entry a row.
     """
-    zero = jnp.int32(0)
-
-    def write(b: Array, d: Array, kv: list) -> list:
-        at = cache.length[b] + d
-        out = []
-        for (k, v), (new_k, new_v) in zip(kv, path.kv, strict=True):
-            column = jax.lax.dynamic_slice(new_k, (b, zero, zero, d), (1, *new_k.shape[1:3], 1))
-            line = jax.lax.dynamic_slice(new_v, (b, zero, d, zero),
-                                         (1, new_v.shape[1], 1, new_v.shape[3]))
-            out.append((jax.lax.dynamic_update_slice(k, column, (b, zero, zero, at)),
-                        jax.lax.dynamic_update_slice(v, line, (b, zero, at, zero))))
-        return out
-
-    def row(b: Array, kv: list) -> list:
-        return jax.lax.fori_loop(0, count[b], lambda d, kv: write(b, d, kv), kv)
-
-    kv = jax.lax.fori_loop(0, count.shape[0], row, cache.kv)
+    width = path.kv[0][0].shape[3]
+    sizes = [k.shape[3] for k in cache.kv[0][0]]
+    place = cache.length[:, None] + jnp.arange(width)[None]
+    within = jnp.arange(width)[None] < count[:, None]
+    ends = jnp.cumsum(jnp.asarray(sizes))
+    segment = jnp.where(within, (place[..., None] >= ends[None, None]).sum(-1), len(sizes))
+    order = jnp.argsort(segment.reshape(-1), stable=True)
+    bounds = (segment.reshape(-1)[None] < jnp.arange(len(sizes) + 1)[:, None]).sum(1)
+    kv, start = [(list(k), list(v)) for k, v in cache.kv], 0
+    for i, size in enumerate(sizes):
+        write = functools.partial(_write, path.kv, order, place.reshape(-1) - start)
+        part = jax.lax.fori_loop(bounds[i], bounds[i + 1], write, [(k[i], v[i]) for k, v in kv])
+        for (k, v), (new_k, new_v) in zip(kv, part, strict=True):
+            k[i], v[i] = new_k, new_v
+        start += size
     return Cache(kv=kv, length=cache.length + count)
+
+
+def _write(new: list, order: Array, place: Array, step: Array, kv: list) -> list:
+    """Writes entry order[step] of the path into one segment of every layer."""
+    zero, width = jnp.int32(0), new[0][0].shape[3]
+    entry = order[step].astype(jnp.int32)
+    b, d, at = entry // width, entry % width, place[entry]
+    out = []
+    for (k, v), (new_k, new_v) in zip(kv, new, strict=True):
+        column = jax.lax.dynamic_slice(new_k, (b, zero, zero, d), (1, *new_k.shape[1:3], 1))
+        line = jax.lax.dynamic_slice(new_v, (b, zero, d, zero),
+                                     (1, new_v.shape[1], 1, new_v.shape[3]))
+        out.append((jax.lax.dynamic_update_slice(k, column, (b, zero, zero, at)),
+                    jax.lax.dynamic_update_slice(v, line, (b, zero, at, zero))))
+    return out
 
 
 def record(sequences: Sequences, verdict: Verdict, tip: Tip) -> Sequences:

@@ -1,7 +1,7 @@
 """The actor's draw: y = argmax_v(logp[v] + G[v]) of the processed distribution.
 
-Logits are [V, W], as the head makes them. The vocabulary is read once, in chunks, with the noise
-made inside; truncation is a threshold found by bisection over float bits, without a sort, and only
+Logits are [V, W], as the head makes them. The vocabulary is read in chunks, with the noise made
+inside; truncation is a threshold found by bisection over float bits, without a sort, and only
 in rounds in which some row asks for it.
 """
 
@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from specrl_jax.prng import gumbel
+from specrl_jax.prng import exponential
 from specrl_jax.structs import Array
 
 _CPU_CHUNK = 4096  # vocabulary rows at once; experiments/LOG.md
@@ -33,6 +33,30 @@ class Truncation:
     last: Array  # i32[W]
 
 
+@struct.dataclass
+class Processed:
+    """The distribution that `draw` draws from, at each packed position."""
+
+    logp: Array  # f32[W, V] processed, renormalised; -inf where truncation removed the token
+    raw: Array  # f32[W] added to a kept token's logp, this is its raw_logprob as in Draw
+    kept_mass: Array  # f32[W]
+
+
+def process(logits: Array, temperature: Array, top_k: Array, top_p: Array) -> Processed:
+    """The law of `draw`, whose arguments these are; at temperature 0 a point mass."""
+    greedy = temperature == 0
+    scores = logits * (1 / jnp.where(greedy, 1.0, temperature))[None]
+    ids = jnp.arange(logits.shape[0])[None]
+    keep = _kept(scores.T, ids, _truncate(scores, top_k, top_p))
+    mass = jnp.exp(scores - scores.max(0, keepdims=True)).T
+    total, kept = mass.sum(1), jnp.where(keep, mass, 0).sum(1)
+    only = greedy[:, None] & (ids != jnp.argmax(scores, 0)[:, None])
+    logp = jnp.where(keep & ~only, jnp.log(mass / kept[:, None]), -jnp.inf)
+    return Processed(logp=jnp.where(greedy[:, None] & keep & ~only, 0.0, logp),
+                     raw=jnp.where(greedy, -jnp.log(total), jnp.log(kept / total)),
+                     kept_mass=kept / total)
+
+
 def draw(logits: Array, temperature: Array, top_k: Array, top_p: Array, key: Array,
          position: Array) -> Draw:
     """Draws one token for each of W positions.
@@ -47,63 +71,63 @@ def draw(logits: Array, temperature: Array, top_k: Array, top_p: Array, key: Arr
       position: i32[W] index of the token being drawn; 0 is the first of the response.
     """
     greedy = temperature == 0
-    scores = logits / jnp.where(greedy, 1.0, temperature)[None]
-    scale = jnp.where(greedy, 0.0, 1.0)
+    scale = 1 / jnp.where(greedy, 1.0, temperature)
 
-    def truncated(scores: Array) -> tuple[Array, ...]:
-        return _scan(scores, _truncate(scores, top_k, top_p), scale, key, position)
+    def truncated(logits: Array) -> tuple[Array, Array, Array]:
+        boundary = _truncate(logits * scale[None], top_k, top_p)
+        return _race(logits, scale, greedy, boundary, key, position)
 
-    def whole(scores: Array) -> tuple[Array, ...]:
-        return _scan(scores, None, scale, key, position)
+    def whole(logits: Array) -> tuple[Array, Array, Array]:
+        return _race(logits, scale, greedy, None, key, position)
 
-    token, score, top, total, kept = jax.lax.cond(
-        ((top_k > 0) | (top_p < 1)).any(), truncated, whole, scores)
-    return Draw(token=token, logprob=jnp.where(greedy, 0.0, score - top - jnp.log(kept)),
-                raw_logprob=score - top - jnp.log(total), kept_mass=kept / total)
+    token, total, kept = jax.lax.cond(
+        ((top_k > 0) | (top_p < 1)).any(), truncated, whole, logits)
+    score = (jnp.take_along_axis(logits, token[None], 0)[0] - logits.max(0)) * scale
+    return Draw(token=token, logprob=jnp.where(greedy, 0.0, score - jnp.log(kept)),
+                raw_logprob=score - jnp.log(total), kept_mass=kept / total)
 
 
-def _scan(scores: Array, truncation: Truncation | None, scale: Array, key: Array, position: Array
-          ) -> tuple[Array, ...]:
+def _race(logits: Array, scale: Array, greedy: Array, truncation: Truncation | None, key: Array,
+          position: Array) -> tuple[Array, Array, Array]:
     """One pass over the vocabulary.
 
+    argmax(logp + G) with G = -log(E) is argmin(E / p): an exponential race. It shares exp(logp)
+    with the normaliser and saves the second logarithm.
+
     Returns:
-      [W] each: the token, its score, the highest score, and the sums of exp(score - highest) over
-      all tokens and over those kept.
+      [W] each: the token, and the sums of exp(score - highest score) over all tokens and over those
+      kept.
     """
-    vocab, width = scores.shape
+    vocab, width = logits.shape
     size = min(_CPU_CHUNK, vocab) if jax.default_backend() == "cpu" else vocab
-    low, zero = jnp.full(width, -jnp.inf), jnp.zeros(width)
+    top = logits.max(0) * scale
 
     def body(i: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
-        best, token, score, top, total, kept = carry
+        best, token, total, kept = carry
         start = jnp.minimum(i * size, vocab - size)  # the last chunk may overlap the one before
         ids = start + jnp.arange(size)
-        x = jax.lax.dynamic_slice_in_dim(scores, start, size, 0).T
-        x = jnp.where((ids >= i * size)[None], x, -jnp.inf)
-        noisy = x + scale[:, None] * gumbel(key, position, ids)
+        score = jax.lax.dynamic_slice_in_dim(logits, start, size, 0).T * scale[:, None]
+        score = jnp.where((ids >= i * size)[None], score, -jnp.inf)
+        mass = jnp.exp(score - top[:, None])
+        time = jnp.where(greedy[:, None], -score, exponential(key, position, ids) / mass)
         if truncation is not None:
-            keep = _kept(x, ids[None], truncation)
-            noisy = jnp.where(keep, noisy, -jnp.inf)
-        # Three plain reductions over a stored chunk: fused, the noise would be made for each of
-        # them, and a CPU's argmax is not vectorised (experiments/LOG.md).
-        noisy, x = jax.lax.optimization_barrier((noisy, x))
-        first = noisy.max(1)
-        at = jnp.where(noisy == first[:, None], ids[None], vocab).min(1)
-        here = jnp.where(ids[None] == at[:, None], x, -jnp.inf).max(1)
-        wins = first > best
-        higher = jnp.maximum(top, x.max(1))
-        rescale, mass = jnp.exp(top - higher), jnp.exp(x - higher[:, None])
-        total = total * rescale + mass.sum(1)
-        if truncation is not None:
-            kept = kept * rescale + jnp.where(keep, mass, 0).sum(1)
-        return (jnp.maximum(first, best), jnp.where(wins, at, token).astype(jnp.int32),
-                jnp.where(wins, here, score), higher, total, kept)
+            keep = _kept(score, ids[None], truncation)
+            time = jnp.where(keep, time, jnp.inf)
+            kept = kept + jnp.where(keep, mass, 0).sum(1)
+        # Plain reductions over a stored chunk: fused, the noise would be made for each of them, and
+        # a CPU's argmin is not vectorised (experiments/LOG.md).
+        time, mass = jax.lax.optimization_barrier((time, mass))
+        first = time.min(1)
+        at = jnp.where(time == first[:, None], ids[None], vocab).min(1)
+        return (jnp.minimum(first, best), jnp.where(first < best, at, token).astype(jnp.int32),
+                total + mass.sum(1), kept)
 
-    carry = (low, jnp.zeros(width, jnp.int32), zero, jnp.full(width, -1e30), zero, zero)
+    zero = jnp.zeros(width)
+    carry = (jnp.full(width, jnp.inf), jnp.zeros(width, jnp.int32), zero, zero)
     steps = -(-vocab // size)
-    _, token, score, top, total, kept = (
+    _, token, total, kept = (
         body(jnp.int32(0), carry) if steps == 1 else jax.lax.fori_loop(0, steps, body, carry))
-    return token, score, top, total, total if truncation is None else kept
+    return token, total, total if truncation is None else kept
 
 
 def _kept(scores: Array, ids: Array, truncation: Truncation) -> Array:

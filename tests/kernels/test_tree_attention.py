@@ -11,7 +11,7 @@ from specrl_kernels.dispatch import Unsupported
 from specrl_kernels.tree_attention import tree_attention
 
 IMPLEMENTATIONS = ["xla", "reference"]
-BLOCK = 8  # the cache is made of this many positions, so chunk borders are tested as well
+BLOCK = 8
 CALL = jax.jit(tree_attention, static_argnames=("scale", "window", "implementation"))
 each = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 
@@ -79,7 +79,7 @@ CASES = {
     "one row, one node, nothing cached": dict(nodes=1, lengths=(0,)),
     "every length": dict(lengths=(0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 4 * BLOCK), nodes=3),
     "long cache": dict(lengths=(127, 128, 129, 300), nodes=3, cache=384),
-    "cache in odd pieces": dict(lengths=(3, 24, 17), cache=24),
+    "an odd cache": dict(lengths=(3, 24, 17), cache=24),
     "multi-head": dict(repeats=1), "group of 3": dict(repeats=3), "group of 4": dict(repeats=4),
     "one key-value head": dict(groups=1, repeats=4),
     "slots permuted": dict(lengths=(4, 0, 9), slots=5, nodes=3),
@@ -116,6 +116,28 @@ def test_garbage_beyond_length_and_in_other_slots_is_inert(implementation: str) 
             "cache_k": jnp.where(seen[:, None, None, :], case["cache_k"], garbage),
             "cache_v": jnp.where(seen[:, None, :, None], case["cache_v"], garbage)}
         np.testing.assert_array_equal(call(dirty, implementation), clean)
+
+
+@each
+@pytest.mark.parametrize("sizes", [(16, 16), (1, 30, 1), (8, 8, 4, 12)])
+def test_a_cache_in_segments_is_the_whole_cache(sizes: tuple[int, ...], implementation: str
+                                                ) -> None:
+    case = make(lengths=(0, 1, 16, 20), nodes=3, slots=6)
+    cut = np.cumsum(sizes)[:-1]
+    split = case | {"cache_k": jnp.split(case["cache_k"], cut, 3),
+                    "cache_v": jnp.split(case["cache_v"], cut, 2)}
+    for window in (None, 3):
+        np.testing.assert_allclose(call(split, implementation, window), oracle(case, window),
+                                   rtol=0, atol=2e-6)
+
+
+def test_a_segment_that_no_context_reaches_is_not_read() -> None:
+    case = make(lengths=(0, 7), nodes=3)
+    split = case | {"cache_k": jnp.split(case["cache_k"], [8], 3),
+                    "cache_v": jnp.split(case["cache_v"], [8], 2)}
+    clean = call(split, "xla")
+    split["cache_v"][1] = jnp.full_like(split["cache_v"][1], jnp.nan)
+    np.testing.assert_array_equal(call(split, "xla"), clean)
 
 
 @each

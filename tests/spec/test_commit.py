@@ -11,6 +11,7 @@ from specrl_jax.spec.commit import append, record
 from specrl_jax.structs import Cache, Path, Sequences, Tip, Verdict
 
 B, G, E, S, D, LAYERS = 3, 2, 4, 12, 3, 2
+SEGMENTS = [(12,), (6, 6), (1, 4, 3, 4), (5, 2, 5)]
 
 
 def parts(seed: int = 0) -> tuple[Cache, Path]:
@@ -26,10 +27,19 @@ def parts(seed: int = 0) -> tuple[Cache, Path]:
     return cache, path
 
 
+def split(cache: Cache, sizes: tuple[int, ...]) -> Cache:
+    """The cache in segments."""
+    cut = np.cumsum(sizes)[:-1]
+    return cache.replace(kv=[([*jnp.split(k, cut, 3)], [*jnp.split(v, cut, 2)])
+                             for k, v in cache.kv])
+
+
+@pytest.mark.parametrize("sizes", SEGMENTS)
 @pytest.mark.parametrize("count", [(0, 0, 0), (1, 1, 1), (4, 0, 2), (2, 3, 4)])
-def test_append_writes_exactly_count_columns(count: tuple[int, ...]) -> None:
+def test_append_writes_exactly_count_columns(count: tuple[int, ...], sizes: tuple[int, ...]
+                                             ) -> None:
     cache, path = parts()
-    got = jax.jit(append)(cache, path, jnp.asarray(count))
+    got = jax.jit(append)(split(cache, sizes), path, jnp.asarray(count))
     assert np.asarray(got.length).tolist() == (np.asarray(cache.length) + count).tolist()
     for (k, v), (old_k, old_v), (new_k, new_v) in zip(got.kv, cache.kv, path.kv, strict=True):
         want_k, want_v = np.array(old_k), np.array(old_v)
@@ -37,8 +47,8 @@ def test_append_writes_exactly_count_columns(count: tuple[int, ...]) -> None:
             at, n = int(cache.length[b]), count[b]
             want_k[b, :, :, at : at + n] = np.asarray(new_k)[b, :, :, :n]
             want_v[b, :, at : at + n] = np.asarray(new_v)[b, :, :n]
-        np.testing.assert_array_equal(k, want_k)
-        np.testing.assert_array_equal(v, want_v)
+        np.testing.assert_array_equal(np.concatenate(k, 3), want_k)
+        np.testing.assert_array_equal(np.concatenate(v, 2), want_v)
 
 
 def test_what_lies_beyond_count_is_inert() -> None:
@@ -47,6 +57,7 @@ def test_what_lies_beyond_count_is_inert() -> None:
     keep = np.arange(D + 1)[None] < np.asarray(count)[:, None]
     dirty = path.replace(kv=[(jnp.where(keep[:, None, None, :], k, jnp.nan),
                               jnp.where(keep[:, None, :, None], v, jnp.nan)) for k, v in path.kv])
+    cache = split(cache, (6, 6))
     clean, other = append(cache, path, count), append(cache, dirty, count)
     jax.tree.map(np.testing.assert_array_equal, clean, other)
 

@@ -135,7 +135,7 @@ def drawn(noise_of: Callable[..., Any], temperature: float, top_k: int, top_p: f
     key = np.stack([row * 7919 + 1, row ^ 12345], 1)
     logits = np.tile(LOGITS[:, None], (1, len(row)))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sampling, "gumbel", noise_of)
+        patch.setattr(sampling, "exponential", lambda *at: jnp.exp(-noise_of(*at)))
         got = drawing(noise_of)(
             logits, full(temperature, len(row), np.float32), full(top_k, len(row), np.int32),
             full(top_p, len(row), np.float32), jnp.asarray(key, jnp.uint32),

@@ -1,5 +1,6 @@
 """The signature of tree attention, its checks, and the choice of an implementation."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -8,6 +9,7 @@ from specrl_kernels import dispatch
 from specrl_kernels.tree_attention.reference import tree_attention_reference
 from specrl_kernels.tree_attention.xla import tree_attention_xla
 
+_WHY = "shapes must agree with q [W, H, E], tree_k [B, n, G, E]"
 IMPLEMENTATIONS = {"xla": tree_attention_xla, "reference": tree_attention_reference}
 
 
@@ -18,8 +20,8 @@ def tree_attention(
     tree_k: jax.Array,  # f[B, n, G, E]
     tree_v: jax.Array,  # f[B, n, G, E]
     parent: jax.Array,  # i32[B, n] parent[i] < i; the root's is ignored
-    cache_k: jax.Array,  # f[slots, G, E, S]
-    cache_v: jax.Array,  # f[slots, G, S, E]
+    cache_k: jax.Array | Sequence[jax.Array],  # f[slots, G, E, S], whole or in segments along S
+    cache_v: jax.Array | Sequence[jax.Array],  # f[slots, G, S, E], likewise
     length: jax.Array,  # i32[B] committed tokens in the cache
     slot: jax.Array | None = None,  # i32[B] cache row of each row; None: row b uses cache row b
     prefix: Any = None,
@@ -42,24 +44,33 @@ def tree_attention(
       Unsupported: a named implementation cannot do this.
       ExceptionGroup: none can; it holds each one's reason.
     """
+    cache_k, cache_v = _segments(cache_k), _segments(cache_v)
     _check(q, row, node, tree_k, tree_v, parent, cache_k, cache_v, length, slot)
     function = dispatch.choose(IMPLEMENTATIONS, implementation)
     return function(q, row, node, tree_k, tree_v, parent, cache_k, cache_v, length, slot, prefix,
                     scale=scale, window=window)
 
 
+def _segments(cache: jax.Array | Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+    return tuple(cache) if isinstance(cache, Sequence) else (cache,)
+
+
 def _check(q: Any, row: Any, node: Any, tree_k: Any, tree_v: Any, parent: Any, cache_k: Any,
            cache_v: Any, length: Any, slot: Any) -> None:
     w, h, e = q.shape
     b, n, g, _ = tree_k.shape
-    slots, _, _, s = cache_k.shape
     _expect("q's heads", h % g, 0, f"{h} is no multiple of {g} key-value heads")
     for name, array, shape in (
         ("row", row, (w,)), ("node", node, (w,)), ("tree_k", tree_k, (b, n, g, e)),
         ("tree_v", tree_v, (b, n, g, e)), ("parent", parent, (b, n)), ("length", length, (b,)),
-        ("cache_k", cache_k, (slots, g, e, s)), ("cache_v", cache_v, (slots, g, s, e)),
     ):
-        _expect(name, array.shape, shape, "shapes must agree with q [W, H, E], tree_k [B, n, G, E]")
+        _expect(name, array.shape, shape, _WHY)
+    slots = cache_k[0].shape[0]
+    _expect("segments of cache_v", len(cache_v), len(cache_k), "as many as cache_k has")
+    for k, v in zip(cache_k, cache_v, strict=True):
+        s = k.shape[-1]
+        _expect("cache_k", k.shape, (slots, g, e, s), _WHY)
+        _expect("cache_v", v.shape, (slots, g, s, e), _WHY)
     if slot is not None:
         _expect("slot", slot.shape, (b,), "one cache row for each row")
     elif slots != b:

@@ -9,12 +9,14 @@ from specrl_kernels.dispatch import Unsupported
 
 
 def tree_attention_reference(q: jax.Array, row: jax.Array, node: jax.Array, tree_k: jax.Array,
-                             tree_v: jax.Array, parent: jax.Array, cache_k: jax.Array,
-                             cache_v: jax.Array, length: jax.Array, slot: jax.Array | None,
+                             tree_v: jax.Array, parent: jax.Array,
+                             cache_k: tuple[jax.Array, ...], cache_v: tuple[jax.Array, ...],
+                             length: jax.Array, slot: jax.Array | None,
                              prefix: Any, *, scale: float, window: int | None) -> jax.Array:
     """See `api.tree_attention`."""
     if prefix is not None:
         raise Unsupported("a shared prefix")
+    cache_k, cache_v = jnp.concatenate(cache_k, 3), jnp.concatenate(cache_v, 2)
     n, heads = tree_k.shape[1], q.shape[1]
     repeats = heads // tree_k.shape[2]
     cache_row = jnp.arange(length.shape[0]) if slot is None else slot

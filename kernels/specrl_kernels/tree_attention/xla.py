@@ -1,10 +1,10 @@
 """Tree attention in plain XLA operations, for any device; the CPU's default.
 
-The committed prefix is read in chunks by a loop with a traced trip count, so its cost follows the
-longest live context and not the allocation, and one program serves every context length.
+Each segment of the committed prefix is read whole, or skipped where no context reaches it: a
+product of a slice would copy the slice first (experiments/LOG.md).
 """
 
-import math
+import functools
 from typing import Any
 
 import jax
@@ -12,13 +12,13 @@ import jax.numpy as jnp
 
 from specrl_kernels.dispatch import Unsupported
 
-CHUNK = 128  # cache positions read at once; measured best of 64, 128 and 256 on a CPU
-_MASKED = -1e30  # finite, so that a chunk without a visible key gives weight 0 and not NaN
+_MASKED = -1e30  # finite, so that a segment without a visible key gives weight 0 and not NaN
 
 
 def tree_attention_xla(q: jax.Array, row: jax.Array, node: jax.Array, tree_k: jax.Array,
-                       tree_v: jax.Array, parent: jax.Array, cache_k: jax.Array,
-                       cache_v: jax.Array, length: jax.Array, slot: jax.Array | None,
+                       tree_v: jax.Array, parent: jax.Array,
+                       cache_k: tuple[jax.Array, ...], cache_v: tuple[jax.Array, ...],
+                       length: jax.Array, slot: jax.Array | None,
                        prefix: Any, *, scale: float, window: int | None) -> jax.Array:
     """See `api.tree_attention`."""
     if prefix is not None:
@@ -70,28 +70,34 @@ def _tree_part(queries: jax.Array, tree_k: jax.Array, tree_v: jax.Array, ancestr
 
 
 def _prefix_part(carry: tuple[jax.Array, jax.Array, jax.Array], queries: jax.Array,
-                 cache_k: jax.Array, cache_v: jax.Array, length: jax.Array,
+                 cache_k: tuple[jax.Array, ...], cache_v: tuple[jax.Array, ...], length: jax.Array,
                  slot: jax.Array | None, depth: jax.Array, window: int | None
                  ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    size = math.gcd(cache_k.shape[3], CHUNK)
     repeats = queries.shape[2] // depth.shape[1]
     oldest = None if window is None else jnp.repeat(length[:, None] + depth - window, repeats, 1)
+    longest, start = length.max(), 0
+    for k, v in zip(cache_k, cache_v, strict=True):
+        read = functools.partial(_segment, queries, k, v, start, length, slot, oldest)
+        carry = jax.lax.cond(longest > start, read, lambda carry: carry, carry)
+        start += k.shape[3]
+    return carry
 
-    def chunk(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        top, total, out = carry
-        k = jax.lax.dynamic_slice_in_dim(cache_k, i * size, size, 3)
-        v = jax.lax.dynamic_slice_in_dim(cache_v, i * size, size, 2)
-        if slot is not None:
-            k, v = k[slot], v[slot]
-        place = i * size + jnp.arange(size)
-        visible = (place[None] < length[:, None])[:, None, None]
-        if oldest is not None:
-            visible &= (place[None, None] > oldest[..., None])[:, None]
-        score = jnp.einsum("bgqe,bges->bgqs", queries, k, preferred_element_type=jnp.float32)
-        score = jnp.where(visible, score, _MASKED)
-        higher = jnp.maximum(top, score.max(-1))
-        rescale, weight = jnp.exp(top - higher), jnp.exp(score - higher[..., None])
-        fresh = jnp.einsum("bgqs,bgse->bgqe", weight, v, preferred_element_type=jnp.float32)
-        return higher, total * rescale + weight.sum(-1), out * rescale[..., None] + fresh
 
-    return jax.lax.fori_loop(0, (length.max() + size - 1) // size, chunk, carry)
+def _segment(queries: jax.Array, k: jax.Array, v: jax.Array, start: int, length: jax.Array,
+             slot: jax.Array | None, oldest: jax.Array | None,
+             carry: tuple[jax.Array, jax.Array, jax.Array]
+             ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Adds the positions from `start` on to a softmax: (highest score, sum of weights, output)."""
+    top, total, out = carry
+    if slot is not None:
+        k, v = k[slot], v[slot]
+    place = start + jnp.arange(k.shape[3])
+    visible = (place[None] < length[:, None])[:, None, None]
+    if oldest is not None:
+        visible &= (place[None, None] > oldest[..., None])[:, None]
+    score = jnp.einsum("bgqe,bges->bgqs", queries, k, preferred_element_type=jnp.float32)
+    score = jnp.where(visible, score, _MASKED)
+    higher = jnp.maximum(top, score.max(-1))
+    rescale, weight = jnp.exp(top - higher), jnp.exp(score - higher[..., None])
+    fresh = jnp.einsum("bgqs,bgse->bgqe", weight, v, preferred_element_type=jnp.float32)
+    return higher, total * rescale + weight.sum(-1), out * rescale[..., None] + fresh
