@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import functools
 import importlib.util
+import operator
 import re
 import sys
 import typing
@@ -25,11 +26,11 @@ from absl import app, flags, logging
 from ml_collections import config_flags as ml_config_flags
 from ml_collections.config_flags import tuple_parser
 
-from specrl_jax.config import Config, ConfigError, build
+from specrl_jax.config import Config, ConfigError, as_dict, build
 
 CONFIGS = Path(__file__).resolve().parent / "configs"
 DEFAULT_PRESET = "smollm2"
-HELP_FLAGS = ("help", "helpshort", "helpfull", "?")
+HELP_FLAGS = ("h", "help", "helpshort", "helpfull", "?")
 EXIT_BAD_INPUT = 2
 
 # Flags count as the script's own, which is what --help lists.
@@ -99,11 +100,31 @@ def define(argv: Sequence[str], flag_values: flags.FlagValues = flags.FLAGS) -> 
 def parsed(flag_values: flags.FlagValues = flags.FLAGS) -> tuple[Config, Path]:
     """The frozen config and the workdir, once the flags are parsed.
 
+    With --run of run_flags.py, the config is the run's, and overrides must fit that one.
+
+    Raises:
+      ConfigError: the values cannot work together, or there is no such run.
+    """
+    if "run" in flag_values and flag_values.run is not None:
+        from specrl_jax.actor import run_config  # here, because it imports all of JAX
+
+        config = override(run_config(Path(flag_values.run)), flag_values["config"].override_values)
+    else:
+        config = build(Config, flag_values.config)
+    return config, Path(flag_values.workdir or Path("runs") / config.name)
+
+
+def override(config: Config, values: dict[str, object]) -> Config:
+    """`config` with other values at dotted paths.
+
     Raises:
       ConfigError: the values cannot work together.
     """
-    config = build(Config, flag_values.config)
-    return config, Path(flag_values.workdir or Path("runs") / config.name)
+    nested = as_dict(config)
+    for path, value in values.items():
+        *above, name = path.split(".")
+        functools.reduce(operator.getitem, above, nested)[name] = value
+    return build(Config, nested)
 
 
 def mutable(config: Any) -> Any:
@@ -134,6 +155,8 @@ def check_overrides(argv: Sequence[str]) -> None:
 def print_help(argv: Sequence[str]) -> None:
     """Prints the script's docstring, its flags, and every field of the chosen preset."""
     define(argv[:1])
+    if "run" in flags.FLAGS:  # the script reads a run, and refuses to be told where to write one
+        del flags.FLAGS.workdir
     table = field_table(_chosen_preset(argv))
     app.usage(shorthelp="helpfull" not in _flag_names(argv), writeto_stdout=True)
     print(table)

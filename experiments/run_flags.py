@@ -1,14 +1,15 @@
 """--run and --step, for scripts that read a run's weights instead of writing a run.
 
-Such a script says `flags.adopt_module_key_flags(run_flags)`, so that its --help lists them.
+Such a script says `flags.adopt_module_key_flags(run_flags)`, so that its --help lists them. Where
+--run is a flag, `config_flags` takes a run's config from it and leaves --workdir out of the help.
 """
 
 from pathlib import Path
 
 from absl import flags
 
-from specrl_jax.actor import Actor, open_actor, run_config
-from specrl_jax.config import Config, ConfigError, as_dict, build
+from specrl_jax.actor import Actor, open_actor
+from specrl_jax.config import Config, ConfigError
 
 RUN = flags.DEFINE_string("run", None, "working directory of a run: its config, which --config.* "
                           "may override, and its weights; without it, the model at "
@@ -21,7 +22,7 @@ def resolve(config: Config, flag_values: flags.FlagValues = flags.FLAGS) -> tupl
     """The config and the model that the command line asks for.
 
     Args:
-      config: of --config and its overrides.
+      config: what `config_flags.parsed` gives: with --run, the run's with overrides.
 
     Raises:
       ConfigError: the flags contradict each other, or there is no such run or model.
@@ -34,22 +35,4 @@ def resolve(config: Config, flag_values: flags.FlagValues = flags.FLAGS) -> tupl
     if flag_values["config"].present:
         raise ConfigError(f"--run={flag_values.run}: brings its own config; drop --config and "
                           f"override fields with --config.FIELD=VALUE")
-    run = Path(flag_values.run)
-    config = override(run_config(run), flag_values["config"].override_values)
-    return config, open_actor(config, run, flag_values.step)
-
-
-def override(config: Config, values: dict[str, object]) -> Config:
-    """`config` with other values at dotted paths.
-
-    Raises:
-      ConfigError: the values cannot work together.
-    """
-    nested = as_dict(config)
-    for path, value in values.items():
-        *above, name = path.split(".")
-        node = nested
-        for part in above:
-            node = node[part]
-        node[name] = value
-    return build(Config, nested)
+    return config, open_actor(config, Path(flag_values.run), flag_values.step)

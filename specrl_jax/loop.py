@@ -32,7 +32,7 @@ from specrl_jax.rl.reward import compose
 from specrl_jax.sampler import Asked, Sampler, rollout_metrics
 from specrl_jax.structs import Rollout
 
-GAPS = ("logprob_gap", "logprob_gap_max")  # of rollout and learner, under the weights that acted
+GAPS = ("logprob_gap", "logprob_gap_max", "logprob_gap_tokens")  # under the weights that acted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,25 +107,28 @@ class Trainer:
     def compile(self, say: Callable[[str], None]) -> None:
         """Compiles everything a step may run."""
         self.sampler.compile(say)
-        if self.config.learner.updates:
-            say("compiling the policy update")
-            self._compile_learner()
-
-    def _compile_learner(self) -> None:
         config = self.config
         batch, totals = self._batch(self._blank_rollout(), np.zeros(config.sequences, np.float32))
-        scores = batch.rollout_logprob
+        if config.learner.updates:
+            say("compiling the policy update")
+            self._compile_updates(batch, totals)
+        else:
+            gap = functools.partial(learner.first_gap, self.arch, config.learner.remat)
+            self._gap = jax.jit(gap, out_shardings=sharding.replicated(self.mesh)).lower(
+                self.state.params, batch).compile()
+
+    def _compile_updates(self, batch: Batch, totals: Totals) -> None:
+        config, scores = self.config, batch.rollout_logprob
         if self._needs_scores:
             score = functools.partial(learner.score, self.arch, config.learner.remat)
             self._score = jax.jit(score).lower(self.state.params, batch).compile()
         places = jax.tree.map(lambda a: a.sharding, self.state)
-        update = jax.jit(
-            functools.partial(learner.update, self.arch, config.learner,
-                              config.rollout.max_new_tokens),
-            donate_argnums=(0,), out_shardings=(places, sharding.replicated(self.mesh)))
-        self._update = update.lower(
-            self.state, batch, totals, scores if self._reads_old else None,
-            scores if config.learner.kl else None).compile()
+        update = functools.partial(learner.update, self.arch, config.learner,
+                                   config.rollout.max_new_tokens)
+        self._update = jax.jit(
+            update, donate_argnums=(0,), out_shardings=(places, sharding.replicated(self.mesh))
+        ).lower(self.state, batch, totals, scores if self._reads_old else None,
+                scores if config.learner.kl else None).compile()
 
     @property
     def _reads_old(self) -> bool:
@@ -225,10 +228,27 @@ class Trainer:
             f"reward/{name}": float(np.mean([t[name] for t in terms])) for name in terms[0]}
 
     def learn(self, rollout: Rollout, advantage: np.ndarray) -> dict[str, Any]:
-        """Updates the actor on one rollout and publishes it."""
-        if not self.config.learner.updates:
-            self.sampler.publish(self.state.params, self.step_number + 1)
-            return {"applied": 1.0}
+        """Updates the actor on one rollout and publishes it.
+
+        With learner.updates = 0 the loss is an empty sum, 0, and the gap is that of the first
+        micro-batch in canonical order.
+        """
+        run = self._update_actor if self.config.learner.updates else self._only_score
+        updates = run(rollout, advantage)
+        # Only the first update sees the weights that acted, which the gap is about.
+        record = updates[-1] | {name: updates[0][name] for name in GAPS}
+        record["applied"] = min(one["applied"] for one in updates)
+        self.bad_steps = 0 if record["applied"] else self.bad_steps + 1
+        self.sampler.publish(self.state.params, self.step_number + 1)
+        return record | {f"rollout/{name}": record.pop(name) for name in GAPS}
+
+    def _only_score(self, rollout: Rollout, advantage: np.ndarray) -> list[dict[str, float]]:
+        batch, _ = self._batch(rollout, np.zeros_like(advantage))  # which leaves the order as it is
+        gap = jax.tree.map(float, self._gap(self.state.params, batch))
+        return [gap | {"applied": 1.0, "loss": 0.0}]
+
+    def _update_actor(self, rollout: Rollout, advantage: np.ndarray) -> list[dict[str, float]]:
+        """The metrics of each update."""
         batch, totals = self._batch(rollout, advantage)
         old = batch.rollout_logprob if self._reads_old else None
         if self._reads_old and self.config.learner.old_logprob == "learner":
@@ -237,13 +257,8 @@ class Trainer:
         updates = []
         for _ in range(self.config.learner.updates):
             self.state, record = self._update(self.state, batch, totals, old, reference)
-            updates.append({name: float(np.asarray(value)) for name, value in record.items()})
-        # Only the first update sees the weights that acted, which the gap is about.
-        record = updates[-1] | {name: updates[0][name] for name in GAPS}
-        record["applied"] = min(one["applied"] for one in updates)
-        self.bad_steps = 0 if record["applied"] else self.bad_steps + 1
-        self.sampler.publish(self.state.params, self.step_number + 1)
-        return record | {f"rollout/{name}": record.pop(name) for name in GAPS}
+            updates.append(jax.tree.map(float, record))
+        return updates
 
     # Persistence.
 

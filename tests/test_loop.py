@@ -1,17 +1,21 @@
-"""The step's safety net: updates that are not finite."""
+"""What a step says of its update, and its safety net: updates that are not finite."""
+
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import micro_config, micro_trainer
+from helpers import counting, micro_config, micro_trainer
 
 from specrl_jax.config import LearnerConfig
 from specrl_jax.host import metrics
 from specrl_jax.host.checkpoint import Checkpoints
 from specrl_jax.host.compilation import CompilationCounter
 from specrl_jax.host.progress import Progress
-from specrl_jax.loop import TrainingError, run_steps
+from specrl_jax.loop import Trainer, TrainingError, run_steps
+from specrl_jax.sampler import Sampler
+from specrl_jax.structs import Rollout
 
 
 def test_a_run_of_bad_updates_is_skipped_counted_and_stopped_with_a_checkpoint(
@@ -31,3 +35,56 @@ def test_a_run_of_bad_updates_is_skipped_counted_and_stopped_with_a_checkpoint(
     assert checkpoints.steps() == [3]
     assert "not finite; skipped" in capsys.readouterr().err
     jax.tree.map(np.testing.assert_array_equal, before, jax.tree.map(np.asarray, trainer.state))
+
+
+def made_up(trainer: Trainer, rng: np.random.Generator) -> Rollout:
+    """A rollout of random tokens whose log-probabilities are all -5."""
+    config = trainer.config
+    q, t, p = config.sequences, config.rollout.max_new_tokens, config.rollout.max_prompt_tokens
+    prompts = config.prompts_per_step
+    ids = np.repeat(np.arange(prompts, dtype=np.int32), config.group_size)
+    prompt = np.repeat(rng.integers(0, 256, (prompts, p)), config.group_size, 0).astype(np.int32)
+    tokens, flat = rng.integers(0, 256, (q, t)).astype(np.int32), np.full((q, t), -5, np.float32)
+    length = rng.integers(1, t + 1, q).astype(np.int32)
+    return Rollout(prompt=prompt, prompt_length=np.full(q, p, np.int32), tokens=tokens,
+                   length=length, logprob=flat, raw_logprob=flat, kept_mass=flat, prompt_id=ids,
+                   occurrence=ids * 0, sample_id=ids * 0, stopped=ids > 0, commits=tokens,
+                   rounds=ids)
+
+
+@pytest.mark.parametrize("updates", [0, 1])
+def test_loss_and_gap_are_there_whatever_is_learned(
+        monkeypatch: pytest.MonkeyPatch, updates: int) -> None:
+    """None of eight groups has an advantage, then one; a micro-batch holds two groups."""
+    monkeypatch.setattr(Sampler, "compile", lambda self, say: None)
+    trainer = micro_trainer(micro_config(
+        learner=LearnerConfig(learning_rate=1e-3, micro_batch=4, updates=updates)))
+    rollout = made_up(trainer, np.random.default_rng(0))
+    for useful in ([], [5]):
+        advantage, found = np.zeros((8, 2), np.float32), {}
+        advantage[useful] = [1, -1]
+        before = jax.tree.map(np.asarray, trainer.state.params)
+        assert counting(lambda a=advantage, out=found: out.update(
+            trainer.learn(rollout, a.reshape(-1)))) == 0
+        groups = ([*useful, 0, 1] if updates else [0, 1])[:2]
+        covered = rollout.length.reshape(8, 2)[groups].sum()
+        assert found["rollout/logprob_gap_tokens"] == covered < rollout.length.sum()
+        assert 0 < found["rollout/logprob_gap"] <= found["rollout/logprob_gap_max"]
+        assert found["applied"] == 1
+        changed = bool(updates and useful)
+        same = jax.tree.map(np.array_equal, before, jax.tree.map(np.asarray, trainer.state.params))
+        assert (found["loss"] != 0) == changed != all(jax.tree.leaves(same))
+
+
+@pytest.mark.slow
+def test_every_step_of_a_run_that_only_rolls_out_has_a_gap_and_a_loss(tmp_path: Path) -> None:
+    trainer = micro_trainer(micro_config(learner=LearnerConfig(micro_batch=4, updates=0)))
+    counter = CompilationCounter()
+    with (Checkpoints(tmp_path / "checkpoints", 2) as checkpoints,
+          metrics.Writer(tmp_path, 0) as writer, Progress(2, 0) as progress):
+        run_steps(trainer, checkpoints, writer, progress, counter)
+    rows = metrics.read_metrics(tmp_path)
+    assert [(row["loss"], row["compilations"]) for row in rows] == [(0.0, 0), (0.0, 0)]
+    for row in rows:
+        assert 0 < row["rollout/logprob_gap"] <= row["rollout/logprob_gap_max"] < 1e-4
+        assert 0 < row["rollout/logprob_gap_tokens"] < row["rollout/tokens"]

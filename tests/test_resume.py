@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -99,6 +100,27 @@ def test_a_run_killed_inside_a_save_equals_one_that_was_not(whole: Path, tmp_pat
     assert saving(workdir), "no kill hit a save"
     run_training(workdir, *LONG)
     assert saving(workdir) == []
+    assert_same_runs(whole, workdir, STEPS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("damaged", [1, 2])
+def test_a_run_with_damaged_checkpoints_ends_as_if_they_were_not(
+        whole: Path, tmp_path: Path, damaged: int) -> None:
+    """Of two: with the newest damaged it goes on from the other, with both from step 0."""
+    workdir = shutil.copytree(whole, tmp_path / "run")
+    folder = workdir / "checkpoints"
+    steps = list_steps(folder)
+    for step in steps[-damaged:]:
+        (folder / str(step) / "meta" / "metadata").write_bytes(b"{}")
+    process = start_training(workdir, *LONG)
+    _, err = process.communicate(timeout=600)
+    assert process.returncode == 0, err
+    loud = [line for line in err.splitlines() if line.startswith("WARNING: checkpoint")]
+    assert len(loud) == damaged and "is damaged" in loud[0]
+    assert (f"falling back to checkpoint {steps[-2]}" in loud[0]) and len(steps) == 2
+    assert ("starting again from step 0" in loud[-1]) == (damaged == 2)
+    assert (f"resuming {workdir} after step {steps[-2]}" in err) == (damaged == 1)
     assert_same_runs(whole, workdir, STEPS)
 
 

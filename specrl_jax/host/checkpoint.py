@@ -30,8 +30,7 @@ from specrl_jax.host.integrity import damage, write_checksums
 
 # Orbax rewrites these two after the checksums are taken; restoring does not read them.
 UNCHECKED = ("_CHECKPOINT_METADATA", "commit_success.txt")
-NONE_GOOD = -1
-NO_STEPS = -2
+NONE = -1  # no intact checkpoint
 
 
 class CheckpointError(ConfigError):
@@ -128,8 +127,8 @@ class Checkpoints:
     """The checkpoints of one run. A context manager; every process makes the same calls.
 
     Saving is synchronous: when `save` returns, the checkpoint is complete under its final name.
-    Older ones beyond `keep` are deleted only after that. Leftovers of killed saves are removed
-    when the directory is opened.
+    Older ones beyond `keep` are deleted only after that. Leftovers of killed saves are removed in
+    the background once the directory is opened, and before the next save.
     """
 
     def __init__(self, directory: str | Path, keep: int,
@@ -204,38 +203,32 @@ class Checkpoints:
         return step, restored.state, restored.meta["meta"]
 
     def restore_latest(self, abstract: Any) -> tuple[int, Any, dict[str, Any]] | None:
-        """The newest checkpoint that is intact, as `restore` gives it; None if there is none yet.
+        """The newest checkpoint that is intact, as `restore` gives it; None if there is none.
 
         Damaged ones above it are reported and renamed to `STEP.damaged`, so that their steps can
-        be saved again.
+        be saved again. None may therefore mean that a run has to start from step 0 once more, which
+        is reported too.
 
         Raises:
-          CheckpointError: there are checkpoints and all are damaged, or the newest good one holds
-            other leaves than `abstract`.
+          CheckpointError: the newest good one holds other leaves than `abstract`.
         """
         step = self._agree(self._newest_intact)
-        if step == NO_STEPS:
-            return None
-        if step == NONE_GOOD:
-            raise CheckpointError(f"{self.directory}: every checkpoint is damaged: restore one "
-                                  f"from a copy, or start again in another workdir")
         self._manager.reload()
-        return self._restore(self.directory / str(step), abstract)
+        return None if step == NONE else self._restore(self.directory / str(step), abstract)
 
     def _newest_intact(self) -> int:
         found = sorted((int(path.name) for path in self.directory.iterdir()
                         if path.name.isdecimal()), reverse=True)
-        bad: list[int] = []
-        for step in found:
-            reason = damage(self.directory / str(step))
+        for i, step in enumerate(found):
+            step_dir = self.directory / str(step)
+            reason = damage(step_dir)
             if reason is None:
-                for other in bad:
-                    _set_aside(self.directory / str(other))
                 return step
-            bad.append(step)
-            self._warn(f"checkpoint {self.directory / str(step)} is damaged: {reason}; "
-                       f"falling back to the one before it")
-        return NONE_GOOD if found else NO_STEPS
+            aside = _set_aside(step_dir)
+            then = (f"falling back to checkpoint {found[i + 1]}" if i + 1 < len(found) else
+                    "no checkpoint is left: starting again from step 0, all its steps' lines go")
+            self._warn(f"checkpoint {step_dir} is damaged: {reason}; kept as {aside.name}; {then}")
+        return NONE
 
     def _agree(self, decide: Callable[[], int]) -> int:
         """`decide()` of process 0, in every process."""
@@ -245,12 +238,12 @@ class Checkpoints:
         return int(multihost_utils.broadcast_one_to_all(np.int32(mine)))
 
 
-def _set_aside(step_dir: Path) -> None:
+def _set_aside(step_dir: Path) -> Path:
     target, count = step_dir.with_name(f"{step_dir.name}.damaged"), 1
     while target.exists():
         count += 1
         target = step_dir.with_name(f"{step_dir.name}.damaged-{count}")
-    step_dir.rename(target)
+    return step_dir.rename(target)
 
 
 def _intact(directory: Path, step: int) -> Path:

@@ -1,5 +1,8 @@
 """config.json of transformers 4 and 5: parsed to an Architecture, and written so both load it."""
 
+import dataclasses
+import reprlib
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,6 +11,9 @@ from specrl_jax.model.architecture import Architecture, RopeScaling
 
 CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 MAX_POSITION = {"llama": 2048, "qwen2": 32768, "qwen3": 32768}  # transformers' defaults
+
+LARGEST = 2**31  # sizes, ids and positions are int32
+REPAIR = "fetch the file again, or correct it"
 
 # Options that change the computation, with the only values that are computed here.
 FIXED = {
@@ -20,6 +26,47 @@ FIXED = {
 }
 
 
+@dataclasses.dataclass(frozen=True)
+class _Fields:
+    """Typed reads of one JSON object; a refusal names file, field, value and way out."""
+
+    values: Mapping[str, Any]
+    path: str
+    above: str = ""  # the section's name and a dot
+
+    def count(self, key: str, default: int | None = None) -> int:
+        """A positive whole number that int32 holds."""
+        value = self.values.get(key, default)
+        self.check(type(value) is int and 1 <= value < LARGEST, key, value,
+                   f"must be a whole number in 1..{LARGEST - 1}; {REPAIR}")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A positive finite number."""
+        value = self.values.get(key, default)
+        # NaN fails the comparison, and so does an int too large for a float.
+        self.check(type(value) in (int, float) and 0 < value <= sys.float_info.max, key, value,
+                   f"must be a positive number; {REPAIR}")
+        return float(value)
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self.values.get(key, default)
+        self.check(type(value) is bool, key, value, f"must be true or false; {REPAIR}")
+        return value
+
+    def section(self, key: str) -> "_Fields":
+        """An object inside this one; null and absent ones are empty."""
+        value = self.values.get(key)
+        self.check(value is None or isinstance(value, dict), key, value,
+                   f"must be an object or null; {REPAIR}")
+        return _Fields(value or {}, self.path, f"{self.above}{key}.")
+
+    def check(self, ok: bool, key: str, value: Any, way_out: str) -> None:
+        if not ok:
+            raise ConfigError(
+                f"{self.path}: {self.above}{key} = {reprlib.repr(value)}: {way_out}")
+
+
 def parse_config(config: Mapping[str, Any], path: str) -> Architecture:
     """The architecture that a config.json describes, in the form of transformers 4 or 5.
 
@@ -28,35 +75,29 @@ def parse_config(config: Mapping[str, Any], path: str) -> Architecture:
       path: the file's name, for errors.
 
     Raises:
-      ConfigError: an unsupported model type or option, or a missing key.
+      ConfigError: an unsupported model type or option, a missing key, or a value that cannot be.
     """
-    family = config.get("model_type")
-    _refuse_unless(family in CLASSES, path, "model_type", family, f"choose {', '.join(CLASSES)}")
-    for key, supported in FIXED.items():
-        _refuse_unless(config.get(key) in supported, path, key, config.get(key),
-                       "is not supported; choose a model without it")
-    sliding = "sliding_attention" in (config.get("layer_types") or ())
-    _refuse_unless(not sliding, path, "layer_types", "sliding_attention", "is not supported; "
-                   "choose a model without it")
-    heads, hidden = _number(config, "num_attention_heads", path), _number(config, "hidden_size",
-                                                                          path)
-    head_dim = config.get("head_dim") or (128 if family == "qwen3" else hidden // heads)
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    fields, family = _Fields(config, path), config.get("model_type")
+    fields.check(isinstance(family, str) and family in CLASSES, "model_type", family,
+                 f"choose {', '.join(CLASSES)}")
+    _check_supported(fields)
+    heads, kv_heads, head_dim = _heads(fields, family)
+    rope = _rope(fields)
     return Architecture(
-        vocab_size=_number(config, "vocab_size", path),
-        hidden_size=hidden,
-        intermediate_size=_number(config, "intermediate_size", path),
-        num_layers=_number(config, "num_hidden_layers", path),
+        vocab_size=fields.count("vocab_size"),
+        hidden_size=fields.count("hidden_size"),
+        intermediate_size=fields.count("intermediate_size"),
+        num_layers=fields.count("num_hidden_layers"),
         num_heads=heads,
-        num_kv_heads=config.get("num_key_value_heads") or heads,
+        num_kv_heads=kv_heads,
         head_dim=head_dim,
-        rope_theta=float(rope.get("rope_theta", config.get("rope_theta", 10000.0))),
-        rope_scaling=_rope_scaling(rope, path),
-        norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        rope_theta=(rope if "rope_theta" in rope.values else fields).number("rope_theta", 10000.0),
+        rope_scaling=_rope_scaling(rope),
+        norm_eps=fields.number("rms_norm_eps", 1e-6),
         qkv_bias=family == "qwen2",
         qk_norm=family == "qwen3",
-        tied=bool(config.get("tie_word_embeddings", False)),
-        max_position=config.get("max_position_embeddings", MAX_POSITION[family]),
+        tied=fields.flag("tie_word_embeddings", False),
+        max_position=fields.count("max_position_embeddings", MAX_POSITION[family]),
         family=family,
     )
 
@@ -88,17 +129,56 @@ def write_config(arch: Architecture) -> dict[str, Any]:
     return config if arch.family == "llama" else config | {"use_sliding_window": False}
 
 
-def _rope_scaling(rope: Mapping[str, Any], path: str) -> RopeScaling | None:
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    _refuse_unless(kind in ("default", "llama3"), path, "rope_type", kind,
-                   "is not supported; choose a model with rope_type default or llama3")
+def _check_supported(fields: _Fields) -> None:
+    """Refuses what changes the computation in a way that is not computed here."""
+    for key, supported in FIXED.items():
+        value = fields.values.get(key)
+        fields.check(value in supported, key, value, "is not supported; choose a model without it")
+    layers = fields.values.get("layer_types")
+    fields.check(layers is None or isinstance(layers, list), "layer_types", layers,
+                 f"must be a list or null; {REPAIR}")
+    fields.check("sliding_attention" not in (layers or ()), "layer_types", "sliding_attention",
+                 "is not supported; choose a model without it")
+
+
+def _heads(fields: _Fields, family: str) -> tuple[int, int, int]:
+    """(query heads, key-value heads, head size); null stands for transformers' defaults."""
+    given = _Fields({k: v for k, v in fields.values.items() if v is not None}, fields.path)
+    heads, hidden = given.count("num_attention_heads"), given.count("hidden_size")
+    kv_heads = given.count("num_key_value_heads", heads)
+    fields.check(heads % kv_heads == 0, "num_attention_heads", heads,
+                 f"must be a multiple of num_key_value_heads = {kv_heads}; {REPAIR}")
+    derived = family != "qwen3" and "head_dim" not in given.values
+    fields.check(not derived or hidden % heads == 0, "hidden_size", hidden,
+                 f"must be a multiple of num_attention_heads = {heads}, or head_dim be given")
+    head_dim = given.count("head_dim", 128 if family == "qwen3" else hidden // heads)
+    fields.check(head_dim % 2 == 0, "head_dim", head_dim, f"RoPE needs an even one; {REPAIR}")
+    return heads, kv_heads, head_dim
+
+
+def _rope(fields: _Fields) -> _Fields:
+    """The section about RoPE: rope_parameters of transformers 5, else rope_scaling of 4."""
+    new, old = fields.section("rope_parameters"), fields.section("rope_scaling")
+    rope = new if new.values else old
+    for key, value in rope.values.items():
+        rope.check(not isinstance(value, dict), key, value,
+                   "RoPE for each kind of layer is not supported; choose a model without it")
+    return rope
+
+
+def _rope_scaling(rope: _Fields) -> RopeScaling | None:
+    key = "type" if "type" in rope.values and "rope_type" not in rope.values else "rope_type"
+    kind = rope.values.get(key, "default")
+    rope.check(kind in ("default", "llama3"), key, kind,
+               "is not supported; choose a model with rope_type default or llama3")
     if kind == "default":
         return None
+    low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
+    rope.check(low < high, "high_freq_factor", high,
+               f"must be larger than low_freq_factor = {low}; {REPAIR}")
     return RopeScaling(
-        factor=float(_number(rope, "factor", path)),
-        low_freq_factor=float(_number(rope, "low_freq_factor", path)),
-        high_freq_factor=float(_number(rope, "high_freq_factor", path)),
-        original_max_position=int(_number(rope, "original_max_position_embeddings", path)),
+        factor=rope.number("factor"), low_freq_factor=low, high_freq_factor=high,
+        original_max_position=rope.count("original_max_position_embeddings"),
     )
 
 
@@ -109,15 +189,3 @@ def _scaling_dict(scaling: RopeScaling | None) -> dict[str, Any] | None:
             "low_freq_factor": scaling.low_freq_factor,
             "high_freq_factor": scaling.high_freq_factor,
             "original_max_position_embeddings": scaling.original_max_position}
-
-
-def _number(config: Mapping[str, Any], key: str, path: str) -> Any:
-    value = config.get(key)
-    _refuse_unless(isinstance(value, int | float), path, key, value, "must be a number; fetch the "
-                   "file again")
-    return value
-
-
-def _refuse_unless(ok: bool, path: str, key: str, value: Any, way_out: str) -> None:
-    if not ok:
-        raise ConfigError(f"{path}: {key} = {value!r}: {way_out}")

@@ -3,6 +3,7 @@
 import dataclasses
 import datetime
 import json
+import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from tokenizers import decoders
 
 from specrl_jax.config import ConfigError
 
+SPECIAL = ("bos_token", "eos_token", "pad_token")
 TURN_ENDS = ("<|im_end|>", "<|eot_id|>")  # end an assistant's turn, whatever the files call eos
 
 
@@ -63,10 +65,10 @@ class Tokenizer:
             return _environment().from_string(self.template).render(**{
                 "messages": list(messages), "tools": None, "documents": None,
                 "add_generation_prompt": add_generation_prompt, **special, **variables})
-        except jinja2.TemplateError as error:
-            reason = " ".join(str(error).split())
-            raise ConfigError(f"chat_template: {reason}; change the messages or the template"
-                              ) from error
+        except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError) as error:
+            # The last three are what a template's own expressions raise, as Python's would.
+            raise ConfigError(f"chat_template: {_one_line(error)}; change the messages or the "
+                              "template") from error
 
     @property
     def vocab_size(self) -> int:
@@ -101,14 +103,14 @@ def read_tokenizer(directory: Path) -> Tokenizer:
                           "AutoTokenizer.from_pretrained(...).save_pretrained(directory)")
     if "model" not in read_json(path):
         raise ConfigError(f"{path}: key model is missing; the file is damaged, fetch it again")
-    settings = read_json(directory / "special_tokens_map.json", optional=True)
-    settings |= read_json(directory / "tokenizer_config.json", optional=True)
+    settings = _settings(directory / "special_tokens_map.json")
+    settings |= _settings(directory / "tokenizer_config.json")
     return Tokenizer(
-        backend=tokenizers.Tokenizer.from_file(str(path)),
+        backend=_backend(path),
         template=_template(directory, settings),
-        bos_token=_content(settings.get("bos_token")),
-        eos_token=_content(settings.get("eos_token")),
-        pad_token=_content(settings.get("pad_token")),
+        bos_token=settings.get("bos_token"),
+        eos_token=settings.get("eos_token"),
+        pad_token=settings.get("pad_token"),
         eos_ids=_eos_ids(directory),
     )
 
@@ -125,34 +127,88 @@ def read_json(path: Path, optional: bool = False) -> dict[str, Any]:
         raise ConfigError(f"{path}: no such file; give a complete Hugging Face model directory")
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: {error}; the file is damaged, fetch it again") from error
     if not isinstance(value, dict):
         raise ConfigError(f"{path}: holds a {type(value).__name__}, must be a JSON object")
     return value
 
 
+def _backend(path: Path) -> tokenizers.Tokenizer:
+    """
+    Raises:
+      ConfigError: the file is JSON, but does not describe a tokenizer with tokens.
+    """
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises a bare Exception, whatever is wrong
+        raise ConfigError(f"{path}: {_one_line(error)}; the file is damaged, or newer than the "
+                          "tokenizers package: fetch it again, or update the package") from error
+    if not backend.get_vocab_size(with_added_tokens=True):
+        raise ConfigError(f"{path}: the vocabulary is empty; the file is damaged, fetch it again")
+    return backend
+
+
+def _settings(path: Path) -> dict[str, str | None]:
+    """Special tokens and the chat template that a file of settings names."""
+    found = read_json(path, optional=True)
+    settings = {key: _content(path, key, found[key]) for key in SPECIAL if key in found}
+    if "chat_template" in found:
+        settings["chat_template"] = _default_template(path, found["chat_template"])
+    return settings
+
+
 def _eos_ids(directory: Path) -> tuple[int, ...]:
     for name in ("generation_config.json", "config.json"):
-        eos = read_json(directory / name, optional=True).get("eos_token_id")
+        path = directory / name
+        eos = read_json(path, optional=True).get("eos_token_id")
         if eos is not None:
-            return tuple(eos) if isinstance(eos, list) else (eos,)
+            ids = tuple(eos) if isinstance(eos, list) else (eos,)
+            _check(all(type(i) is int and i >= 0 for i in ids), path, "eos_token_id", eos,
+                   "must be a token id or a list of them")
+            return ids
     return ()
 
 
-def _content(token: Any) -> str | None:
+def _content(path: Path, key: str, token: Any) -> str | None:
     """Special tokens are strings, or dicts with their text under "content"."""
-    return token.get("content") if isinstance(token, dict) else token
+    text = token.get("content") if isinstance(token, dict) else token
+    _check(token is None or isinstance(text, str), path, key, token,
+           'must be a string, an object with a string "content", or null')
+    return text
 
 
-def _template(directory: Path, settings: Mapping[str, Any]) -> str | None:
-    path = directory / "chat_template.jinja"
-    if path.is_file():
-        return path.read_text(encoding="utf-8")
-    template = settings.get("chat_template")
-    if isinstance(template, list):
-        return {t["name"]: t["template"] for t in template}.get("default")
+def _default_template(path: Path, value: Any) -> str | None:
+    """The template, or the one named default of a list of objects with name and template."""
+    named = {"default": value}
+    if isinstance(value, list):
+        ok = all(isinstance(t, dict) and isinstance(t.get("name"), str)
+                 and isinstance(t.get("template"), str) for t in value)
+        named = {t["name"]: t["template"] for t in value} if ok else named
+    template = named.get("default")
+    _check(template is None or isinstance(template, str), path, "chat_template", value,
+           "must be a string, or a list of objects with the strings name and template")
     return template
+
+
+def _template(directory: Path, settings: Mapping[str, str | None]) -> str | None:
+    path = directory / "chat_template.jinja"
+    if not path.is_file():
+        return settings.get("chat_template")
+    try:
+        return path.read_text(encoding="utf-8")
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}; the file is damaged, fetch it again") from error
+
+
+def _check(ok: bool, path: Path, key: str, value: Any, way_out: str) -> None:
+    if not ok:
+        raise ConfigError(f"{path}: {key} = {reprlib.repr(value)}: {way_out}; correct it, or "
+                          "fetch the file again")
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
 
 
 class _Generation(jinja2.ext.Extension):

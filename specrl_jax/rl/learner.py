@@ -155,9 +155,9 @@ def update(arch: Architecture, config: LearnerConfig, max_new_tokens: int, state
 
     Returns:
       The new state, and metrics f32[]: loss, grad_norm, applied (0 or 1), clip_fraction,
-      update_kl, reference_kl where there is one, logprob_gap (mean absolute difference of the
-      rollout's and the learner's log-probabilities) and logprob_gap_max; all over the
-      micro-batches that ran, which leave out rows without an advantage (see `make_batch`).
+      update_kl, reference_kl where there is one, and those of `gap_sums`, the gap as a mean; all
+      over the micro-batches that ran, at least one, which leave out rows without an advantage (see
+      `make_batch`): logprob_gap_tokens says how many tokens that are.
     """
 
     def loss(params: Params, i: Array) -> tuple[Array, dict[str, Array]]:
@@ -176,12 +176,42 @@ def update(arch: Architecture, config: LearnerConfig, max_new_tokens: int, state
     shapes = jax.eval_shape(loss, state.params, jnp.int32(0))
     zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), (*shapes, state.params))
     value, metrics, grads = jax.lax.fori_loop(0, totals.micro_batches, accumulate, zeros)
-    seen = jnp.maximum(metrics.pop("seen"), 1.0)
-    highest = metrics.pop("logprob_gap_max")
-    metrics = {name: m / seen for name, m in metrics.items()}
     new, applied, norm = apply(make_optimizer(config), state, grads, value)
-    return new, metrics | {"loss": value, "grad_norm": norm, "applied": applied,
-                           "logprob_gap_max": highest}
+    return new, _means(metrics) | {"loss": value, "grad_norm": norm, "applied": applied}
+
+
+def first_gap(arch: Architecture, remat: bool, params: Params, batch: Batch) -> dict[str, Array]:
+    """The gap's metrics f32[] as `update` gives them, over the first micro-batch: one forward."""
+    first = jax.tree.map(lambda a: a[0], batch)
+    return _means(gap_sums(response_logprobs(arch, params, first, remat), first))
+
+
+def gap_sums(logprob: Array, batch: Batch) -> dict[str, Array]:
+    """Absolute differences of the rollout's and the learner's log-probabilities.
+
+    Args:
+      logprob: f32[b, k, T] of the learner; no gradient flows.
+      batch: one micro-batch, fields [b, ...].
+
+    Returns:
+      f32[]: logprob_gap, their sum; logprob_gap_max; logprob_gap_tokens, how many they are.
+    """
+    mask = _said(batch)
+    gap = jnp.where(mask, jnp.abs(jax.lax.stop_gradient(logprob) - batch.rollout_logprob), 0)
+    return {"logprob_gap": gap.sum(), "logprob_gap_max": gap.max(),
+            "logprob_gap_tokens": mask.sum(dtype=jnp.float32)}
+
+
+def _means(sums: dict[str, Array]) -> dict[str, Array]:
+    """Means over tokens of what are sums over them."""
+    tokens = jnp.maximum(sums["logprob_gap_tokens"], 1.0)
+    kept = {name: sums[name] for name in ("logprob_gap_max", "logprob_gap_tokens")}
+    return {name: m / tokens for name, m in sums.items()} | kept
+
+
+def _said(batch: Batch) -> Array:
+    """bool[b, k, T]: the response tokens of a micro-batch."""
+    return jnp.arange(batch.said.shape[2])[None, None] < batch.length[..., None]
 
 
 def apply(optimizer: optax.GradientTransformation, state: LearnerState, grads: Params, loss: Array
@@ -202,7 +232,7 @@ def micro_loss(arch: Architecture, config: LearnerConfig, max_new_tokens: int, t
                ) -> tuple[Array, dict[str, Array]]:
     """A micro-batch's share of the loss f32[], and sums of its metrics over tokens."""
     logprob = response_logprobs(arch, params, batch, config.remat)
-    mask = jnp.arange(logprob.shape[2])[None, None] < batch.length[..., None]
+    mask = _said(batch)
 
     def one(logprob: Array, mask: Array, advantage: Array, old: Array, reference: Array | None
             ) -> tuple[Array, dict[str, Array]]:
@@ -216,7 +246,5 @@ def micro_loss(arch: Architecture, config: LearnerConfig, max_new_tokens: int, t
 
     acted = jax.lax.stop_gradient(logprob) if old is None else old
     values, metrics = jax.vmap(jax.vmap(one))(logprob, mask, batch.advantage, acted, reference)
-    gap = jnp.where(mask, jnp.abs(jax.lax.stop_gradient(logprob) - batch.rollout_logprob), 0)
     sums = {name: m.sum() for name, m in metrics.items()}
-    return values.sum(), sums | {"logprob_gap": gap.sum(), "logprob_gap_max": gap.max(),
-                                 "seen": mask.sum(dtype=jnp.float32)}
+    return values.sum(), sums | gap_sums(logprob, batch)

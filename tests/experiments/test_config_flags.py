@@ -165,7 +165,7 @@ def test_script_ends_bad_input_with_one_line(script, arguments, line):
     assert (done.stdout, done.returncode) == ("", config_flags.EXIT_BAD_INPUT)
 
 
-@pytest.mark.parametrize("flag", ["--help", "--helpshort", "--helpfull"])
+@pytest.mark.parametrize("flag", ["-h", "--help", "--helpshort", "--helpfull"])
 def test_help_lists_flags_and_fields_of_the_preset(script, flag):
     done = script("--config=tiny", "--config.seed=1", flag)
     assert done.returncode == 0, done.stderr
@@ -173,3 +173,12 @@ def test_help_lists_flags_and_fields_of_the_preset(script, flag):
                  config_flags.field_table("tiny")):
         assert text in done.stdout
     assert ("--[no]logtostderr" in done.stdout) == (flag == "--helpfull")
+
+
+def test_help_of_a_script_that_reads_a_run_lists_no_workdir(script, tmp_path):
+    path, define = tmp_path / "script.py", "flags.DEFINE_string('run', None, '')\n"
+    path.write_text(path.read_text().replace("def main", define + "def main"))
+    done = script("--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "--run:" in done.stdout and "--workdir" not in done.stdout
+    assert config_flags.field_table("smollm2") in done.stdout

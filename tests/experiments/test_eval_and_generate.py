@@ -1,5 +1,6 @@
 """eval.py and generate.py as commands, and the flags they share."""
 
+import dataclasses
 import json
 import os
 import re
@@ -14,7 +15,7 @@ from absl import flags
 from experiments import config_flags, run_flags
 from specrl_jax import actor as actors
 from specrl_jax import generate
-from specrl_jax.config import Config, ConfigError, as_dict
+from specrl_jax.config import Config, ConfigError, SpecOptions, as_dict
 from specrl_jax.model.tiny import byte_tokenizer
 from tests.experiments.conftest import ROOT, environment
 
@@ -50,6 +51,19 @@ def test_a_run_brings_its_config_and_overrides_win(run, small):
     assert (config.spec.drafter, config.reward.terms) == ("off", ("exact",))
     assert config.learner == small.learner and config.name == "small"
     assert (actor.run, actor.step, actor.name) == (run, 0, f"{run}, step 0")
+
+
+def test_overrides_need_only_fit_the_runs_own_config(tmp_path, small):
+    """20 nodes are too many for the default preset, and 30 for this run."""
+    wide = dataclasses.replace(small, spec=SpecOptions(max_nodes=25))
+    (tmp_path / "config.json").write_text(json.dumps(as_dict(wide)))
+    for order in (1, -1):
+        config, _ = resolve(*[f"--run={tmp_path}", "--config.spec.nodes=20", "--step=0"][::order])
+        assert config == dataclasses.replace(wide, spec=SpecOptions(max_nodes=25, nodes=20))
+    with pytest.raises(ConfigError, match=r"spec.nodes = 30: must lie in 1..spec.max_nodes = 25"):
+        resolve(f"--run={tmp_path}", "--config.spec.nodes=30", "--step=0")
+    with pytest.raises(ConfigError, match=r"spec.nodes = 20: must lie in 1..spec.max_nodes = 9"):
+        resolve("--config.spec.nodes=20")
 
 
 @pytest.mark.parametrize("arguments, message", [
@@ -106,7 +120,7 @@ def test_text_is_the_same_with_and_without_speculation(command):
 @pytest.mark.slow
 def test_tokens_are_written_as_they_come(trained):
     pieces, config = [], actors.run_config(trained)
-    config = run_flags.override(config, {"rollout.max_new_tokens": 80})  # few bytes are text
+    config = config_flags.override(config, {"rollout.max_new_tokens": 80})  # few bytes are text
     told = generate.tell(config, actors.open_actor(config, trained), "Hi", "", write=pieces.append,
                          say=lambda line: None)
     assert "".join(pieces) == told.text and len(pieces) >= 2

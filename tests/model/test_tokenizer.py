@@ -1,5 +1,7 @@
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import processors
@@ -78,6 +80,7 @@ def test_templates_see_what_transformers_gives_them(template: str, expected: str
     (r"{{ raise_exception('roles must\nalternate') }}", "roles must alternate"),
     ("{% if %}", "chat_template"),
     ("{{ messages.append(1) }}", "chat_template"),
+    ("{{ 1 + messages[0].content }}", "unsupported operand"), ("{{ 1 / 0 }}", "division by zero"),
     (None, "instruction-tuned"),
 ])
 def test_bad_templates_are_refused_in_one_line(template: str | None, message: str) -> None:
@@ -127,3 +130,77 @@ def test_bad_tokenizer_files_are_refused(tmp_path: Path, content: str | None, me
         (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(ConfigError, match=f"tokenizer.json.*{message}"):
         read_tokenizer(tmp_path)
+
+
+def spoil(directory: Path, change: Callable[[dict[str, Any]], object]) -> Path:
+    """A tokenizer directory whose tokenizer.json is JSON still, but changed."""
+    path = write(directory) / "tokenizer.json"
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+    return directory
+
+
+@pytest.mark.parametrize("change", [
+    lambda d: d.update(model=3), lambda d: d.update(version="9.0"),
+    lambda d: d.update(added_tokens=3),
+    lambda d: d["model"].update(type="Nice"), lambda d: d["model"].update(vocab=["a", "b"]),
+    lambda d: d["model"].update(merges=["a b c"]), lambda d: d["decoder"].pop("type"),
+    lambda d: d["added_tokens"][0].update(id="x"), lambda d: d["model"].update(merges=[["é", "€"]]),
+], ids=range(9))
+def test_json_that_is_no_tokenizer_is_refused_in_one_line(
+        tmp_path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    with pytest.raises(ConfigError, match="tokenizer.json: .*fetch it again") as error:
+        read_tokenizer(spoil(tmp_path, change))
+    assert "\n" not in str(error.value)
+
+
+def test_a_tokenizer_without_tokens_is_refused(tmp_path: Path) -> None:
+    def empty(content: dict[str, Any]) -> None:
+        content["model"]["vocab"], content["added_tokens"] = {}, []
+
+    with pytest.raises(ConfigError, match="tokenizer.json: the vocabulary is empty"):
+        read_tokenizer(spoil(tmp_path, empty))
+
+
+NO_TEMPLATE = "must be a string, or a list of objects with the strings name and template"
+
+
+@pytest.mark.parametrize(("stem", "key", "value", "message"), [
+    *[("tokenizer_config", "chat_template", value, NO_TEMPLATE) for value in (
+        3, {"default": "x"}, ["x"], [{"name": "default"}], [{"template": "x"}], [[]],
+        [{"name": ["default"], "template": "x"}], [{"name": "default", "template": 3}])],
+    *[(stem, key, value, "must be a string, an object with a string \"content\", or null")
+      for stem in ("tokenizer_config", "special_tokens_map")
+      for key, value in (("eos_token", 2), ("bos_token", ["x"]), ("pad_token", {}),
+                         ("eos_token", {"content": 5}), ("eos_token", {"content": None}))],
+    *[(stem, "eos_token_id", value, "must be a token id or a list of them")
+      for stem in ("config", "generation_config")
+      for value in ("2", 2.5, [None], [[2]], {"id": 2}, -1, True)],
+])
+def test_settings_of_the_wrong_type_are_refused_by_file_field_and_value(
+        tmp_path: Path, stem: str, key: str, value: Any, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        read_tokenizer(write(tmp_path, **{stem: {key: value}}))
+    assert f"{stem}.json: {key} = {value!r}: {message}; correct it" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_null_settings_and_lists_without_a_default_template_are_absent(tmp_path: Path) -> None:
+    null = dict.fromkeys(("bos_token", "eos_token", "pad_token", "chat_template"))
+    tokenizer = read_tokenizer(write(tmp_path, tokenizer_config=null, config={"eos_token_id": None},
+                                     special_tokens_map={"eos_token": "<|endoftext|>"}))
+    assert (tokenizer.eos_token, tokenizer.template, tokenizer.eos_ids) == (None, None, ())
+    named = {"chat_template": [{"name": "tool_use", "template": "no"}]}
+    assert read_tokenizer(write(tmp_path, tokenizer_config=named)).template is None
+
+
+@pytest.mark.parametrize(("name", "content"), [
+    ("chat_template.jinja", b"\xff"), ("tokenizer_config.json", b"[" * 100_000),
+    ("tokenizer_config.json", b"\xff{}")])
+def test_files_that_cannot_be_read_are_refused_in_one_line(
+        tmp_path: Path, name: str, content: bytes) -> None:
+    (write(tmp_path) / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=f"{name}: .*damaged, fetch it again") as error:
+        read_tokenizer(tmp_path)
+    assert "\n" not in str(error.value)

@@ -163,6 +163,35 @@ def test_the_gap_to_the_rollout_is_small(params: Any, rollout: Rollout) -> None:
     assert metrics["logprob_gap"] == pytest.approx(0.25, abs=1e-3)
 
 
+def shifted(batch: Batch) -> Batch:
+    """The rollout's log-probabilities of micro-batch i lowered by i + 1."""
+    by = np.arange(1, len(batch.length) + 1, dtype=np.float32).reshape(-1, 1, 1, 1)
+    return batch.replace(rollout_logprob=batch.rollout_logprob - by)
+
+
+@pytest.mark.parametrize("keep_all", [True, False])
+def test_the_gap_says_how_many_tokens_it_covers(
+        params: Any, rollout: Rollout, keep_all: bool) -> None:
+    batch, totals = batch_of(rollout, 4, keep_all)
+    _, metrics = update(CONFIG)(state_of(params), shifted(batch), totals, None, None)
+    tokens = batch.length.sum((1, 2))[: 3 if keep_all else 2]
+    assert metrics["logprob_gap_tokens"] == tokens.sum()
+    assert (tokens.sum() == rollout.length.sum()) == keep_all
+    mean = (tokens * np.arange(1, len(tokens) + 1)).sum() / tokens.sum()
+    assert metrics["logprob_gap"] == pytest.approx(mean, abs=1e-3)
+    assert metrics["logprob_gap_max"] == pytest.approx(len(tokens), abs=1e-3)
+
+
+@pytest.mark.parametrize("together", [1, 2])
+def test_the_gap_of_the_first_micro_batch_alone(
+        params: Any, rollout: Rollout, together: int) -> None:
+    batch, _ = batch_of(rollout, 2, together=together, advantage=np.zeros(12, np.float32))
+    gap = jax.jit(functools.partial(learner.first_gap, ARCH, False))(params, shifted(batch))
+    assert gap["logprob_gap_tokens"] == rollout.length[: 2 * together].sum()
+    assert gap["logprob_gap"] == pytest.approx(1, abs=1e-3)
+    assert gap["logprob_gap_max"] == pytest.approx(1, abs=1e-3)
+
+
 def test_kl_and_old_logprobs(params: Any, rollout: Rollout) -> None:
     config = LearnerConfig(learning_rate=1e-2, kl=0.1)
     batch, totals = batch_of(rollout, 4, True)
