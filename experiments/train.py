@@ -19,7 +19,7 @@ from specrl_jax.config import Config, ConfigError
 from specrl_jax.host.checkpoint import list_steps
 from specrl_jax.host.compilation import use_persistent_cache
 from specrl_jax.host.report import REPORT, write_report
-from specrl_jax.loop import train
+from specrl_jax.run import train
 
 DISTRIBUTED = flags.DEFINE_bool(
     "distributed", False, "one of several processes, found by jax.distributed (TPU pods, Slurm) or "

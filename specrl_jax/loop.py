@@ -1,4 +1,4 @@
-"""The step, and the run around it: the only file that knows all the others."""
+"""The step: the only file that knows all the others."""
 
 import dataclasses
 import functools
@@ -6,7 +6,6 @@ import resource
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,14 +14,11 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from specrl_jax import config as config_lib
 from specrl_jax import sharding
-from specrl_jax.config import Config, ConfigError, check
+from specrl_jax.config import Config, check
 from specrl_jax.draft.memory import Memory, capacity
-from specrl_jax.host import data, metrics
+from specrl_jax.host import data
 from specrl_jax.host.checkpoint import Checkpoints
-from specrl_jax.host.compilation import CompilationCounter
-from specrl_jax.host.progress import Progress
 from specrl_jax.model import architecture, weights
 from specrl_jax.model.tokenizer import Tokenizer
 from specrl_jax.rl import learner
@@ -286,64 +282,3 @@ class Trainer:
         self.step_number, self.bad_steps = meta["step"], meta["bad_steps"]
         self.sampler.publish(self.state.params, self.step_number)
         return True
-
-
-def train(config: Config, workdir: Path) -> bool:
-    """Runs or resumes `config` in `workdir`; returns whether there was anything left to do.
-
-    Raises:
-      ConfigError: something in the configuration cannot work; the workdir is untouched.
-      TrainingError: too many non-finite updates in a row.
-    """
-    metrics.check_config(workdir, config_lib.as_dict(config))
-    source = weights.describe_source(config.model.path)
-    progress = Progress(config.steps, 0)
-    say = progress.say
-    prompts = make_prompts(config, source.tokenizer, say)
-    trainer = Trainer(config, source, prompts, say)
-    with Checkpoints(workdir / "checkpoints", config.checkpoint_keep, progress.warn) as checkpoints:
-        resumed = trainer.restore(checkpoints)
-        if trainer.step_number >= config.steps:
-            return False
-        metrics.write_config(workdir, config_lib.as_dict(config))
-        if resumed:
-            say(f"resuming {workdir} after step {trainer.step_number}")
-        compilations = CompilationCounter()
-        trainer.compile(say)
-        with metrics.Writer(workdir, trainer.step_number, progress.warn) as writer, Progress(
-                config.steps, trainer.step_number) as progress:
-            compilations.take()
-            run_steps(trainer, checkpoints, writer, progress, compilations)
-    return True
-
-
-class TrainingError(ConfigError):
-    """The run cannot go on; the message says why, and what to change."""
-
-
-def run_steps(trainer: Trainer, checkpoints: Checkpoints, writer: metrics.Writer,
-              progress: Progress, compilations: CompilationCounter) -> None:
-    """The steps that are left, with their lines, warnings and checkpoints.
-
-    Raises:
-      TrainingError: too many non-finite updates in a row; a checkpoint is written first.
-    """
-    config = trainer.config
-    while trainer.step_number < config.steps:
-        record, samples = trainer.step(progress.rollout, progress.phase)
-        record["compilations"] = compilations.take()
-        if record["compilations"]:
-            progress.warn(f"{record['compilations']} compilations after warm-up")
-        if not record["applied"]:
-            progress.warn(f"step {record['step']}: loss or gradient is not finite; skipped")
-        writer.write_step(record, samples)
-        progress.step(record)
-        done = trainer.step_number
-        stop = trainer.bad_steps >= config.learner.max_bad_steps
-        if stop or done == config.steps or done % config.checkpoint_every == 0:
-            writer.sync()
-            checkpoints.save(done, trainer.arrays(), trainer.meta())
-        if stop:
-            raise TrainingError(
-                f"learner.max_bad_steps = {config.learner.max_bad_steps}: that many updates in a "
-                f"row were not finite; lower learner.learning_rate and start in another workdir")

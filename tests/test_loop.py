@@ -13,7 +13,8 @@ from specrl_jax.host import metrics
 from specrl_jax.host.checkpoint import Checkpoints
 from specrl_jax.host.compilation import CompilationCounter
 from specrl_jax.host.progress import Progress
-from specrl_jax.loop import Trainer, TrainingError, run_steps
+from specrl_jax.loop import Trainer
+from specrl_jax.run import TrainingError, run_steps
 from specrl_jax.sampler import Sampler
 from specrl_jax.structs import Rollout
 

@@ -17,7 +17,7 @@ from helpers import run_training, start_training
 from specrl_jax.config import Config, ConfigError, as_dict, build
 from specrl_jax.host.checkpoint import list_steps, read_meta, restore_part
 from specrl_jax.host.metrics import read_metrics, read_samples
-from specrl_jax.loop import train
+from specrl_jax.run import train
 
 STEPS, EVERY, KILLS = 26, 2, 10
 LONG = (f"--config.steps={STEPS}", f"--config.checkpoint_every={EVERY}")

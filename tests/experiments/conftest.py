@@ -16,7 +16,7 @@ from specrl_jax.config import (
     RewardConfig,
     RolloutConfig,
 )
-from specrl_jax.loop import train
+from specrl_jax.run import train
 
 ROOT = Path(__file__).resolve().parents[2]
 

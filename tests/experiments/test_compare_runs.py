@@ -11,6 +11,7 @@ from experiments import compare_runs
 from specrl_jax import loop, prng, replay
 from specrl_jax.config import as_dict
 from specrl_jax.model import weights
+from specrl_jax.run import train
 
 KEYS = [(0, 0, 0), (0, 0, 1)]
 
@@ -151,7 +152,7 @@ def test_the_script_runs(drawn, command):
 def test_speculation_changes_no_token_of_a_real_run(trained, small, tmp_path):
     plain = dataclasses.replace(small, spec=dataclasses.replace(small.spec, drafter="off"),
                                 rollout=dataclasses.replace(small.rollout, order="reversed"))
-    loop.train(plain, tmp_path / "plain")
+    train(plain, tmp_path / "plain")
     status, found = compare(tmp_path, trained, tmp_path / "plain")
     assert (status, found["real"]) == (0, 0) and found["tokens"] > 30
 

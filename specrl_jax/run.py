@@ -1,0 +1,73 @@
+"""A run: steps with their files, checkpoints and progress, resumed where they stopped."""
+
+from pathlib import Path
+
+from specrl_jax import config as config_lib
+from specrl_jax.config import Config, ConfigError
+from specrl_jax.host import metrics
+from specrl_jax.host.checkpoint import Checkpoints
+from specrl_jax.host.compilation import CompilationCounter
+from specrl_jax.host.progress import Progress
+from specrl_jax.loop import Trainer, make_prompts
+from specrl_jax.model import weights
+
+
+def train(config: Config, workdir: Path) -> bool:
+    """Runs or resumes `config` in `workdir`; returns whether there was anything left to do.
+
+    Raises:
+      ConfigError: something in the configuration cannot work; the workdir is untouched.
+      TrainingError: too many non-finite updates in a row.
+    """
+    metrics.check_config(workdir, config_lib.as_dict(config))
+    source = weights.describe_source(config.model.path)
+    progress = Progress(config.steps, 0)
+    say = progress.say
+    prompts = make_prompts(config, source.tokenizer, say)
+    trainer = Trainer(config, source, prompts, say)
+    with Checkpoints(workdir / "checkpoints", config.checkpoint_keep, progress.warn) as checkpoints:
+        resumed = trainer.restore(checkpoints)
+        if trainer.step_number >= config.steps:
+            return False
+        metrics.write_config(workdir, config_lib.as_dict(config))
+        if resumed:
+            say(f"resuming {workdir} after step {trainer.step_number}")
+        compilations = CompilationCounter()
+        trainer.compile(say)
+        with metrics.Writer(workdir, trainer.step_number, progress.warn) as writer, Progress(
+                config.steps, trainer.step_number) as progress:
+            compilations.take()
+            run_steps(trainer, checkpoints, writer, progress, compilations)
+    return True
+
+
+class TrainingError(ConfigError):
+    """The run cannot go on; the message says why, and what to change."""
+
+
+def run_steps(trainer: Trainer, checkpoints: Checkpoints, writer: metrics.Writer,
+              progress: Progress, compilations: CompilationCounter) -> None:
+    """The steps that are left, with their lines, warnings and checkpoints.
+
+    Raises:
+      TrainingError: too many non-finite updates in a row; a checkpoint is written first.
+    """
+    config = trainer.config
+    while trainer.step_number < config.steps:
+        record, samples = trainer.step(progress.rollout, progress.phase)
+        record["compilations"] = compilations.take()
+        if record["compilations"]:
+            progress.warn(f"{record['compilations']} compilations after warm-up")
+        if not record["applied"]:
+            progress.warn(f"step {record['step']}: loss or gradient is not finite; skipped")
+        writer.write_step(record, samples)
+        progress.step(record)
+        done = trainer.step_number
+        stop = trainer.bad_steps >= config.learner.max_bad_steps
+        if stop or done == config.steps or done % config.checkpoint_every == 0:
+            writer.sync()
+            checkpoints.save(done, trainer.arrays(), trainer.meta())
+        if stop:
+            raise TrainingError(
+                f"learner.max_bad_steps = {config.learner.max_bad_steps}: that many updates in a "
+                f"row were not finite; lower learner.learning_rate and start in another workdir")
