@@ -9,7 +9,8 @@ import dataclasses
 import typing
 from typing import Any
 
-DRAFTERS = ("off", "history")
+DRAFTERS = ("off", "history", "eagle", "merge")
+CHILDREN = ("perturbed", "top", "sampled")
 POLICIES = ("off", "fixed")
 DATASETS = ("specrl_arithmetic", "gsm8k")
 
@@ -115,6 +116,36 @@ class SpecOptions:
                  spec__history_megabytes=self.history_megabytes)
         at_least(1, spec__history_match=self.history_match, spec__max_steps=self.max_steps,
                  spec__max_packed=self.max_packed)
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftConfig:
+    """The drafters themselves."""
+
+    path: str = option("", "eagle: directory of a trained head, as train_drafter.py writes it; "
+                           "empty starts from random weights")
+    children: str = option("perturbed", "eagle: a node's alternatives are the best tokens after "
+                                        "the noise of the draw (perturbed), before it (top), or "
+                                        "drawn from the drafter (sampled)")
+    vocab: int = option(0, "eagle from random weights: its draft vocabulary; 0 is all tokens")
+    parts: tuple[str, ...] = option(("eagle", "history"), "merge: the drafters to merge")
+    mix: tuple[float, ...] = option((), "merge: factor of each part's survival; 0 switches a part "
+                                        "off, empty is 1 for all")
+
+    def __post_init__(self) -> None:
+        check(self.children in CHILDREN, "draft.children", self.children,
+              f"choose one of {', '.join(CHILDREN)}")
+        at_least(0, draft__vocab=self.vocab)
+        parts = [name for name in DRAFTERS if name not in ("off", "merge")]
+        check(len(set(self.parts)) == len(self.parts) >= 2 and set(self.parts) <= set(parts),
+              "draft.parts", self.parts, f"name two or more of {', '.join(parts)}, each once")
+        check(not self.mix or (len(self.mix) == len(self.parts) and min(self.mix) >= 0),
+              "draft.mix", self.mix, f"give one number >= 0 for each of {', '.join(self.parts)}")
+
+    @property
+    def drafters(self) -> int:
+        """How many drafters `merge` joins."""
+        return len(self.parts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -230,6 +261,7 @@ class Config:
     data: DataConfig = section(DataConfig, "prompts")
     reward: RewardConfig = section(RewardConfig, "rewards")
     spec: SpecOptions = section(SpecOptions, "speculation")
+    draft: DraftConfig = section(DraftConfig, "drafters")
     control: ControlConfig = section(ControlConfig, "controller")
     rollout: RolloutConfig = section(RolloutConfig, "generation")
     learner: LearnerConfig = section(LearnerConfig, "policy update")

@@ -79,7 +79,7 @@ class Trainer:
         self.state = LearnerState(params, jax.jit(
             self.optimizer.init, out_shardings=self._optimizer_places(params))(params))
         self.sampler = Sampler(config, self.arch, self.tokenizer.stop_ids, self.mesh,
-                               prompts=config.prompts_per_step, group=config.group_size)
+                               prompts=config.prompts_per_step, group=config.group_size, warn=say)
         self.sampler.publish(params, 0)
         spec = config.spec
         self.memory = Memory(
@@ -262,7 +262,8 @@ class Trainer:
         """What a checkpoint holds besides `meta`."""
         return {"actor": self.state.params, "optimizer": self.state.optimizer,
                 "history": self.memory.arrays(),
-                "control": jax.tree.map(np.asarray, self.sampler.engine.control)}
+                "control": jax.tree.map(np.asarray, self.sampler.engine.control),
+                "acceptance": self.sampler.engine.acceptance}
 
     def meta(self) -> dict[str, Any]:
         return {"step": self.step_number, "seed": self.config.seed, "bad_steps": self.bad_steps}
@@ -279,6 +280,7 @@ class Trainer:
         self.state = LearnerState(arrays["actor"], arrays["optimizer"])
         self.memory.restore(arrays["history"])
         self.sampler.engine.control = arrays["control"]
+        self.sampler.engine.acceptance = jax.tree.map(np.asarray, arrays["acceptance"])
         self.step_number, self.bad_steps = meta["step"], meta["bad_steps"]
         self.sampler.publish(self.state.params, self.step_number)
         return True

@@ -12,12 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from specrl_jax import prng, sharding
+from specrl_jax import drafters, prng, sharding
 from specrl_jax.config import Config, check
 from specrl_jax.control import policies
-from specrl_jax.draft.base import Drafter
-from specrl_jax.draft.history import history
-from specrl_jax.draft.off import off
+from specrl_jax.host.checkpoint import loud
 from specrl_jax.model import architecture
 from specrl_jax.model.architecture import Architecture
 from specrl_jax.rollout.engine import Engine, Result
@@ -35,26 +33,18 @@ class Asked:
     occurrence: np.ndarray  # i32[prompts] how often the prompt came before
 
 
-def make_drafter(config: Config, group: int) -> Drafter:
-    """The drafter that the config names."""
-    spec = config.spec
-    if spec.drafter == "off" or config.control.policy == "off":
-        return off()
-    return history(depth=spec.max_steps, branch=spec.max_branch, nodes=spec.max_nodes,
-                   match=spec.history_match, group=group)
-
-
 class Sampler:
     """Generates `group` samples of each of `prompts` prompts.
 
     Args:
-      config: its model, spec, control and rollout sections are read.
+      config: its model, spec, draft, control and rollout sections are read.
       prompts: prompts of one call, over all shards.
       group: M.
+      warn: told what a user should know of the drafter.
     """
 
     def __init__(self, config: Config, arch: Architecture, stop: Sequence[int], mesh: Mesh, *,
-                 prompts: int, group: int) -> None:
+                 prompts: int, group: int, warn: Callable[[str], None] = loud) -> None:
         shards = sharding.shard_count(mesh)
         check(prompts % shards == 0, "prompts", prompts,
               f"must be a multiple of the {shards} data shards")
@@ -63,9 +53,11 @@ class Sampler:
               f"with rollout.max_prompt_tokens that is {most} positions; the model has "
               f"{arch.max_position}")
         self.config, self.group, self.mesh = config, group, mesh
-        drafter = make_drafter(config, group)
-        machine = Machine(arch, drafter, policies.make(config.control, config.spec),
-                          config.spec.max_packed)
+        self.drafting = drafters.make(config, arch, stop, group, warn)
+        drafter = self.drafting.drafter
+        machine = Machine(arch, drafter, policies.make(
+            config.control, config.spec, config.draft.mix or (1.0,) * len(drafter.names)),
+            config.spec.max_packed)
         shapes = Shapes(
             batch=config.rollout.batch_size // shards, sequences=prompts * group // shards,
             group=group, prompt=config.rollout.max_prompt_tokens,
@@ -77,12 +69,14 @@ class Sampler:
         self._cast = publisher(arch, mesh, dtype)
         self.params: Any = None
         self.drafter_params: Any = ()
+        self._own = jax.tree.map(lambda a: self.engine.everywhere(a), self.drafting.own)
         self.version = -1
 
     def publish(self, params: Any, version: int) -> None:
         """Makes `params` what rollouts read: cast and resharded, or as they are if both agree."""
         self.params, self.version = self._cast(params), version
-        self.drafter_params = self.engine.machine.drafter.bind(self.params, ())
+        self.drafter_params = self.engine.machine.drafter.bind(
+            self.params, self._own)
 
     def compile(self, report: Callable[[str], None] = lambda text: None) -> None:
         """Compiles all programs and runs each small one once: nothing compiles after this."""
@@ -90,7 +84,9 @@ class Sampler:
         shapes = self.engine.shapes
         count = shapes.sequences * shapes.shards // shapes.group
         asked = Asked([[0, 0]] * count, np.arange(count), np.zeros(count, np.int32))
+        before = self.engine.control, self.engine.acceptance
         self.generate(asked, "canary", 0, limit=1)
+        self.engine.control, self.engine.acceptance = before  # nothing is learned from warming up
 
     def generate(self, asked: Asked, stream: str, step: int, *, past: np.ndarray | None = None,
                  limit: int | None = None,
@@ -163,7 +159,10 @@ def publisher(arch: Architecture, mesh: Mesh, dtype: Any) -> Callable[[Any], Any
 def rollout_metrics(rollout: Rollout, result: Result) -> dict[str, float]:
     """Metrics of one rollout, by the names that metrics.jsonl uses."""
     c, tokens = result.counters, int(rollout.length.sum())
-    return {
+    drafters = {f"draft/{name}/{kind}": count for name, counts in result.by_drafter.items()
+                for kind, count in counts.items()}
+    return drafters | {
+        "rollout/calibration_error": result.calibration[2],
         "rollout/tokens": tokens,
         "rollout/tokens_per_second": tokens / result.seconds,
         "rollout/accept_length": c["committed"] / max(c["row_rounds"], 1),

@@ -39,6 +39,7 @@ class DraftTree:
     origin: Array  # i32[B, N] which drafter
     survival: Array  # f32[B, N] estimated probability that the node lies on the accepted path
     logq: Array  # f32[B, N] the drafter's log-probability of the node given its parent
+    guess: Array  # f32[B, N] the drafter's own probability that its parent's draw is this token
     gap: Array  # f32[B, N] score lost to the best sibling
     live: Array  # bool[B, N]
     proposal: Any = None  # the verification rule's own pytree; None for match
@@ -89,13 +90,13 @@ class Sampling:
 
 @struct.dataclass
 class Counters:
-    """Sums since the rollout began, over the live rows of one data shard. All i32[1]."""
+    """Sums since the rollout began, over the live rows of one data shard. i32[1] but for two."""
 
     rounds: Array  # rounds of the compiled loop
     row_rounds: Array  # live rows, summed over rounds
     committed: Array  # tokens committed, after stop and limit truncation
-    accepted: Array  # tokens committed beyond one a row and round
-    drafted: Array  # draft nodes verified
+    accepted: Array  # i32[1, drafters] tokens committed beyond one a row and round
+    drafted: Array  # i32[1, drafters] draft nodes verified
     packed: Array  # tokens that went through the dense layers, padding included
     slots: Array  # rows of the batch, live or not, summed over rounds
 
@@ -125,6 +126,8 @@ class RolloutState:
     sequences: Sequences
     draft: Any  # the drafter's state
     control: Any  # the controller's state
+    estimate: Array  # f32[drafters, D, bins], see control/acceptance.py
+    seen: Any  # Acceptance: outcomes since the rollout began, fields f32[1, drafters, D, bins]
     counters: Counters
 
 

@@ -4,10 +4,9 @@ A controller is three pure functions over an opaque state. `plan` (before drafti
 (after) run on the device in every round; `update` runs on the host between launches.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 
 from specrl_jax.config import ControlConfig, SpecOptions
@@ -31,11 +30,13 @@ class Controller(NamedTuple):
     update: Callable[[Any, Any], Any]
 
 
-def make_spec(steps: int, branch: int, nodes: int, budget: int) -> SpecConfig:
-    """A SpecConfig of constants; budget 0 is no limit."""
+def make_spec(steps: int, branch: int, nodes: int, budget: int,
+              mix: Sequence[float] = (1.0,)) -> SpecConfig:
+    """A SpecConfig of constants; budget 0 is no limit, mix has a factor for each drafter."""
     unlimited = jnp.iinfo(jnp.int32).max
     return SpecConfig(steps=jnp.int32(steps), branch=jnp.int32(branch), nodes=jnp.int32(nodes),
-                      budget=jnp.int32(budget or unlimited), mix=jnp.ones(1))
+                      budget=jnp.int32(budget or unlimited),
+                      mix=jnp.asarray(mix, jnp.float32))
 
 
 def off() -> Controller:
@@ -60,12 +61,12 @@ def fixed(min_survival: float = 0.0) -> Controller:
                       keep=keep, update=lambda state, launch: state)
 
 
-def make(control: ControlConfig, spec: SpecOptions) -> Controller:
+def make(control: ControlConfig, spec: SpecOptions, mix: Sequence[float] = (1.0,)) -> Controller:
     """The controller that the config names."""
     if control.policy == "off" or spec.drafter == "off":
         return off()
     return fixed(control.min_survival)._replace(
-        init=lambda: make_spec(spec.steps, spec.branch, spec.nodes, spec.budget))
+        init=lambda: make_spec(spec.steps, spec.branch, spec.nodes, spec.budget, mix))
 
 
 def keep_within(state: Any, load: Load, spec: SpecConfig, tree: DraftTree,
@@ -102,7 +103,3 @@ def smallest_bucket(live: Array, buckets: tuple[Bucket, ...]) -> Array:
     fits = jnp.stack([(total <= b.packed) & (widest <= b.nodes) for b in buckets])
     return jnp.argmax(fits).astype(jnp.int32)
 
-
-def survive(parent_survival: Array, gap: Array, depth: Array, rank: Array, origin: Array) -> Array:
-    """Estimated survival before anything is calibrated: what the drafter itself believes."""
-    return jax.lax.stop_gradient(parent_survival)

@@ -24,8 +24,10 @@ from specrl_jax.structs import (
     Verdict,
 )
 
-Survive = Callable[[Array, Array, Array, Array, Array], Array]
-"""(parent's survival, gap f32[...], depth, rank, origin i32[...]) -> survival f32[...]"""
+Survive = Callable[[Array, Array, Array, Array], Array]
+"""(parents' survival, guess f32[..., siblings], depth, origin i32[...]) -> survival f32[...]: how
+likely each node lies on the accepted path; `guess` is what the drafter itself gives a node, once
+its parent does. Siblings' sum is the parent's at most."""
 
 
 class Propose(Protocol):
@@ -62,6 +64,7 @@ class Drafter(NamedTuple):
     take: Callable[[Any, Array], Any]  # (state, rows i32[B']) -> state
     fork: Callable[[Any, Fill], Any] = lambda state, fill: state
     prefill: Prefill = lambda state, fill, tokens, features: state
+    names: tuple[str, ...] = ("draft",)  # of its origins, for metrics
     bind: Callable[[Any, Any], Any] = lambda actor, own: own  # -> the params of the other fields
     taps: tuple[int, ...] = ()  # layers of the actor, 0-based
     project: Callable[[Any, Array], Array] | None = None  # (params, f[taps * F, ...]) -> f[F, ...]

@@ -33,8 +33,12 @@ class History:
     current: Array  # i32[Q, T] this step's responses; the M of a prompt lie together
 
 
-def history(*, depth: int, branch: int, nodes: int, match: int, group: int) -> Drafter:
+def history(*, depth: int, branch: int, nodes: int, match: int, group: int, origin: int = 0
+            ) -> Drafter:
     """The drafter with D = `depth`, K = `branch`, N = `nodes`; suffixes up to `match` tokens.
+
+    Args:
+      origin: what DraftTree.origin says of its nodes.
 
     Raises:
       ConfigError: N does not hold a root and K chains of D nodes.
@@ -44,9 +48,10 @@ def history(*, depth: int, branch: int, nodes: int, match: int, group: int) -> D
     return Drafter(
         nodes=nodes, depth=depth,
         init=_init,
-        propose=functools.partial(_propose, depth, branch, nodes, match, group),
+        propose=functools.partial(_propose, depth, branch, nodes, match, group, origin),
         observe=_observe,
-        take=lambda state, rows: state)
+        take=lambda state, rows: state,
+        names=("history",))
 
 
 def _init(occasion: Occasion) -> History:
@@ -65,12 +70,12 @@ def _observe(params: Any, state: History, tip: Tip, verdict: Verdict, path: Path
     return state.replace(current=current)
 
 
-def _propose(depth: int, branch: int, nodes: int, match: int, group: int, params: Any,
-             state: History, tip: Tip, rows: Sampling, spec: SpecConfig, survive: Survive
-             ) -> tuple[DraftTree, History]:
+def _propose(depth: int, branch: int, nodes: int, match: int, group: int, origin: int,
+             params: Any, state: History, tip: Tip, rows: Sampling, spec: SpecConfig,
+             survive: Survive) -> tuple[DraftTree, History]:
     def search(_: None) -> DraftTree:
         weight, following = _occurrences(state, tip, depth, match, group)
-        return _grow(weight, following, tip, spec, survive, branch, nodes)
+        return _grow(weight, following, tip, spec, survive, branch, nodes, origin)
 
     wanted = (spec.steps > 0) & tip.live.any()
     tree = jax.lax.cond(wanted, search, lambda _: roots(tip.root, tip.live, nodes), None)
@@ -130,7 +135,7 @@ def _match_lengths(corpus: Array, suffix: Array) -> Array:
 
 
 def _grow(weight: Array, following: Array, tip: Tip, spec: SpecConfig, survive: Survive,
-          branch: int, nodes: int) -> DraftTree:
+          branch: int, nodes: int, origin: int) -> DraftTree:
     """Up to `branch` chains from the root; at each node the voters that agree so far vote on."""
     depth = following.shape[2]
     first = following[:, :, 0]
@@ -142,15 +147,19 @@ def _grow(weight: Array, following: Array, tip: Tip, spec: SpecConfig, survive: 
         starts = d == 0
         voters = jnp.where(starts, free, voters)
         parent = jnp.where(starts, 0, parent)
-        token, votes, share = _elect(voters, jax.lax.dynamic_index_in_dim(following, d, 2, False))
+        among = jnp.where(starts, weight, voters).sum(1)
+        token, votes, share = _elect(
+            voters, jax.lax.dynamic_index_in_dim(following, d, 2, False), among)
         open_ = (starts | open_) & tip.live & (votes > 0) & (d < spec.steps) & (k < spec.branch)
         logq = jnp.log(share)
         best = jnp.where(index == 0, logq, best)
         gap = jnp.where(starts, best - logq, 0)
         level, rank = none + d + 1, none + jnp.where(starts, k, 0)
-        survival = survive(jnp.where(starts, 1.0, survival) * share, gap, level, rank, none)
-        child = DraftTree(tokens=token, parent=parent, depth=level, rank=rank, origin=none,
-                          survival=survival, logq=logq, gap=gap, live=open_)
+        survival = survive(*(a[:, None] for a in (
+            jnp.where(starts, 1.0, survival), share, level, none + origin)))[:, 0]
+        child = DraftTree(tokens=token, parent=parent, depth=level, rank=rank,
+                          origin=none + origin,
+                          survival=survival, logq=logq, guess=share, gap=gap, live=open_)
         agree = jax.lax.dynamic_index_in_dim(following, d, 2, False) == token[:, None]
         free = jnp.where(starts & (first == token[:, None]), 0, free)
         return (free, jnp.where(agree, voters, 0), none + index + 1, survival, best, open_), child
@@ -161,12 +170,12 @@ def _grow(weight: Array, following: Array, tip: Tip, spec: SpecConfig, survive: 
     return attach(roots(tip.root, tip.live, nodes), children)
 
 
-def _elect(weight: Array, tokens: Array) -> tuple[Array, Array, Array]:
-    """The token with most votes: (i32[B], its votes f32[B], their share f32[B])."""
+def _elect(weight: Array, tokens: Array, among: Array) -> tuple[Array, Array, Array]:
+    """The token with most votes: (i32[B], its votes f32[B], their share of `among` f32[B])."""
     weight = jnp.where(tokens >= 0, weight, 0)
     votes = ((tokens[:, :, None] == tokens[:, None, :]) * weight[:, None, :]).sum(-1)
     votes = jnp.where(weight > 0, votes, 0)
     best = votes.argmax(1)[:, None]
     won = jnp.take_along_axis(votes, best, 1)[:, 0]
-    share = won / (weight.sum(1) + 4.0)  # votes for something never said: one match of length 1
+    share = won / (among + 4.0)  # votes for something never said: one match of length 1
     return jnp.take_along_axis(tokens, best, 1)[:, 0], won, jnp.maximum(share, 1e-6)

@@ -11,4 +11,4 @@ def off() -> Drafter:
         propose=lambda params, state, tip, rows, spec, survive: (
             roots(tip.root, tip.live, 1), state),
         observe=lambda params, state, tip, verdict, path: state,
-        take=lambda state, rows: state)
+        take=lambda state, rows: state, names=())

@@ -14,7 +14,8 @@ def roots(root: Array, live: Array, nodes: int) -> DraftTree:
     return DraftTree(tokens=jnp.where(first, root[:, None], 0), parent=whole, depth=whole,
                      rank=whole, origin=whole,
                      survival=jnp.broadcast_to(first.astype(jnp.float32), shape),
-                     logq=jnp.zeros(shape), gap=jnp.zeros(shape), live=first & live[:, None])
+                     logq=jnp.zeros(shape), guess=jnp.ones(shape), gap=jnp.zeros(shape),
+                     live=first & live[:, None])
 
 
 def attach(tree: DraftTree, children: DraftTree) -> DraftTree:

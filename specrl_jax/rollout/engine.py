@@ -18,6 +18,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from specrl_jax import sharding
+from specrl_jax.control import acceptance
+from specrl_jax.control.acceptance import Acceptance
 from specrl_jax.rollout import refill
 from specrl_jax.rollout.layout import ROW, STATE, Layout, Request, Shapes, pad
 from specrl_jax.rollout.round import Machine, launch
@@ -25,6 +27,7 @@ from specrl_jax.rollout.slots import EMPTY, Slots
 from specrl_jax.sharding import ROWS
 from specrl_jax.structs import Counters, Fill, RolloutState, Sequences
 
+MEMORY = 0.9  # weight that outcomes keep from rollout to rollout
 COMPILERS = 4  # programs compiled at once
 CPU_OPTIONS = {"xla_cpu_prefer_vector_width": "512"}  # XLA's 256 makes one row's products slower
 
@@ -38,6 +41,8 @@ class Result:
     seconds: float
     prefill_seconds: float
     trace: list[dict[str, float]]  # one entry a launch: batch, seconds, and counters so far
+    by_drafter: dict[str, dict[str, int]]  # nodes drafted and accepted
+    calibration: tuple[np.ndarray, np.ndarray, float]  # see control/acceptance.py
 
 
 class Engine:
@@ -57,6 +62,8 @@ class Engine:
         self.machine, self.mesh, self.shapes = machine, mesh, shapes
         self.layout = Layout(machine, mesh, shapes, stop, dtype, past)
         self.control = machine.controller.init()
+        drafter = machine.drafter
+        self.acceptance = acceptance.blank(len(drafter.names), drafter.depth)  # earlier rollouts
         self._programs: dict[Any, Any] = {}
         self._pool: Any = None  # the largest batch's cache, kept from rollout to rollout
 
@@ -110,7 +117,7 @@ class Engine:
     def _launch(self, *args: Any) -> tuple[RolloutState, tuple[Any, ...]]:
         """A launch and what the host must see of it, gathered from all shards."""
         state = launch(self.machine, *args)
-        seen = (state.sequences.done, state.sequences.length, state.counters)
+        seen = (state.sequences.done, state.sequences.length, state.counters, state.seen)
         return state, jax.lax.all_gather(seen, ROWS, tiled=True)
 
     def _out_shardings(self, shapes: Any, specs: Any) -> Any:
@@ -131,6 +138,9 @@ class Engine:
 
     def _put_rows(self, tree: Any) -> Any:
         return jax.tree.map(lambda a: sharding.put(sharding.rows(self.mesh), a), tree)
+
+    def everywhere(self, a: Any) -> Any:
+        return sharding.put(sharding.replicated(self.mesh), a)
 
     def _begin(self, asked: Request) -> RolloutState:
         state = self.layout.host_state(asked, self.shapes.batch, self.control)
@@ -163,6 +173,7 @@ class Engine:
         state = self._begin(asked)
         slots = [Slots(s.batch, s.sequences, s.group) for _ in range(s.shards)]
         done = np.zeros((s.shards, s.sequences), bool)
+        outcomes = Acceptance(*(np.zeros((s.shards, *self.layout.cells), np.float32),) * 2)
         batch = s.batch
         while not done.all():
             started = time.perf_counter()
@@ -175,11 +186,12 @@ class Engine:
             prefill_seconds += launched - started
             waiting = [one.waiting for one in slots]
             smaller = self._next_smaller(batch) if not any(waiting) else 0
+            state = state.replace(estimate=self.everywhere(
+                acceptance.table(self.acceptance, outcomes)))
             state, seen = self._programs["launch", batch](
                 params, drafter_params, state, self._put_rows(np.asarray(waiting, np.int32)),
-                *(sharding.put(sharding.replicated(self.mesh), np.int32(x))
-                  for x in (rounds, smaller)))
-            finished, length, counters = jax.tree.map(np.asarray, seen)
+                *(self.everywhere(np.int32(x)) for x in (rounds, smaller)))
+            finished, length, counters, outcomes = jax.tree.map(np.asarray, seen)
             done = finished.reshape(done.shape)
             trace.append({"batch": batch, "seconds": time.perf_counter() - launched,
                           **_totals(counters)})
@@ -191,8 +203,17 @@ class Engine:
             np.asarray, self._programs["collect"](state.sequences, state.counters))
         if batch == s.batch:
             self._pool = state.cache.kv
+        judged = acceptance.calibration(outcomes, acceptance.table(
+            self.acceptance, jax.tree.map(np.zeros_like, outcomes)))
+        self.acceptance = acceptance.merge(self.acceptance, outcomes, MEMORY)
         return Result(sequences=sequences, counters=_totals(counters), trace=trace,
+                      by_drafter=self._by_drafter(counters), calibration=judged,
                       seconds=time.perf_counter() - began, prefill_seconds=prefill_seconds)
+
+    def _by_drafter(self, counters: Counters) -> dict[str, dict[str, int]]:
+        return {name: {kind: int(getattr(counters, kind)[:, i].sum())
+                       for kind in ("drafted", "accepted")}
+                for i, name in enumerate(self.machine.drafter.names)}
 
     def _refill(self, state: RolloutState, params: Any, drafter_params: Any, asked: Request,
                 slots: list[Slots], done: np.ndarray) -> RolloutState:

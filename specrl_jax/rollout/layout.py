@@ -11,6 +11,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from specrl_jax.config import RolloutConfig, check
+from specrl_jax.control import acceptance
+from specrl_jax.control.acceptance import Acceptance
 from specrl_jax.draft.base import Occasion
 from specrl_jax.rollout.round import Machine
 from specrl_jax.sharding import ROWS
@@ -21,7 +23,7 @@ ROW = P(ROWS)
 STATE = RolloutState(
     cache=ROW, root=ROW, seq=ROW,
     sampling=Sampling(temperature=ROW, top_p=ROW, top_k=ROW, limit=ROW, key=ROW, stop=P()),
-    sequences=ROW, draft=ROW, control=P(), counters=ROW)
+    sequences=ROW, draft=ROW, control=P(), estimate=P(), seen=ROW, counters=ROW)
 """How a state is split over the mesh; `tensor` splits the cache's heads besides."""
 
 
@@ -172,7 +174,17 @@ class Layout:
             sampling=Sampling(temperature=asked.temperature, top_p=asked.top_p, top_k=asked.top_k,
                               limit=asked.limit, key=asked.keys, stop=self.stop),
             sequences=sequences, draft=self.machine.drafter.init(occasion), control=control,
-            counters=Counters(*(zero(s.shards),) * len(dataclasses.fields(Counters))))
+            estimate=np.zeros(self.cells, np.float32),
+            seen=Acceptance(*(np.zeros((s.shards, *self.cells), np.float32),) * 2),
+            counters=Counters(**{
+                f.name: zero((s.shards, self.cells[0]) if f.name in ("accepted", "drafted")
+                             else s.shards) for f in dataclasses.fields(Counters)}))
+
+    @property
+    def cells(self) -> tuple[int, int, int]:
+        """(drafters, D, bins) of the acceptance estimate."""
+        return acceptance.blank(len(self.machine.drafter.names),
+                                self.machine.drafter.depth).tried.shape
 
 
 def pad(rows: Sequence[Sequence[int]], width: int) -> tuple[np.ndarray, np.ndarray]:

@@ -10,7 +10,8 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from specrl_jax.control.policies import Bucket, Controller, survive
+from specrl_jax.control import acceptance
+from specrl_jax.control.policies import Bucket, Controller
 from specrl_jax.draft.base import Drafter
 from specrl_jax.draft.tree import compact, roots
 from specrl_jax.model import transformer
@@ -84,7 +85,7 @@ def round_(machine: Machine, params: Params, drafter_params: Params, state: Roll
         tree, draft = roots(tip.root, tip.live, machine.drafter.nodes), state.draft
     else:
         tree, draft = machine.drafter.propose(drafter_params, state.draft, tip, rows, spec,
-                                              survive)
+                                              functools.partial(acceptance.survive, state.estimate))
     live, bucket = machine.controller.keep(state.control, load, spec, tree, buckets)
     bucket = jax.lax.pmax(bucket, ROWS)
     branches = [functools.partial(verify_in, machine, params, drafter_params, state.cache, rows,
@@ -97,14 +98,23 @@ def round_(machine: Machine, params: Params, drafter_params: Params, state: Roll
         root=jnp.where(verdict.count > 0, last[:, 0], state.root),
         sequences=commit.record(state.sequences, verdict, tip),
         draft=machine.drafter.observe(drafter_params, draft, tip, verdict, path),
-        counters=count(state.counters, tip, live, verdict, packed))
+        seen=acceptance.observe(state.seen, tree, path, verdict, tip) if len(buckets) > 1
+        else state.seen,
+        counters=count(state.counters, tip, tree, live, verdict, packed))
 
 
-def count(counters: Counters, tip: Tip, live: Array, verdict: Verdict, packed: Array) -> Counters:
+def count(counters: Counters, tip: Tip, tree: DraftTree, live: Array, verdict: Verdict,
+          packed: Array) -> Counters:
     """Adds one round to the counters."""
-    rows = tip.live.sum()
-    drafted = live.sum() - (live[:, 0]).sum()
-    accepted = jnp.maximum(verdict.count - 1, 0).sum()
+    rows, index = tip.live.sum(), jnp.arange(verdict.path.shape[1])[None]
+
+    def by_origin(which: Array, origin: Array) -> Array:
+        drafters = jnp.arange(counters.drafted.shape[1])
+        return (which[..., None] & (origin[..., None] == drafters[None, None])).sum((0, 1))[None]
+
+    drafted = by_origin(live.at[:, 0].set(False), tree.origin)
+    accepted = by_origin((index > 0) & (index < verdict.count[:, None]),
+                         jnp.take_along_axis(tree.origin, verdict.path, 1))
     return Counters(
         rounds=counters.rounds + 1, row_rounds=counters.row_rounds + rows,
         committed=counters.committed + verdict.count.sum(),

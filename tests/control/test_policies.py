@@ -37,7 +37,7 @@ def random_tree(rng: np.random.Generator, rows: int = 4, nodes: int = 7) -> Draf
     whole = jnp.zeros((rows, nodes), jnp.int32)
     real = jnp.zeros((rows, nodes))
     return DraftTree(tokens=whole, parent=jnp.asarray(parent), depth=whole, rank=whole,
-                     origin=whole, survival=jnp.asarray(survival), logq=real, gap=real,
+                     origin=whole, survival=jnp.asarray(survival), logq=real, guess=real, gap=real,
                      live=jnp.asarray(live))
 
 

@@ -69,8 +69,8 @@ class Corpus:
         return out
 
 
-def believed(survival: Any, gap: Any, depth: Any, rank: Any, origin: Any) -> Any:
-    return survival
+def believed(parent: Any, guess: Any, depth: Any, origin: Any) -> Any:
+    return parent * guess
 
 
 def check_tree(tree: Any) -> None:

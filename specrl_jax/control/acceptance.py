@@ -1,0 +1,112 @@
+"""How likely a draft node is to be accepted, calibrated online.
+
+`survival(child) = survival(parent) * c`. The drafter brings a guess of c; what is learned is how
+often nodes with such a guess, at such a depth, of such a drafter were the actor's own draw. A node
+counts only if it was verified and its parent lies on the accepted path, so that its outcome is
+known whatever the controller chose to verify.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from specrl_jax.structs import Array, DraftTree, Path, Tip, Verdict
+
+BINS = 12  # of the guess, by its logit
+_LOWEST, _HIGHEST = -5.5, 5.5  # logits of the outermost bins' centres
+PRIOR = 20.0  # observations that the guess itself is worth
+
+
+@struct.dataclass
+class Acceptance:
+    """Weights of observed nodes and of accepted ones, by (origin, depth, bin of the guess)."""
+
+    tried: Array  # f32[drafters, D, BINS]
+    hit: Array  # f32[drafters, D, BINS]
+
+
+def blank(drafters: int, depth: int) -> Acceptance:
+    """Nothing observed, as host arrays."""
+    shape = (max(drafters, 1), max(depth, 1), BINS)
+    return Acceptance(np.zeros(shape, np.float32), np.zeros(shape, np.float32))
+
+
+def bin_of(guess: Array) -> Array:
+    """i32 bin of a guess in [0, 1]."""
+    guess = jnp.clip(guess, 1e-6, 1 - 1e-6)
+    logit = jnp.log(guess) - jnp.log1p(-guess)
+    place = (logit - _LOWEST) / (_HIGHEST - _LOWEST) * (BINS - 1)
+    return jnp.clip(jnp.round(place), 0, BINS - 1).astype(jnp.int32)
+
+
+def table(known: Acceptance, seen: Acceptance) -> np.ndarray:
+    """c of each cell, f32[drafters, D, BINS]; never falling as the guess grows. On the host.
+
+    Cells shrink towards what all depths say, and those towards the guess; a running maximum keeps
+    the order.
+
+    Args:
+      known: from earlier rollouts; seen: in this one, fields f32[shards, drafters, D, BINS].
+    """
+    tried, hit = known.tried + seen.tried.sum(0), known.hit + seen.hit.sum(0)
+    centre = 1 / (1 + np.exp(-np.linspace(_LOWEST, _HIGHEST, BINS)))
+    pooled = (hit.sum(1, keepdims=True) + PRIOR * centre) / (tried.sum(1, keepdims=True) + PRIOR)
+    share = (hit + PRIOR * pooled) / (tried + PRIOR)
+    return np.maximum.accumulate(share, axis=2).astype(np.float32)
+
+
+def survive(estimate: Array, parent: Array, guess: Array, depth: Array, origin: Array) -> Array:
+    """Survival of nodes whose siblings lie along the last axis; theirs sum to the parent's at most.
+
+    Args:
+      estimate: `table`.
+      parent: f32[...] the parents' survival.
+      guess: f32[...] the drafter's own probability that the node is drawn, given its parent is.
+      depth, origin: i32[...].
+    """
+    c = estimate[origin, jnp.clip(depth - 1, 0, estimate.shape[1] - 1), bin_of(guess)]
+    return parent * c / jnp.maximum(c.sum(-1, keepdims=True), 1.0)
+
+
+def observe(seen: Acceptance, tree: DraftTree, path: Path, verdict: Verdict, tip: Tip
+            ) -> Acceptance:
+    """Adds one round's outcomes to fields f32[1, drafters, D, BINS]."""
+    walked = jnp.arange(verdict.path.shape[1])[None] < verdict.count[:, None]
+    nodes = jnp.arange(tree.live.shape[1])
+    passed = ((verdict.path[..., None] == nodes.reshape(1, 1, -1)) & walked[..., None]).any(1)
+    known = (path.verified & tip.live[:, None] & (nodes > 0)[None]
+             & jnp.take_along_axis(passed, tree.parent, 1))
+    hit = known & (jnp.take_along_axis(path.draw, tree.parent, 1) == tree.tokens)
+    _, _, depth, bins = seen.tried.shape
+    cell = ((tree.origin * depth + jnp.clip(tree.depth - 1, 0, depth - 1)) * bins
+            + bin_of(tree.guess)).reshape(-1)
+
+    def add(total: Array, which: Array) -> Array:
+        new = jnp.zeros(total.size).at[cell].add(which.reshape(-1).astype(jnp.float32))
+        return total + new.reshape(total.shape)
+
+    return Acceptance(tried=add(seen.tried, known), hit=add(seen.hit, hit))
+
+
+def merge(known: Acceptance, seen: Acceptance, keep: float) -> Acceptance:
+    """What was known before a rollout fades by `keep`; all shards' observations join it.
+
+    Args:
+      seen: fields f32[shards, drafters, D, BINS], host arrays.
+    """
+    return jax.tree.map(
+        lambda old, new: (keep * old + np.asarray(new).sum(0)).astype(np.float32), known, seen)
+
+
+def calibration(seen: Acceptance, estimate: np.ndarray) -> tuple[np.ndarray, np.ndarray, float]:
+    """Reliability of an estimate: nodes tried and their accepted share f64[BINS], expected error.
+
+    Args:
+      seen: outcomes to judge by, fields f32[shards, drafters, D, BINS].
+      estimate: f32[drafters, D, BINS], made without them.
+    """
+    tried, hit = (np.asarray(a, np.float64).sum(0) for a in (seen.tried, seen.hit))
+    by_bin = tried.sum((0, 1))
+    share = np.divide(hit.sum((0, 1)), by_bin, out=np.zeros_like(by_bin), where=by_bin > 0)
+    return by_bin, share, float(np.abs(hit - tried * estimate).sum() / max(tried.sum(), 1))

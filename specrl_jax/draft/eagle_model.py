@@ -1,0 +1,215 @@
+"""The EAGLE-3 network (arXiv 2503.01840) as pure functions over a parameter tree.
+
+At position t it joins what the actor thought there, the feature g_t, with the token that followed,
+x_{t+1}; its output, normalised, goes through the draft head and predicts x_{t+2}. Beyond the last
+token that the actor has seen, the network's own output stands in for the feature. Activations are
+feature-major, [F, ...tokens], as in model/transformer.py.
+
+Further letters: `Vd` draft vocabulary, `A` = number of tapped layers.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specrl_jax.config import check
+from specrl_jax.model import transformer
+from specrl_jax.model.architecture import Architecture, Param, RopeScaling, is_param
+from specrl_jax.structs import Array
+
+Params = dict[str, Any]
+Attend = Callable[[Array, Array, Array], Array]
+"""(q [G, R, E, ...], k [G, E, ...], v [G, E, ...]) -> [G, R, E, ...]"""
+
+
+@dataclasses.dataclass(frozen=True)
+class EagleArch:
+    """Static shape of an EAGLE-3 head. What is left at 0 or () is the actor's, or its default."""
+
+    actor: Architecture
+    taps: tuple[int, ...] = ()  # tapped layers of the actor, 0-based, ascending
+    draft_vocab: int = 0  # Vd
+    own_head: bool = True  # else the actor's rows of the draft vocabulary
+    num_heads: int = 0
+    num_kv_heads: int = 0
+    head_dim: int = 0
+    intermediate_size: int = 0
+    norm_eps: float = 0.0
+    rope_theta: float = 0.0  # at 0 the scaling is the actor's too
+    rope_scaling: RopeScaling | None = None
+
+    def __post_init__(self) -> None:
+        actor = self.actor
+        defaults = {"taps": default_taps(actor.num_layers), "draft_vocab": actor.vocab_size}
+        if not self.rope_theta:
+            defaults["rope_scaling"] = actor.rope_scaling
+        for name in ("num_heads", "num_kv_heads", "head_dim", "intermediate_size", "norm_eps",
+                     "rope_theta"):
+            defaults[name] = getattr(actor, name)
+        for name, value in defaults.items():
+            object.__setattr__(self, name, getattr(self, name) or value)
+        taps = tuple(sorted(set(self.taps)))
+        check(self.taps == taps and 0 <= taps[0] and taps[-1] < actor.num_layers, "taps", self.taps,
+              f"name ascending layers of the actor's 0..{actor.num_layers - 1}")
+        check(self.draft_vocab <= actor.vocab_size, "draft_vocab", self.draft_vocab,
+              f"the actor has {actor.vocab_size} tokens")
+        self.layer  # noqa: B018  checks heads
+
+    @property
+    def layer(self) -> Architecture:
+        """The shape of the one layer, for the functions that it shares with the actor's."""
+        return dataclasses.replace(
+            self.actor, num_layers=1, num_heads=self.num_heads, num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim, intermediate_size=self.intermediate_size,
+            norm_eps=self.norm_eps, rope_theta=self.rope_theta, rope_scaling=self.rope_scaling,
+            qkv_bias=False, qk_norm=False, tied=False, family="llama")
+
+
+def default_taps(layers: int) -> tuple[int, ...]:
+    """A low, a middle and a high layer: 1, L/2 - 1, L - 4; spread out in models of few layers."""
+    if layers >= 7:
+        return (1, layers // 2 - 1, layers - 4)
+    return tuple(sorted({0, (layers - 1) // 2, layers - 1}))
+
+
+def describe(arch: EagleArch) -> dict[str, Any]:
+    """The tree of trained parameters with a `Param` at each leaf."""
+    layer, f = arch.layer, arch.actor.hidden_size
+    g, r, e, i = layer.num_kv_heads, layer.group, layer.head_dim, layer.intermediate_size
+    std, out_std = 0.02, 0.02 / 2**0.5
+    tree = {
+        "fc": Param((f, len(arch.taps) * f), ("embed", None), std),
+        "embed_norm": Param((f,), ("embed",), 0),
+        "feature_norm": Param((f,), ("embed",), 0),
+        "qkv": Param((g, r + 2, e, 2 * f), ("kv_heads", None, None, "embed"), std),
+        "o": Param((f, g, r, e), ("embed", "kv_heads", None, None), out_std),
+        "mlp_norm": Param((f,), ("embed",), 0),
+        "gate_up": Param((2, i, f), (None, "mlp", "embed"), std),
+        "down": Param((f, i), ("embed", "mlp"), out_std),
+        "final_norm": Param((f,), ("embed",), 0),
+    }
+    if arch.own_head:
+        tree["head"] = Param((arch.draft_vocab, f), ("vocab", "embed"), std)
+    return tree
+
+
+def initialize(arch: EagleArch, seed: int) -> Params:
+    """Random float32 parameters on the host, a pure function of (arch, seed)."""
+    leaves, tree = jax.tree.flatten(describe(arch), is_leaf=is_param)
+    rngs = np.random.default_rng(seed).spawn(len(leaves))
+    return tree.unflatten([
+        rng.standard_normal(leaf.shape, np.float32) * np.float32(leaf.std) if leaf.std
+        else np.ones(leaf.shape, np.float32) for leaf, rng in zip(leaves, rngs, strict=True)])
+
+
+def choose_vocab(counts: np.ndarray, size: int, always: Sequence[int] = ()) -> np.ndarray:
+    """i32[size] ascending ids of `always` and of the tokens with the highest counts [V]."""
+    rank = np.array(counts, np.float64)
+    rank[list(always)] = np.inf
+    return np.sort(np.argsort(-rank, kind="stable")[:size]).astype(np.int32)
+
+
+def draft_head(arch: EagleArch, actor_params: Params, vocab: Array) -> Array:
+    """f[Vd, F]: the actor's head, its rows of the draft vocabulary i32[Vd]."""
+    head = actor_params["embed"] if arch.actor.tied else actor_params["head"]
+    return head if arch.draft_vocab == arch.actor.vocab_size else head[vocab]
+
+
+def project(params: Params, taps: Array) -> Array:
+    """Features f[F, ...] of tapped layers f[A * F, ...]."""
+    return transformer.project(params["fc"], taps)
+
+
+def logits(arch: EagleArch, params: Params, head: Array | None, hidden: Array) -> Array:
+    """f32[Vd, ...] of the network's outputs [F, ...].
+
+    Args:
+      head: `draft_head` of the actor; not read where the drafter has its own.
+    """
+    head = params["head"] if arch.own_head else head
+    normed = transformer.rms_norm(hidden, params["final_norm"], arch.norm_eps)
+    return jnp.tensordot(head, normed, 1, preferred_element_type=jnp.float32)
+
+
+def step(arch: EagleArch, params: Params, embedded: Array, feature: Array, position: Array,
+         attend: Attend) -> tuple[Array, tuple[Array, Array]]:
+    """The layer.
+
+    Args:
+      embedded: [F, ...] of the token that followed each position.
+      feature: [F, ...] of each position: the actor's, or this function's output before it.
+      position: i32[...].
+      attend: may keep the keys and values it is given.
+
+    Returns:
+      the output [F, ...], before the final norm; and (k, v), each [G, E, ...].
+    """
+    layer, eps = arch.layer, arch.norm_eps
+    both = jnp.concatenate([transformer.rms_norm(embedded, params["embed_norm"], eps),
+                            transformer.rms_norm(feature, params["feature_norm"], eps)])
+    qkv = transformer.project(params["qkv"], both)
+    rotation = transformer.rotations(layer, position)
+    q = transformer.rotate(qkv[:, : layer.group], rotation)
+    k, v = transformer.rotate(qkv[:, layer.group], rotation), qkv[:, layer.group + 1]
+    x = feature + transformer.project(params["o"], attend(q, k, v), 3)
+    return x + transformer.feed_forward(layer, params, x), (k, v)
+
+
+def unroll(arch: EagleArch, params: Params, embed: Array, features: Array, tokens: Array,
+           length: Array, steps: int) -> list[Array]:
+    """Training-time test (section 3.2 of the paper): the network on its own outputs, all positions.
+
+    Step 0 joins feature t with token t + 1; step j joins the output of step j - 1 at t with token
+    t + 1 + j, as a draft of depth j that starts from position t does. The output of step j at t
+    predicts token t + 2 + j, as the actor's logits at t + 1 + j do; it means something where
+    t + 1 + j < length. Differentiable.
+
+    Args:
+      embed: the actor's embedding, [V, F].
+      features: f[F, B, T] of the actor, projected.
+      tokens: i32[B, T], right-padded; length: i32[B].
+
+    Returns:
+      the outputs of each step, [F, B, T], before the final norm.
+    """
+    place = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
+    real = place < length[:, None]
+    tokens, hidden = jnp.where(real, tokens, 0), jnp.where(real[None], features, 0)
+    kept: list[tuple[Array, Array]] = []
+    out = []
+    for j in range(steps):
+        following = jnp.pad(tokens[:, 1 + j :], ((0, 0), (0, min(1 + j, tokens.shape[1]))))
+        embedded = jnp.moveaxis(embed[following], -1, 0)
+        hidden, _ = step(arch, params, embedded, hidden, place + j, _unrolled_attend(kept))
+        out.append(hidden)
+    return out
+
+
+def _unrolled_attend(kept: list[tuple[Array, Array]]) -> Attend:
+    """Attention to the keys of step 0 up to one's position, and to one's own of later steps.
+
+    Args:
+      kept: (k, v) [G, E, B, T] of the steps before; those of this one are added.
+    """
+
+    def attend(q: Array, k: Array, v: Array) -> Array:
+        kept.append((k, v))
+        (first_k, first_v), own = kept[0], kept[1:]
+        total = k.shape[3]
+        causal = jnp.tril(jnp.ones((total, total), bool)).reshape(1, 1, 1, total, total)
+        score = jnp.einsum("grebt,gebs->grbts", q, first_k, preferred_element_type=jnp.float32)
+        score = jnp.where(causal, score, -jnp.inf)
+        drafted = [jnp.einsum("grebt,gebt->grbt", q, key, preferred_element_type=jnp.float32)
+                   for key, _ in own]
+        score = jnp.concatenate([score, *(s[..., None] for s in drafted)], -1) * k.shape[1] ** -0.5
+        weight = jax.nn.softmax(score, -1).astype(v.dtype)
+        out = jnp.einsum("grbts,gebs->grebt", weight[..., :total], first_v)
+        for i, (_, value) in enumerate(own):
+            out += weight[..., total + i][:, :, None] * value[:, None]
+        return out
+
+    return attend

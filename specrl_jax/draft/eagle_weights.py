@@ -1,0 +1,207 @@
+"""EAGLE-3 heads on disk, as SpecForge trains them and SGLang and vLLM serve them.
+
+A directory with config.json and model.safetensors. `d2t` holds offsets, draft token i is token
+i + d2t[i] of the actor, and `t2d` marks the actor's tokens that have a draft token; the embedding
+is the actor's. Names were checked against SpecForge's list for SGLang's loader.
+"""
+
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors
+from safetensors.numpy import load_file, save_file
+
+from specrl_jax.config import ConfigError, check
+from specrl_jax.draft.eagle_model import EagleArch, default_taps
+from specrl_jax.model.architecture import Architecture
+from specrl_jax.model.hf_config import parse_config, write_config
+from specrl_jax.model.hf_directory import SINGLE
+from specrl_jax.model.tokenizer import read_json
+
+CLASS = "LlamaForCausalLMEagle3"
+HEAD, OFFSETS, MASK, EMBED = "lm_head.weight", "d2t", "t2d", "embed_tokens.weight"
+_NORMS = {"embed_norm": "midlayer.input_layernorm.weight",
+          "feature_norm": "midlayer.hidden_norm.weight",
+          "mlp_norm": "midlayer.post_attention_layernorm.weight", "final_norm": "norm.weight"}
+_PROJECTIONS = [f"midlayer.self_attn.{x}_proj.weight" for x in "qkv"]
+_OUT, _DOWN = "midlayer.self_attn.o_proj.weight", "midlayer.mlp.down_proj.weight"
+_GATE_UP = [f"midlayer.mlp.{x}_proj.weight" for x in ("gate", "up")]
+
+
+def save(directory: str | os.PathLike[str], arch: EagleArch, own: Mapping[str, Any]) -> None:
+    """Writes a head, in float32: all of it or, after an error, nothing.
+
+    Without a head of its own the file has no lm_head.weight, which serving engines ask for.
+
+    Args:
+      directory: must not exist yet, or be empty.
+      own: {"weights", "vocab"} as `draft.eagle` takes them.
+
+    Raises:
+      ConfigError: the directory holds something already.
+    """
+    target = Path(directory).expanduser().absolute()
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ConfigError(f"{target}: exists already; remove it or save to another directory")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_name(f".{target.name}.{uuid.uuid4().hex}.partial")
+    partial.mkdir()
+    try:
+        text = json.dumps(_config(arch), indent=2) + "\n"
+        (partial / "config.json").write_text(text, encoding="utf-8")
+        save_file(_tensors(arch, own), partial / SINGLE, {"format": "pt"})
+        os.replace(partial, target)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def load(directory: str | os.PathLike[str], actor: Architecture, stop: Sequence[int] = ()
+         ) -> tuple[EagleArch, dict[str, Any], list[str]]:
+    """Reads a head made for an actor of this architecture.
+
+    Args:
+      stop: tokens that end a response.
+
+    Returns:
+      its architecture; {"weights", "vocab"} as float32 and int32 arrays; and warnings.
+
+    Raises:
+      ConfigError: a file is missing or damaged, or the head is of another kind or another actor.
+    """
+    folder = Path(directory).expanduser()
+    config, tensors = read_json(folder / "config.json"), _read(folder / SINGLE)
+    arch = _architecture(config, tensors, actor, str(folder))
+    shapes = _shapes(arch)
+    extra = [name for name in tensors if name not in {*shapes, OFFSETS, MASK, EMBED}]
+    _expect(not extra, folder, f"tensor {extra[:1]} is not known; give a head with one Llama layer")
+    for name, shape in shapes.items():
+        _expect(name in tensors, folder, f"tensor {name} is missing; give a whole checkpoint")
+        _expect(tensors[name].shape == shape, folder,
+                f"tensor {name} has shape {tensors[name].shape}, expected {shape}; it does not fit "
+                "its config.json")
+    vocab = _vocab(arch, tensors, folder)
+    warnings = [f"{folder}: stop token {token} is not in the draft vocabulary: the ends of "
+                "responses are never drafted" for token in stop if token not in vocab]
+    return arch, {"weights": _pack(arch, tensors), "vocab": vocab}, warnings
+
+
+def _config(arch: EagleArch) -> dict[str, Any]:
+    return write_config(arch.layer) | {
+        "architectures": [CLASS], "draft_vocab_size": arch.draft_vocab,
+        "eagle_config": {"use_aux_hidden_state": True,
+                         "eagle_aux_hidden_state_layer_ids": list(arch.taps)}}
+
+
+def _architecture(config: dict[str, Any], tensors: Mapping[str, np.ndarray], actor: Architecture,
+                  folder: str) -> EagleArch:
+    """The head's architecture, if it fits the actor."""
+    kind = config.get("architectures")
+    check(kind == [CLASS], f"{folder}: architectures", kind, f"must be [{CLASS!r}]")
+    plain = config.get("norm_before_residual", False)
+    check(plain is False, f"{folder}: norm_before_residual", plain, "is not supported")
+    head = parse_config(config, f"{folder}/config.json")
+    check(head.num_layers == 1, f"{folder}: num_hidden_layers", head.num_layers,
+          "only heads of one layer are supported")
+    for name, value in (("hidden_size", head.hidden_size), ("vocab_size", head.vocab_size),
+                        ("target_hidden_size", config.get("target_hidden_size"))):
+        wanted = actor.vocab_size if name == "vocab_size" else actor.hidden_size
+        check(value in (wanted, None), f"{folder}: {name}", value,
+              f"the actor has {wanted}; give a head that was trained for it")
+    draft = config.get("draft_vocab_size") or head.vocab_size
+    check(type(draft) is int and 1 <= draft <= head.vocab_size, f"{folder}: draft_vocab_size",
+          draft, f"must lie in 1..vocab_size = {head.vocab_size}")
+    return EagleArch(
+        actor, taps=_taps(config, tensors, actor, folder), draft_vocab=draft,
+        own_head=HEAD in tensors, num_heads=head.num_heads, num_kv_heads=head.num_kv_heads,
+        head_dim=head.head_dim, intermediate_size=head.intermediate_size, norm_eps=head.norm_eps,
+        rope_theta=head.rope_theta, rope_scaling=head.rope_scaling)
+
+
+def _taps(config: dict[str, Any], tensors: Mapping[str, np.ndarray], actor: Architecture,
+          folder: str) -> tuple[int, ...]:
+    """Tapped layers: as SGLang's option names them, outputs counted from 0, or the default."""
+    section = config.get("eagle_config") or {}
+    named = section.get("eagle_aux_hidden_state_layer_ids")
+    taps = default_taps(actor.num_layers) if named is None else tuple(named)
+    width = tensors["fc.weight"].shape[-1] if "fc.weight" in tensors else 0
+    check(width == len(taps) * actor.hidden_size, f"{folder}: inputs of fc.weight", width,
+          f"the actor's {len(taps)} tapped layers {taps} have {len(taps) * actor.hidden_size}; "
+          "give a head that was trained for it")
+    return taps
+
+
+def _vocab(arch: EagleArch, tensors: Mapping[str, np.ndarray], folder: Path) -> np.ndarray:
+    """i32[Vd] from the offsets, checked against the mask."""
+    total = arch.actor.vocab_size
+    if arch.draft_vocab == total and OFFSETS not in tensors:
+        return np.arange(total, dtype=np.int32)
+    _expect(OFFSETS in tensors and tensors[OFFSETS].shape == (arch.draft_vocab,), folder,
+            f"tensor {OFFSETS} must hold draft_vocab_size = {arch.draft_vocab} offsets")
+    vocab = np.arange(arch.draft_vocab) + tensors[OFFSETS]
+    _expect(vocab[0] >= 0 and vocab[-1] < total and (np.diff(vocab) > 0).all(), folder,
+            f"tensor {OFFSETS} must lead to ascending tokens in 0..{total - 1}")
+    marked = np.zeros(total, bool)
+    marked[vocab] = True
+    _expect(MASK not in tensors or np.array_equal(tensors[MASK], marked), folder,
+            f"tensors {OFFSETS} and {MASK} disagree, or are of another vocabulary")
+    return vocab.astype(np.int32)
+
+
+def _shapes(arch: EagleArch) -> dict[str, tuple[int, ...]]:
+    f, e, i = arch.actor.hidden_size, arch.head_dim, arch.intermediate_size
+    q, kv = arch.num_heads * e, arch.num_kv_heads * e
+    shapes = {"fc.weight": (f, len(arch.taps) * f), _OUT: (f, q), _DOWN: (f, i)}
+    shapes |= dict.fromkeys(_NORMS.values(), (f,)) | dict.fromkeys(_GATE_UP, (i, f))
+    shapes |= dict(zip(_PROJECTIONS, ((q, 2 * f), (kv, 2 * f), (kv, 2 * f)), strict=True))
+    return shapes | ({HEAD: (arch.draft_vocab, f)} if arch.own_head else {})
+
+
+def _pack(arch: EagleArch, tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The tree of eagle_model.describe."""
+    g, e, f = arch.num_kv_heads, arch.head_dim, arch.actor.hidden_size
+
+    def read(name: str) -> np.ndarray:
+        return tensors[name].astype(np.float32)
+
+    packed = {name: read(where) for name, where in _NORMS.items()}
+    packed |= {
+        "fc": read("fc.weight"), "down": read(_DOWN),
+        "qkv": np.concatenate([read(x).reshape(g, -1, e, 2 * f) for x in _PROJECTIONS], axis=1),
+        "o": read(_OUT).reshape(f, g, -1, e),
+        "gate_up": np.stack([read(x) for x in _GATE_UP])}
+    return packed | ({"head": read(HEAD)} if arch.own_head else {})
+
+
+def _tensors(arch: EagleArch, own: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """The inverse of `_pack`, and the two maps between vocabularies."""
+    weights = {name: np.asarray(a, np.float32) for name, a in own["weights"].items()}
+    r, qkv = arch.layer.group, weights["qkv"]
+    parts = {where: weights[name] for name, where in _NORMS.items()}
+    parts |= {"fc.weight": weights["fc"], _OUT: weights["o"], _DOWN: weights["down"]}
+    parts |= dict(zip(_GATE_UP, weights["gate_up"], strict=True))
+    parts |= dict(zip(_PROJECTIONS, (qkv[:, :r], qkv[:, r], qkv[:, r + 1]), strict=True))
+    parts |= {HEAD: weights["head"]} if arch.own_head else {}
+    shapes, vocab = _shapes(arch), np.asarray(own["vocab"], np.int64)
+    marked = np.zeros(arch.actor.vocab_size, bool)
+    marked[vocab] = True
+    named = {name: np.ascontiguousarray(a.reshape(shapes[name])) for name, a in parts.items()}
+    return named | {OFFSETS: vocab - np.arange(len(vocab)), MASK: marked}
+
+
+def _read(path: Path) -> dict[str, np.ndarray]:
+    _expect(path.is_file(), path, "no such file; give a directory with a head in safetensors")
+    try:
+        return load_file(path)
+    except safetensors.SafetensorError as error:
+        raise ConfigError(f"{path}: {error}; the file is damaged, fetch it again") from error
+
+
+def _expect(ok: bool, where: Path, problem: str) -> None:
+    if not ok:
+        raise ConfigError(f"{where}: {problem}")

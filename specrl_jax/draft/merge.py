@@ -1,0 +1,132 @@
+"""Several drafters in one: each proposes its own tree, and the likeliest nodes of all are kept.
+
+Nodes with the same tokens from the root are one node, whose survival is the higher of the two
+estimates; its origin is the drafter that came first.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from specrl_jax.config import check
+from specrl_jax.draft.base import Drafter, Survive
+from specrl_jax.draft.tree import roots
+from specrl_jax.structs import Array, DraftTree, Sampling, SpecConfig, Tip
+
+
+def merge(drafters: Sequence[Drafter], nodes: int) -> Drafter:
+    """One drafter made of several, with N = `nodes`; origins must be their places in `drafters`.
+
+    `SpecConfig.mix` multiplies the survival of each drafter's nodes; one at 0 does no work.
+
+    Raises:
+      ConfigError: more than one of them taps the actor.
+    """
+    readers = [i for i, d in enumerate(drafters) if d.taps]
+    check(len(readers) <= 1, "draft.parts", len(readers), "only one drafter may read the actor")
+    reader = drafters[readers[0]] if readers else None
+
+    def each(name: str, states: Any, *args: Any) -> tuple:
+        return tuple(getattr(d, name)(s, *args) for d, s in zip(drafters, states, strict=True))
+
+    def features_of(d: Drafter, features: Array | None) -> Array | None:
+        return features if d is reader else None
+
+    return Drafter(
+        nodes=nodes, depth=max(d.depth for d in drafters),
+        init=lambda occasion: tuple(d.init(occasion) for d in drafters),
+        propose=functools.partial(_propose, tuple(drafters), nodes),
+        observe=lambda params, states, *round_: tuple(
+            d.observe(p, s, *round_) for d, p, s in zip(drafters, params, states, strict=True)),
+        take=lambda states, rows: each("take", states, rows),
+        fork=lambda states, fill: each("fork", states, fill),
+        prefill=lambda states, fill, tokens, features: tuple(
+            d.prefill(s, fill, tokens, features_of(d, features))
+            for d, s in zip(drafters, states, strict=True)),
+        bind=lambda actor, own: tuple(
+            d.bind(actor, o) for d, o in zip(drafters, own, strict=True)),
+        names=tuple(name for d in drafters for name in d.names),
+        taps=reader.taps if reader else (),
+        project=None if reader is None else (
+            lambda params, taps: reader.project(params[readers[0]], taps)))
+
+
+def _propose(drafters: tuple[Drafter, ...], nodes: int, params: Any, states: Any, tip: Tip,
+             rows: Sampling, spec: SpecConfig, survive: Survive) -> tuple[DraftTree, Any]:
+    total = 1 + sum(d.nodes - 1 for d in drafters)
+    whole, after = roots(tip.root, tip.live, total), []
+    for i, (drafter, own, state) in enumerate(zip(drafters, params, states, strict=True)):
+        used = spec.replace(steps=jnp.where(spec.mix[i] > 0, spec.steps, 0))
+        tree, state = drafter.propose(own, state, tip, rows, used, survive)
+        inner = jnp.arange(tree.live.shape[1]) > 0
+        weighed = jnp.where(inner[None], tree.survival * spec.mix[i], tree.survival)
+        whole = graft(whole, tree.replace(survival=weighed),
+                      1 + sum(d.nodes - 1 for d in drafters[:i]))
+        after.append(state)
+    return likeliest(whole, nodes), tuple(after)
+
+
+def graft(whole: DraftTree, tree: DraftTree, start: int) -> DraftTree:
+    """Adds a tree to another, whose places from `start` on are free.
+
+    Args:
+      whole: fields [B, N]; dead from `start` on.
+      tree: fields [B, n], parents first, n - 1 <= N - start.
+    """
+    rows = jnp.arange(tree.live.shape[0])
+
+    def node(i: Array, carry: tuple[DraftTree, Array]) -> tuple[DraftTree, Array]:
+        whole, place = carry
+        one = jax.tree.map(lambda a: a[:, i], tree)
+        parent = jnp.take_along_axis(place, one.parent[:, None], 1)
+        same = whole.live & (whole.parent == parent) & (whole.tokens == one.tokens[:, None])
+        same = same.at[:, 0].set(False)
+        found = same.any(1)
+        at = jnp.where(found, same.argmax(1), start + i - 1)
+        new = one.replace(parent=parent[:, 0], live=one.live & ~found)
+        grown = jax.tree.map(
+            lambda old, fresh: old.at[rows, start + i - 1].set(fresh.astype(old.dtype)), whole, new)
+        mine = jnp.where(one.live, one.survival, 0)
+        raised = jnp.maximum(jnp.take_along_axis(grown.survival, at[:, None], 1)[:, 0], mine)
+        survival = grown.survival.at[rows, at].set(
+            jnp.where(one.live, raised, jnp.take_along_axis(grown.survival, at[:, None], 1)[:, 0]))
+        return grown.replace(survival=survival), place.at[:, i].set(at)
+
+    place = jnp.zeros(tree.live.shape, jnp.int32)
+    return jax.lax.fori_loop(1, tree.live.shape[1], node, (whole, place))[0]
+
+
+def likeliest(tree: DraftTree, nodes: int) -> DraftTree:
+    """The root and the `nodes` - 1 likeliest others, [B, nodes], parents first.
+
+    A node counts as its best descendant where that is likelier, as after grafting it may be; so
+    what is kept is closed under parent.
+    """
+    batch, total = tree.live.shape
+    survival = _at_least_descendants(tree)
+    score = jnp.where(tree.live, survival, -1.0)
+    score = score.at[:, 0].set(jnp.inf)
+    _, kept = jax.lax.top_k(score, min(nodes, total))
+    kept = jnp.sort(kept, 1)
+    place = jnp.zeros((batch, total), jnp.int32).at[jnp.arange(batch)[:, None], kept].set(
+        jnp.arange(kept.shape[1])[None])
+    small = jax.tree.map(lambda a: jnp.take_along_axis(a, kept, 1), tree.replace(survival=survival))
+    small = small.replace(parent=jnp.where(
+        small.live, jnp.take_along_axis(place, small.parent, 1), 0))
+    room = ((0, 0), (0, nodes - kept.shape[1]))
+    return jax.tree.map(lambda a: jnp.pad(a, room), small)
+
+
+def _at_least_descendants(tree: DraftTree) -> Array:
+    """f32[B, N]: each node's survival or a descendant's, whichever is higher. Children are last."""
+    rows = jnp.arange(tree.live.shape[0])
+
+    def node(step: Array, survival: Array) -> Array:
+        i = tree.live.shape[1] - 1 - step
+        mine = jnp.where(tree.live[:, i], survival[:, i], 0)
+        return survival.at[rows, tree.parent[:, i]].max(mine)
+
+    return jax.lax.fori_loop(0, tree.live.shape[1] - 1, node, tree.survival)
