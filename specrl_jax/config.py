@@ -10,6 +10,7 @@ import typing
 from typing import Any
 
 DRAFTERS = ("off", "history", "eagle", "merge")
+RULES = ("match", "rejection", "lossy_lenient", "lossy_typical")
 CHILDREN = ("perturbed", "top", "sampled")
 POLICIES = ("off", "fixed")
 DATASETS = ("specrl_arithmetic", "gsm8k")
@@ -91,6 +92,8 @@ class SpecOptions:
     """Speculation: the drafter, the values `fixed` uses, and the bounds that shapes need."""
 
     drafter: str = option("history", f"one of {', '.join(DRAFTERS)}")
+    rule: str = option("match", "verification: match leaves every token as it is without a draft; "
+                                "rejection its law; lossy_lenient and lossy_typical change it")
     steps: int = option(4, "draft depth asked for in each round; 0 is off")
     branch: int = option(1, "alternatives tried at the root; 1 is a chain")
     nodes: int = option(5, "tree nodes a row may have, root included")
@@ -107,6 +110,7 @@ class SpecOptions:
     def __post_init__(self) -> None:
         check(self.drafter in DRAFTERS, "spec.drafter", self.drafter,
               f"choose one of {', '.join(DRAFTERS)}")
+        check(self.rule in RULES, "spec.rule", self.rule, f"choose one of {', '.join(RULES)}")
         for name in ("steps", "branch", "nodes"):
             value, high = getattr(self, name), getattr(self, f"max_{name}")
             low = 0 if name == "steps" else 1

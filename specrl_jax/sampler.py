@@ -57,7 +57,7 @@ class Sampler:
         drafter = self.drafting.drafter
         machine = Machine(arch, drafter, policies.make(
             config.control, config.spec, config.draft.mix or (1.0,) * len(drafter.names)),
-            config.spec.max_packed)
+            config.spec.max_packed, rule=config.spec.rule)
         shapes = Shapes(
             batch=config.rollout.batch_size // shards, sequences=prompts * group // shards,
             group=group, prompt=config.rollout.max_prompt_tokens,
@@ -162,6 +162,7 @@ def rollout_metrics(rollout: Rollout, result: Result) -> dict[str, float]:
     drafters = {f"draft/{name}/{kind}": count for name, counts in result.by_drafter.items()
                 for kind, count in counts.items()}
     return drafters | {
+        "spec/lossy": float(result.rule.startswith("lossy")),
         "rollout/calibration_error": result.calibration[2],
         "rollout/tokens": tokens,
         "rollout/tokens_per_second": tokens / result.seconds,

@@ -42,6 +42,7 @@ class Result:
     prefill_seconds: float
     trace: list[dict[str, float]]  # one entry a launch: batch, seconds, and counters so far
     by_drafter: dict[str, dict[str, int]]  # nodes drafted and accepted
+    rule: str  # of verification
     calibration: tuple[np.ndarray, np.ndarray, float]  # see control/acceptance.py
 
 
@@ -208,6 +209,7 @@ class Engine:
         self.acceptance = acceptance.merge(self.acceptance, outcomes, MEMORY)
         return Result(sequences=sequences, counters=_totals(counters), trace=trace,
                       by_drafter=self._by_drafter(counters), calibration=judged,
+                      rule=self.machine.rule,
                       seconds=time.perf_counter() - began, prefill_seconds=prefill_seconds)
 
     def _by_drafter(self, counters: Counters) -> dict[str, dict[str, int]]:

@@ -18,7 +18,7 @@ from specrl_jax.model import transformer
 from specrl_jax.model.architecture import Architecture
 from specrl_jax.model.transformer import Packing, Params
 from specrl_jax.sharding import ROWS
-from specrl_jax.spec import commit, sampling, verify
+from specrl_jax.spec import commit, lossy, rejection, sampling, verify
 from specrl_jax.structs import (
     Array,
     Cache,
@@ -42,6 +42,7 @@ class Machine:
     controller: Controller
     most: int = 64  # tokens that one verification may pack
     implementation: str | None = None  # of tree attention
+    rule: str = "match"  # of verification, one of config.RULES
 
 
 def bucket_ladder(batch: int, nodes: int, most: int) -> tuple[Bucket, ...]:
@@ -152,19 +153,44 @@ def verify_in(machine: Machine, params: Params, drafter_params: Params, cache: C
         machine.arch, params, cache, tokens[at], tip.context[packing.row] + depth[at],
         packing, machine.implementation, machine.drafter.taps)
     logits = transformer.logits(machine.arch, params, hidden)
-    drawn = sampling.draw(logits, rows.temperature[packing.row], rows.top_k[packing.row],
-                          rows.top_p[packing.row], rows.key[packing.row],
-                          tip.generated[packing.row] + depth[at])
-    verdict = verify.judge(tokens, parent, kept, drawn, packing.place, tip, rows,
-                           machine.drafter.depth)
+    processing = (rows.temperature[packing.row], rows.top_k[packing.row], rows.top_p[packing.row])
+    if machine.rule == "match":
+        drawn = sampling.draw(logits, *processing, rows.key[packing.row],
+                              tip.generated[packing.row] + depth[at])
+        verdict = verify.judge(tokens, parent, kept, drawn, packing.place, tip, rows,
+                               machine.drafter.depth)
+        draws = drawn.token[packing.place]
+    else:
+        rank = jnp.take_along_axis(tree.rank, order, 1)
+        verdict, draws = _reject(machine, sampling.process(logits, *processing),
+                                 (tokens, parent, rank, kept), packing.place, tip, rows)
     path = _gather(fresh, verdict.path)
     if taps is not None:
         along = jnp.take_along_axis(packing.place, verdict.path, 1)
         taps = jnp.moveaxis(machine.drafter.project(drafter_params, taps), 0, -1)[along]
     original = jnp.take_along_axis(order, verdict.path, 1)
     rows_of = jnp.arange(live.shape[0])[:, None]
-    draws = jnp.zeros(live.shape, jnp.int32).at[rows_of, order].set(drawn.token[packing.place])
+    draws = jnp.zeros(live.shape, jnp.int32).at[rows_of, order].set(draws)
     return verdict.replace(path=original), Path(kv=path, taps=taps, draw=draws, verified=live)
+
+
+def _reject(machine: Machine, target: sampling.Processed, tree: tuple[Array, ...], place: Array,
+            tip: Tip, rows: Sampling) -> tuple[Verdict, Array]:
+    """The verdict of another rule than match, and the tokens i32[B, n] emitted at walked nodes.
+
+    Drafts are tested as point masses: exact however the drafter chose them and the controller
+    pruned them, since the coins are independent of both.
+    """
+    rule = {"rejection": rejection.walk, "lossy_lenient": lossy.lossy_lenient,
+            "lossy_typical": lossy.lossy_typical}[machine.rule]
+    batch, nodes = tree[0].shape
+    unknown = jnp.full((batch, nodes, machine.arch.vocab_size), -jnp.inf)
+    verdict = rejection.judge(*tree, target, unknown, place, tip, rows, machine.drafter.depth, rule)
+    walked = jnp.where(jnp.arange(verdict.path.shape[1])[None] < verdict.count[:, None],
+                       verdict.path, nodes)  # the path's last node repeats: keep its first token
+    emitted = jnp.zeros((batch, nodes), jnp.int32).at[
+        jnp.arange(batch)[:, None], walked].set(verdict.tokens, mode="drop")
+    return verdict, emitted
 
 
 def _gather(fresh: list[tuple[Array, Array]], path: Array) -> list[tuple[Array, Array]]:

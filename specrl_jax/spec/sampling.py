@@ -47,12 +47,15 @@ def process(logits: Array, temperature: Array, top_k: Array, top_p: Array) -> Pr
     greedy = temperature == 0
     scores = logits * (1 / jnp.where(greedy, 1.0, temperature))[None]
     ids = jnp.arange(logits.shape[0])[None]
-    keep = _kept(scores.T, ids, _truncate(scores, top_k, top_p))
+    keep = jax.lax.cond(
+        ((top_k > 0) | (top_p < 1)).any(),
+        lambda scores: _kept(scores.T, ids, _truncate(scores, top_k, top_p)),
+        lambda scores: jnp.ones(scores.T.shape, bool), scores)
     mass = jnp.exp(scores - scores.max(0, keepdims=True)).T
     total, kept = mass.sum(1), jnp.where(keep, mass, 0).sum(1)
-    only = greedy[:, None] & (ids != jnp.argmax(scores, 0)[:, None])
-    logp = jnp.where(keep & ~only, jnp.log(mass / kept[:, None]), -jnp.inf)
-    return Processed(logp=jnp.where(greedy[:, None] & keep & ~only, 0.0, logp),
+    best = (ids == scores.argmax(0)[:, None]).astype(mass.dtype)
+    p = jnp.where(greedy[:, None], best, jnp.where(keep, mass, 0) / kept[:, None])
+    return Processed(logp=jnp.log(p),
                      raw=jnp.where(greedy, -jnp.log(total), jnp.log(kept / total)),
                      kept_mass=kept / total)
 

@@ -50,13 +50,25 @@ def judge(tokens: Array, parent: Array, live: Array, draw: Draw, place: Array, t
     """
     path, emitted, count = walk(tokens, parent, live, draw.token[place], depth)
     at = jnp.take_along_axis(place, path, 1)
-    within = jnp.arange(depth + 1)[None]
+    count, stopped = truncate(emitted, count, tip, sampling)
+    return Verdict(tokens=emitted, logprob=draw.logprob[at], raw_logprob=draw.raw_logprob[at],
+                   kept_mass=draw.kept_mass[at], path=path, count=count, stopped=stopped)
+
+
+def truncate(emitted: Array, count: Array, tip: Tip, sampling: Sampling) -> tuple[Array, Array]:
+    """Cuts what was emitted behind the first stop token and at the limit; dead rows emit nothing.
+
+    Args:
+      emitted: i32[B, D+1].
+      count: i32[B] how many of them were emitted.
+
+    Returns:
+      count i32[B], and bool[B]: a stop token or the limit was reached.
+    """
+    within = jnp.arange(emitted.shape[1])[None]
     stop = (emitted[..., None] == sampling.stop[None, None]).any(-1) & (within < count[:, None])
     stopped = stop.any(1)
     count = jnp.where(stopped, stop.argmax(1) + 1, count)
     left = sampling.limit - tip.generated
     stopped = (stopped & (count <= left)) | (count >= left)
-    count = jnp.where(tip.live, jnp.minimum(count, left), 0)
-    return Verdict(tokens=emitted, logprob=draw.logprob[at], raw_logprob=draw.raw_logprob[at],
-                   kept_mass=draw.kept_mass[at], path=path, count=count,
-                   stopped=stopped & tip.live)
+    return jnp.where(tip.live, jnp.minimum(count, left), 0), stopped & tip.live

@@ -1,0 +1,76 @@
+"""Both rules end to end by chi-square: draft, verify, and again, over many keys.
+
+rule x tree shape x drafter quality, each over temperature x truncation: the joint law of the first
+two tokens is the product of the processed distributions. The drafter draws its children with the
+noise that match verifies with, for both rules. test_museum.py shows what the same check notices.
+"""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from laws import (
+    CHAIN,
+    PLAIN,
+    REJECTION,
+    SETTINGS,
+    TREE,
+    VOCAB,
+    Rule,
+    Shape,
+    keys,
+    laws,
+    match,
+    off_law,
+    two_tokens,
+    world,
+)
+
+RULES = {"match": (match, 1024), "rejection": (REJECTION, 4096)}  # rows a setting: match is slower
+SHAPES = {"chain": CHAIN, "tree": TREE}
+QUALITIES = ("useless", "decent", "perfect")
+
+
+@pytest.mark.parametrize("quality", QUALITIES)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+@pytest.mark.parametrize("rule,rows", RULES.values(), ids=RULES.keys())
+def test_the_joint_law_of_two_tokens(rule: Rule, rows: int, shape: Shape, quality: str) -> None:
+    assert off_law(rule, shape, world(quality), rows=rows) == []
+
+
+def first_round(rule: Rule, shape: Shape, quality: str, rows: int
+                ) -> tuple[np.ndarray, np.ndarray]:
+    """i32[settings, rows, 2] tokens, and i32[settings, rows] of them emitted in the first round."""
+    setting = np.repeat(np.arange(len(SETTINGS)), rows)
+    pair, count = two_tokens(rule, shape, world(quality), setting, keys(len(setting), 1))
+    return pair.reshape(len(SETTINGS), rows, 2), count.reshape(len(SETTINGS), rows)
+
+
+def test_match_says_what_plain_decoding_says() -> None:
+    plain, count = first_round(match, PLAIN, "perfect", 1024)
+    assert (count == 1).all()
+    for quality in QUALITIES:
+        said, count = first_round(match, TREE, quality, 1024)
+        assert count.max() > 1
+        np.testing.assert_array_equal(said, plain)
+
+
+def test_a_perfect_drafter_is_accepted_whole() -> None:
+    for rule, rows in RULES.values():
+        assert (first_round(rule, CHAIN, "perfect", rows)[1] == 3).all()
+
+
+@pytest.mark.parametrize("quality", ["useless", "decent"])
+def test_rejection_rejects_no_more_than_it_must(quality: str) -> None:
+    """A chain's first token is accepted with probability sum(min(p, q)) (Leviathan et al.)."""
+    w = world(quality)
+    p = laws(np.asarray(w.model), SETTINGS)[:, VOCAB]
+    most = np.minimum(p, np.asarray(jnp.exp(w.logq[:, VOCAB]))).sum(1)
+    accepted = (first_round(REJECTION, CHAIN, quality, 4096)[1] > 1).mean(1)
+    assert (np.abs(accepted - most) <= 5 * (most * (1 - most) / 4096) ** 0.5 + 1e-6).all()
+
+
+def test_siblings_are_accepted_more_often_than_one_child() -> None:
+    """Drawn without replacement, a second child adds what a residual draw would have taken."""
+    for rule, rows in RULES.values():
+        one, two = (first_round(rule, shape, "useless", rows)[1] > 1 for shape in (CHAIN, TREE))
+        assert (two >= one).all() and two.mean() > one.mean() + 0.05
