@@ -230,6 +230,10 @@ def _catch_up(arch: EagleArch, chunk: int, params: Bound, state: EagleState, tip
         out, (new_k, new_v) = eagle_model.step(
             arch, params.weights, embed({"embed": params.embed}, token),
             jnp.moveaxis(feature, -1, 0), place, look)
+        # Nothing but finite numbers is cached: attention asks that of what it masks. It also makes
+        # the write wait for the attention that reads the cache; unordered, XLA copies the cache.
+        sound = jnp.isfinite(out).all(0)[None, None]
+        new_k, new_v = (jnp.where(sound, a, 0) for a in (new_k, new_v))
         last = jnp.take_along_axis(jnp.moveaxis(out, 0, -1), jnp.maximum(count - 1, 0)[
             :, None, None], 1)[:, 0]
         hidden = jnp.where(count[:, None] > 0, last.astype(hidden.dtype), hidden)

@@ -151,7 +151,7 @@ def _children(growth: Growth, params: Bound, front: Frontier, tip: Tip, rows: Sa
     A child's score is what its siblings are ranked by. Parents are indices of candidates.
     """
     ranked, logq, scale = _scores(growth, params, front, tip, rows, depth)
-    best, at = jax.lax.top_k(ranked, growth.branch)
+    best, at = _highest(ranked, growth.branch)
     rank = jnp.broadcast_to(jnp.arange(growth.branch)[None, None], at.shape)
     asked = rank < spec.branch
     chosen = jnp.take_along_axis(logq, at, 2)
@@ -189,6 +189,23 @@ def _scores(growth: Growth, params: Bound, front: Frontier, tip: Tip, rows: Samp
     key = rows.key ^ jnp.uint32(_OWN_DOMAIN) if own else rows.key
     noise = gumbel(key, tip.generated + depth - 1, params.vocab)
     return logq + (scale[:, None] * noise)[:, None], logq, scale
+
+
+def _highest(scores: Array, count: int) -> tuple[Array, Array]:
+    """The highest along the last axis and their places, the first of equals first.
+
+    Not `top_k`, for which a CPU sorts the whole vocabulary when there is more than one row.
+    """
+    total = scores.shape[-1]
+    index = jax.lax.broadcasted_iota(jnp.int32, scores.shape, scores.ndim - 1)
+
+    def pick(left: Array, _: None) -> tuple[Array, tuple[Array, Array]]:
+        best = left.max(-1, keepdims=True)
+        at = jnp.where(left == best, index, total).min(-1, keepdims=True)
+        return jnp.where(index == at, -jnp.inf, left), (best[..., 0], at[..., 0])
+
+    _, (best, at) = jax.lax.scan(pick, scores, None, length=count)
+    return jnp.moveaxis(best, 0, -1), jnp.moveaxis(at, 0, -1)
 
 
 def _share(best: Array, ranked: Array, scale: Array) -> Array:

@@ -1,0 +1,319 @@
+"""The EAGLE drafter against a full recompute, and inside rollouts against plain decoding."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from eagle_slots import (
+    ACTOR,
+    ACTOR_PARAMS,
+    ARCH,
+    BRANCH,
+    DEPTH,
+    NODES,
+    PLACES,
+    ROWS,
+    TEMPERATURE,
+    UNROLL,
+    VOCAB,
+    Slots,
+    V,
+    parameters,
+    path_to,
+    recomputed,
+)
+from helpers import Course, ask, make_engine, make_task, streams, wandering
+
+from specrl_jax import prng
+from specrl_jax.config import ConfigError
+from specrl_jax.control.policies import make_spec
+from specrl_jax.draft import eagle_model
+from specrl_jax.draft.eagle import eagle
+
+OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in ("top", "sampled")]
+
+
+@pytest.mark.parametrize("children", ["perturbed", *OTHERS])
+def test_nodes_are_what_a_full_forward_of_their_paths_says(children: str) -> None:
+    slots = Slots(children)
+    slots.wander(4, seed=1)
+    slots.live = np.asarray([True, True, True, False])
+    tree = slots.draft()
+    logq = recomputed(slots, tree)
+    for b in range(3):
+        assert tree.live[b].all()
+        for n in range(1, NODES):
+            above, token = tree.parent[b, n], np.flatnonzero(VOCAB == tree.tokens[b, n])[0]
+            np.testing.assert_allclose(tree.logq[b, n], logq[b, above, token], atol=1e-4)
+        for above in range(NODES):
+            below = np.flatnonzero(tree.parent[b, 1:] == above) + 1
+            if not len(below):
+                continue
+            drawn = int(slots.context[b] - slots.born[b]) + int(tree.depth[b, above])
+            noise = np.asarray(prng.gumbel(slots.rows.key[b], jnp.int32(drawn),
+                                           jnp.asarray(VOCAB)))
+            plain = children == "top" or TEMPERATURE[b] == 0
+            if children != "perturbed":
+                np.testing.assert_allclose(tree.guess[b, below], np.exp(tree.logq[b, below]),
+                                           rtol=1e-5)
+            score = logq[b, above] + (0 if plain else noise)
+            best = np.argsort(-score)[:BRANCH]
+            found = tree.tokens[b, below[np.argsort(tree.rank[b, below])]]
+            if children == "sampled" and not plain:
+                continue
+            np.testing.assert_array_equal(found, VOCAB[best])
+            np.testing.assert_allclose(np.sort(tree.gap[b, below]), score[best[0]] - score[best],
+                                       atol=2e-4)
+
+
+@pytest.mark.slow
+def test_sampled_children_use_noise_of_their_own() -> None:
+    trees = {name: Slots(name).draft() for name in ("perturbed", "top", "sampled")}
+    hot = [0, 1, 3]
+    for other in ("perturbed", "top"):
+        assert (trees["sampled"].tokens[hot] != trees[other].tokens[hot]).any()
+    np.testing.assert_array_equal(trees["sampled"].tokens[2], trees["top"].tokens[2])  # greedy
+    slots = Slots("sampled")
+    slots.rows = slots.rows.replace(key=slots.rows.key + 1)
+    assert (slots.draft().tokens[hot] != trees["sampled"].tokens[hot]).any()
+
+
+@pytest.mark.parametrize("between", [None, make_spec(0, 1, 1, 0), make_spec(1, 1, 4, 0)],
+                         ids=["not asked", "steps 0", "steps 1"])
+def test_catching_up_late_changes_nothing(between: Any) -> None:
+    always, seldom = Slots(seed=4), Slots(seed=4)
+    always.wander(6, seed=2)
+    seldom.wander(6, seed=2, spec=between)
+    if between is None or between.steps == 0:
+        assert (np.asarray(seldom.state.length) == 0).all()
+    one, other = always.draft(), seldom.draft()
+    np.testing.assert_array_equal(always.state.length, always.context)
+    np.testing.assert_array_equal(seldom.state.length, seldom.context)
+    np.testing.assert_allclose(always.state.hidden, seldom.state.hidden, atol=1e-4)
+    np.testing.assert_array_equal(one.tokens, other.tokens)
+    np.testing.assert_allclose(one.survival, other.survival, atol=1e-4)
+
+
+def test_the_output_at_the_tip_is_that_of_a_full_forward() -> None:
+    slots = Slots(seed=6)
+    slots.wander(5, seed=3)
+    slots.draft()
+    thought = np.moveaxis(slots.thought, -1, 0)
+    whole = UNROLL(parameters()["weights"], ACTOR_PARAMS["embed"], thought, slots.said,
+                   np.full(ROWS, PLACES))[0]
+    for b in range(ROWS):
+        np.testing.assert_allclose(slots.state.hidden[b], whole[:, b, slots.context[b] - 1],
+                                   atol=1e-4)
+
+
+def test_off_drafts_roots_and_leaves_the_state_alone() -> None:
+    slots = Slots()
+    before = jax.tree.map(np.asarray, slots.state)
+    tree = slots.draft(make_spec(0, BRANCH, NODES, 0))
+    assert not tree.live[:, 1:].any()
+    slots.live[:] = False
+    slots.draft()
+    jax.tree.map(np.testing.assert_array_equal, before, slots.state)
+
+
+@pytest.mark.slow
+def test_a_smaller_tree_holds_the_likeliest_nodes() -> None:
+    large, small = Slots(seed=8), Slots(seed=8, nodes=5)
+    whole, part = large.draft(), small.draft()
+    for b in range(ROWS):
+        order = np.argsort(-whole.survival[b], kind="stable")[:5]
+        wanted = sorted(map(tuple, (path_to(whole, b, n) for n in order)))
+        assert sorted(tuple(path_to(part, b, n)) for n in range(5)) == wanted
+        assert part.live[b].all()
+
+
+def test_survival_is_what_the_callback_makes_of_the_guess() -> None:
+    tree = Slots(seed=9).draft()
+    for b, n in np.argwhere(tree.live[:, 1:]) + [0, 1]:
+        doubt = 0.1 * tree.guess[b, n] * (tree.depth[b, n] > 1)
+        want = tree.survival[b, tree.parent[b, n]] * (0.5 - doubt)
+        np.testing.assert_allclose(tree.survival[b, n], want, rtol=1e-5)
+
+
+def test_guesses_are_probabilities_that_fall_with_the_gap() -> None:
+    tree = Slots(seed=9).draft()
+    for b in range(ROWS):
+        children = np.flatnonzero(tree.parent[b, 1:] == 0) + 1
+        guess, gap = tree.guess[b, children], tree.gap[b, children]
+        assert guess.sum() <= 1 + 1e-5 and (guess > 0).all()
+        if TEMPERATURE[b] == 0:
+            np.testing.assert_allclose(guess, np.exp(tree.logq[b, children]), rtol=1e-4)
+        else:
+            np.testing.assert_allclose(guess / guess.max(), np.exp(-2 * gap), rtol=1e-4)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_depth_and_branching_are_data(steps: int) -> None:
+    slots, chain = Slots(seed=10), Slots(seed=10, branch=1, nodes=NODES)
+    tree = slots.draft(make_spec(steps, 1, NODES, 0))
+    same = chain.draft(make_spec(steps, 1, NODES, 0))
+    assert (tree.live.sum(1) == 1 + steps).all() and tree.depth.max() == steps
+    for name in ("tokens", "parent", "live", "logq", "survival"):
+        np.testing.assert_allclose(getattr(tree, name), getattr(same, name), atol=1e-5,
+                                   err_msg=name)
+    assert slots.compiled._cache_size() == 1
+
+
+def test_garbage_changes_no_bit() -> None:
+    clean, dirty = Slots(seed=11), Slots(seed=11)
+    for slots in (clean, dirty):
+        slots.wander(3, seed=5)
+    clean_tree = clean.draft()
+    state = dirty.state
+    place = np.arange(state.features.shape[1])[None]
+    beyond = place >= dirty.context[:, None]
+    unread = place >= np.asarray(state.length)[:, None]
+    dirty.state = state.replace(
+        features=jnp.where(beyond[..., None], jnp.nan, state.features),
+        tokens=state.tokens.at[:, 1:].set(jnp.where(beyond, -5, state.tokens[:, 1:])),
+        k=jnp.where(unread[:, None, None], 1e4, state.k),
+        v=jnp.where(unread[:, None, :, None], -1e4, state.v))
+    jax.tree.map(np.testing.assert_array_equal, clean_tree, dirty.draft())
+
+
+def test_rows_without_finite_logits_propose_nothing() -> None:
+    slots, whole = Slots(seed=12), Slots(seed=12).draft()
+    last = int(slots.context[1]) - 1
+    slots.state = slots.state.replace(features=slots.state.features.at[1, last].set(jnp.inf))
+    tree = slots.draft()
+    assert not tree.live[1, 1:].any() and tree.live[1, 0]
+    for b in (0, 2, 3):
+        np.testing.assert_array_equal(tree.tokens[b], whole.tokens[b])
+    slots.context[1] = slots.born[1]
+    slots.fill(source=[-1, 1, -1, -1])  # what was cached does not spoil the slot
+    np.testing.assert_array_equal(slots.draft().tokens, whole.tokens)
+    broken = jax.tree.map(lambda a: a * jnp.nan, slots.params.weights)
+    slots.params = slots.params.replace(weights=broken)
+    slots.commit([1, 1, 1, 1])
+    assert not slots.draft().live[:, 1:].any()
+
+
+def test_a_prompt_of_one_token_waits_for_its_first_feature() -> None:
+    slots = Slots(seed=13)
+    slots.context[0] = slots.born[0] = 0
+    slots.fill(source=[0, -1, -1, -1])
+    assert not slots.draft().live[0, 1:].any()
+    slots.commit([1, 0, 0, 0])
+    assert slots.draft().live[0, 1:].all()
+
+
+def test_nothing_follows_a_stop_token() -> None:
+    free = Slots(seed=14)
+    tree = free.draft()
+    inner = [n for n in range(1, NODES) if (tree.parent[0, 1:] == n).any()]
+    stop = int(tree.tokens[0, inner[0]])
+    slots = Slots(seed=14)
+    slots.rows = slots.rows.replace(stop=jnp.full(1, stop))
+    tree = slots.draft()
+    ends = np.flatnonzero((tree.tokens[0] == stop) & tree.live[0])
+    assert any(n > 0 for n in ends)
+    assert not np.isin(tree.parent[0, 1:][tree.live[0, 1:]], ends[ends > 0]).any()
+
+
+def test_refilled_slots_draft_as_fresh_ones() -> None:
+    slots = Slots(seed=15)
+    slots.wander(3, seed=7)  # the source has run on
+    slots.said[2], slots.thought[2], slots.born[2] = (
+        slots.said[0], slots.thought[0], slots.born[0])
+    slots.context[2] = slots.born[2]
+    slots.context[:2] = slots.born[:2]  # one takes its own prompt again, one is prefilled
+    slots.fill(copy=[0, -1, 0, -1], source=[-1, 1, -1, -1])
+    want = [slots.born[0] - 1, 0, slots.born[0] - 1]
+    np.testing.assert_array_equal(slots.state.length[:3], want)
+    slots.rows = slots.rows.replace(temperature=jnp.ones(ROWS), key=slots.rows.key.at[2].set(
+        slots.rows.key[0]))
+    tree = slots.draft()
+    fresh = Slots(seed=15)
+    fresh.rows = fresh.rows.replace(temperature=jnp.ones(ROWS))
+    wanted = fresh.draft()
+    for b, other in ((0, 0), (1, 1), (2, 0)):
+        np.testing.assert_array_equal(tree.tokens[b], wanted.tokens[other])
+        np.testing.assert_allclose(tree.logq[b], wanted.logq[other], atol=1e-4)
+    slots.commit([2, 1, 3, 1])
+    assert slots.draft().live[:, 1:].all()
+
+
+def test_rows_move_with_the_batch() -> None:
+    slots = Slots(seed=16)
+    slots.wander(2, seed=8)
+    taken = slots.drafter.take(slots.state, jnp.asarray([3, 1]))
+    assert taken.features.shape[0] == 2
+    for name in ("features", "tokens", "k", "v", "length", "hidden"):
+        np.testing.assert_array_equal(getattr(taken, name),
+                                      np.asarray(getattr(slots.state, name))[[3, 1]])
+
+
+@pytest.mark.parametrize("own_head,draft_vocab", [(True, 16), (False, 16), (False, 0)])
+def test_binding_gathers_the_head_once(own_head: bool, draft_vocab: int) -> None:
+    arch = dataclasses.replace(ARCH, own_head=own_head, draft_vocab=draft_vocab)
+    vocab = VOCAB if draft_vocab else np.arange(V, dtype=np.int32)
+    drafter = eagle(arch, 1, 1, 2)
+    actor = jax.tree.map(lambda a: a.astype(jnp.bfloat16), ACTOR_PARAMS)
+    own = {"weights": eagle_model.initialize(arch, 0), "vocab": vocab}
+    bound = drafter.bind(actor, own)
+    assert bound.embed is actor["embed"]
+    assert {a.dtype for a in jax.tree.leaves(bound.weights)} == {jnp.dtype(jnp.bfloat16)}
+    np.testing.assert_array_equal(bound.vocab, vocab)
+    if own_head:
+        assert bound.head is None
+    elif draft_vocab:
+        np.testing.assert_array_equal(bound.head, actor["embed"][VOCAB])
+    else:
+        assert bound.head is actor["embed"]
+
+
+@pytest.mark.parametrize("changes,message", [
+    ({"children": "best"}, "draft.children = 'best': choose one of perturbed, top, sampled"),
+    ({"depth": 0}, "spec.max_steps = 0"), ({"nodes": 1}, "spec.max_nodes = 1"),
+    ({"branch": 17}, "spec.max_branch = 17: .*16")])
+def test_what_cannot_work_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        eagle(**({"arch": ARCH, "depth": 3, "branch": 2, "nodes": 6} | changes))
+
+
+# Rollouts.
+
+
+class Bench:
+    """Plain decoding, and an EAGLE drafter of random weights under settings that keep changing."""
+
+    def __init__(self) -> None:
+        self.task, self.course = make_task(), Course(6, DEPTH)
+        self.plain = make_engine(ACTOR, self.task, batch=5)
+        self.plain.compile(ACTOR_PARAMS)
+        drafter = eagle(ARCH, DEPTH, BRANCH, 6)
+        self.bound = drafter.bind(ACTOR_PARAMS, parameters())
+        self.drafting = make_engine(ACTOR, self.task, drafter=drafter,
+                                    controller=wandering(self.course), batch=4, min_batch=2)
+        self.drafting.compile(ACTOR_PARAMS, self.bound)
+
+    def accepted(self, **mix: Any) -> int:
+        """Draft nodes accepted in rollouts that must equal plain ones."""
+        asked = ask(self.task, seed=1, **mix)
+        plain = streams(self.plain.run(ACTOR_PARAMS, asked))
+        for hold in (None, make_spec(DEPTH, BRANCH, 6, 0)):
+            self.course.hold = hold
+            self.drafting.control = self.course.draw()
+            result = self.drafting.run(ACTOR_PARAMS, asked, self.bound, rounds=2)
+            assert streams(result) == plain
+            assert {entry["batch"] for entry in result.trace} == {4, 2}
+        return result.counters["accepted"]
+
+
+MIXES = ({}, {"temperature": 0}, {"temperature": 1.7, "top_k": 9, "top_p": 0.8},
+         {"temperature": np.linspace(0, 2, 12), "limit": 1 + np.arange(12)})
+
+
+@pytest.mark.slow
+def test_speculation_changes_no_token() -> None:
+    bench = Bench()
+    for mix in MIXES:
+        assert bench.accepted(**mix) > 0

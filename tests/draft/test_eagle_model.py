@@ -1,0 +1,183 @@
+"""The EAGLE-3 network against a plain NumPy one that drafts from every position."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import tiny_arch, tiny_params
+
+from specrl_jax.config import ConfigError
+from specrl_jax.draft import eagle_model
+from specrl_jax.draft.eagle_model import EagleArch, choose_vocab, default_taps, describe, initialize
+from specrl_jax.model import transformer
+from specrl_jax.model.architecture import RopeScaling, is_param
+
+ACTOR = tiny_arch(vocab_size=20, hidden_size=8, num_layers=4, rope_theta=100.0)
+ARCH = EagleArch(ACTOR, draft_vocab=12)
+T, STEPS = 7, 4
+UNROLL = jax.jit(functools.partial(eagle_model.unroll, ARCH, steps=STEPS))
+
+
+def weights(arch: EagleArch = ARCH, seed: int = 0) -> dict[str, Any]:
+    """Random, large enough for attention to matter."""
+    return jax.tree.map(lambda a: jnp.asarray(a * (1 if a.ndim == 1 else 8)),
+                        initialize(arch, seed))
+
+
+@pytest.fixture(scope="module")
+def inputs() -> dict[str, Any]:
+    rng = np.random.default_rng(0)
+    return {"embed": tiny_params(ACTOR)["embed"],
+            "features": jnp.asarray(rng.standard_normal((8, 2, T)), jnp.float32),
+            "tokens": jnp.asarray(rng.integers(0, 20, (2, T))), "length": jnp.asarray([T, 5])}
+
+
+class Plain:
+    """One sequence, token-major, in float64: a causal layer over whatever inputs it is given."""
+
+    def __init__(self, arch: EagleArch, params: dict[str, Any]) -> None:
+        self.arch = arch
+        self.p = {name: np.asarray(a, np.float64) for name, a in params.items()}
+
+    def norm(self, x: np.ndarray, name: str) -> np.ndarray:
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + self.arch.actor.norm_eps) * self.p[name]
+
+    def turn(self, x: np.ndarray) -> np.ndarray:
+        """Rotates x [T, heads, E] by its place."""
+        half = x.shape[-1] // 2
+        angle = np.arange(len(x))[:, None] / self.arch.actor.rope_theta ** (np.arange(half) / half)
+        cos, sin = np.cos(angle)[:, None], np.sin(angle)[:, None]
+        return np.concatenate([x[..., :half] * cos - x[..., half:] * sin,
+                               x[..., half:] * cos + x[..., :half] * sin], -1)
+
+    def outputs(self, embedded: np.ndarray, feature: np.ndarray) -> np.ndarray:
+        x = np.concatenate([self.norm(embedded, "embed_norm"), self.norm(feature, "feature_norm")],
+                           -1)
+        g, wide, e, _ = self.p["qkv"].shape
+        out = np.zeros_like(feature)
+        for head in range(g):
+            qkv = np.einsum("rei,ti->tre", self.p["qkv"][head], x)
+            k, v = self.turn(qkv[:, wide - 2 : wide - 1])[:, 0], qkv[:, wide - 1]
+            for r in range(wide - 2):
+                score = self.turn(qkv[:, r : r + 1])[:, 0] @ k.T / np.sqrt(e)
+                score[np.triu_indices(len(x), 1)] = -np.inf
+                weight = np.exp(score - score.max(-1, keepdims=True))
+                weight /= weight.sum(-1, keepdims=True)
+                out += weight @ v @ self.p["o"][:, head, r].T
+        x = feature + out
+        gate, up = np.einsum("jif,tf->jti", self.p["gate_up"], self.norm(x, "mlp_norm"))
+        return x + (gate / (1 + np.exp(-gate)) * up) @ self.p["down"].T
+
+    def draft(self, embed: np.ndarray, features: np.ndarray, tokens: np.ndarray, at: int,
+              depth: int) -> list[np.ndarray]:
+        """Outputs after position `at` and after each of `depth` further tokens, drafted."""
+        made: list[np.ndarray] = []
+        for j in range(depth + 1):
+            known = np.stack([*features[: at + 1], *made])
+            made.append(self.outputs(embed[tokens[1 : at + 2 + j]], known)[-1])
+        return made
+
+
+def test_unroll_drafts_from_every_position(inputs: dict[str, Any]) -> None:
+    params = weights()
+    got = UNROLL(params, **inputs)
+    plain = Plain(ARCH, params)
+    embed, features, tokens = (np.asarray(inputs[n]) for n in ("embed", "features", "tokens"))
+    checked = 0
+    for row, length in enumerate(np.asarray(inputs["length"])):
+        for at in range(length - 1):
+            depth = min(STEPS, length - 1 - at)
+            want = plain.draft(embed, features[:, row].T, tokens[row], at, depth - 1)
+            np.testing.assert_allclose([out[:, row, at] for out in got[:depth]], want, atol=1e-4)
+            checked += depth
+    assert checked == 4 + 4 + 4 + 3 + 2 + 1 + 4 + 3 + 2 + 1
+
+
+def test_what_lies_beyond_length_changes_nothing(inputs: dict[str, Any]) -> None:
+    clean = UNROLL(weights(), **inputs)
+    dirty = inputs | {"features": inputs["features"].at[:, 1, 5:].set(jnp.nan),
+                      "tokens": inputs["tokens"].at[1, 5:].set(-7)}
+    for j, (one, other) in enumerate(zip(clean, UNROLL(weights(), **dirty), strict=True)):
+        np.testing.assert_array_equal(one[:, 0], other[:, 0])
+        np.testing.assert_array_equal(one[:, 1, : 4 - j], other[:, 1, : 4 - j])
+
+
+def test_every_parameter_learns_and_padding_gives_no_gradient(inputs: dict[str, Any]) -> None:
+    def loss(params: dict[str, Any], features: Any) -> Any:
+        out = eagle_model.unroll(ARCH, params, steps=3, **(inputs | {"features": features}))
+        taught = eagle_model.project(params, jnp.ones((24, 2)))
+        return taught.sum() + sum(
+            (eagle_model.logits(ARCH, params, None, h[:, :, : 4 - j]) ** 2).sum()
+            for j, h in enumerate(out))
+
+    dirty = inputs["features"].at[:, 1, 5:].set(jnp.nan)
+    grads, by_feature = jax.jit(jax.grad(loss, (0, 1)))(weights(), dirty)
+    for path, leaf in jax.tree.leaves_with_path(grads):
+        assert np.isfinite(leaf).all() and np.abs(leaf).max() > 0, path
+    assert (np.asarray(by_feature)[:, 1, 5:] == 0).all()
+    assert np.isfinite(by_feature).all()
+
+
+@pytest.mark.parametrize("own_head", [True, False])
+def test_initialised_shapes_are_the_described_ones(own_head: bool) -> None:
+    arch = dataclasses.replace(ARCH, own_head=own_head)
+    shapes = jax.tree.map(lambda p: p.shape, describe(arch), is_leaf=is_param)
+    assert jax.tree.map(np.shape, initialize(arch, 0)) == shapes
+    assert ("head" in shapes) == own_head
+    assert shapes["fc"] == (8, 3 * 8) and shapes["qkv"] == (2, 4, 4, 16)
+    assert not np.array_equal(initialize(arch, 0)["fc"], initialize(arch, 1)["fc"])
+    np.testing.assert_array_equal(initialize(arch, 0)["fc"], initialize(arch, 0)["fc"])
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_logits_of_the_actors_rows_are_those_of_the_actor(tied: bool) -> None:
+    actor = dataclasses.replace(ACTOR, tied=tied)
+    arch = EagleArch(actor, draft_vocab=6, own_head=False)
+    params, vocab = tiny_params(actor), jnp.asarray([0, 3, 4, 9, 18, 19])
+    hidden = jnp.asarray(np.random.default_rng(1).standard_normal((8, 5)), jnp.float32)
+    own = {"final_norm": params["final_norm"] * 2}
+    got = eagle_model.logits(arch, own, eagle_model.draft_head(arch, params, vocab), hidden)
+    normed = transformer.rms_norm(hidden, own["final_norm"], actor.norm_eps)
+    np.testing.assert_allclose(got, transformer.logits(actor, params, normed)[vocab], atol=1e-6)
+    whole = dataclasses.replace(arch, draft_vocab=0)
+    assert eagle_model.draft_head(whole, params, jnp.arange(20)) is params[
+        "embed" if tied else "head"]
+
+
+def test_sizes_default_to_the_actors() -> None:
+    arch = EagleArch(ACTOR)
+    assert (arch.draft_vocab, arch.num_heads, arch.head_dim, arch.intermediate_size) == (
+        20, 4, 4, 24)
+    assert EagleArch(ACTOR, intermediate_size=6).layer.intermediate_size == 6
+    scaled = dataclasses.replace(ACTOR, rope_scaling=RopeScaling(8.0, 1.0, 4.0, 64))
+    assert EagleArch(scaled).layer.rope_scaling == scaled.rope_scaling
+    assert EagleArch(scaled, rope_theta=9.0).layer.rope_scaling is None
+    biased = dataclasses.replace(ACTOR, qkv_bias=True, qk_norm=True)
+    assert not EagleArch(biased).layer.qkv_bias and not EagleArch(biased).layer.qk_norm
+
+
+@pytest.mark.parametrize("layers,taps", [(30, (1, 14, 26)), (7, (1, 2, 3)), (6, (0, 2, 5)),
+                                         (3, (0, 1, 2)), (2, (0, 1)), (1, (0,))])
+def test_taps_are_a_low_a_middle_and_a_high_layer(layers: int, taps: tuple[int, ...]) -> None:
+    assert default_taps(layers) == taps
+    EagleArch(tiny_arch(num_layers=layers))
+
+
+@pytest.mark.parametrize("changes,message", [
+    ({"taps": (1, 4)}, r"taps = \(1, 4\): .*0\.\.3"), ({"taps": (2, 1)}, "ascending"),
+    ({"taps": (-1, 1)}, "taps"), ({"draft_vocab": 21}, "draft_vocab = 21: .*20 tokens"),
+    ({"num_heads": 3}, "num_heads = 3"), ({"head_dim": 3}, "head_dim = 3")])
+def test_what_cannot_work_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EagleArch(ACTOR, **changes)
+
+
+def test_the_draft_vocabulary_is_the_commonest_tokens_and_those_always_wanted() -> None:
+    counts = np.asarray([5, 0, 9, 1, 7, 7, 0])
+    np.testing.assert_array_equal(choose_vocab(counts, 3), [2, 4, 5])
+    np.testing.assert_array_equal(choose_vocab(counts, 3, always=(6,)), [2, 4, 6])
+    assert choose_vocab(counts, 4).dtype == np.int32

@@ -1,0 +1,141 @@
+"""EAGLE-3 heads on disk."""
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from helpers import tiny_arch
+from safetensors.numpy import load_file, save_file
+
+from specrl_jax.config import ConfigError
+from specrl_jax.draft import eagle_model, eagle_weights
+from specrl_jax.draft.eagle_model import EagleArch
+from specrl_jax.model.architecture import RopeScaling
+
+ACTOR = tiny_arch(num_layers=8)
+ARCH = EagleArch(ACTOR, draft_vocab=10, num_heads=6, num_kv_heads=3, intermediate_size=10)
+VOCAB = np.asarray([0, 2, 3, 5, 8, 13, 20, 21, 22, 23], np.int32)
+
+
+def own(arch: EagleArch = ARCH) -> dict[str, Any]:
+    vocab = VOCAB if arch.draft_vocab == 10 else np.arange(24, dtype=np.int32)
+    return {"weights": eagle_model.initialize(arch, 1), "vocab": vocab}
+
+
+def rewrite(folder: Path, config: dict[str, Any] | None = None, **tensors: Any) -> None:
+    """Replaces fields of config.json, and tensors; None removes one."""
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | (config or {})))
+    path = folder / "model.safetensors"
+    both = load_file(path) | {name.replace("__", "."): a for name, a in tensors.items()}
+    save_file({name: a for name, a in both.items() if a is not None}, path)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    eagle_weights.save(tmp_path / "a" / "head", ARCH, own())
+    return tmp_path / "a" / "head"
+
+
+@pytest.mark.parametrize("changes", [
+    {}, {"own_head": False}, {"draft_vocab": 0}, {"taps": (0, 5)},
+    {"actor": dataclasses.replace(ACTOR, family="qwen3", qk_norm=True, rope_theta=5e5)},
+    {"norm_eps": 1e-6, "rope_theta": 77.0, "rope_scaling": RopeScaling(8.0, 1.0, 4.0, 64)}],
+    ids=str)
+def test_what_is_saved_is_loaded_bit_for_bit(tmp_path: Path, changes: dict[str, Any]) -> None:
+    arch = dataclasses.replace(ARCH, rope_theta=0, **changes) if "actor" in changes else (
+        dataclasses.replace(ARCH, **changes))
+    eagle_weights.save(tmp_path, arch, own(arch))
+    loaded, found, warnings = eagle_weights.load(tmp_path, arch.actor)
+    assert loaded == arch and warnings == []
+    assert found["vocab"].dtype == np.int32
+    jax.tree.map(np.testing.assert_array_equal, found, own(arch))
+
+
+def test_names_and_contents_are_those_of_public_heads(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    attention = [f"midlayer.self_attn.{x}_proj.weight" for x in "qkvo"]
+    mlp = [f"midlayer.mlp.{x}_proj.weight" for x in ("gate", "up", "down")]
+    norms = [f"midlayer.{x}.weight" for x in ("hidden_norm", "input_layernorm",
+                                              "post_attention_layernorm")]
+    assert set(tensors) == {*attention, *mlp, *norms, "norm.weight", "fc.weight", "lm_head.weight",
+                            "d2t", "t2d"}
+    np.testing.assert_array_equal(np.arange(10) + tensors["d2t"], VOCAB)
+    np.testing.assert_array_equal(np.flatnonzero(tensors["t2d"]), VOCAB)
+    assert (tensors["d2t"].dtype, tensors["t2d"].dtype) == (np.int64, bool)
+    qkv = own()["weights"]["qkv"]  # [3, 2 + 2, 4, 32]
+    heads = tensors[attention[0]].reshape(6, 4, 32)
+    np.testing.assert_array_equal(heads[3], qkv[1, 1])
+    np.testing.assert_array_equal(tensors[attention[2]].reshape(3, 4, 32)[2], qkv[2, 3])
+    config = json.loads((folder / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLMEagle3"]
+    assert (config["draft_vocab_size"], config["vocab_size"], config["num_hidden_layers"]) == (
+        10, 24, 1)
+    assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 3, 4]
+
+
+def test_a_head_of_another_trainer_is_read(folder: Path) -> None:
+    half = own()["weights"]["fc"].astype(ml_dtypes.bfloat16)
+    rewrite(folder, {"eagle_config": None, "torch_dtype": "bfloat16"}, fc__weight=half, t2d=None,
+            embed_tokens__weight=np.zeros((24, 16), np.float32))
+    arch, found, _ = eagle_weights.load(folder, ACTOR)
+    assert arch == ARCH
+    np.testing.assert_array_equal(found["weights"]["fc"], half.astype(np.float32))
+    assert found["weights"]["fc"].dtype == np.float32
+
+
+def test_stop_tokens_outside_the_draft_vocabulary_are_warned_of(folder: Path) -> None:
+    _, _, warnings = eagle_weights.load(folder, ACTOR, stop=(3, 4, 7))
+    assert [w.split("stop token ")[1].split()[0] for w in warnings] == ["4", "7"]
+
+
+CASES: dict[str, tuple[Callable[[Path], None], str]] = {
+    "width": (lambda f: rewrite(f, {"hidden_size": 32, "head_dim": 4}), "hidden_size = 32: .*16"),
+    "target": (lambda f: rewrite(f, {"target_hidden_size": 8}), "target_hidden_size = 8: .*16"),
+    "vocabulary": (lambda f: rewrite(f, {"vocab_size": 30}), "vocab_size = 30: .*24"),
+    "draft": (lambda f: rewrite(f, {"draft_vocab_size": 25}), "draft_vocab_size = 25"),
+    "taps": (lambda f: rewrite(f, fc__weight=np.zeros((16, 80), np.float32)),
+             "fc.weight = 80: .*3 tapped layers .* 48"),
+    "kind": (lambda f: rewrite(f, {"architectures": ["LlamaForCausalLM"]}), "architectures = "),
+    "residual": (lambda f: rewrite(f, {"norm_before_residual": True}), "norm_before_residual"),
+    "layers": (lambda f: rewrite(f, {"num_hidden_layers": 2}), "num_hidden_layers = 2"),
+    "missing": (lambda f: rewrite(f, norm__weight=None), "norm.weight is missing"),
+    "extra": (lambda f: rewrite(f, midlayer__bias=np.zeros(1)), "midlayer.bias.* is not known"),
+    "shape": (lambda f: rewrite(f, lm_head__weight=np.zeros((9, 16))), r"lm_head.weight .*\(9, 16"),
+    "offsets": (lambda f: rewrite(f, d2t=None), "d2t must hold"),
+    "order": (lambda f: rewrite(f, d2t=np.zeros(10, np.int64) - np.arange(10)), "ascending"),
+    "beyond": (lambda f: rewrite(f, d2t=np.full(10, 15)), r"0\.\.23"),
+    "mask": (lambda f: rewrite(f, t2d=np.ones(24, bool)), "disagree"),
+    "damaged": (lambda f: (f / "model.safetensors").write_bytes(b"x" * 20) and None, "damaged"),
+    "absent": (lambda f: (f / "model.safetensors").unlink(), "no such file"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_head_that_does_not_fit_is_refused(folder: Path, case: str) -> None:
+    change, message = CASES[case]
+    change(folder)
+    with pytest.raises(ConfigError, match=message) as caught:
+        eagle_weights.load(folder, ACTOR)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_directory_that_holds_something_is_left_alone(folder: Path) -> None:
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    with pytest.raises(ConfigError, match="exists already"):
+        eagle_weights.save(folder, ARCH, own())
+    assert {path: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_a_failed_save_leaves_nothing(tmp_path: Path) -> None:
+    broken = own()
+    del broken["weights"]["o"]
+    with pytest.raises(KeyError):
+        eagle_weights.save(tmp_path / "head", ARCH, broken)
+    assert list(tmp_path.iterdir()) == []
