@@ -91,3 +91,17 @@ def learner_table(result: dict[str, Any]) -> Table:
             f"{one['useful']['tokens'] / one['padded']['tokens']:.0%}",
             f"{one['temporary_bytes'] / 1e6:.0f}")
     return table
+
+
+def speculation_table(case: dict[str, Any]) -> Table:
+    """Each arm of one batch size against plain decoding."""
+    table = Table("drafter and setting", "tokens/s", "over plain", "accept length",
+                  "drafted a row", "ms a round", "calibration error", "same tokens", "compiled",
+                  title=f"{case['rows']} rows, {case['tokens']} tokens", caption="median (range)")
+    for name, one in case["arms"].items():
+        table.add_row(
+            name, between(one["tokens_per_second"]), between(one["speedup"], digits=2),
+            f"{one['accept_length']:.2f}", f"{one['drafted_a_row']:.2f}",
+            between(one["round_seconds"], 1e3), f"{one['calibration_error']:.3f}",
+            "yes" if one["equal_tokens"] else "no", str(one["compilations"]))
+    return table

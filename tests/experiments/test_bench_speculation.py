@@ -1,0 +1,37 @@
+"""One case of the speculation benchmark on a tiny model, and what it refuses."""
+
+import json
+
+import pytest
+
+from experiments.bench import show, speculation
+from experiments.bench.speculation import Cell
+from specrl_jax import sharding
+from specrl_jax.actor import open_actor
+from specrl_jax.config import Config, ConfigError, ModelSource, RolloutConfig
+from specrl_jax.host.compilation import CompilationCounter
+
+
+def test_a_case_times_every_arm_on_the_same_tokens():
+    config = Config(model=ModelSource("random:tiny"),
+                    rollout=RolloutConfig(batch_size=2, max_new_tokens=6))
+    actor = open_actor(config)
+    params = actor.params(sharding.make_mesh(config.mesh))
+    cells = [Cell(1, 1, 2), Cell(2, 1, 3)]
+    found = speculation.run_case(config, actor.source, params, [[1, 2, 3], [4, 5]], ["history"],
+                                 cells, 2, CompilationCounter())
+    json.dumps(found)
+    arms = found["arms"]
+    assert list(arms) == ["off", "history 0", "history 1x1x2", "history 2x1x3"]
+    assert all(one["equal_tokens"] and one["compilations"] == 0 for one in arms.values())
+    assert all(len(one["speedup"]["values"]) == 2 for one in arms.values())
+    assert arms["off"]["accept_length"] == arms["history 0"]["accept_length"] == 1
+    assert arms["history 0"]["drafted_a_row"] == 0
+    assert show.speculation_table(found).row_count == 4
+
+
+def test_settings_are_parsed_or_refused():
+    assert speculation.parse("4x2x8") == Cell(4, 2, 8) and Cell(4, 2, 8).name == "4x2x8"
+    for text in ("4x2", "4x2x0", "axbxc", ""):
+        with pytest.raises(ConfigError, match="--setting"):
+            speculation.parse(text)
