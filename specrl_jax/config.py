@@ -9,10 +9,11 @@ import dataclasses
 import typing
 from typing import Any
 
-DRAFTERS = ("off", "history", "eagle", "merge")
+DRAFTERS = ("off", "history", "eagle", "small_lm", "replay", "merge")
 RULES = ("match", "rejection", "lossy_lenient", "lossy_typical")
 CHILDREN = ("perturbed", "top", "sampled")
 POLICIES = ("off", "fixed")
+NUMERICS = ("fast", "invariant")
 DATASETS = ("specrl_arithmetic", "gsm8k")
 
 
@@ -128,9 +129,14 @@ class DraftConfig:
 
     path: str = option("", "eagle: directory of a trained head, as train_drafter.py writes it; "
                            "empty starts from random weights")
-    children: str = option("perturbed", "eagle: a node's alternatives are the best tokens after "
-                                        "the noise of the draw (perturbed), before it (top), or "
-                                        "drawn from the drafter (sampled)")
+    children: str = option("perturbed", "eagle, small_lm: a node's alternatives are the best "
+                                        "tokens after the noise of the draw (perturbed), before it "
+                                        "(top), or drawn from the drafter (sampled)")
+    model: str = option("", "small_lm: a smaller model with the actor's tokenizer, named as "
+                            "model.path is")
+    corruption: float = option(0.0, "replay: probability that a recorded token is replaced; 0 is a "
+                                    "perfect drafter, 1 a useless one")
+    cost: int = option(0, "replay: products of 128 x 128 matrices in each draft step")
     vocab: int = option(0, "eagle from random weights: its draft vocabulary; 0 is all tokens")
     parts: tuple[str, ...] = option(("eagle", "history"), "merge: the drafters to merge")
     mix: tuple[float, ...] = option((), "merge: factor of each part's survival; 0 switches a part "
@@ -139,7 +145,8 @@ class DraftConfig:
     def __post_init__(self) -> None:
         check(self.children in CHILDREN, "draft.children", self.children,
               f"choose one of {', '.join(CHILDREN)}")
-        at_least(0, draft__vocab=self.vocab)
+        at_least(0, draft__vocab=self.vocab, draft__cost=self.cost)
+        check(0 <= self.corruption <= 1, "draft.corruption", self.corruption, "must lie in [0, 1]")
         parts = [name for name in DRAFTERS if name not in ("off", "merge")]
         check(len(set(self.parts)) == len(self.parts) >= 2 and set(self.parts) <= set(parts),
               "draft.parts", self.parts, f"name two or more of {', '.join(parts)}, each once")
@@ -180,6 +187,8 @@ class RolloutConfig:
     min_batch: int = option(4, "smallest batch of a shard that finished rows make room for")
     order: str = option("sorted", "order in which prompts take slots: sorted or reversed by id; "
                                   "tokens do not depend on it")
+    numerics: str = option("fast", "fast, or invariant: on a CPU in float32, a token's bits then "
+                                   "depend neither on speculation nor on the batch")
 
     def __post_init__(self) -> None:
         at_least(1, rollout__batch_size=self.batch_size,
@@ -188,6 +197,8 @@ class RolloutConfig:
                  rollout__min_batch=self.min_batch)
         check(self.order in ("sorted", "reversed"), "rollout.order", self.order,
               "choose sorted or reversed")
+        check(self.numerics in NUMERICS, "rollout.numerics", self.numerics,
+              f"choose one of {', '.join(NUMERICS)}")
         at_least(2, rollout__max_prompt_tokens=self.max_prompt_tokens)
         at_least(0, rollout__temperature=self.temperature, rollout__top_k=self.top_k)
         check(0 < self.top_p <= 1, "rollout.top_p", self.top_p, "must lie in (0, 1]")

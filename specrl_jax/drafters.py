@@ -4,9 +4,10 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
-from specrl_jax.config import Config
+from specrl_jax.config import Config, ConfigError, check
 from specrl_jax.draft import eagle_model, eagle_weights
 from specrl_jax.draft.base import Drafter
 from specrl_jax.draft.eagle import eagle
@@ -14,7 +15,11 @@ from specrl_jax.draft.eagle_model import EagleArch
 from specrl_jax.draft.history import history
 from specrl_jax.draft.merge import merge
 from specrl_jax.draft.off import off
+from specrl_jax.draft.replay import replay, replaying
+from specrl_jax.draft.small_lm import small_lm
+from specrl_jax.model import weights
 from specrl_jax.model.architecture import Architecture
+from specrl_jax.model.tokenizer import Tokenizer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,13 +31,14 @@ class Drafting:
 
 
 def make(config: Config, arch: Architecture, stop: Sequence[int], group: int,
-         warn: Callable[[str], None]) -> Drafting:
+         warn: Callable[[str], None], tokenizer: Tokenizer | None = None) -> Drafting:
     """The drafter of spec.drafter.
 
     Args:
       arch: the actor's.
       stop: tokens that end a response.
       group: M, samples of a prompt.
+      tokenizer: the actor's, which a small model must share; None is that of config.model.path.
 
     Raises:
       ConfigError: its weights are missing or do not fit the actor, or sizes cannot work.
@@ -40,7 +46,8 @@ def make(config: Config, arch: Architecture, stop: Sequence[int], group: int,
     if config.spec.drafter == "off" or config.control.policy == "off":
         return Drafting(off())
     names = config.draft.parts if config.spec.drafter == "merge" else (config.spec.drafter,)
-    parts = [_part(name, i, config, arch, stop, group, warn) for i, name in enumerate(names)]
+    parts = [_small(config, arch, tokenizer, i) if name == "small_lm" else
+             _part(name, i, config, arch, stop, group, warn) for i, name in enumerate(names)]
     if config.spec.drafter != "merge":
         return parts[0]
     return Drafting(merge([part.drafter for part in parts], config.spec.max_nodes),
@@ -53,6 +60,10 @@ def _part(name: str, origin: int, config: Config, arch: Architecture, stop: Sequ
     sizes = {"depth": spec.max_steps, "branch": spec.max_branch, "nodes": spec.max_nodes}
     if name == "history":
         return Drafting(history(match=spec.history_match, group=group, origin=origin, **sizes))
+    if name == "replay":
+        drafter = replay(depth=spec.max_steps, nodes=spec.max_nodes, vocab=arch.vocab_size,
+                         origin=origin)
+        return Drafting(drafter, replaying(config.draft.corruption, config.draft.cost))
     head, own = _head(config, arch, stop, warn)
     return Drafting(eagle(head, children=config.draft.children, origin=origin, **sizes), own)
 
@@ -71,3 +82,41 @@ def _head(config: Config, arch: Architecture, stop: Sequence[int], warn: Callabl
     counts = np.zeros(arch.vocab_size)
     return head, {"weights": eagle_model.initialize(head, config.seed),
                   "vocab": eagle_model.choose_vocab(counts, head.draft_vocab, stop)}
+
+
+def _small(config: Config, arch: Architecture, tokenizer: Tokenizer | None, origin: int
+           ) -> Drafting:
+    """The model of draft.model."""
+    path, spec = config.draft.model, config.spec
+    check(bool(path), "draft.model", path, "name a smaller model with the actor's tokenizer")
+    try:
+        small = weights.describe_source(path)
+    except ConfigError as error:
+        raise ConfigError(f"draft.model = {path!r}: {error}") from error
+    if tokenizer is None:
+        tokenizer = weights.describe_source(config.model.path).tokenizer
+    check_tokens(path, small, arch, tokenizer)
+    most = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
+    check(most <= small.arch.max_position, "draft.model", path,
+          f"has {small.arch.max_position} positions, rollout.max_prompt_tokens + "
+          f"rollout.max_new_tokens = {most}")
+    drafter = small_lm(small.arch, spec.max_steps, spec.max_branch, spec.max_nodes,
+                       config.draft.children, origin=origin, dtype=jnp.dtype(config.model.dtype))
+    return Drafting(drafter, small.params())
+
+
+def check_tokens(path: str, small: weights.Source, arch: Architecture, tokenizer: Tokenizer
+                 ) -> None:
+    """
+    Raises:
+      ConfigError: the small model's tokens are not the actor's.
+    """
+    way_out = "name a model with the actor's tokenizer"
+    check(small.arch.vocab_size == arch.vocab_size, "draft.model", path,
+          f"has {small.arch.vocab_size} tokens, the actor {arch.vocab_size}; {way_out}")
+    mine, theirs = (t.backend.get_vocab(with_added_tokens=True)
+                    for t in (small.tokenizer, tokenizer))
+    differ = sorted(token for token in mine.keys() | theirs.keys()
+                    if mine.get(token) != theirs.get(token))
+    check(not differ, "draft.model", path,
+          f"{len(differ)} tokens differ from the actor's, such as {differ[:1]}; {way_out}")

@@ -18,6 +18,7 @@ from specrl_jax.control import policies
 from specrl_jax.host.checkpoint import loud
 from specrl_jax.model import architecture
 from specrl_jax.model.architecture import Architecture
+from specrl_jax.model.tokenizer import Tokenizer
 from specrl_jax.rollout.engine import Engine, Result
 from specrl_jax.rollout.layout import Shapes, pad, request
 from specrl_jax.rollout.round import Machine
@@ -41,10 +42,12 @@ class Sampler:
       prompts: prompts of one call, over all shards.
       group: M.
       warn: told what a user should know of the drafter.
+      tokenizer: the actor's; None is that of config.model.path.
     """
 
     def __init__(self, config: Config, arch: Architecture, stop: Sequence[int], mesh: Mesh, *,
-                 prompts: int, group: int, warn: Callable[[str], None] = loud) -> None:
+                 prompts: int, group: int, warn: Callable[[str], None] = loud,
+                 tokenizer: Tokenizer | None = None) -> None:
         shards = sharding.shard_count(mesh)
         check(prompts % shards == 0, "prompts", prompts,
               f"must be a multiple of the {shards} data shards")
@@ -53,11 +56,16 @@ class Sampler:
               f"with rollout.max_prompt_tokens that is {most} positions; the model has "
               f"{arch.max_position}")
         self.config, self.group, self.mesh = config, group, mesh
-        self.drafting = drafters.make(config, arch, stop, group, warn)
+        self.drafting = drafters.make(config, arch, stop, group, warn, tokenizer)
         drafter = self.drafting.drafter
+        if config.rollout.numerics == "invariant":
+            check(config.model.dtype == "float32", "model.dtype", config.model.dtype,
+                  "rollout.numerics = invariant is proven in float32 only")
+            check(config.mesh.tensor == 1, "mesh.tensor", config.mesh.tensor,
+                  "rollout.numerics = invariant is proven with 1 only")
         machine = Machine(arch, drafter, policies.make(
             config.control, config.spec, config.draft.mix or (1.0,) * len(drafter.names)),
-            config.spec.max_packed, rule=config.spec.rule)
+            config.spec.max_packed, rule=config.spec.rule, numerics=config.rollout.numerics)
         shapes = Shapes(
             batch=config.rollout.batch_size // shards, sequences=prompts * group // shards,
             group=group, prompt=config.rollout.max_prompt_tokens,

@@ -1,0 +1,274 @@
+"""Growing a network's trees level by level, likeliest nodes first (EAGLE-2, 2406.16858).
+
+Letters: K nodes of a row are expanded at each level and have up to K children each; C = K * K are
+a level's candidates. The candidates of all levels are kept, and the likeliest make the tree.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from specrl_kernels.tree_attention import tree_attention
+
+from specrl_jax.draft.base import Survive
+from specrl_jax.draft.tree import attach, roots
+from specrl_jax.model.transformer import Attend
+from specrl_jax.prng import gumbel
+from specrl_jax.structs import Array, DraftTree, Sampling, SpecConfig, Tip
+
+CHILDREN = ("perturbed", "top", "sampled")
+_OWN_DOMAIN = 0x5EED0DD5  # turns a row's key into one whose noise the match rule never uses
+_ERROR_SCALE = 0.5  # of the drafter's perturbed scores: fits synthetic ones that err by 0.5 best
+
+
+KV = list[tuple[Array, Array]]
+"""(k [B, G, E, S], v [B, G, S, E]) of each layer; of a tree's nodes, both [B, n, G, E]."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Network:
+    """What drafting asks of a network, whose parameters are passed in.
+
+    At position t it reads token t + `ahead`, so its last one before a root stands at the root's
+    position less `ahead`.
+    """
+
+    run: Callable[[Any, Array, Array | None, Array, Attend], Array]
+    """(params, token i32[...], features f[F, ...], position i32[...], attend) -> f[F, ...]; where
+    there are none yet, the output at a node's parent stands in for its features"""
+    logits: Callable[[Any, Array], Array]  # (params, output f[F, ...]) -> f32[Vd, ...]
+    vocab: Callable[[Any], Array]  # params -> i32[Vd] token ids, ascending
+    ahead: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Growth:
+    """What is static in growing."""
+
+    network: Network
+    depth: int  # D
+    branch: int  # K
+    nodes: int  # N
+    children: str  # one of CHILDREN
+    origin: int
+
+
+@struct.dataclass
+class Frontier:
+    """The nodes of a level that are expanded, [B, K]; the root alone, [B, 1], at first."""
+
+    index: Array  # i32, 0 is the root, then the candidates of all levels
+    slot: Array  # i32 in the tree's keys; of their parents until they are run
+    token: Array  # i32
+    survival: Array  # f32
+    live: Array  # bool
+    hidden: Array  # f[F, B, K] their outputs; their parents' until they are run
+
+
+def attend(q: Array, packed: tuple[Array, Array], fresh: tuple[Array, Array], parent: Array,
+           cache: tuple[Array, Array], length: Array) -> Array:
+    """Tree attention of q [G, R, E, ...].
+
+    Args:
+      packed: (row, node) i32[W] of the queries, in their order.
+      fresh: the tree's (k, v), each [B, n, G, E].
+      parent: i32[B, n].
+      cache: (k [B, G, E, S], v [B, G, S, E]); length: i32[B].
+    """
+    g, r, e = q.shape[:3]
+    out = tree_attention(q.reshape(g * r, e, -1).transpose(2, 0, 1), *packed, *fresh, parent,
+                         *cache, length, scale=e**-0.5)
+    return out.transpose(1, 2, 0).reshape(q.shape)
+
+
+def grow(growth: Growth, params: Any, cache: KV, hidden: Array, tip: Tip, rows: Sampling,
+         spec: SpecConfig, survive: Survive) -> DraftTree:
+    """The trees of one round.
+
+    Args:
+      cache: the drafter's keys and values of all that it can read.
+      hidden: f[F, B] its output at the last position.
+    """
+    batch, k = tip.root.shape[0], growth.branch
+    none = jnp.zeros((batch, 1), jnp.int32)
+    front = Frontier(index=none, slot=none, token=tip.root[:, None],
+                     survival=jnp.ones((batch, 1)), hidden=hidden[..., None],
+                     live=(tip.live & (tip.context >= growth.network.ahead))[:, None])
+    first = _children(growth, params, front, tip, rows, spec, survive, jnp.int32(1))
+    levels = jax.tree.map(
+        lambda a: jnp.zeros((batch, growth.depth, k * k), a.dtype).at[:, 0, :k].set(a), first)
+    tree = _rooted(growth, cache, tip)
+    front = _frontier(growth, first, front, rows, jnp.int32(1))
+
+    def level(depth: Array, carry: tuple) -> tuple:
+        levels, front, tree = carry
+        front, tree = _run(growth, params, cache, front, tree, tip, depth)
+        found = _children(growth, params, front, tip, rows, spec, survive, depth)
+        levels = jax.tree.map(
+            lambda whole, new: jax.lax.dynamic_update_index_in_dim(whole, new, depth - 1, 1),
+            levels, found)
+        return levels, _frontier(growth, found, front, rows, depth), tree
+
+    last = jnp.minimum(spec.steps, growth.depth)
+    levels, _, _ = jax.lax.fori_loop(2, last + 1, level, (levels, front, tree))
+    return _likeliest(growth, levels, tip)
+
+
+def _rooted(growth: Growth, cache: KV, tip: Tip) -> tuple[KV, Array]:
+    """The tree's keys and values, and i32[B, n] parents: node 0 is the last processed position."""
+    last = _last(growth, tip)[:, None, None, None]
+    room = ((0, 0), (0, (growth.depth - 1) * growth.branch), (0, 0), (0, 0))
+
+    def first(k: Array, v: Array) -> tuple[Array, Array]:
+        at_last = (jnp.take_along_axis(k, last, 3)[..., 0],
+                   jnp.take_along_axis(v, last, 2)[:, :, 0])
+        k, v = (jnp.pad(a[:, None], room) for a in at_last)
+        return k, v
+
+    fresh = [first(k, v) for k, v in cache]
+    return fresh, jnp.zeros(fresh[0][0].shape[:2], jnp.int32)
+
+
+def _last(growth: Growth, tip: Tip) -> Array:
+    """i32[B] the last processed position."""
+    return jnp.maximum(tip.context - growth.network.ahead, 0)
+
+
+def _run(growth: Growth, params: Any, cache: KV, front: Frontier, tree: tuple[KV, Array],
+         tip: Tip, depth: Array) -> tuple[Frontier, tuple[KV, Array]]:
+    """Runs the frontier, nodes of `depth` - 1, and adds its keys to the tree's."""
+    batch, k = front.token.shape
+    start, last = 1 + (depth - 2) * k, _last(growth, tip)
+    node = jnp.broadcast_to(start + jnp.arange(k)[None], (batch, k))
+    row = jnp.repeat(jnp.arange(batch, dtype=jnp.int32), k)
+
+    def put(whole: Array, new: Array) -> Array:
+        return jax.lax.dynamic_update_slice_in_dim(whole, new.astype(whole.dtype), start, 1)
+
+    parent = put(tree[1], front.slot)
+    fresh: KV = []
+
+    def look(index: int, q: Array, new_k: Array, new_v: Array) -> Array:
+        k, v = (put(whole, new.transpose(2, 3, 0, 1))
+                for whole, new in zip(tree[0][index], (new_k, new_v), strict=True))
+        fresh.append((k, v))
+        return attend(q, (row, node.reshape(-1)), (k, v), parent, cache[index], last)
+
+    place = jnp.broadcast_to((last + depth - 1)[:, None], (batch, k))
+    hidden = growth.network.run(params, front.token, front.hidden, place, look)
+    return front.replace(hidden=hidden, slot=node), (fresh, parent)
+
+
+def _children(growth: Growth, params: Any, front: Frontier, tip: Tip, rows: Sampling,
+              spec: SpecConfig, survive: Survive, depth: Array) -> DraftTree:
+    """The candidates below a frontier, fields [B, k * K]; none where logits are not finite.
+
+    A child's score is what its siblings are ranked by. Parents are indices of candidates.
+    """
+    ranked, logq, scale = _scores(growth, params, front, tip, rows, depth)
+    best, at = _highest(ranked, growth.branch)
+    rank = jnp.broadcast_to(jnp.arange(growth.branch)[None, None], at.shape)
+    asked = rank < spec.branch
+    chosen = jnp.take_along_axis(logq, at, 2)
+    guess = _share(best, ranked, scale) if growth.children == "perturbed" else jnp.exp(chosen)
+    guess = jnp.where(asked, guess, 0)
+    above, parent, level, origin = (
+        jnp.broadcast_to(a, at.shape) for a in (
+            front.survival[..., None], front.index[..., None], depth, jnp.int32(growth.origin)))
+    survival = survive(above, guess, level, origin)
+    vocab = growth.network.vocab(params)
+    found = DraftTree(tokens=vocab[at], parent=parent, depth=level, rank=rank,
+                      origin=origin, survival=survival, logq=chosen, guess=guess,
+                      gap=best[..., :1] - best,
+                      live=front.live[..., None] & asked & jnp.isfinite(best))
+    return jax.tree.map(lambda a: a.reshape(a.shape[0], -1), found)
+
+
+def _scores(growth: Growth, params: Any, front: Frontier, tip: Tip, rows: Sampling,
+            depth: Array) -> tuple[Array, Array, Array]:
+    """Scores and log-probabilities of all tokens after each node of a frontier.
+
+    The noise is that of the draw that decides between the children: the token drawn after the root
+    has the index tip.generated.
+
+    Returns:
+      f32[B, k, Vd] each; and f32[B], 0 where a row is greedy and 1 elsewhere.
+    """
+    network = growth.network
+    logits = jnp.moveaxis(network.logits(params, front.hidden), 0, -1)
+    scale = jnp.where(rows.temperature == 0, 0.0, 1.0)
+    logits = logits / jnp.where(scale > 0, rows.temperature, 1.0)[:, None, None]
+    logq = jax.nn.log_softmax(logits)
+    if growth.children == "top":
+        return logq, logq, scale
+    own = growth.children == "sampled"
+    key = rows.key ^ jnp.uint32(_OWN_DOMAIN) if own else rows.key
+    noise = gumbel(key, tip.generated + depth - 1, network.vocab(params))
+    return logq + (scale[:, None] * noise)[:, None], logq, scale
+
+
+def _highest(scores: Array, count: int) -> tuple[Array, Array]:
+    """The highest along the last axis and their places, the first of equals first.
+
+    Not `top_k`, for which a CPU sorts the whole vocabulary when there is more than one row.
+    """
+    total = scores.shape[-1]
+    index = jax.lax.broadcasted_iota(jnp.int32, scores.shape, scores.ndim - 1)
+
+    def pick(left: Array, _: None) -> tuple[Array, tuple[Array, Array]]:
+        best = left.max(-1, keepdims=True)
+        at = jnp.where(left == best, index, total).min(-1, keepdims=True)
+        return jnp.where(index == at, -jnp.inf, left), (best[..., 0], at[..., 0])
+
+    _, (best, at) = jax.lax.scan(pick, scores, None, length=count)
+    return jnp.moveaxis(best, 0, -1), jnp.moveaxis(at, 0, -1)
+
+
+def _share(best: Array, ranked: Array, scale: Array) -> Array:
+    """How likely each child is to be the actor's draw, given the noise: f32[B, k, K].
+
+    The actor's perturbed scores are the drafter's plus errors. With Gumbel errors of one scale, the
+    highest of them is distributed as a softmax of the drafter's scores over that scale. The
+    drafter's probability would be far too low: the noise has chosen already. Greedy rows have no
+    noise, and their share is the probability.
+    """
+    sharp = jnp.where(scale > 0, 1 / _ERROR_SCALE, 1.0)[:, None, None]
+    return jnp.exp(best * sharp - jax.nn.logsumexp(ranked * sharp, -1, keepdims=True))
+
+
+def _frontier(growth: Growth, found: DraftTree, front: Frontier, rows: Sampling, depth: Array
+              ) -> Frontier:
+    """The K likeliest of a level's candidates; what follows a stop token is never drawn."""
+    k = growth.branch
+    ends = (found.tokens[..., None] == rows.stop[None, None]).any(-1)
+    score = jnp.where(found.live & ~ends, found.survival, -1.0)
+    score, at = jax.lax.top_k(score, k)
+    above = at // k
+    pick = jnp.take_along_axis
+    return Frontier(index=1 + (depth - 1) * k * k + at, slot=pick(front.slot, above, 1),
+                    token=pick(found.tokens, at, 1), survival=jnp.maximum(score, 0),
+                    live=score >= 0, hidden=pick(front.hidden, above[None], 2))
+
+
+def _likeliest(growth: Growth, levels: DraftTree, tip: Tip) -> DraftTree:
+    """Trees of the N - 1 likeliest candidates [B, D, C].
+
+    Survival never grows along a path, and of equals the earlier counts more; so what is kept is
+    closed under parent.
+    """
+    flat = jax.tree.map(lambda a: a.reshape(a.shape[0], -1), levels)
+    total = flat.live.shape[1]
+    size = min(growth.nodes - 1, total)
+    score = jnp.where(flat.live, flat.survival, -1.0)
+    best, kept = jax.lax.top_k(score, size)
+    order = jnp.where(best >= 0, kept, kept + total)  # as found, parents first; the dead behind
+    kept = -jax.lax.top_k(-order, size)[0] % total
+    rows_of = jnp.arange(tip.root.shape[0])[:, None]
+    place = jnp.zeros((tip.root.shape[0], total + 1), jnp.int32).at[rows_of, kept + 1].set(
+        1 + jnp.arange(size, dtype=jnp.int32)[None])
+    chosen = jax.tree.map(lambda a: jnp.take_along_axis(a, kept, 1), flat)
+    chosen = chosen.replace(parent=jnp.take_along_axis(place, chosen.parent, 1))
+    return attach(roots(tip.root, tip.live, growth.nodes), jax.tree.map(lambda a: a.T, chosen))

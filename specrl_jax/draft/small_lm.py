@@ -1,0 +1,130 @@
+"""A smaller model of the actor's tokenizer drafts: chains and trees from its own distribution.
+
+It reads committed tokens and nothing else of the actor. Its cache holds every position up to the
+root, which is processed with what a round committed before the next tree grows.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jax.sharding import NamedSharding
+
+from specrl_jax.config import at_least, check
+from specrl_jax.draft import cached
+from specrl_jax.draft.base import Drafter, Occasion, Survive
+from specrl_jax.draft.cached import Held
+from specrl_jax.draft.grow import CHILDREN, KV, Growth, Network
+from specrl_jax.model import transformer
+from specrl_jax.model.architecture import Architecture, describe, is_param
+from specrl_jax.model.transformer import Attend, Params
+from specrl_jax.sharding import ROLLOUT_RULES, shardings
+from specrl_jax.structs import Array, DraftTree, Fill, Sampling, SpecConfig, Tip
+
+_AHEAD = 0  # position t reads token t
+
+
+@struct.dataclass
+class SmallState:
+    """What lies at and beyond a row's context or `length` is garbage and never read."""
+
+    tokens: Array  # i32[B, S' + 1] from the first of the prompt on
+    kv: KV  # (k [B, G, E, S'], v [B, G, S', E]) a layer
+    length: Array  # i32[B] positions processed
+    hidden: Array  # f[B, F] final hidden state of the last of them
+    prompt: int = struct.field(pytree_node=False)  # P
+
+
+def small_lm(arch: Architecture, depth: int, branch: int, nodes: int, children: str = "perturbed",
+             *, origin: int = 0, dtype: Any = jnp.float32) -> Drafter:
+    """The drafter with D = `depth`, K = `branch`, N = `nodes`.
+
+    Its own parameters, what `bind` is given, are those of architecture.describe.
+
+    Args:
+      arch: the small model's.
+      children: as of draft/eagle.py.
+      origin: what DraftTree.origin says of its nodes.
+      dtype: of its cache.
+
+    Raises:
+      ConfigError: sizes that cannot work.
+    """
+    check(children in CHILDREN, "draft.children", children, f"choose one of {', '.join(CHILDREN)}")
+    at_least(1, spec__max_steps=depth)
+    at_least(2, spec__max_nodes=nodes)
+    check(1 <= branch <= arch.vocab_size, "spec.max_branch", branch,
+          f"must lie in 1..{arch.vocab_size}, the vocabulary")
+    growth = Growth(_network(arch), depth, branch, nodes, children, origin)
+    return Drafter(
+        nodes=nodes, depth=depth,
+        init=functools.partial(_init, arch, depth, dtype),
+        propose=functools.partial(_propose, growth),
+        observe=lambda params, state, tip, verdict, path: state.replace(
+            tokens=cached.extend(state.tokens, tip.context + 1, verdict.tokens)),
+        take=lambda state, rows: jax.tree.map(lambda a: a[rows], state),
+        fork=_fork, prefill=_prefill,
+        bind=functools.partial(_bind, arch, jax.jit(_cast, static_argnums=(0, 2, 3))),
+        names=("small_lm",))
+
+
+def _network(arch: Architecture) -> Network:
+    def run(params: Params, token: Array, _: Array | None, position: Array, attend: Attend
+            ) -> Array:
+        rotation = transformer.rotations(arch, position)
+        x = transformer.embed(params, token)
+        for index, layer in enumerate(params["layers"]):
+            x, _ = transformer.block(arch, layer, index, x, rotation, attend)
+        return transformer.rms_norm(x, params["final_norm"], arch.norm_eps)
+
+    return Network(
+        run=run, logits=functools.partial(transformer.logits, arch), ahead=_AHEAD,
+        vocab=lambda params: jnp.arange(arch.vocab_size, dtype=jnp.int32))
+
+
+def _bind(arch: Architecture, cast: Any, actor: Any, own: Params) -> Params:
+    """The small model in the dtype and on the mesh of the published actor's jax arrays."""
+    place, dtype = actor["embed"].sharding, actor["embed"].dtype
+    return cast(arch, own, dtype, place.mesh if isinstance(place, NamedSharding) else None)
+
+
+def _cast(arch: Architecture, own: Params, dtype: Any, mesh: Any) -> Params:
+    weights = jax.tree.map(lambda a: a.astype(dtype), own)
+    if mesh is None:
+        return weights
+    places = shardings(describe(arch), ROLLOUT_RULES, mesh, is_param)
+    return jax.tree.map(jax.lax.with_sharding_constraint, weights, places)
+
+
+def _init(arch: Architecture, depth: int, dtype: Any, occasion: Occasion) -> SmallState:
+    b, g, e = occasion.batch, arch.num_kv_heads, arch.head_dim
+    places = cached.places(occasion.cache, depth)
+    return SmallState(
+        tokens=np.zeros((b, places + 1), np.int32),
+        kv=[(np.zeros((b, g, e, places), dtype), np.zeros((b, g, places, e), dtype))
+            for _ in range(arch.num_layers)],
+        length=np.zeros(b, np.int32), hidden=np.zeros((b, arch.hidden_size), dtype),
+        prompt=occasion.prompt.shape[1])
+
+
+def _fork(state: SmallState, fill: Fill) -> SmallState:
+    """Copies prompts between slots, with what the cache holds of them."""
+    return state.replace(
+        tokens=cached.copy(state.tokens, fill, state.prompt),
+        kv=cached.copy_kv(state.kv, fill, state.prompt),
+        length=cached.known(state.length, fill, _AHEAD))
+
+
+def _prefill(state: SmallState, fill: Fill, tokens: Array, features: Array | None) -> SmallState:
+    return state.replace(tokens=cached.enter(state.tokens, fill, tokens),
+                         length=jnp.where(fill.source >= 0, 0, state.length))
+
+
+def _propose(growth: Growth, params: Params, state: SmallState, tip: Tip, rows: Sampling,
+             spec: SpecConfig, survive: Survive) -> tuple[DraftTree, SmallState]:
+    held = Held(kv=state.kv, length=state.length, hidden=state.hidden)
+    tree, held = cached.propose(growth, params, held, state.tokens, None, tip, rows, spec, survive)
+    return tree, state.replace(kv=held.kv, length=held.length, hidden=held.hidden)
