@@ -13,7 +13,6 @@ DRAFTERS = ("off", "history", "eagle", "small_lm", "replay", "merge")
 RULES = ("match", "rejection", "lossy_lenient", "lossy_typical")
 CHILDREN = ("perturbed", "top", "sampled")
 POLICIES = ("off", "fixed")
-NUMERICS = ("fast", "invariant")
 DATASETS = ("specrl_arithmetic", "gsm8k")
 
 
@@ -187,8 +186,6 @@ class RolloutConfig:
     min_batch: int = option(4, "smallest batch of a shard that finished rows make room for")
     order: str = option("sorted", "order in which prompts take slots: sorted or reversed by id; "
                                   "tokens do not depend on it")
-    numerics: str = option("fast", "fast, or invariant: on a CPU in float32, a token's bits then "
-                                   "depend neither on speculation nor on the batch")
 
     def __post_init__(self) -> None:
         at_least(1, rollout__batch_size=self.batch_size,
@@ -197,8 +194,6 @@ class RolloutConfig:
                  rollout__min_batch=self.min_batch)
         check(self.order in ("sorted", "reversed"), "rollout.order", self.order,
               "choose sorted or reversed")
-        check(self.numerics in NUMERICS, "rollout.numerics", self.numerics,
-              f"choose one of {', '.join(NUMERICS)}")
         at_least(2, rollout__max_prompt_tokens=self.max_prompt_tokens)
         at_least(0, rollout__temperature=self.temperature, rollout__top_k=self.top_k)
         check(0 < self.top_p <= 1, "rollout.top_p", self.top_p, "must lie in (0, 1]")

@@ -79,7 +79,8 @@ class Trainer:
         self.state = LearnerState(params, jax.jit(
             self.optimizer.init, out_shardings=self._optimizer_places(params))(params))
         self.sampler = Sampler(config, self.arch, self.tokenizer.stop_ids, self.mesh,
-                               prompts=config.prompts_per_step, group=config.group_size, warn=say)
+                               prompts=config.prompts_per_step, group=config.group_size, warn=say,
+                               tokenizer=self.tokenizer)
         self.sampler.publish(params, 0)
         spec = config.spec
         self.memory = Memory(

@@ -58,14 +58,9 @@ class Sampler:
         self.config, self.group, self.mesh = config, group, mesh
         self.drafting = drafters.make(config, arch, stop, group, warn, tokenizer)
         drafter = self.drafting.drafter
-        if config.rollout.numerics == "invariant":
-            check(config.model.dtype == "float32", "model.dtype", config.model.dtype,
-                  "rollout.numerics = invariant is proven in float32 only")
-            check(config.mesh.tensor == 1, "mesh.tensor", config.mesh.tensor,
-                  "rollout.numerics = invariant is proven with 1 only")
         machine = Machine(arch, drafter, policies.make(
             config.control, config.spec, config.draft.mix or (1.0,) * len(drafter.names)),
-            config.spec.max_packed, rule=config.spec.rule, numerics=config.rollout.numerics)
+            config.spec.max_packed, rule=config.spec.rule)
         shapes = Shapes(
             batch=config.rollout.batch_size // shards, sequences=prompts * group // shards,
             group=group, prompt=config.rollout.max_prompt_tokens,

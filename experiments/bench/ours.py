@@ -106,6 +106,7 @@ class Ours:
 
     def _generate(self, step: int) -> Result:
         return self.sampler.engine.run(self.sampler.params, self._request(step),
+                                       self.sampler.drafter_params,
                                        rounds=self.config.rollout.rounds_per_launch)
 
     def _request(self, step: int) -> Request:

@@ -187,8 +187,9 @@ class Engine:
             prefill_seconds += launched - started
             waiting = [one.waiting for one in slots]
             smaller = self._next_smaller(batch) if not any(waiting) else 0
-            state = state.replace(estimate=self.everywhere(
-                acceptance.table(self.acceptance, outcomes)))
+            state = state.replace(
+                control=jax.tree.map(self.everywhere, self.control),
+                estimate=self.everywhere(acceptance.table(self.acceptance, outcomes)))
             state, seen = self._programs["launch", batch](
                 params, drafter_params, state, self._put_rows(np.asarray(waiting, np.int32)),
                 *(self.everywhere(np.int32(x)) for x in (rounds, smaller)))

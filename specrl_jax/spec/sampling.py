@@ -78,7 +78,9 @@ def draw(logits: Array, temperature: Array, top_k: Array, top_p: Array, key: Arr
 
     def truncated(logits: Array) -> tuple[Array, Array, Array]:
         boundary = _truncate(logits * scale[None], top_k, top_p)
-        return _race(logits, scale, greedy, boundary, key, position)
+        token, total, kept = _race(logits, scale, greedy, boundary, key, position)
+        # A row that keeps all has the bits that it has where no row asks for truncation.
+        return token, total, jnp.where((top_k > 0) | (top_p < 1), kept, total)
 
     def whole(logits: Array) -> tuple[Array, Array, Array]:
         return _race(logits, scale, greedy, None, key, position)

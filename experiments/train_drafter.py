@@ -1,0 +1,65 @@
+"""Trains an EAGLE-3 drafter for a model or for a run's actor, and measures it on held-out prompts.
+
+    python experiments/train_drafter.py --config=tiny --workdir=runs/tiny_drafter
+    python experiments/train_drafter.py --config=smollm2 --config.rollout.temperature=0.6
+
+The model answers prompts of config.data with config.rollout's settings; the drafter learns to say
+what it said. The same command again resumes. The workdir then holds drafter/ (safetensors),
+checkpoints/, metrics.jsonl and the rollouts.
+"""
+
+import dataclasses
+import signal
+import sys
+import typing
+from pathlib import Path
+from types import FrameType
+
+import config_flags
+from absl import flags
+
+from specrl_jax.actor import CHECKPOINTS, open_actor
+from specrl_jax.config import Config
+from specrl_jax.drafter_training import DRAFTER, DrafterTraining, train_drafter
+from specrl_jax.host.checkpoint import list_steps
+from specrl_jax.host.compilation import use_persistent_cache
+
+DEFINE = {int: flags.DEFINE_integer, float: flags.DEFINE_float, str: flags.DEFINE_string,
+          bool: flags.DEFINE_bool}
+TYPES = typing.get_type_hints(DrafterTraining)
+OPTIONS = {field.name: DEFINE[TYPES[field.name]](field.name, field.default, field.metadata["help"])
+           for field in dataclasses.fields(DrafterTraining)}
+ACTOR = flags.DEFINE_string("actor", None, "working directory of a run whose actor is to be "
+                            "drafted for; without it, the model at --config.model.path")
+ACTOR_STEP = flags.DEFINE_integer("actor_step", None, "with --actor, its weights after this many "
+                                  "steps (default: the newest checkpoint)", lower_bound=0)
+
+
+class Stopped(KeyboardInterrupt):
+    """SIGTERM, handled like Ctrl-C."""
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    raise Stopped
+
+
+def main(config: Config, workdir: Path) -> int:
+    signal.signal(signal.SIGTERM, _stop)
+    options = DrafterTraining(**{name: flag.value for name, flag in OPTIONS.items()})
+    actor = open_actor(config, ACTOR.value and Path(ACTOR.value), ACTOR_STEP.value)
+    use_persistent_cache()
+    try:
+        if not train_drafter(config, actor, options, workdir):
+            print(f"{workdir}: the drafter is complete ({options.steps} updates); choose another "
+                  f"--workdir")
+        print(f"the drafter is in {workdir / DRAFTER}")
+    except KeyboardInterrupt:
+        steps = list_steps(workdir / CHECKPOINTS)
+        kept = f"checkpoint {steps[-1]} is good" if steps else "finished rollouts are kept"
+        print(f"\nstopped; {kept}: run the same command again to go on", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    config_flags.run(main)

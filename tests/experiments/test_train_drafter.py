@@ -1,0 +1,256 @@
+"""Drafter training: what it learns from, how it is measured, and that it resumes exactly."""
+
+import dataclasses
+import gzip
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from specrl_jax import drafter_data, drafter_training
+from specrl_jax.actor import open_actor
+from specrl_jax.config import Config, ConfigError, DataConfig, ModelSource, RolloutConfig
+from specrl_jax.draft import eagle_weights
+from specrl_jax.drafter_data import Corpus
+from specrl_jax.drafter_score import summarize, table, walk
+from specrl_jax.drafter_training import DrafterTraining
+from specrl_jax.host.checkpoint import restore_part
+from specrl_jax.host.metrics import read_metrics
+from specrl_jax.loop import Prompts
+from specrl_jax.model.tiny import TINY, byte_tokenizer
+from specrl_jax.rl.distill import Assessment
+
+TOKENIZER = byte_tokenizer()
+MICRO = DrafterTraining(
+    rollout_prompts=8, samples=2, eval_prompts=2, eval_every=3, draft_vocab=64, steps=6,
+    batch_tokens=512, micro_batch_tokens=256, checkpoint_every=2, unroll=2, learning_rate=3e-3)
+
+
+def micro_config(**data):
+    return Config(
+        model=ModelSource(path="random:tiny"), data=DataConfig(level="add2", **data),
+        rollout=RolloutConfig(batch_size=8, max_prompt_tokens=96, max_new_tokens=10, min_batch=8))
+
+
+# Measures.
+
+
+def test_rounds_are_replayed():
+    # Drafts of depth 0 are right at anchors 0 and 2, of depth 1 at 0; the response has 5 tokens.
+    match = np.array([[1, 0, 1, 0, 0, 1], [1, 1, 0, 0, 0, 1]], bool)
+    tokens, rounds = walk(match, 5)
+    # Depth 1: 0 1 | 2 3 | 4. Depth 2: 0 1 2 | 3 | 4, because the draft at 1 was never made.
+    assert (tokens, rounds) == (5, [3, 3])
+    assert walk(np.ones((2, 6), bool), 5) == (5, [3, 2])
+    assert walk(np.zeros((2, 6), bool), 0) == (0, [0, 0])
+
+
+def test_means_are_over_live_anchors():
+    live = np.array([[[1, 1], [0, 0]], [[1, 0], [0, 0]]], bool)  # one response of 2, and padding
+    alpha = np.where(live, [[[0.5, 0.25]], [[0.125, 9]]], 9)
+    match = np.ones((2, 2, 2), bool)
+    found = summarize([Assessment(alpha=alpha, agree=~live, match=match, live=live)] * 2)
+    assert (found["alpha/0"], found["alpha/1"]) == (0.375, 0.125)
+    assert found["agree/0"] == 0 and found["match/1"] == 1
+    # The last round can say no more than is left, so 2 tokens are one round with any chain.
+    assert found["accept_length/1"] == found["accept_length/2"] == 2
+    assert len(table(found).splitlines()) == 3 and "0.375" in table(found)
+
+
+# Data.
+
+
+def corpus(lengths, first=3):
+    rng = np.random.default_rng(0)
+    count = len(lengths)
+    return Corpus([rng.integers(0, 256, n).astype(np.int32) for n in lengths],
+                  np.full(count, first, np.int32), np.arange(count, dtype=np.float32),
+                  np.zeros(count, np.float32), np.zeros((count, 2), np.uint32))
+
+
+@pytest.mark.parametrize("shards", [1, 4])
+def test_every_sequence_is_in_one_plan_that_fits_it(shards):
+    made = corpus(np.random.default_rng(1).integers(5, 300, 80))
+    plans = drafter_data.make_plans(made, 2048, 1024, shards, seed=0)
+    rows = np.concatenate([p.rows.ravel() for p in plans])
+    assert sorted(rows[rows >= 0]) == list(range(80))
+    assert {p.width for p in plans} == {160, 320}
+    for plan in plans:
+        mine = plan.rows[plan.rows >= 0]
+        assert made.length[mine].max() <= plan.width
+        assert (made.length - made.first)[mine].max() <= plan.window
+        assert plan.rows.shape[1] % shards == 0
+        assert plan.width * plan.rows.size <= max(2048, plan.width * shards)
+    assert len({p.rows.shape + (p.width, p.window) for p in plans}) == 2
+    again = drafter_data.make_plans(made, 2048, 1024, shards, seed=1)
+    assert any((a.rows != b.rows).any() for a, b in zip(plans, again, strict=True))
+
+
+def test_few_short_sequences_share_the_long_ones_shape():
+    plans = drafter_data.make_plans(corpus([10] * 3 + [200] * 40), 2048, 1024, 1, seed=0)
+    assert {p.width for p in plans} == {224}
+
+
+def test_texts_are_padded_and_the_greedy_count_as_temperature_1():
+    made = corpus([5, 9, 7])
+    plan, = drafter_data.make_plans(made, 128, 64, 1, seed=0)
+    texts = drafter_data.texts_of(made, plan, 0.0)
+    assert texts.tokens.shape == (2, 2, 32)
+    assert sorted(texts.length.ravel()) == [0, 5, 7, 9] and (texts.temperature == 1).all()
+    at = tuple(np.argwhere(texts.length == 9)[0])
+    np.testing.assert_array_equal(texts.tokens[at][:9], made.tokens[1])
+    assert texts.reward[at] == 1 and (texts.tokens[at][9:] == 0).all()
+    assert (texts.first >= 1).all()
+
+
+def test_files_of_texts(tmp_path):
+    lines = [json.dumps({"question": "1 + 1", "answer": "2"}), "", json.dumps({"text": "abc"})]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    with gzip.open(tmp_path / "a.jsonl.gz", "wt") as file:
+        file.write("\n".join(lines))
+    for name in ("a.jsonl", "a.jsonl.gz"):
+        read = drafter_data.read_texts(tmp_path / name, TOKENIZER, "", 99)
+        assert [TOKENIZER.decode(t) for t in read.tokens] == [
+            "<|im_start|>user\n1 + 1<|im_end|>\n<|im_start|>assistant\n2<|im_end|>", "abc"]
+        assert TOKENIZER.decode(read.tokens[0][read.first[0] :]) == "2<|im_end|>"
+        assert read.first[1] == 1 and (read.reward == 1).all() and len(read.responses) == 4
+    assert len(drafter_data.read_texts(tmp_path / "a.jsonl", TOKENIZER, "", 25).tokens[0]) == 25
+
+
+@pytest.mark.parametrize("content, message", [
+    ("{", "give a JSONL file"),
+    ('{"question": "a"}', "neither a text nor a question"),
+    ("3", "neither a text nor a question"),
+    ('{"text": "a"}', "no token to learn"),
+])
+def test_other_files_are_refused(tmp_path, content, message):
+    (tmp_path / "a.jsonl").write_text(content)
+    with pytest.raises(ConfigError, match=message):
+        drafter_data.read_texts(tmp_path / "a.jsonl", TOKENIZER, "", 99)
+    with pytest.raises(ConfigError, match="missing.jsonl"):
+        drafter_data.read_texts(tmp_path / "missing.jsonl", TOKENIZER, "", 99)
+
+
+def test_rollouts_are_judged_per_prompt():
+    prompts = Prompts([{"id": 7, "answer": "1"}], ["p"], [[5, 6]])
+    said = [[*TOKENIZER.encode("1"), TOKENIZER.stop_ids[0], 9], [*TOKENIZER.encode("12"), 9]]
+    rolled = {"prompt_length": np.int32([2, 2, 4]), "tokens": np.int32([*said, [0, 0, 0]]),
+              "length": np.int32([2, 2, 1]), "prompt_id": np.int32([7, 7, 9]),
+              "sample_id": np.int32([0, 1, 0]), "stopped": np.array([True, False, False])}
+
+    def reward(prompt, completion, example):
+        return float(completion == example["answer"]), {}
+
+    made = drafter_data.judged(rolled, prompts, 0, reward, TOKENIZER)
+    assert [t.tolist() for t in made.tokens] == [[5, 6, *said[0][:2]], [5, 6, *said[1][:2]]]
+    assert made.reward.tolist() == [1, 0] and made.first.tolist() == [2, 2]
+    assert made.advantage == pytest.approx([1, -1], abs=1e-4)
+    assert made.key.shape == (2, 2) and (made.key[0] != made.key[1]).any()
+
+
+def test_held_out_prompts_are_not_trained_on():
+    config, lines = micro_config(), []
+    options = dataclasses.replace(MICRO, eval_split="train", rollout_prompts=5)
+    asked, held = drafter_training.load_prompts(config, options, open_actor(config), lines.append)
+    assert len(asked.texts) == 3 and len(held.texts) == 2 and not set(asked.texts) & set(held.texts)
+    assert any("2 training prompts are held out" in line for line in lines)
+    every = dataclasses.replace(options, rollout_prompts=2)
+    with pytest.raises(ConfigError, match="eval_split = 'train': holds out every training prompt"):
+        drafter_training.load_prompts(config, every, open_actor(config), lines.append)
+
+
+@pytest.mark.parametrize("changes, message", [
+    ({"rollout_prompts": 0}, "nothing to learn from; give some, or --texts=FILE"),
+    ({"steps": 0}, "steps = 0: must be at least 1"),
+    ({"loss": "mse"}, "loss = 'mse': choose one of"),
+    ({"warmup_steps": 6}, "decay_steps = 6: must be 0 or more than"),
+])
+def test_options_are_checked(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        dataclasses.replace(MICRO, **changes)
+
+
+# Runs.
+
+
+def train(workdir, options=MICRO, **data):
+    config = micro_config(**data)
+    return drafter_training.train_drafter(config, open_actor(config), options, workdir)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """An uninterrupted run."""
+    workdir = tmp_path_factory.mktemp("drafter") / "run"
+    assert train(workdir)
+    return workdir
+
+
+def losses(workdir):
+    return [(m["step"], m["loss"], m["alpha/1"], m.get("eval/alpha/0")) for m in
+            read_metrics(workdir)]
+
+
+@pytest.mark.slow
+def test_a_head_learns_and_is_written(whole):
+    told = read_metrics(whole)
+    assert [m["step"] for m in told] == list(range(6))
+    assert [m["step"] for m in told if "eval/alpha/0" in m] == [2, 5]
+    assert told[5]["eval/alpha/0"] > told[2]["eval/alpha/0"] > 0
+    assert told[5]["loss"] < told[0]["loss"]
+    saved = restore_part(whole / "checkpoints", 6, "drafter")
+    assert len(saved["vocab"]) == 64 and TOKENIZER.stop_ids[0] in saved["vocab"]
+    arch, own, warnings = eagle_weights.load(whole / "drafter", TINY, TOKENIZER.stop_ids)
+    assert arch.draft_vocab == 64 and not warnings
+    jax.tree.map(np.testing.assert_array_equal, own, saved)
+    assert not train(whole)  # there is nothing left to do
+
+
+@pytest.mark.slow
+def test_a_run_that_was_stopped_ends_as_if_it_had_not_been(whole, tmp_path, monkeypatch):
+    step, generate = drafter_training.DrafterTrainer.step, drafter_data.Sampler.generate
+    calls = []
+
+    def stopping(trainer):
+        if trainer.step_number == 5:
+            raise KeyboardInterrupt
+        return step(trainer)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(drafter_training.DrafterTrainer, "step", stopping)
+        with pytest.raises(KeyboardInterrupt):
+            train(tmp_path)
+    monkeypatch.setattr(drafter_data.Sampler, "generate", lambda *a, **k: calls.append(1) or
+                        generate(*a, **k))
+    assert train(tmp_path) and not calls  # the rollouts were kept
+    assert losses(tmp_path) == losses(whole)
+    same = [restore_part(d / "checkpoints", 6, "drafter") for d in (tmp_path, whole)]
+    jax.tree.map(np.testing.assert_array_equal, *same)
+
+
+@pytest.mark.slow
+def test_features_that_are_not_kept_are_the_same(whole, tmp_path):
+    assert train(tmp_path, dataclasses.replace(MICRO, feature_megabytes=0))
+    assert losses(tmp_path) == losses(whole)
+
+
+@pytest.mark.slow
+def test_the_command(command, tmp_path):
+    (tmp_path / "texts.jsonl").write_text(json.dumps({"text": "What is 1 + 1? It is 2."}))
+    flags = [f"--{f.name}={getattr(MICRO, f.name)}" for f in dataclasses.fields(MICRO)
+             if f.name not in ("texts", "rollout_prompts", "own_head")]
+    done = command("train_drafter.py", "--config=tiny", f"--workdir={tmp_path / 'run'}", *flags,
+                   "--rollout_prompts=0", f"--texts={tmp_path / 'texts.jsonl'}")
+    assert done.returncode == 0, done.stderr
+    assert "held out: depth  alpha" in done.stderr and "step 6/6" in done.stderr
+    assert f"the drafter is in {tmp_path / 'run' / 'drafter'}" in done.stdout
+    done = command("train_drafter.py", "--config=tiny", f"--workdir={tmp_path / 'run'}",
+                   "--steps=7")
+    assert done.returncode == 2 and "was started with" in done.stderr
+
+
+def test_help_lists_the_options(command):
+    done = command("train_drafter.py", "--help")
+    assert done.returncode == 0, done.stderr
+    assert "--draft_vocab" in done.stdout and "draft depths trained" in done.stdout
