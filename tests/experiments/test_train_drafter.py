@@ -3,15 +3,26 @@
 import dataclasses
 import gzip
 import json
+import types
 
 import jax
 import numpy as np
 import pytest
 
-from specrl_jax import drafter_data, drafter_training
+from specrl_jax import drafter_data, drafter_training, sharding
 from specrl_jax.actor import open_actor
-from specrl_jax.config import Config, ConfigError, DataConfig, ModelSource, RolloutConfig
-from specrl_jax.draft import eagle_weights
+from specrl_jax.config import (
+    Config,
+    ConfigError,
+    ControlConfig,
+    DataConfig,
+    DraftConfig,
+    ModelSource,
+    RolloutConfig,
+    SpecOptions,
+)
+from specrl_jax.draft import eagle_model, eagle_weights
+from specrl_jax.draft.eagle_model import EagleArch
 from specrl_jax.drafter_data import Corpus
 from specrl_jax.drafter_score import summarize, table, walk
 from specrl_jax.drafter_training import DrafterTraining
@@ -19,7 +30,10 @@ from specrl_jax.host.checkpoint import restore_part
 from specrl_jax.host.metrics import read_metrics
 from specrl_jax.loop import Prompts
 from specrl_jax.model.tiny import TINY, byte_tokenizer
+from specrl_jax.model.weights import describe_source
+from specrl_jax.rl import distill
 from specrl_jax.rl.distill import Assessment
+from specrl_jax.sampler import Asked, Sampler
 
 TOKENIZER = byte_tokenizer()
 MICRO = DrafterTraining(
@@ -151,13 +165,11 @@ def test_rollouts_are_judged_per_prompt():
 
 def test_held_out_prompts_are_not_trained_on():
     config, lines = micro_config(), []
-    options = dataclasses.replace(MICRO, eval_split="train", rollout_prompts=5)
-    asked, held = drafter_training.load_prompts(config, options, open_actor(config), lines.append)
+    asked, held = drafter_data.load_prompts(config, TOKENIZER, 5, "train", 2, lines.append)
     assert len(asked.texts) == 3 and len(held.texts) == 2 and not set(asked.texts) & set(held.texts)
     assert any("2 training prompts are held out" in line for line in lines)
-    every = dataclasses.replace(options, rollout_prompts=2)
     with pytest.raises(ConfigError, match="eval_split = 'train': holds out every training prompt"):
-        drafter_training.load_prompts(config, every, open_actor(config), lines.append)
+        drafter_data.load_prompts(config, TOKENIZER, 2, "train", 2, lines.append)
 
 
 @pytest.mark.parametrize("changes, message", [
@@ -169,6 +181,33 @@ def test_held_out_prompts_are_not_trained_on():
 def test_options_are_checked(changes, message):
     with pytest.raises(ConfigError, match=message):
         dataclasses.replace(MICRO, **changes)
+
+
+# The start.
+
+
+def test_features_start_near_one_whatever_the_taps_are_and_first_tokens_do_not_count():
+    arch, rng = EagleArch(TINY, draft_vocab=16), np.random.default_rng(0)
+    own = np.float32([0.5, 40]).repeat(64)  # random:tiny has two layers, and so two taps
+    taps = rng.standard_normal((1, 128, 2, 20)).astype(np.float32) * own[:, None, None]
+    taps[..., 0] *= 1000  # a first token
+    taps[..., 1, 5:] *= 1e6  # padding
+    texts = types.SimpleNamespace(length=np.int32([[20, 5]]))
+    lessons = types.SimpleNamespace(taps=taps, hidden=np.zeros((1, 64, 2, 1), np.float32))
+    scale = drafter_training.tap_scale(texts, lessons)
+    assert scale == pytest.approx([0.5, 40], rel=0.1)
+    actor = describe_source("random:tiny").params()
+    lent = distill.lend(arch, actor, np.arange(16))
+    head = drafter_training.warm_start(arch, eagle_model.initialize(arch, 0), actor, lent, scale)
+    described = eagle_model.describe(arch)
+    assert jax.tree.map(np.shape, head) == jax.tree.map(lambda p: p.shape, described,
+                                                        is_leaf=lambda p: hasattr(p, "axes"))
+    features = np.asarray(eagle_model.project(head, taps[0, :, 0, 1:]))
+    assert np.sqrt((features**2).mean()) == pytest.approx(1, abs=0.2)
+    highest = taps[0, 64:, 0, 1:] / 40
+    assert np.corrcoef(features.ravel(), highest.ravel())[0, 1] > 0.9
+    np.testing.assert_array_equal(head["head"], actor["embed"][:16])
+    np.testing.assert_array_equal(head["gate_up"], actor["layers"][-1]["gate_up"])
 
 
 # Runs.
@@ -233,6 +272,25 @@ def test_a_run_that_was_stopped_ends_as_if_it_had_not_been(whole, tmp_path, monk
 def test_features_that_are_not_kept_are_the_same(whole, tmp_path):
     assert train(tmp_path, dataclasses.replace(MICRO, feature_megabytes=0))
     assert losses(tmp_path) == losses(whole)
+
+
+@pytest.mark.slow
+def test_a_rollout_with_the_head_takes_the_rounds_that_were_replayed(whole):
+    config = dataclasses.replace(
+        micro_config(), draft=DraftConfig(path=str(whole / "drafter")),
+        control=ControlConfig(policy="fixed", min_survival=0.0),
+        spec=SpecOptions(drafter="eagle", steps=2, branch=1, nodes=3, max_steps=2, max_branch=1,
+                         max_nodes=3))
+    _, held = drafter_data.load_prompts(config, TOKENIZER, 0, "test", 2, print)
+    sampler = Sampler(config, TINY, TOKENIZER.stop_ids, sharding.make_mesh(config.mesh), prompts=2,
+                      group=2)
+    sampler.publish(describe_source("random:tiny").params(), 0)
+    sampler.compile()
+    ids = np.asarray([held.examples[i]["id"] for i in range(2)])
+    _, result = sampler.generate(Asked(held.tokens, ids, ids * 0), "train", 0)
+    taken = result.counters["committed"] / result.counters["row_rounds"]
+    replayed = read_metrics(whole)[-1]["eval/accept_length/2"]
+    assert taken == pytest.approx(replayed) and taken > 1.05
 
 
 @pytest.mark.slow
