@@ -17,7 +17,7 @@ import numpy as np
 from specrl_jax import prng, sharding
 from specrl_jax.config import Config, ConfigError, check
 from specrl_jax.evaluate import batches
-from specrl_jax.host.data import messages
+from specrl_jax.host.data import load_examples, messages
 from specrl_jax.loop import Prompts, make_prompts
 from specrl_jax.model.tokenizer import Tokenizer
 from specrl_jax.model.transformer import Params
@@ -30,6 +30,8 @@ from specrl_jax.sampler import Sampler
 STREAM = "train"
 FIELDS = ("prompt_length", "tokens", "length", "prompt_id", "sample_id", "stopped")
 PART_BATCHES = 4  # a stored part of the rollouts fills the slots about that often
+RESPONSE_WEIGHT = 4  # of a response's token over a question's
+LENGTH_CLASSES = (1 / 3, 2 / 3, 1.0)  # quantiles; each width is compiled
 WIDTH_MULTIPLE = 32  # columns of a batch, so that a shape serves many
 
 
@@ -241,6 +243,20 @@ def _question_and_text(row: Any, tokenizer: Tokenizer, system: str) -> tuple[lis
     return prompt, tokenizer.encode(row["answer"]) + list(tokenizer.stop_ids[:1])
 
 
+def token_counts(config: Config, source: Source, corpus: Corpus) -> np.ndarray:
+    """i64[V]: how often responses have each token, and, for less, the questions of config.data.
+
+    Answers repeat names of their questions, so the split's questions, which cost no rollout, tell
+    which rare tokens a draft vocabulary needs (experiments/LOG.md).
+    """
+    asked = [np.zeros(0, np.int64)]
+    for example in load_examples(dataclasses.replace(config.data, examples=0)):
+        asked.append(np.asarray(source.tokenizer.encode(example["question"])))
+    size = source.arch.vocab_size
+    return (RESPONSE_WEIGHT * np.bincount(corpus.responses, minlength=size)
+            + np.bincount(np.concatenate(asked), minlength=size))
+
+
 # Batches.
 
 
@@ -255,7 +271,7 @@ class Plan:
 
 def make_plans(corpus: Corpus, tokens: int, micro_tokens: int, shards: int, seed: int
                ) -> list[Plan]:
-    """Cuts a corpus into plans of at most two shapes: sequences up to half the longest, and others.
+    """Cuts a corpus into plans of a few shapes: each third of the lengths has a width of its own.
 
     Each plan is a random part of its class; every sequence is in one.
 
@@ -263,16 +279,8 @@ def make_plans(corpus: Corpus, tokens: int, micro_tokens: int, shards: int, seed
       tokens, micro_tokens: of an update and of a micro-batch, padding included.
       shards: b is a multiple of this.
     """
-    longest = _round_up(int(corpus.length.max()))
-    half = _round_up(longest // 2)
-    short = corpus.length <= half
-    if not short.all() and short.sum() * half < tokens:
-        short[:] = False  # too few for a shape of their own
-    classes = [(half, np.flatnonzero(short)), (longest, np.flatnonzero(~short))]
     plans = []
-    for width, members in classes:
-        if len(members) == 0:
-            continue
+    for width, members in _classes(corpus.length, tokens):
         b = max(micro_tokens // width // shards, 1) * shards
         n = max(tokens // (b * width), 1)
         window = _round_up(int((corpus.length - corpus.first)[members].max()))
@@ -281,6 +289,19 @@ def make_plans(corpus: Corpus, tokens: int, micro_tokens: int, shards: int, seed
         rows[: len(members)] = members[np.argsort(words, kind="stable")]
         plans += [Plan(part, width, window) for part in rows.reshape(-1, n, b)]
     return plans
+
+
+def _classes(length: np.ndarray, tokens: int) -> list[tuple[int, np.ndarray]]:
+    """(width, sequences): those that fit and fill an update, others go to the next width."""
+    widths = sorted({_round_up(int(np.quantile(length, q, method="higher")))
+                     for q in LENGTH_CLASSES})
+    classes, start = [], 0
+    for width in widths:
+        members = np.flatnonzero((length > start) & (length <= width))
+        if width == widths[-1] or len(members) * width >= tokens:
+            classes.append((width, members))
+            start = width
+    return classes
 
 
 def _round_up(size: int) -> int:

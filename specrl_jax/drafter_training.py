@@ -21,7 +21,15 @@ from specrl_jax.actor import CHECKPOINTS, Actor
 from specrl_jax.config import Config, ConfigError, as_dict, at_least, check, option
 from specrl_jax.draft import eagle_model, eagle_weights
 from specrl_jax.draft.eagle_model import EagleArch
-from specrl_jax.drafter_data import Corpus, Plan, gather, load_prompts, make_plans, texts_of
+from specrl_jax.drafter_data import (
+    Corpus,
+    Plan,
+    gather,
+    load_prompts,
+    make_plans,
+    texts_of,
+    token_counts,
+)
 from specrl_jax.drafter_score import by_depth, summarize, table
 from specrl_jax.host import metrics
 from specrl_jax.host.checkpoint import Checkpoints
@@ -96,8 +104,8 @@ class DrafterTrainer:
         self.arch = arch = EagleArch(
             source.arch, draft_vocab=min(options.draft_vocab, source.arch.vocab_size),
             own_head=options.own_head)
-        counts = np.bincount(corpus.responses, minlength=source.arch.vocab_size)
-        self.vocab = eagle_model.choose_vocab(counts, arch.draft_vocab, source.tokenizer.stop_ids)
+        self.vocab = eagle_model.choose_vocab(token_counts(config, source, corpus),
+                                              arch.draft_vocab, source.tokenizer.stop_ids)
         self.temperature, self.seed = config.rollout.temperature, config.seed
         self.mesh, self.step_number = sharding.make_mesh(config.mesh), 0
         shards = sharding.shard_count(self.mesh)

@@ -85,25 +85,35 @@ def corpus(lengths, first=3):
 
 @pytest.mark.parametrize("shards", [1, 4])
 def test_every_sequence_is_in_one_plan_that_fits_it(shards):
-    made = corpus(np.random.default_rng(1).integers(5, 300, 80))
+    made = corpus(np.random.default_rng(1).integers(5, 300, 400))
     plans = drafter_data.make_plans(made, 2048, 1024, shards, seed=0)
     rows = np.concatenate([p.rows.ravel() for p in plans])
-    assert sorted(rows[rows >= 0]) == list(range(80))
-    assert {p.width for p in plans} == {160, 320}
+    assert sorted(rows[rows >= 0]) == list(range(400))
+    assert len({p.width for p in plans}) == 3 and max(p.width for p in plans) < 300 + 32
     for plan in plans:
         mine = plan.rows[plan.rows >= 0]
         assert made.length[mine].max() <= plan.width
         assert (made.length - made.first)[mine].max() <= plan.window
         assert plan.rows.shape[1] % shards == 0
         assert plan.width * plan.rows.size <= max(2048, plan.width * shards)
-    assert len({p.rows.shape + (p.width, p.window) for p in plans}) == 2
+    assert len({p.rows.shape + (p.width, p.window) for p in plans}) == 3
+    assert sum(p.rows.size * p.width for p in plans) < 1.5 * made.length.sum()
     again = drafter_data.make_plans(made, 2048, 1024, shards, seed=1)
     assert any((a.rows != b.rows).any() for a, b in zip(plans, again, strict=True))
 
 
 def test_few_short_sequences_share_the_long_ones_shape():
-    plans = drafter_data.make_plans(corpus([10] * 3 + [200] * 40), 2048, 1024, 1, seed=0)
+    plans = drafter_data.make_plans(corpus([10] * 3 + [200] * 4), 2048, 1024, 1, seed=0)
     assert {p.width for p in plans} == {224}
+
+
+def test_responses_count_more_than_questions_in_the_vocabulary():
+    config, actor = micro_config(examples=1), open_actor(micro_config())
+    counts = drafter_data.token_counts(config, actor.source, corpus([9], first=8))
+    assert counts.sum() > 1000  # the whole split's questions
+    said = corpus([9], first=8).tokens[0][8]
+    without = drafter_data.token_counts(config, actor.source, corpus([9], first=9))
+    assert counts[said] - without[said] == 4 and without[ord("?")] > without[ord("!")] == 0
 
 
 def test_texts_are_padded_and_the_greedy_count_as_temperature_1():
