@@ -150,7 +150,8 @@ def _dense(machine: Machine, params: Any, packing: transformer.Packing, at: Situ
         rotation = transformer.rotations(arch, position)
         x, fresh = transformer.embed(params, tokens), []
         for index, layer in enumerate(params["layers"]):
-            x, kv = transformer.block(arch, layer, index, x, rotation, lambda i, q, k, v: q)
+            x, kv = transformer.block(arch, layer, index, x, rotation,
+                                      lambda i, q, k, v: q, few=True)
             fresh.append(kv)
         return transformer.rms_norm(x, params["final_norm"], arch.norm_eps), fresh
 
@@ -179,7 +180,7 @@ def _attention(machine: Machine, packing: transformer.Packing, cache: Cache, par
 def _head(machine: Machine, params: Any, packed: int) -> Part:
     hidden = jnp.ones((machine.arch.hidden_size, packed), params["embed"].dtype)
     own = {name: params[name] for name in ("embed", "head") if name in params}
-    return _bound(lambda params, hidden: transformer.logits(machine.arch, params, hidden),
+    return _bound(lambda params, hidden: transformer.logits(machine.arch, params, hidden, few=True),
                   own, hidden)
 
 

@@ -90,12 +90,13 @@ def _network(arch: EagleArch) -> Network:
     def run(params: Bound, token: Array, feature: Array, position: Array, attend: Attend) -> Array:
         embedded = embed({"embed": params.embed}, token)
         out, _ = eagle_model.step(arch, params.weights, embedded, feature, position,
-                                  functools.partial(attend, 0))
+                                  functools.partial(attend, 0), few=True)
         return out
 
     return Network(
         run=run, vocab=lambda params: params.vocab, ahead=_AHEAD,
-        logits=lambda params, hidden: eagle_model.logits(arch, params.weights, params.head, hidden))
+        logits=lambda params, hidden: eagle_model.logits(arch, params.weights, params.head, hidden,
+                                                         few=True))
 
 
 def _bind(arch: EagleArch, cast: Any, actor: Any, own: Any) -> Bound:

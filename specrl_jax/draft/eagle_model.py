@@ -124,19 +124,21 @@ def project(params: Params, taps: Array) -> Array:
     return transformer.project(params["fc"], taps)
 
 
-def logits(arch: EagleArch, params: Params, head: Array | None, hidden: Array) -> Array:
+def logits(arch: EagleArch, params: Params, head: Array | None, hidden: Array,
+           few: bool = False) -> Array:
     """f32[Vd, ...] of the network's outputs [F, ...].
 
     Args:
       head: `draft_head` of the actor; not read where the drafter has its own.
+      few: as of transformer.project.
     """
     head = params["head"] if arch.own_head else head
     normed = transformer.rms_norm(hidden, params["final_norm"], arch.norm_eps)
-    return jnp.tensordot(head, normed, 1, preferred_element_type=jnp.float32)
+    return transformer.project(head, normed, few=few, dtype=jnp.float32)
 
 
 def step(arch: EagleArch, params: Params, embedded: Array, feature: Array, position: Array,
-         attend: Attend) -> tuple[Array, tuple[Array, Array]]:
+         attend: Attend, few: bool = False) -> tuple[Array, tuple[Array, Array]]:
     """The layer.
 
     Args:
@@ -144,6 +146,7 @@ def step(arch: EagleArch, params: Params, embedded: Array, feature: Array, posit
       feature: [F, ...] of each position: the actor's, or this function's output before it.
       position: i32[...].
       attend: may keep the keys and values it is given.
+      few: as of transformer.project.
 
     Returns:
       the output [F, ...], before the final norm; and (k, v), each [G, E, ...].
@@ -151,12 +154,12 @@ def step(arch: EagleArch, params: Params, embedded: Array, feature: Array, posit
     layer, eps = arch.layer, arch.norm_eps
     both = jnp.concatenate([transformer.rms_norm(embedded, params["embed_norm"], eps),
                             transformer.rms_norm(feature, params["feature_norm"], eps)])
-    qkv = transformer.project(params["qkv"], both)
+    qkv = transformer.project(params["qkv"], both, few=few)
     rotation = transformer.rotations(layer, position)
     q = transformer.rotate(qkv[:, : layer.group], rotation)
     k, v = transformer.rotate(qkv[:, layer.group], rotation), qkv[:, layer.group + 1]
-    x = feature + transformer.project(params["o"], attend(q, k, v), 3)
-    return x + transformer.feed_forward(layer, params, x), (k, v)
+    x = feature + transformer.project(params["o"], attend(q, k, v), 3, few)
+    return x + transformer.feed_forward(layer, params, x, few), (k, v)
 
 
 def unroll(arch: EagleArch, params: Params, embed: Array, features: Array, tokens: Array,

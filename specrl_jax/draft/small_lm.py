@@ -77,11 +77,11 @@ def _network(arch: Architecture) -> Network:
         rotation = transformer.rotations(arch, position)
         x = transformer.embed(params, token)
         for index, layer in enumerate(params["layers"]):
-            x, _ = transformer.block(arch, layer, index, x, rotation, attend)
+            x, _ = transformer.block(arch, layer, index, x, rotation, attend, few=True)
         return transformer.rms_norm(x, params["final_norm"], arch.norm_eps)
 
     return Network(
-        run=run, logits=functools.partial(transformer.logits, arch), ahead=_AHEAD,
+        run=run, logits=functools.partial(transformer.logits, arch, few=True), ahead=_AHEAD,
         vocab=lambda params: jnp.arange(arch.vocab_size, dtype=jnp.int32))
 
 

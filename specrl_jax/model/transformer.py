@@ -5,6 +5,7 @@ then `w @ x` as it stands, which a CPU runs faster than `x @ w` from 1 to 128 to
 (experiments/LOG.md) and which makes a key come out as the cache stores it, [G, E, token].
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+from specrl_kernels.narrow_matmul import narrow_matmul
 from specrl_kernels.tree_attention import tree_attention
 
 from specrl_jax.model.architecture import Architecture
@@ -68,15 +70,25 @@ def rms_norm(x: Array, weight: Array, eps: float, axis: int = 0) -> Array:
     return (scaled * weight.reshape(shape)).astype(x.dtype)
 
 
-def project(weight: Array, x: Array, axes: int = 1) -> Array:
-    """weight [..., in] times x [in, ...]; the last `axes` of weight meet the first of x."""
-    return jnp.tensordot(weight, x, axes)
+def project(weight: Array, x: Array, axes: int = 1, few: bool = False, dtype: Any = None) -> Array:
+    """weight [..., in] times x [in, ...]; the last `axes` of weight meet the first of x.
+
+    Args:
+      few: x has few tokens and nothing is differentiated, so that a kernel for that may be used.
+      dtype: of the result; None is that of x.
+    """
+    if not few:
+        return jnp.tensordot(weight, x, axes, preferred_element_type=dtype)
+    out, tokens = weight.shape[: weight.ndim - axes], x.shape[axes:]
+    inner = math.prod(x.shape[:axes])
+    y = narrow_matmul(weight.reshape(-1, inner), x.reshape(inner, -1))
+    return y.astype(dtype or x.dtype).reshape(out + tokens)
 
 
-def attention_inputs(arch: Architecture, layer: Params, x: Array, rotation: tuple[Array, Array]
-                     ) -> tuple[Array, Array, Array]:
+def attention_inputs(arch: Architecture, layer: Params, x: Array, rotation: tuple[Array, Array],
+                     few: bool = False) -> tuple[Array, Array, Array]:
     """q [G, R, E, ...], k and v [G, E, ...] of one layer for x [F, ...]."""
-    qkv = project(layer["qkv"], rms_norm(x, layer["attn_norm"], arch.norm_eps))
+    qkv = project(layer["qkv"], rms_norm(x, layer["attn_norm"], arch.norm_eps), few=few)
     if arch.qkv_bias:
         bias = layer["qkv_bias"]
         qkv = qkv + bias.reshape(bias.shape + (1,) * (x.ndim - 1))
@@ -87,23 +99,23 @@ def attention_inputs(arch: Architecture, layer: Params, x: Array, rotation: tupl
     return rotate(q, rotation), rotate(k, rotation), v
 
 
-def feed_forward(arch: Architecture, layer: Params, x: Array) -> Array:
-    gate_up = project(layer["gate_up"], rms_norm(x, layer["mlp_norm"], arch.norm_eps))
-    return project(layer["down"], jax.nn.silu(gate_up[0]) * gate_up[1])
+def feed_forward(arch: Architecture, layer: Params, x: Array, few: bool = False) -> Array:
+    gate_up = project(layer["gate_up"], rms_norm(x, layer["mlp_norm"], arch.norm_eps), few=few)
+    return project(layer["down"], jax.nn.silu(gate_up[0]) * gate_up[1], few=few)
 
 
 def block(arch: Architecture, layer: Params, index: int, x: Array, rotation: tuple[Array, Array],
-          attend: Attend) -> tuple[Array, tuple[Array, Array]]:
-    """One layer. `attend(index, q, k, v)` returns [G, R, E, ...]."""
-    q, k, v = attention_inputs(arch, layer, x, rotation)
-    x = x + project(layer["o"], attend(index, q, k, v), 3)
-    return x + feed_forward(arch, layer, x), (k, v)
+          attend: Attend, few: bool = False) -> tuple[Array, tuple[Array, Array]]:
+    """One layer. `attend(index, q, k, v)` returns [G, R, E, ...]; `few` is as of `project`."""
+    q, k, v = attention_inputs(arch, layer, x, rotation, few)
+    x = x + project(layer["o"], attend(index, q, k, v), 3, few)
+    return x + feed_forward(arch, layer, x, few), (k, v)
 
 
-def logits(arch: Architecture, params: Params, hidden: Array) -> Array:
-    """f32[V, ...] from final normalised hidden states [F, ...]."""
+def logits(arch: Architecture, params: Params, hidden: Array, few: bool = False) -> Array:
+    """f32[V, ...] from final normalised hidden states [F, ...]; `few` is as of `project`."""
     head = params["embed"] if arch.tied else params["head"]
-    return jnp.tensordot(head, hidden, 1, preferred_element_type=jnp.float32)
+    return project(head, hidden, few=few, dtype=jnp.float32)
 
 
 def embed(params: Params, tokens: Array) -> Array:
@@ -140,7 +152,7 @@ def tree_forward(arch: Architecture, params: Params, cache: Cache, tokens: Array
 
     x = embed(params, tokens)
     for index, layer in enumerate(params["layers"]):
-        x, _ = block(arch, layer, index, x, rotation, attend)
+        x, _ = block(arch, layer, index, x, rotation, attend, few=True)
         if index in taps:
             tapped.append(x)
     return (rms_norm(x, params["final_norm"], arch.norm_eps), fresh,

@@ -152,7 +152,7 @@ def verify_in(machine: Machine, params: Params, drafter_params: Params, cache: C
     hidden, fresh, taps = transformer.tree_forward(
         machine.arch, params, cache, tokens[at], tip.context[packing.row] + depth[at],
         packing, machine.implementation, machine.drafter.taps)
-    logits = transformer.logits(machine.arch, params, hidden)
+    logits = transformer.logits(machine.arch, params, hidden, few=True)
     processing = (rows.temperature[packing.row], rows.top_k[packing.row], rows.top_p[packing.row])
     if machine.rule == "match":
         drawn = sampling.draw(logits, *processing, rows.key[packing.row],

@@ -1,0 +1,128 @@
+"""Products with few columns: exact to rounding, the same bits whatever the other columns are."""
+
+import functools
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from specrl_kernels.dispatch import Unsupported
+from specrl_kernels.narrow_matmul import IMPLEMENTATIONS, machine, narrow_matmul
+
+SHAPES = [(1, 16), (13, 64), (96, 1536), (4097, 32)]
+COLUMNS = [1, 2, 3, 4, 7, 8, 16, 31, 64]
+
+
+def arrays(rows, inner, columns, seed=0):
+    rng = np.random.default_rng(seed)
+    return (jnp.asarray(rng.standard_normal((rows, inner)), jnp.float32),
+            jnp.asarray(rng.standard_normal((inner, columns)), jnp.float32))
+
+
+@functools.cache
+def compiled(implementation):
+    return jax.jit(functools.partial(narrow_matmul, implementation=implementation))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_equals_float64(implementation, shape):
+    for columns in COLUMNS:
+        w, x = arrays(*shape, columns)
+        want = np.asarray(w, np.float64) @ np.asarray(x, np.float64)
+        scale = np.abs(np.asarray(w, np.float64)) @ np.abs(np.asarray(x, np.float64))
+        got = np.asarray(compiled(implementation)(w, x))
+        assert got.dtype == np.float32 and got.shape == want.shape
+        assert np.all(np.abs(got - want) <= 1e-6 * scale)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_columns_bits_do_not_depend_on_the_others(shape):
+    w, x = arrays(*shape, machine.MOST_COLUMNS)
+    alone = np.concatenate([compiled("machine")(w, x[:, i:i + 1]) for i in range(x.shape[1])], 1)
+    for columns in COLUMNS:
+        assert np.array_equal(compiled("machine")(w, x[:, :columns]), alone[:, :columns])
+
+
+def test_a_rows_bits_do_not_depend_on_the_others():
+    w, x = arrays(101, 64, 5)
+    whole = np.asarray(compiled("machine")(w, x))
+    for start, stop in ((0, 1), (0, 6), (5, 18), (100, 101)):
+        assert np.array_equal(compiled("machine")(w[start:stop], x), whole[start:stop])
+
+
+def test_the_same_bits_each_time_with_many_in_flight():
+    w, x = arrays(3000, 128, 8)
+    many = jax.jit(lambda w, x: [narrow_matmul(w, x, implementation="machine") for _ in range(20)])
+    want = np.asarray(compiled("machine")(w, x))
+    for _ in range(10):
+        assert all(np.array_equal(got, want) for got in many(w, x))
+
+
+def test_non_finite_columns_stay_alone():
+    w, x = arrays(64, 32, 6)
+    want = np.asarray(compiled("machine")(w, x))
+    got = np.asarray(compiled("machine")(w, x.at[:, 2].set(jnp.nan)))
+    assert np.isnan(got[:, 2]).all()
+    assert np.array_equal(np.delete(got, 2, 1), np.delete(want, 2, 1))
+
+
+@pytest.mark.parametrize(("w", "x", "why"), [
+    ((8, 16), (16, 65), "65 columns: 1 to 64"), ((8, 20), (20, 2), "K = 20, no multiple of 16"),
+    ((8, 0), (0, 2), "K = 0"), ((8, 16), (16, 0), "0 columns"),
+])
+def test_what_it_cannot_do_is_said_and_left_to_xla(w, x, why):
+    w, x = jnp.ones(w), jnp.ones(x)
+    with pytest.raises(Unsupported, match=why):
+        narrow_matmul(w, x, implementation="machine")
+    assert np.array_equal(narrow_matmul(w, x), np.asarray(w) @ np.asarray(x))
+
+
+def test_bfloat16_is_left_to_xla():
+    w, x = (a.astype(jnp.bfloat16) for a in arrays(8, 16, 2))
+    with pytest.raises(Unsupported, match="bfloat16: float32 only"):
+        narrow_matmul(w, x, implementation="machine")
+    assert narrow_matmul(w, x).dtype == jnp.float32
+
+
+def test_without_the_code_generator(monkeypatch):
+    monkeypatch.setitem(sys.modules, "llvmlite.binding", None)
+    monkeypatch.setattr(machine, "code", machine.code.__wrapped__)
+    w, x = arrays(8, 16, 2)
+    with pytest.raises(Unsupported, match="needs the package llvmlite"):
+        narrow_matmul(w, x, implementation="machine")
+    assert np.allclose(narrow_matmul(w, x), w @ x, atol=1e-5)
+
+
+@pytest.mark.parametrize(("w", "x", "name"), [
+    (jnp.ones((8, 16)), jnp.ones((8, 2)), r"\(8, 16\), \(8, 2\), expected"),
+    (jnp.ones(16), jnp.ones((16, 2)), r"\(16,\), \(16, 2\), expected"),
+    (jnp.ones((8, 16)), jnp.ones((16, 2), jnp.bfloat16), "x.dtype = bfloat16, expected w's"),
+])
+def test_what_does_not_fit_is_named(w, x, name):
+    with pytest.raises(ValueError, match=name):
+        narrow_matmul(w, x)
+
+
+def test_an_unknown_name_is_named():
+    with pytest.raises(ValueError, match="fast"):
+        narrow_matmul(*arrays(8, 16, 2), implementation="fast")
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_weights_that_the_compiler_may_split_are_left_to_xla(tensor):
+    """Rows of x are split by hand, as a rollout's are; `tensor` is the compiler's."""
+    mesh = jax.make_mesh((4 // tensor, tensor), ("data", "tensor"),
+                         axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    w, x = arrays(32, 16, 8)
+
+    def product(w, x):
+        return narrow_matmul(w, x, implementation="machine" if tensor == 1 else None)
+
+    mapped = jax.jit(jax.shard_map(product, mesh=mesh, in_specs=(P(), P(None, "data")),
+                                   out_specs=P(None, "data"), axis_names={"data"}))
+    text = mapped.lower(w, x).as_text()
+    assert ("specrl_narrow_matmul" in text) == (tensor == 1)
+    np.testing.assert_allclose(mapped(w, x), w @ x, atol=1e-5)
