@@ -1,0 +1,123 @@
+"""A little more than llvmlite's builder: loops over numbers, addresses of floats, vectors."""
+
+from collections.abc import Callable
+
+from llvmlite import ir
+
+I32, I64, FLOAT, POINTER, VOID = (ir.IntType(32), ir.IntType(64), ir.FloatType(), ir.PointerType(),
+                                  ir.VoidType())
+LANES = 16  # floats of a vector; a CPU with narrower registers takes several
+VECTOR = ir.VectorType(FLOAT, LANES)
+ZERO = ir.Constant(VECTOR, None)
+Number = int | ir.Value
+
+
+class Function:
+    """A function under construction; `args` are its arguments."""
+
+    def __init__(self, module: ir.Module, name: str, args: list[ir.Type],
+                 returns: ir.Type = VOID) -> None:
+        self.module = module
+        self.ir = ir.Function(module, ir.FunctionType(returns, args), name)
+        self.args = self.ir.args
+        self.b = ir.IRBuilder(self.ir.append_basic_block("entry"))
+
+    def number(self, n: Number) -> ir.Value:
+        return ir.Constant(I64, n) if isinstance(n, int) else n
+
+    def total(self, *terms: tuple[Number, Number] | Number) -> ir.Value:
+        """The sum of numbers and of products (a, b)."""
+        out: ir.Value = self.number(0)
+        for term in terms:
+            if isinstance(term, tuple):
+                term = self.b.mul(self.number(term[0]), self.number(term[1]))
+            out = self.b.add(out, self.number(term))
+        return out
+
+    def at(self, pointer: ir.Value, *terms: tuple[Number, Number] | Number,
+           kind: ir.Type = FLOAT) -> ir.Value:
+        """The address of an element, its index given as for `total`."""
+        return self.b.gep(pointer, [self.total(*terms)], source_etype=kind)
+
+    def get(self, pointer: ir.Value, *terms: tuple[Number, Number] | Number,
+            kind: ir.Type = FLOAT) -> ir.Value:
+        return self.b.load(self.at(pointer, *terms, kind=kind), typ=kind)
+
+    def get_index(self, pointer: ir.Value, *terms: tuple[Number, Number] | Number) -> ir.Value:
+        """An i32 element as a number."""
+        return self.b.sext(self.get(pointer, *terms, kind=I32), I64)
+
+    def vector(self, address: ir.Value) -> ir.Value:
+        return self.b.load(address, typ=VECTOR, align=4)
+
+    def put(self, value: ir.Value, address: ir.Value) -> None:
+        self.b.store(value, address, align=4)
+
+    def spread(self, value: ir.Value) -> ir.Value:
+        """A vector of equal lanes."""
+        one = self.b.insert_element(ir.Constant(VECTOR, ir.Undefined), value, ir.Constant(I32, 0))
+        return self.b.shuffle_vector(one, one, ir.Constant(ir.VectorType(I32, LANES), [0] * LANES))
+
+    def call(self, name: str, returns: ir.Type, *args: ir.Value) -> ir.Value:
+        """Calls an intrinsic or a function of the C library."""
+        function = self.module.globals.get(name)
+        if function is None:
+            function = ir.Function(self.module, ir.FunctionType(returns, [a.type for a in args]),
+                                   name)
+        return self.b.call(function, args)
+
+    def fma(self, x: ir.Value, y: ir.Value, z: ir.Value) -> ir.Value:
+        """x y + z, rounded once."""
+        return self.call(f"llvm.fma.v{LANES}f32", VECTOR, x, y, z)
+
+    def fetch(self, address: ir.Value) -> None:
+        """Asks for memory that will be read soon."""
+        self.call("llvm.prefetch.p0", VOID, address,
+                  *(ir.Constant(I32, n) for n in (0, 3, 1)))
+
+    def smaller(self, x: Number, y: Number) -> ir.Value:
+        x, y = self.number(x), self.number(y)
+        return self.b.select(self.b.icmp_signed("<", x, y), x, y)
+
+    def loop(self, start: Number, stop: Number, step: int, carried: list[ir.Value],
+             body: Callable[[ir.Value, list[ir.Value]], list[ir.Value]]) -> list[ir.Value]:
+        """for i in range(start, stop, step): carried = body(i, carried); returns the last."""
+        b, before = self.b, self.b.block
+        head, inside, after = (b.append_basic_block(name) for name in ("head", "inside", "after"))
+        b.branch(head)
+        b.position_at_end(head)
+        first = [self.number(start), *carried]
+        held = [b.phi(value.type) for value in first]
+        for phi, value in zip(held, first, strict=True):
+            phi.add_incoming(value, before)
+        b.cbranch(b.icmp_signed("<", held[0], self.number(stop)), inside, after)
+        b.position_at_end(inside)
+        new = [b.add(held[0], self.number(step)), *body(held[0], held[1:])]
+        for phi, value in zip(held, new, strict=True):
+            phi.add_incoming(value, b.block)
+        b.branch(head)
+        b.position_at_end(after)
+        return held[1:]
+
+    def each(self, start: Number, stop: Number, step: int, body: Callable[[ir.Value], None]
+             ) -> None:
+        """for i in range(start, stop, step): body(i)."""
+        self.loop(start, stop, step, [], lambda i, _: body(i) or [])
+
+    def sums(self, vectors: list[ir.Value]) -> list[ir.Value]:
+        """The sum of each vector's lanes: halves are added until one lane is left.
+
+        Two vectors' halves share a vector, which does not change the order of any sum.
+        """
+        held, width = vectors + [ZERO] * (-len(vectors) % LANES), LANES
+        kind = ir.VectorType(I32, LANES)
+        while width > 1:
+            half = width // 2
+            lanes = [[lane for start in range(offset, 2 * LANES, width)
+                      for lane in range(start, start + half)] for offset in (0, half)]
+            held = [self.b.fadd(*(self.b.shuffle_vector(x, y, ir.Constant(kind, index))
+                                  for index in lanes))
+                    for x, y in zip(held[::2], held[1::2], strict=True)]
+            width = half
+        return [self.b.extract_element(held[i // LANES], ir.Constant(I32, i % LANES))
+                for i in range(len(vectors))]
