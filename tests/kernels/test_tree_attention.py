@@ -212,7 +212,7 @@ def test_if_none_can_all_reasons_are_told() -> None:
     with pytest.raises(ExceptionGroup) as found:
         tree_attention(**make(), prefix=1, scale=1.0)
     reasons = [str(reason) for reason in found.value.exceptions]
-    assert [r.split(":")[0] for r in reasons] == IMPLEMENTATIONS
+    assert [r.split(":")[0] for r in reasons] == ["machine", *IMPLEMENTATIONS]
     assert all("prefix" in r for r in reasons)
 
 

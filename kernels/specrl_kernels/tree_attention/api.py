@@ -6,11 +6,13 @@ from typing import Any
 import jax
 
 from specrl_kernels import dispatch
+from specrl_kernels.tree_attention.machine import tree_attention_machine
 from specrl_kernels.tree_attention.reference import tree_attention_reference
 from specrl_kernels.tree_attention.xla import tree_attention_xla
 
 _WHY = "shapes must agree with q [W, H, E], tree_k [B, n, G, E]"
-IMPLEMENTATIONS = {"xla": tree_attention_xla, "reference": tree_attention_reference}
+IMPLEMENTATIONS = {"machine": tree_attention_machine, "xla": tree_attention_xla,
+                   "reference": tree_attention_reference}
 
 
 def tree_attention(

@@ -1,0 +1,62 @@
+"""Tree attention on a CPU, by machine code made for the shapes.
+
+Scores of the committed positions, then of the ancestors, lie in one line as if all were committed;
+every sum over features or over positions is taken in one order. So a node's bits depend on its
+query, its committed prefix and its ancestors alone: not on the tree, the batch or the layout of the
+cache, and an ancestor counts the same before it is committed and after.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from specrl_kernels.dispatch import Unsupported
+from specrl_kernels.machine_code import runtime
+from specrl_kernels.machine_code.runtime import Code
+
+_MULTIPLE = 16  # of E and of segments, machine_code.emit.LANES
+
+
+def tree_attention_machine(q: jax.Array, row: jax.Array, node: jax.Array, tree_k: jax.Array,
+                           tree_v: jax.Array, parent: jax.Array,
+                           cache_k: tuple[jax.Array, ...], cache_v: tuple[jax.Array, ...],
+                           length: jax.Array, slot: jax.Array | None,
+                           prefix: Any, *, scale: float, window: int | None) -> jax.Array:
+    """See `api.tree_attention`."""
+    b, n, g, e = tree_k.shape
+    sizes = tuple(k.shape[3] for k in cache_k)
+    if prefix is not None or window is not None:
+        raise Unsupported("a shared prefix or a window")
+    if {a.dtype for a in (q, tree_k, tree_v, *cache_k, *cache_v)} != {jnp.dtype(jnp.float32)}:
+        raise Unsupported("float32 only")
+    if e % _MULTIPLE or any(size % _MULTIPLE for size in sizes):
+        raise Unsupported(f"E = {e}, segments = {sizes}: multiples of {_MULTIPLE} only")
+    runtime.require_cpu()
+    if slot is None:
+        slot = jnp.arange(b, dtype=jnp.int32)
+    room = ((0, 0), (0, 0), (0, 0), (0, -n % _MULTIPLE))
+    keys = jnp.pad(tree_k.transpose(0, 2, 3, 1), room)
+    call = jax.ffi.ffi_call(code(q.shape[1], g, e, n, sizes).name,
+                            jax.ShapeDtypeStruct(q.shape, jnp.float32))
+    return call(q * scale, row, node, keys, tree_v.transpose(0, 2, 1, 3), parent, length, slot,
+                *cache_k, *cache_v)
+
+
+@functools.cache
+def code(heads: int, kv_heads: int, head_dim: int, nodes: int, segments: tuple[int, ...]) -> Code:
+    """Code for these shapes, made once.
+
+    Raises:
+      Unsupported: there is no code generator here.
+    """
+
+    def generate() -> object:
+        from specrl_kernels.tree_attention import code
+
+        return code.generate(code.Shape(heads, kv_heads, head_dim, nodes, segments))
+
+    name = "_".join(map(str, ("specrl_tree_attention", heads, kv_heads, head_dim, nodes,
+                              *segments)))
+    return runtime.register(name, 8 + 2 * len(segments), generate)

@@ -1,0 +1,142 @@
+"""Tree attention as machine code: right, and bits that depend on a node's own past alone."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from specrl_kernels.dispatch import Unsupported
+from specrl_kernels.tree_attention import tree_attention
+
+HEADS = {"groups of 3": (9, 3, 64), "alone": (2, 2, 16), "groups of 7": (7, 1, 32),
+         "wide": (4, 2, 128), "widest": (2, 1, 256)}
+SEGMENTS = {"one": (64,), "short": (16,), "several": (64, 16, 48)}
+CALL = jax.jit(functools.partial(tree_attention, scale=0.3), static_argnames="implementation")
+
+
+def make(heads, segments, lengths, nodes, seed=0, parent=None, order=None):
+    """Arguments of tree_attention in which every node is packed, in `order`."""
+    rng = np.random.default_rng(seed)
+    h, g, e = heads
+    b = len(lengths)
+    if parent is None:
+        parent = [[0] + [int(rng.integers(0, i)) for i in range(1, nodes)] for _ in range(b)]
+    order = np.arange(b * nodes) if order is None else order
+
+    def normal(*shape):
+        return jnp.asarray(rng.standard_normal(shape), jnp.float32)
+
+    return {"q": normal(b * nodes, h, e)[order] / (0.3 * e**0.5),
+            "row": jnp.asarray(order // nodes, jnp.int32),
+            "node": jnp.asarray(order % nodes, jnp.int32),
+            "tree_k": normal(b, nodes, g, e), "tree_v": normal(b, nodes, g, e),
+            "parent": jnp.asarray(parent, jnp.int32),
+            "cache_k": tuple(normal(b, g, e, s) for s in segments),
+            "cache_v": tuple(normal(b, g, s, e) for s in segments),
+            "length": jnp.asarray(lengths, jnp.int32)}
+
+
+def run(case, implementation="machine"):
+    return np.asarray(CALL(**case, implementation=implementation))
+
+
+@pytest.mark.parametrize(("heads", "segments", "nodes"), [
+    *((heads, "several", 5) for heads in HEADS), ("groups of 3", "short", 1),
+    ("groups of 3", "one", 17)])
+def test_equals_the_reference(heads, segments, nodes):
+    whole = sum(SEGMENTS[segments])
+    case = make(HEADS[heads], SEGMENTS[segments], [0, 1, 15, 16, whole - 1, whole], nodes)
+    np.testing.assert_allclose(run(case), run(case, "reference"), rtol=0, atol=1e-5)
+
+
+def test_equals_the_reference_through_slots():
+    case = make(HEADS["groups of 3"], (64,), [5, 40, 9], 4)
+    case["slot"] = jnp.asarray([2, 0, 2], jnp.int32)
+    np.testing.assert_allclose(run(case), run(case, "reference"), rtol=0, atol=1e-5)
+    straight = dict(case, slot=jnp.arange(3, dtype=jnp.int32))
+    assert not np.allclose(run(case), run(straight))
+
+
+def test_scores_far_apart():
+    case = make(HEADS["alone"], (16,), [9, 16], 3)
+    case["q"] = case["q"] * 60
+    np.testing.assert_allclose(run(case), run(case, "reference"), rtol=0, atol=1e-4)
+
+
+def commit(case, path):
+    """The case after the nodes of `path` were committed: the next node alone is left."""
+    length, last = int(case["length"][0]), path[-1]
+    keys, values = (np.concatenate(case[name], axis) for name, axis in
+                    (("cache_k", 3), ("cache_v", 2)))
+    for i, node in enumerate(path[:-1]):
+        keys[0, :, :, length + i] = case["tree_k"][0, node]
+        values[0, :, length + i] = case["tree_v"][0, node]
+    cut = np.cumsum([k.shape[3] for k in case["cache_k"]])[:-1]
+    packed = int(np.flatnonzero(np.asarray(case["node"]) == last)[0])
+    return {"q": case["q"][packed:packed + 1], "row": case["row"][:1] * 0,
+            "node": case["node"][:1] * 0,
+            "tree_k": case["tree_k"][:, last:last + 1], "tree_v": case["tree_v"][:, last:last + 1],
+            "parent": jnp.zeros((1, 1), jnp.int32),
+            "cache_k": tuple(map(jnp.asarray, np.split(keys, cut, 3))),
+            "cache_v": tuple(map(jnp.asarray, np.split(values, cut, 2))),
+            "length": case["length"] + len(path) - 1}, packed
+
+
+@pytest.mark.parametrize("length", [0, 1, 14, 16, 61, 63, 64, 70])
+def test_an_ancestor_counts_the_same_once_it_is_committed(length):
+    parent = [[0, 0, 1, 1, 3, 4, 2]]
+    case = make(HEADS["groups of 3"], (64, 16, 16), [length], 7, parent=parent)
+    whole = run(case)
+    for path in ([0], [0, 1], [0, 1, 2], [0, 1, 3, 4, 5], [0, 1, 2, 6]):
+        after, packed = commit(case, path)
+        assert np.array_equal(run(after)[0], whole[packed])
+
+
+def test_bits_do_not_depend_on_other_rows_segments_or_order():
+    heads, lengths = HEADS["groups of 3"], [33, 0, 64, 7]
+    case = make(heads, (64, 64), lengths, 6)
+    want = run(case)
+    order = np.random.default_rng(1).permutation(24)
+    mixed = case | {name: case[name][order] for name in ("q", "row", "node")}
+    assert np.array_equal(run(mixed), want[order])
+    whole = case | {"cache_k": (jnp.concatenate(case["cache_k"], 3),),
+                    "cache_v": (jnp.concatenate(case["cache_v"], 2),)}
+    assert np.array_equal(run(whole), want)
+    for b in range(4):
+        alone = {name: jax.tree.map(lambda a, b=b: a[b:b + 1], case[name])
+                 for name in ("tree_k", "tree_v", "parent", "cache_k", "cache_v", "length")}
+        mine = np.asarray(case["row"]) == b
+        alone |= {"q": case["q"][mine], "row": case["row"][mine] * 0, "node": case["node"][mine]}
+        assert np.array_equal(run(alone), want[mine])
+
+
+def test_what_is_beyond_the_length_or_off_the_path_is_inert():
+    case = make(HEADS["groups of 3"], (64,), [5, 17], 6, parent=[[0, 0, 1, 2, 3, 4]] * 2)
+    want = run(case)
+    beyond = np.arange(64)[None] >= np.asarray(case["length"])[:, None]
+    dirty = case | {
+        "cache_k": (jnp.where(beyond[:, None, None], 1e6, case["cache_k"][0]),),
+        "cache_v": (jnp.where(beyond[:, None, :, None], -1e6, case["cache_v"][0]),)}
+    assert np.array_equal(run(dirty), want)
+    dirty = case | {name: case[name].at[:, 5].set(1e6) for name in ("tree_k", "tree_v")}
+    assert np.array_equal(run(dirty)[:5], want[:5]) and not np.array_equal(run(dirty), want)
+
+
+@pytest.mark.parametrize(("change", "why"), [
+    (dict(heads=(2, 1, 24)), "E = 24"), (dict(segments=(64, 20)), "segments = \\(64, 20\\)")])
+def test_what_it_cannot_do_is_said_and_left_to_xla(change, why):
+    case = make(**(dict(heads=(2, 1, 16), segments=(64,), lengths=[3], nodes=2) | change))
+    with pytest.raises(Unsupported, match=why):
+        run(case)
+    assert np.array_equal(CALL(**case), run(case, "xla"))
+
+
+def test_windows_and_bfloat16_are_left_to_xla():
+    case = make((2, 1, 16), (64,), [3], 2)
+    with pytest.raises(Unsupported, match="window"):
+        tree_attention(**case, scale=0.3, window=4, implementation="machine")
+    narrow = {name: jax.tree.map(lambda a: a.astype(jnp.bfloat16)
+                                 if a.dtype == jnp.float32 else a, x) for name, x in case.items()}
+    with pytest.raises(Unsupported, match="float32 only"):
+        run(narrow)
