@@ -79,10 +79,10 @@ class Ours:
         self.past: np.ndarray | None = None
 
     def warm_up(self) -> None:
-        """Compiles, and makes the earlier responses that history drafts from."""
+        """Compiles, and generates once, as peers do; history drafts from what was said then."""
         self.sampler.compile()
+        said = self._generate(WARM_UP).sequences
         if self.sampler.engine.layout.past:
-            said = self._generate(WARM_UP).sequences
             within = np.arange(said.tokens.shape[1])[None] < said.length[:, None]
             self.past = np.where(within, said.tokens, -1).astype(np.int32)[:, None]
 
