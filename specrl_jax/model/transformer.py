@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+from specrl_kernels import rms_norm as kernels
 from specrl_kernels.narrow_matmul import narrow_matmul
 from specrl_kernels.tree_attention import tree_attention
 
@@ -61,8 +62,12 @@ def rotate(x: Array, rotation: tuple[Array, Array]) -> Array:
     return jnp.concatenate(turned, axis).astype(x.dtype)
 
 
-def rms_norm(x: Array, weight: Array, eps: float, axis: int = 0) -> Array:
-    """Root-mean-square norm over `axis`, computed in float32."""
+def rms_norm(x: Array, weight: Array, eps: float, axis: int = 0, few: bool = False) -> Array:
+    """Root-mean-square norm over `axis`, computed in float32; `few` is as of `project`."""
+    if few:
+        first = jnp.moveaxis(x, axis, 0)
+        normed = kernels.rms_norm(first.reshape(len(first), -1), weight, eps=eps)
+        return jnp.moveaxis(normed.reshape(first.shape), 0, axis)
     wide = x.astype(jnp.float32)
     scaled = wide * jax.lax.rsqrt(jnp.square(wide).mean(axis, keepdims=True) + eps)
     shape = [1] * x.ndim
@@ -88,19 +93,20 @@ def project(weight: Array, x: Array, axes: int = 1, few: bool = False, dtype: An
 def attention_inputs(arch: Architecture, layer: Params, x: Array, rotation: tuple[Array, Array],
                      few: bool = False) -> tuple[Array, Array, Array]:
     """q [G, R, E, ...], k and v [G, E, ...] of one layer for x [F, ...]."""
-    qkv = project(layer["qkv"], rms_norm(x, layer["attn_norm"], arch.norm_eps), few=few)
+    qkv = project(layer["qkv"], rms_norm(x, layer["attn_norm"], arch.norm_eps, few=few), few=few)
     if arch.qkv_bias:
         bias = layer["qkv_bias"]
         qkv = qkv + bias.reshape(bias.shape + (1,) * (x.ndim - 1))
     q, k, v = qkv[:, : arch.group], qkv[:, arch.group], qkv[:, arch.group + 1]
     if arch.qk_norm:
-        q = rms_norm(q, layer["q_norm"], arch.norm_eps, axis=2)
-        k = rms_norm(k, layer["k_norm"], arch.norm_eps, axis=1)
+        q = rms_norm(q, layer["q_norm"], arch.norm_eps, 2, few)
+        k = rms_norm(k, layer["k_norm"], arch.norm_eps, 1, few)
     return rotate(q, rotation), rotate(k, rotation), v
 
 
 def feed_forward(arch: Architecture, layer: Params, x: Array, few: bool = False) -> Array:
-    gate_up = project(layer["gate_up"], rms_norm(x, layer["mlp_norm"], arch.norm_eps), few=few)
+    normed = rms_norm(x, layer["mlp_norm"], arch.norm_eps, few=few)
+    gate_up = project(layer["gate_up"], normed, few=few)
     return project(layer["down"], jax.nn.silu(gate_up[0]) * gate_up[1], few=few)
 
 
@@ -155,7 +161,7 @@ def tree_forward(arch: Architecture, params: Params, cache: Cache, tokens: Array
         x, _ = block(arch, layer, index, x, rotation, attend, few=True)
         if index in taps:
             tapped.append(x)
-    return (rms_norm(x, params["final_norm"], arch.norm_eps), fresh,
+    return (rms_norm(x, params["final_norm"], arch.norm_eps, few=True), fresh,
             jnp.concatenate(tapped) if taps else None)
 
 

@@ -6,7 +6,7 @@ All functions see one data shard, inside `shard_map`.
 import jax
 import jax.numpy as jnp
 
-from specrl_jax.model import transformer
+from specrl_jax.model import invariant, transformer
 from specrl_jax.model.transformer import Params
 from specrl_jax.rollout.round import Machine
 from specrl_jax.structs import Array, Cache, Fill, RolloutState
@@ -23,10 +23,13 @@ def prefill(machine: Machine, width: int, params: Params, drafter_params: Params
       tokens: i32[p, P'] prompts, right-padded.
       length: i32[p].
     """
-    _, cached, taps = transformer.hidden_states(
-        machine.arch, params, tokens, *transformer.right_padded(tokens.shape, length),
-        taps=machine.drafter.taps)
-    blocks = [(k.transpose(2, 0, 1, 3), v.transpose(2, 0, 3, 1)) for k, v in cached]
+    if machine.invariant:
+        blocks, taps = invariant.prompt_forward(machine.arch, params, tokens, machine.drafter.taps)
+    else:
+        _, cached, taps = transformer.hidden_states(
+            machine.arch, params, tokens, *transformer.right_padded(tokens.shape, length),
+            taps=machine.drafter.taps)
+        blocks = [(k.transpose(2, 0, 1, 3), v.transpose(2, 0, 3, 1)) for k, v in cached]
     features = None if taps is None else machine.drafter.project(drafter_params, taps)
     state = fork(machine, width, state, fill)
     kv = _write_rows(state.cache.kv, fill.source, blocks, tokens.shape[1])

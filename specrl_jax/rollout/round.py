@@ -43,6 +43,7 @@ class Machine:
     most: int = 64  # tokens that one verification may pack
     implementation: str | None = None  # of tree attention
     rule: str = "match"  # of verification, one of config.RULES
+    invariant: bool = False  # see model/invariant.py
 
 
 def bucket_ladder(batch: int, nodes: int, most: int) -> tuple[Bucket, ...]:

@@ -12,7 +12,7 @@ from specrl_kernels.dispatch import Unsupported
 from specrl_kernels.narrow_matmul import IMPLEMENTATIONS, machine, narrow_matmul
 
 SHAPES = [(1, 16), (13, 64), (96, 1536), (4097, 32)]
-COLUMNS = [1, 2, 3, 4, 7, 8, 16, 31, 64]
+COLUMNS = [1, 2, 3, 4, 7, 8, 16, 31, 64, 131]
 
 
 def arrays(rows, inner, columns, seed=0):
@@ -40,7 +40,7 @@ def test_equals_float64(implementation, shape):
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_columns_bits_do_not_depend_on_the_others(shape):
-    w, x = arrays(*shape, machine.MOST_COLUMNS)
+    w, x = arrays(*shape, max(COLUMNS))
     alone = np.concatenate([compiled("machine")(w, x[:, i:i + 1]) for i in range(x.shape[1])], 1)
     for columns in COLUMNS:
         assert np.array_equal(compiled("machine")(w, x[:, :columns]), alone[:, :columns])
@@ -70,7 +70,7 @@ def test_non_finite_columns_stay_alone():
 
 
 @pytest.mark.parametrize(("w", "x", "why"), [
-    ((8, 16), (16, 65), "65 columns: 1 to 64"), ((8, 20), (20, 2), "K = 20, no multiple of 16"),
+    ((8, 20), (20, 2), "K = 20, no multiple of 16"),
     ((8, 0), (0, 2), "K = 0"), ((8, 16), (16, 0), "0 columns"),
 ])
 def test_what_it_cannot_do_is_said_and_left_to_xla(w, x, why):

@@ -1,0 +1,71 @@
+"""Forwards whose bits depend, token by token, on what comes before the token alone.
+
+Norms, products and attention are machine code that takes each sum in one order, whatever else is in
+the batch. XLA does the same with what works on each number by itself, but not with its own sums, so
+a prompt goes through the forward of verification, as a tree that is a chain (experiments/LOG.md).
+"""
+
+import jax
+import jax.numpy as jnp
+from specrl_kernels.dispatch import Unsupported
+from specrl_kernels.narrow_matmul import narrow_matmul
+
+from specrl_jax.config import check
+from specrl_jax.model.architecture import Architecture
+from specrl_jax.model.transformer import Packing, Params, tree_forward
+from specrl_jax.structs import Array, Cache
+
+IMPLEMENTATION = "machine"  # of norms, products and attention
+_MULTIPLE = 16  # of features, and of a cache's segments
+
+
+def check_possible(arch: Architecture, dtype: str, tensor: int) -> None:
+    """
+    Args:
+      tensor: devices that share a model's weights.
+
+    Raises:
+      ConfigError: model.numerics = "invariant" cannot work here; the message says why.
+    """
+    def refuse(reason: object) -> None:
+        check(False, "model.numerics", "invariant", f"{reason}; use default")
+
+    if tensor > 1:
+        refuse(f"mesh.tensor = {tensor} splits sums over devices")
+    if arch.head_dim % _MULTIPLE:
+        refuse(f"heads of {arch.head_dim} features, no multiple of {_MULTIPLE}")
+    for inner in {arch.hidden_size, arch.num_heads * arch.head_dim, arch.intermediate_size}:
+        shapes = (jax.ShapeDtypeStruct(shape, dtype) for shape in ((1, inner), (inner, 1)))
+        try:
+            jax.eval_shape(lambda w, x: narrow_matmul(w, x, implementation=IMPLEMENTATION), *shapes)
+        except Unsupported as reason:
+            refuse(reason)
+
+
+def prompt_forward(arch: Architecture, params: Params, tokens: Array, taps: tuple[int, ...]
+                   ) -> tuple[list[tuple[Array, Array]], Array | None]:
+    """Prompts as trees that are chains, over an empty cache.
+
+    Args:
+      tokens: i32[p, P'].
+      taps: layers whose outputs are returned, 0-based.
+
+    Returns:
+      per layer (k [p, G, E, P'], v [p, G, P', E]), and the residual stream after each of `taps`,
+      [len(taps) * F, p, P'], None if there are none.
+    """
+    prompts, width = tokens.shape
+    place = jnp.arange(tokens.size, dtype=jnp.int32).reshape(prompts, width)
+    column = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32)[None], place.shape)
+    packing = Packing(row=(place // width).reshape(-1), node=column.reshape(-1), place=place,
+                      parent=jnp.maximum(column - 1, 0))
+    # Positions known to the compiler would be made rotations by it, with other rounding.
+    position = jax.lax.optimization_barrier(column.reshape(-1))
+    shape = (prompts, arch.num_kv_heads)
+    nothing = ([jnp.zeros((*shape, arch.head_dim, _MULTIPLE))],
+               [jnp.zeros((*shape, _MULTIPLE, arch.head_dim))])
+    cache = Cache(kv=[nothing] * arch.num_layers, length=jnp.zeros(prompts, jnp.int32))
+    _, fresh, tapped = tree_forward(arch, params, cache, tokens.reshape(-1), position, packing,
+                                    IMPLEMENTATION, taps)
+    blocks = [(k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3)) for k, v in fresh]
+    return blocks, None if tapped is None else tapped.reshape(-1, prompts, width)

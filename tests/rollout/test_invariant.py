@@ -1,0 +1,119 @@
+"""With invariant numerics speculation, batch and order change no bit of a rollout."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from helpers import (
+    Course,
+    Dice,
+    ask,
+    make_engine,
+    make_task,
+    random_drafter,
+    said,
+    tiny_arch,
+    tiny_params,
+    wandering,
+)
+
+from specrl_jax import sharding
+from specrl_jax.config import Config, ConfigError, MeshConfig, ModelSource, RolloutConfig
+from specrl_jax.model import invariant
+from specrl_jax.sampler import Sampler
+
+ARCH = tiny_arch(hidden_size=96, intermediate_size=160, num_heads=3, num_kv_heads=1, head_dim=32,
+                 vocab_size=50)
+TASK = make_task(prompts=6, vocab=50, group=2, response=14)
+MACHINE = {"invariant": True, "implementation": invariant.IMPLEMENTATION}
+
+
+def bits(result, order=None):
+    """What was said, with both log-probabilities, by sequence of the task's own order."""
+    s, where = result.sequences, said(result)
+    rows = np.arange(TASK.sequences) if order is None else np.argsort(
+        np.repeat(order * TASK.group, TASK.group) + np.tile(np.arange(TASK.group), len(order)))
+    return [[getattr(s, name)[q][where[q]].tolist()
+             for name in ("tokens", "logprob", "raw_logprob", "kept_mass")] for q in rows]
+
+
+@pytest.fixture(scope="module")
+def params():
+    return tiny_params(ARCH)
+
+
+def engine(params, **how):
+    made = make_engine(ARCH, TASK, **MACHINE, **how)
+    made.compile(params)
+    return made
+
+
+@pytest.fixture(scope="module")
+def plain(params):
+    return engine(params, batch=4)
+
+
+@pytest.mark.parametrize("mix", [{}, {"temperature": 0.6, "top_p": 0.8}, {"temperature": 0}],
+                         ids=str)
+def test_trees_change_no_bit(params, plain, mix, trees):
+    want = bits(plain.run(params, ask(TASK, **mix)))
+    made, dice = trees
+    for hit in (0.0, 0.7, 1.0):
+        dice.hit, dice.replay = hit, plain.run(params, ask(TASK, **mix)).sequences.tokens
+        assert bits(made.run(params, ask(TASK, **mix), rounds=2)) == want
+
+
+@pytest.fixture(scope="module")
+def trees(params, plain):
+    """A drafter of random trees under settings that change from launch to launch."""
+    dice = Dice(plain.run(params, ask(TASK)).sequences.tokens)
+    return engine(params, batch=3, drafter=random_drafter(dice, nodes=4, depth=2, vocab=50),
+                  controller=wandering(Course(4, 2))), dice
+
+
+@pytest.mark.parametrize("batch", [1, 12])
+def test_batches_and_compaction_change_no_bit(params, plain, batch):
+    other = engine(params, batch=batch, min_batch=min(batch, 6))
+    assert bits(other.run(params, ask(TASK))) == bits(plain.run(params, ask(TASK)))
+
+
+def test_order_changes_no_bit(params, plain):
+    order = np.asarray([3, 0, 5, 1, 4, 2])
+    assert bits(plain.run(params, ask(TASK, order=order)), order) == bits(
+        plain.run(params, ask(TASK)))
+
+
+def test_it_agrees_with_default_numerics(params, plain):
+    default = make_engine(ARCH, TASK, batch=4)
+    default.compile(params)
+    ours, theirs = (made.run(params, ask(TASK)) for made in (plain, default))
+    assert np.array_equal(ours.sequences.tokens, theirs.sequences.tokens)
+    np.testing.assert_allclose(ours.sequences.logprob, theirs.sequences.logprob, rtol=0, atol=1e-4)
+
+
+def sampler(model=None, mesh=None, arch=ARCH, prompts=2):
+    config = Config(model=ModelSource(numerics="invariant", **(model or {})),
+                    rollout=RolloutConfig(batch_size=4, max_prompt_tokens=10, max_new_tokens=8))
+    return Sampler(config, arch, (3,), mesh or sharding.make_mesh(MeshConfig()), prompts=prompts,
+                   group=2)
+
+
+def test_the_field_is_what_makes_it():
+    machine = sampler().engine.machine
+    assert (machine.invariant, machine.implementation) == (True, "machine")
+
+
+@pytest.mark.parametrize(("how", "why"), [
+    (dict(model={"dtype": "bfloat16"}), "bfloat16: float32 only"),
+    (dict(arch=dataclasses.replace(ARCH, head_dim=24)), "heads of 24 features"),
+    (dict(arch=dataclasses.replace(ARCH, intermediate_size=100)), "K = 100"),
+])
+def test_where_it_cannot_work_it_is_refused(how, why):
+    with pytest.raises(ConfigError, match=f"model.numerics = 'invariant': .*{why}.*use default"):
+        sampler(**how)
+
+
+def test_weights_split_over_devices_are_refused():
+    mesh = sharding.make_mesh(MeshConfig(data=4, fsdp=1, tensor=2))
+    with pytest.raises(ConfigError, match="mesh.tensor = 2"):
+        sampler(mesh=mesh, prompts=4)
