@@ -1,11 +1,70 @@
-"""Choosing an implementation: a named one works or raises; else the first that can is taken."""
+"""Choosing an implementation: a named one works or raises; else the first that can is taken.
 
-from collections.abc import Callable, Mapping
-from typing import Any
+An implementation is a function that raises `Unsupported` where it cannot do what is asked: on this
+device, for this dtype or shape. Nothing else decides, so calling it tells what is refused and why.
+"""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from specrl_kernels import tuning
+
+_LOG = logging.getLogger(__name__)
 
 
 class Unsupported(NotImplementedError):
     """An implementation that cannot do what is asked; the message says why."""
+
+
+class Target(NamedTuple):
+    """What a call is traced for."""
+
+    platform: str  # "cpu", "gpu" or "tpu"
+    kind: str  # of device, as JAX names it: "NVIDIA H200", "TPU v5 lite", "cpu"
+    named: bool  # the implementation was asked for by name
+    interpret: bool = False  # Pallas kernels are interpreted, on any device
+    config: Mapping[str, int] | None = None  # of the named implementation; None: tuned
+
+
+def target(implementation: str | None, platform: str | None = None, interpret: bool = False,
+           config: Mapping[str, int] | None = None) -> Target:
+    """The target of a call on the default device, or on another `platform` than it is of.
+
+    Raises:
+      ValueError: a configuration without the name of the implementation that it is for, or an
+        unknown platform.
+    """
+    if config is not None and implementation is None:
+        raise ValueError(f"config = {dict(config)}: name the implementation that it is for")
+    if platform not in (None, "cpu", "gpu", "tpu"):
+        raise ValueError(f"platform = {platform!r}: choose one of cpu, gpu, tpu")
+    device = jax.config.jax_default_device or jax.devices()[0]
+    here = device if isinstance(device, str) else device.platform
+    if platform in (None, here):
+        kind = here if isinstance(device, str) else device.device_kind
+    else:
+        kind = f"some {platform}"
+    return Target(platform or here, kind, implementation is not None, interpret, config)
+
+
+def require(target: Target, op: str, name: str, platforms: Sequence[str]) -> None:
+    """Refuses a kernel where it cannot run, or where nobody has seen it run and none asked for it.
+
+    Raises:
+      Unsupported: with the reason.
+    """
+    if target.interpret:
+        if not target.named:
+            raise Unsupported("interpretation is slow: ask for it by name")
+        return
+    if target.platform not in platforms:
+        raise Unsupported(f"needs a {' or '.join(platforms)}, this is a {target.platform}; "
+                          "interpret=True runs it anywhere, slowly")
+    if not target.named and not tuning.has_rows(target.kind, op, name):
+        raise Unsupported(f"not yet run on {target.kind} (no row in tuned/): ask for it by name")
 
 
 def choose(implementations: Mapping[str, Callable[..., Any]], name: str | None
@@ -22,11 +81,27 @@ def choose(implementations: Mapping[str, Callable[..., Any]], name: str | None
     return implementations[name]
 
 
+def refusals(implementations: Mapping[str, Callable[..., Any]], *args: Any, **kwargs: Any
+             ) -> dict[str, str | None]:
+    """Why each implementation refuses these arguments (arrays or their shapes); None if it can."""
+    found: dict[str, str | None] = {}
+    for name, function in implementations.items():
+        try:
+            jax.eval_shape(lambda *a, call=function: call(*a, **kwargs), *args)
+            found[name] = None
+        except Unsupported as reason:
+            found[name] = str(reason)
+    return found
+
+
 def _first(implementations: Mapping[str, Callable[..., Any]], args: tuple, kwargs: dict) -> Any:
     reasons = []
     for name, function in implementations.items():
         try:
-            return function(*args, **kwargs)
+            out = function(*args, **kwargs)
         except Unsupported as reason:
             reasons.append(Unsupported(f"{name}: {reason}"))
+        else:
+            _LOG.debug("%s is taken%s", name, "".join(f"; {reason}" for reason in reasons))
+            return out
     raise ExceptionGroup("no implementation can do this", reasons)

@@ -1,234 +1,331 @@
-"""The contract of tree attention, run against every implementation that this machine can run."""
+"""The contract of tree attention, run against every implementation; kernels by interpretation."""
 
-import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 from specrl_kernels.dispatch import Unsupported
 from specrl_kernels.tree_attention import tree_attention
+from specrl_kernels.tree_attention.api import IMPLEMENTATIONS
+from tree_attention_cases import assert_near, call, make, oracle
 
-IMPLEMENTATIONS = ["xla", "reference"]
-BLOCK = 8
-CALL = jax.jit(tree_attention, static_argnames=("scale", "window", "implementation"))
-each = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-
-
-def oracle(case: dict[str, Any], window: int | None = None) -> np.ndarray:
-    """Query by query and head by head in float64."""
-    c = {name: np.asarray(x, np.float64 if np.asarray(x).dtype.kind == "f" else None)
-         for name, x in case.items() if x is not None}
-    heads, groups = c["q"].shape[1], c["tree_k"].shape[2]
-    out = np.zeros_like(c["q"])
-    for w, (b, node) in enumerate(zip(c["row"], c["node"], strict=True)):
-        path = [int(node)]
-        while path[-1] != 0:
-            path.append(int(c["parent"][b, path[-1]]))
-        path.reverse()
-        slot, length = (c["slot"][b] if "slot" in c else b), int(c["length"][b])
-        here = length + len(path) - 1
-        for h in range(heads):
-            g = h // (heads // groups)
-            keys = [c["cache_k"][slot, g, :, s] for s in range(length)]
-            keys += [c["tree_k"][b, i, g] for i in path]
-            values = [c["cache_v"][slot, g, s] for s in range(length)]
-            values += [c["tree_v"][b, i, g] for i in path]
-            if window is not None:
-                keys, values = (x[max(here - window + 1, 0):] for x in (keys, values))
-            score = np.asarray(keys) @ c["q"][w, h] * 0.3
-            weight = np.exp(score - score.max())
-            out[w, h] = weight @ np.asarray(values) / weight.sum()
-    return out
-
-
-def make(lengths: Any = (5,), nodes: int = 4, groups: int = 2, repeats: int = 2, size: int = 4,
-         cache: int = 4 * BLOCK, slots: int | None = None, packed: int | None = None, seed: int = 0,
-         parent: Any = None) -> dict[str, Any]:
-    """Random inputs; all nodes are packed, in any order, unless `packed` asks for fewer."""
-    rng = np.random.default_rng(seed)
-    b = len(lengths)
-    normal = functools.partial(_normal, rng)
-    if parent is None:
-        parent = [[0] + [int(rng.integers(0, i)) for i in range(1, nodes)] for _ in range(b)]
-    order = rng.permutation(b * nodes)[: packed or b * nodes]
-    count = slots or b
-    return {
-        "q": normal(len(order), groups * repeats, size),
-        "row": jnp.asarray(order // nodes, jnp.int32),
-        "node": jnp.asarray(order % nodes, jnp.int32),
-        "tree_k": normal(b, nodes, groups, size), "tree_v": normal(b, nodes, groups, size),
-        "parent": jnp.asarray(parent, jnp.int32),
-        "cache_k": normal(count, groups, size, cache),
-        "cache_v": normal(count, groups, cache, size),
-        "length": jnp.asarray(lengths, jnp.int32),
-        "slot": None if slots is None else jnp.asarray(rng.permutation(slots)[:b], jnp.int32)}
-
-
-def _normal(rng: np.random.Generator, *shape: int) -> jax.Array:
-    return jnp.asarray(rng.normal(size=shape), jnp.float32)
-
-
-def call(case: dict[str, Any], implementation: str | None, window: int | None = None) -> np.ndarray:
-    return np.asarray(CALL(**case, scale=0.3, window=window, implementation=implementation))
-
+# Small blocks, so that a context of a few hundred tokens has several.
+CONFIGS = {"pallas": {"block": 128, "tile": 64}, "pallas_triton": {"block": 16, "tile": 16}}
+NAMES = [name for name in IMPLEMENTATIONS if name != "triton"]  # that one needs a GPU
+KERNELS = list(CONFIGS)
+PARTIAL = ("machine",)  # all others do everything
+slow = pytest.mark.slow
+each = pytest.mark.parametrize("implementation", NAMES)
+each_kernel = pytest.mark.parametrize("implementation", KERNELS)
 
 CASES = {
-    "one node": dict(nodes=1),
-    "one row, one node, nothing cached": dict(nodes=1, lengths=(0,)),
-    "every length": dict(lengths=(0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 4 * BLOCK), nodes=3),
-    "long cache": dict(lengths=(127, 128, 129, 300), nodes=3, cache=384),
-    "an odd cache": dict(lengths=(3, 24, 17), cache=24),
-    "multi-head": dict(repeats=1), "group of 3": dict(repeats=3), "group of 4": dict(repeats=4),
-    "one key-value head": dict(groups=1, repeats=4),
+    "one node": dict(nodes=1, lengths=(5, 0), slots=3),
+    "every length": dict(lengths=(0, 1, 15, 16, 17, 127, 128, 129, 256), nodes=3, groups=1,
+                         cache=256),
+    "an odd cache": dict(lengths=(3, 200, 129, 193), cache=200, nodes=2, groups=1),
     "slots permuted": dict(lengths=(4, 0, 9), slots=5, nodes=3),
-    "some nodes packed": dict(lengths=(4, 0, 9), nodes=5, packed=6),
-    "a deep chain": dict(nodes=9, parent=[[0, *range(8)]]),
-    "a wide tree": dict(nodes=9, parent=[[0] * 9]),
+    "some nodes packed": dict(lengths=(4, 0, 9), nodes=9, repeats=4, packed=5),
+    "full width": dict(lengths=(20, 3), nodes=64, groups=1),
+    "segments": dict(lengths=(0, 63, 64, 65, 130, 330), nodes=2, groups=1,
+                     segments=(64, 64, 192, 24), slots=6),
 }
+SHAPES = {"a chain of 33": [0, *range(32)], "a star of 9": [0] * 9, "a comb": [0, 0, 0, 2, 2, 4, 4]}
+
+
+def attempt(case: Any, implementation: str, window: int | None, config: Any) -> np.ndarray:
+    """The case by an implementation; what it is not made for is skipped, with its reason."""
+    try:
+        return call(case, implementation, window, config)
+    except Unsupported as reason:
+        if implementation not in PARTIAL:
+            raise
+        pytest.skip(f"{implementation}: {reason}")
+
+
+def configured(case: Any, implementation: str, window: int | None = None, **other: int
+               ) -> np.ndarray:
+    """The case in small blocks and with `other` settings, where there are any."""
+    config = CONFIGS.get(implementation)
+    return attempt(case, implementation, window, None if config is None else config | other)
 
 
 @each
 @pytest.mark.parametrize("name", CASES)
 def test_equals_the_oracle(name: str, implementation: str) -> None:
     case = make(**CASES[name])
-    np.testing.assert_allclose(call(case, implementation), oracle(case), rtol=0, atol=2e-6)
+    assert_near(configured(case, implementation), oracle(case), case)
+
+
+@slow
+@each
+@pytest.mark.parametrize("name", SHAPES)
+def test_every_shape_of_tree(name: str, implementation: str) -> None:
+    case = make(nodes=len(SHAPES[name]), parent=[SHAPES[name]])
+    assert_near(configured(case, implementation), oracle(case), case)
 
 
 @each
-@pytest.mark.parametrize("window", [1, 2, 5, 100])
+@pytest.mark.parametrize("repeats", [7, *(pytest.param(r, marks=slow) for r in (1, 2, 3, 4, 8))])
+def test_every_group_ratio(repeats: int, implementation: str) -> None:
+    case = make(repeats=repeats, lengths=(3, 20), nodes=3, groups=1 if repeats == 8 else 2)
+    assert_near(configured(case, implementation), oracle(case), case)
+
+
+@each
+@pytest.mark.parametrize("name", ["segments", pytest.param("every length", marks=slow)])
+def test_half_precision(name: str, implementation: str) -> None:
+    case = make(**CASES[name], dtype="bfloat16")
+    assert_near(configured(case, implementation), oracle(case), case)
+
+
+@slow
+@each
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("size", [64, 128, 256])
+@pytest.mark.parametrize("heads", [(2, 7), (4, 1), (1, 8), (3, 3), (2, 6), (2, 2), (1, 5)])
+def test_every_head_size_group_ratio_and_dtype(heads: tuple[int, int], size: int, dtype: str,
+                                               implementation: str) -> None:
+    groups, repeats = heads
+    case = make(lengths=(0, 130, 700), nodes=4, groups=groups, repeats=repeats, size=size,
+                segments=(512, 256), slots=4, dtype=dtype)
+    for window in (None, 40):
+        assert_near(attempt(case, implementation, window, None), oracle(case, window), case)
+
+
+@each
+@pytest.mark.parametrize("window", [2, *(pytest.param(w, marks=slow) for w in (1, 5, 150))])
 def test_a_window_hides_what_is_older(window: int, implementation: str) -> None:
-    case = make(lengths=(0, 3, 11), nodes=5)
-    np.testing.assert_allclose(
-        call(case, implementation, window), oracle(case, window), rtol=0, atol=2e-6)
+    case = make(lengths=(0, 3, 18, 170), nodes=5, groups=1, cache=170, parent=[[0, 0, 1, 2, 0]] * 4)
+    assert_near(configured(case, implementation, window), oracle(case, window), case)
+
+
+@slow
+@each
+def test_a_window_reaches_into_no_word_too_many(implementation: str) -> None:
+    case = make(lengths=(3,), nodes=40, groups=1, repeats=1, parent=[[0, *range(39)]])
+    assert_near(configured(case, implementation, 34), oracle(case, 34), case)
+
+
+# Most of what follows changes values only, so each implementation compiles it once.
+BASE = dict(lengths=(0, 7, 16, 140), nodes=6, slots=6, segments=(96, 64))
+
+
+def base(parent: Any = (0, 0, 1, 1, 2, 3), **other: Any) -> dict[str, Any]:
+    """Four rows with the same tree; its paths are 0-1-2-4 and 0-1-3-5, unless `parent` is given."""
+    return make(**BASE | other, parent=[parent] * 4)
+
+
+def keep(case: dict[str, Any], places: list[tuple[int, int]]) -> dict[str, Any]:
+    """Packs these (row, node) alone; the first of them fills the places that are left."""
+    where = {(int(r), int(n)): i for i, (r, n) in enumerate(zip(case["row"], case["node"],
+                                                                strict=True))}
+    at = [where[place] for place in places]
+    at = np.asarray(at + at[:1] * (len(where) - len(at)))
+    return case | {name: case[name][at] for name in ("q", "row", "node")}
+
+
+def in_order(case: dict[str, Any]) -> dict[str, Any]:
+    """The same with the nodes packed row by row."""
+    return keep(case, [(r, n) for r in range(4) for n in range(6)])
 
 
 @each
 def test_garbage_beyond_length_and_in_other_slots_is_inert(implementation: str) -> None:
-    case = make(lengths=(0, 7, 8, 20), nodes=3, slots=6)
-    clean = call(case, implementation)
-    seen = np.zeros((6, 4 * BLOCK), bool)
+    case = base()
+    clean = configured(case, implementation)
+    seen = np.zeros((6, 160), bool)
     for b, slot in enumerate(np.asarray(case["slot"])):
         seen[slot, : int(case["length"][b])] = True
+    parts = np.split(seen, [96], 1)
     for garbage in (1e6, -3.0, 0.0):
         dirty = case | {
-            "cache_k": jnp.where(seen[:, None, None, :], case["cache_k"], garbage),
-            "cache_v": jnp.where(seen[:, None, :, None], case["cache_v"], garbage)}
-        np.testing.assert_array_equal(call(dirty, implementation), clean)
+            "cache_k": [jnp.where(s[:, None, None, :], k, garbage)
+                        for s, k in zip(parts, case["cache_k"], strict=True)],
+            "cache_v": [jnp.where(s[:, None, :, None], v, garbage)
+                        for s, v in zip(parts, case["cache_v"], strict=True)]}
+        np.testing.assert_array_equal(configured(dirty, implementation), clean)
 
 
 @each
-@pytest.mark.parametrize("sizes", [(16, 16), (1, 30, 1), (8, 8, 4, 12)])
-def test_a_cache_in_segments_is_the_whole_cache(sizes: tuple[int, ...], implementation: str
-                                                ) -> None:
-    case = make(lengths=(0, 1, 16, 20), nodes=3, slots=6)
-    cut = np.cumsum(sizes)[:-1]
-    split = case | {"cache_k": jnp.split(case["cache_k"], cut, 3),
-                    "cache_v": jnp.split(case["cache_v"], cut, 2)}
-    for window in (None, 3):
-        np.testing.assert_allclose(call(split, implementation, window), oracle(case, window),
-                                   rtol=0, atol=2e-6)
+def test_garbage_in_dead_nodes_and_rows_is_inert(implementation: str) -> None:
+    live = [(0, 0), (0, 1), (3, 0), (3, 1), (3, 3)]  # rows 1 and 2 are dead, and nodes 2, 4, 5
+    case = keep(base(), live)
+    clean = configured(case, implementation)
+    assert_near(clean, oracle(case), case)
+    dead = np.ones((4, 6), bool)
+    dead[tuple(np.asarray(live).T)] = False
+    dirty = {name: jnp.where(dead[..., None, None], 1e6, case[name])
+             for name in ("tree_k", "tree_v")}
+    dirty["cache_v"] = [v.at[case["slot"][1:3]].set(-1e6) for v in case["cache_v"]]
+    dirty["length"] = case["length"].at[1].set(0)
+    np.testing.assert_array_equal(configured(case | dirty, implementation), clean)
 
 
-def test_a_segment_that_no_context_reaches_is_not_read() -> None:
-    case = make(lengths=(0, 7), nodes=3)
-    split = case | {"cache_k": jnp.split(case["cache_k"], [8], 3),
-                    "cache_v": jnp.split(case["cache_v"], [8], 2)}
-    clean = call(split, "xla")
-    split["cache_v"][1] = jnp.full_like(split["cache_v"][1], jnp.nan)
-    np.testing.assert_array_equal(call(split, "xla"), clean)
+@pytest.mark.parametrize("implementation", KERNELS)
+def test_the_cache_of_dead_rows_is_not_read(implementation: str) -> None:
+    case = keep(base(), [(0, 0), (1, 5)])
+    clean = configured(case, implementation)
+    dirty = case | {"cache_v": [v.at[case["slot"][3]].set(jnp.nan) for v in case["cache_v"]]}
+    np.testing.assert_array_equal(configured(dirty, implementation), clean)
+
+
+@pytest.mark.parametrize("implementation", ["xla", *KERNELS])
+def test_a_segment_that_no_context_reaches_is_not_read(implementation: str) -> None:
+    case = base(lengths=(0, 7, 16, 96))
+    clean = configured(case, implementation)
+    nothing = {name: [case[name][0], jnp.full_like(case[name][1], jnp.nan)]
+               for name in ("cache_k", "cache_v")}
+    np.testing.assert_array_equal(configured(case | nothing, implementation), clean)
 
 
 @each
 def test_nodes_off_the_path_are_inert(implementation: str) -> None:
-    parent = np.asarray([[0, 0, 0, 1, 2, 3]])  # node 5 sees 0, 1, 3 and itself
-    case = make(nodes=6, parent=parent)
-    at = int(np.flatnonzero(np.asarray(case["node"]) == 5)[0])
-    clean = call(case, implementation)[at]
+    case = base()
+    at = np.flatnonzero(np.asarray(case["node"]) == 5)  # sees 0, 1, 3 and itself
+    clean = configured(case, implementation)[at]
     others = np.isin(np.arange(6), [2, 4])[None, :, None, None]
     dirty = case | {name: jnp.where(others, 50.0, case[name]) for name in ("tree_k", "tree_v")}
-    np.testing.assert_array_equal(call(dirty, implementation)[at], clean)
+    np.testing.assert_array_equal(configured(dirty, implementation)[at], clean)
 
 
 @each
 def test_a_chain_is_causal_attention(implementation: str) -> None:
-    n = 6
-    case = make(lengths=(5,), nodes=n, parent=[[0, *range(n - 1)]])
-    order = np.argsort(np.asarray(case["node"]))
-    chain = call(case, implementation)[order]
-    # The same tokens, cached up to each of them: one node over a longer prefix.
-    keys = np.concatenate([np.asarray(case["cache_k"])[..., :5],
-                           np.asarray(case["tree_k"]).transpose(0, 2, 3, 1)], -1)
-    values = np.concatenate([np.asarray(case["cache_v"])[:, :, :5],
-                             np.asarray(case["tree_v"]).transpose(0, 2, 1, 3)], 2)
-    for i in range(n):
-        one = case | {
-            "q": case["q"][order[i]][None], "row": jnp.zeros(1, jnp.int32),
-            "node": jnp.zeros(1, jnp.int32), "parent": jnp.zeros((1, 1), jnp.int32),
-            "tree_k": case["tree_k"][:, i : i + 1], "tree_v": case["tree_v"][:, i : i + 1],
-            "cache_k": jnp.asarray(keys), "cache_v": jnp.asarray(values),
-            "length": jnp.asarray([5 + i])}
-        np.testing.assert_allclose(chain[i], call(one, implementation)[0], rtol=0, atol=2e-6)
+    case = in_order(base(parent=(0, 0, 1, 2, 3, 4)))
+    chain = configured(case, implementation).reshape(4, 6, 4, 16)[1, :4]
+    # The same tokens of row 1, cached up to each of them: row i is node i of the chain.
+    slot = int(case["slot"][1])
+    keys = case["cache_k"][0].at[slot, :, :, 7:13].set(case["tree_k"][1].transpose(1, 2, 0))
+    values = case["cache_v"][0].at[slot, :, 7:13].set(case["tree_v"][1].transpose(1, 0, 2))
+    alone = case | {
+        "q": case["q"].at[::6].set(case["q"][6:10]), "slot": jnp.full(4, slot, jnp.int32),
+        "tree_k": case["tree_k"].at[:, 0].set(case["tree_k"][1, :4]),
+        "tree_v": case["tree_v"].at[:, 0].set(case["tree_v"][1, :4]),
+        "cache_k": [keys, case["cache_k"][1]], "cache_v": [values, case["cache_v"][1]],
+        "length": 7 + jnp.arange(4, dtype=jnp.int32)}
+    assert_near(configured(alone, implementation)[::6], chain, case)
 
 
 @each
 def test_permuting_siblings_permutes_outputs(implementation: str) -> None:
-    # Two subtrees below the root: (1, 3) and (2, 4); swapped by 1 <-> 2, 3 <-> 4.
-    swap = np.asarray([0, 2, 1, 4, 3])
-    case = make(nodes=5, parent=[[0, 0, 0, 1, 2]])
+    # Two subtrees below node 1, (2, 4) and (3, 5), are swapped by 2 <-> 3, 4 <-> 5.
+    swap = np.asarray([0, 1, 3, 2, 5, 4])
+    case = base()
     other = case | {"tree_k": case["tree_k"][:, swap], "tree_v": case["tree_v"][:, swap],
-                    "node": jnp.asarray(swap)[case["node"]]}
-    np.testing.assert_allclose(
-        call(other, implementation), call(case, implementation), rtol=0, atol=2e-6)
-
-
-def test_implementations_agree_in_half_precision() -> None:
-    case = make(lengths=(3, 20), nodes=4)
-    half = {name: x.astype(jnp.bfloat16) if x is not None and x.dtype == jnp.float32 else x
-            for name, x in case.items()}
-    one, other = (call(half, name) for name in IMPLEMENTATIONS)
-    assert one.dtype == other.dtype == jnp.bfloat16
-    np.testing.assert_allclose(one.astype(np.float32), other.astype(np.float32), atol=0.03)
-
-
-def test_without_a_name_the_first_that_can_is_taken() -> None:
-    case = make()
-    np.testing.assert_array_equal(call(case, None), call(case, IMPLEMENTATIONS[0]))
-
-
-def test_an_unknown_name_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"'fast'.*xla.*reference"):
-        call(make(), "fast")
+                    "node": jnp.asarray(swap, jnp.int32)[case["node"]]}
+    assert_near(configured(other, implementation), configured(case, implementation), case)
 
 
 @each
-def test_a_named_one_that_cannot_raises(implementation: str) -> None:
-    with pytest.raises(Unsupported, match="prefix"):
-        tree_attention(**make(), prefix=1, scale=1.0, implementation=implementation)
+def test_permuted_slots_are_permuted_rows_of_the_cache(implementation: str) -> None:
+    case = base()
+    rest = [i for i in range(6) if i not in np.asarray(case["slot"])]
+    order = np.asarray([*np.asarray(case["slot"]), *rest])
+    moved = case | {"cache_k": [k[order] for k in case["cache_k"]],
+                    "cache_v": [v[order] for v in case["cache_v"]],
+                    "slot": jnp.arange(4, dtype=jnp.int32)}
+    assert list(order) != list(range(6))
+    np.testing.assert_array_equal(configured(moved, implementation),
+                                  configured(case, implementation))
 
 
-def test_if_none_can_all_reasons_are_told() -> None:
-    with pytest.raises(ExceptionGroup) as found:
-        tree_attention(**make(), prefix=1, scale=1.0)
-    reasons = [str(reason) for reason in found.value.exceptions]
-    assert [r.split(":")[0] for r in reasons] == ["machine", *IMPLEMENTATIONS]
-    assert all("prefix" in r for r in reasons)
+@each
+def test_bitwise_repeatable(implementation: str) -> None:
+    case = base()
+    first = configured(case, implementation)
+    again = {name: jax.tree.map(jnp.copy, x) for name, x in case.items()}
+    np.testing.assert_array_equal(configured(again, implementation), first)
 
 
-@pytest.mark.parametrize("name,wrong", [
-    ("row", jnp.zeros(3, jnp.int32)), ("node", jnp.zeros(9, jnp.int32)),
-    ("parent", jnp.zeros((1, 5), jnp.int32)), ("length", jnp.zeros(2, jnp.int32)),
-    ("cache_v", jnp.zeros((1, 2, 4, 32))), ("cache_k", jnp.zeros((1, 3, 4, 32))),
-    ("q", jnp.zeros((4, 3, 4))), ("slot", jnp.zeros(2, jnp.int32)),
-    ("tree_v", jnp.zeros((1, 4, 2, 5)))])
-def test_shapes_that_do_not_fit_are_refused_by_name(name: str, wrong: Any) -> None:
-    told = {"cache_k": "cache_v|cache_k", "q": "q's heads"}.get(name, name)
-    with pytest.raises(ValueError, match=told):
-        tree_attention(**(make() | {name: wrong}), scale=1.0)
+@each
+@pytest.mark.parametrize("window", [None, pytest.param(3, marks=slow)])
+def test_a_cache_in_segments_is_the_whole_cache(window: int | None, implementation: str) -> None:
+    case = base()
+    whole = case | {"cache_k": [jnp.concatenate(case["cache_k"], 3)],
+                    "cache_v": [jnp.concatenate(case["cache_v"], 2)]}
+    assert_near(configured(case, implementation, window),
+                configured(whole, implementation, window), case)
 
 
-def test_more_cache_rows_than_rows_need_slots() -> None:
-    case = make(lengths=(1, 2), slots=4)
-    with pytest.raises(ValueError, match="pass slot"):
-        tree_attention(**(case | {"slot": None}), scale=1.0)
+SHARED = dict(lengths=(0, 5, 20, 3, 9), nodes=3, groups=1, slots=6, prefix=(33, 40, 0),
+              members=[[3, 0, -1], [1, -1, -1], [4, -1, -1]])
+
+
+@each
+@pytest.mark.parametrize("window", [7, pytest.param(None, marks=slow)])
+def test_a_shared_prefix_is_a_repeated_prefix(window: int | None, implementation: str) -> None:
+    case = make(**SHARED)  # row 2 has no prefix, and row 4 an empty one
+    found = configured(case, implementation, window)
+    assert_near(found, oracle(case, window), case)
+    keys, values, length = np.zeros((5, 1, 16, 72)), np.zeros((5, 1, 72, 16)), case["length"]
+    for b in range(5):
+        own, shared = int(case["length"][b]), 0
+        for i, rows in enumerate(np.asarray(case["prefix"].rows)):
+            if b in rows:
+                shared = int(case["prefix"].length[i])
+                keys[b, :, :, :shared] = case["prefix"].k[i, :, :, :shared]
+                values[b, :, :shared] = case["prefix"].v[i, :, :shared]
+        slot = int(case["slot"][b])
+        keys[b, :, :, shared : shared + own] = case["cache_k"][0][slot, :, :, :own]
+        values[b, :, shared : shared + own] = case["cache_v"][0][slot, :, :own]
+        length = length.at[b].add(shared)
+    repeated = case | {"cache_k": [jnp.asarray(keys, jnp.float32)], "prefix": None, "slot": None,
+                       "cache_v": [jnp.asarray(values, jnp.float32)], "length": length}
+    assert_near(found, configured(repeated, implementation, window), case)
+
+
+@each
+def test_garbage_beyond_a_shared_prefix_is_inert(implementation: str) -> None:
+    case = make(**SHARED)
+    inside = np.arange(40)[None] < np.asarray(case["prefix"].length)[:, None]
+    dirty = case["prefix"]._replace(
+        k=jnp.where(inside[:, None, None], case["prefix"].k, 1e6),
+        v=jnp.where(inside[:, None, :, None], case["prefix"].v, -1e6))
+    np.testing.assert_array_equal(configured(case | {"prefix": dirty}, implementation, 7),
+                                  configured(case, implementation, 7))
+
+
+@each_kernel
+@pytest.mark.parametrize("splits,window", [
+    (3, None), *(pytest.param(s, w, marks=slow) for s in (2, 5) for w in (None, 140))])
+def test_split_equals_unsplit(splits: int, window: int | None, implementation: str) -> None:
+    case = keep(base(lengths=(0, 1, 160, 129)), [(0, 0), (0, 2), (1, 1), (2, 5), (3, 4)])
+    split = configured(case, implementation, window, splits=splits)
+    assert_near(split, configured(case, implementation, window), case)
+    assert_near(split, oracle(case, window), case)
+
+
+@each_kernel
+def test_split_equals_unsplit_with_a_shared_prefix(implementation: str) -> None:
+    case = make(**SHARED)
+    assert_near(configured(case, implementation, splits=3), oracle(case), case)
+
+
+@each_kernel
+def test_small_tiles_of_queries(implementation: str) -> None:
+    case = make(lengths=(9, 30), nodes=24, groups=1, packed=20)
+    assert_near(configured(case, implementation, tile=16), oracle(case), case)
+
+
+@pytest.mark.parametrize("implementation", ["xla", *KERNELS])
+def test_sharded_over_rows_and_heads(implementation: str) -> None:
+    """Kernels do not partition: shard_map gives each device its rows and its heads."""
+    case = make(lengths=(4, 20, 9, 0), nodes=2, groups=2)
+    order = np.lexsort((np.asarray(case["node"]), np.asarray(case["row"])))
+    case |= {name: case[name][order] for name in ("q", "row", "node")}
+    mesh = jax.make_mesh((2, 2), ("rows", "heads"), devices=jax.devices()[:4],
+                         axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
+    def local(q: Any, row: Any, node: Any, parent: Any, length: Any, *kv: Any) -> jax.Array:
+        return tree_attention(q, row % 2, node, *kv[:2], parent, *kv[2:], length, scale=0.25,
+                              implementation=implementation, interpret=True)
+
+    rows, tree, cache = P("rows"), P("rows", None, "heads"), P("rows", "heads")
+    sharded = jax.shard_map(
+        local, mesh=mesh, check_vma=False, out_specs=P("rows", "heads"),
+        in_specs=(P("rows", "heads"), rows, rows, rows, rows, tree, tree, cache, cache))
+    names = ("q", "row", "node", "parent", "length", "tree_k", "tree_v")
+    found = jax.jit(sharded)(*(case[n] for n in names), case["cache_k"][0], case["cache_v"][0])
+    assert_near(np.asarray(found), oracle(case), case)

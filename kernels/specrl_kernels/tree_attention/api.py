@@ -1,18 +1,52 @@
-"""The signature of tree attention, its checks, and the choice of an implementation."""
+"""The signature of tree attention, and the choice of an implementation."""
 
-from collections.abc import Sequence
+import importlib
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 
 from specrl_kernels import dispatch
+from specrl_kernels.dispatch import Target
+from specrl_kernels.tree_attention import validate
 from specrl_kernels.tree_attention.machine import tree_attention_machine
 from specrl_kernels.tree_attention.reference import tree_attention_reference
+from specrl_kernels.tree_attention.shared_prefix import Prefix
 from specrl_kernels.tree_attention.xla import tree_attention_xla
 
-_WHY = "shapes must agree with q [W, H, E], tree_k [B, n, G, E]"
-IMPLEMENTATIONS = {"machine": tree_attention_machine, "xla": tree_attention_xla,
-                   "reference": tree_attention_reference}
+
+def _anywhere(function: Callable[..., jax.Array], *platforms: str) -> Callable[..., jax.Array]:
+    """An implementation that has nothing to tune; without `platforms` it runs wherever JAX does."""
+    def call(*args: Any, target: Target, **options: Any) -> jax.Array:
+        if platforms and target.platform not in platforms:
+            raise dispatch.Unsupported(
+                f"needs a {' or '.join(platforms)}, this is a {target.platform}")
+        if target.config is not None:
+            raise dispatch.Unsupported(f"config = {dict(target.config)}: it takes none")
+        return function(*args, **options)
+
+    return call
+
+
+def _kernel(name: str, *platforms: str) -> Callable[..., jax.Array]:
+    """The implementation in the file `name`; Pallas is imported only where it is used."""
+    def call(*args: Any, target: Target, **options: Any) -> jax.Array:
+        dispatch.require(target, "tree_attention", name, platforms)
+        module = importlib.import_module(f"specrl_kernels.tree_attention.{name}")
+        return getattr(module, f"tree_attention_{name}")(*args, target=target, **options)
+
+    return call
+
+
+IMPLEMENTATIONS = {
+    "pallas": _kernel("pallas", "tpu"),
+    "triton": _kernel("triton", "gpu"),
+    "pallas_triton": _kernel("pallas_triton", "gpu"),
+    "machine": _anywhere(tree_attention_machine, "cpu"),
+    "xla": _anywhere(tree_attention_xla),
+    "reference": _anywhere(tree_attention_reference),
+}
+"""In the order in which they are tried."""
 
 
 def tree_attention(
@@ -26,11 +60,15 @@ def tree_attention(
     cache_v: jax.Array | Sequence[jax.Array],  # f[slots, G, S, E], likewise
     length: jax.Array,  # i32[B] committed tokens in the cache
     slot: jax.Array | None = None,  # i32[B] cache row of each row; None: row b uses cache row b
-    prefix: Any = None,
+    prefix: Prefix | None = None,  # contexts before the rows' own, each shared by several rows
     *,
     scale: float,
     window: int | None = None,
     implementation: str | None = None,
+    interpret: bool = False,
+    platform: str | None = None,
+    config: Mapping[str, int] | None = None,
+    checked: bool = False,
 ) -> jax.Array:
     """One softmax over the committed prefix (masked by `length`), the node's ancestors and itself.
 
@@ -38,47 +76,45 @@ def tree_attention(
     length + d; with `window` it sees only positions above length + d - window. Garbage at cache
     positions >= length must be finite and then changes nothing.
 
+    Args:
+      implementation: one of IMPLEMENTATIONS; None takes the first that can.
+      interpret: Pallas kernels run by interpretation, on any device, slowly.
+      platform: "cpu", "gpu" or "tpu": what the call is traced for, if not for the default device.
+      config: block sizes and splits of the named implementation; None: tuned, or a heuristic.
+      checked: looks at values too, and so works outside of jit only.
+
     Returns:
       f[W, H, E], in q's dtype; the softmax is computed in float32.
 
     Raises:
-      ValueError: shapes that do not fit, or an unknown implementation.
+      ValueError: shapes or dtypes that do not fit, an unknown implementation, or, if `checked`,
+        values out of their range.
       Unsupported: a named implementation cannot do this.
       ExceptionGroup: none can; it holds each one's reason.
     """
-    cache_k, cache_v = _segments(cache_k), _segments(cache_v)
-    _check(q, row, node, tree_k, tree_v, parent, cache_k, cache_v, length, slot)
+    args = _arguments(q, row, node, tree_k, tree_v, parent, cache_k, cache_v, length, slot, prefix)
+    validate.check_static(*args, window=window)
+    if checked:
+        validate.check_values(*args)
+    target = dispatch.target(implementation, platform, interpret, config)
     function = dispatch.choose(IMPLEMENTATIONS, implementation)
-    return function(q, row, node, tree_k, tree_v, parent, cache_k, cache_v, length, slot, prefix,
-                    scale=scale, window=window)
+    return function(*args, scale=scale, window=window, target=target)
 
 
-def _segments(cache: jax.Array | Sequence[jax.Array]) -> tuple[jax.Array, ...]:
-    return tuple(cache) if isinstance(cache, Sequence) else (cache,)
+def refusals(*args: Any, window: int | None = None, platform: str | None = None,
+             interpret: bool = False, **named: Any) -> dict[str, str | None]:
+    """Why each implementation would not be taken for these arguments of `tree_attention`, in order.
+
+    None stands for one that would be; arrays may be given by their jax.ShapeDtypeStruct.
+    """
+    args = _arguments(*args, **named)
+    validate.check_static(*args, window=window)
+    target = dispatch.target(None, platform, interpret)
+    return dispatch.refusals(IMPLEMENTATIONS, *args, scale=1.0, window=window, target=target)
 
 
-def _check(q: Any, row: Any, node: Any, tree_k: Any, tree_v: Any, parent: Any, cache_k: Any,
-           cache_v: Any, length: Any, slot: Any) -> None:
-    w, h, e = q.shape
-    b, n, g, _ = tree_k.shape
-    _expect("q's heads", h % g, 0, f"{h} is no multiple of {g} key-value heads")
-    for name, array, shape in (
-        ("row", row, (w,)), ("node", node, (w,)), ("tree_k", tree_k, (b, n, g, e)),
-        ("tree_v", tree_v, (b, n, g, e)), ("parent", parent, (b, n)), ("length", length, (b,)),
-    ):
-        _expect(name, array.shape, shape, _WHY)
-    slots = cache_k[0].shape[0]
-    _expect("segments of cache_v", len(cache_v), len(cache_k), "as many as cache_k has")
-    for k, v in zip(cache_k, cache_v, strict=True):
-        s = k.shape[-1]
-        _expect("cache_k", k.shape, (slots, g, e, s), _WHY)
-        _expect("cache_v", v.shape, (slots, g, s, e), _WHY)
-    if slot is not None:
-        _expect("slot", slot.shape, (b,), "one cache row for each row")
-    elif slots != b:
-        raise ValueError(f"cache_k has {slots} rows for {b} rows: pass slot")
-
-
-def _expect(name: str, found: Any, wanted: Any, why: str) -> None:
-    if found != wanted:
-        raise ValueError(f"{name} = {found}, expected {wanted}: {why}")
+def _arguments(q: Any, row: Any, node: Any, tree_k: Any, tree_v: Any, parent: Any, cache_k: Any,
+               cache_v: Any, length: Any, slot: Any = None, prefix: Any = None) -> tuple[Any, ...]:
+    """The arrays in order, the caches as tuples of segments."""
+    cache_k, cache_v = (tuple(x) if isinstance(x, Sequence) else (x,) for x in (cache_k, cache_v))
+    return q, row, node, tree_k, tree_v, parent, cache_k, cache_v, length, slot, prefix

@@ -5,8 +5,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specrl_kernels.dispatch import Unsupported
-
 
 def tree_attention_reference(q: jax.Array, row: jax.Array, node: jax.Array, tree_k: jax.Array,
                              tree_v: jax.Array, parent: jax.Array,
@@ -14,8 +12,6 @@ def tree_attention_reference(q: jax.Array, row: jax.Array, node: jax.Array, tree
                              length: jax.Array, slot: jax.Array | None,
                              prefix: Any, *, scale: float, window: int | None) -> jax.Array:
     """See `api.tree_attention`."""
-    if prefix is not None:
-        raise Unsupported("a shared prefix")
     cache_k, cache_v = jnp.concatenate(cache_k, 3), jnp.concatenate(cache_v, 2)
     n, heads = tree_k.shape[1], q.shape[1]
     repeats = heads // tree_k.shape[2]
@@ -28,17 +24,25 @@ def tree_attention_reference(q: jax.Array, row: jax.Array, node: jax.Array, tree
             on_path = on_path.at[at].set(True)
             at = jnp.where(at > 0, parent[b, at], 0)
         depth = on_path.sum() - 1
-        keys = jnp.concatenate([cache_k[cache_row[b]].transpose(2, 0, 1), tree_k[b]])
-        values = jnp.concatenate([cache_v[cache_row[b]].transpose(1, 0, 2), tree_v[b]])
-        keys = jnp.repeat(keys, repeats, axis=1).astype(jnp.float32)
-        values = jnp.repeat(values, repeats, axis=1).astype(jnp.float32)
+        keys = [cache_k[cache_row[b]].transpose(2, 0, 1), tree_k[b]]
+        values = [cache_v[cache_row[b]].transpose(1, 0, 2), tree_v[b]]
         context = jnp.arange(cache_k.shape[3])
-        seen = context < length[b]
+        seen = [context < length[b], on_path]
+        place = [context, length[b] + jnp.where(on_path, jnp.cumsum(on_path) - 1, 0)]
+        if prefix is not None:
+            shares = (prefix.rows == b).any(1)
+            which = jnp.argmax(shares)
+            shared = jnp.arange(prefix.k.shape[3])
+            count = jnp.where(shares.any(), prefix.length[which], 0)
+            keys.insert(0, prefix.k[which].transpose(2, 0, 1))
+            values.insert(0, prefix.v[which].transpose(1, 0, 2))
+            seen.insert(0, shared < count)
+            place.insert(0, shared - count)  # counted, as the others, from the row's own cache on
+        visible = jnp.concatenate(seen)
         if window is not None:
-            seen &= context > length[b] + depth - window
-            tree_depth = jnp.where(on_path, jnp.cumsum(on_path) - 1, 0)
-            on_path &= tree_depth > depth - window
-        visible = jnp.concatenate([seen, on_path])
+            visible &= jnp.concatenate(place) > length[b] + depth - window
+        keys, values = (jnp.repeat(jnp.concatenate(x), repeats, axis=1).astype(jnp.float32)
+                        for x in (keys, values))
         score = jnp.einsum("he,she->hs", query.astype(jnp.float32), keys) * scale
         weight = jax.nn.softmax(jnp.where(visible[None], score, -jnp.inf), axis=-1)
         return jnp.einsum("hs,she->he", weight, values).astype(q.dtype)

@@ -5,12 +5,13 @@ product of a slice would copy the slice first (experiments/LOG.md).
 """
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from specrl_kernels.dispatch import Unsupported
+from specrl_kernels.tree_attention import shared_prefix
+from specrl_kernels.tree_attention.shared_prefix import Prefix
+from specrl_kernels.tree_attention.softmax import Partial
 
 _MASKED = -1e30  # finite, so that a segment without a visible key gives weight 0 and not NaN
 
@@ -19,10 +20,8 @@ def tree_attention_xla(q: jax.Array, row: jax.Array, node: jax.Array, tree_k: ja
                        tree_v: jax.Array, parent: jax.Array,
                        cache_k: tuple[jax.Array, ...], cache_v: tuple[jax.Array, ...],
                        length: jax.Array, slot: jax.Array | None,
-                       prefix: Any, *, scale: float, window: int | None) -> jax.Array:
+                       prefix: Prefix | None, *, scale: float, window: int | None) -> jax.Array:
     """See `api.tree_attention`."""
-    if prefix is not None:
-        raise Unsupported("a shared prefix")
     b, n, g, e = tree_k.shape
     w, h, _ = q.shape
     queries = _unpack(q, row, node, b, n).reshape(b, n, g, h // g, e)
@@ -31,6 +30,8 @@ def tree_attention_xla(q: jax.Array, row: jax.Array, node: jax.Array, tree_k: ja
     depth = ancestry.sum(-1, dtype=jnp.int32) - 1  # [B, n]
     carry = _tree_part(queries, tree_k, tree_v, ancestry, depth, window)
     carry = _prefix_part(carry, queries, cache_k, cache_v, length, slot, depth, window)
+    if prefix is not None:
+        carry = _shared_part(carry, queries, prefix, length, depth, window)
     _, total, out = carry
     out = (out / total[..., None]).astype(q.dtype).reshape(b, g, n, h // g, e)
     return out[row, :, node].reshape(w, h, e)
@@ -101,3 +102,26 @@ def _segment(queries: jax.Array, k: jax.Array, v: jax.Array, start: int, length:
     rescale, weight = jnp.exp(top - higher), jnp.exp(score - higher[..., None])
     fresh = jnp.einsum("bgqs,bgse->bgqe", weight, v, preferred_element_type=jnp.float32)
     return higher, total * rescale + weight.sum(-1), out * rescale[..., None] + fresh
+
+
+def _shared_part(carry: tuple[jax.Array, jax.Array, jax.Array], queries: jax.Array,
+                 prefix: Prefix, length: jax.Array, depth: jax.Array, window: int | None
+                 ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Adds the shared prefixes on, each read once for the queries of all rows that share it."""
+    b, _, q, _ = queries.shape
+    members = prefix.rows
+    grouped = shared_prefix.gather_heads(members, queries)  # [P, G, M q, E]
+    oldest = None
+    if window is not None:
+        own = jnp.repeat(length[:, None] + depth - window, q // depth.shape[1], 1)
+        oldest = shared_prefix.gather(members, own) + prefix.length[:, None]
+    empty = (jnp.full(grouped.shape[:3], _MASKED), jnp.zeros(grouped.shape[:3]),
+             jnp.zeros(grouped.shape))
+    found = _segment(grouped, prefix.k, prefix.v, 0, prefix.length, None, oldest, empty)
+    part = shared_prefix.scatter(
+        members, Partial(found[0][..., None], found[1][..., None], found[2]), b)
+    top, total, out = carry
+    higher = jnp.maximum(top, part.top[..., 0])
+    mine, theirs = jnp.exp(top - higher), jnp.exp(part.top[..., 0] - higher)
+    return (higher, total * mine + part.total[..., 0] * theirs,
+            out * mine[..., None] + part.out * theirs[..., None])

@@ -1,0 +1,322 @@
+"""Tree attention for TPUs: a Pallas kernel that Mosaic compiles.
+
+One grid step is one block of one row's context, all key-value heads of it; the blocks come from a
+list (work_list.py), so that only what a live row sees is fetched, and Pallas fetches the next one
+while this one is computed. All segments of the cache are arguments of one kernel, so there is one
+softmax and no partial result in memory; the price is a buffer in VMEM for each of them. With
+`splits`, each half of a chip with two cores takes an equal share of the list, and what they find
+is combined afterwards.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from specrl_kernels import tuning
+from specrl_kernels.dispatch import Target, Unsupported
+from specrl_kernels.tree_attention import packing, shared_prefix, softmax, work_list
+from specrl_kernels.tree_attention.ancestry import is_visible
+from specrl_kernels.tree_attention.packing import Rows
+from specrl_kernels.tree_attention.shared_prefix import Prefix
+from specrl_kernels.tree_attention.softmax import Partial
+
+NAME = "pallas"
+SUBLANES = 16  # rows of a register in bfloat16; in float32 it is 8
+BUFFERS = 2  # of every block, one computed on and one filled
+VMEM_BLOCKS = 24 << 20  # bytes that the blocks of context may take
+VMEM_LIMIT = 64 << 20  # bytes; v5e, v5p and v6e have 128 MiB (Google's TPU documents)
+SMEM_LISTS = 512 << 10  # bytes of the 1 MiB of scalar memory that the work lists may take
+PREFIX_QUERIES = 512  # of a shared prefix at a time: beyond it the products, not the reads, decide
+UNROLLED = 32  # bodies of the loops over segments, heads and tiles that are written out
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """What may be tuned; none of it changes the result beyond rounding."""
+
+    block: int = 512  # slots of context read in a step; a multiple of 128
+    tile: int = 128  # queries computed on together, of which dead ones are skipped; of 16
+    splits: int = 1  # shares of the context computed apart
+
+
+def tree_attention_pallas(q: jax.Array, row: jax.Array, node: jax.Array, tree_k: jax.Array,
+                          tree_v: jax.Array, parent: jax.Array, cache_k: tuple[jax.Array, ...],
+                          cache_v: tuple[jax.Array, ...], length: jax.Array,
+                          slot: jax.Array | None, prefix: Prefix | None, *, scale: float,
+                          window: int | None, target: Target) -> jax.Array:
+    """See `api.tree_attention`."""
+    b, n, g, _ = tree_k.shape
+    rows = packing.unpack(q, row, node, parent, g, length, window)
+    config = _config(target, rows, cache_k)
+    slot = jnp.arange(b, dtype=jnp.int32) if slot is None else slot
+    nodes = -(-n // SUBLANES) * SUBLANES
+    tree = (packing.by_head(tree_k, nodes), packing.by_head(tree_v, nodes))
+    run = functools.partial(_attend, config=config, scale=scale, interpret=target.interpret)
+    if prefix is None and config.splits == 1:
+        out = run(rows, tree, cache_k, cache_v, length, slot, whole=True)
+    else:
+        parts = [run(rows, tree, cache_k, cache_v, length, slot, whole=False)]
+        if prefix is not None:
+            parts.append(_prefix_part(run, rows, prefix, b))
+        out = softmax.finish(softmax.combine(softmax.stack(parts))).astype(q.dtype)
+    return packing.pack(out, row, node, n)
+
+
+def _prefix_part(run: Any, rows: Rows, prefix: Prefix, batch: int) -> Partial:
+    queries = rows.live.shape[1]
+    members, which = shared_prefix.split_members(prefix, max(1, PREFIX_QUERIES // queries))
+    length = prefix.length[which]
+    part = run(shared_prefix.regroup(rows, members, length), None, (prefix.k,), (prefix.v,), length,
+               which, whole=False)
+    return shared_prefix.scatter(members, part, batch)
+
+
+def _config(target: Target, rows: Rows, cache_k: Sequence[jax.Array]) -> Config:
+    """The given configuration, or the tuned one, or what fits.
+
+    Raises:
+      Unsupported: nothing fits, or the given one does not.
+    """
+    b, g, q, e = rows.queries.shape
+    sizes, item = [k.shape[3] for k in cache_k], cache_k[0].dtype.itemsize
+    found = target.config
+    if found is None:
+        key = tuning.shape_class(rows=b, queries=q, heads=g, size=e, context=sum(sizes))
+        found = tuning.lookup(target.kind, "tree_attention", NAME, key, str(rows.queries.dtype))
+    config = Config(**found) if found is not None else _heuristic(target.kind, sizes, g * e * item)
+    if config.block % 128 or config.tile % SUBLANES or config.splits < 1:
+        raise Unsupported(f"{config}: block is a multiple of 128, tile of 16, splits at least 1")
+    if _buffers(sizes, config.block, g * e * item) > VMEM_BLOCKS:
+        raise Unsupported(f"{len(sizes)} segments with {g} heads of {e} in blocks of {config.block}"
+                          f" do not fit into VMEM: pass fewer segments")
+    lists = 4 * (1 + len(sizes)) * work_list.places(b, sizes, config.block)
+    if lists > SMEM_LISTS:
+        raise Unsupported(f"the list of {b} rows by {sum(sizes)} slots takes {lists} bytes of "
+                          f"{SMEM_LISTS}: pass fewer segments, or larger blocks")
+    return config
+
+
+def _heuristic(kind: str, sizes: Sequence[int], slot_bytes: int) -> Config:
+    """The largest blocks that fit; two shares on chips whose two cores act as one device."""
+    block = 512
+    while block > 128 and _buffers(sizes, block, slot_bytes) > VMEM_BLOCKS:
+        block //= 2
+    return Config(block=block, splits=2 if kind in ("TPU v4", "TPU v5", "TPU v5p") else 1)
+
+
+def _buffers(sizes: Sequence[int], block: int, slot_bytes: int) -> int:
+    """Bytes of VMEM for blocks of keys and of values."""
+    return 2 * BUFFERS * slot_bytes * sum(min(block, size) for size in sizes)
+
+
+def _attend(rows: Rows, tree: tuple[jax.Array, jax.Array] | None, cache_k: Sequence[jax.Array],
+            cache_v: Sequence[jax.Array], length: jax.Array, slot: jax.Array, *, config: Config,
+            scale: float, interpret: bool, whole: bool) -> Any:
+    """f[B, G, Q, E], or a Partial of it if not `whole`."""
+    batch, queries = rows.live.shape
+    sizes = [k.shape[3] for k in cache_k]
+    tile = min(config.tile, -(-queries // SUBLANES) * SUBLANES)
+    rows = packing.pad_queries(rows, tile)
+    live = packing.live_tiles(rows, tile)
+    work = work_list.make(length, packing.oldest(rows), live.any(1), slot, sizes, config.block)
+    share = jnp.maximum(-(-work.count // config.splits), 1)
+    scalars = (jnp.stack([work.count, share]), work.steps, length, live.reshape(-1), *work.fetch)
+    inputs = [rows.queries, _info(rows), *(tree or ())]
+    specs = [_per_row(x, config) for x in inputs]
+    for i, (k, v) in enumerate(zip(cache_k, cache_v, strict=True)):
+        inputs += [k, v]
+        specs += _context_specs(k, i, config)
+    outputs = _outputs(rows, config.splits, whole)
+    kernel = functools.partial(_kernel, sizes=tuple(sizes), config=config, tile=tile, scale=scale,
+                               has_tree=tree is not None, has_window=rows.first is not None)
+    g, padded, e = rows.queries.shape[1:]
+    out = pl.pallas_call(
+        kernel, out_shape=outputs, interpret=interpret, name="tree_attention",
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(scalars), grid=(config.splits, share), in_specs=specs,
+            out_specs=[_per_row(x, config, output=True) for x in outputs],
+            scratch_shapes=[pltpu.VMEM((g, padded, width), jnp.float32) for width in (1, 1, e)]),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM_LIMIT),
+    )(*scalars, *inputs)
+    if whole:
+        return out[0][0, :, :, :queries]
+    return _combined(Partial(*out), work, share, batch, queries)
+
+
+def _info(rows: Rows) -> jax.Array:
+    """i32[B, Q, C + 1]: the words of the tree, and the oldest place that is seen."""
+    first = jnp.zeros(rows.live.shape, jnp.int32) if rows.first is None else rows.first
+    return jnp.concatenate([rows.words, first[..., None]], 2)
+
+
+def _outputs(rows: Rows, splits: int, whole: bool) -> list[jax.ShapeDtypeStruct]:
+    b, g, q, e = rows.queries.shape
+    if whole:
+        return [jax.ShapeDtypeStruct((1, b, g, q, e), rows.queries.dtype)]
+    return [jax.ShapeDtypeStruct((splits, b, g, q, width), jnp.float32) for width in (1, 1, e)]
+
+
+def _combined(parts: Partial, work: work_list.WorkList, share: jax.Array, batch: int, queries: int
+              ) -> Partial:
+    """One Partial; a share that holds no step of a row has written nothing for it."""
+    splits = parts.top.shape[0]
+    step = jnp.arange(work.steps.shape[0])
+    owner = jnp.where(step < work.count, step // share, splits)
+    wrote = jnp.zeros((splits, batch), bool).at[owner, work.steps >> work_list.SHIFT].set(
+        True, mode="drop")[..., None, None, None]
+    return softmax.combine(Partial(
+        *(jnp.where(wrote, x, nothing)[:, :, :, :queries]
+          for x, nothing in zip(parts, (softmax.FLOOR, 0.0, 0.0), strict=True))))
+
+
+def _step(split: Any, step: Any, scalars: Any) -> Any:
+    """Which step of the list this grid step is; those beyond a share's end repeat its last."""
+    count, share = scalars[0][0], scalars[0][1]
+    return jnp.clip(jnp.minimum(split * share + step, count - 1), 0)
+
+
+def _per_row(x: Any, config: Config, output: bool = False) -> pl.BlockSpec:
+    """A whole row of [B, ...], or of the output [splits, B, ...]."""
+    def index(split: Any, step: Any, *scalars: Any) -> tuple[Any, ...]:
+        row = scalars[1][_step(split, step, scalars)] >> work_list.SHIFT
+        return (split, row, 0, 0, 0) if output else (row, *[0] * (len(x.shape) - 1))
+
+    return pl.BlockSpec((1, 1, *x.shape[2:]) if output else (1, *x.shape[1:]), index)
+
+
+def _context_specs(k: jax.Array, segment: int, config: Config) -> list[pl.BlockSpec]:
+    """A block of keys [1, G, E, T] and one of values [1, G, T, E]."""
+    _, g, e, size = k.shape
+    block = min(config.block, size)
+
+    def code(split: Any, step: Any, scalars: Any) -> Any:
+        return scalars[4 + segment][_step(split, step, scalars)]
+
+    def key_index(split: Any, step: Any, *scalars: Any) -> tuple[Any, ...]:
+        at = code(split, step, scalars)
+        return at >> work_list.SHIFT, 0, 0, at & work_list.LOW
+
+    def value_index(split: Any, step: Any, *scalars: Any) -> tuple[Any, ...]:
+        at = code(split, step, scalars)
+        return at >> work_list.SHIFT, 0, at & work_list.LOW, 0
+
+    return [pl.BlockSpec((1, g, e, block), key_index), pl.BlockSpec((1, g, block, e), value_index)]
+
+
+def _kernel(bounds: Any, steps: Any, length: Any, live: Any, *refs: Any, sizes: tuple[int, ...],
+            config: Config, tile: int, scale: float, has_tree: bool, has_window: bool) -> None:
+    """One step of the list: starts a row, adds one block to it, ends it, each where due."""
+    q, info, *refs = refs[len(sizes):]  # the fetch lists are for the index maps
+    tree, refs = (refs[:2], refs[2:]) if has_tree else (None, refs)
+    context, refs = refs[: 2 * len(sizes)], refs[2 * len(sizes):]
+    outputs, carry = refs[:-3], Partial(*refs[-3:])
+    split, count, share = pl.program_id(0), bounds[0], bounds[1]
+    at = split * share + pl.program_id(1)
+    last = jnp.minimum((split + 1) * share, count) - 1
+    _, heads, queries, _ = q.shape
+    tiles = queries // tile
+    blocks = work_list.blocks_of(sizes, config.block)
+    unrolled = len(sizes) * heads * tiles <= UNROLLED
+
+    @pl.when(at <= last)
+    def _() -> None:
+        code = steps[at]
+        row, block = code >> work_list.SHIFT, code & work_list.LOW
+        opens = (at == 0) | (steps[jnp.maximum(at - 1, 0)] >> work_list.SHIFT != row)
+        closes = (at == last) | (steps[jnp.minimum(at + 1, last)] >> work_list.SHIFT != row)
+        each = functools.partial(_each_live_tile, live, row, heads, tiles, tile, unrolled)
+        begin = functools.partial(_begin, carry, q, info, tree, scale)
+        if has_tree:
+            pl.when(opens)(lambda: each(begin))
+        if config.splits > 1 or not has_tree:
+            fresh = (at == split * share) & ~opens if has_tree else (at == split * share) | opens
+            pl.when(fresh)(lambda: each(functools.partial(_clear, carry)))
+        start, first = 0, 0
+        for i, (size, count) in enumerate(zip(sizes, blocks, strict=True)):
+            t = min(config.block, size)
+            place = start + (block - first) * t
+            own = (block >= first) & (block < first + count) & (place < length[row])
+            end = jnp.minimum(length[row], start + size)
+            add = functools.partial(_add_block, carry, q, info, *context[2 * i : 2 * i + 2], scale,
+                                    place, end, size % t > 0, has_window)
+            pl.when(own)(functools.partial(each, add))
+            start, first = start + size, first + count
+        pl.when(closes)(lambda: each(functools.partial(_end, carry, outputs)))
+
+
+def _each_live_tile(live: Any, row: Any, heads: int, tiles: int, tile: int, unrolled: bool,
+                    body: Any) -> None:
+    """Calls body(head, slice of queries) for the tiles that hold a live query."""
+    def one(head: Any, at: Any) -> None:
+        begin = at * tile if isinstance(at, int) else pl.multiple_of(at * tile, tile)
+        pl.when(live[row * tiles + at] > 0)(lambda: body(head, pl.ds(begin, tile)))
+
+    if unrolled:
+        for head in range(heads):
+            for at in range(tiles):
+                one(head, at)
+    else:
+        jax.lax.fori_loop(0, heads, lambda head, _: jax.lax.fori_loop(
+            0, tiles, lambda at, _: one(head, at), None), None)
+
+
+def _read(carry: Partial, head: Any, queries: Any) -> Partial:
+    return Partial(*(ref[head, queries, :] for ref in carry))
+
+
+def _write(carry: Partial, head: Any, queries: Any, partial: Partial) -> None:
+    for ref, x in zip(carry, partial, strict=True):
+        ref[head, queries, :] = x
+
+
+def _clear(carry: Partial, head: Any, queries: Any) -> None:
+    _write(carry, head, queries, softmax.empty(queries.size, carry.out.shape[2]))
+
+
+def _begin(carry: Partial, q: Any, info: Any, tree: Any, scale: float, head: Any, queries: Any
+           ) -> None:
+    """The tree's own keys: the first that a row sees."""
+    keys, values = (ref[0, head] for ref in tree)  # [n, E]
+    score = softmax.dot(q[0, head, queries, :], keys, contract=1) * scale
+    columns = jax.lax.broadcasted_iota(jnp.int32, score.shape, 1)
+    words = info[0, queries, :]
+    visible = is_visible([words[:, i : i + 1] for i in range(words.shape[1] - 1)], columns)
+    nothing = softmax.empty(*carry.out[head, queries, :].shape)
+    _write(carry, head, queries, softmax.add_keys(nothing, score, visible, values))
+
+
+def _add_block(carry: Partial, q: Any, info: Any, k: Any, v: Any, scale: float, place: Any,
+               end: Any, ragged: bool, has_window: bool, head: Any, queries: Any) -> None:
+    """Adds a block of context that begins at `place`, up to `end`.
+
+    Where the last block of a segment is `ragged`, it reaches beyond the array, and what lies there
+    may be NaN, which a weight of 0 does not hide.
+    """
+    score = softmax.dot(q[0, head, queries, :], k[0, head]) * scale
+    places = place + jax.lax.broadcasted_iota(jnp.int32, score.shape, 1)
+    visible = places < end
+    if has_window:
+        words = info[0, queries, :]
+        visible &= places >= words[:, words.shape[1] - 1 :]
+    values = v[0, head]
+    if ragged:
+        inside = place + jax.lax.broadcasted_iota(jnp.int32, values.shape, 0) < end
+        values = jnp.where(inside, values.astype(jnp.float32), 0).astype(values.dtype)
+    partial = softmax.add_keys(_read(carry, head, queries), score, visible, values)
+    _write(carry, head, queries, partial)
+
+
+def _end(carry: Partial, outputs: Any, head: Any, queries: Any) -> None:
+    partial = _read(carry, head, queries)
+    if len(outputs) == 1:
+        outputs[0][0, 0, head, queries, :] = softmax.finish(partial).astype(outputs[0].dtype)
+        return
+    for ref, x in zip(outputs, partial, strict=True):
+        ref[0, 0, head, queries, :] = x

@@ -1,0 +1,63 @@
+"""The online softmax: its step inside kernels, and the combination of partial results.
+
+A partial result of queries over some keys is (highest score, sum of weights, weighted values).
+Milakov and Gimelshein 2018 (arXiv 1805.02867); the combination of splits is Flash-Decoding's.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+FLOOR = -1e30  # highest score of no key at all: finite, so that differences are never NaN
+HIDDEN = -2e30  # score of a hidden key: its weight exp(HIDDEN - FLOOR) is exactly 0
+
+
+class Partial(NamedTuple):
+    """Queries over a part of their keys."""
+
+    top: jax.Array  # f32[..., Q, 1] highest score, FLOOR if no key was seen
+    total: jax.Array  # f32[..., Q, 1] sum of exp(score - top)
+    out: jax.Array  # f32[..., Q, E] values weighted by exp(score - top)
+
+
+def empty(queries: int, size: int) -> Partial:
+    """No key seen yet: the start of every kernel's loop."""
+    return Partial(jnp.full((queries, 1), FLOOR, jnp.float32),
+                   jnp.zeros((queries, 1), jnp.float32), jnp.zeros((queries, size), jnp.float32))
+
+
+def dot(a: jax.Array, b: jax.Array, contract: int = 0) -> jax.Array:
+    """f32 product of a[Q, x] with b[x, y], or with b[y, x] if `contract` is 1.
+
+    float32 asks for the full precision: the default is bfloat16 on a TPU and TF32 on a GPU.
+    """
+    exact = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+    return jax.lax.dot_general(a, b, (((1,), (contract,)), ((), ())), precision=exact,
+                               preferred_element_type=jnp.float32)
+
+
+def add_keys(partial: Partial, score: jax.Array, visible: jax.Array, value: jax.Array) -> Partial:
+    """Adds keys with scores f32[Q, T], seen where visible bool[Q, T], and values [T, E]."""
+    score = jnp.where(visible, score, HIDDEN)
+    top = jnp.maximum(partial.top, score.max(1, keepdims=True))
+    rescale, weight = jnp.exp(partial.top - top), jnp.exp(score - top)
+    return Partial(top, partial.total * rescale + weight.sum(1, keepdims=True),
+                   partial.out * rescale + dot(weight.astype(value.dtype), value))
+
+
+def combine(parts: Partial) -> Partial:
+    """One partial result from those stacked along the first axis."""
+    top = parts.top.max(0)
+    rescale = jnp.exp(parts.top - top[None])
+    return Partial(top, (parts.total * rescale).sum(0), (parts.out * rescale).sum(0))
+
+
+def stack(parts: list[Partial]) -> Partial:
+    """Partial results of the same queries, stacked along a new first axis."""
+    return Partial(*(jnp.stack(arrays) for arrays in zip(*parts, strict=True)))
+
+
+def finish(partial: Partial) -> jax.Array:
+    """f32[..., Q, E] attention; every query has seen a key."""
+    return partial.out / partial.total

@@ -1,0 +1,123 @@
+"""Checks of tree attention's arguments: of shapes and dtypes always, of values on demand."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+_WHY = "shapes must agree with q [W, H, E], tree_k [B, n, G, E]"
+
+
+def check_static(q: Any, row: Any, node: Any, tree_k: Any, tree_v: Any, parent: Any,
+                 cache_k: Sequence[Any], cache_v: Sequence[Any], length: Any, slot: Any,
+                 prefix: Any, *, window: int | None) -> None:
+    """What can be seen while tracing. Raises ValueError, naming the argument."""
+    for name, array, axes in (("q", q, 3), ("tree_k", tree_k, 4)):
+        _expect(f"axes of {name}", len(array.shape), axes, _WHY)
+    w, h, e = q.shape
+    b, n, g, _ = tree_k.shape
+    _expect("q's heads", h % g, 0, f"{h} is no multiple of {g} key-value heads")
+    for name, array, shape in (
+        ("row", row, (w,)), ("node", node, (w,)), ("tree_k", tree_k, (b, n, g, e)),
+        ("tree_v", tree_v, (b, n, g, e)), ("parent", parent, (b, n)), ("length", length, (b,)),
+    ):
+        _expect(name, array.shape, shape, _WHY)
+    _check_cache(cache_k, cache_v, b, g, e, slot)
+    _check_prefix(prefix, g, e)
+    _check_dtypes(q, tree_k, tree_v, cache_k, cache_v, prefix)
+    indices = {"row": row, "node": node, "parent": parent, "length": length, "slot": slot}
+    if prefix is not None:
+        indices |= {"prefix.length": prefix.length, "prefix.rows": prefix.rows}
+    for name, array in indices.items():
+        if array is not None and array.dtype != jnp.int32:
+            raise ValueError(f"{name} is {array.dtype}, expected int32: cast it")
+    if window is not None and window < 1:
+        raise ValueError(f"window = {window}, expected at least 1: a node sees itself")
+
+
+def _check_cache(cache_k: Sequence[Any], cache_v: Sequence[Any], b: int, g: int, e: int, slot: Any
+                 ) -> None:
+    if not cache_k:
+        raise ValueError("cache_k = (), expected at least one segment")
+    _expect("segments of cache_v", len(cache_v), len(cache_k), "as many as cache_k has")
+    slots = cache_k[0].shape[0]
+    for k, v in zip(cache_k, cache_v, strict=True):
+        s = k.shape[-1]
+        _expect("cache_k", k.shape, (slots, g, e, s), _WHY)
+        _expect("cache_v", v.shape, (slots, g, s, e), _WHY)
+    if slot is not None:
+        _expect("slot", slot.shape, (b,), "one cache row for each row")
+    elif slots != b:
+        raise ValueError(f"cache_k has {slots} rows for {b} rows: pass slot")
+
+
+def _check_prefix(prefix: Any, g: int, e: int) -> None:
+    if prefix is None:
+        return
+    count, size = prefix.k.shape[0], prefix.k.shape[-1]
+    _expect("prefix.k", prefix.k.shape, (count, g, e, size), _WHY)
+    _expect("prefix.v", prefix.v.shape, (count, g, size, e), _WHY)
+    _expect("prefix.length", prefix.length.shape, (count,), "one for each prefix")
+    _expect("prefix.rows", (prefix.rows.ndim, prefix.rows.shape[0]), (2, count),
+            "axes, and as many as there are prefixes")
+
+
+def _check_dtypes(q: Any, tree_k: Any, tree_v: Any, cache_k: Sequence[Any],
+                  cache_v: Sequence[Any], prefix: Any) -> None:
+    if q.dtype not in (jnp.float32, jnp.bfloat16):
+        raise ValueError(f"q is {q.dtype}, expected float32 or bfloat16")
+    others = [("tree_k", tree_k), ("tree_v", tree_v), *(("cache_k", k) for k in cache_k),
+              *(("cache_v", v) for v in cache_v)]
+    if prefix is not None:
+        others += [("prefix.k", prefix.k), ("prefix.v", prefix.v)]
+    for name, array in others:
+        if array.dtype != q.dtype:
+            raise ValueError(f"{name} is {array.dtype}, expected q's {q.dtype}: cast one of them")
+
+
+def _expect(name: str, found: Any, wanted: Any, why: str) -> None:
+    if found != wanted:
+        raise ValueError(f"{name} = {found}, expected {wanted}: {why}")
+
+
+def check_values(q: Any, row: Any, node: Any, tree_k: Any, tree_v: Any, parent: Any,
+                 cache_k: Sequence[Any], cache_v: Sequence[Any], length: Any, slot: Any,
+                 prefix: Any) -> None:
+    """What only values show; for tests and debugging, since it waits for them.
+
+    Raises:
+      ValueError: the first value out of its range, or a call from inside of jit.
+    """
+    if any(isinstance(x, jax.core.Tracer) for x in (row, node, parent, length, slot)):
+        raise ValueError("checked = True inside of jit: values are known outside of it only")
+    b, n = parent.shape
+    room = sum(k.shape[-1] for k in cache_k)
+    _between("row", row, 0, b - 1, "rows are counted from 0")
+    _between("node", node, 0, n - 1, "nodes are counted from 0")
+    _between("length", length, 0, room, f"the cache holds {room} tokens")
+    _between("parent", np.asarray(parent)[:, 1:], 0, np.arange(n - 1)[None],
+             "a node's parent comes before it", column=1)
+    if slot is not None:
+        _between("slot", slot, 0, cache_k[0].shape[0] - 1, "the cache has no such row")
+    if prefix is not None:
+        size = prefix.k.shape[-1]
+        _between("prefix.length", prefix.length, 0, size, f"a prefix holds {size} tokens")
+        _between("prefix.rows", prefix.rows, -1, b - 1, "-1 fills")
+        named, counts = np.unique(np.asarray(prefix.rows), return_counts=True)
+        twice = named[(counts > 1) & (named >= 0)]
+        if twice.size:
+            raise ValueError(f"prefix.rows: row {twice[0]} stands twice, expected once at most")
+
+
+def _between(name: str, values: Any, low: int, high: Any, why: str, column: int = 0) -> None:
+    """Names the first of `values` outside [low, high]; its last index is counted from `column`."""
+    values = np.asarray(values)
+    wrong = np.argwhere((values < low) | (values > high))
+    if wrong.size:
+        first = tuple(int(i) for i in wrong[0])
+        shown = (*first[:-1], first[-1] + column)
+        limit = int(np.broadcast_to(high, values.shape)[first])
+        raise ValueError(f"{name}[{', '.join(map(str, shown))}] = {values[first]}, expected "
+                         f"{low} to {limit}: {why}")

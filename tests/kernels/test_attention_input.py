@@ -1,0 +1,108 @@
+"""Bad input of tree attention is refused by name, and what is refused is told."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from specrl_kernels.dispatch import Unsupported
+from specrl_kernels.tree_attention import Prefix, refusals, tree_attention
+from specrl_kernels.tree_attention.api import IMPLEMENTATIONS
+from tree_attention_cases import make
+
+I32, F32, BF16 = jnp.int32, jnp.float32, jnp.bfloat16
+
+
+def prefix(**other: Any) -> Prefix:
+    """A good prefix of `make`'s one row, but for `other`."""
+    return Prefix(**{"k": jnp.zeros((1, 2, 16, 8)), "v": jnp.zeros((1, 2, 8, 16)),
+                     "length": jnp.zeros(1, I32), "rows": jnp.zeros((1, 1), I32)} | other)
+
+
+@pytest.mark.parametrize("name,wrong,told", [
+    ("row", jnp.zeros(3, I32), "row = "), ("node", jnp.zeros(9, I32), "node = "),
+    ("parent", jnp.zeros((1, 5), I32), "parent = "), ("length", jnp.zeros(2, I32), "length = "),
+    ("cache_v", jnp.zeros((1, 2, 4, 32)), "cache_v = "),
+    ("cache_k", jnp.zeros((1, 3, 4, 32)), "cache_k = "), ("cache_k", [], r"cache_k = \(\)"),
+    ("cache_v", [jnp.zeros((1, 2, 32, 16))] * 2, "segments of cache_v = 2, expected 1"),
+    ("q", jnp.zeros((4, 3, 16)), "q's heads"), ("q", jnp.zeros((4, 4)), "axes of q = 2"),
+    ("q", jnp.zeros((4, 4, 8)), "tree_k = .*expected .*8"),
+    ("slot", jnp.zeros(2, I32), "slot = "), ("tree_v", jnp.zeros((1, 4, 2, 5)), "tree_v = "),
+    ("length", jnp.zeros(1), "length is float32, expected int32"),
+    ("q", jnp.zeros((4, 4, 16), jnp.float16), "q is float16, expected float32 or bfloat16"),
+    ("tree_k", jnp.zeros((1, 4, 2, 16), BF16), "tree_k is bfloat16, expected q's float32"),
+    ("cache_v", [jnp.zeros((1, 2, 32, 16), BF16)], "cache_v is bfloat16, expected q's float32"),
+    ("prefix", prefix(k=jnp.zeros((1, 3, 16, 8))), "prefix.k = "),
+    ("prefix", prefix(v=jnp.zeros((1, 2, 9, 16))), "prefix.v = "),
+    ("prefix", prefix(length=jnp.zeros(2, I32)), "prefix.length = "),
+    ("prefix", prefix(rows=jnp.zeros((2, 1), I32)), "prefix.rows = "),
+    ("prefix", prefix(rows=jnp.zeros((1, 1))), "prefix.rows is float32"),
+    ("window", 0, "window = 0, expected at least 1"),
+    ("implementation", "fast", "'fast': choose one of pallas, .*xla, reference"),
+    ("platform", "fpga", "'fpga': choose one of cpu, gpu, tpu"),
+    ("config", {"block": 128}, "name the implementation")])
+def test_what_does_not_fit_is_refused_while_tracing(name: str, wrong: Any, told: str) -> None:
+    args = make() | {name: wrong}
+    with pytest.raises(ValueError, match=told):
+        jax.eval_shape(lambda: tree_attention(**args, scale=1.0))
+
+
+def test_more_cache_rows_than_rows_need_slots() -> None:
+    case = make(lengths=(1, 2), slots=4)
+    with pytest.raises(ValueError, match="cache_k has 4 rows for 2 rows: pass slot"):
+        tree_attention(**(case | {"slot": None}), scale=1.0)
+
+
+@pytest.mark.parametrize("name,wrong,told", [
+    ("length", jnp.asarray([33], I32), r"length\[0\] = 33, expected 0 to 32: the cache holds 32"),
+    ("length", jnp.asarray([-1], I32), r"length\[0\] = -1"),
+    ("parent", jnp.asarray([[0, 0, 2, 1]], I32), r"parent\[0, 2\] = 2, expected 0 to 1"),
+    ("row", jnp.asarray([0, 0, 1, 0], I32), r"row\[2\] = 1, expected 0 to 0"),
+    ("node", jnp.asarray([0, 1, 2, 4], I32), r"node\[3\] = 4, expected 0 to 3"),
+    ("slot", jnp.asarray([3], I32), r"slot\[0\] = 3, expected 0 to 0"),
+    ("prefix", prefix(length=jnp.asarray([9], I32)), r"prefix.length\[0\] = 9, expected 0 to 8"),
+    ("prefix", prefix(rows=jnp.asarray([[1]], I32)), r"prefix.rows\[0, 0\] = 1"),
+    ("prefix", prefix(rows=jnp.asarray([[0, 0]], I32)), "row 0 stands twice")])
+def test_values_out_of_range_are_named_if_checked(name: str, wrong: Any, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        tree_attention(**(make() | {name: wrong}), scale=1.0, checked=True)
+
+
+def test_good_values_pass_the_check() -> None:
+    case = make(lengths=(0, 32), slots=3, prefix=(40,), members=[[1, -1]])
+    assert tree_attention(**case, scale=1.0, checked=True).shape == case["q"].shape
+
+
+def test_values_cannot_be_checked_inside_of_jit() -> None:
+    with pytest.raises(ValueError, match="checked = True inside of jit"):
+        jax.jit(lambda c: tree_attention(**c, scale=1.0, checked=True))(make())
+
+
+@pytest.mark.parametrize("implementation,config,told", [
+    ("pallas", {"block": 100}, "multiple of 128"), ("pallas", {"tile": 8}, "of 16"),
+    ("pallas_triton", {"block": 24}, "powers of two"), ("pallas_triton", {"splits": 0}, "split"),
+    ("xla", {"block": 128}, "takes none")])
+def test_a_configuration_that_cannot_be_is_refused(implementation: str, config: dict[str, int],
+                                                   told: str) -> None:
+    with pytest.raises(Unsupported, match=told):
+        tree_attention(**make(), scale=1.0, implementation=implementation, interpret=True,
+                       config=config)
+
+
+@pytest.mark.parametrize("case,told", [
+    (dict(size=24), "heads of 24"), (dict(size=8), "heads of 8"),
+    (dict(segments=(32, 8)), "a segment of 8 slots")])
+def test_triton_refuses_what_it_cannot_tile(case: dict[str, Any], told: str) -> None:
+    with pytest.raises(Unsupported, match=told):
+        tree_attention(**make(**case), scale=1.0, implementation="pallas_triton", interpret=True)
+
+
+@pytest.mark.parametrize("platform,kernel", [("tpu", "pallas"), ("gpu", "pallas_triton")])
+def test_refusals_say_why_and_what_is_taken(platform: str, kernel: str) -> None:
+    found = refusals(**make(), platform=platform)
+    assert list(found) == list(IMPLEMENTATIONS)
+    assert found[kernel].startswith(f"not yet run on some {platform}")
+    assert found["xla"] is None and found["reference"] is None
+    on_cpu = refusals(**make())
+    assert on_cpu["pallas"].startswith("needs a tpu, this is a cpu")
+    assert on_cpu["pallas_triton"].startswith("needs a gpu, this is a cpu")

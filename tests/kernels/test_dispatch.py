@@ -1,0 +1,122 @@
+"""Choosing an implementation, and the tuning tables that the choice and the kernels look into."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+from specrl_kernels import dispatch, tuning
+from specrl_kernels.dispatch import Unsupported, choose
+from specrl_kernels.tree_attention import gpu, pallas
+from tree_attention_cases import call, make
+
+ROW = {"op": "tree_attention", "implementation": "pallas", "dtype": "float32",
+       "shape": {"rows": 4}, "config": {"block": 256}}
+
+
+def refuse(x: Any) -> Any:
+    raise Unsupported(f"not {x}")
+
+
+def double(x: Any) -> Any:
+    return 2 * x
+
+
+def test_a_named_one_works_or_raises() -> None:
+    both = {"refuse": refuse, "double": double}
+    assert choose(both, "double")(3) == 6
+    with pytest.raises(Unsupported, match="not 3"):
+        choose(both, "refuse")(3)
+    with pytest.raises(ValueError, match="'fast': choose one of refuse, double"):
+        choose(both, "fast")
+
+
+def test_without_a_name_the_first_that_can_is_taken() -> None:
+    assert choose({"refuse": refuse, "double": double, "same": lambda x: x}, None)(3) == 6
+
+
+def test_if_none_can_all_reasons_are_told() -> None:
+    with pytest.raises(ExceptionGroup) as found:
+        choose({"a": refuse, "b": refuse}, None)(3)
+    assert [str(reason) for reason in found.value.exceptions] == ["a: not 3", "b: not 3"]
+
+
+def test_other_errors_are_not_taken_for_refusals() -> None:
+    with pytest.raises(TypeError):
+        choose({"broken": lambda x: x + None, "double": double}, None)(3)
+
+
+def test_refusals_name_every_reason() -> None:
+    found = dispatch.refusals({"refuse": refuse, "double": double}, jnp.zeros(2))
+    assert found["refuse"].startswith("not ") and found["double"] is None
+
+
+@pytest.fixture
+def tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder in place of tuned/."""
+    monkeypatch.setattr(tuning, "folder", lambda: tmp_path)
+    return tmp_path
+
+
+def write(folder: Path, kind: str, *rows: dict[str, Any]) -> None:
+    table = {"device": kind, "rows": rows}
+    (folder / tuning.file_name(kind)).write_text(json.dumps(table), encoding="utf-8")
+
+
+def test_a_row_is_found_by_device_op_implementation_dtype_and_shape_class(tables: Path) -> None:
+    write(tables, "TPU v5 lite", ROW)
+    asked = ("TPU v5 lite", "tree_attention", "pallas", tuning.shape_class(rows=3), "float32")
+    assert tuning.lookup(*asked) == {"block": 256}
+    for place, other in enumerate(("TPU v4", "gumbel", "triton", {"rows": 8}, "bfloat16")):
+        assert tuning.lookup(*asked[:place], other, *asked[place + 1:]) is None
+
+
+def test_shape_classes_are_powers_of_two() -> None:
+    assert tuning.shape_class(a=0, b=1, c=2, d=3, e=4096, f=4097) == {
+        "a": 1, "b": 1, "c": 2, "d": 4, "e": 4096, "f": 8192}
+
+
+def test_a_row_that_lacks_a_field_is_named(tables: Path) -> None:
+    write(tables, "TPU v9", ROW, {"op": "tree_attention"})
+    with pytest.raises(ValueError, match="tpu_v9.json: row 1 lacks implementation, dtype, shape"):
+        tuning.rows("TPU v9")
+
+
+def test_a_kernel_is_taken_unasked_only_where_it_was_measured(tables: Path) -> None:
+    here = dispatch.Target("tpu", "TPU v6 lite", named=False)
+    with pytest.raises(Unsupported, match="not yet run on TPU v6 lite"):
+        dispatch.require(here, "tree_attention", "pallas", ("tpu",))
+    dispatch.require(here._replace(named=True), "tree_attention", "pallas", ("tpu",))
+    write(tables, "TPU v7x", ROW)
+    measured = here._replace(kind="TPU v7x")
+    dispatch.require(measured, "tree_attention", "pallas", ("tpu",))
+    with pytest.raises(Unsupported, match="not yet run"):
+        dispatch.require(measured, "gumbel_argmax", "pallas", ("tpu",))
+
+
+def test_a_kernel_takes_its_row_and_else_its_heuristic(tables: Path,
+                                                       monkeypatch: pytest.MonkeyPatch) -> None:
+    case, seen = make(lengths=(3, 30), nodes=3), []
+    real = pallas._attend
+    monkeypatch.setattr(pallas, "_attend", lambda *args, **kwargs: (
+        seen.append(kwargs["config"]), real(*args, **kwargs))[1])
+    shape = tuning.shape_class(rows=2, queries=6, heads=2, size=16, context=32)
+    write(tables, "cpu", ROW | {"shape": shape, "config": {"block": 256, "tile": 32}})
+    call(case, "pallas")
+    call(make(lengths=(3, 30), nodes=5), "pallas")
+    assert seen == [pallas.Config(block=256, tile=32), pallas.Config()]
+
+
+def test_few_rows_are_split_and_many_are_not() -> None:
+    long, many = (gpu.heuristic(rows, 4, 56, 128, 32768) for rows in (1, 256))
+    assert long.splits >= 64 and many.splits == 1
+    assert gpu.heuristic(1, 4, 56, 128, 128).splits == 1  # nothing to share
+
+
+def test_tables_that_are_shipped_are_read_by_their_kernels() -> None:
+    configs = {"pallas": pallas.Config, "pallas_triton": gpu.Config, "triton": gpu.Config}
+    for path in tuning.folder().glob("*.json"):
+        for row in tuning.load(path):
+            if row["op"] == "tree_attention":
+                configs[row["implementation"]](**row["config"])

@@ -1,0 +1,142 @@
+"""Kernels lower for the devices that this machine lacks, at every shape that the README declares.
+
+Lowering stops where the device's compiler begins: it shows that a kernel is expressible, that its
+blocks fit the tiling of a TPU, and that Triton IR comes out; not that it runs, nor how fast.
+"""
+
+import contextlib
+import importlib.util
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+from specrl_kernels.dispatch import Unsupported
+from specrl_kernels.tree_attention import Prefix, tree_attention
+
+# (query heads, key-value heads, head size)
+MODELS = {
+    "Qwen2.5-0.5B": (14, 2, 64), "Qwen2.5-1.5B": (12, 2, 128), "Qwen2.5-7B": (28, 4, 128),
+    "SmolLM2-135M": (9, 3, 64), "SmolLM2-1.7B": (32, 32, 64), "Gemma-2-2B": (8, 4, 256)}
+# (rows, nodes, slots of the segments)
+SHAPES = {
+    "one row, one node": (1, 1, (512,)), "one long row": (1, 8, (32768,)),
+    "a batch": (64, 8, (4096,)), "wide trees": (8, 64, (4096,)), "short": (256, 4, (512,)),
+    "segments": (16, 8, (64, 64, 64, 64, 128, 192, 256, 192)), "ragged": (16, 8, (1088,))}
+TARGETS = {"pallas": ("tpu", "tpu_custom_call"), "pallas_triton": ("cuda", "__gpu$xla.gpu.triton")}
+each = pytest.mark.parametrize("implementation", TARGETS)
+
+
+def arguments(model: str, shape: str, dtype: Any) -> dict[str, Any]:
+    """Abstract inputs of `tree_attention`."""
+    (h, g, e), (b, n, sizes), w = MODELS[model], SHAPES[shape], SHAPES[shape][0] * SHAPES[shape][1]
+    f = lambda *dims: jax.ShapeDtypeStruct(dims, dtype)  # noqa: E731
+    i = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.int32)  # noqa: E731
+    return {"q": f(w, h, e), "row": i(w), "node": i(w), "tree_k": f(b, n, g, e),
+            "tree_v": f(b, n, g, e), "parent": i(b, n), "length": i(b), "slot": i(b),
+            "cache_k": [f(b, g, e, s) for s in sizes], "cache_v": [f(b, g, s, e) for s in sizes]}
+
+
+@contextlib.contextmanager
+def no_device(platform: str) -> Iterator[None]:
+    """A mesh that says which GPU is meant: JAX 0.11 and later lower Triton for no other."""
+    if platform != "cuda":
+        yield
+        return
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="cuda")
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+        yield
+
+
+def lower(implementation: str, args: dict[str, Any], **options: Any) -> str:
+    """The exported module; Triton's custom call has no promise to stay, which export is told."""
+    platform, target = TARGETS[implementation]
+    call = jax.jit(lambda a: tree_attention(
+        **a, scale=0.1, implementation=implementation,
+        platform="gpu" if platform == "cuda" else platform, **options))
+    with no_device(platform):
+        exported = jax.export.export(call, platforms=[platform], disabled_checks=[
+            jax.export.DisabledSafetyCheck.custom_call(target)])(args)
+    return exported.mlir_module()
+
+
+def declared() -> list[Any]:
+    """(model, shape, dtype) of all; one model's shapes and one shape's models are the fast ones."""
+    found = []
+    for model, shape, dtype in itertools.product(MODELS, SHAPES, (jnp.bfloat16, jnp.float32)):
+        fast = (model, dtype) == ("Qwen2.5-7B", jnp.bfloat16) or (shape, dtype) == (
+            "one row, one node", jnp.float32)
+        marks = [] if fast else [pytest.mark.slow]
+        found.append(pytest.param(model, shape, dtype, marks=marks,
+                                  id=f"{model}-{shape}-{dtype.__name__}"))
+    return found
+
+
+@each
+@pytest.mark.parametrize("model,shape,dtype", declared())
+def test_every_declared_shape_lowers(model: str, shape: str, dtype: Any, implementation: str
+                                     ) -> None:
+    text = lower(implementation, arguments(model, shape, dtype))
+    assert TARGETS[implementation][1] in text
+
+
+@each
+@pytest.mark.parametrize("options", [{"window": 1024}, {"config": {"splits": 2}}], ids=str)
+def test_windows_and_splits_lower(options: dict[str, Any], implementation: str) -> None:
+    args = arguments("Qwen2.5-7B", "a batch", jnp.bfloat16)
+    assert lower(implementation, args, **options).count("custom_call @" + TARGETS[
+        implementation][1]) == 1
+
+
+@each
+def test_a_shared_prefix_lowers_to_a_second_kernel(implementation: str) -> None:
+    args = arguments("Qwen2.5-1.5B", "a batch", jnp.bfloat16)
+    f, i = jnp.bfloat16, jnp.int32
+    args["prefix"] = Prefix(*(jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in (
+        ((8, 2, 128, 1024), f), ((8, 2, 1024, 128), f), ((8,), i), ((8, 8), i))))
+    text = lower(implementation, args)
+    assert text.count("custom_call @" + TARGETS[implementation][1]) == 2
+
+
+def test_a_tpu_block_off_the_tiling_is_refused() -> None:
+    with pytest.raises(Unsupported, match="multiple of 128"):
+        lower("pallas", arguments("Qwen2.5-7B", "a batch", jnp.bfloat16), config={"block": 100})
+
+
+def test_too_many_segments_for_vmem_are_refused() -> None:
+    args = arguments("SmolLM2-1.7B", "a batch", jnp.float32)
+    size = [128] * 64
+    args |= {name: [jax.ShapeDtypeStruct((64, 32, *((64, s) if name == "cache_k" else (s, 64))),
+                                         jnp.float32) for s in size]
+             for name in ("cache_k", "cache_v")}
+    with pytest.raises(Unsupported, match="64 segments .* do not fit into VMEM"):
+        lower("pallas", args)
+
+
+@each
+def test_on_this_machine_it_is_refused_unless_interpreted(implementation: str) -> None:
+    args: Sequence[Any] = [arguments("Qwen2.5-7B", "a batch", jnp.bfloat16)]
+    wanted = {"cuda": "gpu"}.get(TARGETS[implementation][0], TARGETS[implementation][0])
+    with pytest.raises(Unsupported, match=f"needs a {wanted}, this is a cpu; interpret=True"):
+        jax.eval_shape(lambda a: tree_attention(**a, scale=1.0, implementation=implementation),
+                       *args)
+
+
+def test_jax_triton_needs_the_device_to_lower() -> None:
+    """Why `triton` has no lowering test.
+
+    jax-triton 0.3.1 cannot be imported without JAX's CUDA plugin; 0.4 asks the plugin for the
+    device while lowering (AttributeError), and under JAX 0.12 does not trace (TypeError). What can
+    be shown without a GPU is in test_triton_program.py.
+    """
+    args = arguments("Qwen2.5-7B", "a batch", jnp.bfloat16)
+    call = jax.jit(lambda a: tree_attention(**a, scale=0.1, implementation="triton",
+                                            platform="gpu"))
+    with pytest.raises((Unsupported, AttributeError, TypeError)) as found:
+        call.trace(args).lower(lowering_platforms=("cuda",))
+    if importlib.util.find_spec("jax_triton") is None:
+        assert str(found.value).startswith("jax-triton is not there: No module named")

@@ -1,0 +1,122 @@
+"""The Triton program without a GPU, where Triton is installed: by its interpreter, and compiled.
+
+jax-triton neither lowers nor interprets without its CUDA plugin, so the program is run apart from
+it, on the arrays and constants that `triton.plan` would hand over.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from specrl_kernels.dispatch import Unsupported
+from specrl_kernels.tree_attention import gpu, tree_attention
+from specrl_kernels.tree_attention import triton as wrapper
+from tree_attention_cases import assert_near, make, oracle
+
+CASES = {
+    "every length": (dict(lengths=(0, 1, 15, 16, 17, 31, 33, 48), nodes=3, cache=48), None, 1),
+    "segments": (dict(lengths=(0, 63, 64, 65, 120), nodes=2, segments=(64, 32, 24), slots=6),
+                 None, 1),
+    "splits": (dict(lengths=(0, 63, 64, 120), nodes=2, segments=(64, 64), repeats=7), None, 3),
+    "window and dead nodes": (dict(lengths=(20, 3, 40), nodes=40, groups=1, cache=50, slots=4,
+                                   packed=70), 7, 2)}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_program_equals_the_oracle(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # read when Triton is imported
+    pytest.importorskip("triton")
+    sizes, window, splits = CASES[name]
+    case = make(**sizes)
+    monkeypatch.setattr(wrapper, "_call", interpreted)
+    target = wrapper.Target("gpu", "", True, config=dict(block=16, tile=16, splits=splits))
+    cache = {name: tuple(case[name]) for name in ("cache_k", "cache_v")}
+    found = wrapper.tree_attention_triton(**case | cache, scale=0.25, window=window, target=target)
+    assert_near(np.asarray(found), oracle(case, window), case)
+
+
+class Tensor:
+    """As much of a torch tensor as Triton's interpreter asks for, over a numpy array."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.array, self.dtype = array, array.dtype
+
+    def data_ptr(self) -> int:
+        return self.array.ctypes.data
+
+    def untyped_storage(self) -> "Tensor":
+        return self
+
+    def cpu(self) -> "Tensor":
+        return self
+
+    def copy_(self, other: "Tensor") -> None:
+        """The memory is the same."""
+
+    def new_empty(self, size: int, device: str) -> "Tensor":
+        return Tensor(self.array)
+
+    def set_(self, storage: "Tensor", *layout: Any) -> None:
+        self.array = storage.array
+
+    def storage_offset(self) -> int:
+        return 0
+
+    def size(self) -> tuple[int, ...]:
+        return self.array.shape
+
+    def stride(self) -> None:
+        return None
+
+
+def interpreted(inputs: list[jax.Array], outputs: list[jax.ShapeDtypeStruct],
+                grid: tuple[int, ...], constants: dict[str, Any], config: gpu.Config) -> list[Any]:
+    """In place of jax_triton.triton_call; what is never written is NaN."""
+    from specrl_kernels.tree_attention.triton_kernel import attend
+
+    arrays = [np.ascontiguousarray(x) for x in inputs]
+    found = [np.full(x.shape, np.nan, x.dtype) for x in outputs]
+    attend[grid](*map(Tensor, [*arrays, *found]), **constants)
+    return [jnp.asarray(x) for x in found]
+
+
+COMPILE = """
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+from specrl_kernels.tree_attention.triton_kernel import attend
+constants = dict(rows=64, heads=4, queries=64, E=128, nodes=16, word_count=1, size=4096, start=0,
+                 block=64, whole_block=64, tile=64, splits=4, scale=0.1, has_tree=True,
+                 has_window=True, whole=False)
+floats = dict.fromkeys(("q", "tree_k", "tree_v", "k", "v"), "*bf16")
+sums = dict.fromkeys(("out_top", "out_total", "out"), "*fp32")
+names = attend.arg_names
+signature = {n: "constexpr" if n in constants else (floats | sums).get(n, "*i32") for n in names}
+source = ASTSource(fn=attend, signature=signature,
+                   constexprs={(names.index(n),): x for n, x in constants.items()})
+found = compile(source, target=GPUTarget("cuda", 90, 32), options=dict(num_warps=4, num_stages=2))
+assert found.asm["cubin"] and found.metadata.shared <= 227 << 10
+"""
+
+
+def test_the_program_compiles_for_hopper(tmp_path: Path) -> None:
+    """In a process of its own: a program that was defined for interpretation cannot be compiled."""
+    pytest.importorskip("triton")
+    root = Path(wrapper.__file__).parents[2]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    subprocess.run([sys.executable, "-c", COMPILE], check=True, env=environment | {
+        "PYTHONPATH": str(root), "TRITON_CACHE_DIR": str(tmp_path)})
+
+
+def test_it_is_refused_by_name_without_a_gpu() -> None:
+    with pytest.raises(Unsupported, match="needs a gpu, this is a cpu"):
+        tree_attention(**make(), scale=1.0, implementation="triton")
+    with pytest.raises(Unsupported, match="it needs a GPU"):
+        tree_attention(**make(), scale=1.0, implementation="triton", interpret=True)
+
+
