@@ -140,3 +140,8 @@ def test_windows_and_bfloat16_are_left_to_xla():
                                  if a.dtype == jnp.float32 else a, x) for name, x in case.items()}
     with pytest.raises(Unsupported, match="float32 only"):
         run(narrow)
+
+
+def test_parents_in_a_circle_end():
+    case = make((2, 1, 16), (16,), [3], 5, parent=[[0, 2, 1, 3, 4]])
+    assert run(case).shape == (5, 2, 16)

@@ -130,7 +130,10 @@ class _Unit:
         for phi, first, then in ((at, node, up), (count, f.number(0), more)):
             phi.add_incoming(first, before)
             phi.add_incoming(then, head)
-        b.cbranch(b.icmp_signed("==", at, f.number(0)), after, head)
+        # A parent that is not smaller than its node would be climbed from for ever.
+        root = b.icmp_signed("==", at, f.number(0))
+        full = b.icmp_signed(">=", more, f.number(self.shape.nodes))
+        b.cbranch(b.or_(root, full), after, head)
         b.position_at_end(after)
         return more
 
