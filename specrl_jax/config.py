@@ -6,40 +6,20 @@ number that becomes data of the compiled programs. Each field carries its one-li
 """
 
 import dataclasses
+import re
 import typing
 from typing import Any
+
+from specrl_jax.options import ConfigError as ConfigError
+from specrl_jax.options import at_least, check, option, section
 
 DRAFTERS = ("off", "history", "eagle", "small_lm", "replay", "merge")
 RULES = ("match", "rejection", "lossy_lenient", "lossy_typical")
 CHILDREN = ("perturbed", "top", "sampled")
-POLICIES = ("off", "fixed")
+POLICIES = ("off", "fixed", "respec", "bandit", "budget", "oracle")
+CLOCKS = ("measured", "frozen")
 NUMERICS = ("default", "invariant")
 DATASETS = ("specrl_arithmetic", "gsm8k")
-
-
-class ConfigError(ValueError):
-    """A field holds a value that cannot work; the message names field, value and way out."""
-
-
-def option(default: Any, help: str) -> Any:
-    """A dataclass field with its help text."""
-    return dataclasses.field(default=default, metadata={"help": help})
-
-
-def section(cls: type, help: str) -> Any:
-    """A dataclass field that is itself a section of options."""
-    return dataclasses.field(default_factory=cls, metadata={"help": help})
-
-
-def check(ok: bool, field: str, value: Any, way_out: str) -> None:
-    """Raises ConfigError naming `field`, `value` and the way out unless `ok`."""
-    if not ok:
-        raise ConfigError(f"{field} = {value!r}: {way_out}")
-
-
-def at_least(low: int | float, **fields: Any) -> None:
-    for name, value in fields.items():
-        check(value >= low, name.replace("__", "."), value, f"must be at least {low}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,12 +149,44 @@ class ControlConfig:
 
     policy: str = option("fixed", f"one of {', '.join(POLICIES)}")
     min_survival: float = option(0.3, "fixed: draft nodes less likely to be accepted are dropped")
+    clock: str = option("measured", "measured: seconds of launches correct the table of costs; "
+                                    "frozen: the table alone counts, so that a run can be repeated")
+    cost_table: str = option("", "file of measured launches, made where it is missing; empty is "
+                                 "one for this device and model in the user's cache directory")
+    settings: tuple[str, ...] = option((), "respec, bandit, oracle: what to choose from, as depth "
+                                           "x branch x nodes a row, such as 4x1x5; empty is a "
+                                           "ladder of depths up to the bounds of spec")
+    accept: tuple[float, ...] = option((), "oracle: tokens a row and round of each setting")
+    epsilon: float = option(0.1, "bandit: share of launches that explore")
+    window: int = option(64, "bandit: launches of an arm whose median counts")
+    length_weight: float = option(0.5, "budget: 0 weighs all rows alike, 1 by the time that their "
+                                       "tokens save, which favours rows expected to run long")
+    hysteresis: float = option(0.25, "budget: plain rounds' worth of loss before drafting is "
+                                     "switched on or off")
+    explore: float = option(0.01, "budget: share of time that looks whether drafting pays again")
+    audit: int = option(0, "every so many launches, one round each without a draft and at the best "
+                           "constant depth are really run and timed; launches then have one round; "
+                           "0 is never")
 
     def __post_init__(self) -> None:
         check(self.policy in POLICIES, "control.policy", self.policy,
               f"choose one of {', '.join(POLICIES)}")
-        check(0 <= self.min_survival <= 1, "control.min_survival", self.min_survival,
-              "must lie in [0, 1]")
+        check(self.clock in CLOCKS, "control.clock", self.clock,
+              f"choose one of {', '.join(CLOCKS)}")
+        for name in ("min_survival", "epsilon", "length_weight", "explore"):
+            check(0 <= getattr(self, name) <= 1, f"control.{name}", getattr(self, name),
+                  "must lie in [0, 1]")
+        at_least(0, control__hysteresis=self.hysteresis, control__audit=self.audit)
+        at_least(1, control__window=self.window)
+        check(not self.audit or self.policy not in ("off", "fixed"), "control.audit", self.audit,
+              f"control.policy = {self.policy!r} predicts nothing to be audited; use 0, or budget")
+        for text in self.settings:
+            check(re.fullmatch(r"[1-9]\d*x[1-9]\d*x[1-9]\d*", text) is not None,
+                  "control.settings", text, "give depth x branch x nodes, such as 4x1x5")
+        check(all(1 <= a < float("inf") for a in self.accept), "control.accept", self.accept,
+              "tokens a row and round are at least 1")
+        check(self.policy != "oracle" or len(self.accept) > 0, "control.accept", self.accept,
+              "oracle needs the tokens a row and round of each setting")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -283,5 +283,6 @@ class Trainer:
         self.sampler.engine.control = arrays["control"]
         self.sampler.engine.acceptance = jax.tree.map(np.asarray, arrays["acceptance"])
         self.step_number, self.bad_steps = meta["step"], meta["bad_steps"]
+        self.sampler.restored = True
         self.sampler.publish(self.state.params, self.step_number)
         return True

@@ -14,14 +14,17 @@ from jax.sharding import Mesh
 
 from specrl_jax import drafters, prng, sharding
 from specrl_jax.config import Config, check
-from specrl_jax.control import policies
+from specrl_jax.control import choose
+from specrl_jax.control.cost_file import Record
+from specrl_jax.host import launches
 from specrl_jax.host.checkpoint import loud
 from specrl_jax.model import architecture, invariant
 from specrl_jax.model.architecture import Architecture
 from specrl_jax.model.tokenizer import Tokenizer
+from specrl_jax.rollout import probe
 from specrl_jax.rollout.engine import Engine, Result
 from specrl_jax.rollout.layout import Shapes, pad, request
-from specrl_jax.rollout.round import Machine
+from specrl_jax.rollout.round import Machine, bucket_ladder
 from specrl_jax.structs import Rollout
 
 
@@ -58,21 +61,27 @@ class Sampler:
         self.config, self.group, self.mesh = config, group, mesh
         self.drafting = drafters.make(config, arch, stop, group, warn, tokenizer)
         drafter = self.drafting.drafter
-        machine = Machine(arch, drafter, policies.make(
-            config.control, config.spec, config.draft.mix or (1.0,) * len(drafter.names)),
-            config.spec.max_packed, rule=config.spec.rule)
-        if config.model.numerics == "invariant":
-            invariant.check_possible(arch, config.model.dtype, mesh.shape["tensor"])
-            machine = dataclasses.replace(machine, invariant=True,
-                                          implementation=invariant.IMPLEMENTATION)
         shapes = Shapes(
             batch=config.rollout.batch_size // shards, sequences=prompts * group // shards,
             group=group, prompt=config.rollout.max_prompt_tokens,
             response=config.rollout.max_new_tokens, shards=shards, depth=drafter.depth,
             min_batch=config.rollout.min_batch)
+        ladders = {rows: bucket_ladder(rows, drafter.nodes, config.spec.max_packed)
+                   for rows in shapes.batches}
+        controller = choose.make(
+            config.control, config.spec, config.draft.mix or (1.0,) * len(drafter.names),
+            ladders=ladders, longest=shapes.longest, depth=drafter.depth, seed=config.seed)
+        machine = Machine(arch, drafter, controller, config.spec.max_packed,
+                          rule=config.spec.rule)
+        if config.model.numerics == "invariant":
+            invariant.check_possible(arch, config.model.dtype, mesh.shape["tensor"])
+            machine = dataclasses.replace(machine, invariant=True,
+                                          implementation=invariant.IMPLEMENTATION)
         dtype = jnp.dtype(config.model.dtype)
         past = config.spec.history_past if drafter.depth else 0
-        self.engine = Engine(machine, mesh, shapes, stop, dtype, past)
+        self.engine = Engine(machine, mesh, shapes, stop, dtype, past, config.control.audit)
+        self.price: Record | None = None  # what rounds cost, where the controller asks
+        self.restored = False  # whether the controller's state is a checkpoint's
         self._cast = publisher(arch, mesh, dtype)
         self.params: Any = None
         self.drafter_params: Any = ()
@@ -86,14 +95,29 @@ class Sampler:
             self.params, self._own)
 
     def compile(self, report: Callable[[str], None] = lambda text: None) -> None:
-        """Compiles all programs and runs each small one once: nothing compiles after this."""
+        """Compiles all programs and runs each small one once: nothing compiles after this.
+
+        What rounds cost is read or measured too, unless a frozen clock restored it.
+        """
         self.engine.compile(self.params, self.drafter_params, report=report)
+        control = self.config.control
+        if self.engine.machine.controller.adaptive and not (
+                self.restored and control.clock == "frozen"):
+            self.engine.control, self.price = probe.priced(
+                self.engine, self.params, self.drafter_params, control.cost_table,
+                self._drafts(), report)
         shapes = self.engine.shapes
         count = shapes.sequences * shapes.shards // shapes.group
         asked = Asked([[0, 0]] * count, np.arange(count), np.zeros(count, np.int32))
         before = self.engine.control, self.engine.acceptance
         self.generate(asked, "canary", 0, limit=1)
         self.engine.control, self.engine.acceptance = before  # nothing is learned from warming up
+
+    def _drafts(self) -> dict[str, Any]:
+        """What drafting takes depends on."""
+        spec = dataclasses.asdict(self.config.spec)
+        return dataclasses.asdict(self.config.draft) | {
+            name: spec[name] for name in ("drafter", "max_steps", "max_branch", "history_past")}
 
     def generate(self, asked: Asked, stream: str, step: int, *, past: np.ndarray | None = None,
                  limit: int | None = None,
@@ -187,7 +211,7 @@ def rollout_metrics(rollout: Rollout, result: Result) -> dict[str, float]:
         "response/stopped": float(rollout.stopped.mean()),
         "time/rollout": result.seconds,
         "time/prefill": result.prefill_seconds,
-    }
+    } | launches.summary(result.trace)
 
 
 def _mean(values: np.ndarray, length: np.ndarray) -> float:

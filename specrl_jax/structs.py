@@ -126,6 +126,8 @@ class RolloutState:
     sequences: Sequences
     draft: Any  # the drafter's state
     control: Any  # the controller's state
+    expected: Array  # f32[Q] tokens that a sequence is expected to have in the end
+    weight: Array  # f32[Q] of a sequence's tokens, for the controller
     estimate: Array  # f32[drafters, D, bins], see control/acceptance.py
     seen: Any  # Acceptance: outcomes since the rollout began, fields f32[1, drafters, D, bins]
     counters: Counters

@@ -11,7 +11,7 @@ PACKAGES = {"specrl_jax": ROOT / "specrl_jax",
             "specrl_kernels": ROOT / "kernels" / "specrl_kernels"}
 BASE = {"kernels", "structs", "config", "prng", "sharding"}
 SEES = {
-    "kernels": set(), "config": set(),
+    "kernels": set(), "options": set(), "config": {"options"},
     "structs": {"kernels", "config"},
     "prng": {"kernels", "structs", "config"},
     "sharding": {"kernels", "structs", "config", "prng"},

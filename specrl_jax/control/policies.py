@@ -1,33 +1,48 @@
 """Controllers: who chooses the speculation configuration of each round.
 
-A controller is three pure functions over an opaque state. `plan` (before drafting) and `keep`
-(after) run on the device in every round; `update` runs on the host between launches.
+A controller is pure functions over an opaque state. `plan` (before drafting), `keep` (after) and
+`note` (after verification) run on the device in every round; the others run on the host between
+launches. `off` and `fixed` are here; what looks at time is in adaptive.py and the files it names.
 """
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 
-from specrl_jax.config import ControlConfig, SpecOptions
+from specrl_jax.control.cost import Bucket
 from specrl_jax.structs import Array, DraftTree, Load, SpecConfig
 
 
-class Bucket(NamedTuple):
-    """One branch of the round's switch: W packed tokens, at most n nodes a row."""
+class Outcome(NamedTuple):
+    """One round, as `note` sees it."""
 
-    packed: int
-    nodes: int
+    load: Load
+    spec: SpecConfig
+    tree: DraftTree
+    live: Array  # bool[B, N] verified nodes
+    bucket: Array  # i32[] the same on all shards
+    count: Array  # i32[B] tokens committed
 
 
 class Controller(NamedTuple):
     """`init() -> state`, `plan(state, load) -> SpecConfig`, `keep(state, load, spec, tree, buckets)
-    -> (live bool[B, N], bucket i32[])`, `update(state, launch) -> state`."""
+    -> (live bool[B, N], bucket i32[])`, `update(state, launch) -> state`.
+
+    Those below change nothing unless `adaptive`. The state and what selects a branch or a depth are
+    equal on all data shards.
+    """
 
     init: Callable[[], Any]
     plan: Callable[[Any, Load], SpecConfig]
     keep: Callable[[Any, Load, SpecConfig, DraftTree, tuple[Bucket, ...]], tuple[Array, Array]]
     update: Callable[[Any, Any], Any]
+    note: Callable[[Any, Outcome], Any] = lambda state, outcome: state
+    explain: Callable[[Any, Any], dict[str, Any]] = lambda state, launch: {}  # of the last launch
+    weigh: Callable[[Any, int, np.ndarray], np.ndarray] = (
+        lambda state, batch, left: np.ones_like(left))  # rows, from tokens still to come f32[rows]
+    adaptive: bool = False  # the state changes on the device, and holds tables of time
 
 
 def make_spec(steps: int, branch: int, nodes: int, budget: int,
@@ -61,14 +76,6 @@ def fixed(min_survival: float = 0.0) -> Controller:
                       keep=keep, update=lambda state, launch: state)
 
 
-def make(control: ControlConfig, spec: SpecOptions, mix: Sequence[float] = (1.0,)) -> Controller:
-    """The controller that the config names."""
-    if control.policy == "off" or spec.drafter == "off":
-        return off()
-    return fixed(control.min_survival)._replace(
-        init=lambda: make_spec(spec.steps, spec.branch, spec.nodes, spec.budget, mix))
-
-
 def keep_within(state: Any, load: Load, spec: SpecConfig, tree: DraftTree,
                 buckets: tuple[Bucket, ...]) -> tuple[Array, Array]:
     """Keeps the likeliest nodes: at most `spec.nodes` a row and `spec.budget` in all.
@@ -80,7 +87,7 @@ def keep_within(state: Any, load: Load, spec: SpecConfig, tree: DraftTree,
     score = jnp.where(tree.live, tree.survival, -1.0)
     score = score.at[:, 0].set(jnp.where(tree.live[:, 0], jnp.inf, -1.0))
     nodes = jnp.clip(spec.nodes, 1, buckets[-1].nodes)
-    live = tree.live & (_place_in_row(score) < nodes)
+    live = tree.live & (place_in_row(score) < nodes)
     flat = jnp.where(live, score, -1.0).reshape(-1)
     order = jnp.argsort(-flat, stable=True)
     overall = jnp.zeros_like(order).at[order].set(jnp.arange(flat.shape[0]))
@@ -89,7 +96,7 @@ def keep_within(state: Any, load: Load, spec: SpecConfig, tree: DraftTree,
     return live, smallest_bucket(live, buckets)
 
 
-def _place_in_row(score: Array) -> Array:
+def place_in_row(score: Array) -> Array:
     """i32[B, N]: each entry's place when its row is sorted by falling score, ties by index."""
     index = jnp.arange(score.shape[1])
     earlier = (index[None, :] < index[:, None])[None]

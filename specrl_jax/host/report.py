@@ -12,6 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from specrl_jax.config import ConfigError
+from specrl_jax.host.launches import recorded
 from specrl_jax.host.metrics import (
     METRICS,
     SAMPLES,
@@ -121,6 +122,10 @@ def totals(rows: Rows, samples: Rows) -> list[tuple[str, str]]:
                             ("response length, mean", "response/length_mean", "{:.1f}")):
         if np.isfinite(values := column(rows, key)).any():
             out.append((name, form.format(np.nanmean(values))))
+    if np.isfinite(saved := column(rows, "time/saved")).any():
+        lost, took = (np.nansum(column(rows, key)) for key in ("time/regret", "time/rollout"))
+        out.append(("seconds saved by speculation, predicted", f"{np.nansum(saved):.1f}"))
+        out.append(("regret of the controller, of rollouts", f"{lost / max(took, 1e-9):.1%}"))
     if np.isfinite(compiled := column(rows, "compilations")).any():
         out.append(("compilations, last step", f"{compiled[-1]:.0f}"))
     return out
@@ -168,6 +173,11 @@ def _figures(rows: Rows, samples: Rows) -> tuple[list[tuple[str, str]], list[tup
          lambda ax: plot_line(ax, rows, "rollout/logprob_gap")),
         ("loss", "loss", lambda ax: plot_line(ax, rows, "loss")),
     ]
+    if any("control/steps" in row for row in rows):
+        plots += [("draft depth over time", "control/steps",
+                   lambda ax: plot_setting(ax, rows)),
+                  ("seconds saved, spent and lost by the controller", "time/saved",
+                   lambda ax: plot_saved(ax, rows))]
     drawable = [p for p in plots if np.isfinite(column(rows, p[1])).any()]
     figures = [(name, draw_svg(name, "step", draw)) for name, _, draw in drawable]
     missing = [(name, key) for name, key, _ in plots if (name, key) not in
@@ -230,6 +240,28 @@ def plot_shares(ax: Axes, rows: Rows) -> None:
     ax.set_ylim(0, 1)
     ax.xaxis.get_major_locator().set_params(integer=True)
     ax.legend(frameon=False, fontsize=8, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.18))
+
+
+def plot_setting(ax: Axes, rows: Rows) -> None:
+    """Mean draft depth of each launch, or of each step where launches were not recorded."""
+    place, depth = [], []
+    for row in rows:
+        launches = recorded(row) or [{"steps": row.get("control/steps", np.nan)}]
+        place += [row["step"] + i / len(launches) for i in range(len(launches))]
+        depth += [launch["steps"] for launch in launches]
+    ax.step(place, depth, where="post", color=LINE, linewidth=0.8)
+    ax.set_ylabel("draft depth")
+    ax.set_ylim(bottom=0)
+
+
+def plot_saved(ax: Axes, rows: Rows) -> None:
+    """Sums over steps: against plain decoding, into drafts and their verification, regret."""
+    for name, key, color in (("saved", "time/saved", "#3ca951"), ("spent", "time/spent", "#efb118"),
+                             ("regret", "time/regret", "#ff725c")):
+        ax.plot(column(rows, "step"), np.nancumsum(column(rows, key)), color=color, label=name)
+    ax.set_ylabel("seconds, summed")
+    ax.grid(alpha=0.25)
+    ax.legend(frameon=False, fontsize=8)
 
 
 def plot_lengths(ax: Axes, samples: Rows) -> None:

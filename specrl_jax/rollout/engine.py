@@ -14,13 +14,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from specrl_jax import sharding
 from specrl_jax.control import acceptance
 from specrl_jax.control.acceptance import Acceptance
-from specrl_jax.rollout import refill
+from specrl_jax.rollout import audit as audits
+from specrl_jax.rollout import lengths, refill
 from specrl_jax.rollout.layout import ROW, STATE, Layout, Request, Shapes, pad
 from specrl_jax.rollout.round import Machine, launch
 from specrl_jax.rollout.slots import EMPTY, Slots
@@ -40,7 +42,7 @@ class Result:
     counters: dict[str, int]
     seconds: float
     prefill_seconds: float
-    trace: list[dict[str, float]]  # one entry a launch: batch, seconds, and counters so far
+    trace: list[dict[str, float]]  # of each launch: batch, seconds, counters so far, explanation
     by_drafter: dict[str, dict[str, int]]  # nodes drafted and accepted
     rule: str  # of verification
     calibration: tuple[np.ndarray, np.ndarray, float]  # see control/acceptance.py
@@ -56,11 +58,13 @@ class Engine:
       stop: stop token ids.
       dtype: of the cache.
       past: K, earlier responses of a prompt that a drafter may read.
+      audit: every so many launches, off and the best constant depth are really run for a round.
     """
 
     def __init__(self, machine: Machine, mesh: Mesh, shapes: Shapes, stop: Sequence[int],
-                 dtype: Any = jnp.float32, past: int = 0) -> None:
+                 dtype: Any = jnp.float32, past: int = 0, audit: int = 0) -> None:
         self.machine, self.mesh, self.shapes = machine, mesh, shapes
+        self.audit = audit if machine.controller.adaptive else 0
         self.layout = Layout(machine, mesh, shapes, stop, dtype, past)
         self.control = machine.controller.init()
         drafter = machine.drafter
@@ -74,7 +78,7 @@ class Engine:
                 report: Callable[[str], None] = lambda text: None) -> None:
         """Compiles every program that `run` may call, so that nothing compiles after this."""
         shapes, whole = self.shapes, P()
-        full = self.layout.abstract(shapes.batch)
+        full = self.layout.abstract(shapes.batch).replace(control=())
         fill = self._rows_like(Fill(*(np.zeros(shapes.batch * shapes.shards, np.int32),) * 5))
         number = jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding.replicated(self.mesh))
         waiting = self._rows_like(np.zeros(shapes.shards, np.int32))
@@ -83,6 +87,9 @@ class Engine:
             state = self.layout.abstract(batch)
             self._add(("launch", batch), self._launch, (whole, whole, STATE, ROW, whole, whole),
                       (STATE, whole), (2,), params, drafter_params, state, waiting, number, number)
+            if self.audit:
+                self._add(("copy", batch), functools.partial(jax.tree.map, jnp.copy), (STATE,),
+                          STATE, (), state.replace(control=()))
         self._add("fork", functools.partial(refill.fork, self.machine, shapes.prompt),
                   (STATE, ROW), STATE, (0,), full, fill)
         for prompts, width in shapes.prefills:
@@ -95,7 +102,7 @@ class Engine:
         for old, new in zip(shapes.batches, shapes.batches[1:], strict=False):
             slots = self._rows_like(np.zeros(new * shapes.shards, np.int32))
             self._add(("take", old), functools.partial(refill.take, self.machine), (STATE, ROW),
-                      STATE, (), self.layout.abstract(old), slots)
+                      STATE, (), self.layout.abstract(old).replace(control=()), slots)
         gather = jax.jit(lambda *x: x, out_shardings=sharding.replicated(self.mesh))
         self._programs["collect"] = gather.lower(full.sequences, full.counters)
         pool = concurrent.futures.ThreadPoolExecutor(COMPILERS)
@@ -125,7 +132,9 @@ class Engine:
         """Of a program's results: a state's as its layout says, the rest as their specs."""
         if isinstance(shapes, RolloutState):
             batch = shapes.root.shape[0] // self.shapes.shards
-            return jax.tree.map(lambda a: a.sharding, self.layout.abstract(batch))
+            like = self.layout.abstract(batch)
+            return jax.tree.map(lambda a: a.sharding, like.replace(
+                control=like.control if jax.tree.leaves(shapes.control) else ()))
         if isinstance(shapes, tuple) and isinstance(specs, tuple) and not isinstance(specs, P):
             return tuple(map(self._out_shardings, shapes, specs))
         return jax.tree.map(lambda _: NamedSharding(self.mesh, specs), shapes)
@@ -137,14 +146,15 @@ class Engine:
         return jax.tree.map(
             lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place), tree)
 
-    def _put_rows(self, tree: Any) -> Any:
+    def put_rows(self, tree: Any) -> Any:
         return jax.tree.map(lambda a: sharding.put(sharding.rows(self.mesh), a), tree)
 
     def everywhere(self, a: Any) -> Any:
         return sharding.put(sharding.replicated(self.mesh), a)
 
-    def _begin(self, asked: Request) -> RolloutState:
-        state = self.layout.host_state(asked, self.shapes.batch, self.control)
+    def begin(self, asked: Request) -> RolloutState:
+        """The state in which no slot is filled yet; a launch adds the controller's."""
+        state = self.layout.host_state(asked, self.shapes.batch, ())
         kv, self._pool = self._pool, None
         if kv is None:
             kv = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype, device=a.sharding),
@@ -170,12 +180,13 @@ class Engine:
           ConfigError: a prompt is longer than P or a limit than T.
         """
         self.layout.check(asked)
+        self.control = jax.tree.map(np.asarray, self.control)
         s, began, prefill_seconds, trace = self.shapes, time.perf_counter(), 0.0, []
-        state = self._begin(asked)
+        state = self.begin(asked)
         slots = [Slots(s.batch, s.sequences, s.group) for _ in range(s.shards)]
         done = np.zeros((s.shards, s.sequences), bool)
         outcomes = Acceptance(*(np.zeros((s.shards, *self.layout.cells), np.float32),) * 2)
-        batch = s.batch
+        batch, length = s.batch, np.zeros(done.size, np.int32)
         while not done.all():
             started = time.perf_counter()
             if any(one.waiting for one in slots):
@@ -188,16 +199,21 @@ class Engine:
             waiting = [one.waiting for one in slots]
             smaller = self._next_smaller(batch) if not any(waiting) else 0
             state = state.replace(
-                control=jax.tree.map(self.everywhere, self.control),
-                estimate=self.everywhere(acceptance.table(self.acceptance, outcomes)))
-            state, seen = self._programs["launch", batch](
-                params, drafter_params, state, self._put_rows(np.asarray(waiting, np.int32)),
-                *(self.everywhere(np.int32(x)) for x in (rounds, smaller)))
+                estimate=self.everywhere(acceptance.table(self.acceptance, outcomes)),
+                **self._outlook(asked, length, done, batch, any(waiting)))
+            go = functools.partial(self.launch, batch, params, drafter_params,
+                                   waiting=np.asarray(waiting, np.int32), smaller=smaller)
+            audited = {}
+            if self.audit and len(trace) % self.audit == 0:
+                audited = audits.compare(go, self._programs["copy", batch], state, self.control,
+                                         trace[-1] if trace else None)
+            launched = time.perf_counter()
+            state, control, seen = go(state, self.control, rounds=1 if self.audit else rounds)
             finished, length, counters, outcomes = jax.tree.map(np.asarray, seen)
             done = finished.reshape(done.shape)
             trace.append({"batch": batch, "seconds": time.perf_counter() - launched,
-                          **_totals(counters)})
-            self.control = self.machine.controller.update(self.control, trace[-1])
+                          **audits.totals(counters), **audited})
+            self._learn(control, trace[-1])
             progress(int(done.sum()), done.size, int(length.sum()))
             if peek is not None:
                 peek(np.asarray(state.sequences.tokens), length)
@@ -205,13 +221,59 @@ class Engine:
             np.asarray, self._programs["collect"](state.sequences, state.counters))
         if batch == s.batch:
             self._pool = state.cache.kv
+        self.control = jax.tree.map(np.asarray, self.control)
         judged = acceptance.calibration(outcomes, acceptance.table(
             self.acceptance, jax.tree.map(np.zeros_like, outcomes)))
         self.acceptance = acceptance.merge(self.acceptance, outcomes, MEMORY)
-        return Result(sequences=sequences, counters=_totals(counters), trace=trace,
+        return Result(sequences=sequences, counters=audits.totals(counters), trace=trace,
                       by_drafter=self._by_drafter(counters), calibration=judged,
                       rule=self.machine.rule,
                       seconds=time.perf_counter() - began, prefill_seconds=prefill_seconds)
+
+    def launch(self, batch: int, params: Any, drafter_params: Any, state: RolloutState,
+               control: Any, *, waiting: np.ndarray, rounds: int, smaller: int
+               ) -> tuple[RolloutState, Any, Any]:
+        """Runs a compiled launch: the new state, the controller's, and what the host sees.
+
+        `state`, and what of an adaptive controller's is on the device, are gone afterwards.
+        """
+        stays = self.machine.controller.adaptive
+        control = jax.tree.map(
+            lambda a: a if stays and isinstance(a, jax.Array) else self.everywhere(a), control)
+        state, seen = self._programs["launch", batch](
+            params, drafter_params, state.replace(control=control), self.put_rows(waiting),
+            *(self.everywhere(np.int32(x)) for x in (rounds, smaller)))
+        return state.replace(control=()), state.control, seen
+
+    def shrink(self, batch: int, state: RolloutState, slots: np.ndarray) -> RolloutState:
+        """The state of the next smaller batch, with `slots` i32[shards * rows] of each shard."""
+        return self._programs["take", batch](state, self.put_rows(slots))
+
+    def _learn(self, control: Any, launch: dict[str, Any]) -> None:
+        """The controller's turn between launches; `launch` gets its explanation."""
+        controller = self.machine.controller
+        if controller.adaptive:
+            self.control = control
+            if jax.process_count() > 1:
+                launch["seconds"] = float(multihost_utils.broadcast_one_to_all(
+                    np.float32(launch["seconds"])))
+            launch |= controller.explain(self.control, launch)
+        self.control = controller.update(self.control, launch)
+
+    def _outlook(self, asked: Request, length: np.ndarray, done: np.ndarray, batch: int,
+                 waiting: bool) -> dict[str, Any]:
+        """Expected lengths and weights of all sequences. While some wait, all tokens are alike."""
+        controller = self.machine.controller
+        if not controller.adaptive:
+            return {}
+        expected = lengths.expected(asked.limit, length, done.reshape(-1), asked.past,
+                                    self.shapes.group)
+        weight = np.ones_like(expected)
+        if not waiting:
+            left, shards = (a.reshape(done.shape) for a in (expected - length, weight))
+            for of_shard, tokens, live in zip(shards, left, ~done, strict=True):
+                of_shard[live] = controller.weigh(self.control, batch, tokens[live])
+        return self.put_rows({"expected": expected, "weight": weight})
 
     def _by_drafter(self, counters: Counters) -> dict[str, dict[str, int]]:
         return {name: {kind: int(getattr(counters, kind)[:, i].sum())
@@ -230,7 +292,7 @@ class Engine:
             ends = [[asked.prompts[i * per_shard + q // s.group] if q != EMPTY else [0]
                      for q in plan.seq] for i, plan in enumerate(plans)]
             flat = [prompt for rows in ends for prompt in rows]
-            fill = self._put_rows(Fill(
+            fill = self.put_rows(Fill(
                 seq=np.concatenate([p.seq for p in plans]),
                 source=np.concatenate([p.source for p in plans]),
                 copy=np.concatenate([p.copy for p in plans]),
@@ -249,7 +311,7 @@ class Engine:
         count, width = next((p, w) for p, w in self.shapes.prefills if p >= most and w >= longest)
         padded = [prompt for shard in tokens for prompt in [*shard, *[[0]] * (count - len(shard))]]
         program = self._programs["prefill", count, width]
-        return program(params, drafter_params, state, fill, *self._put_rows(pad(padded, width)))
+        return program(params, drafter_params, state, fill, *self.put_rows(pad(padded, width)))
 
     def _next_smaller(self, batch: int) -> int:
         sizes = self.shapes.batches
@@ -265,11 +327,6 @@ class Engine:
             if batch == self.shapes.batch:
                 self._pool = state.cache.kv
             taken = [one.compact(smaller, d) for one, d in zip(slots, done, strict=True)]
-            state = self._programs["take", batch](state, self._put_rows(np.concatenate(taken)))
+            state = self.shrink(batch, state, np.concatenate(taken))
             batch = smaller
         return state, batch
-
-
-def _totals(counters: Counters) -> dict[str, int]:
-    return {field.name: int(getattr(counters, field.name).sum())
-            for field in dataclasses.fields(counters)}

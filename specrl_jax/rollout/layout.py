@@ -23,7 +23,8 @@ ROW = P(ROWS)
 STATE = RolloutState(
     cache=ROW, root=ROW, seq=ROW,
     sampling=Sampling(temperature=ROW, top_p=ROW, top_k=ROW, limit=ROW, key=ROW, stop=P()),
-    sequences=ROW, draft=ROW, control=P(), estimate=P(), seen=ROW, counters=ROW)
+    sequences=ROW, draft=ROW, control=P(), expected=ROW, weight=ROW,
+    estimate=P(), seen=ROW, counters=ROW)
 """How a state is split over the mesh; `tensor` splits the cache's heads besides."""
 
 
@@ -40,6 +41,11 @@ class Shapes:
     shards: int
     depth: int  # D
     min_batch: int = 1  # smallest batch that rows are compacted to
+
+    @property
+    def longest(self) -> int:
+        """Tokens that a row may have cached while it is live."""
+        return self.prompt + self.response - 1
 
     @property
     def cache(self) -> int:
@@ -179,6 +185,7 @@ class Layout:
             sampling=Sampling(temperature=asked.temperature, top_p=asked.top_p, top_k=asked.top_k,
                               limit=asked.limit, key=asked.keys, stop=self.stop),
             sequences=sequences, draft=self.machine.drafter.init(occasion), control=control,
+            expected=asked.limit.astype(np.float32), weight=np.ones(total, np.float32),
             estimate=np.zeros(self.cells, np.float32),
             seen=Acceptance(*(np.zeros((s.shards, *self.cells), np.float32),) * 2),
             counters=Counters(**{

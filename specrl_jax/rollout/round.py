@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from specrl_jax.control import acceptance
-from specrl_jax.control.policies import Bucket, Controller
+from specrl_jax.control.policies import Bucket, Controller, Outcome
 from specrl_jax.draft.base import Drafter
 from specrl_jax.draft.tree import compact, roots
 from specrl_jax.model import transformer
@@ -73,13 +73,21 @@ def sampling_of(state: RolloutState) -> Sampling:
     return rows.replace(stop=stop)
 
 
+def load_of(state: RolloutState, tip: Tip, rows: Sampling) -> Load:
+    """What the controller sees. No row is expected to end at once, or beyond its limit."""
+    expected, weight = (a.at[state.seq].get(mode="fill", fill_value=1)
+                        for a in (state.expected, state.weight))
+    left = (jnp.minimum(expected, rows.limit) - tip.generated).astype(jnp.float32)
+    return Load(live=tip.live, length=tip.context, expected_left=jnp.maximum(left, 1),
+                weight=weight)
+
+
 def round_(machine: Machine, params: Params, drafter_params: Params, state: RolloutState
            ) -> RolloutState:
     """One draft, verification and commit of every live row."""
     tip = tip_of(state)
     rows = sampling_of(state)
-    left = (rows.limit - tip.generated).astype(jnp.float32)
-    load = Load(live=tip.live, length=tip.context, expected_left=left, weight=jnp.ones_like(left))
+    load = load_of(state, tip, rows)
     spec = machine.controller.plan(state.control, load)
 
     buckets = bucket_ladder(tip.root.shape[0], machine.drafter.nodes, machine.most)
@@ -95,7 +103,9 @@ def round_(machine: Machine, params: Params, drafter_params: Params, state: Roll
     verdict, path = jax.lax.switch(bucket, branches, tree, live)
     last = jnp.take_along_axis(verdict.tokens, jnp.maximum(verdict.count - 1, 0)[:, None], 1)
     packed = jnp.asarray([b.packed for b in buckets], jnp.int32)[bucket]
+    outcome = Outcome(load, spec, tree, live, bucket, verdict.count)
     return state.replace(
+        control=machine.controller.note(state.control, outcome),
         cache=commit.append(state.cache, path, verdict.count),
         root=jnp.where(verdict.count > 0, last[:, 0], state.root),
         sequences=commit.record(state.sequences, verdict, tip),

@@ -1,20 +1,19 @@
 """What is kept of the drafts, and the bucket it goes into."""
 
 import functools
-import itertools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from control_cases import LADDER, random_tree
 
 from specrl_jax.config import ControlConfig, SpecOptions
-from specrl_jax.control import policies
+from specrl_jax.control import choose, policies
 from specrl_jax.control.policies import Bucket, make_spec
 from specrl_jax.structs import DraftTree, Load, SpecConfig
 
-LADDER = (Bucket(4, 1), Bucket(8, 5), Bucket(16, 7), Bucket(28, 7))
 NARROW = (Bucket(4, 1), Bucket(10, 4))  # too small for all that may be drafted
 
 
@@ -22,23 +21,6 @@ def load(live: Any) -> Load:
     live = jnp.asarray(live)
     return Load(live=live, length=live * jnp.int32(3), expected_left=jnp.ones(live.shape),
                 weight=jnp.ones(live.shape))
-
-
-def random_tree(rng: np.random.Generator, rows: int = 4, nodes: int = 7) -> DraftTree:
-    """Live nodes closed under parent; survival falls along a path, with ties."""
-    parent = np.zeros((rows, nodes), np.int32)
-    live = np.zeros((rows, nodes), bool)
-    survival = np.ones((rows, nodes), np.float32)
-    live[:, 0] = rng.random(rows) < 0.8
-    for b, n in itertools.product(range(rows), range(1, nodes)):
-        parent[b, n] = rng.integers(0, n)
-        live[b, n] = live[b, parent[b, n]] and rng.random() < 0.8
-        survival[b, n] = survival[b, parent[b, n]] * rng.choice([1.0, 0.5, 0.5, 0.1, 0.0])
-    whole = jnp.zeros((rows, nodes), jnp.int32)
-    real = jnp.zeros((rows, nodes))
-    return DraftTree(tokens=whole, parent=jnp.asarray(parent), depth=whole, rank=whole,
-                     origin=whole, survival=jnp.asarray(survival), logq=real, guess=real, gap=real,
-                     live=jnp.asarray(live))
 
 
 def brute_force(tree: DraftTree, nodes: int, budget: int) -> np.ndarray:
@@ -94,7 +76,7 @@ def test_off_plans_nothing() -> None:
 
 
 def test_fixed_plans_its_state() -> None:
-    controller = policies.make(ControlConfig(), SpecOptions(
+    controller = choose.make(ControlConfig(), SpecOptions(
         steps=3, branch=2, nodes=6, budget=11))
     spec = controller.plan(controller.init(), load([True, True]))
     assert [int(x) for x in (spec.steps, spec.branch, spec.nodes, spec.budget)] == [3, 2, 6, 11]
@@ -104,5 +86,5 @@ def test_fixed_plans_its_state() -> None:
 
 @pytest.mark.parametrize("control,drafter", [("off", "history"), ("fixed", "off")])
 def test_off_by_either_name_is_off(control: str, drafter: str) -> None:
-    controller = policies.make(ControlConfig(policy=control), SpecOptions(drafter=drafter))
+    controller = choose.make(ControlConfig(policy=control), SpecOptions(drafter=drafter))
     assert int(controller.plan(controller.init(), load([True])).steps) == 0

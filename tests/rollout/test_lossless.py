@@ -162,7 +162,7 @@ def test_garbage_beyond_length_and_in_dead_slots_changes_no_bit(bench: Any, name
     results = []
     for fill in (0.0, 1e4, -7.0):
         engine.control = engine.machine.controller.init()
-        cache = engine._begin(ask(bench.task)).cache.kv
+        cache = engine.begin(ask(bench.task)).cache.kv
         engine._pool = jax.tree.map(  # what the next rollout finds in its slots
             lambda a, fill=fill: jnp.full(a.shape, fill, a.dtype, device=a.sharding), cache)
         results.append(engine.run(bench.params, ask(bench.task, seed=6)))

@@ -1,0 +1,240 @@
+"""Policies against fixed settings: one cell is a load, a context, a drafter and lengths."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from specrl_jax import prng, sharding
+from specrl_jax.config import Config, ConfigError
+from specrl_jax.control import acceptance, respec
+from specrl_jax.control.policies import make_spec
+from specrl_jax.draft.replay import replaying
+from specrl_jax.host.compilation import CompilationCounter
+from specrl_jax.host.launches import summary
+from specrl_jax.model.weights import Source
+from specrl_jax.rollout.engine import Result
+from specrl_jax.rollout.layout import request
+from specrl_jax.sampler import Sampler
+
+from .controller_stats import describe, half_width
+from .timing import alternate
+from .workload import heavy_limits
+
+POLICIES = ("budget", "respec", "bandit", "oracle")
+DEPTH = 4
+WARM_UPS = 4  # rollouts of every policy before it is timed
+LENGTHS = ("uniform", "heavy")
+RECORDED, TIMED = 0, 1  # steps of the noise keys
+
+
+class Cell(NamedTuple):
+    """`corruption` is that of replayed streams; None drafts with config.spec.drafter."""
+
+    rows: int
+    context: int
+    corruption: float | None
+    lengths: str
+
+    @property
+    def name(self) -> str:
+        drafter = "own" if self.corruption is None else f"{self.corruption:g}"
+        return f"{self.rows}x{self.context}-{drafter}-{self.lengths}"
+
+
+SMALL = tuple(Cell(rows, context, corruption, lengths)
+              for rows in (1, 4, 16, 64) for context in (64, 1024)
+              for corruption in (0.0, 0.4, 1.0) for lengths in LENGTHS)
+SMOLLM2 = tuple(Cell(rows, 64, None, lengths) for rows in (1, 4, 16) for lengths in LENGTHS) + (
+    Cell(4, 512, None, "heavy"), Cell(64, 64, None, "heavy"))
+
+
+def pick(cells: Sequence[Cell], names: Sequence[str]) -> list[Cell]:
+    """The cells of these names; all where none is given.
+
+    Raises:
+      ConfigError: there is no such cell.
+    """
+    known = {cell.name: cell for cell in cells}
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"--cells={name}: choose of {', '.join(known)}")
+    return [known[name] for name in names] if names else list(cells)
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One rollout. `seconds` are without prefill, which is the same for all."""
+
+    result: Result
+    compilations: int
+
+    @property
+    def seconds(self) -> float:
+        return self.result.seconds - self.result.prefill_seconds
+
+    @property
+    def accept_length(self) -> float:
+        counters = self.result.counters
+        return counters["committed"] / max(counters["row_rounds"], 1)
+
+
+class Shape:
+    """The engines of one load and context; corruption and lengths are data.
+
+    Args:
+      config: its rollout section holds temperature, and max_new_tokens of a uniform row.
+      prompts: token ids of all rows; where they are equal, they are samples of one prompt.
+      stop: tokens that end a response.
+    """
+
+    def __init__(self, config: Config, source: Source, params: Any,
+                 prompts: Sequence[Sequence[int]], stop: Sequence[int], drafter: str,
+                 policies: Sequence[str], counter: CompilationCounter) -> None:
+        self.config, self.counter, self.rows = config, counter, len(prompts)
+        self.group = len(prompts) if len({tuple(p) for p in prompts}) == 1 else 1
+        self.prompts, self.stop = list(prompts)[:: self.group], stop
+        self.new_tokens = config.rollout.max_new_tokens
+        make = functools.partial(self._sampler, source, params, config, drafter)
+        self.plain = self._sampler(source, params, config, "off", "off")
+        self.fixed = make("fixed")
+        self.policies = {policy: make(policy) for policy in policies}
+        nodes = self.fixed.config.spec.max_nodes
+        self.settings = respec.settings_of(
+            config.control.settings, self.fixed.engine.machine.drafter.depth,
+            self.fixed.config.spec.max_branch, nodes)
+
+    def _sampler(self, source: Source, params: Any, config: Config, drafter: str, policy: str
+                 ) -> Sampler:
+        sampler = Sampler(
+            shaped(config, self.rows, max(map(len, self.prompts)), self.group, drafter, policy),
+            source.arch, self.stop, sharding.make_mesh(config.mesh), prompts=len(self.prompts),
+            group=self.group, tokenizer=source.tokenizer, warn=lambda text: None)
+        sampler.publish(params, 0)
+        sampler.compile()
+        return sampler
+
+    def limits(self, lengths: str) -> np.ndarray:
+        """i32[rows], at most twice the tokens of a uniform row."""
+        if lengths == "uniform":
+            return np.full(self.rows, self.new_tokens, np.int32)
+        return heavy_limits(self.rows, 2 * self.new_tokens)
+
+    def run(self, sampler: Sampler, limits: np.ndarray, past: np.ndarray | None) -> Run:
+        rows = np.arange(self.rows)
+        keys = prng.row_keys(self.config.seed, "generate", TIMED, rows // self.group, rows * 0,
+                             rows % self.group)
+        asked = request(self.prompts, keys, self.group, sampler.config.rollout,
+                        past if sampler.engine.layout.past else None)
+        asked.limit = limits
+        self.counter.take()
+        result = sampler.engine.run(sampler.params, asked, sampler.drafter_params,
+                                    rounds=sampler.config.rollout.rounds_per_launch)
+        return Run(result, self.counter.take())
+
+    def begin(self, cell: Cell) -> None:
+        """Forgets what earlier cells taught, and sets the drafter's quality."""
+        for sampler in (self.fixed, *self.policies.values()):
+            engine, machine = sampler.engine, sampler.engine.machine
+            engine.acceptance = acceptance.blank(len(machine.drafter.names), machine.drafter.depth)
+            if machine.controller.adaptive:
+                tables = jax.tree.map(np.asarray, engine.control.tables)
+                engine.control = machine.controller.init().replace(tables=tables)
+            if cell.corruption is not None:
+                sampler.drafter_params = jax.tree.map(engine.everywhere,
+                                                      replaying(cell.corruption))
+
+
+def shaped(config: Config, rows: int, context: int, group: int, drafter: str, policy: str
+           ) -> Config:
+    """`config` for one load and context. Lengths are hidden from the policies: their limits here
+    are those of an oracle, which no run has."""
+    new = config.rollout.max_new_tokens
+    rollout = dataclasses.replace(
+        config.rollout, batch_size=rows, min_batch=min(4, rows), max_prompt_tokens=max(2, context),
+        max_new_tokens=2 * new)
+    branch = 1 if drafter == "replay" else config.spec.max_branch
+    spec = dataclasses.replace(
+        config.spec, drafter=drafter, history_past=group, max_steps=DEPTH, max_branch=branch,
+        max_nodes=1 + DEPTH * branch, steps=1, branch=1, nodes=2, budget=0,
+        max_packed=max(2 * rows, min(rows * (1 + DEPTH * branch), 64)))
+    settings = respec.settings_of(config.control.settings, DEPTH, branch, spec.max_nodes)
+    accept = tuple(1.0 for _ in settings) if policy == "oracle" else ()
+    control = dataclasses.replace(config.control, policy=policy, min_survival=0.0, accept=accept,
+                                  length_weight=0.0)
+    return dataclasses.replace(config, rollout=rollout, spec=spec, control=control)
+
+
+def run_cell(shape: Shape, cell: Cell, repeats: int, most: int, precise: float) -> dict[str, Any]:
+    """Times off, every fixed setting and every policy alternately, until the ratio is known.
+
+    Args:
+      repeats: runs of each arm, half of which choose the best fixed setting; at least 4.
+      most: runs at which it ends in any case.
+      precise: half-width of budget's 95 % interval at which it may end.
+    """
+    limits = shape.limits(cell.lengths)
+    shape.begin(cell)
+    plain = shape.run(shape.plain, limits, None)
+    past = _recorded(plain.result, shape.group)
+    arms = _arms(shape, limits, past)
+    warm = {name: run() for name, run in arms.items()}
+    if "oracle" in shape.policies:
+        engine = shape.policies["oracle"].engine
+        known = [warm[_name(setting)].accept_length for setting in shape.settings]
+        engine.control = engine.control.replace(own=np.asarray(known, np.float32))
+    for policy in shape.policies:
+        for _ in range(WARM_UPS - 1):
+            arms[policy]()
+    runs: dict[str, list[Run]] = {name: [] for name in arms}
+    while True:
+        for name, new in alternate(arms, repeats).items():
+            runs[name] += new
+        done = len(runs["off"])
+        if done + repeats > most or half_width(_times(runs), "budget") <= precise:
+            break
+    return describe(_times(runs)) | {
+        "cell": cell._asdict(), "tokens": int(plain.result.sequences.length.sum()),
+        "compilations": sum(run.compilations for of in runs.values() for run in of),
+        "equal_tokens": {name: _equal(of[-1].result, plain.result) for name, of in runs.items()},
+        "accept_length": {name: of[-1].accept_length for name, of in runs.items()},
+        "explained": {name: summary(runs[name][-1].result.trace) for name in shape.policies},
+        "cost_error": {name: s.price.error for name, s in shape.policies.items() if s.price}}
+
+
+def _arms(shape: Shape, limits: np.ndarray, past: np.ndarray | None
+          ) -> dict[str, Callable[[], Run]]:
+    def fixed(setting: tuple[int, int, int]) -> Run:
+        engine = shape.fixed.engine
+        engine.control = make_spec(*setting, 0, (1.0,) * len(engine.machine.drafter.names))
+        return shape.run(shape.fixed, limits, past)
+
+    arms: dict[str, Callable[[], Run]] = {
+        "off": lambda: shape.run(shape.plain, limits, None)}
+    arms |= {_name(setting): functools.partial(fixed, setting) for setting in shape.settings}
+    return arms | {name: functools.partial(shape.run, sampler, limits, past)
+                   for name, sampler in shape.policies.items()}
+
+
+def _name(setting: tuple[int, int, int]) -> str:
+    return "x".join(map(str, setting))
+
+
+def _times(runs: dict[str, list[Run]]) -> dict[str, list[float]]:
+    return {name: [run.seconds for run in of] for name, of in runs.items()}
+
+
+def _recorded(result: Result, group: int) -> np.ndarray:
+    """i32[Q / M, M, T] what was said, -1 behind it."""
+    s = result.sequences
+    within = np.arange(s.tokens.shape[1])[None] < s.length[:, None]
+    said = np.where(within, s.tokens, -1).astype(np.int32)
+    return said.reshape(-1, group, said.shape[1])
+
+
+def _equal(one: Result, other: Result) -> bool:
+    return bool((np.asarray(one.sequences.length) == other.sequences.length).all()
+                and (_recorded(one, 1) == _recorded(other, 1)).all())

@@ -1,0 +1,141 @@
+"""What timed arms say: the best fixed setting without its luck, ratios, regret, and a picture."""
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+POLICIES = ("budget", "respec", "bandit", "oracle")
+COLORS = {"budget": "#4269d0", "respec": "#efb118", "bandit": "#ff725c", "oracle": "#3ca951"}
+# Student's t at 97.5 %, by degrees of freedom from 1; the last one stands for all above.
+T = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160,
+     2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060)
+Times = Mapping[str, Sequence[float]]
+
+
+def best_fixed(times: Times) -> str:
+    """The fixed arm, off included, that was fastest in the even runs: the odd ones time it."""
+    return min((name for name in times if name not in POLICIES),
+               key=lambda name: statistics.median(times[name][::2]))
+
+
+def log_ratio(times: Times, name: str, other: str) -> tuple[float, float]:
+    """Mean log of `other`'s seconds over `name`'s, pair by pair in odd runs, and its error."""
+    logs = [math.log(b / a) for a, b in zip(times[name][1::2], times[other][1::2], strict=True)]
+    spread = statistics.stdev(logs) / math.sqrt(len(logs)) if len(logs) > 1 else math.inf
+    return statistics.mean(logs), spread
+
+
+def interval(mean: float, error: float, count: int) -> dict[str, float]:
+    """A ratio with its 95 % interval, from a mean of `count` logarithms."""
+    t = T[min(count - 1, len(T)) - 1] if count > 1 else 0.0
+    return {"ratio": math.exp(mean), "low": math.exp(mean - t * error),
+            "high": math.exp(mean + t * error)}
+
+
+def half_width(times: Times, name: str) -> float:
+    """Of the 95 % interval of an arm's speed over the best fixed one's; infinite if it is absent or
+    a single pair."""
+    pairs = len(next(iter(times.values()))) // 2
+    if name not in times or pairs < 2:
+        return math.inf
+    found = interval(*log_ratio(times, name, best_fixed(times)), pairs)
+    return (found["high"] - found["low"]) / 2
+
+
+def describe(times: Times) -> dict[str, Any]:
+    """The best fixed setting, and the speed of every arm over it with its interval."""
+    best = best_fixed(times)
+    pairs = len(times[best]) // 2
+    arms = {name: interval(*log_ratio(times, name, best), pairs) | {
+        "log_mean": log_ratio(times, name, best)[0], "log_error": log_ratio(times, name, best)[1],
+        "median_seconds": statistics.median(times[name][1::2])} for name in times}
+    return {"best_fixed": best, "pairs": pairs, "arms": arms,
+            "seconds": {name: list(values) for name, values in times.items()}}
+
+
+def summarize(cells: Mapping[str, Any]) -> dict[str, Any]:
+    """Geometric means over all cells, worst cells, regret, and one fixed setting for heavy ones."""
+    found: dict[str, Any] = {}
+    for name in POLICIES:
+        of = {key: cell["arms"][name] for key, cell in cells.items() if name in cell["arms"]}
+        if not of:
+            continue
+        error = math.sqrt(sum(a["log_error"] ** 2 for a in of.values())) / len(of)
+        found[name] = interval(statistics.mean(a["log_mean"] for a in of.values()), error,
+                               len(T) + 1) | {
+            "cells": len(of), "worst": min(of, key=lambda key: of[key]["ratio"]),
+            "lowest_upper_bound": min(a["high"] for a in of.values()),
+            "widest_half_interval": max((a["high"] - a["low"]) / 2 for a in of.values())}
+        if name != "oracle" and all("oracle" in cell["arms"] for cell in cells.values()):
+            mine, oracle = (sum(cell["arms"][n]["median_seconds"] for cell in cells.values())
+                            for n in (name, "oracle"))
+            found[name]["regret_to_oracle"] = mine / oracle - 1
+    return found | {"heavy_useful": heavy_useful(cells)}
+
+
+def heavy_useful(cells: Mapping[str, Any]) -> dict[str, Any]:
+    """Total seconds over heavy-tailed cells with a useful drafter, against one setting for all.
+
+    The one setting is chosen on even runs, as everywhere; totals are of odd ones.
+    """
+    some = [c for c in cells.values() if c["cell"]["lengths"] == "heavy"
+            and c["cell"]["corruption"] != 1.0]
+    if not some:
+        return {}
+    fixed = [name for name in some[0]["arms"] if name not in POLICIES
+             and all(name in c["arms"] for c in some)]
+
+    def total(name: str, first: int) -> float:
+        return sum(statistics.median(c["seconds"][name][first::2]) for c in some)
+
+    best = min(fixed, key=lambda name: total(name, 0))
+    return {"setting": best, "cells": len(some), **{
+        name: total(best, 1) / total(name, 1) for name in POLICIES
+        if all(name in c["arms"] for c in some)}}
+
+
+def draw(cells: Mapping[str, Any], path: Path) -> None:
+    """Each policy's speed over the best fixed setting, cell by cell, and one rollout's trace."""
+    figure = Figure(figsize=(11, 2.5 + 0.24 * len(cells)), layout="constrained")
+    left, right = figure.subplots(1, 2, width_ratios=(2, 1))
+    for row, cell in enumerate(cells.values()):
+        for name, color in COLORS.items():
+            if name in cell["arms"]:
+                arm = cell["arms"][name]
+                left.plot([arm["low"], arm["high"]], [row, row], color=color, linewidth=1)
+                left.plot(arm["ratio"], row, "o", color=color, markersize=4,
+                          label=name if row == 0 else None)
+    left.axvline(1, color="#222222", linewidth=0.8)
+    left.set_yticks(range(len(cells)), [f"{name} ({cell['best_fixed']})"
+                                        for name, cell in cells.items()], fontsize=7)
+    left.set_xlabel("speed over the best fixed setting of the cell (its name in brackets)")
+    left.legend(frameon=False, fontsize=8)
+    draw_trace(right, cells)
+    figure.savefig(path, dpi=100)
+
+
+def draw_trace(axes: Any, cells: Mapping[str, Any]) -> None:
+    """Active rows, packed tokens and tokens per second of budget in the largest heavy cell."""
+    heavy = [c for c in cells.values() if c["cell"]["lengths"] == "heavy"
+             and c.get("explained", {}).get("budget")]
+    if not heavy:
+        axes.set_visible(False)
+        return
+    cell = max(heavy, key=lambda c: (c["cell"]["rows"], -(c["cell"]["corruption"] or 0)))
+    told = cell["explained"]["budget"]
+    seconds = [launch["seconds"] for launch in told["time/launches"]]
+    began = [sum(seconds[:i]) for i in range(len(seconds))]
+    launches = told["control/launches"]
+    axes.step(began, [one["live"] for one in launches], where="post", label="active rows")
+    axes.step(began, [one["width"] for one in launches], where="post", label="packed tokens")
+    axes.step(began, [one["tokens"] / s for one, s in zip(launches, seconds, strict=True)],
+              where="post", label="tokens/s")
+    axes.set_yscale("log")
+    axes.set_xlabel("seconds")
+    axes.set_title(f"budget, {cell['cell']['rows']} rows, context {cell['cell']['context']}",
+                   fontsize=9)
+    axes.legend(frameon=False, fontsize=8)

@@ -1,0 +1,160 @@
+"""Adaptive policies against off and every fixed setting: load x context x drafter x lengths.
+
+    python experiments/bench_controller.py                      # --preset=small, within 90 minutes
+    python experiments/bench_controller.py --preset=small --cells=4x64-0-uniform,4x64-1-heavy
+    python experiments/bench_controller.py --preset=smollm2 --config.spec.drafter=eagle \\
+        --config.draft.path=runs/drafter/drafter --config.rollout.temperature=0.6 \\
+        --config.data.name=gsm8k --config.data.split=test --config.rollout.max_new_tokens=128
+
+`small` replays recorded streams of a random model, spoilt with probability 0, 0.4 or 1, and rows
+end at limits; `smollm2` drafts with config.spec.drafter on real prompts. Arms are timed alternately
+in this process, without prefill, which is the same for all. The best fixed setting of a cell, off
+included, is chosen on the even runs and timed on the odd ones. Each cell is written when it is
+done; --resume keeps those that --out holds.
+"""
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import config_flags
+import jax
+import run_flags
+from absl import flags
+from bench import controller, controller_stats, results, show
+from bench.controller import Cell, Shape
+from rich.table import Table
+
+from specrl_jax import sharding
+from specrl_jax.config import Config, ConfigError
+from specrl_jax.host.compilation import CompilationCounter, use_persistent_cache
+from specrl_jax.loop import make_prompts
+from specrl_jax.model.architecture import Architecture
+from specrl_jax.model.tiny import byte_tokenizer, random_tensors
+from specrl_jax.model.weights import Source
+
+PRESET = flags.DEFINE_enum("preset", "small", ["small", "smollm2"], "which cells, of which model")
+CELLS = flags.DEFINE_list("cells", [], "names of cells; none is all of the preset")
+POLICIES = flags.DEFINE_list("policies", list(controller.POLICIES),
+                             f"some of {', '.join(controller.POLICIES)}; budget is needed")
+REPEATS = flags.DEFINE_integer("repeats", 8, "runs of each arm, half to choose, half to time",
+                               lower_bound=4)
+MOST = flags.DEFINE_integer("most", 24, "runs of each arm at most", lower_bound=4)
+PRECISE = flags.DEFINE_float("precise", 0.03, "half-width of budget's 95 % interval at which a "
+                             "cell may end before --most runs", lower_bound=0)
+OUT = flags.DEFINE_string("out", None, "JSON file (default: results/bench_controller_PRESET.json "
+                          "in experiments); the picture lies beside it as .png")
+RESUME = flags.DEFINE_boolean("resume", False, "keep the cells that --out already holds")
+
+SMALL = Architecture(vocab_size=8192, hidden_size=384, intermediate_size=1024, num_layers=8,
+                     num_heads=6, num_kv_heads=2, head_dim=64, max_position=4096)
+SMALL_TOKENS = 32  # of a uniform row
+
+
+def main(config: Config, workdir: Path) -> int:
+    for name in POLICIES.value:
+        if name not in controller.POLICIES:
+            raise ConfigError(f"--policies={name}: choose some of "
+                              f"{', '.join(controller.POLICIES)}")
+    if "budget" not in POLICIES.value:
+        raise ConfigError(f"--policies={','.join(POLICIES.value)}: budget is what is compared")
+    small = PRESET.value == "small"
+    cells = controller.pick(controller.SMALL if small else controller.SMOLLM2, CELLS.value)
+    out = results.destination(OUT.value, f"bench_controller_{PRESET.value}.json")
+    use_persistent_cache()
+    bench = _small(config) if small else _smollm2(config)
+    result = results.blank(bench.config)
+    if RESUME.value:
+        result["cases"] = results.earlier(out)
+    shapes: dict[tuple[int, int], list[Cell]] = {}
+    for cell in cells:
+        if cell.name not in result["cases"]:
+            shapes.setdefault((cell.rows, cell.context), []).append(cell)
+    for (rows, context), of_shape in shapes.items():
+        _say(f"{rows} rows, context {context}: compiling and measuring")
+        shape = bench.shape(rows, context)
+        for cell in of_shape:
+            _say(f"timing {cell.name}")
+            found = controller.run_cell(shape, cell, REPEATS.value, MOST.value, PRECISE.value)
+            result["cases"][cell.name] = found | {"command": results.command(sys.argv)}
+            result["summary"] = controller_stats.summarize(result["cases"])
+            results.write(out, result)
+        del shape
+        jax.clear_caches()
+    show.console().print(table(result["cases"]))
+    controller_stats.draw(result["cases"], out.with_suffix(".png"))
+    print(f"wrote {out} and {out.with_suffix('.png')}")
+    return 0
+
+
+class Bench:
+    """A model, its prompts, and how shapes of it are made."""
+
+    def __init__(self, config: Config, source: Source, params: Any, stop: Sequence[int],
+                 drafter: str, prompts: Sequence[Sequence[int]] | None) -> None:
+        self.config, self.source, self.params, self.stop = config, source, params, stop
+        self.drafter, self.prompts, self.counter = drafter, prompts, CompilationCounter()
+
+    def shape(self, rows: int, context: int) -> Shape:
+        return Shape(self.config, self.source, self.params, self._prompts(rows, context), self.stop,
+                     self.drafter, POLICIES.value, self.counter)
+
+    def _prompts(self, rows: int, context: int) -> list[list[int]]:
+        """One prompt for all rows, or real ones; several behind each other for a long context.
+
+        Raises:
+          ConfigError: there are too few.
+        """
+        if self.prompts is None:
+            return [[(7 * i) % 256 for i in range(context)]] * rows
+        found, rest = [], iter(self.prompts)
+        for _ in range(rows):
+            tokens: list[int] = []
+            while len(tokens) < context // 2 or not tokens:
+                tokens += next(rest, [])
+                if not tokens:
+                    raise ConfigError(f"data.split = {self.config.data.split!r}: "
+                                      f"{len(self.prompts)} prompts are too few for {rows} rows")
+            found.append(tokens[-2 * context:])
+        return found
+
+
+def _small(config: Config) -> Bench:
+    """Random weights; everything but sizes and policies' options is fixed."""
+    source = Source(SMALL, byte_tokenizer(), random_tensors(SMALL, 0), "random")
+    rollout = dataclasses.replace(
+        config.rollout, max_new_tokens=SMALL_TOKENS, temperature=1.0, top_k=0, top_p=1.0)
+    config = dataclasses.replace(config, rollout=rollout)
+    return Bench(config, source, jax.device_put(source.params()), (), "replay", None)
+
+
+def _smollm2(config: Config) -> Bench:
+    config, actor = run_flags.resolve(config)
+    prompts = make_prompts(config, actor.source.tokenizer, _say).tokens
+    return Bench(config, actor.source, actor.params(sharding.make_mesh(config.mesh)),
+                 actor.source.tokenizer.stop_ids, config.spec.drafter, prompts)
+
+
+def table(cases: dict[str, Any]) -> Table:
+    """Each policy's speed over the best fixed setting."""
+    found = Table(title="speed over the best fixed setting, with its 95 % interval")
+    names = [n for n in controller.POLICIES if any(n in c["arms"] for c in cases.values())]
+    for column in ("cell", "best fixed", "off", *names, "equal", "compilations"):
+        found.add_column(column, justify="right", no_wrap=column == "cell")
+    for name, case in cases.items():
+        shown = [f"{a['ratio']:.3f} ({a['low']:.3f} .. {a['high']:.3f})"
+                 for a in (case["arms"][n] for n in ("off", *names))]
+        found.add_row(name, case["best_fixed"], *shown,
+                      "yes" if all(case["equal_tokens"].values()) else "no",
+                      str(case["compilations"]))
+    return found
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    config_flags.run(main)

@@ -1,0 +1,319 @@
+"""What policies that look at time share: tables, what drafts gave, and an account of each launch.
+
+A policy brings its own state and rules; `adaptive` makes a controller of it. The whole state is
+equal on all data shards, because everything that enters it is reduced over them first.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from specrl_jax.config import ControlConfig
+from specrl_jax.control import cost
+from specrl_jax.control.cost import Bucket, Ladders, Table
+from specrl_jax.control.policies import Controller, Outcome, keep_within, make_spec
+from specrl_jax.sharding import ROWS
+from specrl_jax.structs import Array, DraftTree, Load, SpecConfig
+
+FREE = -1  # in Adaptive.force
+BINS = 12  # of survival, two an octave
+MEMORY = 8.0  # rounds that an estimate of the drafts remembers
+PRIOR = 0.7  # survival of a draft, a step of depth, before any was seen
+TRUST_PRIOR, TRUST_MEMORY = 4.0, 0.98  # accepted tokens that survival is worth; kept every round
+FOLLOW = 0.2  # share of a launch's surprise that the clock's correction takes up
+SUMS = ("rounds", "rows", "context", "steps", "drafting", "packed", "seconds", "plain_seconds",
+        "tokens", "expected", "switches")
+
+
+@struct.dataclass
+class Harvest:
+    """What drafts of each depth gave a live row, on average over the last rounds that drafted."""
+
+    count: Array  # f32[D, BINS] nodes by survival
+    mass: Array  # f32[D, BINS] their survival
+    seen: Array  # f32[D] rounds, at most MEMORY
+    promised: Array  # f32[] tokens that survival promised, and
+    accepted: Array  # f32[] those accepted, both fading
+
+
+@struct.dataclass
+class Adaptive:
+    """The state of every policy here."""
+
+    own: Any  # the policy's
+    tables: dict[str, Table]  # by batch size
+    factor: Array  # f32[] measured seconds over those of the tables
+    force: Array  # i32[2] steps and bucket for measurements; FREE where the policy decides
+    harvest: Harvest
+    missed: Array  # f32[] rounds since the drafter was asked
+    steps: Array  # i32[] of the last round
+    sums: Array  # f32[SUMS] of this launch
+    by_depth: Array  # f32[2, D+1] seconds and tokens, had all rounds drafted to that depth
+
+
+class Bounds(NamedTuple):
+    """What is static."""
+
+    depth: int  # D
+    branch: int  # K
+    nodes: int  # N
+    mix: tuple[float, ...]
+    ladders: Ladders
+    longest: int  # context
+
+
+class Facts(NamedTuple):
+    """One round in numbers, over all shards."""
+
+    rows: Array  # f32[] live
+    weight: Array  # f32[] theirs
+    gained: Array  # f32[] tokens, weighted
+    seconds: Array  # f32[] by the table
+    plain: Array  # f32[] by the table, of a round without a draft
+
+
+class Policy(NamedTuple):
+    """What one policy decides. `note` sees the state before the round; `launch` is what `explain`
+    says of it, with its `batch` and `seconds`."""
+
+    init: Callable[[], Any]
+    plan: Callable[[Adaptive, Table, Load], tuple[Array, Array, Array]]  # steps, branch, nodes
+    keep: Callable[[Adaptive, Table, Load, SpecConfig, DraftTree, tuple[Bucket, ...]],
+                   tuple[Array, Array]]
+    note: Callable[[Adaptive, Outcome, Facts], Any] = lambda state, outcome, facts: state.own
+    update: Callable[[Any, dict[str, Any]], Any] = lambda own, launch: own
+
+
+def table_of(state: Adaptive, load: Load) -> Table:
+    return state.tables[str(load.live.shape[0])]
+
+
+def context_of(load: Load) -> Array:
+    """f32[] the longest context of any live row: attention reads as far for all."""
+    longest = jnp.where(load.live, load.length, 0).max()
+    return jax.lax.pmax(longest, ROWS).astype(jnp.float32)
+
+
+def rows_of(load: Load) -> Array:
+    """f32[] live rows of a shard, on average."""
+    return jax.lax.pmean(load.live.sum().astype(jnp.float32), ROWS)
+
+
+def trust(harvest: Harvest) -> Array:
+    """f32[] accepted tokens for each that survival promises."""
+    return (harvest.accepted + TRUST_PRIOR) / (harvest.promised + TRUST_PRIOR)
+
+
+def adaptive(policy: Policy, control: ControlConfig, bounds: Bounds) -> Controller:
+    """The controller of a policy."""
+
+    def init() -> Adaptive:
+        return blank(policy.init(), bounds)
+
+    def plan(state: Adaptive, load: Load) -> SpecConfig:
+        steps, branch, nodes = policy.plan(state, table_of(state, load), load)
+        free = state.force[0] == FREE
+        spec = make_spec(0, 1, 1, 0, bounds.mix)
+        return spec.replace(
+            steps=jnp.where(free, steps, state.force[0]).astype(jnp.int32),
+            branch=jnp.where(free, branch, bounds.branch).astype(jnp.int32),
+            nodes=jnp.where(free, nodes, bounds.nodes).astype(jnp.int32))
+
+    def keep(state: Adaptive, load: Load, spec: SpecConfig, tree: DraftTree,
+             buckets: tuple[Bucket, ...]) -> tuple[Array, Array]:
+        return jax.lax.cond(
+            state.force[0] == FREE,
+            lambda: policy.keep(state, table_of(state, load), load, spec, tree, buckets),
+            lambda: _forced(state, load, spec, tree, buckets))
+
+    def note(state: Adaptive, outcome: Outcome) -> Adaptive:
+        after, facts = account(state, outcome)
+        return after.replace(own=policy.note(state, outcome, facts))
+
+    def update(state: Adaptive, launch: dict[str, Any]) -> Adaptive:
+        state, seconds = clock(state, launch, control.clock == "frozen")
+        return state.replace(
+            own=policy.update(state.own, launch | {"seconds": seconds}),
+            sums=np.zeros(len(SUMS), np.float32),
+            by_depth=np.zeros((2, bounds.depth + 1), np.float32))
+
+    return Controller(init=init, plan=plan, keep=keep, update=update, note=note, explain=explain,
+                      weigh=lambda state, batch, left: weigh(state, control.length_weight, left),
+                      adaptive=True)
+
+
+def blank(own: Any, bounds: Bounds) -> Adaptive:
+    """The state before anything is known, as host arrays."""
+    depth, zero = max(bounds.depth, 1), np.float32(0)
+    level = PRIOR ** np.arange(1, depth + 1)
+    count = np.zeros((depth, BINS), np.float32)
+    count[np.arange(depth), np.asarray(bin_of(level))] = 1
+    return Adaptive(
+        own=own, tables=cost.blank(bounds.ladders, bounds.longest, bounds.depth),
+        factor=np.float32(1), force=np.full(2, FREE, np.int32),
+        harvest=Harvest(count=count, mass=(count * level[:, None]).astype(np.float32),
+                        seen=np.zeros(depth, np.float32), promised=zero, accepted=zero),
+        missed=zero, steps=np.int32(FREE), sums=np.zeros(len(SUMS), np.float32),
+        by_depth=np.zeros((2, bounds.depth + 1), np.float32))
+
+
+def bin_of(survival: Array) -> Array:
+    """i32 bin, the likeliest first."""
+    octaves = -jnp.log2(jnp.maximum(survival, 1e-9))
+    return jnp.clip(jnp.floor(2 * octaves), 0, BINS - 1).astype(jnp.int32)
+
+
+def _forced(state: Adaptive, load: Load, spec: SpecConfig, tree: DraftTree,
+            buckets: tuple[Bucket, ...]) -> tuple[Array, Array]:
+    """All that was drafted; where a bucket is forced, roots alone in that bucket."""
+    roots = jnp.arange(tree.live.shape[1])[None] == 0
+    free = state.force[1] == FREE
+    live, bucket = keep_within(state, load, spec, tree.replace(live=tree.live & (roots | free)),
+                               buckets)
+    return live, jnp.where(free, bucket, state.force[1])
+
+
+# Accounting, on the device.
+
+
+def account(state: Adaptive, outcome: Outcome) -> tuple[Adaptive, Facts]:
+    """Adds a round to what drafts gave and to the launch's sums."""
+    load, table = outcome.load, table_of(state, outcome.load)
+    depth = state.by_depth.shape[1] - 1
+    steps = jnp.clip(outcome.spec.steps, 0, depth if table.packed.shape[0] > 1 else 0)
+    verify, draft = cost.at(table, context_of(load))
+    drafting = (steps > 0).astype(jnp.float32)
+    seconds = (verify[outcome.bucket] + draft[steps]
+               + drafting * state.missed * table.catch_up)
+    ones = load.live.astype(jnp.float32)
+    promised = jnp.where(outcome.live, outcome.tree.survival, 0).at[:, 0].set(0).sum()
+    found = _count_nodes(outcome.tree, load.live, state.harvest.count.shape[0])
+    (rows, weight, gained, tokens, promised, context, found) = jax.lax.psum(
+        (ones.sum(), (ones * load.weight).sum(),
+         (load.weight * outcome.count).sum(), outcome.count.sum().astype(jnp.float32), promised,
+         (ones * load.length).sum(), found), ROWS)
+    believed = trust(state.harvest)
+    by_depth = _by_depth(state.harvest, table, verify, draft, rows_of(load), rows)
+    harvest = _harvested(state.harvest, found, rows, steps, promised, tokens - rows)
+    add = dict(rounds=1.0, rows=rows, context=context, steps=steps, drafting=drafting,
+               packed=table.packed[outcome.bucket], seconds=seconds, plain_seconds=verify[0],
+               tokens=tokens, expected=rows + promised * believed,
+               switches=((state.steps > 0) != (steps > 0)) & (state.steps != FREE))
+    new = state.replace(
+        harvest=harvest, missed=jnp.where(steps > 0, 0.0, state.missed + 1), steps=steps,
+        sums=state.sums + jnp.stack([jnp.asarray(add[name], jnp.float32) for name in SUMS]),
+        by_depth=state.by_depth + by_depth)
+    return new, Facts(rows, weight, gained, seconds, verify[0])
+
+
+def _count_nodes(tree: DraftTree, live: Array, depth: int) -> Array:
+    """f32[2, D, BINS] draft nodes of live rows, and their survival."""
+    drafted = tree.live & live[:, None] & (tree.depth > 0)
+    cell = jnp.clip(tree.depth - 1, 0, depth - 1) * BINS + bin_of(tree.survival)
+    values = jnp.stack([drafted.astype(jnp.float32), jnp.where(drafted, tree.survival, 0)])
+    total = jnp.zeros((2, depth * BINS)).at[:, cell.reshape(-1)].add(values.reshape(2, -1))
+    return total.reshape(2, depth, BINS)
+
+
+def _harvested(old: Harvest, found: Array, rows: Array, steps: Array, promised: Array,
+               accepted: Array) -> Harvest:
+    """Depths that were drafted move towards what was found; deeper ones keep their proportion."""
+    depth = old.count.shape[0]
+    level = jnp.arange(1, depth + 1)
+    drafted = level <= steps
+    seen = jnp.where(drafted, jnp.minimum(old.seen + 1, MEMORY), old.seen)
+    pace = jnp.where(drafted, 1 / jnp.maximum(seen, 1), 0.0)[:, None]
+    count, mass = ((1 - pace) * a + pace * new / jnp.maximum(rows, 1)
+                   for a, new in ((old.count, found[0]), (old.mass, found[1])))
+    last = jnp.clip(steps - 1, 0, depth - 1)
+    ratio = jnp.clip((mass[last].sum() + 1e-3) / (old.mass[last].sum() + 1e-3), 0.25, 4.0)
+    scale = jnp.where(drafted | (steps == 0), 1.0, ratio)[:, None]
+    return Harvest(count=jnp.minimum(count * scale, 64.0), mass=jnp.minimum(mass * scale, 64.0),
+                   seen=seen, promised=TRUST_MEMORY * old.promised + promised,
+                   accepted=TRUST_MEMORY * old.accepted + jnp.maximum(accepted, 0.0))
+
+
+def _by_depth(harvest: Harvest, table: Table, verify: Array, draft: Array, shard_rows: Array,
+              rows: Array) -> Array:
+    """f32[2, D+1] seconds and tokens of this round at every fixed depth, by the tables.
+
+    What was never drafted is not counted on.
+    """
+    known = harvest.seen > 0
+    nodes, gain = (jnp.concatenate([jnp.zeros(1), jnp.cumsum(a)])[: draft.shape[0]]
+                   for a in (harvest.count.sum(1), jnp.where(known, harvest.mass.sum(1), 0)))
+    room = jnp.maximum(table.packed[-1] / jnp.maximum(shard_rows, 1) - 1, 0.0)
+    share = jnp.where(nodes > room, room / jnp.maximum(nodes, 1e-6), 1.0)
+    bucket = cost.bucket_for(table, jnp.ceil(shard_rows * (1 + share * nodes) - 1e-3))
+    tokens = rows * (1 + trust(harvest) * share * gain)
+    drafts = jnp.where(jnp.arange(draft.shape[0]) > 0, draft, 0.0)
+    return jnp.stack([verify[bucket] + drafts, tokens])
+
+
+# Between launches, on the host.
+
+
+def clock(state: Adaptive, launch: dict[str, Any], frozen: bool) -> tuple[Adaptive, float]:
+    """The state with a corrected factor, and the seconds that the launch took for a policy."""
+    predicted = _named(state)["seconds"] + float(state.tables[str(launch["batch"])].launch)
+    if frozen or predicted <= 0:
+        return state, max(predicted, 1e-9)
+    surprise = np.clip(launch["seconds"] / (predicted * float(state.factor)), 0.2, 5.0)
+    return (state.replace(factor=np.float32(float(state.factor) * surprise**FOLLOW)),
+            launch["seconds"])
+
+
+def _named(state: Adaptive) -> dict[str, float]:
+    return dict(zip(SUMS, np.asarray(state.sums).tolist(), strict=True))
+
+
+def explain(state: Adaptive, launch: dict[str, Any]) -> dict[str, Any]:
+    """What was chosen in the last launch, what that was to take and give, and what else would have.
+
+    `off_seconds` and `fixed_seconds` are what the launch's own tokens were to take without a draft
+    and at the best constant depth, `fixed_steps`; predicted, by the corrected tables.
+    """
+    s, factor = _named(state), float(state.factor)
+    rounds, rows = max(s["rounds"], 1.0), max(s["rows"], 1.0)
+    overhead = float(state.tables[str(launch["batch"])].launch)
+    seconds, tokens = np.asarray(state.by_depth, np.float64)
+    rate = tokens / np.maximum(seconds, 1e-12)
+    best = int(rate.argmax())
+    took = [float(factor * (s["tokens"] / max(r, 1e-12) + overhead)) for r in (rate[0], rate[best])]
+    return {
+        "live": s["rows"] / rounds, "context": s["context"] / rows, "steps": s["steps"] / rounds,
+        "drafting": s["drafting"] / rounds, "launch_rounds": s["rounds"],
+        "width": s["packed"] / rounds, "switches": s["switches"], "tokens": s["tokens"],
+        "predicted_tokens": s["expected"],
+        "predicted_seconds": factor * (s["seconds"] + overhead),
+        "spent_seconds": factor * (s["seconds"] - s["plain_seconds"]),
+        "off_seconds": took[0], "fixed_seconds": took[1], "fixed_steps": best}
+
+
+def weigh(state: Adaptive, strength: float, left: np.ndarray) -> np.ndarray:
+    """Weights of rows, 1 on average, from the tokens that each still has to come.
+
+    A token of the row that stays longest shortens the rollout by a round of one row; a token of the
+    k-th longest saves what a round of k rows takes more than one of k - 1. Where small batches take
+    nearly as long as large ones, long rows are what counts.
+
+    Args:
+      strength: 0 weighs all alike, 1 wholly by what is saved.
+      left: f32[rows], of live rows.
+    """
+    plain = {int(rows): float(np.asarray(table.verify)[0, 0])
+             for rows, table in state.tables.items()}
+    if len(left) == 0 or not plain or max(plain.values()) <= 0:
+        return np.ones_like(left)
+    sizes = sorted(plain)
+    seconds = np.interp(np.arange(len(left) + 1), [0, *sizes], [0.0, *(plain[s] for s in sizes)])
+    seconds[1:] = np.maximum.accumulate(seconds[1:])
+    saved = np.diff(seconds)
+    longest_first = np.argsort(-left, kind="stable")
+    weight = np.empty(len(left))
+    weight[longest_first] = saved / max(saved.mean(), 1e-12)
+    return (1 - strength + strength * weight).astype(np.float32)

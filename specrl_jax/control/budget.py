@@ -1,0 +1,158 @@
+"""`budget`: verify the nodes that pay, in the bucket and to the depth that pay most.
+
+A round is worth its weighted tokens less `speed` times what it takes in plain rounds, `speed` being
+the running gain over plain decoding of the same rows: to take the fastest round each time would be
+myopic, and plain decoding is a round like any other. DSpark's prefix scheduler (papers: DSpark,
+Seer's marginal benefit) with a running rate instead of a first drop.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from specrl_jax.config import ControlConfig
+from specrl_jax.control import cost
+from specrl_jax.control.adaptive import (
+    FREE,
+    Adaptive,
+    Bounds,
+    Facts,
+    Policy,
+    context_of,
+    rows_of,
+    table_of,
+    trust,
+)
+from specrl_jax.control.cost import Bucket, Table
+from specrl_jax.control.policies import Outcome, place_in_row
+from specrl_jax.sharding import ROWS
+from specrl_jax.structs import Array, DraftTree, Load, SpecConfig
+
+SPEED_MEMORY = 0.97  # kept of the running gain every round
+SPEED_PRIOR = 4.0  # plain rounds that it begins with
+MARGIN = 0.01  # gain, of a plain round, below which a depth is not changed
+
+
+@struct.dataclass
+class Budget:
+    """What has been gained, and what a switch is waiting for."""
+
+    speed: dict[str, Array]  # f32[2] of each batch size: gained, and spent in plain rounds
+    drafting: Array  # i32[] whether drafting is on; FREE before anything was decided
+    regret: Array  # f32[] plain rounds that the other of on and off would have saved, lately
+
+
+def budget(control: ControlConfig, bounds: Bounds, seed: int) -> Policy:
+    """The policy of control.policy = budget."""
+
+    def init() -> Budget:
+        return Budget(speed={str(rows): np.full(2, SPEED_PRIOR, np.float32)
+                             for rows in bounds.ladders},
+                      drafting=np.int32(FREE), regret=np.float32(0))
+
+    def plan(state: Adaptive, table: Table, load: Load) -> tuple[Array, Array, Array]:
+        steps = choose_depth(state, table, load, control)[0]
+        return steps, jnp.int32(bounds.branch), jnp.int32(bounds.nodes)
+
+    def keep(state: Adaptive, table: Table, load: Load, spec: SpecConfig, tree: DraftTree,
+             buckets: tuple[Bucket, ...]) -> tuple[Array, Array]:
+        verify, _ = cost.at(table, context_of(load))
+        price = speed_of(state, load) * verify / jnp.maximum(verify[0], 1e-9)
+        return fill(tree, load, trust(state.harvest), price, buckets)
+
+    def note(before: Adaptive, outcome: Outcome, facts: Facts) -> Budget:
+        name, own = str(outcome.load.live.shape[0]), before.own
+        table = table_of(before, outcome.load)
+        _, drafting, regret = choose_depth(before, table, outcome.load, control)
+        gained = jnp.stack([facts.gained / jnp.maximum(facts.weight, 1e-6),
+                            facts.seconds / jnp.maximum(facts.plain, 1e-9)])
+        return Budget(speed=own.speed | {name: SPEED_MEMORY * own.speed[name] + gained},
+                      drafting=drafting, regret=regret)
+
+    return Policy(init=init, plan=plan, keep=keep, note=note)
+
+
+def speed_of(state: Adaptive, load: Load) -> Array:
+    """f32[] tokens a row in the time of a plain round; never below 1, what off gives."""
+    gained, spent = state.own.speed[str(load.live.shape[0])]
+    return jnp.maximum(gained / jnp.maximum(spent, 1e-6), 1.0)
+
+
+def fill(tree: DraftTree, load: Load, believed: Array, price: Array, buckets: tuple[Bucket, ...]
+         ) -> tuple[Array, Array]:
+    """The likeliest nodes that fill the bucket which is worth most.
+
+    Args:
+      believed: f32[] tokens for each that survival promises.
+      price: f32[buckets] of each bucket, in tokens of a row of weight 1.
+
+    Returns:
+      live bool[B, N], closed under parent: survival never grows along a path and weights are equal
+      along it; bucket i32[].
+    """
+    batch, nodes = tree.live.shape
+    weight = jnp.where(load.live, load.weight, 0.0)[:, None]
+    score = jnp.where(tree.live, weight * tree.survival, -1.0)
+    score = score.at[:, 0].set(jnp.where(tree.live[:, 0], jnp.inf, -1.0))
+    widest = jnp.asarray([b.nodes for b in buckets])[:, None, None]
+    fits = (tree.live[None] & (place_in_row(score)[None] < widest)).reshape(len(buckets), -1)
+    order = jnp.argsort(-score.reshape(-1), stable=True)
+    sorted_fits = fits[:, order]
+    packed = jnp.asarray([b.packed for b in buckets])[:, None]
+    kept = sorted_fits & (jnp.cumsum(sorted_fits, 1) <= packed)
+    worth = jnp.where(jnp.isfinite(score), score, 0.0).reshape(-1)[order]
+    gain, total = jax.lax.psum(
+        (jnp.where(kept, worth[None], 0.0).sum(1), weight.sum()), ROWS)
+    bucket = jnp.argmax(believed * gain - price * total).astype(jnp.int32)
+    live = jnp.zeros(batch * nodes, bool).at[order].set(kept[bucket]).reshape(batch, nodes)
+    return live, bucket
+
+
+def worth_of_depths(state: Adaptive, table: Table, load: Load) -> Array:
+    """f32[D+1] what a round of each depth is worth, in tokens a row: gain less price.
+
+    The drafts of a round are foreseen as the last ones were, and fill a bucket likeliest first.
+    """
+    harvest, rows = state.harvest, jnp.maximum(rows_of(load), 1e-6)
+    verify, draft = cost.at(table, context_of(load))
+    nodes, mass = (jnp.pad(jnp.cumsum(a, 0), ((1, 0), (0, 0)))[: draft.shape[0]]
+                   for a in (harvest.count, harvest.mass))  # [D+1, bins] of a row
+    room = jnp.minimum(table.packed / rows, table.nodes) - 1  # [buckets]
+    before = jnp.cumsum(nodes, 1) - nodes
+    taken = jnp.clip((room[None, :, None] - before[:, None]) / jnp.maximum(nodes, 1e-6)[:, None],
+                     0.0, 1.0)
+    gain = trust(harvest) * (taken * mass[:, None]).sum(2)  # [D+1, buckets]
+    plain = jnp.maximum(verify[0], 1e-9)
+    price = speed_of(state, load) * (verify[None] + draft[:, None]) / plain
+    return (1 + gain - price).max(1)
+
+
+def choose_depth(state: Adaptive, table: Table, load: Load, control: ControlConfig
+                 ) -> tuple[Array, Array, Array]:
+    """The depth of the next round, whether drafting is on, i32[] both, and f32[] the regret.
+
+    Drafting begins once what it would have saved has grown to what its catching up takes and
+    control.hysteresis, and ends once it has lost the latter: a load that jumps to and fro switches
+    nothing, unless it pays each time. While it is off, a round now and then drafts one step, to
+    see whether drafts have become better.
+    """
+    own = state.own
+    if table.packed.shape[0] == 1 or table.draft.shape[0] == 1:
+        return jnp.int32(0), own.drafting, own.regret
+    worth = worth_of_depths(state, table, load)
+    best, last = jnp.argmax(worth[1:]).astype(jnp.int32) + 1, state.steps
+    depth = jnp.where((last > 0) & (worth[best] - worth[last] < MARGIN), last, best)
+    advantage = worth[depth] - worth[0]
+    verify, draft = cost.at(table, context_of(load))
+    plain = jnp.maximum(verify[0], 1e-9)
+    behind = table.catch_up * state.missed / plain
+    on, undecided = own.drafting == 1, own.drafting == FREE
+    regret = jnp.maximum(own.regret + jnp.where(on, -advantage, advantage), 0.0)
+    limit = control.hysteresis + jnp.where(on, 0.0, speed_of(state, load) * behind)
+    switch = (regret > limit) & jnp.where(on, advantage < 0, advantage > 0)
+    drafting = jnp.where(undecided, advantage > 0, on ^ switch)
+    probe = (control.explore * state.missed >= draft[1] / plain + behind) & (
+        state.missed * control.explore**0.5 >= 1)
+    steps = jnp.where(drafting, depth, jnp.where(probe, 1, 0)).astype(jnp.int32)
+    return steps, drafting.astype(jnp.int32), jnp.where(switch | undecided, 0.0, regret)

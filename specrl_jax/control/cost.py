@@ -1,0 +1,179 @@
+"""What a round costs on this device, for this model: measured, fitted, looked up in the loop.
+
+A launch takes launch + rounds * (verify + draft) + catch-up. `verify` is a whole round without a
+draft (layers, head, noise, walk, commit) in one bucket, `draft` what drafting to a depth adds to
+it, and a catch-up is what a drafter must first read when it was not asked for some rounds.
+Measured are whole launches of the compiled programs that rollouts run, with settings forced.
+"""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from specrl_jax.structs import Array
+
+CONTEXTS = 3  # lengths of context that are measured
+SHORTEST = 32  # context
+ROUNDS = 3  # of a measured launch
+UNSEEN = 0.002  # of a plain round: the least that a draft step takes, whatever was measured
+
+
+class Bucket(NamedTuple):
+    """One branch of the round's switch: W packed tokens, at most n nodes a row."""
+
+    packed: int
+    nodes: int
+
+
+Ladders = Mapping[int, Sequence[Bucket]]
+"""The buckets of each batch size of a shard, smallest first."""
+
+
+@struct.dataclass
+class Table:
+    """Seconds of one batch size. Nothing falls as packed tokens, context or steps grow."""
+
+    packed: Array  # f32[buckets] W
+    nodes: Array  # f32[buckets] n
+    context: Array  # f32[C] ascending
+    verify: Array  # f32[buckets, C]
+    draft: Array  # f32[D+1, C]
+    catch_up: Array  # f32[] of one round that the drafter was not asked
+    launch: Array  # f32[] of a launch, once
+
+
+class Point(NamedTuple):
+    """A launch to measure: settings are forced, and every row stands at `context`."""
+
+    rows: int
+    packed: int  # W of the bucket
+    context: int
+    steps: int
+    missed: int  # positions that the drafter has not read
+    rounds: int
+
+
+def contexts(longest: int) -> tuple[int, ...]:
+    """The lengths that are measured, evenly spaced in their logarithm."""
+    first = min(SHORTEST, longest)
+    return tuple(sorted({int(round(c)) for c in np.geomspace(first, longest, CONTEXTS)}))
+
+
+def blank(ladders: Ladders, longest: int, depth: int) -> dict[str, Table]:
+    """Tables without times, by batch size."""
+    grid = np.asarray(contexts(longest), np.float32)
+
+    def table(buckets: Sequence[Bucket]) -> Table:
+        return Table(packed=np.asarray([b.packed for b in buckets], np.float32),
+                     nodes=np.asarray([b.nodes for b in buckets], np.float32), context=grid,
+                     verify=np.zeros((len(buckets), len(grid)), np.float32),
+                     draft=np.zeros((depth + 1, len(grid)), np.float32),
+                     catch_up=np.float32(0), launch=np.float32(0))
+
+    return {str(rows): table(buckets) for rows, buckets in ladders.items()}
+
+
+def at(table: Table, context: Array) -> tuple[Array, Array]:
+    """(verify f32[buckets], draft f32[D+1]) at a context f32[], linear between those measured."""
+    last = table.context.shape[0] - 1
+    if last == 0:
+        return table.verify[:, 0], table.draft[:, 0]
+    above = jnp.clip(jnp.searchsorted(table.context, context), 1, last)
+    low, high = table.context[above - 1], table.context[above]
+    share = jnp.clip((context - low) / (high - low), 0.0, 1.0)
+    verify, draft = ((1 - share) * a[:, above - 1] + share * a[:, above]
+                     for a in (table.verify, table.draft))
+    return verify, draft
+
+
+def bucket_for(table: Table, packed: Array) -> Array:
+    """i32[...] the smallest bucket that holds so many tokens; the largest where none does."""
+    fits = packed[..., None] <= table.packed.reshape((1,) * packed.ndim + (-1,))
+    return jnp.where(fits.any(-1), jnp.argmax(fits, -1), table.packed.shape[0] - 1)
+
+
+# Measuring.
+
+
+def points(ladders: Ladders, longest: int, depth: int) -> tuple[list[Point], list[Point]]:
+    """What a fit needs, and what it is tested on."""
+    grid, fit, held = contexts(longest), [], []
+    for rows, buckets in ladders.items():
+        widths = [b.packed for b in buckets]
+        fit += [Point(rows, w, c, 0, 0, ROUNDS) for w, c in itertools.product(widths, grid)]
+        fit.append(Point(rows, widths[0], grid[0], 0, 0, 1))
+        between = int(round((grid[0] * grid[-1]) ** 0.5)) if len(grid) < 3 else int(
+            round((grid[-2] * grid[-1]) ** 0.5))
+        held += [Point(rows, w, between, 0, 0, ROUNDS) for w in {widths[0], widths[-1]}]
+        if len(widths) > 1:
+            fit += [Point(rows, widths[0], c, s, 0, ROUNDS)
+                    for s in sorted({1, depth}) for c in sorted({grid[0], grid[-1]})]
+            fit.append(Point(rows, widths[0], grid[0], 1, grid[0], 1))
+            held.append(Point(rows, widths[1], between, (depth + 1) // 2, 0, ROUNDS))
+    return fit, held
+
+
+def fit(measured: Mapping[Point, float], ladders: Ladders, longest: int, depth: int
+        ) -> dict[str, Table]:
+    """Tables from the seconds of the launches that `points` asks for."""
+    return {rows: _fit_rows(measured, int(rows), table, depth)
+            for rows, table in blank(ladders, longest, depth).items()}
+
+
+def _fit_rows(measured: Mapping[Point, float], rows: int, table: Table, depth: int) -> Table:
+    grid, widths = [int(c) for c in table.context], [int(w) for w in table.packed]
+
+    def seconds(packed: int, context: int, steps: int) -> float:
+        return measured[Point(rows, packed, context, steps, 0, ROUNDS)]
+
+    one, many = measured[Point(rows, widths[0], grid[0], 0, 0, 1)], seconds(widths[0], grid[0], 0)
+    launch = max(0.0, one - (many - one) / (ROUNDS - 1))
+    verify = isotonic(np.asarray(
+        [[(seconds(w, c, 0) - launch) / ROUNDS for c in grid] for w in widths]))
+    draft = np.zeros_like(table.draft)
+    catch_up = 0.0
+    if len(widths) > 1:
+        ends, asked = sorted({grid[0], grid[-1]}), sorted({1, depth})
+        extra = isotonic(np.maximum(0.0, [
+            [(seconds(widths[0], c, s) - seconds(widths[0], c, 0)) / ROUNDS for c in ends]
+            for s in asked]))
+        by_context = np.stack([np.interp(grid, ends, line) for line in extra])
+        draft = np.stack([np.interp(np.arange(depth + 1), [0, *asked], [0, *column])
+                          for column in by_context.T], 1)
+        draft = np.maximum(draft, UNSEEN * np.arange(depth + 1)[:, None] * verify[:1])
+        missed = Point(rows, widths[0], grid[0], 1, grid[0], 1)
+        catch_up = max(0.0, measured[missed] - launch - verify[0, 0] - draft[1, 0]) / grid[0]
+    return table.replace(verify=np.maximum(verify, 1e-9).astype(np.float32),
+                         draft=draft.astype(np.float32), catch_up=np.float32(catch_up),
+                         launch=np.float32(launch))
+
+
+def isotonic(values: np.ndarray) -> np.ndarray:
+    """The nearest matrix, by the largest change, that falls along neither axis.
+
+    The middle of the largest value at or before each entry and the smallest at or after it
+    (isotonic regression in the maximum norm; Robertson, Wright and Dykstra 1988, section 1.7).
+    """
+    values = np.asarray(values, np.float64)
+    high = np.maximum.accumulate(np.maximum.accumulate(values, 0), 1)
+    low = np.minimum.accumulate(np.minimum.accumulate(values[::-1, ::-1], 0), 1)[::-1, ::-1]
+    return (high + low) / 2
+
+
+def predict(tables: Mapping[str, Table], point: Point) -> float:
+    """Seconds of a launch, on the host."""
+    table = tables[str(point.rows)]
+    verify, draft = (np.asarray(a) for a in at(table, jnp.float32(point.context)))
+    bucket = int(np.searchsorted(np.asarray(table.packed), point.packed))
+    return float(table.launch + point.rounds * (verify[bucket] + draft[point.steps])
+                 + point.missed * table.catch_up)
+
+
+def error(tables: Mapping[str, Table], measured: Mapping[Point, float],
+          held: Sequence[Point]) -> float:
+    """Mean relative error on held-out points."""
+    return float(np.mean([abs(predict(tables, p) / measured[p] - 1) for p in held]))

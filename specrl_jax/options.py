@@ -1,0 +1,29 @@
+"""What the sections of a config are made of: fields with help, and one-line errors."""
+
+import dataclasses
+from typing import Any
+
+
+class ConfigError(ValueError):
+    """A field holds a value that cannot work; the message names field, value and way out."""
+
+
+def option(default: Any, help: str) -> Any:
+    """A dataclass field with its help text."""
+    return dataclasses.field(default=default, metadata={"help": help})
+
+
+def section(cls: type, help: str) -> Any:
+    """A dataclass field that is itself a section of options."""
+    return dataclasses.field(default_factory=cls, metadata={"help": help})
+
+
+def check(ok: bool, field: str, value: Any, way_out: str) -> None:
+    """Raises ConfigError naming `field`, `value` and the way out unless `ok`."""
+    if not ok:
+        raise ConfigError(f"{field} = {value!r}: {way_out}")
+
+
+def at_least(low: int | float, **fields: Any) -> None:
+    for name, value in fields.items():
+        check(value >= low, name.replace("__", "."), value, f"must be at least {low}")

@@ -1,0 +1,42 @@
+"""Rounds that a controller did not choose, really run from where a rollout stands."""
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from specrl_jax.control.adaptive import FREE, Adaptive
+from specrl_jax.structs import Counters, RolloutState
+
+
+def totals(counters: Counters) -> dict[str, int]:
+    """Sums over shards, and over drafters where there are several."""
+    return {field.name: int(np.asarray(getattr(counters, field.name)).sum())
+            for field in dataclasses.fields(counters)}
+
+
+def compare(go: Callable[..., Any], copy: Callable[[RolloutState], RolloutState],
+            state: RolloutState, control: Adaptive, before: Mapping[str, Any] | None
+            ) -> dict[str, float]:
+    """Seconds and tokens of one round without a draft, and of one at the best constant depth.
+
+    Args:
+      go: a launch, of (state, control, rounds); it uses up its state.
+      copy: of a state, compiled.
+      before: the last launch as the trace has it; None before the first.
+    """
+    before = before or {"committed": 0, "fixed_steps": 1}
+    found = {}
+    for name, steps in (("off", 0), ("fixed", before["fixed_steps"])):
+        copied = jax.block_until_ready(copy(state))
+        forced = jax.tree.map(np.asarray, control).replace(
+            force=np.asarray([steps, FREE], np.int32))
+        began = time.perf_counter()
+        _, _, seen = go(copied, forced, rounds=1)
+        counters = jax.tree.map(np.asarray, seen)[2]
+        found |= {f"audit_{name}_seconds": time.perf_counter() - began,
+                  f"audit_{name}_tokens": totals(counters)["committed"] - before["committed"]}
+    return found

@@ -1,0 +1,35 @@
+"""How long sequences are expected to become: from what is known of their prompt and of the others.
+
+Known are the lengths of a prompt's earlier responses, of its finished samples, and of all that has
+finished in this rollout. A running sequence is compared with those that became longer than it is.
+"""
+
+import numpy as np
+
+OTHERS = 1.0  # samples of its own prompt that all other prompts' are worth
+LIMIT = 0.5  # and that the limit is: what runs on is what nothing is known of yet
+
+
+def expected(limit: np.ndarray, length: np.ndarray, done: np.ndarray, past: np.ndarray | None,
+             group: int) -> np.ndarray:
+    """Tokens in the end f32[Q].
+
+    Args:
+      limit: i32[Q] most tokens; length: i32[Q] so far; done: bool[Q].
+      past: i32[Q / M, K, T] earlier responses, -1 fills, or None.
+      group: M, samples of a prompt, which lie together.
+    """
+    prompts = len(length) // group
+    ended = np.where(done, length, 0).reshape(prompts, group)
+    if past is not None and past.shape[1]:
+        ended = np.concatenate([ended, (past >= 0).sum(2)], 1)
+    own = np.repeat(ended, group, 0)  # [Q, M + K], 0 is unknown
+    longer = own > length[:, None]
+    pool = np.sort(ended[ended > 0]).astype(np.float64)
+    total = np.append(np.cumsum(pool[::-1])[::-1], 0.0)
+    first = np.searchsorted(pool, length, side="right")
+    count = len(pool) - first
+    share = np.where(count > 0, OTHERS / np.maximum(count, 1), 0.0)
+    mass = np.where(longer, own, 0).sum(1) + share * total[first] + LIMIT * limit
+    mean = mass / (longer.sum(1) + share * count + LIMIT)
+    return np.where(done, length, np.clip(mean, length + 1, limit)).astype(np.float32)

@@ -1,0 +1,156 @@
+"""Measuring what rounds cost, with the compiled launches that rollouts run, and its table.
+
+Nothing is compiled for it, and nothing is learned from it.
+"""
+
+import dataclasses
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from specrl_jax import sharding
+from specrl_jax.control import cost, cost_file
+from specrl_jax.control.adaptive import Adaptive
+from specrl_jax.control.cost import Ladders, Point
+from specrl_jax.control.cost_file import Record
+from specrl_jax.rollout.engine import Engine
+from specrl_jax.rollout.layout import Request
+from specrl_jax.rollout.round import bucket_ladder
+from specrl_jax.structs import RolloutState
+
+LEAST, MOST = 2, 6  # runs of a launch; the fastest counts
+ENOUGH = 0.1  # seconds of runs after which no more follow
+
+
+def ladders(engine: Engine) -> Ladders:
+    """The buckets of every batch size."""
+    machine = engine.machine
+    return {rows: bucket_ladder(rows, machine.drafter.nodes, machine.most)
+            for rows in engine.shapes.batches}
+
+
+def key(engine: Engine, about: Mapping[str, Any]) -> dict[str, Any]:
+    """What a measurement holds for. `about` says what drafts."""
+    device = jax.devices()[0]
+    return {"device": f"{device.platform} {device.device_kind}", "cores": os.cpu_count(),
+            "jax": jax.__version__, "model": dataclasses.asdict(engine.machine.arch),
+            "mesh": dict(engine.mesh.shape), "dtype": str(np.dtype(engine.layout.dtype)),
+            "shapes": dataclasses.asdict(engine.shapes), "rule": engine.machine.rule,
+            "buckets": [[rows, *b] for rows, of in ladders(engine).items() for b in of],
+            "drafter": dict(about)}
+
+
+def priced(engine: Engine, params: Any, drafter_params: Any, path: str, about: Mapping[str, Any],
+           report: Callable[[str], None]) -> tuple[Adaptive, Record]:
+    """The controller's state with tables of this device, read or measured and stored.
+
+    Args:
+      path: of the file; empty is one in the user's cache directory.
+      about: what drafts.
+
+    Raises:
+      ConfigError: the file is none, or was measured for something else.
+    """
+    wanted = key(engine, about)
+    file = Path(path) if path else cost_file.default_path(wanted)
+    record = cost_file.load(file, wanted) if jax.process_index() == 0 else None
+    if not _agreed(float(record is not None)):
+        report("measuring what rounds cost")
+        record = measure(engine, params, drafter_params)
+        if jax.process_index() == 0:
+            cost_file.store(file, wanted, record)
+    rows, far, depth = ladders(engine), engine.shapes.longest, engine.machine.drafter.depth
+    if jax.process_count() > 1:
+        fit, held = cost.points(rows, far, depth)
+        found = dict.fromkeys((*fit, *held), 0.0) if record is None else record.measured
+        found = {p: _agreed(found[p]) for p in (*fit, *held)}
+        record = Record(found, cost.error(cost.fit(found, rows, far, depth), found, held), 0.0)
+    report(f"cost of rounds: {100 * record.error:.1f} % mean error on held-out launches, measured "
+           f"in {record.seconds:.1f} s, {file}")
+    tables = cost.fit(record.measured, rows, far, depth)
+    return engine.control.replace(tables=tables, factor=np.float32(1)), record
+
+
+def _agreed(value: float) -> float:
+    """Process 0's value, in every process."""
+    if jax.process_count() == 1:
+        return value
+    return float(multihost_utils.broadcast_one_to_all(np.float64(value)))
+
+
+def measure(engine: Engine, params: Any, drafter_params: Any) -> Record:
+    """Runs every launch that a fit needs, and those that it is tested on."""
+    began, before = time.perf_counter(), engine.control
+    rows, far, depth = ladders(engine), engine.shapes.longest, engine.machine.drafter.depth
+    fit, held = cost.points(rows, far, depth)
+    state, measured, batch = _blank(engine), {}, engine.shapes.batch
+    for size in engine.shapes.batches:
+        if size != batch:
+            state, batch = _smaller(engine, state, batch, size), size
+        for point in (p for p in (*fit, *held) if p.rows == size):
+            state, measured[point] = _fastest(engine, params, drafter_params, state, point)
+    engine.control = before
+    error = cost.error(cost.fit(measured, rows, far, depth), measured, held)
+    return Record(measured, error, time.perf_counter() - began)
+
+
+def _asked(engine: Engine) -> Request:
+    s = engine.shapes
+    total = s.sequences * s.shards
+    whole = {"temperature": np.ones(total, np.float32), "top_p": np.ones(total, np.float32),
+             "top_k": np.zeros(total, np.int32), "limit": np.full(total, s.response, np.int32)}
+    return Request(prompts=[[0]] * (total // s.group),
+                   keys=np.arange(2 * total, dtype=np.uint32).reshape(total, 2), **whole)
+
+
+def _blank(engine: Engine) -> RolloutState:
+    """A state of the largest batch, as a rollout begins."""
+    return engine.begin(_asked(engine))
+
+
+def _smaller(engine: Engine, state: RolloutState, batch: int, size: int) -> RolloutState:
+    return engine.shrink(batch, state, np.tile(np.arange(size, dtype=np.int32),
+                                               engine.shapes.shards))
+
+
+def _fastest(engine: Engine, params: Any, drafter_params: Any, state: RolloutState, point: Point
+             ) -> tuple[RolloutState, float]:
+    seconds: list[float] = []
+    while len(seconds) < LEAST + 1 or (len(seconds) < MOST and sum(seconds[1:]) < ENOUGH):
+        state = _stage(engine, state, point)
+        bucket = [b.packed for b in ladders(engine)[point.rows]].index(point.packed)
+        control = engine.control.replace(force=np.asarray([point.steps, bucket], np.int32))
+        began = time.perf_counter()
+        state, _, _ = engine.launch(
+            point.rows, params, drafter_params, state, control, rounds=point.rounds, smaller=0,
+            waiting=np.zeros(engine.shapes.shards, np.int32))
+        jax.block_until_ready(state)
+        seconds.append(time.perf_counter() - began)
+    return state, min(seconds[1:])
+
+
+def _stage(engine: Engine, state: RolloutState, point: Point) -> RolloutState:
+    """Every row at the point's context, with nothing said yet.
+
+    The drafter begins anew where it is to have missed something; elsewhere it stays where the last
+    launch left it, which is not behind.
+    """
+    s, layout = engine.shapes, engine.layout
+    host = layout.host_state(_asked(engine), point.rows, ())
+    slots = np.where(np.arange(point.rows) < s.sequences, np.arange(point.rows), s.sequences)
+    host = host.replace(
+        seq=np.tile(slots.astype(np.int32), s.shards),
+        sampling=host.sampling.replace(stop=np.full_like(layout.stop, -1)),
+        cache=host.cache.replace(length=np.full(point.rows * s.shards, point.context, np.int32)))
+    rest = {"cache": host.cache.replace(kv=state.cache.kv)}
+    if not point.missed:
+        rest["draft"] = state.draft
+    return jax.tree.map(
+        lambda place, a: a if isinstance(a, jax.Array) else sharding.put(place, a),
+        layout.shardings(host.replace(**rest)), host.replace(**rest))

@@ -1,0 +1,269 @@
+"""What the adaptive policies share, and the choices of respec, oracle and bandit."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from control_cases import (
+    ACCEPT,
+    ADAPTIVE,
+    DEPTH,
+    LADDERS,
+    LONGEST,
+    NODES,
+    alone,
+    controller,
+    drive,
+    load,
+    priced,
+)
+
+from specrl_jax.config import Config, ConfigError, ControlConfig, RolloutConfig, SpecOptions
+from specrl_jax.control import adaptive, bandit, choose, respec
+from specrl_jax.control.adaptive import FREE, SUMS
+from specrl_jax.host.checkpoint import Checkpoints
+
+SETTINGS = respec.settings_of((), DEPTH, 1, NODES)
+
+
+def launch(seconds: float = 1.0, batch: int = 8, **more: Any) -> dict[str, Any]:
+    return {"batch": batch, "seconds": seconds} | more
+
+
+def used(policy: str) -> Any:
+    """A state that rounds and launches have changed."""
+    control = controller(policy)
+    state, _ = drive(control, priced(control.init()), [{"accept": 0.7}] * 12)
+    state = jax.tree.map(np.asarray, state)
+    record = launch(14.0)
+    record |= control.explain(state, record)
+    return control.update(state, record), record
+
+
+@pytest.mark.parametrize("policy", ADAPTIVE)
+def test_the_state_survives_a_checkpoint_bit_for_bit(policy: str, tmp_path: Path) -> None:
+    state, _ = used(policy)
+    host = jax.tree.map(np.asarray, state)
+    with Checkpoints(tmp_path, 1) as checkpoints:
+        checkpoints.save(1, {"control": host}, {})
+        _, arrays, _ = checkpoints.restore(1, {"control": host})
+    assert jax.tree.structure(arrays["control"]) == jax.tree.structure(host)
+    for before, after in zip(*map(jax.tree.leaves, (host, arrays["control"])), strict=True):
+        assert before.dtype == after.dtype and before.tobytes() == after.tobytes()
+    control = controller(policy)
+    rounds = [{"accept": 0.4}] * 3
+    first, second = (drive(control, s, rounds) for s in (host, arrays["control"]))
+    for a, b in zip(*map(jax.tree.leaves, (first[0], second[0])), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("policy", ADAPTIVE)
+def test_shapes_of_a_state_never_change(policy: str) -> None:
+    state, _ = used(policy)
+    like = controller(policy).init()
+    for a, b in zip(*map(jax.tree.leaves, (like, state)), strict=True):
+        assert np.shape(a) == np.shape(b) and np.asarray(a).dtype == np.asarray(b).dtype
+
+
+def test_a_launch_is_explained_by_its_rounds() -> None:
+    control = controller("budget")
+    state = priced(control.init(), wide=0.1, step=0.0)
+    state, seen = drive(control, state, [{"accept": 0.9}] * 10)
+    told = control.explain(jax.tree.map(np.asarray, state), launch(12.0))
+    buckets = [bucket for _, bucket, *_ in seen]
+    seconds = sum(1 + 0.1 * bucket for bucket in buckets)
+    assert told["launch_rounds"] == 10 and told["live"] == 8 and told["context"] == 40
+    assert told["predicted_seconds"] == pytest.approx(seconds, rel=1e-4)
+    assert told["spent_seconds"] == pytest.approx(seconds - 10, abs=1e-3)
+    assert told["off_seconds"] == pytest.approx(told["tokens"] / 8, rel=1e-4)
+    assert told["steps"] == pytest.approx(np.mean([steps for steps, *_ in seen]))
+    assert told["width"] == pytest.approx(np.mean([(8, 16, 32)[b] for b in buckets]))
+    assert told["fixed_seconds"] <= told["off_seconds"] and 1 <= told["fixed_steps"] <= DEPTH
+    assert all(np.isfinite(v) for v in told.values())
+    after = control.update(jax.tree.map(np.asarray, state), launch(12.0))
+    assert not after.sums.any() and not after.by_depth.any() and len(after.sums) == len(SUMS)
+
+
+@pytest.mark.parametrize("clock,factor", [("measured", 2.0), ("frozen", 1.0)])
+def test_whole_launches_correct_the_table_unless_the_clock_is_frozen(
+        clock: str, factor: float) -> None:
+    control = controller("budget", clock=clock)
+    state = priced(control.init())
+    for _ in range(30):
+        sums = np.zeros(len(SUMS), np.float32)
+        sums[SUMS.index("seconds")] = 5.0
+        state = control.update(state.replace(sums=sums), launch(10.0))
+    assert float(state.factor) == pytest.approx(factor, rel=0.02)
+    stall = control.update(state.replace(sums=sums), launch(1e6))
+    assert float(stall.factor) <= 2 * factor, "one stall says little"
+
+
+def test_forced_settings_are_what_is_measured() -> None:
+    control = controller("budget")
+    state = priced(control.init())
+    for steps, bucket in ((0, 2), (3, 0), (DEPTH, 1)):
+        forced = state.replace(force=np.asarray([steps, bucket], np.int32))
+        _, seen = drive(control, forced, [{"accept": 0.9}])
+        assert seen[0][:3] == (steps, bucket, 8)
+    whole = state.replace(force=np.asarray([2, FREE], np.int32))
+    assert drive(control, whole, [{"accept": 0.9}])[1][0][:3] == (2, 2, 24)
+
+
+def test_what_drafts_gave_is_found_again() -> None:
+    control = controller("budget", explore=0.0)
+    state = priced(control.init(), wide=0.0, step=0.0)
+    state, _ = drive(control, state, [{"accept": 0.8}] * 60)
+    mass = np.asarray(state.harvest.mass).sum(1)
+    np.testing.assert_allclose(mass[:3], 0.8 ** np.arange(1, 4), rtol=0.02)
+    assert 0.7 < float(adaptive.trust(state.harvest)) < 1.3
+
+
+def test_drafts_that_promise_too_much_lose_their_credit() -> None:
+    control = controller("budget", explore=0.0)
+    state = priced(control.init(), wide=0.0, step=0.0)
+    step = control.note
+
+    @alone
+    def lying(state: Any, of: Any, tree: Any, live: Any) -> Any:
+        from specrl_jax.control.policies import Outcome
+        spec = control.plan(state, of)
+        return step(state, Outcome(of, spec, tree, live, jnp.int32(1), jnp.ones(8, jnp.int32)))
+
+    from control_cases import chains
+    tree = chains(np.full((8, DEPTH), 0.9))
+    for _ in range(20):
+        state = lying(state, load(), tree, tree.live)
+    assert float(adaptive.trust(state.harvest)) < 0.1
+
+
+# Weights.
+
+
+def test_rows_that_run_long_weigh_more_where_small_batches_are_hardly_faster() -> None:
+    state = controller("budget").init()
+    flat, steep = (state.replace(tables={rows: t.replace(
+        verify=np.full_like(t.verify, 1 + slope * int(rows))) for rows, t in state.tables.items()})
+        for slope in (0.0, 1e3))
+    left = np.asarray([5, 90, 20, 40], np.float32)
+    heavy, even = (adaptive.weigh(s, 1.0, left) for s in (flat, steep))
+    # The smallest batch has two rows, so a round of two takes as long as one of four.
+    np.testing.assert_allclose(heavy, [0, 2, 0, 2], atol=1e-6)
+    np.testing.assert_allclose(even, 1, atol=0.35)
+    np.testing.assert_array_equal(adaptive.weigh(flat, 0.0, left), 1)
+    np.testing.assert_array_equal(adaptive.weigh(state, 1.0, left), 1)  # nothing measured yet
+
+
+# respec, oracle, bandit.
+
+
+def test_respec_profiles_each_setting_once_and_takes_the_best_for_its_rows() -> None:
+    control = controller("respec")
+    state = priced(control.init(), wide=0.3, step=0.1)
+    plan = alone(control.plan)
+    for arm, setting in enumerate(SETTINGS):
+        spec = plan(state, load())
+        assert (int(spec.steps), int(spec.branch), int(spec.nodes)) == setting
+        state = control.update(state, launch(
+            1.0, tokens=80 * ACCEPT[arm], drafting=1.0, live=8.0, launch_rounds=10.0))
+    assert int(state.own.arm) == FREE
+    gain = [ACCEPT[i] / (1 + 0.3 * np.log2(w / 8) + 0.1 * s)
+            for i, ((s, _, _), w) in enumerate(zip(SETTINGS, (16, 32, 32), strict=True))]
+    assert int(plan(state, load()).steps) == SETTINGS[int(np.argmax(gain))][0]
+    dear = priced(state, wide=3.0, step=0.5)
+    assert int(plan(dear, load()).steps) == 0, "no gain above 1: off"
+    assert int(plan(state, load(64)).steps) == 0
+
+
+def test_a_launch_that_could_not_draft_is_no_profile() -> None:
+    control = controller("respec")
+    state = control.update(control.init(), launch(1.0, tokens=9.0, drafting=0.0, live=8.0,
+                                                  launch_rounds=10.0))
+    assert int(state.own.arm) == 0
+
+
+def test_the_oracle_goes_by_rows_and_context() -> None:
+    control = controller("oracle")
+    plan = alone(control.plan)
+    state = priced(control.init(), wide=0.1, step=0.01, far=2.0)
+    assert int(plan(state, load(length=10)).steps) > 0
+    assert int(plan(state, load(length=LONGEST)).steps) == 0
+    with pytest.raises(ConfigError, match="control.accept"):
+        controller("oracle", accept=(1.5,))
+
+
+def test_the_bandit_tries_all_arms_and_settles_on_the_best() -> None:
+    control = controller("bandit", epsilon=0.0, window=4)
+    state, speed = control.init(), [5.0, 7.0, 9.0, 6.0]
+    plan, chosen = alone(control.plan), []
+    for _ in range(12):
+        arm = int(state.own.arm["8"])
+        chosen.append(int(plan(state, load()).steps))
+        state = control.update(state, launch(1.0, tokens=speed[arm]))
+    depths = [0, *(s for s, _, _ in SETTINGS)]
+    assert chosen[:4] == depths and set(chosen[4:]) == {depths[2]}
+    assert int(state.own.arm["2"]) == 0  # another load, another arm
+    state = state.replace(own=state.own.replace(
+        reward=state.own.reward | {"8": state.own.reward["8"] * 0}))
+    for _ in range(4):  # what was best becomes worst, and its window forgets
+        arm = int(state.own.arm["8"])
+        state = control.update(state, launch(1.0, tokens=[5.0, 7.0, 1.0, 6.0][arm]))
+    assert int(plan(state, load()).steps) != depths[2]
+
+
+def test_the_bandit_explores_as_often_as_it_is_told() -> None:
+    reward, tries = np.asarray([[1.0], [5.0], [2.0]]), np.ones(3, np.int32)
+    picks = [bandit.next_arm(reward, tries, 0.3, np.random.default_rng([0, i]))
+             for i in range(600)]
+    assert 0.14 < np.mean([p != 1 for p in picks]) < 0.26  # two thirds of 0.3
+    assert bandit.next_arm(reward, np.asarray([1, 0, 1]), 0.0, np.random.default_rng(0)) == 1
+
+
+def test_rewards_of_a_frozen_clock_come_from_the_table() -> None:
+    control = controller("bandit", clock="frozen")
+    rewards = []
+    for seconds in (1.0, 50.0):
+        sums = np.zeros(len(SUMS), np.float32)
+        sums[SUMS.index("seconds")] = 2.0
+        state = control.update(control.init().replace(sums=sums), launch(seconds, tokens=8.0))
+        rewards.append(float(state.own.reward["8"][0, 0]))
+    assert rewards == [4.0, 4.0]
+
+
+# Names and settings.
+
+
+def test_settings_are_a_ladder_or_what_is_named() -> None:
+    assert SETTINGS == [(1, 1, 2), (2, 1, 3), (4, 1, 5)]
+    assert respec.settings_of((), 3, 2, 5) == [(1, 1, 2), (2, 1, 3), (3, 1, 4), (1, 2, 3),
+                                               (2, 2, 5), (3, 2, 5)]
+    assert respec.settings_of(("2x1x3",), DEPTH, 1, NODES) == [(2, 1, 3)]
+
+
+@pytest.mark.parametrize("changes,names", [
+    ({"policy": "best"}, "control.policy"), ({"clock": "wall"}, "control.clock"),
+    ({"settings": ("4x1",)}, "control.settings"), ({"settings": ("0x1x2",)}, "control.settings"),
+    ({"epsilon": 1.5}, "control.epsilon"), ({"explore": -0.1}, "control.explore"),
+    ({"length_weight": 2.0}, "control.length_weight"), ({"hysteresis": -1.0}, "control.hysteresis"),
+    ({"window": 0}, "control.window"), ({"audit": -1}, "control.audit"),
+    ({"audit": 4}, "control.audit"), ({"policy": "oracle"}, "control.accept"),
+    ({"policy": "oracle", "accept": (0.5,)}, "control.accept"),
+    ({"policy": "oracle", "accept": (float("nan"),)}, "control.accept")])
+def test_nonsense_is_refused_in_one_line(changes: dict[str, Any], names: str) -> None:
+    with pytest.raises(ConfigError, match=names) as error:
+        ControlConfig(**changes)
+    assert "\n" not in str(error.value)
+
+
+def test_settings_beyond_the_bounds_are_refused() -> None:
+    with pytest.raises(ConfigError, match="control.settings = '9x1x5'"):
+        choose.make(ControlConfig(policy="respec", settings=("9x1x5",)), SpecOptions(),
+                    ladders=LADDERS)
+
+
+def test_every_policy_by_its_name() -> None:
+    for policy in ("off", "fixed", *ADAPTIVE):
+        assert controller(policy).adaptive == (policy in ADAPTIVE)
+    assert Config(control=ControlConfig(policy="budget"), rollout=RolloutConfig()).control.clock

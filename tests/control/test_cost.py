@@ -1,0 +1,117 @@
+"""Tables of time: fitted from launches, never falling, stored and read again."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from control_cases import DEPTH, LADDERS, LONGEST
+
+from specrl_jax.config import ConfigError
+from specrl_jax.control import cost, cost_file
+from specrl_jax.control.cost import Point
+from specrl_jax.control.cost_file import Record
+
+
+def truth(point: Point) -> float:
+    """A device on which all parts are smooth: launch, layers, attention, drafting, catching up."""
+    verify = 1e-3 * max(1.0, point.packed / 12) + 2e-6 * point.rows * point.context
+    draft = point.steps * (2e-4 + 1e-7 * point.context)
+    return 3e-4 + point.rounds * (verify + draft) + point.missed * 5e-5
+
+
+def measured(noise: float = 0.0) -> dict[Point, float]:
+    rng = np.random.default_rng(0)
+    fit, held = cost.points(LADDERS, LONGEST, DEPTH)
+    return {p: truth(p) * float(np.exp(noise * rng.standard_normal())) for p in (*fit, *held)}
+
+
+def test_a_fit_finds_the_parts_and_its_error_is_that_of_held_out_launches() -> None:
+    found = measured()
+    fit, held = cost.points(LADDERS, LONGEST, DEPTH)
+    assert not set(fit) & set(held) and {p.rows for p in held} == set(LADDERS)
+    tables = cost.fit({p: found[p] for p in fit}, LADDERS, LONGEST, DEPTH)
+    assert float(tables["8"].launch) == pytest.approx(3e-4, rel=1e-3)
+    assert float(tables["8"].catch_up) == pytest.approx(5e-5, rel=0.05)
+    behind = next(p for p in fit if p.missed)
+    assert cost.predict(tables, behind) == pytest.approx(found[behind], rel=1e-3)
+    assert cost.error(tables, found, held) < 0.02
+    free = {p: v - p.rounds * p.steps * (2e-4 + 1e-7 * p.context) for p, v in found.items()}
+    draft = cost.fit({p: free[p] for p in fit}, LADDERS, LONGEST, DEPTH)["8"].draft
+    assert (np.diff(draft, axis=0) > 0).all(), "no draft is free"
+    one = dict(found) | {held[0]: 2 * found[held[0]]}
+    assert cost.error(tables, one, held) == pytest.approx(0.5 / len(held), abs=0.02)
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.5])
+def test_time_never_falls_in_packed_tokens_context_or_steps(noise: float) -> None:
+    tables = cost.fit(measured(noise), LADDERS, LONGEST, DEPTH)
+    for table in tables.values():
+        contexts = np.arange(1, LONGEST + 50, 7)
+        verify, draft = (np.stack(a) for a in zip(
+            *(cost.at(table, jnp.float32(c)) for c in contexts), strict=True))
+        assert (verify > 0).all() and (draft >= 0).all() and (draft[:, 0] == 0).all()
+        for values in (verify, draft):
+            assert (np.diff(values, axis=0) >= -1e-9).all(), "falls with context"
+            assert (np.diff(values, axis=1) >= -1e-9).all(), "falls with packed tokens or steps"
+
+
+def test_at_a_measured_context_the_table_is_what_was_measured() -> None:
+    table = cost.fit(measured(), LADDERS, LONGEST, DEPTH)["8"]
+    for i, context in enumerate(table.context):
+        np.testing.assert_allclose(cost.at(table, jnp.float32(context))[0], table.verify[:, i],
+                                   rtol=1e-6)
+    middle = (table.context[0] + table.context[1]) / 2
+    np.testing.assert_allclose(cost.at(table, jnp.float32(middle))[0],
+                               table.verify[:, :2].mean(1), rtol=1e-5)
+
+
+def test_isotonic_is_the_nearest_in_the_largest_change() -> None:
+    np.testing.assert_allclose(cost.isotonic([[1.0, 3.0], [2.0, 2.0]]), [[1.0, 2.5], [2.0, 2.5]])
+    rising = np.arange(6.0).reshape(2, 3)
+    np.testing.assert_array_equal(cost.isotonic(rising), rising)
+
+
+def test_buckets_hold_what_is_asked_for() -> None:
+    table = cost.blank(LADDERS, LONGEST, DEPTH)["8"]
+    found = cost.bucket_for(table, jnp.asarray([1.0, 8.0, 9.0, 32.0, 99.0]))
+    assert found.tolist() == [0, 0, 1, 2, 2]
+
+
+KEY = {"device": "made up", "shapes": {"batch": 8}}
+
+
+def test_launches_are_stored_and_read_again(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "cost.json"
+    assert cost_file.load(path, KEY) is None
+    record = Record(measured(0.1), 0.07, 1.5)
+    cost_file.store(path, KEY, record)
+    again = cost_file.load(path, KEY)
+    assert again == record
+    assert json.loads(path.read_text())["error"] == 0.07 and not list(path.parent.glob("*.tmp"))
+    for before, after in zip(*(dataclasses.astuple(cost.fit(r.measured, LADDERS, LONGEST, DEPTH)[
+            "8"]) for r in (record, again)), strict=True):
+        np.testing.assert_array_equal(before, after)
+
+
+def test_what_was_measured_for_another_key_or_version_is_not_used(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "cost.json"
+    cost_file.store(path, KEY, Record(measured(), 0.0, 1.0))
+    assert cost_file.load(path, KEY | {"device": "other"}) is None
+    assert cost_file.default_path(KEY) != cost_file.default_path(KEY | {"device": "other"})
+    monkeypatch.setattr(cost_file, "VERSION", cost_file.VERSION + 1)
+    assert cost_file.load(path, KEY) is None
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"key": 1, "points": 2}', "[1]"])
+def test_another_file_is_refused_in_one_line(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "cost.json"
+    path.write_text(text)
+    if text.startswith('{"key"'):
+        path.write_text(json.dumps({"key": json.loads(cost_file._plain(KEY)), "points": 2}))
+    with pytest.raises(ConfigError, match="control.cost_table") as error:
+        cost_file.load(path, KEY)
+    assert "\n" not in str(error.value) and "remove it" in str(error.value)

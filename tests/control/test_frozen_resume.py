@@ -1,0 +1,34 @@
+"""A resumed run with a frozen clock equals one that never stopped, whatever its controller."""
+
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from helpers import run_training
+
+from specrl_jax.host.checkpoint import restore_part
+from specrl_jax.host.metrics import read_metrics
+
+UNEQUAL = ("time/", "memory/", "compilations", "rollout/tokens_per_second")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["budget", "bandit"])
+def test_a_resumed_run_chooses_what_it_would_have_chosen(policy: str, tmp_path: Path) -> None:
+    table = f"--config.control.cost_table={tmp_path / 'cost.json'}"
+    flags = (f"--config.control.policy={policy}", "--config.control.clock=frozen", table,
+             "--config.checkpoint_every=2")
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    run_training(whole, *flags, "--config.steps=4")
+    for steps in (2, 4):
+        run_training(parts, *flags, f"--config.steps={steps}")
+    assert (whole / "samples.jsonl").read_bytes() == (parts / "samples.jsonl").read_bytes()
+    told = [[{name: value for name, value in row.items() if not name.startswith(UNEQUAL)}
+             for row in read_metrics(workdir)] for workdir in (whole, parts)]
+    assert told[0] == told[1] and told[0][-1]["control/launches"]
+    for key in ("actor", "control", "acceptance"):
+        arrays = [jax.tree.leaves(restore_part(w / "checkpoints", 4, key)) for w in (whole, parts)]
+        assert len(arrays[0]) == len(arrays[1]) > 0
+        for a, b in zip(*arrays, strict=True):
+            np.testing.assert_array_equal(a, b, err_msg=key)

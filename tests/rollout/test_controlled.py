@@ -1,0 +1,185 @@
+"""Adaptive controllers in an engine: measured costs, equal tokens, explained launches, audits."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from helpers import ask, counting, make_engine, make_task, said, streams, tiny_arch, tiny_params
+
+from specrl_jax import sharding
+from specrl_jax.config import ControlConfig, MeshConfig, SpecOptions
+from specrl_jax.control import choose, cost
+from specrl_jax.draft.replay import replay, replaying
+from specrl_jax.host import launches
+from specrl_jax.rollout import probe
+from specrl_jax.rollout.engine import Engine, Result
+from specrl_jax.rollout.round import bucket_ladder
+
+DEPTH, NODES, BATCH = 3, 4, 4
+ARCH = tiny_arch(num_layers=1)
+PARAMS = tiny_params(ARCH)
+TASK = make_task()
+SPEC = SpecOptions(max_steps=DEPTH, steps=2, max_branch=1, nodes=3, max_nodes=NODES)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "budget": {}, "respec": {}, "bandit": {"epsilon": 0.5}, "oracle": {"accept": (1.5, 2.0, 2.5)}}
+
+
+def knobs(corruption: float, mesh: Any = None) -> Any:
+    place = sharding.replicated(mesh or sharding.make_mesh(MeshConfig()))
+    return jax.device_put(replaying(corruption), place)
+
+
+def controlled(policy: str, file: Path, mesh: Any = None, **options: Any) -> Engine:
+    """An engine of 4 slots a shard, compacted to 2, that drafts recorded streams; priced."""
+    control = ControlConfig(policy=policy, cost_table=str(file), **OPTIONS.get(policy, {}))
+    controller = choose.make(
+        control, SPEC, ladders={b: bucket_ladder(b, NODES, 64) for b in (4, 2)},
+        longest=TASK.prompt + TASK.response - 1)
+    engine = make_engine(ARCH, TASK, drafter=replay(depth=DEPTH, nodes=NODES, vocab=24),
+                         batch=BATCH * (1 if mesh is None else sharding.shard_count(mesh)),
+                         min_batch=2, past=TASK.group, controller=controller, mesh=mesh)
+    for name, value in options.items():
+        setattr(engine, name, value)
+    params = jax.tree.map(engine.everywhere, PARAMS)
+    engine.compile(params, knobs(0, mesh))
+    if controller.adaptive:
+        engine.control, _ = probe.priced(
+            engine, params, knobs(0, mesh), str(file), {}, lambda text: None)
+    return engine
+
+
+@pytest.fixture(scope="module")
+def plain() -> Result:
+    engine = make_engine(ARCH, TASK, batch=5)
+    engine.compile(PARAMS)
+    return engine.run(PARAMS, ask(TASK))
+
+
+@pytest.fixture(scope="module")
+def budget(tmp_path_factory: Any, plain: Result) -> tuple[Engine, Path]:
+    file = tmp_path_factory.mktemp("cost") / "table.json"
+    engine = controlled("budget", file, audit=2)
+    engine.audit = 0
+    run(engine, plain, 0.0)
+    return engine, file
+
+
+def run(engine: Engine, record: Result, corruption: float, rounds: int = 3) -> Result:
+    past = np.where(said(record), record.sequences.tokens, -1).astype(np.int32)
+    asked = ask(TASK, past=past.reshape(-1, TASK.group, past.shape[1]))
+    return engine.run(jax.tree.map(engine.everywhere, PARAMS), asked,
+                      knobs(corruption, engine.mesh), rounds=rounds)
+
+
+def test_costs_are_measured_once(budget: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, file = budget
+    before, stored = jax.tree.map(np.asarray, engine.control), file.read_bytes()
+    lines: list[str] = []
+    again, record = probe.priced(engine, PARAMS, knobs(0), str(file), {}, lines.append)
+    assert file.read_bytes() == stored and len(lines) == 1 and "held-out" in lines[0]
+    assert 0 <= record.error < 10 and np.isfinite(record.error)
+    for table in again.tables.values():
+        assert (np.asarray(table.verify) > 0).all()
+    lines.clear()
+    ran: set[tuple[int, ...]] = set()
+
+    def spying(batch: int, params: Any, own: Any, state: Any, control: Any, **asked: int) -> Any:
+        rounds, contexts = int(state.counters.rounds[0]), np.unique(state.cache.length)
+        out = Engine.launch(engine, batch, params, own, state, control, **asked)
+        done = int(out[0].counters.rounds[0]) - rounds
+        ran.add((batch, *map(int, control.force), *map(int, contexts), done))
+        return out
+
+    monkeypatch.setattr(engine, "launch", spying)
+    probe.priced(engine, PARAMS, knobs(0), str(file), {"drafter": "other"}, lines.append)
+    assert lines[0].startswith("measuring") and file.read_bytes() != stored
+    rows = probe.ladders(engine)
+    wanted = [p for of in cost.points(rows, engine.shapes.longest, DEPTH) for p in of]
+    assert ran == {(p.rows, p.steps, [b.packed for b in rows[p.rows]].index(p.packed), p.context,
+                    p.rounds) for p in wanted}
+    file.write_bytes(stored)
+    engine.control = before
+
+
+@pytest.mark.parametrize("corruption", [0.0, 0.5, 1.0])
+def test_tokens_are_those_of_plain_decoding_and_nothing_compiles(
+        budget: Any, plain: Result, corruption: float) -> None:
+    engine, _ = budget
+    found: list[Result] = []
+    assert counting(lambda: found.append(run(engine, plain, corruption))) == 0
+    assert streams(found[0]) == streams(plain)
+    assert all(isinstance(a, np.ndarray | np.generic) for a in jax.tree.leaves(engine.control))
+
+
+def test_every_launch_is_explained(budget: Any, plain: Result) -> None:
+    result = run(budget[0], plain, 0.3)
+    trace, counters = result.trace, result.counters
+    assert sum(t["tokens"] for t in trace) == counters["committed"]
+    assert sum(t["launch_rounds"] for t in trace) == counters["rounds"]
+    assert sum(t["live"] * t["launch_rounds"] for t in trace) == counters["row_rounds"]
+    assert sum(t["width"] * t["launch_rounds"] for t in trace) == counters["packed"]
+    summary = launches.summary(trace)
+    assert len(summary[launches.LAUNCHES]) == len(trace) == len(launches.recorded(summary))
+    assert summary["control/off_seconds"] > 0 and summary["time/regret"] >= 0
+    assert all(0 < t["predicted_tokens"] <= t["launch_rounds"] * BATCH * NODES for t in trace)
+
+
+def test_an_audit_runs_what_was_not_chosen_and_changes_nothing(
+        budget: Any, plain: Result) -> None:
+    engine, _ = budget
+    try:
+        engine.audit = 2
+        found: list[Result] = []
+        assert counting(lambda: found.append(run(engine, plain, 0.0))) == 0
+    finally:
+        engine.audit = 0
+    assert streams(found[0]) == streams(plain)
+    trace = found[0].trace
+    assert all(t["launch_rounds"] == 1 for t in trace)
+    assert [("audit_off_seconds" in t) for t in trace] == [i % 2 == 0 for i in range(len(trace))]
+    for launch in trace[::2]:
+        assert launch["audit_off_tokens"] == launch["live"]
+        assert launch["audit_fixed_tokens"] >= launch["live"]
+        assert launch["audit_off_seconds"] > 0 and launch["audit_fixed_seconds"] > 0
+
+
+def test_a_slow_device_is_not_drafted_for(budget: Any, plain: Result) -> None:
+    """Tables in which verifying more than plain decoding is dear: nothing is drafted."""
+    engine, _ = budget
+    before = jax.tree.map(np.asarray, engine.control)
+    tables = {rows: table.replace(
+        verify=np.asarray(table.verify)[:1] * (1 + 9 * np.arange(
+            len(table.packed), dtype=np.float32)[:, None]),
+        draft=np.float32(1e-6) + 0 * np.asarray(table.draft))
+        for rows, table in before.tables.items()}
+    engine.control = engine.machine.controller.init().replace(tables=tables)
+    result = run(engine, plain, 0.0)
+    engine.control = before
+    assert result.counters["drafted"] == 0 and streams(result) == streams(plain)
+    assert result.counters["packed"] == result.counters["slots"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["fixed", "respec", "bandit", "oracle"])
+def test_tokens_are_the_same_under_every_policy(
+        policy: str, plain: Result, tmp_path: Path) -> None:
+    engine = controlled(policy, tmp_path / "table.json")
+    found = [run(engine, plain, 0.0)]
+    for corruption in (0.0, 0.5, 1.0):
+        assert counting(lambda c=corruption: found.append(run(engine, plain, c))) == 0
+        assert streams(found[-1]) == streams(plain)
+
+
+@pytest.mark.slow
+def test_shards_decide_alike(plain: Result, tmp_path: Path) -> None:
+    """Two shards whose rows end at different times; the state is one for both."""
+    engine = controlled("budget", tmp_path / "table.json",
+                        sharding.make_mesh(MeshConfig(data=2)))
+    for corruption in (0.0, 0.5):
+        result = run(engine, plain, corruption)
+        assert streams(result) == streams(plain)
+    assert sum(t["tokens"] for t in result.trace) == result.counters["committed"]
+    assert sum(t["live"] * t["launch_rounds"] for t in result.trace) == (
+        result.counters["row_rounds"])
