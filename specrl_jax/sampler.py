@@ -86,6 +86,7 @@ class Sampler:
         self.params: Any = None
         self.drafter_params: Any = ()
         self._own = jax.tree.map(lambda a: self.engine.everywhere(a), self.drafting.own)
+        warn_of_broken(self.drafting.own, warn)
         self.version = -1
 
     def publish(self, params: Any, version: int) -> None:
@@ -185,6 +186,15 @@ def publisher(arch: Architecture, mesh: Mesh, dtype: Any) -> Callable[[Any], Any
         return params if all(jax.tree.leaves(agree)) else cast(params)
 
     return publish
+
+
+def warn_of_broken(own: Any, warn: Callable[[str], None]) -> None:
+    """Warns of a drafter's parameters that are not finite: drafters then propose nothing."""
+    broken = [jax.tree_util.keystr(path) for path, leaf in jax.tree_util.tree_leaves_with_path(own)
+              if jnp.issubdtype(leaf.dtype, jnp.floating) and not np.isfinite(leaf).all()]
+    if broken:
+        warn(f"speculation is off: the drafter's {', '.join(broken)} are not finite; train it "
+             "again, or choose another spec.drafter")
 
 
 def rollout_metrics(rollout: Rollout, result: Result) -> dict[str, float]:

@@ -1,0 +1,49 @@
+"""A drafter whose parameters are not finite: speculation goes off loudly, tokens stay the same."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from helpers import micro_config
+
+from specrl_jax import sharding
+from specrl_jax.config import SpecOptions
+from specrl_jax.draft import eagle_model
+from specrl_jax.model.tiny import TINY, byte_tokenizer, random_tensors
+from specrl_jax.model.weights import Source
+from specrl_jax.sampler import Asked, Sampler
+
+ARCH = dataclasses.replace(TINY, num_layers=1)
+SPEC = SpecOptions(drafter="eagle", steps=2, branch=2, nodes=4, max_steps=2, max_branch=2,
+                   max_nodes=4)
+
+
+def generate(spec):
+    """The tokens of a rollout, its counters, and the warnings before it."""
+    config, warnings = micro_config(spec=spec), []
+    sampler = Sampler(config, ARCH, (3,), sharding.make_mesh(config.mesh), prompts=4, group=2,
+                      warn=warnings.append, tokenizer=byte_tokenizer())
+    sampler.publish(Source(ARCH, byte_tokenizer(), random_tensors(ARCH, 0), "").params(), 0)
+    sampler.compile()
+    ids = np.arange(4)
+    rollout, result = sampler.generate(Asked([[5, 9]] * 4, ids, ids * 0), "train", 0)
+    return np.asarray(rollout.tokens).tolist(), result.counters, warnings
+
+
+@pytest.mark.slow
+def test_a_drafter_that_is_not_finite_is_named_and_changes_no_token(monkeypatch):
+    plain, _, quiet = generate(dataclasses.replace(SPEC, drafter="off"))
+    drafted, counters, warnings = generate(SPEC)
+    assert drafted == plain and counters["drafted"] > 0
+    assert not any("finite" in warning for warning in [*quiet, *warnings])
+    whole = eagle_model.initialize
+
+    def broken(arch, seed):
+        weights = whole(arch, seed)
+        return weights | {"fc": jax.tree.map(lambda a: a * np.nan, weights["fc"])}
+
+    monkeypatch.setattr(eagle_model, "initialize", broken)
+    tokens, counters, warnings = generate(SPEC)
+    assert tokens == plain and counters["drafted"] == 0
+    assert "speculation is off: the drafter's ['weights']['fc'] are not finite" in warnings[-1]
