@@ -217,18 +217,7 @@ class Engine:
             progress(int(done.sum()), done.size, int(length.sum()))
             if peek is not None:
                 peek(np.asarray(state.sequences.tokens), length)
-        sequences, counters = jax.tree.map(
-            np.asarray, self._programs["collect"](state.sequences, state.counters))
-        if batch == s.batch:
-            self._pool = state.cache.kv
-        self.control = jax.tree.map(np.asarray, self.control)
-        judged = acceptance.calibration(outcomes, acceptance.table(
-            self.acceptance, jax.tree.map(np.zeros_like, outcomes)))
-        self.acceptance = acceptance.merge(self.acceptance, outcomes, MEMORY)
-        return Result(sequences=sequences, counters=audits.totals(counters), trace=trace,
-                      by_drafter=self._by_drafter(counters), calibration=judged,
-                      rule=self.machine.rule,
-                      seconds=time.perf_counter() - began, prefill_seconds=prefill_seconds)
+        return self._result(state, batch, outcomes, trace, began, prefill_seconds)
 
     def launch(self, batch: int, params: Any, drafter_params: Any, state: RolloutState,
                control: Any, *, waiting: np.ndarray, rounds: int, smaller: int
@@ -274,6 +263,22 @@ class Engine:
             for of_shard, tokens, live in zip(shards, left, ~done, strict=True):
                 of_shard[live] = controller.weigh(self.control, batch, tokens[live])
         return self.put_rows({"expected": expected, "weight": weight})
+
+    def _result(self, state: RolloutState, batch: int, outcomes: Acceptance,
+                trace: list[dict[str, Any]], began: float, prefill_seconds: float) -> Result:
+        """Collects what was made, and keeps what later rollouts use."""
+        sequences, counters = jax.tree.map(
+            np.asarray, self._programs["collect"](state.sequences, state.counters))
+        if batch == self.shapes.batch:
+            self._pool = state.cache.kv
+        self.control = jax.tree.map(np.asarray, self.control)
+        judged = acceptance.calibration(outcomes, acceptance.table(
+            self.acceptance, jax.tree.map(np.zeros_like, outcomes)))
+        self.acceptance = acceptance.merge(self.acceptance, outcomes, MEMORY)
+        return Result(sequences=sequences, counters=audits.totals(counters), trace=trace,
+                      by_drafter=self._by_drafter(counters), calibration=judged,
+                      rule=self.machine.rule,
+                      seconds=time.perf_counter() - began, prefill_seconds=prefill_seconds)
 
     def _by_drafter(self, counters: Counters) -> dict[str, dict[str, int]]:
         return {name: {kind: int(getattr(counters, kind)[:, i].sum())
