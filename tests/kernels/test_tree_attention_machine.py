@@ -145,3 +145,9 @@ def test_windows_and_bfloat16_are_left_to_xla():
 def test_parents_in_a_circle_end():
     case = make((2, 1, 16), (16,), [3], 5, parent=[[0, 2, 1, 3, 4]])
     assert run(case).shape == (5, 2, 16)
+
+
+def test_a_length_beyond_the_cache_is_the_whole_cache():
+    case = make((2, 1, 16), (16,), [16], 3)
+    beyond = case | {"length": jnp.asarray([100_000], jnp.int32)}
+    assert np.array_equal(run(beyond), run(case))

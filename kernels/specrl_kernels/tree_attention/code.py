@@ -109,7 +109,9 @@ class _Unit:
         self.q = f.at(self.operands["q"], place)
         self.row = f.get_index(self.operands["row"], packed)
         self.slot = f.get_index(self.operands["slot"], self.row)
-        self.length = f.get_index(self.operands["length"], self.row)
+        # A length beyond the cache would write beyond this unit's memory.
+        self.length = f.smaller(f.get_index(self.operands["length"], self.row),
+                                sum(shape.segments))
         depth = self.ancestors(f.get_index(self.operands["node"], packed))
         self.score_cache()
         self.score_tree(depth)
