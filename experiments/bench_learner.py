@@ -63,12 +63,13 @@ def bench(config: Config, packings: list[str], repeats: int) -> dict[str, Any]:
     for name in packings:
         _say(f"compiling the update with packing {name}")
         found[name] = Update(config, source.arch, trainer.mesh, rollout, keeper, name)
-    machine = hardware.measure()
+    probes = hardware.Probes()
+    machine = probes.measure()
     tasks = {name: update.run for name, update in found.items()}
     alternate(tasks, 1)
     _say("timing")
     seconds = alternate(tasks, repeats)
-    machine = machine.best(hardware.measure())
+    machine = machine.best(probes.measure())
     memory["benchmark"] = hardware.peak_rss()
     return results.blank(config) | {
         "sequences": len(rollout.length), "hardware": hardware.as_json(machine),

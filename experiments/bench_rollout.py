@@ -8,10 +8,11 @@ Every row has its own prompt and slot; temperature 1; no token ends a row. `unif
 --new_tokens each; `heavy` ones minimum(2 * new_tokens, 16 + default_rng(0).exponential(60)), at 16
 and 64 rows. tokens/s count wanted tokens over all seconds, prefill included; rounds are timed
 without. The bound of a round is the larger of weights and cache over bandwidth and FLOPs over peak,
-for the nodes that were verified; bandwidth and peak are probed before and after each case. All
-contenders of a case are timed alternately in this process; ratios are pair by pair.
+for the nodes that were verified; bandwidth and peak are probed right before and after each timed
+run. All contenders of a case are timed alternately in this process; ratios are pair by pair.
 """
 
+import functools
 import sys
 import tempfile
 from pathlib import Path
@@ -39,6 +40,7 @@ REPEATS = flags.DEFINE_integer("repeats", 3, "timed runs of each contender", low
 PEER = flags.DEFINE_list("peer", [], f"some of {', '.join(peers.MODULES)}")
 OUT = flags.DEFINE_string("out", None, "JSON file (default: results/bench_rollout.json "
                           "in experiments)")
+NEAR_REPEATS = 2  # of each probe next to a timed run
 RESUME = flags.DEFINE_boolean("resume", False, "keep the cases that --out already holds")
 
 
@@ -61,7 +63,8 @@ def main(config: Config, workdir: Path) -> int:
         setting = Setting(
             config=config, source=actor.source, params=params, drafters=DRAFTER.value,
             peers=PEER.value, repeats=REPEATS.value, directory=Path(directory),
-            counter=CompilationCounter(), say=_say)
+            counter=CompilationCounter(), say=_say,
+            probe=functools.partial(hardware.Probes().measure, NEAR_REPEATS))
         for name, rows in cases():
             run_one(setting, make_workload(name, rows, NEW_TOKENS.value, tokenizer), result, out)
             console.print(*show.case_tables(result["cases"][key(name, rows)]))

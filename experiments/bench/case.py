@@ -35,26 +35,25 @@ class Setting:
     directory: Path  # for peers' converted weights
     counter: CompilationCounter
     say: Callable[[str], None]
-    probe: Callable[[], Hardware] = hardware.measure
+    probe: Callable[[], Hardware]
 
 
 def run_case(setting: Setting, workload: Workload) -> dict[str, Any]:
     """Times the contenders alternately and accounts for our rounds."""
-    machine = setting.probe()
     ours = {drafter: Ours(setting.config, setting.source.arch, setting.params, workload, drafter,
                           setting.counter) for drafter in setting.drafters}
     for drafter, one in ours.items():
         setting.say(f"{workload.name}, {workload.rows} rows: preparing {drafter}")
         one.warm_up()
     with _peers(setting, workload) as others:
-        tasks = {name: one.run for name, one in ours.items()}
+        tasks = {name: probed(one, setting.probe) for name, one in ours.items()}
         tasks |= {name: peers.timed(peer, workload) for name, peer in others.items()}
         setting.say(f"{workload.name}, {workload.rows} rows: timing {', '.join(tasks)}")
         times = alternate(tasks, setting.repeats)
         found = {name: describe_peer(times[name], peer) for name, peer in others.items()}
-    machine, ours_found = machine.best(setting.probe()), {}
+    ours_found = {}
     for name, one in ours.items():
-        ours_found[name] = describe_ours(times[name], one, machine)
+        ours_found[name] = describe_ours(times[name], one)
         if workload.name == "uniform":
             setting.say(f"{workload.name}, {workload.rows} rows: parts of a round, {name}")
             ours_found[name]["parts"] = parts_of(one, times[name], PART_REPEATS)
@@ -62,8 +61,17 @@ def run_case(setting: Setting, workload: Workload) -> dict[str, Any]:
         "workload": workload.name, "rows": workload.rows, "useful_tokens": workload.tokens,
         "prompt_tokens": hardware.lengths_summary(workload.prompt_lengths),
         "new_tokens": hardware.lengths_summary(workload.limits),
-        "hardware": hardware.as_json(machine), "contenders": ours_found | found,
+        "contenders": ours_found | found,
         "ratios": ratios(times, setting.drafters), "equal_streams": equal_streams(times)}
+
+
+def probed(one: Ours, probe: Callable[[], Hardware]) -> Callable[[], TimedRollout]:
+    """A timed rollout between two probes of the machine."""
+    def run() -> TimedRollout:
+        before, timed = probe(), one.run()
+        return dataclasses.replace(timed, hardware=before.best(probe()))
+
+    return run
 
 
 @contextlib.contextmanager
@@ -85,16 +93,21 @@ def describe_peer(times: Sequence[Timed], peer: peers.Peer) -> dict[str, Any]:
     return _speed(times) | {"settings": peer.settings()}
 
 
-def describe_ours(times: Sequence[TimedRollout], one: Ours, machine: Hardware) -> dict[str, Any]:
-    """Speed, rounds against their bound, and counters."""
+def describe_ours(times: Sequence[TimedRollout], one: Ours) -> dict[str, Any]:
+    """Speed, rounds against the bound that the machine had next to each run, and counters."""
     result = times[-1].result
-    counters, bound = result.counters, one.bound(result, machine)
+    counters = result.counters
+    bounds = [one.bound(t.result, t.hardware) for t in times]
     return _speed(times) | {
         "prefill_seconds": spread([t.result.prefill_seconds for t in times]),
         "round_seconds": spread([t.round_seconds for t in times]),
         "host_seconds": spread([t.host_seconds for t in times]),
-        "bound_round_seconds": bound.seconds / counters["rounds"], "bound_kind": bound.kind,
-        "over_bound": spread([t.launch_seconds / bound.seconds for t in times]),
+        "bandwidth": spread([t.hardware.bandwidth for t in times]),
+        "peak": spread([t.hardware.peak for t in times]),
+        "bound_round_seconds": spread([b.seconds / counters["rounds"] for b in bounds]),
+        "bound_kind": sorted({b.kind for b in bounds}),
+        "over_bound": spread([t.launch_seconds / b.seconds
+                              for t, b in zip(times, bounds, strict=True)]),
         "occupancy": counters["row_rounds"] / counters["slots"],
         "accept_length": counters["committed"] / counters["row_rounds"],
         "compilations": sum(t.compilations for t in times),

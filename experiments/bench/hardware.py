@@ -16,7 +16,7 @@ import numpy as np
 from .timing import alternate, seconds_of
 
 PROBE_BYTES = 512 * 10**6
-GEMM_SIZES = (1024, 2048, 3072)
+GEMM_SIZES = (1024, 2048)
 PACKAGES = ("jax", "jaxlib", "numpy")
 
 
@@ -36,55 +36,75 @@ class Hardware:
                                (self.peak_probes, other.peak_probes))))
 
 
-def measure(probe_bytes: int = PROBE_BYTES, sizes: tuple[int, ...] = GEMM_SIZES, repeats: int = 5
-            ) -> Hardware:
-    """Probes the machine: reads of `probe_bytes` and square GEMMs, float32."""
-    return _hardware(_bandwidths(probe_bytes, repeats), _peaks(sizes, repeats))
+class Probes:
+    """Compiled probes of the machine, called again and again: reads of 512 MB and square GEMMs.
+
+    On a shared machine both limits move within minutes, so a bound is taken from probes next to
+    what it bounds.
+    """
+
+    def __init__(self, probe_bytes: int = PROBE_BYTES, sizes: tuple[int, ...] = GEMM_SIZES) -> None:
+        self.bandwidth = _bandwidth_programs(probe_bytes)
+        self.peak = _peak_programs(sizes)
+        self.measure(repeats=1)  # compiles
+
+    def measure(self, repeats: int = 5) -> Hardware:
+        """The fastest of `repeats` calls of each probe, float32."""
+        return _hardware(_speeds(self.bandwidth, repeats), _speeds(self.peak, repeats))
+
+
+@dataclasses.dataclass(frozen=True)
+class Probe:
+    """A jitted program and the bytes or FLOPs of one call."""
+
+    program: Callable[..., Any]
+    args: tuple[Any, ...]
+    work: float
+
+    def __call__(self) -> Any:
+        return self.program(*self.args)
 
 
 def _hardware(bandwidth: dict[str, float], peak: dict[str, float]) -> Hardware:
     return Hardware(max(bandwidth.values()), max(peak.values()), bandwidth, peak)
 
 
-def _fastest(programs: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]], repeats: int
-             ) -> dict[str, float]:
-    """Least seconds of each jitted program."""
-    def run(name: str) -> float:
-        function, args = programs[name]
-        return seconds_of(lambda: function(*args), jax.block_until_ready)
-
-    tasks = {name: (lambda name=name: run(name)) for name in programs}
-    alternate(tasks, 1)  # compiles
-    return {name: min(seconds) for name, seconds in alternate(tasks, repeats).items()}
+def _speeds(probes: dict[str, Probe], repeats: int) -> dict[str, float]:
+    """bytes/s or FLOP/s of each probe at its fastest."""
+    tasks = {name: (lambda probe=probe: seconds_of(probe, jax.block_until_ready))
+             for name, probe in probes.items()}
+    return {name: probes[name].work / min(found)
+            for name, found in alternate(tasks, repeats).items()}
 
 
-def _bandwidths(probe_bytes: int, repeats: int) -> dict[str, float]:
-    """bytes/s of reductions and matrix-vector products that read `probe_bytes` of float32."""
+def _bandwidth_programs(probe_bytes: int) -> dict[str, Probe]:
+    """Reductions and matrix-vector products that read `probe_bytes` of float32."""
     width, count = 1024, 16
     rows = probe_bytes // (4 * width * count)
     parts = [jnp.full((rows, width), 0.5) for _ in range(count)]
     wide, tall = jnp.ones(width), jnp.ones(rows)
-    programs = {
-        "sum": (jax.jit(lambda parts: [a.sum() for a in parts]), (parts,)),
-        "max": (jax.jit(lambda parts: [a.max() for a in parts]), (parts,)),
-        "matrix_vector": (jax.jit(lambda parts, x: [a @ x for a in parts]), (parts, wide)),
-        "vector_matrix": (jax.jit(lambda parts, x: [x @ a for a in parts]), (parts, tall)),
-        "dot": (jax.jit(lambda parts: [jnp.vdot(a, b) for a, b in
-                                       zip(parts[::2], parts[1::2], strict=True)]), (parts,))}
-    size = count * rows * width * 4
-    return {name: size / least for name, least in _fastest(programs, repeats).items()}
+    work = count * rows * width * 4
+    return {
+        "sum": Probe(jax.jit(lambda parts: [a.sum() for a in parts]), (parts,), work),
+        "max": Probe(jax.jit(lambda parts: [a.max() for a in parts]), (parts,), work),
+        "matrix_vector": Probe(jax.jit(lambda parts, x: [a @ x for a in parts]), (parts, wide),
+                               work),
+        "vector_matrix": Probe(jax.jit(lambda parts, x: [x @ a for a in parts]), (parts, tall),
+                               work),
+        "dot": Probe(jax.jit(lambda parts: [jnp.vdot(a, b) for a, b in
+                                            zip(parts[::2], parts[1::2], strict=True)]), (parts,),
+                     work)}
 
 
-def _peaks(sizes: tuple[int, ...], repeats: int) -> dict[str, float]:
-    """FLOP/s of square float32 products in three orientations."""
+def _peak_programs(sizes: tuple[int, ...]) -> dict[str, Probe]:
+    """Square float32 products in three orientations."""
     orientations = {"a @ b": lambda a, b: a @ b, "a @ b.T": lambda a, b: a @ b.T,
                     "a.T @ b": lambda a, b: a.T @ b}
     found = {}
     for size in sizes:
         pair = (jnp.full((size, size), 0.5), jnp.full((size, size), 0.25))
-        programs = {f"{name}, {size}": (jax.jit(f), pair) for name, f in orientations.items()}
-        found |= {name: 2 * size**3 / least
-                  for name, least in _fastest(programs, repeats).items()}
+        found |= {f"{name}, {size}": Probe(jax.jit(f), pair, 2 * size**3)
+                  for name, f in orientations.items()}
     return found
 
 

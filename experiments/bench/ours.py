@@ -39,6 +39,7 @@ class TimedRollout(Timed):
 
     result: Result
     compilations: int
+    hardware: Hardware | None = None  # what the machine could do around this run
 
     @property
     def launch_seconds(self) -> float:

@@ -8,7 +8,7 @@ from rich.table import Table
 
 PARTS = ("draft", "dense", "attention", "head", "sampling", "commit", "host", "rest")
 
-WIDTH = 132  # columns where standard output is no terminal
+WIDTH = 160  # columns where standard output is no terminal
 
 
 def console() -> Console:
@@ -32,13 +32,12 @@ def between(found: dict[str, Any], scale: float = 1.0, digits: int = 1) -> str:
 
 
 def _speed(case: dict[str, Any]) -> Table:
-    machine, equal = case["hardware"], case["equal_streams"]
+    equal = case["equal_streams"]
     note = "" if equal is None else f"; {equal:.0%} of streams equal with and without a draft"
-    table = Table("", "tokens/s", "ms a round", "bound ms", "over bound", "occupancy",
-                  "accept length", "prefill s", "compiled",
+    table = Table("", "tokens/s", "ms a round", "GB/s", "GFLOP/s", "bound ms", "over bound",
+                  "occupancy", "accept length", "prefill s", "compiled",
                   title=f"{case['workload']}, {case['rows']} rows, {case['useful_tokens']} tokens",
-                  caption=f"{machine['bandwidth'] / 1e9:.1f} GB/s, "
-                          f"{machine['peak'] / 1e9:.0f} GFLOP/s; median (range){note}")
+                  caption=f"median (range){note}")
     for name, one in case["contenders"].items():
         speed = between(one["tokens_per_second"])
         if "round_seconds" not in one:
@@ -46,7 +45,8 @@ def _speed(case: dict[str, Any]) -> Table:
             continue
         table.add_row(
             name, speed, between(one["round_seconds"], 1e3),
-            f"{one['bound_round_seconds'] * 1e3:.1f} ({one['bound_kind']})",
+            between(one["bandwidth"], 1e-9), between(one["peak"], 1e-9, 0),
+            f"{between(one['bound_round_seconds'], 1e3)} {' '.join(one['bound_kind'])}",
             between(one["over_bound"], digits=2), f"{one['occupancy']:.2f}",
             f"{one['accept_length']:.2f}", between(one["prefill_seconds"], digits=2),
             str(one["compilations"]))
