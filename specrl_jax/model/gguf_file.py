@@ -10,6 +10,7 @@ import numpy as np
 
 from specrl_jax.config import ConfigError
 from specrl_jax.model.architecture import Architecture, RopeScaling
+from specrl_jax.model.fields import REPAIR, Fields
 from specrl_jax.model.tensors import EMBED, FINAL_NORM, HEAD, Tensors, layer_name
 from specrl_jax.model.transformer import frequencies
 
@@ -32,6 +33,11 @@ class GgufFile:
     path: Path
     metadata: Mapping[str, Any]
     records: Mapping[str, gguf.ReaderTensor]
+
+    @property
+    def fields(self) -> Fields:
+        """Typed reads of the metadata."""
+        return Fields(self.metadata, str(self.path))
 
     def get(self, key: str) -> Any:
         """The metadata value of `key`.
@@ -57,7 +63,7 @@ def open_gguf(path: Path) -> GgufFile:
     except (ValueError, IndexError, KeyError) as error:
         raise ConfigError(f"{path}: {_line(error)}; the file is no GGUF file or is damaged, "
                           "fetch it again") from error
-    if metadata.get("split.count", 0) > 1:
+    if metadata.get("split.count", 1) not in (0, 1):
         raise ConfigError(f"{path}: one of {metadata['split.count']} parts; merge them with "
                           "llama-gguf-split --merge")
     return GgufFile(path, metadata, {t.name: t for t in reader.tensors})
@@ -70,34 +76,42 @@ def gguf_architecture(file: GgufFile) -> Architecture:
       ConfigError: another architecture, a missing key, or a RoPE scaling not known here.
     """
     family = file.get("general.architecture")
-    if family not in FAMILIES:
+    if not isinstance(family, str) or family not in FAMILIES:
         raise ConfigError(f"{file.path}: general.architecture = {family!r} is not supported; "
                           f"choose a model of {', '.join(FAMILIES)}")
 
-    def number(key: str) -> Any:
-        value = file.get(f"{family}.{key}")
-        if isinstance(value, list):
+    fields = file.fields
+
+    def count(key: str) -> int:
+        if isinstance(file.get(f"{family}.{key}"), list):
             raise ConfigError(f"{file.path}: {family}.{key} differs between layers, which is not "
                               "supported; choose a model whose layers are alike")
-        return value
+        return fields.count(f"{family}.{key}")
 
-    heads, hidden = number("attention.head_count"), number("embedding_length")
-    head_dim = file.metadata.get(f"{family}.attention.key_length", hidden // heads)
+    heads, hidden = count("attention.head_count"), count("embedding_length")
+    kv_heads = count("attention.head_count_kv")
+    fields.check(heads % kv_heads == 0, f"{family}.attention.head_count", heads,
+                 f"must be a multiple of attention.head_count_kv = {kv_heads}; {REPAIR}")
+    head_dim = fields.count(f"{family}.attention.key_length", hidden // heads)
+    fields.check(head_dim % 2 == 0, f"{family}.attention.key_length", head_dim,
+                 f"RoPE needs an even one; {REPAIR}")
     _check_rope(file, family, head_dim)
+    epsilon = f"{family}.attention.layer_norm_rms_epsilon"
+    file.get(epsilon)
     arch = Architecture(
-        vocab_size=int(_record(file, "token_embd.weight").shape[1]),
+        vocab_size=_shape(_record(file, "token_embd.weight"))[0],
         hidden_size=hidden,
-        intermediate_size=number("feed_forward_length"),
-        num_layers=number("block_count"),
+        intermediate_size=count("feed_forward_length"),
+        num_layers=count("block_count"),
         num_heads=heads,
-        num_kv_heads=number("attention.head_count_kv"),
+        num_kv_heads=kv_heads,
         head_dim=head_dim,
-        rope_theta=_exact(file.metadata.get(f"{family}.rope.freq_base", 10000.0)),
-        norm_eps=_exact(number("attention.layer_norm_rms_epsilon")),
+        rope_theta=_exact(fields.number(f"{family}.rope.freq_base", 10000.0)),
+        norm_eps=_exact(fields.number(epsilon)),
         qkv_bias="blk.0.attn_q.bias" in file.records,
         qk_norm="blk.0.attn_q_norm.weight" in file.records,
         tied="output.weight" not in file.records,
-        max_position=number("context_length"),
+        max_position=count("context_length"),
         family=family,
     )
     return dataclasses.replace(arch, rope_scaling=_rope_scaling(file, arch))
@@ -145,7 +159,7 @@ def _hf_name(name: str) -> str:
     block, _, rest = name.partition(".")
     layer, _, part = rest.partition(".")
     part, _, kind = part.rpartition(".")
-    if block != "blk" or part not in LAYER_NAMES:
+    if block != "blk" or not layer.isdecimal() or part not in LAYER_NAMES:
         return name
     return layer_name(int(layer), f"{LAYER_NAMES[part]}.{kind}")
 

@@ -7,6 +7,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from specrl_jax.config import ConfigError
 from specrl_jax.model import tokenizer
+from specrl_jax.model.fields import REPAIR
 from specrl_jax.model.gguf_file import GgufFile
 
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # gguf.TokenType
@@ -43,35 +44,55 @@ def gguf_tokenizer(file: GgufFile) -> tokenizer.Tokenizer:
     """The tokenizer and chat template that the file's metadata describes.
 
     Raises:
-      ConfigError: neither byte-level nor SentencePiece BPE, or a pre-tokenizer not known here.
+      ConfigError: neither byte-level nor SentencePiece BPE, a pre-tokenizer not known here, or
+        metadata that no tokenizer can have.
     """
     kind = file.get("tokenizer.ggml.model")
-    if kind not in MODELS:
+    if not isinstance(kind, str) or kind not in MODELS:
         raise ConfigError(f"{file.path}: tokenizer.ggml.model = {kind!r} is not supported, only "
                           f"{', '.join(MODELS)} are; {WAY_OUT}")
-    tokens = file.get("tokenizer.ggml.tokens")
-    kinds = file.get("tokenizer.ggml.token_type")
-    backend = MODELS[kind](file, {
-        text: i for i, text in enumerate(tokens) if kinds[i] != UNUSED})
-    backend.add_tokens([
-        AddedToken(text, special=kinds[i] == CONTROL, normalized=False)
-        for i, text in enumerate(tokens) if kinds[i] in (CONTROL, USER_DEFINED)])
+    tokens = file.fields.items("tokenizer.ggml.tokens", str)
+    template = file.metadata.get("tokenizer.chat_template")
+    file.fields.check(template is None or isinstance(template, str), "tokenizer.chat_template",
+                      template, f"must be a string; {REPAIR}")
+    bos, eos, pad = (_token(file, tokens, role) for role in ("bos", "eos", "padding"))
+    return tokenizer.Tokenizer(_backend(file, tokens, MODELS[kind]), template=template,
+                               bos_token=bos, eos_token=eos, pad_token=pad)
 
-    def token(role: str) -> str | None:
-        token_id = file.metadata.get(f"tokenizer.ggml.{role}_token_id")
-        return None if token_id is None else tokens[token_id]
 
-    return tokenizer.Tokenizer(
-        backend, template=file.metadata.get("tokenizer.chat_template"), bos_token=token("bos"),
-        eos_token=token("eos"), pad_token=token("padding"))
+def _backend(file: GgufFile, tokens: list[str], make: Callable[..., Tokenizer]) -> Tokenizer:
+    kinds = file.fields.items("tokenizer.ggml.token_type", int, len(tokens))
+    added = [AddedToken(text, special=kinds[i] == CONTROL, normalized=False)
+             for i, text in enumerate(tokens) if kinds[i] in (CONTROL, USER_DEFINED)]
+    try:
+        backend = make(file, {text: i for i, text in enumerate(tokens) if kinds[i] != UNUSED})
+        backend.add_tokens(added)
+    except ConfigError:
+        raise
+    except Exception as error:  # the library raises a bare Exception, whatever is wrong
+        raise ConfigError(f"{file.path}: tokenizer.ggml: {' '.join(str(error).split())}; "
+                          f"{WAY_OUT}") from error
+    return backend
+
+
+def _token(file: GgufFile, tokens: list[str], role: str) -> str | None:
+    """The text of the token that metadata gives a role; None if it gives none."""
+    key = f"tokenizer.ggml.{role}_token_id"
+    token_id = file.metadata.get(key)
+    if token_id is None:
+        return None
+    file.fields.check(type(token_id) is int and 0 <= token_id < len(tokens), key, token_id,
+                      f"must be the id of one of the {len(tokens)} tokens; {REPAIR}")
+    return tokens[token_id]
 
 
 def _byte_level(file: GgufFile, vocab: dict[str, int]) -> Tokenizer:
     pre = file.get("tokenizer.ggml.pre")
-    if pre not in PRE_TOKENIZERS:
+    if not isinstance(pre, str) or pre not in PRE_TOKENIZERS:
         raise ConfigError(f"{file.path}: tokenizer.ggml.pre = {pre!r} is not supported, only "
                           f"{', '.join(PRE_TOKENIZERS)} are; {WAY_OUT}")
-    merges = [tuple(merge.split(" ", 1)) for merge in file.get("tokenizer.ggml.merges")]
+    merges = file.fields.items("tokenizer.ggml.merges", str)
+    merges = [tuple(merge.split(" ", 1)) for merge in merges]
     # Llama 3 takes a word that is a token as it is, even where no merges lead to it.
     model = models.BPE(vocab=vocab, merges=merges, ignore_merges=pre == "llama-bpe")
     backend = Tokenizer(model)
@@ -84,8 +105,8 @@ def _byte_level(file: GgufFile, vocab: dict[str, int]) -> Tokenizer:
 
 def _sentencepiece(file: GgufFile, vocab: dict[str, int]) -> Tokenizer:
     """Llama 2's: spaces are U+2581, unknown characters become byte tokens."""
-    unknown = file.get("tokenizer.ggml.tokens")[file.metadata.get(
-        "tokenizer.ggml.unknown_token_id", 0)]
+    tokens = file.fields.items("tokenizer.ggml.tokens", str)
+    unknown = _token(file, tokens, "unknown") or tokens[0]
     backend = Tokenizer(models.BPE(vocab=vocab, merges=_score_merges(file), unk_token=unknown,
                                    fuse_unk=True, byte_fallback=True))
     spaces = normalizers.Replace(" ", "\u2581")
@@ -103,9 +124,10 @@ def _score_merges(file: GgufFile) -> list[tuple[str, str]]:
 
     SentencePiece joins whichever neighbours give the token of highest score.
     """
-    kinds, scores = file.get("tokenizer.ggml.token_type"), file.get("tokenizer.ggml.scores")
-    pieces = {text: scores[i] for i, text in enumerate(file.get("tokenizer.ggml.tokens"))
-              if kinds[i] == NORMAL}
+    tokens = file.fields.items("tokenizer.ggml.tokens", str)
+    kinds = file.fields.items("tokenizer.ggml.token_type", int, len(tokens))
+    scores = file.fields.items("tokenizer.ggml.scores", float, len(tokens))
+    pieces = {text: scores[i] for i, text in enumerate(tokens) if kinds[i] == NORMAL}
     by_score = sorted(pieces, key=lambda piece: -pieces[piece])  # stable: ties by id
     return [(piece[:cut], piece[cut:]) for piece in by_score for cut in range(1, len(piece))
             if piece[:cut] in pieces and piece[cut:] in pieces]

@@ -1,19 +1,13 @@
 """config.json of transformers 4 and 5: parsed to an Architecture, and written so both load it."""
 
-import dataclasses
-import reprlib
-import sys
 from collections.abc import Mapping
 from typing import Any
 
-from specrl_jax.config import ConfigError
 from specrl_jax.model.architecture import Architecture, RopeScaling
+from specrl_jax.model.fields import REPAIR, Fields
 
 CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 MAX_POSITION = {"llama": 2048, "qwen2": 32768, "qwen3": 32768}  # transformers' defaults
-
-LARGEST = 2**31  # sizes, ids and positions are int32
-REPAIR = "fetch the file again, or correct it"
 
 # Options that change the computation, with the only values that are computed here.
 FIXED = {
@@ -26,47 +20,6 @@ FIXED = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class _Fields:
-    """Typed reads of one JSON object; a refusal names file, field, value and way out."""
-
-    values: Mapping[str, Any]
-    path: str
-    above: str = ""  # the section's name and a dot
-
-    def count(self, key: str, default: int | None = None) -> int:
-        """A positive whole number that int32 holds."""
-        value = self.values.get(key, default)
-        self.check(type(value) is int and 1 <= value < LARGEST, key, value,
-                   f"must be a whole number in 1..{LARGEST - 1}; {REPAIR}")
-        return value
-
-    def number(self, key: str, default: float | None = None) -> float:
-        """A positive finite number."""
-        value = self.values.get(key, default)
-        # NaN fails the comparison, and so does an int too large for a float.
-        self.check(type(value) in (int, float) and 0 < value <= sys.float_info.max, key, value,
-                   f"must be a positive number; {REPAIR}")
-        return float(value)
-
-    def flag(self, key: str, default: bool) -> bool:
-        value = self.values.get(key, default)
-        self.check(type(value) is bool, key, value, f"must be true or false; {REPAIR}")
-        return value
-
-    def section(self, key: str) -> "_Fields":
-        """An object inside this one; null and absent ones are empty."""
-        value = self.values.get(key)
-        self.check(value is None or isinstance(value, dict), key, value,
-                   f"must be an object or null; {REPAIR}")
-        return _Fields(value or {}, self.path, f"{self.above}{key}.")
-
-    def check(self, ok: bool, key: str, value: Any, way_out: str) -> None:
-        if not ok:
-            raise ConfigError(
-                f"{self.path}: {self.above}{key} = {reprlib.repr(value)}: {way_out}")
-
-
 def parse_config(config: Mapping[str, Any], path: str) -> Architecture:
     """The architecture that a config.json describes, in the form of transformers 4 or 5.
 
@@ -77,7 +30,7 @@ def parse_config(config: Mapping[str, Any], path: str) -> Architecture:
     Raises:
       ConfigError: an unsupported model type or option, a missing key, or a value that cannot be.
     """
-    fields, family = _Fields(config, path), config.get("model_type")
+    fields, family = Fields(config, path), config.get("model_type")
     fields.check(isinstance(family, str) and family in CLASSES, "model_type", family,
                  f"choose {', '.join(CLASSES)}")
     _check_supported(fields)
@@ -129,7 +82,7 @@ def write_config(arch: Architecture) -> dict[str, Any]:
     return config if arch.family == "llama" else config | {"use_sliding_window": False}
 
 
-def _check_supported(fields: _Fields) -> None:
+def _check_supported(fields: Fields) -> None:
     """Refuses what changes the computation in a way that is not computed here."""
     for key, supported in FIXED.items():
         value = fields.values.get(key)
@@ -137,13 +90,14 @@ def _check_supported(fields: _Fields) -> None:
     layers = fields.values.get("layer_types")
     fields.check(layers is None or isinstance(layers, list), "layer_types", layers,
                  f"must be a list or null; {REPAIR}")
-    fields.check("sliding_attention" not in (layers or ()), "layer_types", "sliding_attention",
-                 "is not supported; choose a model without it")
+    for kind in layers or ():
+        fields.check(kind == "full_attention", "layer_types", kind,
+                     "is not supported; choose a model without it")
 
 
-def _heads(fields: _Fields, family: str) -> tuple[int, int, int]:
+def _heads(fields: Fields, family: str) -> tuple[int, int, int]:
     """(query heads, key-value heads, head size); null stands for transformers' defaults."""
-    given = _Fields({k: v for k, v in fields.values.items() if v is not None}, fields.path)
+    given = Fields({k: v for k, v in fields.values.items() if v is not None}, fields.path)
     heads, hidden = given.count("num_attention_heads"), given.count("hidden_size")
     kv_heads = given.count("num_key_value_heads", heads)
     fields.check(heads % kv_heads == 0, "num_attention_heads", heads,
@@ -156,7 +110,7 @@ def _heads(fields: _Fields, family: str) -> tuple[int, int, int]:
     return heads, kv_heads, head_dim
 
 
-def _rope(fields: _Fields) -> _Fields:
+def _rope(fields: Fields) -> Fields:
     """The section about RoPE: rope_parameters of transformers 5, else rope_scaling of 4."""
     new, old = fields.section("rope_parameters"), fields.section("rope_scaling")
     rope = new if new.values else old
@@ -166,7 +120,7 @@ def _rope(fields: _Fields) -> _Fields:
     return rope
 
 
-def _rope_scaling(rope: _Fields) -> RopeScaling | None:
+def _rope_scaling(rope: Fields) -> RopeScaling | None:
     key = "type" if "type" in rope.values and "rope_type" not in rope.values else "rope_type"
     kind = rope.values.get(key, "default")
     rope.check(kind in ("default", "llama3"), key, kind,

@@ -1,6 +1,7 @@
 """Models in a Hugging Face directory: config.json, safetensors (sharded or not), tokenizer."""
 
 import re
+import reprlib
 from pathlib import Path
 
 import huggingface_hub
@@ -52,8 +53,9 @@ def _shards(directory: Path) -> list[Path]:
     if not index.is_file():
         return [directory / SINGLE]
     names = read_json(index).get("weight_map")
-    if not isinstance(names, dict) or not names:
-        raise ConfigError(f"{index}: weight_map is missing or empty; fetch the file again")
+    if not isinstance(names, dict) or not names or {*map(type, names.values())} != {str}:
+        raise ConfigError(f"{index}: weight_map = {reprlib.repr(names)}: must map tensors to names "
+                          "of files; fetch the file again")
     return [directory / name for name in sorted(set(names.values()))]
 
 

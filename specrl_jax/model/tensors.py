@@ -69,6 +69,10 @@ def check_tensors(arch: Architecture, shapes: Mapping[str, Shape], source: str) 
     Raises:
       ConfigError: a tensor is missing, has another shape, or is one the model does not know.
     """
+    if arch.num_layers > len(shapes):  # whatever the number: nothing is made for each layer yet
+        raise ConfigError(f"{source}: {arch.num_layers} layers are asked for, but there are only "
+                          f"{len(shapes)} tensors; the download is incomplete or the configuration "
+                          "is of another model")
     wanted = tensor_shapes(arch)
     missing = [name for name in wanted if name not in shapes]
     if missing:

@@ -15,6 +15,7 @@ import tokenizers
 from tokenizers import decoders
 
 from specrl_jax.config import ConfigError
+from specrl_jax.model.fields import LARGEST
 
 SPECIAL = ("bos_token", "eos_token", "pad_token")
 TURN_ENDS = ("<|im_end|>", "<|eot_id|>")  # end an assistant's turn, whatever the files call eos
@@ -32,8 +33,16 @@ class Tokenizer:
     eos_ids: tuple[int, ...] = ()  # as the model's generation settings name them
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text`. Special tokens written in the text count; none are added."""
-        return self.backend.encode(text, add_special_tokens=False).ids
+        """Token ids of `text`. Special tokens written in the text count; none are added.
+
+        Raises:
+          ConfigError: the text has surrogates, as Python makes of bytes that are not UTF-8.
+        """
+        try:
+            return self.backend.encode(text, add_special_tokens=False).ids
+        except TypeError as error:
+            raise ConfigError(f"text {reprlib.repr(text)}: is not valid Unicode; write it as "
+                              "UTF-8") from error
 
     def decode(self, ids: Iterable[int], skip_special: bool = False) -> str:
         """Text of `ids`; ids that stand for no token (padding rows) leave no text."""
@@ -65,8 +74,7 @@ class Tokenizer:
             return _environment().from_string(self.template).render(**{
                 "messages": list(messages), "tools": None, "documents": None,
                 "add_generation_prompt": add_generation_prompt, **special, **variables})
-        except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError) as error:
-            # The last three are what a template's own expressions raise, as Python's would.
+        except Exception as error:  # a template's own expressions raise whatever Python's would
             raise ConfigError(f"chat_template: {_one_line(error)}; change the messages or the "
                               "template") from error
 
@@ -164,7 +172,7 @@ def _eos_ids(directory: Path) -> tuple[int, ...]:
         eos = read_json(path, optional=True).get("eos_token_id")
         if eos is not None:
             ids = tuple(eos) if isinstance(eos, list) else (eos,)
-            _check(all(type(i) is int and i >= 0 for i in ids), path, "eos_token_id", eos,
+            _check(all(type(i) is int and 0 <= i < LARGEST for i in ids), path, "eos_token_id", eos,
                    "must be a token id or a list of them")
             return ids
     return ()

@@ -50,6 +50,7 @@ def test_plain_rope(options: dict[str, Any]) -> None:
     ({"hidden_act": "gelu"}, "hidden_act"), ({"attention_bias": True}, "attention_bias"),
     ({"mlp_bias": True}, "mlp_bias"), ({"use_sliding_window": True}, "use_sliding_window"),
     ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+    ({"layer_types": ["linear_attention"]}, "layer_types = 'linear_attention'"),
     ({"quantization_config": {"bits": 4}}, "quantization_config"),
     ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling.rope_type = 'yarn'"),
     ({"rope_scaling": {"type": "linear", "factor": 4.0}}, "rope_scaling.type = 'linear'"),

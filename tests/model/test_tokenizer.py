@@ -38,6 +38,11 @@ def test_byte_tokens_are_bytes_and_special_tokens_one_id() -> None:
     assert byte_tokenizer().encode("<|endoftext|><|im_start|><|im_end|>") == [256, 257, 258]
 
 
+def test_bytes_that_are_not_utf_8_are_refused_in_one_line() -> None:
+    with pytest.raises(ConfigError, match=r"text '\\udcff': is not valid Unicode"):
+        byte_tokenizer().encode(b"\xff".decode(errors="surrogateescape"))
+
+
 def test_encode_adds_nothing() -> None:
     tokenizer = byte_tokenizer()
     tokenizer.backend.post_processor = processors.TemplateProcessing(
@@ -81,6 +86,8 @@ def test_templates_see_what_transformers_gives_them(template: str, expected: str
     ("{% if %}", "chat_template"),
     ("{{ messages.append(1) }}", "chat_template"),
     ("{{ 1 + messages[0].content }}", "unsupported operand"), ("{{ 1 / 0 }}", "division by zero"),
+    ("{{ '{a}'.format() }}", "chat_template: 'a'"), ("{{ cycler() }}", "at least one item"),
+    ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "maximum recursion depth"),
     (None, "instruction-tuned"),
 ])
 def test_bad_templates_are_refused_in_one_line(template: str | None, message: str) -> None:
@@ -176,7 +183,7 @@ NO_TEMPLATE = "must be a string, or a list of objects with the strings name and 
                          ("eos_token", {"content": 5}), ("eos_token", {"content": None}))],
     *[(stem, "eos_token_id", value, "must be a token id or a list of them")
       for stem in ("config", "generation_config")
-      for value in ("2", 2.5, [None], [[2]], {"id": 2}, -1, True)],
+      for value in ("2", 2.5, [None], [[2]], {"id": 2}, -1, True, 2**31)],
 ])
 def test_settings_of_the_wrong_type_are_refused_by_file_field_and_value(
         tmp_path: Path, stem: str, key: str, value: Any, message: str) -> None:

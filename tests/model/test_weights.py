@@ -156,11 +156,22 @@ def test_missing_and_damaged_files_are_refused(tmp_path: Path) -> None:
     shard.unlink()
     with pytest.raises(ConfigError, match=f"{shard.name}: no such file"):
         describe_source(str(directory))
-    (directory / "model.safetensors.index.json").write_text("{}")
-    with pytest.raises(ConfigError, match="weight_map"):
-        describe_source(str(directory))
+    for names in ("null", "{}", "[]", '{"a": 5}', '{"a": ["b"]}', '{"a": "b", "c": null}'):
+        (directory / "model.safetensors.index.json").write_text(f'{{"weight_map": {names}}}')
+        with pytest.raises(ConfigError, match="index.json: weight_map = .*must map"):
+            describe_source(str(directory))
     (directory / "config.json").unlink()
     with pytest.raises(ConfigError, match="config.json: no such file"):
+        describe_source(str(directory))
+
+
+def test_layers_without_end_are_refused_at_once(tmp_path: Path) -> None:
+    """Nothing may be made for each layer before that: 2**31 of them fill the memory."""
+    directory = save(tmp_path / "model")
+    config = json.loads((directory / "config.json").read_text())
+    config["num_hidden_layers"] = 2**31 - 1
+    (directory / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="2147483647 layers are asked for"):
         describe_source(str(directory))
 
 
