@@ -64,7 +64,10 @@ def load(preset: str) -> Config:
     path = _find(preset)
     spec = importlib.util.spec_from_file_location("preset", path)
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except (SyntaxError, ImportError) as error:
+        raise ConfigError(f"preset {preset!r}: {error}: correct {path}") from error
     if not hasattr(module, "get_config"):
         raise ConfigError(f"preset {preset!r} has no get_config(): define it in {path}")
     try:

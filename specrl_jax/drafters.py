@@ -72,7 +72,10 @@ def _head(config: Config, arch: Architecture, stop: Sequence[int], warn: Callabl
           ) -> tuple[EagleArch, Any]:
     """The trained head of draft.path, or a random one."""
     if config.draft.path:
-        head, own, warnings = eagle_weights.load(config.draft.path, arch, stop)
+        try:
+            head, own, warnings = eagle_weights.load(config.draft.path, arch, stop)
+        except ConfigError as error:
+            raise ConfigError(f"draft.path = {config.draft.path!r}: {error}") from error
         for warning in warnings:
             warn(warning)
         return head, own
@@ -89,10 +92,7 @@ def _small(config: Config, arch: Architecture, tokenizer: Tokenizer | None, orig
     """The model of draft.model."""
     path, spec = config.draft.model, config.spec
     check(bool(path), "draft.model", path, "name a smaller model with the actor's tokenizer")
-    try:
-        small = weights.describe_source(path)
-    except ConfigError as error:
-        raise ConfigError(f"draft.model = {path!r}: {error}") from error
+    small = weights.describe_source(path, "draft.model")
     if tokenizer is None:
         tokenizer = weights.describe_source(config.model.path).tokenizer
     check_tokens(path, small, arch, tokenizer)

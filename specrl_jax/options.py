@@ -1,6 +1,7 @@
 """What the sections of a config are made of: fields with help, and one-line errors."""
 
 import dataclasses
+import math
 from typing import Any
 
 
@@ -25,5 +26,8 @@ def check(ok: bool, field: str, value: Any, way_out: str) -> None:
 
 
 def at_least(low: int | float, **fields: Any) -> None:
+    """Raises ConfigError for the first field, `__` for dots, that is no finite number >= `low`."""
     for name, value in fields.items():
+        number = isinstance(value, int | float) and value < math.inf
+        check(number, name.replace("__", "."), value, f"must be a number, at least {low}")
         check(value >= low, name.replace("__", "."), value, f"must be at least {low}")

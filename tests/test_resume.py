@@ -162,6 +162,7 @@ REFUSED = {
     "unknown field": ("--config.stepz=3", "stepz"),
     "wrong type": ("--config.steps=many", "config.steps = 'many'"),
     "missing model": ("--config.model.path=no/such/place", "model.path = 'no/such/place'"),
+    "incomplete model": ("--config.model.path=.", "model.path = '.': config.json: no such file"),
     "long prompt": ("--config.rollout.max_prompt_tokens=20", "rollout.max_prompt_tokens = 20"),
     "group of one": ("--config.group_size=1", "group_size = 1"),
     "rows over shards": ("--config.mesh.data=3", "rollout.batch_size = 4"),
@@ -205,7 +206,9 @@ def config(**changes: Any) -> dict[str, Any]:
     ("group_size", 1), ("steps", "many"), ("stepz", 3), ("model__path", "no/such/place"),
     ("rollout__max_prompt_tokens", 20), ("reward__terms", ("nice",)), ("data__name", "mnist"),
     ("data__level", "hard"), ("spec__drafter", "oracle"), ("mesh__data", 3),
-    ("rollout__max_new_tokens", 5000)])
+    ("rollout__max_new_tokens", 5000), ("rollout__temperature", float("inf")),
+    ("learner__learning_rate", float("inf")), ("reward__weights", (float("inf"),)),
+    ("steps", 0)])
 def test_bad_values_are_refused_before_anything_is_written(
         field: str, value: Any, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as refused:

@@ -85,6 +85,5 @@ def fetch(name: str) -> Path:
             name, allow_patterns=["*.json", "*.safetensors", "*.jinja"]))
     except (OSError, ValueError) as error:  # all of huggingface_hub's errors are one of them
         reason = str(error).strip().splitlines()[0]
-        raise ConfigError(f"model.path = {name!r}: no such directory here, and the hub does not "
-                          f"give it ({reason}); give a local directory, or check name, login and "
-                          "network") from error
+        raise ConfigError(f"no such directory here, and the hub does not give it ({reason}); give "
+                          "a local directory, or check name, login and network") from error

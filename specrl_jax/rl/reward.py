@@ -117,7 +117,7 @@ def resolve(name: str) -> Reward:
           f"choose from {', '.join(REWARDS)}, or name your own as package.module:function")
     try:
         reward = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, SyntaxError) as error:
         raise ConfigError(f"reward.terms = {name!r}: {error}; its module must be importable, for "
                           "example from a directory in PYTHONPATH") from error
     check(callable(reward), "reward.terms", name, "must name a function")
@@ -130,11 +130,12 @@ def compose(terms: Sequence[str], weights: Sequence[float]) -> ComposedReward:
     It raises RewardError if a term raises or returns no finite number.
 
     Raises:
-      ConfigError: an unknown term, one that is named twice, or not one weight for each.
+      ConfigError: an unknown term, one that is named twice, or not one finite weight for each.
     """
     check(len(terms) == len(weights), "reward.weights", weights,
           f"give one weight for each of the {len(terms)} terms")
     check(len(set(terms)) == len(terms), "reward.terms", terms, "name each term once")
+    check(all(map(math.isfinite, weights)), "reward.weights", weights, "must be finite")
     functions = {name: resolve(name) for name in terms}
 
     def reward(prompt: str, completion: str, example: Example) -> tuple[float, dict[str, float]]:
