@@ -4,6 +4,7 @@ An implementation is a function that raises `Unsupported` where it cannot do wha
 device, for this dtype or shape. Nothing else decides, so calling it tells what is refused and why.
 """
 
+import importlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -65,6 +66,28 @@ def require(target: Target, op: str, name: str, platforms: Sequence[str]) -> Non
                           "interpret=True runs it anywhere, slowly")
     if not target.named and not tuning.has_rows(target.kind, op, name):
         raise Unsupported(f"not yet run on {target.kind} (no row in tuned/): ask for it by name")
+
+
+def anywhere(function: Callable[..., Any], *platforms: str) -> Callable[..., Any]:
+    """An implementation that has nothing to tune; without `platforms` it runs wherever JAX does."""
+    def call(*args: Any, target: Target, **options: Any) -> Any:
+        if platforms and target.platform not in platforms:
+            raise Unsupported(f"needs a {' or '.join(platforms)}, this is a {target.platform}")
+        if target.config is not None:
+            raise Unsupported(f"config = {dict(target.config)}: it takes none")
+        return function(*args, **options)
+
+    return call
+
+
+def kernel(op: str, name: str, *platforms: str) -> Callable[..., Any]:
+    """The implementation `op`_`name` in its file; Pallas is imported only where it is used."""
+    def call(*args: Any, target: Target, **options: Any) -> Any:
+        require(target, op, name, platforms)
+        module = importlib.import_module(f"specrl_kernels.{op}.{name}")
+        return getattr(module, f"{op}_{name}")(*args, target=target, **options)
+
+    return call
 
 
 def choose(implementations: Mapping[str, Callable[..., Any]], name: str | None

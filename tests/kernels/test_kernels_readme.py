@@ -2,8 +2,10 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
-from specrl_kernels.tree_attention.api import IMPLEMENTATIONS
+import pytest
+from specrl_kernels import gumbel_argmax, tree_attention
 
 TEXT = (Path(__file__).parents[2] / "kernels" / "README.md").read_text(encoding="utf-8")
 
@@ -13,6 +15,9 @@ def test_the_example_runs() -> None:
     exec(compile(code, "kernels/README.md", "exec"), {})
 
 
-def test_every_implementation_is_described() -> None:
-    table = TEXT.split("## Implementations")[1].split("\n\n")[1]
-    assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == list(IMPLEMENTATIONS)
+@pytest.mark.parametrize("op,heading", [
+    (tree_attention.api, "## Implementations"), (gumbel_argmax, "## The perturbed argmax")])
+def test_every_implementation_is_described(op: Any, heading: str) -> None:
+    part = TEXT.split(heading)[1].split("\n## ")[0]
+    table = part[part.index("| name |"):].split("\n\n")[0]
+    assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == list(op.IMPLEMENTATIONS)

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 from specrl_kernels.dispatch import Unsupported
+from specrl_kernels.gumbel_argmax import Threshold, gumbel_argmax
 from specrl_kernels.tree_attention import Prefix, tree_attention
 
 # (query heads, key-value heads, head size)
@@ -53,25 +54,29 @@ def no_device(platform: str) -> Iterator[None]:
 
 
 def lower(implementation: str, args: dict[str, Any], **options: Any) -> str:
+    """The exported module of `tree_attention`."""
+    return exported(tree_attention, implementation, args, scale=0.1, **options)
+
+
+def exported(op: Any, implementation: str, args: dict[str, Any], **options: Any) -> str:
     """The exported module; Triton's custom call has no promise to stay, which export is told."""
     platform, target = TARGETS[implementation]
-    call = jax.jit(lambda a: tree_attention(
-        **a, scale=0.1, implementation=implementation,
-        platform="gpu" if platform == "cuda" else platform, **options))
+    call = jax.jit(lambda a: op(
+        **a, implementation=implementation, platform="gpu" if platform == "cuda" else platform,
+        **options))
     with no_device(platform):
-        exported = jax.export.export(call, platforms=[platform], disabled_checks=[
+        module = jax.export.export(call, platforms=[platform], disabled_checks=[
             jax.export.DisabledSafetyCheck.custom_call(target)])(args)
-    return exported.mlir_module()
+    return module.mlir_module()
 
 
 def declared() -> list[Any]:
-    """(model, shape, dtype) of all; one model's shapes and one shape's models are the fast ones."""
+    """(model, shape, dtype): every shape of every model, in one dtype or the other by turns."""
     found = []
-    for model, shape, dtype in itertools.product(MODELS, SHAPES, (jnp.bfloat16, jnp.float32)):
-        fast = (model, dtype) == ("Qwen2.5-7B", jnp.bfloat16) or (shape, dtype) == (
-            "one row, one node", jnp.float32)
-        marks = [] if fast else [pytest.mark.slow]
-        found.append(pytest.param(model, shape, dtype, marks=marks,
+    for (m, model), (s, shape) in itertools.product(enumerate(MODELS), enumerate(SHAPES)):
+        dtype = (jnp.bfloat16, jnp.float32)[(m + s) % 2]
+        fast = model == "Qwen2.5-7B" or shape == "one row, one node"
+        found.append(pytest.param(model, shape, dtype, marks=[] if fast else [pytest.mark.slow],
                                   id=f"{model}-{shape}-{dtype.__name__}"))
     return found
 
@@ -100,6 +105,25 @@ def test_a_shared_prefix_lowers_to_a_second_kernel(implementation: str) -> None:
         ((8, 2, 128, 1024), f), ((8, 2, 1024, 128), f), ((8,), i), ((8, 8), i))))
     text = lower(implementation, args)
     assert text.count("custom_call @" + TARGETS[implementation][1]) == 2
+
+
+VOCABULARIES = {"SmolLM2": 49152, "Qwen2.5": 151936, "Llama 3": 128256, "odd": 50257}
+
+
+@each
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("width,count", [(1, 1), (8, 4), (64, 1), (1000, 2)])
+def test_the_perturbed_argmax_lowers(width: int, count: int, dtype: Any, implementation: str
+                                     ) -> None:
+    """Every vocabulary and batch, with truncation where children are asked for."""
+    vocab = list(VOCABULARIES.values())[(1, 8, 64, 1000).index(width)]
+    of = lambda dtype, *dims: jax.ShapeDtypeStruct((width, *dims), dtype)  # noqa: E731
+    args = {"logits": of(dtype, vocab), "temperature": of(jnp.float32), "position": of(jnp.int32),
+            "key": of(jnp.uint32, 2)}
+    if count > 1:
+        args["threshold"] = Threshold(of(jnp.float32), of(jnp.int32), of(jnp.float32))
+    text = exported(gumbel_argmax, implementation, args, count=count)
+    assert text.count("custom_call @" + TARGETS[implementation][1]) == 1
 
 
 def test_a_tpu_block_off_the_tiling_is_refused() -> None:

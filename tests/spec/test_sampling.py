@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from specrl_kernels.gumbel_argmax import xla
 
 from specrl_jax.prng import gumbel
 from specrl_jax.spec import sampling
@@ -61,7 +62,7 @@ SETTINGS = [(t, k, p) for t in (0.0, 0.6, 1.0, 2.5) for k in (0, 1, 7, 1000) for
 @pytest.fixture(params=[8, 1024], ids=["chunks of 8", "one chunk"])
 def chunk(request: Any, monkeypatch: Any) -> int:
     """A vocabulary of 37 in chunks that do not divide it, or at once."""
-    monkeypatch.setattr(sampling, "_CPU_CHUNK", request.param)
+    monkeypatch.setattr(xla, "CPU_CHUNK", request.param)
     DRAW.clear_cache()
     yield request.param
     DRAW.clear_cache()
@@ -135,7 +136,7 @@ def drawn(noise_of: Callable[..., Any], temperature: float, top_k: int, top_p: f
     key = np.stack([row * 7919 + 1, row ^ 12345], 1)
     logits = np.tile(LOGITS[:, None], (1, len(row)))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sampling, "exponential", lambda *at: jnp.exp(-noise_of(*at)))
+        patch.setattr(xla, "exponential", lambda *at: jnp.exp(-noise_of(*at)))
         got = drawing(noise_of)(
             logits, full(temperature, len(row), np.float32), full(top_k, len(row), np.int32),
             full(top_p, len(row), np.float32), jnp.asarray(key, jnp.uint32),

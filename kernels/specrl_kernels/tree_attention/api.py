@@ -1,50 +1,25 @@
 """The signature of tree attention, and the choice of an implementation."""
 
-import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 
 from specrl_kernels import dispatch
-from specrl_kernels.dispatch import Target
+from specrl_kernels.dispatch import anywhere, kernel
 from specrl_kernels.tree_attention import validate
 from specrl_kernels.tree_attention.machine import tree_attention_machine
 from specrl_kernels.tree_attention.reference import tree_attention_reference
 from specrl_kernels.tree_attention.shared_prefix import Prefix
 from specrl_kernels.tree_attention.xla import tree_attention_xla
 
-
-def _anywhere(function: Callable[..., jax.Array], *platforms: str) -> Callable[..., jax.Array]:
-    """An implementation that has nothing to tune; without `platforms` it runs wherever JAX does."""
-    def call(*args: Any, target: Target, **options: Any) -> jax.Array:
-        if platforms and target.platform not in platforms:
-            raise dispatch.Unsupported(
-                f"needs a {' or '.join(platforms)}, this is a {target.platform}")
-        if target.config is not None:
-            raise dispatch.Unsupported(f"config = {dict(target.config)}: it takes none")
-        return function(*args, **options)
-
-    return call
-
-
-def _kernel(name: str, *platforms: str) -> Callable[..., jax.Array]:
-    """The implementation in the file `name`; Pallas is imported only where it is used."""
-    def call(*args: Any, target: Target, **options: Any) -> jax.Array:
-        dispatch.require(target, "tree_attention", name, platforms)
-        module = importlib.import_module(f"specrl_kernels.tree_attention.{name}")
-        return getattr(module, f"tree_attention_{name}")(*args, target=target, **options)
-
-    return call
-
-
 IMPLEMENTATIONS = {
-    "pallas": _kernel("pallas", "tpu"),
-    "triton": _kernel("triton", "gpu"),
-    "pallas_triton": _kernel("pallas_triton", "gpu"),
-    "machine": _anywhere(tree_attention_machine, "cpu"),
-    "xla": _anywhere(tree_attention_xla),
-    "reference": _anywhere(tree_attention_reference),
+    "pallas": kernel("tree_attention", "pallas", "tpu"),
+    "triton": kernel("tree_attention", "triton", "gpu"),
+    "pallas_triton": kernel("tree_attention", "pallas_triton", "gpu"),
+    "machine": anywhere(tree_attention_machine, "cpu"),
+    "xla": anywhere(tree_attention_xla),
+    "reference": anywhere(tree_attention_reference),
 }
 """In the order in which they are tried."""
 

@@ -75,7 +75,7 @@ def choose(target: Target, name: str, rows: Rows, context: int) -> Config:
     b, g, q, e = rows.queries.shape
     found = target.config
     if found is None:
-        key = tuning.shape_class(rows=b, queries=q, heads=g, size=e, context=context)
+        key = packing.tuning_key(b, g, q, e, context)
         found = tuning.lookup(target.kind, "tree_attention", name, key, str(rows.queries.dtype))
     config = Config(**found) if found is not None else heuristic(
         b, g, q, e, context, rows.queries.dtype.itemsize)

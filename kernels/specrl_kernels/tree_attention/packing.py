@@ -5,6 +5,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from specrl_kernels import tuning
 from specrl_kernels.tree_attention import ancestry
 
 
@@ -15,6 +16,11 @@ class Rows(NamedTuple):
     live: jax.Array  # bool[B, Q] whether a packed node stands there
     words: jax.Array  # i32[B, Q, C] nodes that are seen, as bits (ancestry.py)
     first: jax.Array | None  # i32[B, Q] oldest place of the row's cache that is seen; None: all
+
+
+def tuning_key(batch: int, groups: int, queries: int, size: int, context: int) -> dict[str, int]:
+    """The shape class that kernels look up: Q queries to each of G heads, and the cache's slots."""
+    return tuning.shape_class(rows=batch, queries=queries, heads=groups, size=size, context=context)
 
 
 def unpack(q: jax.Array, row: jax.Array, node: jax.Array, parent: jax.Array, groups: int,

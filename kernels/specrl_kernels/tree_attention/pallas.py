@@ -87,9 +87,9 @@ def _config(target: Target, rows: Rows, cache_k: Sequence[jax.Array]) -> Config:
     sizes, item = [k.shape[3] for k in cache_k], cache_k[0].dtype.itemsize
     found = target.config
     if found is None:
-        key = tuning.shape_class(rows=b, queries=q, heads=g, size=e, context=sum(sizes))
+        key = packing.tuning_key(b, g, q, e, sum(sizes))
         found = tuning.lookup(target.kind, "tree_attention", NAME, key, str(rows.queries.dtype))
-    config = Config(**found) if found is not None else _heuristic(target.kind, sizes, g * e * item)
+    config = Config(**found) if found is not None else heuristic(target.kind, sizes, g * e * item)
     if config.block % 128 or config.tile % SUBLANES or config.splits < 1:
         raise Unsupported(f"{config}: block is a multiple of 128, tile of 16, splits at least 1")
     if _buffers(sizes, config.block, g * e * item) > VMEM_BLOCKS:
@@ -102,7 +102,7 @@ def _config(target: Target, rows: Rows, cache_k: Sequence[jax.Array]) -> Config:
     return config
 
 
-def _heuristic(kind: str, sizes: Sequence[int], slot_bytes: int) -> Config:
+def heuristic(kind: str, sizes: Sequence[int], slot_bytes: int) -> Config:
     """The largest blocks that fit; two shares on chips whose two cores act as one device."""
     block = 512
     while block > 128 and _buffers(sizes, block, slot_bytes) > VMEM_BLOCKS:

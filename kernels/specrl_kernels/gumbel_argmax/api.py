@@ -1,0 +1,77 @@
+"""The signature of the perturbed argmax, and the choice of an implementation."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from specrl_kernels import dispatch
+from specrl_kernels.dispatch import anywhere, kernel
+from specrl_kernels.gumbel_argmax import validate
+from specrl_kernels.gumbel_argmax.drawn import Drawn, Threshold
+from specrl_kernels.gumbel_argmax.reference import gumbel_argmax_reference
+from specrl_kernels.gumbel_argmax.xla import gumbel_argmax_xla
+
+IMPLEMENTATIONS = {
+    "pallas": kernel("gumbel_argmax", "pallas", "tpu"),
+    "pallas_triton": kernel("gumbel_argmax", "pallas_triton", "gpu"),
+    "xla": gumbel_argmax_xla,
+    "reference": anywhere(gumbel_argmax_reference),
+}
+"""In the order in which they are tried."""
+
+
+def gumbel_argmax(
+    logits: jax.Array,  # f[W, V]
+    temperature: jax.Array,  # f32[W]; 0 is argmax without noise
+    key: jax.Array,  # u32[W, 2] of each position's row
+    position: jax.Array,  # i32[W] index of the token being drawn
+    threshold: Threshold | None = None,  # what truncation keeps; None keeps all
+    *,
+    count: int = 1,
+    implementation: str | None = None,
+    interpret: bool = False,
+    platform: str | None = None,
+    config: Mapping[str, int] | None = None,
+    checked: bool = False,
+) -> Drawn:
+    """The `count` tokens of highest logp[v] + G[v] at each position, and their log-probabilities.
+
+    `G` is `noise.gumbel(key, position, v)`, made inside and never stored: its integer bits are the
+    same everywhere, the Gumbels equal to rounding. The first token is a draw from the law that
+    temperature and threshold leave (the Gumbel-max trick), all of them a draw without replacement
+    (Kool et al., arXiv 1903.06059). Ties go to the lower id.
+
+    Args:
+      count: K, tokens returned.
+      implementation: one of IMPLEMENTATIONS; None takes the first that can.
+      interpret: Pallas kernels run by interpretation, on any device, slowly.
+      platform: "cpu", "gpu" or "tpu": what the call is traced for, if not for the default device.
+      config: block sizes of the named implementation; None: tuned, or a heuristic.
+      checked: looks at values too, and so works outside of jit only.
+
+    Raises:
+      ValueError: shapes or dtypes that do not fit, an unknown implementation, or, if `checked`,
+        values out of their range.
+      Unsupported: a named implementation cannot do this.
+      ExceptionGroup: none can; it holds each one's reason.
+    """
+    args = (logits, temperature, key, position, threshold)
+    validate.check_static(*args, count=count)
+    if checked:
+        validate.check_values(*args)
+    target = dispatch.target(implementation, platform, interpret, config)
+    return dispatch.choose(IMPLEMENTATIONS, implementation)(*args, count=count, target=target)
+
+
+def refusals(logits: Any, temperature: Any, key: Any, position: Any, threshold: Any = None, *,
+             count: int = 1, platform: str | None = None, interpret: bool = False
+             ) -> dict[str, str | None]:
+    """Why each implementation would not be taken for these arguments, in order; None if it would.
+
+    Arrays may be given by their jax.ShapeDtypeStruct.
+    """
+    args = (logits, temperature, key, position, threshold)
+    validate.check_static(*args, count=count)
+    target = dispatch.target(None, platform, interpret)
+    return dispatch.refusals(IMPLEMENTATIONS, *args, count=count, target=target)

@@ -1,0 +1,110 @@
+"""What the kernels share: one block of the vocabulary, and what of a position it needs.
+
+Blocks are independent: each has its own highest score, and `drawn.combine` joins them. So one
+position fills a device, and a position costs two logarithms a token and one a block.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from specrl_kernels import noise, tuning
+from specrl_kernels.dispatch import Unsupported
+from specrl_kernels.gumbel_argmax.drawn import Parts, Threshold, is_kept, scale_of
+
+FLOOR = -1e30  # highest score of a block without one: finite, so that differences are never NaN
+NOBODY = 2**31 - 1  # the token of a block in which nothing is left
+MOST = 16  # candidates a block, whose loop is written out
+SCALE, GREEDY, EDGE, FLOATS = 0, 1, 2, 4
+FIRST, SECOND, LAST, INTEGERS = 0, 1, 2, 4  # the fourth is padding: Triton wants powers of two
+TOP, TOTAL, RANK = 0, 1, 2  # of a block's output; ranks, then scores
+
+
+class Positions(NamedTuple):
+    """What of each position the noise and the threshold depend on."""
+
+    floats: jax.Array  # f32[W, FLOATS]
+    integers: jax.Array  # i32[W, INTEGERS]
+
+
+def positions(temperature: jax.Array, key: jax.Array, position: jax.Array,
+              threshold: Threshold | None) -> Positions:
+    """Arguments as in `api.gumbel_argmax`."""
+    scale, greedy = scale_of(temperature)
+    first, second = (jax.lax.bitcast_convert_type(x, jnp.int32)
+                     for x in noise.row_words(key, position))
+    nothing = jnp.zeros_like(scale)
+    edge = nothing if threshold is None else threshold.score
+    last = jnp.zeros_like(first) if threshold is None else threshold.last
+    return Positions(jnp.stack([scale, greedy.astype(jnp.float32), edge, nothing], 1),
+                     jnp.stack([first, second, last, jnp.zeros_like(last)], 1))
+
+
+def tuning_key(positions: int, vocab: int, count: int) -> dict[str, int]:
+    """The shape class that kernels look up."""
+    return tuning.shape_class(positions=positions, vocab=vocab, count=count)
+
+
+def width(count: int) -> int:
+    """Floats a block writes for each position: a power of two.
+
+    Raises:
+      Unsupported: too many candidates.
+    """
+    if count > MOST:
+        raise Unsupported(f"count = {count}: at most {MOST}")
+    return 1 << (RANK + 2 * count - 1).bit_length()
+
+
+def race(logits: jax.Array, ids: jax.Array, inside: jax.Array, floats: list[jax.Array],
+         integers: list[jax.Array], count: int, truncated: bool
+         ) -> tuple[list[jax.Array], list[jax.Array]]:
+    """The block's candidates. Runs inside kernels: no gather, no unsigned type, no reshape.
+
+    Args:
+      logits, ids, inside: [R, T]; a token outside of the vocabulary, or of this block, is no
+        candidate and has no mass.
+      floats, integers: FLOATS and INTEGERS arrays [R, 1].
+
+    Returns:
+      highest score, sum of exp(score - it), `count` ranks and `count` scores f32[R, 1]; and
+      `count` tokens i32[R, 1].
+    """
+    greedy = floats[GREEDY] > 0
+    score = jnp.where(inside, logits.astype(jnp.float32) * floats[SCALE], -jnp.inf)
+    top = jnp.maximum(score.max(1, keepdims=True), jnp.float32(FLOOR))
+    mass = jnp.exp(score - top)
+    word = noise.element_bits(integers[FIRST], integers[SECOND], ids)
+    there = mass > 0
+    rank = noise.exponential_of(word) / jnp.where(there, mass, jnp.float32(1))
+    rank = jnp.where(greedy, -score, jnp.where(there, rank, jnp.inf))
+    kept = inside
+    if truncated:
+        kept &= is_kept(score, ids, floats[EDGE], integers[LAST])
+    rank = jnp.where(kept, rank, jnp.inf)
+    ranks, scores, tokens = [], [], []
+    for _ in range(count):
+        best = rank.min(1, keepdims=True)
+        token = jnp.where(rank == best, ids, NOBODY).min(1, keepdims=True)
+        own = ids == token
+        ranks.append(best)
+        scores.append(jnp.where(own, score, -jnp.inf).max(1, keepdims=True))
+        tokens.append(token)
+        rank = jnp.where(own, jnp.inf, rank)
+    return [top, mass.sum(1, keepdims=True), *ranks, *scores], tokens
+
+
+def beside(columns: list[jax.Array], lanes: jax.Array) -> jax.Array:
+    """[R, L] with the given columns [R, 1] first; `lanes` counts columns, i32[R, L]."""
+    found = jnp.zeros(lanes.shape, columns[0].dtype)
+    for i, column in enumerate(columns):
+        found = jnp.where(lanes == i, column, found)
+    return found
+
+
+def parts(floats: jax.Array, tokens: jax.Array, count: int, vocab: int) -> Parts:
+    """Of f32[C, W, width] and i32[C, W, width], as blocks write them."""
+    return Parts(floats[..., TOP], floats[..., TOTAL], floats[..., RANK : RANK + count],
+                 floats[..., RANK + count : RANK + 2 * count],
+                 jnp.minimum(tokens[..., :count], vocab - 1))

@@ -1,0 +1,88 @@
+"""What goes in with truncation, what comes out, and how parts of a vocabulary are put together."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+class Threshold(NamedTuple):
+    """What truncation keeps: scores above `score`, and those equal to it with an id up to `last`.
+
+    Scores are float32 logits times the float32 inverse of the temperature.
+    """
+
+    score: jax.Array  # f32[W]
+    last: jax.Array  # i32[W]
+    kept_mass: jax.Array  # f32[W] the probability that is kept
+
+    def keeps(self, score: jax.Array, ids: jax.Array) -> jax.Array:
+        """bool[W, n] of scores f32[W, n] of the tokens i32[1 or W, n]."""
+        return is_kept(score, ids, self.score[:, None], self.last[:, None])
+
+
+def is_kept(score: jax.Array, ids: jax.Array, edge: jax.Array, last: jax.Array) -> jax.Array:
+    """`Threshold`'s rule; all broadcast. Runs inside kernels."""
+    return (score > edge) | ((score == edge) & (ids <= last))
+
+
+class Drawn(NamedTuple):
+    """The K tokens of highest perturbed score at each position, best first.
+
+    Where truncation keeps fewer, the rest are some tokens with a perturbed score of -inf.
+    """
+
+    token: jax.Array  # i32[W, K]
+    perturbed: jax.Array  # f32[W, K] raw_logprob + G; without G at temperature 0
+    logprob: jax.Array  # f32[W, K] of the truncated, renormalised law; a point mass at 0
+    raw_logprob: jax.Array  # f32[W, K] at the temperature (1 at temperature 0), no truncation
+
+
+class Parts(NamedTuple):
+    """What each part of the vocabulary found: C parts, K candidates in each."""
+
+    top: jax.Array  # f32[C, W] highest score
+    total: jax.Array  # f32[C, W] sum of exp(score - top)
+    rank: jax.Array  # f32[C, W, K] E / exp(score - top), at temperature 0 -score; inf for none
+    score: jax.Array  # f32[C, W, K]
+    token: jax.Array  # i32[C, W, K] lower ids first among equals
+
+
+def scale_of(temperature: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(what logits are multiplied by f32[W], where there is no noise bool[W])."""
+    greedy = temperature == 0
+    return 1 / jnp.where(greedy, 1.0, temperature), greedy
+
+
+def combine(parts: Parts, greedy: jax.Array, kept_mass: jax.Array | None) -> Drawn:
+    """The best of all parts; of equal ones the first, so parts come in the order of their ids."""
+    top = parts.top.max(0)
+    total = (parts.total * jnp.exp(parts.top - top[None])).sum(0)
+    score = parts.score - top[None, :, None]
+    noisy = parts.top[..., None] - top[None, :, None] - jnp.log(parts.rank)
+    plain = jnp.where(jnp.isinf(parts.rank), -jnp.inf, score)
+    raced = jnp.where(greedy[None, :, None], plain, noisy)
+    count = raced.shape[2]
+    raced, score, token = (jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1)
+                           for x in (raced, score, parts.token))
+    best, at = jax.lax.top_k(raced, count)
+    pick = lambda x: jnp.take_along_axis(x, at, 1)  # noqa: E731
+    return finish(best, pick(token), pick(score), total, greedy, kept_mass)
+
+
+def finish(raced: jax.Array, token: jax.Array, score: jax.Array, total: jax.Array,
+           greedy: jax.Array, kept_mass: jax.Array | None) -> Drawn:
+    """
+    Args:
+      raced: f32[W, K] perturbed scores above the highest score, -inf for none.
+      score: f32[W, K] scores above the highest one.
+      total: f32[W] sum of exp of them over the vocabulary.
+      kept_mass: f32[W]; None is 1.
+    """
+    log_total = jnp.log(total)[:, None]
+    raw = score - log_total
+    logprob = raw if kept_mass is None else raw - jnp.log(kept_mass)[:, None]
+    logprob = jnp.where(jnp.isneginf(raced), -jnp.inf, logprob)
+    first = jnp.arange(token.shape[1])[None] == 0
+    point = jnp.where(first, jnp.float32(0), -jnp.inf)
+    return Drawn(token, raced - log_total, jnp.where(greedy[:, None], point, logprob), raw)

@@ -1,0 +1,86 @@
+"""The perturbed argmax in plain XLA operations, for any device; the CPU's default.
+
+argmax(logp + G) with G = -log(E) is argmin(E / p): an exponential race. It shares exp(logp) with
+the normaliser and saves the second logarithm. A CPU takes the vocabulary in chunks, so that a
+chunk's noise stays in its cache.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from specrl_kernels.dispatch import Target
+from specrl_kernels.gumbel_argmax.drawn import Drawn, Threshold, finish, scale_of
+from specrl_kernels.noise import exponential
+
+CPU_CHUNK = 4096  # experiments/LOG.md
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """What may be tuned."""
+
+    chunk: int  # tokens at a time
+
+
+def gumbel_argmax_xla(logits: jax.Array, temperature: jax.Array, key: jax.Array,
+                      position: jax.Array, threshold: Threshold | None, *, count: int,
+                      target: Target) -> Drawn:
+    """See `api.gumbel_argmax`."""
+    vocab = logits.shape[1]
+    size = _chunk(target, vocab)
+    scale, greedy = scale_of(temperature)
+    columns = logits.T.astype(jnp.float32)  # as a model's head makes them: undoes its caller's .T
+    highest = columns.max(0)
+    top = highest * scale
+
+    def chunk(total: jax.Array, i: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        start = jnp.minimum(i * size, vocab - size)  # the last chunk may overlap the one before
+        ids = start + jnp.arange(size)
+        score = jax.lax.dynamic_slice_in_dim(columns, start, size, 0).T * scale[:, None]
+        fresh = (ids >= i * size)[None]
+        score = jnp.where(fresh, score, -jnp.inf)
+        mass = jnp.exp(score - top[:, None])
+        rank = jnp.where(greedy[:, None], -score, exponential(key, position, ids) / mass)
+        if threshold is not None:
+            rank = jnp.where(fresh & threshold.keeps(score, ids[None]), rank, jnp.inf)
+        # Plain reductions over a stored chunk: fused, the noise would be made for each of them, and
+        # a CPU's argmin is not vectorised (experiments/LOG.md).
+        rank, mass = jax.lax.optimization_barrier((rank, mass))
+        return total + mass.sum(1), lowest(rank, ids[None], count)
+
+    total, steps = jnp.zeros(len(logits)), -(-vocab // size)
+    if steps == 1:
+        total, (rank, token) = chunk(total, jnp.int32(0))
+    else:
+        total, found = jax.lax.scan(chunk, total, jnp.arange(steps))
+        rank, token = (jnp.moveaxis(x, 0, 1).reshape(len(logits), -1) for x in found)
+        rank, token = lowest(rank, token, count)
+    # Not a number anywhere in a row: nothing is equal to its lowest rank.
+    token = jnp.where(token < vocab, token, 0).astype(jnp.int32)
+    score = (jnp.take_along_axis(columns, token.T, 0).T - highest[:, None]) * scale[:, None]
+    raced = jnp.where(greedy[:, None], jnp.where(jnp.isinf(rank), -jnp.inf, score), -jnp.log(rank))
+    kept_mass = None if threshold is None else threshold.kept_mass
+    return finish(raced, token, score, total, greedy, kept_mass)
+
+
+def _chunk(target: Target, vocab: int) -> int:
+    if target.config is not None:
+        return min(Config(**target.config).chunk, vocab)
+    return min(CPU_CHUNK, vocab) if target.platform == "cpu" else vocab
+
+
+def lowest(rank: jax.Array, token: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+    """The `count` lowest of ranks f[W, n] and their tokens i[1 or W, n], both [W, count].
+
+    Of equal ranks the lower token. Not top_k, for which a CPU sorts all of them.
+    """
+    nobody = jnp.iinfo(jnp.int32).max
+    ranks, tokens = [], []
+    for i in range(count):
+        if i:
+            rank = jnp.where(token == tokens[-1], jnp.inf, rank)
+        ranks.append(rank.min(1, keepdims=True))
+        tokens.append(jnp.where(rank == ranks[-1], token, nobody).min(1, keepdims=True))
+    return jnp.concatenate(ranks, 1), jnp.concatenate(tokens, 1)

@@ -1,0 +1,307 @@
+"""The contract of the perturbed argmax, run against every implementation; kernels interpreted."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from specrl_kernels import noise, tuning
+from specrl_kernels.dispatch import Unsupported
+from specrl_kernels.gumbel_argmax import (
+    IMPLEMENTATIONS,
+    Drawn,
+    Threshold,
+    gumbel_argmax,
+    refusals,
+    scale_of,
+)
+from specrl_kernels.gumbel_argmax import pallas_triton as gpu
+from specrl_kernels.gumbel_argmax.block import MOST
+
+# Small blocks, so that a vocabulary of a few hundred tokens has several, the last one ragged.
+CONFIGS = {"pallas": {"block": 128}, "pallas_triton": {"block": 64}, "xla": {"chunk": 100}}
+NAMES = list(CONFIGS)
+KERNELS = ["pallas", "pallas_triton"]
+TOLERANCE = 5e-6  # of float32 log-probabilities and perturbed scores of about 10
+each = pytest.mark.parametrize("implementation", NAMES)
+slow = pytest.mark.slow
+
+Case = dict[str, Any]
+
+
+def make(width: int = 5, vocab: int = 300, spread: float = 3.0, dtype: str = "float32",
+         kept: float | None = None, seed: int = 0) -> Case:
+    """Random inputs of all temperatures; `kept` is the share of tokens that truncation leaves."""
+    rng = np.random.default_rng(seed)
+    case = {"logits": jnp.asarray(rng.normal(size=(width, vocab)) * spread, dtype),
+            "temperature": jnp.asarray(np.resize([1.0, 0.0, 0.6, 2.5], width), jnp.float32),
+            "key": jnp.asarray(rng.integers(0, 2**32, (width, 2)), jnp.uint32),
+            "position": jnp.asarray(rng.integers(0, 2**20, width), jnp.int32)}
+    if kept is not None:
+        case["threshold"] = threshold(case, max(1, int(kept * vocab)))
+    return case
+
+
+def threshold(case: Case, count: int) -> Threshold:
+    """Keeps the `count` highest scores of each position, of equal ones the first."""
+    logits = np.asarray(case["logits"], np.float32)
+    score = logits * np.asarray(scale_of(case["temperature"])[0])[:, None]
+    order = np.argsort(-score, 1, kind="stable")[:, :count]
+    last = order[:, -1]
+    p = np.exp(score.astype(np.float64) - score.max(1, keepdims=True))
+    mass = np.take_along_axis(p, order, 1).sum(1) / p.sum(1)
+    return Threshold(jnp.asarray(np.take_along_axis(score, last[:, None], 1)[:, 0]),
+                     jnp.asarray(last, jnp.int32), jnp.asarray(mass, jnp.float32))
+
+
+def call(case: Case, implementation: str, count: int = 1, **config: int) -> Drawn:
+    """As numpy; in small blocks."""
+    chosen = tuple((CONFIGS.get(implementation, {}) | config).items())
+    return jax.tree.map(np.asarray, _jitted(case, implementation, count, chosen))
+
+
+@functools.partial(jax.jit, static_argnames=("implementation", "count", "config"),
+                   compiler_options={"xla_backend_optimization_level": 0})
+def _jitted(case: Case, implementation: str, count: int, config: Any) -> Drawn:
+    return gumbel_argmax(**case, count=count, implementation=implementation, config=dict(config),
+                         interpret=True)
+
+
+def wanted(case: Case, count: int = 1) -> Drawn:
+    return jax.tree.map(np.asarray, gumbel_argmax(**case, count=count, implementation="reference"))
+
+
+def assert_same(found: Drawn, right: Drawn) -> None:
+    """The same tokens, but for ties within rounding; and what is said of them."""
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=TOLERANCE)
+    close(found.perturbed, right.perturbed)
+    there = np.isfinite(right.perturbed)
+    clear = there & _gaps(right.perturbed)
+    np.testing.assert_array_equal(found.token[clear], right.token[clear])
+    for name in ("logprob", "raw_logprob"):
+        a, b = getattr(found, name), getattr(right, name)
+        if name == "raw_logprob":
+            a, b = np.where(there, a, 0), np.where(there, b, 0)
+        close(np.where(clear | ~there, a, b), b)
+    assert (clear | ~there).mean() > 0.9  # it was a comparison
+
+
+def _gaps(perturbed: np.ndarray) -> np.ndarray:
+    """Whether a candidate is further than rounding from its neighbours."""
+    with np.errstate(invalid="ignore"):
+        gap = -np.diff(perturbed, axis=1, prepend=np.inf, append=-np.inf)
+    return (gap[:, :-1] > 10 * TOLERANCE) & (gap[:, 1:] > 10 * TOLERANCE)
+
+
+CASES = {
+    "one position": dict(width=1), "more than a register": dict(width=19),
+    "fewer tokens than a block": dict(vocab=7), "a block and a token": dict(vocab=129, width=2),
+    "half precision": dict(dtype="bfloat16", width=18), "truncated": dict(kept=0.1),
+    "one token kept": dict(kept=0.0), "far apart": dict(spread=1e4), "flat": dict(spread=1e-3)}
+
+
+@each
+@pytest.mark.parametrize("name", CASES)
+def test_equals_the_oracle(name: str, implementation: str) -> None:
+    case = make(**CASES[name])
+    assert_same(call(case, implementation), wanted(case))
+
+
+@each
+@pytest.mark.parametrize("kept,count", [(None, 4), (0.02, 4), pytest.param(None, MOST, marks=slow)])
+def test_children_are_the_best_in_order(kept: float | None, count: int, implementation: str
+                                        ) -> None:
+    case = make(width=8, kept=kept)  # 6 tokens are left of 300
+    found = call(case, implementation, count)
+    assert_same(found, wanted(case, count))
+    left = found.perturbed > -np.inf
+    assert (left.sum(1) == min(count, 6 if kept else count)).all()
+    for tokens, there in zip(found.token, left, strict=True):
+        assert len(set(tokens[there])) == there.sum()
+        assert ((0 <= tokens) & (tokens < 300)).all()
+
+
+@each
+def test_the_first_child_is_the_argmax(implementation: str) -> None:
+    case = make(width=8, kept=0.02)
+    one, many = call(case, implementation), call(case, implementation, 4)
+    for a, b in zip(one, many, strict=True):
+        np.testing.assert_array_equal(a[:, 0], b[:, 0])
+
+
+@each
+def test_the_noise_is_that_of_noise_py(implementation: str) -> None:
+    """Equal logits, so that the winner is the token of the highest Gumbel."""
+    case = make()
+    case["logits"], case["temperature"] = jnp.zeros((5, 300)), jnp.ones(5)
+    found = call(case, implementation)
+    gumbels = np.asarray(noise.gumbel(case["key"], case["position"], jnp.arange(300)))
+    np.testing.assert_array_equal(found.token[:, 0], gumbels.argmax(1))
+    np.testing.assert_allclose(found.perturbed[:, 0], gumbels.max(1) - np.log(300), atol=TOLERANCE)
+
+
+def test_kernels_make_the_same_noise_of_the_same_bits() -> None:
+    """Kernels hash in i32 and turn it to float by halves."""
+    key = jnp.asarray(np.random.default_rng(0).integers(0, 2**32, (64, 2)), jnp.uint32)
+    index, position = jnp.arange(1000), jnp.arange(64, dtype=jnp.int32)
+    words = (jax.lax.bitcast_convert_type(x, jnp.int32)[:, None]
+             for x in noise.row_words(key, position))
+    signed = noise.element_bits(*words, index[None].astype(jnp.int32))
+    plain = noise.bits(key, position, index)
+    np.testing.assert_array_equal(np.asarray(signed).view(np.uint32), plain)
+    edges = np.asarray([0, 1, 2**16 - 1, 2**16, 2**24 - 1, 2**24 + 1, 2**25 + 3, 2**31 - 1, 2**31,
+                        2**31 + 129, 2**32 - 129, 2**32 - 128, 2**32 - 1], np.uint32)
+    for word in (edges, np.asarray(plain).reshape(-1)):
+        np.testing.assert_array_equal(noise.exponential_of(jnp.asarray(word.view(np.int32))),
+                                      noise.exponential_of(jnp.asarray(word)))
+
+
+@each
+def test_ties_go_to_the_lower_id(implementation: str) -> None:
+    """At temperature 0, with equals in different blocks; truncation cuts between two equals."""
+    logits = np.zeros((2, 300), np.float32)
+    logits[:, [37, 70, 71, 150, 299]] = 4.0
+    case = make(width=2) | {"logits": jnp.asarray(logits), "temperature": jnp.zeros(2)}
+    case["threshold"] = threshold(case, 5)
+    assert call(case, implementation, 5).token.tolist() == [[37, 70, 71, 150, 299]] * 2
+    case["threshold"] = threshold(case, 3)
+    found = call(case, implementation, 5)
+    assert found.token[:, :3].tolist() == [[37, 70, 71]] * 2
+    assert np.isneginf(found.perturbed[:, 3:]).all()
+
+
+@each
+def test_a_position_does_not_depend_on_the_others(implementation: str) -> None:
+    case = make(width=8, kept=0.02)
+    whole = call(case, implementation, 4)
+    order = np.asarray([4, 0, 2, 7, 1, 3, 6, 5])
+    moved = jax.tree.map(lambda x: x[order], case)
+    for a, b in zip(call(moved, implementation, 4), whole, strict=True):
+        np.testing.assert_array_equal(a, b[order])
+
+
+@each
+def test_bitwise_repeatable(implementation: str) -> None:
+    case = make()
+    again = {name: jnp.copy(x) for name, x in case.items()}
+    for a, b in zip(call(case, implementation), call(again, implementation), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@each
+def test_tokens_that_cannot_be_are_never_drawn(implementation: str) -> None:
+    """Logits of -inf, in whole blocks too."""
+    case = make(width=8)
+    allowed = np.isin(np.arange(300), [5, 133, 134])
+    case["logits"] = jnp.where(allowed[None], case["logits"], -jnp.inf)
+    found = call(case, implementation, 4)
+    assert np.isin(found.token[:, :3], [5, 133, 134]).all()
+    assert np.isneginf(found.perturbed[:, 3]).all()
+    assert_same(found, wanted(case, 4))
+
+
+@each
+def test_a_row_that_is_not_finite_harms_no_other(implementation: str) -> None:
+    case = make(width=5)
+    clean = call(case, implementation)
+    case["logits"] = case["logits"].at[2].set(jnp.nan)
+    found = call(case, implementation)
+    assert ((0 <= found.token) & (found.token < 300)).all()
+    others = np.arange(5) != 2
+    for a, b in zip(found, clean, strict=True):
+        np.testing.assert_array_equal(a[others], b[others])
+
+
+@each
+def test_without_truncation_and_with_all_kept_are_the_same(implementation: str) -> None:
+    case = make(width=8)
+    nothing = Threshold(jnp.full(8, -jnp.inf), jnp.zeros(8, jnp.int32), jnp.ones(8))
+    for a, b in zip(call(case | {"threshold": nothing}, implementation, 4),
+                    call(case, implementation, 4), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("implementation", KERNELS)
+def test_default_blocks(implementation: str) -> None:
+    case = make(width=3, vocab=5000, kept=0.5)
+    found = gumbel_argmax(**case, count=2, implementation=implementation, interpret=True)
+    assert_same(jax.tree.map(np.asarray, found), wanted(case, 2))
+
+
+def test_few_positions_have_small_blocks() -> None:
+    assert gpu.heuristic(1, 151936).block == 1024 and gpu.heuristic(256, 151936).block == 4096
+
+
+# Bad input.
+
+I32, F32 = jnp.int32, jnp.float32
+
+
+@pytest.mark.parametrize("name,wrong,told", [
+    ("logits", jnp.zeros(300), r"logits = \(300,\), expected \[W, V\]"),
+    ("logits", jnp.zeros((5, 300), jnp.float16), "logits is float16"),
+    ("temperature", jnp.zeros(4), r"temperature = \(4,\), expected \(5,\)"),
+    ("temperature", jnp.zeros(5, I32), "temperature is int32, expected float32"),
+    ("key", jnp.zeros((5, 3), jnp.uint32), "key = "), ("key", jnp.zeros((5, 2), I32), "key is int"),
+    ("position", jnp.zeros(5), "position is float32, expected int32"),
+    ("threshold", Threshold(jnp.zeros(5), jnp.zeros(5), jnp.ones(5)), "threshold.last is float32"),
+    ("threshold", Threshold(jnp.zeros(5), jnp.zeros(5, I32), jnp.ones(2)), "threshold.kept_mass ="),
+    ("count", 0, "count = 0, expected 1 to 300"), ("count", 301, "count = 301"),
+    ("implementation", "fast", "'fast': choose one of pallas, .*xla, reference"),
+    ("config", {"block": 128}, "name the implementation")])
+def test_what_does_not_fit_is_refused_while_tracing(name: str, wrong: Any, told: str) -> None:
+    case = make() | {name: wrong}
+    with pytest.raises(ValueError, match=told):
+        jax.eval_shape(lambda: gumbel_argmax(**case))
+
+
+@pytest.mark.parametrize("name,wrong,told", [
+    ("temperature", jnp.full(5, -1.0), r"temperature\[0\] = -1.0, expected 0 or above"),
+    ("position", jnp.arange(5) - 2, r"position\[0\] = -2"),
+    ("logits", jnp.full((5, 300), jnp.nan), r"logits\[0\] = nan, expected a finite highest"),
+    ("threshold", Threshold(jnp.full(5, 1e9), jnp.zeros(5, I32), jnp.ones(5)), "threshold.score"),
+    ("threshold", Threshold(jnp.zeros(5), jnp.zeros(5, I32), jnp.zeros(5)), "kept_mass.* = 0.0")])
+def test_values_out_of_range_are_named_if_checked(name: str, wrong: Any, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        gumbel_argmax(**(make() | {name: wrong}), checked=True)
+
+
+def test_good_values_pass_the_check_but_not_inside_of_jit() -> None:
+    assert gumbel_argmax(**make(kept=0.5), checked=True).token.shape == (5, 1)
+    with pytest.raises(ValueError, match="checked = True inside of jit"):
+        jax.jit(lambda c: gumbel_argmax(**c, checked=True))(make())
+
+
+@pytest.mark.parametrize("implementation,config,told", [
+    ("pallas", {"block": 100}, "multiple of 128"),
+    ("pallas_triton", {"block": 100}, "power of two"), ("reference", {"block": 1}, "takes none")])
+def test_a_configuration_that_cannot_be_is_refused(implementation: str, config: dict[str, int],
+                                                   told: str) -> None:
+    with pytest.raises(Unsupported, match=told):
+        gumbel_argmax(**make(), implementation=implementation, interpret=True, config=config)
+
+
+@pytest.mark.parametrize("implementation", KERNELS)
+def test_too_many_children_are_refused(implementation: str) -> None:
+    with pytest.raises(Unsupported, match=f"count = {MOST + 1}: at most {MOST}"):
+        gumbel_argmax(**make(), count=MOST + 1, implementation=implementation, interpret=True)
+
+
+def test_refusals_say_why_and_what_is_taken() -> None:
+    found = refusals(**make())
+    assert list(found) == list(IMPLEMENTATIONS)
+    assert found["pallas"].startswith("needs a tpu") and found["xla"] is None
+    there = refusals(**make(), platform="gpu")
+    assert there["pallas_triton"].startswith("not yet run on some gpu") and there["xla"] is None
+
+
+def test_a_tuned_row_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(tuning, "lookup", lambda *at: asked.append(at) or {"block": 256})
+    case = make(kept=0.5)
+    found = gumbel_argmax(**case, implementation="pallas", interpret=True)
+    assert_same(jax.tree.map(np.asarray, found), wanted(case))
+    shape = {"positions": 8, "vocab": 512, "count": 1}
+    assert asked == [("cpu", "gumbel_argmax", "pallas", shape, "float32")]
