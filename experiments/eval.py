@@ -6,7 +6,9 @@
 
 An answer is correct if the reward "exact" says so, whatever the run was rewarded for. Intervals are
 Wilson's where every problem is right or wrong, else a percentile bootstrap over problems. With
---baseline, the difference in accuracy is paired: same problems, bootstrap over problems.
+--baseline, the difference in accuracy is paired: same problems, bootstrap over problems. The flags
+--split, --problems and --temperature stand for fields of the config, which count if only they are
+given.
 """
 
 import json
@@ -43,7 +45,10 @@ BASELINE = flags.DEFINE_string("baseline", None, "an earlier --out file, to comp
 
 
 def main(config: Config, workdir: Path) -> int:
-    task = Task(SPLIT.value, PROBLEMS.value, SAMPLES.value, TEMPERATURE.value)
+    split, problems, temperature = (run_flags.given(flag, field) for flag, field in (
+        ("split", "data.split"), ("problems", "data.examples"),
+        ("temperature", "rollout.temperature")))
+    task = Task(split, problems, SAMPLES.value, temperature)
     out = OUT.value and Path(OUT.value)
     if out and not out.absolute().parent.is_dir():
         raise ConfigError(f"--out={out}: {out.parent} is no directory; make it first")

@@ -5,6 +5,7 @@ Such a script says `flags.adopt_module_key_flags(run_flags)`, so that its --help
 """
 
 from pathlib import Path
+from typing import Any
 
 from absl import flags
 
@@ -36,3 +37,11 @@ def resolve(config: Config, flag_values: flags.FlagValues = flags.FLAGS) -> tupl
         raise ConfigError(f"--run={flag_values.run}: brings its own config; drop --config and "
                           f"override fields with --config.FIELD=VALUE")
     return config, open_actor(config, Path(flag_values.run), flag_values.step)
+
+
+def given(flag: str, field: str, flag_values: flags.FlagValues = flags.FLAGS) -> Any:
+    """A flag's value; where only the config field that it stands for is overridden, that one's."""
+    overrides = flag_values["config"].override_values
+    if field in overrides and not flag_values[flag].present:
+        return overrides[field]
+    return flag_values[flag].value

@@ -66,6 +66,17 @@ def test_overrides_need_only_fit_the_runs_own_config(tmp_path, small):
         resolve("--config.spec.nodes=20")
 
 
+@pytest.mark.parametrize("arguments, temperature", [
+    ([], 0.0), (["--config.rollout.temperature=0.5"], 0.5), (["--temperature=2"], 2.0),
+    (["--config.rollout.temperature=0.5", "--temperature=0"], 0.0)])
+def test_a_field_counts_where_the_flag_that_stands_for_it_is_absent(arguments, temperature):
+    argv, values = ["script.py", *arguments], flags.FlagValues()
+    config_flags.define(argv, values)
+    flags.DEFINE_float("temperature", 0.0, "", flag_values=values)
+    values(argv)
+    assert run_flags.given("temperature", "rollout.temperature", values) == temperature
+
+
 @pytest.mark.parametrize("arguments, message", [
     (["--run={run}"], "no complete checkpoint; wait for one, or give --step=0"),
     (["--run={run}/x"], "config.json: no such file; give the working directory of a run"),
