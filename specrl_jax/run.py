@@ -25,6 +25,7 @@ def train(config: Config, workdir: Path) -> bool:
     say = progress.say
     prompts = make_prompts(config, source.tokenizer, say)
     trainer = Trainer(config, source, prompts, say)
+    metrics.make_workdir(workdir)
     with Checkpoints(workdir / "checkpoints", config.checkpoint_keep, progress.warn) as checkpoints:
         resumed = trainer.restore(checkpoints)
         if trainer.step_number >= config.steps:

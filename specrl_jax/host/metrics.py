@@ -48,8 +48,10 @@ def check_config(workdir: str | Path, config: dict[str, Any]) -> None:
         missing beside a run's files.
     """
     workdir = Path(workdir)
-    if workdir.exists() and not workdir.is_dir():
-        raise ConfigError(f"workdir = {workdir}: is not a directory; choose another")
+    place = next(p for p in (workdir, *workdir.absolute().parents) if p.exists())
+    if not place.is_dir() or not os.access(place, os.W_OK):
+        raise ConfigError(f"workdir = {workdir}: {place} is not a directory that can be written; "
+                          f"choose another")
     stored = read_config(workdir)
     if stored is None:
         return
@@ -81,10 +83,22 @@ def read_config(workdir: str | Path) -> dict[str, Any] | None:
     return stored
 
 
+def make_workdir(workdir: str | Path) -> None:
+    """Makes the directory unless it is there.
+
+    Raises:
+      ConfigError: it cannot be made.
+    """
+    try:
+        Path(workdir).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"workdir = {workdir}: {error.strerror}; choose another") from error
+
+
 def write_config(workdir: str | Path, config: dict[str, Any]) -> None:
     """Writes config.json atomically, making the directory. Only process 0 does."""
     if jax.process_index() == 0:
-        Path(workdir).mkdir(parents=True, exist_ok=True)
+        make_workdir(workdir)
         write_atomically(Path(workdir) / CONFIG, [json.dumps(config, indent=2) + "\n"])
 
 

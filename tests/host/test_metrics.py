@@ -220,6 +220,18 @@ def test_new_workdirs_are_accepted_and_not_made(tmp_path):
     assert not (tmp_path / "new").exists()
 
 
+def test_workdirs_that_cannot_be_are_refused(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    for place in ("file", "file/run", "file/a/b"):
+        with pytest.raises(ConfigError, match=f"workdir = .*/{place}: .*/file is not a directory"):
+            M.check_config(tmp_path / place, changed())
+        with pytest.raises(ConfigError, match=f"workdir = .*/{place}: .*; choose another"):
+            M.make_workdir(tmp_path / place)
+    monkeypatch.setattr(M.os, "access", lambda place, mode: False)
+    with pytest.raises(ConfigError, match=f"{tmp_path} is not a directory that can be written"):
+        M.check_config(tmp_path / "run", changed())
+
+
 @pytest.mark.parametrize("text, words", [
     ("{", "config.json is not JSON"), ("[]", "config.json does not hold an object"),
     (None, "config.json is missing beside metrics.jsonl"),
