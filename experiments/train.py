@@ -6,14 +6,13 @@
 The same command again resumes from the last checkpoint. Ctrl-C and SIGTERM stop at once.
 """
 
-import signal
-import sys
+import functools
 from pathlib import Path
-from types import FrameType
 
 import config_flags
 import jax
 from absl import flags
+from interrupt import stops
 
 from specrl_jax.config import Config, ConfigError
 from specrl_jax.host.checkpoint import list_steps
@@ -27,14 +26,6 @@ DISTRIBUTED = flags.DEFINE_bool(
 COORDINATOR = flags.DEFINE_string("coordinator", None, "host:port of process 0")
 PROCESSES = flags.DEFINE_integer("processes", None, "how many processes there are")
 PROCESS = flags.DEFINE_integer("process", None, "which one this is, from 0")
-
-
-class Stopped(KeyboardInterrupt):
-    """SIGTERM, handled like Ctrl-C."""
-
-
-def _stop(number: int, frame: FrameType | None) -> None:
-    raise Stopped
 
 
 def _join() -> None:
@@ -52,10 +43,9 @@ def _join() -> None:
 
 
 def main(config: Config, workdir: Path) -> int:
-    signal.signal(signal.SIGTERM, _stop)
-    use_persistent_cache()
-    _join()
-    try:
+    with stops(functools.partial(_how_to_go_on, workdir)):
+        use_persistent_cache()
+        _join()
         if not train(config, workdir):
             print(f"{workdir}: the run is complete ({list_steps(workdir / 'checkpoints')[-1]} "
                   f"steps); raise --config.steps to go on, or choose another --workdir")
@@ -63,12 +53,13 @@ def main(config: Config, workdir: Path) -> int:
                 return 0
         if jax.process_index() == 0:
             print(f"wrote {write_report(workdir)}")
-    except KeyboardInterrupt:
-        steps = list_steps(workdir / "checkpoints")
-        kept = f"checkpoint {steps[-1]} is good" if steps else "there is no checkpoint yet"
-        print(f"\nstopped; {kept}: run the same command again to go on", file=sys.stderr)
-        return 130
     return 0
+
+
+def _how_to_go_on(workdir: Path) -> str:
+    steps = list_steps(workdir / "checkpoints")
+    kept = f"checkpoint {steps[-1]} is good" if steps else "there is no checkpoint yet"
+    return f"stopped; {kept}: run the same command again to go on"
 
 
 if __name__ == "__main__":

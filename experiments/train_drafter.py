@@ -9,14 +9,13 @@ checkpoints/, metrics.jsonl and the rollouts.
 """
 
 import dataclasses
-import signal
-import sys
+import functools
 import typing
 from pathlib import Path
-from types import FrameType
 
 import config_flags
 from absl import flags
+from interrupt import stops
 
 from specrl_jax.actor import CHECKPOINTS, open_actor
 from specrl_jax.config import Config
@@ -35,30 +34,22 @@ ACTOR_STEP = flags.DEFINE_integer("actor_step", None, "with --actor, its weights
                                   "steps (default: the newest checkpoint)", lower_bound=0)
 
 
-class Stopped(KeyboardInterrupt):
-    """SIGTERM, handled like Ctrl-C."""
-
-
-def _stop(number: int, frame: FrameType | None) -> None:
-    raise Stopped
-
-
 def main(config: Config, workdir: Path) -> int:
-    signal.signal(signal.SIGTERM, _stop)
-    options = DrafterTraining(**{name: flag.value for name, flag in OPTIONS.items()})
-    actor = open_actor(config, ACTOR.value and Path(ACTOR.value), ACTOR_STEP.value)
-    use_persistent_cache()
-    try:
+    with stops(functools.partial(_how_to_go_on, workdir)):
+        options = DrafterTraining(**{name: flag.value for name, flag in OPTIONS.items()})
+        actor = open_actor(config, ACTOR.value and Path(ACTOR.value), ACTOR_STEP.value)
+        use_persistent_cache()
         if not train_drafter(config, actor, options, workdir):
             print(f"{workdir}: the drafter is complete ({options.steps} updates); choose another "
                   f"--workdir")
         print(f"the drafter is in {workdir / DRAFTER}")
-    except KeyboardInterrupt:
-        steps = list_steps(workdir / CHECKPOINTS)
-        kept = f"checkpoint {steps[-1]} is good" if steps else "finished rollouts are kept"
-        print(f"\nstopped; {kept}: run the same command again to go on", file=sys.stderr)
-        return 130
     return 0
+
+
+def _how_to_go_on(workdir: Path) -> str:
+    steps = list_steps(workdir / CHECKPOINTS)
+    kept = f"checkpoint {steps[-1]} is good" if steps else "finished rollouts are kept"
+    return f"stopped; {kept}: run the same command again to go on"
 
 
 if __name__ == "__main__":

@@ -125,6 +125,25 @@ def test_a_run_with_damaged_checkpoints_ends_as_if_they_were_not(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_run_that_is_stopped_says_how_to_go_on(tmp_path: Path, number: signal.Signals) -> None:
+    workdir = tmp_path / "run"
+    process = start_training(workdir, "--config.steps=100000", f"--config.checkpoint_every={EVERY}")
+    try:
+        while lines(workdir) <= EVERY and process.poll() is None:
+            time.sleep(0.01)
+        process.send_signal(number)
+        _, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    newest = list_steps(workdir / "checkpoints")[-1]
+    assert process.returncode == 130 and "Traceback" not in err
+    assert err.endswith(f"stopped; checkpoint {newest} is good: run the same command again to "
+                        "go on\n")
+    assert restore_part(workdir / "checkpoints", newest, "actor")
+
+
+@pytest.mark.slow
 def test_a_complete_run_is_left_alone(whole: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in whole.rglob("*.jsonl")}
     assert "complete" in run_training(whole, *LONG)

@@ -1,0 +1,34 @@
+"""Ctrl-C and SIGTERM end a process that Python itself cannot interrupt."""
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from tests.experiments.conftest import ROOT
+
+BUSY = """
+import hashlib, signal, interrupt
+signal.signal(signal.SIGINT, signal.default_int_handler)
+with interrupt.stops(lambda: "go on"):
+    print("busy", flush=True)
+    {}
+"""
+MINUTES = "hashlib.pbkdf2_hmac('sha256', b'', b'', 10**9)"  # one call of a compiled function
+PYTHON = "while True: pass"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("work", [MINUTES, PYTHON])
+def test_signals_end_it_at_once_with_a_line(number: signal.Signals, work: str) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", BUSY.format(work)], cwd=ROOT / "experiments", text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        assert process.stdout.readline() == "busy\n"
+        process.send_signal(number)
+        _, error = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert (process.returncode, error) == (130, "\ngo on\n")
