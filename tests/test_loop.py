@@ -72,9 +72,36 @@ def test_loss_and_gap_are_there_whatever_is_learned(
         assert found["rollout/logprob_gap_tokens"] == covered < rollout.length.sum()
         assert 0 < found["rollout/logprob_gap"] <= found["rollout/logprob_gap_max"]
         assert found["applied"] == 1
+        jax.tree.map(np.testing.assert_array_equal, trainer.sampler.params, trainer.state.params)
         changed = bool(updates and useful)
         same = jax.tree.map(np.array_equal, before, jax.tree.map(np.asarray, trainer.state.params))
         assert (found["loss"] != 0) == changed != all(jax.tree.leaves(same))
+
+
+def test_a_restored_trainer_holds_all_that_was_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Trainer, "compile", lambda self, say: None)
+    old, new = (micro_trainer(micro_config()) for _ in range(2))
+    rng = np.random.default_rng(0)
+    rollout = made_up(old, rng)
+    old.memory.add(rollout.prompt_id, rollout.tokens, rollout.length)
+    old.state = jax.tree.map(lambda a: a + 1, old.state)
+    engine = old.sampler.engine
+    engine.acceptance = jax.tree.map(lambda a: a + rng.random(a.shape, np.float32),
+                                     engine.acceptance)
+    old.step_number, old.bad_steps = 7, 2
+
+    class Saved:
+        def restore_latest(self, abstract: object) -> tuple:
+            assert jax.tree.structure(abstract) == jax.tree.structure(old.arrays())
+            return 7, jax.tree.map(np.array, old.arrays()), old.meta()
+
+    same = jax.tree.map(np.array_equal, old.arrays(), new.arrays())
+    for part in ("actor", "optimizer", "history", "acceptance"):
+        assert not all(jax.tree.leaves(same[part])), part
+    assert new.restore(Saved())
+    jax.tree.map(np.testing.assert_array_equal, old.arrays(), new.arrays())
+    jax.tree.map(np.testing.assert_array_equal, new.sampler.params, old.state.params)
+    assert new.meta() == old.meta()
 
 
 @pytest.mark.slow
