@@ -12,6 +12,16 @@ from specrl_kernels.tree_attention import Prefix, tree_attention
 TOLERANCE = {"float32": 3e-6, "bfloat16": 2e-2}
 """Absolute, for values of about 1: bfloat16 rounds the weights and the result to 8 bits each."""
 
+INTERPRET = jax.default_backend() == "cpu"
+"""On its own device a kernel runs as it is, on a CPU by interpretation."""
+
+KERNELS = {"cpu": ("pallas", "pallas_triton"), "gpu": ("triton", "pallas_triton"),
+           "tpu": ("pallas",)}[jax.default_backend()]
+"""The kernels that the contract is run against here."""
+
+# A GPU has its own compiler's level; a CPU's compiles twice as fast without optimisation.
+COMPILER = {"xla_backend_optimization_level": 0} if INTERPRET else None
+
 Case = dict[str, Any]
 
 
@@ -55,7 +65,7 @@ def _normal(rng: np.random.Generator, dtype: str, *shape: int) -> jax.Array:
 
 def call(case: Case, implementation: str | None, window: int | None = None,
          config: dict[str, int] | None = None) -> np.ndarray:
-    """f32[W, H, E], Pallas kernels by interpretation."""
+    """f32[W, H, E], Pallas kernels by interpretation on a CPU."""
     options = None if config is None else tuple(config.items())
     out = _jitted(case, window=window, implementation=implementation, config=options)
     assert out.dtype == case["q"].dtype
@@ -63,11 +73,12 @@ def call(case: Case, implementation: str | None, window: int | None = None,
 
 
 @functools.partial(jax.jit, static_argnames=("window", "implementation", "config"),
-                   compiler_options={"xla_backend_optimization_level": 0})  # compiles twice as fast
+                   compiler_options=COMPILER)
 def _jitted(case: Case, window: int | None, implementation: str | None, config: Any) -> jax.Array:
     return tree_attention(
         **case, scale=case["q"].shape[2] ** -0.5, window=window, implementation=implementation,
-        interpret=implementation is not None, config=None if config is None else dict(config))
+        interpret=INTERPRET and implementation is not None,
+        config=None if config is None else dict(config))
 
 
 def assert_near(found: np.ndarray, wanted: np.ndarray, case: Case) -> None:

@@ -53,6 +53,14 @@ class Probes:
         return _hardware(_speeds(self.bandwidth, repeats), _speeds(self.peak, repeats))
 
 
+def probes_here(tiny: bool) -> Probes:
+    """Probes whose calls take long enough on this device; `tiny` ones say nothing."""
+    if tiny:
+        return Probes(4 * 10**6, (64,))
+    on_cpu = jax.default_backend() == "cpu"
+    return Probes(PROBE_BYTES if on_cpu else 16 * PROBE_BYTES, (2048,) if on_cpu else (8192,))
+
+
 @dataclasses.dataclass(frozen=True)
 class Probe:
     """A jitted program and the bytes or FLOPs of one call."""

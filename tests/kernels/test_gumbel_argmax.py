@@ -1,4 +1,7 @@
-"""The contract of the perturbed argmax, run against every implementation; kernels interpreted."""
+"""The contract of the perturbed argmax, run against every implementation for this device.
+
+On a CPU kernels are interpreted; experiments/gpu_contract.py runs the same cases on a GPU.
+"""
 
 import functools
 from typing import Any
@@ -7,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tree_attention_cases as cases
 from specrl_kernels import noise, tuning
 from specrl_kernels.dispatch import Unsupported
 from specrl_kernels.gumbel_argmax import (
@@ -22,8 +26,8 @@ from specrl_kernels.gumbel_argmax.block import MOST
 
 # Small blocks, so that a vocabulary of a few hundred tokens has several, the last one ragged.
 CONFIGS = {"pallas": {"block": 128}, "pallas_triton": {"block": 64}, "xla": {"chunk": 100}}
-NAMES = list(CONFIGS)
-KERNELS = ["pallas", "pallas_triton"]
+KERNELS = [name for name in cases.KERNELS if name in CONFIGS]
+NAMES = [*KERNELS, "xla"]
 TOLERANCE = 5e-6  # of float32 log-probabilities and perturbed scores of about 10
 each = pytest.mark.parametrize("implementation", NAMES)
 slow = pytest.mark.slow
@@ -63,10 +67,10 @@ def call(case: Case, implementation: str, count: int = 1, **config: int) -> Draw
 
 
 @functools.partial(jax.jit, static_argnames=("implementation", "count", "config"),
-                   compiler_options={"xla_backend_optimization_level": 0})
+                   compiler_options=cases.COMPILER)
 def _jitted(case: Case, implementation: str, count: int, config: Any) -> Drawn:
     return gumbel_argmax(**case, count=count, implementation=implementation, config=dict(config),
-                         interpret=True)
+                         interpret=cases.INTERPRET)
 
 
 def wanted(case: Case, count: int = 1) -> Drawn:
@@ -226,7 +230,8 @@ def test_without_truncation_and_with_all_kept_are_the_same(implementation: str) 
 @pytest.mark.parametrize("implementation", KERNELS)
 def test_default_blocks(implementation: str) -> None:
     case = make(width=3, vocab=5000, kept=0.5)
-    found = gumbel_argmax(**case, count=2, implementation=implementation, interpret=True)
+    found = gumbel_argmax(**case, count=2, implementation=implementation,
+                          interpret=cases.INTERPRET)
     assert_same(jax.tree.map(np.asarray, found), wanted(case, 2))
 
 

@@ -1,0 +1,60 @@
+"""Named real shapes of the kernels: what is measured, tuned and lowered."""
+
+import dataclasses
+
+# (query heads, key-value heads, head size)
+HEADS = {
+    "Qwen2.5-0.5B": (14, 2, 64), "Qwen2.5-1.5B": (12, 2, 128), "Qwen2.5-7B": (28, 4, 128),
+    "SmolLM2-135M": (9, 3, 64), "SmolLM2-1.7B": (32, 32, 64), "Gemma-2-2B": (8, 4, 256),
+    "tiny": (4, 2, 16)}
+VOCABULARY = {"Qwen2.5": 151936, "SmolLM2": 49152, "tiny": 300}
+
+
+@dataclasses.dataclass(frozen=True)
+class TreeShape:
+    """Tree attention of one layer; every node of every row is packed."""
+
+    model: str
+    rows: int
+    nodes: int
+    context: int  # slots of the cache
+    ragged: bool = False  # lengths from 1/8 of the context to all of it; else all of it
+
+    @property
+    def name(self) -> str:
+        return (f"{self.model}, {self.rows} x {self.nodes} at {self.context}"
+                f"{', ragged' if self.ragged else ''}")
+
+
+@dataclasses.dataclass(frozen=True)
+class DrawShape:
+    """The perturbed argmax."""
+
+    model: str
+    positions: int
+    count: int = 1
+
+    @property
+    def name(self) -> str:
+        return f"{self.model} vocabulary, {self.positions} positions, {self.count} candidates"
+
+
+_BIG, _SMALL = "Qwen2.5-7B", "SmolLM2-135M"
+ACCELERATOR_TREES = (
+    *(TreeShape(_BIG, *at) for at in (
+        (1, 1, 32768), (1, 8, 32768), (1, 64, 32768), (8, 1, 4096), (8, 8, 4096), (8, 64, 4096),
+        (64, 1, 4096), (64, 8, 4096), (64, 8, 512), (256, 1, 512), (256, 8, 512), (256, 1, 4096),
+        (256, 8, 4096))),
+    TreeShape(_BIG, 64, 8, 4096, ragged=True),
+    *(TreeShape(_SMALL, *at) for at in (
+        (1, 8, 4096), (64, 1, 512), (64, 8, 512), (64, 8, 4096), (256, 8, 2048))))
+CPU_TREES = (*(TreeShape(_SMALL, *at) for at in (
+    (1, 1, 512), (1, 8, 512), (16, 1, 512), (16, 4, 512), (64, 1, 512), (64, 4, 512))),
+    TreeShape(_SMALL, 64, 1, 512, ragged=True), TreeShape(_BIG, 4, 8, 2048))
+TINY_TREES = (TreeShape("tiny", 2, 3, 64), TreeShape("tiny", 2, 1, 64, ragged=True))
+ACCELERATOR_DRAWS = tuple(DrawShape("Qwen2.5", *at) for at in (
+    (1, 1), (64, 1), (64, 4), (256, 1), (1024, 1), (1024, 4)))
+CPU_DRAWS = tuple(DrawShape("SmolLM2", *at) for at in ((1, 1), (16, 1), (64, 1), (64, 4)))
+TINY_DRAWS = (DrawShape("tiny", 4, 2),)
+SETS = {"accelerator": (*ACCELERATOR_TREES, *ACCELERATOR_DRAWS), "cpu": (*CPU_TREES, *CPU_DRAWS),
+        "tiny": (*TINY_TREES, *TINY_DRAWS)}

@@ -1,0 +1,303 @@
+"""Contenders for one kernel shape: our implementations, and what JAX offers for the same result.
+
+A program runs one contender over several copies of its large arguments, one after the other, as
+the layers of a model do: so caches do not keep what a model would have to read again, and the
+host's part is shared by all of them.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from specrl_kernels import gumbel_argmax as draws
+from specrl_kernels import tree_attention as trees
+from specrl_kernels.dispatch import Unsupported
+from specrl_kernels.tree_attention.api import IMPLEMENTATIONS
+
+from .hardware import Probes
+from .kernel_shapes import HEADS, VOCABULARY, DrawShape, TreeShape
+from .timing import alternate, seconds_of, spread
+
+COPIES, COPIED_BYTES = 8, 1 << 30
+APART = ("reference", "argmax alone")  # an oracle, and less than what is asked for
+MOST_BYTES = 8 << 30  # that a contender may need besides its arguments
+
+Program = Callable[..., Any]
+
+
+class Impossible(Exception):
+    """A contender that cannot run this; the message says why."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Contender:
+    """`step(carry, large) -> carry`, run over copies of `large`."""
+
+    step: Program
+    carry: Any
+    large: Any
+    ours: bool
+
+
+def dtype_of(shape: TreeShape | DrawShape, platform: str) -> Any:
+    """Logits are float32; bfloat16 products are 10 to 20 times slower than float32 on CPUs."""
+    exact = isinstance(shape, DrawShape) or platform == "cpu"
+    return jnp.float32 if exact else jnp.bfloat16
+
+
+def bytes_moved(shape: TreeShape | DrawShape, dtype: Any) -> int:
+    """That must be read and written once: committed keys and values, the tree's, q and out."""
+    item = jnp.dtype(dtype).itemsize
+    if isinstance(shape, DrawShape):
+        return item * shape.positions * VOCABULARY[shape.model]
+    h, g, e = HEADS[shape.model]
+    nodes = shape.rows * shape.nodes
+    return item * e * (2 * g * (int(lengths(shape).sum()) + nodes) + 2 * h * nodes)
+
+
+def lengths(shape: TreeShape) -> np.ndarray:
+    """i32[rows] committed tokens."""
+    first = shape.context // 8 if shape.ragged else shape.context
+    return np.linspace(first, shape.context, shape.rows).astype(np.int32)
+
+
+def measure(shape: TreeShape | DrawShape, repeats: int, inner: int, probes: Probes,
+            only: tuple[str, ...] = (), seconds: float = float("inf")) -> dict[str, Any]:
+    """What a result file holds of one shape.
+
+    Args:
+      repeats: timed calls of each contender, alternately.
+      inner: passes over all copies in a call.
+      probes: asked for the memory's bandwidth before and after.
+      only: names of contenders; none is all of them.
+      seconds: a contender that needs longer than this for its first call is timed no further.
+    """
+    dtype = dtype_of(shape, jax.default_backend())
+    moved, found, tasks = bytes_moved(shape, dtype), {}, {}
+    copies = max(1, min(COPIES, COPIED_BYTES // moved))
+    before = probes.measure()
+    for name, make in contenders(shape, dtype).items():
+        if only and name not in only:
+            continue
+        try:
+            contender = make()
+            task = prepared(contender, copies, inner)
+            first = seconds_of(task, jax.block_until_ready)
+            found[name] = {"ours": contender.ours}
+            if first > seconds:
+                found[name]["seconds"] = spread([first / copies / inner])
+            else:
+                tasks[name] = task
+        except (Unsupported, Impossible) as reason:
+            found[name] = {"refused": str(reason)}
+        except (jax.errors.JaxRuntimeError, ValueError, NotImplementedError, TypeError) as error:
+            found[name] = {"failed": f"{type(error).__name__}: {str(error).splitlines()[0][:300]}"}
+    timed = alternate({name: functools.partial(seconds_of, task, jax.block_until_ready)
+                       for name, task in tasks.items()}, repeats)
+    for name, values in timed.items():
+        found[name]["seconds"] = spread([value / copies / inner for value in values])
+    bandwidth = before.best(probes.measure()).bandwidth
+    for one in found.values():
+        if "seconds" in one:
+            one["bandwidth_fraction"] = moved / one["seconds"]["median"] / bandwidth
+    return {"shape": dataclasses.asdict(shape), "dtype": str(jnp.dtype(dtype)), "bytes": moved,
+            "copies": copies, "bandwidth": bandwidth, "bound_seconds": moved / bandwidth,
+            "contenders": found, **_verdict(found)}
+
+
+def _verdict(found: dict[str, Any]) -> dict[str, Any]:
+    """The fastest of ours, the best alternative, and how many times ours is faster."""
+    timed = {name: one["seconds"]["median"] for name, one in found.items() if "seconds" in one}
+    ours, others = ({name: value for name, value in timed.items() if found[name]["ours"] is mine
+                     and name not in APART} for mine in (True, False))
+    if not ours or not others:
+        return {}
+    mine, best = min(ours, key=ours.get), min(others, key=others.get)
+    return {"fastest": mine, "best_alternative": best, "times_faster": others[best] / ours[mine]}
+
+
+def prepared(contender: Contender, copies: int, inner: int) -> Callable[[], Any]:
+    """A compiled call over `copies` of the large arguments, `inner` times."""
+    def run(carry: Any, large: list[Any]) -> Any:
+        def once(_: Any, carry: Any) -> Any:
+            for one in large:
+                carry = contender.step(carry, one)
+            return carry
+
+        return once(0, carry) if inner == 1 else jax.lax.fori_loop(0, inner, once, carry)
+
+    large = [jax.tree.map(jnp.copy, contender.large) for _ in range(copies)]
+    compiled = jax.jit(run).lower(contender.carry, large).compile()
+    return lambda: compiled(contender.carry, large)
+
+
+def contenders(shape: TreeShape | DrawShape, dtype: Any) -> dict[str, Callable[[], Contender]]:
+    """By name, in the order in which they are tried."""
+    if isinstance(shape, DrawShape):
+        ours = {name: functools.partial(draw_contender, shape, name)
+                for name in draws.IMPLEMENTATIONS if name not in APART}
+        return ours | {"jax.random.categorical": functools.partial(_categorical, shape),
+                       "argmax alone": functools.partial(_argmax, shape)}
+    ours = {name: functools.partial(tree_contender, shape, dtype, name) for name in IMPLEMENTATIONS}
+    return ours | {
+        "dot_product_attention, mask": functools.partial(_dot_product, shape, dtype, None),
+        "dot_product_attention, cuDNN": functools.partial(_dot_product, shape, dtype, "cudnn"),
+        "decode_attention (Pallas GPU)": functools.partial(_decode, shape, dtype),
+        "paged_attention (Pallas TPU)": functools.partial(_paged, shape, dtype)}
+
+
+# Tree attention.
+
+
+def tree_arguments(shape: TreeShape, dtype: Any) -> dict[str, Any]:
+    """Of `tree_attention`, all nodes packed in order; parents make trees of branching 2."""
+    (h, g, e), b, n, s = HEADS[shape.model], shape.rows, shape.nodes, shape.context
+    keys = iter(jax.random.split(jax.random.key(0), 5))
+    normal = lambda *dims: jax.random.normal(next(keys), dims, dtype)  # noqa: E731
+    index = np.arange(b * n, dtype=np.int32)
+    parent = np.maximum(np.arange(n) - 1, 0) // 2
+    return {"q": normal(b * n, h, e), "row": jnp.asarray(index // n),
+            "node": jnp.asarray(index % n),
+            "tree_k": normal(b, n, g, e), "tree_v": normal(b, n, g, e),
+            "parent": jnp.asarray(np.broadcast_to(parent, (b, n)).astype(np.int32)),
+            "cache_k": normal(b, g, e, s), "cache_v": normal(b, g, s, e),
+            "length": jnp.asarray(lengths(shape))}
+
+
+def tree_contender(shape: TreeShape, dtype: Any, name: str, **options: Any) -> Contender:
+    """An implementation of ours; `options` are those of `tree_attention`."""
+    (h, _, e), nodes = HEADS[shape.model], shape.rows * shape.nodes
+    needed = 2 * 4 * nodes * shape.context * h * e
+    if name in APART and needed > MOST_BYTES:
+        raise Impossible(f"{name} would hold {needed >> 30} GiB of keys and values")
+    args = tree_arguments(shape, dtype)
+    q, cache = args.pop("q"), (args.pop("cache_k"), args.pop("cache_v"))
+
+    def step(q: Any, cache: Any) -> Any:
+        return trees.tree_attention(q, **args, cache_k=cache[0], cache_v=cache[1],
+                                    scale=e**-0.5, implementation=name, **options)
+
+    return Contender(step, q, cache, ours=True)
+
+
+def _by_slot(shape: TreeShape, dtype: Any) -> tuple[Any, Any, Any, Any]:
+    """q [B, n, H, E]; k and v [B, S + n, G, E], the tree last; visible bool[B, n, S + n]."""
+    args = tree_arguments(shape, dtype)
+    b, n = args["parent"].shape
+    k = jnp.concatenate([args["cache_k"].transpose(0, 3, 1, 2), args["tree_k"]], 1)
+    v = jnp.concatenate([args["cache_v"].transpose(0, 2, 1, 3), args["tree_v"]], 1)
+    seen = np.eye(n, dtype=bool)
+    for node, parent in enumerate(np.asarray(args["parent"][0])[1:], 1):
+        seen[node] |= seen[parent]
+    context = np.arange(shape.context)[None] < lengths(shape)[:, None]
+    visible = np.concatenate([np.broadcast_to(context[:, None], (b, n, shape.context)),
+                              np.broadcast_to(seen, (b, n, n))], 2)
+    return args["q"].reshape(b, n, *args["q"].shape[1:]), k, v, jnp.asarray(visible)
+
+
+def _dot_product(shape: TreeShape, dtype: Any, implementation: str | None) -> Contender:
+    if implementation == "cudnn" and jax.default_backend() != "gpu":
+        raise Impossible("needs a gpu")
+    q, k, v, visible = _by_slot(shape, dtype)
+
+    def step(q: Any, kv: Any) -> Any:
+        return jax.nn.dot_product_attention(q, *kv, mask=visible[:, None],
+                                            implementation=implementation)
+
+    return Contender(step, q, (k, v), ours=False)
+
+
+def _decode(shape: TreeShape, dtype: Any) -> Contender:
+    if jax.default_backend() != "gpu":
+        raise Impossible("needs a gpu")
+    if shape.nodes != 1:
+        raise Impossible("one query a row: it has no trees")
+    from jax.experimental.pallas.ops.gpu import decode_attention
+
+    q, k, v, visible = _by_slot(shape, dtype)
+    count = visible.sum((1, 2)).astype(jnp.int32)
+
+    def step(q: Any, kv: Any) -> Any:
+        return decode_attention.gqa(q, *kv, kv_seq_len=count)
+
+    return Contender(step, q[:, 0], (k, v), ours=False)
+
+
+def _paged(shape: TreeShape, dtype: Any) -> Contender:
+    if jax.default_backend() != "tpu":
+        raise Impossible("needs a tpu")
+    if shape.nodes != 1:
+        raise Impossible("one query a row: it has no trees")
+    from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention
+
+    q, k, v, _ = _by_slot(shape, dtype)
+    size, b = 16, shape.rows
+    pages = shape.context // size
+    # [G, pages, size, E]: as many pages as the context has, the tree's token left out
+    k, v = (x[:, : shape.context].transpose(2, 0, 1, 3).reshape(x.shape[2], b * pages, size, -1)
+            for x in (k, v))
+    index = jnp.arange(b * pages, dtype=jnp.int32).reshape(b, pages)
+
+    def step(q: Any, kv: Any) -> Any:
+        return paged_attention(q, *kv, jnp.asarray(lengths(shape)), index,
+                               pages_per_compute_block=min(pages, 8))
+
+    return Contender(step, q[:, 0] * q.shape[3] ** -0.5, (k, v), ours=False)
+
+
+# The perturbed argmax.
+
+
+def draw_arguments(shape: DrawShape) -> dict[str, Any]:
+    """Of `gumbel_argmax`, at temperature 1, as a head makes logits: a transposed [V, W]."""
+    w = shape.positions
+    logits = jax.random.normal(jax.random.key(0), (VOCABULARY[shape.model], w)) * 3
+    key = np.random.default_rng(0).integers(0, 2**32, (w, 2), dtype=np.uint32)
+    return {"logits": logits, "temperature": jnp.ones(w), "key": jnp.asarray(key),
+            "position": jnp.arange(w, dtype=jnp.int32)}
+
+
+def draw_contender(shape: DrawShape, name: str, **options: Any) -> Contender:
+    """An implementation of ours; `options` are those of `gumbel_argmax`."""
+    args = draw_arguments(shape)
+    logits, position = args.pop("logits"), args.pop("position")
+
+    def step(position: Any, logits: Any) -> Any:
+        drawn = draws.gumbel_argmax(logits.T, position=position, count=shape.count,
+                                    implementation=name, **args, **options)
+        return _onward(position, drawn.token[:, 0], drawn.logprob[:, 0])
+
+    return Contender(step, position, logits, ours=True)
+
+
+def _categorical(shape: DrawShape) -> Contender:
+    args = draw_arguments(shape)
+
+    def step(position: Any, logits: Any) -> Any:
+        scores = logits + jax.random.gumbel(jax.random.key(position[0]), logits.shape)
+        token = scores.argmax(0).astype(jnp.int32) if shape.count == 1 else jax.lax.top_k(
+            scores.T, shape.count)[1][:, 0]
+        logprob = jnp.take_along_axis(jax.nn.log_softmax(logits, 0), token[None], 0)[0]
+        return _onward(position, token, logprob)
+
+    return Contender(step, args["position"], args["logits"], ours=False)
+
+
+def _argmax(shape: DrawShape) -> Contender:
+    """No noise and no log-probability: what reading the logits costs. Not an alternative."""
+    args = draw_arguments(shape)
+
+    def step(position: Any, logits: Any) -> Any:
+        token = logits.argmax(0).astype(jnp.int32)
+        return _onward(position, token, logits[0])
+
+    return Contender(step, args["position"], args["logits"], ours=True)
+
+
+def _onward(position: Any, token: Any, logprob: Any) -> Any:
+    """Positions that depend on what was drawn, so that draws run one after the other."""
+    return (position + token + (logprob > 0)) & 1023

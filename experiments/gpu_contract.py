@@ -1,0 +1,78 @@
+"""The kernels' contract tests on this machine's device, with a JSON of what became of each.
+
+    python experiments/gpu_contract.py
+
+Pallas and Triton kernels run as they are on a GPU or TPU, by interpretation on a CPU. What --out
+holds as passed or skipped is not run again; after --seconds no test is begun. Needs jax, numpy and
+pytest; tests of what else is missing are skipped and say what that is.
+"""
+
+import os
+import sys
+
+os.environ.setdefault("JAX_DEFAULT_MATMUL_PRECISION", "highest")  # a GPU's float32 is TF32 else
+
+from bench import bare  # isort: skip (it sets the path)
+
+import jax
+import pytest
+from bench import hardware
+
+FILES = [f"tests/kernels/test_{name}.py" for name in (
+    "tree_attention", "gumbel_argmax", "noise", "attention_parts")]
+TINY = "repeatable"
+
+
+class Recorder:
+    """A pytest plugin that leaves out what is done, records the rest, and stops in time."""
+
+    def __init__(self, results: bare.Results) -> None:
+        self.results, self.names = results, []
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]
+                                      ) -> None:
+        self.names = [item.nodeid for item in items]
+        left = {name for name in self.names
+                if self.results.found["cases"].get(name, {"failed": True}).get("failed")}
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in left])
+        items[:] = [item for item in items if item.nodeid in left]
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "call" or report.outcome != "passed":
+            self.results.add(report.nodeid, outcome(report))
+
+    def pytest_runtest_logfinish(self) -> None:
+        if not self.results.in_time():
+            raise pytest.exit.Exception("out of time: run it again", returncode=0)
+
+
+def outcome(report: pytest.TestReport) -> dict:
+    """What the result holds of one test."""
+    found = {"outcome": report.outcome, "seconds": round(report.duration, 3)}
+    if report.skipped:
+        found["reason"] = report.longrepr[2]
+    elif report.failed:
+        text = str(report.longrepr).strip().splitlines()
+        found["failed"] = (text or ["no message"])[-1][:300]
+    return found
+
+
+def main() -> int:
+    default = f"gpu_contract_{jax.default_backend()}.json"
+    args = bare.parser(__doc__, default).parse_args()
+    results = bare.Results(args.out, default, {
+        "command": bare.command(), "machine": hardware.machine()}, args.seconds)
+    recorder = Recorder(results)
+    chosen = ["-k", TINY] if args.tiny else []
+    files = [str(bare.ROOT / file) for file in FILES]
+    status = pytest.main([*files, *chosen, "-q", "-m", "not tpu", "-p", "no:cacheprovider",
+                          "--rootdir", str(bare.ROOT)], [recorder])
+    if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED,
+                      pytest.ExitCode.NO_TESTS_COLLECTED):
+        return int(status)
+    return results.finish(recorder.names)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

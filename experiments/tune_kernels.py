@@ -1,0 +1,48 @@
+"""Measures block sizes of the kernels at named real shapes and writes the device's tuning table.
+
+    python experiments/tune_kernels.py
+    python experiments/tune_kernels.py --tiny --interpret --out=/some/where/cpu.json
+
+From the heuristic's configuration on, one field at a time is changed as long as that is faster by
+1 %. A configuration counts only if its result equals that of `xla`. Rows go into
+kernels/specrl_kernels/tuned/; those of other shapes stay. Needs jax and numpy only. With
+--interpret the times mean nothing: it shows that the search works, and needs --out.
+"""
+
+import sys
+
+from bench import bare  # isort: skip (it sets the path)
+
+import jax
+from bench import tune
+from bench.kernel_shapes import SETS
+from specrl_kernels import tuning
+
+
+def main() -> int:
+    kind = jax.devices()[0].device_kind
+    default = tuning.folder() / tuning.file_name(kind)
+    flags = bare.parser(__doc__, str(default.name))
+    flags.add_argument("--interpret", action="store_true", help="run kernels by interpretation")
+    flags.add_argument("--repeats", type=int, default=7)
+    args = flags.parse_args()
+    platform = jax.default_backend()
+    if args.interpret and args.out is None:
+        raise SystemExit("--interpret: its times mean nothing; name a file with --out")
+    if platform == "cpu" and not args.interpret:
+        raise SystemExit("this is a cpu, where no kernel has anything to tune; --interpret shows "
+                         "that the search works")
+    table = tune.Table(args.out or default, kind)
+    search = tune.Search(platform, args.interpret, args.repeats, args.seconds)
+    for shape in SETS["tiny" if args.tiny else "accelerator"]:
+        for name in tune.tunable(shape, platform, args.interpret):
+            if not table.holds(shape, name, search.dtype(shape)) and search.in_time():
+                row = search.best(shape, name)
+                table.add(row)
+                print(tune.line(shape, row), flush=True)
+    print(f"wrote {table.path}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,120 @@
+"""The GPU suite at sizes that a CPU can do, with nothing but what it says it needs."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SUITE = ROOT / "experiments" / "gpu_suite.sh"
+# Imported before anything else: all direct dependencies but those that the suite needs are missing.
+MISSING = '''
+import sys
+
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in NAMES:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Missing())
+'''
+NAMES = {"ml_collections", "tensorflow_datasets", "importlib_resources", "llvmlite", "safetensors",
+         "gguf", "tokenizers", "jinja2", "huggingface_hub", "math_verify", "tensorboardX",
+         "matplotlib"}
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Of a machine with a bare checkout."""
+    place = tmp_path_factory.mktemp("bare")
+    (place / "sitecustomize.py").write_text(MISSING.replace("NAMES", repr(NAMES)))
+    return {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | {
+        "PYTHONPATH": str(place), "PYTHON": sys.executable, "JAX_PLATFORMS": "cpu"}
+
+
+def run(environment: dict[str, str], *args: str, status: int = 0) -> subprocess.CompletedProcess:
+    found = subprocess.run([str(SUITE), *args], env=environment, capture_output=True, text=True,
+                           cwd="/", timeout=500)
+    assert found.returncode == status, found.stderr
+    return found
+
+
+def tiny(environment: dict[str, str], path: Path, command: str, *args: str) -> dict[str, Any]:
+    """What a command writes."""
+    run(environment, command, "--tiny", f"--out={path}", *args)
+    return json.loads(path.read_text())
+
+
+def test_an_unknown_command_says_what_there_is(environment: dict[str, str]) -> None:
+    told = run(environment, "fast", status=2).stderr
+    assert all(name in told for name in ("contract", "kernels", "rollouts", "tune"))
+
+
+def test_nothing_is_tuned_on_a_cpu(environment: dict[str, str]) -> None:
+    assert "this is a cpu" in run(environment, "tune", status=1).stderr
+    assert "name a file with --out" in run(environment, "tune", "--interpret", status=1).stderr
+
+
+@pytest.mark.slow
+def test_kernels(environment: dict[str, str], tmp_path: Path) -> None:
+    path = tmp_path / "kernels.json"
+    found = tiny(environment, path, "kernels", "--repeats=2")
+    assert len(found["cases"]) == 3 and "/" not in found["command"].replace("experiments/", "")
+    for name, case in found["cases"].items():
+        assert case["bytes"] > 0 and case["times_faster"] > 0, name
+        timed = [who for who, one in case["contenders"].items() if "seconds" in one]
+        assert "xla" in timed and case["best_alternative"] in timed
+        assert "needs a tpu" in case["contenders"]["pallas"]["refused"]
+        assert all(case["contenders"][who]["bandwidth_fraction"] > 0 for who in timed)
+        assert not [one for one in case["contenders"].values() if "failed" in one]
+    assert "needs the package llvmlite" in str(found["cases"])
+    before = path.stat().st_mtime_ns
+    tiny(environment, path, "kernels")
+    assert path.stat().st_mtime_ns == before  # all cases were kept
+    path.write_text(json.dumps(found | {"machine": {"device": "another"}}))
+    told = run(environment, "kernels", "--tiny", f"--out={path}", status=1).stderr
+    assert "of another machine" in told
+
+
+@pytest.mark.slow
+def test_rollouts(environment: dict[str, str], tmp_path: Path) -> None:
+    [case] = tiny(environment, tmp_path / "rollouts.json", "rollouts")["cases"].values()
+    plain, replayed = (case["settings"][f"{drafter}, xla"] for drafter in ("off", "replay"))
+    assert plain["accept_length"] == 1 and replayed["accept_length"] > 4
+    assert replayed["equal_streams"] == 1 and replayed["compilations"] == 0
+    assert min(plain["over_bound"], replayed["over_bound"]) > 0
+
+
+@pytest.mark.slow
+def test_contract(environment: dict[str, str], tmp_path: Path) -> None:
+    path = tmp_path / "contract.json"
+    first = tiny(environment, path, "contract", "--seconds=1")["cases"]
+    assert len(first) == 1  # out of time after one test
+    cases = tiny(environment, path, "contract")["cases"]
+    outcomes = {name.partition("[")[2]: case["outcome"] for name, case in cases.items()
+                if "test_tree_attention" in name}
+    assert outcomes == {"pallas]": "passed", "pallas_triton]": "passed", "machine]": "skipped",
+                        "xla]": "passed", "reference]": "passed"}
+    assert "llvmlite" in str([case.get("reason") for case in cases.values()])
+    assert cases.items() >= first.items()
+
+
+@pytest.mark.slow
+def test_tuning_finds_what_runs_and_is_right(environment: dict[str, str], tmp_path: Path,
+                                             monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "cpu.json"
+    found = tiny(environment, path, "tune", "--interpret", "--repeats=1", "--seconds=25")
+    assert found["device"] == "cpu" and found["rows"]
+    for row in found["rows"]:
+        assert row["microseconds"] <= row["heuristic"]["microseconds"] > 0
+        assert row["config"].keys() == row["heuristic"]["config"].keys()
+    from specrl_kernels import tuning
+
+    monkeypatch.setattr(tuning, "folder", lambda: tmp_path)
+    row = found["rows"][0]
+    assert tuning.lookup("cpu", row["op"], row["implementation"], row["shape"], row["dtype"]
+                         ) == row["config"]
