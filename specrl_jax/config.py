@@ -10,12 +10,14 @@ import re
 import typing
 from typing import Any
 
+from specrl_jax.drafter_options import DRAFTERS as DRAFTERS
+from specrl_jax.drafter_options import DistillConfig as DistillConfig
+from specrl_jax.drafter_options import DistillOptions as DistillOptions
+from specrl_jax.drafter_options import DraftConfig as DraftConfig
 from specrl_jax.options import ConfigError as ConfigError
 from specrl_jax.options import at_least, check, option, section
 
-DRAFTERS = ("off", "history", "eagle", "small_lm", "replay", "merge")
 RULES = ("match", "rejection", "lossy_lenient", "lossy_typical")
-CHILDREN = ("perturbed", "top", "sampled")
 POLICIES = ("off", "fixed", "respec", "bandit", "budget", "oracle")
 DATASETS = ("specrl_arithmetic", "gsm8k")
 
@@ -100,42 +102,6 @@ class SpecOptions:
                  spec__history_megabytes=self.history_megabytes)
         at_least(1, spec__history_match=self.history_match, spec__max_steps=self.max_steps,
                  spec__max_packed=self.max_packed)
-
-
-@dataclasses.dataclass(frozen=True)
-class DraftConfig:
-    """The drafters themselves."""
-
-    path: str = option("", "eagle: directory of a trained head, as train_drafter.py writes it; "
-                           "empty starts from random weights")
-    children: str = option("perturbed", "eagle, small_lm: a node's alternatives are the best "
-                                        "tokens after the noise of the draw (perturbed), before it "
-                                        "(top), or drawn from the drafter (sampled)")
-    model: str = option("", "small_lm: a smaller model with the actor's tokenizer, named as "
-                            "model.path is")
-    corruption: float = option(0.0, "replay: probability that a recorded token is replaced; 0 is a "
-                                    "perfect drafter, 1 a useless one")
-    cost: int = option(0, "replay: products of 128 x 128 matrices in each draft step")
-    vocab: int = option(0, "eagle from random weights: its draft vocabulary; 0 is all tokens")
-    parts: tuple[str, ...] = option(("eagle", "history"), "merge: the drafters to merge")
-    mix: tuple[float, ...] = option((), "merge: factor of each part's survival; 0 switches a part "
-                                        "off, empty is 1 for all")
-
-    def __post_init__(self) -> None:
-        check(self.children in CHILDREN, "draft.children", self.children,
-              f"choose one of {', '.join(CHILDREN)}")
-        at_least(0, draft__vocab=self.vocab, draft__cost=self.cost)
-        check(0 <= self.corruption <= 1, "draft.corruption", self.corruption, "must lie in [0, 1]")
-        parts = [name for name in DRAFTERS if name not in ("off", "merge")]
-        check(len(set(self.parts)) == len(self.parts) >= 2 and set(self.parts) <= set(parts),
-              "draft.parts", self.parts, f"name two or more of {', '.join(parts)}, each once")
-        check(not self.mix or (len(self.mix) == len(self.parts) and min(self.mix) >= 0),
-              "draft.mix", self.mix, f"give one number >= 0 for each of {', '.join(self.parts)}")
-
-    @property
-    def drafters(self) -> int:
-        """How many drafters `merge` joins."""
-        return len(self.parts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -287,6 +253,7 @@ class Config:
     control: ControlConfig = section(ControlConfig, "controller")
     rollout: RolloutConfig = section(RolloutConfig, "generation")
     learner: LearnerConfig = section(LearnerConfig, "policy update")
+    distill: DistillConfig = section(DistillConfig, "drafter's training while RL runs")
     mesh: MeshConfig = section(MeshConfig, "devices")
 
     def __post_init__(self) -> None:

@@ -5,7 +5,6 @@ from separate forwards over its answers, whose features are kept as far as memor
 """
 
 import dataclasses
-import functools
 import time
 from pathlib import Path
 from typing import Any
@@ -13,12 +12,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from specrl_jax import sharding
 from specrl_jax.actor import CHECKPOINTS, Actor
-from specrl_jax.config import Config, ConfigError, as_dict, at_least, check, option
+from specrl_jax.config import (
+    Config,
+    ConfigError,
+    DistillOptions,
+    as_dict,
+    at_least,
+    check,
+    option,
+)
+from specrl_jax.distill_programs import Programs
 from specrl_jax.draft import eagle_model, eagle_weights
 from specrl_jax.draft.eagle_model import EagleArch
 from specrl_jax.drafter_data import (
@@ -38,7 +44,7 @@ from specrl_jax.host.progress import Progress
 from specrl_jax.model.transformer import Params
 from specrl_jax.model.weights import Source
 from specrl_jax.rl import distill
-from specrl_jax.rl.distill import Assessment, DistillOptions, Lent, Lessons, Texts
+from specrl_jax.rl.distill import Lent, Lessons, Texts
 from specrl_jax.sampler import publisher
 
 ROLLOUTS, DRAFTER = "rollouts", "drafter"
@@ -112,38 +118,19 @@ class DrafterTrainer:
         cut = (options.batch_tokens, options.micro_batch_tokens, shards, config.seed)
         self.corpus, self.plans = corpus, make_plans(corpus, *cut)
         self.held, self.held_plans = held, make_plans(held, *cut)
-        whole = sharding.replicated(self.mesh)
-        put = functools.partial(jax.tree.map, functools.partial(sharding.put, whole))
-        self.lent = distill.lend(arch, params, put(self.vocab))
-        self._update = jax.jit(functools.partial(distill.update, arch, options.distill),
-                               donate_argnums=0, out_shardings=whole)
-        self._teach = jax.jit(self._teach_all, static_argnums=0)
-        self._assess = jax.jit(self._assess_all)
+        self.programs = Programs(arch, options.distill, self.mesh)
+        self.lent = distill.lend(arch, params, self.programs.whole(self.vocab))
         self._kept: dict[int, tuple[Texts, Lessons]] = {}
         self._room = options.feature_megabytes * 2**20
         head = warm_start(arch, eagle_model.initialize(arch, config.seed), params, self.lent,
                           tap_scale(*self.batch(0)))
-        self.state = put(distill.begin(options.distill, head))
-
-    # Programs over the n micro-batches of a plan.
-
-    def _teach_all(self, window: int, actor: Params, texts: Texts) -> Lessons:
-        return jax.lax.map(functools.partial(distill.teach, self.arch, window, actor), texts)
-
-    def _assess_all(self, params: Params, lent: Any, *batch: Any) -> Assessment:
-        one = functools.partial(distill.assess, self.arch, self.options.unroll, params, lent)
-        return jax.lax.map(lambda at: one(*at), batch)
+        self.state = self.programs.whole(distill.begin(options.distill, head))
 
     # Batches.
 
-    def _rows(self, values: Any) -> Any:
-        """Host arrays [n, b, ...], the rows over data shards."""
-        place = NamedSharding(self.mesh, P(None, sharding.ROWS))
-        return jax.tree.map(functools.partial(sharding.put, place), values)
-
     def _learn_from(self, corpus: Corpus, plan: Plan) -> tuple[Texts, Lessons]:
-        texts = self._rows(texts_of(corpus, plan, self.temperature))
-        return texts, self._teach(plan.window, self.actor, texts)
+        texts = self.programs.rows(texts_of(corpus, plan, self.temperature))
+        return texts, self.programs.teach(plan.window, self.actor, texts)
 
     def batch(self, index: int) -> tuple[Texts, Lessons]:
         """A plan's sequences and features; what fits is kept."""
@@ -163,7 +150,7 @@ class DrafterTrainer:
         index = int(step_prompts(len(self.plans), self.seed, self.step_number, 1)[0])
         batch = jax.block_until_ready(self.batch(index))
         made = time.perf_counter()
-        self.state, told = self._update(self.state, self.lent, *batch)
+        self.state, told = self.programs.update(self.state, self.lent, *batch)
         told = {name: np.asarray(value) for name, value in told.items()}
         ended = time.perf_counter()
         record = by_depth("alpha", told.pop("alpha")) | {
@@ -181,9 +168,9 @@ class DrafterTrainer:
         parts = []
         for plan in self.held_plans:
             texts, lessons = self._learn_from(self.held, plan)
-            key = self._rows(self.held.key[plan.rows])
-            found = self._assess(self.state.params, self.lent, texts, lessons, key,
-                                 self._rows(np.full(plan.rows.shape, scale)))
+            key = self.programs.rows(self.held.key[plan.rows])
+            found = self.programs.assess(self.state.params, self.lent, texts, lessons, key,
+                                         self.programs.rows(np.full(plan.rows.shape, scale)))
             parts += [jax.tree.map(lambda a, i=i: np.asarray(a)[i], found)
                       for i in range(len(plan.rows))]
         return summarize(parts)

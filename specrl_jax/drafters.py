@@ -24,10 +24,23 @@ from specrl_jax.model.tokenizer import Tokenizer
 
 @dataclasses.dataclass(frozen=True)
 class Drafting:
-    """A drafter, and its own weights as host arrays: what its `bind` takes."""
+    """A drafter, and its own weights as host arrays: what its `bind` takes.
+
+    What can learn is an eagle head, {"weights", "vocab"}: all of `own`, or one part of it.
+    """
 
     drafter: Drafter
     own: Any = ()
+    head: EagleArch | None = None  # of what can learn
+    part: int | None = None  # where `own` and what is bound are tuples: which of them
+
+    def learned(self, tree: Any) -> Any:
+        """The part of `own`, or of what is bound, that can learn."""
+        return tree if self.part is None else tree[self.part]
+
+    def with_learned(self, own: Any, head: Any) -> Any:
+        """`own` with another head."""
+        return head if self.part is None else (*own[: self.part], head, *own[self.part + 1 :])
 
 
 def make(config: Config, arch: Architecture, stop: Sequence[int], group: int,
@@ -50,8 +63,10 @@ def make(config: Config, arch: Architecture, stop: Sequence[int], group: int,
              _part(name, i, config, arch, stop, group, warn) for i, name in enumerate(names)]
     if config.spec.drafter != "merge":
         return parts[0]
+    learns = next((i for i, part in enumerate(parts) if part.head is not None), None)
     return Drafting(merge([part.drafter for part in parts], config.spec.max_nodes),
-                    tuple(part.own for part in parts))
+                    tuple(part.own for part in parts),
+                    None if learns is None else parts[learns].head, learns)
 
 
 def _part(name: str, origin: int, config: Config, arch: Architecture, stop: Sequence[int],
@@ -65,7 +80,7 @@ def _part(name: str, origin: int, config: Config, arch: Architecture, stop: Sequ
                          origin=origin)
         return Drafting(drafter, replaying(config.draft.corruption, config.draft.cost))
     head, own = _head(config, arch, stop, warn)
-    return Drafting(eagle(head, children=config.draft.children, origin=origin, **sizes), own)
+    return Drafting(eagle(head, children=config.draft.children, origin=origin, **sizes), own, head)
 
 
 def _head(config: Config, arch: Architecture, stop: Sequence[int], warn: Callable[[str], None]

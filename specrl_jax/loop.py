@@ -14,10 +14,11 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from specrl_jax import sharding
+from specrl_jax import evolution, sharding
 from specrl_jax.config import Config, check
 from specrl_jax.draft.memory import Memory, capacity
-from specrl_jax.host import data
+from specrl_jax.drafter_life import checksum
+from specrl_jax.host import data, launches
 from specrl_jax.host.checkpoint import Checkpoints
 from specrl_jax.model import architecture, weights
 from specrl_jax.model.tokenizer import Tokenizer
@@ -82,6 +83,9 @@ class Trainer:
                                prompts=config.prompts_per_step, group=config.group_size, warn=say,
                                tokenizer=self.tokenizer)
         self.sampler.publish(params, 0)
+        self.warnings: list[str] = []  # what a user should know of the drafter, not told yet
+        self.life, self.evolution = evolution.begin(config, self.sampler, prompts.tokens,
+                                                   self.warnings.append)
         spec = config.spec
         self.memory = Memory(
             capacity(spec.history_megabytes, config.rollout.max_new_tokens,
@@ -104,6 +108,10 @@ class Trainer:
     def compile(self, say: Callable[[str], None]) -> None:
         """Compiles everything a step may run."""
         self.sampler.compile(say)
+        if self.life:
+            self.life.begin()
+        if self.evolution:
+            self.evolution.compile(say)
         config = self.config
         batch, totals = self._batch(self._blank_rollout(), np.zeros(config.sequences, np.float32))
         if config.learner.updates:
@@ -164,49 +172,91 @@ class Trainer:
              ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """One RL step: the metrics, and a record of each sequence."""
         began = time.perf_counter()
+        phase("drafter")
+        evolved = self._before_rollout()
         phase("rollout")
+        started = time.perf_counter()
         rollout, record = self.rollout(progress)
         phase("reward")
         rewarded = time.perf_counter()
-        samples, rewards, parts = self._judge(rollout)
-        advantage = group_advantages(
-            rewards.reshape(-1, self.config.group_size), scale=self.config.learner.scale_advantage)
+        samples, rewards, parts = self._judge(rollout, self.step_number)
+        advantage = self._advantages(rewards)
+        judged = time.perf_counter()
+        phase("drafter")
+        if self.evolution:
+            evolved |= self.evolution.collect(rollout, rewards, advantage, self.step_number)
         phase("learn")
         learned = time.perf_counter()
-        learn_metrics = self.learn(rollout, advantage.reshape(-1))
+        record |= self.learn(rollout, advantage)
         ended = time.perf_counter()
-        record |= learn_metrics | parts | {
+        if self.evolution:
+            phase("drafter")
+            evolved |= self.evolution.train(self.step_number)
+            spent = started - began + learned - judged + time.perf_counter() - ended
+            evolved |= self.evolution.account(spent, record.get("time/saved", 0.0))
+        groups = advantage.reshape(-1, self.config.group_size)
+        record |= evolved | parts | {
             "reward/mean": float(rewards.mean()), "reward/std": float(rewards.std()),
-            "reward/useful_groups": float((advantage != 0).any(1).mean()),
-            "time/reward": learned - rewarded, "time/learn": ended - learned,
-            "time/step": ended - began, "step": self.step_number,
+            "reward/useful_groups": float((groups != 0).any(1).mean()),
+            "time/reward": judged - rewarded, "time/learn": ended - learned,
+            "time/step": time.perf_counter() - began, "step": self.step_number,
             "memory/peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
                 1 if sys.platform == "darwin" else 1024)}
         self.step_number += 1
         return record, samples
 
+    def _before_rollout(self) -> dict[str, Any]:
+        """What becomes of the drafter before a step's rollout, and what will draft it."""
+        if not self.life:
+            return {}
+        fault, told = self.life.inspect(), {}
+        if self.evolution and self.config.distill.when == "once" and self.step_number == 0:
+            told = self._learn_first()
+        told |= {"drafter/fault": fault} if fault else {}
+        return {"drafter/faults": self.life.faults, "drafter/held": float(self.life.held),
+                "checksum/drafter": checksum(self.life.head),
+                "checksum/policy": checksum(self.sampler.params)} | told
+
+    def _learn_first(self) -> dict[str, Any]:
+        """The one training of `once`: on answers that the initial actor gives outside RL."""
+        for number in range(self.config.distill.rollouts):
+            rollout, _ = self.sampler.generate(self._asked(number), "generate", number)
+            rewards = self._judge(rollout, number)[1]
+            self.evolution.keep(rollout, rewards, self._advantages(rewards), number)
+        return self.evolution.train_now(0)
+
+    def _advantages(self, rewards: np.ndarray) -> np.ndarray:
+        """f32[Q] within each group."""
+        return group_advantages(rewards.reshape(-1, self.config.group_size),
+                                scale=self.config.learner.scale_advantage).reshape(-1)
+
+    def _asked(self, step: int) -> Asked:
+        chosen = self.chosen(step)
+        ids = np.asarray([self.prompts.examples[i]["id"] for i in chosen], np.int32)
+        return Asked([self.prompts.tokens[i] for i in chosen], ids, data.occurrences(ids))
+
     def rollout(self, progress: Callable[[int, int, int], None] = lambda *counts: None
                 ) -> tuple[Rollout, dict[str, Any]]:
         """The sequences of this step, and the rollout's metrics."""
-        config, chosen = self.config, self.chosen()
-        ids = np.asarray([self.prompts.examples[i]["id"] for i in chosen], np.int32)
-        asked = Asked([self.prompts.tokens[i] for i in chosen], ids, data.occurrences(ids))
-        past = self.memory.past(ids, self.sampler.engine.layout.past)
+        asked = self._asked(self.step_number)
+        past = self.memory.past(asked.prompt_id, self.sampler.engine.layout.past)
         rollout, result = self.sampler.generate(asked, "train", self.step_number, past=past,
                                                 progress=progress)
-        if config.spec.history_past:
+        if self.config.spec.history_past:
             self.memory.add(rollout.prompt_id, rollout.tokens, rollout.length)
-        return rollout, rollout_metrics(rollout, result) | {
+        saved = launches.saved(result.trace, self.sampler.plain, sharding.shard_count(self.mesh))
+        return rollout, rollout_metrics(rollout, result) | saved | {
             "version/policy": rollout.policy_version, "version/drafter": rollout.drafter_version}
 
-    def chosen(self) -> np.ndarray:
-        """Indices of this step's examples, a function of seed and step."""
-        return data.step_prompts(len(self.prompts.examples), self.config.seed, self.step_number,
+    def chosen(self, step: int) -> np.ndarray:
+        """Indices of a step's examples, a function of seed and step."""
+        return data.step_prompts(len(self.prompts.examples), self.config.seed, step,
                                  self.config.prompts_per_step)
 
-    def _judge(self, rollout: Rollout) -> tuple[list[dict[str, Any]], np.ndarray, dict[str, float]]:
+    def _judge(self, rollout: Rollout, step: int
+               ) -> tuple[list[dict[str, Any]], np.ndarray, dict[str, float]]:
         """Records of all sequences, rewards f32[Q], and the mean of each term."""
-        index = {self.prompts.examples[i]["id"]: i for i in self.chosen()}
+        index = {self.prompts.examples[i]["id"]: i for i in self.chosen(step)}
         samples, terms = [], []
         for q in range(len(rollout.length)):
             i, length = index[int(rollout.prompt_id[q])], int(rollout.length[q])
@@ -264,10 +314,12 @@ class Trainer:
         return {"actor": self.state.params, "optimizer": self.state.optimizer,
                 "history": self.memory.arrays(),
                 "control": jax.tree.map(np.asarray, self.sampler.engine.control),
-                "acceptance": self.sampler.engine.acceptance}
+                "acceptance": self.sampler.engine.acceptance,
+                **(self.evolution.arrays() if self.evolution else {})}
 
     def meta(self) -> dict[str, Any]:
-        return {"step": self.step_number, "seed": self.config.seed, "bad_steps": self.bad_steps}
+        return {"step": self.step_number, "seed": self.config.seed, "bad_steps": self.bad_steps,
+                **({"drafter": self.evolution.meta()} if self.evolution else {})}
 
     def restore(self, checkpoints: Checkpoints) -> bool:
         """Continues from the newest intact checkpoint; False if there is none."""
@@ -285,4 +337,6 @@ class Trainer:
         self.step_number, self.bad_steps = meta["step"], meta["bad_steps"]
         self.sampler.restored = True
         self.sampler.publish(self.state.params, self.step_number)
+        if self.evolution:
+            self.evolution.restore(arrays, meta["drafter"])
         return True

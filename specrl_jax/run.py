@@ -61,6 +61,8 @@ def run_steps(trainer: Trainer, checkpoints: Checkpoints, writer: metrics.Writer
             progress.warn(f"{record['compilations']} compilations after warm-up")
         if not record["applied"]:
             progress.warn(f"step {record['step']}: loss or gradient is not finite; skipped")
+        while trainer.warnings:
+            progress.warn(f"step {record['step']}: {trainer.warnings.pop(0)}")
         writer.write_step(record, samples)
         progress.step(record)
         done = trainer.step_number

@@ -81,19 +81,29 @@ class Sampler:
         past = config.spec.history_past if drafter.depth else 0
         self.engine = Engine(machine, mesh, shapes, stop, dtype, past, config.control.audit)
         self.price: Record | None = None  # what rounds cost, where the controller asks
+        self.plain: dict[int, float] = {}  # seconds of a round without a draft, where it does not
         self.restored = False  # whether the controller's state is a checkpoint's
         self._cast = publisher(arch, mesh, dtype)
         self.params: Any = None
         self.drafter_params: Any = ()
-        self._own = jax.tree.map(lambda a: self.engine.everywhere(a), self.drafting.own)
+        self.own = jax.tree.map(lambda a: self.engine.everywhere(a), self.drafting.own)
         warn_of_broken(self.drafting.own, warn)
-        self.version = -1
+        self.version, self.drafter_version = -1, 0
 
     def publish(self, params: Any, version: int) -> None:
         """Makes `params` what rollouts read: cast and resharded, or as they are if both agree."""
         self.params, self.version = self._cast(params), version
-        self.drafter_params = self.engine.machine.drafter.bind(
-            self.params, self._own)
+        self.publish_drafter(self.own, self.drafter_version)
+
+    def publish_drafter(self, own: Any, version: int) -> None:
+        """Makes `own` what rollouts draft with, as a whole or, after an error, not at all."""
+        bound = self.engine.machine.drafter.bind(self.params, own)
+        self.own, self.drafter_version, self.drafter_params = own, version, bound
+
+    def draft_to(self, depth: int | None) -> None:
+        """Holds the draft depth whatever the controller plans; None gives it back its say."""
+        engine = self.engine
+        engine.control = engine.machine.controller.depth(engine.control, depth)
 
     def compile(self, report: Callable[[str], None] = lambda text: None) -> None:
         """Compiles all programs and runs each small one once: nothing compiles after this.
@@ -107,12 +117,30 @@ class Sampler:
             self.engine.control, self.price = probe.priced(
                 self.engine, self.params, self.drafter_params, control.cost_table,
                 self._drafts(), report)
+        elif self.drafting.head is not None:
+            self.plain = probe.plain(self.engine, self.params, self.drafter_params)
         shapes = self.engine.shapes
-        count = shapes.sequences * shapes.shards // shapes.group
-        asked = Asked([[0, 0]] * count, np.arange(count), np.zeros(count, np.int32))
+        limit = np.ones(shapes.sequences * shapes.shards, np.int32)
+        self.canary([[0, 0]], limit)
+
+    def canary(self, prompts: Sequence[Sequence[int]], limit: np.ndarray, depth: int | None = None
+               ) -> Result:
+        """Answers whose tokens nobody reads; nothing is learned from them, nor from warming up.
+
+        Args:
+          prompts: repeated as often as there are prompts in a call.
+          limit: i32[sequences] most tokens of each.
+          depth: of drafts; None leaves it to the controller.
+        """
+        count = len(limit) // self.group
+        asked = Asked([prompts[i % len(prompts)] for i in range(count)], np.arange(count),
+                      np.zeros(count, np.int32))
         before = self.engine.control, self.engine.acceptance
-        self.generate(asked, "canary", 0, limit=1)
-        self.engine.control, self.engine.acceptance = before  # nothing is learned from warming up
+        if depth is not None:
+            self.draft_to(depth)
+        _, result = self.generate(asked, "canary", 0, limit=limit)
+        self.engine.control, self.engine.acceptance = before
+        return result
 
     def _drafts(self) -> dict[str, Any]:
         """What drafting takes depends on."""
@@ -121,7 +149,7 @@ class Sampler:
             name: spec[name] for name in ("drafter", "max_steps", "max_branch", "history_past")}
 
     def generate(self, asked: Asked, stream: str, step: int, *, past: np.ndarray | None = None,
-                 limit: int | None = None,
+                 limit: np.ndarray | None = None,
                  progress: Callable[[int, int, int], None] = lambda done, total, tokens: None,
                  peek: Callable[[np.ndarray, np.ndarray], None] | None = None
                  ) -> tuple[Rollout, Result]:
@@ -132,7 +160,8 @@ class Sampler:
           stream: what the tokens are for, see prng.STREAMS.
           step: part of the noise key.
           past: i32[prompts, K, T] earlier responses, see draft/memory.py.
-          limit: most new tokens, if fewer than rollout.max_new_tokens.
+          limit: i32[sequences] most new tokens, if fewer than rollout.max_new_tokens, in the order
+            of the slots; 0 is none, for the last ones of a shard.
           progress, peek: see Engine.run.
 
         Returns:
@@ -168,7 +197,7 @@ class Sampler:
             tokens=s.tokens, length=s.length, logprob=s.logprob, raw_logprob=s.raw_logprob,
             kept_mass=s.kept_mass, prompt_id=ids, occurrence=occurrence, sample_id=sample,
             stopped=np.isin(last, self.engine.layout.stop), commits=s.commits, rounds=s.rounds,
-            policy_version=self.version)
+            policy_version=self.version, drafter_version=self.drafter_version)
 
 
 def publisher(arch: Architecture, mesh: Mesh, dtype: Any) -> Callable[[Any], Any]:

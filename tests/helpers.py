@@ -215,16 +215,25 @@ def micro_config(**changes: Any) -> Config:
     return Config(**(sections | changes))
 
 
-def micro_trainer(config: Config) -> Trainer:
-    """A compiled trainer of a one-layer `random:tiny` on made-up prompts."""
-    arch = dataclasses.replace(TINY, num_layers=1)
+def micro_trainer(config: Config, **arch: Any) -> Trainer:
+    """A compiled trainer of a one-layer `random:tiny`, changed by `arch`, on made-up prompts."""
+    trainer = micro_trainer_to_compile(config, **arch)
+    trainer.compile(lambda text: None)
+    return trainer
+
+
+def micro_trainer_to_compile(config: Config, **changes: Any) -> Trainer:
+    arch = dataclasses.replace(TINY, **({"num_layers": 1} | changes))
     source = Source(arch, byte_tokenizer(), random_tensors(arch, 0), "micro")
     rng = np.random.default_rng(0)
     tokens = [rng.integers(0, 256, n).tolist() for n in rng.integers(1, 11, 16)]
     examples = [{"id": i, "question": "", "answer": str(i)} for i in range(16)]
-    trainer = Trainer(config, source, Prompts(examples, [""] * 16, tokens), lambda text: None)
-    trainer.compile(lambda text: None)
-    return trainer
+    return Trainer(config, source, Prompts(examples, [""] * 16, tokens), lambda text: None)
+
+
+def even(prompt: str, completion: str, example: object) -> float:
+    """A reward that random answers differ in: the share of characters with an even code."""
+    return sum(ord(x) % 2 == 0 for x in completion) / max(len(completion), 1)
 
 
 ROOT = File(__file__).resolve().parents[1]

@@ -141,9 +141,12 @@ def adaptive(policy: Policy, control: ControlConfig, bounds: Bounds) -> Controll
             sums=np.zeros(len(SUMS), np.float32),
             by_depth=np.zeros((2, bounds.depth + 1), np.float32))
 
+    def depth(state: Adaptive, steps: int | None) -> Adaptive:
+        return state.replace(force=np.asarray([FREE if steps is None else steps, FREE], np.int32))
+
     return Controller(init=init, plan=plan, keep=keep, update=update, note=note, explain=explain,
                       weigh=lambda state, batch, left: weigh(state, control.length_weight, left),
-                      adaptive=True)
+                      depth=depth, adaptive=True)
 
 
 def blank(own: Any, bounds: Bounds) -> Adaptive:

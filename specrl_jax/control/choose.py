@@ -26,8 +26,8 @@ def make(control: ControlConfig, spec: SpecOptions, mix: Sequence[float] = (1.0,
     if control.policy == "off" or spec.drafter == "off":
         return off()
     if control.policy == "fixed":
-        return fixed(control.min_survival)._replace(
-            init=lambda: make_spec(spec.steps, spec.branch, spec.nodes, spec.budget, mix))
+        return fixed(control.min_survival, make_spec(spec.steps, spec.branch, spec.nodes,
+                                                     spec.budget, mix))
     bounds = Bounds(depth=spec.max_steps if depth is None else depth, branch=spec.max_branch,
                     nodes=spec.max_nodes, mix=tuple(mix), ladders=dict(ladders or {}),
                     longest=longest)

@@ -42,6 +42,8 @@ class Controller(NamedTuple):
     explain: Callable[[Any, Any], dict[str, Any]] = lambda state, launch: {}  # of the last launch
     weigh: Callable[[Any, int, np.ndarray], np.ndarray] = (
         lambda state, batch, left: np.ones_like(left))  # rows, from tokens still to come f32[rows]
+    depth: Callable[[Any, int | None], Any] = (
+        lambda state, steps: state)  # drafts to that depth whatever is planned; None: as planned
     adaptive: bool = False  # the state changes on the device, and holds tables of time
 
 
@@ -60,20 +62,25 @@ def off() -> Controller:
                       keep=keep_within, update=lambda state, launch: state)
 
 
-def fixed(min_survival: float = 0.0) -> Controller:
+def fixed(min_survival: float = 0.0, spec: SpecConfig | None = None) -> Controller:
     """The state itself is the SpecConfig, so that a caller can change it between launches.
 
     Args:
       min_survival: nodes that are less likely on the accepted path are not verified.
+      spec: the state at first; None drafts nothing.
     """
+    planned = make_spec(0, 1, 1, 0) if spec is None else spec
 
     def keep(state: SpecConfig, load: Load, spec: SpecConfig, tree: DraftTree,
              buckets: tuple[Bucket, ...]) -> tuple[Array, Array]:
         likely = tree.live & (tree.survival >= min_survival)
         return keep_within(state, load, spec, tree.replace(live=likely), buckets)
 
-    return Controller(init=lambda: make_spec(0, 1, 1, 0), plan=lambda state, load: state,
-                      keep=keep, update=lambda state, launch: state)
+    def depth(state: SpecConfig, steps: int | None) -> SpecConfig:
+        return state.replace(steps=planned.steps if steps is None else jnp.int32(steps))
+
+    return Controller(init=lambda: planned, plan=lambda state, load: state,
+                      keep=keep, update=lambda state, launch: state, depth=depth)
 
 
 def keep_within(state: Any, load: Load, spec: SpecConfig, tree: DraftTree,

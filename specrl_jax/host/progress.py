@@ -19,7 +19,7 @@ def split_of_time(metrics: dict[str, Any]) -> str:
     total = metrics.get("time/step", 0.0)
     if not total > 0:
         return ""
-    shares = {name: metrics[f"time/{name}"] for name in ("rollout", "learn")
+    shares = {name: metrics[f"time/{name}"] for name in ("rollout", "learn", "distill")
               if f"time/{name}" in metrics}
     shares["other"] = max(total - sum(shares.values()), 0.0)
     return "time% " + " ".join(f"{name} {100 * s / total:.0f}" for name, s in shares.items())

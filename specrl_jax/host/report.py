@@ -25,8 +25,9 @@ from specrl_jax.host.metrics import (
 REPORT = "report.html"
 REQUIRED = ("step", "reward/mean")
 REQUIRED_OF_SAMPLES = ("prompt_id", "sample_id", "prompt", "completion", "tokens", "reward")
-PHASES = ("rollout", "reward", "learn")
-COLORS = {"rollout": "#4269d0", "reward": "#efb118", "learn": "#3ca951", "other": "#9c9c9c"}
+PHASES = ("rollout", "reward", "learn", "distill")
+COLORS = {"rollout": "#4269d0", "reward": "#efb118", "learn": "#3ca951", "distill": "#a463f2",
+          "other": "#9c9c9c"}
 LINE, BAND = "#4269d0", "#4269d033"
 BINS = 40
 SAMPLES_SHOWN = 8
@@ -123,9 +124,15 @@ def totals(rows: Rows, samples: Rows) -> list[tuple[str, str]]:
         if np.isfinite(values := column(rows, key)).any():
             out.append((name, form.format(np.nanmean(values))))
     if np.isfinite(saved := column(rows, "time/saved")).any():
-        lost, took = (np.nansum(column(rows, key)) for key in ("time/regret", "time/rollout"))
         out.append(("seconds saved by speculation, predicted", f"{np.nansum(saved):.1f}"))
-        out.append(("regret of the controller, of rollouts", f"{lost / max(took, 1e-9):.1%}"))
+    if np.isfinite(lost := column(rows, "time/regret")).any():
+        took = max(np.nansum(column(rows, "time/rollout")), 1e-9)
+        out.append(("regret of the controller, of rollouts", f"{np.nansum(lost) / took:.1%}"))
+    if np.isfinite(spent := column(rows, "time/distill")).any():
+        out.append(("seconds spent on the drafter's training", f"{np.nansum(spent):.1f}"))
+        out.append(("saved less spent", f"{column(rows, 'time/net')[-1]:+.1f}"))
+    if np.isfinite(faults := column(rows, "drafter/faults")).any():
+        out.append(("faults of the drafter", f"{faults[-1]:.0f}"))
     if np.isfinite(compiled := column(rows, "compilations")).any():
         out.append(("compilations, last step", f"{compiled[-1]:.0f}"))
     return out
@@ -178,6 +185,9 @@ def _figures(rows: Rows, samples: Rows) -> tuple[list[tuple[str, str]], list[tup
                    lambda ax: plot_setting(ax, rows)),
                   ("seconds saved, spent and lost by the controller", "time/saved",
                    lambda ax: plot_saved(ax, rows))]
+    if any("time/net" in row for row in rows):
+        plots.append(("seconds saved by speculation less those spent on the drafter", "time/net",
+                      lambda ax: plot_net(ax, rows)))
     drawable = [p for p in plots if np.isfinite(column(rows, p[1])).any()]
     figures = [(name, draw_svg(name, "step", draw)) for name, _, draw in drawable]
     missing = [(name, key) for name, key, _ in plots if (name, key) not in
@@ -259,6 +269,19 @@ def plot_saved(ax: Axes, rows: Rows) -> None:
     for name, key, color in (("saved", "time/saved", "#3ca951"), ("spent", "time/spent", "#efb118"),
                              ("regret", "time/regret", "#ff725c")):
         ax.plot(column(rows, "step"), np.nancumsum(column(rows, key)), color=color, label=name)
+    ax.set_ylabel("seconds, summed")
+    ax.grid(alpha=0.25)
+    ax.legend(frameon=False, fontsize=8)
+
+
+def plot_net(ax: Axes, rows: Rows) -> None:
+    """Running sums: saved by speculation, spent on the drafter, and their difference."""
+    spent = np.nancumsum(column(rows, "time/distill"))
+    net = column(rows, "time/net")
+    for name, values, color in (("saved", net + spent, "#3ca951"), ("spent", spent, "#efb118"),
+                                ("saved less spent", net, LINE)):
+        ax.plot(column(rows, "step"), values, color=color, label=name)
+    ax.axhline(0, color="#9c9c9c", linewidth=0.8)
     ax.set_ylabel("seconds, summed")
     ax.grid(alpha=0.25)
     ax.legend(frameon=False, fontsize=8)

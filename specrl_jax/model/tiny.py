@@ -1,4 +1,11 @@
-"""`random:tiny`: a random model of a few hundred kilobytes and a byte tokenizer, for tests."""
+"""`random:tiny`: a random model of a few hundred kilobytes and a byte tokenizer, for tests.
+
+`random:deep` has the layers of a small real model, for experiments in which a round's overhead must
+not be all that is measured.
+"""
+
+import dataclasses
+import types
 
 import numpy as np
 import tokenizers
@@ -11,6 +18,9 @@ from specrl_jax.model.tokenizer import Tokenizer
 # Every axis that a mesh may split divides by 8.
 TINY = Architecture(vocab_size=512, hidden_size=64, intermediate_size=128, num_layers=2,
                     num_heads=16, num_kv_heads=8, head_dim=8, max_position=2048)
+DEEP = dataclasses.replace(TINY, hidden_size=128, intermediate_size=256, num_layers=12,
+                           num_heads=8, num_kv_heads=4, head_dim=16)
+RANDOM = types.MappingProxyType({"tiny": TINY, "deep": DEEP})
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CHATML = ("{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + "
           "message['content'] + '<|im_end|>' + '\n' }}{% endfor %}"

@@ -81,10 +81,11 @@ def _find(path: str) -> Source:
 
 
 def _random(name: str) -> Source:
-    if name != "tiny":
-        raise ConfigError("the only random model is random:tiny")
-    tensors = tiny.random_tensors(tiny.TINY, seed=0)
-    return _checked(tiny.TINY, tiny.byte_tokenizer(), tensors, "random:tiny")
+    if name not in tiny.RANDOM:
+        raise ConfigError(f"the random models are {', '.join(f'random:{x}' for x in tiny.RANDOM)}")
+    arch = tiny.RANDOM[name]
+    return _checked(arch, tiny.byte_tokenizer(), tiny.random_tensors(arch, seed=0),
+                    f"random:{name}")
 
 
 def _open_gguf(path: Path) -> Source:

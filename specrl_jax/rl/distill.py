@@ -8,7 +8,6 @@ Further letters: `J` unrolled steps, `Vd` draft vocabulary, `S` = columns of pro
 together, `T` here the response tokens that any row may have, `A` tapped layers.
 """
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -19,7 +18,7 @@ import optax
 from flax import struct
 from specrl_kernels.noise import gumbel
 
-from specrl_jax.config import at_least, check, option
+from specrl_jax.config import DistillOptions
 from specrl_jax.draft import eagle_model
 from specrl_jax.draft.eagle_model import EagleArch
 from specrl_jax.model import transformer
@@ -30,34 +29,6 @@ from specrl_jax.rl.draft_loss import LOSSES, acceptance
 from specrl_jax.structs import Array, Rollout
 
 TOKENS_AT_ONCE = 256  # of which full-vocabulary logits exist
-
-
-@dataclasses.dataclass(frozen=True)
-class DistillOptions:
-    """The drafter's update."""
-
-    loss: str = option("lk", f"one of {', '.join(LOSSES)}")
-    unroll: int = option(4, "J, draft depths trained: steps of the training-time test")
-    depth_decay: float = option(0.8, "weight of each depth relative to the one before it")
-    learning_rate: float = option(1e-3, "peak learning rate of AdamW")
-    warmup_steps: int = option(0, "linear warm-up, in updates")
-    decay_steps: int = option(0, "update at which a linear decay reaches 0; 0 stays constant")
-    weight_decay: float = option(0.0, "AdamW's decoupled weight decay")
-    b1: float = option(0.9, "AdamW's first decay")
-    b2: float = option(0.95, "AdamW's second decay")
-    max_grad_norm: float = option(0.5, "global norm that gradients are clipped to")
-
-    def __post_init__(self) -> None:
-        check(self.loss in LOSSES, "loss", self.loss, f"choose one of {', '.join(LOSSES)}")
-        at_least(1, unroll=self.unroll)
-        at_least(0, learning_rate=self.learning_rate, warmup_steps=self.warmup_steps,
-                 weight_decay=self.weight_decay)
-        check(0 < self.depth_decay <= 1, "depth_decay", self.depth_decay, "must lie in (0, 1]")
-        check(self.max_grad_norm > 0, "max_grad_norm", self.max_grad_norm, "must be positive")
-        check(self.decay_steps == 0 or self.decay_steps > self.warmup_steps, "decay_steps",
-              self.decay_steps, f"must be 0 or more than warmup_steps = {self.warmup_steps}")
-        for name in ("b1", "b2"):
-            check(0 <= getattr(self, name) < 1, name, getattr(self, name), "must lie in [0, 1)")
 
 
 @struct.dataclass
@@ -75,6 +46,7 @@ class Lent:
     embed: Array  # f[V, F]
     head: Array  # f[Vd, F] rows of the draft vocabulary
     vocab: Array  # i32[Vd]
+    teachers: Array  # f[H, Vd, F] such rows of the actors that taught: H policy versions
 
 
 @struct.dataclass
@@ -97,6 +69,8 @@ class Lessons:
     hidden: Array  # f[n, F, b, T] final, of the positions that predict response tokens
     normalizer: Array  # f32[n, b, T] log-sum-exp of logits over temperature, whole vocabulary
     best: Array  # i32[n, b, T] the actor's most likely token
+    entropy: Array  # f32[n, b, T] of the actor with temperature, whole vocabulary, in nats
+    teacher: Array  # i32[n] whose hidden states these are, see Lent.teachers
 
 
 def make_texts(rollout: Rollout, reward: np.ndarray, advantage: np.ndarray, temperature: float,
@@ -126,8 +100,9 @@ def make_texts(rollout: Rollout, reward: np.ndarray, advantage: np.ndarray, temp
 
 
 def lend(arch: EagleArch, actor: Params, vocab: Array) -> Lent:
-    """The drafter's part of the actor's parameters."""
-    return Lent(actor["embed"], eagle_model.draft_head(arch, actor, vocab), vocab)
+    """The drafter's part of the parameters of an actor that is its own only teacher."""
+    head = eagle_model.draft_head(arch, actor, vocab)
+    return Lent(actor["embed"], head, vocab, head[None])
 
 
 def teach(arch: EagleArch, window: int, actor: Params, texts: Texts) -> Lessons:
@@ -138,17 +113,19 @@ def teach(arch: EagleArch, window: int, actor: Params, texts: Texts) -> Lessons:
         *transformer.right_padded(tokens.shape, texts.length), taps=arch.taps)
     predicting = _window(hidden, texts.first - 1, window)
     temperature = jnp.broadcast_to(texts.temperature[:, None], predicting.shape[1:])
-    normalizer, best = _summaries(arch.actor, actor, predicting, temperature)
-    return Lessons(taps, predicting, normalizer, best)
+    return Lessons(taps, predicting, *_summaries(arch.actor, actor, predicting, temperature),
+                   teacher=jnp.int32(0))
 
 
 def _summaries(arch: Architecture, actor: Params, hidden: Array, temperature: Array
-               ) -> tuple[Array, Array]:
-    """Log-normaliser f32[b, T] and best token i32[b, T] of hidden f[F, b, T], in chunks."""
+               ) -> tuple[Array, Array, Array]:
+    """Log-normaliser, best token and entropy [b, T] of hidden f[F, b, T], in chunks."""
 
-    def one(at: tuple[Array, Array]) -> tuple[Array, Array]:
+    def one(at: tuple[Array, Array]) -> tuple[Array, Array, Array]:
         scores = transformer.logits(arch, actor, at[0]) / at[1]
-        return jax.nn.logsumexp(scores), scores.argmax().astype(jnp.int32)
+        total = jax.nn.logsumexp(scores)
+        mean = (jnp.exp(scores - total) * scores).sum()
+        return total, scores.argmax().astype(jnp.int32), total - mean
 
     flat = (hidden.reshape(len(hidden), -1).T, temperature.reshape(-1))
     summaries = jax.lax.map(one, flat, batch_size=min(TOKENS_AT_ONCE, len(flat[1])))
@@ -163,7 +140,8 @@ def _window(x: Array, start: Array, size: int) -> Array:
 
 def targets(lent: Lent, temperature: Array, lessons: Lessons) -> Array:
     """log p of the draft vocabulary at each response token, f32[Vd, b, T], without gradient."""
-    scores = jnp.tensordot(lent.head, lessons.hidden, 1, preferred_element_type=jnp.float32)
+    head = jax.lax.dynamic_index_in_dim(lent.teachers, lessons.teacher, 0, False)
+    scores = jnp.tensordot(head, lessons.hidden, 1, preferred_element_type=jnp.float32)
     return jax.lax.stop_gradient(
         scores / temperature[None, :, None] - lessons.normalizer[None])
 

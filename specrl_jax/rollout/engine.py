@@ -183,8 +183,8 @@ class Engine:
         self.control = jax.tree.map(np.asarray, self.control)
         s, began, prefill_seconds, trace = self.shapes, time.perf_counter(), 0.0, []
         state = self.begin(asked)
-        slots = [Slots(s.batch, s.sequences, s.group) for _ in range(s.shards)]
-        done = np.zeros((s.shards, s.sequences), bool)
+        done = asked.limit.reshape(s.shards, s.sequences) == 0
+        slots = [Slots(s.batch, int((~of_shard).sum()), s.group) for of_shard in done]
         outcomes = Acceptance(*(np.zeros((s.shards, *self.layout.cells), np.float32),) * 2)
         batch, length = s.batch, np.zeros(done.size, np.int32)
         while not done.all():

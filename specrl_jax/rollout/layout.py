@@ -95,7 +95,7 @@ class Request:
     temperature: np.ndarray  # f32[Q]
     top_p: np.ndarray  # f32[Q]
     top_k: np.ndarray  # i32[Q]
-    limit: np.ndarray  # i32[Q]
+    limit: np.ndarray  # i32[Q]; 0: not asked for at all, which only a shard's last ones may be
     past: np.ndarray | None = None  # i32[Q / M, K, T] earlier responses for history; -1 fills
 
 
@@ -129,6 +129,9 @@ class Layout:
         check(longest <= s.prompt, "rollout.max_prompt_tokens", s.prompt,
               f"a prompt has {longest} tokens; raise it")
         check(min(len(p) for p in asked.prompts) > 0, "prompt", [], "needs at least one token")
+        unasked = asked.limit.reshape(s.shards, s.sequences) == 0
+        check(bool((np.diff(unasked.astype(np.int8), axis=1) >= 0).all()), "limit", 0,
+              "sequences that are not asked for come last in their shard")
         check(int(asked.limit.max()) <= s.response, "limit", int(asked.limit.max()),
               f"the response buffer has rollout.max_new_tokens = {s.response} places")
 
@@ -172,7 +175,7 @@ class Layout:
         zero = functools.partial(np.zeros, dtype=np.int32)
         floats = [np.zeros((total, s.response), np.float32) for _ in range(3)]
         sequences = Sequences(zero((total, s.response)), *floats, zero((total, s.response)),
-                              zero(total), zero(total), np.zeros(total, bool))
+                              zero(total), zero(total), asked.limit == 0)
         prompt, prompt_length = pad(asked.prompts, s.prompt)
         past = asked.past
         if past is None:

@@ -94,10 +94,28 @@ def measure(engine: Engine, params: Any, drafter_params: Any) -> Record:
         if size != batch:
             state, batch = _smaller(engine, state, batch, size), size
         for point in (p for p in (*fit, *held) if p.rows == size):
-            state, measured[point] = _fastest(engine, params, drafter_params, state, point)
+            state, measured[point] = _fastest(engine, params, drafter_params, state, point,
+                                              _forced(engine, point))
     engine.control = before
     error = cost.error(cost.fit(measured, rows, far, depth), measured, held)
     return Record(measured, error, time.perf_counter() - began)
+
+
+def plain(engine: Engine, params: Any, drafter_params: Any) -> dict[int, float]:
+    """Seconds of a round without a draft at half the longest context, by batch size of a shard.
+
+    For controllers that hold no table of costs.
+    """
+    controller, state, batch = engine.machine.controller, _blank(engine), engine.shapes.batch
+    control = controller.depth(engine.control, 0)
+    found = {}
+    for size in engine.shapes.batches:
+        if size != batch:
+            state, batch = _smaller(engine, state, batch, size), size
+        point = Point(size, size, engine.shapes.longest // 2, 0, 0, cost.ROUNDS)
+        state, seconds = _fastest(engine, params, drafter_params, state, point, control)
+        found[size] = _agreed(seconds / point.rounds)
+    return found
 
 
 def _asked(engine: Engine) -> Request:
@@ -119,13 +137,16 @@ def _smaller(engine: Engine, state: RolloutState, batch: int, size: int) -> Roll
                                                engine.shapes.shards))
 
 
-def _fastest(engine: Engine, params: Any, drafter_params: Any, state: RolloutState, point: Point
-             ) -> tuple[RolloutState, float]:
+def _forced(engine: Engine, point: Point) -> Adaptive:
+    bucket = [b.packed for b in ladders(engine)[point.rows]].index(point.packed)
+    return engine.control.replace(force=np.asarray([point.steps, bucket], np.int32))
+
+
+def _fastest(engine: Engine, params: Any, drafter_params: Any, state: RolloutState, point: Point,
+             control: Any) -> tuple[RolloutState, float]:
     seconds: list[float] = []
     while len(seconds) < LEAST + 1 or (len(seconds) < MOST and sum(seconds[1:]) < ENOUGH):
         state = _stage(engine, state, point)
-        bucket = [b.packed for b in ladders(engine)[point.rows]].index(point.packed)
-        control = engine.control.replace(force=np.asarray([point.steps, bucket], np.int32))
         began = time.perf_counter()
         state, _, _ = engine.launch(
             point.rows, params, drafter_params, state, control, rounds=point.rounds, smaller=0,

@@ -84,6 +84,19 @@ def test_fixed_plans_its_state() -> None:
     assert int(controller.plan(other, load([True])).steps) == 1
 
 
+def test_a_depth_can_be_held_and_given_back() -> None:
+    options = SpecOptions(steps=3, branch=2, nodes=6)
+    fixed = choose.make(ControlConfig(), options)
+    held = fixed.depth(fixed.init(), 0)
+    assert int(fixed.plan(held, load([True])).steps) == 0
+    free = fixed.plan(fixed.depth(held, None), load([True]))
+    assert (int(free.steps), int(free.nodes)) == (3, 6)
+    clever = choose.make(ControlConfig(policy="bandit"), options)
+    before = clever.init()
+    assert clever.depth(before, 2).force.tolist() == [2, -1]
+    assert clever.depth(clever.depth(before, 2), None).force.tolist() == before.force.tolist()
+
+
 @pytest.mark.parametrize("control,drafter", [("off", "history"), ("fixed", "off")])
 def test_off_by_either_name_is_off(control: str, drafter: str) -> None:
     controller = choose.make(ControlConfig(policy=control), SpecOptions(drafter=drafter))

@@ -53,6 +53,16 @@ def test_every_figure_is_drawn(tmp_path, steps):
     assert "<td>learner.learning_rate</td><td>1e-05</td>" in html
 
 
+def test_what_the_drafter_cost_and_saved_is_told(tmp_path):
+    html = page(run(tmp_path, 2, METRICS | {"time/saved": 3.0, "time/distill": 1.25,
+                                            "time/net": 3.5, "drafter/faults": 2}))
+    assert "<td>seconds saved by speculation, predicted</td><td>6.0</td>" in html
+    assert "<td>seconds spent on the drafter&#39;s training</td><td>2.5</td>" in html
+    assert "<td>saved less spent</td><td>+3.5</td>" in html
+    assert "<td>faults of the drafter</td><td>2</td>" in html and "regret" not in html
+    assert "seconds saved by speculation less those spent on the drafter" in figures(html)
+
+
 def test_the_page_needs_nothing_else(tmp_path):
     html = page(run(tmp_path, 2))
     links = []

@@ -11,12 +11,12 @@ import pytest
 from helpers import make_task, tiny_arch, tiny_params
 from specrl_kernels.noise import gumbel
 
-from specrl_jax.config import ConfigError
+from specrl_jax.config import ConfigError, DistillOptions
 from specrl_jax.draft import eagle_model
 from specrl_jax.draft.eagle_model import EagleArch
 from specrl_jax.model import transformer
 from specrl_jax.rl import distill
-from specrl_jax.rl.distill import DistillOptions, Lent, Lessons, Texts
+from specrl_jax.rl.distill import Lent, Lessons, Texts
 from specrl_jax.rl.draft_loss import LOSSES
 from specrl_jax.structs import Rollout
 
@@ -87,7 +87,7 @@ def split(texts: Texts, lessons: Lessons, parts: int, order: Any = None) -> tupl
 
     return rows, Lessons(wide(lessons.taps), wide(lessons.hidden), *(
         np.asarray(a)[order].reshape(parts, -1, a.shape[1])
-        for a in (lessons.normalizer, lessons.best)))
+        for a in (lessons.normalizer, lessons.best, lessons.entropy)), np.zeros(parts, np.int32))
 
 
 def test_a_rollout_becomes_texts(rolled):
@@ -120,6 +120,19 @@ def test_targets_are_the_actors_own_distribution(actor, rolled, lent, lessons):
         want = logp[row, at]
         np.testing.assert_allclose(got[:, row, : len(at)].T, want[:, lent.vocab], atol=1e-4)
         np.testing.assert_array_equal(lessons.best[row, : len(at)], want.argmax(1))
+        entropy = -(np.exp(want) * want).sum(1)
+        np.testing.assert_allclose(lessons.entropy[row, : len(at)], entropy, atol=1e-4)
+
+
+def test_hidden_states_are_read_with_the_head_of_the_actor_that_made_them(rolled, lent, lessons):
+    """As when features of several policy versions are kept."""
+    texts, _ = rolled
+    other = jnp.flip(lent.teachers[0], 0)
+    both = lent.replace(teachers=jnp.stack([other, lent.teachers[0]]))
+    want = distill.targets(lent, texts.temperature, lessons)
+    second = lessons.replace(teacher=jnp.int32(1))
+    np.testing.assert_array_equal(distill.targets(both, texts.temperature, second), want)
+    assert (distill.targets(both, texts.temperature, lessons) != want).any()
 
 
 def test_a_draft_is_compared_with_the_actor_after_the_same_tokens(actor, rolled, lent, lessons):
@@ -153,7 +166,7 @@ def test_a_draft_is_compared_with_the_actor_after_the_same_tokens(actor, rolled,
 def test_the_actors_noise_on_the_actors_distribution_says_what_was_said(actor, rolled, lessons):
     """So a drafter without error would be accepted always, and noise, keys and places agree."""
     texts, key = rolled
-    whole = Lent(actor["embed"], actor["embed"], jnp.arange(24))
+    whole = Lent(actor["embed"], actor["embed"], jnp.arange(24), actor["embed"][None])
     log_p = distill.targets(whole, texts.temperature, lessons)
     drawn = distill.noise(whole.vocab, log_p.shape[2], key, np.ones(12, np.float32))
     for row in range(12):

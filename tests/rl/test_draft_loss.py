@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from specrl_jax.drafter_options import LOSSES as NAMES
 from specrl_jax.rl import draft_loss
 from specrl_jax.rl.draft_loss import LOSSES
 
@@ -105,3 +106,7 @@ def test_advantage_weights_are_positive_whatever_the_sign():
 def test_shapes_are_checked():
     with pytest.raises(TypeError, match=r"log_q must be f32\[Vd, T\], got float32\[3, 1\]"):
         draft_loss.tv(jnp.zeros((2, 1)), jnp.zeros((3, 1)))
+
+
+def test_every_loss_that_a_config_may_name_is_there():
+    assert set(LOSSES) == set(NAMES)

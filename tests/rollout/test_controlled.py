@@ -126,6 +126,16 @@ def test_every_launch_is_explained(budget: Any, plain: Result) -> None:
     assert all(0 < t["predicted_tokens"] <= t["launch_rounds"] * BATCH * NODES for t in trace)
 
 
+def test_seconds_saved_without_a_table_of_costs() -> None:
+    """Two shards. 8 rows of which all live commit 24 tokens in 2 rounds: plainly 3 rounds. Then 4
+    rows of which 3 live commit 6 tokens in 1 round: plainly 2."""
+    trace = [dict(batch=4, seconds=0.5, committed=24, row_rounds=16, rounds=4),
+             dict(batch=2, seconds=0.25, committed=30, row_rounds=19, rounds=6)]
+    found = launches.saved(trace, {4: 1.0, 2: 0.5}, shards=2)
+    assert found == {"time/saved": pytest.approx(3 * 1.0 + 2 * 0.5 - 0.75)}
+    assert launches.saved(trace, {}, 2) == launches.saved([], {4: 1.0}, 2) == {}
+
+
 def test_an_audit_runs_what_was_not_chosen_and_changes_nothing(
         budget: Any, plain: Result) -> None:
     engine, _ = budget

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from helpers import Dice, Task, ask, counting, make_engine, random_drafter, said, streams
 
+from specrl_jax.config import ConfigError
 from specrl_jax.control import policies
 from specrl_jax.draft.history import history
 from specrl_jax.model.transformer import forward
@@ -46,6 +47,16 @@ def test_random_trees_change_no_token(bench: Any, mix: str, hit: float) -> None:
     for seed in range(3):
         bench.dice.seed, bench.dice.chain = seed, 0.9 if hit == PERFECT else 0.4
         assert_same(plain, bench.run_trees(rounds=1 + seed, seed=1, **MIXES[mix]))
+
+
+def test_sequences_that_are_not_asked_for_take_no_slot(bench: Any) -> None:
+    limit = np.where(np.arange(12) < 5, 12, 0)
+    plain = streams(bench.run_plain(seed=1))
+    part = bench.run_trees(seed=1, limit=limit)
+    assert streams(part) == [*plain[:5], *[[]] * 7]
+    assert part.counters["committed"] == sum(map(len, plain[:5]))
+    with pytest.raises(ConfigError, match="limit = 0: sequences that are not asked for come last"):
+        bench.run_plain(limit=limit[::-1])
 
 
 def test_the_drafters_do_what_their_names_say(bench: Any) -> None:

@@ -1,0 +1,250 @@
+"""A drafter's versions in a run: published as a whole, told apart by checksums, tried by a canary.
+
+The match rule keeps tokens right whatever drafts, so a drafter that is dead shows in nothing but
+time. Here a fault gets a name before the next rollout, and the last good version drafts again; if
+that does not help, nothing is drafted until a good one is published.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specrl_jax.sampler import Sampler
+from specrl_jax.structs import Array
+
+KNOWN = 16  # versions whose fingerprints are kept
+SHARE = 0.5  # of the accepted drafts that the last canary lets expect: fewer are a dead drafter's
+NOT_FINITE, ZEROED, SWAPPED, SHUFFLED = "not finite", "zeroed", "swapped", "shuffled"
+STALE, SKIPPED, VOCABULARY, SILENT = "stale", "skipped publish", "vocabulary map", "dead canary"
+
+
+@dataclasses.dataclass(frozen=True)
+class Fingerprint:
+    """What tells two trees of equal shapes apart; sums are modulo 2^32."""
+
+    bag: int  # of all bits: the same for the same values in another order
+    checksum: int  # of all bits, each weighted by its place
+    vocab: int  # checksum of the draft vocabulary
+    finite: bool
+    zero: bool
+
+
+@jax.jit
+def _sums(tree: Any) -> tuple[Array, Array, Array, Array]:
+    """(bag, checksum u32[], all finite, all zero) of arrays of any dtype."""
+    bag = checksum = jnp.uint32(0)
+    finite = zero = jnp.bool_(True)
+    for salt, leaf in enumerate(jax.tree.leaves(tree), 1):
+        bits = leaf.reshape(-1)
+        zero &= (bits == 0).all()  # of either sign
+        if jnp.issubdtype(leaf.dtype, jnp.floating):
+            finite &= jnp.isfinite(bits).all()
+            bits = jax.lax.bitcast_convert_type(
+                bits, jnp.uint32 if leaf.dtype.itemsize == 4 else jnp.uint16)
+        bits = bits.astype(jnp.uint32)
+        place = jnp.arange(bits.size, dtype=jnp.uint32)
+        weight = (place + jnp.uint32(salt * 0x9E3779B1 % 2**32)) * jnp.uint32(0x85EBCA6B) | 1
+        bag += bits.sum(dtype=jnp.uint32)
+        checksum += (bits * weight).sum(dtype=jnp.uint32)
+    return bag, checksum, finite, zero
+
+
+def checksum(tree: Any) -> int:
+    """Of a tree of arrays, by value and place."""
+    return int(_sums(tree)[1])
+
+
+@jax.jit
+def _cast(weights: Any, like: Any) -> Any:
+    return jax.tree.map(lambda a, b: a.astype(b.dtype), weights, like)
+
+
+def fingerprint(weights: Any, vocab: Any) -> Fingerprint:
+    bag, total, finite, zero = _sums(weights)
+    return Fingerprint(int(bag), int(total), checksum((vocab,)), bool(finite), bool(zero))
+
+
+def name_fault(found: Fingerprint, wanted: Fingerprint, known: dict[int, Fingerprint]) -> str:
+    """What is wrong with a drafter, by name; "" if nothing is.
+
+    Args:
+      found: what is there.
+      wanted: what was published last.
+      known: fingerprints of earlier versions.
+    """
+    if found == wanted:
+        return ""
+    if not found.finite:
+        return NOT_FINITE
+    if found.zero and not wanted.zero:
+        return ZEROED
+    if found.checksum == wanted.checksum:
+        return VOCABULARY
+    if any(found.checksum == old.checksum for old in known.values()):
+        return STALE
+    return SHUFFLED if found.bag == wanted.bag else SWAPPED
+
+
+class Life:
+    """Which version drafts, and whether it is what was published.
+
+    Args:
+      sampler: its drafter has a head that can learn.
+      prompts: token ids; the first few are the canary's.
+      canary: tokens of each of its answers; 0 is no canary.
+      warn: told of faults.
+    """
+
+    def __init__(self, sampler: Sampler, prompts: Sequence[Sequence[int]], canary: int,
+                 warn: Callable[[str], None]) -> None:
+        self.sampler, self._prompts, self._tokens, self._warn = sampler, prompts, canary, warn
+        self.version = sampler.drafter_version
+        self._known: dict[int, Fingerprint] = {}
+        self._good: Any = None  # the last version that passed
+        self._heard = np.zeros(2)  # accepted drafts and row-rounds of the last good canary
+        self.held = False  # nothing is drafted
+        self.faults = 0
+
+    @property
+    def head(self) -> Any:
+        """{"weights", "vocab"} that was published last."""
+        return self.sampler.drafting.learned(self.sampler.own)
+
+    def begin(self) -> None:
+        """Takes what the sampler drafts with for the first version, unless one was restored.
+
+        Whatever is used later is compiled here.
+        """
+        checksum(self.sampler.params), checksum(self.head)
+        if self._known:
+            self._look(), self._listen()
+            return
+        self._good = self.sampler.own
+        self._known = {self.version: self._print(self.head)}
+        fault = "" if self._known[self.version].finite else NOT_FINITE
+        if fault:
+            self._hold(fault)
+        self._look()
+        if self._tokens:
+            self._heard = self._listen()
+
+    def _print(self, head: Any) -> Fingerprint:
+        """Of a head in the rollout's dtype."""
+        bound = self.sampler.drafting.learned(self.sampler.drafter_params)
+        return fingerprint(_cast(head["weights"], bound.weights), head["vocab"])
+
+    # Before a rollout.
+
+    def inspect(self) -> str:
+        """Compares what the next rollout would draft with to what was published; repairs it.
+
+        Returns:
+          the fault's name, or "".
+        """
+        fault = self._look()
+        if fault and not self.held:
+            self.report(f"drafter version {self.version}: {fault}; publishing the last good "
+                        f"version again")
+            self.sampler.publish_drafter(self._good, self.version)
+            if self._look():
+                self._hold(fault)
+        return fault
+
+    def _look(self) -> str:
+        sampler = self.sampler
+        bound = sampler.drafting.learned(sampler.drafter_params)
+        wanted = sampler.drafting.learned(self._good)
+        if _shapes(bound.weights) != _shapes(wanted["weights"]):
+            return SWAPPED
+        found = fingerprint(bound.weights, bound.vocab)
+        older = {v: known for v, known in self._known.items() if v != self.version}
+        fault = name_fault(found, self._known[self.version], older)
+        late = sampler.drafter_version != self.version
+        return SKIPPED if late and fault in ("", STALE) else fault
+
+    # After an update.
+
+    def damage(self, head: Any) -> str:
+        """What happened to the learner's head since it was published; "" if nothing did."""
+        older = {v: known for v, known in self._known.items() if v != self.version}
+        return name_fault(self._print(head), self._known[self.version], older)
+
+    def publish(self, head: Any) -> str:
+        """Makes `head` the next version, unless something is wrong with it or the canary is dead.
+
+        Returns:
+          the fault's name, or "". With a fault the version before drafts on.
+        """
+        found, last = self._print(head), self._known[self.version]
+        fault = (NOT_FINITE if not found.finite else ZEROED if found.zero else
+                 VOCABULARY if found.vocab != last.vocab else "")
+        sampler = self.sampler
+        own = sampler.drafting.with_learned(self._good, head)
+        if not fault:
+            sampler.publish_drafter(own, self.version + 1)
+            fault = self._try()
+        if fault:
+            self.report(f"drafter version {self.version + 1}: {fault}; version {self.version} "
+                        f"drafts on")
+            sampler.publish_drafter(self._good, self.version)
+            return fault
+        self.version, self._good = self.version + 1, own
+        self._known[self.version] = found
+        self._known = dict(list(self._known.items())[-KNOWN:])
+        if self.held:
+            self.held = False
+            sampler.draft_to(None)
+        return ""
+
+    def _try(self) -> str:
+        """The canary: few accepted drafts where the version before had many are a fault."""
+        if not self._tokens:
+            return ""
+        heard = self._listen()
+        expected = heard[1] * self._heard[0] / max(self._heard[1], 1)
+        if heard[0] < SHARE * expected - expected**0.5:
+            return SILENT
+        self._heard = heard
+        return ""
+
+    def _listen(self) -> np.ndarray:
+        """Accepted drafts and row-rounds of the canary."""
+        shapes = self.sampler.engine.shapes
+        live = np.arange(shapes.sequences) < shapes.batch
+        limit = np.tile(np.where(live, self._tokens, 0), shapes.shards).astype(np.int32)
+        counters = self.sampler.canary(self._prompts, limit, shapes.depth).counters
+        return np.asarray([counters["accepted"], counters["row_rounds"]], np.float64)
+
+    def report(self, text: str) -> None:
+        """Counts a fault, and says what it is."""
+        self.faults += 1
+        self._warn(text)
+
+    def _hold(self, fault: str) -> None:
+        self._warn(f"drafter version {self.version}: {fault}; nothing is drafted until a good "
+                   f"version is published")
+        self.held = True
+        self.sampler.draft_to(0)
+
+    # Persistence.
+
+    def meta(self) -> dict[str, Any]:
+        return {"version": self.version, "held": self.held, "faults": self.faults,
+                "heard": self._heard.tolist(),
+                "known": [[v, *dataclasses.astuple(known)] for v, known in self._known.items()]}
+
+    def restore(self, meta: dict[str, Any], head: Any) -> None:
+        """Continues with `head`, the published version of a checkpoint."""
+        self.version, self.held, self.faults = meta["version"], meta["held"], meta["faults"]
+        self._heard = np.asarray(meta["heard"], np.float64)
+        self._known = {v: Fingerprint(*rest) for v, *rest in meta["known"]}
+        self._good = self.sampler.drafting.with_learned(self.sampler.own, head)
+        self.sampler.publish_drafter(self._good, self.version)
+
+
+def _shapes(tree: Any) -> Any:
+    return jax.tree.map(lambda a: a.shape, tree)

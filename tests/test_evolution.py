@@ -1,0 +1,316 @@
+"""A drafter that learns beside RL: tokens and actor stay, runs resume exactly, faults are named."""
+
+import dataclasses
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import counting, micro_config, micro_trainer_to_compile
+
+from specrl_jax import drafter_life
+from specrl_jax.config import (
+    ConfigError,
+    ControlConfig,
+    DistillConfig,
+    DraftConfig,
+    LearnerConfig,
+    ModelSource,
+    RewardConfig,
+    SpecOptions,
+)
+from specrl_jax.host import metrics
+from specrl_jax.host.checkpoint import Checkpoints
+from specrl_jax.host.compilation import CompilationCounter
+from specrl_jax.host.progress import Progress
+from specrl_jax.loop import Trainer
+from specrl_jax.run import run_steps
+
+SPEC = SpecOptions(drafter="eagle", steps=2, branch=1, nodes=3, max_steps=2, max_branch=1,
+                   max_nodes=3)
+LEARN = dict(batch=8, micro_batch=8, updates=2, unroll=2, learning_rate=3e-3, canary=4)
+MODES = {"every_step": {}, "every_k": {"every": 2, "rollouts": 2}, "once": {"rollouts": 2},
+         "overlap": {}, "trigger": {"threshold": 0.0, "memory": 0.0}}
+UNEQUAL = ("time/", "memory/", "compilations", "rollout/tokens_per_second")
+INVARIANT = dict(num_heads=4, num_kv_heads=2, head_dim=16)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def programs_on_disk(tmp_path_factory: Any) -> Any:
+    """The trainers of this file share what they compile."""
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    before = [getattr(jax.config, name) for name in names]
+    for name, value in zip(names, (str(tmp_path_factory.mktemp("xla")), 0), strict=True):
+        jax.config.update(name, value)
+    jax.experimental.compilation_cache.compilation_cache.reset_cache()
+    yield
+    for name, value in zip(names, before, strict=True):
+        jax.config.update(name, value)
+    jax.experimental.compilation_cache.compilation_cache.reset_cache()
+
+
+def config(when: str, steps: int = 4, model: Any = None, **options: Any) -> Any:
+    return micro_config(
+        steps=steps, spec=SPEC, control=ControlConfig(min_survival=0.0),
+        model=model or ModelSource(), draft=DraftConfig(vocab=256), checkpoint_every=2,
+        reward=RewardConfig(terms=("helpers:even",)),
+        learner=LearnerConfig(learning_rate=1e-2, micro_batch=16),
+        distill=DistillConfig(when=when, **(LEARN | options)))
+
+
+def run(trainer: Trainer, workdir: Path) -> None:
+    """Runs or resumes, as run.train does."""
+    with Checkpoints(workdir / "checkpoints", 9) as checkpoints:
+        trainer.restore(checkpoints)
+        trainer.compile(lambda text: None)
+        counter = CompilationCounter()
+        with (metrics.Writer(workdir, trainer.step_number) as writer,
+              Progress(trainer.config.steps, trainer.step_number) as progress):
+            run_steps(trainer, checkpoints, writer, progress, counter)
+
+
+def samples(workdir: Path) -> list[Any]:
+    return [{k: v for k, v in s.items() if k != "commits"} for s in metrics.read_samples(workdir)]
+
+
+def same(left: Any, right: Any) -> None:
+    jax.tree.map(np.testing.assert_array_equal, *(
+        jax.tree.map(np.asarray, tree) for tree in (left, right)))
+
+
+@pytest.fixture(scope="module")
+def frozen(tmp_path_factory: Any) -> tuple[Trainer, Path]:
+    """A run whose drafter stands still."""
+    workdir = tmp_path_factory.mktemp("off")
+    trainer = micro_trainer_to_compile(config("off"), **INVARIANT)
+    run(trainer, workdir)
+    return trainer, workdir
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("when", MODES)
+def test_whatever_the_mode_the_actor_is_the_same_and_a_run_resumes_exactly(
+        when: str, frozen: Any, tmp_path: Path) -> None:
+    still, plain = frozen
+    whole = micro_trainer_to_compile(config(when, **MODES[when]), **INVARIANT)
+    run(whole, tmp_path / "whole")
+    assert samples(tmp_path / "whole") == samples(plain)
+    same(whole.state, still.state)
+    told = metrics.read_metrics(tmp_path / "whole")
+    assert [row["compilations"] for row in told] == [0] * 4 and not whole.warnings
+    assert [row["loss"] for row in told] == [row["loss"] for row in metrics.read_metrics(plain)]
+    versions = {"every_step": [0, 1, 2, 3], "every_k": [0, 0, 1, 1], "once": [0, 0, 0, 0],
+                "overlap": [0, 0, 1, 2]}
+    if when in versions:
+        assert [row["version/drafter"] for row in told] == [
+            v + (when == "once") for v in versions[when]]
+    assert any(row["distill/updates"] == 2 for row in told)
+    learner = whole.evolution.state.params
+    assert any((np.asarray(a) != np.asarray(b)).any() for a, b in zip(
+        jax.tree.leaves(learner), jax.tree.leaves(still.life.head["weights"]), strict=True))
+
+    shutil.copytree(tmp_path / "whole", tmp_path / "parts")
+    shutil.rmtree(tmp_path / "parts" / "checkpoints" / "4")
+    parts = micro_trainer_to_compile(config(when, **MODES[when]), **INVARIANT)
+    run(parts, tmp_path / "parts")
+    assert samples(tmp_path / "parts") == samples(plain)
+    rows = [[{k: v for k, v in row.items() if not k.startswith(UNEQUAL)}
+             for row in metrics.read_metrics(tmp_path / name)] for name in ("whole", "parts")]
+    assert rows[0] == rows[1]
+    kept = [{k: v for k, v in t.arrays().items() if k != "drafter_account"} for t in (whole, parts)]
+    same(*kept)
+    assert whole.meta() == parts.meta()
+
+
+# Faults. Each is put where rollouts read the drafter, or into what learns.
+
+
+@pytest.fixture(scope="module")
+def learning() -> Trainer:
+    """A trainer whose drafter has learned enough for a canary to hear it."""
+    trainer = micro_trainer_to_compile(config(
+        "every_step", updates=8, learning_rate=4e-3, batch=16, canary=8))
+    trainer.compile(lambda text: None)
+    for _ in range(6):
+        trainer.step()
+    assert trainer.life.version == 6 and not trainer.warnings
+    return trainer
+
+
+def weights(trainer: Trainer) -> Any:
+    return trainer.sampler.own["weights"]
+
+
+def put(trainer: Trainer, tree: Any) -> Any:
+    return jax.tree.map(lambda a: trainer.sampler.engine.everywhere(np.asarray(a)), tree)
+
+
+def published(trainer: Trainer, **head: Any) -> None:
+    """Rollouts draft with something that nobody published."""
+    sampler = trainer.sampler
+    sampler.publish_drafter(put(trainer, sampler.own | head), sampler.drafter_version)
+
+
+def shuffled(tree: Any) -> Any:
+    rng = np.random.default_rng(0)
+    return jax.tree.map(lambda a: rng.permutation(np.asarray(a).reshape(-1)).reshape(a.shape), tree)
+
+
+def stale(trainer: Trainer, version: int) -> None:
+    trainer.sampler.publish_drafter(trainer.sampler.own, version)
+
+
+def other_map(trainer: Trainer) -> Any:
+    return np.sort((np.asarray(trainer.sampler.own["vocab"]) + 7) % 512).astype(np.int32)
+
+
+PUT = {
+    "not finite": lambda t: published(t, weights=jax.tree.map(lambda a: a * np.nan, weights(t))),
+    "zeroed": lambda t: published(t, weights=jax.tree.map(lambda a: a * 0, weights(t))),
+    "shuffled": lambda t: published(t, weights=shuffled(weights(t))),
+    "swapped": lambda t: published(t, weights=jax.tree.map(lambda a: a + 1, weights(t))),
+    "vocabulary map": lambda t: published(t, vocab=other_map(t)),
+}
+
+
+def step(trainer: Trainer) -> tuple[dict[str, Any], list[Any]]:
+    record, said = trainer.step()
+    return record, [s["tokens"] for s in said]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", [*PUT, "stale", "skipped publish"])
+def test_a_drafter_that_nobody_published_is_named_before_it_drafts(
+        fault: str, learning: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the last good version drafts: at once, with the tokens of a run that had no fault."""
+    trainer, sampler = learning, learning.sampler
+    frozen = trainer.state, trainer.step_number
+    with monkeypatch.context() as patched:
+        patched.setattr(trainer, "evolution", None)  # the same step twice
+        patched.setattr(trainer, "learn", lambda *rollout: {"applied": 1.0})
+        well, tokens = step(trainer)
+        trainer.step_number, good, before = frozen[1], sampler.own, trainer.life.faults
+        if fault in PUT:
+            PUT[fault](trainer)
+        else:
+            old = trainer.life._known[trainer.life.version]
+            own = put(trainer, jax.tree.map(lambda a: a * 2, good))
+            own["vocab"] = good["vocab"]
+            trainer.life._known[0] = dataclasses.replace(
+                old, checksum=drafter_life.checksum(own["weights"]))
+            sampler.publish_drafter(own, trainer.life.version - (fault == "skipped publish"))
+        ill, said = step(trainer)
+        trainer.step_number = frozen[1]
+    assert ill["drafter/fault"] == fault and fault in trainer.warnings.pop()
+    assert said == tokens and ill["rollout/accept_length"] == well["rollout/accept_length"] > 1.1
+    assert (ill["drafter/faults"], ill["drafter/held"]) == (before + 1, 0)
+    assert sampler.own is good and sampler.drafter_version == trainer.life.version
+    assert trainer.life.inspect() == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["not finite", "zeroed", "shuffled", "vocabulary map"])
+def test_a_learner_that_was_damaged_goes_back_to_what_it_published(
+        fault: str, learning: Trainer) -> None:
+    evolution, version = learning.evolution, learning.life.version
+    broken = {"not finite": lambda a: a * np.nan, "zeroed": lambda a: a * 0}
+    params = evolution.state.params
+    if fault in broken:
+        params = jax.tree.map(broken[fault], params)
+    if fault == "shuffled":
+        params = shuffled(params)
+    if fault == "vocabulary map":
+        evolution.vocab = put(learning, other_map(learning))
+    evolution.state = evolution.state.replace(params=put(learning, params))
+    record, _ = step(learning)
+    assert record["drafter/fault"] == fault and fault in learning.warnings.pop()
+    assert learning.life.version == version + 1  # one training on, from the version before
+    assert step(learning)[0]["rollout/accept_length"] > 1.1
+
+
+@pytest.mark.slow
+def test_an_update_that_spoils_the_drafter_is_heard_by_the_canary(
+        learning: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    evolution, version = learning.evolution, learning.life.version
+    whole, good = evolution._update, learning.sampler.own
+
+    def spoiling(*batch: Any) -> Any:
+        state, told = whole(*batch)
+        return state.replace(params=put(learning, shuffled(state.params))), told
+
+    monkeypatch.setattr(evolution, "_update", spoiling)
+    record, _ = step(learning)
+    assert record["drafter/fault"] == "dead canary" and "dead canary" in learning.warnings.pop()
+    assert learning.life.version == version and learning.sampler.own is good
+    monkeypatch.setattr(evolution, "_update", whole)
+    record, _ = step(learning)
+    assert "drafter/fault" not in record and learning.life.version == version + 1
+
+
+@pytest.mark.slow
+def test_without_a_good_version_nothing_is_drafted_until_there_is_one(learning: Trainer) -> None:
+    life, good = learning.life, learning.sampler.own
+    published(learning, weights=jax.tree.map(lambda a: a * 0, weights(learning)))
+    life._good = learning.sampler.own  # the copy that would help is gone too
+    record, _ = step(learning)
+    assert record["drafter/fault"] == "zeroed" and record["drafter/held"] == 1
+    assert record["rollout/accept_length"] == 1 and record["rollout/drafted"] == 0
+    learning.warnings.clear()
+    life._good = good
+    record, _ = step(learning)
+    assert not life.held and step(learning)[0]["rollout/accept_length"] > 1.1
+
+
+@pytest.mark.slow
+def test_training_compiles_nothing_after_warm_up(learning: Trainer) -> None:
+    assert counting(lambda: learning.step()) == 0
+
+
+@pytest.mark.parametrize("changes, message", [
+    ({"spec": dataclasses.replace(SPEC, drafter="history")}, "distill.when = 'once': spec.drafter "
+     "= 'history' .* has nothing that learns; choose eagle"),
+    ({"distill": DistillConfig(when="once", batch=64)}, "distill.batch = 64: 1 x 16 sequences are"),
+    ({"distill": DistillConfig(when="once", megabytes=1, batch=2048, rollouts=200)},
+     "distill.megabytes = 1: an update of 2048 sequences and 1 heads take"),
+])
+def test_what_cannot_work_is_refused(changes: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        micro_trainer_to_compile(dataclasses.replace(config("once"), **changes))
+
+
+@pytest.mark.parametrize("changes, message", [
+    ({"when": "often"}, "distill.when = 'often': choose one of off, once"),
+    ({"loss": "mse"}, "distill.loss = 'mse': choose one of forward_kl"),
+    ({"batch": 12}, "distill.batch = 12: must be a multiple of distill.micro_batch = 8"),
+    ({"memory": 1.0}, r"distill.memory = 1.0: must lie in \[0, 1\)"),
+    ({"every": 0}, "distill.every = 0: must be at least 1"),
+])
+def test_options_are_checked(changes: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        DistillConfig(**changes)
+
+
+def test_fingerprints_tell_what_happened() -> None:
+    rng = np.random.default_rng(0)
+    tree = {"a": rng.standard_normal((3, 4)).astype(np.float32), "b": np.ones(5, np.float32)}
+    vocab, other = np.arange(4, dtype=np.int32), np.array([0, 1, 2, 5], np.int32)
+    wanted = drafter_life.fingerprint(tree, vocab)
+    name = lambda t, v=vocab, known=None: drafter_life.name_fault(  # noqa: E731
+        drafter_life.fingerprint(t, v), wanted, known or {})
+    assert name(tree) == "" and wanted.finite and not wanted.zero
+    turned = tree | {"a": tree["a"][::-1].copy()}
+    crossed = tree | {"a": np.concatenate([tree["b"][:1], tree["a"].ravel()[1:]]).reshape(3, 4),
+                      "b": np.concatenate([tree["a"].ravel()[:1], tree["b"][1:]])}
+    assert name(turned) == name(crossed) == "shuffled"
+    assert name(tree, other) == "vocabulary map"
+    assert name({k: v * 0 for k, v in tree.items()}) == "zeroed"
+    assert name(tree | {"b": tree["b"] * np.nan}) == "not finite"
+    doubled = {k: v * 2 for k, v in tree.items()}
+    assert name(doubled) == "swapped"
+    assert name(doubled, vocab, {3: drafter_life.fingerprint(doubled, vocab)}) == "stale"
+    small = {k: jnp.asarray(v, jnp.bfloat16) for k, v in tree.items()}
+    assert drafter_life.checksum(small) != drafter_life.checksum(
+        small | {"a": small["a"].at[2, 3].add(0.5)})
