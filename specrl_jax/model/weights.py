@@ -62,6 +62,8 @@ def describe_source(path: str, field: str = "model.path") -> Source:
         return _find(path)
     except ConfigError as error:
         raise ConfigError(f"{field} = {path!r}: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"{field} = {path!r}: {error}; give what can be read") from error
 
 
 def _find(path: str) -> Source:

