@@ -171,7 +171,7 @@ def tree_arguments(shape: TreeShape, dtype: Any) -> dict[str, Any]:
 def tree_contender(shape: TreeShape, dtype: Any, name: str, **options: Any) -> Contender:
     """An implementation of ours; `options` are those of `tree_attention`."""
     (h, _, e), nodes = HEADS[shape.model], shape.rows * shape.nodes
-    needed = 2 * 4 * nodes * shape.context * h * e
+    needed = COPIES * 2 * 4 * nodes * shape.context * h * e  # none waits for another's keys
     if name in APART and needed > MOST_BYTES:
         raise Impossible(f"{name} would hold {needed >> 30} GiB of keys and values")
     args = tree_arguments(shape, dtype)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from experiments.bench import (
+    attention,
     hardware,
     parts,
     peers,
@@ -20,6 +21,7 @@ from experiments.bench import (
 )
 from experiments.bench.case import Setting, run_case
 from experiments.bench.hardware import Hardware
+from experiments.bench.ours import Ours
 from specrl_jax import sharding
 from specrl_jax.actor import open_actor
 from specrl_jax.config import ConfigError
@@ -237,3 +239,18 @@ def test_gguf_copy_is_the_same_model(tmp_path, small):
 def test_the_command_is_written_without_the_directory():
     assert results.command(["/a/b/bench_rollout.py", "--batch=1"]) == (
         "python experiments/bench_rollout.py --batch=1")
+
+
+@pytest.mark.slow
+def test_attentions_are_compared_in_one_process(setting):
+    work_to_do = workload.make_workload("uniform", 2, 8, setting.source.tokenizer)
+    ours = {name: attention.with_attention(
+        Ours(setting.config, setting.source.arch, setting.params, work_to_do, "off",
+             setting.counter), name) for name in ("xla", "reference")}
+    for name, one in ours.items():
+        one.warm_up()
+        assert one.sampler.engine.machine.implementation == name
+    found = attention.measure(ours, hardware.Probes(4 * 10**6, (64,)), 2)
+    assert set(found["ratios"]) == {"xla/reference round_seconds"}
+    for case in found["cases"].values():
+        assert case["compilations"] == 0 and 0 < case["parts"]["share"]["attention"] < 1

@@ -9,7 +9,7 @@ import pytest
 from specrl_kernels.dispatch import Unsupported
 from specrl_kernels.tree_attention import tree_attention
 
-HEADS = {"groups of 3": (9, 3, 64), "alone": (2, 2, 16), "groups of 7": (7, 1, 32),
+HEADS = {"groups of 3": (9, 3, 64), "alone": (2, 2, 16), "groups of 7": (14, 2, 128),
          "wide": (4, 2, 128), "widest": (2, 1, 256)}
 SEGMENTS = {"one": (64,), "short": (16,), "several": (64, 16, 48)}
 CALL = jax.jit(functools.partial(tree_attention, scale=0.3), static_argnames="implementation")

@@ -19,6 +19,7 @@ from specrl_kernels.tree_attention import gpu, tree_attention
 from specrl_kernels.tree_attention import triton as wrapper
 from tree_attention_cases import assert_near, make, oracle
 
+KERNELS, TESTS = Path(wrapper.__file__).parents[2], Path(__file__).parents[1]
 CASES = {
     "every length": (dict(lengths=(0, 1, 15, 16, 17, 31, 33, 48), nodes=3, cache=48), None, 1),
     "segments": (dict(lengths=(0, 63, 64, 65, 120), nodes=2, segments=(64, 32, 24), slots=6),
@@ -29,12 +30,18 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_program_equals_the_oracle(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRITON_INTERPRET", "1")  # read when Triton is imported
+def test_the_program_equals_the_oracle(name: str) -> None:
+    """In a process of its own: Triton reads TRITON_INTERPRET when it is imported."""
     pytest.importorskip("triton")
+    subprocess.run([sys.executable, __file__, name], check=True, env=os.environ | {
+        "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(KERNELS), str(TESTS)])})
+
+
+def check(name: str) -> None:
+    """One of CASES, by Triton's interpreter."""
     sizes, window, splits = CASES[name]
     case = make(**sizes)
-    monkeypatch.setattr(wrapper, "_call", interpreted)
+    wrapper._call = interpreted
     target = wrapper.Target("gpu", "", True, config=dict(block=16, tile=16, splits=splits))
     cache = {name: tuple(case[name]) for name in ("cache_k", "cache_v")}
     found = wrapper.tree_attention_triton(**case | cache, scale=0.25, window=window, target=target)
@@ -107,10 +114,9 @@ assert found.asm["cubin"] and found.metadata.shared <= 227 << 10
 def test_the_program_compiles_for_hopper(tmp_path: Path) -> None:
     """In a process of its own: a program that was defined for interpretation cannot be compiled."""
     pytest.importorskip("triton")
-    root = Path(wrapper.__file__).parents[2]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     subprocess.run([sys.executable, "-c", COMPILE], check=True, env=environment | {
-        "PYTHONPATH": str(root), "TRITON_CACHE_DIR": str(tmp_path)})
+        "PYTHONPATH": str(KERNELS), "TRITON_CACHE_DIR": str(tmp_path)})
 
 
 def test_it_is_refused_by_name_without_a_gpu() -> None:
@@ -120,3 +126,5 @@ def test_it_is_refused_by_name_without_a_gpu() -> None:
         tree_attention(**make(), scale=1.0, implementation="triton", interpret=True)
 
 
+if __name__ == "__main__":
+    check(sys.argv[1])

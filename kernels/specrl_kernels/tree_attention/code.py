@@ -35,13 +35,22 @@ class Shape:
     @property
     def together(self) -> int:
         """Query heads of one kv head whose sums are kept in registers at once."""
-        most = max(256 // self.head_dim, 1)
-        return max(d for d in range(1, most + 1) if self.heads // self.kv_heads % d == 0)
+        return min(max(512 // self.head_dim, 1), self.repeats)
+
+    @property
+    def repeats(self) -> int:
+        """R, query heads of one kv head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def group_blocks(self) -> int:
+        """Units of work of one packed node and kv head; the last may repeat heads of the others."""
+        return -(-self.repeats // self.together)
 
     @property
     def blocks(self) -> int:
         """Units of work of one packed node."""
-        return self.heads // self.together
+        return self.kv_heads * self.group_blocks
 
     @property
     def tree_places(self) -> int:
@@ -103,8 +112,11 @@ class _Unit:
     def make(self, unit: ir.Value) -> None:
         f, shape = self.f, self.shape
         packed, block = (op(unit, f.number(shape.blocks)) for op in (f.b.sdiv, f.b.srem))
-        head = f.b.mul(block, f.number(shape.together))
-        self.group = f.b.sdiv(head, f.number(shape.heads // shape.kv_heads))
+        self.group, block = (op(block, f.number(shape.group_blocks))
+                             for op in (f.b.sdiv, f.b.srem))
+        within = f.smaller(f.b.mul(block, f.number(shape.together)),
+                           shape.repeats - shape.together)
+        head = f.total((self.group, shape.repeats), within)
         place = f.total((packed, shape.heads * shape.head_dim), (head, shape.head_dim))
         self.q = f.at(self.operands["q"], place)
         self.row = f.get_index(self.operands["row"], packed)
