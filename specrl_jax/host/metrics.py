@@ -31,6 +31,7 @@ from specrl_jax.host.checkpoint import loud
 CONFIG, METRICS, SAMPLES, EVENTS = "config.json", "metrics.jsonl", "samples.jsonl", "events"
 WALL_TIME = "time/unix"
 NONFINITE = "nonfinite"
+ABSENT = "(absent)"  # a field that one version of this package has and another has not
 # Changing these changes how long a run is and what is kept of it, not what it computes.
 FREE_FIELDS = ("name", "steps", "checkpoint_every", "checkpoint_keep", "data.data_dir",
                "data.manual_dir")
@@ -59,8 +60,10 @@ def check_config(workdir: str | Path, config: dict[str, Any]) -> None:
     if differ:
         field, old, new = differ[0]
         more = f" (and {len(differ) - 1} more fields differ)" if len(differ) > 1 else ""
+        restore = ("go on with the version that started it" if ABSENT in (old, new)
+                   else "restore the value")
         raise ConfigError(f"{field} = {new}, but the run in {workdir} was started with {old}{more}:"
-                          f" restore the value, or choose another workdir")
+                          f" {restore}, or choose another workdir")
 
 
 def read_config(workdir: str | Path) -> dict[str, Any] | None:
@@ -104,7 +107,7 @@ def write_config(workdir: str | Path, config: dict[str, Any]) -> None:
 
 def _differences(old: dict[str, Any], new: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
     for field in old.keys() | new.keys():
-        before, now = (json.dumps(d[field]) if field in d else "(absent)" for d in (old, new))
+        before, now = (json.dumps(d[field]) if field in d else ABSENT for d in (old, new))
         if before != now and field not in FREE_FIELDS:
             yield field, before, now
 
