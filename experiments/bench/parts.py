@@ -11,8 +11,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
 from specrl_kernels.tree_attention import tree_attention
 
+from specrl_jax import sharding
+from specrl_jax.config import MeshConfig
 from specrl_jax.control.policies import Bucket
 from specrl_jax.draft.base import Occasion
 from specrl_jax.model import transformer
@@ -139,7 +142,10 @@ def _draft(machine: Machine, at: Situation) -> Part:
                                       lambda parent, guess, depth, origin: parent * guess)
         return controller.keep(control, load, spec, tree, buckets), tree
 
-    return _bound(draft, state, controller.init(), _tip(at))
+    # Controllers add up the rows of all shards, so they want the axes of a mesh.
+    mapped = jax.shard_map(draft, mesh=sharding.make_mesh(MeshConfig()), in_specs=P(),
+                           out_specs=P(), check_vma=False)
+    return _bound(mapped, state, controller.init(), _tip(at))
 
 
 def _dense(machine: Machine, params: Any, packing: transformer.Packing, at: Situation) -> Part:

@@ -24,7 +24,7 @@ from experiments.bench.hardware import Hardware
 from experiments.bench.ours import Ours
 from specrl_jax import sharding
 from specrl_jax.actor import open_actor
-from specrl_jax.config import ConfigError
+from specrl_jax.config import ConfigError, ControlConfig
 from specrl_jax.control.policies import Bucket
 from specrl_jax.host.compilation import CompilationCounter
 from specrl_jax.model.architecture import Architecture, initialize
@@ -188,8 +188,11 @@ def test_a_plain_case(setting):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", workload.WORKLOADS)
-def test_a_case_with_a_drafter(setting, name):
+@pytest.mark.parametrize("name, policy", [("uniform", "budget"), ("heavy", "fixed")])
+def test_a_case_with_a_drafter(setting, name, policy, tmp_path):
+    control = ControlConfig(policy=policy, cost_table=str(tmp_path / "cost.json"))
+    setting = dataclasses.replace(
+        setting, config=dataclasses.replace(setting.config, control=control))
     found = run_case(setting, workload.make_workload(name, 2, 12, setting.source.tokenizer))
     check_case(found)
     assert found["equal_streams"] == 1.0 and set(found["ratios"]) == {"history/off"}
