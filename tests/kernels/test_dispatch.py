@@ -1,5 +1,6 @@
 """Choosing an implementation, and the tuning tables that the choice and the kernels look into."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -8,8 +9,12 @@ import jax.numpy as jnp
 import pytest
 from specrl_kernels import dispatch, tuning
 from specrl_kernels.dispatch import Unsupported, choose
+from specrl_kernels.gumbel_argmax import pallas as draw_pallas
+from specrl_kernels.gumbel_argmax import pallas_triton as draw_pallas_triton
 from specrl_kernels.tree_attention import gpu, pallas
 from tree_attention_cases import call, make
+
+from experiments.bench import tune
 
 ROW = {"op": "tree_attention", "implementation": "pallas", "dtype": "float32",
        "shape": {"rows": 4}, "config": {"block": 256}}
@@ -114,9 +119,19 @@ def test_few_rows_are_split_and_many_are_not() -> None:
     assert gpu.heuristic(1, 4, 56, 128, 128).splits == 1  # nothing to share
 
 
+CONFIGS = {
+    ("tree_attention", "pallas"): pallas.Config, ("tree_attention", "pallas_triton"): gpu.Config,
+    ("tree_attention", "triton"): gpu.Config, ("gumbel_argmax", "pallas"): draw_pallas.Config,
+    ("gumbel_argmax", "pallas_triton"): draw_pallas_triton.Config}
+
+
 def test_tables_that_are_shipped_are_read_by_their_kernels() -> None:
-    configs = {"pallas": pallas.Config, "pallas_triton": gpu.Config, "triton": gpu.Config}
     for path in tuning.folder().glob("*.json"):
         for row in tuning.load(path):
-            if row["op"] == "tree_attention":
-                configs[row["implementation"]](**row["config"])
+            CONFIGS[row["op"], row["implementation"]](**row["config"])
+
+
+def test_what_is_tuned_are_fields_of_what_is_configured() -> None:
+    assert tune.VALUES.keys() == CONFIGS.keys()
+    for name, values in tune.VALUES.items():
+        assert values.keys() == {field.name for field in dataclasses.fields(CONFIGS[name])}
