@@ -150,7 +150,7 @@ class Evolution:
         if self.options.when == "overlap":
             return self._publish_late() | self._start_beside(step)
         if not schedule.due(self.options, step, self.staleness):
-            return {"distill/updates": 0}
+            return {}
         return self.train_now(step)
 
     def train_now(self, step: int) -> dict[str, Any]:
@@ -216,7 +216,7 @@ class Evolution:
     def _publish_late(self) -> dict[str, Any]:
         """Waits for the updates that the step before began."""
         trained, self._ahead = self._join(), None
-        return self._adopt(trained) if trained else {"distill/updates": 0}
+        return self._adopt(trained) if trained else {}
 
     def _join(self) -> Trained | None:
         return self._ahead.result() if self._ahead else None

@@ -209,9 +209,9 @@ class Trainer:
         """What becomes of the drafter before a step's rollout, and what will draft it."""
         if not self.life:
             return {}
-        fault, told = self.life.inspect(), {}
+        fault, told = self.life.inspect(), {"distill/updates": 0} if self.evolution else {}
         if self.evolution and self.config.distill.when == "once" and self.step_number == 0:
-            told = self._learn_first()
+            told |= self._learn_first()
         told |= {"drafter/fault": fault} if fault else {}
         return {"drafter/faults": self.life.faults, "drafter/held": float(self.life.held),
                 "checksum/drafter": checksum(self.life.head),

@@ -35,7 +35,7 @@ LEARN = dict(batch=8, micro_batch=8, updates=2, unroll=2, learning_rate=3e-3, ca
 MODES = {"every_step": {}, "every_k": {"every": 2, "rollouts": 2}, "once": {"rollouts": 2},
          "overlap": {}, "trigger": {"threshold": 0.0, "memory": 0.0}}
 UNEQUAL = ("time/", "memory/", "compilations", "rollout/tokens_per_second")
-INVARIANT = dict(num_heads=4, num_kv_heads=2, head_dim=16)
+INVARIANT = dict(num_heads=4, num_kv_heads=2, head_dim=16)  # heads that machine code can take
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -52,10 +52,10 @@ def programs_on_disk(tmp_path_factory: Any) -> Any:
     jax.experimental.compilation_cache.compilation_cache.reset_cache()
 
 
-def config(when: str, steps: int = 4, model: Any = None, **options: Any) -> Any:
+def config(when: str, **options: Any) -> Any:
     return micro_config(
-        steps=steps, spec=SPEC, control=ControlConfig(min_survival=0.0),
-        model=model or ModelSource(), draft=DraftConfig(vocab=256), checkpoint_every=2,
+        steps=4, spec=SPEC, control=ControlConfig(min_survival=0.0),
+        model=ModelSource(numerics="invariant"), draft=DraftConfig(vocab=256), checkpoint_every=2,
         reward=RewardConfig(terms=("helpers:even",)),
         learner=LearnerConfig(learning_rate=1e-2, micro_batch=16),
         distill=DistillConfig(when=when, **(LEARN | options)))
@@ -132,7 +132,7 @@ def test_whatever_the_mode_the_actor_is_the_same_and_a_run_resumes_exactly(
 def learning() -> Trainer:
     """A trainer whose drafter has learned enough for a canary to hear it."""
     trainer = micro_trainer_to_compile(config(
-        "every_step", updates=8, learning_rate=4e-3, batch=16, canary=8))
+        "every_step", updates=8, learning_rate=4e-3, batch=16, canary=8), **INVARIANT)
     trainer.compile(lambda text: None)
     for _ in range(6):
         trainer.step()
