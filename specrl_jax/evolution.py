@@ -55,6 +55,7 @@ class Evolution:
             self.window, heads=1 if options.when == "once" else options.rollouts)
         self.take = min(self.take, self.features.rows)
         self.state = self.programs.whole(distill.begin(options, life.head["weights"]))
+        self.good = self.state  # as of the last publish
         self.vocab = life.head["vocab"]
         self.staleness, self.seconds = schedule.forget(), np.zeros(2)  # spent, saved
         self._beside = concurrent.futures.ThreadPoolExecutor(1)  # for `overlap`
@@ -188,8 +189,7 @@ class Evolution:
         return {"drafter/fault": fault}
 
     def _go_back(self) -> None:
-        self.vocab = self.life.head["vocab"]
-        self.state = self.programs.whole(distill.begin(self.options, self.life.head["weights"]))
+        self.vocab, self.state = self.life.head["vocab"], self.good
 
     def _adopt(self, trained: Trained) -> dict[str, Any]:
         """Publishes what was trained, or goes back to the version before."""
@@ -197,6 +197,7 @@ class Evolution:
         fault = self.life.publish({"weights": self.state.params, "vocab": self.vocab})
         if fault:
             self._go_back()
+        self.good = self.state
         record = {f"distill/{name}": float(told[-1][name])
                   for name in ("loss", "grad_norm", "accept_length")}
         record |= {f"distill/alpha/{j}": float(a) for j, a in enumerate(told[0]["alpha"])}
@@ -248,7 +249,7 @@ class Evolution:
 
     def restore(self, arrays: dict[str, Any], meta: dict[str, Any]) -> None:
         self.state = DistillState(arrays["drafter"]["weights"], arrays["drafter_optimizer"])
-        self.vocab = arrays["drafter"]["vocab"]
+        self.good, self.vocab = self.state, arrays["drafter"]["vocab"]
         self.features.restore(arrays["drafter_features"])
         self.staleness = jax.tree.map(np.asarray, arrays["drafter_staleness"])
         self.seconds = np.array(arrays["drafter_account"])

@@ -278,7 +278,7 @@ def test_training_compiles_nothing_after_warm_up(learning: Trainer) -> None:
 ])
 def test_what_cannot_work_is_refused(changes: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        micro_trainer_to_compile(dataclasses.replace(config("once"), **changes))
+        micro_trainer_to_compile(dataclasses.replace(config("once"), **changes), **INVARIANT)
 
 
 @pytest.mark.parametrize("changes, message", [
