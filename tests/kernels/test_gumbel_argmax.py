@@ -130,6 +130,18 @@ def test_children_are_the_best_in_order(kept: float | None, count: int, implemen
 
 
 @each
+@pytest.mark.parametrize("kept", [None, 0.5])
+def test_children_whose_probability_underflows(kept: float | None, implementation: str) -> None:
+    """At low temperatures the second token may be hundreds of nats below the first."""
+    case = make(width=8, kept=kept, spread=300.0)
+    found, right = call(case, implementation, 4), wanted(case, 4)
+    assert np.isfinite(found.perturbed).all() and found.raw_logprob.min() < -200
+    np.testing.assert_array_equal(found.token, right.token)
+    for a, b in zip(found[1:], right[1:], strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-3)  # float32 scores of a thousand
+
+
+@each
 def test_the_first_child_is_the_argmax(implementation: str) -> None:
     case = make(width=8, kept=0.02)
     one, many = call(case, implementation), call(case, implementation, 4)

@@ -1,7 +1,8 @@
 """What the kernels share: one block of the vocabulary, and what of a position it needs.
 
 Blocks are independent: each has its own highest score, and `drawn.combine` joins them. So one
-position fills a device, and a position costs two logarithms a token and one a block.
+position fills a device, and a position costs one logarithm a token and one a block; with several
+candidates two a token.
 """
 
 from typing import NamedTuple
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 
 from specrl_kernels import noise, tuning
 from specrl_kernels.dispatch import Unsupported
-from specrl_kernels.gumbel_argmax.drawn import Parts, Threshold, is_kept, scale_of
+from specrl_kernels.gumbel_argmax.drawn import Parts, Threshold, is_kept, log_rank, scale_of
 
 FLOOR = -1e30  # highest score of a block without one: finite, so that differences are never NaN
 NOBODY = 2**31 - 1  # the token of a block in which nothing is left
@@ -76,8 +77,12 @@ def race(logits: jax.Array, ids: jax.Array, inside: jax.Array, floats: list[jax.
     top = jnp.maximum(score.max(1, keepdims=True), jnp.float32(FLOOR))
     mass = jnp.exp(score - top)
     word = noise.element_bits(integers[FIRST], integers[SECOND], ids)
-    there = mass > 0
-    rank = noise.exponential_of(word) / jnp.where(there, mass, jnp.float32(1))
+    if count > 1:
+        there = score > -jnp.inf
+        rank = log_rank(noise.exponential_of(word), mass, score - top)
+    else:
+        there = mass > 0
+        rank = noise.exponential_of(word) / jnp.where(there, mass, jnp.float32(1))
     rank = jnp.where(greedy, -score, jnp.where(there, rank, jnp.inf))
     kept = inside
     if truncated:

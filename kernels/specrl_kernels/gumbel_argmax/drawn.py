@@ -5,6 +5,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+TINY = 1e-36  # of exp(score - highest): below, and E over it, float32 under- and overflows
+
 
 class Threshold(NamedTuple):
     """What truncation keeps: scores above `score`, and those equal to it with an id up to `last`.
@@ -43,7 +45,8 @@ class Parts(NamedTuple):
 
     top: jax.Array  # f32[C, W] highest score
     total: jax.Array  # f32[C, W] sum of exp(score - top)
-    rank: jax.Array  # f32[C, W, K] E / exp(score - top), at temperature 0 -score; inf for none
+    rank: jax.Array  # f32[C, W, K] E / exp(score - top), its logarithm if K > 1, at temperature 0
+    # -score; inf for none
     score: jax.Array  # f32[C, W, K]
     token: jax.Array  # i32[C, W, K] lower ids first among equals
 
@@ -54,12 +57,23 @@ def scale_of(temperature: jax.Array) -> tuple[jax.Array, jax.Array]:
     return 1 / jnp.where(greedy, 1.0, temperature), greedy
 
 
+def log_rank(exponential: jax.Array, mass: jax.Array, score: jax.Array) -> jax.Array:
+    """log(E / mass) for mass = exp(score), where that is 0 in float32 too. Runs inside kernels.
+
+    The first candidate never lies that low; the others may, at low temperatures.
+    """
+    normal = mass > TINY
+    return (jnp.log(exponential / jnp.where(normal, mass, jnp.float32(1)))
+            - jnp.where(normal, jnp.float32(0), score))
+
+
 def combine(parts: Parts, greedy: jax.Array, kept_mass: jax.Array | None) -> Drawn:
     """The best of all parts; of equal ones the first, so parts come in the order of their ids."""
     top = parts.top.max(0)
     total = (parts.total * jnp.exp(parts.top - top[None])).sum(0)
     score = parts.score - top[None, :, None]
-    noisy = parts.top[..., None] - top[None, :, None] - jnp.log(parts.rank)
+    logs = parts.rank if parts.rank.shape[2] > 1 else jnp.log(parts.rank)
+    noisy = parts.top[..., None] - top[None, :, None] - logs
     plain = jnp.where(jnp.isinf(parts.rank), -jnp.inf, score)
     raced = jnp.where(greedy[None, :, None], plain, noisy)
     count = raced.shape[2]

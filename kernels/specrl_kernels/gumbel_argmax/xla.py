@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from specrl_kernels.dispatch import Target
-from specrl_kernels.gumbel_argmax.drawn import Drawn, Threshold, finish, scale_of
+from specrl_kernels.gumbel_argmax.drawn import Drawn, Threshold, finish, log_rank, scale_of
 from specrl_kernels.noise import exponential
 
 CPU_CHUNK = 4096  # experiments/LOG.md
@@ -42,7 +42,9 @@ def gumbel_argmax_xla(logits: jax.Array, temperature: jax.Array, key: jax.Array,
         fresh = (ids >= i * size)[None]
         score = jnp.where(fresh, score, -jnp.inf)
         mass = jnp.exp(score - top[:, None])
-        rank = jnp.where(greedy[:, None], -score, exponential(key, position, ids) / mass)
+        rank = jnp.where(greedy[:, None], -score, exponential(key, position, ids) / mass
+                         if count == 1 else log_rank(exponential(key, position, ids), mass,
+                                                     score - top[:, None]))
         if threshold is not None:
             rank = jnp.where(fresh & threshold.keeps(score, ids[None]), rank, jnp.inf)
         # Plain reductions over a stored chunk: fused, the noise would be made for each of them, and
@@ -60,7 +62,8 @@ def gumbel_argmax_xla(logits: jax.Array, temperature: jax.Array, key: jax.Array,
     # Not a number anywhere in a row: nothing is equal to its lowest rank.
     token = jnp.where(token < vocab, token, 0).astype(jnp.int32)
     score = (jnp.take_along_axis(columns, token.T, 0).T - highest[:, None]) * scale[:, None]
-    raced = jnp.where(greedy[:, None], jnp.where(jnp.isinf(rank), -jnp.inf, score), -jnp.log(rank))
+    raced = jnp.where(greedy[:, None], jnp.where(jnp.isinf(rank), -jnp.inf, score),
+                      -jnp.log(rank) if count == 1 else -rank)
     kept_mass = None if threshold is None else threshold.kept_mass
     return finish(raced, token, score, total, greedy, kept_mass)
 
