@@ -4,6 +4,7 @@ An implementation is a function that raises `Unsupported` where it cannot do wha
 device, for this dtype or shape. Nothing else decides, so calling it tells what is refused and why.
 """
 
+import dataclasses
 import importlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -78,6 +79,19 @@ def anywhere(function: Callable[..., Any], *platforms: str) -> Callable[..., Any
         return function(*args, **options)
 
     return call
+
+
+def configured(kind: Callable[..., Any], given: Mapping[str, int]) -> Any:
+    """An implementation's Config, a dataclass, with the given fields.
+
+    Raises:
+      Unsupported: it has no such field.
+    """
+    known = [field.name for field in dataclasses.fields(kind)]
+    for name, value in given.items():
+        if name not in known:
+            raise Unsupported(f"config {name} = {value}: choose some of {', '.join(known)}")
+    return kind(**given)
 
 
 def kernel(op: str, name: str, *platforms: str) -> Callable[..., Any]:

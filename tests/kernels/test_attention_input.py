@@ -37,6 +37,9 @@ def prefix(**other: Any) -> Prefix:
     ("prefix", prefix(length=jnp.zeros(2, I32)), "prefix.length = "),
     ("prefix", prefix(rows=jnp.zeros((2, 1), I32)), "prefix.rows = "),
     ("prefix", prefix(rows=jnp.zeros((1, 1))), "prefix.rows is float32"),
+    ("q", jnp.zeros((0, 4, 16)), r"q = \(0, 4, 16\), expected no axis of 0"),
+    ("tree_k", jnp.zeros((1, 4, 0, 16)), "tree_k = .* expected no axis of 0"),
+    ("cache_k", [jnp.zeros((1, 2, 16, 0))], "cache_k = .* slots in each segment"),
     ("window", 0, "window = 0, expected at least 1"),
     ("implementation", "fast", "'fast': choose one of pallas, .*xla, reference"),
     ("platform", "fpga", "'fpga': choose one of cpu, gpu, tpu"),
@@ -76,10 +79,26 @@ def test_good_values_pass_the_check() -> None:
 def test_values_cannot_be_checked_inside_of_jit() -> None:
     with pytest.raises(ValueError, match="checked = True inside of jit"):
         jax.jit(lambda c: tree_attention(**c, scale=1.0, checked=True))(make())
+    with pytest.raises(ValueError, match="checked = True inside of jit"):
+        jax.jit(lambda p: tree_attention(**make() | {"prefix": p}, scale=1.0, checked=True)
+                )(prefix())
+
+
+def test_more_cache_rows_than_a_code_can_name_are_refused() -> None:
+    big = {name: [jax.ShapeDtypeStruct((32769, 2, *size), F32)]
+           for name, size in (("cache_k", (16, 128)), ("cache_v", (128, 16)))}
+    case = make(slots=2) | big
+    with pytest.raises(Unsupported, match="a cache of 32769: at most 32768"):
+        jax.eval_shape(lambda c: tree_attention(**c, scale=1.0, implementation="pallas",
+                                                interpret=True), case)
 
 
 @pytest.mark.parametrize("implementation,config,told", [
     ("pallas", {"block": 100}, "multiple of 128"), ("pallas", {"tile": 8}, "of 16"),
+    ("pallas", {"block": 0}, "multiple of 128"), ("pallas", {"tile": 0}, "of 16"),
+    ("pallas", {"blok": 128}, "blok = 128: choose some of block, tile, splits"),
+    ("pallas_triton", {"warps": 3}, "warps are a power"), ("pallas_triton", {"stages": 0}, "stage"),
+    ("pallas_triton", {"blok": 16}, "blok = 16: choose some of block, tile"),
     ("pallas_triton", {"block": 24}, "powers of two"), ("pallas_triton", {"splits": 0}, "split"),
     ("xla", {"block": 128}, "takes none")])
 def test_a_configuration_that_cannot_be_is_refused(implementation: str, config: dict[str, int],

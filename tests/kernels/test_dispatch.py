@@ -41,6 +41,12 @@ def test_without_a_name_the_first_that_can_is_taken() -> None:
     assert choose({"refuse": refuse, "double": double, "same": lambda x: x}, None)(3) == 6
 
 
+def test_what_is_taken_and_why_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("DEBUG", logger="specrl_kernels.dispatch"):
+        choose({"refuse": refuse, "double": double}, None)(3)
+    assert caplog.messages == ["double is taken; refuse: not 3"]
+
+
 def test_if_none_can_all_reasons_are_told() -> None:
     with pytest.raises(ExceptionGroup) as found:
         choose({"a": refuse, "b": refuse}, None)(3)

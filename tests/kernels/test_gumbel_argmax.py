@@ -295,7 +295,9 @@ def test_good_values_pass_the_check_but_not_inside_of_jit() -> None:
 
 @pytest.mark.parametrize("implementation,config,told", [
     ("pallas", {"block": 100}, "multiple of 128"),
-    ("pallas_triton", {"block": 100}, "power of two"), ("reference", {"block": 1}, "takes none")])
+    ("pallas_triton", {"block": 100}, "powers of two"), ("xla", {"chunk": 0}, "at least one token"),
+    ("xla", {"block": 1}, "block = 1: choose some of chunk"),
+    ("pallas_triton", {"warps": 3}, "powers of two"), ("reference", {"block": 1}, "takes none")])
 def test_a_configuration_that_cannot_be_is_refused(implementation: str, config: dict[str, int],
                                                    told: str) -> None:
     with pytest.raises(Unsupported, match=told):

@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from specrl_kernels import tuning
-from specrl_kernels.dispatch import Target, Unsupported
+from specrl_kernels.dispatch import Target, Unsupported, configured
 from specrl_kernels.gumbel_argmax import block as shared
 from specrl_kernels.gumbel_argmax.drawn import Drawn, Threshold, combine
 
@@ -65,7 +65,7 @@ def _config(target: Target, logits: jax.Array, count: int) -> Config:
     if found is None:
         key = shared.tuning_key(*logits.shape, count)
         found = tuning.lookup(target.kind, "gumbel_argmax", NAME, key, str(logits.dtype))
-    config = Config(**(found or {}))
+    config = configured(Config, found or {})
     if config.block < 128 or config.block % 128:
         raise Unsupported(f"{config}: block is a multiple of 128")
     return config

@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from specrl_kernels import tuning
-from specrl_kernels.dispatch import Target, Unsupported
+from specrl_kernels.dispatch import Target, Unsupported, configured
 from specrl_kernels.gumbel_argmax import block as shared
 from specrl_kernels.gumbel_argmax.drawn import Drawn, Threshold, combine
 
@@ -57,9 +57,9 @@ def _config(target: Target, logits: jax.Array, count: int) -> Config:
     if found is None:
         key = shared.tuning_key(*logits.shape, count)
         found = tuning.lookup(target.kind, "gumbel_argmax", NAME, key, str(logits.dtype))
-    config = Config(**found) if found is not None else heuristic(*logits.shape)
-    if config.block < 1 or config.block & (config.block - 1):
-        raise Unsupported(f"{config}: block is a power of two")
+    config = configured(Config, found) if found is not None else heuristic(*logits.shape)
+    if any(x < 1 or x & (x - 1) for x in (config.block, config.warps)):
+        raise Unsupported(f"{config}: block and warps are powers of two")
     return config
 
 

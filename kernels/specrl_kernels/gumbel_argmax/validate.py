@@ -37,7 +37,8 @@ def check_values(logits: Any, temperature: Any, key: Any, position: Any, thresho
     Raises:
       ValueError: the first value out of its range, or a call from inside of jit.
     """
-    if any(isinstance(x, jax.core.Tracer) for x in (logits, temperature, position)):
+    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(
+            (logits, temperature, position, threshold))):
         raise ValueError("checked = True inside of jit: values are known outside of it only")
     highest = np.asarray(logits, np.float32).max(1)
     _all("temperature", temperature, lambda x: (x >= 0) & np.isfinite(x), "0 or above")

@@ -10,6 +10,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from specrl_kernels import dispatch
 from specrl_kernels.dispatch import Target
 from specrl_kernels.gumbel_argmax.drawn import Drawn, Threshold, finish, log_rank, scale_of
 from specrl_kernels.noise import exponential
@@ -70,7 +71,10 @@ def gumbel_argmax_xla(logits: jax.Array, temperature: jax.Array, key: jax.Array,
 
 def _chunk(target: Target, vocab: int) -> int:
     if target.config is not None:
-        return min(Config(**target.config).chunk, vocab)
+        config = dispatch.configured(Config, target.config)
+        if config.chunk < 1:
+            raise dispatch.Unsupported(f"{config}: at least one token")
+        return min(config.chunk, vocab)
     return min(CPU_CHUNK, vocab) if target.platform == "cpu" else vocab
 
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from specrl_kernels import tuning
-from specrl_kernels.dispatch import Target, Unsupported
+from specrl_kernels.dispatch import Target, Unsupported, configured
 from specrl_kernels.tree_attention import packing, shared_prefix, softmax
 from specrl_kernels.tree_attention.packing import Rows
 from specrl_kernels.tree_attention.shared_prefix import Prefix
@@ -77,13 +77,15 @@ def choose(target: Target, name: str, rows: Rows, context: int) -> Config:
     if found is None:
         key = packing.tuning_key(b, g, q, e, context)
         found = tuning.lookup(target.kind, "tree_attention", name, key, str(rows.queries.dtype))
-    config = Config(**found) if found is not None else heuristic(
+    config = configured(Config, found) if found is not None else heuristic(
         b, g, q, e, context, rows.queries.dtype.itemsize)
     for side in (config.block, config.tile):
         if side < LEAST or side & (side - 1):
             raise Unsupported(f"{config}: block and tile are powers of two, at least {LEAST}")
-    if config.splits < 1:
-        raise Unsupported(f"{config}: at least one split")
+    if config.splits < 1 or config.stages < 1:
+        raise Unsupported(f"{config}: at least one split and one stage")
+    if config.warps < 1 or config.warps & (config.warps - 1):
+        raise Unsupported(f"{config}: warps are a power of two")
     return config
 
 

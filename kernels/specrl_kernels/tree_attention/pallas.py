@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from specrl_kernels import tuning
-from specrl_kernels.dispatch import Target, Unsupported
+from specrl_kernels.dispatch import Target, Unsupported, configured
 from specrl_kernels.tree_attention import packing, shared_prefix, softmax, work_list
 from specrl_kernels.tree_attention.ancestry import is_visible
 from specrl_kernels.tree_attention.packing import Rows
@@ -89,9 +89,14 @@ def _config(target: Target, rows: Rows, cache_k: Sequence[jax.Array]) -> Config:
     if found is None:
         key = packing.tuning_key(b, g, q, e, sum(sizes))
         found = tuning.lookup(target.kind, "tree_attention", NAME, key, str(rows.queries.dtype))
-    config = Config(**found) if found is not None else heuristic(target.kind, sizes, g * e * item)
-    if config.block % 128 or config.tile % SUBLANES or config.splits < 1:
+    config = configured(Config, found) if found is not None else heuristic(
+        target.kind, sizes, g * e * item)
+    if (min(config.block, config.tile, config.splits) < 1 or config.block % 128
+            or config.tile % SUBLANES):
         raise Unsupported(f"{config}: block is a multiple of 128, tile of 16, splits at least 1")
+    if max(b, cache_k[0].shape[0]) > work_list.ROWS:
+        raise Unsupported(f"{b} rows and a cache of {cache_k[0].shape[0]}: at most "
+                          f"{work_list.ROWS} of each")
     if _buffers(sizes, config.block, g * e * item) > VMEM_BLOCKS:
         raise Unsupported(f"{len(sizes)} segments with {g} heads of {e} in blocks of {config.block}"
                           f" do not fit into VMEM: pass fewer segments")

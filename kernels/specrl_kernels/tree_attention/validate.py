@@ -18,6 +18,9 @@ def check_static(q: Any, row: Any, node: Any, tree_k: Any, tree_v: Any, parent: 
         _expect(f"axes of {name}", len(array.shape), axes, _WHY)
     w, h, e = q.shape
     b, n, g, _ = tree_k.shape
+    for name, array in (("q", q), ("tree_k", tree_k)):
+        if 0 in array.shape:
+            raise ValueError(f"{name} = {array.shape}, expected no axis of 0")
     _expect("q's heads", h % g, 0, f"{h} is no multiple of {g} key-value heads")
     for name, array, shape in (
         ("row", row, (w,)), ("node", node, (w,)), ("tree_k", tree_k, (b, n, g, e)),
@@ -46,6 +49,8 @@ def _check_cache(cache_k: Sequence[Any], cache_v: Sequence[Any], b: int, g: int,
     for k, v in zip(cache_k, cache_v, strict=True):
         s = k.shape[-1]
         _expect("cache_k", k.shape, (slots, g, e, s), _WHY)
+        if s < 1:
+            raise ValueError(f"cache_k = {k.shape}, expected slots in each segment: drop it")
         _expect("cache_v", v.shape, (slots, g, s, e), _WHY)
     if slot is not None:
         _expect("slot", slot.shape, (b,), "one cache row for each row")
@@ -90,7 +95,8 @@ def check_values(q: Any, row: Any, node: Any, tree_k: Any, tree_v: Any, parent: 
     Raises:
       ValueError: the first value out of its range, or a call from inside of jit.
     """
-    if any(isinstance(x, jax.core.Tracer) for x in (row, node, parent, length, slot)):
+    if any(isinstance(x, jax.core.Tracer)
+           for x in jax.tree.leaves((row, node, parent, length, slot, prefix))):
         raise ValueError("checked = True inside of jit: values are known outside of it only")
     b, n = parent.shape
     room = sum(k.shape[-1] for k in cache_k)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 SHIFT = 16
 LOW = (1 << SHIFT) - 1
+ROWS = 1 << 15  # rows, and cache rows, that a code in i32 has room for
 NOTHING = LOW  # the block of a step that reads no context
 
 
