@@ -22,6 +22,8 @@ NAMES = [name for name in IMPLEMENTATIONS if name in (*KERNELS, "machine", "xla"
 PARTIAL = ("machine", "triton")  # needs llvmlite, or jax-triton; all others do everything
 slow = pytest.mark.slow
 each = pytest.mark.parametrize("implementation", NAMES)
+each_dtype = pytest.mark.parametrize("dtype", [
+    "float32", pytest.param("bfloat16", marks=slow)])
 each_kernel = pytest.mark.parametrize("implementation", KERNELS)
 
 CASES = {
@@ -140,8 +142,10 @@ def in_order(case: dict[str, Any]) -> dict[str, Any]:
 
 
 @each
-def test_garbage_beyond_length_and_in_other_slots_is_inert(implementation: str) -> None:
-    case = base()
+@each_dtype
+def test_garbage_beyond_length_and_in_other_slots_is_inert(dtype: str, implementation: str
+                                                           ) -> None:
+    case = base(dtype=dtype)
     clean = configured(case, implementation)
     seen = np.zeros((6, 160), bool)
     for b, slot in enumerate(np.asarray(case["slot"])):
@@ -157,9 +161,10 @@ def test_garbage_beyond_length_and_in_other_slots_is_inert(implementation: str) 
 
 
 @each
-def test_garbage_in_dead_nodes_and_rows_is_inert(implementation: str) -> None:
+@each_dtype
+def test_garbage_in_dead_nodes_and_rows_is_inert(dtype: str, implementation: str) -> None:
     live = [(0, 0), (0, 1), (3, 0), (3, 1), (3, 3)]  # rows 1 and 2 are dead, and nodes 2, 4, 5
-    case = keep(base(), live)
+    case = keep(base(dtype=dtype), live)
     clean = configured(case, implementation)
     assert_near(clean, oracle(case), case)
     dead = np.ones((4, 6), bool)
@@ -284,8 +289,10 @@ def test_a_shared_prefix_is_a_repeated_prefix(window: int | None, implementation
 
 
 @each
-def test_garbage_beyond_a_shared_prefix_is_inert(implementation: str) -> None:
-    case = make(**SHARED)
+@each_dtype
+def test_garbage_beyond_a_shared_prefix_is_inert(dtype: str, implementation: str) -> None:
+    case = make(**SHARED, dtype=dtype)
+    assert_near(configured(case, implementation, 7), oracle(case, 7), case)
     inside = np.arange(40)[None] < np.asarray(case["prefix"].length)[:, None]
     dirty = case["prefix"]._replace(
         k=jnp.where(inside[:, None, None], case["prefix"].k, 1e6),
@@ -305,8 +312,9 @@ def test_split_equals_unsplit(splits: int, window: int | None, implementation: s
 
 
 @each_kernel
-def test_split_equals_unsplit_with_a_shared_prefix(implementation: str) -> None:
-    case = make(**SHARED)
+@each_dtype
+def test_split_equals_unsplit_with_a_shared_prefix(dtype: str, implementation: str) -> None:
+    case = make(**SHARED, dtype=dtype)
     assert_near(configured(case, implementation, splits=3), oracle(case), case)
 
 
