@@ -11,12 +11,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
 from specrl_kernels import tuning
 from specrl_kernels.dispatch import Target, Unsupported, configured
 from specrl_kernels.gumbel_argmax import block as shared
 from specrl_kernels.gumbel_argmax.drawn import Drawn, Threshold, combine
+from specrl_kernels.triton_call import triton_call
 
 NAME = "pallas_triton"
 PROGRAMS = 512  # enough to fill 132 multiprocessors, a few on each
@@ -42,7 +42,8 @@ def gumbel_argmax_pallas_triton(logits: jax.Array, temperature: jax.Array, key: 
     outputs = [jax.ShapeDtypeStruct((blocks, w, lanes), dtype)
                for dtype in (jnp.float32, jnp.int32)]
     at = shared.positions(temperature, key, position, threshold)
-    floats, tokens = _call(kernel, (blocks, w), outputs, config, target.interpret, [logits, *at])
+    floats, tokens = triton_call(kernel, "gumbel_argmax", (blocks, w), outputs, [logits, *at],
+                                 warps=config.warps, stages=1, interpret=target.interpret)
     return combine(shared.parts(floats, tokens, count, vocab), temperature == 0,
                    None if threshold is None else threshold.kept_mass)
 
@@ -69,14 +70,6 @@ def heuristic(positions: int, vocab: int) -> Config:
     while block > 1024 and positions * (vocab // block) < PROGRAMS:
         block //= 2
     return Config(block=block, warps=8 if block > 2048 else 4)
-
-
-def _call(kernel: Any, grid: tuple[int, ...], outputs: list[jax.ShapeDtypeStruct], config: Config,
-          interpret: bool, inputs: list[jax.Array]) -> Any:
-    """Asks for Triton by its parameters: the default GPU backend differs between JAX versions."""
-    params = plgpu.CompilerParams(num_warps=config.warps, num_stages=1)
-    return pl.pallas_call(kernel, grid=grid, out_shape=outputs, compiler_params=params,
-                          interpret=interpret, name="gumbel_argmax")(*inputs)
 
 
 def _kernel(logits: Any, floats: Any, integers: Any, out: Any, tokens: Any, *, size: int,

@@ -6,8 +6,6 @@ program walks all segments of the cache in loops whose bounds come from `length`
 softmax, and what no query sees is not read. Keys are read as [E, T] and values as [T, E], the way
 they lie. Triton wants powers of two: queries are padded to tiles, and the last block of a segment
 is moved back to end where the segment ends, its known part hidden.
-
-Everything that JAX versions name differently for Triton is in `_call`.
 """
 
 import functools
@@ -17,7 +15,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
 from specrl_kernels.dispatch import Target
 from specrl_kernels.tree_attention import gpu, packing, softmax
@@ -25,6 +22,7 @@ from specrl_kernels.tree_attention.ancestry import is_visible
 from specrl_kernels.tree_attention.gpu import Config
 from specrl_kernels.tree_attention.packing import Rows
 from specrl_kernels.tree_attention.softmax import Partial
+from specrl_kernels.triton_call import triton_call
 
 NAME = "pallas_triton"
 
@@ -51,19 +49,12 @@ def _attend(rows: Rows, tree: tuple[jax.Array, jax.Array] | None, cache_k: Seque
     kernel = functools.partial(
         _kernel, words=rows.words.shape[2], segments=len(cache_k), config=config, scale=scale,
         has_tree=tree is not None, has_window=rows.first is not None)
-    out = _call(kernel, (g * padded // config.tile, b, config.splits),
-                [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes], config, interpret, inputs)
+    out = triton_call(kernel, "tree_attention", (g * padded // config.tile, b, config.splits),
+                      [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes], inputs,
+                      warps=config.warps, stages=config.stages, interpret=interpret)
     if whole:
         return out[0][:, :, :queries]
     return softmax.combine(Partial(*(x[:, :, :, :queries] for x in out)))
-
-
-def _call(kernel: Any, grid: tuple[int, ...], outputs: list[jax.ShapeDtypeStruct], config: Config,
-          interpret: bool, inputs: Sequence[jax.Array]) -> Sequence[jax.Array]:
-    """Asks for Triton by its parameters: the default GPU backend differs between JAX versions."""
-    params = plgpu.CompilerParams(num_warps=config.warps, num_stages=config.stages)
-    return pl.pallas_call(kernel, grid=grid, out_shape=outputs, compiler_params=params,
-                          interpret=interpret, name="tree_attention")(*inputs)
 
 
 def _kernel(q: Any, *refs: Any, words: int, segments: int, config: Config, scale: float,
