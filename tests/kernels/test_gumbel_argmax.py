@@ -241,6 +241,25 @@ def test_without_truncation_and_with_all_kept_are_the_same(implementation: str) 
         np.testing.assert_array_equal(a, b)
 
 
+@each
+def test_sharded_over_positions(implementation: str) -> None:
+    """Kernels do not partition: shard_map gives each device its positions."""
+    if len(jax.devices()) < 4:
+        pytest.skip("needs 4 devices")
+    case = make(width=8, kept=0.5)
+    mesh = jax.make_mesh((4,), ("rows",), devices=jax.devices()[:4],
+                         axis_types=(jax.sharding.AxisType.Auto,))
+    local = functools.partial(call_local, implementation=implementation)
+    rows = jax.sharding.PartitionSpec("rows")
+    sharded = jax.shard_map(local, mesh=mesh, in_specs=rows, out_specs=rows, check_vma=False)
+    assert_same(jax.tree.map(np.asarray, jax.jit(sharded)(case)), wanted(case, 2))
+
+
+def call_local(case: Case, implementation: str) -> Drawn:
+    return gumbel_argmax(**case, count=2, implementation=implementation,
+                         interpret=cases.INTERPRET)
+
+
 @pytest.mark.parametrize("implementation", KERNELS)
 def test_default_blocks(implementation: str) -> None:
     case = make(width=3, vocab=5000, kept=0.5)
