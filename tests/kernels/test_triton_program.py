@@ -94,29 +94,36 @@ def interpreted(inputs: list[jax.Array], outputs: list[jax.ShapeDtypeStruct],
 
 
 COMPILE = """
+import sys
+from specrl_kernels.tree_attention import gpu
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 from specrl_kernels.tree_attention.triton_kernel import attend
-constants = dict(rows=64, heads=4, queries=64, E=128, nodes=16, word_count=1, size=4096, start=0,
-                 block=64, whole_block=64, tile=64, splits=4, scale=0.1, has_tree=True,
-                 has_window=True, whole=False)
-floats = dict.fromkeys(("q", "tree_k", "tree_v", "k", "v"), "*bf16")
+dtype, size = sys.argv[1], int(sys.argv[2])
+config = gpu.heuristic(64, 4, 56, size, 4096, 2 if dtype == "bf16" else 4)
+constants = dict(rows=64, heads=4, queries=64, E=size, nodes=16, word_count=1, size=4096, start=0,
+                 block=config.block, whole_block=config.block, tile=config.tile, splits=4,
+                 scale=0.1, has_tree=True, has_window=True, whole=False)
+floats = dict.fromkeys(("q", "tree_k", "tree_v", "k", "v"), "*" + dtype)
 sums = dict.fromkeys(("out_top", "out_total", "out"), "*fp32")
 names = attend.arg_names
 signature = {n: "constexpr" if n in constants else (floats | sums).get(n, "*i32") for n in names}
 source = ASTSource(fn=attend, signature=signature,
                    constexprs={(names.index(n),): x for n, x in constants.items()})
-found = compile(source, target=GPUTarget("cuda", 90, 32), options=dict(num_warps=4, num_stages=2))
+found = compile(source, target=GPUTarget("cuda", 90, 32), options=dict(
+    num_warps=config.warps, num_stages=config.stages))
 assert found.asm["cubin"] and found.metadata.shared <= 227 << 10
 """
 
 
-def test_the_program_compiles_for_hopper(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("size", [64, 128, 256])
+def test_the_program_compiles_for_hopper(size: int, dtype: str, tmp_path: Path) -> None:
     """In a process of its own: a program that was defined for interpretation cannot be compiled."""
     pytest.importorskip("triton")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    subprocess.run([sys.executable, "-c", COMPILE], check=True, env=environment | {
-        "PYTHONPATH": str(KERNELS), "TRITON_CACHE_DIR": str(tmp_path)})
+    subprocess.run([sys.executable, "-c", COMPILE, dtype, str(size)], check=True,
+                   env=environment | {"PYTHONPATH": str(KERNELS), "TRITON_CACHE_DIR": str(tmp_path)})
 
 
 def test_it_is_refused_by_name_without_a_gpu() -> None:
