@@ -122,8 +122,8 @@ def test_the_program_compiles_for_hopper(size: int, dtype: str, tmp_path: Path) 
     """In a process of its own: a program that was defined for interpretation cannot be compiled."""
     pytest.importorskip("triton")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    subprocess.run([sys.executable, "-c", COMPILE, dtype, str(size)], check=True,
-                   env=environment | {"PYTHONPATH": str(KERNELS), "TRITON_CACHE_DIR": str(tmp_path)})
+    environment |= {"PYTHONPATH": str(KERNELS), "TRITON_CACHE_DIR": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", COMPILE, dtype, str(size)], check=True, env=environment)
 
 
 def test_it_is_refused_by_name_without_a_gpu() -> None:
@@ -131,6 +131,13 @@ def test_it_is_refused_by_name_without_a_gpu() -> None:
         tree_attention(**make(), scale=1.0, implementation="triton")
     with pytest.raises(Unsupported, match="it needs a GPU"):
         tree_attention(**make(), scale=1.0, implementation="triton", interpret=True)
+
+
+def test_versions_that_fail_together_are_refused() -> None:
+    wrapper.check_versions("0.11.2", "0.4.1")
+    wrapper.check_versions("0.12.0.1", "0.5.0")
+    with pytest.raises(Unsupported, match="jax-triton 0.4.1 is not traced by JAX 0.12.0.1"):
+        wrapper.check_versions("0.12.0.1", "0.4.1")
 
 
 if __name__ == "__main__":

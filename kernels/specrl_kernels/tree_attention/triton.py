@@ -6,7 +6,9 @@ sees the tree besides. jax-triton is imported here only, and what its versions n
 in `_call`. It cannot be traced without its CUDA plugin, and not at all under JAX 0.12 with 0.4.1.
 """
 
+import importlib.metadata
 import inspect
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -84,8 +86,18 @@ def _call(inputs: list[jax.Array], outputs: list[jax.ShapeDtypeStruct], grid: tu
         from specrl_kernels.tree_attention.triton_kernel import attend
     except ImportError as reason:
         raise Unsupported(f"jax-triton is not there: {reason}") from reason
+    check_versions(jax.__version__, importlib.metadata.version("jax-triton"))
     known = inspect.signature(jax_triton.triton_call).parameters
     kind = "out_type" if "out_type" in known else "out_shape"
     return jax_triton.triton_call(
         *inputs, kernel=attend, grid=grid, num_warps=config.warps, num_stages=config.stages,
         **{kind: outputs}, **constants)
+
+
+def check_versions(ours: str, theirs: str) -> None:
+    """Refuses a JAX and a jax-triton that fail together, long after this call. Raises Unsupported.
+    """
+    first, second = (tuple(int(n) for n in re.findall(r"\d+", x)[:3]) for x in (ours, theirs))
+    if first >= (0, 12) and second <= (0, 4, 1):
+        raise Unsupported(f"jax-triton {theirs} is not traced by JAX {ours}: use JAX 0.11 or "
+                          "a newer jax-triton")
