@@ -151,3 +151,13 @@ def test_a_length_beyond_the_cache_is_the_whole_cache():
     case = make((2, 1, 16), (16,), [16], 3)
     beyond = case | {"length": jnp.asarray([100_000], jnp.int32)}
     assert np.array_equal(run(beyond), run(case))
+
+
+@pytest.mark.parametrize(("name", "value", "least"), [
+    ("length", -5, 0), ("slot", 2**28, 1), ("slot", -(2**28), 0), ("parent", 10**6, 2),
+    ("parent", -7, 0), ("row", 2**28, 1), ("node", -(2**28), 0)])
+def test_an_index_beyond_its_array_is_the_nearest_in_it(name, value, least):
+    case = make((2, 1, 16), (16,), [16, 5], 3) | {"slot": jnp.arange(2, dtype=jnp.int32)}
+    at = (-1,) if name != "parent" else (-1, -1)
+    wild, tame = (case | {name: case[name].at[at].set(index)} for index in (value, least))
+    assert np.array_equal(run(wild), run(tame))

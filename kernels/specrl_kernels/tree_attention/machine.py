@@ -36,6 +36,11 @@ def tree_attention_machine(q: jax.Array, row: jax.Array, node: jax.Array, tree_k
     runtime.require_cpu()
     if slot is None:
         slot = jnp.arange(b, dtype=jnp.int32)
+    # Machine code reads what it is told to: a wrong index must not leave its array. Layers share
+    # these few operations.
+    row, node, parent, slot = (jnp.clip(index, 0, size - 1) for index, size in (
+        (row, b), (node, n), (parent, n), (slot, cache_k[0].shape[0])))
+    length = jnp.clip(length, 0, sum(sizes))
     room = ((0, 0), (0, 0), (0, 0), (0, -n % _MULTIPLE))
     keys = jnp.pad(tree_k.transpose(0, 2, 3, 1), room)
     call = jax.ffi.ffi_call(code(q.shape[1], g, e, n, sizes).name,

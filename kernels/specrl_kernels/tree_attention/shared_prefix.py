@@ -1,4 +1,4 @@
-"""A prompt's keys and values that several rows share, read once for all of their queries."""
+"""A prompt's keys and values that several rows share: by `xla` read once for all queries."""
 
 from typing import NamedTuple
 
