@@ -138,8 +138,16 @@ def test_tokens_are_written_as_they_come(trained):
     assert told.tokens <= 80 and told.drafter == "history"
 
 
+@pytest.fixture
+def interruptible():
+    """A shell starts its background jobs with SIGINT ignored, and so would be what they start."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.slow
-def test_ctrl_c_is_no_traceback():
+def test_ctrl_c_is_no_traceback(interruptible):
     process = subprocess.Popen(
         [sys.executable, ROOT / "experiments/generate.py", "--prompt=Hi", *TINY,
          "--config.rollout.max_new_tokens=1800"], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
