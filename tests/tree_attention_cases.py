@@ -7,10 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from kernel_tolerances import TOLERANCE
 from specrl_kernels.tree_attention import Prefix, tree_attention
-
-TOLERANCE = {"float32": 3e-6, "bfloat16": 2e-2}
-"""Absolute, for values of about 1: bfloat16 rounds the weights and the result to 8 bits each."""
 
 INTERPRET = jax.default_backend() == "cpu"
 """On its own device a kernel runs as it is, on a CPU by interpretation."""
@@ -83,7 +81,8 @@ def _jitted(case: Case, window: int | None, implementation: str | None, config: 
 
 def assert_near(found: np.ndarray, wanted: np.ndarray, case: Case) -> None:
     """Equal up to the rounding of the case's dtype."""
-    np.testing.assert_allclose(found, wanted, rtol=0, atol=TOLERANCE[str(case["q"].dtype)])
+    atol = TOLERANCE["tree_attention", str(case["q"].dtype)]
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=atol)
 
 
 def oracle(case: Case, window: int | None = None) -> np.ndarray:

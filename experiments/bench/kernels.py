@@ -211,11 +211,16 @@ def _dot_product(shape: TreeShape, dtype: Any, implementation: str | None) -> Co
     return Contender(step, q, (k, v), ours=False)
 
 
-def _decode(shape: TreeShape, dtype: Any) -> Contender:
-    if jax.default_backend() != "gpu":
-        raise Impossible("needs a gpu")
+def _require(shape: TreeShape, platform: str) -> None:
+    """Of a contender that takes one query a row on one platform. Raises Impossible."""
+    if jax.default_backend() != platform:
+        raise Impossible(f"needs a {platform}")
     if shape.nodes != 1:
         raise Impossible("one query a row: it has no trees")
+
+
+def _decode(shape: TreeShape, dtype: Any) -> Contender:
+    _require(shape, "gpu")
     from jax.experimental.pallas.ops.gpu import decode_attention
 
     q, k, v, visible = _by_slot(shape, dtype)
@@ -228,10 +233,7 @@ def _decode(shape: TreeShape, dtype: Any) -> Contender:
 
 
 def _paged(shape: TreeShape, dtype: Any) -> Contender:
-    if jax.default_backend() != "tpu":
-        raise Impossible("needs a tpu")
-    if shape.nodes != 1:
-        raise Impossible("one query a row: it has no trees")
+    _require(shape, "tpu")
     from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention
 
     q, k, v, _ = _by_slot(shape, dtype)

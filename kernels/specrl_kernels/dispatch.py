@@ -69,16 +69,36 @@ def require(target: Target, op: str, name: str, platforms: Sequence[str]) -> Non
         raise Unsupported(f"not yet run on {target.kind} (no row in tuned/): ask for it by name")
 
 
-def anywhere(function: Callable[..., Any], *platforms: str) -> Callable[..., Any]:
-    """An implementation that has nothing to tune; without `platforms` it runs wherever JAX does."""
+def anywhere(function: Callable[..., Any], *platforms: str,
+             unasked: Callable[..., None] | None = None) -> Callable[..., Any]:
+    """An implementation that has nothing to tune; without `platforms` it runs wherever JAX does.
+
+    Args:
+      unasked: raises Unsupported for arguments that it is taken for by its name alone, since
+        another implementation has been measured to be faster.
+    """
     def call(*args: Any, target: Target, **options: Any) -> Any:
         if platforms and target.platform not in platforms:
             raise Unsupported(f"needs a {' or '.join(platforms)}, this is a {target.platform}")
         if target.config is not None:
             raise Unsupported(f"config = {dict(target.config)}: it takes none")
+        if unasked is not None and not target.named:
+            unasked(*args)
         return function(*args, **options)
 
     return call
+
+
+def tuned(target: Target, op: str, name: str, shape: dict[str, int], dtype: Any
+          ) -> Mapping[str, int] | None:
+    """The configuration that a call gives, or else the device's table; None: a heuristic is due.
+
+    Args:
+      shape: the class of the call's shapes, as `tuning.shape_class` makes it.
+    """
+    if target.config is not None:
+        return target.config
+    return tuning.lookup(target.kind, op, name, shape, str(dtype))
 
 
 def configured(kind: Callable[..., Any], given: Mapping[str, int]) -> Any:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from kernel_tolerances import TOLERANCE
 from specrl_kernels.dispatch import Unsupported
 from specrl_kernels.narrow_matmul import IMPLEMENTATIONS, machine, narrow_matmul
 
@@ -21,6 +22,13 @@ def arrays(rows, inner, columns, seed=0):
             jnp.asarray(rng.standard_normal((inner, columns)), jnp.float32))
 
 
+def assert_near(found, w, x):
+    w, x, found = (np.asarray(a, np.float64) for a in (w, x, np.asarray(found, np.float32)))
+    assert found.shape == (w.shape[0], x.shape[1])
+    scale = np.abs(w) @ np.abs(x)
+    assert np.all(np.abs(found - w @ x) <= TOLERANCE["narrow_matmul", "float32"] * scale)
+
+
 @functools.cache
 def compiled(implementation):
     return jax.jit(functools.partial(narrow_matmul, implementation=implementation))
@@ -31,11 +39,7 @@ def compiled(implementation):
 def test_equals_float64(implementation, shape):
     for columns in COLUMNS:
         w, x = arrays(*shape, columns)
-        want = np.asarray(w, np.float64) @ np.asarray(x, np.float64)
-        scale = np.abs(np.asarray(w, np.float64)) @ np.abs(np.asarray(x, np.float64))
-        got = np.asarray(compiled(implementation)(w, x))
-        assert got.dtype == np.float32 and got.shape == want.shape
-        assert np.all(np.abs(got - want) <= 1e-6 * scale)
+        assert_near(compiled(implementation)(w, x), w, x)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -93,7 +97,7 @@ def test_without_the_code_generator(monkeypatch):
     w, x = arrays(8, 16, 2)
     with pytest.raises(Unsupported, match="needs the package llvmlite"):
         narrow_matmul(w, x, implementation="machine")
-    assert np.allclose(narrow_matmul(w, x), w @ x, atol=1e-5)
+    assert_near(narrow_matmul(w, x), w, x)
 
 
 @pytest.mark.parametrize(("w", "x", "name"), [
@@ -125,4 +129,4 @@ def test_weights_that_the_compiler_may_split_are_left_to_xla(tensor):
                                    out_specs=P(None, "data"), axis_names={"data"}))
     text = mapped.lower(w, x).as_text()
     assert ("specrl_narrow_matmul" in text) == (tensor == 1)
-    np.testing.assert_allclose(mapped(w, x), w @ x, atol=1e-5)
+    assert_near(mapped(w, x), w, x)

@@ -17,7 +17,7 @@ from tree_attention_cases import INTERPRET, KERNELS, assert_near, call, make, or
 
 # Small blocks, so that a context of a few hundred tokens has several.
 CONFIGS = {"pallas": {"block": 128, "tile": 64}, "pallas_triton": {"block": 16, "tile": 16},
-           "triton": {"block": 16, "tile": 16}}
+           "triton": {"block": 16, "tile": 16}, "xla": {"chunk": 16, "whole": 0}}
 NAMES = [name for name in IMPLEMENTATIONS if name in (*KERNELS, "machine", "xla", "reference")]
 PARTIAL = ("machine", "triton")  # needs llvmlite, or jax-triton; all others do everything
 slow = pytest.mark.slow
@@ -62,6 +62,15 @@ def configured(case: Any, implementation: str, window: int | None = None, **othe
 def test_equals_the_oracle(name: str, implementation: str) -> None:
     case = make(**CASES[name])
     assert_near(configured(case, implementation), oracle(case), case)
+
+
+@pytest.mark.parametrize("way,window", [
+    ({"abreast": 1, "chunk": 48}, 7), ({"whole": 512}, None),
+    *(pytest.param(way, window, marks=slow) for way, window in (
+        ({"abreast": 1}, None), ({"whole": 512}, 7), ({"chunk": 48}, 7)))], ids=str)
+def test_every_way_in_which_xla_reads_a_cache(way: dict[str, int], window: int | None) -> None:
+    for case in (base(slots=None), make(**SHARED)):
+        assert_near(configured(case, "xla", window, **way), oracle(case, window), case)
 
 
 @slow
@@ -191,6 +200,34 @@ def test_a_segment_that_no_context_reaches_is_not_read(implementation: str) -> N
     nothing = {name: [case[name][0], jnp.full_like(case[name][1], jnp.nan)]
                for name in ("cache_k", "cache_v")}
     np.testing.assert_array_equal(configured(case | nothing, implementation), clean)
+
+
+@pytest.mark.parametrize("slots", [4, None])
+def test_xla_reads_of_each_row_what_it_sees_and_copies_one_chunk(slots: int | None) -> None:
+    """Row 3 alone reaches beyond 16; with a window of 20 it does not see the first 112 places."""
+    case = keep(base(slots=slots), [(0, 0), (1, 5), (3, 1)])  # row 2 is dead
+    clean = configured(case, "xla", 20)
+    slot = range(4) if slots is None else np.asarray(case["slot"])
+    seen = np.zeros((4, 160), bool)
+    seen[slot[1], :16], seen[slot[3], 112:144] = True, True
+    parts = np.split(seen, [96], 1)
+    dirty = case | {"cache_v": [jnp.where(s[:, None, :, None], v, jnp.nan)
+                                for s, v in zip(parts, case["cache_v"], strict=True)]}
+    np.testing.assert_array_equal(configured(dirty, "xla", 20), clean)
+
+
+@pytest.mark.parametrize("through_slot", [True, pytest.param(False, marks=slow)])
+def test_xla_holds_no_copy_of_the_cache(through_slot: bool) -> None:
+    """64 rows of SmolLM2's heads: a cache of 4096 slots is 384 MiB, and a chunk of a row 0.4."""
+    b, n, h, g, e, s = 64, 1, 9, 3, 64, 4096
+    f = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)  # noqa: E731
+    i = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)  # noqa: E731
+    case = {"q": f(b * n, h, e), "row": i(b * n), "node": i(b * n), "tree_k": f(b, n, g, e),
+            "tree_v": f(b, n, g, e), "parent": i(b, n), "cache_k": f(b, g, e, s),
+            "cache_v": f(b, g, s, e), "length": i(b), "slot": i(b) if through_slot else None}
+    compiled = jax.jit(lambda case: tree_attention(
+        **case, scale=1.0, implementation="xla")).lower(case).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 2 << 20
 
 
 @each

@@ -5,13 +5,14 @@ position fills a device, and a position costs one logarithm a token and one a bl
 candidates two a token.
 """
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from specrl_kernels import noise, tuning
-from specrl_kernels.dispatch import Unsupported
+from specrl_kernels import dispatch, noise, tuning
+from specrl_kernels.dispatch import Target, Unsupported
 from specrl_kernels.gumbel_argmax.drawn import Parts, Threshold, is_kept, log_rank, scale_of
 
 FLOOR = -1e30  # highest score of a block without one: finite, so that differences are never NaN
@@ -45,6 +46,12 @@ def positions(temperature: jax.Array, key: jax.Array, position: jax.Array,
 def tuning_key(positions: int, vocab: int, count: int) -> dict[str, int]:
     """The shape class that kernels look up."""
     return tuning.shape_class(positions=positions, vocab=vocab, count=count)
+
+
+def tuned(target: Target, name: str, logits: jax.Array, count: int) -> Mapping[str, int] | None:
+    """The configuration given, or that of the table; None if there is neither."""
+    return dispatch.tuned(target, "gumbel_argmax", name, tuning_key(*logits.shape, count),
+                          logits.dtype)
 
 
 def width(count: int) -> int:

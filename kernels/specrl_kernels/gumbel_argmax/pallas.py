@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from specrl_kernels import tuning
 from specrl_kernels.dispatch import Target, Unsupported, configured
 from specrl_kernels.gumbel_argmax import block as shared
 from specrl_kernels.gumbel_argmax.drawn import Drawn, Threshold, combine
@@ -61,10 +60,7 @@ def _config(target: Target, logits: jax.Array, count: int) -> Config:
     Raises:
       Unsupported: the given one cannot be.
     """
-    found = target.config
-    if found is None:
-        key = shared.tuning_key(*logits.shape, count)
-        found = tuning.lookup(target.kind, "gumbel_argmax", NAME, key, str(logits.dtype))
+    found = shared.tuned(target, NAME, logits, count)
     config = configured(Config, found or {})
     if config.block < 128 or config.block % 128:
         raise Unsupported(f"{config}: block is a multiple of 128")

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from specrl_kernels import tuning
 from specrl_kernels.dispatch import Target, Unsupported, configured
 from specrl_kernels.gumbel_argmax import block as shared
 from specrl_kernels.gumbel_argmax.drawn import Drawn, Threshold, combine
@@ -54,10 +53,7 @@ def _config(target: Target, logits: jax.Array, count: int) -> Config:
     Raises:
       Unsupported: the given one cannot be.
     """
-    found = target.config
-    if found is None:
-        key = shared.tuning_key(*logits.shape, count)
-        found = tuning.lookup(target.kind, "gumbel_argmax", NAME, key, str(logits.dtype))
+    found = shared.tuned(target, NAME, logits, count)
     config = configured(Config, found) if found is not None else heuristic(*logits.shape)
     if any(x < 1 or x & (x - 1) for x in (config.block, config.warps)):
         raise Unsupported(f"{config}: block and warps are powers of two")

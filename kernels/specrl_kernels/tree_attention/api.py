@@ -8,7 +8,7 @@ import jax
 from specrl_kernels import dispatch
 from specrl_kernels.dispatch import anywhere, kernel
 from specrl_kernels.tree_attention import validate
-from specrl_kernels.tree_attention.machine import tree_attention_machine
+from specrl_kernels.tree_attention.machine import leave_to_xla, tree_attention_machine
 from specrl_kernels.tree_attention.reference import tree_attention_reference
 from specrl_kernels.tree_attention.shared_prefix import Prefix
 from specrl_kernels.tree_attention.xla import tree_attention_xla
@@ -17,8 +17,8 @@ IMPLEMENTATIONS = {
     "pallas": kernel("tree_attention", "pallas", "tpu"),
     "triton": kernel("tree_attention", "triton", "gpu"),
     "pallas_triton": kernel("tree_attention", "pallas_triton", "gpu"),
-    "machine": anywhere(tree_attention_machine, "cpu"),
-    "xla": anywhere(tree_attention_xla),
+    "machine": anywhere(tree_attention_machine, "cpu", unasked=leave_to_xla),
+    "xla": tree_attention_xla,
     "reference": anywhere(tree_attention_reference),
 }
 """In the order in which they are tried."""

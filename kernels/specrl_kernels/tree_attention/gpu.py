@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specrl_kernels import tuning
 from specrl_kernels.dispatch import Target, Unsupported, configured
 from specrl_kernels.tree_attention import packing, shared_prefix, softmax
 from specrl_kernels.tree_attention.packing import Rows
@@ -73,10 +72,7 @@ def choose(target: Target, name: str, rows: Rows, context: int) -> Config:
       Unsupported: the given one cannot be.
     """
     b, g, q, e = rows.queries.shape
-    found = target.config
-    if found is None:
-        key = packing.tuning_key(b, g, q, e, context)
-        found = tuning.lookup(target.kind, "tree_attention", name, key, str(rows.queries.dtype))
+    found = packing.tuned(target, name, rows, context)
     config = configured(Config, found) if found is not None else heuristic(
         b, g, q, e, context, rows.queries.dtype.itemsize)
     for side in (config.block, config.tile):

@@ -17,6 +17,9 @@ from specrl_kernels.machine_code import runtime
 from specrl_kernels.machine_code.runtime import Code
 
 _MULTIPLE = 16  # of E and of segments, machine_code.emit.LANES
+_WIDE = 128  # E from which on a key that is read serves few heads at a time
+_NODES = 4  # packed nodes a row from which on `xla`, whose nodes share what is read, is faster
+_NODES_ALONE = 2  # the same, where no two heads share a key
 
 
 def tree_attention_machine(q: jax.Array, row: jax.Array, node: jax.Array, tree_k: jax.Array,
@@ -47,6 +50,23 @@ def tree_attention_machine(q: jax.Array, row: jax.Array, node: jax.Array, tree_k
                             jax.ShapeDtypeStruct(q.shape, jnp.float32))
     return call(q * scale, row, node, keys, tree_v.transpose(0, 2, 1, 3), parent, length, slot,
                 *cache_k, *cache_v)
+
+
+def leave_to_xla(q: jax.Array, row: jax.Array, node: jax.Array, tree_k: jax.Array, *_: Any
+                 ) -> None:
+    """Refuses what `xla` was measured to do faster (experiments/LOG.md): several wide nodes a row.
+
+    Each node reads its row's keys and values for itself, which stays cheap as long as several heads
+    share what is read.
+
+    Raises:
+      Unsupported: with the reason.
+    """
+    (w, h, e), (b, _, g, _) = q.shape, tree_k.shape
+    alone = h == g
+    if (alone and w >= _NODES_ALONE * b) or (e >= _WIDE and w >= _NODES * b):
+        raise Unsupported(f"xla is faster at {w // b} nodes a row with {h // g} heads of {e} to a "
+                          "key: ask for it by name")
 
 
 @functools.cache

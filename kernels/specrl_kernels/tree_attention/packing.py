@@ -1,11 +1,13 @@
 """From packed nodes to the queries of rows, and back."""
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from specrl_kernels import tuning
+from specrl_kernels import dispatch, tuning
+from specrl_kernels.dispatch import Target
 from specrl_kernels.tree_attention import ancestry
 
 
@@ -21,6 +23,13 @@ class Rows(NamedTuple):
 def tuning_key(batch: int, groups: int, queries: int, size: int, context: int) -> dict[str, int]:
     """The shape class that kernels look up: Q queries to each of G heads, and the cache's slots."""
     return tuning.shape_class(rows=batch, queries=queries, heads=groups, size=size, context=context)
+
+
+def tuned(target: Target, name: str, rows: Rows, context: int) -> Mapping[str, int] | None:
+    """The configuration given, or that of the table; None if there is neither."""
+    b, g, q, e = rows.queries.shape
+    return dispatch.tuned(target, "tree_attention", name, tuning_key(b, g, q, e, context),
+                          rows.queries.dtype)
 
 
 def unpack(q: jax.Array, row: jax.Array, node: jax.Array, parent: jax.Array, groups: int,

@@ -18,7 +18,6 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from specrl_kernels import tuning
 from specrl_kernels.dispatch import Target, Unsupported, configured
 from specrl_kernels.tree_attention import packing, shared_prefix, softmax, work_list
 from specrl_kernels.tree_attention.ancestry import is_visible
@@ -83,12 +82,9 @@ def _config(target: Target, rows: Rows, cache_k: Sequence[jax.Array]) -> Config:
     Raises:
       Unsupported: nothing fits, or the given one does not.
     """
-    b, g, q, e = rows.queries.shape
+    b, g, _, e = rows.queries.shape
     sizes, item = [k.shape[3] for k in cache_k], cache_k[0].dtype.itemsize
-    found = target.config
-    if found is None:
-        key = packing.tuning_key(b, g, q, e, sum(sizes))
-        found = tuning.lookup(target.kind, "tree_attention", NAME, key, str(rows.queries.dtype))
+    found = packing.tuned(target, NAME, rows, sum(sizes))
     config = configured(Config, found) if found is not None else heuristic(
         target.kind, sizes, g * e * item)
     if (min(config.block, config.tile, config.splits) < 1 or config.block % 128

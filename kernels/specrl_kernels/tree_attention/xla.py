@@ -1,40 +1,69 @@
-"""Tree attention in plain XLA operations, for any device; the CPU's default.
+"""Tree attention in plain XLA operations, for any device.
 
-Each segment of the committed prefix is read whole, or skipped where no context reaches it: a
-product of a slice would copy the slice first (experiments/LOG.md).
+The committed prefix is read in chunks, each row's as far as its own length: one row after the
+other on a CPU, whose threads share a chunk's products, and all rows abreast elsewhere. A product
+wants its operands as arrays of their own, so a chunk is copied, out of the cache row that `slot`
+names; more than a chunk never is. A short segment in the rows' own order is multiplied where it
+lies instead, and skipped where no context reaches it (experiments/LOG.md has the times).
 """
 
+import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 
-from specrl_kernels.tree_attention import shared_prefix
+from specrl_kernels.dispatch import Target, Unsupported, configured
+from specrl_kernels.tree_attention import shared_prefix, softmax
 from specrl_kernels.tree_attention.shared_prefix import Prefix
-from specrl_kernels.tree_attention.softmax import Partial
+from specrl_kernels.tree_attention.softmax import FLOOR, HIDDEN, Partial
 
-_MASKED = -1e30  # finite, so that a segment without a visible key gives weight 0 and not NaN
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """What may be tuned; none of it changes the result beyond rounding."""
+
+    chunk: int  # slots of context read at a time
+    abreast: int  # 1: a chunk of each row at a time; 0: one row after the other
+    whole: int  # slots up to which a segment is read where it lies; never through `slot`
 
 
 def tree_attention_xla(q: jax.Array, row: jax.Array, node: jax.Array, tree_k: jax.Array,
                        tree_v: jax.Array, parent: jax.Array,
                        cache_k: tuple[jax.Array, ...], cache_v: tuple[jax.Array, ...],
                        length: jax.Array, slot: jax.Array | None,
-                       prefix: Prefix | None, *, scale: float, window: int | None) -> jax.Array:
+                       prefix: Prefix | None, *, scale: float, window: int | None,
+                       target: Target) -> jax.Array:
     """See `api.tree_attention`."""
+    config = _config(target, q.dtype)
     b, n, g, e = tree_k.shape
     w, h, _ = q.shape
     queries = _unpack(q, row, node, b, n).reshape(b, n, g, h // g, e)
     queries = queries.transpose(0, 2, 1, 3, 4).reshape(b, g, n * (h // g), e) * scale
     ancestry = ancestors(parent)  # [B, n, n]
     depth = ancestry.sum(-1, dtype=jnp.int32) - 1  # [B, n]
-    carry = _tree_part(queries, tree_k, tree_v, ancestry, depth, window)
-    carry = _prefix_part(carry, queries, cache_k, cache_v, length, slot, depth, window)
+    first = None if window is None else jnp.repeat(
+        length[:, None] + depth - window + 1, h // g, 1)
+    live = jnp.zeros(b, bool).at[row].set(True)
+    found = _tree_part(queries, tree_k, tree_v, ancestry, depth, window)
+    found = _add_context(found, queries, cache_k, cache_v, jnp.where(live, length, 0), slot, first,
+                         config)
     if prefix is not None:
-        carry = _shared_part(carry, queries, prefix, length, depth, window)
-    _, total, out = carry
-    out = (out / total[..., None]).astype(q.dtype).reshape(b, g, n, h // g, e)
+        shared = _shared_part(queries, prefix, live, first, config)
+        found = softmax.combine(softmax.stack([found, shared]))
+    out = softmax.finish(found).astype(q.dtype).reshape(b, g, n, h // g, e)
     return out[row, :, node].reshape(w, h, e)
+
+
+def _config(target: Target, dtype: jnp.dtype) -> Config:
+    """The given configuration, or that of the platform; a CPU widens a whole bfloat16 operand."""
+    here = target.platform == "cpu"
+    chosen = {"chunk": 256 if here else 1024, "abreast": int(not here),
+              "whole": 0 if here and dtype != jnp.float32 else 512}
+    config = configured(Config, chosen | dict(target.config or {}))
+    if config.chunk < 1 or config.abreast not in (0, 1) or config.whole < 0:
+        raise Unsupported(f"{config}: chunk is at least 1, abreast 0 or 1, whole at least 0")
+    return config
 
 
 def ancestors(parent: jax.Array) -> jax.Array:
@@ -57,71 +86,107 @@ def _unpack(q: jax.Array, row: jax.Array, node: jax.Array, b: int, n: int) -> ja
     return q[place]
 
 
+def _add_keys(found: Partial, queries: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array
+              ) -> Partial:
+    """Adds keys f[..., G, E, T] and values f[..., G, T, E] to queries f[..., G, Q, E].
+
+    Args:
+      visible: bool, [..., 1, 1 or Q, T].
+    """
+    score = jnp.einsum("...qe,...es->...qs", queries, k, preferred_element_type=jnp.float32)
+    score = jnp.where(visible, score, HIDDEN)
+    top = jnp.maximum(found.top, score.max(-1, keepdims=True))
+    rescale, weight = jnp.exp(found.top - top), jnp.exp(score - top)
+    fresh = jnp.einsum("...qs,...se->...qe", weight, v, preferred_element_type=jnp.float32)
+    return Partial(top, found.total * rescale + weight.sum(-1, keepdims=True),
+                   found.out * rescale + fresh)
+
+
 def _tree_part(queries: jax.Array, tree_k: jax.Array, tree_v: jax.Array, ancestry: jax.Array,
-               depth: jax.Array, window: int | None) -> tuple[jax.Array, jax.Array, jax.Array]:
+               depth: jax.Array, window: int | None) -> Partial:
     if window is not None:
         ancestry &= depth[:, None, :] > depth[:, :, None] - window
     visible = jnp.repeat(ancestry, queries.shape[2] // tree_k.shape[1], axis=1)[:, None]
     score = jnp.einsum("bgqe,bmge->bgqm", queries, tree_k, preferred_element_type=jnp.float32)
-    score = jnp.where(visible, score, _MASKED)
-    top = score.max(-1)
-    weight = jnp.exp(score - top[..., None])
+    score = jnp.where(visible, score, HIDDEN)
+    top = score.max(-1, keepdims=True)
+    weight = jnp.exp(score - top)
     out = jnp.einsum("bgqm,bmge->bgqe", weight, tree_v, preferred_element_type=jnp.float32)
-    return top, weight.sum(-1), out
+    return Partial(top, weight.sum(-1, keepdims=True), out)
 
 
-def _prefix_part(carry: tuple[jax.Array, jax.Array, jax.Array], queries: jax.Array,
-                 cache_k: tuple[jax.Array, ...], cache_v: tuple[jax.Array, ...], length: jax.Array,
-                 slot: jax.Array | None, depth: jax.Array, window: int | None
-                 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    repeats = queries.shape[2] // depth.shape[1]
-    oldest = None if window is None else jnp.repeat(length[:, None] + depth - window, repeats, 1)
-    longest, start = length.max(), 0
+def _add_context(found: Partial, queries: jax.Array, cache_k: tuple[jax.Array, ...],
+                 cache_v: tuple[jax.Array, ...], length: jax.Array, slot: jax.Array | None,
+                 first: jax.Array | None, config: Config) -> Partial:
+    """Adds the places from `first` i32[B, Q] (None: 0) up to `length` i32[B], 0 for dead rows."""
+    start = 0
     for k, v in zip(cache_k, cache_v, strict=True):
-        read = functools.partial(_segment, queries, k, v, start, length, slot, oldest)
-        carry = jax.lax.cond(longest > start, read, lambda carry: carry, carry)
+        if slot is None and k.shape[3] <= config.whole:
+            read = functools.partial(_add_segment, queries, k, v, start, length, first)
+            found = jax.lax.cond(length.max() > start, read, lambda found: found, found)
+        else:
+            found = _add_chunks(found, queries, k, v, start, length, slot, first, config)
         start += k.shape[3]
-    return carry
+    return found
 
 
-def _segment(queries: jax.Array, k: jax.Array, v: jax.Array, start: int, length: jax.Array,
-             slot: jax.Array | None, oldest: jax.Array | None,
-             carry: tuple[jax.Array, jax.Array, jax.Array]
-             ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Adds the positions from `start` on to a softmax: (highest score, sum of weights, output)."""
-    top, total, out = carry
-    if slot is not None:
-        k, v = k[slot], v[slot]
+def _add_segment(queries: jax.Array, k: jax.Array, v: jax.Array, start: int, length: jax.Array,
+                 first: jax.Array | None, found: Partial) -> Partial:
+    """Adds a segment that begins at place `start`, all of it."""
     place = start + jnp.arange(k.shape[3])
     visible = (place[None] < length[:, None])[:, None, None]
-    if oldest is not None:
-        visible &= (place[None, None] > oldest[..., None])[:, None]
-    score = jnp.einsum("bgqe,bges->bgqs", queries, k, preferred_element_type=jnp.float32)
-    score = jnp.where(visible, score, _MASKED)
-    higher = jnp.maximum(top, score.max(-1))
-    rescale, weight = jnp.exp(top - higher), jnp.exp(score - higher[..., None])
-    fresh = jnp.einsum("bgqs,bgse->bgqe", weight, v, preferred_element_type=jnp.float32)
-    return higher, total * rescale + weight.sum(-1), out * rescale[..., None] + fresh
+    if first is not None:
+        visible &= (place[None, None] >= first[..., None])[:, None]
+    return _add_keys(found, queries, k, v, visible)
 
 
-def _shared_part(carry: tuple[jax.Array, jax.Array, jax.Array], queries: jax.Array,
-                 prefix: Prefix, length: jax.Array, depth: jax.Array, window: int | None
-                 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Adds the shared prefixes on, each read once for the queries of all rows that share it."""
-    b, _, q, _ = queries.shape
+def _add_chunks(found: Partial, queries: jax.Array, k: jax.Array, v: jax.Array, start: int,
+                length: jax.Array, slot: jax.Array | None, first: jax.Array | None,
+                config: Config) -> Partial:
+    """Adds the chunks of a segment that each row sees some of; the last ends where it does."""
+    size = k.shape[3]
+    chunk = min(config.chunk, size)
+    slot = jnp.arange(length.shape[0]) if slot is None else slot
+    oldest = jnp.zeros_like(length) if first is None else first.min(1)
+    begin = jnp.clip(oldest - start, 0, size) // chunk
+    end = -(-jnp.clip(length - start, 0, size) // chunk)
+
+    def row(args: tuple) -> Partial:
+        found, queries, slot, length, first, begin, end = args
+
+        def add(i: jax.Array, found: Partial) -> Partial:
+            at = jnp.minimum(i * chunk, size - chunk)
+            own = at + jnp.arange(chunk)
+            visible = ((own >= i * chunk) & (start + own < length))[None, None]
+            if first is not None:
+                visible &= (start + own[None] >= first[:, None])[None]
+            return _add_keys(found, queries, _slice(k, slot, 3, at, chunk),
+                             _slice(v, slot, 2, at, chunk), visible)
+
+        return jax.lax.fori_loop(begin, end, add, found)
+
+    over_rows = jax.vmap(row) if config.abreast else functools.partial(jax.lax.map, row)
+    return over_rows((found, queries, slot, length, first, begin, end))
+
+
+def _slice(x: jax.Array, slot: jax.Array, axis: int, at: jax.Array, size: int) -> jax.Array:
+    """Row `slot` of a cache, and of its `axis` the places [at, at + size)."""
+    begins, sizes = [slot, 0, 0, 0], [1, *x.shape[1:]]
+    begins[axis], sizes[axis] = at, size
+    return jax.lax.dynamic_slice(x, begins, sizes)[0]
+
+
+def _shared_part(queries: jax.Array, prefix: Prefix, live: jax.Array, first: jax.Array | None,
+                 config: Config) -> Partial:
+    """The shared prefixes, each read once for the queries of all rows that share it."""
+    b, g, q, e = queries.shape
     members = prefix.rows
+    used = ((members >= 0) & live[jnp.maximum(members, 0)]).any(1)
+    if first is not None:
+        first = shared_prefix.gather(members, first) + prefix.length[:, None]
     grouped = shared_prefix.gather_heads(members, queries)  # [P, G, M q, E]
-    oldest = None
-    if window is not None:
-        own = jnp.repeat(length[:, None] + depth - window, q // depth.shape[1], 1)
-        oldest = shared_prefix.gather(members, own) + prefix.length[:, None]
-    empty = (jnp.full(grouped.shape[:3], _MASKED), jnp.zeros(grouped.shape[:3]),
-             jnp.zeros(grouped.shape))
-    found = _segment(grouped, prefix.k, prefix.v, 0, prefix.length, None, oldest, empty)
-    part = shared_prefix.scatter(
-        members, Partial(found[0][..., None], found[1][..., None], found[2]), b)
-    top, total, out = carry
-    higher = jnp.maximum(top, part.top[..., 0])
-    mine, theirs = jnp.exp(top - higher), jnp.exp(part.top[..., 0] - higher)
-    return (higher, total * mine + part.total[..., 0] * theirs,
-            out * mine[..., None] + part.out * theirs[..., None])
+    one = (*grouped.shape[:3], 1)
+    nothing = Partial(jnp.full(one, FLOOR), jnp.zeros(one), jnp.zeros(grouped.shape))
+    found = _add_context(nothing, grouped, (prefix.k,), (prefix.v,),
+                         jnp.where(used, prefix.length, 0), None, first, config)
+    return shared_prefix.scatter(members, found, b)
