@@ -241,6 +241,7 @@ def rollout_metrics(rollout: Rollout, result: Result) -> dict[str, float]:
         "rollout/drafted": c["drafted"],
         "rollout/accepted": c["accepted"],
         "rollout/packed": c["packed"],
+        "rollout/clamped_rounds": c["clamped"],
         "rollout/occupancy": c["row_rounds"] / max(c["slots"], 1),
         "rollout/launches": len(result.trace),
         "rollout/kept_mass": _mean(rollout.kept_mass, rollout.length),

@@ -28,6 +28,7 @@ from specrl_jax.structs import (
     Path,
     RolloutState,
     Sampling,
+    SpecConfig,
     Tip,
     Verdict,
 )
@@ -88,7 +89,8 @@ def round_(machine: Machine, params: Params, drafter_params: Params, state: Roll
     tip = tip_of(state)
     rows = sampling_of(state)
     load = load_of(state, tip, rows)
-    spec = machine.controller.plan(state.control, load)
+    spec, clamped = clamp(machine.controller.plan(state.control, load), machine.drafter,
+                          tip.live.sum())
 
     buckets = bucket_ladder(tip.root.shape[0], machine.drafter.nodes, machine.most)
     if len(buckets) == 1:
@@ -112,11 +114,23 @@ def round_(machine: Machine, params: Params, drafter_params: Params, state: Roll
         draft=machine.drafter.observe(drafter_params, draft, tip, verdict, path),
         seen=acceptance.observe(state.seen, tree, path, verdict, tip) if len(buckets) > 1
         else state.seen,
-        counters=count(state.counters, tip, tree, live, verdict, packed))
+        counters=count(state.counters, tip, tree, live, verdict, packed, clamped))
+
+
+def clamp(spec: SpecConfig, drafter: Drafter, rows: Array) -> tuple[SpecConfig, Array]:
+    """What a policy planned, with what the shapes cannot hold changed, and whether any was, bool[].
+
+    0 <= steps <= D, 1 <= branch and nodes <= N, and a budget that holds the root of each of `rows`.
+    """
+    inside = spec.replace(
+        steps=jnp.clip(spec.steps, 0, drafter.depth), branch=jnp.clip(spec.branch, 1, drafter.nodes),
+        nodes=jnp.clip(spec.nodes, 1, drafter.nodes), budget=jnp.maximum(spec.budget, rows))
+    changed = jax.tree.map(lambda a, b: (a != b).any(), spec, inside)
+    return inside, jnp.stack(jax.tree.leaves(changed)).any()
 
 
 def count(counters: Counters, tip: Tip, tree: DraftTree, live: Array, verdict: Verdict,
-          packed: Array) -> Counters:
+          packed: Array, clamped: Array) -> Counters:
     """Adds one round to the counters."""
     rows, index = tip.live.sum(), jnp.arange(verdict.path.shape[1])[None]
 
@@ -131,7 +145,8 @@ def count(counters: Counters, tip: Tip, tree: DraftTree, live: Array, verdict: V
         rounds=counters.rounds + 1, row_rounds=counters.row_rounds + rows,
         committed=counters.committed + verdict.count.sum(),
         accepted=counters.accepted + accepted, drafted=counters.drafted + drafted,
-        packed=counters.packed + packed, slots=counters.slots + tip.live.shape[0])
+        packed=counters.packed + packed, slots=counters.slots + tip.live.shape[0],
+        clamped=counters.clamped + clamped)
 
 
 def pack(live: Array, parent: Array, packed: int) -> Packing:

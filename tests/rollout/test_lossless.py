@@ -70,6 +70,19 @@ def test_the_drafters_do_what_their_names_say(bench: Any) -> None:
     assert 1 <= lengths[WILD] < 1.2 < lengths[MIXED] < lengths[PERFECT]
 
 
+@pytest.mark.parametrize(("planned", "out"), [
+    ((3, 6, 6, 0), False), ((0, 1, 1, 0), False), ((99, 6, 6, 0), True), ((-1, 1, 1, 0), True),
+    ((3, 0, 6, 0), True), ((3, 99, 6, 0), True), ((3, 6, 0, 0), True), ((3, 6, 99, 0), True),
+    ((3, 6, 6, 1), True),
+])
+def test_what_a_policy_plans_beyond_the_shapes_is_clamped_and_counted(
+        bench: Any, planned: tuple[int, ...], out: bool) -> None:
+    result = bench.run_trees(hold=policies.make_spec(*planned), seed=2)
+    assert streams(result) == streams(bench.run_plain(seed=2))
+    most = result.counters["rounds"]
+    assert (result.counters["clamped"] > most / 2) if out else result.counters["clamped"] == 0
+
+
 def test_order_of_the_prompts_changes_no_token(bench: Any) -> None:
     order = np.random.default_rng(0).permutation(len(bench.task.prompts))
     straight = streams(bench.run_plain(seed=3))
