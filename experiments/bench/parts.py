@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
+from specrl_kernels.gumbel_argmax.xla import CPU_CHUNK
+from specrl_kernels.noise import exponential
 from specrl_kernels.tree_attention import tree_attention
 
 from specrl_jax import sharding
@@ -76,7 +78,7 @@ def between(buckets: Sequence[Bucket], packed: float) -> tuple[Bucket, Bucket, f
 def common_parts(machine: Machine, params: Any, at: Situation) -> dict[str, Part]:
     """The parts that are the same in every bucket, by name."""
     draft = {"draft": _draft(machine, at)} if len(_buckets(machine, at)) > 1 else {}
-    return draft | {"commit": _commit(machine, at, params)}
+    return draft | {"commit": commit_part(machine, at, params)}
 
 
 def bucket_parts(machine: Machine, params: Any, at: Situation, bucket: Bucket) -> dict[str, Part]:
@@ -199,7 +201,20 @@ def _sampling(machine: Machine, packed: int, params: Any) -> Part:
                   zeros)
 
 
-def _commit(machine: Machine, at: Situation, params: Any) -> Part:
+def noise_part(vocab: int, packed: int) -> Part:
+    """The noise of every packed node alone, which `_sampling` makes too: made, summed, not kept."""
+    chunk = min(CPU_CHUNK, vocab)
+
+    def noise(key: Array, position: Array) -> Array:
+        def add(total: Array, start: Array) -> tuple[Array, None]:
+            return total + exponential(key, position, start + jnp.arange(chunk)).sum(1), None
+
+        return jax.lax.scan(add, jnp.zeros(packed), jnp.arange(0, vocab, chunk))[0]
+
+    return _bound(noise, np.zeros((packed, 2), np.uint32), np.zeros(packed, np.int32))
+
+
+def commit_part(machine: Machine, at: Situation, params: Any) -> Part:
     """Append to the cache and record; the cache is donated and handed on, as in the loop."""
     arch, depth, dtype = machine.arch, machine.drafter.depth, params["embed"].dtype
     b, g, e = at.rows, arch.num_kv_heads, arch.head_dim

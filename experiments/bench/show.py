@@ -8,6 +8,8 @@ from rich.table import Table
 
 PARTS = ("draft", "dense", "attention", "head", "sampling", "commit", "host", "rest")
 
+ROUND = ("draft", "verify", "noise", "commit", "host")  # in bench_speculation.py
+
 WIDTH = 160  # columns where standard output is no terminal
 
 
@@ -96,12 +98,16 @@ def learner_table(result: dict[str, Any]) -> Table:
 def speculation_table(case: dict[str, Any]) -> Table:
     """Each arm of one batch size against plain decoding."""
     table = Table("drafter and setting", "tokens/s", "over plain", "accept length",
-                  "drafted a row", "ms a round", "calibration error", "same tokens", "compiled",
+                  "drafted a row", "ms a round", *(f"{part} %" for part in ROUND),
+                  "calibration error", "same tokens", "compiled",
                   title=f"{case['rows']} rows, {case['tokens']} tokens", caption="median (range)")
     for name, one in case["arms"].items():
+        share = one.get("parts", {}).get("share", {})
         table.add_row(
             name, between(one["tokens_per_second"]), between(one["speedup"], digits=2),
             f"{one['accept_length']:.2f}", f"{one['drafted_a_row']:.2f}",
-            between(one["round_seconds"], 1e3), f"{one['calibration_error']:.3f}",
+            between(one["round_seconds"], 1e3),
+            *(f"{100 * share[part]:.1f}" if part in share else "-" for part in ROUND),
+            f"{one['calibration_error']:.3f}",
             "yes" if one["equal_tokens"] else "no", str(one["compilations"]))
     return table

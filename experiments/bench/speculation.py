@@ -1,9 +1,11 @@
 """Speculation at fixed settings against plain decoding of the same engine, on real prompts."""
 
 import dataclasses
+import statistics
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from specrl_jax import prng, sharding
@@ -15,8 +17,11 @@ from specrl_jax.rollout.engine import Result
 from specrl_jax.rollout.layout import request
 from specrl_jax.sampler import Sampler
 
-from .timing import alternate, ratio, spread
+from . import parts
+from .timing import alternate, ratio, seconds_of, spread
 
+PART_REPEATS = 9
+UNVERIFIED = " unverified"
 STEP = 1  # of the noise keys; 0 makes the responses that history may draft from
 
 
@@ -59,6 +64,20 @@ class Run:
     @property
     def speed(self) -> float:
         return self.tokens / self.seconds
+
+    @property
+    def rounds(self) -> int:
+        return self.result.counters["rounds"]
+
+    @property
+    def round_seconds(self) -> float:
+        """Of the compiled loops alone."""
+        return sum(launch["seconds"] for launch in self.result.trace) / self.rounds
+
+    @property
+    def host_seconds(self) -> float:
+        """The host's share of a round; prefill is nobody's."""
+        return (self.seconds - self.result.prefill_seconds) / self.rounds - self.round_seconds
 
 
 class Arm:
@@ -124,7 +143,11 @@ def arm_config(config: Config, prompts: Sequence[Sequence[int]], drafter: str,
 def run_case(config: Config, source: Source, params: Any, prompts: Sequence[Sequence[int]],
              drafters: Sequence[str], cells: Sequence[Cell], repeats: int,
              counter: CompilationCounter) -> dict[str, Any]:
-    """All drafters at all settings and plain decoding, timed alternately."""
+    """All drafters at all settings and plain decoding, timed alternately.
+
+    Each setting is also run with roots alone verified: what such a round takes more than one that
+    drafts nothing is what drafting takes.
+    """
     check(len(prompts) > 0, "prompts", 0, "there is nothing to generate")
     arms = {name: Arm(config, source, params, prompts, name, cells, counter)
             for name in ("off", *drafters)}
@@ -133,12 +156,60 @@ def run_case(config: Config, source: Source, params: Any, prompts: Sequence[Sequ
     tasks = {"off": lambda: arms["off"].run(None)}
     for name in drafters:
         tasks[f"{name} 0"] = lambda arm=arms[name]: arm.run(None)
-        tasks |= {f"{name} {cell.name}": lambda arm=arms[name], cell=cell: arm.run(cell)
-                  for cell in cells}
+        for cell in cells:
+            tasks[f"{name} {cell.name}"] = lambda arm=arms[name], cell=cell: arm.run(cell)
+            tasks[f"{name} {cell.name}{UNVERIFIED}"] = lambda arm=arms[name], cell=cell: arm.run(
+                cell._replace(nodes=1))
     found = alternate(tasks, repeats)
     plain = found["off"]
-    return {"rows": len(prompts), "tokens": plain[-1].tokens,
-            "arms": {name: describe(runs, plain) for name, runs in found.items()}}
+    told = {name: describe(runs, plain) for name, runs in found.items()
+            if not name.endswith(UNVERIFIED)}
+    for name in drafters:
+        for arm in (f"{name} {cell.name}" for cell in cells):
+            told[arm]["parts"] = parts_of(arms[name], found[arm], found[arm + UNVERIFIED],
+                                          found[f"{name} 0"])
+    return {"rows": len(prompts), "tokens": plain[-1].tokens, "arms": told}
+
+
+def parts_of(arm: Arm, runs: Sequence[Run], unverified: Sequence[Run], plain: Sequence[Run],
+             ) -> dict[str, Any]:
+    """Seconds of the parts of a round, and their shares of a round and the host together.
+
+    `draft` is taken from whole rounds. `noise` and `commit` are timed apart, noise for all that was
+    packed. `verify` is the rest: forward, head, the draw without its noise, bookkeeping.
+    """
+    engine, result = arm.sampler.engine, runs[-1].result
+    rows, counters = len(arm.prompts), result.counters
+    packed = round(counters["packed"] * rows / counters["slots"])
+    tasks = {"noise": parts.noise_part(engine.machine.arch.vocab_size, packed),
+             "commit": parts.commit_part(engine.machine, _situation(arm, result),
+                                         arm.sampler.params)}
+    timed = {name: (lambda part=part: seconds_of(part, jax.block_until_ready))
+             for name, part in tasks.items()}
+    alternate(timed, 1)  # compiles
+    found = alternate(timed, PART_REPEATS)
+    found["draft"] = [a.round_seconds - b.round_seconds
+                      for a, b in zip(unverified, plain, strict=True)]
+    found["host"] = [run.host_seconds for run in runs]
+    seconds = {name: spread(values) for name, values in found.items()}
+    median = {name: one["median"] for name, one in seconds.items()}
+    total = statistics.median(run.round_seconds + run.host_seconds for run in runs)
+    median["verify"] = total - sum(median.values())
+    return {"seconds": seconds, "share": {name: value / total for name, value in median.items()}}
+
+
+def _situation(arm: Arm, result: Result) -> parts.Situation:
+    """The middle of a rollout."""
+    shapes, rows = arm.sampler.engine.shapes, len(arm.prompts)
+    said = result.sequences.length
+    prompt = np.zeros((rows, shapes.prompt), np.int32)
+    context = [len(tokens) - 1 + said[i] // 2 for i, tokens in enumerate(arm.prompts)]
+    counters = result.counters
+    return parts.Situation(
+        rows=rows, packed=counters["packed"] * rows / counters["slots"],
+        context=np.asarray(context, np.int32), prompt=prompt,
+        past=np.zeros((rows, 0, shapes.response), np.int32), segments=shapes.segments,
+        count=round(counters["committed"] / max(counters["row_rounds"], 1)))
 
 
 def describe(runs: Sequence[Run], plain: Sequence[Run]) -> dict[str, Any]:
@@ -150,7 +221,6 @@ def describe(runs: Sequence[Run], plain: Sequence[Run]) -> dict[str, Any]:
         "speedup": ratio([run.speed for run in runs], [run.speed for run in plain]),
         "accept_length": counters["committed"] / max(counters["row_rounds"], 1),
         "drafted_a_row": counters["drafted"] / max(counters["row_rounds"], 1),
-        "round_seconds": spread([sum(launch["seconds"] for launch in run.result.trace)
-                                 / run.result.counters["rounds"] for run in runs]),
+        "round_seconds": spread([run.round_seconds for run in runs]),
         "by_drafter": result.by_drafter, "calibration_error": result.calibration[2],
         "equal_tokens": bool(same.all()), "compilations": sum(run.compilations for run in runs)}

@@ -123,7 +123,8 @@ def clamp(spec: SpecConfig, drafter: Drafter, rows: Array) -> tuple[SpecConfig, 
     0 <= steps <= D, 1 <= branch and nodes <= N, and a budget that holds the root of each of `rows`.
     """
     inside = spec.replace(
-        steps=jnp.clip(spec.steps, 0, drafter.depth), branch=jnp.clip(spec.branch, 1, drafter.nodes),
+        steps=jnp.clip(spec.steps, 0, drafter.depth),
+        branch=jnp.clip(spec.branch, 1, drafter.nodes),
         nodes=jnp.clip(spec.nodes, 1, drafter.nodes), budget=jnp.maximum(spec.budget, rows))
     changed = jax.tree.map(lambda a, b: (a != b).any(), spec, inside)
     return inside, jnp.stack(jax.tree.leaves(changed)).any()
