@@ -15,6 +15,7 @@ from flax import struct
 from specrl_jax.draft.base import Survive
 from specrl_jax.draft.grow import KV, Growth, Network, attend, grow
 from specrl_jax.draft.tree import roots
+from specrl_jax.rows import for_rows
 from specrl_jax.sharding import ROWS
 from specrl_jax.structs import Array, DraftTree, Fill, Sampling, SpecConfig, Tip
 
@@ -49,14 +50,11 @@ def overwrite(whole: Array, source: Array, block: Callable[[Array, Array], Array
     A loop of slice updates: a scatter would copy the whole array (experiments/LOG.md).
     """
 
-    def write(b: Array, whole: Array) -> Array:
-        new = block(whole, jnp.maximum(source[b], 0))
+    def write(b: Array, at: Array, whole: Array) -> Array:
         start = (b, *(jnp.int32(0),) * (whole.ndim - 1))
-        old = jax.lax.dynamic_slice(whole, start, new.shape)
-        new = jnp.where(source[b] >= 0, new.astype(whole.dtype), old)
-        return jax.lax.dynamic_update_slice(whole, new, start)
+        return jax.lax.dynamic_update_slice(whole, block(whole, at).astype(whole.dtype), start)
 
-    return jax.lax.fori_loop(0, source.shape[0], write, whole)
+    return for_rows(source, write, whole)
 
 
 def enter(whole: Array, fill: Fill, new: Array) -> Array:

@@ -287,11 +287,17 @@ class Engine:
 
     def _refill(self, state: RolloutState, params: Any, drafter_params: Any, asked: Request,
                 slots: list[Slots], done: np.ndarray) -> RolloutState:
-        """Seats waiting sequences until no slot is free or none waits."""
+        """Seats waiting sequences until no slot is free or none waits.
+
+        Prompts are run in the largest numbers that are compiled and not padded: padding costs as
+        much as prompts do.
+        """
         s = self.shapes
         per_shard = s.sequences // s.group
         while any(one.has_free(d) and one.waiting for one, d in zip(slots, done, strict=True)):
-            plans = [one.refill(d, s.prefills[-1][0]) for one, d in zip(slots, done, strict=True)]
+            new = max(one.new_prompts(d) for one, d in zip(slots, done, strict=True))
+            at_once = max(p for p, _ in s.prefills if p <= max(new, 1))
+            plans = [one.refill(d, at_once) for one, d in zip(slots, done, strict=True)]
             tokens = [[asked.prompts[i * per_shard + p] for p in plan.prompts]
                       for i, plan in enumerate(plans)]
             ends = [[asked.prompts[i * per_shard + q // s.group] if q != EMPTY else [0]

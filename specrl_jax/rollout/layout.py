@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from specrl_jax.sharding import ROWS
 from specrl_jax.structs import Cache, Counters, RolloutState, Sampling, Sequences
 
 SEGMENT = 64  # cache slots come in multiples of this; measured on a CPU
+PROMPTS = (1, 4, 16, 64, 256)  # that one prefill may run, and as many as fill all slots
 ROW = P(ROWS)
 STATE = RolloutState(
     cache=ROW, root=ROW, seq=ROW,
@@ -81,7 +83,8 @@ class Shapes:
     @property
     def prefills(self) -> tuple[tuple[int, int], ...]:
         """(prompts, P') of the compiled prefills, smallest first."""
-        prompts = sorted({1, -(-self.batch // self.group)})
+        most = -(-self.batch // self.group)
+        prompts = sorted({most, *itertools.takewhile(lambda p: p < most, PROMPTS)})
         widths = sorted({max(self.prompt // 2, min(self.prompt, 32)), self.prompt})
         return tuple((p, w) for p in prompts for w in widths)
 

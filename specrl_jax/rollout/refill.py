@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from specrl_jax.model import invariant, transformer
 from specrl_jax.model.transformer import Params
 from specrl_jax.rollout.round import Machine
+from specrl_jax.rows import for_rows
 from specrl_jax.structs import Array, Cache, Fill, RolloutState
 
 
@@ -57,27 +58,25 @@ def _write_rows(kv: list, source: Array, rows: list | None, width: int) -> list:
       rows: (k [p, G, E, width], v [p, G, width, E]) a layer, to read from; None reads other slots.
     """
 
-    def write(b: Array, kv: list) -> list:
-        return [_write_layer(b, source[b], segments, None if rows is None else rows[i], width)
+    def write(b: Array, at: Array, kv: list) -> list:
+        return [_write_layer(b, at, segments, None if rows is None else rows[i], width)
                 for i, segments in enumerate(kv)]
 
-    return jax.lax.fori_loop(0, source.shape[0], write, kv)
+    return for_rows(source, write, kv)
 
 
 def _write_layer(b: Array, source: Array, segments: tuple[list, list],
                  rows: tuple[Array, Array] | None, width: int) -> tuple[list, list]:
-    wanted, at, start = source >= 0, jnp.maximum(source, 0), 0
     out: tuple[list, list] = ([], [])
+    start = 0
     for i, k in enumerate(segments[0]):
         size = min(k.shape[3], width - start)
         for which, axis in ((0, 3), (1, 2)):
             whole = segments[which][i]
             if size > 0:
-                old = _positions(whole, b, 0, size, axis)
-                new = (_positions(whole, at, 0, size, axis) if rows is None
-                       else _positions(rows[which], at, start, size, axis))
-                index = (b, *(jnp.int32(0),) * 3)
-                whole = jax.lax.dynamic_update_slice(whole, jnp.where(wanted, new, old), index)
+                new = (_positions(whole, source, 0, size, axis) if rows is None
+                       else _positions(rows[which], source, start, size, axis))
+                whole = jax.lax.dynamic_update_slice(whole, new, (b, *(jnp.int32(0),) * 3))
             out[which].append(whole)
         start += k.shape[3]
     return out

@@ -62,6 +62,11 @@ class Slots:
             self.next += 1
         return plan
 
+    def new_prompts(self, done: np.ndarray) -> int:
+        """How many prompts the free slots can take, one that is already held perhaps among them."""
+        taken = min(len(self.seq) - self.live(done), self.waiting)
+        return (self.next + taken - 1) // self.group - self.next // self.group + 1 if taken else 0
+
     def compact(self, batch: int, done: np.ndarray) -> np.ndarray:
         """Keeps the live slots, in order, in a smaller batch: the slots taken, i32[batch]."""
         live = [b for b in range(len(self.seq)) if self.seq[b] != EMPTY and not done[self.seq[b]]]
