@@ -9,6 +9,7 @@ import pytest
 
 from experiments.bench import (
     attention,
+    forward,
     hardware,
     parts,
     peers,
@@ -257,3 +258,16 @@ def test_attentions_are_compared_in_one_process(setting):
     assert set(found["ratios"]) == {"xla/reference round_seconds"}
     for case in found["cases"].values():
         assert case["compilations"] == 0 and 0 < case["parts"]["share"]["attention"] < 1
+
+
+def test_a_forward_against_its_products_alone(setting):
+    found = forward.measure(setting.source.arch, setting.params, [1, 3], 9, 3)
+    one, three = found["cases"]["1"], found["cases"]["3"]
+    assert one["forward_ratio"]["values"] == one["excess"]["values"] == [1.0] * 3
+    assert three["excess"]["values"] == pytest.approx(np.divide(
+        three["forward_ratio"]["values"], three["products_ratio"]["values"]))
+    medians = {name: times["median"] for name, times in three["orientations"].items()}
+    assert min(medians, key=medians.get) == three["orientation"]
+    flops = sum(w.size for w in forward.weights_of(setting.source.arch, setting.params))
+    assert flops == work.layer_matmul_params(setting.source.arch) + work.head_params(
+        setting.source.arch)
