@@ -12,18 +12,24 @@ VOCABULARY = {"Qwen2.5": 151936, "SmolLM2": 49152, "tiny": 300}
 
 @dataclasses.dataclass(frozen=True)
 class TreeShape:
-    """Tree attention of one layer; every node of every row is packed."""
+    """Tree attention of one layer; every node of every row is packed.
+
+    With a `prompt`, the rows of each `group` share one of so many tokens before their own context.
+    """
 
     model: str
     rows: int
     nodes: int
     context: int  # slots of the cache
     ragged: bool = False  # lengths from 1/8 of the context to all of it; else all of it
+    prompt: int = 0
+    group: int = 1
 
     @property
     def name(self) -> str:
         return (f"{self.model}, {self.rows} x {self.nodes} at {self.context}"
-                f"{', ragged' if self.ragged else ''}")
+                f"{', ragged' if self.ragged else ''}"
+                f"{f', {self.group} share {self.prompt}' if self.prompt else ''}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,13 +51,15 @@ ACCELERATOR_TREES = (
         (1, 1, 32768), (1, 8, 32768), (1, 64, 32768), (8, 1, 4096), (8, 8, 4096), (8, 64, 4096),
         (64, 1, 4096), (64, 8, 4096), (64, 8, 512), (256, 1, 512), (256, 8, 512), (256, 1, 4096),
         (256, 8, 4096))),
-    TreeShape(_BIG, 64, 8, 4096, ragged=True),
+    TreeShape(_BIG, 64, 8, 4096, ragged=True), TreeShape(_BIG, 64, 8, 512, prompt=2048, group=8),
     *(TreeShape(_SMALL, *at) for at in (
         (1, 8, 4096), (64, 1, 512), (64, 8, 512), (64, 8, 4096), (256, 8, 2048))))
 CPU_TREES = (*(TreeShape(_SMALL, *at) for at in (
     (1, 1, 512), (1, 8, 512), (16, 1, 512), (16, 4, 512), (64, 1, 512), (64, 4, 512))),
-    TreeShape(_SMALL, 64, 1, 512, ragged=True), TreeShape(_BIG, 4, 8, 2048))
-TINY_TREES = (TreeShape("tiny", 2, 3, 64), TreeShape("tiny", 2, 1, 64, ragged=True))
+    TreeShape(_SMALL, 64, 1, 512, ragged=True), TreeShape(_BIG, 4, 8, 2048),
+    TreeShape(_SMALL, 64, 4, 128, prompt=512, group=8))
+TINY_TREES = (TreeShape("tiny", 2, 3, 64), TreeShape("tiny", 2, 1, 64, ragged=True),
+              TreeShape("tiny", 4, 2, 64, prompt=32, group=2))
 ACCELERATOR_DRAWS = tuple(DrawShape("Qwen2.5", *at) for at in (
     (1, 1), (64, 1), (64, 4), (256, 1), (1024, 1), (1024, 4)))
 CPU_DRAWS = tuple(DrawShape("SmolLM2", *at) for at in ((1, 1), (16, 1), (64, 1), (64, 4)))

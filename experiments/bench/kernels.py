@@ -50,13 +50,17 @@ def dtype_of(shape: TreeShape | DrawShape, platform: str) -> Any:
 
 
 def bytes_moved(shape: TreeShape | DrawShape, dtype: Any) -> int:
-    """That must be read and written once: committed keys and values, the tree's, q and out."""
+    """That must be read and written once: committed keys and values, the tree's, q and out.
+
+    A shared prompt counts once for each group, though an implementation may read it more often.
+    """
     item = jnp.dtype(dtype).itemsize
     if isinstance(shape, DrawShape):
         return item * shape.positions * VOCABULARY[shape.model]
     h, g, e = HEADS[shape.model]
     nodes = shape.rows * shape.nodes
-    return item * e * (2 * g * (int(lengths(shape).sum()) + nodes) + 2 * h * nodes)
+    keys = int(lengths(shape).sum()) + nodes + shape.prompt * (shape.rows // shape.group)
+    return item * e * (2 * g * keys + 2 * h * nodes)
 
 
 def lengths(shape: TreeShape) -> np.ndarray:
@@ -156,45 +160,60 @@ def contenders(shape: TreeShape | DrawShape, dtype: Any) -> dict[str, Callable[[
 def tree_arguments(shape: TreeShape, dtype: Any) -> dict[str, Any]:
     """Of `tree_attention`, all nodes packed in order; parents make trees of branching 2."""
     (h, g, e), b, n, s = HEADS[shape.model], shape.rows, shape.nodes, shape.context
-    keys = iter(jax.random.split(jax.random.key(0), 5))
+    keys = iter(jax.random.split(jax.random.key(0), 7))
     normal = lambda *dims: jax.random.normal(next(keys), dims, dtype)  # noqa: E731
     index = np.arange(b * n, dtype=np.int32)
     parent = np.maximum(np.arange(n) - 1, 0) // 2
+    groups = np.arange(b, dtype=np.int32).reshape(-1, shape.group)
+    p = len(groups)
+    prefix = None if not shape.prompt else trees.Prefix(
+        normal(p, g, e, shape.prompt), normal(p, g, shape.prompt, e),
+        jnp.full(p, shape.prompt, jnp.int32), jnp.asarray(groups))
     return {"q": normal(b * n, h, e), "row": jnp.asarray(index // n),
             "node": jnp.asarray(index % n),
             "tree_k": normal(b, n, g, e), "tree_v": normal(b, n, g, e),
             "parent": jnp.asarray(np.broadcast_to(parent, (b, n)).astype(np.int32)),
             "cache_k": normal(b, g, e, s), "cache_v": normal(b, g, s, e),
-            "length": jnp.asarray(lengths(shape))}
+            "length": jnp.asarray(lengths(shape)), "prefix": prefix}
 
 
 def tree_contender(shape: TreeShape, dtype: Any, name: str, **options: Any) -> Contender:
     """An implementation of ours; `options` are those of `tree_attention`."""
     (h, _, e), nodes = HEADS[shape.model], shape.rows * shape.nodes
-    needed = COPIES * 2 * 4 * nodes * shape.context * h * e  # none waits for another's keys
+    seen = shape.context + shape.prompt
+    needed = COPIES * 2 * 4 * nodes * seen * h * e  # none waits for another's keys
     if name in APART and needed > MOST_BYTES:
         raise Impossible(f"{name} would hold {needed >> 30} GiB of keys and values")
     args = tree_arguments(shape, dtype)
-    q, cache = args.pop("q"), (args.pop("cache_k"), args.pop("cache_v"))
+    q, large = args.pop("q"), {name: args.pop(name) for name in ("cache_k", "cache_v", "prefix")}
 
-    def step(q: Any, cache: Any) -> Any:
-        return trees.tree_attention(q, **args, cache_k=cache[0], cache_v=cache[1],
-                                    scale=e**-0.5, implementation=name, **options)
+    def step(q: Any, large: Any) -> Any:
+        return trees.tree_attention(q, **args, **large, scale=e**-0.5, implementation=name,
+                                    **options)
 
-    return Contender(step, q, cache, ours=True)
+    return Contender(step, q, large, ours=True)
 
 
 def _by_slot(shape: TreeShape, dtype: Any) -> tuple[Any, Any, Any, Any]:
-    """q [B, n, H, E]; k and v [B, S + n, G, E], the tree last; visible bool[B, n, S + n]."""
+    """q [B, n, H, E]; k and v [B, S + n, G, E], the tree last; visible bool[B, n, S + n].
+
+    Each row has a copy of the prompt that it shares, before its own context, of S slots with it.
+    """
     args = tree_arguments(shape, dtype)
     b, n = args["parent"].shape
     k = jnp.concatenate([args["cache_k"].transpose(0, 3, 1, 2), args["tree_k"]], 1)
     v = jnp.concatenate([args["cache_v"].transpose(0, 2, 1, 3), args["tree_v"]], 1)
+    prompt = shape.prompt
+    if prompt:
+        k, v = (jnp.concatenate([jnp.repeat(jnp.moveaxis(x, axis, 1), shape.group, 0), own], 1)
+                for x, axis, own in ((args["prefix"].k.swapaxes(2, 3), 2, k),
+                                     (args["prefix"].v, 2, v)))
     seen = np.eye(n, dtype=bool)
     for node, parent in enumerate(np.asarray(args["parent"][0])[1:], 1):
         seen[node] |= seen[parent]
-    context = np.arange(shape.context)[None] < lengths(shape)[:, None]
-    visible = np.concatenate([np.broadcast_to(context[:, None], (b, n, shape.context)),
+    slots = prompt + shape.context
+    context = np.arange(slots)[None] < prompt + lengths(shape)[:, None]
+    visible = np.concatenate([np.broadcast_to(context[:, None], (b, n, slots)),
                               np.broadcast_to(seen, (b, n, n))], 2)
     return args["q"].reshape(b, n, *args["q"].shape[1:]), k, v, jnp.asarray(visible)
 

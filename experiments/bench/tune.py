@@ -31,7 +31,8 @@ VALUES = {
                                    "splits": (1, 2)},
     ("tree_attention", "pallas_triton"): {
         "block": (16, 32, 64, 128), "tile": (16, 32, 64, 128), "warps": (2, 4, 8),
-        "stages": (1, 2, 3, 4), "splits": (1, 2, 4, 8, 16, 32, 64, 128)},
+        "stages": (1, 2, 3, 4), "splits": (1, 8, 16, 32, 64, 128, 256),
+        "least": (2, 4, 8, 16)},
     ("gumbel_argmax", "pallas"): {"block": (512, 1024, 2048, 4096, 8192)},
     ("gumbel_argmax", "pallas_triton"): {"block": (512, 1024, 2048, 4096, 8192),
                                          "warps": (2, 4, 8)}}

@@ -1,17 +1,74 @@
-"""A Pallas kernel that Triton compiles: all that JAX versions name differently for it."""
+"""Calls of kernels that Triton compiles: all that JAX and jax-triton versions name differently.
 
-from collections.abc import Sequence
-from typing import Any
+`triton_call` is for kernels in Pallas, `program_call` for programs in Triton itself. jax-triton is
+imported here only, where a program is called.
+"""
+
+import importlib
+import importlib.metadata
+import inspect
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from specrl_kernels.dispatch import Unsupported
+
 
 def triton_call(kernel: Any, name: str, grid: tuple[int, ...],
                 outputs: Sequence[jax.ShapeDtypeStruct], inputs: Sequence[jax.Array], *,
-                warps: int, stages: int, interpret: bool) -> Sequence[jax.Array]:
-    """Asks for Triton by its parameters: the default GPU backend differs between JAX versions."""
+                warps: int, stages: int, interpret: bool,
+                aliases: Mapping[int, int] | None = None) -> Sequence[jax.Array]:
+    """Asks for Triton by its parameters: the default GPU backend differs between JAX versions.
+
+    Args:
+      aliases: output that has the memory of an input, by the input's number.
+    """
     params = plgpu.CompilerParams(num_warps=warps, num_stages=stages)
     return pl.pallas_call(kernel, grid=grid, out_shape=outputs, compiler_params=params,
-                          interpret=interpret, name=name)(*inputs)
+                          interpret=interpret, name=name,
+                          input_output_aliases=dict(aliases or {}))(*inputs)
+
+
+class Launch(NamedTuple):
+    """One run of a Triton program."""
+
+    module: str  # where it is defined, imported only with Triton at hand
+    name: str
+    inputs: list[jax.Array]
+    outputs: list[jax.ShapeDtypeStruct]
+    grid: tuple[int, ...]
+    constants: dict[str, Any]
+    aliases: dict[int, int]  # output that has the memory of an input, by the input's number
+
+
+def program_call(launch: Launch, warps: int, stages: int) -> Sequence[jax.Array]:
+    """Runs a program by jax-triton, of which 0.3 names the outputs out_shape, 0.4 out_type.
+
+    Raises:
+      Unsupported: jax-triton cannot be imported, or fails with this JAX.
+    """
+    try:
+        import jax_triton
+
+        program = getattr(importlib.import_module(launch.module), launch.name)
+    except ImportError as reason:
+        raise Unsupported(f"jax-triton is not there: {reason}") from reason
+    check_versions(jax.__version__, importlib.metadata.version("jax-triton"))
+    known = inspect.signature(jax_triton.triton_call).parameters
+    kind = "out_type" if "out_type" in known else "out_shape"
+    return jax_triton.triton_call(
+        *launch.inputs, kernel=program, grid=launch.grid, num_warps=warps, num_stages=stages,
+        input_output_aliases=launch.aliases, **{kind: launch.outputs}, **launch.constants)
+
+
+def check_versions(ours: str, theirs: str) -> None:
+    """Refuses a JAX and a jax-triton that fail together, long after this call. Raises Unsupported.
+    """
+    first, second = (tuple(int(n) for n in re.findall(r"\d+", x)[:3]) for x in (ours, theirs))
+    if first >= (0, 12) and second <= (0, 4, 1):
+        raise Unsupported(f"jax-triton {theirs} is not traced by JAX {ours}: use JAX 0.11 or "
+                          "a newer jax-triton")

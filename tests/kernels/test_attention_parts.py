@@ -1,11 +1,21 @@
 """The parts of the tree-attention kernels: ancestry bits, work lists, and what is left undone."""
 
+import dataclasses
 from collections.abc import Iterator
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from specrl_kernels.tree_attention import ancestry, packing, pallas, pallas_triton, work_list
+from specrl_kernels.tree_attention import (
+    ancestry,
+    gpu,
+    packing,
+    pallas,
+    pallas_triton,
+    tree_attention,
+    work_list,
+)
 from tree_attention_cases import make
 
 
@@ -79,8 +89,57 @@ def test_no_live_row_is_no_work() -> None:
                               jnp.asarray(SLOT), SIZES, 128).count) == 0
 
 
-@pytest.mark.parametrize("kernel", [pallas, pallas_triton])
-def test_dead_tiles_are_not_computed(kernel: object) -> None:
+def shares(length: list[int], live: list[bool], oldest: list[int] | None = None, **config: int
+           ) -> dict[int, list[tuple[int, int]]]:
+    """The places that each program of a GPU reads, by row; rows come in order."""
+    chosen = gpu.Config(**({"block": 64} | config))
+    found = gpu.divide(jnp.asarray(length), jnp.asarray(oldest or [0] * len(length)),
+                       jnp.asarray(live), chosen)
+    assert found.row.shape == (len(length) + chosen.splits - 1,)
+    by_row: dict[int, list[tuple[int, int]]] = {}
+    for row, low, high in zip(*map(np.asarray, found[:3]), strict=True):
+        if row < len(length):
+            by_row.setdefault(int(row), []).append((int(low), int(high)))
+    for row in range(len(length)):
+        assert len(by_row.get(row, [])) == found.count[row]
+        assert found.first[row] == sum(len(by_row.get(other, [])) for other in range(row))
+    assert list(by_row) == sorted(by_row)
+    return by_row
+
+
+def test_one_long_row_of_many_is_spread_over_many_programs() -> None:
+    """256 rows of Qwen2.5-7B's 4 heads: who is live decides, not how many rows there are."""
+    config = dataclasses.asdict(gpu.heuristic(256, 4, 56, 128, 32768))
+    alone = shares([32768] * 256, [row == 77 for row in range(256)], **config)
+    assert alone.keys() == {77} and 4 * len(alone[77]) >= 3 * gpu.PROGRAMS // 4
+    sizes = [high - low for low, high in alone[77]]
+    assert sum(sizes) == 32768 and max(sizes) <= 32768 // len(sizes) + 64
+    among = shares([32768] + [64] * 255, [True] * 256, **config)
+    assert len(among[0]) > 60 and all(among[row] == [(0, 64)] for row in range(1, 256))
+    equal = shares([4096] * 256, [True] * 256, **config)
+    assert all(each == [(0, 4096)] for each in equal.values())
+
+
+@pytest.mark.parametrize("splits,least", [(1, 1), (2, 1), (3, 4), (7, 2), (128, 1)])
+def test_shares_are_what_live_rows_see_once_and_in_order(splits: int, least: int) -> None:
+    rng = np.random.default_rng(splits)
+    for _ in range(20):
+        length = [int(x) for x in rng.integers(0, 2000, 9)]
+        oldest = [int(x * rng.random()) for x in length]
+        live = [bool(x) for x in rng.random(9) < 0.6]
+        found = shares(length, live, oldest, splits=splits, least=least)
+        assert found.keys() == {row for row in range(9) if live[row]}
+        blocks = [max(0, -(-length[row] // 64) - oldest[row] // 64) for row in found]
+        most = max(least, -(-sum(blocks) // splits)) if splits > 1 else 32
+        for row, here in found.items():
+            assert here[0][0] == min(oldest[row] // 64 * 64, length[row])
+            assert here[-1][1] == length[row]
+            assert all(a[1] == b[0] for a, b in zip(here, here[1:], strict=False))
+            assert all(low < high <= low + 64 * most for low, high in here) or len(here) == 1
+
+
+@pytest.mark.parametrize("kernel,splits", [(pallas, 1), (pallas_triton, 1), (pallas_triton, 3)])
+def test_dead_tiles_are_not_computed(kernel: object, splits: int) -> None:
     """What a kernel never writes is NaN under interpretation."""
     case = make(lengths=(9, 30, 4), nodes=16, parent=[[0] * 16] * 3)
     alive = ~((np.asarray(case["row"]) == 1)
@@ -88,8 +147,32 @@ def test_dead_tiles_are_not_computed(kernel: object) -> None:
     rows = packing.unpack(*(case[name][alive] for name in ("q", "row", "node")), case["parent"],
                           2, case["length"], None)
     tree = (packing.by_head(case["tree_k"], 16), packing.by_head(case["tree_v"], 16))
-    config = kernel.Config(block=128 if kernel is pallas else 16, tile=16)
+    config = kernel.Config(block=128 if kernel is pallas else 16, tile=16, splits=splits)
     out = kernel._attend(rows, tree, case["cache_k"], case["cache_v"], case["length"],
                          jnp.arange(3), config=config, scale=0.25, interpret=True, whole=True)
     computed = ~np.isnan(np.asarray(out)).all((1, 3))
     np.testing.assert_array_equal(computed, [[True] * 32, [False] * 32, [True] * 16 + [False] * 16])
+
+
+def test_one_program_reads_a_shared_prefix_for_all_rows_of_its_group(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two groups of 4 rows with 8 queries each: a program for each group."""
+    case, grids = make(lengths=[9] * 8, nodes=2, groups=1, repeats=4, prefix=(33, 40),
+                       members=[[0, 2, 4, 6], [1, 3, 5, 7]]), []
+    real = pallas_triton.triton_call
+    monkeypatch.setattr(pallas_triton, "triton_call", lambda kernel, name, grid, *args, **options: (
+        grids.append(grid), real(kernel, name, grid, *args, **options))[1])
+    tree_attention(**case, scale=1.0, implementation="pallas_triton", interpret=True,
+                   config={"block": 16, "tile": 16})
+    assert grids == [(1, 8), (1, 2)]  # (heads and tiles, shares): the rows' own context, prefixes
+
+
+@pytest.mark.parametrize("size,itemsize,rows,tile", [
+    (64, 2, 2, 128), (128, 2, 2, 128), (256, 2, 2, 64), (128, 4, 2, 32), (128, 2, 1, 64)])
+def test_tiles_of_groups_are_as_large_as_registers_hold(size: int, itemsize: int, rows: int,
+                                                        tile: int) -> None:
+    queries = jax.ShapeDtypeStruct((8, 4, 56 * rows, size),
+                                   jnp.bfloat16 if itemsize == 2 else jnp.float32)
+    config = gpu.Config(tile=16, warps=4)
+    found = gpu.for_groups(config, packing.Rows(queries, None, None, None))
+    assert found == dataclasses.replace(config, tile=tile, warps=8 if tile * size > 8192 else 4)

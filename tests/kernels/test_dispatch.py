@@ -119,9 +119,9 @@ def test_a_kernel_takes_its_row_and_else_its_heuristic(tables: Path,
     assert seen == [pallas.Config(block=256, tile=32), pallas.Config()]
 
 
-def test_few_rows_are_split_and_many_are_not() -> None:
+def test_long_rows_can_be_split_whatever_their_number() -> None:
     long, many = (gpu.heuristic(rows, 4, 56, 128, 32768) for rows in (1, 256))
-    assert long.splits >= 64 and many.splits == 1
+    assert long == many and long.splits >= 64  # which rows are live is seen later, by gpu.divide
     assert gpu.heuristic(1, 4, 56, 128, 128).splits == 1  # nothing to share
 
 

@@ -16,8 +16,9 @@ from specrl_kernels.tree_attention.api import IMPLEMENTATIONS
 from tree_attention_cases import INTERPRET, KERNELS, assert_near, call, make, oracle
 
 # Small blocks, so that a context of a few hundred tokens has several.
-CONFIGS = {"pallas": {"block": 128, "tile": 64}, "pallas_triton": {"block": 16, "tile": 16},
-           "triton": {"block": 16, "tile": 16}, "xla": {"chunk": 16, "whole": 0}}
+CONFIGS = {"pallas": {"block": 128, "tile": 64},
+           "pallas_triton": {"block": 16, "tile": 16, "least": 1},
+           "triton": {"block": 16, "tile": 16, "least": 1}, "xla": {"chunk": 16, "whole": 0}}
 NAMES = [name for name in IMPLEMENTATIONS if name in (*KERNELS, "machine", "xla", "reference")]
 PARTIAL = ("machine", "triton")  # needs llvmlite, or jax-triton; all others do everything
 slow = pytest.mark.slow

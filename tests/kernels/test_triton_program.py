@@ -1,22 +1,23 @@
 """The Triton program without a GPU, where Triton is installed: by its interpreter, and compiled.
 
 jax-triton neither lowers nor interprets without its CUDA plugin, so the program is run apart from
-it, on the arrays and constants that `triton.plan` would hand over.
+it, on the arrays and constants that jax-triton would be handed.
 """
 
+import importlib
 import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from specrl_kernels.dispatch import Unsupported
-from specrl_kernels.tree_attention import gpu, tree_attention
+from specrl_kernels.dispatch import Target, Unsupported
+from specrl_kernels.tree_attention import tree_attention
 from specrl_kernels.tree_attention import triton as wrapper
+from specrl_kernels.triton_call import Launch, check_versions
 from tree_attention_cases import assert_near, make, oracle
 
 KERNELS, TESTS = Path(wrapper.__file__).parents[2], Path(__file__).parents[1]
@@ -25,6 +26,9 @@ CASES = {
     "segments": (dict(lengths=(0, 63, 64, 65, 120), nodes=2, segments=(64, 32, 24), slots=6),
                  None, 1),
     "splits": (dict(lengths=(0, 63, 64, 120), nodes=2, segments=(64, 64), repeats=7), None, 3),
+    "splits of one segment": (dict(lengths=(0, 63, 9, 120), nodes=2, cache=128), None, 4),
+    "a shared prefix": (dict(lengths=(0, 5, 20), nodes=3, groups=1, prefix=(33, 40),
+                             members=[[2, 0], [1, -1]]), None, 3),
     "window and dead nodes": (dict(lengths=(20, 3, 40), nodes=40, groups=1, cache=50, slots=4,
                                    packed=70), 7, 2)}
 
@@ -41,8 +45,9 @@ def check(name: str) -> None:
     """One of CASES, by Triton's interpreter."""
     sizes, window, splits = CASES[name]
     case = make(**sizes)
-    wrapper._call = interpreted
-    target = wrapper.Target("gpu", "", True, config=dict(block=16, tile=16, splits=splits))
+    wrapper.program_call = interpreted
+    config = dict(block=16, tile=16, splits=splits, least=1)
+    target = Target("gpu", "", True, config=config)
     cache = {name: tuple(case[name]) for name in ("cache_k", "cache_v")}
     found = wrapper.tree_attention_triton(**case | cache, scale=0.25, window=window, target=target)
     assert_near(np.asarray(found), oracle(case, window), case)
@@ -82,14 +87,14 @@ class Tensor:
         return None
 
 
-def interpreted(inputs: list[jax.Array], outputs: list[jax.ShapeDtypeStruct],
-                grid: tuple[int, ...], constants: dict[str, Any], config: gpu.Config) -> list[Any]:
-    """In place of jax_triton.triton_call; what is never written is NaN."""
-    from specrl_kernels.tree_attention.triton_kernel import attend
-
-    arrays = [np.ascontiguousarray(x) for x in inputs]
-    found = [np.full(x.shape, np.nan, x.dtype) for x in outputs]
-    attend[grid](*map(Tensor, [*arrays, *found]), **constants)
+def interpreted(launch: Launch, warps: int, stages: int) -> list[Any]:
+    """In place of program_call; what is never written is NaN."""
+    program = getattr(importlib.import_module(launch.module), launch.name)
+    arrays = [np.array(x, order="C") for x in launch.inputs]
+    found = [np.full(x.shape, np.nan, x.dtype) for x in launch.outputs]
+    for source, output in launch.aliases.items():
+        found[output] = arrays[source]
+    program[launch.grid](*map(Tensor, [*arrays, *found]), **launch.constants)
     return [jnp.asarray(x) for x in found]
 
 
@@ -98,21 +103,24 @@ import sys
 from specrl_kernels.tree_attention import gpu
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from specrl_kernels.tree_attention.triton_kernel import attend
+from specrl_kernels.tree_attention.triton_kernel import attend, join
 dtype, size = sys.argv[1], int(sys.argv[2])
 config = gpu.heuristic(64, 4, 56, size, 4096, 2 if dtype == "bf16" else 4)
-constants = dict(rows=64, heads=4, queries=64, E=size, nodes=16, word_count=1, size=4096, start=0,
-                 block=config.block, whole_block=config.block, tile=config.tile, splits=4,
-                 scale=0.1, has_tree=True, has_window=True, whole=False)
-floats = dict.fromkeys(("q", "tree_k", "tree_v", "k", "v"), "*" + dtype)
-sums = dict.fromkeys(("out_top", "out_total", "out"), "*fp32")
-names = attend.arg_names
-signature = {n: "constexpr" if n in constants else (floats | sums).get(n, "*i32") for n in names}
-source = ASTSource(fn=attend, signature=signature,
-                   constexprs={(names.index(n),): x for n, x in constants.items()})
-found = compile(source, target=GPUTarget("cuda", 90, 32), options=dict(
-    num_warps=config.warps, num_stages=config.stages))
-assert found.asm["cubin"] and found.metadata.shared <= 227 << 10
+floats = dict.fromkeys(("q", "tree_k", "tree_v", "k", "v", "old", "out"), "*" + dtype)
+sums = dict.fromkeys(("out_top", "out_total", "out_sums", "top", "total", "sums"), "*fp32")
+for program, constants in (
+        (attend, dict(heads=4, queries=64, E=size, nodes=16, word_count=1, size=4096, start=0,
+                      block=config.block, tile=config.tile, scale=0.1, has_tree=True,
+                      has_window=True, by_row=False, direct=True)),
+        (join, dict(heads=4, queries=64, E=size, tile=config.tile, shares=192, launches=1,
+                    whole=True, least=2))):
+    names = program.arg_names
+    kinds = {n: "constexpr" if n in constants else (floats | sums).get(n, "*i32") for n in names}
+    source = ASTSource(fn=program, signature=kinds,
+                       constexprs={(names.index(n),): x for n, x in constants.items()})
+    found = compile(source, target=GPUTarget("cuda", 90, 32), options=dict(
+        num_warps=config.warps, num_stages=config.stages))
+    assert found.asm["cubin"] and found.metadata.shared <= 227 << 10
 """
 
 
@@ -134,10 +142,10 @@ def test_it_is_refused_by_name_without_a_gpu() -> None:
 
 
 def test_versions_that_fail_together_are_refused() -> None:
-    wrapper.check_versions("0.11.2", "0.4.1")
-    wrapper.check_versions("0.12.0.1", "0.5.0")
+    check_versions("0.11.2", "0.4.1")
+    check_versions("0.12.0.1", "0.5.0")
     with pytest.raises(Unsupported, match="jax-triton 0.4.1 is not traced by JAX 0.12.0.1"):
-        wrapper.check_versions("0.12.0.1", "0.4.1")
+        check_versions("0.12.0.1", "0.4.1")
 
 
 if __name__ == "__main__":

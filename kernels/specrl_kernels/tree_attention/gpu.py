@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +14,8 @@ from specrl_kernels.tree_attention.packing import Rows
 from specrl_kernels.tree_attention.shared_prefix import Prefix
 
 LEAST = 16  # of a side of a product on tensor cores
+GROUP_TILE = 128  # queries of a program that reads a shared prefix, with heads of 128
 PROGRAMS = 512  # enough to fill 132 multiprocessors, a few on each
-SPLIT_BLOCKS = 4  # blocks of context that a split is worth starting for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +24,8 @@ class Config:
 
     block: int = 64  # slots of context read at a time; a power of two, at least 16
     tile: int = 16  # queries of a program; likewise
-    splits: int = 1  # programs that share a row's context
+    splits: int = 1  # shares that the context of all live rows is divided into, or a few more
+    least: int = 4  # blocks of a share, at least
     warps: int = 4
     stages: int = 2
 
@@ -48,10 +49,11 @@ def tree_attention(attend: Callable[..., Any], name: str, q: jax.Array, row: jax
     else:
         parts = [run(rows, tree, cache_k, cache_v, length, slot, whole=False)]
         if prefix is not None:
-            members, which = shared_prefix.split_members(prefix, prefix.rows.shape[1])
-            part = run(shared_prefix.regroup(rows, members, prefix.length), None, (prefix.k,),
-                       (prefix.v,), prefix.length, which, whole=False)
-            parts.append(shared_prefix.scatter(members, part, b))
+            which = jnp.arange(len(prefix.rows), dtype=jnp.int32)
+            grouped = shared_prefix.regroup(rows, prefix.rows, prefix.length)
+            part = run(grouped, None, (prefix.k,), (prefix.v,), prefix.length, which, whole=False,
+                       config=for_groups(config, grouped))
+            parts.append(shared_prefix.scatter(prefix.rows, part, b))
         out = softmax.finish(softmax.combine(softmax.stack(parts))).astype(q.dtype)
     return packing.pack(out, row, node, n)
 
@@ -78,8 +80,8 @@ def choose(target: Target, name: str, rows: Rows, context: int) -> Config:
     for side in (config.block, config.tile):
         if side < LEAST or side & (side - 1):
             raise Unsupported(f"{config}: block and tile are powers of two, at least {LEAST}")
-    if config.splits < 1 or config.stages < 1:
-        raise Unsupported(f"{config}: at least one split and one stage")
+    if min(config.splits, config.least, config.stages) < 1:
+        raise Unsupported(f"{config}: at least one split, one block of it and one stage")
     if config.warps < 1 or config.warps & (config.warps - 1):
         raise Unsupported(f"{config}: warps are a power of two")
     return config
@@ -87,27 +89,85 @@ def choose(target: Target, name: str, rows: Rows, context: int) -> Config:
 
 def heuristic(rows: int, heads: int, queries: int, size: int, context: int, itemsize: int = 2
               ) -> Config:
-    """One tile where the queries fit in it, and as many splits as fill the device.
+    """One tile where the queries fit in it, and as many shares of the context as fill the device.
 
+    Their number does not depend on the rows, of which any may be dead: `divide` looks at live ones.
     float32 has no tensor cores at full precision: small tiles over more threads, lest registers
     spill.
     """
     exact = itemsize == 4
     tile = min(max(LEAST, 1 << (queries - 1).bit_length()), 32 if exact else 64)
     block = 32 if exact or size > 128 else 64
-    programs = rows * heads * -(-queries // tile)
-    most = max(1, context // (SPLIT_BLOCKS * block))
-    return Config(block=block, tile=tile, splits=min(most, -(-PROGRAMS // programs)),
+    wanted = -(-PROGRAMS // (heads * -(-queries // tile)))
+    most = max(1, rows * (context // (Config.least * block)))
+    alone = context < 2 * Config.least * block  # no row is long enough for two shares
+    return Config(block=block, tile=tile, splits=1 if alone else min(most, wanted),
                   warps=8 if exact or tile * size > 64 * 128 else 4)
 
 
-def share(length: Any, oldest: Any, split: Any, config: Config) -> tuple[Any, Any]:
-    """Places [low, high) that a split reads: whole blocks, from the first that the row sees."""
-    begin = oldest // config.block * config.block
-    blocks = (jnp.maximum(length - begin, 0) + config.block - 1) // config.block
-    size = (blocks + config.splits - 1) // config.splits * config.block
-    low = jnp.minimum(begin + split * size, length)
-    return low, jnp.minimum(low + size, length)
+def for_groups(config: Config, rows: Rows) -> Config:
+    """With a tile for the queries of all rows that share a prefix, as far as registers hold it.
+
+    One program then reads a prefix, or its share of it, once for all of them. A group of more
+    queries has several tiles, which lie side by side in the grid, so that they run at about the
+    same time and all but the first find what they read in the L2 cache.
+    """
+    queries, size = rows.queries.shape[2:]
+    exact = rows.queries.dtype.itemsize == 4
+    most = 32 if exact else min(GROUP_TILE, GROUP_TILE * 128 // size)
+    tile = min(max(LEAST, 1 << (queries - 1).bit_length()), max(most, config.tile))
+    return dataclasses.replace(
+        config, tile=tile, warps=max(config.warps, 8 if tile * size > 64 * 128 else 1))
+
+
+class Shares(NamedTuple):
+    """What each program of a head and tile reads; a row's shares lie together, in order.
+
+    There are B + splits - 1 places for shares, or B if nothing is split.
+    """
+
+    row: jax.Array  # i32[S] whose context it is; B, and so a dead row, where no share is left
+    low: jax.Array  # i32[S] the places [low, high) of the row's context
+    high: jax.Array  # i32[S]
+    first: jax.Array  # i32[B] the first share of each row
+    count: jax.Array  # i32[B] how many it has, 0 if it is dead
+
+
+def divide(length: jax.Array, oldest: jax.Array, live: jax.Array, config: Config) -> Shares:
+    """Divides the context of the live rows into `splits` shares of about the same size.
+
+    A row that is longer than a share is read by several programs: one long row among short or dead
+    ones by nearly all of them, and rows of one length by equally many. So the sizes, and with them
+    the last bits of a result, depend on all rows; with splits = 1 on each row alone.
+
+    Args:
+      length, oldest: i32[B] a row sees the places [oldest, length).
+      live: bool[B]; a live row has a share even if it sees nothing but its tree.
+    """
+    b, block = length.shape[0], config.block
+    begin = oldest // block * block
+    blocks = jnp.where(live, -(-jnp.maximum(length - begin, 0) // block), 0)
+    if config.splits == 1:
+        size = jnp.maximum(blocks, 1)
+    else:
+        size = jnp.maximum(-(-blocks.sum() // config.splits), config.least)
+    count = jnp.where(live, jnp.maximum(-(-blocks // size), 1), 0)
+    ends = jnp.cumsum(count)
+    each = -(-blocks // jnp.maximum(count, 1)) * block
+    number = jnp.arange(b + config.splits - 1)
+    row = (ends[None] <= number[:, None]).sum(1, dtype=jnp.int32)  # B beyond the last
+    there = jnp.minimum(row, b - 1)
+    low = jnp.minimum(begin[there] + (number - ends[there] + count[there]) * each[there],
+                      length[there])
+    return Shares(row, low, jnp.minimum(low + each[there], length[there]),
+                  (ends - count).astype(jnp.int32), count)
+
+
+def shares_of(rows: Rows, length: jax.Array, config: Config) -> tuple[Shares, jax.Array]:
+    """(the shares, which tiles are live i32[B + 1, Q / tile]); the row beyond the last is dead."""
+    live = packing.live_tiles(rows, config.tile)
+    return (divide(length, packing.oldest(rows), live.any(1), config),
+            jnp.pad(live, ((0, 1), (0, 0))))
 
 
 def block_of(size: int, config: Config) -> int:

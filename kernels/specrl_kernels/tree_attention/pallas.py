@@ -31,7 +31,7 @@ BUFFERS = 2  # of every block, one computed on and one filled
 VMEM_BLOCKS = 24 << 20  # bytes that the blocks of context may take
 VMEM_LIMIT = 64 << 20  # bytes; v5e, v5p and v6e have 128 MiB (Google's TPU documents)
 SMEM_LISTS = 512 << 10  # bytes of the 1 MiB of scalar memory that the work lists may take
-PREFIX_QUERIES = 512  # of a shared prefix at a time: beyond it the products, not the reads, decide
+VMEM_QUERIES = 24 << 20  # bytes that the queries of all rows of a shared prefix may take
 UNROLLED = 32  # bodies of the loops over segments, heads and tiles that are written out
 
 
@@ -68,12 +68,24 @@ def tree_attention_pallas(q: jax.Array, row: jax.Array, node: jax.Array, tree_k:
 
 
 def _prefix_part(run: Any, rows: Rows, prefix: Prefix, batch: int) -> Partial:
-    queries = rows.live.shape[1]
-    members, which = shared_prefix.split_members(prefix, max(1, PREFIX_QUERIES // queries))
+    members, which = shared_prefix.split_members(prefix, _rows_together(rows))
     length = prefix.length[which]
     part = run(shared_prefix.regroup(rows, members, length), None, (prefix.k,), (prefix.v,), length,
                which, whole=False)
     return shared_prefix.scatter(members, part, batch)
+
+
+def _rows_together(rows: Rows) -> int:
+    """Rows of a group whose queries fit into VMEM, so that the prefix is read once for them.
+
+    A query has, for each head, E numbers in its own dtype, and twice E + 2 lines of float32: the
+    carry, and the outputs. A number alone takes a line of 128. Pallas holds inputs and outputs
+    twice.
+    """
+    _, g, queries, e = rows.queries.shape
+    line = max(e, 128)
+    each = g * (BUFFERS * line * rows.queries.dtype.itemsize + 4 * (BUFFERS + 1) * (line + 256))
+    return max(1, VMEM_QUERIES // (each * queries))
 
 
 def _config(target: Target, rows: Rows, cache_k: Sequence[jax.Array]) -> Config:

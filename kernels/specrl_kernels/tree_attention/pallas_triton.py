@@ -1,11 +1,13 @@
 """Tree attention for GPUs: a Pallas kernel that Triton compiles.
 
-One program is a tile of one row's queries to one key-value head, and with `splits` a share of that
-row's context: so one long row still fills the device, and the shares are combined afterwards. Each
-program walks all segments of the cache in loops whose bounds come from `length`, so there is one
-softmax, and what no query sees is not read. Keys are read as [E, T] and values as [T, E], the way
-they lie. Triton wants powers of two: queries are padded to tiles, and the last block of a segment
-is moved back to end where the segment ends, its known part hidden.
+One program is a tile of one row's queries to one key-value head, over one share of that row's
+context (gpu.divide): so one long row still fills the device, however many dead or short ones lie
+beside it. The programs of a row that has several shares leave partial results, which a second
+kernel joins; that of a row with one share writes the result itself. Each program walks all segments
+of the cache in loops whose bounds come from `length`, so there is one softmax, and what no query
+sees is not read. Keys are read as [E, T] and values as [T, E], the way they lie. Triton wants
+powers of two: queries are padded to tiles, and the last block of a segment is moved back to end
+where the segment ends, its known part hidden.
 """
 
 import functools
@@ -39,34 +41,43 @@ def _attend(rows: Rows, tree: tuple[jax.Array, jax.Array] | None, cache_k: Seque
     queries = rows.live.shape[1]
     rows = packing.pad_queries(rows, config.tile)
     b, g, padded, e = rows.queries.shape
-    live = packing.live_tiles(rows, config.tile)
+    shares, live = gpu.shares_of(rows, length, config)
     first = jnp.zeros(rows.live.shape, jnp.int32) if rows.first is None else rows.first
     inputs = [rows.queries, *(rows.words[..., i] for i in range(rows.words.shape[2])), first, live,
-              length, packing.oldest(rows), slot, *(tree or ()), *cache_k, *cache_v]
-    shapes = [(b, g, padded, e)] if whole else [
-        (config.splits, b, g, padded, width) for width in (1, 1, e)]
-    dtype = rows.queries.dtype if whole else jnp.float32
+              *shares, slot, *(tree or ()), *cache_k, *cache_v]
+    split = config.splits > 1
+    outputs = [jax.ShapeDtypeStruct((b, g, padded, e), rows.queries.dtype)] if whole else []
+    if split or not whole:
+        outputs += [jax.ShapeDtypeStruct((shares.row.shape[0], g, padded, width), jnp.float32)
+                    for width in (1, 1, e)]
+    call = functools.partial(triton_call, warps=config.warps, interpret=interpret)
     kernel = functools.partial(
         _kernel, words=rows.words.shape[2], segments=len(cache_k), config=config, scale=scale,
-        has_tree=tree is not None, has_window=rows.first is not None)
-    out = triton_call(kernel, "tree_attention", (g * padded // config.tile, b, config.splits),
-                      [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes], inputs,
-                      warps=config.warps, stages=config.stages, interpret=interpret)
-    if whole:
-        return out[0][:, :, :queries]
-    return softmax.combine(Partial(*(x[:, :, :, :queries] for x in out)))
+        has_tree=tree is not None, has_window=rows.first is not None, whole=whole)
+    tiles = g * padded // config.tile
+    out = call(kernel, "tree_attention", (tiles, shares.row.shape[0]), outputs, inputs,
+               stages=config.stages)
+    if split:
+        joined = outputs[:1] if whole else [
+            jax.ShapeDtypeStruct((b, *x.shape[1:]), x.dtype) for x in outputs]
+        out = call(functools.partial(_join, tile=config.tile, whole=whole), "tree_attention_join",
+                   (tiles, b), joined, [shares.first, shares.count, live, *out], stages=1,
+                   aliases={3: 0} if whole else None)
+    out = [x[:, :, :queries] for x in out]
+    return out[0] if whole else Partial(*out)
 
 
 def _kernel(q: Any, *refs: Any, words: int, segments: int, config: Config, scale: float,
-            has_tree: bool, has_window: bool) -> None:
+            has_tree: bool, has_window: bool, whole: bool) -> None:
     """One tile of queries to one head, over one share of the context."""
-    bits, (first, live, length, oldest, slot), refs = refs[:words], refs[words:words + 5], refs[
-        words + 5:]
+    bits, (first, live), refs = refs[:words], refs[words : words + 2], refs[words + 2 :]
+    (owner, lows, highs, begins, counts, slot), refs = refs[:6], refs[6:]
     tree, refs = (refs[:2], refs[2:]) if has_tree else (None, refs)
     keys, values, outputs = refs[:segments], refs[segments : 2 * segments], refs[2 * segments :]
     tiles = q.shape[2] // config.tile
     head, tile = pl.program_id(0) // tiles, pl.program_id(0) % tiles
-    row, split = pl.program_id(1), pl.program_id(2)
+    share = pl.program_id(1)
+    row = owner[share]
     at = pl.ds(tile * config.tile, config.tile)
 
     @pl.when(live[row, tile] > 0)
@@ -75,8 +86,8 @@ def _kernel(q: Any, *refs: Any, words: int, segments: int, config: Config, scale
         partial = softmax.empty(*query.shape)
         if has_tree:
             seen = [ref[row, at].reshape(config.tile, 1) for ref in bits]
-            partial = _add_tree(partial, query, seen, tree, row, head, split == 0, scale)
-        low, high = gpu.share(length[row], oldest[row] if has_window else 0, split, config)
+            partial = _add_tree(partial, query, seen, tree, row, head, begins[row] == share, scale)
+        low, high = lows[share], highs[share]
         lowest = first[row, at].reshape(config.tile, 1) if has_window else None
         start = 0
         for k, v in zip(keys, values, strict=True):
@@ -88,12 +99,40 @@ def _kernel(q: Any, *refs: Any, words: int, segments: int, config: Config, scale
             end = (jnp.clip(high - start, 0, size) + block - 1) // block
             partial = jax.lax.fori_loop(begin, end, add, partial)
             start += size
-        _write(outputs, partial, split, row, head, at)
+        if whole and config.splits == 1:
+            _write(outputs[:1], partial, row, head, at)
+        elif whole:
+            alone = counts[row] == 1
+            pl.when(alone)(lambda: _write(outputs[:1], partial, row, head, at))
+            pl.when(~alone)(lambda: _write(outputs[1:], partial, share, head, at))
+        else:
+            _write(outputs, partial, row if config.splits == 1 else share, head, at)
+
+
+def _join(begins: Any, counts: Any, live: Any, *refs: Any, tile: int, whole: bool) -> None:
+    """Joins the shares of one row, for one tile of queries to one head.
+
+    If `whole`, a row of one share has its result already, in the memory of the output.
+    """
+    parts, outputs = (refs[1:4], refs[4:]) if whole else (refs[:3], refs[3:])
+    tiles = parts[0].shape[2] // tile
+    head, number, row = pl.program_id(0) // tiles, pl.program_id(0) % tiles, pl.program_id(1)
+    at = pl.ds(number * tile, tile)
+    count = jnp.where(live[row, number] > 0, counts[row], 0)
+
+    @pl.when(count > int(whole))
+    def _() -> None:
+        def add(i: Any, partial: Partial) -> Partial:
+            return softmax.join(partial, Partial(*(ref[i, head, at, :] for ref in parts)))
+
+        begin = begins[row]
+        empty = softmax.empty(tile, parts[2].shape[3])
+        _write(outputs, jax.lax.fori_loop(begin, begin + count, add, empty), row, head, at)
 
 
 def _add_tree(partial: Partial, query: Any, words: list[Any], tree: Any, row: Any, head: Any,
               mine: Any, scale: float) -> Partial:
-    """The tree's own keys, in the first split alone."""
+    """The tree's own keys, in a row's first share alone."""
     keys, values = (ref[row, head, :, :] for ref in tree)
     score = softmax.dot(query, keys, contract=1) * scale
     columns = jax.lax.broadcasted_iota(jnp.int32, score.shape, 1)
@@ -116,9 +155,9 @@ def _add_block(query: Any, k: Any, v: Any, slot: Any, head: Any, start: int, low
     return softmax.add_keys(partial, score, visible, v[slot, head, rows, :])
 
 
-def _write(outputs: Any, partial: Partial, split: Any, row: Any, head: Any, at: Any) -> None:
+def _write(outputs: Any, partial: Partial, place: Any, head: Any, at: Any) -> None:
     if len(outputs) == 1:
-        outputs[0][row, head, at, :] = softmax.finish(partial).astype(outputs[0].dtype)
+        outputs[0][place, head, at, :] = softmax.finish(partial).astype(outputs[0].dtype)
         return
     for ref, x in zip(outputs, partial, strict=True):
-        ref[split, row, head, at, :] = x
+        ref[place, head, at, :] = x

@@ -1,4 +1,11 @@
-"""A prompt's keys and values that several rows share: by `xla` read once for all queries."""
+"""A prompt's keys and values that several rows share.
+
+Of the S' E G numbers of `k` and of `v`, each implementation reads those below `length`, and whole
+chunks or blocks only. `xla` reads them once a group. `pallas` does, too, up to the rows whose
+queries fit into VMEM (`pallas._rows_together`); more rows are another reading. The GPU kernels read
+them once for each tile of `gpu.for_groups`, up to 128 queries: ceil(M n R / tile) times for M rows
+of n nodes and R heads to a key, by programs that run side by side and meet in the L2 cache.
+"""
 
 from typing import NamedTuple
 

@@ -46,6 +46,14 @@ def add_keys(partial: Partial, score: jax.Array, visible: jax.Array, value: jax.
                    partial.out * rescale + dot(weight.astype(value.dtype), value))
 
 
+def join(one: Partial, other: Partial) -> Partial:
+    """Of the same queries over other keys. Runs inside kernels."""
+    top = jnp.maximum(one.top, other.top)
+    mine, theirs = jnp.exp(one.top - top), jnp.exp(other.top - top)
+    return Partial(top, one.total * mine + other.total * theirs,
+                   one.out * mine + other.out * theirs)
+
+
 def combine(parts: Partial) -> Partial:
     """One partial result from those stacked along the first axis."""
     top = parts.top.max(0)

@@ -1,34 +1,33 @@
-"""Tree attention for GPUs: a Triton program that jax-triton calls.
+"""Tree attention for GPUs: Triton programs that jax-triton calls.
 
 The same course as pallas_triton.py, but jax-triton passes a fixed list of arrays. So a cache of
-several segments is one launch for each, whose partial results are combined, and the first launch
-sees the tree besides. jax-triton is imported here only, and what its versions name differently is
-in `_call`. It cannot be traced without its CUDA plugin, and not at all under JAX 0.12 with 0.4.1.
+several segments is one launch for each, the first of which sees the tree besides, and the joining
+program puts together what all launches found. What jax-triton's versions name differently is in
+triton_call.py. It cannot be traced without its CUDA plugin, and not at all by JAX 0.12 with 0.4.1.
 """
 
-import importlib.metadata
-import inspect
-import re
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from specrl_kernels.dispatch import Target, Unsupported
-from specrl_kernels.tree_attention import gpu, packing, softmax
-from specrl_kernels.tree_attention.gpu import Config
+from specrl_kernels.dispatch import Unsupported
+from specrl_kernels.tree_attention import gpu, packing
+from specrl_kernels.tree_attention.gpu import Config, Shares
 from specrl_kernels.tree_attention.packing import Rows
 from specrl_kernels.tree_attention.softmax import Partial
+from specrl_kernels.triton_call import Launch, program_call
 
 NAME = "triton"
+PROGRAMS = "specrl_kernels.tree_attention.triton_kernel"
 
 
-def tree_attention_triton(*args: Any, target: Target, **options: Any) -> jax.Array:
+def tree_attention_triton(*args: Any, **options: Any) -> jax.Array:
     """See `api.tree_attention`."""
-    if target.interpret:
+    if options["target"].interpret:
         raise Unsupported("a Triton program has no interpretation in JAX: it needs a GPU")
-    return gpu.tree_attention(_attend, NAME, *args, target=target, **options)
+    return gpu.tree_attention(_attend, NAME, *args, **options)
 
 
 def _attend(rows: Rows, tree: tuple[jax.Array, jax.Array] | None, cache_k: Sequence[jax.Array],
@@ -37,67 +36,64 @@ def _attend(rows: Rows, tree: tuple[jax.Array, jax.Array] | None, cache_k: Seque
     """f[B, G, Q, E], or a Partial of it if not `whole`."""
     queries = rows.live.shape[1]
     rows = packing.pad_queries(rows, config.tile)
-    launches = plan(rows, tree, cache_k, cache_v, length, slot, config, scale,
-                    whole and len(cache_k) == 1)
-    found = [_call(*launch, config) for launch in launches]
-    if whole and len(cache_k) == 1:
-        return found[0][2][:, :, :queries]
-    parts = [Partial(top[..., None], total[..., None], out) for top, total, out in found]
-    partial = softmax.combine(Partial(*(
-        jnp.concatenate(arrays)[:, :, :, :queries] for arrays in zip(*parts, strict=True))))
-    return softmax.finish(partial).astype(rows.queries.dtype) if whole else partial
-
-
-Launch = tuple[list[jax.Array], list[jax.ShapeDtypeStruct], tuple[int, ...], dict[str, Any]]
+    shares, live = gpu.shares_of(rows, length, config)
+    direct = whole and len(cache_k) == 1
+    by_row = config.splits == 1 and len(cache_k) == 1
+    launches = plan(rows, tree, cache_k, cache_v, slot, shares, live, config, scale, direct, by_row)
+    parts = [program_call(launch, config.warps, config.stages) for launch in launches]
+    found = parts[0]
+    if not by_row:
+        found = program_call(
+            joining(rows, shares, live, parts, config, whole, direct), config.warps, 1)
+    out, top, total, sums = found
+    if whole:
+        return out[:, :, :queries]
+    return Partial(*(x[:, :, :queries] for x in (top[..., None], total[..., None], sums)))
 
 
 def plan(rows: Rows, tree: tuple[jax.Array, jax.Array] | None, cache_k: Sequence[jax.Array],
-         cache_v: Sequence[jax.Array], length: jax.Array, slot: jax.Array, config: Config,
-         scale: float, whole: bool) -> list[Launch]:
-    """(arrays, outputs, grid, constants) of the launch for each segment."""
+         cache_v: Sequence[jax.Array], slot: jax.Array, shares: Shares, live: jax.Array,
+         config: Config, scale: float, direct: bool, by_row: bool) -> list[Launch]:
+    """The launch for each segment; `direct` and `by_row` as in `triton_kernel.attend`."""
     b, g, padded, e = rows.queries.shape
     first = jnp.zeros(rows.live.shape, jnp.int32) if rows.first is None else rows.first
-    inputs = [rows.queries, rows.words, first, packing.live_tiles(rows, config.tile), length,
-              packing.oldest(rows), slot, *(tree or (rows.queries, rows.queries))]
-    small = (1,) if whole else (config.splits, b, g, padded)
-    outputs = [jax.ShapeDtypeStruct(small, jnp.float32)] * 2 + [
-        jax.ShapeDtypeStruct((b, g, padded, e), rows.queries.dtype) if whole
-        else jax.ShapeDtypeStruct((*small, e), jnp.float32)]
+    inputs = [rows.queries, rows.words, first, live, *shares, slot,
+              *(tree or (rows.queries, rows.queries))]
+    places = shares.row.shape[0]
+    outputs = _outputs(rows, b if direct else None, None if direct and by_row else places)
     launches, start = [], 0
     for k, v in zip(cache_k, cache_v, strict=True):
         constants = dict(
-            rows=b, heads=g, queries=padded, E=e, nodes=1 if tree is None else tree[0].shape[2],
+            heads=g, queries=padded, E=e, nodes=1 if tree is None else tree[0].shape[2],
             word_count=rows.words.shape[2], size=k.shape[3], start=start,
-            block=gpu.block_of(k.shape[3], config), whole_block=config.block, tile=config.tile,
-            splits=config.splits, scale=scale, has_tree=tree is not None and start == 0,
-            has_window=rows.first is not None, whole=whole)
-        grid = (g * padded // config.tile, b, config.splits)
-        launches.append(([*inputs, k, v], outputs, grid, constants))
+            block=gpu.block_of(k.shape[3], config), tile=config.tile, scale=scale,
+            has_tree=tree is not None and start == 0, has_window=rows.first is not None,
+            by_row=by_row, direct=direct)
+        launches.append(Launch(PROGRAMS, "attend", [*inputs, k, v], outputs,
+                               (g * padded // config.tile, places), constants, {}))
         start += k.shape[3]
     return launches
 
 
-def _call(inputs: list[jax.Array], outputs: list[jax.ShapeDtypeStruct], grid: tuple[int, ...],
-          constants: dict[str, Any], config: Config) -> Sequence[jax.Array]:
-    """jax-triton 0.3 names the outputs out_shape, 0.4 out_type."""
-    try:
-        import jax_triton
-
-        from specrl_kernels.tree_attention.triton_kernel import attend
-    except ImportError as reason:
-        raise Unsupported(f"jax-triton is not there: {reason}") from reason
-    check_versions(jax.__version__, importlib.metadata.version("jax-triton"))
-    known = inspect.signature(jax_triton.triton_call).parameters
-    kind = "out_type" if "out_type" in known else "out_shape"
-    return jax_triton.triton_call(
-        *inputs, kernel=attend, grid=grid, num_warps=config.warps, num_stages=config.stages,
-        **{kind: outputs}, **constants)
+def joining(rows: Rows, shares: Shares, live: jax.Array, parts: Sequence[Sequence[jax.Array]],
+            config: Config, whole: bool, direct: bool) -> Launch:
+    """The launch that joins what those of `plan` found."""
+    b, g, padded, e = rows.queries.shape
+    top, total, sums = (jnp.concatenate(x) if len(parts) > 1 else x[0]
+                        for x in list(zip(*parts, strict=True))[1:])
+    inputs = [shares.first, shares.count, live, top, total, sums, parts[0][0]]
+    constants = dict(heads=g, queries=padded, E=e, tile=config.tile, shares=shares.row.shape[0],
+                     launches=len(parts), whole=whole, least=2 if direct else 1)
+    return Launch(PROGRAMS, "join", inputs, _outputs(rows, b if whole else None,
+                                                     None if whole else b),
+                  (g * padded // config.tile, b), constants, {6: 0} if direct else {})
 
 
-def check_versions(ours: str, theirs: str) -> None:
-    """Refuses a JAX and a jax-triton that fail together, long after this call. Raises Unsupported.
-    """
-    first, second = (tuple(int(n) for n in re.findall(r"\d+", x)[:3]) for x in (ours, theirs))
-    if first >= (0, 12) and second <= (0, 4, 1):
-        raise Unsupported(f"jax-triton {theirs} is not traced by JAX {ours}: use JAX 0.11 or "
-                          "a newer jax-triton")
+def _outputs(rows: Rows, whole: int | None, parts: int | None) -> list[jax.ShapeDtypeStruct]:
+    """Of so many finished rows and so many partial results; what is None is never written."""
+    _, g, padded, e = rows.queries.shape
+    out = (1,) if whole is None else (whole, g, padded, e)
+    small = (1,) if parts is None else (parts, g, padded)
+    sums = (1,) if parts is None else (parts, g, padded, e)
+    return [jax.ShapeDtypeStruct(out, rows.queries.dtype),
+            *(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (small, small, sums))]

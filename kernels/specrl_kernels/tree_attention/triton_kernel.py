@@ -20,28 +20,18 @@ def add_keys(top, total, out, score, visible, values):
 
 
 @triton.jit
-def add_tree(top, total, sums, query, words, tree_k, tree_v, tree, line, split,
+def add_tree(top, total, sums, query, words, tree_k, tree_v, tree, line, mine,
              E: tl.constexpr, nodes: tl.constexpr, word_count: tl.constexpr, scale: tl.constexpr):
-    """Adds the tree's own keys, in the first split alone; `line` is the queries' first word."""
+    """Adds the tree's own keys, in a row's first share; `line` is the queries' first word."""
     node, e = tl.arange(0, nodes), tl.arange(0, E)
     keys = tl.load(tree_k + tree + node[None, :] * E + e[:, None])
     score = tl.dot(query, keys, input_precision="ieee") * scale
     word = tl.minimum(node // 32, word_count - 1)  # nodes are padded beyond the last word
     bits = tl.load(words + line[:, None] + word[None, :])
     visible = ((bits >> (node % 32)[None, :]) & 1) == 1
-    visible = visible & (node < 32 * word_count)[None, :] & (split == 0)
+    visible = visible & (node < 32 * word_count)[None, :] & mine
     values = tl.load(tree_v + tree + node[:, None] * E + e[None, :])
     return add_keys(top, total, sums, score, visible, values)
-
-
-@triton.jit
-def share(length, lowest, split, whole_block: tl.constexpr, splits: tl.constexpr):
-    """gpu.share: the places [low, high) of a row that a split reads."""
-    begin = lowest // whole_block * whole_block
-    blocks = (tl.maximum(length - begin, 0) + whole_block - 1) // whole_block
-    size = (blocks + splits - 1) // splits * whole_block
-    low = tl.minimum(begin + split * size, length)
-    return low, tl.minimum(low + size, length)
 
 
 @triton.jit
@@ -66,23 +56,24 @@ def add_segment(top, total, sums, query, k, v, cache, low, high, seen_from, E: t
 
 
 @triton.jit
-def attend(q, words, first, live, length, oldest, slot, tree_k, tree_v, k, v,
-           out_top, out_total, out,
-           rows: tl.constexpr, heads: tl.constexpr, queries: tl.constexpr, E: tl.constexpr,
+def attend(q, words, first, live, owner, lows, highs, begins, counts, slot, tree_k, tree_v, k, v,
+           out, out_top, out_total, out_sums,
+           heads: tl.constexpr, queries: tl.constexpr, E: tl.constexpr,
            nodes: tl.constexpr, word_count: tl.constexpr, size: tl.constexpr, start: tl.constexpr,
-           block: tl.constexpr, whole_block: tl.constexpr, tile: tl.constexpr,
-           splits: tl.constexpr, scale: tl.constexpr, has_tree: tl.constexpr,
-           has_window: tl.constexpr, whole: tl.constexpr):
+           block: tl.constexpr, tile: tl.constexpr, scale: tl.constexpr, has_tree: tl.constexpr,
+           has_window: tl.constexpr, by_row: tl.constexpr, direct: tl.constexpr):
     """One tile of queries to one head, over one share of one segment that begins at `start`.
 
-    q [B, G, Q, E], words [B, Q, C], first [B, Q], live [B, Q / tile], length, oldest and slot [B],
-    tree_k and tree_v [B, G, nodes, E], k [slots, G, E, size], v [slots, G, size, E]; out is
-    [B, G, Q, E] if `whole`, else [splits, B, G, Q, E] with out_top and out_total [splits, B, G, Q].
-    Shares are counted in blocks of `whole_block`; `block` is what fits into this segment.
+    q [B, G, Q, E], words [B, Q, C], first [B, Q], live [B + 1, Q / tile], owner, lows and highs
+    [S], begins, counts and slot [B], tree_k and tree_v [B, G, nodes, E], k [slots, G, E, size],
+    v [slots, G, size, E]. If `direct`, a row of one share writes out [B, G, Q, E]; what else is
+    found goes to out_sums [S, G, Q, E] with out_top and out_total [S, G, Q], or to the row's place
+    in [B, ...] if there is one share a row (`by_row`). `block` is what fits into this segment.
     """
     tiles: tl.constexpr = queries // tile
     head, part = tl.program_id(0) // tiles, tl.program_id(0) % tiles
-    row, split = tl.program_id(1), tl.program_id(2)
+    share = tl.program_id(1)
+    row = tl.load(owner + share)
     if tl.load(live + row * tiles + part) == 0:
         return
     at, e = part * tile + tl.arange(0, tile), tl.arange(0, E)
@@ -91,19 +82,73 @@ def attend(q, words, first, live, length, oldest, slot, tree_k, tree_v, k, v,
     top, total = tl.full((tile,), FLOOR, tl.float32), tl.zeros((tile,), tl.float32)
     sums = tl.zeros((tile, E), tl.float32)
     if has_tree:
+        mine = tl.load(begins + row) == share
         top, total, sums = add_tree(top, total, sums, query, words, tree_k, tree_v,
-                                    group * nodes * E, (row * queries + at) * word_count, split,
+                                    group * nodes * E, (row * queries + at) * word_count, mine,
                                     E, nodes, word_count, scale)
-    low, high = share(tl.load(length + row), tl.load(oldest + row), split, whole_block, splits)
     seen_from = tl.load(first + row * queries + at)
     cache = (tl.load(slot + row) * heads + head).to(tl.int64) * E * size
-    top, total, sums = add_segment(top, total, sums, query, k, v, cache, low, high, seen_from,
-                                   E, size, start, block, scale, has_window)
-    if whole:
-        target = out + (group * queries + at)[:, None] * E + e[None, :]
-        tl.store(target, (sums / total[:, None]).to(out.dtype.element_ty))
+    top, total, sums = add_segment(top, total, sums, query, k, v, cache, tl.load(lows + share),
+                                   tl.load(highs + share), seen_from, E, size, start, block, scale,
+                                   has_window)
+    place = row if by_row else share
+    to = (place * heads + head).to(tl.int64) * queries + at
+    if direct:
+        if tl.load(counts + row) == 1:
+            write(out, group * queries + at, total, sums, E)
+        else:
+            write_part(out_top, out_total, out_sums, to, top, total, sums, E)
     else:
-        to = (split * rows * heads + group) * queries + at
-        tl.store(out_top + to, top)
-        tl.store(out_total + to, total)
-        tl.store(out + to[:, None] * E + e[None, :], sums)
+        write_part(out_top, out_total, out_sums, to, top, total, sums, E)
+
+
+@triton.jit
+def write(out, to, total, sums, E: tl.constexpr):
+    """A finished result, at lines `to` of E numbers."""
+    e = tl.arange(0, E)
+    tl.store(out + to[:, None] * E + e[None, :], (sums / total[:, None]).to(out.dtype.element_ty))
+
+
+@triton.jit
+def write_part(out_top, out_total, out_sums, to, top, total, sums, E: tl.constexpr):
+    """A partial result, at lines `to`."""
+    e = tl.arange(0, E)
+    tl.store(out_top + to, top)
+    tl.store(out_total + to, total)
+    tl.store(out_sums + to[:, None] * E + e[None, :], sums)
+
+
+@triton.jit
+def join(begins, counts, live, top, total, sums, old, out, out_top, out_total, out_sums,
+         heads: tl.constexpr, queries: tl.constexpr, E: tl.constexpr, tile: tl.constexpr,
+         shares: tl.constexpr, launches: tl.constexpr, whole: tl.constexpr, least: tl.constexpr):
+    """Joins the shares of one row, left by all launches, for one tile of queries to one head.
+
+    top and total [launches * S, G, Q], sums [launches * S, G, Q, E], S = `shares`. If `whole`,
+    out [B, G, Q, E] is written, else a partial result; rows of fewer than `least` shares are left
+    as they are in `old`, which is the memory of `out`.
+    """
+    tiles: tl.constexpr = queries // tile
+    head, part, row = tl.program_id(0) // tiles, tl.program_id(0) % tiles, tl.program_id(1)
+    count = tl.load(counts + row)
+    if (tl.load(live + row * tiles + part) == 0) | (count < least):
+        return
+    at, e = part * tile + tl.arange(0, tile), tl.arange(0, E)
+    high, weight = tl.full((tile,), FLOOR, tl.float32), tl.zeros((tile,), tl.float32)
+    value = tl.zeros((tile, E), tl.float32)
+    begin = tl.load(begins + row)
+    for launch in range(launches):
+        for share in range(begin, begin + count):
+            to = ((launch * shares + share) * heads + head).to(tl.int64) * queries + at
+            one = tl.load(top + to)
+            higher = tl.maximum(high, one)
+            mine, theirs = tl.exp(high - higher), tl.exp(one - higher)
+            weight = weight * mine + tl.load(total + to) * theirs
+            value = value * mine[:, None] + tl.load(
+                sums + to[:, None] * E + e[None, :]) * theirs[:, None]
+            high = higher
+    to = (row * heads + head).to(tl.int64) * queries + at
+    if whole:
+        write(out, to, weight, value, E)
+    else:
+        write_part(out_top, out_total, out_sums, to, high, weight, value, E)
