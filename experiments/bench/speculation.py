@@ -1,6 +1,7 @@
 """Speculation at fixed settings against plain decoding of the same engine, on real prompts."""
 
 import dataclasses
+import functools
 import statistics
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -21,7 +22,6 @@ from . import parts
 from .timing import alternate, ratio, seconds_of, spread
 
 PART_REPEATS = 9
-UNVERIFIED = " unverified"
 STEP = 1  # of the noise keys; 0 makes the responses that history may draft from
 
 
@@ -145,8 +145,8 @@ def run_case(config: Config, source: Source, params: Any, prompts: Sequence[Sequ
              counter: CompilationCounter) -> dict[str, Any]:
     """All drafters at all settings and plain decoding, timed alternately.
 
-    Each setting is also run with roots alone verified: what such a round takes more than one that
-    drafts nothing is what drafting takes.
+    Each setting is also run once with roots alone verified: what such a round takes more than one
+    that drafts nothing is what drafting takes.
     """
     check(len(prompts) > 0, "prompts", 0, "there is nothing to generate")
     arms = {name: Arm(config, source, params, prompts, name, cells, counter)
@@ -154,25 +154,29 @@ def run_case(config: Config, source: Source, params: Any, prompts: Sequence[Sequ
     for arm in arms.values():
         arm.warm_up()
     tasks = {"off": lambda: arms["off"].run(None)}
+    roots = {}  # of each setting: drafted, but roots alone verified
     for name in drafters:
-        tasks[f"{name} 0"] = lambda arm=arms[name]: arm.run(None)
+        arm = arms[name]
+        tasks[nothing(name)] = roots[nothing(name)] = functools.partial(arm.run, None)
         for cell in cells:
-            tasks[f"{name} {cell.name}"] = lambda arm=arms[name], cell=cell: arm.run(cell)
-            tasks[f"{name} {cell.name}{UNVERIFIED}"] = lambda arm=arms[name], cell=cell: arm.run(
-                cell._replace(nodes=1))
-    found = alternate(tasks, repeats)
+            tasks[f"{name} {cell.name}"] = functools.partial(arm.run, cell)
+            roots[f"{name} {cell.name}"] = functools.partial(arm.run, cell._replace(nodes=1))
+    found, drafted = alternate(tasks, repeats), alternate(roots, 1)
     plain = found["off"]
-    told = {name: describe(runs, plain) for name, runs in found.items()
-            if not name.endswith(UNVERIFIED)}
+    told = {name: describe(runs, plain) for name, runs in found.items()}
     for name in drafters:
-        for arm in (f"{name} {cell.name}" for cell in cells):
-            told[arm]["parts"] = parts_of(arms[name], found[arm], found[arm + UNVERIFIED],
-                                          found[f"{name} 0"])
+        for key in (f"{name} {cell.name}" for cell in cells):
+            draft = drafted[key][0].round_seconds - drafted[nothing(name)][0].round_seconds
+            told[key]["parts"] = parts_of(arms[name], found[key], draft)
     return {"rows": len(prompts), "tokens": plain[-1].tokens, "arms": told}
 
 
-def parts_of(arm: Arm, runs: Sequence[Run], unverified: Sequence[Run], plain: Sequence[Run],
-             ) -> dict[str, Any]:
+def nothing(drafter: str) -> str:
+    """The arm of a drafter that is switched off."""
+    return f"{drafter} 0"
+
+
+def parts_of(arm: Arm, runs: Sequence[Run], draft: float) -> dict[str, Any]:
     """Seconds of the parts of a round, and their shares of a round and the host together.
 
     `draft` is taken from whole rounds. `noise` and `commit` are timed apart, noise for all that was
@@ -188,8 +192,7 @@ def parts_of(arm: Arm, runs: Sequence[Run], unverified: Sequence[Run], plain: Se
              for name, part in tasks.items()}
     alternate(timed, 1)  # compiles
     found = alternate(timed, PART_REPEATS)
-    found["draft"] = [a.round_seconds - b.round_seconds
-                      for a, b in zip(unverified, plain, strict=True)]
+    found["draft"] = [draft]
     found["host"] = [run.host_seconds for run in runs]
     seconds = {name: spread(values) for name, values in found.items()}
     median = {name: one["median"] for name, one in seconds.items()}
