@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from specrl_kernels.dispatch import Unsupported
 from specrl_kernels.gumbel_argmax import block as draw_block
+from specrl_kernels.gumbel_argmax import gpu as draw_gpu
 from specrl_kernels.gumbel_argmax import pallas as draw_pallas
-from specrl_kernels.gumbel_argmax import pallas_triton as draw_pallas_triton
 from specrl_kernels.tree_attention import gpu, packing, pallas
 
 from . import kernels
@@ -36,7 +36,8 @@ VALUES = {
     ("gumbel_argmax", "pallas"): {"block": (512, 1024, 2048, 4096, 8192)},
     ("gumbel_argmax", "pallas_triton"): {"block": (512, 1024, 2048, 4096, 8192),
                                          "warps": (2, 4, 8)}}
-VALUES["tree_attention", "triton"] = VALUES["tree_attention", "pallas_triton"]
+VALUES |= {(op, "triton"): values for (op, name), values in VALUES.items()
+           if name == "pallas_triton"}
 PLATFORM = {"pallas": "tpu", "pallas_triton": "gpu", "triton": "gpu"}
 GAIN = 0.99  # of the time: what is not faster by 1 % is not better
 TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}
@@ -123,7 +124,7 @@ def heuristic(shape: Shape, name: str, kind: str, itemsize: int) -> Config:
     if isinstance(shape, DrawShape):
         vocab = VOCABULARY[shape.model]
         return dataclasses.asdict(draw_pallas.Config() if name == "pallas" else
-                                  draw_pallas_triton.heuristic(shape.positions, vocab))
+                                  draw_gpu.heuristic(shape.positions, vocab))
     h, g, e = HEADS[shape.model]
     if name == "pallas":
         return dataclasses.asdict(pallas.heuristic(kind, [shape.context], g * e * itemsize))

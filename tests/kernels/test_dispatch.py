@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import pytest
 from specrl_kernels import dispatch, tuning
 from specrl_kernels.dispatch import Unsupported, choose
+from specrl_kernels.gumbel_argmax import gpu as draw_gpu
 from specrl_kernels.gumbel_argmax import pallas as draw_pallas
-from specrl_kernels.gumbel_argmax import pallas_triton as draw_pallas_triton
 from specrl_kernels.tree_attention import gpu, pallas
 from tree_attention_cases import call, make
 
@@ -128,7 +128,8 @@ def test_long_rows_can_be_split_whatever_their_number() -> None:
 CONFIGS = {
     ("tree_attention", "pallas"): pallas.Config, ("tree_attention", "pallas_triton"): gpu.Config,
     ("tree_attention", "triton"): gpu.Config, ("gumbel_argmax", "pallas"): draw_pallas.Config,
-    ("gumbel_argmax", "pallas_triton"): draw_pallas_triton.Config}
+    ("gumbel_argmax", "pallas_triton"): draw_gpu.Config,
+    ("gumbel_argmax", "triton"): draw_gpu.Config}
 
 
 def test_tables_that_are_shipped_are_read_by_their_kernels() -> None:

@@ -5,6 +5,7 @@ blocks fit the tiling of a TPU, and that Triton IR comes out; not that it runs, 
 """
 
 import contextlib
+import functools
 import importlib.util
 import itertools
 from collections.abc import Iterator, Sequence
@@ -108,6 +109,16 @@ def test_a_shared_prefix_lowers_to_a_second_call(implementation: str) -> None:
     assert text.count("custom_call @" + TARGETS[implementation][1]) == 2 * CALLS[implementation]
 
 
+def draws(width: int, vocab: int, count: int, dtype: Any) -> dict[str, Any]:
+    """Abstract inputs of `gumbel_argmax`, with truncation where children are asked for."""
+    of = lambda dtype, *dims: jax.ShapeDtypeStruct((width, *dims), dtype)  # noqa: E731
+    args = {"logits": of(dtype, vocab), "temperature": of(jnp.float32), "position": of(jnp.int32),
+            "key": of(jnp.uint32, 2)}
+    if count > 1:
+        args["threshold"] = Threshold(of(jnp.float32), of(jnp.int32), of(jnp.float32))
+    return args
+
+
 VOCABULARIES = {"SmolLM2": 49152, "Qwen2.5": 151936, "Llama 3": 128256, "odd": 50257}
 
 
@@ -118,11 +129,7 @@ def test_the_perturbed_argmax_lowers(width: int, count: int, dtype: Any, impleme
                                      ) -> None:
     """Every vocabulary and batch, with truncation where children are asked for."""
     vocab = list(VOCABULARIES.values())[(1, 8, 64, 1000).index(width)]
-    of = lambda dtype, *dims: jax.ShapeDtypeStruct((width, *dims), dtype)  # noqa: E731
-    args = {"logits": of(dtype, vocab), "temperature": of(jnp.float32), "position": of(jnp.int32),
-            "key": of(jnp.uint32, 2)}
-    if count > 1:
-        args["threshold"] = Threshold(of(jnp.float32), of(jnp.int32), of(jnp.float32))
+    args = draws(width, vocab, count, dtype)
     text = exported(gumbel_argmax, implementation, args, count=count)
     assert text.count("custom_call @" + TARGETS[implementation][1]) == 1
 
@@ -151,16 +158,19 @@ def test_on_this_machine_it_is_refused_unless_interpreted(implementation: str) -
                        *args)
 
 
-def test_jax_triton_needs_the_device_to_lower() -> None:
+@pytest.mark.parametrize("op", ["tree_attention", "gumbel_argmax"])
+def test_jax_triton_needs_the_device_to_lower(op: str) -> None:
     """Why `triton` has no lowering test.
 
     jax-triton 0.3.1 cannot be imported without JAX's CUDA plugin; 0.4 asks the plugin for the
     device while lowering (AttributeError), and under JAX 0.12 is refused by name. What can
     be shown without a GPU is in test_triton_program.py.
     """
-    args = arguments("Qwen2.5-7B", "a batch", jnp.bfloat16)
-    call = jax.jit(lambda a: tree_attention(**a, scale=0.1, implementation="triton",
-                                            platform="gpu"))
+    args, function = draws(8, 151936, 4, jnp.float32), gumbel_argmax
+    if op == "tree_attention":
+        args = arguments("Qwen2.5-7B", "a batch", jnp.bfloat16)
+        function = functools.partial(tree_attention, scale=0.1)
+    call = jax.jit(lambda a: function(**a, implementation="triton", platform="gpu"))
     with pytest.raises((Unsupported, AttributeError)) as found:
         call.trace(args).lower(lowering_platforms=("cuda",))
     if importlib.util.find_spec("jax_triton") is None:

@@ -1,6 +1,6 @@
-"""The Triton program without a GPU, where Triton is installed: by its interpreter, and compiled.
+"""The Triton programs without a GPU, where Triton is installed: by its interpreter, and compiled.
 
-jax-triton neither lowers nor interprets without its CUDA plugin, so the program is run apart from
+jax-triton neither lowers nor interprets without its CUDA plugin, so the programs are run apart from
 it, on the arrays and constants that jax-triton would be handed.
 """
 
@@ -11,10 +11,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from specrl_kernels.dispatch import Target, Unsupported
+from specrl_kernels.gumbel_argmax import triton as draw_wrapper
 from specrl_kernels.tree_attention import tree_attention
 from specrl_kernels.tree_attention import triton as wrapper
 from specrl_kernels.triton_call import Launch, check_versions
@@ -32,17 +34,23 @@ CASES = {
     "window and dead nodes": (dict(lengths=(20, 3, 40), nodes=40, groups=1, cache=50, slots=4,
                                    packed=70), 7, 2)}
 
+DRAWS = {"one candidate": (None, 1), "truncated children": (0.1, 4), "children": (None, 4)}
+"""(share that truncation keeps, candidates) of the perturbed argmax."""
 
-@pytest.mark.parametrize("name", CASES)
+
+@pytest.mark.parametrize("name", [*CASES, *DRAWS])
 def test_the_program_equals_the_oracle(name: str) -> None:
     """In a process of its own: Triton reads TRITON_INTERPRET when it is imported."""
     pytest.importorskip("triton")
     subprocess.run([sys.executable, __file__, name], check=True, env=os.environ | {
-        "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(KERNELS), str(TESTS)])})
+        "TRITON_INTERPRET": "1",
+        "PYTHONPATH": os.pathsep.join(str(x) for x in (KERNELS, TESTS, TESTS / "kernels"))})
 
 
 def check(name: str) -> None:
-    """One of CASES, by Triton's interpreter."""
+    """One of CASES or DRAWS, by Triton's interpreter."""
+    if name in DRAWS:
+        return check_draw(*DRAWS[name])
     sizes, window, splits = CASES[name]
     case = make(**sizes)
     wrapper.program_call = interpreted
@@ -51,6 +59,18 @@ def check(name: str) -> None:
     cache = {name: tuple(case[name]) for name in ("cache_k", "cache_v")}
     found = wrapper.tree_attention_triton(**case | cache, scale=0.25, window=window, target=target)
     assert_near(np.asarray(found), oracle(case, window), case)
+
+
+def check_draw(kept: float | None, count: int) -> None:
+    """Positions of all temperatures, with a ragged last block; and the noise is noise.py's."""
+    import test_gumbel_argmax as draws
+
+    draw_wrapper.program_call = interpreted
+    target = Target("gpu", "", True, config={"block": 64})
+    case = draws.make(width=8, kept=kept)
+    found = draw_wrapper.gumbel_argmax_triton(**{"threshold": None} | case, count=count,
+                                              target=target)
+    draws.assert_same(jax.tree.map(np.asarray, found), draws.wanted(case, count))
 
 
 class Tensor:
@@ -127,11 +147,33 @@ for program, constants in (
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("size", [64, 128, 256])
 def test_the_program_compiles_for_hopper(size: int, dtype: str, tmp_path: Path) -> None:
+    compile_for_hopper(COMPILE, tmp_path, dtype, str(size))
+
+
+def compile_for_hopper(script: str, cache: Path, *args: str) -> None:
     """In a process of its own: a program that was defined for interpretation cannot be compiled."""
     pytest.importorskip("triton")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"PYTHONPATH": str(KERNELS), "TRITON_CACHE_DIR": str(tmp_path)}
-    subprocess.run([sys.executable, "-c", COMPILE, dtype, str(size)], check=True, env=environment)
+    environment |= {"PYTHONPATH": str(KERNELS), "TRITON_CACHE_DIR": str(cache)}
+    subprocess.run([sys.executable, "-c", script, *args], check=True, env=environment)
+
+
+COMPILE_DRAW = """
+import sys
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+from specrl_kernels.gumbel_argmax.triton_kernel import race
+constants = dict(width=64, vocab=151936, lanes=16, size=4096, count=4, truncated=True)
+kinds = dict(logits="*" + sys.argv[1], floats="*fp32", integers="*i32", out="*fp32", tokens="*i32")
+source = ASTSource(fn=race, signature=kinds | dict.fromkeys(constants, "constexpr"), constexprs={
+    (race.arg_names.index(n),): x for n, x in constants.items()})
+assert compile(source, target=GPUTarget("cuda", 90, 32), options=dict(num_warps=8)).asm["cubin"]
+"""
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_the_perturbed_argmax_compiles_for_hopper(dtype: str, tmp_path: Path) -> None:
+    compile_for_hopper(COMPILE_DRAW, tmp_path, dtype)
 
 
 def test_it_is_refused_by_name_without_a_gpu() -> None:

@@ -14,6 +14,7 @@ from specrl_kernels.gumbel_argmax.xla import gumbel_argmax_xla
 
 IMPLEMENTATIONS = {
     "pallas": kernel("gumbel_argmax", "pallas", "tpu"),
+    "triton": kernel("gumbel_argmax", "triton", "gpu"),
     "pallas_triton": kernel("gumbel_argmax", "pallas_triton", "gpu"),
     "xla": gumbel_argmax_xla,
     "reference": anywhere(gumbel_argmax_reference),

@@ -1,71 +1,31 @@
-"""The perturbed argmax for GPUs: a Pallas kernel that Triton compiles.
+"""The perturbed argmax for GPUs: a Pallas kernel that Triton compiles, one program a block."""
 
-One program is one block of the vocabulary at one position. Triton wants powers of two: the last
-block is moved back to end where the vocabulary ends, and what the block before it had is hidden.
-"""
-
-import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from specrl_kernels.dispatch import Target, Unsupported, configured
 from specrl_kernels.gumbel_argmax import block as shared
-from specrl_kernels.gumbel_argmax.drawn import Drawn, Threshold, combine
+from specrl_kernels.gumbel_argmax import gpu
+from specrl_kernels.gumbel_argmax.drawn import Drawn
 from specrl_kernels.triton_call import triton_call
 
 NAME = "pallas_triton"
-PROGRAMS = 512  # enough to fill 132 multiprocessors, a few on each
 
 
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """What may be tuned; none of it changes the result beyond rounding."""
-
-    block: int = 1024  # tokens of a program; a power of two
-    warps: int = 4
-
-
-def gumbel_argmax_pallas_triton(logits: jax.Array, temperature: jax.Array, key: jax.Array,
-                                position: jax.Array, threshold: Threshold | None, *, count: int,
-                                target: Target) -> Drawn:
+def gumbel_argmax_pallas_triton(*args: Any, **options: Any) -> Drawn:
     """See `api.gumbel_argmax`."""
-    w, vocab = logits.shape
-    config = _config(target, logits, count)
-    lanes, size = shared.width(count), min(config.block, 1 << (vocab.bit_length() - 1))
-    blocks = -(-vocab // size)
-    kernel = functools.partial(_kernel, size=size, count=count, truncated=threshold is not None)
-    outputs = [jax.ShapeDtypeStruct((blocks, w, lanes), dtype)
-               for dtype in (jnp.float32, jnp.int32)]
-    at = shared.positions(temperature, key, position, threshold)
-    floats, tokens = triton_call(kernel, "gumbel_argmax", (blocks, w), outputs, [logits, *at],
-                                 warps=config.warps, stages=1, interpret=target.interpret)
-    return combine(shared.parts(floats, tokens, count, vocab), temperature == 0,
-                   None if threshold is None else threshold.kept_mass)
+    return gpu.gumbel_argmax(_race, NAME, *args, **options)
 
 
-def _config(target: Target, logits: jax.Array, count: int) -> Config:
-    """The given configuration, or the tuned one, or the heuristic.
-
-    Raises:
-      Unsupported: the given one cannot be.
-    """
-    found = shared.tuned(target, NAME, logits, count)
-    config = configured(Config, found) if found is not None else heuristic(*logits.shape)
-    if any(x < 1 or x & (x - 1) for x in (config.block, config.warps)):
-        raise Unsupported(f"{config}: block and warps are powers of two")
-    return config
-
-
-def heuristic(positions: int, vocab: int) -> Config:
-    """The largest block of 1024 to 4096 tokens with which there are programs enough."""
-    block = 4096
-    while block > 1024 and positions * (vocab // block) < PROGRAMS:
-        block //= 2
-    return Config(block=block, warps=8 if block > 2048 else 4)
+def _race(inputs: list[jax.Array], outputs: list[jax.ShapeDtypeStruct], *, size: int, count: int,
+          truncated: bool, config: gpu.Config, interpret: bool) -> Sequence[jax.Array]:
+    kernel = functools.partial(_kernel, size=size, count=count, truncated=truncated)
+    return triton_call(kernel, "gumbel_argmax", outputs[0].shape[:2], outputs, inputs,
+                       warps=config.warps, stages=1, interpret=interpret)
 
 
 def _kernel(logits: Any, floats: Any, integers: Any, out: Any, tokens: Any, *, size: int,
