@@ -93,7 +93,7 @@ def heuristic(rows: int, heads: int, queries: int, size: int, context: int, item
 
     Their number does not depend on the rows, of which any may be dead: `divide` looks at live ones.
     float32 has no tensor cores at full precision: small tiles over more threads, lest registers
-    spill.
+    spill; heads of 256 have more threads, too.
     """
     exact = itemsize == 4
     tile = min(max(LEAST, 1 << (queries - 1).bit_length()), 32 if exact else 64)
@@ -102,7 +102,7 @@ def heuristic(rows: int, heads: int, queries: int, size: int, context: int, item
     most = max(1, rows * (context // (Config.least * block)))
     alone = context < 2 * Config.least * block  # no row is long enough for two shares
     return Config(block=block, tile=tile, splits=1 if alone else min(most, wanted),
-                  warps=8 if exact or tile * size > 64 * 128 else 4)
+                  warps=8 if exact or size > 128 else 4)
 
 
 def for_groups(config: Config, rows: Rows) -> Config:
@@ -117,7 +117,7 @@ def for_groups(config: Config, rows: Rows) -> Config:
     most = 32 if exact else min(GROUP_TILE, GROUP_TILE * 128 // size)
     tile = min(max(LEAST, 1 << (queries - 1).bit_length()), max(most, config.tile))
     return dataclasses.replace(
-        config, tile=tile, warps=max(config.warps, 8 if tile * size > 64 * 128 else 1))
+        config, tile=tile, warps=max(config.warps, 8 if tile > 64 or size > 128 else 1))
 
 
 class Shares(NamedTuple):
