@@ -1,7 +1,7 @@
 """Calls of kernels that Triton compiles: all that JAX and jax-triton versions name differently.
 
-`triton_call` is for kernels in Pallas, `program_call` for programs in Triton itself. jax-triton is
-imported here only, where a program is called.
+`triton_call` is for kernels in Pallas, `program_call` for programs in Triton itself. Both import
+their Triton where it is called, since either may be missing.
 """
 
 import importlib
@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
 from specrl_kernels.dispatch import Unsupported
 
@@ -26,7 +25,15 @@ def triton_call(kernel: Any, name: str, grid: tuple[int, ...],
 
     Args:
       aliases: output that has the memory of an input, by the input's number.
+
+    Raises:
+      Unsupported: this JAX has no Pallas through Triton, which 0.11 calls deprecated.
     """
+    try:
+        from jax.experimental.pallas import triton as plgpu
+    except ImportError as reason:
+        raise Unsupported(f"JAX {jax.__version__} has no Pallas through Triton: {reason}"
+                          ) from reason
     params = plgpu.CompilerParams(num_warps=warps, num_stages=stages)
     return pl.pallas_call(kernel, grid=grid, out_shape=outputs, compiler_params=params,
                           interpret=interpret, name=name,

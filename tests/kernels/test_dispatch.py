@@ -2,16 +2,18 @@
 
 import dataclasses
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import pytest
 from specrl_kernels import dispatch, tuning
 from specrl_kernels.dispatch import Unsupported, choose
 from specrl_kernels.gumbel_argmax import gpu as draw_gpu
 from specrl_kernels.gumbel_argmax import pallas as draw_pallas
-from specrl_kernels.tree_attention import gpu, pallas
+from specrl_kernels.tree_attention import gpu, pallas, tree_attention
 from tree_attention_cases import call, make
 
 from experiments.bench import tune
@@ -117,6 +119,14 @@ def test_a_kernel_takes_its_row_and_else_its_heuristic(tables: Path,
     call(case, "pallas")
     call(make(lengths=(3, 30), nodes=5), "pallas")
     assert seen == [pallas.Config(block=256, tile=32), pallas.Config()]
+
+
+def test_a_jax_without_pallas_through_triton_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "jax.experimental.pallas.triton", None)
+    monkeypatch.delattr("jax.experimental.pallas.triton", raising=False)
+    with pytest.raises(Unsupported, match="has no Pallas through Triton"):
+        jax.eval_shape(lambda: tree_attention(
+            **make(), scale=1.0, implementation="pallas_triton", interpret=True))
 
 
 def test_long_rows_can_be_split_whatever_their_number() -> None:

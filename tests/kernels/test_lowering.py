@@ -20,6 +20,9 @@ from specrl_kernels.dispatch import Unsupported
 from specrl_kernels.gumbel_argmax import Threshold, gumbel_argmax
 from specrl_kernels.tree_attention import Prefix, tree_attention
 
+from experiments.bench import kernels as bench
+from experiments.bench.kernel_shapes import SETS, DrawShape, TreeShape
+
 # (query heads, key-value heads, head size)
 MODELS = {
     "Qwen2.5-0.5B": (14, 2, 64), "Qwen2.5-1.5B": (12, 2, 128), "Qwen2.5-7B": (28, 4, 128),
@@ -89,6 +92,21 @@ def test_every_declared_shape_lowers(model: str, shape: str, dtype: Any, impleme
                                      ) -> None:
     text = lower(implementation, arguments(model, shape, dtype))
     assert TARGETS[implementation][1] in text
+
+
+@pytest.mark.slow
+@each
+@pytest.mark.parametrize("shape", SETS["accelerator"], ids=lambda shape: shape.name)
+def test_every_benchmarked_shape_lowers(shape: TreeShape | DrawShape, implementation: str) -> None:
+    op, make = gumbel_argmax, functools.partial(bench.draw_arguments, shape)
+    options: dict[str, Any] = {"count": getattr(shape, "count", 1)}
+    if isinstance(shape, TreeShape):
+        op, make = tree_attention, functools.partial(bench.tree_arguments, shape, jnp.bfloat16)
+        options = {"scale": 0.1}
+    args = jax.eval_shape(make)
+    if isinstance(shape, DrawShape):
+        args["logits"] = jax.ShapeDtypeStruct(args["logits"].shape[::-1], args["logits"].dtype)
+    assert TARGETS[implementation][1] in exported(op, implementation, args, **options)
 
 
 @each

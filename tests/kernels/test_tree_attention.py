@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 from specrl_kernels.dispatch import Unsupported
-from specrl_kernels.tree_attention import tree_attention
+from specrl_kernels.tree_attention import Prefix, tree_attention
 from specrl_kernels.tree_attention.api import IMPLEMENTATIONS
 from tree_attention_cases import INTERPRET, KERNELS, assert_near, call, make, oracle
 
@@ -217,6 +217,7 @@ def test_xla_reads_of_each_row_what_it_sees_and_copies_one_chunk(slots: int | No
     np.testing.assert_array_equal(configured(dirty, "xla", 20), clean)
 
 
+@pytest.mark.skipif(not INTERPRET, reason="elsewhere rows run abreast, and so do their chunks")
 @pytest.mark.parametrize("through_slot", [True, pytest.param(False, marks=slow)])
 def test_xla_holds_no_copy_of_the_cache(through_slot: bool) -> None:
     """64 rows of SmolLM2's heads: a cache of 4096 slots is 384 MiB, and a chunk of a row 0.4."""
@@ -384,3 +385,21 @@ def test_sharded_over_rows_and_heads(implementation: str) -> None:
     names = ("q", "row", "node", "parent", "length", "tree_k", "tree_v")
     found = jax.jit(sharded)(*(case[n] for n in names), case["cache_k"][0], case["cache_v"][0])
     assert_near(np.asarray(found), oracle(case), case)
+
+
+@pytest.mark.parametrize("way", [{"whole": 0}, *(pytest.param(way, marks=slow) for way in (
+    {"whole": 512}, {"whole": 0, "abreast": 1}))], ids=str)
+def test_xla_is_checked_by_shard_map(way: dict[str, int]) -> None:
+    """What a loop carries has to vary over the mesh as its inputs do, prefixes included."""
+    if len(jax.devices()) < 2:
+        pytest.skip("needs 2 devices")
+    case = make(lengths=(4, 9), nodes=2, groups=2, prefix=(33,), members=[[1, 0]])
+    mesh = jax.make_mesh((2,), ("heads",), devices=jax.devices()[:2],
+                         axis_types=(jax.sharding.AxisType.Auto,))
+    tree, heads = P(None, None, "heads"), P(None, "heads")
+    specs = {name: heads for name in ("q", "cache_k", "cache_v")} | {
+        "tree_k": tree, "tree_v": tree, "prefix": Prefix(heads, heads, P(), P())}
+    sharded = jax.shard_map(
+        lambda c: tree_attention(**c, scale=0.25, implementation="xla", config=way), mesh=mesh,
+        in_specs=({name: specs.get(name, P()) for name in case},), out_specs=heads)
+    assert_near(np.asarray(jax.jit(sharded)(case)), oracle(case), case)

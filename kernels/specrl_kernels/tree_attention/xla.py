@@ -179,14 +179,13 @@ def _slice(x: jax.Array, slot: jax.Array, axis: int, at: jax.Array, size: int) -
 def _shared_part(queries: jax.Array, prefix: Prefix, live: jax.Array, first: jax.Array | None,
                  config: Config) -> Partial:
     """The shared prefixes, each read once for the queries of all rows that share it."""
-    b, g, q, e = queries.shape
     members = prefix.rows
     used = ((members >= 0) & live[jnp.maximum(members, 0)]).any(1)
     if first is not None:
         first = shared_prefix.gather(members, first) + prefix.length[:, None]
     grouped = shared_prefix.gather_heads(members, queries)  # [P, G, M q, E]
-    one = (*grouped.shape[:3], 1)
-    nothing = Partial(jnp.full(one, FLOOR), jnp.zeros(one), jnp.zeros(grouped.shape))
+    zero = jnp.where(grouped > 0, 0.0, 0.0)  # varies as the queries do, as shard_map wants it
+    nothing = Partial(zero[..., :1] + FLOOR, zero[..., :1], zero)
     found = _add_context(nothing, grouped, (prefix.k,), (prefix.v,),
                          jnp.where(used, prefix.length, 0), None, first, config)
-    return shared_prefix.scatter(members, found, b)
+    return shared_prefix.scatter(members, found, queries.shape[0])
