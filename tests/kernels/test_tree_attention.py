@@ -217,6 +217,13 @@ def test_xla_reads_of_each_row_what_it_sees_and_copies_one_chunk(slots: int | No
     np.testing.assert_array_equal(configured(dirty, "xla", 20), clean)
 
 
+def test_xla_skips_a_segment_that_lies_before_every_window() -> None:
+    case = base(slots=None, lengths=(130, 131, 150, 160))
+    clean = configured(case, "xla", 20, whole=512)
+    dirty = case | {"cache_v": [jnp.full_like(case["cache_v"][0], jnp.nan), case["cache_v"][1]]}
+    np.testing.assert_array_equal(configured(dirty, "xla", 20, whole=512), clean)
+
+
 @pytest.mark.skipif(not INTERPRET, reason="elsewhere rows run abreast, and so do their chunks")
 @pytest.mark.parametrize("through_slot", [True, pytest.param(False, marks=slow)])
 def test_xla_holds_no_copy_of_the_cache(through_slot: bool) -> None:

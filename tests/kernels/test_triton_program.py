@@ -133,7 +133,7 @@ for program, constants in (
                       block=config.block, tile=config.tile, scale=0.1, has_tree=True,
                       has_window=True, by_row=False, direct=True)),
         (join, dict(heads=4, queries=64, E=size, tile=config.tile, shares=192, launches=1,
-                    whole=True, least=2))):
+                    whole=True, least=2, few=gpu.JOIN_QUERIES, some=gpu.JOIN_SHARES))):
     names = program.arg_names
     kinds = {n: "constexpr" if n in constants else (floats | sums).get(n, "*i32") for n in names}
     source = ASTSource(fn=program, signature=kinds,

@@ -15,6 +15,7 @@ from specrl_kernels.tree_attention.shared_prefix import Prefix
 
 LEAST = 16  # of a side of a product on tensor cores
 GROUP_TILE = 128  # queries of a program that reads a shared prefix, with heads of 128
+JOIN_QUERIES, JOIN_SHARES = 4, 16  # of a program that joins, at a time: their loads overlap
 PROGRAMS = 512  # enough to fill 132 multiprocessors, a few on each
 
 

@@ -61,7 +61,8 @@ def _attend(rows: Rows, tree: tuple[jax.Array, jax.Array] | None, cache_k: Seque
         joined = outputs[:1] if whole else [
             jax.ShapeDtypeStruct((b, *x.shape[1:]), x.dtype) for x in outputs]
         out = call(functools.partial(_join, tile=config.tile, whole=whole), "tree_attention_join",
-                   (tiles, b), joined, [shares.first, shares.count, live, *out], stages=1,
+                   (g * padded // gpu.JOIN_QUERIES, b), joined,
+                   [shares.first, shares.count, live, *out], stages=1,
                    aliases={3: 0} if whole else None)
     out = [x[:, :, :queries] for x in out]
     return out[0] if whole else Partial(*out)
@@ -110,24 +111,34 @@ def _kernel(q: Any, *refs: Any, words: int, segments: int, config: Config, scale
 
 
 def _join(begins: Any, counts: Any, live: Any, *refs: Any, tile: int, whole: bool) -> None:
-    """Joins the shares of one row, for one tile of queries to one head.
+    """Joins the shares of one row, for a few queries to one head.
 
     If `whole`, a row of one share has its result already, in the memory of the output.
     """
     parts, outputs = (refs[1:4], refs[4:]) if whole else (refs[:3], refs[3:])
-    tiles = parts[0].shape[2] // tile
-    head, number, row = pl.program_id(0) // tiles, pl.program_id(0) % tiles, pl.program_id(1)
-    at = pl.ds(number * tile, tile)
-    count = jnp.where(live[row, number] > 0, counts[row], 0)
+    shares, _, queries, size = parts[2].shape
+    lines = queries // gpu.JOIN_QUERIES
+    head, line, row = pl.program_id(0) // lines, pl.program_id(0) % lines, pl.program_id(1)
+    at = pl.ds(line * gpu.JOIN_QUERIES, gpu.JOIN_QUERIES)
+    count = jnp.where(live[row, line * gpu.JOIN_QUERIES // tile] > 0, counts[row], 0)
+    some = min(gpu.JOIN_SHARES, 1 << (shares.bit_length() - 1))
 
     @pl.when(count > int(whole))
     def _() -> None:
-        def add(i: Any, partial: Partial) -> Partial:
-            return softmax.join(partial, Partial(*(ref[i, head, at, :] for ref in parts)))
-
         begin = begins[row]
-        empty = softmax.empty(tile, parts[2].shape[3])
-        _write(outputs, jax.lax.fori_loop(begin, begin + count, add, empty), row, head, at)
+
+        def add(i: Any, partial: Partial) -> Partial:
+            low = begin + i * some
+            start = jnp.minimum(low, shares - some)
+            number = start + jax.lax.broadcasted_iota(jnp.int32, (some, 1, 1), 0)
+            mine = (number >= low) & (number < begin + count)
+            return softmax.join(partial, softmax.combine(Partial(*(
+                jnp.where(mine, ref[pl.ds(start, some), head, at, :], nothing)
+                for ref, nothing in zip(parts, (softmax.FLOOR, 0.0, 0.0), strict=True)))))
+
+        empty = softmax.empty(gpu.JOIN_QUERIES, size)
+        partial = jax.lax.fori_loop(0, (count + some - 1) // some, add, empty)
+        _write(outputs, partial, row, head, at)
 
 
 def _add_tree(partial: Partial, query: Any, words: list[Any], tree: Any, row: Any, head: Any,

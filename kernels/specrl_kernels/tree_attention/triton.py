@@ -83,10 +83,11 @@ def joining(rows: Rows, shares: Shares, live: jax.Array, parts: Sequence[Sequenc
                         for x in list(zip(*parts, strict=True))[1:])
     inputs = [shares.first, shares.count, live, top, total, sums, parts[0][0]]
     constants = dict(heads=g, queries=padded, E=e, tile=config.tile, shares=shares.row.shape[0],
-                     launches=len(parts), whole=whole, least=2 if direct else 1)
+                     launches=len(parts), whole=whole, least=2 if direct else 1,
+                     few=gpu.JOIN_QUERIES, some=gpu.JOIN_SHARES)
     return Launch(PROGRAMS, "join", inputs, _outputs(rows, b if whole else None,
                                                      None if whole else b),
-                  (g * padded // config.tile, b), constants, {6: 0} if direct else {})
+                  (g * padded // gpu.JOIN_QUERIES, b), constants, {6: 0} if direct else {})
 
 
 def _outputs(rows: Rows, whole: int | None, parts: int | None) -> list[jax.ShapeDtypeStruct]:

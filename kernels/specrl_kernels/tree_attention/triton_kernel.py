@@ -121,31 +121,36 @@ def write_part(out_top, out_total, out_sums, to, top, total, sums, E: tl.constex
 @triton.jit
 def join(begins, counts, live, top, total, sums, old, out, out_top, out_total, out_sums,
          heads: tl.constexpr, queries: tl.constexpr, E: tl.constexpr, tile: tl.constexpr,
-         shares: tl.constexpr, launches: tl.constexpr, whole: tl.constexpr, least: tl.constexpr):
-    """Joins the shares of one row, left by all launches, for one tile of queries to one head.
+         shares: tl.constexpr, launches: tl.constexpr, whole: tl.constexpr, least: tl.constexpr,
+         few: tl.constexpr, some: tl.constexpr):
+    """Joins the shares of one row, left by all launches, for `few` queries to one head.
 
-    top and total [launches * S, G, Q], sums [launches * S, G, Q, E], S = `shares`. If `whole`,
-    out [B, G, Q, E] is written, else a partial result; rows of fewer than `least` shares are left
-    as they are in `old`, which is the memory of `out`.
+    top and total [launches * S, G, Q], sums [launches * S, G, Q, E], S = `shares`, `some` of which
+    are read at a time. If `whole`, out [B, G, Q, E] is written, else a partial result; rows of
+    fewer than `least` shares are left as they are in `old`, which is the memory of `out`.
     """
-    tiles: tl.constexpr = queries // tile
-    head, part, row = tl.program_id(0) // tiles, tl.program_id(0) % tiles, tl.program_id(1)
+    lines: tl.constexpr = queries // few
+    head, line, row = tl.program_id(0) // lines, tl.program_id(0) % lines, tl.program_id(1)
     count = tl.load(counts + row)
-    if (tl.load(live + row * tiles + part) == 0) | (count < least):
+    if (tl.load(live + row * (queries // tile) + line * few // tile) == 0) | (count < least):
         return
-    at, e = part * tile + tl.arange(0, tile), tl.arange(0, E)
-    high, weight = tl.full((tile,), FLOOR, tl.float32), tl.zeros((tile,), tl.float32)
-    value = tl.zeros((tile, E), tl.float32)
+    at, e, number = line * few + tl.arange(0, few), tl.arange(0, E), tl.arange(0, some)
+    high, weight = tl.full((few,), FLOOR, tl.float32), tl.zeros((few,), tl.float32)
+    value = tl.zeros((few, E), tl.float32)
     begin = tl.load(begins + row)
     for launch in range(launches):
-        for share in range(begin, begin + count):
-            to = ((launch * shares + share) * heads + head).to(tl.int64) * queries + at
-            one = tl.load(top + to)
-            higher = tl.maximum(high, one)
-            mine, theirs = tl.exp(high - higher), tl.exp(one - higher)
-            weight = weight * mine + tl.load(total + to) * theirs
-            value = value * mine[:, None] + tl.load(
-                sums + to[:, None] * E + e[None, :]) * theirs[:, None]
+        for first in range(0, count, some):
+            mine = first + number < count
+            share = launch * shares + begin + first + number
+            to = (share * heads + head).to(tl.int64)[:, None] * queries + at[None, :]
+            one = tl.load(top + to, mask=mine[:, None], other=FLOOR)
+            higher = tl.maximum(high, tl.max(one, 0))
+            theirs, mine_now = tl.exp(one - higher[None, :]), tl.exp(high - higher)
+            more = tl.load(total + to, mask=mine[:, None], other=0.0) * theirs
+            weight = weight * mine_now + tl.sum(more, 0)
+            read = tl.load(sums + to[:, :, None] * E + e[None, None, :],
+                           mask=mine[:, None, None], other=0.0)
+            value = value * mine_now[:, None] + tl.sum(read * theirs[:, :, None], 0)
             high = higher
     to = (row * heads + head).to(tl.int64) * queries + at
     if whole:

@@ -119,13 +119,14 @@ def _add_context(found: Partial, queries: jax.Array, cache_k: tuple[jax.Array, .
                  cache_v: tuple[jax.Array, ...], length: jax.Array, slot: jax.Array | None,
                  first: jax.Array | None, config: Config) -> Partial:
     """Adds the places from `first` i32[B, Q] (None: 0) up to `length` i32[B], 0 for dead rows."""
-    start = 0
+    oldest, start = jnp.zeros_like(length) if first is None else first.min(1), 0
     for k, v in zip(cache_k, cache_v, strict=True):
         if slot is None and k.shape[3] <= config.whole:
             read = functools.partial(_add_segment, queries, k, v, start, length, first)
-            found = jax.lax.cond(length.max() > start, read, lambda found: found, found)
+            seen = (length > jnp.maximum(start, oldest)) & (oldest < start + k.shape[3])
+            found = jax.lax.cond(seen.any(), read, lambda found: found, found)
         else:
-            found = _add_chunks(found, queries, k, v, start, length, slot, first, config)
+            found = _add_chunks(found, queries, k, v, start, length, slot, first, oldest, config)
         start += k.shape[3]
     return found
 
@@ -142,12 +143,11 @@ def _add_segment(queries: jax.Array, k: jax.Array, v: jax.Array, start: int, len
 
 def _add_chunks(found: Partial, queries: jax.Array, k: jax.Array, v: jax.Array, start: int,
                 length: jax.Array, slot: jax.Array | None, first: jax.Array | None,
-                config: Config) -> Partial:
+                oldest: jax.Array, config: Config) -> Partial:
     """Adds the chunks of a segment that each row sees some of; the last ends where it does."""
     size = k.shape[3]
     chunk = min(config.chunk, size)
     slot = jnp.arange(length.shape[0]) if slot is None else slot
-    oldest = jnp.zeros_like(length) if first is None else first.min(1)
     begin = jnp.clip(oldest - start, 0, size) // chunk
     end = -(-jnp.clip(length - start, 0, size) // chunk)
 
