@@ -89,12 +89,15 @@ def test_no_live_row_is_no_work() -> None:
                               jnp.asarray(SLOT), SIZES, 128).count) == 0
 
 
+DIVIDE = jax.jit(gpu.divide, static_argnums=3)
+
+
 def shares(length: list[int], live: list[bool], oldest: list[int] | None = None, **config: int
            ) -> dict[int, list[tuple[int, int]]]:
     """The places that each program of a GPU reads, by row; rows come in order."""
     chosen = gpu.Config(**({"block": 64} | config))
-    found = gpu.divide(jnp.asarray(length), jnp.asarray(oldest or [0] * len(length)),
-                       jnp.asarray(live), chosen)
+    found = DIVIDE(jnp.asarray(length), jnp.asarray(oldest or [0] * len(length)),
+                   jnp.asarray(live), chosen)
     assert found.row.shape == (len(length) + chosen.splits - 1,)
     by_row: dict[int, list[tuple[int, int]]] = {}
     for row, low, high in zip(*map(np.asarray, found[:3]), strict=True):
@@ -120,7 +123,7 @@ def test_one_long_row_of_many_is_spread_over_many_programs() -> None:
     assert all(each == [(0, 4096)] for each in equal.values())
 
 
-@pytest.mark.parametrize("splits,least", [(1, 1), (2, 1), (3, 4), (7, 2), (128, 1)])
+@pytest.mark.parametrize("splits,least", [(1, 1), (3, 4), (128, 1)])
 def test_shares_are_what_live_rows_see_once_and_in_order(splits: int, least: int) -> None:
     rng = np.random.default_rng(splits)
     for _ in range(20):
@@ -131,14 +134,16 @@ def test_shares_are_what_live_rows_see_once_and_in_order(splits: int, least: int
         assert found.keys() == {row for row in range(9) if live[row]}
         blocks = [max(0, -(-length[row] // 64) - oldest[row] // 64) for row in found]
         most = max(least, -(-sum(blocks) // splits)) if splits > 1 else 32
-        for row, here in found.items():
+        for (row, here), size in zip(found.items(), blocks, strict=True):
+            assert len(here) == max(1, -(-size // most))
             assert here[0][0] == min(oldest[row] // 64 * 64, length[row])
             assert here[-1][1] == length[row]
             assert all(a[1] == b[0] for a, b in zip(here, here[1:], strict=False))
             assert all(low < high <= low + 64 * most for low, high in here) or len(here) == 1
 
 
-@pytest.mark.parametrize("kernel,splits", [(pallas, 1), (pallas_triton, 1), (pallas_triton, 3)])
+@pytest.mark.parametrize("kernel,splits", [
+    (pallas, 1), (pallas_triton, 1), pytest.param(pallas_triton, 3, marks=pytest.mark.slow)])
 def test_dead_tiles_are_not_computed(kernel: object, splits: int) -> None:
     """What a kernel never writes is NaN under interpretation."""
     case = make(lengths=(9, 30, 4), nodes=16, parent=[[0] * 16] * 3)
@@ -162,8 +167,9 @@ def test_one_program_reads_a_shared_prefix_for_all_rows_of_its_group(
     real = pallas_triton.triton_call
     monkeypatch.setattr(pallas_triton, "triton_call", lambda kernel, name, grid, *args, **options: (
         grids.append(grid), real(kernel, name, grid, *args, **options))[1])
-    tree_attention(**case, scale=1.0, implementation="pallas_triton", interpret=True,
-                   config={"block": 16, "tile": 16})
+    jax.eval_shape(lambda: tree_attention(
+        **case, scale=1.0, implementation="pallas_triton", interpret=True,
+        config={"block": 16, "tile": 16}))
     assert grids == [(1, 8), (1, 2)]  # (heads and tiles, shares): the rows' own context, prefixes
 
 
