@@ -45,17 +45,14 @@ def tree_attention(attend: Callable[..., Any], name: str, q: jax.Array, row: jax
     nodes = max(LEAST, 1 << (n - 1).bit_length())
     tree = (packing.by_head(tree_k, nodes), packing.by_head(tree_v, nodes))
     run = functools.partial(attend, config=config, scale=scale, interpret=target.interpret)
-    if prefix is None and config.splits == 1:
-        out = run(rows, tree, cache_k, cache_v, length, slot, whole=True)
-    else:
-        parts = [run(rows, tree, cache_k, cache_v, length, slot, whole=False)]
-        if prefix is not None:
-            which = jnp.arange(len(prefix.rows), dtype=jnp.int32)
-            grouped = shared_prefix.regroup(rows, prefix.rows, prefix.length)
-            part = run(grouped, None, (prefix.k,), (prefix.v,), prefix.length, which, whole=False,
-                       config=for_groups(config, grouped))
-            parts.append(shared_prefix.scatter(prefix.rows, part, b))
-        out = softmax.finish(softmax.combine(softmax.stack(parts))).astype(q.dtype)
+    out = run(rows, tree, cache_k, cache_v, length, slot, whole=prefix is None)
+    if prefix is not None:
+        which = jnp.arange(len(prefix.rows), dtype=jnp.int32)
+        grouped = shared_prefix.regroup(rows, prefix.rows, prefix.length)
+        part = run(grouped, None, (prefix.k,), (prefix.v,), prefix.length, which, whole=False,
+                   config=for_groups(config, grouped))
+        both = softmax.stack([out, shared_prefix.scatter(prefix.rows, part, b)])
+        out = softmax.finish(softmax.combine(both)).astype(q.dtype)
     return packing.pack(out, row, node, n)
 
 
