@@ -58,7 +58,7 @@ def tree_attention_xla(q: jax.Array, row: jax.Array, node: jax.Array, tree_k: ja
 def _config(target: Target, dtype: jnp.dtype) -> Config:
     """The given configuration, or that of the platform; a CPU widens a whole bfloat16 operand."""
     here = target.platform == "cpu"
-    chosen = {"chunk": 256 if here else 1024, "abreast": int(not here),
+    chosen = {"chunk": 256 if here else 512, "abreast": int(not here),
               "whole": 0 if here and dtype != jnp.float32 else 512}
     config = configured(Config, chosen | dict(target.config or {}))
     if config.chunk < 1 or config.abreast not in (0, 1) or config.whole < 0:
