@@ -9,6 +9,7 @@ import pytest
 
 from experiments.bench import (
     attention,
+    drafter,
     forward,
     hardware,
     parts,
@@ -27,6 +28,9 @@ from specrl_jax import sharding
 from specrl_jax.actor import open_actor
 from specrl_jax.config import ConfigError, ControlConfig
 from specrl_jax.control.policies import Bucket
+from specrl_jax.draft import eagle_model
+from specrl_jax.draft.eagle_model import EagleArch
+from specrl_jax.drafter_training import DrafterTraining
 from specrl_jax.host.compilation import CompilationCounter
 from specrl_jax.model.architecture import Architecture, initialize
 from specrl_jax.model.tiny import byte_tokenizer
@@ -271,3 +275,18 @@ def test_a_forward_against_its_products_alone(setting):
     flops = sum(w.size for w in forward.weights_of(setting.source.arch, setting.params))
     assert flops == work.layer_matmul_params(setting.source.arch) + work.head_params(
         setting.source.arch)
+
+
+def test_drafter_training_runs_against_its_bound(setting):
+    options = DrafterTraining(batch_tokens=48, micro_batch_tokens=48, draft_vocab=64, unroll=2,
+                              feature_megabytes=0)
+    found = drafter.measure(setting.config, setting.source, setting.params, options, 4, 8, 2,
+                            hardware.Probes(4 * 10**6, (64,)))
+    assert found["work"]["drafted"] == (32, 28) and found["work"]["scored"] == 32
+    arch = EagleArch(setting.source.arch, draft_vocab=64)
+    sizes = {name: p.size for name, p in eagle_model.initialize(arch, 0).items()}
+    products = 48 * (sizes["fc"] + 2 * (sizes["qkv"] + sizes["o"] + sizes["gate_up"]
+                                        + sizes["down"])) + 60 * sizes["head"]
+    scores = 2 * 4 * (4 * 78) * arch.layer.num_heads * arch.layer.head_dim
+    assert found["cases"]["update"]["flops"] == (
+        6 * products + 3 * scores + 2 * 32 * sizes["head"])
