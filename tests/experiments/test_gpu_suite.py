@@ -63,7 +63,7 @@ def test_nothing_is_tuned_on_a_cpu(environment: dict[str, str]) -> None:
 def test_kernels(environment: dict[str, str], tmp_path: Path) -> None:
     path = tmp_path / "kernels.json"
     found = tiny(environment, path, "kernels", "--repeats=2")
-    assert len(found["cases"]) == 3 and "/" not in found["command"].replace("experiments/", "")
+    assert len(found["cases"]) == 4 and "/" not in found["command"].replace("experiments/", "")
     for name, case in found["cases"].items():
         assert case["bytes"] > 0 and case["times_faster"] > 0, name
         timed = [who for who, one in case["contenders"].items() if "seconds" in one]
