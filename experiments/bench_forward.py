@@ -30,7 +30,7 @@ OUT = flags.DEFINE_string("out", None, "JSON file (default: results/bench_forwar
 
 def main(config: Config, workdir: Path) -> int:
     out = results.destination(OUT.value, "bench_forward.json")
-    for value in PACKED.value:
+    for value in PACKED.value or [""]:
         if not (value.isdigit() and 0 < int(value) <= forward.MOST):
             raise ConfigError(f"--packed={value}: give numbers from 1 to {forward.MOST}")
     config, actor = run_flags.resolve(config)

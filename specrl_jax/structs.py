@@ -99,7 +99,7 @@ class Counters:
     drafted: Array  # i32[1, drafters] draft nodes verified
     packed: Array  # tokens that went through the dense layers, padding included
     slots: Array  # rows of the batch, live or not, summed over rounds
-    clamped: Array  # rounds for which the controller planned what the shapes cannot hold
+    clamped: Array  # rounds for which the controller planned more than the padding holds
 
 
 @struct.dataclass

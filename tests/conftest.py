@@ -37,7 +37,8 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     they share what they compile.
     """
     all_tests = config.args_source is pytest.Config.ArgsSource.TESTPATHS
-    if all_tests and config.getoption("numprocesses", 0) is None:
+    debugging = config.getoption("usepdb")
+    if all_tests and not debugging and config.getoption("numprocesses", 0) is None:
         config.option.numprocesses, config.option.dist = 2, "loadfile"
 
 

@@ -55,7 +55,8 @@ def measure(config: Config, source: Source, params: Params, options: DrafterTrai
     count = max(options.batch_tokens // (prompt + response), 1)
     corpus = random_corpus(source.arch.vocab_size, count, prompt, response)
     trainer = DrafterTrainer(config, options, source, params, corpus, corpus)
-    work = work_of(count, prompt, response, options.unroll)
+    ran = int((trainer.plans[0].rows >= 0).sum())  # whole micro-batches of them
+    work = work_of(ran, prompt, response, options.unroll)
     before, batch = probes.measure(), trainer.batch(0)
 
     def update() -> Any:
@@ -68,7 +69,7 @@ def measure(config: Config, source: Source, params: Params, options: DrafterTrai
     seconds = alternate(timed, repeats)
     machine = before.best(probes.measure())
     flops = {"features": work.features(trainer.arch), "update": work.update(trainer.arch)}
-    return {"sequences": count, "options": dataclasses.asdict(options),
+    return {"sequences": ran, "options": dataclasses.asdict(options),
             "hardware": as_json(machine), "work": dataclasses.asdict(work),
             "cases": {name: {
                 "seconds": spread(seconds[name]), "flops": flops[name],

@@ -82,9 +82,10 @@ def anywhere(function: Callable[..., Any], *platforms: str,
             raise Unsupported(f"needs a {' or '.join(platforms)}, this is a {target.platform}")
         if target.config is not None:
             raise Unsupported(f"config = {dict(target.config)}: it takes none")
+        found = function(*args, **options)  # what it cannot do is the better reason
         if unasked is not None and not target.named:
             unasked(*args)
-        return function(*args, **options)
+        return found
 
     return call
 

@@ -289,8 +289,8 @@ class Engine:
                 slots: list[Slots], done: np.ndarray) -> RolloutState:
         """Seats waiting sequences until no slot is free or none waits.
 
-        Prompts are run in the largest numbers that are compiled and not padded: padding costs as
-        much as prompts do.
+        Prompts are run in the largest numbers that are compiled and need no padding, which costs as
+        much as prompts do; of several shards, those with fewer new prompts are padded.
         """
         s = self.shapes
         per_shard = s.sequences // s.group

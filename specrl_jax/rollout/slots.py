@@ -1,5 +1,6 @@
 """Host bookkeeping of one data shard's slots: which sequence sits where, and how they fill."""
 
+import copy
 import dataclasses
 
 import numpy as np
@@ -63,9 +64,8 @@ class Slots:
         return plan
 
     def new_prompts(self, done: np.ndarray) -> int:
-        """How many prompts the free slots can take, one that is already held perhaps among them."""
-        taken = min(len(self.seq) - self.live(done), self.waiting)
-        return (self.next + taken - 1) // self.group - self.next // self.group + 1 if taken else 0
+        """How many prompts a refill of all free slots would prefill."""
+        return len(copy.deepcopy(self).refill(done, len(self.seq)).prompts)
 
     def compact(self, batch: int, done: np.ndarray) -> np.ndarray:
         """Keeps the live slots, in order, in a smaller batch: the slots taken, i32[batch]."""

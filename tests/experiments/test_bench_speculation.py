@@ -29,8 +29,8 @@ def test_a_case_times_every_arm_on_the_same_tokens():
     assert arms["history 0"]["drafted_a_row"] == 0
     assert show.speculation_table(found).row_count == 4
     share = arms["history 2x1x3"]["parts"]["share"]
-    assert set(share) == set(show.ROUND) and sum(share.values()) == pytest.approx(1)
-    assert share["noise"] > 0 and share["commit"] > 0
+    assert set(share) == set(show.ROUND)
+    assert min(share["noise"], share["commit"], share["host"]) > 0
 
 
 def test_settings_are_parsed_or_refused():

@@ -114,3 +114,28 @@ def test_compact_keeps_the_live_rows_in_order() -> None:
     done[[0, 3]] = True
     assert slots.compact(3, done).tolist() == [1, 2, 4]
     assert slots.seq.tolist() == [1, 2, 4]
+
+
+@pytest.mark.parametrize(("group", "batch"), [(1, 5), (2, 5), (3, 4), (4, 17)])
+def test_new_prompts_are_those_that_a_whole_refill_prefills(group, batch):
+    for seed in range(5):
+        run = Simulation(batch, prompts=12, group=group, seed=seed)
+        while not run.done.all():
+            expected = run.slots.new_prompts(run.done)
+            assert len(run.refill(batch).prompts) == expected
+            run.finish_some()
+
+
+def test_one_shard_runs_no_padding_prompts(bench, monkeypatch):
+    """Five slots of two samples: prefills of one prompt and of three are compiled."""
+    run, seat = [], bench.plain._seat
+
+    def watched(state, params, drafter_params, fill, tokens):
+        run.append((len(tokens[0]), min(p for p, _ in bench.plain.shapes.prefills
+                                        if p >= len(tokens[0]))))
+        return seat(state, params, drafter_params, fill, tokens)
+
+    monkeypatch.setattr(bench.plain, "_seat", watched)
+    bench.run_plain(limit=np.full(12, 1))  # all end at once: two new prompts, and one that is held
+    assert {3, 1} <= {used for used, _ in run}
+    assert all(used == compiled for used, compiled in run if used)

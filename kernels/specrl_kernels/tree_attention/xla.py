@@ -2,9 +2,9 @@
 
 The committed prefix is read in chunks, each row's as far as its own length: one row after the
 other on a CPU, whose threads share a chunk's products, and all rows abreast elsewhere. A product
-wants its operands as arrays of their own, so a chunk is copied, out of the cache row that `slot`
-names; more than a chunk never is. A short segment in the rows' own order is multiplied where it
-lies instead, and skipped where no context reaches it (experiments/LOG.md has the times).
+wants its operands as arrays of their own, so chunks are copied, a row's or all rows', out of the
+cache rows that `slot` names. A short segment in the rows' own order is multiplied where it lies
+instead, and skipped where no context reaches it (experiments/LOG.md has the times).
 """
 
 import dataclasses
