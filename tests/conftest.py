@@ -29,18 +29,5 @@ def room_for_programs(request: pytest.FixtureRequest) -> Iterator[None]:
             jax.clear_caches()
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_cmdline_main(config: pytest.Config) -> None:
-    """All tests at once run in two processes, unless -n says otherwise or pytest-xdist is missing.
-
-    Compiling takes most of the time, and mostly one core. A file's tests stay in one process, since
-    they share what they compile.
-    """
-    all_tests = config.args_source is pytest.Config.ArgsSource.TESTPATHS
-    debugging = config.getoption("usepdb")
-    if all_tests and not debugging and config.getoption("numprocesses", 0) is None:
-        config.option.numprocesses, config.option.dist = 2, "loadfile"
-
-
 def pytest_unconfigure() -> None:
     _HOME.cleanup()

@@ -5,7 +5,6 @@ import threading
 
 import numpy as np
 import pytest
-
 from specrl_kernels.machine_code import runtime
 from specrl_kernels.narrow_matmul import machine
 
