@@ -57,6 +57,7 @@ ACCELERATOR_TREES = (
 CPU_TREES = (*(TreeShape(_SMALL, *at) for at in (
     (1, 1, 512), (1, 8, 512), (16, 1, 512), (16, 4, 512), (64, 1, 512), (64, 4, 512))),
     TreeShape(_SMALL, 64, 1, 512, ragged=True), TreeShape(_BIG, 4, 8, 2048),
+    TreeShape(_SMALL, 1, 64, 512), TreeShape(_SMALL, 256, 1, 512), TreeShape(_BIG, 1, 1, 32768),
     TreeShape(_SMALL, 64, 4, 128, prompt=512, group=8))
 TINY_TREES = (TreeShape("tiny", 2, 3, 64), TreeShape("tiny", 2, 1, 64, ragged=True),
               TreeShape("tiny", 4, 2, 64, prompt=32, group=2))

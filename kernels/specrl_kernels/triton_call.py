@@ -49,11 +49,15 @@ class Launch(NamedTuple):
     outputs: list[jax.ShapeDtypeStruct]
     grid: tuple[int, ...]
     constants: dict[str, Any]
-    aliases: dict[int, int]  # output that has the memory of an input, by the input's number
+    onto: bool = False  # the first output has the memory of the last input, which nobody reads
 
 
 def program_call(launch: Launch, warps: int, stages: int) -> Sequence[jax.Array]:
-    """Runs a program by jax-triton, of which 0.3 names the outputs out_shape, 0.4 out_type.
+    """Runs a program by jax-triton, whose 0.3 and 0.4 differ in what they hand it.
+
+    A program's parameters are all inputs, then all outputs. 0.3 names the outputs out_shape and
+    hands over those that have the memory of an input besides that input; 0.4 names them out_type
+    and takes the input for both, so that the input's own parameter needs something else.
 
     Raises:
       Unsupported: jax-triton cannot be imported, or fails with this JAX.
@@ -66,10 +70,13 @@ def program_call(launch: Launch, warps: int, stages: int) -> Sequence[jax.Array]
         raise Unsupported(f"jax-triton is not there: {reason}") from reason
     check_versions(jax.__version__, importlib.metadata.version("jax-triton"))
     known = inspect.signature(jax_triton.triton_call).parameters
-    kind = "out_type" if "out_type" in known else "out_shape"
+    newer, inputs = "out_type" in known, launch.inputs
+    if launch.onto and newer:
+        inputs = [*inputs[:-1], inputs[0], inputs[-1]]
     return jax_triton.triton_call(
-        *launch.inputs, kernel=program, grid=launch.grid, num_warps=warps, num_stages=stages,
-        input_output_aliases=launch.aliases, **{kind: launch.outputs}, **launch.constants)
+        *inputs, kernel=program, grid=launch.grid, num_warps=warps, num_stages=stages,
+        input_output_aliases={len(inputs) - 1: 0} if launch.onto else {},
+        **{"out_type" if newer else "out_shape": launch.outputs}, **launch.constants)
 
 
 def check_versions(ours: str, theirs: str) -> None:

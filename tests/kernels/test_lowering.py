@@ -10,6 +10,7 @@ import importlib.util
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.export
@@ -33,7 +34,21 @@ SHAPES = {
     "a batch": (64, 8, (4096,)), "wide trees": (8, 64, (4096,)), "short": (256, 4, (512,)),
     "segments": (16, 8, (64, 64, 64, 64, 128, 192, 256, 192)), "ragged": (16, 8, (1088,))}
 TARGETS = {"pallas": ("tpu", "tpu_custom_call"), "pallas_triton": ("cuda", "__gpu$xla.gpu.triton")}
-CALLS = {"pallas": 1, "pallas_triton": 2}  # of attention; on a GPU one joins the shares
+CALLS = {"pallas": 1, "pallas_triton": 2, "triton": 2}  # of attention; on GPUs one joins shares
+
+
+def jax_tritons_plugin() -> Any:
+    """The part of JAX's CUDA plugin that jax-triton lowers with; None if either is missing."""
+    try:
+        from jax_triton import triton_lib
+    except ImportError:
+        return None
+    plugin = triton_lib.triton_kernel_call_lib
+    return plugin if hasattr(plugin, "get_compute_capability") else None
+
+
+if jax_tritons_plugin() is not None and jax.__version_info__ < (0, 12):
+    TARGETS["triton"] = ("cuda", "triton_kernel_call")
 each = pytest.mark.parametrize("implementation", TARGETS)
 
 
@@ -48,13 +63,20 @@ def arguments(model: str, shape: str, dtype: Any) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def no_device(platform: str) -> Iterator[None]:
-    """A mesh that says which GPU is meant: JAX 0.11 and later lower Triton for no other."""
-    if platform != "cuda":
+def no_device(implementation: str) -> Iterator[None]:
+    """A mesh that says which GPU is meant: JAX 0.11 and later lower Triton for no other.
+
+    jax-triton does not look at it but asks the CUDA plugin, which has no device to ask.
+    """
+    if TARGETS[implementation][0] != "cuda":
         yield
         return
     device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="cuda")
-    with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(use_abstract_mesh(AbstractMesh((), (), abstract_device=device)))
+        if implementation == "triton":
+            stack.enter_context(mock.patch.object(
+                jax_tritons_plugin(), "get_compute_capability", lambda device: 90))
         yield
 
 
@@ -69,9 +91,10 @@ def exported(op: Any, implementation: str, args: dict[str, Any], **options: Any)
     call = jax.jit(lambda a: op(
         **a, implementation=implementation, platform="gpu" if platform == "cuda" else platform,
         **options))
-    with no_device(platform):
+    with no_device(implementation):
         module = jax.export.export(call, platforms=[platform], disabled_checks=[
-            jax.export.DisabledSafetyCheck.custom_call(target)])(args)
+            jax.export.DisabledSafetyCheck.custom_call(target + version)
+            for version in ("", "_ffi")])(args)  # jax-triton 0.4 calls its target _ffi
     return module.mlir_module()
 
 
@@ -178,12 +201,14 @@ def test_on_this_machine_it_is_refused_unless_interpreted(implementation: str) -
 
 @pytest.mark.parametrize("op", ["tree_attention", "gumbel_argmax"])
 def test_jax_triton_needs_the_device_to_lower(op: str) -> None:
-    """Why `triton` has no lowering test.
+    """Why `triton` is lowered above only where JAX's CUDA plugin is installed.
 
-    jax-triton 0.3.1 cannot be imported without JAX's CUDA plugin; 0.4 asks the plugin for the
-    device while lowering (AttributeError), and under JAX 0.12 is refused by name. What can
-    be shown without a GPU is in test_triton_program.py.
+    jax-triton 0.3.1 cannot be imported without the plugin; 0.4 asks it for the device while
+    lowering (AttributeError), and under JAX 0.12 is refused by name. What can be shown without
+    either is in test_triton_program.py.
     """
+    if "triton" in TARGETS:
+        pytest.skip("the plugin is there")
     args, function = draws(8, 151936, 4, jnp.float32), gumbel_argmax
     if op == "tree_attention":
         args = arguments("Qwen2.5-7B", "a batch", jnp.bfloat16)

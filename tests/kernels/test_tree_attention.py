@@ -3,6 +3,8 @@
 On a CPU kernels are interpreted; experiments/gpu_contract.py runs the same cases on a GPU.
 """
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -41,14 +43,21 @@ CASES = {
 SHAPES = {"a chain of 33": [0, *range(32)], "a star of 9": [0] * 9, "a comb": [0, 0, 0, 2, 2, 4, 4]}
 
 
-def attempt(case: Any, implementation: str, window: int | None, config: Any) -> np.ndarray:
-    """The case by an implementation; what it is not made for is skipped, with its reason."""
+@contextlib.contextmanager
+def attempted(implementation: str) -> Iterator[None]:
+    """What an implementation is not made for is skipped, with its reason."""
     try:
-        return call(case, implementation, window, config)
+        yield
     except Unsupported as reason:
         if implementation not in PARTIAL:
             raise
         pytest.skip(f"{implementation}: {reason}")
+
+
+def attempt(case: Any, implementation: str, window: int | None, config: Any) -> np.ndarray:
+    """The case by an implementation, or a skipped test."""
+    with attempted(implementation):
+        return call(case, implementation, window, config)
 
 
 def configured(case: Any, implementation: str, window: int | None = None, **other: int
@@ -186,7 +195,7 @@ def test_garbage_in_dead_nodes_and_rows_is_inert(dtype: str, implementation: str
     np.testing.assert_array_equal(configured(case | dirty, implementation), clean)
 
 
-@pytest.mark.parametrize("implementation", KERNELS)
+@pytest.mark.parametrize("implementation", ["machine", *KERNELS])
 def test_the_cache_of_dead_rows_is_not_read(implementation: str) -> None:
     case = keep(base(), [(0, 0), (1, 5)])
     clean = configured(case, implementation)
@@ -194,7 +203,7 @@ def test_the_cache_of_dead_rows_is_not_read(implementation: str) -> None:
     np.testing.assert_array_equal(configured(dirty, implementation), clean)
 
 
-@pytest.mark.parametrize("implementation", ["xla", *KERNELS])
+@pytest.mark.parametrize("implementation", ["machine", "xla", *KERNELS])
 def test_a_segment_that_no_context_reaches_is_not_read(implementation: str) -> None:
     case = base(lengths=(0, 7, 16, 96))
     clean = configured(case, implementation)
@@ -370,7 +379,7 @@ def test_small_tiles_of_queries(implementation: str) -> None:
     assert_near(configured(case, implementation, tile=16), oracle(case), case)
 
 
-@pytest.mark.parametrize("implementation", ["xla", *KERNELS])
+@each
 def test_sharded_over_rows_and_heads(implementation: str) -> None:
     """Kernels do not partition: shard_map gives each device its rows and its heads."""
     if len(jax.devices()) < 4:
@@ -390,7 +399,8 @@ def test_sharded_over_rows_and_heads(implementation: str) -> None:
         local, mesh=mesh, check_vma=False, out_specs=P("rows", "heads"),
         in_specs=(P("rows", "heads"), rows, rows, rows, rows, tree, tree, cache, cache))
     names = ("q", "row", "node", "parent", "length", "tree_k", "tree_v")
-    found = jax.jit(sharded)(*(case[n] for n in names), case["cache_k"][0], case["cache_v"][0])
+    with attempted(implementation):
+        found = jax.jit(sharded)(*(case[n] for n in names), case["cache_k"][0], case["cache_v"][0])
     assert_near(np.asarray(found), oracle(case), case)
 
 

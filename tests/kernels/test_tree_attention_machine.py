@@ -1,6 +1,7 @@
 """Tree attention as machine code: right, and bits that depend on a node's own past alone."""
 
 import functools
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 from kernel_tolerances import TOLERANCE
 from specrl_kernels.dispatch import Unsupported
-from specrl_kernels.tree_attention import tree_attention
+from specrl_kernels.tree_attention import machine, tree_attention
 from specrl_kernels.tree_attention.api import refusals
 
 HEADS = {"groups of 3": (9, 3, 64), "alone": (2, 2, 16), "groups of 7": (14, 2, 128),
@@ -143,6 +144,28 @@ def test_windows_and_bfloat16_are_left_to_xla():
                                  if a.dtype == jnp.float32 else a, x) for name, x in case.items()}
     with pytest.raises(Unsupported, match="float32 only"):
         run(narrow)
+
+
+@pytest.mark.parametrize(("features", "why"), [
+    ({"avx2": True, "fma": True}, None), ({"avx": True}, "needs a CPU with fused multiply-add")])
+def test_a_cpu_that_it_is_not_made_for_takes_xla(features, why, monkeypatch):
+    llvm = pytest.importorskip("llvmlite.binding")
+    if not llvm.get_default_triple().startswith("x86_64"):
+        pytest.skip("the features are of x86")
+    monkeypatch.setattr(llvm, "get_host_cpu_features", lambda: llvm.FeatureMap(features))
+    monkeypatch.setattr(machine, "code", machine.code.__wrapped__)
+    found = refusals(**make((3, 1, 16), (48,), [3, 9], 2))
+    assert found["machine"] == why and found["xla"] is None
+    if why:
+        assert next(name for name, reason in found.items() if reason is None) == "xla"
+
+
+def test_without_the_code_generator_xla_is_taken(monkeypatch):
+    monkeypatch.setitem(sys.modules, "llvmlite.binding", None)
+    monkeypatch.setattr(machine, "code", machine.code.__wrapped__)
+    found = refusals(**make((3, 1, 16), (48,), [3, 9], 2))
+    assert found["machine"] == "needs the package llvmlite"
+    assert next(name for name, reason in found.items() if reason is None) == "xla"
 
 
 @pytest.mark.parametrize(("heads", "nodes", "taken"), [

@@ -1,7 +1,7 @@
 """The Triton programs without a GPU, where Triton is installed: by its interpreter, and compiled.
 
-jax-triton neither lowers nor interprets without its CUDA plugin, so the programs are run apart from
-it, on the arrays and constants that jax-triton would be handed.
+jax-triton does not interpret, nor lower without JAX's CUDA plugin, so the programs are run apart
+from it, on the arrays and constants that jax-triton would be handed.
 """
 
 import importlib
@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -19,7 +20,7 @@ from specrl_kernels.dispatch import Target, Unsupported
 from specrl_kernels.gumbel_argmax import triton as draw_wrapper
 from specrl_kernels.tree_attention import tree_attention
 from specrl_kernels.tree_attention import triton as wrapper
-from specrl_kernels.triton_call import Launch, check_versions
+from specrl_kernels.triton_call import Launch, check_versions, program_call
 from tree_attention_cases import assert_near, make, oracle
 
 KERNELS, TESTS = Path(wrapper.__file__).parents[2], Path(__file__).parents[1]
@@ -112,8 +113,8 @@ def interpreted(launch: Launch, warps: int, stages: int) -> list[Any]:
     program = getattr(importlib.import_module(launch.module), launch.name)
     arrays = [np.array(x, order="C") for x in launch.inputs]
     found = [np.full(x.shape, np.nan, x.dtype) for x in launch.outputs]
-    for source, output in launch.aliases.items():
-        found[output] = arrays[source]
+    if launch.onto:
+        found[0] = arrays[-1]
     program[launch.grid](*map(Tensor, [*arrays, *found]), **launch.constants)
     return [jnp.asarray(x) for x in found]
 
@@ -174,6 +175,38 @@ assert compile(source, target=GPUTarget("cuda", 90, 32), options=dict(num_warps=
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_the_perturbed_argmax_compiles_for_hopper(dtype: str, tmp_path: Path) -> None:
     compile_for_hopper(COMPILE_DRAW, tmp_path, dtype)
+
+
+def jax_triton_0_3(*inputs: Any, kernel: Any, out_shape: Any, input_output_aliases: dict[int, int],
+                   **_: Any) -> None:
+    """What a program is handed: all inputs, then all outputs."""
+    memory = {out: inputs[at] for at, out in input_output_aliases.items()}
+    kernel(*inputs, *(memory.get(i, out) for i, out in enumerate(out_shape)))
+
+
+def jax_triton_0_4(*inputs: Any, kernel: Any, out_type: Any, input_output_aliases: dict[int, int],
+                   **_: Any) -> None:
+    """What a program is handed: all inputs, then the outputs that have memory of their own."""
+    aliased = input_output_aliases.values()
+    kernel(*inputs, *(out for i, out in enumerate(out_type) if i not in aliased))
+
+
+@pytest.mark.parametrize("version", [jax_triton_0_3, jax_triton_0_4])
+def test_what_every_version_of_jax_triton_hands_a_program(
+        version: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """(a, old, out, other): `out` is the memory of `old` where a launch asks for that."""
+    seen = []
+
+    def program(a: str, old: str, out: str, other: str) -> None:
+        seen.append((a, out, other))
+
+    monkeypatch.setitem(sys.modules, "jax_triton", SimpleNamespace(triton_call=version))
+    monkeypatch.setitem(sys.modules, "programs", SimpleNamespace(program=program))
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "9.9.9")
+    for onto in (False, True):
+        program_call(Launch("programs", "program", ["a", "old"], ["out", "other"], (1,), {}, onto),
+                     warps=1, stages=1)
+    assert seen == [("a", "out", "other"), ("a", "old", "other")]
 
 
 def test_it_is_refused_by_name_without_a_gpu() -> None:

@@ -1,6 +1,6 @@
 """The perturbed argmax for GPUs: a Triton program that jax-triton calls, one of it a block.
 
-It cannot be traced without jax-triton's CUDA plugin, and not at all by JAX 0.12 with 0.4.1.
+It cannot be lowered without JAX's CUDA plugin, nor traced by JAX 0.12 with 0.4.1.
 """
 
 from collections.abc import Sequence
@@ -29,5 +29,5 @@ def _race(inputs: list[jax.Array], outputs: list[jax.ShapeDtypeStruct], *, size:
     width, vocab = inputs[0].shape
     constants = dict(width=width, vocab=vocab, lanes=outputs[0].shape[2], size=size, count=count,
                      truncated=truncated)
-    launch = Launch(PROGRAMS, "race", inputs, outputs, outputs[0].shape[:2], constants, {})
+    launch = Launch(PROGRAMS, "race", inputs, outputs, outputs[0].shape[:2], constants)
     return program_call(launch, config.warps, 1)

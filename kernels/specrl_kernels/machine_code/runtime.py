@@ -13,7 +13,6 @@ in turns, 64 KB each, came at 50 GB/s where it came at 65 in two streams (experi
 """
 
 import ctypes
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -58,6 +57,8 @@ def register(name: str, operands: int, generate: Callable[[], Any]) -> Code:
         raise Unsupported("needs the package llvmlite") from reason
     if ctypes.sizeof(ctypes.c_void_p) != 8:
         raise Unsupported("needs a 64-bit CPU")
+    if not has("fma"):  # LLVM would call the C library for each lane
+        raise Unsupported("needs a CPU with fused multiply-add")
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     module = llvm.parse_assembly(_RUNTIME.format(
@@ -83,14 +84,13 @@ def _machine() -> Any:
         cpu=llvm.get_host_cpu_name(), features=flags, opt=3)
 
 
-@functools.cache
-def many_registers() -> bool:
-    """Whether the CPU has 32 vector registers, not 16."""
+def has(feature: str) -> bool:
+    """Whether the CPU has an x86 `feature`; 64-bit ARM has its like of all that is asked for."""
     import llvmlite.binding as llvm
 
     triple = llvm.get_default_triple()
     return triple.startswith(("aarch64", "arm64")) or bool(
-        llvm.get_host_cpu_features().get("avx512f"))
+        llvm.get_host_cpu_features().get(feature))
 
 
 _FIELDS, _LINE = 7, 64  # of a job; bytes of a cache line

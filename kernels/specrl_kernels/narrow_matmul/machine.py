@@ -49,6 +49,7 @@ def code(columns: int) -> Code:
     def generate() -> object:
         from specrl_kernels.narrow_matmul.code import generate
 
-        return generate(columns, (6, 4) if runtime.many_registers() else (2, 2))
+        # 32 vector registers, or 16
+        return generate(columns, (6, 4) if runtime.has("avx512f") else (2, 2))
 
     return runtime.register(f"specrl_narrow_matmul_{columns}", 2, generate)

@@ -3,7 +3,7 @@
 The same course as pallas_triton.py, but jax-triton passes a fixed list of arrays. So a cache of
 several segments is one launch for each, the first of which sees the tree besides, and the joining
 program puts together what all launches found. What jax-triton's versions name differently is in
-triton_call.py. It cannot be traced without its CUDA plugin, and not at all by JAX 0.12 with 0.4.1.
+triton_call.py. It cannot be lowered without JAX's CUDA plugin, nor traced by JAX 0.12 with 0.4.1.
 """
 
 from collections.abc import Sequence
@@ -70,7 +70,7 @@ def plan(rows: Rows, tree: tuple[jax.Array, jax.Array] | None, cache_k: Sequence
             has_tree=tree is not None and start == 0, has_window=rows.first is not None,
             by_row=by_row, direct=direct)
         launches.append(Launch(PROGRAMS, "attend", [*inputs, k, v], outputs,
-                               (g * padded // config.tile, places), constants, {}))
+                               (g * padded // config.tile, places), constants))
         start += k.shape[3]
     return launches
 
@@ -87,7 +87,7 @@ def joining(rows: Rows, shares: Shares, live: jax.Array, parts: Sequence[Sequenc
                      few=gpu.JOIN_QUERIES, some=gpu.JOIN_SHARES)
     return Launch(PROGRAMS, "join", inputs, _outputs(rows, b if whole else None,
                                                      None if whole else b),
-                  (g * padded // gpu.JOIN_QUERIES, b), constants, {6: 0} if direct else {})
+                  (g * padded // gpu.JOIN_QUERIES, b), constants, onto=direct)
 
 
 def _outputs(rows: Rows, whole: int | None, parts: int | None) -> list[jax.ShapeDtypeStruct]:
