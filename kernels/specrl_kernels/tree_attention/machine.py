@@ -17,9 +17,8 @@ from specrl_kernels.machine_code import runtime
 from specrl_kernels.machine_code.runtime import Code
 
 _MULTIPLE = 16  # of E and of segments, machine_code.emit.LANES
-_WIDE = 128  # E from which on a key that is read serves few heads at a time
-_NODES = 4  # packed nodes a row from which on `xla`, whose nodes share what is read, is faster
-_NODES_ALONE = 2  # the same, where no two heads share a key
+_FEW = 2  # heads that share what is read, at most, where `xla`, whose nodes share it, is faster
+_NODES = 4  # from so many packed nodes a row on
 
 
 def tree_attention_machine(q: jax.Array, row: jax.Array, node: jax.Array, tree_k: jax.Array,
@@ -54,7 +53,7 @@ def tree_attention_machine(q: jax.Array, row: jax.Array, node: jax.Array, tree_k
 
 def leave_to_xla(q: jax.Array, row: jax.Array, node: jax.Array, tree_k: jax.Array, *_: Any
                  ) -> None:
-    """Refuses what `xla` was measured to do faster (experiments/LOG.md): several wide nodes a row.
+    """Refuses what `xla` was measured to do faster (experiments/LOG.md): many nodes, few heads.
 
     Each node reads its row's keys and values for itself, which stays cheap as long as several heads
     share what is read.
@@ -62,9 +61,10 @@ def leave_to_xla(q: jax.Array, row: jax.Array, node: jax.Array, tree_k: jax.Arra
     Raises:
       Unsupported: with the reason.
     """
-    (w, h, e), (b, _, g, _) = q.shape, tree_k.shape
-    alone = h == g
-    if (alone and w >= _NODES_ALONE * b) or (e >= _WIDE and w >= _NODES * b):
+    from specrl_kernels.tree_attention import code
+
+    (w, h, e), (b, n, g, _) = q.shape, tree_k.shape
+    if w >= _NODES * b and code.Shape(h, g, e, n, ()).together <= _FEW:
         raise Unsupported(f"xla is faster at {w // b} nodes a row with {h // g} heads of {e} to a "
                           "key: ask for it by name")
 
