@@ -13,7 +13,7 @@ from specrl_kernels import dispatch, tuning
 from specrl_kernels.dispatch import Unsupported, choose
 from specrl_kernels.gumbel_argmax import gpu as draw_gpu
 from specrl_kernels.gumbel_argmax import pallas as draw_pallas
-from specrl_kernels.tree_attention import gpu, pallas, tree_attention
+from specrl_kernels.tree_attention import gpu, pallas, pallas_triton, tree_attention
 from tree_attention_cases import call, make
 
 from experiments.bench import tune
@@ -108,17 +108,22 @@ def test_a_kernel_is_taken_unasked_only_where_it_was_measured(tables: Path) -> N
         dispatch.require(measured, "gumbel_argmax", "pallas", ("tpu",))
 
 
-def test_a_kernel_takes_its_row_and_else_its_heuristic(tables: Path,
-                                                       monkeypatch: pytest.MonkeyPatch) -> None:
-    case, seen = make(lengths=(3, 30), nodes=3), []
-    real = pallas._attend
-    monkeypatch.setattr(pallas, "_attend", lambda *args, **kwargs: (
+@pytest.mark.parametrize("kernel,tuned,otherwise", [
+    (pallas, pallas.Config(block=256, tile=32), pallas.Config()),
+    (pallas_triton, gpu.Config(block=32, tile=16, stages=1),
+     gpu.heuristic(rows=2, heads=2, queries=10, size=16, context=32, itemsize=4))])
+def test_a_kernel_takes_its_row_and_else_its_heuristic(
+        kernel: Any, tuned: Any, otherwise: Any, tables: Path, monkeypatch: pytest.MonkeyPatch
+        ) -> None:
+    name, seen, real = kernel.NAME, [], kernel._attend
+    monkeypatch.setattr(kernel, "_attend", lambda *args, **kwargs: (
         seen.append(kwargs["config"]), real(*args, **kwargs))[1])
     shape = tuning.shape_class(rows=2, queries=6, heads=2, size=16, context=32)
-    write(tables, "cpu", ROW | {"shape": shape, "config": {"block": 256, "tile": 32}})
-    call(case, "pallas")
-    call(make(lengths=(3, 30), nodes=5), "pallas")
-    assert seen == [pallas.Config(block=256, tile=32), pallas.Config()]
+    write(tables, "cpu", ROW | {"shape": shape, "implementation": name,
+                                "config": dataclasses.asdict(tuned)})
+    for nodes in (3, 5):
+        call(make(lengths=(3, 30), nodes=nodes), name)
+    assert seen == [tuned, otherwise]
 
 
 def test_a_jax_without_pallas_through_triton_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,9 +148,11 @@ CONFIGS = {
 
 
 def test_tables_that_are_shipped_are_read_by_their_kernels() -> None:
+    """And what a missing row falls back on is near what was found by search."""
     for path in tuning.folder().glob("*.json"):
         for row in tuning.load(path):
             CONFIGS[row["op"], row["implementation"]](**row["config"])
+            assert row["heuristic"]["microseconds"] <= 1.3 * row["microseconds"], (path.name, row)
 
 
 def test_what_is_tuned_are_fields_of_what_is_configured() -> None:
