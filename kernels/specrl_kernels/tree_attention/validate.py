@@ -45,12 +45,15 @@ def _check_cache(cache_k: Sequence[Any], cache_v: Sequence[Any], b: int, g: int,
     if not cache_k:
         raise ValueError("cache_k = (), expected at least one segment")
     _expect("segments of cache_v", len(cache_v), len(cache_k), "as many as cache_k has")
+    for k in cache_k:
+        _expect("axes of cache_k", len(k.shape), 4, _WHY)
     slots = cache_k[0].shape[0]
     for k, v in zip(cache_k, cache_v, strict=True):
-        s = k.shape[-1]
+        s = k.shape[3]
         _expect("cache_k", k.shape, (slots, g, e, s), _WHY)
-        if s < 1:
-            raise ValueError(f"cache_k = {k.shape}, expected slots in each segment: drop it")
+        if 0 in k.shape:
+            raise ValueError(f"cache_k = {k.shape}, expected rows, and slots in each segment: drop "
+                             "one that has none")
         _expect("cache_v", v.shape, (slots, g, s, e), _WHY)
     if slot is not None:
         _expect("slot", slot.shape, (b,), "one cache row for each row")
@@ -61,12 +64,16 @@ def _check_cache(cache_k: Sequence[Any], cache_v: Sequence[Any], b: int, g: int,
 def _check_prefix(prefix: Any, g: int, e: int) -> None:
     if prefix is None:
         return
-    count, size = prefix.k.shape[0], prefix.k.shape[-1]
+    _expect("axes of prefix.k", len(prefix.k.shape), 4, _WHY)
+    count, size = prefix.k.shape[0], prefix.k.shape[3]
     _expect("prefix.k", prefix.k.shape, (count, g, e, size), _WHY)
     _expect("prefix.v", prefix.v.shape, (count, g, size, e), _WHY)
     _expect("prefix.length", prefix.length.shape, (count,), "one for each prefix")
-    _expect("prefix.rows", (prefix.rows.ndim, prefix.rows.shape[0]), (2, count),
-            "axes, and as many as there are prefixes")
+    _expect("axes of prefix.rows", len(prefix.rows.shape), 2, "a line of rows for each prefix")
+    _expect("lines of prefix.rows", prefix.rows.shape[0], count, "as many as there are prefixes")
+    for name, array in (("prefix.k", prefix.k), ("prefix.rows", prefix.rows)):
+        if 0 in array.shape:
+            raise ValueError(f"{name} = {array.shape}, expected no axis of 0: else pass None")
 
 
 def _check_dtypes(q: Any, tree_k: Any, tree_v: Any, cache_k: Sequence[Any],
