@@ -171,7 +171,7 @@ def test_without_the_code_generator_xla_is_taken(monkeypatch):
 @pytest.mark.parametrize(("heads", "nodes", "taken"), [
     ((9, 3, 64), 16, "machine"), ((14, 2, 64), 8, "machine"), ((28, 4, 128), 1, "machine"),
     ((28, 4, 128), 8, "machine"), ((8, 4, 256), 3, "machine"), ((8, 4, 256), 4, "xla"),
-    ((32, 32, 64), 2, "machine"), ((32, 32, 64), 4, "xla")])
+    ((32, 32, 64), 2, "machine"), ((32, 32, 64), 4, "xla"), ((8, 4, 16), 8, "machine")])
 def test_the_faster_one_is_taken_without_a_name(heads, nodes, taken):
     case = make(heads, (64,), [3, 9], nodes)
     found = refusals(**case)

@@ -19,6 +19,7 @@ from specrl_kernels.machine_code.runtime import Code
 _MULTIPLE = 16  # of E and of segments, machine_code.emit.LANES
 _FEW = 2  # heads that share what is read, at most, where `xla`, whose nodes share it, is faster
 _NODES = 4  # from so many packed nodes a row on
+_SIZE = 64  # E from which on that was seen
 
 
 def tree_attention_machine(q: jax.Array, row: jax.Array, node: jax.Array, tree_k: jax.Array,
@@ -64,7 +65,8 @@ def leave_to_xla(q: jax.Array, row: jax.Array, node: jax.Array, tree_k: jax.Arra
     from specrl_kernels.tree_attention import code
 
     (w, h, e), (b, n, g, _) = q.shape, tree_k.shape
-    if w >= _NODES * b and code.Shape(h, g, e, n, ()).together <= _FEW:
+    together = code.Shape(h, g, e, n, ()).together
+    if w >= _NODES * b and e >= _SIZE and together <= _FEW:
         raise Unsupported(f"xla is faster at {w // b} nodes a row with {h // g} heads of {e} to a "
                           "key: ask for it by name")
 
