@@ -7,11 +7,12 @@
 Prompts are the first of config.data's split, one row each; rows end at stop tokens or at
 config.rollout.max_new_tokens. For each batch size, plain decoding and every drafter at every
 setting are timed alternately in this process, and each drafter also with nothing drafted (the arm
-`NAME 0`, what a round pays for a drafter that is switched off). Nodes less likely to be accepted
-than config.control.min_survival are not verified; 0 verifies whole settings. What drafting takes is
-the difference of two single runs, so on a machine whose speed changes its share may even be below
-zero. Speed-ups are pair by pair. Under the match rule all arms say the same tokens but for near
-ties; the file says whether they did.
+`NAME 0`, what a round pays for a drafter that is switched off). `history` and `merge` know
+config.spec.history_past earlier responses to each prompt, as in the later epochs of RL. Nodes less
+likely to be accepted than config.control.min_survival are not verified; 0 verifies whole settings.
+What drafting takes is the difference of two single runs, so on a machine whose speed changes its
+share may even be below zero. Speed-ups are pair by pair. Under the match rule all arms say the same
+tokens but for near ties; the file says whether they did.
 """
 
 import sys

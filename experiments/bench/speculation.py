@@ -22,7 +22,7 @@ from . import parts
 from .timing import alternate, ratio, seconds_of, spread
 
 PART_REPEATS = 9
-STEP = 1  # of the noise keys; 0 makes the responses that history may draft from
+STEP = 0  # of the noise keys; those after it make the responses that history may draft from
 
 
 class Cell(NamedTuple):
@@ -99,13 +99,21 @@ class Arm:
         self.sampler.publish(params, 0)
         self.past: np.ndarray | None = None
 
-    def warm_up(self) -> None:
-        """Compiles, makes the responses that history drafts from, and calibrates acceptance."""
-        self.sampler.compile()
-        said = self.run(None, step=0).result.sequences
-        if self.sampler.engine.layout.past:
+    def earlier(self, count: int) -> np.ndarray:
+        """Other responses to the same prompts, without a draft: i32[Q, count, T], -1 fills."""
+        found = []
+        for step in range(STEP + 1, STEP + 1 + count):
+            said = self.run(None, step).result.sequences
             within = np.arange(said.tokens.shape[1])[None] < said.length[:, None]
-            self.past = np.where(within, said.tokens, -1).astype(np.int32)[:, None]
+            found.append(np.where(within, said.tokens, -1).astype(np.int32))
+        return np.stack(found, 1)
+
+    def warm_up(self, widest: Cell, past: np.ndarray | None) -> None:
+        """Compiles, and calibrates the estimates of survival by one rollout that is not timed."""
+        self.sampler.compile()
+        if self.sampler.engine.layout.past:
+            self.past = past
+        self.run(widest, STEP + 1)
 
     def run(self, cell: Cell | None, step: int = STEP) -> Run:
         """One rollout at a setting; None is without a draft."""
@@ -133,7 +141,7 @@ def arm_config(config: Config, prompts: Sequence[Sequence[int]], drafter: str,
     nodes = max(1 + steps * branch if drafter in ("history", "merge") else 2,
                 *(c.nodes for c in cells))
     spec = dataclasses.replace(
-        config.spec, drafter=drafter, history_past=1, max_steps=steps, max_branch=branch,
+        config.spec, drafter=drafter, max_steps=steps, max_branch=branch,
         max_nodes=nodes, max_packed=max(rows * max(c.nodes for c in cells), rows + 1),
         steps=1, branch=1, nodes=2, budget=0)
     control = dataclasses.replace(config.control, policy="fixed")
@@ -151,8 +159,11 @@ def run_case(config: Config, source: Source, params: Any, prompts: Sequence[Sequ
     check(len(prompts) > 0, "prompts", 0, "there is nothing to generate")
     arms = {name: Arm(config, source, params, prompts, name, cells, counter)
             for name in ("off", *drafters)}
-    for arm in arms.values():
-        arm.warm_up()
+    arms["off"].sampler.compile()
+    remembering = [a for a in arms.values() if a.sampler.engine.layout.past]
+    past = arms["off"].earlier(config.spec.history_past) if remembering else None
+    for name in drafters:
+        arms[name].warm_up(max(cells, key=lambda cell: cell.nodes), past)
     tasks = {"off": lambda: arms["off"].run(None)}
     roots = {}  # of each setting: drafted, but roots alone verified
     for name in drafters:

@@ -2,10 +2,11 @@
 
 import json
 
+import numpy as np
 import pytest
 
 from experiments.bench import show, speculation
-from experiments.bench.speculation import Cell
+from experiments.bench.speculation import Arm, Cell
 from specrl_jax import sharding
 from specrl_jax.actor import open_actor
 from specrl_jax.config import Config, ConfigError, ModelSource, RolloutConfig
@@ -38,3 +39,16 @@ def test_settings_are_parsed_or_refused():
     for text in ("4x2", "4x2x0", "axbxc", ""):
         with pytest.raises(ConfigError, match="--setting"):
             speculation.parse(text)
+
+
+def test_earlier_responses_are_other_samples_of_the_same_prompts():
+    config = Config(model=ModelSource("random:tiny"), rollout=RolloutConfig(max_new_tokens=6))
+    actor = open_actor(config)
+    prompts = [[1, 2, 3], [4, 5]]
+    arm = Arm(config, actor.source, actor.params(sharding.make_mesh(config.mesh)), prompts, "off",
+              [Cell(1, 1, 2)], CompilationCounter())
+    arm.sampler.compile()
+    earlier, timed = arm.earlier(3), arm.run(None).result.sequences.tokens
+    assert earlier.shape == (2, 3, 6)
+    streams = np.concatenate([earlier, np.asarray(timed)[:, None]], 1)
+    assert all(len(np.unique(row, axis=0)) == 4 for row in streams)
