@@ -8,7 +8,7 @@ from specrl_jax.options import at_least, check, option
 DRAFTERS = ("off", "history", "eagle", "small_lm", "replay", "merge")
 CHILDREN = ("perturbed", "top", "sampled")
 LOSSES = ("forward_kl", "reward_weighted_kl", "advantage_weighted_kl", "jsd", "tv", "e2e_tv", "lk")
-WHEN = ("off", "once", "every_k", "every_step", "trigger", "overlap")
+WHEN = ("off", "once", "every_k", "every_step", "trigger", "overlap", "overlap_k")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,8 +93,9 @@ class DistillConfig(DistillOptions):
 
     when: str = option("off", "off; once: before RL, on the actor's own answers; every_k; "
                               "every_step; trigger: when acceptance falls by more than the actor's "
-                              "entropy explains; overlap: beside the next rollout, a step late")
-    every: int = option(5, "every_k: steps from one training to the next")
+                              "entropy explains; overlap: beside the next rollout, a step late; "
+                              "overlap_k: so, but every k steps")
+    every: int = option(5, "every_k, overlap_k: steps from one training to the next")
     updates: int = option(4, "updates of one training")
     batch: int = option(16, "sequences of one update")
     micro_batch: int = option(8, "sequences of one forward and backward pass, over all shards")

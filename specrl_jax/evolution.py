@@ -44,9 +44,9 @@ class Evolution:
         shards = sharding.shard_count(mesh)
         check(options.micro_batch % shards == 0, "distill.micro_batch", options.micro_batch,
               f"must be a multiple of the {shards} data shards")
-        check(options.when != "overlap" or mesh.size == 1, "distill.when", options.when,
+        check(not schedule.late(options) or mesh.size == 1, "distill.when", options.when,
               f"two programs at once over {mesh.size} devices may wait for each other; use "
-              f"every_step")
+              f"every_step or every_k")
         self.arch = sampler.drafting.head
         self.programs = Programs(self.arch, options, mesh, sharding.replicated(mesh))
         self.take = min(options.sequences or config.sequences, config.sequences)
@@ -58,7 +58,7 @@ class Evolution:
         self.good = self.state  # as of the last publish
         self.vocab = life.head["vocab"]
         self.staleness, self.seconds = schedule.forget(), np.zeros(2)  # spent, saved
-        self._beside = concurrent.futures.ThreadPoolExecutor(1)  # for `overlap`
+        self._beside = concurrent.futures.ThreadPoolExecutor(1)  # where it is late
         self._ahead: concurrent.futures.Future[Trained] | None = None
 
     # Programs.
@@ -85,7 +85,7 @@ class Evolution:
 
     def _lent(self, actor: Any, vocab: Any, heads: Any) -> Lent:
         lent = distill.lend(self.arch, actor, vocab).replace(teachers=heads)
-        if self.options.when != "overlap":
+        if not schedule.late(self.options):
             return lent
         return lent.replace(embed=jnp.copy(lent.embed), head=jnp.copy(lent.head))
 
@@ -148,11 +148,11 @@ class Evolution:
 
     def train(self, step: int) -> dict[str, Any]:
         """Updates and publishes if that is due; metrics."""
-        if self.options.when == "overlap":
-            return self._publish_late() | self._start_beside(step)
+        told = self._publish_late()
         if not schedule.due(self.options, step, self.staleness):
-            return {}
-        return self.train_now(step)
+            return told
+        return told | (self._start_beside(step) if schedule.late(self.options)
+                       else self.train_now(step))
 
     def train_now(self, step: int) -> dict[str, Any]:
         """The updates of one training, and the next version."""
@@ -177,7 +177,7 @@ class Evolution:
     def _repair(self) -> dict[str, Any]:
         """Goes back to the published head where the learner's was damaged since.
 
-        What `overlap` trains ahead is not the learner's yet.
+        What is trained ahead is not the learner's yet.
         """
         head = {"weights": self.state.params, "vocab": self.vocab}
         fault = self.life.damage(head)
@@ -227,17 +227,18 @@ class Evolution:
     def account(self, spent: float, saved: float) -> dict[str, float]:
         """Adds a step's seconds: on the drafter's evolution, and by speculation."""
         self.seconds += (spent, saved)
-        return {"time/distill": spent, "time/net": float(self.seconds[1] - self.seconds[0])}
+        return {"time/distill": spent, "time/net": float(self.seconds[1] - self.seconds[0]),
+                "distill/buffer_bytes": self.features.nbytes}
 
     # Persistence.
 
     def arrays(self) -> dict[str, Any]:
-        """What a checkpoint holds besides `meta`. Waits for the updates of `overlap`."""
+        """What a checkpoint holds besides `meta`. Waits for updates that run beside."""
         held = {"drafter": {"weights": self.state.params, "vocab": self.vocab},
                 "drafter_optimizer": self.state.optimizer,
                 "drafter_features": self.features.arrays(),
                 "drafter_staleness": self.staleness, "drafter_account": self.seconds}
-        if self.options.when == "overlap":
+        if schedule.late(self.options):
             trained = self._join()
             ahead = trained[0] if trained else self.state
             held["drafter_ahead"] = {"weights": ahead.params, "optimizer": ahead.optimizer}

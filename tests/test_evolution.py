@@ -33,7 +33,7 @@ SPEC = SpecOptions(drafter="eagle", steps=2, branch=1, nodes=3, max_steps=2, max
                    max_nodes=3)
 LEARN = dict(batch=8, micro_batch=8, updates=2, unroll=2, learning_rate=3e-3, canary=4)
 MODES = {"every_step": {}, "every_k": {"every": 2, "rollouts": 2}, "once": {"rollouts": 2},
-         "overlap": {}, "trigger": {"threshold": 0.0, "memory": 0.0}}
+         "overlap": {}, "overlap_k": {"every": 2}, "trigger": {"threshold": 0.0, "memory": 0.0}}
 UNEQUAL = ("time/", "memory/", "compilations", "rollout/tokens_per_second")
 INVARIANT = dict(num_heads=4, num_kv_heads=2, head_dim=16)  # heads that machine code can take
 
@@ -103,7 +103,7 @@ def test_whatever_the_mode_the_actor_is_the_same_and_a_run_resumes_exactly(
     assert [row["compilations"] for row in told] == [0] * 4 and not whole.warnings
     assert [row["loss"] for row in told] == [row["loss"] for row in metrics.read_metrics(plain)]
     versions = {"every_step": [0, 1, 2, 3], "every_k": [0, 0, 1, 1], "once": [0, 0, 0, 0],
-                "overlap": [0, 0, 1, 2]}
+                "overlap": [0, 0, 1, 2], "overlap_k": [0, 0, 0, 1]}
     if when in versions:
         assert [row["version/drafter"] for row in told] == [
             v + (when == "once") for v in versions[when]]

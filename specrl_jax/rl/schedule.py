@@ -67,16 +67,21 @@ def watches(options: DistillConfig) -> bool:
     return options.when == "trigger"
 
 
+def late(options: DistillConfig) -> bool:
+    """Whether updates run beside the next rollout and are published a step late."""
+    return options.when in ("overlap", "overlap_k")
+
+
 def collects(options: DistillConfig, step: int) -> bool:
     """Whether the features of RL step `step`'s rollout are needed."""
-    if options.when == "every_k":
+    if options.when in ("every_k", "overlap_k"):
         return options.every - 1 - step % options.every < options.rollouts
     return options.when in ("every_step", "trigger", "overlap")
 
 
 def due(options: DistillConfig, step: int, state: Staleness) -> bool:
     """Whether a training follows RL step `step`."""
-    if options.when == "every_k":
+    if options.when in ("every_k", "overlap_k"):
         return (step + 1) % options.every == 0
     if options.when == "trigger":
         return bool(state.fall < -options.threshold)

@@ -12,6 +12,7 @@ from specrl_jax.rl import schedule
     (dict(when="every_step"), "01234567", "01234567"), (dict(when="overlap"), *["01234567"] * 2),
     (dict(when="every_k", every=4), "37", "37"),
     (dict(when="every_k", every=4, rollouts=3), "123567", "37"),
+    (dict(when="overlap_k", every=4), "37", "37"),
     (dict(when="trigger"), "01234567", ""),
 ])
 def test_the_schedule(options, collects, due):
