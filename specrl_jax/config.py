@@ -17,7 +17,9 @@ from specrl_jax.drafter_options import DraftConfig as DraftConfig
 from specrl_jax.options import ConfigError as ConfigError
 from specrl_jax.options import at_least, check, option, section
 
-RULES = ("match", "rejection", "lossy_lenient", "lossy_typical")
+DRAWN_RULES = ("rejection_drawn", "lossy_shared_noise", "lossy_retrospective")
+RULES = ("match", "rejection", "lossy_lenient", "lossy_typical", "lossy_greedy",
+         "lossy_accept_all", "lossy_default_sampling", *DRAWN_RULES)
 POLICIES = ("off", "fixed", "respec", "bandit", "budget", "oracle")
 DATASETS = ("specrl_arithmetic", "gsm8k")
 
@@ -75,7 +77,8 @@ class SpecOptions:
 
     drafter: str = option("history", f"one of {', '.join(DRAFTERS)}")
     rule: str = option("match", "verification: match leaves every token as it is without a draft; "
-                                "rejection its law; lossy_lenient and lossy_typical change it")
+                                "rejection its law, as rejection_drawn does, by p / q; those with "
+                                "lossy in their name change it, and most are bugs on purpose")
     steps: int = option(4, "draft depth asked for in each round; 0 is off")
     branch: int = option(1, "alternatives tried at the root; 1 is a chain")
     nodes: int = option(5, "tree nodes a row may have, root included")

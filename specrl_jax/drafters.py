@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from specrl_jax.config import Config, ConfigError, check
+from specrl_jax.config import DRAWN_RULES, Config, ConfigError, check
 from specrl_jax.draft import eagle_model, eagle_weights
 from specrl_jax.draft.base import Drafter
 from specrl_jax.draft.eagle import eagle
@@ -58,6 +58,8 @@ def make(config: Config, arch: Architecture, stop: Sequence[int], group: int,
     """
     if config.spec.drafter == "off" or config.control.policy == "off":
         return Drafting(off())
+    if config.spec.rule in DRAWN_RULES:
+        _check_drawn(config)
     names = config.draft.parts if config.spec.drafter == "merge" else (config.spec.drafter,)
     parts = [_small(config, arch, tokenizer, i) if name == "small_lm" else
              _part(name, i, config, arch, stop, group, warn) for i, name in enumerate(names)]
@@ -67,6 +69,29 @@ def make(config: Config, arch: Architecture, stop: Sequence[int], group: int,
     return Drafting(merge([part.drafter for part in parts], config.spec.max_nodes),
                     tuple(part.own for part in parts),
                     None if learns is None else parts[learns].head, learns)
+
+
+def _check_drawn(config: Config) -> None:
+    """
+    Raises:
+      ConfigError: a token is not drawn, or what is verified may depend on what was drawn.
+    """
+    spec, rule = config.spec, f"spec.rule = {config.spec.rule!r} "
+    check(spec.drafter in ("eagle", "small_lm"), "spec.drafter", spec.drafter,
+          rule + "needs a drafter that draws: choose eagle or small_lm, or rule rejection")
+    check(config.draft.children != "top", "draft.children", config.draft.children,
+          rule + "needs tokens that were drawn: choose perturbed or sampled")
+    check(spec.max_branch == 1, "spec.max_branch", spec.max_branch, rule + "verifies chains: use 1")
+    fixed = config.control.policy == "fixed"
+    check(fixed, "control.policy", config.control.policy,
+          rule + "must not depend on what was drawn: choose fixed")
+    check(config.control.min_survival == 0, "control.min_survival", config.control.min_survival,
+          rule + "must not depend on what was drawn: use 0")
+    check(spec.budget == 0, "spec.budget", spec.budget,
+          rule + "must not depend on what was drawn: use 0")
+    rows = config.rollout.batch_size // (config.mesh.data * config.mesh.fsdp)
+    check(rows * spec.max_nodes <= spec.max_packed, "spec.max_packed", spec.max_packed,
+          rule + f"verifies all that was drawn: raise it to {rows * spec.max_nodes}")
 
 
 def _part(name: str, origin: int, config: Config, arch: Architecture, stop: Sequence[int],
@@ -80,7 +105,8 @@ def _part(name: str, origin: int, config: Config, arch: Architecture, stop: Sequ
                          origin=origin)
         return Drafting(drafter, replaying(config.draft.corruption, config.draft.cost))
     head, own = _head(config, arch, stop, warn)
-    return Drafting(eagle(head, children=config.draft.children, origin=origin, **sizes), own, head)
+    return Drafting(eagle(head, children=config.draft.children, origin=origin,
+                          drawn=config.spec.rule in DRAWN_RULES, **sizes), own, head)
 
 
 def _head(config: Config, arch: Architecture, stop: Sequence[int], warn: Callable[[str], None]
@@ -116,7 +142,8 @@ def _small(config: Config, arch: Architecture, tokenizer: Tokenizer | None, orig
           f"has {small.arch.max_position} positions, rollout.max_prompt_tokens + "
           f"rollout.max_new_tokens = {most}")
     drafter = small_lm(small.arch, spec.max_steps, spec.max_branch, spec.max_nodes,
-                       config.draft.children, origin=origin, dtype=jnp.dtype(config.model.dtype))
+                       config.draft.children, origin=origin, drawn=config.spec.rule in DRAWN_RULES,
+                       dtype=jnp.dtype(config.model.dtype))
     return Drafting(drafter, small.params())
 
 

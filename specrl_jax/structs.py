@@ -29,6 +29,14 @@ class SpecConfig:
 
 
 @struct.dataclass
+class Drawn:
+    """What the tokens of chains were drawn from, in log-probabilities; -inf: from nothing known."""
+
+    logq: Array  # f32[B, N, Vd] of each node's successor
+    vocab: Array  # i32[Vd] token ids, ascending
+
+
+@struct.dataclass
 class DraftTree:
     """Node 0 is the last emitted token, K/V not cached yet. parent[n] < n; siblings differ."""
 
@@ -42,7 +50,7 @@ class DraftTree:
     guess: Array  # f32[B, N] the drafter's own probability that its parent's draw is this token
     gap: Array  # f32[B, N] score lost to the best sibling
     live: Array  # bool[B, N]
-    proposal: Any = None  # the verification rule's own pytree; None for match
+    proposal: Drawn | None = None  # for rules that ask what was drawn from
 
 
 @struct.dataclass

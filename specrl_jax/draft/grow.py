@@ -17,7 +17,7 @@ from specrl_jax.draft.base import Survive
 from specrl_jax.draft.tree import attach, roots
 from specrl_jax.model.transformer import Attend
 from specrl_jax.prng import gumbel
-from specrl_jax.structs import Array, DraftTree, Sampling, SpecConfig, Tip
+from specrl_jax.structs import Array, DraftTree, Drawn, Sampling, SpecConfig, Tip
 
 CHILDREN = ("perturbed", "top", "sampled")
 _OWN_DOMAIN = 0x5EED0DD5  # turns a row's key into one whose noise the match rule never uses
@@ -54,6 +54,7 @@ class Growth:
     nodes: int  # N
     children: str  # one of CHILDREN
     origin: int
+    drawn: bool = False  # whether trees, then chains, carry what their tokens were drawn from
 
 
 @struct.dataclass
@@ -97,24 +98,43 @@ def grow(growth: Growth, params: Any, cache: KV, hidden: Array, tip: Tip, rows: 
     front = Frontier(index=none, slot=none, token=tip.root[:, None],
                      survival=jnp.ones((batch, 1)), hidden=hidden[..., None],
                      live=(tip.live & (tip.context >= growth.network.ahead))[:, None])
-    first = _children(growth, params, front, tip, rows, spec, survive, jnp.int32(1))
+    first, logq = _children(growth, params, front, tip, rows, spec, survive, jnp.int32(1))
+    drawn = _note(unknown(growth, params, batch), logq, rows, jnp.int32(1))
     levels = jax.tree.map(
         lambda a: jnp.zeros((batch, growth.depth, k * k), a.dtype).at[:, 0, :k].set(a), first)
     tree = _rooted(growth, cache, tip)
     front = _frontier(growth, first, front, rows, jnp.int32(1))
 
     def level(depth: Array, carry: tuple) -> tuple:
-        levels, front, tree = carry
+        levels, front, tree, drawn = carry
         front, tree = _run(growth, params, cache, front, tree, tip, depth)
-        found = _children(growth, params, front, tip, rows, spec, survive, depth)
+        found, logq = _children(growth, params, front, tip, rows, spec, survive, depth)
         levels = jax.tree.map(
             lambda whole, new: jax.lax.dynamic_update_index_in_dim(whole, new, depth - 1, 1),
             levels, found)
-        return levels, _frontier(growth, found, front, rows, depth), tree
+        return (levels, _frontier(growth, found, front, rows, depth), tree,
+                _note(drawn, logq, rows, depth))
 
     last = jnp.minimum(spec.steps, growth.depth)
-    levels, _, _ = jax.lax.fori_loop(2, last + 1, level, (levels, front, tree))
-    return _likeliest(growth, levels, tip)
+    levels, _, _, drawn = jax.lax.fori_loop(2, last + 1, level, (levels, front, tree, drawn))
+    return _likeliest(growth, levels, tip).replace(proposal=drawn)
+
+
+def unknown(growth: Growth, params: Any, batch: int) -> Drawn | None:
+    """That no node's children were drawn from anything; None where nobody asks."""
+    if not growth.drawn:
+        return None
+    vocab = growth.network.vocab(params)
+    return Drawn(jnp.full((batch, growth.nodes, vocab.shape[0]), -jnp.inf), vocab)
+
+
+def _note(drawn: Drawn | None, logq: Array, rows: Sampling, depth: Array) -> Drawn | None:
+    """Adds what the chain's node of `depth` was drawn from; a greedy row's is a point mass."""
+    if drawn is None:
+        return None
+    logq = jnp.where((rows.temperature > 0)[:, None], logq[:, 0], -jnp.inf)
+    return drawn.replace(
+        logq=jax.lax.dynamic_update_index_in_dim(drawn.logq, logq, depth - 1, 1))
 
 
 def _rooted(growth: Growth, cache: KV, tip: Tip) -> tuple[KV, Array]:
@@ -163,10 +183,11 @@ def _run(growth: Growth, params: Any, cache: KV, front: Frontier, tree: tuple[KV
 
 
 def _children(growth: Growth, params: Any, front: Frontier, tip: Tip, rows: Sampling,
-              spec: SpecConfig, survive: Survive, depth: Array) -> DraftTree:
+              spec: SpecConfig, survive: Survive, depth: Array) -> tuple[DraftTree, Array]:
     """The candidates below a frontier, fields [B, k * K]; none where logits are not finite.
 
-    A child's score is what its siblings are ranked by. Parents are indices of candidates.
+    A child's score is what its siblings are ranked by. Parents are indices of candidates. Also
+    log-probabilities f32[B, k, Vd] of all tokens.
     """
     ranked, logq, scale = _scores(growth, params, front, tip, rows, depth)
     best, at = _highest(ranked, growth.branch)
@@ -184,7 +205,7 @@ def _children(growth: Growth, params: Any, front: Frontier, tip: Tip, rows: Samp
                       origin=origin, survival=survival, logq=chosen, guess=guess,
                       gap=best[..., :1] - best,
                       live=front.live[..., None] & asked & jnp.isfinite(best))
-    return jax.tree.map(lambda a: a.reshape(a.shape[0], -1), found)
+    return jax.tree.map(lambda a: a.reshape(a.shape[0], -1), found), logq
 
 
 def _scores(growth: Growth, params: Any, front: Frontier, tip: Tip, rows: Sampling,

@@ -39,14 +39,14 @@ class SmallState:
 
 
 def small_lm(arch: Architecture, depth: int, branch: int, nodes: int, children: str = "perturbed",
-             *, origin: int = 0, dtype: Any = jnp.float32) -> Drafter:
+             *, origin: int = 0, drawn: bool = False, dtype: Any = jnp.float32) -> Drafter:
     """The drafter with D = `depth`, K = `branch`, N = `nodes`.
 
     Its own parameters, what `bind` is given, are those of architecture.describe.
 
     Args:
       arch: the small model's.
-      children: as of draft/eagle.py.
+      children, drawn: as of draft/eagle.py.
       origin: what DraftTree.origin says of its nodes.
       dtype: of its cache.
 
@@ -58,7 +58,7 @@ def small_lm(arch: Architecture, depth: int, branch: int, nodes: int, children: 
     at_least(2, spec__max_nodes=nodes)
     check(1 <= branch <= arch.vocab_size, "spec.max_branch", branch,
           f"must lie in 1..{arch.vocab_size}, the vocabulary")
-    growth = Growth(_network(arch), depth, branch, nodes, children, origin)
+    growth = Growth(_network(arch), depth, branch, nodes, children, origin, drawn)
     return Drafter(
         nodes=nodes, depth=depth,
         init=functools.partial(_init, arch, depth, dtype),

@@ -10,6 +10,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from specrl_jax.config import check
 from specrl_jax.control import acceptance
 from specrl_jax.control.policies import Bucket, Controller, Outcome
 from specrl_jax.draft.base import Drafter
@@ -18,7 +19,8 @@ from specrl_jax.model import transformer
 from specrl_jax.model.architecture import Architecture
 from specrl_jax.model.transformer import Packing, Params
 from specrl_jax.sharding import ROWS
-from specrl_jax.spec import commit, lossy, rejection, sampling, verify
+from specrl_jax.spec import commit, rejection, sampling, verify
+from specrl_jax.spec.rules import RULES
 from specrl_jax.structs import (
     Array,
     Cache,
@@ -189,8 +191,9 @@ def verify_in(machine: Machine, params: Params, drafter_params: Params, cache: C
         draws = drawn.token[packing.place]
     else:
         rank = jnp.take_along_axis(tree.rank, order, 1)
-        verdict, draws = _reject(machine, sampling.process(logits, *processing),
-                                 (tokens, parent, rank, kept), packing.place, tip, rows)
+        verdict, draws = _reject(machine, RULES[machine.rule].process(logits, *processing),
+                                 (tokens, parent, rank, kept), _drawn(machine, tree, order),
+                                 packing.place, tip, rows)
     path = _gather(fresh, verdict.path)
     if taps is not None:
         along = jnp.take_along_axis(packing.place, verdict.path, 1)
@@ -201,18 +204,28 @@ def verify_in(machine: Machine, params: Params, drafter_params: Params, cache: C
     return verdict.replace(path=original), Path(kv=path, taps=taps, draw=draws, verified=live)
 
 
-def _reject(machine: Machine, target: sampling.Processed, tree: tuple[Array, ...], place: Array,
-            tip: Tip, rows: Sampling) -> tuple[Verdict, Array]:
-    """The verdict of another rule than match, and the tokens i32[B, n] emitted at walked nodes.
+def _drawn(machine: Machine, tree: DraftTree, order: Array) -> Array:
+    """f32[B, n, V] log-probabilities that the nodes' successors were drawn from; -inf: none known.
 
-    Drafts are tested as point masses: exact however the drafter chose them and the controller
-    pruned them, since the coins are independent of both.
+    Raises:
+      ConfigError: the rule asks for them and the drafter does not tell.
     """
-    rule = {"rejection": rejection.walk, "lossy_lenient": lossy.lossy_lenient,
-            "lossy_typical": lossy.lossy_typical}[machine.rule]
+    batch, nodes = order.shape
+    none = jnp.full((batch, nodes, machine.arch.vocab_size), -jnp.inf)
+    if not RULES[machine.rule].drawn or nodes == 1:
+        return none
+    check(tree.proposal is not None, "spec.rule", machine.rule,
+          "the drafter does not tell what it drew from; choose rejection")
+    logq = jnp.take_along_axis(tree.proposal.logq, order[..., None], 1)
+    return none.at[..., tree.proposal.vocab].set(logq)
+
+
+def _reject(machine: Machine, target: sampling.Processed, tree: tuple[Array, ...], logq: Array,
+            place: Array, tip: Tip, rows: Sampling) -> tuple[Verdict, Array]:
+    """The verdict of another rule than match, and the tokens i32[B, n] emitted at walked nodes."""
     batch, nodes = tree[0].shape
-    unknown = jnp.full((batch, nodes, machine.arch.vocab_size), -jnp.inf)
-    verdict = rejection.judge(*tree, target, unknown, place, tip, rows, machine.drafter.depth, rule)
+    verdict = rejection.judge(*tree, target, logq, place, tip, rows, machine.drafter.depth,
+                              RULES[machine.rule].walk)
     walked = jnp.where(jnp.arange(verdict.path.shape[1])[None] < verdict.count[:, None],
                        verdict.path, nodes)  # the path's last node repeats: keep its first token
     emitted = jnp.zeros((batch, nodes), jnp.int32).at[

@@ -1,7 +1,10 @@
-"""Rules that change the policy, for experiments: what is gained by giving exactness up.
+"""Rules that change the policy, for experiments: what is gained by giving exactness up, and what
+published bugs did to it.
 
-They are `rejection.walk` with another test. Every name begins with `lossy`, so that none is chosen
-by accident; `tests/spec/test_museum.py` shows that the checks of exactness notice them.
+They are `rejection.walk` with one part exchanged. Every name begins with `lossy`, so that none is
+chosen by accident; `tests/spec/test_museum.py` shows that the checks of exactness notice them. The
+five of the second half are bugs on purpose: how far do they move a reward curve
+(experiments/staleness.py --question=bugs)?
 """
 
 import functools
@@ -10,8 +13,12 @@ import jax.numpy as jnp
 from jax.scipy.special import entr
 
 from specrl_jax.config import check
-from specrl_jax.spec.rejection import Test, lossless, walk
+from specrl_jax.prng import gumbel
+from specrl_jax.spec.rejection import Test, coin, decide, emit, lossless, walk
+from specrl_jax.spec.sampling import Processed, process
 from specrl_jax.structs import Array
+
+CONFIDENCE = 0.6  # of a drafter in its best guess, below which `lossy_retrospective` looks back
 
 
 def lossy_lenient(tokens: Array, parent: Array, rank: Array, live: Array, logp: Array, logq: Array,
@@ -60,3 +67,60 @@ def _typical(epsilon: float, delta: float) -> Test:
         return typical.astype(p.dtype), p, q
 
     return test
+
+
+# Bugs. Arguments and results are those of `rejection.walk`.
+
+
+def lossy_greedy(tokens: Array, parent: Array, rank: Array, live: Array, logp: Array, logq: Array,
+                 key: Array, position: Array, depth: int) -> tuple[Array, Array, Array]:
+    """Sampled requests verified by argmax: SGLang on ROCm (pull request 31214)."""
+    best = jnp.arange(logp.shape[2])[None, None] == logp.argmax(2)[..., None]
+    return walk(tokens, parent, rank, live, jnp.where(best, 0.0, -jnp.inf), logq, key, position,
+                depth)
+
+
+def lossy_accept_all(tokens: Array, parent: Array, rank: Array, live: Array, logp: Array,
+                     logq: Array, key: Array, position: Array, depth: int
+                     ) -> tuple[Array, Array, Array]:
+    """Every draft is accepted: SGLang's accept threshold at 0 (a benchmark's injected fault)."""
+    return walk(tokens, parent, rank, live, logp, logq, key, position, depth,
+                lambda p, q, token: (jnp.ones(token.shape[0]), p, q))
+
+
+def lossy_shared_noise(tokens: Array, parent: Array, rank: Array, live: Array, logp: Array,
+                       logq: Array, key: Array, position: Array, depth: int
+                       ) -> tuple[Array, Array, Array]:
+    """u < p / q, and the residual is drawn with the noise that drew the children.
+
+    vLLM's probabilistic drafts shared their Philox noise with the recovery draw (pull requests
+    47386 and 54282). Sharing noise is exact only where acceptance is "iff equal". It is a bug only
+    where the drafter's children are `perturbed`.
+    """
+    path, accepted, left = decide(tokens, parent, rank, live, logp, logq,
+                                  functools.partial(coin, key, position), depth)
+    noise = gumbel(key, position + accepted, jnp.arange(left.shape[1]))
+    last = (jnp.log(left) + noise).argmax(1).astype(jnp.int32)
+    return path, emit(tokens, path, accepted, last), accepted + 1
+
+
+def lossy_retrospective(tokens: Array, parent: Array, rank: Array, live: Array, logp: Array,
+                        logq: Array, key: Array, position: Array, depth: int
+                        ) -> tuple[Array, Array, Array]:
+    """A drafted token is not verified if the drafter is unsure of what follows it.
+
+    Retrospective truncation: the schedule looks at the token before it decides to test it, which
+    DSpark's paper warns of. Nodes that the drafter did not go on from are tested.
+    """
+    expanded = (logq > -jnp.inf).any(2)
+    unsure = expanded & (logq.max(2) < jnp.log(CONFIDENCE))
+    return walk(tokens, parent, rank, live & ~unsure.at[:, 0].set(False), logp, logq, key, position,
+                depth)
+
+
+def default_sampling(logits: Array, temperature: Array, top_k: Array, top_p: Array) -> Processed:
+    """`lossy_default_sampling`: the target is processed with default settings, not those asked for.
+
+    vLLM once did so with top-p and temperature (pull request 10198). Arguments: `sampling.process`.
+    """
+    return process(logits, jnp.ones_like(temperature), jnp.zeros_like(top_k), jnp.ones_like(top_p))

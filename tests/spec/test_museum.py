@@ -27,7 +27,6 @@ from laws import (
     match,
     models,
     off_law,
-    process,
     sampled,
     tree_of,
     two_tokens,
@@ -42,8 +41,7 @@ from specrl_jax.structs import Array
 
 def rejecting(r: Round, *, live: Array | None = None, logq: Array | None = None,
               coin_of: rejection.Coin | None = None, test: rejection.Test = lossless,
-              left_of: Callable[..., Array] = lambda left, at: left,
-              last_of: Callable[..., Array] = last_token) -> tuple[Array, Array]:
+              left_of: Callable[..., Array] = lambda left, at: left) -> tuple[Array, Array]:
     """The right rule, in parts of which each exhibit replaces one."""
     tokens, parent, rank, whole = tree_of(r)
     path, accepted, left = decide(
@@ -51,7 +49,7 @@ def rejecting(r: Round, *, live: Array | None = None, logq: Array | None = None,
         r.logq if logq is None else logq,
         coin_of or functools.partial(coin, r.key, r.generated), DEPTH, test)
     at = jnp.take_along_axis(path, accepted[:, None], 1)[:, 0]
-    last = last_of(left_of(left, at), r.key, r.generated + accepted)
+    last = last_token(left_of(left, at), r.key, r.generated + accepted)
     return emit(tokens, path, accepted, last), accepted + 1
 
 
@@ -74,19 +72,6 @@ def cut_by_what_was_known(r: Round) -> tuple[Array, Array]:
     sure = r.logq.max(2) > np.log(0.6)
     parent = jnp.asarray(r.shape.parent)
     return rejecting(r, live=r.live & sure[:, parent] & sure[:, parent[parent]])
-
-
-def residual_noise_of_the_drafter(r: Round) -> tuple[Array, Array]:
-    """The residual is drawn with the noise that drew the children.
-
-    vLLM's probabilistic drafts shared their Philox noise with the recovery draw, which then
-    favoured what the drafter favoured (pull requests 47386 and 54282). Sharing noise is exact only
-    where acceptance is "iff equal".
-    """
-    def last(left: Array, key: Array, position: Array) -> Array:
-        return (jnp.log(left) + gumbel(key, position, jnp.arange(VOCAB))).argmax(1)
-
-    return rejecting(r, last_of=last)
 
 
 def point_masses_cut_by_what_was_drawn(r: Round) -> tuple[Array, Array]:
@@ -121,15 +106,6 @@ def one_coin_a_node(r: Round) -> tuple[Array, Array]:
     return rejecting(r, coin_of=lambda level, tries: coin(r.key, r.generated, level, 0 * tries))
 
 
-def cut_by_what_was_drawn(r: Round) -> tuple[Array, Array]:
-    """A drafted token is not verified if the drafter is unsure of what follows it.
-
-    The schedule looks at the token before it decides to test it: non-anticipation, of which
-    DSpark's paper warns. See also `test_the_published_example_of_peeking`.
-    """
-    return rejecting(r, live=r.live & (r.logq.max(2) > np.log(0.6)).at[:, 0].set(True))
-
-
 def bonus_of_the_drafter(r: Round) -> tuple[Array, Array]:
     """After a path accepted whole, the token more comes from q."""
     def left_of(left: Array, at: Array) -> Array:
@@ -150,34 +126,12 @@ def siblings_as_if_independent(r: Round) -> tuple[Array, Array]:
     return rejecting(r, test=lambda p, q, token: (*lossless(p, q, token)[:2], q))
 
 
-def threshold_of_zero(r: Round) -> tuple[Array, Array]:
-    """Every draft is accepted: SGLang's accept threshold at 0 (a benchmark's injected fault)."""
-    return rejecting(r, test=lambda p, q, token: (jnp.ones(len(token)), p, q))
-
-
-def greedy_for_sampled(r: Round) -> tuple[Array, Array]:
-    """Sampled requests verified by argmax: SGLang on ROCm (pull request 31214)."""
-    best = jnp.where(r.logp == r.logp.max(2, keepdims=True), 0, -jnp.inf)
-    return rejecting(r._replace(logp=best))
-
-
-def lenient(r: Round) -> tuple[Array, Array]:
-    """min(1, 2 p / q)."""
-    return by_walk(lossy.lossy_lenient)(r)
-
-
-def typical(r: Round) -> tuple[Array, Array]:
-    """Medusa's typical acceptance."""
-    return by_walk(lossy.lossy_typical)(r)
-
-
 def of_default_settings(quality: str) -> World:
-    """The target's distribution is processed with default settings, the drafter's as asked for.
-
-    vLLM once did so with top-p and temperature (pull request 10198).
-    """
-    defaults = np.tile(np.asarray([[1, 0, 1]], np.float32), (len(SETTINGS), 1))
-    return world(quality)._replace(logp=process(models(quality)[0], defaults))
+    """The drafter's distribution is processed as asked for, the target's by `default_sampling`."""
+    target = jnp.tile(jnp.asarray(models(quality)[0]), (len(SETTINGS), 1)).T
+    asked = np.repeat(SETTINGS, VOCAB + 1, 0).T
+    logp = lossy.default_sampling(target, asked[0], asked[1].astype(np.int32), asked[2]).logp
+    return world(quality)._replace(logp=logp.reshape(len(SETTINGS), VOCAB + 1, VOCAB))
 
 
 def found(rule: Rule, shape: Shape, w: World,
@@ -200,13 +154,15 @@ def test_right_rules_pass(rule: Rule, shape: Shape, order_of: Callable[[Array, A
 
 
 @pytest.mark.parametrize("rule,shape,quality", [
-    (residual_noise_of_the_drafter, CHAIN, "useless"), (coins_of_the_drafter, CHAIN, "useless"),
+    (by_walk(lossy.lossy_shared_noise), CHAIN, "useless"), (coins_of_the_drafter, CHAIN, "useless"),
     (coins_of_the_residual, CHAIN, "useless"), (one_coin_a_round, CHAIN, "decent"),
-    (one_coin_a_node, TREE, "useless"), (cut_by_what_was_drawn, CHAIN, "decent"),
+    (one_coin_a_node, TREE, "useless"), (by_walk(lossy.lossy_retrospective), CHAIN, "decent"),
     (bonus_of_the_drafter, TREE, "useless"), (whole_residual, CHAIN, "decent"),
-    (siblings_as_if_independent, TREE, "useless"), (threshold_of_zero, CHAIN, "decent"),
-    (greedy_for_sampled, CHAIN, "perfect"), (lenient, CHAIN, "decent"),
-    (typical, CHAIN, "decent")])
+    (siblings_as_if_independent, TREE, "useless"),
+    (by_walk(lossy.lossy_accept_all), CHAIN, "decent"),
+    (by_walk(lossy.lossy_greedy), CHAIN, "perfect"),
+    (by_walk(lossy.lossy_lenient), CHAIN, "decent"),
+    (by_walk(lossy.lossy_typical), CHAIN, "decent")])
 def test_broken_rules_are_noticed(rule: Rule, shape: Shape, quality: str) -> None:
     assert found(rule, shape, world(quality)) >= 6
 
