@@ -1,0 +1,135 @@
+"""Under the rules that keep the law, answers are distributed as without speculation.
+
+A chi-square of whole rollouts against the law that plain forwards give: 3200 answers of two tokens
+to 8 prompts, a cell for each answer of each prompt, a prompt's rare ones pooled. Its level is
+ALPHA = 0.001. Its power is .99 or more against a law that is off by Cohen's w = EFFECT = 0.2 (the
+root mean square of the relative error of a cell's probability; a total variation of 0.1 at most),
+by the noncentral chi-square and by simulation, see `test_the_power_is_what_is_stated`. The drafter
+is the actor with noise in its weights, in chains of two. Shared noise moves a token's law by an
+effect of .1 only, and more where the drafter is bad: it gets more noise and six times the answers.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import Task, ask, make_engine, tiny_arch, tiny_params
+from laws import law
+from scipy import stats
+
+from specrl_jax.config import RULES
+from specrl_jax.control import policies
+from specrl_jax.draft.small_lm import small_lm
+from specrl_jax.model.transformer import forward
+from specrl_jax.rollout.engine import Result
+
+ARCH = tiny_arch()
+TASK = Task(np.random.default_rng(5).integers(0, 24, (8, 4)).tolist(), group=400, prompt=4,
+            response=2, stop=(-1,))
+TEMPERATURE, VOCAB = 0.4, ARCH.vocab_size
+ALPHA, EFFECT, POWER = 1e-3, 0.2, 0.99
+SUBTLE = {"lossy_shared_noise": {"noise": 1.0, "times": 6}}
+LOSSY = [rule for rule in RULES if rule.startswith("lossy")]
+
+
+@functools.cache
+def params() -> Any:
+    return tiny_params(ARCH)
+
+
+def roll_out(rule: str, noise: float = 0.3, times: int = 1) -> list[Result]:
+    rng = np.random.default_rng(1)
+    noisy = jax.tree.map(
+        lambda a: a * (1 + noise * rng.standard_normal(a.shape).astype(np.float32)), params())
+    drafter = small_lm(ARCH, depth=2, branch=1, nodes=3, drawn=True)
+    engine = make_engine(ARCH, TASK, batch=200, most=600, controller=policies.fixed(), rule=rule,
+                         drafter=drafter)
+    engine.control = policies.make_spec(2, 1, 3, 0)
+    bound = drafter.bind(params(), noisy)
+    engine.compile(params(), bound)
+    return [engine.run(params(), ask(TASK, seed, temperature=TEMPERATURE), bound)
+            for seed in range(times)]
+
+
+@functools.cache
+def expected() -> list[np.ndarray]:
+    """f64[V * V] of each prompt: how many of its answers are to be each pair of tokens."""
+    found = []
+    for prompt in TASK.prompts:
+        rows = jnp.asarray([[*prompt, first] for first in range(VOCAB)])
+        logits = np.asarray(forward(ARCH, params(), rows, jnp.full(VOCAB, 5)), np.float64)
+        first, second = law(logits[0, 3], TEMPERATURE, 0, 1.0), np.stack(
+            [law(row, TEMPERATURE, 0, 1.0) for row in logits[:, 4]])
+        found.append(TASK.group * (first[:, None] * second).reshape(-1))
+    return found
+
+
+def pooled(counts: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """Counts of one prompt with the cells pooled that are to hold fewer than 5 in a rollout."""
+    rare = wanted < 5
+    return np.append(counts[~rare], counts[rare].sum())
+
+
+def freedom() -> int:
+    return sum(len(pooled(e, e)) - 1 for e in expected())
+
+
+def p_value(results: list[Result]) -> float:
+    """Of all rollouts together."""
+    seen, wanted = [], []
+    for prompt, law_of in enumerate(expected()):
+        mine = slice(prompt * TASK.group, (prompt + 1) * TASK.group)
+        pairs = np.concatenate([r.sequences.tokens[mine] @ (VOCAB, 1) for r in results])
+        seen.append(pooled(np.bincount(pairs, minlength=VOCAB**2), law_of))
+        wanted.append(pooled(law_of, law_of) * len(results))
+    seen, wanted = np.concatenate(seen), np.concatenate(wanted)
+    return float(stats.chi2.sf(((seen - wanted) ** 2 / wanted).sum(), freedom()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", ["match", "rejection", "rejection_drawn"])
+def test_a_rule_that_keeps_the_law_keeps_it(rule: str) -> None:
+    results = roll_out(rule)
+    counters = results[0].counters
+    assert 800 < counters["accepted"] < counters["drafted"] - 800
+    assert p_value(results) > ALPHA
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", LOSSY)
+def test_a_rule_that_changes_the_law_is_found(rule: str) -> None:
+    assert p_value(roll_out(rule, **SUBTLE.get(rule, {}))) < ALPHA
+
+
+def off_by(effect: float, rng: np.random.Generator) -> list[np.ndarray]:
+    """Laws of pooled cells whose relative errors have the root mean square `effect`."""
+    laws = []
+    for wanted in expected():
+        p = pooled(wanted, wanted) / TASK.group
+        error = np.append(1.0, rng.choice((-1.0, 1.0), len(p) - 1))
+        error[-1] = -1.0
+        error -= (p * error).sum()
+        error *= effect / (p * error**2).sum() ** 0.5
+        laws.append(p * (1 + (error if error.min() > -1 else -error)))
+    return laws
+
+
+def test_the_power_is_what_is_stated() -> None:
+    bound = stats.chi2.isf(ALPHA, freedom())
+    assert stats.ncx2.sf(bound, freedom(), TASK.sequences * EFFECT**2) > POWER
+    rng, wanted, tries = np.random.default_rng(0), [pooled(e, e) for e in expected()], 400
+
+    def found(effect: float) -> float:
+        """Share of simulated rollouts that fail."""
+        failed = 0
+        for _ in range(tries):
+            seen = [rng.multinomial(TASK.group, p) for p in off_by(effect, rng)]
+            failed += sum(((s - w) ** 2 / w).sum()
+                          for s, w in zip(seen, wanted, strict=True)) > bound
+        return failed / tries
+
+    assert found(EFFECT) > POWER - 3 * ((1 - POWER) * POWER / tries) ** 0.5
+    assert found(0.0) < ALPHA + 3 * (ALPHA / tries) ** 0.5
