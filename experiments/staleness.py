@@ -1,72 +1,86 @@
 """Does a drafter fall behind an actor that learns, what brings it back, and what does that cost?
 
     python experiments/staleness.py --config=staleness
-    python experiments/staleness.py --config=staleness --question=losses --seeds=0,1,2,3,4
+    python experiments/staleness.py --config=staleness --questions=losses,bugs --seeds=0,1,2,3,4
+    python experiments/staleness.py --config=staleness --questions=all --seeds=0,1,2,3,4 --plan
 
 A head is trained for the actor as it starts. Then every arm is a whole RL run from there: without
-speculation, with the head as it is, and with each way of training it. Under the match rule and with
-invariant numerics all arms of a seed must say the same tokens; that they do is checked. `losses`
-compares losses at equal updates, and `intervals` how often the head learns. Arms are runs in
-WORKDIR/SEED/ARM: the same command again goes on where it was, and adds arms and seeds to the file.
+speculation, with the head as it is, and those of the questions:
+
+    modes      each way of training the head (distill.when)
+    losses     what it learns from, at equal updates and at equal seconds
+    intervals  every 1, 3 and 5 steps, at once and one step late
+    bugs       verification that keeps the law but not the tokens, and bugs that keep neither: how
+               far does the reward curve move?
+
+Under the match rule and with invariant numerics all arms of a seed must say the same tokens; that
+they do is checked. Each question has one file, results/staleness_QUESTION.json, to which arms and
+seeds are added: what it holds is not run again, and an arm that was killed goes on in
+WORKDIR/SEED/ARM. `--plan` tells what is missing and how long it will take. Intervals are Student's
+over seeds, and differences are paired by seed.
 
 Acceptance is that of the rollouts: drafts accepted of the config.spec.steps asked for in each round
-of a row. Seconds saved are against the run without speculation of the same seed, step by step.
+of a row. Seconds saved are against the run without speculation of the same seed, step by step; they
+mean something only where nothing else ran, which `load` in the file tells.
 """
 
 import dataclasses
+import hashlib
+import json
+import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import config_flags
+import numpy as np
 from absl import flags
-from bench import results
-from bench.staleness import account, draw, summarize
+from bench import results, staleness, staleness_arms
+from bench.apart import train_apart
+from bench.staleness import PLAIN
+from bench.staleness_arms import QUESTIONS
 
 from specrl_jax.actor import open_actor
-from specrl_jax.config import Config, ConfigError
-from specrl_jax.drafter_options import LOSSES
+from specrl_jax.config import Config, ConfigError, as_dict
 from specrl_jax.drafter_training import DRAFTER, DrafterTraining, train_drafter
 from specrl_jax.host.compilation import use_persistent_cache
-from specrl_jax.run import train
+from specrl_jax.host.metrics import read_metrics
 
-PLAIN, FROZEN = "plain", "frozen"
-QUESTIONS: dict[str, dict[str, dict[str, Any]]] = {
-    "modes": {
-        "every_step": {"when": "every_step"},
-        "every_5": {"when": "every_k", "every": 5, "updates": 5},
-        "once": {"when": "once", "rollouts": 5, "updates": 10},
-        "trigger": {"when": "trigger", "updates": 5}, "overlap": {"when": "overlap"}},
-    "losses": {loss: {"when": "every_step", "loss": loss} for loss in LOSSES},
-    "intervals": {f"every_{k}": {"when": "every_k", "every": k, "updates": k}
-                  for k in (1, 3, 5)},
-}
-QUESTION = flags.DEFINE_enum("question", "modes", list(QUESTIONS), "which arms besides plain and "
-                             "frozen")
-ARMS = flags.DEFINE_list("arms", [], "only these of them")
+ALL = "all"
+GUESS = 60.0  # seconds of an arm, where none is done yet
+CHOSEN = flags.DEFINE_list("questions", ["modes"], f"some of {', '.join(QUESTIONS)}, or {ALL}")
+ARMS = flags.DEFINE_list("arms", [], "only these arms of one question, besides plain and frozen")
 SEEDS = flags.DEFINE_list("seeds", ["0"], "seeds of the runs")
+PLAN = flags.DEFINE_bool("plan", False, "run nothing: tell what is missing, and how long it takes")
 HEAD_UPDATES = flags.DEFINE_integer("head_updates", 300, "updates of the head before RL",
                                     lower_bound=1)
-OUT = flags.DEFINE_string("out", None, "JSON file (default: results/staleness_QUESTION.json in "
-                          "experiments); the figure lies beside it as .png")
+OUT = flags.DEFINE_string("out", None, "JSON file of one question (default: "
+                          "results/staleness_QUESTION.json in experiments); the figure lies beside "
+                          "it as .png")
 
 
 def main(config: Config, workdir: Path) -> int:
-    out = results.destination(OUT.value, f"staleness_{QUESTION.value}.json")
-    seeds, _ = _seeds(), _asked()  # refused before anything runs
+    asked, seeds = _asked(), _seeds()  # refused before anything runs
+    files = {question: _open(question, config) for question in asked}
+    if PLAN.value:
+        for question, names in asked.items():
+            plan(question, names, seeds, files[question][1])
+        return 0
     use_persistent_cache()
-    made = results.blank(config)
     for seed in seeds:
-        made["cases"][str(seed)] = one_seed(dataclasses.replace(config, seed=seed),
-                                            workdir / str(seed))
-        made["summary"] = summarize(made["cases"])
-        results.write(out, made)
-        draw(made["cases"], out.with_suffix(".png"))
-    for name, found in made["summary"].items():
-        _say(f"{name:22} acceptance at the end {found['acceptance_end'][0]:.3f}  net "
-             f"{found['net_seconds'][0]:+.1f} s")
-    print(f"wrote {out}")
+        for question, names in asked.items():
+            add_seed(dataclasses.replace(config, seed=seed), workdir / str(seed), question, names,
+                     *files[question])
+    for path, made in files.values():
+        for name, found in made["summary"].items():
+            _say(f"{name:24} acceptance at the end {found['acceptance_end'][0]:.3f}  reward "
+                 f"{found['reward_end'][0]:.3f}  net {found['net_seconds'][0]:+.1f} s")
+        print(f"wrote {path}")
     return 0
+
+
+# What is asked for, and what is there.
 
 
 def _seeds() -> list[int]:
@@ -76,34 +90,118 @@ def _seeds() -> list[int]:
         raise ConfigError(f"--seeds={','.join(SEEDS.value)}: give whole numbers") from error
 
 
-def _asked() -> dict[str, dict[str, Any]]:
-    """The arms of the question that learn."""
-    arms = QUESTIONS[QUESTION.value]
-    unknown = [name for name in ARMS.value if name not in arms]
-    if unknown:
-        raise ConfigError(f"--arms={unknown[0]}: choose some of {', '.join(arms)}")
-    return {name: arms[name] for name in ARMS.value or arms}
+def _asked() -> dict[str, list[str]]:
+    """Question -> its arms, plain and frozen first."""
+    questions = list(QUESTIONS) if CHOSEN.value == [ALL] else CHOSEN.value
+    for name in questions:
+        if name not in QUESTIONS:
+            raise ConfigError(f"--questions={name}: choose some of {', '.join(QUESTIONS)}, or "
+                              f"{ALL}")
+    for flag, value in (("arms", ",".join(ARMS.value)), ("out", OUT.value)):
+        if value and len(questions) > 1:
+            raise ConfigError(f"--{flag}={value}: belongs to one question; name it alone with "
+                              "--questions")
+    for name in ARMS.value:
+        if name not in QUESTIONS[questions[0]].arms:
+            raise ConfigError(f"--arms={name}: choose some of "
+                              f"{', '.join(QUESTIONS[questions[0]].arms)}")
+    return {question: [PLAIN, staleness_arms.FROZEN, *(ARMS.value or QUESTIONS[question].arms)]
+            for question in questions}
 
 
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+def _open(question: str, config: Config) -> tuple[Path, dict[str, Any]]:
+    """The file of a question, and what is in it.
+
+    Raises:
+      ConfigError: it was made with other options.
+    """
+    path = results.destination(OUT.value, f"staleness_{question}.json")
+    made = results.blank(config) | {"head_updates": HEAD_UPDATES.value, "heads": {}, "summary": {}}
+    made["cases"] = results.earlier(path)
+    if not made["cases"]:
+        return path, made
+    before = json.loads(path.read_text(encoding="utf-8"))
+    for name, new in (("config", as_dict(dataclasses.replace(config, seed=0))),
+                      ("head_updates", HEAD_UPDATES.value)):
+        old = before.get(name)
+        if name == "config" and old:
+            old = old | {"seed": 0}
+        if json.dumps(old) != json.dumps(new):
+            raise ConfigError(f"--out={path}: it was made with another {name}; restore it, or name "
+                              "another file with --out")
+    return path, made | {name: before[name] for name in ("heads", "summary")}
 
 
-def one_seed(config: Config, workdir: Path) -> dict[str, Any]:
-    """Runs what is missing of a seed; what its arms did."""
-    head = workdir / "head"
-    plain = dataclasses.replace(config, spec=dataclasses.replace(config.spec, drafter="off"))
-    train_drafter(plain, open_actor(plain), _training(config), head)
-    drafted = dataclasses.replace(config, draft=dataclasses.replace(
-        config.draft, path=str(head / DRAFTER)))
-    arms = {PLAIN: plain, FROZEN: drafted}
-    for name, changes in _asked().items():
-        distill = dataclasses.replace(config.distill, **changes)
-        arms[name] = dataclasses.replace(drafted, distill=distill)
-    for name, arm in arms.items():
-        _say(f"seed {config.seed}, {name}")
-        train(arm, workdir / name)
-    return {name: account(workdir / name, workdir / PLAIN, config) for name in arms}
+def plan(question: str, names: list[str], seeds: list[int], made: dict[str, Any]) -> None:
+    """Prints what a question still lacks."""
+    took, todo = [], 0
+    for name in names:
+        done = {seed: made["cases"][str(seed)][name] for seed in seeds
+                if name in made["cases"].get(str(seed), {})}
+        missing = [str(seed) for seed in seeds if seed not in done]
+        seconds = [arm["wall_seconds"] for arm in done.values()]
+        mean = f"{np.mean(seconds):.0f} s each" if done else "none done"
+        took += seconds
+        print(f"{question:10} {name:24} {len(done)} of {len(seeds)} seeds, {mean}"
+              + (f", missing {','.join(missing)}" if missing else ""))
+        todo += len(missing)
+    each = float(np.mean(took)) if took else GUESS
+    print(f"{question:10} {todo} runs are missing, about {todo * each / 60:.0f} min at "
+          f"{each:.0f} s a run; runs that questions share count once for each")
+
+
+# Running.
+
+
+def add_seed(config: Config, workdir: Path, question: str, names: list[str], path: Path,
+             made: dict[str, Any]) -> None:
+    """Runs what is missing of a seed, and writes the file after each arm."""
+    case = made["cases"].setdefault(str(config.seed), {})
+    missing = [name for name in names if name not in case]
+    if not missing:
+        return
+    head = _head(config, workdir / "head", made["heads"])
+    arms = staleness_arms.configs(config, question, str(head))
+    for name in missing:
+        _say(f"seed {config.seed}, {question}: {name}")
+        place = workdir / staleness_arms.place(config, question, name)
+        took, load = _run(arms[name], place)
+        case[name] = staleness.account(place, arms[name], case.get(PLAIN)) | {
+            "wall_seconds": took, "load": load}
+        made["summary"] = staleness.summarize(made["cases"], QUESTIONS[question].reference)
+        results.write(path, made)
+    staleness.draw(made["cases"], path.with_suffix(".png"), QUESTIONS[question].panels)
+
+
+def _run(config: Config, workdir: Path) -> tuple[float, float]:
+    """Runs or resumes an arm: seconds of all its steps and of this start, and the load before.
+
+    In a process of its own: after some arms in one, programs would fill the memory.
+    """
+    load, began = os.getloadavg()[0], time.perf_counter()
+    known = len(read_metrics(workdir)) if workdir.exists() else 0
+    train_apart(config, workdir)
+    elapsed = time.perf_counter() - began
+    return round(elapsed + sum(row["time/step"] for row in read_metrics(workdir)[:known]), 1), load
+
+
+def _head(config: Config, workdir: Path, heads: dict[str, Any]) -> Path:
+    """The head of a seed, trained where it is missing.
+
+    Raises:
+      ConfigError: it is not the one that the file's arms of this seed started from.
+    """
+    began = time.perf_counter()
+    plain = staleness_arms.plain(config)
+    train_drafter(plain, open_actor(plain), _training(config), workdir)
+    weights = workdir / DRAFTER / "model.safetensors"
+    checksum = hashlib.sha256(weights.read_bytes()).hexdigest()
+    known = heads.setdefault(str(config.seed), {
+        "checksum": checksum, "wall_seconds": round(time.perf_counter() - began, 1)})
+    if known["checksum"] != checksum:
+        raise ConfigError(f"--workdir: the head in {workdir} is not the one that the arms of seed "
+                          f"{config.seed} in the file started from; name another file with --out")
+    return weights.parent
 
 
 def _training(config: Config) -> DrafterTraining:
@@ -112,6 +210,10 @@ def _training(config: Config) -> DrafterTraining:
         rollout_prompts=config.data.examples, samples=4, eval_prompts=8, eval_every=100,
         draft_vocab=0, steps=HEAD_UPDATES.value, batch_tokens=2048, micro_batch_tokens=1024,
         unroll=config.distill.unroll, checkpoint_every=100)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

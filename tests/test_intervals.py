@@ -42,6 +42,30 @@ def test_bootstrap_takes_many_problems_in_parts(monkeypatch):
     assert 0.35 < low < 0.45 and 0.55 < high < 0.65
 
 
+def test_student_gives_the_published_quantiles():
+    """t of .975 for 1, 2 and 4 degrees of freedom (Student, Biometrika 6, 1908; any table)."""
+    for values, t in (([0.0, 2.0], 12.706), ([0.0, 1.0, 2.0], 4.303), ([1, 2, 3, 4, 5], 2.776)):
+        half = t * np.std(values, ddof=1) / len(values) ** 0.5
+        want = np.mean(values) - half, np.mean(values) + half
+        assert intervals.student(values) == pytest.approx(want, abs=2e-3)
+
+
+def test_student_covers_where_the_bootstrap_of_five_does_not():
+    rng, covered = np.random.default_rng(0), np.zeros(2)
+    for _ in range(400):
+        values = rng.standard_normal(5)
+        for i, method in enumerate((intervals.student, quick_bootstrap)):
+            low, high = method(values)
+            covered[i] += low < 0 < high
+    assert 0.92 < covered[0] / 400 < 0.98 and covered[1] / 400 < 0.9
+
+
+def quick_bootstrap(values):
+    """intervals.bootstrap with fewer resamples."""
+    rng = np.random.default_rng(0)
+    return np.quantile(values[rng.integers(0, 5, (500, 5))].mean(1), (0.025, 0.975))
+
+
 def test_interval_names_its_method():
     assert intervals.interval([0, 1, 1, 0]) == (*intervals.wilson(2, 4), "wilson")
     assert intervals.interval([0, 0.5, 1])[2] == "bootstrap"

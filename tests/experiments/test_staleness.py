@@ -1,15 +1,18 @@
-"""The staleness experiment: how arms are compared, and what is refused."""
+"""The staleness experiment: how arms are compared, what is kept, and what is refused."""
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from experiments import config_flags
-from experiments.bench import staleness
-from specrl_jax.config import ConfigError
+from experiments.bench import staleness, staleness_arms
+from specrl_jax.config import RULES, Config, ConfigError
 from specrl_jax.host.metrics import Writer
+
+CONFIG = config_flags.load("staleness")
 
 
 def arm(workdir: Path, seconds: float, token: int = 5, **metrics: Any) -> Path:
@@ -29,45 +32,143 @@ def arms(tmp_path: Path) -> tuple[Path, Path]:
                                            "distill/updates": 2, "drafter/faults": 1}))
 
 
-def test_an_arm_saves_what_plain_took_longer_and_spends_on_its_drafter(arms: Any) -> None:
-    config = config_flags.load("staleness")
-    found = {path.name: staleness.account(path, arms[0], config) for path in arms}
-    fast = found["fast"]
+@pytest.fixture
+def case(arms: Any) -> dict[str, Any]:
+    plain = staleness.account(arms[0], CONFIG, None)
+    return {"plain": plain, "fast": staleness.account(arms[1], CONFIG, plain)}
+
+
+def test_an_arm_saves_what_plain_took_longer_and_spends_on_its_drafter(case: Any) -> None:
+    fast = case["fast"]
     assert fast["saved_seconds"] == [0.5] * 8 and fast["spent_seconds"] == [0.25] * 8
     assert fast["acceptance"] == [0.5] * 8 and fast["faults"] == 1 and fast["tokens_equal"]
-    told = staleness.summarize({"0": found, "1": found})
+    told = staleness.summarize({"0": case, "1": case}, "plain")
     assert told["fast"]["net_seconds"] == [2.0, 2.0, 2.0] and told["plain"]["net_seconds"][0] == 0
     assert told["fast"]["acceptance_end"] == [0.5] * 3
 
 
-def test_beginning_and_end_are_a_quarter_each(arms: Any) -> None:
-    found = staleness.account(arms[1], arms[0], config_flags.load("staleness"))
-    found["acceptance"] = [0.1, 0.3, 0, 0, 0, 0, 0.5, 0.9]
-    told = staleness.summarize({"0": {"fast": found}})["fast"]
-    assert told["acceptance_begin"] == pytest.approx([0.2] * 3)
-    assert told["acceptance_end"] == pytest.approx([0.7] * 3)
+def test_beginning_and_end_are_a_quarter_each(case: Any) -> None:
+    case["fast"]["acceptance"] = [0.1, 0.3, 0, 0, 0, 0, 0.5, 0.9]
+    told = staleness.numbers(case)["fast"]
+    assert told["acceptance_begin"] == pytest.approx(0.2)
+    assert told["acceptance_end"] == pytest.approx(0.7)
+
+
+def test_at_equal_seconds_a_slow_arm_has_made_fewer_steps(case: Any) -> None:
+    case["fast"] |= {"acceptance": [0.0, 0.2, 0.4, 0.6, 0.9, 0.9, 0.9, 0.9], "seconds": [4.0] * 8}
+    assert staleness.numbers(case)["fast"]["acceptance_at_equal_seconds"] == 0.6
+
+
+def test_differences_are_paired_by_seed(case: Any) -> None:
+    """Seeds differ by far more than arms do, and arms by the same in each."""
+    cases = {str(seed): {name: one | {"reward": [seed + (name == "fast") / 8] * 8}
+                         for name, one in case.items()} for seed in range(5)}
+    told = staleness.summarize(cases, "plain")["fast"]
+    low, high = told["reward_end"][1:]
+    assert high - low > 3 and told["seeds"] == 5
+    assert told["over_plain"]["reward_end"] == pytest.approx([0.125] * 3)
+    assert told["reward_distance"] == pytest.approx([0.125] * 3)
+
+
+def test_a_seed_that_lacks_the_arm_or_its_reference_is_left_out(case: Any) -> None:
+    cases = {"0": case, "1": {"plain": case["plain"]}, "2": {"plain": case["plain"]}}
+    told = staleness.summarize(cases, "fast")
+    assert told["fast"]["seeds"] == 1 and told["plain"]["seeds"] == 3
+    assert told["plain"]["over_fast"]["acceptance_end"] == [-0.5] * 3
 
 
 def test_another_token_is_an_error_only_where_tokens_must_be_equal(
-        arms: Any, tmp_path: Path) -> None:
-    other, config = arm(tmp_path / "other", 1.0, token=6), config_flags.load("staleness")
+        case: Any, tmp_path: Path) -> None:
+    other = arm(tmp_path / "other", 1.0, token=6)
     with pytest.raises(ConfigError, match="its tokens are not those of"):
-        staleness.account(other, arms[0], config)
-    lawful = dataclasses.replace(config, spec=dataclasses.replace(config.spec, rule="rejection"))
-    assert not staleness.account(other, arms[0], lawful)["tokens_equal"]
+        staleness.account(other, CONFIG, case["plain"])
+    lawful = staleness_arms.configs(CONFIG, "bugs", "")["rejection"]
+    assert not staleness.account(other, lawful, case["plain"])["tokens_equal"]
 
 
-def test_the_figure_is_drawn(arms: Any, tmp_path: Path) -> None:
-    found = {path.name: staleness.account(path, arms[0], config_flags.load("staleness"))
-             for path in arms}
-    staleness.draw({"0": found, "1": found}, tmp_path / "figure.png")
+@pytest.mark.parametrize("panels", [staleness.PANELS, staleness.BUG_PANELS], ids=["modes", "bugs"])
+def test_the_figure_is_drawn(case: Any, panels: Any, tmp_path: Path) -> None:
+    staleness.draw({"0": case, "1": case, "2": {"plain": case["plain"]}}, tmp_path / "figure.png",
+                   panels)
     assert (tmp_path / "figure.png").stat().st_size > 10_000
 
 
-@pytest.mark.parametrize("flag, message", [
-    ("--arms=often", "--arms=often: choose some of every_step, every_5"),
-    ("--seeds=a", "--seeds=a: give whole numbers"),
+def test_arms_are_configs_and_equal_ones_share_a_run() -> None:
+    arms = {name: staleness_arms.configs(CONFIG, name, "h") for name in staleness_arms.QUESTIONS}
+    places = {(question, name): staleness_arms.place(CONFIG, question, name)
+              for question, of in arms.items() for name in of}
+    assert places["losses", "lk"] == places["intervals", "every_1"] == "every_step"
+    assert places["intervals", "late_1"] == "overlap" and places["bugs", "frozen"] == "frozen"
+    assert len(set(places.values())) == 23
+    assert arms["intervals"]["late_3"].distill.when == "overlap_k"
+    assert {arm.spec.rule for arm in arms["bugs"].values()} <= set(RULES)
+    off = dataclasses.replace(CONFIG, distill=dataclasses.replace(CONFIG.distill, loss="tv"))
+    assert staleness_arms.place(off, "losses", "lk") == "lk"
+
+
+@pytest.mark.parametrize("flags, message", [
+    (["--questions=why"], "--questions=why: choose some of modes, losses"),
+    (["--arms=often"], "--arms=often: choose some of every_step, every_5"),
+    (["--seeds=a"], "--seeds=a: give whole numbers"),
+    (["--questions=all", "--arms=once"], "--arms=once: belongs to one question"),
+    (["--out=stale.json"], "it was made with another config"),
+    (["--out=stale.json", "--config.seed=3"], "it was made with another config"),
 ])
-def test_bad_input_ends_in_one_line(command: Any, flag: str, message: str, tmp_path: Path) -> None:
-    done = command("staleness.py", "--config=staleness", f"--workdir={tmp_path}", flag)
+def test_bad_input_ends_in_one_line(command: Any, flags: list[str], message: str, tmp_path: Path
+                                    ) -> None:
+    if "--out=stale.json" in flags:
+        file = written(tmp_path, config={"steps": 7} | as_made(CONFIG), cases={"0": {}})
+        flags = [flag.replace("stale.json", str(file)) for flag in flags]
+    done = command("staleness.py", "--config=staleness", f"--workdir={tmp_path}", *flags)
     assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1
+
+
+def as_made(config: Config) -> dict[str, Any]:
+    return dataclasses.asdict(dataclasses.replace(config, name="other"))
+
+
+def written(tmp_path: Path, **made: Any) -> Path:
+    file = tmp_path / "stale.json"
+    file.write_text(json.dumps({"head_updates": 300, "heads": {}, "summary": {}} | made))
+    return file
+
+
+def test_the_plan_tells_what_is_missing(command: Any, tmp_path: Path) -> None:
+    done = {"wall_seconds": 40.0}
+    file = written(tmp_path, config=json.loads(json.dumps(dataclasses.asdict(CONFIG))), cases={
+        "0": {"plain": done, "frozen": done, "once": done}, "1": {"plain": done}})
+    told = command("staleness.py", "--config=staleness", f"--out={file}", "--seeds=0,1,2", "--plan",
+                   f"--workdir={tmp_path}")
+    assert told.returncode == 0, told.stderr
+    lines = told.stdout.splitlines()
+    assert lines[0].split() == "modes plain 2 of 3 seeds, 40 s each, missing 2".split()
+    assert any("every_step" in line and "none done, missing 0,1,2" in line for line in lines)
+    assert "17 runs are missing, about 11 min at 40 s a run" in lines[-1]
+    assert not (tmp_path / "0").exists()
+
+
+@pytest.mark.slow
+def test_arms_and_seeds_are_added_to_the_file(command: Any, tmp_path: Path) -> None:
+    """A second command runs what the first left, a bug is stamped, and a head must be the same."""
+    def ask(*flags: str) -> Any:
+        return command(
+            "staleness.py", "--config=staleness", "--config.model.path=random:tiny",
+            "--config.model.numerics=default", "--config.steps=2", "--config.data.examples=8",
+            "--config.rollout.max_new_tokens=8", "--head_updates=2", "--questions=bugs",
+            f"--out={tmp_path / 'bugs.json'}", f"--workdir={tmp_path / 'runs'}", *flags)
+
+    def made() -> dict[str, Any]:
+        return json.loads((tmp_path / "bugs.json").read_text())
+
+    done = ask("--arms=lossy_greedy")
+    assert done.returncode == 0, done.stderr
+    first = made()
+    assert list(first["cases"]["0"]) == ["plain", "frozen", "lossy_greedy"]
+    assert [case["lossy"] for case in first["cases"]["0"].values()] == [False, False, True]
+    assert (tmp_path / "bugs.png").exists()
+    done = ask("--arms=lossy_retrospective,lossy_greedy")
+    assert done.returncode == 0 and "seed 0, bugs: lossy_greedy" not in done.stderr, done.stderr
+    assert {name: made()["cases"]["0"][name] for name in first["cases"]["0"]} == first["cases"]["0"]
+    (tmp_path / "runs" / "0" / "head" / "drafter" / "model.safetensors").write_bytes(b"other")
+    done = ask("--arms=lossy_accept_all")
+    assert done.returncode == 2 and "is not the one that the arms of seed 0" in done.stderr

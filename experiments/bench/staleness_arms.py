@@ -1,0 +1,76 @@
+"""The arms of experiments/staleness.py: what each one changes, and what each question compares."""
+
+import dataclasses
+import types
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from specrl_jax.config import Config
+from specrl_jax.drafter_options import LOSSES
+
+from .staleness import BUG_PANELS, PANELS, PLAIN, Panel
+
+FROZEN = "frozen"
+BUGS = ("lossy_greedy", "lossy_shared_noise", "lossy_default_sampling", "lossy_accept_all",
+        "lossy_retrospective")
+
+
+class Question(NamedTuple):
+    """Arms besides plain and frozen, and what they are compared with, seed by seed."""
+
+    arms: Mapping[str, Mapping[str, Mapping[str, Any]]]  # name -> section -> changed fields
+    reference: str = FROZEN
+    panels: tuple[Panel, ...] = PANELS
+
+
+def _every(k: int, late: bool = False) -> dict[str, dict[str, Any]]:
+    """As many updates in the whole run, whatever the interval."""
+    if k == 1:
+        return {"distill": {"when": "overlap" if late else "every_step"}}
+    return {"distill": {"when": "overlap_k" if late else "every_k", "every": k, "updates": k}}
+
+
+QUESTIONS = types.MappingProxyType({
+    "modes": Question({
+        "every_step": _every(1),
+        "every_5": _every(5),
+        "once": {"distill": {"when": "once", "rollouts": 5, "updates": 10}},
+        "trigger": {"distill": {"when": "trigger", "updates": 5}},
+        "overlap": _every(1, late=True)}),
+    "losses": Question(
+        {loss: {"distill": {"when": "every_step", "loss": loss}} for loss in LOSSES},
+        reference="forward_kl"),
+    "intervals": Question(
+        {f"every_{k}": _every(k) for k in (1, 3, 5)}
+        | {f"late_{k}": _every(k, late=True) for k in (1, 3, 5)}, reference="every_1"),
+    "bugs": Question(
+        {rule: {"spec": {"rule": rule}} for rule in ("rejection", "rejection_drawn", *BUGS)},
+        reference=PLAIN, panels=BUG_PANELS),
+})
+
+
+def configs(config: Config, question: str, head: str) -> dict[str, Config]:
+    """The config of each arm of a question, plain and frozen first.
+
+    Args:
+      head: directory of the head that all start from.
+    """
+    frozen = dataclasses.replace(config, draft=dataclasses.replace(config.draft, path=head))
+    arms = {PLAIN: plain(config), FROZEN: frozen}
+    for name, sections in QUESTIONS[question].arms.items():
+        changed = {section: dataclasses.replace(getattr(frozen, section), **fields)
+                   for section, fields in sections.items()}
+        arms[name] = dataclasses.replace(frozen, **changed)
+    return arms
+
+
+def plain(config: Config) -> Config:
+    """Without speculation."""
+    return dataclasses.replace(config, spec=dataclasses.replace(config.spec, drafter="off"))
+
+
+def place(config: Config, question: str, name: str) -> str:
+    """The directory of an arm's run: the name of the first arm that is the same run."""
+    mine = configs(config, question, "")[name]
+    return next(other for each in QUESTIONS for other, arm in configs(config, each, "").items()
+                if arm == mine)
