@@ -108,6 +108,7 @@ def test_whatever_the_mode_the_actor_is_the_same_and_a_run_resumes_exactly(
         assert [row["version/drafter"] for row in told] == [
             v + (when == "once") for v in versions[when]]
     assert any(row["distill/updates"] == 2 for row in told)
+    accounted(told, config(when).distill.megabytes)
     learner = whole.evolution.state.params
     assert any((np.asarray(a) != np.asarray(b)).any() for a, b in zip(
         jax.tree.leaves(learner), jax.tree.leaves(still.life.head["weights"]), strict=True))
@@ -123,6 +124,15 @@ def test_whatever_the_mode_the_actor_is_the_same_and_a_run_resumes_exactly(
     kept = [{k: v for k, v in t.arrays().items() if k != "drafter_account"} for t in (whole, parts)]
     same(*kept)
     assert whole.meta() == parts.meta()
+
+
+def accounted(rows: list[dict[str, Any]], megabytes: int) -> None:
+    """Every step tells seconds spent, saved and their difference; the buffer is in budget."""
+    spent, saved = (np.cumsum([row[name] for row in rows])
+                    for name in ("time/distill", "time/saved"))
+    np.testing.assert_allclose([row["time/net"] for row in rows], saved - spent, atol=1e-9)
+    assert all(row["time/distill_updates"] > 0 for row in rows if row["distill/updates"])
+    assert all(0 < row["distill/buffer_bytes"] <= megabytes * 2**20 for row in rows)
 
 
 # Faults. Each is put where rollouts read the drafter, or into what learns.
