@@ -20,6 +20,9 @@ class DraftConfig:
     children: str = option("perturbed", "eagle, small_lm: a node's alternatives are the best "
                                         "tokens after the noise of the draw (perturbed), before it "
                                         "(top), or drawn from the drafter (sampled)")
+    temperature: float = option(1.0, "eagle, small_lm: temperature of the drafter's distribution "
+                                     "over rollout.temperature; below 1 where it is less sure than "
+                                     "the actor")
     model: str = option("", "small_lm: a smaller model with the actor's tokenizer, named as "
                             "model.path is")
     corruption: float = option(0.0, "replay: probability that a recorded token is replaced; 0 is a "
@@ -33,6 +36,7 @@ class DraftConfig:
     def __post_init__(self) -> None:
         check(self.children in CHILDREN, "draft.children", self.children,
               f"choose one of {', '.join(CHILDREN)}")
+        check(self.temperature > 0, "draft.temperature", self.temperature, "must be positive")
         at_least(0, draft__vocab=self.vocab, draft__cost=self.cost)
         check(0 <= self.corruption <= 1, "draft.corruption", self.corruption, "must lie in [0, 1]")
         parts = [name for name in DRAFTERS if name not in ("off", "merge")]

@@ -106,6 +106,7 @@ def _part(name: str, origin: int, config: Config, arch: Architecture, stop: Sequ
         return Drafting(drafter, replaying(config.draft.corruption, config.draft.cost))
     head, own = _head(config, arch, stop, warn)
     return Drafting(eagle(head, children=config.draft.children, origin=origin,
+                          temperature=config.draft.temperature,
                           drawn=config.spec.rule in DRAWN_RULES, **sizes), own, head)
 
 
@@ -142,8 +143,8 @@ def _small(config: Config, arch: Architecture, tokenizer: Tokenizer | None, orig
           f"has {small.arch.max_position} positions, rollout.max_prompt_tokens + "
           f"rollout.max_new_tokens = {most}")
     drafter = small_lm(small.arch, spec.max_steps, spec.max_branch, spec.max_nodes,
-                       config.draft.children, origin=origin, drawn=config.spec.rule in DRAWN_RULES,
-                       dtype=jnp.dtype(config.model.dtype))
+                       config.draft.children, temperature=config.draft.temperature, origin=origin,
+                       drawn=config.spec.rule in DRAWN_RULES, dtype=jnp.dtype(config.model.dtype))
     return Drafting(drafter, small.params())
 
 

@@ -45,10 +45,11 @@ def contrary(parent: Any, guess: Any, depth: Any, origin: Any) -> Any:
 
 
 @functools.cache
-def compiled(children: str, nodes: int = NODES, branch: int = BRANCH, depth: int = DEPTH
+def compiled(children: str, nodes: int = NODES, branch: int = BRANCH, depth: int = DEPTH,
+             temperature: float = 1.0
              ) -> tuple[Drafter, Any, Any]:
     """The drafter, compiled, its bound parameters, and `propose` as it runs, inside shard_map."""
-    drafter = eagle(ARCH, depth, branch, nodes, children, origin=2)
+    drafter = eagle(ARCH, depth, branch, nodes, children, temperature=temperature, origin=2)
     everywhere = PartitionSpec()
     propose = jax.shard_map(
         lambda *args: drafter.propose(*args, contrary), in_specs=everywhere, out_specs=everywhere,
@@ -62,8 +63,9 @@ def compiled(children: str, nodes: int = NODES, branch: int = BRANCH, depth: int
 class Slots:
     """Slots that hold made-up sequences: what the actor thinks and says is drawn beforehand."""
 
-    def __init__(self, children: str = "perturbed", seed: int = 0, **shape: int) -> None:
+    def __init__(self, children: str = "perturbed", seed: int = 0, **shape: Any) -> None:
         self.drafter, self.params, self.compiled = compiled(children, **shape)
+        self.temperature = np.asarray(TEMPERATURE) * shape.get("temperature", 1.0)
         rng = np.random.default_rng(seed)
         self.said = rng.integers(0, V, (ROWS, PLACES)).astype(np.int32)
         self.thought = rng.standard_normal((ROWS, PLACES, F)).astype(np.float32)
@@ -175,5 +177,5 @@ def recomputed(slots: Slots, tree: DraftTree) -> np.ndarray:
     last = np.zeros((F, ROWS, nodes), np.float32)
     for b, n in np.ndindex(ROWS, nodes):
         last[:, b, n] = outputs[min(tree.depth[b, n], DEPTH - 1), :, b, n, slots.context[b] - 1]
-    heat = np.where(np.asarray(TEMPERATURE) == 0, 1, TEMPERATURE)[:, None, None]
+    heat = np.where(slots.temperature == 0, 1, slots.temperature)[:, None, None]
     return np.asarray(PROCESSED(parameters()["weights"], slots.params.head, last, heat))

@@ -53,7 +53,8 @@ class EagleState:
 
 
 def eagle(arch: EagleArch, depth: int, branch: int, nodes: int, children: str = "perturbed", *,
-          origin: int = 0, drawn: bool = False, dtype: Any = jnp.float32) -> Drafter:
+          temperature: float = 1.0, origin: int = 0, drawn: bool = False,
+          dtype: Any = jnp.float32) -> Drafter:
     """The drafter with D = `depth`, K = `branch`, N = `nodes`.
 
     Its own parameters, what `bind` is given, are {"weights": the tree of eagle_model.describe,
@@ -62,6 +63,7 @@ def eagle(arch: EagleArch, depth: int, branch: int, nodes: int, children: str = 
     Args:
       children: which of the drafter's tokens are tried: the best ones `perturbed` by the noise that
         the actor's own draw will use, the `top` of its distribution, or some `sampled` from it.
+      temperature: of its distribution, over the row's.
       origin: what DraftTree.origin says of its nodes.
       drawn: whether its chains carry what their tokens were drawn from.
       dtype: of the stored features and of its cache.
@@ -74,7 +76,7 @@ def eagle(arch: EagleArch, depth: int, branch: int, nodes: int, children: str = 
     at_least(2, spec__max_nodes=nodes)
     check(1 <= branch <= arch.draft_vocab, "spec.max_branch", branch,
           f"must lie in 1..{arch.draft_vocab}, the draft vocabulary")
-    growth = Growth(_network(arch), depth, branch, nodes, children, origin, drawn)
+    growth = Growth(_network(arch), depth, branch, nodes, children, origin, temperature, drawn)
     return Drafter(
         nodes=nodes, depth=depth,
         init=functools.partial(_init, arch, depth, dtype),

@@ -54,6 +54,7 @@ class Growth:
     nodes: int  # N
     children: str  # one of CHILDREN
     origin: int
+    temperature: float  # of the drafter, over the row's
     drawn: bool = False  # whether trees, then chains, carry what their tokens were drawn from
 
 
@@ -190,7 +191,7 @@ def _children(growth: Growth, params: Any, front: Frontier, tip: Tip, rows: Samp
     log-probabilities f32[B, k, Vd] of all tokens.
     """
     ranked, logq, scale = _scores(growth, params, front, tip, rows, depth)
-    best, at = _highest(ranked, growth.branch)
+    best, at = highest(ranked, growth.branch)
     rank = jnp.broadcast_to(jnp.arange(growth.branch)[None, None], at.shape)
     asked = rank < spec.branch
     chosen = jnp.take_along_axis(logq, at, 2)
@@ -221,7 +222,8 @@ def _scores(growth: Growth, params: Any, front: Frontier, tip: Tip, rows: Sampli
     network = growth.network
     logits = jnp.moveaxis(network.logits(params, front.hidden), 0, -1)
     scale = jnp.where(rows.temperature == 0, 0.0, 1.0)
-    logits = logits / jnp.where(scale > 0, rows.temperature, 1.0)[:, None, None]
+    temperature = jnp.where(scale > 0, rows.temperature * growth.temperature, 1.0)
+    logits = logits / temperature[:, None, None]
     logq = jax.nn.log_softmax(logits)
     if growth.children == "top":
         return logq, logq, scale
@@ -231,7 +233,7 @@ def _scores(growth: Growth, params: Any, front: Frontier, tip: Tip, rows: Sampli
     return logq + (scale[:, None] * noise)[:, None], logq, scale
 
 
-def _highest(scores: Array, count: int) -> tuple[Array, Array]:
+def highest(scores: Array, count: int) -> tuple[Array, Array]:
     """The highest along the last axis and their places, the first of equals first.
 
     Not `top_k`, for which a CPU sorts the whole vocabulary when there is more than one row.

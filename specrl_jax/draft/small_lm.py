@@ -39,14 +39,15 @@ class SmallState:
 
 
 def small_lm(arch: Architecture, depth: int, branch: int, nodes: int, children: str = "perturbed",
-             *, origin: int = 0, drawn: bool = False, dtype: Any = jnp.float32) -> Drafter:
+             *, temperature: float = 1.0, origin: int = 0, drawn: bool = False,
+             dtype: Any = jnp.float32) -> Drafter:
     """The drafter with D = `depth`, K = `branch`, N = `nodes`.
 
     Its own parameters, what `bind` is given, are those of architecture.describe.
 
     Args:
       arch: the small model's.
-      children, drawn: as of draft/eagle.py.
+      children, temperature, drawn: as of draft/eagle.py.
       origin: what DraftTree.origin says of its nodes.
       dtype: of its cache.
 
@@ -58,7 +59,7 @@ def small_lm(arch: Architecture, depth: int, branch: int, nodes: int, children: 
     at_least(2, spec__max_nodes=nodes)
     check(1 <= branch <= arch.vocab_size, "spec.max_branch", branch,
           f"must lie in 1..{arch.vocab_size}, the vocabulary")
-    growth = Growth(_network(arch), depth, branch, nodes, children, origin, drawn)
+    growth = Growth(_network(arch), depth, branch, nodes, children, origin, temperature, drawn)
     return Drafter(
         nodes=nodes, depth=depth,
         init=functools.partial(_init, arch, depth, dtype),

@@ -36,9 +36,11 @@ from specrl_jax.draft.eagle import eagle
 OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in ("top", "sampled")]
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
 @pytest.mark.parametrize("children", ["perturbed", *OTHERS])
-def test_nodes_are_what_a_full_forward_of_their_paths_says(children: str) -> None:
-    slots = Slots(children)
+def test_nodes_are_what_a_full_forward_of_their_paths_says(children: str, temperature: float
+                                                           ) -> None:
+    slots = Slots(children, temperature=temperature)
     slots.wander(4, seed=1)
     slots.live = np.asarray([True, True, True, False])
     tree = slots.draft()

@@ -332,6 +332,15 @@ def test_the_config_makes_one() -> None:
     assert merged.drafter.names == parts and merged.own[0].keys() == made.own.keys()
 
 
+@pytest.mark.parametrize("drafter", ["small_lm", "eagle"])
+def test_the_draft_temperature_reaches_the_drafter(drafter: str) -> None:
+    made = make(config(draft=DraftConfig(model="random:tiny", temperature=0.5),
+                       spec=SpecOptions(drafter=drafter)))
+    assert made.drafter.propose.args[0].temperature == 0.5
+    with pytest.raises(ConfigError, match="draft.temperature = 0: must be positive"):
+        DraftConfig(temperature=0)
+
+
 def test_another_tokenizer_is_refused() -> None:
     other = tiny.byte_tokenizer()
     other.backend.add_special_tokens(["<other>"])
