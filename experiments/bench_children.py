@@ -43,6 +43,11 @@ def main(config: Config, workdir: Path) -> int:
     if not config.draft.path:
         raise ConfigError("draft.path = '': there is no drafter to measure; give the directory of "
                           "an EAGLE head, such as train_drafter.py writes")
+    rollout = config.rollout
+    if rollout.temperature == 0 or rollout.top_k or rollout.top_p < 1:
+        raise ConfigError(f"rollout.temperature = {rollout.temperature}, top_k = {rollout.top_k}, "
+                          f"top_p = {rollout.top_p}: what is measured are whole distributions; "
+                          f"give a temperature above 0, top_k 0 and top_p 1")
     config, actor = run_flags.resolve(config)
     use_persistent_cache()
     source, mesh = actor.source, sharding.make_mesh(config.mesh)
@@ -62,7 +67,7 @@ def main(config: Config, workdir: Path) -> int:
                     np.zeros((len(tokens), 2), np.uint32))
     programs = Programs(arch, DistillOptions(), mesh)
     found = children.measure(programs, COUNTS, temperatures, params, programs.whole(own), corpus,
-                             config.rollout.temperature or 1.0, config.seed)
+                             rollout.temperature, config.seed)
     results.write(out, results.blank(config) | {"cases": found})
     show.console().print(table(found["accepted"]))
     print(f"wrote {out}")
@@ -72,21 +77,21 @@ def main(config: Config, workdir: Path) -> int:
 def _temperatures() -> list[float]:
     """
     Raises:
-      ConfigError: the flag holds something else than positive numbers.
+      ConfigError: the flag holds something else than different positive numbers.
     """
     try:
         found = [float(text) for text in TEMPERATURE.value]
     except ValueError:
         found = []
-    if not found or min(found) <= 0:
-        raise ConfigError(f"--temperature={','.join(TEMPERATURE.value)}: give positive numbers, "
-                          f"such as 1,0.5")
+    if not found or not all(0 < t < float("inf") for t in found) or len(set(found)) < len(found):
+        raise ConfigError(f"--temperature={','.join(TEMPERATURE.value)}: give different positive "
+                          f"numbers, such as 1,0.5")
     return found
 
 
 def table(accepted: dict[str, dict[str, dict[str, float]]]) -> Table:
     """A line for each kind."""
-    shown = Table(title="chance that a child is the actor's draw, with its 95 % interval")
+    shown = Table(title="chance that one of the children is accepted, with its 95 % interval")
     for column in ("children", *map(str, COUNTS)):
         shown.add_column(column, justify="right")
     for kind, by_count in accepted.items():

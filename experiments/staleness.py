@@ -7,7 +7,7 @@
 A head is trained for the actor as it starts. Then every arm is a whole RL run from there: without
 speculation, with the head as it is, and those of the questions:
 
-    modes      each way of training the head (distill.when)
+    modes      each way of training the head (distill.when) but overlap_k
     losses     what it learns from, at equal updates and at equal seconds
     intervals  every 1, 3 and 5 steps, at once and one step late
     bugs       verification that keeps the law but not the tokens, and bugs that keep neither: how
@@ -15,9 +15,9 @@ speculation, with the head as it is, and those of the questions:
 
 Under the match rule and with invariant numerics all arms of a seed must say the same tokens; that
 they do is checked. Each question has one file, results/staleness_QUESTION.json, to which arms and
-seeds are added: what it holds is not run again, and an arm that was killed goes on in
-WORKDIR/SEED/ARM. `--plan` tells what is missing and how long it will take. Intervals are Student's
-over seeds, and differences are paired by seed.
+seeds are added: what it holds is not run again, and an arm that was killed goes on from its last
+checkpoint (config.checkpoint_every) in WORKDIR. `--plan` tells what is missing and how long it will
+take. Intervals are Student's over seeds, and differences are paired by seed.
 
 Acceptance is that of the rollouts: drafts accepted of the config.spec.steps asked for in each round
 of a row. Seconds saved are against the run without speculation of the same seed, step by step; they
@@ -84,16 +84,15 @@ def main(config: Config, workdir: Path) -> int:
 
 
 def _seeds() -> list[int]:
-    try:
-        return [int(seed) for seed in SEEDS.value]
-    except ValueError as error:
-        raise ConfigError(f"--seeds={','.join(SEEDS.value)}: give whole numbers") from error
+    if not SEEDS.value or not all(seed.isdecimal() for seed in SEEDS.value):
+        raise ConfigError(f"--seeds={','.join(SEEDS.value)}: give whole numbers")
+    return [int(seed) for seed in SEEDS.value]
 
 
 def _asked() -> dict[str, list[str]]:
     """Question -> its arms, plain and frozen first."""
     questions = list(QUESTIONS) if CHOSEN.value == [ALL] else CHOSEN.value
-    for name in questions:
+    for name in questions or [""]:
         if name not in QUESTIONS:
             raise ConfigError(f"--questions={name}: choose some of {', '.join(QUESTIONS)}, or "
                               f"{ALL}")

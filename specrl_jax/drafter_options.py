@@ -36,7 +36,8 @@ class DraftConfig:
     def __post_init__(self) -> None:
         check(self.children in CHILDREN, "draft.children", self.children,
               f"choose one of {', '.join(CHILDREN)}")
-        check(self.temperature > 0, "draft.temperature", self.temperature, "must be positive")
+        check(0.001 <= self.temperature <= 1000, "draft.temperature", self.temperature,
+              "must lie in [0.001, 1000]")
         at_least(0, draft__vocab=self.vocab, draft__cost=self.cost)
         check(0 <= self.corruption <= 1, "draft.corruption", self.corruption, "must lie in [0, 1]")
         parts = [name for name in DRAFTERS if name not in ("off", "merge")]

@@ -22,7 +22,9 @@ from . import parts
 from .timing import alternate, ratio, seconds_of, spread
 
 PART_REPEATS = 9
-STEP = 0  # of the noise keys; those after it make the responses that history may draft from
+STEP = 0  # of the noise keys of what is timed
+CALIBRATING = 1  # and of what calibrates
+EARLIER = 2  # the first of the responses that history may draft from
 
 
 class Cell(NamedTuple):
@@ -102,7 +104,7 @@ class Arm:
     def earlier(self, count: int) -> np.ndarray:
         """Other responses to the same prompts, without a draft: i32[Q, count, T], -1 fills."""
         found = []
-        for step in range(STEP + 1, STEP + 1 + count):
+        for step in range(EARLIER, EARLIER + count):
             said = self.run(None, step).result.sequences
             within = np.arange(said.tokens.shape[1])[None] < said.length[:, None]
             found.append(np.where(within, said.tokens, -1).astype(np.int32))
@@ -113,7 +115,7 @@ class Arm:
         self.sampler.compile()
         if self.sampler.engine.layout.past:
             self.past = past
-        self.run(widest, STEP + 1)
+        self.run(widest, CALIBRATING)
 
     def run(self, cell: Cell | None, step: int = STEP) -> Run:
         """One rollout at a setting; None is without a draft."""

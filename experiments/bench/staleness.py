@@ -101,7 +101,7 @@ def summarize(cases: Cases, reference: str) -> dict[str, Any]:
     """Over seeds: [mean, low, high] of each arm's numbers, and of what they have more than the
     reference's, paired by seed; and how far its reward curve lies off the plain one.
 
-    Intervals are Student's at 95 %; with one seed they are empty.
+    Intervals are Student's at 95 %; with one seed low and high are the value itself.
     """
     found = {seed: numbers(case) for seed, case in cases.items()}
 

@@ -1,10 +1,10 @@
 """Rules that change the policy, for experiments: what is gained by giving exactness up, and what
-published bugs did to it.
+bugs do to it, published ones among them.
 
 They are `rejection.walk` with one part exchanged. Every name begins with `lossy`, so that none is
 chosen by accident; `tests/spec/test_museum.py` shows that the checks of exactness notice them. The
 five of the second half are bugs on purpose: how far do they move a reward curve
-(experiments/staleness.py --question=bugs)?
+(experiments/staleness.py --questions=bugs)?
 """
 
 import functools

@@ -48,7 +48,9 @@ def test_earlier_responses_are_other_samples_of_the_same_prompts():
     arm = Arm(config, actor.source, actor.params(sharding.make_mesh(config.mesh)), prompts, "off",
               [Cell(1, 1, 2)], CompilationCounter())
     arm.sampler.compile()
-    earlier, timed = arm.earlier(3), arm.run(None).result.sequences.tokens
+    earlier = arm.earlier(3)
+    timed, calibrating = (arm.run(None, step).result.sequences.tokens
+                          for step in (speculation.STEP, speculation.CALIBRATING))
     assert earlier.shape == (2, 3, 6)
-    streams = np.concatenate([earlier, np.asarray(timed)[:, None]], 1)
-    assert all(len(np.unique(row, axis=0)) == 4 for row in streams)
+    streams = np.concatenate([earlier, np.stack([timed, calibrating], 1)], 1)
+    assert all(len(np.unique(row, axis=0)) == 5 for row in streams)
