@@ -383,7 +383,7 @@ def test_small_tiles_of_queries(implementation: str) -> None:
 def test_sharded_over_rows_and_heads(implementation: str) -> None:
     """Kernels do not partition: shard_map gives each device its rows and its heads."""
     if len(jax.devices()) < 4:
-        pytest.skip("needs 4 devices")
+        pytest.skip("shards over 4 devices; one GPU runs this contract, too")
     case = make(lengths=(4, 20, 9, 0), nodes=2, groups=2)
     order = np.lexsort((np.asarray(case["node"]), np.asarray(case["row"])))
     case |= {name: case[name][order] for name in ("q", "row", "node")}
@@ -409,7 +409,7 @@ def test_sharded_over_rows_and_heads(implementation: str) -> None:
 def test_xla_is_checked_by_shard_map(way: dict[str, int]) -> None:
     """What a loop carries has to vary over the mesh as its inputs do, prefixes included."""
     if len(jax.devices()) < 2:
-        pytest.skip("needs 2 devices")
+        pytest.skip("shards over 2 devices; one GPU runs this contract, too")
     case = make(lengths=(4, 9), nodes=2, groups=2, prefix=(33,), members=[[1, 0]])
     mesh = jax.make_mesh((2,), ("heads",), devices=jax.devices()[:2],
                          axis_types=(jax.sharding.AxisType.Auto,))

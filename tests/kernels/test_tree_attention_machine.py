@@ -151,7 +151,7 @@ def test_windows_and_bfloat16_are_left_to_xla():
 def test_a_cpu_that_it_is_not_made_for_takes_xla(features, why, monkeypatch):
     llvm = pytest.importorskip("llvmlite.binding")
     if not llvm.get_default_triple().startswith("x86_64"):
-        pytest.skip("the features are of x86")
+        pytest.skip("names features of x86 CPUs, and this one is another")
     monkeypatch.setattr(llvm, "get_host_cpu_features", lambda: llvm.FeatureMap(features))
     monkeypatch.setattr(machine, "code", machine.code.__wrapped__)
     found = refusals(**make((3, 1, 16), (48,), [3, 9], 2))
