@@ -93,10 +93,13 @@ def test_paths_of_the_readme_exist() -> None:
 def test_every_direct_dependency_is_pinned_within_its_bounds(name: str, python: str) -> None:
     extras = PROJECT["optional-dependencies"]
     with_gpu = name == "constraints-0.11.txt"
-    chosen = ("test", "gpu") if with_gpu else ("test", "quickstart", "peers")
+    chosen = ("cpu", "test", "gpu") if with_gpu else ("cpu", "test", "quickstart", "peers")
     pinned = pins(name, python)
     for text in [*PROJECT["dependencies"], *(r for extra in chosen for r in extras[extra])]:
         wanted = Requirement(text)
+        if wanted.name == PROJECT["name"]:
+            assert wanted.extras <= set(chosen)
+            continue
         version = pinned.get(canonicalize_name(wanted.name))
         assert version is not None and wanted.specifier.contains(version), f"{text}: {version}"
 

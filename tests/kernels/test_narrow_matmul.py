@@ -95,7 +95,7 @@ def test_without_the_code_generator(monkeypatch):
     monkeypatch.setitem(sys.modules, "llvmlite.binding", None)
     monkeypatch.setattr(machine, "code", machine.code.__wrapped__)
     w, x = arrays(8, 16, 2)
-    with pytest.raises(Unsupported, match="needs the package llvmlite"):
+    with pytest.raises(Unsupported, match="needs the package llvmlite: pip install llvmlite"):
         narrow_matmul(w, x, implementation="machine")
     assert_near(narrow_matmul(w, x), w, x)
 

@@ -164,7 +164,7 @@ def test_without_the_code_generator_xla_is_taken(monkeypatch):
     monkeypatch.setitem(sys.modules, "llvmlite.binding", None)
     monkeypatch.setattr(machine, "code", machine.code.__wrapped__)
     found = refusals(**make((3, 1, 16), (48,), [3, 9], 2))
-    assert found["machine"] == "needs the package llvmlite"
+    assert found["machine"] == "needs the package llvmlite: pip install llvmlite"
     assert next(name for name, reason in found.items() if reason is None) == "xla"
 
 

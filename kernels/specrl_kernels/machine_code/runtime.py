@@ -54,7 +54,7 @@ def register(name: str, operands: int, generate: Callable[[], Any]) -> Code:
     try:
         import llvmlite.binding as llvm
     except ImportError as reason:
-        raise Unsupported("needs the package llvmlite") from reason
+        raise Unsupported("needs the package llvmlite: pip install llvmlite") from reason
     if ctypes.sizeof(ctypes.c_void_p) != 8:
         raise Unsupported("needs a 64-bit CPU")
     if not has("fma"):  # LLVM would call the C library for each lane
