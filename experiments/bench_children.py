@@ -57,7 +57,8 @@ def main(config: Config, workdir: Path) -> int:
         _say(warning)
     prompts = make_prompts(config, source.tokenizer, _say).tokens[:PROMPTS.value]
     params = actor.params(mesh)
-    arm = Arm(config, source, params, prompts, "off", [Cell(1, 1, 2)], CompilationCounter())
+    arm = Arm(config, source, params, prompts, len(prompts), "off", [Cell(1, 1, 2)],
+              CompilationCounter())
     arm.sampler.compile(_say)
     said = arm.run(None).result.sequences
     tokens = [np.concatenate([prompt, answer[:length]]).astype(np.int32) for prompt, answer, length

@@ -4,15 +4,15 @@
         --config.draft.path=runs/drafter/drafter --config.rollout.temperature=0.6 \\
         --config.data.name=gsm8k --config.data.split=test --config.rollout.max_new_tokens=256
 
-Prompts are the first of config.data's split, one row each; rows end at stop tokens or at
-config.rollout.max_new_tokens. For each batch size, plain decoding and every drafter at every
-setting are timed alternately in this process, and each drafter also with nothing drafted (the arm
-`NAME 0`, what a round pays for a drafter that is switched off). `history` and `merge` know
-config.spec.history_past earlier responses to each prompt, as in the later epochs of RL. Nodes less
-likely to be accepted than config.control.min_survival are not verified; 0 verifies whole settings.
-What drafting takes is the difference of two single runs, so on a machine whose speed changes its
-share may even be below zero. Speed-ups are pair by pair. Under the match rule all arms say the same
-tokens but for near ties; the file says whether they did.
+Prompts are the first --prompts of config.data's split, or one for each row; they end at stop tokens
+or at config.rollout.max_new_tokens, and the next one takes the row. For each batch size, plain
+decoding and every drafter at every setting are timed alternately in this process, and each drafter
+also with nothing drafted (the arm `NAME 0`, what a round pays for a drafter that is switched off).
+`history` and `merge` know config.spec.history_past earlier responses to each prompt, as in the
+later epochs of RL. Nodes less likely to be accepted than config.control.min_survival are not
+verified; 0 verifies whole settings. What drafting takes is the difference of two single runs, so on
+a machine whose speed changes its share may even be below zero. Speed-ups are pair by pair. Under
+the match rule all arms say the same tokens but for near ties; the file says whether they did.
 """
 
 import sys
@@ -35,6 +35,8 @@ BATCH = flags.DEFINE_list("batch", ["1", "2", "4", "8", "16"], "rows of each cas
 DRAFTER = flags.DEFINE_list("drafter", ["history"], f"some of {', '.join(DRAFTERS[1:])}")
 SETTING = flags.DEFINE_list("setting", ["2x1x3", "4x1x5", "4x2x8"],
                             "depth x branch x nodes of a row, root included")
+PROMPTS = flags.DEFINE_integer("prompts", 0, "prompts of each case, at least its rows; 0: as many "
+                               "as rows", lower_bound=0)
 REPEATS = flags.DEFINE_integer("repeats", 3, "timed runs of each arm", lower_bound=1)
 OUT = flags.DEFINE_string("out", None, "JSON file (default: results/bench_speculation.json in "
                           "experiments); the heat-map lies beside it as .png")
@@ -50,9 +52,10 @@ def main(config: Config, workdir: Path) -> int:
     config, actor = run_flags.resolve(config)
     use_persistent_cache()
     prompts = make_prompts(config, actor.source.tokenizer, _say).tokens
-    if len(prompts) < max(batches):
-        raise ConfigError(f"--batch={max(batches)}: data.split = {config.data.split!r} has "
-                          f"{len(prompts)} prompts; give fewer rows")
+    most = max(*batches, PROMPTS.value)
+    if len(prompts) < most:
+        raise ConfigError(f"data.split = {config.data.split!r} has {len(prompts)} prompts, --batch "
+                          f"and --prompts ask for {most}; give fewer rows or prompts")
     result = results.blank(config)
     if RESUME.value:
         result["cases"] = results.earlier(out)
@@ -61,8 +64,9 @@ def main(config: Config, workdir: Path) -> int:
     for rows in batches:
         if str(rows) not in result["cases"]:
             _say(f"{rows} rows: {', '.join(DRAFTER.value)}")
-            found = speculation.run_case(config, actor.source, params, prompts[:rows],
-                                         DRAFTER.value, cells, REPEATS.value, counter)
+            found = speculation.run_case(config, actor.source, params,
+                                         prompts[:max(rows, PROMPTS.value)], rows, DRAFTER.value,
+                                         cells, REPEATS.value, counter)
             found["command"] = results.command(sys.argv)
             result["cases"][str(rows)] = found
             results.write(out, result)

@@ -87,14 +87,14 @@ class Arm:
 
     Args:
       config: its rollout section holds temperature and max_new_tokens.
-      prompts: token ids, one sequence each.
+      prompts: token ids, one sequence each; as many as `rows` or more, which then wait for a slot.
     """
 
     def __init__(self, config: Config, source: Source, params: Any,
-                 prompts: Sequence[Sequence[int]], drafter: str, cells: Sequence[Cell],
+                 prompts: Sequence[Sequence[int]], rows: int, drafter: str, cells: Sequence[Cell],
                  counter: CompilationCounter) -> None:
-        self.config = arm_config(config, prompts, drafter, cells)
-        self.prompts, self.counter = prompts, counter
+        self.config = arm_config(config, prompts, rows, drafter, cells)
+        self.prompts, self.rows, self.counter = prompts, rows, counter
         stop = source.tokenizer.stop_ids
         self.sampler = Sampler(self.config, source.arch, stop, sharding.make_mesh(config.mesh),
                                prompts=len(prompts), group=1, tokenizer=source.tokenizer)
@@ -123,8 +123,8 @@ class Arm:
         if self.config.spec.drafter != "off":
             engine.control = make_spec(*(cell or (0, 1, 1)), 0,
                                        (1.0,) * len(engine.machine.drafter.names))
-        rows = np.arange(len(self.prompts))
-        keys = prng.row_keys(self.config.seed, "generate", step, rows, rows * 0, rows * 0)
+        index = np.arange(len(self.prompts))
+        keys = prng.row_keys(self.config.seed, "generate", step, index, index * 0, index * 0)
         asked = request(self.prompts, keys, 1, self.config.rollout, self.past)
         self.counter.take()
         result = engine.run(self.sampler.params, asked, self.sampler.drafter_params,
@@ -132,10 +132,9 @@ class Arm:
         return Run(result.seconds, result, self.counter.take())
 
 
-def arm_config(config: Config, prompts: Sequence[Sequence[int]], drafter: str,
+def arm_config(config: Config, prompts: Sequence[Sequence[int]], rows: int, drafter: str,
                cells: Sequence[Cell]) -> Config:
     """`config` with shapes that hold the prompts and all settings."""
-    rows = len(prompts)
     rollout = dataclasses.replace(
         config.rollout, batch_size=rows, min_batch=rows, rounds_per_launch=512,
         max_prompt_tokens=max(2, max(map(len, prompts))))
@@ -151,15 +150,15 @@ def arm_config(config: Config, prompts: Sequence[Sequence[int]], drafter: str,
 
 
 def run_case(config: Config, source: Source, params: Any, prompts: Sequence[Sequence[int]],
-             drafters: Sequence[str], cells: Sequence[Cell], repeats: int,
+             rows: int, drafters: Sequence[str], cells: Sequence[Cell], repeats: int,
              counter: CompilationCounter) -> dict[str, Any]:
-    """All drafters at all settings and plain decoding, timed alternately.
+    """All drafters at all settings and plain decoding, timed alternately in `rows` slots.
 
     Each setting is also run once with roots alone verified: what such a round takes more than one
     that drafts nothing is what drafting takes.
     """
     check(len(prompts) > 0, "prompts", 0, "there is nothing to generate")
-    arms = {name: Arm(config, source, params, prompts, name, cells, counter)
+    arms = {name: Arm(config, source, params, prompts, rows, name, cells, counter)
             for name in ("off", *drafters)}
     arms["off"].sampler.compile()
     remembering = [a for a in arms.values() if a.sampler.engine.layout.past]
@@ -181,7 +180,7 @@ def run_case(config: Config, source: Source, params: Any, prompts: Sequence[Sequ
         for key in (f"{name} {cell.name}" for cell in cells):
             draft = drafted[key][0].round_seconds - drafted[nothing(name)][0].round_seconds
             told[key]["parts"] = parts_of(arms[name], found[key], draft)
-    return {"rows": len(prompts), "tokens": plain[-1].tokens, "arms": told}
+    return {"rows": rows, "prompts": len(prompts), "tokens": plain[-1].tokens, "arms": told}
 
 
 def nothing(drafter: str) -> str:
@@ -196,7 +195,7 @@ def parts_of(arm: Arm, runs: Sequence[Run], draft: float) -> dict[str, Any]:
     packed. `verify` is the rest: forward, head, the draw without its noise, bookkeeping.
     """
     engine, result = arm.sampler.engine, runs[-1].result
-    rows, counters = len(arm.prompts), result.counters
+    rows, counters = arm.rows, result.counters
     packed = round(counters["packed"] * rows / counters["slots"])
     tasks = {"noise": parts.noise_part(engine.machine.arch.vocab_size, packed),
              "commit": parts.commit_part(engine.machine, _situation(arm, result),
@@ -216,10 +215,10 @@ def parts_of(arm: Arm, runs: Sequence[Run], draft: float) -> dict[str, Any]:
 
 def _situation(arm: Arm, result: Result) -> parts.Situation:
     """The middle of a rollout."""
-    shapes, rows = arm.sampler.engine.shapes, len(arm.prompts)
+    shapes, rows = arm.sampler.engine.shapes, arm.rows
     said = result.sequences.length
     prompt = np.zeros((rows, shapes.prompt), np.int32)
-    context = [len(tokens) - 1 + said[i] // 2 for i, tokens in enumerate(arm.prompts)]
+    context = [len(tokens) - 1 + said[i] // 2 for i, tokens in enumerate(arm.prompts[:rows])]
     counters = result.counters
     return parts.Situation(
         rows=rows, packed=counters["packed"] * rows / counters["slots"],

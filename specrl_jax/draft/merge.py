@@ -56,47 +56,48 @@ def merge(drafters: Sequence[Drafter], nodes: int) -> Drafter:
 
 def _propose(drafters: tuple[Drafter, ...], nodes: int, params: Any, states: Any, tip: Tip,
              rows: Sampling, spec: SpecConfig, survive: Survive) -> tuple[DraftTree, Any]:
-    total = 1 + sum(d.nodes - 1 for d in drafters)
-    whole, after = roots(tip.root, tip.live, total), []
+    trees, after = [], []
     for i, (drafter, own, state) in enumerate(zip(drafters, params, states, strict=True)):
         used = spec.replace(steps=jnp.where(spec.mix[i] > 0, spec.steps, 0))
         tree, state = drafter.propose(own, state, tip, rows, used, survive)
         inner = jnp.arange(tree.live.shape[1]) > 0
-        weighed = jnp.where(inner[None], tree.survival * spec.mix[i], tree.survival)
-        whole = graft(whole, tree.replace(survival=weighed),
-                      1 + sum(d.nodes - 1 for d in drafters[:i]))
+        trees.append(tree.replace(
+            survival=jnp.where(inner[None], tree.survival * spec.mix[i], tree.survival)))
         after.append(state)
-    return likeliest(whole, nodes), tuple(after)
+
+    def join() -> DraftTree:
+        whole = functools.reduce(graft, trees, roots(tip.root, tip.live, 1))
+        return likeliest(whole, nodes)
+
+    return jax.lax.cond(
+        spec.steps > 0, join, lambda: roots(tip.root, tip.live, nodes)), tuple(after)
 
 
-def graft(whole: DraftTree, tree: DraftTree, start: int) -> DraftTree:
-    """Adds a tree to another, whose places from `start` on are free.
+def graft(whole: DraftTree, tree: DraftTree) -> DraftTree:
+    """Two trees with the same roots in one, whose nodes are those of `whole` and then new ones.
 
     Args:
-      whole: fields [B, N]; dead from `start` on.
-      tree: fields [B, n], parents first, n - 1 <= N - start.
+      whole: fields [B, N]; tree: [B, n]; both parents first. The result has [B, N + n - 1].
     """
-    rows = jnp.arange(tree.live.shape[0])
+    size, count = whole.live.shape[1], tree.live.shape[1]
+    alone = jnp.where(jnp.arange(count) > 0, size - 1 + jnp.arange(count), 0)[None]
 
-    def node(i: Array, carry: tuple[DraftTree, Array]) -> tuple[DraftTree, Array]:
-        whole, place = carry
-        one = jax.tree.map(lambda a: a[:, i], tree)
-        parent = jnp.take_along_axis(place, one.parent[:, None], 1)
-        same = whole.live & (whole.parent == parent) & (whole.tokens == one.tokens[:, None])
-        same = same.at[:, 0].set(False)
-        found = same.any(1)
-        at = jnp.where(found, same.argmax(1), start + i - 1)
-        new = one.replace(parent=parent[:, 0], live=one.live & ~found)
-        grown = jax.tree.map(
-            lambda old, fresh: old.at[rows, start + i - 1].set(fresh.astype(old.dtype)), whole, new)
-        mine = jnp.where(one.live, one.survival, 0)
-        raised = jnp.maximum(jnp.take_along_axis(grown.survival, at[:, None], 1)[:, 0], mine)
-        survival = grown.survival.at[rows, at].set(
-            jnp.where(one.live, raised, jnp.take_along_axis(grown.survival, at[:, None], 1)[:, 0]))
-        return grown.replace(survival=survival), place.at[:, i].set(at)
+    def level(depth: Array, place: Array) -> Array:
+        """Where the nodes down to `depth` stand: those that `whole` has too stand there."""
+        parent = jnp.take_along_axis(place, tree.parent, 1)
+        same = (whole.live[:, None] & (whole.parent[:, None] == parent[..., None])
+                & (whole.tokens[:, None] == tree.tokens[..., None])).at[..., 0].set(False)
+        found = (tree.depth == depth) & tree.live & same.any(2)
+        return jnp.where(found, same.argmax(2), place)
 
-    place = jnp.zeros(tree.live.shape, jnp.int32)
-    return jax.lax.fori_loop(1, tree.live.shape[1], node, (whole, place))[0]
+    place = jax.lax.fori_loop(1, tree.depth.max() + 1, level,
+                              jnp.broadcast_to(alone, tree.live.shape).astype(jnp.int32))
+    new = tree.replace(parent=jnp.take_along_axis(place, tree.parent, 1),
+                       live=tree.live & (place == alone))
+    both = jax.tree.map(lambda a, b: jnp.concatenate([a, b[:, 1:]], 1), whole, new)
+    rows = jnp.arange(tree.live.shape[0])[:, None]
+    return both.replace(survival=both.survival.at[rows, place].max(
+        jnp.where(tree.live, tree.survival, 0)))
 
 
 def likeliest(tree: DraftTree, nodes: int) -> DraftTree:
@@ -121,12 +122,11 @@ def likeliest(tree: DraftTree, nodes: int) -> DraftTree:
 
 
 def _at_least_descendants(tree: DraftTree) -> Array:
-    """f32[B, N]: each node's survival or a descendant's, whichever is higher. Children are last."""
-    rows = jnp.arange(tree.live.shape[0])
+    """f32[B, N]: each node's survival or a descendant's, whichever is higher."""
+    rows, deepest = jnp.arange(tree.live.shape[0])[:, None], tree.depth.max()
 
-    def node(step: Array, survival: Array) -> Array:
-        i = tree.live.shape[1] - 1 - step
-        mine = jnp.where(tree.live[:, i], survival[:, i], 0)
-        return survival.at[rows, tree.parent[:, i]].max(mine)
+    def level(step: Array, survival: Array) -> Array:
+        mine = jnp.where(tree.live & (tree.depth == deepest - step), survival, 0)
+        return survival.at[rows, tree.parent].max(mine)
 
-    return jax.lax.fori_loop(0, tree.live.shape[1] - 1, node, tree.survival)
+    return jax.lax.fori_loop(0, deepest, level, tree.survival)

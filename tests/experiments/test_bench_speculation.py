@@ -19,9 +19,10 @@ def test_a_case_times_every_arm_on_the_same_tokens():
     actor = open_actor(config)
     params = actor.params(sharding.make_mesh(config.mesh))
     cells = [Cell(1, 1, 2), Cell(2, 1, 3)]
-    found = speculation.run_case(config, actor.source, params, [[1, 2, 3], [4, 5]], ["history"],
-                                 cells, 2, CompilationCounter())
+    found = speculation.run_case(config, actor.source, params, [[1, 2, 3], [4, 5], [6]], 2,
+                                 ["history"], cells, 2, CompilationCounter())
     json.dumps(found)
+    assert (found["rows"], found["prompts"], found["tokens"]) == (2, 3, 18)
     arms = found["arms"]
     assert list(arms) == ["off", "history 0", "history 1x1x2", "history 2x1x3"]
     assert all(one["equal_tokens"] and one["compilations"] == 0 for one in arms.values())
@@ -45,8 +46,8 @@ def test_earlier_responses_are_other_samples_of_the_same_prompts():
     config = Config(model=ModelSource("random:tiny"), rollout=RolloutConfig(max_new_tokens=6))
     actor = open_actor(config)
     prompts = [[1, 2, 3], [4, 5]]
-    arm = Arm(config, actor.source, actor.params(sharding.make_mesh(config.mesh)), prompts, "off",
-              [Cell(1, 1, 2)], CompilationCounter())
+    arm = Arm(config, actor.source, actor.params(sharding.make_mesh(config.mesh)), prompts, 2,
+              "off", [Cell(1, 1, 2)], CompilationCounter())
     arm.sampler.compile()
     earlier = arm.earlier(3)
     timed, calibrating = (arm.run(None, step).result.sequences.tokens
