@@ -1,5 +1,6 @@
 """A run: steps with their files, checkpoints and progress, resumed where they stopped."""
 
+import time
 from pathlib import Path
 
 from specrl_jax import config as config_lib
@@ -19,6 +20,7 @@ def train(config: Config, workdir: Path) -> bool:
       ConfigError: something in the configuration cannot work; the workdir is untouched.
       TrainingError: too many non-finite updates in a row.
     """
+    began = time.perf_counter()
     metrics.check_config(workdir, config_lib.as_dict(config))
     source = weights.describe_source(config.model.path)
     progress = Progress(config.steps, 0)
@@ -38,8 +40,18 @@ def train(config: Config, workdir: Path) -> bool:
         with metrics.Writer(workdir, trainer.step_number, progress.warn) as writer, Progress(
                 config.steps, trainer.step_number) as progress:
             compilations.take()
-            run_steps(trainer, checkpoints, writer, progress, compilations)
+            run_steps(trainer, checkpoints, writer, progress, compilations,
+                      startup(trainer, time.perf_counter() - began))
     return True
+
+
+def startup(trainer: Trainer, seconds: float) -> dict[str, float]:
+    """Metrics of the first step after a start: its seconds, and those of them that went into what
+    rounds cost, with the mean relative error of that table on launches that it was not fitted to.
+    """
+    price = trainer.sampler.price
+    return {"time/startup": seconds, "time/profiling": trainer.sampler.profiling} | (
+        {} if price is None else {"time/cost_error": price.error})
 
 
 class TrainingError(ConfigError):
@@ -47,8 +59,12 @@ class TrainingError(ConfigError):
 
 
 def run_steps(trainer: Trainer, checkpoints: Checkpoints, writer: metrics.Writer,
-              progress: Progress, compilations: CompilationCounter) -> None:
+              progress: Progress, compilations: CompilationCounter, first: dict[str, float]
+              ) -> None:
     """The steps that are left, with their lines, warnings and checkpoints.
+
+    Args:
+      first: metrics that the first of them gets, too.
 
     Raises:
       TrainingError: too many non-finite updates in a row; a checkpoint is written first.
@@ -57,6 +73,7 @@ def run_steps(trainer: Trainer, checkpoints: Checkpoints, writer: metrics.Writer
     while trainer.step_number < config.steps:
         record, samples = trainer.step(progress.rollout, progress.phase)
         record["compilations"] = compilations.take()
+        record, first = record | first, {}
         if record["compilations"]:
             progress.warn(f"{record['compilations']} compilations after warm-up")
         if not record["applied"]:

@@ -4,6 +4,7 @@ A Sampler joins a model, a drafter, a controller and an engine; it reads only pu
 """
 
 import dataclasses
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +15,8 @@ from jax.sharding import Mesh
 
 from specrl_jax import drafters, prng, sharding
 from specrl_jax.config import Config, check
-from specrl_jax.control import choose
+from specrl_jax.control import choose, cost_file
+from specrl_jax.control.acceptance import Reliability
 from specrl_jax.control.cost_file import Record
 from specrl_jax.host import launches
 from specrl_jax.host.checkpoint import loud
@@ -82,6 +84,7 @@ class Sampler:
         self.engine = Engine(machine, mesh, shapes, stop, dtype, past, config.control.audit)
         self.price: Record | None = None  # what rounds cost, where the controller asks
         self.plain: dict[int, float] = {}  # seconds of a round without a draft, where it does not
+        self.profiling = 0.0  # seconds that reading or measuring these took
         self.restored = False  # whether the controller's state is a checkpoint's
         self._cast = publisher(arch, mesh, dtype)
         self.params: Any = None
@@ -111,14 +114,17 @@ class Sampler:
         What rounds cost is read or measured too, unless a frozen clock restored it.
         """
         self.engine.compile(self.params, self.drafter_params, report=report)
-        control = self.config.control
+        control, began = self.config.control, time.perf_counter()
         if self.engine.machine.controller.adaptive and not (
                 self.restored and control.clock == "frozen"):
+            # A run with a frozen clock is there to be repeated, so its table may be of any age.
+            since = 0.0 if control.clock == "frozen" else time.time() - cost_file.FRESH
             self.engine.control, self.price = probe.priced(
                 self.engine, self.params, self.drafter_params, control.cost_table,
-                self._drafts(), report)
+                self._drafts(), report, since)
         elif self.drafting.head is not None:
             self.plain = probe.plain(self.engine, self.params, self.drafter_params)
+        self.profiling = time.perf_counter() - began
         shapes = self.engine.shapes
         limit = np.ones(shapes.sequences * shapes.shards, np.int32)
         self.canary([[0, 0]], limit)
@@ -233,7 +239,8 @@ def rollout_metrics(rollout: Rollout, result: Result) -> dict[str, float]:
                 for kind, count in counts.items()}
     return drafters | {
         "spec/lossy": float(result.rule.startswith("lossy")),
-        "rollout/calibration_error": result.calibration[2],
+        "rollout/calibration_error": result.calibration.error,
+        "rollout/reliability": reliability(result.calibration),
         "rollout/tokens": tokens,
         "rollout/tokens_per_second": tokens / result.seconds,
         "rollout/accept_length": c["committed"] / max(c["row_rounds"], 1),
@@ -252,6 +259,12 @@ def rollout_metrics(rollout: Rollout, result: Result) -> dict[str, float]:
         "time/rollout": result.seconds,
         "time/prefill": result.prefill_seconds,
     } | launches.summary(result.trace)
+
+
+def reliability(found: Reliability) -> list[list[float]]:
+    """Drafts tried, their mean estimate and their accepted share, of each bin that has some."""
+    lines = np.stack([found.tried, found.predicted, found.accepted], 1)
+    return [[float(f"{x:.6g}") for x in line] for line in lines[found.tried > 0]]
 
 
 def _mean(values: np.ndarray, length: np.ndarray) -> float:

@@ -237,5 +237,5 @@ def describe(runs: Sequence[Run], plain: Sequence[Run]) -> dict[str, Any]:
         "accept_length": counters["committed"] / max(counters["row_rounds"], 1),
         "drafted_a_row": counters["drafted"] / max(counters["row_rounds"], 1),
         "round_seconds": spread([run.round_seconds for run in runs]),
-        "by_drafter": result.by_drafter, "calibration_error": result.calibration[2],
+        "by_drafter": result.by_drafter, "calibration_error": result.calibration.error,
         "equal_tokens": bool(same.all()), "compilations": sum(run.compilations for run in runs)}

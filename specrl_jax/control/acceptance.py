@@ -6,6 +6,8 @@ counts only if it was verified and its parent lies on the accepted path, so that
 known whatever the controller chose to verify.
 """
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -99,14 +101,25 @@ def merge(known: Acceptance, seen: Acceptance, keep: float) -> Acceptance:
         lambda old, new: (keep * old + np.asarray(new).sum(0)).astype(np.float32), known, seen)
 
 
-def calibration(seen: Acceptance, estimate: np.ndarray) -> tuple[np.ndarray, np.ndarray, float]:
-    """Reliability of an estimate: nodes tried and their accepted share f64[BINS], expected error.
+class Reliability(NamedTuple):
+    """What an estimate promised and what came of it, by bin of the guess."""
+
+    tried: np.ndarray  # f64[BINS] nodes
+    predicted: np.ndarray  # f64[BINS] mean estimate
+    accepted: np.ndarray  # f64[BINS] share
+    error: float  # expected calibration error, over all cells
+
+
+def calibration(seen: Acceptance, estimate: np.ndarray) -> Reliability:
+    """The reliability of an estimate.
 
     Args:
       seen: outcomes to judge by, fields f32[shards, drafters, D, BINS].
       estimate: f32[drafters, D, BINS], made without them.
     """
     tried, hit = (np.asarray(a, np.float64).sum(0) for a in (seen.tried, seen.hit))
-    by_bin = tried.sum((0, 1))
-    share = np.divide(hit.sum((0, 1)), by_bin, out=np.zeros_like(by_bin), where=by_bin > 0)
-    return by_bin, share, float(np.abs(hit - tried * estimate).sum() / max(tried.sum(), 1))
+    by_bin, expected = tried.sum((0, 1)), tried * estimate
+    predicted, accepted = (np.divide(a.sum((0, 1)), by_bin, out=np.zeros_like(by_bin),
+                                     where=by_bin > 0) for a in (expected, hit))
+    error = float(np.abs(hit - expected).sum() / max(tried.sum(), 1))
+    return Reliability(by_bin, predicted, accepted, error)

@@ -1,7 +1,8 @@
 """Measured launches on disk, so that a device and model are measured once.
 
-A file is JSON: what it was measured for (`key`), and launches as rows of `points`. Its name is a
-digest of the key, so another device, model or version reads another file.
+A file is JSON: what it was measured for (`key`), when, and launches as rows of `points`. Its name
+is a digest of the key, so another device, model or version reads another file. Drivers, firmware
+and neighbours change too, without a name: so a file also grows stale with age.
 """
 
 import hashlib
@@ -14,7 +15,8 @@ from typing import Any, NamedTuple
 from specrl_jax.config import ConfigError
 from specrl_jax.control.cost import Point
 
-VERSION = 1  # of what is measured and how; older files are measured anew
+VERSION = 2  # of what is measured and how; older files are measured anew
+FRESH = 30 * 24 * 3600.0  # seconds until a file is stale
 
 
 class Record(NamedTuple):
@@ -23,6 +25,7 @@ class Record(NamedTuple):
     measured: Mapping[Point, float]  # seconds of launches
     error: float  # mean relative error of the fit on held-out launches
     seconds: float  # that measuring took
+    when: float  # that was, in seconds since 1970
 
 
 def default_path(key: Mapping[str, Any]) -> Path:
@@ -41,15 +44,15 @@ def store(path: Path, key: Mapping[str, Any], record: Record) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps({
         "key": json.loads(_plain(key)), "error": record.error, "seconds": record.seconds,
-        "columns": [*Point._fields, "seconds"],
+        "when": record.when, "columns": [*Point._fields, "seconds"],
         "points": [[*point, seconds] for point, seconds in record.measured.items()]}, indent=1)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     temporary.write_text(text + "\n", encoding="utf-8")
     os.replace(temporary, path)
 
 
-def load(path: Path, key: Mapping[str, Any]) -> Record | None:
-    """What was stored for `key`; None where nothing was, or for something else.
+def load(path: Path, key: Mapping[str, Any], since: float = 0.0) -> Record | None:
+    """What was stored for `key`; None where nothing was, or for something else, or before `since`.
 
     Raises:
       ConfigError: the file is no such file.
@@ -61,7 +64,8 @@ def load(path: Path, key: Mapping[str, Any]) -> Record | None:
         if stored["key"] != json.loads(_plain(key)):
             return None
         measured = {Point(*map(int, row[:-1])): float(row[-1]) for row in stored["points"]}
-        return Record(measured, float(stored["error"]), float(stored["seconds"]))
+        record = Record(measured, *(float(stored[name]) for name in Record._fields[1:]))
     except (ValueError, KeyError, TypeError) as problem:
         raise ConfigError(f"control.cost_table = {str(path)!r}: it holds no measured launches "
                           f"({type(problem).__name__}); remove it to measure again") from problem
+    return record if record.when >= since else None

@@ -23,6 +23,7 @@ from specrl_jax.host.metrics import (
 )
 
 REPORT = "report.html"
+RELIABILITY = "rollout/reliability"
 REQUIRED = ("step", "reward/mean")
 REQUIRED_OF_SAMPLES = ("prompt_id", "sample_id", "prompt", "completion", "tokens", "reward")
 PHASES = ("rollout", "reward", "learn", "distill")
@@ -118,6 +119,14 @@ def totals(rows: Rows, samples: Rows) -> list[tuple[str, str]]:
            ("sequences", f"{len(samples)}"), ("tokens", f"{sum(map(token_count, samples)):,}")]
     if np.isfinite(seconds).any():
         out.append(("time in steps", f"{np.nansum(seconds) / 60:.1f} min"))
+    if np.isfinite(profiling := column(rows, "time/profiling")).any():
+        starts = np.nansum(column(rows, "time/startup"))
+        share = np.nansum(profiling) / max(starts + np.nansum(seconds), 1e-9)
+        out += [("seconds of start-up", f"{starts:.0f}"),
+                ("measuring what rounds cost, of start-up and steps", f"{share:.1%}")]
+    if np.isfinite(error := column(rows, "time/cost_error")).any():
+        out.append(("error of predicted costs on held-out launches",
+                    f"{error[np.isfinite(error)][-1]:.1%}"))
     for name, key, form in (("tokens/s, mean", "rollout/tokens_per_second", "{:.0f}"),
                             ("accept length, mean", "rollout/accept_length", "{:.2f}"),
                             ("response length, mean", "response/length_mean", "{:.1f}")):
@@ -192,6 +201,10 @@ def _figures(rows: Rows, samples: Rows) -> tuple[list[tuple[str, str]], list[tup
     figures = [(name, draw_svg(name, "step", draw)) for name, _, draw in drawable]
     missing = [(name, key) for name, key, _ in plots if (name, key) not in
                [(n, k) for n, k, _ in drawable]]
+    if any(row.get(RELIABILITY) for row in rows):
+        figures.append(("reliability", draw_svg(
+            "how often drafts were accepted, all steps", "estimate",
+            lambda ax: plot_reliability(ax, rows))))
     if samples:
         figures.append(("histogram", draw_svg("response lengths of all samples", "tokens",
                                               lambda ax: plot_lengths(ax, samples))))
@@ -285,6 +298,19 @@ def plot_net(ax: Axes, rows: Rows) -> None:
     ax.set_ylabel("seconds, summed")
     ax.grid(alpha=0.25)
     ax.legend(frameon=False, fontsize=8)
+
+
+def plot_reliability(ax: Axes, rows: Rows) -> None:
+    """Reliability diagram: accepted share over the mean estimate, steps pooled by its tenth."""
+    tried, estimate, accepted = np.concatenate(
+        [np.reshape(row.get(RELIABILITY, []), (-1, 3)) for row in rows]).T
+    tenth = np.minimum((10 * estimate).astype(int), 9)
+    count, x, y = (np.bincount(tenth, tried * a, 10) for a in (1.0, estimate, accepted))
+    seen = count > 0
+    ax.plot([0, 1], [0, 1], color="#9c9c9c", linewidth=0.8)
+    ax.scatter(x[seen] / count[seen], y[seen] / count[seen], color=LINE,
+               s=10 + 90 * count[seen] / count.max())
+    ax.set_ylabel("accepted share")
 
 
 def plot_lengths(ax: Axes, samples: Rows) -> None:

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from specrl_jax import sharding
 from specrl_jax.control import acceptance
-from specrl_jax.control.acceptance import Acceptance
+from specrl_jax.control.acceptance import Acceptance, Reliability
 from specrl_jax.rollout import audit as audits
 from specrl_jax.rollout import lengths, refill
 from specrl_jax.rollout.layout import ROW, STATE, Layout, Request, Shapes, pad
@@ -45,7 +45,7 @@ class Result:
     trace: list[dict[str, float]]  # of each launch: batch, seconds, counters so far, explanation
     by_drafter: dict[str, dict[str, int]]  # nodes drafted and accepted
     rule: str  # of verification
-    calibration: tuple[np.ndarray, np.ndarray, float]  # see control/acceptance.py
+    calibration: Reliability  # of the estimates that drafts were chosen by
 
 
 class Engine:

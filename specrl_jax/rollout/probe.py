@@ -5,12 +5,14 @@ Nothing is compiled for it, and nothing is learned from it.
 
 import dataclasses
 import os
+import platform
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
+import jaxlib
 import numpy as np
 from jax.experimental import multihost_utils
 
@@ -37,29 +39,40 @@ def ladders(engine: Engine) -> Ladders:
 
 def key(engine: Engine, about: Mapping[str, Any]) -> dict[str, Any]:
     """What a measurement holds for. `about` says what drafts."""
-    device = jax.devices()[0]
-    return {"device": f"{device.platform} {device.device_kind}", "cores": os.cpu_count(),
-            "jax": jax.__version__, "model": dataclasses.asdict(engine.machine.arch),
-            "mesh": dict(engine.mesh.shape), "dtype": str(np.dtype(engine.layout.dtype)),
-            "shapes": dataclasses.asdict(engine.shapes), "rule": engine.machine.rule,
+    device, machine = jax.devices()[0], engine.machine
+    return {"device": f"{device.platform} {device.device_kind} {processor()}",
+            "cores": os.cpu_count(), "jax": jax.__version__, "jaxlib": jaxlib.__version__,
+            "model": dataclasses.asdict(machine.arch), "invariant": machine.invariant,
+            "attention": machine.implementation, "mesh": dict(engine.mesh.shape),
+            "dtype": str(np.dtype(engine.layout.dtype)),
+            "shapes": dataclasses.asdict(engine.shapes), "rule": machine.rule,
             "buckets": [[rows, *b] for rows, of in ladders(engine).items() for b in of],
             "drafter": dict(about)}
 
 
+def processor() -> str:
+    """The CPU's name: JAX calls every CPU `cpu`."""
+    told = Path("/proc/cpuinfo")
+    lines = told.read_text().splitlines() if told.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
 def priced(engine: Engine, params: Any, drafter_params: Any, path: str, about: Mapping[str, Any],
-           report: Callable[[str], None]) -> tuple[Adaptive, Record]:
+           report: Callable[[str], None], since: float = 0.0) -> tuple[Adaptive, Record]:
     """The controller's state with tables of this device, read or measured and stored.
 
     Args:
       path: of the file; empty is one in the user's cache directory.
       about: what drafts.
+      since: what was measured before, in seconds since 1970, is measured anew.
 
     Raises:
       ConfigError: the file is none, or was measured for something else.
     """
     wanted = key(engine, about)
     file = Path(path) if path else cost_file.default_path(wanted)
-    record = cost_file.load(file, wanted) if jax.process_index() == 0 else None
+    record = cost_file.load(file, wanted, since) if jax.process_index() == 0 else None
     if not _agreed(float(record is not None)):
         report("measuring what rounds cost")
         record = measure(engine, params, drafter_params)
@@ -70,7 +83,7 @@ def priced(engine: Engine, params: Any, drafter_params: Any, path: str, about: M
         fit, held = cost.points(rows, far, depth)
         found = dict.fromkeys((*fit, *held), 0.0) if record is None else record.measured
         found = {p: _agreed(found[p]) for p in (*fit, *held)}
-        record = Record(found, cost.error(cost.fit(found, rows, far, depth), found, held), 0.0)
+        record = Record(found, cost.error(cost.fit(found, rows, far, depth), found, held), 0.0, 0.0)
     report(f"cost of rounds: {100 * record.error:.1f} % mean error on held-out launches, measured "
            f"in {record.seconds:.1f} s, {file}")
     tables = cost.fit(record.measured, rows, far, depth)
@@ -98,7 +111,7 @@ def measure(engine: Engine, params: Any, drafter_params: Any) -> Record:
                                               _forced(engine, point))
     engine.control = before
     error = cost.error(cost.fit(measured, rows, far, depth), measured, held)
-    return Record(measured, error, time.perf_counter() - began)
+    return Record(measured, error, time.perf_counter() - began, time.time())
 
 
 def plain(engine: Engine, params: Any, drafter_params: Any) -> dict[int, float]:

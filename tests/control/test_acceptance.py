@@ -121,6 +121,8 @@ def test_calibration_error_is_the_mean_gap() -> None:
     tried[..., 7], hit[..., 7] = 10, 9
     estimate = np.zeros((1, 1, BINS))
     estimate[..., 3], estimate[..., 7] = 0.4, 1.0
-    by_bin, share, error = acceptance.calibration(seen(tried, hit), estimate)
-    assert by_bin[3] == 30 and share[3] == 0.5 and share[7] == pytest.approx(0.9)
-    assert error == pytest.approx((30 * 0.1 + 10 * 0.1) / 40)
+    found = acceptance.calibration(seen(tried, hit), estimate)
+    assert found.tried[3] == 30 and found.accepted[3] == 0.5
+    assert found.accepted[7] == pytest.approx(0.9)
+    assert found.predicted[[3, 7]] == pytest.approx([0.4, 1.0])
+    assert found.error == pytest.approx((30 * 0.1 + 10 * 0.1) / 40)

@@ -86,7 +86,7 @@ KEY = {"device": "made up", "shapes": {"batch": 8}}
 def test_launches_are_stored_and_read_again(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "cost.json"
     assert cost_file.load(path, KEY) is None
-    record = Record(measured(0.1), 0.07, 1.5)
+    record = Record(measured(0.1), 0.07, 1.5, 1e9)
     cost_file.store(path, KEY, record)
     again = cost_file.load(path, KEY)
     assert again == record
@@ -99,9 +99,11 @@ def test_launches_are_stored_and_read_again(tmp_path: Path) -> None:
 def test_what_was_measured_for_another_key_or_version_is_not_used(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "cost.json"
-    cost_file.store(path, KEY, Record(measured(), 0.0, 1.0))
+    cost_file.store(path, KEY, Record(measured(), 0.0, 1.0, 1e9))
     assert cost_file.load(path, KEY | {"device": "other"}) is None
     assert cost_file.default_path(KEY) != cost_file.default_path(KEY | {"device": "other"})
+    assert cost_file.load(path, KEY, since=1e9) is not None
+    assert cost_file.load(path, KEY, since=1e9 + 1) is None, "stale"
     monkeypatch.setattr(cost_file, "VERSION", cost_file.VERSION + 1)
     assert cost_file.load(path, KEY) is None
 

@@ -72,7 +72,7 @@ def bench() -> Bench:
 
 def tried(result: Result) -> tuple[float, float]:
     """Nodes whose outcome is known, and the accepted share of them."""
-    by_bin, share, _ = result.calibration
+    by_bin, _, share, _ = result.calibration
     return by_bin.sum(), (by_bin * share).sum() / max(by_bin.sum(), 1)
 
 

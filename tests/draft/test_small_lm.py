@@ -272,7 +272,7 @@ def test_the_actor_itself_drafts_perfectly(bench: Bench, temperature: float) -> 
 
 def test_the_actor_itself_drafts_perfectly_after_pauses(bench: Bench) -> None:
     result = bench.drafts(ACTOR_PARAMS, True)
-    tried, share, _ = result.calibration
+    tried, _, share, _ = result.calibration
     assert tried.sum() > 50 and (share[tried > 0] == 1).all()
     assert (DEPTH + 1) * result.counters["row_rounds"] > result.counters["committed"] * 1.1
 

@@ -4,6 +4,7 @@ import base64
 import math
 import re
 from html.parser import HTMLParser
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import matplotlib
@@ -51,6 +52,25 @@ def test_every_figure_is_drawn(tmp_path, steps):
     assert f"<td>steps</td><td>{steps}</td>" in html
     assert f"<td>tokens</td><td>{3 * steps}</td>" in html
     assert "<td>learner.learning_rate</td><td>1e-05</td>" in html
+
+
+def test_a_start_and_what_measuring_took_of_the_run_are_told(tmp_path):
+    rows = METRICS | {"time/startup": 20.0, "time/profiling": 1.0, "time/cost_error": 0.083}
+    html = page(run(tmp_path, 2, rows))
+    assert "<td>seconds of start-up</td><td>40</td>" in html
+    assert "of start-up and steps</td><td>3.3%</td>" in html  # 2 of 2 * (20 + 10)
+    assert "on held-out launches</td><td>8.3%</td>" in html
+
+
+def test_reliability_is_pooled_over_steps(tmp_path):
+    lines = [[30.0, 0.22, 0.1], [10.0, 0.28, 0.5], [4.0, 1.0, 1.0]]
+    html = page(run(tmp_path, 2, METRICS | {report.RELIABILITY: lines}))
+    assert "reliability" in figures(html)
+    seen = []
+    axes = SimpleNamespace(plot=lambda *a, **k: None, set_ylabel=lambda text: None,
+                           scatter=lambda x, y, **k: seen.append((x, y)))
+    report.plot_reliability(axes, [{report.RELIABILITY: lines}, {}])
+    np.testing.assert_allclose(seen[0], [[0.235, 1.0], [0.2, 1.0]])
 
 
 def test_what_the_drafter_cost_and_saved_is_told(tmp_path):

@@ -1,5 +1,7 @@
 """Adaptive controllers in an engine: measured costs, equal tokens, explained launches, audits."""
 
+import dataclasses
+import time
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +84,11 @@ def test_costs_are_measured_once(budget: Any, monkeypatch: pytest.MonkeyPatch) -
     assert 0 <= record.error < 10 and np.isfinite(record.error)
     for table in again.tables.values():
         assert (np.asarray(table.verify) > 0).all()
+    with monkeypatch.context() as patch:
+        key = probe.key(engine, {})
+        patch.setattr(engine, "machine", dataclasses.replace(engine.machine, invariant=True))
+        assert probe.key(engine, {}) != key
+    assert abs(record.when - time.time()) < 3600
     lines.clear()
     ran: set[tuple[int, ...]] = set()
 
@@ -95,6 +102,9 @@ def test_costs_are_measured_once(budget: Any, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(engine, "launch", spying)
     probe.priced(engine, PARAMS, knobs(0), str(file), {"drafter": "other"}, lines.append)
     assert lines[0].startswith("measuring") and file.read_bytes() != stored
+    file.write_bytes(stored)
+    probe.priced(engine, PARAMS, knobs(0), str(file), {}, lines.append, record.when + 1)
+    assert len(lines) == 4 and file.read_bytes() != stored, "stale"
     rows = probe.ladders(engine)
     wanted = [p for of in cost.points(rows, engine.shapes.longest, DEPTH) for p in of]
     assert ran == {(p.rows, p.steps, [b.packed for b in rows[p.rows]].index(p.packed), p.context,
