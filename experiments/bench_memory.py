@@ -17,7 +17,7 @@ from typing import Any
 import config_flags
 from absl import flags
 from bench import results
-from bench.apart import train_apart
+from bench.apart import ProcessDied, train_apart
 
 from specrl_jax.config import Config, check
 from specrl_jax.host.metrics import read_metrics
@@ -36,7 +36,11 @@ def main(config: Config, workdir: Path) -> int:
     made = results.blank(config)
     for name, variant in variants(config).items():
         print(name, file=sys.stderr, flush=True)
-        made["cases"][name] = measure(variant)
+        try:
+            made["cases"][name] = measure(variant)
+        except ProcessDied as died:
+            print(f"error: run {name}: {died}", file=sys.stderr)
+            return 1
         results.write(out, made)
     off = made["cases"]["off"]["peak_bytes"]
     for name, found in made["cases"].items():

@@ -16,8 +16,9 @@ speculation, with the head as it is, and those of the questions:
 Under the match rule and with invariant numerics all arms of a seed must say the same tokens; that
 they do is checked. Each question has one file, results/staleness_QUESTION.json, to which arms and
 seeds are added: what it holds is not run again, and an arm that was killed goes on from its last
-checkpoint (config.checkpoint_every) in WORKDIR. `--plan` tells what is missing and how long it will
-take. Intervals are Student's over seeds, and differences are paired by seed.
+checkpoint (config.checkpoint_every) in WORKDIR. The same command again also draws the figure anew.
+`--plan` tells what is missing and how long it will take. What an arm cannot do is refused before
+the first one runs. Intervals are Student's over seeds, and differences are paired by seed.
 
 Acceptance is that of the rollouts: drafts accepted of the config.spec.steps asked for in each round
 of a row. Seconds saved are against the run without speculation of the same seed, step by step; they
@@ -37,7 +38,7 @@ import config_flags
 import numpy as np
 from absl import flags
 from bench import results, staleness, staleness_arms
-from bench.apart import train_apart
+from bench.apart import ProcessDied, train_apart
 from bench.staleness import PLAIN
 from bench.staleness_arms import QUESTIONS
 
@@ -45,9 +46,10 @@ from specrl_jax.actor import open_actor
 from specrl_jax.config import Config, ConfigError, as_dict
 from specrl_jax.drafter_training import DRAFTER, DrafterTraining, train_drafter
 from specrl_jax.host.compilation import use_persistent_cache
-from specrl_jax.host.metrics import read_metrics
+from specrl_jax.host.metrics import check_config, read_metrics
 
 ALL = "all"
+EXIT_DIED = 1  # the same command again goes on
 GUESS = 60.0  # seconds of an arm, where none is done yet
 CHOSEN = flags.DEFINE_list("questions", ["modes"], f"some of {', '.join(QUESTIONS)}, or {ALL}")
 ARMS = flags.DEFINE_list("arms", [], "only these arms of one question, besides plain and frozen")
@@ -68,10 +70,16 @@ def main(config: Config, workdir: Path) -> int:
             plan(question, names, seeds, files[question][1])
         return 0
     use_persistent_cache()
-    for seed in seeds:
-        for question, names in asked.items():
-            add_seed(dataclasses.replace(config, seed=seed), workdir / str(seed), question, names,
-                     *files[question])
+    todo = [(dataclasses.replace(config, seed=seed), workdir / str(seed), question, names,
+             *files[question]) for seed in seeds for question, names in asked.items()]
+    for one in todo:
+        refuse_early(*one)
+    try:
+        for one in todo:
+            add_seed(*one)
+    except ProcessDied as died:
+        _say(f"error: {died}")
+        return EXIT_DIED
     for path, made in files.values():
         for name, found in made["summary"].items():
             _say(f"{name:24} acceptance at the end {found['acceptance_end'][0]:.3f}  reward "
@@ -152,55 +160,90 @@ def plan(question: str, names: list[str], seeds: list[int], made: dict[str, Any]
 # Running.
 
 
+def refuse_early(config: Config, workdir: Path, question: str, names: list[str], path: Path,
+                 made: dict[str, Any]) -> None:
+    """Builds what the missing arms of a seed would start with, heads apart, and lets it go.
+
+    Raises:
+      ConfigError: names the arm that cannot run.
+    """
+    arms = staleness_arms.configs(config, question, str(_head_of(workdir)))
+    for name in _missing(names, config.seed, made):
+        try:
+            check_config(workdir / staleness_arms.place(config, question, name),
+                         as_dict(arms[name]))
+            staleness_arms.build(config, question, name)
+        except ConfigError as error:
+            raise ConfigError(f"{question}, arm {name}: {error}") from error
+
+
+def _missing(names: list[str], seed: int, made: dict[str, Any]) -> list[str]:
+    return [name for name in names if name not in made["cases"].get(str(seed), {})]
+
+
 def add_seed(config: Config, workdir: Path, question: str, names: list[str], path: Path,
              made: dict[str, Any]) -> None:
-    """Runs what is missing of a seed, and writes the file after each arm."""
+    """Runs what is missing of a seed, and writes the file after each arm and the figure at the end.
+
+    Raises:
+      ProcessDied: names the arm.
+    """
+    missing = _missing(names, config.seed, made)
+    if missing:
+        _head(config, workdir, made["heads"])
     case = made["cases"].setdefault(str(config.seed), {})
-    missing = [name for name in names if name not in case]
-    if not missing:
-        return
-    head = _head(config, workdir / "head", made["heads"])
-    arms = staleness_arms.configs(config, question, str(head))
+    arms = staleness_arms.configs(config, question, str(_head_of(workdir)))
     for name in missing:
         _say(f"seed {config.seed}, {question}: {name}")
         place = workdir / staleness_arms.place(config, question, name)
-        took, load = _run(arms[name], place)
+        try:
+            took, load = _run(arms[name], place)
+        except ProcessDied as died:
+            raise ProcessDied(f"seed {config.seed}, {question}, arm {name}: {died}") from died
         case[name] = staleness.account(place, arms[name], case.get(PLAIN)) | {
             "wall_seconds": took, "load": load}
-        made["summary"] = staleness.summarize(made["cases"], QUESTIONS[question].reference)
-        results.write(path, made)
+        _conclude(question, path, made)
+    _conclude(question, path, made)
     staleness.draw(made["cases"], path.with_suffix(".png"), QUESTIONS[question].panels)
 
 
+def _conclude(question: str, path: Path, made: dict[str, Any]) -> None:
+    made["summary"] = staleness.summarize(made["cases"], QUESTIONS[question].reference)
+    results.write(path, made)
+
+
 def _run(config: Config, workdir: Path) -> tuple[float, float]:
-    """Runs or resumes an arm: seconds of all its steps and of this start, and the load before.
+    """Runs or resumes an arm: its seconds, see `wall_seconds`, and the load before.
 
     In a process of its own: after some arms in one, programs would fill the memory.
     """
-    load, began = os.getloadavg()[0], time.perf_counter()
-    known = len(read_metrics(workdir)) if workdir.exists() else 0
+    load, at, began = os.getloadavg()[0], time.time(), time.perf_counter()
     train_apart(config, workdir)
     elapsed = time.perf_counter() - began
-    return round(elapsed + sum(row["time/step"] for row in read_metrics(workdir)[:known]), 1), load
+    return round(staleness.wall_seconds(read_metrics(workdir), at, elapsed), 1), load
 
 
-def _head(config: Config, workdir: Path, heads: dict[str, Any]) -> Path:
-    """The head of a seed, trained where it is missing.
+def _head_of(workdir: Path) -> Path:
+    return workdir / "head" / DRAFTER
+
+
+def _head(config: Config, workdir: Path, heads: dict[str, Any]) -> None:
+    """Trains the head of a seed where it is missing.
 
     Raises:
       ConfigError: it is not the one that the file's arms of this seed started from.
     """
     began = time.perf_counter()
     plain = staleness_arms.plain(config)
-    train_drafter(plain, open_actor(plain), _training(config), workdir)
-    weights = workdir / DRAFTER / "model.safetensors"
-    checksum = hashlib.sha256(weights.read_bytes()).hexdigest()
+    place = _head_of(workdir)
+    train_drafter(plain, open_actor(plain), _training(config), place.parent)
+    checksum = hashlib.sha256((place / "model.safetensors").read_bytes()).hexdigest()
     known = heads.setdefault(str(config.seed), {
         "checksum": checksum, "wall_seconds": round(time.perf_counter() - began, 1)})
     if known["checksum"] != checksum:
-        raise ConfigError(f"--workdir: the head in {workdir} is not the one that the arms of seed "
-                          f"{config.seed} in the file started from; name another file with --out")
-    return weights.parent
+        raise ConfigError(f"--workdir: the head in {place.parent} is not the one that the arms of "
+                          f"seed {config.seed} in the file started from; name another file with "
+                          "--out")
 
 
 def _training(config: Config) -> DrafterTraining:

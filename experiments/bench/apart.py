@@ -2,11 +2,16 @@
 
 import concurrent.futures
 import multiprocessing
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 from specrl_jax.config import Config
 from specrl_jax.host.compilation import use_persistent_cache
 from specrl_jax.run import train
+
+
+class ProcessDied(RuntimeError):
+    """A run's process ended without a word: as a rule the kernel killed it for its memory."""
 
 
 def train_apart(config: Config, workdir: Path, cache: bool = True) -> None:
@@ -17,10 +22,15 @@ def train_apart(config: Config, workdir: Path, cache: bool = True) -> None:
 
     Raises:
       ConfigError: what `run.train` raises.
+      ProcessDied: the process was killed; what the run has written is good.
     """
     with concurrent.futures.ProcessPoolExecutor(
             1, mp_context=multiprocessing.get_context("spawn")) as process:
-        process.submit(_train, config, workdir, cache).result()
+        try:
+            process.submit(_train, config, workdir, cache).result()
+        except BrokenProcessPool as error:
+            raise ProcessDied("its process was killed, perhaps because memory ran out: close other "
+                              "programs and run the same command again") from error
 
 
 def _train(config: Config, workdir: Path, cache: bool) -> None:

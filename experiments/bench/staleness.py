@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from specrl_jax.config import Config, ConfigError
-from specrl_jax.host.metrics import read_metrics, read_samples
+from specrl_jax.host.metrics import WALL_TIME, read_metrics, read_samples
 from specrl_jax.intervals import student
 
 TAIL = 0.25  # of the steps: the end of a run, or its beginning
@@ -54,6 +54,18 @@ def account(workdir: Path, config: Config, plain: Account | None) -> Account:
     return {"tokens": tokens, "tokens_equal": equal, "faults": int(column("drafter/faults")[-1]),
             "lossy": bool(column("spec/lossy").all()),
             **{name: _rounded(values) for name, values in series.items()}}
+
+
+def wall_seconds(rows: list[dict[str, Any]], began: float, elapsed: float) -> float:
+    """Seconds of a run's last start, and of the steps that it took over from earlier ones.
+
+    What a kill threw away counts once: when it was done again.
+
+    Args:
+      rows: the lines of metrics.jsonl.
+      began: Unix time of the start; elapsed: seconds since.
+    """
+    return elapsed + sum(row["time/step"] for row in rows if row[WALL_TIME] < began)
 
 
 def _digest(workdir: Path) -> str:

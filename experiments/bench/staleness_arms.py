@@ -1,12 +1,15 @@
 """The arms of experiments/staleness.py: what each one changes, and what each question compares."""
 
 import dataclasses
+import functools
 import types
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from specrl_jax.config import Config
 from specrl_jax.drafter_options import LOSSES
+from specrl_jax.loop import Trainer, make_prompts
+from specrl_jax.model import weights
 
 from .staleness import BUG_PANELS, PANELS, PLAIN, Panel
 
@@ -67,6 +70,25 @@ def configs(config: Config, question: str, head: str) -> dict[str, Config]:
 def plain(config: Config) -> Config:
     """Without speculation."""
     return dataclasses.replace(config, spec=dataclasses.replace(config.spec, drafter="off"))
+
+
+def build(config: Config, question: str, name: str) -> None:
+    """Builds an arm's trainer, with a random head, and lets it go. Nothing is compiled for it.
+
+    Raises:
+      ConfigError: the arm cannot run.
+    """
+    _built(configs(dataclasses.replace(config, seed=0), question, "")[name])
+
+
+@functools.cache
+def _built(config: Config) -> None:
+    source = weights.describe_source(config.model.path)
+    Trainer(config, source, make_prompts(config, source.tokenizer, _quiet), _quiet)
+
+
+def _quiet(text: str) -> None:
+    pass
 
 
 def place(config: Config, question: str, name: str) -> str:

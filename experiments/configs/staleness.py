@@ -24,7 +24,7 @@ def get_config() -> Config:
         steps=50,
         prompts_per_step=2,
         group_size=4,
-        checkpoint_every=50,
+        checkpoint_every=10,
         model=ModelSource(path="random:deep", numerics="invariant"),
         data=DataConfig(level="add2", examples=32),
         reward=RewardConfig(terms=("digits",), weights=(1.0,)),

@@ -2,15 +2,21 @@
 
 import dataclasses
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from experiments import config_flags
-from experiments.bench import staleness, staleness_arms
+from experiments.bench import apart, staleness, staleness_arms
 from specrl_jax.config import RULES, Config, ConfigError
-from specrl_jax.host.metrics import Writer
+from specrl_jax.host.metrics import Writer, read_metrics
+from tests.experiments.conftest import ROOT, environment
 
 CONFIG = config_flags.load("staleness")
 
@@ -45,6 +51,17 @@ def test_an_arm_saves_what_plain_took_longer_and_spends_on_its_drafter(case: Any
     told = staleness.summarize({"0": case, "1": case}, "plain")
     assert told["fast"]["net_seconds"] == [2.0, 2.0, 2.0] and told["plain"]["net_seconds"][0] == 0
     assert told["fast"]["acceptance_end"] == [0.5] * 3
+
+
+def test_a_step_that_a_kill_threw_away_counts_once(tmp_path: Path) -> None:
+    """Eight steps of 2 s; five are kept, and the second start takes 10 s for the other three."""
+    workdir = arm(tmp_path, 1.0)
+    began = time.time()
+    with Writer(workdir, 5) as writer:
+        for step in range(5, 8):
+            writer.write_step({"step": step, "time/step": 2.5}, [])
+    assert staleness.wall_seconds(read_metrics(workdir), began, 10.0) == 5 * 2.0 + 10.0
+    assert staleness.wall_seconds(read_metrics(workdir), 0.0, 10.0) == 10.0
 
 
 def test_beginning_and_end_are_a_quarter_each(case: Any) -> None:
@@ -123,6 +140,23 @@ def test_bad_input_ends_in_one_line(command: Any, flags: list[str], message: str
     assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize("flags, message", [
+    (["--questions=bugs", "--config.rollout.batch_size=32"],
+     "error: bugs, arm rejection_drawn: spec.max_packed = 64: "),
+    (["--questions=intervals"], "error: intervals, arm frozen: "),
+])
+def test_an_arm_that_cannot_run_is_refused_before_the_first_one_does(
+        command: Any, flags: list[str], message: str, tmp_path: Path) -> None:
+    other = tmp_path / "runs" / "0" / "frozen"
+    if "frozen" in message:  # what lies there is another run
+        other.mkdir(parents=True)
+        (other / "config.json").write_text('{"seed": 7}')
+    done = command("staleness.py", "--config=staleness", f"--out={tmp_path / 'new.json'}",
+                   f"--workdir={tmp_path / 'runs'}", *flags)
+    assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1
+    assert not (tmp_path / "new.json").exists() and not (tmp_path / "runs/0/plain").exists()
+
+
 def as_made(config: Config) -> dict[str, Any]:
     return dataclasses.asdict(dataclasses.replace(config, name="other"))
 
@@ -172,3 +206,61 @@ def test_arms_and_seeds_are_added_to_the_file(command: Any, tmp_path: Path) -> N
     (tmp_path / "runs" / "0" / "head" / "drafter" / "model.safetensors").write_bytes(b"other")
     done = ask("--arms=lossy_accept_all")
     assert done.returncode == 2 and "is not the one that the arms of seed 0" in done.stderr
+
+
+FAKE = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv.pop(1))
+import config_flags, staleness
+from bench.apart import ProcessDied
+from specrl_jax.host.metrics import Writer
+
+def train_apart(config, workdir):
+    if workdir.name == "once" and not workdir.exists():
+        workdir.mkdir(parents=True)
+        raise ProcessDied("its process was killed")
+    with Writer(workdir, 0) as writer:
+        for step in range(2):
+            writer.write_step({"step": step, "time/step": 1.0}, [])
+
+staleness.train_apart, staleness._head = train_apart, lambda *seed: None
+config_flags.run(staleness.main)
+"""
+
+
+def test_after_a_killed_arm_the_same_command_goes_on_and_then_only_draws(tmp_path: Path) -> None:
+    """With runs that another function makes up."""
+    script, file = tmp_path / "staleness.py", tmp_path / "modes.json"
+    script.write_text(FAKE)
+
+    def ask() -> subprocess.CompletedProcess:
+        return subprocess.run(
+            [sys.executable, script, ROOT / "experiments", "--config=staleness", "--arms=once",
+             "--config.model.path=random:tiny", "--config.model.numerics=default", f"--out={file}",
+             f"--workdir={tmp_path / 'runs'}"], text=True, capture_output=True, env=environment())
+
+    killed = ask()
+    assert killed.returncode == 1 and killed.stderr.splitlines()[-1] == (
+        "error: seed 0, modes, arm once: its process was killed"), killed.stderr
+    assert list(json.loads(file.read_text())["cases"]["0"]) == ["plain", "frozen"]
+    again = ask()
+    assert again.returncode == 0 and again.stderr.startswith("seed 0, modes: once\n"), again.stderr
+    made = json.loads(file.read_text())
+    file.with_suffix(".png").unlink()
+    file.write_text(json.dumps(made | {"summary": {}}))
+    drawn = ask()
+    assert drawn.returncode == 0 and "seed 0, modes" not in drawn.stderr, drawn.stderr
+    assert file.with_suffix(".png").exists()
+    assert json.loads(file.read_text())["summary"] == made["summary"] != {}
+
+
+def test_a_process_that_is_killed_is_no_traceback(
+        small: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(apart, "_train", kill)
+    with pytest.raises(apart.ProcessDied, match="its process was killed, .* the same command"):
+        apart.train_apart(small, tmp_path)
+
+
+def kill(*arguments: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
