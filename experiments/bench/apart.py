@@ -2,6 +2,8 @@
 
 import concurrent.futures
 import multiprocessing
+import os
+import threading
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
@@ -33,7 +35,18 @@ def train_apart(config: Config, workdir: Path, cache: bool = True) -> None:
                               "programs and run the same command again") from error
 
 
+def end_with_parent() -> None:
+    """Ends this process when its parent does; else a killed script would leave it waiting forever,
+    with all its memory."""
+    def follow() -> None:
+        multiprocessing.parent_process().join()
+        os._exit(1)
+
+    threading.Thread(target=follow, daemon=True).start()
+
+
 def _train(config: Config, workdir: Path, cache: bool) -> None:
+    end_with_parent()
     if cache:
         use_persistent_cache()
     train(config, workdir)

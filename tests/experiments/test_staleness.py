@@ -262,5 +262,31 @@ def test_a_process_that_is_killed_is_no_traceback(
         apart.train_apart(small, tmp_path)
 
 
+ORPHAN = """
+import multiprocessing, os, sys, time
+sys.path.insert(0, sys.argv[1])
+from bench.apart import end_with_parent
+
+def wait():
+    end_with_parent()
+    print("ready", flush=True)
+    time.sleep(60)
+
+if __name__ == "__main__":
+    multiprocessing.get_context("spawn").Process(target=wait).start()
+"""
+
+
+def test_a_run_ends_when_its_script_is_killed(tmp_path: Path) -> None:
+    """Its output ends with the last process that can write to it."""
+    script = tmp_path / "orphan.py"
+    script.write_text(ORPHAN)
+    parent = subprocess.Popen([sys.executable, script, ROOT / "experiments"], text=True,
+                              stdout=subprocess.PIPE, env=environment())
+    assert parent.stdout.readline() == "ready\n"
+    parent.kill()
+    assert parent.communicate(timeout=30) == ("", None)
+
+
 def kill(*arguments: object) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
