@@ -9,8 +9,10 @@
 `small` replays recorded streams of a random model, spoilt with probability 0, 0.4 or 1, and rows
 end at limits; `smollm2` drafts with config.spec.drafter on real prompts. Arms are timed alternately
 in this process, without prefill, which is the same for all. The best fixed setting of a cell, off
-included, is chosen on the even runs and timed on the odd ones. Each cell is written when it is
-done; --resume keeps those that --out holds.
+included, is chosen on the even runs and timed on the odd ones. The cell 64x64-own-stop is a whole
+rollout: its rows end where the actor ends them, and the picture shows its active rows, verified
+tokens and tokens/s over time. Each cell is written when it is done; the same command with --resume
+keeps those that --out holds.
 """
 
 import dataclasses
@@ -25,6 +27,8 @@ import run_flags
 from absl import flags
 from bench import controller, controller_stats, results, show
 from bench.controller import Cell, Shape
+from bench.timing import Left
+from interrupt import stops
 from rich.table import Table
 
 from specrl_jax import sharding
@@ -54,6 +58,11 @@ SMALL_TOKENS = 32  # of a uniform row
 
 
 def main(config: Config, workdir: Path) -> int:
+    with stops(lambda: "stopped; the same command with --resume goes on"):
+        return _main(config)
+
+
+def _main(config: Config) -> int:
     for name in POLICIES.value:
         if name not in controller.POLICIES:
             raise ConfigError(f"--policies={name}: choose some of "
@@ -72,15 +81,17 @@ def main(config: Config, workdir: Path) -> int:
     for cell in cells:
         if cell.name not in result["cases"]:
             shapes.setdefault((cell.rows, cell.context), []).append(cell)
+    left = Left(sum(controller.work(cell) for of_shape in shapes.values() for cell in of_shape))
     for (rows, context), of_shape in shapes.items():
         _say(f"{rows} rows, context {context}: compiling and measuring")
         shape = bench.shape(rows, context)
         for cell in of_shape:
-            _say(f"timing {cell.name}")
-            found = controller.run_cell(shape, cell, REPEATS.value, MOST.value, PRECISE.value)
+            _say(f"{cell.name}, cell {len(result['cases']) + 1} of {len(cells)}, {left}")
+            found = controller.run_cell(shape, cell, REPEATS.value, MOST.value, PRECISE.value, _say)
             result["cases"][cell.name] = found | {"command": results.command(sys.argv)}
             result["summary"] = controller_stats.summarize(result["cases"])
             results.write(out, result)
+            left.finished(controller.work(cell))
         del shape
         jax.clear_caches()
     show.console().print(table(result["cases"]))

@@ -1,13 +1,23 @@
-"""Speculation against plain decoding: the heat-map of batch x (depth, branch, nodes).
+"""Speculation against plain decoding: ReSpec's heat-map (Fig. 7) of rows x (depth, branch, nodes).
 
     python experiments/bench_speculation.py --drafter=eagle,history,merge \\
         --config.draft.path=runs/drafter/drafter --config.rollout.temperature=0.6 \\
         --config.data.name=gsm8k --config.data.split=test --config.rollout.max_new_tokens=256
+    python experiments/bench_speculation.py --batch=1,2,4,8,16,32,64 --repeats=6 \\
+        --setting=1x1x2,2x1x3,4x1x5,3x2x7,3x5x8,3x5x16,5x5x8,5x5x16 --drafter=eagle \\
+        --config.draft.path=runs/drafter/drafter --config.rollout.temperature=0.6 \\
+        --config.data.name=gsm8k --config.data.split=test --config.rollout.max_new_tokens=64 \\
+        --config.control.min_survival=0                               # Fig. 7, in about an hour
 
 Prompts are the first --prompts of config.data's split, or one for each row; they end at stop tokens
 or at config.rollout.max_new_tokens, and the next one takes the row. For each batch size, plain
 decoding and every drafter at every setting are timed alternately in this process, and each drafter
-also with nothing drafted (the arm `NAME 0`, what a round pays for a drafter that is switched off).
+also with nothing drafted (the arm `NAME 0`, what a round pays for a drafter that is switched off)
+and under every adaptive policy (`NAME budget`). Told at the end, beside what Fig. 7 says of the
+paper's device: the load up to which each setting gains, and mean speeds over the loads of the best
+setting for all, of that or off, of the best of each load, and of policies; chosen on even repeats,
+judged on odd ones. With --resume the same command goes on with the next batch size.
+
 `history` and `merge` know config.spec.history_past earlier responses to each prompt, as in the
 later epochs of RL. Nodes less likely to be accepted than config.control.min_survival are not
 verified; 0 verifies whole settings. What drafting takes is the difference of two single runs, so on
@@ -23,8 +33,9 @@ import config_flags
 import jax
 import run_flags
 from absl import flags
-from bench import results, show, speculation
-from matplotlib.figure import Figure
+from bench import heatmap, results, show, speculation
+from bench.timing import ROWS_OF_WEIGHTS, Left
+from interrupt import stops
 
 from specrl_jax import sharding
 from specrl_jax.config import DRAFTERS, Config, ConfigError
@@ -37,17 +48,30 @@ SETTING = flags.DEFINE_list("setting", ["2x1x3", "4x1x5", "4x2x8"],
                             "depth x branch x nodes of a row, root included")
 PROMPTS = flags.DEFINE_integer("prompts", 0, "prompts of each case, at least its rows; 0: as many "
                                "as rows", lower_bound=0)
-REPEATS = flags.DEFINE_integer("repeats", 3, "timed runs of each arm", lower_bound=1)
+POLICY = flags.DEFINE_list("policy", ["budget"], "adaptive policies beside the settings: some of "
+                           "budget, respec, bandit")
+REPEATS = flags.DEFINE_integer("repeats", 4, "timed runs of each arm", lower_bound=1)
 OUT = flags.DEFINE_string("out", None, "JSON file (default: results/bench_speculation.json in "
                           "experiments); the heat-map lies beside it as .png")
 RESUME = flags.DEFINE_boolean("resume", False, "keep the cases that --out already holds")
 
 
+POLICIES = ("budget", "respec", "bandit")
+
+
 def main(config: Config, workdir: Path) -> int:
+    with stops(lambda: "stopped; the same command with --resume goes on"):
+        return _main(config)
+
+
+def _main(config: Config) -> int:
     out = results.destination(OUT.value, "bench_speculation.json")
     for name in DRAFTER.value:
         if name not in DRAFTERS[1:]:
             raise ConfigError(f"--drafter={name}: choose some of {', '.join(DRAFTERS[1:])}")
+    for name in POLICY.value:
+        if name not in POLICIES:
+            raise ConfigError(f"--policy={name}: choose some of {', '.join(POLICIES)}")
     cells, batches = [speculation.parse(text) for text in SETTING.value], _batches()
     config, actor = run_flags.resolve(config)
     use_persistent_cache()
@@ -61,18 +85,25 @@ def main(config: Config, workdir: Path) -> int:
         result["cases"] = results.earlier(out)
     params = actor.params(sharding.make_mesh(config.mesh))
     counter, console = CompilationCounter(), show.console()
-    for rows in batches:
-        if str(rows) not in result["cases"]:
-            _say(f"{rows} rows: {', '.join(DRAFTER.value)}")
-            found = speculation.run_case(config, actor.source, params,
-                                         prompts[:max(rows, PROMPTS.value)], rows, DRAFTER.value,
-                                         cells, REPEATS.value, counter)
-            found["command"] = results.command(sys.argv)
-            result["cases"][str(rows)] = found
-            results.write(out, result)
-            jax.clear_caches()
-        console.print(show.speculation_table(result["cases"][str(rows)]))
-    draw(result["cases"], out.with_suffix(".png"))
+    missing = [rows for rows in batches if str(rows) not in result["cases"]]
+    left = Left(sum(rows + ROWS_OF_WEIGHTS for rows in missing))
+    for rows in missing:
+        _say(f"{rows} rows of {missing}, {left}")
+        found = speculation.run_case(
+            config, actor.source, params, prompts[:max(rows, PROMPTS.value)], rows, DRAFTER.value,
+            cells, REPEATS.value, counter, POLICY.value,
+            lambda text, rows=rows: _say(f"{rows} rows: {text}"))
+        found["command"] = results.command(sys.argv)
+        result["cases"][str(rows)] = found
+        result["adapting"] = _adapting(result["cases"])
+        results.write(out, result)
+        left.finished(rows + ROWS_OF_WEIGHTS)
+        jax.clear_caches()
+    for case in result["cases"].values():
+        console.print(show.speculation_table(case))
+    console.print(show.adapting_table(_adapting(result["cases"])))
+    heatmap.draw(_grids(result["cases"]) | {"ReSpec, Fig. 7 (H100)": heatmap.PAPER},
+                 out.with_suffix(".png"))
     print(f"wrote {out} and {out.with_suffix('.png')}")
     return 0
 
@@ -84,22 +115,17 @@ def _batches() -> list[int]:
     return sorted({int(value) for value in BATCH.value})
 
 
-def draw(cases: dict[str, Any], path: Path) -> None:
-    """The heat-map: median speed-up of each arm at each batch size."""
-    rows = sorted(cases, key=int)
-    arms = [name for name in cases[rows[0]]["arms"] if name != "off"]
-    table = [[cases[r]["arms"][arm]["speedup"]["median"] for r in rows] for arm in arms]
-    figure = Figure(figsize=(1.5 + len(rows), 1.5 + 0.4 * len(arms)), layout="constrained")
-    axes = figure.subplots()
-    axes.imshow(table, cmap="RdYlGn", vmin=0.5, vmax=1.5, aspect="auto")
-    axes.set_xticks(range(len(rows)), rows)
-    axes.set_yticks(range(len(arms)), arms)
-    axes.set_xlabel("rows")
-    axes.set_title("tokens/s over plain decoding")
-    for y, line in enumerate(table):
-        for x, value in enumerate(line):
-            axes.text(x, y, f"{value:.2f}", ha="center", va="center")
-    figure.savefig(path, dpi=80)
+def _grids(cases: dict[str, Any]) -> dict[str, heatmap.Grid]:
+    """By drafter, of all that every case has."""
+    drafters = dict.fromkeys(name.split(" ")[0] for case in cases.values() for name in case["arms"]
+                             if name != "off")
+    return {name: heatmap.grid_of(cases, name) for name in drafters}
+
+
+def _adapting(cases: dict[str, Any]) -> dict[str, Any]:
+    """What adapting is worth with each drafter, and in the paper."""
+    return {name: heatmap.adapting(grid, [p for p in POLICIES if p in next(iter(grid.values()))])
+            for name, grid in _grids(cases).items()} | {"paper": heatmap.adapting(heatmap.PAPER)}
 
 
 def _say(text: str) -> None:

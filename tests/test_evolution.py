@@ -54,7 +54,7 @@ def programs_on_disk(tmp_path_factory: Any) -> Any:
 
 def config(when: str, **options: Any) -> Any:
     return micro_config(
-        steps=4, spec=SPEC, control=ControlConfig(min_survival=0.0),
+        steps=4, spec=SPEC, control=ControlConfig(policy="fixed", min_survival=0.0),
         model=ModelSource(numerics="invariant"), draft=DraftConfig(vocab=256), checkpoint_every=2,
         reward=RewardConfig(terms=("helpers:even",)),
         learner=LearnerConfig(learning_rate=1e-2, micro_batch=16),

@@ -21,7 +21,7 @@ from specrl_jax.rollout.layout import request
 from specrl_jax.sampler import Sampler
 
 from .controller_stats import describe, half_width
-from .timing import alternate
+from .timing import ROWS_OF_WEIGHTS, alternate
 from .workload import heavy_limits
 
 POLICIES = ("budget", "respec", "bandit", "oracle")
@@ -32,7 +32,8 @@ RECORDED, TIMED = 0, 1  # steps of the noise keys
 
 
 class Cell(NamedTuple):
-    """`corruption` is that of replayed streams; None drafts with config.spec.drafter."""
+    """`corruption` is that of replayed streams; None drafts with config.spec.drafter. `lengths` are
+    one of LENGTHS, or `stop`: rows end at stop tokens, wherever the actor says them."""
 
     rows: int
     context: int
@@ -49,7 +50,7 @@ SMALL = tuple(Cell(rows, context, corruption, lengths)
               for rows in (1, 4, 16, 64) for context in (64, 1024)
               for corruption in (0.0, 0.4, 1.0) for lengths in LENGTHS)
 SMOLLM2 = tuple(Cell(rows, 64, None, lengths) for rows in (1, 4, 16) for lengths in LENGTHS) + (
-    Cell(4, 512, None, "heavy"), Cell(64, 64, None, "heavy"))
+    Cell(4, 512, None, "heavy"), Cell(64, 64, None, "heavy"), Cell(64, 64, None, "stop"))
 
 
 def pick(cells: Sequence[Cell], names: Sequence[str]) -> list[Cell]:
@@ -63,6 +64,12 @@ def pick(cells: Sequence[Cell], names: Sequence[str]) -> list[Cell]:
         if name not in known:
             raise ConfigError(f"--cells={name}: choose of {', '.join(known)}")
     return [known[name] for name in names] if names else list(cells)
+
+
+def work(cell: Cell) -> float:
+    """What a cell takes next to others: rounds, and rows and context of each."""
+    rounds = 1 if cell.lengths == "uniform" else 2
+    return rounds * (ROWS_OF_WEIGHTS + cell.rows * (1 + cell.context / 1024))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,8 +126,9 @@ class Shape:
 
     def limits(self, lengths: str) -> np.ndarray:
         """i32[rows], at most twice the tokens of a uniform row."""
-        if lengths == "uniform":
-            return np.full(self.rows, self.new_tokens, np.int32)
+        if lengths != "heavy":
+            tokens = self.new_tokens * (1 if lengths == "uniform" else 2)
+            return np.full(self.rows, tokens, np.int32)
         return heavy_limits(self.rows, 2 * self.new_tokens)
 
     def run(self, sampler: Sampler, limits: np.ndarray, past: np.ndarray | None) -> Run:
@@ -168,7 +176,8 @@ def shaped(config: Config, rows: int, context: int, group: int, drafter: str, po
     return dataclasses.replace(config, rollout=rollout, spec=spec, control=control)
 
 
-def run_cell(shape: Shape, cell: Cell, repeats: int, most: int, precise: float) -> dict[str, Any]:
+def run_cell(shape: Shape, cell: Cell, repeats: int, most: int, precise: float,
+             say: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
     """Times off, every fixed setting and every policy alternately, until the ratio is known.
 
     Args:
@@ -191,7 +200,7 @@ def run_cell(shape: Shape, cell: Cell, repeats: int, most: int, precise: float) 
             arms[policy]()
     runs: dict[str, list[Run]] = {name: [] for name in arms}
     while True:
-        for name, new in alternate(arms, repeats).items():
+        for name, new in alternate(arms, repeats, say).items():
             runs[name] += new
         done = len(runs["off"])
         if done + repeats > most or half_width(_times(runs), "budget") <= precise:

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
+from scipy import stats
+
+from specrl_jax.intervals import LEVEL
 
 POLICIES = ("budget", "respec", "bandit", "oracle")
 COLORS = {"budget": "#4269d0", "respec": "#efb118", "bandit": "#ff725c", "oracle": "#3ca951"}
-# Student's t at 97.5 %, by degrees of freedom from 1; the last one stands for all above.
-T = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160,
-     2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060)
 Times = Mapping[str, Sequence[float]]
 
 
@@ -24,14 +24,18 @@ def best_fixed(times: Times) -> str:
 
 def log_ratio(times: Times, name: str, other: str) -> tuple[float, float]:
     """Mean log of `other`'s seconds over `name`'s, pair by pair in odd runs, and its error."""
-    logs = [math.log(b / a) for a, b in zip(times[name][1::2], times[other][1::2], strict=True)]
+    return _mean_log(times[name][1::2], times[other][1::2])
+
+
+def _mean_log(mine: Sequence[float], other: Sequence[float]) -> tuple[float, float]:
+    logs = [math.log(b / a) for a, b in zip(mine, other, strict=True)]
     spread = statistics.stdev(logs) / math.sqrt(len(logs)) if len(logs) > 1 else math.inf
     return statistics.mean(logs), spread
 
 
-def interval(mean: float, error: float, count: int) -> dict[str, float]:
-    """A ratio with its 95 % interval, from a mean of `count` logarithms."""
-    t = T[min(count - 1, len(T)) - 1] if count > 1 else 0.0
+def interval(mean: float, error: float, freedom: int) -> dict[str, float]:
+    """A ratio with Student's 95 % interval, from a mean logarithm and its standard error."""
+    t = stats.t.ppf((1 + LEVEL) / 2, freedom) if freedom else 0.0
     return {"ratio": math.exp(mean), "low": math.exp(mean - t * error),
             "high": math.exp(mean + t * error)}
 
@@ -42,7 +46,7 @@ def half_width(times: Times, name: str) -> float:
     pairs = len(next(iter(times.values()))) // 2
     if name not in times or pairs < 2:
         return math.inf
-    found = interval(*log_ratio(times, name, best_fixed(times)), pairs)
+    found = interval(*log_ratio(times, name, best_fixed(times)), pairs - 1)
     return (found["high"] - found["low"]) / 2
 
 
@@ -50,7 +54,7 @@ def describe(times: Times) -> dict[str, Any]:
     """The best fixed setting, and the speed of every arm over it with its interval."""
     best = best_fixed(times)
     pairs = len(times[best]) // 2
-    arms = {name: interval(*log_ratio(times, name, best), pairs) | {
+    arms = {name: interval(*log_ratio(times, name, best), pairs - 1) | {
         "log_mean": log_ratio(times, name, best)[0], "log_error": log_ratio(times, name, best)[1],
         "median_seconds": statistics.median(times[name][1::2])} for name in times}
     return {"best_fixed": best, "pairs": pairs, "arms": arms,
@@ -66,7 +70,7 @@ def summarize(cells: Mapping[str, Any]) -> dict[str, Any]:
             continue
         error = math.sqrt(sum(a["log_error"] ** 2 for a in of.values())) / len(of)
         found[name] = interval(statistics.mean(a["log_mean"] for a in of.values()), error,
-                               len(T) + 1) | {
+                               sum(cells[key]["pairs"] - 1 for key in of)) | {
             "cells": len(of), "worst": min(of, key=lambda key: of[key]["ratio"]),
             "lowest_upper_bound": min(a["high"] for a in of.values()),
             "widest_half_interval": max((a["high"] - a["low"]) / 2 for a in of.values())}
@@ -80,7 +84,8 @@ def summarize(cells: Mapping[str, Any]) -> dict[str, Any]:
 def heavy_useful(cells: Mapping[str, Any]) -> dict[str, Any]:
     """Total seconds over heavy-tailed cells with a useful drafter, against one setting for all.
 
-    The one setting is chosen on even runs, as everywhere; totals are of odd ones.
+    The one setting is chosen on even runs, as everywhere. Totals are of odd ones: of the first of
+    each cell, of the second, and so on, as far as all cells go.
     """
     some = [c for c in cells.values() if c["cell"]["lengths"] == "heavy"
             and c["cell"]["corruption"] != 1.0]
@@ -89,13 +94,14 @@ def heavy_useful(cells: Mapping[str, Any]) -> dict[str, Any]:
     fixed = [name for name in some[0]["arms"] if name not in POLICIES
              and all(name in c["arms"] for c in some)]
 
-    def total(name: str, first: int) -> float:
-        return sum(statistics.median(c["seconds"][name][first::2]) for c in some)
+    def totals(name: str) -> list[float]:
+        return [sum(pair) for pair in zip(*(c["seconds"][name][1::2] for c in some), strict=False)]
 
-    best = min(fixed, key=lambda name: total(name, 0))
+    best = min(fixed, key=lambda name: sum(
+        statistics.median(c["seconds"][name][::2]) for c in some))
     return {"setting": best, "cells": len(some), **{
-        name: total(best, 1) / total(name, 1) for name in POLICIES
-        if all(name in c["arms"] for c in some)}}
+        name: interval(*_mean_log(totals(name), totals(best)), len(totals(best)) - 1)
+        for name in POLICIES if all(name in c["arms"] for c in some)}}
 
 
 def draw(cells: Mapping[str, Any], path: Path) -> None:
@@ -119,19 +125,21 @@ def draw(cells: Mapping[str, Any], path: Path) -> None:
 
 
 def draw_trace(axes: Any, cells: Mapping[str, Any]) -> None:
-    """Active rows, packed tokens and tokens per second of budget in the largest heavy cell."""
-    heavy = [c for c in cells.values() if c["cell"]["lengths"] == "heavy"
+    """Active rows, verified tokens and tokens per second of budget, in the rollout whose rows end
+    at stop tokens; else in the largest heavy-tailed one."""
+    heavy = [c for c in cells.values() if c["cell"]["lengths"] != "uniform"
              and c.get("explained", {}).get("budget")]
     if not heavy:
         axes.set_visible(False)
         return
-    cell = max(heavy, key=lambda c: (c["cell"]["rows"], -(c["cell"]["corruption"] or 0)))
+    cell = max(heavy, key=lambda c: (c["cell"]["lengths"] == "stop", c["cell"]["rows"],
+                                     -(c["cell"]["corruption"] or 0)))
     told = cell["explained"]["budget"]
     seconds = [launch["seconds"] for launch in told["time/launches"]]
     began = [sum(seconds[:i]) for i in range(len(seconds))]
     launches = told["control/launches"]
     axes.step(began, [one["live"] for one in launches], where="post", label="active rows")
-    axes.step(began, [one["width"] for one in launches], where="post", label="packed tokens")
+    axes.step(began, [one["width"] for one in launches], where="post", label="tokens verified")
     axes.step(began, [one["tokens"] / s for one, s in zip(launches, seconds, strict=True)],
               where="post", label="tokens/s")
     axes.set_yscale("log")

@@ -18,12 +18,22 @@ from specrl_kernels.tree_attention import tree_attention
 
 from specrl_jax import sharding
 from specrl_jax.config import MeshConfig
-from specrl_jax.control.policies import Bucket
+from specrl_jax.control.policies import Bucket, Outcome
 from specrl_jax.draft.base import Occasion
 from specrl_jax.model import transformer
 from specrl_jax.rollout.round import Machine, bucket_ladder, pack
 from specrl_jax.spec import commit, sampling
-from specrl_jax.structs import Array, Cache, Load, Path, Sampling, Sequences, Tip, Verdict
+from specrl_jax.structs import (
+    Array,
+    Cache,
+    DraftTree,
+    Load,
+    Path,
+    Sampling,
+    Sequences,
+    Tip,
+    Verdict,
+)
 
 from .timing import alternate, seconds_of
 
@@ -50,7 +60,7 @@ def time_parts(machine: Machine, params: Any, at: Situation, repeats: int
     What depends on the bucket is timed in the two that the mean of packed tokens lies between, and
     weighted so that they give that mean.
     """
-    low, high, share = between(_buckets(machine, at), at.packed)
+    low, high, share = between(buckets(machine, at), at.packed)
     parts = {("low", name): part for name, part in bucket_parts(machine, params, at, low).items()}
     if share:
         parts |= {("high", name): part
@@ -77,7 +87,7 @@ def between(buckets: Sequence[Bucket], packed: float) -> tuple[Bucket, Bucket, f
 
 def common_parts(machine: Machine, params: Any, at: Situation) -> dict[str, Part]:
     """The parts that are the same in every bucket, by name."""
-    draft = {"draft": _draft(machine, at)} if len(_buckets(machine, at)) > 1 else {}
+    draft = {"draft": _draft(machine, at)} if len(buckets(machine, at)) > 1 else {}
     return draft | {"commit": commit_part(machine, at, params)}
 
 
@@ -94,7 +104,7 @@ def bucket_parts(machine: Machine, params: Any, at: Situation, bucket: Bucket) -
             "sampling": _sampling(machine, bucket.packed, params)}
 
 
-def _buckets(machine: Machine, at: Situation) -> tuple[Bucket, ...]:
+def buckets(machine: Machine, at: Situation) -> tuple[Bucket, ...]:
     """The round's; if there is one only, the round drafts nothing."""
     return bucket_ladder(at.rows, machine.drafter.nodes, machine.most)
 
@@ -134,7 +144,7 @@ def _draft(machine: Machine, at: Situation) -> Part:
     state = drafter.init(Occasion(prompt=at.prompt, prompt_length=length, past=at.past,
                                   batch=at.rows, group=1, buffer=at.past.shape[2],
                                   cache=sum(at.segments)))
-    buckets = _buckets(machine, at)
+    ladder = buckets(machine, at)
 
     def draft(state: Any, control: Any, tip: Tip) -> Any:
         left = jnp.ones(at.rows)
@@ -142,12 +152,50 @@ def _draft(machine: Machine, at: Situation) -> Part:
         spec = controller.plan(control, load)
         tree, state = drafter.propose((), state, tip, _rows(at), spec,
                                       lambda parent, guess, depth, origin: parent * guess)
-        return controller.keep(control, load, spec, tree, buckets), tree
+        return controller.keep(control, load, spec, tree, ladder), tree
 
-    # Controllers add up the rows of all shards, so they want the axes of a mesh.
-    mapped = jax.shard_map(draft, mesh=sharding.make_mesh(MeshConfig()), in_specs=P(),
-                           out_specs=P(), check_vma=False)
-    return _bound(mapped, state, controller.init(), _tip(at))
+    return _bound(_alone(draft), state, controller.init(), _tip(at))
+
+
+def control_parts(machine: Machine, control: Any, at: Situation) -> dict[str, Part]:
+    """`plan`, `keep` and `note` of a controller, for trees as large as shapes allow.
+
+    Args:
+      control: its state.
+    """
+    controller, ladder, drafter = machine.controller, buckets(machine, at), machine.drafter
+    tip, tree = _tip(at), random_tree(at.rows, drafter.nodes, drafter.depth)
+    ones = jnp.ones(at.rows)
+    load = Load(live=tip.live, length=tip.context, expected_left=ones, weight=ones)
+    plan = _alone(controller.plan)
+    spec = jax.tree.map(np.asarray, plan(control, load))
+    keep = _alone(lambda *args: controller.keep(*args, ladder))
+    live, bucket = keep(control, load, spec, tree)
+    outcome = Outcome(load, spec, tree, live, bucket, jnp.ones(at.rows, jnp.int32))
+    return {"plan": _bound(plan, control, load), "keep": _bound(keep, control, load, spec, tree),
+            "note": _bound(_alone(controller.note), control, outcome)}
+
+
+def random_tree(rows: int, nodes: int, depth: int) -> DraftTree:
+    """Chains one behind the other, all live, with random falling survival."""
+    rng, node = np.random.default_rng(0), np.arange(nodes)
+    level = np.where(node > 0, (node - 1) % max(depth, 1) + 1, 0)
+    parent = np.where(level > 1, node - 1, 0)
+    share = np.where(level > 0, rng.uniform(0.1, 0.9, (rows, nodes)), 1.0)
+    survival = np.ones((rows, nodes))
+    for n in node[1:]:
+        survival[:, n] = survival[:, parent[n]] * share[:, n]
+    ints = [np.broadcast_to(a, (rows, nodes)).astype(np.int32) for a in (node, parent, level)]
+    zero, real = np.zeros((rows, nodes), np.int32), survival.astype(np.float32)
+    return DraftTree(tokens=ints[0], parent=ints[1], depth=ints[2], rank=zero, origin=zero,
+                     survival=real, logq=np.log(real), guess=share.astype(np.float32),
+                     gap=0 * real, live=np.ones((rows, nodes), bool))
+
+
+def _alone(function: Callable[..., Any]) -> Callable[..., Any]:
+    """On the only shard of a mesh: controllers add up the rows of all shards."""
+    return jax.shard_map(function, mesh=sharding.make_mesh(MeshConfig()), in_specs=P(),
+                         out_specs=P(), check_vma=False)
 
 
 def _dense(machine: Machine, params: Any, packing: transformer.Packing, at: Situation) -> Part:

@@ -95,6 +95,25 @@ def learner_table(result: dict[str, Any]) -> Table:
     return table
 
 
+def adapting_table(found: dict[str, Any]) -> Table:
+    """Ways of choosing a setting, and loads up to which settings gain, by drafter."""
+    table = Table("drafter", "geometric mean over loads (95 % interval), harmonic mean",
+                  "gains up to rows", title="what adapting to the load is worth",
+                  caption="speed over plain decoding; chosen on even repeats, judged on odd ones")
+    for name, one in found.items():
+        ways = [f"{way}: {_with_interval(mean)}, {one['harmonic'][way]['speed']:.3f}"
+                for way, mean in one["geometric"].items()]
+        loads = [f"{arm}: {'all' if load is None else format(load, '.0f')}"
+                 for arm, load in one["break_even"].items()]
+        table.add_row(name, "\n".join(ways), "\n".join(loads), end_section=True)
+    return table
+
+
+def _with_interval(found: dict[str, float]) -> str:
+    interval = f" ({found['low']:.3f} .. {found['high']:.3f})" if "low" in found else ""
+    return f"{found['speed']:.3f}{interval}"
+
+
 def speculation_table(case: dict[str, Any]) -> Table:
     """Each arm of one batch size against plain decoding."""
     table = Table("drafter and setting", "tokens/s", "over plain", "accept length",

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -22,6 +22,7 @@ from . import parts
 from .timing import alternate, ratio, seconds_of, spread
 
 PART_REPEATS = 9
+TRIALS = 4  # rollouts from which a policy learns before it is timed
 STEP = 0  # of the noise keys of what is timed
 CALIBRATING = 1  # and of what calibrates
 EARLIER = 2  # the first of the responses that history may draft from
@@ -88,12 +89,13 @@ class Arm:
     Args:
       config: its rollout section holds temperature and max_new_tokens.
       prompts: token ids, one sequence each; as many as `rows` or more, which then wait for a slot.
+      policy: fixed, whose setting each run names, or one that chooses for itself.
     """
 
     def __init__(self, config: Config, source: Source, params: Any,
                  prompts: Sequence[Sequence[int]], rows: int, drafter: str, cells: Sequence[Cell],
-                 counter: CompilationCounter) -> None:
-        self.config = arm_config(config, prompts, rows, drafter, cells)
+                 counter: CompilationCounter, policy: str = "fixed") -> None:
+        self.config = arm_config(config, prompts, rows, drafter, cells, policy)
         self.prompts, self.rows, self.counter = prompts, rows, counter
         stop = source.tokenizer.stop_ids
         self.sampler = Sampler(self.config, source.arch, stop, sharding.make_mesh(config.mesh),
@@ -115,12 +117,13 @@ class Arm:
         self.sampler.compile()
         if self.sampler.engine.layout.past:
             self.past = past
-        self.run(widest, CALIBRATING)
+        for _ in range(1 if self.config.control.policy == "fixed" else TRIALS):
+            self.run(widest, CALIBRATING)
 
     def run(self, cell: Cell | None, step: int = STEP) -> Run:
-        """One rollout at a setting; None is without a draft."""
+        """One rollout at a setting; None is without a draft, or what the policy chooses."""
         engine = self.sampler.engine
-        if self.config.spec.drafter != "off":
+        if self.config.spec.drafter != "off" and self.config.control.policy == "fixed":
             engine.control = make_spec(*(cell or (0, 1, 1)), 0,
                                        (1.0,) * len(engine.machine.drafter.names))
         index = np.arange(len(self.prompts))
@@ -133,7 +136,7 @@ class Arm:
 
 
 def arm_config(config: Config, prompts: Sequence[Sequence[int]], rows: int, drafter: str,
-               cells: Sequence[Cell]) -> Config:
+               cells: Sequence[Cell], policy: str) -> Config:
     """`config` with shapes that hold the prompts and all settings."""
     rollout = dataclasses.replace(
         config.rollout, batch_size=rows, min_batch=rows, rounds_per_launch=512,
@@ -145,14 +148,17 @@ def arm_config(config: Config, prompts: Sequence[Sequence[int]], rows: int, draf
         config.spec, drafter=drafter, max_steps=steps, max_branch=branch,
         max_nodes=nodes, max_packed=max(rows * max(c.nodes for c in cells), rows + 1),
         steps=1, branch=1, nodes=2, budget=0)
-    control = dataclasses.replace(config.control, policy="fixed")
+    control = dataclasses.replace(config.control, policy=policy,
+                                  settings=tuple(cell.name for cell in cells))
     return dataclasses.replace(config, rollout=rollout, spec=spec, control=control)
 
 
 def run_case(config: Config, source: Source, params: Any, prompts: Sequence[Sequence[int]],
              rows: int, drafters: Sequence[str], cells: Sequence[Cell], repeats: int,
-             counter: CompilationCounter) -> dict[str, Any]:
-    """All drafters at all settings and plain decoding, timed alternately in `rows` slots.
+             counter: CompilationCounter, policies: Sequence[str] = (),
+             say: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
+    """All drafters at all settings and under all policies, and plain decoding, timed alternately
+    in `rows` slots.
 
     Each setting is also run once with roots alone verified: what such a round takes more than one
     that drafts nothing is what drafting takes.
@@ -160,11 +166,14 @@ def run_case(config: Config, source: Source, params: Any, prompts: Sequence[Sequ
     check(len(prompts) > 0, "prompts", 0, "there is nothing to generate")
     arms = {name: Arm(config, source, params, prompts, rows, name, cells, counter)
             for name in ("off", *drafters)}
+    arms |= {f"{name} {policy}": Arm(config, source, params, prompts, rows, name, cells, counter,
+                                     policy) for name in drafters for policy in policies}
     arms["off"].sampler.compile()
     remembering = [a for a in arms.values() if a.sampler.engine.layout.past]
     past = arms["off"].earlier(config.spec.history_past) if remembering else None
-    for name in drafters:
-        arms[name].warm_up(max(cells, key=lambda cell: cell.nodes), past)
+    for name, arm in list(arms.items())[1:]:
+        say(f"preparing {name}")
+        arm.warm_up(max(cells, key=lambda cell: cell.nodes), past)
     tasks = {"off": lambda: arms["off"].run(None)}
     roots = {}  # of each setting: drafted, but roots alone verified
     for name in drafters:
@@ -173,7 +182,10 @@ def run_case(config: Config, source: Source, params: Any, prompts: Sequence[Sequ
         for cell in cells:
             tasks[f"{name} {cell.name}"] = functools.partial(arm.run, cell)
             roots[f"{name} {cell.name}"] = functools.partial(arm.run, cell._replace(nodes=1))
-    found, drafted = alternate(tasks, repeats), alternate(roots, 1)
+        tasks |= {f"{name} {policy}": functools.partial(arms[f"{name} {policy}"].run, None)
+                  for policy in policies}
+    say(f"timing {', '.join(tasks)}")
+    found, drafted = alternate(tasks, repeats, say), alternate(roots, 1)
     plain = found["off"]
     told = {name: describe(runs, plain) for name, runs in found.items()}
     for name in drafters:
@@ -198,7 +210,7 @@ def parts_of(arm: Arm, runs: Sequence[Run], draft: float) -> dict[str, Any]:
     rows, counters = arm.rows, result.counters
     packed = round(counters["packed"] * rows / counters["slots"])
     tasks = {"noise": parts.noise_part(engine.machine.arch.vocab_size, packed),
-             "commit": parts.commit_part(engine.machine, _situation(arm, result),
+             "commit": parts.commit_part(engine.machine, situation(arm, result),
                                          arm.sampler.params)}
     timed = {name: (lambda part=part: seconds_of(part, jax.block_until_ready))
              for name, part in tasks.items()}
@@ -213,7 +225,7 @@ def parts_of(arm: Arm, runs: Sequence[Run], draft: float) -> dict[str, Any]:
     return {"seconds": seconds, "share": {name: value / total for name, value in median.items()}}
 
 
-def _situation(arm: Arm, result: Result) -> parts.Situation:
+def situation(arm: Arm, result: Result) -> parts.Situation:
     """The middle of a rollout."""
     shapes, rows = arm.sampler.engine.shapes, arm.rows
     said = result.sequences.length

@@ -5,11 +5,18 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from specrl_jax.host.progress import duration
+
 T = TypeVar("T")
+ROWS_OF_WEIGHTS = 16  # rows that take as long as reading the weights does, for estimates of time
 
 
-def alternate(tasks: Mapping[str, Callable[[], T]], repeats: int) -> dict[str, list[T]]:
+def alternate(tasks: Mapping[str, Callable[[], T]], repeats: int,
+              say: Callable[[str], None] = lambda text: None) -> dict[str, list[T]]:
     """Calls every task once a repeat, there and back, so that a drift of the machine hits all.
+
+    Args:
+      say: told of each repeat that is done, if there is more than one.
 
     Returns:
       what each task returned, in order of the repeats: entries of equal index lie close in time.
@@ -19,7 +26,25 @@ def alternate(tasks: Mapping[str, Callable[[], T]], repeats: int) -> dict[str, l
         names = list(tasks) if repeat % 2 == 0 else list(reversed(tasks))
         for name in names:
             found[name].append(tasks[name]())
+        if repeats > 1:
+            say(f"repeat {repeat + 1} of {repeats}")
     return found
+
+
+class Left:
+    """How long the rest of some work will take, at the pace of what was done since the start."""
+
+    def __init__(self, work: float) -> None:
+        self._rest, self._done, self._began = work, 0.0, time.perf_counter()
+
+    def finished(self, work: float) -> None:
+        self._rest, self._done = self._rest - work, self._done + work
+
+    def __str__(self) -> str:
+        if not self._done:
+            return "time left unknown"
+        pace = (time.perf_counter() - self._began) / self._done
+        return f"about {duration(pace * self._rest)} left"
 
 
 def seconds_of(task: Callable[[], Any], wait: Callable[[Any], Any]) -> float:

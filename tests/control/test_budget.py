@@ -59,6 +59,31 @@ def test_the_choice_equals_brute_force(seed: int) -> None:
     assert got == pytest.approx(best, abs=1e-5)
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_the_worth_of_a_depth_equals_brute_force(seed: int) -> None:
+    """Drafts of known survival, one by one into every bucket, the likeliest first."""
+    control, rng = controller("budget"), np.random.default_rng(seed)
+    state = priced(control.init(), wide=rng.uniform(0, 0.4), step=rng.uniform(0, 0.05))
+    count = rng.integers(0, 3, state.harvest.count.shape).astype(np.float32)
+    survival = 2.0 ** -(np.arange(count.shape[1]) / 2 + 0.25)
+    state = state.replace(harvest=state.harvest.replace(
+        count=count, mass=(count * survival).astype(np.float32), promised=np.float32(10),
+        accepted=np.float32(rng.uniform(2, 10))))
+    believed = (state.harvest.accepted + 4) / (10 + 4)
+    table, best = state.tables["8"], []
+    for depth in range(DEPTH + 1):
+        nodes = np.repeat(survival, count[:depth].sum(0).astype(int))
+        nodes = -np.sort(-nodes)
+        best.append(max(
+            1 + believed * nodes[: min(bucket.packed // 8, bucket.nodes) - 1].sum()
+            - table.verify[b, 0] - table.draft[depth, 0]  # the speed is 1 at first
+            for b, bucket in enumerate(LADDERS[8])))
+    worth = alone(lambda s, of: budget.worth_of_depths(s, s.tables["8"], of))(state, load())
+    np.testing.assert_allclose(worth, best, rtol=1e-5)
+    steps = int(alone(control.plan)(state, load()).steps)
+    assert steps == (int(np.argmax(best)) if max(best[1:]) > best[0] else 0)
+
+
 @pytest.mark.parametrize("seed", range(30))
 def test_it_never_leaves_the_bounds(seed: int) -> None:
     rng = np.random.default_rng(seed)

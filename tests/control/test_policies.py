@@ -76,7 +76,7 @@ def test_off_plans_nothing() -> None:
 
 
 def test_fixed_plans_its_state() -> None:
-    controller = choose.make(ControlConfig(), SpecOptions(
+    controller = choose.make(ControlConfig(policy="fixed"), SpecOptions(
         steps=3, branch=2, nodes=6, budget=11))
     spec = controller.plan(controller.init(), load([True, True]))
     assert [int(x) for x in (spec.steps, spec.branch, spec.nodes, spec.budget)] == [3, 2, 6, 11]
@@ -86,7 +86,7 @@ def test_fixed_plans_its_state() -> None:
 
 def test_a_depth_can_be_held_and_given_back() -> None:
     options = SpecOptions(steps=3, branch=2, nodes=6)
-    fixed = choose.make(ControlConfig(), options)
+    fixed = choose.make(ControlConfig(policy="fixed"), options)
     held = fixed.depth(fixed.init(), 0)
     assert int(fixed.plan(held, load([True])).steps) == 0
     free = fixed.plan(fixed.depth(held, None), load([True]))

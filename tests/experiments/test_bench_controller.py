@@ -7,8 +7,9 @@ from pathlib import Path
 
 import jax
 import pytest
+from matplotlib.figure import Figure
 
-from experiments.bench import controller, controller_stats
+from experiments.bench import controller, controller_stats, timing
 from experiments.bench.controller import Cell, Shape
 from specrl_jax.config import Config, ConfigError, ModelSource, RolloutConfig
 from specrl_jax.host.compilation import CompilationCounter
@@ -33,12 +34,47 @@ def test_an_interval_is_students() -> None:
     mean = sum(logs) / 4
     error = (sum((x - mean) ** 2 for x in logs) / 3) ** 0.5 / 2
     arm = controller_stats.describe(times)["arms"]["budget"]
-    assert arm["low"] == pytest.approx(math.exp(mean - 3.182 * error))
+    assert arm["low"] == pytest.approx(math.exp(mean - 3.182446 * error))
     assert controller_stats.half_width(times, "budget") == pytest.approx(
         (arm["high"] - arm["low"]) / 2)
     assert controller_stats.half_width(times, "respec") == math.inf
     assert controller_stats.half_width({"off": [1.0] * 2, "budget": [1.0] * 2},
                                        "budget") == math.inf
+
+
+def test_one_setting_for_all_heavy_cells_is_judged_run_by_run() -> None:
+    """Totals pair the runs of cells; the second cell has fewer, and chose off only by its luck."""
+    one = {"off": [4.0, 4.0] * 3, "1x1x2": [2.0, 3.0] * 3, "budget": [9.0, 1.0, 9.0, 2.0, 9.0, 1.0]}
+    other = {"off": [1.0, 3.0] * 2, "1x1x2": [2.0, 3.0] * 2, "budget": [9.0, 1.0, 9.0, 2.0]}
+    found = controller_stats.heavy_useful(
+        {"a": case(0.0, "heavy", one), "b": case(0.4, "heavy", other)})
+    assert found["setting"] == "1x1x2" and found["cells"] == 2
+    logs = [math.log(6 / 2), math.log(6 / 4)]
+    assert found["budget"]["ratio"] == pytest.approx(math.exp(sum(logs) / 2))
+    half = 12.7062 * (logs[0] - logs[1]) / 2
+    assert found["budget"]["low"] == pytest.approx(math.exp(sum(logs) / 2 - half), rel=1e-4)
+
+
+def test_a_rollout_until_stop_tokens_is_what_the_picture_shows() -> None:
+    told = {"time/launches": [{"seconds": 1.0}],
+            "control/launches": [{"live": 8, "width": 8, "tokens": 8}]}
+    cases = {name: {"cell": Cell(rows, 64, None, lengths)._asdict(), "explained": {"budget": told}}
+             for name, rows, lengths in (("a", 64, "heavy"), ("b", 32, "stop"))}
+    axes = Figure().subplots()
+    controller_stats.draw_trace(axes, cases)
+    assert axes.get_title() == "budget, 32 rows, context 64"
+
+
+def test_the_time_left_follows_what_was_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
+    left = timing.Left(10.0)
+    assert str(left) == "time left unknown"
+    now[0] += 60
+    left.finished(2.0)
+    assert str(left) == "about 4m00s left"
+    assert controller.work(Cell(64, 64, 0.0, "heavy")) > 3 * controller.work(
+        Cell(1, 64, 0.0, "heavy")) > 5 * controller.work(Cell(1, 64, 0.0, "uniform"))
 
 
 def case(corruption: float, lengths: str, times: dict) -> dict:
@@ -55,14 +91,18 @@ def test_cells_are_summed_up(tmp_path: Path) -> None:
     assert found["budget"]["worst"] in ("b", "c") and found["budget"]["cells"] == 3
     assert found["budget"]["lowest_upper_bound"] == pytest.approx(1.2)
     assert found["budget"]["regret_to_oracle"] == pytest.approx(4.5 / 4.8 - 1)
-    assert found["heavy_useful"]["cells"] == 1 and found["heavy_useful"]["budget"] == 2
+    assert found["heavy_useful"]["cells"] == 1 and found["heavy_useful"]["budget"] == {
+        "ratio": pytest.approx(2), "low": pytest.approx(2), "high": pytest.approx(2)}
     controller_stats.draw(cases, tmp_path / "x.png")
     assert (tmp_path / "x.png").stat().st_size > 1000
 
 
 def test_cells_by_name() -> None:
     assert len(controller.SMALL) == 48 and len({c.name for c in controller.SMALL}) == 48
-    assert len(controller.SMOLLM2) == 8
+    assert [c.name for c in controller.SMOLLM2 if c.lengths != "stop"] == [
+        "1x64-own-uniform", "1x64-own-heavy", "4x64-own-uniform", "4x64-own-heavy",
+        "16x64-own-uniform", "16x64-own-heavy", "4x512-own-heavy", "64x64-own-heavy"]
+    assert controller.SMOLLM2[-1].name == "64x64-own-stop"
     assert controller.pick(controller.SMALL, ["4x1024-0.4-heavy"]) == [
         Cell(4, 1024, 0.4, "heavy")]
     with pytest.raises(ConfigError, match="--cells=4x4"):

@@ -20,16 +20,16 @@ def test_a_case_times_every_arm_on_the_same_tokens():
     params = actor.params(sharding.make_mesh(config.mesh))
     cells = [Cell(1, 1, 2), Cell(2, 1, 3)]
     found = speculation.run_case(config, actor.source, params, [[1, 2, 3], [4, 5], [6]], 2,
-                                 ["history"], cells, 2, CompilationCounter())
+                                 ["history"], cells, 2, CompilationCounter(), ["budget"])
     json.dumps(found)
     assert (found["rows"], found["prompts"], found["tokens"]) == (2, 3, 18)
     arms = found["arms"]
-    assert list(arms) == ["off", "history 0", "history 1x1x2", "history 2x1x3"]
+    assert list(arms) == ["off", "history 0", "history 1x1x2", "history 2x1x3", "history budget"]
     assert all(one["equal_tokens"] and one["compilations"] == 0 for one in arms.values())
     assert all(len(one["speedup"]["values"]) == 2 for one in arms.values())
     assert arms["off"]["accept_length"] == arms["history 0"]["accept_length"] == 1
     assert arms["history 0"]["drafted_a_row"] == 0
-    assert show.speculation_table(found).row_count == 4
+    assert show.speculation_table(found).row_count == 5
     share = arms["history 2x1x3"]["parts"]["share"]
     assert set(share) == set(show.ROUND)
     assert min(share["noise"], share["commit"], share["host"]) > 0

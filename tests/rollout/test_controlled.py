@@ -11,13 +11,14 @@ import pytest
 from helpers import ask, counting, make_engine, make_task, said, streams, tiny_arch, tiny_params
 
 from specrl_jax import sharding
-from specrl_jax.config import ControlConfig, MeshConfig, SpecOptions
+from specrl_jax.config import Config, ControlConfig, MeshConfig, RolloutConfig, SpecOptions
 from specrl_jax.control import choose, cost
 from specrl_jax.draft.replay import replay, replaying
 from specrl_jax.host import launches
 from specrl_jax.rollout import probe
 from specrl_jax.rollout.engine import Engine, Result
 from specrl_jax.rollout.round import bucket_ladder
+from specrl_jax.sampler import Sampler
 
 DEPTH, NODES, BATCH = 3, 4, 4
 ARCH = tiny_arch(num_layers=1)
@@ -111,6 +112,27 @@ def test_costs_are_measured_once(budget: Any, monkeypatch: pytest.MonkeyPatch) -
                     p.rounds) for p in wanted}
     file.write_bytes(stored)
     engine.control = before
+
+
+@pytest.mark.parametrize("clock,stale", [("measured", True), ("frozen", False)])
+def test_old_costs_are_measured_anew_unless_the_run_is_there_to_be_repeated(
+        clock: str, stale: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = Config(control=ControlConfig(policy="budget", clock=clock), rollout=RolloutConfig(
+        batch_size=4, max_prompt_tokens=10, max_new_tokens=8))
+    sampler = Sampler(config, ARCH, (3,), sharding.make_mesh(config.mesh), prompts=2, group=2)
+    asked: list[float] = []
+
+    def priced(*args: Any) -> Any:
+        asked.append(args[-1])
+        return sampler.engine.control, None
+
+    monkeypatch.setattr(sampler.engine, "compile", lambda *args, **how: None)
+    monkeypatch.setattr(sampler, "canary", lambda *args: None)
+    monkeypatch.setattr(probe, "priced", priced)
+    sampler.compile()
+    month = 30 * 24 * 3600
+    assert asked[0] == (pytest.approx(time.time() - month, abs=60) if stale else 0.0)
+    assert 0 < sampler.profiling < 60
 
 
 @pytest.mark.parametrize("corruption", [0.0, 0.5, 1.0])

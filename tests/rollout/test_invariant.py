@@ -4,6 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+from control_cases import priced
 from helpers import (
     Course,
     Dice,
@@ -18,8 +19,18 @@ from helpers import (
 )
 
 from specrl_jax import sharding
-from specrl_jax.config import Config, ConfigError, MeshConfig, ModelSource, RolloutConfig
+from specrl_jax.config import (
+    Config,
+    ConfigError,
+    ControlConfig,
+    MeshConfig,
+    ModelSource,
+    RolloutConfig,
+    SpecOptions,
+)
+from specrl_jax.control import choose
 from specrl_jax.model import invariant
+from specrl_jax.rollout.round import bucket_ladder
 from specrl_jax.sampler import Sampler
 
 ARCH = tiny_arch(hidden_size=96, intermediate_size=160, num_heads=3, num_kv_heads=1, head_dim=32,
@@ -69,6 +80,26 @@ def trees(params, plain):
     dice = Dice(plain.run(params, ask(TASK)).sequences.tokens)
     return engine(params, batch=3, drafter=random_drafter(dice, nodes=4, depth=2, vocab=50),
                   controller=wandering(Course(4, 2))), dice
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["fixed", "respec", "bandit", "budget", "oracle"])
+def test_policies_change_no_bit(params, plain, policy):
+    """With made-up costs, by which drafting pays."""
+    want = plain.run(params, ask(TASK))
+    ladders = {rows: bucket_ladder(rows, 4, 64) for rows in (3, 2)}
+    control = choose.make(
+        ControlConfig(policy=policy, accept=(1.5, 2.0) if policy == "oracle" else ()),
+        SpecOptions(max_steps=2, max_branch=1, max_nodes=4, steps=2, nodes=3),
+        ladders=ladders, longest=TASK.prompt + TASK.response - 1)
+    dice = Dice(want.sequences.tokens, hit=0.8)
+    made = engine(params, batch=3, min_batch=2, controller=control,
+                  drafter=random_drafter(dice, nodes=4, depth=2, vocab=50))
+    if control.adaptive:
+        made.control = priced(control.init(), wide=0.02, step=0.01)
+    found = [made.run(params, ask(TASK), rounds=2) for _ in range(2)]
+    assert all(bits(result) == bits(want) for result in found)
+    assert max(result.counters["drafted"] for result in found) > 0
 
 
 @pytest.mark.parametrize("batch", [1, 12])

@@ -1,0 +1,144 @@
+"""What it is worth to adapt the setting to the load, here and in ReSpec's Fig. 7.
+
+A grid holds, for each load, the speed of each setting over plain decoding, once a repeat. Settings
+are chosen on its even repeats and judged on the odd ones, so that noise does not choose them.
+"""
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from specrl_jax.intervals import student
+
+Grid = Mapping[int, Mapping[str, Sequence[float]]]
+"""By load and setting. One repeat is chosen and judged on alike."""
+
+OFF = "off"
+_SETTINGS = ("3x5x8", "3x5x16", "3x5x32", "3x8x8", "3x8x16", "3x8x32", "5x8x8", "5x8x16", "5x8x32")
+# arXiv 2510.26475, Fig. 7: Qwen2.5-7B-Instruct on H100, MT-Bench, temperature 0.6; latency over
+# plain decoding's by draft depth x alternatives x verified tokens.
+_FIG_7 = {
+    1: (1.237, 1.358, 1.270, 1.191, 1.307, 1.323, 1.145, 1.358, 1.411),
+    2: (1.200, 1.249, 1.319, 1.273, 1.351, 1.372, 1.240, 1.230, 1.464),
+    4: (1.114, 1.230, 1.236, 1.156, 1.335, 1.241, 1.231, 1.229, 1.246),
+    8: (1.175, 1.251, 1.144, 1.255, 1.114, 1.113, 1.063, 1.206, 1.135),
+    16: (1.301, 1.239, 1.129, 1.383, 1.361, 1.115, 1.204, 1.369, 1.129),
+    32: (1.114, 0.957, 0.795, 1.113, 1.003, 0.852, 0.968, 1.009, 0.755),
+    64: (0.843, 0.735, 0.536, 0.837, 0.801, 0.555, 0.786, 0.634, 0.448)}
+PAPER: Grid = {load: {name: [speed] for name, speed in zip(_SETTINGS, line, strict=True)}
+               for load, line in _FIG_7.items()}
+MEANS: dict[str, Callable[[Sequence[float]], float]] = {
+    "geometric": statistics.geometric_mean, "harmonic": statistics.harmonic_mean}
+
+
+def grid_of(cases: Mapping[str, Any], drafter: str) -> Grid:
+    """The grid of a drafter in the cases of bench_speculation.py, policies included: of the arms
+    that all of its loads have."""
+    prefix = f"{drafter} "
+    found = {int(load): {name.removeprefix(prefix): arm["speedup"]["values"]
+                         for name, arm in case["arms"].items()
+                         if name.startswith(prefix) and name != f"{prefix}0"}
+             for load, case in sorted(cases.items(), key=lambda item: int(item[0]))}
+    found = {load: of for load, of in found.items() if of}
+    first, *others = found.values()
+    common = [name for name in first if all(name in of for of in others)]
+    return {load: {name: of[name] for name in common} for load, of in found.items()}
+
+
+def adapting(grid: Grid, policies: Sequence[str] = ()) -> dict[str, Any]:
+    """Mean speed over all loads, which count alike, of the best setting for all, of the best one
+    that is off where it does not gain, of the best for each load or off, and of each policy, which
+    chooses in every round. And loads up to which speculation gains.
+
+    Args:
+      policies: entries of the grid that are no settings.
+    """
+    settings = [name for name in next(iter(grid.values())) if name not in policies]
+    chosen = {load: {name: statistics.geometric_mean(of[name][::2]) for name in settings}
+              for load, of in grid.items()}
+    best = {load: max(of, key=of.get) for load, of in chosen.items()}
+    lines = {name: {load: statistics.median(of[name]) for load, of in grid.items()}
+             for name in (*settings, *policies)}
+    lines["best of each load"] = {load: statistics.geometric_mean(_odd(grid[load][name]))
+                                  for load, name in best.items()}
+    return {"break_even": {name: break_even(line) for name, line in lines.items()}} | {
+        kind: {way: {"chosen": names} | _judged(grid, names, mean) for way, names in (
+            _ways(chosen, best, mean) | {name: dict.fromkeys(grid, name) for name in policies}
+        ).items()} for kind, mean in MEANS.items()}
+
+
+def _ways(chosen: Mapping[int, Mapping[str, float]], best: Mapping[int, str],
+          mean: Callable[[Sequence[float]], float]) -> dict[str, dict[int, str]]:
+    """The setting of each load, by each way of choosing without knowing the round."""
+    settings = list(next(iter(chosen.values())))
+
+    def or_off(names: Mapping[int, str]) -> dict[int, str]:
+        return {load: name if chosen[load][name] > 1 else OFF for load, name in names.items()}
+
+    static = max(settings, key=lambda name: mean([of[name] for of in chosen.values()]))
+    switched = max(settings, key=lambda name: mean([max(of[name], 1) for of in chosen.values()]))
+    return {"best static": dict.fromkeys(chosen, static),
+            "best static or off": or_off(dict.fromkeys(chosen, switched)),
+            "per load": or_off(best)}
+
+
+def _judged(grid: Grid, names: Mapping[int, str], mean: Callable[[Sequence[float]], float]
+            ) -> dict[str, float]:
+    """The mean over loads, and its 95 % interval over repeats where there are two or more."""
+    judged = [_odd(grid[load][name]) for load, name in names.items() if name != OFF]
+    off = len(names) - len(judged)
+    logs = [math.log(mean([*speeds, *[1.0] * off])) for speeds in zip(*judged, strict=True)]
+    found = {"speed": math.exp(statistics.mean(logs)) if logs else 1.0}
+    if len(logs) > 1:
+        low, high = student(logs)
+        found |= {"low": math.exp(low), "high": math.exp(high)}
+    return found
+
+
+def _odd(values: Sequence[float]) -> Sequence[float]:
+    """The repeats that a setting is judged on."""
+    return values[1::2] or values
+
+
+def break_even(speed: Mapping[int, float]) -> float | None:
+    """The load beyond which speculation loses, interpolated in the logarithm of the load; 0 where
+    it gains at no load, None where it gains at the largest."""
+    loads = sorted(speed)
+    gains = [load for load in loads if speed[load] >= 1]
+    if not gains:
+        return 0.0
+    last = loads.index(gains[-1])
+    if last == len(loads) - 1:
+        return None
+    low, high = loads[last], loads[last + 1]
+    share = (speed[low] - 1) / (speed[low] - speed[high])
+    return low * (high / low) ** share
+
+
+def draw(grids: Mapping[str, Grid], path: Path) -> None:
+    """A heat-map for each grid: median speed over plain decoding."""
+    widths = [1 + len(next(iter(grid.values()))) for grid in grids.values()]
+    tall = max(map(len, grids.values()))
+    figure = Figure(figsize=(2 + 0.7 * sum(widths), 2 + 0.4 * tall), layout="constrained")
+    axes = figure.subplots(1, len(grids), width_ratios=widths, squeeze=False)[0]
+    for one, (title, grid) in zip(axes, grids.items(), strict=True):
+        _heat(one, title, grid)
+    figure.savefig(path, dpi=80)
+
+
+def _heat(axes: Axes, title: str, grid: Grid) -> None:
+    names = list(next(iter(grid.values())))
+    table = [[statistics.median(of[name]) for name in names] for of in grid.values()]
+    axes.imshow(table, cmap="RdYlGn", vmin=0.5, vmax=1.5, aspect="auto")
+    axes.set_xticks(range(len(names)), names, rotation=60)
+    axes.set_yticks(range(len(grid)), list(grid))
+    axes.set_ylabel("rows")
+    axes.set_title(title, fontsize=9)
+    for y, line in enumerate(table):
+        for x, value in enumerate(line):
+            axes.text(x, y, f"{value:.2f}", ha="center", va="center", fontsize=8)

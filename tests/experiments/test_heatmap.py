@@ -1,0 +1,61 @@
+"""The worth of adapting: the paper's own figures, and a grid whose noise must not be chosen."""
+
+import math
+from pathlib import Path
+
+import pytest
+
+from experiments.bench import heatmap, show
+from experiments.bench.heatmap import PAPER
+
+
+def test_the_papers_grid_gives_what_was_derived_from_it() -> None:
+    """Harmonic and geometric means of its seven loads, worked out by hand from Fig. 7."""
+    found = heatmap.adapting(PAPER)
+    for way, harmonic, geometric in (("best static", 1.147, 1.163),
+                                     ("best static or off", 1.190, 1.200),
+                                     ("per load", 1.259, 1.270)):
+        assert found["harmonic"][way]["speed"] == pytest.approx(harmonic, abs=5e-4)
+        assert found["geometric"][way]["speed"] == pytest.approx(geometric, abs=5e-4)
+    assert found["geometric"]["per load"]["chosen"][64] == "off"
+    assert 42 < found["break_even"]["best of each load"] < 43
+
+
+NOISY = {1: {"a": [2.0, 1.0] * 3, "b": [1.4, 1.5] * 3, "budget": [1.6, 1.5, 1.6, 1.6, 1.6, 1.7]},
+         4: {"a": [0.9, 2.0] * 3, "b": [0.8, 0.8] * 3, "budget": [1.0] * 6}}
+
+
+def test_what_chooses_does_not_judge() -> None:
+    found = heatmap.adapting(NOISY, ["budget"])["geometric"]
+    assert found["per load"]["chosen"] == {1: "a", 4: "off"}
+    assert found["per load"]["speed"] == pytest.approx(1.0)  # of a, in odd repeats, and of off
+    assert found["best static"]["speed"] == pytest.approx(math.sqrt(1.0 * 2.0))
+    assert set(found["best static"]["chosen"].values()) == {"a"}
+
+
+def test_a_policy_is_judged_with_its_interval() -> None:
+    budget = heatmap.adapting(NOISY, ["budget"])["geometric"]["budget"]
+    assert budget["speed"] == pytest.approx((1.5 * 1.6 * 1.7) ** (1 / 6))
+    assert 1 < budget["low"] < budget["speed"] < budget["high"]
+
+
+@pytest.mark.parametrize("speed,load", [
+    ({1: 1.5, 4: 1.2}, None), ({1: 0.9, 4: 0.8}, 0.0), ({1: 1.2, 4: 0.8}, 2.0),
+    ({1: 0.9, 4: 1.0, 16: 0.5}, 4.0)])
+def test_break_even(speed: dict[int, float], load: float | None) -> None:
+    assert heatmap.break_even(speed) == (load if load is None else pytest.approx(load))
+
+
+def test_grids_hold_what_all_loads_have_and_are_drawn(tmp_path: Path) -> None:
+    def case(*arms: str) -> dict:
+        return {"arms": {name: {"speedup": {"values": [1.5, 1.5]}} for name in arms}}
+
+    cases = {"16": case("off", "eagle 0", "eagle 1x1x2", "history 1x1x2"),
+             "2": case("off", "eagle 0", "eagle 1x1x2", "eagle budget", "history 1x1x2")}
+    grid = heatmap.grid_of(cases, "eagle")
+    assert grid == {2: {"1x1x2": [1.5, 1.5]}, 16: {"1x1x2": [1.5, 1.5]}}
+    assert list(grid) == [2, 16]
+    heatmap.draw({"eagle": grid, "paper": PAPER}, tmp_path / "x.png")
+    assert (tmp_path / "x.png").stat().st_size > 1000
+    table = show.adapting_table({"eagle": heatmap.adapting(grid)})
+    assert table.row_count == 1
