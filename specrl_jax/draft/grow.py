@@ -100,7 +100,7 @@ def grow(growth: Growth, params: Any, cache: KV, hidden: Array, tip: Tip, rows: 
                      survival=jnp.ones((batch, 1)), hidden=hidden[..., None],
                      live=(tip.live & (tip.context >= growth.network.ahead))[:, None])
     first, logq = _children(growth, params, front, tip, rows, spec, survive, jnp.int32(1))
-    drawn = _note(unknown(growth, params, batch), logq, rows, jnp.int32(1))
+    drawn = _note(unknown(growth, params, batch), logq, front, rows, jnp.int32(1))
     levels = jax.tree.map(
         lambda a: jnp.zeros((batch, growth.depth, k * k), a.dtype).at[:, 0, :k].set(a), first)
     tree = _rooted(growth, cache, tip)
@@ -114,7 +114,7 @@ def grow(growth: Growth, params: Any, cache: KV, hidden: Array, tip: Tip, rows: 
             lambda whole, new: jax.lax.dynamic_update_index_in_dim(whole, new, depth - 1, 1),
             levels, found)
         return (levels, _frontier(growth, found, front, rows, depth), tree,
-                _note(drawn, logq, rows, depth))
+                _note(drawn, logq, front, rows, depth))
 
     last = jnp.minimum(spec.steps, growth.depth)
     levels, _, _, drawn = jax.lax.fori_loop(2, last + 1, level, (levels, front, tree, drawn))
@@ -129,13 +129,17 @@ def unknown(growth: Growth, params: Any, batch: int) -> Drawn | None:
     return Drawn(jnp.full((batch, growth.nodes, vocab.shape[0]), -jnp.inf), vocab)
 
 
-def _note(drawn: Drawn | None, logq: Array, rows: Sampling, depth: Array) -> Drawn | None:
-    """Adds what the chain's node of `depth` was drawn from; a greedy row's is a point mass."""
+def _note(drawn: Drawn | None, logq: Array, front: Frontier, rows: Sampling, depth: Array
+          ) -> Drawn | None:
+    """Adds what the chain's node of `depth` was drawn from, if its parent has room in the tree.
+
+    A greedy row's is a point mass, and after a stop token nothing is drawn.
+    """
     if drawn is None:
         return None
-    logq = jnp.where((rows.temperature > 0)[:, None], logq[:, 0], -jnp.inf)
-    return drawn.replace(
-        logq=jax.lax.dynamic_update_index_in_dim(drawn.logq, logq, depth - 1, 1))
+    asked = front.live[:, 0] & (rows.temperature > 0)
+    logq = jnp.where(asked[:, None], logq[:, 0], -jnp.inf)
+    return drawn.replace(logq=drawn.logq.at[:, depth - 1].set(logq, mode="drop"))
 
 
 def _rooted(growth: Growth, cache: KV, tip: Tip) -> tuple[KV, Array]:

@@ -22,7 +22,17 @@ from helpers import (
 from jax.sharding import PartitionSpec
 
 from specrl_jax import drafters, prng, sharding
-from specrl_jax.config import Config, ConfigError, DraftConfig, MeshConfig, ModelSource, SpecOptions
+from specrl_jax.config import (
+    DRAWN_RULES,
+    Config,
+    ConfigError,
+    ControlConfig,
+    DraftConfig,
+    MeshConfig,
+    ModelSource,
+    RolloutConfig,
+    SpecOptions,
+)
 from specrl_jax.control.policies import make_spec
 from specrl_jax.draft.base import Occasion
 from specrl_jax.draft.small_lm import small_lm
@@ -47,9 +57,10 @@ def half(parent: Any, guess: Any, depth: Any, origin: Any) -> Any:
 
 
 @functools.cache
-def compiled(children: str) -> tuple[Any, Any]:
+def compiled(children: str, branch: int = BRANCH, nodes: int = NODES, drawn: bool = False
+             ) -> tuple[Any, Any]:
     """The drafter, compiled, and `propose` as it runs, inside shard_map."""
-    drafter = small_lm(ARCH, DEPTH, BRANCH, NODES, children, origin=2)
+    drafter = small_lm(ARCH, DEPTH, branch, nodes, children, origin=2, drawn=drawn)
     everywhere = PartitionSpec()
     propose = jax.shard_map(
         lambda *args: drafter.propose(*args, half), in_specs=everywhere, out_specs=everywhere,
@@ -61,8 +72,8 @@ def compiled(children: str) -> tuple[Any, Any]:
 class Slots:
     """Slots that hold made-up sequences, drawn beforehand."""
 
-    def __init__(self, children: str = "perturbed", seed: int = 0) -> None:
-        self.drafter, self.compiled = compiled(children)
+    def __init__(self, children: str = "perturbed", seed: int = 0, **sizes: Any) -> None:
+        self.drafter, self.compiled = compiled(children, **sizes)
         rng = np.random.default_rng(seed)
         self.said = rng.integers(0, V, (ROWS, PLACES)).astype(np.int32)
         prompts = np.asarray([1, P, 4], np.int32)
@@ -207,6 +218,20 @@ def test_top_and_sampled_children() -> None:
         assert (trees[one].tokens[[0, 2]] != trees[other].tokens[[0, 2]]).any()
 
 
+def test_a_chain_tells_what_its_own_nodes_successors_were_drawn_from() -> None:
+    """Not what deeper levels were that it has no room for, and nothing after a stop token."""
+    slots = Slots(branch=1, nodes=2, drawn=True)
+    whole, deeper = (slots.draft(make_spec(steps, 1, 2, 0)) for steps in (2, DEPTH))
+    known = (deeper.proposal.logq > -np.inf).all(2)
+    np.testing.assert_array_equal(known, [[True, True], [False, False], [True, True]])  # greedy
+    np.testing.assert_array_equal(deeper.proposal.logq, whole.proposal.logq)
+    slots.rows = slots.rows.replace(stop=jnp.asarray(whole.tokens[:1, 1]))
+    assert whole.tokens[0, 1] != whole.tokens[2, 1]
+    ended = slots.draft(make_spec(2, 1, 2, 0)).proposal.logq
+    np.testing.assert_array_equal(ended[:, 0], whole.proposal.logq[:, 0])
+    assert (ended[0, 1] == -np.inf).all() and (ended[2, 1] > -np.inf).all()
+
+
 def test_binding_leaves_the_actor_alone() -> None:
     mesh = sharding.make_mesh(MeshConfig(tensor=2))
     place = sharding.NamedSharding(mesh, PartitionSpec("tensor"))
@@ -340,6 +365,27 @@ def test_the_draft_temperature_reaches_the_drafter(drafter: str) -> None:
     for wrong in (0, float("inf"), float("nan")):
         with pytest.raises(ConfigError, match=r"draft.temperature = .*: must lie in"):
             DraftConfig(temperature=wrong)
+
+
+@pytest.mark.parametrize("rule", DRAWN_RULES)
+@pytest.mark.parametrize("section, changes, message", [
+    ("spec", {"drafter": "history"}, "spec.drafter = 'history': .* needs a drafter that draws"),
+    ("spec", {"drafter": "merge"}, "spec.drafter = 'merge': .* needs a drafter that draws"),
+    ("spec", {"max_branch": 2}, "spec.max_branch = 2: .* verifies chains: use 1"),
+    ("spec", {"budget": 9}, "spec.budget = 9: .* what was drawn: use 0"),
+    ("spec", {"max_packed": 19}, "spec.max_packed = 19: .* all that was drawn: raise it to 20"),
+    ("draft", {"children": "top"}, "draft.children = 'top': .* choose perturbed or sampled"),
+    ("control", {"policy": "budget"}, "control.policy = 'budget': .* was drawn: choose fixed"),
+    ("control", {"min_survival": 0.3}, "control.min_survival = 0.3: .* was drawn: use 0")])
+def test_rules_that_ask_what_was_drawn_refuse_what_may_depend_on_it(
+        rule: str, section: str, changes: dict[str, Any], message: str) -> None:
+    works = config(spec=SpecOptions("small_lm", rule, max_branch=1, max_nodes=5, max_packed=20),
+                   control=ControlConfig(policy="fixed", min_survival=0.0),
+                   rollout=RolloutConfig(batch_size=4))
+    assert make(works).drafter.propose.args[0].drawn
+    wrong = {section: dataclasses.replace(getattr(works, section), **changes)}
+    with pytest.raises(ConfigError, match=message):
+        make(dataclasses.replace(works, **wrong))
 
 
 def test_another_tokenizer_is_refused() -> None:
