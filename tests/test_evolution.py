@@ -1,8 +1,11 @@
 """A drafter that learns beside RL: tokens and actor stay, runs resume exactly, faults are named."""
 
+import copy
 import dataclasses
+import functools
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -11,7 +14,7 @@ import numpy as np
 import pytest
 from helpers import counting, micro_config, micro_trainer_to_compile
 
-from specrl_jax import drafter_life
+from specrl_jax import drafter_life, loop
 from specrl_jax.config import (
     ConfigError,
     ControlConfig,
@@ -22,6 +25,7 @@ from specrl_jax.config import (
     RewardConfig,
     SpecOptions,
 )
+from specrl_jax.evolution import Evolution
 from specrl_jax.host import metrics
 from specrl_jax.host.checkpoint import Checkpoints
 from specrl_jax.host.compilation import CompilationCounter
@@ -133,6 +137,33 @@ def accounted(rows: list[dict[str, Any]], megabytes: int) -> None:
     np.testing.assert_allclose([row["time/net"] for row in rows], saved - spent, atol=1e-9)
     assert all(row["time/distill_updates"] > 0 for row in rows if row["distill/updates"])
     assert all(0 < row["distill/buffer_bytes"] <= megabytes * 2**20 for row in rows)
+
+
+def test_a_step_charges_the_drafter_for_all_that_it_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that only the parts of a step move; 4 of the rollout's 10 s more were expected."""
+    clock = [0.0]
+
+    def takes(seconds: float, result: Any) -> Any:
+        def part(*arguments: Any) -> Any:
+            clock[0] += seconds
+            return copy.deepcopy(result)
+
+        return part
+
+    monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    evolution = SimpleNamespace(collect=takes(3, {}), train=takes(5, {}), seconds=np.zeros(2),
+                                features=SimpleNamespace(nbytes=7))
+    evolution.account = functools.partial(Evolution.account, evolution)
+    trainer = SimpleNamespace(
+        _before_rollout=takes(1, {}), rollout=takes(10, (None, {"time/saved": 4.0})),
+        _judge=takes(20, ([], np.ones(4), {})), _advantages=takes(0, np.ones(4)),
+        learn=takes(30, {}), evolution=evolution, config=SimpleNamespace(group_size=2),
+        step_number=0)
+    told = [Trainer.step(trainer)[0] for _ in range(2)]
+    assert [row["time/distill"] for row in told] == [1 + 3 + 5] * 2
+    assert [row["time/net"] for row in told] == [4 - 9, 8 - 18]
+    assert [(row["time/reward"], row["time/learn"], row["time/step"]) for row in told] == [
+        (20, 30, 69)] * 2
 
 
 # Faults. Each is put where rollouts read the drafter, or into what learns.
@@ -301,6 +332,20 @@ def test_what_cannot_work_is_refused(changes: Any, message: str) -> None:
 def test_options_are_checked(changes: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         DistillConfig(**changes)
+
+
+def test_a_drafter_of_other_shapes_is_swapped() -> None:
+    def head(*shape: int) -> dict[str, Any]:
+        return {"weights": {"fc": np.ones(shape, np.float32)}, "vocab": np.arange(4)}
+
+    sampler = SimpleNamespace(drafting=SimpleNamespace(learned=lambda tree: tree),
+                              drafter_params=SimpleNamespace(**head(4, 3)), drafter_version=0)
+    life = drafter_life.Life(sampler, [], 0, print)
+    life._good = head(3, 4)
+    life._known = {0: drafter_life.fingerprint(**head(3, 4))}
+    assert life._look() == "swapped"
+    sampler.drafter_params = SimpleNamespace(**head(3, 4))
+    assert life._look() == ""
 
 
 def test_fingerprints_tell_what_happened() -> None:

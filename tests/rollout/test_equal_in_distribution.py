@@ -40,11 +40,13 @@ def params() -> Any:
     return tiny_params(ARCH)
 
 
-def roll_out(rule: str, noise: float = 0.3, times: int = 1) -> list[Result]:
+def roll_out(rule: str, noise: float = 0.3, times: int = 1, temperature: float = 1.0
+             ) -> list[Result]:
+    """Rollouts with a drafter of this much noise and this draft.temperature."""
     rng = np.random.default_rng(1)
     noisy = jax.tree.map(
         lambda a: a * (1 + noise * rng.standard_normal(a.shape).astype(np.float32)), params())
-    drafter = small_lm(ARCH, depth=2, branch=1, nodes=3, drawn=True)
+    drafter = small_lm(ARCH, depth=2, branch=1, nodes=3, temperature=temperature, drawn=True)
     engine = make_engine(ARCH, TASK, batch=200, most=600, controller=policies.fixed(), rule=rule,
                          drafter=drafter)
     engine.control = policies.make_spec(2, 1, 3, 0)
@@ -90,9 +92,10 @@ def p_value(results: list[Result]) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rule", ["match", "rejection", "rejection_drawn"])
-def test_a_rule_that_keeps_the_law_keeps_it(rule: str) -> None:
-    results = roll_out(rule)
+@pytest.mark.parametrize("rule, temperature", [
+    ("match", 1.0), ("rejection", 1.0), ("rejection_drawn", 1.0), ("rejection_drawn", 0.5)])
+def test_a_rule_that_keeps_the_law_keeps_it(rule: str, temperature: float) -> None:
+    results = roll_out(rule, temperature=temperature)
     counters = results[0].counters
     assert 800 < counters["accepted"] < counters["drafted"] - 800
     assert p_value(results) > ALPHA

@@ -10,6 +10,7 @@ import pytest
 from helpers import Dice, Task, ask, make_engine, random_drafter, tiny_arch, tiny_params
 from scipy import stats
 
+from specrl_jax.config import DRAWN_RULES, ConfigError
 from specrl_jax.control import policies
 from specrl_jax.model.transformer import forward
 from specrl_jax.rollout.engine import Result
@@ -66,6 +67,15 @@ def test_a_lossless_rule_keeps_the_law(rule: str) -> None:
 
 def test_a_lossy_rule_is_noticed() -> None:
     assert p_value("lossy_typical") < 1e-9
+
+
+@pytest.mark.parametrize("rule", DRAWN_RULES)
+def test_a_drafter_that_does_not_tell_what_it_drew_from_is_refused(rule: str) -> None:
+    engine = make_engine(
+        ARCH, TASK, batch=30, controller=policies.fixed(), rule=rule, most=120,
+        drafter=random_drafter(Dice(np.zeros((600, 2))), nodes=4, depth=2, vocab=24))
+    with pytest.raises(ConfigError, match=f"spec.rule = {rule!r}: the drafter does not tell what"):
+        engine.compile(params())
 
 
 def test_log_probabilities_of_rejection_equal_a_plain_forward() -> None:
