@@ -1,6 +1,6 @@
 """What the controller itself takes of a round: plan, keep and note, next to whole rounds.
 
-    python experiments/bench_plan.py                     # 64 rows of SmolLM2, about 4 minutes
+    python experiments/bench_plan.py                     # 64 rows of SmolLM2
 
 Rows are the first prompts of config.data's split and draft with config.spec.drafter; rounds are
 those of whole rollouts under --policy. The parts are compiled and timed apart, with what a call
