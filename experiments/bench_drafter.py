@@ -1,7 +1,7 @@
 """Speed of drafter training against its FLOP bound: features of a batch, and one update.
 
     python experiments/bench_drafter.py
-    python experiments/bench_drafter.py --prompt_tokens=96 --new_tokens=192 --batch_tokens=4096
+    python experiments/bench_drafter.py --prompt_tokens=96 --new_tokens=192 --batch_tokens=512
 
 Sequences are random tokens: only lengths count. Features are a forward of the actor and the
 log-normaliser of each response token; an update is that of train_drafter.py, with its defaults. The
@@ -24,8 +24,8 @@ from specrl_jax.drafter_training import DrafterTraining
 
 PROMPT_TOKENS = flags.DEFINE_integer("prompt_tokens", 96, "of each sequence", lower_bound=1)
 NEW_TOKENS = flags.DEFINE_integer("new_tokens", 192, "response tokens of each", lower_bound=1)
-BATCH_TOKENS = flags.DEFINE_integer("batch_tokens", 4096, "of an update", lower_bound=1)
-MICRO_TOKENS = flags.DEFINE_integer("micro_batch_tokens", 1024, "of one pass", lower_bound=1)
+BATCH_TOKENS = flags.DEFINE_integer("batch_tokens", 512, "of an update", lower_bound=1)
+MICRO_TOKENS = flags.DEFINE_integer("micro_batch_tokens", 512, "of one pass", lower_bound=1)
 REPEATS = flags.DEFINE_integer("repeats", 5, "timed runs of each", lower_bound=1)
 OUT = flags.DEFINE_string("out", None, "JSON file (default: results/bench_drafter.json in "
                           "experiments)")

@@ -151,10 +151,8 @@ def step(arch: EagleArch, params: Params, embedded: Array, feature: Array, posit
     Returns:
       the output [F, ...], before the final norm; and (k, v), each [G, E, ...].
     """
-    layer, eps = arch.layer, arch.norm_eps
-    both = jnp.concatenate([transformer.rms_norm(embedded, params["embed_norm"], eps),
-                            transformer.rms_norm(feature, params["feature_norm"], eps)])
-    qkv = transformer.project(params["qkv"], both, few=few)
+    layer = arch.layer
+    qkv = transformer.project(params["qkv"], _joined(arch, params, embedded, feature), few=few)
     rotation = transformer.rotations(layer, position)
     q = transformer.rotate(qkv[:, : layer.group], rotation)
     k, v = transformer.rotate(qkv[:, layer.group], rotation), qkv[:, layer.group + 1]
@@ -162,9 +160,23 @@ def step(arch: EagleArch, params: Params, embedded: Array, feature: Array, posit
     return x + transformer.feed_forward(layer, params, x, few), (k, v)
 
 
+def keys(arch: EagleArch, params: Params, embedded: Array, feature: Array, position: Array
+         ) -> tuple[Array, Array]:
+    """The (k, v) of `step` alone, each [G, E, ...]."""
+    both = _joined(arch, params, embedded, feature)
+    k, v = (transformer.project(params["qkv"][:, arch.layer.group + i], both) for i in (0, 1))
+    return transformer.rotate(k, transformer.rotations(arch.layer, position)), v
+
+
+def _joined(arch: EagleArch, params: Params, embedded: Array, feature: Array) -> Array:
+    """The layer's input, [2 F, ...]."""
+    return jnp.concatenate([transformer.rms_norm(embedded, params["embed_norm"], arch.norm_eps),
+                            transformer.rms_norm(feature, params["feature_norm"], arch.norm_eps)])
+
+
 def unroll(arch: EagleArch, params: Params, embed: Array, features: Array, tokens: Array,
-           length: Array, steps: int) -> list[Array]:
-    """Training-time test (section 3.2 of the paper): the network on its own outputs, all positions.
+           length: Array, anchors: Array, steps: int) -> list[Array]:
+    """Training-time test (section 3.2 of the paper): the network on its own outputs.
 
     Step 0 joins feature t with token t + 1; step j joins the output of step j - 1 at t with token
     t + 1 + j, as a draft of depth j that starts from position t does. The output of step j at t
@@ -173,44 +185,54 @@ def unroll(arch: EagleArch, params: Params, embed: Array, features: Array, token
 
     Args:
       embed: the actor's embedding, [V, F].
-      features: f[F, B, T] of the actor, projected.
-      tokens: i32[B, T], right-padded; length: i32[B].
+      features: f[F, B, S] of the actor, projected.
+      tokens: i32[B, S], right-padded; length: i32[B].
+      anchors: i32[B, T] positions t; of all others only keys and values are made.
 
     Returns:
       the outputs of each step, [F, B, T], before the final norm.
     """
     place = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
     real = place < length[:, None]
-    tokens, hidden = jnp.where(real, tokens, 0), jnp.where(real[None], features, 0)
-    kept: list[tuple[Array, Array]] = []
+    tokens = jnp.pad(jnp.where(real, tokens, 0), ((0, 0), (0, steps)))
+    features = jnp.where(real[None], features, 0)
+
+    def embedded(at: Array) -> Array:
+        return jnp.moveaxis(embed[jnp.take_along_axis(tokens, at, 1)], -1, 0)
+
+    cached = keys(arch, params, embedded(place + 1), features, place)
+    before = place[:, None] <= anchors[..., None]
+    hidden = jnp.take_along_axis(features, anchors[None], 2)
+    drafted: list[tuple[Array, Array]] = []
     out = []
     for j in range(steps):
-        following = jnp.pad(tokens[:, 1 + j :], ((0, 0), (0, min(1 + j, tokens.shape[1]))))
-        embedded = jnp.moveaxis(embed[following], -1, 0)
-        hidden, _ = step(arch, params, embedded, hidden, place + j, _unrolled_attend(kept))
+        hidden, own = step(arch, params, embedded(anchors + 1 + j), hidden, anchors + j,
+                           _unrolled_attend(cached, before, drafted, first=j == 0))
         out.append(hidden)
+        drafted += [own] if j else []  # step 0's are cached
     return out
 
 
-def _unrolled_attend(kept: list[tuple[Array, Array]]) -> Attend:
-    """Attention to the keys of step 0 up to one's position, and to one's own of later steps.
+def _unrolled_attend(cached: tuple[Array, Array], before: Array,
+                     drafted: list[tuple[Array, Array]], first: bool) -> Attend:
+    """Attention to what is cached up to one's anchor, and to one's own keys since.
 
     Args:
-      kept: (k, v) [G, E, B, T] of the steps before; those of this one are added.
+      cached: (k, v) [G, E, B, S].
+      before: bool[B, T, S].
+      drafted: (k, v) [G, E, B, T] of the steps from 1 on.
     """
 
     def attend(q: Array, k: Array, v: Array) -> Array:
-        kept.append((k, v))
-        (first_k, first_v), own = kept[0], kept[1:]
-        total = k.shape[3]
-        causal = jnp.tril(jnp.ones((total, total), bool)).reshape(1, 1, 1, total, total)
-        score = jnp.einsum("grebt,gebs->grbts", q, first_k, preferred_element_type=jnp.float32)
-        score = jnp.where(causal, score, -jnp.inf)
-        drafted = [jnp.einsum("grebt,gebt->grbt", q, key, preferred_element_type=jnp.float32)
-                   for key, _ in own]
-        score = jnp.concatenate([score, *(s[..., None] for s in drafted)], -1) * k.shape[1] ** -0.5
+        own = drafted if first else [*drafted, (k, v)]
+        score = jnp.einsum("grebt,gebs->grbts", q, cached[0], preferred_element_type=jnp.float32)
+        score = jnp.where(before[None, None], score, -jnp.inf)
+        later = [jnp.einsum("grebt,gebt->grbt", q, key, preferred_element_type=jnp.float32)
+                 for key, _ in own]
+        score = jnp.concatenate([score, *(s[..., None] for s in later)], -1) * k.shape[1] ** -0.5
         weight = jax.nn.softmax(score, -1).astype(v.dtype)
-        out = jnp.einsum("grbts,gebs->grebt", weight[..., :total], first_v)
+        total = before.shape[2]
+        out = jnp.einsum("grbts,gebs->grebt", weight[..., :total], cached[1])
         for i, (_, value) in enumerate(own):
             out += weight[..., total + i][:, :, None] * value[:, None]
         return out

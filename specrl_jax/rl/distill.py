@@ -134,8 +134,12 @@ def _summaries(arch: Architecture, actor: Params, hidden: Array, temperature: Ar
 
 def _window(x: Array, start: Array, size: int) -> Array:
     """`size` columns of x [F, b, S] from start i32[b] on; those outside repeat the nearest one."""
-    place = start[:, None] + jnp.arange(size)[None]
-    return jnp.take_along_axis(x, jnp.clip(place, 0, x.shape[2] - 1)[None], axis=2)
+    return jnp.take_along_axis(x, _places(start, size, x.shape[2])[None], axis=2)
+
+
+def _places(start: Array, size: int, total: int) -> Array:
+    """i32[b, size] columns from start i32[b] on, the nearest of 0..total-1 for those outside."""
+    return jnp.clip(start[:, None] + jnp.arange(size)[None], 0, total - 1)
 
 
 def targets(lent: Lent, temperature: Array, lessons: Lessons) -> Array:
@@ -162,9 +166,9 @@ def drafts(arch: EagleArch, steps: int, window: int, params: Params, lent: Lent,
            lessons: Lessons) -> list[Array]:
     """The network's outputs at the anchors of `live`, f[F, b, T] for each depth."""
     features = eagle_model.project(params, lessons.taps)
-    hidden = eagle_model.unroll(arch, params, lent.embed, features, texts.tokens, texts.length,
-                                steps)
-    return [_window(h, texts.first - 2, window) for h in hidden]
+    anchors = _places(texts.first - 2, window, texts.tokens.shape[1])
+    return eagle_model.unroll(arch, params, lent.embed, features, texts.tokens, texts.length,
+                              anchors, steps)
 
 
 def log_draft(arch: EagleArch, params: Params, lent: Lent, temperature: Array, hidden: Array

@@ -33,7 +33,8 @@ def inputs() -> dict[str, Any]:
     rng = np.random.default_rng(0)
     return {"embed": tiny_params(ACTOR)["embed"],
             "features": jnp.asarray(rng.standard_normal((8, 2, T)), jnp.float32),
-            "tokens": jnp.asarray(rng.integers(0, 20, (2, T))), "length": jnp.asarray([T, 5])}
+            "tokens": jnp.asarray(rng.integers(0, 20, (2, T))), "length": jnp.asarray([T, 5]),
+            "anchors": jnp.tile(jnp.arange(T), (2, 1))}
 
 
 class Plain:
@@ -95,6 +96,14 @@ def test_unroll_drafts_from_every_position(inputs: dict[str, Any]) -> None:
             np.testing.assert_allclose([out[:, row, at] for out in got[:depth]], want, atol=1e-4)
             checked += depth
     assert checked == 4 + 4 + 4 + 3 + 2 + 1 + 4 + 3 + 2 + 1
+
+
+def test_anchors_draft_as_if_they_were_alone(inputs: dict[str, Any]) -> None:
+    anchors = jnp.asarray([[2, 3, 5], [3, 0, 0]])
+    whole, some = UNROLL(weights(), **inputs), UNROLL(weights(), **inputs | {"anchors": anchors})
+    for one, few in zip(whole, some, strict=True):
+        want = jnp.take_along_axis(one, anchors[None], 2)
+        np.testing.assert_allclose(few, want, atol=1e-5)
 
 
 def test_what_lies_beyond_length_changes_nothing(inputs: dict[str, Any]) -> None:

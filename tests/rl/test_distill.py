@@ -141,8 +141,9 @@ def test_a_draft_is_compared_with_the_actor_after_the_same_tokens(actor, rolled,
     found = jax.jit(functools.partial(distill.assess, ARCH, 3))(
         params, lent, texts, lessons, key, np.ones(12, np.float32))
     features = eagle_model.project(params, lessons.taps)
-    hidden = jax.jit(functools.partial(eagle_model.unroll, ARCH), static_argnums=5)(
-        params, lent.embed, features, texts.tokens, texts.length, 3)
+    every = np.tile(np.arange(texts.tokens.shape[1]), (12, 1))
+    hidden = jax.jit(functools.partial(eagle_model.unroll, ARCH), static_argnums=6)(
+        params, lent.embed, features, texts.tokens, texts.length, every, 3)
     p = np.asarray(jax.nn.softmax(transformer.forward(
         ACTOR, actor, texts.tokens, jnp.asarray(texts.length)) / TEMPERATURE))
     seen = 0
