@@ -318,6 +318,20 @@ def test_speculation_changes_no_token(bench: Bench, mix: dict[str, Any]) -> None
     assert 0 < accepted[1] < accepted[3]
 
 
+def test_a_sharpened_drafter_says_the_same_tokens(bench: Bench) -> None:
+    near = jax.tree.map(lambda a, b: a + 0.05 * b, ACTOR_PARAMS, tiny_params(ACTOR, seed=9))
+    sharp = make_engine(
+        ACTOR, bench.task, drafter=small_lm(ACTOR, DEPTH, 1, 4, temperature=0.5), batch=4,
+        min_batch=2, controller=wandering(bench.course))
+    sharp.compile(ACTOR_PARAMS, near)
+    asked = ask(bench.task, seed=1, temperature=np.repeat((0.0, 0.6, 1.0, 1.7), 3))
+    bench.course.hold = make_spec(DEPTH, 1, 4, 0)
+    bench.drafting.control = sharp.control = bench.course.draw()
+    results = [engine.run(ACTOR_PARAMS, asked, near) for engine in (bench.drafting, sharp)]
+    one, other = (result.counters["accepted"] for result in results)
+    assert streams(results[0]) == streams(results[1]) and 0 < one != other > 0
+
+
 def test_new_weights_compile_nothing(bench: Bench) -> None:
     bench.drafts(ACTOR_PARAMS, False)
     again = tiny_params(ACTOR, seed=3)
