@@ -8,20 +8,15 @@ from Python takes, for trees of config.spec.max_nodes nodes a row that all fit t
 So the shares are upper bounds. Parts and rollouts alternate.
 """
 
-import statistics
 import sys
 from pathlib import Path
-from typing import Any
 
 import config_flags
-import jax
 import numpy as np
 import run_flags
 from absl import flags
-from bench import parts, results, show, speculation
+from bench import plan, results, show
 from bench.speculation import Arm, Cell
-from bench.timing import alternate, seconds_of, spread
-from rich.table import Table
 
 from specrl_jax import sharding
 from specrl_jax.config import Config, ConfigError
@@ -33,7 +28,6 @@ POLICY = flags.DEFINE_enum("policy", "budget", ["budget", "respec", "bandit"], "
 REPEATS = flags.DEFINE_integer("repeats", 5, "timed rollouts", lower_bound=1)
 OUT = flags.DEFINE_string("out", None, "JSON file (default: results/bench_plan.json in "
                           "experiments)")
-CALLS = 50  # of each part, beside each rollout
 
 
 def main(config: Config, workdir: Path) -> int:
@@ -53,48 +47,11 @@ def main(config: Config, workdir: Path) -> int:
     nothing = np.full((rows, spec.history_past, config.rollout.max_new_tokens), -1, np.int32)
     arm.warm_up(widest, nothing)
     result = results.blank(config)
-    result["cases"][str(rows)] = found = measure(arm, REPEATS.value, _say)
+    result["cases"][str(rows)] = found = plan.measure(arm, REPEATS.value, _say)
     results.write(out, result)
-    show.console().print(table(found))
+    show.console().print(plan.table(found))
     print(f"wrote {out}")
     return 0
-
-
-def measure(arm: Arm, repeats: int, say: Any) -> dict[str, Any]:
-    """Seconds of a round and of the parts, once a repeat, and the parts' shares of the round."""
-    engine, runs = arm.sampler.engine, []
-    at = speculation.situation(arm, arm.run(None).result)
-    called = parts.control_parts(engine.machine, jax.tree.map(np.asarray, engine.control), at)
-    for part in called.values():
-        jax.block_until_ready(part())
-
-    def rollout() -> float:
-        runs.append(arm.run(None))
-        return runs[-1].round_seconds
-
-    def of(part: parts.Part) -> float:
-        return statistics.median(
-            seconds_of(part, jax.block_until_ready) for _ in range(CALLS))
-
-    tasks = {"round": rollout} | {name: (lambda part=part: of(part))
-                                  for name, part in called.items()}
-    seconds = alternate(tasks, repeats, say)
-    seconds["plan + keep"] = [a + b for a, b in zip(seconds["plan"], seconds["keep"], strict=True)]
-    share = {name: spread([a / b for a, b in zip(values, seconds["round"], strict=True)])
-             for name, values in seconds.items() if name != "round"}
-    return {"rows": at.rows, "seconds": {name: spread(v) for name, v in seconds.items()},
-            "share": share, "buckets": [list(b) for b in parts.buckets(engine.machine, at)],
-            "compilations": sum(run.compilations for run in runs)}
-
-
-def table(found: dict[str, Any]) -> Table:
-    """Microseconds and shares."""
-    shown = Table("part", "microseconds", "% of a round", caption="median (range)",
-                  title=f"{found['rows']} rows, {len(found['buckets'])} buckets")
-    for name, seconds in found["seconds"].items():
-        share = show.between(found["share"][name], 100, 2) if name in found["share"] else ""
-        shown.add_row(name, show.between(seconds, 1e6), share)
-    return shown
 
 
 def _say(text: str) -> None:

@@ -30,6 +30,7 @@ class DrafterWork:
     pairs: int  # (query, key)
     scored: int  # response tokens, whose distributions are the targets
     drafted: tuple[int, ...]  # drafts of each depth
+    drafted_pairs: int  # (draft, key), of all depths
 
     def features(self, arch: EagleArch) -> int:
         """FLOPs of the actor's forward and of its logits of response tokens."""
@@ -40,9 +41,11 @@ class DrafterWork:
     def update(self, arch: EagleArch) -> int:
         """FLOPs of targets, and of drafts forward and backward."""
         sizes = {name: math.prod(p.shape) for name, p in eagle_model.describe(arch).items()}
-        steps, head = len(self.drafted), arch.draft_vocab * arch.actor.hidden_size
-        layers = self.tokens * (sizes["fc"] + steps * sum(sizes[name] for name in LAYER))
-        attention = steps * int(attention_flops(arch.layer, self.pairs))
+        head = arch.draft_vocab * arch.actor.hidden_size
+        keys = sizes["qkv"] * 2 // (arch.layer.group + 2)  # of all tokens, once
+        layers = self.tokens * (sizes["fc"] + keys) - self.drafted[0] * keys + sum(
+            self.drafted) * sum(sizes[name] for name in LAYER)
+        attention = int(attention_flops(arch.layer, self.drafted_pairs))
         drafts = 2 * head * sum(self.drafted)
         gradients = BACKWARD if arch.own_head else BACKWARD - 1  # a lent head learns nothing
         return (2 * head * self.scored + BACKWARD * (2 * layers + attention)
@@ -81,8 +84,10 @@ def measure(config: Config, source: Source, params: Params, options: DrafterTrai
 def work_of(count: int, prompt: int, response: int, steps: int) -> DrafterWork:
     """Of equal sequences; a draft of depth j needs j response tokens before the one it predicts."""
     length = prompt + response
-    return DrafterWork(count * length, count * length * (length + 1) // 2, count * response,
-                       tuple(count * max(response - j, 0) for j in range(steps)))
+    return DrafterWork(
+        count * length, count * length * (length + 1) // 2, count * response,
+        tuple(count * max(response - j, 0) for j in range(steps)),
+        count * sum(prompt - 1 + i for j in range(steps) for i in range(j, response)))
 
 
 def random_corpus(vocab: int, count: int, prompt: int, response: int) -> Corpus:

@@ -286,8 +286,9 @@ def test_drafter_training_runs_against_its_bound(setting):
     assert found["work"]["drafted"] == (16, 14) and found["work"]["scored"] == 16
     arch = EagleArch(setting.source.arch, draft_vocab=64)
     sizes = {name: p.size for name, p in eagle_model.initialize(arch, 0).items()}
-    products = 24 * (sizes["fc"] + 2 * (sizes["qkv"] + sizes["o"] + sizes["gate_up"]
-                                        + sizes["down"])) + 30 * sizes["head"]
-    scores = 2 * 4 * (2 * 78) * arch.layer.num_heads * arch.layer.head_dim
+    keys = 2 * arch.layer.num_kv_heads * arch.layer.head_dim * 2 * arch.actor.hidden_size
+    products = 24 * (sizes["fc"] + keys) - 16 * keys + 30 * (
+        sizes["qkv"] + sizes["o"] + sizes["gate_up"] + sizes["down"] + sizes["head"])
+    scores = 4 * (2 * (52 + 49)) * arch.layer.num_heads * arch.layer.head_dim
     assert found["cases"]["update"]["flops"] == (
         6 * products + 3 * scores + 2 * 16 * sizes["head"])

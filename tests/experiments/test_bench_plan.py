@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from control_cases import LADDER, load
 
-from experiments import bench_plan
-from experiments.bench import parts
+from experiments.bench import parts, plan
 from experiments.bench.speculation import Arm, Cell
 from specrl_jax import sharding
 from specrl_jax.actor import open_actor
@@ -18,14 +17,14 @@ from specrl_jax.host.compilation import CompilationCounter
 
 @pytest.mark.slow
 def test_shares_are_of_whole_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_plan, "CALLS", 3)
+    monkeypatch.setattr(plan, "CALLS", 3)
     config = Config(model=ModelSource("random:tiny"), rollout=RolloutConfig(max_new_tokens=6))
     actor = open_actor(config)
     arm = Arm(config, actor.source, actor.params(sharding.make_mesh(config.mesh)),
               [[1, 2, 3], [4, 5]], 2, "history", [Cell(2, 1, 3)], CompilationCounter(), "budget")
     arm.warm_up(Cell(2, 1, 3), np.full((2, 8, 6), -1, np.int32))
     told: list[str] = []
-    found = json.loads(json.dumps(bench_plan.measure(arm, 2, told.append)))
+    found = json.loads(json.dumps(plan.measure(arm, 2, told.append)))
     assert found["compilations"] == 0 and len(found["buckets"]) > 1 and len(told) == 2
     assert set(found["share"]) == {"plan", "keep", "note", "plan + keep"}
     for i in range(2):
@@ -33,7 +32,7 @@ def test_shares_are_of_whole_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
         assert values["plan + keep"] == values["plan"] + values["keep"]
         share = found["share"]["keep"]["values"][i]
         assert share == pytest.approx(values["keep"] / values["round"])
-    assert bench_plan.table(found).row_count == 5
+    assert plan.table(found).row_count == 5
 
 
 def test_trees_are_large_and_closed_under_survival() -> None:
