@@ -172,10 +172,10 @@ def recomputed(slots: Slots, tree: DraftTree) -> np.ndarray:
     flat = (ROWS * nodes, width)
     outputs = UNROLL(parameters()["weights"], ACTOR_PARAMS["embed"],
                      np.moveaxis(features.reshape(*flat, F), -1, 0), tokens.reshape(flat),
-                     np.full(flat[0], width))
-    outputs = np.stack(outputs).reshape(DEPTH, F, ROWS, nodes, width)
+                     np.full(flat[0], width), np.repeat(slots.context - 1, nodes)[:, None])
+    outputs = np.stack(outputs).reshape(DEPTH, F, ROWS, nodes)
     last = np.zeros((F, ROWS, nodes), np.float32)
     for b, n in np.ndindex(ROWS, nodes):
-        last[:, b, n] = outputs[min(tree.depth[b, n], DEPTH - 1), :, b, n, slots.context[b] - 1]
+        last[:, b, n] = outputs[min(tree.depth[b, n], DEPTH - 1), :, b, n]
     heat = np.where(slots.temperature == 0, 1, slots.temperature)[:, None, None]
     return np.asarray(PROCESSED(parameters()["weights"], slots.params.head, last, heat))

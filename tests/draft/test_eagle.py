@@ -105,10 +105,9 @@ def test_the_output_at_the_tip_is_that_of_a_full_forward() -> None:
     slots.draft()
     thought = np.moveaxis(slots.thought, -1, 0)
     whole = UNROLL(parameters()["weights"], ACTOR_PARAMS["embed"], thought, slots.said,
-                   np.full(ROWS, PLACES))[0]
+                   np.full(ROWS, PLACES), slots.context[:, None] - 1)[0]
     for b in range(ROWS):
-        np.testing.assert_allclose(slots.state.hidden[b], whole[:, b, slots.context[b] - 1],
-                                   atol=1e-4)
+        np.testing.assert_allclose(slots.state.hidden[b], whole[:, b, 0], atol=1e-4)
 
 
 def test_off_drafts_roots_and_leaves_the_state_alone() -> None:
