@@ -4,8 +4,8 @@
     python experiments/staleness.py --config=staleness --questions=losses,bugs --seeds=0,1,2,3,4
     python experiments/staleness.py --config=staleness --questions=all --seeds=0,1,2,3,4 --plan
 
-A head is trained for the actor as it starts. Then every arm is a whole RL run from there: without
-speculation, with the head as it is, and those of the questions:
+A head is trained for the actor as it starts, or given by --head. Then every arm is a whole RL run
+from there: without speculation, with the head as it is, and those of the questions:
 
     modes      each way of training the head (distill.when) but overlap_k
     losses     what it learns from, at equal updates and at equal seconds
@@ -57,6 +57,8 @@ SEEDS = flags.DEFINE_list("seeds", ["0"], "seeds of the runs")
 PLAN = flags.DEFINE_bool("plan", False, "run nothing: tell what is missing, and how long it takes")
 HEAD_UPDATES = flags.DEFINE_integer("head_updates", 300, "updates of the head before RL",
                                     lower_bound=1)
+HEAD = flags.DEFINE_string("head", None, "directory of a trained head, such as train_drafter.py "
+                           "writes, that all arms of all seeds start from instead")
 OUT = flags.DEFINE_string("out", None, "JSON file of one question (default: "
                           "results/staleness_QUESTION.json in experiments); the figure lies beside "
                           "it as .png")
@@ -64,6 +66,9 @@ OUT = flags.DEFINE_string("out", None, "JSON file of one question (default: "
 
 def main(config: Config, workdir: Path) -> int:
     asked, seeds = _asked(), _seeds()  # refused before anything runs
+    if HEAD.value and flags.FLAGS["head_updates"].present:
+        raise ConfigError(f"--head_updates={HEAD_UPDATES.value}: --head is trained already; give "
+                          "one of the two")
     files = {question: _open(question, config) for question in asked}
     if PLAN.value:
         for question, names in asked.items():
@@ -123,13 +128,13 @@ def _open(question: str, config: Config) -> tuple[Path, dict[str, Any]]:
       ConfigError: it was made with other options.
     """
     path = results.destination(OUT.value, f"staleness_{question}.json")
-    made = results.blank(config) | {"head_updates": HEAD_UPDATES.value, "heads": {}, "summary": {}}
+    made = results.blank(config) | {"head_updates": _head_updates(), "heads": {}, "summary": {}}
     made["cases"] = results.earlier(path)
     if not made["cases"]:
         return path, made
     before = json.loads(path.read_text(encoding="utf-8"))
     for name, new in (("config", as_dict(dataclasses.replace(config, seed=0))),
-                      ("head_updates", HEAD_UPDATES.value)):
+                      ("head_updates", _head_updates())):
         old = before.get(name)
         if name == "config" and old:
             old = old | {"seed": 0}
@@ -172,7 +177,7 @@ def refuse_early(config: Config, workdir: Path, question: str, names: list[str],
         try:
             check_config(workdir / staleness_arms.place(config, question, name),
                          as_dict(arms[name]))
-            staleness_arms.build(config, question, name)
+            staleness_arms.build(config, question, name, HEAD.value or "")
         except ConfigError as error:
             raise ConfigError(f"{question}, arm {name}: {error}") from error
 
@@ -224,11 +229,16 @@ def _run(config: Config, workdir: Path) -> tuple[float, float]:
 
 
 def _head_of(workdir: Path) -> Path:
-    return workdir / "head" / DRAFTER
+    return Path(HEAD.value) if HEAD.value else workdir / "head" / DRAFTER
+
+
+def _head_updates() -> int:
+    """0 where the head is given."""
+    return 0 if HEAD.value else HEAD_UPDATES.value
 
 
 def _head(config: Config, workdir: Path, heads: dict[str, Any]) -> None:
-    """Trains the head of a seed where it is missing.
+    """Trains the head of a seed where it is missing and none is given.
 
     Raises:
       ConfigError: it is not the one that the file's arms of this seed started from.
@@ -236,14 +246,15 @@ def _head(config: Config, workdir: Path, heads: dict[str, Any]) -> None:
     began = time.perf_counter()
     plain = staleness_arms.plain(config)
     place = _head_of(workdir)
-    train_drafter(plain, open_actor(plain), _training(config), place.parent)
+    if not HEAD.value:
+        train_drafter(plain, open_actor(plain), _training(config), place.parent)
     checksum = hashlib.sha256((place / "model.safetensors").read_bytes()).hexdigest()
     known = heads.setdefault(str(config.seed), {
         "checksum": checksum, "wall_seconds": round(time.perf_counter() - began, 1)})
     if known["checksum"] != checksum:
-        raise ConfigError(f"--workdir: the head in {place.parent} is not the one that the arms of "
-                          f"seed {config.seed} in the file started from; name another file with "
-                          "--out")
+        flag = "head" if HEAD.value else "workdir"
+        raise ConfigError(f"--{flag}: the head in {place} is not the one that the arms of seed "
+                          f"{config.seed} in the file started from; name another file with --out")
 
 
 def _training(config: Config) -> DrafterTraining:

@@ -72,13 +72,16 @@ def plain(config: Config) -> Config:
     return dataclasses.replace(config, spec=dataclasses.replace(config.spec, drafter="off"))
 
 
-def build(config: Config, question: str, name: str) -> None:
-    """Builds an arm's trainer, with a random head, and lets it go. Nothing is compiled for it.
+def build(config: Config, question: str, name: str, head: str = "") -> None:
+    """Builds an arm's trainer and lets it go. Nothing is compiled for it.
+
+    Args:
+      head: directory of the head; empty is a random one.
 
     Raises:
       ConfigError: the arm cannot run.
     """
-    _built(configs(dataclasses.replace(config, seed=0), question, "")[name])
+    _built(configs(dataclasses.replace(config, seed=0), question, head)[name])
 
 
 @functools.cache

@@ -128,6 +128,8 @@ def test_arms_are_configs_and_equal_ones_share_a_run() -> None:
     (["--arms=often"], "--arms=often: choose some of every_step, every_5"),
     (["--seeds=a"], "--seeds=a: give whole numbers"),
     (["--questions=all", "--arms=once"], "--arms=once: belongs to one question"),
+    (["--head=there", "--head_updates=5"], "--head_updates=5: --head is trained already"),
+    (["--head=nowhere", "--arms=once"], "modes, arm frozen: draft.path = 'nowhere'"),
     (["--out=stale.json"], "it was made with another config"),
     (["--out=stale.json", "--config.seed=3"], "it was made with another config"),
 ])
@@ -183,13 +185,14 @@ def test_the_plan_tells_what_is_missing(command: Any, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_arms_and_seeds_are_added_to_the_file(command: Any, tmp_path: Path) -> None:
-    """A second command runs what the first left, a bug is stamped, and a head must be the same."""
-    def ask(*flags: str) -> Any:
+    """A second command runs what the first left, a bug is stamped, and a head must be the same;
+    one that is given is not trained."""
+    def ask(*flags: str, head: str = "--head_updates=2", name: str = "bugs") -> Any:
         return command(
             "staleness.py", "--config=staleness", "--config.model.path=random:tiny",
             "--config.model.numerics=default", "--config.steps=2", "--config.data.examples=8",
-            "--config.rollout.max_new_tokens=8", "--head_updates=2", "--questions=bugs",
-            f"--out={tmp_path / 'bugs.json'}", f"--workdir={tmp_path / 'runs'}", *flags)
+            "--config.rollout.max_new_tokens=8", "--questions=bugs", head,
+            f"--out={tmp_path / name}.json", f"--workdir={tmp_path / name}", *flags)
 
     def made() -> dict[str, Any]:
         return json.loads((tmp_path / "bugs.json").read_text())
@@ -203,7 +206,13 @@ def test_arms_and_seeds_are_added_to_the_file(command: Any, tmp_path: Path) -> N
     done = ask("--arms=lossy_retrospective,lossy_greedy")
     assert done.returncode == 0 and "seed 0, bugs: lossy_greedy" not in done.stderr, done.stderr
     assert {name: made()["cases"]["0"][name] for name in first["cases"]["0"]} == first["cases"]["0"]
-    (tmp_path / "runs" / "0" / "head" / "drafter" / "model.safetensors").write_bytes(b"other")
+    head = tmp_path / "bugs" / "0" / "head" / "drafter"
+    done = ask("--arms=lossy_greedy", "--seeds=1", head=f"--head={head}", name="given")
+    assert done.returncode == 0, done.stderr
+    given = json.loads((tmp_path / "given.json").read_text())
+    assert given["heads"]["1"]["checksum"] == first["heads"]["0"]["checksum"]
+    assert not (tmp_path / "given" / "1" / "head").exists()
+    (head / "model.safetensors").write_bytes(b"other")
     done = ask("--arms=lossy_accept_all")
     assert done.returncode == 2 and "is not the one that the arms of seed 0" in done.stderr
 
