@@ -122,7 +122,7 @@ class Sampler:
             self.engine.control, self.price = probe.priced(
                 self.engine, self.params, self.drafter_params, control.cost_table,
                 self._drafts(), report, since)
-        elif self.drafting.head is not None:
+        elif self.engine.machine.drafter.depth:
             self.plain = probe.plain(self.engine, self.params, self.drafter_params)
         self.profiling = time.perf_counter() - began
         shapes = self.engine.shapes

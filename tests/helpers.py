@@ -217,7 +217,7 @@ def micro_config(**changes: Any) -> Config:
     sections: dict[str, Any] = dict(
         steps=2, prompts_per_step=8, group_size=2,
         spec=SpecOptions(steps=2, branch=1, nodes=3, max_steps=2, max_branch=1, max_nodes=3),
-        control=ControlConfig(policy="fixed"),  # measures nothing, and repeats bit for bit
+        control=ControlConfig(policy="fixed"),  # its choices repeat bit for bit
         rollout=RolloutConfig(batch_size=8, max_prompt_tokens=10, max_new_tokens=8, min_batch=4),
         learner=LearnerConfig(learning_rate=1e-3, micro_batch=16, max_grad_norm=1e9))
     return Config(**(sections | changes))

@@ -35,6 +35,8 @@ def test_a_run_of_bad_updates_is_skipped_counted_and_stopped_with_a_checkpoint(
                   {"time/startup": 2.0})
     rows = metrics.read_metrics(tmp_path)
     assert [row.get("time/startup") for row in rows] == [2.0, None, None]
+    assert config.spec.drafter == "history"
+    assert all(np.isfinite(row["time/saved"]) for row in rows)
     assert [row["applied"] for row in rows] == [0.0, 0.0, 0.0]
     assert checkpoints.steps() == [3]
     assert "not finite; skipped" in capsys.readouterr().err

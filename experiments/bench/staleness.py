@@ -48,6 +48,7 @@ def account(workdir: Path, config: Config, plain: Account | None) -> Account:
         "reward": column("reward/mean"), "seconds": column("time/step"), "rollout_seconds": took,
         "acceptance": (column("rollout/accept_length") - 1) / max(config.spec.steps, 1),
         "spent_seconds": column("time/distill"), "saved_seconds": base - took,
+        "estimated_saved_seconds": column("time/saved"),
         "logprob": column("rollout/logprob"), "updates": column("distill/updates"),
         "length": column("response/length_mean"),
         "unexplained": column("distill/unexplained"), "entropy": column("distill/entropy")}
@@ -98,7 +99,8 @@ def numbers(case: dict[str, Account]) -> dict[str, dict[str, float]]:
             "reward_end": _ends(arm["reward"]), "reward_mean": float(np.mean(arm["reward"])),
             "length_end": _ends(arm["length"]), "logprob_end": _ends(arm["logprob"]),
             "step_seconds": float(np.median(arm["seconds"])), "updates": sum(arm["updates"]),
-            "spent_seconds": spent, "saved_seconds": saved, "net_seconds": saved - spent}
+            "spent_seconds": spent, "saved_seconds": saved, "net_seconds": saved - spent,
+            "estimated_saved_seconds": sum(arm["estimated_saved_seconds"])}
 
     return {name: of(arm) for name, arm in case.items()}
 
