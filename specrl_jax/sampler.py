@@ -115,14 +115,14 @@ class Sampler:
         """
         self.engine.compile(self.params, self.drafter_params, report=report)
         control, began = self.config.control, time.perf_counter()
-        if self.engine.machine.controller.adaptive and not (
-                self.restored and control.clock == "frozen"):
+        adaptive, frozen = self.engine.machine.controller.adaptive, control.clock == "frozen"
+        if adaptive and not (self.restored and frozen):
             # A run with a frozen clock is there to be repeated, so its table may be of any age.
-            since = 0.0 if control.clock == "frozen" else time.time() - cost_file.FRESH
+            since = 0.0 if frozen else time.time() - cost_file.FRESH
             self.engine.control, self.price = probe.priced(
                 self.engine, self.params, self.drafter_params, control.cost_table,
                 self._drafts(), report, since)
-        elif self.engine.machine.drafter.depth:
+        elif not adaptive and self.engine.machine.drafter.depth:
             self.plain = probe.plain(self.engine, self.params, self.drafter_params)
         self.profiling = time.perf_counter() - began
         shapes = self.engine.shapes

@@ -89,10 +89,11 @@ def _ways(chosen: Mapping[int, Mapping[str, float]], best: Mapping[int, str],
 
 def _judged(grid: Grid, names: Mapping[int, str], mean: Callable[[Sequence[float]], float]
             ) -> dict[str, float]:
-    """The mean over loads, and its 95 % interval over repeats where there are two or more."""
+    """The mean over loads, and its 95 % interval over repeats where there are two or more; as many
+    as every load has."""
     judged = [_odd(grid[load][name]) for load, name in names.items() if name != OFF]
     off = len(names) - len(judged)
-    logs = [math.log(mean([*speeds, *[1.0] * off])) for speeds in zip(*judged, strict=True)]
+    logs = [math.log(mean([*speeds, *[1.0] * off])) for speeds in zip(*judged, strict=False)]
     found = {"speed": math.exp(statistics.mean(logs)) if logs else 1.0}
     if len(logs) > 1:
         low, high = student(logs)

@@ -65,10 +65,11 @@ def priced(engine: Engine, params: Any, drafter_params: Any, path: str, about: M
     Args:
       path: of the file; empty is one in the user's cache directory.
       about: what drafts.
-      since: what was measured before, in seconds since 1970, is measured anew.
+      since: what was measured before, in seconds since 1970, is measured anew, as is what was
+        measured for something else; the file is replaced.
 
     Raises:
-      ConfigError: the file is none, or was measured for something else.
+      ConfigError: the file is none of costs.
     """
     wanted = key(engine, about)
     file = Path(path) if path else cost_file.default_path(wanted)

@@ -27,6 +27,9 @@ def test_a_resumed_run_chooses_what_it_would_have_chosen(policy: str, tmp_path: 
     told = [[{name: value for name, value in row.items() if not name.startswith(UNEQUAL)}
              for row in read_metrics(workdir)] for workdir in (whole, parts)]
     assert told[0] == told[1] and told[0][-1]["control/launches"]
+    for row in read_metrics(parts):  # by the controller's table, after a resume as before
+        took = sum(launch["seconds"] for launch in row["time/launches"])
+        assert row["time/saved"] == pytest.approx(row["control/off_seconds"] - took, abs=1e-3)
     for key in ("actor", "control", "acceptance"):
         arrays = [jax.tree.leaves(restore_part(w / "checkpoints", 4, key)) for w in (whole, parts)]
         assert len(arrays[0]) == len(arrays[1]) > 0

@@ -1,6 +1,8 @@
 """One case of the speculation benchmark on a tiny model, and what it refuses."""
 
 import json
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -55,3 +57,21 @@ def test_earlier_responses_are_other_samples_of_the_same_prompts():
     assert earlier.shape == (2, 3, 6)
     streams = np.concatenate([earlier, np.stack([timed, calibrating], 1)], 1)
     assert all(len(np.unique(row, axis=0)) == 5 for row in streams)
+
+
+@pytest.mark.parametrize("flags, message", [
+    (["--resume"], "1 rows were timed with other arms (history 4x1x5, history 9x1x10)"),
+    (["--config.spec.rule=rejection_drawn"],
+     "--policy=budget: spec.rule = 'rejection_drawn' allows fixed settings alone"),
+    (["--policy=greedy"], "--policy=greedy: choose some of budget, respec, bandit"),
+])
+def test_bad_input_ends_in_one_line(command: Any, flags: list[str], message: str, tmp_path: Path
+                                    ) -> None:
+    out = tmp_path / "out.json"
+    arms = dict.fromkeys(("off", "history 0", "history 9x1x10", "history budget"), {})
+    out.write_text(before := json.dumps({"cases": {"1": {"arms": arms}}}))
+    done = command("bench_speculation.py", "--config.model.path=random:tiny", f"--out={out}",
+                   "--setting=4x1x5", *flags)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert message in done.stderr
+    assert out.read_text() == before

@@ -33,6 +33,11 @@ def test_what_chooses_does_not_judge() -> None:
     assert set(found["best static"]["chosen"].values()) == {"a"}
 
 
+def test_loads_with_other_numbers_of_repeats_are_judged_by_what_all_have() -> None:
+    found = heatmap.adapting({1: {"a": [2.0, 2.0, 2.0]}, 8: {"a": [2.0, 2.0, 2.0, 8.0]}})
+    assert found["geometric"]["best static"]["speed"] == pytest.approx(2.0)
+
+
 def test_a_policy_is_judged_with_its_interval() -> None:
     budget = heatmap.adapting(NOISY, ["budget"])["geometric"]["budget"]
     assert budget["speed"] == pytest.approx((1.5 * 1.6 * 1.7) ** (1 / 6))

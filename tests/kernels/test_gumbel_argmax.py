@@ -116,6 +116,28 @@ MORE = {"more than a register": dict(width=19), "one token kept": dict(kept=0.0)
         "half precision, truncated": dict(dtype="bfloat16", kept=0.5)}
 
 
+@pytest.mark.parametrize("kept", [None, 0.1])
+def test_the_oracle_is_the_definition(kept: float | None) -> None:
+    """Every implementation is compared with it; this compares it with JAX's own operations."""
+    case = make(width=8, kept=kept)
+    found, cold = wanted(case, 3), np.asarray(case["temperature"]) == 0
+    heat = np.where(cold, 1, case["temperature"])[:, None]
+    raw = np.asarray(jax.nn.log_softmax(case["logits"] / heat))
+    drawn = noise.gumbel(case["key"], case["position"], jnp.arange(raw.shape[1]))
+    perturbed = raw + np.where(cold[:, None], 0, drawn)
+    mass = 1.0
+    if kept:
+        left = np.argsort(np.argsort(-raw)) < kept * raw.shape[1]
+        perturbed, mass = np.where(left, perturbed, -np.inf), np.exp(raw).sum(1, where=left)
+    best = np.argsort(-perturbed)[:, :3]
+    np.testing.assert_array_equal(found.token, best)
+    said = np.take_along_axis(raw, best, 1)
+    np.testing.assert_allclose(found.perturbed, np.take_along_axis(perturbed, best, 1), atol=1e-4)
+    np.testing.assert_allclose(found.raw_logprob, said, atol=1e-4)
+    np.testing.assert_allclose(found.logprob[~cold], (said.T - np.log(mass)).T[~cold], atol=1e-4)
+    np.testing.assert_array_equal(found.logprob[cold], [[0, -np.inf, -np.inf]] * cold.sum())
+
+
 @each
 @pytest.mark.parametrize("name", [*CASES, *(pytest.param(name, marks=slow) for name in MORE)])
 def test_equals_the_oracle(name: str, implementation: str) -> None:
