@@ -267,7 +267,7 @@ def _training(config: Config) -> DrafterTraining:
     """The head's training before RL, on the run's own prompts and the actor's own answers."""
     return DrafterTraining(
         rollout_prompts=config.data.examples, samples=4, eval_prompts=8, eval_every=100,
-        draft_vocab=0, steps=HEAD_UPDATES.value, batch_tokens=2048, micro_batch_tokens=1024,
+        draft_vocab=0, steps=HEAD_UPDATES.value, batch_tokens=512, micro_batch_tokens=512,
         unroll=config.distill.unroll, checkpoint_every=100)
 
 

@@ -1,7 +1,7 @@
 """`random:tiny`: a random model of a few hundred kilobytes and a byte tokenizer, for tests.
 
-`random:deep` has the layers of a small real model, for experiments in which a round's overhead must
-not be all that is measured.
+`random:deep` has the layers of a small real model and 70 MB of weights, for experiments in which
+reading them, not overhead, must be what a round takes.
 """
 
 import dataclasses
@@ -18,8 +18,8 @@ from specrl_jax.model.tokenizer import Tokenizer
 # Every axis that a mesh may split divides by 8.
 TINY = Architecture(vocab_size=512, hidden_size=64, intermediate_size=128, num_layers=2,
                     num_heads=16, num_kv_heads=8, head_dim=8, max_position=2048)
-DEEP = dataclasses.replace(TINY, hidden_size=128, intermediate_size=256, num_layers=12,
-                           num_heads=8, num_kv_heads=4, head_dim=16)
+DEEP = dataclasses.replace(TINY, hidden_size=384, intermediate_size=1024, num_layers=12,
+                           num_heads=8, num_kv_heads=4, head_dim=32)
 RANDOM = types.MappingProxyType({"tiny": TINY, "deep": DEEP})
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CHATML = ("{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + "
