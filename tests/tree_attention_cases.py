@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from kernel_tolerances import TOLERANCE
 from specrl_kernels.tree_attention import Prefix, tree_attention
 
@@ -117,3 +118,9 @@ def _seen(c: Case, b: int, node: int, g: int, window: int | None
             values.insert(0, c["prefix"].v[i, g, : c["prefix"].length[i]])
     first = 0 if window is None else -window
     return np.concatenate(keys)[first:], np.concatenate(values)[first:]
+
+
+def need_devices(count: int) -> None:
+    """Skips where there are fewer accelerators; a CPU has as many devices as conftest.py makes."""
+    if not INTERPRET and len(jax.devices()) < count:
+        pytest.skip(f"shards over {count} devices; this machine has {len(jax.devices())}")

@@ -69,8 +69,8 @@ def call(case: Case, implementation: str, count: int = 1, **config: int) -> Draw
     try:
         return jax.tree.map(np.asarray, _jitted(case, implementation, count, chosen))
     except Unsupported as reason:
-        if implementation != "triton":  # which needs jax-triton
-            raise
+        if implementation != "triton" or "jax-triton" not in str(reason):
+            raise  # only jax-triton may be missing, or too old for this JAX
         pytest.skip(f"{implementation}: {reason}")
 
 
@@ -274,8 +274,7 @@ def test_without_truncation_and_with_all_kept_are_the_same(implementation: str) 
 @each
 def test_sharded_over_positions(implementation: str) -> None:
     """Kernels do not partition: shard_map gives each device its positions."""
-    if len(jax.devices()) < 4:
-        pytest.skip("shards over 4 devices; one GPU runs this contract, too")
+    cases.need_devices(4)
     case = make(width=8, kept=0.5)
     mesh = jax.make_mesh((4,), ("rows",), devices=jax.devices()[:4],
                          axis_types=(jax.sharding.AxisType.Auto,))
