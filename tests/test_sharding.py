@@ -92,7 +92,7 @@ def test_two_processes_write_what_one_does(tmp_path: Path) -> None:
                  for i in range(2)]
     try:
         for process in processes:
-            _, err = process.communicate(timeout=900)
+            _, err = process.communicate(timeout=400)
             assert process.returncode == 0, err
     finally:
         for process in processes:

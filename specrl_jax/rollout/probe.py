@@ -128,7 +128,7 @@ def plain(engine: Engine, params: Any, drafter_params: Any) -> dict[int, float]:
             state, batch = _smaller(engine, state, batch, size), size
         point = Point(size, size, engine.shapes.longest // 2, 0, 0, cost.ROUNDS)
         state, seconds = _fastest(engine, params, drafter_params, state, point, control)
-        found[size] = _agreed(seconds / point.rounds)
+        found[size] = seconds / point.rounds
     return found
 
 
@@ -158,6 +158,7 @@ def _forced(engine: Engine, point: Point) -> Adaptive:
 
 def _fastest(engine: Engine, params: Any, drafter_params: Any, state: RolloutState, point: Point,
              control: Any) -> tuple[RolloutState, float]:
+    """The seconds are process 0's, on which how many runs there are depends in every process."""
     seconds: list[float] = []
     while len(seconds) < LEAST + 1 or (len(seconds) < MOST and sum(seconds[1:]) < ENOUGH):
         state = _stage(engine, state, point)
@@ -166,7 +167,7 @@ def _fastest(engine: Engine, params: Any, drafter_params: Any, state: RolloutSta
             point.rows, params, drafter_params, state, control, rounds=point.rounds, smaller=0,
             waiting=np.zeros(engine.shapes.shards, np.int32))
         jax.block_until_ready(state)
-        seconds.append(time.perf_counter() - began)
+        seconds.append(_agreed(time.perf_counter() - began))
     return state, min(seconds[1:])
 
 
