@@ -123,7 +123,8 @@ class Sampler:
                 self.engine, self.params, self.drafter_params, control.cost_table,
                 self._drafts(), report, since)
         elif not adaptive and self.engine.machine.drafter.depth:
-            self.plain = probe.plain(self.engine, self.params, self.drafter_params)
+            self.plain = probe.plain(self.engine, self.params, self.drafter_params,
+                                     self.config.rollout.rounds_per_launch)
         self.profiling = time.perf_counter() - began
         shapes = self.engine.shapes
         limit = np.ones(shapes.sequences * shapes.shards, np.int32)

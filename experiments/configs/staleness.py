@@ -31,9 +31,10 @@ def get_config() -> Config:
         spec=SpecOptions(drafter="eagle", steps=3, branch=1, nodes=4, max_steps=3, max_branch=1,
                          max_nodes=4, history_past=0),
         control=ControlConfig(policy="fixed", min_survival=0.0),
-        rollout=RolloutConfig(batch_size=1, min_batch=1, max_prompt_tokens=96, max_new_tokens=96,
+        rollout=RolloutConfig(batch_size=1, min_batch=1, max_prompt_tokens=40, max_new_tokens=96,
                               temperature=0.5),
         learner=LearnerConfig(learning_rate=3e-6, micro_batch=8),
-        distill=DistillConfig(loss="lk", batch=8, micro_batch=8, updates=1, unroll=3,
-                              learning_rate=1e-3),
+        distill=DistillConfig(  # learns from half of a step's answers: from all it costs what it saves
+            loss="lk", sequences=4, batch=4, micro_batch=4, updates=1, unroll=3,
+            learning_rate=1e-3),
     )

@@ -115,18 +115,21 @@ def measure(engine: Engine, params: Any, drafter_params: Any) -> Record:
     return Record(measured, error, time.perf_counter() - began, time.time())
 
 
-def plain(engine: Engine, params: Any, drafter_params: Any) -> dict[int, float]:
+def plain(engine: Engine, params: Any, drafter_params: Any, rounds: int) -> dict[int, float]:
     """Seconds of a round without a draft at half the longest context, by batch size of a shard.
 
-    For controllers that hold no table of costs.
+    For controllers that hold no table of costs. What a launch takes besides its rounds is part of
+    them, so `rounds` is what a rollout's launches have.
     """
     controller, state, batch = engine.machine.controller, _blank(engine), engine.shapes.batch
+    longest = engine.shapes.longest
+    rounds = min(rounds, longest - longest // 2, engine.shapes.response)
     control = controller.depth(engine.control, 0)
     found = {}
     for size in engine.shapes.batches:
         if size != batch:
             state, batch = _smaller(engine, state, batch, size), size
-        point = Point(size, size, engine.shapes.longest // 2, 0, 0, cost.ROUNDS)
+        point = Point(size, size, longest // 2, 0, 0, rounds)
         state, seconds = _fastest(engine, params, drafter_params, state, point, control)
         found[size] = seconds / point.rounds
     return found
