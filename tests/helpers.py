@@ -257,7 +257,7 @@ def start_training(workdir: File, *flags: str, devices: int = 1) -> subprocess.P
     """experiments/train.py on the tiny preset, shrunk; the processes share compiled programs."""
     environment = os.environ | {
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PLATFORMS": "cpu",
+        "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])}
     train = str(ROOT / "experiments" / "train.py")
     return subprocess.Popen([sys.executable, train, *SMALL, f"--workdir={workdir}", *flags],

@@ -67,6 +67,23 @@ def test_every_process_measures_as_often_as_process_0(monkeypatch: pytest.Monkey
     assert len(runs) == 5
 
 
+@pytest.mark.parametrize("asked, rounds", [(5, 5), (32, 8)])
+def test_plain_rounds_are_timed_in_launches_as_long_as_a_rollouts(
+        monkeypatch: pytest.MonkeyPatch, asked: int, rounds: int) -> None:
+    points = []
+    shapes = SimpleNamespace(longest=20, response=8, batch=4, batches=(4, 2), shards=1)
+    controller = SimpleNamespace(depth=lambda control, depth: depth)
+    engine = SimpleNamespace(shapes=shapes, control=None,
+                             machine=SimpleNamespace(controller=controller))
+    monkeypatch.setattr(probe, "_blank", lambda engine: None)
+    monkeypatch.setattr(probe, "_smaller", lambda engine, state, batch, size: state)
+    monkeypatch.setattr(probe, "_fastest", lambda engine, params, drafter, state, point, control: (
+        points.append((point, control)), 0.8))
+    assert probe.plain(engine, PARAMS, (), asked) == {4: 0.8 / rounds, 2: 0.8 / rounds}
+    assert [(p.rows, p.packed, p.context, p.rounds, depth) for p, depth in points] == [
+        (4, 4, 10, rounds, 0), (2, 2, 10, rounds, 0)]
+
+
 @pytest.fixture(scope="module")
 def plain() -> Result:
     engine = make_engine(ARCH, TASK, batch=5)
