@@ -7,18 +7,20 @@
 A head is trained for the actor as it starts, or given by --head. Then every arm is a whole RL run
 from there: without speculation, with the head as it is, and those of the questions:
 
-    modes      each way of training the head (distill.when) but overlap_k
+    modes      each way of training the head (distill.when) but overlap_k; `watched` is frozen too,
+               and tells how much of what it accepts its actor's entropy explains
     losses     what it learns from, at equal updates and at equal seconds
     intervals  every 1, 3 and 5 steps, at once and one step late
     bugs       verification that keeps the law but not the tokens, and bugs that keep neither: how
                far does the reward curve move?
 
 Under the match rule and with invariant numerics all arms of a seed must say the same tokens; that
-they do is checked. Each question has one file, results/staleness_QUESTION.json, to which arms and
-seeds are added: what it holds is not run again, and an arm that was killed goes on from its last
-checkpoint (config.checkpoint_every) in WORKDIR. The same command again also draws the figure anew.
-`--plan` tells what is missing and how long it will take. What an arm cannot do is refused before
-the first one runs. Intervals are Student's over seeds, and differences are paired by seed.
+they do is checked. Each question has one file, results/NAME_QUESTION.json with the config's name,
+to which arms and seeds are added: what it holds is not run again, and an arm that was killed goes
+on from its last checkpoint (config.checkpoint_every) in WORKDIR. The same command again also draws
+the figure anew. `--plan` tells what is missing and how long it will take. What an arm cannot do is
+refused before the first one runs. Intervals are Student's over seeds, and differences are paired by
+seed.
 
 Acceptance is that of the rollouts: drafts accepted of the config.spec.steps asked for in each round
 of a row. Seconds saved are against the run without speculation of the same seed, step by step; they
@@ -60,8 +62,8 @@ HEAD_UPDATES = flags.DEFINE_integer("head_updates", 300, "updates of the head be
 HEAD = flags.DEFINE_string("head", None, "directory of a trained head, such as train_drafter.py "
                            "writes, that all arms of all seeds start from instead")
 OUT = flags.DEFINE_string("out", None, "JSON file of one question (default: "
-                          "results/staleness_QUESTION.json in experiments); the figure lies beside "
-                          "it as .png")
+                          "results/NAME_QUESTION.json in experiments, NAME the config's); the "
+                          "figure lies beside it as .png")
 
 
 def main(config: Config, workdir: Path) -> int:
@@ -127,7 +129,7 @@ def _open(question: str, config: Config) -> tuple[Path, dict[str, Any]]:
     Raises:
       ConfigError: it was made with other options.
     """
-    path = results.destination(OUT.value, f"staleness_{question}.json")
+    path = results.destination(OUT.value, f"{config.name}_{question}.json")
     made = results.blank(config) | {"head_updates": _head_updates(), "heads": {}, "summary": {}}
     made["cases"] = results.earlier(path)
     if not made["cases"]:

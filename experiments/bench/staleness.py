@@ -18,6 +18,7 @@ TAIL = 0.25  # of the steps: the end of a run, or its beginning
 DIGITS = 5  # significant ones
 SMOOTH = 5  # steps that a drawn curve averages
 PLAIN = "plain"
+WATCHED = ("entropy", "unexplained")  # what only arms with a trigger measure
 Account = dict[str, Any]
 Cases = dict[str, dict[str, Account]]
 """Seed -> arm -> what it did."""
@@ -50,8 +51,9 @@ def account(workdir: Path, config: Config, plain: Account | None) -> Account:
         "spent_seconds": column("time/distill"), "saved_seconds": base - took,
         "estimated_saved_seconds": column("time/saved"),
         "logprob": column("rollout/logprob"), "updates": column("distill/updates"),
-        "length": column("response/length_mean"),
-        "unexplained": column("distill/unexplained"), "entropy": column("distill/entropy")}
+        "length": column("response/length_mean")}
+    series |= {name: column(f"distill/{name}") for name in WATCHED
+               if any(f"distill/{name}" in row for row in rows)}
     return {"tokens": tokens, "tokens_equal": equal, "faults": int(column("drafter/faults")[-1]),
             "lossy": bool(column("spec/lossy").all()),
             **{name: _rounded(values) for name, values in series.items()}}
@@ -100,7 +102,9 @@ def numbers(case: dict[str, Account]) -> dict[str, dict[str, float]]:
             "length_end": _ends(arm["length"]), "logprob_end": _ends(arm["logprob"]),
             "step_seconds": float(np.median(arm["seconds"])), "updates": sum(arm["updates"]),
             "spent_seconds": spent, "saved_seconds": saved, "net_seconds": saved - spent,
-            "estimated_saved_seconds": sum(arm["estimated_saved_seconds"])}
+            "estimated_saved_seconds": sum(arm["estimated_saved_seconds"])} | {
+            f"{key}_{end}": _ends(arm[key], first=end == "begin")
+            for key in WATCHED if key in arm for end in ("begin", "end")}
 
     return {name: of(arm) for name, arm in case.items()}
 
@@ -134,7 +138,8 @@ def summarize(cases: Cases, reference: str) -> dict[str, Any]:
             key: over([one[key] for one in mine]) for key in mine[0]}
         if pairs:
             told[name][f"over_{reference}"] = {
-                key: over([a[key] - b[key] for a, b in pairs]) for key in mine[0]}
+                key: over([a[key] - b[key] for a, b in pairs])
+                for key in mine[0] if all(key in b for _, b in pairs)}
     return told
 
 

@@ -14,6 +14,7 @@ from specrl_jax.model import weights
 from .staleness import BUG_PANELS, PANELS, PLAIN, Panel
 
 FROZEN = "frozen"
+NEVER = 1e9  # a fall that no trigger sees: the head stays frozen, and its acceptance is explained
 BUGS = ("lossy_greedy", "lossy_shared_noise", "lossy_default_sampling", "lossy_accept_all",
         "lossy_retrospective")
 
@@ -39,6 +40,7 @@ QUESTIONS = types.MappingProxyType({
         "every_5": _every(5),
         "once": {"distill": {"when": "once", "rollouts": 5, "updates": 10}},
         "trigger": {"distill": {"when": "trigger", "updates": 5}},
+        "watched": {"distill": {"when": "trigger", "threshold": NEVER}},
         "overlap": _every(1, late=True)}),
     "losses": Question(
         {loss: {"distill": {"when": "every_step", "loss": loss}} for loss in LOSSES},

@@ -87,6 +87,17 @@ def test_differences_are_paired_by_seed(case: Any) -> None:
     assert told["reward_distance"] == pytest.approx([0.125] * 3)
 
 
+def test_what_only_some_arms_measure_is_told_of_them_alone(tmp_path: Path, case: Any) -> None:
+    assert "unexplained" not in case["fast"]
+    path = arm(tmp_path / "watched", 0.5, **{"distill/unexplained": -0.25, "distill/entropy": 1.5})
+    case["watched"] = staleness.account(path, CONFIG, case["plain"])
+    told = staleness.summarize({"0": case}, "fast")
+    assert told["watched"]["unexplained_end"] == [-0.25] * 3
+    assert "unexplained_end" not in told["fast"] and "entropy_end" not in told["plain"]
+    assert "unexplained_end" not in told["watched"]["over_fast"]
+    assert told["watched"]["over_fast"]["acceptance_end"] == [-0.5] * 3
+
+
 def test_a_seed_that_lacks_the_arm_or_its_reference_is_left_out(case: Any) -> None:
     cases = {"0": case, "1": {"plain": case["plain"]}, "2": {"plain": case["plain"]}}
     told = staleness.summarize(cases, "fast")
@@ -116,7 +127,7 @@ def test_arms_are_configs_and_equal_ones_share_a_run() -> None:
               for question, of in arms.items() for name in of}
     assert places["losses", "lk"] == places["intervals", "every_1"] == "every_step"
     assert places["intervals", "late_1"] == "overlap" and places["bugs", "frozen"] == "frozen"
-    assert len(set(places.values())) == 23
+    assert len(set(places.values())) == 24
     assert arms["intervals"]["late_3"].distill.when == "overlap_k"
     assert {arm.spec.rule for arm in arms["bugs"].values()} <= set(RULES)
     off = dataclasses.replace(CONFIG, distill=dataclasses.replace(CONFIG.distill, loss="tv"))
@@ -181,7 +192,7 @@ def test_the_plan_tells_what_is_missing(command: Any, tmp_path: Path) -> None:
     lines = told.stdout.splitlines()
     assert lines[0].split() == "modes plain 2 of 3 seeds, 40 s each, missing 2".split()
     assert any("every_step" in line and "none done, missing 0,1,2" in line for line in lines)
-    assert "17 runs are missing, about 11 min at 40 s a run" in lines[-1]
+    assert "20 runs are missing, about 13 min at 40 s a run" in lines[-1]
     assert not (tmp_path / "0").exists()
 
 
