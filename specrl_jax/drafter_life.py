@@ -6,6 +6,7 @@ that does not help, nothing is drafted until a good one is published.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,11 +14,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specrl_jax.draft import eagle_model
 from specrl_jax.sampler import Sampler
 from specrl_jax.structs import Array
 
 KNOWN = 16  # versions whose fingerprints are kept
-SHARE = 0.5  # of the accepted drafts that the last canary lets expect: fewer are a dead drafter's
+SHARE = 0.5  # of the accepted drafts that earlier canaries let expect: fewer are a dead drafter's
+FADE = 0.9  # what a canary expects of the rate before, at least: actors change, and so may it
+EVIDENCE = 12  # accepted drafts to expect of a canary: of 4 or fewer a dead drafter is not told
+MOST_ANSWERS = 8  # of a canary, where the batch has fewer rows
 NOT_FINITE, ZEROED, SWAPPED, SHUFFLED = "not finite", "zeroed", "swapped", "shuffled"
 STALE, SKIPPED, VOCABULARY, SILENT = "stale", "skipped publish", "vocabulary map", "dead canary"
 
@@ -118,9 +123,12 @@ class Life:
         self.version = sampler.drafter_version
         self._known: dict[int, Fingerprint] = {}
         self._good: Any = None  # the last version that passed
-        self._heard = np.zeros(2)  # accepted drafts and row-rounds of the last good canary
+        self._rate = 0.0  # accepted drafts of a row's round that a canary should hear
         self.held = False  # nothing is drafted
         self.faults = 0
+        self.seconds = np.zeros(2)  # spent on versions and training; saved by speculation
+        self._rows = jax.jit(lambda actor, vocab: _sums(
+            (eagle_model.draft_head(sampler.drafting.head, actor, vocab),))[1])
 
     @property
     def head(self) -> Any:
@@ -143,7 +151,7 @@ class Life:
             self._hold(fault)
         self._look()
         if self._tokens:
-            self._heard = self._listen()
+            self._rate = _rate(*self._listen())
 
     def _print(self, head: Any) -> Fingerprint:
         """Of a head in the rollout's dtype."""
@@ -176,8 +184,18 @@ class Life:
         found = fingerprint(bound.weights, bound.vocab)
         older = {v: known for v, known in self._known.items() if v != self.version}
         fault = name_fault(found, self._known[self.version], older)
+        fault = fault or (VOCABULARY if self._scores_others(bound) else "")
         late = sampler.drafter_version != self.version
         return SKIPPED if late and fault in ("", STALE) else fault
+
+    def _scores_others(self, bound: Any) -> bool:
+        """Whether the actor's rows that score drafts are not those of the draft vocabulary."""
+        arch, actor = self.sampler.drafting.head, self.sampler.params
+        if bound.head is None:  # the drafter has its own
+            return False
+        if arch.draft_vocab == arch.actor.vocab_size:  # the actor's as they are
+            return bound.head is not eagle_model.draft_head(arch, actor, bound.vocab)
+        return int(self._rows(actor, bound.vocab)) != checksum((bound.head,))
 
     # After an update.
 
@@ -214,23 +232,36 @@ class Life:
         return ""
 
     def _try(self) -> str:
-        """The canary: few accepted drafts where the version before had many are a fault."""
+        """The canary: few accepted drafts where versions before had many are a fault."""
         if not self._tokens:
             return ""
-        heard = self._listen()
-        expected = heard[1] * self._heard[0] / max(self._heard[1], 1)
-        if heard[0] < SHARE * expected - expected**0.5:
+        accepted, rounds = self._listen()
+        expected = rounds * self._rate
+        if accepted < SHARE * expected - expected**0.5:
             return SILENT
-        self._heard = heard
+        self._rate = max(_rate(accepted, rounds), FADE * self._rate)
         return ""
 
-    def _listen(self) -> np.ndarray:
-        """Accepted drafts and row-rounds of the canary."""
-        shapes = self.sampler.engine.shapes
-        live = np.arange(shapes.sequences) < shapes.batch
+    def _listen(self) -> tuple[int, int]:
+        """The head's own accepted drafts, and row-rounds, of as many answers as EVIDENCE takes.
+
+        A dead drafter takes a round for each token.
+        """
+        shapes, drafting = self.sampler.engine.shapes, self.sampler.drafting
+        wanted = math.ceil(EVIDENCE / max(self._tokens * self._rate * shapes.shards, 1e-9))
+        answers = max(shapes.batch, min(wanted, MOST_ANSWERS))
+        live = np.arange(shapes.sequences) < answers
         limit = np.tile(np.where(live, self._tokens, 0), shapes.shards).astype(np.int32)
-        counters = self.sampler.canary(self._prompts, limit, shapes.depth).counters
-        return np.asarray([counters["accepted"], counters["row_rounds"]], np.float64)
+        heard = self.sampler.canary(self._prompts, limit, shapes.depth)
+        name = drafting.drafter.names[drafting.part or 0]
+        return heard.by_drafter[name]["accepted"], heard.counters["row_rounds"]
+
+    # The account.
+
+    def account(self, spent: float, saved: float) -> dict[str, float]:
+        """Adds a step's seconds: on the drafter's versions and training, and by speculation."""
+        self.seconds += (spent, saved)
+        return {"time/distill": spent, "time/net": float(self.seconds[1] - self.seconds[0])}
 
     def report(self, text: str) -> None:
         """Counts a fault, and says what it is."""
@@ -247,16 +278,20 @@ class Life:
 
     def meta(self) -> dict[str, Any]:
         return {"version": self.version, "held": self.held, "faults": self.faults,
-                "heard": self._heard.tolist(),
+                "rate": self._rate,
                 "known": [[v, *dataclasses.astuple(known)] for v, known in self._known.items()]}
 
     def restore(self, meta: dict[str, Any], head: Any) -> None:
         """Continues with `head`, the published version of a checkpoint."""
         self.version, self.held, self.faults = meta["version"], meta["held"], meta["faults"]
-        self._heard = np.asarray(meta["heard"], np.float64)
+        self._rate = meta["rate"]
         self._known = {v: Fingerprint(*rest) for v, *rest in meta["known"]}
         self._good = self.sampler.drafting.with_learned(self.sampler.own, head)
         self.sampler.publish_drafter(self._good, self.version)
+
+
+def _rate(accepted: int, rounds: int) -> float:
+    return accepted / max(rounds, 1)
 
 
 def _shapes(tree: Any) -> Any:

@@ -57,7 +57,7 @@ class Evolution:
         self.state = self.programs.whole(distill.begin(options, life.head["weights"]))
         self.good = self.state  # as of the last publish
         self.vocab = life.head["vocab"]
-        self.staleness, self.seconds = schedule.forget(), np.zeros(2)  # spent, saved
+        self.staleness = schedule.forget()
         self._beside = concurrent.futures.ThreadPoolExecutor(1)  # where it is late
         self._ahead: concurrent.futures.Future[Trained] | None = None
 
@@ -148,7 +148,7 @@ class Evolution:
 
     def train(self, step: int) -> dict[str, Any]:
         """Updates and publishes if that is due; metrics."""
-        told = self._publish_late()
+        told = self._publish_late() | {"distill/buffer_bytes": self.features.nbytes}
         if not schedule.due(self.options, step, self.staleness):
             return told
         return told | (self._start_beside(step) if schedule.late(self.options)
@@ -222,14 +222,6 @@ class Evolution:
     def _join(self) -> Trained | None:
         return self._ahead.result() if self._ahead else None
 
-    # The account.
-
-    def account(self, spent: float, saved: float) -> dict[str, float]:
-        """Adds a step's seconds: on the drafter's evolution, and by speculation."""
-        self.seconds += (spent, saved)
-        return {"time/distill": spent, "time/net": float(self.seconds[1] - self.seconds[0]),
-                "distill/buffer_bytes": self.features.nbytes}
-
     # Persistence.
 
     def arrays(self) -> dict[str, Any]:
@@ -237,7 +229,7 @@ class Evolution:
         held = {"drafter": {"weights": self.state.params, "vocab": self.vocab},
                 "drafter_optimizer": self.state.optimizer,
                 "drafter_features": self.features.arrays(),
-                "drafter_staleness": self.staleness, "drafter_account": self.seconds}
+                "drafter_staleness": self.staleness}
         if schedule.late(self.options):
             trained = self._join()
             ahead = trained[0] if trained else self.state
@@ -246,15 +238,13 @@ class Evolution:
 
     def meta(self) -> dict[str, Any]:
         trained = self._join()
-        return {"life": self.life.meta(), "ahead": trained[1] if trained else None}
+        return {"ahead": trained[1] if trained else None}
 
     def restore(self, arrays: dict[str, Any], meta: dict[str, Any]) -> None:
         self.state = DistillState(arrays["drafter"]["weights"], arrays["drafter_optimizer"])
         self.good, self.vocab = self.state, arrays["drafter"]["vocab"]
         self.features.restore(arrays["drafter_features"])
         self.staleness = jax.tree.map(np.asarray, arrays["drafter_staleness"])
-        self.seconds = np.array(arrays["drafter_account"])
-        self.life.restore(meta["life"], arrays["drafter"])
         if meta["ahead"] is not None:
             ahead = arrays["drafter_ahead"]
             state = DistillState(ahead["weights"], ahead["optimizer"])

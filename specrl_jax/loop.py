@@ -192,8 +192,9 @@ class Trainer:
         if self.evolution:
             phase("drafter")
             evolved |= self.evolution.train(self.step_number)
+        if self.life:
             spent = started - began + learned - judged + time.perf_counter() - ended
-            evolved |= self.evolution.account(spent, record.get("time/saved", 0.0))
+            evolved |= self.life.account(spent, record.get("time/saved", 0.0))
         groups = advantage.reshape(-1, self.config.group_size)
         record |= evolved | parts | {
             "reward/mean": float(rewards.mean()), "reward/std": float(rewards.std()),
@@ -315,10 +316,12 @@ class Trainer:
                 "history": self.memory.arrays(),
                 "control": jax.tree.map(np.asarray, self.sampler.engine.control),
                 "acceptance": self.sampler.engine.acceptance,
+                **({"drafter_account": self.life.seconds} if self.life else {}),
                 **(self.evolution.arrays() if self.evolution else {})}
 
     def meta(self) -> dict[str, Any]:
         return {"step": self.step_number, "seed": self.config.seed, "bad_steps": self.bad_steps,
+                **({"life": self.life.meta()} if self.life else {}),
                 **({"drafter": self.evolution.meta()} if self.evolution else {})}
 
     def restore(self, checkpoints: Checkpoints) -> bool:
@@ -337,6 +340,9 @@ class Trainer:
         self.step_number, self.bad_steps = meta["step"], meta["bad_steps"]
         self.sampler.restored = True
         self.sampler.publish(self.state.params, self.step_number)
+        if self.life:
+            self.life.seconds = np.array(arrays["drafter_account"])
+            self.life.restore(meta["life"], arrays.get("drafter", self.life.head))
         if self.evolution:
             self.evolution.restore(arrays, meta["drafter"])
         return True

@@ -21,16 +21,17 @@ from specrl_jax.config import (
     DistillConfig,
     DraftConfig,
     LearnerConfig,
+    MeshConfig,
     ModelSource,
     RewardConfig,
     SpecOptions,
 )
-from specrl_jax.evolution import Evolution
 from specrl_jax.host import metrics
 from specrl_jax.host.checkpoint import Checkpoints
 from specrl_jax.host.compilation import CompilationCounter
 from specrl_jax.host.progress import Progress
 from specrl_jax.loop import Trainer
+from specrl_jax.rl.draft_loss import LOSSES
 from specrl_jax.run import run_steps
 
 SPEC = SpecOptions(drafter="eagle", steps=2, branch=1, nodes=3, max_steps=2, max_branch=1,
@@ -105,7 +106,12 @@ def test_whatever_the_mode_the_actor_is_the_same_and_a_run_resumes_exactly(
     same(whole.state, still.state)
     told = metrics.read_metrics(tmp_path / "whole")
     assert [row["compilations"] for row in told] == [0] * 4 and not whole.warnings
-    assert [row["loss"] for row in told] == [row["loss"] for row in metrics.read_metrics(plain)]
+    for name in ("loss", "checksum/policy"):
+        assert [row[name] for row in told] == [row[name] for row in metrics.read_metrics(plain)]
+    assert len({row["checksum/policy"] for row in told}) == 4
+    drafted = {row["version/drafter"]: row["checksum/drafter"] for row in told}
+    assert [drafted[row["version/drafter"]] for row in told] == [
+        row["checksum/drafter"] for row in told] and len({*drafted.values()}) == len(drafted)
     versions = {"every_step": [0, 1, 2, 3], "every_k": [0, 0, 1, 1], "once": [0, 0, 0, 0],
                 "overlap": [0, 0, 1, 2], "overlap_k": [0, 0, 0, 1]}
     if when in versions:
@@ -130,6 +136,51 @@ def test_whatever_the_mode_the_actor_is_the_same_and_a_run_resumes_exactly(
     assert whole.meta() == parts.meta()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", [loss for loss in LOSSES if loss != DistillConfig().loss])
+def test_whatever_the_loss_and_weights_the_actor_is_the_same(
+        loss: str, frozen: Any, tmp_path: Path) -> None:
+    still, plain = frozen
+    whole = micro_trainer_to_compile(config("every_step", loss=loss), **INVARIANT)
+    run(whole, tmp_path)
+    assert samples(tmp_path) == samples(plain)
+    same(whole.state, still.state)
+    assert [row["distill/updates"] for row in metrics.read_metrics(tmp_path)] == [2] * 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("when, options", [("off", {}), ("trigger", {"threshold": 1e9})])
+def test_a_drafter_that_stands_still_resumes_with_what_is_known_of_it(
+        when: str, options: Any, frozen: Any, tmp_path: Path) -> None:
+    """A trigger that never fires has watched acceptance fall or rise until the checkpoint."""
+    whole = micro_trainer_to_compile(config(when, **options), **INVARIANT)
+    whole.life.faults, whole.life.seconds = 3, np.array([5.0, 2.0])
+    run(whole, tmp_path / "whole")
+    shutil.copytree(tmp_path / "whole", tmp_path / "parts")
+    shutil.rmtree(tmp_path / "parts" / "checkpoints" / "4")
+    parts = micro_trainer_to_compile(config(when, **options), **INVARIANT)
+    run(parts, tmp_path / "parts")
+    assert samples(tmp_path / "parts") == samples(tmp_path / "whole") == samples(frozen[1])
+    assert whole.meta() == parts.meta() and parts.life.faults == 3
+    assert parts.life.seconds[0] > 5
+    if when == "trigger":
+        same(whole.evolution.staleness, parts.evolution.staleness)
+        assert whole.evolution.staleness.fall != 0
+
+
+@pytest.mark.slow
+def test_on_a_mesh_a_drafter_learns_and_the_actor_is_the_same(tmp_path: Path) -> None:
+    both = []
+    for when in ("off", "every_step"):
+        trainer = micro_trainer_to_compile(
+            dataclasses.replace(config(when), mesh=MeshConfig(data=2)), **INVARIANT)
+        run(trainer, tmp_path / when)
+        both.append(trainer)
+    assert samples(tmp_path / "off") == samples(tmp_path / "every_step")
+    same(both[0].state, both[1].state)
+    assert both[1].life.version == 4 and not both[1].warnings
+
+
 def accounted(rows: list[dict[str, Any]], megabytes: int) -> None:
     """Every step tells seconds spent, saved and their difference; the buffer is in budget."""
     spent, saved = (np.cumsum([row[name] for row in rows])
@@ -139,8 +190,11 @@ def accounted(rows: list[dict[str, Any]], megabytes: int) -> None:
     assert all(0 < row["distill/buffer_bytes"] <= megabytes * 2**20 for row in rows)
 
 
-def test_a_step_charges_the_drafter_for_all_that_it_took(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock that only the parts of a step move; 4 of the rollout's 10 s more were expected."""
+@pytest.mark.parametrize("learns", [False, True])
+def test_a_step_charges_the_drafter_for_all_that_it_took(
+        learns: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that only the parts of a step move; 4 of the rollout's 10 s more were expected.
+    A frozen drafter is looked at too."""
     clock = [0.0]
 
     def takes(seconds: float, result: Any) -> Any:
@@ -151,19 +205,20 @@ def test_a_step_charges_the_drafter_for_all_that_it_took(monkeypatch: pytest.Mon
         return part
 
     monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
-    evolution = SimpleNamespace(collect=takes(3, {}), train=takes(5, {}), seconds=np.zeros(2),
-                                features=SimpleNamespace(nbytes=7))
-    evolution.account = functools.partial(Evolution.account, evolution)
+    evolution = SimpleNamespace(collect=takes(3, {}), train=takes(5, {})) if learns else None
+    life = SimpleNamespace(seconds=np.zeros(2))
+    life.account = functools.partial(drafter_life.Life.account, life)
     trainer = SimpleNamespace(
         _before_rollout=takes(1, {}), rollout=takes(10, (None, {"time/saved": 4.0})),
         _judge=takes(20, ([], np.ones(4), {})), _advantages=takes(0, np.ones(4)),
-        learn=takes(30, {}), evolution=evolution, config=SimpleNamespace(group_size=2),
+        learn=takes(30, {}), evolution=evolution, life=life, config=SimpleNamespace(group_size=2),
         step_number=0)
     told = [Trainer.step(trainer)[0] for _ in range(2)]
-    assert [row["time/distill"] for row in told] == [1 + 3 + 5] * 2
-    assert [row["time/net"] for row in told] == [4 - 9, 8 - 18]
+    spent = 1 + 3 + 5 if learns else 1
+    assert [row["time/distill"] for row in told] == [spent] * 2
+    assert [row["time/net"] for row in told] == [4 - spent, 8 - 2 * spent]
     assert [(row["time/reward"], row["time/learn"], row["time/step"]) for row in told] == [
-        (20, 30, 69)] * 2
+        (20, 30, 60 + spent)] * 2
 
 
 # Faults. Each is put where rollouts read the drafter, or into what learns.
@@ -208,12 +263,18 @@ def other_map(trainer: Trainer) -> Any:
     return np.sort((np.asarray(trainer.sampler.own["vocab"]) + 7) % 512).astype(np.int32)
 
 
+def other_rows(trainer: Trainer) -> None:
+    bound = trainer.sampler.drafter_params
+    trainer.sampler.drafter_params = bound.replace(head=bound.head[::-1])
+
+
 PUT = {
     "not finite": lambda t: published(t, weights=jax.tree.map(lambda a: a * np.nan, weights(t))),
     "zeroed": lambda t: published(t, weights=jax.tree.map(lambda a: a * 0, weights(t))),
     "shuffled": lambda t: published(t, weights=shuffled(weights(t))),
     "swapped": lambda t: published(t, weights=jax.tree.map(lambda a: a + 1, weights(t))),
     "vocabulary map": lambda t: published(t, vocab=other_map(t)),
+    "vocabulary map, of the head's rows": lambda t: other_rows(t),
 }
 
 
@@ -245,6 +306,7 @@ def test_a_drafter_that_nobody_published_is_named_before_it_drafts(
             sampler.publish_drafter(own, trainer.life.version - (fault == "skipped publish"))
         ill, said = step(trainer)
         trainer.step_number = frozen[1]
+    fault = fault.split(",")[0]
     assert ill["drafter/fault"] == fault and fault in trainer.warnings.pop()
     assert said == tokens and ill["rollout/accept_length"] == well["rollout/accept_length"] > 1.1
     assert (ill["drafter/faults"], ill["drafter/held"]) == (before + 1, 0)
@@ -272,23 +334,138 @@ def test_a_learner_that_was_damaged_goes_back_to_what_it_published(
     assert step(learning)[0]["rollout/accept_length"] > 1.1
 
 
-@pytest.mark.slow
-def test_an_update_that_spoils_the_drafter_is_heard_by_the_canary(
-        learning: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
-    evolution, version = learning.evolution, learning.life.version
-    whole, good = evolution._update, learning.sampler.own
+SPOILED = {"not finite": lambda tree: jax.tree.map(lambda a: a * np.nan, tree),
+           "zeroed": lambda tree: jax.tree.map(lambda a: a * 0, tree),
+           "dead canary": lambda tree: shuffled(tree)}
+
+
+def spoil(trainer: Trainer, fault: str, patched: pytest.MonkeyPatch) -> None:
+    """Each update of the learner ends so."""
+    update = trainer.evolution._update
 
     def spoiling(*batch: Any) -> Any:
-        state, told = whole(*batch)
-        return state.replace(params=put(learning, shuffled(state.params))), told
+        state, told = update(*batch)
+        return state.replace(params=put(trainer, SPOILED[fault](state.params))), told
 
-    monkeypatch.setattr(evolution, "_update", spoiling)
-    record, _ = step(learning)
-    assert record["drafter/fault"] == "dead canary" and "dead canary" in learning.warnings.pop()
+    patched.setattr(trainer.evolution, "_update", spoiling)
+
+
+def undrafted(trainer: Trainer) -> list[Any]:
+    """The tokens of the next step, which is not taken."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(trainer, "evolution", None)
+        patched.setattr(trainer, "life", None)
+        patched.setattr(trainer, "learn", lambda *rollout: {"applied": 1.0})
+        trainer.sampler.draft_to(0)
+        record, tokens = step(trainer)
+    trainer.sampler.draft_to(None)
+    trainer.step_number -= 1
+    assert record["rollout/drafted"] == 0
+    return tokens
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", SPOILED)
+def test_an_update_that_spoils_the_drafter_is_not_published(fault: str, learning: Trainer) -> None:
+    version, good = learning.life.version, learning.sampler.own
+    with pytest.MonkeyPatch.context() as patched:
+        spoil(learning, fault, patched)
+        record, _ = step(learning)
+    assert record["drafter/fault"] == fault and fault in learning.warnings.pop()
     assert learning.life.version == version and learning.sampler.own is good
-    monkeypatch.setattr(evolution, "_update", whole)
-    record, _ = step(learning)
+    expected = undrafted(learning)
+    record, tokens = step(learning)
+    assert tokens == expected and record["rollout/accept_length"] > 1.1
     assert "drafter/fault" not in record and learning.life.version == version + 1
+
+
+@pytest.mark.slow
+def test_a_late_update_that_spoils_the_drafter_is_not_published() -> None:
+    trainer = micro_trainer_to_compile(config("overlap", canary=8), **INVARIANT)
+    trainer.compile(lambda text: None)
+    step(trainer), step(trainer)
+    version = trainer.life.version
+    with pytest.MonkeyPatch.context() as patched:
+        spoil(trainer, "not finite", patched)
+        record, _ = step(trainer)  # publishes what the step before learned
+        trainer.evolution._join()
+    assert "drafter/fault" not in record and trainer.life.version == version + 1
+    expected = undrafted(trainer)
+    record, tokens = step(trainer)
+    assert record["drafter/fault"] == "not finite" and trainer.life.version == version + 1
+    assert tokens == expected and "not finite" in trainer.warnings.pop()
+    step(trainer)
+    assert trainer.life.version == version + 2 and not trainer.warnings
+
+
+@pytest.mark.slow
+def test_a_publish_that_did_not_happen_is_named(learning: Trainer) -> None:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(learning.sampler, "publish_drafter", lambda own, version: None)
+        step(learning)
+    assert learning.sampler.drafter_version == learning.life.version - 1
+    expected = undrafted(learning)
+    record, tokens = step(learning)
+    assert record["drafter/fault"] == "skipped publish" and tokens == expected
+    assert "skipped publish" in learning.warnings.pop()
+    assert learning.sampler.drafter_version == learning.life.version
+
+
+@pytest.mark.slow
+def test_a_publish_that_fails_leaves_what_was_there(learning: Trainer) -> None:
+    sampler = learning.sampler
+    before = sampler.own, sampler.drafter_version, sampler.drafter_params
+
+    def bind(params: Any, own: Any) -> Any:
+        raise RuntimeError("out of memory")
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(sampler.engine, "machine",
+                        SimpleNamespace(drafter=SimpleNamespace(bind=bind)))
+        with pytest.raises(RuntimeError):
+            sampler.publish_drafter(put(learning, sampler.own), 99)
+    after = sampler.own, sampler.drafter_version, sampler.drafter_params
+    assert all(a is b for a, b in zip(before, after, strict=True))
+
+
+class Heard:
+    """A sampler of one row whose head gets `rate` drafts a round accepted, beside another's."""
+
+    def __init__(self, rate: float, sequences: int = 8) -> None:
+        self.rate, self.asked = rate, []
+        self.engine = SimpleNamespace(shapes=SimpleNamespace(
+            batch=1, sequences=sequences, shards=1, depth=3))
+        self.drafting = SimpleNamespace(
+            part=1, drafter=SimpleNamespace(names=("history", "eagle")))
+        self.drafter_version = 0
+
+    def canary(self, prompts: Any, limit: np.ndarray, depth: int) -> Any:
+        self.asked.append(limit.tolist())
+        rounds = int(limit.sum() / (1 + self.rate))
+        return SimpleNamespace(
+            counters={"row_rounds": rounds, "accepted": 1000},
+            by_drafter={"eagle": {"accepted": round(rounds * self.rate)},
+                        "history": {"accepted": 1000}})
+
+
+@pytest.mark.parametrize("rate, answers", [(0.0, 8), (0.3, 5), (1.05, 2), (2.7, 1)])
+def test_a_canary_of_one_row_asks_as_much_as_tells_a_dead_head(rate: float, answers: int) -> None:
+    sampler = Heard(rate)
+    life = drafter_life.Life(sampler, [[1]], 8, print)
+    life._rate = rate
+    assert life._try() == "" and sampler.asked == [[8] * answers + [0] * (8 - answers)]
+    sampler.rate = 0.0
+    assert life._try() == ("dead canary" if rate else "")
+
+
+def test_a_head_that_loses_a_little_at_each_publish_is_named_in_the_end() -> None:
+    sampler = Heard(2.0)
+    life = drafter_life.Life(sampler, [[1]], 8, print)
+    life._rate, faults = 2.0, []
+    for _ in range(8):
+        sampler.rate *= 0.6
+        faults.append(life._try())
+    assert not faults[0] and "dead canary" in faults
 
 
 @pytest.mark.slow
@@ -314,6 +491,10 @@ def test_training_compiles_nothing_after_warm_up(learning: Trainer) -> None:
     ({"spec": dataclasses.replace(SPEC, drafter="history")}, "distill.when = 'once': spec.drafter "
      "= 'history' .* has nothing that learns; choose eagle"),
     ({"distill": DistillConfig(when="once", batch=64)}, "distill.batch = 64: 1 x 16 sequences are"),
+    ({"distill": DistillConfig(when="overlap", **LEARN), "mesh": MeshConfig(data=2)},
+     "distill.when = 'overlap': two programs at once over 2 devices"),
+    ({"distill": DistillConfig(when="once", batch=9, micro_batch=9), "mesh": MeshConfig(data=2)},
+     "distill.micro_batch = 9: must be a multiple of the 2 data shards"),
     ({"distill": DistillConfig(when="once", megabytes=1, batch=2048, rollouts=200)},
      "distill.megabytes = 1: an update of 2048 sequences and 1 heads take"),
 ])
@@ -338,13 +519,14 @@ def test_a_drafter_of_other_shapes_is_swapped() -> None:
     def head(*shape: int) -> dict[str, Any]:
         return {"weights": {"fc": np.ones(shape, np.float32)}, "vocab": np.arange(4)}
 
-    sampler = SimpleNamespace(drafting=SimpleNamespace(learned=lambda tree: tree),
-                              drafter_params=SimpleNamespace(**head(4, 3)), drafter_version=0)
+    sampler = SimpleNamespace(drafting=SimpleNamespace(learned=lambda tree: tree, head=None),
+                              drafter_params=SimpleNamespace(head=None, **head(4, 3)),
+                              drafter_version=0, params=None)
     life = drafter_life.Life(sampler, [], 0, print)
     life._good = head(3, 4)
     life._known = {0: drafter_life.fingerprint(**head(3, 4))}
     assert life._look() == "swapped"
-    sampler.drafter_params = SimpleNamespace(**head(3, 4))
+    sampler.drafter_params = SimpleNamespace(head=None, **head(3, 4))
     assert life._look() == ""
 
 

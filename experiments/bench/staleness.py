@@ -56,6 +56,8 @@ def account(workdir: Path, config: Config, plain: Account | None) -> Account:
                if any(f"distill/{name}" in row for row in rows)}
     return {"tokens": tokens, "tokens_equal": equal, "faults": int(column("drafter/faults")[-1]),
             "lossy": bool(column("spec/lossy").all()),
+            "startup_seconds": float(column("time/startup").sum()),
+            "peak_bytes": int(column("memory/peak_bytes").max()),
             **{name: _rounded(values) for name, values in series.items()}}
 
 
@@ -158,6 +160,10 @@ def reward_moved(arm: Account, plain: Account) -> np.ndarray:
     return reward(arm, plain) - reward(plain, plain)
 
 
+def step_seconds(arm: Account, plain: Account) -> np.ndarray:
+    return np.asarray(arm["seconds"])
+
+
 def net_seconds(arm: Account, plain: Account) -> np.ndarray:
     return np.cumsum(np.subtract(arm["saved_seconds"], arm["spent_seconds"]))
 
@@ -170,7 +176,7 @@ Panel = tuple[str, Callable[[Account, Account], np.ndarray], bool]
 """Title, the curve of an arm, and whether it lies over seconds instead of steps."""
 PANELS: tuple[Panel, ...] = (
     ("acceptance", acceptance, False), ("acceptance over wall-clock", acceptance, True),
-    ("reward", reward, False), ("seconds saved less spent", net_seconds, False))
+    ("seconds of a step", step_seconds, False), ("seconds saved less spent", net_seconds, False))
 BUG_PANELS: tuple[Panel, ...] = (
     ("reward", reward, False), ("reward less that without speculation", reward_moved, False),
     ("log-probability of a token, as told", logprob, False), ("acceptance", acceptance, False))

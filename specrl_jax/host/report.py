@@ -138,7 +138,7 @@ def totals(rows: Rows, samples: Rows) -> list[tuple[str, str]]:
         took = max(np.nansum(column(rows, "time/rollout")), 1e-9)
         out.append(("regret of the controller, of rollouts", f"{np.nansum(lost) / took:.1%}"))
     if np.isfinite(spent := column(rows, "time/distill")).any():
-        out.append(("seconds spent on the drafter's training", f"{np.nansum(spent):.1f}"))
+        out.append(("seconds spent on the drafter, training and all", f"{np.nansum(spent):.1f}"))
         out.append(("saved less spent", f"{column(rows, 'time/net')[-1]:+.1f}"))
     if np.isfinite(faults := column(rows, "drafter/faults")).any():
         out.append(("faults of the drafter", f"{faults[-1]:.0f}"))

@@ -35,7 +35,7 @@ def acceptance(log_p: Array, log_q: Array) -> Array:
 
 
 def forward_kl(log_p: Array, log_q: Array) -> Array:
-    """KL(p || q), f32[T]; the loss of EAGLE-3 (arXiv 2503.01840) up to p's entropy.
+    """KL(p || q), f32[T]: ReSpec (arXiv 2510.26475, algorithm 1); EAGLE-3's loss up to p's entropy.
 
     Only the draft vocabulary's terms: what p has outside would make it infinite.
     """
@@ -44,7 +44,8 @@ def forward_kl(log_p: Array, log_q: Array) -> Array:
 
 
 def tv(log_p: Array, log_q: Array) -> Array:
-    """Total variation `1 - sum min(p, q)`, f32[T], over the whole vocabulary (arXiv 2606.12370)."""
+    """Total variation `1 - sum min(p, q)`, f32[T], over the whole vocabulary: TV of arXiv
+    2606.12370, whose several steps are `chained`."""
     return 1.0 - acceptance(log_p, log_q)
 
 
@@ -75,7 +76,8 @@ def lk(log_p: Array, log_q: Array) -> Array:
 
 
 def decayed(terms: Array, mask: Array, count: Array, decay: float) -> Array:
-    """Mean of each depth, weighted by `decay^j`, summed: EAGLE-3's training-time test.
+    """Mean of each depth, weighted by `decay^j`, summed: EAGLE-3's training-time test (arXiv
+    2503.01840), with the decay of the LK losses (arXiv 2602.23881).
 
     Args:
       count: f32[J], tokens of each depth in the whole batch.

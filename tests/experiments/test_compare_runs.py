@@ -9,7 +9,7 @@ import pytest
 
 from experiments import compare_runs
 from specrl_jax import loop, prng, replay
-from specrl_jax.config import as_dict
+from specrl_jax.config import DistillConfig, as_dict
 from specrl_jax.model import weights
 from specrl_jax.run import train
 
@@ -107,6 +107,18 @@ def test_near_ties_leave_the_exit_status_0(drawn, tmp_path, monkeypatch):
     status, found = compare(tmp_path, run, other)
     assert (status, found["near_ties"], found["real"]) == (0, 1, 0)
     assert found["first_step_that_differs"] == 1
+
+
+@pytest.mark.slow
+def test_a_drafter_that_learns_moves_nothing_but_near_ties(small, tmp_path):
+    spec = dataclasses.replace(small.spec, drafter="eagle", max_branch=1, branch=1)
+    learning = dataclasses.replace(small, spec=spec, distill=DistillConfig(
+        when="every_step", updates=1, batch=4, micro_batch=4, unroll=2, learning_rate=1e-2))
+    plain = dataclasses.replace(small, spec=dataclasses.replace(spec, drafter="off"))
+    for name, config in (("plain", plain), ("learning", learning)):
+        train(config, tmp_path / name)
+    status, found = compare(tmp_path, tmp_path / "plain", tmp_path / "learning")
+    assert status == 0 and found["steps"] == 2
 
 
 def test_all_steps_at_learning_rate_0(drawn, tmp_path):

@@ -124,6 +124,15 @@ def test_targets_are_the_actors_own_distribution(actor, rolled, lent, lessons):
         np.testing.assert_allclose(lessons.entropy[row, : len(at)], entropy, atol=1e-4)
 
 
+def test_summaries_in_chunks_are_those_of_all_tokens_at_once(
+        actor: Any, rolled: Any, lessons: Lessons, monkeypatch: pytest.MonkeyPatch) -> None:
+    """144 positions: a chunk of 100, and the rest."""
+    monkeypatch.setattr(distill, "TOKENS_AT_ONCE", 100)
+    cut = jax.jit(lambda *given: distill.teach(ARCH, RESPONSE, *given))(actor, rolled[0])
+    for name in ("normalizer", "best", "entropy"):
+        np.testing.assert_allclose(getattr(cut, name), getattr(lessons, name), atol=1e-5)
+
+
 def test_hidden_states_are_read_with_the_head_of_the_actor_that_made_them(rolled, lent, lessons):
     """As when features of several policy versions are kept."""
     texts, _ = rolled
