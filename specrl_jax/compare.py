@@ -13,9 +13,9 @@ from specrl_jax.host.metrics import FREE_FIELDS, read_config, read_metrics, read
 
 # Changing these must change no token, near ties apart. A name may be a whole section.
 SAME_TOKENS = (
-    *FREE_FIELDS, "spec", "draft", "distill", "control", "mesh", "rollout.order", "rollout.batch_size",
-    "rollout.min_batch", "rollout.rounds_per_launch", "learner.micro_batch", "learner.packing",
-    "learner.remat", "data.data_dir", "data.manual_dir")
+    *FREE_FIELDS, "spec", "draft", "distill", "control", "mesh", "rollout.order",
+    "rollout.batch_size", "rollout.min_batch", "rollout.rounds_per_launch", "learner.micro_batch",
+    "learner.packing", "learner.remat", "data.data_dir", "data.manual_dir")
 
 Key = tuple[int, int, int]  # prompt id, occurrence, sample id
 

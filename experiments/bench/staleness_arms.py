@@ -49,7 +49,8 @@ QUESTIONS = types.MappingProxyType({
         {f"every_{k}": _every(k) for k in (1, 3, 5)}
         | {f"late_{k}": _every(k, late=True) for k in (1, 3, 5)}, reference="every_1"),
     "bugs": Question(
-        {rule: {"spec": {"rule": rule}} for rule in ("rejection", "rejection_drawn", *BUGS)},
+        {rule: {"spec": {"rule": rule}} for rule in ("rejection", "rejection_drawn", *BUGS)}
+        | {"rejection_every_step": {"spec": {"rule": "rejection"}} | _every(1)},
         reference=PLAIN, panels=BUG_PANELS),
 })
 

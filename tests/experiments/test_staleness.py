@@ -127,7 +127,7 @@ def test_arms_are_configs_and_equal_ones_share_a_run() -> None:
               for question, of in arms.items() for name in of}
     assert places["losses", "lk"] == places["intervals", "every_1"] == "every_step"
     assert places["intervals", "late_1"] == "overlap" and places["bugs", "frozen"] == "frozen"
-    assert len(set(places.values())) == 24
+    assert len(set(places.values())) == 25
     assert arms["intervals"]["late_3"].distill.when == "overlap_k"
     assert {arm.spec.rule for arm in arms["bugs"].values()} <= set(RULES)
     off = dataclasses.replace(CONFIG, distill=dataclasses.replace(CONFIG.distill, loss="tv"))
