@@ -100,6 +100,7 @@ def numbers(case: dict[str, Account]) -> dict[str, dict[str, float]]:
             "acceptance_begin": _ends(arm["acceptance"], first=True),
             "acceptance_end": _ends(arm["acceptance"]),
             "acceptance_at_equal_seconds": _ends(arm["acceptance"][:steps]),
+            "acceptance_mean": float(np.mean(arm["acceptance"])),
             "reward_end": _ends(arm["reward"]), "reward_mean": float(np.mean(arm["reward"])),
             "length_end": _ends(arm["length"]), "logprob_end": _ends(arm["logprob"]),
             "step_seconds": float(np.median(arm["seconds"])), "updates": sum(arm["updates"]),
