@@ -1,7 +1,7 @@
 """SmolLM2-135M-Instruct on worked arithmetic: long answers, one row at a time.
 
-Claim    of 363 s that 30 steps take without speculation, 87 s are saved with a head from
-         train_drafter.py, and 14 to 30 s net where it goes on learning
+Claim    of 363 s that 30 steps take without speculation, a head from train_drafter.py nets 78 s,
+         and 14 to 30 s where it goes on learning
 Command  python experiments/staleness.py --config=staleness_smollm2 --arms=once,every_5,trigger
              --head=DIRECTORY
 Cost     about 7 minutes and 7.1 GiB an arm on 2 CPU cores
