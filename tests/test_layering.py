@@ -30,7 +30,7 @@ SEES |= {
     "actor": BASE | {"model", "host"},
     "drafters": ALL,
     "distill_programs": BASE | {"model", "draft", "rl"},
-    "drafter_life": BASE | {"sampler"},
+    "drafter_life": BASE | {"draft", "sampler"},
     "evolution": ALL | {"sampler", "distill_programs", "drafter_life"},
     "loop": ALL | {"sampler", "drafters", "drafter_life", "evolution"},
     "run": BASE | {"host", "model", "loop"},
