@@ -25,6 +25,7 @@ class Question(NamedTuple):
     arms: Mapping[str, Mapping[str, Mapping[str, Any]]]  # name -> section -> changed fields
     reference: str = FROZEN
     panels: tuple[Panel, ...] = PANELS
+    together: bool = False  # a step's answers in one batch: sooner, where seconds are not asked for
 
 
 def _every(k: int, late: bool = False) -> dict[str, dict[str, Any]]:
@@ -51,7 +52,7 @@ QUESTIONS = types.MappingProxyType({
     "bugs": Question(
         {rule: {"spec": {"rule": rule}} for rule in ("rejection", "rejection_drawn", *BUGS)}
         | {"rejection_every_step": {"spec": {"rule": "rejection"}} | _every(1)},
-        reference=PLAIN, panels=BUG_PANELS),
+        reference=PLAIN, panels=BUG_PANELS, together=True),
 })
 
 
@@ -61,9 +62,14 @@ def configs(config: Config, question: str, head: str) -> dict[str, Config]:
     Args:
       head: directory of the head that all start from.
     """
+    asked = QUESTIONS[question]
+    if asked.together:
+        rows = config.prompts_per_step * config.group_size
+        config = dataclasses.replace(
+            config, rollout=dataclasses.replace(config.rollout, batch_size=rows))
     frozen = dataclasses.replace(config, draft=dataclasses.replace(config.draft, path=head))
     arms = {PLAIN: plain(config), FROZEN: frozen}
-    for name, sections in QUESTIONS[question].arms.items():
+    for name, sections in asked.arms.items():
         changed = {section: dataclasses.replace(getattr(frozen, section), **fields)
                    for section, fields in sections.items()}
         arms[name] = dataclasses.replace(frozen, **changed)
@@ -98,7 +104,7 @@ def _quiet(text: str) -> None:
 
 
 def place(config: Config, question: str, name: str) -> str:
-    """The directory of an arm's run: the name of the first arm that is the same run."""
+    """The directory of an arm's run: that of the first arm that is the same run."""
     mine = configs(config, question, "")[name]
-    return next(other for each in QUESTIONS for other, arm in configs(config, each, "").items()
-                if arm == mine)
+    return next(f"{each}/{other}" for each in QUESTIONS
+                for other, arm in configs(config, each, "").items() if arm == mine)

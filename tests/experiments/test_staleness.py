@@ -125,13 +125,20 @@ def test_arms_are_configs_and_equal_ones_share_a_run() -> None:
     arms = {name: staleness_arms.configs(CONFIG, name, "h") for name in staleness_arms.QUESTIONS}
     places = {(question, name): staleness_arms.place(CONFIG, question, name)
               for question, of in arms.items() for name in of}
-    assert places["losses", "lk"] == places["intervals", "every_1"] == "every_step"
-    assert places["intervals", "late_1"] == "overlap" and places["bugs", "frozen"] == "frozen"
-    assert len(set(places.values())) == 25
+    assert places["losses", "lk"] == places["intervals", "every_1"] == "modes/every_step"
+    assert places["intervals", "late_1"] == "modes/overlap"
+    assert places["losses", "frozen"] == "modes/frozen"
+    assert len(set(places.values())) == 27
     assert arms["intervals"]["late_3"].distill.when == "overlap_k"
     assert {arm.spec.rule for arm in arms["bugs"].values()} <= set(RULES)
     off = dataclasses.replace(CONFIG, distill=dataclasses.replace(CONFIG.distill, loss="tv"))
-    assert staleness_arms.place(off, "losses", "lk") == "lk"
+    assert staleness_arms.place(off, "losses", "lk") == "losses/lk"
+
+
+def test_where_seconds_are_not_asked_for_a_steps_answers_are_one_batch() -> None:
+    arms = {name: staleness_arms.configs(CONFIG, name, "h") for name in ("modes", "bugs")}
+    assert {arm.rollout.batch_size for arm in arms["modes"].values()} == {1}
+    assert {arm.rollout.batch_size for arm in arms["bugs"].values()} == {8}
 
 
 @pytest.mark.parametrize("flags, message", [
