@@ -57,7 +57,7 @@ class DraftTree:
 class Path:
     """What one verification leaves for `commit` and the drafter: the walked path, root first."""
 
-    kv: Any  # one (k [B, G, E, D+1], v [B, G, D+1, E]) a layer
+    kv: Array  # f[D+1, L, 2, G, E, B] keys and values of each layer
     taps: Any  # f[B, D+1, F] projected by the drafter, or None
     draw: Array  # i32[B, N] the actor's own token at each node
     verified: Array  # bool[B, N]

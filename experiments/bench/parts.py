@@ -267,7 +267,7 @@ def commit_part(machine: Machine, at: Situation, params: Any) -> Part:
     arch, depth, dtype = machine.arch, machine.drafter.depth, params["embed"].dtype
     b, g, e = at.rows, arch.num_kv_heads, arch.head_dim
     width, buffer = depth + 1, at.past.shape[2]
-    kv = [(jnp.ones((b, g, e, width), dtype), jnp.ones((b, g, width, e), dtype))] * arch.num_layers
+    kv = jnp.ones((width, arch.num_layers, 2, g, e, b), dtype)
     path = Path(kv=kv, taps=None, draw=None, verified=None)
     ints, floats = jnp.zeros((b, width), jnp.int32), jnp.zeros((b, width))
     verdict = Verdict(tokens=ints, logprob=floats, raw_logprob=floats, kept_mass=floats, path=ints,

@@ -67,4 +67,4 @@ class Drafter(NamedTuple):
     names: tuple[str, ...] = ("draft",)  # of its origins, for metrics
     bind: Callable[[Any, Any], Any] = lambda actor, own: own  # -> the params of the other fields
     taps: tuple[int, ...] = ()  # layers of the actor, 0-based
-    project: Callable[[Any, Array], Array] | None = None  # (params, f[taps * F, ...]) -> f[F, ...]
+    project: Callable[..., Array] | None = None  # (params, f[taps * F, ...], few) -> f[F, ...]

@@ -86,7 +86,7 @@ def eagle(arch: EagleArch, depth: int, branch: int, nodes: int, children: str = 
         fork=_fork, prefill=_prefill,
         bind=functools.partial(_bind, arch, jax.jit(_cast, static_argnums=(0, 3, 4))),
         names=("eagle",), taps=arch.taps,
-        project=lambda params, taps: eagle_model.project(params.weights, taps))
+        project=lambda params, taps, few=False: eagle_model.project(params.weights, taps, few))
 
 
 def _network(arch: EagleArch) -> Network:

@@ -119,9 +119,9 @@ def draft_head(arch: EagleArch, actor_params: Params, vocab: Array) -> Array:
     return head if arch.draft_vocab == arch.actor.vocab_size else head[vocab]
 
 
-def project(params: Params, taps: Array) -> Array:
-    """Features f[F, ...] of tapped layers f[A * F, ...]."""
-    return transformer.project(params["fc"], taps)
+def project(params: Params, taps: Array, few: bool = False) -> Array:
+    """Features f[F, ...] of tapped layers f[A * F, ...]; `few` is as of transformer.project."""
+    return transformer.project(params["fc"], taps, few=few)
 
 
 def logits(arch: EagleArch, params: Params, head: Array | None, hidden: Array,

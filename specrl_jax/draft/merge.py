@@ -51,7 +51,7 @@ def merge(drafters: Sequence[Drafter], nodes: int) -> Drafter:
         names=tuple(name for d in drafters for name in d.names),
         taps=reader.taps if reader else (),
         project=None if reader is None else (
-            lambda params, taps: reader.project(params[readers[0]], taps)))
+            lambda params, taps, few=False: reader.project(params[readers[0]], taps, few)))
 
 
 def _propose(drafters: tuple[Drafter, ...], nodes: int, params: Any, states: Any, tip: Tip,

@@ -67,5 +67,6 @@ def prompt_forward(arch: Architecture, params: Params, tokens: Array, taps: tupl
     cache = Cache(kv=[nothing] * arch.num_layers, length=jnp.zeros(prompts, jnp.int32))
     _, fresh, tapped = tree_forward(arch, params, cache, tokens.reshape(-1), position, packing,
                                     IMPLEMENTATION, taps)
-    blocks = [(k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3)) for k, v in fresh]
+    fresh = jax.tree.map(lambda a: a.reshape(*a.shape[:2], prompts, width), fresh)
+    blocks = [(k.transpose(2, 0, 1, 3), v.transpose(2, 0, 3, 1)) for k, v in fresh]
     return blocks, None if tapped is None else tapped.reshape(-1, prompts, width)

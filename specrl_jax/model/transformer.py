@@ -30,8 +30,13 @@ class Packing:
 
     row: Array  # i32[W]
     node: Array  # i32[W]
-    place: Array  # i32[B, n] index in W; 0 for dead nodes
+    place: Array  # i32[B, n] index in W; 0 for dead nodes; where W = B n, all in order
     parent: Array  # i32[B, n]
+
+    def by_row(self, a: Array) -> Array:
+        """[B, n, ...] of [W, ...]."""
+        return a.reshape(*self.place.shape, *a.shape[1:]) if (
+            self.place.size == a.shape[0]) else a[self.place]
 
 
 def frequencies(arch: Architecture) -> np.ndarray:
@@ -140,7 +145,7 @@ def tree_forward(arch: Architecture, params: Params, cache: Cache, tokens: Array
       taps: layers whose outputs are returned, 0-based.
 
     Returns:
-      final normalised hidden states [F, W]; per layer the new (k, v), each [B, n, G, E]; and the
+      final normalised hidden states [F, W]; per layer the new (k, v), each [G, E, W]; and the
       residual stream after each of `taps`, [len(taps) * F, W], None if there are none.
     """
     rotation = rotations(arch, position)
@@ -148,8 +153,7 @@ def tree_forward(arch: Architecture, params: Params, cache: Cache, tokens: Array
 
     def attend(index: int, q: Array, k: Array, v: Array) -> Array:
         g, r, e, w = q.shape
-        tree_k, tree_v = (jnp.moveaxis(a, -1, 0)[packing.place] for a in (k, v))
-        fresh.append((tree_k, tree_v))
+        tree_k, tree_v = (packing.by_row(jnp.moveaxis(a, -1, 0)) for a in (k, v))
         out = tree_attention(
             q.reshape(g * r, e, w).transpose(2, 0, 1), packing.row, packing.node, tree_k, tree_v,
             packing.parent, *cache.kv[index], cache.length, scale=e**-0.5,
@@ -158,7 +162,8 @@ def tree_forward(arch: Architecture, params: Params, cache: Cache, tokens: Array
 
     x = embed(params, tokens)
     for index, layer in enumerate(params["layers"]):
-        x, _ = block(arch, layer, index, x, rotation, attend, few=True)
+        x, kv = block(arch, layer, index, x, rotation, attend, few=True)
+        fresh.append(kv)
         if index in taps:
             tapped.append(x)
     return (rms_norm(x, params["final_norm"], arch.norm_eps, few=True), fresh,

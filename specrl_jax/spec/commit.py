@@ -15,7 +15,7 @@ def append(cache: Cache, path: Path, count: Array) -> Cache:
     Entries are sorted by the segment they go to, and each segment has its own loop over its entries
     alone; plain decoding pays for one entry a row.
     """
-    width = path.kv[0][0].shape[3]
+    width = path.kv.shape[0]
     sizes = [k.shape[3] for k in cache.kv[0][0]]
     place = cache.length[:, None] + jnp.arange(width)[None]
     within = jnp.arange(width)[None] < count[:, None]
@@ -33,18 +33,18 @@ def append(cache: Cache, path: Path, count: Array) -> Cache:
     return Cache(kv=kv, length=cache.length + count)
 
 
-def _write(new: list, order: Array, place: Array, step: Array, kv: list) -> list:
+def _write(new: Array, order: Array, place: Array, step: Array, kv: list) -> list:
     """Writes entry order[step] of the path into one segment of every layer."""
-    zero, width = jnp.int32(0), new[0][0].shape[3]
+    zero, width, (g, e) = jnp.int32(0), new.shape[0], new.shape[3:5]
     entry = order[step].astype(jnp.int32)
     b, d, at = entry // width, entry % width, place[entry]
     out = []
-    for (k, v), (new_k, new_v) in zip(kv, new, strict=True):
-        column = jax.lax.dynamic_slice(new_k, (b, zero, zero, d), (1, *new_k.shape[1:3], 1))
-        line = jax.lax.dynamic_slice(new_v, (b, zero, d, zero),
-                                     (1, new_v.shape[1], 1, new_v.shape[3]))
-        out.append((jax.lax.dynamic_update_slice(k, column, (b, zero, zero, at)),
-                    jax.lax.dynamic_update_slice(v, line, (b, zero, at, zero))))
+    for layer, (k, v) in enumerate(kv):
+        column, line = (jax.lax.dynamic_slice(new, (d, layer, i, 0, 0, b), (1, 1, 1, g, e, 1))
+                        for i in (0, 1))
+        out.append((
+            jax.lax.dynamic_update_slice(k, column.reshape(1, g, e, 1), (b, zero, zero, at)),
+            jax.lax.dynamic_update_slice(v, line.reshape(1, g, 1, e), (b, zero, at, zero))))
     return out
 
 

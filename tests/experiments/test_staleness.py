@@ -163,20 +163,20 @@ def test_bad_input_ends_in_one_line(command: Any, flags: list[str], message: str
 
 
 @pytest.mark.parametrize("flags, message", [
-    (["--questions=bugs", "--config.rollout.batch_size=32"],
+    (["--questions=bugs", "--config.prompts_per_step=8"],
      "error: bugs, arm rejection_drawn: spec.max_packed = 64: "),
     (["--questions=intervals"], "error: intervals, arm frozen: "),
 ])
 def test_an_arm_that_cannot_run_is_refused_before_the_first_one_does(
         command: Any, flags: list[str], message: str, tmp_path: Path) -> None:
-    other = tmp_path / "runs" / "0" / "frozen"
+    other = tmp_path / "runs" / "0" / "modes" / "frozen"
     if "frozen" in message:  # what lies there is another run
         other.mkdir(parents=True)
         (other / "config.json").write_text('{"seed": 7}')
     done = command("staleness.py", "--config=staleness", f"--out={tmp_path / 'new.json'}",
                    f"--workdir={tmp_path / 'runs'}", *flags)
     assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1
-    assert not (tmp_path / "new.json").exists() and not (tmp_path / "runs/0/plain").exists()
+    assert not (tmp_path / "new.json").exists() and not (tmp_path / "runs/0/modes/plain").exists()
 
 
 def as_made(config: Config) -> dict[str, Any]:

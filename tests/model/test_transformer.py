@@ -42,10 +42,12 @@ def cache_of(arch: Architecture, params: Any, tokens: np.ndarray, length: np.nda
     _, fresh = tree_logits(arch, params, empty, jnp.asarray(tokens.reshape(-1)), position,
                            pack_all(chain))
     seen = jnp.arange(slots)[None] < jnp.asarray(length)[:, None]
-    room = ((0, 0), (0, slots - width), (0, 0), (0, 0))
+    room = ((0, 0), (0, 0), (0, 0), (0, slots - width))
     kv = []
-    for k, v in fresh:
-        k, v = jnp.pad(k, room).transpose(0, 2, 3, 1), jnp.pad(v, room).transpose(0, 2, 1, 3)
+    for pair in fresh:
+        k, v = (jnp.pad(jnp.moveaxis(a.reshape(*a.shape[:2], batch, width), 2, 0), room)
+                for a in pair)
+        v = v.swapaxes(2, 3)
         kv.append((jnp.where(seen[:, None, None, :], k, garbage),
                    jnp.where(seen[:, None, :, None], v, garbage)))
     return Cache(kv=kv, length=jnp.asarray(length, jnp.int32))
@@ -113,8 +115,8 @@ def test_prefill_and_decoding_equal_the_full_forward(model: Any) -> None:
         kv = []
         for (k, v), (new_k, new_v) in zip(cache.kv, fresh, strict=True):
             for b in range(2):
-                k = k.at[b, :, :, at[b]].set(new_k[b, 0])
-                v = v.at[b, :, at[b]].set(new_v[b, 0])
+                k = k.at[b, :, :, at[b]].set(new_k[..., b])
+                v = v.at[b, :, at[b]].set(new_v[..., b])
             kv.append((k, v))
         cache = Cache(kv=kv, length=cache.length + 1)
 

@@ -22,8 +22,9 @@ def parts(seed: int = 0) -> tuple[Cache, Path]:
                 jnp.asarray(rng.normal(size=(B, G, width, E)), jnp.float32))
 
     cache = Cache(kv=[pair(S) for _ in range(LAYERS)], length=jnp.asarray([0, 5, S - D - 1]))
-    path = Path(kv=[pair(D + 1) for _ in range(LAYERS)], taps=None,
-                draw=jnp.zeros((B, 1), jnp.int32), verified=jnp.ones((B, 1), bool))
+    kv = jnp.asarray(rng.normal(size=(D + 1, LAYERS, 2, G, E, B)), jnp.float32)
+    path = Path(kv=kv, taps=None, draw=jnp.zeros((B, 1), jnp.int32),
+                verified=jnp.ones((B, 1), bool))
     return cache, path
 
 
@@ -41,12 +42,13 @@ def test_append_writes_exactly_count_columns(count: tuple[int, ...], sizes: tupl
     cache, path = parts()
     got = jax.jit(append)(split(cache, sizes), path, jnp.asarray(count))
     assert np.asarray(got.length).tolist() == (np.asarray(cache.length) + count).tolist()
-    for (k, v), (old_k, old_v), (new_k, new_v) in zip(got.kv, cache.kv, path.kv, strict=True):
+    new = np.asarray(path.kv)
+    for layer, ((k, v), (old_k, old_v)) in enumerate(zip(got.kv, cache.kv, strict=True)):
         want_k, want_v = np.array(old_k), np.array(old_v)
         for b in range(B):
             at, n = int(cache.length[b]), count[b]
-            want_k[b, :, :, at : at + n] = np.asarray(new_k)[b, :, :, :n]
-            want_v[b, :, at : at + n] = np.asarray(new_v)[b, :, :n]
+            want_k[b, :, :, at : at + n] = np.moveaxis(new[:n, layer, 0, ..., b], 0, 2)
+            want_v[b, :, at : at + n] = np.moveaxis(new[:n, layer, 1, ..., b], 0, 1)
         np.testing.assert_array_equal(np.concatenate(k, 3), want_k)
         np.testing.assert_array_equal(np.concatenate(v, 2), want_v)
 
@@ -55,8 +57,7 @@ def test_what_lies_beyond_count_is_inert() -> None:
     cache, path = parts()
     count = jnp.asarray([2, 0, 4])
     keep = np.arange(D + 1)[None] < np.asarray(count)[:, None]
-    dirty = path.replace(kv=[(jnp.where(keep[:, None, None, :], k, jnp.nan),
-                              jnp.where(keep[:, None, :, None], v, jnp.nan)) for k, v in path.kv])
+    dirty = path.replace(kv=jnp.where(keep.T[:, None, None, None, None], path.kv, jnp.nan))
     cache = split(cache, (6, 6))
     clean, other = append(cache, path, count), append(cache, dirty, count)
     jax.tree.map(np.testing.assert_array_equal, clean, other)
