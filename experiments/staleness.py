@@ -48,7 +48,7 @@ from specrl_jax.actor import open_actor
 from specrl_jax.config import Config, ConfigError, as_dict
 from specrl_jax.drafter_training import DRAFTER, DrafterTraining, train_drafter
 from specrl_jax.host.compilation import use_persistent_cache
-from specrl_jax.host.metrics import check_config, read_metrics
+from specrl_jax.host.metrics import check_config, read_metrics, write_atomically
 
 ALL = "all"
 EXIT_DIED = 1  # the same command again goes on
@@ -207,11 +207,10 @@ def add_seed(config: Config, workdir: Path, question: str, names: list[str], pat
         _say(f"seed {config.seed}, {question}: {name}")
         place = workdir / staleness_arms.place(config, question, name)
         try:
-            took, load = _run(arms[name], place)
+            found = _run(arms[name], place)
         except ProcessDied as died:
             raise ProcessDied(f"seed {config.seed}, {question}, arm {name}: {died}") from died
-        case[name] = staleness.account(place, arms[name], case.get(PLAIN)) | {
-            "wall_seconds": took, "load": load}
+        case[name] = staleness.account(place, arms[name], case.get(PLAIN)) | found
         _conclude(question, path, made)
     _conclude(question, path, made)
     staleness.draw(made["cases"], path.with_suffix(".png"), QUESTIONS[question].panels)
@@ -222,15 +221,20 @@ def _conclude(question: str, path: Path, made: dict[str, Any]) -> None:
     results.write(path, made)
 
 
-def _run(config: Config, workdir: Path) -> tuple[float, float]:
+def _run(config: Config, workdir: Path) -> dict[str, float]:
     """Runs or resumes an arm: its seconds, see `wall_seconds`, and the load before.
 
-    In a process of its own: after some arms in one, programs would fill the memory.
+    In a process of its own: after some arms in one, programs would fill the memory. What another
+    question ran already is not run again, and has the seconds and load that it had then.
     """
-    load, at, began = os.getloadavg()[0], time.time(), time.perf_counter()
-    train_apart(config, workdir)
-    elapsed = time.perf_counter() - began
-    return round(staleness.wall_seconds(read_metrics(workdir), at, elapsed), 1), load
+    told = workdir / "took.json"
+    if not told.exists():
+        load, at, began = os.getloadavg()[0], time.time(), time.perf_counter()
+        train_apart(config, workdir)
+        elapsed = time.perf_counter() - began
+        took = round(staleness.wall_seconds(read_metrics(workdir), at, elapsed), 1)
+        write_atomically(told, [json.dumps({"wall_seconds": took, "load": load})])
+    return json.loads(told.read_text(encoding="utf-8"))
 
 
 def _head_of(workdir: Path) -> Path:

@@ -140,7 +140,7 @@ class Life:
 
         Whatever is used later is compiled here.
         """
-        checksum(self.sampler.params), checksum(self.head)
+        checksum(self.head)
         if self._known:
             self._look(), self._listen()
             return

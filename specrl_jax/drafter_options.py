@@ -98,8 +98,8 @@ class DistillConfig(DistillOptions):
 
     when: str = option("off", "off; once: before RL, on the actor's own answers; every_k; "
                               "every_step; trigger: when acceptance falls by more than the actor's "
-                              "entropy explains; overlap: beside the next rollout, a step late; "
-                              "overlap_k: so, but every k steps")
+                              "entropy explains; overlap: beside the policy update, published "
+                              "a step late; overlap_k: so, but every k steps")
     every: int = option(5, "every_k, overlap_k: steps from one training to the next")
     updates: int = option(4, "updates of one training")
     batch: int = option(16, "sequences of one update")

@@ -109,12 +109,18 @@ class Evolution:
         """Keeps features of a rollout where the schedule asks for them; its metrics.
 
         The weights that said it are still published. With `trigger` acceptance is measured too.
+        Late updates begin here, so that they run beside the policy update, after those of the step
+        before were published.
         """
-        if not schedule.collects(self.options, step):
-            return {}
-        repaired = self._repair()
-        self.keep(rollout, reward, advantage, step)
-        return repaired | (self._watch(step) if schedule.watches(self.options) else {})
+        told = self._publish_late()
+        if schedule.collects(self.options, step):
+            told |= self._repair()
+            self.keep(rollout, reward, advantage, step)
+        if schedule.watches(self.options):
+            told |= self._watch(step)
+        if schedule.late(self.options) and schedule.due(self.options, step, self.staleness):
+            self._start_beside(step)
+        return told
 
     def keep(self, rollout: Rollout, reward: np.ndarray, advantage: np.ndarray, step: int) -> None:
         """Adds the features of a rollout by the published weights."""
@@ -147,12 +153,12 @@ class Evolution:
     # After a policy update.
 
     def train(self, step: int) -> dict[str, Any]:
-        """Updates and publishes if that is due; metrics."""
-        told = self._publish_late() | {"distill/buffer_bytes": self.features.nbytes}
-        if not schedule.due(self.options, step, self.staleness):
-            return told
-        return told | (self._start_beside(step) if schedule.late(self.options)
-                       else self.train_now(step))
+        """Updates and publishes if that is due at once; metrics."""
+        told = {"distill/buffer_bytes": self.features.nbytes}
+        at_once = not schedule.late(self.options)
+        if at_once and schedule.due(self.options, step, self.staleness):
+            told |= self.train_now(step)
+        return told
 
     def train_now(self, step: int) -> dict[str, Any]:
         """The updates of one training, and the next version."""
@@ -207,12 +213,10 @@ class Evolution:
 
     # One step late.
 
-    def _start_beside(self, step: int) -> dict[str, Any]:
+    def _start_beside(self, step: int) -> None:
         """Begins this step's updates in a thread; features and what is lent are copies."""
-        repaired = self._repair()
         self._ahead = self._beside.submit(self._run, self.state, self._lend_now(),
                                           list(self._draws(step)))
-        return repaired
 
     def _publish_late(self) -> dict[str, Any]:
         """Waits for the updates that the step before began."""

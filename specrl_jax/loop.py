@@ -108,6 +108,7 @@ class Trainer:
     def compile(self, say: Callable[[str], None]) -> None:
         """Compiles everything a step may run."""
         self.sampler.compile(say)
+        checksum(self.sampler.params)
         if self.life:
             self.life.begin()
         if self.evolution:
@@ -208,15 +209,15 @@ class Trainer:
 
     def _before_rollout(self) -> dict[str, Any]:
         """What becomes of the drafter before a step's rollout, and what will draft it."""
+        acts = {"checksum/policy": checksum(self.sampler.params)}
         if not self.life:
-            return {}
+            return acts
         fault, told = self.life.inspect(), {"distill/updates": 0} if self.evolution else {}
         if self.evolution and self.config.distill.when == "once" and self.step_number == 0:
             told |= self._learn_first()
         told |= {"drafter/fault": fault} if fault else {}
         return {"drafter/faults": self.life.faults, "drafter/held": float(self.life.held),
-                "checksum/drafter": checksum(self.life.head),
-                "checksum/policy": checksum(self.sampler.params)} | told
+                "checksum/drafter": checksum(self.life.head)} | acts | told
 
     def _learn_first(self) -> dict[str, Any]:
         """The one training of `once`: on answers that the initial actor gives outside RL."""

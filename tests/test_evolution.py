@@ -308,6 +308,42 @@ def test_a_drafter_that_nobody_published_is_named_before_it_drafts(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("fault", PUT)
+def test_a_faulty_drafter_that_nobody_looks_at_changes_no_token(
+        fault: str, learning: Trainer) -> None:
+    expected, good = undrafted(learning), learning.sampler.own
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(learning, "evolution", None)
+        patched.setattr(learning, "learn", lambda *rollout: {"applied": 1.0})
+        patched.setattr(learning.life, "inspect", lambda: "")
+        PUT[fault](learning)
+        record, tokens = step(learning)
+    learning.step_number -= 1
+    learning.sampler.publish_drafter(good, learning.life.version)
+    assert tokens == expected and "drafter/fault" not in record
+    assert (record["rollout/drafted"] > 0) == (fault != "not finite")
+
+
+@pytest.mark.slow
+def test_of_merged_drafters_the_head_is_looked_after(learning: Trainer) -> None:
+    """The head is one part of what is published."""
+    merged = dataclasses.replace(SPEC, drafter="merge", max_nodes=6, nodes=6)
+    trainer = micro_trainer_to_compile(dataclasses.replace(
+        config("every_step", canary=8), spec=merged), **INVARIANT)
+    trainer.compile(lambda text: None)
+    step(trainer), step(trainer)
+    assert trainer.life.version == 2 and not trainer.warnings
+    sampler, part = trainer.sampler, trainer.sampler.drafting.part
+    for fault, spoiled in (("zeroed", SPOILED["zeroed"]), ("shuffled", shuffled)):
+        expected, version, own = undrafted(trainer), trainer.life.version, list(sampler.own)
+        own[part] = put(trainer, own[part] | {"weights": spoiled(own[part]["weights"])})
+        sampler.publish_drafter(tuple(own), version)
+        record, tokens = step(trainer)
+        assert record["drafter/fault"] == fault and fault in trainer.warnings.pop()
+        assert tokens == expected and trainer.life.version == version + 1
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["not finite", "zeroed", "shuffled", "vocabulary map"])
 def test_a_learner_that_was_damaged_goes_back_to_what_it_published(
         fault: str, learning: Trainer) -> None:
@@ -321,8 +357,10 @@ def test_a_learner_that_was_damaged_goes_back_to_what_it_published(
     if fault == "vocabulary map":
         evolution.vocab = put(learning, other_map(learning))
     evolution.state = evolution.state.replace(params=put(learning, params))
-    record, _ = step(learning)
+    expected = undrafted(learning)
+    record, tokens = step(learning)
     assert record["drafter/fault"] == fault and fault in learning.warnings.pop()
+    assert tokens == expected
     assert learning.life.version == version + 1  # one training on, from the version before
     assert step(learning)[0]["rollout/accept_length"] > 1.1
 
@@ -378,7 +416,13 @@ def test_a_late_update_that_spoils_the_drafter_is_not_published() -> None:
     trainer.compile(lambda text: None)
     step(trainer), step(trainer)
     trainer.evolution._join()  # these updates are well
-    version = trainer.life.version
+    version, learn, beside = trainer.life.version, trainer.learn, []
+
+    def watched(*rollout: Any) -> dict[str, Any]:
+        beside.append(trainer.evolution._ahead is not None)
+        return learn(*rollout)
+
+    trainer.learn = watched
     with pytest.MonkeyPatch.context() as patched:
         spoil(trainer, "not finite", patched)
         record, _ = step(trainer)  # publishes what the step before learned
@@ -389,7 +433,7 @@ def test_a_late_update_that_spoils_the_drafter_is_not_published() -> None:
     assert record["drafter/fault"] == "not finite" and trainer.life.version == version + 1
     assert tokens == expected and "not finite" in trainer.warnings.pop()
     step(trainer)
-    assert trainer.life.version == version + 2 and not trainer.warnings
+    assert trainer.life.version == version + 2 and not trainer.warnings and beside == [True] * 3
 
 
 @pytest.mark.slow
@@ -471,9 +515,11 @@ def test_a_head_that_loses_a_little_at_each_publish_is_named_in_the_end() -> Non
 @pytest.mark.slow
 def test_without_a_good_version_nothing_is_drafted_until_there_is_one(learning: Trainer) -> None:
     life, good = learning.life, learning.sampler.own
+    expected = undrafted(learning)
     published(learning, weights=jax.tree.map(lambda a: a * 0, weights(learning)))
     life._good = learning.sampler.own  # the copy that would help is gone too
-    record, _ = step(learning)
+    record, tokens = step(learning)
+    assert tokens == expected
     assert record["drafter/fault"] == "zeroed" and record["drafter/held"] == 1
     assert record["rollout/accept_length"] == 1 and record["rollout/drafted"] == 0
     learning.warnings.clear()

@@ -195,8 +195,8 @@ def _figures(rows: Rows, samples: Rows) -> tuple[list[tuple[str, str]], list[tup
                   ("seconds saved, spent and lost by the controller", "time/saved",
                    lambda ax: plot_saved(ax, rows))]
     if any("time/net" in row for row in rows):
-        plots.append(("seconds saved by speculation less those spent on the drafter", "time/net",
-                      lambda ax: plot_net(ax, rows)))
+        plots.append(("seconds saved by speculation (estimated) less those spent on the drafter",
+                      "time/net", lambda ax: plot_net(ax, rows)))
     drawable = [p for p in plots if np.isfinite(column(rows, p[1])).any()]
     figures = [(name, draw_svg(name, "step", draw)) for name, _, draw in drawable]
     missing = [(name, key) for name, key, _ in plots if (name, key) not in

@@ -1,8 +1,8 @@
 """Distillation: the drafter learns the actor's distribution where the actor has been.
 
-Its targets are recomputed from the actor's final hidden states, over the whole vocabulary; nothing
-here has a gradient with respect to the actor. Of a micro-batch, [Vd, tokens] exists for one depth
-at a time.
+Its targets are recomputed from the actor's final hidden states, over the whole vocabulary, a
+micro-batch at a time; nothing here has a gradient with respect to the actor. Of a micro-batch the
+actor's [Vd, tokens] exists once, and the drafter's for one depth at a time.
 
 Further letters: `J` unrolled steps, `Vd` draft vocabulary, `S` = columns of prompt and response
 together, `T` here the response tokens that any row may have, `A` tapped layers.

@@ -68,7 +68,7 @@ def watches(options: DistillConfig) -> bool:
 
 
 def late(options: DistillConfig) -> bool:
-    """Whether updates run beside the next rollout and are published a step late."""
+    """Whether updates run beside the policy update and are published a step late."""
     return options.when in ("overlap", "overlap_k")
 
 

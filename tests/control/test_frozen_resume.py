@@ -13,12 +13,19 @@ from specrl_jax.host.metrics import read_metrics
 UNEQUAL = ("time/", "memory/", "compilations", "rollout/tokens_per_second")
 
 
+LEARNS = ("--config.spec.drafter=eagle", "--config.distill.batch=4", "--config.distill.updates=1",
+          "--config.distill.micro_batch=4", "--config.distill.canary=2", "--config.draft.vocab=256")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", ["budget", "bandit"])
-def test_a_resumed_run_chooses_what_it_would_have_chosen(policy: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("policy, learns", [
+    ("budget", ()), ("bandit", ()), ("budget", (*LEARNS, "--config.distill.when=every_step")),
+    ("budget", (*LEARNS, "--config.distill.when=overlap"))])
+def test_a_resumed_run_chooses_what_it_would_have_chosen(
+        policy: str, learns: tuple[str, ...], tmp_path: Path) -> None:
     table = f"--config.control.cost_table={tmp_path / 'cost.json'}"
     flags = (f"--config.control.policy={policy}", "--config.control.clock=frozen", table,
-             "--config.checkpoint_every=2")
+             "--config.checkpoint_every=2", *learns)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     run_training(whole, *flags, "--config.steps=4")
     for steps in (2, 4):
@@ -30,7 +37,8 @@ def test_a_resumed_run_chooses_what_it_would_have_chosen(policy: str, tmp_path: 
     for row in read_metrics(parts):  # by the controller's table, after a resume as before
         took = sum(launch["seconds"] for launch in row["time/launches"])
         assert row["time/saved"] == pytest.approx(row["control/off_seconds"] - took, abs=1e-3)
-    for key in ("actor", "control", "acceptance"):
+    learned = ("drafter", "drafter_features") if learns else ()
+    for key in ("actor", "control", "acceptance", *learned):
         arrays = [jax.tree.leaves(restore_part(w / "checkpoints", 4, key)) for w in (whole, parts)]
         assert len(arrays[0]) == len(arrays[1]) > 0
         for a, b in zip(*arrays, strict=True):

@@ -243,12 +243,14 @@ from pathlib import Path
 sys.path.insert(0, sys.argv.pop(1))
 import config_flags, staleness
 from bench.apart import ProcessDied
-from specrl_jax.host.metrics import Writer
+from specrl_jax.config import as_dict
+from specrl_jax.host.metrics import Writer, write_config
 
 def train_apart(config, workdir):
     if workdir.name == "once" and not workdir.exists():
         workdir.mkdir(parents=True)
         raise ProcessDied("its process was killed")
+    write_config(workdir, as_dict(config))
     with Writer(workdir, 0) as writer:
         for step in range(2):
             writer.write_step({"step": step, "time/step": 1.0}, [])
@@ -282,6 +284,9 @@ def test_after_a_killed_arm_the_same_command_goes_on_and_then_only_draws(tmp_pat
     assert drawn.returncode == 0 and "seed 0, modes" not in drawn.stderr, drawn.stderr
     assert file.with_suffix(".png").exists()
     assert json.loads(file.read_text())["summary"] == made["summary"] != {}
+    file.unlink()
+    assert ask().returncode == 0  # no run is taken again, nor timed
+    assert json.loads(file.read_text())["cases"] == made["cases"]
 
 
 def test_a_process_that_is_killed_is_no_traceback(
