@@ -35,8 +35,9 @@ class Packing:
 
     def by_row(self, a: Array) -> Array:
         """[B, n, ...] of [W, ...]."""
-        return a.reshape(*self.place.shape, *a.shape[1:]) if (
-            self.place.size == a.shape[0]) else a[self.place]
+        if self.place.size == a.shape[0]:
+            return a.reshape(*self.place.shape, *a.shape[1:])
+        return a[self.place]
 
 
 def frequencies(arch: Architecture) -> np.ndarray:
