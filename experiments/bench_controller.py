@@ -17,7 +17,7 @@ keeps those that --out holds.
 
 import dataclasses
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,18 +43,19 @@ PRESET = flags.DEFINE_enum("preset", "small", ["small", "smollm2"], "which cells
 CELLS = flags.DEFINE_list("cells", [], "names of cells; none is all of the preset")
 POLICIES = flags.DEFINE_list("policies", list(controller.POLICIES),
                              f"some of {', '.join(controller.POLICIES)}; budget is needed")
-REPEATS = flags.DEFINE_integer("repeats", 8, "runs of each arm, half to choose, half to time",
-                               lower_bound=4)
-MOST = flags.DEFINE_integer("most", 24, "runs of each arm at most", lower_bound=4)
+REPEATS = flags.DEFINE_integer("repeats", 8, "runs of each arm at a time, half to choose, half to "
+                               "time", lower_bound=4)
 PRECISE = flags.DEFINE_float("precise", 0.03, "half-width of budget's 95 % interval at which a "
-                             "cell may end before --most runs", lower_bound=0)
+                             "cell ends", lower_bound=0)
+SECONDS = flags.DEFINE_float("seconds", 80, "of timed runs, after which a cell ends however wide "
+                             "the interval is", lower_bound=0)
 OUT = flags.DEFINE_string("out", None, "JSON file (default: results/bench_controller_PRESET.json "
                           "in experiments); the picture lies beside it as .png")
 RESUME = flags.DEFINE_boolean("resume", False, "keep the cells that --out already holds")
 
 SMALL = Architecture(vocab_size=8192, hidden_size=384, intermediate_size=1024, num_layers=8,
                      num_heads=6, num_kv_heads=2, head_dim=64, max_position=4096)
-SMALL_TOKENS = 32  # of a uniform row
+SMALL_TOKENS = {1: 128, 4: 128, 16: 64, 64: 32}  # of a uniform row, by rows
 
 
 def main(config: Config, workdir: Path) -> int:
@@ -81,17 +82,18 @@ def _main(config: Config) -> int:
     for cell in cells:
         if cell.name not in result["cases"]:
             shapes.setdefault((cell.rows, cell.context), []).append(cell)
-    left = Left(sum(controller.work(cell) for of_shape in shapes.values() for cell in of_shape))
+    left = Left(sum(map(len, shapes.values())))
     for (rows, context), of_shape in shapes.items():
         _say(f"{rows} rows, context {context}: compiling and measuring")
         shape = bench.shape(rows, context)
         for cell in of_shape:
             _say(f"{cell.name}, cell {len(result['cases']) + 1} of {len(cells)}, {left}")
-            found = controller.run_cell(shape, cell, REPEATS.value, MOST.value, PRECISE.value, _say)
+            found = controller.run_cell(
+                shape, cell, REPEATS.value, PRECISE.value, SECONDS.value, _say)
             result["cases"][cell.name] = found | {"command": results.command(sys.argv)}
             result["summary"] = controller_stats.summarize(result["cases"])
             results.write(out, result)
-            left.finished(controller.work(cell))
+            left.finished(1)
         del shape
         jax.clear_caches()
     show.console().print(table(result["cases"]))
@@ -101,15 +103,24 @@ def _main(config: Config) -> int:
 
 
 class Bench:
-    """A model, its prompts, and how shapes of it are made."""
+    """A model, its prompts, and how shapes of it are made.
+
+    Args:
+      tokens: of a uniform row, by rows; rollout.max_new_tokens where there are none.
+    """
 
     def __init__(self, config: Config, source: Source, params: Any, stop: Sequence[int],
-                 drafter: str, prompts: Sequence[Sequence[int]] | None) -> None:
+                 drafter: str, prompts: Sequence[Sequence[int]] | None,
+                 tokens: Mapping[int, int]) -> None:
         self.config, self.source, self.params, self.stop = config, source, params, stop
         self.drafter, self.prompts, self.counter = drafter, prompts, CompilationCounter()
+        self.tokens = tokens
 
     def shape(self, rows: int, context: int) -> Shape:
-        return Shape(self.config, self.source, self.params, self._prompts(rows, context), self.stop,
+        tokens = self.tokens.get(rows, self.config.rollout.max_new_tokens)
+        config = dataclasses.replace(self.config, rollout=dataclasses.replace(
+            self.config.rollout, max_new_tokens=tokens))
+        return Shape(config, self.source, self.params, self._prompts(rows, context), self.stop,
                      self.drafter, POLICIES.value, self.counter)
 
     def _prompts(self, rows: int, context: int) -> list[list[int]]:
@@ -135,17 +146,16 @@ class Bench:
 def _small(config: Config) -> Bench:
     """Random weights; everything but sizes and policies' options is fixed."""
     source = Source(SMALL, byte_tokenizer(), random_tensors(SMALL, 0), "random")
-    rollout = dataclasses.replace(
-        config.rollout, max_new_tokens=SMALL_TOKENS, temperature=1.0, top_k=0, top_p=1.0)
+    rollout = dataclasses.replace(config.rollout, temperature=1.0, top_k=0, top_p=1.0)
     config = dataclasses.replace(config, rollout=rollout)
-    return Bench(config, source, jax.device_put(source.params()), (), "replay", None)
+    return Bench(config, source, jax.device_put(source.params()), (), "replay", None, SMALL_TOKENS)
 
 
 def _smollm2(config: Config) -> Bench:
     config, actor = run_flags.resolve(config)
     prompts = make_prompts(config, actor.source.tokenizer, _say).tokens
     return Bench(config, actor.source, actor.params(sharding.make_mesh(config.mesh)),
-                 actor.source.tokenizer.stop_ids, config.spec.drafter, prompts)
+                 actor.source.tokenizer.stop_ids, config.spec.drafter, prompts, {})
 
 
 def table(cases: dict[str, Any]) -> Table:

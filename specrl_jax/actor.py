@@ -39,7 +39,7 @@ class Actor:
         described = architecture.describe(self.source.arch)
         places = sharding.shardings(described, sharding.ROLLOUT_RULES, mesh, architecture.is_param)
         if self.step == 0:
-            return jax.tree.map(sharding.put, places, self.source.params())
+            return sharding.put(places, self.source.params())
         abstract = jax.tree.map(
             lambda param, place: jax.ShapeDtypeStruct(param.shape, jnp.float32, sharding=place),
             described, places, is_leaf=architecture.is_param)

@@ -37,13 +37,11 @@ class Programs:
 
     def rows(self, values: Any) -> Any:
         """Host arrays [n, b, ...], the rows over data shards."""
-        place = NamedSharding(self.mesh, P(None, sharding.ROWS))
-        return jax.tree.map(functools.partial(sharding.put, place), values)
+        return sharding.put(NamedSharding(self.mesh, P(None, sharding.ROWS)), values)
 
     def whole(self, values: Any) -> Any:
         """Host arrays, everywhere."""
-        place = sharding.replicated(self.mesh)
-        return jax.tree.map(functools.partial(sharding.put, place), values)
+        return sharding.put(sharding.replicated(self.mesh), values)
 
     def lessons(self, values: Lessons) -> Lessons:
         """Host lessons on the devices, as the rows of their texts lie."""

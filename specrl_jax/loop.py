@@ -74,7 +74,7 @@ class Trainer:
         self.places = sharding.shardings(described, sharding.LEARNER_RULES, self.mesh,
                                          architecture.is_param)
         say(f"loading {source.source}")
-        params = jax.tree.map(sharding.put, self.places, source.params())
+        params = sharding.put(self.places, source.params())
         self.reference = jax.tree.map(jnp.copy, params) if config.learner.kl else None
         self.optimizer = learner.make_optimizer(config.learner)
         self.state = LearnerState(params, jax.jit(
@@ -163,8 +163,7 @@ class Trainer:
             together=self.config.together, keep_all=bool(config.kl) or config.updates > 1)
         rows = NamedSharding(self.mesh, P(None, sharding.ROWS))
         whole = sharding.replicated(self.mesh)
-        return (jax.tree.map(functools.partial(sharding.put, rows), batch),
-                jax.tree.map(functools.partial(sharding.put, whole), totals))
+        return sharding.put(rows, batch), sharding.put(whole, totals)
 
     # The step.
 

@@ -89,7 +89,7 @@ class Sampler:
         self._cast = publisher(arch, mesh, dtype)
         self.params: Any = None
         self.drafter_params: Any = ()
-        self.own = jax.tree.map(lambda a: self.engine.everywhere(a), self.drafting.own)
+        self.own = self.engine.everywhere(self.drafting.own)
         warn_of_broken(self.drafting.own, warn)
         self.version, self.drafter_version = -1, 0
 

@@ -241,7 +241,7 @@ def weights(trainer: Trainer) -> Any:
 
 
 def put(trainer: Trainer, tree: Any) -> Any:
-    return jax.tree.map(lambda a: trainer.sampler.engine.everywhere(np.asarray(a)), tree)
+    return trainer.sampler.engine.everywhere(tree)
 
 
 def published(trainer: Trainer, **head: Any) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from specrl_jax.rollout.layout import request
 from specrl_jax.sampler import Sampler
 
 from .controller_stats import describe, half_width
-from .timing import ROWS_OF_WEIGHTS, alternate
+from .timing import alternate
 from .workload import heavy_limits
 
 POLICIES = ("budget", "respec", "bandit", "oracle")
@@ -64,12 +65,6 @@ def pick(cells: Sequence[Cell], names: Sequence[str]) -> list[Cell]:
         if name not in known:
             raise ConfigError(f"--cells={name}: choose of {', '.join(known)}")
     return [known[name] for name in names] if names else list(cells)
-
-
-def work(cell: Cell) -> float:
-    """What a cell takes next to others: rounds, and rows and context of each."""
-    rounds = 1 if cell.lengths == "uniform" else 2
-    return rounds * (ROWS_OF_WEIGHTS + cell.rows * (1 + cell.context / 1024))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,8 +147,7 @@ class Shape:
                 tables = jax.tree.map(np.asarray, engine.control.tables)
                 engine.control = machine.controller.init().replace(tables=tables)
             if cell.corruption is not None:
-                sampler.drafter_params = jax.tree.map(engine.everywhere,
-                                                      replaying(cell.corruption))
+                sampler.drafter_params = engine.everywhere(replaying(cell.corruption))
 
 
 def shaped(config: Config, rows: int, context: int, group: int, drafter: str, policy: str
@@ -176,14 +170,14 @@ def shaped(config: Config, rows: int, context: int, group: int, drafter: str, po
     return dataclasses.replace(config, rollout=rollout, spec=spec, control=control)
 
 
-def run_cell(shape: Shape, cell: Cell, repeats: int, most: int, precise: float,
+def run_cell(shape: Shape, cell: Cell, repeats: int, precise: float, seconds: float,
              say: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
     """Times off, every fixed setting and every policy alternately, until the ratio is known.
 
     Args:
-      repeats: runs of each arm, half of which choose the best fixed setting; at least 4.
-      most: runs at which it ends in any case.
-      precise: half-width of budget's 95 % interval at which it may end.
+      repeats: runs of each arm at a time, half of which choose the best fixed setting; at least 4.
+      precise: half-width of budget's 95 % interval at which it ends.
+      seconds: of timed runs, after which it ends in any case.
     """
     limits = shape.limits(cell.lengths)
     shape.begin(cell)
@@ -199,12 +193,11 @@ def run_cell(shape: Shape, cell: Cell, repeats: int, most: int, precise: float,
         for _ in range(WARM_UPS - 1):
             arms[policy]()
     runs: dict[str, list[Run]] = {name: [] for name in arms}
-    while True:
+    began = time.perf_counter()
+    while not runs["off"] or (half_width(_times(runs), "budget") > precise
+                              and time.perf_counter() - began < seconds):
         for name, new in alternate(arms, repeats, say).items():
             runs[name] += new
-        done = len(runs["off"])
-        if done + repeats > most or half_width(_times(runs), "budget") <= precise:
-            break
     return describe(_times(runs)) | {
         "cell": cell._asdict(), "tokens": int(plain.result.sequences.length.sum()),
         "compilations": sum(run.compilations for of in runs.values() for run in of),

@@ -58,7 +58,7 @@ def describe(times: Times) -> dict[str, Any]:
         "log_mean": log_ratio(times, name, best)[0], "log_error": log_ratio(times, name, best)[1],
         "median_seconds": statistics.median(times[name][1::2])} for name in times}
     return {"best_fixed": best, "pairs": pairs, "arms": arms,
-            "seconds": {name: list(values) for name, values in times.items()}}
+            "seconds": {name: [float(f"{s:.5g}") for s in of] for name, of in times.items()}}
 
 
 def summarize(cells: Mapping[str, Any]) -> dict[str, Any]:

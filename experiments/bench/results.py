@@ -1,6 +1,7 @@
 """Result files: one JSON object, rewritten whole after each case."""
 
 import json
+import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from specrl_jax.host.metrics import write_atomically
 
 from .hardware import machine
 
+NUMBERS = re.compile(r"\[\n([-+.,\w\s]*?)\n *\]")
 DIRECTORY = Path(__file__).resolve().parents[1] / "results"
 
 
@@ -67,4 +69,7 @@ def earlier(path: Path) -> dict[str, Any]:
 
 
 def write(path: Path, result: dict[str, Any]) -> None:
-    write_atomically(path, [json.dumps(result, indent=1) + "\n"])
+    """Indented, but for lists of numbers, which take a line each."""
+    text = json.dumps(result, indent=1)
+    text = NUMBERS.sub(lambda found: "[" + " ".join(found[1].split()) + "]", text)
+    write_atomically(path, [text + "\n"])

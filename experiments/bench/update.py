@@ -44,8 +44,7 @@ class Update:
         self.useful = work.useful_work(batch)
         self.padded = work.padded_work(batch, int(totals.micro_batches))
         rows, whole = NamedSharding(mesh, P(None, sharding.ROWS)), sharding.replicated(mesh)
-        self.args = (jax.tree.map(functools.partial(sharding.put, rows), batch),
-                     jax.tree.map(functools.partial(sharding.put, whole), totals), None, None)
+        self.args = (sharding.put(rows, batch), sharding.put(whole, totals), None, None)
         places = jax.tree.map(lambda a: a.sharding, keeper.state)
         self.program = jax.jit(
             functools.partial(learner.update, arch, config.learner, config.rollout.max_new_tokens),

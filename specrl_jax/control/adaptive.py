@@ -308,9 +308,11 @@ def weigh(state: Adaptive, strength: float, left: np.ndarray) -> np.ndarray:
       strength: 0 weighs all alike, 1 wholly by what is saved.
       left: f32[rows], of live rows.
     """
+    if not strength or len(left) == 0:
+        return np.ones_like(left)
     plain = {int(rows): float(np.asarray(table.verify)[0, 0])
              for rows, table in state.tables.items()}
-    if len(left) == 0 or not plain or max(plain.values()) <= 0:
+    if not plain or max(plain.values()) <= 0:
         return np.ones_like(left)
     sizes = sorted(plain)
     seconds = np.interp(np.arange(len(left) + 1), [0, *sizes], [0.0, *(plain[s] for s in sizes)])

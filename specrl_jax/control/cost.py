@@ -82,7 +82,7 @@ def at(table: Table, context: Array) -> tuple[Array, Array]:
     last = table.context.shape[0] - 1
     if last == 0:
         return table.verify[:, 0], table.draft[:, 0]
-    above = jnp.clip(jnp.searchsorted(table.context, context), 1, last)
+    above = jnp.clip(jnp.sum(table.context < context), 1, last)
     low, high = table.context[above - 1], table.context[above]
     share = jnp.clip((context - low) / (high - low), 0.0, 1.0)
     verify, draft = ((1 - share) * a[:, above - 1] + share * a[:, above]

@@ -147,10 +147,10 @@ class Engine:
             lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place), tree)
 
     def put_rows(self, tree: Any) -> Any:
-        return jax.tree.map(lambda a: sharding.put(sharding.rows(self.mesh), a), tree)
+        return sharding.put(sharding.rows(self.mesh), tree)
 
-    def everywhere(self, a: Any) -> Any:
-        return sharding.put(sharding.replicated(self.mesh), a)
+    def everywhere(self, tree: Any) -> Any:
+        return sharding.put(sharding.replicated(self.mesh), tree)
 
     def begin(self, asked: Request) -> RolloutState:
         """The state in which no slot is filled yet; a launch adds the controller's."""
@@ -159,7 +159,7 @@ class Engine:
         if kv is None:
             kv = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype, device=a.sharding),
                               self.layout.abstract_kv(self.shapes.batch))
-        state = jax.tree.map(lambda s, a: sharding.put(s, a), self.layout.shardings(state), state)
+        state = sharding.put(self.layout.shardings(state), state)
         return state.replace(cache=state.cache.replace(kv=kv))
 
     # The rollout.
@@ -198,9 +198,11 @@ class Engine:
             prefill_seconds += launched - started
             waiting = [one.waiting for one in slots]
             smaller = self._next_smaller(batch) if not any(waiting) else 0
-            state = state.replace(
-                estimate=self.everywhere(acceptance.table(self.acceptance, outcomes)),
-                **self._outlook(asked, length, done, batch, any(waiting)))
+            estimate, outlook = sharding.put(
+                (sharding.replicated(self.mesh), sharding.rows(self.mesh)),
+                (acceptance.table(self.acceptance, outcomes),
+                 self._outlook(asked, length, done, batch, any(waiting))))
+            state = state.replace(estimate=estimate, **outlook)
             go = functools.partial(self.launch, batch, params, drafter_params,
                                    waiting=np.asarray(waiting, np.int32), smaller=smaller)
             audited = {}
@@ -227,11 +229,14 @@ class Engine:
         `state`, and what of an adaptive controller's is on the device, are gone afterwards.
         """
         stays = self.machine.controller.adaptive
-        control = jax.tree.map(
-            lambda a: a if stays and isinstance(a, jax.Array) else self.everywhere(a), control)
+        leaves, tree = jax.tree.flatten(control)
+        new = {i: a for i, a in enumerate(leaves) if not (stays and isinstance(a, jax.Array))}
+        whole, rows = sharding.replicated(self.mesh), sharding.rows(self.mesh)
+        new, *rest = sharding.put((whole, rows, whole, whole),
+                                  (new, waiting, np.int32(rounds), np.int32(smaller)))
+        control = jax.tree.unflatten(tree, [new.get(i, a) for i, a in enumerate(leaves)])
         state, seen = self._programs["launch", batch](
-            params, drafter_params, state.replace(control=control), self.put_rows(waiting),
-            *(self.everywhere(np.int32(x)) for x in (rounds, smaller)))
+            params, drafter_params, state.replace(control=control), *rest)
         return state.replace(control=()), state.control, seen
 
     def shrink(self, batch: int, state: RolloutState, slots: np.ndarray) -> RolloutState:
@@ -250,7 +255,7 @@ class Engine:
         self.control = controller.update(self.control, launch)
 
     def _outlook(self, asked: Request, length: np.ndarray, done: np.ndarray, batch: int,
-                 waiting: bool) -> dict[str, Any]:
+                 waiting: bool) -> dict[str, np.ndarray]:
         """Expected lengths and weights of all sequences. While some wait, all tokens are alike."""
         controller = self.machine.controller
         if not controller.adaptive:
@@ -262,7 +267,7 @@ class Engine:
             left, shards = (a.reshape(done.shape) for a in (expected - length, weight))
             for of_shard, tokens, live in zip(shards, left, ~done, strict=True):
                 of_shard[live] = controller.weigh(self.control, batch, tokens[live])
-        return self.put_rows({"expected": expected, "weight": weight})
+        return {"expected": expected, "weight": weight}
 
     def _result(self, state: RolloutState, batch: int, outcomes: Acceptance,
                 trace: list[dict[str, Any]], began: float, prefill_seconds: float) -> Result:

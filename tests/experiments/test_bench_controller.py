@@ -73,8 +73,6 @@ def test_the_time_left_follows_what_was_done(monkeypatch: pytest.MonkeyPatch) ->
     now[0] += 60
     left.finished(2.0)
     assert str(left) == "about 4m00s left"
-    assert controller.work(Cell(64, 64, 0.0, "heavy")) > 3 * controller.work(
-        Cell(1, 64, 0.0, "heavy")) > 5 * controller.work(Cell(1, 64, 0.0, "uniform"))
 
 
 def case(corruption: float, lengths: str, times: dict) -> dict:
@@ -118,7 +116,7 @@ def test_a_cell_of_a_tiny_model() -> None:
                   controller.POLICIES, CompilationCounter())
     for corruption, lengths in ((0.0, "heavy"), (1.0, "uniform")):
         cell = Cell(2, 3, corruption, lengths)
-        found = json.loads(json.dumps(controller.run_cell(shape, cell, 4, 4, 1.0)))
+        found = json.loads(json.dumps(controller.run_cell(shape, cell, 4, 0.0, 0.0)))
         assert found["compilations"] == 0 and all(found["equal_tokens"].values())
         assert list(found["arms"]) == ["off", "1x1x2", "2x1x3", "4x1x5", *controller.POLICIES]
         assert found["pairs"] == 2 and found["cost_error"]["budget"] >= 0

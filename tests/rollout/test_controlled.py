@@ -46,7 +46,7 @@ def controlled(policy: str, file: Path, mesh: Any = None, **options: Any) -> Eng
                          min_batch=2, past=TASK.group, controller=controller, mesh=mesh)
     for name, value in options.items():
         setattr(engine, name, value)
-    params = jax.tree.map(engine.everywhere, PARAMS)
+    params = engine.everywhere(PARAMS)
     engine.compile(params, knobs(0, mesh))
     if controller.adaptive:
         engine.control, _ = probe.priced(
@@ -103,7 +103,7 @@ def budget(tmp_path_factory: Any, plain: Result) -> tuple[Engine, Path]:
 def run(engine: Engine, record: Result, corruption: float, rounds: int = 3) -> Result:
     past = np.where(said(record), record.sequences.tokens, -1).astype(np.int32)
     asked = ask(TASK, past=past.reshape(-1, TASK.group, past.shape[1]))
-    return engine.run(jax.tree.map(engine.everywhere, PARAMS), asked,
+    return engine.run(engine.everywhere(PARAMS), asked,
                       knobs(corruption, engine.mesh), rounds=rounds)
 
 
