@@ -111,7 +111,7 @@ class Life:
     """Which version drafts, and whether it is what was published.
 
     Args:
-      sampler: its drafter has a head that can learn.
+      sampler: its drafter has weights.
       prompts: token ids; the first few are the canary's.
       canary: tokens of each of its answers; 0 is no canary.
       warn: told of faults.
@@ -132,8 +132,8 @@ class Life:
 
     @property
     def head(self) -> Any:
-        """{"weights", "vocab"} that was published last."""
-        return self.sampler.drafting.learned(self.sampler.own)
+        """What was published last: {"weights", "vocab"}, or a small model's weights."""
+        return self.sampler.drafting.kept(self.sampler.own)
 
     def begin(self) -> None:
         """Takes what the sampler drafts with for the first version, unless one was restored.
@@ -155,8 +155,10 @@ class Life:
 
     def _print(self, head: Any) -> Fingerprint:
         """Of a head in the rollout's dtype."""
-        bound = self.sampler.drafting.learned(self.sampler.drafter_params)
-        return fingerprint(_cast(head["weights"], bound.weights), head["vocab"])
+        drafting = self.sampler.drafting
+        like, _ = drafting.weights(drafting.kept(self.sampler.drafter_params))
+        weights, vocab = drafting.weights(head)
+        return fingerprint(_cast(weights, like), vocab)
 
     # Before a rollout.
 
@@ -176,12 +178,12 @@ class Life:
         return fault
 
     def _look(self) -> str:
-        sampler = self.sampler
-        bound = sampler.drafting.learned(sampler.drafter_params)
-        wanted = sampler.drafting.learned(self._good)
-        if _shapes(bound.weights) != _shapes(wanted["weights"]):
+        sampler, drafting = self.sampler, self.sampler.drafting
+        bound, wanted = map(drafting.kept, (sampler.drafter_params, self._good))
+        weights, vocab = drafting.weights(bound)
+        if _shapes(weights) != _shapes(drafting.weights(wanted)[0]):
             return SWAPPED
-        found = fingerprint(bound.weights, bound.vocab)
+        found = fingerprint(weights, vocab)
         older = {v: known for v, known in self._known.items() if v != self.version}
         fault = name_fault(found, self._known[self.version], older)
         fault = fault or (VOCABULARY if self._scores_others(bound) else "")
@@ -191,7 +193,7 @@ class Life:
     def _scores_others(self, bound: Any) -> bool:
         """Whether the actor's rows that score drafts are not those of the draft vocabulary."""
         arch, actor = self.sampler.drafting.head, self.sampler.params
-        if bound.head is None:  # the drafter has its own
+        if arch is None or bound.head is None:  # the drafter has its own
             return False
         if arch.draft_vocab == arch.actor.vocab_size:  # the actor's as they are
             return bound.head is not eagle_model.draft_head(arch, actor, bound.vocab)
@@ -214,7 +216,7 @@ class Life:
         fault = (NOT_FINITE if not found.finite else ZEROED if found.zero else
                  VOCABULARY if found.vocab != last.vocab else "")
         sampler = self.sampler
-        own = sampler.drafting.with_learned(self._good, head)
+        own = sampler.drafting.with_kept(self._good, head)
         if not fault:
             sampler.publish_drafter(own, self.version + 1)
             fault = self._try()
@@ -286,7 +288,7 @@ class Life:
         self.version, self.held, self.faults = meta["version"], meta["held"], meta["faults"]
         self._rate = meta["rate"]
         self._known = {v: Fingerprint(*rest) for v, *rest in meta["known"]}
-        self._good = self.sampler.drafting.with_learned(self.sampler.own, head)
+        self._good = self.sampler.drafting.with_kept(self.sampler.own, head)
         self.sampler.publish_drafter(self._good, self.version)
 
 

@@ -26,19 +26,28 @@ from specrl_jax.model.tokenizer import Tokenizer
 class Drafting:
     """A drafter, and its own weights as host arrays: what its `bind` takes.
 
-    What can learn is an eagle head, {"weights", "vocab"}: all of `own`, or one part of it.
+    What is looked after, and alone can learn, is an eagle head, {"weights", "vocab"}: all of `own`,
+    or one part of it. Where there is none it is a small model's weights, which stay as they are.
     """
 
     drafter: Drafter
     own: Any = ()
     head: EagleArch | None = None  # of what can learn
     part: int | None = None  # where `own` and what is bound are tuples: which of them
+    weighty: bool = False  # there is something to look after
 
-    def learned(self, tree: Any) -> Any:
-        """The part of `own`, or of what is bound, that can learn."""
+    def kept(self, tree: Any) -> Any:
+        """The part of `own`, or of what is bound, that is looked after."""
         return tree if self.part is None else tree[self.part]
 
-    def with_learned(self, own: Any, head: Any) -> Any:
+    def weights(self, tree: Any) -> tuple[Any, Any]:
+        """(weights, draft vocabulary or ()) of `kept`."""
+        if self.head is None:
+            return tree, ()
+        return (tree["weights"], tree["vocab"]) if isinstance(tree, dict) else (tree.weights,
+                                                                                tree.vocab)
+
+    def with_kept(self, own: Any, head: Any) -> Any:
         """`own` with another head."""
         return head if self.part is None else (*own[: self.part], head, *own[self.part + 1 :])
 
@@ -65,10 +74,11 @@ def make(config: Config, arch: Architecture, stop: Sequence[int], group: int,
              _part(name, i, config, arch, stop, group, warn) for i, name in enumerate(names)]
     if config.spec.drafter != "merge":
         return parts[0]
-    learns = next((i for i, part in enumerate(parts) if part.head is not None), None)
+    weighty = [i for i, part in enumerate(parts) if part.weighty]
+    kept = next((i for i in weighty if parts[i].head is not None), (weighty or [None])[0])
     return Drafting(merge([part.drafter for part in parts], config.spec.max_nodes),
                     tuple(part.own for part in parts),
-                    None if learns is None else parts[learns].head, learns)
+                    None if kept is None else parts[kept].head, kept, kept is not None)
 
 
 def _check_drawn(config: Config) -> None:
@@ -107,7 +117,7 @@ def _part(name: str, origin: int, config: Config, arch: Architecture, stop: Sequ
     head, own = _head(config, arch, stop, warn)
     return Drafting(eagle(head, children=config.draft.children, origin=origin,
                           temperature=config.draft.temperature,
-                          drawn=config.spec.rule in DRAWN_RULES, **sizes), own, head)
+                          drawn=config.spec.rule in DRAWN_RULES, **sizes), own, head, weighty=True)
 
 
 def _head(config: Config, arch: Architecture, stop: Sequence[int], warn: Callable[[str], None]
@@ -145,7 +155,7 @@ def _small(config: Config, arch: Architecture, tokenizer: Tokenizer | None, orig
     drafter = small_lm(small.arch, spec.max_steps, spec.max_branch, spec.max_nodes,
                        config.draft.children, temperature=config.draft.temperature, origin=origin,
                        drawn=config.spec.rule in DRAWN_RULES, dtype=jnp.dtype(config.model.dtype))
-    return Drafting(drafter, small.params())
+    return Drafting(drafter, small.params(), weighty=True)
 
 
 def check_tokens(path: str, small: weights.Source, arch: Architecture, tokenizer: Tokenizer

@@ -257,7 +257,7 @@ class Evolution:
 
 def begin(config: Config, sampler: Sampler, prompts: Sequence[Sequence[int]],
           warn: Callable[[str], None]) -> tuple[Life | None, Evolution | None]:
-    """The life and the training of a drafter that can learn, where there are any.
+    """The life of a drafter with weights, and the training of one that can learn.
 
     Raises:
       ConfigError: training is asked for, and nothing can learn.
@@ -267,6 +267,7 @@ def begin(config: Config, sampler: Sampler, prompts: Sequence[Sequence[int]],
         check(not learns, "distill.when", config.distill.when,
               f"spec.drafter = {config.spec.drafter!r} with control.policy = "
               f"{config.control.policy!r} has nothing that learns; choose eagle, or off here")
+    if not sampler.drafting.weighty:
         return None, None
     life = Life(sampler, prompts, config.distill.canary, warn)
     return life, Evolution(config, sampler, life) if learns else None

@@ -111,7 +111,7 @@ def rounds_of(control: Controller) -> Callable[..., Any]:
 
 
 def drive(control: Controller, state: Any, rounds: list[dict[str, Any]]) -> tuple[Any, list]:
-    """Runs rounds, each with its `length` and `accept`, the chance of each draft.
+    """Runs rounds, each with its `length`, `live` rows and `accept`, the chance of each draft.
 
     Returns:
       the state, and (steps, bucket, live nodes, verified bool[B, N]) of each round.
@@ -122,7 +122,8 @@ def drive(control: Controller, state: Any, rounds: list[dict[str, Any]]) -> tupl
         survival = one["accept"] ** np.arange(1, DEPTH + 1) * np.ones((8, 1))
         drafted = np.concatenate([np.ones((8, 1), bool), rng.random((8, DEPTH)) < one["accept"]], 1)
         state, steps, bucket, live = step(
-            state, load(length=one.get("length", 40)), chains(survival), drafted)
+            state, load(live=one.get("live"), length=one.get("length", 40)),
+            chains(survival, one.get("live")), drafted)
         assert step._cache_size() <= 2, "a load or a state compiled something"
         seen.append((int(steps), int(bucket), int(live.sum()), np.asarray(live)))
     return state, seen

@@ -344,6 +344,29 @@ def test_of_merged_drafters_the_head_is_looked_after(learning: Trainer) -> None:
 
 
 @pytest.mark.slow
+def test_a_small_model_is_looked_after_too() -> None:
+    """It learns nothing, so one version drafts, whose checksum every rollout records."""
+    trainer = micro_trainer_to_compile(dataclasses.replace(
+        config("off", canary=8), spec=dataclasses.replace(SPEC, drafter="small_lm"),
+        draft=DraftConfig(model="random:tiny")), **INVARIANT)
+    trainer.compile(lambda text: None)
+    sampler, good, told = trainer.sampler, trainer.sampler.own, [step(trainer)[0]]
+    for fault, spoiled in (SPOILED | {"shuffled": shuffled, "swapped": lambda tree: jax.tree.map(
+            lambda a: a + 1, tree)}).items():
+        if fault == "dead canary":  # of what learns
+            continue
+        expected = undrafted(trainer)
+        sampler.publish_drafter(put(trainer, spoiled(good)), 0)
+        record, tokens = step(trainer)
+        told.append(record)
+        assert record["drafter/fault"] == fault and fault in trainer.warnings.pop()
+        assert tokens == expected and sampler.own is good and record["drafter/held"] == 0
+    assert [row["version/drafter"] for row in told] == [0] * 5
+    assert {row["checksum/drafter"] for row in told} == {drafter_life.checksum(good)}
+    assert [row["drafter/faults"] for row in told] == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["not finite", "zeroed", "shuffled", "vocabulary map"])
 def test_a_learner_that_was_damaged_goes_back_to_what_it_published(
         fault: str, learning: Trainer) -> None:

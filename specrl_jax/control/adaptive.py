@@ -22,6 +22,7 @@ from specrl_jax.structs import Array, DraftTree, Load, SpecConfig
 FREE = -1  # in Adaptive.force
 BINS = 12  # of survival, two an octave
 MEMORY = 8.0  # rounds that an estimate of the drafts remembers
+FORGET = 0.99  # of what was seen of a depth, in each round that drafts less deep
 PRIOR = 0.7  # survival of a draft, a step of depth, before any was seen
 TRUST_PRIOR, TRUST_MEMORY = 4.0, 0.98  # accepted tokens that survival is worth; kept every round
 FOLLOW = 0.2  # share of a launch's surprise that the clock's correction takes up
@@ -66,16 +67,6 @@ class Bounds(NamedTuple):
     longest: int  # context
 
 
-class Facts(NamedTuple):
-    """One round in numbers, over all shards."""
-
-    rows: Array  # f32[] live
-    weight: Array  # f32[] theirs
-    gained: Array  # f32[] tokens, weighted
-    seconds: Array  # f32[] by the table
-    plain: Array  # f32[] by the table, of a round without a draft
-
-
 class Policy(NamedTuple):
     """What one policy decides. `note` sees the state before the round; `launch` is what `explain`
     says of it, with its `batch` and `seconds`."""
@@ -84,7 +75,7 @@ class Policy(NamedTuple):
     plan: Callable[[Adaptive, Table, Load], tuple[Array, Array, Array]]  # steps, branch, nodes
     keep: Callable[[Adaptive, Table, Load, SpecConfig, DraftTree, tuple[Bucket, ...]],
                    tuple[Array, Array]]
-    note: Callable[[Adaptive, Outcome, Facts], Any] = lambda state, outcome, facts: state.own
+    note: Callable[[Adaptive, Outcome], Any] = lambda state, outcome: state.own
     update: Callable[[Any, dict[str, Any]], Any] = lambda own, launch: own
 
 
@@ -131,8 +122,7 @@ def adaptive(policy: Policy, control: ControlConfig, bounds: Bounds) -> Controll
             lambda: _forced(state, load, spec, tree, buckets))
 
     def note(state: Adaptive, outcome: Outcome) -> Adaptive:
-        after, facts = account(state, outcome)
-        return after.replace(own=policy.note(state, outcome, facts))
+        return account(state, outcome).replace(own=policy.note(state, outcome))
 
     def update(state: Adaptive, launch: dict[str, Any]) -> Adaptive:
         state, seconds = clock(state, launch, control.clock == "frozen")
@@ -183,7 +173,7 @@ def _forced(state: Adaptive, load: Load, spec: SpecConfig, tree: DraftTree,
 # Accounting, on the device.
 
 
-def account(state: Adaptive, outcome: Outcome) -> tuple[Adaptive, Facts]:
+def account(state: Adaptive, outcome: Outcome) -> Adaptive:
     """Adds a round to what drafts gave and to the launch's sums."""
     load, table = outcome.load, table_of(state, outcome.load)
     depth = state.by_depth.shape[1] - 1
@@ -195,9 +185,8 @@ def account(state: Adaptive, outcome: Outcome) -> tuple[Adaptive, Facts]:
     ones = load.live.astype(jnp.float32)
     promised = jnp.where(outcome.live, outcome.tree.survival, 0).at[:, 0].set(0).sum()
     found = _count_nodes(outcome.tree, load.live, state.harvest.count.shape[0])
-    (rows, weight, gained, tokens, promised, context, found) = jax.lax.psum(
-        (ones.sum(), (ones * load.weight).sum(),
-         (load.weight * outcome.count).sum(), outcome.count.sum().astype(jnp.float32), promised,
+    rows, tokens, promised, context, found = jax.lax.psum(
+        (ones.sum(), outcome.count.sum().astype(jnp.float32), promised,
          (ones * load.length).sum(), found), ROWS)
     believed = trust(state.harvest)
     by_depth = _by_depth(state.harvest, table, verify, draft, rows_of(load), rows)
@@ -206,11 +195,10 @@ def account(state: Adaptive, outcome: Outcome) -> tuple[Adaptive, Facts]:
                packed=table.packed[outcome.bucket], seconds=seconds, plain_seconds=verify[0],
                tokens=tokens, expected=rows + promised * believed,
                switches=((state.steps > 0) != (steps > 0)) & (state.steps != FREE))
-    new = state.replace(
+    return state.replace(
         harvest=harvest, missed=jnp.where(steps > 0, 0.0, state.missed + 1), steps=steps,
         sums=state.sums + jnp.stack([jnp.asarray(add[name], jnp.float32) for name in SUMS]),
         by_depth=state.by_depth + by_depth)
-    return new, Facts(rows, weight, gained, seconds, verify[0])
 
 
 def _count_nodes(tree: DraftTree, live: Array, depth: int) -> Array:
@@ -224,19 +212,31 @@ def _count_nodes(tree: DraftTree, live: Array, depth: int) -> Array:
 
 def _harvested(old: Harvest, found: Array, rows: Array, steps: Array, promised: Array,
                accepted: Array) -> Harvest:
-    """Depths that were drafted move towards what was found; deeper ones keep their proportion."""
+    """Depths that were drafted move towards what was found.
+
+    Deeper ones keep their proportion to it. Where none was seen, or long ago, they are to survive
+    from the last depth drafted as that did from the one before: else what is not drafted would
+    never be found to have become good.
+    """
     depth = old.count.shape[0]
     level = jnp.arange(1, depth + 1)
     drafted = level <= steps
-    seen = jnp.where(drafted, jnp.minimum(old.seen + 1, MEMORY), old.seen)
+    seen = jnp.where(drafted, jnp.minimum(old.seen + 1, MEMORY),
+                     jnp.where(steps > 0, FORGET, 1.0) * old.seen)
     pace = jnp.where(drafted, 1 / jnp.maximum(seen, 1), 0.0)[:, None]
     count, mass = ((1 - pace) * a + pace * new / jnp.maximum(rows, 1)
                    for a, new in ((old.count, found[0]), (old.mass, found[1])))
     last = jnp.clip(steps - 1, 0, depth - 1)
     ratio = jnp.clip((mass[last].sum() + 1e-3) / (old.mass[last].sum() + 1e-3), 0.25, 4.0)
+    before = jnp.where(last > 0, mass[last - 1].sum(), 1.0)
+    rate = jnp.clip(mass[last].sum() / jnp.maximum(before, 1e-6), 0.0, 1.0)
+    onward = rate ** jnp.maximum(level - 1 - last, 0)
+    share = jnp.where(drafted | (steps == 0), 1.0, jnp.minimum(seen, 1.0))[:, None]
     scale = jnp.where(drafted | (steps == 0), 1.0, ratio)[:, None]
-    return Harvest(count=jnp.minimum(count * scale, 64.0), mass=jnp.minimum(mass * scale, 64.0),
-                   seen=seen, promised=TRUST_MEMORY * old.promised + promised,
+    count = share * scale * count + (1 - share) * count[last][None]
+    mass = share * scale * mass + (1 - share) * mass[last][None] * onward[:, None]
+    return Harvest(count=jnp.minimum(count, 64.0), mass=jnp.minimum(mass, 64.0), seen=seen,
+                   promised=TRUST_MEMORY * old.promised + promised,
                    accepted=TRUST_MEMORY * old.accepted + jnp.maximum(accepted, 0.0))
 
 

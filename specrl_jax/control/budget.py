@@ -1,9 +1,10 @@
 """`budget`: verify the nodes that pay, in the bucket and to the depth that pay most.
 
 A round is worth its weighted tokens less `speed` times what it takes in plain rounds, `speed` being
-the running gain over plain decoding of the same rows: to take the fastest round each time would be
-myopic, and plain decoding is a round like any other. DSpark's prefix scheduler (papers: DSpark,
-Seer's marginal benefit) with a running rate instead of a first drop.
+what rounds of such a load are to give at best: to take the fastest round each time would be myopic.
+It is foreseen and not a running mean, because other loads have other speeds: tokens of a few rows
+are no measure of what a round of many should give. DSpark's prefix scheduler (papers: DSpark,
+Seer's marginal benefit) with a rate instead of a first drop.
 """
 
 import jax
@@ -17,7 +18,6 @@ from specrl_jax.control.adaptive import (
     FREE,
     Adaptive,
     Bounds,
-    Facts,
     Policy,
     context_of,
     rows_of,
@@ -29,16 +29,13 @@ from specrl_jax.control.policies import Outcome, place_in_row
 from specrl_jax.sharding import ROWS
 from specrl_jax.structs import Array, DraftTree, Load, SpecConfig
 
-SPEED_MEMORY = 0.97  # kept of the running gain every round
-SPEED_PRIOR = 4.0  # plain rounds that it begins with
 MARGIN = 0.01  # gain, of a plain round, below which a depth is not changed
 
 
 @struct.dataclass
 class Budget:
-    """What has been gained, and what a switch is waiting for."""
+    """What a switch is waiting for."""
 
-    speed: dict[str, Array]  # f32[2] of each batch size: gained, and spent in plain rounds
     drafting: Array  # i32[] whether drafting is on; FREE before anything was decided
     regret: Array  # f32[] plain rounds that the other of on and off would have saved, lately
 
@@ -47,9 +44,7 @@ def budget(control: ControlConfig, bounds: Bounds, seed: int) -> Policy:
     """The policy of control.policy = budget."""
 
     def init() -> Budget:
-        return Budget(speed={str(rows): np.full(2, SPEED_PRIOR, np.float32)
-                             for rows in bounds.ladders},
-                      drafting=np.int32(FREE), regret=np.float32(0))
+        return Budget(drafting=np.int32(FREE), regret=np.float32(0))
 
     def plan(state: Adaptive, table: Table, load: Load) -> tuple[Array, Array, Array]:
         steps = choose_depth(state, table, load, control)[0]
@@ -58,25 +53,21 @@ def budget(control: ControlConfig, bounds: Bounds, seed: int) -> Policy:
     def keep(state: Adaptive, table: Table, load: Load, spec: SpecConfig, tree: DraftTree,
              buckets: tuple[Bucket, ...]) -> tuple[Array, Array]:
         verify, _ = cost.at(table, context_of(load))
-        price = speed_of(state, load) * verify / jnp.maximum(verify[0], 1e-9)
+        speed = speed_of(*foresee(state, table, load))
+        price = speed * verify / jnp.maximum(verify[0], 1e-9)
         return fill(tree, load, trust(state.harvest), price, buckets)
 
-    def note(before: Adaptive, outcome: Outcome, facts: Facts) -> Budget:
-        name, own = str(outcome.load.live.shape[0]), before.own
+    def note(before: Adaptive, outcome: Outcome) -> Budget:
         table = table_of(before, outcome.load)
         _, drafting, regret = choose_depth(before, table, outcome.load, control)
-        gained = jnp.stack([facts.gained / jnp.maximum(facts.weight, 1e-6),
-                            facts.seconds / jnp.maximum(facts.plain, 1e-9)])
-        return Budget(speed=own.speed | {name: SPEED_MEMORY * own.speed[name] + gained},
-                      drafting=drafting, regret=regret)
+        return Budget(drafting=drafting, regret=regret)
 
     return Policy(init=init, plan=plan, keep=keep, note=note)
 
 
-def speed_of(state: Adaptive, load: Load) -> Array:
-    """f32[] tokens a row in the time of a plain round; never below 1, what off gives."""
-    gained, spent = state.own.speed[str(load.live.shape[0])]
-    return jnp.maximum(gained / jnp.maximum(spent, 1e-6), 1.0)
+def speed_of(tokens: Array, rounds: Array) -> Array:
+    """f32[] tokens a row in the time of a plain round, at best; never below 1, what off gives."""
+    return jnp.maximum((tokens / rounds).max(), 1.0)
 
 
 def fill(tree: DraftTree, load: Load, believed: Array, price: Array, buckets: tuple[Bucket, ...]
@@ -109,8 +100,8 @@ def fill(tree: DraftTree, load: Load, believed: Array, price: Array, buckets: tu
     return live, bucket
 
 
-def worth_of_depths(state: Adaptive, table: Table, load: Load) -> Array:
-    """f32[D+1] what a round of each depth is worth, in tokens a row: gain less price.
+def foresee(state: Adaptive, table: Table, load: Load) -> tuple[Array, Array]:
+    """f32[D+1, buckets] tokens a row of a round, and the plain rounds that it takes.
 
     The drafts of a round are foreseen as the last ones were, and fill a bucket likeliest first.
     """
@@ -123,9 +114,7 @@ def worth_of_depths(state: Adaptive, table: Table, load: Load) -> Array:
     taken = jnp.clip((room[None, :, None] - before[:, None]) / jnp.maximum(nodes, 1e-6)[:, None],
                      0.0, 1.0)
     gain = trust(harvest) * (taken * mass[:, None]).sum(2)  # [D+1, buckets]
-    plain = jnp.maximum(verify[0], 1e-9)
-    price = speed_of(state, load) * (verify[None] + draft[:, None]) / plain
-    return (1 + gain - price).max(1)
+    return 1 + gain, (verify[None] + draft[:, None]) / jnp.maximum(verify[0], 1e-9)
 
 
 def choose_depth(state: Adaptive, table: Table, load: Load, control: ControlConfig
@@ -140,7 +129,9 @@ def choose_depth(state: Adaptive, table: Table, load: Load, control: ControlConf
     own = state.own
     if table.packed.shape[0] == 1 or table.draft.shape[0] == 1:
         return jnp.int32(0), own.drafting, own.regret
-    worth = worth_of_depths(state, table, load)
+    tokens, rounds = foresee(state, table, load)
+    speed = speed_of(tokens, rounds)
+    worth = (tokens - speed * rounds).max(1)
     best, last = jnp.argmax(worth[1:]).astype(jnp.int32) + 1, state.steps
     depth = jnp.where((last > 0) & (worth[best] - worth[last] < MARGIN), last, best)
     advantage = worth[depth] - worth[0]
@@ -149,7 +140,7 @@ def choose_depth(state: Adaptive, table: Table, load: Load, control: ControlConf
     behind = table.catch_up * state.missed / plain
     on, undecided = own.drafting == 1, own.drafting == FREE
     regret = jnp.maximum(own.regret + jnp.where(on, -advantage, advantage), 0.0)
-    limit = control.hysteresis + jnp.where(on, 0.0, speed_of(state, load) * behind)
+    limit = control.hysteresis + jnp.where(on, 0.0, speed * behind)
     switch = (regret > limit) & jnp.where(on, advantage < 0, advantage > 0)
     drafting = jnp.where(undecided, advantage > 0, on ^ switch)
     probe = (control.explore * state.missed >= draft[1] / plain + behind) & (

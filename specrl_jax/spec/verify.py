@@ -4,7 +4,6 @@
 function of indices, so the emitted stream is that of plain decoding whatever the tree.
 """
 
-import jax
 import jax.numpy as jnp
 
 from specrl_jax.spec.sampling import Draw
@@ -24,19 +23,18 @@ def walk(tokens: Array, parent: Array, live: Array, drawn: Array, depth: int
       path i32[B, D+1] of nodes walked (the last one repeats), emitted i32[B, D+1] = draws along it,
       and how many were emitted, i32[B] >= 1.
     """
-    nodes = jnp.arange(tokens.shape[1])[None]
-
-    def step(carry: tuple[Array, Array], _: None) -> tuple[tuple[Array, Array], tuple[Array, ...]]:
-        at, going = carry
-        drew = jnp.take_along_axis(drawn, at[:, None], 1)
-        fits = live & (parent == at[:, None]) & (tokens == drew) & (nodes > 0)
-        onward = going & fits.any(1)
-        return (jnp.where(onward, fits.argmax(1), at), onward), (at, drew[:, 0], going)
-
-    batch = tokens.shape[0]
-    start = (jnp.zeros(batch, jnp.int32), jnp.ones(batch, bool))
-    _, (path, emitted, taken) = jax.lax.scan(step, start, None, length=depth + 1)
-    return path.T, emitted.T, taken.sum(0, dtype=jnp.int32)
+    nodes, longest = tokens.shape[1], min(depth, tokens.shape[1] - 1) + 1
+    fits = (live[:, None] & (parent[:, None] == jnp.arange(nodes)[None, :, None])
+            & (tokens[:, None] == drawn[..., None])).at[:, :, 0].set(False)  # [B, node, child]
+    follow = jnp.where(fits.any(2), fits.argmax(2), -1)
+    path, taken = [jnp.zeros(tokens.shape[0], jnp.int32)], [jnp.ones(tokens.shape[0], bool)]
+    for _ in range(longest - 1):  # few steps: a loop would take longer than what it does
+        to = jnp.take_along_axis(follow, path[-1][:, None], 1)[:, 0]
+        taken.append(to >= 0)
+        path.append(jnp.where(to >= 0, to, path[-1]))
+    walked = jnp.pad(jnp.stack(path, 1), ((0, 0), (0, depth + 1 - longest)), mode="edge")
+    return (walked, jnp.take_along_axis(drawn, walked, 1),
+            jnp.stack(taken, 1).sum(1, dtype=jnp.int32))
 
 
 def judge(tokens: Array, parent: Array, live: Array, draw: Draw, place: Array, tip: Tip,

@@ -71,7 +71,7 @@ def test_alternation_goes_there_and_back():
     order = []
     tasks = {name: (lambda name=name: order.append(name) or name) for name in "abc"}
     assert timing.alternate(tasks, 2) == {"a": ["a"] * 2, "b": ["b"] * 2, "c": ["c"] * 2}
-    assert "".join(order) == "abccba"
+    assert "".join(order) == "abcbca"
 
 
 def test_the_faster_of_two_probes_counts():
@@ -147,7 +147,7 @@ def test_a_missing_peer_is_named(monkeypatch):
         peers.check_installed("vllm")
 
 
-def test_lists_of_numbers_take_a_line_each(tmp_path: Path) -> None:
+def test_lists_of_numbers_take_a_line_each(tmp_path):
     found = {"cases": {"a": {"seconds": [1, -2.5e-7, None, True], "none": []},
                        "text": ["[\n1\n]", "b, 1"], "rows": [[1, 2], [3, 4]]}}
     results.write(tmp_path / "x.json", found)
