@@ -26,6 +26,8 @@ from specrl_jax.config import (
     RewardConfig,
     SpecOptions,
 )
+from specrl_jax.draft.off import off
+from specrl_jax.drafters import Drafting
 from specrl_jax.host import metrics
 from specrl_jax.host.checkpoint import Checkpoints
 from specrl_jax.host.compilation import CompilationCounter
@@ -588,7 +590,7 @@ def test_a_drafter_of_other_shapes_is_swapped() -> None:
     def head(*shape: int) -> dict[str, Any]:
         return {"weights": {"fc": np.ones(shape, np.float32)}, "vocab": np.arange(4)}
 
-    sampler = SimpleNamespace(drafting=SimpleNamespace(learned=lambda tree: tree, head=None),
+    sampler = SimpleNamespace(drafting=Drafting(off(), head=SimpleNamespace()),
                               drafter_params=SimpleNamespace(head=None, **head(4, 3)),
                               drafter_version=0, params=None)
     life = drafter_life.Life(sampler, [], 0, print)
