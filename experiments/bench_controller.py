@@ -9,7 +9,8 @@
 `small` replays recorded streams of a random model, spoilt with probability 0, 0.4 or 1, and rows
 end at limits; `smollm2` drafts with config.spec.drafter on real prompts. Arms are timed alternately
 in this process, without prefill, which is the same for all. The best fixed setting of a cell, off
-included, is chosen on the even runs and timed on the odd ones. The cell 64x64-own-stop is a whole
+included, is chosen on the even runs and timed on the odd ones, and then by turns with budget alone,
+until that ratio is known. The cell 64x64-own-stop is a whole
 rollout: its rows end where the actor ends them, and the picture shows its active rows, verified
 tokens and tokens/s over time. Each cell is written when it is done; the same command with --resume
 keeps those that --out holds.
@@ -43,8 +44,8 @@ PRESET = flags.DEFINE_enum("preset", "small", ["small", "smollm2"], "which cells
 CELLS = flags.DEFINE_list("cells", [], "names of cells; none is all of the preset")
 POLICIES = flags.DEFINE_list("policies", list(controller.POLICIES),
                              f"some of {', '.join(controller.POLICIES)}; budget is needed")
-REPEATS = flags.DEFINE_integer("repeats", 8, "runs of each arm at a time, half to choose, half to "
-                               "time", lower_bound=4)
+REPEATS = flags.DEFINE_integer("repeats", 8, "runs of each arm, half to choose, half to time",
+                               lower_bound=4)
 PRECISE = flags.DEFINE_float("precise", 0.03, "half-width of budget's 95 % interval at which a "
                              "cell ends", lower_bound=0)
 SECONDS = flags.DEFINE_float("seconds", 80, "of timed runs, after which a cell ends however wide "

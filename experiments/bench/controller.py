@@ -21,7 +21,7 @@ from specrl_jax.rollout.engine import Result
 from specrl_jax.rollout.layout import request
 from specrl_jax.sampler import Sampler
 
-from .controller_stats import describe, half_width
+from .controller_stats import best_fixed, describe, half_width
 from .timing import alternate
 from .workload import heavy_limits
 
@@ -172,10 +172,11 @@ def shaped(config: Config, rows: int, context: int, group: int, drafter: str, po
 
 def run_cell(shape: Shape, cell: Cell, repeats: int, precise: float, seconds: float,
              say: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
-    """Times off, every fixed setting and every policy alternately, until the ratio is known.
+    """Times off, every fixed setting and every policy alternately; then budget against the best.
 
     Args:
-      repeats: runs of each arm at a time, half of which choose the best fixed setting; at least 4.
+      repeats: runs of each arm, half of which choose the best fixed setting; at least 4. As many at
+        a time in the duel of the two, which ends when their ratio is known.
       precise: half-width of budget's 95 % interval at which it ends.
       seconds: of timed runs, after which it ends in any case.
     """
@@ -192,15 +193,16 @@ def run_cell(shape: Shape, cell: Cell, repeats: int, precise: float, seconds: fl
     for policy in shape.policies:
         for _ in range(WARM_UPS - 1):
             arms[policy]()
-    runs: dict[str, list[Run]] = {name: [] for name in arms}
-    began = time.perf_counter()
-    while not runs["off"] or (half_width(_times(runs), "budget") > precise
-                              and time.perf_counter() - began < seconds):
-        for name, new in alternate(arms, repeats, say).items():
-            runs[name] += new
-    return describe(_times(runs)) | {
+    began, runs = time.perf_counter(), alternate(arms, repeats, say)
+    duel: dict[str, list[Run]] = {name: [] for name in (best_fixed(_times(runs)), "budget")}
+    while (half_width(_times(runs), _times(duel)) > precise
+           and time.perf_counter() - began < seconds):
+        for name, new in alternate({name: arms[name] for name in duel}, repeats).items():
+            duel[name] += new
+    return describe(_times(runs), _times(duel)) | {
         "cell": cell._asdict(), "tokens": int(plain.result.sequences.length.sum()),
-        "compilations": sum(run.compilations for of in runs.values() for run in of),
+        "compilations": sum(run.compilations for of in (*runs.values(), *duel.values())
+                            for run in of),
         "equal_tokens": {name: _equal(of[-1].result, plain.result) for name, of in runs.items()},
         "accept_length": {name: of[-1].accept_length for name, of in runs.items()},
         "explained": {name: summary(runs[name][-1].result.trace) for name in shape.policies},

@@ -22,9 +22,10 @@ def best_fixed(times: Times) -> str:
                key=lambda name: statistics.median(times[name][::2]))
 
 
-def log_ratio(times: Times, name: str, other: str) -> tuple[float, float]:
-    """Mean log of `other`'s seconds over `name`'s, pair by pair in odd runs, and its error."""
-    return _mean_log(times[name][1::2], times[other][1::2])
+def pairs(times: Times, name: str, other: str, duel: Times) -> tuple[list[float], list[float]]:
+    """Seconds of both in odd runs, and in a duel where `name` fought one."""
+    mine, theirs = times[name][1::2], times[other][1::2]
+    return ([*mine, *duel[name]], [*theirs, *duel[other]]) if name in duel else (mine, theirs)
 
 
 def _mean_log(mine: Sequence[float], other: Sequence[float]) -> tuple[float, float]:
@@ -40,25 +41,31 @@ def interval(mean: float, error: float, freedom: int) -> dict[str, float]:
             "high": math.exp(mean + t * error)}
 
 
-def half_width(times: Times, name: str) -> float:
-    """Of the 95 % interval of an arm's speed over the best fixed one's; infinite if it is absent or
-    a single pair."""
-    pairs = len(next(iter(times.values()))) // 2
-    if name not in times or pairs < 2:
-        return math.inf
-    found = interval(*log_ratio(times, name, best_fixed(times)), pairs - 1)
-    return (found["high"] - found["low"]) / 2
+def half_width(times: Times, duel: Times) -> float:
+    """Of the 95 % interval of budget's speed over the best fixed setting's."""
+    arm = describe(times, duel)["arms"]["budget"]
+    return (arm["high"] - arm["low"]) / 2
 
 
-def describe(times: Times) -> dict[str, Any]:
-    """The best fixed setting, and the speed of every arm over it with its interval."""
-    best = best_fixed(times)
-    pairs = len(times[best]) // 2
-    arms = {name: interval(*log_ratio(times, name, best), pairs - 1) | {
-        "log_mean": log_ratio(times, name, best)[0], "log_error": log_ratio(times, name, best)[1],
-        "median_seconds": statistics.median(times[name][1::2])} for name in times}
-    return {"best_fixed": best, "pairs": pairs, "arms": arms,
-            "seconds": {name: [float(f"{s:.5g}") for s in of] for name, of in times.items()}}
+def describe(times: Times, duel: Times) -> dict[str, Any]:
+    """The best fixed setting, and the speed of every arm over it with its interval.
+
+    Args:
+      times: of all arms, at least four runs of each.
+      duel: of budget and the best fixed setting alone, run by turns.
+    """
+    best, arms = best_fixed(times), {}
+    for name in times:
+        mine, theirs = pairs(times, name, best, duel if name != best else {})
+        mean, error = _mean_log(mine, theirs)
+        arms[name] = interval(mean, error, len(mine) - 1) | {
+            "log_mean": mean, "log_error": error, "pairs": len(mine),
+            "median_seconds": statistics.median(times[name][1::2])}
+    return {"best_fixed": best, "arms": arms, "seconds": _rounded(times), "duel": _rounded(duel)}
+
+
+def _rounded(times: Times) -> dict[str, list[float]]:
+    return {name: [float(f"{s:.5g}") for s in of] for name, of in times.items()}
 
 
 def summarize(cells: Mapping[str, Any]) -> dict[str, Any]:
@@ -70,7 +77,7 @@ def summarize(cells: Mapping[str, Any]) -> dict[str, Any]:
             continue
         error = math.sqrt(sum(a["log_error"] ** 2 for a in of.values())) / len(of)
         found[name] = interval(statistics.mean(a["log_mean"] for a in of.values()), error,
-                               sum(cells[key]["pairs"] - 1 for key in of)) | {
+                               sum(a["pairs"] - 1 for a in of.values())) | {
             "cells": len(of), "worst": min(of, key=lambda key: of[key]["ratio"]),
             "lowest_upper_bound": min(a["high"] for a in of.values()),
             "widest_half_interval": max((a["high"] - a["low"]) / 2 for a in of.values())}

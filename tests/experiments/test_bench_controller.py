@@ -22,10 +22,19 @@ TIMES = {"off": [2.0, 2.2] * 4, "1x1x2": [1.9, 2.4] * 4, "budget": [9.0, 2.0] * 
 
 def test_the_best_fixed_setting_is_chosen_on_other_runs_than_it_is_timed_on() -> None:
     assert controller_stats.best_fixed(TIMES) == "1x1x2"  # by the even runs; off by the odd
-    found = controller_stats.describe(TIMES)
+    found = controller_stats.describe(TIMES, {})
     assert found["arms"]["budget"]["ratio"] == pytest.approx(1.2)
     assert found["arms"]["off"]["ratio"] == pytest.approx(2.4 / 2.2)
-    assert found["arms"]["1x1x2"]["ratio"] == 1 and found["pairs"] == 4
+    assert found["arms"]["1x1x2"]["ratio"] == 1 and found["arms"]["1x1x2"]["pairs"] == 4
+
+
+def test_a_duel_adds_pairs_of_two_arms_alone() -> None:
+    duel = {"1x1x2": [3.0] * 4, "budget": [1.5] * 4}
+    found = controller_stats.describe(TIMES, duel)
+    assert found["best_fixed"] == "1x1x2" and found["duel"] == duel
+    assert found["arms"]["budget"]["ratio"] == pytest.approx((1.2 * 2.0) ** 0.5)
+    assert found["arms"]["1x1x2"]["ratio"] == 1
+    assert [found["arms"][name]["pairs"] for name in ("budget", "1x1x2", "oracle")] == [8, 4, 4]
 
 
 def test_an_interval_is_students() -> None:
@@ -33,13 +42,9 @@ def test_an_interval_is_students() -> None:
     logs = [0.0, math.log(1 / 1.1)] * 2
     mean = sum(logs) / 4
     error = (sum((x - mean) ** 2 for x in logs) / 3) ** 0.5 / 2
-    arm = controller_stats.describe(times)["arms"]["budget"]
+    arm = controller_stats.describe(times, {})["arms"]["budget"]
     assert arm["low"] == pytest.approx(math.exp(mean - 3.182446 * error))
-    assert controller_stats.half_width(times, "budget") == pytest.approx(
-        (arm["high"] - arm["low"]) / 2)
-    assert controller_stats.half_width(times, "respec") == math.inf
-    assert controller_stats.half_width({"off": [1.0] * 2, "budget": [1.0] * 2},
-                                       "budget") == math.inf
+    assert controller_stats.half_width(times, {}) == pytest.approx((arm["high"] - arm["low"]) / 2)
 
 
 def test_one_setting_for_all_heavy_cells_is_judged_run_by_run() -> None:
@@ -77,7 +82,7 @@ def test_the_time_left_follows_what_was_done(monkeypatch: pytest.MonkeyPatch) ->
 
 def case(corruption: float, lengths: str, times: dict) -> dict:
     cell = Cell(4, 64, corruption, lengths)
-    return controller_stats.describe(times) | {"cell": cell._asdict()}
+    return controller_stats.describe(times, {}) | {"cell": cell._asdict()}
 
 
 def test_cells_are_summed_up(tmp_path: Path) -> None:
@@ -119,7 +124,7 @@ def test_a_cell_of_a_tiny_model() -> None:
         found = json.loads(json.dumps(controller.run_cell(shape, cell, 4, 0.0, 0.0)))
         assert found["compilations"] == 0 and all(found["equal_tokens"].values())
         assert list(found["arms"]) == ["off", "1x1x2", "2x1x3", "4x1x5", *controller.POLICIES]
-        assert found["pairs"] == 2 and found["cost_error"]["budget"] >= 0
+        assert found["arms"]["budget"]["pairs"] == 2 and found["cost_error"]["budget"] >= 0
         accept = found["accept_length"]
         assert (accept["4x1x5"] > 2.5) == (corruption == 0) and accept["off"] == 1
         assert found["explained"]["budget"]["control/launches"]
