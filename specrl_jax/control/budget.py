@@ -114,7 +114,8 @@ def foresee(state: Adaptive, table: Table, load: Load) -> tuple[Array, Array]:
     taken = jnp.clip((room[None, :, None] - before[:, None]) / jnp.maximum(nodes, 1e-6)[:, None],
                      0.0, 1.0)
     gain = trust(harvest) * (taken * mass[:, None]).sum(2)  # [D+1, buckets]
-    return 1 + gain, (verify[None] + draft[:, None]) / jnp.maximum(verify[0], 1e-9)
+    rounds = (verify[None] + draft[:, None]) / jnp.maximum(verify[0], 1e-9)
+    return 1 + gain, jnp.maximum(rounds, 1e-6)  # more than none, where nothing is measured yet
 
 
 def choose_depth(state: Adaptive, table: Table, load: Load, control: ControlConfig
