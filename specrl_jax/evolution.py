@@ -269,7 +269,7 @@ def begin(config: Config, sampler: Sampler, prompts: Sequence[Sequence[int]],
               f"{config.control.policy!r} has nothing that learns; choose eagle, or off here")
     if not sampler.drafting.weighty:
         return None, None
-    life = Life(sampler, prompts, config.distill.canary, warn)
+    life = Life(sampler, prompts, config.distill.canary if learns else 0, warn)
     return life, Evolution(config, sampler, life) if learns else None
 
 

@@ -27,6 +27,7 @@ from .workload import heavy_limits
 
 POLICIES = ("budget", "respec", "bandit", "oracle")
 DEPTH = 4
+LEAST = 16  # pairs of a duel: few may lie close together by chance
 WARM_UPS = 4  # rollouts of every policy before it is timed
 LENGTHS = ("uniform", "heavy")
 RECORDED, TIMED = 0, 1  # steps of the noise keys
@@ -195,8 +196,8 @@ def run_cell(shape: Shape, cell: Cell, repeats: int, precise: float, seconds: fl
             arms[policy]()
     began, runs = time.perf_counter(), alternate(arms, repeats, say)
     duel: dict[str, list[Run]] = {name: [] for name in (best_fixed(_times(runs)), "budget")}
-    while (half_width(_times(runs), _times(duel)) > precise
-           and time.perf_counter() - began < seconds):
+    while time.perf_counter() - began < seconds and (
+            len(duel["budget"]) < LEAST or half_width(_times(runs), _times(duel)) > precise):
         for name, new in alternate({name: arms[name] for name in duel}, repeats).items():
             duel[name] += new
     return describe(_times(runs), _times(duel)) | {

@@ -140,7 +140,8 @@ def choose_depth(state: Adaptive, table: Table, load: Load, control: ControlConf
     plain = jnp.maximum(verify[0], 1e-9)
     behind = table.catch_up * state.missed / plain
     on, undecided = own.drafting == 1, own.drafting == FREE
-    regret = jnp.maximum(own.regret + jnp.where(on, -advantage, advantage), 0.0)
+    owed = jnp.where(advantage > 0, speed * table.catch_up / plain, 0.0)  # waiting adds to it
+    regret = jnp.maximum(own.regret + jnp.where(on, -advantage, advantage + owed), 0.0)
     limit = control.hysteresis + jnp.where(on, 0.0, speed * behind)
     switch = (regret > limit) & jnp.where(on, advantage < 0, advantage > 0)
     drafting = jnp.where(undecided, advantage > 0, on ^ switch)
