@@ -25,7 +25,7 @@ class Question(NamedTuple):
     arms: Mapping[str, Mapping[str, Mapping[str, Any]]]  # name -> section -> changed fields
     reference: str = FROZEN
     panels: tuple[Panel, ...] = PANELS
-    together: bool = False  # a step's answers in one batch: sooner, where seconds are not asked for
+    together: bool = False  # a step's answers in one batch, compiled for it alone; for no seconds
 
 
 def _every(k: int, late: bool = False) -> dict[str, dict[str, Any]]:
@@ -66,7 +66,7 @@ def configs(config: Config, question: str, head: str) -> dict[str, Config]:
     if asked.together:
         rows = config.prompts_per_step * config.group_size
         config = dataclasses.replace(
-            config, rollout=dataclasses.replace(config.rollout, batch_size=rows))
+            config, rollout=dataclasses.replace(config.rollout, batch_size=rows, min_batch=rows))
     frozen = dataclasses.replace(config, draft=dataclasses.replace(config.draft, path=head))
     arms = {PLAIN: plain(config), FROZEN: frozen}
     for name, sections in asked.arms.items():

@@ -139,6 +139,7 @@ def test_where_seconds_are_not_asked_for_a_steps_answers_are_one_batch() -> None
     arms = {name: staleness_arms.configs(CONFIG, name, "h") for name in ("modes", "bugs")}
     assert {arm.rollout.batch_size for arm in arms["modes"].values()} == {1}
     assert {arm.rollout.batch_size for arm in arms["bugs"].values()} == {8}
+    assert {arm.rollout.min_batch for arm in arms["bugs"].values()} == {8}  # compiled once
 
 
 @pytest.mark.parametrize("flags, message", [
