@@ -55,7 +55,10 @@ class DraftTree:
 
 @struct.dataclass
 class Path:
-    """What one verification leaves for `commit` and the drafter: the walked path, root first."""
+    """What one verification leaves for `commit` and the drafter: the walked path, root first.
+
+    Of a plain round, N is 1 and D is 0, here and in Verdict.
+    """
 
     kv: Array  # f[D+1, L, 2, G, E, B] keys and values of each layer
     taps: Any  # f[B, D+1, F] projected by the drafter, or None

@@ -136,7 +136,7 @@ def adaptive(policy: Policy, control: ControlConfig, bounds: Bounds) -> Controll
 
     return Controller(init=init, plan=plan, keep=keep, update=update, note=note, explain=explain,
                       weigh=lambda state, batch, left: weigh(state, control.length_weight, left),
-                      depth=depth, adaptive=True)
+                      depth=depth, widened=lambda state: state.force[1] > 0, adaptive=True)
 
 
 def blank(own: Any, bounds: Bounds) -> Adaptive:

@@ -1,8 +1,8 @@
 """Controllers: who chooses the speculation configuration of each round.
 
-A controller is pure functions over an opaque state. `plan` (before drafting), `keep` (after) and
-`note` (after verification) run on the device in every round; the others run on the host between
-launches. `off` and `fixed` are here; what looks at time is in adaptive.py and the files it names.
+A controller is pure functions over an opaque state. `plan` (before a round), `keep` (after a draft)
+and `note` (after verification) run on the device; the others run on the host between launches.
+`off` and `fixed` are here; what looks at time is in adaptive.py and the files it names.
 """
 
 from collections.abc import Callable, Sequence
@@ -44,6 +44,8 @@ class Controller(NamedTuple):
         lambda state, batch, left: np.ones_like(left))  # rows, from tokens still to come f32[rows]
     depth: Callable[[Any, int | None], Any] = (
         lambda state, steps: state)  # drafts to that depth whatever is planned; None: as planned
+    widened: Callable[[Any], Array] = (
+        lambda state: jnp.bool_(False))  # a round without drafts is to take a larger bucket
     adaptive: bool = False  # the state changes on the device, and holds tables of time
 
 

@@ -1,11 +1,11 @@
 """The drafter protocol: a record of pure functions over an opaque state.
 
 They are called in this order: `init` on the host when a rollout begins; when slots are filled,
-`fork` (prompts copied between slots) and then `prefill` (new prompts); in each round `propose`
-before and `observe` after verification; `take` follows the batch's rows. A drafter that reads the
-actor names the layers it taps, and `project` makes features of them inside the actor's own
-forwards. A drafter's state is per data shard. Parameters are passed in, because they change while
-training runs.
+`fork` (prompts copied between slots) and then `prefill` (new prompts); `propose` before a round
+that is to draft, and `observe` after the verification of every round; `take` follows the batch's
+rows. A drafter that reads the actor names the layers it taps, and `project` makes features of them
+inside the actor's own forwards. A drafter's state is per data shard. Parameters are passed in,
+because they change while training runs.
 """
 
 from collections.abc import Callable

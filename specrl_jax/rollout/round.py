@@ -6,9 +6,12 @@ selects a branch or ends the loop is reduced over all shards first, so that all 
 
 import dataclasses
 import functools
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 
 from specrl_jax.config import check
 from specrl_jax.control import acceptance
@@ -85,39 +88,96 @@ def load_of(state: RolloutState, tip: Tip, rows: Sampling) -> Load:
                 weight=weight)
 
 
-def round_(machine: Machine, params: Params, drafter_params: Params, state: RolloutState
-           ) -> RolloutState:
-    """One draft, verification and commit of every live row."""
-    tip = tip_of(state)
-    rows = sampling_of(state)
+@struct.dataclass
+class Turn:
+    """A round that is about to run. It is a plain one where `bucket` is 0 once nothing is asked."""
+
+    tip: Tip
+    rows: Sampling
+    load: Load
+    spec: SpecConfig
+    clamped: Array  # bool[] whether the controller planned more than the shapes hold
+    asks: Array  # bool[] whether a tree is to be proposed first
+    tree: DraftTree  # without a live node until then
+    live: Array  # bool[B, N] of them to verify
+    bucket: Array  # i32[] the same on all shards
+
+
+def buckets_of(machine: Machine, batch: int) -> tuple[Bucket, ...]:
+    return bucket_ladder(batch, machine.drafter.nodes, machine.most)
+
+
+def turn_of(machine: Machine, state: RolloutState, tree: DraftTree) -> Turn:
+    """The next round. `tree` is any, whose nodes are not looked at."""
+    tip, rows = tip_of(state), sampling_of(state)
     load = load_of(state, tip, rows)
     spec, clamped = clamp(machine.controller.plan(state.control, load), machine.drafter,
                           tip.live.sum())
+    room = len(buckets_of(machine, tip.root.shape[0])) > 1  # for more than roots
+    asks = room & ((spec.steps > 0) | machine.controller.widened(state.control))
+    none = jnp.zeros_like(tree.live)
+    return Turn(tip=tip, rows=rows, load=load, spec=spec, clamped=clamped, asks=asks,
+                tree=tree.replace(live=none), live=none, bucket=jnp.int32(0))
 
-    buckets = bucket_ladder(tip.root.shape[0], machine.drafter.nodes, machine.most)
-    if len(buckets) == 1:
-        tree, draft = roots(tip.root, tip.live, machine.drafter.nodes), state.draft
-    else:
-        tree, draft = machine.drafter.propose(drafter_params, state.draft, tip, rows, spec,
-                                              functools.partial(acceptance.survive, state.estimate))
-    live, bucket = machine.controller.keep(state.control, load, spec, tree, buckets)
-    bucket = jax.lax.pmax(bucket, ROWS)
-    branches = [functools.partial(verify_in, machine, params, drafter_params, state.cache, rows,
-                                  tip, bucket=b) for b in buckets]
-    verdict, path = jax.lax.switch(bucket, branches, tree, live)
+
+def _blank_tree(machine: Machine, drafter_params: Params, state: RolloutState) -> DraftTree:
+    """Zeros, of the shapes that the drafter proposes."""
+    tip, rows = tip_of(state), sampling_of(state)
+    spec = machine.controller.plan(state.control, load_of(state, tip, rows))
+    survive = functools.partial(acceptance.survive, state.estimate)
+    tree, _ = jax.eval_shape(lambda: machine.drafter.propose(
+        drafter_params, state.draft, tip, rows, spec, survive))
+    return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), tree)
+
+
+def propose(machine: Machine, drafter_params: Params, state: RolloutState, turn: Turn
+            ) -> tuple[RolloutState, Turn]:
+    """Drafts a tree, and chooses what of it is verified, and in which bucket."""
+    tree, draft = machine.drafter.propose(drafter_params, state.draft, turn.tip, turn.rows,
+                                          turn.spec, functools.partial(acceptance.survive,
+                                                                       state.estimate))
+    live, bucket = machine.controller.keep(state.control, turn.load, turn.spec, tree,
+                                           buckets_of(machine, turn.tip.root.shape[0]))
+    turn = turn.replace(asks=jnp.bool_(False), tree=tree, live=live,
+                        bucket=jax.lax.pmax(bucket, ROWS))
+    return state.replace(draft=draft), turn
+
+
+def plain_round(machine: Machine, params: Params, drafter_params: Params, state: RolloutState,
+                turn: Turn) -> RolloutState:
+    """One token of every live row, by the same operations with a drafter and without."""
+    bucket = Bucket(turn.tip.root.shape[0], 1)
+    tree = roots(turn.tip.root, turn.tip.live, 1)
+    verdict, path = verify_in(machine, params, drafter_params, state.cache, turn, tree, tree.live,
+                              bucket, 0)
+    return conclude(machine, drafter_params, state, turn, jnp.int32(bucket.packed), verdict, path)
+
+
+def drafted_round(machine: Machine, params: Params, drafter_params: Params, state: RolloutState,
+                  turn: Turn) -> RolloutState:
+    """The verification of a tree that is more than roots, and what it commits."""
+    buckets = buckets_of(machine, turn.tip.root.shape[0])[1:]
+    branches = [functools.partial(verify_in, machine, params, drafter_params, state.cache, turn,
+                                  bucket=b, depth=machine.drafter.depth) for b in buckets]
+    verdict, path = jax.lax.switch(turn.bucket - 1, branches, turn.tree, turn.live)
+    packed = jnp.asarray([b.packed for b in buckets], jnp.int32)[turn.bucket - 1]
+    seen = acceptance.observe(state.seen, turn.tree, path, verdict, turn.tip)
+    return conclude(machine, drafter_params, state.replace(seen=seen), turn, packed, verdict, path)
+
+
+def conclude(machine: Machine, drafter_params: Params, state: RolloutState, turn: Turn,
+             packed: Array, verdict: Verdict, path: Path) -> RolloutState:
+    """What every round ends with: its tokens are committed, and all who learn from it are told."""
+    tip = turn.tip
     last = jnp.take_along_axis(verdict.tokens, jnp.maximum(verdict.count - 1, 0)[:, None], 1)
-    packed = jnp.asarray([b.packed for b in buckets], jnp.int32)[bucket]
-    outcome = Outcome(load, spec, tree, live, bucket, verdict.count)
+    outcome = Outcome(turn.load, turn.spec, turn.tree, turn.live, turn.bucket, verdict.count)
     return state.replace(
         control=machine.controller.note(state.control, outcome),
         cache=commit.append(state.cache, path, verdict.count),
         root=jnp.where(verdict.count > 0, last[:, 0], state.root),
         sequences=commit.record(state.sequences, verdict, tip),
-        draft=machine.drafter.observe(drafter_params, draft, tip, verdict, path),
-        seen=jax.lax.cond(bucket > 0, acceptance.observe, lambda seen, *_: seen,
-                          state.seen, tree, path, verdict, tip) if len(buckets) > 1
-        else state.seen,
-        counters=count(state.counters, tip, tree, live, verdict, packed, clamped))
+        draft=machine.drafter.observe(drafter_params, state.draft, tip, verdict, path),
+        counters=count(state.counters, turn, verdict, packed))
 
 
 def clamp(spec: SpecConfig, drafter: Drafter, rows: Array) -> tuple[SpecConfig, Array]:
@@ -133,16 +193,16 @@ def clamp(spec: SpecConfig, drafter: Drafter, rows: Array) -> tuple[SpecConfig, 
     return inside, jnp.stack(jax.tree.leaves(changed)).any()
 
 
-def count(counters: Counters, tip: Tip, tree: DraftTree, live: Array, verdict: Verdict,
-          packed: Array, clamped: Array) -> Counters:
+def count(counters: Counters, turn: Turn, verdict: Verdict, packed: Array) -> Counters:
     """Adds one round to the counters."""
+    tip, tree = turn.tip, turn.tree
     rows, index = tip.live.sum(), jnp.arange(verdict.path.shape[1])[None]
 
     def by_origin(which: Array, origin: Array) -> Array:
         drafters = jnp.arange(counters.drafted.shape[1])
         return (which[..., None] & (origin[..., None] == drafters[None, None])).sum((0, 1))[None]
 
-    drafted = by_origin(live.at[:, 0].set(False), tree.origin)
+    drafted = by_origin(turn.live.at[:, 0].set(False), tree.origin)
     accepted = by_origin((index > 0) & (index < verdict.count[:, None]),
                          jnp.take_along_axis(tree.origin, verdict.path, 1))
     return Counters(
@@ -150,7 +210,7 @@ def count(counters: Counters, tip: Tip, tree: DraftTree, live: Array, verdict: V
         committed=counters.committed + verdict.count.sum(),
         accepted=counters.accepted + accepted, drafted=counters.drafted + drafted,
         packed=counters.packed + packed, slots=counters.slots + tip.live.shape[0],
-        clamped=counters.clamped + clamped)
+        clamped=counters.clamped + turn.clamped)
 
 
 def pack(live: Array, parent: Array, packed: int) -> Packing:
@@ -172,29 +232,32 @@ def pack(live: Array, parent: Array, packed: int) -> Packing:
     return Packing(row=index // nodes, node=index % nodes, place=place, parent=parent)
 
 
-def verify_in(machine: Machine, params: Params, drafter_params: Params, cache: Cache,
-              rows: Sampling, tip: Tip, tree: DraftTree, live: Array, bucket: Bucket
-              ) -> tuple[Verdict, Path]:
-    """One branch of the switch: pack, forward, draw, walk, gather. Shapes do not depend on it."""
-    tokens, parent, depth, kept, order = compact(tree, live, bucket.nodes)
+def verify_in(machine: Machine, params: Params, drafter_params: Params, cache: Cache, turn: Turn,
+              tree: DraftTree, live: Array, bucket: Bucket, depth: int) -> tuple[Verdict, Path]:
+    """One bucket's verification: pack, forward, draw, walk, gather.
+
+    Args:
+      depth: D; results have D + 1 places a row, whatever the bucket.
+    """
+    tip, rows = turn.tip, turn.rows
+    tokens, parent, level, kept, order = compact(tree, live, bucket.nodes)
     packing = pack(kept, parent, bucket.packed)
     at = (packing.row, packing.node)
     hidden, fresh, taps = transformer.tree_forward(
-        machine.arch, params, cache, tokens[at], tip.context[packing.row] + depth[at],
+        machine.arch, params, cache, tokens[at], tip.context[packing.row] + level[at],
         packing, machine.implementation, machine.drafter.taps)
     logits = transformer.logits(machine.arch, params, hidden, few=True)
     processing = (rows.temperature[packing.row], rows.top_k[packing.row], rows.top_p[packing.row])
     if machine.rule == "match":
         drawn = sampling.draw(logits, *processing, rows.key[packing.row],
-                              tip.generated[packing.row] + depth[at])
-        verdict = verify.judge(tokens, parent, kept, drawn, packing.place, tip, rows,
-                               machine.drafter.depth)
+                              tip.generated[packing.row] + level[at])
+        verdict = verify.judge(tokens, parent, kept, drawn, packing.place, tip, rows, depth)
         draws = drawn.token[packing.place]
     else:
         rank = jnp.take_along_axis(tree.rank, order, 1)
         verdict, draws = _reject(machine, RULES[machine.rule].process(logits, *processing),
                                  (tokens, parent, rank, kept), _drawn(machine, tree, order),
-                                 packing.place, tip, rows)
+                                 packing.place, tip, rows, depth)
     along = jnp.take_along_axis(packing.place, verdict.path, 1)
     if taps is not None:
         taps = jnp.moveaxis(machine.drafter.project(drafter_params, taps, few=True), 0, -1)[along]
@@ -222,10 +285,10 @@ def _drawn(machine: Machine, tree: DraftTree, order: Array) -> Array:
 
 
 def _reject(machine: Machine, target: sampling.Processed, tree: tuple[Array, ...], logq: Array,
-            place: Array, tip: Tip, rows: Sampling) -> tuple[Verdict, Array]:
+            place: Array, tip: Tip, rows: Sampling, depth: int) -> tuple[Verdict, Array]:
     """The verdict of another rule than match, and the tokens i32[B, n] emitted at walked nodes."""
     batch, nodes = tree[0].shape
-    verdict = rejection.judge(*tree, target, logq, place, tip, rows, machine.drafter.depth,
+    verdict = rejection.judge(*tree, target, logq, place, tip, rows, depth,
                               RULES[machine.rule].walk)
     walked = jnp.where(jnp.arange(verdict.path.shape[1])[None] < verdict.count[:, None],
                        verdict.path, nodes)  # the path's last node repeats: keep its first token
@@ -243,18 +306,28 @@ def _along(fresh: list[tuple[Array, Array]], place: Array) -> Array:
       place: i32[B, D+1] of the path in W.
     """
     batch, width = place.shape
-    both = [a[None] for kv in fresh for a in kv]
-    shape = (len(fresh), 2, *both[0].shape[1:-1], batch)
-    if both[0].shape[-1] == batch:  # roots alone, in order; behind them nothing is committed
-        rest = jnp.zeros(((width - 1) * len(both), *both[0].shape[1:]), both[0].dtype)
-        return jnp.concatenate([*both, rest]).reshape(width, *shape)
-    return jnp.moveaxis(jnp.concatenate(both)[..., place.T], -2, 0).reshape(width, *shape)
+    both = jnp.concatenate([a[None] for kv in fresh for a in kv])
+    shape = (width, len(fresh), 2, *both.shape[1:-1], batch)
+    if width == 1:  # roots alone, in order
+        return both.reshape(shape)
+    return jnp.moveaxis(both[..., place.T], -2, 0).reshape(shape)
+
+
+class Ahead(NamedTuple):
+    """Where a launch stands between two rounds."""
+
+    done: Array  # i32[] rounds
+    go: Array  # bool[] whether another follows
+    state: RolloutState
+    turn: Turn
 
 
 def launch(machine: Machine, params: Params, drafter_params: Params, state: RolloutState,
            waiting: Array, rounds: Array, smaller: Array) -> RolloutState:
     """Rounds until the host is needed.
 
+    Drafts, plain rounds and rounds that verify drafts are loops of their own within one, so that
+    none pays for what another does. Branches around them could copy the cache, which loops do not.
     Ends after `rounds`, when all rows are done, when any shard has a free slot and a waiting
     sequence, or when every shard's live rows fit the next smaller batch.
 
@@ -264,16 +337,32 @@ def launch(machine: Machine, params: Params, drafter_params: Params, state: Roll
       smaller: i32[] rows of the next smaller batch; 0 is none.
     """
 
-    def wanted(state: RolloutState) -> Array:
-        live = tip_of(state).live.sum()
+    def ahead(done: Array, state: RolloutState, tree: DraftTree) -> Ahead:
+        turn = turn_of(machine, state, tree)
+        live = turn.tip.live.sum()
         free = (live < state.seq.shape[0]) & (waiting[0] > 0)
         most, refill = jax.lax.pmax((live, free.astype(jnp.int32)), ROWS)
-        return (most > smaller) & (refill == 0)
+        return Ahead(done, (most > smaller) & (refill == 0) & (done < rounds), state, turn)
 
-    def body(carry: tuple[Array, Array, RolloutState]) -> tuple[Array, Array, RolloutState]:
-        done, _, state = carry
-        state = round_(machine, params, drafter_params, state)
-        return done + 1, wanted(state) & (done + 1 < rounds), state
+    def rounds_of(one: Callable[..., RolloutState], a: Ahead) -> Ahead:
+        return ahead(a.done + 1, one(machine, params, drafter_params, a.state, a.turn),
+                     a.turn.tree)
 
-    start = (jnp.int32(0), wanted(state) & (rounds > 0), state)
-    return jax.lax.while_loop(lambda carry: carry[1], body, start)[2]
+    def plain(a: Ahead) -> Ahead:
+        return jax.lax.while_loop(lambda a: a.go & ~a.turn.asks & (a.turn.bucket == 0),
+                                  functools.partial(rounds_of, plain_round), a)
+
+    def drafted(a: Ahead) -> Ahead:
+        return jax.lax.while_loop(lambda a: a.go & ~a.turn.asks & (a.turn.bucket > 0),
+                                  functools.partial(rounds_of, drafted_round), a)
+
+    def proposed(a: Ahead) -> Ahead:
+        return jax.lax.while_loop(
+            lambda a: a.go & a.turn.asks,
+            lambda a: Ahead(a.done, a.go, *propose(machine, drafter_params, a.state, a.turn)), a)
+
+    if len(buckets_of(machine, state.seq.shape[0])) == 1:
+        none = roots(state.root, jnp.zeros(state.root.shape, bool), machine.drafter.nodes)
+        return plain(ahead(jnp.int32(0), state, none)).state
+    start = ahead(jnp.int32(0), state, _blank_tree(machine, drafter_params, state))
+    return jax.lax.while_loop(lambda a: a.go, lambda a: drafted(plain(proposed(a))), start).state

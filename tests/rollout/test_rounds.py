@@ -1,0 +1,80 @@
+"""Which rounds draft, and which are plain: the same tokens, and work for what is used alone."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from helpers import (
+    Dice,
+    ask,
+    make_engine,
+    make_task,
+    random_drafter,
+    streams,
+    tiny_arch,
+    tiny_params,
+)
+
+from specrl_jax.control import policies
+from specrl_jax.draft.base import Drafter
+
+DEPTH, NODES, BATCH = 2, 3, 4
+ARCH = tiny_arch(num_layers=1)
+PARAMS = tiny_params(ARCH)
+TASK = make_task()
+
+
+class Spied:
+    """Places a row of the rounds that ran, and how many trees were drafted."""
+
+    def __init__(self) -> None:
+        self.places: list[int] = []
+        self.trees = 0
+
+    def drafter(self) -> Drafter:
+        dice = Dice(np.zeros((TASK.sequences, TASK.response), np.int32), hit=0.0)
+        inner = random_drafter(dice, nodes=NODES, depth=DEPTH, vocab=24)
+
+        def propose(*args: Any) -> Any:
+            jax.debug.callback(self._proposed)
+            return inner.propose(*args)
+
+        def observe(params: Any, state: Any, tip: Any, verdict: Any, path: Any) -> Any:
+            width = verdict.tokens.shape[1]
+            assert path.kv.shape[0] == verdict.path.shape[1] == width
+            jax.debug.callback(lambda: self.places.append(width))
+            return state
+
+        return inner._replace(propose=propose, observe=observe)
+
+    def _proposed(self) -> None:
+        self.trees += 1
+
+
+@pytest.fixture(scope="module")
+def plain() -> list[list[int]]:
+    engine = make_engine(ARCH, TASK, batch=BATCH)
+    engine.compile(PARAMS)
+    return streams(engine.run(PARAMS, ask(TASK)))
+
+
+@pytest.mark.parametrize("likely, most, ran", [
+    (0.0, 64, {2: {1, DEPTH + 1}, 0: {1}}), (1.0, 64, {2: {1}}), (0.0, BATCH, {2: {1}})],
+    ids=["as drafted", "nothing is likely", "no room"])
+def test_a_round_that_verifies_no_draft_is_a_plain_one(
+        likely: float, most: int, ran: dict[int, set[int]], plain: list[list[int]]) -> None:
+    """Off proposes nothing; what is dropped, or has no room, is not verified in a wider shape."""
+    spy = Spied()
+    engine = make_engine(ARCH, TASK, drafter=spy.drafter(), controller=policies.fixed(likely),
+                         batch=BATCH, most=most)
+    engine.compile(PARAMS)
+    for steps, places in ran.items():
+        spy.places, spy.trees = [], 0
+        engine.control = policies.make_spec(steps, NODES, NODES, 0)
+        result = engine.run(PARAMS, ask(TASK))
+        jax.effects_barrier()
+        assert streams(result) == plain
+        assert len(spy.places) == result.counters["rounds"] > 0 and set(spy.places) == places
+        assert spy.trees == (result.counters["rounds"] if steps and most > BATCH else 0)
+        assert (result.counters["packed"] > result.counters["slots"]) == (places != {1})
