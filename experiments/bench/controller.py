@@ -101,8 +101,9 @@ class Shape:
         self.group = len(prompts) if len({tuple(p) for p in prompts}) == 1 else 1
         self.prompts, self.stop = list(prompts)[:: self.group], stop
         self.new_tokens = config.rollout.max_new_tokens
-        make = functools.partial(self._sampler, source, params, config, drafter)
         self.plain = self._sampler(source, params, config, "off", "off")
+        # Where weights lie in memory is worth some per cent of a round: the same for all.
+        make = functools.partial(self._sampler, source, self.plain.params, config, drafter)
         self.fixed = make("fixed")
         self.policies = {policy: make(policy) for policy in policies}
         nodes = self.fixed.config.spec.max_nodes

@@ -52,8 +52,8 @@ class Adaptive:
     harvest: Harvest
     missed: Array  # f32[] rounds since the drafter was asked
     steps: Array  # i32[] of the last round
-    sums: Array  # f32[SUMS] of this launch
-    by_depth: Array  # f32[2, D+1] seconds and tokens, had all rounds drafted to that depth
+    sums: Array  # f32[SUMS] of this launch, or of the last
+    by_depth: Array  # f32[2, D+1] of it: seconds and tokens, had all rounds drafted to that depth
 
 
 class Bounds(NamedTuple):
@@ -126,17 +126,19 @@ def adaptive(policy: Policy, control: ControlConfig, bounds: Bounds) -> Controll
 
     def update(state: Adaptive, launch: dict[str, Any]) -> Adaptive:
         state, seconds = clock(state, launch, control.clock == "frozen")
-        return state.replace(
-            own=policy.update(state.own, launch | {"seconds": seconds}),
-            sums=np.zeros(len(SUMS), np.float32),
-            by_depth=np.zeros((2, bounds.depth + 1), np.float32))
+        return state.replace(own=policy.update(state.own, launch | {"seconds": seconds}))
+
+    def start(state: Adaptive) -> Adaptive:
+        return state.replace(sums=jnp.zeros_like(state.sums),
+                             by_depth=jnp.zeros_like(state.by_depth))
 
     def depth(state: Adaptive, steps: int | None) -> Adaptive:
         return state.replace(force=np.asarray([FREE if steps is None else steps, FREE], np.int32))
 
     return Controller(init=init, plan=plan, keep=keep, update=update, note=note, explain=explain,
                       weigh=lambda state, batch, left: weigh(state, control.length_weight, left),
-                      depth=depth, widened=lambda state: state.force[1] > 0, adaptive=True)
+                      depth=depth, start=start, widened=lambda state: state.force[1] > 0,
+                      adaptive=True)
 
 
 def blank(own: Any, bounds: Bounds) -> Adaptive:

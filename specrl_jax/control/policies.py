@@ -44,6 +44,7 @@ class Controller(NamedTuple):
         lambda state, batch, left: np.ones_like(left))  # rows, from tokens still to come f32[rows]
     depth: Callable[[Any, int | None], Any] = (
         lambda state, steps: state)  # drafts to that depth whatever is planned; None: as planned
+    start: Callable[[Any], Any] = lambda state: state  # on the device, when a launch begins
     widened: Callable[[Any], Array] = (
         lambda state: jnp.bool_(False))  # a round without drafts is to take a larger bucket
     adaptive: bool = False  # the state changes on the device, and holds tables of time

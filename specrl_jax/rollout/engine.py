@@ -187,6 +187,8 @@ class Engine:
         slots = [Slots(s.batch, int((~of_shard).sum()), s.group) for of_shard in done]
         outcomes = Acceptance(*(np.zeros((s.shards, *self.layout.cells), np.float32),) * 2)
         batch, length = s.batch, np.zeros(done.size, np.int32)
+        past = lengths.of_past(asked.past, done.size // s.group)
+        outlook: dict[str, np.ndarray] = {}
         while not done.all():
             started = time.perf_counter()
             if any(one.waiting for one in slots):
@@ -198,11 +200,9 @@ class Engine:
             prefill_seconds += launched - started
             waiting = [one.waiting for one in slots]
             smaller = self._next_smaller(batch) if not any(waiting) else 0
-            estimate, outlook = sharding.put(
-                (sharding.replicated(self.mesh), sharding.rows(self.mesh)),
-                (acceptance.table(self.acceptance, outcomes),
-                 self._outlook(asked, length, done, batch, any(waiting))))
-            state = state.replace(estimate=estimate, **outlook)
+            before, outlook = outlook, self._outlook(asked.limit, past, length, done, batch,
+                                                     any(waiting), outcomes)
+            state = state.replace(**self._changed(before, outlook))
             go = functools.partial(self.launch, batch, params, drafter_params,
                                    waiting=np.asarray(waiting, np.int32), smaller=smaller)
             audited = {}
@@ -254,20 +254,31 @@ class Engine:
             launch |= controller.explain(self.control, launch)
         self.control = controller.update(self.control, launch)
 
-    def _outlook(self, asked: Request, length: np.ndarray, done: np.ndarray, batch: int,
-                 waiting: bool) -> dict[str, np.ndarray]:
-        """Expected lengths and weights of all sequences. While some wait, all tokens are alike."""
+    def _outlook(self, limit: np.ndarray, past: np.ndarray, length: np.ndarray, done: np.ndarray,
+                 batch: int, waiting: bool, outcomes: Acceptance) -> dict[str, np.ndarray]:
+        """What a state holds of the future: survival of drafts, and for a controller that looks at
+        time expected lengths and weights of all sequences; while some wait, all tokens are alike.
+        """
         controller = self.machine.controller
+        outlook = {"estimate": acceptance.table(self.acceptance, outcomes)}
         if not controller.adaptive:
-            return {}
-        expected = lengths.expected(asked.limit, length, done.reshape(-1), asked.past,
-                                    self.shapes.group)
+            return outlook
+        expected = lengths.expected(limit, length, done.reshape(-1), past, self.shapes.group)
         weight = np.ones_like(expected)
         if not waiting:
             left, shards = (a.reshape(done.shape) for a in (expected - length, weight))
             for of_shard, tokens, live in zip(shards, left, ~done, strict=True):
                 of_shard[live] = controller.weigh(self.control, batch, tokens[live])
-        return {"expected": expected, "weight": weight}
+        return outlook | {"expected": expected, "weight": weight}
+
+    def _changed(self, before: dict[str, np.ndarray], now: dict[str, np.ndarray]
+                 ) -> dict[str, jax.Array]:
+        """Of the host arrays `now` those that differ from `before`, on the devices: a launch hands
+        on what it was given, and putting an array there takes as long as 100 small operations."""
+        new = {name: a for name, a in now.items()
+               if name not in before or not np.array_equal(a, before[name])}
+        whole, rows = sharding.replicated(self.mesh), sharding.rows(self.mesh)
+        return sharding.put({name: whole if name == "estimate" else rows for name in new}, new)
 
     def _result(self, state: RolloutState, batch: int, outcomes: Acceptance,
                 trace: list[dict[str, Any]], began: float, prefill_seconds: float) -> Result:

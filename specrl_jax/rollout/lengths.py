@@ -10,19 +10,22 @@ OTHERS = 1.0  # samples of its own prompt that all other prompts' are worth
 LIMIT = 0.5  # and that the limit is: what runs on is what nothing is known of yet
 
 
-def expected(limit: np.ndarray, length: np.ndarray, done: np.ndarray, past: np.ndarray | None,
+def of_past(past: np.ndarray | None, prompts: int) -> np.ndarray:
+    """i32[prompts, K] lengths of responses i32[prompts, K, T] that -1 fills; K is 0 for None."""
+    return np.zeros((prompts, 0), np.int32) if past is None else (past >= 0).sum(2, dtype=np.int32)
+
+
+def expected(limit: np.ndarray, length: np.ndarray, done: np.ndarray, past: np.ndarray,
              group: int) -> np.ndarray:
     """Tokens in the end f32[Q].
 
     Args:
       limit: i32[Q] most tokens; length: i32[Q] so far; done: bool[Q].
-      past: i32[Q / M, K, T] earlier responses, -1 fills, or None.
+      past: i32[Q / M, K] lengths of earlier responses, 0 fills.
       group: M, samples of a prompt, which lie together.
     """
-    prompts = len(length) // group
-    ended = np.where(done, length, 0).reshape(prompts, group)
-    if past is not None and past.shape[1]:
-        ended = np.concatenate([ended, (past >= 0).sum(2)], 1)
+    ended = np.where(done, length, 0).reshape(-1, group)
+    ended = np.concatenate([ended, past], 1)
     own = np.repeat(ended, group, 0)  # [Q, M + K], 0 is unknown
     longer = own > length[:, None]
     pool = np.sort(ended[ended > 0]).astype(np.float64)

@@ -361,6 +361,7 @@ def launch(machine: Machine, params: Params, drafter_params: Params, state: Roll
             lambda a: a.go & a.turn.asks,
             lambda a: Ahead(a.done, a.go, *propose(machine, drafter_params, a.state, a.turn)), a)
 
+    state = state.replace(control=machine.controller.start(state.control))
     if len(buckets_of(machine, state.seq.shape[0])) == 1:
         none = roots(state.root, jnp.zeros(state.root.shape, bool), machine.drafter.nodes)
         return plain(ahead(jnp.int32(0), state, none)).state

@@ -83,7 +83,7 @@ def test_a_launch_is_explained_by_its_rounds() -> None:
     assert told["width"] == pytest.approx(np.mean([(8, 16, 32)[b] for b in buckets]))
     assert told["fixed_seconds"] <= told["off_seconds"] and 1 <= told["fixed_steps"] <= DEPTH
     assert all(np.isfinite(v) for v in told.values())
-    after = control.update(jax.tree.map(np.asarray, state), launch(12.0))
+    after = control.start(control.update(jax.tree.map(np.asarray, state), launch(12.0)))
     assert not after.sums.any() and not after.by_depth.any() and len(after.sums) == len(SUMS)
 
 

@@ -2,13 +2,13 @@
 
 import numpy as np
 
-from specrl_jax.rollout.lengths import expected
+from specrl_jax.rollout.lengths import expected, of_past
 
 LIMIT = np.full(4, 100, np.int32)
 
 
 def guess(length: list[int], done: list[bool], past: np.ndarray | None = None) -> np.ndarray:
-    return expected(LIMIT, np.asarray(length, np.int32), np.asarray(done), past, 2)
+    return expected(LIMIT, np.asarray(length, np.int32), np.asarray(done), of_past(past, 2), 2)
 
 
 def test_nothing_known_is_the_limit_and_what_ended_is_known() -> None:
