@@ -104,7 +104,8 @@ def rounds_of(control: Controller) -> Callable[..., Any]:
         tree = tree.replace(live=tree.live & (level <= spec.steps))
         live, bucket = control.keep(state, of_round, spec, tree, LADDERS[8])
         count = (jnp.cumprod(live & drafted, 1).sum(1) * of_round.live).astype(jnp.int32)
-        new = control.note(state, Outcome(of_round, spec, tree, live, bucket, count))
+        new = control.note(state, Outcome(of_round, spec, tree, live, bucket, count,
+                                          jnp.int32(1)))
         return new, spec.steps, bucket, live
 
     return alone(step)

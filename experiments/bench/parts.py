@@ -171,7 +171,8 @@ def control_parts(machine: Machine, control: Any, at: Situation) -> dict[str, Pa
     spec = jax.tree.map(np.asarray, plan(control, load))
     keep = _alone(lambda *args: controller.keep(*args, ladder))
     live, bucket = keep(control, load, spec, tree)
-    outcome = Outcome(load, spec, tree, live, bucket, jnp.ones(at.rows, jnp.int32))
+    outcome = Outcome(load, spec, tree, live, bucket, jnp.ones(at.rows, jnp.int32),
+                      jnp.int32(1))
     return {"plan": _bound(plan, control, load), "keep": _bound(keep, control, load, spec, tree),
             "note": _bound(_alone(controller.note), control, outcome)}
 

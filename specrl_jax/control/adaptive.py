@@ -25,6 +25,7 @@ MEMORY = 8.0  # rounds that an estimate of the drafts remembers
 FORGET = 0.99  # of what was seen of a depth, in each round that drafts less deep
 PRIOR = 0.7  # survival of a draft, a step of depth, before any was seen
 TRUST_PRIOR, TRUST_MEMORY = 4.0, 0.98  # accepted tokens that survival is worth; kept every round
+HOLD = 8  # plain rounds for which one decision stands: the operations of a decision cost 3 % of one
 FOLLOW = 0.2  # share of a launch's surprise that the clock's correction takes up
 SUMS = ("rounds", "rows", "context", "steps", "drafting", "packed", "seconds", "plain_seconds",
         "tokens", "expected", "switches")
@@ -138,7 +139,7 @@ def adaptive(policy: Policy, control: ControlConfig, bounds: Bounds) -> Controll
     return Controller(init=init, plan=plan, keep=keep, update=update, note=note, explain=explain,
                       weigh=lambda state, batch, left: weigh(state, control.length_weight, left),
                       depth=depth, start=start, widened=lambda state: state.force[1] > 0,
-                      adaptive=True)
+                      hold=HOLD, adaptive=True)
 
 
 def blank(own: Any, bounds: Bounds) -> Adaptive:
@@ -176,29 +177,32 @@ def _forced(state: Adaptive, load: Load, spec: SpecConfig, tree: DraftTree,
 
 
 def account(state: Adaptive, outcome: Outcome) -> Adaptive:
-    """Adds a round to what drafts gave and to the launch's sums."""
-    load, table = outcome.load, table_of(state, outcome.load)
+    """Adds rounds to what drafts gave and to the launch's sums."""
+    load, table, rounds = outcome.load, table_of(state, outcome.load), outcome.rounds
     depth = state.by_depth.shape[1] - 1
     steps = jnp.clip(outcome.spec.steps, 0, depth if table.packed.shape[0] > 1 else 0)
-    verify, draft = cost.at(table, context_of(load))
+    later = (rounds - 1) / 2  # tokens of context more than at first, on average
+    verify, draft = cost.at(table, context_of(load) + later)
     drafting = (steps > 0).astype(jnp.float32)
-    seconds = (verify[outcome.bucket] + draft[steps]
-               + drafting * state.missed * table.catch_up)
+    seconds = rounds * (verify[outcome.bucket] + draft[steps]
+                        + drafting * state.missed * table.catch_up)
     ones = load.live.astype(jnp.float32)
     promised = jnp.where(outcome.live, outcome.tree.survival, 0).at[:, 0].set(0).sum()
     found = _count_nodes(outcome.tree, load.live, state.harvest.count.shape[0])
     rows, tokens, promised, context, found = jax.lax.psum(
         (ones.sum(), outcome.count.sum().astype(jnp.float32), promised,
-         (ones * load.length).sum(), found), ROWS)
+         (ones * (load.length + later)).sum(), found), ROWS)
     believed = trust(state.harvest)
-    by_depth = _by_depth(state.harvest, table, verify, draft, rows_of(load), rows)
-    harvest = _harvested(state.harvest, found, rows, steps, promised, tokens - rows)
-    add = dict(rounds=1.0, rows=rows, context=context, steps=steps, drafting=drafting,
-               packed=table.packed[outcome.bucket], seconds=seconds, plain_seconds=verify[0],
-               tokens=tokens, expected=rows + promised * believed,
+    by_depth = rounds * _by_depth(state.harvest, table, verify, draft, rows_of(load), rows)
+    harvest = _harvested(state.harvest, found, rows, steps, promised, tokens - rounds * rows,
+                         rounds)
+    add = dict(rounds=rounds, rows=rounds * rows, context=rounds * context, steps=rounds * steps,
+               drafting=rounds * drafting, packed=rounds * table.packed[outcome.bucket],
+               seconds=seconds, plain_seconds=rounds * verify[0], tokens=tokens,
+               expected=rounds * (rows + promised * believed),
                switches=((state.steps > 0) != (steps > 0)) & (state.steps != FREE))
     return state.replace(
-        harvest=harvest, missed=jnp.where(steps > 0, 0.0, state.missed + 1), steps=steps,
+        harvest=harvest, missed=jnp.where(steps > 0, 0.0, state.missed + rounds), steps=steps,
         sums=state.sums + jnp.stack([jnp.asarray(add[name], jnp.float32) for name in SUMS]),
         by_depth=state.by_depth + by_depth)
 
@@ -213,7 +217,7 @@ def _count_nodes(tree: DraftTree, live: Array, depth: int) -> Array:
 
 
 def _harvested(old: Harvest, found: Array, rows: Array, steps: Array, promised: Array,
-               accepted: Array) -> Harvest:
+               accepted: Array, rounds: Array) -> Harvest:
     """Depths that were drafted move towards what was found.
 
     Deeper ones keep their proportion to it. Where none was seen, or long ago, they are to survive
@@ -237,9 +241,10 @@ def _harvested(old: Harvest, found: Array, rows: Array, steps: Array, promised: 
     scale = jnp.where(drafted | (steps == 0), 1.0, ratio)[:, None]
     count = share * scale * count + (1 - share) * count[last][None]
     mass = share * scale * mass + (1 - share) * mass[last][None] * onward[:, None]
+    kept = TRUST_MEMORY ** rounds
     return Harvest(count=jnp.minimum(count, 64.0), mass=jnp.minimum(mass, 64.0), seen=seen,
-                   promised=TRUST_MEMORY * old.promised + promised,
-                   accepted=TRUST_MEMORY * old.accepted + jnp.maximum(accepted, 0.0))
+                   promised=kept * old.promised + promised,
+                   accepted=kept * old.accepted + jnp.maximum(accepted, 0.0))
 
 
 def _by_depth(harvest: Harvest, table: Table, verify: Array, draft: Array, shard_rows: Array,

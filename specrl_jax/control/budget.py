@@ -59,7 +59,7 @@ def budget(control: ControlConfig, bounds: Bounds, seed: int) -> Policy:
 
     def note(before: Adaptive, outcome: Outcome) -> Budget:
         table = table_of(before, outcome.load)
-        _, drafting, regret = choose_depth(before, table, outcome.load, control)
+        _, drafting, regret = choose_depth(before, table, outcome.load, control, outcome.rounds)
         return Budget(drafting=drafting, regret=regret)
 
     return Policy(init=init, plan=plan, keep=keep, note=note)
@@ -118,9 +118,10 @@ def foresee(state: Adaptive, table: Table, load: Load) -> tuple[Array, Array]:
     return 1 + gain, jnp.maximum(rounds, 1e-6)  # more than none, where nothing is measured yet
 
 
-def choose_depth(state: Adaptive, table: Table, load: Load, control: ControlConfig
-                 ) -> tuple[Array, Array, Array]:
-    """The depth of the next round, whether drafting is on, i32[] both, and f32[] the regret.
+def choose_depth(state: Adaptive, table: Table, load: Load, control: ControlConfig,
+                 times: Array | int = 1) -> tuple[Array, Array, Array]:
+    """The depth of the next round, whether drafting is on, i32[] both, and f32[] the regret once
+    as many `times` rounds have been like it.
 
     Drafting begins once what it would have saved has grown to what its catching up takes and
     control.hysteresis, and ends once it has lost the latter: a load that jumps to and fro switches
@@ -141,7 +142,7 @@ def choose_depth(state: Adaptive, table: Table, load: Load, control: ControlConf
     behind = table.catch_up * state.missed / plain
     on, undecided = own.drafting == 1, own.drafting == FREE
     owed = jnp.where(advantage > 0, speed * table.catch_up / plain, 0.0)  # waiting adds to it
-    regret = jnp.maximum(own.regret + jnp.where(on, -advantage, advantage + owed), 0.0)
+    regret = jnp.maximum(own.regret + times * jnp.where(on, -advantage, advantage + owed), 0.0)
     limit = control.hysteresis + jnp.where(on, 0.0, speed * behind)
     switch = (regret > limit) & jnp.where(on, advantage < 0, advantage > 0)
     drafting = jnp.where(undecided, advantage > 0, on ^ switch)

@@ -14,16 +14,19 @@ import numpy as np
 from specrl_jax.control.cost import Bucket
 from specrl_jax.structs import Array, DraftTree, Load, SpecConfig
 
+FOREVER = 2**31 - 1  # in Controller.hold
+
 
 class Outcome(NamedTuple):
-    """One round, as `note` sees it."""
+    """What `note` sees: a round, or plain rounds of the same rows for which one plan stood."""
 
-    load: Load
+    load: Load  # when it began
     spec: SpecConfig
     tree: DraftTree
     live: Array  # bool[B, N] verified nodes
     bucket: Array  # i32[] the same on all shards
     count: Array  # i32[B] tokens committed
+    rounds: Array  # i32[]
 
 
 class Controller(NamedTuple):
@@ -47,6 +50,7 @@ class Controller(NamedTuple):
     start: Callable[[Any], Any] = lambda state: state  # on the device, when a launch begins
     widened: Callable[[Any], Array] = (
         lambda state: jnp.bool_(False))  # a round without drafts is to take a larger bucket
+    hold: int = 1  # rounds for which a plan without drafts stands, unless a row ends
     adaptive: bool = False  # the state changes on the device, and holds tables of time
 
 
@@ -62,7 +66,7 @@ def make_spec(steps: int, branch: int, nodes: int, budget: int,
 def off() -> Controller:
     """Plain decoding: every round is the bucket (B, 1)."""
     return Controller(init=lambda: (), plan=lambda state, load: make_spec(0, 1, 1, 0),
-                      keep=keep_within, update=lambda state, launch: state)
+                      keep=keep_within, update=lambda state, launch: state, hold=FOREVER)
 
 
 def fixed(min_survival: float = 0.0, spec: SpecConfig | None = None) -> Controller:
@@ -83,7 +87,7 @@ def fixed(min_survival: float = 0.0, spec: SpecConfig | None = None) -> Controll
         return state.replace(steps=planned.steps if steps is None else jnp.int32(steps))
 
     return Controller(init=lambda: planned, plan=lambda state, load: state,
-                      keep=keep, update=lambda state, launch: state, depth=depth)
+                      keep=keep, update=lambda state, launch: state, depth=depth, hold=FOREVER)
 
 
 def keep_within(state: Any, load: Load, spec: SpecConfig, tree: DraftTree,

@@ -23,8 +23,9 @@ from specrl_jax.control import acceptance
 from specrl_jax.control.acceptance import Acceptance, Reliability
 from specrl_jax.rollout import audit as audits
 from specrl_jax.rollout import lengths, refill
+from specrl_jax.rollout.launch import launch
 from specrl_jax.rollout.layout import ROW, STATE, Layout, Request, Shapes, pad
-from specrl_jax.rollout.round import Machine, launch
+from specrl_jax.rollout.round import Machine
 from specrl_jax.rollout.slots import EMPTY, Slots
 from specrl_jax.sharding import ROWS
 from specrl_jax.structs import Counters, Fill, RolloutState, Sequences

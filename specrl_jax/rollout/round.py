@@ -1,4 +1,4 @@
-"""One round (plan, draft, keep, verify, commit) and one launch of rounds, for one data shard.
+"""One round (plan, draft, keep, verify, commit) for one data shard.
 
 Everything here runs inside `shard_map` over the data axes: arrays are a shard's own, and what
 selects a branch or ends the loop is reduced over all shards first, so that all take it alike.
@@ -6,8 +6,6 @@ selects a branch or ends the loop is reduced over all shards first, so that all 
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -120,7 +118,7 @@ def turn_of(machine: Machine, state: RolloutState, tree: DraftTree) -> Turn:
                 tree=tree.replace(live=none), live=none, bucket=jnp.int32(0))
 
 
-def _blank_tree(machine: Machine, drafter_params: Params, state: RolloutState) -> DraftTree:
+def blank_tree(machine: Machine, drafter_params: Params, state: RolloutState) -> DraftTree:
     """Zeros, of the shapes that the drafter proposes."""
     tip, rows = tip_of(state), sampling_of(state)
     spec = machine.controller.plan(state.control, load_of(state, tip, rows))
@@ -162,22 +160,28 @@ def drafted_round(machine: Machine, params: Params, drafter_params: Params, stat
     verdict, path = jax.lax.switch(turn.bucket - 1, branches, turn.tree, turn.live)
     packed = jnp.asarray([b.packed for b in buckets], jnp.int32)[turn.bucket - 1]
     seen = acceptance.observe(state.seen, turn.tree, path, verdict, turn.tip)
-    return conclude(machine, drafter_params, state.replace(seen=seen), turn, packed, verdict, path)
+    state = conclude(machine, drafter_params, state.replace(seen=seen), turn, packed, verdict, path)
+    return noted(machine, state, turn, verdict.count, jnp.int32(1))
 
 
 def conclude(machine: Machine, drafter_params: Params, state: RolloutState, turn: Turn,
              packed: Array, verdict: Verdict, path: Path) -> RolloutState:
-    """What every round ends with: its tokens are committed, and all who learn from it are told."""
+    """What every round ends with: its tokens are committed, and the drafter learns of them."""
     tip = turn.tip
     last = jnp.take_along_axis(verdict.tokens, jnp.maximum(verdict.count - 1, 0)[:, None], 1)
-    outcome = Outcome(turn.load, turn.spec, turn.tree, turn.live, turn.bucket, verdict.count)
     return state.replace(
-        control=machine.controller.note(state.control, outcome),
         cache=commit.append(state.cache, path, verdict.count),
         root=jnp.where(verdict.count > 0, last[:, 0], state.root),
         sequences=commit.record(state.sequences, verdict, tip),
         draft=machine.drafter.observe(drafter_params, state.draft, tip, verdict, path),
         counters=count(state.counters, turn, verdict, packed))
+
+
+def noted(machine: Machine, state: RolloutState, turn: Turn, count: Array, rounds: Array
+          ) -> RolloutState:
+    """The state once the controller knows that `rounds` rounds committed `count` i32[B] tokens."""
+    outcome = Outcome(turn.load, turn.spec, turn.tree, turn.live, turn.bucket, count, rounds)
+    return state.replace(control=machine.controller.note(state.control, outcome))
 
 
 def clamp(spec: SpecConfig, drafter: Drafter, rows: Array) -> tuple[SpecConfig, Array]:
@@ -311,59 +315,3 @@ def _along(fresh: list[tuple[Array, Array]], place: Array) -> Array:
     if width == 1:  # roots alone, in order
         return both.reshape(shape)
     return jnp.moveaxis(both[..., place.T], -2, 0).reshape(shape)
-
-
-class Ahead(NamedTuple):
-    """Where a launch stands between two rounds."""
-
-    done: Array  # i32[] rounds
-    go: Array  # bool[] whether another follows
-    state: RolloutState
-    turn: Turn
-
-
-def launch(machine: Machine, params: Params, drafter_params: Params, state: RolloutState,
-           waiting: Array, rounds: Array, smaller: Array) -> RolloutState:
-    """Rounds until the host is needed.
-
-    Drafts, plain rounds and rounds that verify drafts are loops of their own within one, so that
-    none pays for what another does. Branches around them could copy the cache, which loops do not.
-    Ends after `rounds`, when all rows are done, when any shard has a free slot and a waiting
-    sequence, or when every shard's live rows fit the next smaller batch.
-
-    Args:
-      waiting: i32[1] sequences of this shard that have no slot yet.
-      rounds: i32[] R.
-      smaller: i32[] rows of the next smaller batch; 0 is none.
-    """
-
-    def ahead(done: Array, state: RolloutState, tree: DraftTree) -> Ahead:
-        turn = turn_of(machine, state, tree)
-        live = turn.tip.live.sum()
-        free = (live < state.seq.shape[0]) & (waiting[0] > 0)
-        most, refill = jax.lax.pmax((live, free.astype(jnp.int32)), ROWS)
-        return Ahead(done, (most > smaller) & (refill == 0) & (done < rounds), state, turn)
-
-    def rounds_of(one: Callable[..., RolloutState], a: Ahead) -> Ahead:
-        return ahead(a.done + 1, one(machine, params, drafter_params, a.state, a.turn),
-                     a.turn.tree)
-
-    def plain(a: Ahead) -> Ahead:
-        return jax.lax.while_loop(lambda a: a.go & ~a.turn.asks & (a.turn.bucket == 0),
-                                  functools.partial(rounds_of, plain_round), a)
-
-    def drafted(a: Ahead) -> Ahead:
-        return jax.lax.while_loop(lambda a: a.go & ~a.turn.asks & (a.turn.bucket > 0),
-                                  functools.partial(rounds_of, drafted_round), a)
-
-    def proposed(a: Ahead) -> Ahead:
-        return jax.lax.while_loop(
-            lambda a: a.go & a.turn.asks,
-            lambda a: Ahead(a.done, a.go, *propose(machine, drafter_params, a.state, a.turn)), a)
-
-    state = state.replace(control=machine.controller.start(state.control))
-    if len(buckets_of(machine, state.seq.shape[0])) == 1:
-        none = roots(state.root, jnp.zeros(state.root.shape, bool), machine.drafter.nodes)
-        return plain(ahead(jnp.int32(0), state, none)).state
-    start = ahead(jnp.int32(0), state, _blank_tree(machine, drafter_params, state))
-    return jax.lax.while_loop(lambda a: a.go, lambda a: drafted(plain(proposed(a))), start).state

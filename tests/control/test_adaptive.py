@@ -15,6 +15,7 @@ from control_cases import (
     LONGEST,
     NODES,
     alone,
+    chains,
     controller,
     drive,
     load,
@@ -22,8 +23,9 @@ from control_cases import (
 )
 
 from specrl_jax.config import Config, ConfigError, ControlConfig, RolloutConfig, SpecOptions
-from specrl_jax.control import adaptive, bandit, choose, respec
+from specrl_jax.control import adaptive, bandit, choose, policies, respec
 from specrl_jax.control.adaptive import FREE, SUMS
+from specrl_jax.control.policies import Outcome
 from specrl_jax.host.checkpoint import Checkpoints
 
 SETTINGS = respec.settings_of((), DEPTH, 1, NODES)
@@ -87,6 +89,26 @@ def test_a_launch_is_explained_by_its_rounds() -> None:
     assert not after.sums.any() and not after.by_depth.any() and len(after.sums) == len(SUMS)
 
 
+@pytest.mark.parametrize("policy", ADAPTIVE)
+def test_plain_rounds_are_accounted_for_at_once_as_one_by_one(policy: str) -> None:
+    control = controller(policy, hysteresis=100.0)
+    state, _ = drive(control, priced(control.init(), far=0.3, catch_up=0.2), [{"accept": 0.9}] * 6)
+    tree = chains(np.zeros((8, DEPTH)), live=np.zeros(8, bool))
+
+    def told(state: Any, of: Any, rounds: Any) -> Any:
+        plain = policies.make_spec(0, 1, 1, 0)
+        return control.note(state, Outcome(of, plain, tree, tree.live, jnp.int32(0),
+                                           rounds * of.live, rounds))
+
+    note, live = alone(told), np.arange(8) < 5
+    at_once = note(state, load(length=40, live=live), np.int32(7))
+    for i in range(7):
+        state = note(state, load(length=40 + i, live=live), np.int32(1))
+    for a, b in zip(*map(jax.tree.leaves, (at_once, state)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4)
+    assert control.explain(state, launch())["tokens"] > 7 * 5  # those of the drafts before too
+
+
 @pytest.mark.parametrize("clock,factor", [("measured", 2.0), ("frozen", 1.0)])
 def test_whole_launches_correct_the_table_unless_the_clock_is_frozen(
         clock: str, factor: float) -> None:
@@ -128,11 +150,10 @@ def test_drafts_that_promise_too_much_lose_their_credit() -> None:
 
     @alone
     def lying(state: Any, of: Any, tree: Any, live: Any) -> Any:
-        from specrl_jax.control.policies import Outcome
         spec = control.plan(state, of)
-        return step(state, Outcome(of, spec, tree, live, jnp.int32(1), jnp.ones(8, jnp.int32)))
+        return step(state, Outcome(of, spec, tree, live, jnp.int32(1), jnp.ones(8, jnp.int32),
+                                   jnp.int32(1)))
 
-    from control_cases import chains
     tree = chains(np.full((8, DEPTH), 0.9))
     for _ in range(20):
         state = lying(state, load(), tree, tree.live)

@@ -78,3 +78,34 @@ def test_a_round_that_verifies_no_draft_is_a_plain_one(
         assert len(spy.places) == result.counters["rounds"] > 0 and set(spy.places) == places
         assert spy.trees == (result.counters["rounds"] if steps and most > BATCH else 0)
         assert (result.counters["packed"] > result.counters["slots"]) == (places != {1})
+
+
+@pytest.mark.parametrize("hold", [1, 3, policies.FOREVER])
+def test_a_plan_stands_for_plain_rounds_until_a_row_ends(
+        hold: int, plain: list[list[int]]) -> None:
+    """The same tokens, with rows that are refilled and batches that shrink; no round is forgotten.
+    """
+    spells = []
+
+    def note(state: Any, outcome: policies.Outcome) -> Any:
+        jax.debug.callback(lambda *told: spells.append(told), outcome.rounds, outcome.count,
+                           outcome.load.live, outcome.load.length)
+        return state
+
+    spy = Spied()
+    engine = make_engine(ARCH, TASK, drafter=spy.drafter(), batch=BATCH, min_batch=1,
+                         controller=policies.fixed()._replace(note=note, hold=hold))
+    engine.compile(PARAMS)
+    result = engine.run(PARAMS, ask(TASK), rounds=8)
+    jax.effects_barrier()
+    assert streams(result) == plain
+    took = [int(rounds) for rounds, *_ in spells]
+    assert sum(took) == result.counters["rounds"] == len(spy.places)
+    assert max(took) == min(hold, 8)
+    committed = np.asarray([count.sum() for _, count, *_ in spells])
+    assert committed.sum() == result.counters["committed"]
+    ends = 0
+    for rounds, count, live, _ in spells:
+        assert (count == rounds * live).all()
+        ends += rounds < hold
+    assert ends <= len(plain) + len(result.trace)
