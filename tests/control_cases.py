@@ -97,34 +97,41 @@ def chains(survival: np.ndarray, live: Any = None, steps: int = DEPTH) -> DraftT
 
 @functools.cache
 def rounds_of(control: Controller) -> Callable[..., Any]:
-    """One round of 8 rows: plan, keep and note, compiled."""
-    def step(state: Any, of_round: Load, tree: DraftTree, drafted: Any) -> Any:
+    """One plan for 8 rows, compiled: a round, or `alike` ones where nothing is drafted."""
+    def step(state: Any, of_round: Load, tree: DraftTree, drafted: Any, alike: Any) -> Any:
         spec = control.plan(state, of_round)
         level = jnp.arange(DEPTH + 1)[None]
         tree = tree.replace(live=tree.live & (level <= spec.steps))
         live, bucket = control.keep(state, of_round, spec, tree, LADDERS[8])
         count = (jnp.cumprod(live & drafted, 1).sum(1) * of_round.live).astype(jnp.int32)
-        new = control.note(state, Outcome(of_round, spec, tree, live, bucket, count,
-                                          jnp.int32(1)))
-        return new, spec.steps, bucket, live
+        took = jnp.where(spec.steps == 0, alike, 1)
+        new = control.note(state, Outcome(of_round, spec, tree, live, bucket, took * count, took))
+        return new, took, spec.steps, bucket, live
 
     return alone(step)
 
 
-def drive(control: Controller, state: Any, rounds: list[dict[str, Any]]) -> tuple[Any, list]:
+def drive(control: Controller, state: Any, rounds: list[dict[str, Any]], hold: int | None = None
+          ) -> tuple[Any, list]:
     """Runs rounds, each with its `length`, `live` rows and `accept`, the chance of each draft.
+
+    A plan without drafts stands for `hold` rounds, by default the controller's, of an equal load.
 
     Returns:
       the state, and (steps, bucket, live nodes, verified bool[B, N]) of each round.
     """
-    step = rounds_of(control)
+    step, most = rounds_of(control), control.hold if hold is None else hold
     rng, seen = np.random.default_rng(0), []
-    for one in rounds:
+    while len(seen) < len(rounds):
+        one, following = rounds[len(seen)], rounds[len(seen):len(seen) + most]
+        same = [other.get("length") == one.get("length") and np.array_equal(
+            other.get("live"), one.get("live")) for other in following]
+        alike = (*same, False).index(False)
         survival = one["accept"] ** np.arange(1, DEPTH + 1) * np.ones((8, 1))
         drafted = np.concatenate([np.ones((8, 1), bool), rng.random((8, DEPTH)) < one["accept"]], 1)
-        state, steps, bucket, live = step(
+        state, took, steps, bucket, live = step(
             state, load(live=one.get("live"), length=one.get("length", 40)),
-            chains(survival, one.get("live")), drafted)
+            chains(survival, one.get("live")), drafted, np.int32(alike))
         assert step._cache_size() <= 2, "a load or a state compiled something"
-        seen.append((int(steps), int(bucket), int(live.sum()), np.asarray(live)))
+        seen += [(int(steps), int(bucket), int(live.sum()), np.asarray(live))] * int(took)
     return state, seen

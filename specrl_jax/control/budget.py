@@ -120,8 +120,8 @@ def foresee(state: Adaptive, table: Table, load: Load) -> tuple[Array, Array]:
 
 def choose_depth(state: Adaptive, table: Table, load: Load, control: ControlConfig,
                  times: Array | int = 1) -> tuple[Array, Array, Array]:
-    """The depth of the next round, whether drafting is on, i32[] both, and f32[] the regret once
-    as many `times` rounds have been like it.
+    """The depth of the next round, whether drafting is on, i32[] both, and f32[] the regret after
+    `times` rounds like it.
 
     Drafting begins once what it would have saved has grown to what its catching up takes and
     control.hysteresis, and ends once it has lost the latter: a load that jumps to and fro switches
@@ -142,11 +142,13 @@ def choose_depth(state: Adaptive, table: Table, load: Load, control: ControlConf
     behind = table.catch_up * state.missed / plain
     on, undecided = own.drafting == 1, own.drafting == FREE
     owed = jnp.where(advantage > 0, speed * table.catch_up / plain, 0.0)  # waiting adds to it
-    regret = jnp.maximum(own.regret + times * jnp.where(on, -advantage, advantage + owed), 0.0)
+    more = jnp.where(on, -advantage, advantage + owed)
+    grown = jnp.maximum(own.regret + more, 0.0)
     limit = control.hysteresis + jnp.where(on, 0.0, speed * behind)
-    switch = (regret > limit) & jnp.where(on, advantage < 0, advantage > 0)
+    switch = (grown > limit) & jnp.where(on, advantage < 0, advantage > 0)
     drafting = jnp.where(undecided, advantage > 0, on ^ switch)
     probe = (control.explore * state.missed >= draft[1] / plain + behind) & (
         state.missed * control.explore**0.5 >= 1)
     steps = jnp.where(drafting, depth, jnp.where(probe, 1, 0)).astype(jnp.int32)
+    regret = jnp.maximum(own.regret + times * more, 0.0)
     return steps, drafting.astype(jnp.int32), jnp.where(switch | undecided, 0.0, regret)

@@ -1,7 +1,8 @@
 """Controllers: who chooses the speculation configuration of each round.
 
 A controller is pure functions over an opaque state. `plan` (before a round), `keep` (after a draft)
-and `note` (after verification) run on the device; the others run on the host between launches.
+and `note` (after verification) run on the device; the others run on the host between launches. A
+plan without drafts may stand for several rounds, see `hold`.
 `off` and `fixed` are here; what looks at time is in adaptive.py and the files it names.
 """
 

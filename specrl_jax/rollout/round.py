@@ -1,7 +1,7 @@
 """One round (plan, draft, keep, verify, commit) for one data shard.
 
 Everything here runs inside `shard_map` over the data axes: arrays are a shard's own, and what
-selects a branch or ends the loop is reduced over all shards first, so that all take it alike.
+selects a branch or ends a loop is reduced over all shards first, so that all take it alike.
 """
 
 import dataclasses
@@ -88,7 +88,10 @@ def load_of(state: RolloutState, tip: Tip, rows: Sampling) -> Load:
 
 @struct.dataclass
 class Turn:
-    """A round that is about to run. It is a plain one where `bucket` is 0 once nothing is asked."""
+    """A round that is about to run, or the first of several plain ones.
+
+    It is a plain one where `bucket` is 0 once nothing is asked.
+    """
 
     tip: Tip
     rows: Sampling

@@ -3,6 +3,7 @@
 import itertools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from control_cases import (
     random_tree,
 )
 
-from specrl_jax.control import budget
+from specrl_jax.control import adaptive, budget
 from specrl_jax.control.adaptive import SUMS
 from specrl_jax.control.cost import Bucket
 
@@ -165,6 +166,25 @@ def test_switching_on_waits_until_it_pays_for_catching_up() -> None:
         _, seen = drive(control, state, [{"accept": 0.9, "length": 10}] * 80)
         began[catch_up] = [steps > 0 for steps, *_ in seen].index(True)
     assert began[0.0] <= 3 < began[0.5]
+
+
+@pytest.mark.parametrize("catch_up", [0.0, 0.02, 0.1])
+def test_a_plan_that_stands_for_rounds_decides_as_one_for_each(catch_up: float) -> None:
+    """Drafting begins no earlier, and less than a spell later; waiting counts alike until then."""
+    began, regret = {}, {}
+    for hold in (1, adaptive.HOLD):
+        for hysteresis in (0.25, 100.0):
+            control = controller("budget", explore=0.0, hysteresis=hysteresis)
+            state = priced(control.init(), step=0.02, far=3.0, catch_up=catch_up)
+            state, _ = drive(control, state, [{"accept": 0.9, "length": 190}] * 140, hold)
+            state = jax.tree.map(np.asarray, state).replace(missed=np.float32(8))
+            state, seen = drive(control, state, [{"accept": 0.9, "length": 50}] * 40, hold)
+            if hysteresis == 100.0:
+                regret[hold] = float(state.own.regret)
+            else:
+                began[hold] = [steps > 0 for steps, *_ in seen].index(True)
+    assert 1 < began[1] <= began[adaptive.HOLD] < began[1] + adaptive.HOLD
+    assert regret[adaptive.HOLD] == pytest.approx(regret[1], rel=1e-4) and regret[1] > 1
 
 
 def test_a_drafter_that_becomes_good_is_noticed() -> None:
