@@ -6,7 +6,9 @@
 In the first step that differs, each differing sequence's first difference is recomputed with A's
 weights of that step: its nearest earlier checkpoint, the steps between repeated. Where both tokens'
 perturbed scores lie within 1e-4 of the best, it is a near tie, else a real difference. Later steps
-are not compared, as their weights differ; with learning rate 0 they may be, by --all_steps.
+are not compared, as their weights differ; with learning rate 0 they may be, by --all_steps. Counted
+too are the steps whose weights, log-probs, loss and gradient are equal bit for bit: all of them,
+where both runs have model.numerics=invariant.
 
 Exit status: 0 all tokens are equal or near ties, 1 real differences, 2 bad input.
 """
@@ -28,6 +30,7 @@ from specrl_jax.compare import (
     check_comparable,
     compare_steps,
     config_differences,
+    equal_bits,
 )
 from specrl_jax.config import ConfigError
 from specrl_jax.host.compilation import use_persistent_cache
@@ -113,6 +116,7 @@ def findings(args: argparse.Namespace, fields: dict[str, Any], steps: list[StepC
         "a": str(args.a), "b": str(args.b), "config_differences": fields,
         "steps": len(steps), "sequences": sum(step.sequences for step in steps), "tokens": tokens,
         "first_step_that_differs": next((s.step for s in steps if s.differences), None),
+        "steps_of_equal_bits": equal_bits(args.a, args.b, [step.step for step in steps]),
         "near_ties": near, "real": len(rulings) - near,
         "per_million_tokens": 1e6 * len(rulings) / tokens,
         "checkpoint": replayed and replayed.checkpoint,
@@ -136,7 +140,7 @@ def show(found: dict[str, Any], rulings: list[Ruling], text: Callable[[int | Non
         console.print(f"{field}: {a!r} in A, {b!r} in B", markup=False)
     if not rulings:
         console.print(f"equal: {found['steps']} steps, {found['sequences']} sequences, "
-                      f"{found['tokens']} tokens")
+                      f"{found['tokens']} tokens; {found['steps_of_equal_bits']} steps bit for bit")
         return
     console.print(table(rulings[:ROWS_SHOWN], text))
     if len(rulings) > ROWS_SHOWN:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,9 @@ SAME_TOKENS = (
     *FREE_FIELDS, "spec", "draft", "distill", "control", "mesh", "rollout.order",
     "rollout.batch_size", "rollout.min_batch", "rollout.rounds_per_launch", "learner.micro_batch",
     "learner.packing", "learner.remat", "data.data_dir", "data.manual_dir")
+
+# Metrics of a step that differ as soon as a weight, a log-probability or a gradient does.
+BITS = ("checksum/policy", "rollout/logprob", "rollout/logprob_gap_max", "loss", "grad_norm")
 
 Key = tuple[int, int, int]  # prompt id, occurrence, sample id
 
@@ -123,6 +126,14 @@ def first_difference(a: list[int], b: list[int]) -> int | None:
     """The first index at which the lists differ, one's end included; None where they are equal."""
     pairs = enumerate(itertools.zip_longest(a, b))
     return next((i for i, (x, y) in pairs if x != y), None)
+
+
+def equal_bits(a: Path, b: Path, steps: Sequence[int]) -> int:
+    """Of these steps, those whose weights (by checksum), log-probs, loss and gradient are equal
+    bit for bit, as invariant numerics promise; other numerics do not."""
+    mine, theirs = ({r["step"]: [r.get(name) for name in BITS] for r in read_metrics(run)}
+                    for run in (a, b))
+    return sum(None not in mine[step] and mine[step] == theirs[step] for step in steps)
 
 
 def _last_step(run: Path) -> int:

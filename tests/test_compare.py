@@ -57,6 +57,26 @@ def test_only_steps_that_both_completed_are_compared(tmp_path):
     assert [s.step for s in compare.compare_steps(torn, a)] == [0]
 
 
+def test_steps_of_equal_bits_are_counted(tmp_path):
+    a, b = (write(tmp_path / name, [record(s, 0, 0, [s]) for s in range(4)]) for name in "ab")
+    metrics = [{"step": s} | {name: 0.1 * s for name in compare.BITS} for s in range(4)]
+
+    def counted(*changes):
+        changed = [m | c for m, c in zip(metrics, changes, strict=True)]
+        for run, rows in ((a, metrics), (b, changed)):
+            (run / "metrics.jsonl").write_text("".join(json.dumps(m) + "\n" for m in rows))
+        return compare.equal_bits(a, b, range(4))
+
+    assert counted({}, {}, {}, {"time/step": 3.0}) == 4
+    for name in compare.BITS:
+        assert counted({}, {name: 0.1 + 2**-55}, {}, {name: 0.3}) == 2
+        assert counted({}, {}, {}, {name: None}) == 3
+    missing = [{"step": s} for s in range(4)]
+    for run in (a, b):
+        (run / "metrics.jsonl").write_text("".join(json.dumps(m) + "\n" for m in missing))
+    assert compare.equal_bits(a, b, range(4)) == 0
+
+
 @pytest.mark.parametrize("rows, message", [
     ([record(0, 1, 0, [1])], r"step 0: prompt 0 \(occurrence 0, sample 0\) is only in A"),
     ([record(0, 0, 0, [1], "q")], "is 'p' in A and 'q' in B"),

@@ -83,7 +83,8 @@ def test_equal_runs(drawn, tmp_path, capsys):
     run, _ = drawn
     status, found = compare(tmp_path, run, run)
     assert status == 0 and found["per_million_tokens"] == 0 and found["steps"] == 2
-    assert capsys.readouterr().out == "equal: 2 steps, 4 sequences, 4 tokens\n"
+    assert capsys.readouterr().out == (
+        "equal: 2 steps, 4 sequences, 4 tokens; 0 steps bit for bit\n")  # no metrics here
 
 
 def test_a_real_difference(drawn, tmp_path, capsys):
