@@ -143,7 +143,7 @@ def choose_depth(state: Adaptive, table: Table, load: Load, control: ControlConf
     on, undecided = own.drafting == 1, own.drafting == FREE
     owed = jnp.where(advantage > 0, speed * table.catch_up / plain, 0.0)  # waiting adds to it
     more = jnp.where(on, -advantage, advantage + owed)
-    grown = jnp.maximum(own.regret + more, 0.0)
+    grown = jnp.maximum(own.regret + more, 0.0)  # by one round: plan and note decide alike
     limit = control.hysteresis + jnp.where(on, 0.0, speed * behind)
     switch = (grown > limit) & jnp.where(on, advantage < 0, advantage > 0)
     drafting = jnp.where(undecided, advantage > 0, on ^ switch)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,6 +16,12 @@ def totals(counters: Counters) -> dict[str, int]:
     """Sums over shards, and over drafters where there are several."""
     return {field.name: int(np.asarray(getattr(counters, field.name)).sum())
             for field in dataclasses.fields(counters)}
+
+
+def by_drafter(counters: Counters, names: Sequence[str]) -> dict[str, dict[str, int]]:
+    """Nodes drafted and accepted of each drafter, summed over shards."""
+    return {name: {kind: int(getattr(counters, kind)[:, i].sum())
+                   for kind in ("drafted", "accepted")} for i, name in enumerate(names)}
 
 
 def compare(go: Callable[..., Any], copy: Callable[[RolloutState], RolloutState],

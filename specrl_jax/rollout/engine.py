@@ -28,7 +28,7 @@ from specrl_jax.rollout.layout import ROW, STATE, Layout, Request, Shapes, pad
 from specrl_jax.rollout.round import Machine
 from specrl_jax.rollout.slots import EMPTY, Slots
 from specrl_jax.sharding import ROWS
-from specrl_jax.structs import Counters, Fill, RolloutState, Sequences
+from specrl_jax.structs import Fill, RolloutState, Sequences
 
 MEMORY = 0.9  # weight that outcomes keep from rollout to rollout
 COMPILERS = 4  # programs compiled at once
@@ -200,7 +200,7 @@ class Engine:
             launched = time.perf_counter()
             prefill_seconds += launched - started
             waiting = [one.waiting for one in slots]
-            smaller = self._next_smaller(batch) if not any(waiting) else 0
+            smaller = self.shapes.smaller(batch) if not any(waiting) else 0
             before, outlook = outlook, self._outlook(asked.limit, past, length, done, batch,
                                                      any(waiting), outcomes)
             state = state.replace(**self._changed(before, outlook))
@@ -265,11 +265,8 @@ class Engine:
         if not controller.adaptive:
             return outlook
         expected = lengths.expected(limit, length, done.reshape(-1), past, self.shapes.group)
-        weight = np.ones_like(expected)
-        if not waiting:
-            left, shards = (a.reshape(done.shape) for a in (expected - length, weight))
-            for of_shard, tokens, live in zip(shards, left, ~done, strict=True):
-                of_shard[live] = controller.weigh(self.control, batch, tokens[live])
+        weight = np.ones_like(expected) if waiting else lengths.weights(
+            functools.partial(controller.weigh, self.control, batch), expected - length, ~done)
         return outlook | {"expected": expected, "weight": weight}
 
     def _changed(self, before: dict[str, np.ndarray], now: dict[str, np.ndarray]
@@ -293,14 +290,10 @@ class Engine:
             self.acceptance, jax.tree.map(np.zeros_like, outcomes)))
         self.acceptance = acceptance.merge(self.acceptance, outcomes, MEMORY)
         return Result(sequences=sequences, counters=audits.totals(counters), trace=trace,
-                      by_drafter=self._by_drafter(counters), calibration=judged,
+                      by_drafter=audits.by_drafter(counters, self.machine.drafter.names),
+                      calibration=judged,
                       rule=self.machine.rule,
                       seconds=time.perf_counter() - began, prefill_seconds=prefill_seconds)
-
-    def _by_drafter(self, counters: Counters) -> dict[str, dict[str, int]]:
-        return {name: {kind: int(getattr(counters, kind)[:, i].sum())
-                       for kind in ("drafted", "accepted")}
-                for i, name in enumerate(self.machine.drafter.names)}
 
     def _refill(self, state: RolloutState, params: Any, drafter_params: Any, asked: Request,
                 slots: list[Slots], done: np.ndarray) -> RolloutState:
@@ -341,17 +334,12 @@ class Engine:
         program = self._programs["prefill", count, width]
         return program(params, drafter_params, state, fill, *self.put_rows(pad(padded, width)))
 
-    def _next_smaller(self, batch: int) -> int:
-        sizes = self.shapes.batches
-        at = sizes.index(batch) + 1
-        return sizes[at] if at < len(sizes) else 0
-
     def _compact(self, state: RolloutState, slots: list[Slots], done: np.ndarray, batch: int
                  ) -> tuple[RolloutState, int]:
         """Moves to smaller batches while every shard's live rows fit."""
         live = max(one.live(d) for one, d in zip(slots, done, strict=True))
-        while self._next_smaller(batch) >= live:
-            smaller = self._next_smaller(batch)
+        while self.shapes.smaller(batch) >= live:
+            smaller = self.shapes.smaller(batch)
             if batch == self.shapes.batch:
                 self._pool = state.cache.kv
             taken = [one.compact(smaller, d) for one, d in zip(slots, done, strict=True)]

@@ -80,6 +80,11 @@ class Shapes:
             whole = half
         return tuple(sizes)
 
+    def smaller(self, batch: int) -> int:
+        """The next smaller one of `batches`; 0 where there is none."""
+        at = self.batches.index(batch) + 1
+        return (*self.batches, 0)[at]
+
     @property
     def prefills(self) -> tuple[tuple[int, int], ...]:
         """(prompts, P') of the compiled prefills, smallest first."""

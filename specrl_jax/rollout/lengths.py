@@ -4,6 +4,8 @@ Known are the lengths of a prompt's earlier responses, of its finished samples, 
 finished in this rollout. A running sequence is compared with those that became longer than it is.
 """
 
+from collections.abc import Callable
+
 import numpy as np
 
 OTHERS = 1.0  # samples of its own prompt that all other prompts' are worth
@@ -36,3 +38,16 @@ def expected(limit: np.ndarray, length: np.ndarray, done: np.ndarray, past: np.n
     mass = np.where(longer, own, 0).sum(1) + share * total[first] + LIMIT * limit
     mean = mass / (longer.sum(1) + share * count + LIMIT)
     return np.where(done, length, np.clip(mean, length + 1, limit)).astype(np.float32)
+
+
+def weights(weigh: Callable[[np.ndarray], np.ndarray], left: np.ndarray, live: np.ndarray
+            ) -> np.ndarray:
+    """f32[Q] what `weigh` makes of the tokens left f32[Q] of each shard's live sequences; others 1.
+
+    Args:
+      live: bool[shards, Q / shards].
+    """
+    found, tokens = np.ones_like(left).reshape(live.shape), left.reshape(live.shape)
+    for of_shard, its_tokens, its_live in zip(found, tokens, live, strict=True):
+        of_shard[its_live] = weigh(its_tokens[its_live])
+    return found.reshape(-1)

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from specrl_jax.rollout.lengths import expected, of_past
+from specrl_jax.rollout.lengths import expected, of_past, weights
 
 LIMIT = np.full(4, 100, np.int32)
 
@@ -35,3 +35,10 @@ def test_earlier_responses_count() -> None:
     past[1, :, :45] = 1
     found = guess([0] * 4, [False] * 4, past)
     assert found[0] == found[1] < found[2] == found[3] < 100
+
+
+def test_weights_are_those_of_each_shards_live_sequences():
+    left = np.asarray([3, 1, 4, 1, 5, 9], np.float32)
+    live = np.asarray([[True, False, True], [False, True, False]])
+    found = weights(lambda tokens: tokens / tokens.sum(), left, live)
+    np.testing.assert_allclose(found, [3 / 7, 1, 4 / 7, 1, 1, 1])
