@@ -1,27 +1,15 @@
 """Rounds that a controller did not choose, really run from where a rollout stands."""
 
-import dataclasses
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
 from specrl_jax.control.adaptive import FREE, Adaptive
-from specrl_jax.structs import Counters, RolloutState
-
-
-def totals(counters: Counters) -> dict[str, int]:
-    """Sums over shards, and over drafters where there are several."""
-    return {field.name: int(np.asarray(getattr(counters, field.name)).sum())
-            for field in dataclasses.fields(counters)}
-
-
-def by_drafter(counters: Counters, names: Sequence[str]) -> dict[str, dict[str, int]]:
-    """Nodes drafted and accepted of each drafter, summed over shards."""
-    return {name: {kind: int(getattr(counters, kind)[:, i].sum())
-                   for kind in ("drafted", "accepted")} for i, name in enumerate(names)}
+from specrl_jax.rollout.counted import totals
+from specrl_jax.structs import RolloutState
 
 
 def compare(go: Callable[..., Any], copy: Callable[[RolloutState], RolloutState],

@@ -22,7 +22,7 @@ from specrl_jax import sharding
 from specrl_jax.control import acceptance
 from specrl_jax.control.acceptance import Acceptance, Reliability
 from specrl_jax.rollout import audit as audits
-from specrl_jax.rollout import lengths, refill
+from specrl_jax.rollout import counted, lengths, refill
 from specrl_jax.rollout.launch import launch
 from specrl_jax.rollout.layout import ROW, STATE, Layout, Request, Shapes, pad
 from specrl_jax.rollout.round import Machine
@@ -215,7 +215,7 @@ class Engine:
             finished, length, counters, outcomes = jax.tree.map(np.asarray, seen)
             done = finished.reshape(done.shape)
             trace.append({"batch": batch, "seconds": time.perf_counter() - launched,
-                          **audits.totals(counters), **audited})
+                          **counted.totals(counters), **audited})
             self._learn(control, trace[-1])
             progress(int(done.sum()), done.size, int(length.sum()))
             if peek is not None:
@@ -289,10 +289,9 @@ class Engine:
         judged = acceptance.calibration(outcomes, acceptance.table(
             self.acceptance, jax.tree.map(np.zeros_like, outcomes)))
         self.acceptance = acceptance.merge(self.acceptance, outcomes, MEMORY)
-        return Result(sequences=sequences, counters=audits.totals(counters), trace=trace,
-                      by_drafter=audits.by_drafter(counters, self.machine.drafter.names),
-                      calibration=judged,
-                      rule=self.machine.rule,
+        return Result(sequences=sequences, counters=counted.totals(counters), trace=trace,
+                      by_drafter=counted.by_drafter(counters, self.machine.drafter.names),
+                      calibration=judged, rule=self.machine.rule,
                       seconds=time.perf_counter() - began, prefill_seconds=prefill_seconds)
 
     def _refill(self, state: RolloutState, params: Any, drafter_params: Any, asked: Request,
