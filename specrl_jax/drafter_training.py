@@ -15,6 +15,7 @@ import numpy as np
 
 from specrl_jax import sharding
 from specrl_jax.actor import CHECKPOINTS, Actor
+from specrl_jax.checksum import identity
 from specrl_jax.config import (
     Config,
     ConfigError,
@@ -108,6 +109,7 @@ class DrafterTrainer:
                  corpus: Corpus, held: Corpus) -> None:
         check(len(corpus.tokens) > 0, "texts", options.texts, "holds nothing to learn from")
         self.options, self.actor = options, params
+        self.made_for = eagle_weights.MadeFor(source.tokenizer.identity, identity(params))
         self.arch = arch = EagleArch(
             source.arch, draft_vocab=min(options.draft_vocab, source.arch.vocab_size),
             own_head=options.own_head)
@@ -188,7 +190,7 @@ class DrafterTrainer:
     def save_head(self, directory: Path) -> None:
         """Writes the head, see draft/eagle_weights.py; process 0 does."""
         if jax.process_index() == 0:
-            eagle_weights.save(directory, self.arch, self.arrays()[DRAFTER])
+            eagle_weights.save(directory, self.arch, self.arrays()[DRAFTER], self.made_for)
 
     def arrays(self) -> dict[str, Any]:
         """What a checkpoint holds besides `meta`."""

@@ -11,7 +11,7 @@ import shutil
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import safetensors
@@ -25,6 +25,7 @@ from specrl_jax.model.hf_directory import SINGLE
 from specrl_jax.model.tokenizer import read_json
 
 CLASS = "LlamaForCausalLMEagle3"
+OURS = "specrl_jax"  # section of config.json that other readers ignore
 HEAD, OFFSETS, MASK, EMBED = "lm_head.weight", "d2t", "t2d", "embed_tokens.weight"
 _NORMS = {"embed_norm": "midlayer.input_layernorm.weight",
           "feature_norm": "midlayer.hidden_norm.weight",
@@ -34,7 +35,27 @@ _OUT, _DOWN = "midlayer.self_attn.o_proj.weight", "midlayer.mlp.down_proj.weight
 _GATE_UP = [f"midlayer.mlp.{x}_proj.weight" for x in ("gate", "up")]
 
 
-def save(directory: str | os.PathLike[str], arch: EagleArch, own: Mapping[str, Any]) -> None:
+class MadeFor(NamedTuple):
+    """What a head was trained for; "" is not known, as of other trainers' heads."""
+
+    tokenizer: str = ""  # its identity
+    actor: str = ""  # that of its weights, see checksum.identity
+
+
+UNKNOWN = MadeFor()
+
+
+class Head(NamedTuple):
+    """What was read."""
+
+    arch: EagleArch
+    own: dict[str, Any]  # {"weights", "vocab"} as float32 and int32 arrays
+    warnings: list[str]
+    made_for: MadeFor
+
+
+def save(directory: str | os.PathLike[str], arch: EagleArch, own: Mapping[str, Any],
+         made_for: MadeFor = UNKNOWN) -> None:
     """Writes a head, in float32: all of it or, after an error, nothing.
 
     Without a head of its own the file has no lm_head.weight, which serving engines ask for.
@@ -53,7 +74,7 @@ def save(directory: str | os.PathLike[str], arch: EagleArch, own: Mapping[str, A
     partial = target.with_name(f".{target.name}.{uuid.uuid4().hex}.partial")
     partial.mkdir()
     try:
-        text = json.dumps(_config(arch), indent=2) + "\n"
+        text = json.dumps(_config(arch) | {OURS: made_for._asdict()}, indent=2) + "\n"
         (partial / "config.json").write_text(text, encoding="utf-8")
         save_file(_tensors(arch, own), partial / SINGLE, {"format": "pt"})
         os.replace(partial, target)
@@ -62,14 +83,11 @@ def save(directory: str | os.PathLike[str], arch: EagleArch, own: Mapping[str, A
 
 
 def load(directory: str | os.PathLike[str], actor: Architecture, stop: Sequence[int] = ()
-         ) -> tuple[EagleArch, dict[str, Any], list[str]]:
+         ) -> Head:
     """Reads a head made for an actor of this architecture.
 
     Args:
       stop: tokens that end a response.
-
-    Returns:
-      its architecture; {"weights", "vocab"} as float32 and int32 arrays; and warnings.
 
     Raises:
       ConfigError: a file is missing or damaged, or the head is of another kind or another actor.
@@ -88,7 +106,12 @@ def load(directory: str | os.PathLike[str], actor: Architecture, stop: Sequence[
     vocab = _vocab(arch, tensors, folder)
     warnings = [f"{folder}: stop token {token} is not in the draft vocabulary: the ends of "
                 "responses are never drafted" for token in stop if token not in vocab]
-    return arch, {"weights": _pack(arch, tensors), "vocab": vocab}, warnings
+    made_for = config.get(OURS) or {}
+    _expect(isinstance(made_for, dict) and set(made_for) <= set(MadeFor._fields)
+            and all(isinstance(x, str) for x in made_for.values()), folder / "config.json",
+            f"{OURS} = {made_for!r} must have strings {', '.join(MadeFor._fields)}; remove it")
+    return Head(arch, {"weights": _pack(arch, tensors), "vocab": vocab}, warnings,
+                MadeFor(**made_for))
 
 
 def _config(arch: EagleArch) -> dict[str, Any]:
@@ -104,10 +127,11 @@ def _architecture(config: dict[str, Any], tensors: Mapping[str, np.ndarray], act
     kind = config.get("architectures")
     check(kind == [CLASS], f"{folder}: architectures", kind, f"must be [{CLASS!r}]")
     plain = config.get("norm_before_residual", False)
-    check(plain is False, f"{folder}: norm_before_residual", plain, "is not supported")
+    check(plain is False, f"{folder}: norm_before_residual", plain,
+          "is not supported; give a head whose residual is taken before the norm")
     head = parse_config(config, f"{folder}/config.json")
     check(head.num_layers == 1, f"{folder}: num_hidden_layers", head.num_layers,
-          "only heads of one layer are supported")
+          "give a head of one layer")
     for name, value in (("hidden_size", head.hidden_size), ("vocab_size", head.vocab_size),
                         ("target_hidden_size", config.get("target_hidden_size"))):
         wanted = actor.vocab_size if name == "vocab_size" else actor.hidden_size
@@ -142,14 +166,17 @@ def _vocab(arch: EagleArch, tensors: Mapping[str, np.ndarray], folder: Path) -> 
     if arch.draft_vocab == total and OFFSETS not in tensors:
         return np.arange(total, dtype=np.int32)
     _expect(OFFSETS in tensors and tensors[OFFSETS].shape == (arch.draft_vocab,), folder,
-            f"tensor {OFFSETS} must hold draft_vocab_size = {arch.draft_vocab} offsets")
+            f"tensor {OFFSETS} must hold draft_vocab_size = {arch.draft_vocab} offsets; give a "
+            "whole checkpoint")
     vocab = np.arange(arch.draft_vocab) + tensors[OFFSETS]
     _expect(vocab[0] >= 0 and vocab[-1] < total and (np.diff(vocab) > 0).all(), folder,
-            f"tensor {OFFSETS} must lead to ascending tokens in 0..{total - 1}")
+            f"tensor {OFFSETS} must lead to ascending tokens in 0..{total - 1}; give a head that "
+            "was trained for this actor")
     marked = np.zeros(total, bool)
     marked[vocab] = True
     _expect(MASK not in tensors or np.array_equal(tensors[MASK], marked), folder,
-            f"tensors {OFFSETS} and {MASK} disagree, or are of another vocabulary")
+            f"tensors {OFFSETS} and {MASK} disagree, or are of another vocabulary; give a head "
+            "that was trained for this actor")
     return vocab.astype(np.int32)
 
 

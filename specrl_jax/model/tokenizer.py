@@ -2,6 +2,7 @@
 
 import dataclasses
 import datetime
+import hashlib
 import json
 import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -31,6 +32,12 @@ class Tokenizer:
     eos_token: str | None = None
     pad_token: str | None = None
     eos_ids: tuple[int, ...] = ()  # as the model's generation settings name them
+
+    @property
+    def identity(self) -> str:
+        """16 hexadecimal digits, the same for tokenizers with the same id for every token."""
+        vocab = sorted(self.backend.get_vocab(with_added_tokens=True).items())
+        return hashlib.sha256(json.dumps(vocab).encode()).hexdigest()[:16]
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`. Special tokens written in the text count; none are added.

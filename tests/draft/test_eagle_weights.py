@@ -52,8 +52,8 @@ def test_what_is_saved_is_loaded_bit_for_bit(tmp_path: Path, changes: dict[str, 
     arch = dataclasses.replace(ARCH, rope_theta=0, **changes) if "actor" in changes else (
         dataclasses.replace(ARCH, **changes))
     eagle_weights.save(tmp_path, arch, own(arch))
-    loaded, found, warnings = eagle_weights.load(tmp_path, arch.actor)
-    assert loaded == arch and warnings == []
+    loaded, found, warnings, made_for = eagle_weights.load(tmp_path, arch.actor)
+    assert loaded == arch and warnings == [] and made_for == ("", "")
     assert found["vocab"].dtype == np.int32
     jax.tree.map(np.testing.assert_array_equal, found, own(arch))
 
@@ -84,14 +84,20 @@ def test_a_head_of_another_trainer_is_read(folder: Path) -> None:
     half = own()["weights"]["fc"].astype(ml_dtypes.bfloat16)
     rewrite(folder, {"eagle_config": None, "torch_dtype": "bfloat16"}, fc__weight=half, t2d=None,
             embed_tokens__weight=np.zeros((24, 16), np.float32))
-    arch, found, _ = eagle_weights.load(folder, ACTOR)
+    arch, found, _, _ = eagle_weights.load(folder, ACTOR)
     assert arch == ARCH
     np.testing.assert_array_equal(found["weights"]["fc"], half.astype(np.float32))
     assert found["weights"]["fc"].dtype == np.float32
 
 
+def test_what_a_head_was_made_for_is_kept(tmp_path: Path) -> None:
+    wanted = eagle_weights.MadeFor(tokenizer="12ab", actor="float32 00c0ffee")
+    eagle_weights.save(tmp_path / "head", ARCH, own(), wanted)
+    assert eagle_weights.load(tmp_path / "head", ACTOR).made_for == wanted
+
+
 def test_stop_tokens_outside_the_draft_vocabulary_are_warned_of(folder: Path) -> None:
-    _, _, warnings = eagle_weights.load(folder, ACTOR, stop=(3, 4, 7))
+    _, _, warnings, _ = eagle_weights.load(folder, ACTOR, stop=(3, 4, 7))
     assert [w.split("stop token ")[1].split()[0] for w in warnings] == ["4", "7"]
 
 
@@ -106,6 +112,8 @@ CASES: dict[str, tuple[Callable[[Path], None], str]] = {
     "residual": (lambda f: rewrite(f, {"norm_before_residual": True}), "norm_before_residual"),
     "layers": (lambda f: rewrite(f, {"num_hidden_layers": 2}), "num_hidden_layers = 2"),
     "missing": (lambda f: rewrite(f, norm__weight=None), "norm.weight is missing"),
+    "made for": (lambda f: rewrite(f, {"specrl_jax": {"tokenizer": 3}}),
+                 r"specrl_jax = {'tokenizer': 3} must have strings tokenizer, actor; remove it"),
     "extra": (lambda f: rewrite(f, midlayer__bias=np.zeros(1)), "midlayer.bias.* is not known"),
     "shape": (lambda f: rewrite(f, lm_head__weight=np.zeros((9, 16))), r"lm_head.weight .*\(9, 16"),
     "offsets": (lambda f: rewrite(f, d2t=None), "d2t must hold"),

@@ -164,8 +164,8 @@ def test_bad_input_ends_in_one_line(command: Any, flags: list[str], message: str
 
 
 @pytest.mark.parametrize("flags, message", [
-    (["--questions=bugs", "--config.prompts_per_step=8"],
-     "error: bugs, arm rejection_drawn: spec.max_packed = 64: "),
+    (["--questions=bugs", "--config.draft.children=top"],
+     "error: bugs, arm rejection_drawn: draft.children = 'top': "),
     (["--questions=intervals"], "error: intervals, arm frozen: "),
 ])
 def test_an_arm_that_cannot_run_is_refused_before_the_first_one_does(

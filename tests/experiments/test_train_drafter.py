@@ -250,8 +250,9 @@ def test_a_head_learns_and_is_written(whole):
     assert told[5]["loss"] < told[0]["loss"]
     saved = restore_part(whole / "checkpoints", 6, "drafter")
     assert len(saved["vocab"]) == 64 and TOKENIZER.stop_ids[0] in saved["vocab"]
-    arch, own, warnings = eagle_weights.load(whole / "drafter", TINY, TOKENIZER.stop_ids)
+    arch, own, warnings, made_for = eagle_weights.load(whole / "drafter", TINY, TOKENIZER.stop_ids)
     assert arch.draft_vocab == 64 and not warnings
+    assert made_for.tokenizer == TOKENIZER.identity and made_for.actor.startswith("float32 ")
     jax.tree.map(np.testing.assert_array_equal, own, saved)
     assert not train(whole)  # there is nothing left to do
 

@@ -1,0 +1,75 @@
+"""A head of another tokenizer is refused; one of other weights of its actor is told of."""
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers import micro_config
+
+from specrl_jax import sharding
+from specrl_jax.checksum import identity
+from specrl_jax.config import ConfigError, DraftConfig, SpecOptions
+from specrl_jax.draft import eagle_model, eagle_weights
+from specrl_jax.draft.eagle_model import EagleArch
+from specrl_jax.model.tiny import TINY, byte_tokenizer, random_tensors
+from specrl_jax.model.weights import Source
+from specrl_jax.sampler import Sampler
+
+ARCH = dataclasses.replace(TINY, num_layers=1)
+TOKENIZER = byte_tokenizer()
+SPEC = SpecOptions(drafter="eagle", steps=2, branch=1, nodes=3, max_steps=2, max_branch=1,
+                   max_nodes=3)
+
+
+def actor(seed: int) -> dict:
+    return Source(ARCH, TOKENIZER, random_tensors(ARCH, seed), "").params()
+
+
+def warnings_of(folder: Path, *weights: dict, parts: tuple[str, ...] = ()) -> list[str]:
+    """What a run says that drafts with the head in `folder` and publishes these weights in turn."""
+    told: list[str] = []
+    spec = dataclasses.replace(SPEC, drafter="merge", max_nodes=5) if parts else SPEC
+    draft = DraftConfig(path=str(folder), **({"parts": parts} if parts else {}))
+    config = micro_config(spec=spec, draft=draft)
+    sampler = Sampler(config, ARCH, TOKENIZER.stop_ids, sharding.make_mesh(config.mesh), prompts=4,
+                      group=2, warn=told.append, tokenizer=TOKENIZER)
+    for version, params in enumerate(weights):
+        sampler.publish(params, version)
+    return told
+
+
+def saved(folder: Path, made_for: eagle_weights.MadeFor) -> Path:
+    head = EagleArch(ARCH, draft_vocab=64)
+    vocab = eagle_model.choose_vocab(np.zeros(ARCH.vocab_size), 64, TOKENIZER.stop_ids)
+    eagle_weights.save(folder, head, {"weights": eagle_model.initialize(head, 0), "vocab": vocab},
+                       made_for)
+    return folder
+
+
+def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
+    head = saved(tmp_path / "head", eagle_weights.MadeFor(tokenizer="0123456789abcdef"))
+    with pytest.raises(ConfigError) as caught:
+        warnings_of(head)
+    assert str(caught.value) == (
+        f"draft.path = {str(head)!r}: was trained with tokenizer 0123456789abcdef, the actor's is "
+        f"{TOKENIZER.identity}; give a head that was trained for it")
+
+
+def test_tokenizers_are_told_apart_by_their_tokens() -> None:
+    other = byte_tokenizer()
+    assert other.identity == TOKENIZER.identity
+    other.backend.add_special_tokens(["<other>"])
+    assert other.identity != TOKENIZER.identity
+
+
+@pytest.mark.parametrize("parts", [(), ("eagle", "history")])
+def test_other_weights_of_the_actor_are_one_line_when_a_run_begins(
+        tmp_path: Path, parts: tuple[str, ...]) -> None:
+    mine = saved(tmp_path / "head", eagle_weights.MadeFor(TOKENIZER.identity, identity(actor(0))))
+    assert warnings_of(mine, actor(0), actor(1), parts=parts) == []  # it learns, and drifts away
+    assert warnings_of(mine, actor(1), actor(0), parts=parts) == [
+        f"draft.path = {str(mine)!r}: the head was trained with other weights of this actor and "
+        "may have less accepted"]
+    unknown = saved(tmp_path / "other", eagle_weights.UNKNOWN)
+    assert warnings_of(unknown, actor(1), parts=parts) == []
