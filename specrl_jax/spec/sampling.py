@@ -1,16 +1,20 @@
 """The actor's draw: y = argmax_v(logp[v] + G[v]) of the processed distribution.
 
 Logits are [V, W], as the head makes them. The draw itself is the operation `gumbel_argmax`;
-truncation is a threshold found by bisection over float bits, without a sort, and only in rounds in
-which some row asks for it.
+truncation is a threshold found by bisection, without a sort, and only in rounds in which some row
+asks for it.
 """
+
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from flax import struct
-from specrl_kernels.gumbel_argmax import Drawn, Threshold, gumbel_argmax, scale_of
+from specrl_kernels.gumbel_argmax import Drawn, Threshold, gumbel_argmax, is_kept, scale_of
 
 from specrl_jax.structs import Array
+
+LANES = 128
 
 
 @struct.dataclass
@@ -80,21 +84,108 @@ def draw(logits: Array, temperature: Array, top_k: Array, top_p: Array, key: Arr
 
 
 def _truncate(scores: Array, top_k: Array, top_p: Array) -> Threshold:
-    """The boundary of top-k and then top-p; a position that asks for neither keeps exactly 1."""
+    """The boundary of top-k and then top-p; a position that asks for neither keeps exactly 1.
+
+    On a CPU position after position, and nothing for those that do not ask: what is looked at again
+    and again stays in its cache.
+    """
+    return jax.lax.platform_dependent(
+        scores.T, top_k, top_p,
+        cpu=lambda *each: jax.lax.map(lambda one: _boundary(*one), each),
+        default=jax.vmap(_boundary))
+
+
+def _boundary(scores: Array, top_k: Array, top_p: Array) -> Threshold:
+    """Of one position, scores f32[V]."""
     vocab = scores.shape[0]
-    order = _ordered(scores)
-    ones = jnp.ones_like(scores)
-    in_top_k = _prefix(order, ones, jnp.where(top_k > 0, top_k, vocab).astype(jnp.float32))
-    whole = jnp.exp(scores - scores.max(0, keepdims=True))
-    mass = jnp.where(in_top_k, whole, 0)
-    target = jnp.where(top_p < 1, top_p, jnp.inf) * mass.sum(0)
-    kept = in_top_k & _prefix(order, mass, target)
-    edge = jnp.where(kept, scores, jnp.inf).min(0)
-    ids = jnp.arange(vocab)[:, None]
-    last = jnp.where(kept & (scores == edge[None]), ids, -1).max(0)
-    kept_mass = jnp.where(kept, mass, 0).sum(0) / whole.sum(0)
-    kept_mass = jnp.where((top_k > 0) | (top_p < 1), kept_mass, 1.0)
-    return Threshold(edge, last.astype(jnp.int32), kept_mass)
+    # In lanes, since a CPU does not vectorise a reduction to one number.
+    scores = jnp.pad(scores, (0, -vocab % LANES), constant_values=-jnp.inf).reshape(-1, LANES)
+    ids, top = jnp.arange(scores.size).reshape(scores.shape), scores.max(0).max()
+    all_kept = (jnp.float32(-jnp.inf), jnp.int32(scores.size))
+
+    def search() -> Threshold:
+        edge = jax.lax.cond(
+            (top_k > 0) & (top_k < vocab),
+            lambda: _prefix(scores, ids, jnp.ones_like(scores), top_k.astype(jnp.float32),
+                            jnp.ones_like),
+            lambda: all_kept)
+        whole = jnp.exp(scores - top)
+        mass = jnp.where(is_kept(scores, ids, *edge), whole, 0)
+        edge = jax.lax.cond(
+            top_p < 1,
+            lambda: _prefix(scores, ids, mass, top_p * mass.sum(0).sum(),
+                            lambda score: jnp.exp(score - top)),
+            lambda: edge)
+        kept = jnp.where(is_kept(scores, ids, *edge), mass, 0)
+        return Threshold(*edge, kept.sum(0).sum() / whole.sum(0).sum())
+
+    return jax.lax.cond((top_k > 0) | (top_p < 1), search,
+                        lambda: Threshold(*all_kept, jnp.float32(1)))
+
+
+@struct.dataclass
+class _Bracket:
+    """The last token of a prefix has a score in [low, high), both as `_ordered` has them."""
+
+    low: Array  # u32[] of a token: the weight from it on is the target or more
+    high: Array  # u32[] from here on it is less,
+    above: Array  # f32[] this much
+    last: Array  # bool[] `low` seems to be it: without one such token the weight would be less
+
+
+def _prefix(scores: Array, ids: Array, weight: Array, target: Array,
+            weigh: Callable[[Array], Array]) -> tuple[Array, Array]:
+    """The last (score, id) of the tokens that, by falling score and then id, start before a weight.
+
+    Bisection over scores. A look at all of them that finds weight enough goes on from the lowest
+    token that it found, and once that seems to be the last one a further look proves it; so as many
+    are needed as there are digits in how crowded the boundary is, and not in a float.
+
+    Args:
+      scores, weight: f32[n, LANES]; weights may be 0, and those of equal scores are equal or 0.
+      ids: i32[n, LANES].
+      target: f32[] > 0, less than the sum of weights or that sum.
+      weigh: of a token with a score, f32[] -> f32[].
+    """
+    there = weight > 0
+    order = jnp.where(there, _ordered(scores), 0)  # 0 is the order of no number
+    nobody = jnp.uint32(2**32 - 1)
+
+    def middle(s: _Bracket) -> Array:
+        between = _ordered(0.5 * _score(s.low) + 0.5 * _score(s.high))
+        return jnp.where(s.last, s.low + 1,
+                         jnp.clip(between, s.low + 1, jnp.maximum(s.high - 1, s.low + 1)))
+
+    def look(s: _Bracket) -> _Bracket:
+        bound = middle(s)
+        inside = order >= bound
+        found = jnp.where(inside, weight, 0).sum(0).sum()
+        low = jnp.where(inside, order, nobody).min(0).min()
+        near = found - weigh(_score(low)) < target
+        enough = found >= target
+        return _Bracket(
+            low=jnp.where(enough, low, s.low), last=jnp.where(enough, near, s.last),
+            high=jnp.where(enough, s.high, bound), above=jnp.where(enough, s.above, found))
+
+    start = _Bracket(low=jnp.where(there, order, nobody).min(0).min(),
+                     high=order.max(0).max() + 1, above=jnp.float32(0), last=jnp.bool_(False))
+    end = jax.lax.while_loop(lambda s: middle(s) < s.high, look, start)
+    tied = order == end.low
+    count = tied.sum(0).sum()
+    each = jnp.where(tied, weight, 0).max(0).max()
+    wanted = jnp.clip(jnp.ceil((target - end.above) / each), 1, count).astype(jnp.int32)
+
+    def among() -> Array:
+        """The id of number `wanted`: bit by bit, the highest with fewer below it."""
+        def bit(i: Array, start: Array) -> Array:
+            higher = start | (jnp.int32(1) << (bits - 1 - i))
+            return jnp.where((tied & (ids < higher)).sum(0).sum() < wanted, higher, start)
+
+        bits = scores.size.bit_length()
+        return jax.lax.fori_loop(0, bits, bit, jnp.int32(0))
+
+    last = jax.lax.cond(wanted < count, among, lambda: jnp.where(tied, ids, -1).max(0).max())
+    return _score(end.low), last.astype(jnp.int32)
 
 
 def _ordered(x: Array) -> Array:
@@ -103,18 +194,7 @@ def _ordered(x: Array) -> Array:
     return jnp.where(raw >> 31 == 1, ~raw, raw | jnp.uint32(1 << 31))
 
 
-def _prefix(order: Array, weight: Array, target: Array) -> Array:
-    """bool[V, W]: tokens that, by falling score and then id, start before `target` weight."""
-
-    def weight_from(bound: Array) -> Array:
-        return jnp.where(order >= bound[None], weight, 0).sum(0)
-
-    def bisect(i: Array, bound: Array) -> Array:
-        higher = bound | (jnp.uint32(1 << 31) >> i.astype(jnp.uint32))
-        return jnp.where(weight_from(higher) >= target, higher, bound)
-
-    edge = jax.lax.fori_loop(0, 32, bisect, jnp.zeros(order.shape[1], jnp.uint32))
-    above = jnp.where(order > edge[None], weight, 0).sum(0)
-    tied = order == edge[None]
-    before = above[None] + jnp.cumsum(jnp.where(tied, weight, 0), 0) - jnp.where(tied, weight, 0)
-    return (order > edge[None]) | (tied & (before < target[None]))
+def _score(order: Array) -> Array:
+    """The inverse of `_ordered`."""
+    raw = jnp.where(order >> 31 == 1, order & jnp.uint32(2**31 - 1), ~order)
+    return jax.lax.bitcast_convert_type(raw, jnp.float32)

@@ -1,8 +1,8 @@
-"""Both rules end to end by chi-square: draft, verify, and again, over many keys.
+"""The rules end to end by chi-square: draft, verify, and again, over many keys.
 
 rule x tree shape x drafter quality, each over temperature x truncation: the joint law of the first
 two tokens is the product of the processed distributions. The drafter draws its children with the
-noise that match verifies with, for both rules. test_museum.py shows what the same check notices.
+noise that match verifies with, for all of them. test_museum.py shows what the same check notices.
 """
 
 import jax.numpy as jnp
@@ -21,11 +21,13 @@ from laws import (
     laws,
     match,
     off_law,
+    points,
     two_tokens,
     world,
 )
 
-RULES = {"match": (match, 1024), "rejection": (REJECTION, 4096)}  # rows a setting: match is slower
+RULES = {"match": (match, 1024), "rejection_drawn": (REJECTION, 4096),
+         "rejection": (points, 4096)}  # rows a setting: match is slower
 SHAPES = {"chain": CHAIN, "tree": TREE}
 QUALITIES = ("useless", "decent", "perfect")
 
@@ -55,7 +57,8 @@ def test_match_says_what_plain_decoding_says() -> None:
 
 
 def test_a_perfect_drafter_is_accepted_whole() -> None:
-    for rule, rows in RULES.values():
+    for name in ("match", "rejection_drawn"):
+        rule, rows = RULES[name]
         assert (first_round(rule, CHAIN, "perfect", rows)[1] == 3).all()
 
 
