@@ -83,13 +83,16 @@ class SpecOptions:
     steps: int = option(4, "draft depth asked for in each round; 0 is off")
     branch: int = option(1, "alternatives tried at the root; 1 is a chain")
     nodes: int = option(5, "tree nodes a row may have, root included")
-    budget: int = option(0, "nodes of all rows of a shard together, roots included; 0 is no limit")
+    budget: int = option(0, "nodes of all rows of a shard together, roots included, so at least "
+                            "its rows; 0 is no limit")
     max_steps: int = option(4, "D, the depth that shapes are made for")
     max_branch: int = option(2, "K, the branching that shapes are made for")
     max_nodes: int = option(9, "N, the nodes a row that shapes are made for")
     max_packed: int = option(64, "most tokens that one verification packs, a shard; batches as "
                                  "large as that decode plainly")
     history_past: int = option(8, "earlier responses of a prompt that its rows may draft from")
+    history_window: int = option(0, "steps after its own in which a response may still be drafted "
+                                    "from; 0 is without end")
     history_match: int = option(6, "longest suffix, in tokens, that is looked up")
     history_megabytes: int = option(64, "bound on the memory of earlier responses")
 
@@ -103,6 +106,7 @@ class SpecOptions:
             check(low <= value <= high, f"spec.{name}", value,
                   f"must lie in {low}..spec.max_{name} = {high}")
         at_least(0, spec__budget=self.budget, spec__history_past=self.history_past,
+                 spec__history_window=self.history_window,
                  spec__history_megabytes=self.history_megabytes)
         at_least(1, spec__history_match=self.history_match, spec__max_steps=self.max_steps,
                  spec__max_packed=self.max_packed)
@@ -271,6 +275,9 @@ class Config:
                              ("prompts_per_step", self.prompts_per_step)):
             check(value % shards == 0, field, value,
                   f"must be a multiple of the {shards} data shards (mesh.data x mesh.fsdp)")
+        rows = self.rollout.batch_size // shards
+        check(self.spec.budget == 0 or self.spec.budget >= rows, "spec.budget", self.spec.budget,
+              f"must hold the roots of a shard's {rows} rows (rollout.batch_size); 0 is no limit")
         unit = shards * self.together
         check(self.learner.micro_batch % unit == 0, "learner.micro_batch",
               self.learner.micro_batch, f"must be a multiple of {unit}: {shards} data shards x "

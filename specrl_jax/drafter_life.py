@@ -11,12 +11,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
+from specrl_jax.checksum import checksum, sums
 from specrl_jax.draft import eagle_model
 from specrl_jax.sampler import Sampler
-from specrl_jax.structs import Array
 
 KNOWN = 16  # versions whose fingerprints are kept
 SHARE = 0.5  # of the accepted drafts that earlier canaries let expect: fewer are a dead drafter's
@@ -39,50 +38,12 @@ class Fingerprint:
 
 
 @jax.jit
-def _sums(tree: Any) -> tuple[Array, Array, Array, Array]:
-    """(bag, checksum u32[], all finite, all zero) of arrays of any dtype."""
-    bag = checksum = jnp.uint32(0)
-    finite = zero = jnp.bool_(True)
-    for salt, leaf in enumerate(jax.tree.leaves(tree), 1):
-        bits = jnp.asarray(leaf)
-        zero &= (bits == 0).all()  # of either sign
-        if jnp.issubdtype(leaf.dtype, jnp.floating):
-            finite &= jnp.isfinite(bits).all()
-            bits = jax.lax.bitcast_convert_type(
-                bits, jnp.uint32 if leaf.dtype.itemsize == 4 else jnp.uint16)
-        bits = bits.astype(jnp.uint32)
-        place = _place(bits.shape)
-        weight = (place + jnp.uint32(salt * 0x9E3779B1 % 2**32)) * jnp.uint32(0x85EBCA6B) | 1
-        bag += bits.sum(dtype=jnp.uint32)
-        checksum += (bits * weight).sum(dtype=jnp.uint32)
-    return bag, checksum, finite, zero
-
-
-def _place(shape: tuple[int, ...]) -> Array:
-    """u32 row-major index of each element, from its coordinates: shards need not be gathered."""
-    place = jnp.zeros(shape, jnp.uint32)
-    for axis, size in enumerate(shape):
-        place = place * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
-    return place
-
-
-@jax.jit
-def _checksum(tree: Any) -> Array:
-    return _sums(tree)[1]  # a third of the time of all of them
-
-
-def checksum(tree: Any) -> int:
-    """Of a tree of arrays, by value and place."""
-    return int(_checksum(tree))
-
-
-@jax.jit
 def _cast(weights: Any, like: Any) -> Any:
     return jax.tree.map(lambda a, b: a.astype(b.dtype), weights, like)
 
 
 def fingerprint(weights: Any, vocab: Any) -> Fingerprint:
-    bag, total, finite, zero = _sums(weights)
+    bag, total, finite, zero = sums(weights)
     return Fingerprint(int(bag), int(total), checksum((vocab,)), bool(finite), bool(zero))
 
 
@@ -127,7 +88,7 @@ class Life:
         self.held = False  # nothing is drafted
         self.faults = 0
         self.seconds = np.zeros(2)  # spent on versions and training; saved by speculation
-        self._rows = jax.jit(lambda actor, vocab: _sums(
+        self._rows = jax.jit(lambda actor, vocab: sums(
             (eagle_model.draft_head(sampler.drafting.head, actor, vocab),))[1])
 
     @property
@@ -151,7 +112,10 @@ class Life:
             self._hold(fault)
         self._look()
         if self._tokens:
-            self._rate = _rate(*self._listen())
+            accepted, rounds, broken = self._listen()
+            self._rate = _rate(accepted, rounds)
+            if broken and not fault:
+                self._hold(NOT_FINITE)
 
     def _print(self, head: Any) -> Fingerprint:
         """Of a head in the rollout's dtype."""
@@ -237,17 +201,19 @@ class Life:
         """The canary: few accepted drafts where versions before had many are a fault."""
         if not self._tokens:
             return ""
-        accepted, rounds = self._listen()
+        accepted, rounds, broken = self._listen()
+        if broken:
+            return NOT_FINITE
         expected = rounds * self._rate
         if accepted < SHARE * expected - expected**0.5:
             return SILENT
         self._rate = max(_rate(accepted, rounds), FADE * self._rate)
         return ""
 
-    def _listen(self) -> tuple[int, int]:
-        """The head's own accepted drafts, and row-rounds, of as many answers as EVIDENCE takes.
+    def _listen(self) -> tuple[int, int, int]:
+        """The head's own accepted drafts, row-rounds, and drafts whose scores were not finite.
 
-        A dead drafter takes a round for each token.
+        Of as many answers as EVIDENCE takes. A dead drafter takes a round for each token.
         """
         shapes, drafting = self.sampler.engine.shapes, self.sampler.drafting
         wanted = math.ceil(EVIDENCE / max(self._tokens * self._rate * shapes.shards, 1e-9))
@@ -256,7 +222,8 @@ class Life:
         limit = np.tile(np.where(live, self._tokens, 0), shapes.shards).astype(np.int32)
         heard = self.sampler.canary(self._prompts, limit, shapes.depth)
         name = drafting.drafter.names[drafting.part or 0]
-        return heard.by_drafter[name]["accepted"], heard.counters["row_rounds"]
+        return (heard.by_drafter[name]["accepted"], heard.counters["row_rounds"],
+                heard.counters["broken"])
 
     # The account.
 
@@ -269,6 +236,11 @@ class Life:
         """Counts a fault, and says what it is."""
         self.faults += 1
         self._warn(text)
+
+    def silence(self) -> None:
+        """Takes note that a rollout switched drafting off, see Sampler.generate."""
+        self.faults += 1
+        self.held = True
 
     def _hold(self, fault: str) -> None:
         self._warn(f"drafter version {self.version}: {fault}; nothing is drafted until a good "

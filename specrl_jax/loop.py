@@ -15,9 +15,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from specrl_jax import evolution, sharding
+from specrl_jax.checksum import checksum
 from specrl_jax.config import Config, check
 from specrl_jax.draft.memory import Memory, capacity
-from specrl_jax.drafter_life import checksum
 from specrl_jax.host import data, launches
 from specrl_jax.host.checkpoint import Checkpoints
 from specrl_jax.model import architecture, weights
@@ -89,7 +89,8 @@ class Trainer:
         spec = config.spec
         self.memory = Memory(
             capacity(spec.history_megabytes, config.rollout.max_new_tokens,
-                     len(prompts.examples), spec.history_past or 1), config.rollout.max_new_tokens)
+                     len(prompts.examples), spec.history_past or 1),
+            config.rollout.max_new_tokens, spec.history_window)
 
     def _optimizer_places(self, params: Any) -> Any:
         """AdamW's moments lie where their parameters do; everything else is replicated."""
@@ -240,11 +241,14 @@ class Trainer:
                 ) -> tuple[Rollout, dict[str, Any]]:
         """The sequences of this step, and the rollout's metrics."""
         asked = self._asked(self.step_number)
-        past = self.memory.past(asked.prompt_id, self.sampler.engine.layout.past)
+        past = self.memory.past(asked.prompt_id, self.sampler.engine.layout.past,
+                                self.step_number)
         rollout, result = self.sampler.generate(asked, "train", self.step_number, past=past,
                                                 progress=progress)
+        if self.life and result.counters["broken"]:
+            self.life.silence()
         if self.config.spec.history_past:
-            self.memory.add(rollout.prompt_id, rollout.tokens, rollout.length)
+            self.memory.add(rollout.prompt_id, rollout.tokens, rollout.length, self.step_number)
         saved = launches.saved(result.trace, self.sampler.plain, sharding.shard_count(self.mesh))
         return rollout, rollout_metrics(rollout, result) | saved | {
             "version/policy": rollout.policy_version, "version/drafter": rollout.drafter_version}

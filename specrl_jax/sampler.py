@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from specrl_jax import drafters, prng, sharding
+from specrl_jax.checksum import identity
 from specrl_jax.config import Config, check
 from specrl_jax.control import choose, cost_file
 from specrl_jax.control.acceptance import Reliability
@@ -92,10 +93,16 @@ class Sampler:
         self.own = self.engine.everywhere(self.drafting.own)
         warn_of_broken(self.drafting.own, warn)
         self.version, self.drafter_version = -1, 0
+        self._warn = warn
 
     def publish(self, params: Any, version: int) -> None:
         """Makes `params` what rollouts read: cast and resharded, or as they are if both agree."""
-        self.params, self.version = self._cast(params), version
+        first, self.version = self.version < 0, version
+        self.params = self._cast(params)
+        trained = self.drafting.actor
+        if first and trained and identity(self.params) != trained:
+            self._warn(f"draft.path = {self.config.draft.path!r}: the head was trained with other "
+                       "weights of this actor and may have less accepted")
         self.publish_drafter(self.own, self.drafter_version)
 
     def publish_drafter(self, own: Any, version: int) -> None:
@@ -190,6 +197,10 @@ class Sampler:
         result = self.engine.run(
             self.params, wanted, self.drafter_params, progress=progress, peek=peek,
             rounds=self.config.rollout.rounds_per_launch)
+        if result.counters["broken"] and stream != "canary":
+            self._warn(f"speculation is off: scores of drafter version {self.drafter_version} are "
+                       "not finite; train it again, or choose another spec.drafter")
+            self.draft_to(0)
         rollout = self._rollout(prompts, result, ids, occurrence, sample)
         canonical = np.lexsort((sample, occurrence, ids))
         return jax.tree.map(lambda a: a[canonical], rollout), result
@@ -250,6 +261,7 @@ def rollout_metrics(rollout: Rollout, result: Result) -> dict[str, float]:
         "rollout/accepted": c["accepted"],
         "rollout/packed": c["packed"],
         "rollout/clamped_rounds": c["clamped"],
+        "rollout/broken_drafts": c["broken"],
         "rollout/occupancy": c["row_rounds"] / max(c["slots"], 1),
         "rollout/launches": len(result.trace),
         "rollout/kept_mass": _mean(rollout.kept_mass, rollout.length),

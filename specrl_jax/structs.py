@@ -30,9 +30,9 @@ class SpecConfig:
 
 @struct.dataclass
 class Drawn:
-    """What the tokens of chains were drawn from, in log-probabilities; -inf: from nothing known."""
+    """What trees' tokens were drawn from, in log-probabilities; -inf: from nothing known."""
 
-    logq: Array  # f32[B, N, Vd] of each node's successor
+    logq: Array  # f32[B, N, Vd] of each node's successors
     vocab: Array  # i32[Vd] token ids, ascending
 
 
@@ -46,7 +46,8 @@ class DraftTree:
     rank: Array  # i32[B, N] place among its siblings
     origin: Array  # i32[B, N] which drafter
     survival: Array  # f32[B, N] estimated probability that the node lies on the accepted path
-    logq: Array  # f32[B, N] the drafter's log-probability of the node given its parent
+    logq: Array  # f32[B, N] the drafter's log-probability of the node given its parent; the
+    # root's is 0, or not a number where the drafter's scores of what follows it are not finite
     guess: Array  # f32[B, N] the drafter's own probability that its parent's draw is this token
     gap: Array  # f32[B, N] score lost to the best sibling
     live: Array  # bool[B, N]
@@ -111,6 +112,7 @@ class Counters:
     packed: Array  # tokens that went through the dense layers, padding included
     slots: Array  # rows of the batch, live or not, summed over rounds
     clamped: Array  # rounds for which the controller planned more than the padding holds
+    broken: Array  # live rows whose drafter's scores were not finite, summed over drafts
 
 
 @struct.dataclass
@@ -137,7 +139,7 @@ class RolloutState:
     sampling: Sampling
     sequences: Sequences
     draft: Any  # the drafter's state
-    control: Any  # the controller's state
+    control: Any  # the controller's state while a launch runs, else ()
     expected: Array  # f32[Q] tokens that a sequence is expected to have in the end
     weight: Array  # f32[Q] of a sequence's tokens, for the controller
     estimate: Array  # f32[drafters, D, bins], see control/acceptance.py

@@ -139,8 +139,8 @@ def random_drafter(dice: Dice, *, nodes: int, depth: int, vocab: int) -> Drafter
     def observe(params: Any, state: Any, tip: Tip, verdict: Verdict, path: Path) -> Any:
         return state
 
-    return Drafter(nodes=nodes, depth=depth, init=init, propose=propose, observe=observe,
-                   take=lambda state, rows: state)
+    return Drafter(nodes=nodes, depth=depth, branch=nodes, init=init, propose=propose,
+                   observe=observe, take=lambda state, rows: state)
 
 
 def random_tree(rng: Array, state: Any, spec: SpecConfig, nodes: int, depth: int, vocab: int,
@@ -176,6 +176,7 @@ class Course:
     def __init__(self, nodes: int, depth: int, seed: int = 0) -> None:
         self.nodes, self.depth, self.rng = nodes, depth, np.random.default_rng(seed)
         self.hold: SpecConfig | None = None
+        self.mix: tuple[float, ...] = (1.0,)
 
     def draw(self, state: Any = None, launch: Any = None) -> SpecConfig:
         """Depth, nodes a row and budget of the batch; with budget 0 there is no limit."""
@@ -183,7 +184,7 @@ class Course:
             return self.hold
         highest = (self.depth, self.nodes, 4 * self.nodes)
         steps, nodes, budget = self.rng.integers((0, 1, 0), highest, endpoint=True)
-        return policies.make_spec(int(steps), self.nodes, int(nodes), int(budget))
+        return policies.make_spec(int(steps), self.nodes, int(nodes), int(budget), self.mix)
 
 
 def wandering(course: Course) -> Controller:

@@ -71,6 +71,33 @@ def law(logits: np.ndarray, temperature: float, top_k: int, top_p: float) -> np.
     return kept / kept.sum()
 
 
+class ProcessedLaw:
+    """`law` in logarithms, and how near to what decides what is kept a token is (`boundary`)."""
+
+    def __init__(self, logits: np.ndarray, temperature: float, top_k: int, top_p: float) -> None:
+        wide = np.asarray(logits, np.float64)
+        scores = wide / (temperature or 1.0)
+        order = np.lexsort((np.arange(len(scores)), -scores))
+        p = np.exp(scores - scores.max())
+        p /= p.sum()
+        keep = order[: top_k or None]
+        ahead = np.cumsum(p[keep]) - p[keep]
+        target = top_p * p[keep].sum()
+        kept = keep[ahead < target] if top_p < 1 else keep
+        margins = [1.0]
+        if top_p < 1:
+            margins.append(np.abs(ahead[1:] - target).min(initial=1.0))
+        if len(kept) < len(scores):
+            margins.append(scores[kept].min() - np.delete(scores, kept).max())
+        self.boundary = min(margins)
+        self.kept = p[kept].sum()
+        self.raw = np.log(p)
+        self.logprob = np.full(len(scores), -np.inf)
+        self.logprob[kept] = np.log(p[kept] / self.kept)
+        if temperature == 0:
+            self.logprob[:] = 0
+
+
 def laws(model: np.ndarray, settings: np.ndarray) -> np.ndarray:
     """f64[settings, V+1, V]."""
     return np.stack([[law(row, *setting) for row in model] for setting in settings])
@@ -148,6 +175,11 @@ def by_walk(rule: rejection.Walk) -> Rule:
 
 
 REJECTION = by_walk(rejection.walk)
+
+
+def points(r: Round) -> tuple[Array, Array]:
+    """Rejection that takes every draft for a point mass, as spec.rule=rejection does."""
+    return REJECTION(r._replace(logq=jnp.full_like(r.logq, -jnp.inf)))
 
 
 def tree_of(r: Round) -> tuple[Array, Array, Array, Array]:

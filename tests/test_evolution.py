@@ -512,7 +512,7 @@ class Heard:
         self.asked.append(limit.tolist())
         rounds = int(limit.sum() / (1 + self.rate))
         return SimpleNamespace(
-            counters={"row_rounds": rounds, "accepted": 1000},
+            counters={"row_rounds": rounds, "accepted": 1000, "broken": 0},
             by_drafter={"eagle": {"accepted": round(rounds * self.rate)},
                         "history": {"accepted": 1000}})
 

@@ -88,7 +88,7 @@ def test_a_restored_trainer_holds_all_that_was_saved(monkeypatch: pytest.MonkeyP
     old, new = (micro_trainer(micro_config()) for _ in range(2))
     rng = np.random.default_rng(0)
     rollout = made_up(old, rng)
-    old.memory.add(rollout.prompt_id, rollout.tokens, rollout.length)
+    old.memory.add(rollout.prompt_id, rollout.tokens, rollout.length, 3)
     old.state = jax.tree.map(lambda a: a + 1, old.state)
     engine = old.sampler.engine
     engine.acceptance = jax.tree.map(lambda a: a + rng.random(a.shape, np.float32),

@@ -159,6 +159,9 @@ def without_commits(workdir: Path) -> list[str]:
 def test_speculation_and_order_change_no_line_but_the_commits(tmp_path: Path) -> None:
     variants = {
         "history": (), "off": ("--config.spec.drafter=off",),
+        "eagle": ("--config.spec.drafter=eagle", "--config.control.min_survival=0.0"),
+        "merge": ("--config.spec.drafter=merge", "--config.spec.max_nodes=5",
+                  "--config.spec.nodes=5", "--config.control.min_survival=0.0"),
         "plain": ("--config.control.policy=off",),
         "reversed": ("--config.rollout.order=reversed",),
         "batch": ("--config.rollout.batch_size=8", "--config.rollout.rounds_per_launch=3")}
@@ -173,6 +176,9 @@ def test_speculation_and_order_change_no_line_but_the_commits(tmp_path: Path) ->
     length = {name: [m["rollout/accept_length"] for m in read_metrics(tmp_path / name)]
               for name in variants}
     assert length["off"] == length["plain"] == [1.0] * 5 and max(length["history"]) > 1
+    for name, parts in (("eagle", ("eagle",)), ("merge", ("eagle", "history"))):
+        told = read_metrics(tmp_path / name)
+        assert all(sum(m[f"draft/{part}/drafted"] for m in told) > 0 for part in parts), name
 
 
 # Refusals. Each names a field of the command line and what the message must hold.

@@ -58,6 +58,7 @@ class Drafter(NamedTuple):
 
     nodes: int
     depth: int
+    branch: int  # K, most children of a node
     init: Callable[[Occasion], Any]  # -> state, as host arrays; leading axes are split over shards
     propose: Propose
     observe: Callable[[Any, Any, Tip, Verdict, Path], Any]  # -> state

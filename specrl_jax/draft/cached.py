@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from specrl_jax.draft.base import Survive
-from specrl_jax.draft.grow import KV, Growth, Network, attend, grow, unknown
+from specrl_jax.draft.grow import KV, Growth, Network, attend, grow, no_proposal
 from specrl_jax.draft.tree import roots
 from specrl_jax.rows import for_rows
 from specrl_jax.sharding import ROWS
@@ -125,7 +125,7 @@ def propose(growth: Growth, params: Any, held: Held, tokens: Array, features: Ar
         wanted,
         lambda: grow(growth, params, held.kv, held.hidden.T, tip, rows, spec, survive),
         lambda: roots(tip.root, tip.live, growth.nodes).replace(
-            proposal=unknown(growth, params, tip.root.shape[0])))
+            proposal=no_proposal(growth, params, tip.root.shape[0])))
     return tree, held
 
 

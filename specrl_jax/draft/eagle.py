@@ -65,7 +65,8 @@ def eagle(arch: EagleArch, depth: int, branch: int, nodes: int, children: str = 
         the actor's own draw will use, the `top` of its distribution, or some `sampled` from it.
       temperature: of its distribution, over the row's.
       origin: what DraftTree.origin says of its nodes.
-      drawn: whether its chains carry what their tokens were drawn from.
+      drawn: whether its trees carry what their tokens were drawn from; their shape then follows
+        from ranks and depths alone.
       dtype: of the stored features and of its cache.
 
     Raises:
@@ -78,7 +79,7 @@ def eagle(arch: EagleArch, depth: int, branch: int, nodes: int, children: str = 
           f"must lie in 1..{arch.draft_vocab}, the draft vocabulary")
     growth = Growth(_network(arch), depth, branch, nodes, children, origin, temperature, drawn)
     return Drafter(
-        nodes=nodes, depth=depth,
+        nodes=nodes, depth=depth, branch=branch,
         init=functools.partial(_init, arch, depth, dtype),
         propose=functools.partial(_propose, growth),
         observe=_observe,

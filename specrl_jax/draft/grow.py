@@ -20,6 +20,7 @@ from specrl_jax.prng import gumbel
 from specrl_jax.structs import Array, DraftTree, Drawn, Sampling, SpecConfig, Tip
 
 CHILDREN = ("perturbed", "top", "sampled")
+_FALL = 0.3  # a drawn tree's guess: 0.7 for a node's first child, then 0.3 of the one before
 _OWN_DOMAIN = 0x5EED0DD5  # turns a row's key into one whose noise the match rule never uses
 _ERROR_SCALE = 0.5  # of the drafter's perturbed scores: fits synthetic ones that err by 0.5 best
 
@@ -55,7 +56,8 @@ class Growth:
     children: str  # one of CHILDREN
     origin: int
     temperature: float  # of the drafter, over the row's
-    drawn: bool = False  # whether trees, then chains, carry what their tokens were drawn from
+    drawn: bool = False  # whether trees carry what their tokens were drawn from, and what of them
+    # is kept follows from places alone: a child's guess from its rank, whatever its token is
 
 
 @struct.dataclass
@@ -68,6 +70,14 @@ class Frontier:
     survival: Array  # f32
     live: Array  # bool
     hidden: Array  # f[F, B, K] their outputs; their parents' until they are run
+
+
+@struct.dataclass
+class Expanded:
+    """The nodes that were expanded at each level, and what their children were drawn from."""
+
+    index: Array  # i32[B, D, K] as in Frontier; -1 is none
+    logq: Array  # f32[B, D, K, Vd]
 
 
 def attend(q: Array, packed: tuple[Array, Array], fresh: tuple[Array, Array], parent: Array,
@@ -96,11 +106,12 @@ def grow(growth: Growth, params: Any, cache: KV, hidden: Array, tip: Tip, rows: 
     """
     batch, k = tip.root.shape[0], growth.branch
     none = jnp.zeros((batch, 1), jnp.int32)
+    reads = tip.live & (tip.context >= growth.network.ahead)
     front = Frontier(index=none, slot=none, token=tip.root[:, None],
                      survival=jnp.ones((batch, 1)), hidden=hidden[..., None],
-                     live=(tip.live & (tip.context >= growth.network.ahead))[:, None])
+                     live=reads[:, None])
     first, logq = _children(growth, params, front, tip, rows, spec, survive, jnp.int32(1))
-    drawn = _note(unknown(growth, params, batch), logq, front, rows, jnp.int32(1))
+    drawn = _note(_unknown(growth, params, batch), logq, front, rows, jnp.int32(1))
     levels = jax.tree.map(
         lambda a: jnp.zeros((batch, growth.depth, k * k), a.dtype).at[:, 0, :k].set(a), first)
     tree = _rooted(growth, cache, tip)
@@ -118,10 +129,13 @@ def grow(growth: Growth, params: Any, cache: KV, hidden: Array, tip: Tip, rows: 
 
     last = jnp.minimum(spec.steps, growth.depth)
     levels, _, _, drawn = jax.lax.fori_loop(2, last + 1, level, (levels, front, tree, drawn))
-    return _likeliest(growth, levels, tip).replace(proposal=drawn)
+    tree, place = _likeliest(growth, levels, tip)
+    broken = reads & jnp.isnan(first.gap[:, 0])  # their best score less itself
+    return tree.replace(logq=tree.logq.at[:, 0].set(jnp.where(broken, jnp.nan, 0)),
+                        proposal=_proposal(growth, params, drawn, place))
 
 
-def unknown(growth: Growth, params: Any, batch: int) -> Drawn | None:
+def no_proposal(growth: Growth, params: Any, batch: int) -> Drawn | None:
     """That no node's children were drawn from anything; None where nobody asks."""
     if not growth.drawn:
         return None
@@ -129,17 +143,44 @@ def unknown(growth: Growth, params: Any, batch: int) -> Drawn | None:
     return Drawn(jnp.full((batch, growth.nodes, vocab.shape[0]), -jnp.inf), vocab)
 
 
-def _note(drawn: Drawn | None, logq: Array, front: Frontier, rows: Sampling, depth: Array
-          ) -> Drawn | None:
-    """Adds what the chain's node of `depth` was drawn from, if its parent has room in the tree.
+def _unknown(growth: Growth, params: Any, batch: int) -> Expanded | None:
+    """That no level was expanded yet; None where nobody asks what was drawn from."""
+    if not growth.drawn:
+        return None
+    shape = (batch, growth.depth, growth.branch)
+    return Expanded(jnp.full(shape, -1, jnp.int32),
+                    jnp.full((*shape, growth.network.vocab(params).shape[0]), -jnp.inf))
 
-    A greedy row's is a point mass, and after a stop token nothing is drawn.
+
+def _note(drawn: Expanded | None, logq: Array, front: Frontier, rows: Sampling, depth: Array
+          ) -> Expanded | None:
+    """Adds what the children at `depth`, those of a frontier, were drawn from.
+
+    A greedy row's are point masses.
     """
     if drawn is None:
         return None
-    asked = front.live[:, 0] & (rows.temperature > 0)
-    logq = jnp.where(asked[:, None], logq[:, 0], -jnp.inf)
-    return drawn.replace(logq=drawn.logq.at[:, depth - 1].set(logq, mode="drop"))
+    asked = front.live & (rows.temperature > 0)[:, None]
+    width = logq.shape[1]  # the root alone, at first
+    return Expanded(
+        drawn.index.at[:, depth - 1, :width].set(front.index),
+        drawn.logq.at[:, depth - 1, :width].set(jnp.where(asked[..., None], logq, -jnp.inf)))
+
+
+def _proposal(growth: Growth, params: Any, drawn: Expanded | None, place: Array) -> Drawn | None:
+    """What the successors of a tree's nodes were drawn from.
+
+    Args:
+      place: i32[B, C'] of the root and each candidate in the tree; N for what is not in it.
+    """
+    if drawn is None:
+        return None
+    batch, _, _, vocab = drawn.logq.shape
+    index = drawn.index.reshape(batch, -1)
+    at = jnp.where(index < 0, growth.nodes, jnp.take_along_axis(place, jnp.maximum(index, 0), 1))
+    none = no_proposal(growth, params, batch)
+    return none.replace(logq=none.logq.at[jnp.arange(batch)[:, None], at].set(
+        drawn.logq.reshape(batch, -1, vocab), mode="drop"))
 
 
 def _rooted(growth: Growth, cache: KV, tip: Tip) -> tuple[KV, Array]:
@@ -199,7 +240,10 @@ def _children(growth: Growth, params: Any, front: Frontier, tip: Tip, rows: Samp
     rank = jnp.broadcast_to(jnp.arange(growth.branch)[None, None], at.shape)
     asked = rank < spec.branch
     chosen = jnp.take_along_axis(logq, at, 2)
-    guess = _share(best, ranked, scale) if growth.children == "perturbed" else jnp.exp(chosen)
+    if growth.drawn:
+        guess = (1 - _FALL) * jnp.float32(_FALL) ** rank
+    else:
+        guess = _share(best, ranked, scale) if growth.children == "perturbed" else jnp.exp(chosen)
     guess = jnp.where(asked, guess, 0)
     above, parent, level, origin = (
         jnp.broadcast_to(a, at.shape) for a in (
@@ -268,9 +312,12 @@ def _share(best: Array, ranked: Array, scale: Array) -> Array:
 
 def _frontier(growth: Growth, found: DraftTree, front: Frontier, rows: Sampling, depth: Array
               ) -> Frontier:
-    """The K likeliest of a level's candidates; what follows a stop token is never drawn."""
+    """The K likeliest of a level's candidates.
+
+    Nothing follows a stop token; but in a drawn tree its places are not given to other nodes.
+    """
     k = growth.branch
-    ends = (found.tokens[..., None] == rows.stop[None, None]).any(-1)
+    ends = (found.tokens[..., None] == rows.stop[None, None]).any(-1) & (not growth.drawn)
     score = jnp.where(found.live & ~ends, found.survival, -1.0)
     score, at = jax.lax.top_k(score, k)
     above = at // k
@@ -280,8 +327,8 @@ def _frontier(growth: Growth, found: DraftTree, front: Frontier, rows: Sampling,
                     live=score >= 0, hidden=pick(front.hidden, above[None], 2))
 
 
-def _likeliest(growth: Growth, levels: DraftTree, tip: Tip) -> DraftTree:
-    """Trees of the N - 1 likeliest candidates [B, D, C].
+def _likeliest(growth: Growth, levels: DraftTree, tip: Tip) -> tuple[DraftTree, Array]:
+    """Trees of the N - 1 likeliest candidates [B, D, C], and where each candidate stands.
 
     Survival never grows along a path, and of equals the earlier counts more; so what is kept is
     closed under parent.
@@ -294,8 +341,10 @@ def _likeliest(growth: Growth, levels: DraftTree, tip: Tip) -> DraftTree:
     order = jnp.where(best >= 0, kept, kept + total)  # as found, parents first; the dead behind
     kept = -jax.lax.top_k(-order, size)[0] % total
     rows_of = jnp.arange(tip.root.shape[0])[:, None]
-    place = jnp.zeros((tip.root.shape[0], total + 1), jnp.int32).at[rows_of, kept + 1].set(
+    nowhere = jnp.full((tip.root.shape[0], total + 1), growth.nodes, jnp.int32)
+    place = nowhere.at[:, 0].set(0).at[rows_of, kept + 1].set(
         1 + jnp.arange(size, dtype=jnp.int32)[None])
     chosen = jax.tree.map(lambda a: jnp.take_along_axis(a, kept, 1), flat)
     chosen = chosen.replace(parent=jnp.take_along_axis(place, chosen.parent, 1))
-    return attach(roots(tip.root, tip.live, growth.nodes), jax.tree.map(lambda a: a.T, chosen))
+    chosen = jax.tree.map(lambda a: a.T, chosen)
+    return attach(roots(tip.root, tip.live, growth.nodes), chosen), place

@@ -46,7 +46,7 @@ def history(*, depth: int, branch: int, nodes: int, match: int, group: int, orig
     check(nodes >= 1 + depth * branch, "spec.max_nodes", nodes,
           f"must be at least 1 + spec.max_steps * spec.max_branch = {1 + depth * branch}")
     return Drafter(
-        nodes=nodes, depth=depth,
+        nodes=nodes, depth=depth, branch=branch,
         init=_init,
         propose=functools.partial(_propose, depth, branch, nodes, match, group, origin),
         observe=_observe,

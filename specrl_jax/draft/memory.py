@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 
 EMPTY = -1
+_ARRAYS = ("tokens", "prompt_id", "step", "next")
 
 
 def capacity(megabytes: int, buffer: int, prompts: int, past: int) -> int:
@@ -23,36 +24,45 @@ def capacity(megabytes: int, buffer: int, prompts: int, past: int) -> int:
 
 
 class Memory:
-    """A ring of responses: the oldest make room. A row is its tokens, length and prompt id."""
+    """A ring of responses: the oldest make room. A row is its tokens, prompt id and step."""
 
-    def __init__(self, rows: int, buffer: int) -> None:
+    def __init__(self, rows: int, buffer: int, window: int = 0) -> None:
+        """
+        Args:
+          window: steps after its own in which a response is still given out; 0 is all.
+        """
+        self.window = window
         self.tokens = np.full((rows, buffer), EMPTY, np.int32)
         self.prompt_id = np.full(rows, EMPTY, np.int32)
+        self.step = np.zeros(rows, np.int32)
         self.next = np.zeros((), np.int32)
 
     def arrays(self) -> dict[str, np.ndarray]:
         """What a checkpoint holds."""
-        return {"tokens": self.tokens, "prompt_id": self.prompt_id, "next": self.next}
+        return {name: getattr(self, name) for name in _ARRAYS}
 
     def restore(self, arrays: dict[str, Any]) -> None:
-        self.tokens, self.prompt_id, self.next = (
-            np.array(arrays[name]) for name in ("tokens", "prompt_id", "next"))
+        for name in _ARRAYS:
+            setattr(self, name, np.array(arrays[name]))
 
-    def add(self, prompt_id: np.ndarray, tokens: np.ndarray, length: np.ndarray) -> None:
-        """Adds responses i32[Q, T] of the given lengths, in order."""
+    def add(self, prompt_id: np.ndarray, tokens: np.ndarray, length: np.ndarray, step: int
+            ) -> None:
+        """Adds a step's responses i32[Q, T] of the given lengths, in order."""
         size = len(self.prompt_id)
         for i in range(max(0, len(prompt_id) - size), len(prompt_id)):
             at = int(self.next) % size
             self.tokens[at] = EMPTY
             self.tokens[at, : length[i]] = tokens[i, : length[i]]
-            self.prompt_id[at] = prompt_id[i]
+            self.prompt_id[at], self.step[at] = prompt_id[i], step
             self.next = np.int32((at + 1) % size)
 
-    def past(self, prompt_id: np.ndarray, count: int) -> np.ndarray:
-        """The `count` newest responses of each prompt, newest first: i32[prompts, count, T]."""
+    def past(self, prompt_id: np.ndarray, count: int, step: int) -> np.ndarray:
+        """What a step may draft from: the `count` newest responses of each prompt that lie within
+        the window, newest first, i32[prompts, count, T]."""
         size = len(self.prompt_id)
         newest_first = (int(self.next) - 1 - np.arange(size)) % size
-        owner = self.prompt_id[newest_first]
+        recent = self.step[newest_first] >= (step - self.window if self.window else 0)
+        owner = np.where(recent, self.prompt_id[newest_first], EMPTY)
         out = np.full((len(prompt_id), count, self.tokens.shape[1]), EMPTY, np.int32)
         for i, prompt in enumerate(prompt_id):
             found = newest_first[owner == prompt][:count]

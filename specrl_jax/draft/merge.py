@@ -37,6 +37,7 @@ def merge(drafters: Sequence[Drafter], nodes: int) -> Drafter:
 
     return Drafter(
         nodes=nodes, depth=max(d.depth for d in drafters),
+        branch=max(d.branch for d in drafters),
         init=lambda occasion: tuple(d.init(occasion) for d in drafters),
         propose=functools.partial(_propose, tuple(drafters), nodes),
         observe=lambda params, states, *round_: tuple(
@@ -67,7 +68,8 @@ def _propose(drafters: tuple[Drafter, ...], nodes: int, params: Any, states: Any
 
     def join() -> DraftTree:
         whole = functools.reduce(graft, trees, roots(tip.root, tip.live, 1))
-        return likeliest(whole, nodes)
+        tree, broken = likeliest(whole, nodes), sum(t.logq[:, 0] for t in trees)
+        return tree.replace(logq=tree.logq.at[:, 0].set(broken))
 
     return jax.lax.cond(
         spec.steps > 0, join, lambda: roots(tip.root, tip.live, nodes)), tuple(after)

@@ -6,7 +6,7 @@ from specrl_jax.draft.tree import roots
 
 def off() -> Drafter:
     return Drafter(
-        nodes=1, depth=0,
+        nodes=1, depth=0, branch=1,
         init=lambda occasion: (),
         propose=lambda params, state, tip, rows, spec, survive: (
             roots(tip.root, tip.live, 1), state),

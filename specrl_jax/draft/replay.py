@@ -58,7 +58,8 @@ def replay(*, depth: int, nodes: int, vocab: int, origin: int = 0) -> Drafter:
     check(nodes > depth, "spec.max_nodes", nodes,
           f"must be at least 1 + spec.max_steps = {1 + depth}")
     return Drafter(
-        nodes=nodes, depth=depth, init=_init,
+        nodes=nodes, depth=depth, branch=nodes,  # chains, whatever is asked
+        init=_init,
         propose=functools.partial(_propose, depth, nodes, vocab, origin),
         observe=lambda params, state, tip, verdict, path: state,
         take=lambda state, rows: state,

@@ -61,7 +61,7 @@ def small_lm(arch: Architecture, depth: int, branch: int, nodes: int, children: 
           f"must lie in 1..{arch.vocab_size}, the vocabulary")
     growth = Growth(_network(arch), depth, branch, nodes, children, origin, temperature, drawn)
     return Drafter(
-        nodes=nodes, depth=depth,
+        nodes=nodes, depth=depth, branch=branch,
         init=functools.partial(_init, arch, depth, dtype),
         propose=functools.partial(_propose, growth),
         observe=lambda params, state, tip, verdict, path: state.replace(

@@ -26,8 +26,7 @@ def compare(go: Callable[..., Any], copy: Callable[[RolloutState], RolloutState]
     found = {}
     for name, steps in (("off", 0), ("fixed", before["fixed_steps"])):
         copied = jax.block_until_ready(copy(state))
-        forced = jax.tree.map(np.asarray, control).replace(
-            force=np.asarray([steps, FREE], np.int32))
+        forced = control.replace(force=np.asarray([steps, FREE], np.int32))
         began = time.perf_counter()
         _, _, seen = go(copied, forced, rounds=1)
         counters = jax.tree.map(np.asarray, seen)[2]

@@ -79,18 +79,19 @@ class Engine:
                 report: Callable[[str], None] = lambda text: None) -> None:
         """Compiles every program that `run` may call, so that nothing compiles after this."""
         shapes, whole = self.shapes, P()
-        full = self.layout.abstract(shapes.batch).replace(control=())
+        full, control = self.layout.abstract(shapes.batch), self._control_like()
         fill = self._rows_like(Fill(*(np.zeros(shapes.batch * shapes.shards, np.int32),) * 5))
         number = jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding.replicated(self.mesh))
         waiting = self._rows_like(np.zeros(shapes.shards, np.int32))
         report(f"compiling rollouts of {', '.join(map(str, shapes.batches))} rows")
         for batch in shapes.batches:
             state = self.layout.abstract(batch)
-            self._add(("launch", batch), self._launch, (whole, whole, STATE, ROW, whole, whole),
-                      (STATE, whole), (2,), params, drafter_params, state, waiting, number, number)
+            self._add(("launch", batch), self._launch,
+                      (whole, whole, STATE, whole, ROW, whole, whole), (STATE, whole, whole), (2,),
+                      params, drafter_params, state, control, waiting, number, number)
             if self.audit:
                 self._add(("copy", batch), functools.partial(jax.tree.map, jnp.copy), (STATE,),
-                          STATE, (), state.replace(control=()))
+                          STATE, (), state)
         self._add("fork", functools.partial(refill.fork, self.machine, shapes.prompt),
                   (STATE, ROW), STATE, (0,), full, fill)
         for prompts, width in shapes.prefills:
@@ -103,7 +104,7 @@ class Engine:
         for old, new in zip(shapes.batches, shapes.batches[1:], strict=False):
             slots = self._rows_like(np.zeros(new * shapes.shards, np.int32))
             self._add(("take", old), functools.partial(refill.take, self.machine), (STATE, ROW),
-                      STATE, (), self.layout.abstract(old).replace(control=()), slots)
+                      STATE, (), self.layout.abstract(old), slots)
         gather = jax.jit(lambda *x: x, out_shardings=sharding.replicated(self.mesh))
         self._programs["collect"] = gather.lower(full.sequences, full.counters)
         pool = concurrent.futures.ThreadPoolExecutor(COMPILERS)
@@ -123,19 +124,21 @@ class Engine:
         jitted = jax.jit(mapped, donate_argnums=donate, out_shardings=out)
         self._programs[name] = jitted.lower(*args)
 
-    def _launch(self, *args: Any) -> tuple[RolloutState, tuple[Any, ...]]:
-        """A launch and what the host must see of it, gathered from all shards."""
-        state = launch(self.machine, *args)
+    def _launch(self, params: Any, drafter_params: Any, state: RolloutState, control: Any,
+                *args: Any) -> tuple[RolloutState, Any, tuple[Any, ...]]:
+        """A launch and what the host must see of it, gathered from all shards.
+
+        The controller's state comes and goes by itself: it is not used up, and outlives rollouts.
+        """
+        state = launch(self.machine, params, drafter_params, state.replace(control=control), *args)
         seen = (state.sequences.done, state.sequences.length, state.counters, state.seen)
-        return state, jax.lax.all_gather(seen, ROWS, tiled=True)
+        return state.replace(control=()), state.control, jax.lax.all_gather(seen, ROWS, tiled=True)
 
     def _out_shardings(self, shapes: Any, specs: Any) -> Any:
         """Of a program's results: a state's as its layout says, the rest as their specs."""
         if isinstance(shapes, RolloutState):
             batch = shapes.root.shape[0] // self.shapes.shards
-            like = self.layout.abstract(batch)
-            return jax.tree.map(lambda a: a.sharding, like.replace(
-                control=like.control if jax.tree.leaves(shapes.control) else ()))
+            return jax.tree.map(lambda a: a.sharding, self.layout.abstract(batch))
         if isinstance(shapes, tuple) and isinstance(specs, tuple) and not isinstance(specs, P):
             return tuple(map(self._out_shardings, shapes, specs))
         return jax.tree.map(lambda _: NamedSharding(self.mesh, specs), shapes)
@@ -147,6 +150,12 @@ class Engine:
         return jax.tree.map(
             lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place), tree)
 
+    def _control_like(self) -> Any:
+        place = sharding.replicated(self.mesh)
+        return jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct(np.shape(a), np.asarray(a).dtype, sharding=place),
+            self.machine.controller.init())
+
     def put_rows(self, tree: Any) -> Any:
         return sharding.put(sharding.rows(self.mesh), tree)
 
@@ -154,8 +163,8 @@ class Engine:
         return sharding.put(sharding.replicated(self.mesh), tree)
 
     def begin(self, asked: Request) -> RolloutState:
-        """The state in which no slot is filled yet; a launch adds the controller's."""
-        state = self.layout.host_state(asked, self.shapes.batch, ())
+        """The state in which no slot is filled yet, without the controller's."""
+        state = self.layout.host_state(asked, self.shapes.batch)
         kv, self._pool = self._pool, None
         if kv is None:
             kv = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype, device=a.sharding),
@@ -181,7 +190,6 @@ class Engine:
           ConfigError: a prompt is longer than P or a limit than T.
         """
         self.layout.check(asked)
-        self.control = jax.tree.map(np.asarray, self.control)
         s, began, prefill_seconds, trace = self.shapes, time.perf_counter(), 0.0, []
         state = self.begin(asked)
         done = asked.limit.reshape(s.shards, s.sequences) == 0
@@ -216,7 +224,8 @@ class Engine:
             done = finished.reshape(done.shape)
             trace.append({"batch": batch, "seconds": time.perf_counter() - launched,
                           **counted.totals(counters), **audited})
-            self._learn(control, trace[-1])
+            self.control = control
+            self._learn(trace[-1])
             progress(int(done.sum()), done.size, int(length.sum()))
             if peek is not None:
                 peek(np.asarray(state.sequences.tokens), length)
@@ -227,28 +236,24 @@ class Engine:
                ) -> tuple[RolloutState, Any, Any]:
         """Runs a compiled launch: the new state, the controller's, and what the host sees.
 
-        `state`, and what of an adaptive controller's is on the device, are gone afterwards.
+        `state` is gone afterwards, `control` is not.
         """
-        stays = self.machine.controller.adaptive
-        leaves, tree = jax.tree.flatten(control)
-        new = {i: a for i, a in enumerate(leaves) if not (stays and isinstance(a, jax.Array))}
         whole, rows = sharding.replicated(self.mesh), sharding.rows(self.mesh)
+        leaves, tree = jax.tree.flatten(control)
+        new = {i: a for i, a in enumerate(leaves) if getattr(a, "sharding", None) != whole}
         new, *rest = sharding.put((whole, rows, whole, whole),
                                   (new, waiting, np.int32(rounds), np.int32(smaller)))
         control = jax.tree.unflatten(tree, [new.get(i, a) for i, a in enumerate(leaves)])
-        state, seen = self._programs["launch", batch](
-            params, drafter_params, state.replace(control=control), *rest)
-        return state.replace(control=()), state.control, seen
+        return self._programs["launch", batch](params, drafter_params, state, control, *rest)
 
     def shrink(self, batch: int, state: RolloutState, slots: np.ndarray) -> RolloutState:
         """The state of the next smaller batch, with `slots` i32[shards * rows] of each shard."""
         return self._programs["take", batch](state, self.put_rows(slots))
 
-    def _learn(self, control: Any, launch: dict[str, Any]) -> None:
+    def _learn(self, launch: dict[str, Any]) -> None:
         """The controller's turn between launches; `launch` gets its explanation."""
         controller = self.machine.controller
         if controller.adaptive:
-            self.control = control
             if jax.process_count() > 1:
                 launch["seconds"] = float(multihost_utils.broadcast_one_to_all(
                     np.float32(launch["seconds"])))
@@ -285,7 +290,6 @@ class Engine:
             np.asarray, self._programs["collect"](state.sequences, state.counters))
         if batch == self.shapes.batch:
             self._pool = state.cache.kv
-        self.control = jax.tree.map(np.asarray, self.control)
         judged = acceptance.calibration(outcomes, acceptance.table(
             self.acceptance, jax.tree.map(np.zeros_like, outcomes)))
         self.acceptance = acceptance.merge(self.acceptance, outcomes, MEMORY)

@@ -150,7 +150,7 @@ class Layout:
                         **{name: np.zeros(q * self.shapes.group, kind) for name, kind in (
                             ("temperature", np.float32), ("top_p", np.float32),
                             ("top_k", np.int32), ("limit", np.int32))})
-        state = self.host_state(blank, batch, self.machine.controller.init())
+        state = self.host_state(blank, batch)
         like = jax.tree.map(lambda s, a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s),
                             self.shardings(state), state)
         return like.replace(cache=like.cache.replace(kv=self.abstract_kv(batch)))
@@ -172,12 +172,9 @@ class Layout:
             lambda spec, part: jax.tree.map(lambda _: NamedSharding(self.mesh, spec), part),
             STATE, state, is_leaf=lambda x: isinstance(x, P))
 
-    def host_state(self, asked: Request, batch: int, control: Any) -> RolloutState:
-        """The state in which every slot is empty, as host arrays; the cache's K/V are not here.
-
-        Args:
-          control: the controller's state.
-        """
+    def host_state(self, asked: Request, batch: int) -> RolloutState:
+        """The state in which every slot is empty, as host arrays; the cache's K/V and the
+        controller's state are not here."""
         s = self.shapes
         rows, total = batch * s.shards, s.sequences * s.shards
         zero = functools.partial(np.zeros, dtype=np.int32)
@@ -195,7 +192,7 @@ class Layout:
             seq=np.full(rows, s.sequences, np.int32),
             sampling=Sampling(temperature=asked.temperature, top_p=asked.top_p, top_k=asked.top_k,
                               limit=asked.limit, key=asked.keys, stop=self.stop),
-            sequences=sequences, draft=self.machine.drafter.init(occasion), control=control,
+            sequences=sequences, draft=self.machine.drafter.init(occasion), control=(),
             expected=asked.limit.astype(np.float32), weight=np.ones(total, np.float32),
             estimate=np.zeros(self.cells, np.float32),
             seen=Acceptance(*(np.zeros((s.shards, *self.cells), np.float32),) * 2),

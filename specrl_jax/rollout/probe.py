@@ -124,7 +124,7 @@ def plain(engine: Engine, params: Any, drafter_params: Any, rounds: int) -> dict
     controller, state, batch = engine.machine.controller, _blank(engine), engine.shapes.batch
     longest = engine.shapes.longest
     rounds = min(rounds, longest - longest // 2, engine.shapes.response)
-    control = controller.depth(engine.control, 0)
+    control = engine.everywhere(controller.depth(engine.control, 0))
     found = {}
     for size in engine.shapes.batches:
         if size != batch:
@@ -156,7 +156,8 @@ def _smaller(engine: Engine, state: RolloutState, batch: int, size: int) -> Roll
 
 def _forced(engine: Engine, point: Point) -> Adaptive:
     bucket = [b.packed for b in ladders(engine)[point.rows]].index(point.packed)
-    return engine.control.replace(force=np.asarray([point.steps, bucket], np.int32))
+    return engine.everywhere(
+        engine.control.replace(force=np.asarray([point.steps, bucket], np.int32)))
 
 
 def _fastest(engine: Engine, params: Any, drafter_params: Any, state: RolloutState, point: Point,
@@ -181,7 +182,7 @@ def _stage(engine: Engine, state: RolloutState, point: Point) -> RolloutState:
     launch left it, which is not behind.
     """
     s, layout = engine.shapes, engine.layout
-    host = layout.host_state(_asked(engine), point.rows, ())
+    host = layout.host_state(_asked(engine), point.rows)
     slots = np.where(np.arange(point.rows) < s.sequences, np.arange(point.rows), s.sequences)
     host = host.replace(
         seq=np.tile(slots.astype(np.int32), s.shards),

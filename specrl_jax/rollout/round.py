@@ -141,7 +141,9 @@ def propose(machine: Machine, drafter_params: Params, state: RolloutState, turn:
                                            buckets_of(machine, turn.tip.root.shape[0]))
     turn = turn.replace(asks=jnp.bool_(False), tree=tree, live=live,
                         bucket=jax.lax.pmax(bucket, ROWS))
-    return state.replace(draft=draft), turn
+    broken = (turn.tip.live & jnp.isnan(tree.logq[:, 0])).sum(dtype=jnp.int32)
+    counters = state.counters.replace(broken=state.counters.broken + broken)
+    return state.replace(draft=draft, counters=counters), turn
 
 
 def plain_round(machine: Machine, params: Params, drafter_params: Params, state: RolloutState,
@@ -190,12 +192,14 @@ def noted(machine: Machine, state: RolloutState, turn: Turn, count: Array, round
 def clamp(spec: SpecConfig, drafter: Drafter, rows: Array) -> tuple[SpecConfig, Array]:
     """What a policy planned, with what the shapes cannot hold changed, and whether any was, bool[].
 
-    0 <= steps <= D, 1 <= branch and nodes <= N, and a budget that holds the root of each of `rows`.
+    0 <= steps <= D, 1 <= branch <= K, 1 <= nodes <= N, no drafter weighed below 0, and a budget
+    that holds the root of each of `rows`.
     """
     inside = spec.replace(
         steps=jnp.clip(spec.steps, 0, drafter.depth),
-        branch=jnp.clip(spec.branch, 1, drafter.nodes),
-        nodes=jnp.clip(spec.nodes, 1, drafter.nodes), budget=jnp.maximum(spec.budget, rows))
+        branch=jnp.clip(spec.branch, 1, drafter.branch),
+        nodes=jnp.clip(spec.nodes, 1, drafter.nodes), budget=jnp.maximum(spec.budget, rows),
+        mix=jnp.where(spec.mix >= 0, spec.mix, 0))  # not a number is 0, too
     changed = jax.tree.map(lambda a, b: (a != b).any(), spec, inside)
     return inside, jnp.stack(jax.tree.leaves(changed)).any()
 
@@ -212,7 +216,7 @@ def count(counters: Counters, turn: Turn, verdict: Verdict, packed: Array) -> Co
     drafted = by_origin(turn.live.at[:, 0].set(False), tree.origin)
     accepted = by_origin((index > 0) & (index < verdict.count[:, None]),
                          jnp.take_along_axis(tree.origin, verdict.path, 1))
-    return Counters(
+    return counters.replace(
         rounds=counters.rounds + 1, row_rounds=counters.row_rounds + rows,
         committed=counters.committed + verdict.count.sum(),
         accepted=counters.accepted + accepted, drafted=counters.drafted + drafted,

@@ -8,11 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from eagle_slots import (
-    ACTOR,
     ACTOR_PARAMS,
     ARCH,
     BRANCH,
-    DEPTH,
     NODES,
     PLACES,
     ROWS,
@@ -25,7 +23,6 @@ from eagle_slots import (
     path_to,
     recomputed,
 )
-from helpers import Course, ask, make_engine, make_task, streams, wandering
 
 from specrl_jax import prng
 from specrl_jax.config import ConfigError
@@ -278,43 +275,3 @@ def test_binding_gathers_the_head_once(own_head: bool, draft_vocab: int) -> None
 def test_what_cannot_work_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         eagle(**({"arch": ARCH, "depth": 3, "branch": 2, "nodes": 6} | changes))
-
-
-# Rollouts.
-
-
-class Bench:
-    """Plain decoding, and an EAGLE drafter of random weights under settings that keep changing."""
-
-    def __init__(self) -> None:
-        self.task, self.course = make_task(), Course(6, DEPTH)
-        self.plain = make_engine(ACTOR, self.task, batch=5)
-        self.plain.compile(ACTOR_PARAMS)
-        drafter = eagle(ARCH, DEPTH, BRANCH, 6)
-        self.bound = drafter.bind(ACTOR_PARAMS, parameters())
-        self.drafting = make_engine(ACTOR, self.task, drafter=drafter,
-                                    controller=wandering(self.course), batch=4, min_batch=2)
-        self.drafting.compile(ACTOR_PARAMS, self.bound)
-
-    def accepted(self, **mix: Any) -> int:
-        """Draft nodes accepted in rollouts that must equal plain ones."""
-        asked = ask(self.task, seed=1, **mix)
-        plain = streams(self.plain.run(ACTOR_PARAMS, asked))
-        for hold in (None, make_spec(DEPTH, BRANCH, 6, 0)):
-            self.course.hold = hold
-            self.drafting.control = self.course.draw()
-            result = self.drafting.run(ACTOR_PARAMS, asked, self.bound, rounds=2)
-            assert streams(result) == plain
-            assert {entry["batch"] for entry in result.trace} == {4, 2}
-        return result.counters["accepted"]
-
-
-MIXES = ({}, {"temperature": 0}, {"temperature": 1.7, "top_k": 9, "top_p": 0.8},
-         {"temperature": np.linspace(0, 2, 12), "limit": 1 + np.arange(12)})
-
-
-@pytest.mark.slow
-def test_speculation_changes_no_token() -> None:
-    bench = Bench()
-    for mix in MIXES:
-        assert bench.accepted(**mix) > 0

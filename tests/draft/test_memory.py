@@ -6,18 +6,19 @@ from specrl_jax.draft.memory import Memory, capacity
 from specrl_jax.host.data import step_prompts
 
 
-def add(memory: Memory, *rows: tuple[int, list[int]]) -> None:
+def add(memory: Memory, *rows: tuple[int, list[int]], step: int = 0) -> None:
     tokens = np.zeros((len(rows), memory.tokens.shape[1]), np.int32)
     for i, (_, said) in enumerate(rows):
         tokens[i, : len(said)] = said
-    memory.add(np.asarray([p for p, _ in rows]), tokens, np.asarray([len(s) for _, s in rows]))
+    memory.add(np.asarray([p for p, _ in rows]), tokens, np.asarray([len(s) for _, s in rows]),
+               step)
 
 
 def test_the_newest_come_first_and_only_the_prompts_own() -> None:
     memory = Memory(10, 3)
     add(memory, (7, [1, 2]), (8, [3]), (7, [4, 5, 6]))
     add(memory, (7, [9]))
-    assert memory.past(np.asarray([7, 8, 9]), 2).tolist() == [
+    assert memory.past(np.asarray([7, 8, 9]), 2, 1).tolist() == [
         [[9, -1, -1], [4, 5, 6]], [[3, -1, -1], [-1, -1, -1]], [[-1, -1, -1], [-1, -1, -1]]]
 
 
@@ -25,13 +26,25 @@ def test_the_oldest_make_room() -> None:
     memory = Memory(3, 2)
     for i in range(8):
         add(memory, (i % 2, [i, i]))
-    assert memory.past(np.asarray([0, 1]), 3)[..., 0].tolist() == [[6, -1, -1], [7, 5, -1]]
+    assert memory.past(np.asarray([0, 1]), 3, 1)[..., 0].tolist() == [[6, -1, -1], [7, 5, -1]]
+
+
+def test_a_window_is_in_steps_and_outlives_a_restart() -> None:
+    memory, prompt = Memory(9, 1, window=2), np.asarray([0])
+    for step in range(5):
+        add(memory, (0, [step]), (1, [9]), step=step)
+    again = Memory(9, 1, window=2)
+    again.restore({name: array.copy() for name, array in memory.arrays().items()})
+    for one in (memory, again):
+        for step, newest in ((5, [4, 3, -1]), (6, [4, -1, -1]), (7, [-1, -1, -1])):
+            assert one.past(prompt, 3, step)[0, :, 0].tolist() == newest
+    assert Memory(9, 1).window == 0  # without end, as the tests above
 
 
 def test_more_than_fit_at_once_leaves_the_last_ones() -> None:
     memory = Memory(2, 1)
     add(memory, *[(0, [i]) for i in range(5)])
-    assert memory.past(np.asarray([0]), 4)[0, :, 0].tolist() == [4, 3, -1, -1]
+    assert memory.past(np.asarray([0]), 4, 1)[0, :, 0].tolist() == [4, 3, -1, -1]
 
 
 def test_restoring_is_going_on() -> None:
@@ -42,7 +55,8 @@ def test_restoring_is_going_on() -> None:
         add(memory, (0, [4]), (0, [5]))
     for name, array in one.arrays().items():
         np.testing.assert_array_equal(array, other.arrays()[name])
-    np.testing.assert_array_equal(one.past(np.asarray([0]), 3), other.past(np.asarray([0]), 3))
+    prompt = np.asarray([0])
+    np.testing.assert_array_equal(one.past(prompt, 3, 1), other.past(prompt, 3, 1))
 
 
 def test_capacity_keeps_the_byte_bound() -> None:
@@ -57,8 +71,8 @@ def test_a_prompt_that_comes_back_in_the_next_epoch_finds_its_past() -> None:
     seen: set[int] = set()
     for step in range(12):
         ids = step_prompts(examples, 0, step, 4)
-        found = (memory.past(ids, past) >= 0).any((1, 2))
+        found = (memory.past(ids, past, step) >= 0).any((1, 2))
         np.testing.assert_array_equal(found, [i in seen for i in ids.tolist()])
         seen |= set(ids.tolist())
         rows = np.repeat(ids, group)
-        memory.add(rows, np.ones((len(rows), 2), np.int32), np.full(len(rows), 2))
+        memory.add(rows, np.ones((len(rows), 2), np.int32), np.full(len(rows), 2), step)

@@ -41,7 +41,7 @@ def drafter(rows: list[list[Node]], nodes: int, origin: int, **more: Any) -> Dra
         plain = roots(tip.root, tip.live, nodes)
         return jax.tree.map(lambda a, b: jnp.where(spec.steps > 0, a, b), drafted, plain), state + 1
 
-    return Drafter(nodes=nodes, depth=3, init=lambda occasion: 0, propose=propose,
+    return Drafter(nodes=nodes, depth=3, branch=nodes, init=lambda occasion: 0, propose=propose,
                    observe=lambda params, state, *rest: state, take=lambda state, rows: state,
                    names=(f"part{origin}",), **more)
 

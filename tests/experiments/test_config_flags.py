@@ -105,6 +105,8 @@ def test_one_parse_leaves_nothing_for_the_next():
     ("--config.reward.terms=(exact, bare)",
      "config.reward.terms = '(exact, bare)': must be a quoted tuple of str values"),
     ("--config.steps=0", "steps = 0: must be at least 1"),
+    ("--config.spec.history_window=-1", "spec.history_window = -1: must be at least 0"),
+    ("--config.spec.budget=1", "spec.budget = 1: must hold the roots of a shard's "),
     ("--config.reward.weights=(1.0,0.2)",
      "reward.weights = (1.0, 0.2): give one weight for each of the 1 terms"),
 ])

@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import jax
 import numpy as np
 import pytest
 from helpers import micro_config
@@ -16,34 +15,44 @@ from specrl_jax.sampler import Asked, Sampler
 
 ARCH = dataclasses.replace(TINY, num_layers=1)
 SPEC = SpecOptions(drafter="eagle", steps=2, branch=2, nodes=4, max_steps=2, max_branch=2,
-                   max_nodes=4)
+                   max_nodes=5)
 
 
 def generate(spec):
-    """The tokens of a rollout, its counters, and the warnings before it."""
+    """The tokens of a rollout, its counters and those of the next one, and all warnings."""
     config, warnings = micro_config(spec=spec), []
     sampler = Sampler(config, ARCH, (3,), sharding.make_mesh(config.mesh), prompts=4, group=2,
                       warn=warnings.append, tokenizer=byte_tokenizer())
     sampler.publish(Source(ARCH, byte_tokenizer(), random_tensors(ARCH, 0), "").params(), 0)
     sampler.compile()
     ids = np.arange(4)
-    rollout, result = sampler.generate(Asked([[5, 9]] * 4, ids, ids * 0), "train", 0)
-    return np.asarray(rollout.tokens).tolist(), result.counters, warnings
+    rollout, first = sampler.generate(Asked([[5, 9]] * 4, ids, ids * 0), "train", 0)
+    _, second = sampler.generate(Asked([[5, 9]] * 4, ids, ids * 0), "train", 1)
+    return np.asarray(rollout.tokens).tolist(), first.counters, second.counters, warnings
 
 
 @pytest.mark.slow
-def test_a_drafter_that_is_not_finite_is_named_and_changes_no_token(monkeypatch):
-    plain, _, quiet = generate(dataclasses.replace(SPEC, drafter="off"))
-    drafted, counters, warnings = generate(SPEC)
-    assert drafted == plain and counters["drafted"] > 0
+@pytest.mark.parametrize("drafter", ["eagle", "merge"])
+@pytest.mark.parametrize("name, factor, warning", [
+    ("fc", np.nan, "speculation is off: the drafter's"),
+    ("final_norm", 1e38, "speculation is off: scores of drafter version 0 are not finite; train "
+                         "it again, or choose another spec.drafter")])
+def test_a_drafter_that_is_not_finite_is_named_and_changes_no_token(
+        monkeypatch, drafter, name, factor, warning):
+    spec = dataclasses.replace(SPEC, drafter=drafter)
+    plain, *_, quiet = generate(dataclasses.replace(SPEC, drafter="off"))
+    drafted, counters, after, warnings = generate(spec)
+    assert drafted == plain and counters["drafted"] > 0 and after["drafted"] > 0
+    assert counters["broken"] == after["broken"] == 0
     assert not any("finite" in warning for warning in [*quiet, *warnings])
     whole = eagle_model.initialize
 
     def broken(arch, seed):
         weights = whole(arch, seed)
-        return weights | {"fc": jax.tree.map(lambda a: a * np.nan, weights["fc"])}
+        return weights | {name: (weights[name] * factor).astype(np.float32)}
 
     monkeypatch.setattr(eagle_model, "initialize", broken)
-    tokens, counters, warnings = generate(SPEC)
-    assert tokens == plain and counters["drafted"] == 0
-    assert "speculation is off: the drafter's ['weights']['fc'] are not finite" in warnings[-1]
+    tokens, counters, after, warnings = generate(spec)
+    assert tokens == plain and counters["broken"] > 0 and any(warning in w for w in warnings)
+    assert counters["drafted"] == 0 or drafter == "merge"  # whose history drafts on
+    assert after["drafted"] == after["broken"] == 0

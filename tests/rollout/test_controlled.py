@@ -73,7 +73,7 @@ def test_plain_rounds_are_timed_in_launches_as_long_as_a_rollouts(
     points = []
     shapes = SimpleNamespace(longest=20, response=8, batch=4, batches=(4, 2), shards=1)
     controller = SimpleNamespace(depth=lambda control, depth: depth)
-    engine = SimpleNamespace(shapes=shapes, control=None,
+    engine = SimpleNamespace(shapes=shapes, control=None, everywhere=lambda tree: tree,
                              machine=SimpleNamespace(controller=controller))
     monkeypatch.setattr(probe, "_blank", lambda engine: None)
     monkeypatch.setattr(probe, "_smaller", lambda engine, state, batch, size: state)
@@ -170,10 +170,12 @@ def test_old_costs_are_measured_anew_unless_the_run_is_there_to_be_repeated(
 def test_tokens_are_those_of_plain_decoding_and_nothing_compiles(
         budget: Any, plain: Result, corruption: float) -> None:
     engine, _ = budget
-    found: list[Result] = []
+    found, before = [], engine.control
     assert counting(lambda: found.append(run(engine, plain, corruption))) == 0
     assert streams(found[0]) == streams(plain)
-    assert all(isinstance(a, np.ndarray | np.generic) for a in jax.tree.leaves(engine.control))
+    assert jax.tree.map(np.shape, before) == jax.tree.map(np.shape, engine.control)
+    assert not any(a.is_deleted() for a in jax.tree.leaves((before, engine.control))
+                   if isinstance(a, jax.Array)), "a rollout that is cut short would lose it"
 
 
 def test_every_launch_is_explained(budget: Any, plain: Result) -> None:

@@ -5,8 +5,9 @@ to 8 prompts, a cell for each answer of each prompt, a prompt's rare ones pooled
 ALPHA = 0.001. Its power is .99 or more against a law that is off by Cohen's w = EFFECT = 0.2 (the
 root mean square of the relative error of a cell's probability; a total variation of 0.1 at most),
 by the noncentral chi-square and by simulation, see `test_the_power_is_what_is_stated`. The drafter
-is the actor with noise in its weights, in chains of two. Shared noise moves a token's law by an
-effect of .1 only, and more where the drafter is bad: it gets more noise and six times the answers.
+is the actor with noise in its weights, in chains of two and trees of two children. Shared noise
+moves a token's law by an effect of .1 only, and more where the drafter is bad: it gets more noise
+and six times the answers.
 """
 
 import functools
@@ -40,16 +41,18 @@ def params() -> Any:
     return tiny_params(ARCH)
 
 
-def roll_out(rule: str, noise: float = 0.3, times: int = 1, temperature: float = 1.0
-             ) -> list[Result]:
-    """Rollouts with a drafter of this much noise and this draft.temperature."""
+def roll_out(rule: str, noise: float = 0.3, times: int = 1, temperature: float = 1.0,
+             branch: int = 1) -> list[Result]:
+    """Rollouts with a drafter of this much noise, this draft.temperature and so many children."""
     rng = np.random.default_rng(1)
     noisy = jax.tree.map(
         lambda a: a * (1 + noise * rng.standard_normal(a.shape).astype(np.float32)), params())
-    drafter = small_lm(ARCH, depth=2, branch=1, nodes=3, temperature=temperature, drawn=True)
-    engine = make_engine(ARCH, TASK, batch=200, most=600, controller=policies.fixed(), rule=rule,
-                         drafter=drafter)
-    engine.control = policies.make_spec(2, 1, 3, 0)
+    nodes = 1 + 2 * branch
+    drafter = small_lm(ARCH, depth=2, branch=branch, nodes=nodes, temperature=temperature,
+                       drawn=True)
+    engine = make_engine(ARCH, TASK, batch=200, most=200 * nodes, controller=policies.fixed(),
+                         rule=rule, drafter=drafter)
+    engine.control = policies.make_spec(2, branch, nodes, 0)
     bound = drafter.bind(params(), noisy)
     engine.compile(params(), bound)
     return [engine.run(params(), ask(TASK, seed, temperature=TEMPERATURE), bound)
@@ -92,10 +95,11 @@ def p_value(results: list[Result]) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rule, temperature", [
-    ("match", 1.0), ("rejection", 1.0), ("rejection_drawn", 1.0), ("rejection_drawn", 0.5)])
-def test_a_rule_that_keeps_the_law_keeps_it(rule: str, temperature: float) -> None:
-    results = roll_out(rule, temperature=temperature)
+@pytest.mark.parametrize("rule, temperature, branch", [
+    ("match", 1.0, 1), ("rejection", 1.0, 1), ("rejection", 1.0, 2), ("rejection_drawn", 1.0, 1),
+    ("rejection_drawn", 0.5, 1), ("rejection_drawn", 1.0, 2)])
+def test_a_rule_that_keeps_the_law_keeps_it(rule: str, temperature: float, branch: int) -> None:
+    results = roll_out(rule, temperature=temperature, branch=branch)
     counters = results[0].counters
     assert 800 < counters["accepted"] < counters["drafted"] - 800
     assert p_value(results) > ALPHA

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import Dice, Task, ask, counting, make_engine, random_drafter, said, streams
+from laws import ProcessedLaw
 
 from specrl_jax.config import ConfigError
 from specrl_jax.control import policies
@@ -123,7 +124,8 @@ def test_logprobs_equal_a_teacher_forced_recompute(bench: Any, mix: str) -> None
         checked = ties = 0
         for q, tokens in enumerate(streams(result)):
             for t, token in enumerate(tokens):
-                want = law(scores[q, t], asked.temperature[q], asked.top_k[q], asked.top_p[q])
+                want = ProcessedLaw(scores[q, t], asked.temperature[q], asked.top_k[q],
+                                    asked.top_p[q])
                 if want.boundary < 1e-4:
                     ties += 1
                     continue
@@ -133,33 +135,6 @@ def test_logprobs_equal_a_teacher_forced_recompute(bench: Any, mix: str) -> None
                     got, [want.logprob[token], want.raw[token], want.kept], rtol=0, atol=1e-4)
                 checked += 1
         assert checked > 100 and ties < checked / 20
-
-
-class law:
-    """The processed distribution of one row of logits, in float64, by sorting."""
-
-    def __init__(self, logits: np.ndarray, temperature: float, top_k: int, top_p: float) -> None:
-        wide = np.asarray(logits, np.float64)
-        scores = wide / (temperature or 1.0)
-        order = np.lexsort((np.arange(len(scores)), -scores))
-        p = np.exp(scores - scores.max())
-        p /= p.sum()
-        keep = order[: top_k or None]
-        ahead = np.cumsum(p[keep]) - p[keep]
-        target = top_p * p[keep].sum()
-        kept = keep[ahead < target] if top_p < 1 else keep
-        margins = [1.0]
-        if top_p < 1:
-            margins.append(np.abs(ahead[1:] - target).min(initial=1.0))
-        if len(kept) < len(scores):
-            margins.append(scores[kept].min() - np.delete(scores, kept).max())
-        self.boundary = min(margins)
-        self.kept = p[kept].sum()
-        self.raw = np.log(p)
-        self.logprob = np.full(len(scores), -np.inf)
-        self.logprob[kept] = np.log(p[kept] / self.kept)
-        if temperature == 0:
-            self.logprob[:] = 0
 
 
 def teacher_forced(bench: Any, result: Result) -> np.ndarray:

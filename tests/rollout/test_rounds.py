@@ -18,6 +18,9 @@ from helpers import (
 
 from specrl_jax.control import policies
 from specrl_jax.draft.base import Drafter
+from specrl_jax.draft.history import history
+from specrl_jax.draft.merge import merge
+from specrl_jax.rollout.round import clamp
 
 DEPTH, NODES, BATCH = 2, 3, 4
 ARCH = tiny_arch(num_layers=1)
@@ -50,6 +53,18 @@ class Spied:
 
     def _proposed(self) -> None:
         self.trees += 1
+
+
+def test_a_plan_is_cut_to_the_shapes() -> None:
+    drafter = merge([history(depth=DEPTH, branch=2, nodes=9, match=2, group=1, origin=i)
+                     for i in range(2)], 9)
+    outside = policies.make_spec(DEPTH + 1, 3, 10, 1, (np.nan, -1.0))
+    inside = policies.make_spec(DEPTH, 2, 9, BATCH, (0.0, 0.0))
+    found, clamped = clamp(outside, drafter, BATCH)
+    jax.tree.map(np.testing.assert_array_equal, found, inside)
+    assert clamped and not clamp(inside, drafter, BATCH)[1]
+    for name in ("steps", "branch", "nodes", "budget", "mix"):
+        assert clamp(inside.replace(**{name: getattr(outside, name)}), drafter, BATCH)[1], name
 
 
 @pytest.fixture(scope="module")

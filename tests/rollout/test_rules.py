@@ -1,4 +1,4 @@
-"""Whole rollouts under the other rules: rejection keeps the law, a lossy rule is noticed."""
+"""Whole rollouts under each rule: those that keep the law do, a lossy one is noticed."""
 
 import functools
 from typing import Any
@@ -8,16 +8,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import Dice, Task, ask, make_engine, random_drafter, tiny_arch, tiny_params
+from laws import ProcessedLaw, law
 from scipy import stats
 
 from specrl_jax.config import DRAWN_RULES, ConfigError
 from specrl_jax.control import policies
+from specrl_jax.draft.small_lm import small_lm
 from specrl_jax.model.transformer import forward
-from specrl_jax.rollout.engine import Result
+from specrl_jax.rollout.engine import Engine, Result
 
 ARCH = tiny_arch()
 TASK = Task([[5, 9, 2]], group=600, prompt=4, response=2, stop=(-1,))
 LEVEL = 1e-4  # chance that a right rule fails a check; seeds are fixed
+LAWFUL = ("match", "rejection", "rejection_drawn")
+SETTINGS = {"plain": (1.0, 0, 1.0), "truncated": (0.8, 9, 0.85)}
+"""temperature, top-k, top-p"""
 
 
 @functools.cache
@@ -26,47 +31,77 @@ def params() -> Any:
 
 
 @functools.cache
-def roll_out(rule: str) -> list[Result]:
-    """Two rollouts under random trees."""
-    likely = np.unravel_index(law().argmax(), law().shape)
-    guesses = np.tile(np.asarray(likely, np.int32), (TASK.sequences, 1))
-    engine = make_engine(
-        ARCH, TASK, batch=30, controller=policies.fixed(), rule=rule, most=120,
-        drafter=random_drafter(Dice(guesses), nodes=4, depth=2, vocab=24))
-    engine.control = policies.make_spec(2, 4, 4, 0)
-    engine.compile(params())
-    return [engine.run(params(), ask(TASK, seed)) for seed in range(2)]
+def made(rule: str) -> tuple[Engine, Dice, Any]:
+    """An engine with random trees or, if a rule asks what was drawn from, with a model's.
+
+    Those have two children a node, and the batch has no room for all of them.
+    """
+    own, dice = (), Dice(np.zeros((TASK.sequences, 2)))
+    if rule in DRAWN_RULES:
+        drafter = small_lm(ARCH, depth=2, branch=2, nodes=5, drawn=True)
+        rng = np.random.default_rng(1)
+        own = drafter.bind(params(), jax.tree.map(
+            lambda a: a * (1 + 0.4 * rng.standard_normal(a.shape).astype(np.float32)), params()))
+    else:
+        drafter = random_drafter(dice, nodes=4, depth=2, vocab=24)
+    engine = make_engine(ARCH, TASK, batch=30, controller=policies.fixed(), rule=rule, most=120,
+                         drafter=drafter)
+    engine.control = policies.make_spec(2, 4, drafter.nodes, 0)
+    engine.compile(params(), own)
+    return engine, dice, own
 
 
 @functools.cache
-def law() -> np.ndarray:
-    """f64[24, 24] of the first two tokens, by plain forwards."""
-    prompt = TASK.prompts[0]
-    rows = jnp.asarray([[*prompt, first] for first in range(24)])
-    logits = np.asarray(forward(ARCH, params(), rows, jnp.full(24, 4)), np.float64)
-    p = np.exp(logits - logits.max(-1, keepdims=True))
-    p /= p.sum(-1, keepdims=True)
-    return p[0, 2][:, None] * p[:, 3]
+def roll_out(rule: str, setting: str = "plain") -> list[Result]:
+    """Two rollouts; random trees guess the likeliest pair of tokens."""
+    engine, dice, own = made(rule)
+    joint = joint_law(setting)
+    likely = np.unravel_index(joint.argmax(), joint.shape)
+    dice.replay = np.tile(np.asarray(likely, np.int32), (TASK.sequences, 1))
+    temperature, top_k, top_p = SETTINGS[setting]
+    return [engine.run(params(), ask(TASK, seed, temperature=temperature, top_k=top_k,
+                                     top_p=top_p), own) for seed in range(2)]
 
 
-def p_value(rule: str) -> float:
+@functools.cache
+def logits() -> tuple[np.ndarray, np.ndarray]:
+    """After the prompt f32[24], and after each first token f32[24, 24], by plain forwards."""
+    rows = jnp.asarray([[*TASK.prompts[0], first] for first in range(24)])
+    found = np.asarray(forward(ARCH, params(), rows, jnp.full(24, 4)))
+    return found[0, 2], found[:, 3]
+
+
+@functools.cache
+def joint_law(setting: str) -> np.ndarray:
+    """f64[24, 24] of the first two tokens."""
+    first, second = logits()
+    below = np.stack([law(row, *SETTINGS[setting]) for row in second])
+    return law(first, *SETTINGS[setting])[:, None] * below
+
+
+def p_value(rule: str, setting: str = "plain") -> float:
     """Chi-square of all pairs of tokens against their law, rare cells pooled."""
-    pairs = np.concatenate([result.sequences.tokens for result in roll_out(rule)])
-    expected = (len(pairs) * law()).reshape(-1)
+    pairs = np.concatenate([result.sequences.tokens for result in roll_out(rule, setting)])
+    expected = (len(pairs) * joint_law(setting)).reshape(-1)
     seen = np.bincount(pairs[:, 0] * 24 + pairs[:, 1], minlength=24 * 24).astype(float)
+    if seen[expected == 0].any():
+        return 0.0
     rare = expected < 6
     expected = np.append(expected[~rare], expected[rare].sum())
     return float(stats.chisquare(np.append(seen[~rare], seen[rare].sum()), expected).pvalue)
 
 
-@pytest.mark.parametrize("rule", ["match", "rejection"])
-def test_a_lossless_rule_keeps_the_law(rule: str) -> None:
-    assert all(r.counters["accepted"] > 20 and r.rule == rule for r in roll_out(rule))
-    assert p_value(rule) > LEVEL
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("rule", LAWFUL)
+def test_a_lossless_rule_keeps_the_law(rule: str, setting: str) -> None:
+    results = roll_out(rule, setting)
+    assert all(r.counters["accepted"] > 20 and r.rule == rule for r in results)
+    assert p_value(rule, setting) > LEVEL
 
 
-def test_a_lossy_rule_is_noticed() -> None:
-    assert p_value("lossy_typical") < 1e-9
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_lossy_rule_is_noticed(setting: str) -> None:
+    assert p_value("lossy_typical", setting) < 1e-9
 
 
 @pytest.mark.parametrize("rule", DRAWN_RULES)
@@ -78,11 +113,21 @@ def test_a_drafter_that_does_not_tell_what_it_drew_from_is_refused(rule: str) ->
         engine.compile(params())
 
 
-def test_log_probabilities_of_rejection_equal_a_plain_forward() -> None:
-    result = roll_out("rejection")[0]
-    pairs = result.sequences.tokens
-    rows = jnp.asarray(np.concatenate([np.tile(TASK.prompts[0], (len(pairs), 1)), pairs[:, :1]], 1))
-    logp = jax.nn.log_softmax(forward(ARCH, params(), rows, jnp.full(len(pairs), 4)), -1)
-    want = np.take_along_axis(np.asarray(logp)[:, 2:4], pairs[..., None], 2)[..., 0]
-    np.testing.assert_allclose(result.sequences.logprob, want, atol=1e-4)
-    np.testing.assert_allclose(result.sequences.raw_logprob, want, atol=1e-4)
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("rule", LAWFUL)
+def test_log_probabilities_equal_a_plain_forward(rule: str, setting: str) -> None:
+    """But where a boundary of truncation lies within 1e-4, which few positions do."""
+    said = roll_out(rule, setting)[0].sequences
+    first, second = logits()
+    after_prompt = ProcessedLaw(first, *SETTINGS[setting])
+    after = [ProcessedLaw(row, *SETTINGS[setting]) for row in second]
+    checked = 0
+    for q, pair in enumerate(said.tokens):
+        for t, want in enumerate((after_prompt, after[pair[0]])):
+            if want.boundary < 1e-4:
+                continue
+            checked += 1
+            got = said.logprob[q, t], said.raw_logprob[q, t], said.kept_mass[q, t]
+            np.testing.assert_allclose(
+                got, (want.logprob[pair[t]], want.raw[pair[t]], want.kept), rtol=0, atol=1e-4)
+    assert checked > 0.95 * said.tokens.size

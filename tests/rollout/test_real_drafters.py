@@ -1,0 +1,94 @@
+"""Each drafter that a run may use, in trees that change every launch: plain decoding's tokens."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from eagle_slots import ACTOR, ACTOR_PARAMS, ARCH, parameters
+from helpers import Course, ask, make_engine, make_task, said, streams, tiny_params, wandering
+
+from specrl_jax.control.policies import make_spec
+from specrl_jax.draft.base import Drafter
+from specrl_jax.draft.eagle import eagle
+from specrl_jax.draft.history import history
+from specrl_jax.draft.merge import merge
+from specrl_jax.draft.replay import replay, replaying
+from specrl_jax.draft.small_lm import small_lm
+from specrl_jax.rollout.engine import Result
+
+DEPTH, BRANCH, NODES = 3, 2, 7
+SIZES = {"depth": DEPTH, "branch": BRANCH, "nodes": NODES}
+TASK = make_task(stop=(3,))
+NEAR = jax.tree.map(lambda a, b: a + 0.05 * b, ACTOR_PARAMS, tiny_params(ACTOR, seed=9))
+MIXES: dict[str, dict[str, Any]] = {
+    "plain law": {}, "greedy": {"temperature": 0},
+    "truncated": {"temperature": 1.7, "top_k": 9, "top_p": 0.8},
+    "every row its own": {"temperature": np.linspace(0, 2, 12), "limit": 1 + np.arange(12)}}
+
+
+def merged() -> Drafter:
+    parts = (small_lm(ACTOR, **SIZES, origin=0),
+             history(**SIZES, match=4, group=TASK.group, origin=1))
+    return merge(parts, NODES)
+
+
+DRAFTERS: dict[str, tuple[Callable[[], Drafter], Any]] = {
+    "history": (lambda: history(**SIZES, match=4, group=TASK.group), ()),
+    "merge": (merged, (NEAR, ())),
+    "replay": (lambda: replay(depth=DEPTH, nodes=NODES, vocab=ACTOR.vocab_size),
+               replaying(0.3)),
+    "small_lm": (lambda: small_lm(ACTOR, **SIZES), NEAR)} | {
+    f"eagle, {children}": (functools.partial(eagle, ARCH, **SIZES, children=children),
+                           parameters()) for children in ("perturbed", "top", "sampled")}
+
+
+@functools.cache
+def plain(mix: str) -> Result:
+    engine = _plain_engine()
+    return engine.run(ACTOR_PARAMS, ask(TASK, seed=1, **MIXES[mix]))
+
+
+@functools.cache
+def _plain_engine() -> Any:
+    engine = make_engine(ACTOR, TASK, batch=5)
+    engine.compile(ACTOR_PARAMS)
+    return engine
+
+
+SOON = ("merge", "eagle, perturbed")  # the others are slow: each compiles an engine
+
+
+@pytest.mark.parametrize("name", [
+    name if name in SOON else pytest.param(name, marks=pytest.mark.slow) for name in DRAFTERS])
+def test_no_drafter_changes_a_token(name: str) -> None:
+    """Batches of 4 and then 2, with refill; depth, nodes, branching and budget change."""
+    make, own = DRAFTERS[name]
+    drafter, course = make(), Course(NODES, DEPTH)
+    engine = make_engine(ACTOR, TASK, drafter=drafter, controller=wandering(course), batch=4,
+                         min_batch=2, past=TASK.group, most=8)
+    bound = drafter.bind(ACTOR_PARAMS, jax.tree.map(jax.numpy.asarray, own))
+    engine.control = make_spec(0, 1, 1, 0, (1.0,) * len(drafter.names))
+    course.mix = (1.0,) * len(drafter.names)
+    engine.compile(ACTOR_PARAMS, bound)
+    accepted, batches = dict.fromkeys(drafter.names, 0), set()
+    for mix, sampling in MIXES.items():
+        want = plain(mix)
+        past = np.where(said(want), want.sequences.tokens, -1).reshape(6, TASK.group, -1)
+        for hold in (None, make_spec(DEPTH, BRANCH, NODES, 0, course.mix)):
+            course.hold = hold
+            engine.control = course.draw()
+            got = engine.run(ACTOR_PARAMS, ask(TASK, seed=1, past=past.astype(np.int32),
+                                               **sampling), bound, rounds=2)
+            assert streams(got) == streams(want)
+            batches |= {entry["batch"] for entry in got.trace}
+            parts = got.by_drafter
+            assert list(parts) == list(drafter.names)
+            for kind in ("drafted", "accepted"):
+                assert sum(part[kind] for part in parts.values()) == got.counters[kind]
+            for part, counts in parts.items():
+                assert counts["accepted"] <= counts["drafted"]
+                accepted[part] += counts["accepted"]
+    assert min(accepted.values()) > 0 and batches == {4, 2}
