@@ -51,8 +51,8 @@ def main(config: Config, workdir: Path) -> int:
     config, actor = run_flags.resolve(config)
     use_persistent_cache()
     source, mesh = actor.source, sharding.make_mesh(config.mesh)
-    arch, own, warnings = eagle_weights.load(config.draft.path, source.arch,
-                                             source.tokenizer.stop_ids)
+    arch, own, warnings, _ = eagle_weights.load(config.draft.path, source.arch,
+                                                source.tokenizer.stop_ids)
     for warning in warnings:
         _say(warning)
     prompts = make_prompts(config, source.tokenizer, _say).tokens[:PROMPTS.value]

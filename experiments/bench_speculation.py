@@ -39,7 +39,7 @@ from bench.timing import ROWS_OF_WEIGHTS, Left
 from interrupt import stops
 
 from specrl_jax import sharding
-from specrl_jax.config import DRAFTERS, DRAWN_RULES, Config, ConfigError
+from specrl_jax.config import DRAFTERS, Config, ConfigError
 from specrl_jax.host.compilation import CompilationCounter, use_persistent_cache
 from specrl_jax.loop import make_prompts
 
@@ -71,9 +71,6 @@ def _main(config: Config) -> int:
     for name in POLICY.value:
         if name not in POLICIES:
             raise ConfigError(f"--policy={name}: choose some of {', '.join(POLICIES)}")
-        if config.spec.rule in DRAWN_RULES:
-            raise ConfigError(f"--policy={name}: spec.rule = {config.spec.rule!r} allows fixed "
-                              "settings alone; give --policy=")
     cells, batches = [speculation.parse(text) for text in SETTING.value], _batches()
     earlier = results.earlier(out) if RESUME.value else {}
     _refuse_others(out, cells, earlier)
