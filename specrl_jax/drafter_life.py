@@ -192,8 +192,8 @@ class Life:
         self.version, self._good = self.version + 1, own
         self._known[self.version] = found
         self._known = dict(list(self._known.items())[-KNOWN:])
-        if self.held:
-            self.held = False
+        if self.held or sampler.broken:
+            self.held = sampler.broken = False
             sampler.draft_to(None)
         return ""
 

@@ -93,6 +93,7 @@ class Sampler:
         self.own = self.engine.everywhere(self.drafting.own)
         warn_of_broken(self.drafting.own, warn)
         self.version, self.drafter_version = -1, 0
+        self.broken = False  # a rollout found scores that are not finite and switched drafting off
         self._warn = warn
 
     def publish(self, params: Any, version: int) -> None:
@@ -100,7 +101,8 @@ class Sampler:
         first, self.version = self.version < 0, version
         self.params = self._cast(params)
         trained = self.drafting.actor
-        if first and trained and identity(self.params) != trained:
+        mine = identity(self.params) if first and trained else ""
+        if mine.split()[:1] == trained.split()[:1] and mine != trained:  # bits of one dtype compare
             self._warn(f"draft.path = {self.config.draft.path!r}: the head was trained with other "
                        "weights of this actor and may have less accepted")
         self.publish_drafter(self.own, self.drafter_version)
@@ -201,6 +203,7 @@ class Sampler:
             self._warn(f"speculation is off: scores of drafter version {self.drafter_version} are "
                        "not finite; train it again, or choose another spec.drafter")
             self.draft_to(0)
+            self.broken = True
         rollout = self._rollout(prompts, result, ids, occurrence, sample)
         canonical = np.lexsort((sample, occurrence, ids))
         return jax.tree.map(lambda a: a[canonical], rollout), result

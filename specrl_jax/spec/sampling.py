@@ -147,7 +147,7 @@ def _prefix(scores: Array, ids: Array, weight: Array, target: Array,
       target: f32[] > 0, less than the sum of weights or that sum.
       weigh: of a token with a score, f32[] -> f32[].
     """
-    there = weight > 0
+    there = (weight > 0) & (scores == scores)  # not a number has no place in the order
     order = jnp.where(there, _ordered(scores), 0)  # 0 is the order of no number
     nobody = jnp.uint32(2**32 - 1)
 

@@ -1,6 +1,7 @@
 """The draw equals a sorted float64 oracle, and its law is the processed distribution."""
 
 import functools
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -194,6 +195,19 @@ def fits(counts: np.ndarray, p: np.ndarray) -> bool:
     statistic = ((counts - expected) ** 2 / expected).sum()
     spread = 2 / (9 * degrees)
     return ((statistic / degrees) ** (1 / 3) - (1 - spread)) / spread**0.5 < 5
+
+
+@pytest.mark.parametrize("top_k,top_p", [(5, 1.0), (0, 0.5), (5, 0.5)])
+def test_what_is_not_a_number_ends(top_k: int, top_p: float) -> None:
+    logits = jnp.broadcast_to(jnp.arange(8192)[:, None] / 1000, (8192, 2)).at[7, 0].set(jnp.nan)
+    one = jnp.ones(2)
+    args = (logits, one, jnp.full(2, top_k), one * top_p, jnp.ones((2, 2), jnp.uint32),
+            jnp.arange(2))
+    compiled = jax.jit(sampling.draw).lower(*args).compile()
+    began = time.perf_counter()
+    drawn = jax.block_until_ready(compiled(*args))
+    assert time.perf_counter() - began < 3  # a bisection through all of them takes a minute
+    assert drawn.kept_mass[1] < 1  # the other row is truncated as ever
 
 
 @pytest.mark.parametrize("temperature,top_k,top_p", [
