@@ -115,24 +115,31 @@ def grow(growth: Growth, params: Any, cache: KV, hidden: Array, tip: Tip, rows: 
     levels = jax.tree.map(
         lambda a: jnp.zeros((batch, growth.depth, k * k), a.dtype).at[:, 0, :k].set(a), first)
     tree = _rooted(growth, cache, tip)
+    broken = _broken(front, first)
     front = _frontier(growth, first, front, rows, jnp.int32(1))
 
     def level(depth: Array, carry: tuple) -> tuple:
-        levels, front, tree, drawn = carry
+        levels, front, tree, drawn, broken = carry
         front, tree = _run(growth, params, cache, front, tree, tip, depth)
         found, logq = _children(growth, params, front, tip, rows, spec, survive, depth)
         levels = jax.tree.map(
             lambda whole, new: jax.lax.dynamic_update_index_in_dim(whole, new, depth - 1, 1),
             levels, found)
         return (levels, _frontier(growth, found, front, rows, depth), tree,
-                _note(drawn, logq, front, rows, depth))
+                _note(drawn, logq, front, rows, depth), broken | _broken(front, found))
 
     last = jnp.minimum(spec.steps, growth.depth)
-    levels, _, _, drawn = jax.lax.fori_loop(2, last + 1, level, (levels, front, tree, drawn))
+    levels, _, _, drawn, broken = jax.lax.fori_loop(
+        2, last + 1, level, (levels, front, tree, drawn, broken))
     tree, place = _likeliest(growth, levels, tip)
-    broken = reads & jnp.isnan(first.gap[:, 0])  # their best score less itself
     return tree.replace(logq=tree.logq.at[:, 0].set(jnp.where(broken, jnp.nan, 0)),
                         proposal=_proposal(growth, params, drawn, place))
+
+
+def _broken(front: Frontier, found: DraftTree) -> Array:
+    """bool[B] whether scores after some node of a frontier are not finite."""
+    gap = found.gap.reshape(*front.live.shape, -1)[..., 0]  # of the best score to itself
+    return (front.live & jnp.isnan(gap)).any(1)
 
 
 def no_proposal(growth: Growth, params: Any, batch: int) -> Drawn | None:

@@ -194,6 +194,19 @@ def test_rows_without_finite_logits_propose_nothing() -> None:
     assert not slots.draft().live[:, 1:].any()
 
 
+def test_scores_that_are_not_finite_are_named_at_any_depth() -> None:
+    slots = Slots(seed=12)
+    whole = slots.draft()
+    assert np.isfinite(whole.logq[:, 0]).all()
+    child = int(whole.tokens[1, 1])
+    assert whole.depth[1, 1] == 1 and (whole.parent[1, 1:] == 1).any()
+    slots.params = slots.params.replace(embed=slots.params.embed.at[child].set(jnp.nan))
+    tree = slots.draft()
+    assert np.isnan(tree.logq[1, 0]) and tree.tokens[1, 1] == child  # found below it
+    others = ~(whole.tokens == child).any(1)
+    assert others.any() and np.isfinite(tree.logq[others, 0]).all()
+
+
 def test_a_prompt_of_one_token_waits_for_its_first_feature() -> None:
     slots = Slots(seed=13)
     slots.context[0] = slots.born[0] = 0
