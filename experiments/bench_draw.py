@@ -5,7 +5,7 @@
 Shapes are those of verifications at SmolLM2's vocabulary. Siblings are drawn at one (row,
 position), so their noise is the same: it can be made for each node, inside the draw, or once for
 each pair and kept. Of each shape: seconds of the draw as it is, with kept noise, without any, and
-with top-k and top-p, timed alternately in this process.
+with top-k and top-p of flat and of peaked distributions, timed alternately in this process.
 """
 
 import sys

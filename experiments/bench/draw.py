@@ -17,6 +17,7 @@ from specrl_jax.structs import Array
 from .timing import alternate, ratio, seconds_of, spread
 
 TRUNCATIONS = {"top_p": (0, 0.95), "top_k": (50, 1.0), "top_k and top_p": (50, 0.95)}
+FLAT, PEAKED = 2.5, 6.0  # deviations of normal logits: top-p 0.95 keeps thousands, or a few
 
 
 class Shape(NamedTuple):
@@ -36,7 +37,7 @@ def measure(shape: Shape, vocab: int, repeats: int) -> dict[str, Any]:
     """Seconds of the draw: as it is, with stored noise, without noise, and truncated."""
     rng = np.random.default_rng(0)
     n = shape.nodes
-    logits = jnp.asarray(rng.standard_normal((vocab, n), np.float32) * 2.5)
+    flat = jnp.asarray(rng.standard_normal((vocab, n), np.float32) * FLAT)
     pair = np.arange(n) % shape.pairs
     key, position = np.zeros((n, 2), np.uint32) + pair[:, None].astype(np.uint32), pair
     fixed = (jnp.asarray(key), jnp.asarray(position, jnp.int32))
@@ -46,16 +47,18 @@ def measure(shape: Shape, vocab: int, repeats: int) -> dict[str, Any]:
         return ones, jnp.full(n, top_k, jnp.int32), ones * top_p, *fixed
 
     draws: dict[str, tuple[Callable[..., Any], tuple[Array, ...]]] = {
-        "draw": (sampling.draw, at(0, 1.0)),
-        "noise kept for siblings": (functools.partial(with_noise, pair), at(0, 1.0)),
-        "no noise": (functools.partial(with_noise, None), at(0, 1.0))}
-    draws |= {name: (sampling.draw, at(*values)) for name, values in TRUNCATIONS.items()}
+        "draw": (sampling.draw, (flat, *at(0, 1.0))),
+        "noise kept for siblings": (functools.partial(with_noise, pair), (flat, *at(0, 1.0))),
+        "no noise": (functools.partial(with_noise, None), (flat, *at(0, 1.0)))}
+    draws |= {f"{name}{how}": (sampling.draw, (logits, *at(*values)))
+              for name, values in TRUNCATIONS.items()
+              for how, logits in (("", flat), (", peaked", flat * (PEAKED / FLAT)))}
     tasks = {}
-    for name, (run, rest) in draws.items():
-        compiled = jax.jit(run).lower(logits, *rest).compile()
+    for name, (run, args) in draws.items():
+        compiled = jax.jit(run).lower(*args).compile()
         tasks[name] = functools.partial(
-            seconds_of, functools.partial(compiled, logits, *rest), jax.block_until_ready)
-        token = compiled(logits, *rest).token
+            seconds_of, functools.partial(compiled, *args), jax.block_until_ready)
+        token = compiled(*args).token
         if name == "draw":
             want = token
         elif name == "noise kept for siblings" and not (token == want).all():

@@ -1,8 +1,8 @@
 """The actor's draw: y = argmax_v(logp[v] + G[v]) of the processed distribution.
 
 Logits are [V, W], as the head makes them. The draw itself is the operation `gumbel_argmax`;
-truncation is a threshold found by bisection, without a sort, and only in rounds in which some row
-asks for it.
+truncation is a threshold, among the highest scores or found by bisection, without a sort of the
+vocabulary and only in rounds in which some row asks for it.
 """
 
 from collections.abc import Callable
@@ -15,6 +15,7 @@ from specrl_kernels.gumbel_argmax import Drawn, Threshold, gumbel_argmax, is_kep
 from specrl_jax.structs import Array
 
 LANES = 128
+FEW = 128  # highest scores that a CPU looks at before all
 
 
 @struct.dataclass
@@ -91,15 +92,48 @@ def _truncate(scores: Array, top_k: Array, top_p: Array) -> Threshold:
     """
     return jax.lax.platform_dependent(
         scores.T, top_k, top_p,
-        cpu=lambda *each: jax.lax.map(lambda one: _boundary(*one), each),
+        cpu=lambda *each: jax.lax.map(lambda one: _among_the_highest(*one), each),
         default=jax.vmap(_boundary))
+
+
+def _among_the_highest(scores: Array, top_k: Array, top_p: Array) -> Threshold:
+    """`_boundary`, which for peaked distributions lies among the FEW highest scores.
+
+    A CPU finds those in a few passes if there is one position, and by a sort if there are more.
+    """
+    asks = (top_k > 0) | (top_p < 1)
+    few = min(FEW, scores.shape[0])
+
+    def near() -> tuple[Array, Threshold]:
+        known = jnp.where(scores == scores, jnp.where(scores == 0, 0.0, scores), -jnp.inf)
+        best, ids = jax.lax.top_k(known, few)  # of equals the lower id first; -0 is below 0
+        lanes = _lanes(known)
+        top = lanes.max(0).max()  # `best[0]` would make XLA sort
+        mass, whole = jnp.exp(best - top), jnp.exp(lanes - top).sum(0).sum()
+        every, bounded = (top_k <= 0) | (top_k >= scores.shape[0]), top_k <= few
+        kept = every | (jnp.arange(few) < top_k)
+        asked = top_p * jnp.where(every, whole, jnp.where(kept, mass, 0).sum())
+        kept &= (top_p == 1) | (jnp.cumsum(mass) - mass < asked)
+        last = kept.sum() - 1
+        found = jnp.where(every, ~kept[-1], bounded) & (whole > 0)
+        return found, Threshold(best[last], ids[last], jnp.where(kept, mass, 0).sum() / whole)
+
+    def nothing() -> tuple[Array, Threshold]:
+        return jnp.bool_(False), Threshold(jnp.float32(0), jnp.int32(0), jnp.float32(0))
+
+    found, edge = jax.lax.cond(asks, near, nothing)
+    return jax.lax.cond(found, lambda: edge, lambda: _boundary(scores, top_k, top_p))
+
+
+def _lanes(scores: Array) -> Array:
+    """f32[n, LANES] of f32[V], since a CPU does not vectorise a reduction to one number."""
+    padding = (0, -scores.shape[0] % LANES)
+    return jnp.pad(scores, padding, constant_values=-jnp.inf).reshape(-1, LANES)
 
 
 def _boundary(scores: Array, top_k: Array, top_p: Array) -> Threshold:
     """Of one position, scores f32[V]."""
-    vocab = scores.shape[0]
-    # In lanes, since a CPU does not vectorise a reduction to one number.
-    scores = jnp.pad(scores, (0, -vocab % LANES), constant_values=-jnp.inf).reshape(-1, LANES)
+    vocab, scores = scores.shape[0], _lanes(scores)
     ids, top = jnp.arange(scores.size).reshape(scores.shape), scores.max(0).max()
     all_kept = (jnp.float32(-jnp.inf), jnp.int32(scores.size))
 

@@ -10,7 +10,8 @@ from specrl_jax.spec import sampling
 def test_a_shape_is_measured() -> None:
     case = draw.measure(draw.Shape("siblings", 4, 3), 512, 2)
     assert case["seconds"].keys() == {"draw", "noise kept for siblings", "no noise",
-                                      *draw.TRUNCATIONS}
+                                      *draw.TRUNCATIONS,
+                                      *(f"{name}, peaked" for name in draw.TRUNCATIONS)}
     assert all(len(one["values"]) == 2 and one["min"] > 0 for one in case["seconds"].values())
     assert case["over draw"].keys() == case["seconds"].keys() - {"draw"}
 

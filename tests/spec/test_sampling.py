@@ -60,12 +60,17 @@ SETTINGS = [(t, k, p) for t in (0.0, 0.6, 1.0, 2.5) for k in (0, 1, 7, 1000) for
             (1.0, 0.05, 0.5, 0.95)]
 
 
-@pytest.fixture(params=[8, 1024], ids=["chunks of 8", "one chunk"])
+@pytest.fixture(params=[(8, 4), (1024, 128)], ids=["chunks of 8", "one chunk"])
 def chunk(request: Any, monkeypatch: Any) -> int:
-    """A vocabulary of 37 in chunks that do not divide it, or at once."""
-    monkeypatch.setattr(xla, "CPU_CHUNK", request.param)
+    """A vocabulary of 37 in chunks that do not divide it, or at once.
+
+    Boundaries of truncation lie behind the first scores that are looked at, too, or among them.
+    """
+    size, few = request.param
+    monkeypatch.setattr(xla, "CPU_CHUNK", size)
+    monkeypatch.setattr(sampling, "FEW", few)
     DRAW.clear_cache()
-    yield request.param
+    yield size
     DRAW.clear_cache()
 
 
