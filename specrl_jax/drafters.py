@@ -150,29 +150,30 @@ def _small(config: Config, arch: Architecture, tokenizer: Tokenizer | None, orig
     path, spec = config.draft.model, config.spec
     check(bool(path), "draft.model", path, "name a smaller model with the actor's tokenizer")
     small = weights.describe_source(path, "draft.model")
-    check_tokens(path, small, arch, _tokenizer(config, tokenizer))
+    check_tokens(path, small.tokenizer, _tokenizer(config, tokenizer))
     most = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
     check(most <= small.arch.max_position, "draft.model", path,
           f"has {small.arch.max_position} positions, rollout.max_prompt_tokens + "
           f"rollout.max_new_tokens = {most}")
-    drafter = small_lm(small.arch, spec.max_steps, spec.max_branch, spec.max_nodes,
+    # Models of one tokenizer pad their embeddings differently.
+    vocab = min(small.arch.vocab_size, arch.vocab_size)
+    own = {name: leaf[:vocab] if name in ("embed", "head") else leaf
+           for name, leaf in small.params().items()}
+    shared = dataclasses.replace(small.arch, vocab_size=vocab)
+    drafter = small_lm(shared, spec.max_steps, spec.max_branch, spec.max_nodes,
                        config.draft.children, temperature=config.draft.temperature, origin=origin,
                        drawn=config.spec.rule in DRAWN_RULES, dtype=jnp.dtype(config.model.dtype))
-    return Drafting(drafter, small.params(), weighty=True)
+    return Drafting(drafter, own, weighty=True)
 
 
-def check_tokens(path: str, small: weights.Source, arch: Architecture, tokenizer: Tokenizer
-                 ) -> None:
+def check_tokens(path: str, small: Tokenizer, actor: Tokenizer) -> None:
     """
     Raises:
       ConfigError: the small model's tokens are not the actor's.
     """
-    way_out = "name a model with the actor's tokenizer"
-    check(small.arch.vocab_size == arch.vocab_size, "draft.model", path,
-          f"has {small.arch.vocab_size} tokens, the actor {arch.vocab_size}; {way_out}")
-    mine, theirs = (t.backend.get_vocab(with_added_tokens=True)
-                    for t in (small.tokenizer, tokenizer))
+    mine, theirs = (t.backend.get_vocab(with_added_tokens=True) for t in (small, actor))
     differ = sorted(token for token in mine.keys() | theirs.keys()
                     if mine.get(token) != theirs.get(token))
     check(not differ, "draft.model", path,
-          f"{len(differ)} tokens differ from the actor's, such as {differ[:1]}; {way_out}")
+          f"{len(differ)} tokens differ from the actor's, such as {differ[:1]}; name a model with "
+          "the actor's tokenizer")

@@ -296,12 +296,14 @@ MIXES = ({}, {"temperature": 0}, {"temperature": 1.7, "top_k": 9, "top_p": 0.8},
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.0, 1.5])
+@pytest.mark.slow
 def test_the_actor_itself_drafts_perfectly(bench: Bench, temperature: float) -> None:
     result = bench.drafts(ACTOR_PARAMS, False, temperature=temperature)
     assert (result.sequences.commits[:, : bench.task.response // (DEPTH + 1)] == DEPTH + 1).all()
     assert result.counters["committed"] == (DEPTH + 1) * result.counters["row_rounds"]
 
 
+@pytest.mark.slow
 def test_the_actor_itself_drafts_perfectly_after_pauses(bench: Bench) -> None:
     result = bench.drafts(ACTOR_PARAMS, True)
     tried, _, share, _ = result.calibration
@@ -310,6 +312,7 @@ def test_the_actor_itself_drafts_perfectly_after_pauses(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.slow
 def test_speculation_changes_no_token(bench: Bench, mix: dict[str, Any]) -> None:
     other = tiny_params(ACTOR, seed=9)
     near = jax.tree.map(lambda a, b: a + 0.05 * b, ACTOR_PARAMS, other)
@@ -325,6 +328,7 @@ def test_speculation_changes_no_token(bench: Bench, mix: dict[str, Any]) -> None
     assert 0 < accepted[1] < accepted[3]
 
 
+@pytest.mark.slow
 def test_a_sharpened_drafter_says_the_same_tokens(bench: Bench) -> None:
     near = jax.tree.map(lambda a, b: a + 0.05 * b, ACTOR_PARAMS, tiny_params(ACTOR, seed=9))
     sharp = make_engine(
@@ -339,6 +343,7 @@ def test_a_sharpened_drafter_says_the_same_tokens(bench: Bench) -> None:
     assert streams(results[0]) == streams(results[1]) and 0 < one != other > 0
 
 
+@pytest.mark.slow
 def test_new_weights_compile_nothing(bench: Bench) -> None:
     bench.drafts(ACTOR_PARAMS, False)
     again = tiny_params(ACTOR, seed=3)
@@ -395,15 +400,21 @@ def test_rules_that_ask_what_was_drawn_refuse_what_is_not(
 def test_another_tokenizer_is_refused() -> None:
     other = tiny.byte_tokenizer()
     other.backend.add_special_tokens(["<other>"])
-    for actor, message in (
-            ({"arch": {"vocab_size": 511}}, "draft.model = 'random:tiny': has 512 tokens, the "
-                                            "actor 511; name a model with the actor's tokenizer"),
-            ({"tokenizer": other}, "draft.model = 'random:tiny': 1 tokens differ from the "
-                                   "actor's, such as ['<other>']; name a model with the actor's "
-                                   "tokenizer")):
-        with pytest.raises(ConfigError) as caught:
-            make(config(), **actor)
-        assert str(caught.value) == message
+    with pytest.raises(ConfigError) as caught:
+        make(config(), tokenizer=other)
+    assert str(caught.value) == ("draft.model = 'random:tiny': 1 tokens differ from the actor's, "
+                                 "such as ['<other>']; name a model with the actor's tokenizer")
+
+
+@pytest.mark.parametrize("rows", [480, 512, 600])
+def test_embeddings_may_be_padded_otherwise(rows: int) -> None:
+    """No token is drafted that only one of the two models has a row for."""
+    made, shared = make(config(), arch={"vocab_size": rows}), min(rows, 512)
+    assert made.own["embed"].shape[0] == shared
+    network = made.drafter.propose.args[0].network
+    assert network.vocab(made.own).tolist() == list(range(shared))
+    hidden = jnp.ones((tiny.TINY.hidden_size, 3))
+    assert network.logits(made.own, hidden).shape == (shared, 3)
 
 
 @pytest.mark.parametrize("changes,message", [
