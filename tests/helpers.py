@@ -173,18 +173,19 @@ def random_tree(rng: Array, state: Any, spec: SpecConfig, nodes: int, depth: int
 class Course:
     """A controller's settings from launch to launch: random ones, unless `hold` is set."""
 
-    def __init__(self, nodes: int, depth: int, seed: int = 0) -> None:
-        self.nodes, self.depth, self.rng = nodes, depth, np.random.default_rng(seed)
+    def __init__(self, nodes: int, depth: int, parts: int = 1, seed: int = 0) -> None:
+        self.nodes, self.depth, self.parts = nodes, depth, parts
+        self.rng = np.random.default_rng(seed)
         self.hold: SpecConfig | None = None
-        self.mix: tuple[float, ...] = (1.0,)
 
     def draw(self, state: Any = None, launch: Any = None) -> SpecConfig:
-        """Depth, nodes a row and budget of the batch; with budget 0 there is no limit."""
+        """Depth, branching, nodes a row, budget of the batch (0 is no limit), and the mixture."""
         if self.hold is not None:
             return self.hold
-        highest = (self.depth, self.nodes, 4 * self.nodes)
-        steps, nodes, budget = self.rng.integers((0, 1, 0), highest, endpoint=True)
-        return policies.make_spec(int(steps), self.nodes, int(nodes), int(budget), self.mix)
+        highest = (self.depth, self.nodes, self.nodes, 4 * self.nodes)
+        found = self.rng.integers((0, 1, 1, 0), highest, endpoint=True)
+        mix = self.rng.uniform(0.2, 1, self.parts).tolist()
+        return policies.make_spec(*map(int, found), tuple(mix))
 
 
 def wandering(course: Course) -> Controller:

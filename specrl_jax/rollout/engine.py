@@ -115,6 +115,7 @@ class Engine:
             self._programs = dict(zip(self._programs, compiled, strict=True))
         finally:
             pool.shutdown(wait=False, cancel_futures=True)  # Ctrl-C waits for no queued program
+        self._pool = self._blank_kv()  # zeros are programs, too
 
     def _add(self, name: Any, function: Callable[..., Any], in_specs: Any, out_specs: Any,
              donate: tuple[int, ...], *args: Any) -> None:
@@ -166,11 +167,13 @@ class Engine:
         """The state in which no slot is filled yet, without the controller's."""
         state = self.layout.host_state(asked, self.shapes.batch)
         kv, self._pool = self._pool, None
-        if kv is None:
-            kv = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype, device=a.sharding),
-                              self.layout.abstract_kv(self.shapes.batch))
+        kv = self._blank_kv() if kv is None else kv
         state = sharding.put(self.layout.shardings(state), state)
         return state.replace(cache=state.cache.replace(kv=kv))
+
+    def _blank_kv(self) -> Any:
+        return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype, device=a.sharding),
+                            self.layout.abstract_kv(self.shapes.batch))
 
     # The rollout.
 
