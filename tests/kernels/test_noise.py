@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from scipy import stats
 from specrl_kernels import noise
 
 WORD = 2**32
@@ -112,9 +113,12 @@ def test_both_words_of_the_key_enter_every_element() -> None:
         assert (flipped != 0).all()
 
 
-@pytest.mark.parametrize("p,draws", [(1e-5, 2**23), (1e-6, 2**24), (1e-7, 2**25), (1e-8, 2**25)])
+@pytest.mark.parametrize("p,draws", [(1e-5, 2**23), (1e-6, 2**24)])
 def test_rare_tokens_win_as_often_as_they_should(p: float, draws: int) -> None:
-    """A token of probability p against one of 1 - p, over keys that count and over positions."""
+    """A token of probability p against one of 1 - p, over keys that count and over positions.
+
+    Rarer ones would be missed by nobody here; tests/spec/test_exact_draw.py looks for their words.
+    """
     batch = 2**21
 
     @jax.jit
@@ -125,5 +129,5 @@ def test_rare_tokens_win_as_often_as_they_should(p: float, draws: int) -> None:
         return (rare + np.float32(np.log(p)) > common + np.float32(np.log1p(-p))).sum()
 
     won = sum(int(wins(jnp.int32(i))) for i in range(draws // batch))
-    expected = p * draws
-    assert abs(won - expected) <= 5 * expected**0.5 + 3
+    fewer, more = stats.poisson.cdf(won, p * draws), stats.poisson.sf(won - 1, p * draws)
+    assert min(fewer, more) > 1e-6

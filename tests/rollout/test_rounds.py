@@ -95,7 +95,8 @@ def test_a_round_that_verifies_no_draft_is_a_plain_one(
         assert (result.counters["packed"] > result.counters["slots"]) == (places != {1})
 
 
-@pytest.mark.parametrize("hold", [1, 3, policies.FOREVER])
+@pytest.mark.parametrize("hold", [
+    3, *(pytest.param(hold, marks=pytest.mark.slow) for hold in (1, policies.FOREVER))])
 def test_a_plan_stands_for_plain_rounds_until_a_row_ends(
         hold: int, plain: list[list[int]]) -> None:
     """The same tokens, with rows that are refilled and batches that shrink; no round is forgotten.
