@@ -1,7 +1,8 @@
 """Acceptance of a root's children by kind and number, on an actor's and its drafter's own logits.
 
     python experiments/bench_children.py --config.draft.path=runs/drafter/drafter \\
-        --config.rollout.temperature=0.6 --config.data.name=gsm8k --config.data.split=test
+        --config.rollout.temperature=0.6 --config.data.name=gsm8k --config.data.split=test \\
+        --config.data.system= --config.rollout.max_prompt_tokens=224
 
 The actor answers the first prompts of config.data's split; at each token that it said, children of
 the drafter's first depth are tried: the best `perturbed` by the noise of the actor's draw, at some

@@ -4,7 +4,8 @@
     python experiments/bench_controller.py --preset=small --cells=4x64-0-uniform,4x64-1-heavy
     python experiments/bench_controller.py --preset=smollm2 --config.spec.drafter=eagle \\
         --config.draft.path=runs/drafter/drafter --config.rollout.temperature=0.6 \\
-        --config.data.name=gsm8k --config.data.split=test --config.rollout.max_new_tokens=128
+        --config.data.name=gsm8k --config.data.split=test --config.rollout.max_new_tokens=128 \\
+        --config.data.system= --config.rollout.max_prompt_tokens=224
 
 `small` replays recorded streams of a random model, spoilt with probability 0, 0.4 or 1, and rows
 end at limits; `smollm2` drafts with config.spec.drafter on real prompts. Arms are timed alternately

@@ -2,11 +2,13 @@
 
     python experiments/bench_speculation.py --drafter=eagle,history,merge \\
         --config.draft.path=runs/drafter/drafter --config.rollout.temperature=0.6 \\
-        --config.data.name=gsm8k --config.data.split=test --config.rollout.max_new_tokens=256
+        --config.data.name=gsm8k --config.data.split=test --config.rollout.max_new_tokens=256 \\
+        --config.data.system= --config.rollout.max_prompt_tokens=224
     python experiments/bench_speculation.py --batch=1,2,4,8,16,32,64 --repeats=8 \\
         --setting=1x1x2,2x1x3,4x1x5,3x2x7,3x5x8,3x5x16,5x5x8,5x5x16 --drafter=eagle \\
         --config.draft.path=runs/drafter/drafter --config.rollout.temperature=0.6 \\
         --config.data.name=gsm8k --config.data.split=test --config.rollout.max_new_tokens=128 \\
+        --config.data.system= --config.rollout.max_prompt_tokens=224 \\
         --config.control.min_survival=0                               # Fig. 7
 
 Prompts are the first --prompts of config.data's split, or one for each row; they end at stop tokens

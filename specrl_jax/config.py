@@ -81,7 +81,7 @@ class SpecOptions:
                                 "rejection its law, as rejection_drawn does, by p / q; those with "
                                 "lossy in their name change it, and most are bugs on purpose")
     steps: int = option(4, "draft depth asked for in each round; 0 is off")
-    branch: int = option(1, "alternatives tried at the root; 1 is a chain")
+    branch: int = option(1, "children of a node, or of the root alone with history; 1 is a chain")
     nodes: int = option(5, "tree nodes a row may have, root included")
     budget: int = option(0, "nodes of all rows of a shard together, roots included, so at least "
                             "its rows; 0 is no limit")
