@@ -19,6 +19,7 @@ from specrl_jax.sampler import Sampler
 from specrl_jax.structs import Rollout
 
 
+@pytest.mark.slow
 def test_a_run_of_bad_updates_is_skipped_counted_and_stopped_with_a_checkpoint(
         tmp_path, capsys) -> None:
     config = micro_config(

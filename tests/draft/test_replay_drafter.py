@@ -77,6 +77,7 @@ def tried(result: Result) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.slow
 def test_no_corruption_changes_a_token(bench: Bench, mix: dict[str, Any]) -> None:
     plain = bench.record(seed=1, **mix)
     batches = set()
@@ -88,6 +89,7 @@ def test_no_corruption_changes_a_token(bench: Bench, mix: dict[str, Any]) -> Non
     assert streams(bench.run(bench.record(seed=2), 0.0, seed=1, **mix)) == streams(plain)
 
 
+@pytest.mark.slow
 def test_nothing_corrupted_is_all_accepted(bench: Bench) -> None:
     plain = bench.record(seed=3)
     result = bench.run(plain, 0.0, seed=3)
@@ -97,12 +99,14 @@ def test_nothing_corrupted_is_all_accepted(bench: Bench) -> None:
     np.testing.assert_array_equal(result.sequences.rounds, rounds)
 
 
+@pytest.mark.slow
 def test_all_corrupted_is_never_accepted(bench: Bench) -> None:
     result = bench.run(bench.record(seed=3), 1.0, seed=3)
     assert result.counters["accepted"] == 0 and tried(result)[0] > 50
     np.testing.assert_array_equal(result.sequences.rounds, result.sequences.length)
 
 
+@pytest.mark.slow
 def test_half_corrupted_is_about_half_accepted(bench: Bench) -> None:
     outcomes = np.zeros(2)
     for seed in range(4):
@@ -111,6 +115,7 @@ def test_half_corrupted_is_about_half_accepted(bench: Bench) -> None:
     assert outcomes[0] > 200 and 0.42 < outcomes[1] / outcomes[0] < 0.58  # 2.3 deviations
 
 
+@pytest.mark.slow
 def test_changing_corruption_and_cost_compiles_nothing(bench: Bench) -> None:
     plain = bench.record()
     bench.run(plain, 0.0)

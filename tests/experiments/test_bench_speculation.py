@@ -15,6 +15,7 @@ from specrl_jax.config import Config, ConfigError, ModelSource, RolloutConfig
 from specrl_jax.host.compilation import CompilationCounter
 
 
+@pytest.mark.slow
 def test_a_case_times_every_arm_on_the_same_tokens():
     config = Config(model=ModelSource("random:tiny"),
                     rollout=RolloutConfig(batch_size=2, max_new_tokens=6))
