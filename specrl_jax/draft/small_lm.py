@@ -76,7 +76,8 @@ def _network(arch: Architecture) -> Network:
     def run(params: Params, token: Array, _: Array | None, position: Array, attend: Attend
             ) -> Array:
         rotation = transformer.rotations(arch, position)
-        x = transformer.embed(params, token)
+        known = jnp.minimum(token, arch.vocab_size - 1)  # the actor may have more rows
+        x = transformer.embed(params, known)
         for index, layer in enumerate(params["layers"]):
             x, _ = transformer.block(arch, layer, index, x, rotation, attend, few=True)
         return transformer.rms_norm(x, params["final_norm"], arch.norm_eps)

@@ -78,7 +78,7 @@ class Engine:
     def compile(self, params: Any, drafter_params: Any = (),
                 report: Callable[[str], None] = lambda text: None) -> None:
         """Compiles every program that `run` may call, so that nothing compiles after this."""
-        shapes, whole = self.shapes, P()
+        shapes, whole, self._pool = self.shapes, P(), None
         full, control = self.layout.abstract(shapes.batch), self._control_like()
         fill = self._rows_like(Fill(*(np.zeros(shapes.batch * shapes.shards, np.int32),) * 5))
         number = jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding.replicated(self.mesh))

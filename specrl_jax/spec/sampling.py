@@ -105,8 +105,8 @@ def _among_the_highest(scores: Array, top_k: Array, top_p: Array) -> Threshold:
     few = min(FEW, scores.shape[0])
 
     def near() -> tuple[Array, Threshold]:
-        known = jnp.where(scores == scores, jnp.where(scores == 0, 0.0, scores), -jnp.inf)
-        best, ids = jax.lax.top_k(known, few)  # of equals the lower id first; -0 is below 0
+        known = jnp.where(scores == 0, 0.0, scores)  # -0 would be below 0
+        best, ids = jax.lax.top_k(known, few)  # of equals the lower id first
         lanes = _lanes(known)
         top = lanes.max(0).max()  # `best[0]` would make XLA sort
         mass, whole = jnp.exp(best - top), jnp.exp(lanes - top).sum(0).sum()
@@ -114,9 +114,10 @@ def _among_the_highest(scores: Array, top_k: Array, top_p: Array) -> Threshold:
         kept = every | (jnp.arange(few) < top_k)
         asked = top_p * jnp.where(every, whole, jnp.where(kept, mass, 0).sum())
         kept &= (top_p == 1) | (jnp.cumsum(mass) - mass < asked)
-        last = kept.sum() - 1
-        found = jnp.where(every, ~kept[-1], bounded) & (whole > 0)
-        return found, Threshold(best[last], ids[last], jnp.where(kept, mass, 0).sum() / whole)
+        last = jnp.maximum(kept.sum() - 1, 0)
+        found = jnp.where(every, last < few - 1, bounded) & (whole > 0)  # not if one is no number
+        mass = jnp.where(jnp.arange(few) <= last, mass, 0).sum()
+        return found, Threshold(best[last], ids[last], mass / whole)
 
     def nothing() -> tuple[Array, Threshold]:
         return jnp.bool_(False), Threshold(jnp.float32(0), jnp.int32(0), jnp.float32(0))

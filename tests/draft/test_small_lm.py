@@ -415,6 +415,9 @@ def test_embeddings_may_be_padded_otherwise(rows: int) -> None:
     assert network.vocab(made.own).tolist() == list(range(shared))
     hidden = jnp.ones((tiny.TINY.hidden_size, 3))
     assert network.logits(made.own, hidden).shape == (shared, 3)
+    last = jnp.full(1, rows - 1)  # what the actor may say, if it is padding
+    out = network.run(made.own, last, None, last * 0, lambda index, q, k, v: q)
+    assert np.isfinite(out).all()
 
 
 @pytest.mark.parametrize("changes,message", [
