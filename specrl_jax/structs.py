@@ -47,7 +47,7 @@ class DraftTree:
     origin: Array  # i32[B, N] which drafter
     survival: Array  # f32[B, N] estimated probability that the node lies on the accepted path
     logq: Array  # f32[B, N] the drafter's log-probability of the node given its parent; the
-    # root's is 0, or not a number where the drafter's scores of what follows it are not finite
+    # root's is 0, or not a number where the drafter's scores after some node are not finite
     guess: Array  # f32[B, N] the drafter's own probability that its parent's draw is this token
     gap: Array  # f32[B, N] score lost to the best sibling
     live: Array  # bool[B, N]

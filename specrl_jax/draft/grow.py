@@ -4,8 +4,6 @@ Letters: K nodes of a row are expanded at each level and have up to K children e
 a level's candidates. The candidates of all levels are kept, and the likeliest make the tree.
 """
 
-import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,50 +12,14 @@ from flax import struct
 from specrl_kernels.tree_attention import tree_attention
 
 from specrl_jax.draft.base import Survive
+from specrl_jax.draft.network import KV, Growth
 from specrl_jax.draft.tree import attach, roots
-from specrl_jax.model.transformer import Attend
 from specrl_jax.prng import gumbel
 from specrl_jax.structs import Array, DraftTree, Drawn, Sampling, SpecConfig, Tip
 
-CHILDREN = ("perturbed", "top", "sampled")
 _FALL = 0.3  # a drawn tree's guess: 0.7 for a node's first child, then 0.3 of the one before
 _OWN_DOMAIN = 0x5EED0DD5  # turns a row's key into one whose noise the match rule never uses
 _ERROR_SCALE = 0.5  # of the drafter's perturbed scores: fits synthetic ones that err by 0.5 best
-
-
-KV = list[tuple[Array, Array]]
-"""(k [B, G, E, S], v [B, G, S, E]) of each layer; of a tree's nodes, both [B, n, G, E]."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Network:
-    """What drafting asks of a network, whose parameters are passed in.
-
-    At position t it reads token t + `ahead`, so its last one before a root stands at the root's
-    position less `ahead`.
-    """
-
-    run: Callable[[Any, Array, Array | None, Array, Attend], Array]
-    """(params, token i32[...], features f[F, ...], position i32[...], attend) -> f[F, ...]; where
-    there are none yet, the output at a node's parent stands in for its features"""
-    logits: Callable[[Any, Array], Array]  # (params, output f[F, ...]) -> f32[Vd, ...]
-    vocab: Callable[[Any], Array]  # params -> i32[Vd] token ids, ascending
-    ahead: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Growth:
-    """What is static in growing."""
-
-    network: Network
-    depth: int  # D
-    branch: int  # K
-    nodes: int  # N
-    children: str  # one of CHILDREN
-    origin: int
-    temperature: float  # of the drafter, over the row's
-    drawn: bool = False  # whether trees carry what their tokens were drawn from, and what of them
-    # is kept follows from places alone: a child's guess from its rank, whatever its token is
 
 
 @struct.dataclass

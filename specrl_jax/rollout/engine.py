@@ -79,7 +79,7 @@ class Engine:
                 report: Callable[[str], None] = lambda text: None) -> None:
         """Compiles every program that `run` may call, so that nothing compiles after this."""
         shapes, whole, self._pool = self.shapes, P(), None
-        full, control = self.layout.abstract(shapes.batch), self._control_like()
+        full, control = self.layout.abstract(shapes.batch), self.layout.abstract_control()
         fill = self._rows_like(Fill(*(np.zeros(shapes.batch * shapes.shards, np.int32),) * 5))
         number = jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding.replicated(self.mesh))
         waiting = self._rows_like(np.zeros(shapes.shards, np.int32))
@@ -150,12 +150,6 @@ class Engine:
         place = sharding.rows(self.mesh)
         return jax.tree.map(
             lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place), tree)
-
-    def _control_like(self) -> Any:
-        place = sharding.replicated(self.mesh)
-        return jax.tree.map(
-            lambda a: jax.ShapeDtypeStruct(np.shape(a), np.asarray(a).dtype, sharding=place),
-            self.machine.controller.init())
 
     def put_rows(self, tree: Any) -> Any:
         return sharding.put(sharding.rows(self.mesh), tree)
