@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from specrl_kernels.gumbel_argmax import xla
 
+from specrl_jax import truncation
 from specrl_jax.prng import gumbel
 from specrl_jax.spec import sampling
 
@@ -68,7 +69,7 @@ def chunk(request: Any, monkeypatch: Any) -> int:
     """
     size, few = request.param
     monkeypatch.setattr(xla, "CPU_CHUNK", size)
-    monkeypatch.setattr(sampling, "FEW", few)
+    monkeypatch.setattr(truncation, "FEW", few)
     DRAW.clear_cache()
     yield size
     DRAW.clear_cache()

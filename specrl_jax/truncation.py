@@ -1,0 +1,172 @@
+"""Truncation by top-k and top-p: a threshold, so that nothing sorts the vocabulary.
+
+It lies among the highest scores or is found by bisection; of equal scores the lower id counts more.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from specrl_kernels.gumbel_argmax import Threshold, is_kept
+
+from specrl_jax.structs import Array
+
+LANES = 128
+FEW = 128  # highest scores that a CPU looks at before all
+
+
+def truncate(scores: Array, top_k: Array, top_p: Array) -> Threshold:
+    """The boundary of top-k and then top-p; a position that asks for neither keeps exactly 1.
+
+    On a CPU position after position, and nothing for those that do not ask: what is looked at again
+    and again stays in its cache.
+
+    Args:
+      scores: f32[W, V] logits over the temperature.
+      top_k: i32[W]; 0 is off.
+      top_p: f32[W]; 1 is off.
+    """
+    return jax.lax.platform_dependent(
+        scores, top_k, top_p,
+        cpu=lambda *each: jax.lax.map(lambda one: _among_the_highest(*one), each),
+        default=jax.vmap(_boundary))
+
+
+def _among_the_highest(scores: Array, top_k: Array, top_p: Array) -> Threshold:
+    """`_boundary`, which for peaked distributions lies among the FEW highest scores.
+
+    A CPU finds those in a few passes if there is one position, and by a sort if there are more.
+    """
+    asks = (top_k > 0) | (top_p < 1)
+    few = min(FEW, scores.shape[0])
+
+    def near() -> tuple[Array, Threshold]:
+        known = jnp.where(scores == 0, 0.0, scores)  # -0 would be below 0
+        best, ids = jax.lax.top_k(known, few)  # of equals the lower id first
+        lanes = _lanes(known)
+        top = lanes.max(0).max()  # `best[0]` would make XLA sort
+        mass, whole = jnp.exp(best - top), jnp.exp(lanes - top).sum(0).sum()
+        every, bounded = (top_k <= 0) | (top_k >= scores.shape[0]), top_k <= few
+        kept = every | (jnp.arange(few) < top_k)
+        asked = top_p * jnp.where(every, whole, jnp.where(kept, mass, 0).sum())
+        kept &= (top_p == 1) | (jnp.cumsum(mass) - mass < asked)
+        last = jnp.maximum(kept.sum() - 1, 0)
+        found = jnp.where(every, last < few - 1, bounded) & (whole > 0)  # not if one is no number
+        mass = jnp.where(jnp.arange(few) <= last, mass, 0).sum()
+        return found, Threshold(best[last], ids[last], mass / whole)
+
+    def nothing() -> tuple[Array, Threshold]:
+        return jnp.bool_(False), Threshold(jnp.float32(0), jnp.int32(0), jnp.float32(0))
+
+    found, edge = jax.lax.cond(asks, near, nothing)
+    return jax.lax.cond(found, lambda: edge, lambda: _boundary(scores, top_k, top_p))
+
+
+def _lanes(scores: Array) -> Array:
+    """f32[n, LANES] of f32[V], since a CPU does not vectorise a reduction to one number."""
+    padding = (0, -scores.shape[0] % LANES)
+    return jnp.pad(scores, padding, constant_values=-jnp.inf).reshape(-1, LANES)
+
+
+def _boundary(scores: Array, top_k: Array, top_p: Array) -> Threshold:
+    """Of one position, scores f32[V]."""
+    vocab, scores = scores.shape[0], _lanes(scores)
+    ids, top = jnp.arange(scores.size).reshape(scores.shape), scores.max(0).max()
+    all_kept = (jnp.float32(-jnp.inf), jnp.int32(scores.size))
+
+    def search() -> Threshold:
+        edge = jax.lax.cond(
+            (top_k > 0) & (top_k < vocab),
+            lambda: _prefix(scores, ids, jnp.ones_like(scores), top_k.astype(jnp.float32),
+                            jnp.ones_like),
+            lambda: all_kept)
+        whole = jnp.exp(scores - top)
+        mass = jnp.where(is_kept(scores, ids, *edge), whole, 0)
+        edge = jax.lax.cond(
+            top_p < 1,
+            lambda: _prefix(scores, ids, mass, top_p * mass.sum(0).sum(),
+                            lambda score: jnp.exp(score - top)),
+            lambda: edge)
+        kept = jnp.where(is_kept(scores, ids, *edge), mass, 0)
+        return Threshold(*edge, kept.sum(0).sum() / whole.sum(0).sum())
+
+    return jax.lax.cond((top_k > 0) | (top_p < 1), search,
+                        lambda: Threshold(*all_kept, jnp.float32(1)))
+
+
+@struct.dataclass
+class _Bracket:
+    """The last token of a prefix has a score in [low, high), both as `_ordered` has them."""
+
+    low: Array  # u32[] of a token: the weight from it on is the target or more
+    high: Array  # u32[] from here on it is less,
+    above: Array  # f32[] this much
+    last: Array  # bool[] `low` seems to be it: without one such token the weight would be less
+
+
+def _prefix(scores: Array, ids: Array, weight: Array, target: Array,
+            weigh: Callable[[Array], Array]) -> tuple[Array, Array]:
+    """The last (score, id) of the tokens that, by falling score and then id, start before a weight.
+
+    Bisection over scores. A look at all of them that finds weight enough goes on from the lowest
+    token that it found, and once that seems to be the last one a further look proves it; so as many
+    are needed as there are digits in how crowded the boundary is, and not in a float.
+
+    Args:
+      scores, weight: f32[n, LANES]; weights may be 0, and those of equal scores are equal or 0.
+      ids: i32[n, LANES].
+      target: f32[] > 0, less than the sum of weights or that sum.
+      weigh: of a token with a score, f32[] -> f32[].
+    """
+    there = (weight > 0) & (scores == scores)  # not a number has no place in the order
+    order = jnp.where(there, _ordered(scores), 0)  # 0 is the order of no number
+    nobody = jnp.uint32(2**32 - 1)
+
+    def middle(s: _Bracket) -> Array:
+        between = _ordered(0.5 * _score(s.low) + 0.5 * _score(s.high))
+        return jnp.where(s.last, s.low + 1,
+                         jnp.clip(between, s.low + 1, jnp.maximum(s.high - 1, s.low + 1)))
+
+    def look(s: _Bracket) -> _Bracket:
+        bound = middle(s)
+        inside = order >= bound
+        found = jnp.where(inside, weight, 0).sum(0).sum()
+        low = jnp.where(inside, order, nobody).min(0).min()
+        near = found - weigh(_score(low)) < target
+        enough = found >= target
+        return _Bracket(
+            low=jnp.where(enough, low, s.low), last=jnp.where(enough, near, s.last),
+            high=jnp.where(enough, s.high, bound), above=jnp.where(enough, s.above, found))
+
+    start = _Bracket(low=jnp.where(there, order, nobody).min(0).min(),
+                     high=order.max(0).max() + 1, above=jnp.float32(0), last=jnp.bool_(False))
+    end = jax.lax.while_loop(lambda s: middle(s) < s.high, look, start)
+    tied = order == end.low
+    count = tied.sum(0).sum()
+    each = jnp.where(tied, weight, 0).max(0).max()
+    wanted = jnp.clip(jnp.ceil((target - end.above) / each), 1, count).astype(jnp.int32)
+
+    def among() -> Array:
+        """The id of number `wanted`: bit by bit, the highest with fewer below it."""
+        def bit(i: Array, start: Array) -> Array:
+            higher = start | (jnp.int32(1) << (bits - 1 - i))
+            return jnp.where((tied & (ids < higher)).sum(0).sum() < wanted, higher, start)
+
+        bits = scores.size.bit_length()
+        return jax.lax.fori_loop(0, bits, bit, jnp.int32(0))
+
+    last = jax.lax.cond(wanted < count, among, lambda: jnp.where(tied, ids, -1).max(0).max())
+    return _score(end.low), last.astype(jnp.int32)
+
+
+def _ordered(x: Array) -> Array:
+    """u32 that sorts as the floats do."""
+    raw = jax.lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.uint32)  # -0 equals 0
+    return jnp.where(raw >> 31 == 1, ~raw, raw | jnp.uint32(1 << 31))
+
+
+def _score(order: Array) -> Array:
+    """The inverse of `_ordered`."""
+    raw = jnp.where(order >> 31 == 1, order & jnp.uint32(2**31 - 1), ~order)
+    return jax.lax.bitcast_convert_type(raw, jnp.float32)
