@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -51,6 +52,26 @@ def rows(mesh: Mesh) -> NamedSharding:
 
 def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
+
+
+def on_any_shard(flag: jax.Array) -> jax.Array:
+    """bool[] whether a flag is up on any data shard; outside of shard_map, the flag itself.
+
+    Where a branch or a loop holds collectives over `tensor`, what selects it must be this: data
+    shards that go different ways would wait for each other for ever.
+    """
+    manual = tuple(axis for axis in ROWS if axis in jax.sharding.get_abstract_mesh().manual_axes)
+    return jax.lax.pmax(flag.astype(jnp.int32), manual) > 0 if manual else flag
+
+
+def unsplit(x: jax.Array) -> jax.Array:
+    """`x` as it is, whole on every device of a data shard; outside of shard_map, `x`.
+
+    What is computed from it alone then needs no collectives, and data shards may go their own ways.
+    """
+    if not jax.sharding.get_abstract_mesh().axis_names:
+        return x
+    return jax.lax.with_sharding_constraint(x, PartitionSpec())
 
 
 def spec_of(shape: tuple[int, ...], axes: tuple[str | None, ...], rules: Mapping[str, str],

@@ -9,13 +9,12 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = {"specrl_jax": ROOT / "specrl_jax",
             "specrl_kernels": ROOT / "kernels" / "specrl_kernels"}
-BASE = {"kernels", "structs", "config", "prng", "sharding", "rows", "truncation"}
+BASE = {"kernels", "structs", "config", "prng", "sharding", "rows"}
 SEES = {
     "kernels": set(), "options": set(), "drafter_options": {"options"},
     "config": {"options", "drafter_options"},
     "structs": {"kernels", "config"},
     "prng": {"kernels", "structs", "config"}, "rows": {"structs"},
-    "truncation": {"kernels", "structs"},
     "sharding": {"kernels", "structs", "config", "prng"},
     "model": BASE,
     "draft": BASE | {"model"}, "spec": BASE | {"model"}, "control": BASE | {"model"},

@@ -5,15 +5,31 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import micro_config, micro_trainer, run_training, start_training
+from helpers import (
+    ask,
+    make_engine,
+    make_task,
+    micro_config,
+    micro_trainer,
+    run_training,
+    start_training,
+    streams,
+    tiny_arch,
+    tiny_params,
+)
 
 from specrl_jax import sharding
 from specrl_jax.config import ConfigError, MeshConfig, RolloutConfig
+from specrl_jax.control import policies
+from specrl_jax.draft.small_lm import small_lm
 from specrl_jax.host.metrics import read_metrics, read_samples
 from specrl_jax.loop import Trainer
 from specrl_jax.model import architecture
+from specrl_jax.rollout.engine import Result
+from specrl_jax.sampler import publisher
 from specrl_jax.structs import Rollout
 
 ADVANTAGE = np.random.default_rng(0).normal(size=16).astype(np.float32)
@@ -107,6 +123,32 @@ def test_two_processes_write_what_one_does(tmp_path: Path) -> None:
                 told, wanted = (jax.tree.leaves(row[name]) for row in (joint, alone))
                 assert told == pytest.approx(wanted, rel=1e-4, abs=1e-5), name
     assert alone["rollout/launches"] > 2 and alone["rollout/occupancy"] > 0.5
+
+
+@needs_8
+@pytest.mark.parametrize("rule", ["match", "rejection"])
+def test_shards_that_truncate_and_shards_that_do_not_wait_for_nobody(rule: str) -> None:
+    """Collectives over `tensor` in a branch that only some data shards take would never end."""
+    arch, task = tiny_arch(num_layers=1), make_task(prompts=2, group=4, stop=(-1,))
+    truncates = np.arange(task.sequences) < task.sequences // 2
+    asked = ask(task, 3, top_p=np.where(truncates, 0.5, 1.0))
+
+    def rolled_out(config: MeshConfig) -> Result:
+        mesh, drafter = mesh_of(config), small_lm(arch, depth=2, branch=2, nodes=4)
+        engine = make_engine(arch, task, mesh=mesh, rule=rule, most=16, drafter=drafter,
+                             controller=policies.fixed())
+        engine.control = policies.make_spec(2, 2, 4, 0)
+        params = publisher(arch, mesh, jnp.float32)(tiny_params(arch))
+        own = drafter.bind(params, tiny_params(arch))
+        engine.compile(params, own)
+        return engine.run(params, asked, own)
+
+    split = rolled_out(MeshConfig(data=2, tensor=2))
+    assert split.counters["accepted"] > 0
+    kept = np.asarray(split.sequences.kept_mass)
+    assert (kept[truncates] < 0.99).any() and (kept[~truncates] == 1).all()
+    if rule == "match":  # else tokens depend on trees, and those on what all rows have taught
+        assert streams(split) == streams(rolled_out(MeshConfig()))
 
 
 def mesh_of(config: MeshConfig) -> Any:

@@ -16,7 +16,6 @@ from specrl_jax.draft.network import KV, Growth
 from specrl_jax.draft.tree import attach, roots
 from specrl_jax.prng import gumbel
 from specrl_jax.structs import Array, DraftTree, Drawn, Sampling, SpecConfig, Tip
-from specrl_jax.truncation import truncate
 
 _FALL = 0.3  # a drawn tree's guess: 0.7 for a node's first child, then 0.3 of the one before
 _OWN_DOMAIN = 0x5EED0DD5  # turns a row's key into one whose noise the match rule never uses
@@ -231,8 +230,6 @@ def _scores(growth: Growth, params: Any, front: Frontier, tip: Tip, rows: Sampli
             depth: Array) -> tuple[Array, Array, Array]:
     """Scores and log-probabilities of all tokens after each node of a frontier.
 
-    As the row would draw: at its temperature, truncated, sharpened by the drafter's own.
-
     The noise is that of the draw that decides between the children: the token drawn after the root
     has the index tip.generated.
 
@@ -242,34 +239,15 @@ def _scores(growth: Growth, params: Any, front: Frontier, tip: Tip, rows: Sampli
     network = growth.network
     logits = jnp.moveaxis(network.logits(params, front.hidden), 0, -1)
     scale = jnp.where(rows.temperature == 0, 0.0, 1.0)
-    logits = logits / jnp.where(scale > 0, rows.temperature, 1.0)[:, None, None]
-    if not growth.drawn:
-        asks = (scale > 0) & ((rows.top_k > 0) | (rows.top_p < 1))
-        logits = jax.lax.cond(asks.any(), lambda whole: _kept(whole, asks, rows),
-                              lambda whole: whole, logits)
-    sharp = jnp.where(scale > 0, 1 / growth.temperature, 1.0)
-    logq = jax.nn.log_softmax(logits * sharp[:, None, None])
+    temperature = jnp.where(scale > 0, rows.temperature * growth.temperature, 1.0)
+    logits = logits / temperature[:, None, None]
+    logq = jax.nn.log_softmax(logits)
     if growth.children == "top":
         return logq, logq, scale
     own = growth.children == "sampled"
     key = rows.key ^ jnp.uint32(_OWN_DOMAIN) if own else rows.key
     noise = gumbel(key, tip.generated + depth - 1, network.vocab(params))
     return logq + (scale[:, None] * noise)[:, None], logq, scale
-
-
-def _kept(logits: Array, asks: Array, rows: Sampling) -> Array:
-    """Logits f32[B, k, Vd], -inf where the row's truncation of them removes the token.
-
-    The actor's draw is not among what its own truncation removes, so that a row's noise, which may
-    raise any token, would waste children. A drawn tree is not cut: how many children a node has may
-    not depend on its tokens.
-    """
-    k = logits.shape[1]
-    flat = logits.reshape(-1, logits.shape[-1])
-    threshold = truncate(flat, jnp.repeat(jnp.where(asks, rows.top_k, 0), k),
-                         jnp.repeat(jnp.where(asks, rows.top_p, 1.0), k))
-    keeps = threshold.keeps(flat, jnp.arange(flat.shape[1])[None])
-    return jnp.where(keeps | jnp.isnan(flat), flat, -jnp.inf).reshape(logits.shape)
 
 
 def highest(scores: Array, count: int) -> tuple[Array, Array]:

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from specrl_jax.prng import bits, gumbel
+from specrl_jax.sharding import unsplit
 from specrl_jax.spec.sampling import Processed, process
 from specrl_jax.spec.verify import truncate
 from specrl_jax.structs import Array, Sampling, Tip, Verdict
@@ -177,7 +178,7 @@ def judge(tokens: Array, parent: Array, rank: Array, live: Array, target: Proces
       logq: f32[B, n, V], what each node's children were drawn from.
       place: i32[B, n] index in W.
     """
-    logp = target.logp[place]
+    logp, logq = unsplit(target.logp[place]), unsplit(logq)  # rows take their own number of tests
     path, emitted, count = rule(tokens, parent, rank, live, logp, logq, sampling.key,
                                 tip.generated, depth)
     at = jnp.take_along_axis(place, path, 1)

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 from flax import struct
 from specrl_kernels.gumbel_argmax import Drawn, gumbel_argmax, scale_of
 
+from specrl_jax.sharding import on_any_shard
+from specrl_jax.spec import truncation
 from specrl_jax.structs import Array
-from specrl_jax.truncation import truncate
 
 
 @struct.dataclass
@@ -38,8 +39,8 @@ def process(logits: Array, temperature: Array, top_k: Array, top_p: Array) -> Pr
     scores = logits * scale[None]
     ids = jnp.arange(logits.shape[0])[None]
     keep = jax.lax.cond(
-        ((top_k > 0) | (top_p < 1)).any(),
-        lambda scores: truncate(scores.T, top_k, top_p).keeps(scores.T, ids),
+        _asked(top_k, top_p),
+        lambda scores: truncation.threshold(scores.T, top_k, top_p).keeps(scores.T, ids),
         lambda scores: jnp.ones(scores.T.shape, bool), scores)
     mass = jnp.exp(scores - scores.max(0, keepdims=True)).T
     total, kept = mass.sum(1), jnp.where(keep, mass, 0).sum(1)
@@ -63,17 +64,20 @@ def draw(logits: Array, temperature: Array, top_k: Array, top_p: Array, key: Arr
       key: u32[W, 2].
       position: i32[W] index of the token being drawn; 0 is the first of the response.
     """
-    asks = (top_k > 0) | (top_p < 1)
-
     def truncated(logits: Array) -> tuple[Drawn, Array]:
         scores = logits * scale_of(temperature)[0][None]
-        threshold = truncate(scores.T, top_k, top_p)
-        return gumbel_argmax(logits.T, temperature, key, position, threshold), threshold.kept_mass
+        edge = truncation.threshold(scores.T, top_k, top_p)
+        return gumbel_argmax(logits.T, temperature, key, position, edge), edge.kept_mass
 
     def whole(logits: Array) -> tuple[Drawn, Array]:
         drawn = gumbel_argmax(logits.T, temperature, key, position)
         return drawn, jnp.ones_like(temperature)
 
-    drawn, kept_mass = jax.lax.cond(asks.any(), truncated, whole, logits)
+    drawn, kept_mass = jax.lax.cond(_asked(top_k, top_p), truncated, whole, logits)
     return Draw(token=drawn.token[:, 0], logprob=drawn.logprob[:, 0],
                 raw_logprob=drawn.raw_logprob[:, 0], kept_mass=kept_mass)
+
+
+def _asked(top_k: Array, top_p: Array) -> Array:
+    """bool[] whether some position asks for truncation, on any data shard."""
+    return on_any_shard(((top_k > 0) | (top_p < 1)).any())

@@ -68,42 +68,6 @@ def test_nodes_are_what_a_full_forward_of_their_paths_says(children: str, temper
                                        atol=2e-4)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.5])
-def test_children_are_what_the_rows_truncation_keeps(temperature: float) -> None:
-    """Of the drafter's law at the row's temperature, before the drafter's own sharpens it."""
-    slots = Slots(temperature=temperature)
-    top_k, top_p = (2, 0, 1, 5), (1.0, 0.7, 0.1, 0.2)
-    slots.rows = slots.rows.replace(top_k=jnp.asarray(top_k), top_p=jnp.asarray(top_p))
-    tree = slots.draft()
-    sharp = recomputed(slots, tree)
-    lone = 0
-    for b, n in np.argwhere(tree.live):
-        below = np.flatnonzero((tree.parent[b] == n) & tree.live[b] & (np.arange(NODES) > 0))
-        if n and not len(below):
-            continue  # it was not expanded
-        score = sharp[b, n].astype(np.float64)
-        if greedy := TEMPERATURE[b] == 0:
-            allowed = np.ones(len(VOCAB), bool)
-        else:
-            order = np.argsort(-score, kind="stable")
-            mass = np.exp(score * temperature)[order]
-            mass[top_k[b] or len(VOCAB):] = 0
-            before = np.cumsum(mass) - mass
-            allowed = np.zeros(len(VOCAB), bool)
-            allowed[order[(mass > 0) & (before < top_p[b] * mass.sum())]] = True
-        drawn = int(slots.context[b] - slots.born[b]) + int(tree.depth[b, n])
-        noise = 0 if greedy else np.asarray(
-            prng.gumbel(slots.rows.key[b], jnp.int32(drawn), jnp.asarray(VOCAB)))
-        ranked = np.where(allowed, score + noise, -np.inf)
-        best = np.argsort(-ranked)[:min(BRANCH, allowed.sum())]
-        found = below[np.argsort(tree.rank[b, below])]
-        np.testing.assert_array_equal(tree.tokens[b, found], VOCAB[best])
-        logq = score - np.log(np.exp(score[allowed]).sum())
-        np.testing.assert_allclose(tree.logq[b, found], logq[best], atol=1e-4)
-        lone += len(best) < BRANCH
-    assert lone  # truncation left fewer than were asked for
-
-
 @pytest.mark.slow
 def test_sampled_children_use_noise_of_their_own() -> None:
     trees = {name: Slots(name).draft() for name in ("perturbed", "top", "sampled")}

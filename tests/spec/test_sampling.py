@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 from specrl_kernels.gumbel_argmax import xla
 
-from specrl_jax import truncation
 from specrl_jax.prng import gumbel
-from specrl_jax.spec import sampling
+from specrl_jax.spec import sampling, truncation
 
 
 def oracle(logits: np.ndarray, noise: np.ndarray, temperature: float, top_k: int, top_p: float

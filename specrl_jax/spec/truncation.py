@@ -10,17 +10,19 @@ import jax.numpy as jnp
 from flax import struct
 from specrl_kernels.gumbel_argmax import Threshold, is_kept
 
+from specrl_jax.sharding import unsplit
 from specrl_jax.structs import Array
 
 LANES = 128
 FEW = 128  # highest scores that a CPU looks at before all
 
 
-def truncate(scores: Array, top_k: Array, top_p: Array) -> Threshold:
+def threshold(scores: Array, top_k: Array, top_p: Array) -> Threshold:
     """The boundary of top-k and then top-p; a position that asks for neither keeps exactly 1.
 
     On a CPU position after position, and nothing for those that do not ask: what is looked at again
-    and again stays in its cache.
+    and again stays in its cache. How long a position takes is its own affair, so no device waits
+    for another meanwhile.
 
     Args:
       scores: f32[W, V] logits over the temperature.
@@ -28,7 +30,7 @@ def truncate(scores: Array, top_k: Array, top_p: Array) -> Threshold:
       top_p: f32[W]; 1 is off.
     """
     return jax.lax.platform_dependent(
-        scores, top_k, top_p,
+        unsplit(scores), top_k, top_p,
         cpu=lambda *each: jax.lax.map(lambda one: _among_the_highest(*one), each),
         default=jax.vmap(_boundary))
 
