@@ -147,6 +147,7 @@ def _describe(config: Config, actor: Actor) -> dict[str, Any]:
         "temperature": rollout.temperature, "top_k": rollout.top_k, "top_p": rollout.top_p,
         "max_new_tokens": rollout.max_new_tokens, "seed": config.seed,
         "drafter": config.spec.drafter if config.control.policy != "off" else "off",
+        "rule": config.spec.rule, "lossy": config.spec.rule.startswith("lossy"),
         "dtype": config.model.dtype, "device": jax.devices()[0].device_kind}
 
 

@@ -252,6 +252,8 @@ def rollout_metrics(rollout: Rollout, result: Result) -> dict[str, float]:
     c, tokens = result.counters, int(rollout.length.sum())
     drafters = {f"draft/{name}/{kind}": count for name, counts in result.by_drafter.items()
                 for kind, count in counts.items()}
+    drafters |= {f"draft/{name}/{kind}_share": count / max(c[kind], 1)
+                 for name, counts in result.by_drafter.items() for kind, count in counts.items()}
     return drafters | {
         "spec/lossy": float(result.rule.startswith("lossy")),
         "rollout/calibration_error": result.calibration.error,

@@ -1,5 +1,6 @@
 """What a step says of its update, and its safety net: updates that are not finite."""
 
+import dataclasses
 from pathlib import Path
 
 import jax
@@ -8,14 +9,16 @@ import numpy as np
 import pytest
 from helpers import counting, micro_config, micro_trainer
 
-from specrl_jax.config import LearnerConfig
+from specrl_jax.config import LearnerConfig, SpecOptions
+from specrl_jax.control import acceptance
 from specrl_jax.host import metrics
 from specrl_jax.host.checkpoint import Checkpoints
 from specrl_jax.host.compilation import CompilationCounter
 from specrl_jax.host.progress import Progress
 from specrl_jax.loop import Trainer
+from specrl_jax.rollout.engine import Result
 from specrl_jax.run import TrainingError, run_steps
-from specrl_jax.sampler import Sampler
+from specrl_jax.sampler import Sampler, rollout_metrics
 from specrl_jax.structs import Rollout
 
 
@@ -82,6 +85,31 @@ def test_loss_and_gap_are_there_whatever_is_learned(
         changed = bool(updates and useful)
         same = jax.tree.map(np.array_equal, before, jax.tree.map(np.asarray, trainer.state.params))
         assert (found["loss"] != 0) == changed != all(jax.tree.leaves(same))
+
+
+def test_the_window_of_history_is_the_configs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Trainer, "compile", lambda self, say: None)
+    memory = micro_trainer(micro_config(spec=SpecOptions(history_window=3))).memory
+    memory.add(np.zeros(1, np.int32), np.full((1, memory.tokens.shape[1]), 7), np.ones(1, int), 5)
+    given = [(memory.past(np.zeros(1, np.int32), 1, step) == 7).any() for step in (6, 8, 9)]
+    assert given == [True, True, False]
+
+
+@pytest.mark.parametrize("rule", ["match", "lossy_greedy"])
+def test_a_lossy_rule_is_stamped_into_every_line_and_drafters_have_shares(rule: str) -> None:
+    said, seen = np.ones((1, 2), np.float32), acceptance.blank(1, 1)
+    fields = dict.fromkeys((f.name for f in dataclasses.fields(Rollout)), said)
+    rollout = Rollout(**fields | {"length": np.full(1, 2)})
+    counters = dict.fromkeys(("committed", "row_rounds", "rounds", "packed", "clamped", "broken",
+                              "slots"), 1) | {"drafted": 8, "accepted": 0}
+    told = rollout_metrics(rollout, Result(
+        None, counters, 1.0, 0.1, [], rule=rule, calibration=acceptance.calibration(
+            jax.tree.map(lambda a: a[None], seen), np.ones((1, 1, acceptance.BINS))),
+        by_drafter={"eagle": {"drafted": 6, "accepted": 0},
+                    "history": {"drafted": 2, "accepted": 0}}))
+    assert told["spec/lossy"] == float(rule == "lossy_greedy")
+    assert told["draft/eagle/drafted_share"] == 0.75 and told["draft/history/drafted_share"] == 0.25
+    assert told["draft/eagle/accepted_share"] == 0
 
 
 def test_a_restored_trainer_holds_all_that_was_saved(monkeypatch: pytest.MonkeyPatch) -> None:

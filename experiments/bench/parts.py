@@ -251,8 +251,11 @@ def _sampling(machine: Machine, packed: int, params: Any) -> Part:
 
 
 def noise_part(vocab: int, packed: int) -> Part:
-    """The noise of every packed node alone, which `_sampling` makes too: made, summed, not kept."""
-    chunk = min(CPU_CHUNK, vocab)
+    """The noise of every packed node alone, which `_sampling` makes too: made, summed, not kept.
+
+    That of 0 tokens is nothing.
+    """
+    chunk = max(1, min(CPU_CHUNK, vocab))
 
     def noise(key: Array, position: Array) -> Array:
         def add(total: Array, start: Array) -> tuple[Array, None]:

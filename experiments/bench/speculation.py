@@ -189,9 +189,10 @@ def run_case(config: Config, source: Source, params: Any, prompts: Sequence[Sequ
     plain = found["off"]
     told = {name: describe(runs, plain) for name, runs in found.items()}
     for name in drafters:
-        for key in (f"{name} {cell.name}" for cell in cells):
+        for cell in cells:
+            key = f"{name} {cell.name}"
             draft = drafted[key][0].round_seconds - drafted[nothing(name)][0].round_seconds
-            told[key]["parts"] = parts_of(arms[name], found[key], draft)
+            told[key]["parts"] = parts_of(arms[name], found[key], draft, cell.steps)
     return {"rows": rows, "prompts": len(prompts), "tokens": plain[-1].tokens, "arms": told}
 
 
@@ -200,29 +201,39 @@ def nothing(drafter: str) -> str:
     return f"{drafter} 0"
 
 
-def parts_of(arm: Arm, runs: Sequence[Run], draft: float) -> dict[str, Any]:
+def parts_of(arm: Arm, runs: Sequence[Run], draft: float, steps: int) -> dict[str, Any]:
     """Seconds of the parts of a round, and their shares of a round and the host together.
 
-    `draft` is taken from whole rounds. `noise` and `commit` are timed apart, noise for all that was
-    packed. `verify` is the rest: forward, head, the draw without its noise, bookkeeping.
+    `draft` is taken from whole rounds. `noise` and `commit` are timed apart: noise for all that was
+    packed, and for the tokens that a network drafts from, once for each row and step, which is not
+    counted as draft. `verify` is the rest: forward, head, the draw without its noise, bookkeeping.
     """
     engine, result = arm.sampler.engine, runs[-1].result
     rows, counters = arm.rows, result.counters
     packed = round(counters["packed"] * rows / counters["slots"])
     tasks = {"noise": parts.noise_part(engine.machine.arch.vocab_size, packed),
+             "drafts' noise": parts.noise_part(drafted_vocab(arm.sampler), rows * steps),
              "commit": parts.commit_part(engine.machine, situation(arm, result),
                                          arm.sampler.params)}
     timed = {name: (lambda part=part: seconds_of(part, jax.block_until_ready))
              for name, part in tasks.items()}
     alternate(timed, 1)  # compiles
     found = alternate(timed, PART_REPEATS)
-    found["draft"] = [draft]
+    of_drafts = found.pop("drafts' noise")
+    found["noise"] = [a + b for a, b in zip(found["noise"], of_drafts, strict=True)]
+    found["draft"] = [draft - statistics.median(of_drafts)]
     found["host"] = [run.host_seconds for run in runs]
     seconds = {name: spread(values) for name, values in found.items()}
     median = {name: one["median"] for name, one in seconds.items()}
     total = statistics.median(run.round_seconds + run.host_seconds for run in runs)
     median["verify"] = total - sum(median.values())
     return {"seconds": seconds, "share": {name: value / total for name, value in median.items()}}
+
+
+def drafted_vocab(sampler: Sampler) -> int:
+    """Tokens whose scores drafters perturb, of all networks that draft."""
+    head, names = sampler.drafting.head, sampler.engine.machine.drafter.names
+    return (head.draft_vocab if head else 0) + sampler.arch.vocab_size * ("small_lm" in names)
 
 
 def situation(arm: Arm, result: Result) -> parts.Situation:

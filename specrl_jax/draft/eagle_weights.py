@@ -110,6 +110,9 @@ def load(directory: str | os.PathLike[str], actor: Architecture, stop: Sequence[
     _expect(isinstance(made_for, dict) and set(made_for) <= set(MadeFor._fields)
             and all(isinstance(x, str) for x in made_for.values()), folder / "config.json",
             f"{OURS} = {made_for!r} must have strings {', '.join(MadeFor._fields)}; remove it")
+    if not made_for.get("tokenizer"):
+        warnings.append(f"{folder}: does not tell which tokenizer it was trained with, so only the "
+                        "number of its tokens was compared")
     return Head(arch, {"weights": _pack(arch, tensors), "vocab": vocab}, warnings,
                 MadeFor(**made_for))
 
@@ -151,9 +154,15 @@ def _taps(config: dict[str, Any], tensors: Mapping[str, np.ndarray], actor: Arch
           folder: str) -> tuple[int, ...]:
     """Tapped layers: as SGLang's option names them, outputs counted from 0, or the default."""
     section = config.get("eagle_config") or {}
-    named = section.get("eagle_aux_hidden_state_layer_ids")
+    check(isinstance(section, dict), f"{folder}: eagle_config", section, "must be an object")
+    used, named = map(section.get, ("use_aux_hidden_state", "eagle_aux_hidden_state_layer_ids"))
+    check(used in (None, True), f"{folder}: use_aux_hidden_state", used,
+          "give a head that reads several layers of the actor, as EAGLE-3 does")
+    check(named is None or isinstance(named, list) and all(type(x) is int for x in named),
+          f"{folder}: eagle_aux_hidden_state_layer_ids", named, "must be a list of layers")
     taps = default_taps(actor.num_layers) if named is None else tuple(named)
-    width = tensors["fc.weight"].shape[-1] if "fc.weight" in tensors else 0
+    first = tensors.get("fc.weight", np.zeros(0))
+    width = first.shape[1] if first.ndim == 2 else 0
     check(width == len(taps) * actor.hidden_size, f"{folder}: inputs of fc.weight", width,
           f"the actor's {len(taps)} tapped layers {taps} have {len(taps) * actor.hidden_size}; "
           "give a head that was trained for it")
@@ -165,10 +174,11 @@ def _vocab(arch: EagleArch, tensors: Mapping[str, np.ndarray], folder: Path) -> 
     total = arch.actor.vocab_size
     if arch.draft_vocab == total and OFFSETS not in tensors:
         return np.arange(total, dtype=np.int32)
-    _expect(OFFSETS in tensors and tensors[OFFSETS].shape == (arch.draft_vocab,), folder,
-            f"tensor {OFFSETS} must hold draft_vocab_size = {arch.draft_vocab} offsets; give a "
-            "whole checkpoint")
-    vocab = np.arange(arch.draft_vocab) + tensors[OFFSETS]
+    offsets = tensors.get(OFFSETS, np.zeros(0))
+    _expect(offsets.shape == (arch.draft_vocab,) and offsets.dtype.kind in "iu", folder,
+            f"tensor {OFFSETS} must hold draft_vocab_size = {arch.draft_vocab} offsets, integers; "
+            "give a whole checkpoint")
+    vocab = np.arange(arch.draft_vocab) + offsets.astype(np.int64)
     _expect(vocab[0] >= 0 and vocab[-1] < total and (np.diff(vocab) > 0).all(), folder,
             f"tensor {OFFSETS} must lead to ascending tokens in 0..{total - 1}; give a head that "
             "was trained for this actor")

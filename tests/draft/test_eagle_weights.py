@@ -51,9 +51,9 @@ def folder(tmp_path: Path) -> Path:
 def test_what_is_saved_is_loaded_bit_for_bit(tmp_path: Path, changes: dict[str, Any]) -> None:
     arch = dataclasses.replace(ARCH, rope_theta=0, **changes) if "actor" in changes else (
         dataclasses.replace(ARCH, **changes))
-    eagle_weights.save(tmp_path, arch, own(arch))
+    eagle_weights.save(tmp_path, arch, own(arch), eagle_weights.MadeFor(tokenizer="12ab"))
     loaded, found, warnings, made_for = eagle_weights.load(tmp_path, arch.actor)
-    assert loaded == arch and warnings == [] and made_for == ("", "")
+    assert loaded == arch and warnings == [] and made_for == ("12ab", "")
     assert found["vocab"].dtype == np.int32
     jax.tree.map(np.testing.assert_array_equal, found, own(arch))
 
@@ -98,7 +98,8 @@ def test_what_a_head_was_made_for_is_kept(tmp_path: Path) -> None:
 
 def test_stop_tokens_outside_the_draft_vocabulary_are_warned_of(folder: Path) -> None:
     _, _, warnings, _ = eagle_weights.load(folder, ACTOR, stop=(3, 4, 7))
-    assert [w.split("stop token ")[1].split()[0] for w in warnings] == ["4", "7"]
+    assert [w.split("stop token ")[1].split()[0] for w in warnings[:-1]] == ["4", "7"]
+    assert "does not tell which tokenizer" in warnings[-1]
 
 
 CASES: dict[str, tuple[Callable[[Path], None], str]] = {
@@ -108,6 +109,19 @@ CASES: dict[str, tuple[Callable[[Path], None], str]] = {
     "draft": (lambda f: rewrite(f, {"draft_vocab_size": 25}), "draft_vocab_size = 25"),
     "taps": (lambda f: rewrite(f, fc__weight=np.zeros((16, 80), np.float32)),
              "fc.weight = 80: .*3 tapped layers .* 48"),
+    "tap names": (lambda f: rewrite(f, {"eagle_config": {
+        "eagle_aux_hidden_state_layer_ids": ["1", "3", "4"]}}), "layer_ids = .*list of layers"),
+    "one tap": (lambda f: rewrite(f, {"eagle_config": {"eagle_aux_hidden_state_layer_ids": 3}}),
+                "layer_ids = 3: must be a list"),
+    "half a tap": (lambda f: rewrite(f, {"eagle_config": {
+        "eagle_aux_hidden_state_layer_ids": [1.5, 3, 4]}}), "layer_ids = .*list of layers"),
+    "tap beyond": (lambda f: rewrite(f, {"eagle_config": {
+        "eagle_aux_hidden_state_layer_ids": [1, 3, 99]}}), "taps = "),
+    "section": (lambda f: rewrite(f, {"eagle_config": [1, 3, 4]}), "eagle_config = .*an object"),
+    "no taps": (lambda f: rewrite(f, {"eagle_config": {"use_aux_hidden_state": False}}),
+                "use_aux_hidden_state = False: give a head that reads several"),
+    "scalar": (lambda f: rewrite(f, fc__weight=np.zeros(())), "inputs of fc.weight = 0"),
+    "float offsets": (lambda f: rewrite(f, d2t=np.zeros(10, np.float32)), "offsets, integers"),
     "kind": (lambda f: rewrite(f, {"architectures": ["LlamaForCausalLM"]}), "architectures = "),
     "residual": (lambda f: rewrite(f, {"norm_before_residual": True}), "norm_before_residual"),
     "layers": (lambda f: rewrite(f, {"num_hidden_layers": 2}), "num_hidden_layers = 2"),
