@@ -193,7 +193,11 @@ def run_case(config: Config, source: Source, params: Any, prompts: Sequence[Sequ
             key = f"{name} {cell.name}"
             draft = drafted[key][0].round_seconds - drafted[nothing(name)][0].round_seconds
             told[key]["parts"] = parts_of(arms[name], found[key], draft, cell.steps)
-    return {"rows": rows, "prompts": len(prompts), "tokens": plain[-1].tokens, "arms": told}
+    compared = plain[-1].tokens * (len(told) - 1)
+    flips = sum(arm["flips"] for arm in told.values())
+    return {"rows": rows, "prompts": len(prompts), "tokens": plain[-1].tokens,
+            "flips_per_million_tokens": 1e6 * flips / compared, "tokens_compared": compared,
+            "arms": told}
 
 
 def nothing(drafter: str) -> str:
@@ -251,7 +255,10 @@ def situation(arm: Arm, result: Result) -> parts.Situation:
 
 
 def describe(runs: Sequence[Run], plain: Sequence[Run]) -> dict[str, Any]:
-    """Speed, its ratio to plain decoding pair by pair, accept length, and whose drafts counted."""
+    """Speed, its ratio to plain decoding pair by pair, accept length, and whose drafts counted.
+
+    `flips` are sequences that differ: near ties, unless something is wrong.
+    """
     result, counters = runs[-1].result, runs[-1].result.counters
     same = np.asarray(result.sequences.tokens) == np.asarray(plain[-1].result.sequences.tokens)
     return {
@@ -261,4 +268,5 @@ def describe(runs: Sequence[Run], plain: Sequence[Run]) -> dict[str, Any]:
         "drafted_a_row": counters["drafted"] / max(counters["row_rounds"], 1),
         "round_seconds": spread([run.round_seconds for run in runs]),
         "by_drafter": result.by_drafter, "calibration_error": result.calibration.error,
-        "equal_tokens": bool(same.all()), "compilations": sum(run.compilations for run in runs)}
+        "equal_tokens": bool(same.all()), "flips": int((~same).any(1).sum()),
+        "compilations": sum(run.compilations for run in runs)}

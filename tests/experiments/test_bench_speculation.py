@@ -26,6 +26,7 @@ def test_a_case_times_every_arm_on_the_same_tokens():
                                  ["history"], cells, 2, CompilationCounter(), ["budget"])
     json.dumps(found)
     assert (found["rows"], found["prompts"], found["tokens"]) == (2, 3, 18)
+    assert (found["tokens_compared"], found["flips_per_million_tokens"]) == (4 * 18, 0)
     arms = found["arms"]
     assert list(arms) == ["off", "history 0", "history 1x1x2", "history 2x1x3", "history budget"]
     assert all(one["equal_tokens"] and one["compilations"] == 0 for one in arms.values())
@@ -53,8 +54,9 @@ def test_earlier_responses_are_other_samples_of_the_same_prompts():
               "off", [Cell(1, 1, 2)], CompilationCounter())
     arm.sampler.compile()
     earlier = arm.earlier(3)
-    timed, calibrating = (arm.run(None, step).result.sequences.tokens
-                          for step in (speculation.STEP, speculation.CALIBRATING))
+    runs = [arm.run(None, step) for step in (speculation.STEP, speculation.CALIBRATING)]
+    assert [speculation.describe([run], runs[:1])["flips"] for run in runs] == [0, 2]
+    timed, calibrating = (run.result.sequences.tokens for run in runs)
     assert earlier.shape == (2, 3, 6)
     streams = np.concatenate([earlier, np.stack([timed, calibrating], 1)], 1)
     assert all(len(np.unique(row, axis=0)) == 5 for row in streams)
