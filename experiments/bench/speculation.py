@@ -236,8 +236,9 @@ def parts_of(arm: Arm, runs: Sequence[Run], draft: float, steps: int) -> dict[st
 
 def drafted_vocab(sampler: Sampler) -> int:
     """Tokens whose scores drafters perturb, of all networks that draft."""
-    head, names = sampler.drafting.head, sampler.engine.machine.drafter.names
-    return (head.draft_vocab if head else 0) + sampler.arch.vocab_size * ("small_lm" in names)
+    head, machine = sampler.drafting.head, sampler.engine.machine
+    small = machine.arch.vocab_size if "small_lm" in machine.drafter.names else 0
+    return small + (head.draft_vocab if head else 0)
 
 
 def situation(arm: Arm, result: Result) -> parts.Situation:
