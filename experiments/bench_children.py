@@ -7,7 +7,9 @@
 The actor answers the first prompts of config.data's split; at each token that it said, children of
 the drafter's first depth are tried: the best `perturbed` by the noise of the actor's draw, at some
 draft.temperature, the `top` ones and ones that were `sampled`, all three by the match rule, and
-sampled ones by `rejection` without replacement. Intervals are bootstrapped over prompts.
+sampled ones by `rejection` without replacement. With config.rollout.top_k or top_p, `perturbed`
+ones also of what that truncation keeps of the drafter's distribution ("cut"), or of those tokens
+before all others ("cut last"). Intervals are bootstrapped over prompts.
 """
 
 import sys
@@ -45,10 +47,9 @@ def main(config: Config, workdir: Path) -> int:
         raise ConfigError("draft.path = '': there is no drafter to measure; give the directory of "
                           "an EAGLE head, such as train_drafter.py writes")
     rollout = config.rollout
-    if rollout.temperature == 0 or rollout.top_k or rollout.top_p < 1:
-        raise ConfigError(f"rollout.temperature = {rollout.temperature}, top_k = {rollout.top_k}, "
-                          f"top_p = {rollout.top_p}: what is measured are whole distributions; "
-                          f"give a temperature above 0, top_k 0 and top_p 1")
+    if rollout.temperature == 0:
+        raise ConfigError("rollout.temperature = 0: nothing is drawn from a distribution; give a "
+                          "temperature above 0")
     config, actor = run_flags.resolve(config)
     use_persistent_cache()
     source, mesh = actor.source, sharding.make_mesh(config.mesh)
@@ -68,8 +69,8 @@ def main(config: Config, workdir: Path) -> int:
     corpus = Corpus(tokens, np.asarray([len(p) for p in prompts], np.int32), none, none,
                     np.zeros((len(tokens), 2), np.uint32))
     programs = Programs(arch, DistillOptions(), mesh)
-    found = children.measure(programs, COUNTS, temperatures, params, programs.whole(own), corpus,
-                             rollout.temperature, config.seed)
+    found = children.measure(programs, COUNTS, temperatures, rollout, params, programs.whole(own),
+                             corpus, config.seed)
     results.write(out, results.blank(config) | {"cases": found})
     show.console().print(table(found["accepted"]))
     print(f"wrote {out}")

@@ -8,46 +8,60 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specrl_jax.config import RolloutConfig
 from specrl_jax.distill_programs import Programs
 from specrl_jax.draft.grow import highest
 from specrl_jax.drafter_data import Corpus, make_plans, texts_of
 from specrl_jax.intervals import bootstrap
+from specrl_jax.model import transformer
 from specrl_jax.rl import distill
 from specrl_jax.rl.distill import Lent, Lessons, Texts
 from specrl_jax.spec.rejection import lossless
+from specrl_jax.spec.sampling import process
 from specrl_jax.structs import Array
 
 PLAIN = ("top", "sampled", "rejection")
 TOKENS, MICRO_TOKENS = 4096, 2048
 AT_ONCE = 64  # anchors
 DRAWS = 4  # of the noise, at each anchor
+CUTS = {", cut": -jnp.inf, ", cut last": -1e6}  # added to the scores of removed tokens
 
 
-def kinds(temperatures: Sequence[float]) -> tuple[str, ...]:
+def kinds(temperatures: Sequence[float], truncated: bool) -> tuple[str, ...]:
     """Names of what `accepted` tells."""
-    return *(f"perturbed {temperature:g}" for temperature in temperatures), *PLAIN
+    return (*(f"perturbed {temperature:g}{cut}" for temperature in temperatures
+              for cut in (("", *CUTS) if truncated else ("",))), *PLAIN)
 
 
 def accepted(counts: Sequence[int], temperatures: Sequence[float], log_p: Array, log_q: Array,
-             key: Array) -> Array:
+             keep: Array | None, key: Array) -> Array:
     """Chance that a child is accepted, f32[kinds, counts], with one draw of the noise.
 
     `perturbed`, `top` and `sampled` are verified by the match rule: the best of log q / t + G with
     the noise of the actor's own draw, where t is the drafter's temperature over the actor's; the
-    best of log q; and the best of log q with noise of their own. `rejection` tests children drawn
-    without replacement from q one by one (spec/rejection.py).
+    best of log q; and the best of log q with noise of their own. `perturbed` ones may be of what
+    truncation keeps of q alone ("cut"), or of those before the rest ("cut last"). `rejection` tests
+    children drawn without replacement from q one by one (spec/rejection.py).
 
     Args:
       counts: of children, ascending.
       log_p: f32[Vd] of the actor, over the whole vocabulary; the rest of it is one more token that
         no drafter says.
       log_q: f32[Vd] of the drafter.
+      keep: bool[Vd] what truncation keeps of q; None if nothing is truncated.
     """
     p = jnp.exp(log_p)
     p = jnp.append(p, jnp.maximum(1 - p.sum(), 0))
     shared, own = jax.random.gumbel(key, (2, p.shape[0]))
     drawn = (jnp.log(p) + shared).argmax()
-    hits = [highest(log_q / t + shared[:-1], counts[-1])[1] == drawn for t in temperatures]
+    offsets = [0.0]
+    if keep is not None:
+        offsets += [jnp.where(keep, 0.0, away) for away in CUTS.values()]
+    hits = []
+    for t in temperatures:
+        for offset in offsets:
+            best, token = highest(log_q / t + offset + shared[:-1], counts[-1])
+            hits.append((token == drawn) & (best > -jnp.inf))
     top = highest(log_q, counts[-1])[1]
     sampled = highest(log_q + own[:-1], counts[-1])[1]
 
@@ -64,8 +78,9 @@ def accepted(counts: Sequence[int], temperatures: Sequence[float], log_p: Array,
     return found[:, np.asarray(counts) - 1]
 
 
-def of_batch(programs: Programs, counts: Sequence[int], temperatures: Sequence[float], params: Any,
-             lent: Lent, texts: Texts, lessons: Lessons, key: Array) -> tuple[Array, Array]:
+def of_batch(programs: Programs, counts: Sequence[int], temperatures: Sequence[float],
+             rollout: RolloutConfig, params: Any, actor: Any, lent: Lent, texts: Texts,
+             lessons: Lessons, key: Array) -> tuple[Array, Array]:
     """`accepted` at the first draft of all anchors of a micro-batch, and which of them are live.
 
     Returns:
@@ -73,43 +88,58 @@ def of_batch(programs: Programs, counts: Sequence[int], temperatures: Sequence[f
     """
     arch, window = programs.arch, lessons.hidden.shape[2]
     (hidden,) = distill.drafts(arch, 1, window, params, lent, texts, lessons)
-    log_p = distill.targets(lent, texts.temperature, lessons)
     log_q = distill.log_draft(arch, params, lent, texts.temperature, hidden)
-    shape = log_p.shape[1:]
+    shape = log_q.shape[1:]
+    truncated = is_truncated(rollout)
+
+    def processed(logits: Array, temperature: float) -> Array:
+        return process(logits[:, None], jnp.full(1, temperature), jnp.full(1, rollout.top_k),
+                       jnp.full(1, rollout.top_p)).logp[0]
 
     def one(at: tuple[Array, Array, Array]) -> Array:
-        log_p, log_q, key = at
-        many = jax.vmap(functools.partial(accepted, counts, temperatures, log_p, log_q))
+        hidden, log_q, key = at
+        logits = transformer.logits(arch.actor, actor, hidden[:, None])[:, 0]
+        log_p = processed(logits, rollout.temperature)[lent.vocab]
+        keep = processed(log_q, 1.0) > -jnp.inf if truncated else None
+        many = jax.vmap(functools.partial(accepted, counts, temperatures, log_p, log_q, keep))
         return many(jax.random.split(key, DRAWS)).mean(0)
 
-    flat = (log_p.reshape(len(log_p), -1).T, log_q.reshape(len(log_q), -1).T,
+    flat = (lessons.hidden.reshape(len(lessons.hidden), -1).T, log_q.reshape(len(log_q), -1).T,
             jax.random.split(key, shape[0] * shape[1]))
     found = jax.lax.map(one, flat, batch_size=min(AT_ONCE, len(flat[0])))
     live = distill.live(texts.length, texts.first, window, 1)[0]
     return jnp.moveaxis(found, 0, -1).reshape(*found.shape[1:], *shape), live
 
 
-def measure(programs: Programs, counts: Sequence[int], temperatures: Sequence[float], actor: Any,
-            own: Any, corpus: Corpus, temperature: float, seed: int) -> dict[str, Any]:
+def is_truncated(rollout: RolloutConfig) -> bool:
+    """Whether top-k or top-p may remove something."""
+    return rollout.top_k > 0 or rollout.top_p < 1
+
+
+def measure(programs: Programs, counts: Sequence[int], temperatures: Sequence[float],
+            rollout: RolloutConfig, actor: Any, own: Any, corpus: Corpus, seed: int
+            ) -> dict[str, Any]:
     """Means over the corpus's prompts, their 95 % intervals, and paired differences of kinds.
 
     Args:
+      rollout: temperature, top_k and top_p of the draws.
       own: the drafter's parameters, {"weights", "vocab"}.
     """
     lent = distill.lend(programs.arch, actor, jnp.asarray(own["vocab"]))
-    run = jax.jit(functools.partial(of_batch, programs, counts, temperatures))
+    run = jax.jit(functools.partial(of_batch, programs, counts, temperatures, rollout))
     by_prompt: dict[int, np.ndarray] = {}
     for number, plan in enumerate(make_plans(corpus, TOKENS, MICRO_TOKENS, 1, seed)):
-        texts = programs.rows(texts_of(corpus, plan, temperature))
+        texts = programs.rows(texts_of(corpus, plan, rollout.temperature))
         lessons = programs.teach(plan.window, actor, texts)
         for part, rows in enumerate(plan.rows):
             key = jax.random.fold_in(jax.random.key(seed), number * len(plan.rows) + part)
             found, live = (np.asarray(a) for a in run(
-                own["weights"], lent, *jax.tree.map(lambda a, i=part: a[i], (texts, lessons)), key))
+                own["weights"], actor, lent,
+                *jax.tree.map(lambda a, i=part: a[i], (texts, lessons)), key))
             by_prompt |= {int(row): found[:, :, i, live[i]].mean(-1)
                           for i, row in enumerate(rows) if row >= 0 and live[i].any()}
     values = np.stack([by_prompt[row] for row in sorted(by_prompt)])  # [prompts, kinds, counts]
-    return summarize(kinds(temperatures), counts, values)
+    return summarize(kinds(temperatures, is_truncated(rollout)), counts, values)
 
 
 def summarize(names: Sequence[str], counts: Sequence[int], values: np.ndarray) -> dict[str, Any]:

@@ -9,13 +9,13 @@ from experiments.bench import children
 P = np.asarray([0.4, 0.3, 0.1, 0.1], np.float32)  # a tenth lies outside the draft vocabulary
 Q = np.asarray([0.1, 0.5, 0.3, 0.1], np.float32)
 COUNTS = (1, 2, 4)
-KINDS = children.kinds([1, 0.5])
+KINDS = children.kinds([1, 0.5], truncated=False)
 
 
 def means(p, q, draws=20_000):
     keys = jax.random.split(jax.random.key(0), draws)
     one = jax.jit(jax.vmap(
-        lambda key: children.accepted(COUNTS, [1, 0.5], jnp.log(p), jnp.log(q), key)))
+        lambda key: children.accepted(COUNTS, [1, 0.5], jnp.log(p), jnp.log(q), None, key)))
     return dict(zip(KINDS, np.asarray(one(keys), np.float64).mean(0), strict=True))
 
 
@@ -39,6 +39,20 @@ def test_a_perfect_drafter_misses_only_what_it_cannot_say():
     found = means(P, P / P.sum())
     np.testing.assert_allclose(found["perturbed 1"], 0.9, atol=0.012)
     np.testing.assert_allclose(found["rejection"][0], 0.9, atol=0.012)
+
+
+def test_cut_children_are_of_what_truncation_keeps_of_q():
+    keep, drawn = jnp.asarray([False, True, True, False]), jnp.log(P)
+    keys = jax.random.split(jax.random.key(1), 20_000)
+    one = jax.jit(jax.vmap(
+        lambda key: children.accepted(COUNTS, [1], drawn, jnp.log(Q), keep, key)))
+    found = dict(zip(children.kinds([1], truncated=True), np.asarray(one(keys)).mean(0),
+                     strict=True))
+    cut, last = found["perturbed 1, cut"], found["perturbed 1, cut last"]
+    np.testing.assert_allclose(cut[1:], 0.3 + 0.1, atol=0.012)  # both of those kept, never a third
+    np.testing.assert_allclose(last[2], 0.9, atol=0.012)  # all that the drafter can say
+    np.testing.assert_array_equal(cut[:2], last[:2])
+    assert found["perturbed 1"][1] > cut[1] + 0.1 > cut[0] + 0.1
 
 
 def test_kinds_are_compared_prompt_by_prompt():
