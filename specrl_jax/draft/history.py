@@ -137,45 +137,56 @@ def _match_lengths(corpus: Array, suffix: Array) -> Array:
 def _grow(weight: Array, following: Array, tip: Tip, spec: SpecConfig, survive: Survive,
           branch: int, nodes: int, origin: int) -> DraftTree:
     """Up to `branch` chains from the root; at each node the voters that agree so far vote on."""
-    depth = following.shape[2]
-    first = following[:, :, 0]
-    none = jnp.zeros_like(tip.root)
+    batch, _, depth = following.shape
+    by_depth = jnp.moveaxis(following, 2, 0)
 
-    def node(carry: tuple[Array, ...], index: Array) -> tuple[tuple[Array, ...], DraftTree]:
-        free, voters, parent, survival, best, open_ = carry
-        k, d = index // depth, index % depth
-        starts = d == 0
-        voters = jnp.where(starts, free, voters)
-        parent = jnp.where(starts, 0, parent)
-        among = jnp.where(starts, weight, voters).sum(1)
-        token, votes, share = _elect(
-            voters, jax.lax.dynamic_index_in_dim(following, d, 2, False), among)
-        open_ = (starts | open_) & tip.live & (votes > 0) & (d < spec.steps) & (k < spec.branch)
-        logq = jnp.log(share)
-        best = jnp.where(index == 0, logq, best)
-        gap = jnp.where(starts, best - logq, 0)
-        level, rank = none + d + 1, none + jnp.where(starts, k, 0)
-        survival = survive(*(a[:, None] for a in (
-            jnp.where(starts, 1.0, survival), share, level, none + origin)))[:, 0]
-        child = DraftTree(tokens=token, parent=parent, depth=level, rank=rank,
-                          origin=none + origin,
-                          survival=survival, logq=logq, guess=share, gap=gap, live=open_)
-        agree = jax.lax.dynamic_index_in_dim(following, d, 2, False) == token[:, None]
-        free = jnp.where(starts & (first == token[:, None]), 0, free)
-        return (free, jnp.where(agree, voters, 0), none + index + 1, survival, best, open_), child
+    def first(free: Array, _: None) -> tuple[Array, tuple[Array, ...]]:
+        token, votes, share = _elect(free, by_depth[0], weight.sum(1))
+        agree = by_depth[0] == token[:, None]
+        return jnp.where(agree, 0, free), (token, votes, share, jnp.where(agree, free, 0))
 
-    blank = jnp.zeros_like(weight[:, 0])
-    start = (weight, weight, none, blank, blank, jnp.zeros_like(tip.live))
-    _, children = jax.lax.scan(node, start, jnp.arange(branch * depth))
+    _, elected = jax.lax.scan(first, weight, None, length=branch)
+    token, votes, share, voters = (jnp.moveaxis(a, 0, 1) for a in elected)  # [B, K], [B, K, C]
+    chain = jnp.arange(branch)[None]
+    none = jnp.zeros((batch, branch), jnp.int32)
+    open_ = tip.live[:, None] & (votes > 0) & (spec.steps > 0) & (chain < spec.branch)
+    survival = survive(jnp.ones((batch, 1)), share, none + 1, none + origin)
+    logq = jnp.log(share)
+    level = DraftTree(tokens=token, parent=none, depth=none + 1, rank=none + chain,
+                      origin=none + origin, survival=survival, logq=logq, guess=share,
+                      gap=logq[:, :1] - logq, live=open_)
+
+    def deeper(carry: tuple[Array, DraftTree], at: tuple[Array, Array]
+               ) -> tuple[tuple[Array, DraftTree], DraftTree]:
+        (voters, above), (d, candidates) = carry, at
+        candidates = candidates[:, None]
+        token, votes, share = _elect(voters, candidates, voters.sum(-1))
+        below = above.replace(
+            tokens=token, parent=none + chain * depth + d, depth=above.depth + 1, rank=none,
+            survival=survive(*(a[..., None] for a in (
+                above.survival, share, above.depth + 1, above.origin)))[..., 0],
+            logq=jnp.log(share), guess=share, gap=jnp.zeros_like(share),
+            live=above.live & (votes > 0) & (d < spec.steps))
+        return (jnp.where(candidates == token[..., None], voters, 0), below), below
+
+    _, rest = jax.lax.scan(deeper, (voters, level), (jnp.arange(1, depth), by_depth[1:]))
+    children = jax.tree.map(  # [D, B, K] -> [K * D, B]
+        lambda top, rest: jnp.moveaxis(jnp.concatenate([top[None], rest]), (2, 0), (0, 1)).reshape(
+            branch * depth, batch), level, rest)
     return attach(roots(tip.root, tip.live, nodes), children)
 
 
 def _elect(weight: Array, tokens: Array, among: Array) -> tuple[Array, Array, Array]:
-    """The token with most votes: (i32[B], its votes f32[B], their share of `among` f32[B])."""
+    """The token with most votes: (i32[...], its votes f32[...], their share of `among` f32[...]).
+
+    Args:
+      weight, tokens: [..., C] of each voter.
+    """
     weight = jnp.where(tokens >= 0, weight, 0)
-    votes = ((tokens[:, :, None] == tokens[:, None, :]) * weight[:, None, :]).sum(-1)
+    tokens = jnp.broadcast_to(tokens, weight.shape)
+    votes = ((tokens[..., :, None] == tokens[..., None, :]) * weight[..., None, :]).sum(-1)
     votes = jnp.where(weight > 0, votes, 0)
-    best = votes.argmax(1)[:, None]
-    won = jnp.take_along_axis(votes, best, 1)[:, 0]
+    best = votes.argmax(-1)[..., None]
+    won = jnp.take_along_axis(votes, best, -1)[..., 0]
     share = won / (among + 4.0)  # votes for something never said: one match of length 1
-    return jnp.take_along_axis(tokens, best, 1)[:, 0], won, jnp.maximum(share, 1e-6)
+    return jnp.take_along_axis(tokens, best, -1)[..., 0], won, jnp.maximum(share, 1e-6)

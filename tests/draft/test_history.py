@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from specrl_jax.control import acceptance
 from specrl_jax.control.policies import make_spec
 from specrl_jax.draft.base import Drafter, Occasion
 from specrl_jax.draft.history import history
@@ -134,6 +135,16 @@ def test_steps_and_branch_bound_the_tree(steps: int, branch: int) -> None:
     said = [1, 2, 5, 8, 7, 2, 6, 8, 1, 2]
     chains = Corpus([[9]], [said]).chains(steps=steps, branch=branch)
     assert [len(c) for c in chains] == [steps] * (branch if steps else 0)
+
+
+def test_estimates_of_siblings_sum_to_one_at_most() -> None:
+    corpus = Corpus([[9]], [[1, 2, 5, 1, 2, 6, 1, 2]])
+    often = jnp.full((1, DEPTH, acceptance.BINS), 0.75)  # each of two first tokens, so it was seen
+    tree, _ = corpus.propose((), corpus.state, corpus.tip, None, make_spec(DEPTH, BRANCH, NODES, 0),
+                             functools.partial(acceptance.survive, often))
+    first = np.asarray(tree.live & (tree.depth == 1))
+    assert first.sum() == 2
+    np.testing.assert_allclose(np.asarray(tree.survival)[first], 0.5)
 
 
 def test_dead_rows_get_no_nodes() -> None:
