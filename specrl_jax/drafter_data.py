@@ -8,6 +8,8 @@ import dataclasses
 import gzip
 import json
 import os
+import zipfile
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -121,13 +123,16 @@ def gather(config: Config, source: Source, params: Params, prompts: tuple[Prompt
 
 
 def _sampler(config: Config, source: Source, samples: int, prompts: int) -> tuple[Sampler, int]:
-    """A sampler without speculation, and how many prompts it takes at once: equal parts."""
+    """A sampler of plain decoding's tokens, and how many prompts it takes at once: equal parts.
+
+    Whatever spec.rule is: drafts are judged by the match rule, against the noise of these draws.
+    """
     mesh, slots = sharding.make_mesh(config.mesh), config.rollout.batch_size
     parts = -(-prompts * samples // (PART_BATCHES * slots))
     shards = sharding.shard_count(mesh)
     at_once = -(-prompts // parts // shards) * shards
     plain = dataclasses.replace(
-        config, spec=dataclasses.replace(config.spec, drafter="off"),
+        config, spec=dataclasses.replace(config.spec, drafter="off", rule="match"),
         rollout=dataclasses.replace(config.rollout, batch_size=min(slots, at_once * samples)))
     return Sampler(plain, source.arch, source.tokenizer.stop_ids, mesh,
                    prompts=at_once, group=samples), at_once
@@ -155,9 +160,21 @@ def roll_out(sampler: Sampler, prompts: Prompts, at_once: int, directory: Path,
             tokens = int(rollout.length.sum())
             say(f"rollouts {number + 1}/{len(asked)}  {tokens} tokens  "
                 f"{tokens / result.seconds:.0f} tok/s")
-        with np.load(path, allow_pickle=False) as stored:
-            parts.append({name: stored[name] for name in FIELDS})
+        parts.append(_stored(path))
     return {name: np.concatenate([part[name] for part in parts]) for name in FIELDS}
+
+
+def _stored(path: Path) -> dict[str, np.ndarray]:
+    """
+    Raises:
+      ConfigError: the file is damaged.
+    """
+    try:
+        with np.load(path, allow_pickle=False) as stored:
+            return {name: stored[name] for name in FIELDS}
+    except (ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        raise ConfigError(f"{path}: {error}; the file is damaged, remove it and it is made again"
+                          ) from error
 
 
 def _store(path: Path, arrays: dict[str, np.ndarray]) -> None:

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from specrl_jax.checksum import checksum, sums
+from specrl_jax.config import check
 from specrl_jax.draft import eagle_model
 from specrl_jax.sampler import Sampler
 
@@ -255,11 +256,24 @@ class Life:
                 "rate": self._rate,
                 "known": [[v, *dataclasses.astuple(known)] for v, known in self._known.items()]}
 
-    def restore(self, meta: dict[str, Any], head: Any) -> None:
-        """Continues with `head`, the published version of a checkpoint."""
+    def restore(self, meta: dict[str, Any], head: Any = None) -> None:
+        """Continues with `head`, the published version of a checkpoint.
+
+        Without one, as of drafters that do not learn, with what the sampler has loaded.
+
+        Raises:
+          ConfigError: that is not what drafted in this run before.
+        """
         self.version, self.held, self.faults = meta["version"], meta["held"], meta["faults"]
         self._rate = meta["rate"]
         self._known = {v: Fingerprint(*rest) for v, *rest in meta["known"]}
+        if head is None:
+            head, draft = self.head, self.sampler.config.draft
+            field, value = (("draft.model", draft.model) if self.sampler.drafting.head is None else
+                            ("draft.path", draft.path))
+            check(self._print(head) == self._known[self.version], field, value,
+                  "holds other weights than when this run began; put those back, or start another "
+                  "--workdir")
         self._good = self.sampler.drafting.with_kept(self.sampler.own, head)
         self.sampler.publish_drafter(self._good, self.version)
 

@@ -9,6 +9,7 @@ DRAFTERS = ("off", "history", "eagle", "small_lm", "replay", "merge")
 CHILDREN = ("perturbed", "top", "sampled")
 LOSSES = ("forward_kl", "reward_weighted_kl", "advantage_weighted_kl", "jsd", "tv", "e2e_tv", "lk")
 WHEN = ("off", "once", "every_k", "every_step", "trigger", "overlap", "overlap_k")
+MOST_MIX = 1000.0  # a factor that hides all other drafters; endless ones would hide roots, too
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,8 +44,9 @@ class DraftConfig:
         parts = [name for name in DRAFTERS if name not in ("off", "merge")]
         check(len(set(self.parts)) == len(self.parts) >= 2 and set(self.parts) <= set(parts),
               "draft.parts", self.parts, f"name two or more of {', '.join(parts)}, each once")
-        check(not self.mix or (len(self.mix) == len(self.parts) and min(self.mix) >= 0),
-              "draft.mix", self.mix, f"give one number >= 0 for each of {', '.join(self.parts)}")
+        inside = all(0 <= factor <= MOST_MIX for factor in self.mix)  # not a number is not
+        check(inside and len(self.mix) in (0, len(self.parts)), "draft.mix", self.mix,
+              f"give one number in [0, {MOST_MIX:g}] for each of {', '.join(self.parts)}")
 
     @property
     def drafters(self) -> int:

@@ -244,7 +244,7 @@ def train_drafter(config: Config, actor: Actor, options: DrafterTraining, workdi
             with metrics.Writer(workdir, trainer.step_number, warn) as writer, Progress(
                     options.steps, trainer.step_number) as progress:
                 run_updates(trainer, checkpoints, writer, progress)
-    if left or not (workdir / DRAFTER).exists():
+    if not (workdir / DRAFTER).exists():  # as after a last checkpoint that could not be read again
         trainer.save_head(workdir / DRAFTER)
     return left
 

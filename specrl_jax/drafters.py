@@ -109,7 +109,8 @@ def _part(name: str, origin: int, config: Config, arch: Architecture, stop: Sequ
     head, own, actor = _head(config, arch, stop, tokenizer, warn)
     return Drafting(eagle(head, children=config.draft.children, origin=origin,
                           temperature=config.draft.temperature,
-                          drawn=config.spec.rule in DRAWN_RULES, **sizes), own, head, weighty=True,
+                          drawn=config.spec.rule in DRAWN_RULES,
+                          dtype=jnp.dtype(config.model.dtype), **sizes), own, head, weighty=True,
                     actor=actor)
 
 

@@ -86,11 +86,10 @@ class Trainer:
         self.warnings: list[str] = []  # what a user should know of the drafter, not told yet
         self.life, self.evolution = evolution.begin(config, self.sampler, prompts.tokens,
                                                    self.warnings.append)
-        spec = config.spec
-        self.memory = Memory(
-            capacity(spec.history_megabytes, config.rollout.max_new_tokens,
-                     len(prompts.examples), spec.history_past or 1),
-            config.rollout.max_new_tokens, spec.history_window)
+        spec, buffer = config.spec, config.rollout.max_new_tokens
+        most = spec.history_past or 1
+        rows = capacity(spec.history_megabytes, buffer, len(prompts.examples), most)
+        self.memory = Memory(rows, buffer, most, spec.history_window)
 
     def _optimizer_places(self, params: Any) -> Any:
         """AdamW's moments lie where their parameters do; everything else is replicated."""
@@ -346,7 +345,7 @@ class Trainer:
         self.sampler.publish(self.state.params, self.step_number)
         if self.life:
             self.life.seconds = np.array(arrays["drafter_account"])
-            self.life.restore(meta["life"], arrays.get("drafter", self.life.head))
+            self.life.restore(meta["life"], arrays.get("drafter"))
         if self.evolution:
             self.evolution.restore(arrays, meta["drafter"])
         return True

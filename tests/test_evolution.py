@@ -586,6 +586,21 @@ def test_options_are_checked(changes: Any, message: str) -> None:
         DistillConfig(**changes)
 
 
+def test_a_head_that_was_replaced_does_not_go_on_with_the_run() -> None:
+    def life(value: float) -> drafter_life.Life:
+        head = {"weights": {"fc": jnp.full((4, 3), value)}, "vocab": np.arange(4)}
+        return drafter_life.Life(SimpleNamespace(
+            drafting=Drafting(off(), head=SimpleNamespace()), drafter_version=0, own=head,
+            drafter_params=SimpleNamespace(**head), publish_drafter=lambda own, version: None,
+            config=SimpleNamespace(draft=DraftConfig(path="heads/mine"))), [], 0, print)
+
+    before = life(1.0)
+    before._known = {0: before._print(before.head)}
+    life(1.0).restore(before.meta())
+    with pytest.raises(ConfigError, match="draft.path = 'heads/mine': holds other weights"):
+        life(2.0).restore(before.meta())
+
+
 def test_a_drafter_of_other_shapes_is_swapped() -> None:
     def head(*shape: int) -> dict[str, Any]:
         return {"weights": {"fc": np.ones(shape, np.float32)}, "vocab": np.arange(4)}

@@ -14,19 +14,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import safetensors
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import save_file
 
 from specrl_jax.config import ConfigError, check
 from specrl_jax.draft.eagle_model import EagleArch, default_taps
 from specrl_jax.model.architecture import Architecture
 from specrl_jax.model.hf_config import parse_config, write_config
-from specrl_jax.model.hf_directory import SINGLE
+from specrl_jax.model.hf_directory import DTYPES, SINGLE, open_tensors
 from specrl_jax.model.tokenizer import read_json
 
 CLASS = "LlamaForCausalLMEagle3"
 OURS = "specrl_jax"  # section of config.json that other readers ignore
 HEAD, OFFSETS, MASK, EMBED = "lm_head.weight", "d2t", "t2d", "embed_tokens.weight"
+_MAPS = {OFFSETS: ("I64", "I32"), MASK: ("BOOL",)}
 _NORMS = {"embed_norm": "midlayer.input_layernorm.weight",
           "feature_norm": "midlayer.hidden_norm.weight",
           "mlp_norm": "midlayer.post_attention_layernorm.weight", "final_norm": "norm.weight"}
@@ -175,9 +175,9 @@ def _vocab(arch: EagleArch, tensors: Mapping[str, np.ndarray], folder: Path) -> 
     if arch.draft_vocab == total and OFFSETS not in tensors:
         return np.arange(total, dtype=np.int32)
     offsets = tensors.get(OFFSETS, np.zeros(0))
-    _expect(offsets.shape == (arch.draft_vocab,) and offsets.dtype.kind in "iu", folder,
-            f"tensor {OFFSETS} must hold draft_vocab_size = {arch.draft_vocab} offsets, integers; "
-            "give a whole checkpoint")
+    _expect(offsets.shape == (arch.draft_vocab,), folder,
+            f"tensor {OFFSETS} must hold draft_vocab_size = {arch.draft_vocab} offsets; give a "
+            "whole checkpoint")
     vocab = np.arange(arch.draft_vocab) + offsets.astype(np.int64)
     _expect(vocab[0] >= 0 and vocab[-1] < total and (np.diff(vocab) > 0).all(), folder,
             f"tensor {OFFSETS} must lead to ascending tokens in 0..{total - 1}; give a head that "
@@ -233,10 +233,12 @@ def _tensors(arch: EagleArch, own: Mapping[str, Any]) -> dict[str, np.ndarray]:
 
 def _read(path: Path) -> dict[str, np.ndarray]:
     _expect(path.is_file(), path, "no such file; give a directory with a head in safetensors")
-    try:
-        return load_file(path)
-    except safetensors.SafetensorError as error:
-        raise ConfigError(f"{path}: {error}; the file is damaged, fetch it again") from error
+    file = open_tensors(path)
+    for name in file.keys():  # noqa: SIM118  it is no mapping
+        found, wanted = file.get_slice(name).get_dtype(), _MAPS.get(name, DTYPES)
+        _expect(found in wanted, path, f"tensor {name} has dtype {found}, only {', '.join(wanted)} "
+                                       "are supported; give a head that is not quantised")
+    return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
 
 
 def _expect(ok: bool, where: Path, problem: str) -> None:

@@ -26,12 +26,14 @@ def capacity(megabytes: int, buffer: int, prompts: int, past: int) -> int:
 class Memory:
     """A ring of responses: the oldest make room. A row is its tokens, prompt id and step."""
 
-    def __init__(self, rows: int, buffer: int, window: int = 0) -> None:
+    def __init__(self, rows: int, buffer: int, most: int, window: int = 0) -> None:
         """
         Args:
+          most: responses to a prompt that a step adds, its last ones; as many as are asked for, or
+            a large group would drive out those to other prompts.
           window: steps after its own in which a response is still given out; 0 is all.
         """
-        self.window = window
+        self.most, self.window = most, window
         self.tokens = np.full((rows, buffer), EMPTY, np.int32)
         self.prompt_id = np.full(rows, EMPTY, np.int32)
         self.step = np.zeros(rows, np.int32)
@@ -49,7 +51,9 @@ class Memory:
             ) -> None:
         """Adds a step's responses i32[Q, T] of the given lengths, in order."""
         size = len(self.prompt_id)
-        for i in range(max(0, len(prompt_id) - size), len(prompt_id)):
+        used = [i for one in np.unique(prompt_id)
+                for i in np.flatnonzero(prompt_id == one)[-self.most:]]
+        for i in sorted(used)[-size:]:
             at = int(self.next) % size
             self.tokens[at] = EMPTY
             self.tokens[at, : length[i]] = tokens[i, : length[i]]

@@ -38,7 +38,7 @@ def safetensors_tensors(directory: Path) -> Tensors:
     shapes: dict[str, Shape] = {}
     files = {}
     for path in _shards(directory):
-        handle = _open(path)
+        handle = open_tensors(path)
         for name in handle.keys():
             view = handle.get_slice(name)
             if view.get_dtype() not in DTYPES:
@@ -59,7 +59,11 @@ def _shards(directory: Path) -> list[Path]:
     return [directory / name for name in sorted(set(names.values()))]
 
 
-def _open(path: Path) -> safetensors.safe_open:
+def open_tensors(path: Path) -> safetensors.safe_open:
+    """
+    Raises:
+      ConfigError: the file is missing or damaged.
+    """
     if not path.is_file():
         raise ConfigError(f"{path}: no such file; the download is incomplete, or the model was not "
                           "saved as safetensors (transformers' save_pretrained does)")

@@ -89,7 +89,14 @@ def project(weight: Array, x: Array, axes: int = 1, few: bool = False, dtype: An
       dtype: of the result; None is that of x.
     """
     if not few:
-        return jnp.tensordot(weight, x, axes, preferred_element_type=dtype)
+        def product(weight: Array, x: Array) -> Array:
+            return jnp.tensordot(weight, x, axes, preferred_element_type=dtype)
+
+        if dtype in (None, x.dtype):
+            return product(weight, x)
+        return jax.lax.platform_dependent(  # a CPU has some such products only as wide ones
+            weight, x, default=product,
+            cpu=lambda *narrow: product(*(a.astype(dtype) for a in narrow)))
     out, tokens = weight.shape[: weight.ndim - axes], x.shape[axes:]
     inner = math.prod(x.shape[:axes])
     y = narrow_matmul(weight.reshape(-1, inner), x.reshape(inner, -1))

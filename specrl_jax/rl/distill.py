@@ -145,7 +145,7 @@ def _places(start: Array, size: int, total: int) -> Array:
 def targets(lent: Lent, temperature: Array, lessons: Lessons) -> Array:
     """log p of the draft vocabulary at each response token, f32[Vd, b, T], without gradient."""
     head = jax.lax.dynamic_index_in_dim(lent.teachers, lessons.teacher, 0, False)
-    scores = jnp.tensordot(head, lessons.hidden, 1, preferred_element_type=jnp.float32)
+    scores = transformer.project(head, lessons.hidden, dtype=jnp.float32)
     return jax.lax.stop_gradient(
         scores / temperature[None, :, None] - lessons.normalizer[None])
 

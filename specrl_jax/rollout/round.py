@@ -16,6 +16,7 @@ from specrl_jax.control import acceptance
 from specrl_jax.control.policies import Bucket, Controller, Outcome
 from specrl_jax.draft.base import Drafter
 from specrl_jax.draft.tree import compact, roots
+from specrl_jax.drafter_options import MOST_MIX
 from specrl_jax.model import transformer
 from specrl_jax.model.architecture import Architecture
 from specrl_jax.model.transformer import Packing, Params
@@ -192,14 +193,14 @@ def noted(machine: Machine, state: RolloutState, turn: Turn, count: Array, round
 def clamp(spec: SpecConfig, drafter: Drafter, rows: Array) -> tuple[SpecConfig, Array]:
     """What a policy planned, with what the shapes cannot hold changed, and whether any was, bool[].
 
-    0 <= steps <= D, 1 <= branch <= K, 1 <= nodes <= N, no drafter weighed below 0, and a budget
-    that holds the root of each of `rows`.
+    0 <= steps <= D, 1 <= branch <= K, 1 <= nodes <= N, factors of drafters in [0, MOST_MIX], so
+    that no draft counts as much as a root, and a budget that holds the root of each of `rows`.
     """
     inside = spec.replace(
         steps=jnp.clip(spec.steps, 0, drafter.depth),
         branch=jnp.clip(spec.branch, 1, drafter.branch),
         nodes=jnp.clip(spec.nodes, 1, drafter.nodes), budget=jnp.maximum(spec.budget, rows),
-        mix=jnp.where(spec.mix >= 0, spec.mix, 0))  # not a number is 0, too
+        mix=jnp.where(spec.mix >= 0, jnp.minimum(spec.mix, MOST_MIX), 0))  # 0 if not a number, too
     changed = jax.tree.map(lambda a, b: (a != b).any(), spec, inside)
     return inside, jnp.stack(jax.tree.leaves(changed)).any()
 

@@ -374,6 +374,29 @@ def test_the_config_makes_one() -> None:
 
 
 @pytest.mark.parametrize("drafter", ["small_lm", "eagle"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_drafter_holds_the_dtype_of_the_model(drafter: str, dtype: str) -> None:
+    made = make(Config(model=ModelSource("random:tiny", dtype=dtype), draft=DraftConfig(
+        model="random:tiny"), spec=SpecOptions(drafter=drafter)))
+    state = made.drafter.init(Occasion(
+        prompt=np.zeros((1, 4), np.int32), prompt_length=np.ones(1, np.int32),
+        past=np.zeros((1, 0, 8), np.int32), batch=2, group=2, buffer=8, cache=16))
+    real = {leaf.dtype for leaf in jax.tree.leaves(state) if leaf.dtype.kind not in "iu"}
+    assert real == {jnp.dtype(dtype)}
+
+
+@pytest.mark.parametrize("mix, ok", [
+    ((1.0, 2.0), True), ((0.0, 1000.0), True), ((1.0,), False), ((1.0, 1.0, 1.0), False),
+    ((1.0, -1.0), False), ((1.0, float("nan")), False), ((float("inf"), 1.0), False)])
+def test_mixtures_are_checked(mix: tuple[float, ...], ok: bool) -> None:
+    if ok:
+        assert DraftConfig(mix=mix).mix == mix
+    else:
+        with pytest.raises(ConfigError, match=r"draft.mix = .*: give one number in \[0, 1000\]"):
+            DraftConfig(mix=mix)
+
+
+@pytest.mark.parametrize("drafter", ["small_lm", "eagle"])
 def test_the_draft_temperature_reaches_the_drafter(drafter: str) -> None:
     made = make(config(draft=DraftConfig(model="random:tiny", temperature=0.5),
                        spec=SpecOptions(drafter=drafter)))

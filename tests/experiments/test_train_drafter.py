@@ -3,6 +3,7 @@
 import dataclasses
 import gzip
 import json
+import shutil
 import types
 
 import jax
@@ -126,6 +127,23 @@ def test_texts_are_padded_and_the_greedy_count_as_temperature_1():
     np.testing.assert_array_equal(texts.tokens[at][:9], made.tokens[1])
     assert texts.reward[at] == 1 and (texts.tokens[at][9:] == 0).all()
     assert (texts.first >= 1).all()
+
+
+def test_rollouts_are_drawn_with_the_noise_that_drafts_are_judged_by():
+    config = dataclasses.replace(micro_config(), spec=SpecOptions(rule="lossy_greedy"))
+    sampler, _ = drafter_data._sampler(config, describe_source("random:tiny"), 1, 2)
+    assert sampler.engine.machine.rule == "match"
+
+
+def test_damaged_rollouts_are_named(tmp_path):
+    path = tmp_path / "00000.npz"
+    drafter_data._store(path, {name: np.arange(3) for name in drafter_data.FIELDS})
+    whole = path.read_bytes()
+    assert set(drafter_data._stored(path)) == set(drafter_data.FIELDS)
+    for content in (whole[:-30], whole[:100], b"", whole[:99] + bytes(9) + whole[108:]):
+        path.write_bytes(content)
+        with pytest.raises(ConfigError, match="00000.npz: .*; the file is damaged, remove it"):
+            drafter_data._stored(path)
 
 
 def test_files_of_texts(tmp_path):
@@ -277,6 +295,8 @@ def test_a_run_that_was_stopped_ends_as_if_it_had_not_been(whole, tmp_path, monk
     assert losses(tmp_path) == losses(whole)
     same = [restore_part(d / "checkpoints", 6, "drafter") for d in (tmp_path, whole)]
     jax.tree.map(np.testing.assert_array_equal, *same)
+    shutil.rmtree(tmp_path / "checkpoints" / "6")  # of a run whose head is written already
+    assert train(tmp_path) and losses(tmp_path) == losses(whole)
 
 
 @pytest.mark.slow

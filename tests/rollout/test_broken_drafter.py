@@ -7,7 +7,7 @@ import pytest
 from helpers import micro_config
 
 from specrl_jax import sharding
-from specrl_jax.config import SpecOptions
+from specrl_jax.config import ModelSource, SpecOptions
 from specrl_jax.draft import eagle_model
 from specrl_jax.model.tiny import TINY, byte_tokenizer, random_tensors
 from specrl_jax.model.weights import Source
@@ -18,9 +18,9 @@ SPEC = SpecOptions(drafter="eagle", steps=2, branch=2, nodes=4, max_steps=2, max
                    max_nodes=5)
 
 
-def generate(spec):
+def generate(spec, dtype="float32"):
     """The tokens of a rollout, its counters and those of the next one, and all warnings."""
-    config, warnings = micro_config(spec=spec), []
+    config, warnings = micro_config(spec=spec, model=ModelSource(dtype=dtype)), []
     sampler = Sampler(config, ARCH, (3,), sharding.make_mesh(config.mesh), prompts=4, group=2,
                       warn=warnings.append, tokenizer=byte_tokenizer())
     sampler.publish(Source(ARCH, byte_tokenizer(), random_tensors(ARCH, 0), "").params(), 0)
@@ -56,3 +56,15 @@ def test_a_drafter_that_is_not_finite_is_named_and_changes_no_token(
     assert tokens == plain and counters["broken"] > 0 and any(warning in w for w in warnings)
     assert counters["drafted"] == 0 or drafter == "merge"  # whose history drafts on
     assert after["drafted"] == after["broken"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drafter", ["eagle", "merge"])
+def test_in_bfloat16_drafts_are_accepted_too(drafter):
+    plain, *_ = generate(dataclasses.replace(SPEC, drafter="off"), "bfloat16")
+    drafted, counters, after, _ = generate(dataclasses.replace(SPEC, drafter=drafter), "bfloat16")
+    assert counters["broken"] == 0 and counters["drafted"] > 0
+    assert counters["accepted"] + after["accepted"] > 0
+    same = np.mean([a == b for one, other in zip(plain, drafted, strict=True)
+                    for a, b in zip(one, other, strict=True)])
+    assert same > 0.9  # but for near ties, which are nearer in 8 bits, and what follows them

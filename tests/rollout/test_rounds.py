@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import (
@@ -63,6 +64,8 @@ def test_a_plan_is_cut_to_the_shapes() -> None:
     found, clamped = clamp(outside, drafter, BATCH)
     jax.tree.map(np.testing.assert_array_equal, found, inside)
     assert clamped and not clamp(inside, drafter, BATCH)[1]
+    heavy, clamped = clamp(inside.replace(mix=jnp.asarray([np.inf, 2.0])), drafter, BATCH)
+    assert clamped and heavy.mix.tolist() == [1000.0, 2.0]  # not as likely as a root
     for name in ("steps", "branch", "nodes", "budget", "mix"):
         assert clamp(inside.replace(**{name: getattr(outside, name)}), drafter, BATCH)[1], name
 
