@@ -23,7 +23,7 @@ class DraftConfig:
                                         "(top), or drawn from the drafter (sampled)")
     temperature: float = option(1.0, "eagle, small_lm: temperature of the drafter's distribution "
                                      "over rollout.temperature; below 1 where it is less sure than "
-                                     "the actor")
+                                     "the actor, or responses are truncated by top-k or top-p")
     model: str = option("", "small_lm: a smaller model with the actor's tokenizer, named as "
                             "model.path is")
     corruption: float = option(0.0, "replay: probability that a recorded token is replaced; 0 is a "

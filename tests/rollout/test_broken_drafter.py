@@ -7,8 +7,10 @@ import pytest
 from helpers import micro_config
 
 from specrl_jax import sharding
-from specrl_jax.config import ModelSource, SpecOptions
+from specrl_jax.config import DraftConfig, ModelSource, SpecOptions
 from specrl_jax.draft import eagle_model
+from specrl_jax.model import tiny
+from specrl_jax.model.tensors import EMBED, FINAL_NORM
 from specrl_jax.model.tiny import TINY, byte_tokenizer, random_tensors
 from specrl_jax.model.weights import Source
 from specrl_jax.sampler import Asked, Sampler
@@ -20,7 +22,8 @@ SPEC = SpecOptions(drafter="eagle", steps=2, branch=2, nodes=4, max_steps=2, max
 
 def generate(spec, dtype="float32"):
     """The tokens of a rollout, its counters and those of the next one, and all warnings."""
-    config, warnings = micro_config(spec=spec, model=ModelSource(dtype=dtype)), []
+    config, warnings = micro_config(spec=spec, model=ModelSource(dtype=dtype),
+                                    draft=DraftConfig(model="random:tiny")), []
     sampler = Sampler(config, ARCH, (3,), sharding.make_mesh(config.mesh), prompts=4, group=2,
                       warn=warnings.append, tokenizer=byte_tokenizer())
     sampler.publish(Source(ARCH, byte_tokenizer(), random_tensors(ARCH, 0), "").params(), 0)
@@ -32,7 +35,7 @@ def generate(spec, dtype="float32"):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("drafter", ["eagle", "merge"])
+@pytest.mark.parametrize("drafter", ["eagle", "merge", "small_lm"])
 @pytest.mark.parametrize("name, factor, warning", [
     ("fc", np.nan, "speculation is off: the drafter's"),
     ("final_norm", 3e38, "speculation is off: scores of drafter version 0 are not finite; train "
@@ -45,13 +48,19 @@ def test_a_drafter_that_is_not_finite_is_named_and_changes_no_token(
     assert drafted == plain and counters["drafted"] > 0 and after["drafted"] > 0
     assert counters["broken"] == after["broken"] == 0
     assert not any("finite" in warning for warning in [*quiet, *warnings])
-    whole = eagle_model.initialize
+    whole, small = eagle_model.initialize, tiny.random_tensors
 
     def broken(arch, seed):
         weights = whole(arch, seed)
         return weights | {name: (weights[name] * factor).astype(np.float32)}
 
+    def broken_too(arch, seed):  # of the small model; the actor has its tensors from elsewhere
+        found, spoiled = small(arch, seed), {"fc": EMBED, "final_norm": FINAL_NORM}[name]
+        return dataclasses.replace(found, read=lambda one: found.read(one) * np.float32(
+            factor if one == spoiled else 1))
+
     monkeypatch.setattr(eagle_model, "initialize", broken)
+    monkeypatch.setattr(tiny, "random_tensors", broken_too)
     tokens, counters, after, warnings = generate(spec)
     assert tokens == plain and counters["broken"] > 0 and any(warning in w for w in warnings)
     assert counters["drafted"] == 0 or drafter == "merge"  # whose history drafts on
