@@ -47,6 +47,8 @@ def main(config: Config, workdir: Path) -> int:
         raise ConfigError("draft.path = '': there is no drafter to measure; give the directory of "
                           "an EAGLE head, such as train_drafter.py writes")
     rollout = config.rollout
+    if config.spec.rule != "match":
+        raise ConfigError(f"spec.rule = {config.spec.rule!r}: measured are draws of match; use it")
     if rollout.temperature == 0:
         raise ConfigError("rollout.temperature = 0: nothing is drawn from a distribution; give a "
                           "temperature above 0")

@@ -11,6 +11,7 @@ import typing
 from typing import Any
 
 from specrl_jax.drafter_options import DRAFTERS as DRAFTERS
+from specrl_jax.drafter_options import MOST_MIX as MOST_MIX
 from specrl_jax.drafter_options import DistillConfig as DistillConfig
 from specrl_jax.drafter_options import DistillOptions as DistillOptions
 from specrl_jax.drafter_options import DraftConfig as DraftConfig

@@ -14,7 +14,6 @@ import jax
 import numpy as np
 
 from specrl_jax.checksum import checksum, sums
-from specrl_jax.config import check
 from specrl_jax.draft import eagle_model
 from specrl_jax.sampler import Sampler
 
@@ -259,21 +258,23 @@ class Life:
     def restore(self, meta: dict[str, Any], head: Any = None) -> None:
         """Continues with `head`, the published version of a checkpoint.
 
-        Without one, as of drafters that do not learn, with what the sampler has loaded.
-
-        Raises:
-          ConfigError: that is not what drafted in this run before.
+        Without one, as of drafters that do not learn, with what the sampler has loaded: a new
+        version, if its file was replaced meanwhile.
         """
         self.version, self.held, self.faults = meta["version"], meta["held"], meta["faults"]
         self._rate = meta["rate"]
         self._known = {v: Fingerprint(*rest) for v, *rest in meta["known"]}
         if head is None:
-            head, draft = self.head, self.sampler.config.draft
-            field, value = (("draft.model", draft.model) if self.sampler.drafting.head is None else
-                            ("draft.path", draft.path))
-            check(self._print(head) == self._known[self.version], field, value,
-                  "holds other weights than when this run began; put those back, or start another "
-                  "--workdir")
+            head = self.head
+            loaded = self._print(head)
+            if loaded != self._known[self.version]:
+                self.version += 1
+                self._known[self.version] = loaded
+                self._warn("draft.path or draft.model holds other weights than when this run was "
+                           f"left: they draft from here on, as version {self.version}")
+                if self.held:
+                    self.held = False
+                    self.sampler.draft_to(None)
         self._good = self.sampler.drafting.with_kept(self.sampler.own, head)
         self.sampler.publish_drafter(self._good, self.version)
 

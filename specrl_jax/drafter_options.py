@@ -9,7 +9,7 @@ DRAFTERS = ("off", "history", "eagle", "small_lm", "replay", "merge")
 CHILDREN = ("perturbed", "top", "sampled")
 LOSSES = ("forward_kl", "reward_weighted_kl", "advantage_weighted_kl", "jsd", "tv", "e2e_tv", "lk")
 WHEN = ("off", "once", "every_k", "every_step", "trigger", "overlap", "overlap_k")
-MOST_MIX = 1000.0  # a factor that hides all other drafters; endless ones would hide roots, too
+MOST_MIX = 1000.0  # beyond what a preference needs; an endless factor would hide roots, too
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +23,7 @@ class DraftConfig:
                                         "(top), or drawn from the drafter (sampled)")
     temperature: float = option(1.0, "eagle, small_lm: temperature of the drafter's distribution "
                                      "over rollout.temperature; below 1 where it is less sure than "
-                                     "the actor, or responses are truncated by top-k or top-p")
+                                     "the actor, or where top-k or top-p truncate what it says")
     model: str = option("", "small_lm: a smaller model with the actor's tokenizer, named as "
                             "model.path is")
     corruption: float = option(0.0, "replay: probability that a recorded token is replaced; 0 is a "

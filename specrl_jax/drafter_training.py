@@ -5,6 +5,7 @@ from separate forwards over its answers, whose features are kept as far as memor
 """
 
 import dataclasses
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -244,8 +245,11 @@ def train_drafter(config: Config, actor: Actor, options: DrafterTraining, workdi
             with metrics.Writer(workdir, trainer.step_number, warn) as writer, Progress(
                     options.steps, trainer.step_number) as progress:
                 run_updates(trainer, checkpoints, writer, progress)
-    if not (workdir / DRAFTER).exists():  # as after a last checkpoint that could not be read again
-        trainer.save_head(workdir / DRAFTER)
+    head = workdir / DRAFTER
+    if left and jax.process_index() == 0:  # one is there after a last checkpoint that was lost
+        shutil.rmtree(head, ignore_errors=True)
+    if not head.exists():
+        trainer.save_head(head)
     return left
 
 

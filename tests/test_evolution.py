@@ -586,19 +586,27 @@ def test_options_are_checked(changes: Any, message: str) -> None:
         DistillConfig(**changes)
 
 
-def test_a_head_that_was_replaced_does_not_go_on_with_the_run() -> None:
+@pytest.mark.parametrize("value, version, held", [(1.0, 0, True), (2.0, 1, False)])
+def test_a_head_that_was_replaced_is_a_new_version(value: float, version: int, held: bool) -> None:
+    told: list[str] = []
+
     def life(value: float) -> drafter_life.Life:
         head = {"weights": {"fc": jnp.full((4, 3), value)}, "vocab": np.arange(4)}
-        return drafter_life.Life(SimpleNamespace(
+        sampler = SimpleNamespace(
             drafting=Drafting(off(), head=SimpleNamespace()), drafter_version=0, own=head,
-            drafter_params=SimpleNamespace(**head), publish_drafter=lambda own, version: None,
-            config=SimpleNamespace(draft=DraftConfig(path="heads/mine"))), [], 0, print)
+            drafter_params=SimpleNamespace(head=None, **head), params=None,
+            draft_to=lambda depth: told.append(f"draft to {depth}"))
+        sampler.publish_drafter = lambda own, version: vars(sampler).update(drafter_version=version)
+        return drafter_life.Life(sampler, [], 0, told.append)
 
-    before = life(1.0)
-    before._known = {0: before._print(before.head)}
-    life(1.0).restore(before.meta())
-    with pytest.raises(ConfigError, match="draft.path = 'heads/mine': holds other weights"):
-        life(2.0).restore(before.meta())
+    before, after = life(1.0), life(value)
+    before._known, before.held = {0: before._print(before.head)}, True
+    after.restore(before.meta())
+    assert after.version == after.sampler.drafter_version == version and after.held == held
+    assert after._look() == "" and after.inspect() == ""
+    assert (told == []) == held
+    assert held or ("other weights than when this run was left" in told[0]
+                    and told[1:] == ["draft to None"])
 
 
 def test_a_drafter_of_other_shapes_is_swapped() -> None:

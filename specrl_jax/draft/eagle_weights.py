@@ -232,12 +232,11 @@ def _tensors(arch: EagleArch, own: Mapping[str, Any]) -> dict[str, np.ndarray]:
 
 
 def _read(path: Path) -> dict[str, np.ndarray]:
-    _expect(path.is_file(), path, "no such file; give a directory with a head in safetensors")
     file = open_tensors(path)
     for name in file.keys():  # noqa: SIM118  it is no mapping
         found, wanted = file.get_slice(name).get_dtype(), _MAPS.get(name, DTYPES)
-        _expect(found in wanted, path, f"tensor {name} has dtype {found}, only {', '.join(wanted)} "
-                                       "are supported; give a head that is not quantised")
+        _expect(found in wanted, path, f"tensor {name} has dtype {found}, must be one of "
+                                       f"{', '.join(wanted)}; save it so, unquantised")
     return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
 
 

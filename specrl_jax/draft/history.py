@@ -150,7 +150,7 @@ def _grow(weight: Array, following: Array, tip: Tip, spec: SpecConfig, survive: 
     chain = jnp.arange(branch)[None]
     none = jnp.zeros((batch, branch), jnp.int32)
     open_ = tip.live[:, None] & (votes > 0) & (spec.steps > 0) & (chain < spec.branch)
-    survival = survive(jnp.ones((batch, 1)), share, none + 1, none + origin)
+    survival = survive(jnp.ones((batch, 1)), jnp.where(open_, share, 0), none + 1, none + origin)
     logq = jnp.log(share)
     level = DraftTree(tokens=token, parent=none, depth=none + 1, rank=none + chain,
                       origin=none + origin, survival=survival, logq=logq, guess=share,

@@ -11,12 +11,11 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from specrl_jax.config import check
+from specrl_jax.config import MOST_MIX, check
 from specrl_jax.control import acceptance
 from specrl_jax.control.policies import Bucket, Controller, Outcome
 from specrl_jax.draft.base import Drafter
 from specrl_jax.draft.tree import compact, roots
-from specrl_jax.drafter_options import MOST_MIX
 from specrl_jax.model import transformer
 from specrl_jax.model.architecture import Architecture
 from specrl_jax.model.transformer import Packing, Params

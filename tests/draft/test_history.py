@@ -138,13 +138,25 @@ def test_steps_and_branch_bound_the_tree(steps: int, branch: int) -> None:
 
 
 def test_estimates_of_siblings_sum_to_one_at_most() -> None:
+    corpus = Corpus([[9]], [[1, 2, 5, 1, 2, 6, 1, 2]])  # votes for 5 and for 6 are equal
+    bins = jnp.arange(acceptance.BINS) < 2
+    often = jnp.where(bins, 0.0, 0.75)[None, None].repeat(DEPTH, 1)  # but of no first token
+    for branch, each in ((2, 0.5), (1, 0.75)):
+        tree, _ = corpus.propose((), corpus.state, corpus.tip, None,
+                                 make_spec(DEPTH, branch, NODES, 0),
+                                 functools.partial(acceptance.survive, often))
+        first = np.asarray(tree.live & (tree.depth == 1))
+        assert first.sum() == branch
+        np.testing.assert_allclose(np.asarray(tree.survival)[first], each)
+
+
+def test_a_drafter_of_one_depth_grows_its_first_tokens() -> None:
+    drafter = history(depth=1, branch=BRANCH, nodes=3, match=4, group=1)
     corpus = Corpus([[9]], [[1, 2, 5, 1, 2, 6, 1, 2]])
-    often = jnp.full((1, DEPTH, acceptance.BINS), 0.75)  # each of two first tokens, so it was seen
-    tree, _ = corpus.propose((), corpus.state, corpus.tip, None, make_spec(DEPTH, BRANCH, NODES, 0),
-                             functools.partial(acceptance.survive, often))
-    first = np.asarray(tree.live & (tree.depth == 1))
-    assert first.sum() == 2
-    np.testing.assert_allclose(np.asarray(tree.survival)[first], 0.5)
+    tree, _ = jax.jit(drafter.propose, static_argnums=(0, 3, 5))(
+        (), corpus.state, corpus.tip, None, make_spec(1, BRANCH, 3, 0), believed)
+    assert tree.live.tolist() == [[True] * 3] and tree.parent.tolist() == [[0] * 3]
+    assert sorted(np.asarray(tree.tokens)[0, 1:].tolist()) == [5, 6]
 
 
 def test_dead_rows_get_no_nodes() -> None:

@@ -274,3 +274,16 @@ def test_the_learning_rate_warms_up_and_falls_to_nothing():
 def test_options_are_checked(changes, message):
     with pytest.raises(ConfigError, match=message):
         DistillOptions(**changes)
+
+
+def test_an_actor_in_bfloat16_teaches_the_same(rolled):
+    narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16), tiny_params(ACTOR))
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32), narrow)
+    told = []
+    for actor in (narrow, wide):
+        options = dataclasses.replace(OPTIONS, unroll=1)
+        lent = distill.lend(ARCH, actor, jnp.sort(jnp.asarray(VOCAB)))
+        batch = split(rolled[0], teach()(actor, rolled[0]), 1)
+        told.append(update(options)(begin(options), lent, *batch)[1])
+    np.testing.assert_allclose(told[0]["loss"], told[1]["loss"], rtol=0.02)
+    np.testing.assert_allclose(told[0]["alpha"], told[1]["alpha"], rtol=0.02)

@@ -31,7 +31,8 @@ def generate(spec, dtype="float32"):
     ids = np.arange(4)
     rollout, first = sampler.generate(Asked([[5, 9]] * 4, ids, ids * 0), "train", 0)
     _, second = sampler.generate(Asked([[5, 9]] * 4, ids, ids * 0), "train", 1)
-    return np.asarray(rollout.tokens).tolist(), first.counters, second.counters, warnings
+    said = [row[:n].tolist() for row, n in zip(rollout.tokens, rollout.length, strict=True)]
+    return said, first.counters, second.counters, warnings
 
 
 @pytest.mark.slow
@@ -74,6 +75,6 @@ def test_in_bfloat16_drafts_are_accepted_too(drafter):
     drafted, counters, after, _ = generate(dataclasses.replace(SPEC, drafter=drafter), "bfloat16")
     assert counters["broken"] == 0 and counters["drafted"] > 0
     assert counters["accepted"] + after["accepted"] > 0
-    same = np.mean([a == b for one, other in zip(plain, drafted, strict=True)
-                    for a, b in zip(one, other, strict=True)])
-    assert same > 0.9  # but for near ties, which are nearer in 8 bits, and what follows them
+    same = [a == b for one, other in zip(plain, drafted, strict=True)
+            for a, b in zip(one, other, strict=False)]
+    assert np.mean(same) > 0.9  # but for near ties, of which 8 bits have more, and what follows
