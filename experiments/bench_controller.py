@@ -55,8 +55,8 @@ OUT = flags.DEFINE_string("out", None, "JSON file (default: results/bench_contro
                           "in experiments); the picture lies beside it as .png")
 RESUME = flags.DEFINE_boolean("resume", False, "keep the cells that --out already holds")
 
-SMALL = Architecture(vocab_size=8192, hidden_size=384, intermediate_size=1024, num_layers=8,
-                     num_heads=6, num_kv_heads=2, head_dim=64, max_position=4096)
+SMALL = Architecture(vocab_size=8192, hidden_size=768, intermediate_size=2048, num_layers=4,
+                     num_heads=12, num_kv_heads=4, head_dim=64, max_position=4096)
 SMALL_TOKENS = {1: 128, 4: 128, 16: 64, 64: 32}  # of a uniform row, by rows
 
 
@@ -77,9 +77,10 @@ def _main(config: Config) -> int:
     out = results.destination(OUT.value, f"bench_controller_{PRESET.value}.json")
     use_persistent_cache()
     bench = _small(config) if small else _smollm2(config)
-    result = results.blank(bench.config)
+    result = results.blank(bench.config) | {"architecture": dataclasses.asdict(bench.source.arch)}
     if RESUME.value:
-        result["cases"] = results.earlier(out)
+        result["cases"] = results.earlier(
+            out, config=result["config"], architecture=result["architecture"])
     shapes: dict[tuple[int, int], list[Cell]] = {}
     for cell in cells:
         if cell.name not in result["cases"]:

@@ -172,8 +172,8 @@ def _stored(path: Path) -> dict[str, np.ndarray]:
     try:
         with np.load(path, allow_pickle=False) as stored:
             return {name: stored[name] for name in FIELDS}
-    except (ValueError, TypeError, KeyError, RuntimeError, OSError, EOFError, MemoryError,
-            zipfile.BadZipFile, zlib.error) as error:  # damage has many names
+    except (ValueError, TypeError, KeyError, RuntimeError, EOFError, zipfile.BadZipFile,
+            zlib.error) as error:  # damage has many names
         raise ConfigError(f"{path}: {error}; the file is damaged, remove it and it is made again"
                           ) from error
 

@@ -270,9 +270,12 @@ class Life:
             if loaded != self._known[self.version]:
                 self.version += 1
                 self._known[self.version] = loaded
-                self._warn("draft.path or draft.model holds other weights than when this run was "
-                           f"left: they draft from here on, as version {self.version}")
-                if self.held:
+                field = "model" if self.sampler.drafting.head is None else "path"
+                self._warn(f"draft.{field} holds other weights than when this run was left: "
+                           f"drafter version {self.version}")
+                if not loaded.finite:
+                    self._hold(NOT_FINITE)
+                elif self.held:
                     self.held = False
                     self.sampler.draft_to(None)
         self._good = self.sampler.drafting.with_kept(self.sampler.own, head)

@@ -246,9 +246,9 @@ def train_drafter(config: Config, actor: Actor, options: DrafterTraining, workdi
                     options.steps, trainer.step_number) as progress:
                 run_updates(trainer, checkpoints, writer, progress)
     head = workdir / DRAFTER
-    if left and jax.process_index() == 0:  # one is there after a last checkpoint that was lost
-        shutil.rmtree(head, ignore_errors=True)
-    if not head.exists():
+    if left and head.exists() and jax.process_index() == 0:  # its last checkpoint was lost
+        shutil.rmtree(head)
+    if left or not head.exists():
         trainer.save_head(head)
     return left
 

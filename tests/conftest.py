@@ -1,5 +1,6 @@
 """Strictness and isolation of all tests: 8 fake devices, no silent broadcasting, no user files."""
 
+import importlib.metadata
 import os
 import tempfile
 import zlib
@@ -7,9 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 # Before JAX is imported, and inherited by the processes that tests start. Tests compile more than
-# they run: without fusions of LLVM's own a CPU has their programs in 3 / 5 of the time.
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8 "
-                                   "--xla_cpu_use_fusion_emitters=false")
+# they run, and this compiles quicker; a jaxlib that does not know the flag would abort.
+_QUICK = (" --xla_cpu_use_fusion_emitters=false"
+          if importlib.metadata.version("jaxlib").startswith("0.10.") else "")
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8" + _QUICK)
 _HOME = tempfile.TemporaryDirectory(prefix="specrl_jax_tests_")
 os.environ["XDG_CACHE_HOME"] = str(Path(_HOME.name) / "cache")
 os.environ["TFDS_DATA_DIR"] = str(Path(_HOME.name) / "tensorflow_datasets")

@@ -53,19 +53,28 @@ def blank(config: Config, packages: tuple[str, ...] = ()) -> dict[str, Any]:
             "config": as_dict(config), "cases": {}}
 
 
-def earlier(path: Path) -> dict[str, Any]:
+def earlier(path: Path, **same: Any) -> dict[str, Any]:
     """The cases that a file already holds; {} if there is none.
 
+    Args:
+      same: what the file must hold beside them.
+
     Raises:
-      ConfigError: the file is something else.
+      ConfigError: the file is something else, or was made with something else.
     """
     if not path.exists():
         return {}
     try:
-        return json.loads(path.read_text(encoding="utf-8"))["cases"]
+        found = json.loads(path.read_text(encoding="utf-8"))
+        cases = found["cases"]
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"--out={path}: it is no result of a benchmark, so --resume cannot read "
                           f"it; remove it or name another file") from error
+    for name, value in same.items():
+        if found.get(name) != json.loads(json.dumps(value)):
+            raise ConfigError(f"--out={path}: it was made with another {name} or tells none, so "
+                              "--resume cannot keep its cases; remove it or name another file")
+    return cases
 
 
 def write(path: Path, result: dict[str, Any]) -> None:

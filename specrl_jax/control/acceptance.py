@@ -64,10 +64,12 @@ def survive(estimate: Array, parent: Array, guess: Array, depth: Array, origin: 
     Args:
       estimate: `table`.
       parent: f32[...] the parents' survival.
-      guess: f32[...] the drafter's own probability that the node is drawn, given its parent is.
+      guess: f32[...] the drafter's own probability that the node is drawn, given its parent is; 0
+        where there is no node.
       depth, origin: i32[...].
     """
     c = estimate[origin, jnp.clip(depth - 1, 0, estimate.shape[1] - 1), bin_of(guess)]
+    c = jnp.where(guess > 0, c, 0)
     return parent * c / jnp.maximum(c.sum(-1, keepdims=True), 1.0)
 
 

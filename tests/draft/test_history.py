@@ -139,8 +139,7 @@ def test_steps_and_branch_bound_the_tree(steps: int, branch: int) -> None:
 
 def test_estimates_of_siblings_sum_to_one_at_most() -> None:
     corpus = Corpus([[9]], [[1, 2, 5, 1, 2, 6, 1, 2]])  # votes for 5 and for 6 are equal
-    bins = jnp.arange(acceptance.BINS) < 2
-    often = jnp.where(bins, 0.0, 0.75)[None, None].repeat(DEPTH, 1)  # but of no first token
+    often = jnp.full((1, DEPTH, acceptance.BINS), 0.75)
     for branch, each in ((2, 0.5), (1, 0.75)):
         tree, _ = corpus.propose((), corpus.state, corpus.tip, None,
                                  make_spec(DEPTH, branch, NODES, 0),

@@ -161,6 +161,10 @@ def test_results_are_read_back(tmp_path):
     assert results.earlier(path) == {}
     results.write(path, {"cases": {"uniform-1": {}}})
     assert results.earlier(path) == {"uniform-1": {}}
+    with pytest.raises(ConfigError, match="a.json: it was made with another architecture"):
+        results.earlier(path, architecture={"eos": (1,)})
+    results.write(path, {"cases": {"uniform-1": {}}, "architecture": {"eos": (1,)}})
+    assert results.earlier(path, architecture={"eos": (1,)}) == {"uniform-1": {}}
     path.write_text("[]")
     with pytest.raises(ConfigError, match="no result of a benchmark"):
         results.earlier(path)

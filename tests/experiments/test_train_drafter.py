@@ -293,10 +293,14 @@ def test_a_run_that_was_stopped_ends_as_if_it_had_not_been(whole, tmp_path, monk
                         generate(*a, **k))
     assert train(tmp_path) and not calls  # the rollouts were kept
     assert losses(tmp_path) == losses(whole)
+    written = (tmp_path / "drafter" / "model.safetensors").read_bytes()
     same = [restore_part(d / "checkpoints", 6, "drafter") for d in (tmp_path, whole)]
     jax.tree.map(np.testing.assert_array_equal, *same)
     shutil.rmtree(tmp_path / "checkpoints" / "6")  # of a run whose head is written already
+    (tmp_path / "drafter" / "model.safetensors").write_bytes(b"old")
     assert train(tmp_path) and losses(tmp_path) == losses(whole)
+    assert all((d / "drafter" / "model.safetensors").read_bytes() == written for d in (
+        tmp_path, whole))
 
 
 @pytest.mark.slow
