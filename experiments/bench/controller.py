@@ -158,7 +158,7 @@ def shaped(config: Config, rows: int, context: int, group: int, drafter: str, po
     are those of an oracle, which no run has."""
     new = config.rollout.max_new_tokens
     rollout = dataclasses.replace(
-        config.rollout, batch_size=rows, min_batch=min(4, rows), max_prompt_tokens=max(2, context),
+        config.rollout, batch_size=rows, min_batch=_least(rows), max_prompt_tokens=max(2, context),
         max_new_tokens=2 * new)
     branch = 1 if drafter == "replay" else config.spec.max_branch
     spec = dataclasses.replace(
@@ -170,6 +170,12 @@ def shaped(config: Config, rows: int, context: int, group: int, drafter: str, po
     control = dataclasses.replace(config.control, policy=policy, min_survival=0.0, accept=accept,
                                   length_weight=0.0)
     return dataclasses.replace(config, rollout=rollout, spec=spec, control=control)
+
+
+def _least(rows: int) -> int:
+    """The smallest batch. Each further one is a program more in the engine of every arm, and Linux
+    maps 65,530 pieces of code and data at most into a process."""
+    return max(min(4, rows), rows // 4)
 
 
 def run_cell(shape: Shape, cell: Cell, repeats: int, precise: float, seconds: float,
