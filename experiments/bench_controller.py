@@ -10,7 +10,7 @@
 `small` replays recorded streams of a random model, spoilt with probability 0, 0.4 or 1, and rows
 end at limits; `smollm2` drafts with config.spec.drafter on real prompts. Arms are timed alternately
 in this process, without prefill, which is the same for all. The best fixed setting of a cell, off
-included, is chosen on the even runs and timed on the odd ones, and then by turns with budget alone,
+included, is chosen on runs of its own, timed with all arms, and then by turns with budget alone,
 until that ratio is known. The cell 64x64-own-stop is a whole
 rollout: its rows end where the actor ends them, and the picture shows its active rows, verified
 tokens and tokens/s over time. Each cell is written when it is done; the same command with --resume
@@ -45,11 +45,11 @@ PRESET = flags.DEFINE_enum("preset", "small", ["small", "smollm2"], "which cells
 CELLS = flags.DEFINE_list("cells", [], "names of cells; none is all of the preset")
 POLICIES = flags.DEFINE_list("policies", list(controller.POLICIES),
                              f"some of {', '.join(controller.POLICIES)}; budget is needed")
-REPEATS = flags.DEFINE_integer("repeats", 8, "runs of each arm, half to choose, half to time",
-                               lower_bound=4)
+REPEATS = flags.DEFINE_integer("repeats", 3, "runs of each fixed setting to choose the best by, "
+                               "and of each arm to time it by", lower_bound=2)
 PRECISE = flags.DEFINE_float("precise", 0.03, "half-width of budget's 95 % interval at which a "
                              "cell ends", lower_bound=0)
-SECONDS = flags.DEFINE_float("seconds", 80, "of timed runs, after which a cell ends however wide "
+SECONDS = flags.DEFINE_float("seconds", 100, "of timed runs, after which a cell ends however wide "
                              "the interval is", lower_bound=0)
 OUT = flags.DEFINE_string("out", None, "JSON file (default: results/bench_controller_PRESET.json "
                           "in experiments); the picture lies beside it as .png")
@@ -57,7 +57,7 @@ RESUME = flags.DEFINE_boolean("resume", False, "keep the cells that --out alread
 
 SMALL = Architecture(vocab_size=8192, hidden_size=768, intermediate_size=2048, num_layers=4,
                      num_heads=12, num_kv_heads=4, head_dim=64, max_position=4096)
-SMALL_TOKENS = {1: 128, 4: 128, 16: 64, 64: 32}  # of a uniform row, by rows
+SMALL_TOKENS = {1: 192, 4: 96, 16: 48, 64: 24}  # of a uniform row, by rows
 
 
 def main(config: Config, workdir: Path) -> int:

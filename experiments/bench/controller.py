@@ -27,7 +27,7 @@ from .workload import heavy_limits
 
 POLICIES = ("budget", "respec", "bandit", "oracle")
 DEPTH = 4
-LEAST = 16  # pairs of a duel: few may lie close together by chance
+LEAST = 12  # pairs of a duel: few may lie close together by chance
 WARM_UPS = 4  # rollouts of every policy before it is timed
 LENGTHS = ("uniform", "heavy")
 RECORDED, TIMED = 0, 1  # steps of the noise keys
@@ -180,11 +180,11 @@ def _least(rows: int) -> int:
 
 def run_cell(shape: Shape, cell: Cell, repeats: int, precise: float, seconds: float,
              say: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
-    """Times off, every fixed setting and every policy alternately; then budget against the best.
+    """Chooses the best fixed setting, times all arms by turns, then budget against that one.
 
     Args:
-      repeats: runs of each arm, half of which choose the best fixed setting; at least 4. As many at
-        a time in the duel of the two, which ends when their ratio is known.
+      repeats: runs of each fixed setting to choose by, of each arm to time it by, and at a time of
+        the last duel, which ends when the ratio is known; at least 2.
       precise: half-width of budget's 95 % interval at which it ends.
       seconds: of timed runs, after which it ends in any case.
     """
@@ -201,13 +201,17 @@ def run_cell(shape: Shape, cell: Cell, repeats: int, precise: float, seconds: fl
     for policy in shape.policies:
         for _ in range(WARM_UPS - 1):
             arms[policy]()
-    began, runs = time.perf_counter(), alternate(arms, repeats, say)
-    duel: dict[str, list[Run]] = {name: [] for name in (best_fixed(_times(runs)), "budget")}
+    began = time.perf_counter()
+    choosing = _times(alternate({name: run for name, run in arms.items()
+                                 if name not in shape.policies}, repeats))
+    runs = alternate(arms, repeats, say)
+    duel: dict[str, list[Run]] = {name: [] for name in (best_fixed(choosing), "budget")}
     while time.perf_counter() - began < seconds and (
-            len(duel["budget"]) < LEAST or half_width(_times(runs), _times(duel)) > precise):
+            len(duel["budget"]) < LEAST
+            or half_width(choosing, _times(runs), _times(duel)) > precise):
         for name, new in alternate({name: arms[name] for name in duel}, repeats).items():
             duel[name] += new
-    return describe(_times(runs), _times(duel)) | {
+    return describe(choosing, _times(runs), _times(duel)) | {
         "cell": cell._asdict(), "tokens": int(plain.result.sequences.length.sum()),
         "compilations": sum(run.compilations for of in (*runs.values(), *duel.values())
                             for run in of),

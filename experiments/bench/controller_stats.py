@@ -16,16 +16,16 @@ COLORS = {"budget": "#4269d0", "respec": "#efb118", "bandit": "#ff725c", "oracle
 Times = Mapping[str, Sequence[float]]
 
 
-def best_fixed(times: Times) -> str:
-    """The fixed arm, off included, that was fastest in the even runs: the odd ones time it."""
-    return min((name for name in times if name not in POLICIES),
-               key=lambda name: statistics.median(times[name][::2]))
+def best_fixed(choosing: Times) -> str:
+    """The fixed arm, off included, that was fastest in runs that do not time it."""
+    return min(choosing, key=lambda name: statistics.median(choosing[name]))
 
 
 def pairs(times: Times, name: str, other: str, duel: Times) -> tuple[list[float], list[float]]:
-    """Seconds of both in odd runs, and in a duel where `name` fought one."""
-    mine, theirs = times[name][1::2], times[other][1::2]
-    return ([*mine, *duel[name]], [*theirs, *duel[other]]) if name in duel else (mine, theirs)
+    """Seconds of both, and in a duel where `name` fought one."""
+    mine, theirs = times[name], times[other]
+    return ([*mine, *duel[name]], [*theirs, *duel[other]]) if name in duel else (
+        list(mine), list(theirs))
 
 
 def _mean_log(mine: Sequence[float], other: Sequence[float]) -> tuple[float, float]:
@@ -41,27 +41,29 @@ def interval(mean: float, error: float, freedom: int) -> dict[str, float]:
             "high": math.exp(mean + t * error)}
 
 
-def half_width(times: Times, duel: Times) -> float:
+def half_width(choosing: Times, times: Times, duel: Times) -> float:
     """Of the 95 % interval of budget's speed over the best fixed setting's."""
-    arm = describe(times, duel)["arms"]["budget"]
+    arm = describe(choosing, times, duel)["arms"]["budget"]
     return (arm["high"] - arm["low"]) / 2
 
 
-def describe(times: Times, duel: Times) -> dict[str, Any]:
+def describe(choosing: Times, times: Times, duel: Times) -> dict[str, Any]:
     """The best fixed setting, and the speed of every arm over it with its interval.
 
     Args:
-      times: of all arms, at least four runs of each.
+      choosing: seconds of the fixed arms, by which the best is chosen.
+      times: of all arms, run by turns, at least two runs of each.
       duel: of budget and the best fixed setting alone, run by turns.
     """
-    best, arms = best_fixed(times), {}
+    best, arms = best_fixed(choosing), {}
     for name in times:
         mine, theirs = pairs(times, name, best, duel if name != best else {})
         mean, error = _mean_log(mine, theirs)
         arms[name] = interval(mean, error, len(mine) - 1) | {
             "log_mean": mean, "log_error": error, "pairs": len(mine),
-            "median_seconds": statistics.median(times[name][1::2])}
-    return {"best_fixed": best, "arms": arms, "seconds": _rounded(times), "duel": _rounded(duel)}
+            "median_seconds": statistics.median(times[name])}
+    return {"best_fixed": best, "arms": arms, "choosing": _rounded(choosing),
+            "seconds": _rounded(times), "duel": _rounded(duel)}
 
 
 def _rounded(times: Times) -> dict[str, list[float]]:
@@ -91,21 +93,20 @@ def summarize(cells: Mapping[str, Any]) -> dict[str, Any]:
 def heavy_useful(cells: Mapping[str, Any]) -> dict[str, Any]:
     """Total seconds over heavy-tailed cells with a useful drafter, against one setting for all.
 
-    The one setting is chosen on even runs, as everywhere. Totals are of odd ones: of the first of
-    each cell, of the second, and so on, as far as all cells go.
+    The one setting is chosen on the runs that choose, as everywhere. Totals are of the others: of
+    the first of each cell, of the second, and so on, as far as all cells go.
     """
     some = [c for c in cells.values() if c["cell"]["lengths"] == "heavy"
             and c["cell"]["corruption"] != 1.0]
     if not some:
         return {}
-    fixed = [name for name in some[0]["arms"] if name not in POLICIES
-             and all(name in c["arms"] for c in some)]
+    fixed = [name for name in some[0]["choosing"] if all(name in c["choosing"] for c in some)]
 
     def totals(name: str) -> list[float]:
-        return [sum(pair) for pair in zip(*(c["seconds"][name][1::2] for c in some), strict=False)]
+        return [sum(pair) for pair in zip(*(c["seconds"][name] for c in some), strict=False)]
 
     best = min(fixed, key=lambda name: sum(
-        statistics.median(c["seconds"][name][::2]) for c in some))
+        statistics.median(c["choosing"][name]) for c in some))
     return {"setting": best, "cells": len(some), **{
         name: interval(*_mean_log(totals(name), totals(best)), len(totals(best)) - 1)
         for name in POLICIES if all(name in c["arms"] for c in some)}}
