@@ -15,7 +15,7 @@ from specrl_jax.control import acceptance, respec
 from specrl_jax.control.policies import make_spec
 from specrl_jax.draft.replay import replaying
 from specrl_jax.host.compilation import CompilationCounter
-from specrl_jax.host.launches import summary
+from specrl_jax.host.launches import LAUNCHES, MEASURED, summary
 from specrl_jax.model.weights import Source
 from specrl_jax.rollout.engine import Result
 from specrl_jax.rollout.layout import request
@@ -217,7 +217,9 @@ def run_cell(shape: Shape, cell: Cell, repeats: int, precise: float, seconds: fl
                             for run in of),
         "equal_tokens": {name: _equal(of[-1].result, plain.result) for name, of in runs.items()},
         "accept_length": {name: of[-1].accept_length for name, of in runs.items()},
-        "explained": {name: summary(runs[name][-1].result.trace) for name in shape.policies},
+        "explained": {
+            name: _explained(of[-1], name == "budget" and cell.lengths != "uniform")
+            for name, of in runs.items() if name in shape.policies},
         "cost_error": {name: s.price.error for name, s in shape.policies.items() if s.price}}
 
 
@@ -233,6 +235,13 @@ def _arms(shape: Shape, limits: np.ndarray, past: np.ndarray | None
     arms |= {_name(setting): functools.partial(fixed, setting) for setting in shape.settings}
     return arms | {name: functools.partial(shape.run, sampler, limits, past)
                    for name, sampler in shape.policies.items()}
+
+
+def _explained(run: Run, launches: bool) -> dict[str, Any]:
+    """Metrics of a rollout; launch by launch only for those that a picture may show."""
+    told = summary(run.result.trace)
+    return {name: value for name, value in told.items() if launches or name not in (
+        LAUNCHES, MEASURED)}
 
 
 def _name(setting: tuple[int, int, int]) -> str:

@@ -13,6 +13,7 @@ from specrl_jax.intervals import LEVEL
 
 POLICIES = ("budget", "respec", "bandit", "oracle")
 COLORS = {"budget": "#4269d0", "respec": "#efb118", "bandit": "#ff725c", "oracle": "#3ca951"}
+SHOWN = (0.6, 1.4)  # speeds in the picture: intervals of few pairs reach beyond
 Times = Mapping[str, Sequence[float]]
 
 
@@ -59,9 +60,9 @@ def describe(choosing: Times, times: Times, duel: Times) -> dict[str, Any]:
     for name in times:
         mine, theirs = pairs(times, name, best, duel if name != best else {})
         mean, error = _mean_log(mine, theirs)
-        arms[name] = interval(mean, error, len(mine) - 1) | {
-            "log_mean": mean, "log_error": error, "pairs": len(mine),
-            "median_seconds": statistics.median(times[name])}
+        arm = interval(mean, error, len(mine) - 1) | {
+            "log_mean": mean, "log_error": error, "median_seconds": statistics.median(times[name])}
+        arms[name] = {key: float(f"{x:.8g}") for key, x in arm.items()} | {"pairs": len(mine)}
     return {"best_fixed": best, "arms": arms, "choosing": _rounded(choosing),
             "seconds": _rounded(times), "duel": _rounded(duel)}
 
@@ -116,16 +117,18 @@ def draw(cells: Mapping[str, Any], path: Path) -> None:
     """Each policy's speed over the best fixed setting, cell by cell, and one rollout's trace."""
     figure = Figure(figsize=(11, 2.5 + 0.24 * len(cells)), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(2, 1))
-    for row, cell in enumerate(cells.values()):
-        for name, color in COLORS.items():
-            if name in cell["arms"]:
-                arm = cell["arms"][name]
-                left.plot([arm["low"], arm["high"]], [row, row], color=color, linewidth=1)
-                left.plot(arm["ratio"], row, "o", color=color, markersize=4,
-                          label=name if row == 0 else None)
     left.axvline(1, color="#222222", linewidth=0.8)
+    for row, cell in enumerate(cells.values()):
+        for place, (name, color) in enumerate(COLORS.items()):
+            if name in cell["arms"]:
+                arm, y = cell["arms"][name], row + 0.2 * place - 0.3
+                left.plot([arm["low"], arm["high"]], [y, y], color=color, linewidth=1)
+                left.plot(arm["ratio"], y, "o", color=color, markersize=4,
+                          label=name if row == 0 else None)
     left.set_yticks(range(len(cells)), [f"{name} ({cell['best_fixed']})"
                                         for name, cell in cells.items()], fontsize=7)
+    left.set_ylim(len(cells) - 0.5, -0.5)
+    left.set_xlim(*SHOWN)
     left.set_xlabel("speed over the best fixed setting of the cell (its name in brackets)")
     left.legend(frameon=False, fontsize=8)
     draw_trace(right, cells)

@@ -26,8 +26,9 @@ from specrl_jax.rollout.layout import Request
 from specrl_jax.rollout.round import bucket_ladder
 from specrl_jax.structs import RolloutState
 
-LEAST, MOST = 2, 6  # runs of a launch; the fastest counts
-ENOUGH = 0.1  # seconds of runs after which no more follow
+TURNS = 2  # at every launch: a moment in which the machine is busy spoils one of them
+LEAST, MOST = 1, 2  # timed runs of a launch in a turn; the fastest of all counts
+ENOUGH = 0.05  # seconds of runs after which no more follow in a turn
 
 
 def ladders(engine: Engine) -> Ladders:
@@ -107,9 +108,9 @@ def measure(engine: Engine, params: Any, drafter_params: Any) -> Record:
     for size in engine.shapes.batches:
         if size != batch:
             state, batch = _smaller(engine, state, batch, size), size
-        for point in (p for p in (*fit, *held) if p.rows == size):
-            state, measured[point] = _fastest(engine, params, drafter_params, state, point,
-                                              _forced(engine, point))
+        state, found = _fastest(engine, params, drafter_params, state, {
+            point: _forced(engine, point) for point in (*fit, *held) if point.rows == size})
+        measured |= found
     engine.control = before
     error = cost.error(cost.fit(measured, rows, far, depth), measured, held)
     return Record(measured, error, time.perf_counter() - began, time.time())
@@ -130,8 +131,8 @@ def plain(engine: Engine, params: Any, drafter_params: Any, rounds: int) -> dict
         if size != batch:
             state, batch = _smaller(engine, state, batch, size), size
         point = Point(size, size, longest // 2, 0, 0, rounds)
-        state, seconds = _fastest(engine, params, drafter_params, state, point, control)
-        found[size] = seconds / point.rounds
+        state, seconds = _fastest(engine, params, drafter_params, state, {point: control})
+        found[size] = seconds[point] / point.rounds
     return found
 
 
@@ -160,11 +161,25 @@ def _forced(engine: Engine, point: Point) -> Adaptive:
         engine.control.replace(force=np.asarray([point.steps, bucket], np.int32)))
 
 
-def _fastest(engine: Engine, params: Any, drafter_params: Any, state: RolloutState, point: Point,
-             control: Any) -> tuple[RolloutState, float]:
-    """The seconds are process 0's, on which how many runs there are depends in every process."""
+def _fastest(engine: Engine, params: Any, drafter_params: Any, state: RolloutState,
+             controls: Mapping[Point, Any]) -> tuple[RolloutState, dict[Point, float]]:
+    """Seconds of launches, each under its control, by turns."""
+    found = dict.fromkeys(controls, float("inf"))
+    for _ in range(TURNS):
+        for point, control in controls.items():
+            state, seconds = _run(engine, params, drafter_params, state, point, control)
+            found[point] = min(found[point], seconds)
+    return state, found
+
+
+def _run(engine: Engine, params: Any, drafter_params: Any, state: RolloutState, point: Point,
+         control: Any) -> tuple[RolloutState, float]:
+    """One turn at a launch, first untimed: the launch before may have been elsewhere.
+
+    The seconds are process 0's, on which how many runs there are depends in every process.
+    """
     seconds: list[float] = []
-    while len(seconds) < LEAST + 1 or (len(seconds) < MOST and sum(seconds[1:]) < ENOUGH):
+    while len(seconds) < LEAST + 1 or (len(seconds) < MOST + 1 and sum(seconds[1:]) < ENOUGH):
         state = _stage(engine, state, point)
         began = time.perf_counter()
         state, _, _ = engine.launch(

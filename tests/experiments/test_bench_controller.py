@@ -129,5 +129,8 @@ def test_a_cell_of_a_tiny_model() -> None:
         assert found["arms"]["budget"]["pairs"] == 2 and found["cost_error"]["budget"] >= 0
         accept = found["accept_length"]
         assert (accept["4x1x5"] > 2.5) == (corruption == 0) and accept["off"] == 1
-        assert found["explained"]["budget"]["control/launches"]
+        explained = found["explained"]
+        assert ("control/launches" in explained["budget"]) == (lengths == "heavy")
+        assert all(told["control/predicted_seconds"] > 0 for told in explained.values())
+        assert "time/launches" not in explained["respec"]
     assert accept["budget"] == 1

@@ -54,17 +54,21 @@ def controlled(policy: str, file: Path, mesh: Any = None, **options: Any) -> Eng
     return engine
 
 
-def test_every_process_measures_as_often_as_process_0(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launches_are_timed_by_turns_and_as_often_as_process_0_does(
+        monkeypatch: pytest.MonkeyPatch) -> None:
     """Launches gather from all processes: one that ran another would wait for the others."""
-    runs, seconds = [], iter([0.5, *[0.03] * 4])  # the first run is no part of what is enough
-    engine = SimpleNamespace(shapes=SimpleNamespace(shards=1), launch=lambda *args, **options: (
-        runs.append(args), None, None))
+    told = [0.5, 0.03, 0.02, 0.5, 0.06, 0.001, 0.01, 0.03, 0.5, 0.04, 0.05]
+    runs, seconds = [], iter(told)  # each turn's first run is no part of what counts
+    engine = SimpleNamespace(shapes=SimpleNamespace(shards=1), launch=lambda rows, *_, **options: (
+        runs.append(rows), None, None))
     monkeypatch.setattr(probe, "_stage", lambda engine, state, point: state)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(probe.multihost_utils, "broadcast_one_to_all", lambda mine: next(seconds))
-    point = cost.Point(rows=4, packed=4, context=8, steps=0, missed=0, rounds=cost.ROUNDS)
-    assert probe._fastest(engine, PARAMS, (), None, point, ())[1] == 0.03
-    assert len(runs) == 5
+    four, two = (cost.Point(rows=rows, packed=4, context=8, steps=0, missed=0, rounds=cost.ROUNDS)
+                 for rows in (4, 2))
+    found = probe._fastest(engine, PARAMS, (), None, {four: (), two: ()})[1]
+    assert found == {four: 0.01, two: 0.04}
+    assert runs == [4] * 3 + [2] * 2 + [4] * 3 + [2] * 3 and next(seconds, None) is None
 
 
 @pytest.mark.parametrize("asked, rounds", [(5, 5), (32, 8)])
@@ -77,8 +81,8 @@ def test_plain_rounds_are_timed_in_launches_as_long_as_a_rollouts(
                              machine=SimpleNamespace(controller=controller))
     monkeypatch.setattr(probe, "_blank", lambda engine: None)
     monkeypatch.setattr(probe, "_smaller", lambda engine, state, batch, size: state)
-    monkeypatch.setattr(probe, "_fastest", lambda engine, params, drafter, state, point, control: (
-        points.append((point, control)), 0.8))
+    monkeypatch.setattr(probe, "_fastest", lambda engine, params, drafter, state, controls: (
+        points.extend(controls.items()), dict.fromkeys(controls, 0.8)))
     assert probe.plain(engine, PARAMS, (), asked) == {4: 0.8 / rounds, 2: 0.8 / rounds}
     assert [(p.rows, p.packed, p.context, p.rounds, depth) for p, depth in points] == [
         (4, 4, 10, rounds, 0), (2, 2, 10, rounds, 0)]
