@@ -24,6 +24,7 @@ from bench.update import Keeper, Update
 
 from specrl_jax.config import Config, ConfigError
 from specrl_jax.host.compilation import use_persistent_cache
+from specrl_jax.host.memory import peak_rss
 from specrl_jax.loop import Trainer, make_prompts
 from specrl_jax.model import weights
 
@@ -52,12 +53,12 @@ def bench(config: Config, packings: list[str], repeats: int) -> dict[str, Any]:
     """Everything that the result file holds."""
     source = weights.describe_source(config.model.path)
     trainer = Trainer(config, source, make_prompts(config, source.tokenizer, _say), _say)
-    memory = {"loaded": hardware.peak_rss()}
+    memory = {"loaded": peak_rss()}
     trainer.compile(_say)
-    memory["compiled"] = hardware.peak_rss()
+    memory["compiled"] = peak_rss()
     _say("one training step")
     trainer.step()
-    memory["step"] = hardware.peak_rss()
+    memory["step"] = peak_rss()
     rollout, _ = trainer.rollout()
     keeper, found = Keeper(trainer.state), {}
     for name in packings:
@@ -70,7 +71,7 @@ def bench(config: Config, packings: list[str], repeats: int) -> dict[str, Any]:
     _say("timing")
     seconds = alternate(tasks, repeats)
     machine = machine.best(probes.measure())
-    memory["benchmark"] = hardware.peak_rss()
+    memory["benchmark"] = peak_rss()
     return results.blank(config) | {
         "sequences": len(rollout.length), "hardware": hardware.as_json(machine),
         "prompt_tokens": hardware.lengths_summary(rollout.prompt_length),

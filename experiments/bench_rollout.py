@@ -29,6 +29,7 @@ from bench.workload import HEAVY_ROWS, WORKLOADS, Workload, make_workload
 from specrl_jax import sharding
 from specrl_jax.config import DRAFTERS, Config, ConfigError
 from specrl_jax.host.compilation import CompilationCounter, use_persistent_cache
+from specrl_jax.host.memory import peak_rss
 
 BATCH = flags.DEFINE_list("batch", ["1", "8", "16", "64"], "rows of each case; heavy runs those of "
                           "16 and 64 that are among them, or all if --workload=heavy alone")
@@ -110,7 +111,7 @@ def run_one(setting: Setting, workload: Workload, result: dict[str, Any], out: P
         return
     found = run_case(setting, workload)
     found["command"] = results.command(sys.argv)
-    found["peak_rss_bytes"] = hardware.peak_rss()
+    found["peak_rss_bytes"] = peak_rss()
     result["cases"][name] = found
     results.write(out, result)
     jax.clear_caches()

@@ -2,8 +2,6 @@
 
 import dataclasses
 import functools
-import resource
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +18,7 @@ from specrl_jax.config import Config, check
 from specrl_jax.draft.memory import Memory, capacity
 from specrl_jax.host import data, launches
 from specrl_jax.host.checkpoint import Checkpoints
+from specrl_jax.host.memory import peak_rss
 from specrl_jax.model import architecture, weights
 from specrl_jax.model.tokenizer import Tokenizer
 from specrl_jax.rl import learner
@@ -201,8 +200,7 @@ class Trainer:
             "reward/useful_groups": float((groups != 0).any(1).mean()),
             "time/reward": judged - rewarded, "time/learn": ended - learned,
             "time/step": time.perf_counter() - began, "step": self.step_number,
-            "memory/peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
-                1 if sys.platform == "darwin" else 1024)}
+            "memory/peak_bytes": peak_rss()}
         self.step_number += 1
         return record, samples
 

@@ -4,8 +4,6 @@ import dataclasses
 import importlib.metadata
 import os
 import platform
-import resource
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -114,12 +112,6 @@ def _peak_programs(sizes: tuple[int, ...]) -> dict[str, Probe]:
         found |= {f"{name}, {size}": Probe(jax.jit(f), pair, 2 * size**3)
                   for name, f in orientations.items()}
     return found
-
-
-def peak_rss() -> int:
-    """Most bytes of memory this process has held so far."""
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def cores() -> int:

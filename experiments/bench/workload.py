@@ -61,7 +61,8 @@ def make_workload(name: str, rows: int, new_tokens: int, tokenizer: Tokenizer) -
 
 
 def heavy_limits(rows: int, most: int) -> np.ndarray:
-    """Heavy-tailed lengths, i32[rows]; with `most` = 256, those that peers are compared on."""
+    """Heavy-tailed lengths, i32[rows], all in proportion to `most`; with 256, those that peers are
+    compared on."""
     drawn = np.random.default_rng(0).exponential(60 / 256 * most, rows)
     return np.minimum(most, most // 16 + drawn.astype(int)).clip(1).astype(np.int32)
 

@@ -135,6 +135,10 @@ def test_workloads():
     wanted = np.minimum(256, 16 + np.random.default_rng(0).exponential(60, 16).astype(int))
     assert heavy.limits.tolist() == wanted.tolist() and heavy.longest <= 256
     assert len({tuple(p) for p in heavy.prompts}) == 16
+    for most in (8, 48, 384):  # a tail at every length: few rows are cut, most are short
+        limits = workload.heavy_limits(64, most)
+        assert limits.min() >= 1 and limits.max() <= most
+        assert (limits == most).mean() < 0.1 and (limits < most / 2).mean() > 0.7
     uniform = workload.make_workload("uniform", 3, 7, byte_tokenizer())
     assert uniform.tokens == 21 and uniform.prompts == heavy.prompts[:3]
 
