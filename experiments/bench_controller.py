@@ -2,10 +2,10 @@
 
     python experiments/bench_controller.py                      # --preset=small, within 90 minutes
     python experiments/bench_controller.py --preset=small --cells=4x64-0-uniform,4x64-1-heavy
-    python experiments/bench_controller.py --preset=smollm2 --config.spec.drafter=eagle \\
-        --config.draft.path=runs/drafter/drafter --config.rollout.temperature=0.6 \\
-        --config.data.name=gsm8k --config.data.split=test --config.rollout.max_new_tokens=128 \\
-        --config.data.system= --config.rollout.max_prompt_tokens=224
+    python experiments/bench_controller.py --preset=smollm2 --config=smollm2 --seconds=900 \\
+        --config.spec.drafter=eagle --config.draft.path=runs/drafter/drafter \\
+        --config.rollout.temperature=0.6 --config.rollout.max_prompt_tokens=224 \\
+        --config.data.name=gsm8k --config.data.split=test --config.data.system=
 
 `small` replays recorded streams of a random model, spoilt with probability 0, 0.4 or 1, and rows
 end at limits; `smollm2` drafts with config.spec.drafter on real prompts. Arms are timed alternately
@@ -58,6 +58,7 @@ RESUME = flags.DEFINE_boolean("resume", False, "keep the cells that --out alread
 SMALL = Architecture(vocab_size=8192, hidden_size=768, intermediate_size=2048, num_layers=4,
                      num_heads=12, num_kv_heads=4, head_dim=64, max_position=4096)
 SMALL_TOKENS = {1: 192, 4: 96, 16: 48, 64: 24}  # of a uniform row, by rows
+SMOLLM2_TOKENS = {1: 96, 4: 96, 16: 64, 64: 128}  # half of what a row of another length may have
 
 
 def main(config: Config, workdir: Path) -> int:
@@ -109,7 +110,7 @@ class Bench:
     """A model, its prompts, and how shapes of it are made.
 
     Args:
-      tokens: of a uniform row, by rows; rollout.max_new_tokens where there are none.
+      tokens: of a uniform row, by rows.
     """
 
     def __init__(self, config: Config, source: Source, params: Any, stop: Sequence[int],
@@ -120,9 +121,8 @@ class Bench:
         self.tokens = tokens
 
     def shape(self, rows: int, context: int) -> Shape:
-        tokens = self.tokens.get(rows, self.config.rollout.max_new_tokens)
         config = dataclasses.replace(self.config, rollout=dataclasses.replace(
-            self.config.rollout, max_new_tokens=tokens))
+            self.config.rollout, max_new_tokens=self.tokens[rows]))
         return Shape(config, self.source, self.params, self._prompts(rows, context), self.stop,
                      self.drafter, POLICIES.value, self.counter)
 
@@ -158,7 +158,8 @@ def _smollm2(config: Config) -> Bench:
     config, actor = run_flags.resolve(config)
     prompts = make_prompts(config, actor.source.tokenizer, _say).tokens
     return Bench(config, actor.source, actor.params(sharding.make_mesh(config.mesh)),
-                 actor.source.tokenizer.stop_ids, config.spec.drafter, prompts, {})
+                 actor.source.tokenizer.stop_ids, config.spec.drafter, prompts,
+                 SMOLLM2_TOKENS)
 
 
 def table(cases: dict[str, Any]) -> Table:
