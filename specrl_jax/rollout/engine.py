@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from specrl_jax import sharding
@@ -121,7 +121,7 @@ class Engine:
              donate: tuple[int, ...], *args: Any) -> None:
         mapped = jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs,
                                axis_names=set(ROWS), check_vma=False)
-        out = self._out_shardings(jax.eval_shape(mapped, *args), out_specs)
+        out = self.layout.of_results(jax.eval_shape(mapped, *args), out_specs)
         jitted = jax.jit(mapped, donate_argnums=donate, out_shardings=out)
         self._programs[name] = jitted.lower(*args)
 
@@ -134,15 +134,6 @@ class Engine:
         state = launch(self.machine, params, drafter_params, state.replace(control=control), *args)
         seen = (state.sequences.done, state.sequences.length, state.counters, state.seen)
         return state.replace(control=()), state.control, jax.lax.all_gather(seen, ROWS, tiled=True)
-
-    def _out_shardings(self, shapes: Any, specs: Any) -> Any:
-        """Of a program's results: a state's as its layout says, the rest as their specs."""
-        if isinstance(shapes, RolloutState):
-            batch = shapes.root.shape[0] // self.shapes.shards
-            return jax.tree.map(lambda a: a.sharding, self.layout.abstract(batch))
-        if isinstance(shapes, tuple) and isinstance(specs, tuple) and not isinstance(specs, P):
-            return tuple(map(self._out_shardings, shapes, specs))
-        return jax.tree.map(lambda _: NamedSharding(self.mesh, specs), shapes)
 
     # State.
 
@@ -168,6 +159,11 @@ class Engine:
     def _blank_kv(self) -> Any:
         return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype, device=a.sharding),
                             self.layout.abstract_kv(self.shapes.batch))
+
+    def hand_on(self, other: "Engine") -> None:
+        """Gives the cache kept between rollouts to an engine of the same shapes, which drops its
+        own: engines that take turns need but one."""
+        other._pool, self._pool = self._pool, None
 
     # The rollout.
 

@@ -179,6 +179,15 @@ class Layout:
             lambda spec, part: jax.tree.map(lambda _: NamedSharding(self.mesh, spec), part),
             STATE, state, is_leaf=lambda x: isinstance(x, P))
 
+    def of_results(self, shapes: Any, specs: Any) -> Any:
+        """Shardings of a program's results: of a state as `abstract` says, of the rest by specs."""
+        if isinstance(shapes, RolloutState):
+            batch = shapes.root.shape[0] // self.shapes.shards
+            return jax.tree.map(lambda a: a.sharding, self.abstract(batch))
+        if isinstance(shapes, tuple) and isinstance(specs, tuple) and not isinstance(specs, P):
+            return tuple(map(self.of_results, shapes, specs))
+        return jax.tree.map(lambda _: NamedSharding(self.mesh, specs), shapes)
+
     def host_state(self, asked: Request, batch: int) -> RolloutState:
         """The state in which every slot is empty, as host arrays; the cache's K/V and the
         controller's state are not here."""

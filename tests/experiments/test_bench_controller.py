@@ -133,4 +133,6 @@ def test_a_cell_of_a_tiny_model() -> None:
         assert ("control/launches" in explained["budget"]) == (lengths == "heavy")
         assert all(told["control/predicted_seconds"] > 0 for told in explained.values())
         assert "time/launches" not in explained["respec"]
+        drafting = [shape.fixed.engine, *(s.engine for s in shape.policies.values())]
+        assert sum(engine._pool is not None for engine in drafting) == 1  # taken by turns
     assert accept["budget"] == 1
