@@ -117,7 +117,7 @@ class SpecOptions:
 class ControlConfig:
     """Who chooses the speculation configuration of each round."""
 
-    policy: str = option("fixed", f"one of {', '.join(POLICIES)}")
+    policy: str = option("budget", f"one of {', '.join(POLICIES)}")
     min_survival: float = option(0.3, "fixed: draft nodes less likely to be accepted are dropped")
     clock: str = option("measured", "measured: launches correct the table of costs; frozen: the "
                                     "table alone counts, so that a run can be repeated")

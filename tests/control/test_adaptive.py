@@ -270,7 +270,7 @@ def test_settings_are_a_ladder_or_what_is_named() -> None:
     ({"epsilon": 1.5}, "control.epsilon"), ({"explore": -0.1}, "control.explore"),
     ({"length_weight": 2.0}, "control.length_weight"), ({"hysteresis": -1.0}, "control.hysteresis"),
     ({"window": 0}, "control.window"), ({"audit": -1}, "control.audit"),
-    ({"audit": 4}, "control.audit"), ({"policy": "oracle"}, "control.accept"),
+    ({"audit": 4, "policy": "fixed"}, "control.audit"), ({"policy": "oracle"}, "control.accept"),
     ({"policy": "oracle", "accept": (0.5,)}, "control.accept"),
     ({"policy": "oracle", "accept": (float("nan"),)}, "control.accept")])
 def test_nonsense_is_refused_in_one_line(changes: dict[str, Any], names: str) -> None:
