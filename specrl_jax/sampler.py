@@ -75,7 +75,8 @@ class Sampler:
             config.control, config.spec, config.draft.mix or (1.0,) * len(drafter.names),
             ladders=ladders, longest=shapes.longest, depth=drafter.depth, seed=config.seed)
         machine = Machine(arch, drafter, controller, config.spec.max_packed,
-                          rule=config.spec.rule)
+                          rule=config.spec.rule,
+                          truncates=config.rollout.top_k > 0 or config.rollout.top_p < 1)
         if config.model.numerics == "invariant":
             invariant.check_possible(arch, config.model.dtype, mesh.shape["tensor"])
             machine = dataclasses.replace(machine, invariant=True,

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -255,11 +256,15 @@ SMALL = ("--config=tiny", "--config.prompts_per_step=4", "--config.group_size=2"
          "--config.control.policy=fixed")
 
 
+def xla_flags(devices: int = 1) -> str:
+    """Those of this process, with so many devices: what processes that tests start compile by."""
+    return re.sub(r"(?<=device_count=)\d+", str(devices), os.environ["XLA_FLAGS"])
+
+
 def start_training(workdir: File, *flags: str, devices: int = 1) -> subprocess.Popen:
     """experiments/train.py on the tiny preset, shrunk; the processes share compiled programs."""
     environment = os.environ | {
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
-        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": xla_flags(devices), "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])}
     train = str(ROOT / "experiments" / "train.py")
     return subprocess.Popen([sys.executable, train, *SMALL, f"--workdir={workdir}", *flags],

@@ -136,7 +136,7 @@ def test_shards_that_truncate_and_shards_that_do_not_wait_for_nobody(rule: str) 
     def rolled_out(config: MeshConfig) -> Result:
         mesh, drafter = mesh_of(config), small_lm(arch, depth=2, branch=2, nodes=4)
         engine = make_engine(arch, task, mesh=mesh, rule=rule, most=16, drafter=drafter,
-                             controller=policies.fixed())
+                             controller=policies.fixed(), truncates=True)
         engine.control = policies.make_spec(2, 2, 4, 0)
         params = publisher(arch, mesh, jnp.float32)(tiny_params(arch))
         own = drafter.bind(params, tiny_params(arch))

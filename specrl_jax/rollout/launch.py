@@ -9,12 +9,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specrl_jax.draft.tree import roots
 from specrl_jax.model.transformer import Params
 from specrl_jax.rollout.round import (
     Machine,
     Turn,
-    blank_tree,
+    blank_turn,
     buckets_of,
     drafted_round,
     noted,
@@ -24,16 +23,18 @@ from specrl_jax.rollout.round import (
     turn_of,
 )
 from specrl_jax.sharding import ROWS
-from specrl_jax.structs import Array, DraftTree, RolloutState, Tip
+from specrl_jax.structs import Array, RolloutState, Tip
 
 
 class Ahead(NamedTuple):
-    """Where a launch stands between two rounds."""
+    """Where a launch stands within a turn."""
 
-    done: Array  # i32[] rounds
-    go: Array  # bool[] whether another follows
+    done: Array  # i32[] rounds of earlier turns
+    go: Array  # bool[] whether the launch goes on
     state: RolloutState
     turn: Turn
+    took: Array  # i32[] rounds of this turn, all alike
+    count: Array  # i32[B] tokens that they committed
 
 
 class Spell(NamedTuple):
@@ -60,41 +61,45 @@ def launch(machine: Machine, params: Params, drafter_params: Params, state: Roll
       smaller: i32[] rows of the next smaller batch; 0 is none.
     """
 
-    def ahead(done: Array, state: RolloutState, tree: DraftTree) -> Ahead:
-        turn = turn_of(machine, state, tree)
-        live = turn.tip.live.sum()
+    def goes(done: Array, state: RolloutState) -> Array:
+        live = tip_of(state).live.sum()
         free = (live < state.seq.shape[0]) & (waiting[0] > 0)
         most, refill = jax.lax.pmax((live, free.astype(jnp.int32)), ROWS)
-        return Ahead(done, (most > smaller) & (refill == 0) & (done < rounds), state, turn)
+        return (most > smaller) & (refill == 0) & (done < rounds)
 
     def drafts(a: Ahead) -> Ahead:
-        return Ahead(a.done, a.go, *propose(machine, drafter_params, a.state, a.turn))
+        state, turn = propose(machine, drafter_params, a.state, a.turn)
+        return a._replace(state=state, turn=turn)
 
     def plain(a: Ahead) -> Ahead:
         state, took = plain_spell(machine, params, drafter_params, a.state, a.turn, rounds - a.done)
-        return ahead(a.done + took, state, a.turn.tree)
+        return a._replace(state=state, took=took, count=jnp.where(a.turn.tip.live, took, 0))
 
     def drafted(a: Ahead) -> Ahead:
-        return ahead(a.done + 1, drafted_round(machine, params, drafter_params, a.state, a.turn),
-                     a.turn.tree)
+        state, count = drafted_round(machine, params, drafter_params, a.state, a.turn)
+        return a._replace(state=state, took=jnp.int32(1), count=count)
 
-    def whilst(condition: Callable[[Turn], Array], one: Callable[[Ahead], Ahead], a: Ahead
+    def whilst(condition: Callable[[Ahead], Array], one: Callable[[Ahead], Ahead], a: Ahead
                ) -> Ahead:
-        return jax.lax.while_loop(lambda a: a.go & condition(a.turn), one, a)
+        return jax.lax.while_loop(condition, one, a)
 
-    def plains(a: Ahead) -> Ahead:
-        return whilst(lambda turn: ~turn.asks & (turn.bucket == 0), plain, a)
-
-    def any_kind(a: Ahead) -> Ahead:
-        a = plains(whilst(lambda turn: turn.asks, drafts, a))
-        return whilst(lambda turn: ~turn.asks & (turn.bucket > 0), drafted, a)
+    def one_turn(a: Ahead) -> Ahead:
+        a = a._replace(turn=turn_of(machine, a.state, a.turn.tree), took=jnp.int32(0))
+        if drafting:
+            a = whilst(lambda a: a.turn.asks, drafts, a)
+        a = whilst(lambda a: (a.took == 0) & (a.turn.bucket == 0), plain, a)
+        if drafting:
+            a = whilst(lambda a: (a.took == 0) & (a.turn.bucket > 0), drafted, a)
+        state = noted(machine, a.state, a.turn, a.count, a.took)
+        done = a.done + a.took
+        return a._replace(done=done, go=goes(done, state), state=state)
 
     state = state.replace(control=machine.controller.start(state.control))
-    if len(buckets_of(machine, state.seq.shape[0])) == 1:
-        none = roots(state.root, jnp.zeros(state.root.shape, bool), machine.drafter.nodes)
-        return plains(ahead(jnp.int32(0), state, none)).state
-    start = ahead(jnp.int32(0), state, blank_tree(machine, drafter_params, state))
-    return jax.lax.while_loop(lambda a: a.go, any_kind, start).state
+    drafting = len(buckets_of(machine, state.seq.shape[0])) > 1
+    start = Ahead(jnp.int32(0), goes(jnp.int32(0), state), state,
+                  blank_turn(machine, drafter_params, state), jnp.int32(0),
+                  jnp.zeros(state.root.shape, jnp.int32))
+    return jax.lax.while_loop(lambda a: a.go, one_turn, start).state
 
 
 def plain_spell(machine: Machine, params: Params, drafter_params: Params, state: RolloutState,
@@ -102,7 +107,7 @@ def plain_spell(machine: Machine, params: Params, drafter_params: Params, state:
     """Plain rounds for which one plan stands: until a row of any shard ends, and at most `most`.
 
     Returns:
-      The state, and the rounds i32[] that it took.
+      The state, and the rounds i32[] that it took, at least 1.
     """
     held = jnp.where(turn.spec.steps == 0, machine.controller.hold, 1)
 
@@ -116,5 +121,4 @@ def plain_spell(machine: Machine, params: Params, drafter_params: Params, state:
     spell = jax.lax.while_loop(
         lambda s: (s.done < jnp.minimum(held, most)) & (s.ended == 0), one,
         Spell(jnp.int32(0), jnp.int32(0), turn.tip, state))
-    count = jnp.where(turn.tip.live, spell.done, 0)
-    return noted(machine, spell.state, turn, count, spell.done), spell.done
+    return spell.state, spell.done

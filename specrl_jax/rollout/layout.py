@@ -137,6 +137,10 @@ class Layout:
         check(longest <= s.prompt, "rollout.max_prompt_tokens", s.prompt,
               f"a prompt has {longest} tokens; raise it")
         check(min(len(p) for p in asked.prompts) > 0, "prompt", [], "needs at least one token")
+        truncated = ((asked.top_k > 0) | (asked.top_p < 1)).any()
+        check(self.machine.truncates or not truncated, "truncates", self.machine.truncates,
+              "sequences ask for top_k or top_p, for which this engine was not compiled; set it in "
+              "its Machine")
         unasked = asked.limit.reshape(s.shards, s.sequences) == 0
         check(bool((np.diff(unasked.astype(np.int8), axis=1) >= 0).all()), "limit", 0,
               "sequences that are not asked for come last in their shard")

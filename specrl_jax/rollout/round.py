@@ -48,6 +48,7 @@ class Machine:
     implementation: str | None = None  # of tree attention
     rule: str = "match"  # of verification, one of config.RULES
     invariant: bool = False  # see model/invariant.py
+    truncates: bool = False  # whether a row may ask for top-k or top-p
 
 
 def bucket_ladder(batch: int, nodes: int, most: int) -> tuple[Bucket, ...]:
@@ -121,14 +122,16 @@ def turn_of(machine: Machine, state: RolloutState, tree: DraftTree) -> Turn:
                 tree=tree.replace(live=none), live=none, bucket=jnp.int32(0))
 
 
-def blank_tree(machine: Machine, drafter_params: Params, state: RolloutState) -> DraftTree:
-    """Zeros, of the shapes that the drafter proposes."""
-    tip, rows = tip_of(state), sampling_of(state)
-    spec = machine.controller.plan(state.control, load_of(state, tip, rows))
-    survive = functools.partial(acceptance.survive, state.estimate)
-    tree, _ = jax.eval_shape(lambda: machine.drafter.propose(
-        drafter_params, state.draft, tip, rows, spec, survive))
-    return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), tree)
+def blank_turn(machine: Machine, drafter_params: Params, state: RolloutState) -> Turn:
+    """Zeros, of the shapes that a turn has whose tree the drafter has proposed."""
+    def proposed() -> Turn:
+        tip, rows = tip_of(state), sampling_of(state)
+        spec = machine.controller.plan(state.control, load_of(state, tip, rows))
+        tree, _ = machine.drafter.propose(drafter_params, state.draft, tip, rows, spec,
+                                          functools.partial(acceptance.survive, state.estimate))
+        return turn_of(machine, state, tree)
+
+    return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(proposed))
 
 
 def propose(machine: Machine, drafter_params: Params, state: RolloutState, turn: Turn
@@ -157,8 +160,12 @@ def plain_round(machine: Machine, params: Params, drafter_params: Params, state:
 
 
 def drafted_round(machine: Machine, params: Params, drafter_params: Params, state: RolloutState,
-                  turn: Turn) -> RolloutState:
-    """The verification of a tree that is more than roots, and what it commits."""
+                  turn: Turn) -> tuple[RolloutState, Array]:
+    """The verification of a tree that is more than roots.
+
+    Returns:
+      The state, and the tokens i32[B] that it committed.
+    """
     buckets = buckets_of(machine, turn.tip.root.shape[0])[1:]
     branches = [functools.partial(verify_in, machine, params, drafter_params, state.cache, turn,
                                   bucket=b, depth=machine.drafter.depth) for b in buckets]
@@ -166,7 +173,7 @@ def drafted_round(machine: Machine, params: Params, drafter_params: Params, stat
     packed = jnp.asarray([b.packed for b in buckets], jnp.int32)[turn.bucket - 1]
     seen = acceptance.observe(state.seen, turn.tree, path, verdict, turn.tip)
     state = conclude(machine, drafter_params, state.replace(seen=seen), turn, packed, verdict, path)
-    return noted(machine, state, turn, verdict.count, jnp.int32(1))
+    return state, verdict.count
 
 
 def conclude(machine: Machine, drafter_params: Params, state: RolloutState, turn: Turn,
@@ -258,7 +265,8 @@ def verify_in(machine: Machine, params: Params, drafter_params: Params, cache: C
         machine.arch, params, cache, tokens[at], tip.context[packing.row] + level[at],
         packing, machine.implementation, machine.drafter.taps)
     logits = transformer.logits(machine.arch, params, hidden, few=True)
-    processing = (rows.temperature[packing.row], rows.top_k[packing.row], rows.top_p[packing.row])
+    truncation = (rows.top_k, rows.top_p) if machine.truncates else (None, None)
+    processing = jax.tree.map(lambda a: a[packing.row], (rows.temperature, *truncation))
     if machine.rule == "match":
         drawn = sampling.draw(logits, *processing, rows.key[packing.row],
                               tip.generated[packing.row] + level[at])

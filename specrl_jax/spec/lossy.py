@@ -118,9 +118,10 @@ def lossy_retrospective(tokens: Array, parent: Array, rank: Array, live: Array, 
                 depth)
 
 
-def default_sampling(logits: Array, temperature: Array, top_k: Array, top_p: Array) -> Processed:
+def default_sampling(logits: Array, temperature: Array, top_k: Array | None, top_p: Array | None
+                     ) -> Processed:
     """`lossy_default_sampling`: the target is processed with default settings, not those asked for.
 
     vLLM once did so with top-p and temperature (pull request 10198). Arguments: `sampling.process`.
     """
-    return process(logits, jnp.ones_like(temperature), jnp.zeros_like(top_k), jnp.ones_like(top_p))
+    return process(logits, jnp.ones_like(temperature), None, None)

@@ -54,7 +54,8 @@ class _Stand:
     q: Array  # f32[B, V]
 
 
-def processed(logits: Array, temperature: Array, top_k: Array, top_p: Array) -> Array:
+def processed(logits: Array, temperature: Array, top_k: Array | None, top_p: Array | None
+              ) -> Array:
     """Log-probabilities f32[W, V] of what `sampling.draw` draws from, whose arguments these are."""
     return process(logits, temperature, top_k, top_p).logp
 

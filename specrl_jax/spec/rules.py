@@ -22,7 +22,7 @@ class Rule(NamedTuple):
 
     walk: Walk
     drawn: bool = False
-    process: Callable[[Array, Array, Array, Array], Processed] = process
+    process: Callable[[Array, Array, Array | None, Array | None], Processed] = process
 
 
 RULES = types.MappingProxyType({

@@ -1,8 +1,12 @@
 """The actor's draw: y = argmax_v(logp[v] + G[v]) of the processed distribution.
 
 Logits are [V, W], as the head makes them. The draw itself is the operation `gumbel_argmax`;
-truncation costs something only in rounds in which some row asks for it.
+truncation costs something only in rounds in which some row asks for it, and nothing where top_k and
+top_p are None: a third of the kernels of a small model's program are for truncation.
 """
+
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,13 +37,14 @@ class Processed:
     kept_mass: Array  # f32[W]
 
 
-def process(logits: Array, temperature: Array, top_k: Array, top_p: Array) -> Processed:
+def process(logits: Array, temperature: Array, top_k: Array | None, top_p: Array | None
+            ) -> Processed:
     """The law of `draw`, whose arguments these are; at temperature 0 a point mass."""
     scale, greedy = scale_of(temperature)
     scores = logits * scale[None]
     ids = jnp.arange(logits.shape[0])[None]
-    keep = jax.lax.cond(
-        _asked(top_k, top_p),
+    keep = _where_asked(
+        top_k, top_p,
         lambda scores: truncation.threshold(scores.T, top_k, top_p).keeps(scores.T, ids),
         lambda scores: jnp.ones(scores.T.shape, bool), scores)
     mass = jnp.exp(scores - scores.max(0, keepdims=True)).T
@@ -51,7 +56,7 @@ def process(logits: Array, temperature: Array, top_k: Array, top_p: Array) -> Pr
                      kept_mass=kept / total)
 
 
-def draw(logits: Array, temperature: Array, top_k: Array, top_p: Array, key: Array,
+def draw(logits: Array, temperature: Array, top_k: Array | None, top_p: Array | None, key: Array,
          position: Array) -> Draw:
     """Draws one token for each of W positions.
 
@@ -60,7 +65,7 @@ def draw(logits: Array, temperature: Array, top_k: Array, top_p: Array, key: Arr
     Args:
       logits: f32[V, W].
       temperature, top_p: f32[W]; temperature 0 is argmax without noise.
-      top_k: i32[W]; 0 is off.
+      top_k: i32[W]; 0 is off. None, as top_p then is: no position is truncated.
       key: u32[W, 2].
       position: i32[W] index of the token being drawn; 0 is the first of the response.
     """
@@ -73,11 +78,15 @@ def draw(logits: Array, temperature: Array, top_k: Array, top_p: Array, key: Arr
         drawn = gumbel_argmax(logits.T, temperature, key, position)
         return drawn, jnp.ones_like(temperature)
 
-    drawn, kept_mass = jax.lax.cond(_asked(top_k, top_p), truncated, whole, logits)
+    drawn, kept_mass = _where_asked(top_k, top_p, truncated, whole, logits)
     return Draw(token=drawn.token[:, 0], logprob=drawn.logprob[:, 0],
                 raw_logprob=drawn.raw_logprob[:, 0], kept_mass=kept_mass)
 
 
-def _asked(top_k: Array, top_p: Array) -> Array:
-    """bool[] whether some position asks for truncation, on any data shard."""
-    return on_any_shard(((top_k > 0) | (top_p < 1)).any())
+def _where_asked(top_k: Array | None, top_p: Array | None, truncated: Callable[[Array], Any],
+                 whole: Callable[[Array], Any], logits: Array) -> Any:
+    """`truncated` if some position of any data shard asks for truncation, else `whole`."""
+    if top_k is None or top_p is None:
+        return whole(logits)
+    asked = on_any_shard(((top_k > 0) | (top_p < 1)).any())
+    return jax.lax.cond(asked, truncated, whole, logits)

@@ -42,11 +42,12 @@ class Bench:
 
     def __init__(self) -> None:
         self.task, self.course = make_task(), Course(NODES, DEPTH)
-        self.plain = make_engine(ARCH, self.task, batch=5)
+        self.plain = make_engine(ARCH, self.task, batch=5, truncates=True)
         self.plain.compile(PARAMS)
         self.replaying = make_engine(
             ARCH, self.task, drafter=replay(depth=DEPTH, nodes=NODES, vocab=V), batch=4,
-            min_batch=2, past=self.task.group, controller=wandering(self.course))
+            min_batch=2, past=self.task.group, controller=wandering(self.course),
+            truncates=True)
         self.replaying.compile(PARAMS, self.knobs(0))
 
     def knobs(self, corruption: float, cost: int = 0) -> Any:

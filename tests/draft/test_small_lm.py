@@ -268,11 +268,11 @@ class Bench:
     def __init__(self, arch: Any = ACTOR, branch: int = 1, nodes: int = 4) -> None:
         self.task, self.course = make_task(stop=()), Course(nodes, DEPTH)
         self.nodes, self.branch = nodes, branch
-        self.plain = make_engine(ACTOR, self.task, batch=5)
+        self.plain = make_engine(ACTOR, self.task, batch=5, truncates=True)
         self.plain.compile(ACTOR_PARAMS)
         self.drafting = make_engine(
             ACTOR, self.task, drafter=small_lm(arch, DEPTH, branch, nodes), batch=4, min_batch=2,
-            controller=pausing(self.course, branch))
+            controller=pausing(self.course, branch), truncates=True)
         self.drafting.compile(ACTOR_PARAMS, tiny_params(arch))
 
     def drafts(self, own: Any, pauses: bool, **mix: Any) -> Result:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from helpers import xla_flags
 
 from specrl_jax.config import (
     Config,
@@ -59,4 +60,4 @@ def command() -> Callable[..., subprocess.CompletedProcess]:
 def environment() -> dict[str, str]:
     """Scripts find the package whether or not it is installed, and use one device."""
     path = os.pathsep.join(map(str, (ROOT, ROOT / "kernels")))
-    return os.environ | {"PYTHONPATH": path, "XLA_FLAGS": ""}
+    return os.environ | {"PYTHONPATH": path, "XLA_FLAGS": xla_flags()}

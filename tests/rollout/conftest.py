@@ -50,12 +50,12 @@ class Bench:
 def bench() -> Bench:
     arch, task = tiny_arch(), make_task()
     params = tiny_params(arch)
-    plain = make_engine(arch, task, batch=5)
+    plain = make_engine(arch, task, batch=5, truncates=True)
     plain.compile(params)
     course = Course(NODES, DEPTH)
     dice = Dice(plain.run(params, ask(task)).sequences.tokens)
     trees = make_engine(
-        arch, task, batch=4, min_batch=2, controller=wandering(course),
+        arch, task, batch=4, min_batch=2, truncates=True, controller=wandering(course),
         drafter=random_drafter(dice, nodes=NODES, depth=DEPTH, vocab=arch.vocab_size))
     trees.compile(params)
     trees.run(params, ask(task))

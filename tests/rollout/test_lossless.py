@@ -224,13 +224,20 @@ def test_nothing_compiles_whatever_changes(bench: Any) -> None:
     assert counting(everything_changes) == 0
 
 
+@pytest.mark.parametrize("sampling", [{"top_k": 5}, {"top_p": 0.7}], ids=str)
+def test_truncation_that_was_not_compiled_is_refused(bench: Any, sampling: dict[str, Any]) -> None:
+    engine = make_engine(bench.arch, bench.task)
+    with pytest.raises(ConfigError, match="truncates = False: sequences ask for top_k or top_p"):
+        engine.run(bench.params, ask(bench.task, **sampling))
+
+
 @pytest.fixture(scope="module")
 def drafting(bench: Any) -> Any:
     """The history drafter in three slots."""
     drafter = history(depth=3, branch=1, nodes=4, match=4, group=bench.task.group)
     control = policies.fixed(0)._replace(init=lambda: policies.make_spec(3, 1, 4, 0))
     engine = make_engine(bench.arch, bench.task, drafter=drafter, controller=control, batch=3,
-                         past=2)
+                         past=2, truncates=True)
     engine.compile(bench.params)
     return engine
 

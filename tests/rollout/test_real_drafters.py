@@ -54,7 +54,7 @@ def plain(mix: str) -> Result:
 
 @functools.cache
 def _plain_engine() -> Any:
-    engine = make_engine(ACTOR, TASK, batch=5)
+    engine = make_engine(ACTOR, TASK, batch=5, truncates=True)
     engine.compile(ACTOR_PARAMS)
     return engine
 
@@ -71,7 +71,7 @@ def test_no_drafter_changes_a_token(name: str) -> None:
     parts = len(drafter.names)
     course = Course(NODES, DEPTH, parts)
     engine = make_engine(ACTOR, TASK, drafter=drafter, controller=wandering(course), batch=4,
-                         min_batch=2, past=TASK.group, most=8)
+                         min_batch=2, past=TASK.group, most=8, truncates=True)
     bound = drafter.bind(ACTOR_PARAMS, jax.tree.map(jax.numpy.asarray, own))
     engine.control = course.draw()
     engine.compile(ACTOR_PARAMS, bound)

@@ -54,7 +54,7 @@ def made(rule: str) -> tuple[Engine, Dice, Any]:
     else:
         drafter = random_drafter(dice, nodes=4, depth=2, vocab=24)
     engine = make_engine(ARCH, TASK, batch=30, controller=policies.fixed(), rule=rule, most=120,
-                         drafter=drafter)
+                         drafter=drafter, truncates=True)
     engine.control = policies.make_spec(2, 4, drafter.nodes, 0)
     engine.compile(params(), own)
     return engine, dice, own
