@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-from scipy import stats
+from scipy.special import stdtrit
 
 LEVEL = 0.95
 Z = 1.959963984540054  # standard normal quantile of (1 + LEVEL) / 2
@@ -49,7 +49,7 @@ def student(values: Sequence[float]) -> tuple[float, float]:
     values a percentile bootstrap would be far too narrow.
     """
     values = np.asarray(values, np.float64)
-    quantile = stats.t.ppf((1 + LEVEL) / 2, len(values) - 1)
+    quantile = stdtrit(len(values) - 1, (1 + LEVEL) / 2)
     half = quantile * values.std(ddof=1) / math.sqrt(len(values))
     return float(values.mean() - half), float(values.mean() + half)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
-from scipy import stats
+from scipy.special import stdtrit
 
 from specrl_jax.intervals import LEVEL
 
@@ -37,7 +37,7 @@ def _mean_log(mine: Sequence[float], other: Sequence[float]) -> tuple[float, flo
 
 def interval(mean: float, error: float, freedom: int) -> dict[str, float]:
     """A ratio with Student's 95 % interval, from a mean logarithm and its standard error."""
-    t = stats.t.ppf((1 + LEVEL) / 2, freedom) if freedom else 0.0
+    t = stdtrit(freedom, (1 + LEVEL) / 2) if freedom else 0.0
     return {"ratio": math.exp(mean), "low": math.exp(mean - t * error),
             "high": math.exp(mean + t * error)}
 
