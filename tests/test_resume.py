@@ -224,7 +224,7 @@ def config(**changes: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("field,value", [
     ("group_size", 1), ("steps", "many"), ("stepz", 3), ("model__path", "no/such/place"),
-    ("model__path", "."), ("mesh__data", 4),
+    ("model__path", "."),
     ("rollout__max_prompt_tokens", 20), ("reward__terms", ("nice",)), ("data__name", "mnist"),
     ("data__level", "hard"), ("spec__drafter", "oracle"), ("mesh__data", 3),
     ("rollout__max_new_tokens", 5000), ("rollout__temperature", float("inf")),

@@ -246,7 +246,8 @@ def _sampling(machine: Machine, packed: int, params: Any) -> Part:
     logits = np.random.default_rng(0).standard_normal(
         (machine.arch.vocab_size, packed), np.float32)
     ones, zeros = jnp.ones(packed), jnp.zeros(packed, jnp.int32)
-    return _bound(sampling.draw, logits, ones, zeros, ones, jnp.zeros((packed, 2), jnp.uint32),
+    truncation = (zeros, ones) if machine.truncates else (None, None)
+    return _bound(sampling.draw, logits, ones, *truncation, jnp.zeros((packed, 2), jnp.uint32),
                   zeros)
 
 

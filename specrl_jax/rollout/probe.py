@@ -47,6 +47,7 @@ def key(engine: Engine, about: Mapping[str, Any]) -> dict[str, Any]:
             "attention": machine.implementation, "mesh": dict(engine.mesh.shape),
             "dtype": str(np.dtype(engine.layout.dtype)),
             "shapes": dataclasses.asdict(engine.shapes), "rule": machine.rule,
+            "truncates": machine.truncates,
             "buckets": [[rows, *b] for rows, of in ladders(engine).items() for b in of],
             "drafter": dict(about)}
 

@@ -2,7 +2,7 @@
 
 Logits are [V, W], as the head makes them. The draw itself is the operation `gumbel_argmax`;
 truncation costs something only in rounds in which some row asks for it, and nothing where top_k and
-top_p are None: a third of the kernels of a small model's program are for truncation.
+top_p are None: a third of a small model's program is truncation.
 """
 
 from collections.abc import Callable
