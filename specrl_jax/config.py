@@ -161,8 +161,8 @@ class ControlConfig:
 
 @dataclasses.dataclass(frozen=True)
 class RolloutConfig:
-    """Generation. Sampling values are data: changing them compiles nothing, but for the
-    first use of top_k or top_p."""
+    """Generation. Sampling values are data: changing them compiles nothing, but programs hold top-k
+    and top-p only where one of them is asked for."""
 
     batch_size: int = option(64, "slots over all data shards")
     max_prompt_tokens: int = option(64, "P, the longest prompt")

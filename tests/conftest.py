@@ -37,19 +37,5 @@ def room_for_programs(request: pytest.FixtureRequest) -> Iterator[None]:
             jax.clear_caches()
 
 
-@pytest.fixture(scope="module")
-def programs_on_disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The trainers of a file share what they compile."""
-    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
-    before = [getattr(jax.config, name) for name in names]
-    for name, value in zip(names, (str(tmp_path_factory.mktemp("xla")), 0), strict=True):
-        jax.config.update(name, value)
-    jax.experimental.compilation_cache.compilation_cache.reset_cache()
-    yield
-    for name, value in zip(names, before, strict=True):
-        jax.config.update(name, value)
-    jax.experimental.compilation_cache.compilation_cache.reset_cache()
-
-
 def pytest_unconfigure() -> None:
     _HOME.cleanup()

@@ -25,10 +25,7 @@ from specrl_jax.control import policies
 from specrl_jax.control.policies import Controller
 from specrl_jax.draft.base import Drafter, Occasion, Survive
 from specrl_jax.draft.off import off
-from specrl_jax.host import metrics
-from specrl_jax.host.checkpoint import Checkpoints
 from specrl_jax.host.compilation import CompilationCounter
-from specrl_jax.host.progress import Progress
 from specrl_jax.loop import Prompts, Trainer
 from specrl_jax.model.architecture import Architecture, initialize
 from specrl_jax.model.tiny import TINY, byte_tokenizer, random_tensors
@@ -36,7 +33,6 @@ from specrl_jax.model.weights import Source
 from specrl_jax.rollout.engine import Engine, Result
 from specrl_jax.rollout.layout import Request, Shapes, request
 from specrl_jax.rollout.round import Machine
-from specrl_jax.run import run_steps
 from specrl_jax.structs import Array, DraftTree, Path, Sampling, SpecConfig, Tip, Verdict
 
 
@@ -242,17 +238,6 @@ def micro_trainer_to_compile(config: Config, **changes: Any) -> Trainer:
     tokens = [rng.integers(0, 256, n).tolist() for n in rng.integers(1, 11, 16)]
     examples = [{"id": i, "question": "", "answer": str(i)} for i in range(16)]
     return Trainer(config, source, Prompts(examples, [""] * 16, tokens), lambda text: None)
-
-
-def run(trainer: Trainer, workdir: File) -> None:
-    """Runs or resumes, as run.train does."""
-    with Checkpoints(workdir / "checkpoints", 9) as checkpoints:
-        trainer.restore(checkpoints)
-        trainer.compile(lambda text: None)
-        counter = CompilationCounter()
-        with (metrics.Writer(workdir, trainer.step_number) as writer,
-              Progress(trainer.config.steps, trainer.step_number) as progress):
-            run_steps(trainer, checkpoints, writer, progress, counter, {})
 
 
 def even(prompt: str, completion: str, example: object) -> float:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import counting, micro_config, micro_trainer_to_compile, run
+from helpers import counting, micro_config, micro_trainer_to_compile
 
 from specrl_jax import drafter_life, loop
 from specrl_jax.config import (
@@ -29,8 +29,12 @@ from specrl_jax.config import (
 from specrl_jax.draft.off import off
 from specrl_jax.drafters import Drafting
 from specrl_jax.host import metrics
+from specrl_jax.host.checkpoint import Checkpoints
+from specrl_jax.host.compilation import CompilationCounter
+from specrl_jax.host.progress import Progress
 from specrl_jax.loop import Trainer
 from specrl_jax.rl.draft_loss import LOSSES
+from specrl_jax.run import run_steps
 
 SPEC = SpecOptions(drafter="eagle", steps=2, branch=1, nodes=3, max_steps=2, max_branch=1,
                    max_nodes=3)
@@ -41,7 +45,18 @@ UNEQUAL = ("time/", "memory/", "compilations", "rollout/tokens_per_second")
 INVARIANT = dict(num_heads=4, num_kv_heads=2, head_dim=16)  # heads that machine code can take
 
 
-pytestmark = pytest.mark.usefixtures("programs_on_disk")
+@pytest.fixture(scope="module", autouse=True)
+def programs_on_disk(tmp_path_factory: Any) -> Any:
+    """The trainers of this file share what they compile."""
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    before = [getattr(jax.config, name) for name in names]
+    for name, value in zip(names, (str(tmp_path_factory.mktemp("xla")), 0), strict=True):
+        jax.config.update(name, value)
+    jax.experimental.compilation_cache.compilation_cache.reset_cache()
+    yield
+    for name, value in zip(names, before, strict=True):
+        jax.config.update(name, value)
+    jax.experimental.compilation_cache.compilation_cache.reset_cache()
 
 
 def config(when: str, **options: Any) -> Any:
@@ -51,6 +66,17 @@ def config(when: str, **options: Any) -> Any:
         reward=RewardConfig(terms=("helpers:even",)),
         learner=LearnerConfig(learning_rate=1e-2, micro_batch=16),
         distill=DistillConfig(when=when, **(LEARN | options)))
+
+
+def run(trainer: Trainer, workdir: Path) -> None:
+    """Runs or resumes, as run.train does."""
+    with Checkpoints(workdir / "checkpoints", 9) as checkpoints:
+        trainer.restore(checkpoints)
+        trainer.compile(lambda text: None)
+        counter = CompilationCounter()
+        with (metrics.Writer(workdir, trainer.step_number) as writer,
+              Progress(trainer.config.steps, trainer.step_number) as progress):
+            run_steps(trainer, checkpoints, writer, progress, counter, {})
 
 
 def samples(workdir: Path) -> list[Any]:

@@ -183,14 +183,21 @@ def test_speculation_and_order_change_no_line_but_the_commits(tmp_path: Path) ->
         np.testing.assert_allclose(np.sum(shares, 1), [m["rollout/drafted"] > 0 for m in told])
 
 
-# Refusals of processes. Each names a field of the command line and what the message must hold;
-# further fields are refused below.
+# Refusals. Each names a field of the command line and what the message must hold.
 
 REFUSED = {
     "unknown field": ("--config.stepz=3", "stepz"),
     "wrong type": ("--config.steps=many", "config.steps = 'many'"),
+    "missing model": ("--config.model.path=no/such/place", "model.path = 'no/such/place'"),
     "incomplete model": ("--config.model.path=.", "model.path = '.': config.json: no such file"),
+    "long prompt": ("--config.rollout.max_prompt_tokens=20", "rollout.max_prompt_tokens = 20"),
+    "group of one": ("--config.group_size=1", "group_size = 1"),
     "rows over shards": ("--config.mesh.data=3", "rollout.batch_size = 4"),
+    "too many devices": ("--config.mesh.data=4", "mesh = '4x1x1'"),
+    "unknown reward": ("--config.reward.terms=('nice',)", "nice"),
+    "unknown dataset": ("--config.data.name=mnist", "data.name = 'mnist'"),
+    "unknown drafter": ("--config.spec.drafter=oracle", "spec.drafter = 'oracle'"),
+    "more positions than the model": ("--config.rollout.max_new_tokens=5000", "5000"),
 }
 
 
@@ -224,7 +231,6 @@ def config(**changes: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("field,value", [
     ("group_size", 1), ("steps", "many"), ("stepz", 3), ("model__path", "no/such/place"),
-    ("model__path", "."),
     ("rollout__max_prompt_tokens", 20), ("reward__terms", ("nice",)), ("data__name", "mnist"),
     ("data__level", "hard"), ("spec__drafter", "oracle"), ("mesh__data", 3),
     ("rollout__max_new_tokens", 5000), ("rollout__temperature", float("inf")),

@@ -3,7 +3,6 @@
 As all of round.py, it runs inside `shard_map` over the data axes.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -79,17 +78,13 @@ def launch(machine: Machine, params: Params, drafter_params: Params, state: Roll
         state, count = drafted_round(machine, params, drafter_params, a.state, a.turn)
         return a._replace(state=state, took=jnp.int32(1), count=count)
 
-    def whilst(condition: Callable[[Ahead], Array], one: Callable[[Ahead], Ahead], a: Ahead
-               ) -> Ahead:
-        return jax.lax.while_loop(condition, one, a)
-
     def one_turn(a: Ahead) -> Ahead:
         a = a._replace(turn=turn_of(machine, a.state, a.turn.tree), took=jnp.int32(0))
         if drafting:
-            a = whilst(lambda a: a.turn.asks, drafts, a)
-        a = whilst(lambda a: (a.took == 0) & (a.turn.bucket == 0), plain, a)
+            a = jax.lax.while_loop(lambda a: a.turn.asks, drafts, a)
+        a = jax.lax.while_loop(lambda a: (a.took == 0) & (a.turn.bucket == 0), plain, a)
         if drafting:
-            a = whilst(lambda a: (a.took == 0) & (a.turn.bucket > 0), drafted, a)
+            a = jax.lax.while_loop(lambda a: (a.took == 0) & (a.turn.bucket > 0), drafted, a)
         state = noted(machine, a.state, a.turn, a.count, a.took)
         done = a.done + a.took
         return a._replace(done=done, go=goes(done, state), state=state)

@@ -124,6 +124,7 @@ def turn_of(machine: Machine, state: RolloutState, tree: DraftTree) -> Turn:
 
 def blank_turn(machine: Machine, drafter_params: Params, state: RolloutState) -> Turn:
     """Zeros, of the shapes that a turn has whose tree the drafter has proposed."""
+
     def proposed() -> Turn:
         tip, rows = tip_of(state), sampling_of(state)
         spec = machine.controller.plan(state.control, load_of(state, tip, rows))

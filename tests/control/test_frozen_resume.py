@@ -1,51 +1,35 @@
 """A resumed run with a frozen clock equals one that never stopped, whatever its controller."""
 
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
 import pytest
-from helpers import micro_config, micro_trainer_to_compile, run
+from helpers import run_training
 
-from specrl_jax.config import (
-    ControlConfig,
-    DistillConfig,
-    DraftConfig,
-    LearnerConfig,
-    RewardConfig,
-    RolloutConfig,
-    SpecOptions,
-)
 from specrl_jax.host.checkpoint import restore_part
 from specrl_jax.host.metrics import read_metrics
 
-pytestmark = pytest.mark.usefixtures("programs_on_disk")
-
 UNEQUAL = ("time/", "memory/", "compilations", "rollout/tokens_per_second")
-ROLLOUT = RolloutConfig(batch_size=8, max_prompt_tokens=10, max_new_tokens=8, min_batch=8)
-EAGLE = SpecOptions(drafter="eagle", steps=2, branch=1, nodes=3, max_steps=2, max_branch=1,
-                    max_nodes=3)
 
 
-def learns(when: str) -> dict[str, Any]:
-    return {"spec": EAGLE, "draft": DraftConfig(vocab=256), "distill": DistillConfig(
-        when=when, batch=8, micro_batch=8, updates=1, unroll=2, canary=4)}
+LEARNS = ("--config.spec.drafter=eagle", "--config.distill.batch=4", "--config.distill.updates=1",
+          "--config.distill.micro_batch=4", "--config.distill.canary=2", "--config.draft.vocab=256")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy, changes", [
-    ("budget", {}), ("bandit", {}), ("budget", learns("every_step")),
-    ("budget", learns("overlap"))], ids=("budget", "bandit", "every_step", "overlap"))
+@pytest.mark.parametrize("policy, learns", [
+    ("budget", ()), ("bandit", ()), ("budget", (*LEARNS, "--config.distill.when=every_step")),
+    ("budget", (*LEARNS, "--config.distill.when=overlap"))])
 def test_a_resumed_run_chooses_what_it_would_have_chosen(
-        policy: str, changes: dict[str, Any], tmp_path: Path) -> None:
-    control = ControlConfig(policy=policy, clock="frozen", cost_table=str(tmp_path / "cost.json"))
+        policy: str, learns: tuple[str, ...], tmp_path: Path) -> None:
+    table = f"--config.control.cost_table={tmp_path / 'cost.json'}"
+    flags = (f"--config.control.policy={policy}", "--config.control.clock=frozen", table,
+             "--config.checkpoint_every=2", *learns)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    for workdir, steps in ((whole, 4), (parts, 2), (parts, 4)):
-        run(micro_trainer_to_compile(micro_config(
-            steps=steps, control=control, checkpoint_every=2, rollout=ROLLOUT,
-            reward=RewardConfig(terms=("helpers:even",)),
-            learner=LearnerConfig(learning_rate=1e-2, micro_batch=16), **changes)), workdir)
+    run_training(whole, *flags, "--config.steps=4")
+    for steps in (2, 4):
+        run_training(parts, *flags, f"--config.steps={steps}")
     assert (whole / "samples.jsonl").read_bytes() == (parts / "samples.jsonl").read_bytes()
     told = [[{name: value for name, value in row.items() if not name.startswith(UNEQUAL)}
              for row in read_metrics(workdir)] for workdir in (whole, parts)]
@@ -53,7 +37,7 @@ def test_a_resumed_run_chooses_what_it_would_have_chosen(
     for row in read_metrics(parts):  # by the controller's table, after a resume as before
         took = sum(launch["seconds"] for launch in row["time/launches"])
         assert row["time/saved"] == pytest.approx(row["control/off_seconds"] - took, abs=1e-3)
-    learned = ("drafter", "drafter_features") if changes else ()
+    learned = ("drafter", "drafter_features") if learns else ()
     for key in ("actor", "control", "acceptance", *learned):
         arrays = [jax.tree.leaves(restore_part(w / "checkpoints", 4, key)) for w in (whole, parts)]
         assert len(arrays[0]) == len(arrays[1]) > 0

@@ -69,7 +69,6 @@ def test_trees_change_no_bit(params, plain, mix, trees):
     same_bits(params, plain, *trees, **mix)
 
 
-@pytest.mark.slow
 def test_trees_change_no_bit_of_truncated_draws(params):
     plain = engine(params, batch=4, truncates=True)
     drafting = random_trees(params, plain, truncates=True)
