@@ -23,8 +23,10 @@ refused before the first one runs. Intervals are Student's over seeds, and diffe
 seed.
 
 Acceptance is that of the rollouts: drafts accepted of the config.spec.steps asked for in each round
-of a row. Seconds saved are against the run without speculation of the same seed, step by step; they
-mean something only where nothing else ran, which `load` in the file tells.
+of a row. Seconds saved are against the run without speculation of the same seed, step by step. Arms
+of a question take turns, each a step, so that a machine whose speed drifts meets all alike; arms
+added later, and those of `bugs`, which asks for no seconds, do not. Seconds mean something only
+where nothing else ran, which `load` in the file tells.
 """
 
 import dataclasses
@@ -40,7 +42,7 @@ import config_flags
 import numpy as np
 from absl import flags
 from bench import results, staleness, staleness_arms
-from bench.apart import ProcessDied, train_apart
+from bench.apart import ProcessDied, train_by_turns
 from bench.staleness import PLAIN
 from bench.staleness_arms import QUESTIONS
 
@@ -53,9 +55,12 @@ from specrl_jax.host.metrics import check_config, read_metrics, write_atomically
 ALL = "all"
 EXIT_DIED = 1  # the same command again goes on
 GUESS = 60.0  # seconds of an arm, where none is done yet
+TOOK = "took.json"  # in an arm's workdir, once it has ended
 CHOSEN = flags.DEFINE_list("questions", ["modes"], f"some of {', '.join(QUESTIONS)}, or {ALL}")
 ARMS = flags.DEFINE_list("arms", [], "only these arms of one question, besides plain and frozen")
 SEEDS = flags.DEFINE_list("seeds", ["0"], "seeds of the runs")
+AT_ONCE = flags.DEFINE_integer("at_once", 9, "arms that take turns, step by step; each holds its "
+                               "memory until all have ended", lower_bound=1)
 PLAN = flags.DEFINE_bool("plan", False, "run nothing: tell what is missing, and how long it takes")
 HEAD_UPDATES = flags.DEFINE_integer("head_updates", 300, "updates of the head before RL",
                                     lower_bound=1)
@@ -203,15 +208,21 @@ def add_seed(config: Config, workdir: Path, question: str, names: list[str], pat
         made |= {name: new[name] for name in ("command", "machine")}
     case = made["cases"].setdefault(str(config.seed), {})
     arms = staleness_arms.configs(config, question, str(_head_of(workdir)))
-    for name in missing:
-        _say(f"seed {config.seed}, {question}: {name}")
-        place = workdir / staleness_arms.place(config, question, name)
-        try:
-            found = _run(arms[name], place)
-        except ProcessDied as died:
-            raise ProcessDied(f"seed {config.seed}, {question}, arm {name}: {died}") from died
-        case[name] = staleness.account(place, arms[name], case.get(PLAIN)) | found
+    at_once = 1 if QUESTIONS[question].together else AT_ONCE.value
+    for first in range(0, len(missing), at_once):
+        runs = {name: (arms[name], workdir / staleness_arms.place(config, question, name))
+                for name in missing[first : first + at_once]}
+        _say(f"seed {config.seed}, {question}: {', '.join(runs)}")
+        died = _run(runs)
+        ended = [] if PLAIN in died else [name for name in runs if name not in died]
+        for name in ended:
+            place = runs[name][1]
+            took = json.loads((place / TOOK).read_text(encoding="utf-8"))
+            case[name] = staleness.account(place, arms[name], case.get(PLAIN)) | took
         _conclude(question, path, made)
+        if died:
+            name, why = next(iter(died.items()))
+            raise ProcessDied(f"seed {config.seed}, {question}, arm {name}: {why}") from why
     _conclude(question, path, made)
     staleness.draw(made["cases"], path.with_suffix(".png"), QUESTIONS[question].panels)
 
@@ -221,20 +232,21 @@ def _conclude(question: str, path: Path, made: dict[str, Any]) -> None:
     results.write(path, made)
 
 
-def _run(config: Config, workdir: Path) -> dict[str, float]:
-    """Runs or resumes an arm: its seconds, see `wall_seconds`, and the load before.
+def _run(runs: dict[str, tuple[Config, Path]]) -> dict[str, ProcessDied]:
+    """Runs or resumes arms by turns, and writes each one's seconds, see `wall_seconds`, and the
+    load before; returns those that were killed.
 
-    In a process of its own: after some arms in one, programs would fill the memory. What another
+    In processes of their own: after some arms in one, programs would fill the memory. What another
     question ran already is not run again, and has the seconds and load that it had then.
     """
-    told = workdir / "took.json"
-    if not told.exists():
-        load, at, began = os.getloadavg()[0], time.time(), time.perf_counter()
-        train_apart(config, workdir)
-        elapsed = time.perf_counter() - began
-        took = round(staleness.wall_seconds(read_metrics(workdir), at, elapsed), 1)
-        write_atomically(told, [json.dumps({"wall_seconds": took, "load": load})])
-    return json.loads(told.read_text(encoding="utf-8"))
+    load, at = os.getloadavg()[0], time.time()
+    found = train_by_turns({name: one for name, one in runs.items()
+                            if not (one[1] / TOOK).exists()})
+    for name in [name for name in found if not isinstance(found[name], ProcessDied)]:
+        place = runs[name][1]
+        took = round(staleness.wall_seconds(read_metrics(place), at, found[name]), 1)
+        write_atomically(place / TOOK, [json.dumps({"wall_seconds": took, "load": load})])
+    return {name: why for name, why in found.items() if isinstance(why, ProcessDied)}
 
 
 def _head_of(workdir: Path) -> Path:

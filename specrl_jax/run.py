@@ -1,6 +1,7 @@
 """A run: steps with their files, checkpoints and progress, resumed where they stopped."""
 
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from specrl_jax import config as config_lib
@@ -20,6 +21,15 @@ def train(config: Config, workdir: Path) -> bool:
       ConfigError: something in the configuration cannot work; the workdir is untouched.
       TrainingError: too many non-finite updates in a row.
     """
+    return sum(1 for _ in turns(config, workdir)) > 0
+
+
+def turns(config: Config, workdir: Path) -> Iterator[None]:
+    """What `train` does in turns: yields after the start-up and between steps, where nothing of the
+    run needs the machine, so that runs in several processes can be timed step by step.
+
+    Updates of a drafter one step late may still be running, if they took longer than the actor's.
+    """
     began = time.perf_counter()
     metrics.check_config(workdir, config_lib.as_dict(config))
     source = weights.describe_source(config.model.path)
@@ -31,7 +41,7 @@ def train(config: Config, workdir: Path) -> bool:
     with Checkpoints(workdir / "checkpoints", config.checkpoint_keep, progress.warn) as checkpoints:
         resumed = trainer.restore(checkpoints)
         if trainer.step_number >= config.steps:
-            return False
+            return
         metrics.write_config(workdir, config_lib.as_dict(config))
         if resumed:
             say(f"resuming {workdir} after step {trainer.step_number}")
@@ -40,9 +50,8 @@ def train(config: Config, workdir: Path) -> bool:
         with metrics.Writer(workdir, trainer.step_number, progress.warn) as writer, Progress(
                 config.steps, trainer.step_number) as progress:
             compilations.take()
-            run_steps(trainer, checkpoints, writer, progress, compilations,
-                      startup(trainer, time.perf_counter() - began))
-    return True
+            yield from run_steps(trainer, checkpoints, writer, progress, compilations,
+                                 startup(trainer, time.perf_counter() - began))
 
 
 def startup(trainer: Trainer, seconds: float) -> dict[str, float]:
@@ -60,8 +69,8 @@ class TrainingError(ConfigError):
 
 def run_steps(trainer: Trainer, checkpoints: Checkpoints, writer: metrics.Writer,
               progress: Progress, compilations: CompilationCounter, first: dict[str, float]
-              ) -> None:
-    """The steps that are left, with their lines, warnings and checkpoints.
+              ) -> Iterator[None]:
+    """The steps that are left, with their lines, warnings and checkpoints; yields before each.
 
     Args:
       first: metrics that the first of them gets, too.
@@ -71,6 +80,7 @@ def run_steps(trainer: Trainer, checkpoints: Checkpoints, writer: metrics.Writer
     """
     config = trainer.config
     while trainer.step_number < config.steps:
+        yield
         record, samples = trainer.step(progress.rollout, progress.phase)
         record["compilations"] = compilations.take()
         record, first = record | first, {}

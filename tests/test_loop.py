@@ -35,8 +35,8 @@ def test_a_run_of_bad_updates_is_skipped_counted_and_stopped_with_a_checkpoint(
     with (Checkpoints(tmp_path / "checkpoints", 2) as checkpoints,
           metrics.Writer(tmp_path, 0) as writer, Progress(9, 0) as progress,
           pytest.raises(TrainingError, match="max_bad_steps = 3")):
-        run_steps(trainer, checkpoints, writer, progress, CompilationCounter(),
-                  {"time/startup": 2.0})
+        list(run_steps(trainer, checkpoints, writer, progress, CompilationCounter(),
+                       {"time/startup": 2.0}))
     rows = metrics.read_metrics(tmp_path)
     assert [row.get("time/startup") for row in rows] == [2.0, None, None]
     assert config.spec.drafter == "history"
@@ -144,7 +144,7 @@ def test_every_step_of_a_run_that_only_rolls_out_has_a_gap_and_a_loss(tmp_path: 
     counter = CompilationCounter()
     with (Checkpoints(tmp_path / "checkpoints", 2) as checkpoints,
           metrics.Writer(tmp_path, 0) as writer, Progress(2, 0) as progress):
-        run_steps(trainer, checkpoints, writer, progress, counter, {})
+        list(run_steps(trainer, checkpoints, writer, progress, counter, {}))
     rows = metrics.read_metrics(tmp_path)
     assert [(row["loss"], row["compilations"]) for row in rows] == [(0.0, 0), (0.0, 0)]
     for row in rows:

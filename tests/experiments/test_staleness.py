@@ -247,16 +247,20 @@ from bench.apart import ProcessDied
 from specrl_jax.config import as_dict
 from specrl_jax.host.metrics import Writer, write_config
 
-def train_apart(config, workdir):
+def train_by_turns(runs):
+    return {name: train(*run) for name, run in runs.items()}
+
+def train(config, workdir):
     if workdir.name == "once" and not workdir.exists():
         workdir.mkdir(parents=True)
-        raise ProcessDied("its process was killed")
+        return ProcessDied("its process was killed")
     write_config(workdir, as_dict(config))
     with Writer(workdir, 0) as writer:
         for step in range(2):
             writer.write_step({"step": step, "time/step": 1.0}, [])
+    return 2.0
 
-staleness.train_apart, staleness._head = train_apart, lambda *seed: None
+staleness.train_by_turns, staleness._head = train_by_turns, lambda *seed: None
 config_flags.run(staleness.main)
 """
 
@@ -292,7 +296,7 @@ def test_after_a_killed_arm_the_same_command_goes_on_and_then_only_draws(tmp_pat
 
 def test_a_process_that_is_killed_is_no_traceback(
         small: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(apart, "_train", kill)
+    monkeypatch.setattr(apart, "_turn", kill)
     with pytest.raises(apart.ProcessDied, match="its process was killed, .* the same command"):
         apart.train_apart(small, tmp_path)
 
