@@ -1,6 +1,7 @@
 """The staleness experiment: how arms are compared, what is kept, and what is refused."""
 
 import dataclasses
+import io
 import json
 import os
 import signal
@@ -301,6 +302,24 @@ def test_a_process_that_is_killed_is_no_traceback(
         apart.train_apart(small, tmp_path)
 
 
+def test_runs_take_turns_and_one_that_is_killed_holds_up_no_other(
+        small: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """b is killed in its second turn, and c has one turn more than a."""
+    monkeypatch.setattr(apart, "_turn", noted)
+    found = apart.train_by_turns({name: (small, tmp_path / name) for name in "abc"})
+    assert (tmp_path / "turns").read_text() == "abcabcacc"
+    assert list(found) == ["b", "a", "c"] and isinstance(found["b"], apart.ProcessDied)
+    assert found["a"] > 0 and found["c"] > 0
+
+
+def test_what_runs_say_in_turn_is_led_by_their_names() -> None:
+    stream = io.StringIO()
+    titled = apart._Titled(stream, "plain")
+    for text in ("step 1", "/2\nstep", " 2/2\n"):
+        titled.write(text)
+    assert stream.getvalue() == "plain: step 1/2\nplain: step 2/2\n" and not titled.isatty()
+
+
 ORPHAN = """
 import multiprocessing, os, sys, time
 sys.path.insert(0, sys.argv[1])
@@ -329,3 +348,13 @@ def test_a_run_ends_when_its_script_is_killed(tmp_path: Path) -> None:
 
 def kill(*arguments: object) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def noted(config: Config, workdir: Path, cache: bool, title: str) -> bool:
+    """A turn that is written down; whether the run has more."""
+    turns = workdir.parent / "turns"
+    said = (turns.read_text() if turns.exists() else "") + title
+    turns.write_text(said)
+    if said.count("b") == 2 and title == "b":
+        kill()
+    return said.count(title) < {"a": 3, "b": 3, "c": 4}[title]
