@@ -76,7 +76,7 @@ def run(trainer: Trainer, workdir: Path) -> None:
         counter = CompilationCounter()
         with (metrics.Writer(workdir, trainer.step_number) as writer,
               Progress(trainer.config.steps, trainer.step_number) as progress):
-            run_steps(trainer, checkpoints, writer, progress, counter, {})
+            list(run_steps(trainer, checkpoints, writer, progress, counter, {}))
 
 
 def samples(workdir: Path) -> list[Any]:
