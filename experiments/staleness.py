@@ -47,7 +47,7 @@ from bench.staleness import PLAIN
 from bench.staleness_arms import QUESTIONS
 
 from specrl_jax.actor import open_actor
-from specrl_jax.config import Config, ConfigError, as_dict
+from specrl_jax.config import Config, ConfigError, as_dict, build
 from specrl_jax.drafter_training import DRAFTER, DrafterTraining, train_drafter
 from specrl_jax.host.compilation import use_persistent_cache
 from specrl_jax.host.metrics import check_config, read_metrics, write_atomically
@@ -140,16 +140,25 @@ def _open(question: str, config: Config) -> tuple[Path, dict[str, Any]]:
     if not made["cases"]:
         return path, made
     before = json.loads(path.read_text(encoding="utf-8"))
-    for name, new in (("config", as_dict(dataclasses.replace(config, seed=0))),
-                      ("head_updates", _head_updates())):
-        old = before.get(name)
-        if name == "config" and old:
-            old = old | {"seed": 0}
-        if json.dumps(old) != json.dumps(new):
+    for name, same in (("config", _same_config(before.get("config"), config)),
+                       ("head_updates", before.get("head_updates") == _head_updates())):
+        if not same:
             raise ConfigError(f"--out={path}: it was made with another {name}; restore it, or name "
                               "another file with --out")
     return path, made | {name: before.get(name, made[name])
                          for name in ("heads", "summary", "command", "machine")}
+
+
+def _same_config(old: Any, config: Config) -> bool:
+    """Whether a file's config is this one but for the seed.
+
+    Fields that came after the file have their defaults, which do what the code did without them.
+    """
+    try:
+        made = build(Config, old)
+    except (ConfigError, TypeError):  # a field is gone, a value not allowed, or no config at all
+        return False
+    return dataclasses.replace(made, seed=0) == dataclasses.replace(config, seed=0)
 
 
 def plan(question: str, names: list[str], seeds: list[int], made: dict[str, Any]) -> None:
