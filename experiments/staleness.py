@@ -23,7 +23,8 @@ refused before the first one runs. Intervals are Student's over seeds, and diffe
 seed.
 
 Acceptance is that of the rollouts: drafts accepted of the config.spec.steps asked for in each round
-of a row. Seconds saved are against the run without speculation of the same seed, step by step. Arms
+of a row. Seconds saved are those of rollouts, against the run without speculation of the same seed;
+seconds ahead are those of whole steps, and so are what counts of updates that run beside others. Arms
 of a question take turns, each a step, so that a machine whose speed drifts meets all alike; arms
 added later, and those of `bugs`, which asks for no seconds, do not. Seconds mean something only
 where nothing else ran, which `load` in the file tells.
@@ -95,7 +96,8 @@ def main(config: Config, workdir: Path) -> int:
     for path, made in files.values():
         for name, found in made["summary"].items():
             _say(f"{name:24} acceptance at the end {found['acceptance_end'][0]:.3f}  reward "
-                 f"{found['reward_end'][0]:.3f}  net {found['net_seconds'][0]:+.1f} s")
+                 f"{found['reward_end'][0]:.3f}  net {found['net_seconds'][0]:+.1f} s  ahead "
+                 f"{found['ahead_seconds'][0]:+.1f} s")
         print(f"wrote {path}")
     return 0
 

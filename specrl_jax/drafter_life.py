@@ -36,6 +36,11 @@ class Fingerprint:
     finite: bool
     zero: bool
 
+    @property
+    def fault(self) -> str:
+        """What is wrong with it, whatever it should be; "" if nothing is."""
+        return NOT_FINITE if not self.finite else ZEROED if self.zero else ""
+
 
 @jax.jit
 def _cast(weights: Any, like: Any) -> Any:
@@ -84,6 +89,7 @@ class Life:
         self.version = sampler.drafter_version
         self._known: dict[int, Fingerprint] = {}
         self._good: Any = None  # the last version that passed
+        self._others: Fingerprint | None = None  # of small models beside the head
         self._rate = 0.0  # accepted drafts of a row's round that a canary should hear
         self.held = False  # nothing is drafted
         self.faults = 0
@@ -102,12 +108,13 @@ class Life:
         Whatever is used later is compiled here.
         """
         checksum(self.head)
+        self._others = self._beside()
         if self._known:
             self._look(), self._listen()
             return
         self._good = self.sampler.own
         self._known = {self.version: self._print(self.head)}
-        fault = "" if self._known[self.version].finite else NOT_FINITE
+        fault = self._known[self.version].fault or (self._others.fault if self._others else "")
         if fault:
             self._hold(fault)
         self._look()
@@ -123,6 +130,11 @@ class Life:
         like, _ = drafting.weights(drafting.kept(self.sampler.drafter_params))
         weights, vocab = drafting.weights(head)
         return fingerprint(_cast(weights, like), vocab)
+
+    def _beside(self) -> Fingerprint | None:
+        """Of what drafts beside the head; None where nothing does."""
+        others = self.sampler.drafting.others(self.sampler.drafter_params)
+        return fingerprint(others, ()) if others else None
 
     # Before a rollout.
 
@@ -151,6 +163,8 @@ class Life:
         older = {v: known for v, known in self._known.items() if v != self.version}
         fault = name_fault(found, self._known[self.version], older)
         fault = fault or (VOCABULARY if self._scores_others(bound) else "")
+        if not fault and self._others:
+            fault = name_fault(self._beside(), self._others, {})
         late = sampler.drafter_version != self.version
         return SKIPPED if late and fault in ("", STALE) else fault
 
@@ -170,15 +184,18 @@ class Life:
         older = {v: known for v, known in self._known.items() if v != self.version}
         return name_fault(self._print(head), self._known[self.version], older)
 
-    def publish(self, head: Any) -> str:
+    def publish(self, head: Any, learned: bool = True) -> str:
         """Makes `head` the next version, unless something is wrong with it or the canary is dead.
+
+        Args:
+          learned: whether any of its updates was finite; else it is the version before.
 
         Returns:
           the fault's name, or "". With a fault the version before drafts on.
         """
         found, last = self._print(head), self._known[self.version]
-        fault = (NOT_FINITE if not found.finite else ZEROED if found.zero else
-                 VOCABULARY if found.vocab != last.vocab else "")
+        fault = found.fault or (NOT_FINITE if not learned else
+                                VOCABULARY if found.vocab != last.vocab else "")
         sampler = self.sampler
         own = sampler.drafting.with_kept(self._good, head)
         if not fault:
@@ -273,8 +290,8 @@ class Life:
                 field = "model" if self.sampler.drafting.head is None else "path"
                 self._warn(f"draft.{field} holds other weights than when this run was left: "
                            f"drafter version {self.version}")
-                if not loaded.finite:
-                    self._hold(NOT_FINITE)
+                if loaded.fault:
+                    self._hold(loaded.fault)
                 elif self.held:
                     self.held = False
                     self.sampler.draft_to(None)

@@ -26,8 +26,9 @@ from specrl_jax.model.tokenizer import Tokenizer
 class Drafting:
     """A drafter, and its own weights as host arrays: what its `bind` takes.
 
-    What is looked after, and alone can learn, is an eagle head, {"weights", "vocab"}: all of `own`,
-    or one part of it. Where there is none it is a small model's weights, which stay as they are.
+    What has versions, and alone can learn, is an eagle head, {"weights", "vocab"}: all of `own`, or
+    one part of it. Where there is none it is a small model's weights, which stay as they are. Small
+    models beside it are looked after, too.
     """
 
     drafter: Drafter
@@ -35,6 +36,7 @@ class Drafting:
     head: EagleArch | None = None  # of what can learn
     part: int | None = None  # where `own` and what is bound are tuples: which of them
     weighty: bool = False  # there is something to look after
+    beside: tuple[int, ...] = ()  # other parts with weights, which stay as they are
     actor: str = ""  # identity of the actor's weights that the head was trained with, if known
 
     def kept(self, tree: Any) -> Any:
@@ -47,6 +49,10 @@ class Drafting:
             return tree, ()
         return (tree["weights"], tree["vocab"]) if isinstance(tree, dict) else (tree.weights,
                                                                                 tree.vocab)
+
+    def others(self, tree: Any) -> Any:
+        """The weights beside `kept`."""
+        return [tree[i] for i in self.beside]
 
     def with_kept(self, own: Any, head: Any) -> Any:
         """`own` with another head."""
@@ -81,7 +87,7 @@ def make(config: Config, arch: Architecture, stop: Sequence[int], group: int,
     return Drafting(merge([part.drafter for part in parts], config.spec.max_nodes),
                     tuple(part.own for part in parts),
                     None if kept is None else parts[kept].head, kept, kept is not None,
-                    "".join(part.actor for part in parts))
+                    tuple(i for i in weighty if i != kept), "".join(part.actor for part in parts))
 
 
 def _check_drawn(config: Config) -> None:

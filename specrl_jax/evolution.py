@@ -164,7 +164,8 @@ class Evolution:
         """The updates of one training, and the next version."""
         repaired = self._repair()
         told = self._adopt(self._run(self.state, self._lend_now(), list(self._draws(step))))
-        self.staleness = schedule.forget()
+        if "drafter/fault" not in told:  # else the old head still drafts, and is as stale as it was
+            self.staleness = schedule.forget()
         return told | repaired
 
     def _draws(self, step: int) -> Iterator[Batch]:
@@ -200,7 +201,8 @@ class Evolution:
     def _adopt(self, trained: Trained) -> dict[str, Any]:
         """Publishes what was trained, or goes back to the version before."""
         self.state, told, seconds = trained
-        fault = self.life.publish({"weights": self.state.params, "vocab": self.vocab})
+        fault = self.life.publish({"weights": self.state.params, "vocab": self.vocab},
+                                  learned=any(one["applied"] for one in told))
         if fault:
             self._go_back()
         self.good = self.state

@@ -106,6 +106,7 @@ def test_whatever_the_mode_the_actor_is_the_same_and_a_run_resumes_exactly(
     run(whole, tmp_path / "whole")
     assert samples(tmp_path / "whole") == samples(plain)
     same(whole.state, still.state)
+    assert whole._update.as_text() == still._update.as_text()  # the actor's update program
     told = metrics.read_metrics(tmp_path / "whole")
     assert [row["compilations"] for row in told] == [0] * 4 and not whole.warnings
     for name in ("loss", "checksum/policy"):
@@ -285,6 +286,9 @@ def test_a_drafter_that_nobody_published_is_named_before_it_drafts(
         fault: str, learning: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
     """And the last good version drafts: at once, with the tokens of a run that had no fault."""
     trainer, sampler = learning, learning.sampler
+    earlier = sampler.own
+    if fault not in PUT:
+        step(trainer)  # which publishes the next version
     frozen = trainer.state, trainer.step_number
     with monkeypatch.context() as patched:
         patched.setattr(trainer, "evolution", None)  # the same step twice
@@ -294,12 +298,7 @@ def test_a_drafter_that_nobody_published_is_named_before_it_drafts(
         if fault in PUT:
             PUT[fault](trainer)
         else:
-            old = trainer.life._known[trainer.life.version]
-            own = put(trainer, jax.tree.map(lambda a: a * 2, good))
-            own["vocab"] = good["vocab"]
-            trainer.life._known[0] = dataclasses.replace(
-                old, checksum=drafter_life.checksum(own["weights"]))
-            sampler.publish_drafter(own, trainer.life.version - (fault == "skipped publish"))
+            sampler.publish_drafter(earlier, trainer.life.version - (fault == "skipped publish"))
         ill, said = step(trainer)
         trainer.step_number = frozen[1]
     assert ill["drafter/fault"] == fault and fault in trainer.warnings.pop()
@@ -343,6 +342,38 @@ def test_of_merged_drafters_the_head_is_looked_after(learning: Trainer) -> None:
         record, tokens = step(trainer)
         assert record["drafter/fault"] == fault and fault in trainer.warnings.pop()
         assert tokens == expected and trainer.life.version == version + 1
+
+
+@pytest.mark.slow
+def test_a_small_model_beside_the_head_is_looked_after_too() -> None:
+    merged = dataclasses.replace(SPEC, drafter="merge", max_nodes=6, nodes=6)
+    trainer = micro_trainer_to_compile(dataclasses.replace(
+        config("every_step", canary=8), spec=merged,
+        draft=DraftConfig(vocab=256, parts=("eagle", "small_lm"), model="random:tiny")),
+        **INVARIANT)
+    trainer.compile(lambda text: None)
+    step(trainer)
+    assert not trainer.warnings
+    sampler, small = trainer.sampler, 1 - trainer.sampler.drafting.part
+    for fault, spoiled in (("zeroed", SPOILED["zeroed"]), ("shuffled", shuffled)):
+        expected, version, own = undrafted(trainer), trainer.life.version, list(sampler.own)
+        own[small] = put(trainer, spoiled(own[small]))
+        sampler.publish_drafter(tuple(own), version)
+        record, tokens = step(trainer)
+        assert record["drafter/fault"] == fault and fault in trainer.warnings.pop()
+        assert tokens == expected and not trainer.life.held
+        assert trainer.life.inspect() == "" and not trainer.warnings
+
+
+@pytest.mark.slow
+def test_a_head_that_is_dead_when_a_run_begins_is_named(frozen: Any) -> None:
+    trainer = micro_trainer_to_compile(config("off"), **INVARIANT)
+    published(trainer, weights=SPOILED["zeroed"](weights(trainer)))
+    trainer.compile(lambda text: None)
+    assert "zeroed; nothing is drafted" in trainer.warnings.pop()
+    record, tokens = step(trainer)
+    assert record["drafter/held"] == 1 and record["rollout/drafted"] == 0
+    assert tokens == [s["tokens"] for s in metrics.read_samples(frozen[1]) if s["step"] == 0]
 
 
 @pytest.mark.slow
@@ -423,15 +454,33 @@ def undrafted(trainer: Trainer) -> list[Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", SPOILED)
 def test_an_update_that_spoils_the_drafter_is_not_published(fault: str, learning: Trainer) -> None:
-    version, good = learning.life.version, learning.sampler.own
+    """Nor has the trigger another reference: what drafts on is as stale as it was."""
+    version, good, evolution = learning.life.version, learning.sampler.own, learning.evolution
+    evolution.staleness = evolution.staleness.replace(fall=np.asarray(-0.5))
     with pytest.MonkeyPatch.context() as patched:
         spoil(learning, fault, patched)
         record, _ = step(learning)
     assert record["drafter/fault"] == fault and fault in learning.warnings.pop()
     assert learning.life.version == version and learning.sampler.own is good
+    assert evolution.staleness.fall == -0.5
     expected = undrafted(learning)
     record, tokens = step(learning)
     assert tokens == expected and record["rollout/accept_length"] > 1.1
+    assert "drafter/fault" not in record and learning.life.version == version + 1
+    assert evolution.staleness.fall == 0
+
+
+@pytest.mark.slow
+def test_a_learner_none_of_whose_updates_is_finite_is_named(learning: Trainer) -> None:
+    version, good, lessons = learning.life.version, learning.sampler.own, learning.evolution._put
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(learning.evolution, "_put", lambda batch: jax.tree.map(
+            lambda a: a * np.nan if jnp.issubdtype(a.dtype, jnp.floating) else a, lessons(batch)))
+        record, _ = step(learning)
+    assert record["drafter/fault"] == "not finite" and record["distill/applied"] == 0
+    assert "not finite" in learning.warnings.pop()
+    assert learning.life.version == version and learning.sampler.own is good
+    record, _ = step(learning)
     assert "drafter/fault" not in record and learning.life.version == version + 1
 
 

@@ -89,8 +89,11 @@ def _rounded(values: np.ndarray) -> list[float]:
 def numbers(case: dict[str, Account]) -> dict[str, dict[str, float]]:
     """What is compared of each arm of one seed.
 
-    "at equal seconds": as at the end, but when the arm that ended first did.
+    "at equal seconds": as at the end, but when the arm that ended first did. "ahead": what all
+    steps took less than those of the run without speculation. The account's "net" leaves out by how
+    much late updates slow the policy update beside them.
     """
+    plain = sum(case[PLAIN]["seconds"])
     budget = min(sum(arm["seconds"]) for arm in case.values())
 
     def of(arm: Account) -> dict[str, float]:
@@ -105,6 +108,7 @@ def numbers(case: dict[str, Account]) -> dict[str, dict[str, float]]:
             "length_end": _ends(arm["length"]), "logprob_end": _ends(arm["logprob"]),
             "step_seconds": float(np.median(arm["seconds"])), "updates": sum(arm["updates"]),
             "spent_seconds": spent, "saved_seconds": saved, "net_seconds": saved - spent,
+            "ahead_seconds": plain - sum(arm["seconds"]),
             "estimated_saved_seconds": sum(arm["estimated_saved_seconds"])} | {
             f"{key}_{end}": _ends(arm[key], first=end == "begin")
             for key in WATCHED if key in arm for end in ("begin", "end")}

@@ -74,7 +74,9 @@ def test_beginning_and_end_are_a_quarter_each(case: Any) -> None:
 
 def test_at_equal_seconds_a_slow_arm_has_made_fewer_steps(case: Any) -> None:
     case["fast"] |= {"acceptance": [0.0, 0.2, 0.4, 0.6, 0.9, 0.9, 0.9, 0.9], "seconds": [4.0] * 8}
-    assert staleness.numbers(case)["fast"]["acceptance_at_equal_seconds"] == 0.6
+    told = staleness.numbers(case)["fast"]
+    assert told["acceptance_at_equal_seconds"] == 0.6
+    assert told["ahead_seconds"] == -16 and told["net_seconds"] == 2  # by rollouts and its account
 
 
 def test_differences_are_paired_by_seed(case: Any) -> None:
