@@ -23,11 +23,11 @@ refused before the first one runs. Intervals are Student's over seeds, and diffe
 seed.
 
 Acceptance is that of the rollouts: drafts accepted of the config.spec.steps asked for in each round
-of a row. Seconds saved are those of rollouts, against the run without speculation of the same seed;
-seconds ahead are those of whole steps, and so are what counts of updates that run beside others. Arms
-of a question take turns, each a step, so that a machine whose speed drifts meets all alike; arms
-added later, and those of `bugs`, which asks for no seconds, do not. Seconds mean something only
-where nothing else ran, which `load` in the file tells.
+of a row. Seconds saved are those of rollouts, seconds ahead those of whole steps, both against the
+run without speculation of the same seed; by the second, updates that run beside others have no
+hidden cost. Arms of a question take turns, each a step, so that a machine whose speed drifts meets
+all alike; arms added later, and those of `bugs`, which asks for no seconds, do not. Seconds mean
+something only where nothing else ran, which `load` in the file tells.
 """
 
 import dataclasses

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import functools
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -83,6 +84,12 @@ def samples(workdir: Path) -> list[Any]:
     return [{k: v for k, v in s.items() if k != "commits"} for s in metrics.read_samples(workdir)]
 
 
+def instructions(compiled: Any) -> list[str]:
+    """Of a program, without the places in the source that they come from."""
+    return [re.sub(r", metadata={[^}]*}", "", line) for line in compiled.as_text().splitlines()
+            if " = " in line]
+
+
 def same(left: Any, right: Any) -> None:
     jax.tree.map(np.testing.assert_array_equal, *(
         jax.tree.map(np.asarray, tree) for tree in (left, right)))
@@ -106,7 +113,7 @@ def test_whatever_the_mode_the_actor_is_the_same_and_a_run_resumes_exactly(
     run(whole, tmp_path / "whole")
     assert samples(tmp_path / "whole") == samples(plain)
     same(whole.state, still.state)
-    assert whole._update.as_text() == still._update.as_text()  # the actor's update program
+    assert instructions(whole._update) == instructions(still._update)  # the actor's update
     told = metrics.read_metrics(tmp_path / "whole")
     assert [row["compilations"] for row in told] == [0] * 4 and not whole.warnings
     for name in ("loss", "checksum/policy"):

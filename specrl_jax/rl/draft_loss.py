@@ -62,8 +62,8 @@ def jsd(log_p: Array, log_q: Array) -> Array:
 
 
 def lk(log_p: Array, log_q: Array) -> Array:
-    """`l KL + (1 - l) TV` with `l = exp(-3 sg[alpha])`, f32[T]: the hybrid objective of the LK losses
-    (arXiv 2602.23881) with its adaptive l, where sg stops the gradient.
+    """`l KL + (1 - l) TV` with `l = exp(-3 sg[alpha])`, f32[T]: the hybrid objective of arXiv
+    2602.23881 with its adaptive l, where sg stops the gradient.
 
     KL leads while little is accepted, where TV has hardly a gradient; TV leads later. alpha is the
     token's own and has no gradient, so that micro-batches add up.
@@ -77,8 +77,8 @@ def lk(log_p: Array, log_q: Array) -> Array:
 
 
 def decayed(terms: Array, mask: Array, count: Array, decay: float) -> Array:
-    """`sum_j decay^j mean_t terms[j, t]`: EAGLE-3's training-time test (arXiv 2503.01840, section 3),
-    with the decay of depths of the LK losses (arXiv 2602.23881).
+    """`sum_j decay^j mean_t terms[j, t]`: EAGLE-3's training-time test (arXiv 2503.01840), with the
+    decay of depths of the LK losses (arXiv 2602.23881).
 
     Args:
       count: f32[J], tokens of each depth in the whole batch.
