@@ -51,6 +51,7 @@ from specrl_jax.actor import open_actor
 from specrl_jax.config import Config, ConfigError, as_dict, build
 from specrl_jax.drafter_training import DRAFTER, DrafterTraining, train_drafter
 from specrl_jax.host.compilation import use_persistent_cache
+from specrl_jax.host.memory import give_back
 from specrl_jax.host.metrics import check_config, read_metrics, write_atomically
 
 ALL = "all"
@@ -87,6 +88,7 @@ def main(config: Config, workdir: Path) -> int:
              *files[question]) for seed in seeds for question, names in asked.items()]
     for one in todo:
         refuse_early(*one)
+    give_back()  # arms need it
     try:
         for one in todo:
             add_seed(*one)
