@@ -51,6 +51,7 @@ from specrl_jax.actor import open_actor
 from specrl_jax.config import Config, ConfigError, as_dict, build
 from specrl_jax.drafter_training import DRAFTER, DrafterTraining, train_drafter
 from specrl_jax.host.compilation import use_persistent_cache
+from specrl_jax.host.memory import give_back
 from specrl_jax.host.metrics import check_config, read_metrics, write_atomically
 
 ALL = "all"
@@ -87,6 +88,7 @@ def main(config: Config, workdir: Path) -> int:
              *files[question]) for seed in seeds for question, names in asked.items()]
     for one in todo:
         refuse_early(*one)
+    give_back()  # arms need it
     try:
         for one in todo:
             add_seed(*one)
@@ -217,7 +219,7 @@ def add_seed(config: Config, workdir: Path, question: str, names: list[str], pat
         _head(config, workdir, made["heads"])
         new = results.blank(config)
         made |= {name: new[name] for name in ("command", "machine")}
-    case = made["cases"].setdefault(str(config.seed), {})
+    case = made["cases"].get(str(config.seed), {})
     arms = staleness_arms.configs(config, question, str(_head_of(workdir)))
     at_once = 1 if QUESTIONS[question].together else AT_ONCE.value
     for first in range(0, len(missing), at_once):
@@ -230,7 +232,9 @@ def add_seed(config: Config, workdir: Path, question: str, names: list[str], pat
             place = runs[name][1]
             took = json.loads((place / TOOK).read_text(encoding="utf-8"))
             case[name] = staleness.account(place, arms[name], case.get(PLAIN)) | took
-        _conclude(question, path, made)
+        if ended:
+            made["cases"][str(config.seed)] = case
+            _conclude(question, path, made)
         if died:
             name, why = next(iter(died.items()))
             raise ProcessDied(f"seed {config.seed}, {question}, arm {name}: {why}") from why

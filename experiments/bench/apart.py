@@ -16,6 +16,7 @@ from typing import TextIO
 from specrl_jax import run
 from specrl_jax.config import Config
 from specrl_jax.host.compilation import use_persistent_cache
+from specrl_jax.host.memory import give_back
 
 
 class ProcessDied(RuntimeError):
@@ -97,14 +98,18 @@ _turns: Iterator[None] | None = None
 def _turn(config: Config, workdir: Path, cache: bool, title: str) -> bool:
     """Starts up or makes a step; whether more are left."""
     global _turns
-    if _turns is None:
+    first = _turns is None
+    if first:
         end_with_parent()
         if cache:
             use_persistent_cache()
         if title:
             sys.stderr = _Titled(sys.stderr, title)
         _turns = run.turns(config, workdir)
-    return next(_turns, _turns) is not _turns
+    more = next(_turns, _turns) is not _turns
+    if first:  # what compiling left is the other runs'
+        give_back()
+    return more
 
 
 class _Titled:

@@ -249,6 +249,7 @@ FAKE = """
 import sys
 from pathlib import Path
 sys.path.insert(0, sys.argv.pop(1))
+KILLED = sys.argv.pop(1)
 import config_flags, staleness
 from bench.apart import ProcessDied
 from specrl_jax.config import as_dict
@@ -258,7 +259,7 @@ def train_by_turns(runs):
     return {name: train(*run) for name, run in runs.items()}
 
 def train(config, workdir):
-    if workdir.name == "once" and not workdir.exists():
+    if workdir.name == KILLED and not workdir.exists():
         workdir.mkdir(parents=True)
         return ProcessDied("its process was killed")
     write_config(workdir, as_dict(config))
@@ -272,23 +273,28 @@ config_flags.run(staleness.main)
 """
 
 
-def test_after_a_killed_arm_the_same_command_goes_on_and_then_only_draws(tmp_path: Path) -> None:
-    """With runs that another function makes up."""
+@pytest.mark.parametrize("arm, told, left", [
+    ("once", ["plain", "frozen"], "once"), ("plain", [], "plain, frozen, once")])
+def test_after_a_killed_arm_the_same_command_goes_on_and_then_only_draws(
+        arm: str, told: list[str], left: str, tmp_path: Path) -> None:
+    """With runs that another function makes up. Without the plain arm nothing can be told."""
     script, file = tmp_path / "staleness.py", tmp_path / "modes.json"
     script.write_text(FAKE)
 
     def ask() -> subprocess.CompletedProcess:
         return subprocess.run(
-            [sys.executable, script, ROOT / "experiments", "--config=staleness", "--arms=once",
+            [sys.executable, script, ROOT / "experiments", arm, "--config=staleness", "--arms=once",
              "--config.model.path=random:tiny", "--config.model.numerics=default", f"--out={file}",
              f"--workdir={tmp_path / 'runs'}"], text=True, capture_output=True, env=environment())
 
     killed = ask()
     assert killed.returncode == 1 and killed.stderr.splitlines()[-1] == (
-        "error: seed 0, modes, arm once: its process was killed"), killed.stderr
-    assert list(json.loads(file.read_text())["cases"]["0"]) == ["plain", "frozen"]
+        f"error: seed 0, modes, arm {arm}: its process was killed"), killed.stderr
+    assert file.exists() == bool(told)
+    assert not told or list(json.loads(file.read_text())["cases"]["0"]) == told
     again = ask()
-    assert again.returncode == 0 and again.stderr.startswith("seed 0, modes: once\n"), again.stderr
+    assert again.returncode == 0 and again.stderr.startswith(f"seed 0, modes: {left}\n"), (
+        again.stderr)
     made = json.loads(file.read_text())
     file.with_suffix(".png").unlink()
     file.write_text(json.dumps(made | {"summary": {}}))
