@@ -88,7 +88,6 @@ def main(config: Config, workdir: Path) -> int:
              *files[question]) for seed in seeds for question, names in asked.items()]
     for one in todo:
         refuse_early(*one)
-    give_back()  # arms need it
     try:
         for one in todo:
             add_seed(*one)
@@ -217,6 +216,7 @@ def add_seed(config: Config, workdir: Path, question: str, names: list[str], pat
     missing = _missing(names, config.seed, made)
     if missing:
         _head(config, workdir, made["heads"])
+        give_back()  # arms need it
         new = results.blank(config)
         made |= {name: new[name] for name in ("command", "machine")}
     case = made["cases"].get(str(config.seed), {})

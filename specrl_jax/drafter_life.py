@@ -110,11 +110,13 @@ class Life:
         checksum(self.head)
         self._others = self._beside()
         if self._known:
+            if self._dead_beside and not self.held:
+                self._hold(self._dead_beside)
             self._look(), self._listen()
             return
         self._good = self.sampler.own
         self._known = {self.version: self._print(self.head)}
-        fault = self._known[self.version].fault or (self._others.fault if self._others else "")
+        fault = self._known[self.version].fault or self._dead_beside
         if fault:
             self._hold(fault)
         self._look()
@@ -135,6 +137,11 @@ class Life:
         """Of what drafts beside the head; None where nothing does."""
         others = self.sampler.drafting.others(self.sampler.drafter_params)
         return fingerprint(others, ()) if others else None
+
+    @property
+    def _dead_beside(self) -> str:
+        """What was wrong with it when the run began: no new version of the head mends that."""
+        return self._others.fault if self._others else ""
 
     # Before a rollout.
 
@@ -209,7 +216,7 @@ class Life:
         self.version, self._good = self.version + 1, own
         self._known[self.version] = found
         self._known = dict(list(self._known.items())[-KNOWN:])
-        if self.held or sampler.broken:
+        if (self.held or sampler.broken) and not self._dead_beside:
             self.held = sampler.broken = False
             sampler.draft_to(None)
         return ""

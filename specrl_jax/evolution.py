@@ -164,7 +164,7 @@ class Evolution:
         """The updates of one training, and the next version."""
         repaired = self._repair()
         told = self._adopt(self._run(self.state, self._lend_now(), list(self._draws(step))))
-        if "drafter/fault" not in told:  # else the old head still drafts, and is as stale as it was
+        if "drafter/fault" not in told:  # else the old head drafts on, as stale: again next step
             self.staleness = schedule.forget()
         return told | repaired
 

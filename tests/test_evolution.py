@@ -351,13 +351,16 @@ def test_of_merged_drafters_the_head_is_looked_after(learning: Trainer) -> None:
         assert tokens == expected and trainer.life.version == version + 1
 
 
+def merged_with_a_small_model() -> Any:
+    return dataclasses.replace(
+        config("every_step", canary=8),
+        spec=dataclasses.replace(SPEC, drafter="merge", max_nodes=6, nodes=6),
+        draft=DraftConfig(vocab=256, parts=("eagle", "small_lm"), model="random:tiny"))
+
+
 @pytest.mark.slow
 def test_a_small_model_beside_the_head_is_looked_after_too() -> None:
-    merged = dataclasses.replace(SPEC, drafter="merge", max_nodes=6, nodes=6)
-    trainer = micro_trainer_to_compile(dataclasses.replace(
-        config("every_step", canary=8), spec=merged,
-        draft=DraftConfig(vocab=256, parts=("eagle", "small_lm"), model="random:tiny")),
-        **INVARIANT)
+    trainer = micro_trainer_to_compile(merged_with_a_small_model(), **INVARIANT)
     trainer.compile(lambda text: None)
     step(trainer)
     assert not trainer.warnings
@@ -370,6 +373,21 @@ def test_a_small_model_beside_the_head_is_looked_after_too() -> None:
         assert record["drafter/fault"] == fault and fault in trainer.warnings.pop()
         assert tokens == expected and not trainer.life.held
         assert trainer.life.inspect() == "" and not trainer.warnings
+
+
+@pytest.mark.slow
+def test_a_small_model_that_is_dead_when_a_run_begins_drafts_never() -> None:
+    """No new version of the head beside it is a reason to."""
+    trainer = micro_trainer_to_compile(merged_with_a_small_model(), **INVARIANT)
+    sampler = trainer.sampler
+    small, own = 1 - sampler.drafting.part, list(sampler.own)
+    own[small] = put(trainer, SPOILED["zeroed"](own[small]))
+    sampler.publish_drafter(tuple(own), 0)
+    trainer.compile(lambda text: None)
+    assert "zeroed; nothing is drafted" in trainer.warnings.pop()
+    told = [step(trainer)[0] for _ in range(2)]
+    assert trainer.life.version == 2 and not trainer.warnings  # the head learned
+    assert [(row["drafter/held"], row["rollout/drafted"]) for row in told] == [(1, 0)] * 2
 
 
 @pytest.mark.slow
