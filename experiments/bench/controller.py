@@ -14,6 +14,7 @@ from specrl_jax.config import Config, ConfigError
 from specrl_jax.control import acceptance, respec
 from specrl_jax.control.policies import make_spec
 from specrl_jax.draft.replay import replaying
+from specrl_jax.host import memory
 from specrl_jax.host.compilation import CompilationCounter
 from specrl_jax.host.launches import LAUNCHES, MEASURED, summary
 from specrl_jax.model.weights import Source
@@ -98,6 +99,7 @@ class Shape:
                  prompts: Sequence[Sequence[int]], stop: Sequence[int], drafter: str,
                  policies: Sequence[str], counter: CompilationCounter) -> None:
         self.config, self.counter, self.rows = config, counter, len(prompts)
+        self._maps = 0  # of an engine's programs, the most so far
         self.group = len(prompts) if len({tuple(p) for p in prompts}) == 1 else 1
         self.prompts, self.stop = list(prompts)[:: self.group], stop
         self.new_tokens = config.rollout.max_new_tokens
@@ -116,12 +118,24 @@ class Shape:
 
     def _sampler(self, source: Source, params: Any, config: Config, drafter: str, policy: str
                  ) -> Sampler:
+        """
+        Raises:
+          ConfigError: its programs, as large as another engine's, do not fit this process.
+        """
+        held, most = memory.maps()
+        if held + self._maps > most:
+            raise ConfigError(
+                f"--policies: the engine of {policy!r} has some {self._maps} memory maps, {held} "
+                f"of {most} are taken; name fewer policies, or raise the bound with "
+                f"`sysctl -w vm.max_map_count={4 * most}`")
         sampler = Sampler(
             shaped(config, self.rows, max(map(len, self.prompts)), self.group, drafter, policy),
             source.arch, self.stop, sharding.make_mesh(config.mesh), prompts=len(self.prompts),
             group=self.group, tokenizer=source.tokenizer, warn=lambda text: None)
         sampler.publish(params, 0)
         sampler.compile()
+        memory.give_back()  # six engines of 64 rows of SmolLM2 need it
+        self._maps = max(self._maps, memory.maps()[0] - held)
         return sampler
 
     def _turn_of(self, sampler: Sampler) -> None:

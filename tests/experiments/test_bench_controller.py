@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from experiments.bench import controller, controller_stats, timing
 from experiments.bench.controller import Cell, Shape
 from specrl_jax.config import Config, ConfigError, ModelSource, RolloutConfig
+from specrl_jax.host import memory
 from specrl_jax.host.compilation import CompilationCounter
 from specrl_jax.model.tiny import TINY, byte_tokenizer, random_tensors
 from specrl_jax.model.weights import Source
@@ -114,13 +115,25 @@ def test_cells_by_name() -> None:
         controller.pick(controller.SMALL, ["4x4"])
 
 
-@pytest.mark.slow
-def test_a_cell_of_a_tiny_model() -> None:
+def tiny_shape() -> Shape:
     arch = dataclasses.replace(TINY, num_layers=1)
     source = Source(arch, byte_tokenizer(), random_tensors(arch, 0), "tiny")
     config = Config(model=ModelSource("random:tiny"), rollout=RolloutConfig(max_new_tokens=16))
-    shape = Shape(config, source, jax.device_put(source.params()), [[1, 2, 3]] * 2, (), "replay",
-                  controller.POLICIES, CompilationCounter())
+    return Shape(config, source, jax.device_put(source.params()), [[1, 2, 3]] * 2, (), "replay",
+                 controller.POLICIES, CompilationCounter())
+
+
+def test_engines_that_do_not_fit_a_process_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """XLA would abort while it compiles the next one."""
+    held = iter([1_000, 30_000, 30_000])
+    monkeypatch.setattr(memory, "maps", lambda: (next(held), 58_999))
+    with pytest.raises(ConfigError, match="'fixed' has some 29000 memory maps, 30000 of 58999"):
+        tiny_shape()
+
+
+@pytest.mark.slow
+def test_a_cell_of_a_tiny_model() -> None:
+    shape = tiny_shape()
     for corruption, lengths in ((0.0, "heavy"), (1.0, "uniform")):
         cell = Cell(2, 3, corruption, lengths)
         found = json.loads(json.dumps(controller.run_cell(shape, cell, 2, 0.0, 0.0)))
