@@ -91,7 +91,8 @@ def _main(config: Config) -> int:
         _say(f"{rows} rows, context {context}: compiling and measuring")
         shape = bench.shape(rows, context)
         for cell in of_shape:
-            _say(f"{cell.name}, cell {len(result['cases']) + 1} of {len(cells)}, {left}")
+            done = sum(other.name in result["cases"] for other in cells)
+            _say(f"{cell.name}, cell {done + 1} of {len(cells)}, {left}")
             found = controller.run_cell(
                 shape, cell, REPEATS.value, PRECISE.value, SECONDS.value, _say)
             result["cases"][cell.name] = found | {"command": results.command(sys.argv)}

@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import eagle_slots
 import jax
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from helpers import ask, counting, make_engine, make_task, said, streams, tiny_a
 from specrl_jax import sharding
 from specrl_jax.config import Config, ControlConfig, MeshConfig, RolloutConfig, SpecOptions
 from specrl_jax.control import choose, cost
+from specrl_jax.draft.eagle import eagle
 from specrl_jax.draft.replay import replay, replaying
 from specrl_jax.host import launches
 from specrl_jax.rollout import probe
@@ -69,6 +71,42 @@ def test_launches_are_timed_by_turns_and_as_often_as_process_0_does(
     found = probe._fastest(engine, PARAMS, (), None, {four: (), two: ()})[1]
     assert found == {four: 0.01, two: 0.06}
     assert runs == [4] * 3 + [2] + [4] * 2 + [2] and next(seconds, None) is None
+
+
+def test_a_drafter_catches_up_in_no_launch_but_those_that_measure_it(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each launch is run once a turn, as those that take 50 ms are."""
+    controller = choose.make(
+        ControlConfig(policy="budget"), SPEC, ladders={b: bucket_ladder(b, NODES, 64) for b in (4, 2)},
+        longest=TASK.prompt + TASK.response - 1)
+    drafter = eagle(eagle_slots.ARCH, depth=DEPTH, branch=1, nodes=NODES)
+    engine = make_engine(eagle_slots.ACTOR, TASK, drafter=drafter, batch=BATCH, min_batch=2,
+                         controller=controller)
+    own = drafter.bind(eagle_slots.ACTOR_PARAMS, jax.device_put(eagle_slots.parameters()))
+    engine.compile(eagle_slots.ACTOR_PARAMS, own)
+    behind: dict[cost.Point, set[int]] = {}
+    stage, run, timed = probe._stage, probe._run, []
+
+    def staged(engine: Engine, state: Any, point: cost.Point) -> Any:
+        state = stage(engine, state, point)
+        for point in timed:
+            missing = np.asarray(state.cache.length) - np.asarray(state.draft.length)
+            behind.setdefault(point, set()).add(max(0, int(missing.max())))
+        return state
+
+    def measured(*args: Any) -> Any:
+        timed.append(args[4])
+        result = run(*args)
+        timed.clear()
+        return result
+
+    monkeypatch.setattr(probe, "ENOUGH", 0.0)
+    monkeypatch.setattr(probe, "_stage", staged)
+    monkeypatch.setattr(probe, "_run", measured)
+    probe.measure(engine, eagle_slots.ACTOR_PARAMS, own)
+    drafting = {point: seen for point, seen in behind.items() if point.steps}
+    assert len(drafting) > 8 and {point.missed for point in drafting} == {0, 12}
+    assert all(seen == {point.missed} for point, seen in drafting.items())
 
 
 @pytest.mark.parametrize("asked, rounds", [(5, 5), (32, 8)])
