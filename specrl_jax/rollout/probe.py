@@ -174,8 +174,8 @@ def _fastest(engine: Engine, params: Any, drafter_params: Any, state: RolloutSta
     farthest = max((p for p in order if p.steps), key=lambda p: p.context, default=None)
     for _ in range(TURNS):
         if farthest is not None:
-            state, _ = _launch(
-                engine, params, drafter_params, state, farthest, controls[farthest])
+            state, _ = _launch(engine, params, drafter_params, state,
+                               farthest._replace(rounds=1), controls[farthest])
         for point in order:
             state, seconds = _run(engine, params, drafter_params, state, point, controls[point])
             found[point] = min(found[point], seconds)

@@ -76,11 +76,11 @@ def test_launches_are_timed_by_turns_and_as_often_as_process_0_does(
 def test_a_drafter_catches_up_in_no_launch_but_those_that_measure_it(
         monkeypatch: pytest.MonkeyPatch) -> None:
     """Each launch is run once a turn, as those that take 50 ms are."""
-    controller = choose.make(
-        ControlConfig(policy="budget"), SPEC, ladders={b: bucket_ladder(b, NODES, 64) for b in (4, 2)},
-        longest=TASK.prompt + TASK.response - 1)
+    task = make_task(response=40)
+    longest, ladders = task.prompt + 39, {b: bucket_ladder(b, NODES, 64) for b in (4, 2)}
+    controller = choose.make(ControlConfig(policy="budget"), SPEC, ladders=ladders, longest=longest)
     drafter = eagle(eagle_slots.ARCH, depth=DEPTH, branch=1, nodes=NODES)
-    engine = make_engine(eagle_slots.ACTOR, TASK, drafter=drafter, batch=BATCH, min_batch=2,
+    engine = make_engine(eagle_slots.ACTOR, task, drafter=drafter, batch=BATCH, min_batch=2,
                          controller=controller)
     own = drafter.bind(eagle_slots.ACTOR_PARAMS, jax.device_put(eagle_slots.parameters()))
     engine.compile(eagle_slots.ACTOR_PARAMS, own)
@@ -105,7 +105,8 @@ def test_a_drafter_catches_up_in_no_launch_but_those_that_measure_it(
     monkeypatch.setattr(probe, "_run", measured)
     probe.measure(engine, eagle_slots.ACTOR_PARAMS, own)
     drafting = {point: seen for point, seen in behind.items() if point.steps}
-    assert len(drafting) > 8 and {point.missed for point in drafting} == {0, 12}
+    assert len(drafting) > 8 and {p.missed for p in drafting} == {0, cost.SHORTEST}
+    assert {p.context for p in drafting} > {cost.SHORTEST, longest}
     assert all(seen == {point.missed} for point, seen in drafting.items())
 
 
