@@ -51,7 +51,7 @@ class Adaptive:
     factor: Array  # f32[] measured seconds over those of the tables
     force: Array  # i32[2] steps and bucket for measurements; FREE where the policy decides
     harvest: Harvest
-    missed: Array  # f32[] rounds since the drafter was asked
+    missed: Array  # f32[] tokens of a row since the drafter was asked, at least
     steps: Array  # i32[] of the last round
     sums: Array  # f32[SUMS] of this launch, or of the last
     by_depth: Array  # f32[2, D+1] of it: seconds and tokens, had all rounds drafted to that depth
@@ -69,13 +69,14 @@ class Bounds(NamedTuple):
 
 
 class Policy(NamedTuple):
-    """What one policy decides. `note` sees the state before the round; `launch` is what `explain`
-    says of it, with its `batch` and `seconds`."""
+    """What one policy decides. `begin` is for a rollout; `note` sees the state before the round;
+    `launch` is what `explain` says of it, with its `batch` and `seconds`."""
 
     init: Callable[[], Any]
     plan: Callable[[Adaptive, Table, Load], tuple[Array, Array, Array]]  # steps, branch, nodes
     keep: Callable[[Adaptive, Table, Load, SpecConfig, DraftTree, tuple[Bucket, ...]],
                    tuple[Array, Array]]
+    begin: Callable[[Any], Any] = lambda own: own
     note: Callable[[Adaptive, Outcome], Any] = lambda state, outcome: state.own
     update: Callable[[Any, dict[str, Any]], Any] = lambda own, launch: own
 
@@ -93,6 +94,13 @@ def context_of(load: Load) -> Array:
 def rows_of(load: Load) -> Array:
     """f32[] live rows of a shard, on average."""
     return jax.lax.pmean(load.live.sum().astype(jnp.float32), ROWS)
+
+
+def left_of(load: Load) -> Array:
+    """f32[] tokens still to come of a live row, on average."""
+    left, rows = jax.lax.psum(
+        (jnp.where(load.live, load.expected_left, 0.0).sum(), load.live.sum()), ROWS)
+    return left / jnp.maximum(rows, 1)
 
 
 def trust(harvest: Harvest) -> Array:
@@ -129,6 +137,11 @@ def adaptive(policy: Policy, control: ControlConfig, bounds: Bounds) -> Controll
         state, seconds = clock(state, launch, control.clock == "frozen")
         return state.replace(own=policy.update(state.own, launch | {"seconds": seconds}))
 
+    def begin(state: Adaptive, prompt: int) -> Adaptive:
+        """A drafter has read no prompt when a rollout begins."""
+        return state.replace(own=policy.begin(state.own), missed=np.float32(prompt),
+                             steps=np.int32(FREE))
+
     def start(state: Adaptive) -> Adaptive:
         return state.replace(sums=jnp.zeros_like(state.sums),
                              by_depth=jnp.zeros_like(state.by_depth))
@@ -138,8 +151,8 @@ def adaptive(policy: Policy, control: ControlConfig, bounds: Bounds) -> Controll
 
     return Controller(init=init, plan=plan, keep=keep, update=update, note=note, explain=explain,
                       weigh=lambda state, batch, left: weigh(state, control.length_weight, left),
-                      depth=depth, start=start, widened=lambda state: state.force[1] > 0,
-                      hold=HOLD, adaptive=True)
+                      depth=depth, begin=begin, start=start,
+                      widened=lambda state: state.force[1] > 0, hold=HOLD, adaptive=True)
 
 
 def blank(own: Any, bounds: Bounds) -> Adaptive:

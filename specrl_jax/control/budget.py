@@ -20,6 +20,7 @@ from specrl_jax.control.adaptive import (
     Bounds,
     Policy,
     context_of,
+    left_of,
     rows_of,
     table_of,
     trust,
@@ -36,7 +37,7 @@ MARGIN = 0.01  # gain, of a plain round, below which a depth is not changed
 class Budget:
     """What a switch is waiting for."""
 
-    drafting: Array  # i32[] whether drafting is on; FREE before anything was decided
+    drafting: Array  # i32[] whether drafting is on; FREE when a rollout begins
     regret: Array  # f32[] plain rounds that the other of on and off would have saved, lately
 
 
@@ -62,7 +63,7 @@ def budget(control: ControlConfig, bounds: Bounds, seed: int) -> Policy:
         _, drafting, regret = choose_depth(before, table, outcome.load, control, outcome.rounds)
         return Budget(drafting=drafting, regret=regret)
 
-    return Policy(init=init, plan=plan, keep=keep, note=note)
+    return Policy(init=init, plan=plan, keep=keep, begin=lambda own: init(), note=note)
 
 
 def speed_of(tokens: Array, rounds: Array) -> Array:
@@ -123,7 +124,8 @@ def choose_depth(state: Adaptive, table: Table, load: Load, control: ControlConf
     """The depth of the next round, whether drafting is on, i32[] both, and f32[] the regret after
     `times` rounds like it.
 
-    Drafting begins once what it would have saved has grown to what its catching up takes and
+    A rollout begins with drafts where these are to bring more than reading its prompts takes. Later
+    drafting begins once what it would have saved has grown to what its catching up takes and
     control.hysteresis, and ends once it has lost the latter: a load that jumps to and fro switches
     nothing, unless it pays each time. While it is off, a round now and then drafts one step, to
     see whether drafts have become better.
@@ -146,7 +148,8 @@ def choose_depth(state: Adaptive, table: Table, load: Load, control: ControlConf
     grown = jnp.maximum(own.regret + more, 0.0)  # by one round: plan and note decide alike
     limit = control.hysteresis + jnp.where(on, 0.0, speed * behind)
     switch = (grown > limit) & jnp.where(on, advantage < 0, advantage > 0)
-    drafting = jnp.where(undecided, advantage > 0, on ^ switch)
+    pays = advantage * left_of(load) > speed * behind * tokens[depth].max()
+    drafting = jnp.where(undecided, pays, on ^ switch)
     probe = (control.explore * state.missed >= draft[1] / plain + behind) & (
         state.missed * control.explore**0.5 >= 1)
     steps = jnp.where(drafting, depth, jnp.where(probe, 1, 0)).astype(jnp.int32)

@@ -48,6 +48,8 @@ class Controller(NamedTuple):
         lambda state, batch, left: np.ones_like(left))  # rows, from tokens still to come f32[rows]
     depth: Callable[[Any, int | None], Any] = (
         lambda state, steps: state)  # drafts to that depth whatever is planned; None: as planned
+    begin: Callable[[Any, int], Any] = (
+        lambda state, prompt: state)  # on the host, when a rollout of prompts up to so long begins
     start: Callable[[Any], Any] = lambda state: state  # on the device, when a launch begins
     widened: Callable[[Any], Array] = (
         lambda state: jnp.bool_(False))  # a round without drafts is to take a larger bucket

@@ -64,6 +64,9 @@ class Drafter(NamedTuple):
     observe: Callable[[Any, Any, Tip, Verdict, Path], Any]  # -> state
     take: Callable[[Any, Array], Any]  # (state, rows i32[B']) -> state
     fork: Callable[[Any, Fill], Any] = lambda state, fill: state
+    # On the host, to measure rounds: the state as if it had read i32[B] positions and the round
+    # before had committed one more.
+    read_to: Callable[[Any, np.ndarray], Any] = lambda state, context: state
     prefill: Prefill = lambda state, fill, tokens, features: state
     names: tuple[str, ...] = ("draft",)  # of its origins, for metrics
     bind: Callable[[Any, Any], Any] = lambda actor, own: own  # -> the params of the other fields

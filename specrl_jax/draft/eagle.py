@@ -85,6 +85,7 @@ def eagle(arch: EagleArch, depth: int, branch: int, nodes: int, children: str = 
         observe=_observe,
         take=lambda state, rows: jax.tree.map(lambda a: a[rows], state),
         fork=_fork, prefill=_prefill,
+        read_to=lambda state, context: state.replace(length=np.maximum(context - _AHEAD, 0)),
         bind=functools.partial(_bind, arch, jax.jit(_cast, static_argnums=(0, 3, 4))),
         names=("eagle",), taps=arch.taps,
         project=lambda params, taps, few=False: eagle_model.project(params.weights, taps, few))

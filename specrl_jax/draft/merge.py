@@ -44,6 +44,7 @@ def merge(drafters: Sequence[Drafter], nodes: int) -> Drafter:
             d.observe(p, s, *round_) for d, p, s in zip(drafters, params, states, strict=True)),
         take=lambda states, rows: each("take", states, rows),
         fork=lambda states, fill: each("fork", states, fill),
+        read_to=lambda states, context: each("read_to", states, context),
         prefill=lambda states, fill, tokens, features: tuple(
             d.prefill(s, fill, tokens, features_of(d, features))
             for d, s in zip(drafters, states, strict=True)),

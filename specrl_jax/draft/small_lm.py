@@ -68,6 +68,7 @@ def small_lm(arch: Architecture, depth: int, branch: int, nodes: int, children: 
             tokens=cached.extend(state.tokens, tip.context + 1, verdict.tokens)),
         take=lambda state, rows: jax.tree.map(lambda a: a[rows], state),
         fork=_fork, prefill=_prefill,
+        read_to=lambda state, context: state.replace(length=np.maximum(context - _AHEAD, 0)),
         bind=functools.partial(_bind, arch, jax.jit(_cast, static_argnums=(0, 2, 3))),
         names=("small_lm",))
 

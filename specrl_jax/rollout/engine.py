@@ -185,6 +185,8 @@ class Engine:
         self.layout.check(asked)
         s, began, prefill_seconds, trace = self.shapes, time.perf_counter(), 0.0, []
         state = self.begin(asked)
+        self.control = self.machine.controller.begin(
+            self.control, max(map(len, asked.prompts), default=0))
         done = asked.limit.reshape(s.shards, s.sequences) == 0
         slots = [Slots(s.batch, int((~of_shard).sum()), s.group) for of_shard in done]
         outcomes = Acceptance(*(np.zeros((s.shards, *self.layout.cells), np.float32),) * 2)

@@ -164,20 +164,11 @@ def _forced(engine: Engine, point: Point) -> Adaptive:
 
 def _fastest(engine: Engine, params: Any, drafter_params: Any, state: RolloutState,
              controls: Mapping[Point, Any]) -> tuple[RolloutState, dict[Point, float]]:
-    """Seconds of launches, each under its control, by turns.
-
-    A turn begins with a launch that nobody times: the drafter reads as far as any other goes, so
-    that it catches up in none but those that measure this, which come last.
-    """
+    """Seconds of launches, each under its control, by turns."""
     found = dict.fromkeys(controls, float("inf"))
-    order = sorted(controls, key=lambda point: point.missed)
-    farthest = max((p for p in order if p.steps), key=lambda p: p.context, default=None)
     for _ in range(TURNS):
-        if farthest is not None:
-            state, _ = _launch(engine, params, drafter_params, state,
-                               farthest._replace(rounds=1), controls[farthest])
-        for point in order:
-            state, seconds = _run(engine, params, drafter_params, state, point, controls[point])
+        for point, control in controls.items():
+            state, seconds = _run(engine, params, drafter_params, state, point, control)
             found[point] = min(found[point], seconds)
     return state, found
 
@@ -191,28 +182,19 @@ def _run(engine: Engine, params: Any, drafter_params: Any, state: RolloutState, 
     """
     seconds: list[float] = []
     while not seconds or (len(seconds) < MOST and sum(seconds) < ENOUGH):
-        state, taken = _launch(engine, params, drafter_params, state, point, control)
-        seconds.append(taken)
+        state = _stage(engine, state, point)
+        began = time.perf_counter()
+        state, _, _ = engine.launch(
+            point.rows, params, drafter_params, state, control, rounds=point.rounds, smaller=0,
+            waiting=np.zeros(engine.shapes.shards, np.int32))
+        jax.block_until_ready(state)
+        seconds.append(_agreed(time.perf_counter() - began))
     return state, min(seconds)
 
 
-def _launch(engine: Engine, params: Any, drafter_params: Any, state: RolloutState, point: Point,
-            control: Any) -> tuple[RolloutState, float]:
-    state = _stage(engine, state, point)
-    began = time.perf_counter()
-    state, _, _ = engine.launch(
-        point.rows, params, drafter_params, state, control, rounds=point.rounds, smaller=0,
-        waiting=np.zeros(engine.shapes.shards, np.int32))
-    jax.block_until_ready(state)
-    return state, _agreed(time.perf_counter() - began)
-
-
 def _stage(engine: Engine, state: RolloutState, point: Point) -> RolloutState:
-    """Every row at the point's context, with nothing said yet.
-
-    The drafter begins anew where it is to have missed something; elsewhere it stays where the last
-    launch left it, which may be ahead.
-    """
+    """Every row at the point's context, with nothing said yet, and the drafter where rounds leave
+    it that draft: it reads what each of them commits, which is part of what drafting takes."""
     s, layout = engine.shapes, engine.layout
     host = layout.host_state(_asked(engine), point.rows)
     slots = np.where(np.arange(point.rows) < s.sequences, np.arange(point.rows), s.sequences)
@@ -220,9 +202,10 @@ def _stage(engine: Engine, state: RolloutState, point: Point) -> RolloutState:
         seq=np.tile(slots.astype(np.int32), s.shards),
         sampling=host.sampling.replace(stop=np.full_like(layout.stop, -1)),
         cache=host.cache.replace(length=np.full(point.rows * s.shards, point.context, np.int32)))
-    rest = {"cache": host.cache.replace(kv=state.cache.kv)}
-    if not point.missed:
-        rest["draft"] = state.draft
-    return jax.tree.map(
+    read = np.full(point.rows * s.shards, point.context - point.missed, np.int32)
+    host = host.replace(cache=host.cache.replace(kv=state.cache.kv),
+                        draft=engine.machine.drafter.read_to(state.draft, read))
+    state = jax.tree.map(
         lambda place, a: a if isinstance(a, jax.Array) else sharding.put(place, a),
-        layout.shardings(host.replace(**rest)), host.replace(**rest))
+        layout.shardings(host), host)
+    return jax.block_until_ready(state)

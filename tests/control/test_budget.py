@@ -168,6 +168,22 @@ def test_switching_on_waits_until_it_pays_for_catching_up() -> None:
     assert began[0.0] <= 3 < began[0.5]
 
 
+@pytest.mark.parametrize("catch_up, length, drafts", [
+    (0.005, 10, True), (0.05, 10, False), (0.0, 190, False)])
+def test_a_rollout_begins_with_drafts_where_they_pay_for_its_prompts(
+        catch_up: float, length: int, drafts: bool) -> None:
+    """What was drafted at the end of the last one, by few rows, says nothing of that."""
+    control = controller("budget", explore=0.0)
+    state, _ = drive(control, priced(control.init(), step=0.02, far=3.0, catch_up=catch_up),
+                     [{"accept": 0.9, "length": 10}] * 40)
+    first = [{"accept": 0.9, "length": length}]
+    assert drive(control, state, first)[1][0][0] > 0  # it goes on, at first
+    new = control.begin(jax.tree.map(np.asarray, state), 100)
+    assert int(new.own.drafting) == adaptive.FREE and new.missed == 100
+    assert np.array_equal(new.harvest.mass, state.harvest.mass)
+    assert (drive(control, new, first)[1][0][0] > 0) == drafts
+
+
 @pytest.mark.parametrize("catch_up", [0.0, 0.02, 0.1])
 def test_a_plan_that_stands_for_rounds_decides_as_one_for_each(catch_up: float) -> None:
     """Drafting begins no earlier, and less than a spell later; waiting counts alike until then."""
