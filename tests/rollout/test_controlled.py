@@ -222,6 +222,22 @@ def test_tokens_are_those_of_plain_decoding_and_nothing_compiles(
                    if isinstance(a, jax.Array)), "a rollout that is cut short would lose it"
 
 
+def test_a_rollout_begins_once_with_its_longest_prompt(
+        budget: Any, plain: Result, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, _ = budget
+    begun, controller = [], engine.machine.controller
+
+    def begin(state: Any, prompt: int) -> Any:
+        begun.append(prompt)
+        return controller.begin(state, prompt)
+
+    monkeypatch.setattr(engine, "machine", dataclasses.replace(
+        engine.machine, controller=controller._replace(begin=begin)))
+    result = run(engine, plain, 0.0)
+    assert begun == [TASK.prompt] and len(result.trace) > 1
+    assert said(result).sum() == said(plain).sum()
+
+
 def test_every_launch_is_explained(budget: Any, plain: Result) -> None:
     result = run(budget[0], plain, 0.3)
     trace, counters = result.trace, result.counters
