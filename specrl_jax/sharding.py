@@ -112,3 +112,12 @@ def put(place: Any, value: Any) -> Any:
     return jax.tree.map(lambda to, part: jax.tree.map(
         lambda a: jax.make_array_from_callback(a.shape, to, lambda index: a[index]), part),
         place, value)
+
+
+def arguments(place: Any, value: Any) -> Any:
+    """Small host arrays as arguments of a compiled program that wants them at `place`, as in `put`.
+
+    It places arrays of one process itself, and much faster than `put`, which takes as long as a
+    hundred operations of a launch.
+    """
+    return value if jax.process_count() == 1 else put(place, value)

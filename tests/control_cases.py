@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from specrl_jax import sharding
 from specrl_jax.config import ControlConfig, MeshConfig, SpecOptions
 from specrl_jax.control import choose
-from specrl_jax.control.adaptive import Adaptive
+from specrl_jax.control.adaptive import HOLD, Adaptive
 from specrl_jax.control.cost import Bucket
 from specrl_jax.control.policies import Controller, Outcome
 from specrl_jax.structs import DraftTree, Load
@@ -104,26 +104,26 @@ def rounds_of(control: Controller) -> Callable[..., Any]:
         tree = tree.replace(live=tree.live & (level <= spec.steps))
         live, bucket = control.keep(state, of_round, spec, tree, LADDERS[8])
         count = (jnp.cumprod(live & drafted, 1).sum(1) * of_round.live).astype(jnp.int32)
-        took = jnp.where(spec.steps == 0, alike, 1)
+        took = jnp.where(spec.steps == 0, jnp.minimum(alike, control.hold(state, of_round)), 1)
         new = control.note(state, Outcome(of_round, spec, tree, live, bucket, took * count, took))
         return new, took, spec.steps, bucket, live
 
     return alone(step)
 
 
-def drive(control: Controller, state: Any, rounds: list[dict[str, Any]], hold: int | None = None
+def drive(control: Controller, state: Any, rounds: list[dict[str, Any]], hold: int = HOLD
           ) -> tuple[Any, list]:
     """Runs rounds, each with its `length`, `live` rows and `accept`, the chance of each draft.
 
-    A plan without drafts stands for `hold` rounds, by default the controller's, of an equal load.
+    A plan without drafts stands for the controller's rounds of an equal load, at most `hold`.
 
     Returns:
       the state, and (steps, bucket, live nodes, verified bool[B, N]) of each round.
     """
-    step, most = rounds_of(control), control.hold if hold is None else hold
+    step = rounds_of(control)
     rng, seen = np.random.default_rng(0), []
     while len(seen) < len(rounds):
-        one, following = rounds[len(seen)], rounds[len(seen):len(seen) + most]
+        one, following = rounds[len(seen)], rounds[len(seen):len(seen) + hold]
         same = [other.get("length") == one.get("length") and np.array_equal(
             other.get("live"), one.get("live")) for other in following]
         alike = (*same, False).index(False)

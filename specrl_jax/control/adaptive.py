@@ -25,7 +25,7 @@ MEMORY = 8.0  # rounds that an estimate of the drafts remembers
 FORGET = 0.99  # of what was seen of a depth, in each round that drafts less deep
 PRIOR = 0.7  # survival of a draft, a step of depth, before any was seen
 TRUST_PRIOR, TRUST_MEMORY = 4.0, 0.98  # accepted tokens that survival is worth; kept every round
-HOLD = 8  # plain rounds for which one decision stands: the operations of a decision cost 3 % of one
+HOLD = 32  # plain rounds for which a decision stands at most: its operations take 7 % of one
 FOLLOW = 0.2  # share of a launch's surprise that the clock's correction takes up
 SUMS = ("rounds", "rows", "context", "steps", "drafting", "packed", "seconds", "plain_seconds",
         "tokens", "expected", "switches")
@@ -76,6 +76,8 @@ class Policy(NamedTuple):
     plan: Callable[[Adaptive, Table, Load], tuple[Array, Array, Array]]  # steps, branch, nodes
     keep: Callable[[Adaptive, Table, Load, SpecConfig, DraftTree, tuple[Bucket, ...]],
                    tuple[Array, Array]]
+    hold: Callable[[Adaptive, Table, Load], Array] = (
+        lambda state, table, load: jnp.int32(HOLD))  # rounds for which a plan without drafts stands
     begin: Callable[[Any], Any] = lambda own: own
     note: Callable[[Adaptive, Outcome], Any] = lambda state, outcome: state.own
     update: Callable[[Any, dict[str, Any]], Any] = lambda own, launch: own
@@ -152,7 +154,8 @@ def adaptive(policy: Policy, control: ControlConfig, bounds: Bounds) -> Controll
     return Controller(init=init, plan=plan, keep=keep, update=update, note=note, explain=explain,
                       weigh=lambda state, batch, left: weigh(state, control.length_weight, left),
                       depth=depth, begin=begin, start=start,
-                      widened=lambda state: state.force[1] > 0, hold=HOLD, adaptive=True)
+                      widened=lambda state: state.force[1] > 0, adaptive=True,
+                      hold=lambda state, load: policy.hold(state, table_of(state, load), load))
 
 
 def blank(own: Any, bounds: Bounds) -> Adaptive:
@@ -282,12 +285,18 @@ def _by_depth(harvest: Harvest, table: Table, verify: Array, draft: Array, shard
 
 def clock(state: Adaptive, launch: dict[str, Any], frozen: bool) -> tuple[Adaptive, float]:
     """The state with a corrected factor, and the seconds that the launch took for a policy."""
-    predicted = _named(state)["seconds"] + float(state.tables[str(launch["batch"])].launch)
+    factor = _value(state.factor)
+    predicted = _named(state)["seconds"] + _value(state.tables[str(launch["batch"])].launch)
     if frozen or predicted <= 0:
         return state, max(predicted, 1e-9)
-    surprise = np.clip(launch["seconds"] / (predicted * float(state.factor)), 0.2, 5.0)
-    return (state.replace(factor=np.float32(float(state.factor) * surprise**FOLLOW)),
+    surprise = np.clip(launch["seconds"] / (predicted * factor), 0.2, 5.0)
+    return (state.replace(factor=np.float32(factor * surprise**FOLLOW)),
             launch["seconds"])
+
+
+def _value(scalar: Any) -> float:
+    """`scalar` on the host; `float` of an array of JAX takes 100 times as long."""
+    return np.asarray(scalar).item()
 
 
 def _named(state: Adaptive) -> dict[str, float]:
@@ -300,9 +309,9 @@ def explain(state: Adaptive, launch: dict[str, Any]) -> dict[str, Any]:
     `off_seconds` and `fixed_seconds` are what the launch's own tokens were to take without a draft
     and at the best constant depth, `fixed_steps`; predicted, by the corrected tables.
     """
-    s, factor = _named(state), float(state.factor)
+    s, factor = _named(state), _value(state.factor)
     rounds, rows = max(s["rounds"], 1.0), max(s["rows"], 1.0)
-    overhead = float(state.tables[str(launch["batch"])].launch)
+    overhead = _value(state.tables[str(launch["batch"])].launch)
     seconds, tokens = np.asarray(state.by_depth, np.float64)
     rate = tokens / np.maximum(seconds, 1e-12)
     best = int(rate.argmax())

@@ -7,6 +7,8 @@ are no measure of what a round of many should give. DSpark's prefix scheduler (p
 Seer's marginal benefit) with a rate instead of a first drop.
 """
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,6 +18,7 @@ from specrl_jax.config import ControlConfig
 from specrl_jax.control import cost
 from specrl_jax.control.adaptive import (
     FREE,
+    HOLD,
     Adaptive,
     Bounds,
     Policy,
@@ -48,8 +51,8 @@ def budget(control: ControlConfig, bounds: Bounds, seed: int) -> Policy:
         return Budget(drafting=np.int32(FREE), regret=np.float32(0))
 
     def plan(state: Adaptive, table: Table, load: Load) -> tuple[Array, Array, Array]:
-        steps = choose_depth(state, table, load, control)[0]
-        return steps, jnp.int32(bounds.branch), jnp.int32(bounds.nodes)
+        chosen = choose_depth(state, table, load, control)
+        return chosen.steps, jnp.int32(bounds.branch), jnp.int32(bounds.nodes)
 
     def keep(state: Adaptive, table: Table, load: Load, spec: SpecConfig, tree: DraftTree,
              buckets: tuple[Bucket, ...]) -> tuple[Array, Array]:
@@ -60,10 +63,13 @@ def budget(control: ControlConfig, bounds: Bounds, seed: int) -> Policy:
 
     def note(before: Adaptive, outcome: Outcome) -> Budget:
         table = table_of(before, outcome.load)
-        _, drafting, regret = choose_depth(before, table, outcome.load, control, outcome.rounds)
-        return Budget(drafting=drafting, regret=regret)
+        chosen = choose_depth(before, table, outcome.load, control, outcome.rounds)
+        return Budget(drafting=chosen.drafting, regret=chosen.regret)
 
-    return Policy(init=init, plan=plan, keep=keep, begin=lambda own: init(), note=note)
+    def hold(state: Adaptive, table: Table, load: Load) -> Array:
+        return choose_depth(state, table, load, control).hold
+
+    return Policy(init=init, plan=plan, keep=keep, hold=hold, begin=lambda own: init(), note=note)
 
 
 def speed_of(tokens: Array, rounds: Array) -> Array:
@@ -119,10 +125,18 @@ def foresee(state: Adaptive, table: Table, load: Load) -> tuple[Array, Array]:
     return 1 + gain, jnp.maximum(rounds, 1e-6)  # more than none, where nothing is measured yet
 
 
+class Choice(NamedTuple):
+    """The next round."""
+
+    steps: Array  # i32[] depth
+    drafting: Array  # i32[] whether drafting is on
+    regret: Array  # f32[] after it
+    hold: Array  # i32[] rounds after which drafting may begin, while it is off; at most HOLD
+
+
 def choose_depth(state: Adaptive, table: Table, load: Load, control: ControlConfig,
-                 times: Array | int = 1) -> tuple[Array, Array, Array]:
-    """The depth of the next round, whether drafting is on, i32[] both, and f32[] the regret after
-    `times` rounds like it.
+                 times: Array | int = 1) -> Choice:
+    """What the next round drafts, and how `times` rounds like it leave the policy.
 
     A rollout begins with drafts where these are to bring more than reading its prompts takes. Later
     drafting begins once what it would have saved has grown to what its catching up takes and
@@ -132,7 +146,7 @@ def choose_depth(state: Adaptive, table: Table, load: Load, control: ControlConf
     """
     own = state.own
     if table.packed.shape[0] == 1 or table.draft.shape[0] == 1:
-        return jnp.int32(0), own.drafting, own.regret
+        return Choice(jnp.int32(0), own.drafting, own.regret, jnp.int32(HOLD))
     tokens, rounds = foresee(state, table, load)
     speed = speed_of(tokens, rounds)
     worth = (tokens - speed * rounds).max(1)
@@ -154,4 +168,6 @@ def choose_depth(state: Adaptive, table: Table, load: Load, control: ControlConf
         state.missed * control.explore**0.5 >= 1)
     steps = jnp.where(drafting, depth, jnp.where(probe, 1, 0)).astype(jnp.int32)
     regret = jnp.maximum(own.regret + times * more, 0.0)
-    return steps, drafting.astype(jnp.int32), jnp.where(switch | undecided, 0.0, regret)
+    waits = jnp.where(advantage > 0, (limit - grown) / jnp.maximum(advantage, 1e-9), HOLD)
+    return Choice(steps, drafting.astype(jnp.int32), jnp.where(switch | undecided, 0.0, regret),
+                  jnp.clip(waits + 1, 1, HOLD).astype(jnp.int32))

@@ -15,7 +15,7 @@ import numpy as np
 from specrl_jax.control.cost import Bucket
 from specrl_jax.structs import Array, DraftTree, Load, SpecConfig
 
-FOREVER = 2**31 - 1  # in Controller.hold
+FOREVER = 2**31 - 1  # rounds
 
 
 class Outcome(NamedTuple):
@@ -53,7 +53,8 @@ class Controller(NamedTuple):
     start: Callable[[Any], Any] = lambda state: state  # on the device, when a launch begins
     widened: Callable[[Any], Array] = (
         lambda state: jnp.bool_(False))  # a round without drafts is to take a larger bucket
-    hold: int = 1  # rounds for which a plan without drafts stands, unless a row ends
+    hold: Callable[[Any, Load], Array | int] = (
+        lambda state, load: 1)  # rounds for which a plan without drafts stands, unless a row ends
     adaptive: bool = False  # the state changes on the device, and holds tables of time
 
 
@@ -69,7 +70,8 @@ def make_spec(steps: int, branch: int, nodes: int, budget: int,
 def off() -> Controller:
     """Plain decoding: every round is the bucket (B, 1)."""
     return Controller(init=lambda: (), plan=lambda state, load: make_spec(0, 1, 1, 0),
-                      keep=keep_within, update=lambda state, launch: state, hold=FOREVER)
+                      keep=keep_within, update=lambda state, launch: state,
+                      hold=lambda state, load: FOREVER)
 
 
 def fixed(min_survival: float = 0.0, spec: SpecConfig | None = None) -> Controller:
@@ -90,7 +92,8 @@ def fixed(min_survival: float = 0.0, spec: SpecConfig | None = None) -> Controll
         return state.replace(steps=planned.steps if steps is None else jnp.int32(steps))
 
     return Controller(init=lambda: planned, plan=lambda state, load: state,
-                      keep=keep, update=lambda state, launch: state, depth=depth, hold=FOREVER)
+                      keep=keep, update=lambda state, launch: state, depth=depth,
+                      hold=lambda state, load: FOREVER)
 
 
 def keep_within(state: Any, load: Load, spec: SpecConfig, tree: DraftTree,

@@ -233,11 +233,11 @@ class Engine:
 
         `state` is gone afterwards, `control` is not.
         """
-        whole, rows = sharding.replicated(self.mesh), sharding.rows(self.mesh)
+        whole = sharding.replicated(self.mesh)
         leaves, tree = jax.tree.flatten(control)
         new = {i: a for i, a in enumerate(leaves) if getattr(a, "sharding", None) != whole}
-        new, *rest = sharding.put((whole, rows, whole, whole),
-                                  (new, waiting, np.int32(rounds), np.int32(smaller)))
+        new, *rest = sharding.arguments((whole, sharding.rows(self.mesh), whole, whole),
+                                        (new, waiting, np.int32(rounds), np.int32(smaller)))
         control = jax.tree.unflatten(tree, [new.get(i, a) for i, a in enumerate(leaves)])
         return self._programs["launch", batch](params, drafter_params, state, control, *rest)
 
@@ -271,12 +271,13 @@ class Engine:
 
     def _changed(self, before: dict[str, np.ndarray], now: dict[str, np.ndarray]
                  ) -> dict[str, jax.Array]:
-        """Of the host arrays `now` those that differ from `before`, on the devices: a launch hands
-        on what it was given, and putting an array there takes as long as 100 small operations."""
+        """Of the host arrays `now` those that differ from `before`: a launch hands on what it was
+        given."""
         new = {name: a for name, a in now.items()
                if name not in before or not np.array_equal(a, before[name])}
         whole, rows = sharding.replicated(self.mesh), sharding.rows(self.mesh)
-        return sharding.put({name: whole if name == "estimate" else rows for name in new}, new)
+        return sharding.arguments(
+            {name: whole if name == "estimate" else rows for name in new}, new)
 
     def _result(self, state: RolloutState, batch: int, outcomes: Acceptance,
                 trace: list[dict[str, Any]], began: float, prefill_seconds: float) -> Result:

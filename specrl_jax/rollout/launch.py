@@ -67,14 +67,17 @@ def launch(machine: Machine, params: Params, drafter_params: Params, state: Roll
         return (most > smaller) & (refill == 0) & (done < rounds)
 
     def drafts(a: Ahead) -> Ahead:
+        a = _here(a)
         state, turn = propose(machine, drafter_params, a.state, a.turn)
         return a._replace(state=state, turn=turn)
 
     def plain(a: Ahead) -> Ahead:
+        a = _here(a)
         state, took = plain_spell(machine, params, drafter_params, a.state, a.turn, rounds - a.done)
         return a._replace(state=state, took=took, count=jnp.where(a.turn.tip.live, took, 0))
 
     def drafted(a: Ahead) -> Ahead:
+        a = _here(a)
         state, count = drafted_round(machine, params, drafter_params, a.state, a.turn)
         return a._replace(state=state, took=jnp.int32(1), count=count)
 
@@ -97,6 +100,16 @@ def launch(machine: Machine, params: Params, drafter_params: Params, state: Roll
     return jax.lax.while_loop(lambda a: a.go, one_turn, start).state
 
 
+def _here(a: Ahead) -> Ahead:
+    """`a` in the body of a loop that may not run at all, as if the turn changed in it.
+
+    What depends on the turn alone XLA would compute before the loop, each turn, whether it runs or
+    not: up to the first layer's projections of all nodes, and its attention.
+    """
+    turn, took = jax.lax.optimization_barrier((a.turn, a.took))
+    return a._replace(turn=turn, took=took)
+
+
 def plain_spell(machine: Machine, params: Params, drafter_params: Params, state: RolloutState,
                 turn: Turn, most: Array) -> tuple[RolloutState, Array]:
     """Plain rounds for which one plan stands: until a row of any shard ends, and at most `most`.
@@ -104,8 +117,6 @@ def plain_spell(machine: Machine, params: Params, drafter_params: Params, state:
     Returns:
       The state, and the rounds i32[] that it took, at least 1.
     """
-    held = jnp.where(turn.spec.steps == 0, machine.controller.hold, 1)
-
     def one(spell: Spell) -> Spell:
         state = plain_round(machine, params, drafter_params, spell.state,
                             turn.replace(tip=spell.tip))
@@ -114,6 +125,6 @@ def plain_spell(machine: Machine, params: Params, drafter_params: Params, state:
         return Spell(spell.done + 1, jax.lax.pmax(ended, ROWS), tip, state)
 
     spell = jax.lax.while_loop(
-        lambda s: (s.done < jnp.minimum(held, most)) & (s.ended == 0), one,
+        lambda s: (s.done < jnp.minimum(turn.hold, most)) & (s.ended == 0), one,
         Spell(jnp.int32(0), jnp.int32(0), turn.tip, state))
     return spell.state, spell.done

@@ -98,6 +98,7 @@ class Turn:
     rows: Sampling
     load: Load
     spec: SpecConfig
+    hold: Array  # i32[] rounds for which it stands, unless a row ends
     clamped: Array  # bool[] whether the controller planned more than the shapes hold
     asks: Array  # bool[] whether a tree is to be proposed first
     tree: DraftTree  # without a live node until then
@@ -117,8 +118,9 @@ def turn_of(machine: Machine, state: RolloutState, tree: DraftTree) -> Turn:
                           tip.live.sum())
     room = len(buckets_of(machine, tip.root.shape[0])) > 1  # for more than roots
     asks = room & ((spec.steps > 0) | machine.controller.widened(state.control))
+    hold = jnp.where(spec.steps == 0, machine.controller.hold(state.control, load), 1)
     none = jnp.zeros_like(tree.live)
-    return Turn(tip=tip, rows=rows, load=load, spec=spec, clamped=clamped, asks=asks,
+    return Turn(tip=tip, rows=rows, load=load, spec=spec, hold=hold, clamped=clamped, asks=asks,
                 tree=tree.replace(live=none), live=none, bucket=jnp.int32(0))
 
 

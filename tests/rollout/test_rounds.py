@@ -113,7 +113,8 @@ def test_a_plan_stands_for_plain_rounds_until_a_row_ends(
 
     spy = Spied()
     engine = make_engine(ARCH, TASK, drafter=spy.drafter(), batch=BATCH, min_batch=1,
-                         controller=policies.fixed()._replace(note=note, hold=hold))
+                         controller=policies.fixed()._replace(
+                             note=note, hold=lambda state, load: hold))
     engine.compile(PARAMS)
     result = engine.run(PARAMS, ask(TASK), rounds=8)
     jax.effects_barrier()
