@@ -4,7 +4,7 @@ A policy brings its own state and rules; `adaptive` makes a controller of it. Th
 equal on all data shards, because everything that enters it is reduced over them first.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -219,8 +219,15 @@ def account(state: Adaptive, outcome: Outcome) -> Adaptive:
                switches=((state.steps > 0) != (steps > 0)) & (state.steps != FREE))
     return state.replace(
         harvest=harvest, missed=jnp.where(steps > 0, 0.0, state.missed + rounds), steps=steps,
-        sums=state.sums + jnp.stack([jnp.asarray(add[name], jnp.float32) for name in SUMS]),
+        sums=state.sums + _listed([add[name] for name in SUMS]),
         by_depth=state.by_depth + by_depth)
+
+
+def _listed(scalars: Sequence[Array]) -> Array:
+    """f32[len(scalars)], as one operation on a CPU, where those that are stacked are one each."""
+    index = jnp.arange(len(scalars))
+    return sum(jnp.where(index == i, jnp.asarray(a, jnp.float32), 0.0)
+               for i, a in enumerate(scalars))
 
 
 def _count_nodes(tree: DraftTree, live: Array, depth: int) -> Array:

@@ -82,13 +82,16 @@ def launch(machine: Machine, params: Params, drafter_params: Params, state: Roll
         return a._replace(state=state, took=jnp.int32(1), count=count)
 
     def one_turn(a: Ahead) -> Ahead:
-        a = a._replace(turn=turn_of(machine, a.state, a.turn.tree), took=jnp.int32(0))
+        first = turn_of(machine, a.state, a.turn.tree)
+        a = a._replace(turn=first, took=jnp.int32(0))
         if drafting:
             a = jax.lax.while_loop(lambda a: a.turn.asks, drafts, a)
         a = jax.lax.while_loop(lambda a: (a.took == 0) & (a.turn.bucket == 0), plain, a)
         if drafting:
             a = jax.lax.while_loop(lambda a: (a.took == 0) & (a.turn.bucket > 0), drafted, a)
-        state = noted(machine, a.state, a.turn, a.count, a.took)
+        # What plan and note both compute XLA computes once, if it sees that the load is the same.
+        turn = a.turn.replace(load=first.load, spec=first.spec)
+        state = noted(machine, a.state, turn, a.count, a.took)
         done = a.done + a.took
         return a._replace(done=done, go=goes(done, state), state=state)
 

@@ -1,5 +1,6 @@
 """Which rounds draft, and which are plain: the same tokens, and work for what is used alone."""
 
+import re
 from typing import Any
 
 import jax
@@ -27,6 +28,7 @@ DEPTH, NODES, BATCH = 2, 3, 4
 ARCH = tiny_arch(num_layers=1)
 PARAMS = tiny_params(ARCH)
 TASK = make_task()
+MATMUL = re.compile(r" (dot|custom-call)\(")
 
 
 class Spied:
@@ -125,3 +127,17 @@ def test_a_plan_stands_for_plain_rounds_until_a_row_ends(
     committed = np.asarray([count.sum() for _, count, _ in spells])
     assert committed.sum() == result.counters["committed"]
     assert all((count == rounds * live).all() for rounds, count, live in spells)
+
+
+def test_a_turn_runs_nothing_of_a_loop_that_does_not() -> None:
+    """XLA moves what looks invariant out of a loop: once, the first layer of all drafted nodes."""
+    engine = make_engine(ARCH, TASK, drafter=Spied().drafter(), controller=policies.fixed(),
+                         batch=1)
+    engine.compile(PARAMS)
+    text = engine._programs["launch", 1].as_text()
+    loops = {body: re.search(rf"^%?{re.escape(body)} .*?^}}$", text, re.M | re.S)[0]
+             for body in re.findall(r" while\(.*? body=%?([\w.\-]+)", text)}
+    turns = [body for body in loops.values() if body.count(" while(") == 3]
+    rounds = [body for body in loops.values() if MATMUL.search(body)]
+    assert len(turns) == 1 and len(rounds) >= 2
+    assert not MATMUL.search(turns[0])
