@@ -357,4 +357,6 @@ def weigh(state: Adaptive, strength: float, left: np.ndarray) -> np.ndarray:
     longest_first = np.argsort(-left, kind="stable")
     weight = np.empty(len(left))
     weight[longest_first] = saved / max(saved.mean(), 1e-12)
+    _, alike = np.unique(left, return_inverse=True)  # which of equal rows ends last is not known
+    weight = (np.bincount(alike, weight) / np.bincount(alike))[alike]
     return (1 - strength + strength * weight).astype(np.float32)

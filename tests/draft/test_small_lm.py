@@ -259,7 +259,7 @@ def pausing(course: Course, branch: int) -> Any:
         pause = (state.branch > branch) & (load.length.sum() % 3 == 0)
         return state.replace(steps=jnp.where(pause, 0, state.steps))
 
-    return wandering(course)._replace(plan=plan, hold=1)
+    return wandering(course)._replace(plan=plan, hold=lambda state, load: 1)
 
 
 class Bench:
