@@ -176,6 +176,8 @@ def test_rows_that_run_long_weigh_more_where_small_batches_are_hardly_faster() -
     np.testing.assert_allclose(even, 1, atol=0.35)
     np.testing.assert_array_equal(adaptive.weigh(flat, 0.0, left), 1)
     np.testing.assert_array_equal(adaptive.weigh(state, 1.0, left), 1)  # nothing measured yet
+    ties = np.asarray([20, 90, 20, 20], np.float32)  # any of the three may end last of them
+    np.testing.assert_allclose(adaptive.weigh(flat, 1.0, ties), [2 / 3, 2, 2 / 3, 2 / 3], atol=1e-6)
 
 
 # respec, oracle, bandit.
