@@ -158,7 +158,7 @@ def _draft(machine: Machine, at: Situation) -> Part:
 
 
 def control_parts(machine: Machine, control: Any, at: Situation) -> dict[str, Part]:
-    """`plan`, `keep` and `note` of a controller, for trees as large as shapes allow.
+    """`plan` with `hold`, `keep` and `note` of a controller, for trees as large as shapes allow.
 
     Args:
       control: its state.
@@ -167,8 +167,8 @@ def control_parts(machine: Machine, control: Any, at: Situation) -> dict[str, Pa
     tip, tree = _tip(at), random_tree(at.rows, drafter.nodes, drafter.depth)
     ones = jnp.ones(at.rows)
     load = Load(live=tip.live, length=tip.context, expected_left=ones, weight=ones)
-    plan = _alone(controller.plan)
-    spec = jax.tree.map(np.asarray, plan(control, load))
+    plan = _alone(lambda *args: (controller.plan(*args), controller.hold(*args)))
+    spec = jax.tree.map(np.asarray, plan(control, load)[0])
     keep = _alone(lambda *args: controller.keep(*args, ladder))
     live, bucket = keep(control, load, spec, tree)
     outcome = Outcome(load, spec, tree, live, bucket, jnp.ones(at.rows, jnp.int32),

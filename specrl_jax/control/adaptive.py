@@ -125,6 +125,10 @@ def adaptive(policy: Policy, control: ControlConfig, bounds: Bounds) -> Controll
             branch=jnp.where(free, branch, bounds.branch).astype(jnp.int32),
             nodes=jnp.where(free, nodes, bounds.nodes).astype(jnp.int32))
 
+    def hold(state: Adaptive, load: Load) -> Array:
+        return jnp.where(state.force[0] == FREE,
+                         policy.hold(state, table_of(state, load), load), HOLD)
+
     def keep(state: Adaptive, load: Load, spec: SpecConfig, tree: DraftTree,
              buckets: tuple[Bucket, ...]) -> tuple[Array, Array]:
         return jax.lax.cond(
@@ -154,8 +158,7 @@ def adaptive(policy: Policy, control: ControlConfig, bounds: Bounds) -> Controll
     return Controller(init=init, plan=plan, keep=keep, update=update, note=note, explain=explain,
                       weigh=lambda state, batch, left: weigh(state, control.length_weight, left),
                       depth=depth, begin=begin, start=start,
-                      widened=lambda state: state.force[1] > 0, adaptive=True,
-                      hold=lambda state, load: policy.hold(state, table_of(state, load), load))
+                      hold=hold, adaptive=True)
 
 
 def blank(own: Any, bounds: Bounds) -> Adaptive:

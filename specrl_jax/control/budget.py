@@ -131,7 +131,7 @@ class Choice(NamedTuple):
     steps: Array  # i32[] depth
     drafting: Array  # i32[] whether drafting is on
     regret: Array  # f32[] after it
-    hold: Array  # i32[] rounds after which drafting may begin, while it is off; at most HOLD
+    hold: Array  # i32[] rounds in which nothing changes for a constant advantage; at most HOLD
 
 
 def choose_depth(state: Adaptive, table: Table, load: Load, control: ControlConfig,
@@ -164,10 +164,13 @@ def choose_depth(state: Adaptive, table: Table, load: Load, control: ControlConf
     switch = (grown > limit) & jnp.where(on, advantage < 0, advantage > 0)
     pays = advantage * left_of(load) > speed * behind * tokens[depth].max()
     drafting = jnp.where(undecided, pays, on ^ switch)
-    probe = (control.explore * state.missed >= draft[1] / plain + behind) & (
-        state.missed * control.explore**0.5 >= 1)
+    share = control.explore - table.catch_up / plain  # of rounds, for one step in them
+    looks = jnp.maximum(jnp.where(share > 0, draft[1] / plain / jnp.maximum(share, 1e-9), jnp.inf),
+                        max(control.explore, 1e-9) ** -0.5)  # missed rounds after which one drafts
+    probe = state.missed >= looks
     steps = jnp.where(drafting, depth, jnp.where(probe, 1, 0)).astype(jnp.int32)
     regret = jnp.maximum(own.regret + times * more, 0.0)
-    waits = jnp.where(advantage > 0, (limit - grown) / jnp.maximum(advantage, 1e-9), HOLD)
+    begins = jnp.where(advantage > 0, 1 + (limit - grown) / jnp.maximum(advantage, 1e-9), HOLD)
+    waits = jnp.where(undecided, 1, jnp.minimum(begins, jnp.ceil(looks - state.missed)))
     return Choice(steps, drafting.astype(jnp.int32), jnp.where(switch | undecided, 0.0, regret),
-                  jnp.clip(waits + 1, 1, HOLD).astype(jnp.int32))
+                  jnp.clip(waits, 1, HOLD).astype(jnp.int32))

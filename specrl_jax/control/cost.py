@@ -2,11 +2,11 @@
 
 A launch takes launch + rounds * (verify + draft) + catch-up. `verify` is a whole round without a
 draft (layers, head, noise, walk, commit) in one bucket, `draft` what drafting to a depth adds to
-it, and a catch-up is what a drafter must first read when it was not asked for some rounds.
+it, decisions included, and a catch-up is what a drafter must first read when it was not asked for
+some rounds.
 Measured are whole launches of the compiled programs that rollouts run, with settings forced.
 """
 
-import itertools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -100,20 +100,23 @@ def bucket_for(table: Table, packed: Array) -> Array:
 
 
 def points(ladders: Ladders, longest: int, depth: int) -> tuple[list[Point], list[Point]]:
-    """What a fit needs, and what it is tested on."""
+    """What a fit needs, and what it is tested on. A round of a larger bucket drafts, as in use."""
     grid, fit, held = contexts(longest), [], []
     for rows, buckets in ladders.items():
-        widths = [b.packed for b in buckets]
-        fit += [Point(rows, w, c, 0, 0, ROUNDS) for w, c in itertools.product(widths, grid)]
-        fit.append(Point(rows, widths[0], grid[0], 0, 0, 1))
+        narrow, *wider = (b.packed for b in buckets)
         between = int(round((grid[0] * grid[-1]) ** 0.5)) if len(grid) < 3 else int(
             round((grid[-2] * grid[-1]) ** 0.5))
-        held += [Point(rows, w, between, 0, 0, ROUNDS) for w in {widths[0], widths[-1]}]
-        if len(widths) > 1:
-            fit += [Point(rows, widths[0], c, s, 0, ROUNDS)
-                    for s in sorted({1, depth}) for c in sorted({grid[0], grid[-1]})]
-            fit.append(Point(rows, widths[0], grid[0], 1, grid[0], 1))
-            held.append(Point(rows, widths[1], between, (depth + 1) // 2, 0, ROUNDS))
+        fit += [Point(rows, narrow, c, 0, 0, ROUNDS) for c in grid]
+        fit.append(Point(rows, narrow, grid[0], 0, 0, 1))
+        held.append(Point(rows, narrow, between, 0, 0, ROUNDS))
+        if wider:
+            fit += [Point(rows, w, c, 1, 0, ROUNDS) for w in (narrow, *wider) for c in grid]
+            fit += [Point(rows, narrow, grid[0], 1, missed, 1) for missed in (0, grid[0])]
+            if depth > 1:
+                fit += [Point(rows, narrow, c, depth, 0, ROUNDS)
+                        for c in sorted({grid[0], grid[-1]})]
+            held += {Point(rows, wider[-1], between, 1, 0, ROUNDS),
+                     Point(rows, wider[0], between, (depth + 1) // 2, 0, ROUNDS)}
     return fit, held
 
 
@@ -127,27 +130,35 @@ def fit(measured: Mapping[Point, float], ladders: Ladders, longest: int, depth: 
 def _fit_rows(measured: Mapping[Point, float], rows: int, table: Table, depth: int) -> Table:
     grid, widths = [int(c) for c in table.context], [int(w) for w in table.packed]
 
-    def seconds(packed: int, context: int, steps: int) -> float:
-        return measured[Point(rows, packed, context, steps, 0, ROUNDS)]
+    def seconds(packed: int, steps: int, at: Sequence[int] = grid) -> np.ndarray:
+        return np.asarray([measured[Point(rows, packed, c, steps, 0, ROUNDS)] for c in at])
 
-    one, many = measured[Point(rows, widths[0], grid[0], 0, 0, 1)], seconds(widths[0], grid[0], 0)
-    launch = max(0.0, one - (many - one) / (ROUNDS - 1))
-    verify = isotonic(np.asarray(
-        [[(seconds(w, c, 0) - launch) / ROUNDS for c in grid] for w in widths]))
-    draft = np.zeros_like(table.draft)
-    catch_up = 0.0
+    def besides(steps: int) -> float:
+        """What a launch takes besides its rounds, which without drafts holds its one decision."""
+        one = measured[Point(rows, widths[0], grid[0], steps, 0, 1)]
+        return max(0.0, one - (seconds(widths[0], steps)[0] - one) / (ROUNDS - 1))
+
+    launch = besides(0)
+    plain = (seconds(widths[0], 0) - launch) / ROUNDS
+    verify, draft, catch_up = plain[None], np.zeros_like(table.draft), 0.0
     if len(widths) > 1:
-        ends, asked = sorted({grid[0], grid[-1]}), sorted({1, depth})
-        extra = isotonic(np.maximum(0.0, [
-            [(seconds(widths[0], c, s) - seconds(widths[0], c, 0)) / ROUNDS for c in ends]
-            for s in asked]))
-        by_context = np.stack([np.interp(grid, ends, line) for line in extra])
+        narrow = (seconds(widths[0], 1) - besides(1)) / ROUNDS
+        wider = [(seconds(w, 1) - seconds(widths[0], 1)) / ROUNDS for w in widths[1:]]
+        verify = np.stack([plain, *(plain + more for more in wider)])
+        asked, extra = [1], [narrow - plain]
+        if depth > 1:
+            ends = sorted({grid[0], grid[-1]})
+            deeper = (seconds(widths[0], depth, ends) - seconds(widths[0], 1, ends)) / ROUNDS
+            asked.append(depth)
+            extra.append(extra[0] + np.interp(grid, ends, deeper))
+        extra = isotonic(np.maximum(0.0, extra))
         draft = np.stack([np.interp(np.arange(depth + 1), [0, *asked], [0, *column])
-                          for column in by_context.T], 1)
-        draft = np.maximum(draft, UNSEEN * np.arange(depth + 1)[:, None] * verify[:1])
-        missed = Point(rows, widths[0], grid[0], 1, grid[0], 1)
-        catch_up = max(0.0, measured[missed] - launch - verify[0, 0] - draft[1, 0]) / grid[0]
-    return table.replace(verify=np.maximum(verify, 1e-9).astype(np.float32),
+                          for column in extra.T], 1)
+        draft = np.maximum(draft, UNSEEN * np.arange(depth + 1)[:, None] * plain)
+        one, behind = (measured[Point(rows, widths[0], grid[0], 1, missed, 1)]
+                       for missed in (0, grid[0]))
+        catch_up = max(0.0, behind - one) / grid[0]
+    return table.replace(verify=np.maximum(isotonic(verify), 1e-9).astype(np.float32),
                          draft=draft.astype(np.float32), catch_up=np.float32(catch_up),
                          launch=np.float32(launch))
 

@@ -1,8 +1,8 @@
 """Controllers: who chooses the speculation configuration of each round.
 
-A controller is pure functions over an opaque state. `plan` (before a round), `keep` (after a draft)
-and `note` (after verification) run on the device; the others run on the host between launches. A
-plan without drafts may stand for several rounds, see `hold`.
+A controller is pure functions over an opaque state. `plan` and `hold` (before a round), `keep`
+(after a draft) and `note` (after verification) run on the device, as does `start`; the others run
+on the host between launches.
 `off` and `fixed` are here; what looks at time is in adaptive.py and the files it names.
 """
 
@@ -51,8 +51,6 @@ class Controller(NamedTuple):
     begin: Callable[[Any, int], Any] = (
         lambda state, prompt: state)  # on the host, when a rollout of prompts up to so long begins
     start: Callable[[Any], Any] = lambda state: state  # on the device, when a launch begins
-    widened: Callable[[Any], Array] = (
-        lambda state: jnp.bool_(False))  # a round without drafts is to take a larger bucket
     hold: Callable[[Any, Load], Array | int] = (
         lambda state, load: 1)  # rounds for which a plan without drafts stands, unless a row ends
     adaptive: bool = False  # the state changes on the device, and holds tables of time

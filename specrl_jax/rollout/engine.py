@@ -28,7 +28,7 @@ from specrl_jax.rollout.layout import ROW, STATE, Layout, Request, Shapes, pad
 from specrl_jax.rollout.round import Machine
 from specrl_jax.rollout.slots import EMPTY, Slots
 from specrl_jax.sharding import ROWS
-from specrl_jax.structs import Fill, RolloutState, Sequences
+from specrl_jax.structs import Array, Fill, RolloutState, Sequences
 
 MEMORY = 0.9  # weight that outcomes keep from rollout to rollout
 COMPILERS = 4  # programs compiled at once
@@ -270,7 +270,7 @@ class Engine:
         return outlook | {"expected": expected, "weight": weight}
 
     def _changed(self, before: dict[str, np.ndarray], now: dict[str, np.ndarray]
-                 ) -> dict[str, jax.Array]:
+                 ) -> dict[str, Array]:
         """Of the host arrays `now` those that differ from `before`: a launch hands on what it was
         given."""
         new = {name: a for name, a in now.items()

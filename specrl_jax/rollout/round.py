@@ -117,8 +117,9 @@ def turn_of(machine: Machine, state: RolloutState, tree: DraftTree) -> Turn:
     spec, clamped = clamp(machine.controller.plan(state.control, load), machine.drafter,
                           tip.live.sum())
     room = len(buckets_of(machine, tip.root.shape[0])) > 1  # for more than roots
-    asks = room & ((spec.steps > 0) | machine.controller.widened(state.control))
-    hold = jnp.where(spec.steps == 0, machine.controller.hold(state.control, load), 1)
+    asks = room & (spec.steps > 0)
+    hold = jnp.where(spec.steps == 0, jnp.maximum(machine.controller.hold(state.control, load), 1),
+                     1)
     none = jnp.zeros_like(tree.live)
     return Turn(tip=tip, rows=rows, load=load, spec=spec, hold=hold, clamped=clamped, asks=asks,
                 tree=tree.replace(live=none), live=none, bucket=jnp.int32(0))

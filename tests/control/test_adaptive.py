@@ -24,7 +24,7 @@ from control_cases import (
 
 from specrl_jax.config import Config, ConfigError, ControlConfig, RolloutConfig, SpecOptions
 from specrl_jax.control import adaptive, bandit, choose, policies, respec
-from specrl_jax.control.adaptive import FREE, SUMS
+from specrl_jax.control.adaptive import FREE, HOLD, SUMS
 from specrl_jax.control.policies import Outcome
 from specrl_jax.host.checkpoint import Checkpoints
 
@@ -127,10 +127,13 @@ def test_whole_launches_correct_the_table_unless_the_clock_is_frozen(
 def test_forced_settings_are_what_is_measured() -> None:
     control = controller("budget")
     state = priced(control.init())
-    for steps, bucket in ((0, 2), (3, 0), (DEPTH, 1)):
+    for steps, bucket in ((1, 2), (3, 0), (DEPTH, 1)):
         forced = state.replace(force=np.asarray([steps, bucket], np.int32))
         _, seen = drive(control, forced, [{"accept": 0.9}])
         assert seen[0][:3] == (steps, bucket, 8)
+    plain = state.replace(force=np.asarray([0, 0], np.int32))
+    assert len(drive(control, plain, [{"accept": 0.9}])[1]) == 1
+    assert alone(control.hold)(plain, load()) == HOLD, "as plain rounds of rollouts are held"
     whole = state.replace(force=np.asarray([2, FREE], np.int32))
     assert drive(control, whole, [{"accept": 0.9}])[1][0][:3] == (2, 2, 24)
 
