@@ -184,16 +184,21 @@ def test_a_rollout_begins_with_drafts_where_they_pay_for_its_prompts(
     assert (drive(control, new, first)[1][0][0] > 0) == drafts
 
 
-@pytest.mark.parametrize("catch_up", [0.0, 0.02, 0.1])
-def test_a_plan_that_stands_for_rounds_decides_as_one_for_each(catch_up: float) -> None:
-    """Drafting begins in the same round, since a plan stands until it may; so does waiting."""
+@pytest.mark.parametrize("catch_up, missed, undecided", [
+    (0.0, 8, False), (0.02, 8, False), (0.1, 8, False), (0.02, 60, True), (0.1, 8, True)])
+def test_a_plan_that_stands_for_rounds_decides_as_one_for_each(
+        catch_up: float, missed: int, undecided: bool) -> None:
+    """For a constant advantage, drafting begins in the same round: a plan stands until it may."""
     began, regret = {}, {}
     for hold in (1, adaptive.HOLD):
         for hysteresis in (0.25, 100.0):
             control = controller("budget", explore=0.0, hysteresis=hysteresis)
             state = priced(control.init(), step=0.02, far=3.0, catch_up=catch_up)
             state, _ = drive(control, state, [{"accept": 0.9, "length": 190}] * 140, hold)
-            state = jax.tree.map(np.asarray, state).replace(missed=np.float32(8))
+            state = jax.tree.map(np.asarray, state)
+            assert state.own.drafting == 0 and state.own.regret < 0.1
+            own = state.own.replace(drafting=np.int32(adaptive.FREE)) if undecided else state.own
+            state = state.replace(missed=np.float32(missed), own=own)
             state, seen = drive(control, state, [{"accept": 0.9, "length": 50}] * 40, hold)
             if hysteresis == 100.0:
                 regret[hold] = float(state.own.regret)
@@ -215,8 +220,9 @@ def test_looking_again_takes_no_more_than_its_share() -> None:
     control = controller("budget", explore=0.01)
     state = priced(control.init(), step=0.1, catch_up=0.002)
     _, seen = drive(control, state, [{"accept": 0.0}] * 300)
-    spent = sum(0.1 + 0.002 * 20 for steps, *_ in seen[20:] if steps > 0)
-    assert 0 < spent <= 0.02 * 280
+    looks = [steps > 0 for steps, *_ in seen[20:]].count(True)
+    assert looks * (0.1 + 0.002 * 13) <= 0.02 * 280
+    assert looks >= 280 // 15, "0.1 + 13 * 0.002 are 0.01 of 13 plain rounds"
 
 
 def test_bounds_of_the_plan() -> None:
