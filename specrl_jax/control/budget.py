@@ -42,13 +42,14 @@ class Budget:
 
     drafting: Array  # i32[] whether drafting is on; FREE when a rollout begins
     regret: Array  # f32[] plain rounds that the other of on and off would have saved, lately
+    idle: Array  # f32[] rounds since one drafted, those of earlier rollouts too
 
 
 def budget(control: ControlConfig, bounds: Bounds, seed: int) -> Policy:
     """The policy of control.policy = budget."""
 
     def init() -> Budget:
-        return Budget(drafting=np.int32(FREE), regret=np.float32(0))
+        return Budget(drafting=np.int32(FREE), regret=np.float32(0), idle=np.float32(0))
 
     def plan(state: Adaptive, table: Table, load: Load) -> tuple[Array, Array, Array]:
         chosen = choose_depth(state, table, load, control)
@@ -64,12 +65,14 @@ def budget(control: ControlConfig, bounds: Bounds, seed: int) -> Policy:
     def note(before: Adaptive, outcome: Outcome) -> Budget:
         table = table_of(before, outcome.load)
         chosen = choose_depth(before, table, outcome.load, control, outcome.rounds)
-        return Budget(drafting=chosen.drafting, regret=chosen.regret)
+        idle = jnp.where(outcome.spec.steps > 0, 0.0, before.own.idle + outcome.rounds)
+        return Budget(drafting=chosen.drafting, regret=chosen.regret, idle=idle)
 
     def hold(state: Adaptive, table: Table, load: Load) -> Array:
         return choose_depth(state, table, load, control).hold
 
-    return Policy(init=init, plan=plan, keep=keep, hold=hold, begin=lambda own: init(), note=note)
+    return Policy(init=init, plan=plan, keep=keep, hold=hold, 
+                  begin=lambda own: init().replace(idle=own.idle), note=note)
 
 
 def speed_of(tokens: Array, rounds: Array) -> Array:
@@ -150,13 +153,13 @@ def choose_depth(state: Adaptive, table: Table, load: Load, control: ControlConf
     tokens, rounds = foresee(state, table, load)
     speed = speed_of(tokens, rounds)
     worth = (tokens - speed * rounds).max(1)
-    best, last = jnp.argmax(worth[1:]).astype(jnp.int32) + 1, state.steps
+    on, undecided = own.drafting == 1, own.drafting == FREE
+    best, last = jnp.argmax(worth[1:]).astype(jnp.int32) + 1, jnp.where(on, state.steps, 0)
     depth = jnp.where((last > 0) & (worth[best] - worth[last] < MARGIN), last, best)
     advantage = worth[depth] - worth[0]
     verify, draft = cost.at(table, context_of(load))
     plain = jnp.maximum(verify[0], 1e-9)
     behind = table.catch_up * state.missed / plain
-    on, undecided = own.drafting == 1, own.drafting == FREE
     owed = jnp.where(advantage > 0, speed * table.catch_up / plain, 0.0)  # waiting adds to it
     more = jnp.where(on, -advantage, advantage + owed)
     grown = jnp.maximum(own.regret + more, 0.0)  # by one round: plan and note decide alike
@@ -164,13 +167,27 @@ def choose_depth(state: Adaptive, table: Table, load: Load, control: ControlConf
     switch = (grown > limit) & jnp.where(on, advantage < 0, advantage > 0)
     pays = advantage * left_of(load) > speed * behind * tokens[depth].max()
     drafting = jnp.where(undecided, pays, on ^ switch)
-    share = control.explore - table.catch_up / plain  # of rounds, for one step in them
-    looks = jnp.maximum(jnp.where(share > 0, draft[1] / plain / jnp.maximum(share, 1e-9), jnp.inf),
-                        max(control.explore, 1e-9) ** -0.5)  # missed rounds after which one drafts
-    probe = state.missed >= looks
+    looks = rounds_to_look(own.idle, draft[1] / plain + behind, table.catch_up / plain,
+                           control.explore)
+    probe = looks <= 0
     steps = jnp.where(drafting, depth, jnp.where(probe, 1, 0)).astype(jnp.int32)
     regret = jnp.maximum(own.regret + times * more, 0.0)
     begins = jnp.where(advantage > 0, 1 + (limit - grown) / jnp.maximum(advantage, 1e-9), HOLD)
-    waits = jnp.where(undecided, 1, jnp.minimum(begins, jnp.ceil(looks - state.missed)))
+    waits = jnp.where(undecided | switch, 1, jnp.minimum(begins, jnp.ceil(looks)))
     return Choice(steps, drafting.astype(jnp.int32), jnp.where(switch | undecided, 0.0, regret),
                   jnp.clip(waits, 1, HOLD).astype(jnp.int32))
+
+
+def rounds_to_look(idle: Array, takes: Array, more: Array, explore: float) -> Array:
+    """f32[] plain rounds until one may draft a step, to see whether drafts have become better.
+
+    Args:
+      idle: f32[] rounds since one drafted.
+      takes: f32[] plain rounds that the look takes now, and
+      more: f32[] with each round of waiting.
+      explore: share of all rounds that looks may take; at least 1 / sqrt(explore) lie between two.
+    """
+    if not explore:
+        return jnp.float32(jnp.inf)
+    owed = jnp.maximum(takes - explore * idle, 0.0) / jnp.maximum(explore - more, 1e-9)
+    return jnp.maximum(owed, explore**-0.5 - idle)

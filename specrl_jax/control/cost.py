@@ -2,8 +2,9 @@
 
 A launch takes launch + rounds * (verify + draft) + catch-up. `verify` is a whole round without a
 draft (layers, head, noise, walk, commit) in one bucket, `draft` what drafting to a depth adds to
-it, decisions included, and a catch-up is what a drafter must first read when it was not asked for
-some rounds.
+it, with the decision of each such round but for what `keep` weighs, and a catch-up is what a
+drafter must first read when it was not asked for some rounds. The one decision of a launch of plain
+rounds is part of `launch`.
 Measured are whole launches of the compiled programs that rollouts run, with settings forced.
 """
 

@@ -21,6 +21,7 @@ from control_cases import (
     random_tree,
 )
 
+from specrl_jax.config import ControlConfig
 from specrl_jax.control import adaptive, budget
 from specrl_jax.control.adaptive import SUMS
 from specrl_jax.control.cost import Bucket
@@ -216,13 +217,42 @@ def test_a_drafter_that_becomes_good_is_noticed() -> None:
     assert seen[-1][0] > 1
 
 
-def test_looking_again_takes_no_more_than_its_share() -> None:
+def test_looking_again_takes_its_share_and_no_more() -> None:
+    control, looks = controller("budget", explore=0.01), {}
+    for hold in (1, adaptive.HOLD):
+        state = priced(control.init(), step=0.1, catch_up=0.002)
+        _, seen = drive(control, state, [{"accept": 0.0}] * 300, hold)
+        looks[hold] = [i for i, (steps, *_) in enumerate(seen[20:]) if steps > 0]
+    assert looks[1] == looks[adaptive.HOLD], "a plan that stands makes none of them late"
+    takes = 0.1 + 0.002 * np.diff(looks[1])
+    assert (takes <= 0.01 * np.diff(looks[1])).all() and len(takes) >= 280 // 15
+
+
+def test_a_rollout_of_long_prompts_does_not_begin_with_a_look_that_rounds_have_not_paid() -> None:
+    """To look is to read the prompt first. Rounds of earlier rollouts pay, too."""
     control = controller("budget", explore=0.01)
-    state = priced(control.init(), step=0.1, catch_up=0.002)
-    _, seen = drive(control, state, [{"accept": 0.0}] * 300)
-    looks = [steps > 0 for steps, *_ in seen[20:]].count(True)
-    assert looks * (0.1 + 0.002 * 13) <= 0.02 * 280
-    assert looks >= 280 // 15, "0.1 + 13 * 0.002 are 0.01 of 13 plain rounds"
+    state = priced(control.init(), step=0.02, wide=2.0, catch_up=0.005)
+    first, spent = [], 0.0
+    for _ in range(12):
+        state = control.begin(jax.tree.map(np.asarray, state), 100)
+        state, seen = drive(control, state, [{"accept": 0.0}] * 32)
+        looks = [i for i, (steps, *_) in enumerate(seen) if steps > 0]
+        first.append(looks[0] if looks else None)
+        spent += len(looks) * 0.02 + 0.005 * (100 + looks[-1] if looks else 0)
+    assert first[0] is None and 0 in first
+    assert spent <= 0.01 * 12 * 32
+
+
+def test_a_look_is_not_the_depth_that_was_drafted_last() -> None:
+    """Else its advantage, not that of the best depth, would count for as long as a plan stands."""
+    control = ControlConfig()
+    choose = alone(lambda s, of: budget.choose_depth(s, s.tables["8"], of, control))
+    made = controller("budget").init()
+    for step in np.linspace(0.2, 0.5, 31):
+        state = priced(made, wide=0.0, step=step)
+        state = state.replace(own=state.own.replace(drafting=np.int32(0)))
+        plain, looked = (choose(state.replace(steps=np.int32(steps)), load()) for steps in (0, 1))
+        jax.tree.map(np.testing.assert_array_equal, plain, looked)
 
 
 def test_bounds_of_the_plan() -> None:
