@@ -144,13 +144,23 @@ def propose(machine: Machine, drafter_params: Params, state: RolloutState, turn:
     tree, draft = machine.drafter.propose(drafter_params, state.draft, turn.tip, turn.rows,
                                           turn.spec, functools.partial(acceptance.survive,
                                                                        state.estimate))
-    live, bucket = machine.controller.keep(state.control, turn.load, turn.spec, tree,
+    live, bucket = machine.controller.keep(state.control, turn.load, turn.spec,
+                                           _shown(machine, tree),
                                            buckets_of(machine, turn.tip.root.shape[0]))
     turn = turn.replace(asks=jnp.bool_(False), tree=tree, live=live,
                         bucket=jax.lax.pmax(bucket, ROWS))
     broken = (turn.tip.live & jnp.isnan(tree.logq[:, 0])).sum(dtype=jnp.int32)
     counters = state.counters.replace(broken=state.counters.broken + broken)
     return state.replace(draft=draft, counters=counters), turn
+
+
+def _shown(machine: Machine, tree: DraftTree) -> DraftTree:
+    """What a controller sees of a tree. Where drafts are tested as drawn, nothing that was drawn:
+    a node that is verified for its token has another law (non-anticipation, DSpark)."""
+    if machine.rule == "match" or not RULES[machine.rule].drawn:
+        return tree
+    return tree.replace(tokens=jnp.zeros_like(tree.tokens), logq=jnp.zeros_like(tree.logq),
+                        gap=jnp.zeros_like(tree.gap), proposal=None)
 
 
 def plain_round(machine: Machine, params: Params, drafter_params: Params, state: RolloutState,
@@ -196,7 +206,8 @@ def conclude(machine: Machine, drafter_params: Params, state: RolloutState, turn
 def noted(machine: Machine, state: RolloutState, turn: Turn, count: Array, rounds: Array
           ) -> RolloutState:
     """The state once the controller knows that `rounds` rounds committed `count` i32[B] tokens."""
-    outcome = Outcome(turn.load, turn.spec, turn.tree, turn.live, turn.bucket, count, rounds)
+    outcome = Outcome(turn.load, turn.spec, _shown(machine, turn.tree), turn.live, turn.bucket,
+                      count, rounds)
     return state.replace(control=machine.controller.note(state.control, outcome))
 
 

@@ -16,8 +16,8 @@ class Rule(NamedTuple):
     Drafts are tested as point masses: exact however the drafter chose them and the controller
     pruned them, since the coins are independent of both. With `drawn` they are tested as drawn from
     `DraftTree.proposal`, without replacement among siblings: exact only where nothing that chooses
-    what is verified depends on them. Controllers look at nodes' survival alone, which then follows
-    from their places.
+    what is verified depends on them. Controllers are shown no tokens then, and nodes' survival
+    follows from their places.
     """
 
     walk: Walk

@@ -17,15 +17,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from control_cases import priced
 from helpers import Task, ask, make_engine, tiny_arch, tiny_params
 from laws import law
 from scipy import stats
 
-from specrl_jax.config import RULES
-from specrl_jax.control import policies
+from specrl_jax.config import RULES, ControlConfig, SpecOptions
+from specrl_jax.control import choose, policies
 from specrl_jax.draft.small_lm import small_lm
 from specrl_jax.model.transformer import forward
 from specrl_jax.rollout.engine import Result
+from specrl_jax.rollout.round import bucket_ladder
 
 ARCH = tiny_arch()
 TASK = Task(np.random.default_rng(5).integers(0, 24, (8, 4)).tolist(), group=400, prompt=4,
@@ -42,17 +44,28 @@ def params() -> Any:
 
 
 def roll_out(rule: str, noise: float = 0.3, times: int = 1, temperature: float = 1.0,
-             branch: int = 1) -> list[Result]:
-    """Rollouts with a drafter of this much noise, this draft.temperature and so many children."""
+             branch: int = 1, policy: str = "fixed") -> list[Result]:
+    """Rollouts with a drafter of this much noise, this draft.temperature and so many children.
+
+    `budget` verifies less than all, of what a made-up table lets pay.
+    """
     rng = np.random.default_rng(1)
     noisy = jax.tree.map(
         lambda a: a * (1 + noise * rng.standard_normal(a.shape).astype(np.float32)), params())
     nodes = 1 + 2 * branch
     drafter = small_lm(ARCH, depth=2, branch=branch, nodes=nodes, temperature=temperature,
                        drawn=True)
-    engine = make_engine(ARCH, TASK, batch=200, most=200 * nodes, controller=policies.fixed(),
+    controller, control = policies.fixed(), policies.make_spec(2, branch, nodes, 0)
+    if policy == "budget":
+        spec = SpecOptions(steps=2, max_steps=2, branch=branch, max_branch=branch, nodes=nodes,
+                           max_nodes=nodes)
+        ladders = {200: bucket_ladder(200, nodes, 200 * nodes)}
+        controller = choose.make(ControlConfig(policy=policy), spec, ladders=ladders,
+                                 longest=TASK.prompt + 1)
+        control = priced(controller.init(), wide=0.2)
+    engine = make_engine(ARCH, TASK, batch=200, most=200 * nodes, controller=controller,
                          rule=rule, drafter=drafter)
-    engine.control = policies.make_spec(2, branch, nodes, 0)
+    engine.control = engine.everywhere(control)
     bound = drafter.bind(params(), noisy)
     engine.compile(params(), bound)
     return [engine.run(params(), ask(TASK, seed, temperature=TEMPERATURE), bound)
@@ -95,13 +108,17 @@ def p_value(results: list[Result]) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rule, temperature, branch", [
-    ("match", 1.0, 1), ("rejection", 1.0, 1), ("rejection", 1.0, 2), ("rejection_drawn", 1.0, 1),
-    ("rejection_drawn", 0.5, 1), ("rejection_drawn", 1.0, 2)])
-def test_a_rule_that_keeps_the_law_keeps_it(rule: str, temperature: float, branch: int) -> None:
-    results = roll_out(rule, temperature=temperature, branch=branch)
+@pytest.mark.parametrize("rule, temperature, branch, policy", [
+    ("match", 1.0, 1, "fixed"), ("rejection", 1.0, 1, "fixed"), ("rejection", 1.0, 2, "fixed"),
+    ("rejection_drawn", 1.0, 1, "fixed"), ("rejection_drawn", 0.5, 1, "fixed"),
+    ("rejection_drawn", 1.0, 2, "fixed"), ("rejection_drawn", 1.0, 2, "budget")])
+def test_a_rule_that_keeps_the_law_keeps_it(
+        rule: str, temperature: float, branch: int, policy: str) -> None:
+    results = roll_out(rule, temperature=temperature, branch=branch, policy=policy)
     counters = results[0].counters
     assert 800 < counters["accepted"] < counters["drafted"] - 800
+    if policy == "budget":
+        assert counters["drafted"] < 0.9 * 4 * counters["row_rounds"], "some are not verified"
     assert p_value(results) > ALPHA
 
 

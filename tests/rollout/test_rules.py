@@ -8,7 +8,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import Dice, Task, ask, make_engine, random_drafter, tiny_arch, tiny_params
+from helpers import (
+    Dice,
+    Task,
+    ask,
+    make_engine,
+    random_drafter,
+    streams,
+    tiny_arch,
+    tiny_params,
+)
 from laws import ProcessedLaw, law
 from scipy import stats
 
@@ -121,6 +130,23 @@ def test_a_drafter_that_does_not_tell_what_it_drew_from_is_refused(rule: str) ->
         drafter=random_drafter(Dice(np.zeros((600, 2))), nodes=4, depth=2, vocab=24))
     with pytest.raises(ConfigError, match=f"spec.rule = {rule!r}: the drafter does not tell what"):
         engine.compile(params())
+
+
+def test_a_policy_cannot_choose_by_what_was_drawn() -> None:
+    """One that keeps nodes by their tokens and probabilities keeps what others keep."""
+    def peeking(state: Any, load: Any, spec: Any, tree: Any, buckets: Any) -> Any:
+        liked = (tree.tokens < 12) & (tree.logq > -2) & (tree.gap < 1) & (tree.proposal is None)
+        tree = tree.replace(survival=jnp.where(liked, tree.survival, 0.0))
+        return policies.keep_within(state, load, spec, tree, buckets)
+
+    engine, _, own = made("rejection_drawn")
+    other = make_engine(
+        ARCH, TASK, batch=30, controller=policies.fixed()._replace(keep=peeking),
+        rule="rejection_drawn", most=120, drafter=engine.machine.drafter, truncates=True)
+    other.control = engine.control
+    other.compile(params(), own)
+    found = other.run(params(), ask(TASK, 0), own)
+    assert streams(found) == streams(roll_out("rejection_drawn")[0])
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
