@@ -6,7 +6,7 @@
 `saved` is what the same tokens were to take without a draft, less what they took; `regret` is what
 was lost against the better of that and the best constant depth. Both compare with predictions of
 the table of costs. An audit (config.control.audit) really ran such rounds: `audit off` and `audit
-fixed` are their tokens per second.
+fixed` are their tokens per second, `chosen` those of what was chosen.
 
 Exit status: 0, or 2 for bad input.
 """
@@ -96,6 +96,7 @@ def by_launch(rows: Sequence[Mapping[str, Any]], step: int, workdir: Path) -> Ta
         ("its depth", _number("fixed_steps", ".0f"))]
     launches = recorded(found[0])
     if any("audit_off_seconds" in launch for launch in launches):
+        columns.append(("chosen", lambda r: f"{r['tokens'] / r['seconds']:.0f}"))
         columns += [(f"audit {name}", _audited(name)) for name in ("off", "fixed")]
     return _table(columns, launches)
 

@@ -190,10 +190,13 @@ def _figures(rows: Rows, samples: Rows) -> tuple[list[tuple[str, str]], list[tup
         ("loss", "loss", lambda ax: plot_line(ax, rows, "loss")),
     ]
     if any("control/steps" in row for row in rows):
-        plots += [("draft depth over time", "control/steps",
+        plots += [("draft depth and packed tokens over time", "control/steps",
                    lambda ax: plot_setting(ax, rows)),
                   ("seconds saved, spent and lost by the controller", "time/saved",
                    lambda ax: plot_saved(ax, rows))]
+    if any("audit_off_seconds" in launch for row in rows for launch in recorded(row)):
+        plots.append(("audited rounds: what was chosen, off and the best constant depth",
+                      "control/steps", lambda ax: plot_audits(ax, rows)))
     if any("time/net" in row for row in rows):
         plots.append(("seconds saved by speculation (estimated) less those spent on the drafter",
                       "time/net", lambda ax: plot_net(ax, rows)))
@@ -266,15 +269,35 @@ def plot_shares(ax: Axes, rows: Rows) -> None:
 
 
 def plot_setting(ax: Axes, rows: Rows) -> None:
-    """Mean draft depth of each launch, or of each step where launches were not recorded."""
-    place, depth = [], []
+    """Means of each launch, or of each step where launches were not recorded."""
+    place, depth, width = [], [], []
     for row in rows:
         launches = recorded(row) or [{"steps": row.get("control/steps", np.nan)}]
         place += [row["step"] + i / len(launches) for i in range(len(launches))]
         depth += [launch["steps"] for launch in launches]
-    ax.step(place, depth, where="post", color=LINE, linewidth=0.8)
-    ax.set_ylabel("draft depth")
+        width += [launch.get("width", np.nan) / launch.get("batch", 1) for launch in launches]
+    ax.step(place, depth, where="post", color=LINE, linewidth=0.8, label="draft depth")
+    ax.step(place, width, where="post", color="#efb118", linewidth=0.8,
+            label="packed tokens a slot")
     ax.set_ylim(bottom=0)
+    ax.legend(frameon=False, fontsize=8)
+
+
+def plot_audits(ax: Axes, rows: Rows) -> None:
+    """Tokens per second of each step's audited launches, which are rounds, and of their rivals."""
+    audited = [[launch for launch in recorded(row) if "audit_off_seconds" in launch]
+               for row in rows]
+    for name, before, color in (("chosen", "", LINE), ("off", "audit_off_", "#9c9c9c"),
+                                ("best constant depth", "audit_fixed_", "#3ca951")):
+        tokens, seconds = (np.asarray([sum(launch[before + of] for launch in launches)
+                                       for launches in audited], float)
+                           for of in ("tokens", "seconds"))
+        ax.plot(column(rows, "step"), np.divide(
+            tokens, seconds, out=np.full(len(rows), np.nan), where=seconds > 0), ".-",
+            color=color, label=name)
+    ax.set_ylabel("tokens/s")
+    ax.grid(alpha=0.25)
+    ax.legend(frameon=False, fontsize=8)
 
 
 def plot_saved(ax: Axes, rows: Rows) -> None:
