@@ -24,6 +24,12 @@ LONG = (f"--config.steps={STEPS}", f"--config.checkpoint_every={EVERY}")
 UNEQUAL = ("time/", "memory/", "compilations", "rollout/tokens_per_second")
 
 
+def frozen(folder: Path) -> tuple[str, ...]:
+    """A run that chooses by a table of costs, which it may not correct."""
+    return (*LONG, "--config.control.policy=budget", "--config.control.clock=frozen",
+            f"--config.control.cost_table={folder / 'cost.json'}")
+
+
 def told(workdir: Path) -> list[dict[str, Any]]:
     """Metrics that a kill must not change."""
     return [{name: value for name, value in record.items() if not name.startswith(UNEQUAL)}
@@ -60,7 +66,7 @@ def assert_same_runs(left: Path, right: Path, steps: int) -> None:
 def whole(tmp_path_factory: Any) -> Path:
     """A run that was never killed."""
     workdir = tmp_path_factory.mktemp("whole") / "run"
-    run_training(workdir, *LONG)
+    run_training(workdir, *frozen(workdir.parent))
     return workdir
 
 
@@ -71,7 +77,7 @@ def test_a_run_killed_at_random_moments_equals_one_that_was_not(
     step = sorted(m["time/step"] for m in read_metrics(whole))[STEPS // 2]
     for kill in range(KILLS):
         goal = lines(workdir) - lines(workdir) % EVERY + EVERY
-        process = start_training(workdir, *LONG)
+        process = start_training(workdir, *frozen(whole.parent))
         try:
             while lines(workdir) < goal and process.poll() is None:
                 time.sleep(0.002)
@@ -80,7 +86,7 @@ def test_a_run_killed_at_random_moments_equals_one_that_was_not(
             process.send_signal(signal.SIGKILL)
             _, err = process.communicate()
         assert process.returncode == -signal.SIGKILL, f"ended before kill {kill}: {err}"
-    run_training(workdir, *LONG)
+    run_training(workdir, *frozen(whole.parent))
     assert_same_runs(whole, workdir, STEPS)
 
 
@@ -88,7 +94,7 @@ def test_a_run_killed_at_random_moments_equals_one_that_was_not(
 def test_a_run_killed_inside_a_save_equals_one_that_was_not(whole: Path, tmp_path: Path) -> None:
     workdir = tmp_path / "run"
     for _ in range(5):
-        process = start_training(workdir, *LONG)
+        process = start_training(workdir, *frozen(whole.parent))
         try:
             while not saving(workdir) and process.poll() is None:
                 time.sleep(0.0005)
@@ -98,7 +104,7 @@ def test_a_run_killed_inside_a_save_equals_one_that_was_not(whole: Path, tmp_pat
         if saving(workdir):
             break
     assert saving(workdir), "no kill hit a save"
-    run_training(workdir, *LONG)
+    run_training(workdir, *frozen(whole.parent))
     assert saving(workdir) == []
     assert_same_runs(whole, workdir, STEPS)
 
@@ -113,7 +119,7 @@ def test_a_run_with_damaged_checkpoints_ends_as_if_they_were_not(
     steps = list_steps(folder)
     for step in steps[-damaged:]:
         (folder / str(step) / "meta" / "metadata").write_bytes(b"{}")
-    process = start_training(workdir, *LONG)
+    process = start_training(workdir, *frozen(whole.parent))
     _, err = process.communicate(timeout=600)
     assert process.returncode == 0, err
     loud = [line for line in err.splitlines() if line.startswith("WARNING: checkpoint")]
@@ -146,7 +152,7 @@ def test_a_run_that_is_stopped_says_how_to_go_on(tmp_path: Path, number: signal.
 @pytest.mark.slow
 def test_a_complete_run_is_left_alone(whole: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in whole.rglob("*.jsonl")}
-    assert "complete" in run_training(whole, *LONG)
+    assert "complete" in run_training(whole, *frozen(whole.parent))
     assert {path: path.stat().st_mtime_ns for path in whole.rglob("*.jsonl")} == before
 
 

@@ -19,7 +19,8 @@ LEARNS = ("--config.spec.drafter=eagle", "--config.distill.batch=4", "--config.d
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy, learns", [
-    ("budget", ()), ("bandit", ()), ("budget", (*LEARNS, "--config.distill.when=every_step")),
+    ("budget", ()), ("respec", ()), ("bandit", ()),
+    ("budget", (*LEARNS, "--config.distill.when=every_step")),
     ("budget", (*LEARNS, "--config.distill.when=overlap"))])
 def test_a_resumed_run_chooses_what_it_would_have_chosen(
         policy: str, learns: tuple[str, ...], tmp_path: Path) -> None:
