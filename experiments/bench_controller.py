@@ -20,7 +20,6 @@ the same command with --resume keeps those that --out holds.
 
 import dataclasses
 import sys
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,19 +27,14 @@ import config_flags
 import jax
 import run_flags
 from absl import flags
-from bench import controller, controller_stats, results, show
-from bench.controller import Cell, Shape
+from bench import controller, controller_models, controller_stats, results, show
+from bench.controller import Cell
 from bench.timing import Left
 from interrupt import stops
 from rich.table import Table
 
-from specrl_jax import sharding
 from specrl_jax.config import Config, ConfigError
-from specrl_jax.host.compilation import CompilationCounter, use_persistent_cache
-from specrl_jax.loop import make_prompts
-from specrl_jax.model.architecture import Architecture
-from specrl_jax.model.tiny import byte_tokenizer, random_tensors
-from specrl_jax.model.weights import Source
+from specrl_jax.host.compilation import use_persistent_cache
 
 PRESET = flags.DEFINE_enum("preset", "small", ["small", "smollm2"], "which cells, of which model")
 CELLS = flags.DEFINE_list("cells", [], "names of cells; none is all of the preset")
@@ -55,11 +49,6 @@ SECONDS = flags.DEFINE_float("seconds", 100, "of timed runs, after which a cell 
 OUT = flags.DEFINE_string("out", None, "JSON file (default: results/bench_controller_PRESET.json "
                           "in experiments); the picture lies beside it as .png")
 RESUME = flags.DEFINE_boolean("resume", False, "keep the cells that --out already holds")
-
-SMALL = Architecture(vocab_size=8192, hidden_size=768, intermediate_size=2048, num_layers=4,
-                     num_heads=12, num_kv_heads=4, head_dim=64, max_position=4096)
-SMALL_TOKENS = {1: 192, 4: 96, 16: 48, 64: 24}  # of a uniform row, by rows
-SMOLLM2_TOKENS = {1: 96, 4: 96, 16: 64, 64: 128}  # half of what a row of another length may have
 
 
 def main(config: Config, workdir: Path) -> int:
@@ -78,7 +67,8 @@ def _main(config: Config) -> int:
     cells = controller.pick(controller.SMALL if small else controller.SMOLLM2, CELLS.value)
     out = results.destination(OUT.value, f"bench_controller_{PRESET.value}.json")
     use_persistent_cache()
-    bench = _small(config) if small else _smollm2(config)
+    bench = controller_models.small(config, POLICIES.value) if small else controller_models.real(
+        *run_flags.resolve(config), POLICIES.value, _say)
     result = results.blank(bench.config) | {"architecture": dataclasses.asdict(bench.source.arch)}
     if RESUME.value:
         result["cases"] = results.earlier(
@@ -106,62 +96,6 @@ def _main(config: Config) -> int:
     controller_stats.draw(result["cases"], out.with_suffix(".png"))
     print(f"wrote {out} and {out.with_suffix('.png')}")
     return 0
-
-
-class Bench:
-    """A model, its prompts, and how shapes of it are made.
-
-    Args:
-      tokens: of a uniform row, by rows.
-    """
-
-    def __init__(self, config: Config, source: Source, params: Any, stop: Sequence[int],
-                 drafter: str, prompts: Sequence[Sequence[int]] | None,
-                 tokens: Mapping[int, int]) -> None:
-        self.config, self.source, self.params, self.stop = config, source, params, stop
-        self.drafter, self.prompts, self.counter = drafter, prompts, CompilationCounter()
-        self.tokens = tokens
-
-    def shape(self, rows: int, context: int) -> Shape:
-        config = dataclasses.replace(self.config, rollout=dataclasses.replace(
-            self.config.rollout, max_new_tokens=self.tokens[rows]))
-        return Shape(config, self.source, self.params, self._prompts(rows, context), self.stop,
-                     self.drafter, POLICIES.value, self.counter)
-
-    def _prompts(self, rows: int, context: int) -> list[list[int]]:
-        """One prompt for all rows, or real ones; several behind each other for a long context.
-
-        Raises:
-          ConfigError: there are too few.
-        """
-        if self.prompts is None:
-            return [[(7 * i) % 256 for i in range(context)]] * rows
-        found, rest = [], iter(self.prompts)
-        for _ in range(rows):
-            tokens: list[int] = []
-            while len(tokens) < context // 2 or not tokens:
-                tokens += next(rest, [])
-                if not tokens:
-                    raise ConfigError(f"data.split = {self.config.data.split!r}: "
-                                      f"{len(self.prompts)} prompts are too few for {rows} rows")
-            found.append(tokens[-2 * context:])
-        return found
-
-
-def _small(config: Config) -> Bench:
-    """Random weights; everything but sizes and policies' options is fixed."""
-    source = Source(SMALL, byte_tokenizer(), random_tensors(SMALL, 0), "random")
-    rollout = dataclasses.replace(config.rollout, temperature=1.0, top_k=0, top_p=1.0)
-    config = dataclasses.replace(config, rollout=rollout)
-    return Bench(config, source, jax.device_put(source.params()), (), "replay", None, SMALL_TOKENS)
-
-
-def _smollm2(config: Config) -> Bench:
-    config, actor = run_flags.resolve(config)
-    prompts = make_prompts(config, actor.source.tokenizer, _say).tokens
-    return Bench(config, actor.source, actor.params(sharding.make_mesh(config.mesh)),
-                 actor.source.tokenizer.stop_ids, config.spec.drafter, prompts,
-                 SMOLLM2_TOKENS)
 
 
 def table(cases: dict[str, Any]) -> Table:

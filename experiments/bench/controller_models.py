@@ -1,0 +1,83 @@
+"""The models on which controllers are compared: a small one of random weights, and config.model."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from specrl_jax import sharding
+from specrl_jax.actor import Actor
+from specrl_jax.config import Config, ConfigError
+from specrl_jax.host.compilation import CompilationCounter
+from specrl_jax.loop import make_prompts
+from specrl_jax.model.architecture import Architecture
+from specrl_jax.model.tiny import byte_tokenizer, random_tensors
+from specrl_jax.model.weights import Source
+
+from .controller import Shape
+
+SMALL = Architecture(vocab_size=8192, hidden_size=768, intermediate_size=2048, num_layers=4,
+                     num_heads=12, num_kv_heads=4, head_dim=64, max_position=4096)
+SMALL_TOKENS = {1: 192, 4: 96, 16: 48, 64: 24}  # of a uniform row, by rows
+SMOLLM2_TOKENS = {1: 96, 4: 96, 16: 64, 64: 128}  # half of what a row of another length may have
+
+
+class Bench:
+    """A model, its prompts, and how shapes of it are made.
+
+    Args:
+      tokens: of a uniform row, by rows.
+      policies: that shapes have engines of.
+    """
+
+    def __init__(self, config: Config, source: Source, params: Any, stop: Sequence[int],
+                 drafter: str, prompts: Sequence[Sequence[int]] | None,
+                 tokens: Mapping[int, int], policies: Sequence[str]) -> None:
+        self.config, self.source, self.params, self.stop = config, source, params, stop
+        self.drafter, self.prompts, self.counter = drafter, prompts, CompilationCounter()
+        self.tokens, self.policies = tokens, policies
+
+    def shape(self, rows: int, context: int) -> Shape:
+        config = dataclasses.replace(self.config, rollout=dataclasses.replace(
+            self.config.rollout, max_new_tokens=self.tokens[rows]))
+        return Shape(config, self.source, self.params, self._prompts(rows, context), self.stop,
+                     self.drafter, self.policies, self.counter)
+
+    def _prompts(self, rows: int, context: int) -> list[list[int]]:
+        """One prompt for all rows, or real ones; several behind each other for a long context.
+
+        Raises:
+          ConfigError: there are too few.
+        """
+        if self.prompts is None:
+            return [[(7 * i) % 256 for i in range(context)]] * rows
+        found, rest = [], iter(self.prompts)
+        for _ in range(rows):
+            tokens: list[int] = []
+            while len(tokens) < context // 2 or not tokens:
+                more = next(rest, None)
+                if more is None:
+                    raise ConfigError(
+                        f"data.split = {self.config.data.split!r}: {len(self.prompts)} prompts are "
+                        f"too few for {rows} rows of context {context}; take a larger split")
+                tokens += more
+            found.append(tokens[-2 * context:])
+        return found
+
+
+def small(config: Config, policies: Sequence[str]) -> Bench:
+    """Random weights; everything but sizes and policies' options is fixed."""
+    source = Source(SMALL, byte_tokenizer(), random_tensors(SMALL, 0), "random")
+    rollout = dataclasses.replace(config.rollout, temperature=1.0, top_k=0, top_p=1.0)
+    config = dataclasses.replace(config, rollout=rollout)
+    return Bench(config, source, jax.device_put(source.params()), (), "replay", None, SMALL_TOKENS,
+                 policies)
+
+
+def real(config: Config, actor: Actor, policies: Sequence[str], say: Callable[[str], None]
+         ) -> Bench:
+    prompts = make_prompts(config, actor.source.tokenizer, say).tokens
+    return Bench(config, actor.source, actor.params(sharding.make_mesh(config.mesh)),
+                 actor.source.tokenizer.stop_ids, config.spec.drafter, prompts,
+                 SMOLLM2_TOKENS, policies)
