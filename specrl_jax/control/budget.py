@@ -71,7 +71,7 @@ def budget(control: ControlConfig, bounds: Bounds, seed: int) -> Policy:
     def hold(state: Adaptive, table: Table, load: Load) -> Array:
         return choose_depth(state, table, load, control).hold
 
-    return Policy(init=init, plan=plan, keep=keep, hold=hold, 
+    return Policy(init=init, plan=plan, keep=keep, hold=hold,
                   begin=lambda own: init().replace(idle=own.idle), note=note)
 
 
