@@ -15,31 +15,16 @@ from flax import struct
 from specrl_jax.config import ControlConfig
 from specrl_jax.control import cost
 from specrl_jax.control.cost import Bucket, Ladders, Table
+from specrl_jax.control.harvest import Harvest, count_nodes, follow, trust, unseen
 from specrl_jax.control.policies import Controller, Outcome, keep_within, make_spec
 from specrl_jax.sharding import ROWS
 from specrl_jax.structs import Array, DraftTree, Load, SpecConfig
 
 FREE = -1  # in Adaptive.force
-BINS = 12  # of survival, two an octave
-MEMORY = 8.0  # rounds that an estimate of the drafts remembers
-FORGET = 0.99  # of what was seen of a depth, in each round that drafts less deep
-PRIOR = 0.7  # survival of a draft, a step of depth, before any was seen
-TRUST_PRIOR, TRUST_MEMORY = 4.0, 0.98  # accepted tokens that survival is worth; kept every round
 HOLD = 32  # plain rounds for which a decision stands at most: its operations take 7 % of one
 FOLLOW = 0.2  # share of a launch's surprise that the clock's correction takes up
 SUMS = ("rounds", "rows", "context", "steps", "drafting", "packed", "seconds", "plain_seconds",
         "tokens", "expected", "switches")
-
-
-@struct.dataclass
-class Harvest:
-    """What drafts of each depth gave a live row, on average over the last rounds that drafted."""
-
-    count: Array  # f32[D, BINS] nodes by survival
-    mass: Array  # f32[D, BINS] their survival
-    seen: Array  # f32[D] rounds, at most MEMORY
-    promised: Array  # f32[] tokens that survival promised, and
-    accepted: Array  # f32[] those accepted, both fading
 
 
 @struct.dataclass
@@ -105,11 +90,6 @@ def left_of(load: Load) -> Array:
     return left / jnp.maximum(rows, 1)
 
 
-def trust(harvest: Harvest) -> Array:
-    """f32[] accepted tokens for each that survival promises."""
-    return (harvest.accepted + TRUST_PRIOR) / (harvest.promised + TRUST_PRIOR)
-
-
 def adaptive(policy: Policy, control: ControlConfig, bounds: Bounds) -> Controller:
     """The controller of a policy."""
 
@@ -157,29 +137,17 @@ def adaptive(policy: Policy, control: ControlConfig, bounds: Bounds) -> Controll
 
     return Controller(init=init, plan=plan, keep=keep, update=update, note=note, explain=explain,
                       weigh=lambda state, batch, left: weigh(state, control.length_weight, left),
-                      depth=depth, begin=begin, start=start,
-                      hold=hold, adaptive=True)
+                      depth=depth, begin=begin, start=start, hold=hold, adaptive=True)
 
 
 def blank(own: Any, bounds: Bounds) -> Adaptive:
     """The state before anything is known, as host arrays."""
-    depth, zero = max(bounds.depth, 1), np.float32(0)
-    level = PRIOR ** np.arange(1, depth + 1)
-    count = np.zeros((depth, BINS), np.float32)
-    count[np.arange(depth), np.asarray(bin_of(level))] = 1
     return Adaptive(
         own=own, tables=cost.blank(bounds.ladders, bounds.longest, bounds.depth),
         factor=np.float32(1), force=np.full(2, FREE, np.int32),
-        harvest=Harvest(count=count, mass=(count * level[:, None]).astype(np.float32),
-                        seen=np.zeros(depth, np.float32), promised=zero, accepted=zero),
-        missed=zero, steps=np.int32(FREE), sums=np.zeros(len(SUMS), np.float32),
+        harvest=unseen(max(bounds.depth, 1)), missed=np.float32(0), steps=np.int32(FREE),
+        sums=np.zeros(len(SUMS), np.float32),
         by_depth=np.zeros((2, bounds.depth + 1), np.float32))
-
-
-def bin_of(survival: Array) -> Array:
-    """i32 bin, the likeliest first."""
-    octaves = -jnp.log2(jnp.maximum(survival, 1e-9))
-    return jnp.clip(jnp.floor(2 * octaves), 0, BINS - 1).astype(jnp.int32)
 
 
 def _forced(state: Adaptive, load: Load, spec: SpecConfig, tree: DraftTree,
@@ -207,14 +175,14 @@ def account(state: Adaptive, outcome: Outcome) -> Adaptive:
                         + drafting * state.missed * table.catch_up)
     ones = load.live.astype(jnp.float32)
     promised = jnp.where(outcome.live, outcome.tree.survival, 0).at[:, 0].set(0).sum()
-    found = _count_nodes(outcome.tree, load.live, state.harvest.count.shape[0])
+    found = count_nodes(outcome.tree, load.live, state.harvest.count.shape[0])
     rows, tokens, promised, context, found = jax.lax.psum(
         (ones.sum(), outcome.count.sum().astype(jnp.float32), promised,
          (ones * (load.length + later)).sum(), found), ROWS)
     believed = trust(state.harvest)
     by_depth = rounds * _by_depth(state.harvest, table, verify, draft, rows_of(load), rows)
-    harvest = _harvested(state.harvest, found, rows, steps, promised, tokens - rounds * rows,
-                         rounds)
+    harvest = follow(state.harvest, found, rows, steps, promised, tokens - rounds * rows,
+                     rounds)
     add = dict(rounds=rounds, rows=rounds * rows, context=rounds * context, steps=rounds * steps,
                drafting=rounds * drafting, packed=rounds * table.packed[outcome.bucket],
                seconds=seconds, plain_seconds=rounds * verify[0], tokens=tokens,
@@ -231,46 +199,6 @@ def _listed(scalars: Sequence[Array]) -> Array:
     index = jnp.arange(len(scalars))
     return sum(jnp.where(index == i, jnp.asarray(a, jnp.float32), 0.0)
                for i, a in enumerate(scalars))
-
-
-def _count_nodes(tree: DraftTree, live: Array, depth: int) -> Array:
-    """f32[2, D, BINS] draft nodes of live rows, and their survival."""
-    drafted = tree.live & live[:, None] & (tree.depth > 0)
-    cell = jnp.clip(tree.depth - 1, 0, depth - 1) * BINS + bin_of(tree.survival)
-    values = jnp.stack([drafted.astype(jnp.float32), jnp.where(drafted, tree.survival, 0)])
-    total = jnp.zeros((2, depth * BINS)).at[:, cell.reshape(-1)].add(values.reshape(2, -1))
-    return total.reshape(2, depth, BINS)
-
-
-def _harvested(old: Harvest, found: Array, rows: Array, steps: Array, promised: Array,
-               accepted: Array, rounds: Array) -> Harvest:
-    """Depths that were drafted move towards what was found.
-
-    Deeper ones keep their proportion to it. Where none was seen, or long ago, they are to survive
-    from the last depth drafted as that did from the one before: else what is not drafted would
-    never be found to have become good.
-    """
-    depth = old.count.shape[0]
-    level = jnp.arange(1, depth + 1)
-    drafted = level <= steps
-    seen = jnp.where(drafted, jnp.minimum(old.seen + 1, MEMORY),
-                     jnp.where(steps > 0, FORGET, 1.0) * old.seen)
-    pace = jnp.where(drafted, 1 / jnp.maximum(seen, 1), 0.0)[:, None]
-    count, mass = ((1 - pace) * a + pace * new / jnp.maximum(rows, 1)
-                   for a, new in ((old.count, found[0]), (old.mass, found[1])))
-    last = jnp.clip(steps - 1, 0, depth - 1)
-    ratio = jnp.clip((mass[last].sum() + 1e-3) / (old.mass[last].sum() + 1e-3), 0.25, 4.0)
-    before = jnp.where(last > 0, mass[last - 1].sum(), 1.0)
-    rate = jnp.clip(mass[last].sum() / jnp.maximum(before, 1e-6), 0.0, 1.0)
-    onward = rate ** jnp.maximum(level - 1 - last, 0)
-    share = jnp.where(drafted | (steps == 0), 1.0, jnp.minimum(seen, 1.0))[:, None]
-    scale = jnp.where(drafted | (steps == 0), 1.0, ratio)[:, None]
-    count = share * scale * count + (1 - share) * count[last][None]
-    mass = share * scale * mass + (1 - share) * mass[last][None] * onward[:, None]
-    kept = TRUST_MEMORY ** rounds
-    return Harvest(count=jnp.minimum(count, 64.0), mass=jnp.minimum(mass, 64.0), seen=seen,
-                   promised=kept * old.promised + promised,
-                   accepted=kept * old.accepted + jnp.maximum(accepted, 0.0))
 
 
 def _by_depth(harvest: Harvest, table: Table, verify: Array, draft: Array, shard_rows: Array,

@@ -26,9 +26,9 @@ from specrl_jax.control.adaptive import (
     left_of,
     rows_of,
     table_of,
-    trust,
 )
 from specrl_jax.control.cost import Bucket, Table
+from specrl_jax.control.harvest import trust
 from specrl_jax.control.policies import Outcome, place_in_row
 from specrl_jax.sharding import ROWS
 from specrl_jax.structs import Array, DraftTree, Load, SpecConfig

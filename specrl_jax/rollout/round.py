@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from specrl_jax.config import MOST_MIX, check
+from specrl_jax.config import DRAWN_RULES, MOST_MIX, check
 from specrl_jax.control import acceptance
 from specrl_jax.control.policies import Bucket, Controller, Outcome
 from specrl_jax.draft.base import Drafter
@@ -157,7 +157,7 @@ def propose(machine: Machine, drafter_params: Params, state: RolloutState, turn:
 def _shown(machine: Machine, tree: DraftTree) -> DraftTree:
     """What a controller sees of a tree. Where drafts are tested as drawn, nothing that was drawn:
     a node that is verified for its token has another law (non-anticipation, DSpark)."""
-    if machine.rule == "match" or not RULES[machine.rule].drawn:
+    if machine.rule not in DRAWN_RULES:
         return tree
     return tree.replace(tokens=jnp.zeros_like(tree.tokens), logq=jnp.zeros_like(tree.logq),
                         gap=jnp.zeros_like(tree.gap), proposal=None)

@@ -25,6 +25,7 @@ from control_cases import (
 from specrl_jax.config import Config, ConfigError, ControlConfig, RolloutConfig, SpecOptions
 from specrl_jax.control import adaptive, bandit, choose, policies, respec
 from specrl_jax.control.adaptive import FREE, HOLD, SUMS
+from specrl_jax.control.harvest import trust
 from specrl_jax.control.policies import Outcome
 from specrl_jax.host.checkpoint import Checkpoints
 
@@ -144,7 +145,7 @@ def test_what_drafts_gave_is_found_again() -> None:
     state, _ = drive(control, state, [{"accept": 0.8}] * 60)
     mass = np.asarray(state.harvest.mass).sum(1)
     np.testing.assert_allclose(mass[:3], 0.8 ** np.arange(1, 4), rtol=0.02)
-    assert 0.7 < float(adaptive.trust(state.harvest)) < 1.3
+    assert 0.7 < float(trust(state.harvest)) < 1.3
 
 
 def test_drafts_that_promise_too_much_lose_their_credit() -> None:
@@ -161,7 +162,7 @@ def test_drafts_that_promise_too_much_lose_their_credit() -> None:
     tree = chains(np.full((8, DEPTH), 0.9))
     for _ in range(20):
         state = lying(state, load(), tree, tree.live)
-    assert float(adaptive.trust(state.harvest)) < 0.1
+    assert float(trust(state.harvest)) < 0.1
 
 
 # Weights.

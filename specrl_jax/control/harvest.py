@@ -1,0 +1,84 @@
+"""What drafts gave lately: the tokens that a controller expects of those to come."""
+
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from specrl_jax.structs import Array, DraftTree
+
+BINS = 12  # of survival, two an octave
+MEMORY = 8.0  # rounds that an estimate of the drafts remembers
+FORGET = 0.99  # of what was seen of a depth, in each round that drafts less deep
+PRIOR = 0.7  # survival of a draft, a step of depth, before any was seen
+TRUST_PRIOR, TRUST_MEMORY = 4.0, 0.98  # accepted tokens that survival is worth; kept every round
+
+
+@struct.dataclass
+class Harvest:
+    """What drafts of each depth gave a live row, on average over the last rounds that drafted."""
+
+    count: Array  # f32[D, BINS] nodes by survival
+    mass: Array  # f32[D, BINS] their survival
+    seen: Array  # f32[D] rounds, at most MEMORY
+    promised: Array  # f32[] tokens that survival promised, and
+    accepted: Array  # f32[] those accepted, both fading
+
+
+def unseen(depth: int) -> Harvest:
+    """Before any draft was seen, as host arrays: one node of each depth."""
+    level, zero = PRIOR ** np.arange(1, depth + 1), np.float32(0)
+    count = np.zeros((depth, BINS), np.float32)
+    count[np.arange(depth), np.asarray(bin_of(level))] = 1
+    return Harvest(count=count, mass=(count * level[:, None]).astype(np.float32),
+                   seen=np.zeros(depth, np.float32), promised=zero, accepted=zero)
+
+
+def trust(harvest: Harvest) -> Array:
+    """f32[] accepted tokens for each that survival promises."""
+    return (harvest.accepted + TRUST_PRIOR) / (harvest.promised + TRUST_PRIOR)
+
+
+def bin_of(survival: Array) -> Array:
+    """i32 bin, the likeliest first."""
+    octaves = -jnp.log2(jnp.maximum(survival, 1e-9))
+    return jnp.clip(jnp.floor(2 * octaves), 0, BINS - 1).astype(jnp.int32)
+
+
+def count_nodes(tree: DraftTree, live: Array, depth: int) -> Array:
+    """f32[2, D, BINS] draft nodes of live rows, and their survival."""
+    drafted = tree.live & live[:, None] & (tree.depth > 0)
+    cell = jnp.clip(tree.depth - 1, 0, depth - 1) * BINS + bin_of(tree.survival)
+    values = jnp.stack([drafted.astype(jnp.float32), jnp.where(drafted, tree.survival, 0)])
+    total = jnp.zeros((2, depth * BINS)).at[:, cell.reshape(-1)].add(values.reshape(2, -1))
+    return total.reshape(2, depth, BINS)
+
+
+def follow(old: Harvest, found: Array, rows: Array, steps: Array, promised: Array,
+           accepted: Array, rounds: Array) -> Harvest:
+    """Depths that were drafted move towards what was found.
+
+    Deeper ones keep their proportion to it. Where none was seen, or long ago, they are to survive
+    from the last depth drafted as that did from the one before: else what is not drafted would
+    never be found to have become good.
+    """
+    depth = old.count.shape[0]
+    level = jnp.arange(1, depth + 1)
+    drafted = level <= steps
+    seen = jnp.where(drafted, jnp.minimum(old.seen + 1, MEMORY),
+                     jnp.where(steps > 0, FORGET, 1.0) * old.seen)
+    pace = jnp.where(drafted, 1 / jnp.maximum(seen, 1), 0.0)[:, None]
+    count, mass = ((1 - pace) * a + pace * new / jnp.maximum(rows, 1)
+                   for a, new in ((old.count, found[0]), (old.mass, found[1])))
+    last = jnp.clip(steps - 1, 0, depth - 1)
+    ratio = jnp.clip((mass[last].sum() + 1e-3) / (old.mass[last].sum() + 1e-3), 0.25, 4.0)
+    before = jnp.where(last > 0, mass[last - 1].sum(), 1.0)
+    rate = jnp.clip(mass[last].sum() / jnp.maximum(before, 1e-6), 0.0, 1.0)
+    onward = rate ** jnp.maximum(level - 1 - last, 0)
+    share = jnp.where(drafted | (steps == 0), 1.0, jnp.minimum(seen, 1.0))[:, None]
+    scale = jnp.where(drafted | (steps == 0), 1.0, ratio)[:, None]
+    count = share * scale * count + (1 - share) * count[last][None]
+    mass = share * scale * mass + (1 - share) * mass[last][None] * onward[:, None]
+    kept = TRUST_MEMORY ** rounds
+    return Harvest(count=jnp.minimum(count, 64.0), mass=jnp.minimum(mass, 64.0), seen=seen,
+                   promised=kept * old.promised + promised,
+                   accepted=kept * old.accepted + jnp.maximum(accepted, 0.0))
