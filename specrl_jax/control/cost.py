@@ -58,6 +58,14 @@ class Point(NamedTuple):
     rounds: int
 
 
+class Run(NamedTuple):
+    """A launch that was timed."""
+
+    point: Point
+    when: float  # it began, in seconds
+    seconds: float
+
+
 def contexts(longest: int) -> tuple[int, ...]:
     """The lengths that are measured, evenly spaced in their logarithm."""
     first = min(SHORTEST, longest)
@@ -119,6 +127,22 @@ def points(ladders: Ladders, longest: int, depth: int) -> tuple[list[Point], lis
             held += {Point(rows, wider[-1], between, 1, 0, ROUNDS),
                      Point(rows, wider[0], between, (depth + 1) // 2, 0, ROUNDS)}
     return fit, held
+
+
+def steady(runs: Sequence[Run], reference: Point) -> dict[Point, float]:
+    """Seconds of every launch that was run, from its ratios to the reference's runs around it.
+
+    A machine that others use too is slower for half a second at a time. Launches side by side meet
+    the same pace, so their ratio varies less than either, and what is chosen depends on ratios
+    alone.
+    """
+    known = [run for run in runs if run.point == reference]
+    times, paces = [run.when for run in known], np.log([run.seconds for run in known])
+    ratios: dict[Point, list[float]] = {}
+    for run in runs:
+        ratios.setdefault(run.point, []).append(
+            np.log(run.seconds) - np.interp(run.when, times, paces))
+    return {point: float(np.exp(np.median(paces) + np.median(of))) for point, of in ratios.items()}
 
 
 def fit(measured: Mapping[Point, float], ladders: Ladders, longest: int, depth: int

@@ -19,16 +19,17 @@ from jax.experimental import multihost_utils
 from specrl_jax import sharding
 from specrl_jax.control import cost, cost_file
 from specrl_jax.control.adaptive import Adaptive
-from specrl_jax.control.cost import Ladders, Point
+from specrl_jax.control.cost import Ladders, Point, Run
 from specrl_jax.control.cost_file import Record
 from specrl_jax.rollout.engine import Engine
 from specrl_jax.rollout.layout import Request
 from specrl_jax.rollout.round import bucket_ladder
 from specrl_jax.structs import RolloutState
 
-TURNS = 2  # at every launch: a moment in which the machine is busy spoils one of them
-MOST = 3  # runs of a launch in a turn; the fastest of all counts
-ENOUGH = 0.05  # seconds of runs after which no more follow in a turn
+SWEEPS = 3  # over the launches of a batch size, at least
+MOST = 5  # of them, while all so far took less than
+ENOUGH = 1.0  # seconds
+APART = 2  # launches between two of the reference
 
 
 def ladders(engine: Engine) -> Ladders:
@@ -109,7 +110,7 @@ def measure(engine: Engine, params: Any, drafter_params: Any) -> Record:
     for size in engine.shapes.batches:
         if size != batch:
             state, batch = _smaller(engine, state, batch, size), size
-        state, found = _fastest(engine, params, drafter_params, state, {
+        state, found = _timed(engine, params, drafter_params, state, {
             point: _forced(engine, point) for point in (*fit, *held) if point.rows == size})
         measured |= found
     engine.control = before
@@ -132,7 +133,7 @@ def plain(engine: Engine, params: Any, drafter_params: Any, rounds: int) -> dict
         if size != batch:
             state, batch = _smaller(engine, state, batch, size), size
         point = Point(size, size, longest // 2, 0, 0, rounds)
-        state, seconds = _fastest(engine, params, drafter_params, state, {point: control})
+        state, seconds = _timed(engine, params, drafter_params, state, {point: control})
         found[size] = seconds[point] / point.rounds
     return found
 
@@ -162,34 +163,35 @@ def _forced(engine: Engine, point: Point) -> Adaptive:
         engine.control.replace(force=np.asarray([point.steps, bucket], np.int32)))
 
 
-def _fastest(engine: Engine, params: Any, drafter_params: Any, state: RolloutState,
-             controls: Mapping[Point, Any]) -> tuple[RolloutState, dict[Point, float]]:
-    """Seconds of launches, each under its control, by turns."""
-    found = dict.fromkeys(controls, float("inf"))
-    for _ in range(TURNS):
-        for point, control in controls.items():
-            state, seconds = _run(engine, params, drafter_params, state, point, control)
-            found[point] = min(found[point], seconds)
-    return state, found
+def _timed(engine: Engine, params: Any, drafter_params: Any, state: RolloutState,
+           controls: Mapping[Point, Any]) -> tuple[RolloutState, dict[Point, float]]:
+    """Seconds of launches, each under its control, in sweeps over all. The first of them is the
+    reference, which is run between the others (`cost.steady`)."""
+    reference, *others = controls
+    order = [p for i in range(0, max(len(others), 1), APART)
+             for p in (reference, *others[i:i + APART])] + [reference] * bool(others)
+    runs: list[Run] = []
+    for sweep in range(MOST):
+        if sweep >= SWEEPS and sum(run.seconds for run in runs) >= ENOUGH:
+            break
+        for point in order:
+            state, run = _run(engine, params, drafter_params, state, point, controls[point])
+            runs.append(run)
+    return state, cost.steady(runs, reference)
 
 
 def _run(engine: Engine, params: Any, drafter_params: Any, state: RolloutState, point: Point,
-         control: Any) -> tuple[RolloutState, float]:
-    """One turn at a launch. A short one is repeated: the launch before may have been elsewhere, so
-    that the first finds cold caches.
-
-    The seconds are process 0's, on which how many runs there are depends in every process.
-    """
-    seconds: list[float] = []
-    while not seconds or (len(seconds) < MOST and sum(seconds) < ENOUGH):
-        state = _stage(engine, state, point)
-        began = time.perf_counter()
-        state, _, _ = engine.launch(
-            point.rows, params, drafter_params, state, control, rounds=point.rounds, smaller=0,
-            waiting=np.zeros(engine.shapes.shards, np.int32))
-        jax.block_until_ready(state)
-        seconds.append(_agreed(time.perf_counter() - began))
-    return state, min(seconds)
+         control: Any) -> tuple[RolloutState, Run]:
+    """One launch. The seconds are process 0's, on which how many sweeps there are depends in every
+    process."""
+    state = _stage(engine, state, point)
+    began = time.perf_counter()
+    state, _, _ = engine.launch(
+        point.rows, params, drafter_params, state, control, rounds=point.rounds, smaller=0,
+        waiting=np.zeros(engine.shapes.shards, np.int32))
+    jax.block_until_ready(state)
+    seconds = _agreed(time.perf_counter() - began)
+    return state, Run(point, began, seconds)
 
 
 def _stage(engine: Engine, state: RolloutState, point: Point) -> RolloutState:

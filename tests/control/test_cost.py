@@ -45,6 +45,21 @@ def test_a_fit_finds_the_parts_and_its_error_is_that_of_held_out_launches() -> N
     assert cost.error(tables, one, held) == pytest.approx(0.5 / len(held), abs=0.02)
 
 
+def test_a_slow_phase_and_a_spoilt_run_leave_the_ratios_to_the_reference() -> None:
+    """The reference is run around every launch; the machine's pace changes steadily between."""
+    reference, near, far = (cost.Point(4, 4, context, 0, 0, 3) for context in (32, 64, 128))
+    takes = {reference: 0.1, near: 0.2, far: 0.3}
+    order = [reference, near, far, reference] * 3
+    slow = np.exp(np.interp(range(len(order)), [0, 3, 4, 7, 8, 11], [0, 0.9, 1.2, 0, 0.3, 0.6]))
+    runs = [cost.Run(point, when, takes[point] * pace)
+            for when, (point, pace) in enumerate(zip(order, slow, strict=True))]
+    runs[5] = runs[5]._replace(seconds=7.0)
+    found = cost.steady(runs, reference)
+    assert found[near] / found[reference] == pytest.approx(2)
+    assert found[far] / found[reference] == pytest.approx(3)
+    assert found[reference] == pytest.approx(0.1 * np.exp(0.45))  # the median of its six runs
+
+
 @pytest.mark.parametrize("noise", [0.0, 0.5])
 def test_time_never_falls_in_packed_tokens_context_or_steps(noise: float) -> None:
     tables = cost.fit(measured(noise), LADDERS, LONGEST, DEPTH)

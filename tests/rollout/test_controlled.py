@@ -56,27 +56,29 @@ def controlled(policy: str, file: Path, mesh: Any = None, **options: Any) -> Eng
     return engine
 
 
-def test_launches_are_timed_by_turns_and_as_often_as_process_0_does(
+def test_launches_are_swept_beside_a_reference_as_often_as_process_0_does(
         monkeypatch: pytest.MonkeyPatch) -> None:
     """Launches gather from all processes: one that ran another would wait for the others."""
-    told = [0.02, 0.01, 0.012, 0.06, 0.02, 0.04, 0.5]  # three short runs, or as many as 0.05 s take
-    runs, seconds = [], iter(told)
+    sweep = [0.01, 0.02, 0.03, 0.01, 0.05, 0.01]  # the reference, two, again, another, again
+    busy = [3 * s for s in sweep]
+    told = [*sweep, *busy, *sweep, *busy]  # 1.04 s: the fourth sweep passes ENOUGH, and is the last
+    runs, seconds = [], iter([*told, 9.0])
     engine = SimpleNamespace(shapes=SimpleNamespace(shards=1), launch=lambda rows, *_, **options: (
         runs.append(rows), None, None))
     monkeypatch.setattr(probe, "_stage", lambda engine, state, point: state)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(probe.multihost_utils, "broadcast_one_to_all", lambda mine: next(seconds))
-    four, two = (cost.Point(rows=rows, packed=4, context=8, steps=0, missed=0, rounds=cost.ROUNDS)
-                 for rows in (4, 2))
-    found = probe._fastest(engine, PARAMS, (), None, {four: (), two: ()})[1]
-    assert found == {four: 0.01, two: 0.06}
-    assert runs == [4] * 3 + [2] + [4] * 2 + [2] and next(seconds, None) is None
+    points = [cost.Point(rows=rows, packed=4, context=8, steps=0, missed=0, rounds=cost.ROUNDS)
+              for rows in (4, 3, 2, 1)]
+    found = probe._timed(engine, PARAMS, (), None, dict.fromkeys(points, ()))[1]
+    assert runs == [4, 3, 2, 4, 1, 4] * 4 and list(seconds) == [9.0]
+    assert list(found.values()) == pytest.approx(  # at the median pace, between the two
+        [0.01 * 3**0.5 * ratio for ratio in (1, 2, 3, 5)])
 
 
-@pytest.mark.parametrize("enough", [0.0, probe.ENOUGH])
 def test_a_launch_finds_the_drafter_one_position_behind_or_as_many_as_it_is_to_have_missed(
-        enough: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever was launched before, and whether launches are short and run three times a turn."""
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever was launched before."""
     task = make_task(response=40)
     longest, ladders = task.prompt + 39, {b: bucket_ladder(b, NODES, 64) for b in (4, 2)}
     controller = choose.make(ControlConfig(policy="budget"), SPEC, ladders=ladders, longest=longest)
@@ -101,7 +103,8 @@ def test_a_launch_finds_the_drafter_one_position_behind_or_as_many_as_it_is_to_h
         timed.clear()
         return result
 
-    monkeypatch.setattr(probe, "ENOUGH", enough)
+    monkeypatch.setattr(probe, "SWEEPS", 1)
+    monkeypatch.setattr(probe, "ENOUGH", 0)
     monkeypatch.setattr(probe, "_stage", staged)
     monkeypatch.setattr(probe, "_run", measured)
     probe.measure(engine, eagle_slots.ACTOR_PARAMS, own)
@@ -121,7 +124,7 @@ def test_plain_rounds_are_timed_in_launches_as_long_as_a_rollouts(
                              machine=SimpleNamespace(controller=controller))
     monkeypatch.setattr(probe, "_blank", lambda engine: None)
     monkeypatch.setattr(probe, "_smaller", lambda engine, state, batch, size: state)
-    monkeypatch.setattr(probe, "_fastest", lambda engine, params, drafter, state, controls: (
+    monkeypatch.setattr(probe, "_timed", lambda engine, params, drafter, state, controls: (
         points.extend(controls.items()), dict.fromkeys(controls, 0.8)))
     assert probe.plain(engine, PARAMS, (), asked) == {4: 0.8 / rounds, 2: 0.8 / rounds}
     assert [(p.rows, p.packed, p.context, p.rounds, depth) for p, depth in points] == [
