@@ -11,11 +11,12 @@
 end at limits; `smollm2` drafts with config.spec.drafter on real prompts. Arms are timed alternately
 in this process, without prefill, which is the same for all. The best fixed setting of a cell, off
 included, is chosen on runs of its own, timed with all arms, and then by turns with budget alone,
-until that ratio is known. The cell 64x64-own-stop is a whole
-rollout: its rows end where the actor ends them, and the picture shows its active rows, verified
-tokens and tokens/s over time. On a CPU, 64 rows take six engines of 17,000 memory maps, more than
-Linux allows at first: `sysctl -w vm.max_map_count=262144`. Each cell is written when it is done;
-the same command with --resume keeps those that --out holds.
+until that ratio is known. The runs that choose teach oracle what each setting gives and takes. The
+ceiling, by the tables, is what knowing each round's accepted drafts would give; no policy can.
+The cell 64x64-own-stop is a whole rollout: its rows end where the actor ends them, and the picture
+shows its active rows, verified tokens and tokens/s over time. On a CPU, 64 rows take six engines of
+17,000 memory maps, more than Linux allows at first: `sysctl -w vm.max_map_count=262144`. Each cell
+is written when it is done; the same command with --resume keeps those that --out holds.
 """
 
 import dataclasses
@@ -44,8 +45,8 @@ REPEATS = flags.DEFINE_integer("repeats", 3, "runs of each fixed setting to choo
                                "and of each arm to time it by", lower_bound=2)
 PRECISE = flags.DEFINE_float("precise", 0.03, "half-width of budget's 95 % interval at which a "
                              "cell ends", lower_bound=0)
-SECONDS = flags.DEFINE_float("seconds", 100, "of timed runs, after which a cell ends however wide "
-                             "the interval is", lower_bound=0)
+SECONDS = flags.DEFINE_float("seconds", 90, "of timed runs after those that choose, "
+                             "after which a cell ends however wide the interval is", lower_bound=0)
 OUT = flags.DEFINE_string("out", None, "JSON file (default: results/bench_controller_PRESET.json "
                           "in experiments); the picture lies beside it as .png")
 RESUME = flags.DEFINE_boolean("resume", False, "keep the cells that --out already holds")
@@ -102,12 +103,13 @@ def table(cases: dict[str, Any]) -> Table:
     """Each policy's speed over the best fixed setting."""
     found = Table(title="speed over the best fixed setting, with its 95 % interval")
     names = [n for n in controller.POLICIES if any(n in c["arms"] for c in cases.values())]
-    for column in ("cell", "best fixed", "off", *names, "equal", "compilations"):
+    for column in ("cell", "best fixed", "off", *names, "ceiling", "equal", "compilations"):
         found.add_column(column, justify="right", no_wrap=column == "cell")
     for name, case in cases.items():
         shown = [f"{a['ratio']:.3f} ({a['low']:.3f} .. {a['high']:.3f})"
                  for a in (case["arms"][n] for n in ("off", *names))]
         found.add_row(name, case["best_fixed"], *shown,
+                      f"{case['ceiling']:.3f}" if "ceiling" in case else "",
                       "yes" if all(case["equal_tokens"].values()) else "no",
                       str(case["compilations"]))
     return found

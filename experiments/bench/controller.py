@@ -18,10 +18,11 @@ from specrl_jax.host import memory
 from specrl_jax.host.compilation import CompilationCounter
 from specrl_jax.host.launches import LAUNCHES, MEASURED, summary
 from specrl_jax.model.weights import Source
-from specrl_jax.rollout.engine import Result
+from specrl_jax.rollout.engine import Engine, Result
 from specrl_jax.rollout.layout import request
 from specrl_jax.sampler import Sampler
 
+from . import hindsight
 from .controller_stats import best_fixed, describe, half_width
 from .timing import alternate
 from .workload import heavy_limits
@@ -206,28 +207,30 @@ def run_cell(shape: Shape, cell: Cell, repeats: int, precise: float, seconds: fl
              say: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
     """Chooses the best fixed setting, times all arms by turns, then budget against that one.
 
+    `oracle` goes by what the settings gave and took in the runs that choose.
+
     Args:
       repeats: runs of each fixed setting to choose by, of each arm to time it by, and at a time of
         the last duel, which ends when the ratio is known; at least 2.
       precise: half-width of budget's 95 % interval at which it ends.
-      seconds: of timed runs, after which it ends in any case.
+      seconds: of timed runs after those that choose, after which it ends in any case.
     """
     limits = shape.limits(cell.lengths)
     shape.begin(cell)
     plain = shape.run(shape.plain, limits, None)
     past = _recorded(plain.result, shape.group)
     arms = _arms(shape, limits, past)
-    warm = {name: run() for name, run in arms.items()}
+    for run in arms.values():
+        run()
+    settings = [_name(setting) for setting in shape.settings]
+    chosen_by = alternate({name: arms[name] for name in ("off", *settings)}, repeats)
+    choosing = _times(chosen_by)
     if "oracle" in shape.policies:
-        engine = shape.policies["oracle"].engine
-        known = [warm[_name(setting)].accept_length for setting in shape.settings]
-        engine.control = engine.control.replace(own=np.asarray(known, np.float32))
+        _teach(shape.policies["oracle"].engine, chosen_by, settings)
     for policy in shape.policies:
         for _ in range(WARM_UPS - 1):
             arms[policy]()
     began = time.perf_counter()
-    choosing = _times(alternate({name: run for name, run in arms.items()
-                                 if name not in shape.policies}, repeats))
     runs = alternate(arms, repeats, say)
     duel: dict[str, list[Run]] = {name: [] for name in (best_fixed(choosing), "budget")}
     while time.perf_counter() - began < seconds and (
@@ -235,8 +238,10 @@ def run_cell(shape: Shape, cell: Cell, repeats: int, precise: float, seconds: fl
             or half_width(choosing, _times(runs), _times(duel)) > precise):
         for name, new in alternate({name: arms[name] for name in duel}, repeats).items():
             duel[name] += new
-    return describe(choosing, _times(runs), _times(duel)) | {
-        "cell": cell._asdict(), "tokens": int(plain.result.sequences.length.sum()),
+    found = describe(choosing, _times(runs), _times(duel))
+    return found | {
+        "cell": cell._asdict(), "ceiling": found["arms"]["off"]["ratio"] * _ceiling(shape, runs),
+        "tokens": int(plain.result.sequences.length.sum()),
         "compilations": sum(run.compilations for of in (*runs.values(), *duel.values())
                             for run in of),
         "equal_tokens": {name: _equal(of[-1].result, plain.result) for name, of in runs.items()},
@@ -245,6 +250,23 @@ def run_cell(shape: Shape, cell: Cell, repeats: int, precise: float, seconds: fl
             name: _explained(of[-1], name == "budget" and cell.lengths != "uniform")
             for name, of in runs.items() if name in shape.policies},
         "cost_error": {name: s.price.error for name, s in shape.policies.items() if s.price}}
+
+
+def _teach(oracle: Engine, runs: dict[str, list[Run]], settings: Sequence[str]) -> None:
+    """What the settings really gave and took."""
+    tokens = np.asarray([runs[name][-1].accept_length for name in settings], np.float32)
+    gain = hindsight.gains({name: [run.result for run in of] for name, of in runs.items()},
+                           settings, sorted(oracle.shapes.batches))
+    oracle.control = oracle.control.replace(
+        own=oracle.control.own.replace(tokens=tokens, gain=gain))
+
+
+def _ceiling(shape: Shape, runs: dict[str, list[Run]]) -> float:
+    """Speed over plain decoding (`hindsight.ceiling`)."""
+    chain = max(setting for setting in shape.settings if setting[1] == 1)
+    result, engine = runs[_name(chain)][-1].result, shape.policies["budget"].engine
+    context = np.mean([len(p) for p in shape.prompts]) + result.sequences.length.mean() / 2
+    return hindsight.ceiling(result, chain[0], engine.control.tables, context)
 
 
 def _arms(shape: Shape, limits: np.ndarray, past: np.ndarray | None

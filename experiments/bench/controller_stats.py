@@ -85,31 +85,34 @@ def summarize(cells: Mapping[str, Any]) -> dict[str, Any]:
             "lowest_upper_bound": min(a["high"] for a in of.values()),
             "widest_half_interval": max((a["high"] - a["low"]) / 2 for a in of.values())}
         if name != "oracle" and all("oracle" in cell["arms"] for cell in cells.values()):
-            mine, oracle = (sum(cell["arms"][n]["median_seconds"] for cell in cells.values())
-                            for n in (name, "oracle"))
-            found[name]["regret_to_oracle"] = mine / oracle - 1
-    return found | {"heavy_useful": heavy_useful(cells)}
+            found[name]["seconds_over_oracle"] = _over(list(cells.values()), "oracle", name)
+    known = [cell["ceiling"] for cell in cells.values() if "ceiling" in cell]
+    return found | {"heavy_useful": heavy_useful(cells)} | (
+        {"ceiling": statistics.geometric_mean(known)} if known else {})
+
+
+def _over(cells: Sequence[Any], name: str, other: str) -> dict[str, float]:
+    """Speed of an arm over another on all cells together: seconds of the first run in each cell, of
+    the second, and so on, as far as all go."""
+    mine, theirs = ([sum(runs) for runs in zip(*(cell["seconds"][n] for cell in cells),
+                                               strict=False)] for n in (name, other))
+    return interval(*_mean_log(mine, theirs), len(mine) - 1)
 
 
 def heavy_useful(cells: Mapping[str, Any]) -> dict[str, Any]:
     """Total seconds over heavy-tailed cells with a useful drafter, against one setting for all.
 
-    The one setting is chosen on the runs that choose, as everywhere. Totals are of the others: of
-    the first of each cell, of the second, and so on, as far as all cells go.
+    The one setting is chosen on the runs that choose, as everywhere.
     """
     some = [c for c in cells.values() if c["cell"]["lengths"] == "heavy"
             and c["cell"]["corruption"] != 1.0]
     if not some:
         return {}
     fixed = [name for name in some[0]["choosing"] if all(name in c["choosing"] for c in some)]
-
-    def totals(name: str) -> list[float]:
-        return [sum(pair) for pair in zip(*(c["seconds"][name] for c in some), strict=False)]
-
     best = min(fixed, key=lambda name: sum(
         statistics.median(c["choosing"][name]) for c in some))
     return {"setting": best, "cells": len(some), **{
-        name: interval(*_mean_log(totals(name), totals(best)), len(totals(best)) - 1)
+        name: _over(some, name, best)
         for name in POLICIES if all(name in c["arms"] for c in some)}}
 
 

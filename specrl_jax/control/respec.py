@@ -35,15 +35,25 @@ class Profile:
     arm: Array  # i32[]
 
 
+@struct.dataclass
+class Known:
+    """What `oracle` goes by."""
+
+    tokens: Array  # f32[arms] a row and round
+    gain: Array  # f32[batch sizes, arms] speed over plain decoding as timed; NaN asks the tables
+
+
 def respec(control: ControlConfig, bounds: Bounds, seed: int) -> Policy:
     """Profiles once, a launch a setting; then goes by the number of active rows alone."""
     settings = arms(control, bounds)
     zero = np.zeros(len(settings), np.float32)
 
     def plan(state: Adaptive, table: Table, load: Load) -> tuple[Array, Array, Array]:
+        if not can_draft(settings, table):
+            return _of(settings, jnp.int32(FREE))
         own, middle = state.own, jnp.mean(table.context)
         gives = own.tokens / jnp.maximum(own.rows, 1.0)
-        arm = best_arm(settings, gives, table, middle, rows_of(load))
+        arm = best_arm(gains(settings, gives, table, middle, rows_of(load)))
         return _of(settings, jnp.where(own.arm == FREE, arm, own.arm))
 
     def update(own: Profile, launch: dict[str, Any]) -> Profile:
@@ -60,15 +70,23 @@ def respec(control: ControlConfig, bounds: Bounds, seed: int) -> Policy:
 
 
 def oracle(control: ControlConfig, bounds: Bounds, seed: int) -> Policy:
-    """Knows control.accept, and goes by rows and context; for regret."""
-    settings = arms(control, bounds)
+    """Knows control.accept, and goes by rows and context; for regret.
+
+    Gains that were timed may be written into its state, and come before those by the tables.
+    """
+    settings, sizes = arms(control, bounds), sorted(bounds.ladders)
     check(len(control.accept) == len(settings), "control.accept", control.accept,
           f"oracle needs the tokens a row and round of each of {len(settings)} settings: "
           f"{', '.join('x'.join(map(str, s)) for s in settings)}")
-    known = np.asarray(control.accept, np.float32)
+    known = Known(tokens=np.asarray(control.accept, np.float32),
+                  gain=np.full((len(sizes), len(settings)), np.nan, np.float32))
 
     def plan(state: Adaptive, table: Table, load: Load) -> tuple[Array, Array, Array]:
-        return _of(settings, best_arm(settings, state.own, table, context_of(load), rows_of(load)))
+        if not can_draft(settings, table):
+            return _of(settings, jnp.int32(FREE))
+        timed = state.own.gain[sizes.index(load.live.shape[0])]
+        foreseen = gains(settings, state.own.tokens, table, context_of(load), rows_of(load))
+        return _of(settings, best_arm(jnp.where(jnp.isnan(timed), foreseen, timed)))
 
     return Policy(init=lambda: known, plan=plan, keep=whole)
 
@@ -97,20 +115,26 @@ def settings_of(settings: tuple[str, ...], depth: int, branch: int, nodes: int
     return list(dict.fromkeys((d, k, min(1 + d * k, nodes)) for k in (1, branch) for d in depths))
 
 
-def best_arm(settings: np.ndarray, gives: Array, table: Table, context: Array, rows: Array
-             ) -> Array:
-    """i32[] the arm with the highest predicted gain over plain decoding; FREE where none has any.
+def can_draft(settings: np.ndarray, table: Table) -> bool:
+    """Whether there is a setting, and a bucket that holds more than roots."""
+    return len(settings) > 0 and table.packed.shape[0] > 1
+
+
+def gains(settings: np.ndarray, gives: Array, table: Table, context: Array, rows: Array) -> Array:
+    """f32[arms] predicted speeds over plain decoding.
 
     Args:
       gives: f32[arms] tokens a row and round.
       rows: f32[] live rows of a shard.
     """
-    if table.packed.shape[0] == 1 or len(settings) == 0:
-        return jnp.int32(FREE)
     verify, draft = cost.at(table, context)
     bucket = cost.bucket_for(table, rows * jnp.asarray(settings[:, 2], jnp.float32))
-    seconds = verify[bucket] + draft[settings[:, 0]]
-    gain = gives * verify[0] / jnp.maximum(seconds, 1e-9)
+    return gives * verify[0] / jnp.maximum(verify[bucket] + draft[settings[:, 0]], 1e-9)
+
+
+def best_arm(gain: Array) -> Array:
+    """i32[] the arm with the highest gain f32[arms] over plain decoding; FREE where none has any.
+    """
     return jnp.where(gain.max() > 1, jnp.argmax(gain), FREE).astype(jnp.int32)
 
 

@@ -222,6 +222,17 @@ def test_the_oracle_goes_by_rows_and_context() -> None:
         controller("oracle", accept=(1.5,))
 
 
+def test_what_settings_were_timed_at_comes_before_the_oracles_tables() -> None:
+    plan, state = alone(controller("oracle").plan), priced(controller("oracle").init(), wide=3.0)
+    assert int(plan(state, load()).steps) == 0  # by the tables
+    gain = np.array(state.own.gain)
+    assert gain.shape == (len(LADDERS), len(SETTINGS)) and np.isnan(gain).all()
+    gain[sorted(LADDERS).index(8)] = 0.9, 1.1, 1.05
+    state = state.replace(own=state.own.replace(gain=gain))
+    assert int(plan(state, load(8)).steps) == SETTINGS[1][0]
+    assert int(plan(state, load(2)).steps) == 0 and int(plan(state, load(64)).steps) == 0
+
+
 def test_the_bandit_tries_all_arms_and_settles_on_the_best() -> None:
     control = controller("bandit", epsilon=0.0, window=4)
     state, speed = control.init(), [5.0, 7.0, 9.0, 6.0]

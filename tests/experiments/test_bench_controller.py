@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
@@ -85,7 +86,8 @@ def test_the_time_left_follows_what_was_done(monkeypatch: pytest.MonkeyPatch) ->
 
 def case(corruption: float, lengths: str, times: dict, choosing: dict = CHOOSING) -> dict:
     cell = Cell(4, 64, corruption, lengths)
-    return controller_stats.describe(choosing, times, {}) | {"cell": cell._asdict()}
+    return controller_stats.describe(choosing, times, {}) | {
+        "cell": cell._asdict(), "ceiling": 2.0}
 
 
 def test_cells_are_summed_up(tmp_path: Path) -> None:
@@ -96,7 +98,9 @@ def test_cells_are_summed_up(tmp_path: Path) -> None:
     assert found["budget"]["ratio"] == pytest.approx((2 * 1.2 * 1.2) ** (1 / 3))
     assert found["budget"]["worst"] in ("b", "c") and found["budget"]["cells"] == 3
     assert found["budget"]["lowest_upper_bound"] == pytest.approx(1.2)
-    assert found["budget"]["regret_to_oracle"] == pytest.approx(4.5 / 4.8 - 1)
+    assert found["budget"]["seconds_over_oracle"] == {
+        edge: pytest.approx(4.5 / 4.8) for edge in ("ratio", "low", "high")}
+    assert found["ceiling"] == pytest.approx(2.0)
     assert found["heavy_useful"]["cells"] == 1 and found["heavy_useful"]["budget"] == {
         "ratio": pytest.approx(2), "low": pytest.approx(2), "high": pytest.approx(2)}
     controller_stats.draw(cases, tmp_path / "x.png")
@@ -139,6 +143,8 @@ def test_a_cell_of_a_tiny_model() -> None:
         found = json.loads(json.dumps(controller.run_cell(shape, cell, 2, 0.0, 0.0)))
         assert found["compilations"] == 0 and all(found["equal_tokens"].values())
         assert list(found["arms"]) == ["off", "1x1x2", "2x1x3", "4x1x5", *controller.POLICIES]
+        assert found["ceiling"] > 0 and np.isfinite(
+            shape.policies["oracle"].engine.control.own.gain).all()
         assert found["arms"]["budget"]["pairs"] == 2 and found["cost_error"]["budget"] >= 0
         accept = found["accept_length"]
         assert (accept["4x1x5"] > 2.5) == (corruption == 0) and accept["off"] == 1
