@@ -29,6 +29,7 @@ from specrl_jax.structs import RolloutState
 SWEEPS = 3  # over the launches of a batch size, at least
 MOST = 5  # of them, while all so far took less than
 ENOUGH = 1.0  # seconds
+ENDLESS = 2**30  # tokens that a row may say in a measured launch; none is kept beyond T
 APART = 2  # launches between two of the reference
 
 
@@ -195,14 +196,16 @@ def _run(engine: Engine, params: Any, drafter_params: Any, state: RolloutState, 
 
 
 def _stage(engine: Engine, state: RolloutState, point: Point) -> RolloutState:
-    """Every row at the point's context, with nothing said yet, and the drafter where rounds leave
-    it that draft: it reads what each of them commits, which is part of what drafting takes."""
+    """Every row at the point's context, with nothing said yet and no end to come, and the drafter
+    where rounds leave it that draft: it reads what each of them commits, which is part of what
+    drafting takes."""
     s, layout = engine.shapes, engine.layout
     host = layout.host_state(_asked(engine), point.rows)
     slots = np.where(np.arange(point.rows) < s.sequences, np.arange(point.rows), s.sequences)
     host = host.replace(
         seq=np.tile(slots.astype(np.int32), s.shards),
-        sampling=host.sampling.replace(stop=np.full_like(layout.stop, -1)),
+        sampling=host.sampling.replace(stop=np.full_like(layout.stop, -1),
+                                       limit=np.full_like(host.sampling.limit, ENDLESS)),
         cache=host.cache.replace(length=np.full(point.rows * s.shards, point.context, np.int32)))
     read = np.full(point.rows * s.shards, point.context - point.missed, np.int32)
     host = host.replace(cache=host.cache.replace(kv=state.cache.kv),

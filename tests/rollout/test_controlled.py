@@ -114,6 +114,31 @@ def test_a_launch_finds_the_drafter_one_position_behind_or_as_many_as_it_is_to_h
     assert all(seen == {point.missed or 1} for point, seen in drafting.items())
 
 
+def test_measured_launches_make_all_their_rounds_where_answers_are_one_token(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a round would seem cheap that half of a launch never ran."""
+    task = make_task(response=1)
+    controller = choose.make(ControlConfig(policy="budget"), SPEC, ladders={
+        b: bucket_ladder(b, NODES, 64) for b in (4, 2)}, longest=task.prompt)
+    engine = make_engine(ARCH, task, drafter=replay(depth=DEPTH, nodes=NODES, vocab=24),
+                         batch=BATCH, min_batch=2, past=task.group, controller=controller)
+    engine.compile(PARAMS, knobs(0))
+    made: list[tuple[int, int]] = []
+
+    def spying(*args: Any, rounds: int, **asked: Any) -> Any:
+        before = int(args[3].counters.rounds[0])
+        out = Engine.launch(engine, *args, rounds=rounds, **asked)
+        made.append((rounds, int(out[0].counters.rounds[0]) - before))
+        return out
+
+    monkeypatch.setattr(engine, "launch", spying)
+    monkeypatch.setattr(probe, "SWEEPS", 1)
+    monkeypatch.setattr(probe, "ENOUGH", 0)
+    probe.measure(engine, PARAMS, knobs(0))
+    assert {asked for asked, _ in made} == {1, cost.ROUNDS}
+    assert all(asked == ran for asked, ran in made)
+
+
 @pytest.mark.parametrize("asked, rounds", [(5, 5), (32, 8)])
 def test_plain_rounds_are_timed_in_launches_as_long_as_a_rollouts(
         monkeypatch: pytest.MonkeyPatch, asked: int, rounds: int) -> None:
