@@ -26,9 +26,9 @@ from specrl_jax.rollout.layout import Request
 from specrl_jax.rollout.round import bucket_ladder
 from specrl_jax.structs import RolloutState
 
-SWEEPS = 3  # over the launches of a batch size, at least
+SWEEPS = 2  # over the launches of a batch size, at least
 MOST = 5  # of them, while all so far took less than
-ENOUGH = 1.0  # seconds
+ENOUGH = 5.0  # seconds
 ENDLESS = 2**30  # tokens that a row may say in a measured launch; none is kept beyond T
 APART = 2  # launches between two of the reference
 

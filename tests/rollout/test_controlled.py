@@ -59,9 +59,9 @@ def controlled(policy: str, file: Path, mesh: Any = None, **options: Any) -> Eng
 def test_launches_are_swept_beside_a_reference_as_often_as_process_0_does(
         monkeypatch: pytest.MonkeyPatch) -> None:
     """Launches gather from all processes: one that ran another would wait for the others."""
-    sweep = [0.01, 0.02, 0.03, 0.01, 0.05, 0.01]  # the reference, two, again, another, again
+    sweep = [0.05, 0.1, 0.15, 0.05, 0.25, 0.05]  # the reference, two, again, another, again
     busy = [3 * s for s in sweep]
-    told = [*sweep, *busy, *sweep, *busy]  # 1.04 s: the fourth sweep passes ENOUGH, and is the last
+    told = [*sweep, *busy, *sweep, *busy]  # 5.2 s: the fourth sweep passes ENOUGH, and is the last
     runs, seconds = [], iter([*told, 9.0])
     engine = SimpleNamespace(shapes=SimpleNamespace(shards=1), launch=lambda rows, *_, **options: (
         runs.append(rows), None, None))
@@ -73,7 +73,7 @@ def test_launches_are_swept_beside_a_reference_as_often_as_process_0_does(
     found = probe._timed(engine, PARAMS, (), None, dict.fromkeys(points, ()))[1]
     assert runs == [4, 3, 2, 4, 1, 4] * 4 and list(seconds) == [9.0]
     assert list(found.values()) == pytest.approx(  # at the median pace, between the two
-        [0.01 * 3**0.5 * ratio for ratio in (1, 2, 3, 5)])
+        [0.05 * 3**0.5 * ratio for ratio in (1, 2, 3, 5)])
 
 
 def test_a_launch_finds_the_drafter_one_position_behind_or_as_many_as_it_is_to_have_missed(
