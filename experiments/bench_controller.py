@@ -1,6 +1,6 @@
 """Adaptive policies against off and every fixed setting: load x context x drafter x lengths.
 
-    python experiments/bench_controller.py                      # --preset=small, within 90 minutes
+    python experiments/bench_controller.py                      # --preset=small, an hour
     python experiments/bench_controller.py --preset=small --cells=4x64-0-uniform,4x64-1-heavy
     python experiments/bench_controller.py --preset=smollm2 --config=smollm2 --seconds=900 \\
         --config.spec.drafter=eagle --config.draft.path=runs/drafter/drafter \\
@@ -12,7 +12,8 @@ end at limits; `smollm2` drafts with config.spec.drafter on real prompts. Arms a
 in this process, without prefill, which is the same for all. The best fixed setting of a cell, off
 included, is chosen on runs of its own, timed with all arms, and then by turns with budget alone,
 until that ratio is known. The runs that choose teach oracle what each setting gives and takes. The
-ceiling, by the tables, is what knowing each round's accepted drafts would give; no policy can.
+ceiling is what the best chain for each round would give if it were known before how many of its
+drafts are accepted, by what rounds took in those runs; no policy can know.
 The cell 64x64-own-stop is a whole rollout: its rows end where the actor ends them, and the picture
 shows its active rows, verified tokens and tokens/s over time. On a CPU, 64 rows take six engines of
 17,000 memory maps, more than Linux allows at first: `sysctl -w vm.max_map_count=262144`. Each cell

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -24,6 +24,7 @@ from specrl_jax.sampler import Sampler
 
 from . import hindsight
 from .controller_stats import best_fixed, describe, half_width
+from .hindsight import Pace
 from .timing import alternate
 from .workload import heavy_limits
 
@@ -225,8 +226,11 @@ def run_cell(shape: Shape, cell: Cell, repeats: int, precise: float, seconds: fl
     settings = [_name(setting) for setting in shape.settings]
     chosen_by = alternate({name: arms[name] for name in ("off", *settings)}, repeats)
     choosing = _times(chosen_by)
+    paced = {name: hindsight.paces(run.result for run in of) for name, of in chosen_by.items()}
     if "oracle" in shape.policies:
-        _teach(shape.policies["oracle"].engine, chosen_by, settings)
+        engine = shape.policies["oracle"].engine
+        _teach(engine, {name: chosen_by[name][-1].accept_length for name in settings},
+               hindsight.gains(paced, settings, sorted(engine.shapes.batches)))
     for policy in shape.policies:
         for _ in range(WARM_UPS - 1):
             arms[policy]()
@@ -238,10 +242,9 @@ def run_cell(shape: Shape, cell: Cell, repeats: int, precise: float, seconds: fl
             or half_width(choosing, _times(runs), _times(duel)) > precise):
         for name, new in alternate({name: arms[name] for name in duel}, repeats).items():
             duel[name] += new
-    found = describe(choosing, _times(runs), _times(duel))
-    return found | {
-        "cell": cell._asdict(), "ceiling": found["arms"]["off"]["ratio"] * _ceiling(shape, runs),
-        "tokens": int(plain.result.sequences.length.sum()),
+    return describe(choosing, _times(runs), _times(duel),
+                    _ceiling(shape, chosen_by, paced)) | {
+        "cell": cell._asdict(), "tokens": int(plain.result.sequences.length.sum()),
         "compilations": sum(run.compilations for of in (*runs.values(), *duel.values())
                             for run in of),
         "equal_tokens": {name: _equal(of[-1].result, plain.result) for name, of in runs.items()},
@@ -252,21 +255,29 @@ def run_cell(shape: Shape, cell: Cell, repeats: int, precise: float, seconds: fl
         "cost_error": {name: s.price.error for name, s in shape.policies.items() if s.price}}
 
 
-def _teach(oracle: Engine, runs: dict[str, list[Run]], settings: Sequence[str]) -> None:
-    """What the settings really gave and took."""
-    tokens = np.asarray([runs[name][-1].accept_length for name in settings], np.float32)
-    gain = hindsight.gains({name: [run.result for run in of] for name, of in runs.items()},
-                           settings, sorted(oracle.shapes.batches))
-    oracle.control = oracle.control.replace(
-        own=oracle.control.own.replace(tokens=tokens, gain=gain))
+def _teach(oracle: Engine, tokens: Mapping[str, float], gain: np.ndarray) -> None:
+    """What the settings really gave and took, in the order of the engine's settings."""
+    oracle.control = oracle.control.replace(own=oracle.control.own.replace(
+        tokens=np.asarray(list(tokens.values()), np.float32), gain=gain))
 
 
-def _ceiling(shape: Shape, runs: dict[str, list[Run]]) -> float:
-    """Speed over plain decoding (`hindsight.ceiling`)."""
-    chain = max(setting for setting in shape.settings if setting[1] == 1)
-    result, engine = runs[_name(chain)][-1].result, shape.policies["budget"].engine
-    context = np.mean([len(p) for p in shape.prompts]) + result.sequences.length.mean() / 2
-    return hindsight.ceiling(result, chain[0], engine.control.tables, context)
+def _ceiling(shape: Shape, runs: dict[str, list[Run]], paced: dict[str, dict[int, Pace]]
+             ) -> float | None:
+    """Speed over plain decoding with foresight, of chains; None where no setting is a chain."""
+    chains = {setting[0]: _name(setting) for setting in shape.settings if setting[1] == 1}
+    if not chains:
+        return None
+    shards, most = shape.fixed.engine.shapes.shards, shape.fixed.engine.machine.most
+    costs: dict[int, dict[int, float]] = {}
+    for depth, name in ({0: "off"} | chains).items():
+        for size, (_, seconds) in paced[name].items():
+            costs.setdefault(size * shards, {})[depth] = seconds
+    good = hindsight.acceptable(
+        {depth: runs[name][-1].result for depth, name in chains.items()}, most * shards)
+    length = np.asarray(runs["off"][-1].result.sequences.length)
+    plain, best = (hindsight.seconds_with_foresight(good, length, most * shards, of) for of in (
+        {size: {0: depths[0]} for size, depths in costs.items() if 0 in depths}, costs))
+    return plain / best
 
 
 def _arms(shape: Shape, limits: np.ndarray, past: np.ndarray | None

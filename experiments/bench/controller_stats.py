@@ -1,4 +1,4 @@
-"""What timed arms say: the best fixed setting without its luck, ratios, regret, and a picture."""
+"""What timed arms say: the best fixed setting without its luck, ratios, and a picture."""
 
 import math
 import statistics
@@ -48,13 +48,15 @@ def half_width(choosing: Times, times: Times, duel: Times) -> float:
     return (arm["high"] - arm["low"]) / 2
 
 
-def describe(choosing: Times, times: Times, duel: Times) -> dict[str, Any]:
+def describe(choosing: Times, times: Times, duel: Times, ceiling: float | None = None
+             ) -> dict[str, Any]:
     """The best fixed setting, and the speed of every arm over it with its interval.
 
     Args:
       choosing: seconds of the fixed arms, by which the best is chosen.
       times: of all arms, run by turns, at least two runs of each.
       duel: of budget and the best fixed setting alone, run by turns.
+      ceiling: speed over off in the runs that choose, of one who foresees what is accepted.
     """
     best, arms = best_fixed(choosing), {}
     for name in times:
@@ -64,7 +66,9 @@ def describe(choosing: Times, times: Times, duel: Times) -> dict[str, Any]:
             "log_mean": mean, "log_error": error, "median_seconds": statistics.median(times[name])}
         arms[name] = {key: float(f"{x:.8g}") for key, x in arm.items()} | {"pairs": len(mine)}
     return {"best_fixed": best, "arms": arms, "choosing": _rounded(choosing),
-            "seconds": _rounded(times), "duel": _rounded(duel)}
+            "seconds": _rounded(times), "duel": _rounded(duel)} | ({} if ceiling is None else {
+                "ceiling": ceiling * statistics.median(choosing[best])
+                / statistics.median(choosing["off"])})
 
 
 def _rounded(times: Times) -> dict[str, list[float]]:
@@ -72,7 +76,8 @@ def _rounded(times: Times) -> dict[str, list[float]]:
 
 
 def summarize(cells: Mapping[str, Any]) -> dict[str, Any]:
-    """Geometric means over all cells, worst cells, regret, and one fixed setting for heavy ones."""
+    """Geometric means over all cells, worst cells, seconds over oracle's, and one fixed setting for
+    heavy ones."""
     found: dict[str, Any] = {}
     for name in POLICIES:
         of = {key: cell["arms"][name] for key, cell in cells.items() if name in cell["arms"]}
@@ -86,9 +91,9 @@ def summarize(cells: Mapping[str, Any]) -> dict[str, Any]:
             "widest_half_interval": max((a["high"] - a["low"]) / 2 for a in of.values())}
         if name != "oracle" and all("oracle" in cell["arms"] for cell in cells.values()):
             found[name]["seconds_over_oracle"] = _over(list(cells.values()), "oracle", name)
-    known = [cell["ceiling"] for cell in cells.values() if "ceiling" in cell]
-    return found | {"heavy_useful": heavy_useful(cells)} | (
-        {"ceiling": statistics.geometric_mean(known)} if known else {})
+    if all("ceiling" in cell for cell in cells.values()):
+        found["ceiling"] = statistics.geometric_mean(c["ceiling"] for c in cells.values())
+    return found | {"heavy_useful": heavy_useful(cells)}
 
 
 def _over(cells: Sequence[Any], name: str, other: str) -> dict[str, float]:

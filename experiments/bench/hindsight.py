@@ -4,27 +4,15 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from specrl_jax.control import cost
-from specrl_jax.control.cost import Table
 from specrl_jax.rollout.engine import Result
 
 COUNTS = ("committed", "row_rounds", "rounds")
+Pace = tuple[float, float]
+"""Tokens of a row in a round, and seconds of the round, on average."""
 
 
-def gains(results: Mapping[str, Sequence[Result]], settings: Sequence[str], sizes: Sequence[int]
-          ) -> np.ndarray:
-    """f32[sizes, settings] speed over `off` in launches of each batch size; NaN where none was.
-
-    Speed is tokens a row and round over seconds a round: settings end rows at other times, so that
-    batches of one size hold more live rows with one than with another.
-    """
-    speeds = {name: _speeds(of) for name, of in results.items()}
-    return np.asarray([[speeds[name].get(size, np.nan) / speeds["off"].get(size, np.nan)
-                        for name in settings] for size in sizes], np.float32)
-
-
-def _speeds(results: Iterable[Result]) -> dict[int, float]:
-    """By batch size."""
+def paces(results: Iterable[Result]) -> dict[int, Pace]:
+    """Of launches, by their batch size."""
     sums: dict[int, np.ndarray] = {}
     for result in results:
         before = np.zeros(len(COUNTS))
@@ -33,58 +21,67 @@ def _speeds(results: Iterable[Result]) -> dict[int, float]:
             new = np.asarray([*(now - before), launch["seconds"]])
             sums[launch["batch"]] = sums.get(launch["batch"], 0) + new
             before = now
-    return {size: tokens / rows / (seconds / rounds)
+    return {size: (tokens / rows, seconds / rounds)
             for size, (tokens, rows, rounds, seconds) in sums.items()}
 
 
-def ceiling(chain: Result, depth: int, tables: Mapping[str, Table], context: float) -> float:
-    """Speed over plain decoding, by the tables, of one who knows before each round what of its
-    drafts would be accepted, verifies no other node, and takes the depth and bucket that give most
-    tokens per second of that round.
+def gains(paced: Mapping[str, Mapping[int, Pace]], settings: Sequence[str], sizes: Sequence[int]
+          ) -> np.ndarray:
+    """f32[sizes, settings] speed over `off` in launches of each batch size; NaN where one had none.
 
-    No policy can know that: this is no bound that one is judged by. A draft of which the record
-    tells nothing counts as accepted.
+    Speed is tokens a row and round over seconds a round: settings end rows at other times, so that
+    batches of one size hold more live rows with one than with another.
+    """
+    def speed(name: str, size: int) -> float:
+        tokens, seconds = paced[name].get(size, (np.nan, np.nan))
+        return tokens / seconds
+
+    return np.asarray([[speed(name, size) / speed("off", size) for name in settings]
+                       for size in sizes], np.float32)
+
+
+def acceptable(chains: Mapping[int, Result], most: int) -> np.ndarray:
+    """bool[Q, T] tokens that no rollout shows to be refused as a draft.
 
     Args:
-      chain: a rollout that always drafted chains of `depth`.
-      context: at which the tables are read.
+      chains: rollouts with the same tokens, by the depth to which each always drafted a chain;
+        all rows begin in their first round.
+      most: tokens that a round can verify. Where it had no room for all drafts, what it refused
+        may not have been drafted.
     """
-    good, length = _acceptable(chain, depth), np.asarray(chain.sequences.length)
-    priced = {int(size): (np.asarray(table.packed), *map(np.asarray, cost.at(table, context)))
-              for size, table in tables.items()}
-    return _simulate(good, length, 0, priced) / _simulate(good, length, depth, priced)
-
-
-def _acceptable(chain: Result, depth: int) -> np.ndarray:
-    """bool[Q, T] tokens that were accepted, or that no draft was made for."""
-    commits = np.asarray(chain.sequences.commits)
-    good = np.ones_like(commits, bool)
-    for row, rounds in enumerate(commits):
-        ends = np.cumsum(rounds[rounds > 0])
-        refused = ends[rounds[rounds > 0] <= depth] - 1
-        good[row, refused] = False
+    good = np.ones_like(np.asarray(next(iter(chains.values())).sequences.commits), bool)
+    for depth, result in chains.items():
+        commits = np.asarray(result.sequences.commits)
+        fits = (commits > 0).sum(0) * (1 + depth) <= most
+        rows, rounds = np.nonzero((commits > 0) & (commits <= depth) & fits)
+        good[rows, np.cumsum(commits, 1)[rows, rounds] - 1] = False
     return good
 
 
-def _simulate(good: np.ndarray, length: np.ndarray, depth: int,
-              priced: Mapping[int, tuple[np.ndarray, np.ndarray, np.ndarray]]) -> float:
-    """Seconds until all rows have said `length` i32[Q] tokens, at depths up to `depth`."""
-    at, seconds = np.zeros_like(length), 0.0
-    rows, steps = np.arange(len(length)), np.arange(depth)
+def seconds_with_foresight(good: np.ndarray, length: np.ndarray, most: int,
+                           costs: Mapping[int, Mapping[int, float]]) -> float:
+    """Seconds until every row has said its tokens, if each round takes the depth that gives most
+    tokens per second, and it is known before how many drafts of each row will be accepted.
+
+    Args:
+      good: bool[Q, T] tokens that are accepted as drafts.
+      length: i32[Q] tokens to say.
+      most: tokens that a round can verify.
+      costs: seconds of a round by batch size and depth; 0 is a round without drafts.
+    """
+    at, seconds, rows = np.zeros_like(length), 0.0, np.arange(len(length))
     while (live := rows[at < length]).size:
-        packed, verify, draft = priced[min(size for size in priced if size >= live.size)]
-        ahead = at[live, None] + steps
+        depths = costs[min(size for size in costs if size >= live.size)]
+        ahead = at[live, None] + np.arange(max(depths))
         room = ahead < length[live, None] - 1  # a round's last token needs no draft
         run = np.cumprod(good[live[:, None], np.minimum(ahead, good.shape[1] - 1)] & room, 1)
-        best, most, kept = np.inf, 0, np.zeros(live.size, int)
-        for d in range(depth + 1):
-            drafted = run[:, :d].sum(1)
-            for width, takes in zip(packed, verify, strict=True):
-                fits = np.minimum(drafted, np.maximum(width - live.size - (
-                    np.cumsum(drafted) - drafted), 0)).astype(int)
-                tokens, took = live.size + int(fits.sum()), takes + draft[d]
-                if width >= live.size and took * most < best * tokens:
-                    best, most, kept = took, tokens, fits
-        at[live] += 1 + kept
-        seconds += float(best)
+        best, given = np.inf, run.sum(1)
+        for depth, takes in depths.items():
+            drafted = run[:, :depth].sum(1)
+            left = np.maximum(most - live.size - (np.cumsum(drafted) - drafted), 0)
+            tokens = 1 + np.minimum(drafted, left)
+            if takes / tokens.sum() < best:
+                best, given, took = takes / tokens.sum(), tokens, takes
+        at[live] += given
+        seconds += took
     return seconds

@@ -19,7 +19,7 @@ from specrl_jax.structs import Array
 
 CONTEXTS = 3  # lengths of context that are measured
 SHORTEST = 32  # context
-ROUNDS = 3  # of a measured launch
+ROUNDS = 2  # of a measured launch
 UNSEEN = 0.002  # of a plain round: the least that a draft step takes, whatever was measured
 
 
@@ -133,8 +133,8 @@ def steady(runs: Sequence[Run], reference: Point) -> dict[Point, float]:
     """Seconds of every launch that was run, from its ratios to the reference's runs around it.
 
     A machine that others use too is slower for half a second at a time. Launches side by side meet
-    the same pace, so their ratio varies less than either, and what is chosen depends on ratios
-    alone.
+    the same pace, so their ratio varies less than either, and choices in a batch size depend on
+    ratios alone.
     """
     known = [run for run in runs if run.point == reference]
     times, paces = [run.when for run in known], np.log([run.seconds for run in known])

@@ -133,8 +133,7 @@ def gains(settings: np.ndarray, gives: Array, table: Table, context: Array, rows
 
 
 def best_arm(gain: Array) -> Array:
-    """i32[] the arm with the highest gain f32[arms] over plain decoding; FREE where none has any.
-    """
+    """i32[] the arm with the highest gain, f32[arms]; FREE where none is above 1."""
     return jnp.where(gain.max() > 1, jnp.argmax(gain), FREE).astype(jnp.int32)
 
 

@@ -26,7 +26,7 @@ from specrl_jax.rollout.layout import Request
 from specrl_jax.rollout.round import bucket_ladder
 from specrl_jax.structs import RolloutState
 
-SWEEPS = 2  # over the launches of a batch size, at least
+SWEEPS = 3  # over the launches of a batch size, at least: two would have no median
 MOST = 5  # of them, while all so far took less than
 ENOUGH = 5.0  # seconds
 ENDLESS = 2**30  # tokens that a row may say in a measured launch; none is kept beyond T
@@ -169,8 +169,8 @@ def _timed(engine: Engine, params: Any, drafter_params: Any, state: RolloutState
     """Seconds of launches, each under its control, in sweeps over all. The first of them is the
     reference, which is run between the others (`cost.steady`)."""
     reference, *others = controls
-    order = [p for i in range(0, max(len(others), 1), APART)
-             for p in (reference, *others[i:i + APART])] + [reference] * bool(others)
+    order = [reference, *(p for i in range(0, len(others), APART)
+                          for p in (*others[i:i + APART], reference))]
     runs: list[Run] = []
     for sweep in range(MOST):
         if sweep >= SWEEPS and sum(run.seconds for run in runs) >= ENOUGH:

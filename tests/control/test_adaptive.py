@@ -207,6 +207,7 @@ def test_respec_profiles_each_setting_once_and_takes_the_best_for_its_rows() -> 
 
 def test_a_launch_that_could_not_draft_is_no_profile() -> None:
     control = controller("respec")
+    assert int(alone(control.plan)(control.init(), load(64)).steps) == 0  # one bucket, of roots
     state = control.update(control.init(), launch(1.0, tokens=9.0, drafting=0.0, live=8.0,
                                                   launch_rounds=10.0))
     assert int(state.own.arm) == 0

@@ -4,6 +4,8 @@ import dataclasses
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import numpy as np
@@ -12,7 +14,16 @@ from matplotlib.figure import Figure
 
 from experiments.bench import controller, controller_stats, timing
 from experiments.bench.controller import Cell, Shape
-from specrl_jax.config import Config, ConfigError, ModelSource, RolloutConfig
+from specrl_jax.config import (
+    Config,
+    ConfigError,
+    ControlConfig,
+    ModelSource,
+    RolloutConfig,
+    SpecOptions,
+)
+from specrl_jax.control import choose
+from specrl_jax.control.cost import Bucket
 from specrl_jax.host import memory
 from specrl_jax.host.compilation import CompilationCounter
 from specrl_jax.model.tiny import TINY, byte_tokenizer, random_tensors
@@ -64,6 +75,28 @@ def test_one_setting_for_all_heavy_cells_is_judged_run_by_run() -> None:
     assert found["budget"]["low"] == pytest.approx(math.exp(sum(logs) / 2 - half), rel=1e-4)
 
 
+def test_seconds_over_the_oracles_are_of_all_cells_run_by_run() -> None:
+    one = {"off": [4.0] * 2, "1x1x2": [3.0] * 2, "budget": [1.0, 2.0], "oracle": [1.0, 1.0]}
+    other = {"off": [4.0] * 2, "1x1x2": [3.0] * 2, "budget": [2.0, 2.0], "oracle": [2.0, 1.0]}
+    found = controller_stats.summarize({"a": case(0.0, "heavy", one), "b": case(
+        1.0, "uniform", other)})["budget"]["seconds_over_oracle"]
+    logs = [math.log(3 / 3), math.log(4 / 2)]
+    assert found["ratio"] == pytest.approx(math.exp(sum(logs) / 2))
+    half = 12.7062 * (logs[1] - logs[0]) / 2
+    assert found["high"] == pytest.approx(math.exp(sum(logs) / 2 + half), rel=1e-4)
+
+
+def test_the_oracle_is_taught_in_the_order_of_its_settings() -> None:
+    engine: Any = SimpleNamespace(control=choose.make(
+        ControlConfig(policy="oracle", accept=(1.0, 1.0, 1.0)),
+        SpecOptions(max_steps=4, max_branch=1, max_nodes=5),
+        ladders={4: (Bucket(4, 1), Bucket(8, 5)), 2: (Bucket(2, 1), Bucket(8, 5))}).init())
+    gain = np.arange(6, dtype=np.float32).reshape(2, 3)
+    controller._teach(engine, {"1x1x2": 1.5, "2x1x3": 2.0, "4x1x5": 2.5}, gain)
+    assert engine.control.own.tokens.tolist() == [1.5, 2.0, 2.5]
+    assert engine.control.own.gain is gain
+
+
 def test_a_rollout_until_stop_tokens_is_what_the_picture_shows() -> None:
     told = {"time/launches": [{"seconds": 1.0}],
             "control/launches": [{"live": 8, "width": 8, "tokens": 8}]}
@@ -86,8 +119,7 @@ def test_the_time_left_follows_what_was_done(monkeypatch: pytest.MonkeyPatch) ->
 
 def case(corruption: float, lengths: str, times: dict, choosing: dict = CHOOSING) -> dict:
     cell = Cell(4, 64, corruption, lengths)
-    return controller_stats.describe(choosing, times, {}) | {
-        "cell": cell._asdict(), "ceiling": 2.0}
+    return controller_stats.describe(choosing, times, {}, 2.0) | {"cell": cell._asdict()}
 
 
 def test_cells_are_summed_up(tmp_path: Path) -> None:
@@ -100,7 +132,7 @@ def test_cells_are_summed_up(tmp_path: Path) -> None:
     assert found["budget"]["lowest_upper_bound"] == pytest.approx(1.2)
     assert found["budget"]["seconds_over_oracle"] == {
         edge: pytest.approx(4.5 / 4.8) for edge in ("ratio", "low", "high")}
-    assert found["ceiling"] == pytest.approx(2.0)
+    assert found["ceiling"] == pytest.approx(2.0 * 1.9 / 2.0)  # over 1x1x2, as it was chosen
     assert found["heavy_useful"]["cells"] == 1 and found["heavy_useful"]["budget"] == {
         "ratio": pytest.approx(2), "low": pytest.approx(2), "high": pytest.approx(2)}
     controller_stats.draw(cases, tmp_path / "x.png")
@@ -143,7 +175,7 @@ def test_a_cell_of_a_tiny_model() -> None:
         found = json.loads(json.dumps(controller.run_cell(shape, cell, 2, 0.0, 0.0)))
         assert found["compilations"] == 0 and all(found["equal_tokens"].values())
         assert list(found["arms"]) == ["off", "1x1x2", "2x1x3", "4x1x5", *controller.POLICIES]
-        assert found["ceiling"] > 0 and np.isfinite(
+        assert found["ceiling"] > 0.5 and np.isfinite(
             shape.policies["oracle"].engine.control.own.gain).all()
         assert found["arms"]["budget"]["pairs"] == 2 and found["cost_error"]["budget"] >= 0
         accept = found["accept_length"]

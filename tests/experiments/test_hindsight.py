@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 
 from experiments.bench import hindsight
-from specrl_jax.control.cost import Table
 
 
-def result(*launches: tuple[int, int, int, int, float]) -> Any:
+def timed(*launches: tuple[int, int, int, int, float]) -> Any:
     """Of launches with batch, tokens, rows times rounds, rounds, seconds."""
     trace, total = [], np.zeros(3, int)
     for batch, *counts, seconds in launches:
@@ -20,38 +19,53 @@ def result(*launches: tuple[int, int, int, int, float]) -> Any:
     return SimpleNamespace(trace=trace)
 
 
+def said(*commits: list[int]) -> Any:
+    """Of tokens in each round of each row."""
+    return SimpleNamespace(sequences=SimpleNamespace(commits=np.asarray(commits)))
+
+
 def test_gains_are_of_each_batch_size() -> None:
-    off = [result((4, 8, 8, 2, 1.0), (2, 6, 6, 3, 1.5)), result((4, 8, 8, 2, 3.0))]
-    fast = [result((4, 12, 6, 2, 2.0))]  # two tokens a row and round, as off's rounds take 1 s
+    off = hindsight.paces([timed((4, 8, 8, 2, 1.0), (2, 6, 6, 3, 1.5)), timed((4, 8, 8, 2, 3.0))])
+    fast = hindsight.paces([timed((4, 12, 6, 2, 2.0))])  # two tokens a row; off's rounds take 1 s
+    assert fast == {4: (2.0, 1.0)} and off == {4: (1.0, 1.0), 2: (1.0, 0.5)}
     found = hindsight.gains({"off": off, "1x1x2": fast}, ["1x1x2"], [2, 4])
     assert np.isnan(found[0, 0]) and found[1, 0] == pytest.approx(2.0)
 
 
-def table(rows: int, wide: float, two_steps: float = 0.2) -> Table:
-    return Table(packed=np.asarray([rows, 2 * rows], np.float32),
-                 nodes=np.asarray([1, 2], np.float32), context=np.asarray([8.0], np.float32),
-                 verify=np.asarray([[1.0], [1 + wide]], np.float32),
-                 draft=np.asarray([[0.0], [0.1], [two_steps]], np.float32), catch_up=np.float32(0),
-                 launch=np.float32(0))
+def test_what_any_rollout_refused_is_not_acceptable() -> None:
+    """Chains of two got three tokens, two and one; of the last one nothing is known besides."""
+    good = hindsight.acceptable({2: said([3, 2, 1, 0, 0, 0], [1, 1, 1, 0, 0, 0])}, most=6)
+    assert good.tolist() == [[True] * 4 + [False] * 2, [False] * 3 + [True] * 3]
+    # A chain of one was refused the third token, which chains of two had no draft for.
+    both = hindsight.acceptable({2: said([3, 3, 0, 0, 0, 0]), 1: said([2, 1, 2, 1, 0, 0])}, most=6)
+    assert both.tolist() == [[True, True, False, True, True, False]]
 
 
-@pytest.mark.parametrize("wide, seconds", [
-    (0.0, 1.2 + 1.1 + 1),  # two drafts for the first row, then one, then none
-    (9.0, 3 + 1.1 + 1)])  # both rows fill the narrow bucket; the first, alone, has room for a draft
-def test_the_ceiling_verifies_what_will_be_accepted(wide: float, seconds: float) -> None:
+def test_a_draft_that_had_no_room_was_not_refused() -> None:
+    """Two rows want six tokens of the first round; in the second one row is left."""
+    good = hindsight.acceptable({2: said([1, 1], [1, 0])}, most=5)
+    assert good.tolist() == [[True, False], [True, True]]
+
+
+@pytest.mark.parametrize("most, seconds", [
+    (4, 1.2 + 1.1 + 1),  # two drafts for the first row, then one, then none
+    (2, 3 + 1.1 + 1)])  # no room beside two rows; the first, alone, has room for a draft
+def test_foresight_takes_the_depth_that_gives_most(most: int, seconds: float) -> None:
     """Of six tokens of the first row drafts may give the first four; of the second's three none."""
-    commits = np.asarray([[3, 2, 1, 0, 0, 0], [1, 1, 1, 0, 0, 0]])
-    chain: Any = SimpleNamespace(sequences=SimpleNamespace(
-        commits=commits, length=np.asarray([6, 3])))
-    assert hindsight._acceptable(chain, 2).tolist() == [
-        [True, True, True, True, False, False], [False, False, False, True, True, True]]
-    tables = {"2": table(2, wide)}
-    assert hindsight.ceiling(chain, 2, tables, 8.0) == pytest.approx(6 / seconds)
+    good = np.asarray([[True] * 4 + [False] * 2, [False] * 6])
+    found = hindsight.seconds_with_foresight(
+        good, np.asarray([6, 3]), most, {2: {0: 1.0, 1: 1.1, 2: 1.2}})
+    assert found == pytest.approx(seconds)
 
 
-def test_the_ceiling_drafts_nothing_for_a_rows_last_token() -> None:
-    commits = np.asarray([[3, 0, 0]])
-    chain: Any = SimpleNamespace(sequences=SimpleNamespace(
-        commits=commits, length=np.asarray([3])))
-    found = hindsight.ceiling(chain, 2, {"1": table(1, 0.0, two_steps=5.0)}, 8.0)
-    assert found == pytest.approx(3 / (1.1 + 1))
+def test_the_smallest_batch_that_holds_all_rows_is_paid_for() -> None:
+    good = np.zeros((2, 3), bool)
+    found = hindsight.seconds_with_foresight(
+        good, np.asarray([3, 1]), 4, {1: {0: 0.5}, 4: {0: 2.0, 1: 3.0}})
+    assert found == pytest.approx(2.0 + 2 * 0.5)
+
+
+def test_a_rows_last_token_needs_no_draft() -> None:
+    found = hindsight.seconds_with_foresight(
+        np.ones((1, 3), bool), np.asarray([3]), 4, {1: {0: 1.0, 1: 1.1, 2: 9.0}})
+    assert found == pytest.approx(1.1 + 1)
