@@ -66,7 +66,7 @@ def seconds_with_foresight(good: np.ndarray, length: np.ndarray, most: int,
     Args:
       good: bool[Q, T] tokens that are accepted as drafts.
       length: i32[Q] tokens to say.
-      most: tokens that a round can verify.
+      most: tokens that a round can verify; first steps come first, and rows that have most to say.
       costs: seconds of a round by batch size and depth; 0 is a round without drafts.
     """
     at, seconds, rows = np.zeros_like(length), 0.0, np.arange(len(length))
@@ -75,11 +75,13 @@ def seconds_with_foresight(good: np.ndarray, length: np.ndarray, most: int,
         ahead = at[live, None] + np.arange(max(depths))
         room = ahead < length[live, None] - 1  # a round's last token needs no draft
         run = np.cumprod(good[live[:, None], np.minimum(ahead, good.shape[1] - 1)] & room, 1)
-        best, given = np.inf, run.sum(1)
+        best = np.inf
+        longest_first = np.argsort(at[live] - length[live], kind="stable")
         for depth, takes in depths.items():
-            drafted = run[:, :depth].sum(1)
-            left = np.maximum(most - live.size - (np.cumsum(drafted) - drafted), 0)
-            tokens = 1 + np.minimum(drafted, left)
+            drafts = run[longest_first, :depth].T  # one step of all rows before the next
+            kept = drafts * (np.cumsum(drafts) <= most - live.size).reshape(drafts.shape)
+            tokens = np.ones(live.size, int)
+            tokens[longest_first] += kept.sum(0)
             if takes / tokens.sum() < best:
                 best, given, took = takes / tokens.sum(), tokens, takes
         at[live] += given

@@ -58,6 +58,13 @@ def test_foresight_takes_the_depth_that_gives_most(most: int, seconds: float) ->
     assert found == pytest.approx(seconds)
 
 
+def test_rows_share_what_a_round_can_verify() -> None:
+    """Three rounds of two tokens each; three for one row at a time would take four."""
+    found = hindsight.seconds_with_foresight(
+        np.ones((2, 6), bool), np.asarray([6, 6]), 4, {2: {2: 1.0}})
+    assert found == pytest.approx(3.0)
+
+
 def test_the_smallest_batch_that_holds_all_rows_is_paid_for() -> None:
     good = np.zeros((2, 3), bool)
     found = hindsight.seconds_with_foresight(
