@@ -228,9 +228,8 @@ def run_cell(shape: Shape, cell: Cell, repeats: int, precise: float, seconds: fl
     choosing = _times(chosen_by)
     paced = {name: hindsight.paces(run.result for run in of) for name, of in chosen_by.items()}
     if "oracle" in shape.policies:
-        engine = shape.policies["oracle"].engine
-        _teach(engine, {name: chosen_by[name][-1].accept_length for name in settings},
-               hindsight.gains(paced, settings, sorted(engine.shapes.batches)))
+        _teach(shape.policies["oracle"].engine, settings,
+               {name: of[-1].accept_length for name, of in chosen_by.items()}, paced)
     for policy in shape.policies:
         for _ in range(WARM_UPS - 1):
             arms[policy]()
@@ -255,10 +254,12 @@ def run_cell(shape: Shape, cell: Cell, repeats: int, precise: float, seconds: fl
         "cost_error": {name: s.price.error for name, s in shape.policies.items() if s.price}}
 
 
-def _teach(oracle: Engine, tokens: Mapping[str, float], gain: np.ndarray) -> None:
-    """What the settings really gave and took, in the order of the engine's settings."""
+def _teach(oracle: Engine, settings: Sequence[str], accepted: Mapping[str, float],
+           paced: Mapping[str, Mapping[int, Pace]]) -> None:
+    """What the settings really gave and took, in the engine's order of settings and batch sizes."""
     oracle.control = oracle.control.replace(own=oracle.control.own.replace(
-        tokens=np.asarray(list(tokens.values()), np.float32), gain=gain))
+        tokens=np.asarray([accepted[name] for name in settings], np.float32),
+        gain=hindsight.gains(paced, settings, sorted(oracle.shapes.batches))))
 
 
 def _ceiling(shape: Shape, runs: dict[str, list[Run]], paced: dict[str, dict[int, Pace]]

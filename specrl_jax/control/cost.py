@@ -62,7 +62,7 @@ class Run(NamedTuple):
     """A launch that was timed."""
 
     point: Point
-    when: float  # it began, in seconds
+    when: float  # it began, in seconds of this process's clock
     seconds: float
 
 

@@ -86,15 +86,18 @@ def test_seconds_over_the_oracles_are_of_all_cells_run_by_run() -> None:
     assert found["high"] == pytest.approx(math.exp(sum(logs) / 2 + half), rel=1e-4)
 
 
-def test_the_oracle_is_taught_in_the_order_of_its_settings() -> None:
-    engine: Any = SimpleNamespace(control=choose.make(
-        ControlConfig(policy="oracle", accept=(1.0, 1.0, 1.0)),
-        SpecOptions(max_steps=4, max_branch=1, max_nodes=5),
-        ladders={4: (Bucket(4, 1), Bucket(8, 5)), 2: (Bucket(2, 1), Bucket(8, 5))}).init())
-    gain = np.arange(6, dtype=np.float32).reshape(2, 3)
-    controller._teach(engine, {"1x1x2": 1.5, "2x1x3": 2.0, "4x1x5": 2.5}, gain)
-    assert engine.control.own.tokens.tolist() == [1.5, 2.0, 2.5]
-    assert engine.control.own.gain is gain
+def test_the_oracle_is_taught_in_the_order_of_its_settings_and_batches() -> None:
+    ladders = {4: (Bucket(4, 1), Bucket(8, 5)), 2: (Bucket(2, 1), Bucket(8, 5))}
+    control = choose.make(
+        ControlConfig(policy="oracle", accept=(1.0,) * 3, settings=("1x1x2", "2x1x3", "4x1x5")),
+        SpecOptions(max_steps=4, max_branch=1, max_nodes=5), ladders=ladders).init()
+    engine: Any = SimpleNamespace(control=control, shapes=SimpleNamespace(batches=(4, 2)))
+    accepted = {"off": 1.0, "4x1x5": 4.0, "2x1x3": 3.0, "1x1x2": 2.0}
+    paced = {name: {4: (tokens, 1.0), 2: (tokens, tokens)} for name, tokens in accepted.items()}
+    controller._teach(engine, ["1x1x2", "2x1x3", "4x1x5"], accepted, paced)
+    own = engine.control.own
+    assert own.tokens.tolist() == [2.0, 3.0, 4.0]
+    assert own.gain.tolist() == [[1.0, 1.0, 1.0], [2.0, 3.0, 4.0]]  # of two rows, then of four
 
 
 def test_a_rollout_until_stop_tokens_is_what_the_picture_shows() -> None:

@@ -78,7 +78,7 @@ def test_launches_are_swept_beside_a_reference_as_often_as_process_0_does(
 
 def test_a_launch_finds_the_drafter_one_position_behind_or_as_many_as_it_is_to_have_missed(
         monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever was launched before."""
+    """Whatever was launched before, the same launch too."""
     task = make_task(response=40)
     longest, ladders = task.prompt + 39, {b: bucket_ladder(b, NODES, 64) for b in (4, 2)}
     controller = choose.make(ControlConfig(policy="budget"), SPEC, ladders=ladders, longest=longest)
@@ -103,7 +103,7 @@ def test_a_launch_finds_the_drafter_one_position_behind_or_as_many_as_it_is_to_h
         timed.clear()
         return result
 
-    monkeypatch.setattr(probe, "SWEEPS", 1)
+    monkeypatch.setattr(probe, "SWEEPS", 2)
     monkeypatch.setattr(probe, "ENOUGH", 0)
     monkeypatch.setattr(probe, "_stage", staged)
     monkeypatch.setattr(probe, "_run", measured)
