@@ -4,7 +4,7 @@ A policy brings its own state and rules; `adaptive` makes a controller of it. Th
 equal on all data shards, because everything that enters it is reduced over them first.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -23,6 +23,8 @@ from specrl_jax.structs import Array, DraftTree, Load, SpecConfig
 FREE = -1  # in Adaptive.force
 HOLD = 32  # plain rounds for which a decision stands at most: its operations take 7 % of one
 FOLLOW = 0.2  # share of a launch's surprise that the clock's correction takes up
+LEARN, FORGET = 0.5, 0.02  # share of a rollout's lag that is taken up, and of it that is forgotten
+MOST_LAG = 2.0
 SUMS = ("rounds", "rows", "context", "steps", "drafting", "packed", "seconds", "plain_seconds",
         "tokens", "expected", "switches")
 
@@ -34,6 +36,7 @@ class Adaptive:
     own: Any  # the policy's
     tables: dict[str, Table]  # by batch size
     factor: Array  # f32[] measured seconds over those of the tables
+    lag: dict[str, Array]  # by batch size, f32[] see `straggle`
     force: Array  # i32[2] steps and bucket for measurements; FREE where the policy decides
     harvest: Harvest
     missed: Array  # f32[] tokens of a row since the drafter was asked, at least
@@ -51,6 +54,10 @@ class Bounds(NamedTuple):
     mix: tuple[float, ...]
     ladders: Ladders
     longest: int  # context
+
+
+Stretch = tuple[int, int, float]
+"""Rows of a batch, rounds, and their context on average."""
 
 
 class Policy(NamedTuple):
@@ -132,19 +139,24 @@ def adaptive(policy: Policy, control: ControlConfig, bounds: Bounds) -> Controll
         return state.replace(sums=jnp.zeros_like(state.sums),
                              by_depth=jnp.zeros_like(state.by_depth))
 
+    def end(state: Adaptive, trace: Sequence[Mapping[str, Any]], plain: Sequence[Stretch]
+            ) -> Adaptive:
+        return state.replace(lag=straggle(state, trace, plain))
+
     def depth(state: Adaptive, steps: int | None) -> Adaptive:
         return state.replace(force=np.asarray([FREE if steps is None else steps, FREE], np.int32))
 
     return Controller(init=init, plan=plan, keep=keep, update=update, note=note, explain=explain,
                       weigh=lambda state, batch, left: weigh(state, control.length_weight, left),
-                      depth=depth, begin=begin, start=start, hold=hold, adaptive=True)
+                      depth=depth, begin=begin, end=end, start=start, hold=hold, adaptive=True)
 
 
 def blank(own: Any, bounds: Bounds) -> Adaptive:
     """The state before anything is known, as host arrays."""
     return Adaptive(
         own=own, tables=cost.blank(bounds.ladders, bounds.longest, bounds.depth),
-        factor=np.float32(1), force=np.full(2, FREE, np.int32),
+        factor=np.float32(1), lag={str(rows): np.float32(1) for rows in bounds.ladders},
+        force=np.full(2, FREE, np.int32),
         harvest=unseen(max(bounds.depth, 1)), missed=np.float32(0), steps=np.int32(FREE),
         sums=np.zeros(len(SUMS), np.float32),
         by_depth=np.zeros((2, bounds.depth + 1), np.float32))
@@ -232,6 +244,41 @@ def clock(state: Adaptive, launch: dict[str, Any], frozen: bool) -> tuple[Adapti
             launch["seconds"])
 
 
+def straggle(state: Adaptive, trace: Sequence[Mapping[str, Any]], plain: Sequence[Stretch]
+             ) -> dict[str, np.ndarray]:
+    """By batch size, how much longer rounds of drafts really have plain decoding take.
+
+    A round's tokens are worth as many plain rounds as its live rows would have needed. But drafts
+    bring some rows further than others, and the last ones then run in rounds that hardly take less:
+    over a whole rollout the tokens may have been worth less, by this factor. It is that of the last
+    rollouts that drafted in such batches, at least 1, and fades while none does.
+
+    Args:
+      trace: of a rollout, with `explain` of each launch.
+      plain: stretches of what its sequences would have taken without drafts.
+    """
+    def seconds(batch: int, rounds: float, context: float) -> float:
+        table = state.tables[str(batch)]
+        return rounds * float(np.interp(context, np.asarray(table.context),
+                                        np.asarray(table.verify)[0]))
+
+    told = {size: np.zeros(2) for size in state.lag}  # seconds with drafts, and without
+    for launch in trace:
+        whole = seconds(launch["batch"], launch["tokens"] / max(launch["live"], 1e-9),
+                        launch["context"])
+        told[str(launch["batch"])] += whole * np.asarray(
+            [launch["drafting"], 1 - launch["drafting"]])
+    drafted, undrafted = sum(told.values())
+    left = sum(seconds(*stretch) for stretch in plain) - undrafted
+    found = np.clip(drafted / max(left, 1e-9), 1.0, MOST_LAG)
+    lag = {}
+    for size, (with_drafts, without) in told.items():
+        mostly = with_drafts > without
+        lag[size] = np.float32(_value(state.lag[size]) * (1 - (LEARN if mostly else FORGET))
+                               + (LEARN * found if mostly else FORGET))
+    return lag
+
+
 def _value(scalar: Any) -> float:
     """`scalar` on the host; `float` of an array of JAX takes 100 times as long."""
     return np.asarray(scalar).item()
@@ -252,6 +299,7 @@ def explain(state: Adaptive, launch: dict[str, Any]) -> dict[str, Any]:
     overhead = _value(state.tables[str(launch["batch"])].launch)
     seconds, tokens = np.asarray(state.by_depth, np.float64)
     rate = tokens / np.maximum(seconds, 1e-12)
+    rate[0] *= 1 + s["drafting"] / rounds * (_value(state.lag[str(launch["batch"])]) - 1)
     best = int(rate.argmax())
     took = [float(factor * (s["tokens"] / max(r, 1e-12) + overhead)) for r in (rate[0], rate[best])]
     return {

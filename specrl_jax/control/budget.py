@@ -151,6 +151,8 @@ def choose_depth(state: Adaptive, table: Table, load: Load, control: ControlConf
     if table.packed.shape[0] == 1 or table.draft.shape[0] == 1:
         return Choice(jnp.int32(0), own.drafting, own.regret, jnp.int32(HOLD))
     tokens, rounds = foresee(state, table, load)
+    lag = state.lag[str(load.live.shape[0])]
+    tokens = jnp.where(jnp.arange(tokens.shape[0])[:, None] > 0, tokens / lag, tokens)
     speed = speed_of(tokens, rounds)
     worth = (tokens - speed * rounds).max(1)
     on, undecided = own.drafting == 1, own.drafting == FREE

@@ -50,6 +50,9 @@ class Controller(NamedTuple):
         lambda state, steps: state)  # drafts to that depth whatever is planned; None: as planned
     begin: Callable[[Any, int], Any] = (
         lambda state, prompt: state)  # on the host, when a rollout of prompts up to so long begins
+    end: Callable[[Any, Any, Any], Any] = (
+        lambda state, trace, plain: state)  # on the host, after a rollout: its launches, and what
+    # it would have been without drafts, as (batch size, rounds, context)
     start: Callable[[Any], Any] = lambda state: state  # on the device, when a launch begins
     hold: Callable[[Any, Load], Array | int] = (
         lambda state, load: 1)  # rounds for which a plan without drafts stands, unless a row ends

@@ -307,3 +307,54 @@ def test_every_policy_by_its_name() -> None:
     for policy in ("off", "fixed", *ADAPTIVE):
         assert controller(policy).adaptive == (policy in ADAPTIVE)
     assert Config(control=ControlConfig(policy="budget"), rollout=RolloutConfig()).control.clock
+
+
+def test_what_off_would_have_taken_is_less_where_drafts_let_rows_lag() -> None:
+    control = controller("budget")
+    state, _ = drive(control, priced(control.init(), step=0.0), [{"accept": 0.9}] * 10)
+    state = jax.tree.map(np.asarray, state)
+    told, lagging = (control.explain(s, launch(12.0)) for s in (
+        state, state.replace(lag=state.lag | {"8": np.float32(1.25)})))
+    assert told["drafting"] == 1
+    assert lagging["off_seconds"] == pytest.approx(told["off_seconds"] / 1.25)
+    assert lagging["predicted_seconds"] == told["predicted_seconds"]
+
+
+def test_drafts_that_let_rows_lag_are_worth_less() -> None:
+    """8 rows of 10 tokens end together after 10 plain rounds. Drafts gave 76 of these tokens in
+    rounds of 8 rows, worth 9.5 plain ones, and 4 in one of a single row of 2, worth 4."""
+    control = controller("budget")
+    state = priced(control.init())
+    trace = [dict(batch=8, tokens=76, live=8.0, context=40.0, drafting=1.0),
+             dict(batch=2, tokens=4, live=1.0, context=40.0, drafting=1.0)]
+    ended = control.end(state, trace, [(8, 10, 40.0)])
+    assert ended.lag["8"] == ended.lag["2"] == pytest.approx(1 + 0.5 * (13.5 / 10 - 1))
+    assert ended.lag["64"] == 1
+    again = control.end(ended, trace, [(8, 10, 40.0)])
+    assert again.lag["8"] == pytest.approx(1 + 0.75 * 0.35)
+
+
+def test_a_lag_is_that_of_launches_that_drafted_and_fades_without() -> None:
+    """40 plain rounds of 8 rows, then 2 rows that drafts bring to the end as one round late."""
+    control = controller("budget")
+    state = priced(control.init())
+    state = state.replace(lag=state.lag | {"8": np.float32(1.5)})
+    trace = [dict(batch=8, tokens=320, live=8.0, context=40.0, drafting=0.0),
+             dict(batch=2, tokens=20, live=2.0, context=40.0, drafting=1.0),
+             dict(batch=2, tokens=1, live=1.0, context=40.0, drafting=1.0)]
+    ended = control.end(state, trace, [(8, 40, 40.0), (2, 10, 40.0)])
+    assert ended.lag["8"] == pytest.approx(1 + 0.98 * 0.5)
+    assert ended.lag["2"] == pytest.approx(1 + 0.5 * 0.1)
+    quicker = control.end(state, trace, [(8, 40, 40.0), (2, 12, 40.0)])
+    assert quicker.lag["2"] == 1, "rows that drafts bring to the end together are no reason"
+
+
+def test_what_lags_is_not_drafted_where_it_would_pay_but_for_that() -> None:
+    control = controller("budget")
+    state = priced(control.init(), wide=0.2, step=0.05)
+    drafted, seen = drive(control, state, [{"accept": 0.5}] * 20)
+    assert all(steps > 0 for steps, *_ in seen[-10:])
+    lagging = state.replace(harvest=jax.tree.map(np.asarray, drafted.harvest),
+                            lag=state.lag | {"8": np.float32(1.6)})
+    _, seen = drive(control, lagging, [{"accept": 0.5}] * 20)
+    assert sum(steps > 0 for steps, *_ in seen) <= 4, "only looking again may draft"

@@ -20,6 +20,7 @@ from specrl_jax.draft.replay import replay, replaying
 from specrl_jax.host import launches
 from specrl_jax.rollout import probe
 from specrl_jax.rollout.engine import Engine, Result
+from specrl_jax.rollout.lockstep import plain_rounds
 from specrl_jax.rollout.round import bucket_ladder
 from specrl_jax.sampler import Sampler
 
@@ -250,20 +251,27 @@ def test_tokens_are_those_of_plain_decoding_and_nothing_compiles(
                    if isinstance(a, jax.Array)), "a rollout that is cut short would lose it"
 
 
-def test_a_rollout_begins_once_with_its_longest_prompt(
+def test_a_rollout_begins_with_its_longest_prompt_and_ends_with_what_it_would_have_taken(
         budget: Any, plain: Result, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, _ = budget
-    begun, controller = [], engine.machine.controller
+    begun, ended, controller = [], [], engine.machine.controller
 
     def begin(state: Any, prompt: int) -> Any:
         begun.append(prompt)
         return controller.begin(state, prompt)
 
+    def end(state: Any, trace: Any, stretches: Any) -> Any:
+        ended.append((len(trace), stretches))
+        return controller.end(state, trace, stretches)
+
     monkeypatch.setattr(engine, "machine", dataclasses.replace(
-        engine.machine, controller=controller._replace(begin=begin)))
+        engine.machine, controller=controller._replace(begin=begin, end=end)))
     result = run(engine, plain, 0.0)
     assert begun == [TASK.prompt] and len(result.trace) > 1
     assert said(result).sum() == said(plain).sum()
+    prompt = np.repeat([len(p) for p in TASK.prompts], TASK.group)[None]
+    assert ended == [(len(result.trace), plain_rounds(
+        np.asarray(plain.sequences.length)[None], prompt, (4, 2)))]
 
 
 def test_every_launch_is_explained(budget: Any, plain: Result) -> None:

@@ -1,0 +1,46 @@
+"""The rounds that plain decoding would have taken for what a rollout said.
+
+Without drafts every live row says one token a round: rows that say as much end together, and those
+that are drafted well do not wait for others to the end. A rollout with drafts has other rows live
+in its rounds, so what a round gave tells little of how long the whole would have taken.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Plain(NamedTuple):
+    """Rounds in which the same rows are live."""
+
+    batch: int  # rows of a shard
+    rounds: int
+    context: float  # of a live row, on average
+
+
+def plain_rounds(length: np.ndarray, prompt: np.ndarray, batches: Sequence[int]) -> list[Plain]:
+    """What Engine.run would have done without drafts, in order.
+
+    Args:
+      length: i32[shards, Q] tokens of each sequence; they get slots in this order.
+      prompt: i32[shards, Q] tokens of their prompts.
+      batches: rows of a shard, largest first.
+    """
+    queues = [[(int(n), int(p)) for n, p in zip(*of_shard, strict=True) if n]
+              for of_shard in zip(length, prompt, strict=True)]
+    rows: list[list[list[int]]] = [[] for _ in queues]  # [tokens left, context] of live ones
+    found = []
+    while True:
+        for queue, live in zip(queues, rows, strict=True):
+            new, queue[:] = queue[: batches[0] - len(live)], queue[batches[0] - len(live):]
+            live += [[left, context - 1] for left, context in new]
+        most = max(map(len, rows))
+        if not most:
+            return found
+        batch = batches[0] if any(queues) else min(b for b in batches if b >= most)
+        rounds = min(left for live in rows for left, _ in live)
+        context = float(np.mean([at for live in rows for _, at in live])) + (rounds - 1) / 2
+        found.append(Plain(batch, rounds, context))
+        for live in rows:
+            live[:] = [[left - rounds, at + rounds] for left, at in live if left > rounds]
