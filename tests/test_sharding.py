@@ -125,6 +125,7 @@ def test_two_processes_write_what_one_does(tmp_path: Path) -> None:
     assert alone["rollout/launches"] > 2 and alone["rollout/occupancy"] > 0.5
 
 
+@pytest.mark.slow
 @needs_8
 @pytest.mark.parametrize("rule", ["match", "rejection"])
 def test_shards_that_truncate_and_shards_that_do_not_wait_for_nobody(rule: str) -> None:

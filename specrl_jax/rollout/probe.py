@@ -28,7 +28,7 @@ from specrl_jax.structs import RolloutState
 
 SWEEPS = 3  # over the launches of a batch size, at least: two would have no median
 MOST = 5  # of them, while all so far took less than
-ENOUGH = 5.0  # seconds
+ENOUGH = 4.0  # seconds
 ENDLESS = 2**30  # tokens that a row may say in a measured launch; none is kept beyond T
 APART = 2  # launches between two of the reference
 

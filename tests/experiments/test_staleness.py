@@ -273,6 +273,7 @@ config_flags.run(staleness.main)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arm, told, left", [
     ("once", ["plain", "frozen"], "once"), ("plain", [], "plain, frozen, once")])
 def test_after_a_killed_arm_the_same_command_goes_on_and_then_only_draws(
@@ -314,6 +315,7 @@ def test_a_process_that_is_killed_is_no_traceback(
         apart.train_apart(small, tmp_path)
 
 
+@pytest.mark.slow
 def test_runs_take_turns_and_one_that_is_killed_holds_up_no_other(
         small: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """b is killed in its second turn, and c has one turn more than a."""

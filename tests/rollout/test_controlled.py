@@ -77,6 +77,7 @@ def test_launches_are_swept_beside_a_reference_as_often_as_process_0_does(
         [0.05 * 3**0.5 * ratio for ratio in (1, 2, 3, 5)])
 
 
+@pytest.mark.slow
 def test_a_launch_finds_the_drafter_one_position_behind_or_as_many_as_it_is_to_have_missed(
         monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever was launched before, the same launch too."""
