@@ -24,7 +24,7 @@ FREE = -1  # in Adaptive.force
 HOLD = 32  # plain rounds for which a decision stands at most: its operations take 7 % of one
 FOLLOW = 0.2  # share of a launch's surprise that the clock's correction takes up
 LEARN, FORGET = 0.5, 0.02  # share of a rollout's lag that is taken up, and of it that is forgotten
-MOST_LAG = 2.0
+LEAST, MOST_LAG = 0.25, 2.0
 SUMS = ("rounds", "rows", "context", "steps", "drafting", "packed", "seconds", "plain_seconds",
         "tokens", "expected", "switches")
 
@@ -250,8 +250,9 @@ def straggle(state: Adaptive, trace: Sequence[Mapping[str, Any]], plain: Sequenc
 
     A round's tokens are worth as many plain rounds as its live rows would have needed. But drafts
     bring some rows further than others, and the last ones then run in rounds that hardly take less:
-    over a whole rollout the tokens may have been worth less, by this factor. It is that of the last
-    rollouts that drafted in such batches, at least 1, and fades while none does.
+    over a whole rollout the tokens may have been worth less, by this factor, at least 1. Batch
+    sizes that mostly drafted learn it, of a rollout in which drafts gave LEAST of what it would
+    have taken: of less, errors of the prices would be most of it. In others it fades.
 
     Args:
       trace: of a rollout, with `explain` of each launch.
@@ -264,18 +265,19 @@ def straggle(state: Adaptive, trace: Sequence[Mapping[str, Any]], plain: Sequenc
 
     told = {size: np.zeros(2) for size in state.lag}  # seconds with drafts, and without
     for launch in trace:
-        whole = seconds(launch["batch"], launch["tokens"] / max(launch["live"], 1e-9),
-                        launch["context"])
-        told[str(launch["batch"])] += whole * np.asarray(
-            [launch["drafting"], 1 - launch["drafting"]])
+        whole = launch["tokens"] / max(launch["live"], 1e-9)
+        undrafted = (1 - launch["drafting"]) * launch["launch_rounds"]
+        told[str(launch["batch"])] += [
+            seconds(launch["batch"], rounds, launch["context"])
+            for rounds in (max(whole - undrafted, 0.0), undrafted)]
     drafted, undrafted = sum(told.values())
     left = sum(seconds(*stretch) for stretch in plain) - undrafted
-    found = np.clip(drafted / max(left, 1e-9), 1.0, MOST_LAG)
+    learns = left > 0 and drafted >= LEAST * (drafted + undrafted)
+    found = float(np.clip(drafted / left, 1.0, MOST_LAG)) if learns else 1.0
     lag = {}
     for size, (with_drafts, without) in told.items():
-        mostly = with_drafts > without
-        lag[size] = np.float32(_value(state.lag[size]) * (1 - (LEARN if mostly else FORGET))
-                               + (LEARN * found if mostly else FORGET))
+        new, share = (found, LEARN) if learns and with_drafts > without else (1.0, FORGET)
+        lag[size] = np.float32((1 - share) * _value(state.lag[size]) + share * new)
     return lag
 
 
@@ -299,7 +301,9 @@ def explain(state: Adaptive, launch: dict[str, Any]) -> dict[str, Any]:
     overhead = _value(state.tables[str(launch["batch"])].launch)
     seconds, tokens = np.asarray(state.by_depth, np.float64)
     rate = tokens / np.maximum(seconds, 1e-12)
-    rate[0] *= 1 + s["drafting"] / rounds * (_value(state.lag[str(launch["batch"])]) - 1)
+    lag, drafting = _value(state.lag[str(launch["batch"])]) - 1, s["drafting"] / rounds
+    rate[0] *= 1 + drafting * lag
+    rate[1:] /= 1 + (1 - drafting) * lag
     best = int(rate.argmax())
     took = [float(factor * (s["tokens"] / max(r, 1e-12) + overhead)) for r in (rate[0], rate[best])]
     return {

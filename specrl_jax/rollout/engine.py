@@ -224,7 +224,9 @@ class Engine:
             progress(int(done.sum()), done.size, int(length.sum()))
             if peek is not None:
                 peek(np.asarray(state.sequences.tokens), length)
-        self._end(trace, length, asked)
+        if self.machine.controller.adaptive:
+            self.control = self.machine.controller.end(
+                self.control, trace, lockstep.of_rollout(s, asked, length))
         return self._result(state, batch, outcomes, trace, began, prefill_seconds)
 
     def launch(self, batch: int, params: Any, drafter_params: Any, state: RolloutState,
@@ -255,14 +257,6 @@ class Engine:
                     np.float32(launch["seconds"])))
             launch |= controller.explain(self.control, launch)
         self.control = controller.update(self.control, launch)
-
-    def _end(self, trace: list[dict[str, Any]], length: np.ndarray, asked: Request) -> None:
-        """The controller's turn after a rollout."""
-        controller, s = self.machine.controller, self.shapes
-        if controller.adaptive:
-            prompt = np.repeat([len(p) for p in asked.prompts], s.group)
-            self.control = controller.end(self.control, trace, lockstep.plain_rounds(
-                *(a.reshape(s.shards, s.sequences) for a in (length, prompt)), s.batches))
 
     def _outlook(self, limit: np.ndarray, past: np.ndarray, length: np.ndarray, done: np.ndarray,
                  batch: int, waiting: bool, outcomes: Acceptance) -> dict[str, np.ndarray]:

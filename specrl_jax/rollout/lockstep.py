@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from specrl_jax.rollout.layout import Request, Shapes
+
 
 class Plain(NamedTuple):
     """Rounds in which the same rows are live."""
@@ -17,6 +19,13 @@ class Plain(NamedTuple):
     batch: int  # rows of a shard
     rounds: int
     context: float  # of a live row, on average
+
+
+def of_rollout(shapes: Shapes, asked: Request, length: np.ndarray) -> list[Plain]:
+    """`plain_rounds` of sequences that became `length` i32[Q] tokens long."""
+    prompt = np.repeat([len(p) for p in asked.prompts], shapes.group)
+    split = (shapes.shards, shapes.sequences)
+    return plain_rounds(length.reshape(split), prompt.reshape(split), shapes.batches)
 
 
 def plain_rounds(length: np.ndarray, prompt: np.ndarray, batches: Sequence[int]) -> list[Plain]:

@@ -309,15 +309,32 @@ def test_every_policy_by_its_name() -> None:
     assert Config(control=ControlConfig(policy="budget"), rollout=RolloutConfig()).control.clock
 
 
-def test_what_off_would_have_taken_is_less_where_drafts_let_rows_lag() -> None:
-    control = controller("budget")
-    state, _ = drive(control, priced(control.init(), step=0.0), [{"accept": 0.9}] * 10)
+def lagging(state: Any, lag: float) -> Any:
+    return state.replace(lag=state.lag | {"8": np.float32(lag)})
+
+
+def ran(batch: int, rounds: float, tokens: float, live: float, drafting: float = 1.0,
+        context: float = 40.0) -> dict[str, float]:
+    """A launch as the trace has it."""
+    return dict(batch=batch, launch_rounds=rounds, tokens=tokens, live=live, drafting=drafting,
+                context=context)
+
+
+@pytest.mark.parametrize("accept, drafting", [(0.9, 1.0), (0.0, 0.0)])
+def test_drafts_are_said_to_give_less_by_what_they_let_rows_lag(
+        accept: float, drafting: float) -> None:
+    """Of launches that drafted, off would have taken less; of the others, a draft more."""
+    control = controller("budget", explore=0.0)
+    start = priced(control.init(), step=0.0) if drafting else priced(control.init(), wide=9.0)
+    state, _ = drive(control, start, [{"accept": accept}] * 10)
     state = jax.tree.map(np.asarray, state)
-    told, lagging = (control.explain(s, launch(12.0)) for s in (
-        state, state.replace(lag=state.lag | {"8": np.float32(1.25)})))
-    assert told["drafting"] == 1
-    assert lagging["off_seconds"] == pytest.approx(told["off_seconds"] / 1.25)
-    assert lagging["predicted_seconds"] == told["predicted_seconds"]
+    told, late = (control.explain(s, launch(12.0)) for s in (state, lagging(state, 1.25)))
+    assert told["drafting"] == drafting
+    assert late["off_seconds"] == pytest.approx(told["off_seconds"] / (1 + 0.25 * drafting))
+    assert late["predicted_seconds"] == told["predicted_seconds"]
+    rate = state.by_depth[1] / state.by_depth[0] * ([1 + 0.25 * drafting] + DEPTH * [
+        1 / (1 + 0.25 * (1 - drafting))])
+    assert late["fixed_seconds"] == pytest.approx(told["tokens"] / rate.max(), rel=1e-4)
 
 
 def test_drafts_that_let_rows_lag_are_worth_less() -> None:
@@ -325,28 +342,52 @@ def test_drafts_that_let_rows_lag_are_worth_less() -> None:
     rounds of 8 rows, worth 9.5 plain ones, and 4 in one of a single row of 2, worth 4."""
     control = controller("budget")
     state = priced(control.init())
-    trace = [dict(batch=8, tokens=76, live=8.0, context=40.0, drafting=1.0),
-             dict(batch=2, tokens=4, live=1.0, context=40.0, drafting=1.0)]
+    trace = [ran(8, 4, 76, 8.0), ran(2, 2, 4, 1.0)]
     ended = control.end(state, trace, [(8, 10, 40.0)])
     assert ended.lag["8"] == ended.lag["2"] == pytest.approx(1 + 0.5 * (13.5 / 10 - 1))
     assert ended.lag["64"] == 1
     again = control.end(ended, trace, [(8, 10, 40.0)])
     assert again.lag["8"] == pytest.approx(1 + 0.75 * 0.35)
+    worst = control.end(state, trace, [(8, 1, 40.0)])
+    assert worst.lag["8"] == 1.5, "twice at most"
 
 
 def test_a_lag_is_that_of_launches_that_drafted_and_fades_without() -> None:
-    """40 plain rounds of 8 rows, then 2 rows that drafts bring to the end as one round late."""
+    """10 plain rounds of 8 rows, then 2 rows that drafts bring to the end as one round late."""
     control = controller("budget")
-    state = priced(control.init())
-    state = state.replace(lag=state.lag | {"8": np.float32(1.5)})
-    trace = [dict(batch=8, tokens=320, live=8.0, context=40.0, drafting=0.0),
-             dict(batch=2, tokens=20, live=2.0, context=40.0, drafting=1.0),
-             dict(batch=2, tokens=1, live=1.0, context=40.0, drafting=1.0)]
-    ended = control.end(state, trace, [(8, 40, 40.0), (2, 10, 40.0)])
+    state = lagging(priced(control.init()), 1.5)
+    trace = [ran(8, 10, 80, 8.0, 0.0), ran(2, 4, 20, 2.0), ran(2, 1, 1, 1.0)]
+    ended = control.end(state, trace, [(8, 10, 40.0), (2, 10, 40.0)])
     assert ended.lag["8"] == pytest.approx(1 + 0.98 * 0.5)
     assert ended.lag["2"] == pytest.approx(1 + 0.5 * 0.1)
-    quicker = control.end(state, trace, [(8, 40, 40.0), (2, 12, 40.0)])
+    quicker = control.end(state, trace, [(8, 10, 40.0), (2, 12, 40.0)])
     assert quicker.lag["2"] == 1, "rows that drafts bring to the end together are no reason"
+    for stretches in ([(8, 10, 40.0)], []):  # nothing is left, or less
+        assert control.end(state, trace, stretches).lag["2"] == 1
+    few = [ran(8, 40, 320, 8.0, 0.0), *trace[1:]]
+    assert control.end(state, few, [(8, 40, 40.0), (2, 10, 40.0)]).lag["2"] == 1
+    assert control.end(state, [], []).lag["8"] == pytest.approx(1 + 0.98 * 0.5)
+
+
+def test_of_a_launch_of_both_kinds_drafts_gave_what_plain_rounds_did_not() -> None:
+    """8 drafted rounds of 4 tokens a row and 24 plain ones, worth 56 plain ones; it takes 40."""
+    control = controller("budget")
+    ended = control.end(priced(control.init()), [ran(8, 32, 448, 8.0, 0.25)], [(8, 40, 40.0)])
+    assert ended.lag["8"] == pytest.approx(1 + 0.5 * (32 / 16 - 1))
+
+
+def test_rounds_are_weighed_by_what_plain_ones_take_at_their_context() -> None:
+    control = controller("budget")
+    state = priced(control.init())
+    grid = state.tables["8"].context
+    tables = {rows: table.replace(verify=(table.verify * (1 + table.context / grid[-1])).astype(
+        np.float32)) for rows, table in state.tables.items()}
+    middle = float(grid[1] + grid[2]) / 2
+    ended = control.end(state.replace(tables=tables), [ran(8, 4, 120, 8.0, context=middle)],
+                        [(8, 10, float(grid[0]))])
+    prices = [1 + at / float(grid[-1]) for at in (middle, float(grid[0]))]
+    assert ended.lag["8"] == pytest.approx(
+        1 + 0.5 * (min(15 * prices[0] / (10 * prices[1]), 2) - 1), rel=1e-4)
 
 
 def test_what_lags_is_not_drafted_where_it_would_pay_but_for_that() -> None:
@@ -354,7 +395,6 @@ def test_what_lags_is_not_drafted_where_it_would_pay_but_for_that() -> None:
     state = priced(control.init(), wide=0.2, step=0.05)
     drafted, seen = drive(control, state, [{"accept": 0.5}] * 20)
     assert all(steps > 0 for steps, *_ in seen[-10:])
-    lagging = state.replace(harvest=jax.tree.map(np.asarray, drafted.harvest),
-                            lag=state.lag | {"8": np.float32(1.6)})
-    _, seen = drive(control, lagging, [{"accept": 0.5}] * 20)
+    late = lagging(state.replace(harvest=jax.tree.map(np.asarray, drafted.harvest)), 1.6)
+    _, seen = drive(control, late, [{"accept": 0.5}] * 20)
     assert sum(steps > 0 for steps, *_ in seen) <= 4, "only looking again may draft"
