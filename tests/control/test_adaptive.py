@@ -380,8 +380,9 @@ def test_rounds_are_weighed_by_what_plain_ones_take_at_their_context() -> None:
     control = controller("budget")
     state = priced(control.init())
     grid = state.tables["8"].context
-    tables = {rows: table.replace(verify=(table.verify * (1 + table.context / grid[-1])).astype(
-        np.float32)) for rows, table in state.tables.items()}
+    tables = {rows: table.replace(verify=np.concatenate(
+        [table.verify[:1] * (1 + table.context / grid[-1]).astype(np.float32), table.verify[1:]]))
+        for rows, table in state.tables.items()}
     middle = float(grid[1] + grid[2]) / 2
     ended = control.end(state.replace(tables=tables), [ran(8, 4, 120, 8.0, context=middle)],
                         [(8, 10, float(grid[0]))])
@@ -393,8 +394,8 @@ def test_rounds_are_weighed_by_what_plain_ones_take_at_their_context() -> None:
 def test_what_lags_is_not_drafted_where_it_would_pay_but_for_that() -> None:
     control = controller("budget")
     state = priced(control.init(), wide=0.2, step=0.05)
-    drafted, seen = drive(control, state, [{"accept": 0.5}] * 20)
+    drafted, seen = drive(control, state, [{"accept": 0.6}] * 20)
     assert all(steps > 0 for steps, *_ in seen[-10:])
     late = lagging(state.replace(harvest=jax.tree.map(np.asarray, drafted.harvest)), 1.6)
-    _, seen = drive(control, late, [{"accept": 0.5}] * 20)
+    _, seen = drive(control, late, [{"accept": 0.6}] * 20)
     assert sum(steps > 0 for steps, *_ in seen) <= 4, "only looking again may draft"
