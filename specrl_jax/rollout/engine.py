@@ -184,9 +184,8 @@ class Engine:
         """
         self.layout.check(asked)
         s, began, prefill_seconds, trace = self.shapes, time.perf_counter(), 0.0, []
-        state = self.begin(asked)
-        self.control = self.machine.controller.begin(
-            self.control, max(map(len, asked.prompts), default=0))
+        state, controller = self.begin(asked), self.machine.controller
+        self.control = controller.begin(self.control, max(map(len, asked.prompts), default=0))
         done = asked.limit.reshape(s.shards, s.sequences) == 0
         slots = [Slots(s.batch, int((~of_shard).sum()), s.group) for of_shard in done]
         outcomes = Acceptance(*(np.zeros((s.shards, *self.layout.cells), np.float32),) * 2)
@@ -224,9 +223,9 @@ class Engine:
             progress(int(done.sum()), done.size, int(length.sum()))
             if peek is not None:
                 peek(np.asarray(state.sequences.tokens), length)
-        if self.machine.controller.adaptive:
-            self.control = self.machine.controller.end(
-                self.control, trace, lockstep.of_rollout(s, asked, length))
+        if controller.adaptive:
+            plain = lockstep.of_rollout(s, asked, length)
+            self.control = controller.end(self.control, trace, plain)
         return self._result(state, batch, outcomes, trace, began, prefill_seconds)
 
     def launch(self, batch: int, params: Any, drafter_params: Any, state: RolloutState,
