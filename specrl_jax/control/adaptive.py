@@ -16,7 +16,7 @@ from specrl_jax.config import ControlConfig
 from specrl_jax.control import cost
 from specrl_jax.control.cost import Bucket, Ladders, Table
 from specrl_jax.control.harvest import Harvest, count_nodes, follow, trust, unseen
-from specrl_jax.control.policies import Controller, Outcome, keep_within, make_spec
+from specrl_jax.control.policies import Controller, Outcome, Stretch, keep_within, make_spec
 from specrl_jax.sharding import ROWS
 from specrl_jax.structs import Array, DraftTree, Load, SpecConfig
 
@@ -24,7 +24,8 @@ FREE = -1  # in Adaptive.force
 HOLD = 32  # plain rounds for which a decision stands at most: its operations take 7 % of one
 FOLLOW = 0.2  # share of a launch's surprise that the clock's correction takes up
 LEARN, FORGET = 0.5, 0.02  # share of a rollout's lag that is taken up, and of it that is forgotten
-LEAST, MOST_LAG = 0.25, 2.0
+LEAST = 0.25  # share of a rollout that drafts must have given, or its lag is not learned
+MOST_LAG = 2.0
 SUMS = ("rounds", "rows", "context", "steps", "drafting", "packed", "seconds", "plain_seconds",
         "tokens", "expected", "switches")
 
@@ -54,10 +55,6 @@ class Bounds(NamedTuple):
     mix: tuple[float, ...]
     ladders: Ladders
     longest: int  # context
-
-
-Stretch = tuple[int, int, float]
-"""Rows of a batch, rounds, and their context on average."""
 
 
 class Policy(NamedTuple):

@@ -6,7 +6,7 @@ on the host between launches.
 `off` and `fixed` are here; what looks at time is in adaptive.py and the files it names.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -30,6 +30,14 @@ class Outcome(NamedTuple):
     rounds: Array  # i32[]
 
 
+class Stretch(NamedTuple):
+    """Rounds in which the same rows are live."""
+
+    batch: int  # rows of a shard
+    rounds: int
+    context: float  # of a live row, on average
+
+
 class Controller(NamedTuple):
     """`init() -> state`, `plan(state, load) -> SpecConfig`, `keep(state, load, spec, tree, buckets)
     -> (live bool[B, N], bucket i32[])`, `update(state, launch) -> state`.
@@ -50,9 +58,8 @@ class Controller(NamedTuple):
         lambda state, steps: state)  # drafts to that depth whatever is planned; None: as planned
     begin: Callable[[Any, int], Any] = (
         lambda state, prompt: state)  # on the host, when a rollout of prompts up to so long begins
-    end: Callable[[Any, Any, Any], Any] = (
-        lambda state, trace, plain: state)  # on the host, after a rollout: its launches, and what
-    # it would have been without drafts, as (batch size, rounds, context)
+    end: Callable[[Any, Sequence[Mapping[str, Any]], Sequence[Stretch]], Any] = (
+        lambda state, trace, plain: state)  # on the host, with launches, and rounds without drafts
     start: Callable[[Any], Any] = lambda state: state  # on the device, when a launch begins
     hold: Callable[[Any, Load], Array | int] = (
         lambda state, load: 1)  # rounds for which a plan without drafts stands, unless a row ends

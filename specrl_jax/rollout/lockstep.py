@@ -6,29 +6,21 @@ in its rounds, so what a round gave tells little of how long the whole would hav
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 
+from specrl_jax.control.policies import Stretch
 from specrl_jax.rollout.layout import Request, Shapes
 
 
-class Plain(NamedTuple):
-    """Rounds in which the same rows are live."""
-
-    batch: int  # rows of a shard
-    rounds: int
-    context: float  # of a live row, on average
-
-
-def of_rollout(shapes: Shapes, asked: Request, length: np.ndarray) -> list[Plain]:
+def of_rollout(shapes: Shapes, asked: Request, length: np.ndarray) -> list[Stretch]:
     """`plain_rounds` of sequences that became `length` i32[Q] tokens long."""
     prompt = np.repeat([len(p) for p in asked.prompts], shapes.group)
     split = (shapes.shards, shapes.sequences)
     return plain_rounds(length.reshape(split), prompt.reshape(split), shapes.batches)
 
 
-def plain_rounds(length: np.ndarray, prompt: np.ndarray, batches: Sequence[int]) -> list[Plain]:
+def plain_rounds(length: np.ndarray, prompt: np.ndarray, batches: Sequence[int]) -> list[Stretch]:
     """What Engine.run would have done without drafts, in order.
 
     Args:
@@ -50,6 +42,6 @@ def plain_rounds(length: np.ndarray, prompt: np.ndarray, batches: Sequence[int])
         batch = batches[0] if any(queues) else min(b for b in batches if b >= most)
         rounds = min(left for live in rows for left, _ in live)
         context = float(np.mean([at for live in rows for _, at in live])) + (rounds - 1) / 2
-        found.append(Plain(batch, rounds, context))
+        found.append(Stretch(batch, rounds, context))
         for live in rows:
             live[:] = [[left - rounds, at + rounds] for left, at in live if left > rounds]

@@ -8,7 +8,8 @@ from helpers import ask, make_engine, make_task, tiny_arch, tiny_params
 
 from specrl_jax import sharding
 from specrl_jax.config import MeshConfig
-from specrl_jax.rollout.lockstep import Plain, plain_rounds
+from specrl_jax.control.policies import Stretch
+from specrl_jax.rollout.lockstep import plain_rounds
 
 ARCH = tiny_arch(num_layers=1)
 
@@ -42,4 +43,4 @@ def test_rounds_are_those_of_a_plain_rollout(shards: int, batch: int, rounds: in
 def test_contexts_are_those_of_live_rows() -> None:
     """Prompts of 5 and 9 tokens, the last of which is the first root; rows of 3 and 1 tokens."""
     assert plain_rounds(np.asarray([[3, 1]]), np.asarray([[5, 9]]), (2, 1)) == [
-        Plain(2, 1, 6.0), Plain(1, 2, 5.5)]
+        Stretch(2, 1, 6.0), Stretch(1, 2, 5.5)]
