@@ -5,8 +5,9 @@
 
 `saved` is what the same tokens were to take without a draft, less what they took; `regret` is what
 was lost against the better of that and the best constant depth. Both compare with predictions of
-the table of costs. An audit (config.control.audit) really ran such rounds: `audit off` and `audit
-fixed` are their tokens per second, `chosen` those of what was chosen.
+the table of costs, which hold drafts' tokens to be worth `lag` times fewer plain rounds: rows that
+drafts bring ahead of others do not end the rollout. An audit (config.control.audit) really ran such
+rounds: `audit off` and `audit fixed` have their tokens per second, `chosen` those of the choice.
 
 Exit status: 0, or 2 for bad input.
 """
@@ -93,7 +94,7 @@ def by_launch(rows: Sequence[Mapping[str, Any]], step: int, workdir: Path) -> Ta
         ("predicted ms", lambda r: f"{1e3 * r['predicted_seconds']:.3g}"),
         ("off ms", lambda r: f"{1e3 * r['off_seconds']:.3g}"),
         ("best fixed ms", lambda r: f"{1e3 * r['fixed_seconds']:.3g}"),
-        ("its depth", _number("fixed_steps", ".0f"))]
+        ("its depth", _number("fixed_steps", ".0f")), ("lag", _number("lag", ".2f"))]
     launches = recorded(found[0])
     if any("audit_off_seconds" in launch for launch in launches):
         columns.append(("chosen", lambda r: f"{r['tokens'] / r['seconds']:.0f}"))

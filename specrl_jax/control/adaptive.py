@@ -291,16 +291,16 @@ def explain(state: Adaptive, launch: dict[str, Any]) -> dict[str, Any]:
     """What was chosen in the last launch, what that was to take and give, and what else would have.
 
     `off_seconds` and `fixed_seconds` are what the launch's own tokens were to take without a draft
-    and at the best constant depth, `fixed_steps`; predicted, by the corrected tables.
+    and at the best constant depth, `fixed_steps`; predicted, by the corrected tables and `lag`.
     """
     s, factor = _named(state), _value(state.factor)
     rounds, rows = max(s["rounds"], 1.0), max(s["rows"], 1.0)
     overhead = _value(state.tables[str(launch["batch"])].launch)
     seconds, tokens = np.asarray(state.by_depth, np.float64)
     rate = tokens / np.maximum(seconds, 1e-12)
-    lag, drafting = _value(state.lag[str(launch["batch"])]) - 1, s["drafting"] / rounds
-    rate[0] *= 1 + drafting * lag
-    rate[1:] /= 1 + (1 - drafting) * lag
+    lag, drafting = _value(state.lag[str(launch["batch"])]), s["drafting"] / rounds
+    rate[0] *= 1 + drafting * (lag - 1)
+    rate[1:] /= 1 + (1 - drafting) * (lag - 1)
     best = int(rate.argmax())
     took = [float(factor * (s["tokens"] / max(r, 1e-12) + overhead)) for r in (rate[0], rate[best])]
     return {
@@ -310,7 +310,7 @@ def explain(state: Adaptive, launch: dict[str, Any]) -> dict[str, Any]:
         "predicted_tokens": s["expected"],
         "predicted_seconds": factor * (s["seconds"] + overhead),
         "spent_seconds": factor * (s["seconds"] - s["plain_seconds"]),
-        "off_seconds": took[0], "fixed_seconds": took[1], "fixed_steps": best}
+        "off_seconds": took[0], "fixed_seconds": took[1], "fixed_steps": best, "lag": lag}
 
 
 def weigh(state: Adaptive, strength: float, left: np.ndarray) -> np.ndarray:

@@ -329,7 +329,7 @@ def test_drafts_are_said_to_give_less_by_what_they_let_rows_lag(
     state, _ = drive(control, start, [{"accept": accept}] * 10)
     state = jax.tree.map(np.asarray, state)
     told, late = (control.explain(s, launch(12.0)) for s in (state, lagging(state, 1.25)))
-    assert told["drafting"] == drafting
+    assert told["drafting"] == drafting and (told["lag"], late["lag"]) == (1, 1.25)
     assert late["off_seconds"] == pytest.approx(told["off_seconds"] / (1 + 0.25 * drafting))
     assert late["predicted_seconds"] == told["predicted_seconds"]
     rate = state.by_depth[1] / state.by_depth[0] * ([1 + 0.25 * drafting] + DEPTH * [

@@ -20,7 +20,7 @@ def launch(seconds: float, **changes: Any) -> dict[str, Any]:
             "width": 16.0, "drafting": 1.0, "switches": 1.0, "tokens": 20.0,
             "predicted_tokens": 19.0, "predicted_seconds": 0.5, "spent_seconds": 0.1,
             "off_seconds": 1.0, "fixed_seconds": 0.7, "fixed_steps": 3.0,
-            "launch_rounds": 4.0} | changes
+            "launch_rounds": 4.0, "lag": 1.25} | changes
 
 
 TRACE = [launch(0.5), launch(0.8, steps=0.0, launch_rounds=12.0, audit_off_seconds=0.02,
@@ -58,7 +58,7 @@ def test_steps_and_launches_are_shown(workdir: Path, capsys: Any) -> None:
     assert "+0.7" in out and "0.50" in out and out.count("\n") == 6
     assert explain.main([str(workdir), "--step=1"]) == 0
     out = capsys.readouterr().out
-    assert "400" in out and "audit off" in out and "700" in out
+    assert "400" in out and "1.25" in out and "audit off" in out and "700" in out
     assert "chosen" in out and " 25 " in out  # tokens/s of the second launch
 
 
