@@ -94,8 +94,10 @@ def by_launch(rows: Sequence[Mapping[str, Any]], step: int, workdir: Path) -> Ta
         ("predicted ms", lambda r: f"{1e3 * r['predicted_seconds']:.3g}"),
         ("off ms", lambda r: f"{1e3 * r['off_seconds']:.3g}"),
         ("best fixed ms", lambda r: f"{1e3 * r['fixed_seconds']:.3g}"),
-        ("its depth", _number("fixed_steps", ".0f")), ("lag", _number("lag", ".2f"))]
+        ("its depth", _number("fixed_steps", ".0f"))]
     launches = recorded(found[0])
+    if all("lag" in launch for launch in launches):  # earlier runs have none
+        columns.append(("lag", _number("lag", ".2f")))
     if any("audit_off_seconds" in launch for launch in launches):
         columns.append(("chosen", lambda r: f"{r['tokens'] / r['seconds']:.0f}"))
         columns += [(f"audit {name}", _audited(name)) for name in ("off", "fixed")]

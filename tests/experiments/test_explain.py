@@ -60,6 +60,10 @@ def test_steps_and_launches_are_shown(workdir: Path, capsys: Any) -> None:
     out = capsys.readouterr().out
     assert "400" in out and "1.25" in out and "audit off" in out and "700" in out
     assert "chosen" in out and " 25 " in out  # tokens/s of the second launch
+    metrics = workdir / "metrics.jsonl"
+    metrics.write_text(metrics.read_text().replace('"lag"', '"unknown"'))
+    assert explain.main([str(workdir), "--step=1"]) == 0
+    assert "1.25" not in capsys.readouterr().out, "a run that was recorded before lag was"
 
 
 @pytest.mark.parametrize("arguments,told", [(["--step=7"], "--step=7"), ([], "no step explains")])
