@@ -355,15 +355,17 @@ def test_a_configuration_that_cannot_be_is_refused(implementation: str, config: 
 @pytest.mark.parametrize("implementation", KERNELS)
 def test_too_many_children_are_refused(implementation: str) -> None:
     with pytest.raises(Unsupported, match=f"count = {MOST + 1}: at most {MOST}"):
-        gumbel_argmax(**make(), count=MOST + 1, implementation=implementation, interpret=True)
+        gumbel_argmax(**make(), count=MOST + 1, implementation=implementation,
+                      interpret=cases.INTERPRET)
 
 
-def test_refusals_say_why_and_what_is_taken() -> None:
+def test_refusals_say_why_and_what_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "has_rows", lambda *at: False)
     found = refusals(**make())
     assert list(found) == list(IMPLEMENTATIONS)
     assert found["pallas"].startswith("needs a tpu") and found["xla"] is None
     there = refusals(**make(), platform="gpu")
-    assert there["pallas_triton"].startswith("not yet run on some gpu") and there["xla"] is None
+    assert there["pallas_triton"].startswith("not yet run on ") and there["xla"] is None
 
 
 def test_a_tuned_row_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -373,4 +375,5 @@ def test_a_tuned_row_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     found = gumbel_argmax(**case, implementation="pallas", interpret=True)
     assert_same(jax.tree.map(np.asarray, found), wanted(case))
     shape = {"positions": 8, "vocab": 512, "count": 1}
-    assert asked == [("cpu", "gumbel_argmax", "pallas", shape, "float32")]
+    kind = jax.devices()[0].device_kind
+    assert asked == [(kind, "gumbel_argmax", "pallas", shape, "float32")]
