@@ -10,10 +10,12 @@
 `small` replays recorded streams of a random model, spoilt with probability 0, 0.4 or 1, and rows
 end at limits; `smollm2` drafts with config.spec.drafter on real prompts. Arms are timed alternately
 in this process, without prefill, which is the same for all. The best fixed setting of a cell, off
-included, is chosen on runs of its own, timed with all arms, and then by turns with budget alone,
+included, is chosen on runs of its own (three times as many of those within 10 % of the fastest),
+timed with all arms, and then by turns with budget alone,
 until that ratio is known. The runs that choose teach oracle what each setting gives and takes. The
-ceiling is what the best chain for each round would give if it were known before how many of its
-drafts are accepted, by what rounds took in those runs; no policy can know.
+ceiling is what the chain that gives most tokens per second would give in each round if it were
+known before how many of its drafts are accepted, by what rounds took in those runs; no policy can
+know, yet trees, or rounds for the sake of the longest row, may give more.
 The cell 64x64-own-stop is a whole rollout: its rows end where the actor ends them, and the picture
 shows its active rows, verified tokens and tokens/s over time. On a CPU, 64 rows take six engines of
 17,000 memory maps, more than Linux allows at first: `sysctl -w vm.max_map_count=262144`. Each cell

@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print("error:", str(error).replace("\n", " "), file=sys.stderr)
         return BAD_INPUT
-    Console(width=None if sys.stdout.isatty() else 160).print(shown)
+    Console(width=None if sys.stdout.isatty() else 190).print(shown)
     return 0
 
 
@@ -96,8 +96,9 @@ def by_launch(rows: Sequence[Mapping[str, Any]], step: int, workdir: Path) -> Ta
         ("best fixed ms", lambda r: f"{1e3 * r['fixed_seconds']:.3g}"),
         ("its depth", _number("fixed_steps", ".0f"))]
     launches = recorded(found[0])
-    if all("lag" in launch for launch in launches):  # earlier runs have none
-        columns.append(("lag", _number("lag", ".2f")))
+    for name in ("branch", "nodes", "lag"):
+        if all(name in launch for launch in launches):  # earlier runs have none
+            columns.append((name, _number(name, ".2f")))
     if any("audit_off_seconds" in launch for launch in launches):
         columns.append(("chosen", lambda r: f"{r['tokens'] / r['seconds']:.0f}"))
         columns += [(f"audit {name}", _audited(name)) for name in ("off", "fixed")]

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from specrl_jax import prng, sharding
-from specrl_jax.config import Config, ConfigError
+from specrl_jax.config import Config, ConfigError, as_dict
 from specrl_jax.control import acceptance, respec
 from specrl_jax.control.policies import make_spec
 from specrl_jax.draft.replay import replaying
@@ -23,7 +23,7 @@ from specrl_jax.rollout.layout import request
 from specrl_jax.sampler import Sampler
 
 from . import hindsight
-from .controller_stats import best_fixed, describe, half_width
+from .controller_stats import best_fixed, describe, half_width, near
 from .hindsight import Pace
 from .timing import alternate
 from .workload import heavy_limits
@@ -31,6 +31,7 @@ from .workload import heavy_limits
 POLICIES = ("budget", "respec", "bandit", "oracle")
 DEPTH = 4
 LEAST = 12  # pairs of a duel: few may lie close together by chance
+AGAIN = 3  # times `repeats`: the runs by which settings that are near the fastest are told apart
 WARM_UPS = 4  # rollouts of every policy before it is timed
 LENGTHS = ("uniform", "heavy")
 RECORDED, TIMED = 0, 1  # steps of the noise keys
@@ -180,8 +181,9 @@ class Shape:
 
 def shaped(config: Config, rows: int, context: int, group: int, drafter: str, policy: str
            ) -> Config:
-    """`config` for one load and context. Lengths are hidden from the policies: their limits here
-    are those of an oracle, which no run has."""
+    """`config` for one load and context. All rows weigh alike: they end at their limits, so that
+    weights would be an oracle's. Limits do tell policies how much is to come when a rollout begins;
+    only where rows end at stop tokens they do not know that."""
     new = config.rollout.max_new_tokens
     rollout = dataclasses.replace(
         config.rollout, batch_size=rows, min_batch=_least(rows), max_prompt_tokens=max(2, context),
@@ -211,8 +213,9 @@ def run_cell(shape: Shape, cell: Cell, repeats: int, precise: float, seconds: fl
     `oracle` goes by what the settings gave and took in the runs that choose.
 
     Args:
-      repeats: runs of each fixed setting to choose by, of each arm to time it by, and at a time of
-        the last duel, which ends when the ratio is known; at least 2.
+      repeats: runs of each fixed setting to choose by, AGAIN times as many of the fastest ones,
+        of each arm to time it by, and at a time of the last duel, which ends when the ratio is
+        known; at least 2.
       precise: half-width of budget's 95 % interval at which it ends.
       seconds: of timed runs after those that choose, after which it ends in any case.
     """
@@ -224,7 +227,7 @@ def run_cell(shape: Shape, cell: Cell, repeats: int, precise: float, seconds: fl
     for run in arms.values():
         run()
     settings = [_name(setting) for setting in shape.settings]
-    chosen_by = alternate({name: arms[name] for name in ("off", *settings)}, repeats)
+    chosen_by = _choose({name: arms[name] for name in ("off", *settings)}, repeats)
     choosing = _times(chosen_by)
     paced = {name: hindsight.paces(run.result for run in of) for name, of in chosen_by.items()}
     if "oracle" in shape.policies:
@@ -251,7 +254,20 @@ def run_cell(shape: Shape, cell: Cell, repeats: int, precise: float, seconds: fl
         "explained": {
             name: _explained(of[-1], name == "budget" and cell.lengths != "uniform")
             for name, of in runs.items() if name in shape.policies},
-        "cost_error": {name: s.price.error for name, s in shape.policies.items() if s.price}}
+        "cost_error": {name: s.price.error for name, s in shape.policies.items() if s.price},
+        "cost_seconds": {name: s.price.seconds for name, s in shape.policies.items() if s.price},
+        "config": {name: section for name, section in as_dict(shape.policies["budget"].config)
+                   .items() if name in ("rollout", "spec", "control")}}
+
+
+def _choose(arms: Mapping[str, Callable[[], Run]], repeats: int) -> dict[str, list[Run]]:
+    """Runs of every fixed arm, and more of those among which the fastest still is."""
+    runs = alternate(arms, repeats)
+    for _ in range(AGAIN - 1):
+        for name, new in alternate({name: arms[name] for name in near(_times(runs))},
+                                   repeats).items():
+            runs[name] += new
+    return runs
 
 
 def _teach(oracle: Engine, settings: Sequence[str], accepted: Mapping[str, float],

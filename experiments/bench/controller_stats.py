@@ -13,6 +13,7 @@ from specrl_jax.intervals import LEVEL
 
 POLICIES = ("budget", "respec", "bandit", "oracle")
 COLORS = {"budget": "#4269d0", "respec": "#efb118", "bandit": "#ff725c", "oracle": "#3ca951"}
+NEAR = 1.1  # times the fastest
 SHOWN = (0.6, 1.4)  # speeds in the picture: intervals of few pairs reach beyond
 Times = Mapping[str, Sequence[float]]
 
@@ -20,6 +21,12 @@ Times = Mapping[str, Sequence[float]]
 def best_fixed(choosing: Times) -> str:
     """The fixed arm, off included, that was fastest in runs that do not time it."""
     return min(choosing, key=lambda name: statistics.median(choosing[name]))
+
+
+def near(choosing: Times) -> list[str]:
+    """The fixed arms among which the fastest may be."""
+    fastest = statistics.median(choosing[best_fixed(choosing)])
+    return [name for name, of in choosing.items() if statistics.median(of) <= NEAR * fastest]
 
 
 def pairs(times: Times, name: str, other: str, duel: Times) -> tuple[list[float], list[float]]:
@@ -35,7 +42,7 @@ def _mean_log(mine: Sequence[float], other: Sequence[float]) -> tuple[float, flo
     return statistics.mean(logs), spread
 
 
-def interval(mean: float, error: float, freedom: int) -> dict[str, float]:
+def interval(mean: float, error: float, freedom: float) -> dict[str, float]:
     """A ratio with Student's 95 % interval, from a mean logarithm and its standard error."""
     t = stdtrit(freedom, (1 + LEVEL) / 2) if freedom else 0.0
     return {"ratio": math.exp(mean), "low": math.exp(mean - t * error),
@@ -76,24 +83,46 @@ def _rounded(times: Times) -> dict[str, list[float]]:
 
 
 def summarize(cells: Mapping[str, Any]) -> dict[str, Any]:
-    """Geometric means over all cells, worst cells, seconds over oracle's, and one fixed setting for
-    heavy ones."""
+    """Geometric means over all cells but rollouts until stop tokens, worst cells, seconds over
+    oracle's, regret, and one fixed setting for heavy ones.
+
+    Regret is the share of the seconds of the better of oracle and the best fixed setting, cell by
+    cell, that a policy takes more.
+    """
     found: dict[str, Any] = {}
+    cells = {name: cell for name, cell in cells.items() if cell["cell"]["lengths"] != "stop"}
     for name in POLICIES:
         of = {key: cell["arms"][name] for key, cell in cells.items() if name in cell["arms"]}
         if not of:
             continue
-        error = math.sqrt(sum(a["log_error"] ** 2 for a in of.values())) / len(of)
-        found[name] = interval(statistics.mean(a["log_mean"] for a in of.values()), error,
-                               sum(a["pairs"] - 1 for a in of.values())) | {
+        found[name] = _geometric_mean(list(of.values())) | {
             "cells": len(of), "worst": min(of, key=lambda key: of[key]["ratio"]),
             "lowest_upper_bound": min(a["high"] for a in of.values()),
             "widest_half_interval": max((a["high"] - a["low"]) / 2 for a in of.values())}
         if name != "oracle" and all("oracle" in cell["arms"] for cell in cells.values()):
             found[name]["seconds_over_oracle"] = _over(list(cells.values()), "oracle", name)
+            found[name]["regret"] = _regret(list(cells.values()), name)
     if all("ceiling" in cell for cell in cells.values()):
         found["ceiling"] = statistics.geometric_mean(c["ceiling"] for c in cells.values())
     return found | {"heavy_useful": heavy_useful(cells)}
+
+
+def _geometric_mean(arms: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Of ratios whose variances and numbers of pairs differ (Welch 1947, Satterthwaite 1946)."""
+    variances = [arm["log_error"] ** 2 for arm in arms]
+    weights = sum(v**2 / (arm["pairs"] - 1) for v, arm in zip(variances, arms, strict=True))
+    return interval(statistics.mean(arm["log_mean"] for arm in arms),
+                    math.sqrt(sum(variances)) / len(arms),
+                    sum(variances) ** 2 / weights if weights else 0)
+
+
+def _regret(cells: Sequence[Any], name: str) -> float:
+    """See `summarize`; medians of runs."""
+    def median(cell: Any, arm: str) -> float:
+        return statistics.median(cell["seconds"][arm])
+
+    best = sum(min(median(cell, "oracle"), median(cell, cell["best_fixed"])) for cell in cells)
+    return sum(median(cell, name) for cell in cells) / best - 1
 
 
 def _over(cells: Sequence[Any], name: str, other: str) -> dict[str, float]:

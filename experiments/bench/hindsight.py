@@ -63,6 +63,9 @@ def seconds_with_foresight(good: np.ndarray, length: np.ndarray, most: int,
     """Seconds until every row has said its tokens, if each round takes the depth that gives most
     tokens per second, and it is known before how many drafts of each row will be accepted.
 
+    No bound for a whole rollout: rounds that give most tokens need not end the longest row first,
+    and trees are not looked at.
+
     Args:
       good: bool[Q, T] tokens that are accepted as drafts.
       length: i32[Q] tokens to say.

@@ -26,8 +26,8 @@ FOLLOW = 0.2  # share of a launch's surprise that the clock's correction takes u
 LEARN, FORGET = 0.5, 0.02  # share of a rollout's lag that is taken up, and of it that is forgotten
 LEAST = 0.25  # share of a rollout that drafts must have given, or its lag is not learned
 MOST_LAG = 2.0
-SUMS = ("rounds", "rows", "context", "steps", "drafting", "packed", "seconds", "plain_seconds",
-        "tokens", "expected", "switches")
+SUMS = ("rounds", "rows", "context", "steps", "branch", "drafts", "drafting", "packed", "seconds",
+        "plain_seconds", "tokens", "expected", "switches")
 
 
 @struct.dataclass
@@ -183,16 +183,18 @@ def account(state: Adaptive, outcome: Outcome) -> Adaptive:
     seconds = rounds * (verify[outcome.bucket] + draft[steps]
                         + drafting * state.missed * table.catch_up)
     ones = load.live.astype(jnp.float32)
-    promised = jnp.where(outcome.live, outcome.tree.survival, 0).at[:, 0].set(0).sum()
+    drafts = outcome.live & (jnp.arange(outcome.live.shape[1])[None] > 0)
+    promised = jnp.where(drafts, outcome.tree.survival, 0).sum()
     found = count_nodes(outcome.tree, load.live, state.harvest.count.shape[0])
-    rows, tokens, promised, context, found = jax.lax.psum(
-        (ones.sum(), outcome.count.sum().astype(jnp.float32), promised,
-         (ones * (load.length + later)).sum(), found), ROWS)
+    rows, tokens, drafts, promised, context, found = jax.lax.psum(
+        (ones.sum(), outcome.count.sum().astype(jnp.float32), drafts.sum().astype(jnp.float32),
+         promised, (ones * (load.length + later)).sum(), found), ROWS)
     believed = trust(state.harvest)
     by_depth = rounds * _by_depth(state.harvest, table, verify, draft, rows_of(load), rows)
     harvest = follow(state.harvest, found, rows, steps, promised, tokens - rounds * rows,
                      rounds)
     add = dict(rounds=rounds, rows=rounds * rows, context=rounds * context, steps=rounds * steps,
+               branch=rounds * drafting * outcome.spec.branch, drafts=rounds * drafts,
                drafting=rounds * drafting, packed=rounds * table.packed[outcome.bucket],
                seconds=seconds, plain_seconds=rounds * verify[0], tokens=tokens,
                expected=rounds * (rows + promised * believed),
@@ -305,6 +307,7 @@ def explain(state: Adaptive, launch: dict[str, Any]) -> dict[str, Any]:
     took = [float(factor * (s["tokens"] / max(r, 1e-12) + overhead)) for r in (rate[0], rate[best])]
     return {
         "live": s["rows"] / rounds, "context": s["context"] / rows, "steps": s["steps"] / rounds,
+        "branch": s["branch"] / max(s["drafting"], 1.0), "nodes": 1 + s["drafts"] / rows,
         "drafting": s["drafting"] / rounds, "launch_rounds": s["rounds"],
         "width": s["packed"] / rounds, "switches": s["switches"], "tokens": s["tokens"],
         "predicted_tokens": s["expected"],

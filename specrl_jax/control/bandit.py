@@ -1,7 +1,9 @@
 """`bandit`: epsilon-greedy over settings, one arm a launch, by load (TLT, arXiv 2511.16665).
 
 The load of a launch is its batch size. An arm's worth is the median of its last rewards, tokens per
-second; arms without one come first. Off is an arm.
+second; arms without one come first. Off is an arm. All arms compete at every batch size, where TLT
+offers each range of loads a few and has a threshold of requests above which it does not draft; so
+there are as many launches of trial to each batch size as there are arms.
 """
 
 from typing import Any

@@ -179,7 +179,8 @@ def _fit_rows(measured: Mapping[Point, float], rows: int, table: Table, depth: i
         extra = isotonic(np.maximum(0.0, extra))
         draft = np.stack([np.interp(np.arange(depth + 1), [0, *asked], [0, *column])
                           for column in extra.T], 1)
-        draft = np.maximum(draft, UNSEEN * np.arange(depth + 1)[:, None] * plain)
+        least = np.maximum.accumulate(plain)  # as a draft's context grows its time must not fall
+        draft = np.maximum(draft, UNSEEN * np.arange(depth + 1)[:, None] * least)
         one, behind = (measured[Point(rows, widths[0], grid[0], 1, missed, 1)]
                        for missed in (0, grid[0]))
         catch_up = max(0.0, behind - one) / grid[0]

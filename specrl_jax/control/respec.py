@@ -44,7 +44,11 @@ class Known:
 
 
 def respec(control: ControlConfig, bounds: Bounds, seed: int) -> Policy:
-    """Profiles once, a launch a setting; then goes by the number of active rows alone."""
+    """Profiles once, a launch a setting; then goes by the number of active rows alone.
+
+    The paper profiles before training, at every batch size. Here costs are measured so, and what
+    drafts give is taken from the first launches that draft, whatever their load, and stands.
+    """
     settings = arms(control, bounds)
     zero = np.zeros(len(settings), np.float32)
 
@@ -72,7 +76,8 @@ def respec(control: ControlConfig, bounds: Bounds, seed: int) -> Policy:
 def oracle(control: ControlConfig, bounds: Bounds, seed: int) -> Policy:
     """Knows control.accept, and goes by rows and context; for regret.
 
-    Gains that were timed may be written into its state, and come before those by the tables.
+    Gains that were timed may be written into its state by batch size, and come before those by the
+    tables: where all were timed, as in `experiments/bench_controller.py`, context counts no more.
     """
     settings, sizes = arms(control, bounds), sorted(bounds.ladders)
     check(len(control.accept) == len(settings), "control.accept", control.accept,

@@ -17,6 +17,9 @@ def compare(go: Callable[..., Any], copy: Callable[[RolloutState], RolloutState]
             ) -> dict[str, float]:
     """Seconds and tokens of one round without a draft, and of one at the best constant depth.
 
+    Both begin where the rollout stands: a drafter that the controller left idle first reads what it
+    missed, and that counts.
+
     Args:
       go: a launch, of (state, control, rounds); it uses up its state.
       copy: of a state, compiled.

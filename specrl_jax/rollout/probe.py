@@ -44,7 +44,8 @@ def key(engine: Engine, about: Mapping[str, Any]) -> dict[str, Any]:
     """What a measurement holds for. `about` says what drafts."""
     device, machine = jax.devices()[0], engine.machine
     return {"device": f"{device.platform} {device.device_kind} {processor()}",
-            "cores": os.cpu_count(), "jax": jax.__version__, "jaxlib": jaxlib.__version__,
+            "cores": cores(), "flags": os.environ.get("XLA_FLAGS", ""),
+            "jax": jax.__version__, "jaxlib": jaxlib.__version__,
             "model": dataclasses.asdict(machine.arch), "invariant": machine.invariant,
             "attention": machine.implementation, "mesh": dict(engine.mesh.shape),
             "dtype": str(np.dtype(engine.layout.dtype)),
@@ -52,6 +53,12 @@ def key(engine: Engine, about: Mapping[str, Any]) -> dict[str, Any]:
             "truncates": machine.truncates,
             "buckets": [[rows, *b] for rows, of in ladders(engine).items() for b in of],
             "drafter": dict(about)}
+
+
+def cores() -> int:
+    """That this process may use."""
+    known = hasattr(os, "sched_getaffinity")  # Linux has it
+    return len(os.sched_getaffinity(0)) if known else os.cpu_count() or 1
 
 
 def processor() -> str:

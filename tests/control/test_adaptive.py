@@ -306,7 +306,7 @@ def test_settings_beyond_the_bounds_are_refused() -> None:
 def test_every_policy_by_its_name() -> None:
     for policy in ("off", "fixed", *ADAPTIVE):
         assert controller(policy).adaptive == (policy in ADAPTIVE)
-    assert Config(control=ControlConfig(policy="budget"), rollout=RolloutConfig()).control.clock
+    assert Config(rollout=RolloutConfig()).control.policy == "budget"
 
 
 def lagging(state: Any, lag: float) -> Any:

@@ -168,6 +168,21 @@ def test_a_load_that_jumps_across_a_threshold_does_not_oscillate(
     assert (switches(seen) <= most) and (hysteresis > 0 or switches(seen) > 5)
 
 
+def test_a_load_that_jumps_and_stays_is_followed() -> None:
+    """One row drafts for next to nothing; to verify drafts of eight costs more than they give.
+
+    They are never verified then, and drafted for no longer than hysteresis allows.
+    """
+    control = controller("budget")
+    state = priced(control.init(), wide=1.2, step=0.02)
+    eight, one = {"accept": 0.8}, {"accept": 0.8, "live": np.arange(8) < 1}
+    state, _ = drive(control, state, [one] * 40)
+    _, seen = drive(control, state, ([eight] * 30 + [one] * 30) * 3)
+    steps, bucket = (np.asarray(a).reshape(3, 2, 30) for a in list(zip(*seen, strict=True))[:2])
+    assert not bucket[:, 0].any() and (bucket[:, 1] > 0).mean() > 0.95
+    assert (0.02 * steps[:, 0].sum(1) < 0.3).all()  # of a plain round, 0.25 of it hysteresis
+
+
 def test_switching_on_waits_until_it_pays_for_catching_up() -> None:
     began = {}
     for catch_up in (0.0, 0.5):

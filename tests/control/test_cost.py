@@ -73,6 +73,15 @@ def test_time_never_falls_in_packed_tokens_context_or_steps(noise: float) -> Non
             assert (np.diff(values, axis=1) >= -1e-9).all(), "falls with packed tokens or steps"
 
 
+def test_drafts_that_are_all_but_free_do_not_fall_with_context() -> None:
+    """The least that a step takes is a share of a plain round, measured slower at a short context.
+    """
+    found = {p: 1e-3 * p.rounds * (1.3 if p.context == cost.SHORTEST else 1.0)
+             for p in measured()}
+    table = cost.fit(found, LADDERS, LONGEST, DEPTH)["8"]
+    assert (np.diff(table.draft, axis=1) >= 0).all() and (np.diff(table.draft, axis=0) > 0).all()
+
+
 def test_at_a_measured_context_the_table_is_what_was_measured() -> None:
     table = cost.fit(measured(), LADDERS, LONGEST, DEPTH)["8"]
     for i, context in enumerate(table.context):

@@ -41,6 +41,28 @@ def test_the_best_fixed_setting_is_chosen_on_other_runs_than_it_is_timed_on() ->
     assert found["arms"]["1x1x2"]["ratio"] == 1 and found["arms"]["1x1x2"]["pairs"] == 4
 
 
+def test_what_is_near_the_fastest_is_run_again_before_one_is_chosen() -> None:
+    """off is fastest in its first run alone; 4x1x5 is too slow to be looked at again."""
+    takes = {"off": [1.0] + [2.0] * 9, "1x1x2": [1.05] * 10, "4x1x5": [1.2] * 10}
+    ran = {name: iter(seconds) for name, seconds in takes.items()}
+    arms = {name: lambda name=name: SimpleNamespace(seconds=next(ran[name])) for name in takes}
+    runs: Any = controller._choose(arms, 2)
+    assert {name: len(of) for name, of in runs.items()} == {"off": 2, "1x1x2": 6, "4x1x5": 2}
+    takes["off"][1] = 1.0
+    ran |= {name: iter(seconds) for name, seconds in takes.items()}
+    chosen_by = controller._times(controller._choose(arms, 2))
+    assert len(chosen_by["off"]) == 4 and controller_stats.best_fixed(chosen_by) == "1x1x2"
+
+
+def test_a_mean_of_few_pairs_and_many_has_the_freedom_of_the_few() -> None:
+    arms = [{"log_mean": 0.0, "log_error": 0.1, "pairs": 3},
+            {"log_mean": 0.2, "log_error": 0.001, "pairs": 100}]
+    found = controller_stats._geometric_mean(arms)
+    assert found["ratio"] == pytest.approx(math.exp(0.1))
+    error = math.sqrt(0.1**2 + 0.001**2) / 2
+    assert math.log(found["high"]) == pytest.approx(0.1 + 4.3027 * error, rel=1e-3)
+
+
 def test_a_duel_adds_pairs_of_two_arms_alone() -> None:
     duel = {"1x1x2": [3.0] * 4, "budget": [1.5] * 4}
     found = controller_stats.describe(CHOOSING, TIMES, duel)
@@ -120,7 +142,7 @@ def test_the_time_left_follows_what_was_done(monkeypatch: pytest.MonkeyPatch) ->
     assert str(left) == "about 4m00s left"
 
 
-def case(corruption: float, lengths: str, times: dict, choosing: dict = CHOOSING) -> dict:
+def case(corruption: float | None, lengths: str, times: dict, choosing: dict = CHOOSING) -> dict:
     cell = Cell(4, 64, corruption, lengths)
     return controller_stats.describe(choosing, times, {}, 2.0) | {"cell": cell._asdict()}
 
@@ -135,6 +157,10 @@ def test_cells_are_summed_up(tmp_path: Path) -> None:
     assert found["budget"]["lowest_upper_bound"] == pytest.approx(1.2)
     assert found["budget"]["seconds_over_oracle"] == {
         edge: pytest.approx(4.5 / 4.8) for edge in ("ratio", "low", "high")}
+    # oracle's 1 + 1.9 + 1.9 s; the best fixed setting takes 1, 2.4 and 2.4
+    assert found["budget"]["regret"] == pytest.approx(4.5 / 4.8 - 1)
+    whole = cases | {"d": case(None, "stop", TIMES)}
+    assert controller_stats.summarize(whole) == found
     assert found["ceiling"] == pytest.approx(2.0 * 1.9 / 2.0)  # over 1x1x2, as it was chosen
     assert found["heavy_useful"]["cells"] == 1 and found["heavy_useful"]["budget"] == {
         "ratio": pytest.approx(2), "low": pytest.approx(2), "high": pytest.approx(2)}

@@ -275,16 +275,24 @@ def test_a_rollout_begins_with_its_longest_prompt_and_ends_with_what_it_would_ha
         np.asarray(plain.sequences.length)[None], prompt, (4, 2)))]
 
 
-def test_every_launch_is_explained(budget: Any, plain: Result) -> None:
-    result = run(budget[0], plain, 0.3)
+@pytest.mark.parametrize("forced", [None, 2])
+def test_every_launch_is_explained(budget: Any, plain: Result, forced: int | None) -> None:
+    engine = budget[0]
+    engine.control = engine.machine.controller.depth(engine.control, forced)
+    result = run(engine, plain, 0.3)
+    engine.control = engine.machine.controller.depth(engine.control, None)
     trace, counters = result.trace, result.counters
     assert sum(t["tokens"] for t in trace) == counters["committed"]
     assert sum(t["launch_rounds"] for t in trace) == counters["rounds"]
     assert sum(t["live"] * t["launch_rounds"] for t in trace) == counters["row_rounds"]
     assert sum(t["width"] * t["launch_rounds"] for t in trace) == counters["packed"]
+    assert sum(t["nodes"] * t["live"] * t["launch_rounds"] for t in trace) == pytest.approx(
+        counters["row_rounds"] + counters["drafted"])
+    assert all(t["branch"] == (t["drafting"] > 0) for t in trace)  # replayed: chains
+    assert forced is None or counters["drafted"] > 0
     summary = launches.summary(trace)
     assert len(summary[launches.LAUNCHES]) == len(trace) == len(launches.recorded(summary))
-    assert summary["control/off_seconds"] > 0 and summary["time/regret"] >= 0
+    assert summary["control/off_seconds"] > 0
     assert all(0 < t["predicted_tokens"] <= t["launch_rounds"] * BATCH * NODES for t in trace)
 
 
