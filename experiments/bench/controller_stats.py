@@ -102,7 +102,7 @@ def summarize(cells: Mapping[str, Any]) -> dict[str, Any]:
         if name != "oracle" and all("oracle" in cell["arms"] for cell in cells.values()):
             found[name]["seconds_over_oracle"] = _over(list(cells.values()), "oracle", name)
             found[name]["regret"] = _regret(list(cells.values()), name)
-    if all("ceiling" in cell for cell in cells.values()):
+    if cells and all("ceiling" in cell for cell in cells.values()):
         found["ceiling"] = statistics.geometric_mean(c["ceiling"] for c in cells.values())
     return found | {"heavy_useful": heavy_useful(cells)}
 

@@ -161,6 +161,7 @@ def test_cells_are_summed_up(tmp_path: Path) -> None:
     assert found["budget"]["regret"] == pytest.approx(4.5 / 4.8 - 1)
     whole = cases | {"d": case(None, "stop", TIMES)}
     assert controller_stats.summarize(whole) == found
+    assert controller_stats.summarize({"d": whole["d"]}) == {"heavy_useful": {}}
     assert found["ceiling"] == pytest.approx(2.0 * 1.9 / 2.0)  # over 1x1x2, as it was chosen
     assert found["heavy_useful"]["cells"] == 1 and found["heavy_useful"]["budget"] == {
         "ratio": pytest.approx(2), "low": pytest.approx(2), "high": pytest.approx(2)}
