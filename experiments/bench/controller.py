@@ -244,20 +244,20 @@ def run_cell(shape: Shape, cell: Cell, repeats: int, precise: float, seconds: fl
             or half_width(choosing, _times(runs), _times(duel)) > precise):
         for name, new in alternate({name: arms[name] for name in duel}, repeats).items():
             duel[name] += new
+    priced = {name: s for name, s in shape.policies.items() if s.price}
     return describe(choosing, _times(runs), _times(duel),
                     _ceiling(shape, chosen_by, paced)) | {
         "cell": cell._asdict(), "tokens": int(plain.result.sequences.length.sum()),
         "compilations": sum(run.compilations for of in (*runs.values(), *duel.values())
                             for run in of),
         "equal_tokens": {name: _equal(of[-1].result, plain.result) for name, of in runs.items()},
-        "accept_length": {name: of[-1].accept_length for name, of in runs.items()},
+        "accept_length": {name: _short(of[-1].accept_length) for name, of in runs.items()},
         "explained": {
             name: _explained(of[-1], name == "budget" and cell.lengths != "uniform")
             for name, of in runs.items() if name in shape.policies},
-        "cost_error": {name: s.price.error for name, s in shape.policies.items() if s.price},
-        "cost_seconds": {name: s.price.seconds for name, s in shape.policies.items() if s.price},
-        "config": {name: section for name, section in as_dict(shape.policies["budget"].config)
-                   .items() if name in ("rollout", "spec", "control")}}
+        "cost_error": {name: _short(s.price.error) for name, s in priced.items()},
+        "cost_seconds": {name: _short(s.price.seconds) for name, s in priced.items()},
+        "config": _changed(shape.policies["budget"].config, shape.config)}
 
 
 def _choose(arms: Mapping[str, Callable[[], Run]], repeats: int) -> dict[str, list[Run]]:
@@ -314,8 +314,20 @@ def _arms(shape: Shape, limits: np.ndarray, past: np.ndarray | None
 def _explained(run: Run, launches: bool) -> dict[str, Any]:
     """Metrics of a rollout; launch by launch only for those that a picture may show."""
     told = summary(run.result.trace)
-    return {name: value for name, value in told.items() if launches or name not in (
-        LAUNCHES, MEASURED)}
+    one_by_one = (LAUNCHES, MEASURED)
+    return {name: value if name in one_by_one else _short(value) for name, value in told.items()
+            if launches or name not in one_by_one}
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.6g}")
+
+
+def _changed(config: Config, base: Config) -> dict[str, dict[str, Any]]:
+    """What an engine was built with, where that is not what the file's config says."""
+    old = as_dict(base)
+    return {name: {field: value for field, value in as_dict(config)[name].items()
+                   if value != old[name][field]} for name in ("rollout", "spec", "control")}
 
 
 def _name(setting: tuple[int, int, int]) -> str:
