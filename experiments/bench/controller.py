@@ -313,8 +313,7 @@ def _arms(shape: Shape, limits: np.ndarray, past: np.ndarray | None
 
 def _explained(run: Run, launches: bool) -> dict[str, Any]:
     """Metrics of a rollout; launch by launch only for those that a picture may show."""
-    told = summary(run.result.trace)
-    one_by_one = (LAUNCHES, MEASURED)
+    told, one_by_one = summary(run.result.trace), (LAUNCHES, MEASURED)
     return {name: value if name in one_by_one else _short(value) for name, value in told.items()
             if launches or name not in one_by_one}
 
