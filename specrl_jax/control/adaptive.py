@@ -13,16 +13,16 @@ import numpy as np
 from flax import struct
 
 from specrl_jax.config import ControlConfig
-from specrl_jax.control import cost, prices
+from specrl_jax.control import cost
 from specrl_jax.control.cost import Bucket, Ladders, Table
 from specrl_jax.control.harvest import Harvest, count_nodes, follow, trust, unseen
 from specrl_jax.control.policies import Controller, Outcome, Stretch, keep_within, make_spec
-from specrl_jax.control.prices import Prices
 from specrl_jax.sharding import ROWS
 from specrl_jax.structs import Array, DraftTree, Load, SpecConfig
 
 FREE = -1  # in Adaptive.force
 HOLD = 32  # plain rounds for which a decision stands at most: its operations take 7 % of one
+FOLLOW = 0.2  # share of a launch's surprise that the clock's correction takes up
 LEARN, FORGET = 0.5, 0.02  # share of a rollout's lag that is taken up, and of it that is forgotten
 LEAST = 0.25  # share of a rollout that drafts must have given, or its lag is not learned
 MOST_LAG = 2.0
@@ -36,8 +36,7 @@ class Adaptive:
 
     own: Any  # the policy's
     tables: dict[str, Table]  # by batch size
-    prices: Prices  # what launches have shown of the tables
-    spent: Array  # f32[buckets + 1] seconds of this launch in each, and for drafts, as foreseen
+    factor: Array  # f32[] measured seconds over those of the tables
     lag: dict[str, Array]  # by batch size, f32[] see `straggle`
     force: Array  # i32[2] steps and bucket for measurements; FREE where the policy decides
     harvest: Harvest
@@ -74,9 +73,7 @@ class Policy(NamedTuple):
 
 
 def table_of(state: Adaptive, load: Load) -> Table:
-    """Of the batch size, as corrected."""
-    size = str(load.live.shape[0])
-    return prices.corrected(state.prices, size, state.tables[size])
+    return state.tables[str(load.live.shape[0])]
 
 
 def context_of(load: Load) -> Array:
@@ -136,7 +133,7 @@ def adaptive(policy: Policy, control: ControlConfig, bounds: Bounds) -> Controll
                              steps=np.int32(FREE))
 
     def start(state: Adaptive) -> Adaptive:
-        return state.replace(sums=jnp.zeros_like(state.sums), spent=jnp.zeros_like(state.spent),
+        return state.replace(sums=jnp.zeros_like(state.sums),
                              by_depth=jnp.zeros_like(state.by_depth))
 
     def end(state: Adaptive, trace: Sequence[Mapping[str, Any]], plain: Sequence[Stretch]
@@ -155,11 +152,10 @@ def blank(own: Any, bounds: Bounds) -> Adaptive:
     """The state before anything is known, as host arrays."""
     return Adaptive(
         own=own, tables=cost.blank(bounds.ladders, bounds.longest, bounds.depth),
-        prices=prices.blank(bounds.ladders),
-        spent=np.zeros(1 + max(map(len, bounds.ladders.values()), default=0), np.float32),
-        lag={str(rows): np.float32(1) for rows in bounds.ladders},
-        force=np.full(2, FREE, np.int32), harvest=unseen(max(bounds.depth, 1)),
-        missed=np.float32(0), steps=np.int32(FREE), sums=np.zeros(len(SUMS), np.float32),
+        factor=np.float32(1), lag={str(rows): np.float32(1) for rows in bounds.ladders},
+        force=np.full(2, FREE, np.int32),
+        harvest=unseen(max(bounds.depth, 1)), missed=np.float32(0), steps=np.int32(FREE),
+        sums=np.zeros(len(SUMS), np.float32),
         by_depth=np.zeros((2, bounds.depth + 1), np.float32))
 
 
@@ -184,10 +180,8 @@ def account(state: Adaptive, outcome: Outcome) -> Adaptive:
     later = (rounds - 1) / 2  # tokens of context more than at first, on average
     verify, draft = cost.at(table, context_of(load) + later)
     drafting = (steps > 0).astype(jnp.float32)
-    verifying = rounds * verify[outcome.bucket]
-    asking = rounds * (draft[steps] + drafting * state.missed * table.catch_up)
-    part, last = jnp.arange(state.spent.shape[0]), state.spent.shape[0] - 1
-    spent = jnp.where(part == outcome.bucket, verifying, jnp.where(part == last, asking, 0.0))
+    seconds = rounds * (verify[outcome.bucket] + draft[steps]
+                        + drafting * state.missed * table.catch_up)
     ones = load.live.astype(jnp.float32)
     drafts = outcome.live & (jnp.arange(outcome.live.shape[1])[None] > 0)
     promised = jnp.where(drafts, outcome.tree.survival, 0).sum()
@@ -197,16 +191,17 @@ def account(state: Adaptive, outcome: Outcome) -> Adaptive:
          promised, (ones * (load.length + later)).sum(), found), ROWS)
     believed = trust(state.harvest)
     by_depth = rounds * _by_depth(state.harvest, table, verify, draft, rows_of(load), rows)
-    harvest = follow(state.harvest, found, rows, steps, promised, tokens - rounds * rows, rounds)
+    harvest = follow(state.harvest, found, rows, steps, promised, tokens - rounds * rows,
+                     rounds)
     add = dict(rounds=rounds, rows=rounds * rows, context=rounds * context, steps=rounds * steps,
                branch=rounds * drafting * outcome.spec.branch, drafts=rounds * drafts,
                drafting=rounds * drafting, packed=rounds * table.packed[outcome.bucket],
-               seconds=verifying + asking, plain_seconds=rounds * verify[0], tokens=tokens,
+               seconds=seconds, plain_seconds=rounds * verify[0], tokens=tokens,
                expected=rounds * (rows + promised * believed),
                switches=((state.steps > 0) != (steps > 0)) & (state.steps != FREE))
     return state.replace(
         harvest=harvest, missed=jnp.where(steps > 0, 0.0, state.missed + rounds), steps=steps,
-        sums=state.sums + _listed([add[name] for name in SUMS]), spent=state.spent + spent,
+        sums=state.sums + _listed([add[name] for name in SUMS]),
         by_depth=state.by_depth + by_depth)
 
 
@@ -238,14 +233,14 @@ def _by_depth(harvest: Harvest, table: Table, verify: Array, draft: Array, shard
 
 
 def clock(state: Adaptive, launch: dict[str, Any], frozen: bool) -> tuple[Adaptive, float]:
-    """The state with corrected prices, and the seconds that the launch took for a policy."""
-    size = str(launch["batch"])
-    spent, besides = np.asarray(state.spent, np.float64), _value(state.tables[size].launch)
-    if frozen or spent.sum() + besides <= 0:
-        return state, max(spent.sum() + besides, 1e-9)
-    foreseen = np.append(spent[: len(state.prices.factor[size]) - 1], spent[-1])
-    learned = prices.learn(state.prices, size, foreseen, besides, launch["seconds"])
-    return state.replace(prices=learned), launch["seconds"]
+    """The state with a corrected factor, and the seconds that the launch took for a policy."""
+    factor = _value(state.factor)
+    predicted = _named(state)["seconds"] + _value(state.tables[str(launch["batch"])].launch)
+    if frozen or predicted <= 0:
+        return state, max(predicted, 1e-9)
+    surprise = np.clip(launch["seconds"] / (predicted * factor), 0.2, 5.0)
+    return (state.replace(factor=np.float32(factor * surprise**FOLLOW)),
+            launch["seconds"])
 
 
 def straggle(state: Adaptive, trace: Sequence[Mapping[str, Any]], plain: Sequence[Stretch]
@@ -300,7 +295,7 @@ def explain(state: Adaptive, launch: dict[str, Any]) -> dict[str, Any]:
     `off_seconds` and `fixed_seconds` are what the launch's own tokens were to take without a draft
     and at the best constant depth, `fixed_steps`; predicted, by the corrected tables and `lag`.
     """
-    s, pace = _named(state), prices.pace(state.prices)
+    s, factor = _named(state), _value(state.factor)
     rounds, rows = max(s["rounds"], 1.0), max(s["rows"], 1.0)
     overhead = _value(state.tables[str(launch["batch"])].launch)
     seconds, tokens = np.asarray(state.by_depth, np.float64)
@@ -309,15 +304,15 @@ def explain(state: Adaptive, launch: dict[str, Any]) -> dict[str, Any]:
     rate[0] *= 1 + drafting * (lag - 1)
     rate[1:] /= 1 + (1 - drafting) * (lag - 1)
     best = int(rate.argmax())
-    took = [float(pace * (s["tokens"] / max(r, 1e-12) + overhead)) for r in (rate[0], rate[best])]
+    took = [float(factor * (s["tokens"] / max(r, 1e-12) + overhead)) for r in (rate[0], rate[best])]
     return {
         "live": s["rows"] / rounds, "context": s["context"] / rows, "steps": s["steps"] / rounds,
         "branch": s["branch"] / max(s["drafting"], 1.0), "nodes": 1 + s["drafts"] / rows,
         "drafting": s["drafting"] / rounds, "launch_rounds": s["rounds"],
         "width": s["packed"] / rounds, "switches": s["switches"], "tokens": s["tokens"],
         "predicted_tokens": s["expected"],
-        "predicted_seconds": pace * (s["seconds"] + overhead),
-        "spent_seconds": pace * (s["seconds"] - s["plain_seconds"]),
+        "predicted_seconds": factor * (s["seconds"] + overhead),
+        "spent_seconds": factor * (s["seconds"] - s["plain_seconds"]),
         "off_seconds": took[0], "fixed_seconds": took[1], "fixed_steps": best, "lag": lag}
 
 

@@ -23,7 +23,7 @@ from control_cases import (
 )
 
 from specrl_jax.config import Config, ConfigError, ControlConfig, RolloutConfig, SpecOptions
-from specrl_jax.control import adaptive, bandit, choose, policies, prices, respec
+from specrl_jax.control import adaptive, bandit, choose, policies, respec
 from specrl_jax.control.adaptive import FREE, HOLD, SUMS
 from specrl_jax.control.harvest import trust
 from specrl_jax.control.policies import Outcome
@@ -117,12 +117,12 @@ def test_whole_launches_correct_the_table_unless_the_clock_is_frozen(
     control = controller("budget", clock=clock)
     state = priced(control.init())
     for _ in range(30):
-        spent = np.zeros_like(state.spent)
-        spent[0] = 5.0
-        state = control.update(state.replace(spent=spent), launch(10.0))
-    assert prices.pace(state.prices) == pytest.approx(factor, rel=0.02)
-    stall = control.update(state.replace(spent=spent), launch(1e6))
-    assert prices.pace(stall.prices) <= 1.2 * factor, "one stall says little"
+        sums = np.zeros(len(SUMS), np.float32)
+        sums[SUMS.index("seconds")] = 5.0
+        state = control.update(state.replace(sums=sums), launch(10.0))
+    assert float(state.factor) == pytest.approx(factor, rel=0.02)
+    stall = control.update(state.replace(sums=sums), launch(1e6))
+    assert float(stall.factor) <= 2 * factor, "one stall says little"
 
 
 def test_forced_settings_are_what_is_measured() -> None:
@@ -265,9 +265,9 @@ def test_rewards_of_a_frozen_clock_come_from_the_table() -> None:
     control = controller("bandit", clock="frozen")
     rewards = []
     for seconds in (1.0, 50.0):
-        spent = np.zeros_like(control.init().spent)
-        spent[:2] = 1.5, 0.5
-        state = control.update(control.init().replace(spent=spent), launch(seconds, tokens=8.0))
+        sums = np.zeros(len(SUMS), np.float32)
+        sums[SUMS.index("seconds")] = 2.0
+        state = control.update(control.init().replace(sums=sums), launch(seconds, tokens=8.0))
         rewards.append(float(state.own.reward["8"][0, 0]))
     assert rewards == [4.0, 4.0]
 
