@@ -135,7 +135,7 @@ class ControlConfig:
                                        "tokens save, which favours rows expected to run long")
     hysteresis: float = option(0.25, "budget: plain rounds' worth of loss before drafting is "
                                      "switched on or off")
-    explore: float = option(0.01, "budget: share of time that looks whether drafting pays again")
+    explore: float = option(0.003, "budget: share of time that looks whether drafting pays again")
     audit: int = option(0, "every so many launches, one round each without a draft and at the best "
                            "constant depth are really run and timed; launches then have one round; "
                            "0 is never")

@@ -124,8 +124,9 @@ def adaptive(policy: Policy, control: ControlConfig, bounds: Bounds) -> Controll
         return account(state, outcome).replace(own=policy.note(state, outcome))
 
     def update(state: Adaptive, launch: dict[str, Any]) -> Adaptive:
-        state, seconds = clock(state, launch, control.clock == "frozen")
-        return state.replace(own=policy.update(state.own, launch | {"seconds": seconds}))
+        factor, seconds = clock(state, launch, control.clock == "frozen")
+        return state.replace(factor=factor,
+                             own=policy.update(state.own, launch | {"seconds": seconds}))
 
     def begin(state: Adaptive, prompt: int) -> Adaptive:
         """A drafter has read no prompt when a rollout begins."""
@@ -232,15 +233,14 @@ def _by_depth(harvest: Harvest, table: Table, verify: Array, draft: Array, shard
 # Between launches, on the host.
 
 
-def clock(state: Adaptive, launch: dict[str, Any], frozen: bool) -> tuple[Adaptive, float]:
-    """The state with a corrected factor, and the seconds that the launch took for a policy."""
+def clock(state: Adaptive, launch: dict[str, Any], frozen: bool) -> tuple[np.ndarray, float]:
+    """The corrected factor, and the seconds that the launch took for a policy."""
     factor = _value(state.factor)
     predicted = _named(state)["seconds"] + _value(state.tables[str(launch["batch"])].launch)
     if frozen or predicted <= 0:
-        return state, max(predicted, 1e-9)
-    surprise = np.clip(launch["seconds"] / (predicted * factor), 0.2, 5.0)
-    return (state.replace(factor=np.float32(factor * surprise**FOLLOW)),
-            launch["seconds"])
+        return state.factor, max(predicted, 1e-9)
+    surprise = min(max(launch["seconds"] / (predicted * factor), 0.2), 5.0)
+    return np.float32(factor * surprise**FOLLOW), launch["seconds"]
 
 
 def straggle(state: Adaptive, trace: Sequence[Mapping[str, Any]], plain: Sequence[Stretch]
@@ -259,20 +259,19 @@ def straggle(state: Adaptive, trace: Sequence[Mapping[str, Any]], plain: Sequenc
     """
     def seconds(batch: int, rounds: float, context: float) -> float:
         table = state.tables[str(batch)]
-        return rounds * float(np.interp(context, np.asarray(table.context),
-                                        np.asarray(table.verify)[0]))
+        return rounds * float(np.interp(context, table.context, table.verify[0]))
 
-    told = {size: np.zeros(2) for size in state.lag}  # seconds with drafts, and without
+    told = {size: [0.0, 0.0] for size in state.lag}  # seconds with drafts, and without
     for launch in trace:
         whole = launch["tokens"] / max(launch["live"], 1e-9)
         undrafted = (1 - launch["drafting"]) * launch["launch_rounds"]
-        told[str(launch["batch"])] += [
-            seconds(launch["batch"], rounds, launch["context"])
-            for rounds in (max(whole - undrafted, 0.0), undrafted)]
-    drafted, undrafted = sum(told.values())
+        took = seconds(launch["batch"], 1.0, launch["context"])
+        told[str(launch["batch"])][0] += max(whole - undrafted, 0.0) * took
+        told[str(launch["batch"])][1] += undrafted * took
+    drafted, undrafted = map(sum, zip(*told.values(), strict=True))
     left = sum(seconds(*stretch) for stretch in plain) - undrafted
     learns = left > 0 and drafted >= LEAST * (drafted + undrafted)
-    found = float(np.clip(drafted / left, 1.0, MOST_LAG)) if learns else 1.0
+    found = min(max(drafted / left, 1.0), MOST_LAG) if learns else 1.0
     lag = {}
     for size, (with_drafts, without) in told.items():
         new, share = (found, LEARN) if learns and with_drafts > without else (1.0, FORGET)
@@ -298,12 +297,11 @@ def explain(state: Adaptive, launch: dict[str, Any]) -> dict[str, Any]:
     s, factor = _named(state), _value(state.factor)
     rounds, rows = max(s["rounds"], 1.0), max(s["rows"], 1.0)
     overhead = _value(state.tables[str(launch["batch"])].launch)
-    seconds, tokens = np.asarray(state.by_depth, np.float64)
-    rate = tokens / np.maximum(seconds, 1e-12)
+    rate = [gave / max(took, 1e-12) for took, gave in zip(*state.by_depth.tolist(), strict=True)]
     lag, drafting = _value(state.lag[str(launch["batch"])]), s["drafting"] / rounds
     rate[0] *= 1 + drafting * (lag - 1)
-    rate[1:] /= 1 + (1 - drafting) * (lag - 1)
-    best = int(rate.argmax())
+    rate[1:] = [r / (1 + (1 - drafting) * (lag - 1)) for r in rate[1:]]
+    best = rate.index(max(rate))
     took = [float(factor * (s["tokens"] / max(r, 1e-12) + overhead)) for r in (rate[0], rate[best])]
     return {
         "live": s["rows"] / rounds, "context": s["context"] / rows, "steps": s["steps"] / rounds,

@@ -108,9 +108,16 @@ def bucket_for(table: Table, packed: Array) -> Array:
 # Measuring.
 
 
-def points(ladders: Ladders, longest: int, depth: int) -> tuple[list[Point], list[Point]]:
-    """What a fit needs, and what it is tested on. A round of a larger bucket drafts, as in use."""
+def points(ladders: Ladders, longest: int, depth: int, reads: bool = True
+           ) -> tuple[list[Point], list[Point]]:
+    """What a fit needs, and what it is tested on. A round of a larger bucket drafts, as in use.
+
+    Args:
+      reads: whether the drafter must read what it missed. It misses the middle one of the measured
+        contexts: of a few positions the noise of two launches would become that of long prompts.
+    """
     grid, fit, held = contexts(longest), [], []
+    middle = grid[len(grid) // 2]
     for rows, buckets in ladders.items():
         narrow, *wider = (b.packed for b in buckets)
         between = int(round((grid[0] * grid[-1]) ** 0.5)) if len(grid) < 3 else int(
@@ -120,7 +127,7 @@ def points(ladders: Ladders, longest: int, depth: int) -> tuple[list[Point], lis
         held.append(Point(rows, narrow, between, 0, 0, ROUNDS))
         if wider:
             fit += [Point(rows, w, c, 1, 0, ROUNDS) for w in (narrow, *wider) for c in grid]
-            fit += [Point(rows, narrow, grid[0], 1, missed, 1) for missed in (0, grid[0])]
+            fit += [Point(rows, narrow, middle, 1, middle, ROUNDS)] * reads
             if depth > 1:
                 fit += [Point(rows, narrow, c, depth, 0, ROUNDS)
                         for c in sorted({grid[0], grid[-1]})]
@@ -158,19 +165,15 @@ def _fit_rows(measured: Mapping[Point, float], rows: int, table: Table, depth: i
     def seconds(packed: int, steps: int, at: Sequence[int] = grid) -> np.ndarray:
         return np.asarray([measured[Point(rows, packed, c, steps, 0, ROUNDS)] for c in at])
 
-    def besides(steps: int) -> float:
-        """What a launch takes besides its rounds, which without drafts holds its one decision."""
-        one = measured[Point(rows, widths[0], grid[0], steps, 0, 1)]
-        return max(0.0, one - (seconds(widths[0], steps)[0] - one) / (ROUNDS - 1))
-
-    launch = besides(0)
+    # What a launch takes besides its rounds, with its one decision.
+    one = measured[Point(rows, widths[0], grid[0], 0, 0, 1)]
+    launch = max(0.0, one - (seconds(widths[0], 0)[0] - one) / (ROUNDS - 1))
     plain = (seconds(widths[0], 0) - launch) / ROUNDS
     verify, draft, catch_up = plain[None], np.zeros_like(table.draft), 0.0
     if len(widths) > 1:
-        narrow = (seconds(widths[0], 1) - besides(1)) / ROUNDS
         wider = [(seconds(w, 1) - seconds(widths[0], 1)) / ROUNDS for w in widths[1:]]
         verify = np.stack([plain, *(plain + more for more in wider)])
-        asked, extra = [1], [narrow - plain]
+        asked, extra = [1], [(seconds(widths[0], 1) - seconds(widths[0], 0)) / ROUNDS]
         if depth > 1:
             ends = sorted({grid[0], grid[-1]})
             deeper = (seconds(widths[0], depth, ends) - seconds(widths[0], 1, ends)) / ROUNDS
@@ -181,9 +184,10 @@ def _fit_rows(measured: Mapping[Point, float], rows: int, table: Table, depth: i
                           for column in extra.T], 1)
         least = np.maximum.accumulate(plain)  # as a draft's context grows its time must not fall
         draft = np.maximum(draft, UNSEEN * np.arange(depth + 1)[:, None] * least)
-        one, behind = (measured[Point(rows, widths[0], grid[0], 1, missed, 1)]
-                       for missed in (0, grid[0]))
-        catch_up = max(0.0, behind - one) / grid[0]
+        middle = grid[len(grid) // 2]
+        caught_up = measured[Point(rows, widths[0], middle, 1, 0, ROUNDS)]
+        behind = measured.get(Point(rows, widths[0], middle, 1, middle, ROUNDS), caught_up)
+        catch_up = max(0.0, behind - caught_up) / middle
     return table.replace(verify=np.maximum(isotonic(verify), 1e-9).astype(np.float32),
                          draft=draft.astype(np.float32), catch_up=np.float32(catch_up),
                          launch=np.float32(launch))

@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 from specrl_jax import sharding
 from specrl_jax.control import acceptance
 from specrl_jax.control.acceptance import Acceptance, Reliability
+from specrl_jax.control.packed import WORD, Packing
 from specrl_jax.rollout import audit as audits
 from specrl_jax.rollout import counted, lengths, lockstep, refill
 from specrl_jax.rollout.launch import launch
@@ -67,7 +68,8 @@ class Engine:
         self.machine, self.mesh, self.shapes = machine, mesh, shapes
         self.audit = audit if machine.controller.adaptive else 0
         self.layout = Layout(machine, mesh, shapes, stop, dtype, past)
-        self.control = machine.controller.init()
+        self.control = machine.controller.init()  # on the host
+        self._packing = Packing(self.control)
         drafter = machine.drafter
         self.acceptance = acceptance.blank(len(drafter.names), drafter.depth)  # earlier rollouts
         self._programs: dict[Any, Any] = {}
@@ -79,9 +81,10 @@ class Engine:
                 report: Callable[[str], None] = lambda text: None) -> None:
         """Compiles every program that `run` may call, so that nothing compiles after this."""
         shapes, whole, self._pool = self.shapes, P(), None
-        full, control = self.layout.abstract(shapes.batch), self.layout.abstract_control()
+        full, replicated = self.layout.abstract(shapes.batch), sharding.replicated(self.mesh)
+        control = jax.ShapeDtypeStruct((self._packing.size,), WORD, sharding=replicated)
         fill = self._rows_like(Fill(*(np.zeros(shapes.batch * shapes.shards, np.int32),) * 5))
-        number = jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding.replicated(self.mesh))
+        number = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated)
         waiting = self._rows_like(np.zeros(shapes.shards, np.int32))
         report(f"compiling rollouts of {', '.join(map(str, shapes.batches))} rows")
         for batch in shapes.batches:
@@ -105,7 +108,7 @@ class Engine:
             slots = self._rows_like(np.zeros(new * shapes.shards, np.int32))
             self._add(("take", old), functools.partial(refill.take, self.machine), (STATE, ROW),
                       STATE, (), self.layout.abstract(old), slots)
-        gather = jax.jit(lambda *x: x, out_shardings=sharding.replicated(self.mesh))
+        gather = jax.jit(lambda *x: x, out_shardings=replicated)
         self._programs["collect"] = gather.lower(full.sequences, full.counters)
         pool = concurrent.futures.ThreadPoolExecutor(COMPILERS)
         try:
@@ -125,15 +128,17 @@ class Engine:
         jitted = jax.jit(mapped, donate_argnums=donate, out_shardings=out)
         self._programs[name] = jitted.lower(*args)
 
-    def _launch(self, params: Any, drafter_params: Any, state: RolloutState, control: Any,
-                *args: Any) -> tuple[RolloutState, Any, tuple[Any, ...]]:
+    def _launch(self, params: Any, drafter_params: Any, state: RolloutState, control: Array,
+                *args: Any) -> tuple[RolloutState, Array, tuple[Any, ...]]:
         """A launch and what the host must see of it, gathered from all shards.
 
-        The controller's state comes and goes by itself: it is not used up, and outlives rollouts.
+        The controller's state comes and goes by itself, packed: it outlives rollouts.
         """
-        state = launch(self.machine, params, drafter_params, state.replace(control=control), *args)
+        state = state.replace(control=self._packing.unpack(control))
+        state = launch(self.machine, params, drafter_params, state, *args)
         seen = (state.sequences.done, state.sequences.length, state.counters, state.seen)
-        return state.replace(control=()), state.control, jax.lax.all_gather(seen, ROWS, tiled=True)
+        return (state.replace(control=()), self._packing.pack_on_device(state.control),
+                jax.lax.all_gather(seen, ROWS, tiled=True))
 
     # State.
 
@@ -218,7 +223,7 @@ class Engine:
             done = finished.reshape(done.shape)
             trace.append({"batch": batch, "seconds": time.perf_counter() - launched,
                           **counted.totals(counters), **audited})
-            self.control = control
+            self.control = self._packing.unpack(np.asarray(control))
             self._learn(trace[-1])
             progress(int(done.sum()), done.size, int(length.sum()))
             if peek is not None:
@@ -230,18 +235,14 @@ class Engine:
 
     def launch(self, batch: int, params: Any, drafter_params: Any, state: RolloutState,
                control: Any, *, waiting: np.ndarray, rounds: int, smaller: int
-               ) -> tuple[RolloutState, Any, Any]:
-        """Runs a compiled launch: the new state, the controller's, and what the host sees.
-
-        `state` is gone afterwards, `control` is not.
-        """
+               ) -> tuple[RolloutState, Array, Any]:
+        """Runs a compiled launch, which uses up `state`: the new one, the controller's, packed, and
+        what the host sees."""
         whole = sharding.replicated(self.mesh)
-        leaves, tree = jax.tree.flatten(control)
-        new = {i: a for i, a in enumerate(leaves) if getattr(a, "sharding", None) != whole}
-        new, *rest = sharding.arguments((whole, sharding.rows(self.mesh), whole, whole),
-                                        (new, waiting, np.int32(rounds), np.int32(smaller)))
-        control = jax.tree.unflatten(tree, [new.get(i, a) for i, a in enumerate(leaves)])
-        return self._programs["launch", batch](params, drafter_params, state, control, *rest)
+        args = sharding.arguments(
+            (whole, sharding.rows(self.mesh), whole, whole),
+            (self._packing.pack(control), waiting, np.int32(rounds), np.int32(smaller)))
+        return self._programs["launch", batch](params, drafter_params, state, *args)
 
     def shrink(self, batch: int, state: RolloutState, slots: np.ndarray) -> RolloutState:
         """The state of the next smaller batch, with `slots` i32[shards * rows] of each shard."""

@@ -16,7 +16,7 @@ from specrl_jax.control import acceptance
 from specrl_jax.control.acceptance import Acceptance
 from specrl_jax.draft.base import Occasion
 from specrl_jax.rollout.round import Machine
-from specrl_jax.sharding import ROWS, replicated
+from specrl_jax.sharding import ROWS
 from specrl_jax.structs import Cache, Counters, RolloutState, Sampling, Sequences
 
 SEGMENT = 64  # cache slots come in multiples of this; measured on a CPU
@@ -170,13 +170,6 @@ class Layout:
 
         sizes = self.shapes.segments
         return [([part(e, s) for s in sizes], [part(s, e) for s in sizes])] * arch.num_layers
-
-    def abstract_control(self) -> Any:
-        """The controller's state, which is not in the rollout's."""
-        place = replicated(self.mesh)
-        return jax.tree.map(
-            lambda a: jax.ShapeDtypeStruct(np.shape(a), np.asarray(a).dtype, sharding=place),
-            self.machine.controller.init())
 
     def shardings(self, state: RolloutState) -> RolloutState:
         return jax.tree.map(

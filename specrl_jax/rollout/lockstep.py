@@ -28,8 +28,8 @@ def plain_rounds(length: np.ndarray, prompt: np.ndarray, batches: Sequence[int])
       prompt: i32[shards, Q] tokens of their prompts.
       batches: rows of a shard, largest first.
     """
-    queues = [[(int(n), int(p)) for n, p in zip(*of_shard, strict=True) if n]
-              for of_shard in zip(length, prompt, strict=True)]
+    queues = [[(n, p) for n, p in zip(*of_shard, strict=True) if n]
+              for of_shard in zip(length.tolist(), prompt.tolist(), strict=True)]
     rows: list[list[list[int]]] = [[] for _ in queues]  # [tokens left, context] of live ones
     found = []
     while True:
@@ -41,7 +41,8 @@ def plain_rounds(length: np.ndarray, prompt: np.ndarray, batches: Sequence[int])
             return found
         batch = batches[0] if any(queues) else min(b for b in batches if b >= most)
         rounds = min(left for live in rows for left, _ in live)
-        context = float(np.mean([at for live in rows for _, at in live])) + (rounds - 1) / 2
+        contexts = [at for live in rows for _, at in live]
+        context = sum(contexts) / len(contexts) + (rounds - 1) / 2
         found.append(Stretch(batch, rounds, context))
         for live in rows:
             live[:] = [[left - rounds, at + rounds] for left, at in live if left > rounds]

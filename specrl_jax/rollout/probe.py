@@ -27,7 +27,7 @@ from specrl_jax.rollout.round import bucket_ladder
 from specrl_jax.structs import RolloutState
 
 SWEEPS = 3  # over the launches of a batch size, at least: two would have no median
-MOST = 5  # of them, while all so far took less than
+MOST = 9  # of them, while all so far took less than
 ENOUGH = 4.0  # seconds
 ENDLESS = 2**30  # tokens that a row may say in a measured launch; none is kept beyond T
 APART = 2  # launches between two of the reference
@@ -92,7 +92,7 @@ def priced(engine: Engine, params: Any, drafter_params: Any, path: str, about: M
             cost_file.store(file, wanted, record)
     rows, far, depth = ladders(engine), engine.shapes.longest, engine.machine.drafter.depth
     if jax.process_count() > 1:
-        fit, held = cost.points(rows, far, depth)
+        fit, held = cost.points(rows, far, depth, reads(engine))
         found = dict.fromkeys((*fit, *held), 0.0) if record is None else record.measured
         found = {p: _agreed(found[p]) for p in (*fit, *held)}
         record = Record(found, cost.error(cost.fit(found, rows, far, depth), found, held), 0.0, 0.0)
@@ -100,6 +100,14 @@ def priced(engine: Engine, params: Any, drafter_params: Any, path: str, about: M
            f"in {record.seconds:.1f} s, {file}")
     tables = cost.fit(record.measured, rows, far, depth)
     return engine.control.replace(tables=tables, factor=np.float32(1)), record
+
+
+def reads(engine: Engine) -> bool:
+    """Whether the drafter has more to read when it was not asked for some rounds."""
+    state = engine.layout.host_state(_asked(engine), engine.shapes.batch).draft
+    told = engine.machine.drafter.read_to(
+        state, np.ones(engine.shapes.batch * engine.shapes.shards, np.int32))
+    return any(a is not b for a, b in zip(*map(jax.tree.leaves, (state, told)), strict=True))
 
 
 def _agreed(value: float) -> float:
@@ -113,7 +121,7 @@ def measure(engine: Engine, params: Any, drafter_params: Any) -> Record:
     """Runs every launch that a fit needs, and those that it is tested on."""
     began, before = time.perf_counter(), engine.control
     rows, far, depth = ladders(engine), engine.shapes.longest, engine.machine.drafter.depth
-    fit, held = cost.points(rows, far, depth)
+    fit, held = cost.points(rows, far, depth, reads(engine))
     state, measured, batch = _blank(engine), {}, engine.shapes.batch
     for size in engine.shapes.batches:
         if size != batch:
@@ -135,7 +143,7 @@ def plain(engine: Engine, params: Any, drafter_params: Any, rounds: int) -> dict
     controller, state, batch = engine.machine.controller, _blank(engine), engine.shapes.batch
     longest = engine.shapes.longest
     rounds = min(rounds, longest - longest // 2, engine.shapes.response)
-    control = engine.everywhere(controller.depth(engine.control, 0))
+    control = controller.depth(engine.control, 0)
     found = {}
     for size in engine.shapes.batches:
         if size != batch:
@@ -167,8 +175,7 @@ def _smaller(engine: Engine, state: RolloutState, batch: int, size: int) -> Roll
 
 def _forced(engine: Engine, point: Point) -> Adaptive:
     bucket = [b.packed for b in ladders(engine)[point.rows]].index(point.packed)
-    return engine.everywhere(
-        engine.control.replace(force=np.asarray([point.steps, bucket], np.int32)))
+    return engine.control.replace(force=np.asarray([point.steps, bucket], np.int32))
 
 
 def _timed(engine: Engine, params: Any, drafter_params: Any, state: RolloutState,
