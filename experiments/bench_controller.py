@@ -90,7 +90,8 @@ def _main(config: Config) -> int:
             _say(f"{cell.name}, cell {done + 1} of {len(cells)}, {left}")
             found = controller.run_cell(
                 shape, cell, REPEATS.value, PRECISE.value, SECONDS.value, _say)
-            result["cases"][cell.name] = found | {"command": results.command(sys.argv)}
+            resumed = {"command": results.command(sys.argv)} if RESUME.value else {}
+            result["cases"][cell.name] = found | resumed
             result["summary"] = controller_stats.summarize(result["cases"])
             results.write(out, result)
             left.finished(1)

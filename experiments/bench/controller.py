@@ -319,7 +319,7 @@ def _explained(run: Run, launches: bool) -> dict[str, Any]:
 
 
 def _short(value: float) -> float:
-    return float(f"{value:.6g}")
+    return float(f"{value:.5g}")
 
 
 def _changed(config: Config, base: Config) -> dict[str, dict[str, Any]]:

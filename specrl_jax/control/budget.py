@@ -188,6 +188,7 @@ def rounds_to_look(idle: Array, takes: Array, more: Array, explore: float) -> Ar
       takes: f32[] plain rounds that the look takes now, and
       more: f32[] with each round of waiting.
       explore: share of all rounds that looks may take; at least 1 / sqrt(explore) lie between two.
+        Where `more` is above it, rounds of earlier rollouts alone pay for a look.
     """
     if not explore:
         return jnp.float32(jnp.inf)

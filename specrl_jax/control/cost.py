@@ -2,9 +2,9 @@
 
 A launch takes launch + rounds * (verify + draft) + catch-up. `verify` is a whole round without a
 draft (layers, head, noise, walk, commit) in one bucket, `draft` what drafting to a depth adds to
-it, with the decision of each such round but for what `keep` weighs, and a catch-up is what a
-drafter must first read when it was not asked for some rounds. The one decision of a launch of plain
-rounds is part of `launch`.
+it, and a catch-up is what a drafter must first read when it was not asked for some rounds. Plain
+rounds have one decision a launch, which is part of `launch`, drafted ones one each; of that, half is
+in `draft`, since a measured launch has two rounds, and what `keep` weighs is not.
 Measured are whole launches of the compiled programs that rollouts run, with settings forced.
 """
 
@@ -108,7 +108,7 @@ def bucket_for(table: Table, packed: Array) -> Array:
 # Measuring.
 
 
-def points(ladders: Ladders, longest: int, depth: int, reads: bool = True
+def points(ladders: Ladders, longest: int, depth: int, reads: bool
            ) -> tuple[list[Point], list[Point]]:
     """What a fit needs, and what it is tested on. A round of a larger bucket drafts, as in use.
 
@@ -127,7 +127,8 @@ def points(ladders: Ladders, longest: int, depth: int, reads: bool = True
         held.append(Point(rows, narrow, between, 0, 0, ROUNDS))
         if wider:
             fit += [Point(rows, w, c, 1, 0, ROUNDS) for w in (narrow, *wider) for c in grid]
-            fit += [Point(rows, narrow, middle, 1, middle, ROUNDS)] * reads
+            if reads:
+                fit.append(Point(rows, narrow, middle, 1, middle, ROUNDS))
             if depth > 1:
                 fit += [Point(rows, narrow, c, depth, 0, ROUNDS)
                         for c in sorted({grid[0], grid[-1]})]
@@ -185,9 +186,9 @@ def _fit_rows(measured: Mapping[Point, float], rows: int, table: Table, depth: i
         least = np.maximum.accumulate(plain)  # as a draft's context grows its time must not fall
         draft = np.maximum(draft, UNSEEN * np.arange(depth + 1)[:, None] * least)
         middle = grid[len(grid) // 2]
-        caught_up = measured[Point(rows, widths[0], middle, 1, 0, ROUNDS)]
-        behind = measured.get(Point(rows, widths[0], middle, 1, middle, ROUNDS), caught_up)
-        catch_up = max(0.0, behind - caught_up) / middle
+        read = Point(rows, widths[0], middle, 1, middle, ROUNDS)
+        if read in measured:  # else the drafter reads nothing
+            catch_up = max(0.0, measured[read] - measured[read._replace(missed=0)]) / middle
     return table.replace(verify=np.maximum(isotonic(verify), 1e-9).astype(np.float32),
                          draft=draft.astype(np.float32), catch_up=np.float32(catch_up),
                          launch=np.float32(launch))

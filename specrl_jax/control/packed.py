@@ -7,10 +7,7 @@ where a launch takes a few milliseconds; a state has dozens of small ones.
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-
-from specrl_jax.structs import Array
 
 WORD = np.dtype(np.uint32)
 
@@ -34,17 +31,21 @@ class Packing:
         self._like = [(a.shape, a.dtype, a.size) for a in arrays]
         self.size = sum(a.size for a in arrays)
 
-    def pack(self, state: Any) -> np.ndarray:
-        """u32[size] of a state on the host."""
-        leaves = zip(self._tree.flatten_up_to(state), self._like, strict=True)
-        return np.concatenate([np.zeros(0, WORD), *(
-            np.asarray(a, dtype).reshape(-1).view(WORD) for a, (_, dtype, _) in leaves)])
+    def pack(self, state: Any, xp: Any = np) -> Any:
+        """u32[size] of a state on the host, or with jax.numpy for `xp` of one on the device.
 
-    def pack_on_device(self, state: Any) -> Array:
-        """u32[size]."""
-        leaves = zip(self._tree.flatten_up_to(state), self._like, strict=True)
-        return jnp.concatenate([jnp.zeros(0, WORD), *(
-            jnp.asarray(a, dtype).reshape(-1).view(WORD) for a, (_, dtype, _) in leaves)])
+        Raises:
+          ValueError: the state is not like the one that this was made for.
+        """
+        words = [xp.zeros(0, WORD)]
+        for leaf, (shape, dtype, _) in zip(self._tree.flatten_up_to(state), self._like,
+                                           strict=True):
+            array = xp.asarray(leaf)
+            if (array.shape, array.dtype) != (shape, dtype):
+                raise ValueError(f"{array.dtype}{list(array.shape)} in a controller's state that "
+                                 f"holds {dtype}{list(shape)} there")
+            words.append(array.reshape(-1).view(WORD))
+        return xp.concatenate(words)
 
     def unpack(self, words: Any) -> Any:
         """The state of u32[size], on the host where `words` are there."""

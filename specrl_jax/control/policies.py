@@ -1,8 +1,8 @@
 """Controllers: who chooses the speculation configuration of each round.
 
-A controller is pure functions over an opaque state. `plan` and `hold` (before a round), `keep`
-(after a draft) and `note` (after verification) run on the device, as does `start`; the others run
-on the host between launches.
+A controller is pure functions over an opaque state, whose arrays have entries of four bytes. `plan`
+and `hold` (before a round), `keep` (after a draft) and `note` (after verification) run on the
+device, as does `start`; the others run on the host between launches.
 `off` and `fixed` are here; what looks at time is in adaptive.py and the files it names.
 """
 

@@ -65,7 +65,7 @@ class Drafter(NamedTuple):
     take: Callable[[Any, Array], Any]  # (state, rows i32[B']) -> state
     fork: Callable[[Any, Fill], Any] = lambda state, fill: state
     # On the host, to measure rounds: the state as if it had read i32[B] positions and the round
-    # before had committed one more.
+    # before had committed one more. Arrays that come back as they are say that it reads nothing.
     read_to: Callable[[Any, np.ndarray], Any] = lambda state, context: state
     prefill: Prefill = lambda state, fill, tokens, features: state
     names: tuple[str, ...] = ("draft",)  # of its origins, for metrics

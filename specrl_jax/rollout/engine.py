@@ -137,7 +137,7 @@ class Engine:
         state = state.replace(control=self._packing.unpack(control))
         state = launch(self.machine, params, drafter_params, state, *args)
         seen = (state.sequences.done, state.sequences.length, state.counters, state.seen)
-        return (state.replace(control=()), self._packing.pack_on_device(state.control),
+        return (state.replace(control=()), self._packing.pack(state.control, jnp),
                 jax.lax.all_gather(seen, ROWS, tiled=True))
 
     # State.

@@ -144,7 +144,7 @@ def propose(machine: Machine, drafter_params: Params, state: RolloutState, turn:
     tree, draft = machine.drafter.propose(drafter_params, state.draft, turn.tip, turn.rows,
                                           turn.spec, functools.partial(acceptance.survive,
                                                                        state.estimate))
-    room = turn.rows.limit - turn.tip.generated  # what is deeper no row may say
+    room = turn.rows.limit - turn.tip.generated  # a round's last token needs no draft
     tree = tree.replace(live=tree.live & (tree.depth < room[:, None]))
     live, bucket = machine.controller.keep(state.control, turn.load, turn.spec,
                                            _shown(machine, tree),

@@ -24,13 +24,13 @@ def truth(point: Point) -> float:
 
 def measured(noise: float = 0.0) -> dict[Point, float]:
     rng = np.random.default_rng(0)
-    fit, held = cost.points(LADDERS, LONGEST, DEPTH)
+    fit, held = cost.points(LADDERS, LONGEST, DEPTH, True)
     return {p: truth(p) * float(np.exp(noise * rng.standard_normal())) for p in (*fit, *held)}
 
 
 def test_a_fit_finds_the_parts_and_its_error_is_that_of_held_out_launches() -> None:
     found = measured()
-    fit, held = cost.points(LADDERS, LONGEST, DEPTH)
+    fit, held = cost.points(LADDERS, LONGEST, DEPTH, True)
     assert not set(fit) & set(held) and {p.rows for p in held} == set(LADDERS)
     tables = cost.fit({p: found[p] for p in fit}, LADDERS, LONGEST, DEPTH)
     assert float(tables["8"].launch) == pytest.approx(3e-4, rel=1e-3)
@@ -43,6 +43,29 @@ def test_a_fit_finds_the_parts_and_its_error_is_that_of_held_out_launches() -> N
     assert (np.diff(draft, axis=0) > 0).all(), "no draft is free"
     one = dict(found) | {held[0]: 2 * found[held[0]]}
     assert cost.error(tables, one, held) == pytest.approx(0.5 / len(held), abs=0.02)
+
+
+def test_what_a_drafter_missed_is_charged_by_a_long_stretch_and_only_to_one_that_reads() -> None:
+    """Noise of two launches must not become that of a prompt many times as long."""
+    middle = cost.contexts(LONGEST)[1]
+    found, _ = cost.points(LADDERS, LONGEST, DEPTH, True)
+    assert {p.missed for p in found} == {0, middle}
+    slower = {p: truth(p._replace(missed=0)) + 1e-3 * (p.missed > 0) for p in measured()}
+    table = cost.fit(slower, LADDERS, LONGEST, DEPTH)["8"]
+    assert 0 < float(table.catch_up) * LONGEST <= 1.001e-3 * LONGEST / middle
+    fit, held = cost.points(LADDERS, LONGEST, DEPTH, False)
+    assert not any(p.missed for p in (*fit, *held)) and set(fit) < set(found)
+    tables = cost.fit({p: truth(p) for p in fit}, LADDERS, LONGEST, DEPTH)
+    assert all(float(table.catch_up) == 0 for table in tables.values())
+
+
+def test_a_draft_step_is_no_matter_of_what_launches_of_one_round_take() -> None:
+    """Their noise is that of a launch; a step is a small part of one."""
+    found = measured()
+    spoilt = {p: v * (1.3 if p.rounds == 1 else 1) for p, v in found.items()}
+    calm, other = (cost.fit(of, LADDERS, LONGEST, DEPTH)["8"] for of in (found, spoilt))
+    assert float(other.launch) > 2 * float(calm.launch)
+    np.testing.assert_allclose(other.draft, calm.draft, rtol=1e-5)
 
 
 def test_a_slow_phase_and_a_spoilt_run_leave_the_ratios_to_the_reference() -> None:
