@@ -62,7 +62,7 @@ def roll_out(rule: str, noise: float = 0.3, times: int = 1, temperature: float =
         ladders = {200: bucket_ladder(200, nodes, 200 * nodes)}
         controller = choose.make(ControlConfig(policy=policy), spec, ladders=ladders,
                                  longest=TASK.prompt + 2)
-        control = priced(controller.init(), wide=0.2)
+        control = priced(controller.init(), wide=0.3)
     engine = make_engine(ARCH, TASK, batch=200, most=200 * nodes, controller=controller,
                          rule=rule, drafter=drafter)
     engine.control = engine.everywhere(control)

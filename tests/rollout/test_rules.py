@@ -22,7 +22,7 @@ from laws import ProcessedLaw, law
 from scipy import stats
 
 from specrl_jax.config import DRAWN_RULES, RULES, ConfigError
-from specrl_jax.control import policies
+from specrl_jax.control import acceptance, policies
 from specrl_jax.draft.small_lm import small_lm
 from specrl_jax.model.transformer import forward
 from specrl_jax.rollout.engine import Engine, Result
@@ -71,8 +71,11 @@ def made(rule: str) -> tuple[Engine, Dice, Any]:
 
 @functools.cache
 def roll_out(rule: str, setting: str = "plain") -> list[Result]:
-    """Two rollouts; random trees guess the likeliest pair of tokens."""
+    """Two rollouts; random trees guess the likeliest pair of tokens. What earlier ones taught of
+    acceptance is forgotten: it chooses the nodes that are verified."""
     engine, dice, own = made(rule)
+    engine.acceptance = acceptance.blank(len(engine.machine.drafter.names),
+                                         engine.machine.drafter.depth)
     joint = joint_law(setting)
     likely = np.unravel_index(joint.argmax(), joint.shape)
     dice.replay = np.tile(np.asarray(likely, np.int32), (TASK.sequences, 1))
