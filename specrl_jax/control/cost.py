@@ -3,7 +3,7 @@
 A launch takes launch + rounds * (verify + draft) + catch-up. `verify` is a whole round without a
 draft (layers, head, noise, walk, commit) in one bucket, `draft` what drafting to a depth adds to
 it, and a catch-up is what a drafter must first read when it was not asked for some rounds. Plain
-rounds have one decision a launch, which is part of `launch`, drafted ones one each; of that, half is
+rounds have one decision a launch, which is part of `launch`, drafted ones one each; half of that is
 in `draft`, since a measured launch has two rounds, and what `keep` weighs is not.
 Measured are whole launches of the compiled programs that rollouts run, with settings forced.
 """
