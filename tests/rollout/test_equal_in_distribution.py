@@ -65,7 +65,7 @@ def roll_out(rule: str, noise: float = 0.3, times: int = 1, temperature: float =
         control = priced(controller.init(), wide=0.3)
     engine = make_engine(ARCH, TASK, batch=200, most=200 * nodes, controller=controller,
                          rule=rule, drafter=drafter)
-    engine.control = engine.everywhere(control)
+    engine.control = control
     bound = drafter.bind(params(), noisy)
     engine.compile(params(), bound)
     return [engine.run(params(), ask(TASK, seed, temperature=TEMPERATURE), bound)
