@@ -250,13 +250,13 @@ EXPLORE = pytest.mark.parametrize("explore", [0.01, ControlConfig().explore])
 def test_looking_again_takes_its_share_and_no_more(explore: float) -> None:
     control, looks = controller("budget", explore=explore), {}
     for hold in (1, adaptive.HOLD):
-        state = priced(control.init(), step=0.1, catch_up=0.002)
+        state = priced(control.init(), step=0.1005, catch_up=0.002)
         _, seen = drive(control, state, [{"accept": 0.0}] * 300, hold)
         looks[hold] = [i for i, (steps, *_) in enumerate(seen[20:]) if steps > 0]
     assert looks[1] == looks[adaptive.HOLD], "a plan that stands makes none of them late"
-    takes = 0.1 + 0.002 * np.diff(looks[1])
+    takes = 0.1005 + 0.002 * np.diff(looks[1])
     assert (takes <= explore * np.diff(looks[1])).all()
-    assert len(takes) >= 280 // (3 + 0.1 / (explore - 0.002)) - 1
+    assert len(takes) >= 280 // (3 + 0.1005 / (explore - 0.002)) - 1
 
 
 @EXPLORE
