@@ -96,7 +96,7 @@ def by_launch(rows: Sequence[Mapping[str, Any]], step: int, workdir: Path) -> Ta
         ("best fixed ms", lambda r: f"{1e3 * r['fixed_seconds']:.3g}"),
         ("its depth", _number("fixed_steps", ".0f"))]
     launches = recorded(found[0])
-    for name in ("branch", "nodes", "lag"):
+    for name in ("branch", "nodes", "lag", "trial"):
         if all(name in launch for launch in launches):  # earlier runs have none
             columns.append((name, _number(name, ".2f")))
     if any("audit_off_seconds" in launch for launch in launches):

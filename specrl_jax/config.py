@@ -119,10 +119,9 @@ class ControlConfig:
 
     policy: str = option("budget", f"one of {', '.join(POLICIES)}")
     min_survival: float = option(0.3, "fixed: draft nodes less likely to be accepted are dropped")
-    clock: str = option("measured", "measured: launches correct the pace of the table of costs, "
-                                    "and so the seconds that are told, and reward bandit by what "
-                                    "they took; frozen: the table alone counts, so that a run can "
-                                    "be repeated")
+    clock: str = option("measured", "measured: what launches and rollouts take corrects the table "
+                                    "of costs, for budget its prices too, and rewards bandit; "
+                                    "frozen: the table alone counts, so that a run can be repeated")
     cost_table: str = option("", "file of measured launches, made where it is missing; empty is "
                                  "one for this device and model in the user's cache directory")
     settings: tuple[str, ...] = option((), "respec, bandit, oracle: what to choose from, as depth "

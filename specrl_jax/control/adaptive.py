@@ -13,19 +13,18 @@ import numpy as np
 from flax import struct
 
 from specrl_jax.config import ControlConfig
-from specrl_jax.control import cost
+from specrl_jax.control import cost, prices
 from specrl_jax.control.cost import Bucket, Ladders, Table
 from specrl_jax.control.harvest import Harvest, count_nodes, follow, trust, unseen
+from specrl_jax.control.lag import straggle
 from specrl_jax.control.policies import Controller, Outcome, Stretch, keep_within, make_spec
+from specrl_jax.control.prices import Prices
 from specrl_jax.sharding import ROWS
 from specrl_jax.structs import Array, DraftTree, Load, SpecConfig
 
 FREE = -1  # in Adaptive.force
 HOLD = 32  # plain rounds for which a decision stands at most: its operations take 7 % of one
 FOLLOW = 0.2  # share of a launch's surprise that the clock's correction takes up
-LEARN, FORGET = 0.5, 0.02  # share of a rollout's lag that is taken up, and of it that is forgotten
-LEAST = 0.25  # share of a rollout that drafts must have given, or its lag is not learned
-MOST_LAG = 2.0
 SUMS = ("rounds", "rows", "context", "steps", "branch", "drafts", "drafting", "packed", "seconds",
         "plain_seconds", "tokens", "expected", "switches")
 
@@ -37,7 +36,9 @@ class Adaptive:
     own: Any  # the policy's
     tables: dict[str, Table]  # by batch size
     factor: Array  # f32[] measured seconds over those of the tables
-    lag: dict[str, Array]  # by batch size, f32[] see `straggle`
+    prices: dict[str, Prices]  # by batch size, what rollouts have shown of the tables
+    spent: Array  # f32[buckets + 1] seconds of this launch in each, and of drafts, as foreseen
+    lag: dict[str, Array]  # by batch size, f32[] see lag.py
     force: Array  # i32[2] steps and bucket for measurements; FREE where the policy decides
     harvest: Harvest
     missed: Array  # f32[] tokens of a row since the drafter was asked, at least
@@ -70,10 +71,13 @@ class Policy(NamedTuple):
     begin: Callable[[Any], Any] = lambda own: own
     note: Callable[[Adaptive, Outcome], Any] = lambda state, outcome: state.own
     update: Callable[[Any, dict[str, Any]], Any] = lambda own, launch: own
+    tries: bool = False  # whether rollouts correct its prices, and some try what may be cheaper
 
 
 def table_of(state: Adaptive, load: Load) -> Table:
-    return state.tables[str(load.live.shape[0])]
+    """By which the next round is chosen."""
+    size = str(load.live.shape[0])
+    return prices.corrected(state.tables[size], state.prices[size].factor[1])
 
 
 def context_of(load: Load) -> Array:
@@ -125,21 +129,28 @@ def adaptive(policy: Policy, control: ControlConfig, bounds: Bounds) -> Controll
 
     def update(state: Adaptive, launch: dict[str, Any]) -> Adaptive:
         factor, seconds = clock(state, launch, control.clock == "frozen")
-        return state.replace(factor=factor,
+        size = str(launch["batch"])
+        paid = prices.pay(state.prices[size], state.spent, state.tables[size].launch,
+                          launch["seconds"])
+        return state.replace(factor=factor, prices=state.prices | {size: paid},
                              own=policy.update(state.own, launch | {"seconds": seconds}))
 
     def begin(state: Adaptive, prompt: int) -> Adaptive:
         """A drafter has read no prompt when a rollout begins."""
+        unpaid = {size: p.replace(paid=np.zeros_like(p.paid)) for size, p in state.prices.items()}
         return state.replace(own=policy.begin(state.own), missed=np.float32(prompt),
-                             steps=np.int32(FREE))
+                             steps=np.int32(FREE), prices=unpaid)
 
     def start(state: Adaptive) -> Adaptive:
-        return state.replace(sums=jnp.zeros_like(state.sums),
+        return state.replace(sums=jnp.zeros_like(state.sums), spent=jnp.zeros_like(state.spent),
                              by_depth=jnp.zeros_like(state.by_depth))
 
     def end(state: Adaptive, trace: Sequence[Mapping[str, Any]], plain: Sequence[Stretch]
             ) -> Adaptive:
-        return state.replace(lag=straggle(state, trace, plain))
+        known = state.prices
+        if policy.tries and control.clock != "frozen":
+            known = {size: prices.learn(p) for size, p in known.items()}
+        return state.replace(lag=straggle(state.lag, state.tables, trace, plain), prices=known)
 
     def depth(state: Adaptive, steps: int | None) -> Adaptive:
         return state.replace(force=np.asarray([FREE if steps is None else steps, FREE], np.int32))
@@ -153,7 +164,10 @@ def blank(own: Any, bounds: Bounds) -> Adaptive:
     """The state before anything is known, as host arrays."""
     return Adaptive(
         own=own, tables=cost.blank(bounds.ladders, bounds.longest, bounds.depth),
-        factor=np.float32(1), lag={str(rows): np.float32(1) for rows in bounds.ladders},
+        factor=np.float32(1),
+        prices={str(rows): prices.blank(buckets) for rows, buckets in bounds.ladders.items()},
+        spent=np.zeros(1 + max(map(len, bounds.ladders.values()), default=0), np.float32),
+        lag={str(rows): np.float32(1) for rows in bounds.ladders},
         force=np.full(2, FREE, np.int32),
         harvest=unseen(max(bounds.depth, 1)), missed=np.float32(0), steps=np.int32(FREE),
         sums=np.zeros(len(SUMS), np.float32),
@@ -175,14 +189,18 @@ def _forced(state: Adaptive, load: Load, spec: SpecConfig, tree: DraftTree,
 
 def account(state: Adaptive, outcome: Outcome) -> Adaptive:
     """Adds rounds to what drafts gave and to the launch's sums."""
-    load, table, rounds = outcome.load, table_of(state, outcome.load), outcome.rounds
+    load, rounds, size = outcome.load, outcome.rounds, str(outcome.load.live.shape[0])
+    table = prices.corrected(state.tables[size], state.prices[size].factor[0])
     depth = state.by_depth.shape[1] - 1
     steps = jnp.clip(outcome.spec.steps, 0, depth if table.packed.shape[0] > 1 else 0)
     later = (rounds - 1) / 2  # tokens of context more than at first, on average
     verify, draft = cost.at(table, context_of(load) + later)
     drafting = (steps > 0).astype(jnp.float32)
-    seconds = rounds * (verify[outcome.bucket] + draft[steps]
-                        + drafting * state.missed * table.catch_up)
+    verifying = rounds * verify[outcome.bucket]
+    asking = rounds * (draft[steps] + drafting * state.missed * table.catch_up)
+    part = jnp.arange(state.spent.shape[0])
+    spent = jnp.where(part == outcome.bucket, verifying,
+                      jnp.where(part == part.shape[0] - 1, asking, 0.0))
     ones = load.live.astype(jnp.float32)
     drafts = outcome.live & (jnp.arange(outcome.live.shape[1])[None] > 0)
     promised = jnp.where(drafts, outcome.tree.survival, 0).sum()
@@ -197,12 +215,12 @@ def account(state: Adaptive, outcome: Outcome) -> Adaptive:
     add = dict(rounds=rounds, rows=rounds * rows, context=rounds * context, steps=rounds * steps,
                branch=rounds * drafting * outcome.spec.branch, drafts=rounds * drafts,
                drafting=rounds * drafting, packed=rounds * table.packed[outcome.bucket],
-               seconds=seconds, plain_seconds=rounds * verify[0], tokens=tokens,
+               seconds=verifying + asking, plain_seconds=rounds * verify[0], tokens=tokens,
                expected=rounds * (rows + promised * believed),
                switches=((state.steps > 0) != (steps > 0)) & (state.steps != FREE))
     return state.replace(
         harvest=harvest, missed=jnp.where(steps > 0, 0.0, state.missed + rounds), steps=steps,
-        sums=state.sums + _listed([add[name] for name in SUMS]),
+        sums=state.sums + _listed([add[name] for name in SUMS]), spent=state.spent + spent,
         by_depth=state.by_depth + by_depth)
 
 
@@ -243,42 +261,6 @@ def clock(state: Adaptive, launch: dict[str, Any], frozen: bool) -> tuple[np.nda
     return np.float32(factor * surprise**FOLLOW), launch["seconds"]
 
 
-def straggle(state: Adaptive, trace: Sequence[Mapping[str, Any]], plain: Sequence[Stretch]
-             ) -> dict[str, np.ndarray]:
-    """By batch size, how much longer rounds of drafts really have plain decoding take.
-
-    A round's tokens are worth as many plain rounds as its live rows would have needed. But drafts
-    bring some rows further than others, and the last ones then run in rounds that hardly take less:
-    over a whole rollout the tokens may have been worth less, by this factor, at least 1. Batch
-    sizes that mostly drafted learn it, of a rollout in which drafts gave LEAST of what it would
-    have taken: of less, errors of the prices would be most of it. In others it fades.
-
-    Args:
-      trace: of a rollout, with `explain` of each launch.
-      plain: stretches of what its sequences would have taken without drafts.
-    """
-    def seconds(batch: int, rounds: float, context: float) -> float:
-        table = state.tables[str(batch)]
-        return rounds * float(np.interp(context, table.context, table.verify[0]))
-
-    told = {size: [0.0, 0.0] for size in state.lag}  # seconds with drafts, and without
-    for launch in trace:
-        whole = launch["tokens"] / max(launch["live"], 1e-9)
-        undrafted = (1 - launch["drafting"]) * launch["launch_rounds"]
-        took = seconds(launch["batch"], 1.0, launch["context"])
-        told[str(launch["batch"])][0] += max(whole - undrafted, 0.0) * took
-        told[str(launch["batch"])][1] += undrafted * took
-    drafted, undrafted = map(sum, zip(*told.values(), strict=True))
-    left = sum(seconds(*stretch) for stretch in plain) - undrafted
-    learns = left > 0 and drafted >= LEAST * (drafted + undrafted)
-    found = min(max(drafted / left, 1.0), MOST_LAG) if learns else 1.0
-    lag = {}
-    for size, (with_drafts, without) in told.items():
-        new, share = (found, LEARN) if learns and with_drafts > without else (1.0, FORGET)
-        lag[size] = np.float32((1 - share) * _value(state.lag[size]) + share * new)
-    return lag
-
-
 def _value(scalar: Any) -> float:
     """`scalar` on the host; `float` of an array of JAX takes 100 times as long."""
     return np.asarray(scalar).item()
@@ -292,9 +274,11 @@ def explain(state: Adaptive, launch: dict[str, Any]) -> dict[str, Any]:
     """What was chosen in the last launch, what that was to take and give, and what else would have.
 
     `off_seconds` and `fixed_seconds` are what the launch's own tokens were to take without a draft
-    and at the best constant depth, `fixed_steps`; predicted, by the corrected tables and `lag`.
+    and at the best constant depth, `fixed_steps`; predicted, by the corrected tables and `lag`. A
+    `trial` took prices that are little known for lower than they are believed to be.
     """
     s, factor = _named(state), _value(state.factor)
+    believed, taken = np.asarray(state.prices[str(launch["batch"])].factor)
     rounds, rows = max(s["rounds"], 1.0), max(s["rows"], 1.0)
     overhead = _value(state.tables[str(launch["batch"])].launch)
     rate = [gave / max(took, 1e-12) for took, gave in zip(*state.by_depth.tolist(), strict=True)]
@@ -311,7 +295,8 @@ def explain(state: Adaptive, launch: dict[str, Any]) -> dict[str, Any]:
         "predicted_tokens": s["expected"],
         "predicted_seconds": factor * (s["seconds"] + overhead),
         "spent_seconds": factor * (s["seconds"] - s["plain_seconds"]),
-        "off_seconds": took[0], "fixed_seconds": took[1], "fixed_steps": best, "lag": lag}
+        "off_seconds": took[0], "fixed_seconds": took[1], "fixed_steps": best, "lag": lag,
+        "trial": float((believed != taken).any())}
 
 
 def weigh(state: Adaptive, strength: float, left: np.ndarray) -> np.ndarray:

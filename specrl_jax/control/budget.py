@@ -72,7 +72,7 @@ def budget(control: ControlConfig, bounds: Bounds, seed: int) -> Policy:
         return choose_depth(state, table, load, control).hold
 
     return Policy(init=init, plan=plan, keep=keep, hold=hold,
-                  begin=lambda own: init().replace(idle=own.idle), note=note)
+                  begin=lambda own: init().replace(idle=own.idle), note=note, tries=True)
 
 
 def speed_of(tokens: Array, rounds: Array) -> Array:

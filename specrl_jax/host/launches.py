@@ -9,7 +9,7 @@ from typing import Any
 
 CHOSEN = ("batch", "live", "context", "steps", "branch", "nodes", "width", "drafting", "switches",
           "tokens", "predicted_tokens", "predicted_seconds", "spent_seconds", "off_seconds",
-          "fixed_seconds", "fixed_steps", "launch_rounds", "lag")
+          "fixed_seconds", "fixed_steps", "launch_rounds", "lag", "trial")
 AUDITED = ("seconds", "audit_off_seconds", "audit_off_tokens", "audit_fixed_seconds",
            "audit_fixed_tokens")
 MOST = 512  # launches of a step that are recorded one by one

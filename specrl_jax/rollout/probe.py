@@ -17,7 +17,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from specrl_jax import sharding
-from specrl_jax.control import cost, cost_file
+from specrl_jax.control import cost, cost_file, prices
 from specrl_jax.control.adaptive import Adaptive
 from specrl_jax.control.cost import Ladders, Point, Run
 from specrl_jax.control.cost_file import Record
@@ -99,7 +99,8 @@ def priced(engine: Engine, params: Any, drafter_params: Any, path: str, about: M
     report(f"cost of rounds: {100 * record.error:.1f} % mean error on held-out launches, measured "
            f"in {record.seconds:.1f} s, {file}")
     tables = cost.fit(record.measured, rows, far, depth)
-    return engine.control.replace(tables=tables, factor=np.float32(1)), record
+    known = {str(size): prices.blank(buckets) for size, buckets in rows.items()}
+    return engine.control.replace(tables=tables, factor=np.float32(1), prices=known), record
 
 
 def reads(engine: Engine) -> bool:

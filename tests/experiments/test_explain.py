@@ -20,7 +20,7 @@ def launch(seconds: float, **changes: Any) -> dict[str, Any]:
             "width": 16.0, "drafting": 1.0, "switches": 1.0, "tokens": 20.0,
             "predicted_tokens": 19.0, "predicted_seconds": 0.5, "spent_seconds": 0.1,
             "off_seconds": 1.0, "fixed_seconds": 0.7, "fixed_steps": 3.0,
-            "launch_rounds": 4.0, "branch": 2.0, "nodes": 2.5, "lag": 1.25} | changes
+            "launch_rounds": 4.0, "branch": 2.0, "nodes": 2.5, "lag": 1.25, "trial": 0.0} | changes
 
 
 TRACE = [launch(0.5), launch(0.8, steps=0.0, launch_rounds=12.0, audit_off_seconds=0.02,

@@ -1,0 +1,133 @@
+"""Errors of prices, told apart from the pace of the machine."""
+
+import jax
+import numpy as np
+import pytest
+from control_cases import LADDERS, controller, drive, priced
+
+from specrl_jax.control import prices
+from specrl_jax.control.prices import PRICE, TRIALS, Prices
+
+ONE = np.eye(4)  # of three buckets and drafts
+
+
+def rollout(known: Prices, truth: np.ndarray, table: np.ndarray, pace: float = 0.0,
+            besides: float = 0.0) -> Prices:
+    """Takes what `truth` says, in logarithms, over `table` seconds; in two launches."""
+    known = known.replace(paid=np.zeros_like(known.paid))
+    took = ((table * np.exp(truth)).sum() + besides) * np.exp(pace)
+    spent = (table * known.factor[0]).astype(np.float32)
+    for share in (0.25, 0.75):
+        known = prices.pay(known, share * spent, np.float32(share * besides), share * took)
+    return prices.learn(known)
+
+
+def errors(known: Prices) -> np.ndarray:
+    """f32[n] means: of the pace, and of prices."""
+    return known.known[:, 0]
+
+
+def doubts(known: Prices) -> np.ndarray:
+    """f32[n - 1] what the next rollout takes off the logarithms of prices."""
+    return np.log(known.factor[0] / known.factor[1])
+
+
+def test_a_pace_is_no_error_of_a_price() -> None:
+    known = prices.blank(LADDERS[8])
+    for i in range(60):
+        known = rollout(known, np.zeros(4), ONE[i % 3], 0.3, besides=0.2)
+    assert errors(known)[0] == pytest.approx(0.3, abs=0.02)
+    np.testing.assert_allclose(errors(known)[1:], 0, atol=0.02)
+
+
+def test_prices_are_told_apart_once_others_are_paid() -> None:
+    """16 tokens take 16 % more than their price; a part is charged at once, all with 32 seen."""
+    truth, known = np.asarray([0.0, 0.16, 0.0, 0.0]), prices.blank(LADDERS[8])
+    for i in range(10):
+        known = rollout(known, truth, ONE[i % 2 * 2])  # narrow and wide
+    known = rollout(known, truth, ONE[1])
+    low, middle, high = errors(known)[1:4]
+    assert middle - max(low, high) > 0.05
+    for i in range(60):
+        known = rollout(known, truth, ONE[i % 3], 0.1 * np.sin(i / 20))
+    low, middle, high = errors(known)[1:4]
+    assert middle - low == pytest.approx(0.16, abs=0.03) and abs(low - high) < 0.03
+    np.testing.assert_allclose(known.factor[0], np.exp(errors(known)[1:]), rtol=1e-5)
+
+
+def test_one_spoilt_rollout_says_little() -> None:
+    known = prices.blank(LADDERS[8])
+    for i in range(30):
+        known = rollout(known, np.zeros(4), ONE[i % 3])
+    spoilt = rollout(known, np.zeros(4), ONE[1], 1.5)
+    assert np.abs(errors(spoilt) - errors(known)).max() < 0.1
+
+
+def test_one_bucket_alone_tells_nothing_of_prices_and_doubt_is_about_the_others() -> None:
+    """A slow bucket and a slow machine are the same to see."""
+    known, tried = prices.blank(LADDERS[8]), []
+    for i in range(1, 2 * TRIALS):
+        known = rollout(known, np.zeros(4), ONE[0], 0.2)
+        tried += [i + 1] * bool(doubts(known).any())
+    assert tried == [2, 4, 8, TRIALS, 2 * TRIALS]
+    assert errors(known)[:2].sum() == pytest.approx(0.2, abs=0.02)
+    np.testing.assert_allclose(errors(known)[2:], 0, atol=1e-6)
+    np.testing.assert_allclose(doubts(known), [0, 2**0.5 * PRICE, 2**0.5 * PRICE, 0],
+                               rtol=0.02, atol=1e-6)
+    for i in range(2 * TRIALS):
+        known = rollout(known, np.zeros(4), ONE[i % 2], 0.2)
+    known = known.replace(rollouts=np.int32(TRIALS - 2))
+    known = rollout(known, np.zeros(4), ONE[0], 0.2)
+    assert 0 < 2 * doubts(known)[1] < doubts(known)[2], "what is known is doubted less"
+
+
+def test_a_rollout_without_launches_of_a_batch_size_changes_nothing() -> None:
+    known = rollout(prices.blank(LADDERS[8]), np.zeros(4), ONE[0])
+    jax.tree.map(np.testing.assert_array_equal,
+                 known.replace(paid=np.zeros_like(known.paid)),
+                 prices.learn(known.replace(paid=np.zeros_like(known.paid))))
+
+
+def rollouts(really: tuple[float, ...], times: int, **options: str) -> tuple[list, object]:
+    """Rollouts of 16 rounds of 8 rows, whose buckets take `really`. By the table, 16 tokens are
+    worth 8 % more than 32.
+
+    Returns:
+      shares f64[buckets] of rounds in each rollout, and the state.
+    """
+    control = controller("budget", **options)
+    state = priced(control.init())
+    table = state.tables["8"]
+    verify = np.broadcast_to(np.asarray([[1.0], [1.25], [2.55]], np.float32), table.verify.shape)
+    state, used = state.replace(tables=state.tables | {"8": table.replace(verify=verify)}), []
+    for _ in range(times):
+        state = jax.tree.map(np.asarray, control.start(control.begin(state, 0)))
+        state, seen = drive(control, state, [{"accept": 0.95}] * 16)
+        buckets = [bucket for _, bucket, *_ in seen]
+        launch = {"batch": 8, "seconds": sum(really[b] for b in buckets)
+                  + 0.02 * sum(steps for steps, *_ in seen)}
+        state = jax.tree.map(np.asarray, state)
+        launch |= control.explain(state, launch)
+        assert launch["trial"] == (len(used) in (1, 3, 7, 15)) * (options.get("clock") != "frozen")
+        price = np.asarray([1.0, 1.25, 2.55, 0.02]) * state.prices["8"].factor[0]
+        foreseen = price[buckets].sum() + price[3] * sum(steps for steps, *_ in seen)
+        assert launch["predicted_seconds"] == pytest.approx(state.factor * foreseen, rel=1e-4), (
+            "as believed, in a trial too")
+        state = control.end(control.update(state, launch), [launch], [])
+        used.append(np.bincount(buckets, minlength=3) / len(buckets))
+    return used, state
+
+
+@pytest.mark.parametrize("really, best", [((1.0, 1.45, 2.55), 2), ((1.0, 1.25, 2.75), 1)])
+def test_budget_tries_a_bucket_that_its_table_may_price_wrongly(
+        really: tuple[float, ...], best: int) -> None:
+    used, _ = rollouts(really, 20)
+    assert used[0][1] == 1, "as the table says"
+    assert used[1][2] > 0.5, "and then the other"
+    assert np.mean(used, 0)[best] > 0.85 and np.mean(used[-4:], 0)[best] == 1
+
+
+def test_a_frozen_clock_learns_no_price() -> None:
+    used, state = rollouts((1.0, 1.45, 2.55), 4, clock="frozen")
+    assert np.mean(used, 0)[1] == 1
+    np.testing.assert_array_equal(state.prices["8"].known, prices.blank(LADDERS[8]).known)
