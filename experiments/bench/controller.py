@@ -6,12 +6,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
 from specrl_jax import prng, sharding
 from specrl_jax.config import Config, ConfigError, as_dict
-from specrl_jax.control import acceptance, respec
+from specrl_jax.control import acceptance, prices, respec
 from specrl_jax.control.policies import make_spec
 from specrl_jax.draft.replay import replaying
 from specrl_jax.host import memory
@@ -173,7 +172,9 @@ class Shape:
             engine, machine = sampler.engine, sampler.engine.machine
             engine.acceptance = acceptance.blank(len(machine.drafter.names), machine.drafter.depth)
             if machine.controller.adaptive:
-                tables = jax.tree.map(np.asarray, engine.control.tables)
+                before = engine.control
+                tables = {size: prices.measured(before.prices[size], table)
+                          for size, table in before.tables.items()}
                 engine.control = machine.controller.init().replace(tables=tables)
             if cell.corruption is not None:
                 sampler.drafter_params = engine.everywhere(replaying(cell.corruption))

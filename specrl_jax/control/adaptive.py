@@ -25,8 +25,8 @@ from specrl_jax.structs import Array, DraftTree, Load, SpecConfig
 FREE = -1  # in Adaptive.force
 HOLD = 32  # plain rounds for which a decision stands at most: its operations take 7 % of one
 FOLLOW = 0.2  # share of a launch's surprise that the clock's correction takes up
-SUMS = ("rounds", "rows", "context", "steps", "branch", "drafts", "drafting", "packed", "seconds",
-        "plain_seconds", "tokens", "expected", "switches")
+SUMS = ("rounds", "rows", "context", "steps", "branch", "drafts", "drafting", "packed",
+        "plain_seconds", "tokens", "expected", "switches")  # then seconds: each bucket's, drafts'
 
 
 @struct.dataclass
@@ -34,16 +34,15 @@ class Adaptive:
     """The state of every policy here."""
 
     own: Any  # the policy's
-    tables: dict[str, Table]  # by batch size
-    factor: Array  # f32[] measured seconds over those of the tables
-    prices: dict[str, Prices]  # by batch size, what rollouts have shown of the tables
-    spent: Array  # f32[buckets + 1] seconds of this launch in each, and of drafts, as foreseen
+    tables: dict[str, Table]  # by batch size, as the next rollout takes them
+    prices: dict[str, Prices]  # by batch size, what rollouts have shown of the measured tables
+    factor: Array  # f32[] seconds that launches take over those that prices let expect
     lag: dict[str, Array]  # by batch size, f32[] see lag.py
     force: Array  # i32[2] steps and bucket for measurements; FREE where the policy decides
     harvest: Harvest
     missed: Array  # f32[] tokens of a row since the drafter was asked, at least
     steps: Array  # i32[] of the last round
-    sums: Array  # f32[SUMS] of this launch, or of the last
+    sums: Array  # f32[SUMS + buckets + 1] of this launch, or of the last; see SUMS
     by_depth: Array  # f32[2, D+1] of it: seconds and tokens, had all rounds drafted to that depth
 
 
@@ -75,9 +74,7 @@ class Policy(NamedTuple):
 
 
 def table_of(state: Adaptive, load: Load) -> Table:
-    """By which the next round is chosen."""
-    size = str(load.live.shape[0])
-    return prices.corrected(state.tables[size], state.prices[size].factor[1])
+    return state.tables[str(load.live.shape[0])]
 
 
 def context_of(load: Load) -> Array:
@@ -129,28 +126,23 @@ def adaptive(policy: Policy, control: ControlConfig, bounds: Bounds) -> Controll
 
     def update(state: Adaptive, launch: dict[str, Any]) -> Adaptive:
         factor, seconds = clock(state, launch, control.clock == "frozen")
-        size = str(launch["batch"])
-        paid = prices.pay(state.prices[size], state.spent, state.tables[size].launch,
-                          launch["seconds"])
-        return state.replace(factor=factor, prices=state.prices | {size: paid},
+        return state.replace(factor=factor,
                              own=policy.update(state.own, launch | {"seconds": seconds}))
 
     def begin(state: Adaptive, prompt: int) -> Adaptive:
         """A drafter has read no prompt when a rollout begins."""
-        unpaid = {size: p.replace(paid=np.zeros_like(p.paid)) for size, p in state.prices.items()}
         return state.replace(own=policy.begin(state.own), missed=np.float32(prompt),
-                             steps=np.int32(FREE), prices=unpaid)
+                             steps=np.int32(FREE))
 
     def start(state: Adaptive) -> Adaptive:
-        return state.replace(sums=jnp.zeros_like(state.sums), spent=jnp.zeros_like(state.spent),
+        return state.replace(sums=jnp.zeros_like(state.sums),
                              by_depth=jnp.zeros_like(state.by_depth))
 
     def end(state: Adaptive, trace: Sequence[Mapping[str, Any]], plain: Sequence[Stretch]
             ) -> Adaptive:
-        known = state.prices
-        if policy.tries and control.clock != "frozen":
-            known = {size: prices.learn(p) for size, p in known.items()}
-        return state.replace(lag=straggle(state.lag, state.tables, trace, plain), prices=known)
+        state = state.replace(lag=straggle(state.lag, state.tables, trace, plain))
+        learns = policy.tries and control.clock != "frozen" and state.force[0] == FREE
+        return learned(state, trace) if learns else state
 
     def depth(state: Adaptive, steps: int | None) -> Adaptive:
         return state.replace(force=np.asarray([FREE if steps is None else steps, FREE], np.int32))
@@ -164,13 +156,13 @@ def blank(own: Any, bounds: Bounds) -> Adaptive:
     """The state before anything is known, as host arrays."""
     return Adaptive(
         own=own, tables=cost.blank(bounds.ladders, bounds.longest, bounds.depth),
+        prices={str(rows): prices.blank(len(buckets)) for rows, buckets in bounds.ladders.items()},
         factor=np.float32(1),
-        prices={str(rows): prices.blank(buckets) for rows, buckets in bounds.ladders.items()},
-        spent=np.zeros(1 + max(map(len, bounds.ladders.values()), default=0), np.float32),
         lag={str(rows): np.float32(1) for rows in bounds.ladders},
         force=np.full(2, FREE, np.int32),
         harvest=unseen(max(bounds.depth, 1)), missed=np.float32(0), steps=np.int32(FREE),
-        sums=np.zeros(len(SUMS), np.float32),
+        sums=np.zeros(len(SUMS) + 1 + max(map(len, bounds.ladders.values()), default=0),
+                      np.float32),
         by_depth=np.zeros((2, bounds.depth + 1), np.float32))
 
 
@@ -189,8 +181,7 @@ def _forced(state: Adaptive, load: Load, spec: SpecConfig, tree: DraftTree,
 
 def account(state: Adaptive, outcome: Outcome) -> Adaptive:
     """Adds rounds to what drafts gave and to the launch's sums."""
-    load, rounds, size = outcome.load, outcome.rounds, str(outcome.load.live.shape[0])
-    table = prices.corrected(state.tables[size], state.prices[size].factor[0])
+    load, table, rounds = outcome.load, table_of(state, outcome.load), outcome.rounds
     depth = state.by_depth.shape[1] - 1
     steps = jnp.clip(outcome.spec.steps, 0, depth if table.packed.shape[0] > 1 else 0)
     later = (rounds - 1) / 2  # tokens of context more than at first, on average
@@ -198,9 +189,8 @@ def account(state: Adaptive, outcome: Outcome) -> Adaptive:
     drafting = (steps > 0).astype(jnp.float32)
     verifying = rounds * verify[outcome.bucket]
     asking = rounds * (draft[steps] + drafting * state.missed * table.catch_up)
-    part = jnp.arange(state.spent.shape[0])
-    spent = jnp.where(part == outcome.bucket, verifying,
-                      jnp.where(part == part.shape[0] - 1, asking, 0.0))
+    seconds = [jnp.where(outcome.bucket == i, verifying, 0.0)
+               for i in range(state.sums.shape[0] - len(SUMS) - 1)]
     ones = load.live.astype(jnp.float32)
     drafts = outcome.live & (jnp.arange(outcome.live.shape[1])[None] > 0)
     promised = jnp.where(drafts, outcome.tree.survival, 0).sum()
@@ -215,12 +205,12 @@ def account(state: Adaptive, outcome: Outcome) -> Adaptive:
     add = dict(rounds=rounds, rows=rounds * rows, context=rounds * context, steps=rounds * steps,
                branch=rounds * drafting * outcome.spec.branch, drafts=rounds * drafts,
                drafting=rounds * drafting, packed=rounds * table.packed[outcome.bucket],
-               seconds=verifying + asking, plain_seconds=rounds * verify[0], tokens=tokens,
+               plain_seconds=rounds * verify[0], tokens=tokens,
                expected=rounds * (rows + promised * believed),
                switches=((state.steps > 0) != (steps > 0)) & (state.steps != FREE))
     return state.replace(
         harvest=harvest, missed=jnp.where(steps > 0, 0.0, state.missed + rounds), steps=steps,
-        sums=state.sums + _listed([add[name] for name in SUMS]), spent=state.spent + spent,
+        sums=state.sums + _listed([*(add[name] for name in SUMS), *seconds, asking]),
         by_depth=state.by_depth + by_depth)
 
 
@@ -254,7 +244,8 @@ def _by_depth(harvest: Harvest, table: Table, verify: Array, draft: Array, shard
 def clock(state: Adaptive, launch: dict[str, Any], frozen: bool) -> tuple[np.ndarray, float]:
     """The corrected factor, and the seconds that the launch took for a policy."""
     factor = _value(state.factor)
-    predicted = _named(state)["seconds"] + _value(state.tables[str(launch["batch"])].launch)
+    predicted = sum(_told(state, str(launch["batch"]))[1]) + _value(
+        state.tables[str(launch["batch"])].launch)
     if frozen or predicted <= 0:
         return state.factor, max(predicted, 1e-9)
     surprise = min(max(launch["seconds"] / (predicted * factor), 0.2), 5.0)
@@ -266,8 +257,14 @@ def _value(scalar: Any) -> float:
     return np.asarray(scalar).item()
 
 
-def _named(state: Adaptive) -> dict[str, float]:
-    return dict(zip(SUMS, np.asarray(state.sums).tolist(), strict=True))
+def _told(state: Adaptive, size: str) -> tuple[dict[str, float], list[float]]:
+    """The launch's sums by name, and seconds in each bucket and for drafts, as now believed."""
+    sums = np.asarray(state.sums).tolist()
+    worth = prices.doubted(state.prices[size])
+    spent = [*sums[len(SUMS):len(SUMS) + len(worth) - 1], sums[-1]]
+    named = dict(zip(SUMS, sums, strict=False))
+    named["plain_seconds"] *= worth[0]
+    return named, [a * b for a, b in zip(spent, worth, strict=True)]
 
 
 def explain(state: Adaptive, launch: dict[str, Any]) -> dict[str, Any]:
@@ -275,14 +272,18 @@ def explain(state: Adaptive, launch: dict[str, Any]) -> dict[str, Any]:
 
     `off_seconds` and `fixed_seconds` are what the launch's own tokens were to take without a draft
     and at the best constant depth, `fixed_steps`; predicted, by the corrected tables and `lag`. A
-    `trial` took prices that are little known for lower than they are believed to be.
+    `trial` took little known prices for lower than they are believed to be, and `fixed_seconds` is
+    by these. `spent` are the seconds foreseen in each bucket and for drafts.
     """
-    s, factor = _named(state), _value(state.factor)
-    believed, taken = np.asarray(state.prices[str(launch["batch"])].factor)
+    factor, size = _value(state.factor), str(launch["batch"])
+    s, spent = _told(state, size)
+    seconds = sum(spent)
     rounds, rows = max(s["rounds"], 1.0), max(s["rows"], 1.0)
-    overhead = _value(state.tables[str(launch["batch"])].launch)
-    rate = [gave / max(took, 1e-12) for took, gave in zip(*state.by_depth.tolist(), strict=True)]
-    lag, drafting = _value(state.lag[str(launch["batch"])]), s["drafting"] / rounds
+    overhead = _value(state.tables[size].launch)
+    takes, gives = state.by_depth.tolist()
+    takes[0] = s["plain_seconds"]
+    rate = [gave / max(took, 1e-12) for took, gave in zip(takes, gives, strict=True)]
+    lag, drafting = _value(state.lag[size]), s["drafting"] / rounds
     rate[0] *= 1 + drafting * (lag - 1)
     rate[1:] = [r / (1 + (1 - drafting) * (lag - 1)) for r in rate[1:]]
     best = rate.index(max(rate))
@@ -293,10 +294,22 @@ def explain(state: Adaptive, launch: dict[str, Any]) -> dict[str, Any]:
         "drafting": s["drafting"] / rounds, "launch_rounds": s["rounds"],
         "width": s["packed"] / rounds, "switches": s["switches"], "tokens": s["tokens"],
         "predicted_tokens": s["expected"],
-        "predicted_seconds": factor * (s["seconds"] + overhead),
-        "spent_seconds": factor * (s["seconds"] - s["plain_seconds"]),
+        "predicted_seconds": factor * (seconds + overhead),
+        "spent_seconds": factor * (seconds - s["plain_seconds"]),
         "off_seconds": took[0], "fixed_seconds": took[1], "fixed_steps": best, "lag": lag,
-        "trial": float((believed != taken).any())}
+        "trial": float(prices.trial(state.prices[size])), "spent": spent}
+
+
+def learned(state: Adaptive, trace: Sequence[Mapping[str, Any]]) -> Adaptive:
+    """The state with prices that a rollout's launches have corrected."""
+    known, tables = dict(state.prices), dict(state.tables)
+    for size in {launch["batch"]: str(launch["batch"]) for launch in trace}.values():
+        launches = [launch for launch in trace if str(launch["batch"]) == size]
+        known[size], tables[size] = prices.learn(
+            known[size], tables[size], np.sum([launch["spent"] for launch in launches], 0),
+            len(launches) * _value(tables[size].launch),
+            sum(launch["seconds"] for launch in launches))
+    return state.replace(prices=known, tables=tables)
 
 
 def weigh(state: Adaptive, strength: float, left: np.ndarray) -> np.ndarray:

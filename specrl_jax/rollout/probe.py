@@ -99,8 +99,11 @@ def priced(engine: Engine, params: Any, drafter_params: Any, path: str, about: M
     report(f"cost of rounds: {100 * record.error:.1f} % mean error on held-out launches, measured "
            f"in {record.seconds:.1f} s, {file}")
     tables = cost.fit(record.measured, rows, far, depth)
-    known = {str(size): prices.blank(buckets) for size, buckets in rows.items()}
-    return engine.control.replace(tables=tables, factor=np.float32(1), prices=known), record
+    before = engine.control
+    found = {size: prices.renewed(before.prices[size], before.tables[size], table)
+             for size, table in tables.items()}
+    return before.replace(factor=np.float32(1), prices={size: p for size, (p, _) in found.items()},
+                          tables={size: table for size, (_, table) in found.items()}), record
 
 
 def reads(engine: Engine) -> bool:

@@ -29,6 +29,7 @@ from specrl_jax.control.harvest import trust
 from specrl_jax.control.policies import Outcome
 from specrl_jax.host.checkpoint import Checkpoints
 
+SIZE = len(SUMS) + 4  # of sums: seconds of three buckets and drafts come after the named ones
 SETTINGS = respec.settings_of((), DEPTH, 1, NODES)
 
 
@@ -37,13 +38,13 @@ def launch(seconds: float = 1.0, batch: int = 8, **more: Any) -> dict[str, Any]:
 
 
 def used(policy: str) -> Any:
-    """A state that rounds and launches have changed."""
+    """A state that rounds, launches and a rollout have changed."""
     control = controller(policy)
-    state, _ = drive(control, priced(control.init()), [{"accept": 0.7}] * 12)
+    state, _ = drive(control, control.begin(priced(control.init()), 40), [{"accept": 0.7}] * 12)
     state = jax.tree.map(np.asarray, state)
     record = launch(14.0)
     record |= control.explain(state, record)
-    return control.update(state, record), record
+    return control.end(control.update(state, record), [record], []), record
 
 
 @pytest.mark.parametrize("policy", ADAPTIVE)
@@ -85,9 +86,11 @@ def test_a_launch_is_explained_by_its_rounds() -> None:
     assert told["steps"] == pytest.approx(np.mean([steps for steps, *_ in seen]))
     assert told["width"] == pytest.approx(np.mean([(8, 16, 32)[b] for b in buckets]))
     assert told["fixed_seconds"] <= told["off_seconds"] and 1 <= told["fixed_steps"] <= DEPTH
-    assert all(np.isfinite(v) for v in told.values())
+    assert told["spent"] == pytest.approx(
+        [*((1 + 0.1 * b) * buckets.count(b) for b in range(3)), 0.0], rel=1e-4)
+    assert all(np.isfinite(v).all() for v in told.values())
     after = control.start(control.update(jax.tree.map(np.asarray, state), launch(12.0)))
-    assert not after.sums.any() and not after.by_depth.any() and len(after.sums) == len(SUMS)
+    assert not after.sums.any() and not after.by_depth.any() and len(after.sums) == SIZE
 
 
 @pytest.mark.parametrize("policy", ADAPTIVE)
@@ -117,8 +120,8 @@ def test_whole_launches_correct_the_table_unless_the_clock_is_frozen(
     control = controller("budget", clock=clock)
     state = priced(control.init())
     for _ in range(30):
-        sums = np.zeros(len(SUMS), np.float32)
-        sums[SUMS.index("seconds")] = 5.0
+        sums = np.zeros(SIZE, np.float32)
+        sums[[len(SUMS), -1]] = 3.0, 2.0
         state = control.update(state.replace(sums=sums), launch(10.0))
     assert float(state.factor) == pytest.approx(factor, rel=0.02)
     stall = control.update(state.replace(sums=sums), launch(1e6))
@@ -265,8 +268,8 @@ def test_rewards_of_a_frozen_clock_come_from_the_table() -> None:
     control = controller("bandit", clock="frozen")
     rewards = []
     for seconds in (1.0, 50.0):
-        sums = np.zeros(len(SUMS), np.float32)
-        sums[SUMS.index("seconds")] = 2.0
+        sums = np.zeros(SIZE, np.float32)
+        sums[[len(SUMS), -1]] = 1.5, 0.5
         state = control.update(control.init().replace(sums=sums), launch(seconds, tokens=8.0))
         rewards.append(float(state.own.reward["8"][0, 0]))
     assert rewards == [4.0, 4.0]
@@ -314,10 +317,10 @@ def lagging(state: Any, lag: float) -> Any:
 
 
 def ran(batch: int, rounds: float, tokens: float, live: float, drafting: float = 1.0,
-        context: float = 40.0) -> dict[str, float]:
-    """A launch as the trace has it."""
+        context: float = 40.0) -> dict[str, Any]:
+    """A launch as the trace has it, of which no price is learned."""
     return dict(batch=batch, launch_rounds=rounds, tokens=tokens, live=live, drafting=drafting,
-                context=context)
+                context=context, seconds=0.0, spent=np.zeros(len(LADDERS[batch]) + 1))
 
 
 @pytest.mark.parametrize("accept, drafting", [(0.9, 1.0), (0.0, 0.0)])

@@ -330,7 +330,7 @@ def time_of(control: Any, state: Any, accept: float) -> float:
             state, seen = drive(control, state, [one] * rounds)
             if turn:  # it has learned what drafts give
                 spent = np.asarray(state.sums) - before
-                seconds[rows] += spent[SUMS.index("seconds")]
+                seconds[rows] += spent[len(SUMS):].sum()
                 tokens[rows] += sum((verified[:rows] * accept ** np.arange(DEPTH + 1)).sum()
                                     for *_, verified in seen)
     return sum(rows * rounds * seconds[rows] / tokens[rows] for rows, rounds in phases.items())

@@ -3,23 +3,37 @@
 import jax
 import numpy as np
 import pytest
-from control_cases import LADDERS, controller, drive, priced
+from control_cases import ADAPTIVE, controller, drive, priced
 
 from specrl_jax.control import prices
-from specrl_jax.control.prices import PRICE, TRIALS, Prices
+from specrl_jax.control.cost import Table
+from specrl_jax.control.prices import EARLY, PRICE, TRIALS, Prices
 
 ONE = np.eye(4)  # of three buckets and drafts
+GRID = np.float32([32, 200])
 
 
-def rollout(known: Prices, truth: np.ndarray, table: np.ndarray, pace: float = 0.0,
+def table(verify: tuple[float, ...] = (1.0, 2.0, 4.0)) -> Table:
+    return Table(packed=np.float32([8, 16, 32]), nodes=np.float32([1, 5, 5]), context=GRID,
+                 verify=np.outer(verify, [1.0, 1.5]).astype(np.float32),
+                 draft=np.full((5, 2), 0.1, np.float32), catch_up=np.float32(0.5),
+                 launch=np.float32(0))
+
+
+def rollout(known: Prices, truth: np.ndarray, spent: np.ndarray, pace: float = 0.0,
             besides: float = 0.0) -> Prices:
-    """Takes what `truth` says, in logarithms, over `table` seconds; in two launches."""
-    known = known.replace(paid=np.zeros_like(known.paid))
-    took = ((table * np.exp(truth)).sum() + besides) * np.exp(pace)
-    spent = (table * known.factor[0]).astype(np.float32)
-    for share in (0.25, 0.75):
-        known = prices.pay(known, share * spent, np.float32(share * besides), share * took)
-    return prices.learn(known)
+    """Takes what `truth` says, in logarithms, over the measured prices of `spent`."""
+    took = ((spent * np.exp(truth)).sum() + besides) * np.exp(pace)
+    believed = spent * np.exp(errors(known)[1:])
+    return prices.learn(known, taken(known), believed, besides, took)[0]
+
+
+def taken(known: Prices) -> Table:
+    """The table that the next rollout takes."""
+    new = table()
+    buckets, drafts = known.taken[:-1, None], known.taken[-1]
+    return new.replace(verify=new.verify * buckets, draft=new.draft * drafts,
+                       catch_up=new.catch_up * drafts)
 
 
 def errors(known: Prices) -> np.ndarray:
@@ -29,11 +43,11 @@ def errors(known: Prices) -> np.ndarray:
 
 def doubts(known: Prices) -> np.ndarray:
     """f32[n - 1] what the next rollout takes off the logarithms of prices."""
-    return np.log(known.factor[0] / known.factor[1])
+    return np.log(prices.doubted(known))
 
 
 def test_a_pace_is_no_error_of_a_price() -> None:
-    known = prices.blank(LADDERS[8])
+    known = prices.blank(3)
     for i in range(60):
         known = rollout(known, np.zeros(4), ONE[i % 3], 0.3, besides=0.2)
     assert errors(known)[0] == pytest.approx(0.3, abs=0.02)
@@ -42,7 +56,7 @@ def test_a_pace_is_no_error_of_a_price() -> None:
 
 def test_prices_are_told_apart_once_others_are_paid() -> None:
     """16 tokens take 16 % more than their price; a part is charged at once, all with 32 seen."""
-    truth, known = np.asarray([0.0, 0.16, 0.0, 0.0]), prices.blank(LADDERS[8])
+    truth, known = np.asarray([0.0, 0.16, 0.0, 0.0]), prices.blank(3)
     for i in range(10):
         known = rollout(known, truth, ONE[i % 2 * 2])  # narrow and wide
     known = rollout(known, truth, ONE[1])
@@ -52,11 +66,11 @@ def test_prices_are_told_apart_once_others_are_paid() -> None:
         known = rollout(known, truth, ONE[i % 3], 0.1 * np.sin(i / 20))
     low, middle, high = errors(known)[1:4]
     assert middle - low == pytest.approx(0.16, abs=0.03) and abs(low - high) < 0.03
-    np.testing.assert_allclose(known.factor[0], np.exp(errors(known)[1:]), rtol=1e-5)
+    np.testing.assert_allclose(known.taken, np.exp(errors(known)[1:]), rtol=1e-5)
 
 
 def test_one_spoilt_rollout_says_little() -> None:
-    known = prices.blank(LADDERS[8])
+    known = prices.blank(3)
     for i in range(30):
         known = rollout(known, np.zeros(4), ONE[i % 3])
     spoilt = rollout(known, np.zeros(4), ONE[1], 1.5)
@@ -65,11 +79,12 @@ def test_one_spoilt_rollout_says_little() -> None:
 
 def test_one_bucket_alone_tells_nothing_of_prices_and_doubt_is_about_the_others() -> None:
     """A slow bucket and a slow machine are the same to see."""
-    known, tried = prices.blank(LADDERS[8]), []
+    known, tried = prices.blank(3), []
     for i in range(1, 2 * TRIALS):
         known = rollout(known, np.zeros(4), ONE[0], 0.2)
-        tried += [i + 1] * bool(doubts(known).any())
-    assert tried == [2, 4, 8, TRIALS, 2 * TRIALS]
+        assert prices.trial(known) == bool(np.abs(doubts(known)).max() > 1e-3)
+        tried += [i + 1] * prices.trial(known)
+    assert tried == [*(i + 1 for i in EARLY), TRIALS, 2 * TRIALS] and len(EARLY) == 3
     assert errors(known)[:2].sum() == pytest.approx(0.2, abs=0.02)
     np.testing.assert_allclose(errors(known)[2:], 0, atol=1e-6)
     np.testing.assert_allclose(doubts(known), [0, 2**0.5 * PRICE, 2**0.5 * PRICE, 0],
@@ -81,11 +96,33 @@ def test_one_bucket_alone_tells_nothing_of_prices_and_doubt_is_about_the_others(
     assert 0 < 2 * doubts(known)[1] < doubts(known)[2], "what is known is doubted less"
 
 
-def test_a_rollout_without_launches_of_a_batch_size_changes_nothing() -> None:
-    known = rollout(prices.blank(LADDERS[8]), np.zeros(4), ONE[0])
-    jax.tree.map(np.testing.assert_array_equal,
-                 known.replace(paid=np.zeros_like(known.paid)),
-                 prices.learn(known.replace(paid=np.zeros_like(known.paid))))
+def test_of_nothing_foreseen_nothing_is_learned() -> None:
+    known = rollout(prices.blank(3), np.zeros(4), ONE[0])
+    for spent, took in ((0 * ONE[0], 1.0), (ONE[0], 0.0)):
+        same, unchanged = prices.learn(known, taken(known), spent, 0.1, took)
+        assert same is known and (unchanged.verify == taken(known).verify).all()
+
+
+def test_a_trial_makes_no_bucket_cheaper_than_a_smaller_one() -> None:
+    """Else it would be filled with drafts, whatever these give."""
+    near, known = table((1.0, 1.02, 1.03)), prices.blank(3)
+    known, tried = prices.learn(known, near, ONE[0], 0.0, 1.0)
+    assert prices.trial(known)
+    np.testing.assert_allclose(tried.verify[1:], np.broadcast_to(tried.verify[:1], (2, 2)),
+                               rtol=1e-6)
+    np.testing.assert_allclose(prices.measured(known, tried).verify, near.verify, rtol=1e-6)
+    _, usual = prices.learn(known, tried, ONE[0], 0.0, 1.0)
+    np.testing.assert_allclose(usual.verify, near.verify, rtol=1e-3)
+
+
+def test_what_was_learned_stands_while_the_table_is_the_same() -> None:
+    known, now = prices.learn(prices.blank(3), table(), ONE[1], 0.0, 2.5)
+    same, kept = prices.renewed(known, now, table())
+    assert same is known and kept is now
+    for new in (table((1.0, 2.1, 4.0)), table().replace(draft=np.full((5, 2), 0.2, np.float32)),
+                table().replace(catch_up=np.float32(0.6))):
+        blank, other = prices.renewed(known, now, new)
+        assert other is new and blank.rollouts == 0 and (blank.taken == 1).all()
 
 
 def rollouts(really: tuple[float, ...], times: int, **options: str) -> tuple[list, object]:
@@ -97,9 +134,9 @@ def rollouts(really: tuple[float, ...], times: int, **options: str) -> tuple[lis
     """
     control = controller("budget", **options)
     state = priced(control.init())
-    table = state.tables["8"]
-    verify = np.broadcast_to(np.asarray([[1.0], [1.25], [2.55]], np.float32), table.verify.shape)
-    state, used = state.replace(tables=state.tables | {"8": table.replace(verify=verify)}), []
+    eight = state.tables["8"]
+    verify = np.broadcast_to(np.asarray([[1.0], [1.25], [2.55]], np.float32), eight.verify.shape)
+    state, used = state.replace(tables=state.tables | {"8": eight.replace(verify=verify)}), []
     for _ in range(times):
         state = jax.tree.map(np.asarray, control.start(control.begin(state, 0)))
         state, seen = drive(control, state, [{"accept": 0.95}] * 16)
@@ -109,7 +146,7 @@ def rollouts(really: tuple[float, ...], times: int, **options: str) -> tuple[lis
         state = jax.tree.map(np.asarray, state)
         launch |= control.explain(state, launch)
         assert launch["trial"] == (len(used) in (1, 3, 7, 15)) * (options.get("clock") != "frozen")
-        price = np.asarray([1.0, 1.25, 2.55, 0.02]) * state.prices["8"].factor[0]
+        price = np.asarray([1.0, 1.25, 2.55, 0.02]) * np.exp(errors(state.prices["8"])[1:])
         foreseen = price[buckets].sum() + price[3] * sum(steps for steps, *_ in seen)
         assert launch["predicted_seconds"] == pytest.approx(state.factor * foreseen, rel=1e-4), (
             "as believed, in a trial too")
@@ -130,4 +167,16 @@ def test_budget_tries_a_bucket_that_its_table_may_price_wrongly(
 def test_a_frozen_clock_learns_no_price() -> None:
     used, state = rollouts((1.0, 1.45, 2.55), 4, clock="frozen")
     assert np.mean(used, 0)[1] == 1
-    np.testing.assert_array_equal(state.prices["8"].known, prices.blank(LADDERS[8]).known)
+    jax.tree.map(np.testing.assert_array_equal, state.prices["8"], prices.blank(3))
+
+
+def test_other_policies_and_forced_depths_learn_no_price() -> None:
+    launch = {"batch": 8, "seconds": 9.0, "spent": [1.0, 2.0, 3.0, 0.5]}
+    ran = dict.fromkeys(("launch_rounds", "tokens", "live", "drafting", "context"), 1.0) | launch
+    for policy in ADAPTIVE:
+        control = controller(policy)
+        for depth in (None, 2):
+            state = control.depth(priced(control.init()), depth)
+            ended = control.end(state, [ran], [])
+            assert ended.prices["8"].rollouts == (policy == "budget" and depth is None)
+            assert ended.prices["2"].rollouts == 0 and ended.tables["2"] is state.tables["2"]
