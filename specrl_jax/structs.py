@@ -176,6 +176,7 @@ class Load:
     live: Array  # bool[B]
     length: Array  # i32[B] committed context
     expected_left: Array  # f32[B] tokens still to come
+    room: Array  # i32[B] tokens until its limit
     weight: Array  # f32[B]
 
 

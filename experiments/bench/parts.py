@@ -137,6 +137,11 @@ def _rows(at: Situation) -> Sampling:
                     key=jnp.zeros((at.rows, 2), jnp.uint32), stop=jnp.full(1, -1, jnp.int32))
 
 
+def _far(at: Situation) -> Any:
+    """Tokens that rows have room for."""
+    return jnp.full(at.rows, 99, jnp.int32)
+
+
 def _draft(machine: Machine, at: Situation) -> Part:
     """Plan, propose and keep."""
     drafter, controller = machine.drafter, machine.controller
@@ -148,7 +153,8 @@ def _draft(machine: Machine, at: Situation) -> Part:
 
     def draft(state: Any, control: Any, tip: Tip) -> Any:
         left = jnp.ones(at.rows)
-        load = Load(live=tip.live, length=tip.context, expected_left=left, weight=left)
+        load = Load(live=tip.live, length=tip.context, expected_left=left, room=_far(at),
+                    weight=left)
         spec = controller.plan(control, load)
         tree, state = drafter.propose((), state, tip, _rows(at), spec,
                                       lambda parent, guess, depth, origin: parent * guess)
@@ -166,7 +172,8 @@ def control_parts(machine: Machine, control: Any, at: Situation) -> dict[str, Pa
     controller, ladder, drafter = machine.controller, buckets(machine, at), machine.drafter
     tip, tree = _tip(at), random_tree(at.rows, drafter.nodes, drafter.depth)
     ones = jnp.ones(at.rows)
-    load = Load(live=tip.live, length=tip.context, expected_left=ones, weight=ones)
+    load = Load(live=tip.live, length=tip.context, expected_left=ones, room=_far(at),
+                weight=ones)
     plan = _alone(lambda *args: (controller.plan(*args), controller.hold(*args)))
     spec = jax.tree.map(np.asarray, plan(control, load)[0])
     keep = _alone(lambda *args: controller.keep(*args, ladder))

@@ -88,11 +88,11 @@ def rows_of(load: Load) -> Array:
     return jax.lax.pmean(load.live.sum().astype(jnp.float32), ROWS)
 
 
-def left_of(load: Load) -> Array:
-    """f32[] tokens still to come of a live row, on average."""
-    left, rows = jax.lax.psum(
-        (jnp.where(load.live, load.expected_left, 0.0).sum(), load.live.sum()), ROWS)
-    return left / jnp.maximum(rows, 1)
+def average(load: Load, of_rows: Array) -> Array:
+    """f32[] of a live row."""
+    found, rows = jax.lax.psum(
+        (jnp.where(load.live, of_rows, 0).astype(jnp.float32).sum(), load.live.sum()), ROWS)
+    return found / jnp.maximum(rows, 1)
 
 
 def adaptive(policy: Policy, control: ControlConfig, bounds: Bounds) -> Controller:

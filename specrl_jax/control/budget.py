@@ -22,8 +22,8 @@ from specrl_jax.control.adaptive import (
     Adaptive,
     Bounds,
     Policy,
+    average,
     context_of,
-    left_of,
     rows_of,
     table_of,
 )
@@ -113,7 +113,8 @@ def fill(tree: DraftTree, load: Load, believed: Array, price: Array, buckets: tu
 def foresee(state: Adaptive, table: Table, load: Load) -> tuple[Array, Array]:
     """f32[D+1, buckets] tokens a row of a round, and the plain rounds that it takes.
 
-    The drafts of a round are foreseen as the last ones were, and fill a bucket likeliest first.
+    The drafts of a round are foreseen as the last ones were, and fill a bucket likeliest first. No
+    more come than rows have room for: where one more token ends them, it is worth a round.
     """
     harvest, rows = state.harvest, jnp.maximum(rows_of(load), 1e-6)
     verify, draft = cost.at(table, context_of(load))
@@ -125,7 +126,8 @@ def foresee(state: Adaptive, table: Table, load: Load) -> tuple[Array, Array]:
                      0.0, 1.0)
     gain = trust(harvest) * (taken * mass[:, None]).sum(2)  # [D+1, buckets]
     rounds = (verify[None] + draft[:, None]) / jnp.maximum(verify[0], 1e-9)
-    return 1 + gain, jnp.maximum(rounds, 1e-6)  # more than none, where nothing is measured yet
+    tokens = jnp.minimum(1 + gain, jnp.maximum(average(load, load.room), 1.0))
+    return tokens, jnp.maximum(rounds, 1e-6)  # more than none, where nothing is measured yet
 
 
 class Choice(NamedTuple):
@@ -167,7 +169,7 @@ def choose_depth(state: Adaptive, table: Table, load: Load, control: ControlConf
     grown = jnp.maximum(own.regret + more, 0.0)  # by one round: plan and note decide alike
     limit = control.hysteresis + jnp.where(on, 0.0, speed * behind)
     switch = (grown > limit) & jnp.where(on, advantage < 0, advantage > 0)
-    pays = advantage * left_of(load) > speed * behind * tokens[depth].max()
+    pays = advantage * average(load, load.expected_left) > speed * behind * tokens[depth].max()
     drafting = jnp.where(undecided, pays, on ^ switch)
     looks = rounds_to_look(own.idle, draft[1] / plain + behind, table.catch_up / plain,
                            control.explore)

@@ -84,7 +84,7 @@ def load_of(state: RolloutState, tip: Tip, rows: Sampling) -> Load:
                         for a in (state.expected, state.weight))
     left = (jnp.minimum(expected, rows.limit) - tip.generated).astype(jnp.float32)
     return Load(live=tip.live, length=tip.context, expected_left=jnp.maximum(left, 1),
-                weight=weight)
+                room=rows.limit - tip.generated, weight=weight)
 
 
 @struct.dataclass
@@ -144,8 +144,8 @@ def propose(machine: Machine, drafter_params: Params, state: RolloutState, turn:
     tree, draft = machine.drafter.propose(drafter_params, state.draft, turn.tip, turn.rows,
                                           turn.spec, functools.partial(acceptance.survive,
                                                                        state.estimate))
-    room = turn.rows.limit - turn.tip.generated  # a round's last token needs no draft
-    tree = tree.replace(live=tree.live & (tree.depth < room[:, None]))
+    room = turn.load.room[:, None]  # a round's last token needs no draft
+    tree = tree.replace(live=tree.live & (tree.depth < room))
     live, bucket = machine.controller.keep(state.control, turn.load, turn.spec,
                                            _shown(machine, tree),
                                            buckets_of(machine, turn.tip.root.shape[0]))

@@ -88,6 +88,20 @@ def test_the_worth_of_a_depth_equals_brute_force(seed: int) -> None:
     assert steps == (int(np.argmax(best)) if max(best[1:]) > best[0] else 0)
 
 
+def test_a_draft_that_ends_all_rows_saves_a_round() -> None:
+    """One draft a row takes 0.6 plain rounds, for which rounds of three bring 0.99 tokens. Where
+    rows have room for two tokens, another round would follow for the second."""
+    control = controller("budget")
+    state, seen = drive(control, priced(control.init(), wide=0.6), [{"accept": 0.95}] * 20)
+    assert seen[-1][:2] == (3, 2)
+    tree = chains(0.95 * np.ones((8, DEPTH)), steps=1)
+    spec = alone(control.plan)(state, load())
+    keep = alone(lambda s, of: control.keep(s, of, spec, tree, LADDERS[8])[1])
+    assert [int(keep(state, load(room=room))) for room in (9, 2)] == [0, 1]
+    tokens, _ = alone(lambda s, of: budget.foresee(s, s.tables["8"], of))(state, load(room=2))
+    assert np.asarray(tokens).max() == 2
+
+
 @pytest.mark.parametrize("seed", range(30))
 def test_it_never_leaves_the_bounds(seed: int) -> None:
     rng = np.random.default_rng(seed)

@@ -20,7 +20,7 @@ NARROW = (Bucket(4, 1), Bucket(10, 4))  # too small for all that may be drafted
 def load(live: Any) -> Load:
     live = jnp.asarray(live)
     return Load(live=live, length=live * jnp.int32(3), expected_left=jnp.ones(live.shape),
-                weight=jnp.ones(live.shape))
+                room=live * jnp.int32(9), weight=jnp.ones(live.shape))
 
 
 def brute_force(tree: DraftTree, nodes: int, budget: int) -> np.ndarray:
