@@ -5,9 +5,9 @@
 
 `saved` is what the same tokens were to take without a draft, less what they took; `regret` is what
 was lost against the better of that and the best constant depth. Both compare with predictions of
-the table of costs as corrected, which hold drafts' tokens to be worth `lag` times fewer plain rounds: rows that
-drafts bring ahead of others do not end the rollout. A `trial` (1) took little known prices for lower than
-they are believed to be. An audit (config.control.audit) really ran such
+the table of costs as corrected, which hold drafts' tokens to be worth `lag` times fewer plain
+rounds: rows that drafts bring ahead of others do not end the rollout. A `trial` (1) took little
+known prices for lower than they are believed to be. An audit (config.control.audit) really ran such
 rounds: `audit off` and `audit fixed` have their tokens per second, `chosen` those of the choice.
 
 Exit status: 0, or 2 for bad input.

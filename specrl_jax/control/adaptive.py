@@ -149,6 +149,7 @@ def adaptive(policy: Policy, control: ControlConfig, bounds: Bounds) -> Controll
 
     return Controller(init=init, plan=plan, keep=keep, update=update, note=note, explain=explain,
                       weigh=lambda state, batch, left: weigh(state, control.length_weight, left),
+                      weighs=control.length_weight > 0,
                       depth=depth, begin=begin, end=end, start=start, hold=hold, adaptive=True)
 
 
@@ -242,14 +243,12 @@ def _by_depth(harvest: Harvest, table: Table, verify: Array, draft: Array, shard
 
 
 def clock(state: Adaptive, launch: dict[str, Any], frozen: bool) -> tuple[np.ndarray, float]:
-    """The corrected factor, and the seconds that the launch took for a policy."""
-    factor = _value(state.factor)
-    predicted = sum(_told(state, str(launch["batch"]))[1]) + _value(
-        state.tables[str(launch["batch"])].launch)
+    """The corrected factor, and the seconds that an explained launch took for a policy."""
+    predicted = launch["predicted_seconds"]
     if frozen or predicted <= 0:
         return state.factor, max(predicted, 1e-9)
-    surprise = min(max(launch["seconds"] / (predicted * factor), 0.2), 5.0)
-    return np.float32(factor * surprise**FOLLOW), launch["seconds"]
+    surprise = min(max(launch["seconds"] / predicted, 0.2), 5.0)
+    return np.float32(_value(state.factor) * surprise**FOLLOW), launch["seconds"]
 
 
 def _value(scalar: Any) -> float:
@@ -305,9 +304,9 @@ def learned(state: Adaptive, trace: Sequence[Mapping[str, Any]]) -> Adaptive:
     known, tables = dict(state.prices), dict(state.tables)
     for size in {launch["batch"]: str(launch["batch"]) for launch in trace}.values():
         launches = [launch for launch in trace if str(launch["batch"]) == size]
+        spent = [sum(of) for of in zip(*(launch["spent"] for launch in launches), strict=True)]
         known[size], tables[size] = prices.learn(
-            known[size], tables[size], np.sum([launch["spent"] for launch in launches], 0),
-            len(launches) * _value(tables[size].launch),
+            known[size], tables[size], spent, len(launches) * _value(tables[size].launch),
             sum(launch["seconds"] for launch in launches))
     return state.replace(prices=known, tables=tables)
 

@@ -54,6 +54,7 @@ class Controller(NamedTuple):
     explain: Callable[[Any, Any], dict[str, Any]] = lambda state, launch: {}  # of the last launch
     weigh: Callable[[Any, int, np.ndarray], np.ndarray] = (
         lambda state, batch, left: np.ones_like(left))  # rows, from tokens still to come f32[rows]
+    weighs: bool = False  # whether it does not weigh all rows alike
     depth: Callable[[Any, int | None], Any] = (
         lambda state, steps: state)  # drafts to that depth whatever is planned; None: as planned
     begin: Callable[[Any, int], Any] = (

@@ -7,6 +7,10 @@ believed to be, and tries one that is then the best. Whole rollouts are compared
 because rows that end and contexts that grow, which tables know little of, are in all of them.
 """
 
+import math
+import operator
+from collections.abc import Sequence
+
 import numpy as np
 from flax import struct
 
@@ -67,48 +71,49 @@ def renewed(prices: Prices, table: Table, new: Table) -> tuple[Prices, Table]:
     return (prices, table) if same else (blank(len(new.packed)), new)
 
 
-def learn(prices: Prices, table: Table, spent: np.ndarray, besides: float, took: float
+def learn(prices: Prices, table: Table, spent: Sequence[float], besides: float, took: float
           ) -> tuple[Prices, Table]:
     """After a rollout, by a Kalman filter (Kalman 1960): with the table for the next one.
 
     Args:
       table: as the rollout took it.
-      spent: f64[n - 1] seconds foreseen of its prices, as believed.
+      spent: [n - 1] seconds foreseen of its prices, as believed.
       besides: of its launches.
       took: seconds.
     """
-    foreseen = spent.sum() + besides
-    if took <= 0 or spent.sum() <= 0:
+    foreseen = sum(spent) + besides
+    if took <= 0 or sum(spent) <= 0:
         return prices, table
-    mean, cov = np.split(np.asarray(prices.known, np.float64), [1], 1)
-    mean, cov = mean[:, 0], cov + np.diag([DRIFT**2] + [FADE**2] * len(spent))
-    seen = np.r_[1.0, spent / foreseen]
-    spread = seen @ cov @ seen + NOISE**2 + (STALL / took) ** 2
-    most, gain = BELIEVED * spread**0.5, cov @ seen / spread
-    mean = mean + gain * np.clip(np.log(took / foreseen) - mean[0], -most, most)
-    cov = cov - np.outer(gain, seen @ cov)
-    over = np.maximum(np.sqrt(np.diag(cov)) / ([PACE] + [PRICE] * len(spent)), 1.0)
-    cov = cov / np.outer(over, over)
-    after = prices.replace(known=np.c_[mean, cov].astype(np.float32),
-                           rollouts=np.int32(np.asarray(prices.rollouts) + 1))
-    hope = _doubts(cov[1:, 1:], int(spent[:-1].argmax())) if trial(after) else 0.0
-    return _take(after, table, np.asarray(prices.taken), np.exp(mean[1:] - hope))
+    mean, *columns = np.asarray(prices.known, np.float64).T.tolist()  # a handful: no arrays
+    index, prior = range(len(mean)), [PACE, *[PRICE] * len(spent)]
+    fades = [DRIFT, *[FADE] * len(spent)]
+    cov = [[columns[j][i] + (i == j) * fades[i] ** 2 for j in index] for i in index]
+    seen = [1.0, *(s / foreseen for s in spent)]
+    along = [sum(map(operator.mul, row, seen)) for row in cov]
+    spread = sum(map(operator.mul, seen, along)) + NOISE**2 + (STALL / took) ** 2
+    surprise, limit = math.log(took / foreseen) - mean[0], BELIEVED * spread**0.5
+    surprise = min(max(surprise, -limit), limit)
+    mean = [m + a / spread * surprise for m, a in zip(mean, along, strict=True)]
+    cov = [[cov[i][j] - along[i] * along[j] / spread for j in index] for i in index]
+    over = [max(cov[i][i] ** 0.5 / prior[i], 1.0) for i in index]
+    cov = [[cov[i][j] / (over[i] * over[j]) for j in index] for i in index]
+    known = [[m, *row] for m, row in zip(mean, cov, strict=True)]
+    after = prices.replace(known=np.asarray(known, np.float32),
+                           rollouts=np.int32(np.asarray(prices.rollouts).item() + 1))
+    wanted = [math.exp(m) for m in mean[1:]]
+    if trial(after):
+        usual = 1 + max(range(len(spent) - 1), key=spent.__getitem__)
+        for i in index[1:-1]:  # a bucket is tried with its drafts, whatever these take
+            variance = cov[i][i] + cov[usual][usual] - 2 * cov[usual][i]
+            wanted[i - 1] *= math.exp(-max(variance, 0.0) ** 0.5)
+    return _take(after, table, wanted)
 
 
-def _doubts(cov: np.ndarray, usual: int) -> np.ndarray:
-    """f64[n - 1] the standard deviation of each bucket's error less that of the `usual` one; a
-    bucket is tried together with its drafts, whatever these take."""
-    found = np.sqrt(np.maximum(np.diag(cov) + cov[usual, usual] - 2 * cov[usual], 0.0))
-    found[-1] = 0.0
-    return found
-
-
-def _take(prices: Prices, table: Table, before: np.ndarray, wanted: np.ndarray
-          ) -> tuple[Prices, Table]:
-    """The table with wanted f64[n - 1] for `before` times what was measured. A bucket costs no less
-    than a smaller one: else it would be filled with drafts that nothing is expected of."""
-    change = wanted / before
-    verify = np.asarray(table.verify, np.float64)
+def _take(prices: Prices, table: Table, wanted: Sequence[float]) -> tuple[Prices, Table]:
+    """The table with `wanted` times the measured prices. A bucket costs no less than a smaller one:
+    else it would be filled with drafts that nothing is expected of."""
+    before = np.asarray(prices.taken, np.float64)
+    change, verify = wanted / before, np.asarray(table.verify, np.float64)
     for i in range(1, len(verify)):
         change[i] = max(change[i], (change[i - 1] * verify[i - 1] / verify[i]).max())
     table = table.replace(verify=(verify * change[:-1, None]).astype(np.float32),

@@ -33,6 +33,7 @@ from specrl_jax.structs import Array, Fill, RolloutState, Sequences
 
 MEMORY = 0.9  # weight that outcomes keep from rollout to rollout
 COMPILERS = 4  # programs compiled at once
+Outlook = dict[str, np.ndarray]
 CPU_OPTIONS = {"xla_cpu_prefer_vector_width": "512"}  # XLA's 256 makes one row's products slower
 
 
@@ -196,7 +197,7 @@ class Engine:
         outcomes = Acceptance(*(np.zeros((s.shards, *self.layout.cells), np.float32),) * 2)
         batch, length = s.batch, np.zeros(done.size, np.int32)
         past = lengths.of_past(asked.past, done.size // s.group)
-        outlook: dict[str, np.ndarray] = {}
+        outlook: Outlook = {}
         while not done.all():
             started = time.perf_counter()
             if any(one.waiting for one in slots):
@@ -208,8 +209,8 @@ class Engine:
             prefill_seconds += launched - started
             waiting = [one.waiting for one in slots]
             smaller = self.shapes.smaller(batch) if not any(waiting) else 0
-            before, outlook = outlook, self._outlook(asked.limit, past, length, done, batch,
-                                                     any(waiting), outcomes)
+            before, outlook = outlook, self._outlook(outlook, asked.limit, past, length, done,
+                                                     batch, any(waiting), outcomes)
             state = state.replace(**self._changed(before, outlook))
             go = functools.partial(self.launch, batch, params, drafter_params,
                                    waiting=np.asarray(waiting, np.int32), smaller=smaller)
@@ -253,34 +254,33 @@ class Engine:
         controller = self.machine.controller
         if controller.adaptive:
             if jax.process_count() > 1:
-                launch["seconds"] = float(multihost_utils.broadcast_one_to_all(
-                    np.float32(launch["seconds"])))
+                seconds = np.float32(launch["seconds"])
+                launch["seconds"] = float(multihost_utils.broadcast_one_to_all(seconds))
             launch |= controller.explain(self.control, launch)
         self.control = controller.update(self.control, launch)
 
-    def _outlook(self, limit: np.ndarray, past: np.ndarray, length: np.ndarray, done: np.ndarray,
-                 batch: int, waiting: bool, outcomes: Acceptance) -> dict[str, np.ndarray]:
-        """What a state holds of the future: survival of drafts, and for a controller that looks at
-        time expected lengths and weights of all sequences; while some wait, all tokens are alike.
-        """
+    def _outlook(self, before: Outlook, limit: np.ndarray, past: np.ndarray, length: np.ndarray,
+                 done: np.ndarray, batch: int, waiting: bool, outcomes: Acceptance) -> Outlook:
+        """What a state holds of the future: survival of drafts; for a controller that looks at time
+        expected lengths and weights of all sequences, too. While some wait, tokens are alike."""
         controller = self.machine.controller
         outlook = {"estimate": acceptance.table(self.acceptance, outcomes)}
         if not controller.adaptive:
             return outlook
+        if before and not (controller.weighs and (~done).sum(1).max() > 1):  # old ones will do
+            return outlook | {name: before[name] for name in ("expected", "weight")}
         expected = lengths.expected(limit, length, done.reshape(-1), past, self.shapes.group)
         weight = np.ones_like(expected) if waiting else lengths.weights(
             functools.partial(controller.weigh, self.control, batch), expected - length, ~done)
         return outlook | {"expected": expected, "weight": weight}
 
-    def _changed(self, before: dict[str, np.ndarray], now: dict[str, np.ndarray]
-                 ) -> dict[str, Array]:
+    def _changed(self, before: Outlook, now: Outlook) -> dict[str, Array]:
         """Of the host arrays `now` those that differ from `before`: a launch hands on what it was
         given."""
         new = {name: a for name, a in now.items()
                if name not in before or not np.array_equal(a, before[name])}
         whole, rows = sharding.replicated(self.mesh), sharding.rows(self.mesh)
-        return sharding.arguments(
-            {name: whole if name == "estimate" else rows for name in new}, new)
+        return sharding.arguments({n: whole if n == "estimate" else rows for n in new}, new)
 
     def _result(self, state: RolloutState, batch: int, outcomes: Acceptance,
                 trace: list[dict[str, Any]], began: float, prefill_seconds: float) -> Result:

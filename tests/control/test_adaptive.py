@@ -34,7 +34,7 @@ SETTINGS = respec.settings_of((), DEPTH, 1, NODES)
 
 
 def launch(seconds: float = 1.0, batch: int = 8, **more: Any) -> dict[str, Any]:
-    return {"batch": batch, "seconds": seconds} | more
+    return {"batch": batch, "seconds": seconds, "predicted_seconds": seconds} | more
 
 
 def used(policy: str) -> Any:
@@ -45,6 +45,14 @@ def used(policy: str) -> Any:
     record = launch(14.0)
     record |= control.explain(state, record)
     return control.end(control.update(state, record), [record], []), record
+
+
+def explained(control: Any, state: Any, took: float, foreseen: float = 5.0, **more: Any) -> Any:
+    """The state after a launch of which a narrow bucket and drafts were to take `foreseen`."""
+    sums = np.zeros(SIZE, np.float32)
+    sums[[len(SUMS), -1]] = 0.6 * foreseen, 0.4 * foreseen
+    state, record = state.replace(sums=sums), launch(took)
+    return control.update(state, record | control.explain(state, record) | more)
 
 
 @pytest.mark.parametrize("policy", ADAPTIVE)
@@ -120,11 +128,9 @@ def test_whole_launches_correct_the_table_unless_the_clock_is_frozen(
     control = controller("budget", clock=clock)
     state = priced(control.init())
     for _ in range(30):
-        sums = np.zeros(SIZE, np.float32)
-        sums[[len(SUMS), -1]] = 3.0, 2.0
-        state = control.update(state.replace(sums=sums), launch(10.0))
+        state = explained(control, state, 10.0)
     assert float(state.factor) == pytest.approx(factor, rel=0.02)
-    stall = control.update(state.replace(sums=sums), launch(1e6))
+    stall = explained(control, state, 1e6)
     assert float(stall.factor) <= 2 * factor, "one stall says little"
 
 
@@ -268,9 +274,7 @@ def test_rewards_of_a_frozen_clock_come_from_the_table() -> None:
     control = controller("bandit", clock="frozen")
     rewards = []
     for seconds in (1.0, 50.0):
-        sums = np.zeros(SIZE, np.float32)
-        sums[[len(SUMS), -1]] = 1.5, 0.5
-        state = control.update(control.init().replace(sums=sums), launch(seconds, tokens=8.0))
+        state = explained(control, control.init(), seconds, 2.0, tokens=8.0)
         rewards.append(float(state.own.reward["8"][0, 0]))
     assert rewards == [4.0, 4.0]
 
