@@ -1,6 +1,6 @@
 """Adaptive policies against off and every fixed setting: load x context x drafter x lengths.
 
-    python experiments/bench_controller.py              # --preset=small; 55 minutes with AVX-512
+    python experiments/bench_controller.py              # --preset=small; 80 minutes with AVX-512
     python experiments/bench_controller.py --preset=small --cells=4x64-0-uniform,4x64-1-heavy
     python experiments/bench_controller.py --preset=smollm2 --config=smollm2 --seconds=900 \\
         --config.spec.drafter=eagle --config.draft.path=runs/drafter/drafter \\
@@ -11,8 +11,11 @@
 end at limits; `smollm2` drafts with config.spec.drafter on real prompts. Arms are timed alternately
 in this process, without prefill, which is the same for all. The best fixed setting of a cell, off
 included, is chosen on runs of its own (three times as many of those within 10 % of the fastest),
-timed with all arms, and then by turns with budget alone,
-until that ratio is known. The runs that choose teach oracle what each setting gives and takes. The
+timed with all arms, and then by turns with budget alone. Runs that follow each other share what
+others do on the machine and where engines lie in memory, so with --occasions above 1 these two are
+timed anew as often, by engines made for it, minutes later: each time is one value, and there are up
+to twice as many until the ratio is known; else they run on until their pairs tell it. The runs that
+choose teach oracle what each setting gives and takes. The
 ceiling is what the chain that gives most tokens per second would give in each round if it were
 known before how many of its drafts are accepted, by what rounds took in those runs; no policy can
 know, yet trees, or rounds for the sake of the longest row, may give more.
@@ -31,8 +34,15 @@ import config_flags
 import jax
 import run_flags
 from absl import flags
-from bench import controller, controller_models, controller_stats, results, show
-from bench.controller import Cell
+from bench import (
+    controller,
+    controller_cells,
+    controller_models,
+    controller_stats,
+    results,
+    show,
+)
+from bench.controller_cells import Cell
 from bench.timing import Left
 from interrupt import stops
 from rich.table import Table
@@ -49,7 +59,11 @@ REPEATS = flags.DEFINE_integer("repeats", 3, "runs of each fixed setting to choo
 PRECISE = flags.DEFINE_float("precise", 0.03, "half-width of budget's 95 % interval at which a "
                              "cell ends", lower_bound=0)
 SECONDS = flags.DEFINE_float("seconds", 90, "of timed runs after those that choose, "
-                             "after which a cell ends however wide the interval is", lower_bound=0)
+                             "after which a cell of one occasion ends however wide the interval "
+                             "is", lower_bound=0)
+OCCASIONS = flags.DEFINE_integer("occasions", None, "on which budget and the best fixed "
+                                 "setting are timed (default: 8 of small, 1 of smollm2, whose "
+                                 "engines take minutes)", lower_bound=1)
 OUT = flags.DEFINE_string("out", None, "JSON file (default: results/bench_controller_PRESET.json "
                           "in experiments); the picture lies beside it as .png")
 RESUME = flags.DEFINE_boolean("resume", False, "keep the cells that --out already holds")
@@ -68,7 +82,8 @@ def _main(config: Config) -> int:
     if "budget" not in POLICIES.value:
         raise ConfigError(f"--policies={','.join(POLICIES.value)}: budget is what is compared")
     small = PRESET.value == "small"
-    cells = controller.pick(controller.SMALL if small else controller.SMOLLM2, CELLS.value)
+    cells = controller_cells.pick(controller_cells.SMALL if small else controller_cells.SMOLLM2,
+                                  CELLS.value)
     out = results.destination(OUT.value, f"bench_controller_{PRESET.value}.json")
     use_persistent_cache()
     bench = controller_models.small(config, POLICIES.value) if small else controller_models.real(
@@ -77,10 +92,8 @@ def _main(config: Config) -> int:
     if RESUME.value:
         result["cases"] = results.earlier(
             out, config=result["config"], architecture=result["architecture"])
-    shapes: dict[tuple[int, int], list[Cell]] = {}
-    for cell in cells:
-        if cell.name not in result["cases"]:
-            shapes.setdefault((cell.rows, cell.context), []).append(cell)
+    occasions = OCCASIONS.value or (8 if small else 1)
+    shapes = by_shape([cell for cell in cells if cell.name not in result["cases"]])
     left = Left(sum(map(len, shapes.values())))
     for (rows, context), of_shape in shapes.items():
         _say(f"{rows} rows, context {context}: compiling and measuring")
@@ -88,8 +101,8 @@ def _main(config: Config) -> int:
         for cell in of_shape:
             done = sum(other.name in result["cases"] for other in cells)
             _say(f"{cell.name}, cell {done + 1} of {len(cells)}, {left}")
-            found = controller.run_cell(
-                shape, cell, REPEATS.value, PRECISE.value, SECONDS.value, _say)
+            found = controller.run_cell(shape, cell, REPEATS.value, PRECISE.value,
+                                        SECONDS.value if occasions == 1 else 0.0, _say)
             resumed = {"command": results.command(sys.argv)} if RESUME.value else {}
             result["cases"][cell.name] = found | resumed
             result["summary"] = controller_stats.summarize(result["cases"])
@@ -97,10 +110,44 @@ def _main(config: Config) -> int:
             left.finished(1)
         del shape
         jax.clear_caches()
+    while fought_again(bench, cells, result, occasions, out):
+        pass
     show.console().print(table(result["cases"]))
     controller_stats.draw(result["cases"], out.with_suffix(".png"))
     print(f"wrote {out} and {out.with_suffix('.png')}")
     return 0
+
+
+def by_shape(cells: list[Cell]) -> dict[tuple[int, int], list[Cell]]:
+    """The cells of each number of rows and context, which share engines."""
+    found: dict[tuple[int, int], list[Cell]] = {}
+    for cell in cells:
+        found.setdefault((cell.rows, cell.context), []).append(cell)
+    return found
+
+
+def fought_again(bench: controller_models.Bench, cells: list[Cell], result: dict[str, Any],
+                 occasions: int, out: Path) -> bool:
+    """Times budget against the best fixed setting of each cell that is not known yet once more;
+    whether there was any."""
+    cases = result["cases"]
+    todo = [c for c in cells if controller_stats.uncertain(cases[c.name], occasions, PRECISE.value)]
+    left = Left(len(todo))
+    for (rows, context), of_shape in by_shape(todo).items():
+        shape = bench.shape(rows, context, ["budget"])
+        for cell in of_shape:
+            case = cases[cell.name]
+            _say(f"{cell.name}, occasion {2 + len(case.get('later', ()))}, {left}")
+            runs = controller.fight(shape, cell, case["best_fixed"], 2 * REPEATS.value)
+            cases[cell.name] = controller_stats.fought(case, controller.times(runs)) | {
+                "compilations": case["compilations"] + sum(
+                    run.compilations for of in runs.values() for run in of)}
+            result["summary"] = controller_stats.summarize(cases)
+            results.write(out, result)
+            left.finished(1)
+        del shape
+        jax.clear_caches()
+    return bool(todo)
 
 
 def table(cases: dict[str, Any]) -> Table:

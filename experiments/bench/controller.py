@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from specrl_jax.rollout.layout import request
 from specrl_jax.sampler import Sampler
 
 from . import hindsight
+from .controller_cells import Cell
 from .controller_stats import best_fixed, describe, half_width, near
 from .hindsight import Pace
 from .timing import alternate
@@ -32,43 +33,7 @@ DEPTH = 4
 LEAST = 12  # pairs of a duel: few may lie close together by chance
 AGAIN = 3  # times `repeats`: the runs by which settings that are near the fastest are told apart
 WARM_UPS = 4  # rollouts of every policy before it is timed
-LENGTHS = ("uniform", "heavy")
 RECORDED, TIMED = 0, 1  # steps of the noise keys
-
-
-class Cell(NamedTuple):
-    """`corruption` is that of replayed streams; None drafts with config.spec.drafter. `lengths` are
-    one of LENGTHS, or `stop`: rows end at stop tokens, wherever the actor says them."""
-
-    rows: int
-    context: int
-    corruption: float | None
-    lengths: str
-
-    @property
-    def name(self) -> str:
-        drafter = "own" if self.corruption is None else f"{self.corruption:g}"
-        return f"{self.rows}x{self.context}-{drafter}-{self.lengths}"
-
-
-SMALL = tuple(Cell(rows, context, corruption, lengths)
-              for rows in (1, 4, 16, 64) for context in (64, 1024)
-              for corruption in (0.0, 0.4, 1.0) for lengths in LENGTHS)
-SMOLLM2 = tuple(Cell(rows, 64, None, lengths) for rows in (1, 4, 16) for lengths in LENGTHS) + (
-    Cell(4, 512, None, "heavy"), Cell(64, 64, None, "heavy"), Cell(64, 64, None, "stop"))
-
-
-def pick(cells: Sequence[Cell], names: Sequence[str]) -> list[Cell]:
-    """The cells of these names; all where none is given.
-
-    Raises:
-      ConfigError: there is no such cell.
-    """
-    known = {cell.name: cell for cell in cells}
-    for name in names:
-        if name not in known:
-            raise ConfigError(f"--cells={name}: choose of {', '.join(known)}")
-    return [known[name] for name in names] if names else list(cells)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -229,7 +194,7 @@ def run_cell(shape: Shape, cell: Cell, repeats: int, precise: float, seconds: fl
         run()
     settings = [_name(setting) for setting in shape.settings]
     chosen_by = _choose({name: arms[name] for name in ("off", *settings)}, repeats)
-    choosing = _times(chosen_by)
+    choosing = times(chosen_by)
     paced = {name: hindsight.paces(run.result for run in of) for name, of in chosen_by.items()}
     if "oracle" in shape.policies:
         _teach(shape.policies["oracle"].engine, settings,
@@ -242,11 +207,11 @@ def run_cell(shape: Shape, cell: Cell, repeats: int, precise: float, seconds: fl
     duel: dict[str, list[Run]] = {name: [] for name in (best_fixed(choosing), "budget")}
     while time.perf_counter() - began < seconds and (
             len(duel["budget"]) < LEAST
-            or half_width(choosing, _times(runs), _times(duel)) > precise):
+            or half_width(choosing, times(runs), times(duel)) > precise):
         for name, new in alternate({name: arms[name] for name in duel}, repeats).items():
             duel[name] += new
     priced = {name: s for name, s in shape.policies.items() if s.price}
-    return describe(choosing, _times(runs), _times(duel),
+    return describe(choosing, times(runs), times(duel),
                     _ceiling(shape, chosen_by, paced)) | {
         "cell": cell._asdict(), "tokens": int(plain.result.sequences.length.sum()),
         "compilations": sum(run.compilations for of in (*runs.values(), *duel.values())
@@ -261,11 +226,23 @@ def run_cell(shape: Shape, cell: Cell, repeats: int, precise: float, seconds: fl
         "config": _changed(shape.policies["budget"].config, shape.config)}
 
 
+def fight(shape: Shape, cell: Cell, best: str, repeats: int) -> dict[str, list[Run]]:
+    """Runs of budget and the fixed setting `best` by turns, after both were warmed up."""
+    limits = shape.limits(cell.lengths)
+    shape.begin(cell)
+    past = _recorded(shape.run(shape.plain, limits, None).result, shape.group)
+    arms = {name: _arms(shape, limits, past)[name] for name in (best, "budget")}
+    arms[best]()
+    for _ in range(WARM_UPS):
+        arms["budget"]()
+    return alternate(arms, repeats)
+
+
 def _choose(arms: Mapping[str, Callable[[], Run]], repeats: int) -> dict[str, list[Run]]:
     """Runs of every fixed arm, and more of those among which the fastest still is."""
     runs = alternate(arms, repeats)
     for _ in range(AGAIN - 1):
-        for name, new in alternate({name: arms[name] for name in near(_times(runs))},
+        for name, new in alternate({name: arms[name] for name in near(times(runs))},
                                    repeats).items():
             runs[name] += new
     return runs
@@ -334,7 +311,7 @@ def _name(setting: tuple[int, int, int]) -> str:
     return "x".join(map(str, setting))
 
 
-def _times(runs: dict[str, list[Run]]) -> dict[str, list[float]]:
+def times(runs: dict[str, list[Run]]) -> dict[str, list[float]]:
     return {name: [run.seconds for run in of] for name, of in runs.items()}
 
 

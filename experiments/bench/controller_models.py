@@ -38,11 +38,12 @@ class Bench:
         self.drafter, self.prompts, self.counter = drafter, prompts, CompilationCounter()
         self.tokens, self.policies = tokens, policies
 
-    def shape(self, rows: int, context: int) -> Shape:
+    def shape(self, rows: int, context: int, policies: Sequence[str] | None = None) -> Shape:
+        """`policies` are those of the bench if not given."""
         config = dataclasses.replace(self.config, rollout=dataclasses.replace(
             self.config.rollout, max_new_tokens=self.tokens[rows]))
         return Shape(config, self.source, self.params, self._prompts(rows, context), self.stop,
-                     self.drafter, self.policies, self.counter)
+                     self.drafter, self.policies if policies is None else policies, self.counter)
 
     def _prompts(self, rows: int, context: int) -> list[list[int]]:
         """One prompt for all rows, or real ones; several behind each other for a long context.

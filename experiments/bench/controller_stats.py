@@ -78,6 +78,32 @@ def describe(choosing: Times, times: Times, duel: Times, ceiling: float | None =
                 / statistics.median(choosing["off"])})
 
 
+def fought(case: Mapping[str, Any], later: Times) -> dict[str, Any]:
+    """A cell with the seconds that budget and its best fixed setting took on one more occasion.
+
+    Runs that follow each other share what others do on the machine then, and where engines lie in
+    memory: cells that were timed twice differed by 2.4 times what pairs of one occasion tell. So
+    each occasion is one value of the interval.
+    """
+    best, after = case["best_fixed"], [*case.get("later", ()), _rounded(later)]
+    each = [pairs(case["seconds"], "budget", best, case["duel"]),
+            *((of["budget"], of[best]) for of in after)]
+    logs = [_mean_log(*of)[0] for of in each]
+    mean, error = statistics.mean(logs), statistics.stdev(logs) / math.sqrt(len(logs))
+    arm = interval(mean, error, len(logs) - 1) | {"log_mean": mean, "log_error": error}
+    arm = {key: float(f"{x:.8g}") for key, x in arm.items()} | {
+        "pairs": sum(len(of) for of, _ in each), "occasions": len(logs)}
+    return {**case, "later": after, "arms": {
+        **case["arms"], "budget": case["arms"]["budget"] | arm}}
+
+
+def uncertain(case: Mapping[str, Any], occasions: int, precise: float) -> bool:
+    """Whether budget is to fight on one more occasion: it has on fewer, or the interval is wide."""
+    arm, done = case["arms"]["budget"], 1 + len(case.get("later", ()))
+    wide = (arm["high"] - arm["low"]) / 2 > precise
+    return done < occasions or (1 < occasions and wide and done < 2 * occasions)
+
+
 def _rounded(times: Times) -> dict[str, list[float]]:
     return {name: [float(f"{s:.5g}") for s in of] for name, of in times.items()}
 
@@ -108,9 +134,10 @@ def summarize(cells: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _geometric_mean(arms: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Of ratios whose variances and numbers of pairs differ (Welch 1947, Satterthwaite 1946)."""
+    """Of ratios whose variances and numbers of values differ (Welch 1947, Satterthwaite 1946)."""
     variances = [arm["log_error"] ** 2 for arm in arms]
-    weights = sum(v**2 / (arm["pairs"] - 1) for v, arm in zip(variances, arms, strict=True))
+    weights = sum(v**2 / (arm.get("occasions", arm["pairs"]) - 1)
+                  for v, arm in zip(variances, arms, strict=True))
     return interval(statistics.mean(arm["log_mean"] for arm in arms),
                     math.sqrt(sum(variances)) / len(arms),
                     sum(variances) ** 2 / weights if weights else 0)

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from experiments.bench import controller, controller_stats, timing
-from experiments.bench.controller import Cell, Shape
+from experiments.bench import controller, controller_cells, controller_stats, timing
+from experiments.bench.controller import Shape
+from experiments.bench.controller_cells import Cell
 from specrl_jax.config import (
     Config,
     ConfigError,
@@ -50,7 +51,7 @@ def test_what_is_near_the_fastest_is_run_again_before_one_is_chosen() -> None:
     assert {name: len(of) for name, of in runs.items()} == {"off": 2, "1x1x2": 6, "4x1x5": 2}
     takes["off"][1] = 1.0
     ran |= {name: iter(seconds) for name, seconds in takes.items()}
-    chosen_by = controller._times(controller._choose(arms, 2))
+    chosen_by = controller.times(controller._choose(arms, 2))
     assert len(chosen_by["off"]) == 4 and controller_stats.best_fixed(chosen_by) == "1x1x2"
 
 
@@ -70,6 +71,29 @@ def test_a_duel_adds_pairs_of_two_arms_alone() -> None:
     assert found["arms"]["budget"]["ratio"] == pytest.approx((1.2 * 2.0) ** 0.5)
     assert found["arms"]["1x1x2"]["ratio"] == 1
     assert [found["arms"][name]["pairs"] for name in ("budget", "1x1x2", "oracle")] == [8, 4, 4]
+
+
+def test_each_occasion_is_one_value() -> None:
+    """Pairs of an occasion agree with each other, and not with those of the next."""
+    case: dict[str, Any] = controller_stats.describe(CHOOSING, TIMES, {})
+    case["cell"] = {"lengths": "uniform", "corruption": 0.0}
+    assert controller_stats.uncertain(case, 3, 0.0) and not controller_stats.uncertain(case, 1, 0.0)
+    for seconds in (2.4, 3.0):
+        case = controller_stats.fought(case, {"1x1x2": [2.4] * 9, "budget": [seconds] * 9})
+    arm, logs = case["arms"]["budget"], [math.log(ratio) for ratio in (1.2, 1.0, 0.8)]
+    mean, error = np.mean(logs), np.std(logs, ddof=1) / 3**0.5
+    assert arm["ratio"] == pytest.approx(math.exp(mean)) and arm["occasions"] == 3
+    assert arm["high"] == pytest.approx(math.exp(mean + 4.30265 * error), rel=1e-4)
+    assert arm["pairs"] == 4 + 18 and arm["median_seconds"] == 2.0
+    before = controller_stats.describe(CHOOSING, TIMES, {})["arms"]
+    assert case["arms"]["oracle"] == before["oracle"]
+    mean_of_one = controller_stats.summarize({"a": case})["budget"]
+    assert mean_of_one["high"] == pytest.approx(arm["high"], rel=1e-6), "two degrees of freedom"
+    assert not controller_stats.uncertain(case, 3, 1.0), "known"
+    assert controller_stats.uncertain(case, 3, 0.1) and controller_stats.uncertain(case, 4, 1.0)
+    for _ in range(3):
+        case = controller_stats.fought(case, {"1x1x2": [2.4], "budget": [2.4]})
+    assert not controller_stats.uncertain(case, 3, 0.0), "twice as many at most"
 
 
 def test_an_interval_is_students() -> None:
@@ -170,15 +194,15 @@ def test_cells_are_summed_up(tmp_path: Path) -> None:
 
 
 def test_cells_by_name() -> None:
-    assert len(controller.SMALL) == 48 and len({c.name for c in controller.SMALL}) == 48
-    assert [c.name for c in controller.SMOLLM2 if c.lengths != "stop"] == [
+    assert len(controller_cells.SMALL) == 48 and len({c.name for c in controller_cells.SMALL}) == 48
+    assert [c.name for c in controller_cells.SMOLLM2 if c.lengths != "stop"] == [
         "1x64-own-uniform", "1x64-own-heavy", "4x64-own-uniform", "4x64-own-heavy",
         "16x64-own-uniform", "16x64-own-heavy", "4x512-own-heavy", "64x64-own-heavy"]
-    assert controller.SMOLLM2[-1].name == "64x64-own-stop"
-    assert controller.pick(controller.SMALL, ["4x1024-0.4-heavy"]) == [
+    assert controller_cells.SMOLLM2[-1].name == "64x64-own-stop"
+    assert controller_cells.pick(controller_cells.SMALL, ["4x1024-0.4-heavy"]) == [
         Cell(4, 1024, 0.4, "heavy")]
     with pytest.raises(ConfigError, match="--cells=4x4"):
-        controller.pick(controller.SMALL, ["4x4"])
+        controller_cells.pick(controller_cells.SMALL, ["4x4"])
 
 
 def tiny_shape() -> Shape:
@@ -217,3 +241,7 @@ def test_a_cell_of_a_tiny_model() -> None:
         drafting = [shape.fixed.engine, *(s.engine for s in shape.policies.values())]
         assert sum(engine._pool is not None for engine in drafting) == 1  # taken by turns
     assert accept["budget"] == 1
+    runs = controller.fight(shape, cell, "1x1x2", 3)
+    assert {name: len(of) for name, of in runs.items()} == {"1x1x2": 3, "budget": 3}
+    assert not any(run.compilations for of in runs.values() for run in of)
+    assert runs["1x1x2"][0].accept_length == accept["1x1x2"]
