@@ -13,10 +13,10 @@ in this process, without prefill, which is the same for all. The best fixed sett
 included, is chosen on runs of its own (three times as many of those within 10 % of the fastest),
 timed with all arms, and then by turns with budget alone. Runs that follow each other share what
 others do on the machine and where engines lie in memory, so with --occasions above 1 these two are
-timed anew as often, by engines made for it, minutes later: each time is one value, and there are up
-to twice as many until the ratio is known; else they run on until their pairs tell it. The runs that
-choose teach oracle what each setting gives and takes. The
-ceiling is what the chain that gives most tokens per second would give in each round if it were
+timed anew as often, by engines and with costs made for it, minutes later: each time is one value,
+and there are up to twice as many until the ratio is known; else they run on until their pairs tell
+it. The runs that choose teach oracle what each setting gives and takes. The ceiling is what the
+chain that gives most tokens per second would give in each round if it were
 known before how many of its drafts are accepted, by what rounds took in those runs; no policy can
 know, yet trees, or rounds for the sake of the longest row, may give more.
 The cell 64x64-own-stop is a whole rollout: its rows end where the actor ends them, and the picture
@@ -27,6 +27,7 @@ is written when it is done; the same command with --resume keeps those that --ou
 
 import dataclasses
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -134,7 +135,8 @@ def fought_again(bench: controller_models.Bench, cells: list[Cell], result: dict
     todo = [c for c in cells if controller_stats.uncertain(cases[c.name], occasions, PRECISE.value)]
     left = Left(len(todo))
     for (rows, context), of_shape in by_shape(todo).items():
-        shape = bench.shape(rows, context, ["budget"])
+        with tempfile.TemporaryDirectory() as fresh:  # so that costs are measured anew
+            shape = bench.shape(rows, context, ["budget"], str(Path(fresh) / "costs.json"))
         for cell in of_shape:
             case = cases[cell.name]
             _say(f"{cell.name}, occasion {2 + len(case.get('later', ()))}, {left}")

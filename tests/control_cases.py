@@ -60,11 +60,11 @@ def priced(state: Adaptive, wide: float = 0.1, step: float = 0.02, far: float = 
 
 
 def load(rows: int = 8, live: Any = None, length: int = 40, weight: Any = None,
-         room: int = 9) -> Load:
+         room: Any = 9) -> Load:
     live = np.ones(rows, bool) if live is None else np.asarray(live)
     ones = np.ones(rows, np.float32)
     return Load(live=live, length=np.full(rows, length, np.int32), expected_left=9 * ones,
-                room=np.full(rows, room, np.int32),
+                room=np.broadcast_to(np.int32(room), rows),
                 weight=ones if weight is None else np.asarray(weight, np.float32))
 
 

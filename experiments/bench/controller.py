@@ -231,7 +231,8 @@ def fight(shape: Shape, cell: Cell, best: str, repeats: int) -> dict[str, list[R
     limits = shape.limits(cell.lengths)
     shape.begin(cell)
     past = _recorded(shape.run(shape.plain, limits, None).result, shape.group)
-    arms = {name: _arms(shape, limits, past)[name] for name in (best, "budget")}
+    arms = _arms(shape, limits, past)
+    arms = {name: arms[name] for name in (best, "budget")}
     arms[best]()
     for _ in range(WARM_UPS):
         arms["budget"]()

@@ -38,10 +38,18 @@ class Bench:
         self.drafter, self.prompts, self.counter = drafter, prompts, CompilationCounter()
         self.tokens, self.policies = tokens, policies
 
-    def shape(self, rows: int, context: int, policies: Sequence[str] | None = None) -> Shape:
-        """`policies` are those of the bench if not given."""
+    def shape(self, rows: int, context: int, policies: Sequence[str] | None = None,
+              costs: str | None = None) -> Shape:
+        """
+        Args:
+          policies: those of the bench if not given.
+          costs: the file that holds or gets the costs of rounds; the config's if not given.
+        """
         config = dataclasses.replace(self.config, rollout=dataclasses.replace(
             self.config.rollout, max_new_tokens=self.tokens[rows]))
+        if costs is not None:
+            config = dataclasses.replace(config, control=dataclasses.replace(
+                config.control, cost_table=costs))
         return Shape(config, self.source, self.params, self._prompts(rows, context), self.stop,
                      self.drafter, self.policies if policies is None else policies, self.counter)
 

@@ -140,7 +140,7 @@ def adaptive(policy: Policy, control: ControlConfig, bounds: Bounds) -> Controll
 
     def end(state: Adaptive, trace: Sequence[Mapping[str, Any]], plain: Sequence[Stretch]
             ) -> Adaptive:
-        state = state.replace(lag=straggle(state.lag, state.tables, trace, plain))
+        state = state.replace(lag=straggle(state.lag, believed(state), trace, plain))
         learns = policy.tries and control.clock != "frozen" and state.force[0] == FREE
         return learned(state, trace) if learns else state
 
@@ -299,10 +299,17 @@ def explain(state: Adaptive, launch: dict[str, Any]) -> dict[str, Any]:
         "trial": float(prices.trial(state.prices[size])), "spent": spent}
 
 
+def believed(state: Adaptive) -> dict[str, Table]:
+    """The tables with what `verify` is believed to take, where a trial takes it for lower."""
+    return {size: table if not prices.trial(known := state.prices[size]) else table.replace(
+        verify=np.asarray(table.verify) * prices.doubted(known)[:-1, None])
+        for size, table in state.tables.items()}
+
+
 def learned(state: Adaptive, trace: Sequence[Mapping[str, Any]]) -> Adaptive:
     """The state with prices that a rollout's launches have corrected."""
     known, tables = dict(state.prices), dict(state.tables)
-    for size in {launch["batch"]: str(launch["batch"]) for launch in trace}.values():
+    for size in dict.fromkeys(str(launch["batch"]) for launch in trace):
         launches = [launch for launch in trace if str(launch["batch"]) == size]
         spent = [sum(of) for of in zip(*(launch["spent"] for launch in launches), strict=True)]
         known[size], tables[size] = prices.learn(
@@ -325,7 +332,7 @@ def weigh(state: Adaptive, strength: float, left: np.ndarray) -> np.ndarray:
     if not strength or len(left) == 0:
         return np.ones_like(left)
     plain = {int(rows): float(np.asarray(table.verify)[0, 0])
-             for rows, table in state.tables.items()}
+             for rows, table in believed(state).items()}
     if not plain or max(plain.values()) <= 0:
         return np.ones_like(left)
     sizes = sorted(plain)

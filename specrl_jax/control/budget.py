@@ -114,7 +114,8 @@ def foresee(state: Adaptive, table: Table, load: Load) -> tuple[Array, Array]:
     """f32[D+1, buckets] tokens a row of a round, and the plain rounds that it takes.
 
     The drafts of a round are foreseen as the last ones were, and fill a bucket likeliest first. No
-    more come than rows have room for: where one more token ends them, it is worth a round.
+    more come than rows have room for on average: where one more token ends all, it is worth a
+    round.
     """
     harvest, rows = state.harvest, jnp.maximum(rows_of(load), 1e-6)
     verify, draft = cost.at(table, context_of(load))

@@ -17,7 +17,7 @@ from flax import struct
 from specrl_jax.control.cost import Table
 from specrl_jax.structs import Array
 
-PACE = 0.3  # standard deviations, of logarithms: of the pace at first,
+PACE = 0.3  # standard deviations, of logarithms: of the pace at first, and at most,
 DRIFT = 0.02  # and of its change from one rollout to the next
 PRICE = 0.07  # of the error of a price at first, and at most,
 FADE = 0.003  # and of its change from one rollout to the next
@@ -46,8 +46,8 @@ def blank(buckets: int) -> Prices:
 
 def trial(prices: Prices) -> bool:
     """Whether the next rollout tries what may be cheaper than it is believed to be."""
-    rollouts = np.asarray(prices.rollouts).item()
-    return rollouts in EARLY or (rollouts + 1) % TRIALS == 0
+    rollouts, buckets = np.asarray(prices.rollouts).item(), len(prices.taken) - 1
+    return buckets > 1 and (rollouts in EARLY or (rollouts + 1) % TRIALS == 0)
 
 
 def doubted(prices: Prices) -> np.ndarray:

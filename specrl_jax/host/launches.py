@@ -1,7 +1,7 @@
 """What the controller chose in each launch of a rollout, what it was to take, and what it took.
 
-Names under `time/` hold measured seconds; those under `control/` follow from the table of costs and
-the tokens alone.
+Names under `time/` hold measured seconds; those under `control/` follow from the table of costs,
+with what rollouts taught of it, and the tokens alone.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,7 +22,7 @@ def summary(trace: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
     `time/saved` is what the same tokens were to take without a draft less what they took, and
     `time/regret` what was lost against the better of that and the best constant depth, launch by
-    launch.
+    launch; in a trial the latter is by the prices that it takes.
     """
     if not trace or "predicted_seconds" not in trace[0]:
         return {}

@@ -205,12 +205,12 @@ class Engine:
             else:
                 state, batch = self._compact(state, slots, done, batch)
             jax.block_until_ready(state.root)
-            launched = time.perf_counter()
-            prefill_seconds += launched - started
+            prefill_seconds += time.perf_counter() - started
             waiting = [one.waiting for one in slots]
             smaller = self.shapes.smaller(batch) if not any(waiting) else 0
-            before, outlook = outlook, self._outlook(outlook, asked.limit, past, length, done,
-                                                     batch, any(waiting), outcomes)
+            same = outlook if trace and trace[-1]["batch"] == batch else {}
+            before, outlook = outlook, self._outlook(same, asked.limit, past, length, done, batch,
+                                                     any(waiting), outcomes)
             state = state.replace(**self._changed(before, outlook))
             go = functools.partial(self.launch, batch, params, drafter_params,
                                    waiting=np.asarray(waiting, np.int32), smaller=smaller)
@@ -259,16 +259,16 @@ class Engine:
             launch |= controller.explain(self.control, launch)
         self.control = controller.update(self.control, launch)
 
-    def _outlook(self, before: Outlook, limit: np.ndarray, past: np.ndarray, length: np.ndarray,
+    def _outlook(self, same: Outlook, limit: np.ndarray, past: np.ndarray, length: np.ndarray,
                  done: np.ndarray, batch: int, waiting: bool, outcomes: Acceptance) -> Outlook:
         """What a state holds of the future: survival of drafts; for a controller that looks at time
         expected lengths and weights of all sequences, too. While some wait, tokens are alike."""
-        controller = self.machine.controller
-        outlook = {"estimate": acceptance.table(self.acceptance, outcomes)}
+        controller, estimate = self.machine.controller, acceptance.table(self.acceptance, outcomes)
+        outlook = {"estimate": estimate}
         if not controller.adaptive:
             return outlook
-        if before and not (controller.weighs and (~done).sum(1).max() > 1):  # old ones will do
-            return outlook | {name: before[name] for name in ("expected", "weight")}
+        if same and not controller.weighs:  # a plan asks what is left but once a batch size
+            return outlook | {name: same[name] for name in ("expected", "weight")}
         expected = lengths.expected(limit, length, done.reshape(-1), past, self.shapes.group)
         weight = np.ones_like(expected) if waiting else lengths.weights(
             functools.partial(controller.weigh, self.control, batch), expected - length, ~done)

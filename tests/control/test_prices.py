@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from control_cases import ADAPTIVE, controller, drive, priced
 
-from specrl_jax.control import prices
+from specrl_jax.control import adaptive, prices
 from specrl_jax.control.cost import Table
 from specrl_jax.control.prices import EARLY, PRICE, TRIALS, Prices
 
@@ -69,6 +69,24 @@ def test_prices_are_told_apart_once_others_are_paid() -> None:
     np.testing.assert_allclose(known.taken, np.exp(errors(known)[1:]), rtol=1e-5)
 
 
+def test_a_price_that_changes_is_learned_anew() -> None:
+    known = prices.blank(3)
+    for i in range(200):
+        known = rollout(known, np.asarray([0.0, 0.0 if i < 60 else 0.1, 0.0, 0.0]), ONE[i % 2])
+        if i == 59:
+            assert abs(errors(known)[2] - errors(known)[1]) < 0.01
+    assert errors(known)[2] - errors(known)[1] == pytest.approx(0.1, abs=0.01)
+    assert np.diag(known.known[:, 1:])[1:].max() <= PRICE**2 * (1 + 1e-5)
+
+
+def test_of_a_few_milliseconds_little_is_learned() -> None:
+    truth, known = np.asarray([0.0, 0.2, 0.0, 0.0]), prices.blank(3)
+    for i in range(20):
+        known = rollout(known, 0 * truth, ONE[i % 3])
+    long, short = (errors(rollout(known, truth, seconds * ONE[1]))[2] for seconds in (1.0, 0.005))
+    assert 0 < 3 * short < long
+
+
 def test_one_spoilt_rollout_says_little() -> None:
     known = prices.blank(3)
     for i in range(30):
@@ -106,10 +124,11 @@ def test_of_nothing_foreseen_nothing_is_learned() -> None:
 def test_a_trial_makes_no_bucket_cheaper_than_a_smaller_one() -> None:
     """Else it would be filled with drafts, whatever these give."""
     near, known = table((1.0, 1.02, 1.03)), prices.blank(3)
+    near.verify[1:, 1] *= 1.2  # at the longer context a larger one may be taken for cheaper
     known, tried = prices.learn(known, near, ONE[0], 0.0, 1.0)
     assert prices.trial(known)
-    np.testing.assert_allclose(tried.verify[1:], np.broadcast_to(tried.verify[:1], (2, 2)),
-                               rtol=1e-6)
+    np.testing.assert_allclose(tried.verify[1:, 0], tried.verify[0, 0], rtol=1e-6)
+    assert (np.diff(tried.verify, axis=0) > -1e-6).all()
     np.testing.assert_allclose(prices.measured(known, tried).verify, near.verify, rtol=1e-6)
     _, usual = prices.learn(known, tried, ONE[0], 0.0, 1.0)
     np.testing.assert_allclose(usual.verify, near.verify, rtol=1e-3)
@@ -150,6 +169,10 @@ def rollouts(really: tuple[float, ...], times: int, **options: str) -> tuple[lis
         foreseen = price[buckets].sum() + price[3] * sum(steps for steps, *_ in seen)
         assert launch["predicted_seconds"] == pytest.approx(state.factor * foreseen, rel=1e-4), (
             "as believed, in a trial too")
+        assert launch["spent_seconds"] == pytest.approx(
+            state.factor * (foreseen - 16 * price[0]), rel=1e-4)
+        assert launch["off_seconds"] == pytest.approx(
+            state.factor * price[0] * launch["tokens"] / 8, rel=1e-4)
         state = control.end(control.update(state, launch), [launch], [])
         used.append(np.bincount(buckets, minlength=3) / len(buckets))
     return used, state
@@ -162,6 +185,24 @@ def test_budget_tries_a_bucket_that_its_table_may_price_wrongly(
     assert used[0][1] == 1, "as the table says"
     assert used[1][2] > 0.5, "and then the other"
     assert np.mean(used, 0)[best] > 0.85 and np.mean(used[-4:], 0)[best] == 1
+
+
+def test_launches_of_a_batch_size_are_learned_together() -> None:
+    """Two sizes, of two launches each, that take 1.5 times what is foreseen, launches too."""
+    state = priced(controller("budget").init())
+    state = state.replace(tables={size: t.replace(launch=np.float32(0.25))
+                                  for size, t in state.tables.items()})
+    trace = [{"batch": batch, "spent": [scale, *[0.0] * (2 if batch == 8 else 1), 0.25],
+              "seconds": 1.5 * (scale + 0.5)} for batch, scale in ((8, 1), (8, 2), (2, 3), (2, 5))]
+    after = adaptive.learned(state, trace)
+    for size in ("8", "2"):
+        pace, *of_prices = errors(after.prices[size])
+        seen = np.asarray([pace, *of_prices])
+        assert seen.sum() == pytest.approx(np.log(1.5), rel=0.1)
+    assert after.prices["64"].rollouts == 0
+    exact = [launch | {"seconds": launch["seconds"] / 1.5} for launch in trace]
+    for size, known in adaptive.learned(state, exact).prices.items():
+        np.testing.assert_allclose(errors(known), 0, atol=1e-6, err_msg=size)
 
 
 def test_a_frozen_clock_learns_no_price() -> None:

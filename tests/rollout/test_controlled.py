@@ -1,6 +1,7 @@
 """Adaptive controllers in an engine: measured costs, equal tokens, explained launches, audits."""
 
 import dataclasses
+import itertools
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ from specrl_jax.draft.eagle import eagle
 from specrl_jax.draft.merge import merge
 from specrl_jax.draft.replay import replay, replaying
 from specrl_jax.host import launches
-from specrl_jax.rollout import probe
+from specrl_jax.rollout import lengths, probe
 from specrl_jax.rollout.engine import Engine, Result
 from specrl_jax.rollout.lockstep import plain_rounds
 from specrl_jax.rollout.round import bucket_ladder
@@ -176,9 +177,10 @@ def budget(tmp_path_factory: Any, plain: Result) -> tuple[Engine, Path]:
     return engine, file
 
 
-def run(engine: Engine, record: Result, corruption: float, rounds: int = 3) -> Result:
+def run(engine: Engine, record: Result, corruption: float, rounds: int = 3, **sampling: Any
+        ) -> Result:
     past = np.where(said(record), record.sequences.tokens, -1).astype(np.int32)
-    asked = ask(TASK, past=past.reshape(-1, TASK.group, past.shape[1]))
+    asked = ask(TASK, past=past.reshape(-1, TASK.group, past.shape[1]), **sampling)
     return engine.run(engine.everywhere(PARAMS), asked,
                       knobs(corruption, engine.mesh), rounds=rounds)
 
@@ -300,6 +302,23 @@ def test_a_rollout_begins_with_its_longest_prompt_and_ends_with_what_it_would_ha
     prompt = np.repeat([len(p) for p in TASK.prompts], TASK.group)[None]
     assert ended == [(len(result.trace), plain_rounds(
         np.asarray(plain.sequences.length)[None], prompt, (4, 2)))]
+
+
+@pytest.mark.parametrize("weighs", [True, False])
+def test_what_is_expected_is_worked_out_as_often_as_it_is_used(
+        budget: Any, plain: Result, monkeypatch: pytest.MonkeyPatch, weighs: bool) -> None:
+    """Each launch weighs rows by it; else a plan asks once, in the first rounds of a batch size."""
+    (engine, _), expected, of = budget, lengths.expected, []
+    controller = engine.machine.controller
+    assert controller.weighs
+    monkeypatch.setattr(lengths, "expected", lambda *args: of.append(0) or expected(*args))
+    monkeypatch.setattr(engine, "machine", dataclasses.replace(
+        engine.machine, controller=controller._replace(weighs=weighs)))
+    limit = [2] * (len(TASK.prompts) * TASK.group - 1) + [TASK.response]
+    batches = [launch["batch"] for launch in run(engine, plain, 1.0, limit=limit).trace]
+    changes = sum(a != b for a, b in itertools.pairwise([0, *batches]))
+    assert len(batches) > changes > 1
+    assert len(of) == (len(batches) if weighs else changes)
 
 
 @pytest.mark.parametrize("forced", [None, 2])
