@@ -14,9 +14,9 @@ included, is chosen on runs of its own (three times as many of those within 10 %
 timed with all arms, and then by turns with budget alone. Runs that follow each other share what
 others do on the machine and where engines lie in memory, so with --occasions above 1 these two are
 timed anew as often, by engines and with costs made for it, minutes later: each time is one value,
-and there are up to twice as many until the ratio is known; else they run on until their pairs tell
-it. The runs that choose teach oracle what each setting gives and takes. The ceiling is what the
-chain that gives most tokens per second would give in each round if it were
+the median of four pairs, and there are up to twice as many until the ratio is known; else they run
+on until their pairs tell it. The runs that choose teach oracle what each setting gives and takes.
+The ceiling is what the chain that gives most tokens per second would give in each round if it were
 known before how many of its drafts are accepted, by what rounds took in those runs; no policy can
 know, yet trees, or rounds for the sake of the longest row, may give more.
 The cell 64x64-own-stop is a whole rollout: its rows end where the actor ends them, and the picture
@@ -63,7 +63,7 @@ SECONDS = flags.DEFINE_float("seconds", 90, "of timed runs after those that choo
                              "after which a cell of one occasion ends however wide the interval "
                              "is", lower_bound=0)
 OCCASIONS = flags.DEFINE_integer("occasions", None, "on which budget and the best fixed "
-                                 "setting are timed (default: 8 of small, 1 of smollm2, whose "
+                                 "setting are timed (default: 6 of small, 1 of smollm2, whose "
                                  "engines take minutes)", lower_bound=1)
 OUT = flags.DEFINE_string("out", None, "JSON file (default: results/bench_controller_PRESET.json "
                           "in experiments); the picture lies beside it as .png")
@@ -93,7 +93,7 @@ def _main(config: Config) -> int:
     if RESUME.value:
         result["cases"] = results.earlier(
             out, config=result["config"], architecture=result["architecture"])
-    occasions = OCCASIONS.value or (8 if small else 1)
+    occasions = OCCASIONS.value or (6 if small else 1)
     shapes = by_shape([cell for cell in cells if cell.name not in result["cases"]])
     left = Left(sum(map(len, shapes.values())))
     for (rows, context), of_shape in shapes.items():
@@ -140,7 +140,7 @@ def fought_again(bench: controller_models.Bench, cells: list[Cell], result: dict
         for cell in of_shape:
             case = cases[cell.name]
             _say(f"{cell.name}, occasion {2 + len(case.get('later', ()))}, {left}")
-            runs = controller.fight(shape, cell, case["best_fixed"], 2 * REPEATS.value)
+            runs = controller.fight(shape, cell, case["best_fixed"])
             cases[cell.name] = controller_stats.fought(case, controller.times(runs)) | {
                 "compilations": case["compilations"] + sum(
                     run.compilations for of in runs.values() for run in of)}

@@ -33,6 +33,7 @@ DEPTH = 4
 LEAST = 12  # pairs of a duel: few may lie close together by chance
 AGAIN = 3  # times `repeats`: the runs by which settings that are near the fastest are told apart
 WARM_UPS = 4  # rollouts of every policy before it is timed
+PAIRS = 4  # of one more occasion: budget's last rollout, its eighth, tries what may be cheaper
 RECORDED, TIMED = 0, 1  # steps of the noise keys
 
 
@@ -226,8 +227,8 @@ def run_cell(shape: Shape, cell: Cell, repeats: int, precise: float, seconds: fl
         "config": _changed(shape.policies["budget"].config, shape.config)}
 
 
-def fight(shape: Shape, cell: Cell, best: str, repeats: int) -> dict[str, list[Run]]:
-    """Runs of budget and the fixed setting `best` by turns, after both were warmed up."""
+def fight(shape: Shape, cell: Cell, best: str) -> dict[str, list[Run]]:
+    """PAIRS runs of budget and the fixed setting `best` by turns, after both were warmed up."""
     limits = shape.limits(cell.lengths)
     shape.begin(cell)
     past = _recorded(shape.run(shape.plain, limits, None).result, shape.group)
@@ -236,7 +237,7 @@ def fight(shape: Shape, cell: Cell, best: str, repeats: int) -> dict[str, list[R
     arms[best]()
     for _ in range(WARM_UPS):
         arms["budget"]()
-    return alternate(arms, repeats)
+    return alternate(arms, PAIRS)
 
 
 def _choose(arms: Mapping[str, Callable[[], Run]], repeats: int) -> dict[str, list[Run]]:

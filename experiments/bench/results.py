@@ -15,7 +15,7 @@ from specrl_jax.host.metrics import write_atomically
 
 from .hardware import machine
 
-NUMBERS = re.compile(r"\[\n([-+.,\w\s]*?)\n *\]")
+FLAT = re.compile(r"([\[{])\n *([^][{}]*?)\n *([]}])")
 DIRECTORY = Path(__file__).resolve().parents[1] / "results"
 
 
@@ -78,7 +78,7 @@ def earlier(path: Path, **same: Any) -> dict[str, Any]:
 
 
 def write(path: Path, result: dict[str, Any]) -> None:
-    """Indented, but for lists of numbers, which take a line each."""
-    text = json.dumps(result, indent=1)
-    text = NUMBERS.sub(lambda found: "[" + " ".join(found[1].split()) + "]", text)
+    """Indented, but for lists and objects that hold no others, which take a line each."""
+    text = json.dumps(result, indent=1)  # in which a line break is never inside of a string
+    text = FLAT.sub(lambda found: found[1] + re.sub(r"\n *", " ", found[2]) + found[3], text)
     write_atomically(path, [text + "\n"])

@@ -142,7 +142,8 @@ def plain(engine: Engine, params: Any, drafter_params: Any, rounds: int) -> dict
     """Seconds of a round without a draft at half the longest context, by batch size of a shard.
 
     For controllers that hold no table of costs. What a launch takes besides its rounds is part of
-    them, so `rounds` is what a rollout's launches have.
+    them, so `rounds` is what a rollout's launches have. Nothing is chosen by it, so the fewest
+    sweeps will do.
     """
     controller, state, batch = engine.machine.controller, _blank(engine), engine.shapes.batch
     longest = engine.shapes.longest
@@ -153,7 +154,7 @@ def plain(engine: Engine, params: Any, drafter_params: Any, rounds: int) -> dict
         if size != batch:
             state, batch = _smaller(engine, state, batch, size), size
         point = Point(size, size, longest // 2, 0, 0, rounds)
-        state, seconds = _timed(engine, params, drafter_params, state, {point: control})
+        state, seconds = _timed(engine, params, drafter_params, state, {point: control}, SWEEPS)
         found[size] = seconds[point] / point.rounds
     return found
 
@@ -183,14 +184,15 @@ def _forced(engine: Engine, point: Point) -> Adaptive:
 
 
 def _timed(engine: Engine, params: Any, drafter_params: Any, state: RolloutState,
-           controls: Mapping[Point, Any]) -> tuple[RolloutState, dict[Point, float]]:
+           controls: Mapping[Point, Any], most: int = MOST
+           ) -> tuple[RolloutState, dict[Point, float]]:
     """Seconds of launches, each under its control, in sweeps over all. The first of them is the
     reference, which is run between the others (`cost.steady`)."""
     reference, *others = controls
     order = [reference, *(p for i in range(0, len(others), APART)
                           for p in (*others[i:i + APART], reference))]
     runs: list[Run] = []
-    for sweep in range(MOST):
+    for sweep in range(most):
         if sweep >= SWEEPS and sum(run.seconds for run in runs) >= ENOUGH:
             break
         for point in order:

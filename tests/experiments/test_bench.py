@@ -151,13 +151,13 @@ def test_a_missing_peer_is_named(monkeypatch):
         peers.check_installed("vllm")
 
 
-def test_lists_of_numbers_take_a_line_each(tmp_path):
+def test_lists_and_objects_that_hold_no_others_take_a_line_each(tmp_path):
     found = {"cases": {"a": {"seconds": [1, -2.5e-7, None, True], "none": []},
-                       "text": ["[\n1\n]", "b, 1"], "rows": [[1, 2], [3, 4]]}}
+                       "text": ["[\n1\n]", "b,  1"], "rows": [[1, 2], {"low": 3, "name": "x  y"}]}}
     results.write(tmp_path / "x.json", found)
     text = (tmp_path / "x.json").read_text(encoding="utf-8")
-    assert json.loads(text) == found and "[1, -2.5e-07, null, true]" in text and "[3, 4]" in text
-
+    assert json.loads(text) == found and "[1, -2.5e-07, null, true]" in text
+    assert '{"low": 3, "name": "x  y"}' in text
 
 
 def test_results_are_read_back(tmp_path):

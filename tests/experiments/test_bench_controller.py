@@ -79,7 +79,8 @@ def test_each_occasion_is_one_value() -> None:
     case["cell"] = {"lengths": "uniform", "corruption": 0.0}
     assert controller_stats.uncertain(case, 3, 0.0) and not controller_stats.uncertain(case, 1, 0.0)
     for seconds in (2.4, 3.0):
-        case = controller_stats.fought(case, {"1x1x2": [2.4] * 9, "budget": [seconds] * 9})
+        case = controller_stats.fought(case, {
+            "1x1x2": [2.4] * 9, "budget": [seconds] * 8 + [9.9]})  # a burst of others
     arm, logs = case["arms"]["budget"], [math.log(ratio) for ratio in (1.2, 1.0, 0.8)]
     mean, error = np.mean(logs), np.std(logs, ddof=1) / 3**0.5
     assert arm["ratio"] == pytest.approx(math.exp(mean)) and arm["occasions"] == 3
@@ -241,7 +242,7 @@ def test_a_cell_of_a_tiny_model() -> None:
         drafting = [shape.fixed.engine, *(s.engine for s in shape.policies.values())]
         assert sum(engine._pool is not None for engine in drafting) == 1  # taken by turns
     assert accept["budget"] == 1
-    runs = controller.fight(shape, cell, "1x1x2", 3)
-    assert {name: len(of) for name, of in runs.items()} == {"1x1x2": 3, "budget": 3}
+    runs = controller.fight(shape, cell, "1x1x2")
+    assert {name: len(of) for name, of in runs.items()} == {"1x1x2": 4, "budget": 4}
     assert not any(run.compilations for of in runs.values() for run in of)
     assert runs["1x1x2"][0].accept_length == accept["1x1x2"]

@@ -154,11 +154,12 @@ def test_plain_rounds_are_timed_in_launches_as_long_as_a_rollouts(
                              machine=SimpleNamespace(controller=controller))
     monkeypatch.setattr(probe, "_blank", lambda engine: None)
     monkeypatch.setattr(probe, "_smaller", lambda engine, state, batch, size: state)
-    monkeypatch.setattr(probe, "_timed", lambda engine, params, drafter, state, controls: (
-        points.extend(controls.items()), dict.fromkeys(controls, 0.8)))
-    assert probe.plain(engine, PARAMS, (), asked) == {4: 0.8 / rounds, 2: 0.8 / rounds}
-    assert [(p.rows, p.packed, p.context, p.rounds, depth) for p, depth in points] == [
-        (4, 4, 10, rounds, 0), (2, 2, 10, rounds, 0)]
+    monkeypatch.setattr(probe, "_run", lambda engine, params, drafter, state, point, control: (
+        points.append((point, control)), cost.Run(point, 0.0, 0.8)))
+    assert probe.plain(engine, PARAMS, (), asked) == pytest.approx(
+        {4: 0.8 / rounds, 2: 0.8 / rounds})
+    assert [(p.rows, p.packed, p.context, p.rounds, depth) for p, depth in points] == (
+        3 * [(4, 4, 10, rounds, 0)] + 3 * [(2, 2, 10, rounds, 0)])
 
 
 @pytest.fixture(scope="module")
