@@ -7,7 +7,8 @@ from flax import struct
 from specrl_jax.structs import Array, DraftTree
 
 BINS = 12  # of survival, two an octave
-MEMORY = 8.0  # rounds that an estimate of the drafts remembers
+MEMORY, MEMORY_OF_ROWS = 8.0, 64.0  # rounds that an estimate remembers, and rounds times rows:
+# a rollout of one row would else begin as the text of the last one ended
 FORGET = 0.99  # of what was seen of a depth, in each round that drafts less deep
 PRIOR = 0.7  # survival of a draft, a step of depth, before any was seen
 TRUST_PRIOR, TRUST_MEMORY = 4.0, 0.98  # accepted tokens that survival is worth; kept every round
@@ -19,7 +20,7 @@ class Harvest:
 
     count: Array  # f32[D, BINS] nodes by survival
     mass: Array  # f32[D, BINS] their survival
-    seen: Array  # f32[D] rounds, at most MEMORY
+    seen: Array  # f32[D] rounds, as far as they are remembered
     promised: Array  # f32[] tokens that survival promised, and
     accepted: Array  # f32[] those accepted, both fading
 
@@ -57,15 +58,17 @@ def follow(old: Harvest, found: Array, rows: Array, steps: Array, promised: Arra
            accepted: Array, rounds: Array) -> Harvest:
     """Depths that were drafted move towards what was found.
 
-    Deeper ones keep their proportion to it. Where none was seen, or long ago, they are to survive
-    from the last depth drafted as that did from the one before: else what is not drafted would
-    never be found to have become good.
+    Less is remembered while off, so that a few looks tell. Deeper depths keep their proportion to
+    the last one drafted. Where none was seen, or long ago, they are to survive from it as that did
+    from the one before: else what is not drafted would never be found to have become good.
     """
     depth = old.count.shape[0]
     level = jnp.arange(1, depth + 1)
     drafted = level <= steps
-    seen = jnp.where(drafted, jnp.minimum(old.seen + 1, MEMORY),
-                     jnp.where(steps > 0, FORGET, 1.0) * old.seen)
+    long = jnp.maximum(MEMORY, MEMORY_OF_ROWS / jnp.maximum(rows, 1))
+    memory = jnp.where(steps > 0, long, MEMORY)
+    seen = jnp.minimum(memory, jnp.where(drafted, old.seen + 1,
+                                         jnp.where(steps > 0, FORGET, 1.0) * old.seen))
     pace = jnp.where(drafted, 1 / jnp.maximum(seen, 1), 0.0)[:, None]
     count, mass = ((1 - pace) * a + pace * new / jnp.maximum(rows, 1)
                    for a, new in ((old.count, found[0]), (old.mass, found[1])))

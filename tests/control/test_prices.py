@@ -91,8 +91,8 @@ def test_one_spoilt_rollout_says_little() -> None:
     known = prices.blank(3)
     for i in range(30):
         known = rollout(known, np.zeros(4), ONE[i % 3])
-    spoilt = rollout(known, np.zeros(4), ONE[1], 1.5)
-    assert np.abs(errors(spoilt) - errors(known)).max() < 0.1
+    moved = np.abs(errors(rollout(known, np.zeros(4), ONE[1], 1.5)) - errors(known))
+    assert moved[0] < 0.2 and moved[1:].max() < 0.02
 
 
 def test_one_bucket_alone_tells_nothing_of_prices_and_doubt_is_about_the_others() -> None:
