@@ -1,6 +1,6 @@
 """Adaptive policies against off and every fixed setting: load x context x drafter x lengths.
 
-    python experiments/bench_controller.py              # --preset=small; 80 minutes with AVX-512
+    python experiments/bench_controller.py          # --preset=small; 90 minutes or more on 2 cores
     python experiments/bench_controller.py --preset=small --cells=4x64-0-uniform,4x64-1-heavy
     python experiments/bench_controller.py --preset=smollm2 --config=smollm2 --seconds=900 \\
         --config.spec.drafter=eagle --config.draft.path=runs/drafter/drafter \\
@@ -13,12 +13,12 @@ in this process, without prefill, which is the same for all. The best fixed sett
 included, is chosen on runs of its own (three times as many of those within 10 % of the fastest),
 timed with all arms, and then by turns with budget alone. Runs that follow each other share what
 others do on the machine and where engines lie in memory, so with --occasions above 1 these two are
-timed anew as often, by engines and with costs made for it, minutes later: each time is one value,
-the median of four pairs, and there are up to twice as many until the ratio is known; else they run
-on until their pairs tell it. The runs that choose teach oracle what each setting gives and takes.
-The ceiling is what the chain that gives most tokens per second would give in each round if it were
-known before how many of its drafts are accepted, by what rounds took in those runs; no policy can
-know, yet trees, or rounds for the sake of the longest row, may give more.
+timed anew on each further one, by engines and with costs made for it, minutes later: an occasion is
+one value, the median of its pairs (of a later one four), and there are up to twice as many until
+the ratio is known; else they run on until their pairs tell it. The runs that choose teach oracle
+what each setting gives and takes. The ceiling is what the chain that gives most tokens per second
+would give in each round if it were known before how many of its drafts are accepted, by what rounds
+took in those runs; no policy can know, yet trees, or rounds for the longest row, may give more.
 The cell 64x64-own-stop is a whole rollout: its rows end where the actor ends them, and the picture
 shows its active rows, verified tokens and tokens/s over time. On a CPU, 64 rows take six engines of
 17,000 memory maps, more than Linux allows at first: `sysctl -w vm.max_map_count=262144`. Each cell

@@ -87,7 +87,7 @@ def test_of_a_few_milliseconds_little_is_learned() -> None:
     assert 0 < 3 * short < long
 
 
-def test_one_spoilt_rollout_says_little() -> None:
+def test_one_spoilt_rollout_says_little_of_prices() -> None:
     known = prices.blank(3)
     for i in range(30):
         known = rollout(known, np.zeros(4), ONE[i % 3])
