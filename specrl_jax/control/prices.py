@@ -18,7 +18,7 @@ from specrl_jax.control.cost import Table
 from specrl_jax.structs import Array
 
 PACE = 0.3  # standard deviations, of logarithms: of the pace at first, and at most,
-DRIFT = 0.05  # and of its change from one rollout to the next: others come and go
+DRIFT = 0.02  # and of its change from one rollout to the next
 PRICE = 0.07  # of the error of a price at first, and at most,
 FADE = 0.003  # and of its change from one rollout to the next
 NOISE = 0.02  # of a rollout's seconds,

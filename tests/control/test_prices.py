@@ -87,12 +87,12 @@ def test_of_a_few_milliseconds_little_is_learned() -> None:
     assert 0 < 3 * short < long
 
 
-def test_one_spoilt_rollout_says_little_of_prices() -> None:
+def test_one_spoilt_rollout_says_little() -> None:
     known = prices.blank(3)
     for i in range(30):
         known = rollout(known, np.zeros(4), ONE[i % 3])
-    moved = np.abs(errors(rollout(known, np.zeros(4), ONE[1], 1.5)) - errors(known))
-    assert moved[0] < 0.2 and moved[1:].max() < 0.02
+    spoilt = rollout(known, np.zeros(4), ONE[1], 1.5)
+    assert np.abs(errors(spoilt) - errors(known)).max() < 0.1
 
 
 def test_one_bucket_alone_tells_nothing_of_prices_and_doubt_is_about_the_others() -> None:

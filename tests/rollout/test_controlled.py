@@ -155,9 +155,8 @@ def test_plain_rounds_are_timed_in_launches_as_long_as_a_rollouts(
     monkeypatch.setattr(probe, "_blank", lambda engine: None)
     monkeypatch.setattr(probe, "_smaller", lambda engine, state, batch, size: state)
     monkeypatch.setattr(probe, "_run", lambda engine, params, drafter, state, point, control: (
-        points.append((point, control)), cost.Run(point, 0.0, 0.8)))
-    assert probe.plain(engine, PARAMS, (), asked) == pytest.approx(
-        {4: 0.8 / rounds, 2: 0.8 / rounds})
+        points.append((point, control)), cost.Run(point, 0.0, 1.0)))
+    assert probe.plain(engine, PARAMS, (), asked) == {4: 1 / rounds, 2: 1 / rounds}
     assert [(p.rows, p.packed, p.context, p.rounds, depth) for p, depth in points] == (
         3 * [(4, 4, 10, rounds, 0)] + 3 * [(2, 2, 10, rounds, 0)])
 
