@@ -58,17 +58,16 @@ def follow(old: Harvest, found: Array, rows: Array, steps: Array, promised: Arra
            accepted: Array, rounds: Array) -> Harvest:
     """Depths that were drafted move towards what was found.
 
-    Less is remembered while off, so that a few looks tell. Deeper depths keep their proportion to
-    the last one drafted. Where none was seen, or long ago, they are to survive from it as that did
+    Of others less is remembered, so that a few looks tell. Deeper ones keep their proportion to the
+    last one drafted. Where none was seen, or long ago, they are to survive from it as that did
     from the one before: else what is not drafted would never be found to have become good.
     """
     depth = old.count.shape[0]
     level = jnp.arange(1, depth + 1)
     drafted = level <= steps
     long = jnp.maximum(MEMORY, MEMORY_OF_ROWS / jnp.maximum(rows, 1))
-    memory = jnp.where(steps > 0, long, MEMORY)
-    seen = jnp.minimum(memory, jnp.where(drafted, old.seen + 1,
-                                         jnp.where(steps > 0, FORGET, 1.0) * old.seen))
+    seen = jnp.where(drafted, jnp.minimum(old.seen + 1, long),
+                     jnp.where(steps > 0, FORGET, 1.0) * jnp.minimum(old.seen, MEMORY))
     pace = jnp.where(drafted, 1 / jnp.maximum(seen, 1), 0.0)[:, None]
     count, mass = ((1 - pace) * a + pace * new / jnp.maximum(rows, 1)
                    for a, new in ((old.count, found[0]), (old.mass, found[1])))
