@@ -11,18 +11,20 @@
 end at limits; `smollm2` drafts with config.spec.drafter on real prompts. Arms are timed alternately
 in this process, without prefill, which is the same for all. The best fixed setting of a cell, off
 included, is chosen on runs of its own (three times as many of those within 10 % of the fastest),
-timed with all arms, and then by turns with budget alone. Runs that follow each other share what
-others do on the machine and where engines lie in memory, so with --occasions above 1 these two are
-timed anew on each further one, by engines and with costs made for it, minutes later: an occasion is
-one value, the median of its pairs (of a later one four), and there are up to twice as many until
-the ratio is known; else they run on until their pairs tell it. The runs that choose teach oracle
-what each setting gives and takes. The ceiling is what the chain that gives most tokens per second
-would give in each round if it were known before how many of its drafts are accepted, by what rounds
-took in those runs; no policy can know, yet trees, or rounds for the longest row, may give more.
-The cell 64x64-own-stop is a whole rollout: its rows end where the actor ends them, and the picture
-shows its active rows, verified tokens and tokens/s over time. On a CPU, 64 rows take six engines of
-17,000 memory maps, more than Linux allows at first: `sysctl -w vm.max_map_count=262144`. Each cell
-is written when it is done; the same command with --resume keeps those that --out holds.
+timed with all arms, and then by turns with budget alone. What is timed was not chosen by: half of
+the loads, which are other prompts and noise, choose and teach, the other half is timed, the next
+one in each repeat (small has one and one). Runs that follow each other share what others do on the
+machine and where engines lie in memory, so with --occasions above 1 these two are timed anew on
+each further one, by engines and with costs made for it, minutes later: an occasion is one value,
+the median of its pairs (of a later one four), and there are up to twelve times as many until the
+ratio is known; else they run on until their pairs tell it. The runs that choose teach oracle what
+each setting gives and takes. The ceiling is what the chain that gives most tokens per second would
+give in each round if it were known before how many of its drafts are accepted, by what rounds took
+in those runs; no policy can know, yet trees, or rounds for the longest row, may give more. The cell
+64x64-own-stop is a whole rollout: its rows end where the actor ends them, and the picture shows its
+active rows, verified tokens and tokens/s over time. On a CPU, 64 rows take six engines of 17,000
+memory maps, more than Linux allows at first: `sysctl -w vm.max_map_count=262144`. Each cell is
+written when it is done; the same command with --resume keeps those that --out holds.
 """
 
 import dataclasses
@@ -63,8 +65,9 @@ SECONDS = flags.DEFINE_float("seconds", 90, "of timed runs after those that choo
                              "after which a cell of one occasion ends however wide the interval "
                              "is", lower_bound=0)
 OCCASIONS = flags.DEFINE_integer("occasions", None, "on which budget and the best fixed "
-                                 "setting are timed (default: 6 of small, 1 of smollm2, whose "
-                                 "engines take minutes)", lower_bound=1)
+                                 "setting are timed, and more until --precise is reached (default: "
+                                 "4 of small, 1 of smollm2, whose engines take minutes)",
+                                 lower_bound=1)
 OUT = flags.DEFINE_string("out", None, "JSON file (default: results/bench_controller_PRESET.json "
                           "in experiments); the picture lies beside it as .png")
 RESUME = flags.DEFINE_boolean("resume", False, "keep the cells that --out already holds")
@@ -93,7 +96,7 @@ def _main(config: Config) -> int:
     if RESUME.value:
         result["cases"] = results.earlier(
             out, config=result["config"], architecture=result["architecture"])
-    occasions = OCCASIONS.value or (6 if small else 1)
+    occasions = OCCASIONS.value or (4 if small else 1)
     shapes = by_shape([cell for cell in cells if cell.name not in result["cases"]])
     left = Left(sum(map(len, shapes.values())))
     for (rows, context), of_shape in shapes.items():

@@ -2,8 +2,9 @@
 
 import dataclasses
 import functools
+import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,19 +23,17 @@ from specrl_jax.rollout.layout import request
 from specrl_jax.sampler import Sampler
 
 from . import hindsight
-from .controller_cells import Cell
+from .controller_cells import Cell, shaped
 from .controller_stats import best_fixed, describe, half_width, near
 from .hindsight import Pace
 from .timing import alternate
 from .workload import heavy_limits
 
 POLICIES = ("budget", "respec", "bandit", "oracle")
-DEPTH = 4
 LEAST = 12  # pairs of a duel: few may lie close together by chance
 AGAIN = 3  # times `repeats`: the runs by which settings that are near the fastest are told apart
 WARM_UPS = 4  # rollouts of every policy before it is timed
 PAIRS = 4  # of one more occasion: budget's last rollout, its eighth, tries what may be cheaper
-RECORDED, TIMED = 0, 1  # steps of the noise keys
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,22 +53,29 @@ class Run:
         return counters["committed"] / max(counters["row_rounds"], 1)
 
 
+Arm = Callable[[int], Run]  # a rollout of a load
+
+
 class Shape:
     """The engines of one load and context; corruption and lengths are data.
 
     Args:
       config: its rollout section holds temperature, and max_new_tokens of a uniform row.
-      prompts: token ids of all rows; where they are equal, they are samples of one prompt.
+      loads: token ids of all rows, of one rollout after the other; where they are equal, rows are
+        samples of one prompt. The first half of them chooses and teaches, the other is timed.
       stop: tokens that end a response.
+      said: what rows of these loads say, as far as an earlier shape recorded it.
     """
 
     def __init__(self, config: Config, source: Source, params: Any,
-                 prompts: Sequence[Sequence[int]], stop: Sequence[int], drafter: str,
-                 policies: Sequence[str], counter: CompilationCounter) -> None:
-        self.config, self.counter, self.rows = config, counter, len(prompts)
+                 loads: Sequence[Sequence[Sequence[int]]], stop: Sequence[int], drafter: str,
+                 policies: Sequence[str], counter: CompilationCounter,
+                 said: dict[tuple[str, int], np.ndarray] | None = None) -> None:
+        self.config, self.counter, self.rows = config, counter, len(loads[0])
+        self._said = {} if said is None else said
         self._maps = 0  # of an engine's programs, the most so far
-        self.group = len(prompts) if len({tuple(p) for p in prompts}) == 1 else 1
-        self.prompts, self.stop = list(prompts)[:: self.group], stop
+        self.group = self.rows if all(len(set(map(tuple, load))) == 1 for load in loads) else 1
+        self.loads, self.stop = [list(load)[:: self.group] for load in loads], stop
         self.new_tokens = config.rollout.max_new_tokens
         self.plain = self._sampler(source, params, config, "off", "off")
         # Where weights lie in memory is worth some per cent of a round: the same for all.
@@ -97,8 +103,9 @@ class Shape:
                 f"of {most} are taken; name fewer policies, or raise the bound with "
                 f"`sysctl -w vm.max_map_count={4 * most}`")
         sampler = Sampler(
-            shaped(config, self.rows, max(map(len, self.prompts)), self.group, drafter, policy),
-            source.arch, self.stop, sharding.make_mesh(config.mesh), prompts=len(self.prompts),
+            shaped(config, self.rows, max(len(prompt) for load in self.loads for prompt in load),
+                   self.group, drafter, policy),
+            source.arch, self.stop, sharding.make_mesh(config.mesh), prompts=len(self.loads[0]),
             group=self.group, tokenizer=source.tokenizer, warn=lambda text: None)
         sampler.publish(params, 0)
         sampler.compile()
@@ -119,18 +126,32 @@ class Shape:
             return np.full(self.rows, tokens, np.int32)
         return heavy_limits(self.rows, 2 * self.new_tokens)
 
-    def run(self, sampler: Sampler, limits: np.ndarray, past: np.ndarray | None) -> Run:
-        rows = np.arange(self.rows)
-        keys = prng.row_keys(self.config.seed, "generate", TIMED, rows // self.group, rows * 0,
+    def choosing(self, turn: int) -> int:
+        """The load of a rollout that chooses or teaches, not one of those that are timed."""
+        return turn % max(1, len(self.loads) // 2)
+
+    def timed(self, turn: int) -> int:
+        return len(self.loads) - 1 - self.choosing(turn)
+
+    def run(self, sampler: Sampler, lengths: str, load: int) -> Run:
+        rows, prompts = np.arange(self.rows), self.loads[load]
+        keys = prng.row_keys(self.config.seed, "generate", load, rows // self.group, rows * 0,
                              rows % self.group)
-        asked = request(self.prompts, keys, self.group, sampler.config.rollout,
-                        past if sampler.engine.layout.past else None)
-        asked.limit = limits
+        past = self._past(lengths, load) if sampler.engine.layout.past else None
+        asked = request(prompts, keys, self.group, sampler.config.rollout, past)
+        asked.limit = self.limits(lengths)
         self._turn_of(sampler)
         self.counter.take()
         result = sampler.engine.run(sampler.params, asked, sampler.drafter_params,
                                     rounds=sampler.config.rollout.rounds_per_launch)
         return Run(result, self.counter.take())
+
+    def _past(self, lengths: str, load: int) -> np.ndarray:
+        """What a rollout without drafts says, for those who replay it: it is run once."""
+        if (lengths, load) not in self._said:
+            self._said[lengths, load] = _said(
+                self.run(self.plain, lengths, load).result, self.group)
+        return self._said[lengths, load]
 
     def begin(self, cell: Cell) -> None:
         """Forgets what earlier cells taught, and sets the drafter's quality."""
@@ -146,33 +167,6 @@ class Shape:
                 sampler.drafter_params = engine.everywhere(replaying(cell.corruption))
 
 
-def shaped(config: Config, rows: int, context: int, group: int, drafter: str, policy: str
-           ) -> Config:
-    """`config` for one load and context. All rows weigh alike: they end at their limits, so that
-    weights would be an oracle's. Limits do tell policies how much is to come when a rollout begins;
-    only where rows end at stop tokens they do not know that."""
-    new = config.rollout.max_new_tokens
-    rollout = dataclasses.replace(
-        config.rollout, batch_size=rows, min_batch=_least(rows), max_prompt_tokens=max(2, context),
-        max_new_tokens=2 * new)
-    branch = 1 if drafter == "replay" else config.spec.max_branch
-    spec = dataclasses.replace(
-        config.spec, drafter=drafter, history_past=group, max_steps=DEPTH, max_branch=branch,
-        max_nodes=1 + DEPTH * branch, steps=1, branch=1, nodes=2, budget=0,
-        max_packed=max(2 * rows, min(rows * (1 + DEPTH * branch), 64)))
-    settings = respec.settings_of(config.control.settings, DEPTH, branch, spec.max_nodes)
-    accept = tuple(1.0 for _ in settings) if policy == "oracle" else ()
-    control = dataclasses.replace(config.control, policy=policy, min_survival=0.0, accept=accept,
-                                  length_weight=0.0)
-    return dataclasses.replace(config, rollout=rollout, spec=spec, control=control)
-
-
-def _least(rows: int) -> int:
-    """The smallest batch. Each further one is a program more in the engine of every arm, and Linux
-    maps 65,530 pieces of code and data at most into a process."""
-    return max(min(4, rows), rows // 4)
-
-
 def run_cell(shape: Shape, cell: Cell, repeats: int, precise: float, seconds: float,
              say: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
     """Chooses the best fixed setting, times all arms by turns, then budget against that one.
@@ -186,39 +180,37 @@ def run_cell(shape: Shape, cell: Cell, repeats: int, precise: float, seconds: fl
       precise: half-width of budget's 95 % interval at which it ends.
       seconds: of timed runs after those that choose, after which it ends in any case.
     """
-    limits = shape.limits(cell.lengths)
     shape.begin(cell)
-    plain = shape.run(shape.plain, limits, None)
-    past = _recorded(plain.result, shape.group)
-    arms = _arms(shape, limits, past)
+    arms = _arms(shape, cell.lengths)
     for run in arms.values():
-        run()
+        run(shape.choosing(0))
     settings = [_name(setting) for setting in shape.settings]
-    chosen_by = _choose({name: arms[name] for name in ("off", *settings)}, repeats)
+    chosen_by = _choose({name: arms[name] for name in ("off", *settings)}, shape.choosing, repeats)
     choosing = times(chosen_by)
     paced = {name: hindsight.paces(run.result for run in of) for name, of in chosen_by.items()}
     if "oracle" in shape.policies:
         _teach(shape.policies["oracle"].engine, settings,
-               {name: of[-1].accept_length for name, of in chosen_by.items()}, paced)
+               {name: _accept_length(of) for name, of in chosen_by.items()}, paced)
     for policy in shape.policies:
-        for _ in range(WARM_UPS - 1):
-            arms[policy]()
-    began = time.perf_counter()
-    runs = alternate(arms, repeats, say)
+        for turn in range(1, WARM_UPS):
+            arms[policy](shape.choosing(turn))
+    began, turns = time.perf_counter(), map(shape.timed, itertools.count())
+    runs = _by_turns(arms, turns, repeats, say)
     duel: dict[str, list[Run]] = {name: [] for name in (best_fixed(choosing), "budget")}
     while time.perf_counter() - began < seconds and (
             len(duel["budget"]) < LEAST
             or half_width(choosing, times(runs), times(duel)) > precise):
-        for name, new in alternate({name: arms[name] for name in duel}, repeats).items():
+        for name, new in _by_turns({name: arms[name] for name in duel}, turns, repeats).items():
             duel[name] += new
     priced = {name: s for name, s in shape.policies.items() if s.price}
     return describe(choosing, times(runs), times(duel),
                     _ceiling(shape, chosen_by, paced)) | {
-        "cell": cell._asdict(), "tokens": int(plain.result.sequences.length.sum()),
+        "cell": cell._asdict(), "tokens": int(np.mean([
+            run.result.sequences.length.sum() for run in runs["off"]])),
         "compilations": sum(run.compilations for of in (*runs.values(), *duel.values())
                             for run in of),
-        "equal_tokens": {name: _equal(of[-1].result, plain.result) for name, of in runs.items()},
-        "accept_length": {name: _short(of[-1].accept_length) for name, of in runs.items()},
+        "equal_tokens": {name: all(map(_equal, of, runs["off"])) for name, of in runs.items()},
+        "accept_length": {name: _short(_accept_length(of)) for name, of in runs.items()},
         "explained": {
             name: _explained(of[-1], name == "budget" and cell.lengths != "uniform")
             for name, of in runs.items() if name in shape.policies},
@@ -229,22 +221,30 @@ def run_cell(shape: Shape, cell: Cell, repeats: int, precise: float, seconds: fl
 
 def fight(shape: Shape, cell: Cell, best: str) -> dict[str, list[Run]]:
     """PAIRS runs of budget and the fixed setting `best` by turns, after both were warmed up."""
-    limits = shape.limits(cell.lengths)
     shape.begin(cell)
-    past = _recorded(shape.run(shape.plain, limits, None).result, shape.group)
-    arms = _arms(shape, limits, past)
+    arms = _arms(shape, cell.lengths)
     arms = {name: arms[name] for name in (best, "budget")}
-    arms[best]()
-    for _ in range(WARM_UPS):
-        arms["budget"]()
-    return alternate(arms, PAIRS)
+    arms[best](shape.choosing(0))
+    for turn in range(WARM_UPS):
+        arms["budget"](shape.choosing(turn))
+    return _by_turns(arms, map(shape.timed, itertools.count()), PAIRS)
 
 
-def _choose(arms: Mapping[str, Callable[[], Run]], repeats: int) -> dict[str, list[Run]]:
+def _by_turns(arms: Mapping[str, Arm], loads: Iterator[int], repeats: int,
+              say: Callable[[str], None] = lambda text: None) -> dict[str, list[Run]]:
+    """The runs of all arms, each repeat with the next load."""
+    some = list(itertools.islice(loads, repeats))
+    tasks = {name: functools.partial(next, map(arm, some)) for name, arm in arms.items()}
+    return alternate(tasks, repeats, say)
+
+
+def _choose(arms: Mapping[str, Arm], load: Callable[[int], int], repeats: int
+            ) -> dict[str, list[Run]]:
     """Runs of every fixed arm, and more of those among which the fastest still is."""
-    runs = alternate(arms, repeats)
+    loads = map(load, itertools.count())
+    runs = _by_turns(arms, loads, repeats)
     for _ in range(AGAIN - 1):
-        for name, new in alternate({name: arms[name] for name in near(times(runs))},
+        for name, new in _by_turns({name: arms[name] for name in near(times(runs))}, loads,
                                    repeats).items():
             runs[name] += new
     return runs
@@ -270,24 +270,22 @@ def _ceiling(shape: Shape, runs: dict[str, list[Run]], paced: dict[str, dict[int
         for size, (_, seconds) in paced[name].items():
             costs.setdefault(size * shards, {})[depth] = seconds
     good = hindsight.acceptable(
-        {depth: runs[name][-1].result for depth, name in chains.items()}, most * shards)
-    length = np.asarray(runs["off"][-1].result.sequences.length)
+        {depth: runs[name][0].result for depth, name in chains.items()}, most * shards)
+    length = np.asarray(runs["off"][0].result.sequences.length)
     plain, best = (hindsight.seconds_with_foresight(good, length, most * shards, of) for of in (
         {size: {0: depths[0]} for size, depths in costs.items() if 0 in depths}, costs))
     return plain / best
 
 
-def _arms(shape: Shape, limits: np.ndarray, past: np.ndarray | None
-          ) -> dict[str, Callable[[], Run]]:
-    def fixed(setting: tuple[int, int, int]) -> Run:
+def _arms(shape: Shape, lengths: str) -> dict[str, Arm]:
+    def fixed(setting: tuple[int, int, int], load: int) -> Run:
         engine = shape.fixed.engine
         engine.control = make_spec(*setting, 0, (1.0,) * len(engine.machine.drafter.names))
-        return shape.run(shape.fixed, limits, past)
+        return shape.run(shape.fixed, lengths, load)
 
-    arms: dict[str, Callable[[], Run]] = {
-        "off": lambda: shape.run(shape.plain, limits, None)}
+    arms: dict[str, Arm] = {"off": functools.partial(shape.run, shape.plain, lengths)}
     arms |= {_name(setting): functools.partial(fixed, setting) for setting in shape.settings}
-    return arms | {name: functools.partial(shape.run, sampler, limits, past)
+    return arms | {name: functools.partial(shape.run, sampler, lengths)
                    for name, sampler in shape.policies.items()}
 
 
@@ -317,7 +315,7 @@ def times(runs: dict[str, list[Run]]) -> dict[str, list[float]]:
     return {name: [run.seconds for run in of] for name, of in runs.items()}
 
 
-def _recorded(result: Result, group: int) -> np.ndarray:
+def _said(result: Result, group: int) -> np.ndarray:
     """i32[Q / M, M, T] what was said, -1 behind it."""
     s = result.sequences
     within = np.arange(s.tokens.shape[1])[None] < s.length[:, None]
@@ -325,6 +323,9 @@ def _recorded(result: Result, group: int) -> np.ndarray:
     return said.reshape(-1, group, said.shape[1])
 
 
-def _equal(one: Result, other: Result) -> bool:
-    return bool((np.asarray(one.sequences.length) == other.sequences.length).all()
-                and (_recorded(one, 1) == _recorded(other, 1)).all())
+def _equal(one: Run, other: Run) -> bool:
+    return bool((_said(one.result, 1) == _said(other.result, 1)).all())
+
+
+def _accept_length(runs: Sequence[Run]) -> float:
+    return float(np.mean([run.accept_length for run in runs]))

@@ -1,11 +1,14 @@
 """The loads that controllers are compared on."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from specrl_jax.config import ConfigError
+from specrl_jax.config import Config, ConfigError
+from specrl_jax.control import respec
 
 LENGTHS = ("uniform", "heavy")
+DEPTH = 4
 
 
 class Cell(NamedTuple):
@@ -41,3 +44,30 @@ def pick(cells: Sequence[Cell], names: Sequence[str]) -> list[Cell]:
         if name not in known:
             raise ConfigError(f"--cells={name}: choose of {', '.join(known)}")
     return [known[name] for name in names] if names else list(cells)
+
+
+def shaped(config: Config, rows: int, context: int, group: int, drafter: str, policy: str
+           ) -> Config:
+    """`config` for one load and context. All rows weigh alike: they end at their limits, so that
+    weights would be an oracle's. Limits do tell policies how much is to come when a rollout begins;
+    only where rows end at stop tokens they do not know that."""
+    new = config.rollout.max_new_tokens
+    rollout = dataclasses.replace(
+        config.rollout, batch_size=rows, min_batch=_least(rows), max_prompt_tokens=max(2, context),
+        max_new_tokens=2 * new)
+    branch = 1 if drafter == "replay" else config.spec.max_branch
+    spec = dataclasses.replace(
+        config.spec, drafter=drafter, history_past=group, max_steps=DEPTH, max_branch=branch,
+        max_nodes=1 + DEPTH * branch, steps=1, branch=1, nodes=2, budget=0,
+        max_packed=max(2 * rows, min(rows * (1 + DEPTH * branch), 64)))
+    settings = respec.settings_of(config.control.settings, DEPTH, branch, spec.max_nodes)
+    accept = tuple(1.0 for _ in settings) if policy == "oracle" else ()
+    control = dataclasses.replace(config.control, policy=policy, min_survival=0.0, accept=accept,
+                                  length_weight=0.0)
+    return dataclasses.replace(config, rollout=rollout, spec=spec, control=control)
+
+
+def _least(rows: int) -> int:
+    """The smallest batch. Each further one is a program more in the engine of every arm, and Linux
+    maps 65,530 pieces of code and data at most into a process."""
+    return max(min(4, rows), rows // 4)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from specrl_jax import sharding
 from specrl_jax.actor import Actor
@@ -20,6 +21,7 @@ from .controller import Shape
 SMALL = Architecture(vocab_size=8192, hidden_size=768, intermediate_size=2048, num_layers=4,
                      num_heads=12, num_kv_heads=4, head_dim=64, max_position=4096)
 SMALL_TOKENS = {1: 192, 4: 96, 16: 48, 64: 24}  # of a uniform row, by rows
+LOADS = 32  # rollouts of other prompts, where there are as many
 SMOLLM2_TOKENS = {1: 96, 4: 96, 16: 64, 64: 128}  # half of what a row of another length may have
 
 
@@ -37,6 +39,7 @@ class Bench:
         self.config, self.source, self.params, self.stop = config, source, params, stop
         self.drafter, self.prompts, self.counter = drafter, prompts, CompilationCounter()
         self.tokens, self.policies = tokens, policies
+        self._said: dict[tuple[int, int], dict[tuple[str, int], np.ndarray]] = {}
 
     def shape(self, rows: int, context: int, policies: Sequence[str] | None = None,
               costs: str | None = None) -> Shape:
@@ -50,29 +53,30 @@ class Bench:
         if costs is not None:
             config = dataclasses.replace(config, control=dataclasses.replace(
                 config.control, cost_table=costs))
-        return Shape(config, self.source, self.params, self._prompts(rows, context), self.stop,
-                     self.drafter, self.policies if policies is None else policies, self.counter)
+        return Shape(config, self.source, self.params, self._loads(rows, context), self.stop,
+                     self.drafter, self.policies if policies is None else policies, self.counter,
+                     self._said.setdefault((rows, context), {}))
 
-    def _prompts(self, rows: int, context: int) -> list[list[int]]:
+    def _loads(self, rows: int, context: int) -> list[list[list[int]]]:
         """One prompt for all rows, or real ones; several behind each other for a long context.
 
         Raises:
           ConfigError: there are too few.
         """
         if self.prompts is None:
-            return [[(7 * i) % 256 for i in range(context)]] * rows
-        found, rest = [], iter(self.prompts)
-        for _ in range(rows):
-            tokens: list[int] = []
-            while len(tokens) < context // 2 or not tokens:
-                more = next(rest, None)
-                if more is None:
-                    raise ConfigError(
-                        f"data.split = {self.config.data.split!r}: {len(self.prompts)} prompts are "
-                        f"too few for {rows} rows of context {context}; take a larger split")
-                tokens += more
-            found.append(tokens[-2 * context:])
-        return found
+            return [[[(7 * i) % 256 for i in range(context)]] * rows] * 2
+        found, tokens = [], []
+        for prompt in self.prompts:
+            tokens = [*tokens, *prompt]
+            if len(tokens) >= context // 2:
+                found.append(tokens[-2 * context:])
+                tokens = []
+        loads = [found[i:i + rows] for i in range(0, len(found) - rows + 1, rows)][:LOADS]
+        if len(loads) < 2:
+            raise ConfigError(
+                f"data.split = {self.config.data.split!r}: {len(self.prompts)} prompts are too few "
+                f"for two rollouts of {rows} rows and context {context}; take a larger split")
+        return loads
 
 
 def small(config: Config, policies: Sequence[str]) -> Bench:

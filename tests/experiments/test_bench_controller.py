@@ -12,7 +12,13 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from experiments.bench import controller, controller_cells, controller_stats, timing
+from experiments.bench import (
+    controller,
+    controller_cells,
+    controller_models,
+    controller_stats,
+    timing,
+)
 from experiments.bench.controller import Shape
 from experiments.bench.controller_cells import Cell
 from specrl_jax.config import (
@@ -46,13 +52,43 @@ def test_what_is_near_the_fastest_is_run_again_before_one_is_chosen() -> None:
     """off is fastest in its first run alone; 4x1x5 is too slow to be looked at again."""
     takes = {"off": [1.0] + [2.0] * 9, "1x1x2": [1.05] * 10, "4x1x5": [1.2] * 10}
     ran = {name: iter(seconds) for name, seconds in takes.items()}
-    arms = {name: lambda name=name: SimpleNamespace(seconds=next(ran[name])) for name in takes}
-    runs: Any = controller._choose(arms, 2)
+    arms: Any = {name: lambda load, name=name: SimpleNamespace(seconds=next(ran[name]), load=load)
+                 for name in takes}
+    runs: Any = controller._choose(arms, lambda turn: 10 * turn, 2)
     assert {name: len(of) for name, of in runs.items()} == {"off": 2, "1x1x2": 6, "4x1x5": 2}
+    assert [run.load for run in runs["off"]] == [0, 10], "all arms have the load of a repeat"
+    assert [run.load for run in runs["1x1x2"]] == [0, 10, 20, 30, 40, 50]
     takes["off"][1] = 1.0
     ran |= {name: iter(seconds) for name, seconds in takes.items()}
-    chosen_by = controller.times(controller._choose(arms, 2))
+    chosen_by = controller.times(controller._choose(arms, lambda turn: 0, 2))
     assert len(chosen_by["off"]) == 4 and controller_stats.best_fixed(chosen_by) == "1x1x2"
+
+
+def test_what_had_fewer_loads_is_not_the_best() -> None:
+    """They may have been the easier ones."""
+    choosing = {"off": [1.0, 3.0, 3.0, 3.0], "1x1x2": [1.05, 2.9, 2.9, 2.9], "2x1x3": [1.2, 1.3]}
+    assert controller_stats.best_fixed(choosing) == "1x1x2"
+    assert controller_stats.near(choosing) == ["off", "1x1x2"]
+
+
+def test_loads_that_choose_are_not_timed() -> None:
+    for count in (2, 3, 4, 11):
+        shape = object.__new__(Shape)
+        shape.loads = [[]] * count
+        choosing, timed = ({of(turn) for turn in range(100)} for of in (
+            shape.choosing, shape.timed))
+        assert not choosing & timed and choosing | timed <= set(range(count))
+        assert len(choosing) == len(timed) == count // 2
+
+
+def test_real_prompts_make_loads_of_whole_rollouts() -> None:
+    bench = object.__new__(controller_models.Bench)
+    bench.prompts, bench.config = [[i] * 5 for i in range(9)], Config()
+    assert bench._loads(2, 8) == [[[i] * 5 for i in load] for load in ((0, 1), (2, 3), (4, 5),
+                                                                       (6, 7))]
+    assert bench._loads(1, 20) == [[[i] * 5 + [i + 1] * 5] for i in (0, 2, 4, 6)]
+    with pytest.raises(ConfigError, match="9 prompts are too few for two rollouts of 5 rows"):
+        bench._loads(5, 8)
 
 
 def test_a_mean_of_few_pairs_and_many_has_the_freedom_of_the_few() -> None:
@@ -92,9 +128,12 @@ def test_each_occasion_is_one_value() -> None:
     assert mean_of_one["high"] == pytest.approx(arm["high"], rel=1e-6), "two degrees of freedom"
     assert not controller_stats.uncertain(case, 3, 1.0), "known"
     assert controller_stats.uncertain(case, 3, 0.1) and controller_stats.uncertain(case, 4, 1.0)
-    for _ in range(3):
+    for _ in range(controller_stats.MOST - 3):
         case = controller_stats.fought(case, {"1x1x2": [2.4], "budget": [2.4]})
-    assert not controller_stats.uncertain(case, 3, 0.0), "twice as many at most"
+    assert controller_stats.uncertain(case, 2, 0.0) and not controller_stats.uncertain(case, 1, 0.0)
+    for _ in range(controller_stats.MOST):
+        case = controller_stats.fought(case, {"1x1x2": [2.4], "budget": [2.4]})
+    assert not controller_stats.uncertain(case, 2, 0.0), "there is an end"
 
 
 def test_an_interval_is_students() -> None:
@@ -210,8 +249,8 @@ def tiny_shape() -> Shape:
     arch = dataclasses.replace(TINY, num_layers=1)
     source = Source(arch, byte_tokenizer(), random_tensors(arch, 0), "tiny")
     config = Config(model=ModelSource("random:tiny"), rollout=RolloutConfig(max_new_tokens=16))
-    return Shape(config, source, jax.device_put(source.params()), [[1, 2, 3]] * 2, (), "replay",
-                 controller.POLICIES, CompilationCounter())
+    return Shape(config, source, jax.device_put(source.params()), [[[1, 2, 3]] * 2] * 2, (),
+                 "replay", controller.POLICIES, CompilationCounter())
 
 
 def test_engines_that_do_not_fit_a_process_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
