@@ -12,19 +12,20 @@ end at limits; `smollm2` drafts with config.spec.drafter on real prompts. Arms a
 in this process, without prefill, which is the same for all. The best fixed setting of a cell, off
 included, is chosen on runs of its own (three times as many of those within 10 % of the fastest),
 timed with all arms, and then by turns with budget alone. What is timed was not chosen by: half of
-the loads, which are other prompts and noise, choose and teach, the other half is timed, the next
-one in each repeat (small has one and one). Runs that follow each other share what others do on the
-machine and where engines lie in memory, so with --occasions above 1 these two are timed anew on
-each further one, by engines and with costs made for it, minutes later: an occasion is one value,
-the median of its pairs (of a later one four), and there are up to twelve times as many until the
-ratio is known; else they run on until their pairs tell it. The runs that choose teach oracle what
-each setting gives and takes. The ceiling is what the chain that gives most tokens per second would
-give in each round if it were known before how many of its drafts are accepted, by what rounds took
-in those runs; no policy can know, yet trees, or rounds for the longest row, may give more. The cell
-64x64-own-stop is a whole rollout: its rows end where the actor ends them, and the picture shows its
-active rows, verified tokens and tokens/s over time. On a CPU, 64 rows take six engines of 17,000
-memory maps, more than Linux allows at first: `sysctl -w vm.max_map_count=262144`. Each cell is
-written when it is done; the same command with --resume keeps those that --out holds.
+the loads, which are other noise, and other prompts of smollm2, choose and teach, the other half is
+timed, the next one in each repeat (small has 4 and 4, smollm2 16 and 16 or as many as there are).
+Runs that follow each other share what others do on the machine and where engines lie in memory, so
+with --occasions above 1 these two are timed anew on each further one, by engines and with costs
+made for it, minutes later: an occasion is one value, the median of its pairs (of a later one four),
+and there are up to twelve times as many until the ratio is known; else they run on until their
+pairs tell it. The runs that choose teach oracle what each setting gives and takes. The ceiling is
+what the chain that gives most tokens per second would give in each round if it were known before
+how many of its drafts are accepted, by what rounds took in those runs; no policy can know, yet
+trees, or rounds for the longest row, may give more. The cell 64x64-own-stop is a whole rollout: its
+rows end where the actor ends them, and the picture shows its active rows, verified tokens and
+tokens/s over time. On a CPU, 64 rows take six engines of 17,000 memory maps, more than Linux allows
+at first: `sysctl -w vm.max_map_count=262144`. Each cell is written when it is done; the same
+command with --resume keeps those that --out holds.
 """
 
 import dataclasses
@@ -92,10 +93,13 @@ def _main(config: Config) -> int:
     use_persistent_cache()
     bench = controller_models.small(config, POLICIES.value) if small else controller_models.real(
         *run_flags.resolve(config), POLICIES.value, _say)
-    result = results.blank(bench.config) | {"architecture": dataclasses.asdict(bench.source.arch)}
+    result = results.blank(bench.config) | {
+        "architecture": dataclasses.asdict(bench.source.arch),
+        "loads": controller_models.LOADS[PRESET.value]}
     if RESUME.value:
         result["cases"] = results.earlier(
-            out, config=result["config"], architecture=result["architecture"])
+            out, config=result["config"], architecture=result["architecture"],
+            loads=result["loads"])
     occasions = OCCASIONS.value or (4 if small else 1)
     shapes = by_shape([cell for cell in cells if cell.name not in result["cases"]])
     left = Left(sum(map(len, shapes.values())))
@@ -142,8 +146,10 @@ def fought_again(bench: controller_models.Bench, cells: list[Cell], result: dict
             shape = bench.shape(rows, context, ["budget"], str(Path(fresh) / "costs.json"))
         for cell in of_shape:
             case = cases[cell.name]
-            _say(f"{cell.name}, occasion {2 + len(case.get('later', ()))}, {left}")
-            runs = controller.fight(shape, cell, case["best_fixed"])
+            done = 1 + len(case.get("later", ()))
+            _say(f"{cell.name}, occasion {1 + done}, {left}")
+            runs = controller.fight(shape, cell, case["best_fixed"], done)
+            case["equal_tokens"]["budget"] &= controller.same(runs)
             cases[cell.name] = controller_stats.fought(case, controller.times(runs)) | {
                 "compilations": case["compilations"] + sum(
                     run.compilations for of in runs.values() for run in of)}

@@ -61,8 +61,8 @@ class Shape:
 
     Args:
       config: its rollout section holds temperature, and max_new_tokens of a uniform row.
-      loads: token ids of all rows, of one rollout after the other; where they are equal, rows are
-        samples of one prompt. The first half of them chooses and teaches, the other is timed.
+      loads: token ids of all rows, of one rollout after the other, at least two; where they are
+        equal, rows are samples of one prompt. One half chooses and teaches, the other is timed.
       stop: tokens that end a response.
       said: what rows of these loads say, as far as an earlier shape recorded it.
     """
@@ -73,6 +73,7 @@ class Shape:
                  said: dict[tuple[str, int], np.ndarray] | None = None) -> None:
         self.config, self.counter, self.rows = config, counter, len(loads[0])
         self._said = {} if said is None else said
+        self._replays = drafter == "replay"  # others must not know what they will say
         self._maps = 0  # of an engine's programs, the most so far
         self.group = self.rows if all(len(set(map(tuple, load))) == 1 for load in loads) else 1
         self.loads, self.stop = [list(load)[:: self.group] for load in loads], stop
@@ -128,7 +129,7 @@ class Shape:
 
     def choosing(self, turn: int) -> int:
         """The load of a rollout that chooses or teaches, not one of those that are timed."""
-        return turn % max(1, len(self.loads) // 2)
+        return turn % (len(self.loads) // 2)
 
     def timed(self, turn: int) -> int:
         return len(self.loads) - 1 - self.choosing(turn)
@@ -137,7 +138,7 @@ class Shape:
         rows, prompts = np.arange(self.rows), self.loads[load]
         keys = prng.row_keys(self.config.seed, "generate", load, rows // self.group, rows * 0,
                              rows % self.group)
-        past = self._past(lengths, load) if sampler.engine.layout.past else None
+        past = self._past(lengths, load) if self._replays and sampler != self.plain else None
         asked = request(prompts, keys, self.group, sampler.config.rollout, past)
         asked.limit = self.limits(lengths)
         self._turn_of(sampler)
@@ -202,14 +203,16 @@ def run_cell(shape: Shape, cell: Cell, repeats: int, precise: float, seconds: fl
             or half_width(choosing, times(runs), times(duel)) > precise):
         for name, new in _by_turns({name: arms[name] for name in duel}, turns, repeats).items():
             duel[name] += new
+    equal = {name: all(map(_equal, of, runs["off"])) for name, of in runs.items()}
+    equal["budget"] &= same(duel)
     priced = {name: s for name, s in shape.policies.items() if s.price}
     return describe(choosing, times(runs), times(duel),
-                    _ceiling(shape, chosen_by, paced)) | {
+                    _ceiling(shape, chosen_by, paced, repeats)) | {
         "cell": cell._asdict(), "tokens": int(np.mean([
             run.result.sequences.length.sum() for run in runs["off"]])),
         "compilations": sum(run.compilations for of in (*runs.values(), *duel.values())
                             for run in of),
-        "equal_tokens": {name: all(map(_equal, of, runs["off"])) for name, of in runs.items()},
+        "equal_tokens": equal,
         "accept_length": {name: _short(_accept_length(of)) for name, of in runs.items()},
         "explained": {
             name: _explained(of[-1], name == "budget" and cell.lengths != "uniform")
@@ -219,7 +222,7 @@ def run_cell(shape: Shape, cell: Cell, repeats: int, precise: float, seconds: fl
         "config": _changed(shape.policies["budget"].config, shape.config)}
 
 
-def fight(shape: Shape, cell: Cell, best: str) -> dict[str, list[Run]]:
+def fight(shape: Shape, cell: Cell, best: str, occasion: int) -> dict[str, list[Run]]:
     """PAIRS runs of budget and the fixed setting `best` by turns, after both were warmed up."""
     shape.begin(cell)
     arms = _arms(shape, cell.lengths)
@@ -227,7 +230,13 @@ def fight(shape: Shape, cell: Cell, best: str) -> dict[str, list[Run]]:
     arms[best](shape.choosing(0))
     for turn in range(WARM_UPS):
         arms["budget"](shape.choosing(turn))
-    return _by_turns(arms, map(shape.timed, itertools.count()), PAIRS)
+    return _by_turns(arms, map(shape.timed, itertools.count(PAIRS * occasion)), PAIRS)
+
+
+def same(runs: Mapping[str, Sequence[Run]]) -> bool:
+    """Whether all arms said the same in each repeat."""
+    first, *others = runs.values()
+    return all(all(map(_equal, first, of)) for of in others)
 
 
 def _by_turns(arms: Mapping[str, Arm], loads: Iterator[int], repeats: int,
@@ -258,8 +267,8 @@ def _teach(oracle: Engine, settings: Sequence[str], accepted: Mapping[str, float
         gain=hindsight.gains(paced, settings, sorted(oracle.shapes.batches))))
 
 
-def _ceiling(shape: Shape, runs: dict[str, list[Run]], paced: dict[str, dict[int, Pace]]
-             ) -> float | None:
+def _ceiling(shape: Shape, runs: dict[str, list[Run]], paced: dict[str, dict[int, Pace]],
+             repeats: int) -> float | None:
     """Speed over plain decoding with foresight, of chains; None where no setting is a chain."""
     chains = {setting[0]: _name(setting) for setting in shape.settings if setting[1] == 1}
     if not chains:
@@ -269,11 +278,14 @@ def _ceiling(shape: Shape, runs: dict[str, list[Run]], paced: dict[str, dict[int
     for depth, name in ({0: "off"} | chains).items():
         for size, (_, seconds) in paced[name].items():
             costs.setdefault(size * shards, {})[depth] = seconds
-    good = hindsight.acceptable(
-        {depth: runs[name][0].result for depth, name in chains.items()}, most * shards)
-    length = np.asarray(runs["off"][0].result.sequences.length)
-    plain, best = (hindsight.seconds_with_foresight(good, length, most * shards, of) for of in (
-        {size: {0: depths[0]} for size, depths in costs.items() if 0 in depths}, costs))
+    plain = best = 0.0
+    for i in range(repeats):
+        good = hindsight.acceptable(
+            {depth: runs[name][i].result for depth, name in chains.items()}, most * shards)
+        length = np.asarray(runs["off"][i].result.sequences.length)
+        plain += hindsight.seconds_with_foresight(good, length, most * shards, {
+            size: {0: depths[0]} for size, depths in costs.items() if 0 in depths})
+        best += hindsight.seconds_with_foresight(good, length, most * shards, costs)
     return plain / best
 
 

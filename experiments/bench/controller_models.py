@@ -21,7 +21,7 @@ from .controller import Shape
 SMALL = Architecture(vocab_size=8192, hidden_size=768, intermediate_size=2048, num_layers=4,
                      num_heads=12, num_kv_heads=4, head_dim=64, max_position=4096)
 SMALL_TOKENS = {1: 192, 4: 96, 16: 48, 64: 24}  # of a uniform row, by rows
-LOADS = 32  # rollouts of other prompts, where there are as many
+LOADS = {"small": 8, "smollm2": 32}  # other noise, and prompts where there are as many
 SMOLLM2_TOKENS = {1: 96, 4: 96, 16: 64, 64: 128}  # half of what a row of another length may have
 
 
@@ -64,14 +64,15 @@ class Bench:
           ConfigError: there are too few.
         """
         if self.prompts is None:
-            return [[[(7 * i) % 256 for i in range(context)]] * rows] * 2
+            return [[[(7 * i) % 256 for i in range(context)]] * rows] * LOADS["small"]
         found, tokens = [], []
         for prompt in self.prompts:
             tokens = [*tokens, *prompt]
             if len(tokens) >= context // 2:
                 found.append(tokens[-2 * context:])
                 tokens = []
-        loads = [found[i:i + rows] for i in range(0, len(found) - rows + 1, rows)][:LOADS]
+        some = range(0, min(len(found), LOADS["smollm2"] * rows) - rows + 1, rows)
+        loads = [found[i:i + rows] for i in some]
         if len(loads) < 2:
             raise ConfigError(
                 f"data.split = {self.config.data.split!r}: {len(self.prompts)} prompts are too few "

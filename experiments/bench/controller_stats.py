@@ -38,6 +38,11 @@ def _run_most(choosing: Times) -> Times:
     return {name: of for name, of in choosing.items() if len(of) == most}
 
 
+def _median_of_same(choosing: Times, name: str) -> float:
+    """Of an arm, over the loads that all arms had."""
+    return statistics.median(choosing[name][:min(map(len, choosing.values()))])
+
+
 def pairs(times: Times, name: str, other: str, duel: Times) -> tuple[list[float], list[float]]:
     """Seconds of both, and in a duel where `name` fought one."""
     mine, theirs = times[name], times[other]
@@ -87,8 +92,8 @@ def describe(choosing: Times, times: Times, duel: Times, ceiling: float | None =
         arms[name] = {key: float(f"{x:.8g}") for key, x in arm.items()} | {"pairs": len(mine)}
     return {"best_fixed": best, "arms": arms, "choosing": _rounded(choosing),
             "seconds": _rounded(times), "duel": _rounded(duel)} | ({} if ceiling is None else {
-                "ceiling": ceiling * statistics.median(choosing[best])
-                / statistics.median(choosing["off"])})
+                "ceiling": ceiling * _median_of_same(choosing, best)
+                / _median_of_same(choosing, "off")})
 
 
 def fought(case: Mapping[str, Any], later: Times) -> dict[str, Any]:
@@ -184,8 +189,7 @@ def heavy_useful(cells: Mapping[str, Any]) -> dict[str, Any]:
     if not some:
         return {}
     fixed = [name for name in some[0]["choosing"] if all(name in c["choosing"] for c in some)]
-    best = min(fixed, key=lambda name: sum(
-        statistics.median(c["choosing"][name]) for c in some))
+    best = min(fixed, key=lambda name: sum(_median_of_same(c["choosing"], name) for c in some))
     return {"setting": best, "cells": len(some), **{
         name: _over(some, name, best)
         for name in POLICIES if all(name in c["arms"] for c in some)}}

@@ -19,7 +19,7 @@ from experiments.bench import (
     controller_stats,
     timing,
 )
-from experiments.bench.controller import Shape
+from experiments.bench.controller import Run, Shape
 from experiments.bench.controller_cells import Cell
 from specrl_jax.config import (
     Config,
@@ -69,6 +69,10 @@ def test_what_had_fewer_loads_is_not_the_best() -> None:
     choosing = {"off": [1.0, 3.0, 3.0, 3.0], "1x1x2": [1.05, 2.9, 2.9, 2.9], "2x1x3": [1.2, 1.3]}
     assert controller_stats.best_fixed(choosing) == "1x1x2"
     assert controller_stats.near(choosing) == ["off", "1x1x2"]
+    takes = {name: [1.0] * 2 for name in ("off", "1x1x2", "budget")}
+    hard_ones_later = {"off": [1.0] * 2 + [9.0] * 3, "1x1x2": [2.0] * 2}
+    assert controller_stats.heavy_useful(
+        {"a": case(0.0, "heavy", takes, hard_ones_later)})["setting"] == "off"
 
 
 def test_loads_that_choose_are_not_timed() -> None:
@@ -83,7 +87,10 @@ def test_loads_that_choose_are_not_timed() -> None:
 
 def test_real_prompts_make_loads_of_whole_rollouts() -> None:
     bench = object.__new__(controller_models.Bench)
-    bench.prompts, bench.config = [[i] * 5 for i in range(9)], Config()
+    most = controller_models.LOADS["smollm2"]
+    bench.prompts, bench.config = [[i] * 5 for i in range(2 * most + 9)], Config()
+    assert len(bench._loads(2, 8)) == most and bench._loads(1, 2)[0] == [[0] * 4], "the last ones"
+    bench.prompts = bench.prompts[:9]
     assert bench._loads(2, 8) == [[[i] * 5 for i in load] for load in ((0, 1), (2, 3), (4, 5),
                                                                        (6, 7))]
     assert bench._loads(1, 20) == [[[i] * 5 + [i + 1] * 5] for i in (0, 2, 4, 6)]
@@ -249,7 +256,7 @@ def tiny_shape() -> Shape:
     arch = dataclasses.replace(TINY, num_layers=1)
     source = Source(arch, byte_tokenizer(), random_tensors(arch, 0), "tiny")
     config = Config(model=ModelSource("random:tiny"), rollout=RolloutConfig(max_new_tokens=16))
-    return Shape(config, source, jax.device_put(source.params()), [[[1, 2, 3]] * 2] * 2, (),
+    return Shape(config, source, jax.device_put(source.params()), [[[1, 2, 3]] * 2] * 4, (),
                  "replay", controller.POLICIES, CompilationCounter())
 
 
@@ -262,11 +269,23 @@ def test_engines_that_do_not_fit_a_process_are_refused(monkeypatch: pytest.Monke
 
 
 @pytest.mark.slow
-def test_a_cell_of_a_tiny_model() -> None:
+def test_a_cell_of_a_tiny_model(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = tiny_shape()
+    ran: list[tuple[str, int]] = []
+    names = {id(s): name for name, s in shape.policies.items()}
+    plainly, names[id(shape.plain)] = shape.run, "off"
+
+    def run(sampler: Any, lengths: str, load: int) -> Run:
+        ran.append((names.get(id(sampler), "fixed"), load))
+        return plainly(sampler, lengths, load)
+
+    monkeypatch.setattr(shape, "run", run)
     for corruption, lengths in ((0.0, "heavy"), (1.0, "uniform")):
         cell = Cell(2, 3, corruption, lengths)
+        ran.clear()
         found = json.loads(json.dumps(controller.run_cell(shape, cell, 2, 0.0, 0.0)))
+        assert [load for name, load in ran if name == "budget"] == [0, 1, 0, 1, 3, 2]
+        assert [load for name, load in ran if name == "fixed"][-6:] == [3, 3, 3, 2, 2, 2]
         assert found["compilations"] == 0 and all(found["equal_tokens"].values())
         assert list(found["arms"]) == ["off", "1x1x2", "2x1x3", "4x1x5", *controller.POLICIES]
         assert found["ceiling"] > 0.5 and np.isfinite(
@@ -281,7 +300,12 @@ def test_a_cell_of_a_tiny_model() -> None:
         drafting = [shape.fixed.engine, *(s.engine for s in shape.policies.values())]
         assert sum(engine._pool is not None for engine in drafting) == 1  # taken by turns
     assert accept["budget"] == 1
-    runs = controller.fight(shape, cell, "1x1x2")
+    shape.begin(cell._replace(corruption=0.0))
+    ran.clear()
+    runs = controller.fight(shape, cell._replace(corruption=0.0), "1x1x2", 1)
+    assert [load for name, load in ran if name == "budget"] == [0, 1, 0, 1, 3, 2, 3, 2]
+    assert controller.same(runs) and not controller.same({"a": [runs["budget"][0]],
+                                                          "b": [runs["budget"][1]]})
     assert {name: len(of) for name, of in runs.items()} == {"1x1x2": 4, "budget": 4}
     assert not any(run.compilations for of in runs.values() for run in of)
-    assert runs["1x1x2"][0].accept_length == accept["1x1x2"]
+    assert runs["1x1x2"][0].accept_length > 1.5
