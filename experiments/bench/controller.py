@@ -1,4 +1,4 @@
-"""Policies against fixed settings: one cell is a load, a context, a drafter and lengths."""
+"""Policies against fixed settings: one cell is rows, a context, a drafter and lengths."""
 
 import dataclasses
 import functools
@@ -57,7 +57,7 @@ Arm = Callable[[int], Run]  # a rollout of a load
 
 
 class Shape:
-    """The engines of one load and context; corruption and lengths are data.
+    """The engines of one number of rows and context; corruption and lengths are data.
 
     Args:
       config: its rollout section holds temperature, and max_new_tokens of a uniform row.
@@ -138,7 +138,8 @@ class Shape:
         rows, prompts = np.arange(self.rows), self.loads[load]
         keys = prng.row_keys(self.config.seed, "generate", load, rows // self.group, rows * 0,
                              rows % self.group)
-        past = self._past(lengths, load) if self._replays and sampler != self.plain else None
+        drafts = sampler != self.plain
+        past = self._said[lengths, load] if self._replays and drafts else None
         asked = request(prompts, keys, self.group, sampler.config.rollout, past)
         asked.limit = self.limits(lengths)
         self._turn_of(sampler)
@@ -147,15 +148,13 @@ class Shape:
                                     rounds=sampler.config.rollout.rounds_per_launch)
         return Run(result, self.counter.take())
 
-    def _past(self, lengths: str, load: int) -> np.ndarray:
-        """What a rollout without drafts says, for those who replay it: it is run once."""
-        if (lengths, load) not in self._said:
-            self._said[lengths, load] = _said(
-                self.run(self.plain, lengths, load).result, self.group)
-        return self._said[lengths, load]
-
     def begin(self, cell: Cell) -> None:
-        """Forgets what earlier cells taught, and sets the drafter's quality."""
+        """Forgets what earlier cells taught, sets the drafter's quality, and records once what a
+        rollout without drafts says, for those who replay it."""
+        for load in range(len(self.loads)) if self._replays else ():
+            if (cell.lengths, load) not in self._said:
+                plain = self.run(self.plain, cell.lengths, load)
+                self._said[cell.lengths, load] = _said(plain.result, self.group)
         for sampler in (self.fixed, *self.policies.values()):
             engine, machine = sampler.engine, sampler.engine.machine
             engine.acceptance = acceptance.blank(len(machine.drafter.names), machine.drafter.depth)

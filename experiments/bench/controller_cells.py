@@ -1,4 +1,4 @@
-"""The loads that controllers are compared on."""
+"""The cells that controllers are compared on, and the config of their engines."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -48,9 +48,12 @@ def pick(cells: Sequence[Cell], names: Sequence[str]) -> list[Cell]:
 
 def shaped(config: Config, rows: int, context: int, group: int, drafter: str, policy: str
            ) -> Config:
-    """`config` for one load and context. All rows weigh alike: they end at their limits, so that
-    weights would be an oracle's. Limits do tell policies how much is to come when a rollout begins;
-    only where rows end at stop tokens they do not know that."""
+    """`config` for one number of rows and context.
+
+    All rows weigh alike: they end at their limits, so that weights would be an oracle's. Limits do
+    tell policies how much is to come when a rollout begins; only where rows end at stop tokens they
+    do not know that.
+    """
     new = config.rollout.max_new_tokens
     rollout = dataclasses.replace(
         config.rollout, batch_size=rows, min_batch=_least(rows), max_prompt_tokens=max(2, context),

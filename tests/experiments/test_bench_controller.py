@@ -300,7 +300,6 @@ def test_a_cell_of_a_tiny_model(monkeypatch: pytest.MonkeyPatch) -> None:
         drafting = [shape.fixed.engine, *(s.engine for s in shape.policies.values())]
         assert sum(engine._pool is not None for engine in drafting) == 1  # taken by turns
     assert accept["budget"] == 1
-    shape.begin(cell._replace(corruption=0.0))
     ran.clear()
     runs = controller.fight(shape, cell._replace(corruption=0.0), "1x1x2", 1)
     assert [load for name, load in ran if name == "budget"] == [0, 1, 0, 1, 3, 2, 3, 2]
