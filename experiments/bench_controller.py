@@ -14,23 +14,22 @@ included, is chosen on runs of its own (three times as many of those within 10 %
 timed with all arms, and then by turns with budget alone. What is timed was not chosen by: half of
 the loads, which are other noise, and other prompts of smollm2, choose and teach, the other half is
 timed, the next one in each repeat (small has 4 and 4, smollm2 16 and 16 or as many as there are).
-Runs that follow each other share what others do on the machine and where engines lie in memory, so
-with --occasions above 1 these two are timed anew on each further one, by engines and with costs
-made for it, minutes later: an occasion is one value, the median of its pairs (of a later one four),
-and there are up to twelve times as many until the ratio is known; else they run on until their
-pairs tell it. The runs that choose teach oracle what each setting gives and takes. The ceiling is
-what the chain that gives most tokens per second would give in each round if it were known before
-how many of its drafts are accepted, by what rounds took in those runs; no policy can know, yet
-trees, or rounds for the longest row, may give more. The cell 64x64-own-stop is a whole rollout: its
-rows end where the actor ends them, and the picture shows its active rows, verified tokens and
-tokens/s over time. On a CPU, 64 rows take six engines of 17,000 memory maps, more than Linux allows
-at first: `sysctl -w vm.max_map_count=262144`. Each cell is written when it is done; the same
-command with --resume keeps those that --out holds.
+Runs that follow each other share what others do on the machine, so with --occasions above 1 these
+two are timed anew on each further one, minutes later and with costs measured for it: an occasion is
+one value, the median of its pairs (of a later one four), and there are up to twelve times as many
+until the ratio is known; else they run on until their pairs tell it. The runs that choose teach
+oracle what each setting gives and takes. The ceiling is what the chain that gives most tokens per
+second would give in each round if it were known before how many of its drafts are accepted, by what
+rounds took in those runs; no policy can know, yet trees, or rounds for the longest row, may give
+more. The cell 64x64-own-stop is a whole rollout: its rows end where the actor ends them, and the
+picture shows its active rows, verified tokens and tokens/s over time. On a CPU, an engine of 64
+rows has 17,000 memory maps, and there are more of them than Linux allows at first: `sysctl -w
+vm.max_map_count=1048576`. Each cell is written when it is done; the same command with --resume
+keeps those that --out holds.
 """
 
 import dataclasses
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +46,7 @@ from bench import (
     show,
 )
 from bench.controller_cells import Cell
+from bench.controller_shape import Shape
 from bench.timing import Left
 from interrupt import stops
 from rich.table import Table
@@ -101,9 +101,10 @@ def _main(config: Config) -> int:
             out, config=result["config"], architecture=result["architecture"],
             loads=result["loads"])
     occasions = OCCASIONS.value or (4 if small else 1)
-    shapes = by_shape([cell for cell in cells if cell.name not in result["cases"]])
-    left = Left(sum(map(len, shapes.values())))
-    for (rows, context), of_shape in shapes.items():
+    todo = [cell for cell in cells if cell.name not in result["cases"]]
+    shapes: dict[tuple[int, int], Shape] = {}  # that are timed again later
+    left = Left(len(todo))
+    for (rows, context), of_shape in by_shape(todo).items():
         _say(f"{rows} rows, context {context}: compiling and measuring")
         shape = bench.shape(rows, context)
         for cell in of_shape:
@@ -116,9 +117,12 @@ def _main(config: Config) -> int:
             result["summary"] = controller_stats.summarize(result["cases"])
             results.write(out, result)
             left.finished(1)
+        if occasions > 1:
+            shape.keep(["budget"])
+            shapes[rows, context] = shape
         del shape
         jax.clear_caches()
-    while fought_again(bench, cells, result, occasions, out):
+    while fought_again(bench, shapes, cells, result, occasions, out):
         pass
     show.console().print(table(result["cases"]))
     controller_stats.draw(result["cases"], out.with_suffix(".png"))
@@ -134,16 +138,19 @@ def by_shape(cells: list[Cell]) -> dict[tuple[int, int], list[Cell]]:
     return found
 
 
-def fought_again(bench: controller_models.Bench, cells: list[Cell], result: dict[str, Any],
-                 occasions: int, out: Path) -> bool:
+def fought_again(bench: controller_models.Bench,
+                 shapes: dict[tuple[int, int], Shape], cells: list[Cell],
+                 result: dict[str, Any], occasions: int, out: Path) -> bool:
     """Times budget against the best fixed setting of each cell that is not known yet once more;
-    whether there was any."""
+    whether there was any. Shapes that are missing are made."""
     cases = result["cases"]
     todo = [c for c in cells if controller_stats.uncertain(cases[c.name], occasions, PRECISE.value)]
     left = Left(len(todo))
     for (rows, context), of_shape in by_shape(todo).items():
-        with tempfile.TemporaryDirectory() as fresh:  # so that costs are measured anew
-            shape = bench.shape(rows, context, ["budget"], str(Path(fresh) / "costs.json"))
+        if (rows, context) not in shapes:
+            shapes[rows, context] = bench.shape(rows, context, ["budget"])
+        shape = shapes[rows, context]
+        shape.price_rounds()
         for cell in of_shape:
             case = cases[cell.name]
             done = 1 + len(case.get("later", ()))
@@ -156,8 +163,6 @@ def fought_again(bench: controller_models.Bench, cells: list[Cell], result: dict
             result["summary"] = controller_stats.summarize(cases)
             results.write(out, result)
             left.finished(1)
-        del shape
-        jax.clear_caches()
     return bool(todo)
 
 

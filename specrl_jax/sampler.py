@@ -129,9 +129,7 @@ class Sampler:
         if adaptive and not (self.restored and frozen):
             # A run with a frozen clock is there to be repeated, so its table may be of any age.
             since = 0.0 if frozen else time.time() - cost_file.FRESH
-            self.engine.control, self.price = probe.priced(
-                self.engine, self.params, self.drafter_params, control.cost_table,
-                self._drafts(), report, since)
+            self.price_rounds(control.cost_table, report, since)
         elif not adaptive and self.engine.machine.drafter.depth:
             self.plain = probe.plain(self.engine, self.params, self.drafter_params,
                                      self.config.rollout.rounds_per_launch)
@@ -139,6 +137,12 @@ class Sampler:
         shapes = self.engine.shapes
         limit = np.ones(shapes.sequences * shapes.shards, np.int32)
         self.canary([[0, 0]], limit)
+
+    def price_rounds(self, path: str, report: Callable[[str], None] = lambda text: None,
+                     since: float = 0.0) -> None:
+        """Gives the controller what rounds cost, see probe.priced."""
+        self.engine.control, self.price = probe.priced(
+            self.engine, self.params, self.drafter_params, path, self._drafts(), report, since)
 
     def canary(self, prompts: Sequence[Sequence[int]], limit: np.ndarray, depth: int | None = None
                ) -> Result:

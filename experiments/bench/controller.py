@@ -1,6 +1,5 @@
 """Policies against fixed settings: one cell is rows, a context, a drafter and lengths."""
 
-import dataclasses
 import functools
 import itertools
 import time
@@ -9,25 +8,17 @@ from typing import Any
 
 import numpy as np
 
-from specrl_jax import prng, sharding
-from specrl_jax.config import Config, ConfigError, as_dict
-from specrl_jax.control import acceptance, prices, respec
+from specrl_jax.config import Config, as_dict
 from specrl_jax.control.policies import make_spec
-from specrl_jax.draft.replay import replaying
-from specrl_jax.host import memory
-from specrl_jax.host.compilation import CompilationCounter
 from specrl_jax.host.launches import LAUNCHES, MEASURED, summary
-from specrl_jax.model.weights import Source
-from specrl_jax.rollout.engine import Engine, Result
-from specrl_jax.rollout.layout import request
-from specrl_jax.sampler import Sampler
+from specrl_jax.rollout.engine import Engine
 
 from . import hindsight
-from .controller_cells import Cell, shaped
+from .controller_cells import Cell
+from .controller_shape import Run, Shape, said
 from .controller_stats import best_fixed, describe, half_width, near
 from .hindsight import Pace
 from .timing import alternate
-from .workload import heavy_limits
 
 POLICIES = ("budget", "respec", "bandit", "oracle")
 LEAST = 12  # pairs of a duel: few may lie close together by chance
@@ -35,136 +26,7 @@ AGAIN = 3  # times `repeats`: the runs by which settings that are near the faste
 WARM_UPS = 4  # rollouts of every policy before it is timed
 PAIRS = 4  # of one more occasion: budget's last rollout, its eighth, tries what may be cheaper
 
-
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """One rollout. `seconds` are without prefill, which is the same for all."""
-
-    result: Result
-    compilations: int
-
-    @property
-    def seconds(self) -> float:
-        return self.result.seconds - self.result.prefill_seconds
-
-    @property
-    def accept_length(self) -> float:
-        counters = self.result.counters
-        return counters["committed"] / max(counters["row_rounds"], 1)
-
-
 Arm = Callable[[int], Run]  # a rollout of a load
-
-
-class Shape:
-    """The engines of one number of rows and context; corruption and lengths are data.
-
-    Args:
-      config: its rollout section holds temperature, and max_new_tokens of a uniform row.
-      loads: token ids of all rows, of one rollout after the other, at least two; where they are
-        equal, rows are samples of one prompt. One half chooses and teaches, the other is timed.
-      stop: tokens that end a response.
-      said: what rows of these loads say, as far as an earlier shape recorded it.
-    """
-
-    def __init__(self, config: Config, source: Source, params: Any,
-                 loads: Sequence[Sequence[Sequence[int]]], stop: Sequence[int], drafter: str,
-                 policies: Sequence[str], counter: CompilationCounter,
-                 said: dict[tuple[str, int], np.ndarray] | None = None) -> None:
-        self.config, self.counter, self.rows = config, counter, len(loads[0])
-        self._said = {} if said is None else said
-        self._replays = drafter == "replay"  # others must not know what they will say
-        self._maps = 0  # of an engine's programs, the most so far
-        self.group = self.rows if all(len(set(map(tuple, load))) == 1 for load in loads) else 1
-        self.loads, self.stop = [list(load)[:: self.group] for load in loads], stop
-        self.new_tokens = config.rollout.max_new_tokens
-        self.plain = self._sampler(source, params, config, "off", "off")
-        # Where weights lie in memory is worth some per cent of a round: the same for all.
-        make = functools.partial(self._sampler, source, self.plain.params, config, drafter)
-        self.fixed = self._last = make("fixed")
-        self.policies: dict[str, Sampler] = {}
-        for policy in policies:
-            self.policies[policy] = make(policy)
-            self._turn_of(self.policies[policy])
-        nodes = self.fixed.config.spec.max_nodes
-        self.settings = respec.settings_of(
-            config.control.settings, self.fixed.engine.machine.drafter.depth,
-            self.fixed.config.spec.max_branch, nodes)
-
-    def _sampler(self, source: Source, params: Any, config: Config, drafter: str, policy: str
-                 ) -> Sampler:
-        """
-        Raises:
-          ConfigError: its programs, as large as another engine's, do not fit this process.
-        """
-        held, most = memory.maps()
-        if held + self._maps > most:
-            raise ConfigError(
-                f"--policies: the engine of {policy!r} has some {self._maps} memory maps, {held} "
-                f"of {most} are taken; name fewer policies, or raise the bound with "
-                f"`sysctl -w vm.max_map_count={4 * most}`")
-        sampler = Sampler(
-            shaped(config, self.rows, max(len(prompt) for load in self.loads for prompt in load),
-                   self.group, drafter, policy),
-            source.arch, self.stop, sharding.make_mesh(config.mesh), prompts=len(self.loads[0]),
-            group=self.group, tokenizer=source.tokenizer, warn=lambda text: None)
-        sampler.publish(params, 0)
-        sampler.compile()
-        memory.give_back()  # six engines of 64 rows of SmolLM2 need it
-        self._maps = max(self._maps, memory.maps()[0] - held)
-        return sampler
-
-    def _turn_of(self, sampler: Sampler) -> None:
-        """One cache of keys and values for all that draft; that of 64 rows of SmolLM2 is 1.1 GB."""
-        if sampler not in (self.plain, self._last):
-            self._last.engine.hand_on(sampler.engine)
-            self._last = sampler
-
-    def limits(self, lengths: str) -> np.ndarray:
-        """i32[rows], at most twice the tokens of a uniform row."""
-        if lengths != "heavy":
-            tokens = self.new_tokens * (1 if lengths == "uniform" else 2)
-            return np.full(self.rows, tokens, np.int32)
-        return heavy_limits(self.rows, 2 * self.new_tokens)
-
-    def choosing(self, turn: int) -> int:
-        """The load of a rollout that chooses or teaches, not one of those that are timed."""
-        return turn % (len(self.loads) // 2)
-
-    def timed(self, turn: int) -> int:
-        return len(self.loads) - 1 - self.choosing(turn)
-
-    def run(self, sampler: Sampler, lengths: str, load: int) -> Run:
-        rows, prompts = np.arange(self.rows), self.loads[load]
-        keys = prng.row_keys(self.config.seed, "generate", load, rows // self.group, rows * 0,
-                             rows % self.group)
-        drafts = sampler != self.plain
-        past = self._said[lengths, load] if self._replays and drafts else None
-        asked = request(prompts, keys, self.group, sampler.config.rollout, past)
-        asked.limit = self.limits(lengths)
-        self._turn_of(sampler)
-        self.counter.take()
-        result = sampler.engine.run(sampler.params, asked, sampler.drafter_params,
-                                    rounds=sampler.config.rollout.rounds_per_launch)
-        return Run(result, self.counter.take())
-
-    def begin(self, cell: Cell) -> None:
-        """Forgets what earlier cells taught, sets the drafter's quality, and records once what a
-        rollout without drafts says, for those who replay it."""
-        for load in range(len(self.loads)) if self._replays else ():
-            if (cell.lengths, load) not in self._said:
-                plain = self.run(self.plain, cell.lengths, load)
-                self._said[cell.lengths, load] = _said(plain.result, self.group)
-        for sampler in (self.fixed, *self.policies.values()):
-            engine, machine = sampler.engine, sampler.engine.machine
-            engine.acceptance = acceptance.blank(len(machine.drafter.names), machine.drafter.depth)
-            if machine.controller.adaptive:
-                before = engine.control
-                tables = {size: prices.measured(before.prices[size], table)
-                          for size, table in before.tables.items()}
-                engine.control = machine.controller.init().replace(tables=tables)
-            if cell.corruption is not None:
-                sampler.drafter_params = engine.everywhere(replaying(cell.corruption))
 
 
 def run_cell(shape: Shape, cell: Cell, repeats: int, precise: float, seconds: float,
@@ -326,16 +188,8 @@ def times(runs: dict[str, list[Run]]) -> dict[str, list[float]]:
     return {name: [run.seconds for run in of] for name, of in runs.items()}
 
 
-def _said(result: Result, group: int) -> np.ndarray:
-    """i32[Q / M, M, T] what was said, -1 behind it."""
-    s = result.sequences
-    within = np.arange(s.tokens.shape[1])[None] < s.length[:, None]
-    said = np.where(within, s.tokens, -1).astype(np.int32)
-    return said.reshape(-1, group, said.shape[1])
-
-
 def _equal(one: Run, other: Run) -> bool:
-    return bool((_said(one.result, 1) == _said(other.result, 1)).all())
+    return bool((said(one.result, 1) == said(other.result, 1)).all())
 
 
 def _accept_length(runs: Sequence[Run]) -> float:

@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from specrl_jax import sharding
 from specrl_jax.actor import Actor
@@ -16,7 +15,7 @@ from specrl_jax.model.architecture import Architecture
 from specrl_jax.model.tiny import byte_tokenizer, random_tensors
 from specrl_jax.model.weights import Source
 
-from .controller import Shape
+from .controller_shape import Shape
 
 SMALL = Architecture(vocab_size=8192, hidden_size=768, intermediate_size=2048, num_layers=4,
                      num_heads=12, num_kv_heads=4, head_dim=64, max_position=4096)
@@ -39,23 +38,13 @@ class Bench:
         self.config, self.source, self.params, self.stop = config, source, params, stop
         self.drafter, self.prompts, self.counter = drafter, prompts, CompilationCounter()
         self.tokens, self.policies = tokens, policies
-        self._said: dict[tuple[int, int], dict[tuple[str, int], np.ndarray]] = {}
 
-    def shape(self, rows: int, context: int, policies: Sequence[str] | None = None,
-              costs: str | None = None) -> Shape:
-        """
-        Args:
-          policies: those of the bench if not given.
-          costs: the file that holds or gets the costs of rounds; the config's if not given.
-        """
+    def shape(self, rows: int, context: int, policies: Sequence[str] | None = None) -> Shape:
+        """Its policies are those of the bench if not given."""
         config = dataclasses.replace(self.config, rollout=dataclasses.replace(
             self.config.rollout, max_new_tokens=self.tokens[rows]))
-        if costs is not None:
-            config = dataclasses.replace(config, control=dataclasses.replace(
-                config.control, cost_table=costs))
         return Shape(config, self.source, self.params, self._loads(rows, context), self.stop,
-                     self.drafter, self.policies if policies is None else policies, self.counter,
-                     self._said.setdefault((rows, context), {}))
+                     self.drafter, self.policies if policies is None else policies, self.counter)
 
     def _loads(self, rows: int, context: int) -> list[list[list[int]]]:
         """One prompt for all rows, or real ones; several behind each other for a long context.

@@ -19,8 +19,8 @@ from experiments.bench import (
     controller_stats,
     timing,
 )
-from experiments.bench.controller import Run, Shape
 from experiments.bench.controller_cells import Cell
+from experiments.bench.controller_shape import Run, Shape
 from specrl_jax.config import (
     Config,
     ConfigError,
@@ -300,6 +300,10 @@ def test_a_cell_of_a_tiny_model(monkeypatch: pytest.MonkeyPatch) -> None:
         drafting = [shape.fixed.engine, *(s.engine for s in shape.policies.values())]
         assert sum(engine._pool is not None for engine in drafting) == 1  # taken by turns
     assert accept["budget"] == 1
+    shape.keep(["budget"])
+    before = shape.policies["budget"].price
+    shape.price_rounds()
+    assert shape.policies["budget"].price.measured != before.measured
     ran.clear()
     runs = controller.fight(shape, cell._replace(corruption=0.0), "1x1x2", 1)
     assert [load for name, load in ran if name == "budget"] == [0, 1, 0, 1, 3, 2, 3, 2]
