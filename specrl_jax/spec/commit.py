@@ -9,28 +9,55 @@ from specrl_jax.structs import Array, Cache, Path, Sequences, Tip, Verdict
 
 
 def append(cache: Cache, path: Path, count: Array) -> Cache:
-    """Writes the first count[b] path entries of each row at its length.
+    """Writes the first count[b] path entries of each row at its length."""
+    kv = jax.lax.platform_dependent(cache.kv, path.kv, cache.length, count, cuda=_scattered,
+                                    rocm=_scattered, default=_in_turn)
+    return Cache(kv=kv, length=cache.length + count)
 
-    Slices are updated in a loop, because a scatter copies the whole cache (experiments/LOG.md).
+
+def _in_turn(kv: list, new: Array, length: Array, count: Array) -> list:
+    """Slices are updated in a loop, because a CPU's scatter copies the whole cache
+    (experiments/LOG.md).
+
     Entries are sorted by the segment they go to, and each segment has its own loop over its entries
     alone; plain decoding pays for one entry a row.
     """
-    width = path.kv.shape[0]
-    sizes = [k.shape[3] for k in cache.kv[0][0]]
-    place = cache.length[:, None] + jnp.arange(width)[None]
+    width = new.shape[0]
+    sizes = [k.shape[3] for k in kv[0][0]]
+    place = length[:, None] + jnp.arange(width)[None]
     within = jnp.arange(width)[None] < count[:, None]
     ends = jnp.cumsum(jnp.asarray(sizes))
     segment = jnp.where(within, (place[..., None] >= ends[None, None]).sum(-1), len(sizes))
     order = jnp.argsort(segment.reshape(-1), stable=True)
     bounds = (segment.reshape(-1)[None] < jnp.arange(len(sizes) + 1)[:, None]).sum(1)
-    kv, start = [(list(k), list(v)) for k, v in cache.kv], 0
+    kv, start = [(list(k), list(v)) for k, v in kv], 0
     for i, size in enumerate(sizes):
-        write = functools.partial(_write, path.kv, order, place.reshape(-1) - start)
+        write = functools.partial(_write, new, order, place.reshape(-1) - start)
         part = jax.lax.fori_loop(bounds[i], bounds[i + 1], write, [(k[i], v[i]) for k, v in kv])
         for (k, v), (new_k, new_v) in zip(kv, part, strict=True):
             k[i], v[i] = new_k, new_v
         start += size
-    return Cache(kv=kv, length=cache.length + count)
+    return kv
+
+
+def _scattered(kv: list, new: Array, length: Array, count: Array) -> list:
+    """One kernel an array: a loop would start two for each entry and layer, and ask the host
+    whether it ends. Places are told to be unique, so that XLA_FLAGS=--xla_gpu_deterministic_ops
+    makes no such loop of it either.
+    """
+    width, batch = new.shape[0], new.shape[-1]
+    row, step, start = jnp.arange(batch)[:, None], jnp.arange(width)[None], 0
+    kv = [(list(k), list(v)) for k, v in kv]
+    for i, size in enumerate(k.shape[3] for k in kv[0][0]):
+        place = length[:, None] + step - start
+        here = (step < count[:, None]) & (place >= 0) & (place < size)
+        at = jnp.where(here, place, size + step)  # beyond the end: dropped
+        for layer, (k, v) in enumerate(kv):
+            column, line = (jnp.moveaxis(new[:, layer, j], -1, 0) for j in (0, 1))  # [B, D+1, G, E]
+            k[i] = k[i].at[row, :, :, at].set(column, mode="drop", unique_indices=True)
+            v[i] = v[i].at[row, :, at].set(line, mode="drop", unique_indices=True)
+        start += size
+    return kv
 
 
 def _write(new: Array, order: Array, place: Array, step: Array, kv: list) -> list:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from specrl_jax.spec import commit
 from specrl_jax.spec.commit import append, record
 from specrl_jax.structs import Cache, Path, Sequences, Tip, Verdict
 
@@ -35,12 +36,17 @@ def split(cache: Cache, sizes: tuple[int, ...]) -> Cache:
                              for k, v in cache.kv])
 
 
+@pytest.mark.parametrize("writer", [commit._in_turn, commit._scattered])
 @pytest.mark.parametrize("sizes", SEGMENTS)
 @pytest.mark.parametrize("count", [(0, 0, 0), (1, 1, 1), (4, 0, 2), (2, 3, 4)])
-def test_append_writes_exactly_count_columns(count: tuple[int, ...], sizes: tuple[int, ...]
-                                             ) -> None:
+def test_append_writes_exactly_count_columns(
+        count: tuple[int, ...], sizes: tuple[int, ...], writer: Any,
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    """By loops and by scatters, whatever the device."""
+    monkeypatch.setattr(commit, "_in_turn", writer)
+    monkeypatch.setattr(commit, "_scattered", writer)
     cache, path = parts()
-    got = jax.jit(append)(split(cache, sizes), path, jnp.asarray(count))
+    got = jax.jit(lambda *all: append(*all))(split(cache, sizes), path, jnp.asarray(count))
     assert np.asarray(got.length).tolist() == (np.asarray(cache.length) + count).tolist()
     new = np.asarray(path.kv)
     for layer, ((k, v), (old_k, old_v)) in enumerate(zip(got.kv, cache.kv, strict=True)):
@@ -53,7 +59,21 @@ def test_append_writes_exactly_count_columns(count: tuple[int, ...], sizes: tupl
         np.testing.assert_array_equal(np.concatenate(v, 2), want_v)
 
 
-def test_what_lies_beyond_count_is_inert() -> None:
+@pytest.mark.parametrize("platform, loops", [("cpu", True), ("cuda", False), ("tpu", True)])
+def test_a_gpu_writes_without_a_loop(platform: str, loops: bool) -> None:
+    """Where places might meet, deterministic operations would make a loop of a scatter."""
+    cache, path = parts()
+    text = jax.jit(append).trace(split(cache, (6, 6)), path, jnp.zeros(B, jnp.int32)).lower(
+        lowering_platforms=(platform,)).as_text()
+    assert ("stablehlo.while" in text) == loops
+    scatters = 0 if loops else 4 * LAYERS
+    assert text.count('"stablehlo.scatter"(') == text.count("unique_indices = true") == scatters
+
+
+@pytest.mark.parametrize("writer", [commit._in_turn, commit._scattered])
+def test_what_lies_beyond_count_is_inert(writer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commit, "_in_turn", writer)
+    monkeypatch.setattr(commit, "_scattered", writer)
     cache, path = parts()
     count = jnp.asarray([2, 0, 4])
     keep = np.arange(D + 1)[None] < np.asarray(count)[:, None]
