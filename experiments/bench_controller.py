@@ -67,7 +67,7 @@ SECONDS = flags.DEFINE_float("seconds", 90, "of timed runs after those that choo
                              "is", lower_bound=0)
 OCCASIONS = flags.DEFINE_integer("occasions", None, "on which budget and the best fixed "
                                  "setting are timed, and more until --precise is reached (default: "
-                                 "4 of small, 1 of smollm2, whose engines take minutes)",
+                                 "4 of small, 1 of smollm2: more keep all engines in memory)",
                                  lower_bound=1)
 OUT = flags.DEFINE_string("out", None, "JSON file (default: results/bench_controller_PRESET.json "
                           "in experiments); the picture lies beside it as .png")

@@ -99,10 +99,9 @@ def describe(choosing: Times, times: Times, duel: Times, ceiling: float | None =
 def fought(case: Mapping[str, Any], later: Times) -> dict[str, Any]:
     """A cell with the seconds that budget and its best fixed setting took on one more occasion.
 
-    Runs that follow each other share what others do on the machine then, and where engines lie in
-    memory: cells that were timed twice differed by 2.4 times what pairs of one occasion tell. So
-    each occasion is one value of the interval, the median of its pairs: others' bursts take 30 to
-    80 % longer for one run.
+    Runs that follow each other share what others do on the machine then: cells that were timed
+    twice differed by 2.4 times what pairs of one occasion tell. So each occasion is one value of
+    the interval, the median of its pairs: others' bursts take 30 to 80 % longer for one run.
     """
     best, after = case["best_fixed"], [*case.get("later", ()), _rounded(later)]
     each = [pairs(case["seconds"], "budget", best, case["duel"]),

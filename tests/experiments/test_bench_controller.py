@@ -301,6 +301,7 @@ def test_a_cell_of_a_tiny_model(monkeypatch: pytest.MonkeyPatch) -> None:
         assert sum(engine._pool is not None for engine in drafting) == 1  # taken by turns
     assert accept["budget"] == 1
     shape.keep(["budget"])
+    assert list(shape.policies) == ["budget"] and shape.fixed.engine._pool is not None
     before = shape.policies["budget"].price
     shape.price_rounds()
     assert shape.policies["budget"].price.measured != before.measured

@@ -22,7 +22,7 @@ def parts(seed: int = 0) -> tuple[Cache, Path]:
         return (jnp.asarray(rng.normal(size=(B, G, E, width)), jnp.float32),
                 jnp.asarray(rng.normal(size=(B, G, width, E)), jnp.float32))
 
-    cache = Cache(kv=[pair(S) for _ in range(LAYERS)], length=jnp.asarray([0, 5, S - D - 1]))
+    cache = Cache(kv=[pair(S) for _ in range(LAYERS)], length=jnp.asarray([0, 5, S - D]))
     kv = jnp.asarray(rng.normal(size=(D + 1, LAYERS, 2, G, E, B)), jnp.float32)
     path = Path(kv=kv, taps=None, draw=jnp.zeros((B, 1), jnp.int32),
                 verified=jnp.ones((B, 1), bool))
@@ -52,7 +52,8 @@ def test_append_writes_exactly_count_columns(
     for layer, ((k, v), (old_k, old_v)) in enumerate(zip(got.kv, cache.kv, strict=True)):
         want_k, want_v = np.array(old_k), np.array(old_v)
         for b in range(B):
-            at, n = int(cache.length[b]), count[b]
+            at = int(cache.length[b])
+            n = min(count[b], S - at)  # what does not fit is dropped
             want_k[b, :, :, at : at + n] = np.moveaxis(new[:n, layer, 0, ..., b], 0, 2)
             want_v[b, :, at : at + n] = np.moveaxis(new[:n, layer, 1, ..., b], 0, 1)
         np.testing.assert_array_equal(np.concatenate(k, 3), want_k)
