@@ -112,7 +112,8 @@ def _main(config: Config) -> int:
             _say(f"{cell.name}, cell {done + 1} of {len(cells)}, {left}")
             found = controller.run_cell(shape, cell, REPEATS.value, PRECISE.value,
                                         SECONDS.value if occasions == 1 else 0.0, _say)
-            resumed = {"command": results.command(sys.argv)} if RESUME.value else {}
+            resumed = ({"command": result["command"], "machine": result["machine"]}
+                       if RESUME.value else {})
             result["cases"][cell.name] = found | resumed
             result["summary"] = controller_stats.summarize(result["cases"])
             results.write(out, result)

@@ -18,7 +18,8 @@ SEES = {
     "sharding": {"kernels", "structs", "config", "prng"},
     "model": BASE,
     "draft": BASE | {"model"}, "spec": BASE | {"model"}, "control": BASE | {"model"},
-    "rollout": BASE | {"model", "draft", "spec", "control"},
+    "processor": set(),
+    "rollout": BASE | {"model", "draft", "spec", "control", "processor"},
     "rl": {"kernels", "structs", "config", "model", "draft"},
     "host": {"structs", "config"},
 }

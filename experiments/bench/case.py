@@ -12,6 +12,7 @@ import numpy as np
 from specrl_jax.config import Config
 from specrl_jax.host.compilation import CompilationCounter
 from specrl_jax.model.weights import Source
+from specrl_jax.processor import cores
 
 from . import hardware, parts, peers
 from .hardware import Hardware
@@ -80,7 +81,7 @@ def _peers(setting: Setting, workload: Workload) -> Iterator[dict[str, peers.Pee
     try:
         for name in setting.peers:
             setting.say(f"{workload.name}, {workload.rows} rows: preparing {name}")
-            found[name] = peers.make_peer(name, setting.source, workload, hardware.cores(),
+            found[name] = peers.make_peer(name, setting.source, workload, cores(),
                                           setting.directory)
             peers.warm_up(found[name])
         yield found

@@ -2,7 +2,6 @@
 
 import dataclasses
 import importlib.metadata
-import os
 import platform
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from specrl_jax.processor import cores, processor
 
 from .timing import alternate, seconds_of
 
@@ -114,19 +115,12 @@ def _peak_programs(sizes: tuple[int, ...]) -> dict[str, Probe]:
     return found
 
 
-def cores() -> int:
-    """Cores this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
 def machine(packages: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Device, cores and versions, as every result carries them."""
+    """Device, processor, cores and versions, as every result carries them."""
     device = jax.devices()[0]
     versions = {name: importlib.metadata.version(name) for name in (*PACKAGES, *packages)}
-    return {"device": device.device_kind, "platform": device.platform, "cores": cores(),
-            "python": platform.python_version(), "versions": versions}
+    return {"device": device.device_kind, "platform": device.platform, "processor": processor(),
+            "cores": cores(), "python": platform.python_version(), "versions": versions}
 
 
 def as_json(found: Hardware) -> dict[str, Any]:

@@ -5,7 +5,6 @@ Nothing is compiled for it, and nothing is learned from it.
 
 import dataclasses
 import os
-import platform
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -21,6 +20,7 @@ from specrl_jax.control import cost, cost_file, prices
 from specrl_jax.control.adaptive import Adaptive
 from specrl_jax.control.cost import Ladders, Point, Run
 from specrl_jax.control.cost_file import Record
+from specrl_jax.processor import cores, processor
 from specrl_jax.rollout.engine import Engine
 from specrl_jax.rollout.layout import Request
 from specrl_jax.rollout.round import bucket_ladder
@@ -53,20 +53,6 @@ def key(engine: Engine, about: Mapping[str, Any]) -> dict[str, Any]:
             "truncates": machine.truncates,
             "buckets": [[rows, *b] for rows, of in ladders(engine).items() for b in of],
             "drafter": dict(about)}
-
-
-def cores() -> int:
-    """That this process may use."""
-    known = hasattr(os, "sched_getaffinity")  # Linux has it
-    return len(os.sched_getaffinity(0)) if known else os.cpu_count() or 1
-
-
-def processor() -> str:
-    """The CPU's name: JAX calls every CPU `cpu`."""
-    told = Path("/proc/cpuinfo")
-    lines = told.read_text().splitlines() if told.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
 
 
 def priced(engine: Engine, params: Any, drafter_params: Any, path: str, about: Mapping[str, Any],

@@ -313,3 +313,24 @@ def test_a_cell_of_a_tiny_model(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {name: len(of) for name, of in runs.items()} == {"1x1x2": 4, "budget": 4}
     assert not any(run.compilations for of in runs.values() for run in of)
     assert runs["1x1x2"][0].accept_length > 1.5
+
+
+@pytest.mark.slow
+def test_the_script_resumes_by_cell(command: Any, tmp_path: Path) -> None:
+    """What is there stays as it is; what is added names the command and machine it is of."""
+    out = tmp_path / "cells.json"
+    quick = ("--policies=budget", "--repeats=2", "--seconds=0", "--occasions=1", f"--out={out}")
+    first, second = "1x64-0-uniform", "1x64-1-uniform"
+    assert command("bench_controller", *quick, f"--cells={first}").returncode == 0
+    before = json.loads(out.read_text())
+    assert set(before["cases"]) == {first}
+    both = f"--cells={first},{second}"
+    ended = command("bench_controller", *quick, both, "--resume")
+    assert ended.returncode == 0 and first not in ended.stderr, ended.stderr
+    after = json.loads(out.read_text())
+    assert after["cases"][first] == before["cases"][first]
+    added = after["cases"][second]
+    assert both in added["command"] and added["machine"] == after["machine"] == before["machine"]
+    assert out.with_suffix(".png").stat().st_size > 1000
+    refused = command("bench_controller", *quick, both, "--resume", "--config.seed=1")
+    assert refused.returncode == 2 and "another config" in refused.stderr
