@@ -5,7 +5,8 @@
     python experiments/bench_controller.py --preset=smollm2 --config=smollm2 --seconds=900 \\
         --config.spec.drafter=eagle --config.draft.path=runs/drafter/drafter \\
         --config.rollout.temperature=0.6 --config.rollout.max_prompt_tokens=224 \\
-        --config.data.name=gsm8k --config.data.split=test --config.data.system=
+        --config.data.name=gsm8k --config.data.split=test --config.data.system= \\
+        --config.data.examples=0
 
 `small` replays recorded streams of a random model, spoilt with probability 0, 0.4 or 1, and rows
 end at limits; `smollm2` drafts with config.spec.drafter on real prompts. Arms are timed alternately
@@ -13,7 +14,8 @@ in this process, without prefill, which is the same for all. The best fixed sett
 included, is chosen on runs of its own (three times as many of those within 10 % of the fastest),
 timed with all arms, and then by turns with budget alone. What is timed was not chosen by: half of
 the loads, which are other noise, and other prompts of smollm2, choose and teach, the other half is
-timed, the next one in each repeat (small has 4 and 4, smollm2 16 and 16 or as many as there are).
+timed, the next one in each repeat (small has 4 and 4, smollm2 16 and 16 or as many as the prompts
+make: the preset's 64 of them make 2 and 2 of 16 rows).
 Runs that follow each other share what others do on the machine, so with --occasions above 1 these
 two are timed anew on each further one, minutes later and with costs measured for it: an occasion is
 one value, the median of its pairs (of a later one four), and there are up to twelve times as many

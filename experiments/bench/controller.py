@@ -69,7 +69,7 @@ def run_cell(shape: Shape, cell: Cell, repeats: int, precise: float, seconds: fl
     priced = {name: s for name, s in shape.policies.items() if s.price}
     return describe(choosing, times(runs), times(duel),
                     _ceiling(shape, chosen_by, paced, repeats)) | {
-        "cell": cell._asdict(), "tokens": int(np.mean([
+        "cell": cell._asdict(), "loads": len(shape.loads), "tokens": int(np.mean([
             run.result.sequences.length.sum() for run in runs["off"]])),
         "compilations": sum(run.compilations for of in (*runs.values(), *duel.values())
                             for run in of),

@@ -64,8 +64,10 @@ class Bench:
         loads = [found[i:i + rows] for i in some]
         if len(loads) < 2:
             raise ConfigError(
-                f"data.split = {self.config.data.split!r}: {len(self.prompts)} prompts are too few "
-                f"for two rollouts of {rows} rows and context {context}; take a larger split")
+                f"data.split = {self.config.data.split!r}, data.examples = "
+                f"{self.config.data.examples}: {len(self.prompts)} prompts are too few for two "
+                f"rollouts of {rows} rows and context {context}; take a larger split, or all of "
+                f"its examples with --config.data.examples=0")
         return loads
 
 

@@ -94,7 +94,8 @@ def test_real_prompts_make_loads_of_whole_rollouts() -> None:
     assert bench._loads(2, 8) == [[[i] * 5 for i in load] for load in ((0, 1), (2, 3), (4, 5),
                                                                        (6, 7))]
     assert bench._loads(1, 20) == [[[i] * 5 + [i + 1] * 5] for i in (0, 2, 4, 6)]
-    with pytest.raises(ConfigError, match="9 prompts are too few for two rollouts of 5 rows"):
+    with pytest.raises(ConfigError, match="data.examples = 0: 9 prompts are too few for two "
+                                          "rollouts of 5 rows"):
         bench._loads(5, 8)
 
 
@@ -287,6 +288,7 @@ def test_a_cell_of_a_tiny_model(monkeypatch: pytest.MonkeyPatch) -> None:
         assert [load for name, load in ran if name == "budget"] == [0, 1, 0, 1, 3, 2]
         assert [load for name, load in ran if name == "fixed"][-6:] == [3, 3, 3, 2, 2, 2]
         assert found["compilations"] == 0 and all(found["equal_tokens"].values())
+        assert found["loads"] == 4
         assert list(found["arms"]) == ["off", "1x1x2", "2x1x3", "4x1x5", *controller.POLICIES]
         assert found["ceiling"] > 0.5 and np.isfinite(
             shape.policies["oracle"].engine.control.own.gain).all()
