@@ -323,16 +323,16 @@ def test_the_script_resumes_by_cell(command: Any, tmp_path: Path) -> None:
     out = tmp_path / "cells.json"
     quick = ("--policies=budget", "--repeats=2", "--seconds=0", "--occasions=1", f"--out={out}")
     first, second = "1x64-0-uniform", "1x64-1-uniform"
-    assert command("bench_controller", *quick, f"--cells={first}").returncode == 0
+    assert command("bench_controller.py", *quick, f"--cells={first}").returncode == 0
     before = json.loads(out.read_text())
     assert set(before["cases"]) == {first}
     both = f"--cells={first},{second}"
-    ended = command("bench_controller", *quick, both, "--resume")
+    ended = command("bench_controller.py", *quick, both, "--resume")
     assert ended.returncode == 0 and first not in ended.stderr, ended.stderr
     after = json.loads(out.read_text())
     assert after["cases"][first] == before["cases"][first]
     added = after["cases"][second]
     assert both in added["command"] and added["machine"] == after["machine"] == before["machine"]
     assert out.with_suffix(".png").stat().st_size > 1000
-    refused = command("bench_controller", *quick, both, "--resume", "--config.seed=1")
+    refused = command("bench_controller.py", *quick, both, "--resume", "--config.seed=1")
     assert refused.returncode == 2 and "another config" in refused.stderr
