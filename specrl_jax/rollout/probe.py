@@ -26,9 +26,10 @@ from specrl_jax.rollout.layout import Request
 from specrl_jax.rollout.round import bucket_ladder
 from specrl_jax.structs import RolloutState
 
-SWEEPS = 3  # over the launches of a batch size, at least: two would have no median
+SWEEPS = 3  # over the launches of a batch size: two would have no median
 MOST = 9  # of them, while all so far took less than
 ENOUGH = 4.0  # seconds
+MUCH = 12.0  # seconds, which sweeps after the first do not pass: so long ones need no median
 ENDLESS = 2**30  # tokens that a row may say in a measured launch; none is kept beyond T
 APART = 2  # launches between two of the reference
 
@@ -173,13 +174,19 @@ def _timed(engine: Engine, params: Any, drafter_params: Any, state: RolloutState
            controls: Mapping[Point, Any], most: int = MOST
            ) -> tuple[RolloutState, dict[Point, float]]:
     """Seconds of launches, each under its control, in sweeps over all. The first of them is the
-    reference, which is run between the others (`cost.steady`)."""
+    reference, which is run between the others (`cost.steady`).
+
+    What disturbs a launch lasts half a second. Where a sweep takes seconds, its launches are long
+    enough to hold their share of that, and fewer sweeps will do.
+    """
     reference, *others = controls
     order = [reference, *(p for i in range(0, len(others), APART)
                           for p in (*others[i:i + APART], reference))]
     runs: list[Run] = []
     for sweep in range(most):
-        if sweep >= SWEEPS and sum(run.seconds for run in runs) >= ENOUGH:
+        spent = sum(run.seconds for run in runs)
+        if (sweep >= SWEEPS and spent >= ENOUGH) or (
+                sweep and spent * (sweep + 1) / sweep > MUCH):
             break
         for point in order:
             state, run = _run(engine, params, drafter_params, state, point, controls[point])

@@ -59,24 +59,42 @@ def controlled(policy: str, file: Path, mesh: Any = None, **options: Any) -> Eng
     return engine
 
 
+def _swept(monkeypatch: pytest.MonkeyPatch, seconds: list[float]
+           ) -> tuple[list[int], list[float], list[float]]:
+    """The rows of launches that were run, what they took, and what is left of `seconds`, of which
+    each launch takes the next as process 0 tells it. Rows 4 are the reference."""
+    runs: list[int] = []
+    told = iter(seconds)
+    engine = SimpleNamespace(shapes=SimpleNamespace(shards=1), launch=lambda rows, *_, **options: (
+        runs.append(rows), None, None))
+    monkeypatch.setattr(probe, "_stage", lambda engine, state, point: state)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(probe.multihost_utils, "broadcast_one_to_all", lambda mine: next(told))
+    points = [cost.Point(rows=rows, packed=4, context=8, steps=0, missed=0, rounds=cost.ROUNDS)
+              for rows in (4, 3, 2, 1)]
+    found = probe._timed(engine, PARAMS, (), None, dict.fromkeys(points, ()))[1]
+    return runs, list(found.values()), list(told)
+
+
 def test_launches_are_swept_beside_a_reference_as_often_as_process_0_does(
         monkeypatch: pytest.MonkeyPatch) -> None:
     """Launches gather from all processes: one that ran another would wait for the others."""
     sweep = [0.05, 0.1, 0.15, 0.05, 0.25, 0.05]  # the reference, two, again, another, again
     busy = [3 * s for s in sweep]
     told = [*sweep, *busy, *sweep, *busy]  # 5.2 s: the fourth sweep passes ENOUGH, and is the last
-    runs, seconds = [], iter([*told, 9.0])
-    engine = SimpleNamespace(shapes=SimpleNamespace(shards=1), launch=lambda rows, *_, **options: (
-        runs.append(rows), None, None))
-    monkeypatch.setattr(probe, "_stage", lambda engine, state, point: state)
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr(probe.multihost_utils, "broadcast_one_to_all", lambda mine: next(seconds))
-    points = [cost.Point(rows=rows, packed=4, context=8, steps=0, missed=0, rounds=cost.ROUNDS)
-              for rows in (4, 3, 2, 1)]
-    found = probe._timed(engine, PARAMS, (), None, dict.fromkeys(points, ()))[1]
-    assert runs == [4, 3, 2, 4, 1, 4] * 4 and list(seconds) == [9.0]
-    assert list(found.values()) == pytest.approx(  # at the median pace, between the two
+    runs, found, left = _swept(monkeypatch, [*told, 9.0])
+    assert runs == [4, 3, 2, 4, 1, 4] * 4 and left == [9.0]
+    assert found == pytest.approx(  # at the median pace, between the two
         [0.05 * 3**0.5 * ratio for ratio in (1, 2, 3, 5)])
+
+
+@pytest.mark.parametrize("one, sweeps", [(0.1, 7), (0.6, 3), (0.7, 2), (1.1, 1), (9.0, 1)])
+def test_long_launches_are_swept_less_often(monkeypatch: pytest.MonkeyPatch, one: float,
+                                            sweeps: int) -> None:
+    """Else 64 rows of a 135M model on two cores are measured for two minutes."""
+    runs, found, _ = _swept(monkeypatch, [one] * 60)
+    assert runs == [4, 3, 2, 4, 1, 4] * sweeps
+    assert found == pytest.approx([one] * 4)
 
 
 @pytest.mark.slow
