@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -389,20 +390,47 @@ def test_an_audit_runs_what_was_not_chosen_and_changes_nothing(
         assert launch["audit_off_seconds"] > 0 and launch["audit_fixed_seconds"] > 0
 
 
-def test_a_slow_device_is_not_drafted_for(budget: Any, plain: Result) -> None:
-    """Tables in which verifying more than plain decoding is dear: nothing is drafted."""
-    engine, _ = budget
-    before = jax.tree.map(np.asarray, engine.control)
+def dear(engine: Engine, batches: Sequence[str]) -> Any:
+    """A state that knows nothing, with tables in which drafts cost nothing, and verifying more
+    tokens than plain decoding nothing either, but ten times as much at these batch sizes."""
     tables = {rows: table.replace(
-        verify=np.asarray(table.verify)[:1] * (1 + 9 * np.arange(
+        verify=np.asarray(table.verify)[:1] * (1 + 9 * (rows in batches) * np.arange(
             len(table.packed), dtype=np.float32)[:, None]),
         draft=np.float32(1e-6) + 0 * np.asarray(table.draft))
-        for rows, table in before.tables.items()}
-    engine.control = engine.machine.controller.init().replace(tables=tables)
+        for rows, table in engine.control.tables.items()}
+    return engine.machine.controller.init().replace(tables=tables)
+
+
+def test_a_slow_device_is_not_drafted_for(budget: Any, plain: Result) -> None:
+    engine, _ = budget
+    before = engine.control
+    engine.control = dear(engine, ("4", "2"))
     result = run(engine, plain, 0.0)
     engine.control = before
     assert result.counters["drafted"] == 0 and streams(result) == streams(plain)
     assert result.counters["packed"] == result.counters["slots"]
+
+
+def test_loads_that_jump_across_a_threshold_and_back_stall_and_compile_nothing(
+        budget: Any, plain: Result) -> None:
+    """Four rows decode plainly and two draft, time and again."""
+    engine, _ = budget
+    before, jumps, compiled, rounds, drafted = engine.control, 3, 0, [], set()
+    limit = [1] * (TASK.sequences - 2) + [TASK.response] * 2
+    engine.control = dear(engine, ("4",))
+    for depth in (None, 0):
+        engine.control = engine.machine.controller.depth(engine.control, depth)
+        found: list[Result] = []
+        for _ in range(jumps):
+            compiled += counting(lambda into=found: into.append(
+                run(engine, plain, 0.0, rounds=1, limit=limit)))
+        rounds.append([one.counters["rounds"] for one in found])
+        drafted |= {t["batch"] for one in found for t in one.trace if t["steps"]}
+        assert [streams(one) for one in found] == [
+            [row[:most] for row, most in zip(streams(plain), limit, strict=True)]] * jumps
+    engine.control = before
+    assert compiled == 0 and drafted == {2}
+    assert all(drafts < off for drafts, off in zip(*rounds, strict=True))
 
 
 @pytest.mark.slow
