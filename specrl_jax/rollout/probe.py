@@ -176,8 +176,8 @@ def _timed(engine: Engine, params: Any, drafter_params: Any, state: RolloutState
     """Seconds of launches, each under its control, in sweeps over all. The first of them is the
     reference, which is run between the others (`cost.steady`).
 
-    What disturbs a launch lasts half a second. Where a sweep takes seconds, its launches are long
-    enough to hold their share of that, and fewer sweeps will do.
+    Most of what disturbs a launch lasts half a second. Where a sweep takes seconds, its launches
+    are long enough to hold their share of that, and fewer sweeps will do.
     """
     reference, *others = controls
     order = [reference, *(p for i in range(0, len(others), APART)
