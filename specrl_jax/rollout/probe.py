@@ -29,7 +29,7 @@ from specrl_jax.structs import RolloutState
 SWEEPS = 3  # over the launches of a batch size: two would have no median
 MOST = 9  # of them, while all so far took less than
 ENOUGH = 4.0  # seconds
-MUCH = 12.0  # seconds, which sweeps after the first do not pass: so long ones need no median
+MUCH = 12.0  # seconds of a batch size, which sweeps after the first are not to pass
 ENDLESS = 2**30  # tokens that a row may say in a measured launch; none is kept beyond T
 APART = 2  # launches between two of the reference
 
@@ -176,8 +176,8 @@ def _timed(engine: Engine, params: Any, drafter_params: Any, state: RolloutState
     """Seconds of launches, each under its control, in sweeps over all. The first of them is the
     reference, which is run between the others (`cost.steady`).
 
-    Most of what disturbs a launch lasts half a second. Where a sweep takes seconds, its launches
-    are long enough to hold their share of that, and fewer sweeps will do.
+    Where more would pass MUCH there are fewer sweeps, at a price: 64 rows of SmolLM2 on two cores
+    took 45 s with 4.4 % of error on held-out launches, and 116 s with 2.5 % in three sweeps.
     """
     reference, *others = controls
     order = [reference, *(p for i in range(0, len(others), APART)
