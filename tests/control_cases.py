@@ -60,10 +60,10 @@ def priced(state: Adaptive, wide: float = 0.1, step: float = 0.02, far: float = 
 
 
 def load(rows: int = 8, live: Any = None, length: int = 40, weight: Any = None,
-         room: Any = 9) -> Load:
+         room: Any = 9, left: float = 9) -> Load:
     live = np.ones(rows, bool) if live is None else np.asarray(live)
     ones = np.ones(rows, np.float32)
-    return Load(live=live, length=np.full(rows, length, np.int32), expected_left=9 * ones,
+    return Load(live=live, length=np.full(rows, length, np.int32), expected_left=left * ones,
                 room=np.broadcast_to(np.int32(room), rows),
                 weight=ones if weight is None else np.asarray(weight, np.float32))
 
@@ -115,7 +115,8 @@ def rounds_of(control: Controller) -> Callable[..., Any]:
 
 def drive(control: Controller, state: Any, rounds: list[dict[str, Any]], hold: int = HOLD
           ) -> tuple[Any, list]:
-    """Runs rounds, each with its `length`, `live` rows and `accept`, the chance of each draft.
+    """Runs rounds, each with its `length`, `live` rows, tokens `left` and `accept`, the chance of
+    each draft.
 
     A plan without drafts stands for the controller's rounds of an equal load, at most `hold`.
 
@@ -126,14 +127,14 @@ def drive(control: Controller, state: Any, rounds: list[dict[str, Any]], hold: i
     rng, seen, compiled = np.random.default_rng(0), [], []
     while len(seen) < len(rounds):
         one, following = rounds[len(seen)], rounds[len(seen):len(seen) + hold]
-        same = [other.get("length") == one.get("length") and np.array_equal(
-            other.get("live"), one.get("live")) for other in following]
+        same = [all(np.array_equal(other.get(of), one.get(of)) for of in ("length", "live", "left"))
+                for other in following]
         alike = (*same, False).index(False)
         survival = one["accept"] ** np.arange(1, DEPTH + 1) * np.ones((8, 1))
         drafted = np.concatenate([np.ones((8, 1), bool), rng.random((8, DEPTH)) < one["accept"]], 1)
+        now = load(live=one.get("live"), length=one.get("length", 40), left=one.get("left", 1000))
         state, took, steps, bucket, live = step(
-            state, load(live=one.get("live"), length=one.get("length", 40)),
-            chains(survival, one.get("live")), drafted, np.int32(alike))
+            state, now, chains(survival, one.get("live")), drafted, np.int32(alike))
         compiled.append(step._cache_size())  # a state of NumPy's arrays is the first call's
         assert compiled[1:2] in ([], compiled[-1:]), "a load or a state compiled something"
         seen += [(int(steps), int(bucket), int(live.sum()), np.asarray(live))] * int(took)

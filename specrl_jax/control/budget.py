@@ -169,15 +169,15 @@ def choose_depth(state: Adaptive, table: Table, load: Load, control: ControlConf
     more = jnp.where(on, -advantage, advantage + owed)
     grown = jnp.maximum(own.regret + more, 0.0)  # by one round: plan and note decide alike
     limit = control.hysteresis + jnp.where(on, 0.0, speed * behind)
-    switch = (grown > limit) & jnp.where(on, advantage < 0, advantage > 0)
     pays = advantage * average(load, load.expected_left) > speed * behind * tokens[depth].max()
+    switch = (grown > limit) & jnp.where(on, advantage < 0, pays)
     drafting = jnp.where(undecided, pays, on ^ switch)
     looks = rounds_to_look(own.idle, draft[1] / plain + behind, table.catch_up / plain,
                            control.explore)
     probe = looks <= 0
     steps = jnp.where(drafting, depth, jnp.where(probe, 1, 0)).astype(jnp.int32)
     regret = jnp.maximum(own.regret + times * more, 0.0)
-    begins = jnp.where(advantage > 0, 1 + (limit - grown) / jnp.maximum(advantage, 1e-9), HOLD)
+    begins = jnp.where(pays, 1 + (limit - grown) / jnp.maximum(advantage, 1e-9), HOLD)
     waits = jnp.where(undecided | switch, 1, jnp.minimum(begins, jnp.ceil(looks)))
     return Choice(steps, drafting.astype(jnp.int32), jnp.where(switch | undecided, 0.0, regret),
                   jnp.clip(waits, 1, HOLD).astype(jnp.int32))

@@ -211,6 +211,20 @@ def test_switching_on_waits_until_it_pays_for_catching_up() -> None:
     assert began[0.0] <= 3 < began[0.5]
 
 
+@pytest.mark.parametrize("catch_up", [0.0, 0.02])
+def test_it_does_not_switch_on_for_what_is_too_short_to_pay_for_catching_up(catch_up: float
+                                                                           ) -> None:
+    """40 missed rounds take 0.8 plain ones, and a round with drafts saves about 2."""
+    control = controller("budget", explore=0.0)
+    state = priced(control.init(), step=0.02, far=3.0, catch_up=catch_up)
+    state, _ = drive(control, state, [{"accept": 0.9, "length": 190}] * 40)
+    began = {}
+    for left in (1, 3, 100):
+        _, seen = drive(control, state, [{"accept": 0.9, "length": 10, "left": left}] * 20)
+        began[left] = any(steps for steps, *_ in seen)
+    assert began == {1: not catch_up, 3: not catch_up, 100: True}
+
+
 @pytest.mark.parametrize("catch_up, length, drafts", [
     (0.005, 10, True), (0.05, 10, False), (0.0, 190, False)])
 def test_a_rollout_begins_with_drafts_where_they_pay_for_its_prompts(
@@ -219,7 +233,7 @@ def test_a_rollout_begins_with_drafts_where_they_pay_for_its_prompts(
     control = controller("budget", explore=0.0)
     state, _ = drive(control, priced(control.init(), step=0.02, far=3.0, catch_up=catch_up),
                      [{"accept": 0.9, "length": 10}] * 40)
-    first = [{"accept": 0.9, "length": length}]
+    first = [{"accept": 0.9, "length": length, "left": 9}]
     assert drive(control, state, first)[1][0][0] > 0  # it goes on, at first
     new = control.begin(jax.tree.map(np.asarray, state), 100)
     assert int(new.own.drafting) == adaptive.FREE and new.missed == 100
@@ -242,7 +256,9 @@ def test_a_plan_that_stands_for_rounds_decides_as_one_for_each(
             assert state.own.drafting == 0 and state.own.regret < 0.1
             own = state.own.replace(drafting=np.int32(adaptive.FREE)) if undecided else state.own
             state = state.replace(missed=np.float32(missed), own=own)
-            state, seen = drive(control, state, [{"accept": 0.9, "length": 50}] * 40, hold)
+            loads = [{"accept": 0.9, "length": 50}] * 40
+            loads[0] = loads[0] | {"left": 9}  # where it is undecided, it begins without drafts
+            state, seen = drive(control, state, loads, hold)
             if hysteresis == 100.0:
                 regret[hold] = float(state.own.regret)
             else:

@@ -71,8 +71,8 @@ def test_what_had_fewer_loads_is_not_the_best() -> None:
     assert controller_stats.near(choosing) == ["off", "1x1x2"]
     takes = {name: [1.0] * 2 for name in ("off", "1x1x2", "budget")}
     hard_ones_later = {"off": [1.0] * 2 + [9.0] * 3, "1x1x2": [2.0] * 2}
-    assert controller_stats.heavy_useful(
-        {"a": case(0.0, "heavy", takes, hard_ones_later)})["setting"] == "off"
+    assert controller_stats.one_setting(
+        [case(0.0, "heavy", takes, hard_ones_later)])["setting"] == "off"
 
 
 def test_loads_that_choose_are_not_timed() -> None:
@@ -159,9 +159,9 @@ def test_one_setting_for_all_heavy_cells_is_judged_run_by_run() -> None:
     """Totals pair the runs of cells; the second cell has fewer, and chose off only by its luck."""
     one = {"off": [4.0] * 3, "1x1x2": [3.0] * 3, "budget": [1.0, 2.0, 1.0]}
     other = {"off": [3.0] * 2, "1x1x2": [3.0] * 2, "budget": [1.0, 2.0]}
-    found = controller_stats.heavy_useful(
-        {"a": case(0.0, "heavy", one, {"off": [4.0], "1x1x2": [2.0]}),
-         "b": case(0.4, "heavy", other, {"off": [1.0], "1x1x2": [2.0]})})
+    found = controller_stats.one_setting(
+        [case(0.0, "heavy", one, {"off": [4.0], "1x1x2": [2.0]}),
+         case(0.4, "heavy", other, {"off": [1.0], "1x1x2": [2.0]})])
     assert found["setting"] == "1x1x2" and found["cells"] == 2
     logs = [math.log(6 / 2), math.log(6 / 4)]
     assert found["budget"]["ratio"] == pytest.approx(math.exp(sum(logs) / 2))
@@ -233,12 +233,25 @@ def test_cells_are_summed_up(tmp_path: Path) -> None:
     assert found["budget"]["regret"] == pytest.approx(4.5 / 4.8 - 1)
     whole = cases | {"d": case(None, "stop", TIMES)}
     assert controller_stats.summarize(whole) == found
-    assert controller_stats.summarize({"d": whole["d"]}) == {"heavy_useful": {}}
+    assert controller_stats.summarize({"d": whole["d"]}) == {"heavy": {}, "heavy_useful": {}}
     assert found["ceiling"] == pytest.approx(2.0 * 1.9 / 2.0)  # over 1x1x2, as it was chosen
+    assert found["heavy"]["cells"] == 2
     assert found["heavy_useful"]["cells"] == 1 and found["heavy_useful"]["budget"] == {
         "ratio": pytest.approx(2), "low": pytest.approx(2), "high": pytest.approx(2)}
     controller_stats.draw(cases, tmp_path / "x.png")
     assert (tmp_path / "x.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize("ceiling, cells", [(1.04, 0), (1.06, 1)])
+def test_a_drafter_is_useful_where_foresight_gains_what_is_asked(ceiling: float, cells: int
+                                                                 ) -> None:
+    """Over off, whatever is the best fixed setting; the ceiling of a case is over that one."""
+    own = case(None, "heavy", TIMES)
+    off, best = (sorted(own["choosing"][n])[0] for n in ("off", own["best_fixed"]))
+    assert best < off
+    own["ceiling"] = ceiling * best / off
+    found = controller_stats.summarize({"a": own})
+    assert found["heavy"]["cells"] == 1 and found["heavy_useful"].get("cells", 0) == cells
 
 
 def test_cells_by_name() -> None:
