@@ -197,9 +197,12 @@ def one_setting(some: Sequence[Any]) -> dict[str, Any]:
 
 def _useful(cell: Any) -> bool:
     """Whether replayed streams are not all spoilt; of another drafter, whether one who foresees
-    what is accepted is USEFUL times as fast as off in the runs that choose."""
+    what is accepted is USEFUL times as fast as off in the runs that choose; so is one of which
+    that is not known, as no setting is a chain."""
     if cell["cell"]["corruption"] is not None:
         return cell["cell"]["corruption"] < 1
+    if "ceiling" not in cell:
+        return True
     off, best = (_median_of_same(cell["choosing"], name) for name in ("off", cell["best_fixed"]))
     return cell["ceiling"] * off / best >= USEFUL
 

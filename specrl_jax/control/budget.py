@@ -146,9 +146,9 @@ def choose_depth(state: Adaptive, table: Table, load: Load, control: ControlConf
 
     A rollout begins with drafts where these are to bring more than reading its prompts takes. Later
     drafting begins once what it would have saved has grown to what its catching up takes and
-    control.hysteresis, and ends once it has lost the latter: a load that jumps to and fro switches
-    nothing, unless it pays each time. While it is off, a round now and then drafts one step, to
-    see whether drafts have become better.
+    control.hysteresis, if what is left pays for catching up, and ends once it has lost the latter:
+    a load that jumps to and fro switches nothing, unless it pays each time. While it is off, a
+    round now and then drafts one step, to see whether drafts have become better.
     """
     own = state.own
     if table.packed.shape[0] == 1 or table.draft.shape[0] == 1:

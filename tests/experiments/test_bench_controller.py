@@ -252,6 +252,8 @@ def test_a_drafter_is_useful_where_foresight_gains_what_is_asked(ceiling: float,
     own["ceiling"] = ceiling * best / off
     found = controller_stats.summarize({"a": own})
     assert found["heavy"]["cells"] == 1 and found["heavy_useful"].get("cells", 0) == cells
+    del own["ceiling"]  # as where no setting is a chain
+    assert controller_stats.summarize({"a": own})["heavy_useful"]["cells"] == 1
 
 
 def test_cells_by_name() -> None:
