@@ -2,7 +2,7 @@
 
     python experiments/bench_controller.py          # --preset=small; 80 minutes on 2 cores
     python experiments/bench_controller.py --preset=small --cells=4x64-0-uniform,4x64-1-heavy
-    python experiments/bench_controller.py --preset=smollm2 --config=smollm2 --seconds=900 \\
+    python experiments/bench_controller.py --preset=smollm2 --config=smollm2 --repeats=2 \\
         --config.spec.drafter=eagle --config.draft.path=runs/drafter/drafter \\
         --config.rollout.temperature=0.6 --config.rollout.max_prompt_tokens=224 \\
         --config.data.name=gsm8k --config.data.split=test --config.data.system= \\
@@ -19,15 +19,16 @@ make: the preset's 64 of them make 2 and 2 of 16 rows).
 Runs that follow each other share what others do on the machine, so with --occasions above 1 these
 two are timed anew on each further one, minutes later and with costs measured for it: an occasion is
 one value, the median of its pairs (of a later one four), and there are up to twelve times as many
-until the ratio is known; else they run on until their pairs tell it. The runs that choose teach
-oracle what each setting gives and takes. The ceiling is what the chain that gives most tokens per
-second would give in each round if it were known before how many of its drafts are accepted, by what
-rounds took in those runs; no policy can know, yet trees, or rounds for the longest row, may give
-more. The cell 64x64-own-stop is a whole rollout: its rows end where the actor ends them, and the
-picture shows its active rows, verified tokens and tokens/s over time. On a CPU, an engine of 64
-rows has 17,000 memory maps, and there are more of them than Linux allows at first: `sysctl -w
-vm.max_map_count=1048576`. Each cell is written when it is done; the same command with --resume
-keeps those that --out holds.
+until the ratio is known; else they run on until their pairs tell it. On each further occasion
+smollm2 makes their engines anew, beside no others: engines of the same operations differ by up to
+3 %, and six of 64 rows fill 24 GB. The runs that choose teach oracle what each setting gives and
+takes. The ceiling is what the chain that gives most tokens per second would give in each round if
+it were known before how many of its drafts are accepted, by what rounds took in those runs; no
+policy can know, yet trees, or rounds for the longest row, may give more. The cell 64x64-own-stop is
+a whole rollout: its rows end where the actor ends them, and the picture shows its active rows,
+verified tokens and tokens/s over time. On a CPU, an engine of 64 rows has 17,000 memory maps, and
+there are more of them than Linux allows at first: `sysctl -w vm.max_map_count=1048576`. Each cell
+is written when it is done; the same command with --resume keeps those that --out holds.
 """
 
 import dataclasses
@@ -67,10 +68,9 @@ PRECISE = flags.DEFINE_float("precise", 0.03, "half-width of budget's 95 % inter
 SECONDS = flags.DEFINE_float("seconds", 90, "of timed runs after those that choose, "
                              "after which a cell of one occasion ends however wide the interval "
                              "is", lower_bound=0)
-OCCASIONS = flags.DEFINE_integer("occasions", None, "on which budget and the best fixed "
-                                 "setting are timed, and more until --precise is reached (default: "
-                                 "4 of small, 1 of smollm2: more keep all engines in memory)",
-                                 lower_bound=1)
+OCCASIONS = flags.DEFINE_integer("occasions", 4, "on which budget and the best fixed "
+                                 "setting are timed, and more until --precise is reached; on one "
+                                 "alone they are timed for --seconds", lower_bound=1)
 OUT = flags.DEFINE_string("out", None, "JSON file (default: results/bench_controller_PRESET.json "
                           "in experiments); the picture lies beside it as .png")
 RESUME = flags.DEFINE_boolean("resume", False, "keep the cells that --out already holds")
@@ -102,9 +102,9 @@ def _main(config: Config) -> int:
         result["cases"] = results.earlier(
             out, config=result["config"], architecture=result["architecture"],
             loads=result["loads"])
-    occasions = OCCASIONS.value or (4 if small else 1)
+    occasions = OCCASIONS.value
     todo = [cell for cell in cells if cell.name not in result["cases"]]
-    shapes: dict[tuple[int, int], Shape] = {}  # that are timed again later
+    shapes: dict[tuple[int, int], Shape] = {}  # that small times again later
     left = Left(len(todo))
     for (rows, context), of_shape in by_shape(todo).items():
         _say(f"{rows} rows, context {context}: compiling and measuring")
@@ -120,7 +120,7 @@ def _main(config: Config) -> int:
             result["summary"] = controller_stats.summarize(result["cases"])
             results.write(out, result)
             left.finished(1)
-        if occasions > 1:
+        if small and occasions > 1:
             shape.keep(["budget"])
             shapes[rows, context] = shape
         del shape
@@ -145,14 +145,13 @@ def fought_again(bench: controller_models.Bench,
                  shapes: dict[tuple[int, int], Shape], cells: list[Cell],
                  result: dict[str, Any], occasions: int, out: Path) -> bool:
     """Times budget against the best fixed setting of each cell that is not known yet once more;
-    whether there was any. Shapes that are missing are made."""
+    whether there was any. Shapes that are missing are made, for this once."""
     cases = result["cases"]
     todo = [c for c in cells if controller_stats.uncertain(cases[c.name], occasions, PRECISE.value)]
     left = Left(len(todo))
     for (rows, context), of_shape in by_shape(todo).items():
-        if (rows, context) not in shapes:
-            shapes[rows, context] = bench.shape(rows, context, ["budget"])
-        shape = shapes[rows, context]
+        kept = shapes.get((rows, context))
+        shape = kept or bench.shape(rows, context, ["budget"])
         shape.price_rounds()
         for cell in of_shape:
             case = cases[cell.name]
@@ -166,6 +165,9 @@ def fought_again(bench: controller_models.Bench,
             result["summary"] = controller_stats.summarize(cases)
             results.write(out, result)
             left.finished(1)
+        if not kept:
+            del shape
+            jax.clear_caches()
     return bool(todo)
 
 

@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import math
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,6 +37,7 @@ from specrl_jax.host import memory
 from specrl_jax.host.compilation import CompilationCounter
 from specrl_jax.model.tiny import TINY, byte_tokenizer, random_tensors
 from specrl_jax.model.weights import Source
+from tests.experiments.conftest import ROOT, environment
 
 CHOOSING = {"off": [2.0] * 4, "1x1x2": [1.9] * 4}
 TIMES = {"off": [2.2] * 4, "1x1x2": [2.4] * 4, "budget": [2.0] * 4, "oracle": [1.9] * 4}
@@ -330,6 +333,48 @@ def test_a_cell_of_a_tiny_model(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {name: len(of) for name, of in runs.items()} == {"1x1x2": 4, "budget": 4}
     assert not any(run.compilations for of in runs.values() for run in of)
     assert runs["1x1x2"][0].accept_length > 1.5
+
+
+OCCASIONS = """
+import sys
+from types import SimpleNamespace
+sys.path.insert(0, sys.argv.pop(1))
+import bench_controller as script
+from absl import flags
+from bench import controller, controller_stats, results
+from bench.controller_cells import Cell
+
+flags.FLAGS(sys.argv)
+done, run = [], SimpleNamespace(seconds=1.0, compilations=0)
+
+def shape(rows, context, policies):
+    done.append(f"{rows} made for {policies}")
+    return SimpleNamespace(price_rounds=lambda: done.append(f"{rows} priced"))
+
+def fight(shape, cell, best, occasion):
+    done.append(f"{cell.name} {occasion}")
+    return {best: [run], "budget": [run]}
+
+controller.fight, controller.same, results.write = fight, lambda runs: True, lambda *args: None
+cells = [Cell(1, 64, None, "uniform"), Cell(1, 64, None, "heavy"), Cell(4, 64, None, "uniform")]
+first = controller_stats.describe({"off": [1.0]}, {"off": [1.0] * 2, "budget": [1.0] * 2}, {})
+cases = {cell.name: first | {"cell": cell._asdict(), "equal_tokens": {"budget": True},
+                             "compilations": 0} for cell in cells}
+kept = {(4, 64): SimpleNamespace(price_rounds=lambda: done.append("4 priced"))}
+while script.fought_again(SimpleNamespace(shape=shape), kept, cells, {"cases": cases}, 3, None):
+    pass
+print("; ".join(done))
+"""
+
+
+def test_engines_that_are_not_kept_are_made_for_each_occasion(tmp_path: Path) -> None:
+    script = tmp_path / "occasions.py"
+    script.write_text(OCCASIONS)
+    ended = subprocess.run([sys.executable, script, ROOT / "experiments"], text=True,
+                           capture_output=True, env=environment(), timeout=300)
+    assert ended.stdout.strip() == "; ".join(
+        f"1 made for ['budget']; 1 priced; 1x64-own-uniform {done}; 1x64-own-heavy {done}; "
+        f"4 priced; 4x64-own-uniform {done}" for done in (1, 2)), ended.stderr
 
 
 @pytest.mark.slow
