@@ -28,7 +28,8 @@ policy can know, yet trees, or rounds for the longest row, may give more. The ce
 a whole rollout: its rows end where the actor ends them, and the picture shows its active rows,
 verified tokens and tokens/s over time. On a CPU, an engine of 64 rows has 17,000 memory maps, and
 there are more of them than Linux allows at first: `sysctl -w vm.max_map_count=1048576`. Each cell
-is written when it is done; the same command with --resume keeps those that --out holds.
+is written when it is done; the same command with --resume keeps those that --out holds, and goes on
+with occasions.
 """
 
 import dataclasses
@@ -69,11 +70,13 @@ SECONDS = flags.DEFINE_float("seconds", 90, "of timed runs after those that choo
                              "after which a cell of one occasion ends however wide the interval "
                              "is", lower_bound=0)
 OCCASIONS = flags.DEFINE_integer("occasions", 4, "on which budget and the best fixed "
-                                 "setting are timed, and more until --precise is reached; on one "
-                                 "alone they are timed for --seconds", lower_bound=1)
+                                 "setting are timed, and up to twelve times as many until "
+                                 "--precise is reached; on one alone, for at most --seconds",
+                                 lower_bound=1)
 OUT = flags.DEFINE_string("out", None, "JSON file (default: results/bench_controller_PRESET.json "
                           "in experiments); the picture lies beside it as .png")
-RESUME = flags.DEFINE_boolean("resume", False, "keep the cells that --out already holds")
+RESUME = flags.DEFINE_boolean("resume", False, "keep the cells that --out already holds, and "
+                             "go on with their occasions")
 
 
 def main(config: Config, workdir: Path) -> int:
@@ -104,7 +107,7 @@ def _main(config: Config) -> int:
             loads=result["loads"])
     occasions = OCCASIONS.value
     todo = [cell for cell in cells if cell.name not in result["cases"]]
-    shapes: dict[tuple[int, int], Shape] = {}  # that small times again later
+    shapes: dict[tuple[int, int], Shape] | None = {} if small else None  # to be timed again
     left = Left(len(todo))
     for (rows, context), of_shape in by_shape(todo).items():
         _say(f"{rows} rows, context {context}: compiling and measuring")
@@ -114,13 +117,12 @@ def _main(config: Config) -> int:
             _say(f"{cell.name}, cell {done + 1} of {len(cells)}, {left}")
             found = controller.run_cell(shape, cell, REPEATS.value, PRECISE.value,
                                         SECONDS.value if occasions == 1 else 0.0, _say)
-            resumed = ({"command": result["command"], "machine": result["machine"]}
-                       if RESUME.value else {})
-            result["cases"][cell.name] = found | resumed
+            result["cases"][cell.name] = found | {name: result[name]
+                                                  for name in ("command", "machine")}
             result["summary"] = controller_stats.summarize(result["cases"])
             results.write(out, result)
             left.finished(1)
-        if small and occasions > 1:
+        if shapes is not None and occasions > 1:
             shape.keep(["budget"])
             shapes[rows, context] = shape
         del shape
@@ -142,16 +144,15 @@ def by_shape(cells: list[Cell]) -> dict[tuple[int, int], list[Cell]]:
 
 
 def fought_again(bench: controller_models.Bench,
-                 shapes: dict[tuple[int, int], Shape], cells: list[Cell],
+                 shapes: dict[tuple[int, int], Shape] | None, cells: list[Cell],
                  result: dict[str, Any], occasions: int, out: Path) -> bool:
     """Times budget against the best fixed setting of each cell that is not known yet once more;
-    whether there was any. Shapes that are missing are made, for this once."""
+    whether there was any. Shapes that are missing are made, and kept if `shapes` is a place."""
     cases = result["cases"]
     todo = [c for c in cells if controller_stats.uncertain(cases[c.name], occasions, PRECISE.value)]
     left = Left(len(todo))
     for (rows, context), of_shape in by_shape(todo).items():
-        kept = shapes.get((rows, context))
-        shape = kept or bench.shape(rows, context, ["budget"])
+        shape = (shapes or {}).get((rows, context)) or bench.shape(rows, context, ["budget"])
         shape.price_rounds()
         for cell in of_shape:
             case = cases[cell.name]
@@ -161,13 +162,16 @@ def fought_again(bench: controller_models.Bench,
             case["equal_tokens"]["budget"] &= controller.same(runs)
             cases[cell.name] = controller_stats.fought(case, controller.times(runs)) | {
                 "compilations": case["compilations"] + sum(
-                    run.compilations for of in runs.values() for run in of)}
+                    run.compilations for of in runs.values() for run in of)} | (
+                {} if case.get("command") == result["command"] else
+                {f"later_{name}": result[name] for name in ("command", "machine")})
             result["summary"] = controller_stats.summarize(cases)
             results.write(out, result)
             left.finished(1)
-        if not kept:
-            del shape
-            jax.clear_caches()
+        if shapes is not None:
+            shapes[rows, context] = shape
+        del shape
+        jax.clear_caches()
     return bool(todo)
 
 

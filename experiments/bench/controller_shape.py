@@ -84,7 +84,7 @@ class Shape:
         if held + self._maps > most:
             raise ConfigError(
                 f"--policies: the engine of {policy!r} has some {self._maps} memory maps, {held} "
-                f"of {most} are taken; name fewer policies, take --occasions=1, or raise the bound "
+                f"of {most} are taken; name fewer policies or cells, or raise the bound "
                 f"with `sysctl -w vm.max_map_count={4 * most}`")
         sampler = Sampler(
             shaped(config, self.rows, max(len(prompt) for load in self.loads for prompt in load),

@@ -359,22 +359,32 @@ controller.fight, controller.same, results.write = fight, lambda runs: True, lam
 cells = [Cell(1, 64, None, "uniform"), Cell(1, 64, None, "heavy"), Cell(4, 64, None, "uniform")]
 first = controller_stats.describe({"off": [1.0]}, {"off": [1.0] * 2, "budget": [1.0] * 2}, {})
 cases = {cell.name: first | {"cell": cell._asdict(), "equal_tokens": {"budget": True},
-                             "compilations": 0} for cell in cells}
-kept = {(4, 64): SimpleNamespace(price_rounds=lambda: done.append("4 priced"))}
-while script.fought_again(SimpleNamespace(shape=shape), kept, cells, {"cases": cases}, 3, None):
+                             "compilations": 0, "command": "one"} for cell in cells}
+result = {"cases": cases, "command": "other", "machine": "its"}
+shapes = {(4, 64): shape(4, 64, "all")} if sys.argv[-1] == "keep" else None
+while script.fought_again(SimpleNamespace(shape=shape), shapes, cells, result, 3, None):
     pass
+told = {(case["command"], case["later_command"], case["later_machine"]) for case in cases.values()}
+assert told == {("one", "other", "its")}, told
 print("; ".join(done))
 """
 
 
-def test_engines_that_are_not_kept_are_made_for_each_occasion(tmp_path: Path) -> None:
+@pytest.mark.parametrize("keep", [True, False])
+def test_engines_are_kept_or_made_anew_for_each_occasion(tmp_path: Path, keep: bool) -> None:
+    """Those that are kept were made when their cells were chosen, or for the next occasion."""
     script = tmp_path / "occasions.py"
     script.write_text(OCCASIONS)
-    ended = subprocess.run([sys.executable, script, ROOT / "experiments"], text=True,
-                           capture_output=True, env=environment(), timeout=300)
-    assert ended.stdout.strip() == "; ".join(
-        f"1 made for ['budget']; 1 priced; 1x64-own-uniform {done}; 1x64-own-heavy {done}; "
-        f"4 priced; 4x64-own-uniform {done}" for done in (1, 2)), ended.stderr
+    ended = subprocess.run([sys.executable, script, ROOT / "experiments", "keep" if keep else ""],
+                           text=True, capture_output=True, env=environment(), timeout=300)
+    made = [["1 made for ['budget']", "4 made for ['budget']"]] * 2
+    if keep:
+        made = [["1 made for ['budget']", ""], ["", ""]]
+    wanted = ["4 made for all"] if keep else []
+    for done, (one, four) in enumerate(made, 1):
+        wanted += [one, "1 priced", f"1x64-own-uniform {done}", f"1x64-own-heavy {done}", four,
+                   "4 priced", f"4x64-own-uniform {done}"]
+    assert ended.stdout.strip().split("; ") == [text for text in wanted if text], ended.stderr
 
 
 @pytest.mark.slow
@@ -391,6 +401,7 @@ def test_the_script_resumes_by_cell(command: Any, tmp_path: Path) -> None:
     assert ended.returncode == 0 and first not in ended.stderr, ended.stderr
     after = json.loads(out.read_text())
     assert after["cases"][first] == before["cases"][first]
+    assert before["cases"][first]["command"] == before["command"] != after["command"]
     added = after["cases"][second]
     assert both in added["command"] and added["machine"] == after["machine"] == before["machine"]
     assert out.with_suffix(".png").stat().st_size > 1000
