@@ -21,15 +21,15 @@ two are timed anew on each further one, minutes later and with costs measured fo
 one value, the median of its pairs (of a later one four), and there are up to twelve times as many
 until the ratio is known; else they run on until their pairs tell it. On each further occasion
 smollm2 makes their engines anew, beside no others: engines of the same operations differ by up to
-3 %, and six of 64 rows fill 24 GB. The runs that choose teach oracle what each setting gives and
-takes. The ceiling is what the chain that gives most tokens per second would give in each round if
-it were known before how many of its drafts are accepted, by what rounds took in those runs; no
-policy can know, yet trees, or rounds for the longest row, may give more. The cell 64x64-own-stop is
-a whole rollout: its rows end where the actor ends them, and the picture shows its active rows,
-verified tokens and tokens/s over time. On a CPU, an engine of 64 rows has 17,000 memory maps, and
-there are more of them than Linux allows at first: `sysctl -w vm.max_map_count=1048576`. Each cell
-is written when it is done; the same command with --resume keeps those that --out holds, and goes on
-with occasions.
+3 %, and six of 64 rows fill 24 GB. As that takes minutes, pairs go on there for --seconds. The runs
+that choose teach oracle what each setting gives and takes. The ceiling is what the chain that gives
+most tokens per second would give in each round if it were known before how many of its drafts are
+accepted, by what rounds took in those runs; no policy can know, yet trees, or rounds for the
+longest row, may give more. The cell 64x64-own-stop is a whole rollout: its rows end where the actor
+ends them, and the picture shows its active rows, verified tokens and tokens/s over time. On a CPU,
+an engine of 64 rows has 17,000 memory maps, and there are more of them than Linux allows at first:
+`sysctl -w vm.max_map_count=1048576`. Each cell is written when it is done; the same command with
+--resume keeps those that --out holds, and goes on with occasions.
 """
 
 import dataclasses
@@ -66,9 +66,9 @@ REPEATS = flags.DEFINE_integer("repeats", 3, "runs of each fixed setting to choo
                                "and of each arm to time it by", lower_bound=2)
 PRECISE = flags.DEFINE_float("precise", 0.03, "half-width of budget's 95 % interval at which a "
                              "cell ends", lower_bound=0)
-SECONDS = flags.DEFINE_float("seconds", 90, "of timed runs after those that choose, "
-                             "after which a cell of one occasion ends however wide the interval "
-                             "is", lower_bound=0)
+SECONDS = flags.DEFINE_float("seconds", 90, "of timed runs: after those that choose, after which "
+                             "a cell of one occasion ends however wide the interval is, and on "
+                             "each further occasion for which smollm2 makes engines", lower_bound=0)
 OCCASIONS = flags.DEFINE_integer("occasions", 4, "on which budget and the best fixed "
                                  "setting are timed, and up to twelve times as many until "
                                  "--precise is reached; on one alone, for at most --seconds",
@@ -158,7 +158,8 @@ def fought_again(bench: controller_models.Bench,
             case = cases[cell.name]
             done = 1 + len(case.get("later", ()))
             _say(f"{cell.name}, occasion {1 + done}, {left}")
-            runs = controller.fight(shape, cell, case["best_fixed"], done)
+            runs = controller.fight(shape, cell, case["best_fixed"], done,
+                                    SECONDS.value if shapes is None else 0.0)
             case["equal_tokens"]["budget"] &= controller.same(runs)
             cases[cell.name] = controller_stats.fought(case, controller.times(runs)) | {
                 "compilations": case["compilations"] + sum(

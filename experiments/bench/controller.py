@@ -24,7 +24,7 @@ POLICIES = ("budget", "respec", "bandit", "oracle")
 LEAST = 12  # pairs of a duel: few may lie close together by chance
 AGAIN = 3  # times `repeats`: the runs by which settings that are near the fastest are told apart
 WARM_UPS = 4  # rollouts of every policy before it is timed
-PAIRS = 4  # of one more occasion: budget's last rollout, its eighth, tries what may be cheaper
+PAIRS = 4  # of one more occasion, at least: budget's eighth rollout tries what may be cheaper
 
 Arm = Callable[[int], Run]  # a rollout of a load
 
@@ -83,15 +83,22 @@ def run_cell(shape: Shape, cell: Cell, repeats: int, precise: float, seconds: fl
         "config": _changed(shape.policies["budget"].config, shape.config)}
 
 
-def fight(shape: Shape, cell: Cell, best: str, occasion: int) -> dict[str, list[Run]]:
-    """PAIRS runs of budget and the fixed setting `best` by turns, after both were warmed up."""
+def fight(shape: Shape, cell: Cell, best: str, occasion: int, seconds: float = 0.0
+          ) -> dict[str, list[Run]]:
+    """Runs of budget and the fixed setting `best` by turns, after both were warmed up: PAIRS of
+    each, and PAIRS more until `seconds` have gone."""
     shape.begin(cell)
     arms = _arms(shape, cell.lengths)
     arms = {name: arms[name] for name in (best, "budget")}
     arms[best](shape.choosing(0))
     for turn in range(WARM_UPS):
         arms["budget"](shape.choosing(turn))
-    return _by_turns(arms, map(shape.timed, itertools.count(PAIRS * occasion)), PAIRS)
+    began, turns = time.perf_counter(), map(shape.timed, itertools.count(PAIRS * occasion))
+    runs = _by_turns(arms, turns, PAIRS)
+    while time.perf_counter() - began < seconds:
+        for name, new in _by_turns(arms, turns, PAIRS).items():
+            runs[name] += new
+    return runs
 
 
 def same(runs: Mapping[str, Sequence[Run]]) -> bool:

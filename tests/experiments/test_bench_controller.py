@@ -234,6 +234,10 @@ def test_cells_are_summed_up(tmp_path: Path) -> None:
         edge: pytest.approx(4.5 / 4.8) for edge in ("ratio", "low", "high")}
     # oracle's 1 + 1.9 + 1.9 s; the best fixed setting takes 1, 2.4 and 2.4
     assert found["budget"]["regret"] == pytest.approx(4.5 / 4.8 - 1)
+    speed = cases["c"]["arms"]["budget"]["ratio"]
+    slower = controller_stats.fought(cases["c"], {"1x1x2": [1.0], "budget": [1.5]})
+    again = controller_stats.summarize(cases | {"c": slower})["budget"]["regret"]
+    assert again == pytest.approx((0.5 + 2 + 2 * (1.5 * speed) ** 0.5) / 4.8 - 1)
     whole = cases | {"d": case(None, "stop", TIMES)}
     assert controller_stats.summarize(whole) == found
     assert controller_stats.summarize({"d": whole["d"]}) == {"heavy": {}, "heavy_useful": {}}
@@ -328,6 +332,11 @@ def test_a_cell_of_a_tiny_model(monkeypatch: pytest.MonkeyPatch) -> None:
     ran.clear()
     runs = controller.fight(shape, cell._replace(corruption=0.0), "1x1x2", 1)
     assert [load for name, load in ran if name == "budget"] == [0, 1, 0, 1, 3, 2, 3, 2]
+    clock = SimpleNamespace(perf_counter=iter([0, 50, 70]).__next__)
+    with monkeypatch.context() as patch:
+        patch.setattr(controller, "time", clock)
+        more = controller.fight(shape, cell._replace(corruption=0.0), "1x1x2", 1, 60)
+    assert {name: len(of) for name, of in more.items()} == {"1x1x2": 8, "budget": 8}
     assert controller.same(runs) and not controller.same({"a": [runs["budget"][0]],
                                                           "b": [runs["budget"][1]]})
     assert {name: len(of) for name, of in runs.items()} == {"1x1x2": 4, "budget": 4}
@@ -351,8 +360,8 @@ def shape(rows, context, policies):
     done.append(f"{rows} made for {policies}")
     return SimpleNamespace(price_rounds=lambda: done.append(f"{rows} priced"))
 
-def fight(shape, cell, best, occasion):
-    done.append(f"{cell.name} {occasion}")
+def fight(shape, cell, best, occasion, seconds):
+    done.append(f"{cell.name} {occasion} {seconds:g} s")
     return {best: [run], "budget": [run]}
 
 controller.fight, controller.same, results.write = fight, lambda runs: True, lambda *args: None
@@ -382,8 +391,9 @@ def test_engines_are_kept_or_made_anew_for_each_occasion(tmp_path: Path, keep: b
         made = [["1 made for ['budget']", ""], ["", ""]]
     wanted = ["4 made for all"] if keep else []
     for done, (one, four) in enumerate(made, 1):
-        wanted += [one, "1 priced", f"1x64-own-uniform {done}", f"1x64-own-heavy {done}", four,
-                   "4 priced", f"4x64-own-uniform {done}"]
+        timed = f"{done} {0 if keep else 90} s"
+        wanted += [one, "1 priced", f"1x64-own-uniform {timed}", f"1x64-own-heavy {timed}", four,
+                   "4 priced", f"4x64-own-uniform {timed}"]
     assert ended.stdout.strip().split("; ") == [text for text in wanted if text], ended.stderr
 
 
