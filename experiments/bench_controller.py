@@ -18,18 +18,19 @@ timed, the next one in each repeat (small has 4 and 4, smollm2 16 and 16 or as m
 make: the preset's 64 of them make 2 and 2 of 16 rows).
 Runs that follow each other share what others do on the machine, so with --occasions above 1 these
 two are timed anew on each further one, minutes later and with costs measured for it: an occasion is
-one value, the median of its pairs (of a later one four), and there are up to twelve times as many
-until the ratio is known; else they run on until their pairs tell it. On each further occasion
-smollm2 makes their engines anew, beside no others: engines of the same operations differ by up to
-3 %, and six of 64 rows fill 24 GB. As that takes minutes, pairs go on there for --seconds. The runs
-that choose teach oracle what each setting gives and takes. The ceiling is what the chain that gives
-most tokens per second would give in each round if it were known before how many of its drafts are
-accepted, by what rounds took in those runs; no policy can know, yet trees, or rounds for the
-longest row, may give more. The cell 64x64-own-stop is a whole rollout: its rows end where the actor
-ends them, and the picture shows its active rows, verified tokens and tokens/s over time. On a CPU,
-an engine of 64 rows has 17,000 memory maps, and there are more of them than Linux allows at first:
-`sysctl -w vm.max_map_count=1048576`. Each cell is written when it is done; the same command with
---resume keeps those that --out holds, and goes on with occasions.
+one value, the median of its pairs (of a later one at least four), and there are up to twelve times
+as many until the ratio is known; else they run on until their pairs tell it. On each further
+occasion smollm2 makes their engines anew, beside no others: engines of the same operations differ
+by up to 3 %, and six of 64 rows fill 24 GB. As that takes minutes, pairs go on there until
+--seconds have gone (four of 64 rows take longer). The runs that choose teach oracle what each
+setting gives and takes. The ceiling is what the chain that gives most tokens per second would give
+in each round if it were known before how many of its drafts are accepted, by what rounds took in
+those runs; no policy can know, yet trees, or rounds for the longest row, may give more. The cell
+64x64-own-stop is a whole rollout: its rows end where the actor ends them, and the picture shows its
+active rows, verified tokens and tokens/s over time. On a CPU, an engine of 64 rows has 17,000
+memory maps, and there are more of them than Linux allows at first: `sysctl -w
+vm.max_map_count=1048576`. Each cell is written when it is done; the same command with --resume
+keeps those that --out holds, and goes on with occasions.
 """
 
 import dataclasses
@@ -66,9 +67,10 @@ REPEATS = flags.DEFINE_integer("repeats", 3, "runs of each fixed setting to choo
                                "and of each arm to time it by", lower_bound=2)
 PRECISE = flags.DEFINE_float("precise", 0.03, "half-width of budget's 95 % interval at which a "
                              "cell ends", lower_bound=0)
-SECONDS = flags.DEFINE_float("seconds", 90, "of timed runs: after those that choose, after which "
-                             "a cell of one occasion ends however wide the interval is, and on "
-                             "each further occasion for which smollm2 makes engines", lower_bound=0)
+SECONDS = flags.DEFINE_float("seconds", 90, "of timed runs: at most, of a cell of one occasion "
+                             "after those that choose; at least, on each further occasion of "
+                             "smollm2, which makes engines for it; small has but four pairs there",
+                             lower_bound=0)
 OCCASIONS = flags.DEFINE_integer("occasions", 4, "on which budget and the best fixed "
                                  "setting are timed, and up to twelve times as many until "
                                  "--precise is reached; on one alone, for at most --seconds",

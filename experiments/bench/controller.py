@@ -86,7 +86,7 @@ def run_cell(shape: Shape, cell: Cell, repeats: int, precise: float, seconds: fl
 def fight(shape: Shape, cell: Cell, best: str, occasion: int, seconds: float = 0.0
           ) -> dict[str, list[Run]]:
     """Runs of budget and the fixed setting `best` by turns, after both were warmed up: PAIRS of
-    each, and PAIRS more until `seconds` have gone."""
+    each, and PAIRS more as long as these have not taken `seconds`."""
     shape.begin(cell)
     arms = _arms(shape, cell.lengths)
     arms = {name: arms[name] for name in (best, "budget")}

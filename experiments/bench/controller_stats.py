@@ -165,14 +165,12 @@ def _geometric_mean(arms: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _regret(cells: Sequence[Any], name: str) -> float:
-    """See `summarize`. An arm's seconds are those of the best fixed setting over its speed, which
-    all its pairs tell, also those of later occasions."""
-    def seconds(cell: Any, arm: str) -> float:
-        best = cell["best_fixed"]
-        return statistics.median(cell["seconds"][best]) / cell["arms"][arm]["ratio"]
+    """See `summarize`; medians of runs."""
+    def median(cell: Any, arm: str) -> float:
+        return statistics.median(cell["seconds"][arm])
 
-    least = sum(min(seconds(cell, "oracle"), seconds(cell, cell["best_fixed"])) for cell in cells)
-    return sum(seconds(cell, name) for cell in cells) / least - 1
+    best = sum(min(median(cell, "oracle"), median(cell, cell["best_fixed"])) for cell in cells)
+    return sum(median(cell, name) for cell in cells) / best - 1
 
 
 def _over(cells: Sequence[Any], name: str, other: str) -> dict[str, float]:
