@@ -369,7 +369,9 @@ first = controller_stats.describe({"off": [1.0]}, {"off": [1.0] * 2, "budget": [
 cases = {cell.name: first | {"cell": cell._asdict(), "equal_tokens": {"budget": True},
                              "compilations": 0, "command": "one"} for cell in cells}
 result = {"cases": cases, "command": "other", "machine": "its"}
-shapes = {"keep": {(4, 64): shape(4, 64, "all")}, "resumed": {}}.get(sys.argv[-1])
+shapes = None if sys.argv[-1] == "anew" else {}
+if sys.argv[-1] == "keep":
+    shapes[4, 64] = shape(4, 64, "all")
 while script.fought_again(SimpleNamespace(shape=shape), shapes, cells, result, 3, None):
     pass
 told = {(case["command"], case["later_command"], case["later_machine"]) for case in cases.values()}
