@@ -26,11 +26,12 @@ by up to 3 %, and six of 64 rows fill 24 GB. As that takes minutes, pairs go on 
 setting gives and takes. The ceiling is what the chain that gives most tokens per second would give
 in each round if it were known before how many of its drafts are accepted, by what rounds took in
 those runs; no policy can know, yet trees, or rounds for the longest row, may give more. The cell
-64x64-own-stop is a whole rollout: its rows end where the actor ends them, and the picture shows its
-active rows, verified tokens and tokens/s over time. On a CPU, an engine of 64 rows has 17,000
-memory maps, and there are more of them than Linux allows at first: `sysctl -w
-vm.max_map_count=1048576`. Each cell is written when it is done; the same command with --resume
-keeps those that --out holds, and goes on with occasions.
+64x64-own-stop is a whole rollout: its rows end where the actor ends them, at 512 tokens at the
+latest, with weights and the smallest batch of config, and the picture shows its active rows, chosen
+nodes and tokens/s over time. On a CPU, an engine of 64 rows has 17,000 memory maps, and there are
+more of them than Linux allows at first: `sysctl -w vm.max_map_count=1048576`. Each cell is written
+when it is done; the same command with --resume keeps those that --out holds, and goes on with
+occasions.
 """
 
 import dataclasses
@@ -50,7 +51,7 @@ from bench import (
     results,
     show,
 )
-from bench.controller_cells import Cell
+from bench.controller_cells import Cell, Sizes
 from bench.controller_shape import Shape
 from bench.timing import Left
 from interrupt import stops
@@ -109,11 +110,11 @@ def _main(config: Config) -> int:
             loads=result["loads"])
     occasions = OCCASIONS.value
     todo = [cell for cell in cells if cell.name not in result["cases"]]
-    shapes: dict[tuple[int, int], Shape] | None = {} if small else None  # to be timed again
+    shapes: dict[Sizes, Shape] | None = {} if small else None  # to be timed again
     left = Left(len(todo))
-    for (rows, context), of_shape in by_shape(todo).items():
-        _say(f"{rows} rows, context {context}: compiling and measuring")
-        shape = bench.shape(rows, context)
+    for sizes, of_shape in by_sizes(todo).items():
+        _say(f"{sizes[0]} rows, context {sizes[1]}: compiling and measuring")
+        shape = bench.shape(*sizes)
         for cell in of_shape:
             done = sum(other.name in result["cases"] for other in cells)
             _say(f"{cell.name}, cell {done + 1} of {len(cells)}, {left}")
@@ -126,7 +127,7 @@ def _main(config: Config) -> int:
             left.finished(1)
         if shapes is not None and occasions > 1:
             shape.keep(["budget"])
-            shapes[rows, context] = shape
+            shapes[sizes] = shape
         del shape
         jax.clear_caches()
     while fought_again(bench, shapes, cells, result, occasions, out):
@@ -137,24 +138,24 @@ def _main(config: Config) -> int:
     return 0
 
 
-def by_shape(cells: list[Cell]) -> dict[tuple[int, int], list[Cell]]:
-    """The cells of each number of rows and context, which share engines."""
-    found: dict[tuple[int, int], list[Cell]] = {}
+def by_sizes(cells: list[Cell]) -> dict[Sizes, list[Cell]]:
+    """The cells that share engines."""
+    found: dict[Sizes, list[Cell]] = {}
     for cell in cells:
-        found.setdefault((cell.rows, cell.context), []).append(cell)
+        found.setdefault(cell.sizes, []).append(cell)
     return found
 
 
 def fought_again(bench: controller_models.Bench,
-                 shapes: dict[tuple[int, int], Shape] | None, cells: list[Cell],
+                 shapes: dict[Sizes, Shape] | None, cells: list[Cell],
                  result: dict[str, Any], occasions: int, out: Path) -> bool:
     """Times budget against the best fixed setting of each cell that is not known yet once more;
     whether there was any. Shapes that are missing are made, and kept if `shapes` is a place."""
     cases = result["cases"]
     todo = [c for c in cells if controller_stats.uncertain(cases[c.name], occasions, PRECISE.value)]
     left = Left(len(todo))
-    for (rows, context), of_shape in by_shape(todo).items():
-        shape = (shapes or {}).get((rows, context)) or bench.shape(rows, context, ["budget"])
+    for sizes, of_shape in by_sizes(todo).items():
+        shape = (shapes or {}).get(sizes) or bench.shape(*sizes, ["budget"])
         shape.price_rounds()
         for cell in of_shape:
             case = cases[cell.name]
@@ -172,7 +173,7 @@ def fought_again(bench: controller_models.Bench,
             results.write(out, result)
             left.finished(1)
         if shapes is not None:
-            shapes[rows, context] = shape
+            shapes[sizes] = shape
         del shape
         jax.clear_caches()
     return bool(todo)

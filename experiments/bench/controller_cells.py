@@ -8,12 +8,15 @@ from specrl_jax.config import Config, ConfigError
 from specrl_jax.control import respec
 
 LENGTHS = ("uniform", "heavy")
+STOP = "stop"
 DEPTH = 4
+Sizes = tuple[int, int, bool]
+"""What cells have in common that share engines: rows, context, whether rows end at stop tokens."""
 
 
 class Cell(NamedTuple):
     """`corruption` is that of replayed streams; None drafts with config.spec.drafter. `lengths` are
-    one of LENGTHS, or `stop`: rows end at stop tokens, wherever the actor says them."""
+    one of LENGTHS, or STOP: rows end at stop tokens, wherever the actor says them."""
 
     rows: int
     context: int
@@ -25,12 +28,16 @@ class Cell(NamedTuple):
         drafter = "own" if self.corruption is None else f"{self.corruption:g}"
         return f"{self.rows}x{self.context}-{drafter}-{self.lengths}"
 
+    @property
+    def sizes(self) -> Sizes:
+        return self.rows, self.context, self.lengths == STOP
+
 
 SMALL = tuple(Cell(rows, context, corruption, lengths)
               for rows in (1, 4, 16, 64) for context in (64, 1024)
               for corruption in (0.0, 0.4, 1.0) for lengths in LENGTHS)
 SMOLLM2 = tuple(Cell(rows, 64, None, lengths) for rows in (1, 4, 16) for lengths in LENGTHS) + (
-    Cell(4, 512, None, "heavy"), Cell(64, 64, None, "heavy"), Cell(64, 64, None, "stop"))
+    Cell(4, 512, None, "heavy"), Cell(64, 64, None, "heavy"), Cell(64, 64, None, STOP))
 
 
 def pick(cells: Sequence[Cell], names: Sequence[str]) -> list[Cell]:
@@ -46,18 +53,18 @@ def pick(cells: Sequence[Cell], names: Sequence[str]) -> list[Cell]:
     return [known[name] for name in names] if names else list(cells)
 
 
-def shaped(config: Config, rows: int, context: int, group: int, drafter: str, policy: str
-           ) -> Config:
+def shaped(config: Config, rows: int, context: int, group: int, drafter: str, policy: str,
+           stops: bool) -> Config:
     """`config` for one number of rows and context.
 
-    All rows weigh alike: they end at their limits, so that weights would be an oracle's. Limits do
-    tell policies how much is to come when a rollout begins; only where rows end at stop tokens they
-    do not know that.
+    Where rows end at their limits, they weigh alike, as weights would be an oracle's; limits do
+    tell policies how much is to come when a rollout begins. Where they end at stop tokens, `stops`,
+    nobody knows that, and weights and the smallest batch are those of `config`.
     """
     new = config.rollout.max_new_tokens
     rollout = dataclasses.replace(
-        config.rollout, batch_size=rows, min_batch=_least(rows), max_prompt_tokens=max(2, context),
-        max_new_tokens=2 * new)
+        config.rollout, batch_size=rows, max_prompt_tokens=max(2, context), max_new_tokens=2 * new,
+        min_batch=min(config.rollout.min_batch, rows) if stops else _least(rows))
     branch = 1 if drafter == "replay" else config.spec.max_branch
     spec = dataclasses.replace(
         config.spec, drafter=drafter, history_past=group, max_steps=DEPTH, max_branch=branch,
@@ -66,7 +73,7 @@ def shaped(config: Config, rows: int, context: int, group: int, drafter: str, po
     settings = respec.settings_of(config.control.settings, DEPTH, branch, spec.max_nodes)
     accept = tuple(1.0 for _ in settings) if policy == "oracle" else ()
     control = dataclasses.replace(config.control, policy=policy, min_survival=0.0, accept=accept,
-                                  length_weight=0.0)
+                                  length_weight=config.control.length_weight if stops else 0.0)
     return dataclasses.replace(config, rollout=rollout, spec=spec, control=control)
 
 

@@ -22,6 +22,7 @@ SMALL = Architecture(vocab_size=8192, hidden_size=768, intermediate_size=2048, n
 SMALL_TOKENS = {1: 192, 4: 96, 16: 48, 64: 24}  # of a uniform row, by rows
 LOADS = {"small": 8, "smollm2": 32}  # other noise, and prompts where there are as many
 SMOLLM2_TOKENS = {1: 96, 4: 96, 16: 64, 64: 128}  # half of what a row of another length may have
+STOPPED_TOKENS = 256  # half of what a row may have that ends at a stop token
 
 
 class Bench:
@@ -39,12 +40,14 @@ class Bench:
         self.drafter, self.prompts, self.counter = drafter, prompts, CompilationCounter()
         self.tokens, self.policies = tokens, policies
 
-    def shape(self, rows: int, context: int, policies: Sequence[str] | None = None) -> Shape:
-        """Its policies are those of the bench if not given."""
+    def shape(self, rows: int, context: int, stops: bool, policies: Sequence[str] | None = None
+              ) -> Shape:
+        """Its policies are those of the bench if not given. If `stops`, rows end at stop tokens."""
         config = dataclasses.replace(self.config, rollout=dataclasses.replace(
-            self.config.rollout, max_new_tokens=self.tokens[rows]))
+            self.config.rollout, max_new_tokens=STOPPED_TOKENS if stops else self.tokens[rows]))
         return Shape(config, self.source, self.params, self._loads(rows, context), self.stop,
-                     self.drafter, self.policies if policies is None else policies, self.counter)
+                     self.drafter, self.policies if policies is None else policies, self.counter,
+                     stops)
 
     def _loads(self, rows: int, context: int) -> list[list[list[int]]]:
         """One prompt for all rows, or real ones; several behind each other for a long context.

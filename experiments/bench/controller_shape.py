@@ -49,12 +49,14 @@ class Shape:
       loads: token ids of all rows, of one rollout after the other, at least two; where they are
         equal, rows are samples of one prompt. One half chooses and teaches, the other is timed.
       stop: tokens that end a response.
+      stops: of its cells rows end there, and not at limits.
     """
 
     def __init__(self, config: Config, source: Source, params: Any,
                  loads: Sequence[Sequence[Sequence[int]]], stop: Sequence[int], drafter: str,
-                 policies: Sequence[str], counter: CompilationCounter) -> None:
-        self.config, self.counter, self.rows = config, counter, len(loads[0])
+                 policies: Sequence[str], counter: CompilationCounter, stops: bool = False
+                 ) -> None:
+        self.config, self.counter, self.rows, self.stops = config, counter, len(loads[0]), stops
         self._said: dict[tuple[str, int], np.ndarray] = {}  # by lengths and load
         self._replays = drafter == "replay"  # others must not know what they will say
         self._maps = 0  # of an engine's programs, the most so far
@@ -88,7 +90,7 @@ class Shape:
                 f"with `sysctl -w vm.max_map_count={4 * most}`")
         sampler = Sampler(
             shaped(config, self.rows, max(len(prompt) for load in self.loads for prompt in load),
-                   self.group, drafter, policy),
+                   self.group, drafter, policy, self.stops),
             source.arch, self.stop, sharding.make_mesh(config.mesh), prompts=len(self.loads[0]),
             group=self.group, tokenizer=source.tokenizer, warn=lambda text: None)
         sampler.publish(params, 0)

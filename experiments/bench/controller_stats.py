@@ -1,5 +1,6 @@
 """What timed arms say: the best fixed setting without its luck, ratios, and a picture."""
 
+import itertools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -10,6 +11,8 @@ from matplotlib.figure import Figure
 from scipy.special import stdtrit
 
 from specrl_jax.intervals import LEVEL
+
+from .controller_cells import STOP
 
 POLICIES = ("budget", "respec", "bandit", "oracle")
 COLORS = {"budget": "#4269d0", "respec": "#efb118", "bandit": "#ff725c", "oracle": "#3ca951"}
@@ -135,7 +138,7 @@ def summarize(cells: Mapping[str, Any]) -> dict[str, Any]:
     cell, that a policy takes more.
     """
     found: dict[str, Any] = {}
-    cells = {name: cell for name, cell in cells.items() if cell["cell"]["lengths"] != "stop"}
+    cells = {name: cell for name, cell in cells.items() if cell["cell"]["lengths"] != STOP}
     for name in POLICIES:
         of = {key: cell["arms"][name] for key, cell in cells.items() if name in cell["arms"]}
         if not of:
@@ -230,23 +233,24 @@ def draw(cells: Mapping[str, Any], path: Path) -> None:
 
 
 def draw_trace(axes: Any, cells: Mapping[str, Any]) -> None:
-    """Active rows, verified tokens and tokens per second of budget, in the rollout whose rows end
-    at stop tokens; else in the largest heavy-tailed one."""
+    """Active rows, chosen nodes of all rows and tokens per second of budget, launch by launch, in
+    the rollout whose rows end at stop tokens; else in the largest heavy-tailed one."""
     heavy = [c for c in cells.values() if c["cell"]["lengths"] != "uniform"
              and c.get("explained", {}).get("budget")]
     if not heavy:
         axes.set_visible(False)
         return
-    cell = max(heavy, key=lambda c: (c["cell"]["lengths"] == "stop", c["cell"]["rows"],
+    cell = max(heavy, key=lambda c: (c["cell"]["lengths"] == STOP, c["cell"]["rows"],
                                      -(c["cell"]["corruption"] or 0)))
     told = cell["explained"]["budget"]
     seconds = [launch["seconds"] for launch in told["time/launches"]]
-    began = [sum(seconds[:i]) for i in range(len(seconds))]
+    edges = [0.0, *itertools.accumulate(seconds)]
     launches = told["control/launches"]
-    axes.step(began, [one["live"] for one in launches], where="post", label="active rows")
-    axes.step(began, [one["width"] for one in launches], where="post", label="tokens verified")
-    axes.step(began, [one["tokens"] / s for one, s in zip(launches, seconds, strict=True)],
-              where="post", label="tokens/s")
+    for label, values in (
+            ("active rows", [one["live"] for one in launches]),
+            ("chosen nodes", [one["live"] * one["nodes"] for one in launches]),
+            ("tokens/s", [one["tokens"] / s for one, s in zip(launches, seconds, strict=True)])):
+        axes.stairs(values, edges, baseline=None, label=label)
     axes.set_yscale("log")
     axes.set_xlabel("seconds")
     axes.set_title(f"budget, {cell['cell']['rows']} rows, context {cell['cell']['context']}",

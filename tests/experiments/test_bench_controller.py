@@ -197,14 +197,28 @@ def test_the_oracle_is_taught_in_the_order_of_its_settings_and_batches() -> None
     assert own.gain.tolist() == [[1.0, 1.0, 1.0], [2.0, 3.0, 4.0]]  # of two rows, then of four
 
 
+def test_rows_have_weights_only_where_nobody_knows_when_they_end() -> None:
+    config = Config(rollout=RolloutConfig(min_batch=8), control=ControlConfig(length_weight=0.25))
+    limited, stopped = (controller_cells.shaped(config, 64, 40, 1, "eagle", "budget", stops)
+                        for stops in (False, True))
+    assert (limited.control.length_weight, limited.rollout.min_batch) == (0, 16)
+    assert (stopped.control.length_weight, stopped.rollout.min_batch) == (0.25, 8)
+    assert [cell.sizes for cell in controller_cells.SMOLLM2][-2:] == [
+        (64, 64, False), (64, 64, True)]
+
+
 def test_a_rollout_until_stop_tokens_is_what_the_picture_shows() -> None:
-    told = {"time/launches": [{"seconds": 1.0}],
-            "control/launches": [{"live": 8, "width": 8, "tokens": 8}]}
+    told = {"time/launches": [{"seconds": 1.0}, {"seconds": 2.0}],
+            "control/launches": [{"live": 8, "nodes": 1, "tokens": 8},
+                                 {"live": 2, "nodes": 5, "tokens": 12}]}
     cases = {name: {"cell": Cell(rows, 64, None, lengths)._asdict(), "explained": {"budget": told}}
              for name, rows, lengths in (("a", 64, "heavy"), ("b", 32, "stop"))}
     axes = Figure().subplots()
     controller_stats.draw_trace(axes, cases)
     assert axes.get_title() == "budget, 32 rows, context 64"
+    assert {drawn.get_label(): drawn.get_data().values.tolist() for drawn in axes.patches} == {
+        "active rows": [8, 2], "chosen nodes": [8, 10], "tokens/s": [8, 6]}
+    assert axes.patches[0].get_data().edges.tolist() == [0, 1, 3]
 
 
 def test_the_time_left_follows_what_was_done(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -355,7 +369,7 @@ from bench.controller_cells import Cell
 flags.FLAGS(sys.argv)
 done, run = [], SimpleNamespace(seconds=1.0, compilations=0)
 
-def shape(rows, context, policies):
+def shape(rows, context, stops, policies):
     done.append(f"{rows} made for {policies}")
     return SimpleNamespace(price_rounds=lambda: done.append(f"{rows} priced"))
 
@@ -371,7 +385,7 @@ cases = {cell.name: first | {"cell": cell._asdict(), "equal_tokens": {"budget": 
 result = {"cases": cases, "command": "other", "machine": "its"}
 shapes = None if sys.argv[-1] == "anew" else {}
 if sys.argv[-1] == "keep":
-    shapes[4, 64] = shape(4, 64, "all")
+    shapes[4, 64, False] = shape(4, 64, False, "all")
 while script.fought_again(SimpleNamespace(shape=shape), shapes, cells, result, 3, None):
     pass
 told = {(case["command"], case["later_command"], case["later_machine"]) for case in cases.values()}
