@@ -80,6 +80,45 @@ def test_shapes_of_a_state_never_change(policy: str) -> None:
         assert np.shape(a) == np.shape(b) and np.asarray(a).dtype == np.asarray(b).dtype
 
 
+@pytest.mark.parametrize("policy", ["off", "fixed", *ADAPTIVE])
+@pytest.mark.parametrize("seed", range(3))
+def test_no_choice_leaves_the_bounds(policy: str, seed: int) -> None:
+    """Whatever rounds cost, rows are left with and launches have taught, beyond all tables too."""
+    control, rng, ladder = controller(policy), np.random.default_rng(seed), LADDERS[8]
+    plan, keep = alone(control.plan), alone(lambda s, of, spec, tree: control.keep(
+        s, of, spec, tree, ladder))
+    state, drafting = control.init(), 0
+    for turn in range(40):
+        if control.adaptive:
+            state = priced(state, *rng.exponential((0.2, 0.05, 0.2, 0.01)))
+        if control.adaptive and turn % 8 == 7:
+            state = taught(control, state, rng)
+        alive = rng.random(8) < rng.random()
+        of = load(live=alive, length=int(rng.integers(1, 2 * LONGEST)),
+                  left=rng.choice([0.0, 1.0, 30.0, 1e4]), room=rng.integers(1, 12, 8),
+                  weight=rng.uniform(0, 3, 8))
+        spec = plan(state, of)
+        assert 0 <= int(spec.steps) <= DEPTH and 0 <= int(spec.branch) <= 1
+        assert 0 <= int(spec.nodes) <= NODES
+        tree = chains(np.cumprod(rng.random((8, DEPTH)), 1), alive, int(spec.steps))
+        kept, bucket = (np.asarray(a) for a in keep(state, of, spec, tree))
+        assert 0 <= bucket < len(ladder) and kept.sum() <= ladder[bucket].packed
+        assert kept.sum(1).max() <= ladder[bucket].nodes
+        assert not (kept & ~np.asarray(tree.live)).any()
+        np.testing.assert_array_equal(kept[:, 0], alive)
+        drafting += int(spec.steps) > 0
+    assert drafting > 0 or policy == "off"
+
+
+def taught(control: Any, state: Any, rng: np.random.Generator) -> Any:
+    """The state after some rounds, whose launch took any time, and the end of a rollout."""
+    state, _ = drive(control, control.begin(state, 40), [{"accept": rng.random()}] * 12)
+    state = jax.tree.map(np.asarray, state)
+    record = launch(float(rng.exponential(10.0)))
+    record |= control.explain(state, record)
+    return control.end(control.update(state, record), [record], [])
+
+
 def test_a_launch_is_explained_by_its_rounds() -> None:
     control = controller("budget")
     state = priced(control.init(), wide=0.1, step=0.0)
