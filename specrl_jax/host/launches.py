@@ -20,9 +20,10 @@ LAUNCHES, MEASURED = "control/launches", "time/launches"
 def summary(trace: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Metrics of one rollout; {} where the controller explains nothing.
 
-    `time/saved` is what the same tokens were to take without a draft less what they took, and
-    `time/regret` what was lost against the better of that and the best constant depth, launch by
-    launch; in a trial the latter is by the prices that it takes.
+    `time/saved` is what the same tokens were to take without a draft less what they took,
+    `time/spent` what drafts and verifying them were to take beyond plain rounds, by the corrected
+    tables, and `time/regret` what was lost against the better of plain decoding and the best
+    constant depth, launch by launch; in a trial the latter is by the prices that it takes.
     """
     if not trace or "predicted_seconds" not in trace[0]:
         return {}
