@@ -1,5 +1,7 @@
 """A resumed run with a frozen clock equals one that never stopped, whatever its controller."""
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -17,16 +19,39 @@ LEARNS = ("--config.spec.drafter=eagle", "--config.distill.batch=4", "--config.d
           "--config.distill.micro_batch=4", "--config.distill.canary=2", "--config.draft.vocab=256")
 
 
+@pytest.fixture(scope="module")
+def cheap_drafts(tmp_path_factory: pytest.TempPathFactory) -> Callable[[tuple[str, ...]], str]:
+    """The flag of a table, by what drafts, of costs that let drafting pay; else a rollout without a
+    draft would be what is compared."""
+    files: dict[bool, Path] = {}
+
+    def flag(learns: tuple[str, ...]) -> str:
+        if bool(learns) not in files:
+            workdir = tmp_path_factory.mktemp("costs")
+            file = files[bool(learns)] = workdir / "cost.json"
+            run_training(workdir / "run", f"--config.control.cost_table={file}",
+                         "--config.control.policy=budget", "--config.steps=1", *learns)
+            stored = json.loads(file.read_text())
+            for row in stored["points"]:
+                p = dict(zip(stored["columns"], row, strict=True))
+                wide = p["packed"] / p["rows"] - 1
+                row[-1] = 1e-3 * p["rounds"] * (1 + 0.01 * wide + 0.002 * p["steps"])
+            file.write_text(json.dumps(stored))
+        return f"--config.control.cost_table={files[bool(learns)]}"
+
+    return flag
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("policy, learns", [
     ("budget", ()), ("respec", ()), ("bandit", ()),
     ("budget", (*LEARNS, "--config.distill.when=every_step")),
     ("budget", (*LEARNS, "--config.distill.when=overlap"))])
 def test_a_resumed_run_chooses_what_it_would_have_chosen(
-        policy: str, learns: tuple[str, ...], tmp_path: Path) -> None:
-    table = f"--config.control.cost_table={tmp_path / 'cost.json'}"
-    flags = (f"--config.control.policy={policy}", "--config.control.clock=frozen", table,
-             "--config.checkpoint_every=2", *learns)
+        policy: str, learns: tuple[str, ...], cheap_drafts: Callable[[tuple[str, ...]], str],
+        tmp_path: Path) -> None:
+    flags = (f"--config.control.policy={policy}", "--config.control.clock=frozen",
+             cheap_drafts(learns), "--config.checkpoint_every=2", *learns)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     run_training(whole, *flags, "--config.steps=4")
     for steps in (2, 4):
@@ -35,6 +60,7 @@ def test_a_resumed_run_chooses_what_it_would_have_chosen(
     told = [[{name: value for name, value in row.items() if not name.startswith(UNEQUAL)}
              for row in read_metrics(workdir)] for workdir in (whole, parts)]
     assert told[0] == told[1] and told[0][-1]["control/launches"]
+    assert all(sum(row["rollout/drafted"] for row in half) for half in (told[0][:2], told[0][2:]))
     for row in read_metrics(parts):  # by the controller's table, after a resume as before
         took = sum(launch["seconds"] for launch in row["time/launches"])
         assert row["time/saved"] == pytest.approx(row["control/off_seconds"] - took, abs=1e-3)
