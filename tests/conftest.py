@@ -1,5 +1,6 @@
 """Strictness and isolation of all tests: 8 fake devices, no silent broadcasting, no user files."""
 
+import gc
 import importlib.metadata
 import os
 import tempfile
@@ -23,8 +24,25 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
+# Tracing makes many objects that live on; Python's collector would look at all of them again and
+# again: a tenth to a seventh of the time of tests.
+gc.set_threshold(100_000, 20, 50)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 MEMORY_MAPS = 25_000  # Linux allows 65,530; XLA crashes where a program gets none
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--turn", metavar="I/N", help="leaves out long tests but for every N-th, "
+                     "beginning at I (0 .. N - 1); all of them run in N turns")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if turn := config.getoption("--turn"):
+        index, turns = map(int, turn.split("/"))
+        long = [item for item in items if item.get_closest_marker("long")]
+        others = [item for i, item in enumerate(long) if i % turns != index]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if item not in others]
 
 
 @pytest.fixture(autouse=True)

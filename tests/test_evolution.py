@@ -105,6 +105,7 @@ def frozen(tmp_path_factory: Any) -> tuple[Trainer, Path]:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("when", MODES)
 def test_whatever_the_mode_the_actor_is_the_same_and_a_run_resumes_exactly(
         when: str, frozen: Any, tmp_path: Path) -> None:
@@ -147,6 +148,7 @@ def test_whatever_the_mode_the_actor_is_the_same_and_a_run_resumes_exactly(
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("loss", [loss for loss in LOSSES if loss != DistillConfig().loss])
 def test_whatever_the_loss_and_weights_the_actor_is_the_same(
         loss: str, frozen: Any, tmp_path: Path) -> None:

@@ -46,6 +46,7 @@ def test_is_stored_without_outputs(path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @notebooks
 def test_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, folder in (("TMPDIR", "runs"), ("IPYTHONDIR", "ipython"),

@@ -20,7 +20,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 COMMANDS = (
     'pip install -c constraints.txt -e ".[quickstart]" && python experiments/train.py',
-    'pip install -c constraints.txt -e ".[test]" && python -m pytest',
+    'pip install -c constraints.txt -e ".[test]" && python -m pytest -n 2 --dist loadfile',
 )
 PRESETS = sorted((ROOT / "experiments" / "configs").glob("*.py"))
 PYTHONS = {"constraints.txt": ("3.11", "3.12", "3.13"), "constraints-0.11.txt": ("3.12",)}

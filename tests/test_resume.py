@@ -71,6 +71,7 @@ def whole(tmp_path_factory: Any) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_run_killed_at_random_moments_equals_one_that_was_not(
         whole: Path, tmp_path: Path) -> None:
     rng, workdir = random.Random(0), tmp_path / "run"
@@ -131,6 +132,7 @@ def test_a_run_with_damaged_checkpoints_ends_as_if_they_were_not(
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_run_that_is_stopped_says_how_to_go_on(tmp_path: Path, number: signal.Signals) -> None:
     workdir = tmp_path / "run"
@@ -162,6 +164,7 @@ def without_commits(workdir: Path) -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_speculation_and_order_change_no_line_but_the_commits(tmp_path: Path) -> None:
     variants = {
         "history": (), "off": ("--config.spec.drafter=off",),

@@ -59,6 +59,7 @@ def single() -> tuple[Rollout, Any, Any]:
 
 @needs_8
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("mesh", MESHES)
 def test_tokens_and_gradients_are_those_of_one_device(single: Any, mesh: str) -> None:
     want, gradient, alone = single
@@ -95,6 +96,7 @@ def assert_lie_where_declared(trainer: Trainer, params: Any, rules: Any) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_two_processes_write_what_one_does(tmp_path: Path) -> None:
     """Over loopback, two devices each; rows are refilled and compacted in every shard."""
     with socket.socket() as free:
@@ -126,6 +128,7 @@ def test_two_processes_write_what_one_does(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @needs_8
 @pytest.mark.parametrize("rule", ["match", "rejection"])
 def test_shards_that_truncate_and_shards_that_do_not_wait_for_nobody(rule: str) -> None:

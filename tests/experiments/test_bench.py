@@ -210,6 +210,7 @@ def test_a_plain_case(setting):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name, policy", [("uniform", "budget"), ("heavy", "fixed")])
 def test_a_case_with_a_drafter(setting, name, policy, tmp_path):
     control = ControlConfig(policy=policy, cost_table=str(tmp_path / "cost.json"))

@@ -413,6 +413,7 @@ def test_engines_are_kept_or_made_anew_for_each_occasion(tmp_path: Path, engines
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_script_resumes_by_cell(command: Any, tmp_path: Path) -> None:
     """What is there stays as it is; what is added names the command and machine it is of."""
     out = tmp_path / "cells.json"

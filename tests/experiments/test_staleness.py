@@ -212,6 +212,7 @@ def test_the_plan_tells_what_is_missing(command: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_arms_and_seeds_are_added_to_the_file(command: Any, tmp_path: Path) -> None:
     """A second command runs what the first left, a bug is stamped, and a head must be the same;
     one that is given is not trained."""

@@ -95,6 +95,7 @@ def trees(params, plain):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("policy", ["fixed", "respec", "bandit", "budget", "oracle"])
 def test_policies_change_no_bit(params, plain, policy):
     """With made-up costs, by which drafting pays."""

@@ -39,7 +39,8 @@ SETTINGS = {"plain": (1.0, 0, 1.0), "truncated": (0.8, 9, 0.85)}
 def some(rules: Sequence[str]) -> Any:
     """A test under each of these rules: most are slow, since each compiles an engine."""
     return pytest.mark.parametrize("rule", [
-        rule if rule.startswith("rejection") else pytest.param(rule, marks=pytest.mark.slow)
+        rule if rule.startswith("rejection") else pytest.param(
+            rule, marks=[pytest.mark.slow, pytest.mark.long])
         for rule in rules])
 
 
