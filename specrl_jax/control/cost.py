@@ -109,18 +109,15 @@ def bucket_for(table: Table, packed: Array) -> Array:
 
 
 def points(ladders: Ladders, longest: int, depth: int, reads: bool
-           ) -> tuple[list[Point], list[Point], list[Point]]:
-    """What a fit needs, what it can do without, and what it is tested on.
-
-    A round of a larger bucket drafts, as in use. What it takes beyond a smaller one is linear in
-    the context, as attention is, so contexts between the ends are only there against noise.
+           ) -> tuple[list[Point], list[Point]]:
+    """What a fit needs, and what it is tested on. A round of a larger bucket drafts, as in use.
 
     Args:
       reads: whether the drafter must read what it missed. It misses the middle one of the measured
         contexts: of a few positions the noise of two launches would become that of long prompts.
     """
-    grid, fit, spare, held = contexts(longest), [], [], []
-    middle, ends = grid[len(grid) // 2], sorted({grid[0], grid[-1]})
+    grid, fit, held = contexts(longest), [], []
+    middle = grid[len(grid) // 2]
     for rows, buckets in ladders.items():
         narrow, *wider = (b.packed for b in buckets)
         between = int(round((grid[0] * grid[-1]) ** 0.5)) if len(grid) < 3 else int(
@@ -129,16 +126,15 @@ def points(ladders: Ladders, longest: int, depth: int, reads: bool
         fit.append(Point(rows, narrow, grid[0], 0, 0, 1))
         held.append(Point(rows, narrow, between, 0, 0, ROUNDS))
         if wider:
-            drafted = [Point(rows, w, c, 1, 0, ROUNDS) for w in (narrow, *wider) for c in grid]
+            fit += [Point(rows, w, c, 1, 0, ROUNDS) for w in (narrow, *wider) for c in grid]
             if reads:
-                fit += [Point(rows, narrow, middle, 1, missed, ROUNDS) for missed in (0, middle)]
-            fit += [p for p in drafted if p.context in ends and p not in fit]
-            spare += [p for p in drafted if p not in fit]
+                fit.append(Point(rows, narrow, middle, 1, middle, ROUNDS))
             if depth > 1:
-                fit += [Point(rows, narrow, c, depth, 0, ROUNDS) for c in ends]
+                fit += [Point(rows, narrow, c, depth, 0, ROUNDS)
+                        for c in sorted({grid[0], grid[-1]})]
             held += {Point(rows, wider[-1], between, 1, 0, ROUNDS),
                      Point(rows, wider[0], between, (depth + 1) // 2, 0, ROUNDS)}
-    return fit, spare, held
+    return fit, held
 
 
 def steady(runs: Sequence[Run], reference: Point) -> dict[Point, float]:
@@ -167,29 +163,23 @@ def fit(measured: Mapping[Point, float], ladders: Ladders, longest: int, depth: 
 def _fit_rows(measured: Mapping[Point, float], rows: int, table: Table, depth: int) -> Table:
     grid, widths = [int(c) for c in table.context], [int(w) for w in table.packed]
 
-    def seconds(packed: int, steps: int) -> dict[int, float]:
-        """Of a launch by context, where it was measured."""
-        at = ((c, Point(rows, packed, c, steps, 0, ROUNDS)) for c in grid)
-        return {c: measured[point] for c, point in at if point in measured}
-
-    def more(one: dict[int, float], other: dict[int, float]) -> np.ndarray:
-        """What a round of one takes beyond one of the other, linear between measured contexts."""
-        at = [c for c in grid if c in one and c in other]
-        return np.interp(grid, at, [one[c] - other[c] for c in at]) / ROUNDS
+    def seconds(packed: int, steps: int, at: Sequence[int] = grid) -> np.ndarray:
+        return np.asarray([measured[Point(rows, packed, c, steps, 0, ROUNDS)] for c in at])
 
     # What a launch takes besides its rounds, with its one decision.
     one = measured[Point(rows, widths[0], grid[0], 0, 0, 1)]
-    still = seconds(widths[0], 0)
-    launch = max(0.0, one - (still[grid[0]] - one) / (ROUNDS - 1))
-    plain = (np.asarray([still[c] for c in grid]) - launch) / ROUNDS
+    launch = max(0.0, one - (seconds(widths[0], 0)[0] - one) / (ROUNDS - 1))
+    plain = (seconds(widths[0], 0) - launch) / ROUNDS
     verify, draft, catch_up = plain[None], np.zeros_like(table.draft), 0.0
     if len(widths) > 1:
-        shallow = seconds(widths[0], 1)
-        verify = np.stack([plain, *(plain + more(seconds(w, 1), shallow) for w in widths[1:])])
-        asked, extra = [1], [more(shallow, still)]
+        wider = [(seconds(w, 1) - seconds(widths[0], 1)) / ROUNDS for w in widths[1:]]
+        verify = np.stack([plain, *(plain + more for more in wider)])
+        asked, extra = [1], [(seconds(widths[0], 1) - seconds(widths[0], 0)) / ROUNDS]
         if depth > 1:
+            ends = sorted({grid[0], grid[-1]})
+            deeper = (seconds(widths[0], depth, ends) - seconds(widths[0], 1, ends)) / ROUNDS
             asked.append(depth)
-            extra.append(extra[0] + more(seconds(widths[0], depth), shallow))
+            extra.append(extra[0] + np.interp(grid, ends, deeper))
         extra = isotonic(np.maximum(0.0, extra))
         draft = np.stack([np.interp(np.arange(depth + 1), [0, *asked], [0, *column])
                           for column in extra.T], 1)

@@ -4,7 +4,6 @@ import dataclasses
 import json
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -25,13 +24,13 @@ def truth(point: Point) -> float:
 
 def measured(noise: float = 0.0) -> dict[Point, float]:
     rng = np.random.default_rng(0)
-    launches = (p for of in cost.points(LADDERS, LONGEST, DEPTH, True) for p in of)
-    return {p: truth(p) * float(np.exp(noise * rng.standard_normal())) for p in launches}
+    fit, held = cost.points(LADDERS, LONGEST, DEPTH, True)
+    return {p: truth(p) * float(np.exp(noise * rng.standard_normal())) for p in (*fit, *held)}
 
 
 def test_a_fit_finds_the_parts_and_its_error_is_that_of_held_out_launches() -> None:
     found = measured()
-    fit, spare, held = cost.points(LADDERS, LONGEST, DEPTH, True)
+    fit, held = cost.points(LADDERS, LONGEST, DEPTH, True)
     assert not set(fit) & set(held) and {p.rows for p in held} == set(LADDERS)
     tables = cost.fit({p: found[p] for p in fit}, LADDERS, LONGEST, DEPTH)
     assert float(tables["8"].launch) == pytest.approx(3e-4, rel=1e-3)
@@ -46,33 +45,16 @@ def test_a_fit_finds_the_parts_and_its_error_is_that_of_held_out_launches() -> N
     assert cost.error(tables, one, held) == pytest.approx(0.5 / len(held), abs=0.02)
 
 
-def test_contexts_between_the_ends_are_there_against_noise_alone() -> None:
-    """What a wider bucket and a draft take is linear in the context, in attention and in a fit."""
-    found = measured()
-    fit, spare, _ = cost.points(LADDERS, LONGEST, DEPTH, False)
-    assert {(p.context, p.steps) for p in spare} == {(cost.contexts(LONGEST)[1], 1)}
-    assert {(p.rows, p.packed) for p in spare} == {
-        (rows, b.packed) for rows, of in LADDERS.items() for b in of if len(of) > 1}
-    reading = cost.points(LADDERS, LONGEST, DEPTH, True)
-    assert {p for p in spare if p.packed > p.rows} == set(reading[1]), "what one reads needs one"
-    whole = cost.fit({p: found[p] for p in (*fit, *spare)}, LADDERS, LONGEST, DEPTH)
-    least = cost.fit({p: found[p] for p in fit}, LADDERS, LONGEST, DEPTH)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4), whole, least)
-    noisy = {p: found[p] * (1.2 if p in spare else 1) for p in (*fit, *spare)}
-    slower = cost.fit(noisy, LADDERS, LONGEST, DEPTH)["8"].draft[1]
-    assert (slower / whole["8"].draft[1])[1] > 1.1, "they count where they were measured"
-
-
 def test_what_a_drafter_missed_is_charged_by_a_long_stretch_and_only_to_one_that_reads() -> None:
     """Noise of two launches must not become that of a prompt many times as long."""
     middle = cost.contexts(LONGEST)[1]
-    found, _, _ = cost.points(LADDERS, LONGEST, DEPTH, True)
+    found, _ = cost.points(LADDERS, LONGEST, DEPTH, True)
     assert {p.missed for p in found} == {0, middle}
     slower = {p: truth(p._replace(missed=0)) + 1e-3 * (p.missed > 0) for p in measured()}
     table = cost.fit(slower, LADDERS, LONGEST, DEPTH)["8"]
     assert 0 < float(table.catch_up) * LONGEST <= 1.001e-3 * LONGEST / middle
-    fit, *other = cost.points(LADDERS, LONGEST, DEPTH, False)
-    assert not any(p.missed for of in (fit, *other) for p in of) and set(fit) < set(found)
+    fit, held = cost.points(LADDERS, LONGEST, DEPTH, False)
+    assert not any(p.missed for p in (*fit, *held)) and set(fit) < set(found)
     tables = cost.fit({p: truth(p) for p in fit}, LADDERS, LONGEST, DEPTH)
     assert all(float(table.catch_up) == 0 for table in tables.values())
 
