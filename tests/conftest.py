@@ -38,9 +38,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if turn := config.getoption("--turn"):
-        index, turns = map(int, turn.split("/"))
-        if not 0 <= index < turns:
-            raise pytest.UsageError(f"--turn={turn}: I of I/N must lie in 0 .. N - 1")
+        first, _, last = turn.partition("/")
+        if not (first.isdecimal() and last.isdecimal() and int(first) < int(last)):
+            raise pytest.UsageError(f"--turn={turn}: must be I/N, I one of 0 .. N - 1")
+        index, turns = int(first), int(last)
         long = [item for item in items if item.get_closest_marker("long")]
         others = [item for i, item in enumerate(long) if i % turns != index]
         config.hook.pytest_deselected(items=others)

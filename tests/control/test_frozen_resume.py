@@ -1,7 +1,6 @@
 """A resumed run with a frozen clock equals one that never stopped, whatever its controller."""
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -56,12 +55,8 @@ def test_a_resumed_run_chooses_what_it_would_have_chosen(
              cheap_drafts(learns), "--config.checkpoint_every=2", *learns)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     run_training(whole, *flags, "--config.steps=4")
-    shutil.copytree(whole, parts)
-    shutil.rmtree(parts / "checkpoints" / "4")  # as if it was killed before it saved that
-    run_training(parts, *flags, "--config.steps=4")
-    same = [a["time/step"] == b["time/step"]
-            for a, b in zip(read_metrics(whole), read_metrics(parts), strict=True)]
-    assert same == [True, True, False, False], "it went on where it had saved"
+    for steps in (2, 4):
+        run_training(parts, *flags, f"--config.steps={steps}")
     assert (whole / "samples.jsonl").read_bytes() == (parts / "samples.jsonl").read_bytes()
     told = [[{name: value for name, value in row.items() if not name.startswith(UNEQUAL)}
              for row in read_metrics(workdir)] for workdir in (whole, parts)]
