@@ -4,7 +4,8 @@ A launch takes launch + rounds * (verify + draft) + catch-up. `verify` is a whol
 draft (layers, head, noise, walk, commit) in one bucket, `draft` what drafting to a depth adds to
 it, and a catch-up is what a drafter must first read when it was not asked for some rounds. Plain
 rounds have one decision a launch, which is part of `launch`, drafted ones one each; half of that is
-in `draft`, since a measured launch has two rounds, and what `keep` weighs is not.
+in `draft`, since a measured launch has two rounds, and what `keep` weighs is not. Where rounds are
+long it has one: a decision is nothing beside them, nor can two of them tell what a launch takes.
 Measured are whole launches of the compiled programs that rollouts run, with settings forced.
 """
 
@@ -19,7 +20,7 @@ from specrl_jax.structs import Array
 
 CONTEXTS = 3  # lengths of context that are measured
 SHORTEST = 32  # context
-ROUNDS = 2  # of a measured launch
+ROUNDS = 2  # of a measured launch, where rounds are not long
 UNSEEN = 0.002  # of a plain round: the least that a draft step takes, whatever was measured
 
 
@@ -108,11 +109,13 @@ def bucket_for(table: Table, packed: Array) -> Array:
 # Measuring.
 
 
-def points(ladders: Ladders, longest: int, depth: int, reads: bool
-           ) -> tuple[list[Point], list[Point]]:
+def points(ladders: Ladders, longest: int, depth: int, reads: bool,
+           rounds: Mapping[int, int] | None = None) -> tuple[list[Point], list[Point]]:
     """What a fit needs, and what it is tested on. A round of a larger bucket drafts, as in use.
+    The first launch of each batch size is a plain one, and one has a round less.
 
     Args:
+      rounds: of a launch, 1 or ROUNDS, by batch size; ROUNDS of one that is not there.
       reads: whether the drafter must read what it missed. It misses the middle one of the measured
         contexts: of a few positions the noise of two launches would become that of long prompts.
     """
@@ -120,20 +123,21 @@ def points(ladders: Ladders, longest: int, depth: int, reads: bool
     middle = grid[len(grid) // 2]
     for rows, buckets in ladders.items():
         narrow, *wider = (b.packed for b in buckets)
+        took = (rounds or {}).get(rows, ROUNDS)
         between = int(round((grid[0] * grid[-1]) ** 0.5)) if len(grid) < 3 else int(
             round((grid[-2] * grid[-1]) ** 0.5))
-        fit += [Point(rows, narrow, c, 0, 0, ROUNDS) for c in grid]
-        fit.append(Point(rows, narrow, grid[0], 0, 0, 1))
-        held.append(Point(rows, narrow, between, 0, 0, ROUNDS))
+        fit += [Point(rows, narrow, c, 0, 0, took) for c in grid]
+        fit.append(Point(rows, narrow, grid[0], 0, 0, took - 1))
+        held.append(Point(rows, narrow, between, 0, 0, took))
         if wider:
-            fit += [Point(rows, w, c, 1, 0, ROUNDS) for w in (narrow, *wider) for c in grid]
+            fit += [Point(rows, w, c, 1, 0, took) for w in (narrow, *wider) for c in grid]
             if reads:
-                fit.append(Point(rows, narrow, middle, 1, middle, ROUNDS))
+                fit.append(Point(rows, narrow, middle, 1, middle, took))
             if depth > 1:
-                fit += [Point(rows, narrow, c, depth, 0, ROUNDS)
+                fit += [Point(rows, narrow, c, depth, 0, took)
                         for c in sorted({grid[0], grid[-1]})]
-            held += {Point(rows, wider[-1], between, 1, 0, ROUNDS),
-                     Point(rows, wider[0], between, (depth + 1) // 2, 0, ROUNDS)}
+            held += {Point(rows, wider[-1], between, 1, 0, took),
+                     Point(rows, wider[0], between, (depth + 1) // 2, 0, took)}
     return fit, held
 
 
@@ -153,31 +157,38 @@ def steady(runs: Sequence[Run], reference: Point) -> dict[Point, float]:
     return {point: float(np.exp(np.median(paces) + np.median(of))) for point, of in ratios.items()}
 
 
+def rounds_of(measured: Mapping[Point, float], ladders: Ladders) -> dict[int, int]:
+    """Rounds of each batch size's launches, but for the one that has a round less."""
+    return {rows: max(p.rounds for p in measured if p.rows == rows) for rows in ladders}
+
+
 def fit(measured: Mapping[Point, float], ladders: Ladders, longest: int, depth: int
         ) -> dict[str, Table]:
     """Tables from the seconds of the launches that `points` asks for."""
-    return {rows: _fit_rows(measured, int(rows), table, depth)
+    rounds = rounds_of(measured, ladders)
+    return {rows: _fit_rows(measured, int(rows), table, depth, rounds[int(rows)])
             for rows, table in blank(ladders, longest, depth).items()}
 
 
-def _fit_rows(measured: Mapping[Point, float], rows: int, table: Table, depth: int) -> Table:
+def _fit_rows(measured: Mapping[Point, float], rows: int, table: Table, depth: int, rounds: int
+              ) -> Table:
     grid, widths = [int(c) for c in table.context], [int(w) for w in table.packed]
 
     def seconds(packed: int, steps: int, at: Sequence[int] = grid) -> np.ndarray:
-        return np.asarray([measured[Point(rows, packed, c, steps, 0, ROUNDS)] for c in at])
+        return np.asarray([measured[Point(rows, packed, c, steps, 0, rounds)] for c in at])
 
-    # What a launch takes besides its rounds, with its one decision.
-    one = measured[Point(rows, widths[0], grid[0], 0, 0, 1)]
-    launch = max(0.0, one - (seconds(widths[0], 0)[0] - one) / (ROUNDS - 1))
-    plain = (seconds(widths[0], 0) - launch) / ROUNDS
+    # What a launch takes besides its rounds, with its one decision if these are short.
+    less, whole = (measured[Point(rows, widths[0], grid[0], 0, 0, n)] for n in (rounds - 1, rounds))
+    launch = max(0.0, less - (rounds - 1) * (whole - less))
+    plain = (seconds(widths[0], 0) - launch) / rounds
     verify, draft, catch_up = plain[None], np.zeros_like(table.draft), 0.0
     if len(widths) > 1:
-        wider = [(seconds(w, 1) - seconds(widths[0], 1)) / ROUNDS for w in widths[1:]]
+        wider = [(seconds(w, 1) - seconds(widths[0], 1)) / rounds for w in widths[1:]]
         verify = np.stack([plain, *(plain + more for more in wider)])
-        asked, extra = [1], [(seconds(widths[0], 1) - seconds(widths[0], 0)) / ROUNDS]
+        asked, extra = [1], [(seconds(widths[0], 1) - seconds(widths[0], 0)) / rounds]
         if depth > 1:
             ends = sorted({grid[0], grid[-1]})
-            deeper = (seconds(widths[0], depth, ends) - seconds(widths[0], 1, ends)) / ROUNDS
+            deeper = (seconds(widths[0], depth, ends) - seconds(widths[0], 1, ends)) / rounds
             asked.append(depth)
             extra.append(extra[0] + np.interp(grid, ends, deeper))
         extra = isotonic(np.maximum(0.0, extra))
@@ -186,7 +197,7 @@ def _fit_rows(measured: Mapping[Point, float], rows: int, table: Table, depth: i
         least = np.maximum.accumulate(plain)  # as a draft's context grows its time must not fall
         draft = np.maximum(draft, UNSEEN * np.arange(depth + 1)[:, None] * least)
         middle = grid[len(grid) // 2]
-        read = Point(rows, widths[0], middle, 1, middle, ROUNDS)
+        read = Point(rows, widths[0], middle, 1, middle, rounds)
         if read in measured:  # else the drafter reads nothing
             catch_up = max(0.0, measured[read] - measured[read._replace(missed=0)]) / middle
     return table.replace(verify=np.maximum(isotonic(verify), 1e-9).astype(np.float32),

@@ -31,6 +31,7 @@ MOST = 9  # of them, while all so far took less than
 ENOUGH = 4.0  # seconds
 MUCH = 12.0  # seconds of a batch size, which sweeps after the first are not to pass
 ENDLESS = 2**30  # tokens that a row may say in a measured launch; none is kept beyond T
+LONG = 0.2  # seconds of two plain rounds, above which launches of one are measured
 APART = 2  # launches between two of the reference
 
 
@@ -79,7 +80,9 @@ def priced(engine: Engine, params: Any, drafter_params: Any, path: str, about: M
             cost_file.store(file, wanted, record)
     rows, far, depth = ladders(engine), engine.shapes.longest, engine.machine.drafter.depth
     if jax.process_count() > 1:
-        fit, held = cost.points(rows, far, depth, reads(engine))
+        known = {} if record is None else cost.rounds_of(record.measured, rows)
+        rounds = {size: round(_agreed(float(known.get(size, 0)))) for size in rows}
+        fit, held = cost.points(rows, far, depth, reads(engine), rounds)
         found = dict.fromkeys((*fit, *held), 0.0) if record is None else record.measured
         found = {p: _agreed(found[p]) for p in (*fit, *held)}
         record = Record(found, cost.error(cost.fit(found, rows, far, depth), found, held), 0.0, 0.0)
@@ -112,17 +115,29 @@ def measure(engine: Engine, params: Any, drafter_params: Any) -> Record:
     """Runs every launch that a fit needs, and those that it is tested on."""
     began, before = time.perf_counter(), engine.control
     rows, far, depth = ladders(engine), engine.shapes.longest, engine.machine.drafter.depth
-    fit, held = cost.points(rows, far, depth, reads(engine))
+    reading, tested = reads(engine), []
     state, measured, batch = _blank(engine), {}, engine.shapes.batch
     for size in engine.shapes.batches:
         if size != batch:
             state, batch = _smaller(engine, state, batch, size), size
+        state, rounds = _rounds(engine, params, drafter_params, state, size)
+        fit, held = cost.points({size: rows[size]}, far, depth, reading, {size: rounds})
         state, found = _timed(engine, params, drafter_params, state, {
-            point: _forced(engine, point) for point in (*fit, *held) if point.rows == size})
+            point: _forced(engine, point) for point in (*fit, *held)})
         measured |= found
+        tested += held
     engine.control = before
-    error = cost.error(cost.fit(measured, rows, far, depth), measured, held)
+    error = cost.error(cost.fit(measured, rows, far, depth), measured, tested)
     return Record(measured, error, time.perf_counter() - began, time.time())
+
+
+def _rounds(engine: Engine, params: Any, drafter_params: Any, state: RolloutState, size: int
+            ) -> tuple[RolloutState, int]:
+    """Rounds of the launches to measure: 1 where they are long."""
+    point = Point(size, size, cost.contexts(engine.shapes.longest)[0], 0, 0, cost.ROUNDS)
+    for _ in range(2):  # a program's first launch is no measure
+        state, run = _run(engine, params, drafter_params, state, point, _forced(engine, point))
+    return state, 1 if run.seconds > LONG else cost.ROUNDS
 
 
 def plain(engine: Engine, params: Any, drafter_params: Any, rounds: int) -> dict[int, float]:
@@ -177,7 +192,8 @@ def _timed(engine: Engine, params: Any, drafter_params: Any, state: RolloutState
     reference, which is run between the others (`cost.steady`).
 
     Where more would pass MUCH there are fewer sweeps, at a price: 64 rows of SmolLM2 on two cores
-    took 45 s with 4.4 % of error on held-out launches, and 116 s with 2.5 % in three sweeps.
+    Where more would pass MUCH there are fewer sweeps, at a price: those of 64 rows of SmolLM2 on two
+    cores had 4.4 % of error on held-out launches, and 2.5 % with three sweeps in 2.6 times as long.
     """
     reference, *others = controls
     order = [reference, *(p for i in range(0, len(others), APART)

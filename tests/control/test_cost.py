@@ -22,9 +22,9 @@ def truth(point: Point) -> float:
     return 3e-4 + point.rounds * (verify + draft) + point.missed * 5e-5
 
 
-def measured(noise: float = 0.0) -> dict[Point, float]:
+def measured(noise: float = 0.0, rounds: dict[int, int] | None = None) -> dict[Point, float]:
     rng = np.random.default_rng(0)
-    fit, held = cost.points(LADDERS, LONGEST, DEPTH, True)
+    fit, held = cost.points(LADDERS, LONGEST, DEPTH, True, rounds)
     return {p: truth(p) * float(np.exp(noise * rng.standard_normal())) for p in (*fit, *held)}
 
 
@@ -43,6 +43,31 @@ def test_a_fit_finds_the_parts_and_its_error_is_that_of_held_out_launches() -> N
     assert (np.diff(draft, axis=0) > 0).all(), "no draft is free"
     one = dict(found) | {held[0]: 2 * found[held[0]]}
     assert cost.error(tables, one, held) == pytest.approx(0.5 / len(held), abs=0.02)
+
+
+def test_launches_of_one_round_have_the_same_fit_as_those_of_two() -> None:
+    """Batch sizes differ: rounds of the largest alone may be long."""
+    large = max(LADDERS)
+    once = measured(rounds={large: 1})
+    assert [sum(p.rounds == r for p in once if p.rows == large) for r in (0, 1)] == [
+        sum(p.rounds == r for p in measured() if p.rows == large) for r in (1, cost.ROUNDS)]
+    assert cost.rounds_of(once, LADDERS) == {
+        rows: 1 if rows == large else cost.ROUNDS for rows in LADDERS}
+    one, two = (cost.fit(of, LADDERS, LONGEST, DEPTH) for of in (once, measured()))
+    for name in (f.name for f in dataclasses.fields(cost.Table)):
+        for rows in two:
+            np.testing.assert_allclose(getattr(one[rows], name), getattr(two[rows], name),
+                                       rtol=1e-4, err_msg=name)
+
+
+@pytest.mark.parametrize("buckets, longest", [(1, LONGEST), (1, 8), (2, 8)])
+def test_one_context_and_one_bucket_are_fitted_too(buckets: int, longest: int) -> None:
+    ladders = {rows: of[:buckets] for rows, of in LADDERS.items()}
+    for rounds in (1, cost.ROUNDS):
+        fit, held = cost.points(ladders, longest, DEPTH, True, dict.fromkeys(ladders, rounds))
+        found = {p: truth(p) for p in (*fit, *held)}
+        tables = cost.fit(found, ladders, longest, DEPTH)
+        assert cost.error(tables, found, fit) < 1e-3
 
 
 def test_what_a_drafter_missed_is_charged_by_a_long_stretch_and_only_to_one_that_reads() -> None:

@@ -163,6 +163,34 @@ def test_measured_launches_make_all_their_rounds_where_answers_are_one_token(
     assert all(asked == ran for asked, ran in made)
 
 
+@pytest.mark.parametrize("long", [(), (2,), (4, 2)])
+def test_long_rounds_are_measured_one_a_launch(
+        monkeypatch: pytest.MonkeyPatch, long: tuple[int, ...]) -> None:
+    """By the second launch of each batch size: the first of a program says nothing."""
+    runs: list[cost.Point] = []
+
+    def takes(point: cost.Point) -> float:
+        first = not any(p.rows == point.rows for p in runs)
+        runs.append(point)
+        return 9.0 if first else 1e-3 * point.packed + (probe.LONG if point.rows in long else 0)
+
+    monkeypatch.setattr(probe, "_run", lambda engine, params, own, state, point, control: (
+        state, cost.Run(point, float(len(runs)), takes(point))))
+    monkeypatch.setattr(probe, "_blank", lambda engine: None)
+    monkeypatch.setattr(probe, "_smaller", lambda *args: None)
+    monkeypatch.setattr(probe, "_forced", lambda engine, point: ())
+    monkeypatch.setattr(probe, "reads", lambda engine: True)
+    engine = SimpleNamespace(
+        machine=SimpleNamespace(drafter=SimpleNamespace(nodes=NODES, depth=DEPTH), most=16),
+        shapes=SimpleNamespace(batch=4, batches=(4, 2), longest=64), control=None)
+    record = probe.measure(engine, PARAMS, ())
+    ladders = probe.ladders(engine)
+    rounds = {rows: 1 if rows in long else cost.ROUNDS for rows in (4, 2)}
+    fit, held = cost.points(ladders, 64, DEPTH, True, rounds)
+    assert set(record.measured) == {*fit, *held} <= set(runs)
+    assert cost.rounds_of(record.measured, ladders) == rounds
+
+
 @pytest.mark.parametrize("asked, rounds", [(5, 5), (32, 8)])
 def test_plain_rounds_are_timed_in_launches_as_long_as_a_rollouts(
         monkeypatch: pytest.MonkeyPatch, asked: int, rounds: int) -> None:
