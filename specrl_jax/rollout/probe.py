@@ -191,9 +191,9 @@ def _timed(engine: Engine, params: Any, drafter_params: Any, state: RolloutState
     """Seconds of launches, each under its control, in sweeps over all. The first of them is the
     reference, which is run between the others (`cost.steady`).
 
-    Where more would pass MUCH there are fewer sweeps, at a price: 64 rows of SmolLM2 on two cores
-    Where more would pass MUCH there are fewer sweeps, at a price: those of 64 rows of SmolLM2 on two
-    cores had 4.4 % of error on held-out launches, and 2.5 % with three sweeps in 2.6 times as long.
+    Where more would pass MUCH there are fewer sweeps, at a price: launches of 64 rows of SmolLM2 on
+    two cores had 4.4 % of error where they were held out, and 2.5 % with three sweeps, which took
+    2.6 times as long.
     """
     reference, *others = controls
     order = [reference, *(p for i in range(0, len(others), APART)
