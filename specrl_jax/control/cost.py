@@ -5,7 +5,8 @@ draft (layers, head, noise, walk, commit) in one bucket, `draft` what drafting t
 it, and a catch-up is what a drafter must first read when it was not asked for some rounds. Plain
 rounds have one decision a launch, which is part of `launch`, drafted ones one each; half of that is
 in `draft`, since a measured launch has two rounds, and what `keep` weighs is not. Where rounds are
-long it has one: a decision is nothing beside them, nor can two of them tell what a launch takes.
+long it has one: a decision, then in `verify`, is nothing beside them, and two of them cannot tell
+what a launch takes.
 Measured are whole launches of the compiled programs that rollouts run, with settings forced.
 """
 

@@ -138,8 +138,9 @@ def test_a_launch_finds_the_drafter_one_position_behind_or_as_many_as_it_is_to_h
     assert all(seen == {point.missed or 1} for point, seen in drafting.items())
 
 
+@pytest.mark.parametrize("long, rounds", [(np.inf, {1, cost.ROUNDS}), (-1, {0, 1, cost.ROUNDS})])
 def test_measured_launches_make_all_their_rounds_where_answers_are_one_token(
-        monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch: pytest.MonkeyPatch, long: float, rounds: set[int]) -> None:
     """Else a round would seem cheap that half of a launch never ran."""
     task = make_task(response=1)
     controller = choose.make(ControlConfig(policy="budget"), SPEC, ladders={
@@ -158,21 +159,22 @@ def test_measured_launches_make_all_their_rounds_where_answers_are_one_token(
     monkeypatch.setattr(engine, "launch", spying)
     monkeypatch.setattr(probe, "SWEEPS", 1)
     monkeypatch.setattr(probe, "ENOUGH", 0)
+    monkeypatch.setattr(probe, "LONG", long)
     probe.measure(engine, PARAMS, knobs(0))
-    assert {asked for asked, _ in made} == {1, cost.ROUNDS}
+    assert {asked for asked, _ in made} == rounds
     assert all(asked == ran for asked, ran in made)
 
 
 @pytest.mark.parametrize("long", [(), (2,), (4, 2)])
 def test_long_rounds_are_measured_one_a_launch(
         monkeypatch: pytest.MonkeyPatch, long: tuple[int, ...]) -> None:
-    """By the second launch of each batch size: the first of a program says nothing."""
+    """A program's first launch does not tell, nor does one that another process stalls."""
     runs: list[cost.Point] = []
 
     def takes(point: cost.Point) -> float:
-        first = not any(p.rows == point.rows for p in runs)
         runs.append(point)
-        return 9.0 if first else 1e-3 * point.packed + (probe.LONG if point.rows in long else 0)
+        spoilt = sum(p.rows == point.rows for p in runs) <= 2
+        return 9.0 if spoilt else 1e-3 * point.packed + (probe.LONG if point.rows in long else 0)
 
     monkeypatch.setattr(probe, "_run", lambda engine, params, own, state, point, control: (
         state, cost.Run(point, float(len(runs)), takes(point))))
@@ -189,6 +191,27 @@ def test_long_rounds_are_measured_one_a_launch(
     fit, held = cost.points(ladders, 64, DEPTH, True, rounds)
     assert set(record.measured) == {*fit, *held} <= set(runs)
     assert cost.rounds_of(record.measured, ladders) == rounds
+
+
+@pytest.mark.parametrize("long", [np.inf, -1])
+def test_a_process_without_the_file_has_the_tables_of_process_0(
+        budget: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, long: float) -> None:
+    """By as many broadcasts: one more or less, and the processes would wait for each other."""
+    engine, _ = budget
+    file, told = tmp_path / "costs.json", []
+    monkeypatch.setattr(probe, "LONG", long)
+    probe.priced(engine, PARAMS, knobs(0), str(file), {}, lambda text: None)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(probe.multihost_utils, "broadcast_one_to_all",
+                        lambda mine: told.append(mine) or mine)
+    first, _ = probe.priced(engine, PARAMS, knobs(0), str(file), {}, lambda text: None)
+    left = iter(told)
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    monkeypatch.setattr(probe.multihost_utils, "broadcast_one_to_all", lambda mine: next(left))
+    other, _ = probe.priced(engine, PARAMS, knobs(0), str(tmp_path / "none.json"), {},
+                            lambda text: None)
+    assert not list(left)
+    jax.tree.map(np.testing.assert_array_equal, other.tables, first.tables)
 
 
 @pytest.mark.parametrize("asked, rounds", [(5, 5), (32, 8)])
@@ -271,6 +294,7 @@ def test_costs_are_measured_once(budget: Any, monkeypatch: pytest.MonkeyPatch) -
         assert probe.key(engine, {}) != key
     assert abs(record.when - time.time()) < 3600
     lines.clear()
+    monkeypatch.setattr(probe, "LONG", np.inf)
     ran: set[tuple[int, ...]] = set()
 
     def spying(batch: int, params: Any, own: Any, state: Any, control: Any, **asked: int) -> Any:
