@@ -198,17 +198,17 @@ def test_a_process_without_the_file_has_the_tables_of_process_0(
         budget: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, long: float) -> None:
     """By as many broadcasts: one more or less, and the processes would wait for each other."""
     engine, _ = budget
-    file, told = tmp_path / "costs.json", []
+    own, file, told = knobs(0), tmp_path / "costs.json", []
     monkeypatch.setattr(probe, "LONG", long)
-    probe.priced(engine, PARAMS, knobs(0), str(file), {}, lambda text: None)
+    probe.priced(engine, PARAMS, own, str(file), {}, lambda text: None)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(probe.multihost_utils, "broadcast_one_to_all",
                         lambda mine: told.append(mine) or mine)
-    first, _ = probe.priced(engine, PARAMS, knobs(0), str(file), {}, lambda text: None)
+    first, _ = probe.priced(engine, PARAMS, own, str(file), {}, lambda text: None)
     left = iter(told)
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     monkeypatch.setattr(probe.multihost_utils, "broadcast_one_to_all", lambda mine: next(left))
-    other, _ = probe.priced(engine, PARAMS, knobs(0), str(tmp_path / "none.json"), {},
+    other, _ = probe.priced(engine, PARAMS, own, str(tmp_path / "none.json"), {},
                             lambda text: None)
     assert not list(left)
     jax.tree.map(np.testing.assert_array_equal, other.tables, first.tables)
