@@ -69,12 +69,13 @@ class Sampler:
             group=group, prompt=config.rollout.max_prompt_tokens,
             response=config.rollout.max_new_tokens, shards=shards, depth=drafter.depth,
             min_batch=config.rollout.min_batch)
-        ladders = {rows: bucket_ladder(rows, drafter.nodes, config.spec.max_packed)
+        least = shapes.batches[-1]
+        ladders = {rows: bucket_ladder(rows, drafter.nodes, config.spec.max_packed, rows == least)
                    for rows in shapes.batches}
         controller = choose.make(
             config.control, config.spec, config.draft.mix or (1.0,) * len(drafter.names),
             ladders=ladders, longest=shapes.longest, depth=drafter.depth, seed=config.seed)
-        machine = Machine(arch, drafter, controller, config.spec.max_packed,
+        machine = Machine(arch, drafter, controller, config.spec.max_packed, least,
                           rule=config.spec.rule,
                           truncates=config.rollout.top_k > 0 or config.rollout.top_p < 1)
         if config.model.numerics == "invariant":

@@ -233,7 +233,8 @@ def _by_depth(harvest: Harvest, table: Table, verify: Array, draft: Array, shard
                    for a in (harvest.count.sum(1), jnp.where(known, harvest.mass.sum(1), 0)))
     room = jnp.maximum(table.packed[-1] / jnp.maximum(shard_rows, 1) - 1, 0.0)
     share = jnp.where(nodes > room, room / jnp.maximum(nodes, 1e-6), 1.0)
-    bucket = cost.bucket_for(table, jnp.ceil(shard_rows * (1 + share * nodes) - 1e-3))
+    each = 1 + share * nodes
+    bucket = cost.bucket_for(table, jnp.ceil(shard_rows * each - 1e-3), jnp.ceil(each - 1e-3))
     tokens = rows * (1 + trust(harvest) * share * gain)
     drafts = jnp.where(jnp.arange(draft.shape[0]) > 0, draft, 0.0)
     return jnp.stack([verify[bucket] + drafts, tokens])

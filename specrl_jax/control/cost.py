@@ -53,7 +53,7 @@ class Point(NamedTuple):
     """A launch to measure: settings are forced, and every row stands at `context`."""
 
     rows: int
-    packed: int  # W of the bucket
+    bucket: int  # 0 is plain decoding
     context: int
     steps: int
     missed: int  # positions that the drafter has not read
@@ -101,9 +101,11 @@ def at(table: Table, context: Array) -> tuple[Array, Array]:
     return verify, draft
 
 
-def bucket_for(table: Table, packed: Array) -> Array:
-    """i32[...] the smallest bucket that holds so many tokens; the largest where none does."""
-    fits = packed[..., None] <= table.packed.reshape((1,) * packed.ndim + (-1,))
+def bucket_for(table: Table, packed: Array, nodes: Array) -> Array:
+    """i32[...] the smallest bucket for so many tokens, and nodes of a row; else the largest."""
+    each = (1,) * packed.ndim + (-1,)
+    fits = (packed[..., None] <= table.packed.reshape(each)) & (
+        nodes[..., None] <= table.nodes.reshape(each))
     return jnp.where(fits.any(-1), jnp.argmax(fits, -1), table.packed.shape[0] - 1)
 
 
@@ -123,19 +125,19 @@ def points(ladders: Ladders, longest: int, depth: int, reads: bool,
     grid, fit, held = contexts(longest), [], []
     middle = grid[len(grid) // 2]
     for rows, buckets in ladders.items():
-        narrow, *wider = (b.packed for b in buckets)
+        wider = range(1, len(buckets))
         took = (rounds or {}).get(rows, ROUNDS)
         between = int(round((grid[0] * grid[-1]) ** 0.5)) if len(grid) < 3 else int(
             round((grid[-2] * grid[-1]) ** 0.5))
-        fit += [Point(rows, narrow, c, 0, 0, took) for c in grid]
-        fit.append(Point(rows, narrow, grid[0], 0, 0, took - 1))
-        held.append(Point(rows, narrow, between, 0, 0, took))
+        fit += [Point(rows, 0, c, 0, 0, took) for c in grid]
+        fit.append(Point(rows, 0, grid[0], 0, 0, took - 1))
+        held.append(Point(rows, 0, between, 0, 0, took))
         if wider:
-            fit += [Point(rows, w, c, 1, 0, took) for w in (narrow, *wider) for c in grid]
+            fit += [Point(rows, b, c, 1, 0, took) for b in (0, *wider) for c in grid]
             if reads:
-                fit.append(Point(rows, narrow, middle, 1, middle, took))
+                fit.append(Point(rows, 0, middle, 1, middle, took))
             if depth > 1:
-                fit += [Point(rows, narrow, c, depth, 0, took)
+                fit += [Point(rows, 0, c, depth, 0, took)
                         for c in sorted({grid[0], grid[-1]})]
             held += {Point(rows, wider[-1], between, 1, 0, took),
                      Point(rows, wider[0], between, (depth + 1) // 2, 0, took)}
@@ -173,23 +175,23 @@ def fit(measured: Mapping[Point, float], ladders: Ladders, longest: int, depth: 
 
 def _fit_rows(measured: Mapping[Point, float], rows: int, table: Table, depth: int, rounds: int
               ) -> Table:
-    grid, widths = [int(c) for c in table.context], [int(w) for w in table.packed]
+    grid, buckets = [int(c) for c in table.context], range(len(table.packed))
 
-    def seconds(packed: int, steps: int, at: Sequence[int] = grid) -> np.ndarray:
-        return np.asarray([measured[Point(rows, packed, c, steps, 0, rounds)] for c in at])
+    def seconds(bucket: int, steps: int, at: Sequence[int] = grid) -> np.ndarray:
+        return np.asarray([measured[Point(rows, bucket, c, steps, 0, rounds)] for c in at])
 
     # What a launch takes besides its rounds, with its one decision if these are short.
-    less, whole = (measured[Point(rows, widths[0], grid[0], 0, 0, n)] for n in (rounds - 1, rounds))
+    less, whole = (measured[Point(rows, 0, grid[0], 0, 0, n)] for n in (rounds - 1, rounds))
     launch = max(0.0, less - (rounds - 1) * (whole - less))
-    plain = (seconds(widths[0], 0) - launch) / rounds
+    plain = (seconds(0, 0) - launch) / rounds
     verify, draft, catch_up = plain[None], np.zeros_like(table.draft), 0.0
-    if len(widths) > 1:
-        wider = [(seconds(w, 1) - seconds(widths[0], 1)) / rounds for w in widths[1:]]
+    if len(buckets) > 1:
+        wider = [(seconds(b, 1) - seconds(0, 1)) / rounds for b in buckets[1:]]
         verify = np.stack([plain, *(plain + more for more in wider)])
-        asked, extra = [1], [(seconds(widths[0], 1) - seconds(widths[0], 0)) / rounds]
+        asked, extra = [1], [(seconds(0, 1) - seconds(0, 0)) / rounds]
         if depth > 1:
             ends = sorted({grid[0], grid[-1]})
-            deeper = (seconds(widths[0], depth, ends) - seconds(widths[0], 1, ends)) / rounds
+            deeper = (seconds(0, depth, ends) - seconds(0, 1, ends)) / rounds
             asked.append(depth)
             extra.append(extra[0] + np.interp(grid, ends, deeper))
         extra = isotonic(np.maximum(0.0, extra))
@@ -198,7 +200,7 @@ def _fit_rows(measured: Mapping[Point, float], rows: int, table: Table, depth: i
         least = np.maximum.accumulate(plain)  # as a draft's context grows its time must not fall
         draft = np.maximum(draft, UNSEEN * np.arange(depth + 1)[:, None] * least)
         middle = grid[len(grid) // 2]
-        read = Point(rows, widths[0], middle, 1, middle, rounds)
+        read = Point(rows, 0, middle, 1, middle, rounds)
         if read in measured:  # else the drafter reads nothing
             catch_up = max(0.0, measured[read] - measured[read._replace(missed=0)]) / middle
     return table.replace(verify=np.maximum(isotonic(verify), 1e-9).astype(np.float32),
@@ -222,8 +224,7 @@ def predict(tables: Mapping[str, Table], point: Point) -> float:
     """Seconds of a launch, on the host."""
     table = tables[str(point.rows)]
     verify, draft = (np.asarray(a) for a in at(table, jnp.float32(point.context)))
-    bucket = int(np.searchsorted(np.asarray(table.packed), point.packed))
-    return float(table.launch + point.rounds * (verify[bucket] + draft[point.steps])
+    return float(table.launch + point.rounds * (verify[point.bucket] + draft[point.steps])
                  + point.missed * table.catch_up)
 
 

@@ -133,7 +133,8 @@ def gains(settings: np.ndarray, gives: Array, table: Table, context: Array, rows
       rows: f32[] live rows of a shard.
     """
     verify, draft = cost.at(table, context)
-    bucket = cost.bucket_for(table, rows * jnp.asarray(settings[:, 2], jnp.float32))
+    nodes = jnp.asarray(settings[:, 2], jnp.float32)
+    bucket = cost.bucket_for(table, rows * nodes, nodes)
     return gives * verify[0] / jnp.maximum(verify[bucket] + draft[settings[:, 0]], 1e-9)
 
 

@@ -23,7 +23,7 @@ from specrl_jax.control.cost_file import Record
 from specrl_jax.processor import cores, processor
 from specrl_jax.rollout.engine import Engine
 from specrl_jax.rollout.layout import Request
-from specrl_jax.rollout.round import bucket_ladder
+from specrl_jax.rollout.round import buckets_of
 from specrl_jax.structs import RolloutState
 
 SWEEPS = 3  # over the launches of a batch size: two would have no median
@@ -37,9 +37,7 @@ APART = 2  # launches between two of the reference
 
 def ladders(engine: Engine) -> Ladders:
     """The buckets of every batch size."""
-    machine = engine.machine
-    return {rows: bucket_ladder(rows, machine.drafter.nodes, machine.most)
-            for rows in engine.shapes.batches}
+    return {rows: buckets_of(engine.machine, rows) for rows in engine.shapes.batches}
 
 
 def key(engine: Engine, about: Mapping[str, Any]) -> dict[str, Any]:
@@ -134,7 +132,7 @@ def measure(engine: Engine, params: Any, drafter_params: Any) -> Record:
 def _rounds(engine: Engine, params: Any, drafter_params: Any, state: RolloutState, size: int
             ) -> tuple[RolloutState, int]:
     """Rounds of the launches to measure: 1 where they are long."""
-    point = Point(size, size, cost.contexts(engine.shapes.longest)[0], 0, 0, cost.ROUNDS)
+    point = Point(size, 0, cost.contexts(engine.shapes.longest)[0], 0, 0, cost.ROUNDS)
     for launch in range(3):
         state, run = _run(engine, params, drafter_params, state, point, _forced(engine, point))
         if launch and run.seconds <= LONG:  # a program's first says nothing, nor does one stall
@@ -157,7 +155,7 @@ def plain(engine: Engine, params: Any, drafter_params: Any, rounds: int) -> dict
     for size in engine.shapes.batches:
         if size != batch:
             state, batch = _smaller(engine, state, batch, size), size
-        point = Point(size, size, longest // 2, 0, 0, rounds)
+        point = Point(size, 0, longest // 2, 0, 0, rounds)
         state, seconds = _timed(engine, params, drafter_params, state, {point: control}, SWEEPS)
         found[size] = seconds[point] / point.rounds
     return found
@@ -183,8 +181,7 @@ def _smaller(engine: Engine, state: RolloutState, batch: int, size: int) -> Roll
 
 
 def _forced(engine: Engine, point: Point) -> Adaptive:
-    bucket = [b.packed for b in ladders(engine)[point.rows]].index(point.packed)
-    return engine.control.replace(force=np.asarray([point.steps, bucket], np.int32))
+    return engine.control.replace(force=np.asarray([point.steps, point.bucket], np.int32))
 
 
 def _timed(engine: Engine, params: Any, drafter_params: Any, state: RolloutState,

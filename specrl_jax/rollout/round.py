@@ -45,21 +45,29 @@ class Machine:
     drafter: Drafter
     controller: Controller
     most: int = 64  # tokens that one verification may pack
+    least: int = 0  # batch size that is not made smaller as rows end; see bucket_ladder
     implementation: str | None = None  # of tree attention
     rule: str = "match"  # of verification, one of config.RULES
     invariant: bool = False  # see model/invariant.py
     truncates: bool = False  # whether a row may ask for top-k or top-p
 
 
-def bucket_ladder(batch: int, nodes: int, most: int) -> tuple[Bucket, ...]:
+def bucket_ladder(batch: int, nodes: int, most: int, empties: bool = False) -> tuple[Bucket, ...]:
     """Buckets of a batch, smallest first: plain decoding, then doubling up to `most` tokens.
 
     A forward of 2 to 8 tokens costs about the same, so nothing lies between 1 and 8.
+
+    Args:
+      empties: whether slots stay empty as rows end, as they do in the smallest batch size: then a
+        bucket as wide as plain decoding verifies drafts in their places.
     """
     packed, widest = [batch], min(batch * nodes, most)
     while packed[-1] < widest:
         packed.append(min(max(2 * packed[-1], 8), widest))
-    return tuple(Bucket(w, min(nodes, w - batch + 1)) for w in packed)
+    plain, *wider = (Bucket(w, min(nodes, w - batch + 1)) for w in packed)
+    if empties and wider and batch >= 8:
+        wider.insert(0, Bucket(batch, min(nodes, batch)))
+    return (plain, *wider)
 
 
 def tip_of(state: RolloutState) -> Tip:
@@ -107,7 +115,7 @@ class Turn:
 
 
 def buckets_of(machine: Machine, batch: int) -> tuple[Bucket, ...]:
-    return bucket_ladder(batch, machine.drafter.nodes, machine.most)
+    return bucket_ladder(batch, machine.drafter.nodes, machine.most, batch == machine.least)
 
 
 def turn_of(machine: Machine, state: RolloutState, tree: DraftTree) -> Turn:

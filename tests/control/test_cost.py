@@ -17,7 +17,8 @@ from specrl_jax.control.cost_file import Record
 
 def truth(point: Point) -> float:
     """A device on which all parts are smooth: launch, layers, attention, drafting, catching up."""
-    verify = 1e-3 * max(1.0, point.packed / 12) + 2e-6 * point.rows * point.context
+    packed = LADDERS[point.rows][point.bucket].packed
+    verify = 1e-3 * max(1.0, packed / 12) + 2e-6 * point.rows * point.context
     draft = point.steps * (2e-4 + 1e-7 * point.context)
     return 3e-4 + point.rounds * (verify + draft) + point.missed * 5e-5
 
@@ -95,7 +96,7 @@ def test_a_draft_step_is_no_matter_of_what_launches_of_one_round_take() -> None:
 
 def test_a_slow_phase_and_a_spoilt_run_leave_the_ratios_to_the_reference() -> None:
     """The reference is run around every launch; the machine's pace changes steadily between."""
-    reference, near, far = (cost.Point(4, 4, context, 0, 0, 3) for context in (32, 64, 128))
+    reference, near, far = (cost.Point(4, 0, context, 0, 0, 3) for context in (32, 64, 128))
     takes = {reference: 0.1, near: 0.2, far: 0.3}
     order = [reference, near, far, reference] * 3
     slow = np.exp(np.interp(range(len(order)), [0, 3, 4, 7, 8, 11], [0, 0.9, 1.2, 0, 0.3, 0.6]))
@@ -148,8 +149,10 @@ def test_isotonic_is_the_nearest_in_the_largest_change() -> None:
 
 def test_buckets_hold_what_is_asked_for() -> None:
     table = cost.blank(LADDERS, LONGEST, DEPTH)["8"]
-    found = cost.bucket_for(table, jnp.asarray([1.0, 8.0, 9.0, 32.0, 99.0]))
-    assert found.tolist() == [0, 0, 1, 2, 2]
+    packed, nodes = jnp.asarray([1.0, 8.0, 8.0, 9.0, 32.0, 99.0]), jnp.asarray([1.0, 1, 4, 2, 5, 5])
+    assert cost.bucket_for(table, packed, nodes).tolist() == [0, 0, 1, 1, 2, 2], "no node in roots"
+    empties = table.replace(packed=jnp.asarray([8.0, 8, 16]), nodes=jnp.asarray([1.0, 5, 5]))
+    assert cost.bucket_for(empties, packed, nodes).tolist() == [0, 0, 1, 2, 2, 2]
 
 
 KEY = {"device": "made up", "shapes": {"batch": 8}}

@@ -71,7 +71,7 @@ def _swept(monkeypatch: pytest.MonkeyPatch, seconds: list[float]
     monkeypatch.setattr(probe, "_stage", lambda engine, state, point: state)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(probe.multihost_utils, "broadcast_one_to_all", lambda mine: next(told))
-    points = [cost.Point(rows=rows, packed=4, context=8, steps=0, missed=0, rounds=cost.ROUNDS)
+    points = [cost.Point(rows=rows, bucket=0, context=8, steps=0, missed=0, rounds=cost.ROUNDS)
               for rows in (4, 3, 2, 1)]
     found = probe._timed(engine, PARAMS, (), None, dict.fromkeys(points, ()))[1]
     return runs, list(found.values()), list(told)
@@ -174,7 +174,7 @@ def test_long_rounds_are_measured_one_a_launch(
     def takes(point: cost.Point) -> float:
         runs.append(point)
         spoilt = sum(p.rows == point.rows for p in runs) <= 2
-        return 9.0 if spoilt else 1e-3 * point.packed + (probe.LONG if point.rows in long else 0)
+        return 9.0 if spoilt else 1e-3 * point.rows + (probe.LONG if point.rows in long else 0)
 
     monkeypatch.setattr(probe, "_run", lambda engine, params, own, state, point, control: (
         state, cost.Run(point, float(len(runs)), takes(point))))
@@ -183,7 +183,8 @@ def test_long_rounds_are_measured_one_a_launch(
     monkeypatch.setattr(probe, "_forced", lambda engine, point: ())
     monkeypatch.setattr(probe, "reads", lambda engine: True)
     engine = SimpleNamespace(
-        machine=SimpleNamespace(drafter=SimpleNamespace(nodes=NODES, depth=DEPTH), most=16),
+        machine=SimpleNamespace(drafter=SimpleNamespace(nodes=NODES, depth=DEPTH), most=16,
+                                least=2),
         shapes=SimpleNamespace(batch=4, batches=(4, 2), longest=64), control=None)
     record = probe.measure(engine, PARAMS, ())
     ladders = probe.ladders(engine)
@@ -227,8 +228,8 @@ def test_plain_rounds_are_timed_in_launches_as_long_as_a_rollouts(
     monkeypatch.setattr(probe, "_run", lambda engine, params, drafter, state, point, control: (
         points.append((point, control)), cost.Run(point, 0.0, 1.0)))
     assert probe.plain(engine, PARAMS, (), asked) == {4: 1 / rounds, 2: 1 / rounds}
-    assert [(p.rows, p.packed, p.context, p.rounds, depth) for p, depth in points] == (
-        3 * [(4, 4, 10, rounds, 0)] + 3 * [(2, 2, 10, rounds, 0)])
+    assert [(p.rows, p.bucket, p.context, p.rounds, depth) for p, depth in points] == (
+        3 * [(4, 0, 10, rounds, 0)] + 3 * [(2, 0, 10, rounds, 0)])
 
 
 @pytest.fixture(scope="module")
@@ -313,8 +314,7 @@ def test_costs_are_measured_once(budget: Any, monkeypatch: pytest.MonkeyPatch) -
     rows = probe.ladders(engine)
     wanted = [p for of in cost.points(rows, engine.shapes.longest, DEPTH, False) for p in of]
     assert not any(p.missed for p in record.measured), "a drafter that reads nothing"
-    assert ran == {(p.rows, p.steps, [b.packed for b in rows[p.rows]].index(p.packed), p.context,
-                    p.rounds) for p in wanted}
+    assert ran == {(p.rows, p.steps, p.bucket, p.context, p.rounds) for p in wanted}
     file.write_bytes(stored)
     engine.control = before
 
