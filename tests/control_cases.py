@@ -20,7 +20,7 @@ from specrl_jax.structs import DraftTree, Load
 
 LADDERS = {8: (Bucket(8, 1), Bucket(16, 5), Bucket(32, 5)), 2: (Bucket(2, 1), Bucket(8, 5)),
            64: (Bucket(64, 1),)}
-LADDER = (Bucket(4, 1), Bucket(8, 5), Bucket(16, 7), Bucket(28, 7))
+LADDER = (Bucket(4, 1), Bucket(4, 4), Bucket(8, 5), Bucket(16, 7), Bucket(28, 7))
 LONGEST, DEPTH, NODES = 200, 4, 5
 ADAPTIVE = ("respec", "bandit", "budget", "oracle")
 ACCEPT = (1.5, 1.9, 2.2)  # of the settings 1x1x2, 2x1x3, 4x1x5

@@ -26,7 +26,7 @@ from specrl_jax.control import adaptive, budget
 from specrl_jax.control.adaptive import SUMS
 from specrl_jax.control.cost import Bucket
 
-SMALL = (Bucket(2, 1), Bucket(3, 2), Bucket(5, 3))
+SMALL = (Bucket(2, 1), Bucket(2, 2), Bucket(3, 2), Bucket(5, 3))
 fill = alone(lambda tree, of, price: budget.fill(tree, of, jnp.float32(1), price, LADDER))
 fill_small = alone(lambda tree, of, price: budget.fill(tree, of, jnp.float32(1), price, SMALL))
 
@@ -43,7 +43,7 @@ def test_the_choice_equals_brute_force(seed: int) -> None:
     rng = np.random.default_rng(seed)
     tree = random_tree(rng, rows=2, nodes=4)
     weight = rng.uniform(0.5, 2, 2).astype(np.float32)
-    price = np.sort(rng.uniform(0, 1.5, 3)).astype(np.float32)
+    price = np.sort(rng.uniform(0, 1.5, len(SMALL))).astype(np.float32)
     alive, parent = np.asarray(tree.live), np.asarray(tree.parent)
     best = -np.inf
     for bits in itertools.product([False, True], repeat=8):
@@ -144,7 +144,7 @@ def test_good_drafts_are_drafted_deep_and_poor_ones_less() -> None:
 
 def test_long_rows_come_first_when_they_weigh_more() -> None:
     tree = chains(np.full((4, 4), 0.5) ** np.arange(1, 5))
-    price = np.asarray([1, 1.01, 2, 3], np.float32)
+    price = np.asarray([1, 1, 1.01, 2, 3], np.float32)
     even = np.asarray(alone(lambda t, of, p: budget.fill(t, of, jnp.float32(1), p, LADDER))(
         tree, load(4), price)[0])
     long = np.asarray(alone(lambda t, of, p: budget.fill(t, of, jnp.float32(1), p, LADDER))(
