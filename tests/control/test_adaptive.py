@@ -383,6 +383,18 @@ def test_drafts_are_said_to_give_less_by_what_they_let_rows_lag(
     assert late["fixed_seconds"] == pytest.approx(told["tokens"] / rate.max(), rel=1e-4)
 
 
+def test_drafts_of_few_rows_are_priced_by_a_bucket_that_holds_them() -> None:
+    """Those of a single row of 8 are no more tokens than plain decoding packs, for roots alone."""
+    control, alone_in = controller("budget", explore=0.0), np.arange(8) == 0
+    state, _ = drive(control, priced(control.init(), wide=0.5, step=0.0),
+                     [{"accept": 0.9, "live": alone_in}] * 4)
+    np.testing.assert_allclose(state.by_depth[0], [4.0, *DEPTH * [6.0]], rtol=1e-6)
+    gain = respec.gains(np.asarray([[1, 1, 2], [4, 1, 5]]), np.asarray([1.2, 1.8]),
+                        jax.tree.map(jnp.asarray, state.tables["8"]), jnp.float32(40),
+                        jnp.float32(1))
+    np.testing.assert_allclose(gain, [0.8, 1.2], rtol=1e-6)
+
+
 def test_drafts_that_let_rows_lag_are_worth_less() -> None:
     """8 rows of 10 tokens end together after 10 plain rounds. Drafts gave 76 of these tokens in
     rounds of 8 rows, worth 9.5 plain ones, and 4 in one of a single row of 2, worth 4."""
