@@ -21,7 +21,7 @@ from specrl_jax.config import MeshConfig
 from specrl_jax.control.policies import Bucket, Outcome
 from specrl_jax.draft.base import Occasion
 from specrl_jax.model import transformer
-from specrl_jax.rollout.round import Machine, bucket_ladder, pack
+from specrl_jax.rollout.round import Machine, buckets_of, pack
 from specrl_jax.spec import commit, sampling
 from specrl_jax.structs import (
     Array,
@@ -79,6 +79,7 @@ def time_parts(machine: Machine, params: Any, at: Situation, repeats: int
 
 def between(buckets: Sequence[Bucket], packed: float) -> tuple[Bucket, Bucket, float]:
     """The buckets next to `packed` tokens from below and above, and the upper one's share."""
+    buckets = list({b.packed: b for b in reversed(buckets)}.values())[::-1]  # plain ones of two
     low = [b for b in buckets if b.packed <= packed][-1:] or buckets[:1]
     high = [b for b in buckets if b.packed >= packed][:1] or buckets[-1:]
     width = high[0].packed - low[0].packed
@@ -106,7 +107,7 @@ def bucket_parts(machine: Machine, params: Any, at: Situation, bucket: Bucket) -
 
 def buckets(machine: Machine, at: Situation) -> tuple[Bucket, ...]:
     """The round's; if there is one only, the round drafts nothing."""
-    return bucket_ladder(at.rows, machine.drafter.nodes, machine.most)
+    return buckets_of(machine, at.rows)
 
 
 def _bound(function: Callable[..., Any], *args: Any) -> Part:

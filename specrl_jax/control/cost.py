@@ -114,7 +114,7 @@ def bucket_for(table: Table, packed: Array, nodes: Array) -> Array:
 
 def points(ladders: Ladders, longest: int, depth: int, reads: bool,
            rounds: Mapping[int, int] | None = None) -> tuple[list[Point], list[Point]]:
-    """What a fit needs, and what it is tested on. A round of a larger bucket drafts, as in use.
+    """What a fit needs, and what it is tested on. A round of another bucket drafts, as in use.
     The first launch of each batch size is a plain one, and one has a round less.
 
     Args:
@@ -187,7 +187,7 @@ def _fit_rows(measured: Mapping[Point, float], rows: int, table: Table, depth: i
     verify, draft, catch_up = plain[None], np.zeros_like(table.draft), 0.0
     if len(buckets) > 1:
         wider = [(seconds(b, 1) - seconds(0, 1)) / rounds for b in buckets[1:]]
-        verify = np.stack([plain, *(plain + more for more in wider)])
+        verify = np.stack([plain, *(plain + np.maximum(more, 0.0) for more in wider)])
         asked, extra = [1], [(seconds(0, 1) - seconds(0, 0)) / rounds]
         if depth > 1:
             ends = sorted({grid[0], grid[-1]})

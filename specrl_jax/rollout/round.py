@@ -65,8 +65,8 @@ def bucket_ladder(batch: int, nodes: int, most: int, empties: bool = False) -> t
     while packed[-1] < widest:
         packed.append(min(max(2 * packed[-1], 8), widest))
     plain, *wider = (Bucket(w, min(nodes, w - batch + 1)) for w in packed)
-    if empties and wider and batch >= 8:
-        wider.insert(0, Bucket(batch, min(nodes, batch)))
+    if empties and wider and wider[0].packed > 8:
+        wider.insert(0, Bucket(batch, min(wider[0].nodes, batch)))
     return (plain, *wider)
 
 
