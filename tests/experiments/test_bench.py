@@ -128,6 +128,9 @@ def test_a_mean_between_buckets():
     assert parts.between(buckets, 8.0) == (buckets[1], buckets[1], 0.0)
     assert parts.between(buckets, 20.0) == (buckets[2], buckets[2], 0.0)
     assert parts.between(buckets, 3.0) == (buckets[0], buckets[0], 0.0)
+    empties = [buckets[0], Bucket(4, 4), *buckets[1:]]
+    for packed in (3.0, 4.0, 6.0, 8.0, 20.0):
+        assert parts.between(empties, packed) == parts.between(buckets, packed)
 
 
 def test_workloads():

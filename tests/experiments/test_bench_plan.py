@@ -16,13 +16,15 @@ from specrl_jax.host.compilation import CompilationCounter
 
 
 @pytest.mark.slow
-def test_shares_are_of_whole_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("rows", [2, 8])
+def test_shares_are_of_whole_rounds(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "CALLS", 3)
     config = Config(model=ModelSource("random:tiny"), rollout=RolloutConfig(max_new_tokens=6))
     actor = open_actor(config)
     arm = Arm(config, actor.source, actor.params(sharding.make_mesh(config.mesh)),
-              [[1, 2, 3], [4, 5]], 2, "history", [Cell(2, 1, 3)], CompilationCounter(), "budget")
-    arm.warm_up(Cell(2, 1, 3), np.full((2, 8, 6), -1, np.int32))
+              [[1, 2, 3], [4, 5]] * (rows // 2), rows, "history", [Cell(2, 1, 3)],
+              CompilationCounter(), "budget")
+    arm.warm_up(Cell(2, 1, 3), np.full((rows, 8, 6), -1, np.int32))
     told: list[str] = []
     found = json.loads(json.dumps(plan.measure(arm, 2, told.append)))
     assert found["compilations"] == 0 and len(found["buckets"]) > 1 and len(told) == 2

@@ -463,6 +463,54 @@ def test_a_slow_device_is_not_drafted_for(budget: Any, plain: Result) -> None:
     assert result.counters["packed"] == result.counters["slots"]
 
 
+@pytest.mark.parametrize("policy", ["budget", pytest.param("oracle", marks=pytest.mark.slow)])
+def test_drafts_in_places_of_empty_slots_are_measured_chosen_and_accepted(
+        plain: Result, policy: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Two of eight rows run on, behind slots of rows that ended."""
+    ladder = bucket_ladder(8, NODES, 64, True)
+    controller = choose.make(ControlConfig(policy=policy, **OPTIONS[policy]), SPEC,
+                             ladders={8: ladder}, longest=TASK.prompt + TASK.response - 1)
+    engine = make_engine(ARCH, TASK, drafter=replay(depth=DEPTH, nodes=NODES, vocab=24), batch=8,
+                         past=TASK.group, controller=controller, least=8)
+    engine.compile(PARAMS, knobs(0))
+    forced: set[tuple[int, ...]] = set()
+
+    def spying(batch: int, params: Any, own: Any, state: Any, control: Any, **asked: int) -> Any:
+        forced.add(tuple(map(int, control.force)))
+        return Engine.launch(engine, batch, params, own, state, control, **asked)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "launch", spying)
+        _, record = probe.priced(engine, PARAMS, knobs(0), str(tmp_path / "costs.json"), {},
+                                 lambda text: None)
+    buckets = range(len(ladder))
+    assert {(p.steps, p.bucket) for p in record.measured} == forced >= {(1, b) for b in buckets}
+    start, times = controller.init(), np.asarray([1.0, 1, *[10.0] * (len(ladder) - 2)], np.float32)
+    table = start.tables["8"]
+    assert table.packed[:3].tolist() == [8, 8, 16]
+    table = table.replace(verify=0 * table.verify + times[:, None],
+                          draft=table.draft + np.float32(0.01))
+    engine.control = start.replace(tables={"8": table})
+    limit = np.asarray([1] * 4 + [TASK.response] * 2 + [0] * (TASK.sequences - 6))
+    for _ in range(2):
+        found = run(engine, plain, 0.0, limit=limit)
+        assert streams(found)[:6] == [
+            row[:most] for row, most in zip(streams(plain)[:6], limit, strict=False)]
+    counters = found.counters
+    assert counters["accepted"] > counters["rounds"] and counters["packed"] == counters["slots"]
+
+
+def test_a_samplers_rounds_have_the_buckets_that_its_tables_price() -> None:
+    config = Config(control=ControlConfig(policy="budget"), rollout=RolloutConfig(
+        batch_size=16, min_batch=8, max_prompt_tokens=10, max_new_tokens=8))
+    engine = Sampler(config, ARCH, (3,), sharding.make_mesh(config.mesh), prompts=8, group=2).engine
+    found = probe.ladders(engine)
+    assert found[8][:2] == ((8, 1), (8, 8)) and found[16][:2] == ((16, 1), (32, 9))
+    assert {int(rows): [*map(tuple, zip(table.packed, table.nodes, strict=True))]
+            for rows, table in engine.control.tables.items()} == {
+                rows: [*map(tuple, of)] for rows, of in found.items()}
+
+
 def test_loads_that_jump_across_a_threshold_and_back_stall_and_compile_nothing(
         budget: Any, plain: Result) -> None:
     """Four rows decode plainly and two draft, time and again."""
