@@ -34,8 +34,7 @@ def cheap_drafts(tmp_path_factory: pytest.TempPathFactory) -> Callable[[tuple[st
             stored = json.loads(file.read_text())
             for row in stored["points"]:
                 p = dict(zip(stored["columns"], row, strict=True))
-                wide = p["packed"] / p["rows"] - 1
-                row[-1] = 1e-3 * p["rounds"] * (1 + 0.01 * wide + 0.002 * p["steps"])
+                row[-1] = 1e-3 * p["rounds"] * (1 + 0.01 * p["bucket"] + 0.002 * p["steps"])
             file.write_text(json.dumps(stored))
         return f"--config.control.cost_table={files[bool(learns)]}"
 
