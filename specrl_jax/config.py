@@ -172,8 +172,8 @@ class RolloutConfig:
     top_k: int = option(0, "0 keeps the whole vocabulary")
     top_p: float = option(1.0, "1 keeps the whole vocabulary")
     rounds_per_launch: int = option(32, "R, rounds in one compiled loop before the host looks in")
-    min_batch: int = option(4, "smallest batch of a shard that finished rows make room for; above "
-                               "4, places of its empty slots verify drafts")
+    min_batch: int = option(4, "smallest batch of a shard that finished rows make room for; places "
+                               "of its empty slots verify drafts if it has more than 4")
     order: str = option("sorted", "order in which prompts take slots: sorted or reversed by id; "
                                   "tokens do not depend on it")
 
