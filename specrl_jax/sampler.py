@@ -18,6 +18,7 @@ from specrl_jax.checksum import identity
 from specrl_jax.config import Config, check
 from specrl_jax.control import choose, cost_file
 from specrl_jax.control.acceptance import Reliability
+from specrl_jax.control.cost import bucket_ladder
 from specrl_jax.control.cost_file import Record
 from specrl_jax.host import launches
 from specrl_jax.host.checkpoint import loud
@@ -27,7 +28,7 @@ from specrl_jax.model.tokenizer import Tokenizer
 from specrl_jax.rollout import probe
 from specrl_jax.rollout.engine import Engine, Result
 from specrl_jax.rollout.layout import Shapes, pad, request
-from specrl_jax.rollout.round import Machine, bucket_ladder
+from specrl_jax.rollout.round import Machine
 from specrl_jax.structs import Rollout
 
 

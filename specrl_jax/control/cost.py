@@ -36,6 +36,24 @@ Ladders = Mapping[int, Sequence[Bucket]]
 """The buckets of each batch size of a shard, smallest first."""
 
 
+def bucket_ladder(batch: int, nodes: int, most: int, empties: bool = False) -> tuple[Bucket, ...]:
+    """Buckets of a batch, smallest first: plain decoding, then doubling up to `most` tokens.
+
+    A forward of 2 to 8 tokens costs about the same, so nothing lies between 1 and 8.
+
+    Args:
+      empties: whether slots stay empty as rows end, as they do in the smallest batch size: then a
+        bucket as wide as plain decoding verifies drafts in their places.
+    """
+    packed, widest = [batch], min(batch * nodes, most)
+    while packed[-1] < widest:
+        packed.append(min(max(2 * packed[-1], 8), widest))
+    plain, *wider = (Bucket(w, min(nodes, w - batch + 1)) for w in packed)
+    if empties and wider and wider[0].packed > 8:
+        wider.insert(0, Bucket(batch, min(wider[0].nodes, batch)))
+    return (plain, *wider)
+
+
 @struct.dataclass
 class Table:
     """Seconds of one batch size. Nothing falls as packed tokens, context or steps grow."""

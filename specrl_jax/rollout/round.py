@@ -13,7 +13,8 @@ from flax import struct
 
 from specrl_jax.config import DRAWN_RULES, MOST_MIX, check
 from specrl_jax.control import acceptance
-from specrl_jax.control.policies import Bucket, Controller, Outcome
+from specrl_jax.control.cost import Bucket, bucket_ladder
+from specrl_jax.control.policies import Controller, Outcome
 from specrl_jax.draft.base import Drafter
 from specrl_jax.draft.tree import compact, roots
 from specrl_jax.model import transformer
@@ -50,24 +51,6 @@ class Machine:
     rule: str = "match"  # of verification, one of config.RULES
     invariant: bool = False  # see model/invariant.py
     truncates: bool = False  # whether a row may ask for top-k or top-p
-
-
-def bucket_ladder(batch: int, nodes: int, most: int, empties: bool = False) -> tuple[Bucket, ...]:
-    """Buckets of a batch, smallest first: plain decoding, then doubling up to `most` tokens.
-
-    A forward of 2 to 8 tokens costs about the same, so nothing lies between 1 and 8.
-
-    Args:
-      empties: whether slots stay empty as rows end, as they do in the smallest batch size: then a
-        bucket as wide as plain decoding verifies drafts in their places.
-    """
-    packed, widest = [batch], min(batch * nodes, most)
-    while packed[-1] < widest:
-        packed.append(min(max(2 * packed[-1], 8), widest))
-    plain, *wider = (Bucket(w, min(nodes, w - batch + 1)) for w in packed)
-    if empties and wider and wider[0].packed > 8:
-        wider.insert(0, Bucket(batch, min(wider[0].nodes, batch)))
-    return (plain, *wider)
 
 
 def tip_of(state: RolloutState) -> Tip:

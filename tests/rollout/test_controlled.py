@@ -17,6 +17,7 @@ from helpers import ask, counting, make_engine, make_task, said, streams, tiny_a
 from specrl_jax import sharding
 from specrl_jax.config import Config, ControlConfig, MeshConfig, RolloutConfig, SpecOptions
 from specrl_jax.control import choose, cost
+from specrl_jax.control.cost import bucket_ladder
 from specrl_jax.draft.eagle import eagle
 from specrl_jax.draft.merge import merge
 from specrl_jax.draft.replay import replay, replaying
@@ -24,7 +25,6 @@ from specrl_jax.host import launches
 from specrl_jax.rollout import lengths, probe
 from specrl_jax.rollout.engine import Engine, Result
 from specrl_jax.rollout.lockstep import plain_rounds
-from specrl_jax.rollout.round import bucket_ladder
 from specrl_jax.sampler import Sampler
 
 DEPTH, NODES, BATCH = 3, 4, 4

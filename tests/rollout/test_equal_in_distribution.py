@@ -24,10 +24,10 @@ from scipy import stats
 
 from specrl_jax.config import RULES, ControlConfig, SpecOptions
 from specrl_jax.control import choose, policies
+from specrl_jax.control.cost import bucket_ladder
 from specrl_jax.draft.small_lm import small_lm
 from specrl_jax.model.transformer import forward
 from specrl_jax.rollout.engine import Result
-from specrl_jax.rollout.round import bucket_ladder
 
 ARCH = tiny_arch()
 TASK = Task(np.random.default_rng(5).integers(0, 24, (8, 4)).tolist(), group=400, prompt=4,

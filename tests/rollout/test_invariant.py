@@ -29,8 +29,8 @@ from specrl_jax.config import (
     SpecOptions,
 )
 from specrl_jax.control import choose
+from specrl_jax.control.cost import bucket_ladder
 from specrl_jax.model import invariant
-from specrl_jax.rollout.round import bucket_ladder
 from specrl_jax.sampler import Sampler
 
 ARCH = tiny_arch(hidden_size=96, intermediate_size=160, num_heads=3, num_kv_heads=1, head_dim=32,
