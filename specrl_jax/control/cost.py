@@ -151,15 +151,22 @@ def points(ladders: Ladders, longest: int, depth: int, reads: bool,
         fit.append(Point(rows, 0, grid[0], 0, 0, took - 1))
         held.append(Point(rows, 0, between, 0, 0, took))
         if wider:
-            fit += [Point(rows, b, c, 1, 0, took) for b in (0, *wider) for c in grid]
+            ends = _ends(grid)
+            fit += [Point(rows, 0, c, 1, 0, took) for c in grid]
+            fit += [Point(rows, b, c, 1, 0, took) for b in wider for c in ends]
             if reads:
                 fit.append(Point(rows, 0, middle, 1, middle, took))
             if depth > 1:
-                fit += [Point(rows, 0, c, depth, 0, took)
-                        for c in sorted({grid[0], grid[-1]})]
+                fit += [Point(rows, 0, c, depth, 0, took) for c in ends]
             held += {Point(rows, wider[-1], between, 1, 0, took),
                      Point(rows, wider[0], between, (depth + 1) // 2, 0, took)}
     return fit, held
+
+
+def _ends(grid: Sequence[int]) -> list[int]:
+    """Where what wider buckets and deeper drafts add to a round is measured; between them it is a
+    line."""
+    return sorted({grid[0], grid[-1]})
 
 
 def steady(runs: Sequence[Run], reference: Point) -> dict[Point, float]:
@@ -204,14 +211,17 @@ def _fit_rows(measured: Mapping[Point, float], rows: int, table: Table, depth: i
     plain = (seconds(0, 0) - launch) / rounds
     verify, draft, catch_up = plain[None], np.zeros_like(table.draft), 0.0
     if len(buckets) > 1:
-        wider = [(seconds(b, 1) - seconds(0, 1)) / rounds for b in buckets[1:]]
-        verify = np.stack([plain, *(plain + np.maximum(more, 0.0) for more in wider)])
+        def over(bucket: int, steps: int) -> np.ndarray:
+            """What it adds to a round of one step in bucket 0, by context."""
+            ends = _ends(grid)
+            more = seconds(bucket, steps, ends) - seconds(0, 1, ends)
+            return np.interp(grid, ends, more / rounds)
+
+        verify = np.stack([plain, *(plain + np.maximum(over(b, 1), 0.0) for b in buckets[1:])])
         asked, extra = [1], [(seconds(0, 1) - seconds(0, 0)) / rounds]
         if depth > 1:
-            ends = sorted({grid[0], grid[-1]})
-            deeper = (seconds(0, depth, ends) - seconds(0, 1, ends)) / rounds
             asked.append(depth)
-            extra.append(extra[0] + np.interp(grid, ends, deeper))
+            extra.append(extra[0] + over(0, depth))
         extra = isotonic(np.maximum(0.0, extra))
         draft = np.stack([np.interp(np.arange(depth + 1), [0, *asked], [0, *column])
                           for column in extra.T], 1)

@@ -31,8 +31,8 @@ MOST = 9  # of them, while all so far took less than
 ENOUGH = 4.0  # seconds
 MUCH = 12.0  # seconds of a batch size, which sweeps after the first are not to pass
 ENDLESS = 2**30  # tokens that a row may say in a measured launch; none is kept beyond T
-LONG = 0.2  # seconds of two plain rounds, above which launches of one are measured
-APART = 2  # launches between two of the reference
+LONG = 0.1  # seconds of a plain round, above which measured launches have one
+APART = 2  # launches between two of the reference, twice as many where rounds are long
 
 
 def ladders(engine: Engine) -> Ladders:
@@ -132,7 +132,7 @@ def measure(engine: Engine, params: Any, drafter_params: Any) -> Record:
 def _rounds(engine: Engine, params: Any, drafter_params: Any, state: RolloutState, size: int
             ) -> tuple[RolloutState, int]:
     """Rounds of the launches to measure: 1 where they are long."""
-    point = Point(size, 0, cost.contexts(engine.shapes.longest)[0], 0, 0, cost.ROUNDS)
+    point = Point(size, 0, cost.contexts(engine.shapes.longest)[0], 0, 0, 1)
     for launch in range(3):
         state, run = _run(engine, params, drafter_params, state, point, _forced(engine, point))
         if launch and run.seconds <= LONG:  # a program's first says nothing, nor does one stall
@@ -195,8 +195,9 @@ def _timed(engine: Engine, params: Any, drafter_params: Any, state: RolloutState
     2.6 times as long.
     """
     reference, *others = controls
-    order = [reference, *(p for i in range(0, len(others), APART)
-                          for p in (*others[i:i + APART], reference))]
+    apart = 2 * APART if reference.rounds == 1 else APART
+    order = [reference, *(p for i in range(0, len(others), apart)
+                          for p in (*others[i:i + apart], reference))]
     runs: list[Run] = []
     for sweep in range(most):
         spent = sum(run.seconds for run in runs)

@@ -18,7 +18,7 @@ from specrl_jax.control.cost_file import Record
 def truth(point: Point) -> float:
     """A device on which all parts are smooth: launch, layers, attention, drafting, catching up."""
     packed = LADDERS[point.rows][point.bucket].packed
-    verify = 1e-3 * max(1.0, packed / 12) + 2e-6 * point.rows * point.context
+    verify = 1e-3 * max(1.0, packed / 12) + (1.5e-6 * point.rows + 5e-7 * packed) * point.context
     draft = point.steps * (2e-4 + 1e-7 * point.context)
     return 3e-4 + point.rounds * (verify + draft) + point.missed * 5e-5
 
@@ -36,6 +36,10 @@ def test_a_fit_finds_the_parts_and_its_error_is_that_of_held_out_launches() -> N
     tables = cost.fit({p: found[p] for p in fit}, LADDERS, LONGEST, DEPTH)
     assert float(tables["8"].launch) == pytest.approx(3e-4, rel=1e-3)
     assert float(tables["8"].catch_up) == pytest.approx(5e-5, rel=0.05)
+    for rows, table in tables.items():
+        rounds = [[truth(Point(int(rows), b, int(c), 0, 0, 1)) - 3e-4 for c in table.context]
+                  for b in range(len(table.packed))]
+        np.testing.assert_allclose(table.verify, rounds, rtol=1e-3)
     behind = next(p for p in fit if p.missed)
     assert cost.predict(tables, behind) == pytest.approx(found[behind], rel=1e-3)
     assert cost.error(tables, found, held) < 0.02

@@ -192,6 +192,10 @@ def test_long_rounds_are_measured_one_a_launch(
     fit, held = cost.points(ladders, 64, DEPTH, True, rounds)
     assert set(record.measured) == {*fit, *held} <= set(runs)
     assert cost.rounds_of(record.measured, ladders) == rounds
+    for rows, took in rounds.items():
+        reference = cost.Point(rows, 0, cost.contexts(64)[0], 0, 0, took)
+        at = np.flatnonzero([p == reference for p in runs if p.rows == rows])
+        assert np.diff(at).max() - 1 == (2 * probe.APART if rows in long else probe.APART)
 
 
 @pytest.mark.parametrize("long", [np.inf, -1])
