@@ -174,7 +174,8 @@ def steady(runs: Sequence[Run], reference: Point) -> dict[Point, float]:
 
     A machine that others use too is slower for half a second at a time. Launches side by side meet
     the same pace, so their ratio varies less than either, and choices in a batch size depend on
-    ratios alone.
+    ratios alone. Launches of 0.3 s with four between two of the reference still vary less so than
+    by themselves (experiments/LOG.md, 2026-11-28).
     """
     known = [run for run in runs if run.point == reference]
     times, paces = [run.when for run in known], np.log([run.seconds for run in known])

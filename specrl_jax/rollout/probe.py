@@ -31,7 +31,7 @@ MOST = 9  # of them, while all so far took less than
 ENOUGH = 4.0  # seconds
 MUCH = 12.0  # seconds of a batch size, which sweeps after the first are not to pass
 ENDLESS = 2**30  # tokens that a row may say in a measured launch; none is kept beyond T
-LONG = 0.1  # seconds of a plain round, above which measured launches have one
+LONG = 0.1  # seconds of a launch of one plain round, above which measured launches have one
 APART = 2  # launches between two of the reference, twice as many where rounds are long
 
 

@@ -50,6 +50,18 @@ def test_a_fit_finds_the_parts_and_its_error_is_that_of_held_out_launches() -> N
     assert cost.error(tables, one, held) == pytest.approx(0.5 / len(held), abs=0.02)
 
 
+def test_wider_buckets_and_deeper_drafts_are_measured_at_the_outermost_contexts() -> None:
+    """What they add grows along a line between them, whatever it is in the middle."""
+    fit, _ = cost.points(LADDERS, LONGEST, DEPTH, True)
+    grid = cost.contexts(LONGEST)
+    asked: dict[tuple[int, int], set[int]] = {(p.bucket, p.steps): set() for p in fit}
+    for p in fit:
+        asked[p.bucket, p.steps].add(p.context)
+    assert asked.pop((0, 0)) == asked.pop((0, 1)) == set(grid)
+    assert set(asked) > {(0, DEPTH), (1, 1)}
+    assert all(of == {grid[0], grid[-1]} for of in asked.values())
+
+
 def test_launches_of_one_round_have_the_same_fit_as_those_of_two() -> None:
     """Batch sizes differ: rounds of the largest alone may be long."""
     large = max(LADDERS)
