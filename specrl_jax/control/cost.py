@@ -4,13 +4,15 @@ A launch takes launch + rounds * (verify + draft) + catch-up. `verify` is a whol
 draft (layers, head, noise, walk, commit) in one bucket, `draft` what drafting to a depth adds to
 it, and a catch-up is what a drafter must first read when it was not asked for some rounds. Plain
 rounds have one decision a launch, which is part of `launch`, drafted ones one each; half of that is
-in `draft`, since a measured launch has two rounds, and what `keep` weighs is not. Where rounds are
-long it has one: a decision, then in `verify`, is nothing beside them, and two of them cannot tell
-what a launch takes.
+in `draft`, since a measured launch has two rounds, and what `keep` weighs is not. Where rounds of
+the largest batch size are long, launches of all sizes have one: two of them cannot tell what a
+launch takes. A decision is then in `verify`: 0.2 % of a round of 64 rows of SmolLM2 on two cores,
+and as much of one of 8. And a size between two others (`left_out`) is found from these: its own
+launches only test that.
 Measured are whole launches of the compiled programs that rollouts run, with settings forced.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -130,36 +132,48 @@ def bucket_for(table: Table, packed: Array, nodes: Array) -> Array:
 # Measuring.
 
 
-def points(ladders: Ladders, longest: int, depth: int, reads: bool,
-           rounds: Mapping[int, int] | None = None) -> tuple[list[Point], list[Point]]:
+def left_out(ladders: Ladders) -> set[int]:
+    """Batch sizes that are found from those above and below them, where rounds are long. The one
+    above is at most twice the one below and drafts, and the one below packs as many tokens."""
+    sizes, out = sorted(ladders, reverse=True), set[int]()
+    for above, size, below in zip(sizes, sizes[1:], sizes[2:], strict=False):
+        packs = ladders[below][-1].packed >= ladders[size][-1].packed
+        if above not in out and above <= 2 * below and len(ladders[above]) > 1 and packs:
+            out.add(size)
+    return out
+
+
+def points(ladders: Ladders, longest: int, depth: int, reads: bool, rounds: int = ROUNDS
+           ) -> tuple[list[Point], list[Point]]:
     """What a fit needs, and what it is tested on. A round of another bucket drafts, as in use.
-    The first launch of each batch size is a plain one, and one has a round less.
+    The first launch of each batch size is a plain one, and one of the fit's has a round less.
 
     Args:
-      rounds: of a launch, 1 or ROUNDS, by batch size; ROUNDS of one that is not there.
+      rounds: of a launch: ROUNDS, or 1 where they are long, and sizes are left out of the fit.
       reads: whether the drafter must read what it missed. It misses the middle one of the measured
         contexts: of a few positions the noise of two launches would become that of long prompts.
     """
     grid, fit, held = contexts(longest), [], []
-    middle = grid[len(grid) // 2]
+    middle, out = grid[len(grid) // 2], left_out(ladders) if rounds == 1 else set[int]()
     for rows, buckets in ladders.items():
-        wider = range(1, len(buckets))
-        took = (rounds or {}).get(rows, ROUNDS)
+        wider, needed = range(1, len(buckets)), rows not in out
         between = int(round((grid[0] * grid[-1]) ** 0.5)) if len(grid) < 3 else int(
             round((grid[-2] * grid[-1]) ** 0.5))
-        fit += [Point(rows, 0, c, 0, 0, took) for c in grid]
-        fit.append(Point(rows, 0, grid[0], 0, 0, took - 1))
-        held.append(Point(rows, 0, between, 0, 0, took))
+        held.append(Point(rows, 0, between, 0, 0, rounds))
         if wider:
+            held += {Point(rows, wider[-1], between, 1, 0, rounds),
+                     Point(rows, wider[0], between, (depth + 1) // 2, 0, rounds)}
+        if needed:
+            fit += [Point(rows, 0, c, 0, 0, rounds) for c in grid]
+            fit.append(Point(rows, 0, grid[0], 0, 0, rounds - 1))
+        if needed and wider:
             ends = _ends(grid)
-            fit += [Point(rows, 0, c, 1, 0, took) for c in grid]
-            fit += [Point(rows, b, c, 1, 0, took) for b in wider for c in ends]
+            fit += [Point(rows, 0, c, 1, 0, rounds) for c in grid]
+            fit += [Point(rows, b, c, 1, 0, rounds) for b in wider for c in ends]
             if reads:
-                fit.append(Point(rows, 0, middle, 1, middle, took))
+                fit.append(Point(rows, 0, middle, 1, middle, rounds))
             if depth > 1:
-                fit += [Point(rows, 0, c, depth, 0, took) for c in ends]
-            held += {Point(rows, wider[-1], between, 1, 0, took),
-                     Point(rows, wider[0], between, (depth + 1) // 2, 0, took)}
+                fit += [Point(rows, 0, c, depth, 0, rounds) for c in ends]
     return fit, held
 
 
@@ -186,17 +200,21 @@ def steady(runs: Sequence[Run], reference: Point) -> dict[Point, float]:
     return {point: float(np.exp(np.median(paces) + np.median(of))) for point, of in ratios.items()}
 
 
-def rounds_of(measured: Mapping[Point, float], ladders: Ladders) -> dict[int, int]:
-    """Rounds of each batch size's launches, but for the one that has a round less."""
-    return {rows: max(p.rounds for p in measured if p.rows == rows) for rows in ladders}
+def rounds_of(measured: Iterable[Point]) -> int:
+    """Rounds of the launches that were measured, but for those that have a round less."""
+    return max(point.rounds for point in measured)
 
 
 def fit(measured: Mapping[Point, float], ladders: Ladders, longest: int, depth: int
         ) -> dict[str, Table]:
     """Tables from the seconds of the launches that `points` asks for."""
-    rounds = rounds_of(measured, ladders)
-    return {rows: _fit_rows(measured, int(rows), table, depth, rounds[int(rows)])
-            for rows, table in blank(ladders, longest, depth).items()}
+    rounds, tables = rounds_of(measured), blank(ladders, longest, depth)
+    out = left_out(ladders) if rounds == 1 else set[int]()
+    known = {size: _fit_rows(measured, size, tables[str(size)], depth, rounds)
+             for size in ladders if size not in out}
+    between = {size: _between(tables[str(size)], known[max(s for s in known if s < size)],
+                              known[min(s for s in known if s > size)]) for size in out}
+    return {str(size): (known | between)[size] for size in ladders}
 
 
 def _fit_rows(measured: Mapping[Point, float], rows: int, table: Table, depth: int, rounds: int
@@ -235,6 +253,31 @@ def _fit_rows(measured: Mapping[Point, float], rows: int, table: Table, depth: i
     return table.replace(verify=np.maximum(isotonic(verify), 1e-9).astype(np.float32),
                          draft=draft.astype(np.float32), catch_up=np.float32(catch_up),
                          launch=np.float32(launch))
+
+
+def _between(table: Table, below: Table, above: Table) -> Table:
+    """The table of a size that is left out: on a line between those below and above it lie their
+    plain rounds, their rounds that pack as many tokens, and the rest."""
+    size, low, high = (float(t.packed[0]) for t in (table, below, above))
+    share = (size - low) / (high - low)
+
+    def line(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+        return (1 - share) * np.float64(one) + share * np.float64(other)
+
+    verify = line(*(_packing(t, table.packed) for t in (below, above)))
+    verify[0] = line(below.verify[0], above.verify[0])
+    return table.replace(verify=verify.astype(np.float32),
+                         draft=line(below.draft, above.draft).astype(np.float32),
+                         catch_up=np.float32(line(below.catch_up, above.catch_up)),
+                         launch=np.float32(line(below.launch, above.launch)))
+
+
+def _packing(table: Table, packed: np.ndarray) -> np.ndarray:
+    """f[W, C] seconds of rounds that pack so many tokens. A bucket as wide as plain decoding is no
+    part of that: more nodes, not more tokens, make it dearer."""
+    widths = [0, *np.flatnonzero(table.packed > table.packed[0])]
+    return np.stack([np.interp(packed, table.packed[widths], column)
+                     for column in table.verify[widths].T], 1)
 
 
 def isotonic(values: np.ndarray) -> np.ndarray:

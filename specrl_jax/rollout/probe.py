@@ -27,11 +27,13 @@ from specrl_jax.rollout.round import buckets_of
 from specrl_jax.structs import RolloutState
 
 SWEEPS = 3  # over the launches of a batch size: two would have no median
-MOST = 9  # of them, while all so far took less than
+MOST = 9  # sweeps, while all so far took less than
 ENOUGH = 4.0  # seconds
 MUCH = 12.0  # seconds of a batch size, which sweeps after the first are not to pass
+TESTED = 2  # sweeps of a batch size that is left out of the fit: less noise, no choice rests on it
 ENDLESS = 2**30  # tokens that a row may say in a measured launch; none is kept beyond T
-LONG = 0.1  # seconds of a launch of one plain round, above which measured launches have one
+LONG = 0.1  # seconds of a launch of one plain round of the largest batch size, above which rounds
+# are long: measured launches have one, and batch sizes between others are left out of the fit
 APART = 2  # launches between two of the reference, twice as many where rounds are long
 
 
@@ -78,8 +80,8 @@ def priced(engine: Engine, params: Any, drafter_params: Any, path: str, about: M
             cost_file.store(file, wanted, record)
     rows, far, depth = ladders(engine), engine.shapes.longest, engine.machine.drafter.depth
     if jax.process_count() > 1:
-        known = {} if record is None else cost.rounds_of(record.measured, rows)
-        rounds = {size: round(_agreed(float(known.get(size, 0)))) for size in rows}
+        known = 0 if record is None else cost.rounds_of(record.measured)
+        rounds = round(_agreed(float(known)))
         fit, held = cost.points(rows, far, depth, reads(engine), rounds)
         found = dict.fromkeys((*fit, *held), 0.0) if record is None else record.measured
         found = {p: _agreed(found[p]) for p in (*fit, *held)}
@@ -113,31 +115,37 @@ def measure(engine: Engine, params: Any, drafter_params: Any) -> Record:
     """Runs every launch that a fit needs, and those that it is tested on."""
     began, before = time.perf_counter(), engine.control
     rows, far, depth = ladders(engine), engine.shapes.longest, engine.machine.drafter.depth
-    reading, tested = reads(engine), []
     state, measured, batch = _blank(engine), {}, engine.shapes.batch
+    state, rounds = _rounds(engine, params, drafter_params, state)
+    fit, held = cost.points(rows, far, depth, reads(engine), rounds)
     for size in engine.shapes.batches:
         if size != batch:
             state, batch = _smaller(engine, state, batch, size), size
-        state, rounds = _rounds(engine, params, drafter_params, state, size)
-        fit, held = cost.points({size: rows[size]}, far, depth, reading, {size: rounds})
-        state, found = _timed(engine, params, drafter_params, state, {
-            point: _forced(engine, point) for point in (*fit, *held)})
+            state, _ = _run(engine, params, drafter_params, state, *_shortest(engine, size))
+        controls = {p: _forced(engine, p) for p in (*fit, *held) if p.rows == size}
+        state, found = _timed(engine, params, drafter_params, state, controls,
+                              MOST if any(p.rows == size for p in fit) else TESTED)
         measured |= found
-        tested += held
     engine.control = before
-    error = cost.error(cost.fit(measured, rows, far, depth), measured, tested)
+    error = cost.error(cost.fit(measured, rows, far, depth), measured, held)
     return Record(measured, error, time.perf_counter() - began, time.time())
 
 
-def _rounds(engine: Engine, params: Any, drafter_params: Any, state: RolloutState, size: int
+def _rounds(engine: Engine, params: Any, drafter_params: Any, state: RolloutState
             ) -> tuple[RolloutState, int]:
-    """Rounds of the launches to measure: 1 where they are long."""
-    point = Point(size, 0, cost.contexts(engine.shapes.longest)[0], 0, 0, 1)
-    for launch in range(3):
-        state, run = _run(engine, params, drafter_params, state, point, _forced(engine, point))
-        if launch and run.seconds <= LONG:  # a program's first says nothing, nor does one stall
+    """Rounds of the launches to measure: 1 where those of the largest batch size are long."""
+    for _ in range(3):  # a program's first takes longer, as does one that others stall
+        state, run = _run(engine, params, drafter_params, state,
+                          *_shortest(engine, engine.shapes.batch))
+        if run.seconds <= LONG:
             return state, cost.ROUNDS
     return state, 1
+
+
+def _shortest(engine: Engine, size: int) -> tuple[Point, Adaptive]:
+    """A launch of one plain round."""
+    point = Point(size, 0, cost.contexts(engine.shapes.longest)[0], 0, 0, 1)
+    return point, _forced(engine, point)
 
 
 def plain(engine: Engine, params: Any, drafter_params: Any, rounds: int) -> dict[int, float]:

@@ -165,16 +165,18 @@ def test_measured_launches_make_all_their_rounds_where_answers_are_one_token(
     assert all(asked == ran for asked, ran in made)
 
 
-@pytest.mark.parametrize("long", [(), (2,), (4, 2)])
+@pytest.mark.parametrize("slow", [(), (2, 3), (4,), (4, 3, 2)])
 def test_long_rounds_are_measured_one_a_launch(
-        monkeypatch: pytest.MonkeyPatch, long: tuple[int, ...]) -> None:
-    """A program's first launch does not tell, nor does one that another process stalls."""
+        monkeypatch: pytest.MonkeyPatch, slow: tuple[int, ...]) -> None:
+    """Those of the largest batch size tell. A program's first launch does not, nor does one that
+    another process stalls. Of a size between others only what the fit is tested on is run."""
     runs: list[cost.Point] = []
 
     def takes(point: cost.Point) -> float:
         runs.append(point)
-        spoilt = sum(p.rows == point.rows for p in runs) <= 2
-        return 9.0 if spoilt else 1e-3 * point.rows + (probe.LONG if point.rows in long else 0)
+        spoilt = sum(p.rows == point.rows for p in runs) <= (2 if point.rows == 4 else 1)
+        return 900.0 if spoilt else 1e-3 * point.rows + (
+            probe.LONG if point.rows in slow else 0)
 
     monkeypatch.setattr(probe, "_run", lambda engine, params, own, state, point, control: (
         state, cost.Run(point, float(len(runs)), takes(point))))
@@ -183,19 +185,26 @@ def test_long_rounds_are_measured_one_a_launch(
     monkeypatch.setattr(probe, "_forced", lambda engine, point: ())
     monkeypatch.setattr(probe, "reads", lambda engine: True)
     engine = SimpleNamespace(
-        machine=SimpleNamespace(drafter=SimpleNamespace(nodes=NODES, depth=DEPTH), most=16,
+        machine=SimpleNamespace(drafter=SimpleNamespace(nodes=NODES, depth=DEPTH), most=8,
                                 least=2),
-        shapes=SimpleNamespace(batch=4, batches=(4, 2), longest=64), control=None)
+        shapes=SimpleNamespace(batch=4, batches=(4, 3, 2), longest=64), control=None)
     record = probe.measure(engine, PARAMS, ())
-    ladders = probe.ladders(engine)
-    rounds = {rows: 1 if rows in long else cost.ROUNDS for rows in (4, 2)}
-    fit, held = cost.points(ladders, 64, DEPTH, True, rounds)
+    long = 4 in slow
+    ladders, took = probe.ladders(engine), 1 if long else cost.ROUNDS
+    fit, held = cost.points(ladders, 64, DEPTH, True, took)
     assert set(record.measured) == {*fit, *held} <= set(runs)
-    assert cost.rounds_of(record.measured, ladders) == rounds
-    for rows, took in rounds.items():
+    assert cost.rounds_of(record.measured) == took and max(record.measured.values()) < 1
+    for rows in (4, 2):
         reference = cost.Point(rows, 0, cost.contexts(64)[0], 0, 0, took)
         at = np.flatnonzero([p == reference for p in runs if p.rows == rows])
-        assert np.diff(at).max() - 1 == (2 * probe.APART if rows in long else probe.APART)
+        assert np.diff(at).max() - 1 == (2 * probe.APART if long else probe.APART)
+    tested = [p for p in held if p.rows == 3]
+    assert any(p.rows == 3 for p in fit) is not long
+    if long:
+        between = [p for p in runs if p.rows == 3]
+        assert between[0].context != tested[0].context and set(between[1:]) == set(tested)
+        assert [between.count(p) for p in tested] == [2 * probe.TESTED, *(
+            probe.TESTED for _ in tested[1:])], "the first is the reference"
 
 
 @pytest.mark.parametrize("long", [np.inf, -1])
