@@ -6,9 +6,8 @@ it, and a catch-up is what a drafter must first read when it was not asked for s
 rounds have one decision a launch, which is part of `launch`, drafted ones one each; half of that is
 in `draft`, since a measured launch has two rounds, and what `keep` weighs is not. Where rounds of
 the largest batch size are long, launches of all sizes have one: two of them cannot tell what a
-launch takes. A decision is then in `verify`: 0.2 % of a round of 64 rows of SmolLM2 on two cores,
-and as much of one of 8. And a size between two others (`left_out`) is found from these: its own
-launches only test that.
+launch takes. A decision is then in `verify`: 0.2 % of a round of 64 rows of SmolLM2 on two cores.
+And a size between two others (`left_out`) is found from these: its own launches only test that.
 Measured are whole launches of the compiled programs that rollouts run, with settings forced.
 """
 
