@@ -1,6 +1,7 @@
 """The models on which controllers are compared: a small one of random weights, and config.model."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -9,10 +10,12 @@ import jax
 from specrl_jax import sharding
 from specrl_jax.actor import Actor
 from specrl_jax.config import Config, ConfigError
+from specrl_jax.host import data
 from specrl_jax.host.compilation import CompilationCounter
 from specrl_jax.loop import make_prompts
 from specrl_jax.model.architecture import Architecture
 from specrl_jax.model.tiny import byte_tokenizer, random_tensors
+from specrl_jax.model.tokenizer import Tokenizer
 from specrl_jax.model.weights import Source
 
 from .controller_shape import Shape
@@ -29,12 +32,13 @@ class Bench:
     """A model, its prompts, and how shapes of it are made.
 
     Args:
+      prompts: those of at least so many tokens; None is one of as many bytes for all rows.
       tokens: of a uniform row, by rows.
       policies: that shapes have engines of.
     """
 
     def __init__(self, config: Config, source: Source, params: Any, stop: Sequence[int],
-                 drafter: str, prompts: Sequence[Sequence[int]] | None,
+                 drafter: str, prompts: Callable[[int], list[list[int]]] | None,
                  tokens: Mapping[int, int], policies: Sequence[str]) -> None:
         self.config, self.source, self.params, self.stop = config, source, params, stop
         self.drafter, self.prompts, self.counter = drafter, prompts, CompilationCounter()
@@ -50,25 +54,20 @@ class Bench:
                      stops)
 
     def _loads(self, rows: int, context: int) -> list[list[list[int]]]:
-        """One prompt for all rows, or real ones; several behind each other for a long context.
+        """One prompt for all rows, or real ones, cut to the last 2 * `context` tokens.
 
         Raises:
           ConfigError: there are too few.
         """
         if self.prompts is None:
             return [[[(7 * i) % 256 for i in range(context)]] * rows] * LOADS["small"]
-        found, tokens = [], []
-        for prompt in self.prompts:
-            tokens = [*tokens, *prompt]
-            if len(tokens) >= context // 2:
-                found.append(tokens[-2 * context:])
-                tokens = []
+        found = [prompt[-2 * context:] for prompt in self.prompts(context // 2)]
         some = range(0, min(len(found), LOADS["smollm2"] * rows) - rows + 1, rows)
         loads = [found[i:i + rows] for i in some]
         if len(loads) < 2:
             raise ConfigError(
                 f"data.split = {self.config.data.split!r}, data.examples = "
-                f"{self.config.data.examples}: {len(self.prompts)} prompts are too few for two "
+                f"{self.config.data.examples}: {len(found)} prompts are too few for two "
                 f"rollouts of {rows} rows and context {context}; take a larger split, or all of "
                 f"its examples with --config.data.examples=0")
         return loads
@@ -85,7 +84,29 @@ def small(config: Config, policies: Sequence[str]) -> Bench:
 
 def real(config: Config, actor: Actor, policies: Sequence[str], say: Callable[[str], None]
          ) -> Bench:
-    prompts = make_prompts(config, actor.source.tokenizer, say).tokens
+    tokenizer = actor.source.tokenizer
+    examples = make_prompts(config, tokenizer, say).examples
+    prompts = functools.partial(long_prompts, tokenizer, examples, config.data.system)
     return Bench(config, actor.source, actor.params(sharding.make_mesh(config.mesh)),
-                 actor.source.tokenizer.stop_ids, config.spec.drafter, prompts,
-                 SMOLLM2_TOKENS, policies)
+                 tokenizer.stop_ids, config.spec.drafter, prompts, SMOLLM2_TOKENS, policies)
+
+
+def long_prompts(tokenizer: Tokenizer, examples: Sequence[data.Example], system: str, least: int
+                 ) -> list[list[int]]:
+    """Tokens of prompts that have at least `least` of them, by as many other questions in the
+    system message as that takes; no question is in two prompts.
+
+    As turns without answers they let the actor end its rows at once, and with their solutions as
+    soon as these do, whatever the cell's lengths.
+    """
+    found: list[list[int]] = []
+    others: list[str] = []
+    for example in examples:
+        before = "\n".join([system, "Problems of other people:", *others]) if others else system
+        prompt = tokenizer.encode(tokenizer.chat(data.messages(example, before)))
+        if len(prompt) < least:
+            others.append(example["question"])
+        else:
+            found.append(prompt)
+            others = []
+    return found

@@ -33,7 +33,7 @@ from specrl_jax.config import (
 )
 from specrl_jax.control import choose
 from specrl_jax.control.cost import Bucket
-from specrl_jax.host import memory
+from specrl_jax.host import data, memory
 from specrl_jax.host.compilation import CompilationCounter
 from specrl_jax.model.tiny import TINY, byte_tokenizer, random_tensors
 from specrl_jax.model.weights import Source
@@ -91,15 +91,32 @@ def test_loads_that_choose_are_not_timed() -> None:
 def test_real_prompts_make_loads_of_whole_rollouts() -> None:
     bench = object.__new__(controller_models.Bench)
     most = controller_models.LOADS["smollm2"]
-    bench.prompts, bench.config = [[i] * 5 for i in range(2 * most + 9)], Config()
+    prompts = [[i] * 5 for i in range(2 * most + 9)]
+    bench.prompts, bench.config = lambda least: [[least, *prompt] for prompt in prompts], Config()
     assert len(bench._loads(2, 8)) == most and bench._loads(1, 2)[0] == [[0] * 4], "the last ones"
-    bench.prompts = bench.prompts[:9]
-    assert bench._loads(2, 8) == [[[i] * 5 for i in load] for load in ((0, 1), (2, 3), (4, 5),
-                                                                       (6, 7))]
-    assert bench._loads(1, 20) == [[[i] * 5 + [i + 1] * 5] for i in (0, 2, 4, 6)]
+    prompts = prompts[:9]
+    assert bench._loads(2, 8) == [[[4] + [i] * 5 for i in load] for load in ((0, 1), (2, 3), (4, 5),
+                                                                             (6, 7))]
     with pytest.raises(ConfigError, match="data.examples = 0: 9 prompts are too few for two "
                                           "rollouts of 5 rows"):
         bench._loads(5, 8)
+
+
+def test_long_prompts_have_other_questions_before_their_own() -> None:
+    tokenizer = byte_tokenizer()
+    examples = [{"question": f"{i}+1?"} for i in range(5)]
+
+    def prompts(least: int, system: str = "Add.") -> list[str]:
+        return [tokenizer.decode(tokens) for tokens in controller_models.long_prompts(
+            tokenizer, examples, system, least)]
+
+    alone = [tokenizer.chat(data.messages(example, "Add.")) for example in examples]
+    assert prompts(2) == alone, "as a run has them"
+    two = prompts(len(tokenizer.encode(alone[0])) + 1)
+    assert two == [alone[i].replace("Add.", f"Add.\nProblems of other people:\n{i - 1}+1?")
+                   for i in (1, 3)], "the fifth is too short alone"
+    assert prompts(10_000) == []
+    assert "0+1?" in prompts(60, "")[0]
 
 
 def test_a_mean_of_few_pairs_and_many_has_the_freedom_of_the_few() -> None:
