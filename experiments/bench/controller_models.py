@@ -2,7 +2,8 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -38,7 +39,7 @@ class Bench:
     """
 
     def __init__(self, config: Config, source: Source, params: Any, stop: Sequence[int],
-                 drafter: str, prompts: Callable[[int], list[list[int]]] | None,
+                 drafter: str, prompts: Callable[[int], Iterable[list[int]]] | None,
                  tokens: Mapping[int, int], policies: Sequence[str]) -> None:
         self.config, self.source, self.params, self.stop = config, source, params, stop
         self.drafter, self.prompts, self.counter = drafter, prompts, CompilationCounter()
@@ -61,9 +62,9 @@ class Bench:
         """
         if self.prompts is None:
             return [[[(7 * i) % 256 for i in range(context)]] * rows] * LOADS["small"]
-        found = [prompt[-2 * context:] for prompt in self.prompts(context // 2)]
-        some = range(0, min(len(found), LOADS["smollm2"] * rows) - rows + 1, rows)
-        loads = [found[i:i + rows] for i in some]
+        some = itertools.islice(self.prompts(context // 2), LOADS["smollm2"] * rows)
+        found = [prompt[-2 * context:] for prompt in some]
+        loads = [found[i:i + rows] for i in range(0, len(found) - rows + 1, rows)]
         if len(loads) < 2:
             raise ConfigError(
                 f"data.split = {self.config.data.split!r}, data.examples = "
@@ -92,21 +93,20 @@ def real(config: Config, actor: Actor, policies: Sequence[str], say: Callable[[s
 
 
 def long_prompts(tokenizer: Tokenizer, examples: Sequence[data.Example], system: str, least: int
-                 ) -> list[list[int]]:
+                 ) -> Iterator[list[int]]:
     """Tokens of prompts that have at least `least` of them, by as many other questions in the
     system message as that takes; no question is in two prompts.
 
-    As turns without answers they let the actor end its rows at once, and with their solutions as
-    soon as these do, whatever the cell's lengths.
+    As turns without answers, arithmetic questions had the actor end its rows after 4 tokens, and
+    with their solutions after some 30, where a cell's rows are to have up to 57.
     """
-    found: list[list[int]] = []
     others: list[str] = []
     for example in examples:
-        before = "\n".join([system, "Problems of other people:", *others]) if others else system
-        prompt = tokenizer.encode(tokenizer.chat(data.messages(example, before)))
+        before = [*([system] if system else []), "Problems of other people:", *others]
+        asked = data.messages(example, "\n".join(before) if others else system)
+        prompt = tokenizer.encode(tokenizer.chat(asked))
         if len(prompt) < least:
             others.append(example["question"])
         else:
-            found.append(prompt)
+            yield prompt
             others = []
-    return found
