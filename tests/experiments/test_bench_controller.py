@@ -117,7 +117,7 @@ def test_long_prompts_have_other_questions_before_their_own() -> None:
                    for i in (1, 3)], "the fifth is too short alone"
     assert prompts(10_000) == []
     without = tokenizer.chat(data.messages(examples[1], "Problems of other people:\n0+1?"))
-    assert prompts(70, "")[0] == without, "no empty line first"
+    assert prompts(30, "")[0] == without, "no empty line first"
 
 
 def test_a_mean_of_few_pairs_and_many_has_the_freedom_of_the_few() -> None:
