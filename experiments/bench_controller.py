@@ -1,6 +1,6 @@
 """Adaptive policies against off and every fixed setting: load x context x drafter x lengths.
 
-    python experiments/bench_controller.py          # --preset=small; 80 minutes on 2 cores
+    python experiments/bench_controller.py          # --preset=small; 80 minutes on 2 fast cores
     python experiments/bench_controller.py --preset=small --cells=4x64-0-uniform,4x64-1-heavy
     python experiments/bench_controller.py --preset=smollm2 --config=smollm2 --repeats=2 \\
         --config.spec.drafter=eagle --config.draft.path=runs/drafter/drafter \\
