@@ -113,8 +113,8 @@ def _main(config: Config) -> int:
     shapes: dict[Sizes, Shape] | None = {} if small else None  # to be timed again
     left = Left(len(todo))
     for sizes, of_shape in by_sizes(todo).items():
-        _say(f"{sizes[0]} rows, context {sizes[1]}: compiling and measuring")
-        shape = bench.shape(*sizes)
+        _say(f"{sizes[0]} rows: compiling and measuring")
+        shape = bench.shape(*sizes, contexts(cells, sizes))
         for cell in of_shape:
             done = sum(other.name in result["cases"] for other in cells)
             _say(f"{cell.name}, cell {done + 1} of {len(cells)}, {left}")
@@ -146,6 +146,12 @@ def by_sizes(cells: list[Cell]) -> dict[Sizes, list[Cell]]:
     return found
 
 
+def contexts(cells: list[Cell], sizes: Sizes) -> list[int]:
+    """Of all cells of these sizes, whether they are still to be timed or not: engines that are made
+    anew are as large as before."""
+    return sorted({cell.context for cell in cells if cell.sizes == sizes})
+
+
 def fought_again(bench: controller_models.Bench,
                  shapes: dict[Sizes, Shape] | None, cells: list[Cell],
                  result: dict[str, Any], occasions: int, out: Path) -> bool:
@@ -155,7 +161,8 @@ def fought_again(bench: controller_models.Bench,
     todo = [c for c in cells if controller_stats.uncertain(cases[c.name], occasions, PRECISE.value)]
     left = Left(len(todo))
     for sizes, of_shape in by_sizes(todo).items():
-        shape = (shapes or {}).get(sizes) or bench.shape(*sizes, ["budget"])
+        shape = (shapes or {}).get(sizes) or bench.shape(
+            *sizes, contexts(cells, sizes), ["budget"])
         shape.price_rounds()
         for cell in of_shape:
             case = cases[cell.name]

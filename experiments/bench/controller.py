@@ -23,7 +23,8 @@ from .timing import alternate
 POLICIES = ("budget", "respec", "bandit", "oracle")
 LEAST = 12  # pairs of a duel: few may lie close together by chance
 AGAIN = 3  # times `repeats`: the runs by which settings that are near the fastest are told apart
-WARM_UPS = 4  # rollouts of every policy before it is timed
+LEARN = ("budget", "respec", "bandit")  # from rollouts; oracle is taught by those that choose
+WARM_UPS = 4  # rollouts of each of these before it is timed
 PAIRS = 4  # of one more occasion, at least: budget's eighth rollout tries what may be cheaper
 
 Arm = Callable[[int], Run]  # a rollout of a load
@@ -43,9 +44,7 @@ def run_cell(shape: Shape, cell: Cell, repeats: int, precise: float, seconds: fl
       seconds: of timed runs after those that choose, after which it ends in any case.
     """
     shape.begin(cell)
-    arms = _arms(shape, cell.lengths)
-    for run in arms.values():
-        run(shape.choosing(0))
+    arms = _arms(shape)
     settings = [_name(setting) for setting in shape.settings]
     chosen_by = _choose({name: arms[name] for name in ("off", *settings)}, shape.choosing, repeats)
     choosing = times(chosen_by)
@@ -53,8 +52,8 @@ def run_cell(shape: Shape, cell: Cell, repeats: int, precise: float, seconds: fl
     if "oracle" in shape.policies:
         _teach(shape.policies["oracle"].engine, settings,
                {name: _accept_length(of) for name, of in chosen_by.items()}, paced)
-    for policy in shape.policies:
-        for turn in range(1, WARM_UPS):
+    for policy, turn in itertools.product(LEARN, range(WARM_UPS)):
+        if policy in shape.policies:
             arms[policy](shape.choosing(turn))
     began, turns = time.perf_counter(), map(shape.timed, itertools.count())
     runs = _by_turns(arms, turns, repeats, say)
@@ -88,8 +87,7 @@ def fight(shape: Shape, cell: Cell, best: str, occasion: int, seconds: float = 0
     """Runs of budget and the fixed setting `best` by turns, after both were warmed up: PAIRS of
     each, and PAIRS more as long as these have not taken `seconds`."""
     shape.begin(cell)
-    arms = _arms(shape, cell.lengths)
-    arms = {name: arms[name] for name in (best, "budget")}
+    arms = {name: arm for name, arm in _arms(shape).items() if name in (best, "budget")}
     arms[best](shape.choosing(0))
     for turn in range(WARM_UPS):
         arms["budget"](shape.choosing(turn))
@@ -157,15 +155,15 @@ def _ceiling(shape: Shape, runs: dict[str, list[Run]], paced: dict[str, dict[int
     return plain / best
 
 
-def _arms(shape: Shape, lengths: str) -> dict[str, Arm]:
+def _arms(shape: Shape) -> dict[str, Arm]:
     def fixed(setting: tuple[int, int, int], load: int) -> Run:
         engine = shape.fixed.engine
         engine.control = make_spec(*setting, 0, (1.0,) * len(engine.machine.drafter.names))
-        return shape.run(shape.fixed, lengths, load)
+        return shape.run(shape.fixed, load)
 
-    arms: dict[str, Arm] = {"off": functools.partial(shape.run, shape.plain, lengths)}
+    arms: dict[str, Arm] = {"off": functools.partial(shape.run, shape.plain)}
     arms |= {_name(setting): functools.partial(fixed, setting) for setting in shape.settings}
-    return arms | {name: functools.partial(shape.run, sampler, lengths)
+    return arms | {name: functools.partial(shape.run, sampler)
                    for name, sampler in shape.policies.items()}
 
 

@@ -10,8 +10,8 @@ from specrl_jax.control import respec
 LENGTHS = ("uniform", "heavy")
 STOP = "stop"
 DEPTH = 4
-Sizes = tuple[int, int, bool]
-"""What cells have in common that share engines: rows, context, whether rows end at stop tokens."""
+Sizes = tuple[int, bool]
+"""What cells have in common that share engines: rows, and whether these end at stop tokens."""
 
 
 class Cell(NamedTuple):
@@ -30,7 +30,7 @@ class Cell(NamedTuple):
 
     @property
     def sizes(self) -> Sizes:
-        return self.rows, self.context, self.lengths == STOP
+        return self.rows, self.lengths == STOP
 
 
 SMALL = tuple(Cell(rows, context, corruption, lengths)
@@ -53,9 +53,9 @@ def pick(cells: Sequence[Cell], names: Sequence[str]) -> list[Cell]:
     return [known[name] for name in names] if names else list(cells)
 
 
-def shaped(config: Config, rows: int, context: int, group: int, drafter: str, policy: str,
+def shaped(config: Config, rows: int, longest: int, group: int, drafter: str, policy: str,
            stops: bool) -> Config:
-    """`config` for one number of rows and context.
+    """`config` for one number of rows, and prompts of at most `longest` tokens.
 
     Where rows end at their limits, they weigh alike, as weights would be an oracle's; limits do
     tell policies how much is to come when a rollout begins. Where they end at stop tokens, `stops`,
@@ -63,7 +63,7 @@ def shaped(config: Config, rows: int, context: int, group: int, drafter: str, po
     """
     new = config.rollout.max_new_tokens
     rollout = dataclasses.replace(
-        config.rollout, batch_size=rows, max_prompt_tokens=max(2, context), max_new_tokens=2 * new,
+        config.rollout, batch_size=rows, max_prompt_tokens=max(2, longest), max_new_tokens=2 * new,
         min_batch=min(config.rollout.min_batch, rows) if stops else _least(rows))
     branch = 1 if drafter == "replay" else config.spec.max_branch
     spec = dataclasses.replace(

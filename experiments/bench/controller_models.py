@@ -45,12 +45,13 @@ class Bench:
         self.drafter, self.prompts, self.counter = drafter, prompts, CompilationCounter()
         self.tokens, self.policies = tokens, policies
 
-    def shape(self, rows: int, context: int, stops: bool, policies: Sequence[str] | None = None
-              ) -> Shape:
+    def shape(self, rows: int, stops: bool, contexts: Iterable[int],
+              policies: Sequence[str] | None = None) -> Shape:
         """Its policies are those of the bench if not given. If `stops`, rows end at stop tokens."""
         config = dataclasses.replace(self.config, rollout=dataclasses.replace(
             self.config.rollout, max_new_tokens=STOPPED_TOKENS if stops else self.tokens[rows]))
-        return Shape(config, self.source, self.params, self._loads(rows, context), self.stop,
+        return Shape(config, self.source, self.params,
+                     {context: self._loads(rows, context) for context in contexts}, self.stop,
                      self.drafter, self.policies if policies is None else policies, self.counter,
                      stops)
 

@@ -1,9 +1,9 @@
-"""The engines of one number of rows and one context, and rollouts by them."""
+"""The engines of one number of rows, and rollouts by them."""
 
 import dataclasses
 import functools
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,26 +42,31 @@ class Run:
 
 
 class Shape:
-    """The engines of one number of rows and context; corruption and lengths are data.
+    """The engines of one number of rows; context, corruption and lengths are data.
 
     Args:
       config: its rollout section holds temperature, and max_new_tokens of a uniform row.
-      loads: token ids of all rows, of one rollout after the other, at least two; where they are
-        equal, rows are samples of one prompt. One half chooses and teaches, the other is timed.
+      loads: by context, token ids of all rows, of one rollout after the other, at least two; where
+        they are equal, rows are samples of one prompt. One half chooses and teaches, the other is
+        timed. Engines hold the longest prompt of all, as those of a run do.
       stop: tokens that end a response.
       stops: of its cells rows end there, and not at limits.
     """
 
     def __init__(self, config: Config, source: Source, params: Any,
-                 loads: Sequence[Sequence[Sequence[int]]], stop: Sequence[int], drafter: str,
-                 policies: Sequence[str], counter: CompilationCounter, stops: bool = False
-                 ) -> None:
-        self.config, self.counter, self.rows, self.stops = config, counter, len(loads[0]), stops
-        self._said: dict[tuple[str, int], np.ndarray] = {}  # by lengths and load
+                 loads: Mapping[int, Sequence[Sequence[Sequence[int]]]], stop: Sequence[int],
+                 drafter: str, policies: Sequence[str], counter: CompilationCounter,
+                 stops: bool = False) -> None:
+        every = [load for of in loads.values() for load in of]
+        self.config, self.counter, self.rows, self.stops = config, counter, len(every[0]), stops
+        self._longest = max(len(prompt) for load in every for prompt in load)
+        self._said: dict[tuple[int, str, int], np.ndarray] = {}  # by context, lengths and load
         self._replays = drafter == "replay"  # others must not know what they will say
         self._maps = 0  # of an engine's programs, the most so far
-        self.group = self.rows if all(len(set(map(tuple, load))) == 1 for load in loads) else 1
-        self.loads, self.stop = [list(load)[:: self.group] for load in loads], stop
+        self.group = self.rows if all(len(set(map(tuple, load))) == 1 for load in every) else 1
+        self._loads = {context: [list(load)[:: self.group] for load in of]
+                       for context, of in loads.items()}
+        self.stop = stop
         self.new_tokens = config.rollout.max_new_tokens
         self.plain = self._sampler(source, params, config, "off", "off")
         # Where weights lie in memory is worth some per cent of a round: the same for all.
@@ -89,10 +94,10 @@ class Shape:
                 f"of {most} are taken; name fewer policies or cells, or raise the bound "
                 f"with `sysctl -w vm.max_map_count={4 * most}`")
         sampler = Sampler(
-            shaped(config, self.rows, max(len(prompt) for load in self.loads for prompt in load),
-                   self.group, drafter, policy, self.stops),
-            source.arch, self.stop, sharding.make_mesh(config.mesh), prompts=len(self.loads[0]),
-            group=self.group, tokenizer=source.tokenizer, warn=lambda text: None)
+            shaped(config, self.rows, self._longest, self.group, drafter, policy, self.stops),
+            source.arch, self.stop, sharding.make_mesh(config.mesh),
+            prompts=self.rows // self.group, group=self.group, tokenizer=source.tokenizer,
+            warn=lambda text: None)
         sampler.publish(params, 0)
         sampler.compile()
         memory.give_back()  # six engines of 64 rows of SmolLM2 need it
@@ -119,10 +124,10 @@ class Shape:
                 sampler.publish_drafter(sampler.own, sampler.drafter_version)  # no cell's
                 sampler.price_rounds(str(Path(fresh) / "costs.json"))
 
-    def limits(self, lengths: str) -> np.ndarray:
+    def limits(self) -> np.ndarray:
         """i32[rows], at most twice the tokens of a uniform row."""
-        if lengths != "heavy":
-            tokens = self.new_tokens * (1 if lengths == "uniform" else 2)
+        if self.cell.lengths != "heavy":
+            tokens = self.new_tokens * (1 if self.cell.lengths == "uniform" else 2)
             return np.full(self.rows, tokens, np.int32)
         return heavy_limits(self.rows, 2 * self.new_tokens)
 
@@ -133,14 +138,15 @@ class Shape:
     def timed(self, turn: int) -> int:
         return len(self.loads) - 1 - self.choosing(turn)
 
-    def run(self, sampler: Sampler, lengths: str, load: int) -> Run:
+    def run(self, sampler: Sampler, load: int) -> Run:
+        """A rollout of the cell that was begun."""
         rows, prompts = np.arange(self.rows), self.loads[load]
         keys = prng.row_keys(self.config.seed, "generate", load, rows // self.group, rows * 0,
                              rows % self.group)
         drafts = sampler != self.plain
-        past = self._said[lengths, load] if self._replays and drafts else None
+        past = self._said[self._key(load)] if self._replays and drafts else None
         asked = request(prompts, keys, self.group, sampler.config.rollout, past)
-        asked.limit = self.limits(lengths)
+        asked.limit = self.limits()
         self._turn_of(sampler)
         self.counter.take()
         result = sampler.engine.run(sampler.params, asked, sampler.drafter_params,
@@ -148,12 +154,13 @@ class Shape:
         return Run(result, self.counter.take())
 
     def begin(self, cell: Cell) -> None:
-        """Forgets what earlier cells taught, sets the drafter's quality, and records once what a
-        rollout without drafts says, for those who replay it."""
+        """Takes the cell's loads and lengths, forgets what earlier cells taught, sets the drafter's
+        quality, and records once what a rollout without drafts says, for those who replay it."""
+        self.cell, self.loads = cell, self._loads[cell.context]
         for load in range(len(self.loads)) if self._replays else ():
-            if (cell.lengths, load) not in self._said:
-                plain = self.run(self.plain, cell.lengths, load)
-                self._said[cell.lengths, load] = said(plain.result, self.group)
+            if self._key(load) not in self._said:
+                plain = self.run(self.plain, load)
+                self._said[self._key(load)] = said(plain.result, self.group)
         for sampler in (self.fixed, *self.policies.values()):
             engine, machine = sampler.engine, sampler.engine.machine
             engine.acceptance = acceptance.blank(len(machine.drafter.names), machine.drafter.depth)
@@ -164,6 +171,9 @@ class Shape:
                 engine.control = machine.controller.init().replace(tables=tables)
             if cell.corruption is not None:
                 sampler.drafter_params = engine.everywhere(replaying(cell.corruption))
+
+    def _key(self, load: int) -> tuple[int, str, int]:
+        return self.cell.context, self.cell.lengths, load
 
 
 def said(result: Result, group: int) -> np.ndarray:
