@@ -1,6 +1,6 @@
 """Adaptive policies against off and every fixed setting: load x context x drafter x lengths.
 
-    python experiments/bench_controller.py          # --preset=small; 80 minutes on 2 fast cores
+    python experiments/bench_controller.py          # --preset=small; 70 minutes on 2 fast cores
     python experiments/bench_controller.py --preset=small --cells=4x64-0-uniform,4x64-1-heavy
     python experiments/bench_controller.py --preset=smollm2 --config=smollm2 --repeats=2 \\
         --config.spec.drafter=eagle --config.draft.path=runs/drafter/drafter \\
@@ -9,13 +9,13 @@
         --config.data.examples=0
 
 `small` replays recorded streams of a random model, spoilt with probability 0, 0.4 or 1, and rows
-end at limits; `smollm2` drafts with config.spec.drafter on real prompts. Arms are timed alternately
-in this process, without prefill, which is the same for all. The best fixed setting of a cell, off
-included, is chosen on runs of its own (three times as many of those within 10 % of the fastest),
-timed with all arms, and then by turns with budget alone. What is timed was not chosen by: half of
-the loads, which are other noise, and other prompts of smollm2, choose and teach, the other half is
-timed, the next one in each repeat (small has 4 and 4, smollm2 16 and 16 or as many as the prompts
-make: the preset's 64 of them make 2 and 2 of 16 rows).
+end at limits; one engine holds both contexts. `smollm2` drafts with config.spec.drafter on real
+prompts. Arms are timed alternately in this process, without prefill, which is the same for all. The
+best fixed setting of a cell, off included, is chosen on runs of its own (three times as many of
+those within 10 % of the fastest), timed with all arms, and then by turns with budget alone. What is
+timed was not chosen by: half of the loads, which are other noise, and other prompts of smollm2,
+choose and teach, the other half is timed, the next one in each repeat (small has 4 and 4, smollm2
+16 and 16 or as many as the prompts make: the preset's 64 of them make 2 and 2 of 16 rows).
 Runs that follow each other share what others do on the machine, so with --occasions above 1 these
 two are timed anew on each further one, minutes later and with costs measured for it: an occasion is
 one value, the median of its pairs (of a later one at least four), and there are up to twelve times
@@ -103,18 +103,19 @@ def _main(config: Config) -> int:
         *run_flags.resolve(config), POLICIES.value, _say)
     result = results.blank(bench.config) | {
         "architecture": dataclasses.asdict(bench.source.arch),
-        "loads": controller_models.LOADS[PRESET.value]}
+        "loads": controller_models.LOADS[PRESET.value], "version": controller_cells.VERSION}
     if RESUME.value:
         result["cases"] = results.earlier(
             out, config=result["config"], architecture=result["architecture"],
-            loads=result["loads"])
+            loads=result["loads"], version=result["version"])
     occasions = OCCASIONS.value
     todo = [cell for cell in cells if cell.name not in result["cases"]]
     shapes: dict[Sizes, Shape] | None = {} if small else None  # to be timed again
     left = Left(len(todo))
     for sizes, of_shape in by_sizes(todo).items():
-        _say(f"{sizes[0]} rows: compiling and measuring")
-        shape = bench.shape(*sizes, contexts(cells, sizes))
+        contexts = " and ".join(map(str, sizes[1]))
+        _say(f"{sizes[0]} rows, context {contexts}: compiling and measuring")
+        shape = bench.shape(*sizes)
         for cell in of_shape:
             done = sum(other.name in result["cases"] for other in cells)
             _say(f"{cell.name}, cell {done + 1} of {len(cells)}, {left}")
@@ -146,12 +147,6 @@ def by_sizes(cells: list[Cell]) -> dict[Sizes, list[Cell]]:
     return found
 
 
-def contexts(cells: list[Cell], sizes: Sizes) -> list[int]:
-    """Of all cells of these sizes, whether they are still to be timed or not: engines that are made
-    anew are as large as before."""
-    return sorted({cell.context for cell in cells if cell.sizes == sizes})
-
-
 def fought_again(bench: controller_models.Bench,
                  shapes: dict[Sizes, Shape] | None, cells: list[Cell],
                  result: dict[str, Any], occasions: int, out: Path) -> bool:
@@ -161,8 +156,7 @@ def fought_again(bench: controller_models.Bench,
     todo = [c for c in cells if controller_stats.uncertain(cases[c.name], occasions, PRECISE.value)]
     left = Left(len(todo))
     for sizes, of_shape in by_sizes(todo).items():
-        shape = (shapes or {}).get(sizes) or bench.shape(
-            *sizes, contexts(cells, sizes), ["budget"])
+        shape = (shapes or {}).get(sizes) or bench.shape(*sizes, ["budget"])
         shape.price_rounds()
         for cell in of_shape:
             case = cases[cell.name]

@@ -23,8 +23,7 @@ from .timing import alternate
 POLICIES = ("budget", "respec", "bandit", "oracle")
 LEAST = 12  # pairs of a duel: few may lie close together by chance
 AGAIN = 3  # times `repeats`: the runs by which settings that are near the fastest are told apart
-LEARN = ("budget", "respec", "bandit")  # from rollouts; oracle is taught by those that choose
-WARM_UPS = 4  # rollouts of each of these before it is timed
+WARM_UPS = 4  # rollouts of every policy before it is timed
 PAIRS = 4  # of one more occasion, at least: budget's eighth rollout tries what may be cheaper
 
 Arm = Callable[[int], Run]  # a rollout of a load
@@ -52,9 +51,8 @@ def run_cell(shape: Shape, cell: Cell, repeats: int, precise: float, seconds: fl
     if "oracle" in shape.policies:
         _teach(shape.policies["oracle"].engine, settings,
                {name: _accept_length(of) for name, of in chosen_by.items()}, paced)
-    for policy, turn in itertools.product(LEARN, range(WARM_UPS)):
-        if policy in shape.policies:
-            arms[policy](shape.choosing(turn))
+    for policy, turn in itertools.product(shape.policies, range(WARM_UPS)):
+        arms[policy](shape.choosing(turn))
     began, turns = time.perf_counter(), map(shape.timed, itertools.count())
     runs = _by_turns(arms, turns, repeats, say)
     duel: dict[str, list[Run]] = {name: [] for name in (best_fixed(choosing), "budget")}

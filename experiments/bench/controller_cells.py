@@ -10,8 +10,10 @@ from specrl_jax.control import respec
 LENGTHS = ("uniform", "heavy")
 STOP = "stop"
 DEPTH = 4
-Sizes = tuple[int, bool]
-"""What cells have in common that share engines: rows, and whether these end at stop tokens."""
+CONTEXTS = (64, 1024)  # of replayed streams; one engine holds both, as a run's holds any prompt
+VERSION = 2  # of what cells are: cases of another one are no occasions of these
+Sizes = tuple[int, tuple[int, ...], bool]
+"""What cells share that share engines: rows, contexts, whether rows end at stop tokens."""
 
 
 class Cell(NamedTuple):
@@ -30,11 +32,12 @@ class Cell(NamedTuple):
 
     @property
     def sizes(self) -> Sizes:
-        return self.rows, self.lengths == STOP
+        contexts = (self.context,) if self.corruption is None else CONTEXTS
+        return self.rows, contexts, self.lengths == STOP
 
 
 SMALL = tuple(Cell(rows, context, corruption, lengths)
-              for rows in (1, 4, 16, 64) for context in (64, 1024)
+              for rows in (1, 4, 16, 64) for context in CONTEXTS
               for corruption in (0.0, 0.4, 1.0) for lengths in LENGTHS)
 SMOLLM2 = tuple(Cell(rows, 64, None, lengths) for rows in (1, 4, 16) for lengths in LENGTHS) + (
     Cell(4, 512, None, "heavy"), Cell(64, 64, None, "heavy"), Cell(64, 64, None, STOP))

@@ -45,7 +45,7 @@ class Bench:
         self.drafter, self.prompts, self.counter = drafter, prompts, CompilationCounter()
         self.tokens, self.policies = tokens, policies
 
-    def shape(self, rows: int, stops: bool, contexts: Iterable[int],
+    def shape(self, rows: int, contexts: Sequence[int], stops: bool,
               policies: Sequence[str] | None = None) -> Shape:
         """Its policies are those of the bench if not given. If `stops`, rows end at stop tokens."""
         config = dataclasses.replace(self.config, rollout=dataclasses.replace(

@@ -48,7 +48,7 @@ class Shape:
       config: its rollout section holds temperature, and max_new_tokens of a uniform row.
       loads: by context, token ids of all rows, of one rollout after the other, at least two; where
         they are equal, rows are samples of one prompt. One half chooses and teaches, the other is
-        timed. Engines hold the longest prompt of all, as those of a run do.
+        timed. Engines hold the longest prompt of all.
       stop: tokens that end a response.
       stops: of its cells rows end there, and not at limits.
     """

@@ -222,7 +222,10 @@ def test_rows_have_weights_only_where_nobody_knows_when_they_end() -> None:
     assert (limited.control.length_weight, limited.rollout.min_batch) == (0, 16)
     assert (stopped.control.length_weight, stopped.rollout.min_batch) == (0.25, 8)
     assert [cell.sizes for cell in controller_cells.SMOLLM2][-2:] == [
-        (64, False), (64, True)]
+        (64, (64,), False), (64, (64,), True)]
+    assert Cell(4, 64, 0.4, "heavy").sizes == Cell(4, 1024, 1.0, "uniform").sizes == (
+        4, (64, 1024), False)
+    assert Cell(4, 512, None, "heavy").sizes == (4, (512,), False)
 
 
 def test_a_rollout_until_stop_tokens_is_what_the_picture_shows() -> None:
@@ -329,10 +332,12 @@ def test_a_cell_of_a_tiny_model(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def run(sampler: Any, load: int) -> Run:
         ran.append((names.get(id(sampler), "fixed"), load))
+        assert {len(prompt) for prompt in shape.loads[load]} == {shape.cell.context}
         return plainly(sampler, load)
 
     monkeypatch.setattr(shape, "run", run)
-    for context, corruption, lengths in ((15, 0.0, "heavy"), (3, 1.0, "uniform")):
+    for context, corruption, lengths in (
+            (15, 0.0, "heavy"), (3, 0.0, "heavy"), (3, 1.0, "uniform")):
         cell = Cell(2, context, corruption, lengths)
         ran.clear()
         found = json.loads(json.dumps(controller.run_cell(shape, cell, 2, 0.0, 0.0)))
@@ -388,7 +393,7 @@ from bench.controller_cells import Cell
 flags.FLAGS(sys.argv)
 done, run = [], SimpleNamespace(seconds=1.0, compilations=0)
 
-def shape(rows, stops, contexts, policies):
+def shape(rows, contexts, stops, policies):
     done.append(f"{rows} made for {contexts}, {policies}")
     return SimpleNamespace(price_rounds=lambda: done.append(f"{rows} priced"))
 
@@ -397,15 +402,15 @@ def fight(shape, cell, best, occasion, seconds):
     return {best: [run], "budget": [run]}
 
 controller.fight, controller.same, results.write = fight, lambda runs: True, lambda *args: None
-cells = [Cell(1, 64, None, "uniform"), Cell(1, 64, None, "heavy"), Cell(4, 64, None, "uniform"),
-         Cell(4, 512, None, "uniform")]
+cells = [Cell(1, 64, None, "uniform"), Cell(1, 64, None, "heavy"), Cell(4, 64, 0.0, "uniform"),
+         Cell(4, 1024, 0.0, "uniform")]
 first = controller_stats.describe({"off": [1.0]}, {"off": [1.0] * 2, "budget": [1.0] * 2}, {})
 cases = {cell.name: first | {"cell": cell._asdict(), "equal_tokens": {"budget": True},
                              "compilations": 0, "command": "one"} for cell in cells}
 result = {"cases": cases, "command": "other", "machine": "its"}
 shapes = None if sys.argv[-1] == "anew" else {}
 if sys.argv[-1] == "keep":
-    shapes[4, False] = shape(4, False, [64, 512], "all")
+    shapes[4, (64, 1024), False] = shape(4, (64, 1024), False, "all")
 while script.fought_again(SimpleNamespace(shape=shape), shapes, cells, result, 3, None):
     pass
 told = {(case["command"], case["later_command"], case["later_machine"]) for case in cases.values()}
@@ -421,15 +426,15 @@ def test_engines_are_kept_or_made_anew_for_each_occasion(tmp_path: Path, engines
     script.write_text(OCCASIONS)
     ended = subprocess.run([sys.executable, script, ROOT / "experiments", engines],
                            text=True, capture_output=True, env=environment(), timeout=300)
-    both = ["1 made for [64], ['budget']", "4 made for [64, 512], ['budget']"]
+    both = ["1 made for (64,), ['budget']", "4 made for (64, 1024), ['budget']"]
     wanted = []
     made = {"keep": [[both[0], ""], ["", ""]], "resumed": [both, ["", ""]], "anew": [both] * 2}
     if engines == "keep":
-        wanted = ["4 made for [64, 512], all"]
+        wanted = ["4 made for (64, 1024), all"]
     for done, (one, four) in enumerate(made[engines], 1):
         timed = f"{done} {90 if engines == 'anew' else 0} s"
         wanted += [one, "1 priced", f"1x64-own-uniform {timed}", f"1x64-own-heavy {timed}", four,
-                   "4 priced", f"4x64-own-uniform {timed}", f"4x512-own-uniform {timed}"]
+                   "4 priced", f"4x64-0-uniform {timed}", f"4x1024-0-uniform {timed}"]
     assert ended.stdout.strip().split("; ") == [text for text in wanted if text], ended.stderr
 
 
