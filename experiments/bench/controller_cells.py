@@ -13,7 +13,7 @@ DEPTH = 4
 CONTEXTS = (64, 1024)  # of replayed streams; one engine holds both, as a run's holds any prompt
 VERSION = 2  # of what cells are: cases of another one are no occasions of these
 Sizes = tuple[int, tuple[int, ...], bool]
-"""What cells share that share engines: rows, contexts, whether rows end at stop tokens."""
+"""What cells with the same engines share: rows, contexts, whether rows end at stop tokens."""
 
 
 class Cell(NamedTuple):
