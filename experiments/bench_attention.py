@@ -21,7 +21,7 @@ from specrl_kernels.tree_attention.api import IMPLEMENTATIONS
 
 from specrl_jax import sharding
 from specrl_jax.config import Config, ConfigError
-from specrl_jax.host.compilation import CompilationCounter, use_persistent_cache
+from specrl_jax.io.compilation import CompilationCounter, use_persistent_cache
 
 ROWS = flags.DEFINE_integer("rows", 64, "rows of the batch", lower_bound=1)
 NEW_TOKENS = flags.DEFINE_integer("new_tokens", 64, "tokens a row", lower_bound=8)

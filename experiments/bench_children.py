@@ -25,11 +25,11 @@ from rich.table import Table
 
 from specrl_jax import sharding
 from specrl_jax.config import Config, ConfigError, DistillOptions
-from specrl_jax.distill_programs import Programs
+from specrl_jax.distill.data import Corpus
+from specrl_jax.distill.programs import Programs
 from specrl_jax.draft import eagle_weights
-from specrl_jax.drafter_data import Corpus
-from specrl_jax.host.compilation import CompilationCounter, use_persistent_cache
-from specrl_jax.loop import make_prompts
+from specrl_jax.io.compilation import CompilationCounter, use_persistent_cache
+from specrl_jax.trainer import make_prompts
 
 PROMPTS = flags.DEFINE_integer("prompts", 32, "the first N prompts", lower_bound=2)
 TEMPERATURE = flags.DEFINE_list("temperature", ["1", "0.5", "0.35"],

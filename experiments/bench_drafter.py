@@ -20,7 +20,7 @@ from bench import drafter, hardware, results, show
 
 from specrl_jax import sharding
 from specrl_jax.config import Config
-from specrl_jax.drafter_training import DrafterTraining
+from specrl_jax.distill.offline import DrafterTraining
 
 PROMPT_TOKENS = flags.DEFINE_integer("prompt_tokens", 96, "of each sequence", lower_bound=1)
 NEW_TOKENS = flags.DEFINE_integer("new_tokens", 192, "response tokens of each", lower_bound=1)

@@ -20,7 +20,7 @@ from bench import results
 from bench.apart import ProcessDied, train_apart
 
 from specrl_jax.config import Config, check
-from specrl_jax.host.metrics import read_metrics
+from specrl_jax.io.metrics import read_metrics
 
 MEGABYTE = 2**20
 OUT = flags.DEFINE_string("out", None, "JSON file (default: results/bench_memory_cpu.json in "

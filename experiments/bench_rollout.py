@@ -28,8 +28,8 @@ from bench.workload import HEAVY_ROWS, WORKLOADS, Workload, make_workload
 
 from specrl_jax import sharding
 from specrl_jax.config import DRAFTERS, Config, ConfigError
-from specrl_jax.host.compilation import CompilationCounter, use_persistent_cache
-from specrl_jax.host.memory import peak_rss
+from specrl_jax.io.compilation import CompilationCounter, use_persistent_cache
+from specrl_jax.io.memory import peak_rss
 
 BATCH = flags.DEFINE_list("batch", ["1", "8", "16", "64"], "rows of each case; heavy runs those of "
                           "16 and 64 that are among them, or all if --workload=heavy alone")

@@ -24,18 +24,18 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from specrl_jax.actor import run_config
-from specrl_jax.compare import (
+from specrl_jax.config import ConfigError
+from specrl_jax.evaluation.audit import Replay, Ruling, replay, rule
+from specrl_jax.evaluation.compare import (
     StepComparison,
     check_comparable,
     compare_steps,
     config_differences,
     equal_bits,
 )
-from specrl_jax.config import ConfigError
-from specrl_jax.host.compilation import use_persistent_cache
-from specrl_jax.host.metrics import write_atomically
-from specrl_jax.replay import Replay, Ruling, replay, rule
+from specrl_jax.io.compilation import use_persistent_cache
+from specrl_jax.io.metrics import write_atomically
+from specrl_jax.model.source import run_config
 
 EQUAL, REAL, BAD_INPUT = 0, 1, 2
 ROWS_SHOWN = 40

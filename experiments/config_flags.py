@@ -109,7 +109,7 @@ def parsed(flag_values: flags.FlagValues = flags.FLAGS) -> tuple[Config, Path]:
       ConfigError: the values cannot work together, or there is no such run.
     """
     if "run" in flag_values and flag_values.run is not None:
-        from specrl_jax.actor import run_config  # here, because it imports all of JAX
+        from specrl_jax.model.source import run_config
 
         config = override(run_config(Path(flag_values.run)), flag_values["config"].override_values)
     else:

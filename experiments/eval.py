@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from specrl_jax.config import Config, ConfigError
-from specrl_jax.evaluate import (
+from specrl_jax.evaluation.evaluate import (
     Task,
     check_same_problems,
     evaluate,
@@ -31,9 +31,9 @@ from specrl_jax.evaluate import (
     read_evaluation,
     task_config,
 )
-from specrl_jax.host.compilation import use_persistent_cache
-from specrl_jax.host.metrics import write_atomically
-from specrl_jax.host.progress import Progress
+from specrl_jax.io.compilation import use_persistent_cache
+from specrl_jax.io.metrics import write_atomically
+from specrl_jax.io.progress import Progress
 
 flags.adopt_module_key_flags(run_flags)
 SPLIT = flags.DEFINE_string("split", "test", "split of the data, such as train or test[:50%]")

@@ -23,8 +23,8 @@ from rich.console import Console
 from rich.table import Table
 
 from specrl_jax.config import ConfigError
-from specrl_jax.host.launches import recorded
-from specrl_jax.host.metrics import METRICS, read_metrics
+from specrl_jax.io.launches import recorded
+from specrl_jax.io.metrics import METRICS, read_metrics
 
 BAD_INPUT = 2
 Column = tuple[str, Callable[[Mapping[str, Any]], str]]

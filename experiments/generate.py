@@ -16,8 +16,8 @@ import run_flags
 from absl import flags
 
 from specrl_jax.config import Config
-from specrl_jax.generate import Told, tell
-from specrl_jax.host.compilation import use_persistent_cache
+from specrl_jax.evaluation.generate import Told, tell
+from specrl_jax.io.compilation import use_persistent_cache
 
 flags.adopt_module_key_flags(run_flags)
 PROMPT = flags.DEFINE_string("prompt", None, "what the user says", required=True)

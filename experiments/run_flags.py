@@ -9,8 +9,8 @@ from typing import Any
 
 from absl import flags
 
-from specrl_jax.actor import Actor, open_actor
 from specrl_jax.config import Config, ConfigError
+from specrl_jax.model.source import Actor, open_actor
 
 RUN = flags.DEFINE_string("run", None, "working directory of a run: its config, which --config.* "
                           "may override, and its weights; without it, the model at "

@@ -47,12 +47,12 @@ from bench.apart import ProcessDied, train_by_turns
 from bench.staleness import PLAIN
 from bench.staleness_arms import QUESTIONS
 
-from specrl_jax.actor import open_actor
 from specrl_jax.config import Config, ConfigError, as_dict, build
-from specrl_jax.drafter_training import DRAFTER, DrafterTraining, train_drafter
-from specrl_jax.host.compilation import use_persistent_cache
-from specrl_jax.host.memory import give_back
-from specrl_jax.host.metrics import check_config, read_metrics, write_atomically
+from specrl_jax.distill.offline import DRAFTER, DrafterTraining, train_drafter
+from specrl_jax.io.compilation import use_persistent_cache
+from specrl_jax.io.memory import give_back
+from specrl_jax.io.metrics import check_config, read_metrics, write_atomically
+from specrl_jax.model.source import open_actor
 
 ALL = "all"
 EXIT_DIED = 1  # the same command again goes on

@@ -15,9 +15,9 @@ from absl import flags
 from interrupt import stops
 
 from specrl_jax.config import Config, ConfigError
-from specrl_jax.host.checkpoint import list_steps
-from specrl_jax.host.compilation import use_persistent_cache
-from specrl_jax.host.report import REPORT, write_report
+from specrl_jax.io.checkpoint import list_steps
+from specrl_jax.io.compilation import use_persistent_cache
+from specrl_jax.io.report import REPORT, write_report
 from specrl_jax.run import train
 
 DISTRIBUTED = flags.DEFINE_bool(

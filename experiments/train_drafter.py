@@ -17,11 +17,11 @@ import config_flags
 from absl import flags
 from interrupt import stops
 
-from specrl_jax.actor import CHECKPOINTS, open_actor
 from specrl_jax.config import Config
-from specrl_jax.drafter_training import DRAFTER, DrafterTraining, train_drafter
-from specrl_jax.host.checkpoint import list_steps
-from specrl_jax.host.compilation import use_persistent_cache
+from specrl_jax.distill.offline import DRAFTER, DrafterTraining, train_drafter
+from specrl_jax.io.checkpoint import list_steps
+from specrl_jax.io.compilation import use_persistent_cache
+from specrl_jax.model.source import CHECKPOINTS, open_actor
 
 DEFINE = {int: flags.DEFINE_integer, float: flags.DEFINE_float, str: flags.DEFINE_string,
           bool: flags.DEFINE_bool}

@@ -6,12 +6,12 @@ from pathlib import Path
 
 from specrl_jax import config as config_lib
 from specrl_jax.config import Config, ConfigError
-from specrl_jax.host import metrics
-from specrl_jax.host.checkpoint import Checkpoints
-from specrl_jax.host.compilation import CompilationCounter
-from specrl_jax.host.progress import Progress
-from specrl_jax.loop import Trainer, make_prompts
+from specrl_jax.io import metrics
+from specrl_jax.io.checkpoint import Checkpoints
+from specrl_jax.io.compilation import CompilationCounter
+from specrl_jax.io.progress import Progress
 from specrl_jax.model import weights
+from specrl_jax.trainer import Trainer, make_prompts
 
 
 def train(config: Config, workdir: Path) -> bool:

@@ -15,8 +15,8 @@ import pytest
 from helpers import run_training, start_training
 
 from specrl_jax.config import Config, ConfigError, as_dict, build
-from specrl_jax.host.checkpoint import list_steps, read_meta, restore_part
-from specrl_jax.host.metrics import read_metrics, read_samples
+from specrl_jax.io.checkpoint import list_steps, read_meta, restore_part
+from specrl_jax.io.metrics import read_metrics, read_samples
 from specrl_jax.run import train
 
 STEPS, EVERY, KILLS = 26, 2, 10

@@ -23,14 +23,14 @@ from helpers import (
 
 from specrl_jax import sharding
 from specrl_jax.config import ConfigError, MeshConfig, RolloutConfig
-from specrl_jax.control import policies
+from specrl_jax.control import protocol
 from specrl_jax.draft.small_lm import small_lm
-from specrl_jax.host.metrics import read_metrics, read_samples
-from specrl_jax.loop import Trainer
+from specrl_jax.io.metrics import read_metrics, read_samples
 from specrl_jax.model import architecture
 from specrl_jax.rollout.engine import Result
-from specrl_jax.sampler import publisher
+from specrl_jax.rollout.sampler import publisher
 from specrl_jax.structs import Rollout
+from specrl_jax.trainer import Trainer
 
 ADVANTAGE = np.random.default_rng(0).normal(size=16).astype(np.float32)
 MESHES = {"2x2x2": MeshConfig(2, 2, 2), "8x1x1": MeshConfig(8, 1, 1), "1x8x1": MeshConfig(1, 8, 1),
@@ -140,8 +140,8 @@ def test_shards_that_truncate_and_shards_that_do_not_wait_for_nobody(rule: str) 
     def rolled_out(config: MeshConfig) -> Result:
         mesh, drafter = mesh_of(config), small_lm(arch, depth=2, branch=2, nodes=4)
         engine = make_engine(arch, task, mesh=mesh, rule=rule, most=16, drafter=drafter,
-                             controller=policies.fixed(), truncates=True)
-        engine.control = policies.make_spec(2, 2, 4, 0)
+                             controller=protocol.fixed(), truncates=True)
+        engine.control = protocol.make_spec(2, 2, 4, 0)
         params = publisher(arch, mesh, jnp.float32)(tiny_params(arch))
         own = drafter.bind(params, tiny_params(arch))
         engine.compile(params, own)

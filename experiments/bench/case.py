@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from specrl_jax.config import Config
-from specrl_jax.host.compilation import CompilationCounter
+from specrl_jax.io.compilation import CompilationCounter
+from specrl_jax.io.device import cores
 from specrl_jax.model.weights import Source
-from specrl_jax.processor import cores
 
 from . import hardware, parts, peers
 from .hardware import Hardware

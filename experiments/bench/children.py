@@ -9,16 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from specrl_jax.config import RolloutConfig
-from specrl_jax.distill_programs import Programs
+from specrl_jax.distill import update
+from specrl_jax.distill.data import Corpus, make_plans, texts_of
+from specrl_jax.distill.programs import Programs
+from specrl_jax.distill.update import Lent, Lessons, Texts
 from specrl_jax.draft.grow import highest
-from specrl_jax.drafter_data import Corpus, make_plans, texts_of
-from specrl_jax.intervals import bootstrap
+from specrl_jax.evaluation.statistics import bootstrap
 from specrl_jax.model import transformer
-from specrl_jax.rl import distill
-from specrl_jax.rl.distill import Lent, Lessons, Texts
-from specrl_jax.spec.rejection import lossless
-from specrl_jax.spec.sampling import process
 from specrl_jax.structs import Array
+from specrl_jax.verify.rejection import lossless
+from specrl_jax.verify.sampling import process
 
 PLAIN = ("top", "sampled", "rejection")
 TOKENS, MICRO_TOKENS = 4096, 2048
@@ -87,8 +87,8 @@ def of_batch(programs: Programs, counts: Sequence[int], temperatures: Sequence[f
       f32[kinds, counts, b, T], the mean of DRAWS; bool[b, T].
     """
     arch, window = programs.arch, lessons.hidden.shape[2]
-    (hidden,) = distill.drafts(arch, 1, window, params, lent, texts, lessons)
-    log_q = distill.log_draft(arch, params, lent, texts.temperature, hidden)
+    (hidden,) = update.drafts(arch, 1, window, params, lent, texts, lessons)
+    log_q = update.log_draft(arch, params, lent, texts.temperature, hidden)
     shape = log_q.shape[1:]
     truncated = is_truncated(rollout)
 
@@ -107,7 +107,7 @@ def of_batch(programs: Programs, counts: Sequence[int], temperatures: Sequence[f
     flat = (lessons.hidden.reshape(len(lessons.hidden), -1).T, log_q.reshape(len(log_q), -1).T,
             jax.random.split(key, shape[0] * shape[1]))
     found = jax.lax.map(one, flat, batch_size=min(AT_ONCE, len(flat[0])))
-    live = distill.live(texts.length, texts.first, window, 1)[0]
+    live = update.live(texts.length, texts.first, window, 1)[0]
     return jnp.moveaxis(found, 0, -1).reshape(*found.shape[1:], *shape), live
 
 
@@ -125,7 +125,7 @@ def measure(programs: Programs, counts: Sequence[int], temperatures: Sequence[fl
       rollout: temperature, top_k and top_p of the draws.
       own: the drafter's parameters, {"weights", "vocab"}.
     """
-    lent = distill.lend(programs.arch, actor, jnp.asarray(own["vocab"]))
+    lent = update.lend(programs.arch, actor, jnp.asarray(own["vocab"]))
     run = jax.jit(functools.partial(of_batch, programs, counts, temperatures, rollout))
     by_prompt: dict[int, np.ndarray] = {}
     for number, plan in enumerate(make_plans(corpus, TOKENS, MICRO_TOKENS, 1, seed)):

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from specrl_jax.config import Config, as_dict
-from specrl_jax.control.policies import make_spec
-from specrl_jax.host.launches import LAUNCHES, MEASURED, summary
+from specrl_jax.control.protocol import make_spec
+from specrl_jax.io.launches import LAUNCHES, MEASURED, summary
 from specrl_jax.rollout.engine import Engine
 
 from . import hindsight

@@ -9,15 +9,15 @@ from typing import Any
 import jax
 
 from specrl_jax import sharding
-from specrl_jax.actor import Actor
 from specrl_jax.config import Config, ConfigError
-from specrl_jax.host import data
-from specrl_jax.host.compilation import CompilationCounter
-from specrl_jax.loop import make_prompts
+from specrl_jax.io import data
+from specrl_jax.io.compilation import CompilationCounter
 from specrl_jax.model.architecture import Architecture
+from specrl_jax.model.source import Actor
 from specrl_jax.model.tiny import byte_tokenizer, random_tensors
 from specrl_jax.model.tokenizer import Tokenizer
 from specrl_jax.model.weights import Source
+from specrl_jax.trainer import make_prompts
 
 from .controller_shape import Shape
 

@@ -12,13 +12,13 @@ import numpy as np
 from specrl_jax import prng, sharding
 from specrl_jax.config import Config, ConfigError
 from specrl_jax.control import acceptance, prices, respec
-from specrl_jax.draft.replay import replaying
-from specrl_jax.host import memory
-from specrl_jax.host.compilation import CompilationCounter
+from specrl_jax.draft.recorded import replaying
+from specrl_jax.io import memory
+from specrl_jax.io.compilation import CompilationCounter
 from specrl_jax.model.weights import Source
 from specrl_jax.rollout.engine import Result
 from specrl_jax.rollout.layout import request
-from specrl_jax.sampler import Sampler
+from specrl_jax.rollout.sampler import Sampler
 
 from .controller_cells import Cell, shaped
 from .workload import heavy_limits

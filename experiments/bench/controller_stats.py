@@ -10,7 +10,7 @@ from typing import Any
 from matplotlib.figure import Figure
 from scipy.special import stdtrit
 
-from specrl_jax.intervals import LEVEL
+from specrl_jax.evaluation.statistics import LEVEL
 
 from .controller_cells import STOP
 

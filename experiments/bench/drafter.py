@@ -8,10 +8,10 @@ import jax
 import numpy as np
 
 from specrl_jax.config import Config
+from specrl_jax.distill.data import Corpus
+from specrl_jax.distill.offline import DrafterTrainer, DrafterTraining
 from specrl_jax.draft import eagle_model
 from specrl_jax.draft.eagle_model import EagleArch
-from specrl_jax.drafter_data import Corpus
-from specrl_jax.drafter_training import DrafterTrainer, DrafterTraining
 from specrl_jax.model.transformer import Params
 from specrl_jax.model.weights import Source
 

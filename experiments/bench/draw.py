@@ -11,8 +11,8 @@ import numpy as np
 from specrl_kernels.gumbel_argmax import xla
 
 from specrl_jax.prng import exponential
-from specrl_jax.spec import sampling
 from specrl_jax.structs import Array
+from specrl_jax.verify import sampling
 
 from .timing import alternate, ratio, seconds_of, spread
 

@@ -13,7 +13,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from specrl_jax.intervals import student
+from specrl_jax.evaluation.statistics import student
 
 Grid = Mapping[int, Mapping[str, Sequence[float]]]
 """By load and setting. One repeat is chosen and judged on alike."""

@@ -7,11 +7,11 @@ import numpy as np
 
 from specrl_jax import prng, sharding
 from specrl_jax.config import Config
-from specrl_jax.host.compilation import CompilationCounter
+from specrl_jax.io.compilation import CompilationCounter
 from specrl_jax.model.architecture import Architecture
 from specrl_jax.rollout.engine import Result
 from specrl_jax.rollout.layout import Request, request
-from specrl_jax.sampler import Sampler
+from specrl_jax.rollout.sampler import Sampler
 
 from . import work
 from .hardware import Hardware

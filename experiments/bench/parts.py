@@ -18,11 +18,10 @@ from specrl_kernels.tree_attention import tree_attention
 
 from specrl_jax import sharding
 from specrl_jax.config import MeshConfig
-from specrl_jax.control.policies import Bucket, Outcome
-from specrl_jax.draft.base import Occasion
+from specrl_jax.control.protocol import Bucket, Outcome
+from specrl_jax.draft.protocol import Occasion
 from specrl_jax.model import transformer
 from specrl_jax.rollout.round import Machine, buckets_of, pack
-from specrl_jax.spec import commit, sampling
 from specrl_jax.structs import (
     Array,
     Cache,
@@ -34,6 +33,7 @@ from specrl_jax.structs import (
     Tip,
     Verdict,
 )
+from specrl_jax.verify import commit, sampling
 
 from .timing import alternate, seconds_of
 

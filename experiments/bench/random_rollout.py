@@ -11,10 +11,10 @@ from specrl_kernels.dispatch import Unsupported
 
 from specrl_jax import prng, sharding
 from specrl_jax.config import MeshConfig, RolloutConfig
-from specrl_jax.control import policies
+from specrl_jax.control import protocol
 from specrl_jax.draft.off import off
-from specrl_jax.draft.replay import replay, replaying
-from specrl_jax.host.compilation import CompilationCounter
+from specrl_jax.draft.recorded import replay, replaying
+from specrl_jax.io.compilation import CompilationCounter
 from specrl_jax.model.architecture import Architecture, describe, is_param
 from specrl_jax.rollout.engine import Engine, Result
 from specrl_jax.rollout.layout import Request, Shapes, request
@@ -88,8 +88,8 @@ def run(arch: Architecture, params: Any, dtype: Any, rows: int, new: int, drafte
     depth = min(DEPTH, new - 1)
     parts = off() if drafter == "off" else replay(depth=depth, nodes=depth + 1,
                                                   vocab=arch.vocab_size)
-    controller = policies.off() if drafter == "off" else policies.fixed()._replace(
-        init=lambda: policies.make_spec(depth, 1, parts.nodes, 0))
+    controller = protocol.off() if drafter == "off" else protocol.fixed()._replace(
+        init=lambda: protocol.make_spec(depth, 1, parts.nodes, 0))
     prompt = prompt_of(arch, new)
     shapes = Shapes(batch=rows, sequences=rows, group=1, prompt=prompt, response=new, shards=1,
                     depth=parts.depth, min_batch=rows)

@@ -11,7 +11,7 @@ from typing import Any
 from absl import flags
 
 from specrl_jax.config import Config, ConfigError, as_dict
-from specrl_jax.host.metrics import write_atomically
+from specrl_jax.io.metrics import write_atomically
 
 from .hardware import machine
 

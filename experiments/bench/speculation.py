@@ -11,12 +11,12 @@ import numpy as np
 
 from specrl_jax import prng, sharding
 from specrl_jax.config import Config, ConfigError, check
-from specrl_jax.control.policies import make_spec
-from specrl_jax.host.compilation import CompilationCounter
+from specrl_jax.control.protocol import make_spec
+from specrl_jax.io.compilation import CompilationCounter
 from specrl_jax.model.weights import Source
 from specrl_jax.rollout.engine import Result
 from specrl_jax.rollout.layout import request
-from specrl_jax.sampler import Sampler
+from specrl_jax.rollout.sampler import Sampler
 
 from . import parts
 from .timing import alternate, ratio, seconds_of, spread

@@ -11,8 +11,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from specrl_jax.config import Config, ConfigError
-from specrl_jax.host.metrics import WALL_TIME, read_metrics, read_samples
-from specrl_jax.intervals import student
+from specrl_jax.evaluation.statistics import student
+from specrl_jax.io.metrics import WALL_TIME, read_metrics, read_samples
 
 TAIL = 0.25  # of the steps: the end of a run, or its beginning
 DIGITS = 5  # significant ones

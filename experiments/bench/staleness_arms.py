@@ -6,10 +6,9 @@ import types
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from specrl_jax.config import Config
-from specrl_jax.drafter_options import LOSSES
-from specrl_jax.loop import Trainer, make_prompts
+from specrl_jax.config import LOSSES, Config
 from specrl_jax.model import weights
+from specrl_jax.trainer import Trainer, make_prompts
 
 from .staleness import BUG_PANELS, PANELS, PLAIN, Panel
 

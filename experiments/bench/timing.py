@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from specrl_jax.host.progress import duration
+from specrl_jax.io.progress import duration
 
 T = TypeVar("T")
 ROWS_OF_WEIGHTS = 16  # rows that take as long as reading the weights does, for estimates of time

@@ -13,12 +13,12 @@ import numpy as np
 from flax import struct
 
 from specrl_jax.config import ControlConfig
-from specrl_jax.control import cost, prices
-from specrl_jax.control.cost import Bucket, Ladders, Table
+from specrl_jax.control import cost_model, prices
+from specrl_jax.control.cost_model import Bucket, Ladders, Table
 from specrl_jax.control.harvest import Harvest, count_nodes, follow, trust, unseen
 from specrl_jax.control.lag import straggle
-from specrl_jax.control.policies import Controller, Outcome, Stretch, keep_within, make_spec
 from specrl_jax.control.prices import Prices
+from specrl_jax.control.protocol import Controller, Outcome, Stretch, keep_within, make_spec
 from specrl_jax.sharding import ROWS
 from specrl_jax.structs import Array, DraftTree, Load, SpecConfig
 
@@ -156,7 +156,7 @@ def adaptive(policy: Policy, control: ControlConfig, bounds: Bounds) -> Controll
 def blank(own: Any, bounds: Bounds) -> Adaptive:
     """The state before anything is known, as host arrays."""
     return Adaptive(
-        own=own, tables=cost.blank(bounds.ladders, bounds.longest, bounds.depth),
+        own=own, tables=cost_model.blank(bounds.ladders, bounds.longest, bounds.depth),
         prices={str(rows): prices.blank(len(buckets)) for rows, buckets in bounds.ladders.items()},
         factor=np.float32(1),
         lag={str(rows): np.float32(1) for rows in bounds.ladders},
@@ -186,7 +186,7 @@ def account(state: Adaptive, outcome: Outcome) -> Adaptive:
     depth = state.by_depth.shape[1] - 1
     steps = jnp.clip(outcome.spec.steps, 0, depth if table.packed.shape[0] > 1 else 0)
     later = (rounds - 1) / 2  # tokens of context more than at first, on average
-    verify, draft = cost.at(table, context_of(load) + later)
+    verify, draft = cost_model.at(table, context_of(load) + later)
     drafting = (steps > 0).astype(jnp.float32)
     verifying = rounds * verify[outcome.bucket]
     asking = rounds * (draft[steps] + drafting * state.missed * table.catch_up)
@@ -234,7 +234,7 @@ def _by_depth(harvest: Harvest, table: Table, verify: Array, draft: Array, shard
     room = jnp.maximum(table.packed[-1] / jnp.maximum(shard_rows, 1) - 1, 0.0)
     share = jnp.where(nodes > room, room / jnp.maximum(nodes, 1e-6), 1.0)
     each = 1 + share * nodes
-    bucket = cost.bucket_for(table, jnp.ceil(shard_rows * each - 1e-3), jnp.ceil(each - 1e-3))
+    bucket = cost_model.bucket_for(table, jnp.ceil(shard_rows * each - 1e-3), jnp.ceil(each - 1e-3))
     tokens = rows * (1 + trust(harvest) * share * gain)
     drafts = jnp.where(jnp.arange(draft.shape[0]) > 0, draft, 0.0)
     return jnp.stack([verify[bucket] + drafts, tokens])

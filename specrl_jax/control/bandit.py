@@ -14,7 +14,7 @@ from flax import struct
 
 from specrl_jax.config import ControlConfig
 from specrl_jax.control.adaptive import Adaptive, Bounds, Policy
-from specrl_jax.control.cost import Table
+from specrl_jax.control.cost_model import Table
 from specrl_jax.control.respec import arms, whole
 from specrl_jax.structs import Array, Load
 

@@ -15,7 +15,7 @@ import numpy as np
 from flax import struct
 
 from specrl_jax.config import ControlConfig
-from specrl_jax.control import cost
+from specrl_jax.control import cost_model
 from specrl_jax.control.adaptive import (
     FREE,
     HOLD,
@@ -27,9 +27,9 @@ from specrl_jax.control.adaptive import (
     rows_of,
     table_of,
 )
-from specrl_jax.control.cost import Bucket, Table
+from specrl_jax.control.cost_model import Bucket, Table
 from specrl_jax.control.harvest import trust
-from specrl_jax.control.policies import Outcome, place_in_row
+from specrl_jax.control.protocol import Outcome, place_in_row
 from specrl_jax.sharding import ROWS
 from specrl_jax.structs import Array, DraftTree, Load, SpecConfig
 
@@ -57,7 +57,7 @@ def budget(control: ControlConfig, bounds: Bounds, seed: int) -> Policy:
 
     def keep(state: Adaptive, table: Table, load: Load, spec: SpecConfig, tree: DraftTree,
              buckets: tuple[Bucket, ...]) -> tuple[Array, Array]:
-        verify, _ = cost.at(table, context_of(load))
+        verify, _ = cost_model.at(table, context_of(load))
         speed = speed_of(*foresee(state, table, load))
         price = speed * verify / jnp.maximum(verify[0], 1e-9)
         return fill(tree, load, trust(state.harvest), price, buckets)
@@ -118,7 +118,7 @@ def foresee(state: Adaptive, table: Table, load: Load) -> tuple[Array, Array]:
     round.
     """
     harvest, rows = state.harvest, jnp.maximum(rows_of(load), 1e-6)
-    verify, draft = cost.at(table, context_of(load))
+    verify, draft = cost_model.at(table, context_of(load))
     nodes, mass = (jnp.pad(jnp.cumsum(a, 0), ((1, 0), (0, 0)))[: draft.shape[0]]
                    for a in (harvest.count, harvest.mass))  # [D+1, bins] of a row
     room = jnp.minimum(table.packed / rows, table.nodes) - 1  # [buckets]
@@ -162,7 +162,7 @@ def choose_depth(state: Adaptive, table: Table, load: Load, control: ControlConf
     best, last = jnp.argmax(worth[1:]).astype(jnp.int32) + 1, jnp.where(on, state.steps, 0)
     depth = jnp.where((last > 0) & (worth[best] - worth[last] < MARGIN), last, best)
     advantage = worth[depth] - worth[0]
-    verify, draft = cost.at(table, context_of(load))
+    verify, draft = cost_model.at(table, context_of(load))
     plain = jnp.maximum(verify[0], 1e-9)
     behind = table.catch_up * state.missed / plain
     owed = jnp.where(advantage > 0, speed * table.catch_up / plain, 0.0)  # waiting adds to it

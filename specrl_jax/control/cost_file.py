@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from specrl_jax.config import ConfigError
-from specrl_jax.control.cost import Point
+from specrl_jax.control.cost_model import Point
 
 VERSION = 14  # of what is measured and how; older files are measured anew
 FRESH = 30 * 24 * 3600.0  # seconds until a file is stale

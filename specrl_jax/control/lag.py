@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from specrl_jax.control.cost import Table
-from specrl_jax.control.policies import Stretch
+from specrl_jax.control.cost_model import Table
+from specrl_jax.control.protocol import Stretch
 
 LEARN, FORGET = 0.5, 0.02  # share of a rollout's lag that is taken up, and of it that is forgotten
 LEAST = 0.25  # share of a rollout that drafts must have given, or its lag is not learned

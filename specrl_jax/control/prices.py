@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 from flax import struct
 
-from specrl_jax.control.cost import Table
+from specrl_jax.control.cost_model import Table
 from specrl_jax.structs import Array
 
 PACE = 0.3  # standard deviations, of logarithms: of the pace at first, and at most,

@@ -12,7 +12,7 @@ import numpy as np
 from flax import struct
 
 from specrl_jax.config import ControlConfig, check
-from specrl_jax.control import cost
+from specrl_jax.control import cost_model
 from specrl_jax.control.adaptive import (
     FREE,
     Adaptive,
@@ -21,8 +21,8 @@ from specrl_jax.control.adaptive import (
     context_of,
     rows_of,
 )
-from specrl_jax.control.cost import Bucket, Table
-from specrl_jax.control.policies import keep_within
+from specrl_jax.control.cost_model import Bucket, Table
+from specrl_jax.control.protocol import keep_within
 from specrl_jax.structs import Array, DraftTree, Load, SpecConfig
 
 
@@ -132,9 +132,9 @@ def gains(settings: np.ndarray, gives: Array, table: Table, context: Array, rows
       gives: f32[arms] tokens a row and round.
       rows: f32[] live rows of a shard.
     """
-    verify, draft = cost.at(table, context)
+    verify, draft = cost_model.at(table, context)
     nodes = jnp.asarray(settings[:, 2], jnp.float32)
-    bucket = cost.bucket_for(table, rows * nodes, nodes)
+    bucket = cost_model.bucket_for(table, rows * nodes, nodes)
     return gives * verify[0] / jnp.maximum(verify[bucket] + draft[settings[:, 0]], 1e-9)
 
 

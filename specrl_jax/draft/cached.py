@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from specrl_jax.draft.base import Survive
 from specrl_jax.draft.grow import attend, grow, no_proposal
 from specrl_jax.draft.network import KV, Growth, Network
+from specrl_jax.draft.protocol import Survive
 from specrl_jax.draft.tree import roots
-from specrl_jax.rows import for_rows
+from specrl_jax.model.rows import for_rows
 from specrl_jax.sharding import ROWS
 from specrl_jax.structs import Array, DraftTree, Fill, Sampling, SpecConfig, Tip
 

@@ -17,10 +17,10 @@ from jax.sharding import NamedSharding
 
 from specrl_jax.config import at_least, check
 from specrl_jax.draft import cached, eagle_model
-from specrl_jax.draft.base import Drafter, Occasion, Survive
 from specrl_jax.draft.cached import Held
 from specrl_jax.draft.eagle_model import EagleArch, Params
 from specrl_jax.draft.network import CHILDREN, Growth, Network
+from specrl_jax.draft.protocol import Drafter, Occasion, Survive
 from specrl_jax.model.architecture import is_param
 from specrl_jax.model.transformer import Attend, embed
 from specrl_jax.sharding import ROLLOUT_RULES, replicated, shardings, spec_of

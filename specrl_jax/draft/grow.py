@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from flax import struct
 from specrl_kernels.tree_attention import tree_attention
 
-from specrl_jax.draft.base import Survive
 from specrl_jax.draft.network import KV, Growth
+from specrl_jax.draft.protocol import Survive
 from specrl_jax.draft.tree import attach, roots
 from specrl_jax.prng import gumbel
 from specrl_jax.structs import Array, DraftTree, Drawn, Sampling, SpecConfig, Tip

@@ -15,7 +15,7 @@ import numpy as np
 from flax import struct
 
 from specrl_jax.config import check
-from specrl_jax.draft.base import Drafter, Occasion, Survive
+from specrl_jax.draft.protocol import Drafter, Occasion, Survive
 from specrl_jax.draft.tree import attach, roots
 from specrl_jax.structs import Array, DraftTree, Path, Sampling, SpecConfig, Tip, Verdict
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from specrl_jax.config import check
-from specrl_jax.draft.base import Drafter, Survive
+from specrl_jax.draft.protocol import Drafter, Survive
 from specrl_jax.draft.tree import roots
 from specrl_jax.structs import Array, DraftTree, Sampling, SpecConfig, Tip
 

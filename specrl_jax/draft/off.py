@@ -1,6 +1,6 @@
 """No drafter: trees of one node, so that the program is that of plain decoding."""
 
-from specrl_jax.draft.base import Drafter
+from specrl_jax.draft.protocol import Drafter
 from specrl_jax.draft.tree import roots
 
 

@@ -15,9 +15,9 @@ from jax.sharding import NamedSharding
 
 from specrl_jax.config import at_least, check
 from specrl_jax.draft import cached
-from specrl_jax.draft.base import Drafter, Occasion, Survive
 from specrl_jax.draft.cached import Held
 from specrl_jax.draft.network import CHILDREN, KV, Growth, Network
+from specrl_jax.draft.protocol import Drafter, Occasion, Survive
 from specrl_jax.model import transformer
 from specrl_jax.model.architecture import Architecture, describe, is_param
 from specrl_jax.model.transformer import Attend, Params

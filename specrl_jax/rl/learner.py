@@ -16,7 +16,7 @@ from specrl_jax.config import LearnerConfig
 from specrl_jax.model import transformer
 from specrl_jax.model.architecture import Architecture
 from specrl_jax.model.transformer import Params
-from specrl_jax.rl import policy_loss
+from specrl_jax.rl import losses
 from specrl_jax.structs import Array, Rollout
 
 
@@ -236,10 +236,10 @@ def micro_loss(arch: Architecture, config: LearnerConfig, max_new_tokens: int, t
 
     def one(logprob: Array, mask: Array, advantage: Array, old: Array, reference: Array | None
             ) -> tuple[Array, dict[str, Array]]:
-        terms, metrics = policy_loss.sequence_terms(
+        terms, metrics = losses.sequence_terms(
             logprob=logprob, old_logprob=old, reference=reference, advantage=advantage, mask=mask,
             clip_low=config.clip_low, clip_high=config.clip_high, kl=config.kl)
-        weights = policy_loss.token_weights(
+        weights = losses.token_weights(
             mask=mask, normalize=config.normalize, total_tokens=totals.tokens,
             total_sequences=totals.sequences, max_new_tokens=max_new_tokens)
         return (weights * terms).sum(), metrics

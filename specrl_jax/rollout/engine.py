@@ -24,7 +24,7 @@ from specrl_jax.control.acceptance import Acceptance, Reliability
 from specrl_jax.control.packed import WORD, Packing
 from specrl_jax.rollout import audit as audits
 from specrl_jax.rollout import counted, lengths, lockstep, refill
-from specrl_jax.rollout.launch import launch
+from specrl_jax.rollout.decode_loop import launch
 from specrl_jax.rollout.layout import ROW, STATE, Layout, Request, Shapes, pad
 from specrl_jax.rollout.round import Machine
 from specrl_jax.rollout.slots import EMPTY, Slots

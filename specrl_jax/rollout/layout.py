@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from specrl_jax.config import RolloutConfig, check
 from specrl_jax.control import acceptance
 from specrl_jax.control.acceptance import Acceptance
-from specrl_jax.draft.base import Occasion
+from specrl_jax.draft.protocol import Occasion
 from specrl_jax.rollout.round import Machine
 from specrl_jax.sharding import ROWS
 from specrl_jax.structs import Cache, Counters, RolloutState, Sampling, Sequences

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from specrl_jax.control.policies import Stretch
+from specrl_jax.control.protocol import Stretch
 from specrl_jax.rollout.layout import Request, Shapes
 
 

@@ -13,16 +13,14 @@ from flax import struct
 
 from specrl_jax.config import DRAWN_RULES, MOST_MIX, check
 from specrl_jax.control import acceptance
-from specrl_jax.control.cost import Bucket, bucket_ladder
-from specrl_jax.control.policies import Controller, Outcome
-from specrl_jax.draft.base import Drafter
+from specrl_jax.control.cost_model import Bucket, bucket_ladder
+from specrl_jax.control.protocol import Controller, Outcome
+from specrl_jax.draft.protocol import Drafter
 from specrl_jax.draft.tree import compact, roots
 from specrl_jax.model import transformer
 from specrl_jax.model.architecture import Architecture
 from specrl_jax.model.transformer import Packing, Params
 from specrl_jax.sharding import ROWS
-from specrl_jax.spec import commit, rejection, sampling, verify
-from specrl_jax.spec.rules import RULES
 from specrl_jax.structs import (
     Array,
     Cache,
@@ -36,6 +34,8 @@ from specrl_jax.structs import (
     Tip,
     Verdict,
 )
+from specrl_jax.verify import commit, match, rejection, sampling
+from specrl_jax.verify.registry import RULES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -278,7 +278,7 @@ def verify_in(machine: Machine, params: Params, drafter_params: Params, cache: C
     if machine.rule == "match":
         drawn = sampling.draw(logits, *processing, rows.key[packing.row],
                               tip.generated[packing.row] + level[at])
-        verdict = verify.judge(tokens, parent, kept, drawn, packing.place, tip, rows, depth)
+        verdict = match.judge(tokens, parent, kept, drawn, packing.place, tip, rows, depth)
         draws = drawn.token[packing.place]
     else:
         rank = jnp.take_along_axis(tree.rank, order, 1)

@@ -23,11 +23,11 @@ from control_cases import (
 )
 
 from specrl_jax.config import Config, ConfigError, ControlConfig, RolloutConfig, SpecOptions
-from specrl_jax.control import adaptive, bandit, choose, policies, respec
+from specrl_jax.control import adaptive, bandit, protocol, registry, respec
 from specrl_jax.control.adaptive import FREE, HOLD, SUMS
 from specrl_jax.control.harvest import trust
-from specrl_jax.control.policies import Outcome
-from specrl_jax.host.checkpoint import Checkpoints
+from specrl_jax.control.protocol import Outcome
+from specrl_jax.io.checkpoint import Checkpoints
 
 SIZE = len(SUMS) + 4  # of sums: seconds of three buckets and drafts come after the named ones
 SETTINGS = respec.settings_of((), DEPTH, 1, NODES)
@@ -147,7 +147,7 @@ def test_plain_rounds_are_accounted_for_at_once_as_one_by_one(policy: str) -> No
     tree = chains(np.zeros((8, DEPTH)), live=np.zeros(8, bool))
 
     def told(state: Any, of: Any, rounds: Any) -> Any:
-        plain = policies.make_spec(0, 1, 1, 0)
+        plain = protocol.make_spec(0, 1, 1, 0)
         return control.note(state, Outcome(of, plain, tree, tree.live, jnp.int32(0),
                                            rounds * of.live, rounds))
 
@@ -345,7 +345,7 @@ def test_nonsense_is_refused_in_one_line(changes: dict[str, Any], names: str) ->
 
 def test_settings_beyond_the_bounds_are_refused() -> None:
     with pytest.raises(ConfigError, match="control.settings = '9x1x5'"):
-        choose.make(ControlConfig(policy="respec", settings=("9x1x5",)), SpecOptions(),
+        registry.make(ControlConfig(policy="respec", settings=("9x1x5",)), SpecOptions(),
                     ladders=LADDERS)
 
 

@@ -24,7 +24,7 @@ from control_cases import (
 from specrl_jax.config import ControlConfig
 from specrl_jax.control import adaptive, budget
 from specrl_jax.control.adaptive import SUMS
-from specrl_jax.control.cost import Bucket
+from specrl_jax.control.cost_model import Bucket
 
 SMALL = (Bucket(2, 1), Bucket(2, 2), Bucket(3, 2), Bucket(5, 3))
 fill = alone(lambda tree, of, price: budget.fill(tree, of, jnp.float32(1), price, LADDER))

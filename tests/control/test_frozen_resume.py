@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from helpers import run_training
 
-from specrl_jax.host.checkpoint import restore_part
-from specrl_jax.host.metrics import read_metrics
+from specrl_jax.io.checkpoint import restore_part
+from specrl_jax.io.metrics import read_metrics
 
 UNEQUAL = ("time/", "memory/", "compilations", "rollout/tokens_per_second")
 

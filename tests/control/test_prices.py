@@ -6,7 +6,7 @@ import pytest
 from control_cases import ADAPTIVE, controller, drive, priced
 
 from specrl_jax.control import adaptive, prices
-from specrl_jax.control.cost import Table
+from specrl_jax.control.cost_model import Table
 from specrl_jax.control.prices import EARLY, PRICE, TRIALS, Prices
 
 ONE = np.eye(4)  # of three buckets and drafts

@@ -26,7 +26,7 @@ from eagle_slots import (
 
 from specrl_jax import prng
 from specrl_jax.config import ConfigError
-from specrl_jax.control.policies import make_spec
+from specrl_jax.control.protocol import make_spec
 from specrl_jax.draft import eagle_model
 from specrl_jax.draft.eagle import eagle
 

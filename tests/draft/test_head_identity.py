@@ -8,13 +8,13 @@ import pytest
 from helpers import micro_config
 
 from specrl_jax import sharding
-from specrl_jax.checksum import identity
 from specrl_jax.config import ConfigError, DraftConfig, SpecOptions
 from specrl_jax.draft import eagle_model, eagle_weights
 from specrl_jax.draft.eagle_model import EagleArch
+from specrl_jax.io.checksum import identity
 from specrl_jax.model.tiny import TINY, byte_tokenizer, random_tensors
 from specrl_jax.model.weights import Source
-from specrl_jax.sampler import Sampler
+from specrl_jax.rollout.sampler import Sampler
 
 ARCH = dataclasses.replace(TINY, num_layers=1)
 TOKENIZER = byte_tokenizer()

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from specrl_jax.control import acceptance
-from specrl_jax.control.policies import make_spec
-from specrl_jax.draft.base import Drafter, Occasion
+from specrl_jax.control.protocol import make_spec
 from specrl_jax.draft.history import history
+from specrl_jax.draft.protocol import Drafter, Occasion
 from specrl_jax.structs import Path, Tip, Verdict
 
 DEPTH, BRANCH, NODES, T, P = 3, 2, 7, 12, 8

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from specrl_jax.config import ConfigError
-from specrl_jax.control.policies import make_spec
-from specrl_jax.draft.base import Drafter
+from specrl_jax.control.protocol import make_spec
 from specrl_jax.draft.merge import likeliest, merge
+from specrl_jax.draft.protocol import Drafter
 from specrl_jax.draft.tree import roots
 from specrl_jax.structs import DraftTree, Tip
 

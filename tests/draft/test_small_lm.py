@@ -21,7 +21,7 @@ from helpers import (
 )
 from jax.sharding import PartitionSpec
 
-from specrl_jax import drafters, prng, sharding
+from specrl_jax import prng, sharding
 from specrl_jax.config import (
     DRAWN_RULES,
     Config,
@@ -31,8 +31,9 @@ from specrl_jax.config import (
     ModelSource,
     SpecOptions,
 )
-from specrl_jax.control.policies import make_spec
-from specrl_jax.draft.base import Occasion
+from specrl_jax.control.protocol import make_spec
+from specrl_jax.draft import registry
+from specrl_jax.draft.protocol import Occasion
 from specrl_jax.draft.small_lm import small_lm
 from specrl_jax.model import tiny, transformer, weights
 from specrl_jax.rollout.engine import Result
@@ -358,9 +359,9 @@ def config(model: str = "random:tiny", **changes: Any) -> Config:
                       "spec": SpecOptions(drafter="small_lm")} | changes))
 
 
-def make(config: Config, **actor: Any) -> drafters.Drafting:
+def make(config: Config, **actor: Any) -> registry.Drafting:
     arch = dataclasses.replace(tiny.TINY, **actor.pop("arch", {}))
-    return drafters.make(config, arch, (), 2, lambda text: None, **actor)
+    return registry.make(config, arch, (), 2, lambda text: None, **actor)
 
 
 def test_the_config_makes_one() -> None:

@@ -25,14 +25,14 @@ from experiments.bench.case import Setting, run_case
 from experiments.bench.hardware import Hardware
 from experiments.bench.ours import Ours
 from specrl_jax import sharding
-from specrl_jax.actor import open_actor
 from specrl_jax.config import ConfigError, ControlConfig
-from specrl_jax.control.policies import Bucket
+from specrl_jax.control.protocol import Bucket
+from specrl_jax.distill.offline import DrafterTraining
 from specrl_jax.draft import eagle_model
 from specrl_jax.draft.eagle_model import EagleArch
-from specrl_jax.drafter_training import DrafterTraining
-from specrl_jax.host.compilation import CompilationCounter
+from specrl_jax.io.compilation import CompilationCounter
 from specrl_jax.model.architecture import Architecture, initialize
+from specrl_jax.model.source import open_actor
 from specrl_jax.model.tiny import byte_tokenizer
 from specrl_jax.rl import learner
 from specrl_jax.structs import Rollout

@@ -31,10 +31,10 @@ from specrl_jax.config import (
     RolloutConfig,
     SpecOptions,
 )
-from specrl_jax.control import choose
-from specrl_jax.control.cost import Bucket
-from specrl_jax.host import data, memory
-from specrl_jax.host.compilation import CompilationCounter
+from specrl_jax.control import registry
+from specrl_jax.control.cost_model import Bucket
+from specrl_jax.io import data, memory
+from specrl_jax.io.compilation import CompilationCounter
 from specrl_jax.model.tiny import TINY, byte_tokenizer, random_tensors
 from specrl_jax.model.weights import Source
 from tests.experiments.conftest import ROOT, environment
@@ -203,7 +203,7 @@ def test_seconds_over_the_oracles_are_of_all_cells_run_by_run() -> None:
 
 def test_the_oracle_is_taught_in_the_order_of_its_settings_and_batches() -> None:
     ladders = {4: (Bucket(4, 1), Bucket(8, 5)), 2: (Bucket(2, 1), Bucket(8, 5))}
-    control = choose.make(
+    control = registry.make(
         ControlConfig(policy="oracle", accept=(1.0,) * 3, settings=("1x1x2", "2x1x3", "4x1x5")),
         SpecOptions(max_steps=4, max_branch=1, max_nodes=5), ladders=ladders).init()
     engine: Any = SimpleNamespace(control=control, shapes=SimpleNamespace(batches=(4, 2)))

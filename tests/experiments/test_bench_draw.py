@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from experiments.bench import draw
-from specrl_jax.spec import sampling
+from specrl_jax.verify import sampling
 
 
 def test_a_shape_is_measured() -> None:

@@ -9,10 +9,10 @@ from control_cases import LADDER, load
 from experiments.bench import parts, plan
 from experiments.bench.speculation import Arm, Cell
 from specrl_jax import sharding
-from specrl_jax.actor import open_actor
 from specrl_jax.config import Config, ModelSource, RolloutConfig
 from specrl_jax.control import budget
-from specrl_jax.host.compilation import CompilationCounter
+from specrl_jax.io.compilation import CompilationCounter
+from specrl_jax.model.source import open_actor
 
 
 @pytest.mark.slow

@@ -10,9 +10,9 @@ import pytest
 from experiments.bench import show, speculation
 from experiments.bench.speculation import Arm, Cell
 from specrl_jax import sharding
-from specrl_jax.actor import open_actor
 from specrl_jax.config import Config, ConfigError, ModelSource, RolloutConfig
-from specrl_jax.host.compilation import CompilationCounter
+from specrl_jax.io.compilation import CompilationCounter
+from specrl_jax.model.source import open_actor
 
 
 @pytest.mark.slow

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from experiments import compare_runs
-from specrl_jax import loop, prng, replay
+from specrl_jax import prng, trainer
 from specrl_jax.config import DistillConfig, as_dict
+from specrl_jax.evaluation import audit
 from specrl_jax.model import weights
 from specrl_jax.run import train
 
@@ -48,9 +49,9 @@ def drawn(small, tmp_path_factory):
     config = dataclasses.replace(small, learner=dataclasses.replace(
         small.learner, learning_rate=0.0))
     source = weights.describe_source(config.model.path)
-    prompt = loop.make_prompts(config, source.tokenizer, print).texts[0]
-    tokens, length = replay._rows([source.tokenizer.encode(prompt)])
-    logits = np.asarray(replay.next_logits(source.arch, source.params(), tokens, length))[:, 0]
+    prompt = trainer.make_prompts(config, source.tokenizer, print).texts[0]
+    tokens, length = audit._rows([source.tokenizer.encode(prompt)])
+    logits = np.asarray(audit.next_logits(source.arch, source.params(), tokens, length))[:, 0]
     run = tmp_path_factory.mktemp("drawn") / "run"
     run.mkdir()
     records, ranks = [], {}
@@ -104,7 +105,7 @@ def test_a_real_difference(drawn, tmp_path, capsys):
 def test_near_ties_leave_the_exit_status_0(drawn, tmp_path, monkeypatch):
     run, ranks = drawn
     other = edit(run, tmp_path / "b", runner_up(ranks, (1, 0)))
-    monkeypatch.setattr(replay, "NEAR_TIE", 100.0)
+    monkeypatch.setattr(audit, "NEAR_TIE", 100.0)
     status, found = compare(tmp_path, run, other)
     assert (status, found["near_ties"], found["real"]) == (0, 1, 0)
     assert found["first_step_that_differs"] == 1
@@ -183,14 +184,14 @@ def test_differences_are_ruled_with_the_weights_of_their_step(trained, tmp_path)
     assert len(found["differences"]) == 4
     assert all(d["drawn"] == d["token_a"] for d in found["differences"])
     score = found["differences"][0]["score_a"]
-    initial = replay.rule(trainer_of(trained), differences_of(trained, other))[0].score_a
+    initial = audit.rule(trainer_of(trained), differences_of(trained, other))[0].score_a
     assert abs(score - initial) > 1e-3  # so the weights matter
     assert sorted(trained.rglob("*")) == before  # A is only read
 
 
 @pytest.mark.slow
 def test_a_checkpoint_is_restored_and_only_read(trained):
-    made = replay.replay(trained, 2, print)
+    made = audit.replay(trained, 2, print)
     assert (made.checkpoint, made.trainer.step_number, made.deviations) == (2, 2, 0)
     initial = trainer_of(trained).sampler.params["embed"]
     assert np.abs(np.asarray(made.trainer.sampler.params["embed"] - initial)).max() > 1e-3
@@ -198,7 +199,7 @@ def test_a_checkpoint_is_restored_and_only_read(trained):
 
 def trainer_of(run):
     """The run's trainer with its initial weights."""
-    return replay.replay(run, 0, print).trainer
+    return audit.replay(run, 0, print).trainer
 
 
 def differences_of(a, b):

@@ -13,9 +13,9 @@ import pytest
 from absl import flags
 
 from experiments import config_flags, run_flags
-from specrl_jax import actor as actors
-from specrl_jax import generate
 from specrl_jax.config import Config, ConfigError, SpecOptions, as_dict
+from specrl_jax.evaluation import generate
+from specrl_jax.model import source as actors
 from specrl_jax.model.tiny import byte_tokenizer
 from tests.experiments.conftest import ROOT, environment
 

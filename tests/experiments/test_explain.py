@@ -10,9 +10,9 @@ import pytest
 from matplotlib.figure import Figure
 
 from experiments import explain
-from specrl_jax.host import launches, report
-from specrl_jax.host.metrics import encode, write_config
-from specrl_jax.host.report import write_report
+from specrl_jax.io import launches, report
+from specrl_jax.io.metrics import encode, write_config
+from specrl_jax.io.report import write_report
 
 
 def launch(seconds: float, **changes: Any) -> dict[str, Any]:

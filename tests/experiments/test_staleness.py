@@ -16,7 +16,7 @@ import pytest
 from experiments import config_flags
 from experiments.bench import apart, staleness, staleness_arms
 from specrl_jax.config import RULES, Config, ConfigError
-from specrl_jax.host.metrics import Writer, read_metrics
+from specrl_jax.io.metrics import Writer, read_metrics
 from tests.experiments.conftest import ROOT, environment
 
 CONFIG = config_flags.load("staleness")
@@ -254,7 +254,7 @@ KILLED = sys.argv.pop(1)
 import config_flags, staleness
 from bench.apart import ProcessDied
 from specrl_jax.config import as_dict
-from specrl_jax.host.metrics import Writer, write_config
+from specrl_jax.io.metrics import Writer, write_config
 
 def train_by_turns(runs):
     return {name: train(*run) for name, run in runs.items()}

@@ -10,8 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from specrl_jax import drafter_data, drafter_training, sharding
-from specrl_jax.actor import open_actor
+from specrl_jax import sharding
 from specrl_jax.config import (
     Config,
     ConfigError,
@@ -22,19 +21,21 @@ from specrl_jax.config import (
     RolloutConfig,
     SpecOptions,
 )
+from specrl_jax.distill import data as drafter_data
+from specrl_jax.distill import offline, update
+from specrl_jax.distill.data import Corpus
+from specrl_jax.distill.metrics import summarize, table, walk
+from specrl_jax.distill.offline import DrafterTraining
+from specrl_jax.distill.update import Assessment
 from specrl_jax.draft import eagle_model, eagle_weights
 from specrl_jax.draft.eagle_model import EagleArch
-from specrl_jax.drafter_data import Corpus
-from specrl_jax.drafter_score import summarize, table, walk
-from specrl_jax.drafter_training import DrafterTraining
-from specrl_jax.host.checkpoint import restore_part
-from specrl_jax.host.metrics import read_metrics
-from specrl_jax.loop import Prompts
+from specrl_jax.io.checkpoint import restore_part
+from specrl_jax.io.metrics import read_metrics
+from specrl_jax.model.source import open_actor
 from specrl_jax.model.tiny import TINY, byte_tokenizer
 from specrl_jax.model.weights import describe_source
-from specrl_jax.rl import distill
-from specrl_jax.rl.distill import Assessment
-from specrl_jax.sampler import Asked, Sampler
+from specrl_jax.rollout.sampler import Asked, Sampler
+from specrl_jax.trainer import Prompts
 
 TOKENIZER = byte_tokenizer()
 MICRO = DrafterTraining(
@@ -222,11 +223,11 @@ def test_features_start_near_one_whatever_the_taps_are_and_first_tokens_do_not_c
     taps[..., 1, 5:] *= 1e6  # padding
     texts = types.SimpleNamespace(length=np.int32([[20, 5]]))
     lessons = types.SimpleNamespace(taps=taps, hidden=np.zeros((1, 64, 2, 1), np.float32))
-    scale = drafter_training.tap_scale(texts, lessons)
+    scale = offline.tap_scale(texts, lessons)
     assert scale == pytest.approx([0.5, 40], rel=0.1)
     actor = describe_source("random:tiny").params()
-    lent = distill.lend(arch, actor, np.arange(16))
-    head = drafter_training.warm_start(arch, eagle_model.initialize(arch, 0), actor, lent, scale)
+    lent = update.lend(arch, actor, np.arange(16))
+    head = offline.warm_start(arch, eagle_model.initialize(arch, 0), actor, lent, scale)
     described = eagle_model.describe(arch)
     assert jax.tree.map(np.shape, head) == jax.tree.map(lambda p: p.shape, described,
                                                         is_leaf=lambda p: hasattr(p, "axes"))
@@ -243,7 +244,7 @@ def test_features_start_near_one_whatever_the_taps_are_and_first_tokens_do_not_c
 
 def train(workdir, options=MICRO, **data):
     config = micro_config(**data)
-    return drafter_training.train_drafter(config, open_actor(config), options, workdir)
+    return offline.train_drafter(config, open_actor(config), options, workdir)
 
 
 @pytest.fixture(scope="module")
@@ -277,7 +278,7 @@ def test_a_head_learns_and_is_written(whole):
 
 @pytest.mark.slow
 def test_a_run_that_was_stopped_ends_as_if_it_had_not_been(whole, tmp_path, monkeypatch):
-    step, generate = drafter_training.DrafterTrainer.step, drafter_data.Sampler.generate
+    step, generate = offline.DrafterTrainer.step, drafter_data.Sampler.generate
     calls = []
 
     def stopping(trainer):
@@ -286,7 +287,7 @@ def test_a_run_that_was_stopped_ends_as_if_it_had_not_been(whole, tmp_path, monk
         return step(trainer)
 
     with monkeypatch.context() as patched:
-        patched.setattr(drafter_training.DrafterTrainer, "step", stopping)
+        patched.setattr(offline.DrafterTrainer, "step", stopping)
         with pytest.raises(KeyboardInterrupt):
             train(tmp_path)
     monkeypatch.setattr(drafter_data.Sampler, "generate", lambda *a, **k: calls.append(1) or

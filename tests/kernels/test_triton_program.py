@@ -23,7 +23,7 @@ from specrl_kernels.tree_attention import triton as wrapper
 from specrl_kernels.triton_call import Launch, check_versions, program_call
 from tree_attention_cases import assert_near, make, oracle
 
-KERNELS, TESTS = Path(wrapper.__file__).parents[2], Path(__file__).parents[1]
+KERNELS, TESTS = Path(wrapper.__file__).parents[2], Path(__file__).parents[1] / "support"
 CASES = {
     "every length": (dict(lengths=(0, 1, 15, 16, 17, 31, 33, 48), nodes=3, cache=48), None, 1),
     "segments": (dict(lengths=(0, 63, 64, 65, 120), nodes=2, segments=(64, 32, 24), slots=6),

@@ -14,7 +14,7 @@ from specrl_jax.model import tiny
 from specrl_jax.model.tensors import EMBED, FINAL_NORM
 from specrl_jax.model.tiny import TINY, byte_tokenizer, random_tensors
 from specrl_jax.model.weights import Source
-from specrl_jax.sampler import Asked, Sampler
+from specrl_jax.rollout.sampler import Asked, Sampler
 
 ARCH = dataclasses.replace(TINY, num_layers=1)
 SPEC = SpecOptions(drafter="eagle", steps=2, branch=2, nodes=4, max_steps=2, max_branch=2,

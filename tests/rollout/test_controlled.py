@@ -16,16 +16,16 @@ from helpers import ask, counting, make_engine, make_task, said, streams, tiny_a
 
 from specrl_jax import sharding
 from specrl_jax.config import Config, ControlConfig, MeshConfig, RolloutConfig, SpecOptions
-from specrl_jax.control import choose, cost
-from specrl_jax.control.cost import bucket_ladder
+from specrl_jax.control import cost_model, registry
+from specrl_jax.control.cost_model import bucket_ladder
 from specrl_jax.draft.eagle import eagle
 from specrl_jax.draft.merge import merge
-from specrl_jax.draft.replay import replay, replaying
-from specrl_jax.host import launches
-from specrl_jax.rollout import lengths, probe
+from specrl_jax.draft.recorded import replay, replaying
+from specrl_jax.io import launches
+from specrl_jax.rollout import lengths, profile
 from specrl_jax.rollout.engine import Engine, Result
 from specrl_jax.rollout.lockstep import plain_rounds
-from specrl_jax.sampler import Sampler
+from specrl_jax.rollout.sampler import Sampler
 
 DEPTH, NODES, BATCH = 3, 4, 4
 ARCH = tiny_arch(num_layers=1)
@@ -44,7 +44,7 @@ def knobs(corruption: float, mesh: Any = None) -> Any:
 def controlled(policy: str, file: Path, mesh: Any = None, **options: Any) -> Engine:
     """An engine of 4 slots a shard, compacted to 2, that drafts recorded streams; priced."""
     control = ControlConfig(policy=policy, cost_table=str(file), **OPTIONS.get(policy, {}))
-    controller = choose.make(
+    controller = registry.make(
         control, SPEC, ladders={b: bucket_ladder(b, NODES, 64) for b in (4, 2)},
         longest=TASK.prompt + TASK.response - 1)
     engine = make_engine(ARCH, TASK, drafter=replay(depth=DEPTH, nodes=NODES, vocab=24),
@@ -55,7 +55,7 @@ def controlled(policy: str, file: Path, mesh: Any = None, **options: Any) -> Eng
     params = engine.everywhere(PARAMS)
     engine.compile(params, knobs(0, mesh))
     if controller.adaptive:
-        engine.control, _ = probe.priced(
+        engine.control, _ = profile.priced(
             engine, params, knobs(0, mesh), str(file), {}, lambda text: None)
     return engine
 
@@ -68,12 +68,16 @@ def _swept(monkeypatch: pytest.MonkeyPatch, seconds: list[float]
     told = iter(seconds)
     engine = SimpleNamespace(shapes=SimpleNamespace(shards=1), launch=lambda rows, *_, **options: (
         runs.append(rows), None, None))
-    monkeypatch.setattr(probe, "_stage", lambda engine, state, point: state)
+    monkeypatch.setattr(profile, "_stage", lambda engine, state, point: state)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr(probe.multihost_utils, "broadcast_one_to_all", lambda mine: next(told))
-    points = [cost.Point(rows=rows, bucket=0, context=8, steps=0, missed=0, rounds=cost.ROUNDS)
-              for rows in (4, 3, 2, 1)]
-    found = probe._timed(engine, PARAMS, (), None, dict.fromkeys(points, ()))[1]
+    monkeypatch.setattr(profile.multihost_utils, "broadcast_one_to_all", lambda mine: next(told))
+    points = [
+        cost_model.Point(
+            rows=rows, bucket=0, context=8, steps=0, missed=0, rounds=cost_model.ROUNDS
+        )
+        for rows in (4, 3, 2, 1)
+    ]
+    found = profile._timed(engine, PARAMS, (), None, dict.fromkeys(points, ()))[1]
     return runs, list(found.values()), list(told)
 
 
@@ -104,16 +108,18 @@ def test_a_launch_finds_the_drafter_one_position_behind_or_as_many_as_it_is_to_h
     """Whatever was launched before, the same launch too."""
     task = make_task(response=40)
     longest, ladders = task.prompt + 39, {b: bucket_ladder(b, NODES, 64) for b in (4, 2)}
-    controller = choose.make(ControlConfig(policy="budget"), SPEC, ladders=ladders, longest=longest)
+    controller = registry.make(
+        ControlConfig(policy="budget"), SPEC, ladders=ladders, longest=longest
+    )
     drafter = eagle(eagle_slots.ARCH, depth=DEPTH, branch=1, nodes=NODES)
     engine = make_engine(eagle_slots.ACTOR, task, drafter=drafter, batch=BATCH, min_batch=2,
                          controller=controller)
     own = drafter.bind(eagle_slots.ACTOR_PARAMS, jax.device_put(eagle_slots.parameters()))
     engine.compile(eagle_slots.ACTOR_PARAMS, own)
-    behind: dict[cost.Point, set[int]] = {}
-    stage, run, timed = probe._stage, probe._run, []
+    behind: dict[cost_model.Point, set[int]] = {}
+    stage, run, timed = profile._stage, profile._run, []
 
-    def staged(engine: Engine, state: Any, point: cost.Point) -> Any:
+    def staged(engine: Engine, state: Any, point: cost_model.Point) -> Any:
         state = stage(engine, state, point)
         for point in timed:
             missing = np.asarray(state.cache.length) - np.asarray(state.draft.length)
@@ -126,24 +132,24 @@ def test_a_launch_finds_the_drafter_one_position_behind_or_as_many_as_it_is_to_h
         timed.clear()
         return result
 
-    monkeypatch.setattr(probe, "SWEEPS", 2)
-    monkeypatch.setattr(probe, "ENOUGH", 0)
-    monkeypatch.setattr(probe, "_stage", staged)
-    monkeypatch.setattr(probe, "_run", measured)
-    probe.measure(engine, eagle_slots.ACTOR_PARAMS, own)
+    monkeypatch.setattr(profile, "SWEEPS", 2)
+    monkeypatch.setattr(profile, "ENOUGH", 0)
+    monkeypatch.setattr(profile, "_stage", staged)
+    monkeypatch.setattr(profile, "_run", measured)
+    profile.measure(engine, eagle_slots.ACTOR_PARAMS, own)
     drafting = {point: seen for point, seen in behind.items() if point.steps}
     assert len(drafting) > 8
-    assert {p.missed for p in drafting} == {0, cost.contexts(longest)[1]}
-    assert {p.context for p in drafting} > {cost.SHORTEST, longest}
+    assert {p.missed for p in drafting} == {0, cost_model.contexts(longest)[1]}
+    assert {p.context for p in drafting} > {cost_model.SHORTEST, longest}
     assert all(seen == {point.missed or 1} for point, seen in drafting.items())
 
 
-@pytest.mark.parametrize("long, rounds", [(np.inf, {1, cost.ROUNDS}), (-1, {0, 1})])
+@pytest.mark.parametrize("long, rounds", [(np.inf, {1, cost_model.ROUNDS}), (-1, {0, 1})])
 def test_measured_launches_make_all_their_rounds_where_answers_are_one_token(
         monkeypatch: pytest.MonkeyPatch, long: float, rounds: set[int]) -> None:
     """Else a round would seem cheap that half of a launch never ran."""
     task = make_task(response=1)
-    controller = choose.make(ControlConfig(policy="budget"), SPEC, ladders={
+    controller = registry.make(ControlConfig(policy="budget"), SPEC, ladders={
         b: bucket_ladder(b, NODES, 64) for b in (4, 2)}, longest=task.prompt)
     engine = make_engine(ARCH, task, drafter=replay(depth=DEPTH, nodes=NODES, vocab=24),
                          batch=BATCH, min_batch=2, past=task.group, controller=controller)
@@ -157,10 +163,10 @@ def test_measured_launches_make_all_their_rounds_where_answers_are_one_token(
         return out
 
     monkeypatch.setattr(engine, "launch", spying)
-    monkeypatch.setattr(probe, "SWEEPS", 1)
-    monkeypatch.setattr(probe, "ENOUGH", 0)
-    monkeypatch.setattr(probe, "LONG", long)
-    probe.measure(engine, PARAMS, knobs(0))
+    monkeypatch.setattr(profile, "SWEEPS", 1)
+    monkeypatch.setattr(profile, "ENOUGH", 0)
+    monkeypatch.setattr(profile, "LONG", long)
+    profile.measure(engine, PARAMS, knobs(0))
     assert {asked for asked, _ in made} == rounds
     assert all(asked == ran for asked, ran in made)
 
@@ -170,41 +176,41 @@ def test_long_rounds_are_measured_one_a_launch(
         monkeypatch: pytest.MonkeyPatch, slow: tuple[int, ...]) -> None:
     """Those of the largest batch size tell. A program's first launch does not, nor does one that
     another process stalls. Of a size between others only what the fit is tested on is run."""
-    runs: list[cost.Point] = []
+    runs: list[cost_model.Point] = []
 
-    def takes(point: cost.Point) -> float:
+    def takes(point: cost_model.Point) -> float:
         runs.append(point)
         spoilt = sum(p.rows == point.rows for p in runs) <= (2 if point.rows == 4 else 1)
         return 900.0 if spoilt else 1e-3 * point.rows + (
-            probe.LONG if point.rows in slow else 0)
+            profile.LONG if point.rows in slow else 0)
 
-    monkeypatch.setattr(probe, "_run", lambda engine, params, own, state, point, control: (
-        state, cost.Run(point, float(len(runs)), takes(point))))
-    monkeypatch.setattr(probe, "_blank", lambda engine: None)
-    monkeypatch.setattr(probe, "_smaller", lambda *args: None)
-    monkeypatch.setattr(probe, "_forced", lambda engine, point: ())
-    monkeypatch.setattr(probe, "reads", lambda engine: True)
+    monkeypatch.setattr(profile, "_run", lambda engine, params, own, state, point, control: (
+        state, cost_model.Run(point, float(len(runs)), takes(point))))
+    monkeypatch.setattr(profile, "_blank", lambda engine: None)
+    monkeypatch.setattr(profile, "_smaller", lambda *args: None)
+    monkeypatch.setattr(profile, "_forced", lambda engine, point: ())
+    monkeypatch.setattr(profile, "reads", lambda engine: True)
     engine = SimpleNamespace(
         machine=SimpleNamespace(drafter=SimpleNamespace(nodes=NODES, depth=DEPTH), most=8,
                                 least=2),
         shapes=SimpleNamespace(batch=4, batches=(4, 3, 2), longest=64), control=None)
-    record = probe.measure(engine, PARAMS, ())
+    record = profile.measure(engine, PARAMS, ())
     long = 4 in slow
-    ladders, took = probe.ladders(engine), 1 if long else cost.ROUNDS
-    fit, held = cost.points(ladders, 64, DEPTH, True, took)
+    ladders, took = profile.ladders(engine), 1 if long else cost_model.ROUNDS
+    fit, held = cost_model.points(ladders, 64, DEPTH, True, took)
     assert set(record.measured) == {*fit, *held} <= set(runs)
-    assert cost.rounds_of(record.measured) == took and max(record.measured.values()) < 1
+    assert cost_model.rounds_of(record.measured) == took and max(record.measured.values()) < 1
     for rows in (4, 2):
-        reference = cost.Point(rows, 0, cost.contexts(64)[0], 0, 0, took)
+        reference = cost_model.Point(rows, 0, cost_model.contexts(64)[0], 0, 0, took)
         at = np.flatnonzero([p == reference for p in runs if p.rows == rows])
-        assert np.diff(at).max() - 1 == (2 * probe.APART if long else probe.APART)
+        assert np.diff(at).max() - 1 == (2 * profile.APART if long else profile.APART)
     tested = [p for p in held if p.rows == 3]
     assert any(p.rows == 3 for p in fit) is not long
     if long:
         between = [p for p in runs if p.rows == 3]
         assert between[0].context != tested[0].context and set(between[1:]) == set(tested)
-        assert [between.count(p) for p in tested] == [2 * probe.TESTED, *(
-            probe.TESTED for _ in tested[1:])], "the first is the reference"
+        assert [between.count(p) for p in tested] == [2 * profile.TESTED, *(
+            profile.TESTED for _ in tested[1:])], "the first is the reference"
 
 
 @pytest.mark.parametrize("long", [np.inf, -1])
@@ -213,16 +219,16 @@ def test_a_process_without_the_file_has_the_tables_of_process_0(
     """By as many broadcasts: one more or less, and the processes would wait for each other."""
     engine, _ = budget
     own, file, told = knobs(0), tmp_path / "costs.json", []
-    monkeypatch.setattr(probe, "LONG", long)
-    probe.priced(engine, PARAMS, own, str(file), {}, lambda text: None)
+    monkeypatch.setattr(profile, "LONG", long)
+    profile.priced(engine, PARAMS, own, str(file), {}, lambda text: None)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr(probe.multihost_utils, "broadcast_one_to_all",
+    monkeypatch.setattr(profile.multihost_utils, "broadcast_one_to_all",
                         lambda mine: told.append(mine) or mine)
-    first, _ = probe.priced(engine, PARAMS, own, str(file), {}, lambda text: None)
+    first, _ = profile.priced(engine, PARAMS, own, str(file), {}, lambda text: None)
     left = iter(told)
     monkeypatch.setattr(jax, "process_index", lambda: 1)
-    monkeypatch.setattr(probe.multihost_utils, "broadcast_one_to_all", lambda mine: next(left))
-    other, _ = probe.priced(engine, PARAMS, own, str(tmp_path / "none.json"), {},
+    monkeypatch.setattr(profile.multihost_utils, "broadcast_one_to_all", lambda mine: next(left))
+    other, _ = profile.priced(engine, PARAMS, own, str(tmp_path / "none.json"), {},
                             lambda text: None)
     assert not list(left)
     jax.tree.map(np.testing.assert_array_equal, other.tables, first.tables)
@@ -236,11 +242,11 @@ def test_plain_rounds_are_timed_in_launches_as_long_as_a_rollouts(
     controller = SimpleNamespace(depth=lambda control, depth: depth)
     engine = SimpleNamespace(shapes=shapes, control=None,
                              machine=SimpleNamespace(controller=controller))
-    monkeypatch.setattr(probe, "_blank", lambda engine: None)
-    monkeypatch.setattr(probe, "_smaller", lambda engine, state, batch, size: state)
-    monkeypatch.setattr(probe, "_run", lambda engine, params, drafter, state, point, control: (
-        points.append((point, control)), cost.Run(point, 0.0, 1.0)))
-    assert probe.plain(engine, PARAMS, (), asked) == {4: 1 / rounds, 2: 1 / rounds}
+    monkeypatch.setattr(profile, "_blank", lambda engine: None)
+    monkeypatch.setattr(profile, "_smaller", lambda engine, state, batch, size: state)
+    monkeypatch.setattr(profile, "_run", lambda engine, params, drafter, state, point, control: (
+        points.append((point, control)), cost_model.Run(point, 0.0, 1.0)))
+    assert profile.plain(engine, PARAMS, (), asked) == {4: 1 / rounds, 2: 1 / rounds}
     assert [(p.rows, p.bucket, p.context, p.rounds, depth) for p, depth in points] == (
         3 * [(4, 0, 10, rounds, 0)] + 3 * [(2, 0, 10, rounds, 0)])
 
@@ -277,7 +283,7 @@ def run(engine: Engine, record: Result, corruption: float, rounds: int = 3, **sa
                     eagle(eagle_slots.ARCH, depth=DEPTH, branch=1, nodes=NODES)], NODES), True)])
 def test_a_drafter_that_reads_nothing_is_known(drafter: Any, reads: bool) -> None:
     engine = make_engine(eagle_slots.ACTOR, TASK, drafter=drafter(), batch=BATCH, past=TASK.group)
-    assert probe.reads(engine) is reads
+    assert profile.reads(engine) is reads
 
 
 def test_nothing_is_verified_that_a_row_may_not_say(plain: Result, tmp_path: Path) -> None:
@@ -297,18 +303,18 @@ def test_costs_are_measured_once(budget: Any, monkeypatch: pytest.MonkeyPatch) -
     engine, file = budget
     before, stored = jax.tree.map(np.asarray, engine.control), file.read_bytes()
     lines: list[str] = []
-    again, record = probe.priced(engine, PARAMS, knobs(0), str(file), {}, lines.append)
+    again, record = profile.priced(engine, PARAMS, knobs(0), str(file), {}, lines.append)
     assert file.read_bytes() == stored and len(lines) == 1 and "held-out" in lines[0]
     assert 0 <= record.error < 10 and np.isfinite(record.error)
     for table in again.tables.values():
         assert (np.asarray(table.verify) > 0).all()
     with monkeypatch.context() as patch:
-        key = probe.key(engine, {})
+        key = profile.key(engine, {})
         patch.setattr(engine, "machine", dataclasses.replace(engine.machine, invariant=True))
-        assert probe.key(engine, {}) != key
+        assert profile.key(engine, {}) != key
     assert abs(record.when - time.time()) < 3600
     lines.clear()
-    monkeypatch.setattr(probe, "LONG", np.inf)
+    monkeypatch.setattr(profile, "LONG", np.inf)
     ran: set[tuple[int, ...]] = set()
 
     def spying(batch: int, params: Any, own: Any, state: Any, control: Any, **asked: int) -> Any:
@@ -319,13 +325,13 @@ def test_costs_are_measured_once(budget: Any, monkeypatch: pytest.MonkeyPatch) -
         return out
 
     monkeypatch.setattr(engine, "launch", spying)
-    probe.priced(engine, PARAMS, knobs(0), str(file), {"drafter": "other"}, lines.append)
+    profile.priced(engine, PARAMS, knobs(0), str(file), {"drafter": "other"}, lines.append)
     assert lines[0].startswith("measuring") and file.read_bytes() != stored
     file.write_bytes(stored)
-    probe.priced(engine, PARAMS, knobs(0), str(file), {}, lines.append, record.when + 1)
+    profile.priced(engine, PARAMS, knobs(0), str(file), {}, lines.append, record.when + 1)
     assert len(lines) == 4 and file.read_bytes() != stored, "stale"
-    rows = probe.ladders(engine)
-    wanted = [p for of in cost.points(rows, engine.shapes.longest, DEPTH, False) for p in of]
+    rows = profile.ladders(engine)
+    wanted = [p for of in cost_model.points(rows, engine.shapes.longest, DEPTH, False) for p in of]
     assert not any(p.missed for p in record.measured), "a drafter that reads nothing"
     assert ran == {(p.rows, p.steps, p.bucket, p.context, p.rounds) for p in wanted}
     file.write_bytes(stored)
@@ -346,7 +352,7 @@ def test_old_costs_are_measured_anew_unless_the_run_is_there_to_be_repeated(
 
     monkeypatch.setattr(sampler.engine, "compile", lambda *args, **how: None)
     monkeypatch.setattr(sampler, "canary", lambda *args: None)
-    monkeypatch.setattr(probe, "priced", priced)
+    monkeypatch.setattr(profile, "priced", priced)
     sampler.compile()
     month = 30 * 24 * 3600
     assert asked[0] == (pytest.approx(time.time() - month, abs=60) if stale else 0.0)
@@ -481,7 +487,7 @@ def test_drafts_in_places_of_empty_slots_are_measured_chosen_and_accepted(
         plain: Result, policy: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Two of eight rows run on, behind slots of rows that ended."""
     ladder = bucket_ladder(8, NODES, 64, True)
-    controller = choose.make(ControlConfig(policy=policy, **OPTIONS[policy]), SPEC,
+    controller = registry.make(ControlConfig(policy=policy, **OPTIONS[policy]), SPEC,
                              ladders={8: ladder}, longest=TASK.prompt + TASK.response - 1)
     engine = make_engine(ARCH, TASK, drafter=replay(depth=DEPTH, nodes=NODES, vocab=24), batch=8,
                          past=TASK.group, controller=controller, least=8)
@@ -494,7 +500,7 @@ def test_drafts_in_places_of_empty_slots_are_measured_chosen_and_accepted(
 
     with monkeypatch.context() as patch:
         patch.setattr(engine, "launch", spying)
-        _, record = probe.priced(engine, PARAMS, knobs(0), str(tmp_path / "costs.json"), {},
+        _, record = profile.priced(engine, PARAMS, knobs(0), str(tmp_path / "costs.json"), {},
                                  lambda text: None)
     buckets = range(len(ladder))
     assert {(p.steps, p.bucket) for p in record.measured} == forced >= {(1, b) for b in buckets}
@@ -517,7 +523,7 @@ def test_a_samplers_rounds_have_the_buckets_that_its_tables_price() -> None:
     config = Config(control=ControlConfig(policy="budget"), rollout=RolloutConfig(
         batch_size=16, min_batch=8, max_prompt_tokens=10, max_new_tokens=8))
     engine = Sampler(config, ARCH, (3,), sharding.make_mesh(config.mesh), prompts=8, group=2).engine
-    found = probe.ladders(engine)
+    found = profile.ladders(engine)
     assert found[8][:2] == ((8, 1), (8, 8)) and found[16][:2] == ((16, 1), (32, 9))
     assert {int(rows): [*map(tuple, zip(table.packed, table.nodes, strict=True))]
             for rows, table in engine.control.tables.items()} == {

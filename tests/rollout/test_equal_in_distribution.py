@@ -23,8 +23,8 @@ from laws import law
 from scipy import stats
 
 from specrl_jax.config import RULES, ControlConfig, SpecOptions
-from specrl_jax.control import choose, policies
-from specrl_jax.control.cost import bucket_ladder
+from specrl_jax.control import protocol, registry
+from specrl_jax.control.cost_model import bucket_ladder
 from specrl_jax.draft.small_lm import small_lm
 from specrl_jax.model.transformer import forward
 from specrl_jax.rollout.engine import Result
@@ -55,12 +55,12 @@ def roll_out(rule: str, noise: float = 0.3, times: int = 1, temperature: float =
     nodes = 1 + 2 * branch
     drafter = small_lm(ARCH, depth=2, branch=branch, nodes=nodes, temperature=temperature,
                        drawn=True)
-    controller, control = policies.fixed(), policies.make_spec(2, branch, nodes, 0)
+    controller, control = protocol.fixed(), protocol.make_spec(2, branch, nodes, 0)
     if policy == "budget":
         spec = SpecOptions(steps=2, max_steps=2, branch=branch, max_branch=branch, nodes=nodes,
                            max_nodes=nodes)
         ladders = {200: bucket_ladder(200, nodes, 200 * nodes)}
-        controller = choose.make(ControlConfig(policy=policy), spec, ladders=ladders,
+        controller = registry.make(ControlConfig(policy=policy), spec, ladders=ladders,
                                  longest=TASK.prompt + 2)
         control = priced(controller.init(), wide=0.3)
     engine = make_engine(ARCH, TASK, batch=200, most=200 * nodes, controller=controller,

@@ -28,10 +28,10 @@ from specrl_jax.config import (
     RolloutConfig,
     SpecOptions,
 )
-from specrl_jax.control import choose
-from specrl_jax.control.cost import bucket_ladder
+from specrl_jax.control import registry
+from specrl_jax.control.cost_model import bucket_ladder
 from specrl_jax.model import invariant
-from specrl_jax.sampler import Sampler
+from specrl_jax.rollout.sampler import Sampler
 
 ARCH = tiny_arch(hidden_size=96, intermediate_size=160, num_heads=3, num_kv_heads=1, head_dim=32,
                  vocab_size=50)
@@ -101,7 +101,7 @@ def test_policies_change_no_bit(params, plain, policy):
     """With made-up costs, by which drafting pays."""
     want = plain.run(params, ask(TASK))
     ladders = {rows: bucket_ladder(rows, 4, 64) for rows in (3, 2)}
-    control = choose.make(
+    control = registry.make(
         ControlConfig(policy=policy, accept=(1.5, 2.0) if policy == "oracle" else ()),
         SpecOptions(max_steps=2, max_branch=1, max_nodes=4, steps=2, nodes=3),
         ladders=ladders, longest=TASK.prompt + TASK.response - 1)

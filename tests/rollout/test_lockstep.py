@@ -8,7 +8,7 @@ from helpers import ask, make_engine, make_task, tiny_arch, tiny_params
 
 from specrl_jax import sharding
 from specrl_jax.config import MeshConfig
-from specrl_jax.control.policies import Stretch
+from specrl_jax.control.protocol import Stretch
 from specrl_jax.rollout.lockstep import plain_rounds
 
 ARCH = tiny_arch(num_layers=1)

@@ -10,12 +10,12 @@ from helpers import Dice, Task, ask, counting, make_engine, random_drafter, said
 from laws import ProcessedLaw
 
 from specrl_jax.config import ConfigError
-from specrl_jax.control import policies
+from specrl_jax.control import protocol
 from specrl_jax.draft.history import history
 from specrl_jax.model.transformer import forward
 from specrl_jax.rollout.engine import Result
 
-ALL_NODES = policies.make_spec(3, 6, 6, 0)
+ALL_NODES = protocol.make_spec(3, 6, 6, 0)
 WILD, MIXED, PERFECT = 0.0, 0.6, 1.0
 MIXES: dict[str, dict[str, Any]] = {
     "plain law": {},
@@ -78,7 +78,7 @@ def test_the_drafters_do_what_their_names_say(bench: Any) -> None:
 ])
 def test_what_a_policy_plans_beyond_the_shapes_is_clamped_and_counted(
         bench: Any, planned: tuple[int, ...], out: bool) -> None:
-    result = bench.run_trees(hold=policies.make_spec(*planned), seed=2)
+    result = bench.run_trees(hold=protocol.make_spec(*planned), seed=2)
     assert streams(result) == streams(bench.run_plain(seed=2))
     most = result.counters["rounds"]
     assert (result.counters["clamped"] > most / 2) if out else result.counters["clamped"] == 0
@@ -157,7 +157,7 @@ FORWARD = jax.jit(forward, static_argnums=0)
 def test_garbage_beyond_length_and_in_dead_slots_changes_no_bit(bench: Any, name: str) -> None:
     engine = getattr(bench, name)
     bench.dice.replay, bench.dice.hit = bench.run_plain(seed=6).sequences.tokens, 0.7
-    bench.course.hold = policies.make_spec(3, 6, 6, 10)
+    bench.course.hold = protocol.make_spec(3, 6, 6, 10)
     results = []
     for fill in (0.0, 1e4, -7.0):
         engine.control = engine.machine.controller.init()
@@ -213,7 +213,7 @@ def test_nothing_compiles_whatever_changes(bench: Any) -> None:
             prompts = [rng.integers(0, 24, n).tolist() for n in rng.integers(1, 11, 6)]
             task = Task(prompts)
             bench.dice.hit, bench.dice.seed = float(rng.random()), int(rng.integers(99))
-            bench.course.hold = policies.make_spec(trial, 1, 1 + trial, 3 * trial)
+            bench.course.hold = protocol.make_spec(trial, 1, 1 + trial, 3 * trial)
             bench.trees.control = bench.course.draw()
             for engine in (bench.plain, bench.trees):
                 sampled = dict(temperature=rng.uniform(0, 2, 12), top_p=rng.uniform(0.1, 1, 12),
@@ -235,7 +235,7 @@ def test_truncation_that_was_not_compiled_is_refused(bench: Any, sampling: dict[
 def drafting(bench: Any) -> Any:
     """The history drafter in three slots."""
     drafter = history(depth=3, branch=1, nodes=4, match=4, group=bench.task.group)
-    control = policies.fixed(0)._replace(init=lambda: policies.make_spec(3, 1, 4, 0))
+    control = protocol.fixed(0)._replace(init=lambda: protocol.make_spec(3, 1, 4, 0))
     engine = make_engine(bench.arch, bench.task, drafter=drafter, controller=control, batch=3,
                          past=2, truncates=True)
     engine.compile(bench.params)
@@ -255,7 +255,7 @@ def test_history_changes_no_token_and_compiles_nothing(bench: Any, drafting: Any
 
     def changing() -> None:
         for seed, past in pasts.items():
-            drafting.control = policies.make_spec(2 + seed, 1, 3 + seed, 0)
+            drafting.control = protocol.make_spec(2 + seed, 1, 3 + seed, 0)
             for mix in MIXES.values():
                 request = ask(bench.task, seed=1, past=past, **mix)
                 assert streams(drafting.run(bench.params, request)) == mixed[str(mix)]
@@ -275,7 +275,7 @@ def test_history_changes_no_token_and_compiles_nothing(bench: Any, drafting: Any
 def test_no_way_to_verify_changes_a_token(bench: Any, machine: dict[str, Any]) -> None:
     plain = bench.run_plain(seed=10)
     dice = Dice(plain.sequences.tokens, 0.7)
-    control = policies.fixed(0)._replace(init=lambda: policies.make_spec(3, 4, 4, 0))
+    control = protocol.fixed(0)._replace(init=lambda: protocol.make_spec(3, 4, 4, 0))
     engine = make_engine(
         bench.arch, bench.task, batch=3, controller=control, **machine,
         drafter=random_drafter(dice, nodes=4, depth=3, vocab=bench.arch.vocab_size))

@@ -10,14 +10,14 @@ import pytest
 from eagle_slots import ACTOR, ACTOR_PARAMS, ARCH, parameters
 from helpers import Course, ask, make_engine, make_task, said, streams, tiny_params, wandering
 
-from specrl_jax.control.policies import make_spec
-from specrl_jax.draft.base import Drafter
+from specrl_jax.control.protocol import make_spec
 from specrl_jax.draft.eagle import eagle
 from specrl_jax.draft.history import history
 from specrl_jax.draft.merge import merge
-from specrl_jax.draft.replay import replay, replaying
+from specrl_jax.draft.protocol import Drafter
+from specrl_jax.draft.recorded import replay, replaying
 from specrl_jax.draft.small_lm import small_lm
-from specrl_jax.host.compilation import CompilationCounter
+from specrl_jax.io.compilation import CompilationCounter
 from specrl_jax.rollout.engine import Result
 
 DEPTH, BRANCH, NODES = 3, 2, 7

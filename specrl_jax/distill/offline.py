@@ -1,0 +1,310 @@
+"""Training of an EAGLE-3 head from an actor that stands still, and its measure on other prompts.
+
+The actor answers the training prompts and the held-out ones, with the drafter off. The head learns
+from separate forwards over its answers, whose features are kept as far as memory is granted.
+"""
+
+import dataclasses
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specrl_jax import sharding
+from specrl_jax.config import (
+    Config,
+    ConfigError,
+    DistillOptions,
+    as_dict,
+    at_least,
+    check,
+    option,
+)
+from specrl_jax.distill import update as distill
+from specrl_jax.distill.data import (
+    Corpus,
+    Plan,
+    gather,
+    load_prompts,
+    make_plans,
+    texts_of,
+    token_counts,
+)
+from specrl_jax.distill.metrics import by_depth, summarize, table
+from specrl_jax.distill.programs import Programs
+from specrl_jax.distill.update import Lent, Lessons, Texts
+from specrl_jax.draft import eagle_model, eagle_weights
+from specrl_jax.draft.eagle_model import EagleArch
+from specrl_jax.io import metrics
+from specrl_jax.io.checkpoint import Checkpoints
+from specrl_jax.io.checksum import identity
+from specrl_jax.io.data import step_prompts
+from specrl_jax.io.progress import Progress
+from specrl_jax.model.source import CHECKPOINTS, Actor
+from specrl_jax.model.transformer import Params
+from specrl_jax.model.weights import Source
+from specrl_jax.rollout.sampler import publisher
+
+ROLLOUTS, DRAFTER = "rollouts", "drafter"
+SMALL = 0.3
+
+
+def _same(name: str) -> Any:
+    """A field of DistillOptions, with its default and help."""
+    field = DistillOptions.__dataclass_fields__[name]
+    return option(field.default, field.metadata["help"])
+
+
+@dataclasses.dataclass(frozen=True)
+class DrafterTraining:
+    """What a drafter is trained on, and how."""
+
+    rollout_prompts: int = option(256, "use the first N prompts of config.data; 0: only --texts")
+    samples: int = option(2, "responses to each prompt")
+    texts: str = option("", "JSONL file, .gz or not, to learn from as well: objects with question "
+                            "and answer, or with text")
+    eval_split: str = option("test", "split of config.data whose prompts are held out")
+    eval_prompts: int = option(16, "held-out prompts; training prompts equal to one are dropped")
+    eval_every: int = option(400, "updates between evaluations; the last one is always evaluated")
+    draft_vocab: int = option(8192, "most tokens that the drafter knows; 0: all of the actor's")
+    own_head: bool = option(True, "train an output head, which starts as the actor's")
+    steps: int = option(1600, "updates; the learning rate falls linearly to 0 over them")
+    batch_tokens: int = option(512, "tokens of an update, prompts and padding included; few, since "
+                                    "many small updates teach more than few large ones")
+    micro_batch_tokens: int = option(512, "tokens of one forward and backward pass")
+    feature_megabytes: int = option(2048, "features kept in memory; others are made anew")
+    checkpoint_every: int = option(200, "updates between checkpoints; the last is always saved")
+    loss: str = _same("loss")
+    unroll: int = _same("unroll")
+    depth_decay: float = _same("depth_decay")
+    learning_rate: float = _same("learning_rate")
+    warmup_steps: int = _same("warmup_steps")
+    weight_decay: float = _same("weight_decay")
+    max_grad_norm: float = _same("max_grad_norm")
+
+    def __post_init__(self) -> None:
+        at_least(0, rollout_prompts=self.rollout_prompts, draft_vocab=self.draft_vocab,
+                 feature_megabytes=self.feature_megabytes)
+        at_least(1, **{name: getattr(self, name) for name in (
+            "samples", "eval_prompts", "eval_every", "steps", "batch_tokens", "micro_batch_tokens",
+            "checkpoint_every")})
+        check(bool(self.rollout_prompts or self.texts), "rollout_prompts", 0,
+              "there is nothing to learn from; give some, or --texts=FILE")
+        self.distill  # noqa: B018  checks its fields
+
+    @property
+    def distill(self) -> DistillOptions:
+        shared = {f.name: getattr(self, f.name) for f in dataclasses.fields(DistillOptions)
+                  if f.name in self.__dataclass_fields__}
+        return DistillOptions(**shared, decay_steps=self.steps)
+
+
+class DrafterTrainer:
+    """A head, its optimiser and the features of its batches. `step()` is one update."""
+
+    def __init__(self, config: Config, options: DrafterTraining, source: Source, params: Params,
+                 corpus: Corpus, held: Corpus) -> None:
+        check(len(corpus.tokens) > 0, "texts", options.texts, "holds nothing to learn from")
+        self.options, self.actor = options, params
+        self.made_for = eagle_weights.MadeFor(source.tokenizer.identity, identity(params))
+        self.arch = arch = EagleArch(
+            source.arch, draft_vocab=min(options.draft_vocab, source.arch.vocab_size),
+            own_head=options.own_head)
+        self.vocab = eagle_model.choose_vocab(token_counts(config, source, corpus),
+                                              arch.draft_vocab, source.tokenizer.stop_ids)
+        self.temperature, self.seed = config.rollout.temperature, config.seed
+        self.mesh, self.step_number = sharding.make_mesh(config.mesh), 0
+        shards = sharding.shard_count(self.mesh)
+        cut = (options.batch_tokens, options.micro_batch_tokens, shards, config.seed)
+        self.corpus, self.plans = corpus, make_plans(corpus, *cut)
+        self.held, self.held_plans = held, make_plans(held, *cut)
+        self.programs = Programs(arch, options.distill, self.mesh)
+        self.lent = distill.lend(arch, params, self.programs.whole(self.vocab))
+        self._kept: dict[int, tuple[Texts, Lessons]] = {}
+        self._room = options.feature_megabytes * 2**20
+        head = warm_start(arch, eagle_model.initialize(arch, config.seed), params, self.lent,
+                          tap_scale(*self.batch(0)))
+        self.state = self.programs.whole(distill.begin(options.distill, head))
+
+    # Batches.
+
+    def _learn_from(self, corpus: Corpus, plan: Plan) -> tuple[Texts, Lessons]:
+        texts = self.programs.rows(texts_of(corpus, plan, self.temperature))
+        return texts, self.programs.teach(plan.window, self.actor, texts)
+
+    def batch(self, index: int) -> tuple[Texts, Lessons]:
+        """A plan's sequences and features; what fits is kept."""
+        if index in self._kept:
+            return self._kept[index]
+        made = self._learn_from(self.corpus, self.plans[index])
+        size = sum(a.nbytes for a in jax.tree.leaves(made))
+        if size <= self._room:
+            self._kept[index], self._room = made, self._room - size
+        return made
+
+    # Steps.
+
+    def step(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """One update: its metrics, and which sequences it saw."""
+        began = time.perf_counter()
+        index = int(step_prompts(len(self.plans), self.seed, self.step_number, 1)[0])
+        batch = jax.block_until_ready(self.batch(index))
+        made = time.perf_counter()
+        self.state, told = self.programs.update(self.state, self.lent, *batch)
+        told = {name: np.asarray(value) for name, value in told.items()}
+        ended = time.perf_counter()
+        record = by_depth("alpha", told.pop("alpha")) | {
+            name: float(value) for name, value in told.items()}
+        rows = self.plans[index].rows
+        record |= {"step": self.step_number, "time/features": made - began,
+                   "time/learn": ended - made, "time/step": ended - began,
+                   "tokens_per_second": record["tokens"] / (ended - began)}
+        self.step_number += 1
+        return record, {"sequences": rows[rows >= 0].tolist()}
+
+    def evaluate(self) -> dict[str, float]:
+        """The head on the held-out sequences, see `summarize`."""
+        scale = np.float32(self.temperature > 0)
+        parts = []
+        for plan in self.held_plans:
+            texts, lessons = self._learn_from(self.held, plan)
+            key = self.programs.rows(self.held.key[plan.rows])
+            found = self.programs.assess(self.state.params, self.lent, texts, lessons, key,
+                                         self.programs.rows(np.full(plan.rows.shape, scale)))
+            parts += [jax.tree.map(lambda a, i=i: np.asarray(a)[i], found)
+                      for i in range(len(plan.rows))]
+        return summarize(parts)
+
+    def described(self) -> str:
+        """The data and the draft vocabulary in a line."""
+        known = np.isin(self.held.responses, self.vocab).mean()
+        return (f"{len(self.corpus.tokens)} sequences, {len(self.corpus.responses)} response "
+                f"tokens, {len(self.plans)} updates an epoch; the draft vocabulary of "
+                f"{len(self.vocab)} has {known:.1%} of {len(self.held.responses)} held-out tokens")
+
+    # Persistence.
+
+    def save_head(self, directory: Path) -> None:
+        """Writes the head, see draft/eagle_weights.py; process 0 does."""
+        if jax.process_index() == 0:
+            eagle_weights.save(directory, self.arch, self.arrays()[DRAFTER], self.made_for)
+
+    def arrays(self) -> dict[str, Any]:
+        """What a checkpoint holds besides `meta`."""
+        return {DRAFTER: {"weights": self.state.params, "vocab": self.vocab},
+                "optimizer": self.state.optimizer}
+
+    def restore(self, checkpoints: Checkpoints) -> bool:
+        """Continues from the newest intact checkpoint; False if there is none."""
+        abstract = jax.tree.map(
+            lambda a: a if isinstance(a, np.ndarray) else jax.ShapeDtypeStruct(
+                a.shape, a.dtype, sharding=a.sharding), self.arrays())
+        found = checkpoints.restore_latest(abstract)
+        if found is None:
+            return False
+        _, arrays, meta = found
+        if not np.array_equal(arrays[DRAFTER]["vocab"], self.vocab):
+            raise ConfigError(f"{checkpoints.directory}: its draft vocabulary is not the one of "
+                              f"{ROLLOUTS}/ beside it; choose another --workdir")
+        self.state = distill.DistillState(arrays[DRAFTER]["weights"], arrays["optimizer"])
+        self.step_number = meta["step"]
+        return True
+
+
+def train_drafter(config: Config, actor: Actor, options: DrafterTraining, workdir: Path) -> bool:
+    """Trains or resumes in `workdir`; returns whether there was anything left to do.
+
+    Raises:
+      ConfigError: something that was asked for cannot work.
+    """
+    description = as_dict(config) | {"drafter_training": as_dict(options), "actor": {
+        "run": actor.run and str(actor.run), "step": actor.step}}
+    metrics.check_config(workdir, description)
+    progress = Progress(options.steps, 0)
+    say, warn = progress.say, progress.warn
+    source = actor.source
+    prompts = load_prompts(config, source.tokenizer, options.rollout_prompts, options.eval_split,
+                           options.eval_prompts, say)
+    metrics.write_config(workdir, description)
+    say(f"loading {actor.name}")
+    mesh = sharding.make_mesh(config.mesh)
+    params = publisher(source.arch, mesh, jnp.dtype(config.model.dtype))(actor.params(mesh))
+    corpora = gather(config, source, params, prompts, options.samples, options.texts,
+                     workdir / ROLLOUTS, say)
+    trainer = DrafterTrainer(config, options, source, params, *corpora)
+    with Checkpoints(workdir / CHECKPOINTS, config.checkpoint_keep, warn) as checkpoints:
+        if trainer.restore(checkpoints):
+            say(f"resuming {workdir} after update {trainer.step_number}")
+        left = trainer.step_number < options.steps
+        if left:
+            say(trainer.described())
+            with metrics.Writer(workdir, trainer.step_number, warn) as writer, Progress(
+                    options.steps, trainer.step_number) as progress:
+                run_updates(trainer, checkpoints, writer, progress)
+    head = workdir / DRAFTER
+    if left and head.exists() and jax.process_index() == 0:  # its last checkpoint was lost
+        shutil.rmtree(head)
+    if left or not head.exists():
+        trainer.save_head(head)
+    return left
+
+
+def run_updates(trainer: DrafterTrainer, checkpoints: Checkpoints, writer: metrics.Writer,
+                progress: Progress) -> None:
+    """The updates that are left, with their lines, evaluations and checkpoints."""
+    options = trainer.options
+    while trainer.step_number < options.steps:
+        record, seen = trainer.step()
+        done = trainer.step_number
+        last = done == options.steps
+        if not record["applied"]:
+            progress.warn(f"update {done}: loss or gradient is not finite; skipped")
+        if last or done % options.eval_every == 0:
+            progress.phase("evaluating")
+            found = trainer.evaluate()
+            record |= {f"eval/{name}": value for name, value in found.items()}
+            progress.say(table(found))
+        writer.write_step(record, [seen])
+        progress.step({"time/step": record["time/step"], "time/learn": record["time/learn"],
+                       "rollout/tokens_per_second": record["tokens_per_second"],
+                       "rollout/accept_length": record["accept_length"]})
+        if last or done % options.checkpoint_every == 0:
+            writer.sync()
+            checkpoints.save(done, trainer.arrays(), {"step": done})
+
+
+def warm_start(arch: EagleArch, params: Params, actor: Params, lent: Lent, scale: np.ndarray
+               ) -> Params:
+    """A head that starts from the actor, which is worth several epochs (experiments/LOG.md).
+
+    The feature is the highest tap, and a little of all of them, near norm 1 a coordinate; the MLP
+    is the actor's last, if it has that size; so are output head and norm. What adds to the feature
+    and to the logits starts small: an untrained head must not be sure of anything.
+
+    Args:
+      params: random.
+      scale: f32[A], see `tap_scale`.
+    """
+    last, f = actor["layers"][-1], arch.actor.hidden_size
+    fc = params["fc"].reshape(f, len(scale), f) / np.std(params["fc"])
+    fc = fc * (SMALL / (scale[:, None] * (len(scale) * f) ** 0.5))
+    fc[:, -1] += np.eye(f) / scale[-1]
+    taken = {"fc": fc.reshape(f, -1), "final_norm": SMALL * actor["final_norm"]}
+    if last["down"].shape == params["down"].shape:
+        taken |= {"gate_up": last["gate_up"], "mlp_norm": last["mlp_norm"],
+                  "down": SMALL * last["down"]}
+    if arch.own_head:
+        taken["head"] = lent.head
+    return params | {name: np.asarray(a, np.float32) for name, a in taken.items()}
+
+
+def tap_scale(texts: Texts, lessons: Lessons) -> np.ndarray:
+    """f32[A]: each tap's root mean square at the median token; first tokens may be far larger."""
+    taps = np.moveaxis(np.asarray(lessons.taps, np.float32), 1, 0)  # [A * F, n, b, S]
+    taps = taps.reshape(-1, lessons.hidden.shape[1], *taps.shape[1:])
+    real = np.arange(taps.shape[-1]) < np.asarray(texts.length)[..., None]
+    return np.median(np.sqrt(np.square(taps).mean(1))[:, real], axis=1)

@@ -1,0 +1,208 @@
+"""Differences between two runs, recomputed with the weights that they came from.
+
+At a first difference the tokens before it are equal, so one teacher-forced forward gives what both
+runs computed there, but for rounding. If both tokens' perturbed scores are within NEAR_TIE of the
+best, rounding chose between them; else one of the runs is wrong.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specrl_jax import prng
+from specrl_jax.config import RolloutConfig
+from specrl_jax.evaluation.compare import Difference, compare_step
+from specrl_jax.io import metrics
+from specrl_jax.io.checkpoint import list_steps, read_meta, restore_part
+from specrl_jax.model import transformer, weights
+from specrl_jax.model.architecture import Architecture
+from specrl_jax.model.source import CHECKPOINTS, run_config
+from specrl_jax.model.transformer import Params
+from specrl_jax.structs import Array
+from specrl_jax.trainer import Trainer, make_prompts
+from specrl_jax.verify import sampling
+
+NEAR_TIE = 1e-4
+ROWS_AT_ONCE = 8
+LENGTH_MULTIPLE = 128
+
+
+@dataclasses.dataclass(frozen=True)
+class Ruling:
+    """What a teacher-forced forward says about one difference."""
+
+    difference: Difference
+    score_a: float  # perturbed score of A's token, -inf where there is none or truncation drops it
+    score_b: float
+    drawn: int  # the token that the recomputed scores choose
+    gap: float  # from the best perturbed score to the lower of the two
+
+    @property
+    def near_tie(self) -> bool:
+        return self.gap < NEAR_TIE
+
+
+@dataclasses.dataclass(frozen=True)
+class Replay:
+    """A run's trainer at the start of a step, and how it got there."""
+
+    trainer: Trainer
+    checkpoint: int  # 0 is the initial weights
+    deviations: int  # sequences that repeated steps said otherwise than the run had
+
+
+class OneCheckpoint:
+    """One checkpoint of a run, only read, for `Trainer.restore`: no cleaning, no setting aside."""
+
+    def __init__(self, directory: Path, step: int) -> None:
+        self._directory, self._step = directory, step
+
+    def restore_latest(self, abstract: dict[str, Any]) -> tuple[int, Any, dict[str, Any]]:
+        """The checkpoint as `host.checkpoint.Checkpoints.restore` gives it."""
+        arrays = {key: restore_part(self._directory, self._step, key, part)
+                  if jax.tree.leaves(part) else part for key, part in abstract.items()}
+        return self._step, arrays, read_meta(self._directory, self._step)
+
+
+def replay(run: Path, step: int, say: Callable[[str], None]) -> Replay:
+    """The trainer of `run` as it was when `step` began.
+
+    Starts at the nearest checkpoint that is not later, or from the initial weights, and repeats the
+    steps between. With learning rate 0 every checkpoint holds the same weights; none is repeated.
+
+    Raises:
+      ConfigError: the run, its model, data or checkpoint cannot be read.
+    """
+    config = run_config(run)
+    source = weights.describe_source(config.model.path)
+    trainer = Trainer(config, source, make_prompts(config, source.tokenizer, say), say)
+    directory = run / CHECKPOINTS
+    checkpoint = max((s for s in list_steps(directory) if s <= step), default=0)
+    if config.learner.learning_rate == 0:
+        return Replay(trainer, 0, 0)
+    if checkpoint:
+        trainer.restore(OneCheckpoint(directory, checkpoint))
+    deviations = 0
+    if trainer.step_number < step:
+        trainer.compile(say)
+        deviations = _repeat(trainer, run, step, say)
+    return Replay(trainer, checkpoint, deviations)
+
+
+def _repeat(trainer: Trainer, run: Path, step: int, say: Callable[[str], None]) -> int:
+    """Repeats steps up to `step`; returns how many sequences came out otherwise than recorded."""
+    first = trainer.step_number
+    recorded: dict[int, list[dict[str, Any]]] = {s: [] for s in range(first, step)}
+    for record in metrics.read_samples(run):
+        if record["step"] in recorded:
+            recorded[record["step"]].append(record)
+    deviations = 0
+    for number in range(first, step):
+        say(f"repeating step {number} of {run}")
+        _, samples = trainer.step()
+        compared = compare_step(number, *({(r["prompt_id"], r["occurrence"], r["sample_id"]): r
+                                           for r in rows} for rows in (recorded[number], samples)))
+        deviations += len(compared.differences)
+    return deviations
+
+
+def rule(trainer: Trainer, differences: Sequence[Difference]) -> list[Ruling]:
+    """Recomputes each difference with the weights that `trainer` has published."""
+    params = jax.tree.map(lambda a: a.astype(jnp.float32), trainer.sampler.params)
+    return recompute(trainer.arch, params, trainer.config.rollout, trainer.config.seed,
+                     trainer.tokenizer.encode, differences)
+
+
+def recompute(arch: Architecture, params: Params, config: RolloutConfig, seed: int,
+              encode: Callable[[str], list[int]], differences: Sequence[Difference]
+              ) -> list[Ruling]:
+    """Teacher-forced perturbed scores at each difference.
+
+    Args:
+      params: float32, of the step that the differences are in.
+      config: its temperature, top_k and top_p are read.
+      seed: of the run.
+      encode: token ids of a prompt's text.
+    """
+    rulings: list[Ruling] = []
+    for start in range(0, len(differences), ROWS_AT_ONCE):
+        part = list(differences[start : start + ROWS_AT_ONCE])
+        padded = part + [part[-1]] * (ROWS_AT_ONCE - len(part))
+        tokens, length = _rows([encode(d.prompt) + d.before for d in padded])
+        raw = next_logits(arch, params, tokens, length)
+        keys = np.concatenate([prng.row_keys(
+            seed, "train", d.step, *(np.asarray([k], np.int32) for k in d.key)) for d in padded])
+        position = np.asarray([d.position for d in padded], np.int32)
+        scores, drawn = perturb(raw, config.temperature, config.top_k, config.top_p, keys, position)
+        scores, drawn, raw = (np.asarray(x) for x in (scores, drawn, raw))
+        rulings += [judge(d, config, raw[:, i], scores[:, i], int(drawn[i]))
+                    for i, d in enumerate(part)]
+    return rulings
+
+
+def _rows(rows: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
+    """i32[B, S] right-padded, S a multiple so that few shapes are compiled, and lengths i32[B]."""
+    length = np.asarray([len(row) for row in rows], np.int32)
+    width = -(-int(length.max()) // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
+    tokens = np.zeros((len(rows), width), np.int32)
+    for i, row in enumerate(rows):
+        tokens[i, : len(row)] = row
+    return tokens, length
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def next_logits(arch: Architecture, params: Params, tokens: Array, length: Array) -> Array:
+    """f32[V, B] after the last token of each row of i32[B, S]."""
+    hidden, _, _ = transformer.hidden_states(
+        arch, params, tokens, *transformer.right_padded(tokens.shape, length))
+    last = hidden[:, jnp.arange(tokens.shape[0]), length - 1]
+    return transformer.logits(arch, params, last)
+
+
+@jax.jit
+def perturb(logits: Array, temperature: Array, top_k: Array, top_p: Array, key: Array,
+            position: Array) -> tuple[Array, Array]:
+    """Perturbed scores f32[V, W] without truncation, and the token i32[W] that `draw` chooses.
+
+    Scores are logits over temperature plus noise: the log-probabilities but for one constant, which
+    no gap contains.
+
+    Args:
+      logits: f32[V, W].
+      temperature, top_k, top_p: of all W.
+      key: u32[W, 2].
+      position: i32[W].
+    """
+    vocab, width = logits.shape
+    scores = logits / jnp.where(temperature == 0, 1.0, temperature)
+    noise = prng.gumbel(key, position, jnp.arange(vocab)).T
+    drawn = sampling.draw(logits, *(jnp.full(width, x) for x in (temperature, top_k, top_p)),
+                          key, position)
+    return scores + jnp.where(temperature == 0, 0.0, 1.0) * noise, drawn.token
+
+
+def judge(difference: Difference, config: RolloutConfig, logits: np.ndarray, scores: np.ndarray,
+          drawn: int) -> Ruling:
+    """The ruling on one difference from its logits and perturbed scores, both f32[V]."""
+    a, b = (float(scores[token]) if token is not None and kept(logits, token, config) else -math.inf
+            for token in (difference.a, difference.b))
+    best = max(float(scores[drawn]), a, b)
+    return Ruling(difference, a, b, drawn, best - min(a, b))
+
+
+def kept(logits: np.ndarray, token: int, config: RolloutConfig) -> bool:
+    """Whether top-k and top-p keep a token, or would if rounding moved their edge by NEAR_TIE."""
+    scores = logits.astype(np.float64) / (config.temperature or 1.0)
+    ranked = np.sort(scores)[::-1][: config.top_k or None]
+    if scores[token] < ranked[-1] - NEAR_TIE:
+        return False
+    mass = np.exp(ranked - ranked[0])
+    before = mass[ranked > scores[token]].sum() / mass.sum()
+    return config.top_p == 1 or bool(before < config.top_p + NEAR_TIE)

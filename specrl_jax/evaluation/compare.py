@@ -1,0 +1,149 @@
+"""Whether two runs said the same tokens, from their files alone."""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from specrl_jax.config import ConfigError
+from specrl_jax.io.metrics import FREE_FIELDS, read_config, read_metrics, read_samples
+
+# Changing these must change no token, near ties apart. A name may be a whole section.
+SAME_TOKENS = (
+    *FREE_FIELDS, "spec", "draft", "distill", "control", "mesh", "rollout.order",
+    "rollout.batch_size", "rollout.min_batch", "rollout.rounds_per_launch", "learner.micro_batch",
+    "learner.packing", "learner.remat", "data.data_dir", "data.manual_dir")
+
+# Metrics of a step that differ as soon as a weight, a log-probability or a gradient does.
+BITS = ("checksum/policy", "rollout/logprob", "rollout/logprob_gap_max", "loss", "grad_norm")
+
+Key = tuple[int, int, int]  # prompt id, occurrence, sample id
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """Where one sequence of a step first differs. None: the sequence had ended."""
+
+    step: int
+    key: Key
+    position: int  # index in the response
+    a: int | None
+    b: int | None
+    prompt: str
+    before: list[int]  # response tokens that are equal
+
+
+@dataclasses.dataclass(frozen=True)
+class StepComparison:
+    """One step of two runs."""
+
+    step: int
+    sequences: int
+    tokens: int  # compared: up to and with each sequence's first difference
+    differences: list[Difference]
+
+
+def config_differences(a: Path, b: Path) -> dict[str, tuple[Any, Any]]:
+    """Dotted field -> values of both runs, where they differ.
+
+    Raises:
+      ConfigError: a directory holds no run.
+    """
+    flat = [_flat(_config(run)) for run in (a, b)]
+    return {field: (flat[0].get(field), flat[1].get(field))
+            for field in sorted(flat[0].keys() | flat[1].keys())
+            if flat[0].get(field) != flat[1].get(field)}
+
+
+def _config(run: Path) -> dict[str, Any]:
+    config = read_config(run)
+    if config is None:
+        raise ConfigError(f"{run}: no config.json; give the working directory of a run")
+    return config
+
+
+def _flat(config: dict[str, Any]) -> dict[str, Any]:
+    leaves, _ = jax.tree_util.tree_flatten_with_path(config)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+
+
+def check_comparable(differences: dict[str, tuple[Any, Any]]) -> None:
+    """Raises ConfigError, naming the field, if the runs need not have the same tokens."""
+    for field, (a, b) in differences.items():
+        if not any(f"{field}.".startswith(f"{name}.") for name in SAME_TOKENS):
+            raise ConfigError(f"{field} = {a!r} in A and {b!r} in B: these runs say different "
+                              f"tokens by design; give --force to compare them all the same")
+
+
+def compare_steps(a: Path, b: Path) -> Iterator[StepComparison]:
+    """Each step that both runs have completed, in order.
+
+    Raises:
+      ConfigError: there is none, or the sequences of a step are not the same in both.
+    """
+    last = min(_last_step(run) for run in (a, b))
+    if next(_by_step(a), None) is None or next(_by_step(b), None) is None:
+        raise ConfigError(f"{a} and {b}: samples.jsonl must be in both, it is what is compared")
+    for (step, mine), (other, theirs) in zip(_by_step(a), _by_step(b), strict=False):
+        if step > last:
+            return
+        if step != other:
+            raise ConfigError(f"{b}: samples of step {other} where A has step {step}; the file is "
+                              f"incomplete")
+        yield compare_step(step, mine, theirs)
+
+
+def compare_step(step: int, a: dict[Key, dict[str, Any]], b: dict[Key, dict[str, Any]]
+                 ) -> StepComparison:
+    """Compares the records of one step, which lie under their keys.
+
+    Raises:
+      ConfigError: they are not of the same sequences.
+    """
+    tokens, differences = 0, []
+    for key in sorted(a.keys() | b.keys()):
+        here = f"step {step}: prompt {key[0]} (occurrence {key[1]}, sample {key[2]})"
+        if key not in a or key not in b:
+            raise ConfigError(f"{here} is only in {'A' if key in a else 'B'}: the runs were not "
+                              f"asked the same; compare runs of the same data and seed")
+        if a[key]["prompt"] != b[key]["prompt"]:
+            raise ConfigError(f"{here} is {a[key]['prompt']!r} in A and {b[key]['prompt']!r} in "
+                              f"B; compare runs of the same data")
+        mine, theirs = a[key]["tokens"], b[key]["tokens"]
+        at = first_difference(mine, theirs)
+        tokens += len(mine) if at is None else at + 1
+        if at is not None:
+            differences.append(Difference(
+                step, key, at, *(x[at] if at < len(x) else None for x in (mine, theirs)),
+                prompt=a[key]["prompt"], before=mine[:at]))
+    return StepComparison(step, len(a), tokens, differences)
+
+
+def first_difference(a: list[int], b: list[int]) -> int | None:
+    """The first index at which the lists differ, one's end included; None where they are equal."""
+    pairs = enumerate(itertools.zip_longest(a, b))
+    return next((i for i, (x, y) in pairs if x != y), None)
+
+
+def equal_bits(a: Path, b: Path, steps: Sequence[int]) -> int:
+    """Of these steps, those whose weights (by checksum), log-probs, loss and gradient are equal
+    bit for bit, as invariant numerics promise; other numerics do not."""
+    mine, theirs = ({r["step"]: [r.get(name) for name in BITS] for r in read_metrics(run)}
+                    for run in (a, b))
+    return sum(None not in mine[step] and mine[step] == theirs[step] for step in steps)
+
+
+def _last_step(run: Path) -> int:
+    """Samples are written before metrics, so only steps with metrics are complete."""
+    record = max(read_metrics(run), key=lambda r: r["step"], default=None)
+    if record is None:
+        raise ConfigError(f"{run}: no completed step; wait for one, or give another run")
+    return record["step"]
+
+
+def _by_step(run: Path) -> Iterator[tuple[int, dict[Key, dict[str, Any]]]]:
+    for step, records in itertools.groupby(read_samples(run), key=lambda r: r["step"]):
+        yield step, {(r["prompt_id"], r["occurrence"], r["sample_id"]): r for r in records}

@@ -1,0 +1,205 @@
+"""Accuracy of a model on problems, and the comparison of two evaluations of the same problems."""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from specrl_jax import sharding
+from specrl_jax.config import Config, ConfigError, at_least
+from specrl_jax.evaluation.statistics import bootstrap, interval, pass_at_k
+from specrl_jax.io.progress import Progress
+from specrl_jax.model.source import Actor
+from specrl_jax.rl.reward import exact
+from specrl_jax.rollout.sampler import Asked, Sampler
+from specrl_jax.structs import Rollout
+from specrl_jax.trainer import Prompts, make_prompts
+
+SEQUENCES_AT_ONCE = 4096  # of one rollout: enough that its tail of few live rows does not count
+COUNTERS = ("committed", "row_rounds")
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """What is asked, and how often."""
+
+    split: str = "test"
+    problems: int = 200  # the first of the split; 0 is all
+    samples: int = 1  # k
+    temperature: float = 0.0
+
+    def __post_init__(self) -> None:
+        at_least(0, problems=self.problems, temperature=self.temperature)
+        at_least(1, samples=self.samples)
+
+
+def task_config(config: Config, task: Task) -> Config:
+    """`config` with the data and temperature of an evaluation."""
+    return dataclasses.replace(
+        config,
+        data=dataclasses.replace(config.data, split=task.split, examples=task.problems),
+        rollout=dataclasses.replace(config.rollout, temperature=task.temperature))
+
+
+def evaluate(config: Config, actor: Actor, task: Task, progress: Progress) -> dict[str, Any]:
+    """Generates `task.samples` answers to each problem and judges them by the reward "exact".
+
+    Args:
+      config: its data, rollout, spec, control and mesh sections are read, and its seed.
+
+    Returns:
+      What `experiments/eval.py --out` writes: JSON values by name.
+
+    Raises:
+      ConfigError: see `loop.make_prompts` and `sampler.Sampler`.
+    """
+    config = task_config(config, task)
+    prompts = make_prompts(config, actor.source.tokenizer, progress.say)
+    mesh = sharding.make_mesh(config.mesh)
+    at_once = prompts_at_once(len(prompts.tokens), task.samples, sharding.shard_count(mesh))
+    config = _fit_batch(config, at_once * task.samples)
+    sampler = Sampler(config, actor.source.arch, actor.source.tokenizer.stop_ids, mesh,
+                      prompts=at_once, group=task.samples)
+    progress.say(f"loading {actor.name}")
+    sampler.publish(actor.params(mesh), actor.step)
+    sampler.compile(progress.say)
+    tally = Tally(prompts, actor.source.tokenizer.decode, task.samples)
+    with progress:
+        progress.phase("evaluating")
+        for asked in batches(prompts, at_once):
+            tally.add(*sampler.generate(asked, "eval", 0, progress=progress.rollout))
+    return _describe(config, actor) | {"samples": task.samples} | tally.results()
+
+
+def prompts_at_once(problems: int, samples: int, shards: int) -> int:
+    """Prompts of each rollout: equal parts that leave as little as possible to pad."""
+    rollouts = -(-problems * samples // SEQUENCES_AT_ONCE)
+    share = -(-problems // rollouts)
+    return -(-share // shards) * shards
+
+
+def _fit_batch(config: Config, sequences: int) -> Config:
+    """No more slots than sequences. Both are multiples of the data shards."""
+    rollout = config.rollout
+    return dataclasses.replace(config, rollout=dataclasses.replace(
+        rollout, batch_size=min(rollout.batch_size, sequences)))
+
+
+def batches(prompts: Prompts, at_once: int) -> list[Asked]:
+    """All prompts in rollouts of `at_once`. The last is filled with repeats: occurrence > 0."""
+    total = len(prompts.tokens)
+    index = np.arange(-(-total // at_once) * at_once)
+    ids = np.asarray([prompts.examples[i]["id"] for i in range(total)], np.int32)[index % total]
+    return [Asked([prompts.tokens[i % total] for i in part], ids[part],
+                  (part // total).astype(np.int32)) for part in index.reshape(-1, at_once)]
+
+
+class Tally:
+    """Answers judged so far, and what they cost."""
+
+    def __init__(self, prompts: Prompts, decode: Callable[[list[int]], str], samples: int) -> None:
+        self.prompts, self.decode = prompts, decode
+        self.index = {prompts.examples[i]["id"]: i for i in range(len(prompts.tokens))}
+        self.correct = np.zeros((len(self.index), samples), np.int32)
+        self.length = np.zeros_like(self.correct)
+        self.stopped = np.zeros_like(self.correct)
+        self.seconds, self.counters = 0.0, dict.fromkeys(COUNTERS, 0)
+
+    def add(self, rollout: Rollout, result: Any) -> None:
+        for q in np.flatnonzero(rollout.occurrence == 0):
+            at = self.index[int(rollout.prompt_id[q])], int(rollout.sample_id[q])
+            said = rollout.tokens[q, : rollout.length[q] - rollout.stopped[q]].tolist()
+            self.correct[at] = exact(self.prompts.texts[at[0]], self.decode(said),
+                                     self.prompts.examples[at[0]])
+            self.length[at], self.stopped[at] = rollout.length[q], rollout.stopped[q]
+        self.seconds += result.seconds
+        for name in COUNTERS:
+            self.counters[name] += result.counters[name]
+
+    def results(self) -> dict[str, Any]:
+        share, samples = self.correct.mean(1), self.correct.shape[1]
+        low, high, method = interval(share.tolist())
+        ks = [2**i for i in range(samples.bit_length()) if 2**i < samples] + [samples]
+        passed = {k: [pass_at_k(samples, int(c), k) for c in self.correct.sum(1)] for k in ks}
+        return {
+            "accuracy": float(share.mean()), "interval": [low, high], "interval_method": method,
+            "pass_at": {str(k): {"mean": float(np.mean(x)), "interval": interval(x)[:2],
+                                 "interval_method": interval(x)[2]} for k, x in passed.items()},
+            "tokens": int(self.length.sum()), "seconds": self.seconds,
+            "tokens_per_second": int(self.length.sum()) / self.seconds,
+            "accept_length": self.counters["committed"] / self.counters["row_rounds"],
+            "mean_length": float(self.length.mean()), "stopped": float(self.stopped.mean()),
+            "problems": list(self.index), "questions_sha256": digest(self.prompts),
+            "correct": self.correct.tolist()}
+
+
+def _describe(config: Config, actor: Actor) -> dict[str, Any]:
+    rollout, data = config.rollout, config.data
+    return {
+        "model": actor.source.source, "run": actor.run and str(actor.run), "step": actor.step,
+        "data": {"name": data.name, "level": data.level, "split": data.split,
+                 "system": data.system},
+        "temperature": rollout.temperature, "top_k": rollout.top_k, "top_p": rollout.top_p,
+        "max_new_tokens": rollout.max_new_tokens, "seed": config.seed,
+        "drafter": config.spec.drafter if config.control.policy != "off" else "off",
+        "rule": config.spec.rule, "lossy": config.spec.rule.startswith("lossy"),
+        "dtype": config.model.dtype, "device": jax.devices()[0].device_kind}
+
+
+def digest(prompts: Prompts) -> str:
+    """SHA-256 of all questions and answers."""
+    digest = hashlib.sha256()
+    for i in range(len(prompts.tokens)):
+        example = prompts.examples[i]
+        digest.update(f"{example['question']}\0{example['answer']}\0".encode())
+    return digest.hexdigest()
+
+
+def read_evaluation(path: Path) -> dict[str, Any]:
+    """An evaluation that was written earlier.
+
+    Raises:
+      ConfigError: the file is missing or holds something else.
+    """
+    try:
+        stored = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: {error}; give a file that eval.py --out wrote") from error
+    for name in ("problems", "questions_sha256", "correct", "data"):
+        if not isinstance(stored, dict) or name not in stored:
+            raise ConfigError(f"{path}: no {name} in it; give a file that eval.py --out wrote")
+    return stored
+
+
+def check_same_problems(baseline: dict[str, Any], data: dict[str, Any]) -> None:
+    """Refuses, before anything is generated, a baseline from other data. See also `paired`."""
+    for name in ("name", "level", "split"):
+        if baseline["data"][name] != data[name]:
+            raise ConfigError(f"data.{name} = {data[name]!r}: the baseline is about "
+                              f"{baseline['data'][name]!r}; compare on the same problems")
+
+
+def paired(baseline: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    """The difference in accuracy on the same problems, `now` minus `baseline`.
+
+    The 95 % interval is a percentile bootstrap over problems of their paired differences.
+
+    Raises:
+      ConfigError: the problems are not the same.
+    """
+    check_same_problems(baseline, now["data"])
+    for name in ("problems", "questions_sha256"):
+        if baseline[name] != now[name]:
+            raise ConfigError(f"--baseline: its {name.partition('_')[0]} differ from this "
+                              f"evaluation's (it has {len(baseline['problems'])} problems, this "
+                              f"{len(now['problems'])}); evaluate both on the same ones")
+    before, after = (np.mean(x["correct"], 1) for x in (baseline, now))
+    difference = after - before
+    return {"baseline_accuracy": float(before.mean()), "difference": float(difference.mean()),
+            "interval": list(bootstrap(difference)), "interval_method": "paired bootstrap",
+            "better": int((difference > 0).sum()), "worse": int((difference < 0).sum())}

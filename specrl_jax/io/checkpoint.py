@@ -1,0 +1,309 @@
+"""Checkpoints of a run: Orbax steps whose files carry checksums.
+
+Orbax writes a step under a temporary name and renames it when it is complete, so a killed save
+leaves nothing behind that looks like a checkpoint. It does not notice damage that comes later: a
+flipped bit in an array or in the JSON item is restored without a word, and most other damage ends
+in a bare `Exception`. So the checksums of a step's files become part of it just before the rename,
+and are compared before Orbax reads anything.
+
+A step's directory, named by the number of completed RL steps: `state/` (the arrays), `meta/` (JSON)
+and `checksums.json`.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
+
+from specrl_jax.config import ConfigError
+from specrl_jax.io.integrity import damage, write_checksums
+
+# Orbax rewrites these two after the checksums are taken; restoring does not read them.
+UNCHECKED = ("_CHECKPOINT_METADATA", "commit_success.txt")
+NONE = -1  # no intact checkpoint
+
+
+class CheckpointError(ConfigError):
+    """A checkpoint cannot be written or read; the message names it, the reason and the way out."""
+
+
+def loud(text: str) -> None:
+    """The default way to report what must not be overlooked: a line on stderr."""
+    print(f"WARNING: {text}", file=sys.stderr, flush=True)
+
+
+class ChecksummedPath(ocp.path.atomicity.AtomicRenameTemporaryPath):
+    """A step's temporary directory, which takes its files' checksums along when it is renamed."""
+
+    async def finalize(self) -> None:
+        if self.get_final().name.isdecimal():
+            await asyncio.to_thread(write_checksums, Path(self.get()), UNCHECKED)
+        await super().finalize()
+
+
+def list_steps(directory: str | Path) -> list[int]:
+    """Steps of complete checkpoints under `directory`, ascending. Contents are not compared."""
+    directory = Path(directory)
+    if not directory.is_dir():
+        return []
+    return sorted(int(path.name) for path in directory.iterdir()
+                  if path.name.isdecimal() and damage(path, contents=False) is None)
+
+
+def describe(tree: Any) -> dict[str, list[Any]]:
+    """Path -> [shape, dtype] of every leaf."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"):
+            [list(np.shape(leaf)), _dtype(leaf)] for path, leaf in leaves}
+
+
+def _dtype(leaf: Any) -> str:
+    return str(leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype)
+
+
+def check_leaves(step_dir: Path, saved: dict[str, list[Any]], wanted: dict[str, list[Any]]) -> None:
+    """Raises CheckpointError naming the first leaf in which a checkpoint differs from a run."""
+    for name in sorted(saved.keys() | wanted.keys()):
+        if saved.get(name) != wanted.get(name):
+            raise CheckpointError(
+                f"{step_dir}: {name} is {_leaf_name(saved.get(name))} in the checkpoint and "
+                f"{_leaf_name(wanted.get(name))} in this run: use the configuration that wrote it")
+
+
+def _leaf_name(leaf: list[Any] | None) -> str:
+    return "absent" if leaf is None else f"{leaf[1]}{leaf[0]}"
+
+
+@contextlib.contextmanager
+def quiet_orbax() -> Iterator[None]:
+    """Drops Orbax's log records, and nobody else's: what goes wrong is raised as well."""
+    def keep(record: logging.LogRecord) -> bool:
+        return f"{os.sep}orbax{os.sep}" not in record.pathname
+
+    logger = logging.getLogger("absl")
+    logger.addFilter(keep)
+    try:
+        yield
+    finally:
+        logger.removeFilter(keep)
+
+
+def _array_handler() -> ocp.PyTreeCheckpointHandler:
+    # By default Orbax slices replicated arrays so that all replicas write a part, which compiles
+    # a program for each sharding in the middle of a run.
+    return ocp.PyTreeCheckpointHandler(
+        type_handler_registry=ocp.type_handlers.create_type_handler_registry(
+            (np.ndarray, ocp.type_handlers.NumpyHandler()),
+            (jax.Array, ocp.type_handlers.ArrayHandler(use_replica_parallel=False))))
+
+
+def _manager(directory: Path, keep: int) -> ocp.CheckpointManager:
+    handlers = ocp.handlers.DefaultCheckpointHandlerRegistry()
+    arrays = _array_handler()
+    handlers.add("state", ocp.args.PyTreeSave, arrays)
+    handlers.add("state", ocp.args.PyTreeRestore, arrays)
+    return ocp.CheckpointManager(
+        directory, handler_registry=handlers, options=ocp.CheckpointManagerOptions(
+            max_to_keep=keep, cleanup_tmp_directories=True, enable_async_checkpointing=False,
+            temporary_path_class=ChecksummedPath))
+
+
+def _savable(leaf: Any) -> Any:
+    # Orbax saves numpy scalars but refuses to restore them.
+    return leaf if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) else np.asarray(leaf)
+
+
+class Checkpoints:
+    """The checkpoints of one run. A context manager; every process makes the same calls.
+
+    Saving is synchronous: when `save` returns, the checkpoint is complete under its final name.
+    Older ones beyond `keep` are deleted only after that. Leftovers of killed saves are removed in
+    the background once the directory is opened, and before the next save.
+    """
+
+    def __init__(self, directory: str | Path, keep: int,
+                 warn: Callable[[str], None] = loud) -> None:
+        """Args: directory, made if absent; keep, checkpoints kept; warn, called with loud lines."""
+        self.directory = Path(directory).absolute()
+        self._keep = keep
+        self._warn = warn
+
+    def __enter__(self) -> "Checkpoints":
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(quiet_orbax())
+            self._manager = _manager(self.directory, self._keep)
+            stack.callback(self._manager.close)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stack.close()
+
+    def steps(self) -> list[int]:
+        """Steps of complete checkpoints, ascending."""
+        return list_steps(self.directory)
+
+    def save(self, step: int, arrays: Any, meta: dict[str, Any]) -> None:
+        """Writes the checkpoint of `step` completed steps.
+
+        Args:
+          step: larger than every step saved so far.
+          arrays: dict of pytrees of jax or numpy arrays.
+          meta: what JSON can hold (tuples come back as lists, keys as strings).
+
+        Raises:
+          CheckpointError: it cannot be written; the earlier checkpoints are untouched.
+          TypeError: `meta` holds what JSON cannot.
+        """
+        newest = self._manager.latest_step()
+        if newest is not None and newest >= step:
+            raise CheckpointError(f"{self.directory}: checkpoint {step} would not be the newest, "
+                                  f"{newest} exists: resume from it or choose another directory")
+        arrays = jax.tree.map(_savable, arrays)
+        note = {"meta": meta, "leaves": describe(arrays)}
+        json.dumps(note)
+        try:
+            self._manager.save(step, force=True, args=ocp.args.Composite(
+                state=ocp.args.PyTreeSave(arrays), meta=ocp.args.JsonSave(note)))
+        except (OSError, ValueError) as error:
+            kept = ", ".join(map(str, self.steps())) or "none"
+            raise CheckpointError(
+                f"{self.directory / str(step)}: the checkpoint could not be written "
+                f"({_brief(error)}); complete ones: {kept}. Free some space and resume"
+            ) from error
+
+    def restore(self, step: int, abstract: Any) -> tuple[int, Any, dict[str, Any]]:
+        """The given checkpoint as (step, arrays, meta).
+
+        Args:
+          step: one of `steps()`.
+          abstract: the tree of jax.ShapeDtypeStruct with shardings to restore to; a leaf that is
+            a numpy array comes back as one.
+
+        Raises:
+          CheckpointError: it is missing or damaged, or holds other leaves than `abstract`.
+        """
+        return self._restore(_intact(self.directory, step), abstract)
+
+    def _restore(self, step_dir: Path, abstract: Any) -> tuple[int, Any, dict[str, Any]]:
+        check_leaves(step_dir, _note(step_dir)["leaves"], describe(abstract))
+        step = int(step_dir.name)
+        restored = self._manager.restore(step, args=ocp.args.Composite(
+            state=_restore_args(jax.tree.map(_savable, abstract)), meta=ocp.args.JsonRestore()))
+        return step, restored.state, restored.meta["meta"]
+
+    def restore_latest(self, abstract: Any) -> tuple[int, Any, dict[str, Any]] | None:
+        """The newest checkpoint that is intact, as `restore` gives it; None if there is none.
+
+        Damaged ones above it are reported and renamed to `STEP.damaged`, so that their steps can
+        be saved again. None may therefore mean that a run has to start from step 0 once more, which
+        is reported too.
+
+        Raises:
+          CheckpointError: the newest good one holds other leaves than `abstract`.
+        """
+        step = self._agree(self._newest_intact)
+        self._manager.reload()
+        return None if step == NONE else self._restore(self.directory / str(step), abstract)
+
+    def _newest_intact(self) -> int:
+        found = sorted((int(path.name) for path in self.directory.iterdir()
+                        if path.name.isdecimal()), reverse=True)
+        for i, step in enumerate(found):
+            step_dir = self.directory / str(step)
+            reason = damage(step_dir)
+            if reason is None:
+                return step
+            aside = _set_aside(step_dir)
+            then = (f"falling back to checkpoint {found[i + 1]}" if i + 1 < len(found) else
+                    "no checkpoint is left: starting again from step 0, all its steps' lines go")
+            self._warn(f"checkpoint {step_dir} is damaged: {reason}; kept as {aside.name}; {then}")
+        return NONE
+
+    def _agree(self, decide: Callable[[], int]) -> int:
+        """`decide()` of process 0, in every process."""
+        mine = decide() if jax.process_index() == 0 else 0
+        if jax.process_count() == 1:
+            return mine
+        return int(multihost_utils.broadcast_one_to_all(np.int32(mine)))
+
+
+def _set_aside(step_dir: Path) -> Path:
+    target, count = step_dir.with_name(f"{step_dir.name}.damaged"), 1
+    while target.exists():
+        count += 1
+        target = step_dir.with_name(f"{step_dir.name}.damaged-{count}")
+    return step_dir.rename(target)
+
+
+def _intact(directory: Path, step: int) -> Path:
+    step_dir = directory / str(step)
+    if not step_dir.is_dir():
+        have = ", ".join(map(str, list_steps(directory))) or "none"
+        raise CheckpointError(f"{step_dir}: no such checkpoint; complete ones: {have}")
+    reason = damage(step_dir)
+    if reason is not None:
+        raise CheckpointError(f"{step_dir}: damaged: {reason}; choose another step")
+    return step_dir
+
+
+def _note(step_dir: Path) -> dict[str, Any]:
+    return json.loads((step_dir / "meta" / "metadata").read_bytes())
+
+
+def _brief(error: BaseException) -> str:
+    """One line; TensorStore puts the reason at the end of a long one."""
+    line = (str(error).splitlines() or [type(error).__name__])[0]
+    return line if len(line) <= 160 else f"{line[:40]} ... {line[-100:]}"
+
+
+def read_meta(directory: str | Path, step: int) -> dict[str, Any]:
+    """`meta` of one checkpoint. Raises CheckpointError if it is missing or damaged."""
+    return _note(_intact(Path(directory).absolute(), step))["meta"]
+
+
+def restore_part(directory: str | Path, step: int, key: str, abstract: Any = None) -> Any:
+    """One top-level entry of a checkpoint's arrays, without knowing the others.
+
+    Args:
+      directory: the checkpoints of a run.
+      step: one of `list_steps(directory)`.
+      key: name of the entry, such as "actor".
+      abstract: tree of jax.ShapeDtypeStruct with shardings; None gives nested dicts of numpy
+        arrays.
+
+    Raises:
+      CheckpointError: the checkpoint is missing or damaged, or lacks the entry.
+    """
+    step_dir = _intact(Path(directory).absolute(), step)
+    saved = {name: leaf for name, leaf in _note(step_dir)["leaves"].items()
+             if name.split("/")[0] == key}
+    if not saved:
+        raise CheckpointError(f"{step_dir}: no arrays named {key!r} in this checkpoint")
+    with quiet_orbax(), ocp.Checkpointer(_array_handler()) as checkpointer:
+        item = checkpointer.metadata(step_dir / "state").item_metadata.tree[key]
+        if abstract is not None:
+            check_leaves(step_dir, saved, describe({key: abstract}))
+            item = abstract
+        return checkpointer.restore(step_dir / "state", args=_restore_args({key: item}))[key]
+
+
+def _restore_args(abstract: Any) -> ocp.args.PyTreeRestore:
+    """For a part of a tree: ShapeDtypeStructs become jax arrays, all other leaves numpy ones."""
+    def leaf_args(leaf: Any) -> ocp.RestoreArgs:
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            return ocp.ArrayRestoreArgs(sharding=leaf.sharding, dtype=leaf.dtype)
+        return ocp.RestoreArgs(restore_type=np.ndarray)
+
+    return ocp.args.PyTreeRestore(item=abstract, restore_args=jax.tree.map(leaf_args, abstract),
+                                  partial_restore=True)

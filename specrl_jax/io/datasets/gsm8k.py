@@ -1,0 +1,107 @@
+"""`specrl_gsm8k`: the public GSM8K files (arXiv:2110.14168), from a directory or downloaded.
+
+Registered under a name of its own, because TFDS's catalogue has a `gsm8k` with other features.
+"""
+
+import gzip
+import json
+import urllib.request
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import tensorflow_datasets as tfds
+from tensorflow_datasets.core.download.util import DownloadError
+
+from specrl_jax.config import ConfigError
+from specrl_jax.io.datasets.schema import OrderedTextBuilder
+
+HOMEPAGE = "https://github.com/openai/grade-school-math"
+URL = ("https://raw.githubusercontent.com/openai/grade-school-math/master/grade_school_math/data/"
+       "{split}.jsonl")
+SPLITS = ("train", "test")
+FIRST_ID = {"train": 0, "test": 1_000_000}
+GZIP_MAGIC = b"\x1f\x8b"
+HOW_TO_GET = ("put train.jsonl or test.jsonl or both (or .jsonl.gz) there, from "
+              f"{HOMEPAGE} (grade_school_math/data), or name another directory in data.manual_dir")
+
+
+class SpecrlGsm8k(OrderedTextBuilder):
+    """Makes the splits whose files lie in the manual directory; with none there, downloads both."""
+
+    RELEASE_NOTES = {"1.0.0": "First release."}
+    MANUAL_DOWNLOAD_INSTRUCTIONS = f"Not needed if there is a network; otherwise {HOW_TO_GET}."
+
+    def _info(self) -> tfds.core.DatasetInfo:
+        return self.text_info("Grade school mathematics problems with worked answers.", HOMEPAGE)
+
+    def _split_generators(self, dl_manager: tfds.download.DownloadManager) -> dict[str, Any]:
+        try:
+            paths = find_files(dl_manager.manual_dir)
+        except AssertionError:  # how TFDS says that the directory is missing or empty
+            paths = {}
+        rows = {s: read_rows(p) for s, p in (paths or _download(dl_manager)).items()}
+        return {s: self._generate_examples(FIRST_ID[s], x) for s, x in rows.items()}
+
+    def _generate_examples(
+        self, first_id: int, rows: list[dict[str, str]]
+    ) -> Iterator[tuple[int, dict[str, Any]]]:
+        for id, row in enumerate(rows, first_id):
+            yield id, {"id": id, **row}
+
+
+def find_files(directory: Any) -> dict[str, Path]:
+    """The split files that `directory` holds, by split; a plain file wins over a gzipped one."""
+    found = {}
+    for split in SPLITS:
+        for name in (f"{split}.jsonl.gz", f"{split}.jsonl"):
+            path = Path(directory).expanduser() / name
+            if path.is_file():
+                found[split] = path
+    return found
+
+
+def read_rows(path: Path) -> list[dict[str, str]]:
+    """question, answer and solution of each line of a GSM8K file.
+
+    Raises:
+      ConfigError: a file without problems, or a line that is not one of GSM8K's.
+    """
+    with open(path, "rb") as file:
+        opener = gzip.open if file.read(2) == GZIP_MAGIC else open
+    try:
+        with opener(path, "rt", encoding="utf-8") as file:
+            rows = [_parse(line, path, n) for n, line in enumerate(file, 1) if line.strip()]
+    except (EOFError, UnicodeDecodeError, gzip.BadGzipFile) as error:
+        raise ConfigError(f"{path}: {error}; get it again from {HOMEPAGE}") from error
+    if not rows:
+        raise ConfigError(f"{path}: holds no problems; get it again from {HOMEPAGE}")
+    return rows
+
+
+def _parse(line: str, path: Path, number: int) -> dict[str, str]:
+    try:
+        row: Mapping[str, str] = json.loads(line)
+        question, solution = row["question"], row["answer"]
+        _, answer = solution.split("####")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{path}:{number}: {line.strip()[:60]!r} is no GSM8K problem; it needs "
+                          'the fields "question" and "answer", with "#### NUMBER" in it') from error
+    return {"question": question, "answer": answer.strip().replace(",", ""), "solution": solution}
+
+
+def _download(dl_manager: tfds.download.DownloadManager) -> dict[str, Path]:
+    urls = {split: URL.format(split=split) for split in SPLITS}
+    try:
+        _check_reachable(urls["train"])
+        paths = dl_manager.download(urls)
+    except (OSError, DownloadError) as error:
+        raise ConfigError(f"data.name = 'gsm8k': no files in {dl_manager.download_dir / 'manual'} "
+                          f"and the download failed; {HOW_TO_GET}") from error
+    return {split: Path(path) for split, path in paths.items()}
+
+
+def _check_reachable(url: str) -> None:
+    """Raises OSError at once where there is no network; TFDS itself retries for minutes."""
+    with urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=10):
+        pass

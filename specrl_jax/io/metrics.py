@@ -1,0 +1,311 @@
+"""The files of a run's working directory.
+
+    config.json     the resolved configuration
+    metrics.jsonl   one object a step
+    samples.jsonl   one object a sequence
+    events/         TensorBoard, made from metrics.jsonl
+
+`step` counts from 0: its line is written when it is complete, and a checkpoint at step k holds the
+effect of the steps 0 .. k-1. A run that resumes from it cuts everything else, so no line is missing
+or twice, however often and whenever the run was killed. What is not a finite number is null in its
+place and spelled out under "nonfinite", which the readers here put back.
+"""
+
+import contextlib
+import json
+import math
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+import jax
+import numpy as np
+from tensorboardX import SummaryWriter
+
+from specrl_jax.config import ConfigError
+from specrl_jax.io.checkpoint import loud
+
+CONFIG, METRICS, SAMPLES, EVENTS = "config.json", "metrics.jsonl", "samples.jsonl", "events"
+WALL_TIME = "time/unix"
+NONFINITE = "nonfinite"
+ABSENT = "(absent)"  # a field that one version of this package has and another has not
+# Changing these changes how long a run is and what is kept of it, not what it computes.
+FREE_FIELDS = ("name", "steps", "checkpoint_every", "checkpoint_keep", "data.data_dir",
+               "data.manual_dir")
+
+
+def check_config(workdir: str | Path, config: dict[str, Any]) -> None:
+    """Refuses a working directory of another run; writes nothing.
+
+    Args:
+      workdir: may be absent or empty.
+      config: nested dict, as `config.as_dict` gives it.
+
+    Raises:
+      ConfigError: config.json differs in a field that changes results, cannot be read, or is
+        missing beside a run's files.
+    """
+    workdir = Path(workdir)
+    place = next(p for p in (workdir, *workdir.absolute().parents) if p.exists())
+    if not place.is_dir() or not os.access(place, os.W_OK):
+        raise ConfigError(f"workdir = {workdir}: {place} is not a directory that can be written; "
+                          f"choose another")
+    stored = read_config(workdir)
+    if stored is None:
+        return
+    differ = sorted(_differences(_flat(stored), _flat(config)))
+    if differ:
+        field, old, new = differ[0]
+        more = f" (and {len(differ) - 1} more fields differ)" if len(differ) > 1 else ""
+        restore = ("go on with the version that started it" if ABSENT in (old, new)
+                   else "restore the value")
+        raise ConfigError(f"{field} = {new}, but the run in {workdir} was started with {old}{more}:"
+                          f" {restore}, or choose another workdir")
+
+
+def read_config(workdir: str | Path) -> dict[str, Any] | None:
+    """The configuration a run was started with; None where no run was started.
+
+    Raises:
+      ConfigError: config.json cannot be read, or is missing beside metrics.jsonl.
+    """
+    path = Path(workdir) / CONFIG
+    if not path.exists():
+        if (Path(workdir) / METRICS).exists():
+            raise ConfigError(f"{path} is missing beside {METRICS}: choose another workdir")
+        return None
+    try:
+        stored = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON ({error}): choose another workdir") from error
+    if not isinstance(stored, dict):
+        raise ConfigError(f"{path} does not hold an object: choose another workdir")
+    return stored
+
+
+def make_workdir(workdir: str | Path) -> None:
+    """Makes the directory unless it is there.
+
+    Raises:
+      ConfigError: it cannot be made.
+    """
+    try:
+        Path(workdir).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"workdir = {workdir}: {error.strerror}; choose another") from error
+
+
+def write_config(workdir: str | Path, config: dict[str, Any]) -> None:
+    """Writes config.json atomically, making the directory. Only process 0 does."""
+    if jax.process_index() == 0:
+        make_workdir(workdir)
+        write_atomically(Path(workdir) / CONFIG, [json.dumps(config, indent=2) + "\n"])
+
+
+def _differences(old: dict[str, Any], new: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+    for field in old.keys() | new.keys():
+        before, now = (json.dumps(d[field]) if field in d else ABSENT for d in (old, new))
+        if before != now and field not in FREE_FIELDS:
+            yield field, before, now
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested dict -> dotted name -> value."""
+    out: dict[str, Any] = {}
+    for name, value in tree.items():
+        out |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {
+            prefix + name: value}
+    return out
+
+
+def write_atomically(path: Path, lines: Iterable[str]) -> None:
+    """Replaces a file as a whole: other readers, and a kill, see the old or the new one."""
+    temporary = path.with_name(path.name + ".tmp")
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.writelines(lines)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def encode(record: dict[str, Any]) -> str:
+    """One JSON line; numpy and jax values become plain ones, what is not finite null."""
+    plain = {key: _python(value) for key, value in record.items()}
+    bad = {key: str(value) for key, value in plain.items()
+           if isinstance(value, float) and not math.isfinite(value)}
+    if bad:
+        plain |= dict.fromkeys(bad) | {NONFINITE: bad}
+    return json.dumps(plain, allow_nan=False) + "\n"
+
+
+def decode(line: str) -> dict[str, Any]:
+    """The inverse of `encode`. Raises ValueError for what is not one whole record."""
+    record = json.loads(line)
+    if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+        raise ValueError("not an object with an integer step")
+    return record | {key: float(value) for key, value in record.pop(NONFINITE, {}).items()}
+
+
+def _python(value: Any) -> Any:
+    return value.tolist() if isinstance(value, np.generic | np.ndarray | jax.Array) else value
+
+
+def _records(path: Path) -> Iterator[tuple[str, dict[str, Any] | None]]:
+    """(line, record); the record is None where the line is broken."""
+    if not path.exists():
+        return
+    with open(path, encoding="utf-8", errors="replace", newline="\n") as file:
+        for line in file:
+            try:
+                yield line, decode(line) if line.endswith("\n") else None
+            except ValueError:
+                yield line, None
+
+
+def read_metrics(workdir: str | Path) -> list[dict[str, Any]]:
+    """The objects of metrics.jsonl in order; a line that is still being written is left out.
+
+    Raises:
+      ConfigError: a line is broken.
+    """
+    return list(_read(Path(workdir) / METRICS))
+
+
+def read_samples(workdir: str | Path) -> Iterator[dict[str, Any]]:
+    """The objects of samples.jsonl, as `read_metrics` gives those of metrics.jsonl."""
+    return _read(Path(workdir) / SAMPLES)
+
+
+def _read(path: Path) -> Iterator[dict[str, Any]]:
+    for number, (line, record) in enumerate(_records(path), 1):
+        if record is not None:
+            yield record
+        elif line.endswith("\n"):
+            raise ConfigError(f"{path}: line {number} is broken: {line[:60]!r}; resuming the run "
+                              f"drops it, or restore the file from a copy")
+
+
+def cut(path: Path, step: int) -> list[int]:
+    """Drops from a file of lines those of `step` and later ones, and broken ones.
+
+    Returns:
+      The distinct steps left, in the file's order.
+    """
+    steps: dict[int, None] = {}
+
+    def kept() -> Iterator[str]:
+        for line, record in _records(path):
+            if record is not None and record["step"] < step:
+                steps[record["step"]] = None
+                yield line
+
+    write_atomically(path, kept())
+    return list(steps)
+
+
+class Writer:
+    """Appends steps to the files of `workdir`. Processes other than 0 write nothing."""
+
+    def __init__(self, workdir: str | Path, resume_step: int,
+                 warn: Callable[[str], None] = loud) -> None:
+        """Cuts the files to the steps before `resume_step`; 0 starts them anew.
+
+        Args:
+          workdir: made if absent.
+          resume_step: the restored checkpoint's step.
+          warn: called if lines of earlier steps are missing.
+        """
+        self._active = jax.process_index() == 0
+        self._next = resume_step
+        if not self._active:
+            return
+        self._workdir = Path(workdir)
+        self._workdir.mkdir(parents=True, exist_ok=True)
+        for name in (METRICS, SAMPLES):
+            found = cut(self._workdir / name, resume_step)
+            if found != list(range(resume_step)):
+                warn(f"{self._workdir / name} lacks steps that checkpoint {resume_step} follows: "
+                     f"it has {len(found)} of {resume_step}")
+        self._metrics = self._append(METRICS)
+        self._samples = self._append(SAMPLES)
+        self._events = _renewed_events(self._workdir)
+
+    def _append(self, name: str) -> TextIO:
+        return open(self._workdir / name, "a", encoding="utf-8", newline="\n")
+
+    def write_step(self, metrics: dict[str, Any], samples: list[dict[str, Any]]) -> None:
+        """Writes one step's lines.
+
+        Args:
+          metrics: numbers by name; "step" must be the one after the last.
+          samples: one dict a sequence; "step" is added.
+
+        Raises:
+          ValueError: the step is not the next one.
+        """
+        step = int(metrics["step"])
+        if step != self._next:
+            raise ValueError(f"metrics of step {step} where step {self._next} is next")
+        if self._active:
+            self._write(metrics | {"step": step, WALL_TIME: time.time()},
+                        [{"step": step} | sample for sample in samples])
+        self._next += 1
+
+    def _write(self, metrics: dict[str, Any], samples: list[dict[str, Any]]) -> None:
+        line = encode(metrics)
+        for file, text in ((self._samples, "".join(map(encode, samples))), (self._metrics, line)):
+            try:
+                file.write(text)
+                file.flush()
+            except OSError as error:
+                raise ConfigError(f"{file.name}: cannot be written ({error.strerror}); make room "
+                                  f"and run the same command again") from error
+        _add_event(self._events, metrics)
+
+    def sync(self) -> None:
+        """Makes all lines durable; call it before a checkpoint is written, which must not lead."""
+        if self._active:
+            for file in (self._metrics, self._samples):
+                file.flush()
+                os.fsync(file.fileno())
+
+    def close(self) -> None:
+        """Syncs and closes the files."""
+        if self._active:
+            self.sync()
+            self._metrics.close()
+            self._samples.close()
+            self._events.close()
+
+    def __enter__(self) -> "Writer":
+        return self
+
+    def __exit__(self, kind: type | None, *exc: object) -> None:
+        # What could not be written must not hide the error that says so.
+        with contextlib.suppress(OSError) if kind else contextlib.nullcontext():
+            self.close()
+
+
+def _renewed_events(workdir: Path) -> SummaryWriter:
+    """A writer into fresh event files that hold what metrics.jsonl does.
+
+    The old ones may end in a torn record, lag behind (tensorboardX writes from a queue), and hold
+    steps that were cut.
+    """
+    if (workdir / EVENTS).exists():
+        shutil.rmtree(workdir / EVENTS)
+    events = SummaryWriter(str(workdir / EVENTS), flush_secs=1)
+    for _, record in _records(workdir / METRICS):
+        if record is not None:
+            _add_event(events, record)
+    return events
+
+
+def _add_event(events: SummaryWriter, record: dict[str, Any]) -> None:
+    for name, value in record.items():
+        number = _python(value)
+        if name not in ("step", WALL_TIME) and isinstance(number, int | float):
+            events.add_scalar(name, number, record["step"], walltime=record[WALL_TIME])

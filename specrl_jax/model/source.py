@@ -1,0 +1,81 @@
+"""Which model, and which of a run's weights: what evaluation and single prompts start from."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from specrl_jax import sharding
+from specrl_jax.config import Config, ConfigError, at_least, build
+from specrl_jax.io.checkpoint import list_steps, restore_part
+from specrl_jax.io.metrics import CONFIG, read_config
+from specrl_jax.model import architecture, weights
+
+CHECKPOINTS = "checkpoints"
+
+
+@dataclasses.dataclass(frozen=True)
+class Actor:
+    """A model that has been found; its weights are still on disk."""
+
+    source: weights.Source
+    run: Path | None = None
+    step: int = 0  # completed steps of the run; 0 is the model as it was found
+
+    @property
+    def name(self) -> str:
+        """The model's place, or the run and its step."""
+        return self.source.source if self.run is None else f"{self.run}, step {self.step}"
+
+    def params(self, mesh: Mesh) -> Any:
+        """Reads the weights, float32, laid out as rollouts want them.
+
+        Raises:
+          ConfigError: the checkpoint is missing, damaged, or of another model.
+        """
+        described = architecture.describe(self.source.arch)
+        places = sharding.shardings(described, sharding.ROLLOUT_RULES, mesh, architecture.is_param)
+        if self.step == 0:
+            return sharding.put(places, self.source.params())
+        abstract = jax.tree.map(
+            lambda param, place: jax.ShapeDtypeStruct(param.shape, jnp.float32, sharding=place),
+            described, places, is_leaf=architecture.is_param)
+        return restore_part(self.run / CHECKPOINTS, self.step, "actor", abstract)
+
+
+def open_actor(config: Config, run: Path | None = None, step: int | None = None) -> Actor:
+    """The model at `config.model.path`, or as a run has trained it.
+
+    Args:
+      run: a run's working directory.
+      step: completed steps of the run, 0 for its initial weights; None is its newest checkpoint.
+
+    Raises:
+      ConfigError: there is no such model or run, or the run has no checkpoint.
+    """
+    if run is None:
+        if step:
+            raise ConfigError(f"--step={step}: a step is a run's; name the run with --run=DIR")
+        return Actor(weights.describe_source(config.model.path))
+    if step is None:
+        step = max(list_steps(run / CHECKPOINTS), default=0)
+        if step == 0:
+            raise ConfigError(f"{run / CHECKPOINTS}: no complete checkpoint; wait for one, or give "
+                              f"--step=0 for the initial weights")
+    at_least(0, step=step)
+    return Actor(weights.describe_source(config.model.path), run, step)
+
+
+def run_config(run: Path) -> Config:
+    """The configuration that a run was started with.
+
+    Raises:
+      ConfigError: the directory holds no run, or one of another version.
+    """
+    stored = read_config(run)
+    if stored is None:
+        raise ConfigError(f"{run / CONFIG}: no such file; give the working directory of a run")
+    return build(Config, stored)

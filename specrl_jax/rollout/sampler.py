@@ -1,0 +1,299 @@
+"""Token-level generation for anyone: the loop, evaluation, single prompts.
+
+A Sampler joins a model, a drafter, a controller and an engine; it reads only published parameters.
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from specrl_jax import prng, sharding
+from specrl_jax.config import Config, check
+from specrl_jax.control import cost_file, registry
+from specrl_jax.control.acceptance import Reliability
+from specrl_jax.control.cost_file import Record
+from specrl_jax.control.cost_model import bucket_ladder
+from specrl_jax.draft import registry as drafters
+from specrl_jax.io import launches
+from specrl_jax.io.checkpoint import loud
+from specrl_jax.io.checksum import identity
+from specrl_jax.model import architecture, invariant
+from specrl_jax.model.architecture import Architecture
+from specrl_jax.model.tokenizer import Tokenizer
+from specrl_jax.rollout import profile
+from specrl_jax.rollout.engine import Engine, Result
+from specrl_jax.rollout.layout import Shapes, pad, request
+from specrl_jax.rollout.round import Machine
+from specrl_jax.structs import Rollout
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """Prompts of one rollout, in any order."""
+
+    prompts: Sequence[Sequence[int]]  # token ids
+    prompt_id: np.ndarray  # i32[prompts]
+    occurrence: np.ndarray  # i32[prompts] how often the prompt came before
+
+
+class Sampler:
+    """Generates `group` samples of each of `prompts` prompts.
+
+    Args:
+      config: its model, spec, draft, control and rollout sections are read.
+      prompts: prompts of one call, over all shards.
+      group: M.
+      warn: told what a user should know of the drafter.
+      tokenizer: the actor's; None is that of config.model.path.
+    """
+
+    def __init__(self, config: Config, arch: Architecture, stop: Sequence[int], mesh: Mesh, *,
+                 prompts: int, group: int, warn: Callable[[str], None] = loud,
+                 tokenizer: Tokenizer | None = None) -> None:
+        shards = sharding.shard_count(mesh)
+        check(prompts % shards == 0, "prompts", prompts,
+              f"must be a multiple of the {shards} data shards")
+        most = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
+        check(most <= arch.max_position, "rollout.max_new_tokens", config.rollout.max_new_tokens,
+              f"with rollout.max_prompt_tokens that is {most} positions; the model has "
+              f"{arch.max_position}")
+        self.config, self.group, self.mesh = config, group, mesh
+        self.drafting = drafters.make(config, arch, stop, group, warn, tokenizer)
+        drafter = self.drafting.drafter
+        shapes = Shapes(
+            batch=config.rollout.batch_size // shards, sequences=prompts * group // shards,
+            group=group, prompt=config.rollout.max_prompt_tokens,
+            response=config.rollout.max_new_tokens, shards=shards, depth=drafter.depth,
+            min_batch=config.rollout.min_batch)
+        least = shapes.batches[-1]
+        ladders = {rows: bucket_ladder(rows, drafter.nodes, config.spec.max_packed, rows == least)
+                   for rows in shapes.batches}
+        controller = registry.make(
+            config.control, config.spec, config.draft.mix or (1.0,) * len(drafter.names),
+            ladders=ladders, longest=shapes.longest, depth=drafter.depth, seed=config.seed)
+        machine = Machine(arch, drafter, controller, config.spec.max_packed, least,
+                          rule=config.spec.rule,
+                          truncates=config.rollout.top_k > 0 or config.rollout.top_p < 1)
+        if config.model.numerics == "invariant":
+            invariant.check_possible(arch, config.model.dtype, mesh.shape["tensor"])
+            machine = dataclasses.replace(machine, invariant=True,
+                                          implementation=invariant.IMPLEMENTATION)
+        dtype = jnp.dtype(config.model.dtype)
+        past = config.spec.history_past if drafter.depth else 0
+        self.engine = Engine(machine, mesh, shapes, stop, dtype, past, config.control.audit)
+        self.price: Record | None = None  # what rounds cost, where the controller asks
+        self.plain: dict[int, float] = {}  # seconds of a round without a draft, where it does not
+        self.profiling = 0.0  # seconds that reading or measuring these took
+        self.restored = False  # whether the controller's state is a checkpoint's
+        self._cast = publisher(arch, mesh, dtype)
+        self.params: Any = None
+        self.drafter_params: Any = ()
+        self.own = self.engine.everywhere(self.drafting.own)
+        warn_of_broken(self.drafting.own, warn)
+        self.version, self.drafter_version = -1, 0
+        self.broken = False  # a rollout found scores that are not finite and switched drafting off
+        self._warn = warn
+
+    def publish(self, params: Any, version: int) -> None:
+        """Makes `params` what rollouts read: cast and resharded, or as they are if both agree."""
+        first, self.version = self.version < 0, version
+        self.params = self._cast(params)
+        trained = self.drafting.actor
+        mine = identity(self.params) if first and trained else ""
+        if mine.split()[:1] == trained.split()[:1] and mine != trained:  # bits of one dtype compare
+            self._warn(f"draft.path = {self.config.draft.path!r}: the head was trained with other "
+                       "weights of this actor and may have less accepted")
+        self.publish_drafter(self.own, self.drafter_version)
+
+    def publish_drafter(self, own: Any, version: int) -> None:
+        """Makes `own` what rollouts draft with, as a whole or, after an error, not at all."""
+        bound = self.engine.machine.drafter.bind(self.params, own)
+        self.own, self.drafter_version, self.drafter_params = own, version, bound
+
+    def draft_to(self, depth: int | None) -> None:
+        """Holds the draft depth whatever the controller plans; None gives it back its say."""
+        engine = self.engine
+        engine.control = engine.machine.controller.depth(engine.control, depth)
+
+    def compile(self, report: Callable[[str], None] = lambda text: None) -> None:
+        """Compiles all programs and runs each small one once: nothing compiles after this.
+
+        What rounds cost is read or measured too, unless a frozen clock restored it.
+        """
+        self.engine.compile(self.params, self.drafter_params, report=report)
+        control, began = self.config.control, time.perf_counter()
+        adaptive, frozen = self.engine.machine.controller.adaptive, control.clock == "frozen"
+        if adaptive and not (self.restored and frozen):
+            # A run with a frozen clock is there to be repeated, so its table may be of any age.
+            since = 0.0 if frozen else time.time() - cost_file.FRESH
+            self.price_rounds(control.cost_table, report, since)
+        elif not adaptive and self.engine.machine.drafter.depth:
+            self.plain = profile.plain(self.engine, self.params, self.drafter_params,
+                                     self.config.rollout.rounds_per_launch)
+        self.profiling = time.perf_counter() - began
+        shapes = self.engine.shapes
+        limit = np.ones(shapes.sequences * shapes.shards, np.int32)
+        self.canary([[0, 0]], limit)
+
+    def price_rounds(self, path: str, report: Callable[[str], None] = lambda text: None,
+                     since: float = 0.0) -> None:
+        """Gives the controller what rounds cost, see probe.priced."""
+        self.engine.control, self.price = profile.priced(
+            self.engine, self.params, self.drafter_params, path, self._drafts(), report, since)
+
+    def canary(self, prompts: Sequence[Sequence[int]], limit: np.ndarray, depth: int | None = None
+               ) -> Result:
+        """Answers whose tokens nobody reads; nothing is learned from them, nor from warming up.
+
+        Args:
+          prompts: repeated as often as there are prompts in a call.
+          limit: i32[sequences] most tokens of each.
+          depth: of drafts; None leaves it to the controller.
+        """
+        count = len(limit) // self.group
+        asked = Asked([prompts[i % len(prompts)] for i in range(count)], np.arange(count),
+                      np.zeros(count, np.int32))
+        before = self.engine.control, self.engine.acceptance
+        if depth is not None:
+            self.draft_to(depth)
+        _, result = self.generate(asked, "canary", 0, limit=limit)
+        self.engine.control, self.engine.acceptance = before
+        return result
+
+    def _drafts(self) -> dict[str, Any]:
+        """What drafting takes depends on."""
+        spec = dataclasses.asdict(self.config.spec)
+        return dataclasses.asdict(self.config.draft) | {
+            name: spec[name] for name in ("drafter", "max_steps", "max_branch", "history_past")}
+
+    def generate(self, asked: Asked, stream: str, step: int, *, past: np.ndarray | None = None,
+                 limit: np.ndarray | None = None,
+                 progress: Callable[[int, int, int], None] = lambda done, total, tokens: None,
+                 peek: Callable[[np.ndarray, np.ndarray], None] | None = None
+                 ) -> tuple[Rollout, Result]:
+        """Samples every prompt `group` times.
+
+        Args:
+          asked: prompts; they take slots in the order of `rollout.order`.
+          stream: what the tokens are for, see prng.STREAMS.
+          step: part of the noise key.
+          past: i32[prompts, K, T] earlier responses, see draft/memory.py.
+          limit: i32[sequences] most new tokens, if fewer than rollout.max_new_tokens, in the order
+            of the slots; 0 is none, for the last ones of a shard.
+          progress, peek: see Engine.run.
+
+        Returns:
+          The rollout in canonical order (prompt id, occurrence, sample id); the engine's account.
+        """
+        order = np.lexsort((asked.occurrence, asked.prompt_id))
+        if self.config.rollout.order == "reversed":
+            order = order[::-1]
+        group = self.group
+        ids, occurrence = (np.repeat(a[order], group).astype(np.int32)
+                           for a in (asked.prompt_id, asked.occurrence))
+        sample = np.tile(np.arange(group, dtype=np.int32), len(order))
+        keys = prng.row_keys(self.config.seed, stream, step, ids, occurrence, sample)
+        prompts = [asked.prompts[i] for i in order]
+        wanted = request(prompts, keys, group, self.config.rollout,
+                         None if past is None else past[order])
+        if limit is not None:
+            wanted.limit = np.minimum(wanted.limit, limit).astype(np.int32)
+        result = self.engine.run(
+            self.params, wanted, self.drafter_params, progress=progress, peek=peek,
+            rounds=self.config.rollout.rounds_per_launch)
+        if result.counters["broken"] and stream != "canary":
+            self._warn(f"speculation is off: scores of drafter version {self.drafter_version} are "
+                       "not finite; train it again, or choose another spec.drafter")
+            self.draft_to(0)
+            self.broken = True
+        rollout = self._rollout(prompts, result, ids, occurrence, sample)
+        canonical = np.lexsort((sample, occurrence, ids))
+        return jax.tree.map(lambda a: a[canonical], rollout), result
+
+    def _rollout(self, prompts: Sequence[Sequence[int]], result: Result, ids: np.ndarray,
+                 occurrence: np.ndarray, sample: np.ndarray) -> Rollout:
+        tokens, length = pad(prompts, self.engine.shapes.prompt)
+        s = result.sequences
+        last = np.take_along_axis(s.tokens, np.maximum(s.length - 1, 0)[:, None], 1)[:, 0]
+        return Rollout(
+            prompt=np.repeat(tokens, self.group, 0), prompt_length=np.repeat(length, self.group),
+            tokens=s.tokens, length=s.length, logprob=s.logprob, raw_logprob=s.raw_logprob,
+            kept_mass=s.kept_mass, prompt_id=ids, occurrence=occurrence, sample_id=sample,
+            stopped=np.isin(last, self.engine.layout.stop), commits=s.commits, rounds=s.rounds,
+            policy_version=self.version, drafter_version=self.drafter_version)
+
+
+def publisher(arch: Architecture, mesh: Mesh, dtype: Any) -> Callable[[Any], Any]:
+    """A function that casts and reshards parameters for the rollout."""
+    described = architecture.describe(arch)
+    places = sharding.shardings(described, sharding.ROLLOUT_RULES, mesh, architecture.is_param)
+    cast = jax.jit(lambda tree: jax.tree.map(lambda a: a.astype(dtype), tree), out_shardings=places)
+
+    def publish(params: Any) -> Any:
+        params = jax.tree.map(
+            lambda a, place: a if isinstance(a, jax.Array) else sharding.put(place, a),
+            params, places)
+        agree = jax.tree.map(lambda a, place: a.dtype == dtype and a.sharding.is_equivalent_to(
+            place, a.ndim), params, places)
+        return params if all(jax.tree.leaves(agree)) else cast(params)
+
+    return publish
+
+
+def warn_of_broken(own: Any, warn: Callable[[str], None]) -> None:
+    """Warns of a drafter's parameters that are not finite: drafters then propose nothing."""
+    broken = [jax.tree_util.keystr(path) for path, leaf in jax.tree_util.tree_leaves_with_path(own)
+              if jnp.issubdtype(leaf.dtype, jnp.floating) and not np.isfinite(leaf).all()]
+    if broken:
+        warn(f"speculation is off: the drafter's {', '.join(broken)} are not finite; train it "
+             "again, or choose another spec.drafter")
+
+
+def rollout_metrics(rollout: Rollout, result: Result) -> dict[str, float]:
+    """Metrics of one rollout, by the names that metrics.jsonl uses."""
+    c, tokens = result.counters, int(rollout.length.sum())
+    drafters = {f"draft/{name}/{kind}": count for name, counts in result.by_drafter.items()
+                for kind, count in counts.items()}
+    drafters |= {f"draft/{name}/{kind}_share": count / max(c[kind], 1)
+                 for name, counts in result.by_drafter.items() for kind, count in counts.items()}
+    return drafters | {
+        "spec/lossy": float(result.rule.startswith("lossy")),
+        "rollout/calibration_error": result.calibration.error,
+        "rollout/reliability": reliability(result.calibration),
+        "rollout/tokens": tokens,
+        "rollout/tokens_per_second": tokens / result.seconds,
+        "rollout/accept_length": c["committed"] / max(c["row_rounds"], 1),
+        "rollout/rounds": c["rounds"],
+        "rollout/drafted": c["drafted"],
+        "rollout/accepted": c["accepted"],
+        "rollout/packed": c["packed"],
+        "rollout/clamped_rounds": c["clamped"],
+        "rollout/broken_drafts": c["broken"],
+        "rollout/occupancy": c["row_rounds"] / max(c["slots"], 1),
+        "rollout/launches": len(result.trace),
+        "rollout/kept_mass": _mean(rollout.kept_mass, rollout.length),
+        "rollout/logprob": _mean(rollout.raw_logprob, rollout.length),
+        "response/length_mean": float(rollout.length.mean()),
+        "response/length_max": int(rollout.length.max()),
+        "response/stopped": float(rollout.stopped.mean()),
+        "time/rollout": result.seconds,
+        "time/prefill": result.prefill_seconds,
+    } | launches.summary(result.trace)
+
+
+def reliability(found: Reliability) -> list[list[float]]:
+    """Drafts tried, their mean estimate and their accepted share, of each bin that has some."""
+    lines = np.stack([found.tried, found.predicted, found.accepted], 1)
+    return [[float(f"{x:.6g}") for x in line] for line in lines[found.tried > 0]]
+
+
+def _mean(values: np.ndarray, length: np.ndarray) -> float:
+    """Mean over the tokens that were said."""
+    said = np.arange(values.shape[1])[None] < length[:, None]
+    return float(values[said].mean())

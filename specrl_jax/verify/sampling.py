@@ -1,0 +1,92 @@
+"""The actor's draw: y = argmax_v(logp[v] + G[v]) of the processed distribution.
+
+Logits are [V, W], as the head makes them. The draw itself is the operation `gumbel_argmax`;
+truncation costs something only in rounds in which some row asks for it, and nothing where top_k and
+top_p are None: a third of a small model's program is truncation.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from specrl_kernels.gumbel_argmax import Drawn, gumbel_argmax, scale_of
+
+from specrl_jax.sharding import on_any_shard
+from specrl_jax.structs import Array
+from specrl_jax.verify import truncation
+
+
+@struct.dataclass
+class Draw:
+    """One draw at each packed position."""
+
+    token: Array  # i32[W]
+    logprob: Array  # f32[W] of the processed, renormalised distribution; 0 at temperature 0
+    raw_logprob: Array  # f32[W] at the row's temperature (1 at temperature 0), no truncation
+    kept_mass: Array  # f32[W]
+
+
+@struct.dataclass
+class Processed:
+    """The distribution that `draw` draws from, at each packed position."""
+
+    logp: Array  # f32[W, V] processed, renormalised; -inf where truncation removed the token
+    raw: Array  # f32[W] added to a kept token's logp, this is its raw_logprob as in Draw
+    kept_mass: Array  # f32[W]
+
+
+def process(logits: Array, temperature: Array, top_k: Array | None, top_p: Array | None
+            ) -> Processed:
+    """The law of `draw`, whose arguments these are; at temperature 0 a point mass."""
+    scale, greedy = scale_of(temperature)
+    scores = logits * scale[None]
+    ids = jnp.arange(logits.shape[0])[None]
+    keep = _where_asked(
+        top_k, top_p,
+        lambda scores: truncation.threshold(scores.T, top_k, top_p).keeps(scores.T, ids),
+        lambda scores: jnp.ones(scores.T.shape, bool), scores)
+    mass = jnp.exp(scores - scores.max(0, keepdims=True)).T
+    total, kept = mass.sum(1), jnp.where(keep, mass, 0).sum(1)
+    best = (ids == scores.argmax(0)[:, None]).astype(mass.dtype)
+    p = jnp.where(greedy[:, None], best, jnp.where(keep, mass, 0) / kept[:, None])
+    return Processed(logp=jnp.log(p),
+                     raw=jnp.where(greedy, -jnp.log(total), jnp.log(kept / total)),
+                     kept_mass=kept / total)
+
+
+def draw(logits: Array, temperature: Array, top_k: Array | None, top_p: Array | None, key: Array,
+         position: Array) -> Draw:
+    """Draws one token for each of W positions.
+
+    Processing: temperature, top-k, top-p of what top-k kept, renormalisation; ties by token id.
+
+    Args:
+      logits: f32[V, W].
+      temperature, top_p: f32[W]; temperature 0 is argmax without noise.
+      top_k: i32[W]; 0 is off. None, as top_p then is: no position is truncated.
+      key: u32[W, 2].
+      position: i32[W] index of the token being drawn; 0 is the first of the response.
+    """
+    def truncated(logits: Array) -> tuple[Drawn, Array]:
+        scores = logits * scale_of(temperature)[0][None]
+        edge = truncation.threshold(scores.T, top_k, top_p)
+        return gumbel_argmax(logits.T, temperature, key, position, edge), edge.kept_mass
+
+    def whole(logits: Array) -> tuple[Drawn, Array]:
+        drawn = gumbel_argmax(logits.T, temperature, key, position)
+        return drawn, jnp.ones_like(temperature)
+
+    drawn, kept_mass = _where_asked(top_k, top_p, truncated, whole, logits)
+    return Draw(token=drawn.token[:, 0], logprob=drawn.logprob[:, 0],
+                raw_logprob=drawn.raw_logprob[:, 0], kept_mass=kept_mass)
+
+
+def _where_asked(top_k: Array | None, top_p: Array | None, truncated: Callable[[Array], Any],
+                 whole: Callable[[Array], Any], logits: Array) -> Any:
+    """`truncated` if some position of any data shard asks for truncation, else `whole`."""
+    if top_k is None or top_p is None:
+        return whole(logits)
+    asked = on_any_shard(((top_k > 0) | (top_p < 1)).any())
+    return jax.lax.cond(asked, truncated, whole, logits)

@@ -1,0 +1,229 @@
+"""Replayed streams: their corruption and cost are what was asked, and tokens stay plain ones."""
+
+import functools
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import (
+    Course,
+    ask,
+    counting,
+    make_engine,
+    make_task,
+    said,
+    streams,
+    tiny_arch,
+    tiny_params,
+    wandering,
+)
+
+from specrl_jax import sharding
+from specrl_jax.config import ConfigError, DraftConfig, MeshConfig
+from specrl_jax.control.protocol import make_spec
+from specrl_jax.draft.protocol import Occasion
+from specrl_jax.draft.recorded import replay, replaying
+from specrl_jax.rollout.engine import Result
+from specrl_jax.structs import Sampling, Tip
+
+DEPTH, NODES, V = 3, 4, 24
+ARCH = tiny_arch()
+PARAMS = tiny_params(ARCH)
+WHOLE = make_spec(DEPTH, 1, NODES, 0)
+MIXES = ({}, {"temperature": 0}, {"temperature": 1.7, "top_k": 9, "top_p": 0.8},
+         {"temperature": np.linspace(0, 2, 12), "limit": 1 + np.arange(12)})
+
+
+class Bench:
+    """Plain decoding, and replays of it under settings that keep changing."""
+
+    def __init__(self) -> None:
+        self.task, self.course = make_task(), Course(NODES, DEPTH)
+        self.plain = make_engine(ARCH, self.task, batch=5, truncates=True)
+        self.plain.compile(PARAMS)
+        self.replaying = make_engine(
+            ARCH, self.task, drafter=replay(depth=DEPTH, nodes=NODES, vocab=V), batch=4,
+            min_batch=2, past=self.task.group, controller=wandering(self.course),
+            truncates=True)
+        self.replaying.compile(PARAMS, self.knobs(0))
+
+    def knobs(self, corruption: float, cost: int = 0) -> Any:
+        place = sharding.replicated(sharding.make_mesh(MeshConfig()))
+        return jax.device_put(replaying(corruption, cost), place)
+
+    def record(self, **mix: Any) -> Result:
+        return self.plain.run(PARAMS, ask(self.task, **mix))
+
+    def run(self, record: Result, corruption: float, cost: int = 0, hold: Any = WHOLE, **mix: Any
+            ) -> Result:
+        self.course.hold = hold
+        self.replaying.control = self.course.draw()
+        past = np.where(said(record), record.sequences.tokens, -1).astype(np.int32)
+        asked = ask(self.task, past=past.reshape(-1, self.task.group, past.shape[1]), **mix)
+        return self.replaying.run(PARAMS, asked, self.knobs(corruption, cost), rounds=2)
+
+
+@pytest.fixture(scope="module")
+def bench() -> Bench:
+    return Bench()
+
+
+def tried(result: Result) -> tuple[float, float]:
+    """Nodes whose outcome is known, and the accepted share of them."""
+    by_bin, _, share, _ = result.calibration
+    return by_bin.sum(), (by_bin * share).sum() / max(by_bin.sum(), 1)
+
+
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.slow
+def test_no_corruption_changes_a_token(bench: Bench, mix: dict[str, Any]) -> None:
+    plain = bench.record(seed=1, **mix)
+    batches = set()
+    for corruption in (0.0, 0.3, 1.0):
+        result = bench.run(plain, corruption, hold=None, seed=1, **mix)
+        assert streams(result) == streams(plain)
+        batches |= {entry["batch"] for entry in result.trace}
+    assert "limit" not in mix or batches == {4, 2}
+    assert streams(bench.run(bench.record(seed=2), 0.0, seed=1, **mix)) == streams(plain)
+
+
+@pytest.mark.slow
+def test_nothing_corrupted_is_all_accepted(bench: Bench) -> None:
+    plain = bench.record(seed=3)
+    result = bench.run(plain, 0.0, seed=3)
+    nodes, share = tried(result)
+    assert nodes > 50 and share == 1
+    rounds = -(-plain.sequences.length // (DEPTH + 1))
+    np.testing.assert_array_equal(result.sequences.rounds, rounds)
+
+
+@pytest.mark.slow
+def test_all_corrupted_is_never_accepted(bench: Bench) -> None:
+    result = bench.run(bench.record(seed=3), 1.0, seed=3)
+    assert result.counters["accepted"] == 0 and tried(result)[0] > 50
+    np.testing.assert_array_equal(result.sequences.rounds, result.sequences.length)
+
+
+@pytest.mark.slow
+def test_half_corrupted_is_about_half_accepted(bench: Bench) -> None:
+    outcomes = np.zeros(2)
+    for seed in range(4):
+        nodes, share = tried(bench.run(bench.record(seed=seed), 0.5, seed=seed))
+        outcomes += nodes, nodes * share
+    assert outcomes[0] > 200 and 0.42 < outcomes[1] / outcomes[0] < 0.58  # 2.3 deviations
+
+
+@pytest.mark.slow
+def test_changing_corruption_and_cost_compiles_nothing(bench: Bench) -> None:
+    plain = bench.record()
+    bench.run(plain, 0.0)
+    assert counting(lambda: [bench.run(plain, c, cost) for c, cost in ((0.2, 0), (0.9, 3))]) == 0
+
+
+# What it proposes.
+
+
+@functools.cache
+def compiled(depth: int = DEPTH) -> Any:
+    drafter = replay(depth=depth, nodes=depth + 1, vocab=V, origin=1)
+    return drafter, jax.jit(drafter.propose, static_argnums=5)
+
+
+def believed(parent: Any, guess: Any, depth: Any, origin: Any) -> Any:
+    return parent * guess
+
+
+def propose(record: np.ndarray, corruption: float, generated: Any = 0, steps: int = DEPTH,
+            cost: int = 0, key: int = 0, live: Any = True) -> Any:
+    """Trees of rows that hold the sequences in order."""
+    q, buffer = record.shape
+    whole = np.zeros(q, np.int32)
+    drafter, function = compiled()
+    state = drafter.init(Occasion(
+        prompt=np.zeros((q, 4), np.int32), prompt_length=whole + 4, past=record[:, None], batch=q,
+        group=1, buffer=buffer, cache=64))
+    tip = Tip(root=whole + 7, seq=np.arange(q, dtype=np.int32), generated=whole + generated,
+              context=whole + 4, live=np.broadcast_to(np.asarray(live), q))
+    words = np.random.default_rng(key).integers(0, 2**32, (q, 2)).astype(np.uint32)
+    rows = Sampling(temperature=whole, top_p=whole, top_k=whole, limit=whole, key=words,
+                    stop=np.full(1, -1, np.int32))
+    tree, after = function(replaying(corruption, cost), state, *jax.tree.map(
+        jnp.asarray, (tip, rows)), make_spec(steps, 1, NODES, 0), believed)
+    np.testing.assert_array_equal(after, state)
+    return jax.tree.map(np.asarray, tree)
+
+
+RECORD = np.random.default_rng(0).integers(0, V, (300, 9)).astype(np.int32)
+
+
+def test_the_chain_continues_the_recording() -> None:
+    generated = np.arange(300) % 9
+    record = np.where(np.arange(9)[None] < 8, RECORD, -1)
+    tree = propose(record, 0.0, generated)
+    for q, at in enumerate(generated):
+        want = record[q, at : at + DEPTH]
+        want = want[want >= 0]
+        assert tree.live[q].tolist() == [n <= len(want) for n in range(NODES)]
+        np.testing.assert_array_equal(tree.tokens[q, 1 : 1 + len(want)], want)
+    np.testing.assert_array_equal(tree.parent[0], [0, 0, 1, 2])
+    np.testing.assert_array_equal(tree.depth[0], [0, 1, 2, 3])
+    assert (tree.origin[:, 1:][tree.live[:, 1:]] == 1).all() and (tree.tokens[:, 0] == 7).all()
+    assert (tree.survival[0] == 1).all()
+
+
+def test_corruption_is_a_function_of_key_and_position() -> None:
+    whole = propose(RECORD, 0.4)
+    spoilt = whole.tokens[:, 1:] != RECORD[:, :DEPTH]
+    assert 0.35 < spoilt.mean() < 0.45
+    assert (whole.tokens >= 0).all() and (whole.tokens < V).all()
+    later = propose(RECORD, 0.4, generated=1)
+    np.testing.assert_array_equal(later.tokens[:, 1:3], whole.tokens[:, 2:4])
+    other = propose(RECORD, 0.4, key=1)
+    assert ((other.tokens[:, 1:] != RECORD[:, :DEPTH]) != spoilt).any()
+    assert (propose(RECORD, 1.0).tokens[:, 1:] != RECORD[:, :DEPTH]).all()
+    np.testing.assert_allclose(whole.survival[:, 1:], [[0.6, 0.36, 0.216]] * 300, rtol=1e-5)
+
+
+def test_depth_is_data_and_dead_rows_propose_nothing() -> None:
+    live = np.arange(300) % 2 == 0
+    tree = propose(RECORD, 0.0, steps=1, live=live)
+    np.testing.assert_array_equal(tree.live, live[:, None] & (np.arange(NODES) < 2)[None])
+    assert propose(RECORD, 0.0, steps=0).live.sum() == 300
+
+
+def test_a_step_costs_what_is_asked() -> None:
+    def seconds(**asked: Any) -> float:
+        best = np.inf
+        for _ in range(2):
+            began = time.process_time()
+            propose(RECORD, 0.0, **asked)
+            best = min(best, time.process_time() - began)
+        return best
+
+    idle = seconds()
+    assert seconds(cost=400) > 3 * idle
+    assert seconds(cost=400, steps=0) < 3 * idle
+    assert seconds(cost=400, live=False) < 3 * idle
+
+
+def test_what_cannot_work_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"spec.max_nodes = 3: .* 4"):
+        replay(depth=3, nodes=3, vocab=V)
+    with pytest.raises(ConfigError, match="spec.max_steps = 0"):
+        replay(depth=0, nodes=3, vocab=V)
+    for bad in (-0.1, 1.5, float("nan")):
+        with pytest.raises(ConfigError, match=r"draft.corruption = .*\[0, 1\]"):
+            replaying(bad)
+        with pytest.raises(ConfigError, match=r"draft.corruption = .*\[0, 1\]"):
+            DraftConfig(corruption=bad)
+    for make in (lambda: replaying(0, -1), lambda: DraftConfig(cost=-1)):
+        with pytest.raises(ConfigError, match="draft.cost = -1"):
+            make()
+    occasion = Occasion(
+        prompt=np.zeros((2, 4), np.int32), prompt_length=np.full(2, 4), batch=2, group=3,
+        past=np.zeros((2, 8, 9), np.int32), buffer=9, cache=64)
+    with pytest.raises(ConfigError, match="spec.history_past = 8: .*give 3"):
+        compiled()[0].init(occasion)

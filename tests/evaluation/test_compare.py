@@ -1,0 +1,122 @@
+"""Runs compared by their files."""
+
+import json
+
+import pytest
+
+from specrl_jax.config import Config, ConfigError, as_dict
+from specrl_jax.evaluation import compare
+from specrl_jax.evaluation.compare import Difference
+
+
+def record(step, prompt_id, sample_id, tokens, prompt="p"):
+    return {"step": step, "prompt_id": prompt_id, "occurrence": 0, "sample_id": sample_id,
+            "prompt": prompt, "tokens": tokens}
+
+
+def write(run, records, steps=None, **config):
+    """A run's files; `steps` completed ones, or as many as there are samples of."""
+    run.mkdir()
+    steps = 1 + max(r["step"] for r in records) if steps is None else steps
+    for name, rows in (("samples", records), ("metrics", [{"step": s} for s in range(steps)])):
+        (run / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    (run / "config.json").write_text(json.dumps(as_dict(Config(**config))))
+    return run
+
+
+@pytest.mark.parametrize("a, b, at", [
+    ([1, 2], [1, 2], None), ([1, 2], [1, 3], 1), ([1, 2], [1, 2, 3], 2), ([1], [], 0),
+    ([], [], None)])
+def test_first_difference(a, b, at):
+    assert compare.first_difference(a, b) == compare.first_difference(b, a) == at
+
+
+def test_steps_are_compared_by_key_whatever_the_order(tmp_path):
+    a = write(tmp_path / "a", [record(0, 1, 0, [5, 6]), record(0, 2, 0, [7]),
+                               record(1, 1, 0, [1, 2, 3]), record(1, 2, 1, [4, 4, 4])])
+    b = write(tmp_path / "b", [record(0, 2, 0, [7]), record(0, 1, 0, [5, 6]),
+                               record(1, 1, 0, [1, 9, 3]), record(1, 2, 1, [4, 4, 4])])
+    first, second = compare.compare_steps(a, b)
+    assert (first.step, first.sequences, first.tokens, first.differences) == (0, 2, 3, [])
+    assert second.differences == [Difference(1, (1, 0, 0), 1, 2, 9, "p", [1])]
+    assert second.tokens == 2 + 3
+
+
+def test_a_sequence_that_ends_early_differs_where_it_ends(tmp_path):
+    found = compare.compare_step(3, {(0, 0, 0): record(3, 0, 0, [1, 2])},
+                                 {(0, 0, 0): record(3, 0, 0, [1])})
+    assert (found.differences[0].a, found.differences[0].b, found.differences[0].position) == (
+        2, None, 1)
+
+
+def test_only_steps_that_both_completed_are_compared(tmp_path):
+    rows = [record(s, 0, 0, [s]) for s in range(3)]
+    a, b = write(tmp_path / "a", rows), write(tmp_path / "b", rows[:2])
+    torn = write(tmp_path / "torn", rows, steps=1)
+    assert [s.step for s in compare.compare_steps(a, b)] == [0, 1]
+    assert [s.step for s in compare.compare_steps(torn, a)] == [0]
+
+
+def test_steps_of_equal_bits_are_counted(tmp_path):
+    a, b = (write(tmp_path / name, [record(s, 0, 0, [s]) for s in range(4)]) for name in "ab")
+    metrics = [{"step": s} | {name: 0.1 * s for name in compare.BITS} for s in range(4)]
+
+    def counted(*changes):
+        changed = [m | c for m, c in zip(metrics, changes, strict=True)]
+        for run, rows in ((a, metrics), (b, changed)):
+            (run / "metrics.jsonl").write_text("".join(json.dumps(m) + "\n" for m in rows))
+        return compare.equal_bits(a, b, range(4))
+
+    assert counted({}, {}, {}, {"time/step": 3.0}) == 4
+    for name in compare.BITS:
+        assert counted({}, {name: 0.1 + 2**-55}, {}, {name: 0.3}) == 2
+        assert counted({}, {}, {}, {name: None}) == 3
+    missing = [{"step": s} for s in range(4)]
+    for run in (a, b):
+        (run / "metrics.jsonl").write_text("".join(json.dumps(m) + "\n" for m in missing))
+    assert compare.equal_bits(a, b, range(4)) == 0
+
+
+@pytest.mark.parametrize("rows, message", [
+    ([record(0, 1, 0, [1])], r"step 0: prompt 0 \(occurrence 0, sample 0\) is only in A"),
+    ([record(0, 0, 0, [1], "q")], "is 'p' in A and 'q' in B"),
+    ([], "no completed step"),
+])
+def test_runs_that_were_asked_something_else_are_refused(tmp_path, rows, message):
+    a = write(tmp_path / "a", [record(0, 0, 0, [1])])
+    b = write(tmp_path / "b", rows, steps=len(rows))
+    with pytest.raises(ConfigError, match=message):
+        list(compare.compare_steps(a, b))
+
+
+def test_runs_without_samples_are_refused(tmp_path):
+    a = write(tmp_path / "a", [record(0, 0, 0, [1])])
+    (a / "samples.jsonl").unlink()
+    with pytest.raises(ConfigError, match="samples.jsonl must be in both"):
+        list(compare.compare_steps(a, a))
+
+
+@pytest.mark.parametrize("field, value, refused", [
+    ("spec", {"drafter": "off"}, False), ("rollout", {"order": "reversed"}, False),
+    ("rollout", {"batch_size": 32}, False), ("steps", 3, False), ("name", "x", False),
+    ("rollout", {"temperature": 0.5}, True), ("seed", 1, True), ("data", {"level": "add3"}, True),
+    ("steps_", 1, True), ("spectrum", 1, True),
+])
+def test_configs_may_differ_only_where_tokens_may_not(tmp_path, field, value, refused):
+    run = write(tmp_path / "a", [record(0, 0, 0, [1])])
+    changed = json.loads((run / "config.json").read_text())
+    changed[field] = changed[field] | value if isinstance(value, dict) else value
+    other = write(tmp_path / "b", [record(0, 0, 0, [1])])
+    (other / "config.json").write_text(json.dumps(changed))
+    found = compare.config_differences(run, other)
+    assert len(found) == 1 and next(iter(found)).startswith(field)
+    if refused:
+        with pytest.raises(ConfigError, match=f"^{field}.* in A and .* in B"):
+            compare.check_comparable(found)
+    else:
+        compare.check_comparable(found)
+
+
+def test_a_directory_without_a_run_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"no config\.json"):
+        compare.config_differences(tmp_path, tmp_path)

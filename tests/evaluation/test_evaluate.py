@@ -1,0 +1,140 @@
+"""What an evaluation asks, how it counts, and which comparisons it refuses."""
+
+import json
+import types
+
+import numpy as np
+import pytest
+
+from specrl_jax.config import Config, ConfigError
+from specrl_jax.evaluation import evaluate
+from specrl_jax.evaluation.evaluate import Task
+from specrl_jax.model.tiny import byte_tokenizer
+from specrl_jax.structs import Rollout
+from specrl_jax.trainer import Prompts
+
+TOKENIZER = byte_tokenizer()
+STOP = TOKENIZER.stop_ids[0]
+
+
+def ask(count):
+    """Prompts of `count` problems: problem 10 i has the answer i."""
+    examples = [{"id": 10 * i, "question": f"{i} + 0", "answer": str(i)} for i in range(count)]
+    return Prompts(examples, [e["question"] for e in examples], [[i] for i in range(count)])
+
+
+def answer(prompt_id, sample_id, text, occurrence=0, stopped=True):
+    tokens = TOKENIZER.encode(text) + [STOP] * stopped
+    return prompt_id, sample_id, occurrence, tokens, stopped
+
+
+def rollout(*answers):
+    """A Rollout of answers, and a Result in which each token took a round of its own."""
+    ids, samples, occurrence, tokens, stopped = zip(*answers, strict=True)
+    length = np.asarray([len(t) for t in tokens], np.int32)
+    padded = np.full((len(tokens), length.max()), ord("9"), np.int32)
+    for i, row in enumerate(tokens):
+        padded[i, : len(row)] = row
+    fields = dict.fromkeys(Rollout.__dataclass_fields__, None) | dict(
+        tokens=padded, length=length, stopped=np.asarray(stopped), prompt_id=np.asarray(ids),
+        sample_id=np.asarray(samples), occurrence=np.asarray(occurrence))
+    counters = {"committed": 2 * int(length.sum()), "row_rounds": int(length.sum())}
+    return Rollout(**fields), types.SimpleNamespace(seconds=2.0, counters=counters)
+
+
+def tally(count, samples, *rollouts):
+    made = evaluate.Tally(ask(count), TOKENIZER.decode, samples)
+    for one in rollouts:
+        made.add(*one)
+    return made.results()
+
+
+def test_answers_are_judged_without_their_stop_token_and_padding():
+    found = tally(2, 2, rollout(
+        answer(10, 0, "it is 1", stopped=False), answer(0, 1, "1"), answer(0, 0, "0"),
+        answer(10, 1, "is 1")))
+    assert found["problems"] == [0, 10]
+    assert found["correct"] == [[1, 0], [1, 1]]
+    assert found["accuracy"] == 0.75 and found["interval_method"] == "bootstrap"
+    assert found["pass_at"]["1"]["mean"] == 0.75 and found["pass_at"]["2"]["mean"] == 1
+    assert found["pass_at"]["2"]["interval_method"] == "wilson"
+    assert found["stopped"] == 0.75 and found["mean_length"] == (7 + 2 + 2 + 5) / 4
+    assert found["tokens_per_second"] == 8 and found["accept_length"] == 2
+
+
+def test_repeats_that_fill_a_rollout_do_not_count():
+    found = tally(1, 1, rollout(answer(0, 0, "0"), answer(0, 0, "77", occurrence=1)))
+    assert found["correct"] == [[1]] and found["tokens"] == 2
+
+
+def test_batches_hold_every_problem_once_and_fill_the_last():
+    parts = evaluate.batches(ask(5), 4)
+    assert [len(p.prompts) for p in parts] == [4, 4]
+    ids, occurrence = (np.concatenate([getattr(p, n) for p in parts])
+                       for n in ("prompt_id", "occurrence"))
+    assert ids[occurrence == 0].tolist() == [0, 10, 20, 30, 40]
+    assert len(set(zip(ids.tolist(), occurrence.tolist(), strict=True))) == 8
+    assert parts[1].prompts == [[4], [0], [1], [2]]
+
+
+def test_more_shards_than_problems_repeat_them_again():
+    asked, = evaluate.batches(ask(3), 8)
+    assert asked.prompt_id.tolist() == [0, 10, 20] * 2 + [0, 10]
+    assert asked.occurrence.tolist() == [0] * 3 + [1] * 3 + [2] * 2
+
+
+@pytest.mark.parametrize("problems, samples, shards, want", [
+    (200, 1, 1, 200), (200, 1, 8, 200), (50, 1, 8, 56), (4097, 1, 1, 2049), (1000, 8, 4, 500)])
+def test_rollouts_are_equal_parts(problems, samples, shards, want):
+    assert evaluate.prompts_at_once(problems, samples, shards) == want
+
+
+def test_a_task_changes_data_and_temperature_only():
+    config = evaluate.task_config(Config(), Task(split="train", problems=7, temperature=0.5))
+    assert (config.data.split, config.data.examples) == ("train", 7)
+    assert config.rollout.temperature == 0.5 and config.learner == Config().learner
+
+
+def found(correct, **changes):
+    data = {"name": "a", "level": "b", "split": "test", "system": ""}
+    return {"problems": list(range(len(correct))), "questions_sha256": "x", "data": data,
+            "correct": correct} | changes
+
+
+def test_paired_difference():
+    before, after = ([[int(i < n)] for i in range(100)] for n in (40, 60))
+    pair = evaluate.paired(found(before), found(after))
+    assert pair["difference"] == pytest.approx(0.2) and pair["baseline_accuracy"] == 0.4
+    assert (pair["better"], pair["worse"]) == (20, 0)
+    assert pair["interval"] == pytest.approx([0.13, 0.28], abs=0.02)  # unpaired: 0.06 .. 0.34
+    assert evaluate.paired(found(after), found(before))["difference"] == pytest.approx(-0.2)
+
+
+def test_pairing_takes_any_number_of_samples():
+    pair = evaluate.paired(found([[1], [0]]), found([[1, 0], [1, 1]]))
+    assert pair["difference"] == 0.25 and (pair["better"], pair["worse"]) == (1, 1)
+
+
+@pytest.mark.parametrize("change, message", [
+    ({"problems": [0, 2]}, "its problems differ"),
+    ({"questions_sha256": "y"}, "its questions differ"),
+    ({"data": {"name": "a", "level": "b", "split": "train"}}, "data.split = 'train': the baseline"),
+])
+def test_pairing_refuses_other_problems(change, message):
+    with pytest.raises(ConfigError, match=message):
+        evaluate.paired(found([[1], [0]]), found([[1], [0]], **change))
+
+
+@pytest.mark.parametrize("text", ["{", "3", json.dumps({"problems": [1]})])
+def test_other_files_are_no_baseline(text, tmp_path):
+    (tmp_path / "x.json").write_text(text)
+    with pytest.raises(ConfigError, match="give a file that eval.py --out wrote"):
+        evaluate.read_evaluation(tmp_path / "x.json")
+    with pytest.raises(ConfigError, match="missing.json"):
+        evaluate.read_evaluation(tmp_path / "missing.json")
+
+
+def test_digest_notices_another_answer():
+    one, other = ask(3), ask(3)
+    other.examples[1]["answer"] = "9"
+    assert evaluate.digest(one) == evaluate.digest(ask(3)) != evaluate.digest(other)

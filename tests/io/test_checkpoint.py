@@ -1,0 +1,409 @@
+"""Checkpoints: what is saved comes back, and damage or a kill costs at most one of them."""
+
+import json
+import logging
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+
+from specrl_jax.io.checkpoint import (
+    CheckpointError,
+    Checkpoints,
+    list_steps,
+    read_meta,
+    restore_part,
+)
+from specrl_jax.io.integrity import CHECKSUMS
+
+DEVICE = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+
+
+def tree(step):
+    """Two entries with different values at every step: incompressible, so files hold them."""
+    rng = np.random.default_rng(step)
+    actor = {"layers": [{"w": jnp.asarray(rng.normal(size=(64, 8)), jnp.float32)}],
+             "head": jnp.asarray(rng.normal(size=(8,)), jnp.bfloat16)}
+    return {"actor": actor, "optimizer": optax.adamw(1e-3).init(actor["layers"]),
+            "history": {"next": np.int64(2**40 + step), "rows": np.arange(step, step + 5)},
+            "nothing": None}
+
+
+def abstract(arrays):
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=DEVICE)
+                        if isinstance(x, jax.Array) else x, arrays)
+
+
+def assert_same(left, right):
+    assert jax.tree.structure(left) == jax.tree.structure(right)
+    for a, b in zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True):
+        assert np.asarray(a).dtype == np.asarray(b).dtype
+        np.testing.assert_array_equal(np.asarray(a, np.float64), np.asarray(b, np.float64))
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("original")
+    with Checkpoints(directory, keep=2) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, tree(step), {"position": step})
+    return directory
+
+
+@pytest.fixture
+def saved(original, tmp_path):
+    """Checkpoints 1 and 2 of `tree`."""
+    return shutil.copytree(original, tmp_path / "ck")
+
+
+def names(directory):
+    """The entries of a directory, once Orbax has removed what a killed save left behind."""
+    for _ in range(500):
+        found = sorted(path.name for path in directory.iterdir())
+        if not any("tmp" in name for name in found):
+            break
+        time.sleep(0.01)
+    return found
+
+
+def resume(directory):
+    """(what restore_latest gives, the loud lines)."""
+    lines = []
+    with Checkpoints(directory, keep=2, warn=lines.append) as checkpoints:
+        return checkpoints.restore_latest(abstract(tree(0))), lines
+
+
+def test_latest_comes_back_bit_for_bit(saved):
+    (step, arrays, meta), lines = resume(saved)
+    assert (step, meta, lines) == (2, {"position": 2}, [])
+    assert_same(arrays, tree(2))
+    assert isinstance(arrays["actor"]["head"], jax.Array)
+    assert isinstance(arrays["history"]["rows"], np.ndarray)
+
+
+def test_a_given_step_comes_back(saved):
+    with Checkpoints(saved, keep=2) as checkpoints:
+        step, arrays, meta = checkpoints.restore(1, abstract(tree(0)))
+    assert (step, meta) == (1, {"position": 1})
+    assert_same(arrays, tree(1))
+
+
+def test_python_numbers_come_back_as_numpy(tmp_path):
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        checkpoints.save(1, {"a": {"i": 3, "f": 0.5}}, {})
+        _, arrays, _ = checkpoints.restore_latest({"a": {"i": 0, "f": 0.0}})
+    assert arrays == {"a": {"i": 3, "f": 0.5}}
+
+
+def test_no_checkpoint_is_none(tmp_path):
+    with Checkpoints(tmp_path / "new", keep=2) as checkpoints:
+        assert checkpoints.steps() == []
+        assert checkpoints.restore_latest(abstract(tree(0))) is None
+
+
+@pytest.mark.parametrize("keep", [1, 2, 3])
+def test_old_ones_are_deleted(tmp_path, keep):
+    with Checkpoints(tmp_path, keep=keep) as checkpoints:
+        for step in (1, 2, 30, 40):
+            checkpoints.save(step, {"a": np.arange(step)}, {})
+        assert checkpoints.steps() == [1, 2, 30, 40][-keep:]
+
+
+def test_a_step_is_not_saved_twice_or_out_of_order(saved):
+    with Checkpoints(saved, keep=2) as checkpoints:
+        for step in (1, 2):
+            with pytest.raises(CheckpointError, match=f"checkpoint {step} would not be the newest"):
+                checkpoints.save(step, tree(step), {})
+
+
+def test_meta_that_json_cannot_hold_writes_nothing(saved):
+    with Checkpoints(saved, keep=2) as checkpoints:
+        with pytest.raises(TypeError):
+            checkpoints.save(3, tree(3), {"a": object()})
+    assert sorted(p.name for p in saved.iterdir()) == ["1", "2"]
+
+
+def truncate(path):
+    path.write_bytes(path.read_bytes()[:path.stat().st_size // 2])
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[random.Random(path.name).randrange(len(data))] ^= 1
+    path.write_bytes(bytes(data))
+
+
+KINDS = {"delete": lambda path: path.unlink(), "truncate": truncate, "flip": flip}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_damage_to_any_file_falls_back_or_is_harmless(saved, tmp_path, kind):
+    fell_back = set()
+    for path in sorted(p for p in (saved / "2").rglob("*") if p.is_file()):
+        copy = tmp_path / "copy"
+        shutil.copytree(saved, copy)
+        KINDS[kind](copy / path.relative_to(saved))
+        (step, arrays, meta), lines = resume(copy)
+        assert_same(arrays, tree(step))
+        assert meta == {"position": step}
+        if step == 1:
+            fell_back.add(path.name)
+            assert len(lines) == 1 and str(copy / "2") in lines[0]
+            assert path.name == CHECKSUMS or path.name in lines[0]
+        shutil.rmtree(copy)
+    assert {"metadata", "_METADATA", "manifest.ocdbt", CHECKSUMS} <= fell_back
+
+
+@pytest.mark.filterwarnings("ignore:Sharding info not provided")
+def test_orbax_itself_does_not_see_a_flipped_bit(saved):
+    """Why there are checksums. Should this fail one day, they may go."""
+    biggest = max((saved / "2" / "state").rglob("d/*"), key=lambda p: p.stat().st_size)
+    data = biggest.read_bytes()
+    rng = random.Random(0)
+    for _ in range(20):
+        position = rng.randrange(len(data))
+        biggest.write_bytes(data[:position] + bytes([data[position] ^ 1]) + data[position + 1:])
+        state = ocp.PyTreeCheckpointer().restore(saved / "2" / "state")
+        weights = np.asarray(state["actor"]["layers"][0]["w"])
+        if not np.array_equal(weights, tree(2)["actor"]["layers"][0]["w"]):
+            return
+    pytest.fail("no flip changed the restored weights")
+
+
+def test_damaged_directories_fall_back(saved):
+    shutil.rmtree(saved / "2" / "state")
+    (saved / "2" / "state").mkdir()
+    (step, _, _), lines = resume(saved)
+    assert step == 1 and len(lines) == 1
+
+
+def test_a_damaged_step_is_kept_aside_and_can_be_saved_again(saved):
+    for _ in range(2):
+        flip(saved / "2" / "meta" / "metadata")
+        with Checkpoints(saved, keep=2, warn=lambda text: None) as checkpoints:
+            checkpoints.restore_latest(abstract(tree(0)))
+            assert checkpoints.steps() == [1]
+            checkpoints.save(2, tree(2), {"position": 2})
+            assert checkpoints.steps() == [1, 2]
+    assert sorted(p.name for p in saved.iterdir()) == ["1", "2", "2.damaged", "2.damaged-2"]
+    assert resume(saved)[0][0] == 2
+
+
+def test_with_all_damaged_a_run_starts_again_loudly(saved):
+    for step in ("1", "2"):
+        flip(saved / step / "meta" / "metadata")
+    lines = []
+    with Checkpoints(saved, keep=2, warn=lines.append) as checkpoints:
+        assert checkpoints.restore_latest(abstract(tree(0))) is None
+        assert checkpoints.steps() == []
+        checkpoints.save(1, tree(3), {"position": 3})
+    assert len(lines) == 2
+    assert lines[0].endswith("kept as 2.damaged; falling back to checkpoint 1")
+    assert f"{saved / '1'} is damaged: meta/metadata has changed" in lines[1]
+    assert "kept as 1.damaged; no checkpoint is left: starting again from step 0" in lines[1]
+    assert sorted(p.name for p in saved.iterdir()) == ["1", "1.damaged", "2.damaged"]
+    (step, arrays, meta), lines = resume(saved)
+    assert (step, meta, lines) == (1, {"position": 3}, [])
+    assert_same(arrays, tree(3))
+
+
+def test_restoring_a_damaged_or_absent_step_is_an_error(saved):
+    truncate(saved / "2" / "meta" / "metadata")
+    with Checkpoints(saved, keep=2) as checkpoints:
+        with pytest.raises(CheckpointError, match="meta/metadata has .* bytes instead of"):
+            checkpoints.restore(2, abstract(tree(0)))
+        with pytest.raises(CheckpointError, match="7: no such checkpoint; complete ones: 1$"):
+            checkpoints.restore(7, abstract(tree(0)))
+
+
+@pytest.mark.parametrize("change, words", [
+    (lambda t: t["actor"]["layers"].append({"w": t["actor"]["head"]}),
+     r"actor/layers/1/w is absent in the checkpoint and bfloat16\[8\] in this run"),
+    (lambda t: t["actor"].pop("head"), r"actor/head is bfloat16\[8\] .* absent in this run"),
+    (lambda t: t["actor"].update(head=jax.ShapeDtypeStruct((8,), jnp.float32, sharding=DEVICE)),
+     r"actor/head is bfloat16\[8\] in the checkpoint and float32\[8\] in this run"),
+])
+def test_other_leaves_are_refused_by_name_not_taken_for_damage(saved, change, words):
+    wanted = abstract(tree(0))
+    change(wanted)
+    with Checkpoints(saved, keep=2) as checkpoints:
+        with pytest.raises(CheckpointError, match=words):
+            checkpoints.restore_latest(wanted)
+    assert list_steps(saved) == [1, 2]
+
+
+def test_a_part_needs_no_knowledge_of_the_rest(saved):
+    plain = restore_part(saved, 1, "actor")
+    assert isinstance(plain["head"], np.ndarray)
+    assert_same(plain, jax.tree.map(np.asarray, tree(1)["actor"]))
+    part = restore_part(saved, 2, "optimizer", abstract(tree(0)["optimizer"]))
+    assert_same(part, tree(2)["optimizer"])
+    assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(part))
+    assert read_meta(saved, 2) == {"position": 2}
+
+
+def test_a_part_that_is_absent_differs_or_is_damaged_is_refused(saved):
+    with pytest.raises(CheckpointError, match="no arrays named 'critic'"):
+        restore_part(saved, 2, "critic")
+    with pytest.raises(CheckpointError, match="actor/head is bfloat16"):
+        restore_part(saved, 2, "actor", {"head": jax.ShapeDtypeStruct((9,), jnp.bfloat16)})
+    flip(max((saved / "2" / "state").rglob("*"), key=lambda p: p.stat().st_size * p.is_file()))
+    with pytest.raises(CheckpointError, match="has changed since it was written"):
+        restore_part(saved, 2, "actor")
+
+
+def test_orbax_is_quiet_and_others_are_not(tmp_path, caplog):
+    logger = logging.getLogger("absl")
+    with caplog.at_level(logging.DEBUG), Checkpoints(tmp_path, keep=1) as checkpoints:
+        checkpoints.save(1, tree(1), {})
+        logger.warning("from elsewhere")
+    assert [r.message for r in caplog.records if r.name == "absl"] == ["from elsewhere"]
+    assert logger.filters == []
+
+
+def run_python(code, *args, wait=True):
+    """A process running `code`, with this one's import path."""
+    path = os.pathsep.join(p for p in sys.path if p)
+    process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code), *map(str, args)],
+                               env=os.environ | {"PYTHONPATH": path}, stdout=subprocess.PIPE,
+                               stderr=subprocess.PIPE, text=True)
+    return (process, *process.communicate()) if wait else process
+
+
+def test_a_kill_before_the_rename_leaves_the_last_one(saved):
+    process, _, _ = run_python("""
+        import os, sys
+        import numpy as np
+        import orbax.checkpoint as ocp
+        from specrl_jax.io.checkpoint import ChecksummedPath, Checkpoints
+
+        finalize = ocp.path.atomicity.AtomicRenameTemporaryPath.finalize
+
+        async def die(self):
+            if self.get_final().name == "3":
+                os._exit(9)
+            await finalize(self)
+
+        ocp.path.atomicity.AtomicRenameTemporaryPath.finalize = die
+        with Checkpoints(sys.argv[1], keep=2) as checkpoints:
+            checkpoints.save(3, {"a": np.arange(1000)}, {})
+    """, saved)
+    assert process.returncode == 9
+    leftovers = [p for p in saved.iterdir() if not p.name.isdecimal()]
+    assert leftovers and (leftovers[0] / CHECKSUMS).exists()
+    assert list_steps(saved) == [1, 2]
+    (step, arrays, _), lines = resume(saved)
+    assert (step, lines) == (2, [])
+    assert_same(arrays, tree(2))
+    assert names(saved) == ["1", "2"]
+
+
+def test_a_full_disk_is_one_clear_error(saved):
+    process, out, err = run_python("""
+        import resource, signal, sys
+        import numpy as np
+        from specrl_jax.io.checkpoint import CheckpointError, Checkpoints
+
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+        with Checkpoints(sys.argv[1], keep=2) as checkpoints:
+            try:
+                checkpoints.save(3, {"a": np.random.default_rng(0).random(100_000)}, {})
+            except CheckpointError as error:
+                print(error, checkpoints.steps())
+    """, saved)
+    assert process.returncode == 0, err
+    assert out.count("\n") == 1 and f"{saved / '3'}: the checkpoint could not be written" in out
+    assert "File too large" in out and "complete ones: 1, 2." in out and "[1, 2]" in out
+    assert "Traceback" not in err
+    assert resume(saved)[0][0] == 2
+    assert names(saved) == ["1", "2"]
+
+
+def test_another_sharding_and_no_compilation(tmp_path):
+    process, out, err = run_python("""
+        import os, sys
+        os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+        import jax, numpy as np
+        from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+        from specrl_jax.io.checkpoint import Checkpoints, restore_part
+
+        compiled = []
+        mesh = jax.make_mesh((4, 2), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
+        values = np.arange(64 * 16, dtype=np.float32).reshape(64, 16)
+        specs = dict(a=P("data"), b=P(), c=P(None, "fsdp"), d=P("fsdp", "data"))
+        arrays = {"p": {k: jax.device_put(values, NamedSharding(mesh, s))
+                        for k, s in specs.items()}}
+        jax.monitoring.register_event_duration_secs_listener(
+            lambda name, *_, **__: "backend_compile" in name and compiled.append(name))
+        wanted = NamedSharding(mesh, P("data", "fsdp"))
+        abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=wanted),
+                                arrays)
+        with Checkpoints(sys.argv[1], keep=2) as checkpoints:
+            checkpoints.save(1, arrays, {})
+            _, restored, _ = checkpoints.restore_latest(abstract)
+        restored["q"] = restore_part(sys.argv[1], 1, "p", abstract["p"])
+        for leaf in jax.tree.leaves(restored):
+            assert leaf.sharding == wanted
+            np.testing.assert_array_equal(leaf, values)
+        print(len(jax.tree.leaves(restored)), len(compiled))
+    """, tmp_path)
+    assert out.split() == ["8", "0"], err
+
+
+@pytest.mark.slow
+def test_a_kill_at_any_moment_leaves_a_good_one(tmp_path):
+    code = """
+        import itertools, sys
+        import numpy as np
+        from specrl_jax.io.checkpoint import Checkpoints
+
+        directory, keep = sys.argv[1:]
+        abstract = {"a": np.zeros(200_000), "n": np.int64(0)}
+        with Checkpoints(directory, keep=int(keep)) as checkpoints:
+            found = checkpoints.restore_latest(abstract)
+            first = 1 if found is None else found[0] + 1
+            for step in itertools.count(first):
+                print(step, flush=True)
+                checkpoints.save(step, {"a": np.random.default_rng(step).random(200_000),
+                                        "n": np.int64(step)}, {"step": step})
+    """
+    rng = random.Random(0)
+    abstract = {"a": np.zeros(200_000), "n": np.int64(0)}
+    for trial in range(10):
+        keep = 1 + trial % 2
+        process = run_python(code, tmp_path / "ck", keep, wait=False)
+        begun = int(process.stdout.readline())
+        time.sleep(rng.uniform(0, 0.15))
+        process.send_signal(signal.SIGKILL)
+        begun = max([begun, *map(int, process.stdout.read().split())])
+        process.wait()
+        lines = []
+        with Checkpoints(tmp_path / "ck", keep=keep, warn=lines.append) as checkpoints:
+            found = checkpoints.restore_latest(abstract)
+        assert lines == []
+        if found is None:
+            assert begun == 1
+            continue
+        step, arrays, meta = found
+        assert step in (begun - 1, begun) and meta == {"step": step}
+        np.testing.assert_array_equal(arrays["a"], np.random.default_rng(step).random(200_000))
+        assert all(name.isdecimal() for name in names(tmp_path / "ck"))
+
+
+def test_checksums_list_every_file_that_restoring_reads(saved):
+    listed = json.loads((saved / "2" / CHECKSUMS).read_text())
+    assert "meta/metadata" in listed and "state/manifest.ocdbt" in listed
+    assert not any("commit_success" in name for name in listed)
+    assert len(list(saved.rglob(CHECKSUMS))) == 2, "one a step"

@@ -1,0 +1,284 @@
+"""The builders, the examples a run sees, and which of them each step uses."""
+
+import collections
+import gzip
+import json
+import subprocess
+import sys
+import urllib.error
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tensorflow_datasets as tfds
+
+from specrl_jax.config import ConfigError, DataConfig
+from specrl_jax.io import data
+from specrl_jax.io.datasets import gsm8k, levels
+
+LEVELS = {level.name: level for level in levels.LEVELS}
+ROWS = [
+    {"question": "Ann has 1 egg and buys 2. How many?", "answer": "1 + 2 = <<1+2=3>>3\n#### 3"},
+    {"question": "Bob earns $600 twice. How much?", "answer": "600 * 2 = 1200\n#### 1,200"},
+    {"question": "Eva owes 5. What does she own?", "answer": "0 - 5 = -5\n#### -5"},
+]
+
+
+def quiet(line):
+    """Takes the place of print."""
+
+
+def load(tmp_path, **fields):
+    return data.load_examples(DataConfig(data_dir=str(tmp_path / "tfds"), **fields), quiet)
+
+
+def load_gsm8k(tmp_path, **fields):
+    return load(tmp_path, name="gsm8k", manual_dir=str(tmp_path), **fields)
+
+
+def write_rows(path, rows, opener=open):
+    with opener(path, "wt", encoding="utf-8") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+def work_out(expression):
+    """Evaluates left to right, by other means than the package does."""
+    value, *rest = expression.split()
+    for op, x in zip(rest[::2], rest[1::2], strict=True):
+        value = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}[op](int(value), int(x))
+    return int(value)
+
+
+def swapped(expression):
+    """Every problem with the same operands, each with its sign or factor, in some order."""
+    words = expression.split()
+    signs = ["*" if "*" in words else "+", *words[1::2]]
+    return frozenset(collections.Counter(zip(signs, words[::2], strict=True)).items())
+
+
+@pytest.mark.parametrize("name", LEVELS)
+def test_splits_share_no_problem_and_no_commutative_twin(name):
+    problems = levels.problems(LEVELS[name])
+    train = {swapped(x.expression) for x in problems if not x.is_test}
+    test = {swapped(x.expression) for x in problems if x.is_test}
+    assert test and not train & test
+    assert 0.05 < sum(x.is_test for x in problems) / len(problems) < 0.15
+
+
+def test_splits_share_no_problem_across_levels():
+    mixed = {x.question for x in levels.problems(LEVELS["mixed2"]) if not x.is_test}
+    for name in ("add2", "sub2"):
+        test = {x.question for x in levels.problems(LEVELS[name]) if x.is_test}
+        assert not mixed & test
+
+
+@pytest.mark.parametrize("name, count, low, high", [
+    ("add2", 8100, 10, 99), ("add1", 81, 1, 9), ("add3", 20000, 100, 999), ("sub2", 8100, 10, 99),
+    ("mul1", 81, 1, 9), ("mixed2", 20000, 10, 99), ("chain", 20000, 10, 99),
+])
+def test_problems_are_distinct_right_and_of_their_level(name, count, low, high):
+    problems = levels.problems(LEVELS[name])
+    assert len({x.question for x in problems}) == len(problems) == count
+    for problem in problems[:300]:
+        assert all(low <= x <= high for x in problem.operands)
+        assert problem.answer == work_out(problem.expression)
+        assert problem.question == f"What is {problem.expression}?"
+
+
+def test_the_order_of_problems_is_fixed():
+    assert [x.expression for x in levels.problems(LEVELS["add2"])[:5]] == [
+        "62 + 68", "51 + 80", "65 + 51", "47 + 58", "87 + 47"]
+    assert [x.expression for x in levels.problems(LEVELS["chain"])[:3]] == [
+        "28 - 27 + 77 - 63", "32 - 16 + 56 + 11", "84 + 64 + 16 + 88"]
+
+
+def test_worked_answer():
+    problem = levels.Problem((12, 45, 3), "-+")
+    assert problem.solution == "12 - 45 = -33\n-33 + 3 = -30\n#### -30"
+
+
+def test_arithmetic_is_read_without_tensorflow(tmp_path):
+    lines = []
+    config = DataConfig(level="add1", data_dir=str(tmp_path))
+    examples = data.load_examples(config, lines.append)
+    problems = list(enumerate(levels.problems(LEVELS["add1"])))
+    assert [(x["id"], x["question"], x["answer"]) for x in examples] == [
+        (i, x.question, str(x.answer)) for i, x in problems if not x.is_test]
+    assert "tensorflow" not in sys.modules
+    assert len(lines) == 1 and "specrl_arithmetic/add1" in lines[0] and str(tmp_path) in lines[0]
+    assert list(data.load_examples(config, lines.append)) == list(examples)
+    assert len(lines) == 1, "prepared twice"
+
+
+def test_builders_are_registered_and_write_array_record(tmp_path):
+    builder = tfds.builder("specrl_arithmetic", data_dir=tmp_path)
+    assert builder.builder_config.name == "add2"
+    assert builder.info.file_format.value == "array_record"
+    assert tfds.builder("specrl_gsm8k", data_dir=tmp_path).info.file_format.value == "array_record"
+
+
+def test_nothing_is_printed_but_our_line(tmp_path, capfd):
+    load(tmp_path, level="mul1")
+    out, err = capfd.readouterr()
+    assert (out, err) == ("", "")
+
+
+def test_slices_and_limits(tmp_path):
+    whole = load(tmp_path, level="add1")
+    half = load(tmp_path, level="add1", split="train[:50%]")
+    assert list(half) == list(whole)[:len(half)] and abs(len(half) - len(whole) / 2) <= 1
+    assert list(load(tmp_path, level="add1", examples=3)) == list(whole)[:3]
+    assert len(load(tmp_path, level="add1", examples=10**6)) == len(whole)
+    with pytest.raises(IndexError, match="has 3"):
+        load(tmp_path, level="add1", examples=3)[3]
+
+
+def test_two_processes_may_prepare_at_once(tmp_path):
+    program = ("import sys; from specrl_jax.io import data; from specrl_jax.config import *; "
+               "c = DataConfig(level='add1', data_dir=sys.argv[1]); b = data._builder(c); "
+               "print('ready', flush=True); sys.stdin.readline(); "
+               "data._prepare(b, c, len); print(len(data.load_examples(c)))")
+    root = Path(data.__file__).parents[2]
+    runs = [subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], text=True, cwd=root,
+                             stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in range(2)]
+    assert [run.stdout.readline() for run in runs] == ["ready\n"] * 2
+    assert [run.communicate("go\n")[0] for run in runs] == ["75\n"] * 2
+
+
+def test_losing_the_race_is_no_error(tmp_path):
+    config = DataConfig(level="add1", data_dir=str(tmp_path))
+    late = data._builder(config)
+    split_generators = late._split_generators
+
+    def while_another_finishes(manager):
+        data.load_examples(config, quiet)
+        return split_generators(manager)
+
+    late._split_generators = while_another_finishes
+    data._prepare(late, config, quiet)
+    assert len(data.load_examples(config, quiet)) == 75
+    assert not list(tmp_path.glob("**/*incomplete*"))
+
+
+@pytest.mark.parametrize("fields, words", [
+    ({"level": "add9"}, ["data.level", "add9", "add2", "chain"]),
+    ({"level": "add1", "split": "dev"}, ["data.split", "dev", "train (75)", "test (6)"]),
+    ({"level": "add1", "split": "train["}, ["data.split", "train["]),
+    ({"level": "add1", "split": "train[:0]"}, ["data.split", "train[:0]"]),
+])
+def test_bad_fields_are_refused_in_a_line(tmp_path, fields, words):
+    with pytest.raises(ConfigError) as error:
+        load(tmp_path, **fields)
+    assert all(word in str(error.value) for word in words)
+    assert "\n" not in str(error.value)
+
+
+def test_a_data_dir_that_is_a_file(tmp_path):
+    (tmp_path / "tfds").write_text("")
+    with pytest.raises(ConfigError, match="data.data_dir"):
+        load(tmp_path, level="add1")
+
+
+@pytest.mark.parametrize("suffix, opener", [("", open), (".gz", gzip.open)])
+def test_gsm8k(tmp_path, suffix, opener):
+    write_rows(tmp_path / f"train.jsonl{suffix}", ROWS, opener)
+    write_rows(tmp_path / f"test.jsonl{suffix}", ROWS[:1], opener)
+    train, test = load_gsm8k(tmp_path), load_gsm8k(tmp_path, split="test")
+    assert [x["id"] for x in train] == [0, 1, 2] and [x["id"] for x in test] == [1_000_000]
+    assert [x["question"] for x in train] == [x["question"] for x in ROWS]
+    assert [x["answer"] for x in train] == ["3", "1200", "-5"]
+    assert [x["solution"] for x in train] == [x["answer"] for x in ROWS]
+    assert "tensorflow" not in sys.modules
+
+
+def test_gsm8k_makes_the_splits_it_finds(tmp_path):
+    write_rows(tmp_path / "test.jsonl", ROWS)
+    assert len(load_gsm8k(tmp_path, split="test")) == 3
+    with pytest.raises(ConfigError, match=r"data.split = 'train'.* has test \(3\).*delete"):
+        load_gsm8k(tmp_path)
+
+
+@pytest.mark.parametrize("manual_dir", ["", "missing"])
+def test_gsm8k_without_files(tmp_path, manual_dir):
+    with pytest.raises(ConfigError) as error:
+        load(tmp_path, name="gsm8k", manual_dir=str(tmp_path / manual_dir))
+    for words in (str(tmp_path / manual_dir), "train.jsonl", "test.jsonl", gsm8k.HOMEPAGE):
+        assert words in str(error.value)
+    assert not (tmp_path / "tfds" / "specrl_gsm8k").exists()
+
+
+def test_gsm8k_without_files_and_network(tmp_path, monkeypatch):
+    def unreachable(url):
+        raise urllib.error.URLError("no network")
+
+    monkeypatch.setattr(gsm8k, "_check_reachable", unreachable)
+    with pytest.raises(ConfigError) as error:
+        load(tmp_path, name="gsm8k")
+    for words in (str(tmp_path / "tfds" / "downloads" / "manual"), "train.jsonl", gsm8k.HOMEPAGE):
+        assert words in str(error.value)
+
+
+def test_gsm8k_downloads_through_the_manager(tmp_path, monkeypatch):
+    def download(manager, urls):
+        paths = {split: tmp_path / f"{split}.tmp" for split in urls}
+        for path in paths.values():
+            write_rows(path, ROWS)
+        return paths
+
+    monkeypatch.setattr(gsm8k, "_check_reachable", lambda url: None)
+    monkeypatch.setattr(tfds.download.DownloadManager, "download", download)
+    assert len(load(tmp_path, name="gsm8k")) == len(load(tmp_path, name="gsm8k", split="test")) == 3
+
+
+@pytest.mark.parametrize("text, words", [
+    (b"", "train.jsonl: holds no problems"),
+    (b"\n\n", "train.jsonl: holds no problems"),
+    (b'{"question": "a", "answer": "#### 1"}\n{"question"\n', r"train.jsonl:2: '{\"question\"'"),
+    (b'{"question": "a", "answer": "1"}\n', "train.jsonl:1: .*#### NUMBER"),
+    (b'{"question": "a"}\n', "train.jsonl:1: .*the fields"),
+    (b"[1]\n", "train.jsonl:1: "),
+    (b'{"question": "\xff"}\n', "train.jsonl: .*utf-8"),
+    (b"\x1f\x8b not gzip", "train.jsonl: "),
+    (gzip.compress(b'{"question": "a", "answer": "#### 1"}\n', mtime=0)[:-9], "train.jsonl: .*end"),
+])
+def test_damaged_gsm8k_files_are_refused(tmp_path, text, words):
+    (tmp_path / "train.jsonl").write_bytes(text)
+    with pytest.raises(ConfigError, match=words):
+        load_gsm8k(tmp_path)
+
+
+def test_each_epoch_covers_every_example_once():
+    stream = np.concatenate([data.step_prompts(10, 3, step, 4) for step in range(15)])
+    epochs = stream.reshape(6, 10)
+    assert (np.sort(epochs) == np.arange(10)).all()
+    assert len({tuple(epoch) for epoch in epochs}) == 6, "epochs are in the same order"
+
+
+def test_step_prompts_is_a_pure_function_of_seed_and_step():
+    late = data.step_prompts(1000, 5, 123, 8)
+    assert late.dtype == np.int64 and late.shape == (8,)
+    for step in (0, 7):
+        data.step_prompts(1000, 5, step, 8)
+    np.testing.assert_array_equal(data.step_prompts(1000, 5, 123, 8), late)
+    assert (data.step_prompts(1000, 6, 123, 8) != late).any()
+    np.testing.assert_array_equal(data.step_prompts(10, 0, 0, 5), [0, 2, 9, 1, 8])
+
+
+def test_more_prompts_than_examples():
+    prompts = data.step_prompts(3, 0, 1, 7)
+    assert sorted(collections.Counter(prompts.tolist()).values()) == [2, 2, 3]
+
+
+def test_occurrences():
+    result = data.occurrences(np.array([5, 2, 5, 5, 2, 9]))
+    assert result.dtype == np.int32
+    np.testing.assert_array_equal(result, [0, 0, 1, 2, 1, 0])
+    assert data.occurrences([]).shape == (0,)
+
+
+def test_messages():
+    user = {"role": "user", "content": "What is 1 + 2?"}
+    example = {"id": 0, "question": "What is 1 + 2?", "answer": "3"}
+    assert data.messages(example) == [user]
+    assert data.messages(example, "Be brief.") == [
+        {"role": "system", "content": "Be brief."}, user]

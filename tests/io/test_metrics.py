@@ -1,0 +1,279 @@
+"""A run's files: what a resumed run cuts, keeps and refuses."""
+
+import json
+import math
+import os
+import random
+import signal
+import struct
+import subprocess
+import sys
+import textwrap
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tensorboardX.proto.event_pb2 import Event
+
+from specrl_jax.config import Config, ConfigError, as_dict
+from specrl_jax.io import metrics as M
+
+
+def sample(step, index):
+    return {"prompt_id": index // 2, "sample_id": index % 2, "prompt": "1+1=\n", "tokens": 2,
+            "completion": f"{step} é\u2028\ud800\n", "reward": 1.0, "commits": [1, 2]}
+
+
+def write(workdir, start, stop, warn=None):
+    with M.Writer(workdir, start, **({"warn": warn} if warn else {})) as writer:
+        for step in range(start, stop):
+            writer.write_step({"step": step, "loss": step / 10},
+                              [sample(step, i) for i in range(3)])
+
+
+def steps(workdir):
+    """(steps of metrics.jsonl, of samples.jsonl, of the events of "loss")."""
+    return ([r["step"] for r in M.read_metrics(workdir)],
+            [r["step"] for r in M.read_samples(workdir)],
+            [step for step, _ in events(workdir, "loss")])
+
+
+def expected(stop):
+    return list(range(stop)), [s for s in range(stop) for _ in range(3)], list(range(stop))
+
+
+def events(workdir, tag):
+    """(step, value) in every event file below `workdir`, from the TFRecord bytes."""
+    out = []
+    for path in sorted(workdir.rglob("*tfevents*")):
+        data, at = path.read_bytes(), 0
+        while at < len(data):
+            size, = struct.unpack_from("<Q", data, at)
+            event = Event.FromString(data[at + 12:at + 12 + size])
+            out += [(event.step, v.simple_value) for v in event.summary.value if v.tag == tag]
+            at += 16 + size
+    return out
+
+
+def test_lines_come_back(tmp_path):
+    write(tmp_path, 0, 2)
+    assert steps(tmp_path) == expected(2)
+    assert next(M.read_samples(tmp_path)) == {"step": 0} | sample(0, 0)
+    assert M.read_metrics(tmp_path)[1]["loss"] == 0.1
+    assert events(tmp_path, "loss") == [(0, 0.0), (1, pytest.approx(0.1))]
+    assert events(tmp_path, M.WALL_TIME) == events(tmp_path, "step") == []
+
+
+@pytest.mark.parametrize("resume", [0, 1, 3, 5])
+def test_resuming_cuts_what_lies_beyond_the_checkpoint(tmp_path, resume):
+    write(tmp_path, 0, 5)
+    event_file, = (tmp_path / M.EVENTS).iterdir()
+    event_file.rename(event_file.with_name("events.out.tfevents.1.another-host"))
+    before = M.read_metrics(tmp_path)
+    lines = []
+    write(tmp_path, resume, resume, warn=lines.append)
+    assert steps(tmp_path) == expected(resume) and lines == []
+    assert M.read_metrics(tmp_path) == before[:resume]
+    write(tmp_path, resume, 7)
+    assert steps(tmp_path) == expected(7)
+
+
+@pytest.mark.parametrize("name", [M.METRICS, M.SAMPLES])
+def test_a_torn_line_is_cut_wherever_it_is_torn(tmp_path, name):
+    write(tmp_path, 0, 3)
+    whole = (tmp_path / name).read_bytes()
+    last = whole.rstrip(b"\n").rindex(b"\n") + 1
+    for end in range(last, len(whole)):
+        (tmp_path / name).write_bytes(whole[:end])
+        M.cut(tmp_path / name, 3)
+        assert (tmp_path / name).read_bytes() == whole[:last]
+
+
+def test_a_torn_line_does_not_disturb_readers_but_a_broken_one_does(tmp_path):
+    write(tmp_path, 0, 3)
+    path = tmp_path / M.METRICS
+    whole = path.read_text()
+    path.write_text(whole[:-10])
+    assert [r["step"] for r in M.read_metrics(tmp_path)] == [0, 1]
+    path.write_text(whole.replace('"step": 1', '"step" 1'))
+    with pytest.raises(ConfigError, match="metrics.jsonl: line 2 is broken"):
+        M.read_metrics(tmp_path)
+
+
+def test_missing_lines_are_reported(tmp_path):
+    write(tmp_path, 0, 3)
+    lines = []
+    write(tmp_path, 5, 6, warn=lines.append)
+    assert len(lines) == 2 and "metrics.jsonl lacks steps" in lines[0] and "3 of 5" in lines[0]
+
+
+def test_a_cut_that_dies_leaves_the_file_whole(tmp_path, monkeypatch):
+    write(tmp_path, 0, 3)
+    before = (tmp_path / M.SAMPLES).read_bytes()
+
+    def die(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", die)
+    with pytest.raises(KeyboardInterrupt):
+        M.cut(tmp_path / M.SAMPLES, 1)
+    assert (tmp_path / M.SAMPLES).read_bytes() == before
+
+
+@pytest.mark.parametrize("step", [1, 3])
+def test_steps_are_neither_skipped_nor_repeated(tmp_path, step):
+    with M.Writer(tmp_path, 0) as writer:
+        writer.write_step({"step": 0}, [])
+        writer.write_step({"step": 1}, [])
+        with pytest.raises(ValueError, match=f"step {step} where step 2 is next"):
+            writer.write_step({"step": step}, [])
+    assert [r["step"] for r in M.read_metrics(tmp_path)] == [0, 1]
+
+
+def test_lines_are_on_disk_when_the_step_returns(tmp_path):
+    writer = M.Writer(tmp_path, 0)
+    writer.write_step({"step": 0, "loss": 0.5}, [sample(0, i) for i in range(3)])
+    assert steps(tmp_path)[:2] == expected(1)[:2]
+    writer.close()
+    assert steps(tmp_path) == expected(1)
+
+
+def test_sync_reaches_the_disk(tmp_path, monkeypatch):
+    synced = []
+    fsync = os.fsync
+    with M.Writer(tmp_path, 0) as writer:
+        monkeypatch.setattr(os, "fsync",
+                            lambda fd: (synced.append(os.readlink(f"/proc/self/fd/{fd}")),
+                                        fsync(fd)))
+        writer.sync()
+        assert [os.path.basename(name) for name in synced] == [M.METRICS, M.SAMPLES]
+
+
+def test_what_is_not_finite_is_valid_json_and_visible(tmp_path):
+    with M.Writer(tmp_path, 0) as writer:
+        writer.write_step({"step": 0, "loss": math.nan, "kl": -math.inf, "lr": 0.5},
+                          [sample(0, 0) | {"reward": np.float32("nan")}])
+    raw = json.loads((tmp_path / M.METRICS).read_text(), parse_constant=pytest.fail)
+    assert raw["loss"] is None and raw["nonfinite"] == {"loss": "nan", "kl": "-inf"}
+    record, = M.read_metrics(tmp_path)
+    assert math.isnan(record["loss"]) and record["kl"] == -math.inf and "nonfinite" not in record
+    assert math.isnan(next(M.read_samples(tmp_path))["reward"])
+    write(tmp_path, 1, 1)
+    assert math.isnan(events(tmp_path, "loss")[0][1])
+
+
+def test_array_scalars_become_numbers(tmp_path):
+    with M.Writer(tmp_path, 0) as writer:
+        writer.write_step({"step": np.int64(0), "a": jnp.float32(0.5), "b": np.int32(3)},
+                          [{"tokens": np.array([1, 2])}])
+    raw = json.loads((tmp_path / M.METRICS).read_text())
+    assert (raw["step"], raw["a"], raw["b"]) == (0, 0.5, 3)
+    assert events(tmp_path, "a") == [(0, 0.5)]
+    assert next(M.read_samples(tmp_path))["tokens"] == [1, 2]
+
+
+def test_other_processes_write_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    write(tmp_path / "w", 0, 2)
+    M.write_config(tmp_path / "w", {})
+    assert not (tmp_path / "w").exists()
+
+
+def changed(**values):
+    config = as_dict(Config())
+    for name, value in values.items():
+        section, _, field = name.rpartition("__")
+        (config[section] if section else config)[field] = value
+    return config
+
+
+def snapshot(workdir):
+    return {p: p.read_bytes() for p in workdir.rglob("*") if p.is_file()}
+
+
+@pytest.mark.parametrize("change, words", [
+    ({"seed": 7}, "seed = 7, but the run in .* was started with 0: restore .* another workdir"),
+    ({"learner__learning_rate": 0.5}, "learner.learning_rate = 0.5, .* started with 1e-05:"),
+    ({"reward__terms": ("a",)}, r'reward.terms = \["a"\], .* started with \["exact"\]'),
+    ({"added": 1}, r"added = 1, .* started with \(absent\): go on with the version that"),
+    ({"seed": 7, "group_size": 4}, r"group_size = 4, .* with 8 \(and 1 more fields differ\)"),
+])
+def test_another_configuration_is_refused_and_nothing_touched(tmp_path, change, words):
+    M.write_config(tmp_path, changed())
+    write(tmp_path, 0, 1)
+    before = snapshot(tmp_path)
+    with pytest.raises(ConfigError, match=words):
+        M.check_config(tmp_path, changed(**change))
+    assert snapshot(tmp_path) == before
+
+
+def test_fields_that_change_no_result_may_differ(tmp_path):
+    M.write_config(tmp_path, changed())
+    M.check_config(tmp_path, changed(steps=99, checkpoint_every=1, checkpoint_keep=5, name="x"))
+    M.check_config(tmp_path, changed())
+
+
+def test_new_workdirs_are_accepted_and_not_made(tmp_path):
+    M.check_config(tmp_path / "new", changed())
+    assert not (tmp_path / "new").exists()
+
+
+def test_workdirs_that_cannot_be_are_refused(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    for place in ("file", "file/run", "file/a/b"):
+        with pytest.raises(ConfigError, match=f"workdir = .*/{place}: .*/file is not a directory"):
+            M.check_config(tmp_path / place, changed())
+        with pytest.raises(ConfigError, match=f"workdir = .*/{place}: .*; choose another"):
+            M.make_workdir(tmp_path / place)
+    monkeypatch.setattr(M.os, "access", lambda place, mode: False)
+    with pytest.raises(ConfigError, match=f"{tmp_path} is not a directory that can be written"):
+        M.check_config(tmp_path / "run", changed())
+
+
+@pytest.mark.parametrize("text, words", [
+    ("{", "config.json is not JSON"), ("[]", "config.json does not hold an object"),
+    (None, "config.json is missing beside metrics.jsonl"),
+])
+def test_an_unreadable_config_is_refused(tmp_path, text, words):
+    write(tmp_path, 0, 1)
+    if text is not None:
+        (tmp_path / M.CONFIG).write_text(text)
+    with pytest.raises(ConfigError, match=words):
+        M.check_config(tmp_path, changed())
+
+
+@pytest.mark.slow
+def test_ten_kills_lose_and_repeat_nothing(tmp_path):
+    code = """
+        import os, sys
+        from pathlib import Path
+        from specrl_jax.io.metrics import Writer
+
+        workdir, checkpoint = Path(sys.argv[1]), Path(sys.argv[1]) / "checkpoint"
+        done = int(checkpoint.read_text()) if checkpoint.exists() else 0
+        with Writer(workdir, done) as writer:
+            print("ready", flush=True)
+            for step in range(done, 2000):
+                writer.write_step({"step": step, "loss": step},
+                                  [{"sample_id": i, "completion": "x" * 3000} for i in range(3)])
+                if (step + 1) % 7 == 0 or step + 1 == 2000:
+                    writer.sync()
+                    Path(f"{checkpoint}.tmp").write_text(str(step + 1))
+                    os.replace(f"{checkpoint}.tmp", checkpoint)
+    """
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    rng, kills = random.Random(0), 0
+    while True:
+        process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code), str(tmp_path)],
+                                   env=environment, stdout=subprocess.PIPE, text=True)
+        process.stdout.readline()
+        if kills < 10:
+            time.sleep(rng.uniform(0, 0.1))
+            process.send_signal(signal.SIGKILL)
+        kills += 1
+        if process.wait() == 0:
+            break
+    assert kills == 11
+    assert steps(tmp_path) == expected(2000)

@@ -1,0 +1,181 @@
+"""A tiny EAGLE drafter, slots that it follows, and a full recompute of what it says."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from helpers import tiny_arch, tiny_params
+from jax.sharding import PartitionSpec
+
+from specrl_jax import sharding
+from specrl_jax.config import MeshConfig
+from specrl_jax.control.protocol import make_spec
+from specrl_jax.draft import eagle_model
+from specrl_jax.draft.eagle import eagle
+from specrl_jax.draft.eagle_model import EagleArch
+from specrl_jax.draft.protocol import Drafter, Occasion
+from specrl_jax.structs import DraftTree, Fill, Path, Sampling, Tip, Verdict
+
+V, F, ROWS, P, PLACES = 24, 16, 4, 10, 48
+DEPTH, BRANCH, NODES = 3, 2, 11  # room for all candidates: 2 + 4 + 4 and the root
+ACTOR = tiny_arch()
+ARCH = EagleArch(ACTOR, draft_vocab=16, own_head=False, num_heads=2, num_kv_heads=1,
+                 intermediate_size=20)
+VOCAB = np.sort(np.random.default_rng(5).permutation(V)[:16]).astype(np.int32)
+FULL = make_spec(DEPTH, BRANCH, NODES, 0)
+TEMPERATURE = (1.0, 0.6, 0.0, 1.3)
+MESH = sharding.make_mesh(MeshConfig())
+
+
+@functools.cache
+def parameters(arch: EagleArch = ARCH) -> dict[str, Any]:
+    params = jax.tree.map(lambda a: jnp.asarray(a * (1 if a.ndim == 1 else 8)),
+                          eagle_model.initialize(arch, 3))
+    return {"weights": params, "vocab": jnp.asarray(VOCAB)}
+
+
+ACTOR_PARAMS = tiny_params(ACTOR)
+
+
+def contrary(parent: Any, guess: Any, depth: Any, origin: Any) -> Any:
+    """Prefers the less likely below the first level, so that children of both are expanded."""
+    return parent * (0.5 - 0.1 * jnp.where(depth > 1, guess, 0))
+
+
+@functools.cache
+def compiled(children: str, nodes: int = NODES, branch: int = BRANCH, depth: int = DEPTH,
+             temperature: float = 1.0
+             ) -> tuple[Drafter, Any, Any]:
+    """The drafter, compiled, its bound parameters, and `propose` as it runs, inside shard_map."""
+    drafter = eagle(ARCH, depth, branch, nodes, children, temperature=temperature, origin=2)
+    everywhere = PartitionSpec()
+    propose = jax.shard_map(
+        lambda *args: drafter.propose(*args, contrary), in_specs=everywhere, out_specs=everywhere,
+        mesh=MESH, axis_names=set(sharding.ROWS), check_vma=False)
+    bound = drafter.bind(ACTOR_PARAMS, parameters())
+    drafter = drafter._replace(observe=jax.jit(drafter.observe), fork=jax.jit(drafter.fork),
+                               prefill=jax.jit(drafter.prefill))
+    return drafter, bound, jax.jit(propose)
+
+
+class Slots:
+    """Slots that hold made-up sequences: what the actor thinks and says is drawn beforehand."""
+
+    def __init__(self, children: str = "perturbed", seed: int = 0, **shape: Any) -> None:
+        self.drafter, self.params, self.compiled = compiled(children, **shape)
+        self.temperature = np.asarray(TEMPERATURE) * shape.get("temperature", 1.0)
+        rng = np.random.default_rng(seed)
+        self.said = rng.integers(0, V, (ROWS, PLACES)).astype(np.int32)
+        self.thought = rng.standard_normal((ROWS, PLACES, F)).astype(np.float32)
+        prompts = rng.integers(2, P + 1, ROWS).astype(np.int32)
+        state = self.drafter.init(Occasion(
+            prompt=np.zeros((ROWS, P), np.int32), prompt_length=prompts,
+            past=np.zeros((ROWS, 0, 9), np.int32), batch=ROWS, group=1, buffer=PLACES - P,
+            cache=PLACES))
+        self.state = jax.tree.map(jnp.asarray, state)
+        self.born = prompts - 1
+        self.context = self.born.copy()
+        self.live = np.ones(ROWS, bool)
+        self.rows = Sampling(
+            temperature=jnp.asarray(TEMPERATURE), top_p=jnp.ones(ROWS),
+            top_k=jnp.zeros(ROWS, jnp.int32), limit=jnp.full(ROWS, 30), stop=jnp.full(1, -1),
+            key=jnp.asarray(rng.integers(0, 2**32, (ROWS, 2)), jnp.uint32))
+        self.fill(source=np.arange(ROWS))
+
+    def fill(self, source: Any = (-1,) * ROWS, copy: Any = (-1,) * ROWS) -> None:
+        """Prompts of sequences `source` enter, or those of slots are copied."""
+        source, copy = np.asarray(source), np.asarray(copy)
+        fill = Fill(*map(jnp.asarray, (np.maximum(source, copy), source, copy, self.born,
+                                       self.born)))
+        self.state = self.drafter.fork(self.state, fill)
+        thought = np.moveaxis(self.thought[:, :P], -1, 0)
+        self.state = self.drafter.prefill(self.state, fill, jnp.asarray(self.said[:, :P]),
+                                          jnp.asarray(thought))
+
+    @property
+    def tip(self) -> Tip:
+        place = np.arange(ROWS)
+        return Tip(root=jnp.asarray(self.said[place, self.context]), seq=jnp.asarray(place),
+                   generated=jnp.asarray(self.context - self.born),
+                   context=jnp.asarray(self.context), live=jnp.asarray(self.live))
+
+    def draft(self, spec: Any = FULL) -> DraftTree:
+        args = jax.device_put((self.params, self.state, self.tip, self.rows, spec),
+                              sharding.replicated(MESH))
+        tree, self.state = self.compiled(*args)
+        tree = jax.tree.map(np.asarray, tree)
+        check_tree(tree, self.tip)
+        return tree
+
+    def commit(self, counts: Any) -> None:
+        """What a verification of `counts` tokens a row leaves; the rest of its path is garbage."""
+        index = self.context[:, None] + np.arange(DEPTH + 1)[None]
+        place = np.arange(ROWS)[:, None]
+        gone = np.arange(DEPTH + 1)[None] >= np.asarray(counts)[:, None]
+        verdict = Verdict(jnp.where(gone, 7, self.said[place, index + 1]), *(None,) * 6)
+        path = Path(kv=None, draw=None, verified=None, taps=jnp.where(
+            gone[..., None], 99.0, self.thought[place, index]))
+        self.state = self.drafter.observe(self.params, self.state, self.tip, verdict, path)
+        self.context = self.context + np.asarray(counts, np.int32)
+
+    def wander(self, rounds: int, seed: int, spec: Any = FULL) -> None:
+        rng = np.random.default_rng(seed)
+        for _ in range(rounds):
+            if spec is not None:
+                self.draft(spec)
+            self.commit(rng.integers(0, DEPTH + 2, ROWS))
+
+
+def check_tree(tree: DraftTree, tip: Tip) -> None:
+    """What every tree must be, whatever is in it."""
+    nodes = tree.tokens.shape[1]
+    assert (tree.live[:, 0] == np.asarray(tip.live)).all()
+    np.testing.assert_array_equal(tree.tokens[:, 0], tip.root)
+    for b, n in np.argwhere(tree.live[:, 1:]) + [0, 1]:
+        above = tree.parent[b, n]
+        assert above < n and tree.live[b, above]
+        assert tree.depth[b, n] == tree.depth[b, above] + 1
+        assert 0 < tree.survival[b, n] <= tree.survival[b, above]
+        assert tree.gap[b, n] >= 0 and tree.origin[b, n] == 2
+        twins = [m for m in range(1, nodes) if tree.live[b, m] and tree.parent[b, m] == above]
+        assert len({tree.tokens[b, m] for m in twins}) == len(twins)
+        assert len({tree.rank[b, m] for m in twins}) == len(twins)
+
+
+def path_to(tree: DraftTree, b: int, n: int) -> list[int]:
+    out = []
+    while n:
+        out.insert(0, int(tree.tokens[b, n]))
+        n = int(tree.parent[b, n])
+    return out
+
+
+UNROLL = jax.jit(functools.partial(eagle_model.unroll, ARCH, steps=DEPTH))
+PROCESSED = jax.jit(lambda weights, head, hidden, heat: jax.nn.log_softmax(
+    jnp.moveaxis(eagle_model.logits(ARCH, weights, head, hidden), 0, -1) / heat, -1))
+
+
+def recomputed(slots: Slots, tree: DraftTree) -> np.ndarray:
+    """Log-probabilities f32[B, N, Vd] after each live node, each path by a full forward."""
+    nodes = tree.tokens.shape[1]
+    width = PLACES + DEPTH
+    tokens = np.zeros((ROWS, nodes, width), np.int32)
+    for b, n in np.ndindex(ROWS, nodes):
+        whole = [*slots.said[b, : slots.context[b] + 1],
+                 *(path_to(tree, b, n) if tree.live[b, n] else [])]
+        tokens[b, n, : len(whole)] = whole
+    features = np.zeros((ROWS, nodes, width, F), np.float32)
+    for b, context in enumerate(slots.context):
+        features[b, :, :context] = slots.thought[b, None, :context]
+    flat = (ROWS * nodes, width)
+    outputs = UNROLL(parameters()["weights"], ACTOR_PARAMS["embed"],
+                     np.moveaxis(features.reshape(*flat, F), -1, 0), tokens.reshape(flat),
+                     np.full(flat[0], width), np.repeat(slots.context - 1, nodes)[:, None])
+    outputs = np.stack(outputs).reshape(DEPTH, F, ROWS, nodes)
+    last = np.zeros((F, ROWS, nodes), np.float32)
+    for b, n in np.ndindex(ROWS, nodes):
+        last[:, b, n] = outputs[min(tree.depth[b, n], DEPTH - 1), :, b, n]
+    heat = np.where(slots.temperature == 0, 1, slots.temperature)[:, None, None]
+    return np.asarray(PROCESSED(parameters()["weights"], slots.params.head, last, heat))

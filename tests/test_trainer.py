@@ -1,0 +1,152 @@
+"""What a step says of its update, and its safety net: updates that are not finite."""
+
+import dataclasses
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import counting, micro_config, micro_trainer
+
+from specrl_jax.config import LearnerConfig, SpecOptions
+from specrl_jax.control import acceptance
+from specrl_jax.io import metrics
+from specrl_jax.io.checkpoint import Checkpoints
+from specrl_jax.io.compilation import CompilationCounter
+from specrl_jax.io.progress import Progress
+from specrl_jax.rollout.engine import Result
+from specrl_jax.rollout.sampler import Sampler, rollout_metrics
+from specrl_jax.run import TrainingError, run_steps
+from specrl_jax.structs import Rollout
+from specrl_jax.trainer import Trainer
+
+
+@pytest.mark.slow
+def test_a_run_of_bad_updates_is_skipped_counted_and_stopped_with_a_checkpoint(
+        tmp_path, capsys) -> None:
+    config = micro_config(
+        steps=9, learner=LearnerConfig(micro_batch=16, max_bad_steps=3))
+    trainer = micro_trainer(config)
+    norm = trainer.state.params["final_norm"]
+    broken = trainer.state.params | {"final_norm": jnp.full_like(norm, jnp.nan)}
+    trainer.state = trainer.state.replace(params=broken)
+    before = jax.tree.map(np.asarray, trainer.state)
+    with (Checkpoints(tmp_path / "checkpoints", 2) as checkpoints,
+          metrics.Writer(tmp_path, 0) as writer, Progress(9, 0) as progress,
+          pytest.raises(TrainingError, match="max_bad_steps = 3")):
+        list(run_steps(trainer, checkpoints, writer, progress, CompilationCounter(),
+                       {"time/startup": 2.0}))
+    rows = metrics.read_metrics(tmp_path)
+    assert [row.get("time/startup") for row in rows] == [2.0, None, None]
+    assert config.spec.drafter == "history"
+    assert all(np.isfinite(row["time/saved"]) for row in rows)
+    assert [row["applied"] for row in rows] == [0.0, 0.0, 0.0]
+    assert checkpoints.steps() == [3]
+    assert "not finite; skipped" in capsys.readouterr().err
+    jax.tree.map(np.testing.assert_array_equal, before, jax.tree.map(np.asarray, trainer.state))
+
+
+def made_up(trainer: Trainer, rng: np.random.Generator) -> Rollout:
+    """A rollout of random tokens whose log-probabilities are all -5."""
+    config = trainer.config
+    q, t, p = config.sequences, config.rollout.max_new_tokens, config.rollout.max_prompt_tokens
+    prompts = config.prompts_per_step
+    ids = np.repeat(np.arange(prompts, dtype=np.int32), config.group_size)
+    prompt = np.repeat(rng.integers(0, 256, (prompts, p)), config.group_size, 0).astype(np.int32)
+    tokens, flat = rng.integers(0, 256, (q, t)).astype(np.int32), np.full((q, t), -5, np.float32)
+    length = rng.integers(1, t + 1, q).astype(np.int32)
+    return Rollout(prompt=prompt, prompt_length=np.full(q, p, np.int32), tokens=tokens,
+                   length=length, logprob=flat, raw_logprob=flat, kept_mass=flat, prompt_id=ids,
+                   occurrence=ids * 0, sample_id=ids * 0, stopped=ids > 0, commits=tokens,
+                   rounds=ids)
+
+
+@pytest.mark.parametrize("updates", [0, 1])
+def test_loss_and_gap_are_there_whatever_is_learned(
+        monkeypatch: pytest.MonkeyPatch, updates: int) -> None:
+    """None of eight groups has an advantage, then one; a micro-batch holds two groups."""
+    monkeypatch.setattr(Sampler, "compile", lambda self, say: None)
+    trainer = micro_trainer(micro_config(
+        learner=LearnerConfig(learning_rate=1e-3, micro_batch=4, updates=updates)))
+    rollout = made_up(trainer, np.random.default_rng(0))
+    for useful in ([], [5]):
+        advantage, found = np.zeros((8, 2), np.float32), {}
+        advantage[useful] = [1, -1]
+        before = jax.tree.map(np.asarray, trainer.state.params)
+        assert counting(lambda a=advantage, out=found: out.update(
+            trainer.learn(rollout, a.reshape(-1)))) == 0
+        groups = ([*useful, 0, 1] if updates else [0, 1])[:2]
+        covered = rollout.length.reshape(8, 2)[groups].sum()
+        assert found["rollout/logprob_gap_tokens"] == covered < rollout.length.sum()
+        assert 0 < found["rollout/logprob_gap"] <= found["rollout/logprob_gap_max"]
+        assert found["applied"] == 1
+        jax.tree.map(np.testing.assert_array_equal, trainer.sampler.params, trainer.state.params)
+        changed = bool(updates and useful)
+        same = jax.tree.map(np.array_equal, before, jax.tree.map(np.asarray, trainer.state.params))
+        assert (found["loss"] != 0) == changed != all(jax.tree.leaves(same))
+
+
+def test_the_window_of_history_is_the_configs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Trainer, "compile", lambda self, say: None)
+    memory = micro_trainer(micro_config(spec=SpecOptions(history_window=3))).memory
+    memory.add(np.zeros(1, np.int32), np.full((1, memory.tokens.shape[1]), 7), np.ones(1, int), 5)
+    given = [(memory.past(np.zeros(1, np.int32), 1, step) == 7).any() for step in (6, 8, 9)]
+    assert given == [True, True, False]
+
+
+@pytest.mark.parametrize("rule", ["match", "lossy_greedy"])
+def test_a_lossy_rule_is_stamped_into_every_line_and_drafters_have_shares(rule: str) -> None:
+    said, seen = np.ones((1, 2), np.float32), acceptance.blank(1, 1)
+    fields = dict.fromkeys((f.name for f in dataclasses.fields(Rollout)), said)
+    rollout = Rollout(**fields | {"length": np.full(1, 2)})
+    counters = dict.fromkeys(("committed", "row_rounds", "rounds", "packed", "clamped", "broken",
+                              "slots"), 1) | {"drafted": 8, "accepted": 0}
+    told = rollout_metrics(rollout, Result(
+        None, counters, 1.0, 0.1, [], rule=rule, calibration=acceptance.calibration(
+            jax.tree.map(lambda a: a[None], seen), np.ones((1, 1, acceptance.BINS))),
+        by_drafter={"eagle": {"drafted": 6, "accepted": 0},
+                    "history": {"drafted": 2, "accepted": 0}}))
+    assert told["spec/lossy"] == float(rule == "lossy_greedy")
+    assert told["draft/eagle/drafted_share"] == 0.75 and told["draft/history/drafted_share"] == 0.25
+    assert told["draft/eagle/accepted_share"] == 0
+
+
+def test_a_restored_trainer_holds_all_that_was_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Trainer, "compile", lambda self, say: None)
+    old, new = (micro_trainer(micro_config()) for _ in range(2))
+    rng = np.random.default_rng(0)
+    rollout = made_up(old, rng)
+    old.memory.add(rollout.prompt_id, rollout.tokens, rollout.length, 3)
+    old.state = jax.tree.map(lambda a: a + 1, old.state)
+    engine = old.sampler.engine
+    engine.acceptance = jax.tree.map(lambda a: a + rng.random(a.shape, np.float32),
+                                     engine.acceptance)
+    old.step_number, old.bad_steps = 7, 2
+
+    class Saved:
+        def restore_latest(self, abstract: object) -> tuple:
+            assert jax.tree.structure(abstract) == jax.tree.structure(old.arrays())
+            return 7, jax.tree.map(np.array, old.arrays()), old.meta()
+
+    same = jax.tree.map(np.array_equal, old.arrays(), new.arrays())
+    for part in ("actor", "optimizer", "history", "acceptance"):
+        assert not all(jax.tree.leaves(same[part])), part
+    assert new.restore(Saved())
+    jax.tree.map(np.testing.assert_array_equal, old.arrays(), new.arrays())
+    jax.tree.map(np.testing.assert_array_equal, new.sampler.params, old.state.params)
+    assert new.meta() == old.meta()
+
+
+@pytest.mark.slow
+def test_every_step_of_a_run_that_only_rolls_out_has_a_gap_and_a_loss(tmp_path: Path) -> None:
+    trainer = micro_trainer(micro_config(learner=LearnerConfig(micro_batch=4, updates=0)))
+    counter = CompilationCounter()
+    with (Checkpoints(tmp_path / "checkpoints", 2) as checkpoints,
+          metrics.Writer(tmp_path, 0) as writer, Progress(2, 0) as progress):
+        list(run_steps(trainer, checkpoints, writer, progress, counter, {}))
+    rows = metrics.read_metrics(tmp_path)
+    assert [(row["loss"], row["compilations"]) for row in rows] == [(0.0, 0), (0.0, 0)]
+    for row in rows:
+        assert 0 < row["rollout/logprob_gap"] <= row["rollout/logprob_gap_max"] < 1e-4
+        assert 0 < row["rollout/logprob_gap_tokens"] < row["rollout/tokens"]

@@ -1,0 +1,256 @@
+"""The draw equals a sorted float64 oracle, and its law is the processed distribution."""
+
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from specrl_kernels.gumbel_argmax import xla
+
+from specrl_jax.prng import gumbel
+from specrl_jax.verify import sampling, truncation
+
+
+def oracle(logits: np.ndarray, noise: np.ndarray, temperature: float, top_k: int, top_p: float
+           ) -> tuple[int, float, float, float]:
+    """(token, logprob, raw_logprob, kept_mass) of one position, by sorting, in float64."""
+    scores = np.asarray(logits, np.float64) / (temperature or 1.0)
+    order = sorted(range(len(scores)), key=lambda v: (-scores[v], v))
+    p = np.exp(scores - scores.max())
+    p = p / p.sum()
+    if top_k > 0:
+        order = order[:top_k]
+    if top_p < 1:
+        target, mass, kept = top_p * p[order].sum(), 0.0, []
+        for v in order:
+            if mass >= target:
+                break
+            kept.append(v)
+            mass += p[v]
+        order = kept
+    order = sorted(order)
+    drawn = scores[order] + (noise[order] if temperature else 0)
+    token = order[int(np.argmax(drawn))]
+    kept_mass = p[order].sum()
+    logprob = 0.0 if temperature == 0 else np.log(p[token] / kept_mass)
+    return token, logprob, np.log(p[token]), kept_mass
+
+
+def draw(logits: Any, temperature: Any = 1.0, top_k: Any = 0, top_p: Any = 1.0, key: Any = None,
+         position: Any = None) -> Any:
+    """`sampling.draw` of logits [V, W]; scalars are repeated."""
+    width = logits.shape[1]
+    key = np.arange(2 * width).reshape(width, 2) if key is None else key
+    position = np.arange(width) if position is None else position
+    return DRAW(jnp.asarray(logits, jnp.float32), full(temperature, width, np.float32),
+                full(top_k, width, np.int32), full(top_p, width, np.float32),
+                jnp.asarray(key, jnp.uint32), jnp.asarray(position, jnp.int32))
+
+
+def full(value: Any, width: int, dtype: Any) -> np.ndarray:
+    return np.broadcast_to(np.asarray(value, dtype), (width,))
+
+
+DRAW = jax.jit(sampling.draw)
+SETTINGS = [(t, k, p) for t in (0.0, 0.6, 1.0, 2.5) for k in (0, 1, 7, 1000) for p in
+            (1.0, 0.05, 0.5, 0.95)]
+
+
+@pytest.fixture(params=[(8, 4), (1024, 128)], ids=["chunks of 8", "one chunk"])
+def chunk(request: Any, monkeypatch: Any) -> int:
+    """A vocabulary of 37 in chunks that do not divide it, or at once.
+
+    Boundaries of truncation lie behind the first scores that are looked at, too, or among them.
+    """
+    size, few = request.param
+    monkeypatch.setattr(xla, "CPU_CHUNK", size)
+    monkeypatch.setattr(truncation, "FEW", few)
+    DRAW.clear_cache()
+    yield size
+    DRAW.clear_cache()
+
+
+def check(logits: np.ndarray, settings: list[tuple[float, int, float]]) -> None:
+    """Every position against the oracle; logits [V, W] with one setting a position."""
+    temperature, top_k, top_p = (np.asarray(x) for x in zip(*settings, strict=True))
+    width = logits.shape[1]
+    key, position = np.arange(2 * width).reshape(width, 2) + 5, np.arange(width) * 3
+    got = draw(logits, temperature, top_k, top_p, key, position)
+    noise = np.asarray(gumbel(jnp.asarray(key, jnp.uint32), jnp.asarray(position, jnp.int32),
+                              jnp.arange(len(logits))), np.float64)
+    for w, (t, k, p) in enumerate(settings):
+        token, logprob, raw, kept = oracle(logits[:, w], noise[w], t, k, p)
+        found = f"temperature {t}, top_k {k}, top_p {p}"
+        assert int(got.token[w]) == token, found
+        np.testing.assert_allclose(
+            [got.logprob[w], got.raw_logprob[w], got.kept_mass[w]], [logprob, raw, kept],
+            rtol=0, atol=2e-5, err_msg=found)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_equals_the_sorted_oracle(chunk: int, seed: int) -> None:
+    logits = np.random.default_rng(seed).normal(size=(37, len(SETTINGS))) * (1 + seed)
+    check(logits.astype(np.float32), SETTINGS)
+
+
+def test_ties_are_kept_by_token_id(chunk: int) -> None:
+    # Powers of two, so that sums are exact; 12 tokens tie at the boundary, across chunks.
+    column = np.full(37, -4.0, np.float32)
+    column[[2, 5, 6, 9, 13, 20, 21, 22, 30, 33, 35, 36]] = 0.0
+    column[[7, 28]] = 1.0
+    settings = [(1.0, k, 1.0) for k in range(1, 16)] + [(0.0, 3, 1.0), (1.0, 8, 0.99)]
+    check(np.tile(column[:, None], (1, len(settings))), settings)
+
+
+def test_ties_of_top_p_are_kept_by_token_id(chunk: int) -> None:
+    # 32 equal tokens of mass 1/32, the rest of none: p = k/32 keeps exactly the first k ids.
+    logits = np.full((37, 31), -1e9, np.float32)
+    logits[3:35] = 0.0
+    got = draw(logits, top_p=np.arange(1, 32) / 32)
+    np.testing.assert_allclose(got.kept_mass, np.arange(1, 32) / 32, atol=1e-6)
+    assert (np.asarray(got.token) < 3 + np.arange(1, 32)).all()
+
+
+def test_all_logits_equal_and_negative_zero(chunk: int) -> None:
+    logits = np.zeros((37, 5), np.float32)
+    logits[::2] = -0.0
+    check(logits, [(1.0, 0, 1.0), (1.0, 4, 1.0), (0.0, 0, 1.0), (0.0, 4, 0.5), (2.0, 36, 1.0)])
+
+
+def test_extreme_logits_stay_finite(chunk: int) -> None:
+    logits = np.random.default_rng(1).normal(size=(37, 4)).astype(np.float32) * 1e4
+    got = draw(logits, temperature=[1, 0.01, 100, 0], top_p=0.9)
+    for value in (got.logprob, got.raw_logprob, got.kept_mass):
+        assert np.isfinite(value).all()
+    assert np.asarray(got.token).tolist() == logits.argmax(0).tolist()
+
+
+# The law. Draws are independent over rows' keys and over positions; both are used.
+
+ROWS, POSITIONS, VOCAB = 500, 16, 12
+LOGITS = np.random.default_rng(3).normal(size=VOCAB).astype(np.float32) * 1.5
+
+
+def drawn(noise_of: Callable[..., Any], temperature: float, top_k: int, top_p: float) -> np.ndarray:
+    """i[ROWS, POSITIONS] tokens of one distribution, with the noise of `noise_of`."""
+    row, position = (x.reshape(-1) for x in np.meshgrid(np.arange(ROWS), np.arange(POSITIONS),
+                                                        indexing="ij"))
+    key = np.stack([row * 7919 + 1, row ^ 12345], 1)
+    logits = np.tile(LOGITS[:, None], (1, len(row)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(xla, "exponential", lambda *at: jnp.exp(-noise_of(*at)))
+        got = drawing(noise_of)(
+            logits, full(temperature, len(row), np.float32), full(top_k, len(row), np.int32),
+            full(top_p, len(row), np.float32), jnp.asarray(key, jnp.uint32),
+            jnp.asarray(position, jnp.int32))
+    return np.asarray(got.token).reshape(ROWS, POSITIONS)
+
+
+@functools.cache
+def drawing(noise_of: Callable[..., Any]) -> Callable[..., Any]:
+    """`sampling.draw` compiled once for each noise."""
+    return jax.jit(lambda *args: sampling.draw(*args))
+
+
+def law(temperature: float, top_k: int, top_p: float) -> np.ndarray:
+    """The processed distribution, f64[V]."""
+    p = np.zeros(VOCAB)
+    for v in range(VOCAB):
+        only = np.where(np.arange(VOCAB) == v, 1e6, 0)  # noise that makes v win if it is kept
+        token, logprob, _, _ = oracle(LOGITS, only, temperature, top_k, top_p)
+        if token == v:
+            p[v] = np.exp(logprob)
+    return p / p.sum()
+
+
+def off_law(tokens: np.ndarray, p: np.ndarray) -> list[str]:
+    """What is wrong with draws i[ROWS, POSITIONS] that should be independent and of law p."""
+    wrong = []
+    counts = np.bincount(tokens.reshape(-1), minlength=VOCAB)
+    if counts[p == 0].any():
+        wrong.append("a token that truncation removed")
+    if not fits(counts[p > 0], p[p > 0]):
+        wrong.append("the law")
+    pairs = np.bincount((tokens[:, :-1] * VOCAB + tokens[:, 1:]).reshape(-1), minlength=VOCAB**2)
+    both = np.outer(p, p).reshape(-1)
+    if not fits(pairs[both > 0], both[both > 0]):
+        wrong.append("neighbouring positions depend on each other")
+    rows = np.bincount((tokens[:-1] * VOCAB + tokens[1:]).reshape(-1), minlength=VOCAB**2)
+    if not fits(rows[both > 0], both[both > 0]):
+        wrong.append("neighbouring rows depend on each other")
+    return wrong
+
+
+def fits(counts: np.ndarray, p: np.ndarray) -> bool:
+    """Pearson's chi-square within 5 deviations (Wilson-Hilferty); rare cells are put together."""
+    if len(p) == 1:
+        return True
+    expected = p * counts.sum()
+    rare = expected < 5
+    counts = np.append(counts[~rare], counts[rare].sum())
+    expected = np.append(expected[~rare], expected[rare].sum())
+    counts, expected = counts[expected > 0], expected[expected > 0]
+    degrees = len(counts) - 1
+    if degrees < 1:
+        return True
+    statistic = ((counts - expected) ** 2 / expected).sum()
+    spread = 2 / (9 * degrees)
+    return ((statistic / degrees) ** (1 / 3) - (1 - spread)) / spread**0.5 < 5
+
+
+@pytest.mark.parametrize("top_k,top_p", [(5, 1.0), (0, 0.5), (5, 0.5)])
+def test_what_is_not_a_number_ends(top_k: int, top_p: float) -> None:
+    logits = jnp.broadcast_to(jnp.arange(8192)[:, None] / 1000, (8192, 2)).at[7, 0].set(jnp.nan)
+    one = jnp.ones(2)
+    args = (logits, one, jnp.full(2, top_k), one * top_p, jnp.ones((2, 2), jnp.uint32),
+            jnp.arange(2))
+    compiled = jax.jit(sampling.draw).lower(*args).compile()
+    began = time.perf_counter()
+    drawn = jax.block_until_ready(compiled(*args))
+    assert time.perf_counter() - began < 3  # a bisection through all of them takes a minute
+    assert drawn.kept_mass[1] < 1  # the other row is truncated as ever
+
+
+@pytest.mark.parametrize("temperature,top_k,top_p", [
+    (1.0, 0, 1.0), (0.5, 0, 1.0), (2.0, 0, 1.0), (1.0, 4, 1.0), (1.0, 0, 0.7), (0.7, 6, 0.8),
+    (0.0, 0, 1.0), (0.0, 3, 0.5)])
+def test_the_law_of_the_draw(temperature: float, top_k: int, top_p: float) -> None:
+    tokens = drawn(gumbel, temperature, top_k, top_p)
+    if temperature == 0:
+        assert (tokens == LOGITS.argmax()).all()
+    else:
+        assert off_law(tokens, law(temperature, top_k, top_p)) == []
+
+
+def without_position(key: Any, position: Any, index: Any) -> Any:
+    return gumbel(key, jnp.zeros_like(position), index)
+
+
+def one_key_word(key: Any, position: Any, index: Any) -> Any:
+    return gumbel(jnp.zeros_like(key), position, index)
+
+
+def halved(key: Any, position: Any, index: Any) -> Any:
+    return gumbel(key, position, index) / 2
+
+
+def of_the_minimum(key: Any, position: Any, index: Any) -> Any:
+    return -gumbel(key, position, index)
+
+
+def same_for_pairs(key: Any, position: Any, index: Any) -> Any:
+    return gumbel(key, position, index // 2)
+
+
+@pytest.mark.parametrize("wrong", [without_position, one_key_word, halved, of_the_minimum,
+                                   same_for_pairs], ids=lambda f: f.__name__)
+def test_wrong_noise_is_noticed(wrong: Callable[..., Any]) -> None:
+    assert off_law(drawn(wrong, 1.0, 0, 1.0), law(1.0, 0, 1.0))
+
+
+def test_a_law_that_is_slightly_off_is_noticed() -> None:
+    assert "the law" in off_law(drawn(gumbel, 1.15, 0, 1.0), law(1.0, 0, 1.0))
