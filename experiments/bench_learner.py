@@ -26,7 +26,8 @@ from specrl_jax.config import Config, ConfigError
 from specrl_jax.io.compilation import use_persistent_cache
 from specrl_jax.io.memory import peak_rss
 from specrl_jax.model import weights
-from specrl_jax.trainer import Trainer, make_prompts
+from specrl_jax.rollout.prompts import make_prompts
+from specrl_jax.trainer import Trainer
 
 PACKINGS = ("group", "sequence")
 PACKING = flags.DEFINE_list("packing", list(PACKINGS), f"some of {', '.join(PACKINGS)}")

@@ -11,7 +11,8 @@ from specrl_jax.io.checkpoint import Checkpoints
 from specrl_jax.io.compilation import CompilationCounter
 from specrl_jax.io.progress import Progress
 from specrl_jax.model import weights
-from specrl_jax.trainer import Trainer, make_prompts
+from specrl_jax.rollout.prompts import make_prompts
+from specrl_jax.trainer import Trainer
 
 
 def train(config: Config, workdir: Path) -> bool:

@@ -1,6 +1,5 @@
 """The step: the only file that knows all the others."""
 
-import dataclasses
 import functools
 import time
 from collections.abc import Callable
@@ -13,7 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from specrl_jax import sharding
-from specrl_jax.config import Config, check
+from specrl_jax.config import Config
 from specrl_jax.distill import online
 from specrl_jax.draft.response_cache import Memory, capacity
 from specrl_jax.io import data, launches
@@ -21,41 +20,15 @@ from specrl_jax.io.checkpoint import Checkpoints
 from specrl_jax.io.checksum import checksum
 from specrl_jax.io.memory import peak_rss
 from specrl_jax.model import architecture, weights
-from specrl_jax.model.tokenizer import Tokenizer
 from specrl_jax.rl import learner
 from specrl_jax.rl.advantage import group_advantages
 from specrl_jax.rl.learner import Batch, LearnerState, Totals
 from specrl_jax.rl.reward import compose
-from specrl_jax.rollout.sampler import Asked, Sampler, rollout_metrics
+from specrl_jax.rollout.prompts import PromptBatch, Prompts
+from specrl_jax.rollout.sampler import Sampler, rollout_metrics
 from specrl_jax.structs import Rollout
 
 GAPS = ("logprob_gap", "logprob_gap_max", "logprob_gap_tokens")  # under the weights that acted
-
-
-@dataclasses.dataclass(frozen=True)
-class Prompts:
-    """The examples of a run and their prompts as text and tokens."""
-
-    examples: Any  # Sequence of {"id", "question", "answer", ...}
-    texts: list[str]
-    tokens: list[list[int]]
-
-
-def make_prompts(config: Config, tokenizer: Tokenizer, say: Callable[[str], None]) -> Prompts:
-    """Loads the data and renders every prompt with the chat template.
-
-    Raises:
-      ConfigError: unknown or empty data, or a prompt that is longer than the cache's part for it.
-    """
-    examples = data.load_examples(config.data, say)
-    texts = [tokenizer.chat(data.messages(e, config.data.system)) for e in examples]
-    tokens = [tokenizer.encode(text) for text in texts]
-    longest = max(range(len(tokens)), key=lambda i: len(tokens[i]))
-    check(len(tokens[longest]) <= config.rollout.max_prompt_tokens, "rollout.max_prompt_tokens",
-          config.rollout.max_prompt_tokens,
-          f"the prompt of example {examples[longest]['id']} has {len(tokens[longest])} tokens; "
-          f"raise it to at least that")
-    return Prompts(examples, texts, tokens)
 
 
 class Trainer:
@@ -230,10 +203,10 @@ class Trainer:
         return group_advantages(rewards.reshape(-1, self.config.group_size),
                                 scale=self.config.learner.scale_advantage).reshape(-1)
 
-    def _asked(self, step: int) -> Asked:
+    def _asked(self, step: int) -> PromptBatch:
         chosen = self.chosen(step)
         ids = np.asarray([self.prompts.examples[i]["id"] for i in chosen], np.int32)
-        return Asked([self.prompts.tokens[i] for i in chosen], ids, data.occurrences(ids))
+        return PromptBatch([self.prompts.tokens[i] for i in chosen], ids, data.occurrences(ids))
 
     def rollout(self, progress: Callable[[int, int, int], None] = lambda *counts: None
                 ) -> tuple[Rollout, dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""A file imports only from layers to its left; draft, spec and control are strangers."""
+"""A file imports only from rooms on lower floors; rooms of one floor do not know each other."""
 
 import ast
 from collections.abc import Iterator
@@ -9,51 +9,27 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = {"specrl_jax": ROOT / "specrl_jax",
             "specrl_kernels": ROOT / "kernels" / "specrl_kernels"}
-BASE = {"kernels", "structs", "config", "prng", "sharding", "rows"}
-SEES = {
-    "kernels": set(), "options": set(), "drafter_options": {"options"},
-    "config": {"options", "drafter_options"},
-    "structs": {"kernels", "config"},
-    "prng": {"kernels", "structs", "config"}, "rows": {"structs"},
-    "sharding": {"kernels", "structs", "config", "prng"},
-    "model": BASE,
-    "draft": BASE | {"model"}, "spec": BASE | {"model"}, "control": BASE | {"model"},
-    "processor": set(),
-    "rollout": BASE | {"model", "draft", "spec", "control", "processor"},
-    "rl": {"kernels", "structs", "config", "model", "draft"},
-    "host": {"structs", "config"},
-}
-ALL = BASE | {"model", "draft", "spec", "control", "rollout", "rl", "host"}
-SEES |= {
-    "specrl_jax": set(),
-    "intervals": set(),
-    "checksum": {"structs"},
-    "sampler": ALL | {"drafters", "checksum"},
-    "actor": BASE | {"model", "host"},
-    "drafters": ALL,
-    "distill_programs": BASE | {"model", "draft", "rl"},
-    "drafter_life": BASE | {"draft", "sampler", "checksum"},
-    "evolution": ALL | {"sampler", "distill_programs", "drafter_life"},
-    "loop": ALL | {"sampler", "drafters", "drafter_life", "evolution", "checksum"},
-    "run": BASE | {"host", "model", "loop"},
-    "drafter_data": ALL | {"sampler", "loop", "evaluate"},
-    "drafter_score": ALL,
-    "drafter_training": ALL | {"sampler", "loop", "actor", "drafter_data", "drafter_score",
-                               "distill_programs", "checksum"},
-    "generate": ALL | {"sampler", "actor"},
-    "compare": {"config", "host"},
-    "evaluate": ALL | {"intervals", "sampler", "actor", "loop"},
-    "replay": ALL | {"sampler", "actor", "compare", "loop"},
-}
+FLOORS = (  # from the ground up
+    ("specrl_kernels", "config"),
+    ("structs", "prng", "sharding"),
+    ("io",),
+    ("model",),
+    ("draft", "verify", "control"),
+    ("rollout", "rl"),
+    ("distill",),
+    ("trainer",),
+    ("evaluation",),
+    ("run",),
+    ("specrl_jax",),  # the public names
+)
+FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 OUR_ROOTS = {"specrl_jax", "specrl_kernels", "experiments", "tests", "kernels"}
 
 
-def layer(module: str) -> str:
-    """`specrl_jax.host.data` -> `host`; anything of specrl_kernels -> `kernels`."""
+def room(module: str) -> str:
+    """`specrl_jax.io.data` -> `io`; anything of specrl_kernels -> `specrl_kernels`."""
     parts = module.split(".")
-    if parts[0] == "specrl_jax":
-        return parts[1] if len(parts) > 1 else "specrl_jax"
-    return {"specrl_kernels": "kernels"}.get(parts[0], parts[0])
+    return parts[1] if parts[0] == "specrl_jax" and len(parts) > 1 else parts[0]
 
 
 def imported(source: str, module: str) -> Iterator[str]:
@@ -71,11 +47,10 @@ def imported(source: str, module: str) -> Iterator[str]:
 
 
 def violations(source: str, module: str) -> list[str]:
-    own = layer(module)
-    assert own in SEES, f"{module} belongs to no layer: give it its place in this file"
-    allowed = SEES[own] | {own}
+    own = room(module)
+    assert own in FLOOR, f"{module} is in no room: give it its place in FLOORS"
     return [f"{module} imports {name}" for name in imported(source, module)
-            if layer(name) not in allowed]
+            if room(name) != own and FLOOR.get(room(name), len(FLOORS)) >= FLOOR[own]]
 
 
 def files() -> list[tuple[str, Path]]:
@@ -88,25 +63,28 @@ def files() -> list[tuple[str, Path]]:
 
 
 @pytest.mark.parametrize("module,path", files(), ids=lambda x: x if isinstance(x, str) else "")
-def test_no_arrow_goes_back(module: str, path: Path) -> None:
+def test_imports_point_down(module: str, path: Path) -> None:
     assert violations(path.read_text(encoding="utf-8"), module) == []
 
 
-def test_every_package_is_found() -> None:
-    assert {layer(module) for module, _ in files()} >= ALL | {"sampler", "loop"}
+def test_every_room_exists_and_there_are_few() -> None:
+    assert {room(module) for module, _ in files()} == set(FLOOR)
+    top = [p for p in PACKAGES["specrl_jax"].iterdir()
+           if p.name not in ("__init__.py", "py.typed", "__pycache__")]
+    assert len(top) <= 15, sorted(p.name for p in top)
 
 
 @pytest.mark.parametrize("module,line", [
-    ("specrl_jax.spec.verify", "from specrl_jax.draft.tree import compact"),
+    ("specrl_jax.verify.match", "from specrl_jax.draft.tree import compact"),
     ("specrl_jax.draft.history", "from specrl_jax import control"),
-    ("specrl_jax.control.policies", "import specrl_jax.spec.sampling"),
+    ("specrl_jax.control.protocol", "import specrl_jax.verify.sampling"),
     ("specrl_jax.rl.learner", "from specrl_jax.rollout import engine"),
-    ("specrl_jax.host.data", "from specrl_jax.model import tokenizer"),
+    ("specrl_jax.io.data", "from specrl_jax.model import tokenizer"),
     ("specrl_jax.model.tiny", "def f():\n    from ..rollout import engine"),
-    ("specrl_jax.sampler", "from specrl_jax.run import train"),
-    ("specrl_jax.loop", "import experiments.config_flags"),
+    ("specrl_jax.trainer", "from specrl_jax.run import train"),
+    ("specrl_jax.trainer", "import experiments.config_flags"),
     ("specrl_kernels.noise", "from specrl_jax import structs"),
-    ("specrl_jax.config", "from specrl_jax import structs"),
+    ("specrl_jax.config.fields", "from specrl_jax import structs"),
 ])
-def test_an_arrow_that_goes_back_is_found(module: str, line: str) -> None:
+def test_import_that_points_up_is_found(module: str, line: str) -> None:
     assert violations(line, module)

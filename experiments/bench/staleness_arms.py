@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 from specrl_jax.config import LOSSES, Config
 from specrl_jax.model import weights
-from specrl_jax.trainer import Trainer, make_prompts
+from specrl_jax.rollout.prompts import make_prompts
+from specrl_jax.trainer import Trainer
 
 from .staleness import BUG_PANELS, PANELS, PLAIN, Panel
 

@@ -19,15 +19,14 @@ import numpy as np
 from specrl_jax import prng, sharding
 from specrl_jax.config import Config, ConfigError, check
 from specrl_jax.distill.update import Texts
-from specrl_jax.evaluation.evaluate import batches
 from specrl_jax.io.data import load_examples, messages
 from specrl_jax.model.tokenizer import Tokenizer
 from specrl_jax.model.transformer import Params
 from specrl_jax.model.weights import Source
 from specrl_jax.rl.advantage import group_advantages
 from specrl_jax.rl.reward import ComposedReward, compose
+from specrl_jax.rollout.prompts import Prompts, make_prompts, prompt_batches
 from specrl_jax.rollout.sampler import Sampler
-from specrl_jax.trainer import Prompts, make_prompts
 
 STREAM = "train"
 FIELDS = ("prompt_length", "tokens", "length", "prompt_id", "sample_id", "stopped")
@@ -76,7 +75,7 @@ def load_prompts(config: Config, tokenizer: Tokenizer, training: int, eval_split
       training, held_out: the first so many of config.data's split, and of `eval_split`.
 
     Raises:
-      ConfigError: see `loop.make_prompts`; or all training prompts are held out.
+      ConfigError: see `make_prompts`; or all training prompts are held out.
     """
 
     def load(**changes: Any) -> Prompts:
@@ -149,7 +148,7 @@ def roll_out(sampler: Sampler, prompts: Prompts, at_once: int, directory: Path,
       FIELDS of all sequences, in canonical order within each part.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    asked, parts = batches(prompts, at_once), []
+    asked, parts = prompt_batches(prompts, at_once), []
     paths = [directory / f"{number:05d}.npz" for number in range(len(asked))]
     if not all(path.exists() for path in paths):
         sampler.compile(say)

@@ -25,8 +25,9 @@ from specrl_jax.model import transformer, weights
 from specrl_jax.model.architecture import Architecture
 from specrl_jax.model.source import CHECKPOINTS, run_config
 from specrl_jax.model.transformer import Params
+from specrl_jax.rollout.prompts import make_prompts
 from specrl_jax.structs import Array
-from specrl_jax.trainer import Trainer, make_prompts
+from specrl_jax.trainer import Trainer
 from specrl_jax.verify import sampling
 
 NEAR_TIE = 1e-4

@@ -16,9 +16,9 @@ from specrl_jax.evaluation.statistics import bootstrap, interval, pass_at_k
 from specrl_jax.io.progress import Progress
 from specrl_jax.model.source import Actor
 from specrl_jax.rl.reward import exact
-from specrl_jax.rollout.sampler import Asked, Sampler
+from specrl_jax.rollout.prompts import Prompts, make_prompts, prompt_batches
+from specrl_jax.rollout.sampler import Sampler
 from specrl_jax.structs import Rollout
-from specrl_jax.trainer import Prompts, make_prompts
 
 SEQUENCES_AT_ONCE = 4096  # of one rollout: enough that its tail of few live rows does not count
 COUNTERS = ("committed", "row_rounds")
@@ -56,7 +56,7 @@ def evaluate(config: Config, actor: Actor, task: Task, progress: Progress) -> di
       What `experiments/eval.py --out` writes: JSON values by name.
 
     Raises:
-      ConfigError: see `loop.make_prompts` and `sampler.Sampler`.
+      ConfigError: see `make_prompts` and `sampler.Sampler`.
     """
     config = task_config(config, task)
     prompts = make_prompts(config, actor.source.tokenizer, progress.say)
@@ -71,7 +71,7 @@ def evaluate(config: Config, actor: Actor, task: Task, progress: Progress) -> di
     tally = Tally(prompts, actor.source.tokenizer.decode, task.samples)
     with progress:
         progress.phase("evaluating")
-        for asked in batches(prompts, at_once):
+        for asked in prompt_batches(prompts, at_once):
             tally.add(*sampler.generate(asked, "eval", 0, progress=progress.rollout))
     return _describe(config, actor) | {"samples": task.samples} | tally.results()
 
@@ -88,15 +88,6 @@ def _fit_batch(config: Config, sequences: int) -> Config:
     rollout = config.rollout
     return dataclasses.replace(config, rollout=dataclasses.replace(
         rollout, batch_size=min(rollout.batch_size, sequences)))
-
-
-def batches(prompts: Prompts, at_once: int) -> list[Asked]:
-    """All prompts in rollouts of `at_once`. The last is filled with repeats: occurrence > 0."""
-    total = len(prompts.tokens)
-    index = np.arange(-(-total // at_once) * at_once)
-    ids = np.asarray([prompts.examples[i]["id"] for i in range(total)], np.int32)[index % total]
-    return [Asked([prompts.tokens[i % total] for i in part], ids[part],
-                  (part // total).astype(np.int32)) for part in index.reshape(-1, at_once)]
 
 
 class Tally:

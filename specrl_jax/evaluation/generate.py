@@ -9,7 +9,8 @@ from specrl_jax import sharding
 from specrl_jax.config import Config, check
 from specrl_jax.io import data
 from specrl_jax.model.source import Actor
-from specrl_jax.rollout.sampler import Asked, Sampler
+from specrl_jax.rollout.prompts import PromptBatch
+from specrl_jax.rollout.sampler import Sampler
 
 PROMPT_MULTIPLE = 64  # prompts of similar length share their compiled programs
 ROUNDS_PER_LAUNCH = 1  # the host sees the tokens of each round
@@ -54,7 +55,7 @@ def tell(config: Config, actor: Actor, prompt: str, system: str, *, write: Calla
     stream = Stream(tokenizer.stream(skip_special=True), write)
     prompts, places = [tokens] * shards, np.arange(shards)
     rollout, result = sampler.generate(
-        Asked(prompts, places, np.zeros(shards, np.int32)), "generate", 0, peek=stream.peek)
+        PromptBatch(prompts, places, np.zeros(shards, np.int32)), "generate", 0, peek=stream.peek)
     c = result.counters
     return Told(text=stream.text, tokens=int(rollout.length[0]), seconds=result.seconds,
                 accept_length=c["committed"] / c["row_rounds"], stopped=bool(rollout.stopped[0]),

@@ -29,17 +29,9 @@ from specrl_jax.model.tokenizer import Tokenizer
 from specrl_jax.rollout import profile
 from specrl_jax.rollout.engine import Engine, Result
 from specrl_jax.rollout.layout import Shapes, pad, request
+from specrl_jax.rollout.prompts import PromptBatch
 from specrl_jax.rollout.round import Machine
 from specrl_jax.structs import Rollout
-
-
-@dataclasses.dataclass(frozen=True)
-class Asked:
-    """Prompts of one rollout, in any order."""
-
-    prompts: Sequence[Sequence[int]]  # token ids
-    prompt_id: np.ndarray  # i32[prompts]
-    occurrence: np.ndarray  # i32[prompts] how often the prompt came before
 
 
 class Sampler:
@@ -157,7 +149,7 @@ class Sampler:
           depth: of drafts; None leaves it to the controller.
         """
         count = len(limit) // self.group
-        asked = Asked([prompts[i % len(prompts)] for i in range(count)], np.arange(count),
+        asked = PromptBatch([prompts[i % len(prompts)] for i in range(count)], np.arange(count),
                       np.zeros(count, np.int32))
         before = self.engine.control, self.engine.acceptance
         if depth is not None:
@@ -172,8 +164,8 @@ class Sampler:
         return dataclasses.asdict(self.config.draft) | {
             name: spec[name] for name in ("drafter", "max_steps", "max_branch", "history_past")}
 
-    def generate(self, asked: Asked, stream: str, step: int, *, past: np.ndarray | None = None,
-                 limit: np.ndarray | None = None,
+    def generate(self, asked: PromptBatch, stream: str, step: int, *,
+                 past: np.ndarray | None = None, limit: np.ndarray | None = None,
                  progress: Callable[[int, int, int], None] = lambda done, total, tokens: None,
                  peek: Callable[[np.ndarray, np.ndarray], None] | None = None
                  ) -> tuple[Rollout, Result]:

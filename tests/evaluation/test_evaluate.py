@@ -10,8 +10,8 @@ from specrl_jax.config import Config, ConfigError
 from specrl_jax.evaluation import evaluate
 from specrl_jax.evaluation.evaluate import Task
 from specrl_jax.model.tiny import byte_tokenizer
+from specrl_jax.rollout.prompts import Prompts, prompt_batches
 from specrl_jax.structs import Rollout
-from specrl_jax.trainer import Prompts
 
 TOKENIZER = byte_tokenizer()
 STOP = TOKENIZER.stop_ids[0]
@@ -68,7 +68,7 @@ def test_repeats_that_fill_a_rollout_do_not_count():
 
 
 def test_batches_hold_every_problem_once_and_fill_the_last():
-    parts = evaluate.batches(ask(5), 4)
+    parts = prompt_batches(ask(5), 4)
     assert [len(p.prompts) for p in parts] == [4, 4]
     ids, occurrence = (np.concatenate([getattr(p, n) for p in parts])
                        for n in ("prompt_id", "occurrence"))
@@ -78,7 +78,7 @@ def test_batches_hold_every_problem_once_and_fill_the_last():
 
 
 def test_more_shards_than_problems_repeat_them_again():
-    asked, = evaluate.batches(ask(3), 8)
+    asked, = prompt_batches(ask(3), 8)
     assert asked.prompt_id.tolist() == [0, 10, 20] * 2 + [0, 10]
     assert asked.occurrence.tolist() == [0] * 3 + [1] * 3 + [2] * 2
 

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from experiments import compare_runs
-from specrl_jax import prng, trainer
+from specrl_jax import prng
 from specrl_jax.config import DistillConfig, as_dict
 from specrl_jax.evaluation import audit
 from specrl_jax.model import weights
+from specrl_jax.rollout.prompts import make_prompts
 from specrl_jax.run import train
 
 KEYS = [(0, 0, 0), (0, 0, 1)]
@@ -49,7 +50,7 @@ def drawn(small, tmp_path_factory):
     config = dataclasses.replace(small, learner=dataclasses.replace(
         small.learner, learning_rate=0.0))
     source = weights.describe_source(config.model.path)
-    prompt = trainer.make_prompts(config, source.tokenizer, print).texts[0]
+    prompt = make_prompts(config, source.tokenizer, print).texts[0]
     tokens, length = audit._rows([source.tokenizer.encode(prompt)])
     logits = np.asarray(audit.next_logits(source.arch, source.params(), tokens, length))[:, 0]
     run = tmp_path_factory.mktemp("drawn") / "run"

@@ -34,7 +34,8 @@ from specrl_jax.io.metrics import read_metrics
 from specrl_jax.model.source import open_actor
 from specrl_jax.model.tiny import TINY, byte_tokenizer
 from specrl_jax.model.weights import describe_source
-from specrl_jax.rollout.sampler import Asked, Sampler
+from specrl_jax.rollout.prompts import PromptBatch
+from specrl_jax.rollout.sampler import Sampler
 from specrl_jax.trainer import Prompts
 
 TOKENIZER = byte_tokenizer()
@@ -323,7 +324,7 @@ def test_a_rollout_with_the_head_takes_the_rounds_that_were_replayed(whole):
     sampler.publish(describe_source("random:tiny").params(), 0)
     sampler.compile()
     ids = np.asarray([held.examples[i]["id"] for i in range(2)])
-    _, result = sampler.generate(Asked(held.tokens, ids, ids * 0), "train", 0)
+    _, result = sampler.generate(PromptBatch(held.tokens, ids, ids * 0), "train", 0)
     taken = result.counters["committed"] / result.counters["row_rounds"]
     replayed = read_metrics(whole)[-1]["eval/accept_length/2"]
     assert taken == pytest.approx(replayed) and taken > 1.05

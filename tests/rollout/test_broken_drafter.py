@@ -14,7 +14,8 @@ from specrl_jax.model import tiny
 from specrl_jax.model.tensors import EMBED, FINAL_NORM
 from specrl_jax.model.tiny import TINY, byte_tokenizer, random_tensors
 from specrl_jax.model.weights import Source
-from specrl_jax.rollout.sampler import Asked, Sampler
+from specrl_jax.rollout.prompts import PromptBatch
+from specrl_jax.rollout.sampler import Sampler
 
 ARCH = dataclasses.replace(TINY, num_layers=1)
 SPEC = SpecOptions(drafter="eagle", steps=2, branch=2, nodes=4, max_steps=2, max_branch=2,
@@ -30,8 +31,8 @@ def generate(spec, dtype="float32"):
     sampler.publish(Source(ARCH, byte_tokenizer(), random_tensors(ARCH, 0), "").params(), 0)
     sampler.compile()
     ids = np.arange(4)
-    rollout, first = sampler.generate(Asked([[5, 9]] * 4, ids, ids * 0), "train", 0)
-    _, second = sampler.generate(Asked([[5, 9]] * 4, ids, ids * 0), "train", 1)
+    rollout, first = sampler.generate(PromptBatch([[5, 9]] * 4, ids, ids * 0), "train", 0)
+    _, second = sampler.generate(PromptBatch([[5, 9]] * 4, ids, ids * 0), "train", 1)
     said = [row[:n].tolist() for row, n in zip(rollout.tokens, rollout.length, strict=True)]
     return said, first.counters, second.counters, warnings
 

@@ -31,9 +31,10 @@ from specrl_jax.model.tiny import TINY, byte_tokenizer, random_tensors
 from specrl_jax.model.weights import Source
 from specrl_jax.rollout.engine import Engine, Result
 from specrl_jax.rollout.layout import Request, Shapes, request
+from specrl_jax.rollout.prompts import Prompts
 from specrl_jax.rollout.round import Machine
 from specrl_jax.structs import Array, DraftTree, Path, Sampling, SpecConfig, Tip, Verdict
-from specrl_jax.trainer import Prompts, Trainer
+from specrl_jax.trainer import Trainer
 
 
 def tiny_arch(**changes: Any) -> Architecture:
