@@ -29,7 +29,7 @@ from specrl_jax.distill.data import Corpus
 from specrl_jax.distill.programs import Programs
 from specrl_jax.draft import eagle_weights
 from specrl_jax.io.compilation import CompilationCounter, use_persistent_cache
-from specrl_jax.trainer import make_prompts
+from specrl_jax.rollout.prompts import make_prompts
 
 PROMPTS = flags.DEFINE_integer("prompts", 32, "the first N prompts", lower_bound=2)
 TEMPERATURE = flags.DEFINE_list("temperature", ["1", "0.5", "0.35"],

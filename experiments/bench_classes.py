@@ -24,7 +24,7 @@ from specrl_jax import sharding
 from specrl_jax.config import Config, ConfigError
 from specrl_jax.control import acceptance
 from specrl_jax.io.compilation import CompilationCounter, use_persistent_cache
-from specrl_jax.trainer import make_prompts
+from specrl_jax.rollout.prompts import make_prompts
 
 PROMPTS = flags.DEFINE_integer("prompts", 32, "the first N prompts of each class", lower_bound=1)
 ROLLOUTS = flags.DEFINE_integer("rollouts", 4, "of each class; half of them judge", lower_bound=2)

@@ -21,7 +21,7 @@ from bench.speculation import Arm, Cell
 from specrl_jax import sharding
 from specrl_jax.config import Config, ConfigError
 from specrl_jax.io.compilation import CompilationCounter, use_persistent_cache
-from specrl_jax.trainer import make_prompts
+from specrl_jax.rollout.prompts import make_prompts
 
 ROWS = flags.DEFINE_integer("rows", 64, "rows of the batch", lower_bound=1)
 POLICY = flags.DEFINE_enum("policy", "budget", ["budget", "respec", "bandit"], "whose parts")

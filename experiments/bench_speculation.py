@@ -43,7 +43,7 @@ from interrupt import stops
 from specrl_jax import sharding
 from specrl_jax.config import DRAFTERS, Config, ConfigError
 from specrl_jax.io.compilation import CompilationCounter, use_persistent_cache
-from specrl_jax.trainer import make_prompts
+from specrl_jax.rollout.prompts import make_prompts
 
 BATCH = flags.DEFINE_list("batch", ["1", "2", "4", "8", "16"], "rows of each case")
 DRAFTER = flags.DEFINE_list("drafter", ["history"], f"some of {', '.join(DRAFTERS[1:])}")

@@ -16,7 +16,7 @@ import run_flags
 from absl import flags
 
 from specrl_jax.config import Config
-from specrl_jax.evaluation.generate import Told, tell
+from specrl_jax.evaluation.generate import Generation, generate
 from specrl_jax.io.compilation import use_persistent_cache
 
 flags.adopt_module_key_flags(run_flags)
@@ -33,7 +33,7 @@ def main(config: Config, workdir: Path) -> int:
         system = config.data.system if asked_of_run else ""
     use_persistent_cache()
     try:
-        told = tell(config, actor, PROMPT.value, system, write=_write, say=_say)
+        told = generate(config, actor, PROMPT.value, system, write=_write, say=_say)
     except KeyboardInterrupt:
         print("\nstopped", file=sys.stderr)
         return 130
@@ -42,7 +42,7 @@ def main(config: Config, workdir: Path) -> int:
     return 0
 
 
-def summary(told: Told) -> str:
+def summary(told: Generation) -> str:
     """What an answer cost, in one line."""
     end = "" if told.stopped else ", cut at rollout.max_new_tokens"
     return (f"{told.tokens} tokens{end}  {told.tokens / told.seconds:.1f} tokens/s  "

@@ -48,7 +48,9 @@ class DraftTree:
     survival: Array  # f32[B, N] estimated probability that the node lies on the accepted path
     logq: Array  # f32[B, N] the drafter's log-probability of the node given its parent; the
     # root's is 0, or not a number where the drafter's scores after some node are not finite
-    guess: Array  # f32[B, N] the drafter's own probability that its parent's draw is this token
+    draft_prob: (
+        Array  # f32[B, N] the drafter's own probability that its parent's draw is this token
+    )
     gap: Array  # f32[B, N] score lost to the best sibling
     live: Array  # bool[B, N]
     proposal: Drawn | None = None  # for rules that ask what was drawn from
@@ -148,7 +150,7 @@ class RolloutState:
 
 
 @struct.dataclass
-class Tip:
+class Frontier:
     """Where each row of one data shard stands when a round begins."""
 
     root: Array  # i32[B] last emitted token
@@ -159,7 +161,7 @@ class Tip:
 
 
 @struct.dataclass
-class Fill:
+class SlotFill:
     """What a refill does to each slot of one data shard; -1 is nothing."""
 
     seq: Array  # i32[B] sequence that the slot gets

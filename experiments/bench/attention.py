@@ -12,7 +12,7 @@ from .timing import alternate, ratio
 def with_attention(one: Ours, name: str) -> Ours:
     """Before anything is compiled."""
     engine = one.sampler.engine
-    engine.machine = dataclasses.replace(engine.machine, implementation=name)
+    engine.decoder = dataclasses.replace(engine.decoder, implementation=name)
     return one
 
 

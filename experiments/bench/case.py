@@ -142,7 +142,7 @@ def parts_of(one: Ours, times: Sequence[TimedRollout], repeats: int) -> dict[str
 
     Shares are of the round and the host together, medians of each.
     """
-    seconds = parts.time_parts(one.sampler.engine.machine, one.sampler.params, _situation(
+    seconds = parts.time_parts(one.sampler.engine.decoder, one.sampler.params, _situation(
         one, times[-1]), repeats)
     seconds["host"] = [t.host_seconds for t in times]
     found = {name: spread(values) for name, values in seconds.items()}

@@ -137,7 +137,7 @@ def _ceiling(shape: Shape, runs: dict[str, list[Run]], paced: dict[str, dict[int
     chains = {setting[0]: _name(setting) for setting in shape.settings if setting[1] == 1}
     if not chains:
         return None
-    shards, most = shape.fixed.engine.shapes.shards, shape.fixed.engine.machine.most
+    shards, most = shape.fixed.engine.shapes.shards, shape.fixed.engine.decoder.most
     costs: dict[int, dict[int, float]] = {}
     for depth, name in ({0: "off"} | chains).items():
         for size, (_, seconds) in paced[name].items():
@@ -156,7 +156,7 @@ def _ceiling(shape: Shape, runs: dict[str, list[Run]], paced: dict[str, dict[int
 def _arms(shape: Shape) -> dict[str, Arm]:
     def fixed(setting: tuple[int, int, int], load: int) -> Run:
         engine = shape.fixed.engine
-        engine.control = make_spec(*setting, 0, (1.0,) * len(engine.machine.drafter.names))
+        engine.control = make_spec(*setting, 0, (1.0,) * len(engine.decoder.drafter.names))
         return shape.run(shape.fixed, load)
 
     arms: dict[str, Arm] = {"off": functools.partial(shape.run, shape.plain)}

@@ -17,7 +17,7 @@ from specrl_jax.model.source import Actor
 from specrl_jax.model.tiny import byte_tokenizer, random_tensors
 from specrl_jax.model.tokenizer import Tokenizer
 from specrl_jax.model.weights import Source
-from specrl_jax.trainer import make_prompts
+from specrl_jax.rollout.prompts import make_prompts
 
 from .controller_shape import Shape
 

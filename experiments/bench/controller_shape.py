@@ -78,7 +78,7 @@ class Shape:
             self._turn_of(self.policies[policy])
         nodes = self.fixed.config.spec.max_nodes
         self.settings = respec.settings_of(
-            config.control.settings, self.fixed.engine.machine.drafter.depth,
+            config.control.settings, self.fixed.engine.decoder.drafter.depth,
             self.fixed.config.spec.max_branch, nodes)
 
     def _sampler(self, source: Source, params: Any, config: Config, drafter: str, policy: str
@@ -162,13 +162,13 @@ class Shape:
                 plain = self.run(self.plain, load)
                 self._said[self._key(load)] = said(plain.result, self.group)
         for sampler in (self.fixed, *self.policies.values()):
-            engine, machine = sampler.engine, sampler.engine.machine
-            engine.acceptance = acceptance.blank(len(machine.drafter.names), machine.drafter.depth)
-            if machine.controller.adaptive:
+            engine, decoder = sampler.engine, sampler.engine.decoder
+            engine.acceptance = acceptance.blank(len(decoder.drafter.names), decoder.drafter.depth)
+            if decoder.controller.adaptive:
                 before = engine.control
                 tables = {size: prices.measured(before.prices[size], table)
                           for size, table in before.tables.items()}
-                engine.control = machine.controller.init().replace(tables=tables)
+                engine.control = decoder.controller.init().replace(tables=tables)
             if cell.corruption is not None:
                 sampler.drafter_params = engine.everywhere(replaying(cell.corruption))
 

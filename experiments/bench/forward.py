@@ -71,7 +71,7 @@ def forward(arch: Architecture, params: Params, n: int, context: int) -> Callabl
     def run(params: Params, cache: Cache, packing: Packing) -> Array:
         hidden, fresh, _ = transformer.tree_forward(
             arch, params, cache, packing.node, context + packing.node, packing)
-        return transformer.logits(arch, params, hidden, few=True), fresh
+        return transformer.logits(arch, params, hidden, decode=True), fresh
 
     return lambda: run(params, cache, packing)
 

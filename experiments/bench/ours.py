@@ -10,7 +10,7 @@ from specrl_jax.config import Config
 from specrl_jax.io.compilation import CompilationCounter
 from specrl_jax.model.architecture import Architecture
 from specrl_jax.rollout.engine import Result
-from specrl_jax.rollout.layout import Request, request
+from specrl_jax.rollout.layout import RolloutRequest, request
 from specrl_jax.rollout.sampler import Sampler
 
 from . import work
@@ -102,7 +102,7 @@ class Ours:
         counters = result.counters
         nodes = 1 + counters["drafted"] / counters["row_rounds"]
         itemsize = np.dtype(self.config.model.dtype).itemsize
-        return work.rounds_bound(self.sampler.engine.machine.arch, hardware, rows, context, nodes,
+        return work.rounds_bound(self.sampler.engine.decoder.arch, hardware, rows, context, nodes,
                                  itemsize)
 
     def _generate(self, step: int) -> Result:
@@ -110,7 +110,7 @@ class Ours:
                                        self.sampler.drafter_params,
                                        rounds=self.config.rollout.rounds_per_launch)
 
-    def _request(self, step: int) -> Request:
+    def _request(self, step: int) -> RolloutRequest:
         rows = np.arange(self.workload.rows)
         keys = prng.row_keys(self.config.seed, "generate", step, rows, rows * 0, rows * 0)
         wanted = request(self.workload.prompts, keys, 1, self.config.rollout, self.past)

@@ -19,18 +19,18 @@ from specrl_kernels.tree_attention import tree_attention
 from specrl_jax import sharding
 from specrl_jax.config import MeshConfig
 from specrl_jax.control.protocol import Bucket, Outcome
-from specrl_jax.draft.protocol import Occasion
+from specrl_jax.draft.protocol import RolloutInfo
 from specrl_jax.model import transformer
-from specrl_jax.rollout.round import Machine, buckets_of, pack
+from specrl_jax.rollout.round import Decoder, buckets_of, pack
 from specrl_jax.structs import (
     Array,
     Cache,
     DraftTree,
+    Frontier,
     Load,
     Path,
     Sampling,
     Sequences,
-    Tip,
     Verdict,
 )
 from specrl_jax.verify import commit, sampling
@@ -53,19 +53,19 @@ class Situation:
     count: int  # tokens that a row commits
 
 
-def time_parts(machine: Machine, params: Any, at: Situation, repeats: int
+def time_parts(decoder: Decoder, params: Any, at: Situation, repeats: int
                ) -> dict[str, list[float]]:
     """Seconds of each part of one round, once a repeat.
 
     What depends on the bucket is timed in the two that the mean of packed tokens lies between, and
     weighted so that they give that mean.
     """
-    low, high, share = between(buckets(machine, at), at.packed)
-    parts = {("low", name): part for name, part in bucket_parts(machine, params, at, low).items()}
+    low, high, share = between(buckets(decoder, at), at.packed)
+    parts = {("low", name): part for name, part in bucket_parts(decoder, params, at, low).items()}
     if share:
         parts |= {("high", name): part
-                  for name, part in bucket_parts(machine, params, at, high).items()}
-    parts |= {("both", name): part for name, part in common_parts(machine, params, at).items()}
+                  for name, part in bucket_parts(decoder, params, at, high).items()}
+    parts |= {("both", name): part for name, part in common_parts(decoder, params, at).items()}
     tasks = {name: (lambda part=part: seconds_of(part, jax.block_until_ready))
              for name, part in parts.items()}
     alternate(tasks, 1)  # compiles
@@ -86,28 +86,28 @@ def between(buckets: Sequence[Bucket], packed: float) -> tuple[Bucket, Bucket, f
     return low[0], high[0], (packed - low[0].packed) / width if width else 0.0
 
 
-def common_parts(machine: Machine, params: Any, at: Situation) -> dict[str, Part]:
+def common_parts(decoder: Decoder, params: Any, at: Situation) -> dict[str, Part]:
     """The parts that are the same in every bucket, by name."""
-    draft = {"draft": _draft(machine, at)} if len(buckets(machine, at)) > 1 else {}
-    return draft | {"commit": commit_part(machine, at, params)}
+    draft = {"draft": _draft(decoder, at)} if len(buckets(decoder, at)) > 1 else {}
+    return draft | {"commit": commit_part(decoder, at, params)}
 
 
-def bucket_parts(machine: Machine, params: Any, at: Situation, bucket: Bucket) -> dict[str, Part]:
+def bucket_parts(decoder: Decoder, params: Any, at: Situation, bucket: Bucket) -> dict[str, Part]:
     """The parts of a forward, by name, as functions that return device arrays."""
     even, odd = divmod(bucket.packed, at.rows)
     nodes = even + (jnp.arange(at.rows) < odd)
     live = jnp.arange(bucket.nodes)[None] < nodes[:, None]
     chain = jnp.maximum(jnp.arange(bucket.nodes, dtype=jnp.int32) - 1, 0)
     packing = pack(live, jnp.broadcast_to(chain, live.shape), bucket.packed)
-    return {"dense": _dense(machine, params, packing, at),
-            "attention": _attention(machine, packing, _cache(machine, at), params),
-            "head": _head(machine, params, bucket.packed),
-            "sampling": _sampling(machine, bucket.packed, params)}
+    return {"dense": _dense(decoder, params, packing, at),
+            "attention": _attention(decoder, packing, _cache(decoder, at), params),
+            "head": _head(decoder, params, bucket.packed),
+            "sampling": _sampling(decoder, bucket.packed, params)}
 
 
-def buckets(machine: Machine, at: Situation) -> tuple[Bucket, ...]:
+def buckets(decoder: Decoder, at: Situation) -> tuple[Bucket, ...]:
     """The round's; if there is one only, the round drafts nothing."""
-    return buckets_of(machine, at.rows)
+    return buckets_of(decoder, at.rows)
 
 
 def _bound(function: Callable[..., Any], *args: Any) -> Part:
@@ -117,8 +117,8 @@ def _bound(function: Callable[..., Any], *args: Any) -> Part:
     return lambda: jitted(*args)
 
 
-def _cache(machine: Machine, at: Situation, dtype: Any = jnp.float32) -> Cache:
-    arch = machine.arch
+def _cache(decoder: Decoder, at: Situation, dtype: Any = jnp.float32) -> Cache:
+    arch = decoder.arch
     shape = (at.rows, arch.num_kv_heads)
     kv = [([jnp.ones((*shape, arch.head_dim, s), dtype) for s in at.segments],
            [jnp.ones((*shape, s, arch.head_dim), dtype) for s in at.segments])
@@ -126,8 +126,8 @@ def _cache(machine: Machine, at: Situation, dtype: Any = jnp.float32) -> Cache:
     return Cache(kv=kv, length=jnp.asarray(at.context))
 
 
-def _tip(at: Situation) -> Tip:
-    return Tip(root=jnp.asarray(at.prompt[:, 0]), seq=jnp.arange(at.rows, dtype=jnp.int32),
+def _tip(at: Situation) -> Frontier:
+    return Frontier(root=jnp.asarray(at.prompt[:, 0]), seq=jnp.arange(at.rows, dtype=jnp.int32),
                generated=jnp.full(at.rows, at.past.shape[2] // 2, jnp.int32),
                context=jnp.asarray(at.context), live=jnp.ones(at.rows, bool))
 
@@ -143,37 +143,37 @@ def _far(at: Situation) -> Any:
     return jnp.full(at.rows, 99, jnp.int32)
 
 
-def _draft(machine: Machine, at: Situation) -> Part:
+def _draft(decoder: Decoder, at: Situation) -> Part:
     """Plan, propose and keep."""
-    drafter, controller = machine.drafter, machine.controller
+    drafter, controller = decoder.drafter, decoder.controller
     length = np.full(at.rows, at.prompt.shape[1], np.int32)
-    state = drafter.init(Occasion(prompt=at.prompt, prompt_length=length, past=at.past,
+    state = drafter.init(RolloutInfo(prompt=at.prompt, prompt_length=length, past=at.past,
                                   batch=at.rows, group=1, buffer=at.past.shape[2],
                                   cache=sum(at.segments)))
-    ladder = buckets(machine, at)
+    ladder = buckets(decoder, at)
 
-    def draft(state: Any, control: Any, tip: Tip) -> Any:
+    def draft(state: Any, control: Any, frontier: Frontier) -> Any:
         left = jnp.ones(at.rows)
-        load = Load(live=tip.live, length=tip.context, expected_left=left, room=_far(at),
+        load = Load(live=frontier.live, length=frontier.context, expected_left=left, room=_far(at),
                     weight=left)
         spec = controller.plan(control, load)
-        tree, state = drafter.propose((), state, tip, _rows(at), spec,
-                                      lambda parent, guess, depth, origin: parent * guess)
+        tree, state = drafter.propose((), state, frontier, _rows(at), spec,
+                                      lambda parent, draft_prob, depth, origin: parent * draft_prob)
         return controller.keep(control, load, spec, tree, ladder), tree
 
     return _bound(_alone(draft), state, controller.init(), _tip(at))
 
 
-def control_parts(machine: Machine, control: Any, at: Situation) -> dict[str, Part]:
+def control_parts(decoder: Decoder, control: Any, at: Situation) -> dict[str, Part]:
     """`plan` with `hold`, `keep` and `note` of a controller, for trees as large as shapes allow.
 
     Args:
       control: its state.
     """
-    controller, ladder, drafter = machine.controller, buckets(machine, at), machine.drafter
-    tip, tree = _tip(at), random_tree(at.rows, drafter.nodes, drafter.depth)
+    controller, ladder, drafter = decoder.controller, buckets(decoder, at), decoder.drafter
+    frontier, tree = _tip(at), random_tree(at.rows, drafter.nodes, drafter.depth)
     ones = jnp.ones(at.rows)
-    load = Load(live=tip.live, length=tip.context, expected_left=ones, room=_far(at),
+    load = Load(live=frontier.live, length=frontier.context, expected_left=ones, room=_far(at),
                 weight=ones)
     plan = _alone(lambda *args: (controller.plan(*args), controller.hold(*args)))
     spec = jax.tree.map(np.asarray, plan(control, load)[0])
@@ -197,7 +197,7 @@ def random_tree(rows: int, nodes: int, depth: int) -> DraftTree:
     ints = [np.broadcast_to(a, (rows, nodes)).astype(np.int32) for a in (node, parent, level)]
     zero, real = np.zeros((rows, nodes), np.int32), survival.astype(np.float32)
     return DraftTree(tokens=ints[0], parent=ints[1], depth=ints[2], rank=zero, origin=zero,
-                     survival=real, logq=np.log(real), guess=share.astype(np.float32),
+                     survival=real, logq=np.log(real), draft_prob=share.astype(np.float32),
                      gap=0 * real, live=np.ones((rows, nodes), bool))
 
 
@@ -207,16 +207,16 @@ def _alone(function: Callable[..., Any]) -> Callable[..., Any]:
                          out_specs=P(), check_vma=False)
 
 
-def _dense(machine: Machine, params: Any, packing: transformer.Packing, at: Situation) -> Part:
+def _dense(decoder: Decoder, params: Any, packing: transformer.Packing, at: Situation) -> Part:
     """Embedding and all layers, with attention that returns its queries."""
-    arch = machine.arch
+    arch = decoder.arch
 
     def dense(params: Any, tokens: Array, position: Array) -> Array:
         rotation = transformer.rotations(arch, position)
         x, fresh = transformer.embed(params, tokens), []
         for index, layer in enumerate(params["layers"]):
             x, kv = transformer.block(arch, layer, index, x, rotation,
-                                      lambda i, q, k, v: q, few=True)
+                                      lambda i, q, k, v: q, decode=True)
             fresh.append(kv)
         return transformer.rms_norm(x, params["final_norm"], arch.norm_eps), fresh
 
@@ -224,9 +224,9 @@ def _dense(machine: Machine, params: Any, packing: transformer.Packing, at: Situ
     return _bound(dense, params, jnp.zeros_like(packing.row), position)
 
 
-def _attention(machine: Machine, packing: transformer.Packing, cache: Cache, params: Any) -> Part:
+def _attention(decoder: Decoder, packing: transformer.Packing, cache: Cache, params: Any) -> Part:
     """Tree attention of every layer; each layer's output is added to the next one's queries."""
-    arch = machine.arch
+    arch = decoder.arch
     dtype = params["embed"].dtype
     b, n = packing.parent.shape
     q = jnp.ones((packing.row.shape[0], arch.num_heads, arch.head_dim), dtype)
@@ -236,25 +236,28 @@ def _attention(machine: Machine, packing: transformer.Packing, cache: Cache, par
         for k, v in cache.kv:
             q = q + tree_attention(q, packing.row, packing.node, tree, tree, packing.parent, k, v,
                                    cache.length, scale=arch.head_dim**-0.5,
-                                   implementation=machine.implementation)
+                                   implementation=decoder.implementation)
         return q
 
     return _bound(attention, q, tree, packing, cache)
 
 
-def _head(machine: Machine, params: Any, packed: int) -> Part:
-    hidden = jnp.ones((machine.arch.hidden_size, packed), params["embed"].dtype)
+def _head(decoder: Decoder, params: Any, packed: int) -> Part:
+    hidden = jnp.ones((decoder.arch.hidden_size, packed), params["embed"].dtype)
     own = {name: params[name] for name in ("embed", "head") if name in params}
-    return _bound(lambda params, hidden: transformer.logits(machine.arch, params, hidden, few=True),
-                  own, hidden)
+    return _bound(
+        lambda params, hidden: transformer.logits(decoder.arch, params, hidden, decode=True),
+        own,
+        hidden,
+    )
 
 
-def _sampling(machine: Machine, packed: int, params: Any) -> Part:
+def _sampling(decoder: Decoder, packed: int, params: Any) -> Part:
     """The draw of every packed node at temperature 1, its noise included."""
     logits = np.random.default_rng(0).standard_normal(
-        (machine.arch.vocab_size, packed), np.float32)
+        (decoder.arch.vocab_size, packed), np.float32)
     ones, zeros = jnp.ones(packed), jnp.zeros(packed, jnp.int32)
-    truncation = (zeros, ones) if machine.truncates else (None, None)
+    truncation = (zeros, ones) if decoder.truncates else (None, None)
     return _bound(sampling.draw, logits, ones, *truncation, jnp.zeros((packed, 2), jnp.uint32),
                   zeros)
 
@@ -275,9 +278,9 @@ def noise_part(vocab: int, packed: int) -> Part:
     return _bound(noise, np.zeros((packed, 2), np.uint32), np.zeros(packed, np.int32))
 
 
-def commit_part(machine: Machine, at: Situation, params: Any) -> Part:
+def commit_part(decoder: Decoder, at: Situation, params: Any) -> Part:
     """Append to the cache and record; the cache is donated and handed on, as in the loop."""
-    arch, depth, dtype = machine.arch, machine.drafter.depth, params["embed"].dtype
+    arch, depth, dtype = decoder.arch, decoder.drafter.depth, params["embed"].dtype
     b, g, e = at.rows, arch.num_kv_heads, arch.head_dim
     width, buffer = depth + 1, at.past.shape[2]
     kv = jnp.ones((width, arch.num_layers, 2, g, e, b), dtype)
@@ -290,18 +293,18 @@ def commit_part(machine: Machine, at: Situation, params: Any) -> Part:
     sequences = Sequences(zeros[0], *(jnp.zeros((b, buffer)) for _ in range(3)), zeros[1], *rows,
                           jnp.zeros(b, bool))
 
-    def step(carry: Any, path: Path, verdict: Verdict, tip: Tip, length: Array) -> Any:
+    def step(carry: Any, path: Path, verdict: Verdict, frontier: Frontier, length: Array) -> Any:
         cache, sequences = carry
         cache = commit.append(cache.replace(length=length), path, verdict.count)
-        return cache, commit.record(sequences, verdict, tip)
+        return cache, commit.record(sequences, verdict, frontier)
 
     jitted = jax.jit(step, donate_argnums=0)
-    carry, tip = (_cache(machine, at, dtype), sequences), _tip(at)
+    carry, frontier = (_cache(decoder, at, dtype), sequences), _tip(at)
     length = jnp.asarray(at.context)
 
     def call() -> Any:
         nonlocal carry
-        carry = jitted(carry, path, verdict, tip, length)
+        carry = jitted(carry, path, verdict, frontier, length)
         return carry
 
     return call

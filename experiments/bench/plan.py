@@ -18,7 +18,7 @@ def measure(arm: Arm, repeats: int, say: Any) -> dict[str, Any]:
     """Seconds of a round and of the parts, once a repeat, and the parts' shares of the round."""
     engine, runs = arm.sampler.engine, []
     at = speculation.situation(arm, arm.run(None).result)
-    called = parts.control_parts(engine.machine, jax.tree.map(np.asarray, engine.control), at)
+    called = parts.control_parts(engine.decoder, jax.tree.map(np.asarray, engine.control), at)
     for part in called.values():
         jax.block_until_ready(part())
 
@@ -37,7 +37,7 @@ def measure(arm: Arm, repeats: int, say: Any) -> dict[str, Any]:
     share = {name: spread([a / b for a, b in zip(values, seconds["round"], strict=True)])
              for name, values in seconds.items() if name != "round"}
     return {"rows": at.rows, "seconds": {name: spread(v) for name, v in seconds.items()},
-            "share": share, "buckets": [list(b) for b in parts.buckets(engine.machine, at)],
+            "share": share, "buckets": [list(b) for b in parts.buckets(engine.decoder, at)],
             "compilations": sum(run.compilations for run in runs)}
 
 

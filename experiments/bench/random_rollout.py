@@ -17,8 +17,8 @@ from specrl_jax.draft.recorded import replay, replaying
 from specrl_jax.io.compilation import CompilationCounter
 from specrl_jax.model.architecture import Architecture, describe, is_param
 from specrl_jax.rollout.engine import Engine, Result
-from specrl_jax.rollout.layout import Request, Shapes, request
-from specrl_jax.rollout.round import Machine
+from specrl_jax.rollout.layout import RolloutRequest, Shapes, request
+from specrl_jax.rollout.round import Decoder
 
 from . import work
 from .hardware import Hardware, Probes
@@ -93,9 +93,9 @@ def run(arch: Architecture, params: Any, dtype: Any, rows: int, new: int, drafte
     prompt = prompt_of(arch, new)
     shapes = Shapes(batch=rows, sequences=rows, group=1, prompt=prompt, response=new, shards=1,
                     depth=parts.depth, min_batch=rows)
-    machine = Machine(arch, parts, controller, most=max(64, rows * parts.nodes),
+    decoder = Decoder(arch, parts, controller, most=max(64, rows * parts.nodes),
                       implementation=implementation)
-    engine = Engine(machine, sharding.make_mesh(MeshConfig()), shapes, (), dtype,
+    engine = Engine(decoder, sharding.make_mesh(MeshConfig()), shapes, (), dtype,
                     past=0 if drafter == "off" else 1)
     own = parts.bind(params, () if drafter == "off" else replaying(0.0))
     began = time.perf_counter()
@@ -121,7 +121,7 @@ def prompt_of(arch: Architecture, new: int) -> int:
 
 
 def requests(arch: Architecture, rows: int, prompt: int, new: int, said: np.ndarray | None
-             ) -> Request:
+             ) -> RolloutRequest:
     """One random prompt a row, temperature 1; `said` i32[rows, T] is what drafts replay."""
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, arch.vocab_size, prompt).tolist() for _ in range(rows)]

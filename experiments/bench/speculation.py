@@ -125,7 +125,7 @@ class Arm:
         engine = self.sampler.engine
         if self.config.spec.drafter != "off" and self.config.control.policy == "fixed":
             engine.control = make_spec(*(cell or (0, 1, 1)), 0,
-                                       (1.0,) * len(engine.machine.drafter.names))
+                                       (1.0,) * len(engine.decoder.drafter.names))
         index = np.arange(len(self.prompts))
         keys = prng.row_keys(self.config.seed, "generate", step, index, index * 0, index * 0)
         asked = request(self.prompts, keys, 1, self.config.rollout, self.past)
@@ -215,9 +215,9 @@ def parts_of(arm: Arm, runs: Sequence[Run], draft: float, steps: int) -> dict[st
     engine, result = arm.sampler.engine, runs[-1].result
     rows, counters = arm.rows, result.counters
     packed = round(counters["packed"] * rows / counters["slots"])
-    tasks = {"noise": parts.noise_part(engine.machine.arch.vocab_size, packed),
+    tasks = {"noise": parts.noise_part(engine.decoder.arch.vocab_size, packed),
              "drafts' noise": parts.noise_part(drafted_vocab(arm.sampler), rows * steps),
-             "commit": parts.commit_part(engine.machine, situation(arm, result),
+             "commit": parts.commit_part(engine.decoder, situation(arm, result),
                                          arm.sampler.params)}
     timed = {name: (lambda part=part: seconds_of(part, jax.block_until_ready))
              for name, part in tasks.items()}
@@ -236,8 +236,8 @@ def parts_of(arm: Arm, runs: Sequence[Run], draft: float, steps: int) -> dict[st
 
 def drafted_vocab(sampler: Sampler) -> int:
     """Tokens whose scores drafters perturb, of all networks that draft."""
-    head, machine = sampler.drafting.head, sampler.engine.machine
-    small = machine.arch.vocab_size if "small_lm" in machine.drafter.names else 0
+    head, decoder = sampler.drafting.head, sampler.engine.decoder
+    small = decoder.arch.vocab_size if "small_lm" in decoder.drafter.names else 0
     return small + (head.draft_vocab if head else 0)
 
 

@@ -60,9 +60,9 @@ class Update:
             raise RuntimeError("the update was not finite, so its time says nothing")
         return seconds
 
-    def describe(self, seconds: list[float], machine: Hardware) -> dict[str, Any]:
+    def describe(self, seconds: list[float], decoder: Hardware) -> dict[str, Any]:
         """Speed of an update against the FLOPs of its useful and of its padded work."""
-        bound, padded = (part.flops(self.arch) / machine.peak
+        bound, padded = (part.flops(self.arch) / decoder.peak
                          for part in (self.useful, self.padded))
         return {
             "seconds": spread(seconds),

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from specrl_jax.structs import Array, DraftTree, Path, Tip, Verdict
+from specrl_jax.structs import Array, DraftTree, Frontier, Path, Verdict
 
 BINS = 12  # of the guess, by its logit
 _LOWEST, _HIGHEST = -5.5, 5.5  # logits of the outermost bins' centres
@@ -34,10 +34,10 @@ def blank(drafters: int, depth: int) -> Acceptance:
     return Acceptance(np.zeros(shape, np.float32), np.zeros(shape, np.float32))
 
 
-def bin_of(guess: Array) -> Array:
+def bin_of(draft_prob: Array) -> Array:
     """i32 bin of a guess in [0, 1]."""
-    guess = jnp.clip(guess, 1e-6, 1 - 1e-6)
-    logit = jnp.log(guess) - jnp.log1p(-guess)
+    draft_prob = jnp.clip(draft_prob, 1e-6, 1 - 1e-6)
+    logit = jnp.log(draft_prob) - jnp.log1p(-draft_prob)
     place = (logit - _LOWEST) / (_HIGHEST - _LOWEST) * (BINS - 1)
     return jnp.clip(jnp.round(place), 0, BINS - 1).astype(jnp.int32)
 
@@ -58,7 +58,9 @@ def table(known: Acceptance, seen: Acceptance) -> np.ndarray:
     return np.maximum.accumulate(share, axis=2).astype(np.float32)
 
 
-def survive(estimate: Array, parent: Array, guess: Array, depth: Array, origin: Array) -> Array:
+def survive(
+    estimate: Array, parent: Array, draft_prob: Array, depth: Array, origin: Array
+) -> Array:
     """Survival of nodes whose siblings lie along the last axis; theirs sum to the parent's at most.
 
     Args:
@@ -68,23 +70,23 @@ def survive(estimate: Array, parent: Array, guess: Array, depth: Array, origin: 
         where there is no node.
       depth, origin: i32[...].
     """
-    c = estimate[origin, jnp.clip(depth - 1, 0, estimate.shape[1] - 1), bin_of(guess)]
-    c = jnp.where(guess > 0, c, 0)
+    c = estimate[origin, jnp.clip(depth - 1, 0, estimate.shape[1] - 1), bin_of(draft_prob)]
+    c = jnp.where(draft_prob > 0, c, 0)
     return parent * c / jnp.maximum(c.sum(-1, keepdims=True), 1.0)
 
 
-def observe(seen: Acceptance, tree: DraftTree, path: Path, verdict: Verdict, tip: Tip
+def observe(seen: Acceptance, tree: DraftTree, path: Path, verdict: Verdict, frontier: Frontier
             ) -> Acceptance:
     """Adds one round's outcomes to fields f32[1, drafters, D, BINS]."""
     walked = jnp.arange(verdict.path.shape[1])[None] < verdict.count[:, None]
     nodes = jnp.arange(tree.live.shape[1])
     passed = ((verdict.path[..., None] == nodes.reshape(1, 1, -1)) & walked[..., None]).any(1)
-    known = (path.verified & tip.live[:, None] & (nodes > 0)[None]
+    known = (path.verified & frontier.live[:, None] & (nodes > 0)[None]
              & jnp.take_along_axis(passed, tree.parent, 1))
     hit = known & (jnp.take_along_axis(path.draw, tree.parent, 1) == tree.tokens)
     _, _, depth, bins = seen.tried.shape
     cell = ((tree.origin * depth + jnp.clip(tree.depth - 1, 0, depth - 1)) * bins
-            + bin_of(tree.guess)).reshape(-1)
+            + bin_of(tree.draft_prob)).reshape(-1)
 
     def add(total: Array, which: Array) -> Array:
         new = jnp.zeros(total.size).at[cell].add(which.reshape(-1).astype(jnp.float32))

@@ -18,7 +18,7 @@ from specrl_jax.draft.protocol import Survive
 from specrl_jax.draft.tree import roots
 from specrl_jax.model.rows import for_rows
 from specrl_jax.sharding import ROWS
-from specrl_jax.structs import Array, DraftTree, Fill, Sampling, SpecConfig, Tip
+from specrl_jax.structs import Array, DraftTree, Frontier, Sampling, SlotFill, SpecConfig
 
 _MULTIPLE = 128  # cache positions that tree attention reads at once
 
@@ -58,13 +58,13 @@ def overwrite(whole: Array, source: Array, block: Callable[[Array, Array], Array
     return for_rows(source, write, whole)
 
 
-def enter(whole: Array, fill: Fill, new: Array) -> Array:
+def enter(whole: Array, fill: SlotFill, new: Array) -> Array:
     """Prefilled slots begin with their rows of new [p, ...]."""
     return overwrite(whole, fill.source,
                      lambda _, at: jax.lax.dynamic_slice_in_dim(new, at, 1, 0))
 
 
-def copy(whole: Array, fill: Fill, width: int, axis: int = 1) -> Array:
+def copy(whole: Array, fill: SlotFill, width: int, axis: int = 1) -> Array:
     """Copied slots begin with the first `width` entries along `axis` of those they copy."""
 
     def block(whole: Array, at: Array) -> Array:
@@ -75,11 +75,11 @@ def copy(whole: Array, fill: Fill, width: int, axis: int = 1) -> Array:
     return overwrite(whole, source, block)
 
 
-def copy_kv(kv: KV, fill: Fill, width: int) -> KV:
+def copy_kv(kv: KV, fill: SlotFill, width: int) -> KV:
     return [(copy(k, fill, width, 3), copy(v, fill, width, 2)) for k, v in kv]
 
 
-def known(length: Array, fill: Fill, ahead: int) -> Array:
+def known(length: Array, fill: SlotFill, ahead: int) -> Array:
     """i32[B] positions that slots have processed after copies, given those before.
 
     The source may have run on: only its prompt is the copy's too, and the output at the prompt's
@@ -104,7 +104,7 @@ def extend(whole: Array, at: Array, new: Array) -> Array:
 
 
 def propose(growth: Growth, params: Any, held: Held, tokens: Array, features: Array | None,
-            tip: Tip, rows: Sampling, spec: SpecConfig, survive: Survive
+            frontier: Frontier, rows: Sampling, spec: SpecConfig, survive: Survive
             ) -> tuple[DraftTree, Held]:
     """Trees of what the network expects, or roots alone where nothing is asked for.
 
@@ -115,18 +115,18 @@ def propose(growth: Growth, params: Any, held: Held, tokens: Array, features: Ar
       features: f[B, S', F] of each position, if the network reads any.
     """
     chunk = chunk_of(growth.depth)
-    wanted = (spec.steps > 0) & (jax.lax.pmax(tip.live.any().astype(jnp.int32), ROWS) > 0)
-    target = tip.context + 1 - growth.network.ahead
-    missing = jnp.where(tip.live & wanted, target - held.length, 0)
+    wanted = (spec.steps > 0) & (jax.lax.pmax(frontier.live.any().astype(jnp.int32), ROWS) > 0)
+    target = frontier.context + 1 - growth.network.ahead
+    missing = jnp.where(frontier.live & wanted, target - held.length, 0)
     trips = jax.lax.pmax((missing.max() + chunk - 1) // chunk, ROWS)
     step = functools.partial(_catch_up, growth.network, chunk, params, tokens, features,
-                             jnp.where(tip.live, target, 0))
+                             jnp.where(frontier.live, target, 0))
     held = jax.lax.fori_loop(0, trips, lambda _, held: step(held), held)
     tree = jax.lax.cond(
         wanted,
-        lambda: grow(growth, params, held.kv, held.hidden.T, tip, rows, spec, survive),
-        lambda: roots(tip.root, tip.live, growth.nodes).replace(
-            proposal=no_proposal(growth, params, tip.root.shape[0])))
+        lambda: grow(growth, params, held.kv, held.hidden.T, frontier, rows, spec, survive),
+        lambda: roots(frontier.root, frontier.live, growth.nodes).replace(
+            proposal=no_proposal(growth, params, frontier.root.shape[0])))
     return tree, held
 
 

@@ -20,11 +20,20 @@ from specrl_jax.draft import cached, eagle_model
 from specrl_jax.draft.cached import Held
 from specrl_jax.draft.eagle_model import EagleArch, Params
 from specrl_jax.draft.network import CHILDREN, Growth, Network
-from specrl_jax.draft.protocol import Drafter, Occasion, Survive
+from specrl_jax.draft.protocol import Drafter, RolloutInfo, Survive
 from specrl_jax.model.architecture import is_param
 from specrl_jax.model.transformer import Attend, embed
 from specrl_jax.sharding import ROLLOUT_RULES, replicated, shardings, spec_of
-from specrl_jax.structs import Array, DraftTree, Fill, Path, Sampling, SpecConfig, Tip, Verdict
+from specrl_jax.structs import (
+    Array,
+    DraftTree,
+    Frontier,
+    Path,
+    Sampling,
+    SlotFill,
+    SpecConfig,
+    Verdict,
+)
 
 _AHEAD = 1  # position t reads token t + 1
 
@@ -79,29 +88,36 @@ def eagle(arch: EagleArch, depth: int, branch: int, nodes: int, children: str = 
           f"must lie in 1..{arch.draft_vocab}, the draft vocabulary")
     growth = Growth(_network(arch), depth, branch, nodes, children, origin, temperature, drawn)
     return Drafter(
-        nodes=nodes, depth=depth, branch=branch,
+        nodes=nodes,
+        depth=depth,
+        branch=branch,
         init=functools.partial(_init, arch, depth, dtype),
         propose=functools.partial(_propose, growth),
         observe=_observe,
         take=lambda state, rows: jax.tree.map(lambda a: a[rows], state),
-        fork=_fork, prefill=_prefill,
+        fork=_fork,
+        prefill=_prefill,
         read_to=lambda state, context: state.replace(length=np.maximum(context - _AHEAD, 0)),
         bind=functools.partial(_bind, arch, jax.jit(_cast, static_argnums=(0, 3, 4))),
-        names=("eagle",), taps=arch.taps,
-        project=lambda params, taps, few=False: eagle_model.project(params.weights, taps, few))
+        names=("eagle",),
+        taps=arch.taps,
+        project=lambda params, taps, decode=False: eagle_model.project(
+            params.weights, taps, decode
+        ),
+    )
 
 
 def _network(arch: EagleArch) -> Network:
     def run(params: Bound, token: Array, feature: Array, position: Array, attend: Attend) -> Array:
         embedded = embed({"embed": params.embed}, token)
         out, _ = eagle_model.step(arch, params.weights, embedded, feature, position,
-                                  functools.partial(attend, 0), few=True)
+                                  functools.partial(attend, 0), decode=True)
         return out
 
     return Network(
         run=run, vocab=lambda params: params.vocab, ahead=_AHEAD,
         logits=lambda params, hidden: eagle_model.logits(arch, params.weights, params.head, hidden,
-                                                         few=True))
+                                                         decode=True))
 
 
 def _bind(arch: EagleArch, cast: Any, actor: Any, own: Any) -> Bound:
@@ -130,21 +146,21 @@ def _cast(arch: EagleArch, own: Any, rows: Array, dtype: Any, mesh: Any) -> tupl
     return jax.tree.map(hold, weights, places), hold(own["vocab"], replicated(mesh)), head
 
 
-def _init(arch: EagleArch, depth: int, dtype: Any, occasion: Occasion) -> EagleState:
-    layer, width, b = arch.layer, arch.actor.hidden_size, occasion.batch
-    places = cached.places(occasion.cache, depth)
+def _init(arch: EagleArch, depth: int, dtype: Any, info: RolloutInfo) -> EagleState:
+    layer, width, b = arch.layer, arch.actor.hidden_size, info.batch
+    places = cached.places(info.cache, depth)
     g, e = layer.num_kv_heads, layer.head_dim
     return EagleState(
         features=np.zeros((b, places, width), dtype), tokens=np.zeros((b, places + 1), np.int32),
         k=np.zeros((b, g, e, places), dtype), v=np.zeros((b, g, places, e), dtype),
         length=np.zeros(b, np.int32), hidden=np.zeros((b, width), dtype),
-        prompt=occasion.prompt.shape[1])
+        prompt=info.prompt.shape[1])
 
 
 # Slots and rounds.
 
 
-def _fork(state: EagleState, fill: Fill) -> EagleState:
+def _fork(state: EagleState, fill: SlotFill) -> EagleState:
     """Copies prompts between slots, with what the drafter's cache holds of them."""
     ((k, v),) = cached.copy_kv([(state.k, state.v)], fill, state.prompt)
     return state.replace(
@@ -153,24 +169,24 @@ def _fork(state: EagleState, fill: Fill) -> EagleState:
         k=k, v=v, length=cached.known(state.length, fill, _AHEAD))
 
 
-def _prefill(state: EagleState, fill: Fill, tokens: Array, features: Array) -> EagleState:
+def _prefill(state: EagleState, fill: SlotFill, tokens: Array, features: Array) -> EagleState:
     return state.replace(
         features=cached.enter(state.features, fill, jnp.moveaxis(features, 0, -1)),
         tokens=cached.enter(state.tokens, fill, tokens),
         length=jnp.where(fill.source >= 0, 0, state.length))
 
 
-def _observe(params: Bound, state: EagleState, tip: Tip, verdict: Verdict, path: Path
+def _observe(params: Bound, state: EagleState, frontier: Frontier, verdict: Verdict, path: Path
              ) -> EagleState:
     """Appends the path; what lies beyond the committed part is garbage until overwritten."""
-    return state.replace(features=cached.extend(state.features, tip.context, path.taps),
-                         tokens=cached.extend(state.tokens, tip.context + 1, verdict.tokens))
+    return state.replace(features=cached.extend(state.features, frontier.context, path.taps),
+                         tokens=cached.extend(state.tokens, frontier.context + 1, verdict.tokens))
 
 
-def _propose(growth: Growth, params: Bound, state: EagleState, tip: Tip, rows: Sampling,
+def _propose(growth: Growth, params: Bound, state: EagleState, frontier: Frontier, rows: Sampling,
              spec: SpecConfig, survive: Survive) -> tuple[DraftTree, EagleState]:
     held = Held(kv=[(state.k, state.v)], length=state.length, hidden=state.hidden)
-    tree, held = cached.propose(growth, params, held, state.tokens, state.features, tip, rows,
+    tree, held = cached.propose(growth, params, held, state.tokens, state.features, frontier, rows,
                                 spec, survive)
     ((k, v),) = held.kv
     return tree, state.replace(k=k, v=v, length=held.length, hidden=held.hidden)

@@ -119,26 +119,26 @@ def draft_head(arch: EagleArch, actor_params: Params, vocab: Array) -> Array:
     return head if arch.draft_vocab == arch.actor.vocab_size else head[vocab]
 
 
-def project(params: Params, taps: Array, few: bool = False) -> Array:
-    """Features f[F, ...] of tapped layers f[A * F, ...]; `few` is as of transformer.project."""
-    return transformer.project(params["fc"], taps, few=few)
+def project(params: Params, taps: Array, decode: bool = False) -> Array:
+    """Features f[F, ...] of tapped layers f[A * F, ...]; `decode` is as of transformer.project."""
+    return transformer.project(params["fc"], taps, decode=decode)
 
 
 def logits(arch: EagleArch, params: Params, head: Array | None, hidden: Array,
-           few: bool = False) -> Array:
+           decode: bool = False) -> Array:
     """f32[Vd, ...] of the network's outputs [F, ...].
 
     Args:
       head: `draft_head` of the actor; not read where the drafter has its own.
-      few: as of transformer.project.
+      decode: as of transformer.project.
     """
     head = params["head"] if arch.own_head else head
     normed = transformer.rms_norm(hidden, params["final_norm"], arch.norm_eps)
-    return transformer.project(head, normed, few=few, dtype=jnp.float32)
+    return transformer.project(head, normed, decode=decode, dtype=jnp.float32)
 
 
 def step(arch: EagleArch, params: Params, embedded: Array, feature: Array, position: Array,
-         attend: Attend, few: bool = False) -> tuple[Array, tuple[Array, Array]]:
+         attend: Attend, decode: bool = False) -> tuple[Array, tuple[Array, Array]]:
     """The layer.
 
     Args:
@@ -146,18 +146,20 @@ def step(arch: EagleArch, params: Params, embedded: Array, feature: Array, posit
       feature: [F, ...] of each position: the actor's, or this function's output before it.
       position: i32[...].
       attend: may keep the keys and values it is given.
-      few: as of transformer.project.
+      decode: as of transformer.project.
 
     Returns:
       the output [F, ...], before the final norm; and (k, v), each [G, E, ...].
     """
     layer = arch.layer
-    qkv = transformer.project(params["qkv"], _joined(arch, params, embedded, feature), few=few)
+    qkv = transformer.project(
+        params["qkv"], _joined(arch, params, embedded, feature), decode=decode
+    )
     rotation = transformer.rotations(layer, position)
     q = transformer.rotate(qkv[:, : layer.group], rotation)
     k, v = transformer.rotate(qkv[:, layer.group], rotation), qkv[:, layer.group + 1]
-    x = feature + transformer.project(params["o"], attend(q, k, v), 3, few)
-    return x + transformer.feed_forward(layer, params, x, few), (k, v)
+    x = feature + transformer.project(params["o"], attend(q, k, v), 3, decode)
+    return x + transformer.feed_forward(layer, params, x, decode), (k, v)
 
 
 def keys(arch: EagleArch, params: Params, embedded: Array, feature: Array, position: Array

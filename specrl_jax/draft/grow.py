@@ -15,15 +15,15 @@ from specrl_jax.draft.network import KV, Growth
 from specrl_jax.draft.protocol import Survive
 from specrl_jax.draft.tree import attach, roots
 from specrl_jax.prng import gumbel
-from specrl_jax.structs import Array, DraftTree, Drawn, Sampling, SpecConfig, Tip
+from specrl_jax.structs import Array, DraftTree, Drawn, Frontier, Sampling, SpecConfig
 
-_FALL = 0.3  # a drawn tree's guess: 0.7 for a node's first child, then 0.3 of the one before
+_FALL = 0.3  # a drawn tree's draft_prob: 0.7 for a node's first child, then 0.3 of the one before
 _OWN_DOMAIN = 0x5EED0DD5  # turns a row's key into one whose noise the match rule never uses
 _ERROR_SCALE = 0.5  # of the drafter's perturbed scores: fits synthetic ones that err by 0.5 best
 
 
 @struct.dataclass
-class Frontier:
+class LevelNodes:
     """The nodes of a level that are expanded, [B, K]; the root alone, [B, 1], at first."""
 
     index: Array  # i32, 0 is the root, then the candidates of all levels
@@ -38,7 +38,7 @@ class Frontier:
 class Expanded:
     """The nodes that were expanded at each level, and what their children were drawn from."""
 
-    index: Array  # i32[B, D, K] as in Frontier; -1 is none
+    index: Array  # i32[B, D, K] as in LevelNodes; -1 is none
     logq: Array  # f32[B, D, K, Vd]
 
 
@@ -58,7 +58,7 @@ def attend(q: Array, packed: tuple[Array, Array], fresh: tuple[Array, Array], pa
     return out.transpose(1, 2, 0).reshape(q.shape)
 
 
-def grow(growth: Growth, params: Any, cache: KV, hidden: Array, tip: Tip, rows: Sampling,
+def grow(growth: Growth, params: Any, cache: KV, hidden: Array, frontier: Frontier, rows: Sampling,
          spec: SpecConfig, survive: Survive) -> DraftTree:
     """The trees of one round.
 
@@ -66,40 +66,40 @@ def grow(growth: Growth, params: Any, cache: KV, hidden: Array, tip: Tip, rows: 
       cache: the drafter's keys and values of all that it can read.
       hidden: f[F, B] its output at the last position.
     """
-    batch, k = tip.root.shape[0], growth.branch
+    batch, k = frontier.root.shape[0], growth.branch
     none = jnp.zeros((batch, 1), jnp.int32)
-    reads = tip.live & (tip.context >= growth.network.ahead)
-    front = Frontier(index=none, slot=none, token=tip.root[:, None],
+    reads = frontier.live & (frontier.context >= growth.network.ahead)
+    front = LevelNodes(index=none, slot=none, token=frontier.root[:, None],
                      survival=jnp.ones((batch, 1)), hidden=hidden[..., None],
                      live=reads[:, None])
-    first, logq = _children(growth, params, front, tip, rows, spec, survive, jnp.int32(1))
+    first, logq = _children(growth, params, front, frontier, rows, spec, survive, jnp.int32(1))
     drawn = _note(_unknown(growth, params, batch), logq, front, rows, jnp.int32(1))
     levels = jax.tree.map(
         lambda a: jnp.zeros((batch, growth.depth, k * k), a.dtype).at[:, 0, :k].set(a), first)
-    tree = _rooted(growth, cache, tip)
+    tree = _rooted(growth, cache, frontier)
     broken = _broken(front, first)
-    front = _frontier(growth, first, front, rows, jnp.int32(1))
+    front = _next_level(growth, first, front, rows, jnp.int32(1))
 
     def level(depth: Array, carry: tuple) -> tuple:
         levels, front, tree, drawn, broken = carry
-        front, tree = _run(growth, params, cache, front, tree, tip, depth)
-        found, logq = _children(growth, params, front, tip, rows, spec, survive, depth)
+        front, tree = _run(growth, params, cache, front, tree, frontier, depth)
+        found, logq = _children(growth, params, front, frontier, rows, spec, survive, depth)
         levels = jax.tree.map(
             lambda whole, new: jax.lax.dynamic_update_index_in_dim(whole, new, depth - 1, 1),
             levels, found)
-        return (levels, _frontier(growth, found, front, rows, depth), tree,
+        return (levels, _next_level(growth, found, front, rows, depth), tree,
                 _note(drawn, logq, front, rows, depth), broken | _broken(front, found))
 
     last = jnp.minimum(spec.steps, growth.depth)
     levels, _, _, drawn, broken = jax.lax.fori_loop(
         2, last + 1, level, (levels, front, tree, drawn, broken))
-    tree, place = _likeliest(growth, levels, tip)
+    tree, place = _likeliest(growth, levels, frontier)
     return tree.replace(logq=tree.logq.at[:, 0].set(jnp.where(broken, jnp.nan, 0)),
                         proposal=_proposal(growth, params, drawn, place))
 
 
-def _broken(front: Frontier, found: DraftTree) -> Array:
-    """bool[B] whether scores after some node of a frontier are not finite."""
+def _broken(front: LevelNodes, found: DraftTree) -> Array:
+    """bool[B] whether scores after some node of a level are not finite."""
     gap = found.gap.reshape(*front.live.shape, -1)[..., 0]  # of the best score to itself
     return (front.live & jnp.isnan(gap)).any(1)
 
@@ -121,9 +121,9 @@ def _unknown(growth: Growth, params: Any, batch: int) -> Expanded | None:
                     jnp.full((*shape, growth.network.vocab(params).shape[0]), -jnp.inf))
 
 
-def _note(drawn: Expanded | None, logq: Array, front: Frontier, rows: Sampling, depth: Array
+def _note(drawn: Expanded | None, logq: Array, front: LevelNodes, rows: Sampling, depth: Array
           ) -> Expanded | None:
-    """Adds what the children at `depth`, those of a frontier, were drawn from.
+    """Adds what the children at `depth`, those of a level, were drawn from.
 
     A greedy row's are point masses.
     """
@@ -152,9 +152,9 @@ def _proposal(growth: Growth, params: Any, drawn: Expanded | None, place: Array)
         drawn.logq.reshape(batch, -1, vocab), mode="drop"))
 
 
-def _rooted(growth: Growth, cache: KV, tip: Tip) -> tuple[KV, Array]:
+def _rooted(growth: Growth, cache: KV, frontier: Frontier) -> tuple[KV, Array]:
     """The tree's keys and values, and i32[B, n] parents: node 0 is the last processed position."""
-    last = _last(growth, tip)[:, None, None, None]
+    last = _last(growth, frontier)[:, None, None, None]
     room = ((0, 0), (0, (growth.depth - 1) * growth.branch), (0, 0), (0, 0))
 
     def first(k: Array, v: Array) -> tuple[Array, Array]:
@@ -167,16 +167,16 @@ def _rooted(growth: Growth, cache: KV, tip: Tip) -> tuple[KV, Array]:
     return fresh, jnp.zeros(fresh[0][0].shape[:2], jnp.int32)
 
 
-def _last(growth: Growth, tip: Tip) -> Array:
+def _last(growth: Growth, frontier: Frontier) -> Array:
     """i32[B] the last processed position."""
-    return jnp.maximum(tip.context - growth.network.ahead, 0)
+    return jnp.maximum(frontier.context - growth.network.ahead, 0)
 
 
-def _run(growth: Growth, params: Any, cache: KV, front: Frontier, tree: tuple[KV, Array],
-         tip: Tip, depth: Array) -> tuple[Frontier, tuple[KV, Array]]:
-    """Runs the frontier, nodes of `depth` - 1, and adds its keys to the tree's."""
+def _run(growth: Growth, params: Any, cache: KV, front: LevelNodes, tree: tuple[KV, Array],
+         frontier: Frontier, depth: Array) -> tuple[LevelNodes, tuple[KV, Array]]:
+    """Runs the level, nodes of `depth` - 1, and adds its keys to the tree's."""
     batch, k = front.token.shape
-    start, last = 1 + (depth - 2) * k, _last(growth, tip)
+    start, last = 1 + (depth - 2) * k, _last(growth, frontier)
     node = jnp.broadcast_to(start + jnp.arange(k)[None], (batch, k))
     row = jnp.repeat(jnp.arange(batch, dtype=jnp.int32), k)
 
@@ -197,42 +197,45 @@ def _run(growth: Growth, params: Any, cache: KV, front: Frontier, tree: tuple[KV
     return front.replace(hidden=hidden, slot=node), (fresh, parent)
 
 
-def _children(growth: Growth, params: Any, front: Frontier, tip: Tip, rows: Sampling,
+def _children(growth: Growth, params: Any, front: LevelNodes, frontier: Frontier, rows: Sampling,
               spec: SpecConfig, survive: Survive, depth: Array) -> tuple[DraftTree, Array]:
-    """The candidates below a frontier, fields [B, k * K]; none where logits are not finite.
+    """The candidates below a level, fields [B, k * K]; none where logits are not finite.
 
     A child's score is what its siblings are ranked by. Parents are indices of candidates. Also
     log-probabilities f32[B, k, Vd] of all tokens.
     """
-    ranked, logq, scale = _scores(growth, params, front, tip, rows, depth)
+    ranked, logq, scale = _scores(growth, params, front, frontier, rows, depth)
     best, at = highest(ranked, growth.branch)
     rank = jnp.broadcast_to(jnp.arange(growth.branch)[None, None], at.shape)
     asked = rank < spec.branch
     chosen = jnp.take_along_axis(logq, at, 2)
     if growth.drawn:
-        guess = (1 - _FALL) * jnp.float32(_FALL) ** rank
+        draft_prob = (1 - _FALL) * jnp.float32(_FALL) ** rank
     else:
-        guess = _share(best, ranked, scale) if growth.children == "perturbed" else jnp.exp(chosen)
-    guess = jnp.where(asked, guess, 0)
+        draft_prob = (
+            _share(best, ranked, scale) if growth.children == "perturbed" else jnp.exp(chosen)
+        )
+    draft_prob = jnp.where(asked, draft_prob, 0)
     above, parent, level, origin = (
         jnp.broadcast_to(a, at.shape) for a in (
             front.survival[..., None], front.index[..., None], depth, jnp.int32(growth.origin)))
-    survival = survive(above, guess, level, origin)
+    survival = survive(above, draft_prob, level, origin)
     vocab = growth.network.vocab(params)
     found = DraftTree(tokens=vocab[at], parent=parent, depth=level, rank=rank,
-                      origin=origin, survival=survival, logq=chosen, guess=guess,
+                      origin=origin, survival=survival, logq=chosen, draft_prob=draft_prob,
                       gap=best[..., :1] - best,
                       live=front.live[..., None] & asked & jnp.isfinite(best))
     return jax.tree.map(lambda a: a.reshape(a.shape[0], -1), found), logq
 
 
-def _scores(growth: Growth, params: Any, front: Frontier, tip: Tip, rows: Sampling,
+def _scores(growth: Growth, params: Any, front: LevelNodes, frontier: Frontier, rows: Sampling,
             depth: Array) -> tuple[Array, Array, Array]:
-    """Scores and log-probabilities of all tokens after each node of a frontier.
+    """Scores and log-probabilities of all tokens after each node of a level.
 
     The noise is that of the draw that decides between the children: the token drawn after the root
-    has the index tip.generated. A row's truncation is not applied: a sharper drafter gained nearly
-    as much where it was measured, without a search at each node (experiments/LOG.md, 2026-11-23).
+    has the index frontier.generated. A row's truncation is not applied: a sharper drafter gained
+    nearly as much where it was measured, without a search at each node (experiments/LOG.md,
+    2026-11-23).
 
     Returns:
       f32[B, k, Vd] each; and f32[B], 0 where a row is greedy and 1 elsewhere.
@@ -247,7 +250,7 @@ def _scores(growth: Growth, params: Any, front: Frontier, tip: Tip, rows: Sampli
         return logq, logq, scale
     own = growth.children == "sampled"
     key = rows.key ^ jnp.uint32(_OWN_DOMAIN) if own else rows.key
-    noise = gumbel(key, tip.generated + depth - 1, network.vocab(params))
+    noise = gumbel(key, frontier.generated + depth - 1, network.vocab(params))
     return logq + (scale[:, None] * noise)[:, None], logq, scale
 
 
@@ -280,8 +283,8 @@ def _share(best: Array, ranked: Array, scale: Array) -> Array:
     return jnp.exp(best * sharp - jax.nn.logsumexp(ranked * sharp, -1, keepdims=True))
 
 
-def _frontier(growth: Growth, found: DraftTree, front: Frontier, rows: Sampling, depth: Array
-              ) -> Frontier:
+def _next_level(growth: Growth, found: DraftTree, front: LevelNodes, rows: Sampling, depth: Array
+              ) -> LevelNodes:
     """The K likeliest of a level's candidates.
 
     Nothing follows a stop token; but in a drawn tree its places are not given to other nodes.
@@ -292,12 +295,12 @@ def _frontier(growth: Growth, found: DraftTree, front: Frontier, rows: Sampling,
     score, at = jax.lax.top_k(score, k)
     above = at // k
     pick = jnp.take_along_axis
-    return Frontier(index=1 + (depth - 1) * k * k + at, slot=pick(front.slot, above, 1),
+    return LevelNodes(index=1 + (depth - 1) * k * k + at, slot=pick(front.slot, above, 1),
                     token=pick(found.tokens, at, 1), survival=jnp.maximum(score, 0),
                     live=score >= 0, hidden=pick(front.hidden, above[None], 2))
 
 
-def _likeliest(growth: Growth, levels: DraftTree, tip: Tip) -> tuple[DraftTree, Array]:
+def _likeliest(growth: Growth, levels: DraftTree, frontier: Frontier) -> tuple[DraftTree, Array]:
     """Trees of the N - 1 likeliest candidates [B, D, C], and where each candidate stands.
 
     Survival never grows along a path, and of equals the earlier counts more; so what is kept is
@@ -310,11 +313,11 @@ def _likeliest(growth: Growth, levels: DraftTree, tip: Tip) -> tuple[DraftTree, 
     best, kept = jax.lax.top_k(score, size)
     order = jnp.where(best >= 0, kept, kept + total)  # as found, parents first; the dead behind
     kept = -jax.lax.top_k(-order, size)[0] % total
-    rows_of = jnp.arange(tip.root.shape[0])[:, None]
-    nowhere = jnp.full((tip.root.shape[0], total + 1), growth.nodes, jnp.int32)
+    rows_of = jnp.arange(frontier.root.shape[0])[:, None]
+    nowhere = jnp.full((frontier.root.shape[0], total + 1), growth.nodes, jnp.int32)
     place = nowhere.at[:, 0].set(0).at[rows_of, kept + 1].set(
         1 + jnp.arange(size, dtype=jnp.int32)[None])
     chosen = jax.tree.map(lambda a: jnp.take_along_axis(a, kept, 1), flat)
     chosen = chosen.replace(parent=jnp.take_along_axis(place, chosen.parent, 1))
     chosen = jax.tree.map(lambda a: a.T, chosen)
-    return attach(roots(tip.root, tip.live, growth.nodes), chosen), place
+    return attach(roots(frontier.root, frontier.live, growth.nodes), chosen), place

@@ -15,9 +15,9 @@ import numpy as np
 from flax import struct
 
 from specrl_jax.config import check
-from specrl_jax.draft.protocol import Drafter, Occasion, Survive
+from specrl_jax.draft.protocol import Drafter, RolloutInfo, Survive
 from specrl_jax.draft.tree import attach, roots
-from specrl_jax.structs import Array, DraftTree, Path, Sampling, SpecConfig, Tip, Verdict
+from specrl_jax.structs import Array, DraftTree, Frontier, Path, Sampling, SpecConfig, Verdict
 
 VOTERS = 8  # occurrences that vote
 _SEPARATOR = -1  # never equal to a token
@@ -54,42 +54,46 @@ def history(*, depth: int, branch: int, nodes: int, match: int, group: int, orig
         names=("history",))
 
 
-def _init(occasion: Occasion) -> History:
-    total = occasion.prompt.shape[0] * occasion.group
+def _init(info: RolloutInfo) -> History:
+    total = info.prompt.shape[0] * info.group
     return History(
-        prompt=occasion.prompt, prompt_length=occasion.prompt_length, past=occasion.past,
-        current=np.full((total, occasion.buffer), _SEPARATOR, np.int32))
+        prompt=info.prompt, prompt_length=info.prompt_length, past=info.past,
+        current=np.full((total, info.buffer), _SEPARATOR, np.int32))
 
 
-def _observe(params: Any, state: History, tip: Tip, verdict: Verdict, path: Path) -> History:
+def _observe(
+    params: Any, state: History, frontier: Frontier, verdict: Verdict, path: Path
+) -> History:
     total, buffer = state.current.shape
     within = jnp.arange(verdict.tokens.shape[1])[None]
-    column = jnp.where(within < verdict.count[:, None], tip.generated[:, None] + within, buffer)
-    seq = jnp.where(tip.live, tip.seq, total)
+    column = jnp.where(
+        within < verdict.count[:, None], frontier.generated[:, None] + within, buffer
+    )
+    seq = jnp.where(frontier.live, frontier.seq, total)
     current = state.current.at[seq[:, None], column].set(verdict.tokens, mode="drop")
     return state.replace(current=current)
 
 
 def _propose(depth: int, branch: int, nodes: int, match: int, group: int, origin: int,
-             params: Any, state: History, tip: Tip, rows: Sampling, spec: SpecConfig,
+             params: Any, state: History, frontier: Frontier, rows: Sampling, spec: SpecConfig,
              survive: Survive) -> tuple[DraftTree, History]:
     def search(_: None) -> DraftTree:
-        weight, following = _occurrences(state, tip, depth, match, group)
-        return _grow(weight, following, tip, spec, survive, branch, nodes, origin)
+        weight, following = _occurrences(state, frontier, depth, match, group)
+        return _grow(weight, following, frontier, spec, survive, branch, nodes, origin)
 
-    wanted = (spec.steps > 0) & tip.live.any()
-    tree = jax.lax.cond(wanted, search, lambda _: roots(tip.root, tip.live, nodes), None)
+    wanted = (spec.steps > 0) & frontier.live.any()
+    tree = jax.lax.cond(wanted, search, lambda _: roots(frontier.root, frontier.live, nodes), None)
     return tree, state
 
 
-def _occurrences(state: History, tip: Tip, depth: int, match: int, group: int
+def _occurrences(state: History, frontier: Frontier, depth: int, match: int, group: int
                  ) -> tuple[Array, Array]:
     """The best occurrences of each row's suffix: weights f32[B, C], continuations i32[B, C, D]."""
     total = state.current.shape[0]
-    seq = jnp.minimum(tip.seq, total - 1)
+    seq = jnp.minimum(frontier.seq, total - 1)
     prompt = seq // group
     corpus = _corpus(state, prompt, group)
-    suffix = _suffix(state, tip, seq, prompt, match)
+    suffix = _suffix(state, frontier, seq, prompt, match)
     length = _match_lengths(corpus, suffix)
     following = jnp.pad(corpus, ((0, 0), (0, depth)), constant_values=_SEPARATOR)
     length = jnp.where(following[:, 1 : corpus.shape[1] + 1] >= 0, length, 0)
@@ -112,9 +116,9 @@ def _corpus(state: History, prompt: Array, group: int) -> Array:
     return jnp.concatenate([answers, question], 1)
 
 
-def _suffix(state: History, tip: Tip, seq: Array, prompt: Array, match: int) -> Array:
+def _suffix(state: History, frontier: Frontier, seq: Array, prompt: Array, match: int) -> Array:
     """i32[B, match]: the row's last tokens, newest first; they may reach into the prompt."""
-    back = tip.generated[:, None] - 1 - jnp.arange(match)[None]
+    back = frontier.generated[:, None] - 1 - jnp.arange(match)[None]
     said = state.current[seq[:, None], jnp.maximum(back, 0)]
     asked_at = state.prompt_length[prompt][:, None] + back
     asked = state.prompt[prompt[:, None], jnp.maximum(asked_at, 0)]
@@ -134,7 +138,7 @@ def _match_lengths(corpus: Array, suffix: Array) -> Array:
     return length
 
 
-def _grow(weight: Array, following: Array, tip: Tip, spec: SpecConfig, survive: Survive,
+def _grow(weight: Array, following: Array, frontier: Frontier, spec: SpecConfig, survive: Survive,
           branch: int, nodes: int, origin: int) -> DraftTree:
     """Up to `branch` chains from the root; at each node the voters that agree so far vote on."""
     batch, _, depth = following.shape
@@ -149,11 +153,11 @@ def _grow(weight: Array, following: Array, tip: Tip, spec: SpecConfig, survive: 
     token, votes, share, voters = (jnp.moveaxis(a, 0, 1) for a in elected)  # [B, K], [B, K, C]
     chain = jnp.arange(branch)[None]
     none = jnp.zeros((batch, branch), jnp.int32)
-    open_ = tip.live[:, None] & (votes > 0) & (spec.steps > 0) & (chain < spec.branch)
+    open_ = frontier.live[:, None] & (votes > 0) & (spec.steps > 0) & (chain < spec.branch)
     survival = survive(jnp.ones((batch, 1)), jnp.where(open_, share, 0), none + 1, none + origin)
     logq = jnp.log(share)
     level = DraftTree(tokens=token, parent=none, depth=none + 1, rank=none + chain,
-                      origin=none + origin, survival=survival, logq=logq, guess=share,
+                      origin=none + origin, survival=survival, logq=logq, draft_prob=share,
                       gap=logq[:, :1] - logq, live=open_)
 
     def deeper(carry: tuple[Array, DraftTree], at: tuple[Array, Array]
@@ -165,7 +169,7 @@ def _grow(weight: Array, following: Array, tip: Tip, spec: SpecConfig, survive: 
             tokens=token, parent=none + chain * depth + d, depth=above.depth + 1, rank=none,
             survival=survive(*(a[..., None] for a in (
                 above.survival, share, above.depth + 1, above.origin)))[..., 0],
-            logq=jnp.log(share), guess=share, gap=jnp.zeros_like(share),
+            logq=jnp.log(share), draft_prob=share, gap=jnp.zeros_like(share),
             live=above.live & (votes > 0) & (d < spec.steps))
         return (jnp.where(candidates == token[..., None], voters, 0), below), below
 
@@ -173,7 +177,7 @@ def _grow(weight: Array, following: Array, tip: Tip, spec: SpecConfig, survive: 
     children = jax.tree.map(  # [D, B, K] -> [K * D, B]
         lambda top, rest: jnp.moveaxis(jnp.concatenate([top[None], rest]), (2, 0), (0, 1)).reshape(
             branch * depth, batch), level, rest)
-    return attach(roots(tip.root, tip.live, nodes), children)
+    return attach(roots(frontier.root, frontier.live, nodes), children)
 
 
 def _elect(weight: Array, tokens: Array, among: Array) -> tuple[Array, Array, Array]:

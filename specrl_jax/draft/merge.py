@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from specrl_jax.config import check
 from specrl_jax.draft.protocol import Drafter, Survive
 from specrl_jax.draft.tree import roots
-from specrl_jax.structs import Array, DraftTree, Sampling, SpecConfig, Tip
+from specrl_jax.structs import Array, DraftTree, Frontier, Sampling, SpecConfig
 
 
 def merge(drafters: Sequence[Drafter], nodes: int) -> Drafter:
@@ -38,7 +38,7 @@ def merge(drafters: Sequence[Drafter], nodes: int) -> Drafter:
     return Drafter(
         nodes=nodes, depth=max(d.depth for d in drafters),
         branch=max(d.branch for d in drafters),
-        init=lambda occasion: tuple(d.init(occasion) for d in drafters),
+        init=lambda info: tuple(d.init(info) for d in drafters),
         propose=functools.partial(_propose, tuple(drafters), nodes),
         observe=lambda params, states, *round_: tuple(
             d.observe(p, s, *round_) for d, p, s in zip(drafters, params, states, strict=True)),
@@ -53,27 +53,35 @@ def merge(drafters: Sequence[Drafter], nodes: int) -> Drafter:
         names=tuple(name for d in drafters for name in d.names),
         taps=reader.taps if reader else (),
         project=None if reader is None else (
-            lambda params, taps, few=False: reader.project(params[readers[0]], taps, few)))
+            lambda params, taps, decode=False: reader.project(params[readers[0]], taps, decode)))
 
 
-def _propose(drafters: tuple[Drafter, ...], nodes: int, params: Any, states: Any, tip: Tip,
-             rows: Sampling, spec: SpecConfig, survive: Survive) -> tuple[DraftTree, Any]:
+def _propose(
+    drafters: tuple[Drafter, ...],
+    nodes: int,
+    params: Any,
+    states: Any,
+    frontier: Frontier,
+    rows: Sampling,
+    spec: SpecConfig,
+    survive: Survive,
+) -> tuple[DraftTree, Any]:
     trees, after = [], []
     for i, (drafter, own, state) in enumerate(zip(drafters, params, states, strict=True)):
         used = spec.replace(steps=jnp.where(spec.mix[i] > 0, spec.steps, 0))
-        tree, state = drafter.propose(own, state, tip, rows, used, survive)
+        tree, state = drafter.propose(own, state, frontier, rows, used, survive)
         inner = jnp.arange(tree.live.shape[1]) > 0
         trees.append(tree.replace(
             survival=jnp.where(inner[None], tree.survival * spec.mix[i], tree.survival)))
         after.append(state)
 
     def join() -> DraftTree:
-        whole = functools.reduce(graft, trees, roots(tip.root, tip.live, 1))
+        whole = functools.reduce(graft, trees, roots(frontier.root, frontier.live, 1))
         tree, broken = likeliest(whole, nodes), sum(t.logq[:, 0] for t in trees)
         return tree.replace(logq=tree.logq.at[:, 0].set(broken))
 
     return jax.lax.cond(
-        spec.steps > 0, join, lambda: roots(tip.root, tip.live, nodes)), tuple(after)
+        spec.steps > 0, join, lambda: roots(frontier.root, frontier.live, nodes)), tuple(after)
 
 
 def graft(whole: DraftTree, tree: DraftTree) -> DraftTree:

@@ -7,8 +7,8 @@ from specrl_jax.draft.tree import roots
 def off() -> Drafter:
     return Drafter(
         nodes=1, depth=0, branch=1,
-        init=lambda occasion: (),
-        propose=lambda params, state, tip, rows, spec, survive: (
-            roots(tip.root, tip.live, 1), state),
-        observe=lambda params, state, tip, verdict, path: state,
+        init=lambda info: (),
+        propose=lambda params, state, frontier, rows, spec, survive: (
+            roots(frontier.root, frontier.live, 1), state),
+        observe=lambda params, state, frontier, verdict, path: state,
         take=lambda state, rows: state, names=())

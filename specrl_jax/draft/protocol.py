@@ -16,11 +16,11 @@ import numpy as np
 from specrl_jax.structs import (
     Array,
     DraftTree,
-    Fill,
+    Frontier,
     Path,
     Sampling,
+    SlotFill,
     SpecConfig,
-    Tip,
     Verdict,
 )
 
@@ -31,17 +31,26 @@ its parent does. Siblings' sum is the parent's at most."""
 
 
 class Propose(Protocol):
-    def __call__(self, params: Any, state: Any, tip: Tip, rows: Sampling, spec: SpecConfig,
-                 survive: Survive) -> tuple[DraftTree, Any]: ...
+    def __call__(
+        self,
+        params: Any,
+        state: Any,
+        frontier: Frontier,
+        rows: Sampling,
+        spec: SpecConfig,
+        survive: Survive,
+    ) -> tuple[DraftTree, Any]: ...
 
 
 class Prefill(Protocol):
     """Prompts tokens i32[p, P'] and their features f[F, p, P'] enter slots, see Fill.source."""
 
-    def __call__(self, state: Any, fill: Fill, tokens: Array, features: Array | None) -> Any: ...
+    def __call__(
+        self, state: Any, fill: SlotFill, tokens: Array, features: Array | None
+    ) -> Any: ...
 
 
-class Occasion(NamedTuple):
+class RolloutInfo(NamedTuple):
     """What a drafter may know when a rollout begins: host arrays over all data shards."""
 
     prompt: np.ndarray  # i32[Q / M, P] right-padded
@@ -59,11 +68,13 @@ class Drafter(NamedTuple):
     nodes: int
     depth: int
     branch: int  # K, most children of a node
-    init: Callable[[Occasion], Any]  # -> state, as host arrays; leading axes are split over shards
+    init: Callable[
+        [RolloutInfo], Any
+    ]  # -> state, as host arrays; leading axes are split over shards
     propose: Propose
-    observe: Callable[[Any, Any, Tip, Verdict, Path], Any]  # -> state
+    observe: Callable[[Any, Any, Frontier, Verdict, Path], Any]  # -> state
     take: Callable[[Any, Array], Any]  # (state, rows i32[B']) -> state
-    fork: Callable[[Any, Fill], Any] = lambda state, fill: state
+    fork: Callable[[Any, SlotFill], Any] = lambda state, fill: state
     # On the host, to measure rounds: the state as if it had read i32[B] positions and the round
     # before had committed one more. Arrays that come back as they are say that it reads nothing.
     read_to: Callable[[Any, np.ndarray], Any] = lambda state, context: state
@@ -71,4 +82,4 @@ class Drafter(NamedTuple):
     names: tuple[str, ...] = ("draft",)  # of its origins, for metrics
     bind: Callable[[Any, Any], Any] = lambda actor, own: own  # -> the params of the other fields
     taps: tuple[int, ...] = ()  # layers of the actor, 0-based
-    project: Callable[..., Array] | None = None  # (params, f[taps * F, ...], few) -> f[F, ...]
+    project: Callable[..., Array] | None = None  # (params, f[taps * F, ...], decode) -> f[F, ...]

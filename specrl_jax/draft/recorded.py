@@ -13,10 +13,10 @@ import numpy as np
 from flax import struct
 
 from specrl_jax.config import at_least, check
-from specrl_jax.draft.protocol import Drafter, Occasion, Survive
+from specrl_jax.draft.protocol import Drafter, RolloutInfo, Survive
 from specrl_jax.draft.tree import attach, roots
 from specrl_jax.prng import bits
-from specrl_jax.structs import Array, DraftTree, Sampling, SpecConfig, Tip
+from specrl_jax.structs import Array, DraftTree, Frontier, Sampling, SpecConfig
 
 WIDTH = 128  # of the square matrices whose products are a step's cost
 _OWN_DOMAIN = 0x0B5E55ED  # turns a row's key into one whose bits the match rule never uses
@@ -61,41 +61,50 @@ def replay(*, depth: int, nodes: int, vocab: int, origin: int = 0) -> Drafter:
         nodes=nodes, depth=depth, branch=nodes,  # chains, whatever is asked
         init=_init,
         propose=functools.partial(_propose, depth, nodes, vocab, origin),
-        observe=lambda params, state, tip, verdict, path: state,
+        observe=lambda params, state, frontier, verdict, path: state,
         take=lambda state, rows: state,
         names=("replay",))
 
 
-def _init(occasion: Occasion) -> np.ndarray:
+def _init(info: RolloutInfo) -> np.ndarray:
     """The recording i32[Q, T], -1 after each end."""
-    check(occasion.past.shape[1] == occasion.group, "spec.history_past", occasion.past.shape[1],
-          f"replay reads one recording for each of a prompt's samples; give {occasion.group}")
-    return occasion.past.reshape(-1, occasion.past.shape[2])
+    check(info.past.shape[1] == info.group, "spec.history_past", info.past.shape[1],
+          f"replay reads one recording for each of a prompt's samples; give {info.group}")
+    return info.past.reshape(-1, info.past.shape[2])
 
 
 def _propose(depth: int, nodes: int, vocab: int, origin: int, params: Replaying, record: Array,
-             tip: Tip, rows: Sampling, spec: SpecConfig, survive: Survive
+             frontier: Frontier, rows: Sampling, spec: SpecConfig, survive: Survive
              ) -> tuple[DraftTree, Array]:
     level = jnp.arange(1, depth + 1, dtype=jnp.int32)[:, None]  # [D, 1]
-    steps = jnp.where(tip.live.any(), jnp.minimum(spec.steps, depth), 0)
-    token = _spoilt(record, vocab, params, tip, rows, level)
+    steps = jnp.where(frontier.live.any(), jnp.minimum(spec.steps, depth), 0)
+    token = _spoilt(record, vocab, params, frontier, rows, level)
     live = jnp.cumprod((token >= 0) & (level <= steps), 0) > 0
-    live &= tip.live[None] & _worked(params.cost * steps)
-    guess = jnp.broadcast_to(jnp.clip(1 - params.corruption, 1e-6, 1.0), token.shape)
+    live &= frontier.live[None] & _worked(params.cost * steps)
+    draft_prob = jnp.broadcast_to(jnp.clip(1 - params.corruption, 1e-6, 1.0), token.shape)
     whole, none = jnp.broadcast_to(level, token.shape), jnp.zeros_like(token)
     chain = DraftTree(
-        tokens=token, parent=whole - 1, depth=whole, rank=none, origin=none + origin,
-        survival=_survival(survive, guess, whole, origin), logq=jnp.log(guess), guess=guess,
-        gap=jnp.zeros(token.shape), live=live)
-    return attach(roots(tip.root, tip.live, nodes), chain), record
+        tokens=token,
+        parent=whole - 1,
+        depth=whole,
+        rank=none,
+        origin=none + origin,
+        survival=_survival(survive, draft_prob, whole, origin),
+        logq=jnp.log(draft_prob),
+        draft_prob=draft_prob,
+        gap=jnp.zeros(token.shape),
+        live=live,
+    )
+    return attach(roots(frontier.root, frontier.live, nodes), chain), record
 
 
-def _spoilt(record: Array, vocab: int, params: Replaying, tip: Tip, rows: Sampling, level: Array
-            ) -> Array:
+def _spoilt(
+    record: Array, vocab: int, params: Replaying, frontier: Frontier, rows: Sampling, level: Array
+) -> Array:
     """The next tokens i32[D, B], some replaced by others; -1 where nothing is recorded."""
     total, buffer = record.shape
-    place = tip.generated[None] + level - 1
-    said = record[jnp.minimum(tip.seq, total - 1)[None], jnp.minimum(place, buffer - 1)]
+    place = frontier.generated[None] + level - 1
+    said = record[jnp.minimum(frontier.seq, total - 1)[None], jnp.minimum(place, buffer - 1)]
     said = jnp.where(place < buffer, said, -1)
     key = jnp.broadcast_to((rows.key ^ jnp.uint32(_OWN_DOMAIN))[None], (*place.shape, 2))
     coin, other = jnp.moveaxis(bits(key, place, jnp.arange(2)), -1, 0)
@@ -104,16 +113,16 @@ def _spoilt(record: Array, vocab: int, params: Replaying, tip: Tip, rows: Sampli
     return jnp.where(spoil & (said >= 0), (said + away) % vocab, said)
 
 
-def _survival(survive: Survive, guess: Array, level: Array, origin: int) -> Array:
+def _survival(survive: Survive, draft_prob: Array, level: Array, origin: int) -> Array:
     """f32[D, B] along a chain."""
 
     def step(above: Array, node: tuple[Array, Array]) -> tuple[Array, Array]:
-        guess, level = node
+        draft_prob, level = node
         survival = survive(*(a[:, None] for a in (
-            above, guess, level, jnp.full_like(level, origin))))[:, 0]
+            above, draft_prob, level, jnp.full_like(level, origin))))[:, 0]
         return survival, survival
 
-    return jax.lax.scan(step, jnp.ones_like(guess[0]), (guess, level))[1]
+    return jax.lax.scan(step, jnp.ones_like(draft_prob[0]), (draft_prob, level))[1]
 
 
 def _worked(products: Array) -> Array:

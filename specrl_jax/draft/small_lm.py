@@ -17,12 +17,12 @@ from specrl_jax.config import at_least, check
 from specrl_jax.draft import cached
 from specrl_jax.draft.cached import Held
 from specrl_jax.draft.network import CHILDREN, KV, Growth, Network
-from specrl_jax.draft.protocol import Drafter, Occasion, Survive
+from specrl_jax.draft.protocol import Drafter, RolloutInfo, Survive
 from specrl_jax.model import transformer
 from specrl_jax.model.architecture import Architecture, describe, is_param
 from specrl_jax.model.transformer import Attend, Params
 from specrl_jax.sharding import ROLLOUT_RULES, shardings
-from specrl_jax.structs import Array, DraftTree, Fill, Sampling, SpecConfig, Tip
+from specrl_jax.structs import Array, DraftTree, Frontier, Sampling, SlotFill, SpecConfig
 
 _AHEAD = 0  # position t reads token t
 
@@ -64,8 +64,8 @@ def small_lm(arch: Architecture, depth: int, branch: int, nodes: int, children: 
         nodes=nodes, depth=depth, branch=branch,
         init=functools.partial(_init, arch, depth, dtype),
         propose=functools.partial(_propose, growth),
-        observe=lambda params, state, tip, verdict, path: state.replace(
-            tokens=cached.extend(state.tokens, tip.context + 1, verdict.tokens)),
+        observe=lambda params, state, frontier, verdict, path: state.replace(
+            tokens=cached.extend(state.tokens, frontier.context + 1, verdict.tokens)),
         take=lambda state, rows: jax.tree.map(lambda a: a[rows], state),
         fork=_fork, prefill=_prefill,
         read_to=lambda state, context: state.replace(length=np.maximum(context - _AHEAD, 0)),
@@ -80,11 +80,11 @@ def _network(arch: Architecture) -> Network:
         known = jnp.minimum(token, arch.vocab_size - 1)  # the actor may have more rows
         x = transformer.embed(params, known)
         for index, layer in enumerate(params["layers"]):
-            x, _ = transformer.block(arch, layer, index, x, rotation, attend, few=True)
+            x, _ = transformer.block(arch, layer, index, x, rotation, attend, decode=True)
         return transformer.rms_norm(x, params["final_norm"], arch.norm_eps)
 
     return Network(
-        run=run, logits=functools.partial(transformer.logits, arch, few=True), ahead=_AHEAD,
+        run=run, logits=functools.partial(transformer.logits, arch, decode=True), ahead=_AHEAD,
         vocab=lambda params: jnp.arange(arch.vocab_size, dtype=jnp.int32))
 
 
@@ -102,18 +102,18 @@ def _cast(arch: Architecture, own: Params, dtype: Any, mesh: Any) -> Params:
     return jax.tree.map(jax.lax.with_sharding_constraint, weights, places)
 
 
-def _init(arch: Architecture, depth: int, dtype: Any, occasion: Occasion) -> SmallState:
-    b, g, e = occasion.batch, arch.num_kv_heads, arch.head_dim
-    places = cached.places(occasion.cache, depth)
+def _init(arch: Architecture, depth: int, dtype: Any, info: RolloutInfo) -> SmallState:
+    b, g, e = info.batch, arch.num_kv_heads, arch.head_dim
+    places = cached.places(info.cache, depth)
     return SmallState(
         tokens=np.zeros((b, places + 1), np.int32),
         kv=[(np.zeros((b, g, e, places), dtype), np.zeros((b, g, places, e), dtype))
             for _ in range(arch.num_layers)],
         length=np.zeros(b, np.int32), hidden=np.zeros((b, arch.hidden_size), dtype),
-        prompt=occasion.prompt.shape[1])
+        prompt=info.prompt.shape[1])
 
 
-def _fork(state: SmallState, fill: Fill) -> SmallState:
+def _fork(state: SmallState, fill: SlotFill) -> SmallState:
     """Copies prompts between slots, with what the cache holds of them."""
     return state.replace(
         tokens=cached.copy(state.tokens, fill, state.prompt),
@@ -121,13 +121,17 @@ def _fork(state: SmallState, fill: Fill) -> SmallState:
         length=cached.known(state.length, fill, _AHEAD))
 
 
-def _prefill(state: SmallState, fill: Fill, tokens: Array, features: Array | None) -> SmallState:
+def _prefill(
+    state: SmallState, fill: SlotFill, tokens: Array, features: Array | None
+) -> SmallState:
     return state.replace(tokens=cached.enter(state.tokens, fill, tokens),
                          length=jnp.where(fill.source >= 0, 0, state.length))
 
 
-def _propose(growth: Growth, params: Params, state: SmallState, tip: Tip, rows: Sampling,
+def _propose(growth: Growth, params: Params, state: SmallState, frontier: Frontier, rows: Sampling,
              spec: SpecConfig, survive: Survive) -> tuple[DraftTree, SmallState]:
     held = Held(kv=state.kv, length=state.length, hidden=state.hidden)
-    tree, held = cached.propose(growth, params, held, state.tokens, None, tip, rows, spec, survive)
+    tree, held = cached.propose(
+        growth, params, held, state.tokens, None, frontier, rows, spec, survive
+    )
     return tree, state.replace(kv=held.kv, length=held.length, hidden=held.hidden)

@@ -17,7 +17,7 @@ ROUNDS_PER_LAUNCH = 1  # the host sees the tokens of each round
 
 
 @dataclasses.dataclass(frozen=True)
-class Told:
+class Generation:
     """An answer and what it cost."""
 
     text: str
@@ -28,8 +28,15 @@ class Told:
     drafter: str
 
 
-def tell(config: Config, actor: Actor, prompt: str, system: str, *, write: Callable[[str], None],
-         say: Callable[[str], None]) -> Told:
+def generate(
+    config: Config,
+    actor: Actor,
+    prompt: str,
+    system: str,
+    *,
+    write: Callable[[str], None],
+    say: Callable[[str], None],
+) -> Generation:
     """Answers `prompt`, sampled as config.rollout says.
 
     Args:
@@ -57,7 +64,7 @@ def tell(config: Config, actor: Actor, prompt: str, system: str, *, write: Calla
     rollout, result = sampler.generate(
         PromptBatch(prompts, places, np.zeros(shards, np.int32)), "generate", 0, peek=stream.peek)
     c = result.counters
-    return Told(text=stream.text, tokens=int(rollout.length[0]), seconds=result.seconds,
+    return Generation(text=stream.text, tokens=int(rollout.length[0]), seconds=result.seconds,
                 accept_length=c["committed"] / c["row_rounds"], stopped=bool(rollout.stopped[0]),
                 drafter="off" if config.control.policy == "off" else config.spec.drafter)
 

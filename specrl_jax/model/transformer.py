@@ -68,9 +68,9 @@ def rotate(x: Array, rotation: tuple[Array, Array]) -> Array:
     return jnp.concatenate(turned, axis).astype(x.dtype)
 
 
-def rms_norm(x: Array, weight: Array, eps: float, axis: int = 0, few: bool = False) -> Array:
-    """Root-mean-square norm over `axis`, computed in float32; `few` is as of `project`."""
-    if few:
+def rms_norm(x: Array, weight: Array, eps: float, axis: int = 0, decode: bool = False) -> Array:
+    """Root-mean-square norm over `axis`, computed in float32; `decode` is as of `project`."""
+    if decode:
         first = jnp.moveaxis(x, axis, 0)
         normed = kernels.rms_norm(first.reshape(len(first), -1), weight, eps=eps)
         return jnp.moveaxis(normed.reshape(first.shape), 0, axis)
@@ -81,14 +81,16 @@ def rms_norm(x: Array, weight: Array, eps: float, axis: int = 0, few: bool = Fal
     return (scaled * weight.reshape(shape)).astype(x.dtype)
 
 
-def project(weight: Array, x: Array, axes: int = 1, few: bool = False, dtype: Any = None) -> Array:
+def project(
+    weight: Array, x: Array, axes: int = 1, decode: bool = False, dtype: Any = None
+) -> Array:
     """weight [..., in] times x [in, ...]; the last `axes` of weight meet the first of x.
 
     Args:
-      few: x has few tokens and nothing is differentiated, so that a kernel for that may be used.
+      decode: x has few tokens and nothing is differentiated, so that a kernel for that may be used.
       dtype: of the result; None is that of x.
     """
-    if not few:
+    if not decode:
         def product(weight: Array, x: Array) -> Array:
             return jnp.tensordot(weight, x, axes, preferred_element_type=dtype)
 
@@ -104,37 +106,39 @@ def project(weight: Array, x: Array, axes: int = 1, few: bool = False, dtype: An
 
 
 def attention_inputs(arch: Architecture, layer: Params, x: Array, rotation: tuple[Array, Array],
-                     few: bool = False) -> tuple[Array, Array, Array]:
+                     decode: bool = False) -> tuple[Array, Array, Array]:
     """q [G, R, E, ...], k and v [G, E, ...] of one layer for x [F, ...]."""
-    qkv = project(layer["qkv"], rms_norm(x, layer["attn_norm"], arch.norm_eps, few=few), few=few)
+    qkv = project(
+        layer["qkv"], rms_norm(x, layer["attn_norm"], arch.norm_eps, decode=decode), decode=decode
+    )
     if arch.qkv_bias:
         bias = layer["qkv_bias"]
         qkv = qkv + bias.reshape(bias.shape + (1,) * (x.ndim - 1))
     q, k, v = qkv[:, : arch.group], qkv[:, arch.group], qkv[:, arch.group + 1]
     if arch.qk_norm:
-        q = rms_norm(q, layer["q_norm"], arch.norm_eps, 2, few)
-        k = rms_norm(k, layer["k_norm"], arch.norm_eps, 1, few)
+        q = rms_norm(q, layer["q_norm"], arch.norm_eps, 2, decode)
+        k = rms_norm(k, layer["k_norm"], arch.norm_eps, 1, decode)
     return rotate(q, rotation), rotate(k, rotation), v
 
 
-def feed_forward(arch: Architecture, layer: Params, x: Array, few: bool = False) -> Array:
-    normed = rms_norm(x, layer["mlp_norm"], arch.norm_eps, few=few)
-    gate_up = project(layer["gate_up"], normed, few=few)
-    return project(layer["down"], jax.nn.silu(gate_up[0]) * gate_up[1], few=few)
+def feed_forward(arch: Architecture, layer: Params, x: Array, decode: bool = False) -> Array:
+    normed = rms_norm(x, layer["mlp_norm"], arch.norm_eps, decode=decode)
+    gate_up = project(layer["gate_up"], normed, decode=decode)
+    return project(layer["down"], jax.nn.silu(gate_up[0]) * gate_up[1], decode=decode)
 
 
 def block(arch: Architecture, layer: Params, index: int, x: Array, rotation: tuple[Array, Array],
-          attend: Attend, few: bool = False) -> tuple[Array, tuple[Array, Array]]:
-    """One layer. `attend(index, q, k, v)` returns [G, R, E, ...]; `few` is as of `project`."""
-    q, k, v = attention_inputs(arch, layer, x, rotation, few)
-    x = x + project(layer["o"], attend(index, q, k, v), 3, few)
-    return x + feed_forward(arch, layer, x, few), (k, v)
+          attend: Attend, decode: bool = False) -> tuple[Array, tuple[Array, Array]]:
+    """One layer. `attend(index, q, k, v)` returns [G, R, E, ...]; `decode` is as of `project`."""
+    q, k, v = attention_inputs(arch, layer, x, rotation, decode)
+    x = x + project(layer["o"], attend(index, q, k, v), 3, decode)
+    return x + feed_forward(arch, layer, x, decode), (k, v)
 
 
-def logits(arch: Architecture, params: Params, hidden: Array, few: bool = False) -> Array:
-    """f32[V, ...] from final normalised hidden states [F, ...]; `few` is as of `project`."""
+def logits(arch: Architecture, params: Params, hidden: Array, decode: bool = False) -> Array:
+    """f32[V, ...] from final normalised hidden states [F, ...]; `decode` is as of `project`."""
     head = params["embed"] if arch.tied else params["head"]
-    return project(head, hidden, few=few, dtype=jnp.float32)
+    return project(head, hidden, decode=decode, dtype=jnp.float32)
 
 
 def embed(params: Params, tokens: Array) -> Array:
@@ -170,11 +174,11 @@ def tree_forward(arch: Architecture, params: Params, cache: Cache, tokens: Array
 
     x = embed(params, tokens)
     for index, layer in enumerate(params["layers"]):
-        x, kv = block(arch, layer, index, x, rotation, attend, few=True)
+        x, kv = block(arch, layer, index, x, rotation, attend, decode=True)
         fresh.append(kv)
         if index in taps:
             tapped.append(x)
-    return (rms_norm(x, params["final_norm"], arch.norm_eps, few=True), fresh,
+    return (rms_norm(x, params["final_norm"], arch.norm_eps, decode=True), fresh,
             jnp.concatenate(tapped) if taps else None)
 
 

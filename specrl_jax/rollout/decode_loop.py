@@ -10,19 +10,19 @@ import jax.numpy as jnp
 
 from specrl_jax.model.transformer import Params
 from specrl_jax.rollout.round import (
-    Machine,
+    Decoder,
     Turn,
     blank_turn,
     buckets_of,
     drafted_round,
+    frontier_of,
     noted,
     plain_round,
     propose,
-    tip_of,
     turn_of,
 )
 from specrl_jax.sharding import ROWS
-from specrl_jax.structs import Array, RolloutState, Tip
+from specrl_jax.structs import Array, Frontier, RolloutState
 
 
 class Ahead(NamedTuple):
@@ -41,11 +41,11 @@ class Spell(NamedTuple):
 
     done: Array  # i32[] rounds
     ended: Array  # i32[] whether a row of any shard has ended
-    tip: Tip
+    frontier: Frontier
     state: RolloutState
 
 
-def launch(machine: Machine, params: Params, drafter_params: Params, state: RolloutState,
+def launch(decoder: Decoder, params: Params, drafter_params: Params, state: RolloutState,
            waiting: Array, rounds: Array, smaller: Array) -> RolloutState:
     """Rounds until the host is needed.
 
@@ -61,28 +61,28 @@ def launch(machine: Machine, params: Params, drafter_params: Params, state: Roll
     """
 
     def goes(done: Array, state: RolloutState) -> Array:
-        live = tip_of(state).live.sum()
+        live = frontier_of(state).live.sum()
         free = (live < state.seq.shape[0]) & (waiting[0] > 0)
         most, refill = jax.lax.pmax((live, free.astype(jnp.int32)), ROWS)
         return (most > smaller) & (refill == 0) & (done < rounds)
 
     def drafts(a: Ahead) -> Ahead:
         a = _here(a)
-        state, turn = propose(machine, drafter_params, a.state, a.turn)
+        state, turn = propose(decoder, drafter_params, a.state, a.turn)
         return a._replace(state=state, turn=turn)
 
     def plain(a: Ahead) -> Ahead:
         a = _here(a)
-        state, took = plain_spell(machine, params, drafter_params, a.state, a.turn, rounds - a.done)
-        return a._replace(state=state, took=took, count=jnp.where(a.turn.tip.live, took, 0))
+        state, took = plain_spell(decoder, params, drafter_params, a.state, a.turn, rounds - a.done)
+        return a._replace(state=state, took=took, count=jnp.where(a.turn.frontier.live, took, 0))
 
     def drafted(a: Ahead) -> Ahead:
         a = _here(a)
-        state, count = drafted_round(machine, params, drafter_params, a.state, a.turn)
+        state, count = drafted_round(decoder, params, drafter_params, a.state, a.turn)
         return a._replace(state=state, took=jnp.int32(1), count=count)
 
     def one_turn(a: Ahead) -> Ahead:
-        first = turn_of(machine, a.state, a.turn.tree)
+        first = turn_of(decoder, a.state, a.turn.tree)
         a = a._replace(turn=first, took=jnp.int32(0))
         if drafting:
             a = jax.lax.while_loop(lambda a: a.turn.asks, drafts, a)
@@ -91,14 +91,14 @@ def launch(machine: Machine, params: Params, drafter_params: Params, state: Roll
             a = jax.lax.while_loop(lambda a: (a.took == 0) & (a.turn.bucket > 0), drafted, a)
         # What plan and note both compute XLA computes once, if it sees that the load is the same.
         turn = a.turn.replace(load=first.load, spec=first.spec)
-        state = noted(machine, a.state, turn, a.count, a.took)
+        state = noted(decoder, a.state, turn, a.count, a.took)
         done = a.done + a.took
         return a._replace(done=done, go=goes(done, state), state=state)
 
-    state = state.replace(control=machine.controller.start(state.control))
-    drafting = len(buckets_of(machine, state.seq.shape[0])) > 1
+    state = state.replace(control=decoder.controller.start(state.control))
+    drafting = len(buckets_of(decoder, state.seq.shape[0])) > 1
     start = Ahead(jnp.int32(0), goes(jnp.int32(0), state), state,
-                  blank_turn(machine, drafter_params, state), jnp.int32(0),
+                  blank_turn(decoder, drafter_params, state), jnp.int32(0),
                   jnp.zeros(state.root.shape, jnp.int32))
     return jax.lax.while_loop(lambda a: a.go, one_turn, start).state
 
@@ -113,7 +113,7 @@ def _here(a: Ahead) -> Ahead:
     return a._replace(turn=turn, took=took)
 
 
-def plain_spell(machine: Machine, params: Params, drafter_params: Params, state: RolloutState,
+def plain_spell(decoder: Decoder, params: Params, drafter_params: Params, state: RolloutState,
                 turn: Turn, most: Array) -> tuple[RolloutState, Array]:
     """Plain rounds for which one plan stands: until a row of any shard ends, and at most `most`.
 
@@ -121,13 +121,13 @@ def plain_spell(machine: Machine, params: Params, drafter_params: Params, state:
       The state, and the rounds i32[] that it took, at least 1.
     """
     def one(spell: Spell) -> Spell:
-        state = plain_round(machine, params, drafter_params, spell.state,
-                            turn.replace(tip=spell.tip))
-        tip = tip_of(state)
-        ended = (tip.live != turn.tip.live).any().astype(jnp.int32)
-        return Spell(spell.done + 1, jax.lax.pmax(ended, ROWS), tip, state)
+        state = plain_round(decoder, params, drafter_params, spell.state,
+                            turn.replace(frontier=spell.frontier))
+        frontier = frontier_of(state)
+        ended = (frontier.live != turn.frontier.live).any().astype(jnp.int32)
+        return Spell(spell.done + 1, jax.lax.pmax(ended, ROWS), frontier, state)
 
     spell = jax.lax.while_loop(
         lambda s: (s.done < jnp.minimum(turn.hold, most)) & (s.ended == 0), one,
-        Spell(jnp.int32(0), jnp.int32(0), turn.tip, state))
+        Spell(jnp.int32(0), jnp.int32(0), turn.frontier, state))
     return spell.state, spell.done

@@ -25,11 +25,11 @@ from specrl_jax.control.packed import WORD, Packing
 from specrl_jax.rollout import audit as audits
 from specrl_jax.rollout import counted, lengths, lockstep, refill
 from specrl_jax.rollout.decode_loop import launch
-from specrl_jax.rollout.layout import ROW, STATE, Layout, Request, Shapes, pad
-from specrl_jax.rollout.round import Machine
+from specrl_jax.rollout.layout import ROW, STATE, Layout, RolloutRequest, Shapes, pad
+from specrl_jax.rollout.round import Decoder
 from specrl_jax.rollout.slots import EMPTY, Slots
 from specrl_jax.sharding import ROWS
-from specrl_jax.structs import Array, Fill, RolloutState, Sequences
+from specrl_jax.structs import Array, RolloutState, Sequences, SlotFill
 
 MEMORY = 0.9  # weight that outcomes keep from rollout to rollout
 COMPILERS = 4  # programs compiled at once
@@ -55,7 +55,7 @@ class Engine:
     """Compiled programs for one set of shapes; `run` is the rollout.
 
     Args:
-      machine: model, drafter and controller.
+      decoder: model, drafter and controller.
       mesh: rows are split over its data axes.
       shapes: of one data shard.
       stop: stop token ids.
@@ -64,14 +64,14 @@ class Engine:
       audit: every so many launches, off and the best constant depth are really run for a round.
     """
 
-    def __init__(self, machine: Machine, mesh: Mesh, shapes: Shapes, stop: Sequence[int],
+    def __init__(self, decoder: Decoder, mesh: Mesh, shapes: Shapes, stop: Sequence[int],
                  dtype: Any = jnp.float32, past: int = 0, audit: int = 0) -> None:
-        self.machine, self.mesh, self.shapes = machine, mesh, shapes
-        self.audit = audit if machine.controller.adaptive else 0
-        self.layout = Layout(machine, mesh, shapes, stop, dtype, past)
-        self.control = machine.controller.init()  # on the host
+        self.decoder, self.mesh, self.shapes = decoder, mesh, shapes
+        self.audit = audit if decoder.controller.adaptive else 0
+        self.layout = Layout(decoder, mesh, shapes, stop, dtype, past)
+        self.control = decoder.controller.init()  # on the host
         self._packing = Packing(self.control)
-        drafter = machine.drafter
+        drafter = decoder.drafter
         self.acceptance = acceptance.blank(len(drafter.names), drafter.depth)  # earlier rollouts
         self._programs: dict[Any, Any] = {}
         self._pool: Any = None  # the largest batch's cache, kept from rollout to rollout
@@ -84,7 +84,7 @@ class Engine:
         shapes, whole, self._pool = self.shapes, P(), None
         full, replicated = self.layout.abstract(shapes.batch), sharding.replicated(self.mesh)
         control = jax.ShapeDtypeStruct((self._packing.size,), WORD, sharding=replicated)
-        fill = self._rows_like(Fill(*(np.zeros(shapes.batch * shapes.shards, np.int32),) * 5))
+        fill = self._rows_like(SlotFill(*(np.zeros(shapes.batch * shapes.shards, np.int32),) * 5))
         number = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated)
         waiting = self._rows_like(np.zeros(shapes.shards, np.int32))
         report(f"compiling rollouts of {', '.join(map(str, shapes.batches))} rows")
@@ -96,18 +96,18 @@ class Engine:
             if self.audit:
                 self._add(("copy", batch), functools.partial(jax.tree.map, jnp.copy), (STATE,),
                           STATE, (), state)
-        self._add("fork", functools.partial(refill.fork, self.machine, shapes.prompt),
+        self._add("fork", functools.partial(refill.fork, self.decoder, shapes.prompt),
                   (STATE, ROW), STATE, (0,), full, fill)
         for prompts, width in shapes.prefills:
             tokens = self._rows_like(np.zeros((prompts * shapes.shards, width), np.int32))
             length = self._rows_like(np.zeros(prompts * shapes.shards, np.int32))
             self._add(("prefill", prompts, width),
-                      functools.partial(refill.prefill, self.machine, shapes.prompt),
+                      functools.partial(refill.prefill, self.decoder, shapes.prompt),
                       (whole, whole, STATE, ROW, ROW, ROW), STATE, (2,),
                       params, drafter_params, full, fill, tokens, length)
         for old, new in zip(shapes.batches, shapes.batches[1:], strict=False):
             slots = self._rows_like(np.zeros(new * shapes.shards, np.int32))
-            self._add(("take", old), functools.partial(refill.take, self.machine), (STATE, ROW),
+            self._add(("take", old), functools.partial(refill.take, self.decoder), (STATE, ROW),
                       STATE, (), self.layout.abstract(old), slots)
         gather = jax.jit(lambda *x: x, out_shardings=replicated)
         self._programs["collect"] = gather.lower(full.sequences, full.counters)
@@ -136,7 +136,7 @@ class Engine:
         The controller's state comes and goes by itself, packed: it outlives rollouts.
         """
         state = state.replace(control=self._packing.unpack(control))
-        state = launch(self.machine, params, drafter_params, state, *args)
+        state = launch(self.decoder, params, drafter_params, state, *args)
         seen = (state.sequences.done, state.sequences.length, state.counters, state.seen)
         return (state.replace(control=()), self._packing.pack(state.control, jnp),
                 jax.lax.all_gather(seen, ROWS, tiled=True))
@@ -154,7 +154,7 @@ class Engine:
     def everywhere(self, tree: Any) -> Any:
         return sharding.put(sharding.replicated(self.mesh), tree)
 
-    def begin(self, asked: Request) -> RolloutState:
+    def begin(self, asked: RolloutRequest) -> RolloutState:
         """The state in which no slot is filled yet, without the controller's."""
         state = self.layout.host_state(asked, self.shapes.batch)
         kv, self._pool = self._pool, None
@@ -173,7 +173,7 @@ class Engine:
 
     # The rollout.
 
-    def run(self, params: Any, asked: Request, drafter_params: Any = (), *, rounds: int = 32,
+    def run(self, params: Any, asked: RolloutRequest, drafter_params: Any = (), *, rounds: int = 32,
             progress: Callable[[int, int, int], None] = lambda done, total, tokens: None,
             peek: Callable[[np.ndarray, np.ndarray], None] | None = None) -> Result:
         """Generates all sequences of `asked`.
@@ -190,7 +190,7 @@ class Engine:
         """
         self.layout.check(asked)
         s, began, prefill_seconds, trace = self.shapes, time.perf_counter(), 0.0, []
-        state, controller = self.begin(asked), self.machine.controller
+        state, controller = self.begin(asked), self.decoder.controller
         self.control = controller.begin(self.control, max(map(len, asked.prompts), default=0))
         done = asked.limit.reshape(s.shards, s.sequences) == 0
         slots = [Slots(s.batch, int((~of_shard).sum()), s.group) for of_shard in done]
@@ -251,7 +251,7 @@ class Engine:
 
     def _learn(self, launch: dict[str, Any]) -> None:
         """The controller's turn between launches; `launch` gets its explanation."""
-        controller = self.machine.controller
+        controller = self.decoder.controller
         if controller.adaptive:
             if jax.process_count() > 1:
                 seconds = np.float32(launch["seconds"])
@@ -263,7 +263,7 @@ class Engine:
                  done: np.ndarray, batch: int, waiting: bool, outcomes: Acceptance) -> Outlook:
         """What a state holds of the future: survival of drafts; for a controller that looks at time
         expected lengths and weights of all sequences, too. While some wait, tokens are alike."""
-        controller, estimate = self.machine.controller, acceptance.table(self.acceptance, outcomes)
+        controller, estimate = self.decoder.controller, acceptance.table(self.acceptance, outcomes)
         outlook = {"estimate": estimate}
         if not controller.adaptive:
             return outlook
@@ -293,11 +293,11 @@ class Engine:
             self.acceptance, jax.tree.map(np.zeros_like, outcomes)))
         self.acceptance = acceptance.merge(self.acceptance, outcomes, MEMORY)
         return Result(sequences=sequences, counters=counted.totals(counters), trace=trace,
-                      by_drafter=counted.by_drafter(counters, self.machine.drafter.names),
-                      calibration=judged, rule=self.machine.rule,
+                      by_drafter=counted.by_drafter(counters, self.decoder.drafter.names),
+                      calibration=judged, rule=self.decoder.rule,
                       seconds=time.perf_counter() - began, prefill_seconds=prefill_seconds)
 
-    def _refill(self, state: RolloutState, params: Any, drafter_params: Any, asked: Request,
+    def _refill(self, state: RolloutState, params: Any, drafter_params: Any, asked: RolloutRequest,
                 slots: list[Slots], done: np.ndarray) -> RolloutState:
         """Seats waiting sequences until no slot is free or none waits.
 
@@ -315,7 +315,7 @@ class Engine:
             ends = [[asked.prompts[i * per_shard + q // s.group] if q != EMPTY else [0]
                      for q in plan.seq] for i, plan in enumerate(plans)]
             flat = [prompt for rows in ends for prompt in rows]
-            fill = self.put_rows(Fill(
+            fill = self.put_rows(SlotFill(
                 seq=np.concatenate([p.seq for p in plans]),
                 source=np.concatenate([p.source for p in plans]),
                 copy=np.concatenate([p.copy for p in plans]),
@@ -324,7 +324,7 @@ class Engine:
             state = self._seat(state, params, drafter_params, fill, tokens)
         return state
 
-    def _seat(self, state: RolloutState, params: Any, drafter_params: Any, fill: Fill,
+    def _seat(self, state: RolloutState, params: Any, drafter_params: Any, fill: SlotFill,
               tokens: list[list[Sequence[int]]]) -> RolloutState:
         """One prefill of what is new, in the smallest shape that holds every shard's, or a copy."""
         most = max(map(len, tokens))

@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec as P
 from specrl_jax.config import RolloutConfig, check
 from specrl_jax.control import acceptance
 from specrl_jax.control.acceptance import Acceptance
-from specrl_jax.draft.protocol import Occasion
-from specrl_jax.rollout.round import Machine
+from specrl_jax.draft.protocol import RolloutInfo
+from specrl_jax.rollout.round import Decoder
 from specrl_jax.sharding import ROWS
 from specrl_jax.structs import Cache, Counters, RolloutState, Sampling, Sequences
 
@@ -95,7 +95,7 @@ class Shapes:
 
 
 @dataclasses.dataclass
-class Request:
+class RolloutRequest:
     """The sequences of one rollout, of all shards; samples of a prompt lie together."""
 
     prompts: Sequence[Sequence[int]]  # token ids of Q / M prompts
@@ -108,10 +108,10 @@ class Request:
 
 
 def request(prompts: Sequence[Sequence[int]], keys: np.ndarray, group: int, config: RolloutConfig,
-            past: np.ndarray | None = None) -> Request:
+            past: np.ndarray | None = None) -> RolloutRequest:
     """A Request in which all sequences are sampled as `config` says."""
     total = len(prompts) * group
-    return Request(
+    return RolloutRequest(
         prompts=prompts, keys=keys, past=past,
         temperature=np.full(total, config.temperature, np.float32),
         top_p=np.full(total, config.top_p, np.float32),
@@ -122,13 +122,13 @@ def request(prompts: Sequence[Sequence[int]], keys: np.ndarray, group: int, conf
 class Layout:
     """The states of one engine: as host arrays, as abstract shapes, and their shardings."""
 
-    def __init__(self, machine: Machine, mesh: Mesh, shapes: Shapes, stop: Sequence[int],
+    def __init__(self, decoder: Decoder, mesh: Mesh, shapes: Shapes, stop: Sequence[int],
                  dtype: Any, past: int) -> None:
-        self.machine, self.mesh, self.shapes = machine, mesh, shapes
+        self.decoder, self.mesh, self.shapes = decoder, mesh, shapes
         self.stop = np.asarray(stop or (-1,), np.int32)
         self.dtype, self.past = dtype, past
 
-    def check(self, asked: Request) -> None:
+    def check(self, asked: RolloutRequest) -> None:
         """Raises ConfigError if a request does not fit."""
         s = self.shapes
         longest = max(len(p) for p in asked.prompts)
@@ -138,7 +138,7 @@ class Layout:
               f"a prompt has {longest} tokens; raise it")
         check(min(len(p) for p in asked.prompts) > 0, "prompt", [], "needs at least one token")
         truncated = ((asked.top_k > 0) | (asked.top_p < 1)).any()
-        check(self.machine.truncates or not truncated, "truncates", self.machine.truncates,
+        check(self.decoder.truncates or not truncated, "truncates", self.decoder.truncates,
               "sequences ask for top_k or top_p, for which this engine was not compiled; set it in "
               "its Machine")
         unasked = asked.limit.reshape(s.shards, s.sequences) == 0
@@ -150,17 +150,26 @@ class Layout:
     def abstract(self, batch: int) -> RolloutState:
         """Shapes, dtypes and shardings of a state with `batch` slots a shard."""
         q = self.shapes.sequences * self.shapes.shards // self.shapes.group
-        blank = Request(prompts=[[0]] * q, keys=np.zeros((q * self.shapes.group, 2), np.uint32),
-                        **{name: np.zeros(q * self.shapes.group, kind) for name, kind in (
-                            ("temperature", np.float32), ("top_p", np.float32),
-                            ("top_k", np.int32), ("limit", np.int32))})
+        blank = RolloutRequest(
+            prompts=[[0]] * q,
+            keys=np.zeros((q * self.shapes.group, 2), np.uint32),
+            **{
+                name: np.zeros(q * self.shapes.group, kind)
+                for name, kind in (
+                    ("temperature", np.float32),
+                    ("top_p", np.float32),
+                    ("top_k", np.int32),
+                    ("limit", np.int32),
+                )
+            },
+        )
         state = self.host_state(blank, batch)
         like = jax.tree.map(lambda s, a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s),
                             self.shardings(state), state)
         return like.replace(cache=like.cache.replace(kv=self.abstract_kv(batch)))
 
     def abstract_kv(self, batch: int) -> list[tuple[list[Any], list[Any]]]:
-        arch, rows = self.machine.arch, batch * self.shapes.shards
+        arch, rows = self.decoder.arch, batch * self.shapes.shards
         g, e = arch.num_kv_heads, arch.head_dim
         tensor = "tensor" if g % self.mesh.shape["tensor"] == 0 else None
         place = NamedSharding(self.mesh, P(ROWS, tensor))
@@ -185,7 +194,7 @@ class Layout:
             return tuple(map(self.of_results, shapes, specs))
         return jax.tree.map(lambda _: NamedSharding(self.mesh, specs), shapes)
 
-    def host_state(self, asked: Request, batch: int) -> RolloutState:
+    def host_state(self, asked: RolloutRequest, batch: int) -> RolloutState:
         """The state in which every slot is empty, as host arrays; the cache's K/V and the
         controller's state are not here."""
         s = self.shapes
@@ -198,14 +207,14 @@ class Layout:
         past = asked.past
         if past is None:
             past = np.full((len(asked.prompts), self.past, s.response), -1, np.int32)
-        occasion = Occasion(prompt=prompt, prompt_length=prompt_length, past=past, batch=rows,
+        info = RolloutInfo(prompt=prompt, prompt_length=prompt_length, past=past, batch=rows,
                             group=s.group, buffer=s.response, cache=s.cache)
         return RolloutState(
             cache=Cache(kv=(), length=zero(rows)), root=zero(rows),
             seq=np.full(rows, s.sequences, np.int32),
             sampling=Sampling(temperature=asked.temperature, top_p=asked.top_p, top_k=asked.top_k,
                               limit=asked.limit, key=asked.keys, stop=self.stop),
-            sequences=sequences, draft=self.machine.drafter.init(occasion), control=(),
+            sequences=sequences, draft=self.decoder.drafter.init(info), control=(),
             expected=asked.limit.astype(np.float32), weight=np.ones(total, np.float32),
             estimate=np.zeros(self.cells, np.float32),
             seen=Acceptance(*(np.zeros((s.shards, *self.cells), np.float32),) * 2),
@@ -216,8 +225,8 @@ class Layout:
     @property
     def cells(self) -> tuple[int, int, int]:
         """(drafters, D, bins) of the acceptance estimate."""
-        return acceptance.blank(len(self.machine.drafter.names),
-                                self.machine.drafter.depth).tried.shape
+        return acceptance.blank(len(self.decoder.drafter.names),
+                                self.decoder.drafter.depth).tried.shape
 
 
 def pad(rows: Sequence[Sequence[int]], width: int) -> tuple[np.ndarray, np.ndarray]:

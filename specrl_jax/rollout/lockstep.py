@@ -10,10 +10,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from specrl_jax.control.protocol import Stretch
-from specrl_jax.rollout.layout import Request, Shapes
+from specrl_jax.rollout.layout import RolloutRequest, Shapes
 
 
-def of_rollout(shapes: Shapes, asked: Request, length: np.ndarray) -> list[Stretch]:
+def of_rollout(shapes: Shapes, asked: RolloutRequest, length: np.ndarray) -> list[Stretch]:
     """`plain_rounds` of sequences that became `length` i32[Q] tokens long."""
     prompt = np.repeat([len(p) for p in asked.prompts], shapes.group)
     split = (shapes.shards, shapes.sequences)

@@ -22,7 +22,7 @@ from specrl_jax.control.cost_file import Record
 from specrl_jax.control.cost_model import Ladders, Point, Run
 from specrl_jax.io.device import cores, processor
 from specrl_jax.rollout.engine import Engine
-from specrl_jax.rollout.layout import Request
+from specrl_jax.rollout.layout import RolloutRequest
 from specrl_jax.rollout.round import buckets_of
 from specrl_jax.structs import RolloutState
 
@@ -39,20 +39,20 @@ APART = 2  # launches between two of the reference, twice as many where rounds a
 
 def ladders(engine: Engine) -> Ladders:
     """The buckets of every batch size."""
-    return {rows: buckets_of(engine.machine, rows) for rows in engine.shapes.batches}
+    return {rows: buckets_of(engine.decoder, rows) for rows in engine.shapes.batches}
 
 
 def key(engine: Engine, about: Mapping[str, Any]) -> dict[str, Any]:
     """What a measurement holds for. `about` says what drafts."""
-    device, machine = jax.devices()[0], engine.machine
+    device, decoder = jax.devices()[0], engine.decoder
     return {"device": f"{device.platform} {device.device_kind} {processor()}",
             "cores": cores(), "flags": os.environ.get("XLA_FLAGS", ""),
             "jax": jax.__version__, "jaxlib": jaxlib.__version__,
-            "model": dataclasses.asdict(machine.arch), "invariant": machine.invariant,
-            "attention": machine.implementation, "mesh": dict(engine.mesh.shape),
+            "model": dataclasses.asdict(decoder.arch), "invariant": decoder.invariant,
+            "attention": decoder.implementation, "mesh": dict(engine.mesh.shape),
             "dtype": str(np.dtype(engine.layout.dtype)),
-            "shapes": dataclasses.asdict(engine.shapes), "rule": machine.rule,
-            "truncates": machine.truncates,
+            "shapes": dataclasses.asdict(engine.shapes), "rule": decoder.rule,
+            "truncates": decoder.truncates,
             "buckets": [[rows, *b] for rows, of in ladders(engine).items() for b in of],
             "drafter": dict(about)}
 
@@ -78,7 +78,7 @@ def priced(engine: Engine, params: Any, drafter_params: Any, path: str, about: M
         record = measure(engine, params, drafter_params)
         if jax.process_index() == 0:
             cost_file.store(file, wanted, record)
-    rows, far, depth = ladders(engine), engine.shapes.longest, engine.machine.drafter.depth
+    rows, far, depth = ladders(engine), engine.shapes.longest, engine.decoder.drafter.depth
     if jax.process_count() > 1:
         known = 0 if record is None else cost_model.rounds_of(record.measured)
         rounds = round(_agreed(float(known)))
@@ -101,7 +101,7 @@ def priced(engine: Engine, params: Any, drafter_params: Any, path: str, about: M
 def reads(engine: Engine) -> bool:
     """Whether the drafter has more to read when it was not asked for some rounds."""
     state = engine.layout.host_state(_asked(engine), engine.shapes.batch).draft
-    told = engine.machine.drafter.read_to(
+    told = engine.decoder.drafter.read_to(
         state, np.ones(engine.shapes.batch * engine.shapes.shards, np.int32))
     return any(a is not b for a, b in zip(*map(jax.tree.leaves, (state, told)), strict=True))
 
@@ -116,7 +116,7 @@ def _agreed(value: float) -> float:
 def measure(engine: Engine, params: Any, drafter_params: Any) -> Record:
     """Runs every launch that a fit needs, and those that it is tested on."""
     began, before = time.perf_counter(), engine.control
-    rows, far, depth = ladders(engine), engine.shapes.longest, engine.machine.drafter.depth
+    rows, far, depth = ladders(engine), engine.shapes.longest, engine.decoder.drafter.depth
     state, measured, batch = _blank(engine), {}, engine.shapes.batch
     state, rounds = _rounds(engine, params, drafter_params, state)
     fit, held = cost_model.points(rows, far, depth, reads(engine), rounds)
@@ -157,7 +157,7 @@ def plain(engine: Engine, params: Any, drafter_params: Any, rounds: int) -> dict
     them, so `rounds` is what a rollout's launches have. Nothing is chosen by it, so the fewest
     sweeps will do.
     """
-    controller, state, batch = engine.machine.controller, _blank(engine), engine.shapes.batch
+    controller, state, batch = engine.decoder.controller, _blank(engine), engine.shapes.batch
     longest = engine.shapes.longest
     rounds = min(rounds, longest - longest // 2, engine.shapes.response)
     control = controller.depth(engine.control, 0)
@@ -171,12 +171,12 @@ def plain(engine: Engine, params: Any, drafter_params: Any, rounds: int) -> dict
     return found
 
 
-def _asked(engine: Engine) -> Request:
+def _asked(engine: Engine) -> RolloutRequest:
     s = engine.shapes
     total = s.sequences * s.shards
     whole = {"temperature": np.ones(total, np.float32), "top_p": np.ones(total, np.float32),
              "top_k": np.zeros(total, np.int32), "limit": np.full(total, s.response, np.int32)}
-    return Request(prompts=[[0]] * (total // s.group),
+    return RolloutRequest(prompts=[[0]] * (total // s.group),
                    keys=np.arange(2 * total, dtype=np.uint32).reshape(total, 2), **whole)
 
 
@@ -248,7 +248,7 @@ def _stage(engine: Engine, state: RolloutState, point: Point) -> RolloutState:
         cache=host.cache.replace(length=np.full(point.rows * s.shards, point.context, np.int32)))
     read = np.full(point.rows * s.shards, point.context - point.missed, np.int32)
     host = host.replace(cache=host.cache.replace(kv=state.cache.kv),
-                        draft=engine.machine.drafter.read_to(state.draft, read))
+                        draft=engine.decoder.drafter.read_to(state.draft, read))
     state = jax.tree.map(
         lambda place, a: a if isinstance(a, jax.Array) else sharding.put(place, a),
         layout.shardings(host), host)

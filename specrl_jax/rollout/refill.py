@@ -9,12 +9,12 @@ import jax.numpy as jnp
 from specrl_jax.model import invariant, transformer
 from specrl_jax.model.rows import for_rows
 from specrl_jax.model.transformer import Params
-from specrl_jax.rollout.round import Machine
-from specrl_jax.structs import Array, Cache, Fill, RolloutState
+from specrl_jax.rollout.round import Decoder
+from specrl_jax.structs import Array, Cache, RolloutState, SlotFill
 
 
-def prefill(machine: Machine, width: int, params: Params, drafter_params: Params,
-            state: RolloutState, fill: Fill, tokens: Array, length: Array) -> RolloutState:
+def prefill(decoder: Decoder, width: int, params: Params, drafter_params: Params,
+            state: RolloutState, fill: SlotFill, tokens: Array, length: Array) -> RolloutState:
     """Runs prompts once and writes their K/V to every slot that wants them.
 
     The last token of a prompt is not run: it is the first root, so nothing is sampled here.
@@ -24,21 +24,21 @@ def prefill(machine: Machine, width: int, params: Params, drafter_params: Params
       tokens: i32[p, P'] prompts, right-padded.
       length: i32[p].
     """
-    if machine.invariant:
-        blocks, taps = invariant.prompt_forward(machine.arch, params, tokens, machine.drafter.taps)
+    if decoder.invariant:
+        blocks, taps = invariant.prompt_forward(decoder.arch, params, tokens, decoder.drafter.taps)
     else:
         _, cached, taps = transformer.hidden_states(
-            machine.arch, params, tokens, *transformer.right_padded(tokens.shape, length),
-            taps=machine.drafter.taps)
+            decoder.arch, params, tokens, *transformer.right_padded(tokens.shape, length),
+            taps=decoder.drafter.taps)
         blocks = [(k.transpose(2, 0, 1, 3), v.transpose(2, 0, 3, 1)) for k, v in cached]
-    features = None if taps is None else machine.drafter.project(drafter_params, taps)
-    state = fork(machine, width, state, fill)
+    features = None if taps is None else decoder.drafter.project(drafter_params, taps)
+    state = fork(decoder, width, state, fill)
     kv = _write_rows(state.cache.kv, fill.source, blocks, tokens.shape[1])
-    draft = machine.drafter.prefill(state.draft, fill, tokens, features)
+    draft = decoder.drafter.prefill(state.draft, fill, tokens, features)
     return state.replace(cache=state.cache.replace(kv=kv), draft=draft)
 
 
-def fork(machine: Machine, width: int, state: RolloutState, fill: Fill) -> RolloutState:
+def fork(decoder: Decoder, width: int, state: RolloutState, fill: SlotFill) -> RolloutState:
     """Seats new sequences and copies prompts between slots."""
     kv = _write_rows(
         state.cache.kv, jnp.where(fill.copy == jnp.arange(fill.copy.shape[0]), -1, fill.copy),
@@ -48,7 +48,7 @@ def fork(machine: Machine, width: int, state: RolloutState, fill: Fill) -> Rollo
         cache=Cache(kv=kv, length=jnp.where(seated, fill.length, state.cache.length)),
         root=jnp.where(seated, fill.root, state.root),
         seq=jnp.where(seated, fill.seq, state.seq),
-        draft=machine.drafter.fork(state.draft, fill))
+        draft=decoder.drafter.fork(state.draft, fill))
 
 
 def _write_rows(kv: list, source: Array, rows: list | None, width: int) -> list:
@@ -89,9 +89,9 @@ def _positions(a: Array, row: Array, start: int, size: int, axis: int) -> Array:
     return jax.lax.dynamic_slice(a, [jnp.int32(x) for x in begin], shape)
 
 
-def take(machine: Machine, state: RolloutState, slots: Array) -> RolloutState:
+def take(decoder: Decoder, state: RolloutState, slots: Array) -> RolloutState:
     """The state with only `slots` i32[B'], in that order."""
     kv = jax.tree.map(lambda a: a[slots], state.cache.kv)
     return state.replace(cache=Cache(kv=kv, length=state.cache.length[slots]),
                          root=state.root[slots], seq=state.seq[slots],
-                         draft=machine.drafter.take(state.draft, slots))
+                         draft=decoder.drafter.take(state.draft, slots))

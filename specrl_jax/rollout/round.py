@@ -26,12 +26,12 @@ from specrl_jax.structs import (
     Cache,
     Counters,
     DraftTree,
+    Frontier,
     Load,
     Path,
     RolloutState,
     Sampling,
     SpecConfig,
-    Tip,
     Verdict,
 )
 from specrl_jax.verify import commit, match, rejection, sampling
@@ -39,7 +39,7 @@ from specrl_jax.verify.registry import RULES
 
 
 @dataclasses.dataclass(frozen=True)
-class Machine:
+class Decoder:
     """What is static in a launch: the program is a function of this and of shapes."""
 
     arch: Architecture
@@ -53,12 +53,12 @@ class Machine:
     truncates: bool = False  # whether a row may ask for top-k or top-p
 
 
-def tip_of(state: RolloutState) -> Tip:
+def frontier_of(state: RolloutState) -> Frontier:
     """Where the rows stand; an empty slot holds the sequence index Q."""
     held = state.seq < state.sequences.done.shape[0]
     done = state.sequences.done.at[state.seq].get(mode="fill", fill_value=True)
     generated = state.sequences.length.at[state.seq].get(mode="fill", fill_value=0)
-    return Tip(root=state.root, seq=state.seq, generated=generated, context=state.cache.length,
+    return Frontier(root=state.root, seq=state.seq, generated=generated, context=state.cache.length,
                live=held & ~done)
 
 
@@ -69,13 +69,13 @@ def sampling_of(state: RolloutState) -> Sampling:
     return rows.replace(stop=stop)
 
 
-def load_of(state: RolloutState, tip: Tip, rows: Sampling) -> Load:
+def load_of(state: RolloutState, frontier: Frontier, rows: Sampling) -> Load:
     """What the controller sees. No row is expected to end at once, or beyond its limit."""
     expected, weight = (a.at[state.seq].get(mode="fill", fill_value=1)
                         for a in (state.expected, state.weight))
-    left = (jnp.minimum(expected, rows.limit) - tip.generated).astype(jnp.float32)
-    return Load(live=tip.live, length=tip.context, expected_left=jnp.maximum(left, 1),
-                room=rows.limit - tip.generated, weight=weight)
+    left = (jnp.minimum(expected, rows.limit) - frontier.generated).astype(jnp.float32)
+    return Load(live=frontier.live, length=frontier.context, expected_left=jnp.maximum(left, 1),
+                room=rows.limit - frontier.generated, weight=weight)
 
 
 @struct.dataclass
@@ -85,7 +85,7 @@ class Turn:
     It is a plain one where `bucket` is 0 once nothing is asked.
     """
 
-    tip: Tip
+    frontier: Frontier
     rows: Sampling
     load: Load
     spec: SpecConfig
@@ -97,111 +97,121 @@ class Turn:
     bucket: Array  # i32[] the same on all shards
 
 
-def buckets_of(machine: Machine, batch: int) -> tuple[Bucket, ...]:
-    return bucket_ladder(batch, machine.drafter.nodes, machine.most, batch == machine.least)
+def buckets_of(decoder: Decoder, batch: int) -> tuple[Bucket, ...]:
+    return bucket_ladder(batch, decoder.drafter.nodes, decoder.most, batch == decoder.least)
 
 
-def turn_of(machine: Machine, state: RolloutState, tree: DraftTree) -> Turn:
+def turn_of(decoder: Decoder, state: RolloutState, tree: DraftTree) -> Turn:
     """The next round. `tree` is any, whose nodes are not looked at."""
-    tip, rows = tip_of(state), sampling_of(state)
-    load = load_of(state, tip, rows)
-    spec, clamped = clamp(machine.controller.plan(state.control, load), machine.drafter,
-                          tip.live.sum())
-    room = len(buckets_of(machine, tip.root.shape[0])) > 1  # for more than roots
+    frontier, rows = frontier_of(state), sampling_of(state)
+    load = load_of(state, frontier, rows)
+    spec, clamped = clamp(decoder.controller.plan(state.control, load), decoder.drafter,
+                          frontier.live.sum())
+    room = len(buckets_of(decoder, frontier.root.shape[0])) > 1  # for more than roots
     asks = room & (spec.steps > 0)
-    hold = jnp.where(spec.steps == 0, jnp.maximum(machine.controller.hold(state.control, load), 1),
+    hold = jnp.where(spec.steps == 0, jnp.maximum(decoder.controller.hold(state.control, load), 1),
                      1)
     none = jnp.zeros_like(tree.live)
-    return Turn(tip=tip, rows=rows, load=load, spec=spec, hold=hold, clamped=clamped, asks=asks,
-                tree=tree.replace(live=none), live=none, bucket=jnp.int32(0))
+    return Turn(
+        frontier=frontier,
+        rows=rows,
+        load=load,
+        spec=spec,
+        hold=hold,
+        clamped=clamped,
+        asks=asks,
+        tree=tree.replace(live=none),
+        live=none,
+        bucket=jnp.int32(0),
+    )
 
 
-def blank_turn(machine: Machine, drafter_params: Params, state: RolloutState) -> Turn:
+def blank_turn(decoder: Decoder, drafter_params: Params, state: RolloutState) -> Turn:
     """Zeros, of the shapes that a turn has whose tree the drafter has proposed."""
 
     def proposed() -> Turn:
-        tip, rows = tip_of(state), sampling_of(state)
-        spec = machine.controller.plan(state.control, load_of(state, tip, rows))
-        tree, _ = machine.drafter.propose(drafter_params, state.draft, tip, rows, spec,
+        frontier, rows = frontier_of(state), sampling_of(state)
+        spec = decoder.controller.plan(state.control, load_of(state, frontier, rows))
+        tree, _ = decoder.drafter.propose(drafter_params, state.draft, frontier, rows, spec,
                                           functools.partial(acceptance.survive, state.estimate))
-        return turn_of(machine, state, tree)
+        return turn_of(decoder, state, tree)
 
     return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(proposed))
 
 
-def propose(machine: Machine, drafter_params: Params, state: RolloutState, turn: Turn
+def propose(decoder: Decoder, drafter_params: Params, state: RolloutState, turn: Turn
             ) -> tuple[RolloutState, Turn]:
     """Drafts a tree, and chooses what of it is verified, and in which bucket."""
-    tree, draft = machine.drafter.propose(drafter_params, state.draft, turn.tip, turn.rows,
+    tree, draft = decoder.drafter.propose(drafter_params, state.draft, turn.frontier, turn.rows,
                                           turn.spec, functools.partial(acceptance.survive,
                                                                        state.estimate))
     room = turn.load.room[:, None]  # a round's last token needs no draft
     tree = tree.replace(live=tree.live & (tree.depth < room))
-    live, bucket = machine.controller.keep(state.control, turn.load, turn.spec,
-                                           _shown(machine, tree),
-                                           buckets_of(machine, turn.tip.root.shape[0]))
+    live, bucket = decoder.controller.keep(state.control, turn.load, turn.spec,
+                                           _shown(decoder, tree),
+                                           buckets_of(decoder, turn.frontier.root.shape[0]))
     turn = turn.replace(asks=jnp.bool_(False), tree=tree, live=live,
                         bucket=jax.lax.pmax(bucket, ROWS))
-    broken = (turn.tip.live & jnp.isnan(tree.logq[:, 0])).sum(dtype=jnp.int32)
+    broken = (turn.frontier.live & jnp.isnan(tree.logq[:, 0])).sum(dtype=jnp.int32)
     counters = state.counters.replace(broken=state.counters.broken + broken)
     return state.replace(draft=draft, counters=counters), turn
 
 
-def _shown(machine: Machine, tree: DraftTree) -> DraftTree:
+def _shown(decoder: Decoder, tree: DraftTree) -> DraftTree:
     """What a controller sees of a tree. Where drafts are tested as drawn, nothing that was drawn:
     a node that is verified for its token has another law (non-anticipation, DSpark)."""
-    if machine.rule not in DRAWN_RULES:
+    if decoder.rule not in DRAWN_RULES:
         return tree
     return tree.replace(tokens=jnp.zeros_like(tree.tokens), logq=jnp.zeros_like(tree.logq),
                         gap=jnp.zeros_like(tree.gap), proposal=None)
 
 
-def plain_round(machine: Machine, params: Params, drafter_params: Params, state: RolloutState,
+def plain_round(decoder: Decoder, params: Params, drafter_params: Params, state: RolloutState,
                 turn: Turn) -> RolloutState:
     """One token of every live row, by the same operations with a drafter and without."""
-    bucket = Bucket(turn.tip.root.shape[0], 1)
-    tree = roots(turn.tip.root, turn.tip.live, 1)
-    verdict, path = verify_in(machine, params, drafter_params, state.cache, turn, tree, tree.live,
+    bucket = Bucket(turn.frontier.root.shape[0], 1)
+    tree = roots(turn.frontier.root, turn.frontier.live, 1)
+    verdict, path = verify_in(decoder, params, drafter_params, state.cache, turn, tree, tree.live,
                               bucket, 0)
-    return conclude(machine, drafter_params, state, turn, jnp.int32(bucket.packed), verdict, path)
+    return conclude(decoder, drafter_params, state, turn, jnp.int32(bucket.packed), verdict, path)
 
 
-def drafted_round(machine: Machine, params: Params, drafter_params: Params, state: RolloutState,
+def drafted_round(decoder: Decoder, params: Params, drafter_params: Params, state: RolloutState,
                   turn: Turn) -> tuple[RolloutState, Array]:
     """The verification of a tree that is more than roots.
 
     Returns:
       The state, and the tokens i32[B] that it committed.
     """
-    buckets = buckets_of(machine, turn.tip.root.shape[0])[1:]
-    branches = [functools.partial(verify_in, machine, params, drafter_params, state.cache, turn,
-                                  bucket=b, depth=machine.drafter.depth) for b in buckets]
+    buckets = buckets_of(decoder, turn.frontier.root.shape[0])[1:]
+    branches = [functools.partial(verify_in, decoder, params, drafter_params, state.cache, turn,
+                                  bucket=b, depth=decoder.drafter.depth) for b in buckets]
     verdict, path = jax.lax.switch(turn.bucket - 1, branches, turn.tree, turn.live)
     packed = jnp.asarray([b.packed for b in buckets], jnp.int32)[turn.bucket - 1]
-    seen = acceptance.observe(state.seen, turn.tree, path, verdict, turn.tip)
-    state = conclude(machine, drafter_params, state.replace(seen=seen), turn, packed, verdict, path)
+    seen = acceptance.observe(state.seen, turn.tree, path, verdict, turn.frontier)
+    state = conclude(decoder, drafter_params, state.replace(seen=seen), turn, packed, verdict, path)
     return state, verdict.count
 
 
-def conclude(machine: Machine, drafter_params: Params, state: RolloutState, turn: Turn,
+def conclude(decoder: Decoder, drafter_params: Params, state: RolloutState, turn: Turn,
              packed: Array, verdict: Verdict, path: Path) -> RolloutState:
     """What every round ends with: its tokens are committed, and the drafter learns of them."""
-    tip = turn.tip
+    frontier = turn.frontier
     last = jnp.take_along_axis(verdict.tokens, jnp.maximum(verdict.count - 1, 0)[:, None], 1)
     return state.replace(
         cache=commit.append(state.cache, path, verdict.count),
         root=jnp.where(verdict.count > 0, last[:, 0], state.root),
-        sequences=commit.record(state.sequences, verdict, tip),
-        draft=machine.drafter.observe(drafter_params, state.draft, tip, verdict, path),
+        sequences=commit.record(state.sequences, verdict, frontier),
+        draft=decoder.drafter.observe(drafter_params, state.draft, frontier, verdict, path),
         counters=count(state.counters, turn, verdict, packed))
 
 
-def noted(machine: Machine, state: RolloutState, turn: Turn, count: Array, rounds: Array
+def noted(decoder: Decoder, state: RolloutState, turn: Turn, count: Array, rounds: Array
           ) -> RolloutState:
     """The state once the controller knows that `rounds` rounds committed `count` i32[B] tokens."""
-    outcome = Outcome(turn.load, turn.spec, _shown(machine, turn.tree), turn.live, turn.bucket,
+    outcome = Outcome(turn.load, turn.spec, _shown(decoder, turn.tree), turn.live, turn.bucket,
                       count, rounds)
-    return state.replace(control=machine.controller.note(state.control, outcome))
+    return state.replace(control=decoder.controller.note(state.control, outcome))
 
 
 def clamp(spec: SpecConfig, drafter: Drafter, rows: Array) -> tuple[SpecConfig, Array]:
@@ -221,8 +231,8 @@ def clamp(spec: SpecConfig, drafter: Drafter, rows: Array) -> tuple[SpecConfig, 
 
 def count(counters: Counters, turn: Turn, verdict: Verdict, packed: Array) -> Counters:
     """Adds one round to the counters."""
-    tip, tree = turn.tip, turn.tree
-    rows, index = tip.live.sum(), jnp.arange(verdict.path.shape[1])[None]
+    frontier, tree = turn.frontier, turn.tree
+    rows, index = frontier.live.sum(), jnp.arange(verdict.path.shape[1])[None]
 
     def by_origin(which: Array, origin: Array) -> Array:
         drafters = jnp.arange(counters.drafted.shape[1])
@@ -235,7 +245,7 @@ def count(counters: Counters, turn: Turn, verdict: Verdict, packed: Array) -> Co
         rounds=counters.rounds + 1, row_rounds=counters.row_rounds + rows,
         committed=counters.committed + verdict.count.sum(),
         accepted=counters.accepted + accepted, drafted=counters.drafted + drafted,
-        packed=counters.packed + packed, slots=counters.slots + tip.live.shape[0],
+        packed=counters.packed + packed, slots=counters.slots + frontier.live.shape[0],
         clamped=counters.clamped + turn.clamped)
 
 
@@ -258,36 +268,38 @@ def pack(live: Array, parent: Array, packed: int) -> Packing:
     return Packing(row=index // nodes, node=index % nodes, place=place, parent=parent)
 
 
-def verify_in(machine: Machine, params: Params, drafter_params: Params, cache: Cache, turn: Turn,
+def verify_in(decoder: Decoder, params: Params, drafter_params: Params, cache: Cache, turn: Turn,
               tree: DraftTree, live: Array, bucket: Bucket, depth: int) -> tuple[Verdict, Path]:
     """One bucket's verification: pack, forward, draw, walk, gather.
 
     Args:
       depth: D; results have D + 1 places a row, whatever the bucket.
     """
-    tip, rows = turn.tip, turn.rows
+    frontier, rows = turn.frontier, turn.rows
     tokens, parent, level, kept, order = compact(tree, live, bucket.nodes)
     packing = pack(kept, parent, bucket.packed)
     at = (packing.row, packing.node)
     hidden, fresh, taps = transformer.tree_forward(
-        machine.arch, params, cache, tokens[at], tip.context[packing.row] + level[at],
-        packing, machine.implementation, machine.drafter.taps)
-    logits = transformer.logits(machine.arch, params, hidden, few=True)
-    truncation = (rows.top_k, rows.top_p) if machine.truncates else (None, None)
+        decoder.arch, params, cache, tokens[at], frontier.context[packing.row] + level[at],
+        packing, decoder.implementation, decoder.drafter.taps)
+    logits = transformer.logits(decoder.arch, params, hidden, decode=True)
+    truncation = (rows.top_k, rows.top_p) if decoder.truncates else (None, None)
     processing = jax.tree.map(lambda a: a[packing.row], (rows.temperature, *truncation))
-    if machine.rule == "match":
+    if decoder.rule == "match":
         drawn = sampling.draw(logits, *processing, rows.key[packing.row],
-                              tip.generated[packing.row] + level[at])
-        verdict = match.judge(tokens, parent, kept, drawn, packing.place, tip, rows, depth)
+                              frontier.generated[packing.row] + level[at])
+        verdict = match.judge(tokens, parent, kept, drawn, packing.place, frontier, rows, depth)
         draws = drawn.token[packing.place]
     else:
         rank = jnp.take_along_axis(tree.rank, order, 1)
-        verdict, draws = _reject(machine, RULES[machine.rule].process(logits, *processing),
-                                 (tokens, parent, rank, kept), _drawn(machine, tree, order),
-                                 packing.place, tip, rows, depth)
+        verdict, draws = _reject(decoder, RULES[decoder.rule].process(logits, *processing),
+                                 (tokens, parent, rank, kept), _drawn(decoder, tree, order),
+                                 packing.place, frontier, rows, depth)
     along = jnp.take_along_axis(packing.place, verdict.path, 1)
     if taps is not None:
-        taps = jnp.moveaxis(machine.drafter.project(drafter_params, taps, few=True), 0, -1)[along]
+        taps = jnp.moveaxis(decoder.drafter.project(drafter_params, taps, decode=True), 0, -1)[
+            along
+        ]
     original = jnp.take_along_axis(order, verdict.path, 1)
     rows_of = jnp.arange(live.shape[0])[:, None]
     draws = jnp.zeros(live.shape, jnp.int32).at[rows_of, order].set(draws)
@@ -295,28 +307,28 @@ def verify_in(machine: Machine, params: Params, drafter_params: Params, cache: C
                                                verified=live)
 
 
-def _drawn(machine: Machine, tree: DraftTree, order: Array) -> Array:
+def _drawn(decoder: Decoder, tree: DraftTree, order: Array) -> Array:
     """f32[B, n, V] log-probabilities that the nodes' successors were drawn from; -inf: none known.
 
     Raises:
       ConfigError: the rule asks for them and the drafter does not tell.
     """
     batch, nodes = order.shape
-    none = jnp.full((batch, nodes, machine.arch.vocab_size), -jnp.inf)
-    if not RULES[machine.rule].drawn or nodes == 1:
+    none = jnp.full((batch, nodes, decoder.arch.vocab_size), -jnp.inf)
+    if not RULES[decoder.rule].drawn or nodes == 1:
         return none
-    check(tree.proposal is not None, "spec.rule", machine.rule,
+    check(tree.proposal is not None, "spec.rule", decoder.rule,
           "the drafter does not tell what it drew from; choose rejection")
     logq = jnp.take_along_axis(tree.proposal.logq, order[..., None], 1)
     return none.at[..., tree.proposal.vocab].set(logq)
 
 
-def _reject(machine: Machine, target: sampling.Processed, tree: tuple[Array, ...], logq: Array,
-            place: Array, tip: Tip, rows: Sampling, depth: int) -> tuple[Verdict, Array]:
+def _reject(decoder: Decoder, target: sampling.Processed, tree: tuple[Array, ...], logq: Array,
+            place: Array, frontier: Frontier, rows: Sampling, depth: int) -> tuple[Verdict, Array]:
     """The verdict of another rule than match, and the tokens i32[B, n] emitted at walked nodes."""
     batch, nodes = tree[0].shape
-    verdict = rejection.judge(*tree, target, logq, place, tip, rows, depth,
-                              RULES[machine.rule].walk)
+    verdict = rejection.judge(*tree, target, logq, place, frontier, rows, depth,
+                              RULES[decoder.rule].walk)
     walked = jnp.where(jnp.arange(verdict.path.shape[1])[None] < verdict.count[:, None],
                        verdict.path, nodes)  # the path's last node repeats: keep its first token
     emitted = jnp.zeros((batch, nodes), jnp.int32).at[

@@ -30,7 +30,7 @@ from specrl_jax.rollout import profile
 from specrl_jax.rollout.engine import Engine, Result
 from specrl_jax.rollout.layout import Shapes, pad, request
 from specrl_jax.rollout.prompts import PromptBatch
-from specrl_jax.rollout.round import Machine
+from specrl_jax.rollout.round import Decoder
 from specrl_jax.structs import Rollout
 
 
@@ -69,16 +69,16 @@ class Sampler:
         controller = registry.make(
             config.control, config.spec, config.draft.mix or (1.0,) * len(drafter.names),
             ladders=ladders, longest=shapes.longest, depth=drafter.depth, seed=config.seed)
-        machine = Machine(arch, drafter, controller, config.spec.max_packed, least,
+        decoder = Decoder(arch, drafter, controller, config.spec.max_packed, least,
                           rule=config.spec.rule,
                           truncates=config.rollout.top_k > 0 or config.rollout.top_p < 1)
         if config.model.numerics == "invariant":
             invariant.check_possible(arch, config.model.dtype, mesh.shape["tensor"])
-            machine = dataclasses.replace(machine, invariant=True,
+            decoder = dataclasses.replace(decoder, invariant=True,
                                           implementation=invariant.IMPLEMENTATION)
         dtype = jnp.dtype(config.model.dtype)
         past = config.spec.history_past if drafter.depth else 0
-        self.engine = Engine(machine, mesh, shapes, stop, dtype, past, config.control.audit)
+        self.engine = Engine(decoder, mesh, shapes, stop, dtype, past, config.control.audit)
         self.price: Record | None = None  # what rounds cost, where the controller asks
         self.plain: dict[int, float] = {}  # seconds of a round without a draft, where it does not
         self.profiling = 0.0  # seconds that reading or measuring these took
@@ -105,13 +105,13 @@ class Sampler:
 
     def publish_drafter(self, own: Any, version: int) -> None:
         """Makes `own` what rollouts draft with, as a whole or, after an error, not at all."""
-        bound = self.engine.machine.drafter.bind(self.params, own)
+        bound = self.engine.decoder.drafter.bind(self.params, own)
         self.own, self.drafter_version, self.drafter_params = own, version, bound
 
     def draft_to(self, depth: int | None) -> None:
         """Holds the draft depth whatever the controller plans; None gives it back its say."""
         engine = self.engine
-        engine.control = engine.machine.controller.depth(engine.control, depth)
+        engine.control = engine.decoder.controller.depth(engine.control, depth)
 
     def compile(self, report: Callable[[str], None] = lambda text: None) -> None:
         """Compiles all programs and runs each small one once: nothing compiles after this.
@@ -120,12 +120,12 @@ class Sampler:
         """
         self.engine.compile(self.params, self.drafter_params, report=report)
         control, began = self.config.control, time.perf_counter()
-        adaptive, frozen = self.engine.machine.controller.adaptive, control.clock == "frozen"
+        adaptive, frozen = self.engine.decoder.controller.adaptive, control.clock == "frozen"
         if adaptive and not (self.restored and frozen):
             # A run with a frozen clock is there to be repeated, so its table may be of any age.
             since = 0.0 if frozen else time.time() - cost_file.FRESH
             self.price_rounds(control.cost_table, report, since)
-        elif not adaptive and self.engine.machine.drafter.depth:
+        elif not adaptive and self.engine.decoder.drafter.depth:
             self.plain = profile.plain(self.engine, self.params, self.drafter_params,
                                      self.config.rollout.rounds_per_launch)
         self.profiling = time.perf_counter() - began

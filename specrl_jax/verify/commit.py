@@ -5,7 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from specrl_jax.structs import Array, Cache, Path, Sequences, Tip, Verdict
+from specrl_jax.structs import Array, Cache, Frontier, Path, Sequences, Verdict
 
 
 def append(cache: Cache, path: Path, count: Array) -> Cache:
@@ -75,12 +75,14 @@ def _write(new: Array, order: Array, place: Array, step: Array, kv: list) -> lis
     return out
 
 
-def record(sequences: Sequences, verdict: Verdict, tip: Tip) -> Sequences:
+def record(sequences: Sequences, verdict: Verdict, frontier: Frontier) -> Sequences:
     """Adds a round's tokens and log-probabilities to the sequences that the rows hold."""
     total, buffer = sequences.tokens.shape
-    seq = jnp.where(tip.live, tip.seq, total)  # beyond the end: dropped
+    seq = jnp.where(frontier.live, frontier.seq, total)  # beyond the end: dropped
     within = jnp.arange(verdict.tokens.shape[1])[None]
-    column = jnp.where(within < verdict.count[:, None], tip.generated[:, None] + within, buffer)
+    column = jnp.where(
+        within < verdict.count[:, None], frontier.generated[:, None] + within, buffer
+    )
 
     def put(target: Array, value: Array) -> Array:
         return target.at[seq[:, None], column].set(value, mode="drop")

@@ -6,7 +6,7 @@ function of indices, so the emitted stream is that of plain decoding whatever th
 
 import jax.numpy as jnp
 
-from specrl_jax.structs import Array, Sampling, Tip, Verdict
+from specrl_jax.structs import Array, Frontier, Sampling, Verdict
 from specrl_jax.verify.sampling import Draw
 
 
@@ -37,7 +37,7 @@ def walk(tokens: Array, parent: Array, live: Array, drawn: Array, depth: int
             jnp.stack(taken, 1).sum(1, dtype=jnp.int32))
 
 
-def judge(tokens: Array, parent: Array, live: Array, draw: Draw, place: Array, tip: Tip,
+def judge(tokens: Array, parent: Array, live: Array, draw: Draw, place: Array, frontier: Frontier,
           sampling: Sampling, depth: int) -> Verdict:
     """The Verdict of a packed draw.
 
@@ -48,12 +48,14 @@ def judge(tokens: Array, parent: Array, live: Array, draw: Draw, place: Array, t
     """
     path, emitted, count = walk(tokens, parent, live, draw.token[place], depth)
     at = jnp.take_along_axis(place, path, 1)
-    count, stopped = truncate(emitted, count, tip, sampling)
+    count, stopped = truncate(emitted, count, frontier, sampling)
     return Verdict(tokens=emitted, logprob=draw.logprob[at], raw_logprob=draw.raw_logprob[at],
                    kept_mass=draw.kept_mass[at], path=path, count=count, stopped=stopped)
 
 
-def truncate(emitted: Array, count: Array, tip: Tip, sampling: Sampling) -> tuple[Array, Array]:
+def truncate(
+    emitted: Array, count: Array, frontier: Frontier, sampling: Sampling
+) -> tuple[Array, Array]:
     """Cuts what was emitted behind the first stop token and at the limit; dead rows emit nothing.
 
     Args:
@@ -67,6 +69,6 @@ def truncate(emitted: Array, count: Array, tip: Tip, sampling: Sampling) -> tupl
     stop = (emitted[..., None] == sampling.stop[None, None]).any(-1) & (within < count[:, None])
     stopped = stop.any(1)
     count = jnp.where(stopped, stop.argmax(1) + 1, count)
-    left = sampling.limit - tip.generated
+    left = sampling.limit - frontier.generated
     stopped = (stopped & (count <= left)) | (count >= left)
-    return jnp.where(tip.live, jnp.minimum(count, left), 0), stopped & tip.live
+    return jnp.where(frontier.live, jnp.minimum(count, left), 0), stopped & frontier.live

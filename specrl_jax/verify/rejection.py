@@ -24,7 +24,7 @@ from flax import struct
 
 from specrl_jax.prng import bits, gumbel
 from specrl_jax.sharding import unsplit
-from specrl_jax.structs import Array, Sampling, Tip, Verdict
+from specrl_jax.structs import Array, Frontier, Sampling, Verdict
 from specrl_jax.verify.match import truncate
 from specrl_jax.verify.sampling import Processed, process
 
@@ -169,8 +169,19 @@ def emit(tokens: Array, path: Array, accepted: Array, last: Array) -> Array:
     return jnp.where(within, along, last[:, None])
 
 
-def judge(tokens: Array, parent: Array, rank: Array, live: Array, target: Processed, logq: Array,
-          place: Array, tip: Tip, sampling: Sampling, depth: int, rule: Walk = walk) -> Verdict:
+def judge(
+    tokens: Array,
+    parent: Array,
+    rank: Array,
+    live: Array,
+    target: Processed,
+    logq: Array,
+    place: Array,
+    frontier: Frontier,
+    sampling: Sampling,
+    depth: int,
+    rule: Walk = walk,
+) -> Verdict:
     """The Verdict of one verification.
 
     Args:
@@ -181,9 +192,9 @@ def judge(tokens: Array, parent: Array, rank: Array, live: Array, target: Proces
     """
     logp, logq = unsplit(target.logp[place]), unsplit(logq)  # rows take their own number of tests
     path, emitted, count = rule(tokens, parent, rank, live, logp, logq, sampling.key,
-                                tip.generated, depth)
+                                frontier.generated, depth)
     at = jnp.take_along_axis(place, path, 1)
     logprob = target.logp[at, emitted]
-    count, stopped = truncate(emitted, count, tip, sampling)
+    count, stopped = truncate(emitted, count, frontier, sampling)
     return Verdict(tokens=emitted, logprob=logprob, raw_logprob=logprob + target.raw[at],
                    kept_mass=target.kept_mass[at], path=path, count=count, stopped=stopped)

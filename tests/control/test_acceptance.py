@@ -9,7 +9,7 @@ import pytest
 
 from specrl_jax.control import acceptance
 from specrl_jax.control.acceptance import BINS, Acceptance
-from specrl_jax.structs import DraftTree, Path, Tip, Verdict
+from specrl_jax.structs import DraftTree, Frontier, Path, Verdict
 
 DEPTH = 3
 
@@ -25,10 +25,10 @@ def none(shards: int = 1) -> Acceptance:
 
 def test_before_anything_is_seen_the_guess_counts() -> None:
     estimate = acceptance.table(acceptance.blank(1, DEPTH), none())
-    guess = jnp.asarray([[0.02, 0.5, 0.4]])
-    survival = acceptance.survive(jnp.asarray(estimate), jnp.asarray([[0.5, 0.5, 0.5]]), guess,
+    draft_prob = jnp.asarray([[0.02, 0.5, 0.4]])
+    survival = acceptance.survive(jnp.asarray(estimate), jnp.asarray([[0.5, 0.5, 0.5]]), draft_prob,
                                   jnp.ones((1, 3), jnp.int32), jnp.zeros((1, 3), jnp.int32))
-    np.testing.assert_allclose(np.asarray(survival)[0] / 0.5, guess[0], atol=0.12)
+    np.testing.assert_allclose(np.asarray(survival)[0] / 0.5, draft_prob[0], atol=0.12)
 
 
 def test_the_table_follows_outcomes_and_keeps_their_order() -> None:
@@ -80,15 +80,15 @@ def outcome(count: int = 3, verified: Any = (1,) * 7, live: bool = True) -> Acce
     blank = jnp.zeros((1, 7))
     tree = DraftTree(tokens=row(TOKENS), parent=row(PARENT), depth=row(LEVEL),
                      rank=row([0] * 7), origin=row([0, 0, 0, 0, 0, 0, 0]), survival=blank,
-                     logq=blank, guess=blank + 0.5, gap=blank, live=row(verified, bool))
+                     logq=blank, draft_prob=blank + 0.5, gap=blank, live=row(verified, bool))
     path = Path(kv=(), taps=None, draw=row(DRAW), verified=row(verified, bool))
     zero = jnp.zeros((1, 4))
     verdict = Verdict(tokens=row([12, 14, 99, 99]), logprob=zero, raw_logprob=zero, kept_mass=zero,
                       path=row([0, 2, 4, 4]), count=row(count), stopped=row(False))
     one = row(0)
-    tip = Tip(root=one, seq=one, generated=one, context=one, live=jnp.asarray([live]))
+    frontier = Frontier(root=one, seq=one, generated=one, context=one, live=jnp.asarray([live]))
     return jax.tree.map(np.asarray, acceptance.observe(
-        jax.tree.map(jnp.asarray, none()), tree, path, verdict, tip))
+        jax.tree.map(jnp.asarray, none()), tree, path, verdict, frontier))
 
 
 @pytest.mark.parametrize("count,tried,hit", [

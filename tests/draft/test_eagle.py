@@ -56,7 +56,7 @@ def test_nodes_are_what_a_full_forward_of_their_paths_says(children: str, temper
                                            jnp.asarray(VOCAB)))
             plain = children == "top" or TEMPERATURE[b] == 0
             if children != "perturbed":
-                np.testing.assert_allclose(tree.guess[b, below], np.exp(tree.logq[b, below]),
+                np.testing.assert_allclose(tree.draft_prob[b, below], np.exp(tree.logq[b, below]),
                                            rtol=1e-5)
             score = logq[b, above] + (0 if plain else noise)
             best = np.argsort(-score)[:BRANCH]
@@ -131,7 +131,7 @@ def test_a_smaller_tree_holds_the_likeliest_nodes() -> None:
 def test_survival_is_what_the_callback_makes_of_the_guess() -> None:
     tree = Slots(seed=9).draft()
     for b, n in np.argwhere(tree.live[:, 1:]) + [0, 1]:
-        doubt = 0.1 * tree.guess[b, n] * (tree.depth[b, n] > 1)
+        doubt = 0.1 * tree.draft_prob[b, n] * (tree.depth[b, n] > 1)
         want = tree.survival[b, tree.parent[b, n]] * (0.5 - doubt)
         np.testing.assert_allclose(tree.survival[b, n], want, rtol=1e-5)
 
@@ -140,12 +140,12 @@ def test_guesses_are_probabilities_that_fall_with_the_gap() -> None:
     tree = Slots(seed=9).draft()
     for b in range(ROWS):
         children = np.flatnonzero(tree.parent[b, 1:] == 0) + 1
-        guess, gap = tree.guess[b, children], tree.gap[b, children]
-        assert guess.sum() <= 1 + 1e-5 and (guess > 0).all()
+        draft_prob, gap = tree.draft_prob[b, children], tree.gap[b, children]
+        assert draft_prob.sum() <= 1 + 1e-5 and (draft_prob > 0).all()
         if TEMPERATURE[b] == 0:
-            np.testing.assert_allclose(guess, np.exp(tree.logq[b, children]), rtol=1e-4)
+            np.testing.assert_allclose(draft_prob, np.exp(tree.logq[b, children]), rtol=1e-4)
         else:
-            np.testing.assert_allclose(guess / guess.max(), np.exp(-2 * gap), rtol=1e-4)
+            np.testing.assert_allclose(draft_prob / draft_prob.max(), np.exp(-2 * gap), rtol=1e-4)
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3])

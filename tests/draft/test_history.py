@@ -11,8 +11,8 @@ import pytest
 from specrl_jax.control import acceptance
 from specrl_jax.control.protocol import make_spec
 from specrl_jax.draft.history import history
-from specrl_jax.draft.protocol import Drafter, Occasion
-from specrl_jax.structs import Path, Tip, Verdict
+from specrl_jax.draft.protocol import Drafter, RolloutInfo
+from specrl_jax.structs import Frontier, Path, Verdict
 
 DEPTH, BRANCH, NODES, T, P = 3, 2, 7, 12, 8
 
@@ -36,21 +36,23 @@ class Corpus:
         tokens = np.zeros((len(prompts), P), np.int32)
         for p, prompt in enumerate(prompts):
             tokens[p, : len(prompt)] = prompt
-        state = self.drafter.init(Occasion(
+        state = self.drafter.init(RolloutInfo(
             prompt=tokens, prompt_length=np.asarray([len(p) for p in prompts], np.int32),
             past=earlier, batch=len(said), group=group, buffer=T, cache=64))
         for q, response in enumerate(said):
             state.current[q, : len(response)] = response
         self.state = jax.tree.map(jnp.asarray, state)
         last = [(said[q] or prompts[q // group])[-1] for q in range(len(said))]
-        self.tip = Tip(
+        self.frontier = Frontier(
             root=jnp.asarray(last), seq=jnp.arange(len(said)),
             generated=jnp.asarray([len(s) for s in said]), live=jnp.ones(len(said), bool),
             context=jnp.asarray([len(prompts[q // group]) + len(said[q]) - 1
                                  for q in range(len(said))]))
 
-    def tree(self, steps: int = DEPTH, branch: int = BRANCH, tip: Tip | None = None) -> Any:
-        found, _ = self.propose((), self.state, tip or self.tip, None,
+    def tree(
+        self, steps: int = DEPTH, branch: int = BRANCH, frontier: Frontier | None = None
+    ) -> Any:
+        found, _ = self.propose((), self.state, frontier or self.frontier, None,
                                 make_spec(steps, branch, NODES, 0), believed)
         check_tree(found)
         return found
@@ -70,8 +72,8 @@ class Corpus:
         return out
 
 
-def believed(parent: Any, guess: Any, depth: Any, origin: Any) -> Any:
-    return parent * guess
+def believed(parent: Any, draft_prob: Any, depth: Any, origin: Any) -> Any:
+    return parent * draft_prob
 
 
 def check_tree(tree: Any) -> None:
@@ -141,7 +143,7 @@ def test_estimates_of_siblings_sum_to_one_at_most() -> None:
     corpus = Corpus([[9]], [[1, 2, 5, 1, 2, 6, 1, 2]])  # votes for 5 and for 6 are equal
     often = jnp.full((1, DEPTH, acceptance.BINS), 0.75)
     for branch, each in ((2, 0.5), (1, 0.75)):
-        tree, _ = corpus.propose((), corpus.state, corpus.tip, None,
+        tree, _ = corpus.propose((), corpus.state, corpus.frontier, None,
                                  make_spec(DEPTH, branch, NODES, 0),
                                  functools.partial(acceptance.survive, often))
         first = np.asarray(tree.live & (tree.depth == 1))
@@ -153,14 +155,14 @@ def test_a_drafter_of_one_depth_grows_its_first_tokens() -> None:
     drafter = history(depth=1, branch=BRANCH, nodes=3, match=4, group=1)
     corpus = Corpus([[9]], [[1, 2, 5, 1, 2, 6, 1, 2]])
     tree, _ = jax.jit(drafter.propose, static_argnums=(0, 3, 5))(
-        (), corpus.state, corpus.tip, None, make_spec(1, BRANCH, 3, 0), believed)
+        (), corpus.state, corpus.frontier, None, make_spec(1, BRANCH, 3, 0), believed)
     assert tree.live.tolist() == [[True] * 3] and tree.parent.tolist() == [[0] * 3]
     assert sorted(np.asarray(tree.tokens)[0, 1:].tolist()) == [5, 6]
 
 
 def test_dead_rows_get_no_nodes() -> None:
     corpus = Corpus([[9], [9]], [[1, 2, 1], [1, 2, 1]])
-    tree = corpus.tree(tip=corpus.tip.replace(live=jnp.asarray([True, False])))
+    tree = corpus.tree(frontier=corpus.frontier.replace(live=jnp.asarray([True, False])))
     assert np.asarray(tree.live).any(1).tolist() == [True, False]
 
 
@@ -173,8 +175,8 @@ def test_what_is_observed_is_drafted_from() -> None:
                       stopped=jnp.asarray([False]))
     path = Path(kv=[], taps=None, draw=jnp.zeros((1, 1), jnp.int32),
                 verified=jnp.ones((1, 1), bool))
-    corpus.state = corpus.drafter.observe((), corpus.state, corpus.tip, verdict, path)
-    corpus.tip = corpus.tip.replace(generated=jnp.asarray([5]), root=jnp.asarray([2]))
+    corpus.state = corpus.drafter.observe((), corpus.state, corpus.frontier, verdict, path)
+    corpus.frontier = corpus.frontier.replace(generated=jnp.asarray([5]), root=jnp.asarray([2]))
     assert corpus.chains()[0] == [3, 1, 2]
     assert 77 not in np.asarray(corpus.state.current)
 

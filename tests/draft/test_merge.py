@@ -12,7 +12,7 @@ from specrl_jax.control.protocol import make_spec
 from specrl_jax.draft.merge import likeliest, merge
 from specrl_jax.draft.protocol import Drafter
 from specrl_jax.draft.tree import roots
-from specrl_jax.structs import DraftTree, Tip
+from specrl_jax.structs import DraftTree, Frontier
 
 ROOT = 7
 Node = tuple[int, int, float]  # parent, token, survival
@@ -31,17 +31,19 @@ def tree_of(rows: list[list[Node]], nodes: int, origin: int = 0) -> DraftTree:
     whole = np.zeros((len(rows), nodes), np.int32)
     real = np.zeros((len(rows), nodes), np.float32)
     return jax.tree.map(jnp.asarray, DraftTree(
-        **fields, rank=whole, origin=whole + origin, survival=survival, logq=real, guess=real,
+        **fields, rank=whole, origin=whole + origin, survival=survival, logq=real, draft_prob=real,
         gap=real, live=live))
 
 
 def drafter(rows: list[list[Node]], nodes: int, origin: int, **more: Any) -> Drafter:
-    def propose(params: Any, state: Any, tip: Tip, sampling: Any, spec: Any, survive: Any) -> Any:
+    def propose(
+        params: Any, state: Any, frontier: Frontier, sampling: Any, spec: Any, survive: Any
+    ) -> Any:
         drafted = tree_of(rows, nodes, origin)
-        plain = roots(tip.root, tip.live, nodes)
+        plain = roots(frontier.root, frontier.live, nodes)
         return jax.tree.map(lambda a, b: jnp.where(spec.steps > 0, a, b), drafted, plain), state + 1
 
-    return Drafter(nodes=nodes, depth=3, branch=nodes, init=lambda occasion: 0, propose=propose,
+    return Drafter(nodes=nodes, depth=3, branch=nodes, init=lambda info: 0, propose=propose,
                    observe=lambda params, state, *rest: state, take=lambda state, rows: state,
                    names=(f"part{origin}",), **more)
 
@@ -52,9 +54,9 @@ def proposed(first: list[list[Node]], second: list[list[Node]], nodes: int = 6,
     joined = merge([drafter(first, 5, 0), drafter(second, 4, 1)], nodes)
     rows = len(first)
     one = jnp.zeros(rows, jnp.int32)
-    tip = Tip(root=one + ROOT, seq=one, generated=one, context=one, live=one == 0)
+    frontier = Frontier(root=one + ROOT, seq=one, generated=one, context=one, live=one == 0)
     tree, state = jax.jit(joined.propose, static_argnums=(3, 5))(
-        ((), ()), (0, 0), tip, None, make_spec(3, 2, nodes, 0, mix), None)
+        ((), ()), (0, 0), frontier, None, make_spec(3, 2, nodes, 0, mix), None)
     assert state == (1, 1) and tree.live.shape == (rows, nodes)
     t = jax.tree.map(np.asarray, tree)
     out = []

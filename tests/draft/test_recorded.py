@@ -24,10 +24,10 @@ from helpers import (
 from specrl_jax import sharding
 from specrl_jax.config import ConfigError, DraftConfig, MeshConfig
 from specrl_jax.control.protocol import make_spec
-from specrl_jax.draft.protocol import Occasion
+from specrl_jax.draft.protocol import RolloutInfo
 from specrl_jax.draft.recorded import replay, replaying
 from specrl_jax.rollout.engine import Result
-from specrl_jax.structs import Sampling, Tip
+from specrl_jax.structs import Frontier, Sampling
 
 DEPTH, NODES, V = 3, 4, 24
 ARCH = tiny_arch()
@@ -132,8 +132,8 @@ def compiled(depth: int = DEPTH) -> Any:
     return drafter, jax.jit(drafter.propose, static_argnums=5)
 
 
-def believed(parent: Any, guess: Any, depth: Any, origin: Any) -> Any:
-    return parent * guess
+def believed(parent: Any, draft_prob: Any, depth: Any, origin: Any) -> Any:
+    return parent * draft_prob
 
 
 def propose(record: np.ndarray, corruption: float, generated: Any = 0, steps: int = DEPTH,
@@ -142,16 +142,21 @@ def propose(record: np.ndarray, corruption: float, generated: Any = 0, steps: in
     q, buffer = record.shape
     whole = np.zeros(q, np.int32)
     drafter, function = compiled()
-    state = drafter.init(Occasion(
+    state = drafter.init(RolloutInfo(
         prompt=np.zeros((q, 4), np.int32), prompt_length=whole + 4, past=record[:, None], batch=q,
         group=1, buffer=buffer, cache=64))
-    tip = Tip(root=whole + 7, seq=np.arange(q, dtype=np.int32), generated=whole + generated,
-              context=whole + 4, live=np.broadcast_to(np.asarray(live), q))
+    frontier = Frontier(
+        root=whole + 7,
+        seq=np.arange(q, dtype=np.int32),
+        generated=whole + generated,
+        context=whole + 4,
+        live=np.broadcast_to(np.asarray(live), q),
+    )
     words = np.random.default_rng(key).integers(0, 2**32, (q, 2)).astype(np.uint32)
     rows = Sampling(temperature=whole, top_p=whole, top_k=whole, limit=whole, key=words,
                     stop=np.full(1, -1, np.int32))
     tree, after = function(replaying(corruption, cost), state, *jax.tree.map(
-        jnp.asarray, (tip, rows)), make_spec(steps, 1, NODES, 0), believed)
+        jnp.asarray, (frontier, rows)), make_spec(steps, 1, NODES, 0), believed)
     np.testing.assert_array_equal(after, state)
     return jax.tree.map(np.asarray, tree)
 
@@ -222,8 +227,8 @@ def test_what_cannot_work_is_refused() -> None:
     for make in (lambda: replaying(0, -1), lambda: DraftConfig(cost=-1)):
         with pytest.raises(ConfigError, match="draft.cost = -1"):
             make()
-    occasion = Occasion(
+    info = RolloutInfo(
         prompt=np.zeros((2, 4), np.int32), prompt_length=np.full(2, 4), batch=2, group=3,
         past=np.zeros((2, 8, 9), np.int32), buffer=9, cache=64)
     with pytest.raises(ConfigError, match="spec.history_past = 8: .*give 3"):
-        compiled()[0].init(occasion)
+        compiled()[0].init(info)

@@ -33,11 +33,11 @@ from specrl_jax.config import (
 )
 from specrl_jax.control.protocol import make_spec
 from specrl_jax.draft import registry
-from specrl_jax.draft.protocol import Occasion
+from specrl_jax.draft.protocol import RolloutInfo
 from specrl_jax.draft.small_lm import small_lm
 from specrl_jax.model import tiny, transformer, weights
 from specrl_jax.rollout.engine import Result
-from specrl_jax.structs import DraftTree, Fill, Path, Sampling, Tip, Verdict
+from specrl_jax.structs import DraftTree, Frontier, Path, Sampling, SlotFill, Verdict
 
 V, ROWS, P, PLACES = 24, 3, 10, 48
 DEPTH, BRANCH, NODES = 3, 2, 11  # room for all candidates: 2 + 4 + 4 and the root
@@ -50,9 +50,9 @@ TEMPERATURE = (1.0, 0.0, 1.3)
 MESH = sharding.make_mesh(MeshConfig())
 
 
-def half(parent: Any, guess: Any, depth: Any, origin: Any) -> Any:
+def half(parent: Any, draft_prob: Any, depth: Any, origin: Any) -> Any:
     """No node is cut, and those of both children are expanded."""
-    return parent * (0.5 - 0.1 * jnp.where(depth > 1, guess, 0))
+    return parent * (0.5 - 0.1 * jnp.where(depth > 1, draft_prob, 0))
 
 
 @functools.cache
@@ -76,7 +76,7 @@ class Slots:
         rng = np.random.default_rng(seed)
         self.said = rng.integers(0, V, (ROWS, PLACES)).astype(np.int32)
         prompts = np.asarray([1, P, 4], np.int32)
-        self.state = jax.tree.map(jnp.asarray, self.drafter.init(Occasion(
+        self.state = jax.tree.map(jnp.asarray, self.drafter.init(RolloutInfo(
             prompt=np.zeros((ROWS, P), np.int32), prompt_length=prompts,
             past=np.zeros((ROWS, 0, 9), np.int32), batch=ROWS, group=1, buffer=PLACES - P,
             cache=PLACES)))
@@ -92,20 +92,20 @@ class Slots:
     def fill(self, source: Any = (-1,) * ROWS, copy: Any = (-1,) * ROWS) -> None:
         """Prompts of sequences `source` enter, or those of slots are copied."""
         source, copy = np.asarray(source), np.asarray(copy)
-        fill = Fill(*map(jnp.asarray, (np.maximum(source, copy), source, copy, self.born,
+        fill = SlotFill(*map(jnp.asarray, (np.maximum(source, copy), source, copy, self.born,
                                        self.born)))
         self.state = self.drafter.prefill(self.drafter.fork(self.state, fill), fill,
                                           jnp.asarray(self.said[:, :P]), None)
 
     @property
-    def tip(self) -> Tip:
+    def frontier(self) -> Frontier:
         place = np.arange(ROWS)
-        return Tip(root=jnp.asarray(self.said[place, self.context]), seq=jnp.asarray(place),
+        return Frontier(root=jnp.asarray(self.said[place, self.context]), seq=jnp.asarray(place),
                    generated=jnp.asarray(self.context - self.born),
                    context=jnp.asarray(self.context), live=jnp.asarray(self.live))
 
     def draft(self, spec: Any = FULL) -> DraftTree:
-        args = jax.device_put((SMALL_PARAMS, self.state, self.tip, self.rows, spec),
+        args = jax.device_put((SMALL_PARAMS, self.state, self.frontier, self.rows, spec),
                               sharding.replicated(MESH))
         tree, self.state = self.compiled(*args)
         return jax.tree.map(np.asarray, tree)
@@ -117,7 +117,7 @@ class Slots:
         verdict = Verdict(jnp.where(gone, 7, self.said[np.arange(ROWS)[:, None], index + 1]),
                           *(None,) * 6)
         path = Path(kv=None, draw=None, verified=None, taps=None)
-        self.state = self.drafter.observe((), self.state, self.tip, verdict, path)
+        self.state = self.drafter.observe((), self.state, self.frontier, verdict, path)
         self.context = self.context + np.asarray(counts, np.int32)
 
     def wander(self, rounds: int, seed: int, spec: Any = FULL) -> None:
@@ -379,7 +379,7 @@ def test_the_config_makes_one() -> None:
 def test_a_drafter_holds_the_dtype_of_the_model(drafter: str, dtype: str) -> None:
     made = make(Config(model=ModelSource("random:tiny", dtype=dtype), draft=DraftConfig(
         model="random:tiny"), spec=SpecOptions(drafter=drafter)))
-    state = made.drafter.init(Occasion(
+    state = made.drafter.init(RolloutInfo(
         prompt=np.zeros((1, 4), np.int32), prompt_length=np.ones(1, np.int32),
         past=np.zeros((1, 0, 8), np.int32), batch=2, group=2, buffer=8, cache=16))
     real = {leaf.dtype for leaf in jax.tree.leaves(state) if leaf.dtype.kind not in "iu"}

@@ -278,7 +278,7 @@ def test_attentions_are_compared_in_one_process(setting):
              setting.counter), name) for name in ("xla", "reference")}
     for name, one in ours.items():
         one.warm_up()
-        assert one.sampler.engine.machine.implementation == name
+        assert one.sampler.engine.decoder.implementation == name
     found = attention.measure(ours, hardware.Probes(4 * 10**6, (64,)), 2)
     assert set(found["ratios"]) == {"xla/reference round_seconds"}
     for case in found["cases"].values():

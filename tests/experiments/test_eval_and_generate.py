@@ -133,8 +133,14 @@ def test_text_is_the_same_with_and_without_speculation(command):
 def test_tokens_are_written_as_they_come(trained):
     pieces, config = [], actors.run_config(trained)
     config = config_flags.override(config, {"rollout.max_new_tokens": 80})  # few bytes are text
-    told = generate.tell(config, actors.open_actor(config, trained), "Hi", "", write=pieces.append,
-                         say=lambda line: None)
+    told = generate.generate(
+        config,
+        actors.open_actor(config, trained),
+        "Hi",
+        "",
+        write=pieces.append,
+        say=lambda line: None,
+    )
     assert "".join(pieces) == told.text and len(pieces) >= 2
     assert told.tokens <= 80 and told.drafter == "history"
 

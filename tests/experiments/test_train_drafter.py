@@ -34,9 +34,8 @@ from specrl_jax.io.metrics import read_metrics
 from specrl_jax.model.source import open_actor
 from specrl_jax.model.tiny import TINY, byte_tokenizer
 from specrl_jax.model.weights import describe_source
-from specrl_jax.rollout.prompts import PromptBatch
+from specrl_jax.rollout.prompts import PromptBatch, Prompts
 from specrl_jax.rollout.sampler import Sampler
-from specrl_jax.trainer import Prompts
 
 TOKENIZER = byte_tokenizer()
 MICRO = DrafterTraining(
@@ -134,7 +133,7 @@ def test_texts_are_padded_and_the_greedy_count_as_temperature_1():
 def test_rollouts_are_drawn_with_the_noise_that_drafts_are_judged_by():
     config = dataclasses.replace(micro_config(), spec=SpecOptions(rule="lossy_greedy"))
     sampler, _ = drafter_data._sampler(config, describe_source("random:tiny"), 1, 2)
-    assert sampler.engine.machine.rule == "match"
+    assert sampler.engine.decoder.rule == "match"
 
 
 def test_damaged_rollouts_are_named(tmp_path):

@@ -191,7 +191,7 @@ def test_long_rounds_are_measured_one_a_launch(
     monkeypatch.setattr(profile, "_forced", lambda engine, point: ())
     monkeypatch.setattr(profile, "reads", lambda engine: True)
     engine = SimpleNamespace(
-        machine=SimpleNamespace(drafter=SimpleNamespace(nodes=NODES, depth=DEPTH), most=8,
+        decoder=SimpleNamespace(drafter=SimpleNamespace(nodes=NODES, depth=DEPTH), most=8,
                                 least=2),
         shapes=SimpleNamespace(batch=4, batches=(4, 3, 2), longest=64), control=None)
     record = profile.measure(engine, PARAMS, ())
@@ -241,7 +241,7 @@ def test_plain_rounds_are_timed_in_launches_as_long_as_a_rollouts(
     shapes = SimpleNamespace(longest=20, response=8, batch=4, batches=(4, 2), shards=1)
     controller = SimpleNamespace(depth=lambda control, depth: depth)
     engine = SimpleNamespace(shapes=shapes, control=None,
-                             machine=SimpleNamespace(controller=controller))
+                             decoder=SimpleNamespace(controller=controller))
     monkeypatch.setattr(profile, "_blank", lambda engine: None)
     monkeypatch.setattr(profile, "_smaller", lambda engine, state, batch, size: state)
     monkeypatch.setattr(profile, "_run", lambda engine, params, drafter, state, point, control: (
@@ -310,7 +310,7 @@ def test_costs_are_measured_once(budget: Any, monkeypatch: pytest.MonkeyPatch) -
         assert (np.asarray(table.verify) > 0).all()
     with monkeypatch.context() as patch:
         key = profile.key(engine, {})
-        patch.setattr(engine, "machine", dataclasses.replace(engine.machine, invariant=True))
+        patch.setattr(engine, "decoder", dataclasses.replace(engine.decoder, invariant=True))
         assert profile.key(engine, {}) != key
     assert abs(record.when - time.time()) < 3600
     lines.clear()
@@ -374,7 +374,7 @@ def test_tokens_are_those_of_plain_decoding_and_nothing_compiles(
 def test_a_rollout_begins_with_its_longest_prompt_and_ends_with_what_it_would_have_taken(
         budget: Any, plain: Result, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, _ = budget
-    begun, ended, controller = [], [], engine.machine.controller
+    begun, ended, controller = [], [], engine.decoder.controller
 
     def begin(state: Any, prompt: int) -> Any:
         begun.append(prompt)
@@ -384,8 +384,8 @@ def test_a_rollout_begins_with_its_longest_prompt_and_ends_with_what_it_would_ha
         ended.append((len(trace), stretches))
         return controller.end(state, trace, stretches)
 
-    monkeypatch.setattr(engine, "machine", dataclasses.replace(
-        engine.machine, controller=controller._replace(begin=begin, end=end)))
+    monkeypatch.setattr(engine, "decoder", dataclasses.replace(
+        engine.decoder, controller=controller._replace(begin=begin, end=end)))
     result = run(engine, plain, 0.0)
     assert begun == [TASK.prompt] and len(result.trace) > 1
     assert said(result).sum() == said(plain).sum()
@@ -399,11 +399,11 @@ def test_what_is_expected_is_worked_out_as_often_as_it_is_used(
         budget: Any, plain: Result, monkeypatch: pytest.MonkeyPatch, weighs: bool) -> None:
     """Each launch weighs rows by it; else a plan asks once, in the first rounds of a batch size."""
     (engine, _), expected, of = budget, lengths.expected, []
-    controller = engine.machine.controller
+    controller = engine.decoder.controller
     assert controller.weighs
     monkeypatch.setattr(lengths, "expected", lambda *args: of.append(0) or expected(*args))
-    monkeypatch.setattr(engine, "machine", dataclasses.replace(
-        engine.machine, controller=controller._replace(weighs=weighs)))
+    monkeypatch.setattr(engine, "decoder", dataclasses.replace(
+        engine.decoder, controller=controller._replace(weighs=weighs)))
     limit = [2] * (len(TASK.prompts) * TASK.group - 1) + [TASK.response]
     batches = [launch["batch"] for launch in run(engine, plain, 1.0, limit=limit).trace]
     changes = sum(a != b for a, b in itertools.pairwise([0, *batches]))
@@ -414,9 +414,9 @@ def test_what_is_expected_is_worked_out_as_often_as_it_is_used(
 @pytest.mark.parametrize("forced", [None, 2])
 def test_every_launch_is_explained(budget: Any, plain: Result, forced: int | None) -> None:
     engine = budget[0]
-    engine.control = engine.machine.controller.depth(engine.control, forced)
+    engine.control = engine.decoder.controller.depth(engine.control, forced)
     result = run(engine, plain, 0.3)
-    engine.control = engine.machine.controller.depth(engine.control, None)
+    engine.control = engine.decoder.controller.depth(engine.control, None)
     trace, counters = result.trace, result.counters
     assert sum(t["tokens"] for t in trace) == counters["committed"]
     assert sum(t["launch_rounds"] for t in trace) == counters["rounds"]
@@ -469,7 +469,7 @@ def dear(engine: Engine, batches: Sequence[str]) -> Any:
             len(table.packed), dtype=np.float32)[:, None]),
         draft=np.float32(1e-6) + 0 * np.asarray(table.draft))
         for rows, table in engine.control.tables.items()}
-    return engine.machine.controller.init().replace(tables=tables)
+    return engine.decoder.controller.init().replace(tables=tables)
 
 
 def test_a_slow_device_is_not_drafted_for(budget: Any, plain: Result) -> None:
@@ -538,7 +538,7 @@ def test_loads_that_jump_across_a_threshold_and_back_stall_and_compile_nothing(
     limit = [1] * (TASK.sequences - 2) + [TASK.response] * 2
     engine.control = dear(engine, ("4",))
     for depth in (None, 0):
-        engine.control = engine.machine.controller.depth(engine.control, depth)
+        engine.control = engine.decoder.controller.depth(engine.control, depth)
         found: list[Result] = []
         for _ in range(jumps):
             compiled += counting(lambda into=found: into.append(

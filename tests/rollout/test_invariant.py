@@ -143,8 +143,8 @@ def sampler(model=None, mesh=None, arch=ARCH, prompts=2):
 
 
 def test_the_field_is_what_makes_it():
-    machine = sampler().engine.machine
-    assert (machine.invariant, machine.implementation) == (True, "machine")
+    decoder = sampler().engine.decoder
+    assert (decoder.invariant, decoder.implementation) == (True, "machine")
 
 
 @pytest.mark.parametrize(("how", "why"), [

@@ -160,7 +160,7 @@ def test_garbage_beyond_length_and_in_dead_slots_changes_no_bit(bench: Any, name
     bench.course.hold = protocol.make_spec(3, 6, 6, 10)
     results = []
     for fill in (0.0, 1e4, -7.0):
-        engine.control = engine.machine.controller.init()
+        engine.control = engine.decoder.controller.init()
         cache = engine.begin(ask(bench.task)).cache.kv
         engine._pool = jax.tree.map(  # what the next rollout finds in its slots
             lambda a, fill=fill: jnp.full(a.shape, fill, a.dtype, device=a.sharding), cache)
@@ -270,14 +270,14 @@ def test_history_changes_no_token_and_compiles_nothing(bench: Any, drafting: Any
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("machine", [
+@pytest.mark.parametrize("decoder", [
     {"implementation": "xla"}, {"implementation": "reference"}, {"most": 7}], ids=str)
-def test_no_way_to_verify_changes_a_token(bench: Any, machine: dict[str, Any]) -> None:
+def test_no_way_to_verify_changes_a_token(bench: Any, decoder: dict[str, Any]) -> None:
     plain = bench.run_plain(seed=10)
     dice = Dice(plain.sequences.tokens, 0.7)
     control = protocol.fixed(0)._replace(init=lambda: protocol.make_spec(3, 4, 4, 0))
     engine = make_engine(
-        bench.arch, bench.task, batch=3, controller=control, **machine,
+        bench.arch, bench.task, batch=3, controller=control, **decoder,
         drafter=random_drafter(dice, nodes=4, depth=3, vocab=bench.arch.vocab_size))
     engine.compile(bench.params)
     assert_same(plain, engine.run(bench.params, ask(bench.task, seed=10)))

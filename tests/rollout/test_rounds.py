@@ -46,7 +46,7 @@ class Spied:
             jax.debug.callback(self._proposed)
             return inner.propose(*args)
 
-        def observe(params: Any, state: Any, tip: Any, verdict: Any, path: Any) -> Any:
+        def observe(params: Any, state: Any, frontier: Any, verdict: Any, path: Any) -> Any:
             width = verdict.tokens.shape[1]
             assert path.kv.shape[0] == verdict.path.shape[1] == width
             jax.debug.callback(lambda: self.places.append(width))

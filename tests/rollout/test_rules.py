@@ -75,8 +75,8 @@ def roll_out(rule: str, setting: str = "plain") -> list[Result]:
     """Two rollouts; random trees guess the likeliest pair of tokens. What earlier ones taught of
     acceptance is forgotten: it chooses the nodes that are verified."""
     engine, dice, own = made(rule)
-    engine.acceptance = acceptance.blank(len(engine.machine.drafter.names),
-                                         engine.machine.drafter.depth)
+    engine.acceptance = acceptance.blank(len(engine.decoder.drafter.names),
+                                         engine.decoder.drafter.depth)
     joint = joint_law(setting)
     likely = np.unravel_index(joint.argmax(), joint.shape)
     dice.replay = np.tile(np.asarray(likely, np.int32), (TASK.sequences, 1))
@@ -146,7 +146,7 @@ def test_a_policy_cannot_choose_by_what_was_drawn() -> None:
     engine, _, own = made("rejection_drawn")
     other = make_engine(
         ARCH, TASK, batch=30, controller=protocol.fixed()._replace(keep=peeking),
-        rule="rejection_drawn", most=120, drafter=engine.machine.drafter, truncates=True)
+        rule="rejection_drawn", most=120, drafter=engine.decoder.drafter, truncates=True)
     other.control = engine.control
     other.compile(params(), own)
     found = other.run(params(), ask(TASK, 0), own)

@@ -80,9 +80,18 @@ def random_tree(rng: np.random.Generator, rows: int = 4, nodes: int = 7) -> Draf
         survival[b, n] = survival[b, parent[b, n]] * rng.choice([1.0, 0.5, 0.5, 0.1, 0.0])
     whole = jnp.zeros((rows, nodes), jnp.int32)
     real = jnp.zeros((rows, nodes))
-    return DraftTree(tokens=whole, parent=jnp.asarray(parent), depth=whole, rank=whole,
-                     origin=whole, survival=jnp.asarray(survival), logq=real, guess=real, gap=real,
-                     live=jnp.asarray(live))
+    return DraftTree(
+        tokens=whole,
+        parent=jnp.asarray(parent),
+        depth=whole,
+        rank=whole,
+        origin=whole,
+        survival=jnp.asarray(survival),
+        logq=real,
+        draft_prob=real,
+        gap=real,
+        live=jnp.asarray(live),
+    )
 
 
 def chains(survival: np.ndarray, live: Any = None, steps: int = DEPTH) -> DraftTree:
@@ -92,9 +101,17 @@ def chains(survival: np.ndarray, live: Any = None, steps: int = DEPTH) -> DraftT
     live = np.ones(rows, bool) if live is None else np.asarray(live)
     zero = np.zeros((rows, depth + 1), np.float32)
     return DraftTree(
-        tokens=level, parent=np.maximum(level - 1, 0), depth=level, rank=0 * level,
-        origin=0 * level, survival=np.concatenate([zero[:, :1] + 1, survival], 1).astype(
-            np.float32), logq=zero, guess=zero, gap=zero, live=live[:, None] & (level <= steps))
+        tokens=level,
+        parent=np.maximum(level - 1, 0),
+        depth=level,
+        rank=0 * level,
+        origin=0 * level,
+        survival=np.concatenate([zero[:, :1] + 1, survival], 1).astype(np.float32),
+        logq=zero,
+        draft_prob=zero,
+        gap=zero,
+        live=live[:, None] & (level <= steps),
+    )
 
 
 @functools.cache

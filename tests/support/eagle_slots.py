@@ -15,8 +15,8 @@ from specrl_jax.control.protocol import make_spec
 from specrl_jax.draft import eagle_model
 from specrl_jax.draft.eagle import eagle
 from specrl_jax.draft.eagle_model import EagleArch
-from specrl_jax.draft.protocol import Drafter, Occasion
-from specrl_jax.structs import DraftTree, Fill, Path, Sampling, Tip, Verdict
+from specrl_jax.draft.protocol import Drafter, RolloutInfo
+from specrl_jax.structs import DraftTree, Frontier, Path, Sampling, SlotFill, Verdict
 
 V, F, ROWS, P, PLACES = 24, 16, 4, 10, 48
 DEPTH, BRANCH, NODES = 3, 2, 11  # room for all candidates: 2 + 4 + 4 and the root
@@ -39,9 +39,9 @@ def parameters(arch: EagleArch = ARCH) -> dict[str, Any]:
 ACTOR_PARAMS = tiny_params(ACTOR)
 
 
-def contrary(parent: Any, guess: Any, depth: Any, origin: Any) -> Any:
+def contrary(parent: Any, draft_prob: Any, depth: Any, origin: Any) -> Any:
     """Prefers the less likely below the first level, so that children of both are expanded."""
-    return parent * (0.5 - 0.1 * jnp.where(depth > 1, guess, 0))
+    return parent * (0.5 - 0.1 * jnp.where(depth > 1, draft_prob, 0))
 
 
 @functools.cache
@@ -70,7 +70,7 @@ class Slots:
         self.said = rng.integers(0, V, (ROWS, PLACES)).astype(np.int32)
         self.thought = rng.standard_normal((ROWS, PLACES, F)).astype(np.float32)
         prompts = rng.integers(2, P + 1, ROWS).astype(np.int32)
-        state = self.drafter.init(Occasion(
+        state = self.drafter.init(RolloutInfo(
             prompt=np.zeros((ROWS, P), np.int32), prompt_length=prompts,
             past=np.zeros((ROWS, 0, 9), np.int32), batch=ROWS, group=1, buffer=PLACES - P,
             cache=PLACES))
@@ -87,7 +87,7 @@ class Slots:
     def fill(self, source: Any = (-1,) * ROWS, copy: Any = (-1,) * ROWS) -> None:
         """Prompts of sequences `source` enter, or those of slots are copied."""
         source, copy = np.asarray(source), np.asarray(copy)
-        fill = Fill(*map(jnp.asarray, (np.maximum(source, copy), source, copy, self.born,
+        fill = SlotFill(*map(jnp.asarray, (np.maximum(source, copy), source, copy, self.born,
                                        self.born)))
         self.state = self.drafter.fork(self.state, fill)
         thought = np.moveaxis(self.thought[:, :P], -1, 0)
@@ -95,18 +95,18 @@ class Slots:
                                           jnp.asarray(thought))
 
     @property
-    def tip(self) -> Tip:
+    def frontier(self) -> Frontier:
         place = np.arange(ROWS)
-        return Tip(root=jnp.asarray(self.said[place, self.context]), seq=jnp.asarray(place),
+        return Frontier(root=jnp.asarray(self.said[place, self.context]), seq=jnp.asarray(place),
                    generated=jnp.asarray(self.context - self.born),
                    context=jnp.asarray(self.context), live=jnp.asarray(self.live))
 
     def draft(self, spec: Any = FULL) -> DraftTree:
-        args = jax.device_put((self.params, self.state, self.tip, self.rows, spec),
+        args = jax.device_put((self.params, self.state, self.frontier, self.rows, spec),
                               sharding.replicated(MESH))
         tree, self.state = self.compiled(*args)
         tree = jax.tree.map(np.asarray, tree)
-        check_tree(tree, self.tip)
+        check_tree(tree, self.frontier)
         return tree
 
     def commit(self, counts: Any) -> None:
@@ -117,7 +117,7 @@ class Slots:
         verdict = Verdict(jnp.where(gone, 7, self.said[place, index + 1]), *(None,) * 6)
         path = Path(kv=None, draw=None, verified=None, taps=jnp.where(
             gone[..., None], 99.0, self.thought[place, index]))
-        self.state = self.drafter.observe(self.params, self.state, self.tip, verdict, path)
+        self.state = self.drafter.observe(self.params, self.state, self.frontier, verdict, path)
         self.context = self.context + np.asarray(counts, np.int32)
 
     def wander(self, rounds: int, seed: int, spec: Any = FULL) -> None:
@@ -128,11 +128,11 @@ class Slots:
             self.commit(rng.integers(0, DEPTH + 2, ROWS))
 
 
-def check_tree(tree: DraftTree, tip: Tip) -> None:
+def check_tree(tree: DraftTree, frontier: Frontier) -> None:
     """What every tree must be, whatever is in it."""
     nodes = tree.tokens.shape[1]
-    assert (tree.live[:, 0] == np.asarray(tip.live)).all()
-    np.testing.assert_array_equal(tree.tokens[:, 0], tip.root)
+    assert (tree.live[:, 0] == np.asarray(frontier.live)).all()
+    np.testing.assert_array_equal(tree.tokens[:, 0], frontier.root)
     for b, n in np.argwhere(tree.live[:, 1:]) + [0, 1]:
         above = tree.parent[b, n]
         assert above < n and tree.live[b, above]

@@ -24,16 +24,16 @@ from specrl_jax.config import (
 from specrl_jax.control import protocol
 from specrl_jax.control.protocol import Controller
 from specrl_jax.draft.off import off
-from specrl_jax.draft.protocol import Drafter, Occasion, Survive
+from specrl_jax.draft.protocol import Drafter, RolloutInfo, Survive
 from specrl_jax.io.compilation import CompilationCounter
 from specrl_jax.model.architecture import Architecture, initialize
 from specrl_jax.model.tiny import TINY, byte_tokenizer, random_tensors
 from specrl_jax.model.weights import Source
 from specrl_jax.rollout.engine import Engine, Result
-from specrl_jax.rollout.layout import Request, Shapes, request
+from specrl_jax.rollout.layout import RolloutRequest, Shapes, request
 from specrl_jax.rollout.prompts import Prompts
-from specrl_jax.rollout.round import Machine
-from specrl_jax.structs import Array, DraftTree, Path, Sampling, SpecConfig, Tip, Verdict
+from specrl_jax.rollout.round import Decoder
+from specrl_jax.structs import Array, DraftTree, Frontier, Path, Sampling, SpecConfig, Verdict
 from specrl_jax.trainer import Trainer
 
 
@@ -80,7 +80,7 @@ def make_task(seed: int = 0, prompts: int = 6, vocab: int = 24, **changes: Any) 
 
 
 def ask(task: Task, seed: int = 0, order: np.ndarray | None = None, past: np.ndarray | None = None,
-        **sampling: Any) -> Request:
+        **sampling: Any) -> RolloutRequest:
     """A request; `sampling` replaces its arrays by what is given, one value for all or one each."""
     order = np.arange(len(task.prompts)) if order is None else order
     wanted = request([task.prompts[i] for i in order], task.keys(seed, order), task.group,
@@ -93,7 +93,7 @@ def ask(task: Task, seed: int = 0, order: np.ndarray | None = None, past: np.nda
 
 def make_engine(arch: Architecture, task: Task, *, drafter: Drafter | None = None,
                 controller: Controller | None = None, batch: int = 4, min_batch: int | None = None,
-                past: int = 0, mesh: Any = None, **machine: Any) -> Engine:
+                past: int = 0, mesh: Any = None, **decoder: Any) -> Engine:
     """An engine that is not compiled yet; `batch` and `task` are over all shards of `mesh`.
 
     `machine` holds further fields of Machine.
@@ -104,7 +104,7 @@ def make_engine(arch: Architecture, task: Task, *, drafter: Drafter | None = Non
     shapes = Shapes(batch=batch // shards, sequences=task.sequences // shards, group=task.group,
                     prompt=task.prompt, response=task.response, shards=shards,
                     depth=drafter.depth, min_batch=min_batch or batch // shards)
-    parts = Machine(arch, drafter, controller or protocol.off(), **machine)
+    parts = Decoder(arch, drafter, controller or protocol.off(), **decoder)
     return Engine(parts, mesh, shapes, task.stop, past=past)
 
 
@@ -126,19 +126,19 @@ class Dice:
 def random_drafter(dice: Dice, *, nodes: int, depth: int, vocab: int) -> Drafter:
     """Random trees, dead nodes in between, whose tokens are random or replayed."""
 
-    def init(occasion: Occasion) -> dict[str, np.ndarray]:
+    def init(info: RolloutInfo) -> dict[str, np.ndarray]:
         return {"replay": np.asarray(dice.replay, np.int32),
                 "hit": np.full(1, dice.hit, np.float32),
                 "chain": np.full(1, dice.chain, np.float32),
                 "seed": np.full(1, dice.seed, np.int32)}
 
-    def propose(params: Any, state: Any, tip: Tip, rows: Sampling, spec: SpecConfig,
+    def propose(params: Any, state: Any, frontier: Frontier, rows: Sampling, spec: SpecConfig,
                 survive: Survive) -> tuple[DraftTree, Any]:
         rng = jax.random.fold_in(jax.random.key(0), state["seed"][0])
         trees = jax.vmap(lambda *row: random_tree(rng, state, spec, nodes, depth, vocab, *row))
-        return trees(tip.root, tip.seq, tip.generated, tip.live), state
+        return trees(frontier.root, frontier.seq, frontier.generated, frontier.live), state
 
-    def observe(params: Any, state: Any, tip: Tip, verdict: Verdict, path: Path) -> Any:
+    def observe(params: Any, state: Any, frontier: Frontier, verdict: Verdict, path: Path) -> Any:
         return state
 
     return Drafter(nodes=nodes, depth=depth, branch=nodes, init=init, propose=propose,
@@ -149,9 +149,9 @@ def random_tree(rng: Array, state: Any, spec: SpecConfig, nodes: int, depth: int
                 root: Array, seq: Array, generated: Array, live_row: Array) -> DraftTree:
     """The tree of one row, fields [N]: a function of the sequence and how far it is."""
     key = jax.random.fold_in(jax.random.fold_in(rng, seq), generated)
-    pick, guess, chain, dead, shrink, luck = jax.random.uniform(key, (6, nodes))
+    pick, draft_prob, chain, dead, shrink, luck = jax.random.uniform(key, (6, nodes))
     replay = jnp.pad(state["replay"], ((0, 1), (0, depth)))
-    wild = (guess * vocab).astype(jnp.int32)
+    wild = (draft_prob * vocab).astype(jnp.int32)
     parent, level = jnp.zeros(nodes, jnp.int32), jnp.zeros(nodes, jnp.int32)
     tokens = jnp.full(nodes, root, jnp.int32)
     live = jnp.zeros(nodes, bool).at[0].set(live_row)
@@ -169,7 +169,7 @@ def random_tree(rng: Array, state: Any, spec: SpecConfig, nodes: int, depth: int
         survival = survival.at[n].set(survival[wanted] * shrink[n])
     zero, none = jnp.zeros(nodes), jnp.zeros(nodes, jnp.int32)
     return DraftTree(tokens=tokens, parent=parent, depth=level, rank=none, origin=none,
-                     survival=survival, logq=zero, guess=survival, gap=zero, live=live)
+                     survival=survival, logq=zero, draft_prob=survival, gap=zero, live=live)
 
 
 class Course:

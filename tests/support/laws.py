@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specrl_jax.prng import gumbel
-from specrl_jax.structs import Array, Sampling, Tip
+from specrl_jax.structs import Array, Frontier, Sampling
 from specrl_jax.verify import match as verify
 from specrl_jax.verify import rejection, sampling
 
@@ -159,7 +159,7 @@ def match(r: Round) -> tuple[Array, Array]:
                  flat[2], flat[3], (r.generated[:, None] + depth).reshape(-1))
     place = jnp.arange(batch * nodes).reshape(batch, nodes)
     parent = jnp.broadcast_to(jnp.asarray(r.shape.parent)[None], r.tokens.shape)
-    verdict = JUDGE(r.tokens, parent, r.live, drawn, place, tip(r), options(r), DEPTH)
+    verdict = JUDGE(r.tokens, parent, r.live, drawn, place, frontier(r), options(r), DEPTH)
     return verdict.tokens, verdict.count
 
 
@@ -190,9 +190,11 @@ def tree_of(r: Round) -> tuple[Array, Array, Array, Array]:
     return r.tokens, parent, rank, r.live
 
 
-def tip(r: Round) -> Tip:
+def frontier(r: Round) -> Frontier:
     rows = jnp.arange(len(r.generated))
-    return Tip(root=r.tokens[:, 0], seq=rows, generated=r.generated, context=rows, live=rows >= 0)
+    return Frontier(
+        root=r.tokens[:, 0], seq=rows, generated=r.generated, context=rows, live=rows >= 0
+    )
 
 
 def options(r: Round) -> Sampling:

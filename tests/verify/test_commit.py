@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specrl_jax.structs import Cache, Path, Sequences, Tip, Verdict
+from specrl_jax.structs import Cache, Frontier, Path, Sequences, Verdict
 from specrl_jax.verify import commit
 from specrl_jax.verify.commit import append, record
 
@@ -95,11 +95,11 @@ def blank() -> Sequences:
 
 
 def turn(seq: list[int], generated: list[int], live: list[bool], tokens: list[list[int]],
-         count: list[int], stopped: list[bool]) -> tuple[Verdict, Tip]:
+         count: list[int], stopped: list[bool]) -> tuple[Verdict, Frontier]:
     said, row = jnp.asarray(tokens), jnp.asarray(seq)
     verdict = Verdict(tokens=said, logprob=-said / 8, raw_logprob=-said / 4, kept_mass=said / 100,
                       path=said * 0, count=jnp.asarray(count), stopped=jnp.asarray(stopped))
-    return verdict, Tip(root=row, seq=row, generated=jnp.asarray(generated), context=row,
+    return verdict, Frontier(root=row, seq=row, generated=jnp.asarray(generated), context=row,
                         live=jnp.asarray(live))
 
 

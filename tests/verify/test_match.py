@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specrl_jax.structs import Sampling, Tip
+from specrl_jax.structs import Frontier, Sampling
 from specrl_jax.verify.match import judge, walk
 from specrl_jax.verify.sampling import Draw
 
@@ -88,13 +88,26 @@ def judged(drawn: list[int], *, generated: int = 0, limit: int = 100, stop: tupl
     tokens = jnp.asarray([[9, 5, 6, 7]])
     draw = Draw(token=jnp.asarray(drawn), logprob=-jnp.arange(4.0),
                 raw_logprob=-10 - jnp.arange(4.0), kept_mass=1 / (1 + jnp.arange(4.0)))
-    tip = Tip(root=jnp.asarray([9]), seq=jnp.asarray([0]), generated=jnp.asarray([generated]),
-              context=jnp.asarray([3]), live=jnp.asarray([live]))
+    frontier = Frontier(
+        root=jnp.asarray([9]),
+        seq=jnp.asarray([0]),
+        generated=jnp.asarray([generated]),
+        context=jnp.asarray([3]),
+        live=jnp.asarray([live]),
+    )
     sampling = Sampling(temperature=jnp.ones(1), top_p=jnp.ones(1), top_k=jnp.zeros(1, jnp.int32),
                         limit=jnp.asarray([limit]), key=jnp.zeros((1, 2), jnp.uint32),
                         stop=jnp.asarray(stop))
-    verdict = JUDGE(tokens, jnp.asarray([[0, 0, 1, 2]]), jnp.full((1, 4), live), draw, place, tip,
-                    sampling, 3)
+    verdict = JUDGE(
+        tokens,
+        jnp.asarray([[0, 0, 1, 2]]),
+        jnp.full((1, 4), live),
+        draw,
+        place,
+        frontier,
+        sampling,
+        3,
+    )
     return jax.tree.map(lambda a: np.asarray(a)[0], verdict)
 
 

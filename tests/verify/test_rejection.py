@@ -9,7 +9,7 @@ import pytest
 from laws import SETTINGS, TREE, keys, law
 
 from specrl_jax.prng import bits
-from specrl_jax.structs import Sampling, Tip
+from specrl_jax.structs import Frontier, Sampling
 from specrl_jax.verify import rejection, sampling
 
 VOCAB, ROWS, DEPTH = 12, 64, 2
@@ -89,11 +89,11 @@ def judged(stop: int = -1, limit: int = 100, dead: int = 0) -> tuple[Any, Any, A
     place = np.arange(ROWS * NODES).reshape(ROWS, NODES)
     logq = target.logp[place] + 0.2 * rng.normal(size=(ROWS, NODES, VOCAB))
     index = jnp.arange(ROWS)
-    tip = Tip(root=tree[0][:, 0], seq=index, generated=index % 7, context=index,
+    frontier = Frontier(root=tree[0][:, 0], seq=index, generated=index % 7, context=index,
               live=index >= dead)
     options = Sampling(temperature=settings[0], top_p=settings[2], top_k=settings[1],
                        limit=index % 7 + limit, key=keys(ROWS, 3), stop=jnp.asarray([stop]))
-    verdict = JUDGE(*tree, target, logq.astype(np.float32), place, tip, options, DEPTH)
+    verdict = JUDGE(*tree, target, logq.astype(np.float32), place, frontier, options, DEPTH)
     return jax.tree.map(np.asarray, verdict), target, place
 
 
