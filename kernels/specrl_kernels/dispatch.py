@@ -43,7 +43,8 @@ def target(implementation: str | None, platform: str | None = None, interpret: b
         raise ValueError(f"config = {dict(config)}: name the implementation that it is for")
     if platform not in (None, "cpu", "gpu", "tpu"):
         raise ValueError(f"platform = {platform!r}: choose one of cpu, gpu, tpu")
-    device = jax.config.jax_default_device or jax.devices()[0]
+    default: Any = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
+    device = default or jax.devices()[0]
     here = device if isinstance(device, str) else device.platform
     if platform in (None, here):
         kind = here if isinstance(device, str) else device.device_kind
@@ -102,7 +103,7 @@ def tuned(target: Target, op: str, name: str, shape: dict[str, int], dtype: Any
     return tuning.lookup(target.kind, op, name, shape, str(dtype))
 
 
-def configured(kind: Callable[..., Any], given: Mapping[str, int]) -> Any:
+def configured(kind: type[Any], given: Mapping[str, int]) -> Any:
     """An implementation's Config, a dataclass, with the given fields.
 
     Raises:

@@ -6,6 +6,8 @@ keeps 32 bits at the end that wins: u = min((bits + 0.5) 2^-32, 1 - 2^-24), E = 
 G = -log(E) is large where u is small, and finite at both ends.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,8 +26,8 @@ def _shifted(h: jax.Array, places: int) -> jax.Array:
     return jax.lax.shift_right_logical(h, jnp.full_like(h, places))
 
 
-def _word(value: int, like: jax.Array) -> np.generic:
-    """A 32-bit constant in the dtype of `like`; products wrap around in both."""
+def _word(value: int, like: jax.Array) -> Any:
+    """Returns a 32-bit NumPy constant in the dtype of `like`; products wrap around in both."""
     return np.uint32(value).view(like.dtype)
 
 

@@ -63,7 +63,7 @@ def program_call(launch: Launch, warps: int, stages: int) -> Sequence[jax.Array]
       Unsupported: jax-triton cannot be imported, or fails with this JAX.
     """
     try:
-        import jax_triton
+        import jax_triton  # pyright: ignore[reportMissingImports]  # an optional dependency
 
         program = getattr(importlib.import_module(launch.module), launch.name)
     except ImportError as reason:

@@ -50,8 +50,8 @@ def tuning_key(positions: int, vocab: int, count: int) -> dict[str, int]:
 
 def tuned(target: Target, name: str, logits: jax.Array, count: int) -> Mapping[str, int] | None:
     """The configuration given, or that of the table; None if there is neither."""
-    return dispatch.tuned(target, "gumbel_argmax", name, tuning_key(*logits.shape, count),
-                          logits.dtype)
+    key = tuning_key(logits.shape[0], logits.shape[1], count)
+    return dispatch.tuned(target, "gumbel_argmax", name, key, logits.dtype)
 
 
 def width(count: int) -> int:

@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 
 def check_static(logits: Any, temperature: Any, key: Any, position: Any, threshold: Any, *,
@@ -37,7 +38,7 @@ def check_values(logits: Any, temperature: Any, key: Any, position: Any, thresho
     Raises:
       ValueError: the first value out of its range, or a call from inside of jit.
     """
-    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(
+    if any(isinstance(x, Tracer) for x in jax.tree.leaves(
             (logits, temperature, position, threshold))):
         raise ValueError("checked = True inside of jit: values are known outside of it only")
     highest = np.asarray(logits, np.float32).max(1)

@@ -1,6 +1,7 @@
 """A little more than llvmlite's builder: loops over numbers, addresses of floats, vectors."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from llvmlite import ir
 
@@ -20,14 +21,15 @@ class Function:
         self.module = module
         self.ir = ir.Function(module, ir.FunctionType(returns, args), name)
         self.args = self.ir.args
-        self.b = ir.IRBuilder(self.ir.append_basic_block("entry"))
+        # Any: llvmlite has no annotations, and a type checker infers None for its operations.
+        self.b: Any = ir.IRBuilder(self.ir.append_basic_block("entry"))
 
     def number(self, n: Number) -> ir.Value:
         return ir.Constant(I64, n) if isinstance(n, int) else n
 
     def total(self, *terms: tuple[Number, Number] | Number) -> ir.Value:
         """The sum of numbers and of products (a, b)."""
-        out: ir.Value = self.number(0)
+        out = self.number(0)
         for term in terms:
             if isinstance(term, tuple):
                 term = self.b.mul(self.number(term[0]), self.number(term[1]))
@@ -58,7 +60,7 @@ class Function:
         one = self.b.insert_element(ir.Constant(VECTOR, ir.Undefined), value, ir.Constant(I32, 0))
         return self.b.shuffle_vector(one, one, ir.Constant(ir.VectorType(I32, LANES), [0] * LANES))
 
-    def call(self, name: str, returns: ir.Type, *args: ir.Value) -> ir.Value:
+    def call(self, name: str, returns: ir.Type, *args: Any) -> ir.Value:
         """Calls an intrinsic or a function of the C library."""
         function = self.module.globals.get(name)
         if function is None:
@@ -79,14 +81,14 @@ class Function:
         x, y = self.number(x), self.number(y)
         return self.b.select(self.b.icmp_signed("<", x, y), x, y)
 
-    def loop(self, start: Number, stop: Number, step: int, carried: list[ir.Value],
+    def loop(self, start: Number, stop: Number, step: int, carried: Sequence[ir.Value],
              body: Callable[[ir.Value, list[ir.Value]], list[ir.Value]]) -> list[ir.Value]:
         """for i in range(start, stop, step): carried = body(i, carried); returns the last."""
         b, before = self.b, self.b.block
         head, inside, after = (b.append_basic_block(name) for name in ("head", "inside", "after"))
         b.branch(head)
         b.position_at_end(head)
-        first = [self.number(start), *carried]
+        first: list[Any] = [self.number(start), *carried]
         held = [b.phi(value.type) for value in first]
         for phi, value in zip(held, first, strict=True):
             phi.add_incoming(value, before)

@@ -188,8 +188,9 @@ class _Unit:
 
         def add(e: ir.Value, held: list[ir.Value]) -> list[ir.Value]:
             column = [f.vector(f.at(keys, (e, stride), LANES * j)) for j in range(vectors)]
-            for j in range(vectors if soon is not None else 0):
-                f.fetch(f.at(soon, (e, LANES * vectors), LANES * j))
+            if soon is not None:
+                for j in range(vectors):
+                    f.fetch(f.at(soon, (e, LANES * vectors), LANES * j))
             queries = [f.spread(f.get(self.q, e, r * width)) for r in range(heads)]
             return [f.fma(queries[r], column[j], held[r * vectors + j])
                     for r in range(heads) for j in range(vectors)]

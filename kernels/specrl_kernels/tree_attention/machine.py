@@ -64,7 +64,8 @@ def leave_to_xla(q: jax.Array, row: jax.Array, node: jax.Array, tree_k: jax.Arra
     """
     from specrl_kernels.tree_attention import code
 
-    (w, h, e), (b, n, g, _) = q.shape, tree_k.shape
+    w, h, e = q.shape
+    b, n, g = tree_k.shape[:3]
     together = code.Shape(h, g, e, n, ()).together
     if w >= _NODES * b and e >= _SIZE and together <= _FEW:
         raise Unsupported(f"xla is faster at {w // b} nodes a row with {h // g} heads of {e} to a "

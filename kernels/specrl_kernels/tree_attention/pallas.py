@@ -226,10 +226,10 @@ def _context_specs(k: jax.Array, segment: int, config: Config) -> list[pl.BlockS
 def _kernel(bounds: Any, steps: Any, length: Any, live: Any, *refs: Any, sizes: tuple[int, ...],
             config: Config, tile: int, scale: float, has_tree: bool, has_window: bool) -> None:
     """One step of the list: starts a row, adds one block to it, ends it, each where due."""
-    q, info, *refs = refs[len(sizes):]  # the fetch lists are for the index maps
-    tree, refs = (refs[:2], refs[2:]) if has_tree else (None, refs)
-    context, refs = refs[: 2 * len(sizes)], refs[2 * len(sizes):]
-    outputs, carry = refs[:-3], Partial(*refs[-3:])
+    q, info, *rest = refs[len(sizes):]  # the fetch lists are for the index maps
+    tree, rest = (rest[:2], rest[2:]) if has_tree else (None, rest)
+    context, rest = rest[: 2 * len(sizes)], rest[2 * len(sizes):]
+    outputs, carry = rest[:-3], Partial(*rest[-3:])
     split, count, share = pl.program_id(0), bounds[0], bounds[1]
     at = split * share + pl.program_id(1)
     last = jnp.minimum((split + 1) * share, count) - 1

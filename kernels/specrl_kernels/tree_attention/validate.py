@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 _WHY = "shapes must agree with q [W, H, E], tree_k [B, n, G, E]"
 
@@ -102,7 +103,7 @@ def check_values(q: Any, row: Any, node: Any, tree_k: Any, tree_v: Any, parent: 
     Raises:
       ValueError: the first value out of its range, or a call from inside of jit.
     """
-    if any(isinstance(x, jax.core.Tracer)
+    if any(isinstance(x, Tracer)
            for x in jax.tree.leaves((row, node, parent, length, slot, prefix))):
         raise ValueError("checked = True inside of jit: values are known outside of it only")
     b, n = parent.shape
