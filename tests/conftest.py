@@ -20,7 +20,8 @@ os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8" + 
 _HOME = tempfile.TemporaryDirectory(prefix="specrl_jax_tests_")
 os.environ["XDG_CACHE_HOME"] = str(Path(_HOME.name) / "cache")
 os.environ["TFDS_DATA_DIR"] = str(Path(_HOME.name) / "tensorflow_datasets")
-# Scripts keep what they compile below XDG_CACHE_HOME; those of tests share small programs too.
+# What one test compiled, the others and the scripts that they start need not.
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(_HOME.name) / "xla"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
 import jax  # noqa: E402

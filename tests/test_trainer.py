@@ -22,7 +22,7 @@ from specrl_jax.structs import Rollout
 from specrl_jax.trainer import Trainer
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_a_run_of_bad_updates_is_skipped_counted_and_stopped_with_a_checkpoint(
         tmp_path, capsys) -> None:
     config = micro_config(
@@ -138,7 +138,7 @@ def test_a_restored_trainer_holds_all_that_was_saved(monkeypatch: pytest.MonkeyP
     assert new.meta() == old.meta()
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_every_step_of_a_run_that_only_rolls_out_has_a_gap_and_a_loss(tmp_path: Path) -> None:
     trainer = micro_trainer(micro_config(learner=LearnerConfig(micro_batch=4, updates=0)))
     counter = CompilationCounter()

@@ -244,7 +244,7 @@ def test_an_unreadable_config_is_refused(tmp_path, text, words):
         M.check_config(tmp_path, changed())
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_ten_kills_lose_and_repeat_nothing(tmp_path):
     code = """
         import os, sys

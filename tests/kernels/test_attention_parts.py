@@ -143,7 +143,7 @@ def test_shares_are_what_live_rows_see_once_and_in_order(splits: int, least: int
 
 
 @pytest.mark.parametrize("kernel,splits", [
-    (pallas, 1), (pallas_triton, 1), pytest.param(pallas_triton, 3, marks=pytest.mark.slow)])
+    (pallas, 1), (pallas_triton, 1), pytest.param(pallas_triton, 3, marks=pytest.mark.full)])
 def test_dead_tiles_are_not_computed(kernel: object, splits: int) -> None:
     """What a kernel never writes is NaN under interpretation."""
     case = make(lengths=(9, 30, 4), nodes=16, parent=[[0] * 16] * 3)

@@ -40,8 +40,7 @@ def generate(spec, dtype="float32"):
 sound = functools.cache(generate)
 
 
-@pytest.mark.slow
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.parametrize("drafter", ["eagle", "merge", "small_lm"])
 @pytest.mark.parametrize("name, factor, warning", [
     ("fc", np.nan, "speculation is off: the drafter's"),
@@ -74,8 +73,7 @@ def test_a_drafter_that_is_not_finite_is_named_and_changes_no_token(
     assert after["drafted"] == after["broken"] == 0
 
 
-@pytest.mark.slow
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.parametrize("drafter", ["eagle", "merge"])
 def test_in_bfloat16_drafts_are_accepted_too(drafter):
     plain, *_ = sound(dataclasses.replace(SPEC, drafter="off"), "bfloat16")

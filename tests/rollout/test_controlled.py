@@ -102,7 +102,7 @@ def test_long_launches_are_swept_less_often(monkeypatch: pytest.MonkeyPatch, one
     assert found == pytest.approx([one] * 4)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_a_launch_finds_the_drafter_one_position_behind_or_as_many_as_it_is_to_have_missed(
         monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever was launched before, the same launch too."""
@@ -482,7 +482,7 @@ def test_a_slow_device_is_not_drafted_for(budget: Any, plain: Result) -> None:
     assert result.counters["packed"] == result.counters["slots"]
 
 
-@pytest.mark.parametrize("policy", ["budget", pytest.param("oracle", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("policy", ["budget", pytest.param("oracle", marks=pytest.mark.ci)])
 def test_drafts_in_places_of_empty_slots_are_measured_chosen_and_accepted(
         plain: Result, policy: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Two of eight rows run on, behind slots of rows that ended."""
@@ -552,7 +552,7 @@ def test_loads_that_jump_across_a_threshold_and_back_stall_and_compile_nothing(
     assert all(drafts < off for drafts, off in zip(*rounds, strict=True))
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("policy", ["fixed", "respec", "bandit", "oracle"])
 def test_tokens_are_the_same_under_every_policy(
         policy: str, plain: Result, tmp_path: Path) -> None:
@@ -563,7 +563,7 @@ def test_tokens_are_the_same_under_every_policy(
         assert streams(found[-1]) == streams(plain)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_shards_decide_alike(plain: Result, tmp_path: Path) -> None:
     """Two shards whose rows end at different times; the state is one for both."""
     engine = controlled("budget", tmp_path / "table.json",

@@ -94,9 +94,10 @@ def trees(params, plain):
     return random_trees(params, plain)
 
 
-@pytest.mark.slow
-@pytest.mark.long
-@pytest.mark.parametrize("policy", ["fixed", "respec", "bandit", "budget", "oracle"])
+@pytest.mark.ci
+@pytest.mark.parametrize("policy", [
+    "budget", *(pytest.param(policy, marks=pytest.mark.full)
+                for policy in ("fixed", "respec", "bandit", "oracle"))])
 def test_policies_change_no_bit(params, plain, policy):
     """With made-up costs, by which drafting pays."""
     want = plain.run(params, ask(TASK))

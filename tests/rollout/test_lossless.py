@@ -269,9 +269,10 @@ def test_history_changes_no_token_and_compiles_nothing(bench: Any, drafting: Any
     assert accepted[1] > accepted[0]  # its own future, read from the past
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("decoder", [
-    {"implementation": "xla"}, {"implementation": "reference"}, {"most": 7}], ids=str)
+    {"most": 7}, pytest.param({"implementation": "xla"}, marks=pytest.mark.full),
+    pytest.param({"implementation": "reference"}, marks=pytest.mark.full)], ids=str)
 def test_no_way_to_verify_changes_a_token(bench: Any, decoder: dict[str, Any]) -> None:
     plain = bench.run_plain(seed=10)
     dice = Dice(plain.sequences.tokens, 0.7)

@@ -117,7 +117,7 @@ def test_places_of_empty_slots_verify_drafts(
 
 
 @pytest.mark.parametrize("hold", [
-    3, *(pytest.param(hold, marks=pytest.mark.slow) for hold in (1, protocol.FOREVER))])
+    3, *(pytest.param(hold, marks=pytest.mark.ci) for hold in (1, protocol.FOREVER))])
 def test_a_plan_stands_for_plain_rounds_until_a_row_ends(
         hold: int, plain: list[list[int]]) -> None:
     """The same tokens, with rows that are refilled and batches that shrink; no round is forgotten.

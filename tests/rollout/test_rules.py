@@ -37,10 +37,9 @@ SETTINGS = {"plain": (1.0, 0, 1.0), "truncated": (0.8, 9, 0.85)}
 
 
 def some(rules: Sequence[str]) -> Any:
-    """A test under each of these rules: most are slow, since each compiles an engine."""
+    """Parametrizes a test over rules; most are full, since each compiles an engine."""
     return pytest.mark.parametrize("rule", [
-        rule if rule.startswith("rejection") else pytest.param(
-            rule, marks=[pytest.mark.slow, pytest.mark.long])
+        rule if rule.startswith("rejection") else pytest.param(rule, marks=pytest.mark.full)
         for rule in rules])
 
 
@@ -121,7 +120,7 @@ def test_a_lossless_rule_keeps_the_law(rule: str, setting: str) -> None:
     assert p_value(rule, setting) > LEVEL
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_a_lossy_rule_is_noticed(setting: str) -> None:
     assert p_value("lossy_typical", setting) < 1e-9
