@@ -1,5 +1,6 @@
 """Notebooks run from top to bottom, are short, and are stored without outputs."""
 
+import json
 import os
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
+from colab import set_repository
 from specrl_jax.io.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -36,6 +38,23 @@ def test_is_short_and_claims_something_first(path: Path) -> None:
 def test_first_code_installs_on_colab_only(path: Path) -> None:
     first = next(cell for cell in read(path).cells if cell.cell_type == "code").source
     assert first.index('if "google.colab" in sys.modules:') < first.index("%pip install")
+
+
+@notebooks
+def test_address_is_that_of_the_citation(path: Path) -> None:
+    address = set_repository.repository((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    notebook = json.loads(path.read_text(encoding="utf-8"))
+    assert set_repository.with_address(notebook, path.name, address) == notebook
+
+
+def test_badge_opens_the_notebook_of_the_repository() -> None:
+    citation = 'title: x\nrepository-code: "https://github.com/someone/project"\n'
+    address = set_repository.repository(citation)
+    assert address == "https://github.com/someone/project"
+    line = set_repository.badge(address, "01.ipynb")
+    assert line.endswith("/github/someone/project/blob/main/colab/01.ipynb)")
+    assert set_repository.repository("title: x\n") == ""
+    assert "repository-code" in set_repository.badge("", "01.ipynb")
 
 
 @notebooks
