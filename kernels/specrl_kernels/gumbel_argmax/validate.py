@@ -10,7 +10,7 @@ from jax.core import Tracer
 
 def check_static(logits: Any, temperature: Any, key: Any, position: Any, threshold: Any, *,
                  count: int) -> None:
-    """What can be seen while tracing. Raises ValueError, naming the argument."""
+    """Checks shapes and dtypes. Raises ValueError with the name of the argument."""
     if len(logits.shape) != 2:
         raise ValueError(f"logits = {logits.shape}, expected [W, V]")
     if logits.dtype not in (jnp.float32, jnp.bfloat16):
@@ -33,7 +33,7 @@ def check_static(logits: Any, temperature: Any, key: Any, position: Any, thresho
 
 
 def check_values(logits: Any, temperature: Any, key: Any, position: Any, threshold: Any) -> None:
-    """What only values show; for tests and debugging, since it waits for them.
+    """Checks values, for tests and debugging: it waits for them.
 
     Raises:
       ValueError: the first value out of its range, or a call from inside of jit.

@@ -1,4 +1,4 @@
-"""A little more than llvmlite's builder: loops over numbers, addresses of floats, vectors."""
+"""Helpers around llvmlite's builder: loops, addresses of elements, vectors of floats."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -28,7 +28,7 @@ class Function:
         return ir.Constant(I64, n) if isinstance(n, int) else n
 
     def total(self, *terms: tuple[Number, Number] | Number) -> ir.Value:
-        """The sum of numbers and of products (a, b)."""
+        """Emits the sum of numbers and of products (a, b)."""
         out = self.number(0)
         for term in terms:
             if isinstance(term, tuple):
@@ -38,7 +38,7 @@ class Function:
 
     def at(self, pointer: ir.Value, *terms: tuple[Number, Number] | Number,
            kind: ir.Type = FLOAT) -> ir.Value:
-        """The address of an element, its index given as for `total`."""
+        """Emits the address of an element; its index is a sum as in `total`."""
         return self.b.gep(pointer, [self.total(*terms)], source_etype=kind)
 
     def get(self, pointer: ir.Value, *terms: tuple[Number, Number] | Number,
@@ -46,7 +46,7 @@ class Function:
         return self.b.load(self.at(pointer, *terms, kind=kind), typ=kind)
 
     def get_index(self, pointer: ir.Value, *terms: tuple[Number, Number] | Number) -> ir.Value:
-        """An i32 element as a number."""
+        """Loads an i32 element and widens it to i64."""
         return self.b.sext(self.get(pointer, *terms, kind=I32), I64)
 
     def vector(self, address: ir.Value) -> ir.Value:
@@ -56,7 +56,7 @@ class Function:
         self.b.store(value, address, align=4)
 
     def spread(self, value: ir.Value) -> ir.Value:
-        """A vector of equal lanes."""
+        """Returns a vector with the value in every lane."""
         one = self.b.insert_element(ir.Constant(VECTOR, ir.Undefined), value, ir.Constant(I32, 0))
         return self.b.shuffle_vector(one, one, ir.Constant(ir.VectorType(I32, LANES), [0] * LANES))
 
@@ -69,11 +69,11 @@ class Function:
         return self.b.call(function, args)
 
     def fma(self, x: ir.Value, y: ir.Value, z: ir.Value) -> ir.Value:
-        """x y + z, rounded once."""
+        """Returns x y + z, rounded once."""
         return self.call(f"llvm.fma.v{LANES}f32", VECTOR, x, y, z)
 
     def fetch(self, address: ir.Value) -> None:
-        """Asks for memory that will be read soon."""
+        """Prefetches memory that will be read soon."""
         self.call("llvm.prefetch.p0", VOID, address,
                   *(ir.Constant(I32, n) for n in (0, 3, 1)))
 
@@ -83,7 +83,7 @@ class Function:
 
     def loop(self, start: Number, stop: Number, step: int, carried: Sequence[ir.Value],
              body: Callable[[ir.Value, list[ir.Value]], list[ir.Value]]) -> list[ir.Value]:
-        """for i in range(start, stop, step): carried = body(i, carried); returns the last."""
+        """Emits `for i in range(start, stop, step): carried = body(i, carried)`; returns it."""
         b, before = self.b, self.b.block
         head, inside, after = (b.append_basic_block(name) for name in ("head", "inside", "after"))
         b.branch(head)
@@ -103,11 +103,11 @@ class Function:
 
     def each(self, start: Number, stop: Number, step: int, body: Callable[[ir.Value], None]
              ) -> None:
-        """for i in range(start, stop, step): body(i)."""
+        """Emits `for i in range(start, stop, step): body(i)`."""
         self.loop(start, stop, step, [], lambda i, _: body(i) or [])
 
     def sums(self, vectors: list[ir.Value]) -> list[ir.Value]:
-        """The sum of each vector's lanes: halves are added until one lane is left.
+        """Returns the sum of each vector's lanes: halves are added until one lane is left.
 
         Two vectors' halves share a vector, which does not change the order of any sum.
         """
