@@ -112,6 +112,7 @@ def p_value(rule: str, setting: str = "plain") -> float:
     return float(stats.chisquare(np.append(seen[~rare], seen[rare].sum()), expected).pvalue)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("setting", SETTINGS)
 @some(LAWFUL)
 def test_a_lossless_rule_keeps_the_law(rule: str, setting: str) -> None:
@@ -135,6 +136,7 @@ def test_a_drafter_that_does_not_tell_what_it_drew_from_is_refused(rule: str) ->
         engine.compile(params())
 
 
+@pytest.mark.ci
 def test_a_policy_cannot_choose_by_what_was_drawn() -> None:
     """One that keeps nodes by their tokens and probabilities keeps what others keep."""
     def peeking(state: Any, load: Any, spec: Any, tree: Any, buckets: Any) -> Any:
@@ -152,6 +154,7 @@ def test_a_policy_cannot_choose_by_what_was_drawn() -> None:
     assert streams(found) == streams(roll_out("rejection_drawn")[0])
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("setting", SETTINGS)
 @some(LAWFUL + LOSSY)
 def test_log_probabilities_equal_a_plain_forward(rule: str, setting: str) -> None:
