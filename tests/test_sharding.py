@@ -130,7 +130,7 @@ def test_two_processes_write_what_one_does(tmp_path: Path) -> None:
 @needs_8
 @pytest.mark.parametrize("rule", [
     "match", pytest.param("rejection", marks=pytest.mark.full)])
-def test_shards_that_truncate_and_shards_that_do_not_wait_for_nobody(rule: str) -> None:
+def test_shards_that_differ_in_truncation_do_not_deadlock(rule: str) -> None:
     """Collectives over `tensor` in a branch that only some data shards take would never end."""
     arch, task = tiny_arch(num_layers=1), make_task(prompts=2, group=4, stop=(-1,))
     truncates = np.arange(task.sequences) < task.sequences // 2

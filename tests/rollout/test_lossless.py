@@ -76,7 +76,7 @@ def test_the_drafters_do_what_their_names_say(bench: Any) -> None:
     ((3, 0, 6, 0), True), ((3, 99, 6, 0), True), ((3, 6, 0, 0), True), ((3, 6, 99, 0), True),
     ((3, 6, 6, 1), True),
 ])
-def test_what_a_policy_plans_beyond_the_shapes_is_clamped_and_counted(
+def test_plan_beyond_the_shapes_is_clamped_and_counted(
         bench: Any, planned: tuple[int, ...], out: bool) -> None:
     result = bench.run_trees(hold=protocol.make_spec(*planned), seed=2)
     assert streams(result) == streams(bench.run_plain(seed=2))

@@ -128,7 +128,7 @@ def test_a_lossy_rule_is_noticed(setting: str) -> None:
 
 
 @pytest.mark.parametrize("rule", DRAWN_RULES)
-def test_a_drafter_that_does_not_tell_what_it_drew_from_is_refused(rule: str) -> None:
+def test_drafter_without_its_distribution_is_refused(rule: str) -> None:
     engine = make_engine(
         ARCH, TASK, batch=30, controller=protocol.fixed(), rule=rule, most=120,
         drafter=random_drafter(Dice(np.zeros((600, 2))), nodes=4, depth=2, vocab=24))
