@@ -2,9 +2,11 @@
 
 import gc
 import importlib.metadata
+import itertools
 import os
 import tempfile
 import zlib
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,7 +20,8 @@ os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8" + 
 _HOME = tempfile.TemporaryDirectory(prefix="specrl_jax_tests_")
 os.environ["XDG_CACHE_HOME"] = str(Path(_HOME.name) / "cache")
 os.environ["TFDS_DATA_DIR"] = str(Path(_HOME.name) / "tensorflow_datasets")
-# Scripts keep what they compile below XDG_CACHE_HOME; those of tests share small programs too.
+# What one test compiled, the others and the scripts that they start need not.
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(_HOME.name) / "xla"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
 import jax  # noqa: E402
@@ -28,24 +31,48 @@ import pytest  # noqa: E402
 # again: a tenth to a seventh of the time of tests.
 gc.set_threshold(100_000, 20, 50)
 jax.config.update("jax_numpy_rank_promotion", "raise")
+_CPU = pytest.StashKey[float]()  # CPU seconds when the last phase of a test ended
 MEMORY_MAPS = 25_000  # Linux allows 65,530; XLA crashes where a program gets none
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--turn", metavar="I/N", help="leaves out long tests but for every N-th, "
-                     "beginning at I (0 .. N - 1); all of them run in N turns")
+    parser.addoption("--cpu-limit", type=float, metavar="SECONDS", help="lists the tests that used "
+                     "more CPU time, with their fixtures and child processes")
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if turn := config.getoption("--turn"):
-        first, _, last = turn.partition("/")
-        if not (first.isdecimal() and last.isdecimal() and int(first) < int(last)):
-            raise pytest.UsageError(f"--turn={turn}: must be I/N, I one of 0 .. N - 1")
-        index, turns = int(first), int(last)
-        long = [item for item in items if item.get_closest_marker("long")]
-        others = [item for i, item in enumerate(long) if i % turns != index]
-        config.hook.pytest_deselected(items=others)
-        items[:] = [item for item in items if item not in others]
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    item.stash[_CPU] = _cpu_seconds()
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    report = yield
+    before, item.stash[_CPU] = item.stash[_CPU], _cpu_seconds()
+    # Properties are what reaches the main process of pytest-xdist.
+    report.user_properties.append(("cpu", item.stash[_CPU] - before))
+    return report
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    limit = terminalreporter.config.getoption("--cpu-limit")
+    if limit is None:
+        return
+    seconds: Counter[str] = Counter()
+    for report in itertools.chain.from_iterable(terminalreporter.stats.values()):
+        if isinstance(report, pytest.TestReport):
+            seconds[report.nodeid] += sum(value for name, value in report.user_properties
+                                          if name == "cpu")
+    terminalreporter.section(f"tests above {limit} CPU seconds")
+    for test, used in seconds.most_common():
+        if used > limit:
+            terminalreporter.line(f"{used:8.2f} {test}")
+
+
+def _cpu_seconds() -> float:
+    """Returns CPU seconds of this process and of its children that have ended."""
+    return sum(os.times()[:4])
 
 
 @pytest.fixture(autouse=True)

@@ -1,5 +1,6 @@
 """Notebooks run from top to bottom, are short, and are stored without outputs."""
 
+import json
 import os
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
+from colab import set_repository
 from specrl_jax.io.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -39,15 +41,33 @@ def test_first_code_installs_on_colab_only(path: Path) -> None:
 
 
 @notebooks
+def test_address_is_that_of_the_citation(path: Path) -> None:
+    address = set_repository.repository((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    notebook = json.loads(path.read_text(encoding="utf-8"))
+    assert set_repository.with_address(notebook, path.name, address) == notebook
+
+
+def test_badge_opens_the_notebook_of_the_repository() -> None:
+    citation = 'title: x\nrepository-code: "https://github.com/someone/project"\n'
+    address = set_repository.repository(citation)
+    assert address == "https://github.com/someone/project"
+    line = set_repository.badge(address, "01.ipynb")
+    assert line.endswith("/github/someone/project/blob/main/colab/01.ipynb)")
+    assert set_repository.repository("title: x\n") == ""
+    assert "repository-code" in set_repository.badge("", "01.ipynb")
+
+
+@notebooks
 def test_is_stored_without_outputs(path: Path) -> None:
     for cell in read(path).cells:
         if cell.cell_type == "code":
             assert not cell.outputs and cell.execution_count is None, cell.source
 
 
-@pytest.mark.slow
-@pytest.mark.long
-@notebooks
+@pytest.mark.ci
+@pytest.mark.parametrize("path", [
+    path if path.stem == "01_quickstart" else pytest.param(path, marks=pytest.mark.full)
+    for path in NOTEBOOKS], ids=lambda path: path.stem)
 def test_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, folder in (("TMPDIR", "runs"), ("IPYTHONDIR", "ipython"),
                          ("JUPYTER_RUNTIME_DIR", "jupyter")):

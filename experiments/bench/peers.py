@@ -35,7 +35,7 @@ MODULES = {"transformers": ("torch", "transformers"), "llamacpp": ("llama_cpp",)
 PACKAGES = {"transformers": ("torch", "transformers"), "llamacpp": ("llama-cpp-python",),
             "tunix": ("google-tunix",)}  # whose versions a result carries
 INSTALL = {"transformers": 'pip install -e ".[peers]"', "llamacpp": 'pip install -e ".[peers]"',
-           "tunix": 'pip install -e ".[quickstart,tunix]" in an environment of its own'}
+           "tunix": 'pip install -e ".[tunix]" in an environment of its own'}
 
 
 def check_installed(name: str) -> None:

@@ -1,7 +1,7 @@
-"""Choosing an implementation: a named one works or raises; else the first that can is taken.
+"""Selects an implementation: a named one runs or raises; without a name the first that can runs.
 
-An implementation is a function that raises `Unsupported` where it cannot do what is asked: on this
-device, for this dtype or shape. Nothing else decides, so calling it tells what is refused and why.
+An implementation is a function that raises `Unsupported` for a device, dtype or shape that it does
+not support. Nothing else decides, so a call shows what is refused and why.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class Unsupported(NotImplementedError):
-    """An implementation that cannot do what is asked; the message says why."""
+    """Raised by an implementation that does not support a call; the message gives the reason."""
 
 
 class Target(NamedTuple):
@@ -26,14 +26,14 @@ class Target(NamedTuple):
 
     platform: str  # "cpu", "gpu" or "tpu"
     kind: str  # of device, as JAX names it: "NVIDIA H200", "TPU v5 lite", "cpu"
-    named: bool  # the implementation was asked for by name
+    named: bool  # the caller named the implementation
     interpret: bool = False  # Pallas kernels are interpreted, on any device
     config: Mapping[str, int] | None = None  # of the named implementation; None: tuned
 
 
 def target(implementation: str | None, platform: str | None = None, interpret: bool = False,
            config: Mapping[str, int] | None = None) -> Target:
-    """The target of a call on the default device, or on another `platform` than it is of.
+    """Returns the target of a call on the default device, or on a `platform` that is not there.
 
     Raises:
       ValueError: a configuration without the name of the implementation that it is for, or an
@@ -43,7 +43,8 @@ def target(implementation: str | None, platform: str | None = None, interpret: b
         raise ValueError(f"config = {dict(config)}: name the implementation that it is for")
     if platform not in (None, "cpu", "gpu", "tpu"):
         raise ValueError(f"platform = {platform!r}: choose one of cpu, gpu, tpu")
-    device = jax.config.jax_default_device or jax.devices()[0]
+    default: Any = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
+    device = default or jax.devices()[0]
     here = device if isinstance(device, str) else device.platform
     if platform in (None, here):
         kind = here if isinstance(device, str) else device.device_kind
@@ -53,7 +54,7 @@ def target(implementation: str | None, platform: str | None = None, interpret: b
 
 
 def require(target: Target, op: str, name: str, platforms: Sequence[str]) -> None:
-    """Refuses a kernel where it cannot run, or where nobody has seen it run and none asked for it.
+    """Refuses a kernel on other platforms and, unless it is named, on devices without tuning rows.
 
     Raises:
       Unsupported: with the reason.
@@ -71,11 +72,12 @@ def require(target: Target, op: str, name: str, platforms: Sequence[str]) -> Non
 
 def anywhere(function: Callable[..., Any], *platforms: str,
              unasked: Callable[..., None] | None = None) -> Callable[..., Any]:
-    """An implementation that has nothing to tune; without `platforms` it runs wherever JAX does.
+    """Wraps a function that has nothing to tune as an implementation.
 
     Args:
-      unasked: raises Unsupported for arguments that it is taken for by its name alone, since
-        another implementation has been measured to be faster.
+      platforms: where it runs; none means everywhere.
+      unasked: raises Unsupported for arguments at which another implementation was measured to be
+        faster; a call by name ignores it.
     """
     def call(*args: Any, target: Target, **options: Any) -> Any:
         if platforms and target.platform not in platforms:
@@ -92,7 +94,7 @@ def anywhere(function: Callable[..., Any], *platforms: str,
 
 def tuned(target: Target, op: str, name: str, shape: dict[str, int], dtype: Any
           ) -> Mapping[str, int] | None:
-    """The configuration that a call gives, or else the device's table; None: a heuristic is due.
+    """Returns the configuration of the call, else that of the device's table, else None.
 
     Args:
       shape: the class of the call's shapes, as `tuning.shape_class` makes it.
@@ -102,8 +104,8 @@ def tuned(target: Target, op: str, name: str, shape: dict[str, int], dtype: Any
     return tuning.lookup(target.kind, op, name, shape, str(dtype))
 
 
-def configured(kind: Callable[..., Any], given: Mapping[str, int]) -> Any:
-    """An implementation's Config, a dataclass, with the given fields.
+def configured(kind: type[Any], given: Mapping[str, int]) -> Any:
+    """Returns an implementation's Config, a dataclass, with the given fields.
 
     Raises:
       Unsupported: it has no such field.
@@ -116,7 +118,7 @@ def configured(kind: Callable[..., Any], given: Mapping[str, int]) -> Any:
 
 
 def kernel(op: str, name: str, *platforms: str) -> Callable[..., Any]:
-    """The implementation `op`_`name` in its file; Pallas is imported only where it is used."""
+    """Returns the implementation `op`_`name`, whose module is imported when it is first called."""
     def call(*args: Any, target: Target, **options: Any) -> Any:
         require(target, op, name, platforms)
         module = importlib.import_module(f"specrl_kernels.{op}.{name}")
@@ -127,7 +129,7 @@ def kernel(op: str, name: str, *platforms: str) -> Callable[..., Any]:
 
 def choose(implementations: Mapping[str, Callable[..., Any]], name: str | None
            ) -> Callable[..., Any]:
-    """The function to call for `name`, or one that tries all of them in order.
+    """Returns the implementation `name`, or without a name a function that tries all in order.
 
     Raises:
       ValueError: `name` is not one of `implementations`.
@@ -141,7 +143,7 @@ def choose(implementations: Mapping[str, Callable[..., Any]], name: str | None
 
 def refusals(implementations: Mapping[str, Callable[..., Any]], *args: Any, **kwargs: Any
              ) -> dict[str, str | None]:
-    """Why each implementation refuses these arguments (arrays or their shapes); None if it can."""
+    """Returns why each implementation refuses these arrays or shapes; None if it runs."""
     found: dict[str, str | None] = {}
     for name, function in implementations.items():
         try:

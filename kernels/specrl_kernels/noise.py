@@ -6,6 +6,8 @@ keeps 32 bits at the end that wins: u = min((bits + 0.5) 2^-32, 1 - 2^-24), E = 
 G = -log(E) is large where u is small, and finite at both ends.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,25 +26,25 @@ def _shifted(h: jax.Array, places: int) -> jax.Array:
     return jax.lax.shift_right_logical(h, jnp.full_like(h, places))
 
 
-def _word(value: int, like: jax.Array) -> np.generic:
-    """A 32-bit constant in the dtype of `like`; products wrap around in both."""
+def _word(value: int, like: jax.Array) -> Any:
+    """Returns a 32-bit NumPy constant in the dtype of `like`; products wrap around in both."""
     return np.uint32(value).view(like.dtype)
 
 
 def row_words(key: jax.Array, position: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The two words u32[...] that a row's elements are hashed with; arguments as in `bits`."""
+    """Returns two words u32[...] with which a row is hashed; arguments as in `bits`."""
     place = position.astype(jnp.uint32) * jnp.uint32(_GOLDEN) + jnp.uint32(0x2545F491)
     first = finalize(key[..., 0] ^ finalize(place))
     return first, finalize(key[..., 1] + first)
 
 
 def element_bits(first: jax.Array, second: jax.Array, index: jax.Array) -> jax.Array:
-    """The hash of elements by `row_words`; all u32, or all i32 inside kernels. They broadcast."""
+    """Returns the hash of elements by `row_words`; all u32, or all i32 in kernels; broadcasts."""
     return finalize(finalize(index * _word(_GOLDEN, index) + second) ^ first)
 
 
 def bits(key: jax.Array, position: jax.Array, index: jax.Array) -> jax.Array:
-    """u32 hash of (key, position, index).
+    """Returns the u32 hash of (key, position, index).
 
     Args:
       key: u32[..., 2].
@@ -58,13 +60,13 @@ def bits(key: jax.Array, position: jax.Array, index: jax.Array) -> jax.Array:
 
 
 def exponential_of(word: jax.Array) -> jax.Array:
-    """Standard exponential noise f32, between 2^-33 and 17, of hashes u32 or i32."""
+    """Returns standard exponential noise f32, between 2^-33 and 17, of hashes u32 or i32."""
     u = (_as_float(word) + 0.5) * jnp.float32(2.0**-32)
     return -jnp.log1p(-jnp.minimum(u, jnp.float32(1 - 2.0**-24)))
 
 
 def _as_float(word: jax.Array) -> jax.Array:
-    """f32 of 32 bits read as unsigned: i32 by halves, whose sum rounds once, as u32 does."""
+    """Returns 32 bits, read as unsigned, as f32: i32 by halves, whose sum rounds once, as u32's."""
     if word.dtype == jnp.uint32:
         return word.astype(jnp.float32)
     high, low = _shifted(word, 16), word & _word(0xFFFF, word)
@@ -72,10 +74,10 @@ def _as_float(word: jax.Array) -> jax.Array:
 
 
 def exponential(key: jax.Array, position: jax.Array, index: jax.Array) -> jax.Array:
-    """Standard exponential noise E f32[..., V]; arguments as in `bits`."""
+    """Returns standard exponential noise E f32[..., V]; arguments as in `bits`."""
     return exponential_of(bits(key, position, index))
 
 
 def gumbel(key: jax.Array, position: jax.Array, index: jax.Array) -> jax.Array:
-    """Standard Gumbel noise G = -log(E) f32[..., V]; arguments as in `bits`."""
+    """Returns standard Gumbel noise G = -log(E) f32[..., V]; arguments as in `bits`."""
     return -jnp.log(exponential(key, position, index))

@@ -1,7 +1,7 @@
-"""Calls of kernels that Triton compiles: all that JAX and jax-triton versions name differently.
+"""Calls kernels that Triton compiles, and hides what versions of JAX and jax-triton call otherwise.
 
-`triton_call` is for kernels in Pallas, `program_call` for programs in Triton itself. Both import
-their Triton where it is called, since either may be missing.
+`triton_call` is for Pallas kernels, `program_call` for Triton programs. Each imports its backend
+when it is called, since either may be missing.
 """
 
 import importlib
@@ -21,7 +21,7 @@ def triton_call(kernel: Any, name: str, grid: tuple[int, ...],
                 outputs: Sequence[jax.ShapeDtypeStruct], inputs: Sequence[jax.Array], *,
                 warps: int, stages: int, interpret: bool,
                 aliases: Mapping[int, int] | None = None) -> Sequence[jax.Array]:
-    """Asks for Triton by its parameters: the default GPU backend differs between JAX versions.
+    """Compiles a Pallas kernel by Triton; the default GPU backend differs between JAX versions.
 
     Args:
       aliases: output that has the memory of an input, by the input's number.
@@ -41,15 +41,15 @@ def triton_call(kernel: Any, name: str, grid: tuple[int, ...],
 
 
 class Launch(NamedTuple):
-    """One run of a Triton program."""
+    """A Triton program with its arguments and grid."""
 
-    module: str  # where it is defined, imported only with Triton at hand
+    module: str  # where it is defined, imported only where Triton is installed
     name: str
     inputs: list[jax.Array]
     outputs: list[jax.ShapeDtypeStruct]
     grid: tuple[int, ...]
     constants: dict[str, Any]
-    onto: bool = False  # the first output has the memory of the last input, which nobody reads
+    onto: bool = False  # the first output reuses the memory of the last input
 
 
 def program_call(launch: Launch, warps: int, stages: int) -> Sequence[jax.Array]:
@@ -63,7 +63,7 @@ def program_call(launch: Launch, warps: int, stages: int) -> Sequence[jax.Array]
       Unsupported: jax-triton cannot be imported, or fails with this JAX.
     """
     try:
-        import jax_triton
+        import jax_triton  # pyright: ignore[reportMissingImports]  # an optional dependency
 
         program = getattr(importlib.import_module(launch.module), launch.name)
     except ImportError as reason:
@@ -80,8 +80,7 @@ def program_call(launch: Launch, warps: int, stages: int) -> Sequence[jax.Array]
 
 
 def check_versions(ours: str, theirs: str) -> None:
-    """Refuses a JAX and a jax-triton that fail together, long after this call. Raises Unsupported.
-    """
+    """Raises Unsupported for a JAX and a jax-triton that fail together, later than this call."""
     first, second = (tuple(int(n) for n in re.findall(r"\d+", x)[:3]) for x in (ours, theirs))
     if first >= (0, 12) and second <= (0, 4, 1):
         raise Unsupported(f"jax-triton {theirs} is not traced by JAX {ours}: use JAX 0.11 or "

@@ -1,11 +1,11 @@
-"""Measured block sizes: one table a device kind, tuned/<kind>.json, one object a row.
+"""Reads measured block sizes: one table for each kind of device, tuned/<kind>.json.
 
 {"device": "NVIDIA H200", "versions": {"jax": "..."}, "rows": [
   {"op": "tree_attention", "implementation": "pallas_triton", "dtype": "bfloat16",
    "shape": {"rows": 64, "context": 4096}, "config": {"splits": 4}, "microseconds": 41.2}]}
 
-A row is found by op, implementation, dtype and shape class; where it is missing the implementation
-falls back on its own heuristic. A table is evidence: it exists for devices that kernels ran on.
+A row is found by op, implementation, dtype and shape class; without a row the implementation uses
+its heuristic. A table exists only for devices on which the kernels have run.
 """
 
 import functools
@@ -19,13 +19,13 @@ FIELDS = ("op", "implementation", "dtype", "shape", "config")
 
 
 def shape_class(**sizes: int) -> dict[str, int]:
-    """Sizes rounded up to powers of two: shapes of one class share a configuration."""
+    """Rounds sizes up to powers of two: shapes of one class share a configuration."""
     return {name: 1 << max(size - 1, 0).bit_length() for name, size in sizes.items()}
 
 
 def lookup(kind: str, op: str, implementation: str, shape: dict[str, int], dtype: str
            ) -> dict[str, int] | None:
-    """The configuration of a shape class on a device kind; None if nobody has measured it."""
+    """Returns the configuration of a shape class on a device kind; None if it was not measured."""
     for row in rows(kind):
         if (row["op"], row["implementation"], row["dtype"]) == (op, implementation, dtype):
             if row["shape"] == shape:
@@ -34,17 +34,17 @@ def lookup(kind: str, op: str, implementation: str, shape: dict[str, int], dtype
 
 
 def has_rows(kind: str, op: str, implementation: str) -> bool:
-    """Whether the implementation was measured on this kind of device at all."""
+    """Returns whether the implementation was measured on this kind of device at all."""
     return any((row["op"], row["implementation"]) == (op, implementation) for row in rows(kind))
 
 
 def rows(kind: str) -> list[dict[str, Any]]:
-    """All rows of a device kind; empty if there is no table."""
+    """Returns all rows of a device kind; none if there is no table."""
     return load(folder() / file_name(kind))
 
 
 def folder() -> Path:
-    """Where the tables lie."""
+    """Returns the directory of the tables."""
     return Path(str(resources.files("specrl_kernels"))) / "tuned"
 
 
@@ -55,7 +55,7 @@ def file_name(kind: str) -> str:
 
 @functools.cache
 def load(path: Path) -> list[dict[str, Any]]:
-    """The rows of one table; empty if it does not exist. Read once a process.
+    """Returns the rows of one table, read once in a process; none if it does not exist.
 
     Raises:
       ValueError: a row lacks a field.

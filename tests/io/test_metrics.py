@@ -91,7 +91,7 @@ def test_a_torn_line_is_cut_wherever_it_is_torn(tmp_path, name):
         assert (tmp_path / name).read_bytes() == whole[:last]
 
 
-def test_a_torn_line_does_not_disturb_readers_but_a_broken_one_does(tmp_path):
+def test_torn_last_line_is_ignored_and_a_broken_one_refused(tmp_path):
     write(tmp_path, 0, 3)
     path = tmp_path / M.METRICS
     whole = path.read_text()
@@ -244,7 +244,7 @@ def test_an_unreadable_config_is_refused(tmp_path, text, words):
         M.check_config(tmp_path, changed())
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_ten_kills_lose_and_repeat_nothing(tmp_path):
     code = """
         import os, sys

@@ -150,7 +150,7 @@ def test_shares_sum_to_one():
     np.testing.assert_allclose(sum(parts.values()), 1.0)
 
 
-def test_samples_shown_are_of_the_last_step_best_and_worst_by_turns():
+def test_samples_alternate_best_and_worst_of_the_last_step():
     samples = [SAMPLE | {"step": s, "sample_id": i, "reward": r}
                for s, rewards in ((0, [9.0]), (1, [0.0, 1.0, 0.25, 0.5]))
                for i, r in enumerate(rewards)]

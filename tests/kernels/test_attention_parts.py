@@ -143,7 +143,7 @@ def test_shares_are_what_live_rows_see_once_and_in_order(splits: int, least: int
 
 
 @pytest.mark.parametrize("kernel,splits", [
-    (pallas, 1), (pallas_triton, 1), pytest.param(pallas_triton, 3, marks=pytest.mark.slow)])
+    (pallas, 1), (pallas_triton, 1), pytest.param(pallas_triton, 3, marks=pytest.mark.full)])
 def test_dead_tiles_are_not_computed(kernel: object, splits: int) -> None:
     """What a kernel never writes is NaN under interpretation."""
     case = make(lengths=(9, 30, 4), nodes=16, parent=[[0] * 16] * 3)
@@ -159,7 +159,7 @@ def test_dead_tiles_are_not_computed(kernel: object, splits: int) -> None:
     np.testing.assert_array_equal(computed, [[True] * 32, [False] * 32, [True] * 16 + [False] * 16])
 
 
-def test_one_program_reads_a_shared_prefix_for_all_rows_of_its_group(
+def test_shared_prefix_is_read_by_one_program_for_its_group(
         monkeypatch: pytest.MonkeyPatch) -> None:
     """Two groups of 4 rows with 8 queries each: a program for each group."""
     case, grids = make(lengths=[9] * 8, nodes=2, groups=1, repeats=4, prefix=(33, 40),

@@ -77,7 +77,7 @@ def write(folder: Path, kind: str, *rows: dict[str, Any]) -> None:
     (folder / tuning.file_name(kind)).write_text(json.dumps(table), encoding="utf-8")
 
 
-def test_a_row_is_found_by_device_op_implementation_dtype_and_shape_class(tables: Path) -> None:
+def test_tuning_row_is_found_by_all_of_its_keys(tables: Path) -> None:
     write(tables, "TPU v5 lite", ROW)
     asked = ("TPU v5 lite", "tree_attention", "pallas", tuning.shape_class(rows=3), "float32")
     assert tuning.lookup(*asked) == {"block": 256}

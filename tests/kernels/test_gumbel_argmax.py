@@ -33,7 +33,7 @@ NAMES = [*KERNELS, "xla"]
 NEAR = TOLERANCE["gumbel_argmax", "float32"]
 assert NEAR == TOLERANCE["gumbel_argmax", "bfloat16"]  # bfloat16 logits are exact in float32
 each = pytest.mark.parametrize("implementation", NAMES)
-slow = pytest.mark.slow
+full = pytest.mark.full
 
 Case = dict[str, Any]
 
@@ -139,14 +139,14 @@ def test_the_oracle_is_the_definition(kept: float | None) -> None:
 
 
 @each
-@pytest.mark.parametrize("name", [*CASES, *(pytest.param(name, marks=slow) for name in MORE)])
+@pytest.mark.parametrize("name", [*CASES, *(pytest.param(name, marks=full) for name in MORE)])
 def test_equals_the_oracle(name: str, implementation: str) -> None:
     case = make(**(CASES | MORE)[name])
     assert_same(call(case, implementation), wanted(case))
 
 
 @each
-@pytest.mark.parametrize("kept,count", [(None, 4), (0.02, 4), pytest.param(None, MOST, marks=slow)])
+@pytest.mark.parametrize("kept,count", [(None, 4), (0.02, 4), pytest.param(None, MOST, marks=full)])
 def test_children_are_the_best_in_order(kept: float | None, count: int, implementation: str
                                         ) -> None:
     case = make(width=8, kept=kept)  # 6 tokens are left of 300

@@ -104,7 +104,7 @@ def declared() -> list[Any]:
     for (m, model), (s, shape), (d, dtype) in itertools.product(
             enumerate(MODELS), enumerate(SHAPES), enumerate((jnp.bfloat16, jnp.float32))):
         fast = (model == "Qwen2.5-7B" or shape == "one row, one node") and (m + s) % 2 == d
-        found.append(pytest.param(model, shape, dtype, marks=[] if fast else [pytest.mark.slow],
+        found.append(pytest.param(model, shape, dtype, marks=[] if fast else [pytest.mark.full],
                                   id=f"{model}-{shape}-{dtype.__name__}"))
     return found
 
@@ -117,7 +117,7 @@ def test_every_declared_shape_lowers(model: str, shape: str, dtype: Any, impleme
     assert TARGETS[implementation][1] in text
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @each
 @pytest.mark.parametrize("shape", SETS["accelerator"], ids=lambda shape: shape.name)
 def test_every_benchmarked_shape_lowers(shape: TreeShape | DrawShape, implementation: str) -> None:

@@ -34,10 +34,10 @@ NAMES = [name for name in IMPLEMENTATIONS if name in (*KERNELS, "machine", "xla"
 PARTIAL = {"machine": ("needs a cpu", "needs a 64-bit CPU", "llvmlite", "fused multiply-add",
                        "a shared prefix or a window", "float32 only", "multiples of 16 only"),
            "triton": ("jax-triton",)}  # is not there, or too old for this JAX
-slow = pytest.mark.slow
+full = pytest.mark.full
 each = pytest.mark.parametrize("implementation", NAMES)
 each_dtype = pytest.mark.parametrize("dtype", [
-    "float32", pytest.param("bfloat16", marks=slow)])
+    "float32", pytest.param("bfloat16", marks=full)])
 each_kernel = pytest.mark.parametrize("implementation", KERNELS)
 
 CASES = {
@@ -87,14 +87,14 @@ def test_equals_the_oracle(name: str, implementation: str) -> None:
 
 @pytest.mark.parametrize("way,window", [
     ({"abreast": 1, "chunk": 48}, 7), ({"whole": 512}, None),
-    *(pytest.param(way, window, marks=slow) for way, window in (
+    *(pytest.param(way, window, marks=full) for way, window in (
         ({"abreast": 1}, None), ({"whole": 512}, 7), ({"chunk": 48}, 7)))], ids=str)
 def test_every_way_in_which_xla_reads_a_cache(way: dict[str, int], window: int | None) -> None:
     for case in (base(slots=None), make(**SHARED)):
         assert_near(configured(case, "xla", window, **way), oracle(case, window), case)
 
 
-@slow
+@full
 @each
 @pytest.mark.parametrize("name", SHAPES)
 def test_every_shape_of_tree(name: str, implementation: str) -> None:
@@ -109,7 +109,7 @@ def test_seven_queries_a_key_value_head(implementation: str) -> None:
 
 
 @each
-@pytest.mark.parametrize("name", ["segments", pytest.param("every length", marks=slow)])
+@pytest.mark.parametrize("name", ["segments", pytest.param("every length", marks=full)])
 def test_half_precision(name: str, implementation: str) -> None:
     case = make(**CASES[name], dtype="bfloat16")
     assert_near(configured(case, implementation), oracle(case), case)
@@ -121,7 +121,7 @@ HEADS = [(2, 7, 64, "bfloat16"), (4, 1, 128, "float32"), (1, 8, 256, "bfloat16")
          (1, 5, 64, "float32"), (2, 4, 128, "bfloat16")]
 
 
-@slow
+@full
 @each
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 def test_every_head_size_group_ratio_and_dtype(heads: tuple[int, int, int, str],
@@ -135,13 +135,13 @@ def test_every_head_size_group_ratio_and_dtype(heads: tuple[int, int, int, str],
 
 
 @each
-@pytest.mark.parametrize("window", [2, *(pytest.param(w, marks=slow) for w in (1, 5, 150))])
+@pytest.mark.parametrize("window", [2, *(pytest.param(w, marks=full) for w in (1, 5, 150))])
 def test_a_window_hides_what_is_older(window: int, implementation: str) -> None:
     case = make(lengths=(0, 3, 18, 170), nodes=5, groups=1, cache=170, parent=[[0, 0, 1, 2, 0]] * 4)
     assert_near(configured(case, implementation, window), oracle(case, window), case)
 
 
-@slow
+@full
 @each
 def test_a_window_reaches_into_no_word_too_many(implementation: str) -> None:
     case = make(lengths=(3,), nodes=40, groups=1, repeats=1, parent=[[0, *range(39)]])
@@ -245,7 +245,7 @@ def test_xla_skips_a_segment_that_lies_before_every_window() -> None:
 
 
 @pytest.mark.skipif(not INTERPRET, reason="elsewhere rows run abreast, and so do their chunks")
-@pytest.mark.parametrize("through_slot", [True, pytest.param(False, marks=slow)])
+@pytest.mark.parametrize("through_slot", [True, pytest.param(False, marks=full)])
 def test_xla_holds_no_copy_of_the_cache(through_slot: bool) -> None:
     """64 rows of SmolLM2's heads: a cache of 4096 slots is 384 MiB, and a chunk of a row 0.4."""
     b, n, h, g, e, s = 64, 1, 9, 3, 64, 4096
@@ -318,7 +318,7 @@ def test_bitwise_repeatable(implementation: str) -> None:
 
 
 @each
-@pytest.mark.parametrize("window", [None, pytest.param(3, marks=slow)])
+@pytest.mark.parametrize("window", [None, pytest.param(3, marks=full)])
 def test_a_cache_in_segments_is_the_whole_cache(window: int | None, implementation: str) -> None:
     case = base()
     whole = case | {"cache_k": [jnp.concatenate(case["cache_k"], 3)],
@@ -332,7 +332,7 @@ SHARED = dict(lengths=(0, 5, 20, 3, 9), nodes=3, groups=1, slots=6, prefix=(33, 
 
 
 @each
-@pytest.mark.parametrize("window", [7, pytest.param(None, marks=slow)])
+@pytest.mark.parametrize("window", [7, pytest.param(None, marks=full)])
 def test_a_shared_prefix_is_a_repeated_prefix(window: int | None, implementation: str) -> None:
     case = make(**SHARED)  # row 2 has no prefix, and row 4 an empty one
     found = configured(case, implementation, window)
@@ -369,7 +369,7 @@ def test_garbage_beyond_a_shared_prefix_is_inert(dtype: str, implementation: str
 
 @each_kernel
 @pytest.mark.parametrize("splits,window", [
-    (3, None), *(pytest.param(s, w, marks=slow) for s in (2, 5) for w in (None, 140))])
+    (3, None), *(pytest.param(s, w, marks=full) for s in (2, 5) for w in (None, 140))])
 def test_split_equals_unsplit(splits: int, window: int | None, implementation: str) -> None:
     case = keep(base(lengths=(0, 1, 160, 129)), [(0, 0), (0, 2), (1, 1), (2, 5), (3, 4)])
     split = configured(case, implementation, window, splits=splits)
@@ -414,7 +414,7 @@ def test_sharded_over_rows_and_heads(implementation: str) -> None:
     assert_near(np.asarray(found), oracle(case), case)
 
 
-@pytest.mark.parametrize("way", [{"whole": 0}, *(pytest.param(way, marks=slow) for way in (
+@pytest.mark.parametrize("way", [{"whole": 0}, *(pytest.param(way, marks=full) for way in (
     {"whole": 512}, {"whole": 0, "abreast": 1}))], ids=str)
 def test_xla_is_checked_by_shard_map(way: dict[str, int]) -> None:
     """What a loop carries has to vary over the mesh as its inputs do, prefixes included."""

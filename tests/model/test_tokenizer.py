@@ -185,7 +185,7 @@ NO_TEMPLATE = "must be a string, or a list of objects with the strings name and 
       for stem in ("config", "generation_config")
       for value in ("2", 2.5, [None], [[2]], {"id": 2}, -1, True, 2**31)],
 ])
-def test_settings_of_the_wrong_type_are_refused_by_file_field_and_value(
+def test_setting_of_the_wrong_type_is_refused_with_its_place(
         tmp_path: Path, stem: str, key: str, value: Any, message: str) -> None:
     with pytest.raises(ConfigError) as error:
         read_tokenizer(write(tmp_path, **{stem: {key: value}}))
@@ -193,7 +193,7 @@ def test_settings_of_the_wrong_type_are_refused_by_file_field_and_value(
     assert "\n" not in str(error.value)
 
 
-def test_null_settings_and_lists_without_a_default_template_are_absent(tmp_path: Path) -> None:
+def test_null_settings_and_unnamed_templates_are_absent(tmp_path: Path) -> None:
     null = dict.fromkeys(("bos_token", "eos_token", "pad_token", "chat_template"))
     tokenizer = read_tokenizer(write(tmp_path, tokenizer_config=null, config={"eos_token_id": None},
                                      special_tokens_map={"eos_token": "<|endoftext|>"}))

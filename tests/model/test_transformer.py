@@ -68,8 +68,8 @@ def path_to(parent: np.ndarray, node: int) -> list[int]:
 
 
 @pytest.fixture(scope="module", params=[
-    "llama", "qwen2", pytest.param("llama3", marks=pytest.mark.slow),
-    pytest.param("qwen3", marks=pytest.mark.slow)])
+    "llama", "qwen2", pytest.param("llama3", marks=pytest.mark.ci),
+    pytest.param("qwen3", marks=pytest.mark.ci)])
 def model(request: Any) -> tuple[Architecture, Any]:
     arch = tiny_arch(**KINDS[request.param])
     params = tiny_params(arch)

@@ -40,14 +40,13 @@ def generate(spec, dtype="float32"):
 sound = functools.cache(generate)
 
 
-@pytest.mark.slow
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.parametrize("drafter", ["eagle", "merge", "small_lm"])
 @pytest.mark.parametrize("name, factor, warning", [
     ("fc", np.nan, "speculation is off: the drafter's"),
     ("final_norm", 3e38, "speculation is off: scores of drafter version 0 are not finite; train "
                          "it again, or choose another spec.drafter")])
-def test_a_drafter_that_is_not_finite_is_named_and_changes_no_token(
+def test_drafter_not_finite_is_named_and_changes_no_token(
         monkeypatch, drafter, name, factor, warning):
     spec = dataclasses.replace(SPEC, drafter=drafter)
     plain, *_, quiet = sound(dataclasses.replace(SPEC, drafter="off"))
@@ -74,8 +73,7 @@ def test_a_drafter_that_is_not_finite_is_named_and_changes_no_token(
     assert after["drafted"] == after["broken"] == 0
 
 
-@pytest.mark.slow
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.parametrize("drafter", ["eagle", "merge"])
 def test_in_bfloat16_drafts_are_accepted_too(drafter):
     plain, *_ = sound(dataclasses.replace(SPEC, drafter="off"), "bfloat16")

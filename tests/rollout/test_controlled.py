@@ -102,7 +102,7 @@ def test_long_launches_are_swept_less_often(monkeypatch: pytest.MonkeyPatch, one
     assert found == pytest.approx([one] * 4)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_a_launch_finds_the_drafter_one_position_behind_or_as_many_as_it_is_to_have_missed(
         monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever was launched before, the same launch too."""
@@ -144,6 +144,7 @@ def test_a_launch_finds_the_drafter_one_position_behind_or_as_many_as_it_is_to_h
     assert all(seen == {point.missed or 1} for point, seen in drafting.items())
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("long, rounds", [(np.inf, {1, cost_model.ROUNDS}), (-1, {0, 1})])
 def test_measured_launches_make_all_their_rounds_where_answers_are_one_token(
         monkeypatch: pytest.MonkeyPatch, long: float, rounds: set[int]) -> None:
@@ -213,6 +214,7 @@ def test_long_rounds_are_measured_one_a_launch(
             profile.TESTED for _ in tested[1:])], "the first is the reference"
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("long", [np.inf, -1])
 def test_a_process_without_the_file_has_the_tables_of_process_0(
         budget: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, long: float) -> None:
@@ -286,6 +288,7 @@ def test_a_drafter_that_reads_nothing_is_known(drafter: Any, reads: bool) -> Non
     assert profile.reads(engine) is reads
 
 
+@pytest.mark.ci
 def test_nothing_is_verified_that_a_row_may_not_say(plain: Result, tmp_path: Path) -> None:
     """Else drafts at a row's end are promised and never accepted, and cost a larger bucket."""
     engine = controlled("fixed", tmp_path / "none.json")
@@ -482,7 +485,8 @@ def test_a_slow_device_is_not_drafted_for(budget: Any, plain: Result) -> None:
     assert result.counters["packed"] == result.counters["slots"]
 
 
-@pytest.mark.parametrize("policy", ["budget", pytest.param("oracle", marks=pytest.mark.slow)])
+@pytest.mark.ci
+@pytest.mark.parametrize("policy", ["budget", pytest.param("oracle", marks=pytest.mark.full)])
 def test_drafts_in_places_of_empty_slots_are_measured_chosen_and_accepted(
         plain: Result, policy: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Two of eight rows run on, behind slots of rows that ended."""
@@ -552,7 +556,7 @@ def test_loads_that_jump_across_a_threshold_and_back_stall_and_compile_nothing(
     assert all(drafts < off for drafts, off in zip(*rounds, strict=True))
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("policy", ["fixed", "respec", "bandit", "oracle"])
 def test_tokens_are_the_same_under_every_policy(
         policy: str, plain: Result, tmp_path: Path) -> None:
@@ -563,7 +567,7 @@ def test_tokens_are_the_same_under_every_policy(
         assert streams(found[-1]) == streams(plain)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_shards_decide_alike(plain: Result, tmp_path: Path) -> None:
     """Two shards whose rows end at different times; the state is one for both."""
     engine = controlled("budget", tmp_path / "table.json",

@@ -107,8 +107,7 @@ def p_value(results: list[Result]) -> float:
     return float(stats.chi2.sf(((seen - wanted) ** 2 / wanted).sum(), freedom()))
 
 
-@pytest.mark.slow
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.parametrize("rule, temperature, branch, policy", [
     ("match", 1.0, 1, "fixed"), ("rejection", 1.0, 1, "fixed"), ("rejection", 1.0, 2, "fixed"),
     ("rejection_drawn", 1.0, 1, "fixed"), ("rejection_drawn", 0.5, 1, "fixed"),
@@ -124,8 +123,7 @@ def test_a_rule_that_keeps_the_law_keeps_it(
     assert p_value(results) > ALPHA
 
 
-@pytest.mark.slow
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.parametrize("rule", LOSSY)
 def test_a_rule_that_changes_the_law_is_found(rule: str) -> None:
     assert p_value(roll_out(rule, **SUBTLE.get(rule, {}))) < ALPHA

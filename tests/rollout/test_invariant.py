@@ -33,6 +33,7 @@ from specrl_jax.control.cost_model import bucket_ladder
 from specrl_jax.model import invariant
 from specrl_jax.rollout.sampler import Sampler
 
+pytestmark = pytest.mark.ci  # .ci/run compiles these at the default optimisation level
 ARCH = tiny_arch(hidden_size=96, intermediate_size=160, num_heads=3, num_kv_heads=1, head_dim=32,
                  vocab_size=50)
 TASK = make_task(prompts=6, vocab=50, group=2, response=14)
@@ -94,9 +95,9 @@ def trees(params, plain):
     return random_trees(params, plain)
 
 
-@pytest.mark.slow
-@pytest.mark.long
-@pytest.mark.parametrize("policy", ["fixed", "respec", "bandit", "budget", "oracle"])
+@pytest.mark.parametrize("policy", [
+    "budget", *(pytest.param(policy, marks=pytest.mark.full)
+                for policy in ("fixed", "respec", "bandit", "oracle"))])
 def test_policies_change_no_bit(params, plain, policy):
     """With made-up costs, by which drafting pays."""
     want = plain.run(params, ask(TASK))

@@ -76,7 +76,7 @@ def test_the_drafters_do_what_their_names_say(bench: Any) -> None:
     ((3, 0, 6, 0), True), ((3, 99, 6, 0), True), ((3, 6, 0, 0), True), ((3, 6, 99, 0), True),
     ((3, 6, 6, 1), True),
 ])
-def test_what_a_policy_plans_beyond_the_shapes_is_clamped_and_counted(
+def test_plan_beyond_the_shapes_is_clamped_and_counted(
         bench: Any, planned: tuple[int, ...], out: bool) -> None:
     result = bench.run_trees(hold=protocol.make_spec(*planned), seed=2)
     assert streams(result) == streams(bench.run_plain(seed=2))
@@ -269,9 +269,10 @@ def test_history_changes_no_token_and_compiles_nothing(bench: Any, drafting: Any
     assert accepted[1] > accepted[0]  # its own future, read from the past
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("decoder", [
-    {"implementation": "xla"}, {"implementation": "reference"}, {"most": 7}], ids=str)
+    {"most": 7}, pytest.param({"implementation": "xla"}, marks=pytest.mark.full),
+    pytest.param({"implementation": "reference"}, marks=pytest.mark.full)], ids=str)
 def test_no_way_to_verify_changes_a_token(bench: Any, decoder: dict[str, Any]) -> None:
     plain = bench.run_plain(seed=10)
     dice = Dice(plain.sequences.tokens, 0.7)

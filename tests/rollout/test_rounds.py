@@ -79,6 +79,7 @@ def plain() -> list[list[int]]:
     return streams(engine.run(PARAMS, ask(TASK)))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("likely, most, ran", [
     (0.0, 64, {2: {1, DEPTH + 1}, 0: {1}}), (1.0, 64, {2: {1}}), (0.0, BATCH, {2: {1}})],
     ids=["as drafted", "nothing is likely", "no room"])
@@ -100,6 +101,7 @@ def test_a_round_that_verifies_no_draft_is_a_plain_one(
         assert (result.counters["packed"] > result.counters["slots"]) == (places != {1})
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("least, few, many", [(8, False, True), (0, True, True)])
 def test_places_of_empty_slots_verify_drafts(
         least: int, few: int, many: int, plain: list[list[int]]) -> None:
@@ -116,8 +118,9 @@ def test_places_of_empty_slots_verify_drafts(
         assert (result.counters["packed"] > result.counters["slots"]) == wider
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("hold", [
-    3, *(pytest.param(hold, marks=pytest.mark.slow) for hold in (1, protocol.FOREVER))])
+    3, *(pytest.param(hold, marks=pytest.mark.full) for hold in (1, protocol.FOREVER))])
 def test_a_plan_stands_for_plain_rounds_until_a_row_ends(
         hold: int, plain: list[list[int]]) -> None:
     """The same tokens, with rows that are refilled and batches that shrink; no round is forgotten.

@@ -37,10 +37,9 @@ SETTINGS = {"plain": (1.0, 0, 1.0), "truncated": (0.8, 9, 0.85)}
 
 
 def some(rules: Sequence[str]) -> Any:
-    """A test under each of these rules: most are slow, since each compiles an engine."""
+    """Parametrizes a test over rules; most are full, since each compiles an engine."""
     return pytest.mark.parametrize("rule", [
-        rule if rule.startswith("rejection") else pytest.param(
-            rule, marks=[pytest.mark.slow, pytest.mark.long])
+        rule if rule.startswith("rejection") else pytest.param(rule, marks=pytest.mark.full)
         for rule in rules])
 
 
@@ -113,6 +112,7 @@ def p_value(rule: str, setting: str = "plain") -> float:
     return float(stats.chisquare(np.append(seen[~rare], seen[rare].sum()), expected).pvalue)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("setting", SETTINGS)
 @some(LAWFUL)
 def test_a_lossless_rule_keeps_the_law(rule: str, setting: str) -> None:
@@ -121,14 +121,14 @@ def test_a_lossless_rule_keeps_the_law(rule: str, setting: str) -> None:
     assert p_value(rule, setting) > LEVEL
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_a_lossy_rule_is_noticed(setting: str) -> None:
     assert p_value("lossy_typical", setting) < 1e-9
 
 
 @pytest.mark.parametrize("rule", DRAWN_RULES)
-def test_a_drafter_that_does_not_tell_what_it_drew_from_is_refused(rule: str) -> None:
+def test_drafter_without_its_distribution_is_refused(rule: str) -> None:
     engine = make_engine(
         ARCH, TASK, batch=30, controller=protocol.fixed(), rule=rule, most=120,
         drafter=random_drafter(Dice(np.zeros((600, 2))), nodes=4, depth=2, vocab=24))
@@ -136,6 +136,7 @@ def test_a_drafter_that_does_not_tell_what_it_drew_from_is_refused(rule: str) ->
         engine.compile(params())
 
 
+@pytest.mark.ci
 def test_a_policy_cannot_choose_by_what_was_drawn() -> None:
     """One that keeps nodes by their tokens and probabilities keeps what others keep."""
     def peeking(state: Any, load: Any, spec: Any, tree: Any, buckets: Any) -> Any:
@@ -153,6 +154,7 @@ def test_a_policy_cannot_choose_by_what_was_drawn() -> None:
     assert streams(found) == streams(roll_out("rejection_drawn")[0])
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("setting", SETTINGS)
 @some(LAWFUL + LOSSY)
 def test_log_probabilities_equal_a_plain_forward(rule: str, setting: str) -> None:

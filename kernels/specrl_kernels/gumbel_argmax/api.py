@@ -1,4 +1,4 @@
-"""The signature of the perturbed argmax, and the choice of an implementation."""
+"""The signature of the perturbed argmax; selects an implementation."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -36,7 +36,7 @@ def gumbel_argmax(
     config: Mapping[str, int] | None = None,
     checked: bool = False,
 ) -> Drawn:
-    """The `count` tokens of highest logp[v] + G[v] at each position, and their log-probabilities.
+    """Draws the `count` tokens of highest logp[v] + G[v] at each position, with log-probabilities.
 
     `G` is `noise.gumbel(key, position, v)`, made inside and never stored: its integer bits are the
     same everywhere, the Gumbels equal to rounding. The first token is a draw from the law that
@@ -49,7 +49,7 @@ def gumbel_argmax(
       interpret: Pallas kernels run by interpretation, on any device, slowly.
       platform: "cpu", "gpu" or "tpu": what the call is traced for, if not for the default device.
       config: block sizes of the named implementation; None: tuned, or a heuristic.
-      checked: looks at values too, and so works outside of jit only.
+      checked: checks values too, which works outside of jit only.
 
     Raises:
       ValueError: shapes or dtypes that do not fit, an unknown implementation, or, if `checked`,
@@ -68,7 +68,7 @@ def gumbel_argmax(
 def refusals(logits: Any, temperature: Any, key: Any, position: Any, threshold: Any = None, *,
              count: int = 1, platform: str | None = None, interpret: bool = False
              ) -> dict[str, str | None]:
-    """Why each implementation would not be taken for these arguments, in order; None if it would.
+    """Returns why each implementation refuses these arguments, in order; None if it runs.
 
     Arrays may be given by their jax.ShapeDtypeStruct.
     """

@@ -1,4 +1,4 @@
-"""What the kernels share: one block of the vocabulary, and what of a position it needs.
+"""Code that the kernels share: one block of the vocabulary, and its inputs at each position.
 
 Blocks are independent: each has its own highest score, and `drawn.combine` joins them. So one
 position fills a device, and a position costs one logarithm a token and one a block; with several
@@ -16,7 +16,7 @@ from specrl_kernels.dispatch import Target, Unsupported
 from specrl_kernels.gumbel_argmax.drawn import Parts, Threshold, is_kept, log_rank, scale_of
 
 FLOOR = -1e30  # highest score of a block without one: finite, so that differences are never NaN
-NOBODY = 2**31 - 1  # the token of a block in which nothing is left
+NOBODY = 2**31 - 1  # the token of a block without candidates
 MOST = 16  # candidates a block, whose loop is written out
 SCALE, GREEDY, EDGE, FLOATS = 0, 1, 2, 4
 FIRST, SECOND, LAST, INTEGERS = 0, 1, 2, 4  # the fourth is padding: Triton wants powers of two
@@ -24,7 +24,7 @@ TOP, TOTAL, RANK = 0, 1, 2  # of a block's output; ranks, then scores
 
 
 class Positions(NamedTuple):
-    """What of each position the noise and the threshold depend on."""
+    """Scalars of each position that noise and threshold depend on."""
 
     floats: jax.Array  # f32[W, FLOATS]
     integers: jax.Array  # i32[W, INTEGERS]
@@ -32,7 +32,7 @@ class Positions(NamedTuple):
 
 def positions(temperature: jax.Array, key: jax.Array, position: jax.Array,
               threshold: Threshold | None) -> Positions:
-    """Arguments as in `api.gumbel_argmax`."""
+    """Packs the scalars of each position; arguments as in `api.gumbel_argmax`."""
     scale, greedy = scale_of(temperature)
     first, second = (jax.lax.bitcast_convert_type(x, jnp.int32)
                      for x in noise.row_words(key, position))
@@ -44,18 +44,18 @@ def positions(temperature: jax.Array, key: jax.Array, position: jax.Array,
 
 
 def tuning_key(positions: int, vocab: int, count: int) -> dict[str, int]:
-    """The shape class that kernels look up."""
+    """Returns the shape class by which kernels look up their tuning."""
     return tuning.shape_class(positions=positions, vocab=vocab, count=count)
 
 
 def tuned(target: Target, name: str, logits: jax.Array, count: int) -> Mapping[str, int] | None:
-    """The configuration given, or that of the table; None if there is neither."""
-    return dispatch.tuned(target, "gumbel_argmax", name, tuning_key(*logits.shape, count),
-                          logits.dtype)
+    """Returns the given configuration, or that of the table; None if there is neither."""
+    key = tuning_key(logits.shape[0], logits.shape[1], count)
+    return dispatch.tuned(target, "gumbel_argmax", name, key, logits.dtype)
 
 
 def width(count: int) -> int:
-    """Floats a block writes for each position: a power of two.
+    """Returns the floats that a block writes for each position, a power of two.
 
     Raises:
       Unsupported: too many candidates.
@@ -68,7 +68,7 @@ def width(count: int) -> int:
 def race(logits: jax.Array, ids: jax.Array, inside: jax.Array, floats: list[jax.Array],
          integers: list[jax.Array], count: int, truncated: bool
          ) -> tuple[list[jax.Array], list[jax.Array]]:
-    """The block's candidates. Runs inside kernels: no gather, no unsigned type, no reshape.
+    """Returns a block's candidates. Runs inside kernels: no gather, no unsigned type, no reshape.
 
     Args:
       logits, ids, inside: [R, T]; a token outside of the vocabulary, or of this block, is no

@@ -1,4 +1,4 @@
-"""What goes in with truncation, what comes out, and how parts of a vocabulary are put together."""
+"""Truncation thresholds, results, and the combination of parts of a vocabulary."""
 
 from typing import NamedTuple
 
@@ -9,7 +9,7 @@ TINY = 1e-36  # of exp(score - highest): below, and E over it, float32 under- an
 
 
 class Threshold(NamedTuple):
-    """What truncation keeps: scores above `score`, and those equal to it with an id up to `last`.
+    """The tokens that truncation keeps: score above `score`, or equal to it with id up to `last`.
 
     Scores are float32 logits times the float32 inverse of the temperature.
     """
@@ -19,12 +19,12 @@ class Threshold(NamedTuple):
     kept_mass: jax.Array  # f32[W] the probability that is kept
 
     def keeps(self, score: jax.Array, ids: jax.Array) -> jax.Array:
-        """bool[W, n] of scores f32[W, n] of the tokens i32[1 or W, n]."""
+        """Returns which tokens i32[1 or W, n] with scores f32[W, n] are kept: bool[W, n]."""
         return is_kept(score, ids, self.score[:, None], self.last[:, None])
 
 
 def is_kept(score: jax.Array, ids: jax.Array, edge: jax.Array, last: jax.Array) -> jax.Array:
-    """`Threshold`'s rule; all broadcast. Runs inside kernels."""
+    """Applies the rule of `Threshold`; arguments broadcast. Runs inside kernels."""
     return (score > edge) | ((score == edge) & (ids <= last))
 
 
@@ -41,7 +41,7 @@ class Drawn(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """What each part of the vocabulary found: C parts, K candidates in each."""
+    """Results of the C parts of a vocabulary, with K candidates in each."""
 
     top: jax.Array  # f32[C, W] highest score
     total: jax.Array  # f32[C, W] sum of exp(score - top)
@@ -52,13 +52,13 @@ class Parts(NamedTuple):
 
 
 def scale_of(temperature: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(what logits are multiplied by f32[W], where there is no noise bool[W])."""
+    """Returns the factor of the logits f32[W], and where the draw is greedy bool[W]."""
     greedy = temperature == 0
     return 1 / jnp.where(greedy, 1.0, temperature), greedy
 
 
 def log_rank(exponential: jax.Array, mass: jax.Array, score: jax.Array) -> jax.Array:
-    """log(E / mass) for mass = exp(score), where that is 0 in float32 too. Runs inside kernels.
+    """Returns log(E / exp(score)), where exp(score) underflows too. Runs inside kernels.
 
     The first candidate never lies that low; the others may, at low temperatures.
     """
@@ -68,7 +68,7 @@ def log_rank(exponential: jax.Array, mass: jax.Array, score: jax.Array) -> jax.A
 
 
 def combine(parts: Parts, greedy: jax.Array, kept_mass: jax.Array | None) -> Drawn:
-    """The best of all parts; of equal ones the first, so parts come in the order of their ids."""
+    """Returns the best of all parts, ordered by token id; of equals the first."""
     top = parts.top.max(0)
     total = (parts.total * jnp.exp(parts.top - top[None])).sum(0)
     score = parts.score - top[None, :, None]

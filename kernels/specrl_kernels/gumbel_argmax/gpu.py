@@ -1,4 +1,4 @@
-"""What the GPU kernels share: block sizes, and the course of a call.
+"""Code that the GPU kernels share: block sizes, and the steps of a call.
 
 One program is one block of the vocabulary at one position. Triton wants powers of two: the last
 block is moved back to end where the vocabulary ends, and what the block before it had is hidden.
@@ -20,7 +20,7 @@ PROGRAMS = 512  # enough to fill 132 multiprocessors, a few on each
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What may be tuned; none of it changes the result beyond rounding."""
+    """Tuning parameters; none changes the result beyond rounding."""
 
     block: int = 1024  # tokens of a program; a power of two
     warps: int = 4
@@ -44,10 +44,10 @@ def gumbel_argmax(race: Callable[..., Any], name: str, logits: jax.Array, temper
 
 
 def choose(target: Target, name: str, logits: jax.Array, count: int) -> Config:
-    """The given configuration, or the tuned one, or the heuristic.
+    """Returns the given configuration, or the tuned one, or that of the heuristic.
 
     Raises:
-      Unsupported: the given one cannot be.
+      Unsupported: the given configuration is impossible.
     """
     found = shared.tuned(target, name, logits, count)
     config = configured(Config, found) if found is not None else heuristic(*logits.shape)
@@ -57,7 +57,7 @@ def choose(target: Target, name: str, logits: jax.Array, count: int) -> Config:
 
 
 def heuristic(positions: int, vocab: int) -> Config:
-    """The largest block of 1024 to 4096 tokens with which there are programs enough."""
+    """Returns the largest block of 1024 to 4096 tokens that leaves enough programs."""
     block = 4096
     while block > 1024 and positions * (vocab // block) < PROGRAMS:
         block //= 2

@@ -23,7 +23,7 @@ SUBLANES = {4: 8, 2: 16}  # rows of a register, by bytes of a logit
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What may be tuned; none of it changes the result beyond rounding."""
+    """Tuning parameters; none changes the result beyond rounding."""
 
     block: int = 2048  # tokens of a step; a multiple of 128
 
@@ -55,10 +55,10 @@ def gumbel_argmax_pallas(logits: jax.Array, temperature: jax.Array, key: jax.Arr
 
 
 def _config(target: Target, logits: jax.Array, count: int) -> Config:
-    """The given configuration, or the tuned one, or the default.
+    """Returns the given configuration, or the tuned one, or the default.
 
     Raises:
-      Unsupported: the given one cannot be.
+      Unsupported: the given configuration is impossible.
     """
     found = shared.tuned(target, NAME, logits, count)
     config = configured(Config, found or {})
@@ -69,7 +69,7 @@ def _config(target: Target, logits: jax.Array, count: int) -> Config:
 
 def _kernel(logits: Any, floats: Any, integers: Any, out: Any, tokens: Any, *, vocab: int,
             count: int, truncated: bool) -> None:
-    """One block at a few positions; what lies beyond the vocabulary may be anything."""
+    """Computes one block at a few positions; memory beyond the vocabulary is arbitrary."""
     values = logits[...]
     ids = pl.program_id(1) * values.shape[1] + jax.lax.broadcasted_iota(
         jnp.int32, values.shape, 1)

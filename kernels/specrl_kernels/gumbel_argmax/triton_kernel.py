@@ -1,5 +1,8 @@
 """The Triton program of the perturbed argmax; imported only where jax-triton is (see triton.py)."""
 
+# Triton is no dependency: a type checker finds the module beside this one in its place.
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+
 import triton
 import triton.language as tl
 

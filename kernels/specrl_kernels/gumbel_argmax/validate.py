@@ -5,11 +5,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 
 def check_static(logits: Any, temperature: Any, key: Any, position: Any, threshold: Any, *,
                  count: int) -> None:
-    """What can be seen while tracing. Raises ValueError, naming the argument."""
+    """Checks shapes and dtypes. Raises ValueError with the name of the argument."""
     if len(logits.shape) != 2:
         raise ValueError(f"logits = {logits.shape}, expected [W, V]")
     if logits.dtype not in (jnp.float32, jnp.bfloat16):
@@ -32,12 +33,12 @@ def check_static(logits: Any, temperature: Any, key: Any, position: Any, thresho
 
 
 def check_values(logits: Any, temperature: Any, key: Any, position: Any, threshold: Any) -> None:
-    """What only values show; for tests and debugging, since it waits for them.
+    """Checks values, for tests and debugging: it waits for them.
 
     Raises:
       ValueError: the first value out of its range, or a call from inside of jit.
     """
-    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(
+    if any(isinstance(x, Tracer) for x in jax.tree.leaves(
             (logits, temperature, position, threshold))):
         raise ValueError("checked = True inside of jit: values are known outside of it only")
     highest = np.asarray(logits, np.float32).max(1)

@@ -20,7 +20,7 @@ CPU_CHUNK = 4096  # experiments/LOG.md
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What may be tuned."""
+    """Tuning parameters."""
 
     chunk: int  # tokens at a time
 
@@ -79,9 +79,9 @@ def _chunk(target: Target, vocab: int) -> int:
 
 
 def lowest(rank: jax.Array, token: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-    """The `count` lowest of ranks f[W, n] and their tokens i[1 or W, n], both [W, count].
+    """Returns the `count` lowest of ranks f[W, n] and their tokens i[1 or W, n], both [W, count].
 
-    Of equal ranks the lower token. Not top_k, for which a CPU sorts all of them.
+    Equal ranks give the lower token. `top_k` would sort all of them on a CPU.
     """
     nobody = jnp.iinfo(jnp.int32).max
     ranks, tokens = [], []

@@ -1,6 +1,7 @@
-"""A little more than llvmlite's builder: loops over numbers, addresses of floats, vectors."""
+"""Helpers around llvmlite's builder: loops, addresses of elements, vectors of floats."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from llvmlite import ir
 
@@ -20,14 +21,15 @@ class Function:
         self.module = module
         self.ir = ir.Function(module, ir.FunctionType(returns, args), name)
         self.args = self.ir.args
-        self.b = ir.IRBuilder(self.ir.append_basic_block("entry"))
+        # Any: llvmlite has no annotations, and a type checker infers None for its operations.
+        self.b: Any = ir.IRBuilder(self.ir.append_basic_block("entry"))
 
     def number(self, n: Number) -> ir.Value:
         return ir.Constant(I64, n) if isinstance(n, int) else n
 
     def total(self, *terms: tuple[Number, Number] | Number) -> ir.Value:
-        """The sum of numbers and of products (a, b)."""
-        out: ir.Value = self.number(0)
+        """Emits the sum of numbers and of products (a, b)."""
+        out = self.number(0)
         for term in terms:
             if isinstance(term, tuple):
                 term = self.b.mul(self.number(term[0]), self.number(term[1]))
@@ -36,7 +38,7 @@ class Function:
 
     def at(self, pointer: ir.Value, *terms: tuple[Number, Number] | Number,
            kind: ir.Type = FLOAT) -> ir.Value:
-        """The address of an element, its index given as for `total`."""
+        """Emits the address of an element; its index is a sum as in `total`."""
         return self.b.gep(pointer, [self.total(*terms)], source_etype=kind)
 
     def get(self, pointer: ir.Value, *terms: tuple[Number, Number] | Number,
@@ -44,7 +46,7 @@ class Function:
         return self.b.load(self.at(pointer, *terms, kind=kind), typ=kind)
 
     def get_index(self, pointer: ir.Value, *terms: tuple[Number, Number] | Number) -> ir.Value:
-        """An i32 element as a number."""
+        """Loads an i32 element and widens it to i64."""
         return self.b.sext(self.get(pointer, *terms, kind=I32), I64)
 
     def vector(self, address: ir.Value) -> ir.Value:
@@ -54,11 +56,11 @@ class Function:
         self.b.store(value, address, align=4)
 
     def spread(self, value: ir.Value) -> ir.Value:
-        """A vector of equal lanes."""
+        """Returns a vector with the value in every lane."""
         one = self.b.insert_element(ir.Constant(VECTOR, ir.Undefined), value, ir.Constant(I32, 0))
         return self.b.shuffle_vector(one, one, ir.Constant(ir.VectorType(I32, LANES), [0] * LANES))
 
-    def call(self, name: str, returns: ir.Type, *args: ir.Value) -> ir.Value:
+    def call(self, name: str, returns: ir.Type, *args: Any) -> ir.Value:
         """Calls an intrinsic or a function of the C library."""
         function = self.module.globals.get(name)
         if function is None:
@@ -67,11 +69,11 @@ class Function:
         return self.b.call(function, args)
 
     def fma(self, x: ir.Value, y: ir.Value, z: ir.Value) -> ir.Value:
-        """x y + z, rounded once."""
+        """Returns x y + z, rounded once."""
         return self.call(f"llvm.fma.v{LANES}f32", VECTOR, x, y, z)
 
     def fetch(self, address: ir.Value) -> None:
-        """Asks for memory that will be read soon."""
+        """Prefetches memory that will be read soon."""
         self.call("llvm.prefetch.p0", VOID, address,
                   *(ir.Constant(I32, n) for n in (0, 3, 1)))
 
@@ -79,14 +81,14 @@ class Function:
         x, y = self.number(x), self.number(y)
         return self.b.select(self.b.icmp_signed("<", x, y), x, y)
 
-    def loop(self, start: Number, stop: Number, step: int, carried: list[ir.Value],
+    def loop(self, start: Number, stop: Number, step: int, carried: Sequence[ir.Value],
              body: Callable[[ir.Value, list[ir.Value]], list[ir.Value]]) -> list[ir.Value]:
-        """for i in range(start, stop, step): carried = body(i, carried); returns the last."""
+        """Emits `for i in range(start, stop, step): carried = body(i, carried)`; returns it."""
         b, before = self.b, self.b.block
         head, inside, after = (b.append_basic_block(name) for name in ("head", "inside", "after"))
         b.branch(head)
         b.position_at_end(head)
-        first = [self.number(start), *carried]
+        first: list[Any] = [self.number(start), *carried]
         held = [b.phi(value.type) for value in first]
         for phi, value in zip(held, first, strict=True):
             phi.add_incoming(value, before)
@@ -101,11 +103,11 @@ class Function:
 
     def each(self, start: Number, stop: Number, step: int, body: Callable[[ir.Value], None]
              ) -> None:
-        """for i in range(start, stop, step): body(i)."""
+        """Emits `for i in range(start, stop, step): body(i)`."""
         self.loop(start, stop, step, [], lambda i, _: body(i) or [])
 
     def sums(self, vectors: list[ir.Value]) -> list[ir.Value]:
-        """The sum of each vector's lanes: halves are added until one lane is left.
+        """Returns the sum of each vector's lanes: halves are added until one lane is left.
 
         Two vectors' halves share a vector, which does not change the order of any sum.
         """

@@ -6,10 +6,10 @@ operand and then of the result:
     void plan(ptr buffers, ptr sizes)           fills i64 sizes[2]: units of work, units of a chunk
     void work(ptr buffers, i64 first, i64 end)  does some units
 
-The thread that XLA calls on asks XLA's pool for company, takes chunks until none is left, and waits
-for those that others have begun. It never waits for a thread that has not begun, so a busy pool
-delays nobody. Each thread takes neighbouring chunks as long as it can: memory that two cores read
-in turns, 64 KB each, came at 50 GB/s where it came at 65 in two streams (experiments/LOG.md).
+The thread that XLA calls submits helpers to XLA's thread pool, works on chunks until none is left,
+and waits for chunks that helpers have begun. It never waits for a helper that has not started, so a
+busy pool delays no call. Each thread takes neighbouring chunks as long as it can: two cores that
+read alternate pieces of 64 KB reached 50 GB/s, in two streams 65 GB/s (experiments/LOG.md).
 """
 
 import ctypes
@@ -22,10 +22,10 @@ from specrl_kernels.dispatch import Unsupported
 
 
 class Code(NamedTuple):
-    """Machine code that XLA knows."""
+    """Machine code that is registered with XLA."""
 
     name: str
-    engine: Any  # which owns the memory that it lies in
+    engine: Any  # owns the memory of the code
 
 
 def require_cpu() -> None:
@@ -85,7 +85,7 @@ def _machine() -> Any:
 
 
 def has(feature: str) -> bool:
-    """Whether the CPU has an x86 `feature`; 64-bit ARM has its like of all that is asked for."""
+    """Returns whether the CPU has an x86 `feature`; 64-bit ARM has a counterpart of each."""
     import llvmlite.binding as llvm
 
     triple = llvm.get_default_triple()

@@ -19,12 +19,12 @@ from specrl_kernels.machine_code.emit import (
 
 MASKED = -1e30
 TOGETHER = 4  # vectors of positions whose scores are kept in registers at once
-CHUNKS = 16  # that the work is divided into, about
+CHUNKS = 16  # of the work, about
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """What the code is made for."""
+    """Sizes that the code is generated for."""
 
     heads: int  # H
     kv_heads: int  # G
@@ -68,7 +68,7 @@ i32[B, n]; i32[B] twice. Segments follow: keys f32[slots, G, E, s], values f32[s
 
 
 def generate(shape: Shape) -> ir.Module:
-    """The module; its result is f32[W, H, E]."""
+    """Returns the module; its result is f32[W, H, E]."""
     module = ir.Module("tree_attention")
     f = Function(module, "plan", [POINTER, POINTER])
     buffers, sizes = f.args
@@ -87,7 +87,7 @@ def generate(shape: Shape) -> ir.Module:
 
 
 class _Unit:
-    """The query heads of one packed node that are worked on together."""
+    """Emits the work on the query heads of one packed node that share registers."""
 
     def __init__(self, f: Function, shape: Shape, exp: ir.Function, buffers: ir.Value) -> None:
         self.f, self.shape, self.exp = f, shape, exp
@@ -131,7 +131,7 @@ class _Unit:
         self.gather(depth, weights, f.at(self.out, place))
 
     def ancestors(self, node: ir.Value) -> ir.Value:
-        """Fills `path` from the node up to the root; returns how many they are."""
+        """Fills `path` with the nodes from `node` up to the root; returns their number."""
         f, b = self.f, self.f.b
         parents, before = f.at(self.operands["parent"], (self.row, self.shape.nodes)), b.block
         head, after = b.append_basic_block("climb"), b.append_basic_block("top")
@@ -152,9 +152,9 @@ class _Unit:
         return more
 
     def score_cache(self) -> None:
-        """Scores of the committed positions: sums over features in order, 16 positions a vector.
+        """Writes the scores of committed positions: sums over features in order, 16 to a vector.
 
-        The values are asked for meanwhile: they come next.
+        Prefetches the values, which are read next.
         """
         f, shape, start = self.f, self.shape, 0
         for keys, values, size in self.caches:
@@ -174,22 +174,23 @@ class _Unit:
             start += size
 
     def visible(self, start: int, size: int) -> ir.Value:
-        """Committed positions in a segment; not positive if there are none."""
+        """Returns how many positions of a segment are committed; zero or less for none."""
         return self.f.smaller(self.f.b.sub(self.length, self.f.number(start)), size)
 
     def score(self, keys: ir.Value, stride: int, vectors: int, outs: list[ir.Value],
               soon: ir.Value | None = None) -> None:
-        """Scores of some positions, whose keys are columns of a matrix with rows of `stride`.
+        """Writes the scores of positions, whose keys are columns of a matrix with rows of `stride`.
 
         Args:
-          soon: as many floats from here on are asked for as are read.
+          soon: address from which as many floats are prefetched as are read.
         """
         f, heads, width = self.f, len(outs), self.shape.head_dim
 
         def add(e: ir.Value, held: list[ir.Value]) -> list[ir.Value]:
             column = [f.vector(f.at(keys, (e, stride), LANES * j)) for j in range(vectors)]
-            for j in range(vectors if soon is not None else 0):
-                f.fetch(f.at(soon, (e, LANES * vectors), LANES * j))
+            if soon is not None:
+                for j in range(vectors):
+                    f.fetch(f.at(soon, (e, LANES * vectors), LANES * j))
             queries = [f.spread(f.get(self.q, e, r * width)) for r in range(heads)]
             return [f.fma(queries[r], column[j], held[r * vectors + j])
                     for r in range(heads) for j in range(vectors)]
@@ -198,7 +199,7 @@ class _Unit:
             f.put(value, f.at(outs[i // vectors], i % vectors * LANES))
 
     def score_tree(self, depth: ir.Value) -> None:
-        """Scores of the ancestors, by the same sums, put behind the committed positions'."""
+        """Writes the scores of the ancestors, by the same sums, after the committed positions'."""
         f, shape = self.f, self.shape
         places = shape.tree_places
         first = f.at(self.operands["tree_k"], (
@@ -216,7 +217,7 @@ class _Unit:
             f.put(ir.Constant(VECTOR, [MASKED] * LANES), f.at(scores, self.length, depth))
 
     def weigh(self, total: ir.Value) -> list[ir.Value]:
-        """Makes the scores of `total` positions weights; returns each head's sum of them."""
+        """Turns the scores of `total` positions into weights; returns each head's sum."""
         f, sums = self.f, []
         for scores in self.scores:
             lowest = ir.Constant(VECTOR, [MASKED] * LANES)
@@ -235,9 +236,9 @@ class _Unit:
         return f.sums(sums)
 
     def gather(self, depth: ir.Value, totals: list[ir.Value], out: ir.Value) -> None:
-        """Sums of weighted values in the order of positions.
+        """Sums weighted values in the order of positions.
 
-        The keys that follow in memory, most likely the next unit's, are asked for meanwhile.
+        Prefetches the keys that follow in memory, which most likely are the next unit's.
         """
         f, shape, start = self.f, self.shape, 0
         width, heads = shape.head_dim, shape.together
@@ -276,7 +277,7 @@ class _Unit:
 
 
 def _exp(module: ir.Module) -> ir.Function:
-    """exp of a vector of numbers up to 0; 0 below -87. Cephes' expf (S. Moshier)."""
+    """Returns exp of a vector of numbers up to 0; 0 below -87. Cephes' expf (S. Moshier)."""
     f = Function(module, "exp", [VECTOR], VECTOR)
     f.ir.linkage = "internal"
     x, = f.args

@@ -18,8 +18,8 @@ from specrl_kernels.machine_code.runtime import Code
 
 _MULTIPLE = 16  # of E and of segments, machine_code.emit.LANES
 _FEW = 2  # heads that share what is read, at most, where `xla`, whose nodes share it, is faster
-_NODES = 4  # from so many packed nodes a row on
-_SIZE = 64  # E from which on that was seen
+_NODES = 4  # packed nodes a row from which `xla` is faster
+_SIZE = 64  # E from which this was measured
 
 
 def tree_attention_machine(q: jax.Array, row: jax.Array, node: jax.Array, tree_k: jax.Array,
@@ -39,8 +39,8 @@ def tree_attention_machine(q: jax.Array, row: jax.Array, node: jax.Array, tree_k
     runtime.require_cpu()
     if slot is None:
         slot = jnp.arange(b, dtype=jnp.int32)
-    # Machine code reads what it is told to: a wrong index must not leave its array. Layers share
-    # these few operations.
+    # Machine code does not check indices: a wrong one must not leave its array. Layers share these
+    # few operations.
     row, node, parent, slot = (jnp.clip(index, 0, size - 1) for index, size in (
         (row, b), (node, n), (parent, n), (slot, cache_k[0].shape[0])))
     length = jnp.clip(length, 0, sum(sizes))
@@ -54,7 +54,7 @@ def tree_attention_machine(q: jax.Array, row: jax.Array, node: jax.Array, tree_k
 
 def leave_to_xla(q: jax.Array, row: jax.Array, node: jax.Array, tree_k: jax.Array, *_: Any
                  ) -> None:
-    """Refuses what `xla` was measured to do faster (experiments/LOG.md): many nodes, few heads.
+    """Refuses shapes at which `xla` was measured to be faster: many nodes, few heads (LOG.md).
 
     Each node reads its row's keys and values for itself, which stays cheap as long as several heads
     share what is read.
@@ -64,7 +64,8 @@ def leave_to_xla(q: jax.Array, row: jax.Array, node: jax.Array, tree_k: jax.Arra
     """
     from specrl_kernels.tree_attention import code
 
-    (w, h, e), (b, n, g, _) = q.shape, tree_k.shape
+    w, h, e = q.shape
+    b, n, g = tree_k.shape[:3]
     together = code.Shape(h, g, e, n, ()).together
     if w >= _NODES * b and e >= _SIZE and together <= _FEW:
         raise Unsupported(f"xla is faster at {w // b} nodes a row with {h // g} heads of {e} to a "

@@ -37,7 +37,7 @@ UNROLLED = 32  # bodies of the loops over segments, heads and tiles that are wri
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What may be tuned; none of it changes the result beyond rounding."""
+    """Tuning parameters; none changes the result beyond rounding."""
 
     block: int = 512  # slots of context read in a step; a multiple of 128
     tile: int = 128  # queries computed on together, of which dead ones are skipped; of 16
@@ -76,7 +76,7 @@ def _prefix_part(run: Any, rows: Rows, prefix: Prefix, batch: int) -> Partial:
 
 
 def _rows_together(rows: Rows) -> int:
-    """Rows of a group whose queries fit into VMEM, so that the prefix is read once for them.
+    """Returns the rows of a group whose queries fit into VMEM; the prefix is read once for them.
 
     A query has, for each head, E numbers in its own dtype, and twice E + 2 lines of float32: the
     carry, and the outputs. A number alone takes a line of 128. Pallas holds inputs and outputs
@@ -89,7 +89,7 @@ def _rows_together(rows: Rows) -> int:
 
 
 def _config(target: Target, rows: Rows, cache_k: Sequence[jax.Array]) -> Config:
-    """The given configuration, or the tuned one, or what fits.
+    """Returns the given configuration, or the tuned one, or the largest that fits.
 
     Raises:
       Unsupported: nothing fits, or the given one does not.
@@ -116,7 +116,7 @@ def _config(target: Target, rows: Rows, cache_k: Sequence[jax.Array]) -> Config:
 
 
 def heuristic(kind: str, sizes: Sequence[int], slot_bytes: int) -> Config:
-    """The largest blocks that fit; two shares on chips whose two cores act as one device."""
+    """Returns the largest blocks that fit; two shares if a chip's two cores act as one device."""
     block = 512
     while block > 128 and _buffers(sizes, block, slot_bytes) > VMEM_BLOCKS:
         block //= 2
@@ -124,7 +124,7 @@ def heuristic(kind: str, sizes: Sequence[int], slot_bytes: int) -> Config:
 
 
 def _buffers(sizes: Sequence[int], block: int, slot_bytes: int) -> int:
-    """Bytes of VMEM for blocks of keys and of values."""
+    """Returns the bytes of VMEM for blocks of keys and values."""
     return 2 * BUFFERS * slot_bytes * sum(min(block, size) for size in sizes)
 
 
@@ -190,7 +190,7 @@ def _combined(parts: Partial, work: work_list.WorkList, share: jax.Array, batch:
 
 
 def _step(split: Any, step: Any, scalars: Any) -> Any:
-    """Which step of the list this grid step is; those beyond a share's end repeat its last."""
+    """Returns the grid step's place in the list; steps beyond a share's end repeat its last."""
     count, share = scalars[0][0], scalars[0][1]
     return jnp.clip(jnp.minimum(split * share + step, count - 1), 0)
 
@@ -225,11 +225,11 @@ def _context_specs(k: jax.Array, segment: int, config: Config) -> list[pl.BlockS
 
 def _kernel(bounds: Any, steps: Any, length: Any, live: Any, *refs: Any, sizes: tuple[int, ...],
             config: Config, tile: int, scale: float, has_tree: bool, has_window: bool) -> None:
-    """One step of the list: starts a row, adds one block to it, ends it, each where due."""
-    q, info, *refs = refs[len(sizes):]  # the fetch lists are for the index maps
-    tree, refs = (refs[:2], refs[2:]) if has_tree else (None, refs)
-    context, refs = refs[: 2 * len(sizes)], refs[2 * len(sizes):]
-    outputs, carry = refs[:-3], Partial(*refs[-3:])
+    """Runs one step of the list: starts a row, adds one block to it, ends it, each where due."""
+    q, info, *rest = refs[len(sizes):]  # the fetch lists are for the index maps
+    tree, rest = (rest[:2], rest[2:]) if has_tree else (None, rest)
+    context, rest = rest[: 2 * len(sizes)], rest[2 * len(sizes):]
+    outputs, carry = rest[:-3], Partial(*rest[-3:])
     split, count, share = pl.program_id(0), bounds[0], bounds[1]
     at = split * share + pl.program_id(1)
     last = jnp.minimum((split + 1) * share, count) - 1

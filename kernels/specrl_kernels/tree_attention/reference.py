@@ -12,7 +12,7 @@ def tree_attention_reference(q: jax.Array, row: jax.Array, node: jax.Array, tree
                              length: jax.Array, slot: jax.Array | None,
                              prefix: Any, *, scale: float, window: int | None) -> jax.Array:
     """See `api.tree_attention`."""
-    cache_k, cache_v = jnp.concatenate(cache_k, 3), jnp.concatenate(cache_v, 2)
+    all_k, all_v = jnp.concatenate(cache_k, 3), jnp.concatenate(cache_v, 2)
     n, heads = tree_k.shape[1], q.shape[1]
     repeats = heads // tree_k.shape[2]
     cache_row = jnp.arange(length.shape[0]) if slot is None else slot
@@ -24,9 +24,9 @@ def tree_attention_reference(q: jax.Array, row: jax.Array, node: jax.Array, tree
             on_path = on_path.at[at].set(True)
             at = jnp.where(at > 0, parent[b, at], 0)
         depth = on_path.sum() - 1
-        keys = [cache_k[cache_row[b]].transpose(2, 0, 1), tree_k[b]]
-        values = [cache_v[cache_row[b]].transpose(1, 0, 2), tree_v[b]]
-        context = jnp.arange(cache_k.shape[3])
+        keys = [all_k[cache_row[b]].transpose(2, 0, 1), tree_k[b]]
+        values = [all_v[cache_row[b]].transpose(1, 0, 2), tree_v[b]]
+        context = jnp.arange(all_k.shape[3])
         seen = [context < length[b], on_path]
         place = [context, length[b] + jnp.where(on_path, jnp.cumsum(on_path) - 1, 0)]
         if prefix is not None:

@@ -14,7 +14,7 @@ HIDDEN = -2e30  # score of a hidden key: its weight exp(HIDDEN - FLOOR) is exact
 
 
 class Partial(NamedTuple):
-    """Queries over a part of their keys."""
+    """The softmax of queries over a part of their keys."""
 
     top: jax.Array  # f32[..., Q, 1] highest score, FLOOR if no key was seen
     total: jax.Array  # f32[..., Q, 1] sum of exp(score - top)
@@ -22,13 +22,13 @@ class Partial(NamedTuple):
 
 
 def empty(queries: int, size: int) -> Partial:
-    """No key seen yet: the start of every kernel's loop."""
+    """Returns the result over no key, with which every kernel's loop starts."""
     return Partial(jnp.full((queries, 1), FLOOR, jnp.float32),
                    jnp.zeros((queries, 1), jnp.float32), jnp.zeros((queries, size), jnp.float32))
 
 
 def dot(a: jax.Array, b: jax.Array, contract: int = 0) -> jax.Array:
-    """f32 product of a[Q, x] with b[x, y], or with b[y, x] if `contract` is 1.
+    """Returns the f32 product of a[Q, x] with b[x, y], or with b[y, x] if `contract` is 1.
 
     float32 asks for the full precision: the default is bfloat16 on a TPU and TF32 on a GPU.
     """
@@ -47,7 +47,7 @@ def add_keys(partial: Partial, score: jax.Array, visible: jax.Array, value: jax.
 
 
 def join(one: Partial, other: Partial) -> Partial:
-    """Of the same queries over other keys. Runs inside kernels."""
+    """Combines two results of the same queries over different keys. Runs inside kernels."""
     top = jnp.maximum(one.top, other.top)
     mine, theirs = jnp.exp(one.top - top), jnp.exp(other.top - top)
     return Partial(top, one.total * mine + other.total * theirs,
@@ -55,17 +55,17 @@ def join(one: Partial, other: Partial) -> Partial:
 
 
 def combine(parts: Partial) -> Partial:
-    """One partial result from those stacked along the first axis."""
+    """Combines the partial results that are stacked along the first axis."""
     top = parts.top.max(0)
     rescale = jnp.exp(parts.top - top[None])
     return Partial(top, (parts.total * rescale).sum(0), (parts.out * rescale).sum(0))
 
 
 def stack(parts: list[Partial]) -> Partial:
-    """Partial results of the same queries, stacked along a new first axis."""
+    """Stacks partial results of the same queries along a new first axis."""
     return Partial(*(jnp.stack(arrays) for arrays in zip(*parts, strict=True)))
 
 
 def finish(partial: Partial) -> jax.Array:
-    """f32[..., Q, E] attention; every query has seen a key."""
+    """Returns the attention f32[..., Q, E]; every query must have seen a key."""
     return partial.out / partial.total

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 _WHY = "shapes must agree with q [W, H, E], tree_k [B, n, G, E]"
 
@@ -13,7 +14,7 @@ _WHY = "shapes must agree with q [W, H, E], tree_k [B, n, G, E]"
 def check_static(q: Any, row: Any, node: Any, tree_k: Any, tree_v: Any, parent: Any,
                  cache_k: Sequence[Any], cache_v: Sequence[Any], length: Any, slot: Any,
                  prefix: Any, *, window: int | None) -> None:
-    """What can be seen while tracing. Raises ValueError, naming the argument."""
+    """Checks shapes and dtypes. Raises ValueError with the name of the argument."""
     for name, array, axes in (("q", q, 3), ("tree_k", tree_k, 4)):
         _expect(f"axes of {name}", len(array.shape), axes, _WHY)
     w, h, e = q.shape
@@ -97,12 +98,12 @@ def _expect(name: str, found: Any, wanted: Any, why: str) -> None:
 def check_values(q: Any, row: Any, node: Any, tree_k: Any, tree_v: Any, parent: Any,
                  cache_k: Sequence[Any], cache_v: Sequence[Any], length: Any, slot: Any,
                  prefix: Any) -> None:
-    """What only values show; for tests and debugging, since it waits for them.
+    """Checks values, for tests and debugging: it waits for them.
 
     Raises:
       ValueError: the first value out of its range, or a call from inside of jit.
     """
-    if any(isinstance(x, jax.core.Tracer)
+    if any(isinstance(x, Tracer)
            for x in jax.tree.leaves((row, node, parent, length, slot, prefix))):
         raise ValueError("checked = True inside of jit: values are known outside of it only")
     b, n = parent.shape
@@ -125,7 +126,7 @@ def check_values(q: Any, row: Any, node: Any, tree_k: Any, tree_v: Any, parent: 
 
 
 def _between(name: str, values: Any, low: int, high: Any, why: str, column: int = 0) -> None:
-    """Names the first of `values` outside [low, high]; its last index is counted from `column`."""
+    """Raises for the first of `values` outside [low, high]; its last index counts from `column`."""
     values = np.asarray(values)
     wrong = np.argwhere((values < low) | (values > high))
     if wrong.size:

@@ -21,7 +21,7 @@ from specrl_kernels.tree_attention.softmax import FLOOR, HIDDEN, Partial
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What may be tuned; none of it changes the result beyond rounding."""
+    """Tuning parameters; none changes the result beyond rounding."""
 
     chunk: int  # slots of context read at a time
     abreast: int  # 1: a chunk of each row at a time; 0: one row after the other
@@ -56,7 +56,7 @@ def tree_attention_xla(q: jax.Array, row: jax.Array, node: jax.Array, tree_k: ja
 
 
 def _config(target: Target, dtype: jnp.dtype) -> Config:
-    """The given configuration, or that of the platform; a CPU widens a whole bfloat16 operand."""
+    """Returns the given configuration or the platform's; a CPU widens whole bfloat16 operands."""
     here = target.platform == "cpu"
     chosen = {"chunk": 256 if here else 512, "abreast": int(not here),
               "whole": 0 if here and dtype != jnp.float32 else 512}
@@ -67,7 +67,7 @@ def _config(target: Target, dtype: jnp.dtype) -> Config:
 
 
 def ancestors(parent: jax.Array) -> jax.Array:
-    """bool[B, n, n]: whether node j is node i or one of its ancestors, by pointer doubling."""
+    """Returns bool[B, n, n]: node j is node i or an ancestor of it, by pointer doubling."""
     n = parent.shape[1]
     nodes = jnp.arange(n)
     has_parent = (parent[..., None] == nodes[None, None]) & (nodes > 0)[None, :, None]
@@ -170,7 +170,7 @@ def _add_chunks(found: Partial, queries: jax.Array, k: jax.Array, v: jax.Array, 
 
 
 def _slice(x: jax.Array, slot: jax.Array, axis: int, at: jax.Array, size: int) -> jax.Array:
-    """Row `slot` of a cache, and of its `axis` the places [at, at + size)."""
+    """Returns row `slot` of a cache, and of its `axis` the places [at, at + size)."""
     begins, sizes = [slot, 0, 0, 0], [1, *x.shape[1:]]
     begins[axis], sizes[axis] = at, size
     return jax.lax.dynamic_slice(x, begins, sizes)[0]

@@ -1,0 +1,48 @@
+"""CONTRIBUTING's table of guarantees names tests that exist, in the tiers that they have."""
+
+import ast
+import functools
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+TEXT = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+ROWS = re.findall(r"^\| ([\w -]+) \| `(tests/[\w/]+\.py)::(\w+)` \| (\w+) \|$", TEXT, re.MULTILINE)
+GUARANTEES = {
+    "lossless", "exact law", "log-probs", "padding is inert", "no compilation after warm-up",
+    "isolation of the actor", "resume", "sharding", "accounting", "never slower"}
+
+
+@functools.cache
+def tiers(path: str) -> dict[str, str]:
+    """Returns the tier of each test function of a file by name; a parameter may be of a later one.
+    """
+    found, whole = {}, set()
+    for node in ast.parse((ROOT / path).read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark":
+            whole = {ast.unparse(node.value)}
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+            marks = whole | {ast.unparse(decorator) for decorator in node.decorator_list}
+            found[node.name] = next((tier for tier in ("full", "ci")
+                                     if f"pytest.mark.{tier}" in marks), "fast")
+    return found
+
+
+def test_table_has_every_guarantee() -> None:
+    assert {guarantee for guarantee, *_ in ROWS} == GUARANTEES
+    assert len(ROWS) == len(re.findall(r"^\|.*::.*\|$", TEXT, re.MULTILINE))
+
+
+@pytest.mark.parametrize(("path", "name", "tier"), [row[1:] for row in ROWS])
+def test_named_test_exists_in_its_tier(path: str, name: str, tier: str) -> None:
+    assert tiers(path)[name] == tier
+    assert tier != "full"  # CI runs it
+
+
+def test_markers_are_the_tiers_and_the_devices() -> None:
+    options = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["pytest"]
+    names = [marker.partition(":")[0] for marker in options["ini_options"]["markers"]]
+    assert names == ["ci", "full", "gpu", "tpu"]
