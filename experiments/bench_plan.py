@@ -15,8 +15,8 @@ import config_flags
 import numpy as np
 import run_flags
 from absl import flags
-from bench import plan, results, show
-from bench.speculation import Arm, Cell
+from bench import plan, results, tables
+from bench.arms import Arm, Cell
 
 from specrl_jax import sharding
 from specrl_jax.config import Config, ConfigError
@@ -49,7 +49,7 @@ def main(config: Config, workdir: Path) -> int:
     result = results.blank(config)
     result["cases"][str(rows)] = found = plan.measure(arm, REPEATS.value, _say)
     results.write(out, result)
-    show.console().print(plan.table(found))
+    tables.console().print(plan.table(found))
     print(f"wrote {out}")
     return 0
 

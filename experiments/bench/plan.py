@@ -7,8 +7,8 @@ import jax
 import numpy as np
 from rich.table import Table
 
-from . import parts, show, speculation
-from .speculation import Arm
+from . import parts, tables
+from .arms import Arm
 from .timing import alternate, seconds_of, spread
 
 CALLS = 50  # of each part, beside each rollout
@@ -17,7 +17,7 @@ CALLS = 50  # of each part, beside each rollout
 def measure(arm: Arm, repeats: int, say: Any) -> dict[str, Any]:
     """Seconds of a round and of the parts, once a repeat, and the parts' shares of the round."""
     engine, runs = arm.sampler.engine, []
-    at = speculation.situation(arm, arm.run(None).result)
+    at = parts.situation(arm, arm.run(None).result)
     called = parts.control_parts(engine.decoder, jax.tree.map(np.asarray, engine.control), at)
     for part in called.values():
         jax.block_until_ready(part())
@@ -46,6 +46,6 @@ def table(found: dict[str, Any]) -> Table:
     shown = Table("part", "microseconds", "% of a round", caption="median (range)",
                   title=f"{found['rows']} rows, {len(found['buckets'])} buckets")
     for name, seconds in found["seconds"].items():
-        share = show.between(found["share"][name], 100, 2) if name in found["share"] else ""
-        shown.add_row(name, show.between(seconds, 1e6), share)
+        share = tables.between(found["share"][name], 100, 2) if name in found["share"] else ""
+        shown.add_row(name, tables.between(seconds, 1e6), share)
     return shown

@@ -7,7 +7,7 @@ import pytest
 from control_cases import LADDER, load
 
 from experiments.bench import parts, plan
-from experiments.bench.speculation import Arm, Cell
+from experiments.bench.arms import Arm, Cell
 from specrl_jax import sharding
 from specrl_jax.config import Config, ModelSource, RolloutConfig
 from specrl_jax.control import budget

@@ -1,4 +1,4 @@
-"""Runs in processes of their own: none sees another's memory, caches or compiled programs."""
+"""Training runs in subprocesses, so that none shares memory or compiled programs with another."""
 
 import collections
 import concurrent.futures
@@ -20,40 +20,40 @@ from specrl_jax.io.memory import give_back
 
 
 class ProcessDied(RuntimeError):
-    """A run's process ended without a word: as a rule the kernel killed it for its memory."""
+    """The subprocess of a run was killed, usually by the kernel for lack of memory."""
 
 
-def train_apart(config: Config, workdir: Path, cache: bool = True) -> None:
-    """`run.train` in a fresh process, which ends with it.
+def train_in_subprocess(config: Config, workdir: Path, cache: bool = True) -> None:
+    """Calls `run.train` in a new process.
 
     Args:
-      cache: whether programs that an earlier run compiled may be read from the persistent cache.
+      cache: whether the run may read compiled programs from the persistent cache.
 
     Raises:
       ConfigError: what `run.train` raises.
-      ProcessDied: the process was killed; what the run has written is good.
+      ProcessDied: the process was killed; the files of the run are good.
     """
-    (found,) = train_by_turns({"": (config, workdir)}, cache).values()
+    (found,) = train_interleaved({"": (config, workdir)}, cache).values()
     if isinstance(found, ProcessDied):
         raise found
 
 
-def train_by_turns(runs: Mapping[str, tuple[Config, Path]], cache: bool = True
+def train_interleaved(runs: Mapping[str, tuple[Config, Path]], cache: bool = True
                    ) -> dict[str, float | ProcessDied]:
-    """`run.train` of each in a fresh process; one starts up or makes a step while others wait.
+    """Trains each run in a process of its own; they take turns of one step while the others wait.
 
-    So what the machine does besides, and how its speed changes, meets all of them alike. All are in
-    memory at once. A process that is killed holds up no other.
+    So other load and changes of the machine's speed affect all runs alike. All stay in memory. The
+    others go on when a process is killed.
 
     Args:
-      runs: name -> config and workdir. With several, what they say is led by their names.
-      cache: see `train_apart`.
+      runs: name -> config and workdir. With several, their names prefix the lines they print.
+      cache: see `train_in_subprocess`.
 
     Returns:
-      the seconds of each one's turns, or what became of it.
+      The seconds of each run's turns, or a ProcessDied.
 
     Raises:
-      ConfigError: what `run.train` raises, of the first that does; what was written is good.
+      ConfigError: what the first failing `run.train` raises; files written so far are good.
     """
     context = multiprocessing.get_context("spawn")
     found: dict[str, float | ProcessDied] = {}
@@ -81,8 +81,7 @@ def train_by_turns(runs: Mapping[str, tuple[Config, Path]], cache: bool = True
 
 
 def end_with_parent() -> None:
-    """Ends this process when its parent does; else a killed script would leave it waiting forever,
-    with all its memory."""
+    """Ends this process when its parent ends; a killed script would otherwise leave it waiting."""
     def follow() -> None:
         multiprocessing.parent_process().join()
         os._exit(1)
@@ -90,13 +89,13 @@ def end_with_parent() -> None:
     threading.Thread(target=follow, daemon=True).start()
 
 
-# In a run's own process.
+# In the subprocess.
 
 _turns: Iterator[None] | None = None
 
 
 def _turn(config: Config, workdir: Path, cache: bool, title: str) -> bool:
-    """Starts up or makes a step; whether more are left."""
+    """Starts the run or makes one step; returns whether steps are left."""
     global _turns
     first = _turns is None
     if first:
@@ -107,13 +106,13 @@ def _turn(config: Config, workdir: Path, cache: bool, title: str) -> bool:
             sys.stderr = _Titled(sys.stderr, title)
         _turns = run.turns(config, workdir)
     more = next(_turns, _turns) is not _turns
-    if first:  # what compiling left is the other runs'
+    if first:  # memory that compiling freed, for the other runs
         give_back()
     return more
 
 
 class _Titled:
-    """Lines of a stream, each led by a title."""
+    """A stream whose lines begin with a title."""
 
     def __init__(self, stream: TextIO, title: str) -> None:
         self.stream, self.title, self.begun = stream, title, False

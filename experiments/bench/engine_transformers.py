@@ -13,8 +13,8 @@ from specrl_jax.model.weights import Source
 from .workload import Workload
 
 
-class Peer:
-    """See peers.Peer. Prompts are padded on the left, as generate() wants them."""
+class Engine:
+    """See engines.OtherEngine. Prompts are padded on the left, as generate() wants them."""
 
     def __init__(self, source: Source, workload: Workload, threads: int, directory: Path) -> None:
         torch.set_num_threads(threads)

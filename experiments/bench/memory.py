@@ -1,45 +1,46 @@
-"""How much memory does speculation take, and the training of its drafter?
+"""Measures the peak memory of a run without speculation, with it, and with drafter training.
 
-    python experiments/bench_memory.py --config=staleness --config.steps=4
+    python experiments/bench.py memory --config=staleness --config.steps=4
 
-Three runs of the same config, each in a process of its own: without speculation, with it, and with
-training of the drafter at every step. Told are the peak resident set of each process and, of the
-last, the bytes of the features' buffer and the budget that bounds them. An eagle head without a
-path starts from random weights, which weigh as much as trained ones.
+Writes results/bench_memory.json. Each run has a process of its own. An eagle head without a path
+starts from random weights, which need as much memory as trained ones.
 """
 
 import dataclasses
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-import config_flags
 from absl import flags
-from bench import results
-from bench.apart import ProcessDied, train_apart
 
 from specrl_jax.config import Config, check
 from specrl_jax.io.metrics import read_metrics
+from specrl_jax.io.progress import say
 
+from . import results
+from .subprocess_runner import ProcessDied, train_in_subprocess
+
+NEEDS_MODEL = False
 MEGABYTE = 2**20
-OUT = flags.DEFINE_string("out", None, "JSON file (default: results/bench_memory_cpu.json in "
-                          "experiments)")
+
+
+def define_flags() -> None:
+    """Defines the flags of `bench.py memory`."""
+    flags.DEFINE_string("out", None, "JSON file (default: results/bench_memory.json)")
 
 
 def main(config: Config, workdir: Path) -> int:
-    del workdir
-    results.refuse_workdir()
+    """Runs the benchmark; returns the exit status."""
     check(config.spec.drafter in ("eagle", "merge"), "spec.drafter", config.spec.drafter,
           "training needs something that learns; choose eagle")
-    out = results.destination(OUT.value, "bench_memory_cpu.json")
+    out = results.destination(flags.FLAGS.out, "bench_memory.json")
     made = results.blank(config)
     for name, variant in variants(config).items():
-        print(name, file=sys.stderr, flush=True)
+        say(name)
         try:
             made["cases"][name] = measure(variant)
         except ProcessDied as died:
-            print(f"error: run {name}: {died}", file=sys.stderr)
+            say(f"error: run {name}: {died}")
             return 1
         results.write(out, made)
     off = made["cases"]["off"]["peak_bytes"]
@@ -52,7 +53,7 @@ def main(config: Config, workdir: Path) -> int:
 
 
 def variants(config: Config) -> dict[str, Config]:
-    """Speculation off, on, and on with training."""
+    """Returns the configs without speculation, with it, and with drafter training."""
     replace = dataclasses.replace
     return {
         "off": replace(config, spec=replace(config.spec, drafter="off"),
@@ -62,18 +63,14 @@ def variants(config: Config) -> dict[str, Config]:
 
 
 def measure(config: Config) -> dict[str, Any]:
-    """Of a run in a fresh process.
+    """Returns the peak memory of a run in a new process.
 
-    Linux counts what a parent held when it started a process as that process's, too; this one has
-    loaded the same packages and no more.
+    Linux counts the memory that the parent held at the start as the child's too; this parent has
+    loaded the same packages and nothing else.
     """
     with tempfile.TemporaryDirectory() as workdir:
-        train_apart(config, Path(workdir), cache=False)  # compiling takes memory, too
+        train_in_subprocess(config, Path(workdir), cache=False)  # compiling needs memory too
         rows = read_metrics(workdir)
     return {"peak_bytes": rows[-1]["memory/peak_bytes"], "steps": len(rows),
             "buffer_bytes": max(row.get("distill/buffer_bytes", 0) for row in rows),
             "budget_bytes": config.distill.megabytes * MEGABYTE}
-
-
-if __name__ == "__main__":
-    config_flags.run(main)

@@ -1,4 +1,4 @@
-"""Our engine as a contender: one drafter, one batch size, one workload."""
+"""The engine of this project as a contender: one drafter, one batch size, one workload."""
 
 import dataclasses
 from typing import Any
@@ -13,12 +13,12 @@ from specrl_jax.rollout.engine import Result
 from specrl_jax.rollout.layout import RolloutRequest, request
 from specrl_jax.rollout.sampler import Sampler
 
-from . import work
+from . import roofline
 from .hardware import Hardware
 from .workload import Workload
 
 WARM_UP, TIMED = 0, 1  # steps of the noise keys
-PAST = 1  # earlier responses of a prompt that history drafts from: those of the warm-up
+PAST = 1  # earlier responses per prompt that history drafts from: those of the warm-up
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,11 +35,11 @@ class Timed:
 
 @dataclasses.dataclass(frozen=True)
 class TimedRollout(Timed):
-    """What our engine says about itself besides."""
+    """A generation by `SpecrlEngine`, with the engine's own account."""
 
     result: Result
     compilations: int
-    hardware: Hardware | None = None  # what the machine could do around this run
+    hardware: Hardware | None = None  # measured right before and after
 
     @property
     def launch_seconds(self) -> float:
@@ -51,28 +51,28 @@ class TimedRollout(Timed):
 
     @property
     def round_seconds(self) -> float:
-        """Of the compiled loops alone: without prefill, and without the host between launches."""
+        """Seconds of a round in the compiled loops, without prefill and host."""
         return self.launch_seconds / self.rounds
 
     @property
     def host_seconds(self) -> float:
-        """The host's share of a round."""
+        """Seconds of the host per round."""
         rest = self.seconds - self.result.prefill_seconds - self.launch_seconds
         return rest / self.rounds
 
 
-class Ours:
-    """`run` generates the workload once; the same tokens each time.
+class SpecrlEngine:
+    """Generates the workload once per `run`, with the same tokens each time.
 
     Args:
-      config: its spec, control and rollout sections hold what the workload does not fix.
-      params: float32, as Actor.params lays them out.
+      config: its spec, control and rollout sections set what the workload leaves open.
+      params: float32, in the layout of Actor.params.
       drafter: off or history.
     """
 
     def __init__(self, config: Config, arch: Architecture, params: Any, workload: Workload,
                  drafter: str, counter: CompilationCounter) -> None:
-        self.config = tailored(config, workload, drafter)
+        self.config = config_for(config, workload, drafter)
         self.workload, self.counter = workload, counter
         mesh = sharding.make_mesh(self.config.mesh)
         self.sampler = Sampler(self.config, arch, (), mesh, prompts=workload.rows, group=1)
@@ -80,14 +80,15 @@ class Ours:
         self.past: np.ndarray | None = None
 
     def warm_up(self) -> None:
-        """Compiles, and generates once, as peers do; history drafts from what was said then."""
+        """Compiles and generates once; history drafts from these responses later."""
         self.sampler.compile()
-        said = self._generate(WARM_UP).sequences
+        first = self._generate(WARM_UP).sequences
         if self.sampler.engine.layout.past:
-            within = np.arange(said.tokens.shape[1])[None] < said.length[:, None]
-            self.past = np.where(within, said.tokens, -1).astype(np.int32)[:, None]
+            within = np.arange(first.tokens.shape[1])[None] < first.length[:, None]
+            self.past = np.where(within, first.tokens, -1).astype(np.int32)[:, None]
 
     def run(self) -> TimedRollout:
+        """Generates the workload and times it."""
         self.counter.take()
         result = self._generate(TIMED)
         made = int(result.sequences.length.sum())
@@ -95,15 +96,15 @@ class Ours:
             raise RuntimeError(f"{made} tokens were made, {self.workload.tokens} were wanted")
         return TimedRollout(result.seconds, made, result, self.counter.take())
 
-    def bound(self, result: Result, hardware: Hardware) -> work.Bound:
-        """The least seconds of all rounds of a rollout."""
-        rows, context = work.context_by_round(
+    def bound(self, result: Result, hardware: Hardware) -> roofline.Bound:
+        """Returns the least seconds that a rollout's rounds can take on `hardware`."""
+        rows, context = roofline.context_by_round(
             self.workload.prompt_lengths, result.sequences.commits, result.sequences.rounds)
         counters = result.counters
         nodes = 1 + counters["drafted"] / counters["row_rounds"]
         itemsize = np.dtype(self.config.model.dtype).itemsize
-        return work.rounds_bound(self.sampler.engine.decoder.arch, hardware, rows, context, nodes,
-                                 itemsize)
+        return roofline.rounds_bound(self.sampler.engine.decoder.arch, hardware, rows, context,
+                                     nodes, itemsize)
 
     def _generate(self, step: int) -> Result:
         return self.sampler.engine.run(self.sampler.params, self._request(step),
@@ -113,13 +114,13 @@ class Ours:
     def _request(self, step: int) -> RolloutRequest:
         rows = np.arange(self.workload.rows)
         keys = prng.row_keys(self.config.seed, "generate", step, rows, rows * 0, rows * 0)
-        wanted = request(self.workload.prompts, keys, 1, self.config.rollout, self.past)
-        wanted.limit = self.workload.limits
-        return wanted
+        batch = request(self.workload.prompts, keys, 1, self.config.rollout, self.past)
+        batch.limit = self.workload.limits
+        return batch
 
 
-def tailored(config: Config, workload: Workload, drafter: str) -> Config:
-    """`config` with the shapes of a workload, temperature 1 and no truncation."""
+def config_for(config: Config, workload: Workload, drafter: str) -> Config:
+    """Returns `config` with the shapes of a workload, temperature 1 and no truncation."""
     rows = workload.rows
     smallest = {"heavy": 1, "uniform": rows if drafter == "off" else max(1, rows // 2)}
     rollout = dataclasses.replace(

@@ -6,29 +6,21 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-PARTS = ("draft", "dense", "attention", "head", "sampling", "commit", "host", "rest")
-
-ROUND = ("draft", "verify", "noise", "commit", "host")  # in bench_speculation.py
-
 WIDTH = 160  # columns where standard output is no terminal
 
 
 def console() -> Console:
+    """Returns a console that does not fold tables where there is no terminal."""
     return Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
 
 
-def case_tables(case: dict[str, Any]) -> list[Table]:
-    """Speed of all contenders, parts of our rounds, and ratios, of one case of a rollout."""
-    tables = [_speed(case)]
-    if any("parts" in one for one in case["contenders"].values()):
-        tables.append(_parts(case))
-    if case["ratios"]:
-        tables.append(_ratios(case))
-    return tables
+def rollout_tables(case: dict[str, Any]) -> list[Table]:
+    """Returns the speed of all contenders of one case, and its ratios."""
+    return [_speed(case), *([_ratios(case)] if case["ratios"] else [])]
 
 
 def between(found: dict[str, Any], scale: float = 1.0, digits: int = 1) -> str:
-    """Median and range of a spread."""
+    """Returns median and range of a spread as text."""
     median, low, high = (found[name] * scale for name in ("median", "min", "max"))
     return f"{median:.{digits}f} ({low:.{digits}f}..{high:.{digits}f})"
 
@@ -55,20 +47,6 @@ def _speed(case: dict[str, Any]) -> Table:
     return table
 
 
-def _parts(case: dict[str, Any]) -> Table:
-    table = Table("ms and share of a round", *PARTS)
-    for name, one in case["contenders"].items():
-        if "parts" not in one:
-            continue
-        parts = one["parts"]
-        seconds = {part: found["median"] for part, found in parts["seconds"].items()}
-        seconds["rest"] = parts["rest_seconds"]
-        table.add_row(name, *(
-            f"{seconds[part] * 1e3:.2f} {parts['share'][part]:.0%}" if part in seconds else "-"
-            for part in PARTS))
-    return table
-
-
 def _ratios(case: dict[str, Any]) -> Table:
     table = Table("tokens/s", "ratio", "pairs")
     for name, found in case["ratios"].items():
@@ -78,7 +56,7 @@ def _ratios(case: dict[str, Any]) -> Table:
 
 
 def learner_table(result: dict[str, Any]) -> Table:
-    """Speed of one policy update for each packing."""
+    """Returns the speed of one policy update for each packing."""
     table = Table("packing", "seconds", "useful tokens/s", "response tokens/s", "bound s",
                   "over bound", "over padded bound", "useful", "compiler's MB",
                   title=f"one update of {result['sequences']} sequences",
@@ -96,9 +74,9 @@ def learner_table(result: dict[str, Any]) -> Table:
 
 
 def adapting_table(found: dict[str, Any]) -> Table:
-    """Ways of choosing a setting, and loads up to which settings gain, by drafter."""
+    """Returns what each way of choosing a setting gains, and up to which load, by drafter."""
     table = Table("drafter", "geometric mean over loads (95 % interval), harmonic mean",
-                  "gains up to rows", title="what adapting to the load is worth",
+                  "gains up to rows", title="gain from adapting to the load",
                   caption="speed over plain decoding; chosen on even repeats, judged on odd ones")
     for name, one in found.items():
         ways = [f"{way}: {_with_interval(mean)}, {one['harmonic'][way]['speed']:.3f}"
@@ -115,18 +93,14 @@ def _with_interval(found: dict[str, float]) -> str:
 
 
 def speculation_table(case: dict[str, Any]) -> Table:
-    """Each arm of one batch size against plain decoding."""
+    """Returns each arm of one batch size against plain decoding."""
     table = Table("drafter and setting", "tokens/s", "over plain", "accept length",
-                  "drafted a row", "ms a round", *(f"{part} %" for part in ROUND),
-                  "calibration error", "same tokens", "compiled",
+                  "drafted a row", "ms a round", "calibration error", "same tokens", "compiled",
                   title=f"{case['rows']} rows, {case['tokens']} tokens", caption="median (range)")
     for name, one in case["arms"].items():
-        share = one.get("parts", {}).get("share", {})
         table.add_row(
             name, between(one["tokens_per_second"]), between(one["speedup"], digits=2),
             f"{one['accept_length']:.2f}", f"{one['drafted_a_row']:.2f}",
-            between(one["round_seconds"], 1e3),
-            *(f"{100 * share[part]:.1f}" if part in share else "-" for part in ROUND),
-            f"{one['calibration_error']:.3f}",
+            between(one["round_seconds"], 1e3), f"{one['calibration_error']:.3f}",
             "yes" if one["equal_tokens"] else "no", str(one["compilations"]))
     return table

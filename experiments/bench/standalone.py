@@ -1,11 +1,10 @@
-"""What the scripts share that run from a bare checkout: no absl, no config, paths set here.
+"""Flags and results of scripts that run from a checkout with nothing installed but JAX.
 
-Import it first: it puts the checkout's packages on the path.
+Import it first: it puts the packages of the checkout on the path.
 """
 
 import argparse
 import json
-import os
 import sys
 import time
 from collections.abc import Iterable
@@ -17,25 +16,27 @@ for _place in (ROOT, ROOT / "kernels", ROOT / "experiments"):
     if str(_place) not in sys.path:
         sys.path.append(str(_place))
 
+from . import json_file  # noqa: E402
+
 
 def parser(text: str, default: str) -> argparse.ArgumentParser:
-    """With the flags of all: --out, --seconds, --tiny."""
+    """Returns a parser with the flags that all of them have: --out, --seconds, --tiny."""
     found = argparse.ArgumentParser(description=text.splitlines()[0])
-    found.add_argument("--out", type=Path, help="JSON file; what it holds already is not run again "
+    found.add_argument("--out", type=Path, help="JSON file; its cases are not run again "
                        f"(default: {default} in experiments/results)")
     found.add_argument("--seconds", type=float, default=420.0,
-                       help="no case is begun later than this")
-    found.add_argument("--tiny", action="store_true", help="sizes that any machine can do")
+                       help="no case starts later than this")
+    found.add_argument("--tiny", action="store_true", help="sizes for a test on any machine")
     return found
 
 
 class Results:
-    """A result file that is rewritten after each case, and taken up again.
+    """A result file, rewritten after each case and continued by the next run.
 
     Args:
       out: the file; None is `default` in experiments/results.
-      head: what it holds besides cases.
-      seconds: after which no case is begun.
+      head: entries besides the cases.
+      seconds: after which no case starts.
     """
 
     def __init__(self, out: Path | None, default: str, head: dict[str, Any], seconds: float
@@ -45,13 +46,12 @@ class Results:
         self.found = head | {"cases": self._earlier(head)}
 
     def _earlier(self, head: dict[str, Any]) -> dict[str, Any]:
-        """Cases of the same machine and versions.
+        """Returns the cases that this machine and these versions made.
 
         Raises:
           SystemExit: the file is of another machine.
         """
         if not self.path.exists():
-            self.path.parent.mkdir(parents=True, exist_ok=True)
             return {}
         earlier = json.loads(self.path.read_text(encoding="utf-8"))
         if earlier["machine"] != head["machine"]:
@@ -60,7 +60,7 @@ class Results:
         return earlier["cases"]
 
     def left(self, names: Iterable[str]) -> list[str]:
-        """Those that are not there yet."""
+        """Returns the names without a case."""
         return [name for name in names if name not in self.found["cases"]]
 
     def in_time(self) -> bool:
@@ -68,12 +68,10 @@ class Results:
 
     def add(self, name: str, case: dict[str, Any]) -> None:
         self.found["cases"][name] = case
-        other = self.path.with_suffix(".part")
-        other.write_text(json.dumps(self.found, indent=1) + "\n", encoding="utf-8")
-        os.replace(other, self.path)
+        json_file.write(self.path, self.found)
 
     def finish(self, names: Iterable[str]) -> int:
-        """Says what is left; the exit status, 0 unless a case failed."""
+        """Prints how many cases are left and which failed; returns 1 if one did, else 0."""
         left = self.left(names)
         more = f"; {len(left)} cases are left, run it again" if left else ""
         print(f"wrote {self.path}{more}")
@@ -84,6 +82,6 @@ class Results:
 
 
 def command() -> str:
-    """As typed in the repository, without paths."""
+    """Returns the command line as it is typed in the repository, without paths."""
     kept = [arg for arg in sys.argv[1:] if "/" not in arg and not arg.startswith("--out")]
     return " ".join(["python", f"experiments/{Path(sys.argv[0]).name}", *kept])

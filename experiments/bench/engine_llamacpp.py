@@ -1,7 +1,7 @@
-"""llama.cpp through its low-level batch interface: float32 weights and cache, its own sampler.
+"""llama.cpp through its batch interface: float32 weights and cache, its own sampler.
 
-Each step decodes one token of every unfinished row in one batch; a finished row is dropped at once.
-The layout of the cache and the attention are those that a short trial finds fastest.
+Each step decodes one token of every unfinished row in one batch; a finished row leaves at once. A
+short trial picks the faster cache layout and attention.
 """
 
 import ctypes
@@ -29,8 +29,8 @@ def _quiet(level: int, text: bytes, user_data: Any) -> None:
     """Swallows llama.cpp's messages; failures are raised from return values."""
 
 
-class Peer:
-    """See peers.Peer."""
+class Engine:
+    """See engines.OtherEngine."""
 
     def __init__(self, source: Source, workload: Workload, threads: int, directory: Path) -> None:
         llama_cpp.llama_log_set(_quiet, ctypes.c_void_p(0))
@@ -41,7 +41,7 @@ class Peer:
         options.n_gpu_layers = 0
         self.model = llama_cpp.llama_model_load_from_file(str(path).encode(), options)
         if not self.model:
-            raise ConfigError(f"--peer=llamacpp: it cannot load a {source.arch.family} model")
+            raise ConfigError(f"--engine=llamacpp: it cannot load a {source.arch.family} model")
         self.prompt_tokens = int(workload.prompt_lengths.sum())
         self.batch = llama_cpp.llama_batch_init(max(self.prompt_tokens, workload.rows), 0, 1)
         self.chain = llama_cpp.llama_sampler_chain_init(
@@ -68,7 +68,7 @@ class Peer:
         options.kv_unified, options.flash_attn_type = unified, flash
         self.context = llama_cpp.llama_init_from_model(self.model, options)
         if not self.context:
-            raise ConfigError(f"--peer=llamacpp: no memory for {self.workload.rows} rows")
+            raise ConfigError(f"--engine=llamacpp: no memory for {self.workload.rows} rows")
 
     def _context_options(self, threads: int) -> Any:
         rows = self.workload.rows

@@ -41,13 +41,13 @@ class Ids:
         return self._pad
 
 
-class Peer:
-    """See peers.Peer."""
+class Engine:
+    """See engines.OtherEngine."""
 
     def __init__(self, source: Source, workload: Workload, threads: int, directory: Path) -> None:
         arch = source.arch
         if arch.family != "llama" or arch.rope_scaling is not None:
-            raise ConfigError("--peer=tunix: only Llama models without RoPE scaling are set up")
+            raise ConfigError("--engine=tunix: only Llama models without RoPE scaling are set up")
         exported = directory / "tunix"
         if not exported.exists():
             export(exported, arch, source.params(), source.tokenizer)
