@@ -18,7 +18,6 @@ BENCHMARKS = {
     "drafter": "drafter training against its FLOP bound",
     "learner": "policy updates against their FLOP bound, and the memory of a training step",
     "memory": "peak memory without speculation, with it, and with drafter training",
-    "forward": "a verification of several tokens against one token and bare matrix products",
     "kernels": "each kernel at real shapes against memory bandwidth and JAX's own (needs jax only)"}
 MODULES = {"controller": "bench_controller", "staleness": "staleness",
            "kernels": "bench.kernel_speed"}  # the others are bench.NAME
@@ -73,7 +72,8 @@ def run_with_config(module) -> None:
         module.define_flags()
     if getattr(module, "NEEDS_MODEL", False):
         flags.adopt_module_key_flags(run_flags)
-    flags.adopt_module_key_flags(module)
+    for owner in (results, module):  # --help lists their flags
+        flags.adopt_module_key_flags(owner)
     sys.modules["__main__"].__doc__ = module.__doc__  # what --help shows first
     config_flags.run(call)
 
