@@ -10,6 +10,8 @@ import importlib
 import sys
 from pathlib import Path
 
+from bench import standalone  # noqa: F401  (it puts the checkout's packages on the path)
+
 BENCHMARKS = {
     "rollout": "tokens/s of rollouts against the machine's bound and other engines (--engine)",
     "speculation": "drafters, settings and policies against plain decoding, by batch size (Fig. 7)",

@@ -43,7 +43,7 @@ from specrl_jax.io.progress import say
 from specrl_jax.model.source import open_actor
 
 ALL = "all"
-EXIT_DIED = 1  # the same command again goes on
+EXIT_DIED = 1  # the same command resumes
 TOOK = "took.json"  # seconds and load, in the workdir of an arm that is complete
 CHOSEN = flags.DEFINE_list("questions", ["modes"], f"some of {', '.join(QUESTIONS)}, or {ALL}")
 ARMS = flags.DEFINE_list("arms", [], "only these arms of one question, besides plain and frozen")
@@ -59,6 +59,7 @@ OUT = flags.DEFINE_string("out", None, "JSON file of one question (default: "
 
 
 def main(config: Config, workdir: Path) -> int:
+    """Runs what the flags ask and is not in the files yet; returns the exit status."""
     chosen, seeds = _chosen(), _seeds()
     if HEAD.value and flags.FLAGS["head_updates"].present:
         raise ConfigError(f"--head_updates={HEAD_UPDATES.value}: --head is trained already; give "
@@ -78,8 +79,8 @@ def main(config: Config, workdir: Path) -> int:
     for path, made in files.values():
         for name, found in made["summary"].items():
             say(f"{name:24} acceptance at the end {found['acceptance_end'][0]:.3f}  reward "
-                 f"{found['reward_end'][0]:.3f}  net {found['net_seconds'][0]:+.1f} s  ahead "
-                 f"{found['ahead_seconds'][0]:+.1f} s")
+                f"{found['reward_end'][0]:.3f}  net {found['net_seconds'][0]:+.1f} s  ahead "
+                f"{found['ahead_seconds'][0]:+.1f} s")
         print(f"wrote {path}")
     return 0
 
@@ -220,7 +221,7 @@ def _run(runs: dict[str, tuple[Config, Path]]) -> dict[str, ProcessDied]:
     """
     load, at = os.getloadavg()[0], time.time()
     found = train_interleaved({name: one for name, one in runs.items()
-                            if not (one[1] / TOOK).exists()})
+                               if not (one[1] / TOOK).exists()})
     for name in [name for name in found if not isinstance(found[name], ProcessDied)]:
         place = runs[name][1]
         took = round(staleness.wall_seconds(read_metrics(place), at, found[name]), 1)

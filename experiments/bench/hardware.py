@@ -89,18 +89,14 @@ def _bandwidth_programs(probe_bytes: int) -> dict[str, Probe]:
     width, count = 1024, 16
     rows = probe_bytes // (4 * width * count)
     parts = [jnp.full((rows, width), 0.5) for _ in range(count)]
-    wide, tall = jnp.ones(width), jnp.ones(rows)
+    wide = jnp.ones(width)
     work = count * rows * width * 4
-    return {
-        "sum": Probe(jax.jit(lambda parts: [a.sum() for a in parts]), (parts,), work),
-        "max": Probe(jax.jit(lambda parts: [a.max() for a in parts]), (parts,), work),
-        "matrix_vector": Probe(jax.jit(lambda parts, x: [a @ x for a in parts]), (parts, wide),
-                               work),
-        "vector_matrix": Probe(jax.jit(lambda parts, x: [x @ a for a in parts]), (parts, tall),
-                               work),
-        "dot": Probe(jax.jit(lambda parts: [jnp.vdot(a, b) for a, b in
-                                            zip(parts[::2], parts[1::2], strict=True)]), (parts,),
-                     work)}
+    reductions = {"sum": lambda parts, x: [a.sum() for a in parts],
+                  "max": lambda parts, x: [a.max() for a in parts],
+                  "matrix_vector": lambda parts, x: [a @ x for a in parts],
+                  "dot": lambda parts, x: [jnp.vdot(a, b) for a, b in
+                                           zip(parts[::2], parts[1::2], strict=True)]}
+    return {name: Probe(jax.jit(f), (parts, wide), work) for name, f in reductions.items()}
 
 
 def _peak_programs(sizes: tuple[int, ...]) -> dict[str, Probe]:

@@ -149,9 +149,7 @@ def contenders(shape: TreeShape | DrawShape, dtype: Any) -> dict[str, Callable[[
     ours = {name: functools.partial(tree_contender, shape, dtype, name) for name in IMPLEMENTATIONS}
     return ours | {
         "dot_product_attention, mask": functools.partial(_dot_product, shape, dtype, None),
-        "dot_product_attention, cuDNN": functools.partial(_dot_product, shape, dtype, "cudnn"),
-        "decode_attention (Pallas GPU)": functools.partial(_decode, shape, dtype),
-        "paged_attention (Pallas TPU)": functools.partial(_paged, shape, dtype)}
+        "dot_product_attention, cuDNN": functools.partial(_dot_product, shape, dtype, "cudnn")}
 
 
 # Tree attention.
@@ -229,47 +227,6 @@ def _dot_product(shape: TreeShape, dtype: Any, implementation: str | None) -> Co
                                             implementation=implementation)
 
     return Contender(step, q, (k, v), ours=False)
-
-
-def _require(shape: TreeShape, platform: str) -> None:
-    """Raises Impossible unless on `platform` with one query per row."""
-    if jax.default_backend() != platform:
-        raise Impossible(f"needs a {platform}")
-    if shape.nodes != 1:
-        raise Impossible("one query a row: it has no trees")
-
-
-def _decode(shape: TreeShape, dtype: Any) -> Contender:
-    _require(shape, "gpu")
-    from jax.experimental.pallas.ops.gpu import decode_attention
-
-    q, k, v, visible = _by_slot(shape, dtype)
-    k, v = k[:, :-1], v[:, :-1]  # the keys must divide into its splits: one fewer
-    count = jnp.minimum(visible.sum((1, 2)), k.shape[1]).astype(jnp.int32)
-
-    def step(q: Any, kv: Any) -> Any:
-        return decode_attention.gqa(q, *kv, kv_seq_len=count)
-
-    return Contender(step, q[:, 0], (k, v), ours=False)
-
-
-def _paged(shape: TreeShape, dtype: Any) -> Contender:
-    _require(shape, "tpu")
-    from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention
-
-    q, k, v, _ = _by_slot(shape, dtype)
-    size, b = 16, shape.rows
-    pages = shape.context // size
-    # [G, pages, size, E]: the pages of the context, without the tree's token
-    k, v = (x[:, : shape.context].transpose(2, 0, 1, 3).reshape(x.shape[2], b * pages, size, -1)
-            for x in (k, v))
-    index = jnp.arange(b * pages, dtype=jnp.int32).reshape(b, pages)
-
-    def step(q: Any, kv: Any) -> Any:
-        return paged_attention(q, *kv, jnp.asarray(lengths(shape)), index,
-                               pages_per_compute_block=min(pages, 8))
-
-    return Contender(step, q[:, 0] * q.shape[3] ** -0.5, (k, v), ours=False)
 
 
 # The perturbed argmax.
