@@ -22,8 +22,6 @@ seed: `saved` in rollouts, `net` less the drafter's cost, `ahead` in whole steps
 import dataclasses
 import hashlib
 import json
-import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +36,13 @@ from specrl_jax.config import Config, ConfigError, as_dict, build
 from specrl_jax.distill.offline import DRAFTER, DrafterTraining, train_drafter
 from specrl_jax.io.compilation import use_persistent_cache
 from specrl_jax.io.memory import give_back
-from specrl_jax.io.metrics import check_config, read_metrics, write_atomically
+from specrl_jax.io.metrics import check_config
 from specrl_jax.io.progress import say
 from specrl_jax.model.source import open_actor
 
 ALL = "all"
 EXIT_DIED = 1  # the same command resumes
-TOOK = "took.json"  # seconds and load, in the workdir of an arm that is complete
+COMPLETE = "complete"  # an empty file in the workdir of an arm that is complete
 CHOSEN = flags.DEFINE_list("questions", ["modes"], f"some of {', '.join(QUESTIONS)}, or {ALL}")
 ARMS = flags.DEFINE_list("arms", [], "only these arms of one question, besides plain and frozen")
 SEEDS = flags.DEFINE_list("seeds", ["0"], "seeds of the runs")
@@ -193,9 +191,7 @@ def add_seed(config: Config, workdir: Path, question: str, names: list[str], pat
         died = _run(runs)
         ended = [] if PLAIN in died else [name for name in runs if name not in died]
         for name in ended:
-            place = runs[name][1]
-            took = json.loads((place / TOOK).read_text(encoding="utf-8"))
-            case[name] = staleness.account(place, arms[name], case.get(PLAIN)) | took
+            case[name] = staleness.account(runs[name][1], arms[name], case.get(PLAIN))
         if ended:
             made["cases"][str(config.seed)] = case
             _conclude(question, path, made)
@@ -212,21 +208,15 @@ def _conclude(question: str, path: Path, made: dict[str, Any]) -> None:
 
 
 def _run(runs: dict[str, tuple[Config, Path]]) -> dict[str, ProcessDied]:
-    """Runs or resumes arms in turn, each in a subprocess, and writes the seconds of each.
+    """Runs or resumes arms in turn, each in a subprocess; returns those that were killed.
 
     Arms that another question has completed are not run again.
-
-    Returns:
-      The arms that were killed.
     """
-    load, at = os.getloadavg()[0], time.time()
-    found = train_interleaved({name: one for name, one in runs.items()
-                               if not (one[1] / TOOK).exists()})
-    for name in [name for name in found if not isinstance(found[name], ProcessDied)]:
-        place = runs[name][1]
-        took = round(staleness.wall_seconds(read_metrics(place), at, found[name]), 1)
-        write_atomically(place / TOOK, [json.dumps({"wall_seconds": took, "load": load})])
-    return {name: why for name, why in found.items() if isinstance(why, ProcessDied)}
+    left = {name: one for name, one in runs.items() if not (one[1] / COMPLETE).exists()}
+    died = train_interleaved(left)
+    for name in left.keys() - died.keys():
+        (left[name][1] / COMPLETE).touch()
+    return died
 
 
 def _head_of(workdir: Path) -> Path:
@@ -244,7 +234,6 @@ def _head(config: Config, workdir: Path, heads: dict[str, Any]) -> None:
     Raises:
       ConfigError: it is another head than the one that earlier arms started from.
     """
-    began = time.perf_counter()
     plain = staleness_arms.plain(config)
     place = _head_of(workdir)
     if not HEAD.value:
@@ -257,8 +246,7 @@ def _head(config: Config, workdir: Path, heads: dict[str, Any]) -> None:
     if any(one["checksum"] != checksum for one in known):
         raise ConfigError(f"--{flag}: the head in {place} is not the one that arms in the file "
                           "started from; name another file with --out")
-    heads.setdefault(str(config.seed), {
-        "checksum": checksum, "wall_seconds": round(time.perf_counter() - began, 1)})
+    heads.setdefault(str(config.seed), {"checksum": checksum})
 
 
 def _training(config: Config) -> DrafterTraining:

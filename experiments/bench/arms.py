@@ -7,21 +7,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from specrl_jax import prng, sharding
 from specrl_jax.config import Config, ConfigError, check
 from specrl_jax.control.protocol import make_spec
 from specrl_jax.io.compilation import CompilationCounter
 from specrl_jax.model.weights import Source
-from specrl_jax.rollout.engine import Result
-from specrl_jax.rollout.layout import request
-from specrl_jax.rollout.sampler import Sampler
 
+from .specrl_engine import EARLIER, TIMED, WARM_UP, Run, SpecrlEngine, responses
 from .timing import alternate, ratio, spread
 
 TRIALS = 4  # rollouts from which a policy learns before it is timed
-STEP = 0  # step of the noise keys of timed rollouts
-CALIBRATING = 1  # of warm-up rollouts
-EARLIER = 2  # of the first earlier response that history may draft from
 
 
 class Cell(NamedTuple):
@@ -48,82 +42,40 @@ def parse(text: str) -> Cell:
     return Cell(*map(int, numbers))
 
 
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """One timed rollout."""
-
-    seconds: float
-    result: Result
-    compilations: int
-
-    @property
-    def tokens(self) -> int:
-        return int(self.result.sequences.length.sum())
-
-    @property
-    def speed(self) -> float:
-        return self.tokens / self.seconds
-
-    @property
-    def rounds(self) -> int:
-        return self.result.counters["rounds"]
-
-    @property
-    def round_seconds(self) -> float:
-        """Seconds of a round in the compiled loops."""
-        return sum(launch["seconds"] for launch in self.result.trace) / self.rounds
-
-
-class Arm:
+class Arm(SpecrlEngine):
     """The engine of one drafter at one batch size. Changing the setting compiles nothing.
 
     Args:
       config: its rollout section sets temperature and max_new_tokens.
-      prompts: token ids, one sequence each; those beyond `rows` wait for a slot.
       policy: fixed, where each run names its setting, or a policy that chooses.
     """
 
     def __init__(self, config: Config, source: Source, params: Any,
                  prompts: Sequence[Sequence[int]], rows: int, drafter: str, cells: Sequence[Cell],
                  counter: CompilationCounter, policy: str = "fixed") -> None:
-        self.config = arm_config(config, prompts, rows, drafter, cells, policy)
-        self.prompts, self.rows, self.counter = prompts, rows, counter
-        stop = source.tokenizer.stop_ids
-        self.sampler = Sampler(self.config, source.arch, stop, sharding.make_mesh(config.mesh),
-                               prompts=len(prompts), group=1, tokenizer=source.tokenizer)
-        self.sampler.publish(params, 0)
-        self.past: np.ndarray | None = None
+        super().__init__(arm_config(config, prompts, rows, drafter, cells, policy), source, params,
+                         prompts, counter, source.tokenizer.stop_ids)
+        self.rows = rows
 
     def earlier(self, count: int) -> np.ndarray:
         """Returns other plain responses to the same prompts, i32[Q, count, T], padded with -1."""
-        found = []
-        for step in range(EARLIER, EARLIER + count):
-            response = self.run(None, step).result.sequences
-            within = np.arange(response.tokens.shape[1])[None] < response.length[:, None]
-            found.append(np.where(within, response.tokens, -1).astype(np.int32))
-        return np.stack(found, 1)
+        return np.stack([responses(self.run(None, EARLIER + i)) for i in range(count)], 1)
 
     def warm_up(self, widest: Cell, past: np.ndarray | None) -> None:
         """Compiles, and calibrates acceptance estimates with rollouts that are not timed."""
         self.sampler.compile()
-        if self.sampler.engine.layout.past:
+        if self.remembers:
             self.past = past
         for _ in range(1 if self.config.control.policy == "fixed" else TRIALS):
-            self.run(widest, CALIBRATING)
+            self.run(widest, WARM_UP)
 
-    def run(self, cell: Cell | None, step: int = STEP) -> Run:
+    def run(self, cell: Cell | None, step: int = TIMED) -> Run:
         """Returns a timed rollout at a setting; None drafts nothing or leaves it to the policy."""
         engine = self.sampler.engine
         if self.config.spec.drafter != "off" and self.config.control.policy == "fixed":
             engine.control = make_spec(*(cell or (0, 1, 1)), 0,
                                        (1.0,) * len(engine.decoder.drafter.names))
-        index = np.arange(len(self.prompts))
-        keys = prng.row_keys(self.config.seed, "generate", step, index, index * 0, index * 0)
-        batch = request(self.prompts, keys, 1, self.config.rollout, self.past)
-        self.counter.take()
-        result = engine.run(self.sampler.params, batch, self.sampler.drafter_params,
-                            rounds=self.config.rollout.rounds_per_launch)
-        return Run(result.seconds, result, self.counter.take())
+        return self.generate(step)
 
 
 def arm_config(config: Config, prompts: Sequence[Sequence[int]], rows: int, drafter: str,
@@ -159,7 +111,7 @@ def run_case(config: Config, source: Source, params: Any, prompts: Sequence[Sequ
     arms |= {f"{name} {policy}": Arm(config, source, params, prompts, rows, name, cells, counter,
                                      policy) for name in drafters for policy in policies}
     arms["off"].sampler.compile()
-    remembering = [a for a in arms.values() if a.sampler.engine.layout.past]
+    remembering = [a for a in arms.values() if a.remembers]
     past = arms["off"].earlier(config.spec.history_past) if remembering else None
     for name, arm in list(arms.items())[1:]:
         say(f"preparing {name}")
@@ -192,10 +144,10 @@ def describe(runs: Sequence[Run], plain: Sequence[Run]) -> dict[str, Any]:
     `flips` counts sequences that differ from plain decoding, which only near ties may.
     """
     result, counters = runs[-1].result, runs[-1].result.counters
+    speed, plain_speed = ([run.tokens_per_second for run in each] for each in (runs, plain))
     same = np.asarray(result.sequences.tokens) == np.asarray(plain[-1].result.sequences.tokens)
     return {
-        "tokens_per_second": spread([run.speed for run in runs]),
-        "speedup": ratio([run.speed for run in runs], [run.speed for run in plain]),
+        "tokens_per_second": spread(speed), "speedup": ratio(speed, plain_speed),
         "accept_length": counters["committed"] / max(counters["row_rounds"], 1),
         "drafted_a_row": counters["drafted"] / max(counters["row_rounds"], 1),
         "round_seconds": spread([run.round_seconds for run in runs]),

@@ -31,9 +31,9 @@ from specrl_jax.io.progress import say
 from specrl_jax.model.source import Actor
 from specrl_jax.model.weights import Source
 
-from . import engines, hardware, results, tables
+from . import engines, hardware, results, roofline, tables
 from .hardware import Hardware
-from .specrl_engine import SpecrlEngine, Timed, TimedRollout
+from .specrl_engine import TIMED, WARM_UP, Run, SpecrlEngine, Timed, responses
 from .timing import alternate, ratio, spread
 from .workload import HEAVY_ROWS, WORKLOADS, Workload, make_workload
 
@@ -128,13 +128,13 @@ def cases(rows: Sequence[int]) -> list[tuple[str, int]]:
 def run_case(setting: Setting, workload: Workload) -> dict[str, Any]:
     """Times all contenders of one workload alternately; returns the case of the result file."""
     label = f"{workload.name}, {workload.rows} rows"
-    ours = {drafter: SpecrlEngine(setting.config, setting.source.arch, setting.params, workload,
-                                  drafter, setting.counter) for drafter in setting.drafters}
-    for drafter, one in ours.items():
+    ours = {}
+    for drafter in setting.drafters:
         setting.say(f"{label}: preparing {drafter}")
-        one.warm_up()
+        ours[drafter] = prepared(setting, workload, drafter)
     with other_engines(setting, workload, label) as others:
-        tasks = {name: probed(one, setting.probe) for name, one in ours.items()}
+        tasks: dict[str, Callable[[], Any]] = {
+            name: probed(one, setting.probe, workload.tokens) for name, one in ours.items()}
         tasks |= {name: engines.timed(one, workload) for name, one in others.items()}
         setting.say(f"{label}: timing {', '.join(tasks)}")
         times = alternate(tasks, setting.repeats)
@@ -144,14 +144,40 @@ def run_case(setting: Setting, workload: Workload) -> dict[str, Any]:
         "workload": workload.name, "rows": workload.rows, "useful_tokens": workload.tokens,
         "prompt_tokens": hardware.lengths_summary(workload.prompt_lengths),
         "new_tokens": hardware.lengths_summary(workload.limits),
-        "contenders": {name: describe(times[name], one) for name, one in ours.items()} | found,
+        "contenders": {name: describe(times[name], one, workload)
+                       for name, one in ours.items()} | found,
         "ratios": ratios(times, setting.drafters), "equal_streams": equal_streams(times)}
 
 
-def probed(one: SpecrlEngine, probe: Callable[[], Hardware]) -> Callable[[], TimedRollout]:
-    """Returns a timed rollout between two probes of the machine."""
-    def run() -> TimedRollout:
-        before, timed = probe(), one.run()
+def prepared(setting: Setting, workload: Workload, drafter: str) -> SpecrlEngine:
+    """Returns a compiled engine that has generated once; history drafts from these responses."""
+    one = SpecrlEngine(config_for(setting.config, workload, drafter), setting.source,
+                       setting.params, workload.prompts, setting.counter, limits=workload.limits)
+    one.sampler.compile()
+    first = one.generate(WARM_UP)
+    if one.remembers:
+        one.past = responses(first)[:, None]
+    return one
+
+
+def config_for(config: Config, workload: Workload, drafter: str) -> Config:
+    """Returns `config` with the shapes of a workload, temperature 1 and no truncation."""
+    rows = workload.rows
+    smallest = {"heavy": 1, "uniform": rows if drafter == "off" else max(1, rows // 2)}
+    rollout = dataclasses.replace(
+        config.rollout, batch_size=rows, min_batch=smallest[workload.name],
+        max_prompt_tokens=max(2, int(workload.prompt_lengths.max())),
+        max_new_tokens=workload.longest, temperature=1.0, top_k=0, top_p=1.0)
+    spec = dataclasses.replace(config.spec, drafter=drafter, history_past=1)
+    return dataclasses.replace(config, rollout=rollout, spec=spec)
+
+
+def probed(one: SpecrlEngine, probe: Callable[[], Hardware], tokens: int) -> Callable[[], Run]:
+    """Returns a timed rollout of `tokens` tokens between two probes of the machine."""
+    def run() -> Run:
+        before, timed = probe(), one.generate(TIMED)
+        if timed.tokens != tokens:
+            raise RuntimeError(f"{timed.tokens} tokens were made, {tokens} were wanted")
         return dataclasses.replace(timed, hardware=before.best(probe()))
 
     return run
@@ -174,11 +200,11 @@ def other_engines(setting: Setting, workload: Workload, label: str
             engine.close()
 
 
-def describe(times: Sequence[TimedRollout], one: SpecrlEngine) -> dict[str, Any]:
+def describe(times: Sequence[Run], one: SpecrlEngine, workload: Workload) -> dict[str, Any]:
     """Returns speed, rounds against the bound of the probes around each run, and counters."""
     result = times[-1].result
     counters = result.counters
-    bounds = [one.bound(t.result, t.hardware) for t in times]
+    bounds = [bound(t, one, workload) for t in times]
     return speed(times) | {
         "prefill_seconds": spread([t.result.prefill_seconds for t in times]),
         "round_seconds": spread([t.round_seconds for t in times]),
@@ -193,6 +219,17 @@ def describe(times: Sequence[TimedRollout], one: SpecrlEngine) -> dict[str, Any]
         "accept_length": counters["committed"] / counters["row_rounds"],
         "compilations": sum(t.compilations for t in times),
         "launches": len(result.trace), "counters": counters}
+
+
+def bound(run: Run, one: SpecrlEngine, workload: Workload) -> roofline.Bound:
+    """Returns the least seconds that a run's rounds can take on the hardware around it."""
+    sequences, counters = run.result.sequences, run.result.counters
+    rows, context = roofline.context_by_round(
+        workload.prompt_lengths, sequences.commits, sequences.rounds)
+    nodes = 1 + counters["drafted"] / counters["row_rounds"]
+    itemsize = np.dtype(one.config.model.dtype).itemsize
+    return roofline.rounds_bound(one.sampler.engine.decoder.arch, run.hardware, rows, context,
+                                 nodes, itemsize)
 
 
 def speed(times: Sequence[Timed]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
-"""The engine of this project as a contender: one drafter, one batch size, one workload."""
+"""The engine of this project as a contender, and timed runs of it."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -8,25 +9,22 @@ import numpy as np
 from specrl_jax import prng, sharding
 from specrl_jax.config import Config
 from specrl_jax.io.compilation import CompilationCounter
-from specrl_jax.model.architecture import Architecture
+from specrl_jax.model.weights import Source
 from specrl_jax.rollout.engine import Result
-from specrl_jax.rollout.layout import RolloutRequest, request
+from specrl_jax.rollout.layout import request
 from specrl_jax.rollout.sampler import Sampler
 
-from . import roofline
 from .hardware import Hardware
-from .workload import Workload
 
-WARM_UP, TIMED = 0, 1  # steps of the noise keys
-PAST = 1  # earlier responses per prompt that history drafts from: those of the warm-up
+TIMED, WARM_UP, EARLIER = 0, 1, 2  # steps of the noise keys; from EARLIER on, earlier responses
 
 
 @dataclasses.dataclass(frozen=True)
 class Timed:
-    """One timed generation of a whole workload, prefill included."""
+    """One timed generation of all prompts, prefill included."""
 
     seconds: float
-    tokens: int  # wanted tokens
+    tokens: int
 
     @property
     def tokens_per_second(self) -> float:
@@ -34,7 +32,7 @@ class Timed:
 
 
 @dataclasses.dataclass(frozen=True)
-class TimedRollout(Timed):
+class Run(Timed):
     """A generation by `SpecrlEngine`, with the engine's own account."""
 
     result: Result
@@ -62,70 +60,46 @@ class TimedRollout(Timed):
 
 
 class SpecrlEngine:
-    """Generates the workload once per `run`, with the same tokens each time.
+    """Generates responses to the same prompts again and again.
 
     Args:
-      config: its spec, control and rollout sections set what the workload leaves open.
+      config: complete, with shapes that hold the prompts.
       params: float32, in the layout of Actor.params.
-      drafter: off or history.
+      prompts: token ids, one sequence each; those beyond rollout.batch_size wait for a slot.
+      stop: tokens that end a row.
+      limits: i32[prompts] tokens of each response; None is rollout.max_new_tokens.
     """
 
-    def __init__(self, config: Config, arch: Architecture, params: Any, workload: Workload,
-                 drafter: str, counter: CompilationCounter) -> None:
-        self.config = config_for(config, workload, drafter)
-        self.workload, self.counter = workload, counter
-        mesh = sharding.make_mesh(self.config.mesh)
-        self.sampler = Sampler(self.config, arch, (), mesh, prompts=workload.rows, group=1)
+    def __init__(self, config: Config, source: Source, params: Any,
+                 prompts: Sequence[Sequence[int]], counter: CompilationCounter,
+                 stop: Sequence[int] = (), limits: np.ndarray | None = None) -> None:
+        self.config, self.prompts, self.counter, self.limits = config, prompts, counter, limits
+        self.sampler = Sampler(config, source.arch, stop, sharding.make_mesh(config.mesh),
+                               prompts=len(prompts), group=1, tokenizer=source.tokenizer)
         self.sampler.publish(params, 0)
-        self.past: np.ndarray | None = None
+        self.past: np.ndarray | None = None  # i32[prompts, K, T], where the drafter reads it
 
-    def warm_up(self) -> None:
-        """Compiles and generates once; history drafts from these responses later."""
-        self.sampler.compile()
-        first = self._generate(WARM_UP).sequences
-        if self.sampler.engine.layout.past:
-            within = np.arange(first.tokens.shape[1])[None] < first.length[:, None]
-            self.past = np.where(within, first.tokens, -1).astype(np.int32)[:, None]
+    @property
+    def remembers(self) -> bool:
+        """Whether the drafter reads earlier responses."""
+        return bool(self.sampler.engine.layout.past)
 
-    def run(self) -> TimedRollout:
-        """Generates the workload and times it."""
+    def generate(self, step: int) -> Run:
+        """Returns a timed generation with the noise of `step`."""
+        index = np.arange(len(self.prompts))
+        keys = prng.row_keys(self.config.seed, "generate", step, index, index * 0, index * 0)
+        batch = request(self.prompts, keys, 1, self.config.rollout, self.past)
+        if self.limits is not None:
+            batch.limit = self.limits
         self.counter.take()
-        result = self._generate(TIMED)
-        made = int(result.sequences.length.sum())
-        if made != self.workload.tokens:
-            raise RuntimeError(f"{made} tokens were made, {self.workload.tokens} were wanted")
-        return TimedRollout(result.seconds, made, result, self.counter.take())
-
-    def bound(self, result: Result, hardware: Hardware) -> roofline.Bound:
-        """Returns the least seconds that a rollout's rounds can take on `hardware`."""
-        rows, context = roofline.context_by_round(
-            self.workload.prompt_lengths, result.sequences.commits, result.sequences.rounds)
-        counters = result.counters
-        nodes = 1 + counters["drafted"] / counters["row_rounds"]
-        itemsize = np.dtype(self.config.model.dtype).itemsize
-        return roofline.rounds_bound(self.sampler.engine.decoder.arch, hardware, rows, context,
-                                     nodes, itemsize)
-
-    def _generate(self, step: int) -> Result:
-        return self.sampler.engine.run(self.sampler.params, self._request(step),
-                                       self.sampler.drafter_params,
-                                       rounds=self.config.rollout.rounds_per_launch)
-
-    def _request(self, step: int) -> RolloutRequest:
-        rows = np.arange(self.workload.rows)
-        keys = prng.row_keys(self.config.seed, "generate", step, rows, rows * 0, rows * 0)
-        batch = request(self.workload.prompts, keys, 1, self.config.rollout, self.past)
-        batch.limit = self.workload.limits
-        return batch
+        result = self.sampler.engine.run(
+            self.sampler.params, batch, self.sampler.drafter_params,
+            rounds=self.config.rollout.rounds_per_launch)
+        return Run(result.seconds, int(result.sequences.length.sum()), result, self.counter.take())
 
 
-def config_for(config: Config, workload: Workload, drafter: str) -> Config:
-    """Returns `config` with the shapes of a workload, temperature 1 and no truncation."""
-    rows = workload.rows
-    smallest = {"heavy": 1, "uniform": rows if drafter == "off" else max(1, rows // 2)}
-    rollout = dataclasses.replace(
-        config.rollout, batch_size=rows, min_batch=smallest[workload.name],
-        max_prompt_tokens=max(2, int(workload.prompt_lengths.max())),
-        max_new_tokens=workload.longest, temperature=1.0, top_k=0, top_p=1.0)
-    spec = dataclasses.replace(config.spec, drafter=drafter, history_past=PAST)
-    return dataclasses.replace(config, rollout=rollout, spec=spec)
+def responses(run: Run) -> np.ndarray:
+    """Returns the responses of a run, i32[prompts, T], padded with -1."""
+    found = run.result.sequences
+    within = np.arange(found.tokens.shape[1])[None] < found.length[:, None]
+    return np.where(within, found.tokens, -1).astype(np.int32)

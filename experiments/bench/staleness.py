@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from specrl_jax.config import Config, ConfigError
 from specrl_jax.evaluation.statistics import student
-from specrl_jax.io.metrics import WALL_TIME, read_metrics, read_samples
+from specrl_jax.io.metrics import read_metrics, read_samples
 
 TAIL = 0.25  # share of the steps that counts as the beginning or the end of a run
 DIGITS = 5  # significant ones
@@ -56,16 +56,6 @@ def account(workdir: Path, config: Config, plain: Account | None) -> Account:
             "startup_seconds": float(column("time/startup").sum()),
             "peak_bytes": int(column("memory/peak_bytes").max()),
             **{name: _rounded(values) for name, values in series.items()}}
-
-
-def wall_seconds(rows: list[dict[str, Any]], began: float, elapsed: float) -> float:
-    """Returns the seconds of a run over all its starts; steps repeated after a kill count once.
-
-    Args:
-      rows: the lines of metrics.jsonl.
-      began: Unix time of the start; elapsed: seconds since.
-    """
-    return elapsed + sum(row["time/step"] for row in rows if row[WALL_TIME] < began)
 
 
 def _digest(workdir: Path) -> str:

@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import sys
 import threading
-import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -33,13 +32,12 @@ def train_in_subprocess(config: Config, workdir: Path, cache: bool = True) -> No
       ConfigError: what `run.train` raises.
       ProcessDied: the process was killed; the files of the run are good.
     """
-    (found,) = train_interleaved({"": (config, workdir)}, cache).values()
-    if isinstance(found, ProcessDied):
-        raise found
+    for died in train_interleaved({"": (config, workdir)}, cache).values():
+        raise died
 
 
 def train_interleaved(runs: Mapping[str, tuple[Config, Path]], cache: bool = True
-                   ) -> dict[str, float | ProcessDied]:
+                      ) -> dict[str, ProcessDied]:
     """Trains each run in a process of its own; they take turns of one step while the others wait.
 
     So other load and changes of the machine's speed affect all runs alike. All stay in memory. The
@@ -50,34 +48,31 @@ def train_interleaved(runs: Mapping[str, tuple[Config, Path]], cache: bool = Tru
       cache: see `train_in_subprocess`.
 
     Returns:
-      The seconds of each run's turns, or a ProcessDied.
+      The runs that were killed.
 
     Raises:
       ConfigError: what the first failing `run.train` raises; files written so far are good.
     """
     context = multiprocessing.get_context("spawn")
-    found: dict[str, float | ProcessDied] = {}
+    died: dict[str, ProcessDied] = {}
     with contextlib.ExitStack() as ended:
-        waiting = collections.deque(
-            (name, 0.0, ended.enter_context(
-                concurrent.futures.ProcessPoolExecutor(1, mp_context=context))) for name in runs)
+        waiting = collections.deque((name, ended.enter_context(
+            concurrent.futures.ProcessPoolExecutor(1, mp_context=context))) for name in runs)
         while waiting:
-            name, seconds, process = waiting.popleft()
-            began, title = time.perf_counter(), name if len(runs) > 1 else ""
+            name, process = waiting.popleft()
+            title = name if len(runs) > 1 else ""
             try:
                 more = process.submit(_turn, *runs[name], cache, title).result()
             except BrokenProcessPool:
-                found[name] = ProcessDied(
+                died[name] = ProcessDied(
                     "its process was killed, perhaps because memory ran out: close other programs "
                     "and run the same command again")
                 continue
-            seconds += time.perf_counter() - began
             if more:
-                waiting.append((name, seconds, process))
+                waiting.append((name, process))
             else:
-                found[name] = seconds
                 process.shutdown()
-    return found
+    return died
 
 
 def end_with_parent() -> None:

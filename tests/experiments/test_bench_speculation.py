@@ -9,6 +9,7 @@ import pytest
 
 from experiments.bench import arms, tables
 from experiments.bench.arms import Arm, Cell
+from experiments.bench.specrl_engine import TIMED, WARM_UP
 from specrl_jax import sharding
 from specrl_jax.config import Config, ConfigError, ModelSource, RolloutConfig
 from specrl_jax.io.compilation import CompilationCounter
@@ -51,7 +52,7 @@ def test_earlier_responses_are_other_samples():
               "off", [Cell(1, 1, 2)], CompilationCounter())
     arm.sampler.compile()
     earlier = arm.earlier(3)
-    runs = [arm.run(None, step) for step in (arms.STEP, arms.CALIBRATING)]
+    runs = [arm.run(None, step) for step in (TIMED, WARM_UP)]
     assert [arms.describe([run], runs[:1])["flips"] for run in runs] == [0, 2]
     timed, calibrating = (run.result.sequences.tokens for run in runs)
     assert earlier.shape == (2, 3, 6)
