@@ -124,7 +124,7 @@ class Stream:
         self._decode, self._write = decode, write
         self._seen, self.text = 0, ""
 
-    def peek(self, tokens: np.ndarray, length: Sequence[int]) -> None:
+    def peek(self, tokens: np.ndarray, length: Sequence[int] | np.ndarray) -> None:
         """Args: tokens i32[Q, T] and lengths i32[Q] so far."""
         new = tokens[0, self._seen : length[0]]
         self._seen = int(length[0])
