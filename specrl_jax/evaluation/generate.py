@@ -69,7 +69,7 @@ class Generator:
         stream = Stream(self.tokenizer.stream(skip_special=True), write)
         shards = self._shards
         batch = PromptBatch([tokens] * shards, np.arange(shards), np.zeros(shards, np.int32))
-        rollout, result = self.sampler.generate(batch, "generate", self._answers, peek=stream.peek)
+        rollout, result = self.sampler.generate(batch, "generate", self._answers, peek=stream.write_new)
         self._answers += 1
         counters, policy = result.counters, self.config.control.policy
         return Generation(
@@ -124,8 +124,8 @@ class Stream:
         self._decode, self._write = decode, write
         self._seen, self.text = 0, ""
 
-    def peek(self, tokens: np.ndarray, length: Sequence[int] | np.ndarray) -> None:
-        """Args: tokens i32[Q, T] and lengths i32[Q] so far."""
+    def write_new(self, tokens: np.ndarray, length: Sequence[int] | np.ndarray) -> None:
+        """Writes what is new. Args: tokens i32[Q, T] and lengths i32[Q] so far."""
         new = tokens[0, self._seen : length[0]]
         self._seen = int(length[0])
         text = "".join(self._decode(int(token)) for token in new)

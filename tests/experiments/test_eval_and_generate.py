@@ -104,7 +104,7 @@ def test_text_comes_whole_characters_at_a_time():
     tokens = np.full((2, 9), ord("x"), np.int32)
     tokens[0, : len(response)] = response
     for length in (0, 1, 2, 3, 5, len(response)):
-        stream.peek(tokens, [length, 9])
+        stream.write_new(tokens, [length, 9])
     assert written == ["a", "é", "€"] and stream.text == "aé€"
 
 
