@@ -69,7 +69,8 @@ class Generator:
         stream = Stream(self.tokenizer.stream(skip_special=True), write)
         shards = self._shards
         batch = PromptBatch([tokens] * shards, np.arange(shards), np.zeros(shards, np.int32))
-        rollout, result = self.sampler.generate(batch, "generate", self._answers, peek=stream.write_new)
+        rollout, result = self.sampler.generate(
+            batch, "generate", self._answers, peek=stream.write_new)
         self._answers += 1
         counters, policy = result.counters, self.config.control.policy
         return Generation(
