@@ -1,5 +1,6 @@
 """google-tunix's Sampler in float32. It cannot drop finished rows."""
 
+import types
 from pathlib import Path
 from typing import Any
 
@@ -19,26 +20,12 @@ from specrl_jax.model.weights import Source
 from .workload import Workload
 
 
-class Ids:
-    """A tokenizer for tunix's Sampler: text is a list of ids, and nothing ends a row."""
-
-    def __init__(self, pad: int, unused: int) -> None:
-        self._pad, self._unused = pad, unused
-
-    def encode(self, text: str, **options: Any) -> list[int]:
-        return [int(word) for word in text.split()]
-
-    def decode(self, ids: Any, **options: Any) -> str:
-        return " ".join(str(int(i)) for i in ids)
-
-    def bos_id(self) -> None:
-        return None
-
-    def eos_id(self) -> int:
-        return self._unused
-
-    def pad_id(self) -> int:
-        return self._pad
+def token_ids(pad: int, unused: int) -> Any:
+    """Returns a tokenizer for tunix's Sampler: text is a list of ids, and nothing ends a row."""
+    return types.SimpleNamespace(
+        encode=lambda text, **_: [int(word) for word in text.split()],
+        decode=lambda ids, **_: " ".join(str(int(i)) for i in ids),
+        bos_id=lambda: None, eos_id=lambda: unused, pad_id=lambda: pad)
 
 
 class Engine:
@@ -59,7 +46,7 @@ class Engine:
         self.width = int(workload.prompt_lengths.max())
         cache = CacheConfig(cache_size=self.width + self.longest, num_layers=arch.num_layers,
                             num_kv_heads=arch.num_kv_heads, head_dim=arch.head_dim)
-        tokenizer = Ids(source.tokenizer.pad_id, arch.vocab_size)  # no token has that id
+        tokenizer = token_ids(source.tokenizer.pad_id, arch.vocab_size)  # no token has that id
         self.sampler = Sampler(model, tokenizer, cache)
         self.prompts = [" ".join(map(str, prompt)) for prompt in workload.prompts]
 

@@ -22,7 +22,6 @@ from .kernel_shapes import HEADS, VOCABULARY, DrawShape, TreeShape
 from .timing import alternate, seconds_of, spread
 
 COPIES, COPIED_BYTES = 8, 1 << 30
-INCOMPLETE = ("argmax alone",)  # computes only a part, so it is no alternative
 MOST_BYTES = 8 << 30  # of temporaries that a contender may need
 
 Program = Callable[..., Any]
@@ -116,8 +115,8 @@ def measure(shape: TreeShape | DrawShape, repeats: int, inner: int, probes: Prob
 def _verdict(found: dict[str, Any]) -> dict[str, Any]:
     """Returns the fastest of ours, the best alternative, and their ratio."""
     timed = {name: one["seconds"]["median"] for name, one in found.items() if "seconds" in one}
-    ours, others = ({name: value for name, value in timed.items() if found[name]["ours"] is mine
-                     and name not in INCOMPLETE} for mine in (True, False))
+    ours, others = ({name: value for name, value in timed.items() if found[name]["ours"] is mine}
+                    for mine in (True, False))
     if not ours or not others:
         return {}
     mine, best = min(ours, key=ours.get), min(others, key=others.get)
@@ -144,8 +143,7 @@ def contenders(shape: TreeShape | DrawShape, dtype: Any) -> dict[str, Callable[[
     if isinstance(shape, DrawShape):
         ours = {name: functools.partial(draw_contender, shape, name)
                 for name in draws.IMPLEMENTATIONS if name != "reference"}  # numpy's
-        return ours | {"jax.random.categorical": functools.partial(_categorical, shape),
-                       "argmax alone": functools.partial(_argmax, shape)}
+        return ours | {"jax.random.categorical": functools.partial(_categorical, shape)}
     ours = {name: functools.partial(tree_contender, shape, dtype, name) for name in IMPLEMENTATIONS}
     return ours | {
         "dot_product_attention, mask": functools.partial(_dot_product, shape, dtype, None),
@@ -265,17 +263,6 @@ def _categorical(shape: DrawShape) -> Contender:
         return _onward(position, token, logprob)
 
     return Contender(step, args["position"], args["logits"], ours=False)
-
-
-def _argmax(shape: DrawShape) -> Contender:
-    """Returns an argmax without noise and log-probability: the cost of reading the logits."""
-    args = draw_arguments(shape)
-
-    def step(position: Any, logits: Any) -> Any:
-        token = logits.argmax(0).astype(jnp.int32)
-        return _onward(position, token, logits[0])
-
-    return Contender(step, args["position"], args["logits"], ours=True)
 
 
 def _onward(position: Any, token: Any, logprob: Any) -> Any:

@@ -113,8 +113,7 @@ class Update:
             rollout, _advantage(rollout), config.rollout.temperature,
             rows=config.learner.micro_batch // config.together, together=config.together,
             keep_all=True)
-        self.useful = roofline.useful_work(batch)
-        self.padded = roofline.padded_work(batch, int(totals.micro_batches))
+        self.useful, self.padded_tokens = roofline.useful_work(batch), int(batch.tokens.size)
         rows, whole = NamedSharding(mesh, P(None, sharding.ROWS)), sharding.replicated(mesh)
         self.args = (sharding.put(rows, batch), sharding.put(whole, totals), None, None)
         places = jax.tree.map(lambda a: a.sharding, keeper.state)
@@ -134,19 +133,15 @@ class Update:
         return seconds
 
     def describe(self, seconds: list[float], machine: Hardware) -> dict[str, Any]:
-        """Returns the speed of an update against the FLOPs of its useful and its padded work."""
-        bound, padded = (part.flops(self.arch) / machine.peak
-                         for part in (self.useful, self.padded))
+        """Returns the speed of an update against the FLOPs of its useful work."""
+        bound = self.useful.flops(self.arch) / machine.peak
         return {
             "seconds": spread(seconds),
             "useful_tokens_per_second": spread([self.useful.tokens / s for s in seconds]),
             "response_tokens_per_second": spread([self.useful.scored / s for s in seconds]),
             "bound_seconds": bound, "over_bound": spread([s / bound for s in seconds]),
-            "padded_bound_seconds": padded,
-            "over_padded_bound": spread([s / padded for s in seconds]),
-            "useful": dataclasses.asdict(self.useful), "padded": dataclasses.asdict(self.padded),
+            "padded_tokens": self.padded_tokens, "useful": dataclasses.asdict(self.useful),
             "useful_flops": self.useful.flops(self.arch),
-            "padded_flops": self.padded.flops(self.arch),
             "temporary_bytes": self.program.memory_analysis().temp_size_in_bytes}
 
 

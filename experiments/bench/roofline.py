@@ -118,14 +118,6 @@ def useful_work(batch: Batch) -> UpdateWork:
                       scored=int(np.asarray(batch.length).sum()))
 
 
-def padded_work(batch: Batch, micro_batches: int) -> UpdateWork:
-    """Returns the work that the compiled program does, with padding and masked pairs."""
-    width = batch.tokens.shape[-1]
-    rows = micro_batches * batch.tokens.shape[1]
-    return UpdateWork(tokens=rows * width, pairs=rows * width**2,
-                      scored=micro_batches * math.prod(batch.said.shape[1:]))
-
-
 def _visible_pairs(segment: np.ndarray, position: np.ndarray) -> int:
     """Counts the pairs that transformer.segment_attend leaves visible."""
     real = segment >= 0

@@ -58,7 +58,7 @@ def _ratios(case: dict[str, Any]) -> Table:
 def learner_table(result: dict[str, Any]) -> Table:
     """Returns the speed of one policy update for each packing."""
     table = Table("packing", "seconds", "useful tokens/s", "response tokens/s", "bound s",
-                  "over bound", "over padded bound", "useful", "compiler's MB",
+                  "over bound", "useful", "compiler's MB",
                   title=f"one update of {result['sequences']} sequences",
                   caption=f"peak {result['hardware']['peak'] / 1e9:.0f} GFLOP/s; a training step "
                           f"held {result['peak_rss_bytes']['step'] / 1e6:.0f} MB at most; "
@@ -67,8 +67,8 @@ def learner_table(result: dict[str, Any]) -> Table:
         table.add_row(
             name, between(one["seconds"], digits=2), between(one["useful_tokens_per_second"]),
             between(one["response_tokens_per_second"]), f"{one['bound_seconds']:.2f}",
-            between(one["over_bound"], digits=2), between(one["over_padded_bound"], digits=2),
-            f"{one['useful']['tokens'] / one['padded']['tokens']:.0%}",
+            between(one["over_bound"], digits=2),
+            f"{one['useful']['tokens'] / one['padded_tokens']:.0%}",
             f"{one['temporary_bytes'] / 1e6:.0f}")
     return table
 

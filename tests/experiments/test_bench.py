@@ -1,8 +1,8 @@
 """bench.py: its commands, the arithmetic of benchmarks, and one case of each on a tiny model."""
 
 import dataclasses
-import importlib.util
 import json
+import re
 
 import jax
 import numpy as np
@@ -35,7 +35,6 @@ from specrl_jax.model.source import open_actor
 from specrl_jax.model.tiny import byte_tokenizer
 from specrl_jax.rl import learner
 from specrl_jax.structs import Rollout
-from tests.experiments.conftest import ROOT
 
 ARCH = Architecture(vocab_size=24, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=4,
                     num_kv_heads=2, head_dim=4)
@@ -66,15 +65,13 @@ def test_bench_help_lists_the_flags_of_a_benchmark(command, name):
     assert done.returncode == 0 and "--repeats" in done.stdout, done.stderr
 
 
-def test_bench_help_lists_every_benchmark():
-    spec = importlib.util.spec_from_file_location("bench_script", ROOT / "experiments" / "bench.py")
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    assert len(script.BENCHMARKS) == 8
-    for name in script.BENCHMARKS:
-        assert f"  {name} " in script.usage()
-        module = script.MODULES.get(name, f"bench.{name}").replace(".", "/")
-        assert (ROOT / "experiments" / f"{module}.py").exists()
+@pytest.mark.slow
+def test_bench_help_lists_every_benchmark_and_each_one_starts(command):
+    listed = re.findall(r"^  (\w+) +\S", command("bench.py", "--help").stdout, re.MULTILINE)
+    assert {"rollout", "speculation", "controller", "kernels"} < set(listed)
+    for name in listed:
+        done = command("bench.py", name, "--help")
+        assert done.returncode == 0 and done.stdout.strip(), done.stderr
 
 
 def test_bench_unknown_name_is_refused_in_one_line(command):
@@ -135,8 +132,6 @@ def test_update_work_equals_hand_count():
     found = roofline.useful_work(single)
     assert (found.tokens, found.scored) == (8 + 6 + 4 + 6, 10)
     assert found.pairs == sum(n * (n + 1) // 2 for n in (8, 6, 4, 6))
-    padded = roofline.padded_work(single, 2)
-    assert dataclasses.astuple(padded) == (6 * 9, 6 * 81, 6 * 4)
     grouped, _ = batch_of(together=2, rows=1)
     found = roofline.useful_work(grouped)
     assert (found.tokens, found.scored) == (5 + 4 + 2 + 6, 10)
@@ -256,7 +251,7 @@ def test_learner_update_is_measured_for_each_packing(setting):
     for packing in ("group", "sequence"):
         one = learner_bench.Update(config, setting.source.arch, mesh, rollout, keeper, packing)
         found = one.describe([one.run(), one.run()], MACHINE)
-        assert found["useful_flops"] < found["padded_flops"]
+        assert found["useful"]["tokens"] < found["padded_tokens"]
         assert found["response_tokens_per_second"]["min"] > 0 and found["temporary_bytes"] > 0
 
 
