@@ -49,11 +49,11 @@ from bench import (
     controller_models,
     controller_stats,
     results,
-    show,
+    tables,
 )
 from bench.controller_cells import Cell, Sizes
 from bench.controller_shape import Shape
-from bench.timing import Left
+from bench.timing import TimeLeft
 from interrupt import stops
 from rich.table import Table
 
@@ -111,7 +111,7 @@ def _main(config: Config) -> int:
     occasions = OCCASIONS.value
     todo = [cell for cell in cells if cell.name not in result["cases"]]
     shapes: dict[Sizes, Shape] | None = {} if small else None  # to be timed again
-    left = Left(len(todo))
+    left = TimeLeft(len(todo))
     for sizes, of_shape in by_sizes(todo).items():
         contexts = " and ".join(map(str, sizes[1]))
         _say(f"{sizes[0]} rows, context {contexts}: compiling and measuring")
@@ -133,7 +133,7 @@ def _main(config: Config) -> int:
         jax.clear_caches()
     while fought_again(bench, shapes, cells, result, occasions, out):
         pass
-    show.console().print(table(result["cases"]))
+    tables.console().print(table(result["cases"]))
     controller_stats.draw(result["cases"], out.with_suffix(".png"))
     print(f"wrote {out} and {out.with_suffix('.png')}")
     return 0
@@ -154,7 +154,7 @@ def fought_again(bench: controller_models.Bench,
     whether there was any. Shapes that are missing are made, and kept if `shapes` is a place."""
     cases = result["cases"]
     todo = [c for c in cells if controller_stats.uncertain(cases[c.name], occasions, PRECISE.value)]
-    left = Left(len(todo))
+    left = TimeLeft(len(todo))
     for sizes, of_shape in by_sizes(todo).items():
         shape = (shapes or {}).get(sizes) or bench.shape(*sizes, ["budget"])
         shape.price_rounds()

@@ -1,14 +1,12 @@
-"""Are the tokens of two runs equal? If not, are the differences rounding, or real?
+"""Compares the tokens of two runs, and tells near ties from real differences.
 
     python experiments/compare_runs.py runs/spec runs/plain
     python experiments/compare_runs.py runs/spec runs/plain --all_steps    # learning rate 0
 
-In the first step that differs, each differing sequence's first difference is recomputed with A's
-weights of that step: its nearest earlier checkpoint, the steps between repeated. Where both tokens'
-perturbed scores lie within 1e-4 of the best, it is a near tie, else a real difference. Later steps
-are not compared, as their weights differ; with learning rate 0 they may be, by --all_steps. Counted
-too are the steps whose weights, log-probs, loss and gradient are equal bit for bit: all of them,
-where both runs have model.numerics=invariant.
+In the first step that differs, the first difference of each sequence is recomputed with A's weights
+of that step (its nearest earlier checkpoint, with the steps between repeated). It is a near tie if
+the perturbed scores of both tokens are within 1e-4 of the best, else a real difference. Later steps
+have other weights and are not compared, unless the learning rate is 0 and --all_steps is given.
 
 Exit status: 0 all tokens are equal or near ties, 1 real differences, 2 bad input.
 """
@@ -16,8 +14,9 @@ Exit status: 0 all tokens are equal or near ties, 1 real differences, 2 bad inpu
 import argparse
 import json
 import math
+import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +33,14 @@ from specrl_jax.evaluation.compare import (
     equal_bits,
 )
 from specrl_jax.io.compilation import use_persistent_cache
-from specrl_jax.io.metrics import write_atomically
+from specrl_jax.io.metrics import read_metrics, write_atomically
+from specrl_jax.io.progress import say
 from specrl_jax.model.source import run_config
 
 EQUAL, REAL, BAD_INPUT = 0, 1, 2
 ROWS_SHOWN = 40
+NOTHING_DRAFTED = ("neither run accepted a draft, so this comparison says nothing about "
+                   "speculation: use --config.control.policy=fixed")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -60,9 +62,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("a", type=Path, metavar="A", help="working directory of a run")
     parser.add_argument("b", type=Path, metavar="B", help="working directory of another run")
     parser.add_argument("--all_steps", action="store_true",
-                        help="go on after the first step that differs; needs learning rate 0")
+                        help="continue after the first step that differs; needs learning rate 0")
     parser.add_argument("--force", action="store_true",
-                        help="compare although the configs say that tokens must differ")
+                        help="compare although the configs promise different tokens")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the findings there")
     return parser.parse_args(argv)
 
@@ -74,12 +76,12 @@ def compare(args: argparse.Namespace) -> int:
         check_comparable(fields)
     if args.all_steps:
         check_weights_fixed(args.a, args.b)
-    steps = take_steps(args)
+    steps = compared_steps(args)
     differ = [step for step in steps if step.differences]
     rulings, replayed = [], None
     if differ:
         use_persistent_cache()
-        replayed = replay(args.a, differ[0].step, _say)
+        replayed = replay(args.a, differ[0].step, say)
         rulings = rule(replayed.trainer, [d for step in differ for d in step.differences])
     found = findings(args, fields, steps, rulings, replayed)
     show(found, rulings, _decoder(replayed))
@@ -97,8 +99,8 @@ def check_weights_fixed(*runs: Path) -> None:
                               f"after a difference follow other weights; drop --all_steps")
 
 
-def take_steps(args: argparse.Namespace) -> list[StepComparison]:
-    """The steps to compare: up to the first that differs, or all."""
+def compared_steps(args: argparse.Namespace) -> list[StepComparison]:
+    """Returns the compared steps: up to the first that differs, or all."""
     taken = []
     for step in compare_steps(args.a, args.b):
         taken.append(step)
@@ -109,7 +111,8 @@ def take_steps(args: argparse.Namespace) -> list[StepComparison]:
 
 def findings(args: argparse.Namespace, fields: dict[str, Any], steps: list[StepComparison],
              rulings: list[Ruling], replayed: Replay | None) -> dict[str, Any]:
-    """What was found, as JSON values; a score or gap that is not finite is null."""
+    """Returns the findings as JSON values; a score or gap that is not finite is null."""
+    numbers = {step.step for step in steps}
     tokens = sum(step.tokens for step in steps)
     near = sum(r.near_tie for r in rulings)
     return {
@@ -117,11 +120,19 @@ def findings(args: argparse.Namespace, fields: dict[str, Any], steps: list[StepC
         "steps": len(steps), "sequences": sum(step.sequences for step in steps), "tokens": tokens,
         "first_step_that_differs": next((s.step for s in steps if s.differences), None),
         "steps_of_equal_bits": equal_bits(args.a, args.b, [step.step for step in steps]),
+        "accept_length": [accept_length(run, numbers) for run in (args.a, args.b)],
         "near_ties": near, "real": len(rulings) - near,
         "per_million_tokens": 1e6 * len(rulings) / tokens,
         "checkpoint": replayed and replayed.checkpoint,
         "replay_deviations": replayed and replayed.deviations,
         "differences": [_record(r) for r in rulings]}
+
+
+def accept_length(run: Path, steps: Collection[int]) -> float | None:
+    """Returns the mean accept length over `steps`; None if the run did not record it."""
+    found = [row["rollout/accept_length"] for row in read_metrics(run)
+             if row["step"] in steps and "rollout/accept_length" in row]
+    return statistics.mean(found) if found else None
 
 
 def _record(ruling: Ruling) -> dict[str, Any]:
@@ -138,6 +149,7 @@ def show(found: dict[str, Any], rulings: list[Ruling], text: Callable[[int | Non
     console = Console(highlight=False, soft_wrap=True)
     for field, (a, b) in found["config_differences"].items():
         console.print(f"{field}: {a!r} in A, {b!r} in B", markup=False)
+    show_accept_length(console, found["accept_length"])
     if not rulings:
         console.print(f"equal: {found['steps']} steps, {found['sequences']} sequences, "
                       f"{found['tokens']} tokens; {found['steps_of_equal_bits']} steps bit for bit")
@@ -146,16 +158,24 @@ def show(found: dict[str, Any], rulings: list[Ruling], text: Callable[[int | Non
     if len(rulings) > ROWS_SHOWN:
         console.print(f"and {len(rulings) - ROWS_SHOWN} more; --json=FILE lists all")
     if found["replay_deviations"]:
-        console.print(f"WARNING: repeated steps said {found['replay_deviations']} sequences "
-                      f"otherwise than A did, so these gaps may be of other weights")
+        console.print(f"WARNING: repeated steps generated {found['replay_deviations']} "
+                      f"sequences that differ from A's, so these gaps may be of other weights")
     console.print(f"first step that differs: {found['first_step_that_differs']}")
     console.print(f"{len(rulings)} sequences differ in {found['tokens']} tokens compared, "
                   f"{found['per_million_tokens']:.3g} per million: {found['near_ties']} near ties, "
                   f"{found['real']} real differences")
 
 
+def show_accept_length(console: Console, lengths: Sequence[float | None]) -> None:
+    """Prints tokens per round of both runs, and a warning if neither accepted a draft."""
+    a, b = ("not recorded" if length is None else f"{length:.2f}" for length in lengths)
+    console.print(f"accept length: {a} in A, {b} in B")
+    if all(length == 1 for length in lengths):
+        console.print(NOTHING_DRAFTED)
+
+
 def table(rulings: list[Ruling], text: Callable[[int | None], str]) -> Table:
-    """One line a difference."""
+    """Returns one line per difference."""
     shown = Table("step", "prompt", "sample", "position", "A", "B", "gap", "")
     for r in rulings:
         d = r.difference
@@ -165,17 +185,13 @@ def table(rulings: list[Ruling], text: Callable[[int | None], str]) -> Table:
 
 
 def _decoder(replayed: Replay | None) -> Callable[[int | None], str]:
-    """A function from a token id to it and its text."""
+    """Returns a function from a token id to the id and its text."""
     def text(token: int | None) -> str:
         if token is None:
             return "ended"
         return f"{token} {replayed.trainer.tokenizer.decode([token])!r}"
 
     return text
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

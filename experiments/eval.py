@@ -1,14 +1,12 @@
-"""Accuracy of a model on the problems of a split: avg@k, pass@k, 95 % intervals.
+"""Measures the accuracy of a model on a split: avg@k and pass@k with 95 % intervals.
 
     python experiments/eval.py --run=runs/smollm2 --step=0 --out=before.json
     python experiments/eval.py --run=runs/smollm2 --baseline=before.json
     python experiments/eval.py --config=smollm2 --config.model.path=DIR --samples=8 --temperature=1
 
-An answer is correct if the reward "exact" says so, whatever the run was rewarded for. Intervals are
-Wilson's where every problem is right or wrong, else a percentile bootstrap over problems. With
---baseline, the difference in accuracy is paired: same problems, bootstrap over problems. The flags
---split, --problems and --temperature stand for fields of the config, which count if only they are
-given.
+Prints a table and writes --out. The reward "exact" decides what is correct. Intervals are Wilson's
+for one sample, else a percentile bootstrap over problems; the difference to --baseline is paired by
+problem. The flags --split, --problems and --temperature win over the config fields they stand for.
 """
 
 import json
@@ -45,6 +43,7 @@ BASELINE = flags.DEFINE_string("baseline", None, "an earlier --out file, to comp
 
 
 def main(config: Config, workdir: Path) -> int:
+    """Evaluates and prints; returns the exit status."""
     split, problems, temperature = (run_flags.given(flag, field) for flag, field in (
         ("split", "data.split"), ("problems", "data.examples"),
         ("temperature", "rollout.temperature")))
@@ -76,7 +75,7 @@ def main(config: Config, workdir: Path) -> int:
 
 
 def table(result: dict[str, Any]) -> Table:
-    """What an evaluation found, one line a number."""
+    """Returns the findings of an evaluation, one line per number."""
     data, shown = result["data"], Table("", "", "95 % interval")
     level = f" {data['level']}" if data["name"] == "specrl_arithmetic" else ""
     shown.add_row("problems", f"{len(result['problems'])} of {data['name']}{level} "
@@ -100,7 +99,7 @@ def table(result: dict[str, Any]) -> Table:
 
 
 def span(interval: list[float], method: str) -> str:
-    """An interval and its name."""
+    """Returns an interval and its method as text."""
     return f"{interval[0]:.3f} .. {interval[1]:.3f} ({method})"
 
 

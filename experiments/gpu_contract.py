@@ -1,10 +1,9 @@
-"""The kernels' contract tests on this machine's device, with a JSON of what became of each.
+"""Runs the kernels' contract tests on this device and writes the outcome of each.
 
     python experiments/gpu_contract.py
 
-Pallas and Triton kernels run as they are on a GPU or TPU, by interpretation on a CPU. What --out
-holds as passed or skipped is not run again; after --seconds no test is begun. Needs jax, numpy and
-pytest; tests of what else is missing are skipped and say what that is.
+Writes results/gpu_contract_PLATFORM.json. Tests that it holds as passed or skipped are not run
+again; none starts after --seconds. Needs jax, numpy and pytest; tests that need more are skipped.
 """
 
 import os
@@ -12,7 +11,7 @@ import sys
 
 os.environ.setdefault("JAX_DEFAULT_MATMUL_PRECISION", "highest")  # a GPU's float32 is TF32 else
 
-from bench import bare  # isort: skip (it sets the path)
+from bench import standalone  # isort: skip (it sets the path)
 
 import jax
 import pytest
@@ -24,9 +23,9 @@ TINY = "repeatable"
 
 
 class Recorder:
-    """A pytest plugin that leaves out what is done, records the rest, and stops in time."""
+    """A pytest plugin that skips finished tests, records the others, and stops in time."""
 
-    def __init__(self, results: bare.Results) -> None:
+    def __init__(self, results: standalone.Results) -> None:
         self.results, self.names = results, []
 
     @pytest.hookimpl(trylast=True)
@@ -48,7 +47,7 @@ class Recorder:
 
 
 def outcome(report: pytest.TestReport) -> dict:
-    """What the result holds of one test."""
+    """Returns the case of one test in the result file."""
     found = {"outcome": report.outcome, "seconds": round(report.duration, 3)}
     if report.skipped:
         found["reason"] = report.longrepr[2]
@@ -59,15 +58,16 @@ def outcome(report: pytest.TestReport) -> dict:
 
 
 def main() -> int:
+    """Runs the tests; returns the exit status."""
     default = f"gpu_contract_{jax.default_backend()}.json"
-    args = bare.parser(__doc__, default).parse_args()
-    results = bare.Results(args.out, default, {
-        "command": bare.command(), "machine": hardware.machine()}, args.seconds)
+    args = standalone.parser(__doc__, default).parse_args()
+    results = standalone.Results(args.out, default, {
+        "command": standalone.command(), "machine": hardware.machine()}, args.seconds)
     recorder = Recorder(results)
     chosen = ["-k", TINY] if args.tiny else []
-    files = [str(bare.ROOT / file) for file in FILES]
+    files = [str(standalone.ROOT / file) for file in FILES]
     status = pytest.main([*files, *chosen, "-q", "-m", "not tpu", "-p", "no:cacheprovider",
-                          "--rootdir", str(bare.ROOT)], [recorder])
+                          "--rootdir", str(standalone.ROOT)], [recorder])
     if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED,
                       pytest.ExitCode.NO_TESTS_COLLECTED):
         return int(status)

@@ -1,25 +1,26 @@
-"""Rollouts with random weights at Qwen2.5's shapes: speed, equal streams, no compilation.
+"""Times rollouts with random weights at Qwen2.5's shapes on this device.
 
     python experiments/gpu_rollouts.py
     python experiments/gpu_rollouts.py --models=Qwen2.5-0.5B --rows=1,64
 
-Of each model and number of rows: plain decoding, then drafts that replay what it said, so that
-nearly all are accepted, by each implementation of tree attention. A round's time is compared with
-the least time in which weights and cache can be read. Needs jax, flax, optax, orbax and numpy only.
+Writes results/gpu_rollouts_PLATFORM.json: for each model and batch size plain decoding, then drafts
+that replay its tokens, with each implementation of tree attention; speed, equal tokens and rounds
+over the time to read weights and cache. Needs jax, flax, optax, orbax and numpy only.
 """
 
 import sys
 
-from bench import bare  # isort: skip (it sets the path)
+from bench import standalone  # isort: skip (it sets the path)
 
 import jax
 from bench import hardware, random_rollout
 
 
 def main() -> int:
+    """Runs the cases that the command line names; returns the exit status."""
     platform = jax.default_backend()
     default = f"gpu_rollouts_{platform}.json"
-    flags = bare.parser(__doc__, default)
+    flags = standalone.parser(__doc__, default)
     flags.add_argument("--models", default=",".join(random_rollout.QWEN))
     flags.add_argument("--rows", default="1,16,64")
     flags.add_argument("--new_tokens", type=int, default=128)
@@ -28,8 +29,8 @@ def main() -> int:
     new, kernels = args.new_tokens, random_rollout.KERNELS[platform]
     if args.tiny:
         models, rows, new, kernels = ["tiny"], [2], 12, ()
-    results = bare.Results(args.out, default, {
-        "command": bare.command(), "machine": hardware.machine()}, args.seconds)
+    results = standalone.Results(args.out, default, {
+        "command": standalone.command(), "machine": hardware.machine()}, args.seconds)
     plan = {f"{model}, {count} rows": (model, count) for model in models for count in rows}
     probes = hardware.probes_here(args.tiny) if results.left(plan) else None
     for name in results.left(plan):

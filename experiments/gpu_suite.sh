@@ -6,22 +6,21 @@
 #   experiments/gpu_suite.sh rollouts    rollouts with random weights at Qwen2.5's shapes
 #   experiments/gpu_suite.sh tune        block sizes, into kernels/specrl_kernels/tuned/
 #
-# The first three write experiments/results/*.json. After every case a file is written anew; run
-# again, a command goes on where it stopped.
-# It needs a checkout with jax, flax, optax, orbax, numpy and pytest, and no network; what else is
-# missing is skipped by name. More arguments go to the script: --out=FILE, --seconds=N, --tiny.
+# The first three write experiments/results/*.json after every case, and continue where they stopped.
+# A checkout with jax, flax, optax, orbax, numpy and pytest is enough, without network; what needs
+# more is skipped by name. More arguments go to the script: --out=FILE, --seconds=N, --tiny.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 
 case "${1:-}" in
-  contract) script=gpu_contract.py ;;
-  kernels) script=bench_kernels.py ;;
-  rollouts) script=gpu_rollouts.py ;;
-  tune) script=tune_kernels.py ;;
+  contract) script=("$here/gpu_contract.py") ;;
+  kernels) script=("$here/bench.py" kernels) ;;
+  rollouts) script=("$here/gpu_rollouts.py") ;;
+  tune) script=("$here/tune_kernels.py") ;;
   *) sed -n '2,11p' "$0" >&2; exit 2 ;;
 esac
 shift
 # An update's sums in one order; memory as it is needed, so that a benchmark's peak means something.
 export XLA_FLAGS="${XLA_FLAGS:-} --xla_gpu_deterministic_ops=true"
 export XLA_PYTHON_CLIENT_PREALLOCATE="${XLA_PYTHON_CLIENT_PREALLOCATE:-false}"
-exec timeout 475 "${PYTHON:-python3}" "$here/$script" "$@"
+exec timeout 475 "${PYTHON:-python3}" "${script[@]}" "$@"

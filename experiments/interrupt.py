@@ -1,8 +1,8 @@
-"""Ctrl-C and SIGTERM: the process says how to go on and ends, whatever it is computing.
+"""Ends a process on Ctrl-C or SIGTERM at once, with a line on how to continue.
 
 Python raises KeyboardInterrupt only between its own instructions, which is late while a compiled
-program runs or is being compiled. A thread waits for the signal too, and ends the process where the
-main thread has not. Files are written so that a kill leaves them good at any moment.
+program runs or compiles. So a thread waits for the signal too and ends the process. All files are
+good at any moment, because they are replaced atomically.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from types import FrameType
 from rich.console import Console
 
 EXIT_STOPPED = 130
-GRACE = 0.3  # seconds in which the main thread may end the process itself
+GRACE = 0.3  # seconds that the main thread has to end the process itself
 
 
 class Stopped(KeyboardInterrupt):
@@ -33,25 +33,25 @@ def stops(say: Callable[[], str]) -> Iterator[None]:
     """Ends the process with EXIT_STOPPED on Ctrl-C or SIGTERM. For the main thread.
 
     Args:
-      say: called when a signal has come, from any thread; the line to print.
+      say: returns the line to print; called after the signal, from any thread.
     """
     once = threading.Lock()
 
     def leave() -> None:
-        once.acquire()  # never given back: whoever comes second waits for the end
+        once.acquire()  # never released: a second caller waits for the end
         Console(stderr=True).show_cursor()
         print(f"\n{say()}", file=sys.stderr, flush=True)
-        os._exit(EXIT_STOPPED)  # the ordinary end waits for threads that compile
+        os._exit(EXIT_STOPPED)  # a normal exit would wait for threads that compile
 
     def watch() -> None:
-        while os.read(heard, 1)[0] not in (signal.SIGINT, signal.SIGTERM):
+        while os.read(receiver, 1)[0] not in (signal.SIGINT, signal.SIGTERM):
             pass
         time.sleep(GRACE)
         leave()
 
-    heard, told = os.pipe()
-    os.set_blocking(told, False)
-    signal.set_wakeup_fd(told, warn_on_full_buffer=False)
+    receiver, sender = os.pipe()
+    os.set_blocking(sender, False)
+    signal.set_wakeup_fd(sender, warn_on_full_buffer=False)
     signal.signal(signal.SIGTERM, _stop)
     threading.Thread(target=watch, daemon=True).start()
     try:

@@ -1,11 +1,11 @@
-"""Trains an EAGLE-3 drafter for a model or for a run's actor, and measures it on held-out prompts.
+"""Trains an EAGLE-3 drafter for a model or a run's actor, and measures it on held-out prompts.
 
     python experiments/train_drafter.py --config=tiny --workdir=runs/tiny_drafter
     python experiments/train_drafter.py --config=smollm2 --config.rollout.temperature=0.6
 
-The model answers prompts of config.data with config.rollout's settings; the drafter learns to say
-what it said. The same command again resumes. The workdir then holds drafter/ (safetensors),
-checkpoints/, metrics.jsonl and the rollouts.
+The model answers prompts of config.data with config.rollout's settings, and the drafter learns from
+these answers. Writes drafter/ (safetensors), checkpoints/, metrics.jsonl and the rollouts to the
+workdir. The same command resumes.
 """
 
 import dataclasses
@@ -28,14 +28,15 @@ DEFINE = {int: flags.DEFINE_integer, float: flags.DEFINE_float, str: flags.DEFIN
 TYPES = typing.get_type_hints(DrafterTraining)
 OPTIONS = {field.name: DEFINE[TYPES[field.name]](field.name, field.default, field.metadata["help"])
            for field in dataclasses.fields(DrafterTraining)}
-ACTOR = flags.DEFINE_string("actor", None, "working directory of a run whose actor is to be "
-                            "drafted for; without it, the model at --config.model.path")
+ACTOR = flags.DEFINE_string("actor", None, "working directory of a run whose actor to draft "
+                            "for; without it, the model at --config.model.path")
 ACTOR_STEP = flags.DEFINE_integer("actor_step", None, "with --actor, its weights after this many "
                                   "steps (default: the newest checkpoint)", lower_bound=0)
 
 
 def main(config: Config, workdir: Path) -> int:
-    with stops(functools.partial(_how_to_go_on, workdir)):
+    """Trains the drafter; returns the exit status."""
+    with stops(functools.partial(_how_to_resume, workdir)):
         options = DrafterTraining(**{name: flag.value for name, flag in OPTIONS.items()})
         actor = open_actor(config, ACTOR.value and Path(ACTOR.value), ACTOR_STEP.value)
         use_persistent_cache()
@@ -46,10 +47,10 @@ def main(config: Config, workdir: Path) -> int:
     return 0
 
 
-def _how_to_go_on(workdir: Path) -> str:
+def _how_to_resume(workdir: Path) -> str:
     steps = list_steps(workdir / CHECKPOINTS)
     kept = f"checkpoint {steps[-1]} is good" if steps else "finished rollouts are kept"
-    return f"stopped; {kept}: run the same command again to go on"
+    return f"stopped; {kept}: run the same command again to continue"
 
 
 if __name__ == "__main__":

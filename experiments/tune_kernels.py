@@ -1,17 +1,15 @@
-"""Measures block sizes of the kernels at named real shapes and writes the device's tuning table.
+"""Searches block sizes of the kernels at real shapes and writes the device's tuning table.
 
     python experiments/tune_kernels.py
-    python experiments/tune_kernels.py --tiny --interpret --out=/some/where/cpu.json
+    python experiments/tune_kernels.py --tiny --interpret --out=cpu.json    # a test of the search
 
-From the heuristic's configuration on, one field at a time is changed as long as that is faster by
-1 %. A configuration counts only if its result equals that of `xla`. Rows go into
-kernels/specrl_kernels/tuned/; those of other shapes stay. Needs jax and numpy only. With
---interpret the times mean nothing: it shows that the search works, and needs --out.
+Writes kernels/specrl_kernels/tuned/DEVICE.json and keeps its other rows. The search starts at the
+heuristic and changes one field at a time while that gains 1 % and equals `xla`. Needs jax, numpy.
 """
 
 import sys
 
-from bench import bare  # isort: skip (it sets the path)
+from bench import standalone  # isort: skip (it sets the path)
 
 import jax
 from bench import tune
@@ -20,9 +18,10 @@ from specrl_kernels import tuning
 
 
 def main() -> int:
+    """Tunes the shapes that the command line names; returns the exit status."""
     kind = jax.devices()[0].device_kind
     default = tuning.folder() / tuning.file_name(kind)
-    flags = bare.parser(__doc__, str(default.name))
+    flags = standalone.parser(__doc__, str(default.name))
     flags.add_argument("--interpret", action="store_true", help="run kernels by interpretation")
     flags.add_argument("--repeats", type=int, default=7)
     args = flags.parse_args()

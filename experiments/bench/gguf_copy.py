@@ -1,4 +1,4 @@
-"""A float32 GGUF file of any model that is loaded here, without a tokenizer."""
+"""Writes any model that this project loads as a float32 GGUF file, without a tokenizer."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ OWN_PART = {theirs: own for own, theirs in LAYER_NAMES.items()}
 
 
 def write_float32(path: Path, source: Source) -> Path:
-    """Writes all tensors of `source` as float32; unless `path` exists."""
+    """Writes all tensors of `source` as float32 unless `path` exists; returns `path`."""
     if path.exists():
         return path
     arch, partial = source.arch, path.with_suffix(".partial")
@@ -52,7 +52,7 @@ def _add_metadata(writer: gguf.GGUFWriter, arch: Architecture) -> None:
 
 
 def own_name(name: str) -> str:
-    """The GGUF name of a tensor with a Hugging Face name."""
+    """Returns the GGUF name of a tensor with a Hugging Face name."""
     if name in OWN_TOP:
         return OWN_TOP[name]
     _, _, layer, part = name.split(".", 3)
@@ -61,7 +61,7 @@ def own_name(name: str) -> str:
 
 
 def permuted(arch: Architecture, name: str, array: np.ndarray) -> np.ndarray:
-    """Undoes gguf_file.unpermute, which concerns q and k of the llama family only."""
+    """Undoes gguf_file.unpermute, which changes q and k of the llama family only."""
     kind = name.split(".")[-2]
     heads = {"q_proj": arch.num_heads, "k_proj": arch.num_kv_heads}.get(kind)
     if heads is None or arch.family != "llama":
@@ -71,6 +71,6 @@ def permuted(arch: Architecture, name: str, array: np.ndarray) -> np.ndarray:
 
 
 def _rope_factors(arch: Architecture) -> np.ndarray:
-    """What Llama 3's scaling divides each frequency by, f32[E/2]."""
+    """Returns the factors by which Llama 3's scaling divides the frequencies, f32[E/2]."""
     plain = arch.rope_theta ** (-np.arange(0, arch.head_dim, 2) / arch.head_dim)
     return (plain / frequencies(arch)).astype(np.float32)

@@ -1,4 +1,4 @@
-"""What this machine can do at most, and on what it was measured."""
+"""Measured limits of this machine (bandwidth, FLOP/s), and its description."""
 
 import dataclasses
 import importlib.metadata
@@ -21,7 +21,7 @@ PACKAGES = ("jax", "jaxlib", "numpy")
 
 @dataclasses.dataclass(frozen=True)
 class Hardware:
-    """The fastest of all probes. Bounds divide by these."""
+    """Bandwidth and FLOP/s of the fastest probe of each kind."""
 
     bandwidth: float  # bytes/s
     peak: float  # FLOP/s
@@ -29,17 +29,17 @@ class Hardware:
     peak_probes: dict[str, float]
 
     def best(self, other: "Hardware") -> "Hardware":
-        """The faster of two measurements, probe by probe."""
+        """Returns the faster of two measurements, probe by probe."""
         return _hardware(*({name: max(probe[name], again[name]) for name in probe} for probe, again
                            in ((self.bandwidth_probes, other.bandwidth_probes),
                                (self.peak_probes, other.peak_probes))))
 
 
 class Probes:
-    """Compiled probes of the machine, called again and again: reads of 512 MB and square GEMMs.
+    """Compiled probes of the machine: reads of `probe_bytes`, and square matrix products.
 
-    On a shared machine both limits move within minutes, so a bound is taken from probes next to
-    what it bounds.
+    On a shared machine both limits change within minutes, so probe right before and after the runs
+    that they bound.
     """
 
     def __init__(self, probe_bytes: int = PROBE_BYTES, sizes: tuple[int, ...] = GEMM_SIZES) -> None:
@@ -48,12 +48,12 @@ class Probes:
         self.measure(repeats=1)  # compiles
 
     def measure(self, repeats: int = 5) -> Hardware:
-        """The fastest of `repeats` calls of each probe, float32."""
+        """Returns the limits from the fastest of `repeats` calls of each probe, in float32."""
         return _hardware(_speeds(self.bandwidth, repeats), _speeds(self.peak, repeats))
 
 
 def probes_here(tiny: bool) -> Probes:
-    """Probes whose calls take long enough on this device; `tiny` ones say nothing."""
+    """Returns probes large enough for this device; `tiny` ones are for tests only."""
     if tiny:
         return Probes(4 * 10**6, (64,))
     on_cpu = jax.default_backend() == "cpu"
@@ -62,7 +62,7 @@ def probes_here(tiny: bool) -> Probes:
 
 @dataclasses.dataclass(frozen=True)
 class Probe:
-    """A jitted program and the bytes or FLOPs of one call."""
+    """A jitted program, and the bytes or FLOPs of one call."""
 
     program: Callable[..., Any]
     args: tuple[Any, ...]
@@ -77,7 +77,7 @@ def _hardware(bandwidth: dict[str, float], peak: dict[str, float]) -> Hardware:
 
 
 def _speeds(probes: dict[str, Probe], repeats: int) -> dict[str, float]:
-    """bytes/s or FLOP/s of each probe at its fastest."""
+    """Returns the bytes/s or FLOP/s of each probe at its fastest."""
     tasks = {name: (lambda probe=probe: seconds_of(probe, jax.block_until_ready))
              for name, probe in probes.items()}
     return {name: probes[name].work / min(found)
@@ -85,28 +85,23 @@ def _speeds(probes: dict[str, Probe], repeats: int) -> dict[str, float]:
 
 
 def _bandwidth_programs(probe_bytes: int) -> dict[str, Probe]:
-    """Reductions and matrix-vector products that read `probe_bytes` of float32."""
+    """Returns reductions and matrix-vector products that read `probe_bytes` of float32."""
     width, count = 1024, 16
     rows = probe_bytes // (4 * width * count)
     parts = [jnp.full((rows, width), 0.5) for _ in range(count)]
-    wide, tall = jnp.ones(width), jnp.ones(rows)
+    wide = jnp.ones(width)
     work = count * rows * width * 4
-    return {
-        "sum": Probe(jax.jit(lambda parts: [a.sum() for a in parts]), (parts,), work),
-        "max": Probe(jax.jit(lambda parts: [a.max() for a in parts]), (parts,), work),
-        "matrix_vector": Probe(jax.jit(lambda parts, x: [a @ x for a in parts]), (parts, wide),
-                               work),
-        "vector_matrix": Probe(jax.jit(lambda parts, x: [x @ a for a in parts]), (parts, tall),
-                               work),
-        "dot": Probe(jax.jit(lambda parts: [jnp.vdot(a, b) for a, b in
-                                            zip(parts[::2], parts[1::2], strict=True)]), (parts,),
-                     work)}
+    reductions = {"sum": lambda parts, x: [a.sum() for a in parts],
+                  "max": lambda parts, x: [a.max() for a in parts],
+                  "matrix_vector": lambda parts, x: [a @ x for a in parts],
+                  "dot": lambda parts, x: [jnp.vdot(a, b) for a, b in
+                                           zip(parts[::2], parts[1::2], strict=True)]}
+    return {name: Probe(jax.jit(f), (parts, wide), work) for name, f in reductions.items()}
 
 
 def _peak_programs(sizes: tuple[int, ...]) -> dict[str, Probe]:
-    """Square float32 products in three orientations."""
-    orientations = {"a @ b": lambda a, b: a @ b, "a @ b.T": lambda a, b: a @ b.T,
-                    "a.T @ b": lambda a, b: a.T @ b}
+    """Returns square float32 products in two orientations."""
+    orientations = {"a @ b": lambda a, b: a @ b, "a @ b.T": lambda a, b: a @ b.T}
     found = {}
     for size in sizes:
         pair = (jnp.full((size, size), 0.5), jnp.full((size, size), 0.25))
@@ -116,18 +111,14 @@ def _peak_programs(sizes: tuple[int, ...]) -> dict[str, Probe]:
 
 
 def machine(packages: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Device, processor, cores and versions, as every result carries them."""
+    """Returns device, processor, cores and versions, which every result contains."""
     device = jax.devices()[0]
     versions = {name: importlib.metadata.version(name) for name in (*PACKAGES, *packages)}
     return {"device": device.device_kind, "platform": device.platform, "processor": processor(),
             "cores": cores(), "python": platform.python_version(), "versions": versions}
 
 
-def as_json(found: Hardware) -> dict[str, Any]:
-    return dataclasses.asdict(found)
-
-
 def lengths_summary(lengths: np.ndarray) -> dict[str, float]:
-    """Least, median, most and sum of i32[rows]."""
+    """Returns minimum, median, maximum and sum of i32[rows]."""
     return {"min": int(lengths.min()), "median": float(np.median(lengths)),
             "max": int(lengths.max()), "sum": int(lengths.sum())}

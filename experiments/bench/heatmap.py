@@ -1,7 +1,7 @@
-"""What it is worth to adapt the setting to the load, here and in ReSpec's Fig. 7.
+"""The gain from adapting the setting to the load, here and in ReSpec's Fig. 7.
 
-A grid holds, for each load, the speed of each setting over plain decoding, once a repeat. Settings
-are chosen on its even repeats and judged on the odd ones, so that noise does not choose them.
+A grid holds the speed of each setting over plain decoding, per load and repeat. Settings are chosen
+on even repeats and judged on odd ones, so that the choice does not profit from noise.
 """
 
 import math
@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from specrl_jax.evaluation.statistics import student
 
 Grid = Mapping[int, Mapping[str, Sequence[float]]]
-"""By load and setting. One repeat is chosen and judged on alike."""
+"""By load and setting. With one repeat, it serves for both choice and judgement."""
 
 OFF = "off"
 _SETTINGS = ("3x5x8", "3x5x16", "3x5x32", "3x8x8", "3x8x16", "3x8x32", "5x8x8", "5x8x16", "5x8x32")
@@ -37,8 +37,8 @@ MEANS: dict[str, Callable[[Sequence[float]], float]] = {
 
 
 def grid_of(cases: Mapping[str, Any], drafter: str) -> Grid:
-    """The grid of a drafter in the cases of bench_speculation.py, policies included: of the arms
-    that all of its loads have."""
+    """Returns a drafter's grid from the cases of `bench.py speculation`, with the arms (policies
+    included) that all of its loads have."""
     prefix = f"{drafter} "
     found = {int(load): {name.removeprefix(prefix): arm["speedup"]["values"]
                          for name, arm in case["arms"].items()
@@ -51,9 +51,9 @@ def grid_of(cases: Mapping[str, Any], drafter: str) -> Grid:
 
 
 def adapting(grid: Grid, policies: Sequence[str] = ()) -> dict[str, Any]:
-    """Mean speed over all loads, which count alike, of the best setting for all, of the best one
-    that is off where it does not gain, of the best for each load or off, and of each policy, which
-    chooses in every round. And loads up to which speculation gains.
+    """Returns the mean speed over all loads, equally weighted, of each way to choose a setting: the
+    best for all loads, the same or off, the best of each load or off, and each policy; and the load
+    up to which each gains.
 
     Args:
       policies: entries of the grid that are no settings.
@@ -74,7 +74,7 @@ def adapting(grid: Grid, policies: Sequence[str] = ()) -> dict[str, Any]:
 
 def _ways(chosen: Mapping[int, Mapping[str, float]], best: Mapping[int, str],
           mean: Callable[[Sequence[float]], float]) -> dict[str, dict[int, str]]:
-    """The setting of each load, by each way of choosing without knowing the round."""
+    """Returns the setting of each load, by way of choosing."""
     settings = list(next(iter(chosen.values())))
 
     def or_off(names: Mapping[int, str]) -> dict[int, str]:
@@ -89,8 +89,7 @@ def _ways(chosen: Mapping[int, Mapping[str, float]], best: Mapping[int, str],
 
 def _judged(grid: Grid, names: Mapping[int, str], mean: Callable[[Sequence[float]], float]
             ) -> dict[str, float]:
-    """The mean over loads, and its 95 % interval over repeats where there are two or more; as many
-    as every load has."""
+    """Returns the mean over loads, and its 95 % interval over the repeats that every load has."""
     judged = [_odd(grid[load][name]) for load, name in names.items() if name != OFF]
     off = len(names) - len(judged)
     logs = [math.log(mean([*speeds, *[1.0] * off])) for speeds in zip(*judged, strict=False)]
@@ -102,13 +101,13 @@ def _judged(grid: Grid, names: Mapping[int, str], mean: Callable[[Sequence[float
 
 
 def _odd(values: Sequence[float]) -> Sequence[float]:
-    """The repeats that a setting is judged on."""
+    """Returns the repeats that a setting is judged on."""
     return values[1::2] or values
 
 
 def break_even(speed: Mapping[int, float]) -> float | None:
-    """The load beyond which speculation loses, interpolated in the logarithm of the load; 0 where
-    it gains at no load, None where it gains at the largest."""
+    """Returns the load beyond which speculation loses, interpolated in the logarithm of the load;
+    0 where it gains at no load, None where it gains at the largest."""
     loads = sorted(speed)
     gains = [load for load in loads if speed[load] >= 1]
     if not gains:
@@ -122,7 +121,7 @@ def break_even(speed: Mapping[int, float]) -> float | None:
 
 
 def draw(grids: Mapping[str, Grid], path: Path) -> None:
-    """A heat-map for each grid: median speed over plain decoding."""
+    """Draws a heat map of each grid: median speed over plain decoding."""
     widths = [1 + len(next(iter(grid.values()))) for grid in grids.values()]
     tall = max(map(len, grids.values()))
     figure = Figure(figsize=(2 + 0.7 * sum(widths), 2 + 0.4 * tall), layout="constrained")

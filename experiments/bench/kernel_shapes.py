@@ -1,4 +1,4 @@
-"""Named real shapes of the kernels: what is measured, tuned and lowered."""
+"""Real shapes of the kernels, by name: what benchmarks, tuning and lowering tests use."""
 
 import dataclasses
 
@@ -12,9 +12,9 @@ VOCABULARY = {"Qwen2.5": 151936, "SmolLM2": 49152, "tiny": 300}
 
 @dataclasses.dataclass(frozen=True)
 class TreeShape:
-    """Tree attention of one layer; every node of every row is packed.
+    """Tree attention of one layer with every node of every row packed.
 
-    With a `prompt`, the rows of each `group` share one of so many tokens before their own context.
+    With `prompt` > 0, the rows of each `group` share a prompt of that many tokens.
     """
 
     model: str

@@ -1,8 +1,7 @@
-"""Contenders for one kernel shape: our implementations, and what JAX offers for the same result.
+"""Contenders for one kernel shape: this project's implementations, and those that JAX offers.
 
-A program runs one contender over several copies of its large arguments, one after the other, as
-the layers of a model do: so caches do not keep what a model would have to read again, and the
-host's part is shared by all of them.
+A program runs a contender over several copies of its large arguments in sequence, like the layers
+of a model, so that CPU caches hold none of them and one dispatch serves all.
 """
 
 import dataclasses
@@ -23,14 +22,13 @@ from .kernel_shapes import HEADS, VOCABULARY, DrawShape, TreeShape
 from .timing import alternate, seconds_of, spread
 
 COPIES, COPIED_BYTES = 8, 1 << 30
-APART = ("argmax alone",)  # less than what is asked for
-MOST_BYTES = 8 << 30  # that a contender may need besides its arguments
+MOST_BYTES = 8 << 30  # of temporaries that a contender may need
 
 Program = Callable[..., Any]
 
 
 class Impossible(Exception):
-    """A contender that cannot run this; the message says why."""
+    """A contender cannot run a shape; the message gives the reason."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,15 +42,15 @@ class Contender:
 
 
 def dtype_of(shape: TreeShape | DrawShape, platform: str) -> Any:
-    """Logits are float32; bfloat16 products are 10 to 20 times slower than float32 on CPUs."""
+    """Returns float32 for logits and on CPUs, where bfloat16 is 10 times slower; else bfloat16."""
     exact = isinstance(shape, DrawShape) or platform == "cpu"
     return jnp.float32 if exact else jnp.bfloat16
 
 
 def bytes_moved(shape: TreeShape | DrawShape, dtype: Any) -> int:
-    """That must be read and written once: committed keys and values, the tree's, q and out.
+    """Returns the bytes to read and write once: keys and values of cache and tree, q and output.
 
-    A shared prompt counts once for each group, though an implementation may read it more often.
+    A shared prompt counts once per group, though an implementation may read it more often.
     """
     item = jnp.dtype(dtype).itemsize
     if isinstance(shape, DrawShape):
@@ -64,21 +62,21 @@ def bytes_moved(shape: TreeShape | DrawShape, dtype: Any) -> int:
 
 
 def lengths(shape: TreeShape) -> np.ndarray:
-    """i32[rows] committed tokens."""
+    """Returns the committed tokens i32[rows]."""
     first = shape.context // 8 if shape.ragged else shape.context
     return np.linspace(first, shape.context, shape.rows).astype(np.int32)
 
 
 def measure(shape: TreeShape | DrawShape, repeats: int, inner: int, probes: Probes,
             only: tuple[str, ...] = (), seconds: float = float("inf")) -> dict[str, Any]:
-    """What a result file holds of one shape.
+    """Times the contenders of one shape; returns the case of the result file.
 
     Args:
       repeats: timed calls of each contender, alternately.
-      inner: passes over all copies in a call.
-      probes: asked for the memory's bandwidth before and after.
-      only: names of contenders; none is all of them.
-      seconds: a contender that needs longer than this for its first call is timed no further.
+      inner: passes over all copies per call.
+      probes: measure the bandwidth before and after.
+      only: names of contenders; empty is all.
+      seconds: a contender whose first call takes longer is not repeated.
     """
     dtype = dtype_of(shape, jax.default_backend())
     moved, found, tasks = bytes_moved(shape, dtype), {}, {}
@@ -115,10 +113,10 @@ def measure(shape: TreeShape | DrawShape, repeats: int, inner: int, probes: Prob
 
 
 def _verdict(found: dict[str, Any]) -> dict[str, Any]:
-    """The fastest of ours, the best alternative, and how many times ours is faster."""
+    """Returns the fastest of ours, the best alternative, and their ratio."""
     timed = {name: one["seconds"]["median"] for name, one in found.items() if "seconds" in one}
-    ours, others = ({name: value for name, value in timed.items() if found[name]["ours"] is mine
-                     and name not in APART} for mine in (True, False))
+    ours, others = ({name: value for name, value in timed.items() if found[name]["ours"] is mine}
+                    for mine in (True, False))
     if not ours or not others:
         return {}
     mine, best = min(ours, key=ours.get), min(others, key=others.get)
@@ -126,7 +124,7 @@ def _verdict(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def prepared(contender: Contender, copies: int, inner: int) -> Callable[[], Any]:
-    """A compiled call over `copies` of the large arguments, `inner` times."""
+    """Returns a compiled call over `copies` of the large arguments, `inner` times."""
     def run(carry: Any, large: list[Any]) -> Any:
         def once(_: Any, carry: Any) -> Any:
             for one in large:
@@ -141,25 +139,22 @@ def prepared(contender: Contender, copies: int, inner: int) -> Callable[[], Any]
 
 
 def contenders(shape: TreeShape | DrawShape, dtype: Any) -> dict[str, Callable[[], Contender]]:
-    """By name, in the order in which they are tried."""
+    """Returns makers of contenders by name, in the order in which they run."""
     if isinstance(shape, DrawShape):
         ours = {name: functools.partial(draw_contender, shape, name)
                 for name in draws.IMPLEMENTATIONS if name != "reference"}  # numpy's
-        return ours | {"jax.random.categorical": functools.partial(_categorical, shape),
-                       "argmax alone": functools.partial(_argmax, shape)}
+        return ours | {"jax.random.categorical": functools.partial(_categorical, shape)}
     ours = {name: functools.partial(tree_contender, shape, dtype, name) for name in IMPLEMENTATIONS}
     return ours | {
         "dot_product_attention, mask": functools.partial(_dot_product, shape, dtype, None),
-        "dot_product_attention, cuDNN": functools.partial(_dot_product, shape, dtype, "cudnn"),
-        "decode_attention (Pallas GPU)": functools.partial(_decode, shape, dtype),
-        "paged_attention (Pallas TPU)": functools.partial(_paged, shape, dtype)}
+        "dot_product_attention, cuDNN": functools.partial(_dot_product, shape, dtype, "cudnn")}
 
 
 # Tree attention.
 
 
 def tree_arguments(shape: TreeShape, dtype: Any) -> dict[str, Any]:
-    """Of `tree_attention`, all nodes packed in order; parents make trees of branching 2."""
+    """Returns the arguments of `tree_attention`: binary trees, all nodes packed in order."""
     (h, g, e), b, n, s = HEADS[shape.model], shape.rows, shape.nodes, shape.context
     keys = iter(jax.random.split(jax.random.key(0), 7))
     normal = lambda *dims: jax.random.normal(next(keys), dims, dtype)  # noqa: E731
@@ -179,11 +174,11 @@ def tree_arguments(shape: TreeShape, dtype: Any) -> dict[str, Any]:
 
 
 def tree_contender(shape: TreeShape, dtype: Any, name: str, **options: Any) -> Contender:
-    """An implementation of ours; `options` are those of `tree_attention`."""
+    """Returns one of our implementations; `options` are those of `tree_attention`."""
     (h, _, e), nodes = HEADS[shape.model], shape.rows * shape.nodes
     seen = shape.context + shape.prompt
-    oracle = name == "reference"  # as XLA fuses it: an alternative to what was written for speed
-    needed = COPIES * 2 * 4 * nodes * seen * h * e  # none waits for another's keys
+    oracle = name == "reference"  # plain XLA, so it counts as an alternative
+    needed = COPIES * 2 * 4 * nodes * seen * h * e  # XLA gathers the keys of all copies at once
     if oracle and needed > MOST_BYTES:
         raise Impossible(f"{name} would hold {needed >> 30} GiB of keys and values")
     args = tree_arguments(shape, dtype)
@@ -197,9 +192,9 @@ def tree_contender(shape: TreeShape, dtype: Any, name: str, **options: Any) -> C
 
 
 def _by_slot(shape: TreeShape, dtype: Any) -> tuple[Any, Any, Any, Any]:
-    """q [B, n, H, E]; k and v [B, S + n, G, E], the tree last; visible bool[B, n, S + n].
+    """Returns q [B, n, H, E]; k and v [B, S + n, G, E], the tree last; visible bool[B, n, S + n].
 
-    Each row has a copy of the prompt that it shares, before its own context, of S slots with it.
+    Each row has its own copy of a shared prompt, before its context.
     """
     args = tree_arguments(shape, dtype)
     b, n = args["parent"].shape
@@ -232,52 +227,11 @@ def _dot_product(shape: TreeShape, dtype: Any, implementation: str | None) -> Co
     return Contender(step, q, (k, v), ours=False)
 
 
-def _require(shape: TreeShape, platform: str) -> None:
-    """Of a contender that takes one query a row on one platform. Raises Impossible."""
-    if jax.default_backend() != platform:
-        raise Impossible(f"needs a {platform}")
-    if shape.nodes != 1:
-        raise Impossible("one query a row: it has no trees")
-
-
-def _decode(shape: TreeShape, dtype: Any) -> Contender:
-    _require(shape, "gpu")
-    from jax.experimental.pallas.ops.gpu import decode_attention
-
-    q, k, v, visible = _by_slot(shape, dtype)
-    k, v = k[:, :-1], v[:, :-1]  # it asks for a multiple of its splits: one key fewer
-    count = jnp.minimum(visible.sum((1, 2)), k.shape[1]).astype(jnp.int32)
-
-    def step(q: Any, kv: Any) -> Any:
-        return decode_attention.gqa(q, *kv, kv_seq_len=count)
-
-    return Contender(step, q[:, 0], (k, v), ours=False)
-
-
-def _paged(shape: TreeShape, dtype: Any) -> Contender:
-    _require(shape, "tpu")
-    from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention
-
-    q, k, v, _ = _by_slot(shape, dtype)
-    size, b = 16, shape.rows
-    pages = shape.context // size
-    # [G, pages, size, E]: as many pages as the context has, the tree's token left out
-    k, v = (x[:, : shape.context].transpose(2, 0, 1, 3).reshape(x.shape[2], b * pages, size, -1)
-            for x in (k, v))
-    index = jnp.arange(b * pages, dtype=jnp.int32).reshape(b, pages)
-
-    def step(q: Any, kv: Any) -> Any:
-        return paged_attention(q, *kv, jnp.asarray(lengths(shape)), index,
-                               pages_per_compute_block=min(pages, 8))
-
-    return Contender(step, q[:, 0] * q.shape[3] ** -0.5, (k, v), ours=False)
-
-
 # The perturbed argmax.
 
 
 def draw_arguments(shape: DrawShape) -> dict[str, Any]:
-    """Of `gumbel_argmax`, at temperature 1, as a head makes logits: a transposed [V, W]."""
+    """Returns the arguments of `gumbel_argmax` at temperature 1; logits are a head's [V, W]."""
     w = shape.positions
     logits = jax.random.normal(jax.random.key(0), (VOCABULARY[shape.model], w)) * 3
     key = np.random.default_rng(0).integers(0, 2**32, (w, 2), dtype=np.uint32)
@@ -286,7 +240,7 @@ def draw_arguments(shape: DrawShape) -> dict[str, Any]:
 
 
 def draw_contender(shape: DrawShape, name: str, **options: Any) -> Contender:
-    """An implementation of ours; `options` are those of `gumbel_argmax`."""
+    """Returns one of our implementations; `options` are those of `gumbel_argmax`."""
     args = draw_arguments(shape)
     logits, position = args.pop("logits"), args.pop("position")
 
@@ -311,17 +265,6 @@ def _categorical(shape: DrawShape) -> Contender:
     return Contender(step, args["position"], args["logits"], ours=False)
 
 
-def _argmax(shape: DrawShape) -> Contender:
-    """No noise and no log-probability: what reading the logits costs. Not an alternative."""
-    args = draw_arguments(shape)
-
-    def step(position: Any, logits: Any) -> Any:
-        token = logits.argmax(0).astype(jnp.int32)
-        return _onward(position, token, logits[0])
-
-    return Contender(step, args["position"], args["logits"], ours=True)
-
-
 def _onward(position: Any, token: Any, logprob: Any) -> Any:
-    """Positions that depend on what was drawn, so that draws run one after the other."""
+    """Returns positions that depend on the drawn tokens, so that draws run in sequence."""
     return (position + token + (logprob > 0)) & 1023

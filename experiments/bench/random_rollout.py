@@ -1,4 +1,4 @@
-"""One model with random weights on one device: plain decoding against replayed drafts."""
+"""Rollouts of a model with random weights: plain decoding against replayed drafts."""
 
 import time
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from specrl_jax.rollout.engine import Engine, Result
 from specrl_jax.rollout.layout import RolloutRequest, Shapes, request
 from specrl_jax.rollout.round import Decoder
 
-from . import work
+from . import roofline
 from .hardware import Hardware, Probes
 
 _QWEN = dict(rope_theta=1e6, norm_eps=1e-6, qkv_bias=True, max_position=32768, family="qwen2")
@@ -31,22 +31,21 @@ QWEN = {
 MODELS = QWEN | {"tiny": Architecture(64, 32, 48, 2, 4, 2, 16, qkv_bias=True, max_position=256)}
 DEPTH, NODES = 7, 8
 KERNELS = {"gpu": ("triton", "pallas_triton"), "tpu": ("pallas",), "cpu": ("machine",)}
-# Of random embeddings, over their initial size: the last token decides the next one by far. Where
-# layers of bfloat16 decide, plain and drafted streams part within a dozen tokens, at near ties.
+# Scale of the random embeddings: the last token then decides the next one by far. With bfloat16
+# layers deciding, plain and drafted streams would differ within a dozen tokens, at near ties.
 SCALE = 64
 
 
 def case(model: str, rows: int, new: int, probes: Probes, in_time: Callable[[], bool],
          kernels: tuple[str, ...]) -> dict[str, Any]:
-    """What a result file holds of one model and number of rows.
+    """Times one model at one batch size; returns the case of the result file.
 
-    Rollouts use XLA's tree attention, then each of `kernels`.
-    A setting that is refused or does not fit is named with its reason; plain decoding comes first,
-    and drafts replay what it said.
+    Rollouts use XLA's tree attention, then each of `kernels`. Plain decoding comes first, and the
+    drafts replay its tokens. A setting that is refused is recorded with the reason.
     """
     arch = MODELS[model]
     dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
-    params, found, said = random_params(arch, dtype), {}, None
+    params, found, recorded = random_params(arch, dtype), {}, None
     settings = [(drafter, name) for name in ("xla", *kernels)
                 for drafter in ("off", "replay")]
     for drafter, name in settings:
@@ -54,14 +53,14 @@ def case(model: str, rows: int, new: int, probes: Probes, in_time: Callable[[], 
             found[f"{drafter}, {name}"] = {"left_out": "out of time"}
             continue
         try:
-            one, result = run(arch, params, dtype, rows, new, drafter, name, said)
+            one, result = run(arch, params, dtype, rows, new, drafter, name, recorded)
         except (Unsupported, ExceptionGroup, jax.errors.JaxRuntimeError, ValueError) as error:
             found[f"{drafter}, {name}"] = {
                 "refused": f"{type(error).__name__}: {str(error).splitlines()[0][:300]}"}
             continue
-        if said is None:
-            said = result.sequences.tokens
-        one["equal_streams"] = float(np.mean(np.all(result.sequences.tokens == said, 1)))
+        if recorded is None:
+            recorded = result.sequences.tokens
+        one["equal_streams"] = float(np.mean(np.all(result.sequences.tokens == recorded, 1)))
         found[f"{drafter}, {name}"] = one | bound(
             arch, dtype, np.full(rows, prompt_of(arch, new)), result, probes.measure(), one)
     return {"model": model, "rows": rows, "new_tokens": new, "dtype": str(jnp.dtype(dtype)),
@@ -69,7 +68,7 @@ def case(model: str, rows: int, new: int, probes: Probes, in_time: Callable[[], 
 
 
 def random_params(arch: Architecture, dtype: Any) -> Any:
-    """Made on the device, leaf by leaf."""
+    """Returns parameters made on the device, leaf by leaf."""
     leaves, tree = jax.tree.flatten(describe(arch), is_leaf=is_param)
     keys = jax.random.split(jax.random.key(0), len(leaves))
 
@@ -83,8 +82,8 @@ def random_params(arch: Architecture, dtype: Any) -> Any:
 
 
 def run(arch: Architecture, params: Any, dtype: Any, rows: int, new: int, drafter: str,
-        implementation: str, said: np.ndarray | None) -> tuple[dict[str, Any], Result]:
-    """Compiles, warms up, and times one rollout; replayed drafts are those of `said`."""
+        implementation: str, recorded: np.ndarray | None) -> tuple[dict[str, Any], Result]:
+    """Compiles, warms up and times one rollout; drafts replay `recorded`."""
     depth = min(DEPTH, new - 1)
     parts = off() if drafter == "off" else replay(depth=depth, nodes=depth + 1,
                                                   vocab=arch.vocab_size)
@@ -97,14 +96,14 @@ def run(arch: Architecture, params: Any, dtype: Any, rows: int, new: int, drafte
                       implementation=implementation)
     engine = Engine(decoder, sharding.make_mesh(MeshConfig()), shapes, (), dtype,
                     past=0 if drafter == "off" else 1)
-    own = parts.bind(params, () if drafter == "off" else replaying(0.0))
+    drafter_params = parts.bind(params, () if drafter == "off" else replaying(0.0))
     began = time.perf_counter()
-    engine.compile(params, own)
+    engine.compile(params, drafter_params)
     compiled = time.perf_counter() - began
-    asked = requests(arch, rows, prompt, new, None if drafter == "off" else said)
-    engine.run(params, asked, own)
+    batch = requests(arch, rows, prompt, new, None if drafter == "off" else recorded)
+    engine.run(params, batch, drafter_params)
     counter = CompilationCounter()
-    result = engine.run(params, asked, own)
+    result = engine.run(params, batch, drafter_params)
     seconds = sum(launch["seconds"] for launch in result.trace)
     counters = result.counters
     return {"compile_seconds": round(compiled, 1), "compilations": counter.take(),
@@ -116,35 +115,35 @@ def run(arch: Architecture, params: Any, dtype: Any, rows: int, new: int, drafte
 
 
 def prompt_of(arch: Architecture, new: int) -> int:
-    """Tokens of every prompt."""
+    """Returns the tokens of every prompt."""
     return min(64, arch.max_position - new)
 
 
-def requests(arch: Architecture, rows: int, prompt: int, new: int, said: np.ndarray | None
+def requests(arch: Architecture, rows: int, prompt: int, new: int, recorded: np.ndarray | None
              ) -> RolloutRequest:
-    """One random prompt a row, temperature 1; `said` i32[rows, T] is what drafts replay."""
+    """Returns one random prompt per row at temperature 1; drafts replay `recorded` i32[rows, T]."""
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, arch.vocab_size, prompt).tolist() for _ in range(rows)]
     index = np.arange(rows)
     keys = prng.row_keys(0, "generate", 0, index, index * 0, index * 0)
     return request(prompts, keys, 1, RolloutConfig(max_new_tokens=new),
-                   None if said is None else said[:, None])
+                   None if recorded is None else recorded[:, None])
 
 
 def bound(arch: Architecture, dtype: Any, prompt_lengths: np.ndarray, result: Result,
           probe: Hardware, one: dict[str, Any]) -> dict[str, float]:
-    """The least seconds of a round, and how many times that it took."""
+    """Returns the least seconds of a round, and the ratio of its time to that."""
     counters = result.counters
-    said = result.sequences
-    live, context = work.context_by_round(prompt_lengths, said.commits, said.rounds)
+    recorded = result.sequences
+    live, context = roofline.context_by_round(prompt_lengths, recorded.commits, recorded.rounds)
     nodes = 1 + counters["drafted"] / counters["row_rounds"]
-    least = work.rounds_bound(arch, probe, live, context, nodes, jnp.dtype(dtype).itemsize)
+    least = roofline.rounds_bound(arch, probe, live, context, nodes, jnp.dtype(dtype).itemsize)
     each = least.seconds / counters["rounds"]
     return {"bound_round_seconds": each, "over_bound": one["round_seconds"] / each}
 
 
 def line(name: str, found: dict[str, Any]) -> str:
-    """One line for the terminal."""
+    """Returns one line for the terminal."""
     shown = [f"{who} {one['tokens_per_second']:.0f} tokens/s ({one['over_bound']:.2f} of the bound)"
              if "seconds" in one else f"{who} {next(iter(one))}"
              for who, one in found["settings"].items()]

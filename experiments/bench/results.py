@@ -1,27 +1,54 @@
-"""Result files: one JSON object, rewritten whole after each case."""
+"""The result file of a benchmark: where it lies, what it begins with, and earlier cases of it."""
 
 import json
-import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from absl import flags
 
 from specrl_jax.config import Config, ConfigError, as_dict
-from specrl_jax.io.metrics import write_atomically
 
 from .hardware import machine
+from .json_file import write as write
 
-FLAT = re.compile(r"([\[{])\n *([^][{}]*?)\n *([]}])")
 DIRECTORY = Path(__file__).resolve().parents[1] / "results"
 
 
+def define_flags(repeats: int) -> None:
+    """Defines --out and --repeats."""
+    flags.DEFINE_string("out", None, "JSON file (default: bench_NAME.json in experiments/results)")
+    flags.DEFINE_integer("repeats", repeats, "timed runs of each contender", lower_bound=1)
+
+
+def positive(flag: str, values: Sequence[str]) -> list[int]:
+    """Returns the values of a list flag as positive integers.
+
+    Raises:
+      ConfigError: one of them is something else.
+    """
+    for value in values or [""]:
+        if not (value.isdigit() and int(value)):
+            raise ConfigError(f"--{flag}={value}: give positive numbers, such as 1,4,16")
+    return [int(value) for value in values]
+
+
+def among(flag: str, values: Sequence[str], known: Iterable[str]) -> None:
+    """
+    Raises:
+      ConfigError: a value of the flag is not a known one.
+    """
+    for value in values:
+        if value not in known:
+            raise ConfigError(f"--{flag}={value}: choose some of {', '.join(known)}")
+
+
 def command(argv: Sequence[str]) -> str:
-    """The command line as it is typed in the repository."""
-    return shlex.join(["python", f"experiments/{Path(argv[0]).name}", *argv[1:]])
+    """Returns the command line as it is typed in the repository."""
+    script = f"experiments/{Path(argv[0]).name}".split()  # bench.py has its NAME here
+    return shlex.join(["python", *script, *argv[1:]])
 
 
 def refuse_workdir() -> None:
@@ -35,7 +62,8 @@ def refuse_workdir() -> None:
 
 
 def destination(out: str | None, default: str) -> Path:
-    """
+    """Returns the path to write: `out`, or `default` in experiments/results.
+
     Raises:
       ConfigError: the directory of `out` is missing.
     """
@@ -48,19 +76,19 @@ def destination(out: str | None, default: str) -> Path:
 
 
 def blank(config: Config, packages: tuple[str, ...] = ()) -> dict[str, Any]:
-    """A result without cases."""
+    """Returns a result without cases."""
     return {"command": command(sys.argv), "machine": machine(packages),
             "config": as_dict(config), "cases": {}}
 
 
 def earlier(path: Path, **same: Any) -> dict[str, Any]:
-    """The cases that a file already holds; {} if there is none.
+    """Returns the cases of an earlier result; {} if there is no file.
 
     Args:
-      same: what the file must hold beside them.
+      same: other entries that the file must hold with these values.
 
     Raises:
-      ConfigError: the file is something else, or was made with something else.
+      ConfigError: the file is no result, or an entry of `same` differs.
     """
     if not path.exists():
         return {}
@@ -72,13 +100,7 @@ def earlier(path: Path, **same: Any) -> dict[str, Any]:
                           f"it; remove it or name another file") from error
     for name, value in same.items():
         if found.get(name) != json.loads(json.dumps(value)):
-            raise ConfigError(f"--out={path}: it was made with another {name} or tells none, so "
+            raise ConfigError(f"--out={path}: it was made with another {name} or names none, so "
                               "--resume cannot keep its cases; remove it or name another file")
     return cases
 
-
-def write(path: Path, result: dict[str, Any]) -> None:
-    """Indented, but for lists and objects that hold no others, which take a line each."""
-    text = json.dumps(result, indent=1)  # in which a line break is never inside of a string
-    text = FLAT.sub(lambda found: found[1] + re.sub(r"\n *", " ", found[2]) + found[3], text)
-    write_atomically(path, [text + "\n"])

@@ -1,4 +1,4 @@
-"""What the arms of experiments/staleness.py did, against the run without speculation."""
+"""Measures of the arms of staleness.py against the run without speculation, and their figure."""
 
 import hashlib
 import json
@@ -12,26 +12,23 @@ from matplotlib.figure import Figure
 
 from specrl_jax.config import Config, ConfigError
 from specrl_jax.evaluation.statistics import student
-from specrl_jax.io.metrics import WALL_TIME, read_metrics, read_samples
+from specrl_jax.io.metrics import read_metrics, read_samples
 
-TAIL = 0.25  # of the steps: the end of a run, or its beginning
+TAIL = 0.25  # share of the steps that counts as the beginning or the end of a run
 DIGITS = 5  # significant ones
-SMOOTH = 5  # steps that a drawn curve averages
+SMOOTH = 5  # steps in the running mean of a drawn curve
 PLAIN = "plain"
-WATCHED = ("entropy", "unexplained")  # what only arms with a trigger measure
+WATCHED = ("entropy", "unexplained")  # measured only by arms with a trigger
 Account = dict[str, Any]
 Cases = dict[str, dict[str, Account]]
-"""Seed -> arm -> what it did."""
+"""Seed -> arm -> its account."""
 
 
 def account(workdir: Path, config: Config, plain: Account | None) -> Account:
-    """An arm against the run without speculation, itself if there is none yet.
-
-    Args:
-      config: the arm's.
+    """Returns the measures of an arm against the plain run, or against itself if there is none.
 
     Raises:
-      ConfigError: a token differs, which the match rule and invariant numerics exclude.
+      ConfigError: a token differs although the match rule and invariant numerics exclude that.
     """
     rows = read_metrics(workdir)
     tokens = _digest(workdir)
@@ -61,22 +58,10 @@ def account(workdir: Path, config: Config, plain: Account | None) -> Account:
             **{name: _rounded(values) for name, values in series.items()}}
 
 
-def wall_seconds(rows: list[dict[str, Any]], began: float, elapsed: float) -> float:
-    """Seconds of a run's last start, and of the steps that it took over from earlier ones.
-
-    What a kill threw away counts once: when it was done again.
-
-    Args:
-      rows: the lines of metrics.jsonl.
-      began: Unix time of the start; elapsed: seconds since.
-    """
-    return elapsed + sum(row["time/step"] for row in rows if row[WALL_TIME] < began)
-
-
 def _digest(workdir: Path) -> str:
-    """Of all tokens of a run, in order."""
-    said = [sample["tokens"] for sample in read_samples(workdir)]
-    return hashlib.sha256(json.dumps(said).encode()).hexdigest()
+    """Returns the hash of all tokens of a run, in order."""
+    tokens = [sample["tokens"] for sample in read_samples(workdir)]
+    return hashlib.sha256(json.dumps(tokens).encode()).hexdigest()
 
 
 def _rounded(values: np.ndarray) -> list[float]:
@@ -87,11 +72,10 @@ def _rounded(values: np.ndarray) -> list[float]:
 
 
 def numbers(case: dict[str, Account]) -> dict[str, dict[str, float]]:
-    """What is compared of each arm of one seed.
+    """Returns the numbers that are compared, for each arm of one seed.
 
-    "at equal seconds": as at the end, but when the arm that ended first did. "ahead": what all
-    steps took less than those of the run without speculation. The account's "net" leaves out by how
-    much late updates slow the policy update beside them.
+    `at_equal_seconds`: when the arm that ended first did. `ahead`: whole steps against those of the
+    plain run; unlike `net` it includes how much late updates slow the policy update.
     """
     plain = sum(case[PLAIN]["seconds"])
     budget = min(sum(arm["seconds"]) for arm in case.values())
@@ -117,14 +101,14 @@ def numbers(case: dict[str, Account]) -> dict[str, dict[str, float]]:
 
 
 def _ends(values: list[float], first: bool = False) -> float:
-    """Mean over the last quarter of the steps, or the first."""
+    """Returns the mean over the last quarter of the steps, or the first."""
     part = max(int(TAIL * len(values)), 1)
     return float(np.mean(values[:part] if first else values[-part:]))
 
 
 def summarize(cases: Cases, reference: str) -> dict[str, Any]:
-    """Over seeds: [mean, low, high] of each arm's numbers, and of what they have more than the
-    reference's, paired by seed; and how far its reward curve lies off the plain one.
+    """Returns [mean, low, high] over seeds of each arm's numbers, and of their differences to the
+    reference arm, paired by seed; and the mean distance of its reward curve from the plain one.
 
     Intervals are Student's at 95 %; with one seed low and high are the value itself.
     """
@@ -134,20 +118,20 @@ def summarize(cases: Cases, reference: str) -> dict[str, Any]:
         low, high = student(values) if len(values) > 1 else (values[0], values[0])
         return [float(np.mean(values)), low, high]
 
-    told = {}
+    summary = {}
     for name in dict.fromkeys(name for case in cases.values() for name in case):
         mine = [case[name] for case in found.values() if name in case]
         pairs = [(case[name], case[reference]) for case in found.values()
                  if name in case and reference in case]
         off = [float(np.mean(np.abs(np.subtract(case[name]["reward"], case[PLAIN]["reward"]))))
                for case in cases.values() if name in case]
-        told[name] = {"seeds": len(mine), "reward_distance": over(off)} | {
+        summary[name] = {"seeds": len(mine), "reward_distance": over(off)} | {
             key: over([one[key] for one in mine]) for key in mine[0]}
         if pairs:
-            told[name][f"over_{reference}"] = {
+            summary[name][f"over_{reference}"] = {
                 key: over([a[key] - b[key] for a, b in pairs])
                 for key in mine[0] if all(key in b for _, b in pairs)}
-    return told
+    return summary
 
 
 # The figure.
@@ -178,17 +162,17 @@ def logprob(arm: Account, plain: Account) -> np.ndarray:
 
 
 Panel = tuple[str, Callable[[Account, Account], np.ndarray], bool]
-"""Title, the curve of an arm, and whether it lies over seconds instead of steps."""
+"""Title, curve of an arm, and whether its axis is seconds instead of steps."""
 PANELS: tuple[Panel, ...] = (
     ("acceptance", acceptance, False), ("acceptance over wall-clock", acceptance, True),
     ("seconds of a step", step_seconds, False), ("seconds saved less spent", net_seconds, False))
 BUG_PANELS: tuple[Panel, ...] = (
     ("reward", reward, False), ("reward less that without speculation", reward_moved, False),
-    ("log-probability of a token, as told", logprob, False), ("acceptance", acceptance, False))
+    ("log-probability of a token, as reported", logprob, False), ("acceptance", acceptance, False))
 
 
 def draw(cases: Cases, path: Path, panels: tuple[Panel, ...] = PANELS) -> None:
-    """Curves of the arms, running means over SMOOTH steps, with Student's intervals over seeds."""
+    """Draws running means over SMOOTH steps of each arm, with Student's intervals over seeds."""
     figure = Figure(figsize=(12, 7), layout="constrained")
     axes = figure.subplots(2, 2).reshape(-1)
     for ax, (title, curve, over_seconds) in zip(axes, panels, strict=True):
@@ -205,7 +189,7 @@ def draw(cases: Cases, path: Path, panels: tuple[Panel, ...] = PANELS) -> None:
 
 
 def _smooth(values: np.ndarray) -> np.ndarray:
-    """Means over the last SMOOTH steps, fewer at first."""
+    """Returns the running mean over the last SMOOTH steps."""
     sums = np.concatenate([[0.0], np.cumsum(values)])
     ends = np.arange(1, len(values) + 1)
     starts = np.maximum(ends - SMOOTH, 0)

@@ -1,4 +1,4 @@
-"""The arms of experiments/staleness.py: what each one changes, and what each question compares."""
+"""The arms of staleness.py: the config fields that each one changes, by question."""
 
 import dataclasses
 import functools
@@ -14,22 +14,22 @@ from specrl_jax.trainer import Trainer
 from .staleness import BUG_PANELS, PANELS, PLAIN, Panel
 
 FROZEN = "frozen"
-NEVER = 1e9  # a fall that no trigger sees: the head stays frozen, and its acceptance is explained
+NEVER = 1e9  # a threshold that no fall reaches: the head stays frozen while it is measured
 BUGS = ("lossy_greedy", "lossy_shared_noise", "lossy_default_sampling", "lossy_accept_all",
         "lossy_retrospective")
 
 
 class Question(NamedTuple):
-    """Arms besides plain and frozen, and what they are compared with, seed by seed."""
+    """Arms besides plain and frozen, and the arm that they are compared with."""
 
     arms: Mapping[str, Mapping[str, Mapping[str, Any]]]  # name -> section -> changed fields
     reference: str = FROZEN
     panels: tuple[Panel, ...] = PANELS
-    together: bool = False  # a step's answers in one batch, compiled for it alone; for no seconds
+    one_batch: bool = False  # all answers of a step at once, where seconds do not matter
 
 
 def _every(k: int, late: bool = False) -> dict[str, dict[str, Any]]:
-    """As many updates in the whole run, whatever the interval."""
+    """Returns the fields for training every k steps, with the same updates over the whole run."""
     if k == 1:
         return {"distill": {"when": "overlap" if late else "every_step"}}
     return {"distill": {"when": "overlap_k" if late else "every_k", "every": k, "updates": k}}
@@ -52,24 +52,24 @@ QUESTIONS = types.MappingProxyType({
     "bugs": Question(
         {rule: {"spec": {"rule": rule}} for rule in ("rejection", "rejection_drawn", *BUGS)}
         | {"rejection_every_step": {"spec": {"rule": "rejection"}} | _every(1)},
-        reference=PLAIN, panels=BUG_PANELS, together=True),
+        reference=PLAIN, panels=BUG_PANELS, one_batch=True),
 })
 
 
 def configs(config: Config, question: str, head: str) -> dict[str, Config]:
-    """The config of each arm of a question, plain and frozen first.
+    """Returns the config of each arm of a question, plain and frozen first.
 
     Args:
-      head: directory of the head that all start from.
+      head: directory of the head that all arms start from.
     """
-    asked = QUESTIONS[question]
-    if asked.together:
+    question_arms = QUESTIONS[question]
+    if question_arms.one_batch:
         rows = config.prompts_per_step * config.group_size
         config = dataclasses.replace(
             config, rollout=dataclasses.replace(config.rollout, batch_size=rows, min_batch=rows))
     frozen = dataclasses.replace(config, draft=dataclasses.replace(config.draft, path=head))
     arms = {PLAIN: plain(config), FROZEN: frozen}
-    for name, sections in asked.arms.items():
+    for name, sections in question_arms.arms.items():
         changed = {section: dataclasses.replace(getattr(frozen, section), **fields)
                    for section, fields in sections.items()}
         arms[name] = dataclasses.replace(frozen, **changed)
@@ -77,15 +77,15 @@ def configs(config: Config, question: str, head: str) -> dict[str, Config]:
 
 
 def plain(config: Config) -> Config:
-    """Without speculation."""
+    """Returns `config` without speculation."""
     return dataclasses.replace(config, spec=dataclasses.replace(config.spec, drafter="off"))
 
 
 def build(config: Config, question: str, name: str, head: str = "") -> None:
-    """Builds an arm's trainer and lets it go. Nothing is compiled for it.
+    """Builds an arm's trainer without compiling, to find errors early.
 
     Args:
-      head: directory of the head; empty is a random one.
+      head: directory of the head; "" is a random one.
 
     Raises:
       ConfigError: the arm cannot run.
@@ -104,7 +104,7 @@ def _quiet(text: str) -> None:
 
 
 def place(config: Config, question: str, name: str) -> str:
-    """The directory of an arm's run: that of the first arm that is the same run."""
+    """Returns the directory of an arm, shared by all arms that are the same run."""
     mine = configs(config, question, "")[name]
     return next(f"{each}/{other}" for each in QUESTIONS
                 for other, arm in configs(config, each, "").items() if arm == mine)

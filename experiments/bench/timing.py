@@ -1,4 +1,4 @@
-"""Timing things alternately in one process, and what may be said about the outcome."""
+"""Timing tasks alternately in one process, and statistics of what was measured."""
 
 import statistics
 import time
@@ -8,21 +8,20 @@ from typing import Any, TypeVar
 from specrl_jax.io.progress import duration
 
 T = TypeVar("T")
-ROWS_OF_WEIGHTS = 16  # rows that take as long as reading the weights does, for estimates of time
 
 
 def alternate(tasks: Mapping[str, Callable[[], T]], repeats: int,
               say: Callable[[str], None] = lambda text: None) -> dict[str, list[T]]:
-    """Calls every task once a repeat, each repeat beginning with the next one.
+    """Calls every task once per repeat; each repeat starts with the next task.
 
-    So a drift of the machine hits all, and of three or more none follows itself, which would warm
-    its caches.
+    So drift of the machine affects all tasks alike, and with three or more tasks none follows
+    itself, which would find its own data in the caches.
 
     Args:
-      say: told of each repeat that is done, if there is more than one.
+      say: called after each repeat, if there is more than one.
 
     Returns:
-      what each task returned, in order of the repeats: entries of equal index lie close in time.
+      What each task returned, by repeat: entries with the same index are close in time.
     """
     found: dict[str, list[T]] = {name: [] for name in tasks}
     for repeat in range(repeats):
@@ -34,8 +33,8 @@ def alternate(tasks: Mapping[str, Callable[[], T]], repeats: int,
     return found
 
 
-class Left:
-    """How long the rest of some work will take, at the pace of what was done since the start."""
+class TimeLeft:
+    """Estimates the time that is left from the pace since the start. `str` gives a phrase."""
 
     def __init__(self, work: float) -> None:
         self._rest, self._done, self._began = work, 0.0, time.perf_counter()
@@ -51,18 +50,18 @@ class Left:
 
 
 def seconds_of(task: Callable[[], Any], wait: Callable[[Any], Any]) -> float:
-    """Wall-clock seconds of a task; `wait` blocks until what it returned is there."""
+    """Returns the wall-clock seconds of a task; `wait` blocks until its result is ready."""
     began = time.perf_counter()
     wait(task())
     return time.perf_counter() - began
 
 
 def spread(values: Sequence[float]) -> dict[str, Any]:
-    """Median and range of repeated measurements, and the measurements."""
+    """Returns the median and the range of repeated measurements, and the measurements."""
     return {"min": min(values), "median": statistics.median(values), "max": max(values),
             "values": list(values)}
 
 
 def ratio(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, Any]:
-    """Spread of ours / theirs, pair by pair."""
+    """Returns the spread of ours / theirs, pair by pair."""
     return spread([a / b for a, b in zip(ours, theirs, strict=True)])

@@ -1,10 +1,9 @@
-"""The search for block sizes, and the table that it fills."""
+"""Searches block sizes of the kernels and fills the tuning table."""
 
 import dataclasses
 import functools
 import importlib.metadata
 import json
-import os
 import statistics
 import time
 from pathlib import Path
@@ -19,7 +18,7 @@ from specrl_kernels.gumbel_argmax import gpu as draw_gpu
 from specrl_kernels.gumbel_argmax import pallas as draw_pallas
 from specrl_kernels.tree_attention import gpu, packing, pallas
 
-from . import kernels
+from . import json_file, kernels
 from .kernel_shapes import HEADS, VOCABULARY, DrawShape, TreeShape
 from .timing import seconds_of
 
@@ -39,7 +38,7 @@ VALUES = {
 VALUES |= {(op, "triton"): values for (op, name), values in VALUES.items()
            if name == "pallas_triton"}
 PLATFORM = {"pallas": "tpu", "pallas_triton": "gpu", "triton": "gpu"}
-GAIN = 0.99  # of the time: what is not faster by 1 % is not better
+GAIN = 0.99  # a configuration is better if it takes less than this share of the time
 TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}
 
 
@@ -48,13 +47,13 @@ def op_of(shape: Shape) -> str:
 
 
 def tunable(shape: Shape, platform: str, interpret: bool) -> list[str]:
-    """Implementations of a shape's operation that this device runs, or can interpret."""
+    """Returns the implementations of a shape that this device can run or interpret."""
     return [name for op, name in VALUES if op == op_of(shape)
             and (name != "triton" if interpret else PLATFORM[name] == platform)]
 
 
 def shape_key(shape: Shape) -> dict[str, int]:
-    """As the kernels look it up."""
+    """Returns the key under which the kernels look a shape up."""
     if isinstance(shape, DrawShape):
         return draw_block.tuning_key(shape.positions, VOCABULARY[shape.model], shape.count)
     h, g, e = HEADS[shape.model]
@@ -76,7 +75,7 @@ class Search:
         return str(jnp.dtype(kernels.dtype_of(shape, self.platform)))
 
     def best(self, shape: Shape, name: str) -> dict[str, Any]:
-        """A row of the table, with the times of all that was tried.
+        """Returns the best row for the table.
 
         Raises:
           RuntimeError: not even the heuristic's configuration runs.
@@ -101,7 +100,7 @@ class Search:
                 "heuristic": {"config": dict(first), "microseconds": before}}
 
     def _seconds(self, shape: Shape, name: str, config: Config) -> float | None:
-        """Median seconds; None if it cannot run or its result is wrong."""
+        """Returns the median seconds; None if it cannot run or its result is wrong."""
         try:
             contender = self._contender(shape, name, config=config, interpret=self.interpret)
             if not agree(contender, self._contender(shape, "xla"), self.dtype(shape)):
@@ -120,7 +119,7 @@ class Search:
 
 
 def heuristic(shape: Shape, name: str, kind: str, itemsize: int) -> Config:
-    """What the implementation takes on a device kind where there is no row."""
+    """Returns the configuration that the kernel uses without a row in the table."""
     if isinstance(shape, DrawShape):
         vocab = VOCABULARY[shape.model]
         return dataclasses.asdict(draw_pallas.Config() if name == "pallas" else
@@ -133,7 +132,7 @@ def heuristic(shape: Shape, name: str, kind: str, itemsize: int) -> Config:
 
 
 def agree(one: kernels.Contender, other: kernels.Contender, dtype: str) -> bool:
-    """Whether two contenders return the same, but for rounding and one draw in a hundred."""
+    """Returns whether two results are equal up to rounding and one draw in a hundred."""
     with jax.default_matmul_precision("highest"):
         a, b = (np.asarray(jax.jit(x.step)(x.carry, x.large)).astype(np.float32)
                 for x in (one, other))
@@ -144,8 +143,8 @@ class Table:
     """A tuning table, rewritten after each row.
 
     Args:
-      path: the file; rows that it holds stay unless they are measured again.
-      kind: of device.
+      path: the file; its rows stay unless they are measured again.
+      kind: of the device.
     """
 
     def __init__(self, path: Path, kind: str) -> None:
@@ -156,19 +155,17 @@ class Table:
             self.found = json.loads(path.read_text(encoding="utf-8"))
 
     def holds(self, shape: Shape, name: str, dtype: str) -> bool:
-        """Whether there is a row that was measured with these versions."""
+        """Returns whether there is a row measured with these versions."""
         wanted = (op_of(shape), name, dtype, shape_key(shape))
         return any(_key(row) == wanted and row["versions"] == self.versions
                    for row in self.found["rows"])
 
     def add(self, row: dict[str, Any]) -> None:
+        """Writes a row in place of an older one of the same shape."""
         row |= {"versions": self.versions}
         kept = [old for old in self.found["rows"] if _key(old) != _key(row)]
         self.found["rows"] = [*kept, row]
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        part = self.path.with_suffix(".part")
-        part.write_text(json.dumps(self.found, indent=1) + "\n", encoding="utf-8")
-        os.replace(part, self.path)
+        json_file.write(self.path, self.found)
 
 
 def _key(row: dict[str, Any]) -> tuple[Any, ...]:
@@ -176,6 +173,6 @@ def _key(row: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def line(shape: Shape, row: dict[str, Any]) -> str:
-    """One line for the terminal."""
+    """Returns one line for the terminal."""
     return (f"{shape.name}: {row['implementation']} {row['config']} {row['microseconds']} us, "
             f"heuristic {row['heuristic']['microseconds']} us")

@@ -1,4 +1,4 @@
-"""What is generated: prompts made here, and how long each answer is."""
+"""Workloads: made-up prompts, and the length of each response."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -25,11 +25,11 @@ THINGS = ("apples", "marbles", "stamps", "pencils", "cookies")
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """One batch of sequences: every row has a slot from the start, and no token stops a row."""
+    """One batch: every row has a slot from the start, and no token ends a row."""
 
     name: str
     prompts: list[list[int]]  # token ids, each row's own
-    limits: np.ndarray  # i32[rows] tokens wanted
+    limits: np.ndarray  # i32[rows] tokens to generate
 
     @property
     def rows(self) -> int:
@@ -37,12 +37,12 @@ class Workload:
 
     @property
     def longest(self) -> int:
-        """Most tokens wanted of a row."""
+        """Tokens of the longest row."""
         return int(self.limits.max())
 
     @property
     def tokens(self) -> int:
-        """Tokens wanted of all rows: what speed counts."""
+        """Tokens of all rows, which tokens/s counts."""
         return int(self.limits.sum())
 
     @property
@@ -52,7 +52,7 @@ class Workload:
 
 
 def make_workload(name: str, rows: int, new_tokens: int, tokenizer: Tokenizer) -> Workload:
-    """`uniform`: `new_tokens` each. `heavy`: heavy-tailed, up to twice `new_tokens`."""
+    """Returns a workload: `uniform` rows of `new_tokens`, or a `heavy` tail of up to twice that."""
     prompts = [tokenizer.encode(tokenizer.chat([{"role": "user", "content": text}]))
                for text, _ in zip(questions(), range(rows), strict=False)]
     limits = (heavy_limits(rows, 2 * new_tokens) if name == "heavy"
@@ -61,14 +61,13 @@ def make_workload(name: str, rows: int, new_tokens: int, tokenizer: Tokenizer) -
 
 
 def heavy_limits(rows: int, most: int) -> np.ndarray:
-    """Heavy-tailed lengths, i32[rows], all in proportion to `most`; with 256, those that peers are
-    compared on."""
+    """Returns heavy-tailed lengths i32[rows] that scale with `most`."""
     drawn = np.random.default_rng(0).exponential(60 / 256 * most, rows)
     return np.minimum(most, most // 16 + drawn.astype(int)).clip(1).astype(np.int32)
 
 
 def questions() -> Iterator[str]:
-    """Distinct questions without end: a sum, then a word problem, and so on."""
+    """Yields distinct questions: sums and word problems alternate."""
     sums = problems(next(level for level in LEVELS if level.name == "chain"))
     rng = np.random.default_rng(0)
     for count, problem in enumerate(sums):

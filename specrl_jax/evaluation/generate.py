@@ -1,4 +1,4 @@
-"""One prompt, one answer, streamed."""
+"""Answers to single prompts, streamed."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -9,6 +9,7 @@ from specrl_jax import sharding
 from specrl_jax.config import Config, check
 from specrl_jax.io import data
 from specrl_jax.model.source import Actor
+from specrl_jax.model.tokenizer import Tokenizer
 from specrl_jax.rollout.prompts import PromptBatch
 from specrl_jax.rollout.sampler import Sampler
 
@@ -18,7 +19,7 @@ ROUNDS_PER_LAUNCH = 1  # the host sees the tokens of each round
 
 @dataclasses.dataclass(frozen=True)
 class Generation:
-    """An answer and what it cost."""
+    """An answer and its cost."""
 
     text: str
     tokens: int
@@ -26,6 +27,57 @@ class Generation:
     accept_length: float
     stopped: bool  # by a stop token, not by the limit
     drafter: str
+
+
+class Generator:
+    """A model that is compiled once and then answers one prompt after another.
+
+    Args:
+      config: its rollout, spec, control and mesh sections are read, and its seed.
+      longest: tokens of the longest prompt, system message and chat template included.
+      say: called with lines about what happens before the first token.
+    """
+
+    def __init__(self, config: Config, actor: Actor, *, longest: int, say: Callable[[str], None]
+                 ) -> None:
+        mesh = sharding.make_mesh(config.mesh)
+        self._shards = sharding.shard_count(mesh)
+        self.config = one_prompt(config, longest, self._shards)
+        self.tokenizer = actor.source.tokenizer
+        say(f"loading {actor.name}")
+        self.sampler = Sampler(self.config, actor.source.arch, self.tokenizer.stop_ids, mesh,
+                               prompts=self._shards, group=1)
+        self.sampler.publish(actor.params(mesh), actor.step)
+        self.sampler.compile(say)
+        self._answers = 0
+
+    def answer(self, prompt: str, system: str, *, write: Callable[[str], None]) -> Generation:
+        """Answers `prompt`, sampled with config.rollout; other noise for each answer.
+
+        Args:
+          system: the system message; "" is none.
+          write: called with each piece of text as soon as it is known.
+
+        Raises:
+          ConfigError: the model has no chat template, or the prompt is longer than `longest`.
+        """
+        tokens = encode(self.tokenizer, prompt, system)
+        most = self.config.rollout.max_prompt_tokens
+        check(len(tokens) <= most, "--prompt", f"{prompt[:20]}...",
+              f"has {len(tokens)} tokens with the system message, at most {most} fit; raise "
+              "--config.rollout.max_prompt_tokens")
+        stream = Stream(self.tokenizer.stream(skip_special=True), write)
+        shards = self._shards
+        batch = PromptBatch([tokens] * shards, np.arange(shards), np.zeros(shards, np.int32))
+        rollout, result = self.sampler.generate(
+            batch, "generate", self._answers, peek=stream.write_new)
+        self._answers += 1
+        counters, policy = result.counters, self.config.control.policy
+        return Generation(
+            text=stream.text, tokens=int(rollout.length[0]), seconds=result.seconds,
+            accept_length=counters["committed"] / counters["row_rounds"],
+            stopped=bool(rollout.stopped[0]),
+            drafter="off" if policy == "off" else self.config.spec.drafter)
 
 
 def generate(
@@ -37,40 +89,28 @@ def generate(
     write: Callable[[str], None],
     say: Callable[[str], None],
 ) -> Generation:
-    """Answers `prompt`, sampled as config.rollout says.
-
-    Args:
-      config: its rollout, spec, control and mesh sections are read, and its seed.
-      system: the system message; "" is none.
-      write: called with each piece of text as soon as it is known.
-      say: told, in a line each, what happens before the first token.
+    """Answers one prompt with shapes that just hold it; see `Generator`.
 
     Raises:
       ConfigError: the model has no chat template, or too few positions.
     """
-    tokenizer = actor.source.tokenizer
-    text = tokenizer.chat(data.messages({"question": prompt}, system))
-    tokens = tokenizer.encode(text)
-    check(len(tokens) > 0, "--prompt", prompt, "has no tokens; say something")
-    mesh = sharding.make_mesh(config.mesh)
-    shards = sharding.shard_count(mesh)
-    say(f"loading {actor.name}")
-    sampler = Sampler(one_prompt(config, len(tokens), shards), actor.source.arch,
-                      tokenizer.stop_ids, mesh, prompts=shards, group=1)
-    sampler.publish(actor.params(mesh), actor.step)
-    sampler.compile(say)
-    stream = Stream(tokenizer.stream(skip_special=True), write)
-    prompts, places = [tokens] * shards, np.arange(shards)
-    rollout, result = sampler.generate(
-        PromptBatch(prompts, places, np.zeros(shards, np.int32)), "generate", 0, peek=stream.peek)
-    c = result.counters
-    return Generation(text=stream.text, tokens=int(rollout.length[0]), seconds=result.seconds,
-                accept_length=c["committed"] / c["row_rounds"], stopped=bool(rollout.stopped[0]),
-                drafter="off" if config.control.policy == "off" else config.spec.drafter)
+    longest = len(encode(actor.source.tokenizer, prompt, system))
+    return Generator(config, actor, longest=longest, say=say).answer(prompt, system, write=write)
+
+
+def encode(tokenizer: Tokenizer, prompt: str, system: str) -> list[int]:
+    """Returns the tokens of a question in the model's chat template.
+
+    Raises:
+      ConfigError: the model has no chat template, or there are no tokens.
+    """
+    tokens = tokenizer.encode(tokenizer.chat(data.messages({"question": prompt}, system)))
+    check(len(tokens) > 0, "--prompt", prompt, "has no tokens; ask something")
+    return tokens
 
 
 def one_prompt(config: Config, tokens: int, shards: int) -> Config:
-    """`config` with the smallest shapes that hold one prompt, on each data shard."""
+    """Returns `config` with the smallest shapes that hold one prompt on each data shard."""
     width = -(-tokens // PROMPT_MULTIPLE) * PROMPT_MULTIPLE
     return dataclasses.replace(config, rollout=dataclasses.replace(
         config.rollout, batch_size=shards, min_batch=1, max_prompt_tokens=width, order="sorted",
@@ -81,12 +121,12 @@ class Stream:
     """Writes the text of the first sequence as it grows."""
 
     def __init__(self, decode: Callable[[int], str], write: Callable[[str], None]) -> None:
-        """Args: decode, from the next token id to the text it completes; write, told that text."""
+        """Args: decode, from the next token id to the text it completes; write, gets that text."""
         self._decode, self._write = decode, write
         self._seen, self.text = 0, ""
 
-    def peek(self, tokens: np.ndarray, length: Sequence[int]) -> None:
-        """Args: tokens i32[Q, T] and lengths i32[Q] so far."""
+    def write_new(self, tokens: np.ndarray, length: Sequence[int] | np.ndarray) -> None:
+        """Writes what is new. Args: tokens i32[Q, T] and lengths i32[Q] so far."""
         new = tokens[0, self._seen : length[0]]
         self._seen = int(length[0])
         text = "".join(self._decode(int(token)) for token in new)

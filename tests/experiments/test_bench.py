@@ -1,32 +1,31 @@
-"""The benchmarks' arithmetic, and one case of each on a tiny model."""
+"""bench.py: its commands, the arithmetic of benchmarks, and one case of each on a tiny model."""
 
 import dataclasses
 import json
+import re
 
 import jax
 import numpy as np
 import pytest
 
 from experiments.bench import (
-    attention,
     drafter,
-    forward,
+    engines,
     hardware,
-    parts,
-    peers,
+    json_file,
     results,
-    show,
+    roofline,
+    tables,
     timing,
-    update,
-    work,
     workload,
 )
-from experiments.bench.case import Setting, run_case
+from experiments.bench import (
+    learner as learner_bench,
+)
 from experiments.bench.hardware import Hardware
-from experiments.bench.ours import Ours
+from experiments.bench.rollout import Setting, run_case
 from specrl_jax import sharding
 from specrl_jax.config import ConfigError, ControlConfig
-from specrl_jax.control.protocol import Bucket
 from specrl_jax.distill.offline import DrafterTraining
 from specrl_jax.draft import eagle_model
 from specrl_jax.draft.eagle_model import EagleArch
@@ -60,80 +59,89 @@ def batch_of(together: int, rows: int = 2):
     return learner.make_batch(rollout, np.ones(4, np.float32), 1.0, rows, together, True)
 
 
-def test_ratios_are_pair_by_pair():
+@pytest.mark.parametrize("name", ["rollout", "kernels"])
+def test_bench_help_lists_the_flags_of_a_benchmark(command, name):
+    done = command("bench.py", name, "--help")
+    assert done.returncode == 0 and "--repeats" in done.stdout, done.stderr
+
+
+@pytest.mark.slow
+def test_bench_help_lists_every_benchmark_and_each_one_starts(command):
+    listed = re.findall(r"^  (\w+) +\S", command("bench.py", "--help").stdout, re.MULTILINE)
+    assert {"rollout", "speculation", "controller", "kernels"} < set(listed)
+    for name in listed:
+        done = command("bench.py", name, "--help")
+        assert done.returncode == 0 and done.stdout.strip(), done.stderr
+
+
+def test_bench_unknown_name_is_refused_in_one_line(command):
+    done = command("bench.py", "rollouts")
+    assert done.returncode == 2 and done.stderr.startswith(
+        "error: rollouts: no such benchmark; choose one of rollout,")
+    assert done.stderr.count("\n") == 1
+
+
+def test_ratio_of_pairs_is_taken_pair_by_pair():
     found = timing.ratio([2.0, 9.0, 4.0], [1.0, 3.0, 4.0])
     assert found == {"min": 1.0, "median": 2.0, "max": 3.0, "values": [2.0, 3.0, 1.0]}
     with pytest.raises(ValueError):
         timing.ratio([1.0], [1.0, 2.0])
 
 
-def test_alternation_goes_there_and_back():
+def test_alternate_starts_each_repeat_with_the_next_task():
     order = []
     tasks = {name: (lambda name=name: order.append(name) or name) for name in "abc"}
     assert timing.alternate(tasks, 2) == {"a": ["a"] * 2, "b": ["b"] * 2, "c": ["c"] * 2}
     assert "".join(order) == "abcbca"
 
 
-def test_the_faster_of_two_probes_counts():
+def test_hardware_best_takes_the_faster_probe():
     other = Hardware(2e9, 5e11, {"sum": 2e9}, {"a @ b": 5e11})
     assert MACHINE.best(other) == Hardware(2e9, 1e12, {"sum": 2e9}, {"a @ b": 1e12})
 
 
-def test_parameters_are_those_of_the_model():
+def test_roofline_parameters_equal_the_models():
     leaves = jax.tree.leaves(initialize(ARCH, 0))
     matrices = sum(a.size for a in leaves if a.ndim > 1)
-    assert work.layer_matmul_params(ARCH) + work.head_params(ARCH) == matrices
-    assert work.weight_bytes(ARCH, 4) == 4 * sum(a.size for a in leaves)
+    assert roofline.layer_matmul_params(ARCH) + roofline.head_params(ARCH) == matrices
+    assert roofline.weight_bytes(ARCH, 4) == 4 * sum(a.size for a in leaves)
     untied = dataclasses.replace(ARCH, tied=False)  # its second table is not read by a round
-    assert work.weight_bytes(untied, 4) == work.weight_bytes(ARCH, 4)
+    assert roofline.weight_bytes(untied, 4) == roofline.weight_bytes(ARCH, 4)
 
 
-def test_context_of_each_round():
+def test_context_by_round_counts_live_rows_and_tokens():
     commits = np.asarray([[1, 3, 2, 9], [2, 2, 9, 9]])
-    rows, context = work.context_by_round(np.asarray([5, 3]), commits, np.asarray([3, 2]))
+    rows, context = roofline.context_by_round(np.asarray([5, 3]), commits, np.asarray([3, 2]))
     assert rows.tolist() == [2, 2, 1]
     assert context.tolist() == [4 + 2, 5 + 4, 8]
 
 
-def test_bound_of_rounds_by_hand():
+def test_rounds_bound_equals_hand_count():
     rows, context = np.asarray([2, 1]), np.asarray([10, 6])
-    bound = work.rounds_bound(ARCH, MACHINE, rows, context, 1.0, 4)
-    moved = 2 * work.weight_bytes(ARCH, 4) + 4 * 2 * 2 * 2 * 4 * (10 + 2 + 6 + 1)
+    bound = roofline.rounds_bound(ARCH, MACHINE, rows, context, 1.0, 4)
+    moved = 2 * roofline.weight_bytes(ARCH, 4) + 4 * 2 * 2 * 2 * 4 * (10 + 2 + 6 + 1)
     assert bound.kind == "bytes" and bound.seconds == pytest.approx(moved / 1e9)
     slow = dataclasses.replace(MACHINE, peak=1e6)
-    flops = 2 * 3 * (work.layer_matmul_params(ARCH) + 24 * 16) + 4 * 2 * 4 * 4 * (16 + 3)
-    bound = work.rounds_bound(ARCH, slow, rows, context, 1.0, 4)
+    flops = 2 * 3 * (roofline.layer_matmul_params(ARCH) + 24 * 16) + 4 * 2 * 4 * 4 * (16 + 3)
+    bound = roofline.rounds_bound(ARCH, slow, rows, context, 1.0, 4)
     assert bound.kind == "flops" and bound.seconds == pytest.approx(flops / 1e6)
 
 
-def test_work_of_an_update_by_hand():
+def test_update_work_equals_hand_count():
     single, _ = batch_of(together=1, rows=3)  # 4 rows in micro-batches of 3: two are padding
-    found = work.useful_work(single)
+    found = roofline.useful_work(single)
     assert (found.tokens, found.scored) == (8 + 6 + 4 + 6, 10)
     assert found.pairs == sum(n * (n + 1) // 2 for n in (8, 6, 4, 6))
-    padded = work.padded_work(single, 2)
-    assert dataclasses.astuple(padded) == (6 * 9, 6 * 81, 6 * 4)
     grouped, _ = batch_of(together=2, rows=1)
-    found = work.useful_work(grouped)
+    found = roofline.useful_work(grouped)
     assert (found.tokens, found.scored) == (5 + 4 + 2 + 6, 10)
     prompts = 15 + 3
     assert found.pairs == prompts + (6 + 7 + 8) + 6 + (3 + 4) + (3 + 4 + 5 + 6)
-    products = 2 * (work.layer_matmul_params(ARCH) * 17 + 24 * 16 * 10)
+    products = 2 * (roofline.layer_matmul_params(ARCH) * 17 + 24 * 16 * 10)
     assert found.flops(ARCH) == 3 * (products + 4 * 2 * 4 * 4 * found.pairs)
 
 
-def test_a_mean_between_buckets():
-    buckets = [Bucket(4, 1), Bucket(8, 5), Bucket(16, 9)]
-    assert parts.between(buckets, 6.0) == (buckets[0], buckets[1], 0.5)
-    assert parts.between(buckets, 8.0) == (buckets[1], buckets[1], 0.0)
-    assert parts.between(buckets, 20.0) == (buckets[2], buckets[2], 0.0)
-    assert parts.between(buckets, 3.0) == (buckets[0], buckets[0], 0.0)
-    empties = [buckets[0], Bucket(4, 4), *buckets[1:]]
-    for packed in (3.0, 4.0, 6.0, 8.0, 20.0):
-        assert parts.between(empties, packed) == parts.between(buckets, packed)
-
-
-def test_workloads():
+def test_workload_lengths_follow_their_distribution():
     heavy = workload.make_workload("heavy", 16, 128, byte_tokenizer())
     wanted = np.minimum(256, 16 + np.random.default_rng(0).exponential(60, 16).astype(int))
     assert heavy.limits.tolist() == wanted.tolist() and heavy.longest <= 256
@@ -146,24 +154,24 @@ def test_workloads():
     assert uniform.tokens == 21 and uniform.prompts == heavy.prompts[:3]
 
 
-def test_a_missing_peer_is_named(monkeypatch):
-    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda module: None)
-    with pytest.raises(ConfigError, match=r"--peer=llamacpp: llama_cpp is not installed; run pip"):
-        peers.check_installed("llamacpp")
-    with pytest.raises(ConfigError, match="--peer=vllm: choose some of transformers, llamacpp"):
-        peers.check_installed("vllm")
+def test_check_installed_missing_engine_is_refused(monkeypatch):
+    monkeypatch.setattr(engines.importlib.util, "find_spec", lambda module: None)
+    with pytest.raises(ConfigError, match="--engine=llamacpp: llama_cpp is not installed; run"):
+        engines.check_installed("llamacpp")
+    with pytest.raises(ConfigError, match="--engine=vllm: choose some of transformers, llamacpp"):
+        engines.check_installed("vllm")
 
 
-def test_lists_and_objects_that_hold_no_others_take_a_line_each(tmp_path):
+def test_json_file_innermost_values_take_one_line(tmp_path):
     found = {"cases": {"a": {"seconds": [1, -2.5e-7, None, True], "none": []},
                        "text": ["[\n1\n]", "b,  1"], "rows": [[1, 2], {"low": 3, "name": "x  y"}]}}
-    results.write(tmp_path / "x.json", found)
+    json_file.write(tmp_path / "x.json", found)
     text = (tmp_path / "x.json").read_text(encoding="utf-8")
     assert json.loads(text) == found and "[1, -2.5e-07, null, true]" in text
     assert '{"low": 3, "name": "x  y"}' in text
 
 
-def test_results_are_read_back(tmp_path):
+def test_results_earlier_reads_back_or_refuses(tmp_path):
     path = tmp_path / "a.json"
     assert results.earlier(path) == {}
     results.write(path, {"cases": {"uniform-1": {}}})
@@ -182,7 +190,7 @@ def setting(tmp_path_factory, small):
     actor = open_actor(small)
     return Setting(
         config=small, source=actor.source, params=actor.params(sharding.make_mesh(small.mesh)),
-        drafters=("off", "history"), peers=(), repeats=2, say=lambda text: None,
+        drafters=("off", "history"), engines=(), repeats=2, say=lambda text: None,
         probe=hardware.Probes(probe_bytes=4 * 10**6, sizes=(64,)).measure,
         directory=tmp_path_factory.mktemp("peers"), counter=CompilationCounter())
 
@@ -198,61 +206,56 @@ def check_case(found) -> None:
         assert one["over_bound"]["values"] == pytest.approx(over)
         assert len(bound) == 2 and one["over_bound"]["min"] > 1
         assert one["counters"]["committed"] == found["useful_tokens"]
-        if "parts" in one:
-            assert sum(one["parts"]["share"].values()) == pytest.approx(1)
-            assert set(one["parts"]["share"]) <= set(show.PARTS)
-    assert show.case_tables(found)
+    assert tables.rollout_tables(found)
 
 
-def test_a_plain_case(setting):
+def test_rollout_case_without_drafter_compiles_nothing(setting):
     plain = dataclasses.replace(setting, drafters=("off",))
     found = run_case(plain, workload.make_workload("uniform", 1, 8, setting.source.tokenizer))
     check_case(found)
     assert found["ratios"] == {} and found["equal_streams"] is None
-    assert {"dense", "attention", "rest"} <= set(found["contenders"]["off"]["parts"]["share"])
 
 
 @pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize("name, policy", [("uniform", "budget"), ("heavy", "fixed")])
-def test_a_case_with_a_drafter(setting, name, policy, tmp_path):
+def test_rollout_case_with_drafter_generates_equal_tokens(setting, name, policy, tmp_path):
     control = ControlConfig(policy=policy, cost_table=str(tmp_path / "cost.json"))
     setting = dataclasses.replace(
         setting, config=dataclasses.replace(setting.config, control=control))
     found = run_case(setting, workload.make_workload(name, 2, 12, setting.source.tokenizer))
     check_case(found)
     assert found["equal_streams"] == 1.0 and set(found["ratios"]) == {"history/off"}
-    assert ("parts" in found["contenders"]["history"]) == (name == "uniform")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llamacpp", "transformers"])
-def test_a_peer(setting, name):
-    for module in peers.MODULES[name]:
+def test_rollout_case_compares_other_engine(setting, name):
+    for module in engines.MODULES[name]:
         pytest.importorskip(module)
-    found = run_case(dataclasses.replace(setting, drafters=("off",), peers=(name,)),
+    found = run_case(dataclasses.replace(setting, drafters=("off",), engines=(name,)),
                      workload.make_workload("heavy", 2, 8, setting.source.tokenizer))
     assert found["contenders"][name]["tokens_per_second"]["min"] > 0
     assert set(found["ratios"]) == {f"off/{name}"}
 
 
 @pytest.mark.slow
-def test_updates_run_against_their_bound(setting):
+def test_learner_update_is_measured_for_each_packing(setting):
     config = dataclasses.replace(setting.config, rollout=dataclasses.replace(
         setting.config.rollout, max_new_tokens=4))
     rollout = rollout_of([3, 1, 2, 4], [5, 2])
     state = learner.LearnerState(
         jax.tree.map(lambda a: a.copy(), setting.params),
         learner.make_optimizer(config.learner).init(setting.params))
-    keeper, mesh = update.Keeper(state), sharding.make_mesh(config.mesh)
+    keeper, mesh = learner_bench.Keeper(state), sharding.make_mesh(config.mesh)
     for packing in ("group", "sequence"):
-        one = update.Update(config, setting.source.arch, mesh, rollout, keeper, packing)
+        one = learner_bench.Update(config, setting.source.arch, mesh, rollout, keeper, packing)
         found = one.describe([one.run(), one.run()], MACHINE)
-        assert found["useful_flops"] < found["padded_flops"]
+        assert found["useful"]["tokens"] < found["padded_tokens"]
         assert found["response_tokens_per_second"]["min"] > 0 and found["temporary_bytes"] > 0
 
 
-def test_gguf_copy_is_the_same_model(tmp_path, small):
+def test_gguf_copy_loads_as_the_same_model(tmp_path, small):
     from experiments.bench.gguf_copy import write_float32
     from specrl_jax.model.gguf_file import gguf_architecture, gguf_tensors, open_gguf
 
@@ -265,41 +268,12 @@ def test_gguf_copy_is_the_same_model(tmp_path, small):
         np.testing.assert_array_equal(copy.read(name), source.tensors.read(name))
 
 
-def test_the_command_is_written_without_the_directory():
-    assert results.command(["/a/b/bench_rollout.py", "--batch=1"]) == (
-        "python experiments/bench_rollout.py --batch=1")
+def test_results_command_is_relative_to_the_repository():
+    assert results.command(["/a/b/bench.py rollout", "--batch=1"]) == (
+        "python experiments/bench.py rollout --batch=1")
 
 
-@pytest.mark.slow
-def test_attentions_are_compared_in_one_process(setting):
-    work_to_do = workload.make_workload("uniform", 2, 8, setting.source.tokenizer)
-    ours = {name: attention.with_attention(
-        Ours(setting.config, setting.source.arch, setting.params, work_to_do, "off",
-             setting.counter), name) for name in ("xla", "reference")}
-    for name, one in ours.items():
-        one.warm_up()
-        assert one.sampler.engine.decoder.implementation == name
-    found = attention.measure(ours, hardware.Probes(4 * 10**6, (64,)), 2)
-    assert set(found["ratios"]) == {"xla/reference round_seconds"}
-    for case in found["cases"].values():
-        assert case["compilations"] == 0 and case["parts"]["share"]["attention"] > 0
-        assert sum(case["parts"]["share"].values()) == pytest.approx(1)
-
-
-def test_a_forward_against_its_products_alone(setting):
-    found = forward.measure(setting.source.arch, setting.params, [1, 3], 9, 3)
-    one, three = found["cases"]["1"], found["cases"]["3"]
-    assert one["forward_ratio"]["values"] == one["excess"]["values"] == [1.0] * 3
-    assert three["excess"]["values"] == pytest.approx(np.divide(
-        three["forward_ratio"]["values"], three["products_ratio"]["values"]))
-    medians = {name: times["median"] for name, times in three["orientations"].items()}
-    assert min(medians, key=medians.get) == three["orientation"]
-    flops = sum(w.size for w in forward.weights_of(setting.source.arch, setting.params))
-    assert flops == work.layer_matmul_params(setting.source.arch) + work.head_params(
-        setting.source.arch)
-
-
-def test_drafter_training_runs_against_its_bound(setting):
+def test_drafter_training_work_equals_hand_count(setting):
     options = DrafterTraining(batch_tokens=70, micro_batch_tokens=32, draft_vocab=64, unroll=2,
                               feature_megabytes=0)
     found = drafter.measure(setting.config, setting.source, setting.params, options, 4, 8, 2,

@@ -245,7 +245,7 @@ def test_a_rollout_until_stop_tokens_is_what_the_picture_shows() -> None:
 def test_the_time_left_follows_what_was_done(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
-    left = timing.Left(10.0)
+    left = timing.TimeLeft(10.0)
     assert str(left) == "time left unknown"
     now[0] += 60
     left.finished(2.0)

@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from experiments.bench import show, speculation
-from experiments.bench.speculation import Arm, Cell
+from experiments.bench import arms, tables
+from experiments.bench.arms import Arm, Cell
+from experiments.bench.specrl_engine import TIMED, WARM_UP
 from specrl_jax import sharding
 from specrl_jax.config import Config, ConfigError, ModelSource, RolloutConfig
 from specrl_jax.io.compilation import CompilationCounter
@@ -16,37 +17,34 @@ from specrl_jax.model.source import open_actor
 
 
 @pytest.mark.slow
-def test_a_case_times_every_arm_on_the_same_tokens():
+def test_speculation_case_times_every_arm_on_equal_tokens():
     config = Config(model=ModelSource("random:tiny"),
                     rollout=RolloutConfig(batch_size=2, max_new_tokens=6))
     actor = open_actor(config)
     params = actor.params(sharding.make_mesh(config.mesh))
     cells = [Cell(1, 1, 2), Cell(2, 1, 3)]
-    found = speculation.run_case(config, actor.source, params, [[1, 2, 3], [4, 5], [6]], 2,
+    found = arms.run_case(config, actor.source, params, [[1, 2, 3], [4, 5], [6]], 2,
                                  ["history"], cells, 2, CompilationCounter(), ["budget"])
     json.dumps(found)
     assert (found["rows"], found["prompts"], found["tokens"]) == (2, 3, 18)
     assert (found["tokens_compared"], found["flips_per_million_tokens"]) == (4 * 18, 0)
-    arms = found["arms"]
-    assert list(arms) == ["off", "history 0", "history 1x1x2", "history 2x1x3", "history budget"]
-    assert all(one["equal_tokens"] and one["compilations"] == 0 for one in arms.values())
-    assert all(len(one["speedup"]["values"]) == 2 for one in arms.values())
-    assert arms["off"]["accept_length"] == arms["history 0"]["accept_length"] == 1
-    assert arms["history 0"]["drafted_a_row"] == 0
-    assert show.speculation_table(found).row_count == 5
-    share = arms["history 2x1x3"]["parts"]["share"]
-    assert set(share) == set(show.ROUND)
-    assert min(share["noise"], share["commit"], share["host"]) > 0
+    timed = found["arms"]
+    assert list(timed) == ["off", "history 0", "history 1x1x2", "history 2x1x3", "history budget"]
+    assert all(one["equal_tokens"] and one["compilations"] == 0 for one in timed.values())
+    assert all(len(one["speedup"]["values"]) == 2 for one in timed.values())
+    assert timed["off"]["accept_length"] == timed["history 0"]["accept_length"] == 1
+    assert timed["history 0"]["drafted_a_row"] == 0
+    assert tables.speculation_table(found).row_count == 5
 
 
-def test_settings_are_parsed_or_refused():
-    assert speculation.parse("4x2x8") == Cell(4, 2, 8) and Cell(4, 2, 8).name == "4x2x8"
+def test_parse_setting_returns_cell_or_refuses():
+    assert arms.parse("4x2x8") == Cell(4, 2, 8) and Cell(4, 2, 8).name == "4x2x8"
     for text in ("4x2", "4x2x0", "axbxc", ""):
         with pytest.raises(ConfigError, match="--setting"):
-            speculation.parse(text)
+            arms.parse(text)
 
 
-def test_earlier_responses_are_other_samples_of_the_same_prompts():
+def test_earlier_responses_are_other_samples():
     config = Config(model=ModelSource("random:tiny"), rollout=RolloutConfig(max_new_tokens=6))
     actor = open_actor(config)
     prompts = [[1, 2, 3], [4, 5]]
@@ -54,8 +52,8 @@ def test_earlier_responses_are_other_samples_of_the_same_prompts():
               "off", [Cell(1, 1, 2)], CompilationCounter())
     arm.sampler.compile()
     earlier = arm.earlier(3)
-    runs = [arm.run(None, step) for step in (speculation.STEP, speculation.CALIBRATING)]
-    assert [speculation.describe([run], runs[:1])["flips"] for run in runs] == [0, 2]
+    runs = [arm.run(None, step) for step in (TIMED, WARM_UP)]
+    assert [arms.describe([run], runs[:1])["flips"] for run in runs] == [0, 2]
     timed, calibrating = (run.result.sequences.tokens for run in runs)
     assert earlier.shape == (2, 3, 6)
     streams = np.concatenate([earlier, np.stack([timed, calibrating], 1)], 1)
@@ -64,15 +62,15 @@ def test_earlier_responses_are_other_samples_of_the_same_prompts():
 
 @pytest.mark.parametrize("flags, message", [
     (["--resume"], "1 rows were timed with other arms (history 4x1x5, history 9x1x10)"),
-    (["--policy=greedy"], "--policy=greedy: choose some of budget, respec, bandit"),
+    (["--policy=greedy"], "--policy=greedy: choose some of budget, respec"),
 ])
-def test_bad_input_ends_in_one_line(command: Any, flags: list[str], message: str, tmp_path: Path
-                                    ) -> None:
+def test_speculation_bad_flag_is_refused_in_one_line(
+        command: Any, flags: list[str], message: str, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
-    arms = dict.fromkeys(("off", "history 0", "history 9x1x10", "history budget"), {})
-    out.write_text(before := json.dumps({"cases": {"1": {"arms": arms}}}))
-    done = command("bench_speculation.py", "--config.model.path=random:tiny", f"--out={out}",
+    before = dict.fromkeys(("off", "history 0", "history 9x1x10", "history budget"), {})
+    out.write_text(text := json.dumps({"cases": {"1": {"arms": before}}}))
+    done = command("bench.py", "speculation", "--config.model.path=random:tiny", f"--out={out}",
                    "--setting=4x1x5", *flags)
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
     assert message in done.stderr
-    assert out.read_text() == before
+    assert out.read_text() == text

@@ -85,8 +85,24 @@ def test_equal_runs(drawn, tmp_path, capsys):
     run, _ = drawn
     status, found = compare(tmp_path, run, run)
     assert status == 0 and found["per_million_tokens"] == 0 and found["steps"] == 2
+    assert found["accept_length"] == [None, None]  # no metrics here
     assert capsys.readouterr().out == (
-        "equal: 2 steps, 4 sequences, 4 tokens; 0 steps bit for bit\n")  # no metrics here
+        "accept length: not recorded in A, not recorded in B\n"
+        "equal: 2 steps, 4 sequences, 4 tokens; 0 steps bit for bit\n")
+
+
+@pytest.mark.parametrize("b, warns", [(1.0, True), (1.5, False)])
+def test_accept_lengths_are_shown_and_no_draft_is_noticed(drawn, tmp_path, capsys, b, warns):
+    runs = [edit(drawn[0], tmp_path / name, lambda record: None) for name in "ab"]
+    for run, lengths in zip(runs, ((1.0, 1.0), (1.0, b)), strict=True):
+        rows = [{"step": i, "rollout/accept_length": x} for i, x in enumerate(lengths)]
+        (run / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    status, found = compare(tmp_path, *runs)
+    out = capsys.readouterr().out
+    assert status == 0 and found["accept_length"] == [1.0, (1 + b) / 2]
+    assert f"accept length: 1.00 in A, {(1 + b) / 2:.2f} in B\n" in out
+    assert ("neither run accepted a draft, so this comparison says nothing about speculation: "
+            "use --config.control.policy=fixed\n" in out) == warns
 
 
 def test_a_real_difference(drawn, tmp_path, capsys):
@@ -159,7 +175,7 @@ def test_bad_input_is_one_line(drawn, tmp_path, capsys):
 
 def test_the_script_runs(drawn, command):
     done = command("compare_runs.py", drawn[0], drawn[0])
-    assert (done.returncode, done.stdout[:6]) == (0, "equal:"), done.stderr
+    assert done.returncode == 0 and "\nequal:" in done.stdout, done.stderr
     assert command("compare_runs.py", drawn[0]).returncode == 2
 
 

@@ -15,6 +15,7 @@ from absl import flags
 from experiments import config_flags, run_flags
 from specrl_jax.config import Config, ConfigError, SpecOptions, as_dict
 from specrl_jax.evaluation import generate
+from specrl_jax.io.compilation import CompilationCounter
 from specrl_jax.model import source as actors
 from specrl_jax.model.tiny import byte_tokenizer
 from tests.experiments.conftest import ROOT, environment
@@ -69,7 +70,7 @@ def test_overrides_need_only_fit_the_runs_own_config(tmp_path, small):
 @pytest.mark.parametrize("arguments, temperature", [
     ([], 0.0), (["--config.rollout.temperature=0.5"], 0.5), (["--temperature=2"], 2.0),
     (["--config.rollout.temperature=0.5", "--temperature=0"], 0.0)])
-def test_a_field_counts_where_the_flag_that_stands_for_it_is_absent(arguments, temperature):
+def test_given_flag_wins_over_the_field_it_stands_for(arguments, temperature):
     argv, values = ["script.py", *arguments], flags.FlagValues()
     config_flags.define(argv, values)
     flags.DEFINE_float("temperature", 0.0, "", flag_values=values)
@@ -99,11 +100,11 @@ def test_a_missing_step_names_the_ones_there_are(run, small):
 def test_text_comes_whole_characters_at_a_time():
     tokenizer, written = byte_tokenizer(), []
     stream = generate.Stream(tokenizer.stream(skip_special=True), written.append)
-    said = [*tokenizer.encode("aé€"), tokenizer.stop_ids[0]]
+    response = [*tokenizer.encode("aé€"), tokenizer.stop_ids[0]]
     tokens = np.full((2, 9), ord("x"), np.int32)
-    tokens[0, : len(said)] = said
-    for length in (0, 1, 2, 3, 5, len(said)):
-        stream.peek(tokens, [length, 9])
+    tokens[0, : len(response)] = response
+    for length in (0, 1, 2, 3, 5, len(response)):
+        stream.write_new(tokens, [length, 9])
     assert written == ["a", "é", "€"] and stream.text == "aé€"
 
 
@@ -126,23 +127,39 @@ def test_text_is_the_same_with_and_without_speculation(command):
         re.search(line, done.stderr).groups() for done in (fast, plain))
     assert (count, one, off) == (same, "1.00", "off")
     assert float(accepted) > 1 and drafter == "history"
-    assert command("generate.py").returncode != 0  # without a prompt
+
+
+def test_generate_without_prompt_is_refused_in_one_line(command):
+    done = command("generate.py", "--config.model.path=random:tiny")
+    assert done.returncode == 2
+    assert done.stderr == "error: --prompt is missing: give a question, or --interactive\n"
 
 
 @pytest.mark.slow
-def test_tokens_are_written_as_they_come(trained):
-    pieces, config = [], actors.run_config(trained)
+def test_generator_compiles_once_and_streams_many_answers(trained):
+    config = actors.run_config(trained)
     config = config_flags.override(config, {"rollout.max_new_tokens": 80})  # few bytes are text
-    told = generate.generate(
-        config,
-        actors.open_actor(config, trained),
-        "Hi",
-        "",
-        write=pieces.append,
-        say=lambda line: None,
-    )
-    assert "".join(pieces) == told.text and len(pieces) >= 2
-    assert told.tokens <= 80 and told.drafter == "history"
+    actor, written = actors.open_actor(config, trained), []
+    generator = generate.Generator(config, actor, longest=96, say=lambda line: None)
+    counter = CompilationCounter()
+    first, second = (generator.answer("Hi", "", write=written.append) for _ in range(2))
+    assert counter.take() == 0
+    assert "".join(written) == first.text + second.text and len(written) >= 4
+    assert first.tokens <= 80 and first.drafter == "history" and first.text != second.text
+    with pytest.raises(ConfigError, match=r"--prompt = 'aaaa.* at most 128 fit; raise --config"):
+        generator.answer("a" * 200, "", write=written.append)
+    once = generate.generate(config, actor, "Hi", "", write=written.append, say=written.append)
+    assert once.text == first.text  # shapes change no token
+
+
+@pytest.mark.slow
+def test_interactive_answers_lines_until_an_empty_one():
+    done = subprocess.run(
+        [sys.executable, ROOT / "experiments/generate.py", "--interactive", *TINY,
+         "--config.rollout.max_new_tokens=5"], input="One\nTwo\n\nThree\n", text=True,
+        capture_output=True, timeout=300, env=environment())
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("accept length") == 2 and done.stderr.count("loading") == 1
 
 
 @pytest.fixture

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from experiments.bench import heatmap, show
+from experiments.bench import heatmap, tables
 from experiments.bench.heatmap import PAPER
 
 
-def test_the_papers_grid_gives_what_was_derived_from_it() -> None:
+def test_adapting_papers_grid_equals_hand_computed_means() -> None:
     """Harmonic and geometric means of its seven loads, worked out by hand from Fig. 7."""
     found = heatmap.adapting(PAPER)
     for way, harmonic, geometric in (("best static", 1.147, 1.163),
@@ -25,7 +25,7 @@ NOISY = {1: {"a": [2.0, 1.0] * 3, "b": [1.4, 1.5] * 3, "budget": [1.6, 1.5, 1.6,
          4: {"a": [0.9, 2.0] * 3, "b": [0.8, 0.8] * 3, "budget": [1.0] * 6}}
 
 
-def test_what_chooses_does_not_judge() -> None:
+def test_adapting_chooses_and_judges_on_other_repeats() -> None:
     found = heatmap.adapting(NOISY, ["budget"])["geometric"]
     assert found["per load"]["chosen"] == {1: "a", 4: "off"}
     assert found["per load"]["speed"] == pytest.approx(1.0)  # of a, in odd repeats, and of off
@@ -33,12 +33,12 @@ def test_what_chooses_does_not_judge() -> None:
     assert set(found["best static"]["chosen"].values()) == {"a"}
 
 
-def test_loads_with_other_numbers_of_repeats_are_judged_by_what_all_have() -> None:
+def test_adapting_unequal_repeats_uses_the_common_ones() -> None:
     found = heatmap.adapting({1: {"a": [2.0, 2.0, 2.0]}, 8: {"a": [2.0, 2.0, 2.0, 8.0]}})
     assert found["geometric"]["best static"]["speed"] == pytest.approx(2.0)
 
 
-def test_a_policy_is_judged_with_its_interval() -> None:
+def test_adapting_policy_has_an_interval() -> None:
     budget = heatmap.adapting(NOISY, ["budget"])["geometric"]["budget"]
     assert budget["speed"] == pytest.approx((1.5 * 1.6 * 1.7) ** (1 / 6))
     assert 1 < budget["low"] < budget["speed"] < budget["high"]
@@ -47,11 +47,11 @@ def test_a_policy_is_judged_with_its_interval() -> None:
 @pytest.mark.parametrize("speed,load", [
     ({1: 1.5, 4: 1.2}, None), ({1: 0.9, 4: 0.8}, 0.0), ({1: 1.2, 4: 0.8}, 2.0),
     ({1: 0.9, 4: 1.0, 16: 0.5}, 4.0)])
-def test_break_even(speed: dict[int, float], load: float | None) -> None:
+def test_break_even_is_interpolated(speed: dict[int, float], load: float | None) -> None:
     assert heatmap.break_even(speed) == (load if load is None else pytest.approx(load))
 
 
-def test_grids_hold_what_all_loads_have_and_are_drawn(tmp_path: Path) -> None:
+def test_grid_holds_common_arms_and_is_drawn(tmp_path: Path) -> None:
     def case(*arms: str) -> dict:
         return {"arms": {name: {"speedup": {"values": [1.5, 1.5]}} for name in arms}}
 
@@ -62,5 +62,5 @@ def test_grids_hold_what_all_loads_have_and_are_drawn(tmp_path: Path) -> None:
     assert list(grid) == [2, 16]
     heatmap.draw({"eagle": grid, "paper": PAPER}, tmp_path / "x.png")
     assert (tmp_path / "x.png").stat().st_size > 1000
-    table = show.adapting_table({"eagle": heatmap.adapting(grid)})
+    table = tables.adapting_table({"eagle": heatmap.adapting(grid)})
     assert table.row_count == 1

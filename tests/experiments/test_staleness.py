@@ -7,16 +7,15 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from experiments import config_flags
-from experiments.bench import apart, staleness, staleness_arms
+from experiments.bench import staleness, staleness_arms, subprocess_runner
 from specrl_jax.config import RULES, Config, ConfigError
-from specrl_jax.io.metrics import Writer, read_metrics
+from specrl_jax.io.metrics import Writer
 from tests.experiments.conftest import ROOT, environment
 
 CONFIG = config_flags.load("staleness")
@@ -26,9 +25,9 @@ def arm(workdir: Path, seconds: float, token: int = 5, **metrics: Any) -> Path:
     """A run of 8 steps."""
     with Writer(workdir, 0) as writer:
         for step in range(8):
-            told = {"step": step, "time/rollout": seconds, "time/step": 2.0, "reward/mean": 0.5,
+            summary = {"step": step, "time/rollout": seconds, "time/step": 2.0, "reward/mean": 0.5,
                     "rollout/accept_length": 1.0} | metrics
-            writer.write_step(told, [{"tokens": [token, step], "reward": 0.5}])
+            writer.write_step(summary, [{"tokens": [token, step], "reward": 0.5}])
     return workdir
 
 
@@ -45,70 +44,60 @@ def case(arms: Any) -> dict[str, Any]:
     return {"plain": plain, "fast": staleness.account(arms[1], CONFIG, plain)}
 
 
-def test_an_arm_saves_what_plain_took_longer_and_spends_on_its_drafter(case: Any) -> None:
+def test_account_saved_and_spent_seconds_add_up(case: Any) -> None:
     fast = case["fast"]
     assert fast["saved_seconds"] == [0.5] * 8 and fast["spent_seconds"] == [0.25] * 8
     assert fast["acceptance"] == [0.5] * 8 and fast["faults"] == 1 and fast["tokens_equal"]
-    told = staleness.summarize({"0": case, "1": case}, "plain")
-    assert told["fast"]["net_seconds"] == [2.0, 2.0, 2.0] and told["plain"]["net_seconds"][0] == 0
-    assert told["fast"]["acceptance_end"] == [0.5] * 3
+    summary = staleness.summarize({"0": case, "1": case}, "plain")
+    assert summary["fast"]["net_seconds"] == [2.0, 2.0, 2.0]
+    assert summary["plain"]["net_seconds"][0] == 0
+    assert summary["fast"]["acceptance_end"] == [0.5] * 3
 
 
-def test_a_step_that_a_kill_threw_away_counts_once(tmp_path: Path) -> None:
-    """Eight steps of 2 s; five are kept, and the second start takes 10 s for the other three."""
-    workdir = arm(tmp_path, 1.0)
-    began = time.time()
-    with Writer(workdir, 5) as writer:
-        for step in range(5, 8):
-            writer.write_step({"step": step, "time/step": 2.5}, [])
-    assert staleness.wall_seconds(read_metrics(workdir), began, 10.0) == 5 * 2.0 + 10.0
-    assert staleness.wall_seconds(read_metrics(workdir), 0.0, 10.0) == 10.0
-
-
-def test_beginning_and_end_are_a_quarter_each(case: Any) -> None:
+def test_numbers_begin_and_end_are_a_quarter_each(case: Any) -> None:
     case["fast"]["acceptance"] = [0.1, 0.3, 0, 0, 0, 0, 0.5, 0.9]
-    told = staleness.numbers(case)["fast"]
-    assert told["acceptance_begin"] == pytest.approx(0.2)
-    assert told["acceptance_end"] == pytest.approx(0.7)
+    summary = staleness.numbers(case)["fast"]
+    assert summary["acceptance_begin"] == pytest.approx(0.2)
+    assert summary["acceptance_end"] == pytest.approx(0.7)
 
 
-def test_at_equal_seconds_a_slow_arm_has_made_fewer_steps(case: Any) -> None:
+def test_numbers_at_equal_seconds_cut_slow_arms(case: Any) -> None:
     case["fast"] |= {"acceptance": [0.0, 0.2, 0.4, 0.6, 0.9, 0.9, 0.9, 0.9], "seconds": [4.0] * 8}
-    told = staleness.numbers(case)["fast"]
-    assert told["acceptance_at_equal_seconds"] == 0.6
-    assert told["ahead_seconds"] == -16 and told["net_seconds"] == 2  # by rollouts and its account
+    summary = staleness.numbers(case)["fast"]
+    assert summary["acceptance_at_equal_seconds"] == 0.6
+    assert summary["ahead_seconds"] == -16 and summary["net_seconds"] == 2  # rollouts alone
 
 
-def test_differences_are_paired_by_seed(case: Any) -> None:
+def test_summary_differences_are_paired_by_seed(case: Any) -> None:
     """Seeds differ by far more than arms do, and arms by the same in each."""
     cases = {str(seed): {name: one | {"reward": [seed + (name == "fast") / 8] * 8}
                          for name, one in case.items()} for seed in range(5)}
-    told = staleness.summarize(cases, "plain")["fast"]
-    low, high = told["reward_end"][1:]
-    assert high - low > 3 and told["seeds"] == 5
-    assert told["over_plain"]["reward_end"] == pytest.approx([0.125] * 3)
-    assert told["reward_distance"] == pytest.approx([0.125] * 3)
+    summary = staleness.summarize(cases, "plain")["fast"]
+    low, high = summary["reward_end"][1:]
+    assert high - low > 3 and summary["seeds"] == 5
+    assert summary["over_plain"]["reward_end"] == pytest.approx([0.125] * 3)
+    assert summary["reward_distance"] == pytest.approx([0.125] * 3)
 
 
-def test_what_only_some_arms_measure_is_told_of_them_alone(tmp_path: Path, case: Any) -> None:
+def test_summary_keeps_measures_of_some_arms_apart(tmp_path: Path, case: Any) -> None:
     assert "unexplained" not in case["fast"]
     path = arm(tmp_path / "watched", 0.5, **{"distill/unexplained": -0.25, "distill/entropy": 1.5})
     case["watched"] = staleness.account(path, CONFIG, case["plain"])
-    told = staleness.summarize({"0": case}, "fast")
-    assert told["watched"]["unexplained_end"] == [-0.25] * 3
-    assert "unexplained_end" not in told["fast"] and "entropy_end" not in told["plain"]
-    assert "unexplained_end" not in told["watched"]["over_fast"]
-    assert told["watched"]["over_fast"]["acceptance_end"] == [-0.5] * 3
+    summary = staleness.summarize({"0": case}, "fast")
+    assert summary["watched"]["unexplained_end"] == [-0.25] * 3
+    assert "unexplained_end" not in summary["fast"] and "entropy_end" not in summary["plain"]
+    assert "unexplained_end" not in summary["watched"]["over_fast"]
+    assert summary["watched"]["over_fast"]["acceptance_end"] == [-0.5] * 3
 
 
-def test_a_seed_that_lacks_the_arm_or_its_reference_is_left_out(case: Any) -> None:
+def test_summary_leaves_out_incomplete_seeds(case: Any) -> None:
     cases = {"0": case, "1": {"plain": case["plain"]}, "2": {"plain": case["plain"]}}
-    told = staleness.summarize(cases, "fast")
-    assert told["fast"]["seeds"] == 1 and told["plain"]["seeds"] == 3
-    assert told["plain"]["over_fast"]["acceptance_end"] == [-0.5] * 3
+    summary = staleness.summarize(cases, "fast")
+    assert summary["fast"]["seeds"] == 1 and summary["plain"]["seeds"] == 3
+    assert summary["plain"]["over_fast"]["acceptance_end"] == [-0.5] * 3
 
 
-def test_another_token_is_an_error_only_where_tokens_must_be_equal(
+def test_account_unequal_token_fails_only_where_exact(
         case: Any, tmp_path: Path) -> None:
     other = arm(tmp_path / "other", 1.0, token=6)
     with pytest.raises(ConfigError, match="its tokens are not those of"):
@@ -124,7 +113,7 @@ def test_the_figure_is_drawn(case: Any, panels: Any, tmp_path: Path) -> None:
     assert (tmp_path / "figure.png").stat().st_size > 10_000
 
 
-def test_arms_are_configs_and_equal_ones_share_a_run() -> None:
+def test_arms_equal_configs_share_a_run() -> None:
     arms = {name: staleness_arms.configs(CONFIG, name, "h") for name in staleness_arms.QUESTIONS}
     places = {(question, name): staleness_arms.place(CONFIG, question, name)
               for question, of in arms.items() for name in of}
@@ -138,7 +127,7 @@ def test_arms_are_configs_and_equal_ones_share_a_run() -> None:
     assert staleness_arms.place(off, "losses", "lk") == "losses/lk"
 
 
-def test_where_seconds_are_not_asked_for_a_steps_answers_are_one_batch() -> None:
+def test_bugs_arms_generate_a_step_in_one_batch() -> None:
     arms = {name: staleness_arms.configs(CONFIG, name, "h") for name in ("modes", "bugs")}
     assert {arm.rollout.batch_size for arm in arms["modes"].values()} == {1}
     assert {arm.rollout.batch_size for arm in arms["bugs"].values()} == {8}
@@ -173,7 +162,7 @@ def test_bad_input_ends_in_one_line(command: Any, flags: list[str], message: str
      "error: bugs, arm rejection_drawn: draft.children = 'top': "),
     (["--questions=intervals"], "error: intervals, arm frozen: "),
 ])
-def test_an_arm_that_cannot_run_is_refused_before_the_first_one_does(
+def test_arm_that_cannot_run_is_refused_before_any_runs(
         command: Any, flags: list[str], message: str, tmp_path: Path) -> None:
     other = tmp_path / "runs" / "0" / "modes" / "frozen"
     if "frozen" in message:  # what lies there is another run
@@ -193,22 +182,6 @@ def written(tmp_path: Path, **made: Any) -> Path:
     file = tmp_path / "stale.json"
     file.write_text(json.dumps({"head_updates": 300, "heads": {}, "summary": {}} | made))
     return file
-
-
-def test_the_plan_tells_what_is_missing(command: Any, tmp_path: Path) -> None:
-    done = {"wall_seconds": 40.0}
-    config = json.loads(json.dumps(dataclasses.asdict(CONFIG)))
-    del config["spec"]["history_window"]  # a file from before this field, which has its default
-    file = written(tmp_path, config=config, cases={
-        "0": {"plain": done, "frozen": done, "once": done}, "1": {"plain": done}})
-    told = command("staleness.py", "--config=staleness", f"--out={file}", "--seeds=0,1,2", "--plan",
-                   f"--workdir={tmp_path}")
-    assert told.returncode == 0, told.stderr
-    lines = told.stdout.splitlines()
-    assert lines[0].split() == "modes plain 2 of 3 seeds, 40 s each, missing 2".split()
-    assert any("every_step" in line and "none done, missing 0,1,2" in line for line in lines)
-    assert "20 runs are missing, about 13 min at 40 s a run" in lines[-1]
-    assert not (tmp_path / "0").exists()
 
 
 @pytest.mark.slow
@@ -252,12 +225,13 @@ from pathlib import Path
 sys.path.insert(0, sys.argv.pop(1))
 KILLED = sys.argv.pop(1)
 import config_flags, staleness
-from bench.apart import ProcessDied
+from bench.subprocess_runner import ProcessDied
 from specrl_jax.config import as_dict
 from specrl_jax.io.metrics import Writer, write_config
 
-def train_by_turns(runs):
-    return {name: train(*run) for name, run in runs.items()}
+def train_interleaved(runs):
+    died = {name: train(*run) for name, run in runs.items()}
+    return {name: why for name, why in died.items() if why}
 
 def train(config, workdir):
     if workdir.name == KILLED and not workdir.exists():
@@ -267,19 +241,18 @@ def train(config, workdir):
     with Writer(workdir, 0) as writer:
         for step in range(2):
             writer.write_step({"step": step, "time/step": 1.0}, [])
-    return 2.0
 
-staleness.train_by_turns, staleness._head = train_by_turns, lambda *seed: None
+staleness.train_interleaved, staleness._head = train_interleaved, lambda *seed: None
 config_flags.run(staleness.main)
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arm, told, left", [
+@pytest.mark.parametrize("arm, summary, left", [
     ("once", ["plain", "frozen"], "once"), ("plain", [], "plain, frozen, once")])
-def test_after_a_killed_arm_the_same_command_goes_on_and_then_only_draws(
-        arm: str, told: list[str], left: str, tmp_path: Path) -> None:
-    """With runs that another function makes up. Without the plain arm nothing can be told."""
+def test_killed_arm_is_resumed_by_the_same_command(
+        arm: str, summary: list[str], left: str, tmp_path: Path) -> None:
+    """With runs that another function makes up. Without the plain arm nothing can be summary."""
     script, file = tmp_path / "staleness.py", tmp_path / "modes.json"
     script.write_text(FAKE)
 
@@ -292,8 +265,8 @@ def test_after_a_killed_arm_the_same_command_goes_on_and_then_only_draws(
     killed = ask()
     assert killed.returncode == 1 and killed.stderr.splitlines()[-1] == (
         f"error: seed 0, modes, arm {arm}: its process was killed"), killed.stderr
-    assert file.exists() == bool(told)
-    assert not told or list(json.loads(file.read_text())["cases"]["0"]) == told
+    assert file.exists() == bool(summary)
+    assert not summary or list(json.loads(file.read_text())["cases"]["0"]) == summary
     again = ask()
     assert again.returncode == 0 and again.stderr.startswith(f"seed 0, modes: {left}\n"), (
         again.stderr)
@@ -309,27 +282,27 @@ def test_after_a_killed_arm_the_same_command_goes_on_and_then_only_draws(
     assert json.loads(file.read_text())["cases"] == made["cases"]
 
 
-def test_a_process_that_is_killed_is_no_traceback(
+def test_killed_subprocess_raises_process_died(
         small: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(apart, "_turn", kill)
-    with pytest.raises(apart.ProcessDied, match="its process was killed, .* the same command"):
-        apart.train_apart(small, tmp_path)
+    monkeypatch.setattr(subprocess_runner, "_turn", kill)
+    with pytest.raises(subprocess_runner.ProcessDied,
+                       match="its process was killed, .* the same command"):
+        subprocess_runner.train_in_subprocess(small, tmp_path)
 
 
 @pytest.mark.slow
-def test_runs_take_turns_and_one_that_is_killed_holds_up_no_other(
+def test_interleaved_runs_survive_a_killed_one(
         small: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """b is killed in its second turn, and c has one turn more than a."""
-    monkeypatch.setattr(apart, "_turn", noted)
-    found = apart.train_by_turns({name: (small, tmp_path / name) for name in "abc"})
+    monkeypatch.setattr(subprocess_runner, "_turn", noted)
+    found = subprocess_runner.train_interleaved({name: (small, tmp_path / name) for name in "abc"})
     assert (tmp_path / "turns").read_text() == "abcabcacc"
-    assert list(found) == ["b", "a", "c"] and isinstance(found["b"], apart.ProcessDied)
-    assert found["a"] > 0 and found["c"] > 0
+    assert list(found) == ["b"] and isinstance(found["b"], subprocess_runner.ProcessDied)
 
 
-def test_what_runs_say_in_turn_is_led_by_their_names() -> None:
+def test_titled_stream_prefixes_whole_lines() -> None:
     stream = io.StringIO()
-    titled = apart._Titled(stream, "plain")
+    titled = subprocess_runner._Titled(stream, "plain")
     for text in ("step 1", "/2\nstep", " 2/2\n"):
         titled.write(text)
     assert stream.getvalue() == "plain: step 1/2\nplain: step 2/2\n" and not titled.isatty()
@@ -338,7 +311,7 @@ def test_what_runs_say_in_turn_is_led_by_their_names() -> None:
 ORPHAN = """
 import multiprocessing, os, sys, time
 sys.path.insert(0, sys.argv[1])
-from bench.apart import end_with_parent
+from bench.subprocess_runner import end_with_parent
 
 def wait():
     end_with_parent()
@@ -350,7 +323,7 @@ if __name__ == "__main__":
 """
 
 
-def test_a_run_ends_when_its_script_is_killed(tmp_path: Path) -> None:
+def test_subprocess_ends_with_its_parent(tmp_path: Path) -> None:
     """Its output ends with the last process that can write to it."""
     script = tmp_path / "orphan.py"
     script.write_text(ORPHAN)

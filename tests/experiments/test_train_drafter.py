@@ -130,7 +130,7 @@ def test_texts_are_padded_and_the_greedy_count_as_temperature_1():
     assert (texts.first >= 1).all()
 
 
-def test_rollouts_are_drawn_with_the_noise_that_drafts_are_judged_by():
+def test_rollouts_use_the_noise_that_judges_drafts():
     config = dataclasses.replace(micro_config(), spec=SpecOptions(rule="lossy_greedy"))
     sampler, _ = drafter_data._sampler(config, describe_source("random:tiny"), 1, 2)
     assert sampler.engine.decoder.rule == "match"
@@ -215,7 +215,7 @@ def test_options_are_checked(changes, message):
 # The start.
 
 
-def test_features_start_near_one_whatever_the_taps_are_and_first_tokens_do_not_count():
+def test_features_start_near_one_for_any_taps():
     arch, rng = EagleArch(TINY, draft_vocab=16), np.random.default_rng(0)
     own = np.float32([0.5, 40]).repeat(64)  # random:tiny has two layers, and so two taps
     taps = rng.standard_normal((1, 128, 2, 20)).astype(np.float32) * own[:, None, None]
@@ -311,7 +311,7 @@ def test_features_that_are_not_kept_are_the_same(whole, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_rollout_with_the_head_takes_the_rounds_that_were_replayed(whole):
+def test_rollout_with_head_takes_the_replayed_rounds(whole):
     config = dataclasses.replace(
         micro_config(), draft=DraftConfig(path=str(whole / "drafter")),
         control=ControlConfig(policy="fixed", min_survival=0.0),

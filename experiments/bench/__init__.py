@@ -1,0 +1,1 @@
+"""The benchmarks behind bench.py, and what they share."""

@@ -1,0 +1,19 @@
+"""Result files: JSON that a person can read, replaced whole so that a kill leaves the old one."""
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+FLAT = re.compile(r"([\[{])\n *([^][{}]*?)\n *([]}])")
+
+
+def write(path: Path, value: Any) -> None:
+    """Writes `value`, indented, with each innermost list or object on one line."""
+    text = json.dumps(value, indent=1)  # in which no string holds a line break
+    text = FLAT.sub(lambda found: found[1] + re.sub(r"\n *", " ", found[2]) + found[3], text)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(text + "\n", encoding="utf-8")
+    os.replace(part, path)
