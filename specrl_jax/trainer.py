@@ -125,7 +125,7 @@ class Trainer:
         one = np.ones(q, np.int32)
         return Rollout(
             prompt=np.zeros((q, r.max_prompt_tokens), np.int32), prompt_length=one, tokens=ints,
-            length=one, logprob=floats, raw_logprob=floats, kept_mass=floats, prompt_id=one,
+            length=one, logprob=floats, raw_logprob=floats, top_p_mass=floats, prompt_id=one,
             occurrence=one, sample_id=one, stopped=one > 0, commits=ints, rounds=one)
 
     def _batch(self, rollout: Rollout, advantage: np.ndarray) -> tuple[Batch, Totals]:

@@ -8,7 +8,7 @@ from .speculation import Run
 from .timing import ratio, spread
 
 MODES = ("default", "invariant")
-BITS = ("logprob", "raw_logprob", "kept_mass")
+BITS = ("logprob", "raw_logprob", "top_p_mass")
 
 
 def compared(found: dict[tuple[str, str], list[Run]], name: str) -> dict[str, Any]:

@@ -198,7 +198,7 @@ def random_tree(rows: int, nodes: int, depth: int) -> DraftTree:
     zero, real = np.zeros((rows, nodes), np.int32), survival.astype(np.float32)
     return DraftTree(tokens=ints[0], parent=ints[1], depth=ints[2], rank=zero, origin=zero,
                      survival=real, logq=np.log(real), draft_prob=share.astype(np.float32),
-                     gap=0 * real, live=np.ones((rows, nodes), bool))
+                     score_gap=0 * real, live=np.ones((rows, nodes), bool))
 
 
 def _alone(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -286,7 +286,7 @@ def commit_part(decoder: Decoder, at: Situation, params: Any) -> Part:
     kv = jnp.ones((width, arch.num_layers, 2, g, e, b), dtype)
     path = Path(kv=kv, taps=None, draw=None, verified=None)
     ints, floats = jnp.zeros((b, width), jnp.int32), jnp.zeros((b, width))
-    verdict = Verdict(tokens=ints, logprob=floats, raw_logprob=floats, kept_mass=floats, path=ints,
+    verdict = Verdict(tokens=ints, logprob=floats, raw_logprob=floats, top_p_mass=floats, path=ints,
                       count=jnp.full(b, min(at.count, width), jnp.int32), stopped=ints[:, 0] > 0)
     zeros = [jnp.zeros((b, buffer), jnp.int32) for _ in range(2)]
     rows = [jnp.zeros(b, jnp.int32) for _ in range(2)]

@@ -15,7 +15,7 @@ from specrl_jax.draft.network import KV, Growth
 from specrl_jax.draft.protocol import Survive
 from specrl_jax.draft.tree import attach, roots
 from specrl_jax.prng import gumbel
-from specrl_jax.structs import Array, DraftTree, Drawn, Frontier, Sampling, SpecConfig
+from specrl_jax.structs import Array, DraftTree, Proposal, Frontier, Sampling, SpecConfig
 
 _FALL = 0.3  # a drawn tree's draft_prob: 0.7 for a node's first child, then 0.3 of the one before
 _OWN_DOMAIN = 0x5EED0DD5  # turns a row's key into one whose noise the match rule never uses
@@ -100,16 +100,16 @@ def grow(growth: Growth, params: Any, cache: KV, hidden: Array, frontier: Fronti
 
 def _broken(front: LevelNodes, found: DraftTree) -> Array:
     """bool[B] whether scores after some node of a level are not finite."""
-    gap = found.gap.reshape(*front.live.shape, -1)[..., 0]  # of the best score to itself
+    gap = found.score_gap.reshape(*front.live.shape, -1)[..., 0]  # of the best score to itself
     return (front.live & jnp.isnan(gap)).any(1)
 
 
-def no_proposal(growth: Growth, params: Any, batch: int) -> Drawn | None:
+def no_proposal(growth: Growth, params: Any, batch: int) -> Proposal | None:
     """That no node's children were drawn from anything; None where nobody asks."""
     if not growth.drawn:
         return None
     vocab = growth.network.vocab(params)
-    return Drawn(jnp.full((batch, growth.nodes, vocab.shape[0]), -jnp.inf), vocab)
+    return Proposal(jnp.full((batch, growth.nodes, vocab.shape[0]), -jnp.inf), vocab)
 
 
 def _unknown(growth: Growth, params: Any, batch: int) -> Expanded | None:
@@ -136,7 +136,7 @@ def _note(drawn: Expanded | None, logq: Array, front: LevelNodes, rows: Sampling
         drawn.logq.at[:, depth - 1, :width].set(jnp.where(asked[..., None], logq, -jnp.inf)))
 
 
-def _proposal(growth: Growth, params: Any, drawn: Expanded | None, place: Array) -> Drawn | None:
+def _proposal(growth: Growth, params: Any, drawn: Expanded | None, place: Array) -> Proposal | None:
     """What the successors of a tree's nodes were drawn from.
 
     Args:
@@ -223,7 +223,7 @@ def _children(growth: Growth, params: Any, front: LevelNodes, frontier: Frontier
     vocab = growth.network.vocab(params)
     found = DraftTree(tokens=vocab[at], parent=parent, depth=level, rank=rank,
                       origin=origin, survival=survival, logq=chosen, draft_prob=draft_prob,
-                      gap=best[..., :1] - best,
+                      score_gap=best[..., :1] - best,
                       live=front.live[..., None] & asked & jnp.isfinite(best))
     return jax.tree.map(lambda a: a.reshape(a.shape[0], -1), found), logq
 

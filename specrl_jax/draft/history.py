@@ -158,7 +158,7 @@ def _grow(weight: Array, following: Array, frontier: Frontier, spec: SpecConfig,
     logq = jnp.log(share)
     level = DraftTree(tokens=token, parent=none, depth=none + 1, rank=none + chain,
                       origin=none + origin, survival=survival, logq=logq, draft_prob=share,
-                      gap=logq[:, :1] - logq, live=open_)
+                      score_gap=logq[:, :1] - logq, live=open_)
 
     def deeper(carry: tuple[Array, DraftTree], at: tuple[Array, Array]
                ) -> tuple[tuple[Array, DraftTree], DraftTree]:
@@ -169,7 +169,7 @@ def _grow(weight: Array, following: Array, frontier: Frontier, spec: SpecConfig,
             tokens=token, parent=none + chain * depth + d, depth=above.depth + 1, rank=none,
             survival=survive(*(a[..., None] for a in (
                 above.survival, share, above.depth + 1, above.origin)))[..., 0],
-            logq=jnp.log(share), draft_prob=share, gap=jnp.zeros_like(share),
+            logq=jnp.log(share), draft_prob=share, score_gap=jnp.zeros_like(share),
             live=above.live & (votes > 0) & (d < spec.steps))
         return (jnp.where(candidates == token[..., None], voters, 0), below), below
 

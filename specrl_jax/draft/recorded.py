@@ -92,7 +92,7 @@ def _propose(depth: int, nodes: int, vocab: int, origin: int, params: Replaying,
         survival=_survival(survive, draft_prob, whole, origin),
         logq=jnp.log(draft_prob),
         draft_prob=draft_prob,
-        gap=jnp.zeros(token.shape),
+        score_gap=jnp.zeros(token.shape),
         live=live,
     )
     return attach(roots(frontier.root, frontier.live, nodes), chain), record

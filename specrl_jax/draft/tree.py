@@ -14,7 +14,7 @@ def roots(root: Array, live: Array, nodes: int) -> DraftTree:
     return DraftTree(tokens=jnp.where(first, root[:, None], 0), parent=whole, depth=whole,
                      rank=whole, origin=whole,
                      survival=jnp.broadcast_to(first.astype(jnp.float32), shape),
-                     logq=jnp.zeros(shape), draft_prob=jnp.ones(shape), gap=jnp.zeros(shape),
+                     logq=jnp.zeros(shape), draft_prob=jnp.ones(shape), score_gap=jnp.zeros(shape),
                      live=first & live[:, None])
 
 

@@ -163,7 +163,7 @@ def _shown(decoder: Decoder, tree: DraftTree) -> DraftTree:
     if decoder.rule not in DRAWN_RULES:
         return tree
     return tree.replace(tokens=jnp.zeros_like(tree.tokens), logq=jnp.zeros_like(tree.logq),
-                        gap=jnp.zeros_like(tree.gap), proposal=None)
+                        score_gap=jnp.zeros_like(tree.score_gap), proposal=None)
 
 
 def plain_round(decoder: Decoder, params: Params, drafter_params: Params, state: RolloutState,

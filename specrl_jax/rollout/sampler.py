@@ -216,7 +216,7 @@ class Sampler:
         return Rollout(
             prompt=np.repeat(tokens, self.group, 0), prompt_length=np.repeat(length, self.group),
             tokens=s.tokens, length=s.length, logprob=s.logprob, raw_logprob=s.raw_logprob,
-            kept_mass=s.kept_mass, prompt_id=ids, occurrence=occurrence, sample_id=sample,
+            top_p_mass=s.top_p_mass, prompt_id=ids, occurrence=occurrence, sample_id=sample,
             stopped=np.isin(last, self.engine.layout.stop), commits=s.commits, rounds=s.rounds,
             policy_version=self.version, drafter_version=self.drafter_version)
 
@@ -269,7 +269,7 @@ def rollout_metrics(rollout: Rollout, result: Result) -> dict[str, float]:
         "rollout/broken_drafts": c["broken"],
         "rollout/occupancy": c["row_rounds"] / max(c["slots"], 1),
         "rollout/launches": len(result.trace),
-        "rollout/kept_mass": _mean(rollout.kept_mass, rollout.length),
+        "rollout/top_p_mass": _mean(rollout.top_p_mass, rollout.length),
         "rollout/logprob": _mean(rollout.raw_logprob, rollout.length),
         "response/length_mean": float(rollout.length.mean()),
         "response/length_max": int(rollout.length.max()),

@@ -92,7 +92,7 @@ def record(sequences: Sequences, verdict: Verdict, frontier: Frontier) -> Sequen
         tokens=put(sequences.tokens, verdict.tokens),
         logprob=put(sequences.logprob, verdict.logprob),
         raw_logprob=put(sequences.raw_logprob, verdict.raw_logprob),
-        kept_mass=put(sequences.kept_mass, verdict.kept_mass),
+        top_p_mass=put(sequences.top_p_mass, verdict.top_p_mass),
         commits=sequences.commits.at[seq, turn].set(verdict.count, mode="drop"),
         length=sequences.length.at[seq].add(verdict.count, mode="drop"),
         rounds=sequences.rounds.at[seq].add(1, mode="drop"),

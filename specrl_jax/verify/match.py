@@ -50,7 +50,7 @@ def judge(tokens: Array, parent: Array, live: Array, draw: Draw, place: Array, f
     at = jnp.take_along_axis(place, path, 1)
     count, stopped = truncate(emitted, count, frontier, sampling)
     return Verdict(tokens=emitted, logprob=draw.logprob[at], raw_logprob=draw.raw_logprob[at],
-                   kept_mass=draw.kept_mass[at], path=path, count=count, stopped=stopped)
+                   top_p_mass=draw.top_p_mass[at], path=path, count=count, stopped=stopped)
 
 
 def truncate(

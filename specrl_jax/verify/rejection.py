@@ -197,4 +197,4 @@ def judge(
     logprob = target.logp[at, emitted]
     count, stopped = truncate(emitted, count, frontier, sampling)
     return Verdict(tokens=emitted, logprob=logprob, raw_logprob=logprob + target.raw[at],
-                   kept_mass=target.kept_mass[at], path=path, count=count, stopped=stopped)
+                   top_p_mass=target.top_p_mass[at], path=path, count=count, stopped=stopped)

@@ -25,7 +25,7 @@ class Draw:
     token: Array  # i32[W]
     logprob: Array  # f32[W] of the processed, renormalised distribution; 0 at temperature 0
     raw_logprob: Array  # f32[W] at the row's temperature (1 at temperature 0), no truncation
-    kept_mass: Array  # f32[W]
+    top_p_mass: Array  # f32[W]
 
 
 @struct.dataclass
@@ -34,7 +34,7 @@ class Processed:
 
     logp: Array  # f32[W, V] processed, renormalised; -inf where truncation removed the token
     raw: Array  # f32[W] added to a kept token's logp, this is its raw_logprob as in Draw
-    kept_mass: Array  # f32[W]
+    top_p_mass: Array  # f32[W]
 
 
 def process(logits: Array, temperature: Array, top_k: Array | None, top_p: Array | None
@@ -53,7 +53,7 @@ def process(logits: Array, temperature: Array, top_k: Array | None, top_p: Array
     p = jnp.where(greedy[:, None], best, jnp.where(keep, mass, 0) / kept[:, None])
     return Processed(logp=jnp.log(p),
                      raw=jnp.where(greedy, -jnp.log(total), jnp.log(kept / total)),
-                     kept_mass=kept / total)
+                     top_p_mass=kept / total)
 
 
 def draw(logits: Array, temperature: Array, top_k: Array | None, top_p: Array | None, key: Array,
@@ -78,9 +78,9 @@ def draw(logits: Array, temperature: Array, top_k: Array | None, top_p: Array | 
         drawn = gumbel_argmax(logits.T, temperature, key, position)
         return drawn, jnp.ones_like(temperature)
 
-    drawn, kept_mass = _where_asked(top_k, top_p, truncated, whole, logits)
+    drawn, top_p_mass = _where_asked(top_k, top_p, truncated, whole, logits)
     return Draw(token=drawn.token[:, 0], logprob=drawn.logprob[:, 0],
-                raw_logprob=drawn.raw_logprob[:, 0], kept_mass=kept_mass)
+                raw_logprob=drawn.raw_logprob[:, 0], top_p_mass=top_p_mass)
 
 
 def _where_asked(top_k: Array | None, top_p: Array | None, truncated: Callable[[Array], Any],

@@ -64,7 +64,7 @@ def test_nodes_are_what_a_full_forward_of_their_paths_says(children: str, temper
             if children == "sampled" and not plain:
                 continue
             np.testing.assert_array_equal(found, VOCAB[best])
-            np.testing.assert_allclose(np.sort(tree.gap[b, below]), score[best[0]] - score[best],
+            np.testing.assert_allclose(np.sort(tree.score_gap[b, below]), score[best[0]] - score[best],
                                        atol=2e-4)
 
 
@@ -140,7 +140,7 @@ def test_guesses_are_probabilities_that_fall_with_the_gap() -> None:
     tree = Slots(seed=9).draft()
     for b in range(ROWS):
         children = np.flatnonzero(tree.parent[b, 1:] == 0) + 1
-        draft_prob, gap = tree.draft_prob[b, children], tree.gap[b, children]
+        draft_prob, gap = tree.draft_prob[b, children], tree.score_gap[b, children]
         assert draft_prob.sum() <= 1 + 1e-5 and (draft_prob > 0).all()
         if TEMPERATURE[b] == 0:
             np.testing.assert_allclose(draft_prob, np.exp(tree.logq[b, children]), rtol=1e-4)

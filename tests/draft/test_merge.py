@@ -32,7 +32,7 @@ def tree_of(rows: list[list[Node]], nodes: int, origin: int = 0) -> DraftTree:
     real = np.zeros((len(rows), nodes), np.float32)
     return jax.tree.map(jnp.asarray, DraftTree(
         **fields, rank=whole, origin=whole + origin, survival=survival, logq=real, draft_prob=real,
-        gap=real, live=live))
+        score_gap=real, live=live))
 
 
 def drafter(rows: list[list[Node]], nodes: int, origin: int, **more: Any) -> Drafter:

@@ -35,7 +35,7 @@ def assert_same(left: Result, right: Result) -> None:
     assert streams(left) == streams(right)
     a, b = left.sequences, right.sequences
     where = said(left)
-    for name in ("logprob", "raw_logprob", "kept_mass"):
+    for name in ("logprob", "raw_logprob", "top_p_mass"):
         np.testing.assert_allclose(getattr(a, name)[where], getattr(b, name)[where],
                                    rtol=0, atol=1e-5, err_msg=name)
 
@@ -130,7 +130,7 @@ def test_logprobs_equal_a_teacher_forced_recompute(bench: Any, mix: str) -> None
                     ties += 1
                     continue
                 s = result.sequences
-                got = s.logprob[q, t], s.raw_logprob[q, t], s.kept_mass[q, t]
+                got = s.logprob[q, t], s.raw_logprob[q, t], s.top_p_mass[q, t]
                 np.testing.assert_allclose(
                     got, [want.logprob[token], want.raw[token], want.kept], rtol=0, atol=1e-4)
                 checked += 1

@@ -139,7 +139,7 @@ def test_a_drafter_that_does_not_tell_what_it_drew_from_is_refused(rule: str) ->
 def test_a_policy_cannot_choose_by_what_was_drawn() -> None:
     """One that keeps nodes by their tokens and probabilities keeps what others keep."""
     def peeking(state: Any, load: Any, spec: Any, tree: Any, buckets: Any) -> Any:
-        liked = (tree.tokens < 12) & (tree.logq > -2) & (tree.gap < 1) & (tree.proposal is None)
+        liked = (tree.tokens < 12) & (tree.logq > -2) & (tree.score_gap < 1) & (tree.proposal is None)
         tree = tree.replace(survival=jnp.where(liked, tree.survival, 0.0))
         return protocol.keep_within(state, load, spec, tree, buckets)
 
@@ -171,7 +171,7 @@ def test_log_probabilities_equal_a_plain_forward(rule: str, setting: str) -> Non
             if want.boundary < 1e-4:
                 continue
             checked += 1
-            got = said.logprob[q, t], said.raw_logprob[q, t], said.kept_mass[q, t]
+            got = said.logprob[q, t], said.raw_logprob[q, t], said.top_p_mass[q, t]
             logprob = want.logprob[pair[t]]
             raw = want.raw[pair[t]] if np.isfinite(logprob) else logprob
             assert np.isfinite(logprob) or rule not in LAWFUL

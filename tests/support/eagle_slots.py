@@ -138,7 +138,7 @@ def check_tree(tree: DraftTree, frontier: Frontier) -> None:
         assert above < n and tree.live[b, above]
         assert tree.depth[b, n] == tree.depth[b, above] + 1
         assert 0 < tree.survival[b, n] <= tree.survival[b, above]
-        assert tree.gap[b, n] >= 0 and tree.origin[b, n] == 2
+        assert tree.score_gap[b, n] >= 0 and tree.origin[b, n] == 2
         twins = [m for m in range(1, nodes) if tree.live[b, m] and tree.parent[b, m] == above]
         assert len({tree.tokens[b, m] for m in twins}) == len(twins)
         assert len({tree.rank[b, m] for m in twins}) == len(twins)

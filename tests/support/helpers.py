@@ -169,7 +169,7 @@ def random_tree(rng: Array, state: Any, spec: SpecConfig, nodes: int, depth: int
         survival = survival.at[n].set(survival[wanted] * shrink[n])
     zero, none = jnp.zeros(nodes), jnp.zeros(nodes, jnp.int32)
     return DraftTree(tokens=tokens, parent=parent, depth=level, rank=none, origin=none,
-                     survival=survival, logq=zero, draft_prob=survival, gap=zero, live=live)
+                     survival=survival, logq=zero, draft_prob=survival, score_gap=zero, live=live)
 
 
 class Course:

@@ -90,14 +90,14 @@ Q, T = 4, 6
 def blank() -> Sequences:
     grid, row = jnp.zeros((Q, T), jnp.int32), jnp.zeros(Q, jnp.int32)
     real = jnp.zeros((Q, T))
-    return Sequences(tokens=grid, logprob=real, raw_logprob=real, kept_mass=real, commits=grid,
+    return Sequences(tokens=grid, logprob=real, raw_logprob=real, top_p_mass=real, commits=grid,
                      length=row, rounds=row, done=row > 0)
 
 
 def turn(seq: list[int], generated: list[int], live: list[bool], tokens: list[list[int]],
          count: list[int], stopped: list[bool]) -> tuple[Verdict, Frontier]:
     said, row = jnp.asarray(tokens), jnp.asarray(seq)
-    verdict = Verdict(tokens=said, logprob=-said / 8, raw_logprob=-said / 4, kept_mass=said / 100,
+    verdict = Verdict(tokens=said, logprob=-said / 8, raw_logprob=-said / 4, top_p_mass=said / 100,
                       path=said * 0, count=jnp.asarray(count), stopped=jnp.asarray(stopped))
     return verdict, Frontier(root=row, seq=row, generated=jnp.asarray(generated), context=row,
                         live=jnp.asarray(live))
@@ -112,7 +112,7 @@ def test_record_accounts_for_every_round() -> None:
         [4, 10, 11, 0, 0, 0], [0] * 6, [1, 2, 7, 8, 9, 0], [0] * 6]
     np.testing.assert_allclose(sequences.logprob, -np.asarray(sequences.tokens) / 8)
     np.testing.assert_allclose(sequences.raw_logprob, -np.asarray(sequences.tokens) / 4)
-    np.testing.assert_allclose(sequences.kept_mass, np.asarray(sequences.tokens) / 100)
+    np.testing.assert_allclose(sequences.top_p_mass, np.asarray(sequences.tokens) / 100)
     assert np.asarray(sequences.length).tolist() == [3, 0, 5, 0]
     assert np.asarray(sequences.rounds).tolist() == [2, 0, 2, 0]
     assert np.asarray(sequences.commits)[:, :3].tolist() == [

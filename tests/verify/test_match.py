@@ -87,7 +87,7 @@ def judged(drawn: list[int], *, generated: int = 0, limit: int = 100, stop: tupl
     place = jnp.arange(4)[None]
     tokens = jnp.asarray([[9, 5, 6, 7]])
     draw = Draw(token=jnp.asarray(drawn), logprob=-jnp.arange(4.0),
-                raw_logprob=-10 - jnp.arange(4.0), kept_mass=1 / (1 + jnp.arange(4.0)))
+                raw_logprob=-10 - jnp.arange(4.0), top_p_mass=1 / (1 + jnp.arange(4.0)))
     frontier = Frontier(
         root=jnp.asarray([9]),
         seq=jnp.asarray([0]),
@@ -118,7 +118,7 @@ def test_the_whole_path_and_one_more_are_emitted() -> None:
     assert verdict.path.tolist() == [0, 1, 2, 3]
     assert verdict.logprob.tolist() == [0, -1, -2, -3]
     assert verdict.raw_logprob.tolist() == [-10, -11, -12, -13]
-    np.testing.assert_allclose(verdict.kept_mass, [1, 1 / 2, 1 / 3, 1 / 4])
+    np.testing.assert_allclose(verdict.top_p_mass, [1, 1 / 2, 1 / 3, 1 / 4])
 
 
 def test_a_miss_ends_the_path() -> None:

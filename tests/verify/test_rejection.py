@@ -47,7 +47,7 @@ def test_ties_are_processed_by_token_id() -> None:
 
 
 def test_log_probabilities_are_those_of_the_draw() -> None:
-    """The same token at the same position has the logprob, raw_logprob, kept_mass of match."""
+    """The same token at the same position has the logprob, raw_logprob, top_p_mass of match."""
     args = packed(np.random.default_rng(1))
     width = args[0].shape[1]
     drawn = DRAW(*args, keys(width, 0), np.arange(width))
@@ -55,7 +55,7 @@ def test_log_probabilities_are_those_of_the_draw() -> None:
     logprob = target.logp[jnp.arange(width), drawn.token]
     np.testing.assert_allclose(logprob, drawn.logprob, atol=2e-5)
     np.testing.assert_allclose(logprob + target.raw, drawn.raw_logprob, atol=2e-5)
-    np.testing.assert_allclose(target.kept_mass, drawn.kept_mass, atol=2e-6)
+    np.testing.assert_allclose(target.top_p_mass, drawn.top_p_mass, atol=2e-6)
     greedy = np.asarray(args[1]) == 0
     assert greedy.any() and (np.asarray(logprob)[greedy] == 0).all()
 
@@ -106,7 +106,7 @@ def test_a_verdict_says_where_its_tokens_came_from() -> None:
             logprob = target.logp[w, verdict.tokens[b, d]]
             assert np.isfinite(logprob) and verdict.logprob[b, d] == logprob
             assert verdict.raw_logprob[b, d] == logprob + target.raw[w]
-            assert verdict.kept_mass[b, d] == target.kept_mass[w]
+            assert verdict.top_p_mass[b, d] == target.top_p_mass[w]
 
 
 def test_stop_limit_and_dead_rows_cut_as_for_match() -> None:

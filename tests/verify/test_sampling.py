@@ -17,7 +17,7 @@ from specrl_jax.verify import sampling, truncation
 
 def oracle(logits: np.ndarray, noise: np.ndarray, temperature: float, top_k: int, top_p: float
            ) -> tuple[int, float, float, float]:
-    """(token, logprob, raw_logprob, kept_mass) of one position, by sorting, in float64."""
+    """(token, logprob, raw_logprob, top_p_mass) of one position, by sorting, in float64."""
     scores = np.asarray(logits, np.float64) / (temperature or 1.0)
     order = sorted(range(len(scores)), key=lambda v: (-scores[v], v))
     p = np.exp(scores - scores.max())
@@ -35,9 +35,9 @@ def oracle(logits: np.ndarray, noise: np.ndarray, temperature: float, top_k: int
     order = sorted(order)
     drawn = scores[order] + (noise[order] if temperature else 0)
     token = order[int(np.argmax(drawn))]
-    kept_mass = p[order].sum()
-    logprob = 0.0 if temperature == 0 else np.log(p[token] / kept_mass)
-    return token, logprob, np.log(p[token]), kept_mass
+    top_p_mass = p[order].sum()
+    logprob = 0.0 if temperature == 0 else np.log(p[token] / top_p_mass)
+    return token, logprob, np.log(p[token]), top_p_mass
 
 
 def draw(logits: Any, temperature: Any = 1.0, top_k: Any = 0, top_p: Any = 1.0, key: Any = None,
@@ -87,7 +87,7 @@ def check(logits: np.ndarray, settings: list[tuple[float, int, float]]) -> None:
         found = f"temperature {t}, top_k {k}, top_p {p}"
         assert int(got.token[w]) == token, found
         np.testing.assert_allclose(
-            [got.logprob[w], got.raw_logprob[w], got.kept_mass[w]], [logprob, raw, kept],
+            [got.logprob[w], got.raw_logprob[w], got.top_p_mass[w]], [logprob, raw, kept],
             rtol=0, atol=2e-5, err_msg=found)
 
 
@@ -111,7 +111,7 @@ def test_ties_of_top_p_are_kept_by_token_id(chunk: int) -> None:
     logits = np.full((37, 31), -1e9, np.float32)
     logits[3:35] = 0.0
     got = draw(logits, top_p=np.arange(1, 32) / 32)
-    np.testing.assert_allclose(got.kept_mass, np.arange(1, 32) / 32, atol=1e-6)
+    np.testing.assert_allclose(got.top_p_mass, np.arange(1, 32) / 32, atol=1e-6)
     assert (np.asarray(got.token) < 3 + np.arange(1, 32)).all()
 
 
@@ -124,7 +124,7 @@ def test_all_logits_equal_and_negative_zero(chunk: int) -> None:
 def test_extreme_logits_stay_finite(chunk: int) -> None:
     logits = np.random.default_rng(1).normal(size=(37, 4)).astype(np.float32) * 1e4
     got = draw(logits, temperature=[1, 0.01, 100, 0], top_p=0.9)
-    for value in (got.logprob, got.raw_logprob, got.kept_mass):
+    for value in (got.logprob, got.raw_logprob, got.top_p_mass):
         assert np.isfinite(value).all()
     assert np.asarray(got.token).tolist() == logits.argmax(0).tolist()
 
@@ -212,7 +212,7 @@ def test_what_is_not_a_number_ends(top_k: int, top_p: float) -> None:
     began = time.perf_counter()
     drawn = jax.block_until_ready(compiled(*args))
     assert time.perf_counter() - began < 3  # a bisection through all of them takes a minute
-    assert drawn.kept_mass[1] < 1  # the other row is truncated as ever
+    assert drawn.top_p_mass[1] < 1  # the other row is truncated as ever
 
 
 @pytest.mark.parametrize("temperature,top_k,top_p", [
