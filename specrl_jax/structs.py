@@ -38,7 +38,7 @@ def host_array(value: np.ndarray | np.generic) -> Array:
 
 
 class SpecConfig(struct.PyTreeNode):
-    """The speculation configuration of one round: the paper's (s, t, n) and a budget, all traced."""
+    """The speculation of one round: the paper's (s, t, n) and a budget, all traced."""
 
     steps: Array  # i32[] draft depth; 0 is plain decoding
     branch: Array  # i32[] children of a node
@@ -54,13 +54,8 @@ class Proposal(struct.PyTreeNode):
     vocab: Array  # i32[Vd] token ids, ascending
 
 
-class DraftTree(struct.PyTreeNode):
-    """The draft trees of all rows.
-
-    Node 0 is the root: the last emitted token, whose keys and values are not cached yet. Parents
-    come before their children, and siblings hold different tokens. While a tree is under
-    construction its candidates are a DraftTree without `broken` and `proposal`.
-    """
+class TreeNodes(struct.PyTreeNode):
+    """Nodes of draft trees. The shapes are those of a DraftTree; drafters also use others."""
 
     tokens: Array  # i32[B, N]
     parent: Array  # i32[B, N] index of the parent; 0 for the root
@@ -71,8 +66,17 @@ class DraftTree(struct.PyTreeNode):
     logq: Array  # f32[B, N] the drafter's log-probability of the node given its parent
     draft_prob: Array  # f32[B, N] the drafter's estimate that the draw at the parent is this token
     score_gap: Array  # f32[B, N] score of the best sibling minus the node's own
-    live: Array  # bool[B, N] padding and pruned nodes are False
-    broken: Array | None = None  # bool[B] the drafter computed scores that are not finite
+    live: Array  # bool[B, N] False for padding and pruned nodes
+
+
+class DraftTree(TreeNodes):
+    """The draft trees of all rows.
+
+    Node 0 is the root: the last emitted token, whose keys and values are not cached yet. Parents
+    come before their children, and siblings hold different tokens.
+    """
+
+    broken: Array  # bool[B] the drafter computed scores that are not finite
     proposal: Proposal | None = None  # for rules with `needs_proposal`
 
 

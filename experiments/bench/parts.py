@@ -198,7 +198,8 @@ def random_tree(rows: int, nodes: int, depth: int) -> DraftTree:
     zero, real = np.zeros((rows, nodes), np.int32), survival.astype(np.float32)
     return DraftTree(tokens=ints[0], parent=ints[1], depth=ints[2], rank=zero, origin=zero,
                      survival=real, logq=np.log(real), draft_prob=share.astype(np.float32),
-                     score_gap=0 * real, live=np.ones((rows, nodes), bool))
+                     score_gap=0 * real, live=np.ones((rows, nodes), bool),
+                     broken=np.zeros(rows, bool))
 
 
 def _alone(function: Callable[..., Any]) -> Callable[..., Any]:

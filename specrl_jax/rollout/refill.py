@@ -32,13 +32,13 @@ def prefill(decoder: Decoder, width: int, params: Params, drafter_params: Params
             taps=decoder.drafter.taps)
         blocks = [(k.transpose(2, 0, 1, 3), v.transpose(2, 0, 3, 1)) for k, v in cached]
     features = None if taps is None else decoder.drafter.project(drafter_params, taps)
-    state = fork(decoder, width, state, fill)
+    state = copy_prompt(decoder, width, state, fill)
     kv = _write_rows(state.cache.kv, fill.source, blocks, tokens.shape[1])
     draft = decoder.drafter.prefill(state.draft, fill, tokens, features)
     return state.replace(cache=state.cache.replace(kv=kv), draft=draft)
 
 
-def fork(decoder: Decoder, width: int, state: RolloutState, fill: SlotFill) -> RolloutState:
+def copy_prompt(decoder: Decoder, width: int, state: RolloutState, fill: SlotFill) -> RolloutState:
     """Seats new sequences and copies prompts between slots."""
     kv = _write_rows(
         state.cache.kv, jnp.where(fill.copy == jnp.arange(fill.copy.shape[0]), -1, fill.copy),
@@ -48,7 +48,7 @@ def fork(decoder: Decoder, width: int, state: RolloutState, fill: SlotFill) -> R
         cache=Cache(kv=kv, length=jnp.where(seated, fill.length, state.cache.length)),
         root=jnp.where(seated, fill.root, state.root),
         seq=jnp.where(seated, fill.seq, state.seq),
-        draft=decoder.drafter.fork(state.draft, fill))
+        draft=decoder.drafter.copy_prompt(state.draft, fill))
 
 
 def _write_rows(kv: list, source: Array, rows: list | None, width: int) -> list:
@@ -89,9 +89,9 @@ def _positions(a: Array, row: Array, start: int, size: int, axis: int) -> Array:
     return jax.lax.dynamic_slice(a, [jnp.int32(x) for x in begin], shape)
 
 
-def take(decoder: Decoder, state: RolloutState, slots: Array) -> RolloutState:
+def select_rows(decoder: Decoder, state: RolloutState, slots: Array) -> RolloutState:
     """The state with only `slots` i32[B'], in that order."""
     kv = jax.tree.map(lambda a: a[slots], state.cache.kv)
     return state.replace(cache=Cache(kv=kv, length=state.cache.length[slots]),
                          root=state.root[slots], seq=state.seq[slots],
-                         draft=decoder.drafter.take(state.draft, slots))
+                         draft=decoder.drafter.select_rows(state.draft, slots))

@@ -32,6 +32,7 @@ from specrl_jax.rollout.layout import Shapes, pad, request
 from specrl_jax.rollout.prompts import PromptBatch
 from specrl_jax.rollout.round import Decoder
 from specrl_jax.structs import Rollout
+from specrl_jax.verify.registry import RULES
 
 
 class Sampler:
@@ -255,7 +256,7 @@ def rollout_metrics(rollout: Rollout, result: Result) -> dict[str, float]:
     drafters |= {f"draft/{name}/{kind}_share": count / max(c[kind], 1)
                  for name, counts in result.by_drafter.items() for kind, count in counts.items()}
     return drafters | {
-        "spec/lossy": float(result.rule.startswith("lossy")),
+        "spec/lossy": float(not RULES.resolve(result.rule).lossless),
         "rollout/calibration_error": result.calibration.error,
         "rollout/reliability": reliability(result.calibration),
         "rollout/tokens": tokens,

@@ -32,7 +32,7 @@ def tree_of(rows: list[list[Node]], nodes: int, origin: int = 0) -> DraftTree:
     real = np.zeros((len(rows), nodes), np.float32)
     return jax.tree.map(jnp.asarray, DraftTree(
         **fields, rank=whole, origin=whole + origin, survival=survival, logq=real, draft_prob=real,
-        score_gap=real, live=live))
+        score_gap=real, live=live, broken=np.zeros(len(rows), bool)))
 
 
 def drafter(rows: list[list[Node]], nodes: int, origin: int, **more: Any) -> Drafter:
@@ -44,7 +44,7 @@ def drafter(rows: list[list[Node]], nodes: int, origin: int, **more: Any) -> Dra
         return jax.tree.map(lambda a, b: jnp.where(spec.steps > 0, a, b), drafted, plain), state + 1
 
     return Drafter(nodes=nodes, depth=3, branch=nodes, init=lambda info: 0, propose=propose,
-                   observe=lambda params, state, *rest: state, take=lambda state, rows: state,
+                   select_rows=lambda state, rows: state,
                    names=(f"part{origin}",), **more)
 
 

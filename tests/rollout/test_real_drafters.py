@@ -15,7 +15,7 @@ from specrl_jax.draft.eagle import eagle
 from specrl_jax.draft.history import history
 from specrl_jax.draft.merge import merge
 from specrl_jax.draft.protocol import Drafter
-from specrl_jax.draft.recorded import replay, replaying
+from specrl_jax.draft.recorded import replay, replay_params
 from specrl_jax.draft.small_lm import small_lm
 from specrl_jax.io.compilation import CompilationCounter
 from specrl_jax.rollout.engine import Result
@@ -40,7 +40,7 @@ DRAFTERS: dict[str, tuple[Callable[[], Drafter], Any]] = {
     "history": (lambda: history(**SIZES, match=4, group=TASK.group), ()),
     "merge": (merged, (NEAR, ())),
     "replay": (lambda: replay(depth=DEPTH, nodes=NODES, vocab=ACTOR.vocab_size),
-               replaying(0.3)),
+               replay_params(0.3)),
     "small_lm": (lambda: small_lm(ACTOR, **SIZES), NEAR)} | {
     f"eagle, {children}": (functools.partial(eagle, ARCH, **SIZES, children=children),
                            parameters()) for children in ("perturbed", "top", "sampled")}

@@ -91,6 +91,7 @@ def random_tree(rng: np.random.Generator, rows: int = 4, nodes: int = 7) -> Draf
         draft_prob=real,
         score_gap=real,
         live=jnp.asarray(live),
+        broken=jnp.zeros(rows, bool),
     )
 
 
@@ -111,6 +112,7 @@ def chains(survival: np.ndarray, live: Any = None, steps: int = DEPTH) -> DraftT
         draft_prob=zero,
         score_gap=zero,
         live=live[:, None] & (level <= steps),
+        broken=np.zeros(rows, bool),
     )
 
 

@@ -55,7 +55,7 @@ def compiled(children: str, nodes: int = NODES, branch: int = BRANCH, depth: int
         lambda *args: drafter.propose(*args, contrary), in_specs=everywhere, out_specs=everywhere,
         mesh=MESH, axis_names=set(sharding.ROWS), check_vma=False)
     bound = drafter.bind(ACTOR_PARAMS, parameters())
-    drafter = drafter._replace(observe=jax.jit(drafter.observe), fork=jax.jit(drafter.fork),
+    drafter = drafter._replace(observe=jax.jit(drafter.observe), copy_prompt=jax.jit(drafter.copy_prompt),
                                prefill=jax.jit(drafter.prefill))
     return drafter, bound, jax.jit(propose)
 
@@ -89,7 +89,7 @@ class Slots:
         source, copy = np.asarray(source), np.asarray(copy)
         fill = SlotFill(*map(jnp.asarray, (np.maximum(source, copy), source, copy, self.born,
                                        self.born)))
-        self.state = self.drafter.fork(self.state, fill)
+        self.state = self.drafter.copy_prompt(self.state, fill)
         thought = np.moveaxis(self.thought[:, :P], -1, 0)
         self.state = self.drafter.prefill(self.state, fill, jnp.asarray(self.said[:, :P]),
                                           jnp.asarray(thought))
