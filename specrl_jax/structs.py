@@ -7,12 +7,13 @@ buffer, `L` layers, `H` query heads, `G` key-value heads, `E` head dimension, `F
 vocabulary, `X` stop tokens, `K` children of a node.
 """
 
-from typing import Any, TypeAlias, cast
+from collections.abc import Callable
+from typing import Any, TypeAlias, TypeVar
 
 import jax
-import numpy as np
 from flax import struct
 
+T = TypeVar("T")
 Array: TypeAlias = jax.Array
 Params: TypeAlias = dict[str, Any]
 """A nested dict of arrays."""
@@ -28,13 +29,12 @@ KVCache: TypeAlias = list[tuple[list[Array], list[Array]]]
 """(k, v) of each layer, each a list of segments along S: k [B, G, E, s], v [B, G, s, E]."""
 
 
-def host_array(value: np.ndarray | np.generic) -> Array:
-    """Returns `value` itself, typed as the device array that it becomes.
+def carrier(kind: Callable[..., T], **fields: Any) -> T:
+    """Returns a pytree of class `kind` whose fields are something other than device arrays.
 
-    Carriers are built on the host from numpy arrays and placed by one `jax.device_put`, or by the
-    first program that reads them.
+    So are numpy arrays until one `jax.device_put` places them, shapes, and partition specs.
     """
-    return cast(Array, value)
+    return kind(**fields)
 
 
 class SpecConfig(struct.PyTreeNode):

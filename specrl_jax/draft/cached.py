@@ -16,7 +16,13 @@ from jax.sharding import Mesh, NamedSharding
 
 from specrl_jax.draft.grow import attend, grow, no_proposal
 from specrl_jax.draft.network import KV, Growth, Network
-from specrl_jax.draft.protocol import Drafter, Project, RolloutInfo, Survive
+from specrl_jax.draft.protocol import (
+    Drafter,
+    Project,
+    RolloutInfo,
+    Survive,
+    taps_as_features,
+)
 from specrl_jax.draft.tree import roots
 from specrl_jax.model.architecture import Architecture, is_param
 from specrl_jax.model.rows import for_rows
@@ -33,7 +39,7 @@ from specrl_jax.structs import (
     SlotFill,
     SpecConfig,
     Verdict,
-    host_array,
+    carrier,
 )
 
 _MULTIPLE = 128  # cache positions that tree attention reads at once
@@ -58,7 +64,7 @@ class CachedState(struct.PyTreeNode):
 
 def drafter(growth: Growth, layer: Architecture, dtype: Any, *, name: str,
             bind: Callable[[ModelParams, DrafterParams], DrafterParams],
-            taps: tuple[int, ...] = (), project: Project | None = None) -> Drafter:
+            taps: tuple[int, ...] = (), project: Project = taps_as_features) -> Drafter:
     """Returns the drafter that grows its trees with a network of layers like `layer`.
 
     Args:
@@ -80,7 +86,8 @@ def drafter(growth: Growth, layer: Architecture, dtype: Any, *, name: str,
 def mesh_of(array: Array) -> Mesh | None:
     """Returns the mesh that an array is placed on, if it is on one."""
     place = array.sharding
-    return place.mesh if isinstance(place, NamedSharding) else None
+    mesh = place.mesh if isinstance(place, NamedSharding) else None
+    return mesh if isinstance(mesh, Mesh) else None
 
 
 def cast(weights: Params, described: Params, dtype: Any, mesh: Mesh | None) -> Params:
@@ -117,15 +124,14 @@ def _init(layer: Architecture, depth: int, dtype: Any, reads_features: bool, inf
     b, g, e, f = info.batch, layer.num_kv_heads, layer.head_dim, layer.hidden_size
     size = cache_size(info.cache, depth)
 
-    def zeros(*shape: int, dtype: Any = dtype) -> Array:
-        return host_array(np.zeros(shape, dtype))
-
-    cache = NetworkCache(kv=[(zeros(b, g, e, size), zeros(b, g, size, e))
-                             for _ in range(layer.num_layers)],
-                         length=zeros(b, dtype=np.int32), hidden=zeros(b, f))
-    return CachedState(cache=cache, tokens=zeros(b, size + 1, dtype=np.int32),
-                       features=zeros(b, size, f) if reads_features else None,
-                       prompt=info.prompt.shape[1])
+    cache = carrier(
+        NetworkCache, length=np.zeros(b, np.int32), hidden=np.zeros((b, f), dtype),
+        kv=[(np.zeros((b, g, e, size), dtype), np.zeros((b, g, size, e), dtype))
+            for _ in range(layer.num_layers)])
+    return carrier(
+        CachedState, cache=cache, tokens=np.zeros((b, size + 1), np.int32),
+        features=np.zeros((b, size, f), dtype) if reads_features else None,
+        prompt=info.prompt.shape[1])
 
 
 def _prefill(state: CachedState, fill: SlotFill, tokens: Array, features: Array | None

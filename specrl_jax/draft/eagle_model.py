@@ -132,9 +132,9 @@ def logits(arch: EagleArch, params: Params, head: Array | None, hidden: Array,
       head: `draft_head` of the actor; not read where the drafter has its own.
       decode: as of transformer.project.
     """
-    head = params["head"] if arch.own_head else head
+    weight: Any = params["head"] if arch.own_head else head
     normed = transformer.rms_norm(hidden, params["final_norm"], arch.norm_eps)
-    return transformer.project(head, normed, decode=decode, dtype=jnp.float32)
+    return transformer.project(weight, normed, decode=decode, dtype=jnp.float32)
 
 
 def step(arch: EagleArch, params: Params, embedded: Array, feature: Array, position: Array,

@@ -179,7 +179,7 @@ def _vocab(arch: EagleArch, tensors: Mapping[str, np.ndarray], folder: Path) -> 
             f"tensor {OFFSETS} must hold draft_vocab_size = {arch.draft_vocab} offsets; give a "
             "whole checkpoint")
     vocab = np.arange(arch.draft_vocab) + offsets.astype(np.int64)
-    _expect(vocab[0] >= 0 and vocab[-1] < total and (np.diff(vocab) > 0).all(), folder,
+    _expect(bool(vocab[0] >= 0 and vocab[-1] < total and (np.diff(vocab) > 0).all()), folder,
             f"tensor {OFFSETS} must lead to ascending tokens in 0..{total - 1}; give a head that "
             "was trained for this actor")
     marked = np.zeros(total, bool)

@@ -27,7 +27,7 @@ from specrl_jax.structs import (
     SpecConfig,
     TreeNodes,
     Verdict,
-    host_array,
+    carrier,
 )
 
 VOTERS = 8  # occurrences that vote
@@ -76,10 +76,9 @@ def history(*, depth: int, branch: int, nodes: int, match: int, group: int, orig
 
 def _init(info: RolloutInfo) -> History:
     total = info.prompt.shape[0] * info.group
-    return History(
-        prompt=host_array(info.prompt), prompt_length=host_array(info.prompt_length),
-        past=host_array(info.past),
-        current=host_array(np.full((total, info.buffer), _SEPARATOR, np.int32)))
+    return carrier(
+        History, prompt=info.prompt, prompt_length=info.prompt_length, past=info.past,
+        current=np.full((total, info.buffer), _SEPARATOR, np.int32))
 
 
 def _observe(params: DrafterParams, state: History, frontier: Frontier, verdict: Verdict,

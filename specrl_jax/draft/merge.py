@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from specrl_jax.config import check
-from specrl_jax.draft.protocol import Drafter, Project, Survive
+from specrl_jax.draft.protocol import Drafter, Survive
 from specrl_jax.draft.tree import map_nodes, roots
 from specrl_jax.structs import (
     Array,
@@ -57,14 +57,8 @@ def merge(drafters: Sequence[Drafter], nodes: int) -> Drafter:
         names=tuple(name for d in drafters for name in d.names),
         bind=lambda actor, own: of_each(lambda d, o: d.bind(actor, o), own),
         taps=drafters[readers[0]].taps if readers else (),
-        project=_project(readers[0], drafters[readers[0]].project) if readers else None)
-
-
-def _project(index: int, project: Project | None) -> Project | None:
-    """Returns the `project` of the part at `index`, whose parameters are one of several."""
-    if project is None:
-        return None
-    return lambda params, taps, decode=False: project(params[index], taps, decode)
+        project=lambda params, taps, decode=False: drafters[readers[0]].project(
+            params[readers[0]], taps, decode))
 
 
 def _propose(drafters: tuple[Drafter, ...], nodes: int, params: DrafterParams,

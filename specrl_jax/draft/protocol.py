@@ -115,6 +115,10 @@ def _take(state: DrafterState, rows: Array) -> DrafterState:
     return jax.tree.map(lambda a: a[rows], state)
 
 
+def taps_as_features(params: DrafterParams, taps: Array, decode: bool = False) -> Array:
+    return taps
+
+
 class Drafter(NamedTuple):
     """A drafter. Fields without a default are what every drafter must give."""
 
@@ -154,5 +158,5 @@ class Drafter(NamedTuple):
     the other functions."""
     taps: tuple[int, ...] = ()
     """Layers of the actor, 0-based, whose outputs the drafter reads."""
-    project: Project | None = None
-    """Makes features of the taps, see `Project`; with `taps` only."""
+    project: Project = taps_as_features
+    """Makes features of the taps, see `Project`. By default they are the features."""

@@ -16,7 +16,7 @@ from specrl_jax.config import at_least, check
 from specrl_jax.draft.protocol import Drafter, RolloutInfo, Survive
 from specrl_jax.draft.tree import chain
 from specrl_jax.prng import bits
-from specrl_jax.structs import Array, DraftTree, Frontier, Sampling, SpecConfig, host_array
+from specrl_jax.structs import Array, DraftTree, Frontier, Sampling, SpecConfig, carrier
 
 WIDTH = 128  # of the square matrices whose products are a step's cost
 _KEY_DOMAIN = 0x0B5E55ED  # turns a row's key into one whose bits the match rule never uses
@@ -37,7 +37,7 @@ def replay_params(corruption: float, cost: int = 0) -> ReplayParams:
     """
     check(0 <= corruption <= 1, "draft.corruption", corruption, "must lie in [0, 1]")
     at_least(0, draft__cost=cost)
-    return ReplayParams(host_array(np.float32(corruption)), host_array(np.int32(cost)))
+    return carrier(ReplayParams, corruption=np.float32(corruption), cost=np.int32(cost))
 
 
 def replay(*, depth: int, nodes: int, vocab: int, origin: int = 0) -> Drafter:

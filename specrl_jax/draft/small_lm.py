@@ -41,7 +41,7 @@ def small_lm(arch: Architecture, depth: int, branch: int, nodes: int, children: 
 
 
 def _network(arch: Architecture) -> Network:
-    def run(params: Params, token: Array, _: Array | None, position: Array, attend: Attend
+    def run(params: Params, token: Array, features: Array | None, position: Array, attend: Attend
             ) -> Array:
         rotation = transformer.rotations(arch, position)
         known = jnp.minimum(token, arch.vocab_size - 1)  # the actor may have more rows

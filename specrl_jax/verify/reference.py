@@ -10,7 +10,8 @@ from collections.abc import Callable, Collection, Sequence
 import numpy as np
 
 
-def draw(logits: np.ndarray, noise: np.ndarray, temperature: float, top_k: int, top_p: float) -> int:
+def draw(logits: np.ndarray, noise: np.ndarray, temperature: float, top_k: int, top_p: float
+         ) -> int:
     """Returns the actor's token: temperature, top-k, top-p of what top-k kept, then the noise."""
     order = np.argsort(-logits, kind="stable")  # of equal tokens the lower id comes first
     if temperature == 0:

@@ -73,7 +73,7 @@ def test_capacity_keeps_the_byte_bound() -> None:
 
 
 @pytest.mark.parametrize("group", [2, 4, 32])
-def test_a_prompt_that_comes_back_in_the_next_epoch_finds_its_past(group: int) -> None:
+def test_prompt_of_the_next_epoch_finds_its_past(group: int) -> None:
     examples, past = 16, 4
     memory = ResponseCache(capacity(64, 2, examples, past), 2, most=past)
     seen: set[int] = set()

@@ -65,8 +65,8 @@ def compiled(children: str, branch: int = BRANCH, nodes: int = NODES, drawn: boo
     propose = jax.shard_map(
         lambda *args: drafter.propose(*args, half), in_specs=everywhere, out_specs=everywhere,
         mesh=MESH, axis_names=set(sharding.ROWS), check_vma=False)
-    return drafter._replace(observe=jax.jit(drafter.observe), copy_prompt=jax.jit(drafter.copy_prompt),
-                            prefill=jax.jit(drafter.prefill)), jax.jit(propose)
+    return drafter._replace(**{name: jax.jit(getattr(drafter, name))
+                               for name in ("observe", "copy_prompt", "prefill")}), jax.jit(propose)
 
 
 class Slots:
@@ -202,7 +202,8 @@ def test_garbage_changes_no_bit() -> None:
         slots.wander(3, seed=5)
     tree, state = clean.draft(), dirty.state
     place = np.arange(state.tokens.shape[1] - 1)[None]
-    beyond, unread = place >= dirty.context[:, None], place >= np.asarray(state.cache.length)[:, None]
+    beyond = place >= dirty.context[:, None]
+    unread = place >= np.asarray(state.cache.length)[:, None]
     dirty.state = state.replace(
         tokens=state.tokens.at[:, 1:].set(jnp.where(beyond, -5, state.tokens[:, 1:])),
         cache=state.cache.replace(kv=[
@@ -220,7 +221,7 @@ def test_top_and_sampled_children() -> None:
 
 
 @pytest.mark.parametrize("branch, nodes", [(1, 2), (BRANCH, 6)])
-def test_a_drawn_tree_tells_what_its_nodes_successors_were_drawn_from(branch: int, nodes: int
+def test_drawn_tree_carries_its_proposal(branch: int, nodes: int
                                                                      ) -> None:
     """Also of nodes whose children have no room; and stop tokens do not change its shape."""
     slots = Slots(branch=branch, nodes=nodes, drawn=True)

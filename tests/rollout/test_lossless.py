@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from distribution_checks import ProcessedDistribution
 from helpers import Dice, Task, ask, counting, make_engine, random_drafter, said, streams
-from laws import ProcessedLaw
 
 from specrl_jax.config import ConfigError
 from specrl_jax.control import protocol
@@ -18,7 +18,7 @@ from specrl_jax.rollout.engine import Result
 ALL_NODES = protocol.make_spec(3, 6, 6, 0)
 WILD, MIXED, PERFECT = 0.0, 0.6, 1.0
 MIXES: dict[str, dict[str, Any]] = {
-    "plain law": {},
+    "plain": {},
     "cold": {"temperature": 0.5},
     "greedy": {"temperature": 0},
     "top-k": {"top_k": 5},
@@ -76,7 +76,7 @@ def test_the_drafters_do_what_their_names_say(bench: Any) -> None:
     ((3, 0, 6, 0), True), ((3, 99, 6, 0), True), ((3, 6, 0, 0), True), ((3, 6, 99, 0), True),
     ((3, 6, 6, 1), True),
 ])
-def test_what_a_policy_plans_beyond_the_shapes_is_clamped_and_counted(
+def test_plan_beyond_the_shapes_is_clamped_and_counted(
         bench: Any, planned: tuple[int, ...], out: bool) -> None:
     result = bench.run_trees(hold=protocol.make_spec(*planned), seed=2)
     assert streams(result) == streams(bench.run_plain(seed=2))
@@ -113,7 +113,7 @@ def test_stop_tokens_end_a_sequence_and_are_its_last(bench: Any, stop: int) -> N
     assert (len(full) < bench.task.sequences) == (stop >= 0)
 
 
-@pytest.mark.parametrize("mix", ["plain law", "cold", "greedy", "top-k", "top-p", "both, hot"])
+@pytest.mark.parametrize("mix", ["plain", "cold", "greedy", "top-k", "top-p", "both, hot"])
 def test_logprobs_equal_a_teacher_forced_recompute(bench: Any, mix: str) -> None:
     asked = ask(bench.task, **MIXES[mix])
     bench.dice.replay = bench.run_plain(seed=5, **MIXES[mix]).sequences.tokens
@@ -124,7 +124,7 @@ def test_logprobs_equal_a_teacher_forced_recompute(bench: Any, mix: str) -> None
         checked = ties = 0
         for q, tokens in enumerate(streams(result)):
             for t, token in enumerate(tokens):
-                want = ProcessedLaw(scores[q, t], asked.temperature[q], asked.top_k[q],
+                want = ProcessedDistribution(scores[q, t], asked.temperature[q], asked.top_k[q],
                                     asked.top_p[q])
                 if want.boundary < 1e-4:
                     ties += 1

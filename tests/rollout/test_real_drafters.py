@@ -25,7 +25,7 @@ SIZES = {"depth": DEPTH, "branch": BRANCH, "nodes": NODES}
 TASK = make_task(stop=(3,))
 NEAR = jax.tree.map(lambda a, b: a + 0.05 * b, ACTOR_PARAMS, tiny_params(ACTOR, seed=9))
 MIXES: dict[str, dict[str, Any]] = {
-    "plain law": {}, "greedy": {"temperature": 0},
+    "plain": {}, "greedy": {"temperature": 0},
     "truncated": {"temperature": 1.7, "top_k": 9, "top_p": 0.8},
     "every row its own": {"temperature": np.linspace(0, 2, 12), "limit": 1 + np.arange(12)}}
 
@@ -65,7 +65,7 @@ SOON = "eagle, perturbed"  # the others are slow: each compiles an engine
 @pytest.mark.parametrize("name", [
     name if name == SOON else pytest.param(name, marks=[pytest.mark.slow, pytest.mark.long])
     for name in DRAFTERS])
-def test_no_drafter_changes_a_token(name: str) -> None:
+def test_real_drafter_changes_no_token(name: str) -> None:
     """Batches of 4 and then 2, with refill; depth, nodes, branching, budget and mixture change."""
     make, own = DRAFTERS[name]
     drafter = make()

@@ -55,8 +55,8 @@ def compiled(children: str, nodes: int = NODES, branch: int = BRANCH, depth: int
         lambda *args: drafter.propose(*args, contrary), in_specs=everywhere, out_specs=everywhere,
         mesh=MESH, axis_names=set(sharding.ROWS), check_vma=False)
     bound = drafter.bind(ACTOR_PARAMS, parameters())
-    drafter = drafter._replace(observe=jax.jit(drafter.observe), copy_prompt=jax.jit(drafter.copy_prompt),
-                               prefill=jax.jit(drafter.prefill))
+    drafter = drafter._replace(**{name: jax.jit(getattr(drafter, name))
+                                  for name in ("observe", "copy_prompt", "prefill")})
     return drafter, bound, jax.jit(propose)
 
 
