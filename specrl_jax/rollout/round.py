@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from specrl_jax.config import MOST_MIX, check
+from specrl_jax.config import MOST_MIX, ConfigError
 from specrl_jax.control import acceptance
 from specrl_jax.control.cost_model import Bucket, bucket_ladder
 from specrl_jax.control.protocol import Controller, Outcome
@@ -313,9 +313,10 @@ def _proposal(name: str, rule: Rule, tree: DraftTree, order: Array) -> Proposal 
     """
     if not rule.needs_proposal or order.shape[1] == 1:
         return None
-    check(tree.proposal is not None, "spec.rule", name,
-          "the drafter does not tell what it drew from; choose rejection")
     proposal = tree.proposal
+    if proposal is None:
+        raise ConfigError(f"spec.rule = {name!r}: the drafter does not tell what it drew from; "
+                          "choose rejection")
     return proposal.replace(logq=jnp.take_along_axis(proposal.logq, order[..., None], 1))
 
 

@@ -1,4 +1,4 @@
-"""Host bookkeeping of one data shard's slots: which sequence sits where, and how they fill."""
+"""Bookkeeping of one data shard's slots on the host: which sequence is in which slot."""
 
 import copy
 import dataclasses
