@@ -6,7 +6,7 @@ waits for a gather of weights.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -82,13 +82,15 @@ def spec_of(shape: tuple[int, ...], axes: tuple[str | None, ...], rules: Mapping
                            for size, name in zip(shape, names, strict=True)))
 
 
-def shardings(described: Any, rules: Mapping[str, str], mesh: Mesh, is_leaf: Any) -> Any:
+def shardings(described: Any, rules: Mapping[str, str], mesh: Mesh,
+              is_leaf: Callable[[Any], bool]) -> Any:
     """Returns the NamedSharding of each leaf of a tree of descriptions with `shape`, `axes`."""
     return jax.tree.map(lambda p: NamedSharding(mesh, spec_of(p.shape, p.axes, rules, mesh)),
                         described, is_leaf=is_leaf)
 
 
-def replicated_axes(described: Any, rules: Mapping[str, str], mesh: Mesh, is_leaf: Any) -> set[str]:
+def replicated_axes(described: Any, rules: Mapping[str, str], mesh: Mesh,
+                    is_leaf: Callable[[Any], bool]) -> set[str]:
     """Returns the logical axes that a mesh dimension should split but does not divide."""
     found = set()
     for param in jax.tree.leaves(described, is_leaf=is_leaf):
@@ -106,12 +108,12 @@ def put(place: Any, value: Any) -> Any:
       place: NamedSharding of all of `value`, or a tree of them that is a prefix of `value`.
       value: host arrays; one call for many takes half the time of many calls.
     """
-    value = jax.tree.map(np.asarray, value)
+    arrays = jax.tree.map(np.asarray, value)
     if jax.process_count() == 1:
-        return jax.device_put(value, place)
+        return jax.device_put(arrays, place)
     return jax.tree.map(lambda to, part: jax.tree.map(
         lambda a: jax.make_array_from_callback(a.shape, to, lambda index: a[index]), part),
-        place, value)
+        place, arrays)
 
 
 def arguments(place: Any, value: Any) -> Any:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any, TypeAlias, TypeVar
 
 import jax
+import numpy as np
 from flax import struct
 
 T = TypeVar("T")
@@ -199,18 +200,18 @@ class Load(struct.PyTreeNode):
 class Rollout(struct.PyTreeNode):
     """The sequences of one step as host arrays, sorted by (prompt id, occurrence, sample id)."""
 
-    prompt: Any  # i32[Q, P] right-padded
-    prompt_length: Any  # i32[Q]
-    tokens: Any  # i32[Q, T] responses
-    length: Any  # i32[Q] of the responses
-    logprob: Any  # f32[Q, T] see Verdict
-    raw_logprob: Any  # f32[Q, T]
-    top_p_mass: Any  # f32[Q, T]
-    prompt_id: Any  # i32[Q]
-    occurrence: Any  # i32[Q] earlier occurrences of the prompt in this step
-    sample_id: Any  # i32[Q] index within the prompt's group
-    stopped: Any  # bool[Q] ended by a stop token, not by its limit
-    commits: Any  # i32[Q, T] tokens committed by each round
-    rounds: Any  # i32[Q]
+    prompt: np.ndarray  # i32[Q, P] right-padded
+    prompt_length: np.ndarray  # i32[Q]
+    tokens: np.ndarray  # i32[Q, T] responses
+    length: np.ndarray  # i32[Q] of the responses
+    logprob: np.ndarray  # f32[Q, T] see Verdict
+    raw_logprob: np.ndarray  # f32[Q, T]
+    top_p_mass: np.ndarray  # f32[Q, T]
+    prompt_id: np.ndarray  # i32[Q]
+    occurrence: np.ndarray  # i32[Q] earlier occurrences of the prompt in this step
+    sample_id: np.ndarray  # i32[Q] index within the prompt's group
+    stopped: np.ndarray  # bool[Q] ended by a stop token, not by its limit
+    commits: np.ndarray  # i32[Q, T] tokens committed by each round
+    rounds: np.ndarray  # i32[Q]
     policy_version: int = struct.field(pytree_node=False, default=0)
     drafter_version: int = struct.field(pytree_node=False, default=0)

@@ -6,13 +6,13 @@ that drafts nothing processes nothing.
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax.sharding import Mesh, NamedSharding
+from jax.typing import DTypeLike
 
 from specrl_jax.draft.grow import attend, grow, no_proposal
 from specrl_jax.draft.network import KV, Growth, Network
@@ -62,7 +62,7 @@ class CachedState(struct.PyTreeNode):
     prompt: int = struct.field(pytree_node=False)  # P
 
 
-def drafter(growth: Growth, layer: Architecture, dtype: Any, *, name: str,
+def drafter(growth: Growth, layer: Architecture, dtype: DTypeLike, *, name: str,
             bind: Callable[[ModelParams, DrafterParams], DrafterParams],
             taps: tuple[int, ...] = (), project: Project = taps_as_features) -> Drafter:
     """Returns the drafter that grows its trees with a network of layers like `layer`.
@@ -90,7 +90,7 @@ def mesh_of(array: Array) -> Mesh | None:
     return mesh if isinstance(mesh, Mesh) else None
 
 
-def cast(weights: Params, described: Params, dtype: Any, mesh: Mesh | None) -> Params:
+def cast(weights: Params, described: Params, dtype: DTypeLike, mesh: Mesh | None) -> Params:
     """Casts weights and places them on a mesh by the rollout's rules. Runs inside jit.
 
     Args:
@@ -119,7 +119,7 @@ def cache_size(cache: int, depth: int) -> int:
 # Slots.
 
 
-def _init(layer: Architecture, depth: int, dtype: Any, reads_features: bool, info: RolloutInfo
+def _init(layer: Architecture, depth: int, dtype: DTypeLike, reads_features: bool, info: RolloutInfo
           ) -> CachedState:
     b, g, e, f = info.batch, layer.num_kv_heads, layer.head_dim, layer.hidden_size
     size = cache_size(info.cache, depth)

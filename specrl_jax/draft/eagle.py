@@ -7,12 +7,14 @@ for storing its features only.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jax.sharding import Mesh, NamedSharding
+from jax.typing import DTypeLike
 
 from specrl_jax.draft import cached, eagle_model
 from specrl_jax.draft.eagle_model import EagleArch
@@ -34,7 +36,7 @@ class Bound(struct.PyTreeNode):
 
 def eagle(arch: EagleArch, depth: int, branch: int, nodes: int, children: str = "perturbed", *,
           temperature: float = 1.0, origin: int = 0, drawn: bool = False,
-          dtype: Any = jnp.float32) -> Drafter:
+          dtype: DTypeLike = jnp.float32) -> Drafter:
     """Returns the drafter with D = `depth`, K = `branch`, N = `nodes`.
 
     Its own parameters, which `bind` is given, are {"weights": the tree of eagle_model.describe,
@@ -75,7 +77,8 @@ def _network(arch: EagleArch) -> Network:
         vocab=lambda params: params.vocab, vocab_size=arch.draft_vocab, ahead=1)
 
 
-def _bind(arch: EagleArch, cast: Any, actor: ModelParams, own: DrafterParams) -> Bound:
+def _bind(arch: EagleArch, cast: Callable[..., Any], actor: ModelParams, own: DrafterParams
+          ) -> Bound:
     """Joins the drafter's weights with what it reads of the published actor."""
     rows = actor["embed" if arch.actor.tied else "head"]
     weights, vocab, head = cast(arch, own, rows, rows.dtype, cached.mesh_of(rows))
@@ -84,7 +87,7 @@ def _bind(arch: EagleArch, cast: Any, actor: ModelParams, own: DrafterParams) ->
     return Bound(weights=weights, vocab=vocab, embed=actor["embed"], head=head)
 
 
-def _cast(arch: EagleArch, own: DrafterParams, rows: Array, dtype: Any, mesh: Mesh | None
+def _cast(arch: EagleArch, own: DrafterParams, rows: Array, dtype: DTypeLike, mesh: Mesh | None
           ) -> tuple[Params, Array, Array | None]:
     """Returns weights and vocabulary, placed, and the head's rows, gathered once."""
     weights = cached.cast(own["weights"], eagle_model.describe(arch), dtype, mesh)

@@ -27,7 +27,7 @@ Attend = Callable[[Array, Array, Array], Array]
 
 @dataclasses.dataclass(frozen=True)
 class EagleArch:
-    """Static shape of an EAGLE-3 head. Fields left at 0 or () get the actor's value or a default."""
+    """Static shape of an EAGLE-3 head. Fields left at 0 or () are the actor's or a default."""
 
     actor: Architecture
     taps: tuple[int, ...] = ()  # tapped layers of the actor, 0-based, ascending

@@ -5,11 +5,13 @@ root; the tokens that a round committed are processed before the next tree grows
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from specrl_jax.draft import cached
 from specrl_jax.draft.network import Growth, Network
@@ -22,7 +24,7 @@ from specrl_jax.structs import Array, ModelParams, Params
 
 def small_lm(arch: Architecture, depth: int, branch: int, nodes: int, children: str = "perturbed",
              *, temperature: float = 1.0, origin: int = 0, drawn: bool = False,
-             dtype: Any = jnp.float32) -> Drafter:
+             dtype: DTypeLike = jnp.float32) -> Drafter:
     """Returns the drafter with D = `depth`, K = `branch`, N = `nodes`.
 
     Its own parameters, which `bind` is given, are those of architecture.describe.
@@ -56,10 +58,10 @@ def _network(arch: Architecture) -> Network:
         vocab_size=arch.vocab_size, ahead=0)
 
 
-def _bind(arch: Architecture, cast: Any, actor: ModelParams, own: Params) -> Params:
+def _bind(arch: Architecture, cast: Callable[..., Any], actor: ModelParams, own: Params) -> Params:
     """Returns the small model in the dtype and on the mesh of the published actor."""
     return cast(arch, own, actor["embed"].dtype, cached.mesh_of(actor["embed"]))
 
 
-def _cast(arch: Architecture, own: Params, dtype: Any, mesh: Mesh | None) -> Params:
+def _cast(arch: Architecture, own: Params, dtype: DTypeLike, mesh: Mesh | None) -> Params:
     return cached.cast(own, describe(arch), dtype, mesh)

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 
 from specrl_jax.config import RolloutConfig, check
 from specrl_jax.control import acceptance
@@ -123,7 +124,7 @@ class Layout:
     """States of one engine: as host arrays, as abstract shapes, and their shardings."""
 
     def __init__(self, decoder: Decoder, mesh: Mesh, shapes: Shapes, stop: Sequence[int],
-                 dtype: Any, past: int) -> None:
+                 dtype: DTypeLike, past: int) -> None:
         self.decoder, self.mesh, self.shapes = decoder, mesh, shapes
         self.stop = np.asarray(stop or (-1,), np.int32)
         self.dtype, self.past = dtype, past

@@ -31,7 +31,7 @@ from specrl_jax.rollout.engine import Engine, Result
 from specrl_jax.rollout.layout import Shapes, pad, request
 from specrl_jax.rollout.prompts import PromptBatch
 from specrl_jax.rollout.round import Decoder
-from specrl_jax.structs import Rollout
+from specrl_jax.structs import Rollout, carrier
 from specrl_jax.verify.registry import RULES
 
 
@@ -214,8 +214,8 @@ class Sampler:
         tokens, length = pad(prompts, self.engine.shapes.prompt)
         s = result.sequences
         last = np.take_along_axis(s.tokens, np.maximum(s.length - 1, 0)[:, None], 1)[:, 0]
-        return Rollout(
-            prompt=np.repeat(tokens, self.group, 0), prompt_length=np.repeat(length, self.group),
+        return carrier(
+            Rollout, prompt=np.repeat(tokens, self.group, 0), prompt_length=np.repeat(length, self.group),
             tokens=s.tokens, length=s.length, logprob=s.logprob, raw_logprob=s.raw_logprob,
             top_p_mass=s.top_p_mass, prompt_id=ids, occurrence=occurrence, sample_id=sample,
             stopped=np.isin(last, self.engine.layout.stop), commits=s.commits, rounds=s.rounds,
