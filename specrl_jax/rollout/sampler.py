@@ -215,7 +215,8 @@ class Sampler:
         s = result.sequences
         last = np.take_along_axis(s.tokens, np.maximum(s.length - 1, 0)[:, None], 1)[:, 0]
         return carrier(
-            Rollout, prompt=np.repeat(tokens, self.group, 0), prompt_length=np.repeat(length, self.group),
+            Rollout,
+            prompt=np.repeat(tokens, self.group, 0), prompt_length=np.repeat(length, self.group),
             tokens=s.tokens, length=s.length, logprob=s.logprob, raw_logprob=s.raw_logprob,
             top_p_mass=s.top_p_mass, prompt_id=ids, occurrence=occurrence, sample_id=sample,
             stopped=np.isin(last, self.engine.layout.stop), commits=s.commits, rounds=s.rounds,
