@@ -17,7 +17,6 @@ from specrl_jax.config.fields import (
     option,
     section,
 )
-from specrl_jax.config.registry import Registry
 from specrl_jax.config.sections import (
     DATASETS,
     DRAWN_RULES,
@@ -55,7 +54,6 @@ __all__ = [
     "ModelSource",
     "POLICIES",
     "RULES",
-    "Registry",
     "RewardConfig",
     "RolloutConfig",
     "SpecOptions",

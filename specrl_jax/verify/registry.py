@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from specrl_jax.config import Registry
+from specrl_jax.config.registry import Registry
 from specrl_jax.verify import lossy, match, rejection
 from specrl_jax.verify.protocol import Rule, Verify
 

@@ -48,6 +48,11 @@ def test_register_same_definition_replaces(registry):
     assert registry["mine"] is second
 
 
+def test_resolve_imports_registered_string(registry):
+    registry.register("root")("math:sqrt")
+    assert registry.resolve("root")(9) == 3
+
+
 def test_resolve_imports_module_and_attribute(registry):
     assert registry.resolve("math:sqrt")(4) == 2
 
@@ -57,7 +62,7 @@ def test_resolve_imports_module_and_attribute(registry):
     (":f", "spec.drafter = ':f': choose one of off"),
     ("no_such_module:f", "spec.drafter = 'no_such_module:f': No module named 'no_such_module'; "),
     ("math:nothing", "spec.drafter = 'math:nothing': module 'math' has no attribute 'nothing'; "),
-    ("math:pi", "spec.drafter = 'math:pi': must name a Callable, but it is a float"),
+    ("math:pi", "spec.drafter = 'math:pi': must name a function, but it is of type float"),
 ])
 def test_resolve_refuses_in_one_line(registry, name, line):
     with pytest.raises(ConfigError) as caught:

@@ -65,7 +65,7 @@ SOON = "eagle, perturbed"  # the others are slow: each compiles an engine
 @pytest.mark.parametrize("name", [
     name if name == SOON else pytest.param(name, marks=[pytest.mark.slow, pytest.mark.long])
     for name in DRAFTERS])
-def test_real_drafter_changes_no_token(name: str) -> None:
+def test_no_drafter_changes_a_token(name: str) -> None:
     """Batches of 4 and then 2, with refill; depth, nodes, branching, budget and mixture change."""
     make, own = DRAFTERS[name]
     drafter = make()
