@@ -144,11 +144,11 @@ class Layout:
         check(min(len(p) for p in asked.prompts) > 0, "prompt", [], "needs at least one token")
         truncated = ((asked.top_k > 0) | (asked.top_p < 1)).any()
         check(self.decoder.truncates or not truncated, "truncates", self.decoder.truncates,
-              "sequences use top_k or top_p, for which this engine was not compiled; set it in its "
-              "Decoder")
+              "sequences ask for top_k or top_p, for which this engine was not compiled; set it in "
+              "its Decoder")
         padding = asked.limit.reshape(s.shards, s.sequences) == 0
         check(bool((np.diff(padding.astype(np.int8), axis=1) >= 0).all()), "limit", 0,
-              "sequences with limit 0 must come last in their shard")
+              "sequences that are not asked for come last in their shard")
         check(int(asked.limit.max()) <= s.response, "limit", int(asked.limit.max()),
               f"the response buffer has rollout.max_new_tokens = {s.response} places")
 
