@@ -1,4 +1,4 @@
-"""Keys and noise as functions of indices: nothing is threaded through a loop."""
+"""Keys and noise as functions of indices, so that no generator state passes through a loop."""
 
 import jax
 import jax.numpy as jnp
@@ -12,18 +12,15 @@ STREAMS = ("train", "eval", "generate", "canary")
 
 def row_keys(seed: int, stream: str, step: int, prompt_id: np.ndarray, occurrence: np.ndarray,
              sample_id: np.ndarray) -> np.ndarray:
-    """The noise key of each sequence.
+    """Returns the noise key of each sequence, u32[Q, 2].
 
     Args:
-      seed: of the run.
-      stream: one of STREAMS; what the tokens are for.
-      step: the RL step that the sequence is born in.
+      seed: the run's.
+      stream: one of STREAMS, the purpose of the tokens.
+      step: RL step in which the sequence begins.
       prompt_id: i32[Q].
-      occurrence: i32[Q] how often the prompt came before in this step.
-      sample_id: i32[Q] place in the prompt's group.
-
-    Returns:
-      u32[Q, 2].
+      occurrence: i32[Q] earlier occurrences of the prompt in this step.
+      sample_id: i32[Q] index within the prompt's group.
     """
     words = np.stack([prompt_id, occurrence, sample_id], axis=-1).astype(np.uint32)
     return np.asarray(_fold(jax.random.key(seed, impl="threefry2x32"),
@@ -32,7 +29,7 @@ def row_keys(seed: int, stream: str, step: int, prompt_id: np.ndarray, occurrenc
 
 @jax.jit
 def _fold(key: jax.Array, stream: jax.Array, step: jax.Array, words: jax.Array) -> jax.Array:
-    born = jax.random.fold_in(jax.random.fold_in(key, stream), step)
+    of_step = jax.random.fold_in(jax.random.fold_in(key, stream), step)
     fold = jax.vmap(lambda w: jax.random.key_data(
-        jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(born, w[0]), w[1]), w[2])))
+        jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(of_step, w[0]), w[1]), w[2])))
     return fold(words)

@@ -6,7 +6,7 @@ waits for a gather of weights.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -24,50 +24,50 @@ ROLLOUT_RULES: Mapping[str, str] = {"vocab": "tensor", "kv_heads": "tensor", "ml
 
 
 def make_mesh(config: MeshConfig) -> Mesh:
-    """The mesh ("data", "fsdp", "tensor") over all devices of all processes.
+    """Returns the mesh ("data", "fsdp", "tensor") over all devices of all processes.
 
     Raises:
       ConfigError: the sizes do not multiply to the number of devices used.
     """
     devices = jax.devices()
     shape = (config.data, config.fsdp, config.tensor)
-    wanted, name = math.prod(shape), "x".join(map(str, shape))
-    check(wanted <= len(devices), "mesh", name,
-          f"needs {wanted} devices, {len(devices)} are there")
-    check(wanted == len(devices) or jax.process_count() == 1, "mesh", name,
+    size, name = math.prod(shape), "x".join(map(str, shape))
+    check(size <= len(devices), "mesh", name, f"needs {size} devices, {len(devices)} are there")
+    check(size == len(devices) or jax.process_count() == 1, "mesh", name,
           f"with several processes all {len(devices)} devices must be used")
-    grid = np.asarray(devices[:wanted]).reshape(shape)
+    grid = np.asarray(devices[:size]).reshape(shape)
     return Mesh(grid, (*ROWS, "tensor"), axis_types=(AxisType.Auto,) * 3)
 
 
 def shard_count(mesh: Mesh) -> int:
-    """Data shards: the groups that rows are dealt to."""
+    """Returns the number of data shards, which split the rows."""
     return math.prod(mesh.shape[axis] for axis in ROWS)
 
 
 def rows(mesh: Mesh) -> NamedSharding:
-    """Leading axis split over the data shards."""
+    """Returns the sharding whose leading axis is split over the data shards."""
     return NamedSharding(mesh, PartitionSpec(ROWS))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
+    """Returns the sharding with a whole copy on every device."""
     return NamedSharding(mesh, PartitionSpec())
 
 
 def on_any_shard(flag: jax.Array) -> jax.Array:
-    """bool[] whether a flag is up on any data shard; outside of shard_map, the flag itself.
+    """Returns bool[], whether `flag` is set on any data shard; outside of shard_map, the flag.
 
-    Where a branch or a loop holds collectives over `tensor`, what selects it must be this: data
-    shards that go different ways would wait for each other for ever.
+    It must select every branch and end every loop that holds collectives over `tensor`: data shards
+    that take different branches would wait for each other for ever.
     """
     manual = tuple(axis for axis in ROWS if axis in jax.sharding.get_abstract_mesh().manual_axes)
     return jax.lax.pmax(flag.astype(jnp.int32), manual) > 0 if manual else flag
 
 
 def unsplit(x: jax.Array) -> jax.Array:
-    """`x` as it is, whole on every device of a data shard; outside of shard_map, `x`.
+    """Returns `x`, whole on every device of its data shard; outside of shard_map, `x`.
 
-    What is computed from it alone then needs no collectives, and data shards may go their own ways.
+    Computations from it alone need no collectives, so data shards may take different branches.
     """
     if not jax.sharding.get_abstract_mesh().axis_names:
         return x
@@ -76,20 +76,22 @@ def unsplit(x: jax.Array) -> jax.Array:
 
 def spec_of(shape: tuple[int, ...], axes: tuple[str | None, ...], rules: Mapping[str, str],
             mesh: Mesh) -> PartitionSpec:
-    """The partition of one array; an axis that its mesh dimension does not divide is replicated."""
+    """Returns the partition of one array; an axis that the mesh does not divide is replicated."""
     names = [rules.get(axis) if axis else None for axis in axes]
     return PartitionSpec(*(name if name and size % mesh.shape[name] == 0 else None
                            for size, name in zip(shape, names, strict=True)))
 
 
-def shardings(described: Any, rules: Mapping[str, str], mesh: Mesh, is_leaf: Any) -> Any:
-    """NamedSharding of each leaf of a tree of descriptions with `shape` and `axes`."""
+def shardings(described: Any, rules: Mapping[str, str], mesh: Mesh,
+              is_leaf: Callable[[Any], bool]) -> Any:
+    """Returns the NamedSharding of each leaf of a tree of descriptions with `shape`, `axes`."""
     return jax.tree.map(lambda p: NamedSharding(mesh, spec_of(p.shape, p.axes, rules, mesh)),
                         described, is_leaf=is_leaf)
 
 
-def replicated_axes(described: Any, rules: Mapping[str, str], mesh: Mesh, is_leaf: Any) -> set[str]:
-    """Logical axes that a mesh dimension should split but does not divide: to be reported."""
+def replicated_axes(described: Any, rules: Mapping[str, str], mesh: Mesh,
+                    is_leaf: Callable[[Any], bool]) -> set[str]:
+    """Returns the logical axes that a mesh dimension should split but does not divide."""
     found = set()
     for param in jax.tree.leaves(described, is_leaf=is_leaf):
         for size, axis in zip(param.shape, param.axes, strict=True):
@@ -100,24 +102,24 @@ def replicated_axes(described: Any, rules: Mapping[str, str], mesh: Mesh, is_lea
 
 
 def put(place: Any, value: Any) -> Any:
-    """Global arrays from host values that every process holds whole.
+    """Makes global arrays of host values that every process holds whole.
 
     Args:
-      place: NamedSharding of all of `value`, or a tree of them that `value` begins like.
-      value: host arrays; in one call, since JAX takes half as long for them as one by one.
+      place: NamedSharding of all of `value`, or a tree of them that is a prefix of `value`.
+      value: host arrays; one call for many takes half the time of many calls.
     """
-    value = jax.tree.map(np.asarray, value)
+    arrays = jax.tree.map(np.asarray, value)
     if jax.process_count() == 1:
-        return jax.device_put(value, place)
+        return jax.device_put(arrays, place)
     return jax.tree.map(lambda to, part: jax.tree.map(
         lambda a: jax.make_array_from_callback(a.shape, to, lambda index: a[index]), part),
-        place, value)
+        place, arrays)
 
 
 def arguments(place: Any, value: Any) -> Any:
-    """Small host arrays as arguments of a compiled program that wants them at `place`, as in `put`.
+    """Prepares small host arrays as arguments of a compiled program with shardings `place`.
 
-    It places arrays of one process itself, and much faster than `put`, which takes as long as a
+    With one process the program places them itself, which saves the cost of `put`: as much as a
     hundred operations of a launch.
     """
     return value if jax.process_count() == 1 else put(place, value)

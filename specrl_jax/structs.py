@@ -1,203 +1,217 @@
-"""Every pytree that crosses a module border.
+"""Every pytree that crosses a module border, and the type aliases of the package.
 
-Shape legend: `B` rows (slots of one data shard), `Q` sequences of one step, `M` samples a prompt,
-`N` tree nodes a row (padded), `n` nodes a row of one bucket, `D` tree depth (padded), `W` packed
-tokens of one forward, `S` cache slots, `T` response buffer, `P` prompt buffer, `L` layers, `H`
-query heads, `G` key-value heads, `E` head dim, `F` model width, `V` vocabulary, `X` stop tokens.
+Shape legend: `B` rows (slots of one data shard), `Q` sequences of one step, `M` samples of a
+prompt, `N` tree nodes of a row (padded), `n` tree nodes of a row in one bucket, `D` tree depth
+(padded), `W` packed tokens of one forward pass, `S` cache slots, `T` response buffer, `P` prompt
+buffer, `L` layers, `H` query heads, `G` key-value heads, `E` head dimension, `F` model width, `V`
+vocabulary, `X` stop tokens, `K` children of a node.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias, TypeVar
 
 import jax
+import numpy as np
 from flax import struct
 
-Array = jax.Array
+T = TypeVar("T")
+Array: TypeAlias = jax.Array
+Params: TypeAlias = dict[str, Any]
+"""A nested dict of arrays."""
+ModelParams: TypeAlias = Params
+"""The actor's weights, see model/architecture.py."""
+DrafterParams: TypeAlias = Any
+"""A drafter's own pytree of parameters, after `bind`; only that drafter looks inside."""
+DrafterState: TypeAlias = Any
+"""A drafter's own pytree of state; only that drafter looks inside."""
+ControlState: TypeAlias = Any
+"""A controller's own pytree of state; only that controller looks inside."""
+KVCache: TypeAlias = list[tuple[list[Array], list[Array]]]
+"""(k, v) of each layer, each a list of segments along S: k [B, G, E, s], v [B, G, s, E]."""
 
 
-@struct.dataclass
-class SpecConfig:
-    """The speculation configuration of one round, traced: the paper's (s, t, n) and a budget.
+def carrier(kind: Callable[..., T], **fields: Any) -> T:
+    """Returns a pytree of class `kind` whose fields are something other than device arrays.
 
-    `steps` = 0 is off. `nodes` caps one row, `budget` all rows of a data shard, roots included.
+    So are numpy arrays until one `jax.device_put` places them, shapes, and partition specs.
     """
-
-    steps: Array  # i32[]
-    branch: Array  # i32[]
-    nodes: Array  # i32[]
-    budget: Array  # i32[]
-    mix: Array  # f32[drafters]
+    return kind(**fields)
 
 
-@struct.dataclass
-class Drawn:
-    """What trees' tokens were drawn from, in log-probabilities; -inf: from nothing known."""
+class SpecConfig(struct.PyTreeNode):
+    """The speculation of one round: the paper's (s, t, n) and a budget, all traced."""
 
-    logq: Array  # f32[B, N, Vd] of each node's successors
+    steps: Array  # i32[] draft depth; 0 is plain decoding
+    branch: Array  # i32[] children of a node
+    nodes: Array  # i32[] most nodes of one row, its root included
+    budget: Array  # i32[] most nodes of all rows of a data shard, roots included
+    mix: Array  # f32[drafters] factor of each drafter's path probabilities
+
+
+class Proposal(struct.PyTreeNode):
+    """The distributions that a tree's tokens were drawn from."""
+
+    logq: Array  # f32[B, N, Vd] of each node's children; -inf where no child was drawn
     vocab: Array  # i32[Vd] token ids, ascending
 
 
-@struct.dataclass
-class DraftTree:
-    """Node 0 is the last emitted token, K/V not cached yet. parent[n] < n; siblings differ."""
+class TreeNodes(struct.PyTreeNode):
+    """Nodes of draft trees. The shapes are those of a DraftTree; drafters also use others."""
 
     tokens: Array  # i32[B, N]
-    parent: Array  # i32[B, N]
-    depth: Array  # i32[B, N]
-    rank: Array  # i32[B, N] place among its siblings
-    origin: Array  # i32[B, N] which drafter
+    parent: Array  # i32[B, N] index of the parent; 0 for the root
+    depth: Array  # i32[B, N] edges from the root
+    rank: Array  # i32[B, N] position among the siblings, best first
+    origin: Array  # i32[B, N] index of the drafter that proposed the node
     survival: Array  # f32[B, N] estimated probability that the node lies on the accepted path
-    logq: Array  # f32[B, N] the drafter's log-probability of the node given its parent; the
-    # root's is 0, or not a number where the drafter's scores after some node are not finite
-    draft_prob: (
-        Array  # f32[B, N] the drafter's own probability that its parent's draw is this token
-    )
-    gap: Array  # f32[B, N] score lost to the best sibling
-    live: Array  # bool[B, N]
-    proposal: Drawn | None = None  # for rules that ask what was drawn from
+    logq: Array  # f32[B, N] the drafter's log-probability of the node given its parent
+    draft_prob: Array  # f32[B, N] the drafter's estimate that the draw at the parent is this token
+    score_gap: Array  # f32[B, N] score of the best sibling minus the node's own
+    live: Array  # bool[B, N] False for padding and pruned nodes
 
 
-@struct.dataclass
-class Path:
-    """What one verification leaves for `commit` and the drafter: the walked path, root first.
+class DraftTree(TreeNodes):
+    """The draft trees of all rows.
 
-    Of a plain round, N is 1 and D is 0, here and in Verdict.
+    Node 0 is the root: the last emitted token, whose keys and values are not cached yet. Parents
+    come before their children, and siblings hold different tokens.
+    """
+
+    broken: Array  # bool[B] the drafter computed scores that are not finite
+    proposal: Proposal | None = None  # for rules with `needs_proposal`
+
+
+class Path(struct.PyTreeNode):
+    """What one verification leaves for `commit` and the drafter: the accepted path, root first.
+
+    In a plain round N is 1 and D is 0, here and in Verdict.
     """
 
     kv: Array  # f[D+1, L, 2, G, E, B] keys and values of each layer
-    taps: Any  # f[B, D+1, F] projected by the drafter, or None
-    draw: Array  # i32[B, N] the actor's own token at each node
-    verified: Array  # bool[B, N]
+    taps: Array | None  # f[B, D+1, F] features of the actor, projected by the drafter
+    draw: Array  # i32[B, N] the actor's own token after each node
+    verified: Array  # bool[B, N] the nodes that were in the forward pass
 
 
-@struct.dataclass
-class Verdict:
-    """What one verification decides. `count` is 0 for rows that are done."""
+class Verdict(struct.PyTreeNode):
+    """The tokens that one verification emits."""
 
     tokens: Array  # i32[B, D+1]
-    logprob: Array  # f32[B, D+1] of the processed, renormalised distribution; 0 at temperature 0
-    raw_logprob: Array  # f32[B, D+1] with temperature, without truncation
-    kept_mass: Array  # f32[B, D+1] probability that truncation kept
-    path: Array  # i32[B, D+1] node indices
-    count: Array  # i32[B] tokens to commit after stop and limit truncation
-    stopped: Array  # bool[B] a stop token or the limit was reached
+    logprob: Array  # f32[B, D+1] after truncation and renormalisation; 0 at temperature 0
+    raw_logprob: Array  # f32[B, D+1] at the row's temperature, without truncation
+    top_p_mass: Array  # f32[B, D+1] probability that top-k and top-p kept
+    path: Array  # i32[B, D+1] the node that each token was drawn after; the last one repeats
+    count: Array  # i32[B] tokens to commit, after the stop token and the limit; 0 in finished rows
+    stopped: Array  # bool[B] the row has reached a stop token or its limit
 
 
-@struct.dataclass
-class Cache:
-    """Committed keys and values; what lies at and beyond `length` is garbage and never read."""
+class Cache(struct.PyTreeNode):
+    """Committed keys and values. What lies at and beyond `length` is garbage and never read."""
 
-    kv: Any  # (k, v) of each layer, each a list of segments along S: [B, G, E, s], [B, G, s, E]
-    length: Array  # i32[B] cached tokens = tokens so far - 1
+    kv: KVCache
+    length: Array  # i32[B] cached tokens: one less than the tokens of the row
 
 
-@struct.dataclass
-class Sampling:
-    """How each sequence is sampled. All data, nothing static. A round gathers its rows' values."""
+class Sampling(struct.PyTreeNode):
+    """The sampling parameters of each sequence, all traced. A round gathers those of its rows."""
 
     temperature: Array  # f32[Q] 0 is greedy
     top_p: Array  # f32[Q] 1 is off
     top_k: Array  # i32[Q] 0 is off
     limit: Array  # i32[Q] most new tokens
-    key: Array  # u32[Q, 2]
-    stop: Array  # i32[X] -1 pads; the same for all sequences
+    key: Array  # u32[Q, 2] noise key
+    stop: Array  # i32[X] stop tokens of all sequences; -1 is padding
 
 
-@struct.dataclass
-class Counters:
-    """Sums since the rollout began, over the live rows of one data shard. i32[1] but for two."""
+class Counters(struct.PyTreeNode):
+    """Sums over the live rows of one data shard since the rollout began; i32[1] if not stated."""
 
     rounds: Array  # rounds of the compiled loop
     row_rounds: Array  # live rows, summed over rounds
-    committed: Array  # tokens committed, after stop and limit truncation
-    accepted: Array  # i32[1, drafters] tokens committed beyond one a row and round
-    drafted: Array  # i32[1, drafters] draft nodes verified
-    packed: Array  # tokens that went through the dense layers, padding included
+    committed: Array  # committed tokens, after the stop token and the limit
+    accepted: Array  # i32[1, drafters] committed draft tokens
+    drafted: Array  # i32[1, drafters] verified draft nodes
+    packed: Array  # tokens of all forward passes, padding included
     slots: Array  # rows of the batch, live or not, summed over rounds
     clamped: Array  # rounds for which the controller planned more than the padding holds
-    broken: Array  # live rows whose drafter's scores were not finite, summed over drafts
+    broken: Array  # live rows with DraftTree.broken, summed over drafts
 
 
-@struct.dataclass
-class Sequences:
-    """All that is known of one step's sequences, at fixed places: nothing moves when slots do."""
+class Sequences(struct.PyTreeNode):
+    """All sequences of one step, at fixed places: nothing moves when slots do."""
 
     tokens: Array  # i32[Q, T]
-    logprob: Array  # f32[Q, T]
+    logprob: Array  # f32[Q, T] see Verdict
     raw_logprob: Array  # f32[Q, T]
-    kept_mass: Array  # f32[Q, T]
-    commits: Array  # i32[Q, T] tokens of each round that the sequence was live in
-    length: Array  # i32[Q]
-    rounds: Array  # i32[Q]
+    top_p_mass: Array  # f32[Q, T]
+    commits: Array  # i32[Q, T] tokens committed by each round that the sequence was live in
+    length: Array  # i32[Q] response tokens so far
+    rounds: Array  # i32[Q] rounds that the sequence was live in
     done: Array  # bool[Q]
 
 
-@struct.dataclass
-class RolloutState:
+class RolloutState(struct.PyTreeNode):
     """One data shard's generation state between launches."""
 
     cache: Cache
     root: Array  # i32[B] last emitted token: the next tree's root
-    seq: Array  # i32[B] which of the Q sequences the slot holds; Q where it is empty
+    seq: Array  # i32[B] index of the sequence in the slot; Q in an empty slot
     sampling: Sampling
     sequences: Sequences
-    draft: Any  # the drafter's state
-    control: Any  # the controller's state while a launch runs, else ()
-    expected: Array  # f32[Q] tokens that a sequence is expected to have in the end
-    weight: Array  # f32[Q] of a sequence's tokens, for the controller
-    estimate: Array  # f32[drafters, D, bins], see control/acceptance.py
-    seen: Any  # Acceptance: outcomes since the rollout began, fields f32[1, drafters, D, bins]
+    draft: DrafterState
+    control: ControlState  # () between launches
+    expected: Array  # f32[Q] expected final length of each sequence
+    weight: Array  # f32[Q] value of one of the sequence's tokens to the controller
+    estimate: Array  # f32[drafters, D, bins] acceptance estimate, see control/acceptance.py
+    seen: Any  # control.acceptance.Acceptance of this rollout, fields f32[1, drafters, D, bins]
     counters: Counters
 
 
-@struct.dataclass
-class Frontier:
+class Frontier(struct.PyTreeNode):
     """Where each row of one data shard stands when a round begins."""
 
     root: Array  # i32[B] last emitted token
-    seq: Array  # i32[B] which sequence the row holds
+    seq: Array  # i32[B] index of the row's sequence
     generated: Array  # i32[B] response tokens so far
-    context: Array  # i32[B] cached tokens = the root's position
+    context: Array  # i32[B] cached tokens, which is the root's position
     live: Array  # bool[B]
 
 
-@struct.dataclass
-class SlotFill:
-    """What a refill does to each slot of one data shard; -1 is nothing."""
+class SlotFill(struct.PyTreeNode):
+    """What a refill does to each slot of one data shard; -1 leaves a slot alone."""
 
-    seq: Array  # i32[B] sequence that the slot gets
+    seq: Array  # i32[B] sequence that enters the slot
     source: Array  # i32[B] index of the prefilled prompt to write
     copy: Array  # i32[B] slot whose prompt is copied
     root: Array  # i32[B] last token of the new prompt
-    length: Array  # i32[B] tokens of the new prompt but the last
+    length: Array  # i32[B] tokens of the new prompt except its last
 
 
-@struct.dataclass
-class Load:
-    """What a controller may read."""
+class Load(struct.PyTreeNode):
+    """What a controller may read of the rows."""
 
     live: Array  # bool[B]
     length: Array  # i32[B] committed context
-    expected_left: Array  # f32[B] tokens still to come
-    room: Array  # i32[B] tokens until its limit
-    weight: Array  # f32[B]
+    expected_left: Array  # f32[B] expected tokens until the row ends
+    room: Array  # i32[B] tokens until the row's limit
+    weight: Array  # f32[B] value of one of the row's tokens
 
 
-@struct.dataclass
-class Rollout:
-    """What rl/ sees of one step, in canonical order (prompt id, occurrence, sample id)."""
+class Rollout(struct.PyTreeNode):
+    """The sequences of one step as host arrays, sorted by (prompt id, occurrence, sample id)."""
 
-    prompt: Any  # i32[Q, P] right-padded
-    prompt_length: Any  # i32[Q]
-    tokens: Any  # i32[Q, T]
-    length: Any  # i32[Q]
-    logprob: Any  # f32[Q, T]
-    raw_logprob: Any  # f32[Q, T]
-    kept_mass: Any  # f32[Q, T]
-    prompt_id: Any  # i32[Q]
-    occurrence: Any  # i32[Q]
-    sample_id: Any  # i32[Q]
-    stopped: Any  # bool[Q] ended by a stop token, not by its limit
-    commits: Any  # i32[Q, T]
-    rounds: Any  # i32[Q]
+    prompt: np.ndarray  # i32[Q, P] right-padded
+    prompt_length: np.ndarray  # i32[Q]
+    tokens: np.ndarray  # i32[Q, T] responses
+    length: np.ndarray  # i32[Q] of the responses
+    logprob: np.ndarray  # f32[Q, T] see Verdict
+    raw_logprob: np.ndarray  # f32[Q, T]
+    top_p_mass: np.ndarray  # f32[Q, T]
+    prompt_id: np.ndarray  # i32[Q]
+    occurrence: np.ndarray  # i32[Q] earlier occurrences of the prompt in this step
+    sample_id: np.ndarray  # i32[Q] index within the prompt's group
+    stopped: np.ndarray  # bool[Q] ended by a stop token, not by its limit
+    commits: np.ndarray  # i32[Q, T] tokens committed by each round
+    rounds: np.ndarray  # i32[Q]
     policy_version: int = struct.field(pytree_node=False, default=0)
     drafter_version: int = struct.field(pytree_node=False, default=0)

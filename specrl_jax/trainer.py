@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from specrl_jax import sharding
 from specrl_jax.config import Config
 from specrl_jax.distill import online
-from specrl_jax.draft.response_cache import Memory, capacity
+from specrl_jax.draft.response_cache import ResponseCache, capacity
 from specrl_jax.io import data, launches
 from specrl_jax.io.checkpoint import Checkpoints
 from specrl_jax.io.checksum import checksum
@@ -62,7 +62,7 @@ class Trainer:
         spec, buffer = config.spec, config.rollout.max_new_tokens
         most = spec.history_past or 1
         rows = capacity(spec.history_megabytes, buffer, len(prompts.examples), most)
-        self.memory = Memory(rows, buffer, most, spec.history_window)
+        self.memory = ResponseCache(rows, buffer, most, spec.history_window)
 
     def _optimizer_places(self, params: Any) -> Any:
         """AdamW's moments lie where their parameters do; everything else is replicated."""
@@ -125,7 +125,7 @@ class Trainer:
         one = np.ones(q, np.int32)
         return Rollout(
             prompt=np.zeros((q, r.max_prompt_tokens), np.int32), prompt_length=one, tokens=ints,
-            length=one, logprob=floats, raw_logprob=floats, kept_mass=floats, prompt_id=one,
+            length=one, logprob=floats, raw_logprob=floats, top_p_mass=floats, prompt_id=one,
             occurrence=one, sample_id=one, stopped=one > 0, commits=ints, rounds=one)
 
     def _batch(self, rollout: Rollout, advantage: np.ndarray) -> tuple[Batch, Totals]:

@@ -73,7 +73,7 @@ def test_tokens_and_gradients_are_those_of_one_device(single: Any, mesh: str) ->
     rollout, _ = trainer.rollout()
     for name in ("tokens", "length", "prompt", "prompt_id", "sample_id", "stopped"):
         np.testing.assert_array_equal(getattr(rollout, name), getattr(want, name), err_msg=name)
-    for name in ("logprob", "raw_logprob", "kept_mass"):
+    for name in ("logprob", "raw_logprob", "top_p_mass"):
         np.testing.assert_allclose(getattr(rollout, name), getattr(want, name), atol=1e-4)
     trainer.learn(want, ADVANTAGE)
     for got, alone in zip(*map(jax.tree.leaves, (moments(trainer), gradient)), strict=True):
@@ -148,7 +148,7 @@ def test_shards_that_differ_in_truncation_do_not_deadlock(rule: str) -> None:
 
     split = rolled_out(MeshConfig(data=2, tensor=2))
     assert split.counters["accepted"] > 0
-    kept = np.asarray(split.sequences.kept_mass)
+    kept = np.asarray(split.sequences.top_p_mass)
     assert (kept[truncates] < 0.99).any() and (kept[~truncates] == 1).all()
     if rule == "match":  # else tokens depend on trees, and those on what all rows have taught
         assert streams(split) == streams(rolled_out(MeshConfig()))

@@ -57,7 +57,7 @@ def made_up(trainer: Trainer, rng: np.random.Generator) -> Rollout:
     tokens, flat = rng.integers(0, 256, (q, t)).astype(np.int32), np.full((q, t), -5, np.float32)
     length = rng.integers(1, t + 1, q).astype(np.int32)
     return Rollout(prompt=prompt, prompt_length=np.full(q, p, np.int32), tokens=tokens,
-                   length=length, logprob=flat, raw_logprob=flat, kept_mass=flat, prompt_id=ids,
+                   length=length, logprob=flat, raw_logprob=flat, top_p_mass=flat, prompt_id=ids,
                    occurrence=ids * 0, sample_id=ids * 0, stopped=ids > 0, commits=tokens,
                    rounds=ids)
 

@@ -12,7 +12,7 @@ import numpy as np
 from specrl_jax import prng, sharding
 from specrl_jax.config import Config, ConfigError
 from specrl_jax.control import acceptance, prices, respec
-from specrl_jax.draft.recorded import replaying
+from specrl_jax.draft.recorded import replay_params
 from specrl_jax.io import memory
 from specrl_jax.io.compilation import CompilationCounter
 from specrl_jax.model.weights import Source
@@ -170,7 +170,7 @@ class Shape:
                           for size, table in before.tables.items()}
                 engine.control = decoder.controller.init().replace(tables=tables)
             if cell.corruption is not None:
-                sampler.drafter_params = engine.everywhere(replaying(cell.corruption))
+                sampler.drafter_params = engine.everywhere(replay_params(cell.corruption))
 
     def _key(self, load: int) -> tuple[int, str, int]:
         return self.cell.context, self.cell.lengths, load

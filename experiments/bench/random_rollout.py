@@ -13,7 +13,7 @@ from specrl_jax import prng, sharding
 from specrl_jax.config import MeshConfig, RolloutConfig
 from specrl_jax.control import protocol
 from specrl_jax.draft.off import off
-from specrl_jax.draft.recorded import replay, replaying
+from specrl_jax.draft.recorded import replay, replay_params
 from specrl_jax.io.compilation import CompilationCounter
 from specrl_jax.model.architecture import Architecture, describe, is_param
 from specrl_jax.rollout.engine import Engine, Result
@@ -96,7 +96,7 @@ def run(arch: Architecture, params: Any, dtype: Any, rows: int, new: int, drafte
                       implementation=implementation)
     engine = Engine(decoder, sharding.make_mesh(MeshConfig()), shapes, (), dtype,
                     past=0 if drafter == "off" else 1)
-    drafter_params = parts.bind(params, () if drafter == "off" else replaying(0.0))
+    drafter_params = parts.bind(params, () if drafter == "off" else replay_params(0.0))
     began = time.perf_counter()
     engine.compile(params, drafter_params)
     compiled = time.perf_counter() - began

@@ -1,52 +1,170 @@
-"""What drafters with a cache of their own share: slots, keeping up with the actor, and rounds.
+"""Drafters whose network has a cache of its own: their state, slots and rounds.
 
-What was committed since they last drafted is processed in chunks before a tree grows; a round that
-drafts nothing processes nothing.
+Tokens that were committed since the last draft are processed in chunks before a tree grows. A round
+that drafts nothing processes nothing.
 """
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
+from jax.sharding import Mesh, NamedSharding
+from jax.typing import DTypeLike
 
 from specrl_jax.draft.grow import attend, grow, no_proposal
 from specrl_jax.draft.network import KV, Growth, Network
-from specrl_jax.draft.protocol import Survive
+from specrl_jax.draft.protocol import (
+    Drafter,
+    Project,
+    RolloutInfo,
+    Survive,
+    taps_as_features,
+)
 from specrl_jax.draft.tree import roots
+from specrl_jax.model.architecture import Architecture, is_param
 from specrl_jax.model.rows import for_rows
-from specrl_jax.sharding import ROWS
-from specrl_jax.structs import Array, DraftTree, Frontier, Sampling, SlotFill, SpecConfig
+from specrl_jax.sharding import ROLLOUT_RULES, ROWS, shardings
+from specrl_jax.structs import (
+    Array,
+    DrafterParams,
+    DraftTree,
+    Frontier,
+    ModelParams,
+    Params,
+    Path,
+    Sampling,
+    SlotFill,
+    SpecConfig,
+    Verdict,
+    carrier,
+)
 
 _MULTIPLE = 128  # cache positions that tree attention reads at once
 
 
-@struct.dataclass
-class Held:
+class NetworkCache(struct.PyTreeNode):
     """What a network has processed; at and beyond `length` lies garbage, never read."""
 
     kv: KV  # of S' positions
-    length: Array  # i32[B] positions processed
+    length: Array  # i32[B] processed positions
     hidden: Array  # f[B, F] output at the last of them
 
 
+class CachedState(struct.PyTreeNode):
+    """The state of a drafter; at and beyond a row's context lies garbage, never read."""
+
+    cache: NetworkCache
+    tokens: Array  # i32[B, S' + 1] of each row, prompt first
+    features: Array | None  # f[B, S', F] of the actor at each position, if the drafter reads any
+    prompt: int = struct.field(pytree_node=False)  # P
+
+
+def drafter(growth: Growth, layer: Architecture, dtype: DTypeLike, *, name: str,
+            bind: Callable[[ModelParams, DrafterParams], DrafterParams],
+            taps: tuple[int, ...] = (), project: Project = taps_as_features) -> Drafter:
+    """Returns the drafter that grows its trees with a network of layers like `layer`.
+
+    Args:
+      dtype: of the cache and of stored features.
+      name, bind, taps, project: see Drafter.
+    """
+    ahead = growth.network.ahead
+    return Drafter(
+        nodes=growth.nodes, depth=growth.depth, branch=growth.branch,
+        propose=functools.partial(_propose, growth),
+        init=functools.partial(_init, layer, growth.depth, dtype, bool(taps)),
+        prefill=_prefill, copy_prompt=functools.partial(_copy_prompt, ahead), observe=_observe,
+        needs_catch_up=True,
+        skip_to=lambda state, context: state.replace(cache=state.cache.replace(
+            length=np.maximum(context - ahead, 0))),
+        names=(name,), bind=bind, taps=taps, project=project)
+
+
+def mesh_of(array: Array) -> Mesh | None:
+    """Returns the mesh that an array is placed on, if it is on one."""
+    place = array.sharding
+    mesh = place.mesh if isinstance(place, NamedSharding) else None
+    return mesh if isinstance(mesh, Mesh) else None
+
+
+def cast(weights: Params, described: Params, dtype: DTypeLike, mesh: Mesh | None) -> Params:
+    """Casts weights and places them on a mesh by the rollout's rules. Runs inside jit.
+
+    Args:
+      described: a `Param` at each leaf.
+    """
+    weights = jax.tree.map(lambda a: a.astype(dtype), weights)
+    if mesh is None:
+        return weights
+    return jax.tree.map(jax.lax.with_sharding_constraint, weights,
+                        shardings(described, ROLLOUT_RULES, mesh, is_param))
+
+
 def chunk_of(depth: int) -> int:
-    """Positions of each row that are processed at a time: at least what one round may commit."""
+    """Returns how many positions of a row are processed at once: at least what a round commits."""
     return max(depth + 1, 8)
 
 
-def places(cache: int, depth: int) -> int:
-    """S' for an actor with `cache` = S: a chunk more, as what does not fit is moved, not cut."""
+def cache_size(cache: int, depth: int) -> int:
+    """Returns S' for an actor with `cache` = S.
+
+    It has a chunk more, because XLA moves a slice that does not fit instead of cutting it.
+    """
     return -(-(cache + chunk_of(depth)) // _MULTIPLE) * _MULTIPLE
 
 
 # Slots.
 
 
+def _init(layer: Architecture, depth: int, dtype: DTypeLike, reads_features: bool, info: RolloutInfo
+          ) -> CachedState:
+    b, g, e, f = info.batch, layer.num_kv_heads, layer.head_dim, layer.hidden_size
+    size = cache_size(info.cache, depth)
+
+    cache = carrier(
+        NetworkCache, length=np.zeros(b, np.int32), hidden=np.zeros((b, f), dtype),
+        kv=[(np.zeros((b, g, e, size), dtype), np.zeros((b, g, size, e), dtype))
+            for _ in range(layer.num_layers)])
+    return carrier(
+        CachedState, cache=cache, tokens=np.zeros((b, size + 1), np.int32),
+        features=np.zeros((b, size, f), dtype) if reads_features else None,
+        prompt=info.prompt.shape[1])
+
+
+def _prefill(state: CachedState, fill: SlotFill, tokens: Array, features: Array | None
+             ) -> CachedState:
+    cache = state.cache.replace(length=jnp.where(fill.source >= 0, 0, state.cache.length))
+    state = state.replace(cache=cache, tokens=enter(state.tokens, fill, tokens))
+    if state.features is None:
+        return state
+    assert features is not None  # of a drafter with taps they never are
+    return state.replace(features=enter(state.features, fill, jnp.moveaxis(features, 0, -1)))
+
+
+def _copy_prompt(ahead: int, state: CachedState, fill: SlotFill) -> CachedState:
+    """Copies prompts between slots, with what the cache holds of them."""
+    width, cache = state.prompt, state.cache
+    kv = [(copy(k, fill, width, 3), copy(v, fill, width, 2)) for k, v in cache.kv]
+    cache = cache.replace(kv=kv, length=_processed(cache.length, fill, ahead))
+    features = None if state.features is None else copy(state.features, fill, width)
+    return state.replace(cache=cache, tokens=copy(state.tokens, fill, width), features=features)
+
+
+def _processed(length: Array, fill: SlotFill, ahead: int) -> Array:
+    """Returns i32[B] the processed positions of slots after copies, given those before.
+
+    The source may have run on: only its prompt is the copy's too. Its output at the prompt's last
+    position is gone, so at least that one is processed again.
+    """
+    shared = jnp.minimum(length[jnp.maximum(fill.copy, 0)], fill.length - ahead)
+    return jnp.where(fill.copy >= 0, jnp.maximum(shared, 0), length)
+
+
 def overwrite(whole: Array, source: Array, block: Callable[[Array, Array], Array]) -> Array:
-    """Rows b with source[b] >= 0 begin with block(whole, source[b]), of shape [1, ...].
+    """Overwrites the start of rows b with source[b] >= 0 by block(whole, source[b]), [1, ...].
 
     A loop of slice updates: a scatter would copy the whole array (experiments/LOG.md).
     """
@@ -59,13 +177,13 @@ def overwrite(whole: Array, source: Array, block: Callable[[Array, Array], Array
 
 
 def enter(whole: Array, fill: SlotFill, new: Array) -> Array:
-    """Prefilled slots begin with their rows of new [p, ...]."""
+    """Overwrites the start of prefilled slots by their rows of new [p, ...]."""
     return overwrite(whole, fill.source,
                      lambda _, at: jax.lax.dynamic_slice_in_dim(new, at, 1, 0))
 
 
 def copy(whole: Array, fill: SlotFill, width: int, axis: int = 1) -> Array:
-    """Copied slots begin with the first `width` entries along `axis` of those they copy."""
+    """Overwrites the first `width` entries along `axis` of copied slots by their source's."""
 
     def block(whole: Array, at: Array) -> Array:
         row = jax.lax.dynamic_slice_in_dim(whole, at, 1, 0)
@@ -73,20 +191,6 @@ def copy(whole: Array, fill: SlotFill, width: int, axis: int = 1) -> Array:
 
     source = jnp.where(fill.copy == jnp.arange(fill.copy.shape[0]), -1, fill.copy)
     return overwrite(whole, source, block)
-
-
-def copy_kv(kv: KV, fill: SlotFill, width: int) -> KV:
-    return [(copy(k, fill, width, 3), copy(v, fill, width, 2)) for k, v in kv]
-
-
-def known(length: Array, fill: SlotFill, ahead: int) -> Array:
-    """i32[B] positions that slots have processed after copies, given those before.
-
-    The source may have run on: only its prompt is the copy's too, and the output at the prompt's
-    last position is gone, so at least that one is processed again.
-    """
-    shared = jnp.minimum(length[jnp.maximum(fill.copy, 0)], fill.length - ahead)
-    return jnp.where(fill.copy >= 0, jnp.maximum(shared, 0), length)
 
 
 def extend(whole: Array, at: Array, new: Array) -> Array:
@@ -103,43 +207,49 @@ def extend(whole: Array, at: Array, new: Array) -> Array:
 # Rounds.
 
 
-def propose(growth: Growth, params: Any, held: Held, tokens: Array, features: Array | None,
-            frontier: Frontier, rows: Sampling, spec: SpecConfig, survive: Survive
-            ) -> tuple[DraftTree, Held]:
-    """Trees of what the network expects, or roots alone where nothing is asked for.
+def _observe(params: DrafterParams, state: CachedState, frontier: Frontier, verdict: Verdict,
+             path: Path) -> CachedState:
+    """Appends the path; what lies beyond the committed part is garbage until overwritten."""
+    state = state.replace(tokens=extend(state.tokens, frontier.context + 1, verdict.tokens))
+    if state.features is None:
+        return state
+    assert path.taps is not None  # of a drafter with taps it never is
+    return state.replace(features=extend(state.features, frontier.context, path.taps))
+
+
+def _propose(growth: Growth, params: DrafterParams, state: CachedState, frontier: Frontier,
+             rows: Sampling, spec: SpecConfig, survive: Survive) -> tuple[DraftTree, CachedState]:
+    """Returns the network's likeliest trees, or roots alone where no draft is planned.
 
     What ends a loop or selects a branch is reduced over all data shards first.
-
-    Args:
-      tokens: i32[B, S' + 1] of each row, the prompt's first.
-      features: f[B, S', F] of each position, if the network reads any.
     """
+    cache = state.cache
     chunk = chunk_of(growth.depth)
     wanted = (spec.steps > 0) & (jax.lax.pmax(frontier.live.any().astype(jnp.int32), ROWS) > 0)
     target = frontier.context + 1 - growth.network.ahead
-    missing = jnp.where(frontier.live & wanted, target - held.length, 0)
+    missing = jnp.where(frontier.live & wanted, target - cache.length, 0)
     trips = jax.lax.pmax((missing.max() + chunk - 1) // chunk, ROWS)
-    step = functools.partial(_catch_up, growth.network, chunk, params, tokens, features,
-                             jnp.where(frontier.live, target, 0))
-    held = jax.lax.fori_loop(0, trips, lambda _, held: step(held), held)
+    step = functools.partial(_catch_up, growth.network, chunk, params, state.tokens,
+                             state.features, jnp.where(frontier.live, target, 0))
+    cache = jax.lax.fori_loop(0, trips, lambda _, cache: step(cache), cache)
     tree = jax.lax.cond(
         wanted,
-        lambda: grow(growth, params, held.kv, held.hidden.T, frontier, rows, spec, survive),
+        lambda: grow(growth, params, cache.kv, cache.hidden.T, frontier, rows, spec, survive),
         lambda: roots(frontier.root, frontier.live, growth.nodes).replace(
             proposal=no_proposal(growth, params, frontier.root.shape[0])))
-    return tree, held
+    return tree, state.replace(cache=cache)
 
 
-def _catch_up(network: Network, chunk: int, params: Any, tokens: Array, features: Array | None,
-              target: Array, held: Held) -> Held:
-    """Processes up to `chunk` positions of each row, none beyond target i32[B]."""
+def _catch_up(network: Network, chunk: int, params: DrafterParams, tokens: Array,
+              features: Array | None, target: Array, cache: NetworkCache) -> NetworkCache:
+    """Processes up to `chunk` positions of each row, none at or beyond target i32[B]."""
     batch = target.shape[0]
     row = jnp.arange(batch, dtype=jnp.int32)[:, None]
     step = jnp.arange(chunk, dtype=jnp.int32)[None]
     packed = (jnp.repeat(row[:, 0], chunk), jnp.tile(step[0], batch))
     chain = jnp.broadcast_to(jnp.maximum(step - 1, 0), (batch, chunk))
-    count = jnp.clip(target - held.length, 0, chunk)
-    real, place = step < count[:, None], held.length[:, None] + step
+    count = jnp.clip(target - cache.length, 0, chunk)
+    real, place = step < count[:, None], cache.length[:, None] + step
     token = jnp.where(real, tokens[row, place + network.ahead], 0)
     given = None if features is None else jnp.moveaxis(
         jnp.where(real[..., None], features[row, place], 0), -1, 0)
@@ -148,19 +258,19 @@ def _catch_up(network: Network, chunk: int, params: Any, tokens: Array, features
     def look(index: int, q: Array, k: Array, v: Array) -> Array:
         fresh.append((k, v))
         new = (k.transpose(2, 3, 0, 1), v.transpose(2, 3, 0, 1))
-        return attend(q, packed, new, chain, held.kv[index], held.length)
+        return attend(q, packed, new, chain, cache.kv[index], cache.length)
 
     out = network.run(params, token, given, place, look)
-    # Nothing but finite numbers is cached: attention asks that of what it masks. It also makes
-    # the write wait for the attention that reads the cache; unordered, XLA copies the cache.
+    # Only finite numbers are cached, because attention multiplies what it masks by 0. This also
+    # makes the write wait for the attention that reads the cache; otherwise XLA copies the cache.
     sound = jnp.isfinite(out).all(0)[None, None]
     last = jnp.take_along_axis(jnp.moveaxis(out, 0, -1), jnp.maximum(count - 1, 0)[
         :, None, None], 1)[:, 0]
-    kv = [_append(*cached, held.length, jnp.where(sound, k, 0).transpose(2, 0, 1, 3),
+    kv = [_append(*old, cache.length, jnp.where(sound, k, 0).transpose(2, 0, 1, 3),
                   jnp.where(sound, v, 0).transpose(2, 0, 3, 1))
-          for cached, (k, v) in zip(held.kv, fresh, strict=True)]
-    return Held(kv=kv, length=held.length + count, hidden=jnp.where(
-        count[:, None] > 0, last.astype(held.hidden.dtype), held.hidden))
+          for old, (k, v) in zip(cache.kv, fresh, strict=True)]
+    return NetworkCache(kv=kv, length=cache.length + count, hidden=jnp.where(
+        count[:, None] > 0, last.astype(cache.hidden.dtype), cache.hidden))
 
 
 def _append(k: Array, v: Array, length: Array, new_k: Array, new_v: Array) -> tuple[Array, Array]:

@@ -19,16 +19,15 @@ import numpy as np
 from specrl_jax.config import check
 from specrl_jax.model import transformer
 from specrl_jax.model.architecture import Architecture, Param, RopeScaling, is_param
-from specrl_jax.structs import Array
+from specrl_jax.structs import Array, ModelParams, Params
 
-Params = dict[str, Any]
 Attend = Callable[[Array, Array, Array], Array]
 """(q [G, R, E, ...], k [G, E, ...], v [G, E, ...]) -> [G, R, E, ...]"""
 
 
 @dataclasses.dataclass(frozen=True)
 class EagleArch:
-    """Static shape of an EAGLE-3 head. What is left at 0 or () is the actor's, or its default."""
+    """Static shape of an EAGLE-3 head. Fields left at 0 or () are the actor's or a default."""
 
     actor: Architecture
     taps: tuple[int, ...] = ()  # tapped layers of the actor, 0-based, ascending
@@ -61,7 +60,7 @@ class EagleArch:
 
     @property
     def layer(self) -> Architecture:
-        """The shape of the one layer, for the functions that it shares with the actor's."""
+        """The architecture of the one layer, for functions shared with the actor."""
         return dataclasses.replace(
             self.actor, num_layers=1, num_heads=self.num_heads, num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim, intermediate_size=self.intermediate_size,
@@ -70,14 +69,14 @@ class EagleArch:
 
 
 def default_taps(layers: int) -> tuple[int, ...]:
-    """A low, a middle and a high layer: 1, L/2 - 1, L - 4; spread out in models of few layers."""
+    """Returns a low, a middle and a high layer: 1, L/2 - 1, L - 4; spread out if L is small."""
     if layers >= 7:
         return (1, layers // 2 - 1, layers - 4)
     return tuple(sorted({0, (layers - 1) // 2, layers - 1}))
 
 
 def describe(arch: EagleArch) -> dict[str, Any]:
-    """The tree of trained parameters with a `Param` at each leaf."""
+    """Returns the tree of trained parameters with a `Param` at each leaf."""
     layer, f = arch.layer, arch.actor.hidden_size
     g, r, e, i = layer.num_kv_heads, layer.group, layer.head_dim, layer.intermediate_size
     std, out_std = 0.02, 0.02 / 2**0.5
@@ -98,7 +97,7 @@ def describe(arch: EagleArch) -> dict[str, Any]:
 
 
 def initialize(arch: EagleArch, seed: int) -> Params:
-    """Random float32 parameters on the host, a pure function of (arch, seed)."""
+    """Returns random float32 parameters on the host, a pure function of (arch, seed)."""
     leaves, tree = jax.tree.flatten(describe(arch), is_leaf=is_param)
     rngs = np.random.default_rng(seed).spawn(len(leaves))
     return tree.unflatten([
@@ -107,46 +106,46 @@ def initialize(arch: EagleArch, seed: int) -> Params:
 
 
 def choose_vocab(counts: np.ndarray, size: int, always: Sequence[int] = ()) -> np.ndarray:
-    """i32[size] ascending ids of `always` and of the tokens with the highest counts [V]."""
+    """Returns i32[size]: ascending ids of `always` and of the tokens with the highest counts."""
     rank = np.array(counts, np.float64)
     rank[list(always)] = np.inf
     return np.sort(np.argsort(-rank, kind="stable")[:size]).astype(np.int32)
 
 
-def draft_head(arch: EagleArch, actor_params: Params, vocab: Array) -> Array:
-    """f[Vd, F]: the actor's head, its rows of the draft vocabulary i32[Vd]."""
+def draft_head(arch: EagleArch, actor_params: ModelParams, vocab: Array) -> Array:
+    """Returns f[Vd, F], the rows of the actor's head for the draft vocabulary i32[Vd]."""
     head = actor_params["embed"] if arch.actor.tied else actor_params["head"]
     return head if arch.draft_vocab == arch.actor.vocab_size else head[vocab]
 
 
 def project(params: Params, taps: Array, decode: bool = False) -> Array:
-    """Features f[F, ...] of tapped layers f[A * F, ...]; `decode` is as of transformer.project."""
+    """Returns features f[F, ...] of tapped layers f[A * F, ...]; see transformer.project."""
     return transformer.project(params["fc"], taps, decode=decode)
 
 
 def logits(arch: EagleArch, params: Params, head: Array | None, hidden: Array,
            decode: bool = False) -> Array:
-    """f32[Vd, ...] of the network's outputs [F, ...].
+    """Returns f32[Vd, ...] of the network's outputs [F, ...].
 
     Args:
-      head: `draft_head` of the actor; not read where the drafter has its own.
-      decode: as of transformer.project.
+      head: `draft_head` of the actor; not read if the drafter has its own.
+      decode: see transformer.project.
     """
-    head = params["head"] if arch.own_head else head
+    weight: Any = params["head"] if arch.own_head else head
     normed = transformer.rms_norm(hidden, params["final_norm"], arch.norm_eps)
-    return transformer.project(head, normed, decode=decode, dtype=jnp.float32)
+    return transformer.project(weight, normed, decode=decode, dtype=jnp.float32)
 
 
 def step(arch: EagleArch, params: Params, embedded: Array, feature: Array, position: Array,
          attend: Attend, decode: bool = False) -> tuple[Array, tuple[Array, Array]]:
-    """The layer.
+    """Runs the layer.
 
     Args:
       embedded: [F, ...] of the token that followed each position.
       feature: [F, ...] of each position: the actor's, or this function's output before it.
       position: i32[...].
-      attend: may keep the keys and values it is given.
-      decode: as of transformer.project.
+      attend: may keep the keys and values that it gets.
+      decode: see transformer.project.
 
     Returns:
       the output [F, ...], before the final norm; and (k, v), each [G, E, ...].
@@ -164,32 +163,32 @@ def step(arch: EagleArch, params: Params, embedded: Array, feature: Array, posit
 
 def keys(arch: EagleArch, params: Params, embedded: Array, feature: Array, position: Array
          ) -> tuple[Array, Array]:
-    """The (k, v) of `step` alone, each [G, E, ...]."""
+    """Returns only the (k, v) of `step`, each [G, E, ...]."""
     both = _joined(arch, params, embedded, feature)
     k, v = (transformer.project(params["qkv"][:, arch.layer.group + i], both) for i in (0, 1))
     return transformer.rotate(k, transformer.rotations(arch.layer, position)), v
 
 
 def _joined(arch: EagleArch, params: Params, embedded: Array, feature: Array) -> Array:
-    """The layer's input, [2 F, ...]."""
+    """Returns the layer's input, [2 F, ...]."""
     return jnp.concatenate([transformer.rms_norm(embedded, params["embed_norm"], arch.norm_eps),
                             transformer.rms_norm(feature, params["feature_norm"], arch.norm_eps)])
 
 
 def unroll(arch: EagleArch, params: Params, embed: Array, features: Array, tokens: Array,
            length: Array, anchors: Array, steps: int) -> list[Array]:
-    """Training-time test (section 3.2 of the paper): the network on its own outputs.
+    """Runs the network on its own outputs: training-time test, section 3.2 of the paper.
 
     Step 0 joins feature t with token t + 1; step j joins the output of step j - 1 at t with token
     t + 1 + j, as a draft of depth j that starts from position t does. The output of step j at t
-    predicts token t + 2 + j, as the actor's logits at t + 1 + j do; it means something where
-    t + 1 + j < length. Differentiable.
+    predicts token t + 2 + j, as the actor's logits at t + 1 + j do; it is garbage from
+    t + 1 + j = length on. Differentiable.
 
     Args:
       embed: the actor's embedding, [V, F].
       features: f[F, B, S] of the actor, projected.
       tokens: i32[B, S], right-padded; length: i32[B].
-      anchors: i32[B, T] positions t; of all others only keys and values are made.
+      anchors: i32[B, T] positions t; of all others only keys and values are computed.
 
     Returns:
       the outputs of each step, [F, B, T], before the final norm.
@@ -217,7 +216,7 @@ def unroll(arch: EagleArch, params: Params, embed: Array, features: Array, token
 
 def _unrolled_attend(cached: tuple[Array, Array], before: Array,
                      drafted: list[tuple[Array, Array]], first: bool) -> Attend:
-    """Attention to what is cached up to one's anchor, and to one's own keys since.
+    """Returns attention to the cached keys up to an anchor and the anchor's own keys since.
 
     Args:
       cached: (k, v) [G, E, B, S].

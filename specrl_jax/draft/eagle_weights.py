@@ -36,17 +36,17 @@ _GATE_UP = [f"midlayer.mlp.{x}_proj.weight" for x in ("gate", "up")]
 
 
 class MadeFor(NamedTuple):
-    """What a head was trained for; "" is not known, as of other trainers' heads."""
+    """What a head was trained for; "" is unknown, as in heads of other trainers."""
 
-    tokenizer: str = ""  # its identity
-    actor: str = ""  # that of its weights, see checksum.identity
+    tokenizer: str = ""  # identity of the tokenizer
+    actor: str = ""  # identity of its weights, see io/checksum.py
 
 
 UNKNOWN = MadeFor()
 
 
 class Head(NamedTuple):
-    """What was read."""
+    """A head as `load` returns it."""
 
     arch: EagleArch
     own: dict[str, Any]  # {"weights", "vocab"} as float32 and int32 arrays
@@ -56,16 +56,16 @@ class Head(NamedTuple):
 
 def save(directory: str | os.PathLike[str], arch: EagleArch, own: Mapping[str, Any],
          made_for: MadeFor = UNKNOWN) -> None:
-    """Writes a head, in float32: all of it or, after an error, nothing.
+    """Writes a head in float32; after an error nothing is written.
 
-    Without a head of its own the file has no lm_head.weight, which serving engines ask for.
+    Serving engines need lm_head.weight, which is missing if `arch.own_head` is False.
 
     Args:
       directory: must not exist yet, or be empty.
-      own: {"weights", "vocab"} as `draft.eagle` takes them.
+      own: {"weights", "vocab"}, see eagle.eagle.
 
     Raises:
-      ConfigError: the directory holds something already.
+      ConfigError: the directory is not empty.
     """
     target = Path(directory).expanduser().absolute()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
@@ -84,7 +84,7 @@ def save(directory: str | os.PathLike[str], arch: EagleArch, own: Mapping[str, A
 
 def load(directory: str | os.PathLike[str], actor: Architecture, stop: Sequence[int] = ()
          ) -> Head:
-    """Reads a head made for an actor of this architecture.
+    """Reads a head that fits an actor of this architecture.
 
     Args:
       stop: tokens that end a response.
@@ -126,7 +126,7 @@ def _config(arch: EagleArch) -> dict[str, Any]:
 
 def _architecture(config: dict[str, Any], tensors: Mapping[str, np.ndarray], actor: Architecture,
                   folder: str) -> EagleArch:
-    """The head's architecture, if it fits the actor."""
+    """Returns the head's architecture, checked against the actor's."""
     kind = config.get("architectures")
     check(kind == [CLASS], f"{folder}: architectures", kind, f"must be [{CLASS!r}]")
     plain = config.get("norm_before_residual", False)
@@ -152,7 +152,7 @@ def _architecture(config: dict[str, Any], tensors: Mapping[str, np.ndarray], act
 
 def _taps(config: dict[str, Any], tensors: Mapping[str, np.ndarray], actor: Architecture,
           folder: str) -> tuple[int, ...]:
-    """Tapped layers: as SGLang's option names them, outputs counted from 0, or the default."""
+    """Returns the tapped layers: those of SGLang's option, counted from 0, or the default."""
     section = config.get("eagle_config") or {}
     check(isinstance(section, dict), f"{folder}: eagle_config", section, "must be an object")
     used, named = map(section.get, ("use_aux_hidden_state", "eagle_aux_hidden_state_layer_ids"))
@@ -170,7 +170,7 @@ def _taps(config: dict[str, Any], tensors: Mapping[str, np.ndarray], actor: Arch
 
 
 def _vocab(arch: EagleArch, tensors: Mapping[str, np.ndarray], folder: Path) -> np.ndarray:
-    """i32[Vd] from the offsets, checked against the mask."""
+    """Returns i32[Vd] from the offsets, checked against the mask."""
     total = arch.actor.vocab_size
     if arch.draft_vocab == total and OFFSETS not in tensors:
         return np.arange(total, dtype=np.int32)
@@ -179,7 +179,7 @@ def _vocab(arch: EagleArch, tensors: Mapping[str, np.ndarray], folder: Path) -> 
             f"tensor {OFFSETS} must hold draft_vocab_size = {arch.draft_vocab} offsets; give a "
             "whole checkpoint")
     vocab = np.arange(arch.draft_vocab) + offsets.astype(np.int64)
-    _expect(vocab[0] >= 0 and vocab[-1] < total and (np.diff(vocab) > 0).all(), folder,
+    _expect(bool(vocab[0] >= 0 and vocab[-1] < total and (np.diff(vocab) > 0).all()), folder,
             f"tensor {OFFSETS} must lead to ascending tokens in 0..{total - 1}; give a head that "
             "was trained for this actor")
     marked = np.zeros(total, bool)
@@ -200,7 +200,7 @@ def _shapes(arch: EagleArch) -> dict[str, tuple[int, ...]]:
 
 
 def _pack(arch: EagleArch, tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The tree of eagle_model.describe."""
+    """Returns the tree of eagle_model.describe."""
     g, e, f = arch.num_kv_heads, arch.head_dim, arch.actor.hidden_size
 
     def read(name: str) -> np.ndarray:
@@ -216,7 +216,7 @@ def _pack(arch: EagleArch, tensors: Mapping[str, np.ndarray]) -> dict[str, np.nd
 
 
 def _tensors(arch: EagleArch, own: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """The inverse of `_pack`, and the two maps between vocabularies."""
+    """Inverts `_pack`, and adds the two maps between vocabularies."""
     weights = {name: np.asarray(a, np.float32) for name, a in own["weights"].items()}
     r, qkv = arch.layer.group, weights["qkv"]
     parts = {where: weights[name] for name, where in _NORMS.items()}

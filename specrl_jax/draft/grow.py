@@ -4,7 +4,7 @@ Letters: K nodes of a row are expanded at each level and have up to K children e
 a level's candidates. The candidates of all levels are kept, and the likeliest make the tree.
 """
 
-from typing import Any
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -15,36 +15,61 @@ from specrl_jax.draft.network import KV, Growth
 from specrl_jax.draft.protocol import Survive
 from specrl_jax.draft.tree import attach, roots
 from specrl_jax.prng import gumbel
-from specrl_jax.structs import Array, DraftTree, Drawn, Frontier, Sampling, SpecConfig
+from specrl_jax.structs import (
+    Array,
+    DrafterParams,
+    DraftTree,
+    Frontier,
+    Proposal,
+    Sampling,
+    SpecConfig,
+    TreeNodes,
+)
 
-_FALL = 0.3  # a drawn tree's draft_prob: 0.7 for a node's first child, then 0.3 of the one before
-_OWN_DOMAIN = 0x5EED0DD5  # turns a row's key into one whose noise the match rule never uses
-_ERROR_SCALE = 0.5  # of the drafter's perturbed scores: fits synthetic ones that err by 0.5 best
+_RANK_DECAY = 0.3  # draft_prob of drawn trees: 0.7 for the first child, then times 0.3 each
+_KEY_DOMAIN = 0x5EED0DD5  # turns a row's key into one whose noise the match rule never uses
+_ERROR_SCALE = 0.5  # error of the drafter's perturbed scores, as fitted to synthetic drafters
 
 
-@struct.dataclass
-class LevelNodes:
-    """The nodes of a level that are expanded, [B, K]; the root alone, [B, 1], at first."""
+class LevelNodes(struct.PyTreeNode):
+    """The nodes of a level that are expanded, [B, K]; at first the root alone, [B, 1]."""
 
-    index: Array  # i32, 0 is the root, then the candidates of all levels
-    slot: Array  # i32 in the tree's keys; of their parents until they are run
+    index: Array  # i32 0 is the root, then come the candidates of all levels
+    slot: Array  # i32 index in the tree's keys; the parent's until the node is run
     token: Array  # i32
     survival: Array  # f32
     live: Array  # bool
-    hidden: Array  # f[F, B, K] their outputs; their parents' until they are run
+    hidden: Array  # f[F, B, K] outputs; the parents' until the nodes are run
 
 
-@struct.dataclass
-class Expanded:
-    """The nodes that were expanded at each level, and what their children were drawn from."""
+class Expansions(struct.PyTreeNode):
+    """The nodes that were expanded at each level, and the distributions after them."""
 
     index: Array  # i32[B, D, K] as in LevelNodes; -1 is none
     logq: Array  # f32[B, D, K, Vd]
 
 
+@dataclasses.dataclass(frozen=True)
+class _Round:
+    """What every level of one round's trees is grown from."""
+
+    growth: Growth
+    params: DrafterParams
+    cache: KV  # the network's keys and values of all positions before the root
+    frontier: Frontier
+    rows: Sampling
+    spec: SpecConfig
+    survive: Survive
+
+    @property
+    def last(self) -> Array:
+        """i32[B] the last processed position."""
+        return jnp.maximum(self.frontier.context - self.growth.network.ahead, 0)
+
+
 def attend(q: Array, packed: tuple[Array, Array], fresh: tuple[Array, Array], parent: Array,
            cache: tuple[Array, Array], length: Array) -> Array:
-    """Tree attention of q [G, R, E, ...].
+    """Runs tree attention on queries [G, R, E, ...].
 
     Args:
       packed: (row, node) i32[W] of the queries, in their order.
@@ -58,104 +83,106 @@ def attend(q: Array, packed: tuple[Array, Array], fresh: tuple[Array, Array], pa
     return out.transpose(1, 2, 0).reshape(q.shape)
 
 
-def grow(growth: Growth, params: Any, cache: KV, hidden: Array, frontier: Frontier, rows: Sampling,
-         spec: SpecConfig, survive: Survive) -> DraftTree:
-    """The trees of one round.
+def grow(growth: Growth, params: DrafterParams, cache: KV, hidden: Array, frontier: Frontier,
+         rows: Sampling, spec: SpecConfig, survive: Survive) -> DraftTree:
+    """Grows the trees of one round.
 
     Args:
-      cache: the drafter's keys and values of all that it can read.
-      hidden: f[F, B] its output at the last position.
+      cache: the network's keys and values of all positions before the root.
+      hidden: f[F, B] the network's output at the last of them.
     """
+    round_ = _Round(growth, params, cache, frontier, rows, spec, survive)
     batch, k = frontier.root.shape[0], growth.branch
     none = jnp.zeros((batch, 1), jnp.int32)
     reads = frontier.live & (frontier.context >= growth.network.ahead)
     front = LevelNodes(index=none, slot=none, token=frontier.root[:, None],
-                     survival=jnp.ones((batch, 1)), hidden=hidden[..., None],
-                     live=reads[:, None])
-    first, logq = _children(growth, params, front, frontier, rows, spec, survive, jnp.int32(1))
-    drawn = _note(_unknown(growth, params, batch), logq, front, rows, jnp.int32(1))
+                       survival=jnp.ones((batch, 1)), hidden=hidden[..., None],
+                       live=reads[:, None])
+    first, logq = _candidates(round_, front, jnp.int32(1))
+    expanded = _record(_no_expansions(growth, params, batch), logq, front, rows, jnp.int32(1))
     levels = jax.tree.map(
         lambda a: jnp.zeros((batch, growth.depth, k * k), a.dtype).at[:, 0, :k].set(a), first)
-    tree = _rooted(growth, cache, frontier)
+    keys = _root_keys(round_)
     broken = _broken(front, first)
     front = _next_level(growth, first, front, rows, jnp.int32(1))
 
     def level(depth: Array, carry: tuple) -> tuple:
-        levels, front, tree, drawn, broken = carry
-        front, tree = _run(growth, params, cache, front, tree, frontier, depth)
-        found, logq = _children(growth, params, front, frontier, rows, spec, survive, depth)
+        levels, front, keys, expanded, broken = carry
+        front, keys = _forward_level(round_, front, keys, depth)
+        found, logq = _candidates(round_, front, depth)
         levels = jax.tree.map(
             lambda whole, new: jax.lax.dynamic_update_index_in_dim(whole, new, depth - 1, 1),
             levels, found)
-        return (levels, _next_level(growth, found, front, rows, depth), tree,
-                _note(drawn, logq, front, rows, depth), broken | _broken(front, found))
+        return (levels, _next_level(growth, found, front, rows, depth), keys,
+                _record(expanded, logq, front, rows, depth), broken | _broken(front, found))
 
     last = jnp.minimum(spec.steps, growth.depth)
-    levels, _, _, drawn, broken = jax.lax.fori_loop(
-        2, last + 1, level, (levels, front, tree, drawn, broken))
+    levels, _, _, expanded, broken = jax.lax.fori_loop(
+        2, last + 1, level, (levels, front, keys, expanded, broken))
     tree, place = _likeliest(growth, levels, frontier)
-    return tree.replace(logq=tree.logq.at[:, 0].set(jnp.where(broken, jnp.nan, 0)),
-                        proposal=_proposal(growth, params, drawn, place))
+    return tree.replace(broken=broken, proposal=_proposal(growth, params, expanded, place))
 
 
-def _broken(front: LevelNodes, found: DraftTree) -> Array:
-    """bool[B] whether scores after some node of a level are not finite."""
-    gap = found.gap.reshape(*front.live.shape, -1)[..., 0]  # of the best score to itself
+def _broken(front: LevelNodes, found: TreeNodes) -> Array:
+    """Returns bool[B], whether scores after some node of a level are not finite."""
+    gap = found.score_gap.reshape(*front.live.shape, -1)[..., 0]  # of the best score to itself
     return (front.live & jnp.isnan(gap)).any(1)
 
 
-def no_proposal(growth: Growth, params: Any, batch: int) -> Drawn | None:
-    """That no node's children were drawn from anything; None where nobody asks."""
+def no_proposal(growth: Growth, params: DrafterParams, batch: int) -> Proposal | None:
+    """Returns a Proposal in which no node's children were drawn; None if trees carry none."""
     if not growth.drawn:
         return None
     vocab = growth.network.vocab(params)
-    return Drawn(jnp.full((batch, growth.nodes, vocab.shape[0]), -jnp.inf), vocab)
+    return Proposal(jnp.full((batch, growth.nodes, vocab.shape[0]), -jnp.inf), vocab)
 
 
-def _unknown(growth: Growth, params: Any, batch: int) -> Expanded | None:
-    """That no level was expanded yet; None where nobody asks what was drawn from."""
+def _no_expansions(growth: Growth, params: DrafterParams, batch: int) -> Expansions | None:
+    """Returns Expansions without a node; None if trees carry no Proposal."""
     if not growth.drawn:
         return None
     shape = (batch, growth.depth, growth.branch)
-    return Expanded(jnp.full(shape, -1, jnp.int32),
+    return Expansions(jnp.full(shape, -1, jnp.int32),
                     jnp.full((*shape, growth.network.vocab(params).shape[0]), -jnp.inf))
 
 
-def _note(drawn: Expanded | None, logq: Array, front: LevelNodes, rows: Sampling, depth: Array
-          ) -> Expanded | None:
-    """Adds what the children at `depth`, those of a level, were drawn from.
-
-    A greedy row's are point masses.
+def _record(expanded: Expansions | None, logq: Array, front: LevelNodes, rows: Sampling,
+            depth: Array) -> Expansions | None:
+    """Adds the distributions that the nodes at `depth` were drawn from; greedy rows draw nothing.
     """
-    if drawn is None:
+    if expanded is None:
         return None
-    asked = front.live & (rows.temperature > 0)[:, None]
+    draws = front.live & (rows.temperature > 0)[:, None]
     width = logq.shape[1]  # the root alone, at first
-    return Expanded(
-        drawn.index.at[:, depth - 1, :width].set(front.index),
-        drawn.logq.at[:, depth - 1, :width].set(jnp.where(asked[..., None], logq, -jnp.inf)))
+    return Expansions(
+        expanded.index.at[:, depth - 1, :width].set(front.index),
+        expanded.logq.at[:, depth - 1, :width].set(jnp.where(draws[..., None], logq, -jnp.inf)))
 
 
-def _proposal(growth: Growth, params: Any, drawn: Expanded | None, place: Array) -> Drawn | None:
-    """What the successors of a tree's nodes were drawn from.
+def _proposal(growth: Growth, params: DrafterParams, expanded: Expansions | None, place: Array
+              ) -> Proposal | None:
+    """Returns the distributions that the children of a tree's nodes were drawn from.
 
     Args:
-      place: i32[B, C'] of the root and each candidate in the tree; N for what is not in it.
+      place: i32[B, C'] index in the tree of the root and each candidate; N if it is not there.
     """
-    if drawn is None:
+    unknown = no_proposal(growth, params, place.shape[0])
+    if expanded is None or unknown is None:
         return None
-    batch, _, _, vocab = drawn.logq.shape
-    index = drawn.index.reshape(batch, -1)
+    batch, _, _, vocab = expanded.logq.shape
+    index = expanded.index.reshape(batch, -1)
     at = jnp.where(index < 0, growth.nodes, jnp.take_along_axis(place, jnp.maximum(index, 0), 1))
-    none = no_proposal(growth, params, batch)
-    return none.replace(logq=none.logq.at[jnp.arange(batch)[:, None], at].set(
-        drawn.logq.reshape(batch, -1, vocab), mode="drop"))
+    return unknown.replace(logq=unknown.logq.at[jnp.arange(batch)[:, None], at].set(
+        expanded.logq.reshape(batch, -1, vocab), mode="drop"))
 
 
-def _rooted(growth: Growth, cache: KV, frontier: Frontier) -> tuple[KV, Array]:
-    """The tree's keys and values, and i32[B, n] parents: node 0 is the last processed position."""
-    last = _last(growth, frontier)[:, None, None, None]
-    room = ((0, 0), (0, (growth.depth - 1) * growth.branch), (0, 0), (0, 0))
+def _root_keys(r: _Round) -> tuple[KV, Array]:
+    """Returns the tree's keys and values, and parents i32[B, n].
+
+    Node 0 is the last processed position.
+    """
+    last = r.last[:, None, None, None]
+    room = ((0, 0), (0, (r.growth.depth - 1) * r.growth.branch), (0, 0), (0, 0))
 
     def first(k: Array, v: Array) -> tuple[Array, Array]:
         at_last = (jnp.take_along_axis(k, last, 3)[..., 0],
@@ -163,85 +190,80 @@ def _rooted(growth: Growth, cache: KV, frontier: Frontier) -> tuple[KV, Array]:
         k, v = (jnp.pad(a[:, None], room) for a in at_last)
         return k, v
 
-    fresh = [first(k, v) for k, v in cache]
+    fresh = [first(k, v) for k, v in r.cache]
     return fresh, jnp.zeros(fresh[0][0].shape[:2], jnp.int32)
 
 
-def _last(growth: Growth, frontier: Frontier) -> Array:
-    """i32[B] the last processed position."""
-    return jnp.maximum(frontier.context - growth.network.ahead, 0)
-
-
-def _run(growth: Growth, params: Any, cache: KV, front: LevelNodes, tree: tuple[KV, Array],
-         frontier: Frontier, depth: Array) -> tuple[LevelNodes, tuple[KV, Array]]:
-    """Runs the level, nodes of `depth` - 1, and adds its keys to the tree's."""
+def _forward_level(r: _Round, front: LevelNodes, keys: tuple[KV, Array], depth: Array
+                   ) -> tuple[LevelNodes, tuple[KV, Array]]:
+    """Runs the nodes of level `depth` - 1 and adds their keys to the tree's."""
     batch, k = front.token.shape
-    start, last = 1 + (depth - 2) * k, _last(growth, frontier)
+    start, last = 1 + (depth - 2) * k, r.last
     node = jnp.broadcast_to(start + jnp.arange(k)[None], (batch, k))
     row = jnp.repeat(jnp.arange(batch, dtype=jnp.int32), k)
 
     def put(whole: Array, new: Array) -> Array:
         return jax.lax.dynamic_update_slice_in_dim(whole, new.astype(whole.dtype), start, 1)
 
-    parent = put(tree[1], front.slot)
+    parent = put(keys[1], front.slot)
     fresh: KV = []
 
     def look(index: int, q: Array, new_k: Array, new_v: Array) -> Array:
         k, v = (put(whole, new.transpose(2, 3, 0, 1))
-                for whole, new in zip(tree[0][index], (new_k, new_v), strict=True))
+                for whole, new in zip(keys[0][index], (new_k, new_v), strict=True))
         fresh.append((k, v))
-        return attend(q, (row, node.reshape(-1)), (k, v), parent, cache[index], last)
+        return attend(q, (row, node.reshape(-1)), (k, v), parent, r.cache[index], last)
 
     place = jnp.broadcast_to((last + depth - 1)[:, None], (batch, k))
-    hidden = growth.network.run(params, front.token, front.hidden, place, look)
+    hidden = r.growth.network.run(r.params, front.token, front.hidden, place, look)
     return front.replace(hidden=hidden, slot=node), (fresh, parent)
 
 
-def _children(growth: Growth, params: Any, front: LevelNodes, frontier: Frontier, rows: Sampling,
-              spec: SpecConfig, survive: Survive, depth: Array) -> tuple[DraftTree, Array]:
-    """The candidates below a level, fields [B, k * K]; none where logits are not finite.
+def _candidates(r: _Round, front: LevelNodes, depth: Array) -> tuple[TreeNodes, Array]:
+    """Returns the candidates below a level, fields [B, k * K], and their distributions.
 
-    A child's score is what its siblings are ranked by. Parents are indices of candidates. Also
-    log-probabilities f32[B, k, Vd] of all tokens.
+    Where logits are not finite none is live. Parents are indices of candidates.
+
+    Returns:
+      the candidates, and log-probabilities f32[B, k, Vd] of all tokens.
     """
-    ranked, logq, scale = _scores(growth, params, front, frontier, rows, depth)
+    growth = r.growth
+    ranked, logq, scale = _scores(r, front, depth)
     best, at = highest(ranked, growth.branch)
     rank = jnp.broadcast_to(jnp.arange(growth.branch)[None, None], at.shape)
-    asked = rank < spec.branch
+    planned = rank < r.spec.branch
     chosen = jnp.take_along_axis(logq, at, 2)
     if growth.drawn:
-        draft_prob = (1 - _FALL) * jnp.float32(_FALL) ** rank
+        draft_prob = (1 - _RANK_DECAY) * jnp.float32(_RANK_DECAY) ** rank
+    elif growth.children == "perturbed":
+        draft_prob = _draw_probability(best, ranked, scale)
     else:
-        draft_prob = (
-            _share(best, ranked, scale) if growth.children == "perturbed" else jnp.exp(chosen)
-        )
-    draft_prob = jnp.where(asked, draft_prob, 0)
+        draft_prob = jnp.exp(chosen)
+    draft_prob = jnp.where(planned, draft_prob, 0)
     above, parent, level, origin = (
         jnp.broadcast_to(a, at.shape) for a in (
             front.survival[..., None], front.index[..., None], depth, jnp.int32(growth.origin)))
-    survival = survive(above, draft_prob, level, origin)
-    vocab = growth.network.vocab(params)
-    found = DraftTree(tokens=vocab[at], parent=parent, depth=level, rank=rank,
+    survival = r.survive(above, draft_prob, level, origin)
+    vocab = growth.network.vocab(r.params)
+    found = TreeNodes(tokens=vocab[at], parent=parent, depth=level, rank=rank,
                       origin=origin, survival=survival, logq=chosen, draft_prob=draft_prob,
-                      gap=best[..., :1] - best,
-                      live=front.live[..., None] & asked & jnp.isfinite(best))
+                      score_gap=best[..., :1] - best,
+                      live=front.live[..., None] & planned & jnp.isfinite(best))
     return jax.tree.map(lambda a: a.reshape(a.shape[0], -1), found), logq
 
 
-def _scores(growth: Growth, params: Any, front: LevelNodes, frontier: Frontier, rows: Sampling,
-            depth: Array) -> tuple[Array, Array, Array]:
-    """Scores and log-probabilities of all tokens after each node of a level.
+def _scores(r: _Round, front: LevelNodes, depth: Array) -> tuple[Array, Array, Array]:
+    """Computes scores and log-probabilities of all tokens after each node of a level.
 
     The noise is that of the draw that decides between the children: the token drawn after the root
-    has the index frontier.generated. A row's truncation is not applied: a sharper drafter gained
-    nearly as much where it was measured, without a search at each node (experiments/LOG.md,
-    2026-11-23).
+    has the index frontier.generated. A row's truncation is not applied: a lower draft.temperature
+    gained nearly as much, without a search at each node (experiments/LOG.md, 2026-11-23).
 
     Returns:
-      f32[B, k, Vd] each; and f32[B], 0 where a row is greedy and 1 elsewhere.
+      f32[B, k, Vd] each; and f32[B], 0 in greedy rows and 1 elsewhere.
     """
-    network = growth.network
-    logits = jnp.moveaxis(network.logits(params, front.hidden), 0, -1)
+    growth, rows, network = r.growth, r.rows, r.growth.network
+    logits = jnp.moveaxis(network.logits(r.params, front.hidden), 0, -1)
     scale = jnp.where(rows.temperature == 0, 0.0, 1.0)
     temperature = jnp.where(scale > 0, rows.temperature * growth.temperature, 1.0)
     logits = logits / temperature[:, None, None]
@@ -249,15 +271,15 @@ def _scores(growth: Growth, params: Any, front: LevelNodes, frontier: Frontier, 
     if growth.children == "top":
         return logq, logq, scale
     own = growth.children == "sampled"
-    key = rows.key ^ jnp.uint32(_OWN_DOMAIN) if own else rows.key
-    noise = gumbel(key, frontier.generated + depth - 1, network.vocab(params))
+    key = rows.key ^ jnp.uint32(_KEY_DOMAIN) if own else rows.key
+    noise = gumbel(key, r.frontier.generated + depth - 1, network.vocab(r.params))
     return logq + (scale[:, None] * noise)[:, None], logq, scale
 
 
 def highest(scores: Array, count: int) -> tuple[Array, Array]:
-    """The highest along the last axis and their places, the first of equals first.
+    """Returns the highest along the last axis and their indices, the first of equals first.
 
-    Not `top_k`, for which a CPU sorts the whole vocabulary when there is more than one row.
+    `top_k` would make a CPU sort the whole vocabulary when there is more than one row.
     """
     total = scores.shape[-1]
     index = jax.lax.broadcasted_iota(jnp.int32, scores.shape, scores.ndim - 1)
@@ -271,23 +293,23 @@ def highest(scores: Array, count: int) -> tuple[Array, Array]:
     return jnp.moveaxis(best, 0, -1), jnp.moveaxis(at, 0, -1)
 
 
-def _share(best: Array, ranked: Array, scale: Array) -> Array:
-    """How likely each child is to be the actor's draw, given the noise: f32[B, k, K].
+def _draw_probability(best: Array, ranked: Array, scale: Array) -> Array:
+    """Returns f32[B, k, K], how likely each child is to be the actor's draw, given the noise.
 
     The actor's perturbed scores are the drafter's plus errors. With Gumbel errors of one scale, the
     highest of them is distributed as a softmax of the drafter's scores over that scale. The
-    drafter's probability would be far too low: the noise has chosen already. Greedy rows have no
-    noise, and their share is the probability.
+    drafter's own probability would be far too low, because the noise has chosen already. In greedy
+    rows, which have no noise, it is right.
     """
     sharp = jnp.where(scale > 0, 1 / _ERROR_SCALE, 1.0)[:, None, None]
     return jnp.exp(best * sharp - jax.nn.logsumexp(ranked * sharp, -1, keepdims=True))
 
 
-def _next_level(growth: Growth, found: DraftTree, front: LevelNodes, rows: Sampling, depth: Array
+def _next_level(growth: Growth, found: TreeNodes, front: LevelNodes, rows: Sampling, depth: Array
               ) -> LevelNodes:
-    """The K likeliest of a level's candidates.
+    """Selects the K likeliest of a level's candidates.
 
-    Nothing follows a stop token; but in a drawn tree its places are not given to other nodes.
+    Stop tokens are not expanded; except in a drawn tree, whose shape depends on no token.
     """
     k = growth.branch
     ends = (found.tokens[..., None] == rows.stop[None, None]).any(-1) & (not growth.drawn)
@@ -300,10 +322,10 @@ def _next_level(growth: Growth, found: DraftTree, front: LevelNodes, rows: Sampl
                     live=score >= 0, hidden=pick(front.hidden, above[None], 2))
 
 
-def _likeliest(growth: Growth, levels: DraftTree, frontier: Frontier) -> tuple[DraftTree, Array]:
-    """Trees of the N - 1 likeliest candidates [B, D, C], and where each candidate stands.
+def _likeliest(growth: Growth, levels: TreeNodes, frontier: Frontier) -> tuple[DraftTree, Array]:
+    """Returns trees of the N - 1 likeliest candidates [B, D, C], and the index of each in them.
 
-    Survival never grows along a path, and of equals the earlier counts more; so what is kept is
+    Survival never grows along a path, and of equals the earlier is kept, so the kept nodes are
     closed under parent.
     """
     flat = jax.tree.map(lambda a: a.reshape(a.shape[0], -1), levels)

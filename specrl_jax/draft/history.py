@@ -1,4 +1,4 @@
-"""Drafts from what was said before: the row itself, its siblings, earlier responses to its prompt.
+"""Drafts from earlier text: the row itself, its siblings, earlier responses to its prompt.
 
 The longest suffix of the row that occurs in this corpus is looked up on the device; the occurrences
 with the longest match vote on each next token, as in the suffix trees of DAS (arXiv 2511.13841,
@@ -6,8 +6,8 @@ section 2.1 of its method) and SRT (arXiv 2601.09083), here without a tree: corp
 small enough to compare directly.
 """
 
+import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,15 +17,25 @@ from flax import struct
 from specrl_jax.config import check
 from specrl_jax.draft.protocol import Drafter, RolloutInfo, Survive
 from specrl_jax.draft.tree import attach, roots
-from specrl_jax.structs import Array, DraftTree, Frontier, Path, Sampling, SpecConfig, Verdict
+from specrl_jax.structs import (
+    Array,
+    DrafterParams,
+    DraftTree,
+    Frontier,
+    Path,
+    Sampling,
+    SpecConfig,
+    TreeNodes,
+    Verdict,
+    carrier,
+)
 
 VOTERS = 8  # occurrences that vote
 _SEPARATOR = -1  # never equal to a token
 
 
-@struct.dataclass
-class History:
-    """The corpus of one data shard; `-1` fills what is not written."""
+class History(struct.PyTreeNode):
+    """The corpus of one data shard; -1 is padding."""
 
     prompt: Array  # i32[Q / M, P]
     prompt_length: Array  # i32[Q / M]
@@ -33,37 +43,47 @@ class History:
     current: Array  # i32[Q, T] this step's responses; the M of a prompt lie together
 
 
+@dataclasses.dataclass(frozen=True)
+class _Static:
+    depth: int  # D
+    branch: int  # K
+    nodes: int  # N
+    match: int  # longest suffix, in tokens
+    group: int  # M
+    origin: int  # for DraftTree.origin
+
+
 def history(*, depth: int, branch: int, nodes: int, match: int, group: int, origin: int = 0
             ) -> Drafter:
-    """The drafter with D = `depth`, K = `branch`, N = `nodes`; suffixes up to `match` tokens.
+    """Returns the drafter with D = `depth`, K = `branch`, N = `nodes` for `group` = M samples.
 
     Args:
-      origin: what DraftTree.origin says of its nodes.
+      match: longest suffix that is looked up, in tokens.
+      origin: index of the drafter, for DraftTree.origin.
 
     Raises:
       ConfigError: N does not hold a root and K chains of D nodes.
     """
     check(nodes >= 1 + depth * branch, "spec.max_nodes", nodes,
           f"must be at least 1 + spec.max_steps * spec.max_branch = {1 + depth * branch}")
+    static = _Static(depth, branch, nodes, match, group, origin)
     return Drafter(
-        nodes=nodes, depth=depth, branch=branch,
-        init=_init,
-        propose=functools.partial(_propose, depth, branch, nodes, match, group, origin),
-        observe=_observe,
-        take=lambda state, rows: state,
+        nodes=nodes, depth=depth, branch=branch, init=_init,
+        propose=functools.partial(_propose, static), observe=_observe,
+        select_rows=lambda state, rows: state,  # the corpus counts sequences, not slots
         names=("history",))
 
 
 def _init(info: RolloutInfo) -> History:
     total = info.prompt.shape[0] * info.group
-    return History(
-        prompt=info.prompt, prompt_length=info.prompt_length, past=info.past,
+    return carrier(
+        History, prompt=info.prompt, prompt_length=info.prompt_length, past=info.past,
         current=np.full((total, info.buffer), _SEPARATOR, np.int32))
 
 
-def _observe(
-    params: Any, state: History, frontier: Frontier, verdict: Verdict, path: Path
-) -> History:
+def _observe(params: DrafterParams, state: History, frontier: Frontier, verdict: Verdict,
+             path: Path) -> History:
+    """Adds the committed tokens to the corpus."""
     total, buffer = state.current.shape
     within = jnp.arange(verdict.tokens.shape[1])[None]
     column = jnp.where(
@@ -74,26 +94,29 @@ def _observe(
     return state.replace(current=current)
 
 
-def _propose(depth: int, branch: int, nodes: int, match: int, group: int, origin: int,
-             params: Any, state: History, frontier: Frontier, rows: Sampling, spec: SpecConfig,
-             survive: Survive) -> tuple[DraftTree, History]:
+def _propose(static: _Static, params: DrafterParams, state: History, frontier: Frontier,
+             rows: Sampling, spec: SpecConfig, survive: Survive) -> tuple[DraftTree, History]:
     def search(_: None) -> DraftTree:
-        weight, following = _occurrences(state, frontier, depth, match, group)
-        return _grow(weight, following, frontier, spec, survive, branch, nodes, origin)
+        weight, following = _occurrences(static, state, frontier)
+        return _grow(static, weight, following, frontier, spec, survive)
 
     wanted = (spec.steps > 0) & frontier.live.any()
-    tree = jax.lax.cond(wanted, search, lambda _: roots(frontier.root, frontier.live, nodes), None)
+    tree = jax.lax.cond(wanted, search,
+                        lambda _: roots(frontier.root, frontier.live, static.nodes), None)
     return tree, state
 
 
-def _occurrences(state: History, frontier: Frontier, depth: int, match: int, group: int
-                 ) -> tuple[Array, Array]:
-    """The best occurrences of each row's suffix: weights f32[B, C], continuations i32[B, C, D]."""
-    total = state.current.shape[0]
+def _occurrences(static: _Static, state: History, frontier: Frontier) -> tuple[Array, Array]:
+    """Finds the best occurrences of each row's suffix.
+
+    Returns:
+      weights f32[B, C], and the continuations i32[B, C, D].
+    """
+    total, depth = state.current.shape[0], static.depth
     seq = jnp.minimum(frontier.seq, total - 1)
-    prompt = seq // group
-    corpus = _corpus(state, prompt, group)
-    suffix = _suffix(state, frontier, seq, prompt, match)
+    prompt = seq // static.group
+    corpus = _corpus(state, prompt, static.group)
+    suffix = _suffix(state, frontier, seq, prompt, static.match)
     length = _match_lengths(corpus, suffix)
     following = jnp.pad(corpus, ((0, 0), (0, depth)), constant_values=_SEPARATOR)
     length = jnp.where(following[:, 1 : corpus.shape[1] + 1] >= 0, length, 0)
@@ -105,29 +128,29 @@ def _occurrences(state: History, frontier: Frontier, depth: int, match: int, gro
 
 
 def _corpus(state: History, prompt: Array, group: int) -> Array:
-    """i32[B, C]: siblings and the row itself, earlier responses, the prompt; separated."""
+    """Returns i32[B, C]: siblings and the row itself, earlier responses, the prompt; separated."""
     siblings = state.current.reshape(-1, group, state.current.shape[1])[prompt]
-    answers = jnp.concatenate([siblings, state.past[prompt]], 1)
-    gap = ((0, 0), (0, 0), (0, 1))
-    answers = jnp.pad(answers, gap, constant_values=_SEPARATOR).reshape(prompt.shape[0], -1)
+    responses = jnp.concatenate([siblings, state.past[prompt]], 1)
+    separator = ((0, 0), (0, 0), (0, 1))
+    responses = jnp.pad(responses, separator, constant_values=_SEPARATOR)
     column = jnp.arange(state.prompt.shape[1])[None]
     question = jnp.where(column < state.prompt_length[prompt][:, None], state.prompt[prompt],
                          _SEPARATOR)
-    return jnp.concatenate([answers, question], 1)
+    return jnp.concatenate([responses.reshape(prompt.shape[0], -1), question], 1)
 
 
 def _suffix(state: History, frontier: Frontier, seq: Array, prompt: Array, match: int) -> Array:
-    """i32[B, match]: the row's last tokens, newest first; they may reach into the prompt."""
+    """Returns i32[B, match]: the row's last tokens, prompt included, newest first."""
     back = frontier.generated[:, None] - 1 - jnp.arange(match)[None]
-    said = state.current[seq[:, None], jnp.maximum(back, 0)]
-    asked_at = state.prompt_length[prompt][:, None] + back
-    asked = state.prompt[prompt[:, None], jnp.maximum(asked_at, 0)]
-    asked = jnp.where(asked_at >= 0, asked, -2)
-    return jnp.where(back >= 0, said, asked)
+    response = state.current[seq[:, None], jnp.maximum(back, 0)]
+    in_prompt = state.prompt_length[prompt][:, None] + back
+    question = state.prompt[prompt[:, None], jnp.maximum(in_prompt, 0)]
+    question = jnp.where(in_prompt >= 0, question, -2)
+    return jnp.where(back >= 0, response, question)
 
 
 def _match_lengths(corpus: Array, suffix: Array) -> Array:
-    """i32[B, C]: how many tokens ending at each corpus place equal the suffix."""
+    """Returns i32[B, C]: how many tokens that end at each place of the corpus equal the suffix."""
     width = suffix.shape[1]
     padded = jnp.pad(corpus, ((0, 0), (width, 0)), constant_values=_SEPARATOR)
     length, running = jnp.zeros_like(corpus), jnp.ones(corpus.shape, bool)
@@ -138,10 +161,10 @@ def _match_lengths(corpus: Array, suffix: Array) -> Array:
     return length
 
 
-def _grow(weight: Array, following: Array, frontier: Frontier, spec: SpecConfig, survive: Survive,
-          branch: int, nodes: int, origin: int) -> DraftTree:
-    """Up to `branch` chains from the root; at each node the voters that agree so far vote on."""
-    batch, _, depth = following.shape
+def _grow(static: _Static, weight: Array, following: Array, frontier: Frontier, spec: SpecConfig,
+          survive: Survive) -> DraftTree:
+    """Grows up to K chains from the root. At each node the voters that agree so far vote again."""
+    branch, origin, (batch, _, depth) = static.branch, static.origin, following.shape
     by_depth = jnp.moveaxis(following, 2, 0)
 
     def first(free: Array, _: None) -> tuple[Array, tuple[Array, ...]]:
@@ -156,12 +179,12 @@ def _grow(weight: Array, following: Array, frontier: Frontier, spec: SpecConfig,
     open_ = frontier.live[:, None] & (votes > 0) & (spec.steps > 0) & (chain < spec.branch)
     survival = survive(jnp.ones((batch, 1)), jnp.where(open_, share, 0), none + 1, none + origin)
     logq = jnp.log(share)
-    level = DraftTree(tokens=token, parent=none, depth=none + 1, rank=none + chain,
+    level = TreeNodes(tokens=token, parent=none, depth=none + 1, rank=none + chain,
                       origin=none + origin, survival=survival, logq=logq, draft_prob=share,
-                      gap=logq[:, :1] - logq, live=open_)
+                      score_gap=logq[:, :1] - logq, live=open_)
 
-    def deeper(carry: tuple[Array, DraftTree], at: tuple[Array, Array]
-               ) -> tuple[tuple[Array, DraftTree], DraftTree]:
+    def deeper(carry: tuple[Array, TreeNodes], at: tuple[Array, Array]
+               ) -> tuple[tuple[Array, TreeNodes], TreeNodes]:
         (voters, above), (d, candidates) = carry, at
         candidates = candidates[:, None]
         token, votes, share = _elect(voters, candidates, voters.sum(-1))
@@ -169,7 +192,7 @@ def _grow(weight: Array, following: Array, frontier: Frontier, spec: SpecConfig,
             tokens=token, parent=none + chain * depth + d, depth=above.depth + 1, rank=none,
             survival=survive(*(a[..., None] for a in (
                 above.survival, share, above.depth + 1, above.origin)))[..., 0],
-            logq=jnp.log(share), draft_prob=share, gap=jnp.zeros_like(share),
+            logq=jnp.log(share), draft_prob=share, score_gap=jnp.zeros_like(share),
             live=above.live & (votes > 0) & (d < spec.steps))
         return (jnp.where(candidates == token[..., None], voters, 0), below), below
 
@@ -177,14 +200,15 @@ def _grow(weight: Array, following: Array, frontier: Frontier, spec: SpecConfig,
     children = jax.tree.map(  # [D, B, K] -> [K * D, B]
         lambda top, rest: jnp.moveaxis(jnp.concatenate([top[None], rest]), (2, 0), (0, 1)).reshape(
             branch * depth, batch), level, rest)
-    return attach(roots(frontier.root, frontier.live, nodes), children)
+    return attach(roots(frontier.root, frontier.live, static.nodes), children)
 
 
 def _elect(weight: Array, tokens: Array, among: Array) -> tuple[Array, Array, Array]:
-    """The token with most votes: (i32[...], its votes f32[...], their share of `among` f32[...]).
+    """Returns the token with most votes i32[...], its votes f32[...], and their share f32[...].
 
     Args:
       weight, tokens: [..., C] of each voter.
+      among: f32[...] all votes, of voters without a token too.
     """
     weight = jnp.where(tokens >= 0, weight, 0)
     tokens = jnp.broadcast_to(tokens, weight.shape)
@@ -192,5 +216,5 @@ def _elect(weight: Array, tokens: Array, among: Array) -> tuple[Array, Array, Ar
     votes = jnp.where(weight > 0, votes, 0)
     best = votes.argmax(-1)[..., None]
     won = jnp.take_along_axis(votes, best, -1)[..., 0]
-    share = won / (among + 4.0)  # votes for something never said: one match of length 1
+    share = won / (among + 4.0)  # 4 votes for an unseen token: one match of length 1
     return jnp.take_along_axis(tokens, best, -1)[..., 0], won, jnp.maximum(share, 1e-6)

@@ -1,11 +1,11 @@
 """Several drafters in one: each proposes its own tree, and the likeliest nodes of all are kept.
 
-Nodes with the same tokens from the root are one node, whose survival is the higher of the two
+Nodes with the same tokens from the root are one node. Its survival is the higher of the two
 estimates; its origin is the drafter that came first.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -13,59 +13,57 @@ import jax.numpy as jnp
 
 from specrl_jax.config import check
 from specrl_jax.draft.protocol import Drafter, Survive
-from specrl_jax.draft.tree import roots
-from specrl_jax.structs import Array, DraftTree, Frontier, Sampling, SpecConfig
+from specrl_jax.draft.tree import map_nodes, roots
+from specrl_jax.structs import (
+    Array,
+    DrafterParams,
+    DrafterState,
+    DraftTree,
+    Frontier,
+    Sampling,
+    SpecConfig,
+)
 
 
 def merge(drafters: Sequence[Drafter], nodes: int) -> Drafter:
-    """One drafter made of several, with N = `nodes`; origins must be their places in `drafters`.
+    """Returns one drafter made of several, with N = `nodes`.
 
-    `SpecConfig.mix` multiplies the survival of each drafter's nodes; one at 0 does no work.
+    The origins of its parts must be their indices in `drafters`; its state and parameters are
+    tuples over the parts. `SpecConfig.mix` multiplies the survival of each part's nodes; a part
+    with factor 0 does no work.
 
     Raises:
       ConfigError: more than one of them taps the actor.
     """
     readers = [i for i, d in enumerate(drafters) if d.taps]
     check(len(readers) <= 1, "draft.parts", len(readers), "only one drafter may read the actor")
-    reader = drafters[readers[0]] if readers else None
 
-    def each(name: str, states: Any, *args: Any) -> tuple:
-        return tuple(getattr(d, name)(s, *args) for d, s in zip(drafters, states, strict=True))
-
-    def features_of(d: Drafter, features: Array | None) -> Array | None:
-        return features if d is reader else None
+    def of_each(call: Callable[..., Any], *per_drafter: Any) -> tuple:
+        return tuple(map(call, drafters, *per_drafter))
 
     return Drafter(
         nodes=nodes, depth=max(d.depth for d in drafters),
         branch=max(d.branch for d in drafters),
-        init=lambda info: tuple(d.init(info) for d in drafters),
         propose=functools.partial(_propose, tuple(drafters), nodes),
-        observe=lambda params, states, *round_: tuple(
-            d.observe(p, s, *round_) for d, p, s in zip(drafters, params, states, strict=True)),
-        take=lambda states, rows: each("take", states, rows),
-        fork=lambda states, fill: each("fork", states, fill),
-        read_to=lambda states, context: each("read_to", states, context),
-        prefill=lambda states, fill, tokens, features: tuple(
-            d.prefill(s, fill, tokens, features_of(d, features))
-            for d, s in zip(drafters, states, strict=True)),
-        bind=lambda actor, own: tuple(
-            d.bind(actor, o) for d, o in zip(drafters, own, strict=True)),
+        init=lambda info: of_each(lambda d: d.init(info)),
+        prefill=lambda states, fill, tokens, features: of_each(
+            lambda d, s: d.prefill(s, fill, tokens, features if d.taps else None), states),
+        copy_prompt=lambda states, fill: of_each(lambda d, s: d.copy_prompt(s, fill), states),
+        observe=lambda params, states, frontier, verdict, path: of_each(
+            lambda d, p, s: d.observe(p, s, frontier, verdict, path), params, states),
+        select_rows=lambda states, rows: of_each(lambda d, s: d.select_rows(s, rows), states),
+        needs_catch_up=any(d.needs_catch_up for d in drafters),
+        skip_to=lambda states, context: of_each(lambda d, s: d.skip_to(s, context), states),
         names=tuple(name for d in drafters for name in d.names),
-        taps=reader.taps if reader else (),
-        project=None if reader is None else (
-            lambda params, taps, decode=False: reader.project(params[readers[0]], taps, decode)))
+        bind=lambda actor, own: of_each(lambda d, o: d.bind(actor, o), own),
+        taps=drafters[readers[0]].taps if readers else (),
+        project=lambda params, taps, decode=False: drafters[readers[0]].project(
+            params[readers[0]], taps, decode))
 
 
-def _propose(
-    drafters: tuple[Drafter, ...],
-    nodes: int,
-    params: Any,
-    states: Any,
-    frontier: Frontier,
-    rows: Sampling,
-    spec: SpecConfig,
-    survive: Survive,
-) -> tuple[DraftTree, Any]:
+def _propose(drafters: tuple[Drafter, ...], nodes: int, params: DrafterParams,
+             states: DrafterState, frontier: Frontier, rows: Sampling, spec: SpecConfig,
+             survive: Survive) -> tuple[DraftTree, DrafterState]:
     trees, after = [], []
     for i, (drafter, own, state) in enumerate(zip(drafters, params, states, strict=True)):
         used = spec.replace(steps=jnp.where(spec.mix[i] > 0, spec.steps, 0))
@@ -77,24 +75,23 @@ def _propose(
 
     def join() -> DraftTree:
         whole = functools.reduce(graft, trees, roots(frontier.root, frontier.live, 1))
-        tree, broken = likeliest(whole, nodes), sum(t.logq[:, 0] for t in trees)
-        return tree.replace(logq=tree.logq.at[:, 0].set(broken))
+        return likeliest(whole, nodes)
 
     return jax.lax.cond(
         spec.steps > 0, join, lambda: roots(frontier.root, frontier.live, nodes)), tuple(after)
 
 
 def graft(whole: DraftTree, tree: DraftTree) -> DraftTree:
-    """Two trees with the same roots in one, whose nodes are those of `whole` and then new ones.
+    """Joins two trees with the same roots: the nodes of `whole`, then the new ones of `tree`.
 
     Args:
-      whole: fields [B, N]; tree: [B, n]; both parents first. The result has [B, N + n - 1].
+      whole: fields [B, N]; tree: fields [B, n]. The result has [B, N + n - 1].
     """
     size, count = whole.live.shape[1], tree.live.shape[1]
     alone = jnp.where(jnp.arange(count) > 0, size - 1 + jnp.arange(count), 0)[None]
 
     def level(depth: Array, place: Array) -> Array:
-        """Where the nodes down to `depth` stand: those that `whole` has too stand there."""
+        """Maps the nodes down to `depth` to their equals in `whole`, if there are any."""
         parent = jnp.take_along_axis(place, tree.parent, 1)
         same = (whole.live[:, None] & (whole.parent[:, None] == parent[..., None])
                 & (whole.tokens[:, None] == tree.tokens[..., None])).at[..., 0].set(False)
@@ -105,17 +102,18 @@ def graft(whole: DraftTree, tree: DraftTree) -> DraftTree:
                               jnp.broadcast_to(alone, tree.live.shape).astype(jnp.int32))
     new = tree.replace(parent=jnp.take_along_axis(place, tree.parent, 1),
                        live=tree.live & (place == alone))
-    both = jax.tree.map(lambda a, b: jnp.concatenate([a, b[:, 1:]], 1), whole, new)
+    both = map_nodes(lambda a, b: jnp.concatenate([a, b[:, 1:]], 1), whole, new)
     rows = jnp.arange(tree.live.shape[0])[:, None]
-    return both.replace(survival=both.survival.at[rows, place].max(
-        jnp.where(tree.live, tree.survival, 0)))
+    survival = jnp.where(tree.live, tree.survival, 0)
+    return both.replace(survival=both.survival.at[rows, place].max(survival),
+                        broken=whole.broken | tree.broken)
 
 
 def likeliest(tree: DraftTree, nodes: int) -> DraftTree:
-    """The root and the `nodes` - 1 likeliest others, [B, nodes], parents first.
+    """Keeps the root and the `nodes` - 1 likeliest others, [B, nodes], parents first.
 
-    A node counts as its best descendant where that is likelier, as after grafting it may be; so
-    what is kept is closed under parent.
+    After grafting a node may be less likely than a descendant and then counts as that, so the kept
+    nodes are closed under parent.
     """
     batch, total = tree.live.shape
     survival = _at_least_descendants(tree)
@@ -125,15 +123,15 @@ def likeliest(tree: DraftTree, nodes: int) -> DraftTree:
     kept = jnp.sort(kept, 1)
     place = jnp.zeros((batch, total), jnp.int32).at[jnp.arange(batch)[:, None], kept].set(
         jnp.arange(kept.shape[1])[None])
-    small = jax.tree.map(lambda a: jnp.take_along_axis(a, kept, 1), tree.replace(survival=survival))
+    small = map_nodes(lambda a: jnp.take_along_axis(a, kept, 1), tree.replace(survival=survival))
     small = small.replace(parent=jnp.where(
         small.live, jnp.take_along_axis(place, small.parent, 1), 0))
     room = ((0, 0), (0, nodes - kept.shape[1]))
-    return jax.tree.map(lambda a: jnp.pad(a, room), small)
+    return map_nodes(lambda a: jnp.pad(a, room), small)
 
 
 def _at_least_descendants(tree: DraftTree) -> Array:
-    """f32[B, N]: each node's survival or a descendant's, whichever is higher."""
+    """Returns f32[B, N], the highest survival among each node and its descendants."""
     rows, deepest = jnp.arange(tree.live.shape[0])[:, None], tree.depth.max()
 
     def level(step: Array, survival: Array) -> Array:

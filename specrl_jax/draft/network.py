@@ -1,44 +1,62 @@
-"""What drafting asks of a network, and what is static when its trees grow (grow.py)."""
+"""What growing trees needs of a network, and what is static about it (grow.py)."""
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import TypeAlias
 
+from specrl_jax.config import at_least, check
 from specrl_jax.model.transformer import Attend
-from specrl_jax.structs import Array
+from specrl_jax.structs import Array, DrafterParams
 
 CHILDREN = ("perturbed", "top", "sampled")
 
-KV = list[tuple[Array, Array]]
+KV: TypeAlias = list[tuple[Array, Array]]
 """(k [B, G, E, S], v [B, G, S, E]) of each layer; of a tree's nodes, both [B, n, G, E]."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Network:
-    """What drafting asks of a network, whose parameters are passed in.
+    """A drafter's network as functions of its parameters.
 
-    At position t it reads token t + `ahead`, so its last one before a root stands at the root's
-    position less `ahead`.
+    At position t it reads token t + `ahead`, so the last position before a root is the root's own
+    less `ahead`.
     """
 
-    run: Callable[[Any, Array, Array | None, Array, Attend], Array]
-    """(params, token i32[...], features f[F, ...], position i32[...], attend) -> f[F, ...]; where
-    there are none yet, the output at a node's parent stands in for its features"""
-    logits: Callable[[Any, Array], Array]  # (params, output f[F, ...]) -> f32[Vd, ...]
-    vocab: Callable[[Any], Array]  # params -> i32[Vd] token ids, ascending
+    run: Callable[[DrafterParams, Array, Array | None, Array, Attend], Array]
+    """(params, token i32[...], features f[F, ...], position i32[...], attend) -> output f[F, ...].
+    A draft node has no features; the output at its parent stands in for them."""
+    logits: Callable[[DrafterParams, Array], Array]
+    """(params, output f[F, ...]) -> f32[Vd, ...]"""
+    vocab: Callable[[DrafterParams], Array]
+    """params -> i32[Vd] token ids, ascending"""
+    vocab_size: int  # Vd
     ahead: int
 
 
 @dataclasses.dataclass(frozen=True)
 class Growth:
-    """What is static in growing."""
+    """What is static when trees grow.
+
+    Raises:
+      ConfigError: sizes that cannot work.
+    """
 
     network: Network
     depth: int  # D
     branch: int  # K
     nodes: int  # N
-    children: str  # one of CHILDREN
-    origin: int
+    children: str  # one of CHILDREN, see eagle.eagle
+    origin: int  # index of the drafter, for DraftTree.origin
     temperature: float  # of the drafter, over the row's
-    drawn: bool = False  # whether trees carry what their tokens were drawn from, and what of them
-    # is kept follows from places alone: a child's guess from its rank, whatever its token is
+    drawn: bool = False
+    """Trees carry their Proposal. Their shape then follows from ranks and depths alone, and so does
+    a node's draft_prob."""
+
+    def __post_init__(self) -> None:
+        check(self.children in CHILDREN, "draft.children", self.children,
+              f"choose one of {', '.join(CHILDREN)}")
+        at_least(1, spec__max_steps=self.depth)
+        at_least(2, spec__max_nodes=self.nodes)
+        vocab = self.network.vocab_size
+        check(1 <= self.branch <= vocab, "spec.max_branch", self.branch,
+              f"must lie in 1..{vocab}, the drafter's vocabulary")

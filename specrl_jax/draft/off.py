@@ -5,10 +5,7 @@ from specrl_jax.draft.tree import roots
 
 
 def off() -> Drafter:
-    return Drafter(
-        nodes=1, depth=0, branch=1,
-        init=lambda info: (),
-        propose=lambda params, state, frontier, rows, spec, survive: (
-            roots(frontier.root, frontier.live, 1), state),
-        observe=lambda params, state, frontier, verdict, path: state,
-        take=lambda state, rows: state, names=())
+    """Returns the drafter that never drafts."""
+    return Drafter(nodes=1, depth=0, branch=1, names=(),
+                   propose=lambda params, state, frontier, rows, spec, survive: (
+                       roots(frontier.root, frontier.live, 1), state))

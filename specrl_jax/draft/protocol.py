@@ -1,22 +1,33 @@
 """The drafter protocol: a record of pure functions over an opaque state.
 
-They are called in this order: `init` on the host when a rollout begins; when slots are filled,
-`fork` (prompts copied between slots) and then `prefill` (new prompts); `propose` before a round
-that is to draft, and `observe` after the verification of every round; `take` follows the batch's
-rows. A drafter that reads the actor names the layers it taps, and `project` makes features of them
-inside the actor's own forwards. A drafter's state is per data shard. Parameters are passed in,
-because they change while training runs.
+To add a drafter, write `propose` and return a `Drafter`; every other function has a default. A
+drafter without memory needs nothing else, see `tree.chain`. The order of calls in a rollout:
+
+    bind                       host, when weights are published
+    init                       host, when a rollout begins
+    copy_prompt, prefill       when slots are filled
+    propose                    before a round that drafts
+    observe                    after every round's verification
+    select_rows                when the batch shrinks
+
+All but `bind`, `init` and `skip_to` run inside `shard_map` and see one data shard. Parameters are
+arguments, because they change while training runs. A wrong or broken drafter costs time and never
+changes a token: only `verify/` emits tokens.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
+import jax
 import numpy as np
 
 from specrl_jax.structs import (
     Array,
+    DrafterParams,
+    DrafterState,
     DraftTree,
     Frontier,
+    ModelParams,
     Path,
     Sampling,
     SlotFill,
@@ -24,62 +35,128 @@ from specrl_jax.structs import (
     Verdict,
 )
 
-Survive = Callable[[Array, Array, Array, Array], Array]
-"""(parents' survival, guess f32[..., siblings], depth, origin i32[...]) -> survival f32[...]: how
-likely each node lies on the accepted path; `guess` is what the drafter itself gives a node, once
-its parent does. Siblings' sum is the parent's at most."""
-
-
-class Propose(Protocol):
-    def __call__(
-        self,
-        params: Any,
-        state: Any,
-        frontier: Frontier,
-        rows: Sampling,
-        spec: SpecConfig,
-        survive: Survive,
-    ) -> tuple[DraftTree, Any]: ...
-
-
-class Prefill(Protocol):
-    """Prompts tokens i32[p, P'] and their features f[F, p, P'] enter slots, see Fill.source."""
-
-    def __call__(
-        self, state: Any, fill: SlotFill, tokens: Array, features: Array | None
-    ) -> Any: ...
-
 
 class RolloutInfo(NamedTuple):
     """What a drafter may know when a rollout begins: host arrays over all data shards."""
 
     prompt: np.ndarray  # i32[Q / M, P] right-padded
     prompt_length: np.ndarray  # i32[Q / M]
-    past: np.ndarray  # i32[Q / M, K, T] earlier responses, most recent first; -1 fills
+    past: np.ndarray  # i32[Q / M, K, T] earlier responses, most recent first; -1 is padding
     batch: int  # slots of all shards
     group: int  # M
     buffer: int  # T
     cache: int  # S
 
 
+class Survive(Protocol):
+    def __call__(self, above: Array, draft_prob: Array, depth: Array, origin: Array, /) -> Array:
+        """Returns f32[..., K], the estimated probability that each node is accepted.
+
+        It is calibrated by the outcomes of earlier rounds. The sum over siblings is at most their
+        parent's.
+
+        Args:
+          above: f32[..., K or 1] the parents' survival; 1 for a root.
+          draft_prob: f32[..., K] the drafter's own estimate for each sibling, given its parent.
+          depth, origin: i32[..., K] as in DraftTree.
+        """
+        ...
+
+
+class Propose(Protocol):
+    def __call__(self, params: DrafterParams, state: DrafterState, frontier: Frontier,
+                 rows: Sampling, spec: SpecConfig, survive: Survive, /
+                 ) -> tuple[DraftTree, DrafterState]:
+        """Returns one tree per row with D = `depth` and N = `nodes`, and the new state.
+
+        A tree has at most `spec.steps` levels, and `spec.branch` children a node as far as the
+        drafter can. It keeps the invariants of DraftTree; `live` is False in rows that are not
+        live.
+
+        Args:
+          frontier: the roots, and how far each row is.
+          rows: the rows' temperature, truncation and noise keys.
+          survive: fills `DraftTree.survival`, by which nodes compete for the budget.
+        """
+        ...
+
+
+class Prefill(Protocol):
+    def __call__(self, state: DrafterState, fill: SlotFill, tokens: Array, features: Array | None, /
+                 ) -> DrafterState:
+        """Returns the state in which slot b holds prompt `fill.source[b]`, where that is not -1.
+
+        Args:
+          tokens: i32[p, P'] prompts, right-padded.
+          features: f[F, p, P'] of the prompts, if the drafter has `taps`.
+        """
+        ...
+
+
+class Project(Protocol):
+    def __call__(self, params: DrafterParams, taps: Array, decode: bool = False) -> Array:
+        """Returns the features f[F, ...] of the tapped layers' outputs f[taps * F, ...].
+
+        It runs inside the actor's own forward passes; `decode` is as in transformer.project.
+        """
+        ...
+
+
+def _forget(info: RolloutInfo) -> DrafterState:
+    return ()
+
+
+def _ignore(params: DrafterParams, state: DrafterState, frontier: Frontier, verdict: Verdict,
+            path: Path) -> DrafterState:
+    return state
+
+
+def _take(state: DrafterState, rows: Array) -> DrafterState:
+    return jax.tree.map(lambda a: a[rows], state)
+
+
+def taps_as_features(params: DrafterParams, taps: Array, decode: bool = False) -> Array:
+    return taps
+
+
 class Drafter(NamedTuple):
-    """See the module's docstring. `nodes` is N and `depth` D: the shapes `propose` returns."""
+    """A drafter. Fields without a default are what every drafter must give."""
 
     nodes: int
+    """N, nodes of a tree, root included."""
     depth: int
-    branch: int  # K, most children of a node
-    init: Callable[
-        [RolloutInfo], Any
-    ]  # -> state, as host arrays; leading axes are split over shards
+    """D, levels below the root."""
+    branch: int
+    """K, most children of a node."""
     propose: Propose
-    observe: Callable[[Any, Any, Frontier, Verdict, Path], Any]  # -> state
-    take: Callable[[Any, Array], Any]  # (state, rows i32[B']) -> state
-    fork: Callable[[Any, SlotFill], Any] = lambda state, fill: state
-    # On the host, to measure rounds: the state as if it had read i32[B] positions and the round
-    # before had committed one more. Arrays that come back as they are say that it reads nothing.
-    read_to: Callable[[Any, np.ndarray], Any] = lambda state, context: state
+    """Drafts the trees of one round, see `Propose`."""
+    init: Callable[[RolloutInfo], DrafterState] = _forget
+    """Returns the state of a rollout in which no slot is filled, as host arrays. The leading axis
+    of each is split over the data shards, so it counts slots, sequences or prompts."""
     prefill: Prefill = lambda state, fill, tokens, features: state
-    names: tuple[str, ...] = ("draft",)  # of its origins, for metrics
-    bind: Callable[[Any, Any], Any] = lambda actor, own: own  # -> the params of the other fields
-    taps: tuple[int, ...] = ()  # layers of the actor, 0-based
-    project: Callable[..., Array] | None = None  # (params, f[taps * F, ...], decode) -> f[F, ...]
+    """Reads new prompts into slots, see `Prefill`."""
+    copy_prompt: Callable[[DrafterState, SlotFill], DrafterState] = lambda state, fill: state
+    """Returns the state in which slot b holds the prompt of slot `fill.copy[b]`, where that is not
+    -1. The source may have generated tokens since; only its prompt is the copy's too."""
+    observe: Callable[
+        [DrafterParams, DrafterState, Frontier, Verdict, Path], DrafterState] = _ignore
+    """Returns the state after a round, drafted or plain. The first `verdict.count[b]` tokens of row
+    b are committed; the rest of `verdict` and `path` is garbage. `frontier` is from before."""
+    select_rows: Callable[[DrafterState, Array], DrafterState] = _take
+    """Returns the state of slots i32[B'] only, in that order. The default indexes the leading axis
+    of every array, which is wrong for arrays that do not count slots."""
+    needs_catch_up: bool = False
+    """Whether `propose` first processes what was committed since the last draft. Its cost is then
+    measured, and resuming speculation after plain rounds is charged for it."""
+    skip_to: Callable[[DrafterState, np.ndarray], DrafterState] = lambda state, context: state
+    """Returns the state as if i32[B] positions had been processed. Called on the host, to measure
+    rounds at a given context; what it makes of the skipped positions does not matter."""
+    names: tuple[str, ...] = ("draft",)
+    """One name per value of DraftTree.origin, for metrics."""
+    bind: Callable[[ModelParams, DrafterParams], DrafterParams] = lambda actor, own: own
+    """Joins the drafter's own weights with what it reads of the published actor: the `params` of
+    the other functions."""
+    taps: tuple[int, ...] = ()
+    """Layers of the actor, 0-based, whose outputs the drafter reads."""
+    project: Project = taps_as_features
+    """Makes features of the taps, see `Project`. By default they are the features."""

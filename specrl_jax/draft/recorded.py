@@ -1,4 +1,4 @@
-"""A recorded stream as drafts, spoilt at will: for tests, and to measure the system alone.
+"""Drafts from a recorded stream, corrupted on purpose: for tests, and to measure the system alone.
 
 Each recorded token is replaced by another with a given probability, a function of (key, position),
 and each draft step costs a stated amount of work. Both are the drafter's parameters, so changing
@@ -14,41 +14,40 @@ from flax import struct
 
 from specrl_jax.config import at_least, check
 from specrl_jax.draft.protocol import Drafter, RolloutInfo, Survive
-from specrl_jax.draft.tree import attach, roots
+from specrl_jax.draft.tree import chain
 from specrl_jax.prng import bits
-from specrl_jax.structs import Array, DraftTree, Frontier, Sampling, SpecConfig
+from specrl_jax.structs import Array, DraftTree, Frontier, Sampling, SpecConfig, carrier
 
 WIDTH = 128  # of the square matrices whose products are a step's cost
-_OWN_DOMAIN = 0x0B5E55ED  # turns a row's key into one whose bits the match rule never uses
+_KEY_DOMAIN = 0x0B5E55ED  # turns a row's key into one whose bits the match rule never uses
 
 
-@struct.dataclass
-class Replaying:
+class ReplayParams(struct.PyTreeNode):
     """The drafter's parameters: what a benchmark changes between rollouts."""
 
     corruption: Array  # f32[] probability that a token is replaced: 0 is perfect, 1 useless
     cost: Array  # i32[] products of WIDTH x WIDTH matrices in each draft step
 
 
-def replaying(corruption: float, cost: int = 0) -> Replaying:
-    """Host arrays.
+def replay_params(corruption: float, cost: int = 0) -> ReplayParams:
+    """Returns parameters as host arrays.
 
     Raises:
-      ConfigError: corruption outside [0, 1], or a negative cost.
+      ConfigError: corruption is outside [0, 1], or the cost is negative.
     """
     check(0 <= corruption <= 1, "draft.corruption", corruption, "must lie in [0, 1]")
     at_least(0, draft__cost=cost)
-    return Replaying(np.float32(corruption), np.int32(cost))
+    return carrier(ReplayParams, corruption=np.float32(corruption), cost=np.int32(cost))
 
 
 def replay(*, depth: int, nodes: int, vocab: int, origin: int = 0) -> Drafter:
-    """The drafter of chains with D = `depth`, N = `nodes`; its parameters are `Replaying`.
+    """Returns the drafter of chains with D = `depth`, N = `nodes` and parameters `ReplayParams`.
 
-    What sample m of a prompt will say is taken from `Occasion.past`[:, m], so K must be M.
+    Sample m of a prompt drafts from `RolloutInfo.past`[:, m], so K must be M.
 
     Args:
-      vocab: V, to replace tokens from.
-      origin: what DraftTree.origin says of its nodes.
+      vocab: V; replacements are drawn from it.
+      origin: index of the drafter, for DraftTree.origin.
 
     Raises:
       ConfigError: sizes that cannot work.
@@ -58,75 +57,45 @@ def replay(*, depth: int, nodes: int, vocab: int, origin: int = 0) -> Drafter:
     check(nodes > depth, "spec.max_nodes", nodes,
           f"must be at least 1 + spec.max_steps = {1 + depth}")
     return Drafter(
-        nodes=nodes, depth=depth, branch=nodes,  # chains, whatever is asked
-        init=_init,
-        propose=functools.partial(_propose, depth, nodes, vocab, origin),
-        observe=lambda params, state, frontier, verdict, path: state,
-        take=lambda state, rows: state,
+        nodes=nodes, depth=depth, branch=nodes,  # always chains, whatever branch is planned
+        init=_init, propose=functools.partial(_propose, depth, nodes, vocab, origin),
+        select_rows=lambda record, rows: record,  # it counts sequences, not slots
         names=("replay",))
 
 
 def _init(info: RolloutInfo) -> np.ndarray:
-    """The recording i32[Q, T], -1 after each end."""
+    """Returns the recording i32[Q, T], -1 after each end."""
     check(info.past.shape[1] == info.group, "spec.history_past", info.past.shape[1],
           f"replay reads one recording for each of a prompt's samples; give {info.group}")
     return info.past.reshape(-1, info.past.shape[2])
 
 
-def _propose(depth: int, nodes: int, vocab: int, origin: int, params: Replaying, record: Array,
+def _propose(depth: int, nodes: int, vocab: int, origin: int, params: ReplayParams, record: Array,
              frontier: Frontier, rows: Sampling, spec: SpecConfig, survive: Survive
              ) -> tuple[DraftTree, Array]:
-    level = jnp.arange(1, depth + 1, dtype=jnp.int32)[:, None]  # [D, 1]
     steps = jnp.where(frontier.live.any(), jnp.minimum(spec.steps, depth), 0)
-    token = _spoilt(record, vocab, params, frontier, rows, level)
-    live = jnp.cumprod((token >= 0) & (level <= steps), 0) > 0
-    live &= frontier.live[None] & _worked(params.cost * steps)
-    draft_prob = jnp.broadcast_to(jnp.clip(1 - params.corruption, 1e-6, 1.0), token.shape)
-    whole, none = jnp.broadcast_to(level, token.shape), jnp.zeros_like(token)
-    chain = DraftTree(
-        tokens=token,
-        parent=whole - 1,
-        depth=whole,
-        rank=none,
-        origin=none + origin,
-        survival=_survival(survive, draft_prob, whole, origin),
-        logq=jnp.log(draft_prob),
-        draft_prob=draft_prob,
-        gap=jnp.zeros(token.shape),
-        live=live,
-    )
-    return attach(roots(frontier.root, frontier.live, nodes), chain), record
+    tokens = _corrupted(record, depth, vocab, params, frontier, rows)
+    tokens = jnp.where(_worked(params.cost * steps), tokens, -1)
+    draft_prob = jnp.broadcast_to(jnp.clip(1 - params.corruption, 1e-6, 1.0), tokens.shape)
+    return chain(tokens, draft_prob, frontier, spec, survive, nodes=nodes, origin=origin), record
 
 
-def _spoilt(
-    record: Array, vocab: int, params: Replaying, frontier: Frontier, rows: Sampling, level: Array
-) -> Array:
-    """The next tokens i32[D, B], some replaced by others; -1 where nothing is recorded."""
+def _corrupted(record: Array, depth: int, vocab: int, params: ReplayParams, frontier: Frontier,
+               rows: Sampling) -> Array:
+    """Returns the next tokens i32[D, B], some replaced; -1 where nothing is recorded."""
     total, buffer = record.shape
-    place = frontier.generated[None] + level - 1
-    said = record[jnp.minimum(frontier.seq, total - 1)[None], jnp.minimum(place, buffer - 1)]
-    said = jnp.where(place < buffer, said, -1)
-    key = jnp.broadcast_to((rows.key ^ jnp.uint32(_OWN_DOMAIN))[None], (*place.shape, 2))
+    place = frontier.generated[None] + jnp.arange(depth, dtype=jnp.int32)[:, None]
+    token = record[jnp.minimum(frontier.seq, total - 1)[None], jnp.minimum(place, buffer - 1)]
+    token = jnp.where(place < buffer, token, -1)
+    key = jnp.broadcast_to((rows.key ^ jnp.uint32(_KEY_DOMAIN))[None], (*place.shape, 2))
     coin, other = jnp.moveaxis(bits(key, place, jnp.arange(2)), -1, 0)
-    spoil = (coin >> 8).astype(jnp.float32) * jnp.float32(2.0**-24) < params.corruption
-    away = 1 + (other % jnp.uint32(vocab - 1)).astype(jnp.int32)
-    return jnp.where(spoil & (said >= 0), (said + away) % vocab, said)
-
-
-def _survival(survive: Survive, draft_prob: Array, level: Array, origin: int) -> Array:
-    """f32[D, B] along a chain."""
-
-    def step(above: Array, node: tuple[Array, Array]) -> tuple[Array, Array]:
-        draft_prob, level = node
-        survival = survive(*(a[:, None] for a in (
-            above, draft_prob, level, jnp.full_like(level, origin))))[:, 0]
-        return survival, survival
-
-    return jax.lax.scan(step, jnp.ones_like(draft_prob[0]), (draft_prob, level))[1]
+    replace = (coin >> 8).astype(jnp.float32) * jnp.float32(2.0**-24) < params.corruption
+    offset = 1 + (other % jnp.uint32(vocab - 1)).astype(jnp.int32)
+    return jnp.where(replace & (token >= 0), (token + offset) % vocab, token)
 
 
 def _worked(products: Array) -> Array:
-    """True, once that many matrix products are done; the compiler cannot know it beforehand."""
+    """Returns True once `products` matrix products are done, which the compiler cannot foresee."""
     flat = jnp.full((WIDTH, WIDTH), 1 / WIDTH)  # its own square, without rounding
     out = jax.lax.fori_loop(0, products, lambda _, x: x @ x, flat)
     return out[0, 0] > 0

@@ -15,7 +15,7 @@ from specrl_jax.draft.history import history
 from specrl_jax.draft.merge import merge
 from specrl_jax.draft.off import off
 from specrl_jax.draft.protocol import Drafter
-from specrl_jax.draft.recorded import replay, replaying
+from specrl_jax.draft.recorded import replay, replay_params
 from specrl_jax.draft.small_lm import small_lm
 from specrl_jax.model import weights
 from specrl_jax.model.architecture import Architecture
@@ -111,7 +111,7 @@ def _part(name: str, origin: int, config: Config, arch: Architecture, stop: Sequ
     if name == "replay":
         drafter = replay(depth=spec.max_steps, nodes=spec.max_nodes, vocab=arch.vocab_size,
                          origin=origin)
-        return Drafting(drafter, replaying(config.draft.corruption, config.draft.cost))
+        return Drafting(drafter, replay_params(config.draft.corruption, config.draft.cost))
     head, own, actor = _head(config, arch, stop, tokenizer, warn)
     return Drafting(eagle(head, children=config.draft.children, origin=origin,
                           temperature=config.draft.temperature,

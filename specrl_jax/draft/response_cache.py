@@ -9,7 +9,7 @@ _ARRAYS = ("tokens", "prompt_id", "step", "next")
 
 
 def capacity(megabytes: int, buffer: int, prompts: int, past: int) -> int:
-    """Responses that fit the byte bound, and no more than can ever be asked for.
+    """Returns how many responses fit the byte bound, at most those that can ever be of use.
 
     Prompts are drawn in a new order each epoch, so one may come back only after almost two epochs:
     a ring of two epochs' worth still holds its last responses then.
@@ -23,15 +23,17 @@ def capacity(megabytes: int, buffer: int, prompts: int, past: int) -> int:
     return max(1, min(megabytes * 2**20 // (4 * (buffer + 2)), 2 * prompts * past))
 
 
-class Memory:
-    """A ring of responses: the oldest make room. A row is its tokens, prompt id and step."""
+class ResponseCache:
+    """A ring buffer of responses, each with its prompt id and step; the oldest are overwritten."""
 
     def __init__(self, rows: int, buffer: int, most: int, window: int = 0) -> None:
         """
         Args:
-          most: responses to a prompt that a step adds, its last ones; as many as are asked for, or
-            a large group would drive out those to other prompts.
-          window: steps after its own in which a response is still given out; 0 is all.
+          rows: capacity in responses.
+          buffer: T.
+          most: responses of one prompt that a step may add, the last ones; more would be of no use
+            and would drive out those of other prompts.
+          window: steps for which a response is returned after its own; 0 is for ever.
         """
         self.most, self.window = most, window
         self.tokens = np.full((rows, buffer), EMPTY, np.int32)
@@ -40,7 +42,7 @@ class Memory:
         self.next = np.zeros((), np.int32)
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """What a checkpoint holds."""
+        """Returns the arrays that a checkpoint holds."""
         return {name: getattr(self, name) for name in _ARRAYS}
 
     def restore(self, arrays: dict[str, Any]) -> None:
@@ -61,8 +63,8 @@ class Memory:
             self.next = np.int32((at + 1) % size)
 
     def past(self, prompt_id: np.ndarray, count: int, step: int) -> np.ndarray:
-        """What a step may draft from: the `count` newest responses of each prompt that lie within
-        the window, newest first, i32[prompts, count, T]."""
+        """Returns the `count` newest responses of each prompt within the window, newest first,
+        i32[prompts, count, T]; EMPTY is padding."""
         size = len(self.prompt_id)
         newest_first = (int(self.next) - 1 - np.arange(size)) % size
         recent = self.step[newest_first] >= (step - self.window if self.window else 0)

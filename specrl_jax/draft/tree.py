@@ -1,43 +1,88 @@
-"""Trees as fixed-width arrays: roots alone, and pruning to what is kept."""
+"""Trees as fixed-width arrays: how they are built, and how they are pruned."""
+
+import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
-from specrl_jax.structs import Array, DraftTree
+from specrl_jax.draft.protocol import Survive
+from specrl_jax.structs import Array, DraftTree, Frontier, SpecConfig, TreeNodes
+
+NODE_FIELDS = tuple(field.name for field in dataclasses.fields(TreeNodes))
 
 
 def roots(root: Array, live: Array, nodes: int) -> DraftTree:
-    """Trees of a root and nothing else, padded to N = `nodes`."""
+    """Returns trees of a root i32[B] and nothing else, padded to N = `nodes`."""
     shape = (root.shape[0], nodes)
     whole = jnp.zeros(shape, jnp.int32)
     first = jnp.arange(nodes)[None] == 0
     return DraftTree(tokens=jnp.where(first, root[:, None], 0), parent=whole, depth=whole,
                      rank=whole, origin=whole,
                      survival=jnp.broadcast_to(first.astype(jnp.float32), shape),
-                     logq=jnp.zeros(shape), draft_prob=jnp.ones(shape), gap=jnp.zeros(shape),
-                     live=first & live[:, None])
+                     logq=jnp.zeros(shape), draft_prob=jnp.ones(shape), score_gap=jnp.zeros(shape),
+                     live=first & live[:, None], broken=jnp.zeros(root.shape[0], bool))
 
 
-def attach(tree: DraftTree, children: DraftTree) -> DraftTree:
-    """Puts nodes behind the roots; `children` has fields [C, B], C < N, dead ones among them."""
+def map_nodes(function: Callable[..., Array], tree: DraftTree, *others: TreeNodes) -> DraftTree:
+    """Applies a function to each [B, N] field of trees; the other fields are those of `tree`."""
+    return tree.replace(**{name: function(*(getattr(t, name) for t in (tree, *others)))
+                           for name in NODE_FIELDS})
+
+
+def attach(tree: DraftTree, children: TreeNodes) -> DraftTree:
+    """Puts nodes behind the roots of `tree`; dead ones become zeros.
+
+    Args:
+      children: fields [C, B], C < N. Their parents are indices of `tree`.
+    """
     count = children.tokens.shape[0]
 
     def put(old: Array, new: Array) -> Array:
         new = jnp.where(children.live, new, jnp.zeros_like(new)).T.astype(old.dtype)
         return old.at[:, 1 : 1 + count].set(new)
 
-    return jax.tree.map(put, tree, children)
+    return map_nodes(put, tree, children)
+
+
+def chain(tokens: Array, draft_prob: Array, frontier: Frontier, spec: SpecConfig, survive: Survive,
+          *, nodes: int, origin: int = 0) -> DraftTree:
+    """Returns trees of one chain each, cut at `spec.steps`.
+
+    Args:
+      tokens: i32[D, B]; a chain ends before its first negative token.
+      draft_prob: f32[D, B] the drafter's probability of each token, given the one before it.
+      nodes: N, more than D.
+      origin: index of the drafter, for DraftTree.origin.
+    """
+    depth = tokens.shape[0]
+    level = jnp.arange(1, depth + 1, dtype=jnp.int32)[:, None]
+    live = jnp.cumprod((tokens >= 0) & (level <= spec.steps), 0) > 0
+    level, none = jnp.broadcast_to(level, tokens.shape), jnp.zeros_like(tokens)
+
+    def below(above: Array, node: tuple[Array, Array]) -> tuple[Array, Array]:
+        draft_prob, level = node
+        survival = survive(above[:, None], draft_prob[:, None], level[:, None],
+                           jnp.full_like(level, origin)[:, None])[:, 0]
+        return survival, survival
+
+    _, survival = jax.lax.scan(below, jnp.ones_like(draft_prob[0]), (draft_prob, level))
+    children = TreeNodes(tokens=tokens, parent=level - 1, depth=level, rank=none,
+                         origin=none + origin, survival=survival, logq=jnp.log(draft_prob),
+                         draft_prob=draft_prob, score_gap=jnp.zeros(tokens.shape),
+                         live=live & frontier.live[None])
+    return attach(roots(frontier.root, frontier.live, nodes), children)
 
 
 def compact(tree: DraftTree, live: Array, nodes: int) -> tuple[Array, Array, Array, Array, Array]:
-    """The kept nodes of each row moved to its front, in their old order.
+    """Moves the kept nodes of each row to its front, in their old order.
 
     Args:
       live: bool[B, N], closed under parent.
       nodes: n, at least the live nodes of any row.
 
     Returns:
-      tokens, parent, depth i32[B, n], live bool[B, n], and i32[B, n] where each node was.
+      tokens, parent, depth i32[B, n], live bool[B, n], and i32[B, n] the old index of each node.
     """
     batch, total = live.shape
     ahead = jnp.cumsum(live, 1) - live

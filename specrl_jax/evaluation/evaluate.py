@@ -19,6 +19,7 @@ from specrl_jax.rl.reward import exact
 from specrl_jax.rollout.prompts import Prompts, make_prompts, prompt_batches
 from specrl_jax.rollout.sampler import Sampler
 from specrl_jax.structs import Rollout
+from specrl_jax.verify.registry import RULES
 
 SEQUENCES_AT_ONCE = 4096  # of one rollout: enough that its tail of few live rows does not count
 COUNTERS = ("committed", "row_rounds")
@@ -138,7 +139,7 @@ def _describe(config: Config, actor: Actor) -> dict[str, Any]:
         "temperature": rollout.temperature, "top_k": rollout.top_k, "top_p": rollout.top_p,
         "max_new_tokens": rollout.max_new_tokens, "seed": config.seed,
         "drafter": config.spec.drafter if config.control.policy != "off" else "off",
-        "rule": config.spec.rule, "lossy": config.spec.rule.startswith("lossy"),
+        "rule": config.spec.rule, "lossy": not RULES.resolve(config.spec.rule).lossless,
         "dtype": config.model.dtype, "device": jax.devices()[0].device_kind}
 
 

@@ -96,7 +96,7 @@ class Engine:
             if self.audit:
                 self._add(("copy", batch), functools.partial(jax.tree.map, jnp.copy), (STATE,),
                           STATE, (), state)
-        self._add("fork", functools.partial(refill.fork, self.decoder, shapes.prompt),
+        self._add("copy_prompt", functools.partial(refill.copy_prompt, self.decoder, shapes.prompt),
                   (STATE, ROW), STATE, (0,), full, fill)
         for prompts, width in shapes.prefills:
             tokens = self._rows_like(np.zeros((prompts * shapes.shards, width), np.int32))
@@ -107,8 +107,8 @@ class Engine:
                       params, drafter_params, full, fill, tokens, length)
         for old, new in zip(shapes.batches, shapes.batches[1:], strict=False):
             slots = self._rows_like(np.zeros(new * shapes.shards, np.int32))
-            self._add(("take", old), functools.partial(refill.take, self.decoder), (STATE, ROW),
-                      STATE, (), self.layout.abstract(old), slots)
+            self._add(("select_rows", old), functools.partial(refill.select_rows, self.decoder),
+                      (STATE, ROW), STATE, (), self.layout.abstract(old), slots)
         gather = jax.jit(lambda *x: x, out_shardings=replicated)
         self._programs["collect"] = gather.lower(full.sequences, full.counters)
         pool = concurrent.futures.ThreadPoolExecutor(COMPILERS)
@@ -247,7 +247,7 @@ class Engine:
 
     def shrink(self, batch: int, state: RolloutState, slots: np.ndarray) -> RolloutState:
         """The state of the next smaller batch, with `slots` i32[shards * rows] of each shard."""
-        return self._programs["take", batch](state, self.put_rows(slots))
+        return self._programs["select_rows", batch](state, self.put_rows(slots))
 
     def _learn(self, launch: dict[str, Any]) -> None:
         """The controller's turn between launches; `launch` gets its explanation."""
@@ -329,7 +329,7 @@ class Engine:
         """One prefill of what is new, in the smallest shape that holds every shard's, or a copy."""
         most = max(map(len, tokens))
         if most == 0:
-            return self._programs["fork"](state, fill)
+            return self._programs["copy_prompt"](state, fill)
         longest = max(len(prompt) for shard in tokens for prompt in shard)
         count, width = next((p, w) for p, w in self.shapes.prefills if p >= most and w >= longest)
         padded = [prompt for shard in tokens for prompt in [*shard, *[[0]] * (count - len(shard))]]

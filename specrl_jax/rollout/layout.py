@@ -1,15 +1,16 @@
-"""What a rollout's state looks like: sizes, requests, and where each array lies on the mesh."""
+"""Shapes of a rollout's state, requests, and where each array lies on the mesh."""
 
 import dataclasses
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 
 from specrl_jax.config import RolloutConfig, check
 from specrl_jax.control import acceptance
@@ -17,19 +18,18 @@ from specrl_jax.control.acceptance import Acceptance
 from specrl_jax.draft.protocol import RolloutInfo
 from specrl_jax.rollout.round import Decoder
 from specrl_jax.sharding import ROWS
-from specrl_jax.structs import Cache, Counters, RolloutState, Sampling, Sequences
+from specrl_jax.structs import Cache, Counters, RolloutState, Sampling, Sequences, carrier
 
 SEGMENT = 64  # cache slots come in multiples of this; measured on a CPU
-PROMPTS = (1, 4, 16, 64, 256)  # that one prefill may run, and as many as fill all slots
+PROMPTS = (1, 4, 16, 64, 256)  # prompts of one compiled prefill, besides those that fill all slots
+KVShapes: TypeAlias = list[tuple[list[jax.ShapeDtypeStruct], list[jax.ShapeDtypeStruct]]]
 ROW = P(ROWS)
-STATE = RolloutState(
-    cache=ROW, root=ROW, seq=ROW,
-    sampling=Sampling(temperature=ROW, top_p=ROW, top_k=ROW, limit=ROW, key=ROW, stop=P()),
+STATE = carrier(
+    RolloutState, cache=ROW, root=ROW, seq=ROW,
+    sampling=carrier(Sampling, temperature=ROW, top_p=ROW, top_k=ROW, limit=ROW, key=ROW, stop=P()),
     sequences=ROW, draft=ROW, control=P(), expected=ROW, weight=ROW,
     estimate=P(), seen=ROW, counters=ROW)
-"""How a state is split over the mesh; `tensor` splits the cache's heads besides."""
-
-
+"""How a state is split over the data axes; `tensor` also splits the cache's heads."""
 
 @dataclasses.dataclass(frozen=True)
 class Shapes:
@@ -46,21 +46,21 @@ class Shapes:
 
     @property
     def longest(self) -> int:
-        """Tokens that a row may have cached while it is live."""
+        """Most tokens that a live row has cached."""
         return self.prompt + self.response - 1
 
     @property
     def cache(self) -> int:
-        """S; an update that does not fit is moved by XLA, not cut, so D + 1 places stay free."""
-        wanted = self.prompt + self.response + self.depth + 1
-        return -(-wanted // SEGMENT) * SEGMENT
+        """S. XLA moves an update that does not fit, instead of cutting it: D + 1 stay free."""
+        least = self.prompt + self.response + self.depth + 1
+        return -(-least // SEGMENT) * SEGMENT
 
     @property
     def segments(self) -> tuple[int, ...]:
-        """Sizes of the arrays that a layer's cache is made of, S together.
+        """Sizes of the arrays of a layer's cache, S together.
 
-        Attention reads a segment whole or not at all, so each is at most half of what lies before:
-        a long cache costs few arrays, and a short context no more than it needs.
+        Attention reads a segment whole or not at all, so each is at most half of those before it: a
+        long cache has few arrays, and a short context reads little more than itself.
         """
         sizes: list[int] = []
         while (left := self.cache - sum(sizes)) > 0:
@@ -71,7 +71,8 @@ class Shapes:
     def batches(self) -> tuple[int, ...]:
         """The batch sizes that rows are compacted to, largest first: halves, and 3/4 of large ones.
 
-        A forward of 32 tokens or more takes about as long as it has tokens; below, hardly.
+        The time of a forward pass is proportional to its tokens from about 32 of them on, and
+        nearly constant below.
         """
         sizes, whole = [self.batch], self.batch
         while whole > 1 and -(-whole // 2) >= self.min_batch:
@@ -81,7 +82,7 @@ class Shapes:
         return tuple(sizes)
 
     def smaller(self, batch: int) -> int:
-        """The next smaller one of `batches`; 0 where there is none."""
+        """Returns the next smaller one of `batches`; 0 if there is none."""
         at = self.batches.index(batch) + 1
         return (*self.batches, 0)[at]
 
@@ -103,13 +104,13 @@ class RolloutRequest:
     temperature: np.ndarray  # f32[Q]
     top_p: np.ndarray  # f32[Q]
     top_k: np.ndarray  # i32[Q]
-    limit: np.ndarray  # i32[Q]; 0: not asked for at all, which only a shard's last ones may be
-    past: np.ndarray | None = None  # i32[Q / M, K, T] earlier responses for history; -1 fills
+    limit: np.ndarray  # i32[Q]; 0 is padding, which comes last in a shard
+    past: np.ndarray | None = None  # i32[Q / M, K, T] earlier responses; -1 is padding
 
 
 def request(prompts: Sequence[Sequence[int]], keys: np.ndarray, group: int, config: RolloutConfig,
             past: np.ndarray | None = None) -> RolloutRequest:
-    """A Request in which all sequences are sampled as `config` says."""
+    """Returns a request in which all sequences are sampled with the parameters of `config`."""
     total = len(prompts) * group
     return RolloutRequest(
         prompts=prompts, keys=keys, past=past,
@@ -120,16 +121,20 @@ def request(prompts: Sequence[Sequence[int]], keys: np.ndarray, group: int, conf
 
 
 class Layout:
-    """The states of one engine: as host arrays, as abstract shapes, and their shardings."""
+    """States of one engine: as host arrays, as abstract shapes, and their shardings."""
 
     def __init__(self, decoder: Decoder, mesh: Mesh, shapes: Shapes, stop: Sequence[int],
-                 dtype: Any, past: int) -> None:
+                 dtype: DTypeLike, past: int) -> None:
         self.decoder, self.mesh, self.shapes = decoder, mesh, shapes
         self.stop = np.asarray(stop or (-1,), np.int32)
         self.dtype, self.past = dtype, past
 
     def check(self, asked: RolloutRequest) -> None:
-        """Raises ConfigError if a request does not fit."""
+        """Checks that a request fits.
+
+        Raises:
+          ConfigError: it does not.
+        """
         s = self.shapes
         longest = max(len(p) for p in asked.prompts)
         check(len(asked.prompts) * s.group == s.sequences * s.shards, "prompts",
@@ -140,35 +145,27 @@ class Layout:
         truncated = ((asked.top_k > 0) | (asked.top_p < 1)).any()
         check(self.decoder.truncates or not truncated, "truncates", self.decoder.truncates,
               "sequences ask for top_k or top_p, for which this engine was not compiled; set it in "
-              "its Machine")
-        unasked = asked.limit.reshape(s.shards, s.sequences) == 0
-        check(bool((np.diff(unasked.astype(np.int8), axis=1) >= 0).all()), "limit", 0,
+              "its Decoder")
+        padding = asked.limit.reshape(s.shards, s.sequences) == 0
+        check(bool((np.diff(padding.astype(np.int8), axis=1) >= 0).all()), "limit", 0,
               "sequences that are not asked for come last in their shard")
         check(int(asked.limit.max()) <= s.response, "limit", int(asked.limit.max()),
               f"the response buffer has rollout.max_new_tokens = {s.response} places")
 
     def abstract(self, batch: int) -> RolloutState:
-        """Shapes, dtypes and shardings of a state with `batch` slots a shard."""
-        q = self.shapes.sequences * self.shapes.shards // self.shapes.group
+        """Returns shapes, dtypes and shardings of a state with `batch` slots a shard."""
+        total = self.shapes.sequences * self.shapes.shards
+        real, whole = np.zeros(total, np.float32), np.zeros(total, np.int32)
         blank = RolloutRequest(
-            prompts=[[0]] * q,
-            keys=np.zeros((q * self.shapes.group, 2), np.uint32),
-            **{
-                name: np.zeros(q * self.shapes.group, kind)
-                for name, kind in (
-                    ("temperature", np.float32),
-                    ("top_p", np.float32),
-                    ("top_k", np.int32),
-                    ("limit", np.int32),
-                )
-            },
-        )
+            prompts=[[0]] * (total // self.shapes.group), keys=np.zeros((total, 2), np.uint32),
+            temperature=real, top_p=real, top_k=whole, limit=whole)
         state = self.host_state(blank, batch)
         like = jax.tree.map(lambda s, a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s),
                             self.shardings(state), state)
         return like.replace(cache=like.cache.replace(kv=self.abstract_kv(batch)))
 
-    def abstract_kv(self, batch: int) -> list[tuple[list[Any], list[Any]]]:
+    def abstract_kv(self, batch: int) -> KVShapes:
+        """Returns shapes, dtypes and shardings of the cache of `batch` slots a shard."""
         arch, rows = self.decoder.arch, batch * self.shapes.shards
         g, e = arch.num_kv_heads, arch.head_dim
         tensor = "tensor" if g % self.mesh.shape["tensor"] == 0 else None
@@ -181,12 +178,13 @@ class Layout:
         return [([part(e, s) for s in sizes], [part(s, e) for s in sizes])] * arch.num_layers
 
     def shardings(self, state: RolloutState) -> RolloutState:
+        """Returns a NamedSharding for each leaf of a state."""
         return jax.tree.map(
             lambda spec, part: jax.tree.map(lambda _: NamedSharding(self.mesh, spec), part),
             STATE, state, is_leaf=lambda x: isinstance(x, P))
 
     def of_results(self, shapes: Any, specs: Any) -> Any:
-        """Shardings of a program's results: of a state as `abstract` says, of the rest by specs."""
+        """Returns shardings of a program's results: `abstract`'s for a state, else `specs`."""
         if isinstance(shapes, RolloutState):
             batch = shapes.root.shape[0] // self.shapes.shards
             return jax.tree.map(lambda a: a.sharding, self.abstract(batch))
@@ -195,42 +193,47 @@ class Layout:
         return jax.tree.map(lambda _: NamedSharding(self.mesh, specs), shapes)
 
     def host_state(self, asked: RolloutRequest, batch: int) -> RolloutState:
-        """The state in which every slot is empty, as host arrays; the cache's K/V and the
-        controller's state are not here."""
+        """Returns the state in which every slot is empty, as host arrays, without the cache's K/V
+        and the controller's state."""
         s = self.shapes
         rows, total = batch * s.shards, s.sequences * s.shards
         zero = functools.partial(np.zeros, dtype=np.int32)
-        floats = [np.zeros((total, s.response), np.float32) for _ in range(3)]
-        sequences = Sequences(zero((total, s.response)), *floats, zero((total, s.response)),
-                              zero(total), zero(total), asked.limit == 0)
+        real = functools.partial(np.zeros, (total, s.response), np.float32)
+        sequences = carrier(
+            Sequences, tokens=zero((total, s.response)), logprob=real(), raw_logprob=real(),
+            top_p_mass=real(), commits=zero((total, s.response)), length=zero(total),
+            rounds=zero(total), done=asked.limit == 0)
         prompt, prompt_length = pad(asked.prompts, s.prompt)
         past = asked.past
         if past is None:
             past = np.full((len(asked.prompts), self.past, s.response), -1, np.int32)
         info = RolloutInfo(prompt=prompt, prompt_length=prompt_length, past=past, batch=rows,
-                            group=s.group, buffer=s.response, cache=s.cache)
-        return RolloutState(
-            cache=Cache(kv=(), length=zero(rows)), root=zero(rows),
-            seq=np.full(rows, s.sequences, np.int32),
-            sampling=Sampling(temperature=asked.temperature, top_p=asked.top_p, top_k=asked.top_k,
-                              limit=asked.limit, key=asked.keys, stop=self.stop),
-            sequences=sequences, draft=self.decoder.drafter.init(info), control=(),
+                           group=s.group, buffer=s.response, cache=s.cache)
+        sampling = carrier(
+            Sampling, temperature=asked.temperature, top_p=asked.top_p, top_k=asked.top_k,
+            limit=asked.limit, key=asked.keys, stop=self.stop)
+        outcomes = np.zeros((s.shards, *self.cells), np.float32)
+        counters = {f.name: zero((s.shards, self.cells[0]) if f.name in ("accepted", "drafted")
+                                 else s.shards) for f in dataclasses.fields(Counters)}
+        return carrier(
+            RolloutState, cache=carrier(Cache, kv=(), length=zero(rows)), root=zero(rows),
+            seq=np.full(rows, s.sequences, np.int32), sampling=sampling, sequences=sequences,
+            draft=self.decoder.drafter.init(info), control=(),
             expected=asked.limit.astype(np.float32), weight=np.ones(total, np.float32),
             estimate=np.zeros(self.cells, np.float32),
-            seen=Acceptance(*(np.zeros((s.shards, *self.cells), np.float32),) * 2),
-            counters=Counters(**{
-                f.name: zero((s.shards, self.cells[0]) if f.name in ("accepted", "drafted")
-                             else s.shards) for f in dataclasses.fields(Counters)}))
+            seen=carrier(Acceptance, tried=outcomes, hit=outcomes),
+            counters=carrier(Counters, **counters))
 
     @property
     def cells(self) -> tuple[int, int, int]:
         """(drafters, D, bins) of the acceptance estimate."""
-        return acceptance.blank(len(self.decoder.drafter.names),
-                                self.decoder.drafter.depth).tried.shape
+        drafter = self.decoder.drafter
+        drafters, depth, bins = acceptance.blank(len(drafter.names), drafter.depth).tried.shape
+        return drafters, depth, bins
 
 
 def pad(rows: Sequence[Sequence[int]], width: int) -> tuple[np.ndarray, np.ndarray]:
-    """i32[rows, width] right-padded with 0, and lengths i32[rows]."""
+    """Returns i32[rows, width], right-padded with 0, and the lengths i32[rows]."""
     out = np.zeros((len(rows), width), np.int32)
     for i, row in enumerate(rows):
         out[i, : len(row)] = row

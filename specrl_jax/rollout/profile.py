@@ -100,10 +100,7 @@ def priced(engine: Engine, params: Any, drafter_params: Any, path: str, about: M
 
 def reads(engine: Engine) -> bool:
     """Whether the drafter has more to read when it was not asked for some rounds."""
-    state = engine.layout.host_state(_asked(engine), engine.shapes.batch).draft
-    told = engine.decoder.drafter.read_to(
-        state, np.ones(engine.shapes.batch * engine.shapes.shards, np.int32))
-    return any(a is not b for a, b in zip(*map(jax.tree.leaves, (state, told)), strict=True))
+    return engine.decoder.drafter.needs_catch_up
 
 
 def _agreed(value: float) -> float:
@@ -248,7 +245,7 @@ def _stage(engine: Engine, state: RolloutState, point: Point) -> RolloutState:
         cache=host.cache.replace(length=np.full(point.rows * s.shards, point.context, np.int32)))
     read = np.full(point.rows * s.shards, point.context - point.missed, np.int32)
     host = host.replace(cache=host.cache.replace(kv=state.cache.kv),
-                        draft=engine.decoder.drafter.read_to(state.draft, read))
+                        draft=engine.decoder.drafter.skip_to(state.draft, read))
     state = jax.tree.map(
         lambda place, a: a if isinstance(a, jax.Array) else sharding.put(place, a),
         layout.shardings(host), host)

@@ -8,14 +8,21 @@ import jax.numpy as jnp
 
 from specrl_jax.model import invariant, transformer
 from specrl_jax.model.rows import for_rows
-from specrl_jax.model.transformer import Params
 from specrl_jax.rollout.round import Decoder
-from specrl_jax.structs import Array, Cache, RolloutState, SlotFill
+from specrl_jax.structs import (
+    Array,
+    Cache,
+    DrafterParams,
+    KVCache,
+    ModelParams,
+    RolloutState,
+    SlotFill,
+)
 
 
-def prefill(decoder: Decoder, width: int, params: Params, drafter_params: Params,
+def prefill(decoder: Decoder, width: int, params: ModelParams, drafter_params: DrafterParams,
             state: RolloutState, fill: SlotFill, tokens: Array, length: Array) -> RolloutState:
-    """Runs prompts once and writes their K/V to every slot that wants them.
+    """Runs prompts once and writes their K/V to every slot that `fill` assigns them to.
 
     The last token of a prompt is not run: it is the first root, so nothing is sampled here.
 
@@ -27,18 +34,18 @@ def prefill(decoder: Decoder, width: int, params: Params, drafter_params: Params
     if decoder.invariant:
         blocks, taps = invariant.prompt_forward(decoder.arch, params, tokens, decoder.drafter.taps)
     else:
+        position, segment = transformer.right_padded((tokens.shape[0], tokens.shape[1]), length)
         _, cached, taps = transformer.hidden_states(
-            decoder.arch, params, tokens, *transformer.right_padded(tokens.shape, length),
-            taps=decoder.drafter.taps)
+            decoder.arch, params, tokens, position, segment, taps=decoder.drafter.taps)
         blocks = [(k.transpose(2, 0, 1, 3), v.transpose(2, 0, 3, 1)) for k, v in cached]
     features = None if taps is None else decoder.drafter.project(drafter_params, taps)
-    state = fork(decoder, width, state, fill)
+    state = copy_prompt(decoder, width, state, fill)
     kv = _write_rows(state.cache.kv, fill.source, blocks, tokens.shape[1])
     draft = decoder.drafter.prefill(state.draft, fill, tokens, features)
     return state.replace(cache=state.cache.replace(kv=kv), draft=draft)
 
 
-def fork(decoder: Decoder, width: int, state: RolloutState, fill: SlotFill) -> RolloutState:
+def copy_prompt(decoder: Decoder, width: int, state: RolloutState, fill: SlotFill) -> RolloutState:
     """Seats new sequences and copies prompts between slots."""
     kv = _write_rows(
         state.cache.kv, jnp.where(fill.copy == jnp.arange(fill.copy.shape[0]), -1, fill.copy),
@@ -48,26 +55,28 @@ def fork(decoder: Decoder, width: int, state: RolloutState, fill: SlotFill) -> R
         cache=Cache(kv=kv, length=jnp.where(seated, fill.length, state.cache.length)),
         root=jnp.where(seated, fill.root, state.root),
         seq=jnp.where(seated, fill.seq, state.seq),
-        draft=decoder.drafter.fork(state.draft, fill))
+        draft=decoder.drafter.copy_prompt(state.draft, fill))
 
 
-def _write_rows(kv: list, source: Array, rows: list | None, width: int) -> list:
+def _write_rows(kv: KVCache, source: Array, rows: list[tuple[Array, Array]] | None, width: int
+                ) -> KVCache:
     """Overwrites the first `width` positions of slots b with those of source[b] >= 0.
 
     Args:
       rows: (k [p, G, E, width], v [p, G, width, E]) a layer, to read from; None reads other slots.
     """
 
-    def write(b: Array, at: Array, kv: list) -> list:
+    def write(b: Array, at: Array, kv: KVCache) -> KVCache:
         return [_write_layer(b, at, segments, None if rows is None else rows[i], width)
                 for i, segments in enumerate(kv)]
 
     return for_rows(source, write, kv)
 
 
-def _write_layer(b: Array, source: Array, segments: tuple[list, list],
-                 rows: tuple[Array, Array] | None, width: int) -> tuple[list, list]:
-    out: tuple[list, list] = ([], [])
+def _write_layer(b: Array, source: Array, segments: tuple[list[Array], list[Array]],
+                 rows: tuple[Array, Array] | None, width: int
+                 ) -> tuple[list[Array], list[Array]]:
+    out: tuple[list[Array], list[Array]] = ([], [])
     start = 0
     for i, k in enumerate(segments[0]):
         size = min(k.shape[3], width - start)
@@ -83,15 +92,15 @@ def _write_layer(b: Array, source: Array, segments: tuple[list, list],
 
 
 def _positions(a: Array, row: Array, start: int, size: int, axis: int) -> Array:
-    """Row `row` of a [rows, G, ., .], cut to `size` positions along `axis`."""
+    """Returns row `row` of a [rows, G, ., .], cut to `size` positions along `axis`."""
     begin, shape = [row, 0, 0, 0], [1, *a.shape[1:]]
     begin[axis], shape[axis] = start, size
     return jax.lax.dynamic_slice(a, [jnp.int32(x) for x in begin], shape)
 
 
-def take(decoder: Decoder, state: RolloutState, slots: Array) -> RolloutState:
-    """The state with only `slots` i32[B'], in that order."""
+def select_rows(decoder: Decoder, state: RolloutState, slots: Array) -> RolloutState:
+    """Returns the state with only `slots` i32[B'], in that order."""
     kv = jax.tree.map(lambda a: a[slots], state.cache.kv)
     return state.replace(cache=Cache(kv=kv, length=state.cache.length[slots]),
                          root=state.root[slots], seq=state.seq[slots],
-                         draft=decoder.drafter.take(state.draft, slots))
+                         draft=decoder.drafter.select_rows(state.draft, slots))

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from specrl_jax.config import DRAWN_RULES, MOST_MIX, check
+from specrl_jax.config import MOST_MIX, ConfigError
 from specrl_jax.control import acceptance
 from specrl_jax.control.cost_model import Bucket, bucket_ladder
 from specrl_jax.control.protocol import Controller, Outcome
@@ -29,12 +29,14 @@ from specrl_jax.structs import (
     Frontier,
     Load,
     Path,
+    Proposal,
     RolloutState,
     Sampling,
     SpecConfig,
     Verdict,
 )
-from specrl_jax.verify import commit, match, rejection, sampling
+from specrl_jax.verify import commit
+from specrl_jax.verify.protocol import Nodes, Rule, Target
 from specrl_jax.verify.registry import RULES
 
 
@@ -48,7 +50,7 @@ class Decoder:
     most: int = 64  # tokens that one verification may pack
     least: int = 0  # batch size that is not made smaller as rows end; see bucket_ladder
     implementation: str | None = None  # of tree attention
-    rule: str = "match"  # of verification, one of config.RULES
+    rule: str = "match"  # of verification, see verify/registry.py
     invariant: bool = False  # see model/invariant.py
     truncates: bool = False  # whether a row may ask for top-k or top-p
 
@@ -152,7 +154,7 @@ def propose(decoder: Decoder, drafter_params: Params, state: RolloutState, turn:
                                            buckets_of(decoder, turn.frontier.root.shape[0]))
     turn = turn.replace(asks=jnp.bool_(False), tree=tree, live=live,
                         bucket=jax.lax.pmax(bucket, ROWS))
-    broken = (turn.frontier.live & jnp.isnan(tree.logq[:, 0])).sum(dtype=jnp.int32)
+    broken = (turn.frontier.live & tree.broken).sum(dtype=jnp.int32)
     counters = state.counters.replace(broken=state.counters.broken + broken)
     return state.replace(draft=draft, counters=counters), turn
 
@@ -160,10 +162,10 @@ def propose(decoder: Decoder, drafter_params: Params, state: RolloutState, turn:
 def _shown(decoder: Decoder, tree: DraftTree) -> DraftTree:
     """What a controller sees of a tree. Where drafts are tested as drawn, nothing that was drawn:
     a node that is verified for its token has another law (non-anticipation, DSpark)."""
-    if decoder.rule not in DRAWN_RULES:
+    if not RULES.resolve(decoder.rule).needs_proposal:
         return tree
     return tree.replace(tokens=jnp.zeros_like(tree.tokens), logq=jnp.zeros_like(tree.logq),
-                        gap=jnp.zeros_like(tree.gap), proposal=None)
+                        score_gap=jnp.zeros_like(tree.score_gap), proposal=None)
 
 
 def plain_round(decoder: Decoder, params: Params, drafter_params: Params, state: RolloutState,
@@ -283,18 +285,14 @@ def verify_in(decoder: Decoder, params: Params, drafter_params: Params, cache: C
         decoder.arch, params, cache, tokens[at], frontier.context[packing.row] + level[at],
         packing, decoder.implementation, decoder.drafter.taps)
     logits = transformer.logits(decoder.arch, params, hidden, decode=True)
-    truncation = (rows.top_k, rows.top_p) if decoder.truncates else (None, None)
-    processing = jax.tree.map(lambda a: a[packing.row], (rows.temperature, *truncation))
-    if decoder.rule == "match":
-        drawn = sampling.draw(logits, *processing, rows.key[packing.row],
-                              frontier.generated[packing.row] + level[at])
-        verdict = match.judge(tokens, parent, kept, drawn, packing.place, frontier, rows, depth)
-        draws = drawn.token[packing.place]
-    else:
-        rank = jnp.take_along_axis(tree.rank, order, 1)
-        verdict, draws = _reject(decoder, RULES[decoder.rule].process(logits, *processing),
-                                 (tokens, parent, rank, kept), _drawn(decoder, tree, order),
-                                 packing.place, frontier, rows, depth)
+    rule = RULES.resolve(decoder.rule)
+    nodes = Nodes(tokens=tokens, parent=parent, depth=level,
+                  rank=jnp.take_along_axis(tree.rank, order, 1), live=kept,
+                  proposal=_proposal(decoder.rule, rule, tree, order))
+    target = Target(logits=logits, place=packing.place, row=packing.row,
+                    position=frontier.generated[packing.row] + level[at], frontier=frontier,
+                    sampling=rows, truncates=decoder.truncates)
+    verdict, draws = rule.verify(nodes, target, depth)
     along = jnp.take_along_axis(packing.place, verdict.path, 1)
     if taps is not None:
         taps = jnp.moveaxis(decoder.drafter.project(drafter_params, taps, decode=True), 0, -1)[
@@ -307,33 +305,19 @@ def verify_in(decoder: Decoder, params: Params, drafter_params: Params, cache: C
                                                verified=live)
 
 
-def _drawn(decoder: Decoder, tree: DraftTree, order: Array) -> Array:
-    """f32[B, n, V] log-probabilities that the nodes' successors were drawn from; -inf: none known.
+def _proposal(name: str, rule: Rule, tree: DraftTree, order: Array) -> Proposal | None:
+    """Returns the distributions that the bucket's nodes i32[B, n] were drawn from, if needed.
 
     Raises:
-      ConfigError: the rule asks for them and the drafter does not tell.
+      ConfigError: the rule needs them and the drafter does not give them.
     """
-    batch, nodes = order.shape
-    none = jnp.full((batch, nodes, decoder.arch.vocab_size), -jnp.inf)
-    if not RULES[decoder.rule].drawn or nodes == 1:
-        return none
-    check(tree.proposal is not None, "spec.rule", decoder.rule,
-          "the drafter does not tell what it drew from; choose rejection")
-    logq = jnp.take_along_axis(tree.proposal.logq, order[..., None], 1)
-    return none.at[..., tree.proposal.vocab].set(logq)
-
-
-def _reject(decoder: Decoder, target: sampling.Processed, tree: tuple[Array, ...], logq: Array,
-            place: Array, frontier: Frontier, rows: Sampling, depth: int) -> tuple[Verdict, Array]:
-    """The verdict of another rule than match, and the tokens i32[B, n] emitted at walked nodes."""
-    batch, nodes = tree[0].shape
-    verdict = rejection.judge(*tree, target, logq, place, frontier, rows, depth,
-                              RULES[decoder.rule].walk)
-    walked = jnp.where(jnp.arange(verdict.path.shape[1])[None] < verdict.count[:, None],
-                       verdict.path, nodes)  # the path's last node repeats: keep its first token
-    emitted = jnp.zeros((batch, nodes), jnp.int32).at[
-        jnp.arange(batch)[:, None], walked].set(verdict.tokens, mode="drop")
-    return verdict, emitted
+    if not rule.needs_proposal or order.shape[1] == 1:
+        return None
+    proposal = tree.proposal
+    if proposal is None:
+        raise ConfigError(f"spec.rule = {name!r}: the drafter does not tell what it drew from; "
+                          "choose rejection")
+    return proposal.replace(logq=jnp.take_along_axis(proposal.logq, order[..., None], 1))
 
 
 def _along(fresh: list[tuple[Array, Array]], place: Array) -> Array:

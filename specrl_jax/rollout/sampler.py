@@ -31,7 +31,8 @@ from specrl_jax.rollout.engine import Engine, Result
 from specrl_jax.rollout.layout import Shapes, pad, request
 from specrl_jax.rollout.prompts import PromptBatch
 from specrl_jax.rollout.round import Decoder
-from specrl_jax.structs import Rollout
+from specrl_jax.structs import Rollout, carrier
+from specrl_jax.verify.registry import RULES
 
 
 class Sampler:
@@ -213,10 +214,11 @@ class Sampler:
         tokens, length = pad(prompts, self.engine.shapes.prompt)
         s = result.sequences
         last = np.take_along_axis(s.tokens, np.maximum(s.length - 1, 0)[:, None], 1)[:, 0]
-        return Rollout(
+        return carrier(
+            Rollout,
             prompt=np.repeat(tokens, self.group, 0), prompt_length=np.repeat(length, self.group),
             tokens=s.tokens, length=s.length, logprob=s.logprob, raw_logprob=s.raw_logprob,
-            kept_mass=s.kept_mass, prompt_id=ids, occurrence=occurrence, sample_id=sample,
+            top_p_mass=s.top_p_mass, prompt_id=ids, occurrence=occurrence, sample_id=sample,
             stopped=np.isin(last, self.engine.layout.stop), commits=s.commits, rounds=s.rounds,
             policy_version=self.version, drafter_version=self.drafter_version)
 
@@ -255,7 +257,7 @@ def rollout_metrics(rollout: Rollout, result: Result) -> dict[str, float]:
     drafters |= {f"draft/{name}/{kind}_share": count / max(c[kind], 1)
                  for name, counts in result.by_drafter.items() for kind, count in counts.items()}
     return drafters | {
-        "spec/lossy": float(result.rule.startswith("lossy")),
+        "spec/lossy": float(not RULES.resolve(result.rule).lossless),
         "rollout/calibration_error": result.calibration.error,
         "rollout/reliability": reliability(result.calibration),
         "rollout/tokens": tokens,
@@ -269,7 +271,7 @@ def rollout_metrics(rollout: Rollout, result: Result) -> dict[str, float]:
         "rollout/broken_drafts": c["broken"],
         "rollout/occupancy": c["row_rounds"] / max(c["slots"], 1),
         "rollout/launches": len(result.trace),
-        "rollout/kept_mass": _mean(rollout.kept_mass, rollout.length),
+        "rollout/top_p_mass": _mean(rollout.top_p_mass, rollout.length),
         "rollout/logprob": _mean(rollout.raw_logprob, rollout.length),
         "response/length_mean": float(rollout.length.mean()),
         "response/length_max": int(rollout.length.max()),

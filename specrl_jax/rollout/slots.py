@@ -1,4 +1,4 @@
-"""Host bookkeeping of one data shard's slots: which sequence sits where, and how they fill."""
+"""Bookkeeping of one data shard's slots on the host: which sequence is in which slot."""
 
 import copy
 import dataclasses
@@ -9,12 +9,12 @@ EMPTY = -1
 
 
 @dataclasses.dataclass
-class Refill:
-    """What one refill does to the B slots of a shard; -1 is nothing."""
+class FillPlan:
+    """One SlotFill of a shard before its prompts are looked up; -1 leaves a slot alone."""
 
-    seq: np.ndarray  # i32[B] sequence that the slot gets
-    source: np.ndarray  # i32[B] index into `prompts` of the prompt to write
-    copy: np.ndarray  # i32[B] slot to copy the prompt from
+    seq: np.ndarray  # i32[B] sequence that enters the slot
+    source: np.ndarray  # i32[B] index in `prompts` of the prompt to write
+    copy: np.ndarray  # i32[B] slot whose prompt is copied
     prompts: list[int]  # prompts to prefill
 
 
@@ -31,7 +31,7 @@ class Slots:
     def waiting(self) -> int:
         return self.total - self.next
 
-    def refill(self, done: np.ndarray, most_prompts: int) -> Refill:
+    def refill(self, done: np.ndarray, most_prompts: int) -> FillPlan:
         """Fills free slots with waiting sequences, prefilling at most `most_prompts` prompts.
 
         A prompt whose K/V still lie in some slot is copied from there: samples share one prefill.
@@ -43,7 +43,7 @@ class Slots:
         held = {self.seq[b] // self.group: b for b in range(len(self.seq))
                 if self.seq[b] != EMPTY and b not in free}
         own = {b: self.seq[b] // self.group for b in free if self.seq[b] != EMPTY}
-        plan = Refill(*(np.full(len(self.seq), EMPTY, np.int32) for _ in range(3)), prompts=[])
+        plan = FillPlan(*(np.full(len(self.seq), EMPTY, np.int32) for _ in range(3)), prompts=[])
         while free and self.waiting:
             prompt = self.next // self.group
             slot = next((b for b in free if own.get(b) == prompt), free[0])
@@ -64,16 +64,16 @@ class Slots:
         return plan
 
     def new_prompts(self, done: np.ndarray) -> int:
-        """How many prompts a refill of all free slots would prefill."""
+        """Returns how many prompts a refill of all free slots would prefill."""
         return len(copy.deepcopy(self).refill(done, len(self.seq)).prompts)
 
     def compact(self, batch: int, done: np.ndarray) -> np.ndarray:
-        """Keeps the live slots, in order, in a smaller batch: the slots taken, i32[batch]."""
+        """Moves the live slots, in order, to a smaller batch; returns their old indices."""
         live = [b for b in range(len(self.seq)) if self.seq[b] != EMPTY and not done[self.seq[b]]]
         rest = [b for b in range(len(self.seq)) if b not in live]
-        take = np.asarray((live + rest)[:batch], np.int32)
-        self.seq = self.seq[take]
-        return take
+        kept = np.asarray((live + rest)[:batch], np.int32)
+        self.seq = self.seq[kept]
+        return kept
 
     def has_free(self, done: np.ndarray) -> bool:
         return self.live(done) < len(self.seq)

@@ -5,22 +5,27 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from specrl_jax.structs import Array, Cache, Frontier, Path, Sequences, Verdict
+from specrl_jax.structs import Array, Cache, Frontier, KVCache, Path, Sequences, Verdict
 
 
 def append(cache: Cache, path: Path, count: Array) -> Cache:
     """Writes the first count[b] path entries of each row at its length."""
-    kv = jax.lax.platform_dependent(cache.kv, path.kv, cache.length, count, cuda=_scattered,
-                                    rocm=_scattered, default=_in_turn)
+    kv = jax.lax.platform_dependent(cache.kv, path.kv, cache.length, count, cuda=write_by_scatter,
+                                    rocm=write_by_scatter, default=write_by_loop)
     return Cache(kv=kv, length=cache.length + count)
 
 
-def _in_turn(kv: list, new: Array, length: Array, count: Array) -> list:
-    """Slices are updated in a loop, because a CPU's scatter copies the whole cache
+def write_by_loop(kv: KVCache, new: Array, length: Array, count: Array) -> KVCache:
+    """Updates one slice at a time, because a CPU's scatter copies the whole cache
     (experiments/LOG.md).
 
     Entries are sorted by the segment they go to, and each segment has its own loop over its entries
     alone; plain decoding pays for one entry a row.
+
+    Args:
+      new: f[D+1, L, 2, G, E, B] the path's keys and values.
+      length: i32[B] where each row's entries go; those that do not fit are dropped.
+      count: i32[B].
     """
     width = new.shape[0]
     sizes = [k.shape[3] for k in kv[0][0]]
@@ -40,10 +45,11 @@ def _in_turn(kv: list, new: Array, length: Array, count: Array) -> list:
     return kv
 
 
-def _scattered(kv: list, new: Array, length: Array, count: Array) -> list:
-    """One kernel an array: a loop would start two for each entry and layer, and ask the host
-    whether it ends. Places are told to be unique, so that XLA_FLAGS=--xla_gpu_deterministic_ops
-    makes no such loop of it either.
+def write_by_scatter(kv: KVCache, new: Array, length: Array, count: Array) -> KVCache:
+    """Runs one kernel per array, for GPUs; arguments and result are those of `write_by_loop`.
+
+    A loop would start two kernels for each entry and layer, and ask the host whether it ends.
+    Indices are declared unique, or XLA_FLAGS=--xla_gpu_deterministic_ops would make such a loop.
     """
     width, batch = new.shape[0], new.shape[-1]
     row, step, start = jnp.arange(batch)[:, None], jnp.arange(width)[None], 0
@@ -60,7 +66,8 @@ def _scattered(kv: list, new: Array, length: Array, count: Array) -> list:
     return kv
 
 
-def _write(new: Array, order: Array, place: Array, step: Array, kv: list) -> list:
+def _write(new: Array, order: Array, place: Array, step: Array,
+           kv: list[tuple[Array, Array]]) -> list[tuple[Array, Array]]:
     """Writes entry order[step] of the path into one segment of every layer."""
     zero, width, (g, e) = jnp.int32(0), new.shape[0], new.shape[3:5]
     entry = order[step].astype(jnp.int32)
@@ -87,13 +94,13 @@ def record(sequences: Sequences, verdict: Verdict, frontier: Frontier) -> Sequen
     def put(target: Array, value: Array) -> Array:
         return target.at[seq[:, None], column].set(value, mode="drop")
 
-    turn = sequences.rounds.at[seq].get(mode="fill", fill_value=buffer)
+    round_ = sequences.rounds.at[seq].get(mode="fill", fill_value=buffer)
     return Sequences(
         tokens=put(sequences.tokens, verdict.tokens),
         logprob=put(sequences.logprob, verdict.logprob),
         raw_logprob=put(sequences.raw_logprob, verdict.raw_logprob),
-        kept_mass=put(sequences.kept_mass, verdict.kept_mass),
-        commits=sequences.commits.at[seq, turn].set(verdict.count, mode="drop"),
+        top_p_mass=put(sequences.top_p_mass, verdict.top_p_mass),
+        commits=sequences.commits.at[seq, round_].set(verdict.count, mode="drop"),
         length=sequences.length.at[seq].add(verdict.count, mode="drop"),
         rounds=sequences.rounds.at[seq].add(1, mode="drop"),
         done=sequences.done.at[seq].set(verdict.stopped, mode="drop"))

@@ -1,10 +1,9 @@
-"""Rules that change the policy, for experiments: what is gained by giving exactness up, and what
-bugs do to it, published ones among them.
+"""Rules that change the policy, for experiments: what giving up exactness gains, and what bugs do.
 
-They are `rejection.walk` with one part exchanged. Every name begins with `lossy`, so that none is
-chosen by accident; `tests/spec/test_museum.py` shows that the checks of exactness notice them. The
-five of the second half are bugs on purpose: how far do they move a reward curve
-(experiments/staleness.py --questions=bugs)?
+Each is `rejection.walk` with one part exchanged; arguments and results are those of
+`rejection.walk`. `tests/verify/test_known_broken_rules.py` shows that the checks of exactness
+notice them. The rules of the second half are bugs on purpose, most of them published ones, to
+measure how far they move a reward curve (experiments/staleness.py --questions=bugs).
 """
 
 import functools
@@ -15,52 +14,49 @@ from jax.scipy.special import entr
 from specrl_jax.config import check
 from specrl_jax.prng import gumbel
 from specrl_jax.structs import Array
-from specrl_jax.verify.rejection import Test, coin, decide, emit, lossless, walk
+from specrl_jax.verify.protocol import Nodes
+from specrl_jax.verify.rejection import Noise, Test, coin, decide, emit, lossless, rule, walk
 from specrl_jax.verify.sampling import Processed, process
 
-CONFIDENCE = 0.6  # of a drafter in its best guess, below which `lossy_retrospective` looks back
+CONFIDENCE = 0.6  # probability of the drafter's best guess below which `lossy_retrospective` prunes
+Walked = tuple[Array, Array, Array]
 
 
-def lossy_lenient(tokens: Array, parent: Array, rank: Array, live: Array, logp: Array, logq: Array,
-                  key: Array, position: Array, depth: int, lenience: float = 2.0
-                  ) -> tuple[Array, Array, Array]:
-    """Accepts with probability min(1, lenience * p / q); 1 is the lossless rule.
+def lossy_lenient(nodes: Nodes, logp: Array, logq: Array, noise: Noise, depth: int,
+                  lenience: float = 2.0) -> Walked:
+    """Accepts with probability min(1, lenience * p / q); a lenience of 1 is the lossless rule.
 
     The lenience of Leviathan et al., arXiv 2211.17192, written as a factor of p / q; the residual
-    stays norm(max(p - q, 0)). Other arguments and results: `rejection.walk`.
+    stays norm(max(p - q, 0)).
 
     Raises:
       ConfigError: lenience is below 1.
     """
     check(lenience >= 1, "lenience", lenience, "must be at least 1, which is lossless")
-    return walk(tokens, parent, rank, live, logp, logq, key, position, depth,
-                functools.partial(_lenient, lenience))
+    return walk(nodes, logp, logq, noise, depth, functools.partial(_lenient, lenience))
 
 
-def _lenient(lenience: float, p: Array, q: Array, token: Array) -> tuple[Array, Array, Array]:
+def _lenient(lenience: float, p: Array, q: Array, token: Array) -> Walked:
     chance, p, q = lossless(p, q, token)
     return lenience * chance, p, q
 
 
-def lossy_typical(tokens: Array, parent: Array, rank: Array, live: Array, logp: Array, logq: Array,
-                  key: Array, position: Array, depth: int, epsilon: float = 0.09,
-                  delta: float = 0.3) -> tuple[Array, Array, Array]:
+def lossy_typical(nodes: Nodes, logp: Array, logq: Array, noise: Noise, depth: int,
+                  epsilon: float = 0.09, delta: float = 0.3) -> Walked:
     """Accepts the first child with p(c) > min(epsilon, delta * exp(-H(p))), else draws from p.
 
-    Typical acceptance of Medusa, arXiv 2401.10774. No coin is thrown, and q is not
-    looked at. Other arguments and results: `rejection.walk`.
+    Typical acceptance of Medusa, arXiv 2401.10774. It needs no coin and ignores q.
 
     Raises:
       ConfigError: a threshold is not within (0, 1].
     """
     for name, value in (("epsilon", epsilon), ("delta", delta)):
         check(0 < value <= 1, name, value, "must be above 0 and at most 1")
-    return walk(tokens, parent, rank, live, logp, logq, key, position, depth,
-                _typical(epsilon, delta))
+    return walk(nodes, logp, logq, noise, depth, _typical(epsilon, delta))
 
 
 def _typical(epsilon: float, delta: float) -> Test:
-    def test(p: Array, q: Array, token: Array) -> tuple[Array, Array, Array]:
+    def test(p: Array, q: Array, token: Array) -> Walked:
         entropy = entr(p).sum(1)
         chance = jnp.take_along_axis(p, token[:, None], 1)[:, 0]
         typical = chance > jnp.minimum(epsilon, delta * jnp.exp(-entropy))
@@ -69,59 +65,61 @@ def _typical(epsilon: float, delta: float) -> Test:
     return test
 
 
-# Bugs. Arguments and results are those of `rejection.walk`.
+# Bugs.
 
 
-def lossy_greedy(tokens: Array, parent: Array, rank: Array, live: Array, logp: Array, logq: Array,
-                 key: Array, position: Array, depth: int) -> tuple[Array, Array, Array]:
-    """Sampled requests verified by argmax: SGLang on ROCm (pull request 31214)."""
+def lossy_greedy(nodes: Nodes, logp: Array, logq: Array, noise: Noise, depth: int) -> Walked:
+    """Verifies sampled requests by argmax: SGLang on ROCm (pull request 31214)."""
     best = jnp.arange(logp.shape[2])[None, None] == logp.argmax(2)[..., None]
-    return walk(tokens, parent, rank, live, jnp.where(best, 0.0, -jnp.inf), logq, key, position,
-                depth)
+    return walk(nodes, jnp.where(best, 0.0, -jnp.inf), logq, noise, depth)
 
 
-def lossy_accept_all(tokens: Array, parent: Array, rank: Array, live: Array, logp: Array,
-                     logq: Array, key: Array, position: Array, depth: int
-                     ) -> tuple[Array, Array, Array]:
-    """Every draft is accepted: SGLang's accept threshold at 0 (a benchmark's injected fault)."""
-    return walk(tokens, parent, rank, live, logp, logq, key, position, depth,
+def lossy_accept_all(nodes: Nodes, logp: Array, logq: Array, noise: Noise, depth: int) -> Walked:
+    """Accepts every draft: SGLang's accept threshold at 0 (a benchmark's injected fault)."""
+    return walk(nodes, logp, logq, noise, depth,
                 lambda p, q, token: (jnp.ones(token.shape[0]), p, q))
 
 
-def lossy_shared_noise(tokens: Array, parent: Array, rank: Array, live: Array, logp: Array,
-                       logq: Array, key: Array, position: Array, depth: int
-                       ) -> tuple[Array, Array, Array]:
-    """u < p / q, and the residual is drawn with the noise that drew the children.
+def lossy_shared_noise(nodes: Nodes, logp: Array, logq: Array, noise: Noise, depth: int) -> Walked:
+    """Draws the residual with the noise that drew the children.
 
     vLLM's probabilistic drafts shared their Philox noise with the recovery draw (pull requests
-    47386 and 54282). Sharing noise is exact only where acceptance is "iff equal". It is a bug only
-    where the drafter's children are `perturbed`.
+    47386 and 54282). Sharing noise is exact only if acceptance is "iff equal". It is a bug only
+    if the drafter's children are `perturbed`.
     """
-    path, accepted, left = decide(tokens, parent, rank, live, logp, logq,
-                                  functools.partial(coin, key, position), depth)
-    noise = gumbel(key, position + accepted, jnp.arange(left.shape[1]))
-    last = (jnp.log(left) + noise).argmax(1).astype(jnp.int32)
-    return path, emit(tokens, path, accepted, last), accepted + 1
+    path, accepted, left = decide(nodes, logp, logq, functools.partial(coin, noise), depth)
+    children = gumbel(noise.key, noise.position + accepted, jnp.arange(left.shape[1]))
+    last = (jnp.log(left) + children).argmax(1).astype(jnp.int32)
+    return path, emit(nodes, path, accepted, last), accepted + 1
 
 
-def lossy_retrospective(tokens: Array, parent: Array, rank: Array, live: Array, logp: Array,
-                        logq: Array, key: Array, position: Array, depth: int
-                        ) -> tuple[Array, Array, Array]:
-    """A drafted token is not verified if the drafter is unsure of what follows it.
+def lossy_retrospective(nodes: Nodes, logp: Array, logq: Array, noise: Noise, depth: int) -> Walked:
+    """Skips a drafted token if the drafter is unsure of the token after it.
 
-    Retrospective truncation: the schedule looks at the token before it decides to test it, which
-    DSpark's paper warns of. Nodes that the drafter did not go on from are tested.
+    Retrospective truncation: the schedule reads the token before it decides to test it, which
+    DSpark's paper warns of. Nodes that the drafter did not expand are tested.
     """
     expanded = (logq > -jnp.inf).any(2)
     unsure = expanded & (logq.max(2) < jnp.log(CONFIDENCE))
-    return walk(tokens, parent, rank, live & ~unsure.at[:, 0].set(False), logp, logq, key, position,
-                depth)
+    live = nodes.live & ~unsure.at[:, 0].set(False)
+    return walk(nodes.replace(live=live), logp, logq, noise, depth)
 
 
 def default_sampling(logits: Array, temperature: Array, top_k: Array | None, top_p: Array | None
                      ) -> Processed:
-    """`lossy_default_sampling`: the target is processed with default settings, not those asked for.
+    """Processes the target with default settings instead of the requested ones.
 
     vLLM once did so with top-p and temperature (pull request 10198). Arguments: `sampling.process`.
     """
     return process(logits, jnp.ones_like(temperature), None, None)
+
+
+RULES = {
+    "lossy_lenient": rule(lossy_lenient, lossless=False),
+    "lossy_typical": rule(lossy_typical, lossless=False),
+    "lossy_greedy": rule(lossy_greedy, lossless=False),
+    "lossy_accept_all": rule(lossy_accept_all, lossless=False),
+    "lossy_default_sampling": rule(lossless=False, process=default_sampling),
+    "lossy_shared_noise": rule(lossy_shared_noise, lossless=False, needs_proposal=True),
+    "lossy_retrospective": rule(lossy_retrospective, lossless=False, needs_proposal=True),
+}

@@ -1,22 +1,24 @@
-"""Lossless speculative sampling by rejection: the other rule behind `Verdict`.
+"""Lossless speculative sampling by rejection.
 
 A node's children are drawn from the drafter's distribution q without replacement (Gumbel top-k) and
 tested in the order of their ranks. Child c is accepted with probability min(1, p(c) / q(c)); after
-a rejection p becomes norm(max(p - q, 0)) and q loses c; when no child is left, the token is drawn
-from what p has become, at a leaf from p itself. A chain is the tree of one child a node (Leviathan
-et al., arXiv 2211.17192; Chen et al., 2302.01318); without replacement: Sequoia, 2402.12374.
+a rejection p becomes norm(max(p - q, 0)) and q loses c. When no child is left, the token is drawn
+from what p has become; at a leaf, from p itself. A chain is the tree with one child a node
+(Leviathan et al., arXiv 2211.17192; Chen et al., 2302.01318); without replacement: Sequoia,
+2402.12374.
 
-It is exact only as long as
-- coins and residual draws are independent of the noise that drew the children: they are hashes of
-  indices that no vocabulary reaches, so the children may be drawn with the noise of `sampling`;
-- what is verified does not depend on what was drawn: shape and live ranks (the first ones of each
+The rule is exact only if
+- coins and residual draws are independent of the noise that drew the children: their hash indices
+  lie beyond every vocabulary, so children may be drawn with the noise of `sampling`;
+- the verified nodes do not depend on the drawn tokens: shape and live ranks (the first ones of each
   node) are fixed before the tokens are;
-- p and q are what sampling uses, after temperature and truncation.
+- p and q include temperature and truncation.
 A sequence's position is decided once, in one round, so (key, position) needs no round number.
 """
 
 import functools
 from collections.abc import Callable
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -24,46 +26,50 @@ from flax import struct
 
 from specrl_jax.prng import bits, gumbel
 from specrl_jax.sharding import unsplit
-from specrl_jax.structs import Array, Frontier, Sampling, Verdict
-from specrl_jax.verify.match import truncate
+from specrl_jax.structs import Array, Verdict
+from specrl_jax.verify.protocol import Nodes, Rule, Target, cut_at_stop
 from specrl_jax.verify.sampling import Processed, process
 
 COINS = 1 << 31  # hash indices from here on: the coins of one position
 RESIDUAL = 3 << 30  # and from here on: its residual draw, one index a token
 
-Coin = Callable[[Array, Array], Array]
+
+class Noise(struct.PyTreeNode):
+    """What the random numbers of one round are functions of."""
+
+    key: Array  # u32[B, 2]
+    position: Array  # i32[B] index of the token after the root; 0 is the response's first
+
+
+Coin: TypeAlias = Callable[[Array, Array], Array]
 """(level i32[B] of the node, tries i32[B] of its children so far) -> uniform f32[B] below 1"""
 
-Test = Callable[[Array, Array, Array], tuple[Array, Array, Array]]
-"""(p, q f32[B, V], token i32[B]) -> chance of acceptance f32[B]; p, q after a rejection"""
+Test: TypeAlias = Callable[[Array, Array, Array], tuple[Array, Array, Array]]
+"""(p, q f32[B, V], token i32[B]) -> acceptance probability f32[B]; p and q after a rejection"""
 
-Walk = Callable[..., tuple[Array, Array, Array]]
-"""A rule: arguments and results are those of `walk`."""
+Walk: TypeAlias = Callable[[Nodes, Array, Array, Noise, int], tuple[Array, Array, Array]]
+"""A rule of this family; arguments and results are those of `walk`."""
+
+Process: TypeAlias = Callable[[Array, Array, Array | None, Array | None], Processed]
+"""Arguments and results are those of `sampling.process`."""
 
 
-@struct.dataclass
-class _Stand:
-    """Where each row's walk stands."""
+class _Cursor(struct.PyTreeNode):
+    """The state of each row's walk."""
 
-    at: Array  # i32[B] node
-    level: Array  # i32[B] tokens accepted
-    tries: Array  # i32[B] children of `at` tested
+    at: Array  # i32[B] current node
+    level: Array  # i32[B] accepted tokens
+    tries: Array  # i32[B] tested children of `at`
     untested: Array  # bool[B, n]
     path: Array  # i32[B, D+1]
     p: Array  # f32[B, V]
     q: Array  # f32[B, V]
 
 
-def processed(logits: Array, temperature: Array, top_k: Array | None, top_p: Array | None
-              ) -> Array:
-    """Log-probabilities f32[W, V] of what `sampling.draw` draws from, whose arguments these are."""
-    return process(logits, temperature, top_k, top_p).logp
-
-
 def lossless(p: Array, q: Array, token: Array) -> tuple[Array, Array, Array]:
-    """The test of the module's docstring.
+    """Tests a child as the module's docstring says.
 
-    A child with q(c) = 0 was not drawn from q: it is tested as a point mass, which is exact however
+    A child with q(c) = 0 was not drawn from q and is tested as a point mass, which is exact however
     it was chosen. So q = 0 (logq = -inf) is right for a drafter without a distribution.
     """
     chosen = jnp.arange(p.shape[1])[None] == token[:, None]
@@ -76,7 +82,7 @@ def lossless(p: Array, q: Array, token: Array) -> tuple[Array, Array, Array]:
 
 
 def without(q: Array, token: Array) -> Array:
-    """q f32[B, V] with a token of each row removed, renormalised; all 0 if that was the last."""
+    """Returns q f32[B, V] with one token of each row removed, renormalised; 0 if none is left."""
     rest = jnp.where(jnp.arange(q.shape[1])[None] == token[:, None], 0, q)
     return _normalised(rest, otherwise=rest)
 
@@ -86,47 +92,51 @@ def _normalised(x: Array, otherwise: Array) -> Array:
     return jnp.where(total > 0, x / jnp.where(total > 0, total, 1), otherwise)
 
 
-def coin(key: Array, position: Array, level: Array, tries: Array) -> Array:
-    """f32[B] in (0, 1): the coin of the test number `tries` at position + level."""
+def coin(noise: Noise, level: Array, tries: Array) -> Array:
+    """Returns f32[B], the coin of test number `tries` at position + level."""
     index = jnp.uint32(COINS) + tries.astype(jnp.uint32)
-    word = jax.vmap(bits)(key, position + level, index[:, None])[:, 0]
+    return uniform(jax.vmap(bits)(noise.key, noise.position + level, index[:, None])[:, 0])
+
+
+def uniform(word: Array) -> Array:
+    """Maps u32 words to f32 in (0, 1). Never 1, so that p = q is always accepted."""
     return jnp.minimum((word.astype(jnp.float32) + 0.5) * jnp.float32(2.0**-32),
-                       jnp.float32(1 - 2.0**-24))  # never 1: p = q is always accepted
+                       jnp.float32(1 - 2.0**-24))
 
 
-def last_token(left: Array, key: Array, position: Array) -> Array:
-    """i32[B] drawn from f32[B, V], for i32[B] positions."""
+def last_token(left: Array, noise: Noise, accepted: Array) -> Array:
+    """Draws i32[B] from f32[B, V], each behind `accepted` i32[B] tokens."""
     index = jnp.uint32(RESIDUAL) + jnp.arange(left.shape[1], dtype=jnp.uint32)
-    return (jnp.log(left) + gumbel(key, position, index)).argmax(1).astype(jnp.int32)
+    scores = jnp.log(left) + gumbel(noise.key, noise.position + accepted, index)
+    return scores.argmax(1).astype(jnp.int32)
 
 
-def decide(tokens: Array, parent: Array, rank: Array, live: Array, logp: Array, logq: Array,
-           coin: Coin, depth: int, test: Test = lossless) -> tuple[Array, Array, Array]:
-    """Which nodes are accepted, for given coins; at most n - 1 tests a row.
+def decide(nodes: Nodes, logp: Array, logq: Array, coin: Coin, depth: int, test: Test = lossless
+           ) -> tuple[Array, Array, Array]:
+    """Accepts and rejects nodes for given coins, in at most n - 1 tests a row.
 
     Args:
-      tokens, parent, rank: i32[B, n]; live: bool[B, n].
-      logp, logq: f32[B, n, V] at each node, of its token's successor; -inf is probability 0.
-      depth: D; nodes deeper than that are not looked at.
+      logp, logq: f32[B, n, V] of the token after each node; -inf is probability 0.
+      depth: D; deeper nodes are not tested.
 
     Returns:
-      path i32[B, D+1] of nodes walked (the last one repeats), how many were accepted i32[B], and
-      the distribution of the last token, f32[B, V].
+      path i32[B, D+1] of walked nodes (the last one repeats), accepted i32[B], and f32[B, V] the
+      distribution of the last token.
     """
-    batch, nodes = tokens.shape
-    rows, node, step_of = jnp.arange(batch), jnp.arange(nodes)[None], jnp.arange(depth + 1)[None]
+    (batch, size), parent = nodes.tokens.shape, nodes.parent
+    rows, node, step_of = jnp.arange(batch), jnp.arange(size)[None], jnp.arange(depth + 1)[None]
 
-    def waiting(s: _Stand) -> Array:
+    def waiting(s: _Cursor) -> Array:
         return s.untested & (parent == s.at[:, None]) & (s.level < depth)[:, None]
 
-    def body(s: _Stand) -> _Stand:
+    def body(s: _Cursor) -> _Cursor:
         among = waiting(s)
-        child = jnp.where(among, rank, jnp.iinfo(jnp.int32).max).argmin(1).astype(jnp.int32)
-        chance, p, q = test(s.p, s.q, tokens[rows, child])
+        child = jnp.where(among, nodes.rank, jnp.iinfo(jnp.int32).max).argmin(1).astype(jnp.int32)
+        chance, p, q = test(s.p, s.q, nodes.tokens[rows, child])
         tested = among.any(1)
         accepted = tested & (coin(s.level, s.tries) < chance)
         new, rejected = accepted[:, None], (tested & ~accepted)[:, None]
-        return _Stand(
+        return _Cursor(
             at=jnp.where(accepted, child, s.at), level=s.level + accepted,
             tries=jnp.where(accepted, 0, s.tries + tested),
             untested=s.untested & ~(tested[:, None] & (node == child[:, None])),
@@ -135,66 +145,80 @@ def decide(tokens: Array, parent: Array, rank: Array, live: Array, logp: Array, 
             q=jnp.where(new, jnp.exp(logq[rows, child]), jnp.where(rejected, q, s.q)))
 
     none = jnp.zeros(batch, jnp.int32)
-    start = _Stand(at=none, level=none, tries=none, untested=live & (node > 0),
-                   path=jnp.zeros((batch, depth + 1), jnp.int32), p=jnp.exp(logp[:, 0]),
-                   q=jnp.exp(logq[:, 0]))
+    start = _Cursor(at=none, level=none, tries=none, untested=nodes.live & (node > 0),
+                    path=jnp.zeros((batch, depth + 1), jnp.int32), p=jnp.exp(logp[:, 0]),
+                    q=jnp.exp(logq[:, 0]))
     end = jax.lax.while_loop(lambda s: waiting(s).any(), body, start)
     return end.path, end.level, end.p
 
 
-def walk(tokens: Array, parent: Array, rank: Array, live: Array, logp: Array, logq: Array,
-         key: Array, position: Array, depth: int, test: Test = lossless
+def walk(nodes: Nodes, logp: Array, logq: Array, noise: Noise, depth: int, test: Test = lossless
          ) -> tuple[Array, Array, Array]:
-    """The accepted path of each row and one token more.
+    """Returns the accepted path of each row and one token more.
 
-    Args:
-      key: u32[B, 2].
-      position: i32[B] index of the token that follows the root; 0 is the first of the response.
-      others: as in `decide`.
+    Args: see `decide`.
 
     Returns:
-      path i32[B, D+1] of nodes walked (the last one repeats), emitted i32[B, D+1] tokens drawn
-      there, and how many were emitted, i32[B] >= 1.
+      path i32[B, D+1] of walked nodes (the last one repeats), emitted i32[B, D+1], and count
+      i32[B] >= 1 how many were emitted.
     """
-    path, accepted, left = decide(tokens, parent, rank, live, logp, logq,
-                                  functools.partial(coin, key, position), depth, test)
-    last = last_token(left, key, position + accepted)
-    return path, emit(tokens, path, accepted, last), accepted + 1
+    path, accepted, left = decide(nodes, logp, logq, functools.partial(coin, noise), depth, test)
+    last = last_token(left, noise, accepted)
+    return path, emit(nodes, path, accepted, last), accepted + 1
 
 
-def emit(tokens: Array, path: Array, accepted: Array, last: Array) -> Array:
-    """i32[B, D+1]: the path's tokens behind the root, then the last one, which repeats."""
-    along = jnp.roll(jnp.take_along_axis(tokens, path, 1), -1, 1)
+def emit(nodes: Nodes, path: Array, accepted: Array, last: Array) -> Array:
+    """Returns i32[B, D+1]: the path's tokens behind the root, then the last one, which repeats."""
+    along = jnp.roll(jnp.take_along_axis(nodes.tokens, path, 1), -1, 1)
     within = jnp.arange(path.shape[1])[None] < accepted[:, None]
     return jnp.where(within, along, last[:, None])
 
 
-def judge(
-    tokens: Array,
-    parent: Array,
-    rank: Array,
-    live: Array,
-    target: Processed,
-    logq: Array,
-    place: Array,
-    frontier: Frontier,
-    sampling: Sampling,
-    depth: int,
-    rule: Walk = walk,
-) -> Verdict:
-    """The Verdict of one verification.
+def judge(nodes: Nodes, logq: Array, processed: Processed, target: Target, depth: int,
+          walk: Walk = walk) -> Verdict:
+    """Returns the Verdict of one verification. Reads no logits of `target`.
 
     Args:
-      tokens, parent, rank, live: [B, n], the bucket's tree.
-      target: at W packed positions.
-      logq: f32[B, n, V], what each node's children were drawn from.
-      place: i32[B, n] index in W.
+      logq: f32[B, n, V] the distributions that each node's children were drawn from.
+      processed: at the W packed positions.
     """
-    logp, logq = unsplit(target.logp[place]), unsplit(logq)  # rows take their own number of tests
-    path, emitted, count = rule(tokens, parent, rank, live, logp, logq, sampling.key,
-                                frontier.generated, depth)
+    place, noise = target.place, Noise(target.sampling.key, target.frontier.generated)
+    # Whole on every device: rows need different numbers of tests.
+    logp, logq = unsplit(processed.logp[place]), unsplit(logq)
+    path, emitted, count = walk(nodes, logp, logq, noise, depth)
     at = jnp.take_along_axis(place, path, 1)
-    logprob = target.logp[at, emitted]
-    count, stopped = truncate(emitted, count, frontier, sampling)
-    return Verdict(tokens=emitted, logprob=logprob, raw_logprob=logprob + target.raw[at],
-                   kept_mass=target.kept_mass[at], path=path, count=count, stopped=stopped)
+    logprob = processed.logp[at, emitted]
+    count, stopped = cut_at_stop(emitted, count, target.frontier, target.sampling)
+    return Verdict(tokens=emitted, logprob=logprob, raw_logprob=logprob + processed.raw[at],
+                   top_p_mass=processed.top_p_mass[at], path=path, count=count, stopped=stopped)
+
+
+def verify(nodes: Nodes, target: Target, depth: int, *, walk: Walk = walk,
+           process: Process = process) -> tuple[Verdict, Array]:
+    """Accepts and rejects nodes, then draws one token more; see protocol.Verify."""
+    processed = process(target.logits, *target.processing)
+    logq = _proposal_logq(nodes, target.logits.shape[0])
+    verdict = judge(nodes, logq, processed, target, depth, walk)
+    batch, size = nodes.tokens.shape
+    walked = jnp.where(jnp.arange(verdict.path.shape[1])[None] < verdict.count[:, None],
+                       verdict.path, size)  # the path's last node repeats: keep its first token
+    emitted = jnp.zeros((batch, size), jnp.int32).at[
+        jnp.arange(batch)[:, None], walked].set(verdict.tokens, mode="drop")
+    return verdict, emitted
+
+
+def _proposal_logq(nodes: Nodes, vocab: int) -> Array:
+    """Returns f32[B, n, V] log-probabilities of the drafter; -inf where it drew nothing."""
+    unknown = jnp.full((*nodes.tokens.shape, vocab), -jnp.inf)
+    proposal = nodes.proposal
+    return unknown if proposal is None else unknown.at[..., proposal.vocab].set(proposal.logq)
+
+
+def rule(walk: Walk = walk, *, lossless: bool, needs_proposal: bool = False,
+         process: Process = process) -> Rule:
+    """Returns the Rule of a walk, whose distributions `process` computes from the logits."""
+    return Rule(functools.partial(verify, walk=walk, process=process), lossless, needs_proposal)
+
+
+RULE = rule(lossless=True)
+RULE_DRAWN = rule(lossless=True, needs_proposal=True)

@@ -1,12 +1,12 @@
 """The actor's draw: y = argmax_v(logp[v] + G[v]) of the processed distribution.
 
-Logits are [V, W], as the head makes them. The draw itself is the operation `gumbel_argmax`;
-truncation costs something only in rounds in which some row asks for it, and nothing where top_k and
+Logits are [V, W], as the head makes them. The draw itself is the operation `gumbel_argmax`.
+Truncation costs something only in rounds in which some row uses it, and nothing where top_k and
 top_p are None: a third of a small model's program is truncation.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,35 +17,36 @@ from specrl_jax.sharding import on_any_shard
 from specrl_jax.structs import Array
 from specrl_jax.verify import truncation
 
+T = TypeVar("T")
 
-@struct.dataclass
-class Draw:
+
+class Draw(struct.PyTreeNode):
     """One draw at each packed position."""
 
     token: Array  # i32[W]
-    logprob: Array  # f32[W] of the processed, renormalised distribution; 0 at temperature 0
+    logprob: Array  # f32[W] after truncation and renormalisation; 0 at temperature 0
     raw_logprob: Array  # f32[W] at the row's temperature (1 at temperature 0), no truncation
-    kept_mass: Array  # f32[W]
+    top_p_mass: Array  # f32[W] probability that top-k and top-p kept
 
 
-@struct.dataclass
-class Processed:
+class Processed(struct.PyTreeNode):
     """The distribution that `draw` draws from, at each packed position."""
 
-    logp: Array  # f32[W, V] processed, renormalised; -inf where truncation removed the token
-    raw: Array  # f32[W] added to a kept token's logp, this is its raw_logprob as in Draw
-    kept_mass: Array  # f32[W]
+    logp: Array  # f32[W, V] renormalised; -inf where truncation removed the token
+    raw: Array  # f32[W] what a kept token's raw_logprob, as in Draw, is above its logp
+    top_p_mass: Array  # f32[W]
 
 
 def process(logits: Array, temperature: Array, top_k: Array | None, top_p: Array | None
             ) -> Processed:
-    """The law of `draw`, whose arguments these are; at temperature 0 a point mass."""
+    """Returns the distribution of `draw`, whose arguments these are; greedy is a point mass."""
     scale, greedy = scale_of(temperature)
     scores = logits * scale[None]
     ids = jnp.arange(logits.shape[0])[None]
-    keep = _where_asked(
+    keep = _truncated_where_used(
         top_k, top_p,
-        lambda scores: truncation.threshold(scores.T, top_k, top_p).keeps(scores.T, ids),
+        lambda scores, top_k, top_p: truncation.threshold(scores.T, top_k, top_p).keeps(
+            scores.T, ids),
         lambda scores: jnp.ones(scores.T.shape, bool), scores)
     mass = jnp.exp(scores - scores.max(0, keepdims=True)).T
     total, kept = mass.sum(1), jnp.where(keep, mass, 0).sum(1)
@@ -53,7 +54,7 @@ def process(logits: Array, temperature: Array, top_k: Array | None, top_p: Array
     p = jnp.where(greedy[:, None], best, jnp.where(keep, mass, 0) / kept[:, None])
     return Processed(logp=jnp.log(p),
                      raw=jnp.where(greedy, -jnp.log(total), jnp.log(kept / total)),
-                     kept_mass=kept / total)
+                     top_p_mass=kept / total)
 
 
 def draw(logits: Array, temperature: Array, top_k: Array | None, top_p: Array | None, key: Array,
@@ -69,7 +70,7 @@ def draw(logits: Array, temperature: Array, top_k: Array | None, top_p: Array | 
       key: u32[W, 2].
       position: i32[W] index of the token being drawn; 0 is the first of the response.
     """
-    def truncated(logits: Array) -> tuple[Drawn, Array]:
+    def truncated(logits: Array, top_k: Array, top_p: Array) -> tuple[Drawn, Array]:
         scores = logits * scale_of(temperature)[0][None]
         edge = truncation.threshold(scores.T, top_k, top_p)
         return gumbel_argmax(logits.T, temperature, key, position, edge), edge.kept_mass
@@ -78,15 +79,16 @@ def draw(logits: Array, temperature: Array, top_k: Array | None, top_p: Array | 
         drawn = gumbel_argmax(logits.T, temperature, key, position)
         return drawn, jnp.ones_like(temperature)
 
-    drawn, kept_mass = _where_asked(top_k, top_p, truncated, whole, logits)
+    drawn, top_p_mass = _truncated_where_used(top_k, top_p, truncated, whole, logits)
     return Draw(token=drawn.token[:, 0], logprob=drawn.logprob[:, 0],
-                raw_logprob=drawn.raw_logprob[:, 0], kept_mass=kept_mass)
+                raw_logprob=drawn.raw_logprob[:, 0], top_p_mass=top_p_mass)
 
 
-def _where_asked(top_k: Array | None, top_p: Array | None, truncated: Callable[[Array], Any],
-                 whole: Callable[[Array], Any], logits: Array) -> Any:
-    """`truncated` if some position of any data shard asks for truncation, else `whole`."""
+def _truncated_where_used(top_k: Array | None, top_p: Array | None,
+                          truncated: Callable[[Array, Array, Array], T],
+                          whole: Callable[[Array], T], logits: Array) -> T:
+    """Runs `truncated` if any position of any data shard uses top-k or top-p, else `whole`."""
     if top_k is None or top_p is None:
         return whole(logits)
-    asked = on_any_shard(((top_k > 0) | (top_p < 1)).any())
-    return jax.lax.cond(asked, truncated, whole, logits)
+    used = on_any_shard(((top_k > 0) | (top_p < 1)).any())
+    return jax.lax.cond(used, lambda logits: truncated(logits, top_k, top_p), whole, logits)

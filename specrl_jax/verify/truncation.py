@@ -1,6 +1,6 @@
 """Truncation by top-k and top-p: a threshold, so that nothing sorts the vocabulary.
 
-It lies among the highest scores or is found by bisection; of equal scores the lower id counts more.
+It is found among the highest scores or by bisection. Of equal scores the lower id comes first.
 """
 
 from collections.abc import Callable
@@ -14,15 +14,15 @@ from specrl_jax.sharding import unsplit
 from specrl_jax.structs import Array
 
 LANES = 128
-FEW = 128  # highest scores that a CPU looks at before all
+FEW = 128  # highest scores that a CPU tries before it searches all
 
 
 def threshold(scores: Array, top_k: Array, top_p: Array) -> Threshold:
-    """The boundary of top-k and then top-p; a position that asks for neither keeps exactly 1.
+    """Returns the boundary of top-k and then top-p; without either a position keeps exactly 1.
 
-    On a CPU position after position, and nothing for those that do not ask: what is looked at again
-    and again stays in its cache. How long a position takes is its own affair, so no device waits
-    for another meanwhile.
+    A CPU computes one position at a time, so that its scores stay in the cache, and skips those
+    without truncation. Positions take different times, so the scores are whole on every device and
+    none waits for another.
 
     Args:
       scores: f32[W, V] logits over the temperature.
@@ -36,11 +36,11 @@ def threshold(scores: Array, top_k: Array, top_p: Array) -> Threshold:
 
 
 def _among_the_highest(scores: Array, top_k: Array, top_p: Array) -> Threshold:
-    """`_boundary`, which for peaked distributions lies among the FEW highest scores.
+    """Computes `_boundary`, for peaked distributions from the FEW highest scores alone.
 
     A CPU finds those in a few passes if there is one position, and by a sort if there are more.
     """
-    asks = (top_k > 0) | (top_p < 1)
+    used = (top_k > 0) | (top_p < 1)
     few = min(FEW, scores.shape[0])
 
     def near() -> tuple[Array, Threshold]:
@@ -51,8 +51,8 @@ def _among_the_highest(scores: Array, top_k: Array, top_p: Array) -> Threshold:
         mass, whole = jnp.exp(best - top), jnp.exp(lanes - top).sum(0).sum()
         every, bounded = (top_k <= 0) | (top_k >= scores.shape[0]), top_k <= few
         kept = every | (jnp.arange(few) < top_k)
-        asked = top_p * jnp.where(every, whole, jnp.where(kept, mass, 0).sum())
-        kept &= (top_p == 1) | (jnp.cumsum(mass) - mass < asked)
+        target = top_p * jnp.where(every, whole, jnp.where(kept, mass, 0).sum())
+        kept &= (top_p == 1) | (jnp.cumsum(mass) - mass < target)
         last = jnp.maximum(kept.sum() - 1, 0)
         found = jnp.where(every, last < few - 1, bounded) & (whole > 0)  # not if one is no number
         mass = jnp.where(jnp.arange(few) <= last, mass, 0).sum()
@@ -61,18 +61,18 @@ def _among_the_highest(scores: Array, top_k: Array, top_p: Array) -> Threshold:
     def nothing() -> tuple[Array, Threshold]:
         return jnp.bool_(False), Threshold(jnp.float32(0), jnp.int32(0), jnp.float32(0))
 
-    found, edge = jax.lax.cond(asks, near, nothing)
+    found, edge = jax.lax.cond(used, near, nothing)
     return jax.lax.cond(found, lambda: edge, lambda: _boundary(scores, top_k, top_p))
 
 
 def _lanes(scores: Array) -> Array:
-    """f32[n, LANES] of f32[V], since a CPU does not vectorise a reduction to one number."""
+    """Reshapes f32[V] to f32[n, LANES]: a CPU does not vectorise a reduction to one number."""
     padding = (0, -scores.shape[0] % LANES)
     return jnp.pad(scores, padding, constant_values=-jnp.inf).reshape(-1, LANES)
 
 
 def _boundary(scores: Array, top_k: Array, top_p: Array) -> Threshold:
-    """Of one position, scores f32[V]."""
+    """Searches all scores f32[V] of one position."""
     vocab, scores = scores.shape[0], _lanes(scores)
     ids, top = jnp.arange(scores.size).reshape(scores.shape), scores.max(0).max()
     all_kept = (jnp.float32(-jnp.inf), jnp.int32(scores.size))
@@ -91,38 +91,38 @@ def _boundary(scores: Array, top_k: Array, top_p: Array) -> Threshold:
                             lambda score: jnp.exp(score - top)),
             lambda: edge)
         kept = jnp.where(is_kept(scores, ids, *edge), mass, 0)
-        return Threshold(*edge, kept.sum(0).sum() / whole.sum(0).sum())
+        return Threshold(edge[0], edge[1], kept.sum(0).sum() / whole.sum(0).sum())
 
     return jax.lax.cond((top_k > 0) | (top_p < 1), search,
                         lambda: Threshold(*all_kept, jnp.float32(1)))
 
 
-@struct.dataclass
-class _Bracket:
-    """The last token of a prefix has a score in [low, high), both as `_ordered` has them."""
+class _Bracket(struct.PyTreeNode):
+    """The last token of a prefix has a score in [low, high), mapped by `_ordered`."""
 
-    low: Array  # u32[] of a token: the weight from it on is the target or more
-    high: Array  # u32[] from here on it is less,
-    above: Array  # f32[] this much
-    last: Array  # bool[] `low` seems to be it: without one such token the weight would be less
+    low: Array  # u32[] score of a token; tokens from it upwards weigh the target or more
+    high: Array  # u32[] tokens from here upwards weigh less than the target,
+    above: Array  # f32[] namely this much
+    last: Array  # bool[] `low` seems to be the last: without one such token the weight is too small
 
 
 def _prefix(scores: Array, ids: Array, weight: Array, target: Array,
             weigh: Callable[[Array], Array]) -> tuple[Array, Array]:
-    """The last (score, id) of the tokens that, by falling score and then id, start before a weight.
+    """Returns (score, id) of the last token whose predecessors weigh less than `target`.
 
-    Bisection over scores. A look at all of them that finds weight enough goes on from the lowest
-    token that it found, and once that seems to be the last one a further look proves it; so as many
-    are needed as there are digits in how crowded the boundary is, and not in a float.
+    Tokens are ordered by falling score, then id. Bisection over scores: a pass over all of them
+    that finds enough weight continues from the lowest token that it found, and once that seems to
+    be the last one, a further pass proves it. So the number of passes depends on how crowded the
+    boundary is, not on the digits of a float.
 
     Args:
       scores, weight: f32[n, LANES]; weights may be 0, and those of equal scores are equal or 0.
       ids: i32[n, LANES].
       target: f32[] > 0, less than the sum of weights or that sum.
-      weigh: of a token with a score, f32[] -> f32[].
+      weigh: weight of a token with a given score, f32[] -> f32[].
     """
-    there = (weight > 0) & (scores == scores)  # not a number has no place in the order
-    order = jnp.where(there, _ordered(scores), 0)  # 0 is the order of no number
+    there = (weight > 0) & (scores == scores)  # NaN has no place in the order
+    order = jnp.where(there, _ordered(scores), 0)  # no number is mapped to 0
     nobody = jnp.uint32(2**32 - 1)
 
     def middle(s: _Bracket) -> Array:
@@ -150,7 +150,7 @@ def _prefix(scores: Array, ids: Array, weight: Array, target: Array,
     wanted = jnp.clip(jnp.ceil((target - end.above) / each), 1, count).astype(jnp.int32)
 
     def among() -> Array:
-        """The id of number `wanted`: bit by bit, the highest with fewer below it."""
+        """Finds the id of tied token number `wanted`, bit by bit."""
         def bit(i: Array, start: Array) -> Array:
             higher = start | (jnp.int32(1) << (bits - 1 - i))
             return jnp.where((tied & (ids < higher)).sum(0).sum() < wanted, higher, start)
@@ -163,12 +163,12 @@ def _prefix(scores: Array, ids: Array, weight: Array, target: Array,
 
 
 def _ordered(x: Array) -> Array:
-    """u32 that sorts as the floats do."""
+    """Maps floats to u32 that sort alike."""
     raw = jax.lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.uint32)  # -0 equals 0
     return jnp.where(raw >> 31 == 1, ~raw, raw | jnp.uint32(1 << 31))
 
 
 def _score(order: Array) -> Array:
-    """The inverse of `_ordered`."""
+    """Inverts `_ordered`."""
     raw = jnp.where(order >> 31 == 1, order & jnp.uint32(2**31 - 1), ~order)
     return jax.lax.bitcast_convert_type(raw, jnp.float32)

@@ -80,10 +80,11 @@ def outcome(count: int = 3, verified: Any = (1,) * 7, live: bool = True) -> Acce
     blank = jnp.zeros((1, 7))
     tree = DraftTree(tokens=row(TOKENS), parent=row(PARENT), depth=row(LEVEL),
                      rank=row([0] * 7), origin=row([0, 0, 0, 0, 0, 0, 0]), survival=blank,
-                     logq=blank, draft_prob=blank + 0.5, gap=blank, live=row(verified, bool))
+                     logq=blank, draft_prob=blank + 0.5, score_gap=blank, live=row(verified, bool),
+                     broken=jnp.zeros(1, bool))
     path = Path(kv=(), taps=None, draw=row(DRAW), verified=row(verified, bool))
     zero = jnp.zeros((1, 4))
-    verdict = Verdict(tokens=row([12, 14, 99, 99]), logprob=zero, raw_logprob=zero, kept_mass=zero,
+    verdict = Verdict(tokens=row([12, 14, 99, 99]), logprob=zero, raw_logprob=zero, top_p_mass=zero,
                       path=row([0, 2, 4, 4]), count=row(count), stopped=row(False))
     one = row(0)
     frontier = Frontier(root=one, seq=one, generated=one, context=one, live=jnp.asarray([live]))

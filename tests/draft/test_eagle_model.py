@@ -185,7 +185,7 @@ def test_what_cannot_work_is_refused(changes: dict[str, Any], message: str) -> N
         EagleArch(ACTOR, **changes)
 
 
-def test_the_draft_vocabulary_is_the_commonest_tokens_and_those_always_wanted() -> None:
+def test_draft_vocabulary_is_the_commonest_and_wanted_tokens() -> None:
     counts = np.asarray([5, 0, 9, 1, 7, 7, 0])
     np.testing.assert_array_equal(choose_vocab(counts, 3), [2, 4, 5])
     np.testing.assert_array_equal(choose_vocab(counts, 3, always=(6,)), [2, 4, 6])

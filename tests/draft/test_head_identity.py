@@ -64,7 +64,7 @@ def test_tokenizers_are_told_apart_by_their_tokens() -> None:
 
 
 @pytest.mark.parametrize("parts", [(), ("eagle", "history")])
-def test_other_weights_of_the_actor_are_one_line_when_a_run_begins(
+def test_head_of_another_actor_is_reported_in_one_line(
         tmp_path: Path, parts: tuple[str, ...]) -> None:
     mine = saved(tmp_path / "head", eagle_weights.MadeFor(TOKENIZER.identity, identity(actor(0))))
     assert warnings_of(mine, actor(0), actor(1), parts=parts) == []  # it learns, and drifts away

@@ -171,7 +171,7 @@ def test_what_is_observed_is_drafted_from() -> None:
     assert corpus.chains() == []
     real = jnp.zeros((1, 4))
     verdict = Verdict(tokens=jnp.asarray([[3, 1, 2, 77]]), logprob=real, raw_logprob=real,
-                      kept_mass=real, path=jnp.zeros((1, 4), jnp.int32), count=jnp.asarray([3]),
+                      top_p_mass=real, path=jnp.zeros((1, 4), jnp.int32), count=jnp.asarray([3]),
                       stopped=jnp.asarray([False]))
     path = Path(kv=[], taps=None, draw=jnp.zeros((1, 1), jnp.int32),
                 verified=jnp.ones((1, 1), bool))

@@ -9,7 +9,7 @@ import pytest
 
 from specrl_jax.config import ConfigError
 from specrl_jax.control.protocol import make_spec
-from specrl_jax.draft.merge import likeliest, merge
+from specrl_jax.draft.merge import graft, likeliest, merge
 from specrl_jax.draft.protocol import Drafter
 from specrl_jax.draft.tree import roots
 from specrl_jax.structs import DraftTree, Frontier
@@ -32,7 +32,7 @@ def tree_of(rows: list[list[Node]], nodes: int, origin: int = 0) -> DraftTree:
     real = np.zeros((len(rows), nodes), np.float32)
     return jax.tree.map(jnp.asarray, DraftTree(
         **fields, rank=whole, origin=whole + origin, survival=survival, logq=real, draft_prob=real,
-        gap=real, live=live))
+        score_gap=real, live=live, broken=np.zeros(len(rows), bool)))
 
 
 def drafter(rows: list[list[Node]], nodes: int, origin: int, **more: Any) -> Drafter:
@@ -44,7 +44,7 @@ def drafter(rows: list[list[Node]], nodes: int, origin: int, **more: Any) -> Dra
         return jax.tree.map(lambda a, b: jnp.where(spec.steps > 0, a, b), drafted, plain), state + 1
 
     return Drafter(nodes=nodes, depth=3, branch=nodes, init=lambda info: 0, propose=propose,
-                   observe=lambda params, state, *rest: state, take=lambda state, rows: state,
+                   select_rows=lambda state, rows: state,
                    names=(f"part{origin}",), **more)
 
 
@@ -134,6 +134,15 @@ def test_pruning_pads_and_keeps_the_root_of_a_dead_row() -> None:
     small = likeliest(tree, 4)
     assert small.live.tolist() == [[False] * 4, [True, False, False, False]]
     assert small.tokens[:, 0].tolist() == [3, 4]
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_merged_tree_is_broken_where_a_part_is(first: bool) -> None:
+    rows: list[list[Node]] = [[(0, 1, 0.5)], [(0, 2, 0.5)]]
+    sound = tree_of(rows, 3)
+    broken = sound.replace(broken=jnp.asarray([True, False]))
+    merged = likeliest(graft(broken, sound) if first else graft(sound, broken), 4)
+    assert merged.broken.tolist() == [True, False] and merged.live.sum() == 4
 
 
 def test_only_one_part_may_read_the_actor() -> None:

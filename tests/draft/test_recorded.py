@@ -25,7 +25,7 @@ from specrl_jax import sharding
 from specrl_jax.config import ConfigError, DraftConfig, MeshConfig
 from specrl_jax.control.protocol import make_spec
 from specrl_jax.draft.protocol import RolloutInfo
-from specrl_jax.draft.recorded import replay, replaying
+from specrl_jax.draft.recorded import replay, replay_params
 from specrl_jax.rollout.engine import Result
 from specrl_jax.structs import Frontier, Sampling
 
@@ -52,7 +52,7 @@ class Bench:
 
     def knobs(self, corruption: float, cost: int = 0) -> Any:
         place = sharding.replicated(sharding.make_mesh(MeshConfig()))
-        return jax.device_put(replaying(corruption, cost), place)
+        return jax.device_put(replay_params(corruption, cost), place)
 
     def record(self, **mix: Any) -> Result:
         return self.plain.run(PARAMS, ask(self.task, **mix))
@@ -155,7 +155,7 @@ def propose(record: np.ndarray, corruption: float, generated: Any = 0, steps: in
     words = np.random.default_rng(key).integers(0, 2**32, (q, 2)).astype(np.uint32)
     rows = Sampling(temperature=whole, top_p=whole, top_k=whole, limit=whole, key=words,
                     stop=np.full(1, -1, np.int32))
-    tree, after = function(replaying(corruption, cost), state, *jax.tree.map(
+    tree, after = function(replay_params(corruption, cost), state, *jax.tree.map(
         jnp.asarray, (frontier, rows)), make_spec(steps, 1, NODES, 0), believed)
     np.testing.assert_array_equal(after, state)
     return jax.tree.map(np.asarray, tree)
@@ -221,10 +221,10 @@ def test_what_cannot_work_is_refused() -> None:
         replay(depth=0, nodes=3, vocab=V)
     for bad in (-0.1, 1.5, float("nan")):
         with pytest.raises(ConfigError, match=r"draft.corruption = .*\[0, 1\]"):
-            replaying(bad)
+            replay_params(bad)
         with pytest.raises(ConfigError, match=r"draft.corruption = .*\[0, 1\]"):
             DraftConfig(corruption=bad)
-    for make in (lambda: replaying(0, -1), lambda: DraftConfig(cost=-1)):
+    for make in (lambda: replay_params(0, -1), lambda: DraftConfig(cost=-1)):
         with pytest.raises(ConfigError, match="draft.cost = -1"):
             make()
     info = RolloutInfo(

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from specrl_jax.draft.response_cache import Memory, capacity
+from specrl_jax.draft.response_cache import ResponseCache, capacity
 from specrl_jax.io.data import step_prompts
 
 
-def add(memory: Memory, *rows: tuple[int, list[int]], step: int = 0) -> None:
+def add(memory: ResponseCache, *rows: tuple[int, list[int]], step: int = 0) -> None:
     tokens = np.zeros((len(rows), memory.tokens.shape[1]), np.int32)
     for i, (_, said) in enumerate(rows):
         tokens[i, : len(said)] = said
@@ -16,7 +16,7 @@ def add(memory: Memory, *rows: tuple[int, list[int]], step: int = 0) -> None:
 
 
 def test_the_newest_come_first_and_only_the_prompts_own() -> None:
-    memory = Memory(10, 3, most=2)
+    memory = ResponseCache(10, 3, most=2)
     add(memory, (7, [1, 2]), (8, [3]), (7, [4, 5, 6]))
     add(memory, (7, [9]))
     assert memory.past(np.asarray([7, 8, 9]), 2, 1).tolist() == [
@@ -24,38 +24,38 @@ def test_the_newest_come_first_and_only_the_prompts_own() -> None:
 
 
 def test_the_oldest_make_room() -> None:
-    memory = Memory(3, 2, most=9)
+    memory = ResponseCache(3, 2, most=9)
     for i in range(8):
         add(memory, (i % 2, [i, i]))
     assert memory.past(np.asarray([0, 1]), 3, 1)[..., 0].tolist() == [[6, -1, -1], [7, 5, -1]]
 
 
 def test_a_window_is_in_steps_and_outlives_a_restart() -> None:
-    memory, prompt = Memory(9, 1, most=9, window=2), np.asarray([0])
+    memory, prompt = ResponseCache(9, 1, most=9, window=2), np.asarray([0])
     for step in range(5):
         add(memory, (0, [step]), (1, [9]), step=step)
-    again = Memory(9, 1, most=9, window=2)
+    again = ResponseCache(9, 1, most=9, window=2)
     again.restore({name: array.copy() for name, array in memory.arrays().items()})
     for one in (memory, again):
         for step, newest in ((5, [4, 3, -1]), (6, [4, -1, -1]), (7, [-1, -1, -1])):
             assert one.past(prompt, 3, step)[0, :, 0].tolist() == newest
-    assert Memory(9, 1, most=9).window == 0  # without end, as the tests above
+    assert ResponseCache(9, 1, most=9).window == 0  # without end, as the tests above
 
 
 def test_a_step_adds_no_more_than_are_asked_for() -> None:
-    memory = Memory(4, 1, most=2)
+    memory = ResponseCache(4, 1, most=2)
     add(memory, (0, [1]), (0, [2]), (1, [3]), (0, [4]), (1, [5]), (1, [6]))
     assert memory.past(np.asarray([0, 1]), 3, 1)[..., 0].tolist() == [[4, 2, -1], [6, 5, -1]]
 
 
 def test_more_than_fit_at_once_leaves_the_last_ones() -> None:
-    memory = Memory(2, 1, most=9)
+    memory = ResponseCache(2, 1, most=9)
     add(memory, *[(0, [i]) for i in range(5)])
     assert memory.past(np.asarray([0]), 4, 1)[0, :, 0].tolist() == [4, 3, -1, -1]
 
 
 def test_restoring_is_going_on() -> None:
-    one, other = Memory(3, 2, most=9), Memory(3, 2, most=9)
+    one, other = ResponseCache(3, 2, most=9), ResponseCache(3, 2, most=9)
     add(one, (0, [1]), (1, [2, 3]))
     other.restore({name: array.copy() for name, array in one.arrays().items()})
     for memory in (one, other):
@@ -73,9 +73,9 @@ def test_capacity_keeps_the_byte_bound() -> None:
 
 
 @pytest.mark.parametrize("group", [2, 4, 32])
-def test_a_prompt_that_comes_back_in_the_next_epoch_finds_its_past(group: int) -> None:
+def test_prompt_of_the_next_epoch_finds_its_past(group: int) -> None:
     examples, past = 16, 4
-    memory = Memory(capacity(64, 2, examples, past), 2, most=past)
+    memory = ResponseCache(capacity(64, 2, examples, past), 2, most=past)
     seen: set[int] = set()
     for step in range(12):
         ids = step_prompts(examples, 0, step, 4)

@@ -35,6 +35,7 @@ from specrl_jax.control.protocol import make_spec
 from specrl_jax.draft import registry
 from specrl_jax.draft.protocol import RolloutInfo
 from specrl_jax.draft.small_lm import small_lm
+from specrl_jax.draft.tree import map_nodes
 from specrl_jax.model import tiny, transformer, weights
 from specrl_jax.rollout.engine import Result
 from specrl_jax.structs import DraftTree, Frontier, Path, Sampling, SlotFill, Verdict
@@ -64,8 +65,8 @@ def compiled(children: str, branch: int = BRANCH, nodes: int = NODES, drawn: boo
     propose = jax.shard_map(
         lambda *args: drafter.propose(*args, half), in_specs=everywhere, out_specs=everywhere,
         mesh=MESH, axis_names=set(sharding.ROWS), check_vma=False)
-    return drafter._replace(observe=jax.jit(drafter.observe), fork=jax.jit(drafter.fork),
-                            prefill=jax.jit(drafter.prefill)), jax.jit(propose)
+    return drafter._replace(**{name: jax.jit(getattr(drafter, name))
+                               for name in ("observe", "copy_prompt", "prefill")}), jax.jit(propose)
 
 
 class Slots:
@@ -94,7 +95,7 @@ class Slots:
         source, copy = np.asarray(source), np.asarray(copy)
         fill = SlotFill(*map(jnp.asarray, (np.maximum(source, copy), source, copy, self.born,
                                        self.born)))
-        self.state = self.drafter.prefill(self.drafter.fork(self.state, fill), fill,
+        self.state = self.drafter.prefill(self.drafter.copy_prompt(self.state, fill), fill,
                                           jnp.asarray(self.said[:, :P]), None)
 
     @property
@@ -170,7 +171,7 @@ def test_nodes_are_what_a_full_forward_of_their_paths_says() -> None:
     slots.wander(4, seed=1)
     slots.live = np.asarray([True, True, False])
     check_nodes(slots, slots.draft(), range(2))
-    np.testing.assert_array_equal(slots.state.length[:2], slots.context[:2] + 1)
+    np.testing.assert_array_equal(slots.state.cache.length[:2], slots.context[:2] + 1)
     slots.live = np.ones(ROWS, bool)
     slots.commit([1, 2, 0])
     check_nodes(slots, slots.draft())
@@ -179,7 +180,7 @@ def test_nodes_are_what_a_full_forward_of_their_paths_says() -> None:
 def test_catching_up_late_changes_nothing() -> None:
     slots = Slots(seed=4)
     slots.wander(7, seed=2, spec=make_spec(0, 1, 1, 0))
-    assert (np.asarray(slots.state.length) == 0).all()
+    assert (np.asarray(slots.state.cache.length) == 0).all()
     check_nodes(slots, slots.draft())
 
 
@@ -189,7 +190,7 @@ def test_refilled_and_copied_slots_draft_as_fresh_ones() -> None:
     slots.said[2, :P], slots.born[2] = slots.said[1, :P], slots.born[1]
     slots.context = slots.born.copy()
     slots.fill(copy=[-1, 1, 1], source=[0, -1, -1])
-    np.testing.assert_array_equal(slots.state.length, [0, slots.born[1], slots.born[1]])
+    np.testing.assert_array_equal(slots.state.cache.length, [0, slots.born[1], slots.born[1]])
     check_nodes(slots, slots.draft())
     slots.commit([2, 1, 3])
     check_nodes(slots, slots.draft())
@@ -201,11 +202,13 @@ def test_garbage_changes_no_bit() -> None:
         slots.wander(3, seed=5)
     tree, state = clean.draft(), dirty.state
     place = np.arange(state.tokens.shape[1] - 1)[None]
-    beyond, unread = place >= dirty.context[:, None], place >= np.asarray(state.length)[:, None]
+    beyond = place >= dirty.context[:, None]
+    unread = place >= np.asarray(state.cache.length)[:, None]
     dirty.state = state.replace(
         tokens=state.tokens.at[:, 1:].set(jnp.where(beyond, -5, state.tokens[:, 1:])),
-        kv=[(jnp.where(unread[:, None, None], 1e4, k), jnp.where(unread[:, None, :, None], -1e4, v))
-            for k, v in state.kv])
+        cache=state.cache.replace(kv=[
+            (jnp.where(unread[:, None, None], 1e4, k), jnp.where(unread[:, None, :, None], -1e4, v))
+            for k, v in state.cache.kv]))
     jax.tree.map(np.testing.assert_array_equal, tree, dirty.draft())
 
 
@@ -218,13 +221,13 @@ def test_top_and_sampled_children() -> None:
 
 
 @pytest.mark.parametrize("branch, nodes", [(1, 2), (BRANCH, 6)])
-def test_a_drawn_tree_tells_what_its_nodes_successors_were_drawn_from(branch: int, nodes: int
+def test_drawn_tree_carries_its_proposal(branch: int, nodes: int
                                                                      ) -> None:
     """Also of nodes whose children have no room; and stop tokens do not change its shape."""
     slots = Slots(branch=branch, nodes=nodes, drawn=True)
     tree = slots.draft(make_spec(DEPTH, branch, nodes, 0))
-    logq = recomputed(slots, jax.tree.map(
-        lambda a: np.pad(a, ((0, 0), (0, NODES - nodes))), tree.replace(proposal=None)))[:, :nodes]
+    padded = map_nodes(lambda a: np.pad(a, ((0, 0), (0, NODES - nodes))), tree)
+    logq = recomputed(slots, padded)[:, :nodes]
     known = (tree.proposal.logq > -np.inf).all(2)
     assert not known[1].any()  # greedy
     for row in (0, 2):

@@ -46,7 +46,7 @@ def rollout_of(lengths: list[int], asked: list[int]) -> Rollout:
     q, t = len(lengths), max(lengths)
     fields = {f.name: np.zeros(q, np.int32) for f in dataclasses.fields(Rollout)}
     fields |= {name: np.zeros((q, t), np.float32) for name in ("logprob", "raw_logprob",
-                                                               "kept_mass")}
+                                                               "top_p_mass")}
     prompt = np.zeros((q, max(asked)), np.int32)
     return Rollout(**fields | {
         "prompt": prompt, "prompt_length": np.repeat(asked, 2).astype(np.int32),

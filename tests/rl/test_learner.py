@@ -45,7 +45,7 @@ def rollout(params: Any) -> Rollout:
     length = np.asarray([len(task.prompts[i // 2]) for i in range(q)], np.int32)
     return Rollout(prompt=prompt, prompt_length=length,
                    tokens=s.tokens, length=s.length, logprob=s.logprob, raw_logprob=s.raw_logprob,
-                   kept_mass=s.kept_mass, prompt_id=row, occurrence=row, sample_id=row,
+                   top_p_mass=s.top_p_mass, prompt_id=row, occurrence=row, sample_id=row,
                    stopped=row > 0, commits=s.commits, rounds=s.rounds)
 
 

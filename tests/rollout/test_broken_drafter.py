@@ -46,7 +46,7 @@ sound = functools.cache(generate)
     ("fc", np.nan, "speculation is off: the drafter's"),
     ("final_norm", 3e38, "speculation is off: scores of drafter version 0 are not finite; train "
                          "it again, or choose another spec.drafter")])
-def test_drafter_not_finite_is_named_and_changes_no_token(
+def test_broken_drafter_is_named_and_changes_no_token(
         monkeypatch, drafter, name, factor, warning):
     spec = dataclasses.replace(SPEC, drafter=drafter)
     plain, *_, quiet = sound(dataclasses.replace(SPEC, drafter="off"))

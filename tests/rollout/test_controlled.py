@@ -20,7 +20,7 @@ from specrl_jax.control import cost_model, registry
 from specrl_jax.control.cost_model import bucket_ladder
 from specrl_jax.draft.eagle import eagle
 from specrl_jax.draft.merge import merge
-from specrl_jax.draft.recorded import replay, replaying
+from specrl_jax.draft.recorded import replay, replay_params
 from specrl_jax.io import launches
 from specrl_jax.rollout import lengths, profile
 from specrl_jax.rollout.engine import Engine, Result
@@ -38,7 +38,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 def knobs(corruption: float, mesh: Any = None) -> Any:
     place = sharding.replicated(mesh or sharding.make_mesh(MeshConfig()))
-    return jax.device_put(replaying(corruption), place)
+    return jax.device_put(replay_params(corruption), place)
 
 
 def controlled(policy: str, file: Path, mesh: Any = None, **options: Any) -> Engine:

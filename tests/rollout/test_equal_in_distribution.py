@@ -1,13 +1,13 @@
-"""Under the rules that keep the law, answers are distributed as without speculation.
+"""Under lossless rules, responses are distributed as without speculation.
 
-A chi-square of whole rollouts against the law that plain forwards give: 3200 answers of two tokens
-to 8 prompts, a cell for each answer of each prompt, a prompt's rare ones pooled. Its level is
-ALPHA = 0.001. Its power is .99 or more against a law that is off by Cohen's w = EFFECT = 0.2 (the
-root mean square of the relative error of a cell's probability; a total variation of 0.1 at most),
-by the noncentral chi-square and by simulation, see `test_the_power_is_what_is_stated`. The drafter
-is the actor with noise in its weights, in chains of two and trees of two children. Shared noise
-moves a token's law by an effect of .1 only, and more where the drafter is bad: it gets more noise
-and six times the answers.
+A chi-square of whole rollouts against the distribution of plain forward passes: 3200 responses of
+two tokens to 8 prompts, a cell for each response to each prompt, the rare ones of a prompt pooled.
+Its level is ALPHA = 0.001. Its power is .99 or more against an error of Cohen's w = EFFECT = 0.2
+(the root mean square of the relative error of a cell's probability; a total variation of 0.1 at
+most), by the noncentral chi-square and by simulation, see `test_power_is_as_stated`. The drafter is
+the actor with noise in its weights, in chains of two and trees of two children. Shared noise moves
+a token's distribution by an effect of .1 only, and more with a bad drafter: it gets more noise and
+six times the responses.
 """
 
 import functools
@@ -18,16 +18,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from control_cases import priced
+from distribution_checks import distribution
 from helpers import Task, ask, make_engine, tiny_arch, tiny_params
-from laws import law
 from scipy import stats
 
-from specrl_jax.config import RULES, ControlConfig, SpecOptions
+from specrl_jax.config import ControlConfig, SpecOptions
 from specrl_jax.control import protocol, registry
 from specrl_jax.control.cost_model import bucket_ladder
 from specrl_jax.draft.small_lm import small_lm
 from specrl_jax.model.transformer import forward
 from specrl_jax.rollout.engine import Result
+from specrl_jax.verify.registry import RULES
 
 ARCH = tiny_arch()
 TASK = Task(np.random.default_rng(5).integers(0, 24, (8, 4)).tolist(), group=400, prompt=4,
@@ -35,7 +36,7 @@ TASK = Task(np.random.default_rng(5).integers(0, 24, (8, 4)).tolist(), group=400
 TEMPERATURE, VOCAB = 0.4, ARCH.vocab_size
 ALPHA, EFFECT, POWER = 1e-3, 0.2, 0.99
 SUBTLE = {"lossy_shared_noise": {"noise": 1.0, "times": 6}}
-LOSSY = [rule for rule in RULES if rule.startswith("lossy")]
+LOSSY = [name for name, rule in RULES.items() if not rule.lossless]
 
 
 @functools.cache
@@ -79,8 +80,8 @@ def expected() -> list[np.ndarray]:
     for prompt in TASK.prompts:
         rows = jnp.asarray([[*prompt, first] for first in range(VOCAB)])
         logits = np.asarray(forward(ARCH, params(), rows, jnp.full(VOCAB, 5)), np.float64)
-        first, second = law(logits[0, 3], TEMPERATURE, 0, 1.0), np.stack(
-            [law(row, TEMPERATURE, 0, 1.0) for row in logits[:, 4]])
+        first, second = distribution(logits[0, 3], TEMPERATURE, 0, 1.0), np.stack(
+            [distribution(row, TEMPERATURE, 0, 1.0) for row in logits[:, 4]])
         found.append(TASK.group * (first[:, None] * second).reshape(-1))
     return found
 
@@ -98,11 +99,11 @@ def freedom() -> int:
 def p_value(results: list[Result]) -> float:
     """Of all rollouts together."""
     seen, wanted = [], []
-    for prompt, law_of in enumerate(expected()):
+    for prompt, counts_of in enumerate(expected()):
         mine = slice(prompt * TASK.group, (prompt + 1) * TASK.group)
         pairs = np.concatenate([r.sequences.tokens[mine, :2] @ (VOCAB, 1) for r in results])
-        seen.append(pooled(np.bincount(pairs, minlength=VOCAB**2), law_of))
-        wanted.append(pooled(law_of, law_of) * len(results))
+        seen.append(pooled(np.bincount(pairs, minlength=VOCAB**2), counts_of))
+        wanted.append(pooled(counts_of, counts_of) * len(results))
     seen, wanted = np.concatenate(seen), np.concatenate(wanted)
     return float(stats.chi2.sf(((seen - wanted) ** 2 / wanted).sum(), freedom()))
 
@@ -112,7 +113,7 @@ def p_value(results: list[Result]) -> float:
     ("match", 1.0, 1, "fixed"), ("rejection", 1.0, 1, "fixed"), ("rejection", 1.0, 2, "fixed"),
     ("rejection_drawn", 1.0, 1, "fixed"), ("rejection_drawn", 0.5, 1, "fixed"),
     ("rejection_drawn", 1.0, 2, "fixed"), ("rejection_drawn", 1.0, 2, "budget")])
-def test_a_rule_that_keeps_the_law_keeps_it(
+def test_lossless_rule_keeps_the_distribution(
         rule: str, temperature: float, branch: int, policy: str) -> None:
     results = roll_out(rule, temperature=temperature, branch=branch, policy=policy)
     counters = results[0].counters
@@ -125,24 +126,24 @@ def test_a_rule_that_keeps_the_law_keeps_it(
 
 @pytest.mark.full
 @pytest.mark.parametrize("rule", LOSSY)
-def test_a_rule_that_changes_the_law_is_found(rule: str) -> None:
+def test_lossy_rule_is_found(rule: str) -> None:
     assert p_value(roll_out(rule, **SUBTLE.get(rule, {}))) < ALPHA
 
 
 def off_by(effect: float, rng: np.random.Generator) -> list[np.ndarray]:
-    """Laws of pooled cells whose relative errors have the root mean square `effect`."""
-    laws = []
+    """Distributions of pooled cells whose relative errors have the root mean square `effect`."""
+    distributions = []
     for wanted in expected():
         p = pooled(wanted, wanted) / TASK.group
         error = np.append(1.0, rng.choice((-1.0, 1.0), len(p) - 1))
         error[-1] = -1.0
         error -= (p * error).sum()
         error *= effect / (p * error**2).sum() ** 0.5
-        laws.append(p * (1 + (error if error.min() > -1 else -error)))
-    return laws
+        distributions.append(p * (1 + (error if error.min() > -1 else -error)))
+    return distributions
 
 
-def test_the_power_is_what_is_stated() -> None:
+def test_power_is_as_stated() -> None:
     bound = stats.chi2.isf(ALPHA, freedom())
     assert stats.ncx2.sf(bound, freedom(), TASK.sequences * EFFECT**2) > POWER
     rng, wanted, tries = np.random.default_rng(0), [pooled(e, e) for e in expected()], 400

@@ -46,7 +46,7 @@ def bits(result, order=None):
     rows = np.arange(TASK.sequences) if order is None else np.argsort(
         np.repeat(order * TASK.group, TASK.group) + np.tile(np.arange(TASK.group), len(order)))
     return [[getattr(s, name)[q][where[q]].tolist()
-             for name in ("tokens", "logprob", "raw_logprob", "kept_mass")] for q in rows]
+             for name in ("tokens", "logprob", "raw_logprob", "top_p_mass")] for q in rows]
 
 
 @pytest.fixture(scope="module")

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from distribution_checks import ProcessedDistribution
 from helpers import Dice, Task, ask, counting, make_engine, random_drafter, said, streams
-from laws import ProcessedLaw
 
 from specrl_jax.config import ConfigError
 from specrl_jax.control import protocol
@@ -18,7 +18,7 @@ from specrl_jax.rollout.engine import Result
 ALL_NODES = protocol.make_spec(3, 6, 6, 0)
 WILD, MIXED, PERFECT = 0.0, 0.6, 1.0
 MIXES: dict[str, dict[str, Any]] = {
-    "plain law": {},
+    "plain": {},
     "cold": {"temperature": 0.5},
     "greedy": {"temperature": 0},
     "top-k": {"top_k": 5},
@@ -35,7 +35,7 @@ def assert_same(left: Result, right: Result) -> None:
     assert streams(left) == streams(right)
     a, b = left.sequences, right.sequences
     where = said(left)
-    for name in ("logprob", "raw_logprob", "kept_mass"):
+    for name in ("logprob", "raw_logprob", "top_p_mass"):
         np.testing.assert_allclose(getattr(a, name)[where], getattr(b, name)[where],
                                    rtol=0, atol=1e-5, err_msg=name)
 
@@ -113,7 +113,7 @@ def test_stop_tokens_end_a_sequence_and_are_its_last(bench: Any, stop: int) -> N
     assert (len(full) < bench.task.sequences) == (stop >= 0)
 
 
-@pytest.mark.parametrize("mix", ["plain law", "cold", "greedy", "top-k", "top-p", "both, hot"])
+@pytest.mark.parametrize("mix", ["plain", "cold", "greedy", "top-k", "top-p", "both, hot"])
 def test_logprobs_equal_a_teacher_forced_recompute(bench: Any, mix: str) -> None:
     asked = ask(bench.task, **MIXES[mix])
     bench.dice.replay = bench.run_plain(seed=5, **MIXES[mix]).sequences.tokens
@@ -124,13 +124,13 @@ def test_logprobs_equal_a_teacher_forced_recompute(bench: Any, mix: str) -> None
         checked = ties = 0
         for q, tokens in enumerate(streams(result)):
             for t, token in enumerate(tokens):
-                want = ProcessedLaw(scores[q, t], asked.temperature[q], asked.top_k[q],
+                want = ProcessedDistribution(scores[q, t], asked.temperature[q], asked.top_k[q],
                                     asked.top_p[q])
                 if want.boundary < 1e-4:
                     ties += 1
                     continue
                 s = result.sequences
-                got = s.logprob[q, t], s.raw_logprob[q, t], s.kept_mass[q, t]
+                got = s.logprob[q, t], s.raw_logprob[q, t], s.top_p_mass[q, t]
                 np.testing.assert_allclose(
                     got, [want.logprob[token], want.raw[token], want.kept], rtol=0, atol=1e-4)
                 checked += 1

@@ -15,7 +15,7 @@ from specrl_jax.draft.eagle import eagle
 from specrl_jax.draft.history import history
 from specrl_jax.draft.merge import merge
 from specrl_jax.draft.protocol import Drafter
-from specrl_jax.draft.recorded import replay, replaying
+from specrl_jax.draft.recorded import replay, replay_params
 from specrl_jax.draft.small_lm import small_lm
 from specrl_jax.io.compilation import CompilationCounter
 from specrl_jax.rollout.engine import Result
@@ -25,7 +25,7 @@ SIZES = {"depth": DEPTH, "branch": BRANCH, "nodes": NODES}
 TASK = make_task(stop=(3,))
 NEAR = jax.tree.map(lambda a, b: a + 0.05 * b, ACTOR_PARAMS, tiny_params(ACTOR, seed=9))
 MIXES: dict[str, dict[str, Any]] = {
-    "plain law": {}, "greedy": {"temperature": 0},
+    "plain": {}, "greedy": {"temperature": 0},
     "truncated": {"temperature": 1.7, "top_k": 9, "top_p": 0.8},
     "every row its own": {"temperature": np.linspace(0, 2, 12), "limit": 1 + np.arange(12)}}
 
@@ -40,7 +40,7 @@ DRAFTERS: dict[str, tuple[Callable[[], Drafter], Any]] = {
     "history": (lambda: history(**SIZES, match=4, group=TASK.group), ()),
     "merge": (merged, (NEAR, ())),
     "replay": (lambda: replay(depth=DEPTH, nodes=NODES, vocab=ACTOR.vocab_size),
-               replaying(0.3)),
+               replay_params(0.3)),
     "small_lm": (lambda: small_lm(ACTOR, **SIZES), NEAR)} | {
     f"eagle, {children}": (functools.partial(eagle, ARCH, **SIZES, children=children),
                            parameters()) for children in ("perturbed", "top", "sampled")}

@@ -1,4 +1,4 @@
-"""Whole rollouts under each rule: those that keep the law do, a lossy one is noticed."""
+"""Whole rollouts under each rule: lossless ones keep the distribution, a lossy one is noticed."""
 
 import functools
 from collections.abc import Sequence
@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from distribution_checks import ProcessedDistribution, distribution
 from helpers import (
     Dice,
     Task,
@@ -18,20 +19,21 @@ from helpers import (
     tiny_arch,
     tiny_params,
 )
-from laws import ProcessedLaw, law
 from scipy import stats
 
-from specrl_jax.config import DRAWN_RULES, RULES, ConfigError
+from specrl_jax.config import ConfigError
 from specrl_jax.control import acceptance, protocol
 from specrl_jax.draft.small_lm import small_lm
 from specrl_jax.model.transformer import forward
 from specrl_jax.rollout.engine import Engine, Result
+from specrl_jax.verify.registry import RULES
 
 ARCH = tiny_arch()
 TASK = Task([[5, 9, 2]], group=600, prompt=4, response=3, stop=(-1,))  # the first two are judged
 LEVEL = 1e-4  # chance that a right rule fails a check; seeds are fixed
-LAWFUL = ("match", "rejection", "rejection_drawn")
-LOSSY = tuple(rule for rule in RULES if rule not in LAWFUL)
+LOSSLESS = tuple(name for name, rule in RULES.items() if rule.lossless)
+LOSSY = tuple(name for name, rule in RULES.items() if not rule.lossless)
+NEED_PROPOSAL = tuple(name for name, rule in RULES.items() if rule.needs_proposal)
 SETTINGS = {"plain": (1.0, 0, 1.0), "truncated": (0.8, 9, 0.85)}
 """temperature, top-k, top-p"""
 
@@ -50,12 +52,12 @@ def params() -> Any:
 
 @functools.cache
 def made(rule: str) -> tuple[Engine, Dice, Any]:
-    """An engine with random trees or, if a rule asks what was drawn from, with a model's.
+    """An engine with random trees or, if the rule needs a proposal, with a model's.
 
     Those have two children a node, and the batch has no room for all of them.
     """
     own, dice = (), Dice(np.zeros((TASK.sequences, 2)))
-    if rule in DRAWN_RULES:
+    if RULES[rule].needs_proposal:
         drafter = small_lm(ARCH, depth=2, branch=2, nodes=5, drawn=True)
         rng = np.random.default_rng(1)
         own = drafter.bind(params(), jax.tree.map(
@@ -71,12 +73,12 @@ def made(rule: str) -> tuple[Engine, Dice, Any]:
 
 @functools.cache
 def roll_out(rule: str, setting: str = "plain") -> list[Result]:
-    """Two rollouts; random trees guess the likeliest pair of tokens. What earlier ones taught of
-    acceptance is forgotten: it chooses the nodes that are verified."""
+    """Two rollouts; random trees guess the likeliest pair of tokens. The acceptance
+    estimate of earlier ones is dropped: it selects the verified nodes."""
     engine, dice, own = made(rule)
     engine.acceptance = acceptance.blank(len(engine.decoder.drafter.names),
                                          engine.decoder.drafter.depth)
-    joint = joint_law(setting)
+    joint = joint_distribution(setting)
     likely = np.unravel_index(joint.argmax(), joint.shape)
     dice.replay = np.tile(np.asarray(likely, np.int32), (TASK.sequences, 1))
     temperature, top_k, top_p = SETTINGS[setting]
@@ -93,17 +95,17 @@ def logits() -> tuple[np.ndarray, np.ndarray]:
 
 
 @functools.cache
-def joint_law(setting: str) -> np.ndarray:
+def joint_distribution(setting: str) -> np.ndarray:
     """f64[24, 24] of the first two tokens."""
     first, second = logits()
-    below = np.stack([law(row, *SETTINGS[setting]) for row in second])
-    return law(first, *SETTINGS[setting])[:, None] * below
+    below = np.stack([distribution(row, *SETTINGS[setting]) for row in second])
+    return distribution(first, *SETTINGS[setting])[:, None] * below
 
 
 def p_value(rule: str, setting: str = "plain") -> float:
-    """Chi-square of all pairs of tokens against their law, rare cells pooled."""
+    """Chi-square of all pairs of tokens against their distribution, rare cells pooled."""
     pairs = np.concatenate([result.sequences.tokens[:, :2] for result in roll_out(rule, setting)])
-    expected = (len(pairs) * joint_law(setting)).reshape(-1)
+    expected = (len(pairs) * joint_distribution(setting)).reshape(-1)
     seen = np.bincount(pairs[:, 0] * 24 + pairs[:, 1], minlength=24 * 24).astype(float)
     if seen[expected == 0].any():
         return 0.0
@@ -114,8 +116,8 @@ def p_value(rule: str, setting: str = "plain") -> float:
 
 @pytest.mark.ci
 @pytest.mark.parametrize("setting", SETTINGS)
-@some(LAWFUL)
-def test_a_lossless_rule_keeps_the_law(rule: str, setting: str) -> None:
+@some(LOSSLESS)
+def test_lossless_rule_keeps_the_distribution(rule: str, setting: str) -> None:
     results = roll_out(rule, setting)
     assert all(r.counters["accepted"] > 20 and r.rule == rule for r in results)
     assert p_value(rule, setting) > LEVEL
@@ -123,12 +125,12 @@ def test_a_lossless_rule_keeps_the_law(rule: str, setting: str) -> None:
 
 @pytest.mark.ci
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_a_lossy_rule_is_noticed(setting: str) -> None:
+def test_lossy_rule_is_noticed(setting: str) -> None:
     assert p_value("lossy_typical", setting) < 1e-9
 
 
-@pytest.mark.parametrize("rule", DRAWN_RULES)
-def test_drafter_without_its_distribution_is_refused(rule: str) -> None:
+@pytest.mark.parametrize("rule", NEED_PROPOSAL)
+def test_drafter_without_proposal_is_refused(rule: str) -> None:
     engine = make_engine(
         ARCH, TASK, batch=30, controller=protocol.fixed(), rule=rule, most=120,
         drafter=random_drafter(Dice(np.zeros((600, 2))), nodes=4, depth=2, vocab=24))
@@ -137,10 +139,11 @@ def test_drafter_without_its_distribution_is_refused(rule: str) -> None:
 
 
 @pytest.mark.ci
-def test_a_policy_cannot_choose_by_what_was_drawn() -> None:
+def test_controller_cannot_choose_by_drawn_tokens() -> None:
     """One that keeps nodes by their tokens and probabilities keeps what others keep."""
     def peeking(state: Any, load: Any, spec: Any, tree: Any, buckets: Any) -> Any:
-        liked = (tree.tokens < 12) & (tree.logq > -2) & (tree.gap < 1) & (tree.proposal is None)
+        assert tree.proposal is None
+        liked = (tree.tokens < 12) & (tree.logq > -2) & (tree.score_gap < 1)
         tree = tree.replace(survival=jnp.where(liked, tree.survival, 0.0))
         return protocol.keep_within(state, load, spec, tree, buckets)
 
@@ -156,26 +159,27 @@ def test_a_policy_cannot_choose_by_what_was_drawn() -> None:
 
 @pytest.mark.ci
 @pytest.mark.parametrize("setting", SETTINGS)
-@some(LAWFUL + LOSSY)
+@some(LOSSLESS + LOSSY)
 def test_log_probabilities_equal_a_plain_forward(rule: str, setting: str) -> None:
     """But where a boundary of truncation lies within 1e-4, which few positions do.
 
-    A lossy rule may say what truncation took: such a token has probability 0.
+    A lossy rule may emit tokens that truncation removed: they have probability 0.
     """
-    said = roll_out(rule, setting)[0].sequences
+    sequences = roll_out(rule, setting)[0].sequences
     first, second = logits()
     asked = SETTINGS["plain" if rule == "lossy_default_sampling" else setting]
-    after_prompt = ProcessedLaw(first, *asked)
-    after = [ProcessedLaw(row, *asked) for row in second]
+    after_prompt = ProcessedDistribution(first, *asked)
+    after = [ProcessedDistribution(row, *asked) for row in second]
     checked = 0
-    for q, pair in enumerate(said.tokens[:, :2]):
+    for q, pair in enumerate(sequences.tokens[:, :2]):
         for t, want in enumerate((after_prompt, after[pair[0]])):
             if want.boundary < 1e-4:
                 continue
             checked += 1
-            got = said.logprob[q, t], said.raw_logprob[q, t], said.kept_mass[q, t]
+            got = (sequences.logprob[q, t], sequences.raw_logprob[q, t],
+                   sequences.top_p_mass[q, t])
             logprob = want.logprob[pair[t]]
             raw = want.raw[pair[t]] if np.isfinite(logprob) else logprob
-            assert np.isfinite(logprob) or rule not in LAWFUL
+            assert np.isfinite(logprob) or rule not in LOSSLESS
             np.testing.assert_allclose(got, (logprob, raw, want.kept), rtol=0, atol=1e-4)
-    assert checked > 0.95 * 2 * len(said.tokens)
+    assert checked > 0.95 * 2 * len(sequences.tokens)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from specrl_jax.rollout.slots import EMPTY, Refill, Slots
+from specrl_jax.rollout.slots import EMPTY, FillPlan, Slots
 
 
 class Simulation:
@@ -17,7 +17,7 @@ class Simulation:
         self.seated: list[int] = []
         self.prefilled: list[int] = []
 
-    def refill(self, most: int) -> Refill:
+    def refill(self, most: int) -> FillPlan:
         before, seq_before = list(self.holds), self.slots.seq.copy()
         plan = self.slots.refill(self.done, most)
         assert len(plan.prompts) <= most and len(set(plan.prompts)) == len(plan.prompts)
@@ -32,7 +32,7 @@ class Simulation:
         self.prefilled += plan.prompts
         return plan
 
-    def check_seat(self, slot: int, seq: int, plan: Refill, before: list[int],
+    def check_seat(self, slot: int, seq: int, plan: FillPlan, before: list[int],
                    seq_before: np.ndarray) -> None:
         prompt = seq // self.group
         assert seq_before[slot] == EMPTY or self.done[seq_before[slot]], "a live row was unseated"

@@ -89,8 +89,9 @@ def random_tree(rng: np.random.Generator, rows: int = 4, nodes: int = 7) -> Draf
         survival=jnp.asarray(survival),
         logq=real,
         draft_prob=real,
-        gap=real,
+        score_gap=real,
         live=jnp.asarray(live),
+        broken=jnp.zeros(rows, bool),
     )
 
 
@@ -109,8 +110,9 @@ def chains(survival: np.ndarray, live: Any = None, steps: int = DEPTH) -> DraftT
         survival=np.concatenate([zero[:, :1] + 1, survival], 1).astype(np.float32),
         logq=zero,
         draft_prob=zero,
-        gap=zero,
+        score_gap=zero,
         live=live[:, None] & (level <= steps),
+        broken=np.zeros(rows, bool),
     )
 
 

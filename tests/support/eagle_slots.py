@@ -55,8 +55,8 @@ def compiled(children: str, nodes: int = NODES, branch: int = BRANCH, depth: int
         lambda *args: drafter.propose(*args, contrary), in_specs=everywhere, out_specs=everywhere,
         mesh=MESH, axis_names=set(sharding.ROWS), check_vma=False)
     bound = drafter.bind(ACTOR_PARAMS, parameters())
-    drafter = drafter._replace(observe=jax.jit(drafter.observe), fork=jax.jit(drafter.fork),
-                               prefill=jax.jit(drafter.prefill))
+    drafter = drafter._replace(**{name: jax.jit(getattr(drafter, name))
+                                  for name in ("observe", "copy_prompt", "prefill")})
     return drafter, bound, jax.jit(propose)
 
 
@@ -89,7 +89,7 @@ class Slots:
         source, copy = np.asarray(source), np.asarray(copy)
         fill = SlotFill(*map(jnp.asarray, (np.maximum(source, copy), source, copy, self.born,
                                        self.born)))
-        self.state = self.drafter.fork(self.state, fill)
+        self.state = self.drafter.copy_prompt(self.state, fill)
         thought = np.moveaxis(self.thought[:, :P], -1, 0)
         self.state = self.drafter.prefill(self.state, fill, jnp.asarray(self.said[:, :P]),
                                           jnp.asarray(thought))
@@ -138,7 +138,7 @@ def check_tree(tree: DraftTree, frontier: Frontier) -> None:
         assert above < n and tree.live[b, above]
         assert tree.depth[b, n] == tree.depth[b, above] + 1
         assert 0 < tree.survival[b, n] <= tree.survival[b, above]
-        assert tree.gap[b, n] >= 0 and tree.origin[b, n] == 2
+        assert tree.score_gap[b, n] >= 0 and tree.origin[b, n] == 2
         twins = [m for m in range(1, nodes) if tree.live[b, m] and tree.parent[b, m] == above]
         assert len({tree.tokens[b, m] for m in twins}) == len(twins)
         assert len({tree.rank[b, m] for m in twins}) == len(twins)

@@ -33,7 +33,7 @@ from specrl_jax.rollout.engine import Engine, Result
 from specrl_jax.rollout.layout import RolloutRequest, Shapes, request
 from specrl_jax.rollout.prompts import Prompts
 from specrl_jax.rollout.round import Decoder
-from specrl_jax.structs import Array, DraftTree, Frontier, Path, Sampling, SpecConfig, Verdict
+from specrl_jax.structs import Array, DraftTree, Frontier, Sampling, SpecConfig
 from specrl_jax.trainer import Trainer
 
 
@@ -138,11 +138,8 @@ def random_drafter(dice: Dice, *, nodes: int, depth: int, vocab: int) -> Drafter
         trees = jax.vmap(lambda *row: random_tree(rng, state, spec, nodes, depth, vocab, *row))
         return trees(frontier.root, frontier.seq, frontier.generated, frontier.live), state
 
-    def observe(params: Any, state: Any, frontier: Frontier, verdict: Verdict, path: Path) -> Any:
-        return state
-
     return Drafter(nodes=nodes, depth=depth, branch=nodes, init=init, propose=propose,
-                   observe=observe, take=lambda state, rows: state)
+                   select_rows=lambda state, rows: state)
 
 
 def random_tree(rng: Array, state: Any, spec: SpecConfig, nodes: int, depth: int, vocab: int,
@@ -169,7 +166,8 @@ def random_tree(rng: Array, state: Any, spec: SpecConfig, nodes: int, depth: int
         survival = survival.at[n].set(survival[wanted] * shrink[n])
     zero, none = jnp.zeros(nodes), jnp.zeros(nodes, jnp.int32)
     return DraftTree(tokens=tokens, parent=parent, depth=level, rank=none, origin=none,
-                     survival=survival, logq=zero, draft_prob=survival, gap=zero, live=live)
+                     survival=survival, logq=zero, draft_prob=survival, score_gap=zero, live=live,
+                     broken=jnp.bool_(False))
 
 
 class Course:

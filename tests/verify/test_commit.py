@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from specrl_jax.structs import Cache, Frontier, Path, Sequences, Verdict
-from specrl_jax.verify import commit
-from specrl_jax.verify.commit import append, record
+from specrl_jax.verify.commit import append, record, write_by_loop, write_by_scatter
 
 B, G, E, S, D, LAYERS = 3, 2, 4, 12, 3, 2
 SEGMENTS = [(12,), (6, 6), (1, 4, 3, 4), (5, 2, 5)]
@@ -36,20 +35,18 @@ def split(cache: Cache, sizes: tuple[int, ...]) -> Cache:
                              for k, v in cache.kv])
 
 
-@pytest.mark.parametrize("writer", [commit._in_turn, commit._scattered])
+WRITERS = (write_by_loop, write_by_scatter)  # of CPUs and GPUs; both run anywhere
+
+
+@pytest.mark.parametrize("writer", WRITERS)
 @pytest.mark.parametrize("sizes", SEGMENTS)
 @pytest.mark.parametrize("count", [(0, 0, 0), (1, 1, 1), (4, 0, 2), (2, 3, 4)])
-def test_append_writes_exactly_count_columns(
-        count: tuple[int, ...], sizes: tuple[int, ...], writer: Any,
-        monkeypatch: pytest.MonkeyPatch) -> None:
-    """By loops and by scatters, whatever the device."""
-    monkeypatch.setattr(commit, "_in_turn", writer)
-    monkeypatch.setattr(commit, "_scattered", writer)
+def test_writer_writes_exactly_count_columns(
+        count: tuple[int, ...], sizes: tuple[int, ...], writer: Any) -> None:
     cache, path = parts()
-    got = jax.jit(lambda *all: append(*all))(split(cache, sizes), path, jnp.asarray(count))
-    assert np.asarray(got.length).tolist() == (np.asarray(cache.length) + count).tolist()
+    got = jax.jit(writer)(split(cache, sizes).kv, path.kv, cache.length, jnp.asarray(count))
     new = np.asarray(path.kv)
-    for layer, ((k, v), (old_k, old_v)) in enumerate(zip(got.kv, cache.kv, strict=True)):
+    for layer, ((k, v), (old_k, old_v)) in enumerate(zip(got, cache.kv, strict=True)):
         want_k, want_v = np.array(old_k), np.array(old_v)
         for b in range(B):
             at = int(cache.length[b])
@@ -61,7 +58,7 @@ def test_append_writes_exactly_count_columns(
 
 
 @pytest.mark.parametrize("platform, loops", [("cpu", True), ("cuda", False), ("tpu", True)])
-def test_a_gpu_writes_without_a_loop(platform: str, loops: bool) -> None:
+def test_append_on_a_gpu_has_no_loop(platform: str, loops: bool) -> None:
     """Where places might meet, deterministic operations would make a loop of a scatter."""
     cache, path = parts()
     text = jax.jit(append).trace(split(cache, (6, 6)), path, jnp.zeros(B, jnp.int32)).lower(
@@ -71,16 +68,23 @@ def test_a_gpu_writes_without_a_loop(platform: str, loops: bool) -> None:
     assert text.count('"stablehlo.scatter"(') == text.count("unique_indices = true") == scatters
 
 
-@pytest.mark.parametrize("writer", [commit._in_turn, commit._scattered])
-def test_what_lies_beyond_count_is_inert(writer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(commit, "_in_turn", writer)
-    monkeypatch.setattr(commit, "_scattered", writer)
+def test_append_writes_and_counts() -> None:
+    cache, path = parts()
+    cache, count = split(cache, (6, 6)), jnp.asarray([4, 0, 2])
+    got = jax.jit(append)(cache, path, count)
+    assert np.asarray(got.length).tolist() == (np.asarray(cache.length) + count).tolist()
+    want = write_by_loop(cache.kv, path.kv, cache.length, count)
+    jax.tree.map(np.testing.assert_array_equal, got.kv, want)
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_path_beyond_count_is_inert(writer: Any) -> None:
     cache, path = parts()
     count = jnp.asarray([2, 0, 4])
     keep = np.arange(D + 1)[None] < np.asarray(count)[:, None]
     dirty = path.replace(kv=jnp.where(keep.T[:, None, None, None, None], path.kv, jnp.nan))
     cache = split(cache, (6, 6))
-    clean, other = append(cache, path, count), append(cache, dirty, count)
+    clean, other = (writer(cache.kv, p.kv, cache.length, count) for p in (path, dirty))
     jax.tree.map(np.testing.assert_array_equal, clean, other)
 
 
@@ -90,29 +94,29 @@ Q, T = 4, 6
 def blank() -> Sequences:
     grid, row = jnp.zeros((Q, T), jnp.int32), jnp.zeros(Q, jnp.int32)
     real = jnp.zeros((Q, T))
-    return Sequences(tokens=grid, logprob=real, raw_logprob=real, kept_mass=real, commits=grid,
+    return Sequences(tokens=grid, logprob=real, raw_logprob=real, top_p_mass=real, commits=grid,
                      length=row, rounds=row, done=row > 0)
 
 
-def turn(seq: list[int], generated: list[int], live: list[bool], tokens: list[list[int]],
+def verdict_of(seq: list[int], generated: list[int], live: list[bool], tokens: list[list[int]],
          count: list[int], stopped: list[bool]) -> tuple[Verdict, Frontier]:
     said, row = jnp.asarray(tokens), jnp.asarray(seq)
-    verdict = Verdict(tokens=said, logprob=-said / 8, raw_logprob=-said / 4, kept_mass=said / 100,
+    verdict = Verdict(tokens=said, logprob=-said / 8, raw_logprob=-said / 4, top_p_mass=said / 100,
                       path=said * 0, count=jnp.asarray(count), stopped=jnp.asarray(stopped))
     return verdict, Frontier(root=row, seq=row, generated=jnp.asarray(generated), context=row,
                         live=jnp.asarray(live))
 
 
 def test_record_accounts_for_every_round() -> None:
-    sequences = record(blank(), *turn([2, 0], [0, 0], [True, True], [[1, 2, 3], [4, 5, 6]], [2, 1],
-                                      [False, False]))
-    sequences = record(sequences, *turn([2, 0], [2, 1], [True, True], [[7, 8, 9], [10, 11, 12]],
-                                        [3, 2], [True, False]))
+    sequences = record(blank(), *verdict_of(
+        [2, 0], [0, 0], [True, True], [[1, 2, 3], [4, 5, 6]], [2, 1], [False, False]))
+    sequences = record(sequences, *verdict_of(
+        [2, 0], [2, 1], [True, True], [[7, 8, 9], [10, 11, 12]], [3, 2], [True, False]))
     assert np.asarray(sequences.tokens).tolist() == [
         [4, 10, 11, 0, 0, 0], [0] * 6, [1, 2, 7, 8, 9, 0], [0] * 6]
     np.testing.assert_allclose(sequences.logprob, -np.asarray(sequences.tokens) / 8)
     np.testing.assert_allclose(sequences.raw_logprob, -np.asarray(sequences.tokens) / 4)
-    np.testing.assert_allclose(sequences.kept_mass, np.asarray(sequences.tokens) / 100)
+    np.testing.assert_allclose(sequences.top_p_mass, np.asarray(sequences.tokens) / 100)
     assert np.asarray(sequences.length).tolist() == [3, 0, 5, 0]
     assert np.asarray(sequences.rounds).tolist() == [2, 0, 2, 0]
     assert np.asarray(sequences.commits)[:, :3].tolist() == [
@@ -121,7 +125,7 @@ def test_record_accounts_for_every_round() -> None:
 
 
 def test_dead_and_empty_rows_leave_no_trace() -> None:
-    before = record(blank(), *turn([1], [0], [True], [[1, 2]], [2], [True]))
-    after = record(before, *turn([1, Q], [2, 0], [False, False], [[3, 4], [5, 6]], [0, 0],
+    before = record(blank(), *verdict_of([1], [0], [True], [[1, 2]], [2], [True]))
+    after = record(before, *verdict_of([1, Q], [2, 0], [False, False], [[3, 4], [5, 6]], [0, 0],
                                  [False, False]))
     jax.tree.map(np.testing.assert_array_equal, before, after)

@@ -2,7 +2,7 @@
 
 Real vocabularies span several of the draw's chunks and orders of magnitude of probability: here
 5000 tokens (two chunks that overlap), as Zipf has them, at ids in random order. Small vocabularies
-and independence are in test_sampling.py, two-token laws of the noise alone in test_noise.py.
+and independence are in test_sampling.py, the noise alone in test_noise.py.
 """
 
 import functools
@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from laws import fits, keys, law
+from distribution_checks import distribution, fits, keys
 from specrl_kernels import noise
 
 from specrl_jax.verify import sampling
@@ -37,8 +37,8 @@ def tokens(temperature: float, top_k: int, top_p: float) -> np.ndarray:
                 np.arange(DRAWS, dtype=np.int32))
 
 
-def has_law(drawn: np.ndarray, p: np.ndarray) -> bool:
-    """Whether tokens have the law p, token by token at its head and by classes of equal mass."""
+def has_distribution(drawn: np.ndarray, p: np.ndarray) -> bool:
+    """Tests for the distribution p, token by token at its head, then in classes of equal mass."""
     order = np.argsort(-p, kind="stable")
     head, tail = order[:20], order[20:]
     by_mass = tail[p[tail] > 0]
@@ -51,13 +51,13 @@ def has_law(drawn: np.ndarray, p: np.ndarray) -> bool:
 
 @pytest.mark.parametrize("setting", [
     (0.5, 0, 1.0), (1.0, 0, 1.0), (1.5, 0, 1.0), (1.0, 500, 1.0), (1.5, 0, 0.9), (0.7, 2000, 0.8)])
-def test_the_law_over_a_long_tail(setting: tuple[float, int, float]) -> None:
+def test_the_distribution_over_a_long_tail(setting: tuple[float, int, float]) -> None:
     temperature, top_k, top_p = setting
     drawn = tokens(*setting)
-    assert has_law(drawn, law(LOGITS, *setting))
+    assert has_distribution(drawn, distribution(LOGITS, *setting))
     for wrong in ((1.4 * temperature, top_k, top_p), (temperature, 3, top_p),
                   (temperature, top_k, 0.5 * top_p)):
-        assert not has_law(drawn, law(LOGITS, *wrong)), wrong
+        assert not has_distribution(drawn, distribution(LOGITS, *wrong)), wrong
 
 
 # A token of probability p wins where the noise's word is below about p 2^32, which a scan over

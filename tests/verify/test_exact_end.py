@@ -1,14 +1,14 @@
 """The rules end to end by chi-square: draft, verify, and again, over many keys.
 
-rule x tree shape x drafter quality, each over temperature x truncation: the joint law of the first
-two tokens is the product of the processed distributions. The drafter draws its children with the
-noise that match verifies with, for all of them. test_museum.py shows what the same check notices.
+rule x tree shape x drafter quality, each over temperature x truncation: the joint distribution of
+the first two tokens is the product of the processed distributions. The drafter always draws its
+children with the noise of the match rule. test_known_broken_rules.py shows what the check notices.
 """
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from laws import (
+from distribution_checks import (
     CHAIN,
     PLAIN,
     REJECTION,
@@ -17,13 +17,13 @@ from laws import (
     VOCAB,
     Rule,
     Shape,
+    distributions,
     keys,
-    laws,
     match,
-    off_law,
     points,
     two_tokens,
     world,
+    wrong_settings,
 )
 
 RULES = {"match": (match, 1024), "rejection_drawn": (REJECTION, 4096),
@@ -35,8 +35,9 @@ QUALITIES = ("useless", "decent", "perfect")
 @pytest.mark.parametrize("quality", QUALITIES)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 @pytest.mark.parametrize("rule,rows", RULES.values(), ids=RULES.keys())
-def test_the_joint_law_of_two_tokens(rule: Rule, rows: int, shape: Shape, quality: str) -> None:
-    assert off_law(rule, shape, world(quality), rows=rows) == []
+def test_rule_keeps_the_joint_distribution_of_two_tokens(rule: Rule, rows: int, shape: Shape,
+                                                         quality: str) -> None:
+    assert wrong_settings(rule, shape, world(quality), rows=rows) == []
 
 
 def first_round(rule: Rule, shape: Shape, quality: str, rows: int
@@ -47,7 +48,7 @@ def first_round(rule: Rule, shape: Shape, quality: str, rows: int
     return pair.reshape(len(SETTINGS), rows, 2), count.reshape(len(SETTINGS), rows)
 
 
-def test_match_says_what_plain_decoding_says() -> None:
+def test_match_emits_the_tokens_of_plain_decoding() -> None:
     plain, count = first_round(match, PLAIN, "perfect", 1024)
     assert (count == 1).all()
     for quality in QUALITIES:
@@ -56,23 +57,23 @@ def test_match_says_what_plain_decoding_says() -> None:
         np.testing.assert_array_equal(said, plain)
 
 
-def test_a_perfect_drafter_is_accepted_whole() -> None:
+def test_perfect_drafter_is_accepted_whole() -> None:
     for name in ("match", "rejection_drawn"):
         rule, rows = RULES[name]
         assert (first_round(rule, CHAIN, "perfect", rows)[1] == 3).all()
 
 
 @pytest.mark.parametrize("quality", ["useless", "decent"])
-def test_rejection_rejects_no_more_than_it_must(quality: str) -> None:
+def test_rejection_accepts_with_the_optimal_probability(quality: str) -> None:
     """A chain's first token is accepted with probability sum(min(p, q)) (Leviathan et al.)."""
     w = world(quality)
-    p = laws(np.asarray(w.model), SETTINGS)[:, VOCAB]
+    p = distributions(np.asarray(w.model), SETTINGS)[:, VOCAB]
     most = np.minimum(p, np.asarray(jnp.exp(w.logq[:, VOCAB]))).sum(1)
     accepted = (first_round(REJECTION, CHAIN, quality, 4096)[1] > 1).mean(1)
     assert (np.abs(accepted - most) <= 5 * (most * (1 - most) / 4096) ** 0.5 + 1e-6).all()
 
 
-def test_siblings_are_accepted_more_often_than_one_child() -> None:
+def test_two_siblings_are_accepted_more_often_than_one() -> None:
     """Drawn without replacement, a second child adds what a residual draw would have taken."""
     for rule, rows in RULES.values():
         one, two = (first_round(rule, shape, "useless", rows)[1] > 1 for shape in (CHAIN, TREE))

@@ -1,6 +1,6 @@
-"""The walks by enumeration: the law of what is emitted is the plain product law, exactly.
+"""The walks by enumeration: emitted tokens have exactly the distribution of plain decoding.
 
-Laws are random tables over prefixes, so a mistake of one node or level changes a number here.
+Distributions are random tables over prefixes, so any mistake changes a number here.
 """
 
 import dataclasses
@@ -15,15 +15,16 @@ import numpy as np
 import pytest
 
 from specrl_jax.verify.match import walk
+from specrl_jax.verify.protocol import Nodes
 from specrl_jax.verify.rejection import decide
 
 VOCAB, NODES, DEPTH = 4, 5, 4
-WALK = jax.jit(walk, static_argnums=4)
+WALK = jax.jit(walk, static_argnums=2)
 Prefix = tuple[int, ...]
 
 
 @functools.cache
-def law(seed: int, prefix: Prefix, zeros: int = 0) -> np.ndarray:
+def distribution(seed: int, prefix: Prefix, zeros: int = 0) -> np.ndarray:
     """The distribution f64[V] after a prefix, `zeros` of its tokens impossible."""
     rng = np.random.default_rng([seed, zeros, len(prefix), *prefix])
     p = rng.dirichlet(np.full(VOCAB, 0.7)) + 0.02
@@ -32,7 +33,7 @@ def law(seed: int, prefix: Prefix, zeros: int = 0) -> np.ndarray:
 
 
 def assert_plain(mass: dict[Prefix, float], p_of: Any, tolerance: float) -> None:
-    """Emitted prefixes with their probabilities, continued plainly, have the plain law."""
+    """Emitted prefixes with their probabilities, continued plainly, have the plain distribution."""
     mass = dict(mass)
     assert sum(mass.values()) == pytest.approx(1, abs=tolerance)
     for length in range(DEPTH + 1):
@@ -62,18 +63,19 @@ def prefixes(parent: tuple[int, ...], tokens: list[int]) -> list[Prefix]:
     return found
 
 
-def independent(laws: list[np.ndarray], levels: list[int]) -> tuple[np.ndarray, np.ndarray]:
+def independent(distributions: list[np.ndarray], levels: list[int]
+                ) -> tuple[np.ndarray, np.ndarray]:
     """Every draw at every node i[R, n], with the probabilities of independent draws f64[R]."""
-    drawn = np.asarray(list(itertools.product(range(VOCAB), repeat=len(laws))))
-    return drawn, np.prod([p[drawn[:, i]] for i, p in enumerate(laws)], 0)
+    drawn = np.asarray(list(itertools.product(range(VOCAB), repeat=len(distributions))))
+    return drawn, np.prod([p[drawn[:, i]] for i, p in enumerate(distributions)], 0)
 
 
-def shared(laws: list[np.ndarray], levels: list[int]) -> tuple[np.ndarray, np.ndarray]:
+def shared(distributions: list[np.ndarray], levels: list[int]) -> tuple[np.ndarray, np.ndarray]:
     """As match draws: nodes of one level share their noise, here one uniform, by inversion."""
     groups = []
     for level in range(max(levels) + 1):
         nodes = [i for i, at in enumerate(levels) if at == level]
-        ends = {i: np.append(np.cumsum(laws[i])[:-1], 1.0) for i in nodes}
+        ends = {i: np.append(np.cumsum(distributions[i])[:-1], 1.0) for i in nodes}
         cuts = np.unique(np.concatenate([[0.0], *ends.values()]))
         groups.append([(high - low, {i: int(np.searchsorted(ends[i], (low + high) / 2))
                                      for i in nodes})
@@ -81,30 +83,33 @@ def shared(laws: list[np.ndarray], levels: list[int]) -> tuple[np.ndarray, np.nd
     drawn, weight = [], []
     for parts in itertools.product(*groups):
         merged = dict(pair for _, part in parts for pair in part.items())
-        drawn.append([merged[i] for i in range(len(laws))])
+        drawn.append([merged[i] for i in range(len(distributions))])
         weight.append(np.prod([size for size, _ in parts]))
     return np.asarray(drawn), np.asarray(weight)
 
 
 @pytest.mark.parametrize("coupling", [independent, shared], ids=lambda f: f.__name__)
-def test_match_emits_the_plain_law(coupling: Any) -> None:
+def test_match_emits_the_plain_distribution(coupling: Any) -> None:
     """Every tree of five nodes, also with its last leaf dead; every draw with its probability.
 
     What is emitted ends where the tree does, which the emitted tokens alone decide, so each
-    emitted sequence must have its own plain probability, not only the law as a whole.
+    emitted sequence must have its own plain probability, not only the distribution as a whole.
     """
     cases, rows = [], []
     for parent, dead in itertools.product(shapes(), (False, True)):
         tokens = [(r + p) % VOCAB for r, p in zip(ranks(parent), parent, strict=True)]
         names = prefixes(parent, tokens)
-        drawn, weight = coupling([law(1, name, zeros=len(name) % 2) for name in names],
+        drawn, weight = coupling([distribution(1, name, zeros=len(name) % 2) for name in names],
                                  [len(name) for name in names])
         cases.append((names[: NODES - dead], weight))
         live = np.arange(NODES) < NODES - dead
-        rows.append([np.tile(a, (len(drawn), 1)) for a in (tokens, parent, live)] + [drawn])
+        level = [len(name) for name in names]
+        rows.append([np.tile(a, (len(drawn), 1)) for a in (
+            tokens, parent, level, ranks(parent), live)] + [drawn])
     joined = [np.concatenate(column) for column in zip(*rows, strict=True)]
     joined = [a if a.dtype == bool else a.astype(np.int32) for a in joined]
-    _, emitted, count = map(np.asarray, WALK(*joined, DEPTH))
+    *nodes, drawn = joined
+    _, emitted, count = map(np.asarray, WALK(Nodes(*nodes), drawn, DEPTH))
     start = 0
     for names, weight in cases:
         part = slice(start, start := start + len(weight))
@@ -115,7 +120,7 @@ def test_match_emits_the_plain_law(coupling: Any) -> None:
             mass[key] = mass.get(key, 0.0) + w
         assert {e for e in mass} <= {(*n, v) for n in names for v in range(VOCAB)} - set(names)
         for e, probability in mass.items():
-            want = np.prod([law(1, e[:i], zeros=i % 2)[v] for i, v in enumerate(e)])
+            want = np.prod([distribution(1, e[:i], zeros=i % 2)[v] for i, v in enumerate(e)])
             assert probability == pytest.approx(want, abs=1e-12)
         assert sum(mass.values()) == pytest.approx(1, abs=1e-12)
 
@@ -192,14 +197,13 @@ def coins_of(branch: Branch, margin: float = 1e-4) -> np.ndarray:
     return coins
 
 
-@functools.partial(jax.jit, static_argnums=7)
-def decided(tokens: Any, parent: Any, rank: Any, live: Any, p: Any, q: Any, coins: Any, depth: int
-            ) -> Any:
+@functools.partial(jax.jit, static_argnums=4)
+def decided(nodes: Nodes, p: Any, q: Any, coins: Any, depth: int) -> Any:
     """`decide` with coins f32[B, D+1, n]."""
     def coin(level: Any, tries: Any) -> Any:
         return coins[jnp.arange(len(coins)), level, tries]
 
-    return decide(tokens, parent, rank, live, jnp.log(p), jnp.log(q), coin, depth)
+    return decide(nodes, jnp.log(p), jnp.log(q), coin, depth)
 
 
 def run_decide(trees: list[Drawn], coins: list[np.ndarray], flip: bool = False) -> list[np.ndarray]:
@@ -209,57 +213,58 @@ def run_decide(trees: list[Drawn], coins: list[np.ndarray], flip: bool = False) 
     tokens = np.asarray([t.tokens for t in trees], np.int32)
     p, q = (np.asarray([getattr(t, name) for t in trees], np.float32) for name in "pq")
     order = np.asarray([0, 4, 3, 2, 1] if flip else range(NODES))
-    fields = [tokens[:, order], order[parent[:, order]].astype(np.int32), rank[:, order],
-              np.ones_like(tokens, bool), p[:, order], q[:, order]]
-    path, accepted, left = map(np.asarray, decided(*fields, np.asarray(coins), DEPTH))
+    nodes = Nodes(tokens=tokens[:, order], parent=order[parent[:, order]].astype(np.int32),
+                  depth=0 * rank, rank=rank[:, order], live=np.ones_like(tokens, bool))
+    path, accepted, left = map(np.asarray, decided(
+        nodes, p[:, order], q[:, order], np.asarray(coins), DEPTH))
     return [order[path], accepted, left]
 
 
-LAWS = {"dense": (0, 0), "truncated": (1, 2), "drafter on one token": (0, 3),
+DISTRIBUTIONS = {"dense": (0, 0), "truncated": (1, 2), "drafter on one token": (0, 3),
         "target on one token": (3, 0)}
 SHAPES = {"chain": (0, 0, 1, 2, 3), "siblings": (0, 0, 0, 0, 0), "two and one": (0, 0, 0, 1, 2),
           "two under one": (0, 0, 1, 1, 2), "two and two": (0, 0, 0, 1, 1)}
 
 
 @pytest.mark.parametrize("flip", [False, True], ids=["in order", "renumbered"])
-@pytest.mark.parametrize("zeros", LAWS.values(), ids=LAWS.keys())
-def test_rejection_emits_the_plain_law(zeros: tuple[int, int], flip: bool) -> None:
+@pytest.mark.parametrize("zeros", DISTRIBUTIONS.values(), ids=DISTRIBUTIONS.keys())
+def test_rejection_emits_the_plain_distribution(zeros: tuple[int, int], flip: bool) -> None:
     """Every tree that the drafter can draw, every course of its walk.
 
     The coins lie within 1e-4 of the closed form's thresholds, on either side, so courses that
     agree fix every acceptance probability; with the distributions of the last token they give the
-    law of the emitted tokens, without sampling.
+    distribution of the emitted tokens, without sampling.
     """
     def p_of(prefix: Prefix) -> np.ndarray:
-        return law(2, prefix, zeros[0])
+        return distribution(2, prefix, zeros[0])
 
     def q_of(prefix: Prefix) -> np.ndarray:
-        return law(3, prefix, zeros[1])
+        return distribution(3, prefix, zeros[1])
 
     courses = [(name, tree, branch) for name, parent in SHAPES.items()
                for tree in drawings(parent, p_of, q_of) for branch in branches(tree)]
     path, accepted, left = run_decide([tree for _, tree, _ in courses],
                                       [coins_of(branch) for _, _, branch in courses], flip)
-    closed, jax_law = ({name: {} for name in SHAPES} for _ in range(2))
+    closed, jax_distribution = ({name: {} for name in SHAPES} for _ in range(2))
     for i, (name, tree, branch) in enumerate(courses):
         assert path[i, : accepted[i] + 1].tolist() == list(branch.path), (name, tree, branch)
         assert (path[i, accepted[i] :] == branch.path[-1]).all()
         np.testing.assert_allclose(left[i], branch.left, atol=3e-5)
         said = prefixes(tree.parent, list(tree.tokens))[branch.path[-1]]
-        for mass, last in ((closed[name], branch.left), (jax_law[name], left[i])):
+        for mass, last in ((closed[name], branch.left), (jax_distribution[name], left[i])):
             for v in np.flatnonzero(last):
                 more = tree.weight * branch.probability * float(last[v])
                 mass[*said, int(v)] = mass.get((*said, int(v)), 0.0) + more
     for name in SHAPES:
         assert_plain(closed[name], p_of, 1e-12)
-        assert_plain(jax_law[name], p_of, 3e-6)
+        assert_plain(jax_distribution[name], p_of, 3e-6)
 
 
 def test_rejection_decides_as_the_closed_form_on_a_grid_of_coins() -> None:
     """Coins from 20 values, at every test of every tree of two shapes."""
     rng = np.random.default_rng(0)
     trees = [tree for name in ("siblings", "two and one") for tree in drawings(
-        SHAPES[name], lambda e: law(4, e), lambda e: law(5, e))]
+        SHAPES[name], lambda e: distribution(4, e), lambda e: distribution(5, e))]
     trees = trees * 3
     grid = ((np.arange(20) + 0.5) / 20).astype(np.float32)
     coins = rng.choice(grid, (len(trees), DEPTH + 1, NODES))

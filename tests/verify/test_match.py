@@ -10,10 +10,11 @@ import pytest
 
 from specrl_jax.structs import Frontier, Sampling
 from specrl_jax.verify.match import judge, walk
+from specrl_jax.verify.protocol import Nodes, Target
 from specrl_jax.verify.sampling import Draw
 
-WALK = jax.jit(walk, static_argnums=4)
-JUDGE = jax.jit(judge, static_argnums=7)
+WALK = jax.jit(walk, static_argnums=2)
+JUDGE = jax.jit(judge, static_argnums=3)
 
 
 def plain_walk(tokens: Any, parent: Any, live: Any, drawn: Any, depth: int
@@ -45,27 +46,34 @@ def random_trees(count: int, nodes: int, vocab: int, seed: int) -> tuple[np.ndar
     return tokens, parent, live
 
 
+def nodes_of(tokens: Any, parent: Any, live: Any) -> Nodes:
+    """The walk reads neither ranks nor depths."""
+    unread = np.full_like(parent, 9)
+    return Nodes(tokens=tokens, parent=parent, depth=unread, rank=unread, live=live)
+
+
 def assert_walks(tokens: Any, parent: Any, live: Any, drawn: Any, depth: int) -> int:
     """Compares all rows; returns the longest path."""
-    path, emitted, count = map(np.asarray, WALK(tokens, parent, live, drawn, depth))
+    nodes = nodes_of(tokens, parent, live)
+    path, emitted, count = map(np.asarray, WALK(nodes, drawn, depth))
     longest = 0
     for b in range(len(tokens)):
-        nodes, said = plain_walk(tokens[b], parent[b], live[b], drawn[b], depth)
+        path_of, said = plain_walk(tokens[b], parent[b], live[b], drawn[b], depth)
         assert count[b] == len(said)
-        assert path[b, : len(nodes)].tolist() == nodes
+        assert path[b, : len(path_of)].tolist() == path_of
         assert emitted[b, : len(said)].tolist() == said
         longest = max(longest, len(said))
     return longest
 
 
 @pytest.mark.parametrize("nodes,depth", [(1, 0), (4, 3), (7, 2), (9, 8)])
-def test_walk_of_random_trees(nodes: int, depth: int) -> None:
+def test_walk_of_random_trees_equals_plain_python(nodes: int, depth: int) -> None:
     tokens, parent, live = random_trees(400, nodes, 2, nodes)
     drawn = np.random.default_rng(9).integers(0, 2, tokens.shape).astype(np.int32)
     assert assert_walks(tokens, parent, live, drawn, depth) >= min(nodes, depth + 1, 5)
 
 
-def test_walk_by_enumeration() -> None:
+def test_walk_of_every_small_tree_equals_plain_python() -> None:
     """Every tree shape of four nodes, every draw from three tokens."""
     shapes = list(itertools.product([0], [0], [0, 1], [0, 1, 2]))
     drawn = np.asarray(list(itertools.product(range(3), repeat=4)), np.int32)
@@ -87,7 +95,7 @@ def judged(drawn: list[int], *, generated: int = 0, limit: int = 100, stop: tupl
     place = jnp.arange(4)[None]
     tokens = jnp.asarray([[9, 5, 6, 7]])
     draw = Draw(token=jnp.asarray(drawn), logprob=-jnp.arange(4.0),
-                raw_logprob=-10 - jnp.arange(4.0), kept_mass=1 / (1 + jnp.arange(4.0)))
+                raw_logprob=-10 - jnp.arange(4.0), top_p_mass=1 / (1 + jnp.arange(4.0)))
     frontier = Frontier(
         root=jnp.asarray([9]),
         seq=jnp.asarray([0]),
@@ -98,57 +106,51 @@ def judged(drawn: list[int], *, generated: int = 0, limit: int = 100, stop: tupl
     sampling = Sampling(temperature=jnp.ones(1), top_p=jnp.ones(1), top_k=jnp.zeros(1, jnp.int32),
                         limit=jnp.asarray([limit]), key=jnp.zeros((1, 2), jnp.uint32),
                         stop=jnp.asarray(stop))
-    verdict = JUDGE(
-        tokens,
-        jnp.asarray([[0, 0, 1, 2]]),
-        jnp.full((1, 4), live),
-        draw,
-        place,
-        frontier,
-        sampling,
-        3,
-    )
+    nodes = nodes_of(tokens, jnp.asarray([[0, 0, 1, 2]]), jnp.full((1, 4), live))
+    target = Target(logits=jnp.zeros((10, 4)), place=place, row=place[0], position=place[0],
+                    frontier=frontier, sampling=sampling)
+    verdict = JUDGE(nodes, draw, target, 3)
     return jax.tree.map(lambda a: np.asarray(a)[0], verdict)
 
 
-def test_the_whole_path_and_one_more_are_emitted() -> None:
+def test_judge_emits_the_whole_path_and_one_more_token() -> None:
     verdict = judged([5, 6, 7, 8])
     assert verdict.count == 4 and not verdict.stopped
     assert verdict.tokens.tolist() == [5, 6, 7, 8]
     assert verdict.path.tolist() == [0, 1, 2, 3]
     assert verdict.logprob.tolist() == [0, -1, -2, -3]
     assert verdict.raw_logprob.tolist() == [-10, -11, -12, -13]
-    np.testing.assert_allclose(verdict.kept_mass, [1, 1 / 2, 1 / 3, 1 / 4])
+    np.testing.assert_allclose(verdict.top_p_mass, [1, 1 / 2, 1 / 3, 1 / 4])
 
 
-def test_a_miss_ends_the_path() -> None:
+def test_judge_ends_the_path_at_a_miss() -> None:
     verdict = judged([5, 4, 7, 8])
     assert verdict.count == 2 and verdict.tokens[:2].tolist() == [5, 4]
     assert verdict.logprob[:2].tolist() == [0, -1]
 
 
 @pytest.mark.parametrize("stop,count", [((5,), 1), ((6,), 2), ((7, 6), 2), ((8,), 4), ((4,), 4)])
-def test_a_stop_token_inside_the_path_is_the_last(stop: tuple[int, ...], count: int) -> None:
+def test_judge_cuts_after_a_stop_token_inside_the_path(stop: tuple[int, ...], count: int) -> None:
     verdict = judged([5, 6, 7, 8], stop=stop)
     assert verdict.count == count and verdict.stopped == (stop != (4,))
 
 
-def test_a_stop_token_beyond_the_path_does_not_count() -> None:
+def test_judge_ignores_a_stop_token_beyond_the_path() -> None:
     verdict = judged([4, 6, 7, 8], stop=(6, 7, 8))
     assert verdict.count == 1 and not verdict.stopped
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3, 4, 5])
-def test_a_limit_inside_the_path_cuts_it(limit: int) -> None:
+def test_judge_cuts_at_a_limit_inside_the_path(limit: int) -> None:
     verdict = judged([5, 6, 7, 8], generated=10, limit=10 + limit)
     assert verdict.count == min(limit, 4) and verdict.stopped == (limit <= 4)
 
 
-def test_a_limit_before_the_stop_token_cuts_first() -> None:
+def test_judge_cuts_at_a_limit_before_the_stop_token() -> None:
     verdict = judged([5, 6, 7, 8], limit=2, stop=(7,))
     assert verdict.count == 2 and verdict.stopped
 
 
-def test_a_dead_row_commits_nothing() -> None:
+def test_judge_commits_nothing_in_a_dead_row() -> None:
     verdict = judged([5, 6, 7, 8], stop=(5,), live=False)
     assert verdict.count == 0 and not verdict.stopped

@@ -5,17 +5,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
-from laws import SETTINGS, TREE, keys, law
+from distribution_checks import SETTINGS, TREE, distribution, keys
 
 from specrl_jax.prng import bits
 from specrl_jax.structs import Frontier, Sampling
 from specrl_jax.verify import rejection, sampling
+from specrl_jax.verify.protocol import Nodes, Target
+from specrl_jax.verify.rejection import Noise
 
 VOCAB, ROWS, DEPTH = 12, 64, 2
 NODES = len(TREE.parent)
-JUDGE = jax.jit(rejection.judge, static_argnums=9)
-WALK = jax.jit(rejection.walk, static_argnums=8)
+JUDGE = jax.jit(rejection.judge, static_argnums=4)
+WALK = jax.jit(rejection.walk, static_argnums=4)
 PROCESS = jax.jit(sampling.process)
 DRAW = jax.jit(sampling.draw)
 
@@ -27,16 +28,16 @@ def packed(rng: np.random.Generator) -> tuple[Any, ...]:
     return logits, temperature, top_k.astype(np.int32), top_p
 
 
-def test_processed_is_the_law_of_the_draw() -> None:
+def test_process_gives_the_distribution_of_the_draw() -> None:
     args = packed(np.random.default_rng(0))
     logp = np.asarray(PROCESS(*args).logp, np.float64)
     for w in range(logp.shape[0]):
-        want = law(args[0][:, w], *SETTINGS[w % len(SETTINGS)])
+        want = distribution(args[0][:, w], *SETTINGS[w % len(SETTINGS)])
         np.testing.assert_allclose(np.exp(logp[w]), want, atol=2e-6)
         assert ((np.exp(logp[w]) == 0) == (want == 0)).all()
 
 
-def test_ties_are_processed_by_token_id() -> None:
+def test_process_breaks_ties_by_token_id() -> None:
     logits = np.zeros((VOCAB, 3), np.float32)
     logits[4] = -1
     settings = np.asarray([0, 1, 1], np.float32), np.asarray([0, 5, 0]), np.asarray([1, 1, 0.5])
@@ -46,8 +47,8 @@ def test_ties_are_processed_by_token_id() -> None:
     assert np.flatnonzero(np.isfinite(logp[2])).tolist() == [0, 1, 2, 3, 5, 6]
 
 
-def test_log_probabilities_are_those_of_the_draw() -> None:
-    """The same token at the same position has the logprob, raw_logprob, kept_mass of match."""
+def test_process_gives_the_log_probabilities_of_the_draw() -> None:
+    """The same token at the same position has the logprob, raw_logprob, top_p_mass of match."""
     args = packed(np.random.default_rng(1))
     width = args[0].shape[1]
     drawn = DRAW(*args, keys(width, 0), np.arange(width))
@@ -55,18 +56,20 @@ def test_log_probabilities_are_those_of_the_draw() -> None:
     logprob = target.logp[jnp.arange(width), drawn.token]
     np.testing.assert_allclose(logprob, drawn.logprob, atol=2e-5)
     np.testing.assert_allclose(logprob + target.raw, drawn.raw_logprob, atol=2e-5)
-    np.testing.assert_allclose(target.kept_mass, drawn.kept_mass, atol=2e-6)
+    np.testing.assert_allclose(target.top_p_mass, drawn.top_p_mass, atol=2e-6)
     greedy = np.asarray(args[1]) == 0
     assert greedy.any() and (np.asarray(logprob)[greedy] == 0).all()
 
 
-def trees(rng: np.random.Generator) -> tuple[np.ndarray, ...]:
-    """tokens, parent, rank, live [ROWS, NODES]; siblings differ."""
+def trees(rng: np.random.Generator) -> Nodes:
+    """Nodes [ROWS, NODES]; siblings differ."""
     tokens = np.stack([rng.permutation(VOCAB)[:NODES] for _ in range(ROWS)]).astype(np.int32)
-    parent, rank = (np.tile(np.asarray(a, np.int32), (ROWS, 1)) for a in (TREE.parent, TREE.rank))
+    parent, rank, depth = (np.tile(np.asarray(a, np.int32), (ROWS, 1))
+                           for a in (TREE.parent, TREE.rank, TREE.depth))
     live = rng.random((ROWS, NODES)) < 0.8
     live[:, 0] = True
-    return tokens, parent, rank, live & np.take_along_axis(live, parent, 1)
+    live &= np.take_along_axis(live, parent, 1)
+    return Nodes(tokens=tokens, parent=parent, depth=depth, rank=rank, live=live)
 
 
 def distributions(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
@@ -89,15 +92,17 @@ def judged(stop: int = -1, limit: int = 100, dead: int = 0) -> tuple[Any, Any, A
     place = np.arange(ROWS * NODES).reshape(ROWS, NODES)
     logq = target.logp[place] + 0.2 * rng.normal(size=(ROWS, NODES, VOCAB))
     index = jnp.arange(ROWS)
-    frontier = Frontier(root=tree[0][:, 0], seq=index, generated=index % 7, context=index,
-              live=index >= dead)
+    frontier = Frontier(root=tree.tokens[:, 0], seq=index, generated=index % 7, context=index,
+                        live=index >= dead)
     options = Sampling(temperature=settings[0], top_p=settings[2], top_k=settings[1],
                        limit=index % 7 + limit, key=keys(ROWS, 3), stop=jnp.asarray([stop]))
-    verdict = JUDGE(*tree, target, logq.astype(np.float32), place, frontier, options, DEPTH)
+    rows = Target(logits=logits, place=place, row=row, position=row, frontier=frontier,
+                  sampling=options)
+    verdict = JUDGE(tree, logq.astype(np.float32), target, rows, DEPTH)
     return jax.tree.map(np.asarray, verdict), target, place
 
 
-def test_a_verdict_says_where_its_tokens_came_from() -> None:
+def test_judge_returns_log_probabilities_of_its_path() -> None:
     verdict, target, place = judged()
     assert set(verdict.count) == {1, 2, 3} and not verdict.stopped.any()
     for b in range(ROWS):
@@ -106,10 +111,10 @@ def test_a_verdict_says_where_its_tokens_came_from() -> None:
             logprob = target.logp[w, verdict.tokens[b, d]]
             assert np.isfinite(logprob) and verdict.logprob[b, d] == logprob
             assert verdict.raw_logprob[b, d] == logprob + target.raw[w]
-            assert verdict.kept_mass[b, d] == target.kept_mass[w]
+            assert verdict.top_p_mass[b, d] == target.top_p_mass[w]
 
 
-def test_stop_limit_and_dead_rows_cut_as_for_match() -> None:
+def test_judge_cuts_stop_limit_and_dead_rows_as_match() -> None:
     free, *_ = judged()
     stop = int(free.tokens[free.count == 3][0, 1])
     stopped, *_ = judged(stop=stop)
@@ -122,47 +127,43 @@ def test_stop_limit_and_dead_rows_cut_as_for_match() -> None:
     assert limited.stopped.tolist() == [False] * 5 + (free.count >= 2)[5:].tolist()
 
 
-def test_dead_nodes_and_their_numbers_do_not_matter() -> None:
+def test_walk_ignores_dead_nodes_and_their_numbering() -> None:
     rng = np.random.default_rng(4)
-    tokens, parent, rank, live = trees(rng)
+    tree = trees(rng)
     logp, logq = distributions(rng)
-    rest = (keys(ROWS, 5), np.arange(ROWS, dtype=np.int32), DEPTH)
-    path, emitted, count = map(np.asarray, WALK(tokens, parent, rank, live, logp, logq, *rest))
+    rest = (Noise(keys(ROWS, 5), np.arange(ROWS, dtype=np.int32)), DEPTH)
+    path, emitted, count = map(np.asarray, WALK(tree, logp, logq, *rest))
     assert set(count) == {1, 2, 3}
-    dirty = [np.where(live, a, 7) for a in (tokens, parent, rank)]
-    dirty += [np.where(live[..., None], a, np.nan) for a in (logp, logq)]
-    again = WALK(*dirty[:3], live, *dirty[3:], *rest)
+    dirty = jax.tree.map(lambda a: np.where(tree.live, a, 7), tree).replace(live=tree.live)
+    again = WALK(dirty, *(np.where(tree.live[..., None], a, np.nan) for a in (logp, logq)), *rest)
     for one, other in zip((path, emitted, count), again, strict=True):
         np.testing.assert_array_equal(one, other)
     order = np.asarray([0, 2, 1, 4, 3])  # siblings change places, ranks do not
-    moved = [a[:, order] for a in (tokens, np.argsort(order).astype(np.int32)[parent], rank, live,
-                                   logp, logq)]
+    renumbered = tree.replace(parent=np.argsort(order).astype(np.int32)[tree.parent])
+    moved = jax.tree.map(lambda a: a[:, order], (renumbered, logp, logq))
     path_, emitted_, count_ = map(np.asarray, WALK(*moved, *rest))
     np.testing.assert_array_equal(order[path_], path)
     np.testing.assert_array_equal(emitted_, emitted)
     np.testing.assert_array_equal(count_, count)
 
 
-def test_nodes_beyond_the_depth_are_not_looked_at() -> None:
+def test_walk_ignores_nodes_beyond_the_depth() -> None:
     rng = np.random.default_rng(6)
-    tokens, parent, rank, live = trees(rng)
+    tree = trees(rng)
     logp, logq = distributions(rng)
-    rest = (logp, logq, keys(ROWS, 5), np.arange(ROWS, dtype=np.int32), 1)
-    shallow = live & (np.asarray(TREE.depth) <= 1)
-    for one, other in zip(WALK(tokens, parent, rank, live, *rest),
-                          WALK(tokens, parent, rank, shallow, *rest), strict=True):
+    rest = (logp, logq, Noise(keys(ROWS, 5), np.arange(ROWS, dtype=np.int32)), 1)
+    shallow = tree.replace(live=tree.live & (tree.depth <= 1))
+    for one, other in zip(WALK(tree, *rest), WALK(shallow, *rest), strict=True):
         np.testing.assert_array_equal(one, other)
 
 
-def test_equal_distributions_accept_whatever_the_coin() -> None:
+def test_equal_distributions_are_accepted_for_any_coin() -> None:
     """The coin stays below 1 and p / q is 1, also where q is no power of two."""
     p = np.random.default_rng(0).dirichlet(np.ones(VOCAB), 2000).astype(np.float32)
     token = np.arange(2000) % VOCAB
     chance, _, _ = jax.jit(rejection.lossless)(p, p, token)
     assert (np.asarray(chance) >= 1).all()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rejection, "bits", lambda *args: jnp.full(1, 2**32 - 1, jnp.uint32))
-        highest = rejection.coin(keys(2, 0), jnp.zeros(2, jnp.int32), *jnp.zeros((2, 2), int))
+    highest = rejection.uniform(jnp.full(1, 2**32 - 1, jnp.uint32))
     assert (highest < 1).all() and (highest > 0.999999).all()
 
 
@@ -175,7 +176,7 @@ def test_rounding_that_leaves_nothing_is_finite() -> None:
         assert np.isfinite(rest).all() and rest[0, 0] == 0
 
 
-def test_coins_residual_draws_and_the_drafter_s_noise_share_nothing() -> None:
+def test_coins_residuals_and_draft_noise_are_independent() -> None:
     """Their indices are disjoint, and their words uncorrelated over keys and positions."""
     largest_vocabulary, most_nodes = 2**22, 2**20
     assert largest_vocabulary < rejection.COINS < rejection.COINS + most_nodes < rejection.RESIDUAL
@@ -186,7 +187,7 @@ def test_coins_residual_draws_and_the_drafter_s_noise_share_nothing() -> None:
                             rejection.RESIDUAL + np.arange(4)]).astype(np.uint32)
     word = np.asarray(bits(key, position, index), np.float64)
     level, tries = np.zeros(count, np.int32), np.ones(count, np.int32)
-    coins = np.asarray(rejection.coin(key, position - 3, level + 3, tries), np.float64)
+    coins = np.asarray(rejection.coin(Noise(key, position - 3), level + 3, tries), np.float64)
     np.testing.assert_allclose(coins, word[:, 5] / 2**32, atol=1e-6)
     correlation = np.corrcoef(word.T) - np.eye(len(index))
     assert np.abs(correlation).max() < 5 / count**0.5

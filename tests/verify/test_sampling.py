@@ -1,4 +1,4 @@
-"""The draw equals a sorted float64 oracle, and its law is the processed distribution."""
+"""The draw equals a sorted float64 oracle, and its distribution is the processed distribution."""
 
 import functools
 import time
@@ -17,7 +17,7 @@ from specrl_jax.verify import sampling, truncation
 
 def oracle(logits: np.ndarray, noise: np.ndarray, temperature: float, top_k: int, top_p: float
            ) -> tuple[int, float, float, float]:
-    """(token, logprob, raw_logprob, kept_mass) of one position, by sorting, in float64."""
+    """(token, logprob, raw_logprob, top_p_mass) of one position, by sorting, in float64."""
     scores = np.asarray(logits, np.float64) / (temperature or 1.0)
     order = sorted(range(len(scores)), key=lambda v: (-scores[v], v))
     p = np.exp(scores - scores.max())
@@ -35,9 +35,9 @@ def oracle(logits: np.ndarray, noise: np.ndarray, temperature: float, top_k: int
     order = sorted(order)
     drawn = scores[order] + (noise[order] if temperature else 0)
     token = order[int(np.argmax(drawn))]
-    kept_mass = p[order].sum()
-    logprob = 0.0 if temperature == 0 else np.log(p[token] / kept_mass)
-    return token, logprob, np.log(p[token]), kept_mass
+    top_p_mass = p[order].sum()
+    logprob = 0.0 if temperature == 0 else np.log(p[token] / top_p_mass)
+    return token, logprob, np.log(p[token]), top_p_mass
 
 
 def draw(logits: Any, temperature: Any = 1.0, top_k: Any = 0, top_p: Any = 1.0, key: Any = None,
@@ -87,7 +87,7 @@ def check(logits: np.ndarray, settings: list[tuple[float, int, float]]) -> None:
         found = f"temperature {t}, top_k {k}, top_p {p}"
         assert int(got.token[w]) == token, found
         np.testing.assert_allclose(
-            [got.logprob[w], got.raw_logprob[w], got.kept_mass[w]], [logprob, raw, kept],
+            [got.logprob[w], got.raw_logprob[w], got.top_p_mass[w]], [logprob, raw, kept],
             rtol=0, atol=2e-5, err_msg=found)
 
 
@@ -111,7 +111,7 @@ def test_ties_of_top_p_are_kept_by_token_id(chunk: int) -> None:
     logits = np.full((37, 31), -1e9, np.float32)
     logits[3:35] = 0.0
     got = draw(logits, top_p=np.arange(1, 32) / 32)
-    np.testing.assert_allclose(got.kept_mass, np.arange(1, 32) / 32, atol=1e-6)
+    np.testing.assert_allclose(got.top_p_mass, np.arange(1, 32) / 32, atol=1e-6)
     assert (np.asarray(got.token) < 3 + np.arange(1, 32)).all()
 
 
@@ -124,12 +124,12 @@ def test_all_logits_equal_and_negative_zero(chunk: int) -> None:
 def test_extreme_logits_stay_finite(chunk: int) -> None:
     logits = np.random.default_rng(1).normal(size=(37, 4)).astype(np.float32) * 1e4
     got = draw(logits, temperature=[1, 0.01, 100, 0], top_p=0.9)
-    for value in (got.logprob, got.raw_logprob, got.kept_mass):
+    for value in (got.logprob, got.raw_logprob, got.top_p_mass):
         assert np.isfinite(value).all()
     assert np.asarray(got.token).tolist() == logits.argmax(0).tolist()
 
 
-# The law. Draws are independent over rows' keys and over positions; both are used.
+# The distribution. Draws are independent over rows' keys and over positions; both are used.
 
 ROWS, POSITIONS, VOCAB = 500, 16, 12
 LOGITS = np.random.default_rng(3).normal(size=VOCAB).astype(np.float32) * 1.5
@@ -156,7 +156,7 @@ def drawing(noise_of: Callable[..., Any]) -> Callable[..., Any]:
     return jax.jit(lambda *args: sampling.draw(*args))
 
 
-def law(temperature: float, top_k: int, top_p: float) -> np.ndarray:
+def distribution(temperature: float, top_k: int, top_p: float) -> np.ndarray:
     """The processed distribution, f64[V]."""
     p = np.zeros(VOCAB)
     for v in range(VOCAB):
@@ -167,14 +167,14 @@ def law(temperature: float, top_k: int, top_p: float) -> np.ndarray:
     return p / p.sum()
 
 
-def off_law(tokens: np.ndarray, p: np.ndarray) -> list[str]:
-    """What is wrong with draws i[ROWS, POSITIONS] that should be independent and of law p."""
+def deviations_of(tokens: np.ndarray, p: np.ndarray) -> list[str]:
+    """What is wrong with draws i[ROWS, POSITIONS] that should be independent draws from p."""
     wrong = []
     counts = np.bincount(tokens.reshape(-1), minlength=VOCAB)
     if counts[p == 0].any():
         wrong.append("a token that truncation removed")
     if not fits(counts[p > 0], p[p > 0]):
-        wrong.append("the law")
+        wrong.append("the distribution")
     pairs = np.bincount((tokens[:, :-1] * VOCAB + tokens[:, 1:]).reshape(-1), minlength=VOCAB**2)
     both = np.outer(p, p).reshape(-1)
     if not fits(pairs[both > 0], both[both > 0]):
@@ -203,7 +203,7 @@ def fits(counts: np.ndarray, p: np.ndarray) -> bool:
 
 
 @pytest.mark.parametrize("top_k,top_p", [(5, 1.0), (0, 0.5), (5, 0.5)])
-def test_what_is_not_a_number_ends(top_k: int, top_p: float) -> None:
+def test_truncation_of_nan_logits_ends(top_k: int, top_p: float) -> None:
     logits = jnp.broadcast_to(jnp.arange(8192)[:, None] / 1000, (8192, 2)).at[7, 0].set(jnp.nan)
     one = jnp.ones(2)
     args = (logits, one, jnp.full(2, top_k), one * top_p, jnp.ones((2, 2), jnp.uint32),
@@ -212,18 +212,18 @@ def test_what_is_not_a_number_ends(top_k: int, top_p: float) -> None:
     began = time.perf_counter()
     drawn = jax.block_until_ready(compiled(*args))
     assert time.perf_counter() - began < 3  # a bisection through all of them takes a minute
-    assert drawn.kept_mass[1] < 1  # the other row is truncated as ever
+    assert drawn.top_p_mass[1] < 1  # the other row is truncated as ever
 
 
 @pytest.mark.parametrize("temperature,top_k,top_p", [
     (1.0, 0, 1.0), (0.5, 0, 1.0), (2.0, 0, 1.0), (1.0, 4, 1.0), (1.0, 0, 0.7), (0.7, 6, 0.8),
     (0.0, 0, 1.0), (0.0, 3, 0.5)])
-def test_the_law_of_the_draw(temperature: float, top_k: int, top_p: float) -> None:
+def test_the_distribution_of_the_draw(temperature: float, top_k: int, top_p: float) -> None:
     tokens = drawn(gumbel, temperature, top_k, top_p)
     if temperature == 0:
         assert (tokens == LOGITS.argmax()).all()
     else:
-        assert off_law(tokens, law(temperature, top_k, top_p)) == []
+        assert deviations_of(tokens, distribution(temperature, top_k, top_p)) == []
 
 
 def without_position(key: Any, position: Any, index: Any) -> Any:
@@ -249,8 +249,9 @@ def same_for_pairs(key: Any, position: Any, index: Any) -> Any:
 @pytest.mark.parametrize("wrong", [without_position, one_key_word, halved, of_the_minimum,
                                    same_for_pairs], ids=lambda f: f.__name__)
 def test_wrong_noise_is_noticed(wrong: Callable[..., Any]) -> None:
-    assert off_law(drawn(wrong, 1.0, 0, 1.0), law(1.0, 0, 1.0))
+    assert deviations_of(drawn(wrong, 1.0, 0, 1.0), distribution(1.0, 0, 1.0))
 
 
-def test_a_law_that_is_slightly_off_is_noticed() -> None:
-    assert "the law" in off_law(drawn(gumbel, 1.15, 0, 1.0), law(1.0, 0, 1.0))
+def test_a_distribution_that_is_slightly_off_is_noticed() -> None:
+    found = deviations_of(drawn(gumbel, 1.15, 0, 1.0), distribution(1.0, 0, 1.0))
+    assert "the distribution" in found

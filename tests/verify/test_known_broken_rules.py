@@ -1,7 +1,7 @@
 """Deliberately broken rules: the checks that pass for the right rules notice each of them.
 
 Most of them have been somebody's bug, and look like a reward curve that is worse with speculation
-than without. An exhibit is the right rule with one part exchanged; its docstring says whose it was.
+than without. Each is the right rule with one part exchanged; its docstring says whose bug it was.
 """
 
 import functools
@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from laws import (
+from distribution_checks import (
     CHAIN,
     DEPTH,
     REJECTION,
@@ -26,31 +26,41 @@ from laws import (
     keys,
     match,
     models,
-    off_law,
     sampled,
     tree_of,
     two_tokens,
     world,
+    wrong_settings,
 )
 
 from specrl_jax.prng import gumbel
 from specrl_jax.structs import Array
 from specrl_jax.verify import lossy, rejection
-from specrl_jax.verify.rejection import COINS, RESIDUAL, coin, decide, emit, last_token, lossless
+from specrl_jax.verify.protocol import Nodes
+from specrl_jax.verify.rejection import (
+    COINS,
+    RESIDUAL,
+    Noise,
+    coin,
+    decide,
+    emit,
+    last_token,
+    lossless,
+)
 
 
 def rejecting(r: Round, *, live: Array | None = None, logq: Array | None = None,
               coin_of: rejection.Coin | None = None, test: rejection.Test = lossless,
               left_of: Callable[..., Array] = lambda left, at: left) -> tuple[Array, Array]:
-    """The right rule, in parts of which each exhibit replaces one."""
-    tokens, parent, rank, whole = tree_of(r)
+    """The right rule, of which each broken rule replaces one part."""
+    nodes, noise = tree_of(r), Noise(r.key, r.generated)
+    nodes = nodes if live is None else nodes.replace(live=live)
     path, accepted, left = decide(
-        tokens, parent, rank, whole if live is None else live, r.logp,
-        r.logq if logq is None else logq,
-        coin_of or functools.partial(coin, r.key, r.generated), DEPTH, test)
+        nodes, r.logp, r.logq if logq is None else logq,
+        coin_of or functools.partial(coin, noise), DEPTH, test)
     at = jnp.take_along_axis(path, accepted[:, None], 1)[:, 0]
-    last = last_token(left_of(left, at), r.key, r.generated + accepted)
-    return emit(tokens, path, accepted, last), accepted + 1
+    last = last_token(left_of(left, at), noise, accepted)
+    return emit(nodes, path, accepted, last), accepted + 1
 
 
 def top(scores: Array, noise: Array) -> Array:
@@ -75,7 +85,7 @@ def cut_by_what_was_known(r: Round) -> tuple[Array, Array]:
 
 
 def point_masses_cut_by_what_was_drawn(r: Round) -> tuple[Array, Array]:
-    """Point masses may be pruned by looks: given any tree, however made, the law is p."""
+    """Point masses may be pruned by looks: given any tree, however made, the distribution is p."""
     live = r.live & (r.logq.max(2) > np.log(0.6)).at[:, 0].set(True)
     return rejecting(r, live=live, logq=jnp.full_like(r.logq, -jnp.inf))
 
@@ -83,7 +93,8 @@ def point_masses_cut_by_what_was_drawn(r: Round) -> tuple[Array, Array]:
 def coins_from(r: Round, start: int) -> rejection.Coin:
     """Coins made of the hash indices from `start` on."""
     shift = jnp.uint32((start - COINS) % 2**32)
-    return lambda level, tries: coin(r.key, r.generated, level, tries.astype(jnp.uint32) + shift)
+    noise = Noise(r.key, r.generated)
+    return lambda level, tries: coin(noise, level, tries.astype(jnp.uint32) + shift)
 
 
 def coins_of_the_drafter(r: Round) -> tuple[Array, Array]:
@@ -98,12 +109,14 @@ def coins_of_the_residual(r: Round) -> tuple[Array, Array]:
 
 def one_coin_a_round(r: Round) -> tuple[Array, Array]:
     """The same u at every level: that the first node was accepted says something about it."""
-    return rejecting(r, coin_of=lambda level, tries: coin(r.key, r.generated, 0 * level, tries))
+    noise = Noise(r.key, r.generated)
+    return rejecting(r, coin_of=lambda level, tries: coin(noise, 0 * level, tries))
 
 
 def one_coin_a_node(r: Round) -> tuple[Array, Array]:
     """The same u for all siblings."""
-    return rejecting(r, coin_of=lambda level, tries: coin(r.key, r.generated, level, 0 * tries))
+    noise = Noise(r.key, r.generated)
+    return rejecting(r, coin_of=lambda level, tries: coin(noise, level, 0 * tries))
 
 
 def bonus_of_the_drafter(r: Round) -> tuple[Array, Array]:
@@ -138,10 +151,10 @@ def found(rule: Rule, shape: Shape, w: World,
           order_of: Callable[[Array, Array], Array] = sampled) -> int:
     """How many of the 13 settings the end-to-end check finds wrong."""
     def one_operation_at_a_time(r: Round) -> tuple[Array, Array]:
-        with jax.disable_jit():  # nothing is compiled anew for an exhibit
+        with jax.disable_jit():  # compiling each broken rule would take longer
             return rule(r)
 
-    return len(off_law(one_operation_at_a_time, shape, w, order_of=order_of))
+    return len(wrong_settings(one_operation_at_a_time, shape, w, order_of=order_of))
 
 
 @pytest.mark.parametrize("rule,shape,order_of", [
@@ -182,7 +195,7 @@ def test_match_is_immune_to_peeking() -> None:
         sure = (r.logq.max(2) > np.log(0.6)).at[:, 0].set(True)
         return match(r._replace(live=r.live & sure))
 
-    assert off_law(peeking, CHAIN, world("decent"), rows=1024) == []
+    assert wrong_settings(peeking, CHAIN, world("decent"), rows=1024) == []
 
 
 def test_the_published_example_of_peeking() -> None:
@@ -193,9 +206,11 @@ def test_the_published_example_of_peeking() -> None:
     key, zero = keys(count, 0), jnp.zeros(count, jnp.int32)
     token = (logq[:, 0] + gumbel(key, zero, jnp.arange(2))).argmax(1).astype(jnp.int32)
     tokens = jnp.stack([zero, token], 1)
-    walk = jax.jit(rejection.walk, static_argnums=8)
+    walk = jax.jit(rejection.walk, static_argnums=4)
     for live, want in ((tokens >= 0, 0.7), (tokens == 0, 0.85)):
-        _, emitted, _ = walk(tokens, 0 * tokens, 0 * tokens, live, logp, logq, key, zero, 1)
+        nodes = Nodes(tokens=tokens, parent=0 * tokens, depth=0 * tokens, rank=0 * tokens,
+                      live=live)
+        _, emitted, _ = walk(nodes, logp, logq, Noise(key, zero), 1)
         assert abs((np.asarray(emitted)[:, 0] == 0).mean() - want) < 5 * (0.25 / count) ** 0.5
 
 
@@ -220,8 +235,8 @@ def moved_rows_say_the_same(rule: Rule) -> bool:
 
 @pytest.mark.parametrize("rule", [match, REJECTION], ids=["match", "rejection"])
 def test_noise_of_the_slot_is_noticed_when_rows_move(rule: Rule) -> None:
-    """A refill or compaction moves sequences between slots; their law alone shows nothing."""
+    """A refill moves sequences between slots; their distribution alone shows nothing."""
     assert moved_rows_say_the_same(rule)
     broken = by_slot(rule)
     assert not moved_rows_say_the_same(broken)
-    assert off_law(broken, CHAIN, world("decent"), rows=1024) == []
+    assert wrong_settings(broken, CHAIN, world("decent"), rows=1024) == []

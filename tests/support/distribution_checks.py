@@ -1,8 +1,8 @@
-"""Toy models with known laws, one round of each verification rule on them, and a chi-square.
+"""Toy models with known distributions, a round of each rule on them, and a chi-square test.
 
 A model is a table f[V+1, V] of logits: row t is what follows token t, row V what follows the
-prompt. Law of the first two tokens: p[V, a] p[a, b]. A shape is a tree that is fixed before any
-token is drawn.
+prompt. The first two tokens have the distribution p[V, a] p[a, b]. A shape is a tree that is fixed
+before any token is drawn.
 """
 
 import functools
@@ -17,6 +17,7 @@ from specrl_jax.prng import gumbel
 from specrl_jax.structs import Array, Frontier, Sampling
 from specrl_jax.verify import match as verify
 from specrl_jax.verify import rejection, sampling
+from specrl_jax.verify.protocol import Nodes, Target
 
 VOCAB = 5
 
@@ -57,7 +58,7 @@ SETTINGS = np.asarray(
     + [(0.0, 0, 1.0)], np.float32)
 
 
-def law(logits: np.ndarray, temperature: float, top_k: int, top_p: float) -> np.ndarray:
+def distribution(logits: np.ndarray, temperature: float, top_k: int, top_p: float) -> np.ndarray:
     """The processed distribution, f64[V], by sorting."""
     if temperature == 0:
         return np.eye(len(logits))[np.argmax(logits)]
@@ -72,8 +73,8 @@ def law(logits: np.ndarray, temperature: float, top_k: int, top_p: float) -> np.
     return kept / kept.sum()
 
 
-class ProcessedLaw:
-    """`law` in logarithms, and how near to what decides what is kept a token is (`boundary`)."""
+class ProcessedDistribution:
+    """`distribution` in logarithms, and the distance of its nearest token to truncation's edge."""
 
     def __init__(self, logits: np.ndarray, temperature: float, top_k: int, top_p: float) -> None:
         wide = np.asarray(logits, np.float64)
@@ -99,9 +100,9 @@ class ProcessedLaw:
             self.logprob[:] = 0
 
 
-def laws(model: np.ndarray, settings: np.ndarray) -> np.ndarray:
+def distributions(model: np.ndarray, settings: np.ndarray) -> np.ndarray:
     """f64[settings, V+1, V]."""
-    return np.stack([[law(row, *setting) for row in model] for setting in settings])
+    return np.stack([[distribution(row, *setting) for row in model] for setting in settings])
 
 
 def models(quality: str) -> tuple[np.ndarray, np.ndarray]:
@@ -146,30 +147,30 @@ def grow(shape: Shape, logq: Array, context: Array, noise: Callable[[int], Array
     return jnp.stack(tokens, 1), jnp.stack(live, 1), jnp.stack(at, 1)
 
 
-DRAW = jax.jit(sampling.draw)
-JUDGE = jax.jit(verify.judge, static_argnums=7)
+VERIFY = jax.jit(verify.verify, static_argnums=2)
 
 
 def match(r: Round) -> tuple[Array, Array]:
-    """The rule of `verify`, on real draws."""
+    """The match rule, on real draws."""
     batch, nodes = r.tokens.shape
     depth = jnp.asarray(r.shape.depth)[None]
-    flat = [jnp.repeat(a, nodes, 0) for a in (*r.settings.T, r.key)]
-    drawn = DRAW(r.logits.reshape(batch * nodes, -1).T, flat[0], flat[1].astype(jnp.int32),
-                 flat[2], flat[3], (r.generated[:, None] + depth).reshape(-1))
-    place = jnp.arange(batch * nodes).reshape(batch, nodes)
-    parent = jnp.broadcast_to(jnp.asarray(r.shape.parent)[None], r.tokens.shape)
-    verdict = JUDGE(r.tokens, parent, r.live, drawn, place, frontier(r), options(r), DEPTH)
+    flat = jnp.arange(batch * nodes)
+    target = Target(
+        logits=r.logits.reshape(batch * nodes, -1).T, place=flat.reshape(batch, nodes),
+        row=flat // nodes, position=(r.generated[:, None] + depth).reshape(-1),
+        frontier=frontier(r), sampling=options(r))
+    verdict, _ = VERIFY(tree_of(r), target, DEPTH)
     return verdict.tokens, verdict.count
 
 
 def by_walk(rule: rejection.Walk) -> Rule:
     """A rule of `rejection` or `lossy`."""
 
-    jitted = jax.jit(rule, static_argnums=8)
+    jitted = jax.jit(rule, static_argnums=4)
 
     def of(r: Round) -> tuple[Array, Array]:
-        _, emitted, count = jitted(*tree_of(r), r.logp, r.logq, r.key, r.generated, DEPTH)
+        noise = rejection.Noise(r.key, r.generated)
+        _, emitted, count = jitted(tree_of(r), r.logp, r.logq, noise, DEPTH)
         return emitted, count
 
     return of
@@ -183,11 +184,11 @@ def points(r: Round) -> tuple[Array, Array]:
     return REJECTION(r._replace(logq=jnp.full_like(r.logq, -jnp.inf)))
 
 
-def tree_of(r: Round) -> tuple[Array, Array, Array, Array]:
-    """tokens, parent, rank, live [N, n]."""
-    parent, rank = (jnp.broadcast_to(jnp.asarray(a)[None], r.tokens.shape)
-                    for a in (r.shape.parent, r.shape.rank))
-    return r.tokens, parent, rank, r.live
+def tree_of(r: Round) -> Nodes:
+    """The nodes of every row, [N, n]."""
+    parent, rank, depth = (jnp.broadcast_to(jnp.asarray(a)[None], r.tokens.shape)
+                           for a in (r.shape.parent, r.shape.rank, r.shape.depth))
+    return Nodes(tokens=r.tokens, parent=parent, depth=depth, rank=rank, live=r.live)
 
 
 def frontier(r: Round) -> Frontier:
@@ -223,10 +224,10 @@ def process(model: np.ndarray, settings: np.ndarray) -> Array:
     """f32[S, V+1, V] log-probabilities, by the code under test."""
     many = [np.tile(model, (len(settings), 1)).T, *np.repeat(settings, len(model), 0).T]
     many[2] = many[2].astype(np.int32)
-    return PROCESSED(*many).reshape(len(settings), *model.shape)
+    return PROCESS(*many).logp.reshape(len(settings), *model.shape)
 
 
-PROCESSED = jax.jit(rejection.processed)
+PROCESS = jax.jit(sampling.process)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -269,15 +270,15 @@ def keys(count: int, seed: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 2**32, (count, 2), dtype=np.uint32)
 
 
-def off_law(rule: Rule, shape: Shape, w: World, *, rows: int = 4096, seed: int = 0,
+def wrong_settings(rule: Rule, shape: Shape, w: World, *, rows: int = 4096, seed: int = 0,
             order_of: Callable[[Array, Array], Array] = sampled) -> list[str]:
-    """The settings whose first two tokens do not have the plain joint law."""
+    """The settings whose first two tokens do not have the plain joint distribution."""
     count = len(SETTINGS)
     setting = np.repeat(np.arange(count), rows)
     got, _ = two_tokens(rule, shape, w, setting, keys(len(setting), seed), order_of)
     pair = (got @ (VOCAB, 1)).reshape(count, rows)
     wrong = []
-    for s, p in enumerate(laws(np.asarray(w.model), SETTINGS)):
+    for s, p in enumerate(distributions(np.asarray(w.model), SETTINGS)):
         joint = (p[VOCAB][:, None] * p[:VOCAB]).reshape(-1)
         if not fits(np.bincount(pair[s], minlength=VOCAB**2), joint):
             wrong.append("temperature {:g}, top_k {:g}, top_p {:g}".format(*SETTINGS[s]))
