@@ -17,6 +17,7 @@ from specrl_jax.config.fields import (
     option,
     section,
 )
+from specrl_jax.config.registry import Registry
 from specrl_jax.config.sections import (
     DATASETS,
     DRAWN_RULES,
@@ -54,6 +55,7 @@ __all__ = [
     "ModelSource",
     "POLICIES",
     "RULES",
+    "Registry",
     "RewardConfig",
     "RolloutConfig",
     "SpecOptions",
