@@ -39,7 +39,7 @@ def main(config: Config, workdir: Path) -> int:
         raise ConfigError(f"--rows={ROWS.value}: data.split = {config.data.split!r} has "
                           f"{len(prompts)} prompts; give fewer rows")
     spec = config.spec
-    rows, widest = ROWS.value, Cell(spec.max_steps, spec.max_branch, spec.max_nodes)
+    rows, widest = ROWS.value, Cell(spec.max_depth, spec.max_branch, spec.max_nodes)
     params = actor.params(sharding.make_mesh(config.mesh))
     arm = Arm(config, actor.source, params, prompts[:rows], rows, spec.drafter, [widest],
               CompilationCounter(), POLICY.value)

@@ -22,7 +22,7 @@ the figure anew. `--plan` tells what is missing and how long it will take. What 
 refused before the first one runs. Intervals are Student's over seeds, and differences are paired by
 seed.
 
-Acceptance is that of the rollouts: drafts accepted of the config.spec.steps asked for in each round
+Acceptance is that of the rollouts: drafts accepted of the config.spec.depth asked for in each round
 of a row. Seconds saved are those of rollouts, seconds ahead those of whole steps, both against the
 run without speculation of the same seed; by the second, updates that run beside others have no
 hidden cost. Arms of a question take turns, each a step, so that a machine whose speed drifts meets

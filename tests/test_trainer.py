@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from helpers import counting, micro_config, micro_trainer
 
-from specrl_jax.config import LearnerConfig, SpecOptions
+from specrl_jax.config import LearnerConfig, RLConfig, SpecOptions
 from specrl_jax.control import acceptance
 from specrl_jax.io import metrics
 from specrl_jax.io.checkpoint import Checkpoints
@@ -68,7 +68,8 @@ def test_loss_and_gap_are_there_whatever_is_learned(
     """None of eight groups has an advantage, then one; a micro-batch holds two groups."""
     monkeypatch.setattr(Sampler, "compile", lambda self, say: None)
     trainer = micro_trainer(micro_config(
-        learner=LearnerConfig(learning_rate=1e-3, micro_batch=4, updates=updates)))
+        learner=LearnerConfig(learning_rate=1e-3, micro_batch=4),
+        rl=RLConfig(updates=updates)))
     rollout = made_up(trainer, np.random.default_rng(0))
     for useful in ([], [5]):
         advantage, found = np.zeros((8, 2), np.float32), {}
@@ -140,7 +141,8 @@ def test_a_restored_trainer_holds_all_that_was_saved(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.slow
 def test_every_step_of_a_run_that_only_rolls_out_has_a_gap_and_a_loss(tmp_path: Path) -> None:
-    trainer = micro_trainer(micro_config(learner=LearnerConfig(micro_batch=4, updates=0)))
+    trainer = micro_trainer(micro_config(
+        learner=LearnerConfig(micro_batch=4), rl=RLConfig(updates=0)))
     counter = CompilationCounter()
     with (Checkpoints(tmp_path / "checkpoints", 2) as checkpoints,
           metrics.Writer(tmp_path, 0) as writer, Progress(2, 0) as progress):

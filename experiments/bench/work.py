@@ -122,7 +122,7 @@ def padded_work(batch: Batch, micro_batches: int) -> UpdateWork:
     width = batch.tokens.shape[-1]
     rows = micro_batches * batch.tokens.shape[1]
     return UpdateWork(tokens=rows * width, pairs=rows * width**2,
-                      scored=micro_batches * math.prod(batch.said.shape[1:]))
+                      scored=micro_batches * math.prod(batch.response.shape[1:]))
 
 
 def _visible_pairs(segment: np.ndarray, position: np.ndarray) -> int:

@@ -23,7 +23,7 @@ class Registry(dict[str, T], Generic[T]):
 
     Args:
       field: dotted name of the config field, for errors.
-      kind: class of the registered objects; `resolve` refuses anything else that is imported.
+      kind: class of the registered objects, or `Callable`; `resolve` imports nothing else.
     """
 
     def __init__(self, field: str, kind: Any = object) -> None:
@@ -68,9 +68,9 @@ class Registry(dict[str, T], Generic[T]):
         except (ImportError, AttributeError, SyntaxError) as error:
             raise ConfigError(f"{self.field} = {name!r}: {error}; its module must be importable, "
                               "for example from a directory in PYTHONPATH") from error
+        kind = "function" if self.kind is Callable else self.kind.__name__
         check(isinstance(found, self.kind), self.field, name,
-              f"must name a {getattr(self.kind, '__name__', self.kind)}, but it is a "
-              f"{type(found).__name__}")
+              f"must name a {kind}, but it is of type {type(found).__name__}")
         return found
 
 

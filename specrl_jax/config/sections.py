@@ -7,8 +7,6 @@ number that becomes data of the compiled programs. Each field carries its one-li
 
 import dataclasses
 import re
-import typing
-from typing import Any
 
 from specrl_jax.config.drafting import DRAFTERS, DistillConfig, DraftConfig
 from specrl_jax.config.fields import at_least, check, option, section
@@ -17,7 +15,6 @@ DRAWN_RULES = ("rejection_drawn", "lossy_shared_noise", "lossy_retrospective")
 RULES = ("match", "rejection", "lossy_lenient", "lossy_typical", "lossy_greedy",
          "lossy_accept_all", "lossy_default_sampling", *DRAWN_RULES)
 POLICIES = ("off", "fixed", "respec", "bandit", "budget", "oracle")
-DATASETS = ("specrl_arithmetic", "gsm8k")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,10 +37,15 @@ class ModelSource:
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
-    """Which prompts, and how they are asked."""
+    """The prompts."""
 
-    name: str = option("specrl_arithmetic", f"dataset: one of {', '.join(DATASETS)}")
-    split: str = option("train", "split to train on")
+    name: str = option("specrl_arithmetic", "dataset: specrl_arithmetic, gsm8k, jsonl, or "
+                                            "package.module:function that returns a sequence of "
+                                            "dicts")
+    path: str = option("", "jsonl: a file with one JSON object a line")
+    question_field: str = option("question", "jsonl, function: field with the user's message")
+    answer_field: str = option("answer", "jsonl, function: field with the expected answer")
+    split: str = option("train", "specrl_arithmetic, gsm8k: split to train on")
     data_dir: str = option("", "TFDS directory; empty means TFDS's own, ~/tensorflow_datasets")
     manual_dir: str = option("", "directory with gsm8k's train.jsonl[.gz] and test.jsonl[.gz]")
     level: str = option("add2", "specrl_arithmetic: level of difficulty")
@@ -51,7 +53,7 @@ class DataConfig:
     system: str = option("", "system message; empty means none")
 
     def __post_init__(self) -> None:
-        check(self.name in DATASETS, "data.name", self.name, f"choose one of {', '.join(DATASETS)}")
+        check(bool(self.name), "data.name", self.name, "name a dataset")
         at_least(0, data__examples=self.examples)
 
 
@@ -76,12 +78,14 @@ class SpecOptions:
     rule: str = option("match", "verification: match leaves every token as it is without a draft; "
                                 "rejection its law, as rejection_drawn does, by p / q; those with "
                                 "lossy in their name change it, and most are bugs on purpose")
-    steps: int = option(4, "draft depth asked for in each round; 0 is off")
-    branch: int = option(1, "children of a node, or of the root alone with history; 1 is a chain")
-    nodes: int = option(5, "tree nodes a row may have, root included")
+    depth: int = option(4, "draft depth of each round, the paper's s, SGLang's num_steps; 0 is off")
+    branch: int = option(1, "children of a node, or of the root alone with history; the paper's t, "
+                            "SGLang's topk; 1 is a chain")
+    nodes: int = option(5, "tree nodes a row may have, root included; the paper's n, SGLang's "
+                           "num_draft_tokens")
     budget: int = option(0, "nodes of all rows of a shard together, roots included, so at least "
                             "its rows; 0 is no limit")
-    max_steps: int = option(4, "D, the depth that shapes are made for")
+    max_depth: int = option(4, "D, the depth that shapes are made for")
     max_branch: int = option(2, "K, the branching that shapes are made for")
     max_nodes: int = option(9, "N, the nodes a row that shapes are made for")
     max_packed: int = option(64, "most tokens that one verification packs, a shard; batches as "
@@ -96,15 +100,15 @@ class SpecOptions:
         check(self.drafter in DRAFTERS, "spec.drafter", self.drafter,
               f"choose one of {', '.join(DRAFTERS)}")
         check(self.rule in RULES, "spec.rule", self.rule, f"choose one of {', '.join(RULES)}")
-        for name in ("steps", "branch", "nodes"):
+        for name in ("depth", "branch", "nodes"):
             value, high = getattr(self, name), getattr(self, f"max_{name}")
-            low = 0 if name == "steps" else 1
+            low = 0 if name == "depth" else 1
             check(low <= value <= high, f"spec.{name}", value,
                   f"must lie in {low}..spec.max_{name} = {high}")
         at_least(0, spec__budget=self.budget, spec__history_past=self.history_past,
                  spec__history_window=self.history_window,
                  spec__history_megabytes=self.history_megabytes)
-        at_least(1, spec__history_match=self.history_match, spec__max_steps=self.max_steps,
+        at_least(1, spec__history_match=self.history_match, spec__max_depth=self.max_depth,
                  spec__max_packed=self.max_packed)
 
 
@@ -185,8 +189,35 @@ class RolloutConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class RLConfig:
+    """The RL algorithm: what rewards become, and which loss the policy update minimises."""
+
+    advantage: str = option("group", "advantage from a group's rewards: group (mean and standard "
+                                     "deviation, GRPO), group_mean (mean alone, Dr. GRPO), "
+                                     "leave_one_out (RLOO), or package.module:function")
+    loss: str = option("ppo_clip", "policy loss: ppo_clip (PPO, GRPO; with clip_high > clip_low, "
+                                   "DAPO), or package.module:function")
+    correction: str = option("none", "weights of tokens whose log-probabilities differ between "
+                                     "rollout and learner: none, truncated (truncated importance "
+                                     "sampling), or package.module:function")
+    normalize: str = option("token", "loss mean over all tokens of the batch (token), over each "
+                                     "sequence and then sequences (sequence), or sums over "
+                                     "max_new_tokens (constant, Dr. GRPO)")
+    kl: float = option(0.0, "coefficient of the KL to the initial policy; 0 keeps no reference")
+    clip_low: float = option(0.2, "ratio is clipped below at 1 - clip_low")
+    clip_high: float = option(0.2, "ratio is clipped above at 1 + clip_high")
+    updates: int = option(1, "updates on each rollout; 0 only rolls out")
+
+    def __post_init__(self) -> None:
+        at_least(0, rl__kl=self.kl, rl__clip_low=self.clip_low, rl__clip_high=self.clip_high,
+                 rl__updates=self.updates)
+        check(self.normalize in ("token", "sequence", "constant"), "rl.normalize",
+              self.normalize, "choose token, sequence or constant")
+
+
+@dataclasses.dataclass(frozen=True)
 class LearnerConfig:
-    """The policy update."""
+    """How the policy update runs: optimiser, batches and memory."""
 
     learning_rate: float = option(1e-5, "peak learning rate of AdamW")
     warmup_steps: int = option(0, "linear warm-up, in updates; constant afterwards")
@@ -197,23 +228,14 @@ class LearnerConfig:
     micro_batch: int = option(16, "sequences in one forward and backward pass, over all shards")
     packing: str = option("group", "group: a group's responses share one copy of their prompt, "
                                    "best when responses are short; sequence: one each")
-    updates: int = option(1, "updates on each rollout; 0 only rolls out")
-    clip_low: float = option(0.2, "ratio is clipped below at 1 - clip_low")
-    clip_high: float = option(0.2, "ratio is clipped above at 1 + clip_high")
-    kl: float = option(0.0, "coefficient of the KL to the initial policy; 0 keeps no reference")
-    scale_advantage: bool = option(True, "divide advantages by their group's standard deviation")
-    normalize: str = option("token", "loss mean over all tokens of the batch (token), over each "
-                                     "sequence and then sequences (sequence), or sums over "
-                                     "max_new_tokens (constant, Dr. GRPO)")
-    old_logprob: str = option("learner", "learner: recomputed; rollout: from verification, free")
+    old_logprob: str = option("learner", "log-probabilities of the policy that sampled: recomputed "
+                                         "(learner), or those of verification, free (rollout)")
     max_bad_steps: int = option(5, "stop after this many non-finite updates in a row")
     remat: bool = option(False, "recompute each layer in the backward pass: less memory, more time")
 
     def __post_init__(self) -> None:
-        at_least(0, learner__learning_rate=self.learning_rate, learner__kl=self.kl,
-                 learner__warmup_steps=self.warmup_steps, learner__weight_decay=self.weight_decay,
-                 learner__clip_low=self.clip_low, learner__clip_high=self.clip_high)
-        at_least(0, learner__updates=self.updates)
+        at_least(0, learner__learning_rate=self.learning_rate,
+                 learner__warmup_steps=self.warmup_steps, learner__weight_decay=self.weight_decay)
         at_least(1, learner__micro_batch=self.micro_batch,
                  learner__max_bad_steps=self.max_bad_steps)
         for name in ("b1", "b2"):
@@ -221,8 +243,6 @@ class LearnerConfig:
                   "must lie in [0, 1)")
         check(self.max_grad_norm > 0, "learner.max_grad_norm", self.max_grad_norm,
               "must be positive")
-        check(self.normalize in ("token", "sequence", "constant"), "learner.normalize",
-              self.normalize, "choose token, sequence or constant")
         check(self.packing in ("group", "sequence"), "learner.packing", self.packing,
               "choose group or sequence")
         check(self.old_logprob in ("learner", "rollout"), "learner.old_logprob", self.old_logprob,
@@ -259,6 +279,7 @@ class Config:
     draft: DraftConfig = section(DraftConfig, "drafters")
     control: ControlConfig = section(ControlConfig, "controller")
     rollout: RolloutConfig = section(RolloutConfig, "generation")
+    rl: RLConfig = section(RLConfig, "RL algorithm")
     learner: LearnerConfig = section(LearnerConfig, "policy update")
     distill: DistillConfig = section(DistillConfig, "drafter's training while RL runs")
     mesh: MeshConfig = section(MeshConfig, "devices")
@@ -277,51 +298,20 @@ class Config:
         rows = self.rollout.batch_size // shards
         check(self.spec.budget == 0 or self.spec.budget >= rows, "spec.budget", self.spec.budget,
               f"must hold the roots of a shard's {rows} rows (rollout.batch_size); 0 is no limit")
-        unit = shards * self.together
+        check(self.rl.correction == "none" or self.learner.old_logprob == "learner",
+              "rl.correction", self.rl.correction,
+              "compares with the learner's log-probabilities; use learner.old_logprob = learner")
+        unit = shards * self.sequences_per_row
         check(self.learner.micro_batch % unit == 0, "learner.micro_batch",
               self.learner.micro_batch, f"must be a multiple of {unit}: {shards} data shards x "
-              f"{self.together} sequences packed together (learner.packing)")
+              f"{self.sequences_per_row} sequences a row (learner.packing)")
 
     @property
-    def together(self) -> int:
-        """k, sequences of a group that the learner packs into one row."""
+    def sequences_per_row(self) -> int:
+        """k, sequences of a group that the learner packs into one row (learner.packing)."""
         return self.group_size if self.learner.packing == "group" else 1
 
     @property
     def sequences(self) -> int:
         """Sequences of one step."""
         return self.prompts_per_step * self.group_size
-
-
-def as_dict(config: Any) -> dict[str, Any]:
-    """Nested plain dict of a config, as written to config.json."""
-    return dataclasses.asdict(config)
-
-
-def build(cls: type, values: Any, prefix: str = "") -> Any:
-    """The frozen dataclass `cls` from a nested dict or any object with the same fields.
-
-    Raises:
-      ConfigError: an unknown field, or a value of the wrong type.
-    """
-    fields = {f.name: f for f in dataclasses.fields(cls)}
-    hints = typing.get_type_hints(cls)
-    if not isinstance(values, dict):
-        values = {f.name: getattr(values, f.name) for f in dataclasses.fields(values)}
-    for name in values:
-        check(name in fields, prefix + name, values[name], f"no such field of {cls.__name__}; "
-              f"it has {', '.join(fields)}")
-    return cls(**{name: _coerce(hints[name], prefix + name, value)
-                  for name, value in values.items()})
-
-
-def _coerce(hint: Any, name: str, value: Any) -> Any:
-    if dataclasses.is_dataclass(hint):
-        return build(hint, value, f"{name}.")
-    if typing.get_origin(hint) is tuple:
-        check(isinstance(value, tuple | list), name, value, "must be a tuple")
-        return tuple(_coerce(typing.get_args(hint)[0], name, v) for v in value)
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    check(type(value) is hint, name, value, f"must be of type {hint.__name__}")
-    return value

@@ -82,7 +82,7 @@ def eagle(arch: EagleArch, depth: int, branch: int, nodes: int, children: str = 
       ConfigError: sizes that cannot work.
     """
     check(children in CHILDREN, "draft.children", children, f"choose one of {', '.join(CHILDREN)}")
-    at_least(1, spec__max_steps=depth)
+    at_least(1, spec__max_depth=depth)
     at_least(2, spec__max_nodes=nodes)
     check(1 <= branch <= arch.draft_vocab, "spec.max_branch", branch,
           f"must lie in 1..{arch.draft_vocab}, the draft vocabulary")

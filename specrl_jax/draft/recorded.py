@@ -53,10 +53,10 @@ def replay(*, depth: int, nodes: int, vocab: int, origin: int = 0) -> Drafter:
     Raises:
       ConfigError: sizes that cannot work.
     """
-    at_least(1, spec__max_steps=depth)
+    at_least(1, spec__max_depth=depth)
     at_least(2, vocab_size=vocab)
     check(nodes > depth, "spec.max_nodes", nodes,
-          f"must be at least 1 + spec.max_steps = {1 + depth}")
+          f"must be at least 1 + spec.max_depth = {1 + depth}")
     return Drafter(
         nodes=nodes, depth=depth, branch=nodes,  # chains, whatever is asked
         init=_init,

@@ -55,7 +55,7 @@ def small_lm(arch: Architecture, depth: int, branch: int, nodes: int, children: 
       ConfigError: sizes that cannot work.
     """
     check(children in CHILDREN, "draft.children", children, f"choose one of {', '.join(CHILDREN)}")
-    at_least(1, spec__max_steps=depth)
+    at_least(1, spec__max_depth=depth)
     at_least(2, spec__max_nodes=nodes)
     check(1 <= branch <= arch.vocab_size, "spec.max_branch", branch,
           f"must lie in 1..{arch.vocab_size}, the vocabulary")

@@ -162,7 +162,7 @@ class Sampler:
         """What drafting takes depends on."""
         spec = dataclasses.asdict(self.config.spec)
         return dataclasses.asdict(self.config.draft) | {
-            name: spec[name] for name in ("drafter", "max_steps", "max_branch", "history_past")}
+            name: spec[name] for name in ("drafter", "max_depth", "max_branch", "history_past")}
 
     def generate(self, asked: PromptBatch, stream: str, step: int, *,
                  past: np.ndarray | None = None, limit: np.ndarray | None = None,

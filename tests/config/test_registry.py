@@ -57,7 +57,7 @@ def test_resolve_imports_module_and_attribute(registry):
     (":f", "spec.drafter = ':f': choose one of off"),
     ("no_such_module:f", "spec.drafter = 'no_such_module:f': No module named 'no_such_module'; "),
     ("math:nothing", "spec.drafter = 'math:nothing': module 'math' has no attribute 'nothing'; "),
-    ("math:pi", "spec.drafter = 'math:pi': must name a Callable, but it is a float"),
+    ("math:pi", "spec.drafter = 'math:pi': must name a function, but it is of type float"),
 ])
 def test_resolve_refuses_in_one_line(registry, name, line):
     with pytest.raises(ConfigError) as caught:

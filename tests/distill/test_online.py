@@ -38,7 +38,7 @@ from specrl_jax.io.progress import Progress
 from specrl_jax.run import run_steps
 from specrl_jax.trainer import Trainer
 
-SPEC = SpecOptions(drafter="eagle", steps=2, branch=1, nodes=3, max_steps=2, max_branch=1,
+SPEC = SpecOptions(drafter="eagle", depth=2, branch=1, nodes=3, max_depth=2, max_branch=1,
                    max_nodes=3)
 LEARN = dict(batch=8, micro_batch=8, updates=2, unroll=2, learning_rate=3e-3, canary=4)
 MODES = {"every_step": {}, "every_k": {"every": 2, "rollouts": 2}, "once": {"rollouts": 2},

@@ -31,7 +31,7 @@ DEPTH, NODES, BATCH = 3, 4, 4
 ARCH = tiny_arch(num_layers=1)
 PARAMS = tiny_params(ARCH)
 TASK = make_task()
-SPEC = SpecOptions(max_steps=DEPTH, steps=2, max_branch=1, nodes=3, max_nodes=NODES)
+SPEC = SpecOptions(max_depth=DEPTH, depth=2, max_branch=1, nodes=3, max_nodes=NODES)
 OPTIONS: dict[str, dict[str, Any]] = {
     "budget": {}, "respec": {}, "bandit": {"epsilon": 0.5}, "oracle": {"accept": (1.5, 2.0, 2.5)}}
 
