@@ -48,6 +48,11 @@ def test_register_same_definition_replaces(registry):
     assert registry["mine"] is second
 
 
+def test_resolve_imports_registered_string(registry):
+    registry.register("root")("math:sqrt")
+    assert registry.resolve("root")(9) == 3
+
+
 def test_resolve_imports_module_and_attribute(registry):
     assert registry.resolve("math:sqrt")(4) == 2
 
