@@ -171,7 +171,7 @@ class Trainer:
         groups = advantage.reshape(-1, self.config.group_size)
         record |= evolved | parts | {
             "reward/mean": float(rewards.mean()), "reward/std": float(rewards.std()),
-            "reward/useful_groups": float((groups != 0).any(1).mean()),
+            "reward/nonzero_advantage_fraction": float((groups != 0).any(1).mean()),
             "time/reward": judged - rewarded, "time/learn": ended - learned,
             "time/step": time.perf_counter() - began, "step": self.step_number,
             "memory/peak_bytes": peak_rss()}
@@ -187,7 +187,7 @@ class Trainer:
         if self.evolution and self.config.distill.when == "once" and self.step_number == 0:
             told |= self._learn_first()
         told |= {"drafter/fault": fault} if fault else {}
-        return {"drafter/faults": self.life.faults, "drafter/held": float(self.life.held),
+        return {"drafter/faults": self.life.faults, "drafter/disabled": float(self.life.held),
                 "checksum/drafter": checksum(self.life.head)} | acts | told
 
     def _learn_first(self) -> dict[str, Any]:

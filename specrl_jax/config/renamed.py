@@ -1,10 +1,12 @@
 """Config fields that were renamed or removed, and names that are reserved."""
 
+from collections.abc import Iterable
 from typing import Any
 
 from specrl_jax.config.fields import ConfigError, check
 
-# Old dotted name -> new dotted name; after a semicolon, how the value changed.
+# Old dotted name -> new dotted name; after a semicolon, how the value changed. Of a field that was
+# removed, only what to do instead: "; ...".
 RENAMED = {
     "learner.scale_advantage": "rl.advantage; True is 'group', False is 'group_mean'",
     "learner.normalize": "rl.normalize",
@@ -27,12 +29,17 @@ def check_current(field: str, value: Any) -> None:
     """Raises ConfigError if `field`, a dotted name, was renamed or is reserved."""
     if field in RENAMED:
         new, _, hint = RENAMED[field].partition("; ")
+        if not new:
+            raise ConfigError(f"{field} = {value!r}: removed; {hint}")
         raise ConfigError(f"{field} = {value!r}: renamed; use {new}" + (hint and f" ({hint})"))
     check(not any(field == name or f"{field}.".startswith(name) and name.endswith(".")
                   for name in RESERVED), field, value, "is reserved and not available yet")
 
 
-def renamed_in(fields: dict[str, Any]) -> str:
-    """Returns a remark on the first of `fields`, dotted names, that was renamed; "" if none was."""
-    found = next((field for field in sorted(fields) if field in RENAMED), None)
-    return "" if found is None else f"{found} is now {RENAMED[found].partition('; ')[0]}"
+def first_renamed(fields: Iterable[str]) -> str:
+    """Returns what became of the first of `fields`, dotted names, that was renamed; "" if none."""
+    found = min((field for field in fields if field in RENAMED), default=None)
+    if found is None:
+        return ""
+    new, _, hint = RENAMED[found].partition("; ")
+    return f"{found} is now {new}" if new else f"{found} was removed; {hint}"
