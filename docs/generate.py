@@ -42,8 +42,8 @@ def config_page() -> str:
 
 def metrics_page() -> str:
     lines = ["# Metrics", "", NOTE, "",
-             "Each line of `metrics.jsonl` has the metrics of one step; TensorBoard shows those that "
-             "are numbers. A `*` stands for a name. The last two columns give the metric of "
+             "Each line of `metrics.jsonl` has the metrics of one step; TensorBoard shows those "
+             "that are numbers. A `*` stands for a name. The last two columns give the metric of "
              "[TRL](https://github.com/huggingface/trl)'s GRPO trainer and of "
              "[verl](https://github.com/volcengine/verl) that means the same.", "",
              "| metric | unit | meaning | TRL | verl |", "| --- | --- | --- | --- | --- |"]

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from specrl_jax.evaluation.evaluate import evaluate
     from specrl_jax.evaluation.generate import generate
     from specrl_jax.io.datasets import DATASETS
+    from specrl_jax.model.families import FAMILIES
     from specrl_jax.rl.advantage import ADVANTAGES
     from specrl_jax.rl.corrections import CORRECTIONS
     from specrl_jax.rl.losses import LOSSES
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     register_advantage = ADVANTAGES.register
     register_correction = CORRECTIONS.register
     register_dataset = DATASETS.register
+    register_family = FAMILIES.register
     register_loss = LOSSES.register
     register_reward = REWARDS.register
 
@@ -48,6 +50,7 @@ __all__ = [
     "register_advantage",
     "register_correction",
     "register_dataset",
+    "register_family",
     "register_loss",
     "register_reward",
     "train",
@@ -67,6 +70,7 @@ _HOMES = {
     "register_advantage": "rl.advantage:ADVANTAGES.register",
     "register_correction": "rl.corrections:CORRECTIONS.register",
     "register_dataset": "io.datasets:DATASETS.register",
+    "register_family": "model.families:FAMILIES.register",
     "register_loss": "rl.losses:LOSSES.register",
     "register_reward": "rl.reward:REWARDS.register",
     "train": "run:train",

