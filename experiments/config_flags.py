@@ -81,7 +81,8 @@ def parsed(flag_values: flags.FlagValues = flags.FLAGS) -> tuple[Config, Path]:
     if "run" in flag_values and flag_values.run is not None:
         from specrl_jax.model.source import run_config
 
-        config = override(run_config(Path(flag_values.run)), flag_values["config"].override_values)
+        flag: Any = flag_values["config"]
+        config = override(run_config(Path(flag_values.run)), flag.override_values)
     else:
         config = build(Config, flag_values.config)
     return config, Path(flag_values.workdir or Path("runs") / config.name)

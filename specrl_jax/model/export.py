@@ -102,10 +102,10 @@ def _write_tokenizer(directory: Path, tokenizer: Tokenizer, arch: Architecture) 
 
 def _special_ids(tokenizer: Tokenizer) -> dict[str, Any]:
     """Returns the ids that transformers' generate reads."""
-    stop, bos = tokenizer.stop_ids, tokenizer.bos_token
+    stop, bos = list(tokenizer.stop_ids), tokenizer.bos_token
     return {
         "bos_token_id": None if bos is None else tokenizer.backend.token_to_id(bos),
-        "eos_token_id": (list(stop) if len(stop) > 1 else stop[0]) if stop else None,
+        "eos_token_id": (stop if len(stop) > 1 else stop[0]) if stop else None,
         "pad_token_id": tokenizer.pad_id,
     }
 

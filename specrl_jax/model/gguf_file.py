@@ -93,7 +93,7 @@ def gguf_architecture(file: GgufFile, family: str = "") -> Architecture:
     _check_rope(file, kind, head_dim)
     epsilon = f"{kind}.attention.layer_norm_rms_epsilon"
     file.get(epsilon)
-    arch = Architecture(**dict(found.architecture) | dict(
+    arch = Architecture(
         vocab_size=_shape(_record(file, "token_embd.weight"))[0],
         hidden_size=hidden,
         intermediate_size=count("feed_forward_length"),
@@ -108,8 +108,10 @@ def gguf_architecture(file: GgufFile, family: str = "") -> Architecture:
         tied="output.weight" not in file.records,
         max_position=count("context_length"),
         family=family or kind,
-    ))
-    return dataclasses.replace(arch, rope_scaling=_rope_scaling(file, arch))
+    )
+    others = {name: x for name, x in found.architecture.items()
+              if name not in ("qkv_bias", "qk_norm")}  # the file's tensors say these
+    return dataclasses.replace(arch, rope_scaling=_rope_scaling(file, arch), **others)
 
 
 def gguf_tensors(file: GgufFile, arch: Architecture) -> Tensors:

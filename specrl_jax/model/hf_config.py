@@ -1,5 +1,6 @@
 """config.json of transformers 4 and 5: parsed to an Architecture, and written so both load it."""
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -36,7 +37,7 @@ def parse_config(config: Mapping[str, Any], path: str, family: str = "") -> Arch
     _check_supported(fields, found)
     heads, kv_heads, head_dim = _heads(fields, found)
     rope = _rope(fields)
-    return Architecture(**dict(
+    arch = Architecture(
         vocab_size=fields.count("vocab_size"),
         hidden_size=fields.count("hidden_size"),
         intermediate_size=fields.count("intermediate_size"),
@@ -50,7 +51,8 @@ def parse_config(config: Mapping[str, Any], path: str, family: str = "") -> Arch
         tied=fields.flag("tie_word_embeddings", False),
         max_position=fields.count("max_position_embeddings", found.max_position),
         family=str(name),
-    ) | dict(found.architecture) | dict(found.read(fields)))
+    )
+    return dataclasses.replace(arch, **found.architecture, **found.read(fields))
 
 
 def write_config(arch: Architecture) -> dict[str, Any]:

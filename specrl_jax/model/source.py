@@ -43,6 +43,7 @@ class Actor:
         abstract = jax.tree.map(
             lambda param, place: jax.ShapeDtypeStruct(param.shape, jnp.float32, sharding=place),
             described, places, is_leaf=architecture.is_param)
+        assert self.run is not None  # a step belongs to a run
         return restore_part(self.run / CHECKPOINTS, self.step, "actor", abstract)
 
 

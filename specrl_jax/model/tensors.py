@@ -54,7 +54,7 @@ def layer_shapes(arch: Architecture) -> dict[str, Shape]:
 
 def tensor_shapes(arch: Architecture) -> dict[str, Shape]:
     """Name -> shape of every tensor that a checkpoint of `arch` holds."""
-    shapes = {EMBED: (arch.vocab_size, arch.hidden_size)}
+    shapes: dict[str, Shape] = {EMBED: (arch.vocab_size, arch.hidden_size)}
     for layer in range(arch.num_layers):
         shapes |= {layer_name(layer, part): s for part, s in layer_shapes(arch).items()}
     shapes[FINAL_NORM] = (arch.hidden_size,)

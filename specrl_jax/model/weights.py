@@ -87,7 +87,8 @@ def _package_file(name: str) -> Path:
         raise ConfigError("no model is known in that package; choose "
                           f"{', '.join(f'package:{p}' for p in PACKAGES)}")
     spec = importlib.util.find_spec(name)
-    files = sorted(Path(spec.submodule_search_locations[0]).glob("*.gguf")) if spec else []
+    places = spec.submodule_search_locations if spec else None
+    files = sorted(Path(places[0]).glob("*.gguf")) if places else []
     if len(files) != 1:
         raise ConfigError("the package is not installed or has no model file; run "
                           f"{PACKAGES[name]}")

@@ -21,16 +21,14 @@ from specrl_jax.rl import algorithm, losses
 from specrl_jax.structs import Array, Rollout
 
 
-@struct.dataclass
-class LearnerState:
+class LearnerState(struct.PyTreeNode):
     """What an update replaces."""
 
     params: Params  # float32 master weights
     optimizer: Any
 
 
-@struct.dataclass
-class Batch:
+class Batch(struct.PyTreeNode):
     """Sequences to learn from: n micro-batches of b rows, each row k sequences of one prompt.
 
     With k = 1 a row is a prompt and its response. With k = M a group shares one copy of its prompt,
@@ -48,8 +46,7 @@ class Batch:
     rollout_logprob: Array  # f32[n, b, k, T] of verification, with temperature, untruncated
 
 
-@struct.dataclass
-class Totals:
+class Totals(struct.PyTreeNode):
     """Denominators of the whole batch, and the number of micro-batches to run."""
 
     tokens: Array  # f32[]
@@ -80,9 +77,8 @@ def make_batch(rollout: Rollout, advantage: np.ndarray, temperature: float, rows
       sequences_per_row: k, a divisor of the group's size.
       keep_all: run rows without advantage too, because a KL term or a second update reads them.
     """
-    layout = _layout(rollout, sequences_per_row)
     by_row = (-1, sequences_per_row)
-    layout |= {
+    layout = _layout(rollout, sequences_per_row) | {
         "response": rollout.tokens.reshape(*by_row, rollout.tokens.shape[1]),
         "length": rollout.length.reshape(by_row),
         "advantage": advantage.astype(np.float32).reshape(by_row),
@@ -98,11 +94,13 @@ def make_batch(rollout: Rollout, advantage: np.ndarray, temperature: float, rows
         out[: len(order)] = a[order]
         return out.reshape(-1, rows, *a.shape[1:])
 
-    batch = Batch(**{name: split(np.asarray(a)) for name, a in layout.items()})
-    batch = batch.replace(temperature=np.where(batch.temperature > 0, batch.temperature, 1))
-    return batch, Totals(tokens=np.float32(rollout.length.sum()),
-                         sequences=np.float32((rollout.length > 0).sum()),
-                         micro_batches=np.int32(-(-used // rows)))
+    fields: dict[str, Any] = {name: split(np.asarray(a)) for name, a in layout.items()}
+    fields["temperature"] = np.where(fields["temperature"] > 0, fields["temperature"], 1)
+    totals: dict[str, Any] = {
+        "tokens": np.float32(rollout.length.sum()),
+        "sequences": np.float32((rollout.length > 0).sum()),
+        "micro_batches": np.int32(-(-used // rows))}
+    return Batch(**fields), Totals(**totals)
 
 
 def _layout(rollout: Rollout, sequences_per_row: int) -> dict[str, np.ndarray]:
@@ -238,7 +236,8 @@ def apply(optimizer: optax.GradientTransformation, state: LearnerState, grads: P
 
     def step(_: None) -> LearnerState:
         updates, optimizer_state = optimizer.update(grads, state.optimizer, state.params)
-        return LearnerState(optax.apply_updates(state.params, updates), optimizer_state)
+        params: Any = optax.apply_updates(state.params, updates)
+        return LearnerState(params, optimizer_state)
 
     return (jax.lax.cond(finite, step, lambda _: state, None), finite.astype(jnp.float32), norm)
 

@@ -8,7 +8,7 @@ learner skips the update.
 """
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -147,8 +147,8 @@ def sequence_terms(
     """
     _check_mask(mask)
     logprob, old_logprob = _masked(mask, logprob), _masked(mask, old_logprob)
-    ratio = dict(logprob=logprob, old_logprob=old_logprob, advantage=advantage,
-                 clip_low=clip_low, clip_high=clip_high)
+    ratio: dict[str, Any] = dict(logprob=logprob, old_logprob=old_logprob, advantage=advantage,
+                                 clip_low=clip_low, clip_high=clip_high)
     weight = correction(old_logprob=jax.lax.stop_gradient(old_logprob),
                         rollout_logprob=_masked(mask, rollout_logprob))
     terms = loss(**ratio) * weight
@@ -208,7 +208,7 @@ def _masked(mask: Array, values: Array) -> Array:
     return jnp.where(mask, values, 0.0)
 
 
-def _check(rank: int, dtype: type = jnp.float32, **arrays: Array) -> None:
+def _check(rank: int, dtype: Any = jnp.float32, /, **arrays: Array) -> None:
     for name, array in arrays.items():
         if array.ndim != rank or array.dtype != dtype:
             raise TypeError(f"{name} must be {jnp.dtype(dtype)} of rank {rank}, got "

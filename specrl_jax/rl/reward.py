@@ -81,7 +81,7 @@ def latex(prompt: str, completion: str, example: Example) -> float:
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # else it logs every time limit
     main = threading.current_thread() is threading.main_thread()
-    seconds = LATEX_SECONDS if main else None
+    seconds: Any = LATEX_SECONDS if main else None
     parse = functools.partial(math_verify.parse, parsing_timeout=seconds)
     gold = parse(f"\\boxed{{{example['answer']}}}")
     if not gold:

@@ -35,6 +35,8 @@ class SpecrlArithmetic(OrderedTextBuilder):
     RELEASE_NOTES = {"1.0.0": "First release."}
     BUILDER_CONFIGS = [LevelConfig(name=x.name, description=x.help, level=x) for x in LEVELS]
 
+    builder_config: LevelConfig
+
     def _info(self) -> tfds.core.DatasetInfo:
         return self.text_info(f"Arithmetic problems: {self.builder_config.description}.")
 

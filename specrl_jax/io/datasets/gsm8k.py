@@ -107,7 +107,7 @@ def _download(dl_manager: tfds.download.DownloadManager) -> dict[str, Path]:
     urls = {split: URL.format(split=split) for split in SPLITS}
     try:
         _check_reachable(urls["train"])
-        paths = dl_manager.download(urls)
+        paths: Any = dl_manager.download(urls)
     except (OSError, DownloadError) as error:
         raise ConfigError(f"data.name = 'gsm8k': no files in {dl_manager.download_dir / 'manual'} "
                           f"and the download failed; {HOW_TO_GET}") from error
