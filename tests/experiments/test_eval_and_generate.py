@@ -13,7 +13,7 @@ import pytest
 from absl import flags
 
 from experiments import config_flags, run_flags
-from specrl_jax.config import Config, ConfigError, SpecOptions, as_dict
+from specrl_jax.config import Config, ConfigError, SpecOptions, as_dict, override
 from specrl_jax.evaluation import generate
 from specrl_jax.model import source as actors
 from specrl_jax.model.tiny import byte_tokenizer
@@ -132,7 +132,7 @@ def test_text_is_the_same_with_and_without_speculation(command):
 @pytest.mark.slow
 def test_tokens_are_written_as_they_come(trained):
     pieces, config = [], actors.run_config(trained)
-    config = config_flags.override(config, {"rollout.max_new_tokens": 80})  # few bytes are text
+    config = override(config, {"rollout.max_new_tokens": 80})  # few bytes are text
     told = generate.generate(
         config,
         actors.open_actor(config, trained),
