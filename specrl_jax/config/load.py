@@ -1,4 +1,4 @@
-"""Configs by name: the presets that the package ships, and files of one's own."""
+"""Configs by name: the presets that the package ships, and files that define `get_config`."""
 
 import importlib.util
 import re

@@ -51,7 +51,7 @@ class DataConfig:
     data_dir: str = option("", "TFDS directory; empty means TFDS's own, ~/tensorflow_datasets")
     manual_dir: str = option("", "directory with gsm8k's train.jsonl[.gz] and test.jsonl[.gz]")
     level: str = option("add2", "specrl_arithmetic: level of difficulty")
-    examples: int = option(0, "use only the first N examples of the split; 0 means all of them")
+    examples: int = option(0, "use only the first N examples; 0 is all of them")
     system: str = option("", "system message; empty means none")
 
     def __post_init__(self) -> None:

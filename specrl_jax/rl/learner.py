@@ -253,8 +253,8 @@ def micro_loss(arch: Architecture, config: Config, totals: Totals, params: Param
     logits = response_logits(arch, params, batch, config.learner.remat)
     logprob, mask = response_logprobs(logits, batch), response_mask(batch)
 
-    def one(logprob: Array, mask: Array, advantage: Array, rollout_logprob: Array, old: Array,
-            reference: Array | None) -> tuple[Array, dict[str, Array]]:
+    def sequence_loss(logprob: Array, mask: Array, advantage: Array, rollout_logprob: Array,
+                      old: Array, reference: Array | None) -> tuple[Array, dict[str, Array]]:
         terms, metrics = losses.sequence_terms(
             loss=loss, correction=correction, logprob=logprob, old_logprob=old,
             rollout_logprob=rollout_logprob, reference=reference, advantage=advantage, mask=mask,
@@ -265,7 +265,7 @@ def micro_loss(arch: Architecture, config: Config, totals: Totals, params: Param
         return (weights * terms).sum(), metrics
 
     acted = jax.lax.stop_gradient(logprob) if old is None else old
-    values, metrics = jax.vmap(jax.vmap(one))(
+    values, metrics = jax.vmap(jax.vmap(sequence_loss))(
         logprob, mask, batch.advantage, batch.rollout_logprob, acted, reference)
     entropy = losses.entropy(logits=jax.lax.stop_gradient(logits))
     metrics["policy/entropy"] = jnp.where(mask, entropy, 0.0)

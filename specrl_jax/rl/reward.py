@@ -131,14 +131,14 @@ def _evaluate(
     name: str, function: Reward, prompt: str, completion: str, example: Example
 ) -> float:
     where = f"reward {name!r}, example {example.get('id')}"
-    with _Blame(where):
+    with _RewardErrors(where):
         value = float(function(prompt, completion, example))
     if not math.isfinite(value):
         raise RewardError(f"{where}: returned {value}; a reward must be finite")
     return value
 
 
-class _Blame(contextlib.AbstractContextManager):
+class _RewardErrors(contextlib.AbstractContextManager):
     """Turns any exception of a reward into a RewardError that names reward and example."""
 
     def __init__(self, where: str):
