@@ -3,18 +3,17 @@
     python experiments/train.py --config=tiny --config.seed=1 --workdir=runs/x
 
 A script ends with `config_flags.run(main)`, where `main(config, workdir)` gets the frozen `Config`.
-Flags of its own are plain absl flags, defined at the top of the script.
+A script's own flags are plain absl flags, defined at its top.
 
-A preset is a Python file whose `get_config()` returns a `Config`. ml_collections overrides fields
-by assignment, which frozen dataclasses refuse, so it works on a mutable twin, and `Config` is built
-from the twin once all overrides are in. Bad input ends in one line on stderr and exit status 2.
+ml_collections overrides fields by assignment, which frozen dataclasses refuse. So it works on a
+mutable twin of the preset's config, and `Config` is built from the twin after all overrides. Bad
+input ends in one line on stderr and exit status 2.
 """
 
+import ast
 import contextlib
 import dataclasses
 import functools
-import importlib.util
-import operator
 import re
 import sys
 import typing
@@ -26,14 +25,14 @@ from absl import app, flags, logging
 from ml_collections import config_flags as ml_config_flags
 from ml_collections.config_flags import tuple_parser
 
-from specrl_jax.config import Config, ConfigError, as_dict, build
+from specrl_jax.config import Config, ConfigError, build, load_config, override
+from specrl_jax.config.renamed import check_current
 
-CONFIGS = Path(__file__).resolve().parent / "configs"
 DEFAULT_PRESET = "smollm2"
 HELP_FLAGS = ("h", "help", "helpshort", "helpfull", "?")
 EXIT_BAD_INPUT = 2
 
-# Flags count as the script's own, which is what --help lists.
+# Without this, --help would list the flags of this file as the script's own.
 flags.disclaim_key_flags()
 
 
@@ -50,41 +49,11 @@ def run(main: Callable[[Config, Path], Any]) -> None:
     app.run(functools.partial(_call, main), flags_parser=_parse)
 
 
-def load(preset: str) -> Config:
-    """The config of a preset.
-
-    Args:
-      preset: a name in `experiments/configs`, or the path of a file, from the working directory or
-        from the repository root.
-
-    Raises:
-      ConfigError: there is no such preset, its `get_config` is missing or returns something else,
-        or its values cannot work.
-    """
-    path = _find(preset)
-    spec = importlib.util.spec_from_file_location("preset", path)
-    module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except (SyntaxError, ImportError) as error:
-        raise ConfigError(f"preset {preset!r}: {error}: correct {path}") from error
-    if not hasattr(module, "get_config"):
-        raise ConfigError(f"preset {preset!r} has no get_config(): define it in {path}")
-    try:
-        config = module.get_config()
-    except TypeError as error:  # what a dataclass raises for a field that it lacks
-        raise ConfigError(f"preset {preset!r}: {error}") from error
-    if not isinstance(config, Config):
-        raise ConfigError(f"get_config() of preset {preset!r} returns a {type(config).__name__}: "
-                          "return a specrl_jax.config.Config")
-    return config
-
-
 def define(argv: Sequence[str], flag_values: flags.FlagValues = flags.FLAGS) -> None:
     """Defines --config and --workdir.
 
     Args:
-      argv: the whole command line; overrides are looked up in it.
+      argv: the whole command line, whose overrides are checked.
       flag_values: where to define the flags.
 
     Raises:
@@ -93,17 +62,18 @@ def define(argv: Sequence[str], flag_values: flags.FlagValues = flags.FLAGS) -> 
     """
     check_overrides(argv)
     ml_config_flags.DEFINE_config_dataclass(
-        "config", mutable(load(DEFAULT_PRESET)), "preset: a name in experiments/configs or a file",
-        flag_values=flag_values, sys_argv=list(argv), parse_fn=lambda name: mutable(load(name)))
+        "config", mutable(load_config(DEFAULT_PRESET)), "preset: a name or a .py file",
+        flag_values=flag_values, sys_argv=list(argv),
+        parse_fn=lambda name: mutable(load_config(name)))
     flag_values["config"].default_as_str = DEFAULT_PRESET
     flags.DEFINE_string("workdir", None, "directory of the run's output (default: runs/NAME, with "
                         "NAME from --config.name)", flag_values=flag_values)
 
 
 def parsed(flag_values: flags.FlagValues = flags.FLAGS) -> tuple[Config, Path]:
-    """The frozen config and the workdir, once the flags are parsed.
+    """Returns the frozen config and the workdir; call it after the flags are parsed.
 
-    With --run of run_flags.py, the config is the run's, and overrides must fit that one.
+    With --run of run_flags.py, the overrides apply to the run's config.
 
     Raises:
       ConfigError: the values cannot work together, or there is no such run.
@@ -111,27 +81,15 @@ def parsed(flag_values: flags.FlagValues = flags.FLAGS) -> tuple[Config, Path]:
     if "run" in flag_values and flag_values.run is not None:
         from specrl_jax.model.source import run_config
 
-        config = override(run_config(Path(flag_values.run)), flag_values["config"].override_values)
+        flag: Any = flag_values["config"]
+        config = override(run_config(Path(flag_values.run)), flag.override_values)
     else:
         config = build(Config, flag_values.config)
     return config, Path(flag_values.workdir or Path("runs") / config.name)
 
 
-def override(config: Config, values: dict[str, object]) -> Config:
-    """`config` with other values at dotted paths.
-
-    Raises:
-      ConfigError: the values cannot work together.
-    """
-    nested = as_dict(config)
-    for path, value in values.items():
-        *above, name = path.split(".")
-        functools.reduce(operator.getitem, above, nested)[name] = value
-    return build(Config, nested)
-
-
 def mutable(config: Any) -> Any:
-    """A mutable twin of a frozen dataclass, its sections twins as well."""
+    """Returns a mutable twin of a frozen dataclass, with twins of its sections."""
     values = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
     return _twin(type(config))(**{
         name: mutable(value) if dataclasses.is_dataclass(value) else value
@@ -139,7 +97,7 @@ def mutable(config: Any) -> Any:
 
 
 def check_overrides(argv: Sequence[str]) -> None:
-    """Checks that each `--config.field=value` of a command line names a field and has its type.
+    """Checks the name and the type of each `--config.field=value` of a command line.
 
     Raises:
       ConfigError: names the field, the value and the way out.
@@ -148,6 +106,7 @@ def check_overrides(argv: Sequence[str]) -> None:
         match = re.fullmatch(r"--?(?:no)?config\.([^=]*)(?:=(.*))?", argument, re.DOTALL)
         if match:
             path, value = match.groups()
+            check_current(path, _literal(following if value is None else value))
             hint = _hint(path, following if value is None else value)
             if hint is not bool and value is None:
                 value = following
@@ -158,7 +117,7 @@ def check_overrides(argv: Sequence[str]) -> None:
 def print_help(argv: Sequence[str]) -> None:
     """Prints the script's docstring, its flags, and every field of the chosen preset."""
     define(argv[:1])
-    if "run" in flags.FLAGS:  # the script reads a run, and refuses to be told where to write one
+    if "run" in flags.FLAGS:  # the script reads a run and refuses --workdir
         del flags.FLAGS.workdir
     table = field_table(_chosen_preset(argv))
     app.usage(shorthelp="helpfull" not in _flag_names(argv), writeto_stdout=True)
@@ -166,9 +125,9 @@ def print_help(argv: Sequence[str]) -> None:
 
 
 def field_table(preset: str) -> str:
-    """One line a field: the flag with the preset's value, and the field's help."""
+    """Returns a line for each field: the flag with the preset's value, and the field's help."""
     lines = [f"fields of --config={preset}:"]
-    for path, value, text in _leaves(load(preset)):
+    for path, value, text in _leaves(load_config(preset)):
         flag = f"  --config.{path}={_shell(value)}"
         lines.append(f"{flag:<48}  {text}")
     return "\n".join(lines)
@@ -200,19 +159,6 @@ def _call(main: Callable[[Config, Path], Any], argv: Sequence[str]) -> Any:
         return main(*parsed())
 
 
-def _find(preset: str) -> Path:
-    if re.fullmatch(r"\w+", preset):
-        candidates = [CONFIGS / f"{preset}.py"]
-    else:
-        candidates = [Path(preset), CONFIGS.parents[1] / preset]
-    for path in candidates:
-        if path.is_file():
-            return path
-    names = ", ".join(sorted(path.stem for path in CONFIGS.glob("*.py")))
-    raise ConfigError(f"no preset {preset!r}: give one of {names}, "
-                      "or the path of a .py file")
-
-
 @functools.cache
 def _twin(cls: type) -> type:
     hints = typing.get_type_hints(cls)
@@ -222,7 +168,7 @@ def _twin(cls: type) -> type:
 
 
 def _hint(path: str, value: str) -> type:
-    """The type of the field at a dotted path."""
+    """Returns the type of the field at a dotted path."""
     hint, above = Config, "config"
     for name in path.split("."):
         fields = typing.get_type_hints(hint) if dataclasses.is_dataclass(hint) else {}
@@ -235,6 +181,14 @@ def _hint(path: str, value: str) -> type:
         raise ConfigError(f"{above} = {value!r}: is a section; set its fields, as in "
                           f"--{above}.{example}=...")
     return hint
+
+
+def _literal(text: str) -> Any:
+    """Returns the Python value that a text spells, or the text."""
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
 
 
 def _check_type(path: str, value: str, hint: type) -> None:
@@ -258,7 +212,7 @@ def _parses(value: str, hint: type) -> bool:
 
 
 def _is_tuple_of(value: str, element: str) -> bool:
-    """Whether every item is of the type named; an int may stand for a float."""
+    """Returns whether every item has the type `element`; an int may stand for a float."""
     try:
         items = tuple_parser.TupleParser().parse(value)
     except ValueError:
@@ -270,7 +224,7 @@ def _is_tuple_of(value: str, element: str) -> bool:
 
 
 def _leaves(config: Any, above: str = "") -> Iterator[tuple[str, Any, str]]:
-    """(dotted path, value, help) of every field that is not a section."""
+    """Yields (dotted path, value, help) of every field that is not a section."""
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if dataclasses.is_dataclass(value):
@@ -280,13 +234,13 @@ def _leaves(config: Any, above: str = "") -> Iterator[tuple[str, Any, str]]:
 
 
 def _shell(value: Any) -> str:
-    """A value as a command line takes it."""
+    """Returns a value as it is written in a shell command."""
     text = str(value)
     return f'"{text}"' if re.search(r"[\s()]", text) else text
 
 
 def _with_next(argv: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Each argument with the one after it, which may be its value."""
+    """Yields each argument with the one after it, which may be its value."""
     return zip(argv[1:], [*argv[2:], ""], strict=False)
 
 

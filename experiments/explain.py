@@ -53,7 +53,7 @@ def explained(workdir: Path) -> list[dict[str, Any]]:
     Raises:
       ConfigError: there is none.
     """
-    rows = [row for row in read_metrics(workdir) if "control/steps" in row]
+    rows = [row for row in read_metrics(workdir) if "control/draft_depth" in row]
     if not rows:
         raise ConfigError(f"{workdir / METRICS}: no step explains a choice: is this a run with "
                           f"--config.control.policy=budget, respec, bandit or oracle?")
@@ -62,14 +62,14 @@ def explained(workdir: Path) -> list[dict[str, Any]]:
 
 def by_step(rows: Sequence[Mapping[str, Any]]) -> Table:
     columns: list[Column] = [
-        ("step", lambda r: str(r["step"])), ("depth", _number("control/steps", ".2f")),
+        ("step", lambda r: str(r["step"])), ("depth", _number("control/draft_depth", ".2f")),
         ("drafting", _number("control/drafting", ".0%")),
-        ("packed", _number("control/width", ".1f")),
+        ("packed", _number("control/verify_tokens", ".1f")),
         ("switches", _number("control/switches", ".0f")),
         ("rollout s", _number("time/rollout", ".3g")),
         ("launches s, predicted", _number("control/predicted_seconds", ".3g")),
         ("error", _number("time/control_error", ".0%")),
-        ("off s", _number("control/off_seconds", ".3g")),
+        ("off s", _number("control/plain_seconds", ".3g")),
         ("best fixed s", _number("control/fixed_seconds", ".3g")),
         ("saved s", _number("time/saved", "+.3g")), ("spent s", _number("time/spent", ".3g")),
         ("regret s", _number("time/regret", ".3g"))]

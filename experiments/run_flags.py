@@ -1,7 +1,7 @@
 """--run and --step, for scripts that read a run's weights instead of writing a run.
 
-Such a script says `flags.adopt_module_key_flags(run_flags)`, so that its --help lists them. Where
---run is a flag, `config_flags` takes a run's config from it and leaves --workdir out of the help.
+Such a script calls `flags.adopt_module_key_flags(run_flags)`, so that its --help lists the flags.
+`config_flags` then reads the config from --run and leaves --workdir out of the help.
 """
 
 from pathlib import Path
@@ -20,10 +20,10 @@ STEP = flags.DEFINE_integer("step", None, "with --run, the weights after this ma
 
 
 def resolve(config: Config, flag_values: flags.FlagValues = flags.FLAGS) -> tuple[Config, Actor]:
-    """The config and the model that the command line asks for.
+    """Returns the config and the model that the command line names.
 
     Args:
-      config: what `config_flags.parsed` gives: with --run, the run's with overrides.
+      config: from `config_flags.parsed`: with --run, the run's with overrides.
 
     Raises:
       ConfigError: the flags contradict each other, or there is no such run or model.
@@ -40,8 +40,9 @@ def resolve(config: Config, flag_values: flags.FlagValues = flags.FLAGS) -> tupl
 
 
 def given(flag: str, field: str, flag_values: flags.FlagValues = flags.FLAGS) -> Any:
-    """A flag's value; where only the config field that it stands for is overridden, that one's."""
-    overrides = flag_values["config"].override_values
+    """Returns a flag's value, or its config field's if only that one was given."""
+    config: Any = flag_values["config"]
+    overrides = config.override_values
     if field in overrides and not flag_values[flag].present:
         return overrides[field]
     return flag_values[flag].value

@@ -8,6 +8,7 @@ The same command again resumes from the last checkpoint. Ctrl-C and SIGTERM stop
 
 import functools
 from pathlib import Path
+from typing import Any
 
 import config_flags
 import jax
@@ -29,8 +30,8 @@ PROCESS = flags.DEFINE_integer("process", None, "which one this is, from 0")
 
 
 def _join() -> None:
-    """Joins the other processes of a distributed run."""
-    given = [flag.value for flag in (COORDINATOR, PROCESSES, PROCESS)]
+    """Connects to the other processes of a distributed run."""
+    given: list[Any] = [flag.value for flag in (COORDINATOR, PROCESSES, PROCESS)]
     if not DISTRIBUTED.value:
         if any(value is not None for value in given):
             raise ConfigError("--coordinator, --processes, --process: need --distributed")

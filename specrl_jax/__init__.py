@@ -1,1 +1,92 @@
-"""Reinforcement learning of language models with lossless speculative rollouts."""
+"""Reinforcement learning of language models with lossless speculative rollouts, in JAX.
+
+    from pathlib import Path
+    import specrl_jax
+
+    config = specrl_jax.load_config("tiny", seed=1, rl__kl=0.1)
+    specrl_jax.train(config, Path("runs/tiny"))
+
+Names are imported on first use: reading a config needs no JAX.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from specrl_jax.config import Config, ConfigError, load_config
+    from specrl_jax.control.protocol import Controller
+    from specrl_jax.draft.protocol import Drafter
+    from specrl_jax.evaluation.evaluate import evaluate
+    from specrl_jax.evaluation.generate import generate
+    from specrl_jax.io.datasets import DATASETS
+    from specrl_jax.model.families import FAMILIES
+    from specrl_jax.rl.advantage import ADVANTAGES
+    from specrl_jax.rl.corrections import CORRECTIONS
+    from specrl_jax.rl.losses import LOSSES
+    from specrl_jax.rl.reward import REWARDS
+    from specrl_jax.rollout.sampler import Sampler
+    from specrl_jax.run import train
+    from specrl_jax.trainer import Trainer
+    from specrl_jax.verify.registry import Rule
+
+    register_advantage = ADVANTAGES.register
+    register_correction = CORRECTIONS.register
+    register_dataset = DATASETS.register
+    register_family = FAMILIES.register
+    register_loss = LOSSES.register
+    register_reward = REWARDS.register
+
+__all__ = [
+    "Config",
+    "ConfigError",
+    "Controller",
+    "Drafter",
+    "Rule",
+    "Sampler",
+    "Trainer",
+    "evaluate",
+    "generate",
+    "load_config",
+    "register_advantage",
+    "register_correction",
+    "register_dataset",
+    "register_family",
+    "register_loss",
+    "register_reward",
+    "train",
+]
+
+_HOMES = {
+    "Config": "config:Config",
+    "ConfigError": "config:ConfigError",
+    "Controller": "control.protocol:Controller",
+    "Drafter": "draft.protocol:Drafter",
+    "Rule": "verify.registry:Rule",
+    "Sampler": "rollout.sampler:Sampler",
+    "Trainer": "trainer:Trainer",
+    "evaluate": "evaluation.evaluate:evaluate",
+    "generate": "evaluation.generate:generate",
+    "load_config": "config:load_config",
+    "register_advantage": "rl.advantage:ADVANTAGES.register",
+    "register_correction": "rl.corrections:CORRECTIONS.register",
+    "register_dataset": "io.datasets:DATASETS.register",
+    "register_family": "model.families:FAMILIES.register",
+    "register_loss": "rl.losses:LOSSES.register",
+    "register_reward": "rl.reward:REWARDS.register",
+    "train": "run:train",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, _, path = _HOMES[name].partition(":")
+    found: Any = importlib.import_module(f"{__name__}.{module}")
+    for part in path.split("."):
+        found = getattr(found, part)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -33,7 +33,7 @@ def turns(config: Config, workdir: Path) -> Iterator[None]:
     """
     began = time.perf_counter()
     metrics.check_config(workdir, config_lib.as_dict(config))
-    source = weights.describe_source(config.model.path)
+    source = weights.describe_source(config.model.path, family=config.model.family)
     progress = Progress(config.steps, 0)
     say = progress.say
     prompts = make_prompts(config, source.tokenizer, say)

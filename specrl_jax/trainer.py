@@ -20,8 +20,7 @@ from specrl_jax.io.checkpoint import Checkpoints
 from specrl_jax.io.checksum import checksum
 from specrl_jax.io.memory import peak_rss
 from specrl_jax.model import architecture, weights
-from specrl_jax.rl import learner
-from specrl_jax.rl.advantage import group_advantages
+from specrl_jax.rl import algorithm, learner
 from specrl_jax.rl.learner import Batch, LearnerState, Totals
 from specrl_jax.rl.reward import compose
 from specrl_jax.rollout.prompts import PromptBatch, Prompts
@@ -38,6 +37,7 @@ class Trainer:
                  say: Callable[[str], None]) -> None:
         self.config, self.prompts, self.tokenizer = config, prompts, source.tokenizer
         self.reward = compose(config.reward.terms, config.reward.weights)
+        self.algorithm = algorithm.resolve(config.rl)
         self.mesh = sharding.make_mesh(config.mesh)
         self.arch, self.step_number, self.bad_steps = source.arch, 0, 0
         described = architecture.describe(self.arch)
@@ -48,7 +48,7 @@ class Trainer:
                                          architecture.is_param)
         say(f"loading {source.source}")
         params = sharding.put(self.places, source.params())
-        self.reference = jax.tree.map(jnp.copy, params) if config.learner.kl else None
+        self.reference = jax.tree.map(jnp.copy, params) if config.rl.kl else None
         self.optimizer = learner.make_optimizer(config.learner)
         self.state = LearnerState(params, jax.jit(
             self.optimizer.init, out_shardings=self._optimizer_places(params))(params))
@@ -88,7 +88,7 @@ class Trainer:
             self.evolution.compile(say)
         config = self.config
         batch, totals = self._batch(self._blank_rollout(), np.zeros(config.sequences, np.float32))
-        if config.learner.updates:
+        if config.rl.updates:
             say("compiling the policy update")
             self._compile_updates(batch, totals)
         else:
@@ -102,21 +102,20 @@ class Trainer:
             score = functools.partial(learner.score, self.arch, config.learner.remat)
             self._score = jax.jit(score).lower(self.state.params, batch).compile()
         places = jax.tree.map(lambda a: a.sharding, self.state)
-        update = functools.partial(learner.update, self.arch, config.learner,
-                                   config.rollout.max_new_tokens)
+        update = functools.partial(learner.update, self.arch, config)
         self._update = jax.jit(
             update, donate_argnums=(0,), out_shardings=(places, sharding.replicated(self.mesh))
         ).lower(self.state, batch, totals, scores if self._reads_old else None,
-                scores if config.learner.kl else None).compile()
+                scores if config.rl.kl else None).compile()
 
     @property
     def _reads_old(self) -> bool:
-        return self.config.learner.updates > 1 or self.config.learner.old_logprob == "rollout"
+        return self.config.rl.updates > 1 or self.config.learner.old_logprob == "rollout"
 
     @property
     def _needs_scores(self) -> bool:
-        kl, old = self.config.learner.kl, self.config.learner.old_logprob
-        return bool(kl) or (self.config.learner.updates > 1 and old == "learner")
+        kl, old = self.config.rl.kl, self.config.learner.old_logprob
+        return bool(kl) or (self.config.rl.updates > 1 and old == "learner")
 
     def _blank_rollout(self) -> Rollout:
         q, r = self.config.sequences, self.config.rollout
@@ -129,11 +128,12 @@ class Trainer:
             occurrence=one, sample_id=one, stopped=one > 0, commits=ints, rounds=one)
 
     def _batch(self, rollout: Rollout, advantage: np.ndarray) -> tuple[Batch, Totals]:
-        config = self.config.learner
+        config = self.config
         batch, totals = learner.make_batch(
-            rollout, advantage, self.config.rollout.temperature,
-            rows=config.micro_batch // self.config.together,
-            together=self.config.together, keep_all=bool(config.kl) or config.updates > 1)
+            rollout, advantage, config.rollout.temperature,
+            rows=config.learner.micro_batch // config.sequences_per_row,
+            sequences_per_row=config.sequences_per_row,
+            keep_all=bool(config.rl.kl) or config.rl.updates > 1)
         rows = NamedSharding(self.mesh, P(None, sharding.ROWS))
         whole = sharding.replicated(self.mesh)
         return sharding.put(rows, batch), sharding.put(whole, totals)
@@ -171,7 +171,7 @@ class Trainer:
         groups = advantage.reshape(-1, self.config.group_size)
         record |= evolved | parts | {
             "reward/mean": float(rewards.mean()), "reward/std": float(rewards.std()),
-            "reward/useful_groups": float((groups != 0).any(1).mean()),
+            "reward/nonzero_advantage_fraction": float((groups != 0).any(1).mean()),
             "time/reward": judged - rewarded, "time/learn": ended - learned,
             "time/step": time.perf_counter() - began, "step": self.step_number,
             "memory/peak_bytes": peak_rss()}
@@ -187,7 +187,7 @@ class Trainer:
         if self.evolution and self.config.distill.when == "once" and self.step_number == 0:
             told |= self._learn_first()
         told |= {"drafter/fault": fault} if fault else {}
-        return {"drafter/faults": self.life.faults, "drafter/held": float(self.life.held),
+        return {"drafter/faults": self.life.faults, "drafter/disabled": float(self.life.held),
                 "checksum/drafter": checksum(self.life.head)} | acts | told
 
     def _learn_first(self) -> dict[str, Any]:
@@ -200,8 +200,8 @@ class Trainer:
 
     def _advantages(self, rewards: np.ndarray) -> np.ndarray:
         """f32[Q] within each group."""
-        return group_advantages(rewards.reshape(-1, self.config.group_size),
-                                scale=self.config.learner.scale_advantage).reshape(-1)
+        groups = rewards.reshape(-1, self.config.group_size)
+        return self.algorithm.advantage(groups).reshape(-1)
 
     def _asked(self, step: int) -> PromptBatch:
         chosen = self.chosen(step)
@@ -253,10 +253,10 @@ class Trainer:
     def learn(self, rollout: Rollout, advantage: np.ndarray) -> dict[str, Any]:
         """Updates the actor on one rollout and publishes it.
 
-        With learner.updates = 0 the loss is an empty sum, 0, and the gap is that of the first
+        With rl.updates = 0 the loss is an empty sum, 0, and the gap is that of the first
         micro-batch in canonical order.
         """
-        run = self._update_actor if self.config.learner.updates else self._only_score
+        run = self._update_actor if self.config.rl.updates else self._only_score
         updates = run(rollout, advantage)
         # Only the first update sees the weights that acted, which the gap is about.
         record = updates[-1] | {name: updates[0][name] for name in GAPS}
@@ -276,9 +276,9 @@ class Trainer:
         old = batch.rollout_logprob if self._reads_old else None
         if self._reads_old and self.config.learner.old_logprob == "learner":
             old = self._score(self.state.params, batch)
-        reference = self._score(self.reference, batch) if self.config.learner.kl else None
+        reference = self._score(self.reference, batch) if self.config.rl.kl else None
         updates = []
-        for _ in range(self.config.learner.updates):
+        for _ in range(self.config.rl.updates):
             self.state, record = self._update(self.state, batch, totals, old, reference)
             updates.append(jax.tree.map(float, record))
         return updates

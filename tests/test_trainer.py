@@ -9,15 +9,16 @@ import numpy as np
 import pytest
 from helpers import counting, micro_config, micro_trainer
 
-from specrl_jax.config import LearnerConfig, SpecOptions
+from specrl_jax.config import LearnerConfig, RLConfig, SpecOptions
 from specrl_jax.control import acceptance
 from specrl_jax.io import metrics
 from specrl_jax.io.checkpoint import Checkpoints
 from specrl_jax.io.compilation import CompilationCounter
+from specrl_jax.io.metric_names import unregistered
 from specrl_jax.io.progress import Progress
 from specrl_jax.rollout.engine import Result
 from specrl_jax.rollout.sampler import Sampler, rollout_metrics
-from specrl_jax.run import TrainingError, run_steps
+from specrl_jax.run import TrainingError, run_steps, startup
 from specrl_jax.structs import Rollout
 from specrl_jax.trainer import Trainer
 
@@ -68,7 +69,8 @@ def test_loss_and_gap_are_there_whatever_is_learned(
     """None of eight groups has an advantage, then one; a micro-batch holds two groups."""
     monkeypatch.setattr(Sampler, "compile", lambda self, say: None)
     trainer = micro_trainer(micro_config(
-        learner=LearnerConfig(learning_rate=1e-3, micro_batch=4, updates=updates)))
+        learner=LearnerConfig(learning_rate=1e-3, micro_batch=4),
+        rl=RLConfig(updates=updates)))
     rollout = made_up(trainer, np.random.default_rng(0))
     for useful in ([], [5]):
         advantage, found = np.zeros((8, 2), np.float32), {}
@@ -139,8 +141,28 @@ def test_a_restored_trainer_holds_all_that_was_saved(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.ci
+def test_metrics_of_a_run_are_all_registered(tmp_path: Path) -> None:
+    trainer = micro_trainer(micro_config(rl=RLConfig(kl=0.1)))
+    with (Checkpoints(tmp_path / "checkpoints", 2) as checkpoints,
+          metrics.Writer(tmp_path, 0) as writer, Progress(2, 0) as progress):
+        list(run_steps(trainer, checkpoints, writer, progress, CompilationCounter(),
+                       startup(trainer, 1.0)))
+    rows = metrics.read_metrics(tmp_path)
+    assert unregistered({name for row in rows for name in row}) == []
+    assert all(row["policy/entropy"] > 0 <= row["kl/reference"] for row in rows)
+    for row in rows:
+        assert row["rollout/acceptance_rate"] == row["rollout/accepted"] / max(
+            row["rollout/drafted"], 1)
+    lengths = [[len(s["tokens"]) for s in metrics.read_samples(tmp_path) if s["step"] == step]
+               for step in range(2)]
+    assert [row["response/length_max"] for row in rows] == [max(x) for x in lengths]
+    assert all(0 <= row["response/clipped_fraction"] <= 1 for row in rows)
+
+
+@pytest.mark.ci
 def test_step_without_updates_has_a_gap_and_a_loss(tmp_path: Path) -> None:
-    trainer = micro_trainer(micro_config(learner=LearnerConfig(micro_batch=4, updates=0)))
+    trainer = micro_trainer(micro_config(
+        learner=LearnerConfig(micro_batch=4), rl=RLConfig(updates=0)))
     counter = CompilationCounter()
     with (Checkpoints(tmp_path / "checkpoints", 2) as checkpoints,
           metrics.Writer(tmp_path, 0) as writer, Progress(2, 0) as progress):

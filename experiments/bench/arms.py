@@ -88,9 +88,9 @@ def arm_config(config: Config, prompts: Sequence[Sequence[int]], rows: int, draf
     nodes = max(1 + steps * branch if drafter in ("history", "merge") else 2,
                 *(c.nodes for c in cells))
     spec = dataclasses.replace(
-        config.spec, drafter=drafter, max_steps=steps, max_branch=branch,
+        config.spec, drafter=drafter, max_depth=steps, max_branch=branch,
         max_nodes=nodes, max_packed=max(rows * max(c.nodes for c in cells), rows + 1),
-        steps=1, branch=1, nodes=2, budget=0)
+        depth=1, branch=1, nodes=2, budget=0)
     control = dataclasses.replace(config.control, policy=policy,
                                   settings=tuple(cell.name for cell in cells))
     return dataclasses.replace(config, rollout=rollout, spec=spec, control=control)

@@ -70,8 +70,8 @@ def shaped(config: Config, rows: int, longest: int, group: int, drafter: str, po
         min_batch=min(config.rollout.min_batch, rows) if stops else _least(rows))
     branch = 1 if drafter == "replay" else config.spec.max_branch
     spec = dataclasses.replace(
-        config.spec, drafter=drafter, history_past=group, max_steps=DEPTH, max_branch=branch,
-        max_nodes=1 + DEPTH * branch, steps=1, branch=1, nodes=2, budget=0,
+        config.spec, drafter=drafter, history_past=group, max_depth=DEPTH, max_branch=branch,
+        max_nodes=1 + DEPTH * branch, depth=1, branch=1, nodes=2, budget=0,
         max_packed=max(2 * rows, min(rows * (1 + DEPTH * branch), 64)))
     settings = respec.settings_of(config.control.settings, DEPTH, branch, spec.max_nodes)
     accept = tuple(1.0 for _ in settings) if policy == "oracle" else ()

@@ -6,12 +6,13 @@ import gguf
 import numpy as np
 
 from specrl_jax.model.architecture import Architecture
-from specrl_jax.model.gguf_file import LAYER_NAMES, ROPE_FREQS, TOP_NAMES
+from specrl_jax.model.families import GGUF_NAMES
+from specrl_jax.model.gguf_file import ROPE_FREQS, TOP_NAMES
 from specrl_jax.model.transformer import frequencies
 from specrl_jax.model.weights import Source
 
 OWN_TOP = {theirs: own for own, theirs in TOP_NAMES.items()}
-OWN_PART = {theirs: own for own, theirs in LAYER_NAMES.items()}
+OWN_PART = {theirs: own for own, theirs in GGUF_NAMES.items()}
 
 
 def write_float32(path: Path, source: Source) -> Path:

@@ -44,7 +44,7 @@ def account(workdir: Path, config: Config, plain: Account | None) -> Account:
     base = took if plain is None else np.asarray(plain["rollout_seconds"])
     series = {
         "reward": column("reward/mean"), "seconds": column("time/step"), "rollout_seconds": took,
-        "acceptance": (column("rollout/accept_length") - 1) / max(config.spec.steps, 1),
+        "acceptance": (column("rollout/accept_length") - 1) / max(config.spec.depth, 1),
         "spent_seconds": column("time/distill"), "saved_seconds": base - took,
         "estimated_saved_seconds": column("time/saved"),
         "logprob": column("rollout/logprob"), "updates": column("distill/updates"),

@@ -1,5 +1,6 @@
 """Static options: frozen dataclasses, validated at construction. `Config` describes a whole run."""
 
+from specrl_jax.config.build import as_dict, build, override
 from specrl_jax.config.drafting import (
     CHILDREN,
     DRAFTERS,
@@ -17,8 +18,9 @@ from specrl_jax.config.fields import (
     option,
     section,
 )
+from specrl_jax.config.load import load_config, preset_names
+from specrl_jax.config.registry import Registry
 from specrl_jax.config.sections import (
-    DATASETS,
     DRAWN_RULES,
     POLICIES,
     RULES,
@@ -29,10 +31,9 @@ from specrl_jax.config.sections import (
     MeshConfig,
     ModelSource,
     RewardConfig,
+    RLConfig,
     RolloutConfig,
     SpecOptions,
-    as_dict,
-    build,
 )
 
 __all__ = [
@@ -40,7 +41,6 @@ __all__ = [
     "Config",
     "ConfigError",
     "ControlConfig",
-    "DATASETS",
     "DRAFTERS",
     "DRAWN_RULES",
     "DataConfig",
@@ -53,7 +53,9 @@ __all__ = [
     "MeshConfig",
     "ModelSource",
     "POLICIES",
+    "RLConfig",
     "RULES",
+    "Registry",
     "RewardConfig",
     "RolloutConfig",
     "SpecOptions",
@@ -62,6 +64,9 @@ __all__ = [
     "at_least",
     "build",
     "check",
+    "load_config",
     "option",
+    "override",
+    "preset_names",
     "section",
 ]

@@ -9,12 +9,12 @@ DRAFTERS = ("off", "history", "eagle", "small_lm", "replay", "merge")
 CHILDREN = ("perturbed", "top", "sampled")
 LOSSES = ("forward_kl", "reward_weighted_kl", "advantage_weighted_kl", "jsd", "tv", "e2e_tv", "lk")
 WHEN = ("off", "once", "every_k", "every_step", "trigger", "overlap", "overlap_k")
-MOST_MIX = 1000.0  # beyond what a preference needs; an endless factor would hide roots, too
+MOST_MIX = 1000.0  # an infinite factor would drop roots, too
 
 
 @dataclasses.dataclass(frozen=True)
 class DraftConfig:
-    """The drafters themselves."""
+    """The drafters."""
 
     path: str = option("", "eagle: directory of a trained head, as train_drafter.py writes it; "
                            "empty starts from random weights")
@@ -23,7 +23,7 @@ class DraftConfig:
                                         "(top), or drawn from the drafter (sampled)")
     temperature: float = option(1.0, "eagle, small_lm: temperature of the drafter's distribution "
                                      "over rollout.temperature; below 1 where it is less sure than "
-                                     "the actor, or where top-k or top-p truncate what it says")
+                                     "the actor, or where top-k or top-p truncate its tail")
     model: str = option("", "small_lm: a smaller model with the actor's tokenizer, named as "
                             "model.path is")
     corruption: float = option(0.0, "replay: probability that a recorded token is replaced; 0 is a "
@@ -44,13 +44,13 @@ class DraftConfig:
         parts = [name for name in DRAFTERS if name not in ("off", "merge")]
         check(len(set(self.parts)) == len(self.parts) >= 2 and set(self.parts) <= set(parts),
               "draft.parts", self.parts, f"name two or more of {', '.join(parts)}, each once")
-        inside = all(0 <= factor <= MOST_MIX for factor in self.mix)  # not a number is not
+        inside = all(0 <= factor <= MOST_MIX for factor in self.mix)  # NaN is not
         check(inside and len(self.mix) in (0, len(self.parts)), "draft.mix", self.mix,
               f"give one number in [0, {MOST_MIX:g}] for each of {', '.join(self.parts)}")
 
     @property
     def drafters(self) -> int:
-        """How many drafters `merge` joins."""
+        """The number of drafters that `merge` joins."""
         return len(self.parts)
 
 
@@ -58,7 +58,7 @@ class DraftConfig:
 class DistillOptions:
     """The drafter's update."""
 
-    section: ClassVar[str] = ""  # what errors put before a field's name
+    section: ClassVar[str] = ""  # prefix of field names in errors
 
     loss: str = option("lk", f"one of {', '.join(LOSSES)}")
     unroll: int = option(4, "J, draft depths trained: steps of the training-time test")
@@ -94,14 +94,14 @@ class DistillOptions:
 
 @dataclasses.dataclass(frozen=True)
 class DistillConfig(DistillOptions):
-    """The drafter's training while RL runs; `rate` in the help is distill.learning_rate."""
+    """The drafter's training while RL runs."""
 
     section: ClassVar[str] = "distill."
 
     when: str = option("off", "off; once: before RL, on the actor's own answers; every_k; "
                               "every_step; trigger: when acceptance falls by more than the actor's "
-                              "entropy explains; overlap: beside the policy update, published "
-                              "a step late; overlap_k: so, but every k steps")
+                              "entropy explains; overlap: during the policy update, published "
+                              "a step late; overlap_k: the same every k steps")
     every: int = option(5, "every_k, overlap_k: steps from one training to the next")
     updates: int = option(4, "updates of one training")
     batch: int = option(16, "sequences of one update")

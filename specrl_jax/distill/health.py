@@ -254,7 +254,8 @@ class Life:
     def account(self, spent: float, saved: float) -> dict[str, float]:
         """Adds a step's seconds: on the drafter's versions and training, and by speculation."""
         self.seconds += (spent, saved)
-        return {"time/distill": spent, "time/net": float(self.seconds[1] - self.seconds[0])}
+        net = float(self.seconds[1] - self.seconds[0])
+        return {"time/distill": spent, "time/speculation_net": net}
 
     def report(self, text: str) -> None:
         """Counts a fault, and says what it is."""

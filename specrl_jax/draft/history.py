@@ -65,7 +65,7 @@ def history(*, depth: int, branch: int, nodes: int, match: int, group: int, orig
       ConfigError: N does not hold a root and K chains of D nodes.
     """
     check(nodes >= 1 + depth * branch, "spec.max_nodes", nodes,
-          f"must be at least 1 + spec.max_steps * spec.max_branch = {1 + depth * branch}")
+          f"must be at least 1 + spec.max_depth * spec.max_branch = {1 + depth * branch}")
     static = _Static(depth, branch, nodes, match, group, origin)
     return Drafter(
         nodes=nodes, depth=depth, branch=branch, init=_init,

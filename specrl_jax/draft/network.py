@@ -55,7 +55,7 @@ class Growth:
     def __post_init__(self) -> None:
         check(self.children in CHILDREN, "draft.children", self.children,
               f"choose one of {', '.join(CHILDREN)}")
-        at_least(1, spec__max_steps=self.depth)
+        at_least(1, spec__max_depth=self.depth)
         at_least(2, spec__max_nodes=self.nodes)
         vocab = self.network.vocab_size
         check(1 <= self.branch <= vocab, "spec.max_branch", self.branch,

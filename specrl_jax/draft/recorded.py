@@ -52,10 +52,10 @@ def replay(*, depth: int, nodes: int, vocab: int, origin: int = 0) -> Drafter:
     Raises:
       ConfigError: sizes that cannot work.
     """
-    at_least(1, spec__max_steps=depth)
+    at_least(1, spec__max_depth=depth)
     at_least(2, vocab_size=vocab)
     check(nodes > depth, "spec.max_nodes", nodes,
-          f"must be at least 1 + spec.max_steps = {1 + depth}")
+          f"must be at least 1 + spec.max_depth = {1 + depth}")
     return Drafter(
         nodes=nodes, depth=depth, branch=nodes,  # always chains, whatever branch is planned
         init=_init, propose=functools.partial(_propose, depth, nodes, vocab, origin),

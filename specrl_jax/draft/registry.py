@@ -105,11 +105,11 @@ def _check_drawn(config: Config) -> None:
 def _part(name: str, origin: int, config: Config, arch: Architecture, stop: Sequence[int],
           group: int, tokenizer: Tokenizer | None, warn: Callable[[str], None]) -> Drafting:
     spec = config.spec
-    sizes = {"depth": spec.max_steps, "branch": spec.max_branch, "nodes": spec.max_nodes}
+    sizes = {"depth": spec.max_depth, "branch": spec.max_branch, "nodes": spec.max_nodes}
     if name == "history":
         return Drafting(history(match=spec.history_match, group=group, origin=origin, **sizes))
     if name == "replay":
-        drafter = replay(depth=spec.max_steps, nodes=spec.max_nodes, vocab=arch.vocab_size,
+        drafter = replay(depth=spec.max_depth, nodes=spec.max_nodes, vocab=arch.vocab_size,
                          origin=origin)
         return Drafting(drafter, replay_params(config.draft.corruption, config.draft.cost))
     head, own, actor = _head(config, arch, stop, tokenizer, warn)
@@ -167,7 +167,7 @@ def _small(config: Config, arch: Architecture, tokenizer: Tokenizer | None, orig
     own = {name: leaf[:vocab] if name in ("embed", "head") else leaf
            for name, leaf in small.params().items()}
     shared = dataclasses.replace(small.arch, vocab_size=vocab)
-    drafter = small_lm(shared, spec.max_steps, spec.max_branch, spec.max_nodes,
+    drafter = small_lm(shared, spec.max_depth, spec.max_branch, spec.max_nodes,
                        config.draft.children, temperature=config.draft.temperature, origin=origin,
                        drawn=config.spec.rule in DRAWN_RULES, dtype=jnp.dtype(config.model.dtype))
     return Drafting(drafter, own, weighty=True)

@@ -82,7 +82,7 @@ def replay(run: Path, step: int, say: Callable[[str], None]) -> Replay:
       ConfigError: the run, its model, data or checkpoint cannot be read.
     """
     config = run_config(run)
-    source = weights.describe_source(config.model.path)
+    source = weights.describe_source(config.model.path, family=config.model.family)
     trainer = Trainer(config, source, make_prompts(config, source.tokenizer, say), say)
     directory = run / CHECKPOINTS
     checkpoint = max((s for s in list_steps(directory) if s <= step), default=0)

@@ -1,10 +1,10 @@
-"""Checkpoints of a run: Orbax steps whose files carry checksums.
+"""Checkpoints of a run: Orbax steps with checksums of their files.
 
 Orbax writes a step under a temporary name and renames it when it is complete, so a killed save
-leaves nothing behind that looks like a checkpoint. It does not notice damage that comes later: a
-flipped bit in an array or in the JSON item is restored without a word, and most other damage ends
-in a bare `Exception`. So the checksums of a step's files become part of it just before the rename,
-and are compared before Orbax reads anything.
+leaves nothing that looks like a checkpoint. It does not notice later damage: it restores a flipped
+bit in an array or in the JSON item silently, and most other damage raises a bare `Exception`. So
+checksums of a step's files are written just before the rename, and are compared before Orbax reads
+anything.
 
 A step's directory, named by the number of completed RL steps: `state/` (the arrays), `meta/` (JSON)
 and `checksums.json`.
@@ -34,16 +34,16 @@ NONE = -1  # no intact checkpoint
 
 
 class CheckpointError(ConfigError):
-    """A checkpoint cannot be written or read; the message names it, the reason and the way out."""
+    """A checkpoint cannot be written or read; the message names it, the reason and a way out."""
 
 
 def loud(text: str) -> None:
-    """The default way to report what must not be overlooked: a line on stderr."""
+    """Prints a warning on stderr."""
     print(f"WARNING: {text}", file=sys.stderr, flush=True)
 
 
 class ChecksummedPath(ocp.path.atomicity.AtomicRenameTemporaryPath):
-    """A step's temporary directory, which takes its files' checksums along when it is renamed."""
+    """A step's temporary directory, which gets its files' checksums before it is renamed."""
 
     async def finalize(self) -> None:
         if self.get_final().name.isdecimal():
@@ -52,7 +52,7 @@ class ChecksummedPath(ocp.path.atomicity.AtomicRenameTemporaryPath):
 
 
 def list_steps(directory: str | Path) -> list[int]:
-    """Steps of complete checkpoints under `directory`, ascending. Contents are not compared."""
+    """Returns the steps of complete checkpoints, ascending; their checksums are not compared."""
     directory = Path(directory)
     if not directory.is_dir():
         return []
@@ -61,7 +61,7 @@ def list_steps(directory: str | Path) -> list[int]:
 
 
 def describe(tree: Any) -> dict[str, list[Any]]:
-    """Path -> [shape, dtype] of every leaf."""
+    """Returns [shape, dtype] of every leaf by its path."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="/"):
             [list(np.shape(leaf)), _dtype(leaf)] for path, leaf in leaves}
@@ -72,7 +72,7 @@ def _dtype(leaf: Any) -> str:
 
 
 def check_leaves(step_dir: Path, saved: dict[str, list[Any]], wanted: dict[str, list[Any]]) -> None:
-    """Raises CheckpointError naming the first leaf in which a checkpoint differs from a run."""
+    """Raises CheckpointError with the first leaf in which a checkpoint differs from a run."""
     for name in sorted(saved.keys() | wanted.keys()):
         if saved.get(name) != wanted.get(name):
             raise CheckpointError(
@@ -86,7 +86,7 @@ def _leaf_name(leaf: list[Any] | None) -> str:
 
 @contextlib.contextmanager
 def quiet_orbax() -> Iterator[None]:
-    """Drops Orbax's log records, and nobody else's: what goes wrong is raised as well."""
+    """Drops the log records of Orbax alone; its errors are also raised."""
     def keep(record: logging.LogRecord) -> bool:
         return f"{os.sep}orbax{os.sep}" not in record.pathname
 
@@ -127,13 +127,13 @@ class Checkpoints:
     """The checkpoints of one run. A context manager; every process makes the same calls.
 
     Saving is synchronous: when `save` returns, the checkpoint is complete under its final name.
-    Older ones beyond `keep` are deleted only after that. Leftovers of killed saves are removed in
-    the background once the directory is opened, and before the next save.
+    Only then are older ones beyond `keep` deleted. Files of killed saves are removed in the
+    background after the directory is opened, and before the next save.
     """
 
     def __init__(self, directory: str | Path, keep: int,
                  warn: Callable[[str], None] = loud) -> None:
-        """Args: directory, made if absent; keep, checkpoints kept; warn, called with loud lines."""
+        """Args: directory, created if missing; keep, checkpoints kept; warn, gets warnings."""
         self.directory = Path(directory).absolute()
         self._keep = keep
         self._warn = warn
@@ -150,7 +150,7 @@ class Checkpoints:
         self._stack.close()
 
     def steps(self) -> list[int]:
-        """Steps of complete checkpoints, ascending."""
+        """Returns the steps of complete checkpoints, ascending."""
         return list_steps(self.directory)
 
     def save(self, step: int, arrays: Any, meta: dict[str, Any]) -> None:
@@ -159,11 +159,11 @@ class Checkpoints:
         Args:
           step: larger than every step saved so far.
           arrays: dict of pytrees of jax or numpy arrays.
-          meta: what JSON can hold (tuples come back as lists, keys as strings).
+          meta: JSON values (tuples come back as lists, keys as strings).
 
         Raises:
           CheckpointError: it cannot be written; the earlier checkpoints are untouched.
-          TypeError: `meta` holds what JSON cannot.
+          TypeError: `meta` holds a value that JSON has not.
         """
         newest = self._manager.latest_step()
         if newest is not None and newest >= step:
@@ -183,7 +183,7 @@ class Checkpoints:
             ) from error
 
     def restore(self, step: int, abstract: Any) -> tuple[int, Any, dict[str, Any]]:
-        """The given checkpoint as (step, arrays, meta).
+        """Returns the given checkpoint as (step, arrays, meta).
 
         Args:
           step: one of `steps()`.
@@ -198,19 +198,18 @@ class Checkpoints:
     def _restore(self, step_dir: Path, abstract: Any) -> tuple[int, Any, dict[str, Any]]:
         check_leaves(step_dir, _note(step_dir)["leaves"], describe(abstract))
         step = int(step_dir.name)
-        restored = self._manager.restore(step, args=ocp.args.Composite(
+        restored: Any = self._manager.restore(step, args=ocp.args.Composite(
             state=_restore_args(jax.tree.map(_savable, abstract)), meta=ocp.args.JsonRestore()))
         return step, restored.state, restored.meta["meta"]
 
     def restore_latest(self, abstract: Any) -> tuple[int, Any, dict[str, Any]] | None:
-        """The newest checkpoint that is intact, as `restore` gives it; None if there is none.
+        """Returns the newest intact checkpoint, as `restore` does; None if there is none.
 
-        Damaged ones above it are reported and renamed to `STEP.damaged`, so that their steps can
-        be saved again. None may therefore mean that a run has to start from step 0 once more, which
-        is reported too.
+        Newer damaged ones are reported and renamed to `STEP.damaged`, so that their steps can be
+        saved again. If none is left, a warning says that the run starts again from step 0.
 
         Raises:
-          CheckpointError: the newest good one holds other leaves than `abstract`.
+          CheckpointError: the newest intact one holds other leaves than `abstract`.
         """
         step = self._agree(self._newest_intact)
         self._manager.reload()
@@ -231,7 +230,7 @@ class Checkpoints:
         return NONE
 
     def _agree(self, decide: Callable[[], int]) -> int:
-        """`decide()` of process 0, in every process."""
+        """Returns process 0's `decide()` in every process."""
         mine = decide() if jax.process_index() == 0 else 0
         if jax.process_count() == 1:
             return mine
@@ -262,18 +261,18 @@ def _note(step_dir: Path) -> dict[str, Any]:
 
 
 def _brief(error: BaseException) -> str:
-    """One line; TensorStore puts the reason at the end of a long one."""
+    """Returns one line; TensorStore puts the reason at the end of a long one."""
     line = (str(error).splitlines() or [type(error).__name__])[0]
     return line if len(line) <= 160 else f"{line[:40]} ... {line[-100:]}"
 
 
 def read_meta(directory: str | Path, step: int) -> dict[str, Any]:
-    """`meta` of one checkpoint. Raises CheckpointError if it is missing or damaged."""
+    """Returns `meta` of one checkpoint; raises CheckpointError if it is missing or damaged."""
     return _note(_intact(Path(directory).absolute(), step))["meta"]
 
 
 def restore_part(directory: str | Path, step: int, key: str, abstract: Any = None) -> Any:
-    """One top-level entry of a checkpoint's arrays, without knowing the others.
+    """Returns one top-level entry of a checkpoint's arrays.
 
     Args:
       directory: the checkpoints of a run.
@@ -299,7 +298,7 @@ def restore_part(directory: str | Path, step: int, key: str, abstract: Any = Non
 
 
 def _restore_args(abstract: Any) -> ocp.args.PyTreeRestore:
-    """For a part of a tree: ShapeDtypeStructs become jax arrays, all other leaves numpy ones."""
+    """Restores ShapeDtypeStructs as jax arrays and all other leaves as numpy arrays."""
     def leaf_args(leaf: Any) -> ocp.RestoreArgs:
         if isinstance(leaf, jax.ShapeDtypeStruct):
             return ocp.ArrayRestoreArgs(sharding=leaf.sharding, dtype=leaf.dtype)

@@ -1,4 +1,4 @@
-"""Sums over the bits of arrays, by which trees of weights are told apart."""
+"""Checksums of trees of arrays, computed on the device."""
 
 from typing import Any
 
@@ -10,7 +10,10 @@ from specrl_jax.structs import Array
 
 @jax.jit
 def sums(tree: Any) -> tuple[Array, Array, Array, Array]:
-    """(bag, checksum u32[], all finite, all zero) of arrays of any dtype."""
+    """Returns (sum of bits u32[], checksum u32[], all finite bool[], all zero bool[]) of a tree.
+
+    The sum of bits does not depend on the order of elements; the checksum does.
+    """
     bag = checksum = jnp.uint32(0)
     finite = zero = jnp.bool_(True)
     for salt, leaf in enumerate(jax.tree.leaves(tree), 1):
@@ -21,31 +24,31 @@ def sums(tree: Any) -> tuple[Array, Array, Array, Array]:
             bits = jax.lax.bitcast_convert_type(
                 bits, jnp.uint32 if leaf.dtype.itemsize == 4 else jnp.uint16)
         bits = bits.astype(jnp.uint32)
-        place = _place(bits.shape)
-        weight = (place + jnp.uint32(salt * 0x9E3779B1 % 2**32)) * jnp.uint32(0x85EBCA6B) | 1
+        index = _index(bits.shape) + jnp.uint32(salt * 0x9E3779B1 % 2**32)
+        weight = index * jnp.uint32(0x85EBCA6B) | 1
         bag += bits.sum(dtype=jnp.uint32)
         checksum += (bits * weight).sum(dtype=jnp.uint32)
     return bag, checksum, finite, zero
 
 
-def _place(shape: tuple[int, ...]) -> Array:
-    """u32 row-major index of each element, from its coordinates: shards need not be gathered."""
-    place = jnp.zeros(shape, jnp.uint32)
+def _index(shape: tuple[int, ...]) -> Array:
+    """Returns the row-major index of each element, u32; needs no gather of sharded arrays."""
+    index = jnp.zeros(shape, jnp.uint32)
     for axis, size in enumerate(shape):
-        place = place * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
-    return place
+        index = index * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
+    return index
 
 
 @jax.jit
 def _checksum(tree: Any) -> Array:
-    return sums(tree)[1]  # a third of the time of all of them
+    return sums(tree)[1]  # XLA drops the other sums: a third of the time
 
 
 def checksum(tree: Any) -> int:
-    """Of a tree of arrays, by value and place."""
+    """Returns the checksum of a tree of arrays; it depends on values and their order."""
     return int(_checksum(tree))
 
 
 def identity(params: Any) -> str:
-    """Of weights as rollouts read them: their dtype and checksum."""
+    """Returns dtype and checksum of weights as one string."""
     return f"{jax.tree.leaves(params)[0].dtype} {checksum(params):08x}"

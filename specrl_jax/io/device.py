@@ -1,4 +1,4 @@
-"""The CPU of this machine: JAX calls every CPU `cpu` and tells no cores."""
+"""The CPU of this machine; JAX reports neither its name nor its cores."""
 
 import os
 import platform
@@ -6,14 +6,14 @@ from pathlib import Path
 
 
 def cores() -> int:
-    """That this process may use."""
+    """Returns the number of cores that this process may use."""
     known = hasattr(os, "sched_getaffinity")  # Linux has it
     return len(os.sched_getaffinity(0)) if known else os.cpu_count() or 1
 
 
 def processor() -> str:
-    """The CPU's name."""
-    told = Path("/proc/cpuinfo")
-    lines = told.read_text().splitlines() if told.exists() else []
+    """Returns the CPU's name."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor()

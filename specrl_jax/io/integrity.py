@@ -1,4 +1,4 @@
-"""Checksums of a directory's files, so that damage is found before anything is read from them."""
+"""Checksums of a directory's files, to find damage before anything is read from them."""
 
 import json
 import os
@@ -10,10 +10,10 @@ READ_BYTES = 1 << 24
 
 
 def write_checksums(directory: Path, skip: tuple[str, ...] = ()) -> None:
-    """Writes CHECKSUMS: relative path -> [bytes, CRC-32], and makes it durable.
+    """Writes CHECKSUMS durably: relative path -> [bytes, CRC-32] of every file of a directory.
 
     Args:
-      directory: every file below it is read, except those whose name is in `skip`.
+      skip: names of files that are left out.
     """
     sums = {str(path.relative_to(directory)): [path.stat().st_size, crc32(path)]
             for path in sorted(directory.rglob("*")) if path.is_file() and path.name not in skip}
@@ -24,7 +24,7 @@ def write_checksums(directory: Path, skip: tuple[str, ...] = ()) -> None:
 
 
 def crc32(path: Path) -> int:
-    """CRC-32 of a file's bytes."""
+    """Returns the CRC-32 of a file's bytes."""
     value = 0
     with open(path, "rb") as file:
         while block := file.read(READ_BYTES):
@@ -33,10 +33,10 @@ def crc32(path: Path) -> int:
 
 
 def damage(directory: Path, contents: bool = True) -> str | None:
-    """What is wrong with the files that CHECKSUMS lists, in words; None if nothing is.
+    """Returns what is wrong with the files that CHECKSUMS lists; None if nothing is.
 
     Args:
-      directory: what `write_checksums` was called with, perhaps renamed since.
+      directory: as passed to `write_checksums`; it may have been renamed.
       contents: compare checksums; if False, only names and sizes.
     """
     try:

@@ -31,12 +31,12 @@ def summary(trace: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     rounds = max(total["launch_rounds"], 1.0)
     errors = [abs(t["predicted_seconds"] / t["seconds"] - 1) * t["seconds"] for t in trace]
     return {
-        "control/steps": _mean(trace, "steps", rounds),
-        "control/width": _mean(trace, "width", rounds),
+        "control/draft_depth": _mean(trace, "steps", rounds),
+        "control/verify_tokens": _mean(trace, "width", rounds),
         "control/drafting": _mean(trace, "drafting", rounds),
         "control/switches": total["switches"],
         "control/predicted_seconds": total["predicted_seconds"],
-        "control/off_seconds": total["off_seconds"],
+        "control/plain_seconds": total["off_seconds"],
         "control/fixed_seconds": total["fixed_seconds"],
         "time/control_error": sum(errors) / total["seconds"],
         "time/saved": total["off_seconds"] - total["seconds"],

@@ -1,4 +1,4 @@
-"""What this process holds of the machine's memory."""
+"""Memory of this process."""
 
 import ctypes
 import resource
@@ -7,15 +7,15 @@ from pathlib import Path
 
 
 def peak_rss() -> int:
-    """Most bytes of memory this process has held so far."""
+    """Returns the peak resident memory of this process in bytes."""
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def give_back() -> None:
-    """Hands the machine what is free but kept for later, where the C library can (glibc).
+    """Returns freed memory from the C library (glibc) to the operating system.
 
-    Loading and compiling leave gigabytes of it; what is needed again costs page faults.
+    Loading and compiling leave gigabytes of it. Memory that is needed again costs page faults.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:
@@ -23,9 +23,9 @@ def give_back() -> None:
 
 
 def maps() -> tuple[int, int]:
-    """The memory maps this process holds, and the most that it may; no bound but on Linux.
+    """Returns the number of memory maps of this process, and their limit (Linux only).
 
-    XLA maps each piece of a compiled CPU program by itself, and aborts at that bound.
+    XLA maps each piece of a compiled CPU program separately, and aborts at the limit.
     """
     if sys.platform != "linux":
         return 0, sys.maxsize

@@ -5,10 +5,10 @@
     samples.jsonl   one object a sequence
     events/         TensorBoard, made from metrics.jsonl
 
-`step` counts from 0: its line is written when it is complete, and a checkpoint at step k holds the
-effect of the steps 0 .. k-1. A run that resumes from it cuts everything else, so no line is missing
-or twice, however often and whenever the run was killed. What is not a finite number is null in its
-place and spelled out under "nonfinite", which the readers here put back.
+`step` counts from 0. A step's line is written when the step is complete, and a checkpoint at step k
+holds the effect of the steps 0 .. k-1. A run that resumes from it cuts all later lines, so no line
+is missing or doubled after any number of kills. JSON has no NaN or infinity: such values are null,
+and their spelling under "nonfinite" is put back by the readers here.
 """
 
 import contextlib
@@ -26,36 +26,41 @@ import numpy as np
 from tensorboardX import SummaryWriter
 
 from specrl_jax.config import ConfigError
+from specrl_jax.config.renamed import first_renamed
 from specrl_jax.io.checkpoint import loud
+from specrl_jax.io.metric_names import Record
 
 CONFIG, METRICS, SAMPLES, EVENTS = "config.json", "metrics.jsonl", "samples.jsonl", "events"
 WALL_TIME = "time/unix"
 NONFINITE = "nonfinite"
-ABSENT = "(absent)"  # a field that one version of this package has and another has not
-# Changing these changes how long a run is and what is kept of it, not what it computes.
+ABSENT = "(absent)"  # a field that only one of two versions of this package has
+# These fields change how long a run is and what it keeps, not what it computes.
 FREE_FIELDS = ("name", "steps", "checkpoint_every", "checkpoint_keep", "data.data_dir",
                "data.manual_dir")
 
 
 def check_config(workdir: str | Path, config: dict[str, Any]) -> None:
-    """Refuses a working directory of another run; writes nothing.
+    """Raises ConfigError if the working directory belongs to another run; writes nothing.
 
     Args:
       workdir: may be absent or empty.
       config: nested dict, as `config.as_dict` gives it.
 
     Raises:
-      ConfigError: config.json differs in a field that changes results, cannot be read, or is
-        missing beside a run's files.
+      ConfigError: config.json differs in a field that changes results, was written by an older
+        version, cannot be read, or is missing although metrics.jsonl is there.
     """
     workdir = Path(workdir)
-    place = next(p for p in (workdir, *workdir.absolute().parents) if p.exists())
-    if not place.is_dir() or not os.access(place, os.W_OK):
-        raise ConfigError(f"workdir = {workdir}: {place} is not a directory that can be written; "
-                          f"choose another")
+    existing = next(p for p in (workdir, *workdir.absolute().parents) if p.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise ConfigError(f"workdir = {workdir}: {existing} is not a directory that can be "
+                          f"written; choose another")
     stored = read_config(workdir)
     if stored is None:
         return
+    if renamed := first_renamed(_flat(stored)):
+        raise ConfigError(f"workdir = {workdir}: an older version started this run ({renamed}); go "
+                          f"on with that version, or choose another workdir")
     differ = sorted(_differences(_flat(stored), _flat(config)))
     if differ:
         field, old, new = differ[0]
@@ -67,10 +72,10 @@ def check_config(workdir: str | Path, config: dict[str, Any]) -> None:
 
 
 def read_config(workdir: str | Path) -> dict[str, Any] | None:
-    """The configuration a run was started with; None where no run was started.
+    """Returns the configuration that a run was started with; None if there is no run.
 
     Raises:
-      ConfigError: config.json cannot be read, or is missing beside metrics.jsonl.
+      ConfigError: config.json cannot be read, or is missing although metrics.jsonl is there.
     """
     path = Path(workdir) / CONFIG
     if not path.exists():
@@ -87,10 +92,10 @@ def read_config(workdir: str | Path) -> dict[str, Any] | None:
 
 
 def make_workdir(workdir: str | Path) -> None:
-    """Makes the directory unless it is there.
+    """Creates the directory if it is missing.
 
     Raises:
-      ConfigError: it cannot be made.
+      ConfigError: it cannot be created.
     """
     try:
         Path(workdir).mkdir(parents=True, exist_ok=True)
@@ -99,7 +104,7 @@ def make_workdir(workdir: str | Path) -> None:
 
 
 def write_config(workdir: str | Path, config: dict[str, Any]) -> None:
-    """Writes config.json atomically, making the directory. Only process 0 does."""
+    """Writes config.json atomically and creates the directory; only in process 0."""
     if jax.process_index() == 0:
         make_workdir(workdir)
         write_atomically(Path(workdir) / CONFIG, [json.dumps(config, indent=2) + "\n"])
@@ -113,7 +118,7 @@ def _differences(old: dict[str, Any], new: dict[str, Any]) -> Iterator[tuple[str
 
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested dict -> dotted name -> value."""
+    """Returns the values of a nested dict by dotted name."""
     out: dict[str, Any] = {}
     for name, value in tree.items():
         out |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {
@@ -122,7 +127,7 @@ def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def write_atomically(path: Path, lines: Iterable[str]) -> None:
-    """Replaces a file as a whole: other readers, and a kill, see the old or the new one."""
+    """Replaces a file as a whole: a reader, or a run after a kill, sees the old or the new one."""
     temporary = path.with_name(path.name + ".tmp")
     with open(temporary, "w", encoding="utf-8") as file:
         file.writelines(lines)
@@ -132,7 +137,7 @@ def write_atomically(path: Path, lines: Iterable[str]) -> None:
 
 
 def encode(record: dict[str, Any]) -> str:
-    """One JSON line; numpy and jax values become plain ones, what is not finite null."""
+    """Returns one JSON line; numpy and jax values become plain ones, non-finite ones null."""
     plain = {key: _python(value) for key, value in record.items()}
     bad = {key: str(value) for key, value in plain.items()
            if isinstance(value, float) and not math.isfinite(value)}
@@ -142,7 +147,7 @@ def encode(record: dict[str, Any]) -> str:
 
 
 def decode(line: str) -> dict[str, Any]:
-    """The inverse of `encode`. Raises ValueError for what is not one whole record."""
+    """Returns the record of a line of `encode`; raises ValueError if it is not a whole record."""
     record = json.loads(line)
     if not isinstance(record, dict) or not isinstance(record.get("step"), int):
         raise ValueError("not an object with an integer step")
@@ -154,7 +159,7 @@ def _python(value: Any) -> Any:
 
 
 def _records(path: Path) -> Iterator[tuple[str, dict[str, Any] | None]]:
-    """(line, record); the record is None where the line is broken."""
+    """Yields (line, record); the record is None if the line is broken."""
     if not path.exists():
         return
     with open(path, encoding="utf-8", errors="replace", newline="\n") as file:
@@ -165,17 +170,17 @@ def _records(path: Path) -> Iterator[tuple[str, dict[str, Any] | None]]:
                 yield line, None
 
 
-def read_metrics(workdir: str | Path) -> list[dict[str, Any]]:
-    """The objects of metrics.jsonl in order; a line that is still being written is left out.
+def read_metrics(workdir: str | Path) -> list[Record]:
+    """Returns the objects of metrics.jsonl in order, without a line that is still being written.
 
     Raises:
       ConfigError: a line is broken.
     """
-    return list(_read(Path(workdir) / METRICS))
+    return [Record(record) for record in _read(Path(workdir) / METRICS)]
 
 
 def read_samples(workdir: str | Path) -> Iterator[dict[str, Any]]:
-    """The objects of samples.jsonl, as `read_metrics` gives those of metrics.jsonl."""
+    """Yields the objects of samples.jsonl, as `read_metrics` returns those of metrics.jsonl."""
     return _read(Path(workdir) / SAMPLES)
 
 
@@ -189,10 +194,10 @@ def _read(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def cut(path: Path, step: int) -> list[int]:
-    """Drops from a file of lines those of `step` and later ones, and broken ones.
+    """Removes the lines of `step` and of later steps from a file, and broken lines.
 
     Returns:
-      The distinct steps left, in the file's order.
+      The distinct steps that are left, in the file's order.
     """
     steps: dict[int, None] = {}
 
@@ -211,10 +216,10 @@ class Writer:
 
     def __init__(self, workdir: str | Path, resume_step: int,
                  warn: Callable[[str], None] = loud) -> None:
-        """Cuts the files to the steps before `resume_step`; 0 starts them anew.
+        """Cuts the files to the steps before `resume_step`; 0 empties them.
 
         Args:
-          workdir: made if absent.
+          workdir: created if missing.
           resume_step: the restored checkpoint's step.
           warn: called if lines of earlier steps are missing.
         """
@@ -266,7 +271,7 @@ class Writer:
         _add_event(self._events, metrics)
 
     def sync(self) -> None:
-        """Makes all lines durable; call it before a checkpoint is written, which must not lead."""
+        """Makes all lines durable. Call it before writing a checkpoint, which must not be ahead."""
         if self._active:
             for file in (self._metrics, self._samples):
                 file.flush()
@@ -284,16 +289,16 @@ class Writer:
         return self
 
     def __exit__(self, kind: type | None, *exc: object) -> None:
-        # What could not be written must not hide the error that says so.
+        # An error while closing must not hide the error that ended the run.
         with contextlib.suppress(OSError) if kind else contextlib.nullcontext():
             self.close()
 
 
 def _renewed_events(workdir: Path) -> SummaryWriter:
-    """A writer into fresh event files that hold what metrics.jsonl does.
+    """Returns a writer of new event files, filled from metrics.jsonl.
 
-    The old ones may end in a torn record, lag behind (tensorboardX writes from a queue), and hold
-    steps that were cut.
+    The old files may end in a torn record, miss the last steps (tensorboardX writes from a queue),
+    or hold steps that were cut.
     """
     if (workdir / EVENTS).exists():
         shutil.rmtree(workdir / EVENTS)

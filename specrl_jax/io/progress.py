@@ -1,4 +1,4 @@
-"""Progress of a run: a live display on a terminal, plain lines anywhere else."""
+"""Progress of a run: a live display on a terminal, plain lines elsewhere."""
 
 import sys
 import time
@@ -15,7 +15,7 @@ STEPS_IN_ESTIMATE = 20
 
 
 def split_of_time(metrics: dict[str, Any]) -> str:
-    """Shares of a step's seconds in percent, as "rollout 71 learn 24 other 5"; "" if unknown."""
+    """Returns shares of a step's time in percent: "rollout 71 learn 24 other 5"; "" if unknown."""
     total = metrics.get("time/step", 0.0)
     if not total > 0:
         return ""
@@ -31,7 +31,7 @@ def say(text: str) -> None:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as 42s, 3m07s or 2h05m."""
+    """Returns seconds as 42s, 3m07s or 2h05m."""
     s = round(seconds)
     if s < 60:
         return f"{s}s"
@@ -39,7 +39,7 @@ def duration(seconds: float) -> str:
 
 
 def summary(metrics: dict[str, Any]) -> str:
-    """What one step's metrics say, in one line; those that are absent are left out."""
+    """Returns one line with the main metrics of a step; absent ones are left out."""
     shown = (("reward/mean", "reward {:.3f}"), ("rollout/tokens_per_second", "{:.0f} tok/s"),
              ("rollout/accept_length", "accept {:.2f}"), ("time/step", "{:.1f}s"))
     parts = [form.format(metrics[key]) for key, form in shown if key in metrics]
@@ -47,10 +47,10 @@ def summary(metrics: dict[str, Any]) -> str:
 
 
 class Progress:
-    """Shows how far a run is. A context manager; silent in processes other than 0."""
+    """Shows the progress of a run. A context manager; silent in processes other than 0."""
 
     def __init__(self, total_steps: int, start_step: int, stream: TextIO | None = None) -> None:
-        """Args: steps of the whole run; steps complete already; stream, stderr if None."""
+        """Args: steps of the run; steps that are complete; stream to write to, None is stderr."""
         self._total = total_steps
         self._done = start_step
         self._active = jax.process_index() == 0
@@ -73,16 +73,16 @@ class Progress:
             self._live = None
 
     def phase(self, name: str) -> None:
-        """Names what the run does now; shown on a terminal only."""
+        """Sets the name of the current phase, shown on a terminal only."""
         self._phase, self._inside = name, ""
         self._rollout_shown = time.monotonic()
         self._refresh()
 
     def rollout(self, done: int, total: int, tokens: int) -> None:
-        """Progress inside a rollout; shown at most a few times a second.
+        """Reports progress within a rollout; shown at most a few times a second.
 
         Args:
-          done: sequences that are complete.
+          done: complete sequences.
           total: sequences of the step.
           tokens: tokens generated in this step so far.
         """
@@ -107,11 +107,11 @@ class Progress:
         self._refresh()
 
     def say(self, text: str) -> None:
-        """A line about what happens before the first step."""
+        """Prints a line."""
         self._print(text)
 
     def warn(self, text: str) -> None:
-        """A line that stays visible."""
+        """Prints a warning."""
         self._print(f"WARNING: {text}", style="bold red")
 
     def _left(self) -> str:

@@ -2,7 +2,7 @@
 
 import base64
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ import jinja2
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from specrl_jax.config import ConfigError
 from specrl_jax.io.launches import recorded
@@ -70,14 +71,11 @@ sample {{ s.sample_id }}: reward <b>{{ "%.3g" | format(s.reward) }}</b>
 </body></html>
 """
 
-Rows = list[dict[str, Any]]
+Rows = Sequence[Mapping[str, Any]]
 
 
 def write_report(workdir: str | Path) -> Path:
-    """Writes report.html from the files of a run, which may still be going on.
-
-    Returns:
-      Its path.
+    """Writes report.html from the files of a run, finished or not, and returns its path.
 
     Raises:
       ConfigError: no step is recorded, or a metric of REQUIRED is missing.
@@ -109,7 +107,7 @@ def _check(path: Path, rows: Rows, required: tuple[str, ...]) -> None:
 
 
 def totals(rows: Rows, samples: Rows) -> list[tuple[str, str]]:
-    """The table at the top: what the run did and took."""
+    """Returns the rows of the table at the top: sums and means over the run."""
     reward = column(rows, "reward/mean")
     tenth = max(len(rows) // 10, 1)
     seconds = column(rows, "time/step")
@@ -138,8 +136,8 @@ def totals(rows: Rows, samples: Rows) -> list[tuple[str, str]]:
         took = max(np.nansum(column(rows, "time/rollout")), 1e-9)
         out.append(("regret of the controller, of rollouts", f"{np.nansum(lost) / took:.1%}"))
     if np.isfinite(spent := column(rows, "time/distill")).any():
-        out.append(("seconds spent on the drafter, training and all", f"{np.nansum(spent):.1f}"))
-        out.append(("saved less spent", f"{column(rows, 'time/net')[-1]:+.1f}"))
+        out.append(("seconds spent on the drafter", f"{np.nansum(spent):.1f}"))
+        out.append(("saved less spent", f"{column(rows, 'time/speculation_net')[-1]:+.1f}"))
     if np.isfinite(faults := column(rows, "drafter/faults")).any():
         out.append(("faults of the drafter", f"{faults[-1]:.0f}"))
     if np.isfinite(compiled := column(rows, "compilations")).any():
@@ -147,23 +145,23 @@ def totals(rows: Rows, samples: Rows) -> list[tuple[str, str]]:
     return out
 
 
-def token_count(sample: dict[str, Any]) -> int:
-    """Tokens of a response; samples.jsonl may hold the ids or their number."""
+def token_count(sample: Mapping[str, Any]) -> int:
+    """Returns the length of a response; samples.jsonl may hold token ids or their number."""
     return len(sample["tokens"]) if isinstance(sample["tokens"], list) else sample["tokens"]
 
 
 def column(rows: Rows, key: str) -> np.ndarray:
-    """f64[steps] of one metric; NaN where it is absent."""
+    """Returns one metric of all steps, f64[steps]; NaN where it is absent."""
     return np.array([row.get(key, np.nan) for row in rows], dtype=float)
 
 
 def pick_samples(samples: Rows) -> Rows:
-    """Some completions of the last step, best and worst by turns, shortened."""
+    """Returns a few shortened completions of the last step, alternately the best and the worst."""
     last = [s for s in samples if s["step"] == samples[-1]["step"]] if samples else []
     ranked = sorted(last, key=lambda s: (-s["reward"], s["sample_id"]))
-    turns = [ranked[i // 2] if i % 2 == 0 else ranked[-1 - i // 2] for i in range(len(ranked))]
-    return [s | {name: s[name] if len(s[name]) <= TEXT_SHOWN else s[name][:TEXT_SHOWN] + " ..."
-                 for name in ("prompt", "completion")} for s in turns[:SAMPLES_SHOWN]]
+    chosen = [ranked[i // 2] if i % 2 == 0 else ranked[-1 - i // 2] for i in range(len(ranked))]
+    return [{**s} | {name: s[name] if len(s[name]) <= TEXT_SHOWN else s[name][:TEXT_SHOWN] + " ..."
+                 for name in ("prompt", "completion")} for s in chosen[:SAMPLES_SHOWN]]
 
 
 def _flat_text(tree: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
@@ -175,7 +173,7 @@ def _flat_text(tree: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
 
 
 def _figures(rows: Rows, samples: Rows) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
-    """(name, base64 SVG) of the figures, and (name, metric) of those that cannot be drawn."""
+    """Returns (name, base64 SVG) of the figures, and (name, metric) of those that lack data."""
     plots: list[tuple[str, str, Callable[[Axes], None]]] = [
         ("reward", "reward/mean", lambda ax: plot_reward(ax, rows)),
         ("tokens per second", "rollout/tokens_per_second",
@@ -189,17 +187,17 @@ def _figures(rows: Rows, samples: Rows) -> tuple[list[tuple[str, str]], list[tup
          lambda ax: plot_line(ax, rows, "rollout/logprob_gap")),
         ("loss", "loss", lambda ax: plot_line(ax, rows, "loss")),
     ]
-    if any("control/steps" in row for row in rows):
-        plots += [("draft depth and packed tokens over time", "control/steps",
+    if any("control/draft_depth" in row for row in rows):
+        plots += [("draft depth and packed tokens over time", "control/draft_depth",
                    lambda ax: plot_setting(ax, rows)),
                   ("seconds saved, spent and lost by the controller", "time/saved",
                    lambda ax: plot_saved(ax, rows))]
     if any("audit_off_seconds" in launch for row in rows for launch in recorded(row)):
         plots.append(("audited rounds: what was chosen, off and the best constant depth",
-                      "control/steps", lambda ax: plot_audits(ax, rows)))
-    if any("time/net" in row for row in rows):
+                      "control/draft_depth", lambda ax: plot_audits(ax, rows)))
+    if any("time/speculation_net" in row for row in rows):
         plots.append(("seconds saved by speculation (estimated) less those spent on the drafter",
-                      "time/net", lambda ax: plot_net(ax, rows)))
+                      "time/speculation_net", lambda ax: plot_net(ax, rows)))
     drawable = [p for p in plots if np.isfinite(column(rows, p[1])).any()]
     figures = [(name, draw_svg(name, "step", draw)) for name, _, draw in drawable]
     missing = [(name, key) for name, key, _ in plots if (name, key) not in
@@ -215,7 +213,7 @@ def _figures(rows: Rows, samples: Rows) -> tuple[list[tuple[str, str]], list[tup
 
 
 def draw_svg(title: str, xlabel: str, draw: Callable[[Axes], None]) -> str:
-    """One figure as base64 of SVG. Figure's own interface: pyplot would keep global state."""
+    """Returns one figure as base64 of SVG. It avoids pyplot, which keeps global state."""
     figure = Figure(figsize=(6, 3.4), layout="constrained")
     ax = figure.subplots()
     draw(ax)
@@ -232,14 +230,14 @@ def _marker(rows: Rows) -> str:
 
 
 def plot_line(ax: Axes, rows: Rows, key: str) -> None:
-    """One metric over steps."""
+    """Plots one metric over steps."""
     ax.plot(column(rows, "step"), column(rows, key), color=LINE, marker=_marker(rows))
-    ax.xaxis.get_major_locator().set_params(integer=True)
+    ax.xaxis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 2.5, 5, 10], integer=True))
     ax.grid(alpha=0.25)
 
 
 def plot_reward(ax: Axes, rows: Rows) -> None:
-    """Mean reward over steps, with one standard deviation of a step's rewards around it."""
+    """Plots the mean reward over steps, with one standard deviation of a step's rewards."""
     mean, std = column(rows, "reward/mean"), column(rows, "reward/std")
     plot_line(ax, rows, "reward/mean")
     if np.isfinite(std).any():
@@ -249,14 +247,14 @@ def plot_reward(ax: Axes, rows: Rows) -> None:
 
 
 def shares(rows: Rows) -> dict[str, np.ndarray]:
-    """Phase -> f64[steps] share of the step's seconds; the rest is "other"."""
+    """Returns each phase's share of a step's seconds, f64[steps]; the rest is "other"."""
     total = column(rows, "time/step")
     parts = {name: np.nan_to_num(column(rows, f"time/{name}") / total) for name in PHASES}
     return parts | {"other": np.clip(1 - sum(parts.values()), 0, None)}
 
 
 def plot_shares(ax: Axes, rows: Rows) -> None:
-    """Stacked shares of the phases, one bar a step."""
+    """Plots the shares of the phases as one stacked bar a step."""
     steps, bottom = column(rows, "step"), np.zeros(len(rows))
     edges = np.append(steps, steps[-1] + 1) - 0.5
     for name, share in shares(rows).items():
@@ -264,27 +262,27 @@ def plot_shares(ax: Axes, rows: Rows) -> None:
                   label=name)
         bottom = bottom + share
     ax.set_ylim(0, 1)
-    ax.xaxis.get_major_locator().set_params(integer=True)
+    ax.xaxis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 2.5, 5, 10], integer=True))
     ax.legend(frameon=False, fontsize=8, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.18))
 
 
 def plot_setting(ax: Axes, rows: Rows) -> None:
-    """Means of each launch, or of each step where launches were not recorded."""
-    place, depth, width = [], [], []
+    """Plots draft depth and packed tokens of each launch, or of each step."""
+    time, depth, width = [], [], []
     for row in rows:
-        launches = recorded(row) or [{"steps": row.get("control/steps", np.nan)}]
-        place += [row["step"] + i / len(launches) for i in range(len(launches))]
+        launches = recorded(row) or [{"steps": row.get("control/draft_depth", np.nan)}]
+        time += [row["step"] + i / len(launches) for i in range(len(launches))]
         depth += [launch["steps"] for launch in launches]
         width += [launch.get("width", np.nan) / launch.get("batch", 1) for launch in launches]
-    ax.step(place, depth, where="post", color=LINE, linewidth=0.8, label="draft depth")
-    ax.step(place, width, where="post", color="#efb118", linewidth=0.8,
+    ax.step(time, depth, where="post", color=LINE, linewidth=0.8, label="draft depth")
+    ax.step(time, width, where="post", color="#efb118", linewidth=0.8,
             label="packed tokens a slot")
     ax.set_ylim(bottom=0)
     ax.legend(frameon=False, fontsize=8)
 
 
 def plot_audits(ax: Axes, rows: Rows) -> None:
-    """Tokens per second of each step's audited launches, which are rounds, and of their rivals."""
+    """Plots tokens per second of each step's audited rounds and of their alternatives."""
     audited = [[launch for launch in recorded(row) if "audit_off_seconds" in launch]
                for row in rows]
     for name, before, color in (("chosen", "", LINE), ("off", "audit_off_", "#9c9c9c"),
@@ -301,7 +299,7 @@ def plot_audits(ax: Axes, rows: Rows) -> None:
 
 
 def plot_saved(ax: Axes, rows: Rows) -> None:
-    """Sums over steps: against plain decoding, into drafts and their verification, regret."""
+    """Plots running sums of the seconds that the controller saved, spent and lost."""
     for name, key, color in (("saved", "time/saved", "#3ca951"), ("spent", "time/spent", "#efb118"),
                              ("regret", "time/regret", "#ff725c")):
         ax.plot(column(rows, "step"), np.nancumsum(column(rows, key)), color=color, label=name)
@@ -311,9 +309,9 @@ def plot_saved(ax: Axes, rows: Rows) -> None:
 
 
 def plot_net(ax: Axes, rows: Rows) -> None:
-    """Running sums: saved by speculation, spent on the drafter, and their difference."""
+    """Plots running sums of seconds saved by speculation and spent on the drafter."""
     spent = np.nancumsum(column(rows, "time/distill"))
-    net = column(rows, "time/net")
+    net = column(rows, "time/speculation_net")
     for name, values, color in (("saved", net + spent, "#3ca951"), ("spent", spent, "#efb118"),
                                 ("saved less spent", net, LINE)):
         ax.plot(column(rows, "step"), values, color=color, label=name)
@@ -324,7 +322,7 @@ def plot_net(ax: Axes, rows: Rows) -> None:
 
 
 def plot_reliability(ax: Axes, rows: Rows) -> None:
-    """Reliability diagram: accepted share over the mean estimate, steps pooled by its tenth."""
+    """Plots accepted share over estimated acceptance, in tenths of the estimate, over all steps."""
     tried, estimate, accepted = np.concatenate(
         [np.reshape(row.get(RELIABILITY, []), (-1, 3)) for row in rows]).T
     tenth = np.minimum((10 * estimate).astype(int), 9)
@@ -337,7 +335,7 @@ def plot_reliability(ax: Axes, rows: Rows) -> None:
 
 
 def plot_lengths(ax: Axes, samples: Rows) -> None:
-    """Histogram of the responses' tokens."""
+    """Plots a histogram of response lengths."""
     lengths = [token_count(sample) for sample in samples]
     bins = min(BINS, max(lengths) - min(lengths) + 1)
     ax.hist(lengths, bins=bins, color=LINE)

@@ -1,8 +1,8 @@
-"""The Llama family's shape: Llama 2/3, SmolLM2, Qwen2/2.5, Qwen3; one description per parameter.
+"""Shapes of Llama-like models (Llama 2/3, SmolLM2, Qwen2/2.5, Qwen3) and of their parameters.
 
-Shapes, logical axes and initialisers stand here once; initialisation, shardings and restore derive
-from them. Weights keep the checkpoints' [out, in] orientation. Query heads are grouped by the
-key-value head they read: head h of a checkpoint is qkv[h // R, h % R] with R = H / G.
+Each parameter is described once; initialisation, shardings and restore derive from that. Weights
+have the [out, in] orientation of checkpoints. Query heads are grouped by the key-value head that
+they read: head h of a checkpoint is qkv[h // R, h % R] with R = H / G.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ class RopeScaling:
 
 @dataclasses.dataclass(frozen=True)
 class Architecture:
-    """Static shape of a model."""
+    """Static shape of a model; `family` is a name in families.FAMILIES."""
 
     vocab_size: int
     hidden_size: int
@@ -68,7 +68,7 @@ class Param:
 
 
 def describe(arch: Architecture) -> dict[str, Any]:
-    """The parameter tree with a `Param` at each leaf."""
+    """Returns the parameter tree with a `Param` at each leaf."""
     a, g, r, e, f = arch, arch.num_kv_heads, arch.group, arch.head_dim, arch.hidden_size
     std, out_std = 0.02, 0.02 / (2 * arch.num_layers) ** 0.5
     layer = {
@@ -99,7 +99,7 @@ def is_param(x: Any) -> bool:
 
 
 def initialize(arch: Architecture, seed: int) -> dict[str, Any]:
-    """Random float32 parameters on the host, a pure function of (arch, seed)."""
+    """Returns random float32 parameters on the host, a pure function of (arch, seed)."""
     leaves, tree = jax.tree.flatten(describe(arch), is_leaf=is_param)
     rngs = np.random.default_rng(seed).spawn(len(leaves))
     return tree.unflatten([_draw(leaf, rng) for leaf, rng in zip(leaves, rngs, strict=True)])

@@ -13,6 +13,7 @@ from safetensors.numpy import save_file
 
 from specrl_jax.config import ConfigError
 from specrl_jax.model.architecture import Architecture
+from specrl_jax.model.families import FAMILIES
 from specrl_jax.model.hf_config import write_config
 from specrl_jax.model.hf_directory import INDEX, SINGLE
 from specrl_jax.model.tensors import unpack
@@ -23,9 +24,9 @@ SHARD_BYTES = 4 * 2**30
 
 def export(directory: str | os.PathLike[str], arch: Architecture, params: Mapping[str, Any],
            tokenizer: Tokenizer, shard_bytes: int = SHARD_BYTES) -> None:
-    """Writes a model directory: all of it or, after an error, nothing.
+    """Writes a model directory; after an error nothing of it is left.
 
-    Everything goes to a temporary directory beside the target, which is then renamed.
+    The files go to a temporary directory next to the target, which is renamed at the end.
 
     Args:
       directory: must not exist yet, or be empty.
@@ -33,32 +34,34 @@ def export(directory: str | os.PathLike[str], arch: Architecture, params: Mappin
       shard_bytes: weights beyond this size are split over several files with an index.
 
     Raises:
-      ConfigError: the directory holds something already.
+      ConfigError: the directory is not empty.
     """
     target = Path(directory).expanduser().absolute()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{target}: exists already; remove it or export to another directory")
     target.parent.mkdir(parents=True, exist_ok=True)
-    draft = target.with_name(f".{target.name}.{uuid.uuid4().hex}.partial")
-    draft.mkdir()
+    partial = target.with_name(f".{target.name}.{uuid.uuid4().hex}.partial")
+    partial.mkdir()
     try:
-        _write_json(draft / "config.json", write_config(arch) | _special_ids(tokenizer))
-        _write_json(draft / "generation_config.json", _special_ids(tokenizer))
-        _write_tokenizer(draft, tokenizer, arch)
-        _write_weights(draft, unpack(arch, params), shard_bytes)
-        os.replace(draft, target)
+        _write_json(partial / "config.json", write_config(arch) | _special_ids(tokenizer))
+        _write_json(partial / "generation_config.json", _special_ids(tokenizer))
+        _write_tokenizer(partial, tokenizer, arch)
+        rename = FAMILIES.resolve(arch.family).to_checkpoint
+        tensors = ((rename(name), array) for name, array in unpack(arch, params))
+        _write_weights(partial, tensors, shard_bytes)
+        os.replace(partial, target)
     finally:
-        shutil.rmtree(draft, ignore_errors=True)
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _write_weights(directory: Path, tensors: Iterable[tuple[str, np.ndarray]], shard_bytes: int
                    ) -> None:
-    """One file, or shards numbered from 1 and the index that maps names to them."""
-    places: dict[str, int] = {}
+    """Writes one file, or shards numbered from 1 and the index that maps names to them."""
+    shard_of: dict[str, int] = {}
     total = count = 0
     for count, shard in enumerate(_shards(tensors, shard_bytes), 1):
         save_file(shard, directory / f"{count}.safetensors", {"format": "pt"})
-        places |= dict.fromkeys(shard, count)
+        shard_of |= dict.fromkeys(shard, count)
         total += sum(x.nbytes for x in shard.values())
     names = {n: f"model-{n:05d}-of-{count:05d}.safetensors" if count > 1 else SINGLE
              for n in range(1, count + 1)}
@@ -66,12 +69,12 @@ def _write_weights(directory: Path, tensors: Iterable[tuple[str, np.ndarray]], s
         (directory / f"{number}.safetensors").rename(directory / name)
     if count > 1:
         _write_json(directory / INDEX, {"metadata": {"total_size": total}, "weight_map": {
-            tensor: names[number] for tensor, number in places.items()}})
+            tensor: names[number] for tensor, number in shard_of.items()}})
 
 
 def _shards(tensors: Iterable[tuple[str, np.ndarray]], shard_bytes: int
             ) -> Iterator[dict[str, np.ndarray]]:
-    """Float32 tensors in groups of at most `shard_bytes`, one tensor at least."""
+    """Yields float32 tensors in groups of at most `shard_bytes`, at least one in each."""
     shard: dict[str, np.ndarray] = {}
     size = 0
     for name, array in tensors:
@@ -98,11 +101,11 @@ def _write_tokenizer(directory: Path, tokenizer: Tokenizer, arch: Architecture) 
 
 
 def _special_ids(tokenizer: Tokenizer) -> dict[str, Any]:
-    """The ids that transformers' generate reads."""
-    stop, bos = tokenizer.stop_ids, tokenizer.bos_token
+    """Returns the ids that transformers' generate reads."""
+    stop, bos = list(tokenizer.stop_ids), tokenizer.bos_token
     return {
         "bos_token_id": None if bos is None else tokenizer.backend.token_to_id(bos),
-        "eos_token_id": (list(stop) if len(stop) > 1 else stop[0]) if stop else None,
+        "eos_token_id": (stop if len(stop) > 1 else stop[0]) if stop else None,
         "pad_token_id": tokenizer.pad_id,
     }
 

@@ -10,20 +10,13 @@ import numpy as np
 
 from specrl_jax.config import ConfigError
 from specrl_jax.model.architecture import Architecture, RopeScaling
+from specrl_jax.model.families import FAMILIES
 from specrl_jax.model.fields import REPAIR, Fields
 from specrl_jax.model.tensors import EMBED, FINAL_NORM, HEAD, Tensors, layer_name
 from specrl_jax.model.transformer import frequencies
 
-FAMILIES = ("llama", "qwen2", "qwen3")
 ROPE_FREQS = "rope_freqs.weight"
 TOP_NAMES = {"token_embd.weight": EMBED, "output_norm.weight": FINAL_NORM, "output.weight": HEAD}
-LAYER_NAMES = {
-    "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
-    "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +33,7 @@ class GgufFile:
         return Fields(self.metadata, str(self.path))
 
     def get(self, key: str) -> Any:
-        """The metadata value of `key`.
+        """Returns the metadata value of `key`.
 
         Raises:
           ConfigError: there is no such key.
@@ -52,7 +45,7 @@ class GgufFile:
 
 
 def open_gguf(path: Path) -> GgufFile:
-    """Maps the file and reads its metadata; tensors' data stays on disk.
+    """Maps the file and reads its metadata; the data of tensors stays on disk.
 
     Raises:
       ConfigError: not a GGUF file, damaged, or one part of a split model.
@@ -69,34 +62,36 @@ def open_gguf(path: Path) -> GgufFile:
     return GgufFile(path, metadata, {t.name: t for t in reader.tensors})
 
 
-def gguf_architecture(file: GgufFile) -> Architecture:
-    """The architecture that metadata and tensor shapes describe.
+def gguf_architecture(file: GgufFile, family: str = "") -> Architecture:
+    """Returns the architecture that metadata and tensor shapes describe.
+
+    Args:
+      family: name in FAMILIES or package.module:name; empty is the file's general.architecture.
 
     Raises:
       ConfigError: another architecture, a missing key, or a RoPE scaling not known here.
     """
-    family = file.get("general.architecture")
-    if not isinstance(family, str) or family not in FAMILIES:
-        raise ConfigError(f"{file.path}: general.architecture = {family!r} is not supported; "
-                          f"choose a model of {', '.join(FAMILIES)}")
-
-    fields = file.fields
+    kind = file.get("general.architecture")
+    if not family and (not isinstance(kind, str) or kind not in FAMILIES):
+        raise ConfigError(f"{file.path}: general.architecture = {kind!r} is not supported; choose "
+                          f"a model of {', '.join(FAMILIES)}, or name a family in model.family")
+    fields, found = file.fields, FAMILIES.resolve(family or kind)
 
     def count(key: str) -> int:
-        if isinstance(file.get(f"{family}.{key}"), list):
-            raise ConfigError(f"{file.path}: {family}.{key} differs between layers, which is not "
+        if isinstance(file.get(f"{kind}.{key}"), list):
+            raise ConfigError(f"{file.path}: {kind}.{key} differs between layers, which is not "
                               "supported; choose a model whose layers are alike")
-        return fields.count(f"{family}.{key}")
+        return fields.count(f"{kind}.{key}")
 
     heads, hidden = count("attention.head_count"), count("embedding_length")
     kv_heads = count("attention.head_count_kv")
-    fields.check(heads % kv_heads == 0, f"{family}.attention.head_count", heads,
+    fields.check(heads % kv_heads == 0, f"{kind}.attention.head_count", heads,
                  f"must be a multiple of attention.head_count_kv = {kv_heads}; {REPAIR}")
-    head_dim = fields.count(f"{family}.attention.key_length", hidden // heads)
-    fields.check(head_dim % 2 == 0, f"{family}.attention.key_length", head_dim,
+    head_dim = fields.count(f"{kind}.attention.key_length", hidden // heads)
+    fields.check(head_dim % 2 == 0, f"{kind}.attention.key_length", head_dim,
                  f"RoPE needs an even one; {REPAIR}")
-    _check_rope(file, family, head_dim)
-    epsilon = f"{family}.attention.layer_norm_rms_epsilon"
+    _check_rope(file, kind, head_dim)
+    epsilon = f"{kind}.attention.layer_norm_rms_epsilon"
     file.get(epsilon)
     arch = Architecture(
         vocab_size=_shape(_record(file, "token_embd.weight"))[0],
@@ -106,38 +101,42 @@ def gguf_architecture(file: GgufFile) -> Architecture:
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        rope_theta=_exact(fields.number(f"{family}.rope.freq_base", 10000.0)),
+        rope_theta=_exact(fields.number(f"{kind}.rope.freq_base", 10000.0)),
         norm_eps=_exact(fields.number(epsilon)),
         qkv_bias="blk.0.attn_q.bias" in file.records,
         qk_norm="blk.0.attn_q_norm.weight" in file.records,
         tied="output.weight" not in file.records,
         max_position=count("context_length"),
-        family=family,
+        family=family or kind,
     )
-    return dataclasses.replace(arch, rope_scaling=_rope_scaling(file, arch))
+    others = {name: x for name, x in found.architecture.items()
+              if name not in ("qkv_bias", "qk_norm")}  # the file's tensors say these
+    return dataclasses.replace(arch, rope_scaling=_rope_scaling(file, arch), **others)
 
 
 def gguf_tensors(file: GgufFile, arch: Architecture) -> Tensors:
-    """The file's tensors under Hugging Face's names, dequantised to float32 when read.
+    """Returns the file's tensors by Llama's names, dequantised to float32 when read.
 
     Raises:
       ConfigError: a quantisation that the gguf package cannot dequantise.
     """
     _check_quantisations(file)
-    names = {_hf_name(name): name for name in file.records if name != ROPE_FREQS}
+    family = FAMILIES.resolve(arch.family)
+    names = {_hf_name(name, family.gguf_names): name for name in file.records
+             if name != ROPE_FREQS}
 
     def read(name: str) -> np.ndarray:
         record = file.records[names[name]]
         array = gguf.quants.dequantize(record.data, record.tensor_type)
         array = np.array(array, np.float32).reshape(_shape(record))  # not a view of the file
-        heads = _permuted_heads(arch, name)
+        heads = _permuted_heads(arch, name) if family.gguf_interleaved else 0
         return unpermute(array, heads) if heads else array
 
     return Tensors({hf: _shape(file.records[own]) for hf, own in names.items()}, read)
 
 
 def unpermute(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Rows from interleaved to rotate-half RoPE: undoes what llama.cpp's converter does to q and k.
+    """Returns rows in rotate-half order from rows in llama.cpp's order of interleaved RoPE.
 
     Args:
       weight: [heads * E, F]
@@ -147,25 +146,25 @@ def unpermute(weight: np.ndarray, heads: int) -> np.ndarray:
 
 
 def _permuted_heads(arch: Architecture, name: str) -> int:
-    """Heads of a permuted tensor; 0 for the others. Only the llama family's are permuted."""
+    """Returns the heads of a q or k matrix; 0 for other tensors."""
     heads = {"q_proj": arch.num_heads, "k_proj": arch.num_kv_heads}
-    return heads.get(name.split(".")[-2], 0) if arch.family == "llama" else 0
+    return heads.get(name.split(".")[-2], 0)
 
 
-def _hf_name(name: str) -> str:
-    """Names unknown here stay as they are, and are refused with the other unknown tensors."""
+def _hf_name(name: str, layer_names: Mapping[str, str]) -> str:
+    """Returns Llama's name of a tensor; an unknown name as it is, which `check_tensors` refuses."""
     if name in TOP_NAMES:
         return TOP_NAMES[name]
     block, _, rest = name.partition(".")
     layer, _, part = rest.partition(".")
     part, _, kind = part.rpartition(".")
-    if block != "blk" or not layer.isdecimal() or part not in LAYER_NAMES:
+    if block != "blk" or not layer.isdecimal() or part not in layer_names:
         return name
-    return layer_name(int(layer), f"{LAYER_NAMES[part]}.{kind}")
+    return layer_name(int(layer), f"{layer_names[part]}.{kind}")
 
 
 def _shape(record: gguf.ReaderTensor) -> tuple[int, ...]:
-    """GGUF lists the fastest axis first."""
+    """Returns a tensor's shape; GGUF lists the fastest axis first."""
     return tuple(int(n) for n in reversed(record.shape))
 
 
@@ -176,7 +175,7 @@ def _record(file: GgufFile, name: str) -> gguf.ReaderTensor:
 
 
 def _check_quantisations(file: GgufFile) -> None:
-    """One empty block of each kind is dequantised, so that a long load does not end in an error."""
+    """Dequantises an empty block of each kind, so that a long load does not end in an error."""
     for kind in {record.tensor_type for record in file.records.values()}:
         block = np.zeros(gguf.GGML_QUANT_SIZES[kind][1], np.uint8)
         try:
@@ -186,22 +185,22 @@ def _check_quantisations(file: GgufFile) -> None:
                               "gguf package; choose another file of this model") from error
 
 
-def _check_rope(file: GgufFile, family: str, head_dim: int) -> None:
-    rotated = file.metadata.get(f"{family}.rope.dimension_count", head_dim)
+def _check_rope(file: GgufFile, kind: str, head_dim: int) -> None:
+    rotated = file.metadata.get(f"{kind}.rope.dimension_count", head_dim)
     if rotated != head_dim:
-        raise ConfigError(f"{file.path}: {family}.rope.dimension_count = {rotated}: rotating only "
+        raise ConfigError(f"{file.path}: {kind}.rope.dimension_count = {rotated}: rotating only "
                           f"a part of the {head_dim} dimensions of a head is not supported")
-    kind = file.metadata.get(f"{family}.rope.scaling.type", "none")
-    if kind != "none":
-        raise ConfigError(f"{file.path}: {family}.rope.scaling.type = {kind!r} is not supported; "
+    scaling = file.metadata.get(f"{kind}.rope.scaling.type", "none")
+    if scaling != "none":
+        raise ConfigError(f"{file.path}: {kind}.rope.scaling.type = {scaling!r} is not supported; "
                           "choose a model without RoPE scaling, or with Llama 3's")
 
 
 def _rope_scaling(file: GgufFile, arch: Architecture) -> RopeScaling | None:
-    """Llama 3's scaling from the factors that the converter stores instead of its settings.
+    """Returns Llama 3's scaling from the factors that the converter stores instead.
 
-    The factors fix only ratios of the settings. The settings of all published Llama 3 models
-    (1, 4, 8192) are tried; anything else is refused rather than guessed.
+    The factors determine only ratios of the settings. The settings of all published Llama 3 models
+    (1, 4, 8192) are tried; anything else is refused.
     """
     if ROPE_FREQS not in file.records:
         return None
@@ -217,7 +216,7 @@ def _rope_scaling(file: GgufFile, arch: Architecture) -> RopeScaling | None:
 
 
 def _exact(value: Any) -> float:
-    """The shortest decimal of a float32, so that 1e-5 does not become 9.999999747378752e-06."""
+    """Returns the shortest decimal of a float32: 1e-5, not 9.999999747378752e-06."""
     return float(str(np.float32(value)))
 
 

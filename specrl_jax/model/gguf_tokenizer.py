@@ -41,11 +41,11 @@ PRE_TOKENIZERS: dict[str, Callable[[], Any]] = {
 
 
 def gguf_tokenizer(file: GgufFile) -> tokenizer.Tokenizer:
-    """The tokenizer and chat template that the file's metadata describes.
+    """Returns the tokenizer and chat template that the file's metadata describes.
 
     Raises:
-      ConfigError: neither byte-level nor SentencePiece BPE, a pre-tokenizer not known here, or
-        metadata that no tokenizer can have.
+      ConfigError: neither byte-level nor SentencePiece BPE, an unknown pre-tokenizer, or
+        impossible metadata.
     """
     kind = file.get("tokenizer.ggml.model")
     if not isinstance(kind, str) or kind not in MODELS:
@@ -76,7 +76,7 @@ def _backend(file: GgufFile, tokens: list[str], make: Callable[..., Tokenizer]) 
 
 
 def _token(file: GgufFile, tokens: list[str], role: str) -> str | None:
-    """The text of the token that metadata gives a role; None if it gives none."""
+    """Returns the text of the token with a role such as "eos"; None if there is none."""
     key = f"tokenizer.ggml.{role}_token_id"
     token_id = file.metadata.get(key)
     if token_id is None:
@@ -93,7 +93,7 @@ def _byte_level(file: GgufFile, vocab: dict[str, int]) -> Tokenizer:
                           f"{', '.join(PRE_TOKENIZERS)} are; {WAY_OUT}")
     merges = file.fields.items("tokenizer.ggml.merges", str)
     merges = [tuple(merge.split(" ", 1)) for merge in merges]
-    # Llama 3 takes a word that is a token as it is, even where no merges lead to it.
+    # Llama 3 encodes a word that is a token as that token, even if no merges produce it.
     model = models.BPE(vocab=vocab, merges=merges, ignore_merges=pre == "llama-bpe")
     backend = Tokenizer(model)
     backend.pre_tokenizer = PRE_TOKENIZERS[pre]()
@@ -104,7 +104,7 @@ def _byte_level(file: GgufFile, vocab: dict[str, int]) -> Tokenizer:
 
 
 def _sentencepiece(file: GgufFile, vocab: dict[str, int]) -> Tokenizer:
-    """Llama 2's: spaces are U+2581, unknown characters become byte tokens."""
+    """Returns Llama 2's tokenizer: spaces are U+2581, unknown characters become byte tokens."""
     tokens = file.fields.items("tokenizer.ggml.tokens", str)
     unknown = _token(file, tokens, "unknown") or tokens[0]
     backend = Tokenizer(models.BPE(vocab=vocab, merges=_score_merges(file), unk_token=unknown,

@@ -1,16 +1,15 @@
 """config.json of transformers 4 and 5: parsed to an Architecture, and written so both load it."""
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 from specrl_jax.model.architecture import Architecture, RopeScaling
+from specrl_jax.model.families import FAMILIES, Family
 from specrl_jax.model.fields import REPAIR, Fields
 
-CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-MAX_POSITION = {"llama": 2048, "qwen2": 32768, "qwen3": 32768}  # transformers' defaults
-
 # Options that change the computation, with the only values that are computed here.
-FIXED = {
+SUPPORTED = {
     "hidden_act": ("silu", None),
     "attention_bias": (False, None),
     "mlp_bias": (False, None),
@@ -20,23 +19,25 @@ FIXED = {
 }
 
 
-def parse_config(config: Mapping[str, Any], path: str) -> Architecture:
-    """The architecture that a config.json describes, in the form of transformers 4 or 5.
+def parse_config(config: Mapping[str, Any], path: str, family: str = "") -> Architecture:
+    """Returns the architecture that a config.json describes, in the form of transformers 4 or 5.
 
     Args:
       config: the file's content.
       path: the file's name, for errors.
+      family: name in FAMILIES or package.module:name; empty is the file's model_type.
 
     Raises:
-      ConfigError: an unsupported model type or option, a missing key, or a value that cannot be.
+      ConfigError: an unsupported model type or option, a missing key, or an impossible value.
     """
-    fields, family = Fields(config, path), config.get("model_type")
-    fields.check(isinstance(family, str) and family in CLASSES, "model_type", family,
-                 f"choose {', '.join(CLASSES)}")
-    _check_supported(fields)
-    heads, kv_heads, head_dim = _heads(fields, family)
+    fields, name = Fields(config, path), family or config.get("model_type")
+    fields.check(bool(family) or isinstance(name, str) and name in FAMILIES, "model_type", name,
+                 f"choose {', '.join(FAMILIES)}, or name a family in model.family")
+    found = FAMILIES.resolve(str(name))
+    _check_supported(fields, found)
+    heads, kv_heads, head_dim = _heads(fields, found)
     rope = _rope(fields)
-    return Architecture(
+    arch = Architecture(
         vocab_size=fields.count("vocab_size"),
         hidden_size=fields.count("hidden_size"),
         intermediate_size=fields.count("intermediate_size"),
@@ -47,20 +48,19 @@ def parse_config(config: Mapping[str, Any], path: str) -> Architecture:
         rope_theta=(rope if "rope_theta" in rope.values else fields).number("rope_theta", 10000.0),
         rope_scaling=_rope_scaling(rope),
         norm_eps=fields.number("rms_norm_eps", 1e-6),
-        qkv_bias=family == "qwen2",
-        qk_norm=family == "qwen3",
         tied=fields.flag("tie_word_embeddings", False),
-        max_position=fields.count("max_position_embeddings", MAX_POSITION[family]),
-        family=family,
+        max_position=fields.count("max_position_embeddings", found.max_position),
+        family=str(name),
     )
+    return dataclasses.replace(arch, **found.architecture, **found.read(fields))
 
 
 def write_config(arch: Architecture) -> dict[str, Any]:
-    """The config.json of `arch` with float32 weights, for transformers 4 and 5 alike."""
-    scaling = _scaling_dict(arch.rope_scaling)
-    config = {
-        "architectures": [CLASSES[arch.family]],
-        "model_type": arch.family,
+    """Returns the config.json of `arch` with float32 weights, for both transformers 4 and 5."""
+    scaling, family = _scaling_dict(arch.rope_scaling), FAMILIES.resolve(arch.family)
+    return {
+        "architectures": [family.hf_class],
+        "model_type": family.model_type,
         "vocab_size": arch.vocab_size,
         "hidden_size": arch.hidden_size,
         "intermediate_size": arch.intermediate_size,
@@ -78,13 +78,13 @@ def write_config(arch: Architecture) -> dict[str, Any]:
                             **(scaling or {"rope_type": "default"})},
         "torch_dtype": "float32",
         "dtype": "float32",
+        **family.written,
     }
-    return config if arch.family == "llama" else config | {"use_sliding_window": False}
 
 
-def _check_supported(fields: Fields) -> None:
-    """Refuses what changes the computation in a way that is not computed here."""
-    for key, supported in FIXED.items():
+def _check_supported(fields: Fields, family: Family) -> None:
+    """Raises ConfigError for an option whose value would be computed wrongly here."""
+    for key, supported in {**SUPPORTED, **family.supported}.items():
         value = fields.values.get(key)
         fields.check(value in supported, key, value, "is not supported; choose a model without it")
     layers = fields.values.get("layer_types")
@@ -95,23 +95,23 @@ def _check_supported(fields: Fields) -> None:
                      "is not supported; choose a model without it")
 
 
-def _heads(fields: Fields, family: str) -> tuple[int, int, int]:
-    """(query heads, key-value heads, head size); null stands for transformers' defaults."""
+def _heads(fields: Fields, family: Family) -> tuple[int, int, int]:
+    """Returns (query heads, key-value heads, head size); null means transformers' defaults."""
     given = Fields({k: v for k, v in fields.values.items() if v is not None}, fields.path)
     heads, hidden = given.count("num_attention_heads"), given.count("hidden_size")
     kv_heads = given.count("num_key_value_heads", heads)
     fields.check(heads % kv_heads == 0, "num_attention_heads", heads,
                  f"must be a multiple of num_key_value_heads = {kv_heads}; {REPAIR}")
-    derived = family != "qwen3" and "head_dim" not in given.values
+    derived = family.head_dim is None and "head_dim" not in given.values
     fields.check(not derived or hidden % heads == 0, "hidden_size", hidden,
                  f"must be a multiple of num_attention_heads = {heads}, or head_dim be given")
-    head_dim = given.count("head_dim", 128 if family == "qwen3" else hidden // heads)
+    head_dim = given.count("head_dim", family.head_dim or hidden // heads)
     fields.check(head_dim % 2 == 0, "head_dim", head_dim, f"RoPE needs an even one; {REPAIR}")
     return heads, kv_heads, head_dim
 
 
 def _rope(fields: Fields) -> Fields:
-    """The section about RoPE: rope_parameters of transformers 5, else rope_scaling of 4."""
+    """Returns the section about RoPE: rope_parameters (transformers 5) or rope_scaling (4)."""
     new, old = fields.section("rope_parameters"), fields.section("rope_scaling")
     rope = new if new.values else old
     for key, value in rope.values.items():

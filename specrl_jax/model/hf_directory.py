@@ -10,6 +10,7 @@ import safetensors
 
 from specrl_jax.config import ConfigError
 from specrl_jax.model.architecture import Architecture
+from specrl_jax.model.families import FAMILIES
 from specrl_jax.model.hf_config import parse_config
 from specrl_jax.model.tensors import Shape, Tensors
 from specrl_jax.model.tokenizer import Tokenizer, read_json, read_tokenizer
@@ -18,19 +19,26 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = ("F32", "F16", "BF16", "F64")
 
 
-def open_directory(directory: Path) -> tuple[Architecture, Tokenizer, Tensors]:
-    """What a model directory holds; tensors' data stays on disk.
+def open_directory(directory: Path, family: str = "") -> tuple[Architecture, Tokenizer, Tensors]:
+    """Returns the contents of a model directory; the data of tensors stays on disk.
+
+    Args:
+      family: see `parse_config`.
 
     Raises:
       ConfigError: a file is missing, damaged or of a model that is not supported.
     """
     path = directory / "config.json"
-    arch = parse_config(read_json(path), str(path))
-    return arch, read_tokenizer(directory), safetensors_tensors(directory)
+    arch = parse_config(read_json(path), str(path), family)
+    tensors, found = safetensors_tensors(directory), FAMILIES.resolve(arch.family)
+    own = {found.from_checkpoint(name): name for name in tensors.shapes}
+    renamed = Tensors({name: tensors.shapes[x] for name, x in own.items()},
+                      lambda name: tensors.read(own[name]))
+    return arch, read_tokenizer(directory), renamed
 
 
 def safetensors_tensors(directory: Path) -> Tensors:
-    """The tensors of all safetensors files of a model directory, float32 when read.
+    """Returns the tensors of all safetensors files of a model directory, float32 when read.
 
     Raises:
       ConfigError: a file is missing or damaged, or has tensors of a dtype not known here.
@@ -60,7 +68,8 @@ def _shards(directory: Path) -> list[Path]:
 
 
 def open_tensors(path: Path) -> safetensors.safe_open:
-    """
+    """Opens a safetensors file.
+
     Raises:
       ConfigError: the file is missing or damaged.
     """
@@ -74,12 +83,12 @@ def open_tensors(path: Path) -> safetensors.safe_open:
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether `name` has the form org/name, and not that of a file or of ./name."""
+    """Returns whether `name` has the form org/name and is neither a file nor ./name."""
     return bool(re.fullmatch(r"\w[\w.-]*/[\w.-]+", name)) and not name.endswith(".gguf")
 
 
 def fetch(name: str) -> Path:
-    """The local directory of a model on the Hugging Face hub, downloaded unless it is cached.
+    """Returns the local directory of a model on the Hugging Face hub; downloads it if needed.
 
     Raises:
       ConfigError: there is no such model, it needs a login, or the hub cannot be reached.

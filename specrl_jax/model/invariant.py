@@ -1,8 +1,8 @@
-"""Forwards whose bits depend, token by token, on what comes before the token alone.
+"""Forward passes in which the bits of a token's result depend only on the tokens before it.
 
-Norms, products and attention are machine code that takes each sum in one order, whatever else is in
-the batch. XLA does the same with what works on each number by itself, but not with its own sums, so
-a prompt goes through the forward of verification, as a tree that is a chain (experiments/LOG.md).
+Norms, products and attention are machine code that takes each sum in a fixed order, whatever else
+is in the batch. XLA is as exact for elementwise operations but not for its own sums, so a prompt
+runs through the forward pass of verification, as a tree that is a chain (experiments/LOG.md).
 """
 
 import jax
@@ -20,12 +20,13 @@ _MULTIPLE = 16  # of features, and of a cache's segments
 
 
 def check_possible(arch: Architecture, dtype: str, tensor: int) -> None:
-    """
+    """Checks that model.numerics = "invariant" can work.
+
     Args:
       tensor: devices that share a model's weights.
 
     Raises:
-      ConfigError: model.numerics = "invariant" cannot work here; the message says why.
+      ConfigError: it cannot; the message has the reason.
     """
     def refuse(reason: object) -> None:
         check(False, "model.numerics", "invariant", f"{reason}; use default")
@@ -44,7 +45,7 @@ def check_possible(arch: Architecture, dtype: str, tensor: int) -> None:
 
 def prompt_forward(arch: Architecture, params: Params, tokens: Array, taps: tuple[int, ...]
                    ) -> tuple[list[tuple[Array, Array]], Array | None]:
-    """Prompts as trees that are chains, over an empty cache.
+    """Runs the model on prompts, as trees that are chains, over an empty cache.
 
     Args:
       tokens: i32[p, P'].
@@ -59,7 +60,7 @@ def prompt_forward(arch: Architecture, params: Params, tokens: Array, taps: tupl
     column = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32)[None], place.shape)
     packing = Packing(row=(place // width).reshape(-1), node=column.reshape(-1), place=place,
                       parent=jnp.maximum(column - 1, 0))
-    # Positions known to the compiler would be made rotations by it, with other rounding.
+    # XLA would fold constant positions into rotations with another rounding.
     position = jax.lax.optimization_barrier(column.reshape(-1))
     shape = (prompts, arch.num_kv_heads)
     nothing = ([jnp.zeros((*shape, arch.head_dim, _MULTIPLE))],

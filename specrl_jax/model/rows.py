@@ -1,4 +1,4 @@
-"""Loops over the rows of a batch that something happens to."""
+"""A loop over some of the rows of a batch."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -12,9 +12,9 @@ Carry = TypeVar("Carry")
 
 
 def for_rows(source: Array, body: Callable[[Array, Array, Carry], Carry], carry: Carry) -> Carry:
-    """carry = body(b, source[b], carry) for each row b with source[b] >= 0, in order.
+    """Runs carry = body(b, source[b], carry) for each row b with source[b] >= 0, in order.
 
-    As many turns as such rows: a batch in which one slot is filled does not rewrite the others.
+    There are as many iterations as such rows: filling one slot does not rewrite the others.
 
     Args:
       source: i32[B].
@@ -22,7 +22,7 @@ def for_rows(source: Array, body: Callable[[Array, Array, Carry], Carry], carry:
     wanted = source >= 0
     order = jnp.argsort(~wanted, stable=True).astype(jnp.int32)
 
-    def turn(i: Array, carry: Carry) -> Carry:
+    def step(i: Array, carry: Carry) -> Carry:
         return body(order[i], source[order[i]], carry)
 
-    return jax.lax.fori_loop(0, wanted.sum(), turn, carry)
+    return jax.lax.fori_loop(0, wanted.sum(), step, carry)

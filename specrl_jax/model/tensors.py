@@ -1,4 +1,4 @@
-"""Checkpoint tensors by their Hugging Face names, and the parameter tree made of them.
+"""Checkpoint tensors by the names of Hugging Face's Llama, and the parameter tree made of them.
 
 Shape letters as in structs.py; R = H / G query heads a key-value head, I = MLP width.
 """
@@ -19,7 +19,7 @@ EMBED, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_
 
 @dataclasses.dataclass(frozen=True)
 class Tensors:
-    """A checkpoint: shapes known at once, data read when asked for."""
+    """The tensors of a checkpoint: their shapes, and a function that reads their data."""
 
     shapes: Mapping[str, Shape]
     read: Callable[[str], np.ndarray]  # name -> float32 array in Hugging Face's layout
@@ -30,7 +30,7 @@ def layer_name(layer: int, part: str) -> str:
 
 
 def layer_shapes(arch: Architecture) -> dict[str, Shape]:
-    """Name within its layer -> shape, [out, in] for matrices."""
+    """Returns shapes by the name within a layer, [out, in] for matrices."""
     f, e, i = arch.hidden_size, arch.head_dim, arch.intermediate_size
     q, kv = arch.num_heads * e, arch.num_kv_heads * e
     shapes: dict[str, Shape] = {
@@ -53,8 +53,8 @@ def layer_shapes(arch: Architecture) -> dict[str, Shape]:
 
 
 def tensor_shapes(arch: Architecture) -> dict[str, Shape]:
-    """Name -> shape of every tensor that a checkpoint of `arch` holds."""
-    shapes = {EMBED: (arch.vocab_size, arch.hidden_size)}
+    """Returns the shape of every tensor of a checkpoint of `arch`, by name."""
+    shapes: dict[str, Shape] = {EMBED: (arch.vocab_size, arch.hidden_size)}
     for layer in range(arch.num_layers):
         shapes |= {layer_name(layer, part): s for part, s in layer_shapes(arch).items()}
     shapes[FINAL_NORM] = (arch.hidden_size,)
@@ -64,12 +64,12 @@ def tensor_shapes(arch: Architecture) -> dict[str, Shape]:
 
 
 def check_tensors(arch: Architecture, shapes: Mapping[str, Shape], source: str) -> None:
-    """Refuses a checkpoint whose tensors are not exactly those of `arch`.
+    """Raises ConfigError unless a checkpoint's tensors are exactly those of `arch`.
 
     Raises:
       ConfigError: a tensor is missing, has another shape, or is one the model does not know.
     """
-    if arch.num_layers > len(shapes):  # whatever the number: nothing is made for each layer yet
+    if arch.num_layers > len(shapes):  # before anything is made for each layer
         raise ConfigError(f"{source}: {arch.num_layers} layers are asked for, but there are only "
                           f"{len(shapes)} tensors; the download is incomplete or the configuration "
                           "is of another model")
@@ -91,12 +91,12 @@ def check_tensors(arch: Architecture, shapes: Mapping[str, Shape], source: str) 
 
 
 def _ignorable(name: str) -> bool:
-    """Copies of what is known anyway: a tied head, RoPE's inverse frequencies."""
+    """Returns whether a tensor is redundant: a tied head, or RoPE's inverse frequencies."""
     return name == HEAD or name.endswith("rotary_emb.inv_freq")
 
 
 def pack(arch: Architecture, tensors: Tensors) -> dict[str, Any]:
-    """The float32 parameter tree of architecture.describe, as numpy arrays."""
+    """Returns the parameter tree of architecture.describe, float32 numpy arrays."""
     params = {
         "embed": tensors.read(EMBED),
         "final_norm": tensors.read(FINAL_NORM),
@@ -133,7 +133,7 @@ def _pack_layer(arch: Architecture, tensors: Tensors, layer: int) -> dict[str, n
 
 
 def unpack(arch: Architecture, params: Mapping[str, Any]) -> Iterable[tuple[str, np.ndarray]]:
-    """The inverse of `pack`: (name, array) pairs, one layer on the host at a time."""
+    """Yields (name, array) pairs, the inverse of `pack`, with one layer on the host at a time."""
     yield EMBED, np.asarray(params["embed"])
     for layer, packed in enumerate(params["layers"]):
         for part, array in _unpack_layer(arch, packed).items():

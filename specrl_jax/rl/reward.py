@@ -1,21 +1,20 @@
-"""Rewards: pure host functions of (prompt, completion, example), composed by weight.
+"""Rewards: pure host functions of (prompt, completion, example), summed by weight.
 
-A reward of one's own needs no change here: name it as "package.module:function".
+A config can also name a function anywhere else, as "package.module:function".
 """
 
 import contextlib
 import functools
-import importlib
 import logging
 import math
 import re
 import threading
-import types
 from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
 from typing import Any
 
-from specrl_jax.config import ConfigError, check
+from specrl_jax.config import ConfigError, Registry, check
+from specrl_jax.config.renamed import RENAMED_REWARDS
 
 Example = Mapping[str, Any]
 Reward = Callable[[str, str, Example], float]
@@ -27,15 +26,18 @@ NUMBER = re.compile(rf"(?:{SIGN}\$?|\$[-+−]?)(?:{DIGITS})")
 ANSWER_MARK = "####"  # GSM8K's
 LATEX_SECONDS = 5
 
+REWARDS: Registry[Reward] = Registry("reward.terms", Callable)
+
 
 class RewardError(ConfigError):
-    """A reward raised, or returned no finite number; names the reward and the example's id."""
+    """A reward raised or returned no finite number; the message names reward and example."""
 
 
+@REWARDS.register("exact")
 def exact(prompt: str, completion: str, example: Example) -> float:
-    """1 if the completion's final number equals example["answer"], however it is written.
+    """Returns 1 if the completion's final number equals example["answer"] in value.
 
-    The final number is the first after the last "####", or else the last of all.
+    The final number is the first one after the last "####", or without that mark the last one.
 
     Raises:
       ValueError: the example's answer is not a number.
@@ -46,13 +48,15 @@ def exact(prompt: str, completion: str, example: Example) -> float:
     return float(final_number(completion) == expected)
 
 
-def bare(prompt: str, completion: str, example: Example) -> float:
-    """1 if the completion is a number and nothing else, white space apart."""
+@REWARDS.register("exact_only")
+def exact_only(prompt: str, completion: str, example: Example) -> float:
+    """Returns 1 if the completion is one number and nothing else but white space."""
     return float(NUMBER.fullmatch(completion.strip()) is not None)
 
 
-def marked(prompt: str, completion: str, example: Example) -> float:
-    r"""1 if a number is given as the answer: "#### 42" as the last line, or \boxed{42}."""
+@REWARDS.register("has_answer_marker")
+def has_answer_marker(prompt: str, completion: str, example: Example) -> float:
+    r"""Returns 1 if a number is marked as the answer: a last line "#### 42", or \boxed{42}."""
     last_line = completion.strip().rpartition("\n")[2].strip()
     answers = re.findall(r"\\boxed\{([^{}]*)\}", completion)
     if last_line.startswith(ANSWER_MARK):
@@ -60,22 +64,24 @@ def marked(prompt: str, completion: str, example: Example) -> float:
     return float(any(NUMBER.fullmatch(answer.strip()) for answer in answers))
 
 
-def digits(prompt: str, completion: str, example: Example) -> float:
-    """The fraction of characters that are 0-9: what even random weights can learn."""
+@REWARDS.register("digit_fraction")
+def digit_fraction(prompt: str, completion: str, example: Example) -> float:
+    """Returns the fraction of characters that are 0-9, which even random weights can learn."""
     return sum(x in "0123456789" for x in completion) / max(len(completion), 1)
 
 
+@REWARDS.register("latex")
 def latex(prompt: str, completion: str, example: Example) -> float:
-    """1 if math-verify finds the completion's final expression equal to example["answer"].
+    """Returns 1 if math-verify finds the completion's final expression equal to the answer.
 
-    Each of the two steps may take LATEX_SECONDS in the main thread. In others it is not limited:
-    math-verify interrupts by a signal, which only the main thread receives.
+    Parsing and comparing may each take LATEX_SECONDS in the main thread. In other threads there is
+    no limit: math-verify interrupts by a signal, which only the main thread receives.
     """
-    import math_verify  # with SymPy, which is slow to import
+    import math_verify  # imports SymPy, which is slow
 
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of every time limit
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # else it logs every time limit
     main = threading.current_thread() is threading.main_thread()
-    seconds = LATEX_SECONDS if main else None
+    seconds: Any = LATEX_SECONDS if main else None
     parse = functools.partial(math_verify.parse, parsing_timeout=seconds)
     gold = parse(f"\\boxed{{{example['answer']}}}")
     if not gold:
@@ -83,19 +89,10 @@ def latex(prompt: str, completion: str, example: Example) -> float:
     return float(math_verify.verify(gold, parse(completion), timeout_seconds=seconds))
 
 
-REWARDS = types.MappingProxyType({
-    "exact": exact,
-    "bare": bare,
-    "format": marked,
-    "digits": digits,
-    "latex": latex,
-})
-
-
 def final_number(text: str) -> Decimal | None:
-    """The first number after the last "####", or without such a mark the last number; None if none.
+    """Returns the first number after the last "####", or else the last number; None without one.
 
-    Understands thousands separators, a leading dollar, a sign, decimals and a trailing period.
+    Thousands separators, a leading dollar, a sign, decimals and a trailing period are understood.
     """
     _, mark, tail = text.rpartition(ANSWER_MARK)
     numbers = NUMBER.findall(tail)
@@ -104,39 +101,22 @@ def final_number(text: str) -> Decimal | None:
     return Decimal(re.sub(r"[$,]", "", numbers[0 if mark else -1]).replace("−", "-"))
 
 
-def resolve(name: str) -> Reward:
-    """The reward of that name, or the function that "package.module:function" names.
-
-    Raises:
-      ConfigError: neither exists.
-    """
-    if name in REWARDS:
-        return REWARDS[name]
-    module, colon, function = name.partition(":")
-    check(bool(module and colon and function), "reward.terms", name,
-          f"choose from {', '.join(REWARDS)}, or name your own as package.module:function")
-    try:
-        reward = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError, SyntaxError) as error:
-        raise ConfigError(f"reward.terms = {name!r}: {error}; its module must be importable, for "
-                          "example from a directory in PYTHONPATH") from error
-    check(callable(reward), "reward.terms", name, "must name a function")
-    return reward
-
-
 def compose(terms: Sequence[str], weights: Sequence[float]) -> ComposedReward:
-    """A function that returns (weighted sum, {term: unweighted value}).
+    """Returns a function that returns (weighted sum, {term: unweighted value}).
 
-    It raises RewardError if a term raises or returns no finite number.
+    That function raises RewardError if a term raises or returns no finite number.
 
     Raises:
-      ConfigError: an unknown term, one that is named twice, or not one finite weight for each.
+      ConfigError: a term is unknown, renamed or named twice, or has no finite weight.
     """
     check(len(terms) == len(weights), "reward.weights", weights,
           f"give one weight for each of the {len(terms)} terms")
     check(len(set(terms)) == len(terms), "reward.terms", terms, "name each term once")
     check(all(map(math.isfinite, weights)), "reward.weights", weights, "must be finite")
-    functions = {name: resolve(name) for name in terms}
+    for name in terms:
+        check(name not in RENAMED_REWARDS, "reward.terms", name,
+              f"renamed; use {RENAMED_REWARDS.get(name)}")
+    functions = {name: REWARDS.resolve(name) for name in terms}
 
     def reward(prompt: str, completion: str, example: Example) -> tuple[float, dict[str, float]]:
         values = {name: _evaluate(name, function, prompt, completion, example)
@@ -151,15 +131,15 @@ def _evaluate(
     name: str, function: Reward, prompt: str, completion: str, example: Example
 ) -> float:
     where = f"reward {name!r}, example {example.get('id')}"
-    with _Blame(where):
+    with _RewardErrors(where):
         value = float(function(prompt, completion, example))
     if not math.isfinite(value):
         raise RewardError(f"{where}: returned {value}; a reward must be finite")
     return value
 
 
-class _Blame(contextlib.AbstractContextManager):
-    """Turns whatever a reward raises into a RewardError that says which reward, and on what."""
+class _RewardErrors(contextlib.AbstractContextManager):
+    """Turns any exception of a reward into a RewardError that names reward and example."""
 
     def __init__(self, where: str):
         self.where = where

@@ -163,7 +163,7 @@ class Sampler:
         """What drafting takes depends on."""
         spec = dataclasses.asdict(self.config.spec)
         return dataclasses.asdict(self.config.draft) | {
-            name: spec[name] for name in ("drafter", "max_steps", "max_branch", "history_past")}
+            name: spec[name] for name in ("drafter", "max_depth", "max_branch", "history_past")}
 
     def generate(self, asked: PromptBatch, stream: str, step: int, *,
                  past: np.ndarray | None = None, limit: np.ndarray | None = None,
@@ -266,16 +266,17 @@ def rollout_metrics(rollout: Rollout, result: Result) -> dict[str, float]:
         "rollout/rounds": c["rounds"],
         "rollout/drafted": c["drafted"],
         "rollout/accepted": c["accepted"],
+        "rollout/acceptance_rate": c["accepted"] / max(c["drafted"], 1),
         "rollout/packed": c["packed"],
         "rollout/clamped_rounds": c["clamped"],
-        "rollout/broken_drafts": c["broken"],
+        "rollout/nonfinite_drafts": c["broken"],
         "rollout/occupancy": c["row_rounds"] / max(c["slots"], 1),
         "rollout/launches": len(result.trace),
         "rollout/top_p_mass": _mean(rollout.top_p_mass, rollout.length),
         "rollout/logprob": _mean(rollout.raw_logprob, rollout.length),
         "response/length_mean": float(rollout.length.mean()),
         "response/length_max": int(rollout.length.max()),
-        "response/stopped": float(rollout.stopped.mean()),
+        "response/clipped_fraction": float(1 - rollout.stopped.mean()),
         "time/rollout": result.seconds,
         "time/prefill": result.prefill_seconds,
     } | launches.summary(result.trace)

@@ -63,7 +63,7 @@ def test_a_resumed_run_chooses_what_it_would_have_chosen(
     assert all(sum(row["rollout/drafted"] for row in half) for half in (told[0][:2], told[0][2:]))
     for row in read_metrics(parts):  # by the controller's table, after a resume as before
         took = sum(launch["seconds"] for launch in row["time/launches"])
-        assert row["time/saved"] == pytest.approx(row["control/off_seconds"] - took, abs=1e-3)
+        assert row["time/saved"] == pytest.approx(row["control/plain_seconds"] - took, abs=1e-3)
     learned = ("drafter", "drafter_features") if learns else ()
     for key in ("actor", "control", "acceptance", *learned):
         arrays = [jax.tree.leaves(restore_part(w / "checkpoints", 4, key)) for w in (whole, parts)]

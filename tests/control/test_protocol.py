@@ -77,7 +77,7 @@ def test_off_plans_nothing() -> None:
 
 def test_fixed_plans_its_state() -> None:
     controller = registry.make(ControlConfig(policy="fixed"), SpecOptions(
-        steps=3, branch=2, nodes=6, budget=11))
+        depth=3, branch=2, nodes=6, budget=11))
     spec = controller.plan(controller.init(), load([True, True]))
     assert [int(x) for x in (spec.steps, spec.branch, spec.nodes, spec.budget)] == [3, 2, 6, 11]
     other = make_spec(1, 1, 2, 0)
@@ -85,7 +85,7 @@ def test_fixed_plans_its_state() -> None:
 
 
 def test_a_depth_can_be_held_and_given_back() -> None:
-    options = SpecOptions(steps=3, branch=2, nodes=6)
+    options = SpecOptions(depth=3, branch=2, nodes=6)
     fixed = registry.make(ControlConfig(policy="fixed"), options)
     held = fixed.depth(fixed.init(), 0)
     assert int(fixed.plan(held, load([True])).steps) == 0

@@ -38,7 +38,7 @@ from specrl_jax.io.progress import Progress
 from specrl_jax.run import run_steps
 from specrl_jax.trainer import Trainer
 
-SPEC = SpecOptions(drafter="eagle", steps=2, branch=1, nodes=3, max_steps=2, max_branch=1,
+SPEC = SpecOptions(drafter="eagle", depth=2, branch=1, nodes=3, max_depth=2, max_branch=1,
                    max_nodes=3)
 LEARN = dict(batch=8, micro_batch=8, updates=2, unroll=2, learning_rate=3e-3, canary=4)
 MODES = {"every_step": {}, "every_k": {"every": 2, "rollouts": 2}, "once": {"rollouts": 2},
@@ -198,7 +198,8 @@ def accounted(rows: list[dict[str, Any]], megabytes: int) -> None:
     """Every step tells seconds spent, saved and their difference; the buffer is in budget."""
     spent, saved = (np.cumsum([row[name] for row in rows])
                     for name in ("time/distill", "time/saved"))
-    np.testing.assert_allclose([row["time/net"] for row in rows], saved - spent, atol=1e-9)
+    net = [row["time/speculation_net"] for row in rows]
+    np.testing.assert_allclose(net, saved - spent, atol=1e-9)
     assert all(row["time/distill_updates"] > 0 for row in rows if row["distill/updates"])
     assert all(0 < row["distill/buffer_bytes"] <= megabytes * 2**20 for row in rows)
 
@@ -229,7 +230,7 @@ def test_a_step_charges_the_drafter_for_all_that_it_took(
     told = [Trainer.step(trainer)[0] for _ in range(2)]
     spent = 1 + 3 + 5 if learns else 1
     assert [row["time/distill"] for row in told] == [spent] * 2
-    assert [row["time/net"] for row in told] == [4 - spent, 8 - 2 * spent]
+    assert [row["time/speculation_net"] for row in told] == [4 - spent, 8 - 2 * spent]
     assert [(row["time/reward"], row["time/learn"], row["time/step"]) for row in told] == [
         (20, 30, 60 + spent)] * 2
 
@@ -313,7 +314,7 @@ def test_a_drafter_that_nobody_published_is_named_before_it_drafts(
         trainer.step_number = frozen[1]
     assert ill["drafter/fault"] == fault and fault in trainer.warnings.pop()
     assert said == tokens and ill["rollout/accept_length"] == well["rollout/accept_length"] > 1.1
-    assert (ill["drafter/faults"], ill["drafter/held"]) == (before + 1, 0)
+    assert (ill["drafter/faults"], ill["drafter/disabled"]) == (before + 1, 0)
     assert sampler.own is good and sampler.drafter_version == trainer.life.version
     assert trainer.life.inspect() == ""
 
@@ -390,7 +391,7 @@ def test_a_small_model_that_is_dead_when_a_run_begins_drafts_never() -> None:
     assert "zeroed; nothing is drafted" in trainer.warnings.pop()
     told = [step(trainer)[0] for _ in range(2)]
     assert trainer.life.version == 2 and not trainer.warnings  # the head learned
-    assert [(row["drafter/held"], row["rollout/drafted"]) for row in told] == [(1, 0)] * 2
+    assert [(row["drafter/disabled"], row["rollout/drafted"]) for row in told] == [(1, 0)] * 2
 
 
 @pytest.mark.slow
@@ -400,7 +401,7 @@ def test_a_head_that_is_dead_when_a_run_begins_is_named(frozen: Any) -> None:
     trainer.compile(lambda text: None)
     assert "zeroed; nothing is drafted" in trainer.warnings.pop()
     record, tokens = step(trainer)
-    assert record["drafter/held"] == 1 and record["rollout/drafted"] == 0
+    assert record["drafter/disabled"] == 1 and record["rollout/drafted"] == 0
     assert tokens == [s["tokens"] for s in metrics.read_samples(frozen[1]) if s["step"] == 0]
 
 
@@ -421,7 +422,7 @@ def test_a_small_model_is_looked_after_too() -> None:
         record, tokens = step(trainer)
         told.append(record)
         assert record["drafter/fault"] == fault and fault in trainer.warnings.pop()
-        assert tokens == expected and sampler.own is good and record["drafter/held"] == 0
+        assert tokens == expected and sampler.own is good and record["drafter/disabled"] == 0
     assert [row["version/drafter"] for row in told] == [0] * 5
     assert {row["checksum/drafter"] for row in told} == {health.checksum(good)}
     assert [row["drafter/faults"] for row in told] == [0, 1, 2, 3, 4]
@@ -622,7 +623,7 @@ def test_without_a_good_version_nothing_is_drafted_until_there_is_one(learning: 
     life._good = learning.sampler.own  # the copy that would help is gone too
     record, tokens = step(learning)
     assert tokens == expected
-    assert record["drafter/fault"] == "zeroed" and record["drafter/held"] == 1
+    assert record["drafter/fault"] == "zeroed" and record["drafter/disabled"] == 1
     assert record["rollout/accept_length"] == 1 and record["rollout/drafted"] == 0
     learning.warnings.clear()
     life._good = good

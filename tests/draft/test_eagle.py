@@ -283,7 +283,7 @@ def test_binding_gathers_the_head_once(own_head: bool, draft_vocab: int) -> None
 
 @pytest.mark.parametrize("changes,message", [
     ({"children": "best"}, "draft.children = 'best': choose one of perturbed, top, sampled"),
-    ({"depth": 0}, "spec.max_steps = 0"), ({"nodes": 1}, "spec.max_nodes = 1"),
+    ({"depth": 0}, "spec.max_depth = 0"), ({"nodes": 1}, "spec.max_nodes = 1"),
     ({"branch": 17}, "spec.max_branch = 17: .*16")])
 def test_what_cannot_work_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):

@@ -18,7 +18,7 @@ from specrl_jax.rollout.sampler import Sampler
 
 ARCH = dataclasses.replace(TINY, num_layers=1)
 TOKENIZER = byte_tokenizer()
-SPEC = SpecOptions(drafter="eagle", steps=2, branch=1, nodes=3, max_steps=2, max_branch=1,
+SPEC = SpecOptions(drafter="eagle", depth=2, branch=1, nodes=3, max_depth=2, max_branch=1,
                    max_nodes=3)
 
 

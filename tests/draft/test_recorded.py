@@ -217,7 +217,7 @@ def test_a_step_costs_what_is_asked() -> None:
 def test_what_cannot_work_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"spec.max_nodes = 3: .* 4"):
         replay(depth=3, nodes=3, vocab=V)
-    with pytest.raises(ConfigError, match="spec.max_steps = 0"):
+    with pytest.raises(ConfigError, match="spec.max_depth = 0"):
         replay(depth=0, nodes=3, vocab=V)
     for bad in (-0.1, 1.5, float("nan")):
         with pytest.raises(ConfigError, match=r"draft.corruption = .*\[0, 1\]"):

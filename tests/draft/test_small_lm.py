@@ -465,7 +465,7 @@ def test_a_model_must_reach_far_enough(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("changes,message", [
-    ({"children": "best"}, "draft.children = 'best'"), ({"depth": 0}, "spec.max_steps = 0"),
+    ({"children": "best"}, "draft.children = 'best'"), ({"depth": 0}, "spec.max_depth = 0"),
     ({"nodes": 1}, "spec.max_nodes = 1"), ({"branch": 25}, "spec.max_branch = 25: .*24")])
 def test_what_cannot_work_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):

@@ -205,7 +205,7 @@ def test_the_oracle_is_taught_in_the_order_of_its_settings_and_batches() -> None
     ladders = {4: (Bucket(4, 1), Bucket(8, 5)), 2: (Bucket(2, 1), Bucket(8, 5))}
     control = registry.make(
         ControlConfig(policy="oracle", accept=(1.0,) * 3, settings=("1x1x2", "2x1x3", "4x1x5")),
-        SpecOptions(max_steps=4, max_branch=1, max_nodes=5), ladders=ladders).init()
+        SpecOptions(max_depth=4, max_branch=1, max_nodes=5), ladders=ladders).init()
     engine: Any = SimpleNamespace(control=control, shapes=SimpleNamespace(batches=(4, 2)))
     accepted = {"off": 1.0, "4x1x5": 4.0, "2x1x3": 3.0, "1x1x2": 2.0}
     paced = {name: {4: (tokens, 1.0), 2: (tokens, tokens)} for name, tokens in accepted.items()}

@@ -8,7 +8,8 @@ import pytest
 from absl import flags
 
 from experiments import config_flags
-from specrl_jax.config import Config, ConfigError, as_dict
+from specrl_jax.config import Config, ConfigError, as_dict, load_config, preset_names
+from specrl_jax.config.load import PRESETS
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = f'''"""Says what it was asked to do."""
@@ -46,17 +47,17 @@ def script(tmp_path):
     return call
 
 
-@pytest.mark.parametrize("path", sorted(config_flags.CONFIGS.glob("*.py")), ids=lambda p: p.stem)
-def test_presets_load_by_name_and_by_path(path, monkeypatch, tmp_path):
-    config = config_flags.load(path.stem)
-    assert config.name == path.stem
-    assert config == config_flags.load(str(path))
+@pytest.mark.parametrize("name", preset_names())
+def test_preset_loads_by_name_and_by_path(name, monkeypatch, tmp_path):
+    config = load_config(name)
+    assert config.name == name
     monkeypatch.chdir(tmp_path)
-    assert config == config_flags.load(f"experiments/configs/{path.name}")
+    (tmp_path / "mine.py").write_text((PRESETS / f"{name}.py").read_text())
+    assert config == load_config("mine.py") == load_config(str(tmp_path / "mine.py"))
 
 
 def test_tiny_fits_eight_devices_and_refills_slots():
-    config = config_flags.load("tiny")
+    config = load_config("tiny")
     sizes = (config.prompts_per_step, config.rollout.batch_size, config.learner.micro_batch)
     assert all(size % 8 == 0 for size in sizes)
     assert config.sequences > config.rollout.batch_size
@@ -64,7 +65,7 @@ def test_tiny_fits_eight_devices_and_refills_slots():
 
 def test_no_override_is_the_default_preset():
     config, workdir = parse()
-    assert type(config) is Config and config == config_flags.load("smollm2")
+    assert type(config) is Config and config == load_config("smollm2")
     assert workdir == Path("runs/smollm2")
 
 
@@ -72,13 +73,14 @@ def test_overrides_of_every_type():
     config, workdir = parse(
         "--config=tiny", "--config.seed=7", "--config.name=mine",
         "--config.learner.learning_rate=1", "--config.learner.remat",
-        "--noconfig.learner.scale_advantage", "--config.rollout.top_p", "0.5",
-        "--config.reward.terms=('exact','bare')", "--config.reward.weights=(1, 0.2)")
-    want = as_dict(config_flags.load("tiny"))
+        "--config.rl.advantage=leave_one_out", "--config.rollout.top_p", "0.5",
+        "--config.reward.terms=('exact','exact_only')", "--config.reward.weights=(1, 0.2)")
+    want = as_dict(load_config("tiny"))
     want.update(seed=7, name="mine")
-    want["learner"].update(learning_rate=1.0, remat=True, scale_advantage=False)
+    want["learner"].update(learning_rate=1.0, remat=True)
+    want["rl"].update(advantage="leave_one_out")
     want["rollout"].update(top_p=0.5)
-    want["reward"].update(terms=("exact", "bare"), weights=(1.0, 0.2))
+    want["reward"].update(terms=("exact", "exact_only"), weights=(1.0, 0.2))
     assert as_dict(config) == want
     assert type(config.learner.learning_rate) is type(config.reward.weights[0]) is float
     assert workdir == Path("runs/mine")
@@ -86,8 +88,8 @@ def test_overrides_of_every_type():
 
 
 def test_one_parse_leaves_nothing_for_the_next():
-    parse("--config=tiny", "--config.seed=7", "--config.learner.kl=0.5")
-    assert parse("--config=tiny")[0] == config_flags.load("tiny")
+    parse("--config=tiny", "--config.seed=7", "--config.rl.kl=0.5")
+    assert parse("--config=tiny")[0] == load_config("tiny")
 
 
 @pytest.mark.parametrize("argument, line", [
@@ -107,6 +109,11 @@ def test_one_parse_leaves_nothing_for_the_next():
     ("--config.steps=0", "steps = 0: must be at least 1"),
     ("--config.spec.history_window=-1", "spec.history_window = -1: must be at least 0"),
     ("--config.spec.budget=1", "spec.budget = 1: must hold the roots of a shard's "),
+    ("--config.learner.kl=0.1", "learner.kl = 0.1: renamed; use rl.kl"),
+    ("--noconfig.learner.scale_advantage", "learner.scale_advantage = "),
+    ("--config.spec.max_steps=3", "spec.max_steps = 3: renamed; use spec.max_depth"),
+    ("--config.rl.entropy=0.1", "rl.entropy = 0.1: is reserved and not available yet"),
+    ("--config.track.wandb=x", "track.wandb = 'x': is reserved and not available yet"),
     ("--config.reward.weights=(1.0,0.2)",
      "reward.weights = (1.0, 0.2): give one weight for each of the 1 terms"),
 ])
@@ -131,7 +138,7 @@ def test_a_value_may_be_the_next_argument():
 def test_bad_presets_say_what_is_wrong(source, message, tmp_path):
     (tmp_path / "bad.py").write_text(source)
     with pytest.raises(ConfigError, match=message):
-        config_flags.load(str(tmp_path / "bad.py"))
+        load_config(str(tmp_path / "bad.py"))
     with pytest.raises(flags.IllegalFlagValueError, match=message):
         parse(f"--config={tmp_path / 'bad.py'}")
 
@@ -144,7 +151,7 @@ def test_field_table_has_a_line_for_every_field():
     assert lines[0] == "fields of --config=tiny:"
     assert [line.split("=")[0].strip() for line in lines[1:]] == [f"--config.{x}" for x in leaves]
     assert lines[2].split(maxsplit=1) == ["--config.seed=0", "seed of everything random"]
-    assert """--config.reward.terms="('digits',)" """ in "\n".join(lines)
+    assert """--config.reward.terms="('digit_fraction',)" """ in "\n".join(lines)
 
 
 def test_script_runs_from_anywhere(script):

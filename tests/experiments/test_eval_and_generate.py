@@ -13,7 +13,7 @@ import pytest
 from absl import flags
 
 from experiments import config_flags, run_flags
-from specrl_jax.config import Config, ConfigError, SpecOptions, as_dict
+from specrl_jax.config import Config, ConfigError, SpecOptions, as_dict, override
 from specrl_jax.evaluation import generate
 from specrl_jax.io.compilation import CompilationCounter
 from specrl_jax.model import source as actors
@@ -138,7 +138,7 @@ def test_generate_without_prompt_is_refused_in_one_line(command):
 @pytest.mark.slow
 def test_generator_compiles_once_and_streams_many_answers(trained):
     config = actors.run_config(trained)
-    config = config_flags.override(config, {"rollout.max_new_tokens": 80})  # few bytes are text
+    config = override(config, {"rollout.max_new_tokens": 80})  # few bytes are text
     actor, written = actors.open_actor(config, trained), []
     generator = generate.Generator(config, actor, longest=96, say=lambda line: None)
     counter = CompilationCounter()

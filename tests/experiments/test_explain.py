@@ -42,7 +42,7 @@ def workdir(tmp_path: Path) -> Path:
 
 def test_sums_of_launches() -> None:
     found = launches.summary(TRACE)
-    assert found["control/steps"] == pytest.approx(2 * 4 / 16)
+    assert found["control/draft_depth"] == pytest.approx(2 * 4 / 16)
     assert found["time/saved"] == pytest.approx(2.0 - 1.3)
     assert found["time/regret"] == pytest.approx(0.1)
     assert found["time/control_error"] == pytest.approx(0.3 / 1.3)

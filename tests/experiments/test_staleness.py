@@ -12,13 +12,12 @@ from typing import Any
 
 import pytest
 
-from experiments import config_flags
 from experiments.bench import staleness, staleness_arms, subprocess_runner
-from specrl_jax.config import RULES, Config, ConfigError
+from specrl_jax.config import RULES, Config, ConfigError, load_config
 from specrl_jax.io.metrics import Writer
 from tests.experiments.conftest import ROOT, environment
 
-CONFIG = config_flags.load("staleness")
+CONFIG = load_config("staleness")
 
 
 def arm(workdir: Path, seconds: float, token: int = 5, **metrics: Any) -> Path:

@@ -315,7 +315,7 @@ def test_rollout_with_head_takes_the_replayed_rounds(whole):
     config = dataclasses.replace(
         micro_config(), draft=DraftConfig(path=str(whole / "drafter")),
         control=ControlConfig(policy="fixed", min_survival=0.0),
-        spec=SpecOptions(drafter="eagle", steps=2, branch=1, nodes=3, max_steps=2, max_branch=1,
+        spec=SpecOptions(drafter="eagle", depth=2, branch=1, nodes=3, max_depth=2, max_branch=1,
                          max_nodes=3))
     _, held = drafter_data.load_prompts(config, TOKENIZER, 0, "test", 2, print)
     sampler = Sampler(config, TINY, TOKENIZER.stop_ids, sharding.make_mesh(config.mesh), prompts=2,

@@ -14,7 +14,7 @@ import tensorflow_datasets as tfds
 
 from specrl_jax.config import ConfigError, DataConfig
 from specrl_jax.io import data
-from specrl_jax.io.datasets import gsm8k, levels
+from specrl_jax.io.datasets import arithmetic, gsm8k, levels, tfds_text
 
 LEVELS = {level.name: level for level in levels.LEVELS}
 ROWS = [
@@ -111,7 +111,7 @@ def test_arithmetic_is_read_without_tensorflow(tmp_path):
 
 
 def test_builders_are_registered_and_write_array_record(tmp_path):
-    builder = tfds.builder("specrl_arithmetic", data_dir=tmp_path)
+    builder = tfds.builder(arithmetic.SpecrlArithmetic.name, data_dir=tmp_path)
     assert builder.builder_config.name == "add2"
     assert builder.info.file_format.value == "array_record"
     assert tfds.builder("specrl_gsm8k", data_dir=tmp_path).info.file_format.value == "array_record"
@@ -135,9 +135,12 @@ def test_slices_and_limits(tmp_path):
 
 def test_two_processes_may_prepare_at_once(tmp_path):
     program = ("import sys; from specrl_jax.io import data; from specrl_jax.config import *; "
-               "c = DataConfig(level='add1', data_dir=sys.argv[1]); b = data._builder(c); "
+               "from specrl_jax.io.datasets import arithmetic; "
+               "from specrl_jax.io.datasets.tfds_text import make_builder, prepare; "
+               "c = DataConfig(level='add1', data_dir=sys.argv[1]); "
+               "b = make_builder('specrl_arithmetic/add1', c); "
                "print('ready', flush=True); sys.stdin.readline(); "
-               "data._prepare(b, c, len); print(len(data.load_examples(c)))")
+               "prepare(b, c, len); print(len(data.load_examples(c)))")
     root = Path(data.__file__).parents[2]
     runs = [subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], text=True, cwd=root,
                              stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in range(2)]
@@ -147,7 +150,7 @@ def test_two_processes_may_prepare_at_once(tmp_path):
 
 def test_losing_the_race_is_no_error(tmp_path):
     config = DataConfig(level="add1", data_dir=str(tmp_path))
-    late = data._builder(config)
+    late = tfds_text.make_builder("specrl_arithmetic/add1", config)
     split_generators = late._split_generators
 
     def while_another_finishes(manager):
@@ -155,7 +158,7 @@ def test_losing_the_race_is_no_error(tmp_path):
         return split_generators(manager)
 
     late._split_generators = while_another_finishes
-    data._prepare(late, config, quiet)
+    tfds_text.prepare(late, config, quiet)
     assert len(data.load_examples(config, quiet)) == 75
     assert not list(tmp_path.glob("**/*incomplete*"))
 
@@ -245,6 +248,57 @@ def test_damaged_gsm8k_files_are_refused(tmp_path, text, words):
     (tmp_path / "train.jsonl").write_bytes(text)
     with pytest.raises(ConfigError, match=words):
         load_gsm8k(tmp_path)
+
+
+def write_jsonl(path, *lines):
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return str(path)
+
+
+def test_jsonl_maps_fields_and_numbers_lines(tmp_path):
+    path = write_jsonl(tmp_path / "mine.jsonl", '{"q": "1 + 1?", "a": 2, "id": "x"}', "",
+                       '{"q": "Über?", "a": "ja", "note": 1}')
+    found = load(tmp_path, name="jsonl", path=path, question_field="q", answer_field="a",
+                 level="of no account")
+    assert [(x["id"], x["question"], x["answer"]) for x in found] == [
+        (1, "1 + 1?", "2"), (3, "Über?", "ja")]
+    assert found[1]["note"] == 1
+    assert len(load(tmp_path, name="jsonl", path=path, question_field="q", examples=1)) == 1
+
+
+@pytest.mark.parametrize("lines, words", [
+    (['{"question": "a", "answer": "b"}', "{nonsense"], r"mine.jsonl:2: '{nonsense' is not JSON"),
+    (["[1]"], r"mine.jsonl:1: '\[1\]' is not an object"),
+    (["", '{"question": "a"}'],
+     "data.answer_field = 'answer': example 2 of .*mine.jsonl has no such field; it has question"),
+    ([""], "data.name = 'jsonl': the dataset has no examples"),
+])
+def test_jsonl_bad_line_is_named(tmp_path, lines, words):
+    path = write_jsonl(tmp_path / "mine.jsonl", *lines)
+    with pytest.raises(ConfigError, match=words):
+        list(load(tmp_path, name="jsonl", path=path))
+
+
+@pytest.mark.parametrize("path", ["", "missing.jsonl"])
+def test_jsonl_without_file_is_refused(tmp_path, path):
+    with pytest.raises(ConfigError, match=f"data.path = '{path}': no such file"):
+        load(tmp_path, name="jsonl", path=path)
+
+
+def riddles(data, say):
+    say(f"{data.examples} riddles")
+    return [{"question": f"{i}?", "answer": i} for i in range(5)]
+
+
+def test_python_function_is_a_dataset(tmp_path):
+    found = load(tmp_path, name=f"{__name__}:riddles", examples=3)
+    assert [(x["id"], x["question"], x["answer"]) for x in found] == [
+        (0, "0?", "0"), (1, "1?", "1"), (2, "2?", "2")]
+
+
+def test_unknown_dataset_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="data.name = 'gsm9k': choose one of specrl_arithmetic, "):
+        load(tmp_path, name="gsm9k")
 
 
 def test_each_epoch_covers_every_example_once():

@@ -6,6 +6,7 @@ import gguf
 import numpy as np
 import pytest
 from gguf_writer import tokenizer_keys, write_gguf
+from models import load
 
 from specrl_jax.config import ConfigError
 from specrl_jax.model.architecture import Architecture, RopeScaling
@@ -14,7 +15,7 @@ from specrl_jax.model.gguf_tokenizer import gguf_tokenizer
 from specrl_jax.model.tensors import Tensors
 from specrl_jax.model.tiny import random_tensors
 from specrl_jax.model.tokenizer import Tokenizer
-from specrl_jax.model.weights import describe_source, load
+from specrl_jax.model.weights import describe_source
 
 SMALL = Architecture(vocab_size=264, hidden_size=64, intermediate_size=96, num_layers=2,
                      num_heads=4, num_kv_heads=2, head_dim=16, max_position=128)

@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from models import load
 
 from specrl_jax.model.hf_config import parse_config
 from specrl_jax.model.tensors import pack
 from specrl_jax.model.tiny import random_tensors
 from specrl_jax.model.transformer import forward
-from specrl_jax.model.weights import load
 
 GOLDENS = Path(__file__).parent.parent / "goldens"
 TOLERANCE = 1e-4

@@ -2,18 +2,20 @@
 
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
 from gguf_writer import write_gguf
+from models import load
 
 from specrl_jax.model import tiny
 from specrl_jax.model.architecture import Architecture, RopeScaling
 from specrl_jax.model.export import export
 from specrl_jax.model.tensors import pack
 from specrl_jax.model.transformer import forward
-from specrl_jax.model.weights import Loaded, load
 
 BASE = Architecture(vocab_size=288, hidden_size=64, intermediate_size=96, num_layers=2,
                     num_heads=4, num_kv_heads=2, head_dim=32, rope_theta=500000.0,
@@ -30,7 +32,7 @@ TOKENS = np.random.RandomState(0).randint(0, 256, 48)
 families = pytest.mark.parametrize("arch", FAMILIES.values(), ids=FAMILIES.keys())
 
 
-def our_logits(model: Loaded, tokens: np.ndarray) -> np.ndarray:
+def our_logits(model: Any, tokens: np.ndarray) -> np.ndarray:
     logits = jax.jit(forward, static_argnums=0)(
         model.arch, model.params, tokens[None].astype(np.int32), np.array([len(tokens)]))
     return np.asarray(logits)[0]
@@ -45,12 +47,12 @@ def their_logits(directory: Path, tokens: np.ndarray) -> np.ndarray:
         return model.eval()(torch.from_numpy(tokens[None])).logits[0].numpy()
 
 
-def exported(directory: Path, model: Loaded, **options: int) -> Path:
+def exported(directory: Path, model: Any, **options: int) -> Path:
     export(directory, model.arch, model.params, model.tokenizer, **options)
     return directory
 
 
-def check_tokenizer(directory: Path, model: Loaded) -> None:
+def check_tokenizer(directory: Path, model: Any) -> None:
     theirs = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(directory)
     text = model.tokenizer.chat(CHAT)
     assert theirs.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True) == text
@@ -66,7 +68,7 @@ def check_tokenizer(directory: Path, model: Loaded) -> None:
 def test_transformers_loads_our_export(tmp_path: Path, arch: Architecture, shard_bytes: int
                                        ) -> None:
     params = pack(arch, tiny.random_tensors(arch, seed=4))
-    model = Loaded(arch, params, tiny.byte_tokenizer(), "test")
+    model = SimpleNamespace(arch=arch, params=params, tokenizer=tiny.byte_tokenizer())
     directory = exported(tmp_path / "model", model, shard_bytes=shard_bytes)
     np.testing.assert_allclose(our_logits(model, TOKENS), their_logits(directory, TOKENS),
                                rtol=0, atol=1e-4)
@@ -77,7 +79,8 @@ def test_transformers_loads_our_export(tmp_path: Path, arch: Architecture, shard
 def test_we_load_what_transformers_saves(tmp_path: Path, arch: Architecture) -> None:
     transformers = pytest.importorskip("transformers")
     params = pack(arch, tiny.random_tensors(arch, seed=4))
-    first = exported(tmp_path / "a", Loaded(arch, params, tiny.byte_tokenizer(), "test"))
+    first = exported(tmp_path / "a", SimpleNamespace(
+        arch=arch, params=params, tokenizer=tiny.byte_tokenizer()))
     for auto in (transformers.AutoModelForCausalLM, transformers.AutoTokenizer):
         auto.from_pretrained(first).save_pretrained(tmp_path / "b")
     model = load(str(tmp_path / "b"))

@@ -7,6 +7,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
+from models import load
 from safetensors.numpy import load_file, save_file
 
 from specrl_jax.config import ConfigError
@@ -14,7 +15,7 @@ from specrl_jax.model import hf_directory, tiny, weights
 from specrl_jax.model.architecture import Architecture, describe, is_param
 from specrl_jax.model.export import export
 from specrl_jax.model.tensors import Tensors, pack, tensor_shapes, unpack
-from specrl_jax.model.weights import describe_source, load
+from specrl_jax.model.weights import describe_source
 
 SMALL = Architecture(vocab_size=260, hidden_size=12, intermediate_size=8, num_layers=3,
                      num_heads=6, num_kv_heads=2, head_dim=4)

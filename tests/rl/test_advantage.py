@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from specrl_jax.rl.advantage import group_advantages, leave_one_out_advantages
+from specrl_jax.rl.advantage import ADVANTAGES, group, group_mean, leave_one_out
 
 
 def f32(rows):
@@ -13,7 +13,7 @@ def f32(rows):
 def test_grpo_by_hand():
     # (1, 0, 0, 0): mean 1/4, deviations 3/4, -1/4 x3; variance (9 + 3) / 64 = 3/16, std sqrt(3)/4;
     # advantages 3/sqrt(3) = sqrt(3) and -1/sqrt(3). (1, 0, 1, 0): mean 1/2, std 1/2, so +-1.
-    got = group_advantages(f32([[1, 0, 0, 0], [1, 0, 1, 0]]), scale=True, eps=0.0)
+    got = group(f32([[1, 0, 0, 0], [1, 0, 1, 0]]), eps=0.0)
     r = 3**-0.5
     np.testing.assert_allclose(got, [[3 * r, -r, -r, -r], [1, -1, 1, -1]], rtol=1e-6)
     assert got.dtype == np.float32
@@ -21,19 +21,19 @@ def test_grpo_by_hand():
 
 def test_eps_is_added_to_the_standard_deviation():
     # (1, 0): deviations +-1/2, std 1/2, eps 1/2: advantages +-1/2.
-    got = group_advantages(f32([[1, 0]]), scale=True, eps=0.5)
+    got = group(f32([[1, 0]]), eps=0.5)
     np.testing.assert_allclose(got, [[0.5, -0.5]], rtol=1e-6)
 
 
 def test_dr_grpo_by_hand():
     # (2, 0, 1): mean 1, nothing else.
-    got = group_advantages(f32([[2, 0, 1]]), scale=False)
+    got = group_mean(f32([[2, 0, 1]]))
     np.testing.assert_array_equal(got, [[1, -1, 0]])
 
 
 def test_leave_one_out_by_hand():
     # (3, 0, 0): 3 - 0 = 3; 0 - (3 + 0) / 2 = -1.5, twice.
-    got = leave_one_out_advantages(f32([[3, 0, 0]]))
+    got = leave_one_out(f32([[3, 0, 0]]))
     np.testing.assert_allclose(got, [[3, -1.5, -1.5]], rtol=1e-6)
 
 
@@ -42,23 +42,21 @@ def test_leave_one_out_by_hand():
 def test_groups_that_agree_get_exactly_zero(reward, samples):
     # In float32 the mean of three times 0.1 is not 0.1: noise over eps would be an advantage.
     rewards = np.full((2, samples), reward, np.float32)
-    for advantages in (group_advantages(rewards, scale=True),
-                       group_advantages(rewards, scale=False), leave_one_out_advantages(rewards)):
-        np.testing.assert_array_equal(advantages, np.zeros_like(rewards))
+    for name in ADVANTAGES.names():
+        np.testing.assert_array_equal(ADVANTAGES[name](rewards), np.zeros_like(rewards))
 
 
 def test_groups_are_strangers_and_order_follows_samples():
     rewards = np.random.default_rng(0).normal(size=(3, 5)).astype(np.float32)
-    whole = group_advantages(rewards, scale=True)
+    whole = group(rewards)
     for g in range(3):
         np.testing.assert_array_equal(whole[g : g + 1],
-                                      group_advantages(rewards[g : g + 1], scale=True))
+                                      group(rewards[g : g + 1]))
     np.testing.assert_allclose(whole.mean(axis=1), 0.0, atol=1e-6)
     np.testing.assert_allclose((whole**2).mean(axis=1), 1.0, rtol=1e-4)
 
 
-@pytest.mark.parametrize("advantages", [lambda r: group_advantages(r, scale=True),
-                                        leave_one_out_advantages])
+@pytest.mark.parametrize("advantages", ADVANTAGES.values(), ids=ADVANTAGES.names())
 def test_bad_rewards_are_named(advantages):
     with pytest.raises(TypeError, match=r"f32\[groups, M\], got float64\[1, 2\]"):
         advantages(np.zeros((1, 2)))

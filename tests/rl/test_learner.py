@@ -1,5 +1,6 @@
 """The policy update: micro-batches add up, bad ones change nothing, idle sequences are left out."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -9,20 +10,28 @@ import numpy as np
 import pytest
 from helpers import ask, make_engine, make_task, tiny_arch, tiny_params
 
-from specrl_jax.config import LearnerConfig
+from specrl_jax.config import Config, LearnerConfig, RLConfig, RolloutConfig
 from specrl_jax.model.transformer import forward
-from specrl_jax.rl import learner
+from specrl_jax.rl import learner, losses
 from specrl_jax.rl.learner import Batch, LearnerState, Totals
 from specrl_jax.structs import Rollout
 
 ARCH = tiny_arch(num_layers=1)
-CONFIG = LearnerConfig(learning_rate=1e-2, max_grad_norm=1e9)
 NEW_TOKENS = 12
+LEARNER = LearnerConfig(learning_rate=1e-2, max_grad_norm=1e9)
+
+
+def config_of(learner: LearnerConfig = LEARNER, **rl: Any) -> Config:
+    return Config(learner=learner, rl=RLConfig(**rl),
+                  rollout=RolloutConfig(max_new_tokens=NEW_TOKENS))
+
+
+CONFIG = config_of()
 
 
 @functools.cache
-def update(config: LearnerConfig) -> Any:
-    return jax.jit(functools.partial(learner.update, ARCH, config, NEW_TOKENS))
+def update(config: Config) -> Any:
+    return jax.jit(functools.partial(learner.update, ARCH, config))
 
 
 @pytest.fixture(scope="module")
@@ -52,17 +61,17 @@ def rollout(params: Any) -> Rollout:
 ADVANTAGE = np.asarray([1, -1, 0, 0, 0.5, -0.5, 2, -2, 0, 0, 1, -1], np.float32)
 
 
-def state_of(params: Any, config: LearnerConfig = CONFIG) -> LearnerState:
-    return LearnerState(params, learner.make_optimizer(config).init(params))
+def state_of(params: Any, config: Config = CONFIG) -> LearnerState:
+    return LearnerState(params, learner.make_optimizer(config.learner).init(params))
 
 
-def batch_of(rollout: Rollout, rows: int = 12, keep_all: bool = False, together: int = 1,
+def batch_of(rollout: Rollout, rows: int = 12, keep_all: bool = False, k: int = 1,
              advantage: np.ndarray = ADVANTAGE) -> tuple[Batch, Totals]:
-    return learner.make_batch(rollout, advantage, 0.8, rows=rows, together=together,
+    return learner.make_batch(rollout, advantage, 0.8, rows=rows, sequences_per_row=k,
                               keep_all=keep_all)
 
 
-def gradients(params: Any, batch: Batch, totals: Totals, config: LearnerConfig = CONFIG) -> Any:
+def gradients(params: Any, batch: Batch, totals: Totals, config: Config = CONFIG) -> Any:
     """Adam's first moment: after one update from zero, (1 - b1) times the gradient."""
     new, metrics = update(config)(state_of(params, config), batch, totals, None, None)
     moments = [x for x in jax.tree.leaves(new.optimizer, is_leaf=lambda n: hasattr(n, "mu"))
@@ -82,10 +91,10 @@ def assert_close(left: Any, right: Any, share: float = 1e-5) -> None:
     pytest.param("constant", (5, 1), marks=pytest.mark.slow)])
 def test_unequal_micro_batches_add_up(
         params: Any, rollout: Rollout, normalize: str, split: tuple[int, int]) -> None:
-    config = LearnerConfig(learning_rate=1e-2, max_grad_norm=1e9, normalize=normalize)
+    config = config_of(normalize=normalize)
     whole, told = gradients(params, *batch_of(rollout, 12, True), config)
-    rows, together = split
-    parts, metrics = gradients(params, *batch_of(rollout, rows, True, together), config)
+    rows, k = split
+    parts, metrics = gradients(params, *batch_of(rollout, rows, True, k), config)
     assert_close(parts, whole)
     for name in told:
         np.testing.assert_allclose(metrics[name], told[name], rtol=1e-4, atol=1e-6)
@@ -99,15 +108,15 @@ def test_sequences_without_advantage_are_dropped_and_change_nothing(
     assert_close(gradients(params, *used)[0], gradients(params, *every)[0])
 
 
-@pytest.mark.parametrize("together", [1, 2])
+@pytest.mark.parametrize("k", [1, 2])
 def test_the_gradient_is_that_of_the_policy_gradient(
-        params: Any, rollout: Rollout, together: int) -> None:
+        params: Any, rollout: Rollout, k: int) -> None:
     """At ratio 1: minus the mean over tokens of advantage times the score's gradient."""
     q, t = rollout.tokens.shape
     whole = np.zeros((q, rollout.prompt.shape[1] + t), np.int32)
-    for i, (asked, said) in enumerate(zip(rollout.prompt_length, rollout.length, strict=True)):
-        whole[i, :asked] = rollout.prompt[i, :asked]
-        whole[i, asked : asked + said] = rollout.tokens[i, :said]
+    for i, (start, length) in enumerate(zip(rollout.prompt_length, rollout.length, strict=True)):
+        whole[i, :start] = rollout.prompt[i, :start]
+        whole[i, start : start + length] = rollout.tokens[i, :length]
     ends = rollout.prompt_length + rollout.length
     column = np.arange(whole.shape[1] - 1)[None]
     mine = (column >= rollout.prompt_length[:, None] - 1) & (column < ends[:, None] - 1)
@@ -118,8 +127,8 @@ def test_the_gradient_is_that_of_the_policy_gradient(
         logprob = jnp.take_along_axis(logprob, whole[:, 1:, None], 2)[..., 0]
         return -(jnp.where(mine, logprob, 0) * ADVANTAGE[:, None]).sum() / mine.sum()
 
-    want = jax.tree.map(lambda g: g * (1 - CONFIG.b1), jax.jit(jax.grad(objective))(params))
-    assert_close(gradients(params, *batch_of(rollout, 4, together=together))[0], want, 2e-5)
+    want = jax.tree.map(lambda g: g * (1 - LEARNER.b1), jax.jit(jax.grad(objective))(params))
+    assert_close(gradients(params, *batch_of(rollout, 4, k=k))[0], want, 2e-5)
 
 
 def test_all_advantages_zero_still_runs(params: Any, rollout: Rollout) -> None:
@@ -156,8 +165,8 @@ def test_the_gap_to_the_rollout_is_small(params: Any, rollout: Rollout) -> None:
     _, metrics = update(CONFIG)(state_of(params), batch, totals, None, None)
     assert 0 < metrics["logprob_gap"] <= metrics["logprob_gap_max"] < 1e-4
     score = jax.jit(functools.partial(learner.score, ARCH, False))(params, batch)
-    said = np.arange(NEW_TOKENS) < batch.length[..., None]
-    np.testing.assert_allclose(score[said], batch.rollout_logprob[said], rtol=0, atol=1e-4)
+    mask = np.arange(NEW_TOKENS) < batch.length[..., None]
+    np.testing.assert_allclose(score[mask], batch.rollout_logprob[mask], rtol=0, atol=1e-4)
     off = batch.replace(rollout_logprob=batch.rollout_logprob - np.float32(0.25))
     _, metrics = update(CONFIG)(state_of(params), off, totals, None, None)
     assert metrics["logprob_gap"] == pytest.approx(0.25, abs=1e-3)
@@ -182,18 +191,18 @@ def test_the_gap_says_how_many_tokens_it_covers(
     assert metrics["logprob_gap_max"] == pytest.approx(len(tokens), abs=1e-3)
 
 
-@pytest.mark.parametrize("together", [1, 2])
+@pytest.mark.parametrize("k", [1, 2])
 def test_the_gap_of_the_first_micro_batch_alone(
-        params: Any, rollout: Rollout, together: int) -> None:
-    batch, _ = batch_of(rollout, 2, together=together, advantage=np.zeros(12, np.float32))
+        params: Any, rollout: Rollout, k: int) -> None:
+    batch, _ = batch_of(rollout, 2, k=k, advantage=np.zeros(12, np.float32))
     gap = jax.jit(functools.partial(learner.first_gap, ARCH, False))(params, shifted(batch))
-    assert gap["logprob_gap_tokens"] == rollout.length[: 2 * together].sum()
+    assert gap["logprob_gap_tokens"] == rollout.length[: 2 * k].sum()
     assert gap["logprob_gap"] == pytest.approx(1, abs=1e-3)
     assert gap["logprob_gap_max"] == pytest.approx(1, abs=1e-3)
 
 
 def test_kl_and_old_logprobs(params: Any, rollout: Rollout) -> None:
-    config = LearnerConfig(learning_rate=1e-2, kl=0.1)
+    config = config_of(LearnerConfig(learning_rate=1e-2), kl=0.1)
     batch, totals = batch_of(rollout, 4, True)
     score = jax.jit(functools.partial(learner.score, ARCH, False))
     state, told = state_of(params, config), []
@@ -201,18 +210,47 @@ def test_kl_and_old_logprobs(params: Any, rollout: Rollout) -> None:
     for _ in range(3):
         state, metrics = update(config)(state, batch, totals, reference, reference)
         told.append(jax.tree.map(float, metrics))
-    assert told[0]["reference_kl"] == pytest.approx(0, abs=1e-6)
-    assert told[0]["clip_fraction"] == 0 < told[2]["clip_fraction"]
-    assert 0 < told[1]["reference_kl"] < told[2]["reference_kl"]
-    assert 0 < told[1]["update_kl"] and all(m["applied"] for m in told)
+    assert told[0]["kl/reference"] == pytest.approx(0, abs=1e-6)
+    assert told[0]["policy/clip_fraction"] == 0 < told[2]["policy/clip_fraction"]
+    assert 0 < told[1]["kl/reference"] < told[2]["kl/reference"]
+    assert 0 < told[1]["kl/update"] and all(m["applied"] for m in told)
     # The same old log-probabilities as the policy's own change nothing.
     plain = update(CONFIG)(state_of(params), batch, totals, None, None)[0]
     given = update(CONFIG)(state_of(params), batch, totals, reference, None)[0]
     assert_close(plain.params, given.params, 1e-4)
 
 
+def test_entropy_metric_is_that_of_a_forward(params: Any, rollout: Rollout) -> None:
+    batch, totals = batch_of(rollout, 12, True)
+    _, metrics = update(CONFIG)(state_of(params), batch, totals, None, None)
+    whole = np.concatenate([rollout.prompt, rollout.tokens], 1) * 0
+    for i, (start, length) in enumerate(zip(rollout.prompt_length, rollout.length, strict=True)):
+        whole[i, :start] = rollout.prompt[i, :start]
+        whole[i, start : start + length] = rollout.tokens[i, :length]
+    logp = jax.nn.log_softmax(forward(
+        ARCH, params, whole, jnp.asarray(rollout.prompt_length + rollout.length)) / 0.8)
+    entropy, column = -(jnp.exp(logp) * logp).sum(-1), np.arange(whole.shape[1])[None]
+    ends = rollout.prompt_length + rollout.length
+    mine = (column >= rollout.prompt_length[:, None] - 1) & (column < ends[:, None] - 1)
+    assert metrics["policy/entropy"] == pytest.approx(float(entropy[mine].mean()), rel=1e-4)
+
+
+def test_registered_loss_and_correction_are_used(params: Any, rollout: Rollout) -> None:
+    batch, totals = batch_of(rollout, 12, True)
+    lower = batch.replace(rollout_logprob=batch.rollout_logprob - np.float32(5))  # ratio over 2
+    plain, _ = gradients(params, batch, totals)
+    doubled, _ = gradients(params, lower, totals, config_of(correction="truncated"))
+    assert_close(doubled, jax.tree.map(lambda g: 2 * g, plain), 1e-4)
+    own, _ = gradients(params, batch, totals, config_of(loss=f"{__name__}:tripled"))
+    assert_close(own, jax.tree.map(lambda g: 3 * g, plain), 1e-4)
+
+
+def tripled(**arguments: Any) -> Any:
+    return 3 * losses.clipped_surrogate(**arguments)
+
+
 @pytest.mark.slow
 def test_remat_changes_no_gradient(params: Any, rollout: Rollout) -> None:
-    config = LearnerConfig(learning_rate=1e-2, max_grad_norm=1e9, remat=True)
+    config = config_of(dataclasses.replace(LEARNER, remat=True))
     batch, totals = batch_of(rollout, 4)
     assert_close(gradients(params, batch, totals, config)[0], gradients(params, batch, totals)[0])

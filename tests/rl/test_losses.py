@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 from specrl_jax.rl import losses as pl
+from specrl_jax.rl.corrections import CORRECTIONS, LIMIT
 
 CLIP = dict(clip_low=0.2, clip_high=0.5)
+PPO = dict(loss=pl.clipped_surrogate, correction=CORRECTIONS["none"], **CLIP)
 
 
 @pytest.fixture(autouse=True)
@@ -100,9 +102,9 @@ def test_entropy_by_hand():
     # Uniform over 4: ln 4. (1/2, 1/2, 0, 0): ln 2. One token: 0.
     inf = np.inf
     logits = f32([[3, 3, 3, 3], [1, 1, -inf, -inf], [0, -inf, -inf, -inf]])
-    got = pl.entropy(logits=logits)
+    got = pl.entropy(logits=logits.T)
     np.testing.assert_allclose(got, [np.log(4), np.log(2), 0.0], rtol=1e-6)
-    slopes = jax.grad(lambda x: pl.entropy(logits=x).sum())(logits)
+    slopes = jax.grad(lambda x: pl.entropy(logits=x.T).sum())(logits)
     np.testing.assert_allclose(slopes, np.zeros((3, 4)), atol=1e-6)
 
 
@@ -110,8 +112,7 @@ def test_weights_by_hand():
     # Two sequences of 3 and 1 tokens, limit 5. token: 1/4 each. sequence: 1/(2*3) and 1/(2*1).
     # constant: 1/(2*5). The third row is padding and counts nowhere.
     mask = jnp.array([[1, 1, 1, 0], [1, 0, 0, 0], [0, 0, 0, 0]], bool)
-    tokens, sequences = pl.batch_totals(mask)
-    assert (tokens, sequences) == (4, 2)
+    tokens, sequences = 4.0, 2.0
     for normalize, first, second in (("token", 1 / 4, 1 / 4), ("sequence", 1 / 6, 1 / 2),
                                      ("constant", 1 / 10, 1 / 10)):
         got = weigh(mask, normalize, tokens, sequences)
@@ -130,15 +131,26 @@ def test_terms_add_the_kl_and_report_metrics():
     # Ratio 2 seen from old: KL(old || new) is estimated by 2 - 1 - ln 2.
     terms, metrics = pl.sequence_terms(
         logprob=log([0.4]), old_logprob=log([0.2]), reference=log([0.2]), advantage=f32(1.0),
-        mask=jnp.array([True]), kl=10.0, **CLIP)
+        rollout_logprob=log([0.2]), mask=jnp.array([True]), kl=10.0, **PPO)
     np.testing.assert_allclose(terms, [-1.5 + 10 * (np.log(2) - 0.5)], rtol=1e-5)
-    np.testing.assert_allclose(metrics["clip_fraction"], [1.0])
-    np.testing.assert_allclose(metrics["update_kl"], [1 - np.log(2)], rtol=1e-5)
-    np.testing.assert_allclose(metrics["reference_kl"], [np.log(2) - 0.5], rtol=1e-5)
+    np.testing.assert_allclose(metrics["policy/clip_fraction"], [1.0])
+    np.testing.assert_allclose(metrics["kl/update"], [1 - np.log(2)], rtol=1e-5)
+    np.testing.assert_allclose(metrics["kl/reference"], [np.log(2) - 0.5], rtol=1e-5)
 
 
+def test_truncated_correction_by_hand():
+    # old / rollout = 1/2, 1 and 4; the last is cut to 2. The loss is -r A = -1 each, and no KL.
+    old, rolled = log([0.1, 0.3, 0.4]), log([0.2, 0.3, 0.1])
+    terms, _ = pl.sequence_terms(
+        logprob=old, old_logprob=old, rollout_logprob=rolled, reference=None, advantage=f32(1.0),
+        mask=jnp.array([True, True, True]), kl=0.0,
+        **PPO | dict(correction=CORRECTIONS["truncated"]))
+    np.testing.assert_allclose(terms, [-0.5, -1.0, -LIMIT], rtol=1e-6)
+
+
+@pytest.mark.parametrize("correction", CORRECTIONS.values(), ids=CORRECTIONS.names())
 @pytest.mark.parametrize("garbage", [np.nan, np.inf, -np.inf, 1e30, -1e30])
-def test_masked_positions_are_never_read(garbage):
+def test_masked_positions_are_never_read(garbage, correction):
     mask = jnp.array([True, False, True, False])
     clean = jnp.where(mask, log([0.5, 0.5, 0.2, 0.5]), 0.0)
     dirty = jnp.where(mask, clean, garbage)
@@ -146,7 +158,8 @@ def test_masked_positions_are_never_read(garbage):
     def loss(logprob, others):
         terms, metrics = pl.sequence_terms(
             logprob=logprob, old_logprob=others + 0.01, reference=others - 0.1,
-            advantage=f32(1.3), mask=mask, kl=0.1, **CLIP)
+            rollout_logprob=others - 0.2, advantage=f32(1.3), mask=mask, kl=0.1,
+            **PPO | dict(correction=correction))
         weights = pl.token_weights(mask=mask, normalize="token", total_tokens=2.0,
                                    total_sequences=1.0, max_new_tokens=4)
         return jnp.sum(weights * terms), metrics
@@ -176,7 +189,8 @@ def toy_loss(params, batch, normalize, totals):
     def one(tokens, mask, **arrays):
         logits = params["table"][jnp.roll(tokens, 1)] + params["bias"][None]
         logprob = jax.nn.log_softmax(logits)[jnp.arange(7), tokens]
-        terms, _ = pl.sequence_terms(logprob=logprob, mask=mask, kl=0.1, **arrays, **CLIP)
+        terms, _ = pl.sequence_terms(logprob=logprob, mask=mask, kl=0.1, **arrays, **PPO,
+                                     rollout_logprob=arrays["old_logprob"])
         weights = pl.token_weights(mask=mask, normalize=normalize, total_tokens=totals[0],
                                    total_sequences=totals[1], max_new_tokens=9)
         return jnp.sum(weights * terms)
@@ -189,7 +203,7 @@ def test_unequal_micro_batches_add_up_to_the_batch(normalize):
     rng = np.random.default_rng(3)
     params = {"table": f32(0.3 * rng.normal(size=(5, 5))), "bias": f32(0.3 * rng.normal(size=5))}
     batch = toy_batch()
-    totals = pl.batch_totals(batch["mask"])
+    totals = (batch["mask"].sum(dtype=jnp.float32), 5.0)
     gradient = jax.jit(jax.value_and_grad(toy_loss), static_argnames="normalize")
     whole = gradient(params, batch, normalize, totals)
     parts = [gradient(params, {name: x[rows] for name, x in batch.items()}, normalize, totals)
@@ -209,10 +223,11 @@ def test_arguments_are_checked_by_name():
         pl.clipped_surrogate(**good | dict(old_logprob=jnp.zeros(1)))
     with pytest.raises(TypeError, match=r"advantage must be float32 of rank 0"):
         pl.clipped_surrogate(**good | dict(advantage=jnp.zeros(3)))
+    rest = PPO | dict(rollout_logprob=jnp.zeros(3), kl=0.0)
     with pytest.raises(TypeError, match=r"mask must be bool of rank 1, got float32\[3\]"):
-        pl.sequence_terms(**good, mask=jnp.ones(3), reference=None, kl=0.0)
+        pl.sequence_terms(**good | rest, mask=jnp.ones(3), reference=None)
     with pytest.raises(TypeError, match=r"mask \[3\] and values \[1\] differ"):
-        pl.sequence_terms(**good, mask=jnp.ones(3, bool), reference=jnp.zeros(1), kl=0.0)
+        pl.sequence_terms(**good | rest, mask=jnp.ones(3, bool), reference=jnp.zeros(1))
     with pytest.raises(ValueError, match="normalize = 'mean': choose one of token"):
         pl.token_weights(mask=jnp.ones(3, bool), normalize="mean", total_tokens=1.0,
                          total_sequences=1.0, max_new_tokens=3)

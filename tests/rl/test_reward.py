@@ -74,21 +74,21 @@ def test_exact_reads_a_written_answer():
     ("73", 1), (" 73\n", 1), ("-1,234.5", 1), ("$5", 1), ("9", 1),
     ("73.", 0), ("It is 73", 0), ("7 3", 0), ("52+21", 0), ("", 0),
 ])
-def test_bare(completion, value):
-    assert reward.bare("", completion, EXAMPLE) == value
+def test_exact_only(completion, value):
+    assert reward.exact_only("", completion, EXAMPLE) == value
 
 
 @pytest.mark.parametrize("completion, value", [
     ("52 + 21 = 73\n#### 73", 1), ("#### 9\n", 1), (r"so \boxed{9}.", 1), (r"\boxed{ -1,000 }", 1),
     ("#### 73\nDone.", 0), ("#### seventy", 0), ("73", 0), (r"\boxed{x}", 0), ("", 0),
 ])
-def test_format(completion, value):
-    assert reward.REWARDS["format"]("", completion, EXAMPLE) == value
+def test_has_answer_marker(completion, value):
+    assert reward.has_answer_marker("", completion, EXAMPLE) == value
 
 
 @pytest.mark.parametrize("completion, value", [("73", 1), ("a1", 0.5), ("ab", 0), ("", 0)])
-def test_digits(completion, value):
-    assert reward.digits("", completion, EXAMPLE) == value
+def test_digit_fraction(completion, value):
+    assert reward.digit_fraction("", completion, EXAMPLE) == value
 
 
 LATEX = [
@@ -122,17 +122,18 @@ def test_latex_gives_up_on_what_never_ends(monkeypatch):
 
 
 def test_compose():
-    composed = reward.compose(("exact", "bare", f"{__name__}:length"), (1.0, 0.5, -0.25))
+    composed = reward.compose(("exact", "exact_only", f"{__name__}:length"), (1.0, 0.5, -0.25))
     total, values = composed("", "It is 73", EXAMPLE)
-    assert values == {"exact": 1, "bare": 0, f"{__name__}:length": 8}
+    assert values == {"exact": 1, "exact_only": 0, f"{__name__}:length": 8}
     assert total == 1 - 2
 
 
 @pytest.mark.parametrize("terms, words", [
-    (("exakt",), ["exakt", "exact", "package.module:function"]),
+    (("exakt",), ["exakt", "exact", "package.module:name"]),
     (("no_such_module:f",), ["no_such_module", "PYTHONPATH"]),
     (("math:no_such_function",), ["no_such_function", "PYTHONPATH"]),
     (("math:pi",), ["math:pi", "function"]),
+    (("digits",), ["digits", "renamed; use digit_fraction"]),
     (("exact", "exact"), ["exact", "once"]),
     (("exact:",), ["exact:"]),
 ])
@@ -145,7 +146,7 @@ def test_bad_terms_are_refused_in_a_line(terms, words):
 
 def test_weights_must_match():
     with pytest.raises(ConfigError, match="reward.weights"):
-        reward.compose(("exact", "bare"), (1.0,))
+        reward.compose(("exact", "exact_only"), (1.0,))
 
 
 @pytest.mark.parametrize("name, example, words", [

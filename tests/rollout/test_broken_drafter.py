@@ -18,7 +18,7 @@ from specrl_jax.rollout.prompts import PromptBatch
 from specrl_jax.rollout.sampler import Sampler
 
 ARCH = dataclasses.replace(TINY, num_layers=1)
-SPEC = SpecOptions(drafter="eagle", steps=2, branch=2, nodes=4, max_steps=2, max_branch=2,
+SPEC = SpecOptions(drafter="eagle", depth=2, branch=2, nodes=4, max_depth=2, max_branch=2,
                    max_nodes=5)
 
 

@@ -58,7 +58,7 @@ def roll_out(rule: str, noise: float = 0.3, times: int = 1, temperature: float =
                        drawn=True)
     controller, control = protocol.fixed(), protocol.make_spec(2, branch, nodes, 0)
     if policy == "budget":
-        spec = SpecOptions(steps=2, max_steps=2, branch=branch, max_branch=branch, nodes=nodes,
+        spec = SpecOptions(depth=2, max_depth=2, branch=branch, max_branch=branch, nodes=nodes,
                            max_nodes=nodes)
         ladders = {200: bucket_ladder(200, nodes, 200 * nodes)}
         controller = registry.make(ControlConfig(policy=policy), spec, ladders=ladders,

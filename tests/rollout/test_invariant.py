@@ -104,7 +104,7 @@ def test_policies_change_no_bit(params, plain, policy):
     ladders = {rows: bucket_ladder(rows, 4, 64) for rows in (3, 2)}
     control = registry.make(
         ControlConfig(policy=policy, accept=(1.5, 2.0) if policy == "oracle" else ()),
-        SpecOptions(max_steps=2, max_branch=1, max_nodes=4, steps=2, nodes=3),
+        SpecOptions(max_depth=2, max_branch=1, max_nodes=4, depth=2, nodes=3),
         ladders=ladders, longest=TASK.prompt + TASK.response - 1)
     dice = Dice(want.sequences.tokens, hit=0.8)
     made = engine(params, batch=3, min_batch=2, controller=control,

@@ -37,7 +37,7 @@ def alone(function: Callable[..., Any]) -> Callable[..., Any]:
 def controller(policy: str, **changes: Any) -> Controller:
     accept = ACCEPT if policy == "oracle" else ()
     return registry.make(ControlConfig(**({"policy": policy, "accept": accept} | changes)),
-                       SpecOptions(max_steps=DEPTH, max_branch=1, max_nodes=NODES),
+                       SpecOptions(max_depth=DEPTH, max_branch=1, max_nodes=NODES),
                        ladders=LADDERS, longest=LONGEST)
 
 

@@ -7,7 +7,8 @@ import gguf
 import numpy as np
 
 from specrl_jax.model.architecture import Architecture
-from specrl_jax.model.gguf_file import LAYER_NAMES, ROPE_FREQS, TOP_NAMES
+from specrl_jax.model.families import GGUF_NAMES
+from specrl_jax.model.gguf_file import ROPE_FREQS, TOP_NAMES
 from specrl_jax.model.tensors import Tensors
 from specrl_jax.model.tiny import CHATML, SPECIAL, byte_tokenizer
 from specrl_jax.model.transformer import frequencies
@@ -79,7 +80,7 @@ def gguf_name(name: str) -> str:
         return top[name]
     _, _, layer, part = name.split(".", 3)
     part, kind = part.rsplit(".", 1)
-    return f"blk.{layer}.{ {hf: own for own, hf in LAYER_NAMES.items()}[part] }.{kind}"
+    return f"blk.{layer}.{ {hf: own for own, hf in GGUF_NAMES.items()}[part] }.{kind}"
 
 
 def rope_factors(arch: Architecture) -> np.ndarray:

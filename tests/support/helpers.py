@@ -216,7 +216,7 @@ def micro_config(**changes: Any) -> Config:
     """A run of a few milliseconds a step, for meshes up to 8; `changes` replace whole sections."""
     sections: dict[str, Any] = dict(
         steps=2, prompts_per_step=8, group_size=2,
-        spec=SpecOptions(steps=2, branch=1, nodes=3, max_steps=2, max_branch=1, max_nodes=3),
+        spec=SpecOptions(depth=2, branch=1, nodes=3, max_depth=2, max_branch=1, max_nodes=3),
         control=ControlConfig(policy="fixed"),  # its choices repeat bit for bit
         rollout=RolloutConfig(batch_size=8, max_prompt_tokens=10, max_new_tokens=8, min_batch=4),
         learner=LearnerConfig(learning_rate=1e-3, micro_batch=16, max_grad_norm=1e9))
@@ -248,8 +248,8 @@ ROOT = File(__file__).resolve().parents[2]
 SMALL = ("--config=tiny", "--config.prompts_per_step=4", "--config.group_size=2",
          "--config.learner.micro_batch=8", "--config.rollout.batch_size=4",
          "--config.rollout.max_new_tokens=6", "--config.rollout.min_batch=2",
-         "--config.spec.steps=2", "--config.spec.branch=1", "--config.spec.nodes=3",
-         "--config.spec.max_steps=2", "--config.spec.max_branch=1", "--config.spec.max_nodes=3",
+         "--config.spec.depth=2", "--config.spec.branch=1", "--config.spec.nodes=3",
+         "--config.spec.max_depth=2", "--config.spec.max_branch=1", "--config.spec.max_nodes=3",
          "--config.control.policy=fixed")
 
 

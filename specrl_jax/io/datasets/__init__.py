@@ -1,14 +1,24 @@
-"""TFDS builders. Importing this package registers them: `tfds.builder("specrl_arithmetic/add2")`.
+"""Datasets by the names that `data.name` takes.
 
-Both builders write array_record files, which are read without TensorFlow, and share one schema:
+A dataset is a function of (data: DataConfig, say) that returns a sequence of dicts, each with the
+fields that `data.question_field` and `data.answer_field` name, and perhaps an int "id" that no
+other example has; its index is used where there is none. `say` prints a line for the user. A
+reward gets the whole dict as its example.
 
-  id        int64, unique in a dataset over all its splits
-  question  text, the user's message
-  answer    text, the final number, without commas or units
-  solution  text, worked steps that end with a line "#### answer"
+    def riddles(data, say):
+        return [{"question": "What has 4 legs at dawn?", "answer": "man"}]
+
+`data.name=package.module:riddles` uses it without any registration.
 """
 
-from specrl_jax.io.datasets.arithmetic import SpecrlArithmetic
-from specrl_jax.io.datasets.gsm8k import SpecrlGsm8k
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-__all__ = ["SpecrlArithmetic", "SpecrlGsm8k"]
+from specrl_jax.config import DataConfig, Registry
+
+Dataset = Callable[[DataConfig, Callable[[str], None]], Sequence[Mapping[str, Any]]]
+DATASETS: Registry[Dataset] = Registry("data.name", Callable)
+
+DATASETS.register("specrl_arithmetic")("specrl_jax.io.datasets.arithmetic:load")
+DATASETS.register("gsm8k")("specrl_jax.io.datasets.gsm8k:load")
+DATASETS.register("jsonl")("specrl_jax.io.datasets.jsonl:load")

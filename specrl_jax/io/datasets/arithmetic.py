@@ -1,18 +1,30 @@
-"""`specrl_arithmetic`: generated arithmetic, one builder config a level of difficulty."""
+"""`specrl_arithmetic`: generated arithmetic, one TFDS builder config for each level."""
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import tensorflow_datasets as tfds
 
+from specrl_jax.config import DataConfig, check
 from specrl_jax.io.datasets.levels import LEVELS, Level, Problem, problems
-from specrl_jax.io.datasets.schema import OrderedTextBuilder
+from specrl_jax.io.datasets.tfds_text import OrderedTextBuilder, Rows, read
+
+
+def load(data: DataConfig, say: Callable[[str], None]) -> Rows:
+    """Returns the problems of `data.level`.
+
+    Raises:
+      ConfigError: an unknown level; see also `tfds_text.read`.
+    """
+    levels = [level.name for level in LEVELS]
+    check(data.level in levels, "data.level", data.level, f"choose one of {', '.join(levels)}")
+    return read(f"specrl_arithmetic/{data.level}", data, say)
 
 
 @dataclasses.dataclass
 class LevelConfig(tfds.core.BuilderConfig):
-    """A level as TFDS wants it."""
+    """A level as a TFDS builder config."""
 
     level: Level = LEVELS[0]
 
@@ -22,6 +34,8 @@ class SpecrlArithmetic(OrderedTextBuilder):
 
     RELEASE_NOTES = {"1.0.0": "First release."}
     BUILDER_CONFIGS = [LevelConfig(name=x.name, description=x.help, level=x) for x in LEVELS]
+
+    builder_config: LevelConfig
 
     def _info(self) -> tfds.core.DatasetInfo:
         return self.text_info(f"Arithmetic problems: {self.builder_config.description}.")

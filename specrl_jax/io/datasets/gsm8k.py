@@ -1,21 +1,22 @@
 """`specrl_gsm8k`: the public GSM8K files (arXiv:2110.14168), from a directory or downloaded.
 
-Registered under a name of its own, because TFDS's catalogue has a `gsm8k` with other features.
+TFDS's own catalogue has a `gsm8k` with other features, hence the prefix.
 """
 
 import gzip
 import json
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import tensorflow_datasets as tfds
 from tensorflow_datasets.core.download.util import DownloadError
 
-from specrl_jax.config import ConfigError
-from specrl_jax.io.datasets.schema import OrderedTextBuilder
+from specrl_jax.config import ConfigError, DataConfig, check
+from specrl_jax.io.datasets.tfds_text import OrderedTextBuilder, Rows, make_builder, read
 
+NAME = "specrl_gsm8k"
 HOMEPAGE = "https://github.com/openai/grade-school-math"
 URL = ("https://raw.githubusercontent.com/openai/grade-school-math/master/grade_school_math/data/"
        "{split}.jsonl")
@@ -26,8 +27,20 @@ HOW_TO_GET = ("put train.jsonl or test.jsonl or both (or .jsonl.gz) there, from 
               f"{HOMEPAGE} (grade_school_math/data), or name another directory in data.manual_dir")
 
 
+def load(data: DataConfig, say: Callable[[str], None]) -> Rows:
+    """Returns a split of GSM8K, from `data.manual_dir` if it is set, else downloaded.
+
+    Raises:
+      ConfigError: files are missing or damaged; see also `tfds_text.read`.
+    """
+    if data.manual_dir and not make_builder(NAME, data).data_path.exists():
+        check(bool(find_files(data.manual_dir)), "data.manual_dir", data.manual_dir,
+              f"no files; {HOW_TO_GET}")
+    return read(NAME, data, say)
+
+
 class SpecrlGsm8k(OrderedTextBuilder):
-    """Makes the splits whose files lie in the manual directory; with none there, downloads both."""
+    """Builds the splits whose files are in the manual directory; without any, downloads both."""
 
     RELEASE_NOTES = {"1.0.0": "First release."}
     MANUAL_DOWNLOAD_INSTRUCTIONS = f"Not needed if there is a network; otherwise {HOW_TO_GET}."
@@ -38,7 +51,7 @@ class SpecrlGsm8k(OrderedTextBuilder):
     def _split_generators(self, dl_manager: tfds.download.DownloadManager) -> dict[str, Any]:
         try:
             paths = find_files(dl_manager.manual_dir)
-        except AssertionError:  # how TFDS says that the directory is missing or empty
+        except AssertionError:  # TFDS raises it if the directory is missing or empty
             paths = {}
         rows = {s: read_rows(p) for s, p in (paths or _download(dl_manager)).items()}
         return {s: self._generate_examples(FIRST_ID[s], x) for s, x in rows.items()}
@@ -51,7 +64,7 @@ class SpecrlGsm8k(OrderedTextBuilder):
 
 
 def find_files(directory: Any) -> dict[str, Path]:
-    """The split files that `directory` holds, by split; a plain file wins over a gzipped one."""
+    """Returns the split files in `directory`, by split; a plain file wins over a gzipped one."""
     found = {}
     for split in SPLITS:
         for name in (f"{split}.jsonl.gz", f"{split}.jsonl"):
@@ -62,7 +75,7 @@ def find_files(directory: Any) -> dict[str, Path]:
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
-    """question, answer and solution of each line of a GSM8K file.
+    """Returns question, answer and solution of each line of a GSM8K file.
 
     Raises:
       ConfigError: a file without problems, or a line that is not one of GSM8K's.
@@ -94,7 +107,7 @@ def _download(dl_manager: tfds.download.DownloadManager) -> dict[str, Path]:
     urls = {split: URL.format(split=split) for split in SPLITS}
     try:
         _check_reachable(urls["train"])
-        paths = dl_manager.download(urls)
+        paths: Any = dl_manager.download(urls)
     except (OSError, DownloadError) as error:
         raise ConfigError(f"data.name = 'gsm8k': no files in {dl_manager.download_dir / 'manual'} "
                           f"and the download failed; {HOW_TO_GET}") from error
@@ -102,6 +115,6 @@ def _download(dl_manager: tfds.download.DownloadManager) -> dict[str, Path]:
 
 
 def _check_reachable(url: str) -> None:
-    """Raises OSError at once where there is no network; TFDS itself retries for minutes."""
+    """Raises OSError at once if there is no network; TFDS itself retries for minutes."""
     with urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=10):
         pass

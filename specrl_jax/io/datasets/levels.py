@@ -1,9 +1,9 @@
 """Arithmetic problems: pure, offline, and the same on every machine and Python version.
 
-A level spans a finite space of problems, numbered by mixed radix. `problems` lists distinct ones in
-an order given by a hash, so that any prefix is a fair sample of the level. A problem is for testing
-by a hash of its commutative form alone: the splits share no problem, not even `b + a` for `a + b`,
-and not across levels either.
+A level is a finite space of problems, numbered by mixed radix. `problems` lists distinct ones in an
+order given by a hash, so that any prefix is a fair sample of the level. The split of a problem is a
+hash of its commutative form alone: splits share no problem, not even `b + a` for `a + b`, and not
+across levels.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ class Level:
 
     @property
     def space(self) -> int:
-        """How many problems there are."""
+        """The number of problems."""
         return (self.high - self.low + 1) ** self.terms * len(self.operators) ** (self.terms - 1)
 
 
@@ -85,7 +85,7 @@ class Problem:
 
 
 def problems(level: Level) -> list[Problem]:
-    """Distinct problems of `level`, at most MAX_PROBLEMS, in their fixed order."""
+    """Returns distinct problems of `level`, at most MAX_PROBLEMS, in their fixed order."""
     count = min(level.space, MAX_PROBLEMS)
     return [_decode(level, i) for i in itertools.islice(_distinct_draws(level), count)]
 
@@ -111,7 +111,7 @@ def _decode(level: Level, index: int) -> Problem:
 
 
 def _steps(problem: Problem) -> list[tuple[str, int]]:
-    """(expression, value) of each operation."""
+    """Returns (expression, value) of each operation."""
     value, steps = problem.operands[0], []
     for op, x in zip(problem.operators, problem.operands[1:], strict=True):
         expression = f"{value} {op} {x}"
@@ -121,5 +121,5 @@ def _steps(problem: Problem) -> list[tuple[str, int]]:
 
 
 def _digest(text: str) -> int:
-    """64 bits; Python's own hash differs from process to process."""
+    """Returns a 64-bit hash; Python's own differs between processes."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")

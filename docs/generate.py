@@ -1,0 +1,88 @@
+"""Writes docs/config.md and docs/metrics.md from the help of fields and metrics.
+
+    python docs/generate.py
+
+tests/test_docs.py fails while a page is older than its source.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from specrl_jax.config import Config
+from specrl_jax.config.renamed import RENAMED, RESERVED
+from specrl_jax.io.metric_names import METRICS, RENAMED_METRICS
+
+DOCS = Path(__file__).resolve().parent
+NOTE = "<!-- Written by docs/generate.py: change the help in the code and run it. -->"
+
+
+def pages() -> dict[str, str]:
+    """Returns the text of each generated page by file name."""
+    return {"config.md": config_page(), "metrics.md": metrics_page()}
+
+
+def config_page() -> str:
+    lines = ["# Configuration", "", NOTE, "",
+             "Every field is a flag, as in `--config.rl.kl=0.1`, and an argument of "
+             "`load_config`, as in `load_config(\"tiny\", rl__kl=0.1)`. Defaults are those of "
+             "`Config()`; presets change some of them.", ""]
+    fields = dataclasses.fields(Config)
+    sections = [f for f in fields if dataclasses.is_dataclass(_default(f))]
+    lines += ["## Run", "", *_fields(f for f in fields if f not in sections), ""]
+    for field in sections:
+        lines += [f"## {field.name}: {field.metadata['help']}", "",
+                  *_fields(dataclasses.fields(type(_default(field))), f"{field.name}."), ""]
+    lines += ["## Reserved names", "", "Later versions will give these a meaning; until then they "
+              "are refused: " + ", ".join(f"`{name}{'*' if name.endswith('.') else ''}`"
+                                          for name in RESERVED) + ".", ""]
+    return "\n".join([*lines, "## Renamed fields", "", *_renamed(RENAMED), ""])
+
+
+def metrics_page() -> str:
+    lines = ["# Metrics", "", NOTE, "",
+             "Each line of `metrics.jsonl` has the metrics of one step; TensorBoard shows those "
+             "that are numbers. A `*` stands for a name. The last two columns give the metric of "
+             "[TRL](https://github.com/huggingface/trl)'s GRPO trainer and of "
+             "[verl](https://github.com/volcengine/verl) that means the same.", "",
+             "| metric | unit | meaning | TRL | verl |", "| --- | --- | --- | --- | --- |"]
+    for m in METRICS:
+        lines.append(_row(f"`{m.name}`", m.unit, m.help, _code(m.trl), _code(m.verl)))
+    return "\n".join([*lines, "", "## Renamed metrics", "", *_renamed(RENAMED_METRICS), ""])
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    if field.default is not dataclasses.MISSING:
+        return field.default
+    assert field.default_factory is not dataclasses.MISSING
+    return field.default_factory()
+
+
+def _fields(fields: Iterable[dataclasses.Field[Any]], above: str = "") -> Iterator[str]:
+    yield from ("| field | default | meaning |", "| --- | --- | --- |")
+    for field in fields:
+        default = _default(field)
+        yield _row(f"`{above}{field.name}`", "" if default == "" else f"`{default}`",
+                   field.metadata["help"])
+
+
+def _renamed(names: Mapping[str, str]) -> Iterator[str]:
+    yield from ("| old | new | value |", "| --- | --- | --- |")
+    for old, text in names.items():
+        new, _, hint = text.partition("; ")
+        yield _row(f"`{old}`", f"`{new}`" if new else "removed", hint)
+
+
+def _row(*cells: str) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _code(text: str) -> str:
+    name, _, remark = text.partition(" (")
+    return (f"`{name}`" if name else "") + (f" ({remark}" if remark else "")
+
+
+if __name__ == "__main__":
+    for name, text in pages().items():
+        (DOCS / name).write_text(text, encoding="utf-8")

@@ -1,0 +1,111 @@
+"""Datasets that TFDS prepares once and reads at random, without TensorFlow.
+
+They share one schema:
+
+  id        int64, unique in a dataset over all its splits
+  question  text, the user's message
+  answer    text, the final number, without commas or units
+  solution  text, worked steps that end with a line "#### answer"
+"""
+
+import contextlib
+import io
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow_datasets as tfds
+
+from specrl_jax.config import ConfigError, DataConfig
+
+FILE_FORMAT = "array_record"  # the only one that TFDS reads at random without TensorFlow
+
+
+class OrderedTextBuilder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
+    """A builder that writes array_record by default and keeps the order of generation."""
+
+    VERSION = tfds.core.Version("1.0.0")
+
+    def __init__(self, *, file_format: Any = FILE_FORMAT, **kwargs: Any):
+        super().__init__(file_format=file_format, **kwargs)
+
+    def text_info(self, description: str, homepage: str | None = None) -> tfds.core.DatasetInfo:
+        """Returns the shared schema. Unshuffled, so that examples are read in the order of ids."""
+        return tfds.core.DatasetInfo(
+            builder=self,
+            description=description,
+            homepage=homepage,
+            disable_shuffling=True,
+            features=tfds.features.FeaturesDict({
+                "id": tfds.features.Scalar(np.int64),
+                "question": tfds.features.Text(),
+                "answer": tfds.features.Text(),
+                "solution": tfds.features.Text(),
+            }),
+        )
+
+
+class Rows(Sequence):
+    """A TFDS data source as dicts of str and int."""
+
+    def __init__(self, source: Sequence[Mapping[str, Any]]) -> None:
+        self.source = source
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, index: Any) -> dict[str, Any]:
+        row = self.source[int(index)]
+        return {name: x.decode() if isinstance(x, bytes) else int(x) for name, x in row.items()}
+
+
+def read(name: str, data: DataConfig, say: Callable[[str], None]) -> Rows:
+    """Returns a split of the TFDS dataset `name`; the first use prepares it in `data.data_dir`.
+
+    Several processes may do so at once: TFDS writes to a temporary directory and renames it. The
+    prepared files are used from then on, even if the files that they were made from change.
+
+    Raises:
+      ConfigError: an unknown or empty split, or a directory that cannot be written.
+    """
+    try:
+        prepare(make_builder(name, data), data, say)
+        builder = make_builder(name, data)
+    except OSError as error:
+        raise ConfigError(f"data.data_dir = {data.data_dir!r}: {error}; "
+                          "name a directory that can be written") from error
+    try:
+        return Rows(builder.as_data_source(split=data.split))
+    except ValueError as error:  # TFDS raises it for an unknown, malformed or empty split
+        sizes = ", ".join(f"{x} ({info.num_examples})" for x, info in builder.info.splits.items())
+        raise ConfigError(
+            f"data.split = {data.split!r}: no such examples; {builder.info.full_name} has {sizes} "
+            f"and slices such as train[:50%]. To prepare it anew, with other files, delete "
+            f"{builder.data_path}") from error
+
+
+def make_builder(name: str, data: DataConfig) -> Any:
+    """Returns the TFDS builder of a registered dataset."""
+    return tfds.builder(name, data_dir=data.data_dir or None)
+
+
+def prepare(builder: Any, data: DataConfig, say: Callable[[str], None]) -> None:
+    """Writes the dataset's files unless they are there."""
+    if builder.data_path.exists():
+        return
+    say(f"preparing {builder.info.full_name} in {builder.data_path}")
+    config = tfds.download.DownloadConfig(manual_dir=data.manual_dir or None)
+    try:
+        with _quiet():
+            builder.download_and_prepare(download_config=config)
+    except OSError:
+        if not builder.data_path.exists():  # else another process was faster
+            raise
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Hides TFDS's progress bars and its notices on standard output."""
+    tfds.disable_progress_bar()
+    with contextlib.redirect_stdout(io.StringIO()):
+        yield

@@ -1,0 +1,174 @@
+"""The metrics of metrics.jsonl: names, units and meanings, and the names that TRL and verl use.
+
+docs/metrics.md is made from this table. A name with `*` stands for several: `reward/*` is one
+metric for each reward term.
+"""
+
+import fnmatch
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from specrl_jax.config import ConfigError
+
+
+class Metric(NamedTuple):
+    """One metric; `trl` and `verl` are empty where those have no such metric."""
+
+    name: str
+    unit: str
+    help: str
+    trl: str = ""
+    verl: str = ""
+
+
+METRICS = tuple(Metric(*row) for row in (
+    ("step", "", "index of the step, from 0"),
+    ("reward/mean", "reward", "mean over the step's sequences", "reward", "critic/rewards/mean"),
+    ("reward/std", "reward", "standard deviation over the step's sequences", "reward_std"),
+    ("reward/nonzero_advantage_fraction", "fraction", "groups with an advantage other than 0",
+     "1 - frac_reward_zero_std"),
+    ("reward/*", "reward", "mean of one reward term, before its weight", "rewards/*/mean"),
+    ("loss", "", "policy loss of the last update", "loss", "actor/pg_loss"),
+    ("grad_norm", "", "global norm of the gradient before clipping", "grad_norm",
+     "actor/grad_norm"),
+    ("applied", "0 or 1", "1 if every update of the step was finite and so applied"),
+    ("policy/entropy", "nats", "mean entropy of the learner's distribution at response tokens, "
+     "with temperature, without truncation", "entropy", "actor/entropy"),
+    ("policy/clip_fraction", "fraction", "response tokens whose ratio is clipped",
+     "clip_ratio/region_mean", "actor/pg_clipfrac"),
+    ("kl/reference", "nats", "k3 estimate of the KL to the initial policy; with rl.kl > 0", "kl",
+     "actor/kl_loss"),
+    ("kl/update", "nats", "k3 estimate of the KL from the policy that sampled to the current one",
+     "", "actor/ppo_kl"),
+    ("response/length_mean", "tokens", "mean length of responses", "completions/mean_length",
+     "response_length/mean"),
+    ("response/length_max", "tokens", "longest response", "completions/max_length",
+     "response_length/max"),
+    ("response/clipped_fraction", "fraction", "responses that reached rollout.max_new_tokens "
+     "without a stop token", "completions/clipped_ratio", "response_length/clip_ratio"),
+    ("rollout/tokens", "tokens", "response tokens of the step", "num_tokens (running sum)"),
+    ("rollout/tokens_per_second", "tokens/s", "response tokens over time/rollout", "",
+     "perf/throughput (whole step)"),
+    ("rollout/accept_length", "tokens", "tokens a row and round: accepted drafts and one more"),
+    ("rollout/acceptance_rate", "fraction", "drafted tokens that were accepted"),
+    ("rollout/drafted", "tokens", "draft tokens verified"),
+    ("rollout/accepted", "tokens", "draft tokens accepted"),
+    ("draft/*/drafted", "tokens", "draft tokens of one drafter that were verified"),
+    ("draft/*/accepted", "tokens", "draft tokens of one drafter that were accepted"),
+    ("draft/*/drafted_share", "fraction", "its share of all drafted tokens"),
+    ("draft/*/accepted_share", "fraction", "its share of all accepted tokens"),
+    ("rollout/rounds", "rounds", "rounds of draft, verify and commit, summed over shards"),
+    ("rollout/launches", "launches", "compiled loops of up to rollout.rounds_per_launch rounds"),
+    ("rollout/packed", "tokens", "tokens that verification ran over, roots and padding included"),
+    ("rollout/occupancy", "fraction", "slots that held an unfinished sequence, mean over rounds"),
+    ("rollout/clamped_rounds", "rounds", "rounds whose settings were outside the bounds of spec"),
+    ("rollout/nonfinite_drafts", "rounds", "rounds in which the drafter's scores were not finite"),
+    ("rollout/calibration_error", "fraction", "mean distance of estimated from actual acceptance"),
+    ("rollout/reliability", "list", "draft tokens, mean estimate and accepted share of each bin"),
+    ("rollout/top_p_mass", "fraction", "mean probability that top-k and top-p keep"),
+    ("rollout/logprob", "nats", "mean log-probability of response tokens in the rollout"),
+    ("rollout/logprob_gap", "nats", "mean distance of rollout's and learner's log-probabilities",
+     "sampling/sampling_logp_difference/mean", "training/rollout_probs_diff_mean"),
+    ("rollout/logprob_gap_max", "nats", "largest such distance",
+     "sampling/sampling_logp_difference/max", "training/rollout_probs_diff_max"),
+    ("rollout/logprob_gap_tokens", "tokens", "tokens that the two cover"),
+    ("spec/lossy", "0 or 1", "1 if the verification rule changes the distribution of tokens"),
+    ("control/draft_depth", "tokens", "mean draft depth of a round"),
+    ("control/verify_tokens", "tokens", "mean tokens that one verification ran over"),
+    ("control/drafting", "fraction", "rounds with a draft"),
+    ("control/switches", "count", "times that drafting was switched on or off"),
+    ("control/predicted_seconds", "s", "predicted duration of the step's launches"),
+    ("control/plain_seconds", "s", "predicted duration of the same tokens without drafts"),
+    ("control/fixed_seconds", "s", "predicted duration with the best constant depth"),
+    ("control/speculation_seconds", "s", "predicted cost of drafts and their verification"),
+    ("control/launches", "list", "what each launch ran"),
+    ("time/launches", "list", "seconds of each launch"),
+    ("time/control_error", "fraction", "mean relative error of predicted_seconds"),
+    ("time/cost_error", "fraction", "relative error of the cost table on held-out launches"),
+    ("time/saved", "s", "predicted duration without drafts minus time/rollout"),
+    ("time/spent", "s", "predicted cost of drafts and of verifying them"),
+    ("time/regret", "s", "time lost against the better of plain decoding and a constant depth"),
+    ("time/step", "s", "the whole step", "step_time", "timing_s/step"),
+    ("time/rollout", "s", "generation", "", "timing_s/gen"),
+    ("time/prefill", "s", "prefill, a part of time/rollout"),
+    ("time/reward", "s", "rewards", "", "timing_s/reward"),
+    ("time/learn", "s", "policy update and publishing", "", "timing_s/update_actor"),
+    ("time/distill", "s", "training and checks of the drafter"),
+    ("time/distill_updates", "s", "updates of the drafter, a part of time/distill"),
+    ("time/speculation_net", "s", "running sum of time/saved minus time/distill"),
+    ("time/startup", "s", "start-up, in the first step after it"),
+    ("time/profiling", "s", "measuring what rounds cost, a part of time/startup"),
+    ("time/unix", "s", "Unix time at which the step ended"),
+    ("memory/peak_bytes", "bytes", "peak resident memory of the process", "",
+     "perf/max_memory_allocated_gb (device)"),
+    ("compilations", "count", "programs compiled in the step; 0 after warm-up"),
+    ("checksum/policy", "", "checksum of the weights that sampled"),
+    ("checksum/drafter", "", "checksum of the drafter's weights"),
+    ("version/policy", "step", "step whose update made the weights that sampled"),
+    ("version/drafter", "count", "version of the drafter's weights"),
+    ("drafter/fault", "", "name of the fault that was found, if any"),
+    ("drafter/faults", "count", "faults of the drafter so far"),
+    ("drafter/disabled", "0 or 1", "1 while drafting is off because of a fault"),
+    ("distill/updates", "count", "updates of the drafter in the step"),
+    ("distill/applied", "0 or 1", "1 if every one of them was finite"),
+    ("distill/loss", "", "loss of the last update"),
+    ("distill/grad_norm", "", "gradient norm of the last update"),
+    ("distill/accept_length", "tokens", "accept length on the training batch"),
+    ("distill/alpha/*", "fraction", "acceptance rate by draft depth, before the updates"),
+    ("distill/acceptance", "fraction", "acceptance that the trigger watches"),
+    ("distill/entropy", "nats", "the actor's entropy that explains a part of its fall"),
+    ("distill/unexplained", "fraction", "fall of acceptance that entropy does not explain"),
+    ("distill/fall", "fraction", "its running mean, which starts a training"),
+    ("distill/buffer_bytes", "bytes", "kept features of rollouts"),
+))
+
+# Old name -> new name; after a semicolon, how the value changed.
+RENAMED_METRICS = {
+    "reward/useful_groups": "reward/nonzero_advantage_fraction",
+    "reward/digits": "reward/digit_fraction",
+    "reward/bare": "reward/exact_only",
+    "reward/format": "reward/has_answer_marker",
+    "clip_fraction": "policy/clip_fraction",
+    "reference_kl": "kl/reference",
+    "update_kl": "kl/update",
+    "response/stopped": "response/clipped_fraction; it is 1 minus the old value",
+    "rollout/kept_mass": "rollout/top_p_mass",
+    "rollout/broken_drafts": "rollout/nonfinite_drafts",
+    "control/steps": "control/draft_depth",
+    "control/width": "control/verify_tokens",
+    "control/off_seconds": "control/plain_seconds",
+    "time/net": "time/speculation_net",
+    "drafter/held": "drafter/disabled",
+}
+
+
+def find(name: str) -> Metric | None:
+    """Returns the metric called `name`, an exact name before a pattern; None if there is none."""
+    exact = (metric for metric in METRICS if metric.name == name)
+    return next(exact, None) or next(
+        (metric for metric in METRICS if fnmatch.fnmatchcase(name, metric.name)), None)
+
+
+def check_current(name: str) -> None:
+    """Raises ConfigError if the metric `name` was renamed."""
+    if name in RENAMED_METRICS:
+        new, _, hint = RENAMED_METRICS[name].partition("; ")
+        raise ConfigError(f"metric {name!r}: renamed; use {new!r}" + (hint and f" ({hint})"))
+
+
+class Record(dict[str, Any]):
+    """The metrics of one step; asking for an old name raises ConfigError with the new one."""
+
+    def __missing__(self, name: str) -> Any:
+        check_current(name)
+        raise KeyError(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        if name not in self:
+            check_current(name)
+        return super().get(name, default)
+
+
+def unregistered(names: Iterable[str]) -> list[str]:
+    """Returns those of `names` that METRICS does not describe."""
+    return [name for name in names if find(name) is None]

@@ -1,0 +1,48 @@
+"""The public names of `specrl_jax`."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import specrl_jax
+from specrl_jax.config.registry import Registry
+
+ROOT = Path(specrl_jax.__file__).parent
+
+
+@pytest.mark.parametrize("name", specrl_jax.__all__)
+def test_public_name_exists_and_has_a_docstring(name):
+    assert getattr(specrl_jax, name).__doc__
+    assert name in dir(specrl_jax)
+
+
+def test_public_names_are_those_that_type_checkers_see():
+    block = next(node for node in ast.parse((ROOT / "__init__.py").read_text()).body
+                 if isinstance(node, ast.If))
+    imported = [alias.name for node in block.body if isinstance(node, ast.ImportFrom)
+                for alias in node.names if not alias.name.isupper()]
+    assigned = [target.id for node in block.body if isinstance(node, ast.Assign)
+                for target in node.targets if isinstance(target, ast.Name)]
+    assert sorted(imported + assigned) == sorted(specrl_jax.__all__)
+
+
+def test_unknown_name_raises_attribute_error():
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        getattr(specrl_jax, "nothing")  # noqa: B009
+
+
+def test_reading_a_config_imports_no_jax():
+    program = ("import sys, specrl_jax; specrl_jax.load_config('tiny', seed=1); "
+               "print('jax' in sys.modules)")
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True,
+                           cwd=ROOT.parent, check=True)
+    assert found.stdout == "False\n"
+
+
+def test_register_functions_belong_to_registries():
+    for name in specrl_jax.__all__:
+        if name.startswith("register_"):
+            assert isinstance(getattr(specrl_jax, name).__self__, Registry)
