@@ -7,7 +7,7 @@
 A head is trained for the actor as it starts, or given by --head. Then every arm is a whole RL run
 from there: without speculation, with the head as it is, and those of the questions:
 
-    modes      each way of training the head (distill.when) but overlap_k; `watched` is frozen too,
+    modes      each way of training the head (distill.when); `watched` is frozen too,
                and tells how much of what it accepts its actor's entropy explains
     losses     what it learns from, at equal updates and at equal seconds
     intervals  every 1, 3 and 5 steps, at once and one step late

@@ -201,3 +201,7 @@ class Rollout:
     rounds: Any  # i32[Q]
     policy_version: int = struct.field(pytree_node=False, default=0)
     drafter_version: int = struct.field(pytree_node=False, default=0)
+
+
+Metrics = dict[str, Any]  # values by the names that metrics.jsonl uses
+DrafterParams = Any  # a drafter's weights: a tree of arrays, opaque outside the drafter

@@ -1,18 +1,18 @@
-"""How good drafts are: acceptance by depth, and rounds replayed over what was said."""
+"""Quality of drafts: acceptance by depth, and rounds replayed over recorded responses."""
 
 import numpy as np
 
-from specrl_jax.distill.update import Assessment
+from specrl_jax.distill.update import Evaluation
 
 
-def summarize(parts: list[Assessment]) -> dict[str, float]:
-    """Means over all held-out anchors, by depth, and accept lengths, by the depth of the chain.
+def summarize(parts: list[Evaluation]) -> dict[str, float]:
+    """Returns means over all held-out anchors by depth, and accept lengths by depth of the chain.
 
     alpha: acceptance rate of rejection sampling; agree: share of anchors at which drafter and actor
     find the same token most likely; match: share at which the draft made with the actor's noise is
-    the token that was said. Each is given that the drafts before it were right.
-    accept_length/d: tokens of a round with a chain of d drafts, by the match rule: rounds replayed
-    over the sequences, whose responses are said again.
+    the response's token. Each assumes that the drafts before it were right.
+    accept_length/d: tokens of a round with a chain of d drafts under the match rule, from rounds
+    replayed over the recorded responses.
     """
     out: dict[str, float] = {}
     for name in ("alpha", "agree", "match"):
@@ -27,7 +27,7 @@ def summarize(parts: list[Assessment]) -> dict[str, float]:
 
 
 def walk(match: np.ndarray, length: int) -> tuple[int, list[int]]:
-    """Tokens of one response, and rounds that it takes with chains of 1, 2, ... drafts.
+    """Returns the tokens of one response, and its rounds with chains of 1, 2, ... drafts.
 
     Args:
       match: bool[J, T], whether the draft of depth j from anchor k is right.
@@ -43,11 +43,12 @@ def walk(match: np.ndarray, length: int) -> tuple[int, list[int]]:
 
 
 def by_depth(name: str, values: np.ndarray) -> dict[str, float]:
+    """Returns name/0, name/1, ... for the values of each depth."""
     return {f"{name}/{depth}": float(x) for depth, x in enumerate(np.asarray(values))}
 
 
 def table(found: dict[str, float]) -> str:
-    """What `summarize` found, a line a depth."""
+    """Formats the result of `summarize`, one line for each depth."""
     depths = sum(name.startswith("alpha/") for name in found)
     lines = ["held out: depth  alpha  agree  match  accept length of a chain"]
     lines += [f"          {d + 1:5d}  {found[f'alpha/{d}']:.3f}  {found[f'agree/{d}']:.3f}  "

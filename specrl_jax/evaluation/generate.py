@@ -1,4 +1,4 @@
-"""One prompt, one answer, streamed."""
+"""Generation for one prompt, streamed."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -43,7 +43,7 @@ def generate(
       config: its rollout, spec, control and mesh sections are read, and its seed.
       system: the system message; "" is none.
       write: called with each piece of text as soon as it is known.
-      say: told, in a line each, what happens before the first token.
+      say: called with a line about each thing that happens before the first token.
 
     Raises:
       ConfigError: the model has no chat template, or too few positions.
@@ -62,7 +62,8 @@ def generate(
     stream = Stream(tokenizer.stream(skip_special=True), write)
     prompts, places = [tokens] * shards, np.arange(shards)
     rollout, result = sampler.generate(
-        PromptBatch(prompts, places, np.zeros(shards, np.int32)), "generate", 0, peek=stream.peek)
+        PromptBatch(prompts, places, np.zeros(shards, np.int32)), "generate", 0,
+        on_chunk=stream.write_new)
     c = result.counters
     return Generation(text=stream.text, tokens=int(rollout.length[0]), seconds=result.seconds,
                 accept_length=c["committed"] / c["row_rounds"], stopped=bool(rollout.stopped[0]),
@@ -70,7 +71,7 @@ def generate(
 
 
 def one_prompt(config: Config, tokens: int, shards: int) -> Config:
-    """`config` with the smallest shapes that hold one prompt, on each data shard."""
+    """Returns `config` with the smallest shapes that hold one prompt on each data shard."""
     width = -(-tokens // PROMPT_MULTIPLE) * PROMPT_MULTIPLE
     return dataclasses.replace(config, rollout=dataclasses.replace(
         config.rollout, batch_size=shards, min_batch=1, max_prompt_tokens=width, order="sorted",
@@ -81,12 +82,12 @@ class Stream:
     """Writes the text of the first sequence as it grows."""
 
     def __init__(self, decode: Callable[[int], str], write: Callable[[str], None]) -> None:
-        """Args: decode, from the next token id to the text it completes; write, told that text."""
+        """Args: decode, from the next token id to the text it completes; write, called with it."""
         self._decode, self._write = decode, write
         self._seen, self.text = 0, ""
 
-    def peek(self, tokens: np.ndarray, length: Sequence[int]) -> None:
-        """Args: tokens i32[Q, T] and lengths i32[Q] so far."""
+    def write_new(self, tokens: np.ndarray, length: Sequence[int] | np.ndarray) -> None:
+        """Writes what is new. Args: tokens i32[Q, T] and lengths i32[Q] so far."""
         new = tokens[0, self._seen : length[0]]
         self._seen = int(length[0])
         text = "".join(self._decode(int(token)) for token in new)

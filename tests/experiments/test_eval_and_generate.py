@@ -103,7 +103,7 @@ def test_text_comes_whole_characters_at_a_time():
     tokens = np.full((2, 9), ord("x"), np.int32)
     tokens[0, : len(said)] = said
     for length in (0, 1, 2, 3, 5, len(said)):
-        stream.peek(tokens, [length, 9])
+        stream.write_new(tokens, [length, 9])
     assert written == ["a", "é", "€"] and stream.text == "aé€"
 
 
