@@ -19,7 +19,7 @@ import contextlib
 import functools
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,6 @@ from specrl_jax.config import Config
 from specrl_jax.distill import drafter
 from specrl_jax.draft.response_cache import Memory, capacity
 from specrl_jax.io import data, launches
-from specrl_jax.io.checkpoint import Checkpoints
 from specrl_jax.io.memory import peak_rss
 from specrl_jax.model import architecture, weights
 from specrl_jax.model.transformer import Params
@@ -46,6 +45,15 @@ from specrl_jax.rollout.scoring import Sample, score_rollout
 from specrl_jax.structs import Metrics, Rollout
 
 GAPS = ("logprob_gap", "logprob_gap_max", "logprob_gap_tokens")  # under the weights that acted
+
+
+class CheckpointReader(Protocol):
+    """What `Trainer.restore` reads; io.checkpoint.Checkpoints is one."""
+
+    def restore_latest(self, abstract: dict[str, Any]
+                       ) -> tuple[int, dict[str, Any], dict[str, Any]] | None:
+        """Returns (step, arrays like `abstract`, meta), None if there is no checkpoint."""
+        ...
 
 
 class StepTimer:
@@ -188,7 +196,7 @@ class Trainer:
         with timer("rollout"):
             rollout, rollout_metrics = self.rollout(progress)
         with timer("reward"):
-            samples, rewards, terms = self._score(rollout)
+            samples, rewards, terms = self.score(rollout)
             advantage = self._advantages(rewards)
         with timer("drafter"):
             metrics |= self.drafter.collect(rollout, rewards, advantage, step)
@@ -224,10 +232,11 @@ class Trainer:
     def _sample(self, number: int) -> tuple[Rollout, np.ndarray, np.ndarray]:
         """Generates the prompts of a step outside RL; see distill.drafter.Sample."""
         rollout, _ = self.sampler.generate(self._prompts(number), "generate", number)
-        rewards = self._score(rollout)[1]
+        rewards = self.score(rollout)[1]
         return rollout, rewards, self._advantages(rewards)
 
-    def _score(self, rollout: Rollout) -> tuple[list[Sample], np.ndarray, Metrics]:
+    def score(self, rollout: Rollout) -> tuple[list[Sample], np.ndarray, Metrics]:
+        """Returns samples, rewards f32[Q], and the mean of each term of the reward as metrics."""
         samples, rewards, terms = score_rollout(rollout, self.prompts, self.tokenizer, self.reward)
         return samples, rewards, {f"reward/{name}": value for name, value in terms.items()}
 
@@ -288,7 +297,7 @@ class Trainer:
         return {"step": self.step_number, "seed": self.config.seed, "bad_steps": self.bad_steps,
                 "drafter": self.drafter.meta()}
 
-    def restore(self, checkpoints: Checkpoints) -> bool:
+    def restore(self, checkpoints: CheckpointReader) -> bool:
         """Continues from the newest intact checkpoint; returns whether there is one."""
         abstract = jax.tree.map(
             lambda a: a if isinstance(a, np.ndarray) else jax.ShapeDtypeStruct(

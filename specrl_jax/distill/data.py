@@ -183,7 +183,7 @@ def _stored(path: Path) -> dict[str, np.ndarray]:
 def _store(path: Path, arrays: dict[str, np.ndarray]) -> None:
     temporary = path.with_suffix(".tmp")
     with open(temporary, "wb") as file:
-        np.savez_compressed(file, **arrays)
+        np.savez_compressed(file, allow_pickle=False, **arrays)
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
@@ -195,9 +195,9 @@ def scored_corpus(rolled: dict[str, np.ndarray], prompts: Prompts, seed: int,
     mine = np.isin(rolled["prompt_id"], list(prompts.place))
     stored = {name: values[mine] for name, values in rolled.items()}
     ids, samples = stored["prompt_id"], stored["sample_id"]
-    missing = dict.fromkeys(Rollout.__dataclass_fields__)
-    scored, rewards, _ = score_rollout(Rollout(**missing | stored | {"occurrence": ids * 0}),
-                                       prompts, tokenizer, reward)
+    unknown: dict[str, Any] = dict.fromkeys(("prompt", "logprob", "raw_logprob", "kept_mass", "commits", "rounds"))
+    rollout = Rollout(**(unknown | stored | {"occurrence": ids * 0}))
+    scored, rewards, _ = score_rollout(rollout, prompts, tokenizer, reward)
     tokens = [np.asarray([*prompts.tokens[prompts.place[int(i)]], *sample["tokens"]], np.int32)
               for i, sample in zip(ids, scored, strict=True)]
     return Corpus(tokens, stored["prompt_length"], rewards, _advantages(rewards, samples),

@@ -19,6 +19,7 @@ from specrl_jax.distill.health import (
     equal,
     fault_of,
     identical,
+    same_shapes,
     summarize,
 )
 from specrl_jax.distill.online import OnlineDistillation
@@ -198,6 +199,8 @@ class FrozenDrafter:
     def _verify(self) -> str:
         """Compares what the next rollout would draft with to the last good version."""
         sampler = self.sampler
+        if not same_shapes(sampler.drafter_weights, self.good.weights):
+            return MISMATCH
         for found, expected in zip(self._summarize(sampler.drafter_weights), self.good.summaries,
                                    strict=True):
             if fault := fault_of(found, expected):

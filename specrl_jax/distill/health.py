@@ -68,11 +68,18 @@ def identical(a: Any, b: Any) -> bool:
 
 def equal(a: Any, b: Any) -> bool:
     """Whether two trees hold equal arrays; compares only those that are different objects."""
-    (left, treedef), (right, other) = jax.tree.flatten(a), jax.tree.flatten(b)
-    pairs = [(x, y) for x, y in zip(left, right, strict=False) if x is not y]
-    if treedef != other or any((x.shape, x.dtype) != (y.shape, y.dtype) for x, y in pairs):
+    if not same_shapes(a, b):
         return False
+    pairs = [(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+             if x is not y]
     return not pairs or bool(_equal(pairs))
+
+
+def same_shapes(a: Any, b: Any) -> bool:
+    """Whether two trees have the same structure, shapes and dtypes."""
+    (left, treedef), (right, other) = jax.tree.flatten(a), jax.tree.flatten(b)
+    return treedef == other and all((x.shape, x.dtype) == (y.shape, y.dtype)
+                                    for x, y in zip(left, right, strict=True))
 
 
 @jax.jit

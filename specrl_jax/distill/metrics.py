@@ -16,10 +16,10 @@ def summarize(parts: list[Evaluation]) -> dict[str, float]:
     """
     out: dict[str, float] = {}
     for name in ("alpha", "agree", "match"):
-        sums = sum(np.where(p.live, getattr(p, name), 0).sum((1, 2)) for p in parts)
-        out |= by_depth(name, sums / sum(p.live.sum((1, 2)) for p in parts))
+        sums = np.sum([np.where(p.live, getattr(p, name), 0).sum((1, 2)) for p in parts], axis=0)
+        out |= by_depth(name, sums / np.sum([p.live.sum((1, 2)) for p in parts], axis=0))
     depths = len(parts[0].match)
-    walks = [walk(p.match[:, row] & p.live[:, row], int(p.live[0, row].sum()))
+    walks = [walk(np.asarray(p.match[:, row] & p.live[:, row]), int(p.live[0, row].sum()))
              for p in parts for row in range(p.match.shape[1])]
     tokens = sum(total for total, _ in walks)
     rounds = np.sum([counts for _, counts in walks], axis=0)

@@ -149,7 +149,7 @@ def recompute(arch: Architecture, params: Params, config: RolloutConfig, seed: i
 
 
 def _rows(rows: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """Returns i32[B, S], right-padded to LENGTH_MULTIPLE (few compiled shapes), and lengths i32[B]."""
+    """Returns i32[B, S], right-padded to a multiple (few compiled shapes), and lengths i32[B]."""
     length = np.asarray([len(row) for row in rows], np.int32)
     width = -(-int(length.max()) // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
     tokens = np.zeros((len(rows), width), np.int32)
@@ -161,9 +161,10 @@ def _rows(rows: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
 @functools.partial(jax.jit, static_argnums=0)
 def next_logits(arch: Architecture, params: Params, tokens: Array, length: Array) -> Array:
     """Returns logits f32[V, B] after the last token of each row of i32[B, S]."""
+    rows, columns = tokens.shape
     hidden, _, _ = transformer.hidden_states(
-        arch, params, tokens, *transformer.right_padded(tokens.shape, length))
-    last = hidden[:, jnp.arange(tokens.shape[0]), length - 1]
+        arch, params, tokens, *transformer.right_padded((rows, columns), length))
+    last = hidden[:, jnp.arange(rows), length - 1]
     return transformer.logits(arch, params, last)
 
 
@@ -184,8 +185,8 @@ def perturb(logits: Array, temperature: Array, top_k: Array, top_p: Array, key: 
     vocab, width = logits.shape
     scores = logits / jnp.where(temperature == 0, 1.0, temperature)
     noise = prng.gumbel(key, position, jnp.arange(vocab)).T
-    drawn = sampling.draw(logits, *(jnp.full(width, x) for x in (temperature, top_k, top_p)),
-                          key, position)
+    drawn = sampling.draw(logits, jnp.full(width, temperature), jnp.full(width, top_k),
+                          jnp.full(width, top_p), key, position)
     return scores + jnp.where(temperature == 0, 0.0, 1.0) * noise, drawn.token
 
 

@@ -30,13 +30,13 @@ def wilson(successes: int, trials: int) -> tuple[float, float]:
     return max(0.0, centre - half), min(1.0, centre + half)
 
 
-def bootstrap(values: Sequence[float]) -> tuple[float, float]:
+def bootstrap(values: Sequence[float] | np.ndarray) -> tuple[float, float]:
     """Returns the percentile bootstrap interval of a mean over problems, with a fixed seed."""
-    values = np.asarray(values, np.float64)
+    x = np.asarray(values, np.float64)
     rng = np.random.default_rng(RESAMPLING_SEED)
     at_once = max(1, _VALUES_AT_ONCE // len(values))
     means = np.concatenate([
-        values[rng.integers(0, len(values), (min(at_once, RESAMPLES - done), len(values)))].mean(1)
+        x[rng.integers(0, len(values), (min(at_once, RESAMPLES - done), len(values)))].mean(1)
         for done in range(0, RESAMPLES, at_once)])
     low, high = np.quantile(means, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     return float(low), float(high)
@@ -48,10 +48,10 @@ def student(values: Sequence[float]) -> tuple[float, float]:
     For two arms with the same seeds, give their differences by seed. A percentile bootstrap of five
     values would be far too narrow.
     """
-    values = np.asarray(values, np.float64)
-    quantile = stdtrit(len(values) - 1, (1 + LEVEL) / 2)
-    half = quantile * values.std(ddof=1) / math.sqrt(len(values))
-    return float(values.mean() - half), float(values.mean() + half)
+    x = np.asarray(values, np.float64)
+    quantile = stdtrit(len(x) - 1, (1 + LEVEL) / 2)
+    half = quantile * x.std(ddof=1) / math.sqrt(len(x))
+    return float(x.mean() - half), float(x.mean() + half)
 
 
 def interval(values: Sequence[float]) -> tuple[float, float, str]:

@@ -16,7 +16,8 @@ UNEQUAL = ("time/", "memory/", "compilations", "rollout/tokens_per_second")
 
 
 LEARNS = ("--config.spec.drafter=eagle", "--config.distill.batch=4", "--config.distill.updates=1",
-          "--config.distill.micro_batch=4", "--config.distill.probe_tokens=2", "--config.draft.vocab=256")
+          "--config.distill.micro_batch=4", "--config.distill.probe_tokens=2",
+          "--config.draft.vocab=256")
 
 
 @pytest.fixture(scope="module")
