@@ -204,4 +204,5 @@ class Rollout:
 
 
 Metrics = dict[str, Any]  # values by the names that metrics.jsonl uses
+AnyArray = Any  # a host or a device array
 DrafterParams = Any  # a drafter's weights: a tree of arrays, opaque outside the drafter

@@ -18,7 +18,7 @@ import numpy as np
 
 from specrl_jax import prng, sharding
 from specrl_jax.config import Config, ConfigError, check
-from specrl_jax.distill.update import SequenceBatch
+from specrl_jax.distill.teacher import SequenceBatch
 from specrl_jax.io.data import load_examples, messages
 from specrl_jax.model.tokenizer import Tokenizer
 from specrl_jax.model.transformer import Params
@@ -195,9 +195,10 @@ def scored_corpus(rolled: dict[str, np.ndarray], prompts: Prompts, seed: int,
     mine = np.isin(rolled["prompt_id"], list(prompts.place))
     stored = {name: values[mine] for name, values in rolled.items()}
     ids, samples = stored["prompt_id"], stored["sample_id"]
-    unknown: dict[str, Any] = dict.fromkeys(("prompt", "logprob", "raw_logprob", "kept_mass", "commits", "rounds"))
-    rollout = Rollout(**(unknown | stored | {"occurrence": ids * 0}))
-    scored, rewards, _ = score_rollout(rollout, prompts, tokenizer, reward)
+    fields: dict[str, Any] = dict.fromkeys(
+        ("prompt", "logprob", "raw_logprob", "kept_mass", "commits", "rounds"))
+    fields |= stored | {"occurrence": ids * 0}
+    scored, rewards, _ = score_rollout(Rollout(**fields), prompts, tokenizer, reward)
     tokens = [np.asarray([*prompts.tokens[prompts.place[int(i)]], *sample["tokens"]], np.int32)
               for i, sample in zip(ids, scored, strict=True)]
     return Corpus(tokens, stored["prompt_length"], rewards, _advantages(rewards, samples),

@@ -1,12 +1,12 @@
 """The one owner of drafter weights in a run: versions, verification, repair and training.
 
-A trainer calls `before_rollout`, `collect` and `after_update` in every step. A run has one of
-`NoDrafter` (nothing has weights), `FrozenDrafter` (weights that stay as they are) and
-`LearningDrafter` (weights that learn from rollouts); `make` chooses.
+A trainer calls `before_rollout`, `collect` and `after_update` in every step. `make` chooses between
+`DrafterManager` (nothing has weights), `FrozenDrafter` (weights that stay as they are) and
+`LearningDrafter` (weights that learn from rollouts).
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -31,90 +31,39 @@ Sample = Callable[[int], tuple[Rollout, np.ndarray, np.ndarray]]
 """Generates the prompts of a step outside RL: (rollout, rewards f32[Q], advantages f32[Q])."""
 
 
-class DrafterManager(Protocol):
-    """What a trainer calls."""
+class DrafterManager:
+    """The manager of a run whose drafter has no weights: it does nothing."""
 
     def compile(self, say: Callable[[str], None]) -> None:
         """Checks the first version and compiles whatever a step may run."""
-        ...
 
     def before_rollout(self, step: int) -> Metrics:
         """Verifies what is about to draft and repairs it."""
-        ...
+        return {}
 
     def collect(self, rollout: Rollout, reward: np.ndarray, advantage: np.ndarray, step: int
                 ) -> Metrics:
         """Reads a finished rollout while the policy that generated it is still published."""
-        ...
+        return {}
 
     def after_update(self, step: int) -> Metrics:
         """Trains and publishes the drafter if that is due."""
-        ...
+        return {}
 
     def account(self, spent: float, saved: float) -> Metrics:
         """Adds a step's seconds: spent on the drafter outside rollouts, saved by speculation."""
-        ...
+        return {}
 
     def arrays(self) -> dict[str, Any]:
         """Returns the arrays of a checkpoint."""
-        ...
+        return {}
 
     def meta(self) -> dict[str, Any]:
         """Returns what else a checkpoint holds, as JSON values."""
-        ...
+        return {}
 
     def restore(self, arrays: dict[str, Any], meta: dict[str, Any]) -> None:
         """Continues from a checkpoint's `arrays` and `meta`."""
-        ...
-
-
-def make(config: Config, sampler: Sampler, prompts: Sequence[Sequence[int]], sample: Sample,
-         warn: Callable[[str], None]) -> DrafterManager:
-    """Returns the manager of the sampler's drafter.
-
-    Args:
-      prompts: token ids; the first few are the probe's.
-      warn: called with a line about each fault.
-
-    Raises:
-      ConfigError: training is asked for and nothing can learn, or its options cannot work.
-    """
-    drafters = sampler.drafters
-    if config.distill.when != "off":
-        check(drafters.trainable is not None, "distill.when", config.distill.when,
-              f"spec.drafter = {config.spec.drafter!r} with control.policy = "
-              f"{config.control.policy!r} has nothing that learns; choose eagle, or off here")
-        return LearningDrafter(config, sampler, prompts, sample, warn)
-    return FrozenDrafter(sampler, prompts, 0, warn) if drafters.versioned else NoDrafter()
-
-
-class NoDrafter:
-    """The manager of a run whose drafter has no weights: it does nothing."""
-
-    def compile(self, say: Callable[[str], None]) -> None:
-        pass
-
-    def before_rollout(self, step: int) -> Metrics:
-        return {}
-
-    def collect(self, rollout: Rollout, reward: np.ndarray, advantage: np.ndarray, step: int
-                ) -> Metrics:
-        return {}
-
-    def after_update(self, step: int) -> Metrics:
-        return {}
-
-    def account(self, spent: float, saved: float) -> Metrics:
-        return {}
-
-    def arrays(self) -> dict[str, Any]:
-        return {}
-
-    def meta(self) -> dict[str, Any]:
-        return {}
-
-    def restore(self, arrays: dict[str, Any], meta: dict[str, Any]) -> None:
-        pass
 
 
 class Published(NamedTuple):
@@ -136,7 +85,7 @@ class Published(NamedTuple):
         return next((summary.fault for summary in self.summaries if summary.fault), "")
 
 
-class FrozenDrafter:
+class FrozenDrafter(DrafterManager):
     """Verifies weights that do not learn. After a fault the last good version drafts again.
 
     Attributes:
@@ -385,3 +334,23 @@ class LearningDrafter(FrozenDrafter):
 
 def _named(fault: str) -> Metrics:
     return {"drafter/fault": fault} if fault else {}
+
+
+def make(config: Config, sampler: Sampler, prompts: Sequence[Sequence[int]], sample: Sample,
+         warn: Callable[[str], None]) -> DrafterManager:
+    """Returns the manager of the sampler's drafter.
+
+    Args:
+      prompts: token ids; the first few are the probe's.
+      warn: called with a line about each fault.
+
+    Raises:
+      ConfigError: training is asked for and nothing can learn, or its options cannot work.
+    """
+    drafters = sampler.drafters
+    if config.distill.when != "off":
+        check(drafters.trainable is not None, "distill.when", config.distill.when,
+              f"spec.drafter = {config.spec.drafter!r} with control.policy = "
+              f"{config.control.policy!r} has nothing that learns; choose eagle, or off here")
+        return LearningDrafter(config, sampler, prompts, sample, warn)
+    return FrozenDrafter(sampler, prompts, 0, warn) if drafters.versioned else DrafterManager()

@@ -5,7 +5,7 @@ new sequences overwrite the oldest. Hidden states become logits only by the outp
 policy version that made them, so each version's head is stored too, within the same budget. A
 version whose head is overwritten leaves with all its sequences.
 
-Shapes as in distill/update.py; `R` stored sequences, `H` stored policy versions.
+Shapes as in distill/teacher.py; `R` stored sequences, `H` stored policy versions.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from specrl_jax.config import DistillConfig, check
-from specrl_jax.distill.update import SequenceBatch, TeacherTargets
+from specrl_jax.distill.teacher import SequenceBatch, TeacherTargets
 from specrl_jax.draft.trainable import TrainableDrafter
 from specrl_jax.structs import Array
 
@@ -110,7 +110,7 @@ class FeatureBuffer:
         found = {name: np.asarray(getattr(batch, name)) for name in _BATCH}
         found |= {name: np.asarray(getattr(targets, name)) for name in _TARGETS}
         found |= {name: np.moveaxis(found[name], 2, 1) for name in ("taps", "hidden")}
-        flat = {name: a.reshape(-1, *a.shape[2:]) for name, a in found.items()}
+        flat = {name: a.reshape(a.shape[0] * a.shape[1], *a.shape[2:]) for name, a in found.items()}
         real = np.flatnonzero(flat["length"])[-self.rows :]
         at = (int(kept[NEXT]) + np.arange(len(real))) % self.rows
         for name, values in flat.items():

@@ -1,8 +1,81 @@
-"""Quality of drafts: acceptance by depth, and rounds replayed over recorded responses."""
+"""Quality of drafts: a drafter evaluated on sequences, acceptance by depth, replayed rounds."""
 
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
 import numpy as np
+from flax import struct
+from specrl_kernels.noise import gumbel
 
-from specrl_jax.distill.update import Evaluation
+from specrl_jax.config import DistillOptions
+from specrl_jax.distill.losses import acceptance
+from specrl_jax.distill.teacher import (
+    Aligned,
+    FrozenParams,
+    SequenceBatch,
+    TeacherTargets,
+    in_chunks,
+    inputs_of,
+    targets_of,
+)
+from specrl_jax.draft.trainable import TrainableDrafter
+from specrl_jax.structs import Array, DrafterParams
+
+
+class Evaluation(struct.PyTreeNode):
+    """How a drafter did on a micro-batch, at the anchors of `live_anchors`."""
+
+    alpha: Array  # f32[J, b, T] acceptance rate
+    agree: Array  # bool[J, b, T] drafter and actor find the same token most likely
+    match: Array  # bool[J, b, T] the draft with the actor's noise is the response's token
+    live: Array  # bool[J, b, T]
+
+
+def evaluate_drafter(drafter: TrainableDrafter, options: DistillOptions, params: DrafterParams,
+                     frozen: FrozenParams, batch: SequenceBatch, teacher: TeacherTargets,
+                     key: Array, scale: Array) -> Evaluation:
+    """Compares drafts of a micro-batch with the actor, each given that those before were right.
+
+    Args:
+      drafter: with `outputs` and `logits`.
+      key, scale: see `noise`.
+    """
+    assert drafter.outputs is not None and drafter.logits is not None
+    logits, depths = drafter.logits, options.unroll
+    inputs = inputs_of(frozen, batch, teacher)
+    place = jnp.broadcast_to(jnp.arange(inputs.window)[None], teacher.best.shape)
+    targets = targets_of(options, depths, frozen, batch, teacher, jnp.ones(depths), jnp.ones(len(
+        batch.length)), extra=(teacher.best, inputs.tokens_at(0), place))
+
+    def chunk(outputs: Sequence[Array], at: Aligned) -> tuple[Array, ...]:
+        log_p, (best, response, place) = targets.log_probs(at), at.extra
+        drawn, found = noise(frozen.vocab, place, key, scale), []
+        for j, output in enumerate(outputs):
+            def shift(a: Array, j: int = j, size: int = output.shape[-1]) -> Array:
+                return a[..., j:][..., :size]
+
+            log_q = targets.log_draft(logits(params, inputs, output))
+            found.append((
+                jax.vmap(acceptance, in_axes=1)(shift(log_p), log_q),
+                frozen.vocab[log_q.argmax(0)] == shift(best),
+                frozen.vocab[(log_q + shift(drawn)).argmax(0)] == shift(response)))
+        return tuple(jnp.stack(x) for x in zip(*found, strict=True))
+
+    outputs = drafter.outputs(params, inputs, depths)
+    return Evaluation(*in_chunks(chunk, outputs, targets.aligned), live=targets.mask)
+
+
+def noise(vocab: Array, place: Array, key: Array, scale: Array) -> Array:
+    """Returns the noise f32[Vd, b, C] that response tokens were drawn with, see prng.row_keys.
+
+    Args:
+      place: i32[b, C], indices of response tokens.
+      key: u32[b, 2].
+      scale: f32[b], 0 for rows that were drawn greedily, else 1.
+    """
+    drawn = gumbel(key[:, None], place, vocab) * scale[:, None, None]
+    return jnp.moveaxis(drawn, -1, 0)
 
 
 def summarize(parts: list[Evaluation]) -> dict[str, float]:

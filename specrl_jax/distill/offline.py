@@ -24,7 +24,7 @@ from specrl_jax.config import (
     check,
     option,
 )
-from specrl_jax.distill import update
+from specrl_jax.distill import teacher, update
 from specrl_jax.distill.data import (
     Corpus,
     Plan,
@@ -36,7 +36,7 @@ from specrl_jax.distill.data import (
 )
 from specrl_jax.distill.metrics import by_depth, summarize, table
 from specrl_jax.distill.programs import Programs
-from specrl_jax.distill.update import SequenceBatch, TeacherTargets
+from specrl_jax.distill.teacher import SequenceBatch, TeacherTargets
 from specrl_jax.draft import eagle_model, eagle_training, eagle_weights
 from specrl_jax.draft.eagle_model import EagleArch
 from specrl_jax.io import metrics
@@ -125,7 +125,8 @@ class DrafterTrainer:
         self.held, self.held_plans = held, make_plans(held, *cut)
         self.programs = Programs(eagle_training.trainable(arch), source.arch, options.distill,
                                  self.mesh)
-        self.frozen = update.frozen_params(source.arch, params, self.programs.replicate(self.vocab))
+        self.frozen = teacher.frozen_params(source.arch, params,
+                                            self.programs.replicate(self.vocab))
         self._kept: dict[int, tuple[SequenceBatch, TeacherTargets]] = {}
         self._room = options.feature_megabytes * 2**20
         head = eagle_training.warm_start(arch, eagle_model.initialize(arch, config.seed), params,

@@ -15,16 +15,11 @@ import numpy as np
 
 from specrl_jax import prng, sharding
 from specrl_jax.config import Config, check
-from specrl_jax.distill import schedule, update
+from specrl_jax.distill import schedule, teacher, update
 from specrl_jax.distill.features import FeatureBuffer
 from specrl_jax.distill.programs import Programs
-from specrl_jax.distill.update import (
-    DistillState,
-    FrozenParams,
-    SequenceBatch,
-    TeacherTargets,
-    UpdateResult,
-)
+from specrl_jax.distill.teacher import FrozenParams, SequenceBatch, TeacherTargets
+from specrl_jax.distill.update import DistillState, UpdateResult
 from specrl_jax.rollout.sampler import Sampler
 from specrl_jax.structs import DrafterParams, Metrics, Rollout
 
@@ -76,7 +71,7 @@ class OnlineDistillation:
         heads = programs.replicate(self.buffer.heads)
         self._frozen = jax.jit(programs.frozen_params, static_argnums=3).lower(
             actor, self._vocab, heads, self.options.overlap).compile()
-        self._rows = jax.jit(update.draft_rows, static_argnums=0).lower(
+        self._rows = jax.jit(teacher.draft_rows, static_argnums=0).lower(
             programs.arch, actor, self._vocab).compile()
         n, b = self.options.batch // self.options.micro_batch, self.options.micro_batch
         columns = self.buffer.arrays()["tokens"].shape[1]
@@ -124,7 +119,7 @@ class OnlineDistillation:
         order = self._rng(step, PICK).permutation(len(rollout.length))
         chosen = np.sort(order[: self._sequences])
         part = jax.tree.map(lambda a: a[chosen], rollout)
-        batch = update.sequence_batch(part, reward[chosen], advantage[chosen], self._temperature,
+        batch = teacher.sequence_batch(part, reward[chosen], advantage[chosen], self._temperature,
                                       self.options.micro_batch)
         actor = self._sampler.params
         targets = self._compute_targets(actor, self._programs.rows(batch))

@@ -10,8 +10,9 @@ from jax.sharding import PartitionSpec as P
 
 from specrl_jax import sharding
 from specrl_jax.config import DistillOptions
-from specrl_jax.distill import update
-from specrl_jax.distill.update import Evaluation, FrozenParams, SequenceBatch, TeacherTargets
+from specrl_jax.distill import metrics, teacher, update
+from specrl_jax.distill.metrics import Evaluation
+from specrl_jax.distill.teacher import FrozenParams, SequenceBatch, TeacherTargets
 from specrl_jax.draft.trainable import TrainableDrafter
 from specrl_jax.model.architecture import Architecture
 from specrl_jax.model.transformer import Params
@@ -58,16 +59,16 @@ class Programs:
 
     def frozen_params(self, actor: Params, vocab: Any, teachers: Any, copy: bool) -> FrozenParams:
         """Returns what updates read of the actor; with `copy` it survives the actor's buffers."""
-        frozen = update.frozen_params(self.arch, actor, vocab).replace(teachers=teachers)
+        frozen = teacher.frozen_params(self.arch, actor, vocab).replace(teachers=teachers)
         if not copy:
             return frozen
         return frozen.replace(embed=jnp.copy(frozen.embed), head=jnp.copy(frozen.head))
 
     def _compute_targets(self, window: int, actor: Params, batch: SequenceBatch) -> TeacherTargets:
-        return jax.lax.map(functools.partial(update.compute_targets, self.arch, self.drafter.taps,
+        return jax.lax.map(functools.partial(teacher.compute_targets, self.arch, self.drafter.taps,
                                              window, actor), batch)
 
     def _evaluate(self, params: DrafterParams, frozen: FrozenParams, *batch: Any) -> Evaluation:
         one = functools.partial(
-            update.evaluate_drafter, self.drafter, self.options, params, frozen)
+            metrics.evaluate_drafter, self.drafter, self.options, params, frozen)
         return jax.lax.map(lambda at: one(*at), batch)

@@ -51,7 +51,7 @@ Logits = Callable[[DrafterParams, DraftInputs, Array], Array]
 
 
 class Targets(Protocol):
-    """The actor's distribution at response tokens, see distill/update.py."""
+    """The actor's distribution at response tokens, see distill/teacher.py."""
 
     @property
     def depths(self) -> int:

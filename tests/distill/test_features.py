@@ -8,7 +8,7 @@ from helpers import tiny_arch
 
 from specrl_jax.config import ConfigError, DistillConfig
 from specrl_jax.distill.features import EMPTY, MEGABYTE, FeatureBuffer
-from specrl_jax.distill.update import SequenceBatch, TeacherTargets
+from specrl_jax.distill.teacher import SequenceBatch, TeacherTargets
 from specrl_jax.draft import eagle_training
 from specrl_jax.draft.eagle_model import EagleArch
 
@@ -30,9 +30,10 @@ def taught(mark, count, rows=2):
     wide = {name: np.broadcast_to(which[:, None, :, None], (n, size, rows, last)).astype(np.float32)
             for name, size, last in (("taps", 2 * 64, COLUMNS), ("hidden", 64, WINDOW))}
     flat = np.broadcast_to(which[..., None], (n, rows, WINDOW))
-    batch = SequenceBatch(tokens=np.broadcast_to(which[..., None], (n, rows, COLUMNS)).astype(np.int32),
-                  length=length, first=length * 0 + 2, temperature=length + np.float32(1),
-                  reward=which.astype(np.float32), advantage=-which.astype(np.float32))
+    batch = SequenceBatch(
+        tokens=np.broadcast_to(which[..., None], (n, rows, COLUMNS)).astype(np.int32),
+        length=length, first=length * 0 + 2, temperature=length + np.float32(1),
+        reward=which.astype(np.float32), advantage=-which.astype(np.float32))
     return batch, TeacherTargets(
         **wide, normalizer=flat.astype(np.float32), best=flat.astype(np.int32),
         entropy=flat.astype(np.float32), teacher=np.zeros(n, np.int32))

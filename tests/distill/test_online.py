@@ -27,7 +27,7 @@ from specrl_jax.config import (
     SpecOptions,
 )
 from specrl_jax.distill import drafter as drafters
-from specrl_jax.distill.drafter import FrozenDrafter, NoDrafter
+from specrl_jax.distill.drafter import DrafterManager, FrozenDrafter
 from specrl_jax.distill.health import Probe, equal, fault_of, summarize
 from specrl_jax.distill.losses import LOSSES
 from specrl_jax.draft.off import off
@@ -231,7 +231,7 @@ def test_step_charges_the_drafter_for_all_its_seconds(
     """Of a rollout's 10 s, 4 were saved."""
     clock = [0.0]
     monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
-    manager = object.__new__(FrozenDrafter) if drafts else NoDrafter()
+    manager = object.__new__(FrozenDrafter) if drafts else DrafterManager()
     manager.seconds = np.zeros(2)
     trainer = SimpleNamespace(
         rollout=takes(clock, 10, (None, {"time/saved": 4.0})),
@@ -503,7 +503,7 @@ def spoil(trainer: Trainer, fault: str, patched: pytest.MonkeyPatch) -> None:
 def undrafted(trainer: Trainer) -> list[Any]:
     """The tokens of the next step, which is not taken."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(trainer, "drafter", NoDrafter())
+        patched.setattr(trainer, "drafter", DrafterManager())
         patched.setattr(trainer, "learn", lambda *rollout: {"applied": 1.0})
         trainer.sampler.draft_to(0)
         record, tokens = step(trainer)
@@ -752,7 +752,7 @@ def test_drafter_of_other_shapes_is_published_again() -> None:
 def test_manager_of_a_drafter_without_weights_is_null() -> None:
     trainer = micro_trainer_to_compile(dataclasses.replace(
         config("off"), spec=dataclasses.replace(SPEC, drafter="history")), **INVARIANT)
-    assert isinstance(trainer.drafter, NoDrafter)
+    assert type(trainer.drafter) is DrafterManager
     assert isinstance(drafters.make(config("off"), Bare({"fc": jnp.ones(2)}), [], print, print),
                       FrozenDrafter)
 

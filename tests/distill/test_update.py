@@ -12,9 +12,11 @@ from helpers import make_task, tiny_arch, tiny_params
 from specrl_kernels.noise import gumbel
 
 from specrl_jax.config import ConfigError, DistillOptions
+from specrl_jax.distill import metrics
+from specrl_jax.distill import teacher as teachers
 from specrl_jax.distill import update as distill
 from specrl_jax.distill.losses import LOSSES
-from specrl_jax.distill.update import FrozenParams, SequenceBatch, TeacherTargets
+from specrl_jax.distill.teacher import FrozenParams, SequenceBatch, TeacherTargets
 from specrl_jax.draft import eagle_model, eagle_training
 from specrl_jax.draft.eagle_model import EagleArch
 from specrl_jax.model import transformer
@@ -55,7 +57,7 @@ def rolled(actor: Any) -> tuple[SequenceBatch, np.ndarray]:
 
 @pytest.fixture(scope="module")
 def frozen(actor: Any) -> FrozenParams:
-    return distill.frozen_params(ACTOR, actor, jnp.sort(jnp.asarray(VOCAB)))
+    return teachers.frozen_params(ACTOR, actor, jnp.sort(jnp.asarray(VOCAB)))
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +67,7 @@ def teacher(actor: Any, rolled: Any) -> TeacherTargets:
 
 @functools.cache
 def compute() -> Any:
-    return jax.jit(functools.partial(distill.compute_targets, ACTOR, ARCH.taps, RESPONSE))
+    return jax.jit(functools.partial(teachers.compute_targets, ACTOR, ARCH.taps, RESPONSE))
 
 
 @functools.cache
@@ -101,7 +103,7 @@ def test_sequence_batch_of_a_rollout_holds_its_rows(rolled):
     rollout = Rollout(**fields | dict(
         prompt=texts.tokens[:, :10], prompt_length=texts.first, tokens=said,
         length=texts.length - texts.first))
-    made = distill.sequence_batch(rollout, texts.reward, texts.advantage, 0.0, rows=5)
+    made = teachers.sequence_batch(rollout, texts.reward, texts.advantage, 0.0, rows=5)
     assert made.tokens.shape == (3, 5, 22) and (made.temperature == 1).all()
     assert (made.length[2, 2:] == 0).all() and (made.first[2, 2:] == 1).all()
     for row in range(12):
@@ -114,7 +116,7 @@ def test_sequence_batch_of_a_rollout_holds_its_rows(rolled):
 
 def targets(frozen, batch, teacher, depths=1):
     """What a loss is given, without weights."""
-    return distill._targets(dataclasses.replace(OPTIONS, unroll=depths), depths, frozen, batch,
+    return teachers.targets_of(dataclasses.replace(OPTIONS, unroll=depths), depths, frozen, batch,
                             teacher, jnp.ones(depths), jnp.ones(len(batch.length)))
 
 
@@ -135,8 +137,8 @@ def test_targets_are_the_actors_own_distribution(actor, rolled, frozen, teacher)
 def test_summaries_in_chunks_equal_those_of_all_tokens(
         actor: Any, rolled: Any, teacher: TeacherTargets, monkeypatch: pytest.MonkeyPatch) -> None:
     """144 positions: a chunk of 100, and the rest."""
-    monkeypatch.setattr(distill, "TOKENS_AT_ONCE", 100)
-    cut = jax.jit(lambda *given: distill.compute_targets(ACTOR, ARCH.taps, RESPONSE, *given))(
+    monkeypatch.setattr(teachers, "TOKENS_AT_ONCE", 100)
+    cut = jax.jit(lambda *given: teachers.compute_targets(ACTOR, ARCH.taps, RESPONSE, *given))(
         actor, rolled[0])
     for name in ("normalizer", "best", "entropy"):
         np.testing.assert_allclose(getattr(cut, name), getattr(teacher, name), atol=1e-5)
@@ -153,14 +155,14 @@ def test_targets_use_the_head_of_the_version_that_made_them(rolled, frozen, teac
     assert (targets(both, texts, teacher).log_probs() != want).any()
 
 
-@pytest.mark.parametrize("anchors", [distill.ANCHORS_AT_ONCE, 60])  # 12 rows: chunks of 5 tokens
+@pytest.mark.parametrize("anchors", [teachers.ANCHORS_AT_ONCE, 60])  # 12 rows: chunks of 5 tokens
 def test_evaluation_compares_draft_and_actor_after_equal_tokens(
         anchors, actor, rolled, frozen, teacher, monkeypatch):
-    monkeypatch.setattr(distill, "ANCHORS_AT_ONCE", anchors)
+    monkeypatch.setattr(teachers, "ANCHORS_AT_ONCE", anchors)
     texts, key = rolled
     params = begin(OPTIONS).params
     options = dataclasses.replace(OPTIONS, unroll=3)
-    found = jax.jit(lambda *given: distill.evaluate_drafter(DRAFTER, options, *given))(
+    found = jax.jit(lambda *given: metrics.evaluate_drafter(DRAFTER, options, *given))(
         params, frozen, texts, teacher, key, np.ones(12, np.float32))
     features = eagle_model.project(params, teacher.taps)
     every = np.tile(np.arange(texts.tokens.shape[1]), (12, 1))
@@ -192,24 +194,24 @@ def test_noise_on_the_actors_distribution_draws_the_response(actor, rolled, teac
     whole = FrozenParams(actor["embed"], actor["embed"], jnp.arange(24), actor["embed"][None])
     log_p = targets(whole, texts, teacher).log_probs()
     place = np.tile(np.arange(log_p.shape[2]), (12, 1))
-    drawn = distill.noise(whole.vocab, place, key, np.ones(12, np.float32))
+    drawn = metrics.noise(whole.vocab, place, key, np.ones(12, np.float32))
     for row in range(12):
         said = texts.tokens[row, texts.first[row] : texts.length[row]]
         np.testing.assert_array_equal((log_p + drawn).argmax(0)[row, : len(said)], said)
     assert (log_p.argmax(0) != (log_p + drawn).argmax(0)).any()
-    silent = distill.noise(whole.vocab, place, key, np.zeros(12, np.float32))
+    silent = metrics.noise(whole.vocab, place, key, np.zeros(12, np.float32))
     assert (silent == 0).all()
 
 
 @pytest.mark.parametrize("options", [OPTIONS, *(
     pytest.param(dataclasses.replace(OPTIONS, loss=loss), marks=pytest.mark.slow)
     for loss in ("reward_weighted_kl", "e2e_tv"))], ids=lambda o: o.loss)
-@pytest.mark.parametrize("anchors", [distill.ANCHORS_AT_ONCE, 20])  # 4 rows: chunks of 5 tokens
+@pytest.mark.parametrize("anchors", [teachers.ANCHORS_AT_ONCE, 20])  # 4 rows: chunks of 5 tokens
 def test_update_in_micro_batches_and_chunks_equals_the_whole(
         rolled, frozen, teacher, options, anchors, monkeypatch):
     order = np.random.default_rng(0).permutation(12)
     whole, told = update(options)(begin(options), frozen, *split(rolled[0], teacher, 1))
-    monkeypatch.setattr(distill, "ANCHORS_AT_ONCE", anchors)
+    monkeypatch.setattr(teachers, "ANCHORS_AT_ONCE", anchors)
     again = jax.jit(lambda *given: distill.update(DRAFTER, options, *given))
     parts, metrics = again(begin(options), frozen, *split(rolled[0], teacher, 3, order))
     for name in told:
@@ -230,8 +232,8 @@ def test_the_actor_has_no_gradient(actor, rolled):
     options, count = dataclasses.replace(OPTIONS, unroll=1), jnp.ones(1)
 
     def loss(actor: Any, params: Any) -> Any:
-        frozen = distill.frozen_params(ACTOR, actor, jnp.sort(jnp.asarray(VOCAB)))
-        teacher = distill.compute_targets(ACTOR, ARCH.taps, RESPONSE, actor, texts)
+        frozen = teachers.frozen_params(ACTOR, actor, jnp.sort(jnp.asarray(VOCAB)))
+        teacher = teachers.compute_targets(ACTOR, ARCH.taps, RESPONSE, actor, texts)
         return distill.micro_loss(DRAFTER, options, params, frozen, count, texts, teacher,
                                   jnp.ones(12))[0]
 
@@ -300,7 +302,7 @@ def test_an_actor_in_bfloat16_teaches_the_same(rolled):
     told = []
     for actor in (narrow, wide):
         options = dataclasses.replace(OPTIONS, unroll=1)
-        frozen = distill.frozen_params(ACTOR, actor, jnp.sort(jnp.asarray(VOCAB)))
+        frozen = teachers.frozen_params(ACTOR, actor, jnp.sort(jnp.asarray(VOCAB)))
         batch = split(rolled[0], compute()(actor, rolled[0]), 1)
         told.append(update(options)(begin(options), frozen, *batch)[1])
     np.testing.assert_allclose(told[0]["loss"], told[1]["loss"], rtol=0.02)

@@ -22,11 +22,10 @@ from specrl_jax.config import (
     SpecOptions,
 )
 from specrl_jax.distill import data as drafter_data
-from specrl_jax.distill import offline, update
+from specrl_jax.distill import offline, teacher
 from specrl_jax.distill.data import Corpus
-from specrl_jax.distill.metrics import summarize, table, walk
+from specrl_jax.distill.metrics import Evaluation, summarize, table, walk
 from specrl_jax.distill.offline import DrafterTraining
-from specrl_jax.distill.update import Evaluation
 from specrl_jax.draft import eagle_model, eagle_training, eagle_weights
 from specrl_jax.draft.eagle_model import EagleArch
 from specrl_jax.io.checkpoint import restore_part
@@ -226,7 +225,7 @@ def test_features_start_near_one_whatever_the_taps_are_and_first_tokens_do_not_c
     scale = offline.tap_scale(texts, lessons)
     assert scale == pytest.approx([0.5, 40], rel=0.1)
     actor = describe_source("random:tiny").params()
-    rows = update.draft_rows(TINY, actor, np.arange(16))
+    rows = teacher.draft_rows(TINY, actor, np.arange(16))
     head = eagle_training.warm_start(arch, eagle_model.initialize(arch, 0), actor, rows, scale)
     described = eagle_model.describe(arch)
     assert jax.tree.map(np.shape, head) == jax.tree.map(lambda p: p.shape, described,
