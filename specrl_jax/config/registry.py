@@ -2,7 +2,7 @@
 
 import importlib
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 from specrl_jax.config.fields import ConfigError, check
 
@@ -10,7 +10,7 @@ T = TypeVar("T")
 Registered = TypeVar("Registered")
 
 
-class Registry(dict[str, T], Generic[T]):
+class Registry(dict[str, T | str], Generic[T]):
     """The objects that one config field can name, by name.
 
         DRAFTERS: Registry[Drafter] = Registry("spec.drafter", Drafter)
@@ -23,7 +23,7 @@ class Registry(dict[str, T], Generic[T]):
 
     Args:
       field: dotted name of the config field, for errors.
-      kind: class of the registered objects; `resolve` refuses anything else that is imported.
+      kind: class of the registered objects, or `Callable`; `resolve` imports nothing else.
     """
 
     def __init__(self, field: str, kind: Any = object) -> None:
@@ -33,6 +33,7 @@ class Registry(dict[str, T], Generic[T]):
     def register(self, name: str) -> Callable[[Registered], Registered]:
         """Returns a decorator that registers an object under `name` and returns it unchanged.
 
+        A string "package.module:name" stands for an object that `resolve` imports when it is used.
         Registering the same definition again, as a notebook's cell does, replaces it.
 
         Raises:
@@ -43,7 +44,7 @@ class Registry(dict[str, T], Generic[T]):
         def add(registered: Registered) -> Registered:
             check(name not in self or _definition(self[name]) == _definition(registered),
                   self.field, name, "is registered already; choose another name")
-            self[name] = registered  # type: ignore[assignment]
+            self[name] = cast(Any, registered)
             return registered
 
         return add
@@ -58,9 +59,10 @@ class Registry(dict[str, T], Generic[T]):
         Raises:
           ConfigError: there is no such object, or it has the wrong type.
         """
-        if name in self:
-            return self[name]
-        module, colon, attribute = name.partition(":")
+        entry = self.get(name, name)
+        if not isinstance(entry, str):
+            return entry
+        module, colon, attribute = entry.partition(":")
         check(bool(module and colon and attribute), self.field, name,
               f"choose one of {', '.join(self)}, or name your own as package.module:name")
         try:
@@ -68,9 +70,9 @@ class Registry(dict[str, T], Generic[T]):
         except (ImportError, AttributeError, SyntaxError) as error:
             raise ConfigError(f"{self.field} = {name!r}: {error}; its module must be importable, "
                               "for example from a directory in PYTHONPATH") from error
+        kind = "function" if self.kind is Callable else self.kind.__name__
         check(isinstance(found, self.kind), self.field, name,
-              f"must name a {getattr(self.kind, '__name__', self.kind)}, but it is a "
-              f"{type(found).__name__}")
+              f"must name a {kind}, but it is of type {type(found).__name__}")
         return found
 
 

@@ -141,7 +141,8 @@ class FrozenDrafter(DrafterManager):
 
     def account(self, spent: float, saved: float) -> Metrics:
         self.seconds += (spent, saved)
-        return {"time/distill": spent, "time/net": float(self.seconds[1] - self.seconds[0])}
+        net = float(self.seconds[1] - self.seconds[0])
+        return {"time/distill": spent, "time/speculation_net": net}
 
     # Faults.
 
@@ -208,6 +209,8 @@ class FrozenDrafter(DrafterManager):
                 self._disable(self.good.fault)
             elif self.disabled:
                 self._enable()
+        if self.disabled:
+            self.sampler.draft_to(0)
         self.sampler.publish_drafter(self.good.weights, self.good.version)
 
 

@@ -139,7 +139,7 @@ def totals(rows: Rows, samples: Rows) -> list[tuple[str, str]]:
         out.append(("regret of the controller, of rollouts", f"{np.nansum(lost) / took:.1%}"))
     if np.isfinite(spent := column(rows, "time/distill")).any():
         out.append(("seconds spent on the drafter, training and all", f"{np.nansum(spent):.1f}"))
-        out.append(("saved less spent", f"{column(rows, 'time/net')[-1]:+.1f}"))
+        out.append(("saved less spent", f"{column(rows, 'time/speculation_net')[-1]:+.1f}"))
     if np.isfinite(faults := column(rows, "drafter/faults")).any():
         out.append(("faults of the drafter", f"{faults[-1]:.0f}"))
     if np.isfinite(compiled := column(rows, "compilations")).any():
@@ -197,9 +197,9 @@ def _figures(rows: Rows, samples: Rows) -> tuple[list[tuple[str, str]], list[tup
     if any("audit_off_seconds" in launch for row in rows for launch in recorded(row)):
         plots.append(("audited rounds: what was chosen, off and the best constant depth",
                       "control/steps", lambda ax: plot_audits(ax, rows)))
-    if any("time/net" in row for row in rows):
+    if any("time/speculation_net" in row for row in rows):
         plots.append(("seconds saved by speculation (estimated) less those spent on the drafter",
-                      "time/net", lambda ax: plot_net(ax, rows)))
+                      "time/speculation_net", lambda ax: plot_net(ax, rows)))
     drawable = [p for p in plots if np.isfinite(column(rows, p[1])).any()]
     figures = [(name, draw_svg(name, "step", draw)) for name, _, draw in drawable]
     missing = [(name, key) for name, key, _ in plots if (name, key) not in
@@ -313,7 +313,7 @@ def plot_saved(ax: Axes, rows: Rows) -> None:
 def plot_net(ax: Axes, rows: Rows) -> None:
     """Running sums: saved by speculation, spent on the drafter, and their difference."""
     spent = np.nancumsum(column(rows, "time/distill"))
-    net = column(rows, "time/net")
+    net = column(rows, "time/speculation_net")
     for name, values, color in (("saved", net + spent, "#3ca951"), ("spent", spent, "#efb118"),
                                 ("saved less spent", net, LINE)):
         ax.plot(column(rows, "step"), values, color=color, label=name)

@@ -75,7 +75,7 @@ def test_reliability_is_pooled_over_steps(tmp_path):
 
 def test_what_the_drafter_cost_and_saved_is_told(tmp_path):
     html = page(run(tmp_path, 2, METRICS | {"time/saved": 3.0, "time/distill": 1.25,
-                                            "time/net": 3.5, "drafter/faults": 2}))
+                                            "time/speculation_net": 3.5, "drafter/faults": 2}))
     assert "<td>seconds saved by speculation, predicted</td><td>6.0</td>" in html
     assert "<td>seconds spent on the drafter, training and all</td><td>2.5</td>" in html
     assert "<td>saved less spent</td><td>+3.5</td>" in html
