@@ -23,7 +23,7 @@ from specrl_jax.trainer import Trainer
 
 
 @pytest.mark.slow
-def test_a_run_of_bad_updates_is_skipped_counted_and_stopped_with_a_checkpoint(
+def test_run_of_bad_updates_stops_with_a_checkpoint(
         tmp_path, capsys) -> None:
     config = micro_config(
         steps=9, learner=LearnerConfig(micro_batch=16, max_bad_steps=3))
@@ -96,7 +96,7 @@ def test_the_window_of_history_is_the_configs(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("rule", ["match", "lossy_greedy"])
-def test_a_lossy_rule_is_stamped_into_every_line_and_drafters_have_shares(rule: str) -> None:
+def test_rollout_metrics_mark_lossy_rules_and_give_shares(rule: str) -> None:
     said, seen = np.ones((1, 2), np.float32), acceptance.blank(1, 1)
     fields = dict.fromkeys((f.name for f in dataclasses.fields(Rollout)), said)
     rollout = Rollout(**fields | {"length": np.full(1, 2)})
@@ -139,7 +139,7 @@ def test_a_restored_trainer_holds_all_that_was_saved(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.slow
-def test_every_step_of_a_run_that_only_rolls_out_has_a_gap_and_a_loss(tmp_path: Path) -> None:
+def test_run_without_updates_has_a_gap_and_a_loss_every_step(tmp_path: Path) -> None:
     trainer = micro_trainer(micro_config(learner=LearnerConfig(micro_batch=4, updates=0)))
     counter = CompilationCounter()
     with (Checkpoints(tmp_path / "checkpoints", 2) as checkpoints,

@@ -96,7 +96,7 @@ def test_less_than_an_update_is_refused(changes, message):
         buffer(**changes)
 
 
-def test_a_micro_batch_is_of_one_version_and_each_row_is_one_sequence():
+def test_draw_micro_batch_is_of_one_version_and_whole_sequences():
     kept = buffer()
     add(kept, 3, 5)
     add(kept, 4)

@@ -638,7 +638,7 @@ def test_probe_of_one_row_generates_enough_to_find_a_dead_head(rate: float, answ
     assert probe.check() == ("dead" if rate else "")
 
 
-def test_probe_of_a_head_that_keeps_getting_worse_fails_in_the_end() -> None:
+def test_probe_of_a_head_that_keeps_losing_fails_in_the_end() -> None:
     sampler = Accepting(2.0)
     probe = Probe(sampler, "eagle", [[1]], 8)
     probe.rate, faults = 2.0, []

@@ -43,7 +43,7 @@ def test_a_fall_that_entropy_explains_starts_nothing():
     assert left == pytest.approx([0, 0, 0], abs=0.01) and not schedule.due(options, 3, state)
 
 
-def test_a_drafter_that_got_worse_is_noticed_whatever_the_entropy():
+def test_staleness_of_a_worse_drafter_is_due_at_any_entropy():
     options = DistillConfig(when="trigger", threshold=0.05, ema_decay=0.0)
     for mean in (1, 2, 0.6):
         state, left = after([(1, 0.9), (mean, 0.8)])

@@ -117,7 +117,7 @@ def test_responses_count_more_than_questions_in_the_vocabulary():
     assert counts[said] - without[said] == 4 and without[ord("?")] > without[ord("!")] == 0
 
 
-def test_texts_are_padded_and_the_greedy_count_as_temperature_1():
+def test_batch_of_a_plan_is_padded_and_greedy_counts_as_1():
     made = corpus([5, 9, 7])
     plan, = drafter_data.make_plans(made, 128, 64, 1, seed=0)
     texts = drafter_data.batch_of(made, plan, 0.0)
@@ -129,7 +129,7 @@ def test_texts_are_padded_and_the_greedy_count_as_temperature_1():
     assert (texts.first >= 1).all()
 
 
-def test_rollouts_are_drawn_with_the_noise_that_drafts_are_judged_by():
+def test_sampler_of_training_data_uses_the_match_rule():
     config = dataclasses.replace(micro_config(), spec=SpecOptions(rule="lossy_greedy"))
     sampler, _ = drafter_data._sampler(config, describe_source("random:tiny"), 1, 2)
     assert sampler.engine.decoder.rule == "match"
@@ -174,7 +174,7 @@ def test_other_files_are_refused(tmp_path, content, message):
         drafter_data.read_texts(tmp_path / "missing.jsonl", TOKENIZER, "", 99)
 
 
-def test_rollouts_are_judged_per_prompt():
+def test_scored_corpus_has_the_rewards_of_its_prompts():
     prompts = Prompts([{"id": 7, "answer": "1"}], ["p"], [[5, 6]])
     said = [[*TOKENIZER.encode("1"), TOKENIZER.stop_ids[0], 9], [*TOKENIZER.encode("12"), 9]]
     rolled = {"prompt_length": np.int32([2, 2, 4]), "tokens": np.int32([*said, [0, 0, 0]]),
@@ -214,7 +214,7 @@ def test_options_are_checked(changes, message):
 # The start.
 
 
-def test_features_start_near_one_whatever_the_taps_are_and_first_tokens_do_not_count():
+def test_warm_start_features_are_near_one_for_any_taps():
     arch, rng = EagleArch(TINY, draft_vocab=16), np.random.default_rng(0)
     own = np.float32([0.5, 40]).repeat(64)  # random:tiny has two layers, and so two taps
     taps = rng.standard_normal((1, 128, 2, 20)).astype(np.float32) * own[:, None, None]
@@ -310,7 +310,7 @@ def test_features_that_are_not_kept_are_the_same(whole, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_rollout_with_the_head_takes_the_rounds_that_were_replayed(whole):
+def test_rollout_with_the_head_takes_the_replayed_rounds(whole):
     config = dataclasses.replace(
         micro_config(), draft=DraftConfig(path=str(whole / "drafter")),
         control=ControlConfig(policy="fixed", min_survival=0.0),
