@@ -267,7 +267,7 @@ class Trainer:
 
     def _measure_gap(self, rollout: Rollout, advantage: np.ndarray) -> list[dict[str, float]]:
         batch, _ = self._batch(rollout, np.zeros_like(advantage))  # zeros leave the order as it is
-        gap = jax.tree.map(float, self._gap(self.state.params, batch))
+        gap = jax.tree.map(float, jax.device_get(self._gap(self.state.params, batch)))
         return [gap | {"applied": 1.0, "loss": 0.0}]
 
     def _update_policy(self, rollout: Rollout, advantage: np.ndarray) -> list[dict[str, float]]:
@@ -280,7 +280,7 @@ class Trainer:
         updates = []
         for _ in range(self.config.learner.updates):
             self.state, metrics = self._update(self.state, batch, totals, old, reference)
-            updates.append(jax.tree.map(float, metrics))
+            updates.append(jax.tree.map(float, jax.device_get(metrics)))
         return updates
 
     # Persistence.

@@ -11,17 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from specrl_jax.config import Config, check
-from specrl_jax.distill.health import (
-    MISMATCH,
-    NOT_FINITE,
-    Probe,
-    Summary,
-    equal,
-    fault_of,
-    identical,
-    same_shapes,
-    summarize,
-)
+from specrl_jax.distill import health
+from specrl_jax.distill.health import MISMATCH, NOT_FINITE, Probe, Summary
 from specrl_jax.distill.online import OnlineDistillation
 from specrl_jax.distill.update import DistillState, UpdateResult
 from specrl_jax.rollout.sampler import Sampler
@@ -149,14 +140,14 @@ class FrozenDrafter(DrafterManager):
     def _verify(self) -> str:
         """Compares what the next rollout would draft with to the last good version."""
         sampler = self.sampler
-        if not same_shapes(sampler.drafter_weights, self.good.weights):
+        if not health.same_shapes(sampler.drafter_weights, self.good.weights):
             return MISMATCH
         for found, expected in zip(self._summarize(sampler.drafter_weights), self.good.summaries,
                                    strict=True):
-            if fault := fault_of(found, expected):
+            if fault := health.fault_of(found, expected):
                 return fault
         bound = sampler.drafters.bind(sampler.params, sampler.drafter_weights)
-        same = sampler.drafter_version == self.good.version and equal(
+        same = sampler.drafter_version == self.good.version and health.equal(
             sampler.drafter_params, bound)
         return "" if same else MISMATCH
 
@@ -165,8 +156,8 @@ class FrozenDrafter(DrafterManager):
         known = {place: (self.good.weights[place], summary)
                  for place, summary in zip(self._versioned, self.good.summaries, strict=False)}
         return tuple(
-            known[place][1] if place in known and identical(known[place][0], weights[place])
-            else summarize(weights[place]) for place in self._versioned)
+            known[place][1] if place in known and health.identical(known[place][0], weights[place])
+            else health.summarize(weights[place]) for place in self._versioned)
 
     def _report(self, text: str) -> None:
         self.faults += 1
@@ -280,9 +271,9 @@ class LearningDrafter(FrozenDrafter):
     def _repair(self) -> Metrics:
         """Returns to the last good state if the learner's weights were damaged since."""
         good, params = self.good.state, self.state.params
-        if good is None or identical(params, good.params):
+        if good is None or health.identical(params, good.params):
             return {}
-        fault = fault_of(summarize(params), summarize(good.params))
+        fault = health.fault_of(health.summarize(params), health.summarize(good.params))
         if fault:
             self._report(f"the learner's drafter: {fault}; learning from version "
                          f"{self.good.version} again")

@@ -3,7 +3,7 @@
 A drafter of one's own is a factory, registered by a decorator or named as package.module:function
 in spec.drafter or draft.parts:
 
-    @DRAFTERS.register("mine")
+    @register_drafter("mine")
     def mine(context: DrafterContext) -> DrafterPart:
         return DrafterPart("mine", drafter=...)
 """
@@ -81,6 +81,7 @@ class DrafterContext:
 Factory = Callable[[DrafterContext], DrafterPart]
 
 DRAFTERS: Registry[Factory] = Registry("spec.drafter", Callable)
+register_drafter = DRAFTERS.register
 MERGE = "merge"  # joins the drafters of draft.parts
 
 
@@ -163,26 +164,26 @@ def _resolve(name: str, field: str) -> Factory:
     return DRAFTERS.resolve(name)
 
 
-@DRAFTERS.register("off")
+@register_drafter("off")
 def _off(context: DrafterContext) -> DrafterPart:
     return DrafterPart("off", off())
 
 
-@DRAFTERS.register("history")
+@register_drafter("history")
 def _history(context: DrafterContext) -> DrafterPart:
     return DrafterPart("history", history(
         match=context.config.spec.history_match, group=context.group, origin=context.origin,
         **context.sizes))
 
 
-@DRAFTERS.register("eagle")
+@register_drafter("eagle")
 def _eagle(context: DrafterContext) -> DrafterPart:
     head, own, actor = _head(context)
     return DrafterPart("eagle", eagle(head, **context.sizes, **context.network), own,
                        eagle_training.trainable(head), records_proposal=True, actor=actor)
 
 
-@DRAFTERS.register("small_lm")
+@register_drafter("small_lm")
 def _small_lm(context: DrafterContext) -> DrafterPart:
     """The model of draft.model."""
     config = context.config
@@ -203,7 +204,7 @@ def _small_lm(context: DrafterContext) -> DrafterPart:
                        records_proposal=True)
 
 
-@DRAFTERS.register("replay")
+@register_drafter("replay")
 def _replay(context: DrafterContext) -> DrafterPart:
     spec, draft = context.config.spec, context.config.draft
     drafter = replay(depth=spec.max_steps, nodes=spec.max_nodes, vocab=context.arch.vocab_size,
