@@ -3,8 +3,8 @@
     python experiments/train_drafter.py --config=tiny --workdir=runs/tiny_drafter
     python experiments/train_drafter.py --config=smollm2 --config.rollout.temperature=0.6
 
-The model answers prompts of config.data with config.rollout's settings; the drafter learns to say
-what it said. The same command again resumes. The workdir then holds drafter/ (safetensors),
+The model responds to prompts of config.data with config.rollout's settings; the drafter learns its
+distribution there. The same command again resumes. The workdir then holds drafter/ (safetensors),
 checkpoints/, metrics.jsonl and the rollouts.
 """
 

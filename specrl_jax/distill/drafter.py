@@ -339,7 +339,7 @@ def make(config: Config, sampler: Sampler, prompts: Sequence[Sequence[int]], sam
       warn: called with a line about each fault.
 
     Raises:
-      ConfigError: training is asked for and nothing can learn, or its options cannot work.
+      ConfigError: nothing can learn although distill.when is not off, or options cannot work.
     """
     drafters = sampler.drafters
     if config.distill.when != "off":

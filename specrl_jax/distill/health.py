@@ -27,7 +27,7 @@ MOST_ANSWERS = 8  # of a probe, if the batch has fewer rows
 
 
 class Summary(NamedTuple):
-    """What tells weights of equal shapes apart."""
+    """Distinguishes weights of equal shapes."""
 
     checksum: int  # of all bits, each weighted by its place
     finite: bool  # all floating-point values

@@ -211,8 +211,8 @@ class DrafterTrainer:
             return False
         _, arrays, meta = found
         if not np.array_equal(arrays[DRAFTER]["vocab"], self.vocab):
-            raise ConfigError(f"{checkpoints.directory}: its draft vocabulary is not the one of "
-                              f"{ROLLOUTS}/ beside it; choose another --workdir")
+            raise ConfigError(f"{checkpoints.directory}: its draft vocabulary differs from that of "
+                              f"{ROLLOUTS}/; choose another --workdir")
         self.state = update.DistillState(arrays[DRAFTER]["weights"], arrays["optimizer"])
         self.step_number = meta["step"]
         return True

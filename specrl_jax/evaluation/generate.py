@@ -37,7 +37,7 @@ def generate(
     write: Callable[[str], None],
     say: Callable[[str], None],
 ) -> Generation:
-    """Answers `prompt`, sampled as config.rollout says.
+    """Answers `prompt`, sampled by the settings of config.rollout.
 
     Args:
       config: its rollout, spec, control and mesh sections are read, and its seed.
