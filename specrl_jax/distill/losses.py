@@ -35,7 +35,7 @@ def acceptance(log_p: Array, log_q: Array) -> Array:
 
 
 def forward_kl(log_p: Array, log_q: Array) -> Array:
-    """Returns KL(p || q), f32[T]: ReSpec (arXiv 2510.26475, algorithm 1); EAGLE-3's up to a constant.
+    """Returns KL(p || q), f32[T]: ReSpec (arXiv 2510.26475, algorithm 1); EAGLE-3's loss.
 
     It sums over the draft vocabulary only: p's mass outside would make it infinite.
     """
