@@ -7,7 +7,7 @@ from specrl_kernels.noise import bits, exponential, gumbel
 
 __all__ = ["STREAMS", "bits", "exponential", "gumbel", "row_keys"]
 
-STREAMS = ("train", "eval", "generate", "canary")
+STREAMS = ("train", "eval", "generate", "probe")
 
 
 def row_keys(seed: int, stream: str, step: int, prompt_id: np.ndarray, occurrence: np.ndarray,

@@ -1,4 +1,4 @@
-"""A run: steps with their files, checkpoints and progress, resumed where they stopped."""
+"""A run: RL steps with files, checkpoints and progress, resumable."""
 
 import time
 from collections.abc import Iterator
@@ -16,20 +16,20 @@ from specrl_jax.trainer import Trainer
 
 
 def train(config: Config, workdir: Path) -> bool:
-    """Runs or resumes `config` in `workdir`; returns whether there was anything left to do.
+    """Runs or resumes `config` in `workdir`; returns whether any step was left.
 
     Raises:
       ConfigError: something in the configuration cannot work; the workdir is untouched.
       TrainingError: too many non-finite updates in a row.
     """
-    return sum(1 for _ in turns(config, workdir)) > 0
+    return sum(1 for _ in training_steps(config, workdir)) > 0
 
 
-def turns(config: Config, workdir: Path) -> Iterator[None]:
-    """What `train` does in turns: yields after the start-up and between steps, where nothing of the
-    run needs the machine, so that runs in several processes can be timed step by step.
+def training_steps(config: Config, workdir: Path) -> Iterator[None]:
+    """Runs `train` as a generator, which yields before each step.
 
-    Updates of a drafter one step late may still be running, if they took longer than the actor's.
+    The machine is idle there, so that several runs can take turns and be timed step by step; only
+    overlapped updates of a drafter may still be running.
     """
     began = time.perf_counter()
     metrics.check_config(workdir, config_lib.as_dict(config))
@@ -56,25 +56,24 @@ def turns(config: Config, workdir: Path) -> Iterator[None]:
 
 
 def startup(trainer: Trainer, seconds: float) -> dict[str, float]:
-    """Metrics of the first step after a start: its seconds, and those of them that went into what
-    rounds cost, with the mean relative error of that table on launches that it was not fitted to.
-    """
-    price = trainer.sampler.price
-    return {"time/startup": seconds, "time/profiling": trainer.sampler.profiling} | (
-        {} if price is None else {"time/cost_error": price.error})
+    """Returns metrics of the first step after a start: the start-up's seconds, the part that went
+    into cost profiling, and the mean relative error of the cost table on held-out launches."""
+    sampler = trainer.sampler
+    return {"time/startup": seconds, "time/profiling": sampler.profiling_seconds} | (
+        {} if sampler.cost_record is None else {"time/cost_error": sampler.cost_record.error})
 
 
 class TrainingError(ConfigError):
-    """The run cannot go on; the message says why, and what to change."""
+    """The run cannot continue; the message names the cause and the way out."""
 
 
 def run_steps(trainer: Trainer, checkpoints: Checkpoints, writer: metrics.Writer,
               progress: Progress, compilations: CompilationCounter, first: dict[str, float]
               ) -> Iterator[None]:
-    """The steps that are left, with their lines, warnings and checkpoints; yields before each.
+    """Runs the remaining steps, with their metrics, warnings and checkpoints; yields before each.
 
     Args:
-      first: metrics that the first of them gets, too.
+      first: further metrics of the first step.
 
     Raises:
       TrainingError: too many non-finite updates in a row; a checkpoint is written first.

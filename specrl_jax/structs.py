@@ -215,3 +215,7 @@ class Rollout(struct.PyTreeNode):
     rounds: np.ndarray  # i32[Q]
     policy_version: int = struct.field(pytree_node=False, default=0)
     drafter_version: int = struct.field(pytree_node=False, default=0)
+
+
+Metrics = dict[str, Any]  # values by the names that metrics.jsonl uses
+AnyArray = Any  # a host or a device array

@@ -1,9 +1,25 @@
-"""The step: the only file that knows all the others."""
+"""The RL step: generate, score, learn, publish.
 
+`Trainer.step` is on-policy policy gradient on groups of responses to the same prompts:
+
+1. The drafter is verified; a broken one is repaired or switched off.
+2. The published policy generates `group_size` responses to each prompt, speculatively. The noise of
+   each token is a function of indices, so that drafts, batch and restarts change no token.
+3. Responses are decoded and rewarded; advantages are relative to their group.
+4. The drafter stores features of the rollout while the policy that generated it is published.
+5. The policy is updated on the whole rollout and published.
+6. The drafter is updated and published if that is due.
+
+What is left out: no value model, no replay of old rollouts, no asynchronous generation. A reference
+policy is kept only for a KL penalty.
+"""
+
+import collections
+import contextlib
 import functools
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -13,25 +29,58 @@ from jax.sharding import PartitionSpec as P
 
 from specrl_jax import sharding
 from specrl_jax.config import Config
-from specrl_jax.distill import online
+from specrl_jax.distill import drafter
 from specrl_jax.draft.response_cache import ResponseCache, capacity
 from specrl_jax.io import data, launches
-from specrl_jax.io.checkpoint import Checkpoints
-from specrl_jax.io.checksum import checksum
 from specrl_jax.io.memory import peak_rss
 from specrl_jax.model import architecture, weights
+from specrl_jax.model.transformer import Params
 from specrl_jax.rl import algorithm, learner
 from specrl_jax.rl.learner import Batch, LearnerState, Totals
 from specrl_jax.rl.reward import compose
 from specrl_jax.rollout.prompts import PromptBatch, Prompts
 from specrl_jax.rollout.sampler import Sampler, rollout_metrics
-from specrl_jax.structs import Rollout
+from specrl_jax.rollout.scoring import Sample, score_rollout
+from specrl_jax.structs import Metrics, Rollout
 
 GAPS = ("logprob_gap", "logprob_gap_max", "logprob_gap_tokens")  # under the weights that acted
 
 
+class CheckpointReader(Protocol):
+    """What `Trainer.restore` reads; io.checkpoint.Checkpoints is one."""
+
+    def restore_latest(self, abstract: dict[str, Any]
+                       ) -> tuple[int, dict[str, Any], dict[str, Any]] | None:
+        """Returns (step, arrays like `abstract`, meta), None if there is no checkpoint."""
+        ...
+
+
+class StepTimer:
+    """Seconds of a step by phase: `with timer("rollout"): ...`. Phases of one name add up."""
+
+    def __init__(self, phase: Callable[[str], None] = lambda name: None) -> None:
+        """Args: phase, called with the name of each phase when it begins."""
+        self._phase, self._began = phase, time.perf_counter()
+        self._seconds: dict[str, float] = collections.defaultdict(float)
+
+    @contextlib.contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        self._phase(name)
+        began = time.perf_counter()
+        yield
+        self._seconds[name] += time.perf_counter() - began
+
+    def __getitem__(self, name: str) -> float:
+        return self._seconds[name]
+
+    @property
+    def total(self) -> float:
+        """Seconds since the timer was made."""
+        return time.perf_counter() - self._began
+
+
 class Trainer:
-    """One run's state and programs. `step()` is one RL step; `Run` adds files around it."""
+    """The state and programs of a run, without its files: `run.train` adds them."""
 
     def __init__(self, config: Config, source: weights.Source, prompts: Prompts,
                  say: Callable[[str], None]) -> None:
@@ -56,16 +105,16 @@ class Trainer:
                                prompts=config.prompts_per_step, group=config.group_size, warn=say,
                                tokenizer=self.tokenizer)
         self.sampler.publish(params, 0)
-        self.warnings: list[str] = []  # what a user should know of the drafter, not told yet
-        self.life, self.evolution = online.begin(config, self.sampler, prompts.tokens,
-                                                   self.warnings.append)
+        self.warnings: list[str] = []  # about the drafter, not shown yet
+        self.drafter = drafter.make(config, self.sampler, prompts.tokens, self._sample,
+                                    self.warnings.append)
         spec, buffer = config.spec, config.rollout.max_new_tokens
         most = spec.history_past or 1
         rows = capacity(spec.history_megabytes, buffer, len(prompts.examples), most)
-        self.memory = ResponseCache(rows, buffer, most, spec.history_window)
+        self.responses = ResponseCache(rows, buffer, most, spec.history_window)
 
-    def _optimizer_places(self, params: Any) -> Any:
-        """AdamW's moments lie where their parameters do; everything else is replicated."""
+    def _optimizer_places(self, params: Params) -> Any:
+        """Returns shardings: AdamW's moments like their parameters, everything else replicated."""
         shapes = jax.eval_shape(self.optimizer.init, params)
         like = jax.tree.structure(params)
 
@@ -79,13 +128,10 @@ class Trainer:
     # Programs.
 
     def compile(self, say: Callable[[str], None]) -> None:
-        """Compiles everything a step may run."""
+        """Compiles every program that a step may run."""
         self.sampler.compile(say)
-        checksum(self.sampler.params)
-        if self.life:
-            self.life.begin()
-        if self.evolution:
-            self.evolution.compile(say)
+        self.sampler.checksum  # noqa: B018  compiles it
+        self.drafter.compile(say)
         config = self.config
         batch, totals = self._batch(self._blank_rollout(), np.zeros(config.sequences, np.float32))
         if config.rl.updates:
@@ -141,137 +187,91 @@ class Trainer:
     # The step.
 
     def step(self, progress: Callable[[int, int, int], None] = lambda *counts: None,
-             phase: Callable[[str], None] = lambda name: None
-             ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """One RL step: the metrics, and a record of each sequence."""
-        began = time.perf_counter()
-        phase("drafter")
-        evolved = self._before_rollout()
-        phase("rollout")
-        started = time.perf_counter()
-        rollout, record = self.rollout(progress)
-        phase("reward")
-        rewarded = time.perf_counter()
-        samples, rewards, parts = self._judge(rollout, self.step_number)
-        advantage = self._advantages(rewards)
-        judged = time.perf_counter()
-        phase("drafter")
-        if self.evolution:
-            evolved |= self.evolution.collect(rollout, rewards, advantage, self.step_number)
-        phase("learn")
-        learned = time.perf_counter()
-        record |= self.learn(rollout, advantage)
-        ended = time.perf_counter()
-        if self.evolution:
-            phase("drafter")
-            evolved |= self.evolution.train(self.step_number)
-        if self.life:
-            spent = started - began + learned - judged + time.perf_counter() - ended
-            evolved |= self.life.account(spent, record.get("time/saved", 0.0))
+             phase: Callable[[str], None] = lambda name: None) -> tuple[Metrics, list[Sample]]:
+        """Runs one RL step; returns its metrics and a sample of each sequence."""
+        timer, step = StepTimer(phase), self.step_number
+        metrics: Metrics = {"step": step, "checksum/policy": self.sampler.checksum}
+        with timer("drafter"):
+            metrics |= self.drafter.before_rollout(step)
+        with timer("rollout"):
+            rollout, rollout_metrics = self.rollout(progress)
+        with timer("reward"):
+            samples, rewards, terms = self.score(rollout)
+            advantage = self._advantages(rewards)
+        with timer("drafter"):
+            metrics |= self.drafter.collect(rollout, rewards, advantage, step)
+        with timer("learn"):
+            metrics |= rollout_metrics | terms | self.learn(rollout, advantage)
+        with timer("drafter"):
+            metrics |= self.drafter.after_update(step)
+        metrics |= self.drafter.account(timer["drafter"], metrics.get("time/saved", 0.0))
         groups = advantage.reshape(-1, self.config.group_size)
-        record |= evolved | parts | {
+        metrics |= {
             "reward/mean": float(rewards.mean()), "reward/std": float(rewards.std()),
             "reward/nonzero_advantage_fraction": float((groups != 0).any(1).mean()),
-            "time/reward": judged - rewarded, "time/learn": ended - learned,
-            "time/step": time.perf_counter() - began, "step": self.step_number,
-            "memory/peak_bytes": peak_rss()}
+            "time/reward": timer["reward"], "time/learn": timer["learn"],
+            "time/step": timer.total, "memory/peak_bytes": peak_rss()}
         self.step_number += 1
-        return record, samples
-
-    def _before_rollout(self) -> dict[str, Any]:
-        """What becomes of the drafter before a step's rollout, and what will draft it."""
-        acts = {"checksum/policy": checksum(self.sampler.params)}
-        if not self.life:
-            return acts
-        fault, told = self.life.inspect(), {"distill/updates": 0} if self.evolution else {}
-        if self.evolution and self.config.distill.when == "once" and self.step_number == 0:
-            told |= self._learn_first()
-        told |= {"drafter/fault": fault} if fault else {}
-        return {"drafter/faults": self.life.faults, "drafter/disabled": float(self.life.held),
-                "checksum/drafter": checksum(self.life.head)} | acts | told
-
-    def _learn_first(self) -> dict[str, Any]:
-        """The one training of `once`: on answers that the initial actor gives outside RL."""
-        for number in range(self.config.distill.rollouts):
-            rollout, _ = self.sampler.generate(self._asked(number), "generate", number)
-            rewards = self._judge(rollout, number)[1]
-            self.evolution.keep(rollout, rewards, self._advantages(rewards), number)
-        return self.evolution.train_now(0)
-
-    def _advantages(self, rewards: np.ndarray) -> np.ndarray:
-        """f32[Q] within each group."""
-        groups = rewards.reshape(-1, self.config.group_size)
-        return self.algorithm.advantage(groups).reshape(-1)
-
-    def _asked(self, step: int) -> PromptBatch:
-        chosen = self.chosen(step)
-        ids = np.asarray([self.prompts.examples[i]["id"] for i in chosen], np.int32)
-        return PromptBatch([self.prompts.tokens[i] for i in chosen], ids, data.occurrences(ids))
+        return metrics, samples
 
     def rollout(self, progress: Callable[[int, int, int], None] = lambda *counts: None
-                ) -> tuple[Rollout, dict[str, Any]]:
-        """The sequences of this step, and the rollout's metrics."""
-        asked = self._asked(self.step_number)
-        past = self.memory.past(asked.prompt_id, self.sampler.engine.layout.past,
-                                self.step_number)
-        rollout, result = self.sampler.generate(asked, "train", self.step_number, past=past,
+                ) -> tuple[Rollout, Metrics]:
+        """Generates the sequences of this step; returns them and the rollout's metrics."""
+        batch = self._prompts(self.step_number)
+        past = self.responses.past(batch.prompt_id, self.sampler.engine.layout.past,
+                                   self.step_number)
+        rollout, result = self.sampler.generate(batch, "train", self.step_number, past=past,
                                                 progress=progress)
-        if self.life and result.counters["broken"]:
-            self.life.silence()
         if self.config.spec.history_past:
-            self.memory.add(rollout.prompt_id, rollout.tokens, rollout.length, self.step_number)
-        saved = launches.saved(result.trace, self.sampler.plain, sharding.shard_count(self.mesh))
+            self.responses.add(rollout.prompt_id, rollout.tokens, rollout.length, self.step_number)
+        saved = launches.saved(result.trace, self.sampler.plain_round_seconds,
+                               sharding.shard_count(self.mesh))
         return rollout, rollout_metrics(rollout, result) | saved | {
             "version/policy": rollout.policy_version, "version/drafter": rollout.drafter_version}
 
-    def chosen(self, step: int) -> np.ndarray:
-        """Indices of a step's examples, a function of seed and step."""
-        return data.step_prompts(len(self.prompts.examples), self.config.seed, step,
-                                 self.config.prompts_per_step)
+    def _sample(self, number: int) -> tuple[Rollout, np.ndarray, np.ndarray]:
+        """Generates the prompts of a step outside RL; see distill.drafter.Sample."""
+        rollout, _ = self.sampler.generate(self._prompts(number), "generate", number)
+        rewards = self.score(rollout)[1]
+        return rollout, rewards, self._advantages(rewards)
 
-    def _judge(self, rollout: Rollout, step: int
-               ) -> tuple[list[dict[str, Any]], np.ndarray, dict[str, float]]:
-        """Records of all sequences, rewards f32[Q], and the mean of each term."""
-        index = {self.prompts.examples[i]["id"]: i for i in self.chosen(step)}
-        samples, terms = [], []
-        for q in range(len(rollout.length)):
-            i, length = index[int(rollout.prompt_id[q])], int(rollout.length[q])
-            tokens = rollout.tokens[q, :length].tolist()
-            said = tokens[:-1] if rollout.stopped[q] else tokens
-            completion = self.tokenizer.decode(said)
-            reward, parts = self.reward(self.prompts.texts[i], completion, self.prompts.examples[i])
-            terms.append(parts)
-            samples.append({
-                "prompt_id": int(rollout.prompt_id[q]), "occurrence": int(rollout.occurrence[q]),
-                "sample_id": int(rollout.sample_id[q]), "prompt": self.prompts.texts[i],
-                "completion": completion, "tokens": tokens, "reward": reward,
-                "commits": rollout.commits[q, : rollout.rounds[q]].tolist()})
-        rewards = np.asarray([s["reward"] for s in samples], np.float32)
-        return samples, rewards, {
-            f"reward/{name}": float(np.mean([t[name] for t in terms])) for name in terms[0]}
+    def score(self, rollout: Rollout) -> tuple[list[Sample], np.ndarray, Metrics]:
+        """Returns samples, rewards f32[Q], and the mean of each term of the reward as metrics."""
+        samples, rewards, terms = score_rollout(rollout, self.prompts, self.tokenizer, self.reward)
+        return samples, rewards, {f"reward/{name}": value for name, value in terms.items()}
 
-    def learn(self, rollout: Rollout, advantage: np.ndarray) -> dict[str, Any]:
-        """Updates the actor on one rollout and publishes it.
+    def _advantages(self, rewards: np.ndarray) -> np.ndarray:
+        """Returns f32[Q], relative to each group."""
+        groups = rewards.reshape(-1, self.config.group_size)
+        return self.algorithm.advantage(groups).reshape(-1)
 
-        With rl.updates = 0 the loss is an empty sum, 0, and the gap is that of the first
+    def _prompts(self, step: int) -> PromptBatch:
+        """Returns a step's prompts, a function of seed and step."""
+        return self.prompts.batch(data.step_prompts(
+            len(self.prompts.tokens), self.config.seed, step, self.config.prompts_per_step))
+
+    def learn(self, rollout: Rollout, advantage: np.ndarray) -> Metrics:
+        """Updates the policy on one rollout and publishes it.
+
+        With rl.updates = 0 the loss is 0, an empty sum, and the gap is that of the first
         micro-batch in canonical order.
         """
-        run = self._update_actor if self.config.rl.updates else self._only_score
+        run = self._update_policy if self.config.rl.updates else self._measure_gap
         updates = run(rollout, advantage)
-        # Only the first update sees the weights that acted, which the gap is about.
-        record = updates[-1] | {name: updates[0][name] for name in GAPS}
-        record["applied"] = min(one["applied"] for one in updates)
-        self.bad_steps = 0 if record["applied"] else self.bad_steps + 1
+        # Only the first update sees the weights that acted, so the gap is the first update's.
+        metrics = updates[-1] | {name: updates[0][name] for name in GAPS}
+        metrics["applied"] = min(update["applied"] for update in updates)
+        self.bad_steps = 0 if metrics["applied"] else self.bad_steps + 1
         self.sampler.publish(self.state.params, self.step_number + 1)
-        return record | {f"rollout/{name}": record.pop(name) for name in GAPS}
+        return metrics | {f"rollout/{name}": metrics.pop(name) for name in GAPS}
 
-    def _only_score(self, rollout: Rollout, advantage: np.ndarray) -> list[dict[str, float]]:
-        batch, _ = self._batch(rollout, np.zeros_like(advantage))  # which leaves the order as it is
-        gap = jax.tree.map(float, self._gap(self.state.params, batch))
+    def _measure_gap(self, rollout: Rollout, advantage: np.ndarray) -> list[dict[str, float]]:
+        batch, _ = self._batch(rollout, np.zeros_like(advantage))  # zeros leave the order as it is
+        gap = jax.tree.map(float, jax.device_get(self._gap(self.state.params, batch)))
         return [gap | {"applied": 1.0, "loss": 0.0}]
 
-    def _update_actor(self, rollout: Rollout, advantage: np.ndarray) -> list[dict[str, float]]:
-        """The metrics of each update."""
+    def _update_policy(self, rollout: Rollout, advantage: np.ndarray) -> list[dict[str, float]]:
+        """Runs rl.updates updates; returns the metrics of each."""
         batch, totals = self._batch(rollout, advantage)
         old = batch.rollout_logprob if self._reads_old else None
         if self._reads_old and self.config.learner.old_logprob == "learner":
@@ -279,28 +279,26 @@ class Trainer:
         reference = self._score(self.reference, batch) if self.config.rl.kl else None
         updates = []
         for _ in range(self.config.rl.updates):
-            self.state, record = self._update(self.state, batch, totals, old, reference)
-            updates.append(jax.tree.map(float, record))
+            self.state, metrics = self._update(self.state, batch, totals, old, reference)
+            updates.append(jax.tree.map(float, jax.device_get(metrics)))
         return updates
 
     # Persistence.
 
     def arrays(self) -> dict[str, Any]:
-        """What a checkpoint holds besides `meta`."""
+        """Returns the arrays of a checkpoint."""
         return {"actor": self.state.params, "optimizer": self.state.optimizer,
-                "history": self.memory.arrays(),
+                "history": self.responses.arrays(),
                 "control": jax.tree.map(np.asarray, self.sampler.engine.control),
-                "acceptance": self.sampler.engine.acceptance,
-                **({"drafter_account": self.life.seconds} if self.life else {}),
-                **(self.evolution.arrays() if self.evolution else {})}
+                "acceptance": self.sampler.engine.acceptance, **self.drafter.arrays()}
 
     def meta(self) -> dict[str, Any]:
+        """Returns what else a checkpoint holds, as JSON values."""
         return {"step": self.step_number, "seed": self.config.seed, "bad_steps": self.bad_steps,
-                **({"life": self.life.meta()} if self.life else {}),
-                **({"drafter": self.evolution.meta()} if self.evolution else {})}
+                "drafter": self.drafter.meta()}
 
-    def restore(self, checkpoints: Checkpoints) -> bool:
-        """Continues from the newest intact checkpoint; False if there is none."""
+    def restore(self, checkpoints: CheckpointReader) -> bool:
+        """Continues from the newest intact checkpoint; returns whether there is one."""
         abstract = jax.tree.map(
             lambda a: a if isinstance(a, np.ndarray) else jax.ShapeDtypeStruct(
                 a.shape, a.dtype, sharding=a.sharding), self.arrays())
@@ -309,15 +307,11 @@ class Trainer:
             return False
         _, arrays, meta = found
         self.state = LearnerState(arrays["actor"], arrays["optimizer"])
-        self.memory.restore(arrays["history"])
+        self.responses.restore(arrays["history"])
         self.sampler.engine.control = arrays["control"]
         self.sampler.engine.acceptance = jax.tree.map(np.asarray, arrays["acceptance"])
         self.step_number, self.bad_steps = meta["step"], meta["bad_steps"]
-        self.sampler.restored = True
+        self.sampler.control_restored = True
         self.sampler.publish(self.state.params, self.step_number)
-        if self.life:
-            self.life.seconds = np.array(arrays["drafter_account"])
-            self.life.restore(meta["life"], arrays.get("drafter"))
-        if self.evolution:
-            self.evolution.restore(arrays, meta["drafter"])
+        self.drafter.restore(arrays, meta["drafter"])
         return True

@@ -91,7 +91,7 @@ def test_loss_and_gap_are_there_whatever_is_learned(
 
 def test_the_window_of_history_is_the_configs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Trainer, "compile", lambda self, say: None)
-    memory = micro_trainer(micro_config(spec=SpecOptions(history_window=3))).memory
+    memory = micro_trainer(micro_config(spec=SpecOptions(history_window=3))).responses
     memory.add(np.zeros(1, np.int32), np.full((1, memory.tokens.shape[1]), 7), np.ones(1, int), 5)
     given = [(memory.past(np.zeros(1, np.int32), 1, step) == 7).any() for step in (6, 8, 9)]
     assert given == [True, True, False]
@@ -119,7 +119,7 @@ def test_a_restored_trainer_holds_all_that_was_saved(monkeypatch: pytest.MonkeyP
     old, new = (micro_trainer(micro_config()) for _ in range(2))
     rng = np.random.default_rng(0)
     rollout = made_up(old, rng)
-    old.memory.add(rollout.prompt_id, rollout.tokens, rollout.length, 3)
+    old.responses.add(rollout.prompt_id, rollout.tokens, rollout.length, 3)
     old.state = jax.tree.map(lambda a: a + 1, old.state)
     engine = old.sampler.engine
     engine.acceptance = jax.tree.map(lambda a: a + rng.random(a.shape, np.float32),

@@ -63,7 +63,7 @@ def run_cell(shape: Shape, cell: Cell, repeats: int, precise: float, seconds: fl
             duel[name] += new
     equal = {name: all(map(_equal, of, runs["off"])) for name, of in runs.items()}
     equal["budget"] &= same(duel)
-    priced = {name: s for name, s in shape.policies.items() if s.price}
+    priced = {name: s for name, s in shape.policies.items() if s.cost_record}
     return describe(choosing, times(runs), times(duel),
                     _ceiling(shape, chosen_by, paced, repeats)) | {
         "cell": cell._asdict(), "loads": len(shape.loads), "tokens": int(np.mean([
@@ -75,8 +75,8 @@ def run_cell(shape: Shape, cell: Cell, repeats: int, precise: float, seconds: fl
         "explained": {
             name: _explained(of[-1], name == "budget" and cell.lengths != "uniform")
             for name, of in runs.items() if name in shape.policies},
-        "cost_error": {name: _short(s.price.error) for name, s in priced.items()},
-        "cost_seconds": {name: _short(s.price.seconds) for name, s in priced.items()},
+        "cost_error": {name: _short(s.cost_record.error) for name, s in priced.items()},
+        "cost_seconds": {name: _short(s.cost_record.seconds) for name, s in priced.items()},
         "config": _changed(shape.policies["budget"].config, shape.config)}
 
 

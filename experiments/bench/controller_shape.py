@@ -121,7 +121,8 @@ class Shape:
         with tempfile.TemporaryDirectory() as fresh:
             for sampler in self.policies.values():
                 self._turn_of(sampler)
-                sampler.publish_drafter(sampler.own, sampler.drafter_version)  # no cell's
+                sampler.publish_drafter(sampler.drafter_weights,
+                                        sampler.drafter_version)  # no cell's
                 sampler.price_rounds(str(Path(fresh) / "costs.json"))
 
     def limits(self) -> np.ndarray:

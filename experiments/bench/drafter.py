@@ -103,7 +103,7 @@ def measure(config: Config, source: Source, params: Params, options: DrafterTrai
     before, batch = probes.measure(), trainer.batch(0)
 
     def update() -> Any:
-        return trainer.programs.update(trainer.state, trainer.lent, *batch)
+        return trainer.programs.update(trainer.state, trainer.frozen, *batch)
 
     tasks = {"features": lambda: trainer.batch(0), "update": update}
     timed = {name: (lambda task=task: seconds_of(task, jax.block_until_ready))

@@ -59,7 +59,7 @@ def variants(config: Config) -> dict[str, Config]:
         "off": replace(config, spec=replace(config.spec, drafter="off"),
                        distill=replace(config.distill, when="off")),
         "on": replace(config, distill=replace(config.distill, when="off")),
-        "training": replace(config, distill=replace(config.distill, when="every_step"))}
+        "training": replace(config, distill=replace(config.distill, when="interval"))}
 
 
 def measure(config: Config) -> dict[str, Any]:

@@ -29,10 +29,9 @@ class Question(NamedTuple):
 
 
 def _every(k: int, late: bool = False) -> dict[str, dict[str, Any]]:
-    """Returns the fields for training every k steps, with the same updates over the whole run."""
-    if k == 1:
-        return {"distill": {"when": "overlap" if late else "every_step"}}
-    return {"distill": {"when": "overlap_k" if late else "every_k", "every": k, "updates": k}}
+    """As many updates in the whole run, whatever the interval."""
+    many = {"interval": k, "updates": k} if k > 1 else {}
+    return {"distill": {"when": "interval", "overlap": late, **many}}
 
 
 QUESTIONS = types.MappingProxyType({
@@ -44,7 +43,7 @@ QUESTIONS = types.MappingProxyType({
         "watched": {"distill": {"when": "trigger", "threshold": NEVER}},
         "overlap": _every(1, late=True)}),
     "losses": Question(
-        {loss: {"distill": {"when": "every_step", "loss": loss}} for loss in LOSSES},
+        {loss: {"distill": {"when": "interval", "loss": loss}} for loss in LOSSES},
         reference="forward_kl"),
     "intervals": Question(
         {f"every_{k}": _every(k) for k in (1, 3, 5)}

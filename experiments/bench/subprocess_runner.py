@@ -99,7 +99,7 @@ def _turn(config: Config, workdir: Path, cache: bool, title: str) -> bool:
             use_persistent_cache()
         if title:
             sys.stderr = _Titled(sys.stderr, title)
-        _turns = run.turns(config, workdir)
+        _turns = run.training_steps(config, workdir)
     more = next(_turns, _turns) is not _turns
     if first:  # memory that compiling freed, for the other runs
         give_back()

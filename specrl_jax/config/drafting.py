@@ -8,8 +8,8 @@ from specrl_jax.config.fields import at_least, check, option
 DRAFTERS = ("off", "history", "eagle", "small_lm", "replay", "merge")
 CHILDREN = ("perturbed", "top", "sampled")
 LOSSES = ("forward_kl", "reward_weighted_kl", "advantage_weighted_kl", "jsd", "tv", "e2e_tv", "lk")
-WHEN = ("off", "once", "every_k", "every_step", "trigger", "overlap", "overlap_k")
-MOST_MIX = 1000.0  # an infinite factor would drop roots, too
+WHEN = ("off", "once", "interval", "trigger")
+MOST_MIX = 1000.0  # beyond what a preference needs; an endless factor would hide roots, too
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,10 +41,9 @@ class DraftConfig:
               "must lie in [0.001, 1000]")
         at_least(0, draft__vocab=self.vocab, draft__cost=self.cost)
         check(0 <= self.corruption <= 1, "draft.corruption", self.corruption, "must lie in [0, 1]")
-        parts = [name for name in DRAFTERS if name not in ("off", "merge")]
-        check(len(set(self.parts)) == len(self.parts) >= 2 and set(self.parts) <= set(parts),
-              "draft.parts", self.parts, f"name two or more of {', '.join(parts)}, each once")
-        inside = all(0 <= factor <= MOST_MIX for factor in self.mix)  # NaN is not
+        check(len(set(self.parts)) == len(self.parts) >= 2, "draft.parts", self.parts,
+              "name two or more drafters, each once")
+        inside = all(0 <= factor <= MOST_MIX for factor in self.mix)  # not a number is not
         check(inside and len(self.mix) in (0, len(self.parts)), "draft.mix", self.mix,
               f"give one number in [0, {MOST_MIX:g}] for each of {', '.join(self.parts)}")
 
@@ -98,11 +97,12 @@ class DistillConfig(DistillOptions):
 
     section: ClassVar[str] = "distill."
 
-    when: str = option("off", "off; once: before RL, on the actor's own answers; every_k; "
-                              "every_step; trigger: when acceptance falls by more than the actor's "
-                              "entropy explains; overlap: during the policy update, published "
-                              "a step late; overlap_k: the same every k steps")
-    every: int = option(5, "every_k, overlap_k: steps from one training to the next")
+    when: str = option("off", "when the drafter trains: off; once, before RL, on the actor's own "
+                              "responses; interval, after every distill.interval steps; trigger, "
+                              "when acceptance falls by more than the actor's entropy explains")
+    interval: int = option(1, "interval: RL steps from one training to the next")
+    overlap: bool = option(False, "interval: train in parallel with the policy update and publish "
+                                  "one step later")
     updates: int = option(4, "updates of one training")
     batch: int = option(16, "sequences of one update")
     micro_batch: int = option(8, "sequences of one forward and backward pass, over all shards")
@@ -113,14 +113,17 @@ class DistillConfig(DistillOptions):
                                  "them; the oldest sequences make room")
     threshold: float = option(0.05, "trigger: unexplained fall, relative to the acceptance after "
                                     "the last training, that starts one")
-    memory: float = option(0.5, "trigger: weight that earlier steps' falls keep")
-    canary: int = option(8, "tokens of each canary answer after a publish; 0 is no canary")
+    ema_decay: float = option(0.5, "trigger: decay of the running mean of falls")
+    probe_tokens: int = option(8, "tokens of each answer of the health probe that follows a "
+                                  "publish; 0 is no probe")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._choose("when", WHEN)
-        self._at_least(1, "every", "updates", "batch", "micro_batch", "rollouts", "megabytes")
-        self._at_least(0, "sequences", "threshold", "canary")
-        self._check(0 <= self.memory < 1, "memory", "must lie in [0, 1)")
+        self._at_least(1, "interval", "updates", "batch", "micro_batch", "rollouts", "megabytes")
+        self._at_least(0, "sequences", "threshold", "probe_tokens")
+        self._check(0 <= self.ema_decay < 1, "ema_decay", "must lie in [0, 1)")
+        self._check(not self.overlap or self.when == "interval", "overlap",
+                    f"needs {self.section}when = 'interval', got {self.when!r}")
         self._check(self.batch % self.micro_batch == 0, "batch",
                     f"must be a multiple of {self.section}micro_batch = {self.micro_batch}")

@@ -16,6 +16,9 @@ RENAMED = {
     "learner.updates": "rl.updates",
     "spec.steps": "spec.depth",
     "spec.max_steps": "spec.max_depth",
+    "distill.every": "distill.interval",
+    "distill.memory": "distill.ema_decay",
+    "distill.canary": "distill.probe_tokens",
 }
 RENAMED_REWARDS = {"bare": "exact_only", "format": "has_answer_marker", "digits": "digit_fraction"}
 

@@ -77,7 +77,7 @@ class RewardConfig:
 class SpecOptions:
     """Speculation: the drafter, the values `fixed` uses, and the bounds that shapes need."""
 
-    drafter: str = option("history", f"one of {', '.join(DRAFTERS)}")
+    drafter: str = option("history", f"one of {', '.join(DRAFTERS)}, or package.module:function")
     rule: str = option("match", "verification: match leaves every token as it is without a draft; "
                                 "rejection its law, as rejection_drawn does, by p / q; those with "
                                 "lossy in their name change it, and most are bugs on purpose")
@@ -99,8 +99,6 @@ class SpecOptions:
     history_megabytes: int = option(64, "history: bound on the memory of earlier responses")
 
     def __post_init__(self) -> None:
-        check(self.drafter in DRAFTERS, "spec.drafter", self.drafter,
-              f"choose one of {', '.join(DRAFTERS)}")
         check(self.rule in RULES, "spec.rule", self.rule, f"choose one of {', '.join(RULES)}")
         for name in ("depth", "branch", "nodes"):
             value, high = getattr(self, name), getattr(self, f"max_{name}")

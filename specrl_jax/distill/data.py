@@ -1,7 +1,7 @@
-"""What a drafter learns from: the actor's own responses, or texts, cut into batches of few shapes.
+"""Training data of a drafter: the actor's responses, or texts, cut into batches of few shapes.
 
-A `Corpus` lies on the host. Rollouts are stored part by part, so that a run that was stopped goes
-on where it was.
+A `Corpus` lies on the host. Rollouts are stored part by part, so that a stopped run continues
+where it was.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ import numpy as np
 
 from specrl_jax import prng, sharding
 from specrl_jax.config import Config, ConfigError, check
-from specrl_jax.distill.update import Texts
+from specrl_jax.distill.teacher import SequenceBatch
 from specrl_jax.io.data import load_examples, messages
 from specrl_jax.model.tokenizer import Tokenizer
 from specrl_jax.model.transformer import Params
@@ -27,12 +27,14 @@ from specrl_jax.rl.advantage import group as group_advantages
 from specrl_jax.rl.reward import ComposedReward, compose
 from specrl_jax.rollout.prompts import Prompts, make_prompts, prompt_batches
 from specrl_jax.rollout.sampler import Sampler
+from specrl_jax.rollout.scoring import score_rollout
+from specrl_jax.structs import Rollout
 
 STREAM = "train"
 FIELDS = ("prompt_length", "tokens", "length", "prompt_id", "sample_id", "stopped")
-PART_BATCHES = 4  # a stored part of the rollouts fills the slots about that often
-RESPONSE_WEIGHT = 4  # of a response's token over a question's
-LENGTH_CLASSES = (1 / 3, 2 / 3, 1.0)  # quantiles; each width is compiled
+PART_BATCHES = 4  # how often a stored part of the rollouts fills the slots
+RESPONSE_WEIGHT = 4  # a response token counts as this many question tokens
+LENGTH_CLASSES = (1 / 3, 2 / 3, 1.0)  # quantiles of length; each width is compiled
 WIDTH_MULTIPLE = 32  # columns of a batch, so that a shape serves many
 
 
@@ -53,12 +55,13 @@ class Corpus:
 
     @property
     def responses(self) -> np.ndarray:
-        """i32[...] all response tokens."""
+        """i32[...] all response tokens, one after another."""
         parts = [t[at:] for t, at in zip(self.tokens, self.first, strict=True)]
         return np.concatenate([np.zeros(0, np.int32), *parts])
 
 
 def join(corpora: Sequence[Corpus]) -> Corpus:
+    """Returns the sequences of all corpora as one."""
     return Corpus([t for c in corpora for t in c.tokens], *(
         np.concatenate([getattr(c, name) for c in corpora])
         for name in ("first", "reward", "advantage", "key")))
@@ -69,10 +72,11 @@ def join(corpora: Sequence[Corpus]) -> Corpus:
 
 def load_prompts(config: Config, tokenizer: Tokenizer, training: int, eval_split: str,
                  held_out: int, say: Callable[[str], None]) -> tuple[Prompts, Prompts]:
-    """Training prompts, maybe none, and held-out ones; no text is in both.
+    """Returns training prompts, maybe none, and held-out prompts; no text is in both.
 
     Args:
-      training, held_out: the first so many of config.data's split, and of `eval_split`.
+      training, held_out: numbers of prompts from the start of config.data's split and of
+        `eval_split`.
 
     Raises:
       ConfigError: see `make_prompts`; or all training prompts are held out.
@@ -85,46 +89,45 @@ def load_prompts(config: Config, tokenizer: Tokenizer, training: int, eval_split
     held = load(split=eval_split, examples=held_out)
     if not training:
         return Prompts([], [], []), held
-    asked, out = load(examples=training), set(held.texts)
-    kept = [i for i, text in enumerate(asked.texts) if text not in out]
+    prompts, out = load(examples=training), set(held.texts)
+    kept = [i for i, text in enumerate(prompts.texts) if text not in out]
     check(bool(kept), "eval_split", eval_split, "holds out every training prompt; choose another, "
           "such as train[90%:] with --config.data.split=train[:90%]")
-    if len(kept) < len(asked.texts):
-        say(f"{len(asked.texts) - len(kept)} training prompts are held out")
-    return Prompts([asked.examples[i] for i in kept], [asked.texts[i] for i in kept],
-                   [asked.tokens[i] for i in kept]), held
+    if len(kept) < len(prompts.texts):
+        say(f"{len(prompts.texts) - len(kept)} training prompts are held out")
+    return prompts.select(kept), held
 
 
 def gather(config: Config, source: Source, params: Params, prompts: tuple[Prompts, Prompts],
            samples: int, texts: str, directory: Path, say: Callable[[str], None]
            ) -> tuple[Corpus, Corpus]:
-    """The sequences to learn from and those to evaluate on.
+    """Returns the sequences to learn from and those to evaluate on.
 
     Args:
       source, params: the actor; its parameters as published.
       prompts: of `load_prompts`.
       samples: responses to each prompt.
-      texts: file to learn from as well, or "".
+      texts: JSONL file to learn from too, or "".
       directory: where rollouts are stored.
     """
-    tokenizer, (asked, held) = source.tokenizer, prompts
+    tokenizer, (training, held) = source.tokenizer, prompts
     most = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
     read = [read_texts(Path(texts), tokenizer, config.data.system, most)] if texts else []
-    every = Prompts([*held.examples, *asked.examples], held.texts + asked.texts,
-                    held.tokens + asked.tokens)
+    every = Prompts([*held.examples, *training.examples], held.texts + training.texts,
+                    held.tokens + training.tokens)
     sampler, at_once = _sampler(config, source, samples, len(every.tokens))
     sampler.publish(params, 0)
     rolled = roll_out(sampler, every, at_once, directory, say)
     reward = compose(config.reward.terms, config.reward.weights)
-    answers = [judged(rolled, part, config.seed, reward, tokenizer)
-               for part in (asked, held) if part.texts]
-    return join([*answers[:-1], *read]), answers[-1]
+    scored = [scored_corpus(rolled, part, config.seed, reward, tokenizer)
+              for part in (training, held) if part.texts]
+    return join([*scored[:-1], *read]), scored[-1]
 
 
 def _sampler(config: Config, source: Source, samples: int, prompts: int) -> tuple[Sampler, int]:
-    """A sampler of plain decoding's tokens, and how many prompts it takes at once: equal parts.
+    """Returns a sampler that decodes plainly, and its prompts per call, which make equal parts.
 
-    Whatever spec.rule is: drafts are judged by the match rule, against the noise of these draws.
+    spec.rule becomes match whatever it is: `Evaluation.match` needs the noise of these draws.
     """
     mesh, slots = sharding.make_mesh(config.mesh), config.rollout.batch_size
     parts = -(-prompts * samples // (PART_BATCHES * slots))
@@ -139,7 +142,7 @@ def _sampler(config: Config, source: Source, samples: int, prompts: int) -> tupl
 
 def roll_out(sampler: Sampler, prompts: Prompts, at_once: int, directory: Path,
              say: Callable[[str], None]) -> dict[str, np.ndarray]:
-    """Samples every prompt, in parts that are stored in `directory` and not made twice.
+    """Samples every prompt in parts, which are stored in `directory` and generated only once.
 
     Args:
       sampler: for `at_once` prompts, published.
@@ -148,16 +151,16 @@ def roll_out(sampler: Sampler, prompts: Prompts, at_once: int, directory: Path,
       FIELDS of all sequences, in canonical order within each part.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    asked, parts = prompt_batches(prompts, at_once), []
-    paths = [directory / f"{number:05d}.npz" for number in range(len(asked))]
+    batches, parts = prompt_batches(prompts, at_once), []
+    paths = [directory / f"{number:05d}.npz" for number in range(len(batches))]
     if not all(path.exists() for path in paths):
         sampler.compile(say)
-    for number, (part, path) in enumerate(zip(asked, paths, strict=True)):
+    for number, (batch, path) in enumerate(zip(batches, paths, strict=True)):
         if not path.exists():
-            rollout, result = sampler.generate(part, STREAM, 0)
+            rollout, result = sampler.generate(batch, STREAM, 0)
             _store(path, {name: getattr(rollout, name)[rollout.occurrence == 0] for name in FIELDS})
             tokens = int(rollout.length.sum())
-            say(f"rollouts {number + 1}/{len(asked)}  {tokens} tokens  "
+            say(f"rollouts {number + 1}/{len(batches)}  {tokens} tokens  "
                 f"{tokens / result.seconds:.0f} tok/s")
         parts.append(_stored(path))
     return {name: np.concatenate([part[name] for part in parts]) for name in FIELDS}
@@ -180,31 +183,30 @@ def _stored(path: Path) -> dict[str, np.ndarray]:
 def _store(path: Path, arrays: dict[str, np.ndarray]) -> None:
     temporary = path.with_suffix(".tmp")
     with open(temporary, "wb") as file:
-        np.savez_compressed(file, **arrays)
+        np.savez_compressed(file, allow_pickle=False, **arrays)
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
 
 
-def judged(rolled: dict[str, np.ndarray], prompts: Prompts, seed: int, reward: ComposedReward,
-           tokenizer: Tokenizer) -> Corpus:
-    """The sequences of `prompts` among those rolled out, with rewards and advantages."""
-    index = {prompts.examples[i]["id"]: i for i in range(len(prompts.tokens))}
-    mine = np.flatnonzero(np.isin(rolled["prompt_id"], list(index)))
-    ids, samples = rolled["prompt_id"][mine], rolled["sample_id"][mine]
-    tokens, rewards = [], np.zeros(len(mine), np.float32)
-    for n, q in enumerate(mine):
-        said = rolled["tokens"][q, : rolled["length"][q]]
-        at = index[int(ids[n])]
-        completion = tokenizer.decode(said[: len(said) - rolled["stopped"][q]].tolist())
-        rewards[n] = reward(prompts.texts[at], completion, prompts.examples[at])[0]
-        tokens.append(np.concatenate([prompts.tokens[at], said]).astype(np.int32))
-    return Corpus(tokens, rolled["prompt_length"][mine], rewards, _advantages(rewards, samples),
+def scored_corpus(rolled: dict[str, np.ndarray], prompts: Prompts, seed: int,
+                  reward: ComposedReward, tokenizer: Tokenizer) -> Corpus:
+    """Returns the sequences of `prompts` among FIELDS `rolled`, with rewards and advantages."""
+    mine = np.isin(rolled["prompt_id"], list(prompts.place))
+    stored = {name: values[mine] for name, values in rolled.items()}
+    ids, samples = stored["prompt_id"], stored["sample_id"]
+    fields: dict[str, Any] = dict.fromkeys(
+        ("prompt", "logprob", "raw_logprob", "top_p_mass", "commits", "rounds"))
+    fields |= stored | {"occurrence": ids * 0}
+    scored, rewards, _ = score_rollout(Rollout(**fields), prompts, tokenizer, reward)
+    tokens = [np.asarray([*prompts.tokens[prompts.place[int(i)]], *sample["tokens"]], np.int32)
+              for i, sample in zip(ids, scored, strict=True)]
+    return Corpus(tokens, stored["prompt_length"], rewards, _advantages(rewards, samples),
                   prng.row_keys(seed, STREAM, 0, ids, ids * 0, samples))
 
 
 def _advantages(rewards: np.ndarray, samples: np.ndarray) -> np.ndarray:
-    """f32[Q] within each prompt's samples; 0 where there is one."""
+    """Returns f32[Q] within each prompt's samples; 0 if there is only one."""
     group = int(samples.max(initial=0)) + 1
     if group == 1:
         return np.zeros_like(rewards)
@@ -215,26 +217,23 @@ def _advantages(rewards: np.ndarray, samples: np.ndarray) -> np.ndarray:
 
 
 def read_texts(path: Path, tokenizer: Tokenizer, system: str, most: int) -> Corpus:
-    """Sequences of a JSONL file, plain or gzipped, with reward 1 and advantage 0.
+    """Reads the sequences of a JSONL file, plain or gzipped, with reward 1 and advantage 0.
 
     An object with "question" and "answer" is a chat whose response is the answer; one with "text"
-    is a response to its own first token.
-
-    Args:
-      most: tokens beyond this are cut off.
+    is a response to its own first token. Sequences are cut to `most` tokens.
 
     Raises:
       ConfigError: the file cannot be read, or a line holds something else, or nothing to learn.
     """
     tokens, first = [], []
     for number, row in enumerate(_rows(path), 1):
-        asked, said = _question_and_text(row, tokenizer, system)
-        sequence = [*asked, *said][:most]
-        check(len(sequence) > max(len(asked), 1), "texts", f"{path}:{number}",
+        prompt, response = _prompt_and_response(row, tokenizer, system)
+        sequence = [*prompt, *response][:most]
+        check(len(sequence) > max(len(prompt), 1), "texts", f"{path}:{number}",
               f"no token to learn among the first {most}; raise rollout.max_new_tokens or "
               f"drop the line")
         tokens.append(np.asarray(sequence, np.int32))
-        first.append(max(len(asked), 1))
+        first.append(max(len(prompt), 1))
     zero = np.zeros(len(tokens), np.float32)
     return Corpus(tokens, np.asarray(first, np.int32), zero + 1, zero,
                   np.zeros((len(tokens), 2), np.uint32))
@@ -248,8 +247,8 @@ def _rows(path: Path) -> Iterator[Any]:
         raise ConfigError(f"texts = {str(path)!r}: {error}; give a JSONL file") from error
 
 
-def _question_and_text(row: Any, tokenizer: Tokenizer, system: str) -> tuple[list[int], list[int]]:
-    """Token ids of what is asked and of what is said."""
+def _prompt_and_response(row: Any, tokenizer: Tokenizer, system: str
+                         ) -> tuple[list[int], list[int]]:
     row = row if isinstance(row, dict) else {}
     if isinstance(row.get("text"), str):
         return [], tokenizer.encode(row["text"])
@@ -261,17 +260,17 @@ def _question_and_text(row: Any, tokenizer: Tokenizer, system: str) -> tuple[lis
 
 
 def token_counts(config: Config, source: Source, corpus: Corpus) -> np.ndarray:
-    """i64[V]: how often responses have each token, and, for less, the questions of config.data.
+    """Returns i64[V], weighted token counts of the responses and of config.data's questions.
 
-    Answers repeat names of their questions, so the split's questions, which cost no rollout, tell
+    Answers repeat names of their questions. The split's questions cost no rollout, so they show
     which rare tokens a draft vocabulary needs (experiments/LOG.md).
     """
-    asked = [np.zeros(0, np.int64)]
+    questions = [np.zeros(0, np.int64)]
     for example in load_examples(dataclasses.replace(config.data, examples=0)):
-        asked.append(np.asarray(source.tokenizer.encode(example["question"])))
+        questions.append(np.asarray(source.tokenizer.encode(example["question"])))
     size = source.arch.vocab_size
     return (RESPONSE_WEIGHT * np.bincount(corpus.responses, minlength=size)
-            + np.bincount(np.concatenate(asked), minlength=size))
+            + np.bincount(np.concatenate(questions), minlength=size))
 
 
 # Batches.
@@ -279,7 +278,7 @@ def token_counts(config: Config, source: Source, corpus: Corpus) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """One update's sequences: rows of the corpus in n micro-batches of b."""
+    """The sequences of one update: rows of the corpus in n micro-batches of b."""
 
     rows: np.ndarray  # i64[n, b]; -1 pads
     width: int  # S
@@ -288,9 +287,9 @@ class Plan:
 
 def make_plans(corpus: Corpus, tokens: int, micro_tokens: int, shards: int, seed: int
                ) -> list[Plan]:
-    """Cuts a corpus into plans of a few shapes: each third of the lengths has a width of its own.
+    """Cuts a corpus into plans of few shapes: each third of the lengths has its own width.
 
-    Each plan is a random part of its class; every sequence is in one.
+    Each plan is a random part of its class; every sequence is in exactly one plan.
 
     Args:
       tokens, micro_tokens: of an update and of a micro-batch, padding included.
@@ -309,7 +308,7 @@ def make_plans(corpus: Corpus, tokens: int, micro_tokens: int, shards: int, seed
 
 
 def _classes(length: np.ndarray, tokens: int) -> list[tuple[int, np.ndarray]]:
-    """(width, sequences): those that fit and fill an update, others go to the next width."""
+    """Returns (width, sequences); sequences that do not fill an update go to the next width."""
     widths = sorted({_round_up(int(np.quantile(length, q, method="higher")))
                      for q in LENGTH_CLASSES})
     classes, start = [], 0
@@ -325,8 +324,8 @@ def _round_up(size: int) -> int:
     return -(-size // WIDTH_MULTIPLE) * WIDTH_MULTIPLE
 
 
-def texts_of(corpus: Corpus, plan: Plan, temperature: float) -> Texts:
-    """The plan's sequences as host arrays [n, b, ...]; `temperature` 0 counts as 1."""
+def batch_of(corpus: Corpus, plan: Plan, temperature: float) -> SequenceBatch:
+    """Returns the plan's sequences as host arrays [n, b, ...]; `temperature` 0 counts as 1."""
     used = plan.rows >= 0
     tokens = np.zeros((*plan.rows.shape, plan.width), np.int32)
     for at in np.argwhere(used):
@@ -336,6 +335,7 @@ def texts_of(corpus: Corpus, plan: Plan, temperature: float) -> Texts:
     def take(values: np.ndarray, pad: float) -> np.ndarray:
         return np.where(used, values[plan.rows], pad).astype(values.dtype)
 
-    return Texts(tokens=tokens, length=take(corpus.length, 0), first=take(corpus.first, 1),
-                 temperature=np.full(used.shape, temperature or 1.0, np.float32),
-                 reward=take(corpus.reward, 0), advantage=take(corpus.advantage, 0))
+    return SequenceBatch(
+        tokens=tokens, length=take(corpus.length, 0), first=take(corpus.first, 1),
+        temperature=np.full(used.shape, temperature or 1.0, np.float32),
+        reward=take(corpus.reward, 0), advantage=take(corpus.advantage, 0))

@@ -1,10 +1,11 @@
-"""Features of finished rollouts on the host: preallocated, within a byte budget, newest first.
+"""A ring buffer of training features on the host: preallocated, within a byte budget.
 
-What is kept: the sequences of the newest `rollouts` rollouts, and of those as many as the budget
-holds. The oldest sequences make room. With the features of a policy version the head that makes
-logits of them is kept, counted in the same budget; a version whose head made room goes whole.
+It holds the sequences of the newest `distill.rollouts` rollouts, or as many as the budget allows;
+new sequences overwrite the oldest. Hidden states become logits only by the output head of the
+policy version that made them, so each version's head is stored too, within the same budget. A
+version whose head is overwritten leaves with all its sequences.
 
-Letters as in rl/distill.py; `R` kept sequences, `H` kept policy versions.
+Shapes as in distill/teacher.py; `R` stored sequences, `H` stored policy versions.
 """
 
 from typing import Any
@@ -12,43 +13,46 @@ from typing import Any
 import numpy as np
 
 from specrl_jax.config import DistillConfig, check
-from specrl_jax.distill.update import Lessons, Texts
-from specrl_jax.draft.eagle_model import EagleArch
+from specrl_jax.distill.teacher import SequenceBatch, TeacherTargets
+from specrl_jax.draft.trainable import TrainableDrafter
+from specrl_jax.structs import Array
 
 EMPTY = -1
 MEGABYTE = 2**20
 HEADS, VERSIONS, VERSION, NEXT = "heads", "versions", "version", "next"
-_TEXTS = ("tokens", "length", "first", "temperature", "reward", "advantage")
-_LESSONS = ("taps", "hidden", "normalizer", "best", "entropy")  # a row of each sequence
+_BATCH = ("tokens", "length", "first", "temperature", "reward", "advantage")
+_TARGETS = ("taps", "hidden", "normalizer", "best", "entropy")  # a row of each sequence
 
 
-def row_shapes(arch: EagleArch, columns: int, window: int) -> dict[str, tuple[Any, ...]]:
-    """Name -> (shape, dtype) of what is kept of one sequence; S = `columns`, T = `window`."""
-    f = arch.actor.hidden_size
+def row_shapes(drafter: TrainableDrafter, hidden_size: int, columns: int, window: int
+               ) -> dict[str, tuple[Any, ...]]:
+    """Returns name -> (shape, dtype) of one stored sequence; S = `columns`, T = `window`."""
+    f = hidden_size
     return {
         "tokens": ((columns,), np.int32), "length": ((), np.int32), "first": ((), np.int32),
         "temperature": ((), np.float32), "reward": ((), np.float32), "advantage": ((), np.float32),
-        "taps": ((len(arch.taps) * f, columns), np.float32), "hidden": ((f, window), np.float32),
+        "taps": ((len(drafter.taps) * f, columns), np.float32), "hidden": ((f, window), np.float32),
         "normalizer": ((window,), np.float32), "best": ((window,), np.int32),
         "entropy": ((window,), np.float32), VERSION: ((), np.int32)}
 
 
-class Features:
-    """The buffer. Its arrays never change size.
+class FeatureBuffer:
+    """Stores sequences with their teacher targets. Its arrays never change size.
 
     Args:
-      sequences: of a rollout that may be kept.
+      hidden_size: F, the actor's.
+      sequences: most sequences of one rollout.
       columns, window: S and T.
       heads: H.
 
     Raises:
-      ConfigError: not even one update's sequences can be kept.
+      ConfigError: the budget does not hold one update's sequences.
     """
 
-    def __init__(self, options: DistillConfig, arch: EagleArch, sequences: int, columns: int,
-                 window: int, heads: int) -> None:
-        described = row_shapes(arch, columns, window)
-        head = (arch.draft_vocab, arch.actor.hidden_size)
+    def __init__(self, options: DistillConfig, drafter: TrainableDrafter, hidden_size: int,
+                 sequences: int, columns: int, window: int, heads: int) -> None:
+        described = row_shapes(drafter, hidden_size, columns, window)
+        head = (drafter.vocab_size, hidden_size)
         row_bytes = sum(int(np.prod(shape)) * np.dtype(kind).itemsize
                         for shape, kind in described.values())
         fixed = heads * (int(np.prod(head)) + 1) * 4 + 4  # with the versions, and the next row
@@ -73,7 +77,7 @@ class Features:
 
     @property
     def filled(self) -> int:
-        """Sequences held now."""
+        """Number of sequences stored now."""
         return int((self._arrays[VERSION] != EMPTY).sum())
 
     @property
@@ -86,26 +90,27 @@ class Features:
         return sum(a.nbytes for a in self._arrays.values())
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """What a checkpoint holds."""
+        """Returns the arrays of a checkpoint."""
         return self._arrays
 
     def restore(self, arrays: dict[str, Any]) -> None:
         self._arrays = {name: np.array(a) for name, a in arrays.items()}
 
-    def add(self, texts: Texts, lessons: Lessons, version: int, head: Any) -> None:
-        """Adds the sequences of n micro-batches; those of length 0 are padding.
+    def add(self, batch: SequenceBatch, targets: TeacherTargets, version: int,
+            head: Array | np.ndarray) -> None:
+        """Stores the sequences of n micro-batches; those of length 0 are padding.
 
         Args:
-          version: of the policy that said them.
-          head: f32[Vd, F] its rows of the draft vocabulary.
+          version: of the policy that generated them.
+          head: f32[Vd, F] the draft vocabulary's rows of its output head.
         """
         kept = self._arrays
         slot = self._slot(version)
         kept[HEADS][slot] = head
-        found = {name: np.asarray(getattr(texts, name)) for name in _TEXTS}
-        found |= {name: np.asarray(getattr(lessons, name)) for name in _LESSONS}
+        found = {name: np.asarray(getattr(batch, name)) for name in _BATCH}
+        found |= {name: np.asarray(getattr(targets, name)) for name in _TARGETS}
         found |= {name: np.moveaxis(found[name], 2, 1) for name in ("taps", "hidden")}
-        flat = {name: a.reshape(-1, *a.shape[2:]) for name, a in found.items()}
+        flat = {name: a.reshape(a.shape[0] * a.shape[1], *a.shape[2:]) for name, a in found.items()}
         real = np.flatnonzero(flat["length"])[-self.rows :]
         at = (int(kept[NEXT]) + np.arange(len(real))) % self.rows
         for name, values in flat.items():
@@ -114,7 +119,7 @@ class Features:
         kept[NEXT][...] = (int(kept[NEXT]) + len(real)) % self.rows
 
     def _slot(self, version: int) -> int:
-        """Where the head of `version` goes. The oldest version leaves if there is no room."""
+        """Returns the place of a version's head; without room the oldest version leaves."""
         versions = self._arrays[VERSIONS]
         same = np.flatnonzero(versions == version)
         slot = int(same[0]) if len(same) else int(np.argmin(versions))
@@ -124,12 +129,12 @@ class Features:
         return slot
 
     def draw(self, rng: np.random.Generator, batch: int, rows: int, newest: bool = False
-             ) -> tuple[Texts, Lessons]:
-        """Random sequences as micro-batches of `rows`, each of one policy version.
+             ) -> tuple[SequenceBatch, TeacherTargets]:
+        """Draws random sequences as micro-batches of `rows`, each of one policy version.
 
         Args:
-          batch: sequences; a multiple of `rows`. Where fewer are held, some are padding.
-          newest: only those of the newest version.
+          batch: number of sequences, a multiple of `rows`; padded if fewer are stored.
+          newest: draw from the newest version only.
         """
         version = self._arrays[VERSION]
         held = np.unique(version[version != EMPTY])
@@ -143,19 +148,19 @@ class Features:
         chosen += [(int(held[-1]), np.full(rows, EMPTY))] * (batch // rows - len(chosen))
         return self._take(np.stack([part for _, part in chosen]), [v for v, _ in chosen])
 
-    def _take(self, rows: np.ndarray, versions: list[int]) -> tuple[Texts, Lessons]:
-        """Kept rows i64[n, b] as micro-batches; EMPTY pads."""
+    def _take(self, rows: np.ndarray, versions: list[int]
+              ) -> tuple[SequenceBatch, TeacherTargets]:
+        """Returns stored rows i64[n, b] as micro-batches; EMPTY pads."""
+
         def pick(name: str) -> np.ndarray:
             return self._arrays[name][rows]
 
-        texts = Texts(**{name: pick(name) for name in _TEXTS})
+        batch = SequenceBatch(**{name: pick(name) for name in _BATCH})
         used = rows != EMPTY
-        texts = texts.replace(length=np.where(used, texts.length, 0),
-                              first=np.where(used, texts.first, 1),
-                              temperature=np.where(used, texts.temperature, np.float32(1)))
-        lessons = {name: pick(name) for name in _LESSONS}
-        lessons |= {name: np.moveaxis(lessons[name], 1, 2) for name in ("taps", "hidden")}
+        batch = batch.replace(length=np.where(used, batch.length, 0),
+                              first=np.where(used, batch.first, 1),
+                              temperature=np.where(used, batch.temperature, np.float32(1)))
+        targets = {name: pick(name) for name in _TARGETS}
+        targets |= {name: np.moveaxis(targets[name], 1, 2) for name in ("taps", "hidden")}
         slots = [int(np.flatnonzero(self._arrays[VERSIONS] == v)[0]) for v in versions]
-        return texts, Lessons(**lessons, teacher=np.asarray(slots, np.int32))
-
-
+        return batch, TeacherTargets(**targets, teacher=np.asarray(slots, np.int32))

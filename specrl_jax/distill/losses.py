@@ -1,11 +1,11 @@
-"""Losses of a drafter, of one sequence; `vmap` over sequences at the border.
+"""Losses of a drafter for one sequence; callers `vmap` over sequences.
 
 They compare p, the actor's distribution, with q, the drafter's, over the draft vocabulary. q has no
 mass elsewhere, and p is not renormalised: `sum min(p, q)` is then the true acceptance rate of
-rejection sampling (LK losses, arXiv 2602.23881). A loss is a term for each depth and token, a way
-in which the depths add up, and a weight for each sequence.
+rejection sampling (LK losses, arXiv 2602.23881). A loss consists of a term for each depth and
+token, a sum over depths, and a weight for each sequence.
 
-Further letters: `J` draft depths, `Vd` draft vocabulary.
+Shapes: `J` draft depths, `Vd` draft vocabulary, `T` response tokens.
 """
 
 import math
@@ -19,14 +19,14 @@ import jax.numpy as jnp
 from specrl_jax.structs import Array
 
 LK_RATE = 3.0  # eta of the LK paper's schedule
-WEIGHT_RANGE = (0.1, 3.0)  # ReSpec clips its weights but does not say where
+WEIGHT_RANGE = (0.1, 3.0)  # ReSpec clips its weights and does not give the range
 
 
 # Losses of one depth of one sequence: log_p, log_q f32[Vd, T] -> f32[T].
 
 
 def acceptance(log_p: Array, log_q: Array) -> Array:
-    """Probability that rejection sampling accepts a token, f32[T]: `sum min(p, q)`.
+    """Returns f32[T], the probability that rejection sampling accepts a token: `sum min(p, q)`.
 
     Leviathan et al., arXiv 2211.17192, theorem 3.5.
     """
@@ -35,24 +35,26 @@ def acceptance(log_p: Array, log_q: Array) -> Array:
 
 
 def forward_kl(log_p: Array, log_q: Array) -> Array:
-    """KL(p || q), f32[T]: ReSpec (arXiv 2510.26475, algorithm 1); EAGLE-3's loss up to p's entropy.
+    """Returns KL(p || q), f32[T]: ReSpec (arXiv 2510.26475, algorithm 1); EAGLE-3's loss.
 
-    Only the draft vocabulary's terms: what p has outside would make it infinite.
+    It sums over the draft vocabulary only: p's mass outside would make it infinite.
     """
     _check(log_p, log_q)
     return (jnp.exp(log_p) * (log_p - log_q)).sum(0)
 
 
 def tv(log_p: Array, log_q: Array) -> Array:
-    """Total variation `1 - sum min(p, q)`, f32[T], over the whole vocabulary: the factor `TV_i` of
-    arXiv 2606.12370, equation 13, as a loss of its own; `chained` is the equation."""
+    """Returns the total variation `1 - sum min(p, q)`, f32[T], over the whole vocabulary.
+
+    It is the factor `TV_i` of arXiv 2606.12370, equation 13; `chained` is the equation.
+    """
     return 1.0 - acceptance(log_p, log_q)
 
 
 def jsd(log_p: Array, log_q: Array) -> Array:
-    """Jensen-Shannon divergence, f32[T], at most log 2 (Lin, 1991, equation 3.5 with weights 1/2).
+    """Returns the Jensen-Shannon divergence, f32[T] (Lin, 1991, equation 3.5 with weights 1/2).
 
-    Over the whole vocabulary: where q is 0, p contributes `p / 2 log 2`.
+    It sums over the whole vocabulary: where q is 0, p contributes `p / 2 log 2`. At most log 2.
     """
     _check(log_p, log_q)
     p, q, log_2 = jnp.exp(log_p), jnp.exp(log_q), math.log(2)
@@ -62,23 +64,23 @@ def jsd(log_p: Array, log_q: Array) -> Array:
 
 
 def lk(log_p: Array, log_q: Array) -> Array:
-    """`l KL + (1 - l) TV` with `l = exp(-3 sg[alpha])`, f32[T]: the hybrid objective of arXiv
-    2602.23881 with its adaptive l, where sg stops the gradient.
+    """Returns `l KL + (1 - l) TV`, f32[T], with `l = exp(-3 stop_gradient(alpha))`.
 
-    KL leads while little is accepted, where TV has hardly a gradient; TV leads later. alpha is the
-    token's own and has no gradient, so that micro-batches add up.
+    This is the hybrid objective of arXiv 2602.23881 with its adaptive l. KL dominates while little
+    is accepted and TV has almost no gradient; TV dominates later. alpha is the token's own, so that
+    micro-batches add up.
     """
     accepted = acceptance(log_p, log_q)
     mix = jnp.exp(-LK_RATE * jax.lax.stop_gradient(accepted))
     return mix * forward_kl(log_p, log_q) + (1.0 - mix) * (1.0 - accepted)
 
 
-# From depths to the loss of a sequence: terms f32[J, T], mask bool[J, T], count f32[J], decay.
+# Sums over depths: terms f32[J, T], mask bool[J, T], count f32[J], decay -> the sequence's f32[].
 
 
 def decayed(terms: Array, mask: Array, count: Array, decay: float) -> Array:
-    """`sum_j decay^j mean_t terms[j, t]`: EAGLE-3's training-time test (arXiv 2503.01840), with the
-    decay of depths of the LK losses (arXiv 2602.23881).
+    """Returns `sum_j decay^j mean_t terms[j, t]`: EAGLE-3's training-time test (arXiv 2503.01840)
+    with the decay over depths of the LK losses (arXiv 2602.23881).
 
     Args:
       count: f32[J], tokens of each depth in the whole batch.
@@ -88,13 +90,13 @@ def decayed(terms: Array, mask: Array, count: Array, decay: float) -> Array:
 
 
 def chained(terms: Array, mask: Array, count: Array, decay: float) -> Array:
-    """End-to-end TV, arXiv 2606.12370, equation 13: `1 - mean_j prod_{i <= j} alpha_i`.
+    """Returns end-to-end TV, arXiv 2606.12370, equation 13: `1 - mean_j prod_{i <= j} alpha_i`.
 
-    The mean is over the depths that an anchor has, which are fewer near the end of a sequence.
+    The mean is over the depths of an anchor, which are fewer near the end of a sequence.
 
     Args:
       terms: f32[J, T] acceptance.
-      decay: not read; depths are weighted by the chance to get there.
+      decay: not read; depths are weighted by the probability of reaching them.
     """
     reached = jnp.ones_like(terms[0])
     total = jnp.zeros_like(reached)
@@ -109,22 +111,24 @@ def chained(terms: Array, mask: Array, count: Array, decay: float) -> Array:
 
 
 def equal_weights(reward: Array, advantage: Array, live: Array) -> Array:
+    """Returns ones."""
     return jnp.ones_like(reward)
 
 
 def reward_weights(reward: Array, advantage: Array, live: Array) -> Array:
-    """w(r) of ReSpec (arXiv 2510.26475, algorithm 1): rewards over their mean, clipped.
+    """Returns w(r) of ReSpec (arXiv 2510.26475, algorithm 1): rewards over their mean, clipped.
 
-    The paper gives neither range nor what becomes of rewards below 0: these are shifted to start
-    at 0. Without any reward all weights are 1.
+    The paper does not treat rewards below 0; here rewards are shifted to start at 0. If no
+    sequence has a reward, all weights are 1.
     """
     lowest = jnp.minimum(jnp.where(live, reward, 0).min(), 0)
     return _clipped(reward - lowest, live)
 
 
 def advantage_weights(reward: Array, advantage: Array, live: Array) -> Array:
-    """exp(advantage) over its mean, clipped: advantage-weighted regression, arXiv 1910.00177,
-    equation 6 with beta = 1. Positive for sequences of negative advantage too.
+    """Returns exp(advantage) over its mean, clipped: advantage-weighted regression, arXiv
+    1910.00177, equation 6 with beta = 1. Sequences of negative advantage weigh little, not less
+    than 0.
     """
     return _clipped(jnp.exp(advantage), live)
 
@@ -135,7 +139,7 @@ def _clipped(value: Array, live: Array) -> Array:
 
 
 class Loss(NamedTuple):
-    """What a depth of a sequence costs, how depths add up, and what a sequence weighs."""
+    """The term of a depth and token, the sum over depths, and the weight of a sequence."""
 
     term: Callable[[Array, Array], Array]
     combine: Callable[[Array, Array, Array, float], Array] = decayed

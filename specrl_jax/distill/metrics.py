@@ -1,25 +1,98 @@
-"""How good drafts are: acceptance by depth, and rounds replayed over what was said."""
+"""Quality of drafts: a drafter evaluated on sequences, acceptance by depth, replayed rounds."""
 
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
 import numpy as np
+from flax import struct
+from specrl_kernels.noise import gumbel
 
-from specrl_jax.distill.update import Assessment
+from specrl_jax.config import DistillOptions
+from specrl_jax.distill.losses import acceptance
+from specrl_jax.distill.teacher import (
+    Aligned,
+    FrozenParams,
+    SequenceBatch,
+    TeacherTargets,
+    in_chunks,
+    inputs_of,
+    targets_of,
+)
+from specrl_jax.draft.trainable import TrainableDrafter
+from specrl_jax.structs import Array, DrafterParams
 
 
-def summarize(parts: list[Assessment]) -> dict[str, float]:
-    """Means over all held-out anchors, by depth, and accept lengths, by the depth of the chain.
+class Evaluation(struct.PyTreeNode):
+    """How a drafter did on a micro-batch, at the anchors of `live_anchors`."""
+
+    alpha: Array  # f32[J, b, T] acceptance rate
+    agree: Array  # bool[J, b, T] drafter and actor find the same token most likely
+    match: Array  # bool[J, b, T] the draft with the actor's noise is the response's token
+    live: Array  # bool[J, b, T]
+
+
+def evaluate_drafter(drafter: TrainableDrafter, options: DistillOptions, params: DrafterParams,
+                     frozen: FrozenParams, batch: SequenceBatch, teacher: TeacherTargets,
+                     key: Array, scale: Array) -> Evaluation:
+    """Compares drafts of a micro-batch with the actor, each given that those before were right.
+
+    Args:
+      drafter: with `outputs` and `logits`.
+      key, scale: see `noise`.
+    """
+    assert drafter.outputs is not None and drafter.logits is not None
+    logits, depths = drafter.logits, options.unroll
+    inputs = inputs_of(frozen, batch, teacher)
+    place = jnp.broadcast_to(jnp.arange(inputs.window)[None], teacher.best.shape)
+    targets = targets_of(options, depths, frozen, batch, teacher, jnp.ones(depths), jnp.ones(len(
+        batch.length)), extra=(teacher.best, inputs.tokens_at(0), place))
+
+    def chunk(outputs: Sequence[Array], at: Aligned) -> tuple[Array, ...]:
+        log_p, (best, response, place) = targets.log_probs(at), at.extra
+        drawn, found = noise(frozen.vocab, place, key, scale), []
+        for j, output in enumerate(outputs):
+            def shift(a: Array, j: int = j, size: int = output.shape[-1]) -> Array:
+                return a[..., j:][..., :size]
+
+            log_q = targets.log_draft(logits(params, inputs, output))
+            found.append((
+                jax.vmap(acceptance, in_axes=1)(shift(log_p), log_q),
+                frozen.vocab[log_q.argmax(0)] == shift(best),
+                frozen.vocab[(log_q + shift(drawn)).argmax(0)] == shift(response)))
+        return tuple(jnp.stack(x) for x in zip(*found, strict=True))
+
+    outputs = drafter.outputs(params, inputs, depths)
+    return Evaluation(*in_chunks(chunk, outputs, targets.aligned), live=targets.mask)
+
+
+def noise(vocab: Array, place: Array, key: Array, scale: Array) -> Array:
+    """Returns the noise f32[Vd, b, C] that response tokens were drawn with, see prng.row_keys.
+
+    Args:
+      place: i32[b, C], indices of response tokens.
+      key: u32[b, 2].
+      scale: f32[b], 0 for rows that were drawn greedily, else 1.
+    """
+    drawn = gumbel(key[:, None], place, vocab) * scale[:, None, None]
+    return jnp.moveaxis(drawn, -1, 0)
+
+
+def summarize(parts: list[Evaluation]) -> dict[str, float]:
+    """Returns means over all held-out anchors by depth, and accept lengths by depth of the chain.
 
     alpha: acceptance rate of rejection sampling; agree: share of anchors at which drafter and actor
     find the same token most likely; match: share at which the draft made with the actor's noise is
-    the token that was said. Each is given that the drafts before it were right.
-    accept_length/d: tokens of a round with a chain of d drafts, by the match rule: rounds replayed
-    over the sequences, whose responses are said again.
+    the response's token. Each assumes that the drafts before it were right.
+    accept_length/d: tokens of a round with a chain of d drafts under the match rule, from rounds
+    replayed over the recorded responses.
     """
     out: dict[str, float] = {}
     for name in ("alpha", "agree", "match"):
-        sums = sum(np.where(p.live, getattr(p, name), 0).sum((1, 2)) for p in parts)
-        out |= by_depth(name, sums / sum(p.live.sum((1, 2)) for p in parts))
+        sums = np.sum([np.where(p.live, getattr(p, name), 0).sum((1, 2)) for p in parts], axis=0)
+        out |= by_depth(name, sums / np.sum([p.live.sum((1, 2)) for p in parts], axis=0))
     depths = len(parts[0].match)
-    walks = [walk(p.match[:, row] & p.live[:, row], int(p.live[0, row].sum()))
+    walks = [walk(np.asarray(p.match[:, row] & p.live[:, row]), int(p.live[0, row].sum()))
              for p in parts for row in range(p.match.shape[1])]
     tokens = sum(total for total, _ in walks)
     rounds = np.sum([counts for _, counts in walks], axis=0)
@@ -27,7 +100,7 @@ def summarize(parts: list[Assessment]) -> dict[str, float]:
 
 
 def walk(match: np.ndarray, length: int) -> tuple[int, list[int]]:
-    """Tokens of one response, and rounds that it takes with chains of 1, 2, ... drafts.
+    """Returns the tokens of one response, and its rounds with chains of 1, 2, ... drafts.
 
     Args:
       match: bool[J, T], whether the draft of depth j from anchor k is right.
@@ -43,11 +116,12 @@ def walk(match: np.ndarray, length: int) -> tuple[int, list[int]]:
 
 
 def by_depth(name: str, values: np.ndarray) -> dict[str, float]:
+    """Returns name/0, name/1, ... for the values of each depth."""
     return {f"{name}/{depth}": float(x) for depth, x in enumerate(np.asarray(values))}
 
 
 def table(found: dict[str, float]) -> str:
-    """What `summarize` found, a line a depth."""
+    """Formats the result of `summarize`, one line for each depth."""
     depths = sum(name.startswith("alpha/") for name in found)
     lines = ["held out: depth  alpha  agree  match  accept length of a chain"]
     lines += [f"          {d + 1:5d}  {found[f'alpha/{d}']:.3f}  {found[f'agree/{d}']:.3f}  "

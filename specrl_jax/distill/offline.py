@@ -1,7 +1,7 @@
-"""Training of an EAGLE-3 head from an actor that stands still, and its measure on other prompts.
+"""Offline training of an EAGLE-3 head for a fixed actor, and its evaluation on held-out prompts.
 
-The actor answers the training prompts and the held-out ones, with the drafter off. The head learns
-from separate forwards over its answers, whose features are kept as far as memory is granted.
+The actor responds to the training prompts and the held-out ones, with the drafter off. The head
+learns from separate forwards over the responses; their features stay in memory within a budget.
 """
 
 import dataclasses
@@ -24,20 +24,20 @@ from specrl_jax.config import (
     check,
     option,
 )
-from specrl_jax.distill import update as distill
+from specrl_jax.distill import teacher, update
 from specrl_jax.distill.data import (
     Corpus,
     Plan,
+    batch_of,
     gather,
     load_prompts,
     make_plans,
-    texts_of,
     token_counts,
 )
 from specrl_jax.distill.metrics import by_depth, summarize, table
 from specrl_jax.distill.programs import Programs
-from specrl_jax.distill.update import Lent, Lessons, Texts
-from specrl_jax.draft import eagle_model, eagle_weights
+from specrl_jax.distill.teacher import SequenceBatch, TeacherTargets
+from specrl_jax.draft import eagle_model, eagle_training, eagle_weights
 from specrl_jax.draft.eagle_model import EagleArch
 from specrl_jax.io import metrics
 from specrl_jax.io.checkpoint import Checkpoints
@@ -48,35 +48,35 @@ from specrl_jax.model.source import CHECKPOINTS, Actor
 from specrl_jax.model.transformer import Params
 from specrl_jax.model.weights import Source
 from specrl_jax.rollout.sampler import publisher
+from specrl_jax.structs import Metrics
 
 ROLLOUTS, DRAFTER = "rollouts", "drafter"
-SMALL = 0.3
 
 
 def _same(name: str) -> Any:
-    """A field of DistillOptions, with its default and help."""
+    """Returns a field like that of DistillOptions, with its default and help."""
     field = DistillOptions.__dataclass_fields__[name]
     return option(field.default, field.metadata["help"])
 
 
 @dataclasses.dataclass(frozen=True)
 class DrafterTraining:
-    """What a drafter is trained on, and how."""
+    """Options of offline training: data and updates."""
 
     rollout_prompts: int = option(256, "use the first N prompts of config.data; 0: only --texts")
     samples: int = option(2, "responses to each prompt")
-    texts: str = option("", "JSONL file, .gz or not, to learn from as well: objects with question "
-                            "and answer, or with text")
+    texts: str = option("", "JSONL file, .gz or not, to learn from too: objects with question and "
+                            "answer, or with text")
     eval_split: str = option("test", "split of config.data whose prompts are held out")
     eval_prompts: int = option(16, "held-out prompts; training prompts equal to one are dropped")
     eval_every: int = option(400, "updates between evaluations; the last one is always evaluated")
-    draft_vocab: int = option(8192, "most tokens that the drafter knows; 0: all of the actor's")
+    draft_vocab: int = option(8192, "size of the draft vocabulary; 0: all of the actor's tokens")
     own_head: bool = option(True, "train an output head, which starts as the actor's")
     steps: int = option(1600, "updates; the learning rate falls linearly to 0 over them")
-    batch_tokens: int = option(512, "tokens of an update, prompts and padding included; few, since "
-                                    "many small updates teach more than few large ones")
+    batch_tokens: int = option(512, "tokens of an update, prompts and padding included; many small "
+                                    "updates teach more than few large ones")
     micro_batch_tokens: int = option(512, "tokens of one forward and backward pass")
-    feature_megabytes: int = option(2048, "features kept in memory; others are made anew")
+    feature_megabytes: int = option(2048, "features kept in memory; others are recomputed")
     checkpoint_every: int = option(200, "updates between checkpoints; the last is always saved")
     loss: str = _same("loss")
     unroll: int = _same("unroll")
@@ -98,6 +98,7 @@ class DrafterTraining:
 
     @property
     def distill(self) -> DistillOptions:
+        """Options of one update."""
         shared = {f.name: getattr(self, f.name) for f in dataclasses.fields(DistillOptions)
                   if f.name in self.__dataclass_fields__}
         return DistillOptions(**shared, decay_steps=self.steps)
@@ -122,25 +123,27 @@ class DrafterTrainer:
         cut = (options.batch_tokens, options.micro_batch_tokens, shards, config.seed)
         self.corpus, self.plans = corpus, make_plans(corpus, *cut)
         self.held, self.held_plans = held, make_plans(held, *cut)
-        self.programs = Programs(arch, options.distill, self.mesh)
-        self.lent = distill.lend(arch, params, self.programs.whole(self.vocab))
-        self._kept: dict[int, tuple[Texts, Lessons]] = {}
+        self.programs = Programs(eagle_training.trainable(arch), source.arch, options.distill,
+                                 self.mesh)
+        self.frozen = teacher.frozen_params(source.arch, params,
+                                            self.programs.replicate(self.vocab))
+        self._kept: dict[int, tuple[SequenceBatch, TeacherTargets]] = {}
         self._room = options.feature_megabytes * 2**20
-        head = warm_start(arch, eagle_model.initialize(arch, config.seed), params, self.lent,
-                          tap_scale(*self.batch(0)))
-        self.state = self.programs.whole(distill.begin(options.distill, head))
+        head = eagle_training.warm_start(arch, eagle_model.initialize(arch, config.seed), params,
+                                         self.frozen.head, tap_scale(*self.batch(0)))
+        self.state = self.programs.replicate(update.init_state(options.distill, head))
 
     # Batches.
 
-    def _learn_from(self, corpus: Corpus, plan: Plan) -> tuple[Texts, Lessons]:
-        texts = self.programs.rows(texts_of(corpus, plan, self.temperature))
-        return texts, self.programs.teach(plan.window, self.actor, texts)
+    def _compute(self, corpus: Corpus, plan: Plan) -> tuple[SequenceBatch, TeacherTargets]:
+        batch = self.programs.rows(batch_of(corpus, plan, self.temperature))
+        return batch, self.programs.compute_targets(plan.window, self.actor, batch)
 
-    def batch(self, index: int) -> tuple[Texts, Lessons]:
-        """A plan's sequences and features; what fits is kept."""
+    def batch(self, index: int) -> tuple[SequenceBatch, TeacherTargets]:
+        """Returns a plan's sequences and targets; keeps them if they fit the budget."""
         if index in self._kept:
             return self._kept[index]
-        made = self._learn_from(self.corpus, self.plans[index])
+        made = self._compute(self.corpus, self.plans[index])
         size = sum(a.nbytes for a in jax.tree.leaves(made))
         if size <= self._room:
             self._kept[index], self._room = made, self._room - size
@@ -148,17 +151,17 @@ class DrafterTrainer:
 
     # Steps.
 
-    def step(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """One update: its metrics, and which sequences it saw."""
+    def step(self) -> tuple[Metrics, dict[str, Any]]:
+        """Runs one update; returns its metrics and the sequences it saw."""
         began = time.perf_counter()
         index = int(step_prompts(len(self.plans), self.seed, self.step_number, 1)[0])
         batch = jax.block_until_ready(self.batch(index))
         made = time.perf_counter()
-        self.state, told = self.programs.update(self.state, self.lent, *batch)
-        told = {name: np.asarray(value) for name, value in told.items()}
+        self.state, found = self.programs.update(self.state, self.frozen, *batch)
+        found = {name: np.asarray(value) for name, value in found.items()}
         ended = time.perf_counter()
-        record = by_depth("alpha", told.pop("alpha")) | {
-            name: float(value) for name, value in told.items()}
+        record = by_depth("alpha", found.pop("alpha")) | {
+            name: float(value) for name, value in found.items()}
         rows = self.plans[index].rows
         record |= {"step": self.step_number, "time/features": made - began,
                    "time/learn": ended - made, "time/step": ended - began,
@@ -167,20 +170,20 @@ class DrafterTrainer:
         return record, {"sequences": rows[rows >= 0].tolist()}
 
     def evaluate(self) -> dict[str, float]:
-        """The head on the held-out sequences, see `summarize`."""
+        """Evaluates the head on the held-out sequences, see `summarize`."""
         scale = np.float32(self.temperature > 0)
         parts = []
         for plan in self.held_plans:
-            texts, lessons = self._learn_from(self.held, plan)
+            batch = self._compute(self.held, plan)
             key = self.programs.rows(self.held.key[plan.rows])
-            found = self.programs.assess(self.state.params, self.lent, texts, lessons, key,
-                                         self.programs.rows(np.full(plan.rows.shape, scale)))
+            found = self.programs.evaluate(self.state.params, self.frozen, *batch, key,
+                                           self.programs.rows(np.full(plan.rows.shape, scale)))
             parts += [jax.tree.map(lambda a, i=i: np.asarray(a)[i], found)
                       for i in range(len(plan.rows))]
         return summarize(parts)
 
     def described(self) -> str:
-        """The data and the draft vocabulary in a line."""
+        """Returns a line about the data and the draft vocabulary."""
         known = np.isin(self.held.responses, self.vocab).mean()
         return (f"{len(self.corpus.tokens)} sequences, {len(self.corpus.responses)} response "
                 f"tokens, {len(self.plans)} updates an epoch; the draft vocabulary of "
@@ -189,12 +192,12 @@ class DrafterTrainer:
     # Persistence.
 
     def save_head(self, directory: Path) -> None:
-        """Writes the head, see draft/eagle_weights.py; process 0 does."""
+        """Writes the head in process 0, see draft/eagle_weights.py."""
         if jax.process_index() == 0:
             eagle_weights.save(directory, self.arch, self.arrays()[DRAFTER], self.made_for)
 
     def arrays(self) -> dict[str, Any]:
-        """What a checkpoint holds besides `meta`."""
+        """Returns the arrays of a checkpoint."""
         return {DRAFTER: {"weights": self.state.params, "vocab": self.vocab},
                 "optimizer": self.state.optimizer}
 
@@ -208,18 +211,18 @@ class DrafterTrainer:
             return False
         _, arrays, meta = found
         if not np.array_equal(arrays[DRAFTER]["vocab"], self.vocab):
-            raise ConfigError(f"{checkpoints.directory}: its draft vocabulary is not the one of "
-                              f"{ROLLOUTS}/ beside it; choose another --workdir")
-        self.state = distill.DistillState(arrays[DRAFTER]["weights"], arrays["optimizer"])
+            raise ConfigError(f"{checkpoints.directory}: its draft vocabulary differs from that of "
+                              f"{ROLLOUTS}/; choose another --workdir")
+        self.state = update.DistillState(arrays[DRAFTER]["weights"], arrays["optimizer"])
         self.step_number = meta["step"]
         return True
 
 
 def train_drafter(config: Config, actor: Actor, options: DrafterTraining, workdir: Path) -> bool:
-    """Trains or resumes in `workdir`; returns whether there was anything left to do.
+    """Trains or resumes in `workdir`; returns whether any update was left.
 
     Raises:
-      ConfigError: something that was asked for cannot work.
+      ConfigError: an option cannot work.
     """
     description = as_dict(config) | {"drafter_training": as_dict(options), "actor": {
         "run": actor.run and str(actor.run), "step": actor.step}}
@@ -255,7 +258,7 @@ def train_drafter(config: Config, actor: Actor, options: DrafterTraining, workdi
 
 def run_updates(trainer: DrafterTrainer, checkpoints: Checkpoints, writer: metrics.Writer,
                 progress: Progress) -> None:
-    """The updates that are left, with their lines, evaluations and checkpoints."""
+    """Runs the remaining updates, with their metrics, evaluations and checkpoints."""
     options = trainer.options
     while trainer.step_number < options.steps:
         record, seen = trainer.step()
@@ -277,34 +280,12 @@ def run_updates(trainer: DrafterTrainer, checkpoints: Checkpoints, writer: metri
             checkpoints.save(done, trainer.arrays(), {"step": done})
 
 
-def warm_start(arch: EagleArch, params: Params, actor: Params, lent: Lent, scale: np.ndarray
-               ) -> Params:
-    """A head that starts from the actor, which is worth several epochs (experiments/LOG.md).
+def tap_scale(batch: SequenceBatch, targets: TeacherTargets) -> np.ndarray:
+    """Returns f32[A], each tap's root mean square at the median token.
 
-    The feature is the highest tap, and a little of all of them, near norm 1 a coordinate; the MLP
-    is the actor's last, if it has that size; so are output head and norm. What adds to the feature
-    and to the logits starts small: an untrained head must not be sure of anything.
-
-    Args:
-      params: random.
-      scale: f32[A], see `tap_scale`.
+    The median ignores first tokens, whose values may be far larger.
     """
-    last, f = actor["layers"][-1], arch.actor.hidden_size
-    fc = params["fc"].reshape(f, len(scale), f) / np.std(params["fc"])
-    fc = fc * (SMALL / (scale[:, None] * (len(scale) * f) ** 0.5))
-    fc[:, -1] += np.eye(f) / scale[-1]
-    taken = {"fc": fc.reshape(f, -1), "final_norm": SMALL * actor["final_norm"]}
-    if last["down"].shape == params["down"].shape:
-        taken |= {"gate_up": last["gate_up"], "mlp_norm": last["mlp_norm"],
-                  "down": SMALL * last["down"]}
-    if arch.own_head:
-        taken["head"] = lent.head
-    return params | {name: np.asarray(a, np.float32) for name, a in taken.items()}
-
-
-def tap_scale(texts: Texts, lessons: Lessons) -> np.ndarray:
-    """f32[A]: each tap's root mean square at the median token; first tokens may be far larger."""
-    taps = np.moveaxis(np.asarray(lessons.taps, np.float32), 1, 0)  # [A * F, n, b, S]
-    taps = taps.reshape(-1, lessons.hidden.shape[1], *taps.shape[1:])
-    real = np.arange(taps.shape[-1]) < np.asarray(texts.length)[..., None]
+    taps = np.moveaxis(np.asarray(targets.taps, np.float32), 1, 0)  # [A * F, n, b, S]
+    taps = taps.reshape(-1, targets.hidden.shape[1], *taps.shape[1:])
+    real = np.arange(taps.shape[-1]) < np.asarray(batch.length)[..., None]
     return np.median(np.sqrt(np.square(taps).mean(1))[:, real], axis=1)

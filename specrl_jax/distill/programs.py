@@ -1,60 +1,74 @@
-"""The drafter's forwards and updates over the n micro-batches of a batch, on a mesh."""
+"""Jitted programs over the n micro-batches of a batch, on a mesh."""
 
 import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from specrl_jax import sharding
 from specrl_jax.config import DistillOptions
-from specrl_jax.distill import update
-from specrl_jax.distill.update import Assessment, Lent, Lessons, Texts
-from specrl_jax.draft.eagle_model import EagleArch
+from specrl_jax.distill import metrics, teacher, update
+from specrl_jax.distill.metrics import Evaluation
+from specrl_jax.distill.teacher import FrozenParams, SequenceBatch, TeacherTargets
+from specrl_jax.draft.trainable import TrainableDrafter
+from specrl_jax.model.architecture import Architecture
 from specrl_jax.model.transformer import Params
+from specrl_jax.structs import DrafterParams
 
 
 class Programs:
     """Jitted functions; rows lie over data shards, parameters everywhere.
 
     Attributes:
-      teach: (T, actor, texts) -> lessons.
-      update: (state, lent, texts, lessons) -> (state, metrics). The old state stays readable, as
-        rollouts may still draft with it.
-      assess: (params, lent, texts, lessons, key, scale) -> Assessment, fields [n, J, b, T].
+      compute_targets: (T, actor, batch) -> TeacherTargets.
+      update: (state, frozen, batch, targets) -> (state, metrics). The old state stays readable,
+        because rollouts may still draft with it.
+      evaluate: (params, frozen, batch, targets, key, scale) -> Evaluation, fields [n, J, b, T].
     """
 
-    def __init__(self, arch: EagleArch, options: DistillOptions, mesh: Mesh,
-                 features: NamedSharding | None = None) -> None:
-        """Args: features, where the lessons of `teach` lie; None leaves it to the compiler."""
-        self.arch, self.unroll, self.mesh = arch, options.unroll, mesh
+    def __init__(self, drafter: TrainableDrafter, arch: Architecture, options: DistillOptions,
+                 mesh: Mesh, targets: NamedSharding | None = None) -> None:
+        """Args: arch, the actor's; targets, their sharding, None leaves it to the compiler."""
+        self.drafter, self.arch, self.options, self.mesh = drafter, arch, options, mesh
         whole = sharding.replicated(mesh)
-        self.teach = jax.jit(self._teach, static_argnums=0, out_shardings=features)
-        self.update = jax.jit(functools.partial(update.update, arch, options),
+        self.compute_targets = jax.jit(
+            self._compute_targets, static_argnums=0, out_shardings=targets)
+        self.update = jax.jit(functools.partial(update.update, drafter, options),
                               out_shardings=whole)
-        self.assess = jax.jit(self._assess, out_shardings=features)
+        self.evaluate = jax.jit(self._evaluate, out_shardings=targets)
 
     def rows(self, values: Any) -> Any:
-        """Host arrays [n, b, ...], the rows over data shards."""
+        """Puts host arrays [n, b, ...] on the devices, the rows over data shards."""
         return sharding.put(NamedSharding(self.mesh, P(None, sharding.ROWS)), values)
 
-    def whole(self, values: Any) -> Any:
-        """Host arrays, everywhere."""
+    def replicate(self, values: Any) -> Any:
+        """Puts host arrays on every device."""
         return sharding.put(sharding.replicated(self.mesh), values)
 
-    def lessons(self, values: Lessons) -> Lessons:
-        """Host lessons on the devices, as the rows of their texts lie."""
+    def put_targets(self, values: TeacherTargets) -> TeacherTargets:
+        """Puts host targets on the devices that hold the rows of their batch."""
         tall = NamedSharding(self.mesh, P(None, None, sharding.ROWS))
         put = functools.partial(sharding.put, tall)
         rest = {name: self.rows(getattr(values, name))
                 for name in ("normalizer", "best", "entropy")}
-        return Lessons(taps=put(values.taps), hidden=put(values.hidden),
-                       teacher=self.whole(values.teacher), **rest)
+        return TeacherTargets(taps=put(values.taps), hidden=put(values.hidden),
+                              teacher=self.replicate(values.teacher), **rest)
 
-    def _teach(self, window: int, actor: Params, texts: Texts) -> Lessons:
-        return jax.lax.map(functools.partial(update.teach, self.arch, window, actor), texts)
+    def frozen_params(self, actor: Params, vocab: Any, teachers: Any, copy: bool) -> FrozenParams:
+        """Returns what updates read of the actor; with `copy` it survives the actor's buffers."""
+        frozen = teacher.frozen_params(self.arch, actor, vocab).replace(teachers=teachers)
+        if not copy:
+            return frozen
+        return frozen.replace(embed=jnp.copy(frozen.embed), head=jnp.copy(frozen.head))
 
-    def _assess(self, params: Params, lent: Lent, *batch: Any) -> Assessment:
-        one = functools.partial(update.assess, self.arch, self.unroll, params, lent)
+    def _compute_targets(self, window: int, actor: Params, batch: SequenceBatch) -> TeacherTargets:
+        return jax.lax.map(functools.partial(teacher.compute_targets, self.arch, self.drafter.taps,
+                                             window, actor), batch)
+
+    def _evaluate(self, params: DrafterParams, frozen: FrozenParams, *batch: Any) -> Evaluation:
+        one = functools.partial(
+            metrics.evaluate_drafter, self.drafter, self.options, params, frozen)
         return jax.lax.map(lambda at: one(*at), batch)

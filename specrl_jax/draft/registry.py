@@ -1,4 +1,12 @@
-"""The drafters that a config names, joined with their weights."""
+"""The drafters that a config names, joined with their weights.
+
+A drafter of one's own is a factory, registered by a decorator or named as package.module:function
+in spec.drafter or draft.parts:
+
+    @register_drafter("mine")
+    def mine(context: DrafterContext) -> DrafterPart:
+        return DrafterPart("mine", drafter=...)
+"""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -8,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from specrl_jax.config import DRAWN_RULES, Config, ConfigError, check
-from specrl_jax.draft import eagle_model, eagle_weights
+from specrl_jax.config.registry import Registry
+from specrl_jax.draft import eagle_model, eagle_training, eagle_weights
 from specrl_jax.draft.eagle import eagle
 from specrl_jax.draft.eagle_model import EagleArch
 from specrl_jax.draft.history import history
@@ -17,51 +26,104 @@ from specrl_jax.draft.off import off
 from specrl_jax.draft.protocol import Drafter
 from specrl_jax.draft.recorded import replay, replay_params
 from specrl_jax.draft.small_lm import small_lm
+from specrl_jax.draft.trainable import TrainableDrafter
 from specrl_jax.model import weights
 from specrl_jax.model.architecture import Architecture
 from specrl_jax.model.tokenizer import Tokenizer
+from specrl_jax.structs import DrafterParams
 
 
 @dataclasses.dataclass(frozen=True)
-class Drafting:
-    """A drafter, and its own weights as host arrays: what its `bind` takes.
+class DrafterPart:
+    """One drafter with its weights."""
 
-    What has versions, and alone can learn, is an eagle head, {"weights", "vocab"}: all of `own`, or
-    one part of it. Where there is none it is a small model's weights, which stay as they are. Small
-    models beside it are looked after, too.
-    """
+    name: str  # in metrics: draft/NAME/...
+    drafter: Drafter
+    weights: DrafterParams = ()  # host arrays, the second argument of drafter.bind
+    trainable: TrainableDrafter | None = None  # of one that can learn, see draft/trainable.py
+    versioned: bool = True  # weights, if any, are verified before each rollout
+    records_proposal: bool = False  # its trees carry the distribution that they were drawn from
+    actor: str = ""  # identity of the actor's weights that it was trained with, if known
+
+
+@dataclasses.dataclass(frozen=True)
+class DrafterContext:
+    """What a factory may read."""
+
+    config: Config
+    arch: Architecture  # the actor's
+    stop: Sequence[int]  # tokens that end a response
+    group: int  # M, samples of a prompt
+    origin: int  # place among merged drafters, for DraftTree.origin
+    warn: Callable[[str], None]
+    known_tokenizer: Tokenizer | None = None  # the actor's
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The actor's tokenizer, read from config.model.path if it is not known yet."""
+        return self.known_tokenizer or weights.describe_source(
+            self.config.model.path, family=self.config.model.family).tokenizer
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The bounds that shapes are made for."""
+        spec = self.config.spec
+        return {"depth": spec.max_depth, "branch": spec.max_branch, "nodes": spec.max_nodes}
+
+    @property
+    def network(self) -> dict[str, Any]:
+        """Options that all drafters with a network share."""
+        draft = self.config.draft
+        return {"children": draft.children, "temperature": draft.temperature,
+                "origin": self.origin, "drawn": self.config.spec.rule in DRAWN_RULES,
+                "dtype": jnp.dtype(self.config.model.dtype)}
+
+
+Factory = Callable[[DrafterContext], DrafterPart]
+
+DRAFTERS: Registry[Factory] = Registry("spec.drafter", Callable)
+register_drafter = DRAFTERS.register
+MERGE = "merge"  # joins the drafters of draft.parts
+
+
+@dataclasses.dataclass(frozen=True)
+class DrafterSet:
+    """What drafts in a rollout: one drafter, or several merged into one. Weights come by part."""
 
     drafter: Drafter
-    own: Any = ()
-    head: EagleArch | None = None  # of what can learn
-    part: int | None = None  # where `own` and what is bound are tuples: which of them
-    weighty: bool = False  # there is something to look after
-    beside: tuple[int, ...] = ()  # other parts with weights, which stay as they are
-    actor: str = ""  # identity of the actor's weights that the head was trained with, if known
+    parts: tuple[DrafterPart, ...]
+    merged: bool = False
 
-    def kept(self, tree: Any) -> Any:
-        """The part of `own`, or of what is bound, that is looked after."""
-        return tree if self.part is None else tree[self.part]
+    @property
+    def weights(self) -> tuple[DrafterParams, ...]:
+        """Host arrays of each part."""
+        return tuple(part.weights for part in self.parts)
 
-    def weights(self, tree: Any) -> tuple[Any, Any]:
-        """(weights, draft vocabulary or ()) of `kept`."""
-        if self.head is None:
-            return tree, ()
-        return (tree["weights"], tree["vocab"]) if isinstance(tree, dict) else (tree.weights,
-                                                                                tree.vocab)
+    @property
+    def versioned(self) -> tuple[int, ...]:
+        """Places of the parts whose weights are verified, the trainable one first."""
+        found = [i for i, p in enumerate(self.parts)
+                 if p.trainable is not None or p.versioned and p.weights != ()]
+        return tuple(sorted(found, key=lambda i: self.parts[i].trainable is None))
 
-    def others(self, tree: Any) -> Any:
-        """The weights beside `kept`."""
-        return [tree[i] for i in self.beside]
+    @property
+    def trainable(self) -> int | None:
+        """Place of the part that can learn; the first one if there are several."""
+        return next((i for i, p in enumerate(self.parts) if p.trainable is not None), None)
 
-    def with_kept(self, own: Any, head: Any) -> Any:
-        """`own` with another head."""
-        return head if self.part is None else (*own[: self.part], head, *own[self.part + 1 :])
+    @property
+    def actor(self) -> str:
+        """Identity of the actor's weights that a part was trained with, if known."""
+        return "".join(part.actor for part in self.parts)
+
+    def bind(self, actor: Any, weights: Sequence[DrafterParams]) -> Any:
+        """Returns the parameters of a rollout: each part's weights joined with the actor's."""
+        return self.drafter.bind(actor, tuple(weights) if self.merged else weights[0])
 
 
 def make(config: Config, arch: Architecture, stop: Sequence[int], group: int,
-         warn: Callable[[str], None], tokenizer: Tokenizer | None = None) -> Drafting:
-    """The drafter of spec.drafter.
+         warn: Callable[[str], None], tokenizer: Tokenizer | None = None) -> DrafterSet:
+    """Builds the drafter of spec.drafter.
 
     Args:
       arch: the actor's.
@@ -70,60 +132,91 @@ def make(config: Config, arch: Architecture, stop: Sequence[int], group: int,
       tokenizer: the actor's, which a small model must share; None is that of config.model.path.
 
     Raises:
-      ConfigError: its weights are missing or do not fit the actor, or sizes cannot work.
+      ConfigError: a name is unknown, weights are missing or do not fit the actor, or sizes cannot
+        work.
     """
-    if config.spec.drafter == "off" or config.control.policy == "off":
-        return Drafting(off())
-    if config.spec.rule in DRAWN_RULES:
-        _check_drawn(config)
-    names = config.draft.parts if config.spec.drafter == "merge" else (config.spec.drafter,)
-    parts = [_small(config, arch, tokenizer, i) if name == "small_lm" else
-             _part(name, i, config, arch, stop, group, tokenizer, warn)
-             for i, name in enumerate(names)]
-    if config.spec.drafter != "merge":
-        return parts[0]
-    weighty = [i for i, part in enumerate(parts) if part.weighty]
-    kept = next((i for i in weighty if parts[i].head is not None), (weighty or [None])[0])
-    return Drafting(merge([part.drafter for part in parts], config.spec.max_nodes),
-                    tuple(part.own for part in parts),
-                    None if kept is None else parts[kept].head, kept, kept is not None,
-                    tuple(i for i in weighty if i != kept), "".join(part.actor for part in parts))
+    spec = config.spec
+    if config.control.policy == "off":
+        return DrafterSet(off(), (DrafterPart("off", off()),))
+    merged = spec.drafter == MERGE
+    parts = tuple(
+        _resolve(name, "draft.parts" if merged else "spec.drafter")(
+            DrafterContext(config, arch, stop, group, origin, warn, tokenizer))
+        for origin, name in enumerate(config.draft.parts if merged else (spec.drafter,)))
+    if spec.rule in DRAWN_RULES and spec.drafter != "off":
+        rule = f"spec.rule = {spec.rule!r} "
+        check(not merged and parts[0].records_proposal, "spec.drafter", spec.drafter,
+              rule + "needs a drafter that draws: choose eagle or small_lm, or rule rejection")
+        check(config.draft.children != "top", "draft.children", config.draft.children,
+              rule + "needs tokens that were drawn: choose perturbed or sampled")
+    if not merged:
+        return DrafterSet(parts[0].drafter, parts)
+    return DrafterSet(merge([part.drafter for part in parts], spec.max_nodes), parts, merged=True)
 
 
-def _check_drawn(config: Config) -> None:
+def _resolve(name: str, field: str) -> Factory:
     """
     Raises:
-      ConfigError: a token is not drawn.
+      ConfigError: there is no such drafter.
     """
-    spec, rule = config.spec, f"spec.rule = {config.spec.rule!r} "
-    check(spec.drafter in ("eagle", "small_lm"), "spec.drafter", spec.drafter,
-          rule + "needs a drafter that draws: choose eagle or small_lm, or rule rejection")
-    check(config.draft.children != "top", "draft.children", config.draft.children,
-          rule + "needs tokens that were drawn: choose perturbed or sampled")
+    known = [*DRAFTERS, MERGE] if field == "spec.drafter" else [n for n in DRAFTERS if n != "off"]
+    check(name in known or ":" in name, field, name,
+          f"choose one of {', '.join(known)}, or name your own as package.module:function")
+    return DRAFTERS.resolve(name)
 
 
-def _part(name: str, origin: int, config: Config, arch: Architecture, stop: Sequence[int],
-          group: int, tokenizer: Tokenizer | None, warn: Callable[[str], None]) -> Drafting:
-    spec = config.spec
-    sizes = {"depth": spec.max_depth, "branch": spec.max_branch, "nodes": spec.max_nodes}
-    if name == "history":
-        return Drafting(history(match=spec.history_match, group=group, origin=origin, **sizes))
-    if name == "replay":
-        drafter = replay(depth=spec.max_depth, nodes=spec.max_nodes, vocab=arch.vocab_size,
-                         origin=origin)
-        return Drafting(drafter, replay_params(config.draft.corruption, config.draft.cost))
-    head, own, actor = _head(config, arch, stop, tokenizer, warn)
-    return Drafting(eagle(head, children=config.draft.children, origin=origin,
-                          temperature=config.draft.temperature,
-                          drawn=config.spec.rule in DRAWN_RULES,
-                          dtype=jnp.dtype(config.model.dtype), **sizes), own, head, weighty=True,
-                    actor=actor)
+@register_drafter("off")
+def _off(context: DrafterContext) -> DrafterPart:
+    return DrafterPart("off", off())
 
 
-def _head(config: Config, arch: Architecture, stop: Sequence[int], tokenizer: Tokenizer | None,
-          warn: Callable[[str], None]) -> tuple[EagleArch, Any, str]:
-    """The trained head of draft.path and the actor's weights it was trained with, or a random one.
-    """
+@register_drafter("history")
+def _history(context: DrafterContext) -> DrafterPart:
+    return DrafterPart("history", history(
+        match=context.config.spec.history_match, group=context.group, origin=context.origin,
+        **context.sizes))
+
+
+@register_drafter("eagle")
+def _eagle(context: DrafterContext) -> DrafterPart:
+    head, own, actor = _head(context)
+    return DrafterPart("eagle", eagle(head, **context.sizes, **context.network), own,
+                       eagle_training.trainable(head), records_proposal=True, actor=actor)
+
+
+@register_drafter("small_lm")
+def _small_lm(context: DrafterContext) -> DrafterPart:
+    """The model of draft.model."""
+    config = context.config
+    path = config.draft.model
+    check(bool(path), "draft.model", path, "name a smaller model with the actor's tokenizer")
+    small = weights.describe_source(path, "draft.model")
+    check_tokens(path, small.tokenizer, context.tokenizer)
+    most = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
+    check(most <= small.arch.max_position, "draft.model", path,
+          f"has {small.arch.max_position} positions, rollout.max_prompt_tokens + "
+          f"rollout.max_new_tokens = {most}")
+    # Models that share a tokenizer may pad their embeddings differently.
+    vocab = min(small.arch.vocab_size, context.arch.vocab_size)
+    own = {name: leaf[:vocab] if name in ("embed", "head") else leaf
+           for name, leaf in small.params().items()}
+    shared = dataclasses.replace(small.arch, vocab_size=vocab)
+    return DrafterPart("small_lm", small_lm(shared, **context.sizes, **context.network), own,
+                       records_proposal=True)
+
+
+@register_drafter("replay")
+def _replay(context: DrafterContext) -> DrafterPart:
+    spec, draft = context.config.spec, context.config.draft
+    drafter = replay(depth=spec.max_depth, nodes=spec.max_nodes, vocab=context.arch.vocab_size,
+                     origin=context.origin)
+    return DrafterPart("replay", drafter, replay_params(draft.corruption, draft.cost),
+                       versioned=False)
+
+
+def _head(context: DrafterContext) -> tuple[EagleArch, DrafterParams, str]:
+    """Returns the head of draft.path and the actor it was trained with, or a random head."""
+    config, arch, stop = context.config, context.arch, context.stop
     path = config.draft.path
     if path:
         try:
@@ -131,46 +224,19 @@ def _head(config: Config, arch: Architecture, stop: Sequence[int], tokenizer: To
         except ConfigError as error:
             raise ConfigError(f"draft.path = {path!r}: {error}") from error
         for warning in warnings:
-            warn(warning)
+            context.warn(warning)
         if made_for.tokenizer:
-            actors = _tokenizer(config, tokenizer).identity
+            actors = context.tokenizer.identity
             check(made_for.tokenizer == actors, "draft.path", path,
                   f"was trained with tokenizer {made_for.tokenizer}, the actor's is {actors}; give "
                   "a head that was trained for it")
         return head, own, made_for.actor
-    warn("draft.path is empty: the eagle head starts from random weights and will accept little; "
-         "train one with experiments/train_drafter.py")
+    context.warn("draft.path is empty: the eagle head starts from random weights and will accept "
+                 "little; train one with experiments/train_drafter.py")
     head = EagleArch(actor=arch, draft_vocab=config.draft.vocab)
     counts = np.zeros(arch.vocab_size)
     return head, {"weights": eagle_model.initialize(head, config.seed),
                   "vocab": eagle_model.choose_vocab(counts, head.draft_vocab, stop)}, ""
-
-
-def _tokenizer(config: Config, tokenizer: Tokenizer | None) -> Tokenizer:
-    """The actor's, where the caller has not read it yet."""
-    return tokenizer or weights.describe_source(config.model.path).tokenizer
-
-
-def _small(config: Config, arch: Architecture, tokenizer: Tokenizer | None, origin: int
-           ) -> Drafting:
-    """The model of draft.model."""
-    path, spec = config.draft.model, config.spec
-    check(bool(path), "draft.model", path, "name a smaller model with the actor's tokenizer")
-    small = weights.describe_source(path, "draft.model")
-    check_tokens(path, small.tokenizer, _tokenizer(config, tokenizer))
-    most = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
-    check(most <= small.arch.max_position, "draft.model", path,
-          f"has {small.arch.max_position} positions, rollout.max_prompt_tokens + "
-          f"rollout.max_new_tokens = {most}")
-    # Models of one tokenizer pad their embeddings differently.
-    vocab = min(small.arch.vocab_size, arch.vocab_size)
-    own = {name: leaf[:vocab] if name in ("embed", "head") else leaf
-           for name, leaf in small.params().items()}
-    shared = dataclasses.replace(small.arch, vocab_size=vocab)
-    drafter = small_lm(shared, spec.max_depth, spec.max_branch, spec.max_nodes,
-                       config.draft.children, temperature=config.draft.temperature, origin=origin,
-                       drawn=config.spec.rule in DRAWN_RULES, dtype=jnp.dtype(config.model.dtype))
-    return Drafting(drafter, own, weighty=True)
 
 
 def check_tokens(path: str, small: Tokenizer, actor: Tokenizer) -> None:

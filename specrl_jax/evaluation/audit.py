@@ -1,8 +1,8 @@
-"""Differences between two runs, recomputed with the weights that they came from.
+"""Audit of differences between two runs, recomputed with the weights that acted.
 
-At a first difference the tokens before it are equal, so one teacher-forced forward gives what both
-runs computed there, but for rounding. If both tokens' perturbed scores are within NEAR_TIE of the
-best, rounding chose between them; else one of the runs is wrong.
+The tokens before a first difference are equal, so one teacher-forced forward gives what both runs
+computed there, except for rounding. If the perturbed scores of both tokens are within NEAR_TIE of
+the best, rounding chose between them; else one of the runs is wrong.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ LENGTH_MULTIPLE = 128
 
 @dataclasses.dataclass(frozen=True)
 class Ruling:
-    """What a teacher-forced forward says about one difference."""
+    """The result of a teacher-forced forward at one difference."""
 
     difference: Difference
     score_a: float  # perturbed score of A's token, -inf where there is none or truncation drops it
@@ -56,27 +56,27 @@ class Replay:
 
     trainer: Trainer
     checkpoint: int  # 0 is the initial weights
-    deviations: int  # sequences that repeated steps said otherwise than the run had
+    deviations: int  # sequences of repeated steps that differ from the run's
 
 
 class OneCheckpoint:
-    """One checkpoint of a run, only read, for `Trainer.restore`: no cleaning, no setting aside."""
+    """One checkpoint of a run for `Trainer.restore`, read only."""
 
     def __init__(self, directory: Path, step: int) -> None:
         self._directory, self._step = directory, step
 
     def restore_latest(self, abstract: dict[str, Any]) -> tuple[int, Any, dict[str, Any]]:
-        """The checkpoint as `host.checkpoint.Checkpoints.restore` gives it."""
+        """Returns the checkpoint as `io.checkpoint.Checkpoints.restore_latest` does."""
         arrays = {key: restore_part(self._directory, self._step, key, part)
                   if jax.tree.leaves(part) else part for key, part in abstract.items()}
         return self._step, arrays, read_meta(self._directory, self._step)
 
 
 def replay(run: Path, step: int, say: Callable[[str], None]) -> Replay:
-    """The trainer of `run` as it was when `step` began.
+    """Returns the trainer of `run` as it was when `step` began.
 
-    Starts at the nearest checkpoint that is not later, or from the initial weights, and repeats the
-    steps between. With learning rate 0 every checkpoint holds the same weights; none is repeated.
+    Starts at the last checkpoint before the step, or from the initial weights, and repeats the
+    steps since. With learning rate 0 all checkpoints hold the same weights; no step is repeated.
 
     Raises:
       ConfigError: the run, its model, data or checkpoint cannot be read.
@@ -98,7 +98,7 @@ def replay(run: Path, step: int, say: Callable[[str], None]) -> Replay:
 
 
 def _repeat(trainer: Trainer, run: Path, step: int, say: Callable[[str], None]) -> int:
-    """Repeats steps up to `step`; returns how many sequences came out otherwise than recorded."""
+    """Repeats steps up to `step`; returns the number of sequences that differ from the run's."""
     first = trainer.step_number
     recorded: dict[int, list[dict[str, Any]]] = {s: [] for s in range(first, step)}
     for record in metrics.read_samples(run):
@@ -124,13 +124,13 @@ def rule(trainer: Trainer, differences: Sequence[Difference]) -> list[Ruling]:
 def recompute(arch: Architecture, params: Params, config: RolloutConfig, seed: int,
               encode: Callable[[str], list[int]], differences: Sequence[Difference]
               ) -> list[Ruling]:
-    """Teacher-forced perturbed scores at each difference.
+    """Computes teacher-forced perturbed scores at each difference.
 
     Args:
       params: float32, of the step that the differences are in.
       config: its temperature, top_k and top_p are read.
       seed: of the run.
-      encode: token ids of a prompt's text.
+      encode: from a prompt's text to token ids.
     """
     rulings: list[Ruling] = []
     for start in range(0, len(differences), ROWS_AT_ONCE):
@@ -149,7 +149,7 @@ def recompute(arch: Architecture, params: Params, config: RolloutConfig, seed: i
 
 
 def _rows(rows: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """i32[B, S] right-padded, S a multiple so that few shapes are compiled, and lengths i32[B]."""
+    """Returns i32[B, S], right-padded to a multiple (few compiled shapes), and lengths i32[B]."""
     length = np.asarray([len(row) for row in rows], np.int32)
     width = -(-int(length.max()) // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
     tokens = np.zeros((len(rows), width), np.int32)
@@ -160,20 +160,21 @@ def _rows(rows: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
 
 @functools.partial(jax.jit, static_argnums=0)
 def next_logits(arch: Architecture, params: Params, tokens: Array, length: Array) -> Array:
-    """f32[V, B] after the last token of each row of i32[B, S]."""
+    """Returns logits f32[V, B] after the last token of each row of i32[B, S]."""
+    rows, columns = tokens.shape
     hidden, _, _ = transformer.hidden_states(
-        arch, params, tokens, *transformer.right_padded(tokens.shape, length))
-    last = hidden[:, jnp.arange(tokens.shape[0]), length - 1]
+        arch, params, tokens, *transformer.right_padded((rows, columns), length))
+    last = hidden[:, jnp.arange(rows), length - 1]
     return transformer.logits(arch, params, last)
 
 
 @jax.jit
 def perturb(logits: Array, temperature: Array, top_k: Array, top_p: Array, key: Array,
             position: Array) -> tuple[Array, Array]:
-    """Perturbed scores f32[V, W] without truncation, and the token i32[W] that `draw` chooses.
+    """Returns perturbed scores f32[V, W] before truncation, and the token i32[W] of `draw`.
 
-    Scores are logits over temperature plus noise: the log-probabilities but for one constant, which
-    no gap contains.
+    Scores are logits over temperature plus noise, which differ from perturbed log-probabilities by
+    a constant that cancels in gaps.
 
     Args:
       logits: f32[V, W].
@@ -184,14 +185,14 @@ def perturb(logits: Array, temperature: Array, top_k: Array, top_p: Array, key: 
     vocab, width = logits.shape
     scores = logits / jnp.where(temperature == 0, 1.0, temperature)
     noise = prng.gumbel(key, position, jnp.arange(vocab)).T
-    drawn = sampling.draw(logits, *(jnp.full(width, x) for x in (temperature, top_k, top_p)),
-                          key, position)
+    drawn = sampling.draw(logits, jnp.full(width, temperature), jnp.full(width, top_k),
+                          jnp.full(width, top_p), key, position)
     return scores + jnp.where(temperature == 0, 0.0, 1.0) * noise, drawn.token
 
 
 def judge(difference: Difference, config: RolloutConfig, logits: np.ndarray, scores: np.ndarray,
           drawn: int) -> Ruling:
-    """The ruling on one difference from its logits and perturbed scores, both f32[V]."""
+    """Returns the ruling on one difference from its logits and perturbed scores, both f32[V]."""
     a, b = (float(scores[token]) if token is not None and kept(logits, token, config) else -math.inf
             for token in (difference.a, difference.b))
     best = max(float(scores[drawn]), a, b)
@@ -199,7 +200,7 @@ def judge(difference: Difference, config: RolloutConfig, logits: np.ndarray, sco
 
 
 def kept(logits: np.ndarray, token: int, config: RolloutConfig) -> bool:
-    """Whether top-k and top-p keep a token, or would if rounding moved their edge by NEAR_TIE."""
+    """Whether top-k and top-p keep a token if their edge may move by NEAR_TIE."""
     scores = logits.astype(np.float64) / (config.temperature or 1.0)
     ranked = np.sort(scores)[::-1][: config.top_k or None]
     if scores[token] < ranked[-1] - NEAR_TIE:

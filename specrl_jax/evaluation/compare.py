@@ -1,4 +1,4 @@
-"""Whether two runs said the same tokens, from their files alone."""
+"""Comparison of the tokens of two runs, from their files alone."""
 
 import dataclasses
 import itertools
@@ -11,7 +11,7 @@ import jax
 from specrl_jax.config import ConfigError
 from specrl_jax.io.metrics import FREE_FIELDS, read_config, read_metrics, read_samples
 
-# Changing these must change no token, near ties apart. A name may be a whole section.
+# Changing these must change no token, except at near ties. A name may be a whole section.
 SAME_TOKENS = (
     *FREE_FIELDS, "spec", "draft", "distill", "control", "mesh", "rollout.order",
     "rollout.batch_size", "rollout.min_batch", "rollout.rounds_per_launch", "learner.micro_batch",
@@ -25,7 +25,7 @@ Key = tuple[int, int, int]  # prompt id, occurrence, sample id
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """Where one sequence of a step first differs. None: the sequence had ended."""
+    """The first token in which a sequence differs. None: the sequence had ended."""
 
     step: int
     key: Key
@@ -38,7 +38,7 @@ class Difference:
 
 @dataclasses.dataclass(frozen=True)
 class StepComparison:
-    """One step of two runs."""
+    """The comparison of one step of two runs."""
 
     step: int
     sequences: int
@@ -47,7 +47,7 @@ class StepComparison:
 
 
 def config_differences(a: Path, b: Path) -> dict[str, tuple[Any, Any]]:
-    """Dotted field -> values of both runs, where they differ.
+    """Returns dotted field -> values of both runs, where they differ.
 
     Raises:
       ConfigError: a directory holds no run.
@@ -74,12 +74,12 @@ def check_comparable(differences: dict[str, tuple[Any, Any]]) -> None:
     """Raises ConfigError, naming the field, if the runs need not have the same tokens."""
     for field, (a, b) in differences.items():
         if not any(f"{field}.".startswith(f"{name}.") for name in SAME_TOKENS):
-            raise ConfigError(f"{field} = {a!r} in A and {b!r} in B: these runs say different "
-                              f"tokens by design; give --force to compare them all the same")
+            raise ConfigError(f"{field} = {a!r} in A and {b!r} in B: these runs differ in "
+                              f"tokens by design; give --force to compare them anyway")
 
 
 def compare_steps(a: Path, b: Path) -> Iterator[StepComparison]:
-    """Each step that both runs have completed, in order.
+    """Yields the comparison of each step that both runs completed, in order.
 
     Raises:
       ConfigError: there is none, or the sequences of a step are not the same in both.
@@ -98,7 +98,7 @@ def compare_steps(a: Path, b: Path) -> Iterator[StepComparison]:
 
 def compare_step(step: int, a: dict[Key, dict[str, Any]], b: dict[Key, dict[str, Any]]
                  ) -> StepComparison:
-    """Compares the records of one step, which lie under their keys.
+    """Compares the records of one step, by key.
 
     Raises:
       ConfigError: they are not of the same sequences.
@@ -107,8 +107,8 @@ def compare_step(step: int, a: dict[Key, dict[str, Any]], b: dict[Key, dict[str,
     for key in sorted(a.keys() | b.keys()):
         here = f"step {step}: prompt {key[0]} (occurrence {key[1]}, sample {key[2]})"
         if key not in a or key not in b:
-            raise ConfigError(f"{here} is only in {'A' if key in a else 'B'}: the runs were not "
-                              f"asked the same; compare runs of the same data and seed")
+            raise ConfigError(f"{here} is only in {'A' if key in a else 'B'}: the runs had "
+                              f"different prompts; compare runs of the same data and seed")
         if a[key]["prompt"] != b[key]["prompt"]:
             raise ConfigError(f"{here} is {a[key]['prompt']!r} in A and {b[key]['prompt']!r} in "
                               f"B; compare runs of the same data")
@@ -123,21 +123,21 @@ def compare_step(step: int, a: dict[Key, dict[str, Any]], b: dict[Key, dict[str,
 
 
 def first_difference(a: list[int], b: list[int]) -> int | None:
-    """The first index at which the lists differ, one's end included; None where they are equal."""
+    """Returns the first index at which the lists differ, None if they are equal."""
     pairs = enumerate(itertools.zip_longest(a, b))
     return next((i for i, (x, y) in pairs if x != y), None)
 
 
 def equal_bits(a: Path, b: Path, steps: Sequence[int]) -> int:
-    """Of these steps, those whose weights (by checksum), log-probs, loss and gradient are equal
-    bit for bit, as invariant numerics promise; other numerics do not."""
+    """Returns how many of these steps have equal weights, log-probs, loss and gradient, bit for
+    bit, as invariant numerics promise."""
     mine, theirs = ({r["step"]: [r.get(name) for name in BITS] for r in read_metrics(run)}
                     for run in (a, b))
     return sum(None not in mine[step] and mine[step] == theirs[step] for step in steps)
 
 
 def _last_step(run: Path) -> int:
-    """Samples are written before metrics, so only steps with metrics are complete."""
+    """Returns the last step with metrics; samples are written first."""
     record = max(read_metrics(run), key=lambda r: r["step"], default=None)
     if record is None:
         raise ConfigError(f"{run}: no completed step; wait for one, or give another run")

@@ -1,9 +1,8 @@
-"""Accuracy of a model on problems, and the comparison of two evaluations of the same problems."""
+"""Accuracy of a model on problems, and comparison of two evaluations of the same problems."""
 
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,12 @@ from specrl_jax.config import Config, ConfigError, at_least
 from specrl_jax.evaluation.statistics import bootstrap, interval, pass_at_k
 from specrl_jax.io.progress import Progress
 from specrl_jax.model.source import Actor
-from specrl_jax.rl.reward import exact
+from specrl_jax.model.tokenizer import Tokenizer
+from specrl_jax.rl.reward import compose
+from specrl_jax.rollout.engine import Result
 from specrl_jax.rollout.prompts import Prompts, make_prompts, prompt_batches
 from specrl_jax.rollout.sampler import Sampler
+from specrl_jax.rollout.scoring import score_rollout
 from specrl_jax.structs import Rollout
 from specrl_jax.verify.registry import RULES
 
@@ -27,7 +29,7 @@ COUNTERS = ("committed", "row_rounds")
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """What is asked, and how often."""
+    """Which problems, and how many answers to each."""
 
     split: str = "test"
     problems: int = 200  # the first of the split; 0 is all
@@ -40,7 +42,7 @@ class Task:
 
 
 def task_config(config: Config, task: Task) -> Config:
-    """`config` with the data and temperature of an evaluation."""
+    """Returns `config` with the data and temperature of an evaluation."""
     return dataclasses.replace(
         config,
         data=dataclasses.replace(config.data, split=task.split, examples=task.problems),
@@ -48,13 +50,13 @@ def task_config(config: Config, task: Task) -> Config:
 
 
 def evaluate(config: Config, actor: Actor, task: Task, progress: Progress) -> dict[str, Any]:
-    """Generates `task.samples` answers to each problem and judges them by the reward "exact".
+    """Generates `task.samples` answers to each problem and scores them by the reward "exact".
 
     Args:
       config: its data, rollout, spec, control and mesh sections are read, and its seed.
 
     Returns:
-      What `experiments/eval.py --out` writes: JSON values by name.
+      JSON values by name, as `experiments/eval.py --out` writes them.
 
     Raises:
       ConfigError: see `make_prompts` and `sampler.Sampler`.
@@ -69,51 +71,52 @@ def evaluate(config: Config, actor: Actor, task: Task, progress: Progress) -> di
     progress.say(f"loading {actor.name}")
     sampler.publish(actor.params(mesh), actor.step)
     sampler.compile(progress.say)
-    tally = Tally(prompts, actor.source.tokenizer.decode, task.samples)
+    tally = Tally(prompts, actor.source.tokenizer, task.samples)
     with progress:
         progress.phase("evaluating")
-        for asked in prompt_batches(prompts, at_once):
-            tally.add(*sampler.generate(asked, "eval", 0, progress=progress.rollout))
+        for batch in prompt_batches(prompts, at_once):
+            tally.add(*sampler.generate(batch, "eval", 0, progress=progress.rollout))
     return _describe(config, actor) | {"samples": task.samples} | tally.results()
 
 
 def prompts_at_once(problems: int, samples: int, shards: int) -> int:
-    """Prompts of each rollout: equal parts that leave as little as possible to pad."""
+    """Returns the prompts of each rollout: equal parts with as little padding as possible."""
     rollouts = -(-problems * samples // SEQUENCES_AT_ONCE)
     share = -(-problems // rollouts)
     return -(-share // shards) * shards
 
 
 def _fit_batch(config: Config, sequences: int) -> Config:
-    """No more slots than sequences. Both are multiples of the data shards."""
+    """Returns `config` with at most as many slots as sequences, multiples of the data shards."""
     rollout = config.rollout
     return dataclasses.replace(config, rollout=dataclasses.replace(
         rollout, batch_size=min(rollout.batch_size, sequences)))
 
 
 class Tally:
-    """Answers judged so far, and what they cost."""
+    """Accumulates scored answers, and what they cost."""
 
-    def __init__(self, prompts: Prompts, decode: Callable[[list[int]], str], samples: int) -> None:
-        self.prompts, self.decode = prompts, decode
-        self.index = {prompts.examples[i]["id"]: i for i in range(len(prompts.tokens))}
-        self.correct = np.zeros((len(self.index), samples), np.int32)
+    def __init__(self, prompts: Prompts, tokenizer: Tokenizer, samples: int) -> None:
+        self.prompts, self.tokenizer = prompts, tokenizer
+        self.reward = compose(("exact",), (1.0,))
+        self.correct = np.zeros((len(prompts.tokens), samples), np.int32)
         self.length = np.zeros_like(self.correct)
         self.stopped = np.zeros_like(self.correct)
         self.seconds, self.counters = 0.0, dict.fromkeys(COUNTERS, 0)
 
-    def add(self, rollout: Rollout, result: Any) -> None:
+    def add(self, rollout: Rollout, result: Result) -> None:
+        """Scores a rollout; prompts that only fill it up do not count."""
+        _, rewards, _ = score_rollout(rollout, self.prompts, self.tokenizer, self.reward)
         for q in np.flatnonzero(rollout.occurrence == 0):
-            at = self.index[int(rollout.prompt_id[q])], int(rollout.sample_id[q])
-            said = rollout.tokens[q, : rollout.length[q] - rollout.stopped[q]].tolist()
-            self.correct[at] = exact(self.prompts.texts[at[0]], self.decode(said),
-                                     self.prompts.examples[at[0]])
-            self.length[at], self.stopped[at] = rollout.length[q], rollout.stopped[q]
+            at = self.prompts.place[int(rollout.prompt_id[q])], int(rollout.sample_id[q])
+            self.correct[at], self.length[at] = rewards[q], rollout.length[q]
+            self.stopped[at] = rollout.stopped[q]
         self.seconds += result.seconds
         for name in COUNTERS:
             self.counters[name] += result.counters[name]
 
     def results(self) -> dict[str, Any]:
+        """Returns accuracy with its interval, pass@k, speed and the answers, by name."""
         share, samples = self.correct.mean(1), self.correct.shape[1]
         low, high, method = interval(share.tolist())
         ks = [2**i for i in range(samples.bit_length()) if 2**i < samples] + [samples]
@@ -126,7 +129,7 @@ class Tally:
             "tokens_per_second": int(self.length.sum()) / self.seconds,
             "accept_length": self.counters["committed"] / self.counters["row_rounds"],
             "mean_length": float(self.length.mean()), "stopped": float(self.stopped.mean()),
-            "problems": list(self.index), "questions_sha256": digest(self.prompts),
+            "problems": list(self.prompts.place), "questions_sha256": digest(self.prompts),
             "correct": self.correct.tolist()}
 
 
@@ -144,7 +147,7 @@ def _describe(config: Config, actor: Actor) -> dict[str, Any]:
 
 
 def digest(prompts: Prompts) -> str:
-    """SHA-256 of all questions and answers."""
+    """Returns the SHA-256 of all questions and answers."""
     digest = hashlib.sha256()
     for i in range(len(prompts.tokens)):
         example = prompts.examples[i]
@@ -153,7 +156,7 @@ def digest(prompts: Prompts) -> str:
 
 
 def read_evaluation(path: Path) -> dict[str, Any]:
-    """An evaluation that was written earlier.
+    """Reads an evaluation that was written earlier.
 
     Raises:
       ConfigError: the file is missing or holds something else.
@@ -169,7 +172,7 @@ def read_evaluation(path: Path) -> dict[str, Any]:
 
 
 def check_same_problems(baseline: dict[str, Any], data: dict[str, Any]) -> None:
-    """Refuses, before anything is generated, a baseline from other data. See also `paired`."""
+    """Refuses a baseline from other data before anything is generated. See also `paired`."""
     for name in ("name", "level", "split"):
         if baseline["data"][name] != data[name]:
             raise ConfigError(f"data.{name} = {data[name]!r}: the baseline is about "
@@ -177,7 +180,7 @@ def check_same_problems(baseline: dict[str, Any], data: dict[str, Any]) -> None:
 
 
 def paired(baseline: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
-    """The difference in accuracy on the same problems, `now` minus `baseline`.
+    """Returns the difference in accuracy on the same problems, `now` minus `baseline`.
 
     The 95 % interval is a percentile bootstrap over problems of their paired differences.
 

@@ -1,4 +1,4 @@
-"""Accuracy over problems: avg@k, pass@k and their 95 % intervals; and of means over few seeds."""
+"""Statistics of evaluations: avg@k, pass@k, and 95 % intervals over problems or seeds."""
 
 import math
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ _VALUES_AT_ONCE = 1_000_000
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
-    """Probability that one of k samples, drawn without replacement, is correct.
+    """Returns the probability that one of k samples, drawn without replacement, is correct.
 
     The unbiased estimator of Chen et al., Evaluating Large Language Models Trained on Code
     (arXiv 2107.03374), section 2.1.
@@ -22,40 +22,40 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
 
 
 def wilson(successes: int, trials: int) -> tuple[float, float]:
-    """Wilson's score interval of a proportion (Journal of the American Statistical Association 22,
-    1927); it stays sensible at 0 and 1."""
+    """Returns Wilson's score interval of a proportion (Journal of the American Statistical
+    Association 22, 1927), which stays sensible at 0 and 1."""
     p, z2 = successes / trials, Z * Z
     centre = (p + z2 / (2 * trials)) / (1 + z2 / trials)
     half = Z / (1 + z2 / trials) * math.sqrt(p * (1 - p) / trials + z2 / (4 * trials**2))
     return max(0.0, centre - half), min(1.0, centre + half)
 
 
-def bootstrap(values: Sequence[float]) -> tuple[float, float]:
-    """Percentile bootstrap interval of the mean, over problems; the same in every call."""
-    values = np.asarray(values, np.float64)
+def bootstrap(values: Sequence[float] | np.ndarray) -> tuple[float, float]:
+    """Returns the percentile bootstrap interval of a mean over problems, with a fixed seed."""
+    x = np.asarray(values, np.float64)
     rng = np.random.default_rng(RESAMPLING_SEED)
     at_once = max(1, _VALUES_AT_ONCE // len(values))
     means = np.concatenate([
-        values[rng.integers(0, len(values), (min(at_once, RESAMPLES - done), len(values)))].mean(1)
+        x[rng.integers(0, len(values), (min(at_once, RESAMPLES - done), len(values)))].mean(1)
         for done in range(0, RESAMPLES, at_once)])
     low, high = np.quantile(means, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     return float(low), float(high)
 
 
 def student(values: Sequence[float]) -> tuple[float, float]:
-    """Student's interval of the mean of two values or more, as of a few seeds.
+    """Returns Student's interval of the mean of two or more values, one a seed.
 
-    Differences of two arms that share their seeds are such values, too: paired by seed. With five
-    values a percentile bootstrap would be far too narrow.
+    For two arms with the same seeds, give their differences by seed. A percentile bootstrap of five
+    values would be far too narrow.
     """
-    values = np.asarray(values, np.float64)
-    quantile = stdtrit(len(values) - 1, (1 + LEVEL) / 2)
-    half = quantile * values.std(ddof=1) / math.sqrt(len(values))
-    return float(values.mean() - half), float(values.mean() + half)
+    x = np.asarray(values, np.float64)
+    quantile = stdtrit(len(x) - 1, (1 + LEVEL) / 2)
+    half = quantile * x.std(ddof=1) / math.sqrt(len(x))
+    return float(x.mean() - half), float(x.mean() + half)
 
 
 def interval(values: Sequence[float]) -> tuple[float, float, str]:
-    """The 95 % interval of a mean over problems, and its name.
+    """Returns the 95 % interval of a mean over problems, and its name.
 
     Args:
       values: one number in 0..1 a problem.

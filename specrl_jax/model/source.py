@@ -1,8 +1,7 @@
-"""Which model, and which of a run's weights: what evaluation and single prompts start from."""
+"""The actor of an evaluation or a single prompt: a model, or a run at one of its steps."""
 
 import dataclasses
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,32 +12,33 @@ from specrl_jax.config import Config, ConfigError, at_least, build
 from specrl_jax.io.checkpoint import list_steps, restore_part
 from specrl_jax.io.metrics import CONFIG, read_config
 from specrl_jax.model import architecture, weights
+from specrl_jax.model.transformer import Params
 
 CHECKPOINTS = "checkpoints"
 
 
 @dataclasses.dataclass(frozen=True)
 class Actor:
-    """A model that has been found; its weights are still on disk."""
+    """A model whose weights are not read yet."""
 
     source: weights.Source
     run: Path | None = None
-    step: int = 0  # completed steps of the run; 0 is the model as it was found
+    step: int = 0  # completed steps of the run; 0 is the initial model
 
     @property
     def name(self) -> str:
-        """The model's place, or the run and its step."""
+        """The model's source, or the run and its step."""
         return self.source.source if self.run is None else f"{self.run}, step {self.step}"
 
-    def params(self, mesh: Mesh) -> Any:
-        """Reads the weights, float32, laid out as rollouts want them.
+    def params(self, mesh: Mesh) -> Params:
+        """Reads the weights, float32, sharded for rollouts.
 
         Raises:
           ConfigError: the checkpoint is missing, damaged, or of another model.
         """
         described = architecture.describe(self.source.arch)
         places = sharding.shardings(described, sharding.ROLLOUT_RULES, mesh, architecture.is_param)
-        if self.step == 0:
+        if self.step == 0 or self.run is None:
             return sharding.put(places, self.source.params())
         abstract = jax.tree.map(
             lambda param, place: jax.ShapeDtypeStruct(param.shape, jnp.float32, sharding=place),
@@ -48,11 +48,11 @@ class Actor:
 
 
 def open_actor(config: Config, run: Path | None = None, step: int | None = None) -> Actor:
-    """The model at `config.model.path`, or as a run has trained it.
+    """Finds the model at `config.model.path`, or as a run has trained it.
 
     Args:
       run: a run's working directory.
-      step: completed steps of the run, 0 for its initial weights; None is its newest checkpoint.
+      step: completed steps, 0 for the initial weights; None is the newest checkpoint.
 
     Raises:
       ConfigError: there is no such model or run, or the run has no checkpoint.
@@ -72,7 +72,7 @@ def open_actor(config: Config, run: Path | None = None, step: int | None = None)
 
 
 def run_config(run: Path) -> Config:
-    """The configuration that a run was started with.
+    """Reads the configuration that a run was started with.
 
     Raises:
       ConfigError: the directory holds no run, or one of another version.

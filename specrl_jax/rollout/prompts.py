@@ -1,30 +1,55 @@
-"""Prompts of a run, rendered and tokenized, and the batches of them that one rollout gets."""
+"""The prompts of a run, rendered and tokenized, and the batches that one rollout generates from."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 
 from specrl_jax.config import Config, check
 from specrl_jax.io import data
+from specrl_jax.io.data import Example
 from specrl_jax.model.tokenizer import Tokenizer
 
 
 @dataclasses.dataclass(frozen=True)
-class Prompts:
-    """The examples of a run and their prompts as text and tokens."""
+class PromptBatch:
+    """Prompts of one rollout, in any order."""
 
-    examples: Any  # Sequence of {"id", "question", "answer", ...}
+    prompts: Sequence[Sequence[int]]  # token ids
+    prompt_id: np.ndarray  # i32[prompts]
+    occurrence: np.ndarray  # i32[prompts] how often the prompt came before
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompts:
+    """The examples of a run, and their prompts as text and tokens."""
+
+    examples: Sequence[Example]  # {"id", "question", "answer", ...}
     texts: list[str]
     tokens: list[list[int]]
+
+    @functools.cached_property
+    def place(self) -> dict[int, int]:
+        """The index of each example by its id."""
+        return {self.examples[i]["id"]: i for i in range(len(self.tokens))}
+
+    def select(self, places: Sequence[int] | np.ndarray) -> "Prompts":
+        """Returns the prompts at these indices."""
+        return Prompts([self.examples[i] for i in places], [self.texts[i] for i in places],
+                       [self.tokens[i] for i in places])
+
+    def batch(self, places: Sequence[int] | np.ndarray) -> PromptBatch:
+        """Returns the prompts at these indices as one rollout's; repeats count up `occurrence`."""
+        ids = np.asarray([self.examples[i]["id"] for i in places], np.int32)
+        return PromptBatch([self.tokens[i] for i in places], ids, data.occurrences(ids))
 
 
 def make_prompts(config: Config, tokenizer: Tokenizer, say: Callable[[str], None]) -> Prompts:
     """Loads the data and renders every prompt with the chat template.
 
     Raises:
-      ConfigError: unknown or empty data, or a prompt that is longer than the cache's part for it.
+      ConfigError: unknown or empty data, or a prompt of more than rollout.max_prompt_tokens.
     """
     examples = data.load_examples(config.data, say)
     texts = [tokenizer.chat(data.messages(e, config.data.system)) for e in examples]
@@ -37,19 +62,10 @@ def make_prompts(config: Config, tokenizer: Tokenizer, say: Callable[[str], None
     return Prompts(examples, texts, tokens)
 
 
-@dataclasses.dataclass(frozen=True)
-class PromptBatch:
-    """Prompts of one rollout, in any order."""
-
-    prompts: Sequence[Sequence[int]]  # token ids
-    prompt_id: np.ndarray  # i32[prompts]
-    occurrence: np.ndarray  # i32[prompts] how often the prompt came before
-
-
 def prompt_batches(prompts: Prompts, at_once: int) -> list[PromptBatch]:
-    """All prompts in rollouts of `at_once`. The last is filled with repeats: occurrence > 0."""
+    """Returns all prompts in batches of `at_once`; repeats, with occurrence > 0, fill the last."""
     total = len(prompts.tokens)
     index = np.arange(-(-total // at_once) * at_once)
-    ids = np.asarray([prompts.examples[i]["id"] for i in range(total)], np.int32)[index % total]
-    return [PromptBatch([prompts.tokens[i % total] for i in part], ids[part],
-                  (part // total).astype(np.int32)) for part in index.reshape(-1, at_once)]
+    return [dataclasses.replace(prompts.batch(part % total),
+                                occurrence=(part // total).astype(np.int32))
+            for part in index.reshape(-1, at_once)]

@@ -1,4 +1,4 @@
-"""Token-level generation for anyone: the loop, evaluation, single prompts.
+"""Generation from token ids, for training, evaluation and single prompts.
 
 A Sampler joins a model, a drafter, a controller and an engine; it reads only published parameters.
 """
@@ -22,17 +22,20 @@ from specrl_jax.control.cost_model import bucket_ladder
 from specrl_jax.draft import registry as drafters
 from specrl_jax.io import launches
 from specrl_jax.io.checkpoint import loud
-from specrl_jax.io.checksum import identity
+from specrl_jax.io.checksum import checksum, identity
 from specrl_jax.model import architecture, invariant
 from specrl_jax.model.architecture import Architecture
 from specrl_jax.model.tokenizer import Tokenizer
+from specrl_jax.model.transformer import Params
 from specrl_jax.rollout import profile
 from specrl_jax.rollout.engine import Engine, Result
 from specrl_jax.rollout.layout import Shapes, pad, request
 from specrl_jax.rollout.prompts import PromptBatch
 from specrl_jax.rollout.round import Decoder
-from specrl_jax.structs import Rollout, carrier
+from specrl_jax.structs import DrafterParams, Metrics, Rollout, carrier
 from specrl_jax.verify.registry import RULES
+
+PROBE_STREAM = "probe"  # of prng.STREAMS: tokens that nobody reads
 
 
 class Sampler:
@@ -42,7 +45,7 @@ class Sampler:
       config: its model, spec, draft, control and rollout sections are read.
       prompts: prompts of one call, over all shards.
       group: M.
-      warn: told what a user should know of the drafter.
+      warn: called with a line about each problem of the drafter.
       tokenizer: the actor's; None is that of config.model.path.
     """
 
@@ -57,8 +60,8 @@ class Sampler:
               f"with rollout.max_prompt_tokens that is {most} positions; the model has "
               f"{arch.max_position}")
         self.config, self.group, self.mesh = config, group, mesh
-        self.drafting = drafters.make(config, arch, stop, group, warn, tokenizer)
-        drafter = self.drafting.drafter
+        self.drafters = drafters.make(config, arch, stop, group, warn, tokenizer)
+        drafter = self.drafters.drafter
         shapes = Shapes(
             batch=config.rollout.batch_size // shards, sequences=prompts * group // shards,
             group=group, prompt=config.rollout.max_prompt_tokens,
@@ -80,127 +83,138 @@ class Sampler:
         dtype = jnp.dtype(config.model.dtype)
         past = config.spec.history_past if drafter.depth else 0
         self.engine = Engine(decoder, mesh, shapes, stop, dtype, past, config.control.audit)
-        self.price: Record | None = None  # what rounds cost, where the controller asks
-        self.plain: dict[int, float] = {}  # seconds of a round without a draft, where it does not
-        self.profiling = 0.0  # seconds that reading or measuring these took
-        self.restored = False  # whether the controller's state is a checkpoint's
+        self.cost_record: Record | None = None  # cost table of a controller that reads one
+        self.plain_round_seconds: dict[int, float] = {}  # by batch size, for other controllers
+        self.profiling_seconds = 0.0  # spent on reading or measuring these
+        self.control_restored = False  # the controller's state is a checkpoint's
         self._cast = publisher(arch, mesh, dtype)
-        self.params: Any = None
-        self.drafter_params: Any = ()
-        self.own = self.engine.everywhere(self.drafting.own)
-        warn_of_broken(self.drafting.own, warn)
+        self.params: Params = {}  # as published
+        self.drafter_params: DrafterParams = ()  # bound to them
+        self.drafter_weights = self.engine.everywhere(self.drafters.weights)  # of each part
+        warn_of_broken(self.drafters.weights, warn)
         self.version, self.drafter_version = -1, 0
-        self.broken = False  # a rollout found scores that are not finite and switched drafting off
+        self.broken = False  # a rollout found non-finite draft scores and switched drafting off
+        self._checksum: int | None = None
         self._warn = warn
 
-    def publish(self, params: Any, version: int) -> None:
+    def publish(self, params: Params, version: int) -> None:
         """Makes `params` what rollouts read: cast and resharded, or as they are if both agree."""
-        first, self.version = self.version < 0, version
+        first, self.version, self._checksum = self.version < 0, version, None
         self.params = self._cast(params)
-        trained = self.drafting.actor
+        trained = self.drafters.actor
         mine = identity(self.params) if first and trained else ""
         if mine.split()[:1] == trained.split()[:1] and mine != trained:  # bits of one dtype compare
             self._warn(f"draft.path = {self.config.draft.path!r}: the head was trained with other "
                        "weights of this actor and may have less accepted")
-        self.publish_drafter(self.own, self.drafter_version)
+        self.publish_drafter(self.drafter_weights, self.drafter_version)
 
-    def publish_drafter(self, own: Any, version: int) -> None:
-        """Makes `own` what rollouts draft with, as a whole or, after an error, not at all."""
-        bound = self.engine.decoder.drafter.bind(self.params, own)
-        self.own, self.drafter_version, self.drafter_params = own, version, bound
+    def publish_drafter(self, weights: Sequence[DrafterParams], version: int) -> None:
+        """Makes `weights`, those of each part, what rollouts draft with; an error changes nothing.
+        """
+        bound = self.drafters.bind(self.params, weights)
+        self.drafter_weights, self.drafter_version = tuple(weights), version
+        self.drafter_params = bound
+
+    @property
+    def checksum(self) -> int:
+        """Checksum of the published policy, computed once a version."""
+        if self._checksum is None:
+            self._checksum = checksum(self.params)
+        return self._checksum
 
     def draft_to(self, depth: int | None) -> None:
-        """Holds the draft depth whatever the controller plans; None gives it back its say."""
+        """Forces the draft depth of all rounds; None lets the controller choose again."""
         engine = self.engine
         engine.control = engine.decoder.controller.depth(engine.control, depth)
 
     def compile(self, report: Callable[[str], None] = lambda text: None) -> None:
-        """Compiles all programs and runs each small one once: nothing compiles after this.
+        """Compiles all programs and runs each small one once, so that nothing compiles later.
 
-        What rounds cost is read or measured too, unless a frozen clock restored it.
+        Reads or measures the costs of rounds too, unless a frozen clock restored them.
         """
         self.engine.compile(self.params, self.drafter_params, report=report)
         control, began = self.config.control, time.perf_counter()
         adaptive, frozen = self.engine.decoder.controller.adaptive, control.clock == "frozen"
-        if adaptive and not (self.restored and frozen):
+        if adaptive and not (self.control_restored and frozen):
             # A run with a frozen clock is there to be repeated, so its table may be of any age.
             since = 0.0 if frozen else time.time() - cost_file.FRESH
             self.price_rounds(control.cost_table, report, since)
         elif not adaptive and self.engine.decoder.drafter.depth:
-            self.plain = profile.plain(self.engine, self.params, self.drafter_params,
-                                     self.config.rollout.rounds_per_launch)
-        self.profiling = time.perf_counter() - began
+            self.plain_round_seconds = profile.plain(
+                self.engine, self.params, self.drafter_params,
+                self.config.rollout.rounds_per_launch)
+        self.profiling_seconds = time.perf_counter() - began
         shapes = self.engine.shapes
         limit = np.ones(shapes.sequences * shapes.shards, np.int32)
-        self.canary([[0, 0]], limit)
+        self.probe([[0, 0]], limit)
 
     def price_rounds(self, path: str, report: Callable[[str], None] = lambda text: None,
                      since: float = 0.0) -> None:
-        """Gives the controller what rounds cost, see probe.priced."""
-        self.engine.control, self.price = profile.priced(
-            self.engine, self.params, self.drafter_params, path, self._drafts(), report, since)
+        """Gives the controller a table of the costs of rounds, see profile.priced."""
+        self.engine.control, self.cost_record = profile.priced(
+            self.engine, self.params, self.drafter_params, path, self._draft_settings(), report,
+            since)
 
-    def canary(self, prompts: Sequence[Sequence[int]], limit: np.ndarray, depth: int | None = None
-               ) -> Result:
-        """Answers whose tokens nobody reads; nothing is learned from them, nor from warming up.
+    def probe(self, prompts: Sequence[Sequence[int]], limit: np.ndarray, depth: int | None = None
+              ) -> Result:
+        """Generates tokens that nobody reads; acceptance and control stay as they were.
 
         Args:
-          prompts: repeated as often as there are prompts in a call.
+          prompts: repeated to fill a call.
           limit: i32[sequences] most tokens of each.
           depth: of drafts; None leaves it to the controller.
         """
         count = len(limit) // self.group
-        asked = PromptBatch([prompts[i % len(prompts)] for i in range(count)], np.arange(count),
-                      np.zeros(count, np.int32))
+        batch = PromptBatch([prompts[i % len(prompts)] for i in range(count)], np.arange(count),
+                            np.zeros(count, np.int32))
         before = self.engine.control, self.engine.acceptance
         if depth is not None:
             self.draft_to(depth)
-        _, result = self.generate(asked, "canary", 0, limit=limit)
+        _, result = self.generate(batch, PROBE_STREAM, 0, limit=limit)
         self.engine.control, self.engine.acceptance = before
         return result
 
-    def _drafts(self) -> dict[str, Any]:
-        """What drafting takes depends on."""
+    def _draft_settings(self) -> dict[str, Any]:
+        """Returns the settings that affect the cost of drafting: part of the cost table's key."""
         spec = dataclasses.asdict(self.config.spec)
         return dataclasses.asdict(self.config.draft) | {
             name: spec[name] for name in ("drafter", "max_depth", "max_branch", "history_past")}
 
-    def generate(self, asked: PromptBatch, stream: str, step: int, *,
+    def generate(self, batch: PromptBatch, stream: str, step: int, *,
                  past: np.ndarray | None = None, limit: np.ndarray | None = None,
                  progress: Callable[[int, int, int], None] = lambda done, total, tokens: None,
-                 peek: Callable[[np.ndarray, np.ndarray], None] | None = None
+                 on_chunk: Callable[[np.ndarray, np.ndarray], None] | None = None
                  ) -> tuple[Rollout, Result]:
         """Samples every prompt `group` times.
 
         Args:
-          asked: prompts; they take slots in the order of `rollout.order`.
-          stream: what the tokens are for, see prng.STREAMS.
+          batch: prompts, which take slots in the order of `rollout.order`.
+          stream: purpose of the tokens, one of prng.STREAMS; part of the noise key.
           step: part of the noise key.
-          past: i32[prompts, K, T] earlier responses, see draft/memory.py.
+          past: i32[prompts, K, T] earlier responses, see draft/response_cache.py.
           limit: i32[sequences] most new tokens, if fewer than rollout.max_new_tokens, in the order
             of the slots; 0 is none, for the last ones of a shard.
-          progress, peek: see Engine.run.
+          progress, on_chunk: see `progress` and `peek` of Engine.run.
 
         Returns:
           The rollout in canonical order (prompt id, occurrence, sample id); the engine's account.
         """
-        order = np.lexsort((asked.occurrence, asked.prompt_id))
+        order = np.lexsort((batch.occurrence, batch.prompt_id))
         if self.config.rollout.order == "reversed":
             order = order[::-1]
-        group = self.group
-        ids, occurrence = (np.repeat(a[order], group).astype(np.int32)
-                           for a in (asked.prompt_id, asked.occurrence))
-        sample = np.tile(np.arange(group, dtype=np.int32), len(order))
+        ids, occurrence = (np.repeat(a[order], self.group).astype(np.int32)
+                           for a in (batch.prompt_id, batch.occurrence))
+        sample = np.tile(np.arange(self.group, dtype=np.int32), len(order))
         keys = prng.row_keys(self.config.seed, stream, step, ids, occurrence, sample)
-        prompts = [asked.prompts[i] for i in order]
-        wanted = request(prompts, keys, group, self.config.rollout,
+        prompts = [batch.prompts[i] for i in order]
+        wanted = request(prompts, keys, self.group, self.config.rollout,
                          None if past is None else past[order])
         if limit is not None:
             wanted.limit = np.minimum(wanted.limit, limit).astype(np.int32)
         result = self.engine.run(
-            self.params, wanted, self.drafter_params, progress=progress, peek=peek,
+            self.params, wanted, self.drafter_params, progress=progress, peek=on_chunk,
             rounds=self.config.rollout.rounds_per_launch)
-        if result.counters["broken"] and stream != "canary":
+        if result.counters["broken"] and stream != PROBE_STREAM:
             self._warn(f"speculation is off: scores of drafter version {self.drafter_version} are "
                        "not finite; train it again, or choose another spec.drafter")
             self.draft_to(0)
@@ -223,13 +237,13 @@ class Sampler:
             policy_version=self.version, drafter_version=self.drafter_version)
 
 
-def publisher(arch: Architecture, mesh: Mesh, dtype: Any) -> Callable[[Any], Any]:
-    """A function that casts and reshards parameters for the rollout."""
+def publisher(arch: Architecture, mesh: Mesh, dtype: jnp.dtype) -> Callable[[Params], Params]:
+    """Returns a function that casts and reshards parameters for the rollout."""
     described = architecture.describe(arch)
     places = sharding.shardings(described, sharding.ROLLOUT_RULES, mesh, architecture.is_param)
     cast = jax.jit(lambda tree: jax.tree.map(lambda a: a.astype(dtype), tree), out_shardings=places)
 
-    def publish(params: Any) -> Any:
+    def publish(params: Params) -> Params:
         params = jax.tree.map(
             lambda a, place: a if isinstance(a, jax.Array) else sharding.put(place, a),
             params, places)
@@ -240,17 +254,18 @@ def publisher(arch: Architecture, mesh: Mesh, dtype: Any) -> Callable[[Any], Any
     return publish
 
 
-def warn_of_broken(own: Any, warn: Callable[[str], None]) -> None:
-    """Warns of a drafter's parameters that are not finite: drafters then propose nothing."""
-    broken = [jax.tree_util.keystr(path) for path, leaf in jax.tree_util.tree_leaves_with_path(own)
+def warn_of_broken(weights: tuple[DrafterParams, ...], warn: Callable[[str], None]) -> None:
+    """Warns of drafter weights that are not finite; such a drafter proposes nothing."""
+    leaves = jax.tree_util.tree_leaves_with_path(weights)
+    broken = [jax.tree_util.keystr(path[1:]) for path, leaf in leaves
               if jnp.issubdtype(leaf.dtype, jnp.floating) and not np.isfinite(leaf).all()]
     if broken:
         warn(f"speculation is off: the drafter's {', '.join(broken)} are not finite; train it "
              "again, or choose another spec.drafter")
 
 
-def rollout_metrics(rollout: Rollout, result: Result) -> dict[str, float]:
-    """Metrics of one rollout, by the names that metrics.jsonl uses."""
+def rollout_metrics(rollout: Rollout, result: Result) -> Metrics:
+    """Returns the metrics of one rollout."""
     c, tokens = result.counters, int(rollout.length.sum())
     drafters = {f"draft/{name}/{kind}": count for name, counts in result.by_drafter.items()
                 for kind, count in counts.items()}
@@ -283,12 +298,12 @@ def rollout_metrics(rollout: Rollout, result: Result) -> dict[str, float]:
 
 
 def reliability(found: Reliability) -> list[list[float]]:
-    """Drafts tried, their mean estimate and their accepted share, of each bin that has some."""
+    """Returns (drafts, mean estimate, accepted share) of each bin that is not empty."""
     lines = np.stack([found.tried, found.predicted, found.accepted], 1)
     return [[float(f"{x:.6g}") for x in line] for line in lines[found.tried > 0]]
 
 
 def _mean(values: np.ndarray, length: np.ndarray) -> float:
-    """Mean over the tokens that were said."""
-    said = np.arange(values.shape[1])[None] < length[:, None]
-    return float(values[said].mean())
+    """Returns the mean over response tokens."""
+    real = np.arange(values.shape[1])[None] < length[:, None]
+    return float(values[real].mean())

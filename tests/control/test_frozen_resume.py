@@ -16,7 +16,8 @@ UNEQUAL = ("time/", "memory/", "compilations", "rollout/tokens_per_second")
 
 
 LEARNS = ("--config.spec.drafter=eagle", "--config.distill.batch=4", "--config.distill.updates=1",
-          "--config.distill.micro_batch=4", "--config.distill.canary=2", "--config.draft.vocab=256")
+          "--config.distill.micro_batch=4", "--config.distill.probe_tokens=2",
+          "--config.draft.vocab=256")
 
 
 @pytest.fixture(scope="module")
@@ -45,8 +46,9 @@ def cheap_drafts(tmp_path_factory: pytest.TempPathFactory) -> Callable[[tuple[st
 @pytest.mark.long
 @pytest.mark.parametrize("policy, learns", [
     ("budget", ()), ("respec", ()), ("bandit", ()),
-    ("budget", (*LEARNS, "--config.distill.when=every_step")),
-    ("budget", (*LEARNS, "--config.distill.when=overlap"))])
+    ("budget", (*LEARNS, "--config.distill.when=interval")),
+    ("budget", (*LEARNS, "--config.distill.when=interval",
+                "--config.distill.overlap=true"))])
 def test_a_resumed_run_chooses_what_it_would_have_chosen(
         policy: str, learns: tuple[str, ...], cheap_drafts: Callable[[tuple[str, ...]], str],
         tmp_path: Path) -> None:

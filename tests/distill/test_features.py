@@ -7,18 +7,19 @@ import pytest
 from helpers import tiny_arch
 
 from specrl_jax.config import ConfigError, DistillConfig
-from specrl_jax.distill.features import EMPTY, MEGABYTE, Features
-from specrl_jax.distill.update import Lessons, Texts
+from specrl_jax.distill.features import EMPTY, MEGABYTE, FeatureBuffer
+from specrl_jax.distill.teacher import SequenceBatch, TeacherTargets
+from specrl_jax.draft import eagle_training
 from specrl_jax.draft.eagle_model import EagleArch
 
-ARCH = EagleArch(tiny_arch(hidden_size=64), draft_vocab=16)
+DRAFTER = eagle_training.trainable(EagleArch(tiny_arch(hidden_size=64), draft_vocab=16))
 COLUMNS, WINDOW = 40, 12
 OPTIONS = DistillConfig(batch=4, micro_batch=2, rollouts=2)
 
 
 def buffer(sequences=6, heads=2, **changes):
-    return Features(dataclasses.replace(OPTIONS, **changes), ARCH, sequences, COLUMNS, WINDOW,
-                    heads)
+    return FeatureBuffer(dataclasses.replace(OPTIONS, **changes), DRAFTER, 64, sequences, COLUMNS,
+                         WINDOW, heads)
 
 
 def taught(mark, count, rows=2):
@@ -29,11 +30,13 @@ def taught(mark, count, rows=2):
     wide = {name: np.broadcast_to(which[:, None, :, None], (n, size, rows, last)).astype(np.float32)
             for name, size, last in (("taps", 2 * 64, COLUMNS), ("hidden", 64, WINDOW))}
     flat = np.broadcast_to(which[..., None], (n, rows, WINDOW))
-    texts = Texts(tokens=np.broadcast_to(which[..., None], (n, rows, COLUMNS)).astype(np.int32),
-                  length=length, first=length * 0 + 2, temperature=length + np.float32(1),
-                  reward=which.astype(np.float32), advantage=-which.astype(np.float32))
-    return texts, Lessons(**wide, normalizer=flat.astype(np.float32), best=flat.astype(np.int32),
-                          entropy=flat.astype(np.float32), teacher=np.zeros(n, np.int32))
+    batch = SequenceBatch(
+        tokens=np.broadcast_to(which[..., None], (n, rows, COLUMNS)).astype(np.int32),
+        length=length, first=length * 0 + 2, temperature=length + np.float32(1),
+        reward=which.astype(np.float32), advantage=-which.astype(np.float32))
+    return batch, TeacherTargets(
+        **wide, normalizer=flat.astype(np.float32), best=flat.astype(np.int32),
+        entropy=flat.astype(np.float32), teacher=np.zeros(n, np.int32))
 
 
 def add(kept, version, count=6):
@@ -93,29 +96,29 @@ def test_less_than_an_update_is_refused(changes, message):
         buffer(**changes)
 
 
-def test_a_micro_batch_is_of_one_version_and_each_row_is_one_sequence():
+def test_draw_micro_batch_is_of_one_version_and_whole_sequences():
     kept = buffer()
     add(kept, 3, 5)
     add(kept, 4)
     seen = set()
     for seed in range(20):
-        texts, lessons = kept.draw(np.random.default_rng(seed), 4, 2)
-        assert texts.tokens.shape == (2, 2, COLUMNS) and lessons.taps.shape == (2, 128, 2, COLUMNS)
+        batch, targets = kept.draw(np.random.default_rng(seed), 4, 2)
+        assert batch.tokens.shape == (2, 2, COLUMNS) and targets.taps.shape == (2, 128, 2, COLUMNS)
         for part in range(2):
-            head = kept.heads[lessons.teacher[part]]
+            head = kept.heads[targets.teacher[part]]
             for row in range(2):
-                name = int(texts.reward[part, row])
-                if texts.length[part, row] == 0:
-                    assert (texts.first[part, row], texts.temperature[part, row]) == (1, 1)
+                name = int(batch.reward[part, row])
+                if batch.length[part, row] == 0:
+                    assert (batch.first[part, row], batch.temperature[part, row]) == (1, 1)
                     continue
                 seen.add(name)
                 assert head[0, 0] == name // 100
-                for a in (texts.tokens[part, row], lessons.taps[part, :, row],
-                          lessons.hidden[part, :, row], lessons.normalizer[part, row],
-                          lessons.best[part, row], lessons.entropy[part, row]):
+                for a in (batch.tokens[part, row], targets.taps[part, :, row],
+                          targets.hidden[part, :, row], targets.normalizer[part, row],
+                          targets.best[part, row], targets.entropy[part, row]):
                     assert (a == name).all()
-                assert texts.advantage[part, row] == -name
-        real = texts.reward[texts.length > 0]
+                assert batch.advantage[part, row] == -name
+        real = batch.reward[batch.length > 0]
         assert len(set(real)) == len(real)
         newest, _ = kept.draw(np.random.default_rng(seed), 4, 2, newest=True)
         assert (newest.reward >= 400).all()
@@ -125,8 +128,8 @@ def test_a_micro_batch_is_of_one_version_and_each_row_is_one_sequence():
 def test_what_is_missing_is_padding():
     kept = buffer()
     add(kept, 0, 1)
-    texts, lessons = kept.draw(np.random.default_rng(0), 4, 2)
-    assert sorted(texts.length.ravel()) == [0, 0, 0, 5] and (lessons.teacher >= 0).all()
+    batch, targets = kept.draw(np.random.default_rng(0), 4, 2)
+    assert sorted(batch.length.ravel()) == [0, 0, 0, 5] and (targets.teacher >= 0).all()
 
 
 def test_a_buffer_is_restored_as_it_was():

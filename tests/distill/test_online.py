@@ -1,8 +1,7 @@
-"""A drafter that learns beside RL: tokens and actor stay, runs resume exactly, faults are named."""
+"""A drafter that learns in a run: tokens and actor stay, runs resume exactly, faults are found."""
 
 import copy
 import dataclasses
-import functools
 import re
 import shutil
 from pathlib import Path
@@ -27,12 +26,15 @@ from specrl_jax.config import (
     RewardConfig,
     SpecOptions,
 )
-from specrl_jax.distill import health
+from specrl_jax.distill import drafter as drafters
+from specrl_jax.distill.drafter import DrafterManager, FrozenDrafter
+from specrl_jax.distill.health import Probe, equal, fault_of, summarize
 from specrl_jax.distill.losses import LOSSES
 from specrl_jax.draft.off import off
-from specrl_jax.draft.registry import Drafting
+from specrl_jax.draft.registry import DrafterPart, DrafterSet
 from specrl_jax.io import metrics
 from specrl_jax.io.checkpoint import Checkpoints
+from specrl_jax.io.checksum import checksum
 from specrl_jax.io.compilation import CompilationCounter
 from specrl_jax.io.progress import Progress
 from specrl_jax.run import run_steps
@@ -40,9 +42,13 @@ from specrl_jax.trainer import Trainer
 
 SPEC = SpecOptions(drafter="eagle", depth=2, branch=1, nodes=3, max_depth=2, max_branch=1,
                    max_nodes=3)
-LEARN = dict(batch=8, micro_batch=8, updates=2, unroll=2, learning_rate=3e-3, canary=4)
-MODES = {"every_step": {}, "every_k": {"every": 2, "rollouts": 2}, "once": {"rollouts": 2},
-         "overlap": {}, "overlap_k": {"every": 2}, "trigger": {"threshold": 0.0, "memory": 0.0}}
+LEARN = dict(batch=8, micro_batch=8, updates=2, unroll=2, learning_rate=3e-3, probe_tokens=4)
+MODES = {"every_step": {"when": "interval"},
+         "every_2": {"when": "interval", "interval": 2, "rollouts": 2},
+         "once": {"when": "once", "rollouts": 2},
+         "overlap": {"when": "interval", "overlap": True},
+         "overlap_2": {"when": "interval", "overlap": True, "interval": 2},
+         "trigger": {"when": "trigger", "threshold": 0.0, "ema_decay": 0.0}}
 UNEQUAL = ("time/", "memory/", "compilations", "rollout/tokens_per_second")
 INVARIANT = dict(num_heads=4, num_kv_heads=2, head_dim=16)  # heads that machine code can take
 
@@ -107,11 +113,11 @@ def frozen(tmp_path_factory: Any) -> tuple[Trainer, Path]:
 
 @pytest.mark.slow
 @pytest.mark.long
-@pytest.mark.parametrize("when", MODES)
-def test_whatever_the_mode_the_actor_is_the_same_and_a_run_resumes_exactly(
-        when: str, frozen: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", MODES)
+def test_run_of_every_mode_keeps_the_actor_and_resumes_exactly(
+        mode: str, frozen: Any, tmp_path: Path) -> None:
     still, plain = frozen
-    whole = micro_trainer_to_compile(config(when, **MODES[when]), **INVARIANT)
+    whole = micro_trainer_to_compile(config(**MODES[mode]), **INVARIANT)
     run(whole, tmp_path / "whole")
     assert samples(tmp_path / "whole") == samples(plain)
     same(whole.state, still.state)
@@ -124,26 +130,23 @@ def test_whatever_the_mode_the_actor_is_the_same_and_a_run_resumes_exactly(
     drafted = {row["version/drafter"]: row["checksum/drafter"] for row in told}
     assert [drafted[row["version/drafter"]] for row in told] == [
         row["checksum/drafter"] for row in told] and len({*drafted.values()}) == len(drafted)
-    versions = {"every_step": [0, 1, 2, 3], "every_k": [0, 0, 1, 1], "once": [0, 0, 0, 0],
-                "overlap": [0, 0, 1, 2], "overlap_k": [0, 0, 0, 1]}
-    if when in versions:
-        assert [row["version/drafter"] for row in told] == [
-            v + (when == "once") for v in versions[when]]
+    versions = {"every_step": [0, 1, 2, 3], "every_2": [0, 0, 1, 1], "once": [1, 1, 1, 1],
+                "overlap": [0, 0, 1, 2], "overlap_2": [0, 0, 0, 1]}
+    if mode in versions:
+        assert [row["version/drafter"] for row in told] == versions[mode]
     assert any(row["distill/updates"] == 2 for row in told)
-    accounted(told, config(when).distill.megabytes)
-    learner = whole.evolution.state.params
-    assert any((np.asarray(a) != np.asarray(b)).any() for a, b in zip(
-        jax.tree.leaves(learner), jax.tree.leaves(still.life.head["weights"]), strict=True))
+    accounted(told, whole.config.distill.megabytes)
+    assert not equal(whole.drafter.state.params, weights(still))
 
     shutil.copytree(tmp_path / "whole", tmp_path / "parts")
     shutil.rmtree(tmp_path / "parts" / "checkpoints" / "4")
-    parts = micro_trainer_to_compile(config(when, **MODES[when]), **INVARIANT)
+    parts = micro_trainer_to_compile(config(**MODES[mode]), **INVARIANT)
     run(parts, tmp_path / "parts")
     assert samples(tmp_path / "parts") == samples(plain)
     rows = [[{k: v for k, v in row.items() if not k.startswith(UNEQUAL)}
              for row in metrics.read_metrics(tmp_path / name)] for name in ("whole", "parts")]
     assert rows[0] == rows[1]
-    kept = [{k: v for k, v in t.arrays().items() if k != "drafter_account"} for t in (whole, parts)]
+    kept = [{k: v for k, v in t.arrays().items() if k != "drafter_seconds"} for t in (whole, parts)]
     same(*kept)
     assert whole.meta() == parts.meta()
 
@@ -151,10 +154,10 @@ def test_whatever_the_mode_the_actor_is_the_same_and_a_run_resumes_exactly(
 @pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize("loss", [loss for loss in LOSSES if loss != DistillConfig().loss])
-def test_whatever_the_loss_and_weights_the_actor_is_the_same(
+def test_run_with_every_loss_keeps_the_actor(
         loss: str, frozen: Any, tmp_path: Path) -> None:
     still, plain = frozen
-    whole = micro_trainer_to_compile(config("every_step", loss=loss), **INVARIANT)
+    whole = micro_trainer_to_compile(config("interval", loss=loss), **INVARIANT)
     run(whole, tmp_path)
     assert samples(tmp_path) == samples(plain)
     same(whole.state, still.state)
@@ -163,35 +166,35 @@ def test_whatever_the_loss_and_weights_the_actor_is_the_same(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("when, options", [("off", {}), ("trigger", {"threshold": 1e9})])
-def test_a_drafter_that_stands_still_resumes_with_what_is_known_of_it(
+def test_frozen_drafter_resumes_with_its_faults_and_staleness(
         when: str, options: Any, frozen: Any, tmp_path: Path) -> None:
     """A trigger that never fires has watched acceptance fall or rise until the checkpoint."""
     whole = micro_trainer_to_compile(config(when, **options), **INVARIANT)
-    whole.life.faults, whole.life.seconds = 3, np.array([5.0, 2.0])
+    whole.drafter.faults, whole.drafter.seconds = 3, np.array([5.0, 2.0])
     run(whole, tmp_path / "whole")
     shutil.copytree(tmp_path / "whole", tmp_path / "parts")
     shutil.rmtree(tmp_path / "parts" / "checkpoints" / "4")
     parts = micro_trainer_to_compile(config(when, **options), **INVARIANT)
     run(parts, tmp_path / "parts")
     assert samples(tmp_path / "parts") == samples(tmp_path / "whole") == samples(frozen[1])
-    assert whole.meta() == parts.meta() and parts.life.faults == 3
-    assert parts.life.seconds[0] > 5
+    assert whole.meta() == parts.meta() and parts.drafter.faults == 3
+    assert parts.drafter.seconds[0] > 5
     if when == "trigger":
-        same(whole.evolution.staleness, parts.evolution.staleness)
-        assert whole.evolution.staleness.fall != 0
+        same(whole.drafter.training.staleness, parts.drafter.training.staleness)
+        assert whole.drafter.training.staleness.fall != 0
 
 
 @pytest.mark.slow
-def test_on_a_mesh_a_drafter_learns_and_the_actor_is_the_same(tmp_path: Path) -> None:
+def test_drafter_learns_on_a_mesh_and_keeps_the_actor(tmp_path: Path) -> None:
     both = []
-    for when in ("off", "every_step"):
+    for when in ("off", "interval"):
         trainer = micro_trainer_to_compile(
             dataclasses.replace(config(when), mesh=MeshConfig(data=2)), **INVARIANT)
         run(trainer, tmp_path / when)
         both.append(trainer)
-    assert samples(tmp_path / "off") == samples(tmp_path / "every_step")
+    assert samples(tmp_path / "off") == samples(tmp_path / "interval")
     same(both[0].state, both[1].state)
-    assert both[1].life.version == 4 and not both[1].warnings
+    assert both[1].drafter.good.version == 4 and not both[1].warnings
 
 
 def accounted(rows: list[dict[str, Any]], megabytes: int) -> None:
@@ -204,54 +207,64 @@ def accounted(rows: list[dict[str, Any]], megabytes: int) -> None:
     assert all(0 < row["distill/buffer_bytes"] <= megabytes * 2**20 for row in rows)
 
 
-@pytest.mark.parametrize("learns", [False, True])
-def test_a_step_charges_the_drafter_for_all_that_it_took(
-        learns: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock that only the parts of a step move; 4 of the rollout's 10 s more were expected.
-    A frozen drafter is looked at too."""
+class Clocked:
+    """A manager of drafters whose calls take seconds of a clock, as all parts of a step do."""
+
+    def __init__(self, clock: list[float], manager: Any, *seconds: float) -> None:
+        self.account, names = manager.account, ("before_rollout", "collect", "after_update")
+        for name, cost in zip(names, seconds, strict=True):
+            setattr(self, name, takes(clock, cost, {}))
+
+
+def takes(clock: list[float], seconds: float, result: Any) -> Any:
+    """A function that moves the clock."""
+
+    def part(*arguments: Any) -> Any:
+        clock[0] += seconds
+        return copy.deepcopy(result)
+
+    return part
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_step_charges_the_drafter_for_all_its_seconds(
+        drafts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a rollout's 10 s, 4 were saved."""
     clock = [0.0]
-
-    def takes(seconds: float, result: Any) -> Any:
-        def part(*arguments: Any) -> Any:
-            clock[0] += seconds
-            return copy.deepcopy(result)
-
-        return part
-
     monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
-    evolution = SimpleNamespace(collect=takes(3, {}), train=takes(5, {})) if learns else None
-    life = SimpleNamespace(seconds=np.zeros(2))
-    life.account = functools.partial(health.Life.account, life)
+    manager = object.__new__(FrozenDrafter) if drafts else DrafterManager()
+    manager.seconds = np.zeros(2)
     trainer = SimpleNamespace(
-        _before_rollout=takes(1, {}), rollout=takes(10, (None, {"time/saved": 4.0})),
-        _judge=takes(20, ([], np.ones(4), {})), _advantages=takes(0, np.ones(4)),
-        learn=takes(30, {}), evolution=evolution, life=life, config=SimpleNamespace(group_size=2),
-        step_number=0)
-    told = [Trainer.step(trainer)[0] for _ in range(2)]
-    spent = 1 + 3 + 5 if learns else 1
-    assert [row["time/distill"] for row in told] == [spent] * 2
-    assert [row["time/speculation_net"] for row in told] == [4 - spent, 8 - 2 * spent]
-    assert [(row["time/reward"], row["time/learn"], row["time/step"]) for row in told] == [
+        rollout=takes(clock, 10, (None, {"time/saved": 4.0})),
+        score=takes(clock, 20, ([], np.ones(4), {})), _advantages=takes(clock, 0, np.ones(4)),
+        learn=takes(clock, 30, {}), drafter=Clocked(clock, manager, 1, 3, 5),
+        config=SimpleNamespace(group_size=2), step_number=0, sampler=SimpleNamespace(checksum=7))
+    rows = [Trainer.step(trainer)[0] for _ in range(2)]
+    spent = 1 + 3 + 5
+    assert [row.get("time/distill") for row in rows] == [spent if drafts else None] * 2
+    assert [row.get("time/speculation_net") for row in rows] == (
+        [4 - spent, 8 - 2 * spent] if drafts else [None] * 2)
+    assert [(row["time/reward"], row["time/learn"], row["time/step"]) for row in rows] == [
         (20, 30, 60 + spent)] * 2
 
 
-# Faults. Each is put where rollouts read the drafter, or into what learns.
+# Faults, injected where rollouts read the drafter, or into the learner.
 
 
 @pytest.fixture(scope="module")
 def learning() -> Trainer:
-    """A trainer whose drafter has learned enough for a canary to hear it."""
+    """A trainer whose drafter has learned enough for a probe to accept drafts."""
     trainer = micro_trainer_to_compile(config(
-        "every_step", updates=8, learning_rate=4e-3, batch=16, canary=8), **INVARIANT)
+        "interval", updates=8, learning_rate=4e-3, batch=16, probe_tokens=8), **INVARIANT)
     trainer.compile(lambda text: None)
     for _ in range(6):
         trainer.step()
-    assert trainer.life.version == 6 and not trainer.warnings
+    assert trainer.drafter.good.version == 6 and not trainer.warnings
     return trainer
 
 
 def weights(trainer: Trainer) -> Any:
-    return trainer.sampler.own["weights"]
+    return trainer.sampler.drafter_weights[0]["weights"]
 
 
 def put(trainer: Trainer, tree: Any) -> Any:
@@ -261,7 +274,8 @@ def put(trainer: Trainer, tree: Any) -> Any:
 def published(trainer: Trainer, **head: Any) -> None:
     """Rollouts draft with something that nobody published."""
     sampler = trainer.sampler
-    sampler.publish_drafter(put(trainer, sampler.own | head), sampler.drafter_version)
+    spoiled = put(trainer, sampler.drafter_weights[0] | head)
+    sampler.publish_drafter((spoiled,), sampler.drafter_version)
 
 
 def shuffled(tree: Any) -> Any:
@@ -269,12 +283,9 @@ def shuffled(tree: Any) -> Any:
     return jax.tree.map(lambda a: rng.permutation(np.asarray(a).reshape(-1)).reshape(a.shape), tree)
 
 
-def stale(trainer: Trainer, version: int) -> None:
-    trainer.sampler.publish_drafter(trainer.sampler.own, version)
-
-
 def other_map(trainer: Trainer) -> Any:
-    return np.sort((np.asarray(trainer.sampler.own["vocab"]) + 7) % 512).astype(np.int32)
+    vocab = np.asarray(trainer.sampler.drafter_weights[0]["vocab"])
+    return np.sort((vocab + 7) % 512).astype(np.int32)
 
 
 PUT = {
@@ -291,186 +302,209 @@ def step(trainer: Trainer) -> tuple[dict[str, Any], list[Any]]:
     return record, [s["tokens"] for s in said]
 
 
+def named(injected: str) -> str:
+    """What `drafter/fault` calls an injected fault."""
+    return injected if injected in ("not finite", "zeroed", "dead") else "not as published"
+
+
+def without_updates(trainer: Trainer, patched: pytest.MonkeyPatch) -> None:
+    """Steps leave actor and drafter as they are; faults are found all the same."""
+    for name in ("collect", "after_update"):
+        patched.setattr(trainer.drafter, name, lambda *arguments: {})
+    patched.setattr(trainer, "learn", lambda *rollout: {"applied": 1.0})
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", [*PUT, "stale", "skipped publish"])
-def test_a_drafter_that_nobody_published_is_named_before_it_drafts(
+def test_drafter_that_nobody_published_is_found_before_it_drafts(
         fault: str, learning: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the last good version drafts: at once, with the tokens of a run that had no fault."""
+    """The last good version drafts at once, with the tokens of a run that had no fault."""
     trainer, sampler = learning, learning.sampler
-    earlier = sampler.own
+    earlier = sampler.drafter_weights
     if fault not in PUT:
         step(trainer)  # which publishes the next version
-    frozen = trainer.state, trainer.step_number
+    number = trainer.step_number
     with monkeypatch.context() as patched:
-        patched.setattr(trainer, "evolution", None)  # the same step twice
-        patched.setattr(trainer, "learn", lambda *rollout: {"applied": 1.0})
+        without_updates(trainer, patched)
         well, tokens = step(trainer)
-        trainer.step_number, good, before = frozen[1], sampler.own, trainer.life.faults
+        trainer.step_number, before = number, trainer.drafter.faults
+        good, version = sampler.drafter_weights, trainer.drafter.good.version
         if fault in PUT:
             PUT[fault](trainer)
         else:
-            sampler.publish_drafter(earlier, trainer.life.version - (fault == "skipped publish"))
-        ill, said = step(trainer)
-        trainer.step_number = frozen[1]
-    assert ill["drafter/fault"] == fault and fault in trainer.warnings.pop()
-    assert said == tokens and ill["rollout/accept_length"] == well["rollout/accept_length"] > 1.1
+            sampler.publish_drafter(earlier, version - (fault == "skipped publish"))
+        ill, repeated = step(trainer)
+        trainer.step_number = number
+    assert ill["drafter/fault"] == named(fault) and named(fault) in trainer.warnings.pop()
+    assert repeated == tokens
+    assert ill["rollout/accept_length"] == well["rollout/accept_length"] > 1.1
     assert (ill["drafter/faults"], ill["drafter/disabled"]) == (before + 1, 0)
-    assert sampler.own is good and sampler.drafter_version == trainer.life.version
-    assert trainer.life.inspect() == ""
+    assert sampler.drafter_weights is good and sampler.drafter_version == version
+    assert "drafter/fault" not in trainer.drafter.before_rollout(number)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", PUT)
-def test_a_faulty_drafter_that_nobody_looks_at_changes_no_token(
+def test_faulty_drafter_that_is_not_verified_changes_no_token(
         fault: str, learning: Trainer) -> None:
-    expected, good = undrafted(learning), learning.sampler.own
+    expected, good = undrafted(learning), learning.sampler.drafter_weights
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(learning, "evolution", None)
-        patched.setattr(learning, "learn", lambda *rollout: {"applied": 1.0})
-        patched.setattr(learning.life, "inspect", lambda: "")
+        without_updates(learning, patched)
+        patched.setattr(learning.drafter, "before_rollout", lambda step: {})
         PUT[fault](learning)
         record, tokens = step(learning)
     learning.step_number -= 1
-    learning.sampler.publish_drafter(good, learning.life.version)
-    assert tokens == expected and "drafter/fault" not in record
+    learning.sampler.publish_drafter(good, learning.drafter.good.version)
+    learning.sampler.broken = False
+    learning.sampler.draft_to(None)
+    learning.warnings.clear()
+    assert tokens == expected
     assert (record["rollout/drafted"] > 0) == (fault != "not finite")
 
 
 @pytest.mark.slow
-def test_of_merged_drafters_the_head_is_looked_after(learning: Trainer) -> None:
-    """The head is one part of what is published."""
+def test_bound_parameters_that_were_changed_are_published_again(learning: Trainer) -> None:
+    """The weights are well, but not what rollouts read."""
+    expected, sampler = undrafted(learning), learning.sampler
+    bound = sampler.drafter_params
+    sampler.drafter_params = bound.replace(embed=bound.embed + 1)
+    record, tokens = step(learning)
+    assert record["drafter/fault"] == "not as published" and tokens == expected
+    learning.warnings.clear()
+
+
+@pytest.mark.slow
+def test_head_of_merged_drafters_is_verified(learning: Trainer) -> None:
     merged = dataclasses.replace(SPEC, drafter="merge", max_nodes=6, nodes=6)
     trainer = micro_trainer_to_compile(dataclasses.replace(
-        config("every_step", canary=8), spec=merged), **INVARIANT)
+        config("interval", probe_tokens=8), spec=merged), **INVARIANT)
     trainer.compile(lambda text: None)
     step(trainer), step(trainer)
-    assert trainer.life.version == 2 and not trainer.warnings
-    sampler, part = trainer.sampler, trainer.sampler.drafting.part
+    assert trainer.drafter.good.version == 2 and not trainer.warnings
+    sampler, part = trainer.sampler, trainer.sampler.drafters.trainable
     for fault, spoiled in (("zeroed", SPOILED["zeroed"]), ("shuffled", shuffled)):
-        expected, version, own = undrafted(trainer), trainer.life.version, list(sampler.own)
-        own[part] = put(trainer, own[part] | {"weights": spoiled(own[part]["weights"])})
-        sampler.publish_drafter(tuple(own), version)
+        expected, version = undrafted(trainer), trainer.drafter.good.version
+        changed = list(sampler.drafter_weights)
+        changed[part] = put(trainer, changed[part] | {"weights": spoiled(changed[part]["weights"])})
+        sampler.publish_drafter(changed, version)
         record, tokens = step(trainer)
-        assert record["drafter/fault"] == fault and fault in trainer.warnings.pop()
-        assert tokens == expected and trainer.life.version == version + 1
+        assert record["drafter/fault"] == named(fault) and named(fault) in trainer.warnings.pop()
+        assert tokens == expected and trainer.drafter.good.version == version + 1
 
 
 def merged_with_a_small_model() -> Any:
     return dataclasses.replace(
-        config("every_step", canary=8),
+        config("interval", probe_tokens=8),
         spec=dataclasses.replace(SPEC, drafter="merge", max_nodes=6, nodes=6),
         draft=DraftConfig(vocab=256, parts=("eagle", "small_lm"), model="random:tiny"))
 
 
 @pytest.mark.slow
-def test_a_small_model_beside_the_head_is_looked_after_too() -> None:
+def test_small_model_merged_with_a_head_is_verified() -> None:
     trainer = micro_trainer_to_compile(merged_with_a_small_model(), **INVARIANT)
     trainer.compile(lambda text: None)
     step(trainer)
     assert not trainer.warnings
-    sampler, small = trainer.sampler, 1 - trainer.sampler.drafting.part
+    sampler, small = trainer.sampler, 1 - trainer.sampler.drafters.trainable
     for fault, spoiled in (("zeroed", SPOILED["zeroed"]), ("shuffled", shuffled)):
-        expected, version, own = undrafted(trainer), trainer.life.version, list(sampler.own)
-        own[small] = put(trainer, spoiled(own[small]))
-        sampler.publish_drafter(tuple(own), version)
+        expected, version = undrafted(trainer), trainer.drafter.good.version
+        changed = list(sampler.drafter_weights)
+        changed[small] = put(trainer, spoiled(changed[small]))
+        sampler.publish_drafter(changed, version)
         record, tokens = step(trainer)
-        assert record["drafter/fault"] == fault and fault in trainer.warnings.pop()
-        assert tokens == expected and not trainer.life.held
-        assert trainer.life.inspect() == "" and not trainer.warnings
+        assert record["drafter/fault"] == named(fault) and named(fault) in trainer.warnings.pop()
+        assert tokens == expected and not trainer.drafter.disabled
+        assert "drafter/fault" not in trainer.drafter.before_rollout(9) and not trainer.warnings
 
 
 @pytest.mark.slow
-def test_a_small_model_that_is_dead_when_a_run_begins_drafts_never() -> None:
-    """No new version of the head beside it is a reason to."""
+def test_small_model_that_is_zero_at_the_start_never_drafts() -> None:
+    """No new version of the head merged with it is a reason to."""
     trainer = micro_trainer_to_compile(merged_with_a_small_model(), **INVARIANT)
     sampler = trainer.sampler
-    small, own = 1 - sampler.drafting.part, list(sampler.own)
-    own[small] = put(trainer, SPOILED["zeroed"](own[small]))
-    sampler.publish_drafter(tuple(own), 0)
+    small, changed = 1 - sampler.drafters.trainable, list(sampler.drafter_weights)
+    changed[small] = put(trainer, SPOILED["zeroed"](changed[small]))
+    sampler.publish_drafter(changed, 0)
     trainer.compile(lambda text: None)
     assert "zeroed; nothing is drafted" in trainer.warnings.pop()
     told = [step(trainer)[0] for _ in range(2)]
-    assert trainer.life.version == 2 and not trainer.warnings  # the head learned
+    assert trainer.drafter.good.version == 2 and not trainer.warnings  # the head learned
     assert [(row["drafter/disabled"], row["rollout/drafted"]) for row in told] == [(1, 0)] * 2
 
 
 @pytest.mark.slow
-def test_a_head_that_is_dead_when_a_run_begins_is_named(frozen: Any) -> None:
+def test_head_that_is_zero_at_the_start_is_named(frozen: Any) -> None:
     trainer = micro_trainer_to_compile(config("off"), **INVARIANT)
     published(trainer, weights=SPOILED["zeroed"](weights(trainer)))
     trainer.compile(lambda text: None)
     assert "zeroed; nothing is drafted" in trainer.warnings.pop()
     record, tokens = step(trainer)
     assert record["drafter/disabled"] == 1 and record["rollout/drafted"] == 0
+    assert "drafter/fault" not in record
     assert tokens == [s["tokens"] for s in metrics.read_samples(frozen[1]) if s["step"] == 0]
 
 
 @pytest.mark.slow
-def test_a_small_model_is_looked_after_too() -> None:
+def test_small_model_alone_is_verified() -> None:
     """It learns nothing, so one version drafts, whose checksum every rollout records."""
     trainer = micro_trainer_to_compile(dataclasses.replace(
-        config("off", canary=8), spec=dataclasses.replace(SPEC, drafter="small_lm"),
+        config("off", probe_tokens=8), spec=dataclasses.replace(SPEC, drafter="small_lm"),
         draft=DraftConfig(model="random:tiny")), **INVARIANT)
     trainer.compile(lambda text: None)
-    sampler, good, told = trainer.sampler, trainer.sampler.own, [step(trainer)[0]]
-    for fault, spoiled in (SPOILED | {"shuffled": shuffled, "swapped": lambda tree: jax.tree.map(
-            lambda a: a + 1, tree)}).items():
-        if fault == "dead canary":  # of what learns
-            continue
+    sampler, good = trainer.sampler, trainer.sampler.drafter_weights
+    told = [step(trainer)[0]]
+    spoilers = SPOILED | {"swapped": lambda tree: jax.tree.map(lambda a: a + 1, tree)}
+    for fault, spoiled in spoilers.items():
         expected = undrafted(trainer)
         sampler.publish_drafter(put(trainer, spoiled(good)), 0)
         record, tokens = step(trainer)
         told.append(record)
-        assert record["drafter/fault"] == fault and fault in trainer.warnings.pop()
-        assert tokens == expected and sampler.own is good and record["drafter/disabled"] == 0
+        found = named("shuffled" if fault == "dead" else fault)
+        assert record["drafter/fault"] == found and found in trainer.warnings.pop()
+        assert tokens == expected and sampler.drafter_weights is good
+        assert record["drafter/disabled"] == 0
     assert [row["version/drafter"] for row in told] == [0] * 5
-    assert {row["checksum/drafter"] for row in told} == {health.checksum(good)}
+    assert {row["checksum/drafter"] for row in told} == {checksum(good)}
     assert [row["drafter/faults"] for row in told] == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", ["not finite", "zeroed", "shuffled", "vocabulary map"])
-def test_a_learner_that_was_damaged_goes_back_to_what_it_published(
+@pytest.mark.parametrize("fault", ["not finite", "zeroed", "shuffled"])
+def test_learner_that_was_damaged_returns_to_the_good_version(
         fault: str, learning: Trainer) -> None:
-    evolution, version = learning.evolution, learning.life.version
-    broken = {"not finite": lambda a: a * np.nan, "zeroed": lambda a: a * 0}
-    params = evolution.state.params
-    if fault in broken:
-        params = jax.tree.map(broken[fault], params)
-    if fault == "shuffled":
-        params = shuffled(params)
-    if fault == "vocabulary map":
-        evolution.vocab = put(learning, other_map(learning))
-    evolution.state = evolution.state.replace(params=put(learning, params))
+    manager, version = learning.drafter, learning.drafter.good.version
+    spoiled = (SPOILED | {"shuffled": shuffled})[fault](manager.state.params)
+    manager.state = manager.state.replace(params=put(learning, spoiled))
     expected = undrafted(learning)
     record, tokens = step(learning)
-    assert record["drafter/fault"] == fault and fault in learning.warnings.pop()
+    assert record["drafter/fault"] == named(fault) and named(fault) in learning.warnings.pop()
     assert tokens == expected
-    assert learning.life.version == version + 1  # one training on, from the version before
+    assert manager.good.version == version + 1  # one training on, from the version before
     assert step(learning)[0]["rollout/accept_length"] > 1.1
 
 
 SPOILED = {"not finite": lambda tree: jax.tree.map(lambda a: a * np.nan, tree),
            "zeroed": lambda tree: jax.tree.map(lambda a: a * 0, tree),
-           "dead canary": lambda tree: shuffled(tree)}
+           "dead": lambda tree: shuffled(tree)}
 
 
 def spoil(trainer: Trainer, fault: str, patched: pytest.MonkeyPatch) -> None:
-    """Each update of the learner ends so."""
-    update = trainer.evolution._update
+    """Each training of the learner ends so."""
+    training = trainer.drafter.training
+    run = training._run
 
     def spoiling(*batch: Any) -> Any:
-        state, told = update(*batch)
-        return state.replace(params=put(trainer, SPOILED[fault](state.params))), told
+        result = run(*batch)
+        params = put(trainer, SPOILED[fault](result.state.params))
+        return result._replace(state=result.state.replace(params=params))
 
-    patched.setattr(trainer.evolution, "_update", spoiling)
+    patched.setattr(training, "_run", spoiling)
 
 
 def undrafted(trainer: Trainer) -> list[Any]:
     """The tokens of the next step, which is not taken."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(trainer, "evolution", None)
-        patched.setattr(trainer, "life", None)
+        patched.setattr(trainer, "drafter", DrafterManager())
         patched.setattr(trainer, "learn", lambda *rollout: {"applied": 1.0})
         trainer.sampler.draft_to(0)
         record, tokens = step(trainer)
@@ -482,112 +516,111 @@ def undrafted(trainer: Trainer) -> list[Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", SPOILED)
-def test_an_update_that_spoils_the_drafter_is_not_published(fault: str, learning: Trainer) -> None:
-    """Nor has the trigger another reference: what drafts on is as stale as it was."""
-    version, good, evolution = learning.life.version, learning.sampler.own, learning.evolution
-    evolution.staleness = evolution.staleness.replace(fall=np.asarray(-0.5))
+def test_update_that_spoils_the_drafter_is_not_published(fault: str, learning: Trainer) -> None:
+    """The trigger keeps its reference, too: what drafts on is as stale as it was."""
+    manager, training = learning.drafter, learning.drafter.training
+    good = manager.good
+    training.staleness = training.staleness.replace(fall=np.asarray(-0.5))
     with pytest.MonkeyPatch.context() as patched:
         spoil(learning, fault, patched)
         record, _ = step(learning)
     assert record["drafter/fault"] == fault and fault in learning.warnings.pop()
-    assert learning.life.version == version and learning.sampler.own is good
-    assert evolution.staleness.fall == -0.5
+    assert manager.good is good and learning.sampler.drafter_weights is good.weights
+    assert training.staleness.fall == -0.5
     expected = undrafted(learning)
     record, tokens = step(learning)
     assert tokens == expected and record["rollout/accept_length"] > 1.1
-    assert "drafter/fault" not in record and learning.life.version == version + 1
-    assert evolution.staleness.fall == 0
+    assert "drafter/fault" not in record and manager.good.version == good.version + 1
+    assert training.staleness.fall == 0
 
 
 @pytest.mark.slow
-def test_a_learner_none_of_whose_updates_is_finite_is_named(learning: Trainer) -> None:
-    version, good, lessons = learning.life.version, learning.sampler.own, learning.evolution._put
+def test_learner_without_a_finite_update_is_named(learning: Trainer) -> None:
+    good, batches = learning.drafter.good, learning.drafter.training._put
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(learning.evolution, "_put", lambda batch: jax.tree.map(
-            lambda a: a * np.nan if jnp.issubdtype(a.dtype, jnp.floating) else a, lessons(batch)))
+        patched.setattr(learning.drafter.training, "_put", lambda batch: jax.tree.map(
+            lambda a: a * np.nan if jnp.issubdtype(a.dtype, jnp.floating) else a, batches(batch)))
         record, _ = step(learning)
     assert record["drafter/fault"] == "not finite" and record["distill/applied"] == 0
     assert "not finite" in learning.warnings.pop()
-    assert learning.life.version == version and learning.sampler.own is good
+    assert learning.drafter.good is good and learning.sampler.drafter_weights is good.weights
     record, _ = step(learning)
-    assert "drafter/fault" not in record and learning.life.version == version + 1
+    assert "drafter/fault" not in record and learning.drafter.good.version == good.version + 1
 
 
 @pytest.mark.slow
-def test_a_late_update_that_spoils_the_drafter_is_not_published() -> None:
-    trainer = micro_trainer_to_compile(config("overlap", canary=8), **INVARIANT)
+def test_overlapped_update_that_spoils_it_is_not_published() -> None:
+    trainer = micro_trainer_to_compile(config("interval", overlap=True, probe_tokens=8),
+                                       **INVARIANT)
     trainer.compile(lambda text: None)
     step(trainer), step(trainer)
-    trainer.evolution._join()  # these updates are well
-    version, learn, beside = trainer.life.version, trainer.learn, []
+    manager, training = trainer.drafter, trainer.drafter.training
+    training.meta()  # waits: these updates are well
+    version, learn, running = manager.good.version, trainer.learn, []
 
     def watched(*rollout: Any) -> dict[str, Any]:
-        beside.append(trainer.evolution._ahead is not None)
+        running.append(training._running is not None)
         return learn(*rollout)
 
     trainer.learn = watched
     with pytest.MonkeyPatch.context() as patched:
         spoil(trainer, "not finite", patched)
         record, _ = step(trainer)  # publishes what the step before learned
-        trainer.evolution._join()
-    assert "drafter/fault" not in record and trainer.life.version == version + 1
+        training.meta()
+    assert "drafter/fault" not in record and manager.good.version == version + 1
     expected = undrafted(trainer)
     record, tokens = step(trainer)
-    assert record["drafter/fault"] == "not finite" and trainer.life.version == version + 1
+    assert record["drafter/fault"] == "not finite" and manager.good.version == version + 1
     assert tokens == expected and "not finite" in trainer.warnings.pop()
     step(trainer)
-    assert trainer.life.version == version + 2 and not trainer.warnings and beside == [True] * 3
+    assert manager.good.version == version + 2 and not trainer.warnings and running == [True] * 3
 
 
 @pytest.mark.slow
-def test_a_publish_that_did_not_happen_is_named(learning: Trainer) -> None:
+def test_publish_that_did_not_happen_is_found(learning: Trainer) -> None:
     publish = learning.sampler.publish_drafter
 
-    def skip_new(own: Any, version: int) -> None:
+    def skip_new(weights: Any, version: int) -> None:
         if version == learning.sampler.drafter_version:  # bound to a new actor
-            publish(own, version)
+            publish(weights, version)
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(learning.sampler, "publish_drafter", skip_new)
         step(learning)
-    assert learning.sampler.drafter_version == learning.life.version - 1
+    assert learning.sampler.drafter_version == learning.drafter.good.version - 1
     expected = undrafted(learning)
     record, tokens = step(learning)
-    assert record["drafter/fault"] == "skipped publish" and tokens == expected
-    assert "skipped publish" in learning.warnings.pop()
-    assert learning.sampler.drafter_version == learning.life.version
+    assert record["drafter/fault"] == "not as published" and tokens == expected
+    assert "not as published" in learning.warnings.pop()
+    assert learning.sampler.drafter_version == learning.drafter.good.version
 
 
 @pytest.mark.slow
-def test_a_publish_that_fails_leaves_what_was_there(learning: Trainer) -> None:
+def test_publish_that_fails_leaves_the_version_before(learning: Trainer) -> None:
     sampler = learning.sampler
-    before = sampler.own, sampler.drafter_version, sampler.drafter_params
+    before = sampler.drafter_weights, sampler.drafter_version, sampler.drafter_params
 
-    def bind(params: Any, own: Any) -> Any:
+    def bind(params: Any, weights: Any) -> Any:
         raise RuntimeError("out of memory")
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(sampler.engine, "machine",
-                        SimpleNamespace(drafter=SimpleNamespace(bind=bind)))
+        patched.setattr(sampler, "drafters", SimpleNamespace(bind=bind))
         with pytest.raises(RuntimeError):
-            sampler.publish_drafter(put(learning, sampler.own), 99)
-    after = sampler.own, sampler.drafter_version, sampler.drafter_params
+            sampler.publish_drafter(put(learning, sampler.drafter_weights), 99)
+    after = sampler.drafter_weights, sampler.drafter_version, sampler.drafter_params
     assert all(a is b for a, b in zip(before, after, strict=True))
 
 
-class Heard:
-    """A sampler of one row whose head gets `rate` drafts a round accepted, beside another's."""
+class Accepting:
+    """A sampler of one row whose head gets `rate` drafts a round accepted, as does another."""
 
     def __init__(self, rate: float, sequences: int = 8) -> None:
-        self.rate, self.asked = rate, []
+        self.rate, self.limits = rate, []
         self.engine = SimpleNamespace(shapes=SimpleNamespace(
             batch=1, sequences=sequences, shards=1, depth=3))
-        self.drafting = SimpleNamespace(
-            part=1, drafter=SimpleNamespace(names=("history", "eagle")))
-        self.drafter_version = 0
 
-    def canary(self, prompts: Any, limit: np.ndarray, depth: int) -> Any:
-        self.asked.append(limit.tolist())
+    def probe(self, prompts: Any, limit: np.ndarray, depth: int) -> Any:
+        self.limits.append(limit.tolist())
         rounds = int(limit.sum() / (1 + self.rate))
         return SimpleNamespace(
             counters={"row_rounds": rounds, "accepted": 1000, "broken": 0},
@@ -596,39 +629,45 @@ class Heard:
 
 
 @pytest.mark.parametrize("rate, answers", [(0.0, 8), (0.3, 5), (1.05, 2), (2.7, 1)])
-def test_a_canary_of_one_row_asks_as_much_as_tells_a_dead_head(rate: float, answers: int) -> None:
-    sampler = Heard(rate)
-    life = health.Life(sampler, [[1]], 8, print)
-    life._rate = rate
-    assert life._try() == "" and sampler.asked == [[8] * answers + [0] * (8 - answers)]
+def test_probe_of_one_row_generates_enough_to_find_a_dead_head(rate: float, answers: int) -> None:
+    sampler = Accepting(rate)
+    probe = Probe(sampler, "eagle", [[1]], 8)
+    probe.rate = rate
+    assert probe.check() == "" and sampler.limits == [[8] * answers + [0] * (8 - answers)]
     sampler.rate = 0.0
-    assert life._try() == ("dead canary" if rate else "")
+    assert probe.check() == ("dead" if rate else "")
 
 
-def test_a_head_that_loses_a_little_at_each_publish_is_named_in_the_end() -> None:
-    sampler = Heard(2.0)
-    life = health.Life(sampler, [[1]], 8, print)
-    life._rate, faults = 2.0, []
+def test_probe_of_a_head_that_keeps_losing_fails_in_the_end() -> None:
+    sampler = Accepting(2.0)
+    probe = Probe(sampler, "eagle", [[1]], 8)
+    probe.rate, faults = 2.0, []
     for _ in range(8):
         sampler.rate *= 0.6
-        faults.append(life._try())
-    assert not faults[0] and "dead canary" in faults
+        faults.append(probe.check())
+    assert not faults[0] and "dead" in faults
 
 
 @pytest.mark.slow
-def test_without_a_good_version_nothing_is_drafted_until_there_is_one(learning: Trainer) -> None:
-    life, good = learning.life, learning.sampler.own
-    expected = undrafted(learning)
-    published(learning, weights=jax.tree.map(lambda a: a * 0, weights(learning)))
-    life._good = learning.sampler.own  # the copy that would help is gone too
-    record, tokens = step(learning)
+def test_drafting_is_off_until_there_is_a_good_version(learning: Trainer) -> None:
+    """Publishing the last good version again does not help once."""
+    manager, publish, failed = learning.drafter, learning.sampler.publish_drafter, []
+    expected, zeros = undrafted(learning), SPOILED["zeroed"](weights(learning))
+    published(learning, weights=zeros)
+    spoiled = learning.sampler.drafter_weights
+
+    def fail_once(new: Any, version: int) -> None:
+        publish(new if failed else spoiled, version)
+        failed.append(version)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(learning.sampler, "publish_drafter", fail_once)
+        record, tokens = step(learning)
     assert tokens == expected
     assert record["drafter/fault"] == "zeroed" and record["drafter/disabled"] == 1
     assert record["rollout/accept_length"] == 1 and record["rollout/drafted"] == 0
     learning.warnings.clear()
-    life._good = good
-    record, _ = step(learning)
-    assert not life.held and step(learning)[0]["rollout/accept_length"] > 1.1
+    assert not manager.disabled and step(learning)[0]["rollout/accept_length"] > 1.1
 
 
 @pytest.mark.slow
@@ -640,14 +679,14 @@ def test_training_compiles_nothing_after_warm_up(learning: Trainer) -> None:
     ({"spec": dataclasses.replace(SPEC, drafter="history")}, "distill.when = 'once': spec.drafter "
      "= 'history' .* has nothing that learns; choose eagle"),
     ({"distill": DistillConfig(when="once", batch=64)}, "distill.batch = 64: 1 x 16 sequences are"),
-    ({"distill": DistillConfig(when="overlap", **LEARN), "mesh": MeshConfig(data=2)},
-     "distill.when = 'overlap': two programs at once over 2 devices"),
+    ({"distill": DistillConfig(when="interval", overlap=True, **LEARN),
+      "mesh": MeshConfig(data=2)}, "distill.overlap = True: two programs at once over 2 devices"),
     ({"distill": DistillConfig(when="once", batch=9, micro_batch=9), "mesh": MeshConfig(data=2)},
      "distill.micro_batch = 9: must be a multiple of the 2 data shards"),
     ({"distill": DistillConfig(when="once", megabytes=1, batch=2048, rollouts=200)},
      "distill.megabytes = 1: an update of 2048 sequences and 1 heads take"),
 ])
-def test_what_cannot_work_is_refused(changes: Any, message: str) -> None:
+def test_trainer_refuses_options_that_cannot_work(changes: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         micro_trainer_to_compile(dataclasses.replace(config("once"), **changes), **INVARIANT)
 
@@ -656,85 +695,95 @@ def test_what_cannot_work_is_refused(changes: Any, message: str) -> None:
     ({"when": "often"}, "distill.when = 'often': choose one of off, once"),
     ({"loss": "mse"}, "distill.loss = 'mse': choose one of forward_kl"),
     ({"batch": 12}, "distill.batch = 12: must be a multiple of distill.micro_batch = 8"),
-    ({"memory": 1.0}, r"distill.memory = 1.0: must lie in \[0, 1\)"),
-    ({"every": 0}, "distill.every = 0: must be at least 1"),
+    ({"ema_decay": 1.0}, r"distill.ema_decay = 1.0: must lie in \[0, 1\)"),
+    ({"interval": 0}, "distill.interval = 0: must be at least 1"),
+    ({"when": "once", "overlap": True}, "distill.overlap = True: needs distill.when = 'interval'"),
 ])
-def test_options_are_checked(changes: Any, message: str) -> None:
+def test_distill_options_are_checked(changes: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         DistillConfig(**changes)
 
 
-@pytest.mark.parametrize("value, version, held", [(1.0, 0, True), (2.0, 1, False)])
-def test_a_head_that_was_replaced_is_a_new_version(value: float, version: int, held: bool) -> None:
-    told: list[str] = []
+class Bare:
+    """A sampler of a frozen drafter, and nothing else."""
 
-    def life(value: float) -> health.Life:
-        head = {"weights": {"fc": jnp.full((4, 3), value)}, "vocab": np.arange(4)}
-        sampler = SimpleNamespace(
-            drafting=Drafting(off(), head=SimpleNamespace()), drafter_version=0, own=head,
-            drafter_params=SimpleNamespace(head=None, **head), params=None,
-            draft_to=lambda depth: told.append(f"draft to {depth}"))
-        sampler.publish_drafter = lambda own, version: vars(sampler).update(drafter_version=version)
-        return health.Life(sampler, [], 0, told.append)
+    def __init__(self, head: Any) -> None:
+        part = DrafterPart("head", off()._replace(bind=lambda actor, own: {"head": own}), head)
+        self.drafters = DrafterSet(part.drafter, (part,))
+        self.params, self.broken, self.depths = None, False, []
+        self.publish_drafter((head,), 0)
 
-    before, after = life(1.0), life(value)
-    before._known, before.held = {0: before._print(before.head)}, True
-    after.restore(before.meta())
-    assert after.version == after.sampler.drafter_version == version and after.held == held
-    assert after._look() == "" and after.inspect() == ""
-    assert (told == []) == held
-    assert held or ("other weights than when this run was left" in told[0]
-                    and told[1:] == ["draft to None"])
+    def publish_drafter(self, weights: Any, version: int) -> None:
+        self.drafter_weights, self.drafter_version = tuple(weights), version
+        self.drafter_params = self.drafters.bind(self.params, weights)
+
+    def draft_to(self, depth: int | None) -> None:
+        self.depths.append(depth)
 
 
-def test_a_drafter_of_other_shapes_is_swapped() -> None:
-    def head(*shape: int) -> dict[str, Any]:
-        return {"weights": {"fc": np.ones(shape, np.float32)}, "vocab": np.arange(4)}
-
-    sampler = SimpleNamespace(drafting=Drafting(off(), head=SimpleNamespace()),
-                              drafter_params=SimpleNamespace(head=None, **head(4, 3)),
-                              drafter_version=0, params=None)
-    life = health.Life(sampler, [], 0, print)
-    life._good = head(3, 4)
-    life._known = {0: health.fingerprint(**head(3, 4))}
-    assert life._look() == "swapped"
-    sampler.drafter_params = SimpleNamespace(head=None, **head(3, 4))
-    assert life._look() == ""
+def manager_of(*shape: int, value: float = 1.0) -> tuple[FrozenDrafter, list[str]]:
+    warnings: list[str] = []
+    head = {"weights": {"fc": jnp.full(shape, value)}, "vocab": jnp.arange(4)}
+    manager = FrozenDrafter(Bare(head), [], 0, warnings.append)
+    manager.compile(print)
+    return manager, warnings
 
 
-def test_rows_that_score_drafts_are_the_published_actors_of_the_draft_vocabulary() -> None:
-    actor, vocab = {"embed": jnp.arange(16.0).reshape(8, 2)}, jnp.asarray([1, 4, 6])
-    arch = SimpleNamespace(actor=SimpleNamespace(tied=True, vocab_size=8), draft_vocab=3)
-    life = health.Life(SimpleNamespace(
-        drafting=SimpleNamespace(head=arch), params=actor, drafter_version=0), [], 0, print)
-
-    def others(rows: Any) -> bool:
-        return life._scores_others(SimpleNamespace(head=rows, vocab=vocab))
-
-    assert not others(actor["embed"][vocab]) and not others(None)  # None: the drafter's own
-    assert others(actor["embed"][vocab + 1]) and others(actor["embed"][vocab] * 2)
-    arch.draft_vocab = 8  # whole: no copy is made, so another array is an older actor's
-    assert not others(actor["embed"]) and others(actor["embed"] + 0)
+@pytest.mark.parametrize("value, version", [(1.0, 0), (2.0, 1)])
+def test_head_whose_file_was_replaced_is_a_new_version(value: float, version: int) -> None:
+    before, _ = manager_of(4, 3)
+    before.disabled = True
+    after, warnings = manager_of(4, 3, value=value)
+    after.restore(before.arrays(), before.meta())
+    assert after.good.version == after.sampler.drafter_version == version
+    assert after.disabled == (version == 0)
+    assert "drafter/fault" not in after.before_rollout(0)
+    assert warnings == [] if version == 0 else "than when this run was left" in warnings[0]
+    assert after.sampler.depths == ([None] if version else [0])
 
 
-def test_fingerprints_tell_what_happened() -> None:
+def test_drafter_of_other_shapes_is_published_again() -> None:
+    manager, warnings = manager_of(4, 3)
+    other = {"weights": {"fc": jnp.ones((3, 4))}, "vocab": jnp.arange(4)}
+    manager.sampler.publish_drafter((other,), 0)
+    assert manager.before_rollout(0)["drafter/fault"] == "not as published"
+    assert "drafter/fault" not in manager.before_rollout(1) and len(warnings) == 1
+
+
+def test_manager_of_a_drafter_without_weights_is_null() -> None:
+    trainer = micro_trainer_to_compile(dataclasses.replace(
+        config("off"), spec=dataclasses.replace(SPEC, drafter="history")), **INVARIANT)
+    assert type(trainer.drafter) is DrafterManager
+    assert isinstance(drafters.make(config("off"), Bare({"fc": jnp.ones(2)}), [], print, print),
+                      FrozenDrafter)
+
+
+def test_summaries_tell_what_happened() -> None:
     rng = np.random.default_rng(0)
     tree = {"a": rng.standard_normal((3, 4)).astype(np.float32), "b": np.ones(5, np.float32)}
     vocab, other = np.arange(4, dtype=np.int32), np.array([0, 1, 2, 5], np.int32)
-    wanted = health.fingerprint(tree, vocab)
-    name = lambda t, v=vocab, known=None: health.name_fault(  # noqa: E731
-        health.fingerprint(t, v), wanted, known or {})
-    assert name(tree) == "" and wanted.finite and not wanted.zero
+    wanted = summarize({"weights": tree, "vocab": vocab})
+
+    def fault(weights: Any, vocab: Any = vocab) -> str:
+        return fault_of(summarize({"weights": weights, "vocab": vocab}), wanted)
+
+    assert fault(tree) == wanted.fault == ""
     turned = tree | {"a": tree["a"][::-1].copy()}
     crossed = tree | {"a": np.concatenate([tree["b"][:1], tree["a"].ravel()[1:]]).reshape(3, 4),
                       "b": np.concatenate([tree["a"].ravel()[:1], tree["b"][1:]])}
-    assert name(turned) == name(crossed) == "shuffled"
-    assert name(tree, other) == "vocabulary map"
-    assert name({k: v * 0 for k, v in tree.items()}) == "zeroed"
-    assert name(tree | {"b": tree["b"] * np.nan}) == "not finite"
     doubled = {k: v * 2 for k, v in tree.items()}
-    assert name(doubled) == "swapped"
-    assert name(doubled, vocab, {3: health.fingerprint(doubled, vocab)}) == "stale"
+    for changed in (turned, crossed, doubled):
+        assert fault(changed) == "not as published"
+    assert fault(tree, other) == "not as published"
+    assert fault({k: v * 0 for k, v in tree.items()}) == "zeroed"
+    assert fault(tree | {"b": tree["b"] * np.nan}) == "not finite"
     small = {k: jnp.asarray(v, jnp.bfloat16) for k, v in tree.items()}
-    assert health.checksum(small) != health.checksum(
-        small | {"a": small["a"].at[2, 3].add(0.5)})
+    assert summarize(small) != summarize(small | {"a": small["a"].at[2, 3].add(0.5)})
+
+
+def test_equal_trees_have_equal_bits() -> None:
+    tree = {"a": jnp.asarray([1.0, np.nan]), "b": jnp.arange(3)}
+    copied = jax.tree.map(jnp.copy, tree)
+    assert equal(tree, tree) and equal(tree, copied)
+    assert not equal(tree, copied | {"b": jnp.arange(3) + 1})
+    assert not equal(tree, copied | {"b": jnp.arange(4)}) and not equal(tree, {"a": tree["a"]})

@@ -9,10 +9,10 @@ from specrl_jax.distill import schedule
 
 @pytest.mark.parametrize("options, collects, due", [
     (dict(when="off"), "", ""), (dict(when="once"), "", ""),
-    (dict(when="every_step"), "01234567", "01234567"), (dict(when="overlap"), *["01234567"] * 2),
-    (dict(when="every_k", every=4), "37", "37"),
-    (dict(when="every_k", every=4, rollouts=3), "123567", "37"),
-    (dict(when="overlap_k", every=4), "37", "37"),
+    (dict(when="interval"), "01234567", "01234567"),
+    (dict(when="interval", interval=4), "37", "37"),
+    (dict(when="interval", interval=4, rollouts=3), "123567", "37"),
+    (dict(when="interval", interval=4, overlap=True), "37", "37"),
     (dict(when="trigger"), "01234567", ""),
 ])
 def test_the_schedule(options, collects, due):
@@ -37,14 +37,14 @@ def after(steps, memory=0.0):
 
 
 def test_a_fall_that_entropy_explains_starts_nothing():
-    options = DistillConfig(when="trigger", threshold=0.05, memory=0.0)
+    options = DistillConfig(when="trigger", threshold=0.05, ema_decay=0.0)
     state, left = after([(1, 0.9), (2, 0.9), (0.6, 0.9)])
     assert state.slope == pytest.approx(-0.2, abs=0.01)
     assert left == pytest.approx([0, 0, 0], abs=0.01) and not schedule.due(options, 3, state)
 
 
-def test_a_drafter_that_got_worse_is_noticed_whatever_the_entropy():
-    options = DistillConfig(when="trigger", threshold=0.05, memory=0.0)
+def test_staleness_of_a_worse_drafter_is_due_at_any_entropy():
+    options = DistillConfig(when="trigger", threshold=0.05, ema_decay=0.0)
     for mean in (1, 2, 0.6):
         state, left = after([(1, 0.9), (mean, 0.8)])
         assert left[1] == pytest.approx(-0.1, abs=0.01) and schedule.due(options, 1, state)
@@ -53,7 +53,7 @@ def test_a_drafter_that_got_worse_is_noticed_whatever_the_entropy():
 
 
 def test_one_bad_step_is_not_enough_with_a_memory():
-    options = DistillConfig(when="trigger", threshold=0.1, memory=0.8)
+    options = DistillConfig(when="trigger", threshold=0.1, ema_decay=0.8)
     state, _ = after([(1, 0.9), (1, 0.8)], memory=0.8)
     assert not schedule.due(options, 1, state)
     state, _ = after([(1, 0.9)] + [(1, 0.8)] * 9, memory=0.8)

@@ -362,7 +362,7 @@ def config(model: str = "random:tiny", **changes: Any) -> Config:
                       "spec": SpecOptions(drafter="small_lm")} | changes))
 
 
-def make(config: Config, **actor: Any) -> registry.Drafting:
+def make(config: Config, **actor: Any) -> registry.DrafterSet:
     arch = dataclasses.replace(tiny.TINY, **actor.pop("arch", {}))
     return registry.make(config, arch, (), 2, lambda text: None, **actor)
 
@@ -370,11 +370,11 @@ def make(config: Config, **actor: Any) -> registry.Drafting:
 def test_the_config_makes_one() -> None:
     made = make(config())
     assert made.drafter.names == ("small_lm",) and made.drafter.taps == ()
-    assert made.own["embed"].shape == (512, 64)
+    assert made.weights[0]["embed"].shape == (512, 64)
     parts = ("small_lm", "history")
     merged = make(config(draft=DraftConfig(model="random:tiny", parts=parts),
                          spec=SpecOptions(drafter="merge")))
-    assert merged.drafter.names == parts and merged.own[0].keys() == made.own.keys()
+    assert merged.drafter.names == parts and merged.weights[0].keys() == made.weights[0].keys()
 
 
 @pytest.mark.parametrize("drafter", ["small_lm", "eagle"])
@@ -437,13 +437,13 @@ def test_another_tokenizer_is_refused() -> None:
 def test_embeddings_may_be_padded_otherwise(rows: int) -> None:
     """No token is drafted that only one of the two models has a row for."""
     made, shared = make(config(), arch={"vocab_size": rows}), min(rows, 512)
-    assert made.own["embed"].shape[0] == shared
+    assert made.weights[0]["embed"].shape[0] == shared
     network = made.drafter.propose.args[0].network
-    assert network.vocab(made.own).tolist() == list(range(shared))
+    assert network.vocab(made.weights[0]).tolist() == list(range(shared))
     hidden = jnp.ones((tiny.TINY.hidden_size, 3))
-    assert network.logits(made.own, hidden).shape == (shared, 3)
+    assert network.logits(made.weights[0], hidden).shape == (shared, 3)
     last = jnp.full(1, rows - 1)  # what the actor may say, if it is padding
-    out = network.run(made.own, last, None, last * 0, lambda index, q, k, v: q)
+    out = network.run(made.weights[0], last, None, last * 0, lambda index, q, k, v: q)
     assert np.isfinite(out).all()
 
 

@@ -43,7 +43,7 @@ def rollout(*answers):
 
 
 def tally(count, samples, *rollouts):
-    made = evaluate.Tally(ask(count), TOKENIZER.decode, samples)
+    made = evaluate.Tally(ask(count), TOKENIZER, samples)
     for one in rollouts:
         made.add(*one)
     return made.results()

@@ -27,7 +27,7 @@ def test_wilson_gives_published_values(successes, trials, low, high):
     assert statistics.wilson(successes, trials) == pytest.approx((low, high), abs=5e-5)
 
 
-def test_bootstrap_agrees_with_the_normal_interval_of_many_problems():
+def test_bootstrap_of_many_problems_agrees_with_normal_interval():
     values = np.random.default_rng(0).integers(0, 5, 400) / 4
     half = statistics.Z * values.std() / 20
     low, high = statistics.bootstrap(values)

@@ -360,9 +360,9 @@ def test_a_cell_of_a_tiny_model(monkeypatch: pytest.MonkeyPatch) -> None:
     assert accept["budget"] == 1
     shape.keep(["budget"])
     assert list(shape.policies) == ["budget"] and shape.fixed.engine._pool is not None
-    before = shape.policies["budget"].price
+    before = shape.policies["budget"].cost_record
     shape.price_rounds()
-    assert shape.policies["budget"].price.measured != before.measured
+    assert shape.policies["budget"].cost_record.measured != before.measured
     ran.clear()
     runs = controller.fight(shape, cell._replace(corruption=0.0), "1x1x2", 1)
     assert [load for name, load in ran if name == "budget"] == [0, 1, 0, 1, 3, 2, 3, 2]

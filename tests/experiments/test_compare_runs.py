@@ -132,7 +132,7 @@ def test_near_ties_leave_the_exit_status_0(drawn, tmp_path, monkeypatch):
 def test_a_drafter_that_learns_moves_nothing_but_near_ties(small, tmp_path):
     spec = dataclasses.replace(small.spec, drafter="eagle", max_branch=1, branch=1)
     learning = dataclasses.replace(small, spec=spec, distill=DistillConfig(
-        when="every_step", updates=1, batch=4, micro_batch=4, unroll=2, learning_rate=1e-2))
+        when="interval", updates=1, batch=4, micro_batch=4, unroll=2, learning_rate=1e-2))
     plain = dataclasses.replace(small, spec=dataclasses.replace(spec, drafter="off"))
     for name, config in (("plain", plain), ("learning", learning)):
         train(config, tmp_path / name)

@@ -120,7 +120,7 @@ def test_arms_equal_configs_share_a_run() -> None:
     assert places["intervals", "late_1"] == "modes/overlap"
     assert places["losses", "frozen"] == "modes/frozen"
     assert len(set(places.values())) == 27
-    assert arms["intervals"]["late_3"].distill.when == "overlap_k"
+    assert arms["intervals"]["late_3"].distill.overlap
     assert {arm.spec.rule for arm in arms["bugs"].values()} <= set(RULES)
     off = dataclasses.replace(CONFIG, distill=dataclasses.replace(CONFIG.distill, loss="tv"))
     assert staleness_arms.place(off, "losses", "lk") == "losses/lk"

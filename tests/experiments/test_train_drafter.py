@@ -22,12 +22,11 @@ from specrl_jax.config import (
     SpecOptions,
 )
 from specrl_jax.distill import data as drafter_data
-from specrl_jax.distill import offline, update
+from specrl_jax.distill import offline, teacher
 from specrl_jax.distill.data import Corpus
-from specrl_jax.distill.metrics import summarize, table, walk
+from specrl_jax.distill.metrics import Evaluation, summarize, table, walk
 from specrl_jax.distill.offline import DrafterTraining
-from specrl_jax.distill.update import Assessment
-from specrl_jax.draft import eagle_model, eagle_weights
+from specrl_jax.draft import eagle_model, eagle_training, eagle_weights
 from specrl_jax.draft.eagle_model import EagleArch
 from specrl_jax.io.checkpoint import restore_part
 from specrl_jax.io.metrics import read_metrics
@@ -66,7 +65,7 @@ def test_means_are_over_live_anchors():
     live = np.array([[[1, 1], [0, 0]], [[1, 0], [0, 0]]], bool)  # one response of 2, and padding
     alpha = np.where(live, [[[0.5, 0.25]], [[0.125, 9]]], 9)
     match = np.ones((2, 2, 2), bool)
-    found = summarize([Assessment(alpha=alpha, agree=~live, match=match, live=live)] * 2)
+    found = summarize([Evaluation(alpha=alpha, agree=~live, match=match, live=live)] * 2)
     assert (found["alpha/0"], found["alpha/1"]) == (0.375, 0.125)
     assert found["agree/0"] == 0 and found["match/1"] == 1
     # The last round can say no more than is left, so 2 tokens are one round with any chain.
@@ -118,10 +117,10 @@ def test_responses_count_more_than_questions_in_the_vocabulary():
     assert counts[said] - without[said] == 4 and without[ord("?")] > without[ord("!")] == 0
 
 
-def test_texts_are_padded_and_the_greedy_count_as_temperature_1():
+def test_batch_of_a_plan_is_padded_and_greedy_counts_as_1():
     made = corpus([5, 9, 7])
     plan, = drafter_data.make_plans(made, 128, 64, 1, seed=0)
-    texts = drafter_data.texts_of(made, plan, 0.0)
+    texts = drafter_data.batch_of(made, plan, 0.0)
     assert texts.tokens.shape == (2, 2, 32)
     assert sorted(texts.length.ravel()) == [0, 5, 7, 9] and (texts.temperature == 1).all()
     at = tuple(np.argwhere(texts.length == 9)[0])
@@ -175,7 +174,7 @@ def test_other_files_are_refused(tmp_path, content, message):
         drafter_data.read_texts(tmp_path / "missing.jsonl", TOKENIZER, "", 99)
 
 
-def test_rollouts_are_judged_per_prompt():
+def test_scored_corpus_has_the_rewards_of_its_prompts():
     prompts = Prompts([{"id": 7, "answer": "1"}], ["p"], [[5, 6]])
     said = [[*TOKENIZER.encode("1"), TOKENIZER.stop_ids[0], 9], [*TOKENIZER.encode("12"), 9]]
     rolled = {"prompt_length": np.int32([2, 2, 4]), "tokens": np.int32([*said, [0, 0, 0]]),
@@ -185,7 +184,7 @@ def test_rollouts_are_judged_per_prompt():
     def reward(prompt, completion, example):
         return float(completion == example["answer"]), {}
 
-    made = drafter_data.judged(rolled, prompts, 0, reward, TOKENIZER)
+    made = drafter_data.scored_corpus(rolled, prompts, 0, reward, TOKENIZER)
     assert [t.tolist() for t in made.tokens] == [[5, 6, *said[0][:2]], [5, 6, *said[1][:2]]]
     assert made.reward.tolist() == [1, 0] and made.first.tolist() == [2, 2]
     assert made.advantage == pytest.approx([1, -1], abs=1e-4)
@@ -226,8 +225,8 @@ def test_features_start_near_one_for_any_taps():
     scale = offline.tap_scale(texts, lessons)
     assert scale == pytest.approx([0.5, 40], rel=0.1)
     actor = describe_source("random:tiny").params()
-    lent = update.lend(arch, actor, np.arange(16))
-    head = offline.warm_start(arch, eagle_model.initialize(arch, 0), actor, lent, scale)
+    rows = teacher.draft_rows(TINY, actor, np.arange(16))
+    head = eagle_training.warm_start(arch, eagle_model.initialize(arch, 0), actor, rows, scale)
     described = eagle_model.describe(arch)
     assert jax.tree.map(np.shape, head) == jax.tree.map(lambda p: p.shape, described,
                                                         is_leaf=lambda p: hasattr(p, "axes"))

@@ -354,12 +354,12 @@ def test_old_costs_are_measured_anew_unless_the_run_is_there_to_be_repeated(
         return sampler.engine.control, None
 
     monkeypatch.setattr(sampler.engine, "compile", lambda *args, **how: None)
-    monkeypatch.setattr(sampler, "canary", lambda *args: None)
+    monkeypatch.setattr(sampler, "probe", lambda *args: None)
     monkeypatch.setattr(profile, "priced", priced)
     sampler.compile()
     month = 30 * 24 * 3600
     assert asked[0] == (pytest.approx(time.time() - month, abs=60) if stale else 0.0)
-    assert 0 < sampler.profiling < 60
+    assert 0 < sampler.profiling_seconds < 60
 
 
 @pytest.mark.parametrize("corruption", [0.0, 0.5, 1.0])

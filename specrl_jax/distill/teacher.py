@@ -1,0 +1,250 @@
+"""Training data of a drafter on the devices: sequences, and the actor's distribution on them.
+
+Targets are recomputed from the actor's final hidden states over the whole vocabulary, chunk by
+chunk: no array of vocabulary times tokens is ever whole in memory.
+
+Shapes: `n` micro-batches of `b` rows, `S` columns of prompt and response, `T` response tokens that
+any row may have, `J` draft depths, `C` columns of a chunk, `Vd` draft vocabulary, `A` tapped
+layers.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from specrl_jax.config import DistillOptions
+from specrl_jax.distill.losses import LOSSES, acceptance
+from specrl_jax.draft.trainable import DraftInputs, columns
+from specrl_jax.model import transformer
+from specrl_jax.model.architecture import Architecture
+from specrl_jax.model.transformer import Params
+from specrl_jax.structs import AnyArray, Array, DrafterParams, Metrics, Rollout
+
+TOKENS_AT_ONCE = 256  # positions whose full-vocabulary logits exist at once
+ANCHORS_AT_ONCE = 2048  # positions whose draft-vocabulary log-probabilities exist at once
+
+
+class FrozenParams(struct.PyTreeNode):
+    """Parameters of the actor that the drafter and its targets read."""
+
+    embed: Array  # f[V, F]
+    head: Array  # f[Vd, F] rows of the draft vocabulary
+    vocab: Array  # i32[Vd]
+    teachers: Array  # f[H, Vd, F] the head of each of H policy versions that made targets
+
+
+class SequenceBatch(struct.PyTreeNode):
+    """Right-padded sequences: n micro-batches of b rows, without n where one of them is meant."""
+
+    tokens: AnyArray  # i32[n, b, S]
+    length: AnyArray  # i32[n, b] of prompt and response; 0 pads
+    first: AnyArray  # i32[n, b] column of the first response token, at least 1
+    temperature: AnyArray  # f32[n, b] positive
+    reward: AnyArray  # f32[n, b]
+    advantage: AnyArray  # f32[n, b]
+
+
+class TeacherTargets(struct.PyTreeNode):
+    """What one forward of the actor leaves of a `SequenceBatch`; k counts response tokens."""
+
+    taps: AnyArray  # f[n, A * F, b, S]
+    hidden: AnyArray  # f[n, F, b, T] final hidden states that predict response tokens
+    normalizer: AnyArray  # f32[n, b, T] log-sum-exp of logits over temperature, whole vocabulary
+    best: AnyArray  # i32[n, b, T] the actor's most likely token
+    entropy: AnyArray  # f32[n, b, T] of the actor at that temperature, whole vocabulary, in nats
+    teacher: AnyArray  # i32[n] index in FrozenParams.teachers of the version that made them
+
+
+def sequence_batch(rollout: Rollout, reward: np.ndarray, advantage: np.ndarray, temperature: float,
+                   rows: int) -> SequenceBatch:
+    """Returns a rollout as host arrays, in its order; S = P + T, b = rows.
+
+    Args:
+      reward, advantage: f32[Q].
+      temperature: 0 counts as 1.
+    """
+    buffer = rollout.tokens.shape[1]
+    column = np.arange(rollout.prompt.shape[1] + buffer)[None]
+    place = column - rollout.prompt_length[:, None]
+    response = np.take_along_axis(rollout.tokens, np.clip(place, 0, buffer - 1), 1)
+    length = rollout.prompt_length + rollout.length
+    whole = np.where(place < 0, np.pad(rollout.prompt, ((0, 0), (0, buffer))), response)
+
+    def split(values: Any, pad: float, dtype: Any) -> np.ndarray:
+        values = np.asarray(values, dtype)
+        missing = np.full((-len(values) % rows, *values.shape[1:]), pad, dtype)
+        return np.concatenate([values, missing]).reshape(-1, rows, *values.shape[1:])
+
+    return SequenceBatch(
+        tokens=split(np.where(column < length[:, None], whole, 0), 0, np.int32),
+        length=split(length, 0, np.int32), first=split(rollout.prompt_length, 1, np.int32),
+        temperature=split(np.full(len(length), temperature or 1.0), 1, np.float32),
+        reward=split(reward, 0, np.float32), advantage=split(advantage, 0, np.float32))
+
+
+def draft_rows(arch: Architecture, actor: Params, vocab: Array) -> Array:
+    """Returns f[Vd, F], the actor's output head for the draft vocabulary i32[Vd]."""
+    head = actor["embed" if arch.tied else "head"]
+    return head if len(vocab) == arch.vocab_size else head[vocab]
+
+
+def frozen_params(arch: Architecture, actor: Params, vocab: Array) -> FrozenParams:
+    """Returns what is read of an actor that is the only teacher."""
+    head = draft_rows(arch, actor, vocab)
+    return FrozenParams(actor["embed"], head, vocab, head[None])
+
+
+def compute_targets(arch: Architecture, taps: tuple[int, ...], window: int, actor: Params,
+                    batch: SequenceBatch) -> TeacherTargets:
+    """Runs one forward of the actor over a micro-batch; `window` is T."""
+    tokens = batch.tokens
+    hidden, _, tapped = transformer.hidden_states(
+        arch, actor, tokens, *transformer.right_padded(tokens.shape, batch.length), taps=taps)
+    tapped = jnp.zeros((0, *tokens.shape), hidden.dtype) if tapped is None else tapped
+    at = columns(batch.first - 1, window, tokens.shape[1])
+    predicting = jnp.take_along_axis(hidden, at[None], axis=2)
+    temperature = jnp.broadcast_to(batch.temperature[:, None], at.shape)
+    return TeacherTargets(tapped, predicting, *_summaries(arch, actor, predicting, temperature),
+                          teacher=jnp.int32(0))
+
+
+def _summaries(arch: Architecture, actor: Params, hidden: Array, temperature: Array
+               ) -> tuple[Array, Array, Array]:
+    """Returns log-normaliser, best token and entropy [b, T] of hidden f[F, b, T], in chunks."""
+
+    def one(at: tuple[Array, Array]) -> tuple[Array, Array, Array]:
+        scores = transformer.logits(arch, actor, at[0]) / at[1]
+        total = jax.nn.logsumexp(scores)
+        mean = (jnp.exp(scores - total) * scores).sum()
+        return total, scores.argmax().astype(jnp.int32), total - mean
+
+    flat = (hidden.reshape(len(hidden), -1).T, temperature.reshape(-1))
+    found = jax.lax.map(one, flat, batch_size=min(TOKENS_AT_ONCE, len(flat[1])))
+    normalizer, best, entropy = (x.reshape(temperature.shape) for x in found)
+    return normalizer, best, entropy
+
+
+def live_anchors(length: Array, first: Array, window: int, depths: int) -> Array:
+    """Returns bool[J, b, T]: whether the draft of depth j from anchor k predicts a response token.
+
+    Anchor k has seen k response tokens; its draft of depth j predicts response token k + j. A draft
+    starts from a token whose predecessor the actor has seen too.
+    """
+    k = jnp.arange(window)[None, None]
+    depth = jnp.arange(depths)[:, None, None]
+    inside = k + depth < (length - first)[None, :, None]
+    return inside & ((first - 2)[None, :, None] + k >= 0)
+
+
+class Aligned(struct.PyTreeNode):
+    """The actor's side of some response tokens, [..., b, T] or a chunk of it."""
+
+    hidden: Array  # f[F, b, T]
+    normalizer: Array  # f32[b, T]
+    extra: Any = ()  # further arrays [..., b, T]
+
+
+class Targets(struct.PyTreeNode):
+    """The actor's distribution at the response tokens of a micro-batch; see draft/trainable.py."""
+
+    aligned: Aligned
+    head: Array  # f[Vd, F] of the version that made them
+    temperature: Array  # f32[b]
+    mask: Array  # bool[J, b, T] of `live_anchors`
+    count: Array  # f32[J] live anchors of each depth in the whole batch
+    weight: Array  # f32[b] of each sequence
+    options: DistillOptions = struct.field(pytree_node=False)
+
+    @property
+    def depths(self) -> int:
+        return self.options.unroll
+
+    def log_probs(self, of: Aligned | None = None) -> Array:
+        """Returns log p f32[Vd, b, T] of the draft vocabulary, without gradient."""
+        at = self.aligned if of is None else of
+        scores = transformer.project(self.head, at.hidden, dtype=jnp.float32)
+        return jax.lax.stop_gradient(
+            scores / self.temperature[None, :, None] - at.normalizer[None])
+
+    def log_draft(self, logits: Array) -> Array:
+        """Returns log q f32[Vd, b, C] of a drafter's logits."""
+        return jax.nn.log_softmax(logits / self.temperature[None, :, None], axis=0)
+
+    def loss(self, params: DrafterParams, outputs: Sequence[Array],
+             logits: Callable[[DrafterParams, Array], Array]) -> tuple[Array, Metrics]:
+        chosen = LOSSES[self.options.loss]
+
+        @functools.partial(jax.checkpoint, static_argnums=3)
+        def depth(params: DrafterParams, output: Array, log_p: Array, j: int
+                  ) -> tuple[Array, Array]:
+            pair = log_p[..., j:][..., : output.shape[-1]], self.log_draft(logits(params, output))
+            return (jax.vmap(chosen.term, in_axes=1)(*pair),
+                    jax.lax.stop_gradient(jax.vmap(acceptance, in_axes=1)(*pair)))
+
+        def chunk(outputs: Sequence[Array], at: Aligned) -> tuple[Array, Array]:
+            log_p = self.log_probs(at)
+            found = [depth(params, output, log_p, j) for j, output in enumerate(outputs)]
+            terms, alpha = (jnp.stack(x) for x in zip(*found, strict=True))
+            return terms, alpha
+
+        terms, alpha = in_chunks(chunk, outputs, self.aligned)
+        values = jax.vmap(chosen.combine, (1, 1, None, None))(
+            terms, self.mask, self.count, self.options.depth_decay)
+        accepted = jnp.where(self.mask, alpha, 0)
+        return (self.weight * values).sum(), {"alpha": accepted.sum((1, 2)),
+                                              "chain": jnp.cumprod(accepted, 0).sum()}
+
+
+def in_chunks(run: Callable[[Sequence[Array], Aligned], Any], outputs: Sequence[Array],
+              aligned: Aligned) -> Any:
+    """Runs a function over chunks of at most ANCHORS_AT_ONCE anchors, recomputed for gradients.
+
+    Args:
+      run: (J outputs [..., b, C], aligned arrays [..., b, C + J - 1]) -> a tree of [J, b, C].
+        Column k + j of the latter belongs to column k of output j; beyond T they are zeros.
+      outputs: J arrays [..., b, T].
+
+    Returns:
+      the tree of `run`, leaves [J, b, T].
+    """
+    rows, total = outputs[0].shape[-2:]
+    overlap, size = len(outputs) - 1, max(ANCHORS_AT_ONCE // rows, 1)
+    count = -(-total // size)
+
+    def pad(a: Array, columns: int) -> Array:
+        return jnp.pad(a, [(0, 0)] * (a.ndim - 1) + [(0, columns)])
+
+    if count == 1:
+        return run(outputs, jax.tree.map(lambda a: pad(a, overlap), aligned))
+    spare = count * size - total
+    aligned = jax.tree.map(lambda a: pad(a, spare + overlap), aligned)
+    split = [jnp.moveaxis(pad(a, spare).reshape(*a.shape[:-1], count, size), -2, 0)
+             for a in outputs]
+
+    @jax.checkpoint
+    def one(at: tuple[Array, list[Array]]) -> Any:
+        return run(at[1], jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(
+            a, at[0] * size, size + overlap, -1), aligned))
+
+    found = jax.lax.map(one, (jnp.arange(count), split))
+    return jax.tree.map(lambda a: jnp.moveaxis(a, 0, -2).reshape(*a.shape[1:-1], -1)[..., :total],
+                        found)
+
+
+def inputs_of(frozen: FrozenParams, batch: SequenceBatch, teacher: TeacherTargets) -> DraftInputs:
+    return DraftInputs(tokens=batch.tokens, length=batch.length, first=batch.first,
+                       taps=teacher.taps, embed=frozen.embed, head=frozen.head,
+                       window=teacher.hidden.shape[2])
+
+
+def targets_of(options: DistillOptions, depths: int, frozen: FrozenParams, batch: SequenceBatch,
+             teacher: TeacherTargets, count: Array, weight: Array, extra: Any = ()) -> Targets:
+    head = jax.lax.dynamic_index_in_dim(frozen.teachers, teacher.teacher, 0, False)
+    mask = live_anchors(batch.length, batch.first, teacher.hidden.shape[2], depths)
+    return Targets(Aligned(teacher.hidden, teacher.normalizer, extra), head, batch.temperature,
+                   mask, count, weight, options)

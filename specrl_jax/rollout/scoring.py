@@ -1,0 +1,46 @@
+"""Scoring: finished sequences become text, and text becomes rewards."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from specrl_jax.io.data import Example
+from specrl_jax.model.tokenizer import Tokenizer
+from specrl_jax.rollout.prompts import Prompts
+from specrl_jax.structs import Rollout
+
+Reward = Callable[[str, str, Example], tuple[float, dict[str, float]]]
+"""(prompt, completion, example) -> (reward, each of its terms), see rl/reward.py."""
+
+Sample = dict[str, Any]
+"""A sequence as samples.jsonl holds it: prompt_id, occurrence, sample_id, prompt, completion,
+tokens, reward, and commits, the tokens of each round."""
+
+
+def score_rollout(rollout: Rollout, prompts: Prompts, tokenizer: Tokenizer, reward: Reward
+                  ) -> tuple[list[Sample], np.ndarray, dict[str, float]]:
+    """Decodes every response without its stop token and rewards it.
+
+    Args:
+      rollout: its prompts are among `prompts`; without rounds, samples have no commits.
+
+    Returns:
+      samples in the rollout's order, rewards f32[Q], and the mean of each term of the reward.
+    """
+    samples, values = [], []
+    for q, length in enumerate(rollout.length):
+        place = prompts.place[int(rollout.prompt_id[q])]
+        tokens = rollout.tokens[q, : int(length)].tolist()
+        completion = tokenizer.decode(tokens[:-1] if rollout.stopped[q] else tokens)
+        total, terms = reward(prompts.texts[place], completion, prompts.examples[place])
+        values.append(terms)
+        samples.append({
+            "prompt_id": int(rollout.prompt_id[q]), "occurrence": int(rollout.occurrence[q]),
+            "sample_id": int(rollout.sample_id[q]), "prompt": prompts.texts[place],
+            "completion": completion, "tokens": tokens, "reward": total})
+        if rollout.rounds is not None:
+            samples[-1]["commits"] = rollout.commits[q, : rollout.rounds[q]].tolist()
+    rewards = np.asarray([sample["reward"] for sample in samples], np.float32)
+    return samples, rewards, {
+        name: float(np.mean([terms[name] for terms in values])) for name in values[0]}
