@@ -16,7 +16,7 @@ from specrl_jax.config import (
     SpecOptions,
 )
 
-SPEC = SpecOptions(drafter="bigram_drafter:bigram", depth=2, branch=1, nodes=3, max_depth=2,
+SPEC = SpecOptions(drafter="bigram:bigram", depth=2, branch=1, nodes=3, max_depth=2,
                    max_branch=1, max_nodes=3)
 
 
@@ -46,8 +46,8 @@ def test_bigram_drafter_learns_online() -> None:
 @pytest.mark.parametrize("changes, message", [
     ({"spec": dataclasses.replace(SPEC, drafter="bigram")},
      "spec.drafter = 'bigram': choose one of off, history, .*merge, or name your own as package"),
-    ({"spec": dataclasses.replace(SPEC, drafter="bigram_drafter:trigram")},
-     "spec.drafter = 'bigram_drafter:trigram': .*trigram"),
+    ({"spec": dataclasses.replace(SPEC, drafter="bigram:trigram")},
+     "spec.drafter = 'bigram:trigram': .*trigram"),
     ({"spec": dataclasses.replace(SPEC, drafter="merge"),
       "draft": DraftConfig(parts=("history", "bigram"))},
      "draft.parts = 'bigram': choose one of history, eagle"),
