@@ -56,12 +56,8 @@ def turns(config: Config, workdir: Path) -> Iterator[None]:
 
 
 def startup(trainer: Trainer, seconds: float) -> dict[str, float]:
-    """Metrics of the first step after a start: its seconds, and those of them that went into what
-    rounds cost, with the mean relative error of that table on launches that it was not fitted to.
-    """
-    price = trainer.sampler.price
-    return {"time/startup": seconds, "time/profiling": trainer.sampler.profiling} | (
-        {} if price is None else {"time/cost_error": price.error})
+    """Returns metrics of the first step after a start: its seconds, and those of finding costs."""
+    return {"time/startup": seconds, "time/profiling": trainer.sampler.profiling}
 
 
 class TrainingError(ConfigError):

@@ -6,12 +6,15 @@ tokens of one forward, `S` cache slots, `T` response buffer, `P` prompt buffer, 
 query heads, `G` key-value heads, `E` head dim, `F` model width, `V` vocabulary, `X` stop tokens.
 """
 
+import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 from flax import struct
 
 Array = jax.Array
+ControlState = Any  # a controller's own pytree
 
 
 @struct.dataclass
@@ -115,6 +118,8 @@ class Counters:
     slots: Array  # rows of the batch, live or not, summed over rounds
     clamped: Array  # rounds for which the controller planned more than the padding holds
     broken: Array  # live rows whose drafter's scores were not finite, summed over drafts
+    draft_rounds: Array  # rounds that drafted
+    draft_steps: Array  # depth that was drafted, summed over rounds
 
 
 @struct.dataclass
@@ -141,9 +146,8 @@ class RolloutState:
     sampling: Sampling
     sequences: Sequences
     draft: Any  # the drafter's state
-    control: Any  # the controller's state while a launch runs, else ()
+    control: ControlState  # while a launch runs, else ()
     expected: Array  # f32[Q] tokens that a sequence is expected to have in the end
-    weight: Array  # f32[Q] of a sequence's tokens, for the controller
     estimate: Array  # f32[drafters, D, bins], see control/acceptance.py
     seen: Any  # Acceptance: outcomes since the rollout began, fields f32[1, drafters, D, bins]
     counters: Counters
@@ -179,7 +183,25 @@ class Load:
     length: Array  # i32[B] committed context
     expected_left: Array  # f32[B] tokens still to come
     room: Array  # i32[B] tokens until its limit
-    weight: Array  # f32[B]
+    waiting: Array  # i32[] sequences that have no slot yet
+
+
+@dataclasses.dataclass
+class LaunchRecord:
+    """What one launch ran, counted over all shards, and how long it took. See Counters."""
+
+    batch: int  # slots of a shard
+    seconds: float
+    last: bool  # whether every sequence is done
+    rounds: int  # of the compiled loop
+    row_rounds: int
+    committed: int
+    drafted: int
+    packed: int
+    slots: int
+    draft_rounds: int
+    draft_steps: int
+    control: Mapping[str, float] = dataclasses.field(default_factory=dict)  # end_chunk's metrics
 
 
 @struct.dataclass

@@ -220,7 +220,7 @@ class Trainer:
             self.life.silence()
         if self.config.spec.history_past:
             self.memory.add(rollout.prompt_id, rollout.tokens, rollout.length, self.step_number)
-        saved = launches.saved(result.trace, self.sampler.plain, sharding.shard_count(self.mesh))
+        saved = launches.saved(result.trace, self.sampler.plain)
         return rollout, rollout_metrics(rollout, result) | saved | {
             "version/policy": rollout.policy_version, "version/drafter": rollout.drafter_version}
 
@@ -318,6 +318,8 @@ class Trainer:
         if self.life:
             self.life.seconds = np.array(arrays["drafter_account"])
             self.life.restore(meta["life"], arrays.get("drafter"))
+            if self.life.held:
+                self.sampler.draft_to(0)
         if self.evolution:
             self.evolution.restore(arrays, meta["drafter"])
         return True

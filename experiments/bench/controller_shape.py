@@ -170,7 +170,7 @@ class Shape:
                           for size, table in before.tables.items()}
                 engine.control = decoder.controller.init().replace(tables=tables)
             if cell.corruption is not None:
-                sampler.drafter_params = engine.everywhere(replaying(cell.corruption))
+                sampler.drafter_params = engine.replicate(replaying(cell.corruption))
 
     def _key(self, load: int) -> tuple[int, str, int]:
         return self.cell.context, self.cell.lengths, load

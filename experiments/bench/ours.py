@@ -43,7 +43,7 @@ class TimedRollout(Timed):
 
     @property
     def launch_seconds(self) -> float:
-        return sum(launch["seconds"] for launch in self.result.trace)
+        return sum(launch.seconds for launch in self.result.trace)
 
     @property
     def rounds(self) -> int:

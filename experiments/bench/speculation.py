@@ -75,7 +75,7 @@ class Run:
     @property
     def round_seconds(self) -> float:
         """Of the compiled loops alone."""
-        return sum(launch["seconds"] for launch in self.result.trace) / self.rounds
+        return sum(launch.seconds for launch in self.result.trace) / self.rounds
 
     @property
     def host_seconds(self) -> float:

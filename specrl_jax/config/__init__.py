@@ -20,7 +20,6 @@ from specrl_jax.config.fields import (
 from specrl_jax.config.sections import (
     DATASETS,
     DRAWN_RULES,
-    POLICIES,
     RULES,
     Config,
     ControlConfig,
@@ -52,7 +51,6 @@ __all__ = [
     "MOST_MIX",
     "MeshConfig",
     "ModelSource",
-    "POLICIES",
     "RULES",
     "RewardConfig",
     "RolloutConfig",

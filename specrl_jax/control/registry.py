@@ -1,34 +1,50 @@
-"""The controller that a config names."""
+"""Controllers by name."""
 
-from collections.abc import Callable, Sequence
+import importlib
+from collections.abc import Callable
 
-from specrl_jax.config import ControlConfig, SpecOptions
-from specrl_jax.control import bandit, budget, cost_model, respec
-from specrl_jax.control.adaptive import Bounds, adaptive
-from specrl_jax.control.protocol import Controller, fixed, make_spec, off
+from specrl_jax.config import ConfigError, ControlConfig, SpecOptions, check
+from specrl_jax.control import budget, fixed, respec
+from specrl_jax.control.protocol import Controller, ControllerFactory, Limits
 
-KINDS: dict[str, Callable[..., object]] = {
-    "budget": budget.budget, "respec": respec.respec, "oracle": respec.oracle,
-    "bandit": bandit.bandit}
+CONTROLLERS: dict[str, ControllerFactory] = {
+    "off": fixed.make_off, "fixed": fixed.make_fixed, "budget": budget.make, "respec": respec.make}
 
 
-def make(control: ControlConfig, spec: SpecOptions, mix: Sequence[float] = (1.0,), *,
-         ladders: cost_model.Ladders | None = None, longest: int = 1, depth: int | None = None,
-         seed: int = 0) -> Controller:
+def register_controller(name: str) -> Callable[[ControllerFactory], ControllerFactory]:
+    """Returns a decorator that adds a factory as `control.policy = name`.
+
+    Raises:
+      ValueError: the name is taken.
     """
-    Args:
-      mix: a factor for each drafter.
-      ladders: buckets of each batch size of a shard; what looks at time needs them.
-      longest: context that a row may reach.
-      depth: D of the drafter; None is spec.max_steps.
-      seed: of the bandit's explorations.
+    def register(factory: ControllerFactory) -> ControllerFactory:
+        if name in CONTROLLERS:
+            raise ValueError(f"controller {name!r} is registered already")
+        CONTROLLERS[name] = factory
+        return factory
+
+    return register
+
+
+def make(control: ControlConfig, spec: SpecOptions, limits: Limits) -> Controller:
+    """Returns the controller of `control.policy`; plain decoding where nothing drafts.
+
+    Raises:
+      ConfigError: control.policy names no controller.
     """
-    if control.policy == "off" or spec.drafter == "off":
-        return off()
-    if control.policy == "fixed":
-        return fixed(control.min_survival, make_spec(spec.steps, spec.branch, spec.nodes,
-                                                     spec.budget, mix))
-    bounds = Bounds(depth=spec.max_steps if depth is None else depth, branch=spec.max_branch,
-                    nodes=spec.max_nodes, mix=tuple(mix), ladders=dict(ladders or {}),
-                    longest=longest)
-    return adaptive(KINDS[control.policy](control, bounds, seed), control, bounds)
+    if spec.drafter == "off":
+        return fixed.off()
+    return _factory(control.policy)(control, spec, limits)
+
+
+def _factory(policy: str) -> ControllerFactory:
+    module, colon, name = policy.partition(":")
+    if not colon:
+        check(policy in CONTROLLERS, "control.policy", policy,
+              f"choose one of {', '.join(CONTROLLERS)}, or package.module:name")
+        return CONTROLLERS[policy]
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as problem:
+        raise ConfigError(f"control.policy = {policy!r}: {problem}; give package.module:name of a "
+                          f"factory, or one of {', '.join(CONTROLLERS)}") from problem

@@ -58,7 +58,7 @@ def generate(
     sampler = Sampler(one_prompt(config, len(tokens), shards), actor.source.arch,
                       tokenizer.stop_ids, mesh, prompts=shards, group=1)
     sampler.publish(actor.params(mesh), actor.step)
-    sampler.compile(say)
+    sampler.compile(say, profile=False)
     stream = Stream(tokenizer.stream(skip_special=True), write)
     prompts, places = [tokens] * shards, np.arange(shards)
     rollout, result = sampler.generate(

@@ -25,7 +25,7 @@ ROW = P(ROWS)
 STATE = RolloutState(
     cache=ROW, root=ROW, seq=ROW,
     sampling=Sampling(temperature=ROW, top_p=ROW, top_k=ROW, limit=ROW, key=ROW, stop=P()),
-    sequences=ROW, draft=ROW, control=P(), expected=ROW, weight=ROW,
+    sequences=ROW, draft=ROW, control=P(), expected=ROW,
     estimate=P(), seen=ROW, counters=ROW)
 """How a state is split over the mesh; `tensor` splits the cache's heads besides."""
 
@@ -140,7 +140,7 @@ class Layout:
         truncated = ((asked.top_k > 0) | (asked.top_p < 1)).any()
         check(self.decoder.truncates or not truncated, "truncates", self.decoder.truncates,
               "sequences ask for top_k or top_p, for which this engine was not compiled; set it in "
-              "its Machine")
+              "its Decoder")
         unasked = asked.limit.reshape(s.shards, s.sequences) == 0
         check(bool((np.diff(unasked.astype(np.int8), axis=1) >= 0).all()), "limit", 0,
               "sequences that are not asked for come last in their shard")
@@ -215,7 +215,7 @@ class Layout:
             sampling=Sampling(temperature=asked.temperature, top_p=asked.top_p, top_k=asked.top_k,
                               limit=asked.limit, key=asked.keys, stop=self.stop),
             sequences=sequences, draft=self.decoder.drafter.init(info), control=(),
-            expected=asked.limit.astype(np.float32), weight=np.ones(total, np.float32),
+            expected=asked.limit.astype(np.float32),
             estimate=np.zeros(self.cells, np.float32),
             seen=Acceptance(*(np.zeros((s.shards, *self.cells), np.float32),) * 2),
             counters=Counters(**{

@@ -17,8 +17,9 @@ from specrl_jax import prng, sharding
 from specrl_jax.config import Config, check
 from specrl_jax.control import cost_file, registry
 from specrl_jax.control.acceptance import Reliability
-from specrl_jax.control.cost_file import Record
-from specrl_jax.control.cost_model import bucket_ladder
+from specrl_jax.control.buckets import bucket_table
+from specrl_jax.control.cost_model import plain_round_seconds
+from specrl_jax.control.protocol import Limits
 from specrl_jax.draft import registry as drafters
 from specrl_jax.io import launches
 from specrl_jax.io.checkpoint import loud
@@ -26,7 +27,7 @@ from specrl_jax.io.checksum import identity
 from specrl_jax.model import architecture, invariant
 from specrl_jax.model.architecture import Architecture
 from specrl_jax.model.tokenizer import Tokenizer
-from specrl_jax.rollout import profile
+from specrl_jax.rollout import profile as profiling
 from specrl_jax.rollout.engine import Engine, Result
 from specrl_jax.rollout.layout import Shapes, pad, request
 from specrl_jax.rollout.prompts import PromptBatch
@@ -63,13 +64,15 @@ class Sampler:
             group=group, prompt=config.rollout.max_prompt_tokens,
             response=config.rollout.max_new_tokens, shards=shards, depth=drafter.depth,
             min_batch=config.rollout.min_batch)
-        least = shapes.batches[-1]
-        ladders = {rows: bucket_ladder(rows, drafter.nodes, config.spec.max_packed, rows == least)
-                   for rows in shapes.batches}
-        controller = registry.make(
-            config.control, config.spec, config.draft.mix or (1.0,) * len(drafter.names),
-            ladders=ladders, longest=shapes.longest, depth=drafter.depth, seed=config.seed)
-        decoder = Decoder(arch, drafter, controller, config.spec.max_packed, least,
+        smallest = shapes.batches[-1]
+        limits = Limits(
+            depth=drafter.depth, branch=config.spec.max_branch, nodes=config.spec.max_nodes,
+            mix=config.draft.mix or (1.0,) * len(drafter.names), longest=shapes.longest,
+            buckets={rows: bucket_table(rows, drafter.nodes, config.spec.max_packed,
+                                        rows == smallest) for rows in shapes.batches},
+            seed=config.seed)
+        controller = registry.make(config.control, config.spec, limits)
+        decoder = Decoder(arch, drafter, controller, config.spec.max_packed, smallest,
                           rule=config.spec.rule,
                           truncates=config.rollout.top_k > 0 or config.rollout.top_p < 1)
         if config.model.numerics == "invariant":
@@ -78,15 +81,15 @@ class Sampler:
                                           implementation=invariant.IMPLEMENTATION)
         dtype = jnp.dtype(config.model.dtype)
         past = config.spec.history_past if drafter.depth else 0
-        self.engine = Engine(decoder, mesh, shapes, stop, dtype, past, config.control.audit)
-        self.price: Record | None = None  # what rounds cost, where the controller asks
-        self.plain: dict[int, float] = {}  # seconds of a round without a draft, where it does not
-        self.profiling = 0.0  # seconds that reading or measuring these took
+        self.engine = Engine(decoder, mesh, shapes, stop, dtype, past)
+        self.plain: dict[int, float] = {}  # seconds of a round without a draft, by batch size
+        self.profiling = 0.0  # seconds that reading or measuring costs took
+        self._depth: int | None = None  # of drafts, whatever the controller plans
         self.restored = False  # whether the controller's state is a checkpoint's
         self._cast = publisher(arch, mesh, dtype)
         self.params: Any = None
         self.drafter_params: Any = ()
-        self.own = self.engine.everywhere(self.drafting.own)
+        self.own = self.engine.replicate(self.drafting.own)
         warn_of_broken(self.drafting.own, warn)
         self.version, self.drafter_version = -1, 0
         self.broken = False  # a rollout found scores that are not finite and switched drafting off
@@ -109,35 +112,50 @@ class Sampler:
         self.own, self.drafter_version, self.drafter_params = own, version, bound
 
     def draft_to(self, depth: int | None) -> None:
-        """Holds the draft depth whatever the controller plans; None gives it back its say."""
-        engine = self.engine
-        engine.control = engine.decoder.controller.depth(engine.control, depth)
+        """Holds the draft depth whatever the controller plans; None ends that."""
+        self._depth = depth
 
-    def compile(self, report: Callable[[str], None] = lambda text: None) -> None:
+    def compile(self, report: Callable[[str], None] = lambda text: None, profile: bool = True
+                ) -> None:
         """Compiles all programs and runs each small one once: nothing compiles after this.
 
-        What rounds cost is read or measured too, unless a frozen clock restored it.
+        Args:
+          profile: whether to measure what rounds cost if nothing is stored for this device. Without
+            costs, a controller that needs them goes by the ratios of a default table.
         """
         self.engine.compile(self.params, self.drafter_params, report=report)
-        control, began = self.config.control, time.perf_counter()
-        adaptive, frozen = self.engine.decoder.controller.adaptive, control.clock == "frozen"
-        if adaptive and not (self.restored and frozen):
-            # A run with a frozen clock is there to be repeated, so its table may be of any age.
-            since = 0.0 if frozen else time.time() - cost_file.FRESH
-            self.price_rounds(control.cost_table, report, since)
-        elif not adaptive and self.engine.decoder.drafter.depth:
-            self.plain = profile.plain(self.engine, self.params, self.drafter_params,
-                                     self.config.rollout.rounds_per_launch)
+        began = time.perf_counter()
+        if self.engine.decoder.drafter.depth:
+            self._find_costs(report, profile)
         self.profiling = time.perf_counter() - began
         shapes = self.engine.shapes
         limit = np.ones(shapes.sequences * shapes.shards, np.int32)
         self.canary([[0, 0]], limit)
 
-    def price_rounds(self, path: str, report: Callable[[str], None] = lambda text: None,
-                     since: float = 0.0) -> None:
-        """Gives the controller what rounds cost, see probe.priced."""
-        self.engine.control, self.price = profile.priced(
-            self.engine, self.params, self.drafter_params, path, self._drafts(), report, since)
+    def _find_costs(self, report: Callable[[str], None], measure: bool) -> None:
+        """Gives the controller what rounds cost, as stored for this device or measured now.
+
+        A restored controller keeps its own costs on a device whose costs are known, and on every
+        device if control.cost_updates is off.
+        """
+        engine, control, published = self.engine, self.config.control, (
+            self.params, self.drafter_params)
+        if not engine.decoder.controller.needs_costs:
+            self.plain = profiling.plain(engine, *published) if measure else {}
+            return
+        online = control.cost_updates == "online"
+        if self.restored and not online:
+            return
+        since = time.time() - cost_file.FRESH if online else 0.0
+        costs = profiling.stored(engine, control.cost_table, self._drafts(), since)
+        if self.restored and costs is not None:
+            return
+        if costs is None and measure:
+            report("measuring what rounds cost")
+            costs = profiling.measured(engine, *published, control.cost_table, self._drafts())
+        if costs is not None:
+            engine.control = engine.decoder.controller.init(costs)
+            self.plain = plain_round_seconds(costs, profiling.limits_of(engine))
 
     def canary(self, prompts: Sequence[Sequence[int]], limit: np.ndarray, depth: int | None = None
                ) -> Result:
@@ -151,11 +169,10 @@ class Sampler:
         count = len(limit) // self.group
         asked = PromptBatch([prompts[i % len(prompts)] for i in range(count)], np.arange(count),
                       np.zeros(count, np.int32))
-        before = self.engine.control, self.engine.acceptance
-        if depth is not None:
-            self.draft_to(depth)
+        before = self.engine.control, self.engine.acceptance, self._depth
+        self._depth = self._depth if depth is None else depth
         _, result = self.generate(asked, "canary", 0, limit=limit)
-        self.engine.control, self.engine.acceptance = before
+        self.engine.control, self.engine.acceptance, self._depth = before
         return result
 
     def _drafts(self) -> dict[str, Any]:
@@ -198,7 +215,7 @@ class Sampler:
             wanted.limit = np.minimum(wanted.limit, limit).astype(np.int32)
         result = self.engine.run(
             self.params, wanted, self.drafter_params, progress=progress, peek=peek,
-            rounds=self.config.rollout.rounds_per_launch)
+            rounds=self.config.rollout.rounds_per_launch, depth=self._depth)
         if result.counters["broken"] and stream != "canary":
             self._warn(f"speculation is off: scores of drafter version {self.drafter_version} are "
                        "not finite; train it again, or choose another spec.drafter")

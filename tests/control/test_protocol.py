@@ -39,7 +39,7 @@ def brute_force(tree: DraftTree, nodes: int, budget: int) -> np.ndarray:
 
 @functools.partial(jax.jit, static_argnums=2)
 def keep(spec: SpecConfig, tree: DraftTree, ladder: tuple[Bucket, ...]) -> Any:
-    return protocol.fixed().keep(spec, load(tree.live[:, 0]), spec, tree, ladder)
+    return fixed.fixed().keep(spec, load(tree.live[:, 0]), spec, tree, ladder)
 
 
 @pytest.mark.parametrize("ladder", [LADDER, NARROW], ids=["wide", "narrow"])
@@ -63,7 +63,7 @@ def test_keep_equals_brute_force_and_is_closed_under_parent(
 
 def test_unlikely_nodes_are_not_kept() -> None:
     tree = random_tree(np.random.default_rng(1))
-    controller = protocol.fixed(min_survival=0.4)
+    controller = fixed.fixed(min_survival=0.4)
     spec = make_spec(3, 2, 7, 0)
     live, _ = controller.keep(spec, load(tree.live[:, 0]), spec, tree, LADDER)
     np.testing.assert_array_equal(live, tree.live & (tree.survival >= 0.4))
@@ -71,7 +71,7 @@ def test_unlikely_nodes_are_not_kept() -> None:
 
 
 def test_off_plans_nothing() -> None:
-    spec = protocol.off().plan((), load([True, False]))
+    spec = fixed.off().plan((), load([True, False]))
     assert (int(spec.steps), int(spec.nodes)) == (0, 1)
 
 

@@ -52,7 +52,7 @@ def controlled(policy: str, file: Path, mesh: Any = None, **options: Any) -> Eng
                          min_batch=2, past=TASK.group, controller=controller, mesh=mesh)
     for name, value in options.items():
         setattr(engine, name, value)
-    params = engine.everywhere(PARAMS)
+    params = engine.replicate(PARAMS)
     engine.compile(params, knobs(0, mesh))
     if controller.adaptive:
         engine.control, _ = profile.priced(
@@ -271,7 +271,7 @@ def run(engine: Engine, record: Result, corruption: float, rounds: int = 3, **sa
         ) -> Result:
     past = np.where(said(record), record.sequences.tokens, -1).astype(np.int32)
     asked = ask(TASK, past=past.reshape(-1, TASK.group, past.shape[1]), **sampling)
-    return engine.run(engine.everywhere(PARAMS), asked,
+    return engine.run(engine.replicate(PARAMS), asked,
                       knobs(corruption, engine.mesh), rounds=rounds)
 
 

@@ -23,7 +23,7 @@ from laws import law
 from scipy import stats
 
 from specrl_jax.config import RULES, ControlConfig, SpecOptions
-from specrl_jax.control import protocol, registry
+from specrl_jax.control import fixed, protocol, registry
 from specrl_jax.control.cost_model import bucket_ladder
 from specrl_jax.draft.small_lm import small_lm
 from specrl_jax.model.transformer import forward
@@ -55,7 +55,7 @@ def roll_out(rule: str, noise: float = 0.3, times: int = 1, temperature: float =
     nodes = 1 + 2 * branch
     drafter = small_lm(ARCH, depth=2, branch=branch, nodes=nodes, temperature=temperature,
                        drawn=True)
-    controller, control = protocol.fixed(), protocol.make_spec(2, branch, nodes, 0)
+    controller, control = fixed.fixed(), protocol.make_spec(2, branch, nodes, 0)
     if policy == "budget":
         spec = SpecOptions(steps=2, max_steps=2, branch=branch, max_branch=branch, nodes=nodes,
                            max_nodes=nodes)
@@ -63,7 +63,7 @@ def roll_out(rule: str, noise: float = 0.3, times: int = 1, temperature: float =
         controller = registry.make(ControlConfig(policy=policy), spec, ladders=ladders,
                                  longest=TASK.prompt + 2)
         control = priced(controller.init(), wide=0.3)
-    engine = make_engine(ARCH, TASK, batch=200, most=200 * nodes, controller=controller,
+    engine = make_engine(ARCH, TASK, batch=200, max_packed=200 * nodes, controller=controller,
                          rule=rule, drafter=drafter)
     engine.control = control
     bound = drafter.bind(params(), noisy)

@@ -1,4 +1,4 @@
-"""What drafts gave lately: the tokens that a controller expects of those to come."""
+"""What recent drafts yielded: the tokens to expect of those to come."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +15,7 @@ TRUST_PRIOR, TRUST_MEMORY = 4.0, 0.98  # accepted tokens that survival is worth;
 
 
 @struct.dataclass
-class Harvest:
+class DraftYield:
     """What drafts of each depth gave a live row, on average over the last rounds that drafted."""
 
     count: Array  # f32[D, BINS] nodes by survival
@@ -25,18 +25,18 @@ class Harvest:
     accepted: Array  # f32[] those accepted, both fading
 
 
-def unseen(depth: int) -> Harvest:
+def unseen(depth: int) -> DraftYield:
     """Before any draft was seen, as host arrays: one node of each depth."""
     level, zero = PRIOR ** np.arange(1, depth + 1), np.float32(0)
     count = np.zeros((depth, BINS), np.float32)
     count[np.arange(depth), np.asarray(bin_of(level))] = 1
-    return Harvest(count=count, mass=(count * level[:, None]).astype(np.float32),
+    return DraftYield(count=count, mass=(count * level[:, None]).astype(np.float32),
                    seen=np.zeros(depth, np.float32), promised=zero, accepted=zero)
 
 
-def trust(harvest: Harvest) -> Array:
+def trust(yields: DraftYield) -> Array:
     """f32[] accepted tokens for each that survival promises."""
-    return (harvest.accepted + TRUST_PRIOR) / (harvest.promised + TRUST_PRIOR)
+    return (yields.accepted + TRUST_PRIOR) / (yields.promised + TRUST_PRIOR)
 
 
 def bin_of(survival: Array) -> Array:
@@ -54,8 +54,8 @@ def count_nodes(tree: DraftTree, live: Array, depth: int) -> Array:
     return total.reshape(2, depth, BINS)
 
 
-def follow(old: Harvest, found: Array, rows: Array, steps: Array, promised: Array,
-           accepted: Array, rounds: Array) -> Harvest:
+def follow(old: DraftYield, found: Array, rows: Array, steps: Array, promised: Array,
+           accepted: Array, rounds: Array) -> DraftYield:
     """Depths that were drafted move towards what was found.
 
     Of others less is remembered, so that a few looks tell. Deeper ones keep their proportion to the
@@ -81,6 +81,6 @@ def follow(old: Harvest, found: Array, rows: Array, steps: Array, promised: Arra
     count = share * scale * count + (1 - share) * count[last][None]
     mass = share * scale * mass + (1 - share) * mass[last][None] * onward[:, None]
     kept = TRUST_MEMORY ** rounds
-    return Harvest(count=jnp.minimum(count, 64.0), mass=jnp.minimum(mass, 64.0), seen=seen,
+    return DraftYield(count=jnp.minimum(count, 64.0), mass=jnp.minimum(mass, 64.0), seen=seen,
                    promised=kept * old.promised + promised,
                    accepted=kept * old.accepted + jnp.maximum(accepted, 0.0))
