@@ -105,7 +105,7 @@ def speedups(settings: Sequence[Setting], tokens: Array, costs: RoundCosts,
     """
     depth, _, nodes = jnp.asarray(settings).T
     packed, widest = jnp.asarray(buckets).T
-    fits = (rows * nodes[:, None] <= packed) & (nodes[:, None] <= widest)
+    fits = (rows * nodes[:, None] <= packed[None]) & (nodes[:, None] <= widest[None])
     bucket = jnp.where(fits.any(1), jnp.argmax(fits, 1), len(buckets) - 1)
     seconds = costs.verify[bucket] + costs.draft[depth]
     return tokens * costs.verify[0] / jnp.maximum(seconds, 1e-9)

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 import pytest
 from helpers import ask, counting, make_engine, make_task, said, streams, tiny_arch, tiny_params
+from specrl_jax.rollout.lockstep import plain_rounds
 
 from specrl_jax import sharding
 from specrl_jax.config import Config, ControlConfig, MeshConfig, RolloutConfig, SpecOptions
@@ -24,7 +25,6 @@ from specrl_jax.draft.recorded import replay, replaying
 from specrl_jax.io import launches
 from specrl_jax.rollout import lengths, profile
 from specrl_jax.rollout.engine import Engine, Result
-from specrl_jax.rollout.lockstep import plain_rounds
 from specrl_jax.rollout.sampler import Sampler
 
 DEPTH, NODES, BATCH = 3, 4, 4

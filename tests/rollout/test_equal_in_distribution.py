@@ -17,14 +17,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from control_cases import priced
+from control_cases import limits_of, made_up
 from helpers import Task, ask, make_engine, tiny_arch, tiny_params
 from laws import law
 from scipy import stats
 
 from specrl_jax.config import RULES, ControlConfig, SpecOptions
 from specrl_jax.control import fixed, protocol, registry
-from specrl_jax.control.cost_model import bucket_ladder
 from specrl_jax.draft.small_lm import small_lm
 from specrl_jax.model.transformer import forward
 from specrl_jax.rollout.engine import Result
@@ -59,10 +58,9 @@ def roll_out(rule: str, noise: float = 0.3, times: int = 1, temperature: float =
     if policy == "budget":
         spec = SpecOptions(steps=2, max_steps=2, branch=branch, max_branch=branch, nodes=nodes,
                            max_nodes=nodes)
-        ladders = {200: bucket_ladder(200, nodes, 200 * nodes)}
-        controller = registry.make(ControlConfig(policy=policy), spec, ladders=ladders,
-                                 longest=TASK.prompt + 2)
-        control = priced(controller.init(), wide=0.3)
+        limits = limits_of((200,), nodes, 2, TASK.prompt + 2, branch, 200 * nodes)
+        controller = registry.make(ControlConfig(policy=policy), spec, limits)
+        control = controller.init(made_up(wide=0.3, limits=limits))
     engine = make_engine(ARCH, TASK, batch=200, max_packed=200 * nodes, controller=controller,
                          rule=rule, drafter=drafter)
     engine.control = control

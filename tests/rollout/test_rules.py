@@ -138,10 +138,10 @@ def test_a_drafter_that_does_not_tell_what_it_drew_from_is_refused(rule: str) ->
 
 def test_a_policy_cannot_choose_by_what_was_drawn() -> None:
     """One that keeps nodes by their tokens and probabilities keeps what others keep."""
-    def peeking(state: Any, load: Any, spec: Any, tree: Any, buckets: Any) -> Any:
+    def peeking(state: Any, plan: Any, load: Any, tree: Any, buckets: Any) -> Any:
         liked = (tree.tokens < 12) & (tree.logq > -2) & (tree.gap < 1) & (tree.proposal is None)
         tree = tree.replace(survival=jnp.where(liked, tree.survival, 0.0))
-        return protocol.keep_within(state, load, spec, tree, buckets)
+        return protocol.keep_within(plan.spec, tree, buckets)
 
     engine, _, own = made("rejection_drawn")
     other = make_engine(
