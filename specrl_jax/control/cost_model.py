@@ -214,7 +214,7 @@ def _fit_size(measured: Mapping[Point, float], limits: Limits, rows: int
         return measured[Point(rows, bucket, context, steps, unread, n)]
 
     whole, less = seconds(0, low, 0), seconds(0, low, 0, n=rounds - 1)
-    launch = max(0.0, less - (rounds - 1) * (whole - less))
+    launch = min(max(0.0, less - (rounds - 1) * (whole - less)), 0.9 * whole)
     plain = np.asarray([seconds(0, c, 0) - launch for c in (low, high)]) / rounds
     if len(buckets) == 1 or not limits.depth:
         return monotone(plain[None]), np.zeros((len(levels), 2)), 0.0, launch
