@@ -51,7 +51,7 @@ SETTING = flags.DEFINE_list("setting", ["2x1x3", "4x1x5", "4x2x8"],
                             "depth x branch x nodes of a row, root included")
 PROMPTS = flags.DEFINE_integer("prompts", 0, "prompts of each case, at least its rows; 0: as many "
                                "as rows", lower_bound=0)
-POLICIES = ("budget", "respec", "bandit")
+POLICIES = ("budget", "respec")
 POLICY = flags.DEFINE_list("policy", ["budget"], "adaptive policies beside the settings: some of "
                            f"{', '.join(POLICIES)}")
 REPEATS = flags.DEFINE_integer("repeats", 4, "timed runs of each arm", lower_bound=1)

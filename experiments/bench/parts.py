@@ -18,14 +18,13 @@ from specrl_kernels.tree_attention import tree_attention
 
 from specrl_jax import sharding
 from specrl_jax.config import MeshConfig
-from specrl_jax.control.protocol import Bucket, Outcome
+from specrl_jax.control.buckets import Bucket
 from specrl_jax.draft.protocol import RolloutInfo
 from specrl_jax.model import transformer
 from specrl_jax.rollout.round import Decoder, buckets_of, pack
 from specrl_jax.structs import (
     Array,
     Cache,
-    DraftTree,
     Frontier,
     Load,
     Path,
@@ -153,52 +152,14 @@ def _draft(decoder: Decoder, at: Situation) -> Part:
     ladder = buckets(decoder, at)
 
     def draft(state: Any, control: Any, frontier: Frontier) -> Any:
-        left = jnp.ones(at.rows)
-        load = Load(live=frontier.live, length=frontier.context, expected_left=left, room=_far(at),
-                    weight=left)
-        spec = controller.plan(control, load)
-        tree, state = drafter.propose((), state, frontier, _rows(at), spec,
+        load = Load(live=frontier.live, length=frontier.context, expected_left=jnp.ones(at.rows),
+                    room=_far(at), waiting=jnp.int32(0))
+        plan = controller.plan(control, load)
+        tree, state = drafter.propose((), state, frontier, _rows(at), plan.spec,
                                       lambda parent, draft_prob, depth, origin: parent * draft_prob)
-        return controller.keep(control, load, spec, tree, ladder), tree
+        return controller.keep(control, plan, load, tree, ladder), tree
 
-    return _bound(_alone(draft), state, controller.init(), _tip(at))
-
-
-def control_parts(decoder: Decoder, control: Any, at: Situation) -> dict[str, Part]:
-    """`plan` with `hold`, `keep` and `note` of a controller, for trees as large as shapes allow.
-
-    Args:
-      control: its state.
-    """
-    controller, ladder, drafter = decoder.controller, buckets(decoder, at), decoder.drafter
-    frontier, tree = _tip(at), random_tree(at.rows, drafter.nodes, drafter.depth)
-    ones = jnp.ones(at.rows)
-    load = Load(live=frontier.live, length=frontier.context, expected_left=ones, room=_far(at),
-                weight=ones)
-    plan = _alone(lambda *args: (controller.plan(*args), controller.hold(*args)))
-    spec = jax.tree.map(np.asarray, plan(control, load)[0])
-    keep = _alone(lambda *args: controller.keep(*args, ladder))
-    live, bucket = keep(control, load, spec, tree)
-    outcome = Outcome(load, spec, tree, live, bucket, jnp.ones(at.rows, jnp.int32),
-                      jnp.int32(1))
-    return {"plan": _bound(plan, control, load), "keep": _bound(keep, control, load, spec, tree),
-            "note": _bound(_alone(controller.note), control, outcome)}
-
-
-def random_tree(rows: int, nodes: int, depth: int) -> DraftTree:
-    """Chains one behind the other, all live, with random falling survival."""
-    rng, node = np.random.default_rng(0), np.arange(nodes)
-    level = np.where(node > 0, (node - 1) % max(depth, 1) + 1, 0)
-    parent = np.where(level > 1, node - 1, 0)
-    share = np.where(level > 0, rng.uniform(0.1, 0.9, (rows, nodes)), 1.0)
-    survival = np.ones((rows, nodes))
-    for n in node[1:]:
-        survival[:, n] = survival[:, parent[n]] * share[:, n]
-    ints = [np.broadcast_to(a, (rows, nodes)).astype(np.int32) for a in (node, parent, level)]
-    zero, real = np.zeros((rows, nodes), np.int32), survival.astype(np.float32)
-    return DraftTree(tokens=ints[0], parent=ints[1], depth=ints[2], rank=zero, origin=zero,
-                     survival=real, logq=np.log(real), draft_prob=share.astype(np.float32),
-                     gap=0 * real, live=np.ones((rows, nodes), bool))
+    return _bound(_alone(draft), state, controller.init(None), _tip(at))
 
 
 def _alone(function: Callable[..., Any]) -> Callable[..., Any]:

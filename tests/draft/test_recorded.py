@@ -85,7 +85,7 @@ def test_no_corruption_changes_a_token(bench: Bench, mix: dict[str, Any]) -> Non
     for corruption in (0.0, 0.3, 1.0):
         result = bench.run(plain, corruption, hold=None, seed=1, **mix)
         assert streams(result) == streams(plain)
-        batches |= {entry["batch"] for entry in result.trace}
+        batches |= {launch.batch for launch in result.trace}
     assert "limit" not in mix or batches == {4, 2}
     assert streams(bench.run(bench.record(seed=2), 0.0, seed=1, **mix)) == streams(plain)
 

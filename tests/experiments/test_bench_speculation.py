@@ -64,7 +64,7 @@ def test_earlier_responses_are_other_samples_of_the_same_prompts():
 
 @pytest.mark.parametrize("flags, message", [
     (["--resume"], "1 rows were timed with other arms (history 4x1x5, history 9x1x10)"),
-    (["--policy=greedy"], "--policy=greedy: choose some of budget, respec, bandit"),
+    (["--policy=greedy"], "--policy=greedy: choose some of budget, respec"),
 ])
 def test_bad_input_ends_in_one_line(command: Any, flags: list[str], message: str, tmp_path: Path
                                     ) -> None:
