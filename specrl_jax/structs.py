@@ -7,14 +7,25 @@ query heads, `G` key-value heads, `E` head dim, `F` model width, `V` vocabulary,
 """
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 from flax import struct
 
-Array = jax.Array
-ControlState = Any  # a controller's own pytree
+T = TypeVar("T")
+Array: TypeAlias = jax.Array
+Params: TypeAlias = dict[str, Any]
+DrafterParams: TypeAlias = Any  # a drafter's own pytree of parameters
+ControlState: TypeAlias = Any  # a controller's own pytree of state
+
+
+def carrier(kind: Callable[..., T], **fields: Any) -> T:
+    """Returns a pytree of class `kind` whose fields are something other than device arrays.
+
+    So are numpy arrays until one `jax.device_put` places them, shapes, and partition specs.
+    """
+    return kind(**fields)
 
 
 @struct.dataclass

@@ -21,7 +21,8 @@ from specrl_jax.config import MeshConfig
 from specrl_jax.control.buckets import Bucket
 from specrl_jax.draft.protocol import RolloutInfo
 from specrl_jax.model import transformer
-from specrl_jax.rollout.round import Decoder, buckets_of, pack
+from specrl_jax.rollout.plan import Decoder, buckets_of
+from specrl_jax.rollout.round import pack
 from specrl_jax.structs import (
     Array,
     Cache,

@@ -18,7 +18,7 @@ from specrl_jax.io.compilation import CompilationCounter
 from specrl_jax.model.architecture import Architecture, describe, is_param
 from specrl_jax.rollout.engine import Engine, Result
 from specrl_jax.rollout.layout import RolloutRequest, Shapes, request
-from specrl_jax.rollout.round import Decoder
+from specrl_jax.rollout.plan import Decoder
 
 from . import work
 from .hardware import Hardware, Probes

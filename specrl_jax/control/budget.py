@@ -32,7 +32,7 @@ from specrl_jax.control.protocol import (
     rank_in_row,
 )
 from specrl_jax.sharding import ROWS
-from specrl_jax.structs import Array, DraftTree, LaunchRecord, Load
+from specrl_jax.structs import Array, DraftTree, LaunchRecord, Load, carrier
 
 UNDECIDED = -1  # whether to draft, when a rollout begins
 REPLAN = 32  # plain rounds for which a plan stands at most: a decision takes 7 % of a short round
@@ -41,8 +41,7 @@ HYSTERESIS = 0.25  # plain rounds' worth of loss before drafting is switched on 
 EXPLORE = 0.003  # share of rounds that may be spent on drafting again to see whether it pays
 
 
-@struct.dataclass
-class Budget:
+class Budget(struct.PyTreeNode):
     """The controller's state."""
 
     costs: CostEstimate
@@ -55,8 +54,7 @@ class Budget:
     spent: Array  # f32[buckets + 2] expected seconds of the launch, see cost_model.learn
 
 
-@struct.dataclass
-class Decision:
+class Decision(struct.PyTreeNode):
     """What a plan was made of."""
 
     drafting: Array  # i32[] from now on
@@ -72,10 +70,11 @@ def make(control: ControlConfig, spec: SpecOptions, limits: Limits) -> Controlle
 
     def init(costs: CostTable | None) -> Budget:
         zero, buckets = np.float32(0), max(map(len, limits.buckets.values()))
-        return Budget(costs=cost_model.estimate(costs, limits),
-                      yields=draft_yield.unseen(max(limits.depth, 1)),
-                      drafting=np.int32(UNDECIDED), depth=np.int32(0), regret=zero, idle=zero,
-                      unread=zero, spent=np.zeros(buckets + 2, np.float32))
+        return carrier(
+            Budget, costs=cost_model.estimate(costs, limits),
+            yields=draft_yield.unseen(max(limits.depth, 1)), drafting=np.int32(UNDECIDED),
+            depth=np.int32(0), regret=zero, idle=zero, unread=zero,
+            spent=np.zeros(buckets + 2, np.float32))
 
     def plan(state: Budget, load: Load) -> Plan:
         rows, context = load.live.shape[0], longest_context(load)
@@ -99,8 +98,7 @@ def make(control: ControlConfig, spec: SpecOptions, limits: Limits) -> Controlle
                                   depth=np.int32(0))
         return state, report
 
-    return Controller(init=init, plan=plan, keep=keep, observe=observe, end_chunk=end_chunk,
-                      needs_costs=True)
+    return Controller(init=init, plan=plan, keep=keep, observe=observe, end_chunk=end_chunk)
 
 
 def observe(state: Budget, plan: Plan, outcome: Outcome) -> Budget:
@@ -131,11 +129,11 @@ def decide(state: Budget, buckets: Sequence[Bucket], load: Load, costs: RoundCos
            ) -> tuple[Array, Array, Decision]:
     """Decides the depth of the next round, i32[], and for how many rounds that stands, i32[].
 
-    A rollout begins with drafts where they bring more than reading its prompts costs. Later,
-    drafting begins once it would have saved its catching up and HYSTERESIS, if what is left to
-    generate pays for catching up, and ends once it has lost HYSTERESIS: a load that jumps to and
-    fro switches nothing, unless each switch pays. While drafting is off, a round now and then
-    drafts one step, to see whether drafts have become better.
+    A rollout begins with drafts where they gain more than reading its prompts costs. Later,
+    drafting begins once it would have saved its catch-up and HYSTERESIS, if the tokens left pay for
+    the catch-up, and ends once it has lost HYSTERESIS, so a jumping load switches nothing unless
+    each switch pays. While it is off, a round now and then drafts one step, to see whether drafts
+    have become better.
     """
     verify, draft, catch_up = costs
     plain = jnp.maximum(verify[0], 1e-9)
@@ -232,20 +230,15 @@ def fill(tree: DraftTree, weight: Array, trusted: Array, price: Array, buckets: 
 def row_weights(load: Load, table: CostTable, limits: Limits, strength: float) -> Array:
     """Returns f32[B] weights of live rows, 1 on average, by the tokens that each still has to come.
 
-    A token of the row that stays longest shortens the rollout by a round of one row; a token of the
-    k-th longest saves what a round of k rows costs more than one of k - 1. Where small batches cost
-    nearly as much as large ones, long rows are what counts. While sequences wait, all are alike.
-
-    Args:
-      strength: 0 weighs all alike, 1 wholly by what is saved.
+    A token of the k-th longest row saves what a round of k rows costs more than one of k - 1.
+    Where small batches cost nearly as much as large ones, long rows are what counts. While
+    sequences wait, all are alike, as they are where `strength` is 0.
     """
-    if not strength:
-        return load.live.astype(jnp.float32)
     sizes = sorted(limits.buckets)
     plain = jnp.stack([table.verify[list(limits.buckets).index(s), 0, 0] for s in sizes])
     plain = jnp.concatenate([jnp.zeros(1), jax.lax.cummax(plain)])
     mine, other = load.expected_left[:, None], load.expected_left[None]
-    longer, alike = (((of & load.live[None]).sum(1)) for of in (other > mine, other == mine))
+    longer, alike = ((of & load.live[None]).sum(1) for of in (other > mine, other == mine))
     before, after, whole = (jnp.interp(n, jnp.asarray([0, *sizes]), plain)
                             for n in (longer, longer + alike, load.live.sum()))
     saved = (after - before) / jnp.maximum(alike, 1)  # which of equal rows ends last is not known

@@ -1,8 +1,7 @@
 """Measured costs on disk, so that a device and model are measured once.
 
 A file is JSON: what it was measured for (`key`), when, and the arrays of a CostTable. Its name is a
-digest of the key, so another device, model or version reads another file. Drivers, firmware and
-neighbours change without a name, so a file also grows stale with age.
+digest of the key. Drivers and neighbours change without a name, so a file also grows stale.
 """
 
 import hashlib
@@ -18,6 +17,7 @@ import numpy as np
 
 from specrl_jax.config import ConfigError
 from specrl_jax.control.cost_model import CostTable
+from specrl_jax.structs import carrier
 
 VERSION = 15  # of what is measured and how; older files are measured anew
 FRESH = 30 * 24 * 3600.0  # seconds until a file is stale
@@ -25,9 +25,9 @@ FRESH = 30 * 24 * 3600.0  # seconds until a file is stale
 
 def default_path(key: Mapping[str, Any]) -> Path:
     """Returns where the costs of `key` are kept, in the user's cache directory."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     digest = hashlib.sha256(_plain(key).encode()).hexdigest()[:16]
-    return Path(base) / "specrl_jax" / "cost" / f"{digest}.json"
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return base / "specrl_jax" / "cost" / f"{digest}.json"
 
 
 def _plain(key: Mapping[str, Any]) -> str:
@@ -62,8 +62,8 @@ def load(path: Path, key: Mapping[str, Any], like: CostTable, since: float = 0.0
         stored = json.loads(path.read_text(encoding="utf-8"))
         if stored["key"] != json.loads(_plain(key)) or float(stored["when"]) < since:
             return None
-        costs = CostTable(**{name: np.asarray(stored["costs"][name], np.float32)
-                             for name in vars(like)})
+        costs = carrier(CostTable, **{name: np.asarray(stored["costs"][name], np.float32)
+                                      for name in vars(like)})
         jax.tree.map(lambda a, b: np.broadcast_shapes(a.shape, b.shape), costs, like)
     except (ValueError, KeyError, TypeError) as problem:
         raise ConfigError(f"control.cost_table = {str(path)!r}: it holds no measured costs "

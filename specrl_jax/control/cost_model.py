@@ -16,7 +16,7 @@ import numpy as np
 from flax import struct
 
 from specrl_jax.control.protocol import Limits
-from specrl_jax.structs import Array, LaunchRecord
+from specrl_jax.structs import Array, LaunchRecord, carrier
 
 SHORTEST = 32  # tokens of context, where costs are measured; the other end is Limits.longest
 LEAST_STEP = 0.002  # of a plain round: the least that a draft step takes, whatever was measured
@@ -25,8 +25,7 @@ LEARN = 0.03  # and share that the costs it consists of absorb
 MOST_SURPRISE, MOST_CORRECTION = 0.5, 0.5  # logarithms
 
 
-@struct.dataclass
-class CostTable:
+class CostTable(struct.PyTreeNode):
     """Seconds. Batch sizes are those of `Limits.buckets`, in order; unused buckets repeat the last.
 
     Nothing falls as packed tokens, context or depth grow.
@@ -38,8 +37,7 @@ class CostTable:
     launch: Array  # f32[sizes] once a launch
 
 
-@struct.dataclass
-class CostEstimate:
+class CostEstimate(struct.PyTreeNode):
     """A table, and what launches have shown of it. Corrections are logarithms of ratios."""
 
     table: CostTable
@@ -82,18 +80,18 @@ def default_table(limits: Limits) -> CostTable:
     verify = 1e-3 * (16 + packed)
     draft = 0.05 * verify[:, :1] * np.arange(limits.depth + 1)
     both = np.ones(2, np.float32)
-    return CostTable(verify=(verify[..., None] * both).astype(np.float32),
-                     draft=(draft[..., None] * both).astype(np.float32),
-                     catch_up=(0.01 * verify[:, 0]).astype(np.float32),
-                     launch=np.zeros(len(packed), np.float32))
+    return carrier(CostTable, verify=(verify[..., None] * both).astype(np.float32),
+                   draft=(draft[..., None] * both).astype(np.float32),
+                   catch_up=(0.01 * verify[:, 0]).astype(np.float32),
+                   launch=np.zeros(len(packed), np.float32))
 
 
 def estimate(costs: CostTable | None, limits: Limits) -> CostEstimate:
     """Returns an estimate without corrections; None is the default table, of unknown pace."""
     table = default_table(limits) if costs is None else costs
     sizes, buckets, _ = table.verify.shape
-    return CostEstimate(table, np.zeros((sizes, buckets + 1), np.float32),
-                        np.float32(math.nan if costs is None else 0))
+    return carrier(CostEstimate, table=table, pace=np.float32(math.nan if costs is None else 0),
+                   correction=np.zeros((sizes, buckets + 1), np.float32))
 
 
 def at(costs: CostEstimate, limits: Limits, rows: int, context: Array) -> RoundCosts:
@@ -118,19 +116,18 @@ def plain_round_seconds(table: CostTable, limits: Limits) -> dict[int, float]:
 
 def learn(costs: CostEstimate, limits: Limits, launch: LaunchRecord, spent: np.ndarray,
           online: bool) -> tuple[CostEstimate, dict[str, float]]:
-    """Corrects an estimate by one launch, on the host.
+    """Corrects an estimate by one launch, on the host, unless `online` is False.
 
     Least mean squares on logarithms: the pace follows what is common to all launches, and each
     bucket keeps a little of the surprises of the launches that it dominates.
 
     Args:
-      spent: f32[buckets + 2] expected seconds of the launch at the pace of 1: in each bucket, for
-        drafts, and had its rounds been plain.
-      online: False leaves the estimate as it is.
+      spent: f32[buckets + 2] expected seconds at the pace of 1: in each bucket, for drafts, and had
+        the rounds been plain.
 
     Returns:
-      The estimate, and seconds that the launch was to take, that the same tokens were to take in
-      plain rounds, and that drafts and their verification were to add to plain rounds.
+      The estimate, and expected seconds: of the launch, of the same tokens in plain rounds, and
+      what drafts and their verification add to plain rounds.
     """
     size = list(limits.buckets).index(launch.batch)
     parts, plain = np.asarray(spent[:-1], np.float64), float(spent[-1])
@@ -194,14 +191,13 @@ def typical(sweeps: Sequence[Mapping[Point, float]]) -> dict[Point, float]:
 
 def fit(measured: Mapping[Point, float], limits: Limits) -> CostTable:
     """Returns the table from the seconds of the launches of `points`, of all batch sizes."""
-    table = jax.tree.map(np.array, default_table(limits))
+    blank = default_table(limits)
+    verify, draft, catch_up, launch = map(np.array, jax.tree.leaves(blank))
     for size, rows in enumerate(limits.buckets):
         of_size = {point: seconds for point, seconds in measured.items() if point.rows == rows}
-        verify, draft, table.catch_up[size], table.launch[size] = _fit_size(of_size, limits, rows)
-        table.verify[size] = verify[np.minimum(np.arange(len(table.verify[size])),
-                                               len(verify) - 1)]
-        table.draft[size] = draft
-    return table
+        found, draft[size], catch_up[size], launch[size] = _fit_size(of_size, limits, rows)
+        verify[size, : len(found)], verify[size, len(found):] = found, found[-1]
+    return blank.replace(verify=verify, draft=draft, catch_up=catch_up, launch=launch)
 
 
 def _fit_size(measured: Mapping[Point, float], limits: Limits, rows: int
@@ -233,11 +229,5 @@ def _fit_size(measured: Mapping[Point, float], limits: Limits, rows: int
 
 
 def monotone(values: np.ndarray) -> np.ndarray:
-    """Returns the nearest matrix, by the largest change, that falls along neither axis.
-
-    The middle of the largest value at or before each entry and the smallest at or after it
-    (isotonic regression in the maximum norm; Robertson, Wright and Dykstra 1988, section 1.7).
-    """
-    high = np.maximum.accumulate(np.maximum.accumulate(values, 0), 1)
-    low = np.minimum.accumulate(np.minimum.accumulate(values[::-1, ::-1], 0), 1)[::-1, ::-1]
-    return np.maximum((high + low) / 2, 1e-9)
+    """Returns the least matrix above `values` that falls along neither axis, and is positive."""
+    return np.maximum.accumulate(np.maximum.accumulate(np.maximum(values, 1e-9), 0), 1)

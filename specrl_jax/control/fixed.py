@@ -2,11 +2,9 @@
 
 import jax.numpy as jnp
 
-from specrl_jax.config import ControlConfig, SpecOptions
 from specrl_jax.control.protocol import (
     FOREVER,
     Controller,
-    Limits,
     Plan,
     keep_within,
     make_spec,
@@ -34,14 +32,3 @@ def fixed(min_survival: float = 0.0, spec: SpecConfig | None = None) -> Controll
 
     return Controller(init=lambda costs: make_spec(0, 1, 1, 0) if spec is None else spec,
                       plan=lambda state, load: Plan(state, jnp.int32(FOREVER)), keep=keep)
-
-
-def make_off(control: ControlConfig, spec: SpecOptions, limits: Limits) -> Controller:
-    """Returns the controller of control.policy = off."""
-    return off()
-
-
-def make_fixed(control: ControlConfig, spec: SpecOptions, limits: Limits) -> Controller:
-    """Returns the controller of control.policy = fixed, with the settings of `spec`."""
-    return fixed(control.min_survival, make_spec(spec.steps, spec.branch, spec.nodes, spec.budget,
-                                                 limits.mix))

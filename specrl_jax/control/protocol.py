@@ -14,7 +14,7 @@ Shapes and dtypes of a state never change: it is part of compiled programs.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,8 +28,7 @@ from specrl_jax.structs import Array, ControlState, DraftTree, LaunchRecord, Loa
 FOREVER = 2**31 - 1  # rounds
 
 
-@struct.dataclass
-class Plan:
+class Plan(struct.PyTreeNode):
     """A decision about the next round. The rollout clamps `spec` to its shapes."""
 
     spec: SpecConfig
@@ -60,31 +59,23 @@ class Limits(NamedTuple):
     seed: int = 0
 
 
-def keep_likeliest(state: ControlState, plan: Plan, load: Load, tree: DraftTree,
-                   buckets: Sequence[Bucket]) -> tuple[Array, Array]:
-    """Keeps what the plan allows, see `keep_within`."""
-    return keep_within(plan.spec, tree, buckets)
-
-
 class Controller(NamedTuple):
-    """Five functions, see above. Only `init` and `plan` have no default."""
+    """Five functions, see above. Only `init` and `plan` have no default; `keep` keeps what the plan
+    allows, see `keep_within`."""
 
     init: Callable[[Any], ControlState]  # from a CostTable, or None if nothing was measured
     plan: Callable[[ControlState, Load], Plan]
     keep: Callable[[ControlState, Plan, Load, DraftTree, Sequence[Bucket]],
-                   tuple[Array, Array]] = keep_likeliest
+                   tuple[Array, Array]] = (
+        lambda state, plan, load, tree, buckets: keep_within(plan.spec, tree, buckets))
     observe: Callable[[ControlState, Plan, Outcome], ControlState] = (
         lambda state, plan, outcome: state)
     end_chunk: Callable[[ControlState, LaunchRecord], tuple[ControlState, Mapping[str, float]]] = (
         lambda state, launch: (state, {}))
-    needs_costs: bool = False  # whether `init` wants measured costs
 
 
-class ControllerFactory(Protocol):
-    """Makes a controller from its options and the limits of the compiled shapes."""
-
-    def __call__(self, control: ControlConfig, spec: SpecOptions, limits: Limits) -> Controller:
-        ...
+ControllerFactory = Callable[[ControlConfig, SpecOptions, Limits], Controller]
+"""Makes a controller from its options and the limits of the compiled shapes."""
 
 
 def make_spec(steps: int, branch: int, nodes: int, budget: int,

@@ -1,29 +1,20 @@
-"""Controllers by name."""
+"""The controllers that control.policy may name."""
 
-import importlib
 from collections.abc import Callable
 
-from specrl_jax.config import ConfigError, ControlConfig, SpecOptions, check
+from specrl_jax.config import ControlConfig, SpecOptions
+from specrl_jax.config.registry import Registry
 from specrl_jax.control import budget, fixed, respec
-from specrl_jax.control.protocol import Controller, ControllerFactory, Limits
+from specrl_jax.control.protocol import Controller, ControllerFactory, Limits, make_spec
 
-CONTROLLERS: dict[str, ControllerFactory] = {
-    "off": fixed.make_off, "fixed": fixed.make_fixed, "budget": budget.make, "respec": respec.make}
-
-
-def register_controller(name: str) -> Callable[[ControllerFactory], ControllerFactory]:
-    """Returns a decorator that adds a factory as `control.policy = name`.
-
-    Raises:
-      ValueError: the name is taken.
-    """
-    def register(factory: ControllerFactory) -> ControllerFactory:
-        if name in CONTROLLERS:
-            raise ValueError(f"controller {name!r} is registered already")
-        CONTROLLERS[name] = factory
-        return factory
-
-    return register
+CONTROLLERS: Registry[ControllerFactory] = Registry("control.policy", Callable)
+CONTROLLERS.update({
+    "off": lambda control, spec, limits: fixed.off(),
+    "fixed": lambda control, spec, limits: fixed.fixed(control.min_survival, make_spec(
+        spec.steps, spec.branch, spec.nodes, spec.budget, limits.mix)),
+    "budget": budget.make, "respec": respec.make})
+register_controller = CONTROLLERS.register
+"""`@register_controller("name")` registers a factory as control.policy = name."""
 
 
 def make(control: ControlConfig, spec: SpecOptions, limits: Limits) -> Controller:
@@ -34,17 +25,4 @@ def make(control: ControlConfig, spec: SpecOptions, limits: Limits) -> Controlle
     """
     if spec.drafter == "off":
         return fixed.off()
-    return _factory(control.policy)(control, spec, limits)
-
-
-def _factory(policy: str) -> ControllerFactory:
-    module, colon, name = policy.partition(":")
-    if not colon:
-        check(policy in CONTROLLERS, "control.policy", policy,
-              f"choose one of {', '.join(CONTROLLERS)}, or package.module:name")
-        return CONTROLLERS[policy]
-    try:
-        return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as problem:
-        raise ConfigError(f"control.policy = {policy!r}: {problem}; give package.module:name of a "
-                          f"factory, or one of {', '.join(CONTROLLERS)}") from problem
+    return CONTROLLERS.resolve(control.policy)(control, spec, limits)

@@ -16,7 +16,7 @@ from specrl_jax.control import cost_model
 from specrl_jax.control.buckets import Bucket
 from specrl_jax.control.cost_model import CostEstimate, CostTable, RoundCosts
 from specrl_jax.control.protocol import Controller, Limits, Plan, make_spec, mean_rows
-from specrl_jax.structs import Array, LaunchRecord, Load
+from specrl_jax.structs import Array, LaunchRecord, Load, carrier
 
 OFF = -1  # no setting
 REPLAN = 32  # plain rounds for which a plan stands
@@ -24,8 +24,7 @@ REPLAN = 32  # plain rounds for which a plan stands
 Setting = tuple[int, int, int]
 
 
-@struct.dataclass
-class Respec:
+class Respec(struct.PyTreeNode):
     """The controller's state. `setting` is being profiled; OFF once all were."""
 
     costs: CostEstimate
@@ -46,8 +45,8 @@ def make(control: ControlConfig, spec: SpecOptions, limits: Limits) -> Controlle
 
     def init(costs: CostTable | None) -> Respec:
         zero = np.zeros(len(settings), np.float32)
-        return Respec(cost_model.estimate(costs, limits), zero, zero,
-                      np.int32(0 if settings else OFF))
+        return carrier(Respec, costs=cost_model.estimate(costs, limits), tokens=zero, rows=zero,
+                       setting=np.int32(0 if settings else OFF))
 
     def plan(state: Respec, load: Load) -> Plan:
         rows = load.live.shape[0]
@@ -72,7 +71,7 @@ def make(control: ControlConfig, spec: SpecOptions, limits: Limits) -> Controlle
         following = setting + 1 if setting + 1 < len(settings) else OFF
         return state.replace(tokens=tokens, rows=rows, setting=np.int32(following)), {}
 
-    return Controller(init=init, plan=plan, end_chunk=end_chunk, needs_costs=True)
+    return Controller(init=init, plan=plan, end_chunk=end_chunk)
 
 
 def settings_of(named: Sequence[str], limits: Limits) -> list[Setting]:

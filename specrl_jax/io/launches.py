@@ -43,12 +43,10 @@ def summary(trace: Sequence[LaunchRecord]) -> dict[str, Any]:
 
 
 def saved(trace: Sequence[LaunchRecord], plain: Mapping[int, float]) -> dict[str, float]:
-    """Returns `time/saved` for controllers that predict nothing; {} without `plain`.
+    """Returns `time/saved` for controllers that predict nothing; {} without `plain`, seconds of a
+    plain round by batch size.
 
     A launch's tokens were to cost as many plain rounds as its live rows would have needed.
-
-    Args:
-      plain: seconds of a round without a draft, by batch size of a shard.
     """
     if not plain or not trace or "plain_seconds" in trace[0].control:
         return {}

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -26,6 +27,7 @@ def record_of(before: Mapping[str, int], now: Mapping[str, int], shards: int, ba
               seconds: float, last: bool) -> LaunchRecord:
     """Returns the record of a launch from `totals` before and after it."""
     names = {field.name for field in dataclasses.fields(LaunchRecord)} & set(now)
-    counts = {name: (now[name] - before.get(name, 0)) // (shards if name in PER_LOOP else 1)
-              for name in names}
+    counts: dict[str, Any] = {
+        name: (now[name] - before.get(name, 0)) // (shards if name in PER_LOOP else 1)
+        for name in names}
     return LaunchRecord(batch=batch, seconds=seconds, last=last, **counts)

@@ -9,22 +9,23 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specrl_jax.model.transformer import Params
-from specrl_jax.rollout.round import (
+from specrl_jax.rollout.plan import (
     Decoder,
     RoundPlan,
     blank_plan,
     buckets_of,
+    frontier_of,
+    plan_round,
+)
+from specrl_jax.rollout.round import (
     draft,
     drafted_round,
-    frontier_of,
     keep,
     observe,
     plain_round,
-    plan_round,
 )
 from specrl_jax.sharding import ROWS
-from specrl_jax.structs import Array, Frontier, RolloutState
+from specrl_jax.structs import Array, DrafterParams, Frontier, Params, RolloutState
 
 
 class LoopState(NamedTuple):
@@ -47,7 +48,7 @@ class PlainRounds(NamedTuple):
     frontier: Frontier
 
 
-def launch(decoder: Decoder, params: Params, drafter_params: Params, state: RolloutState,
+def launch(decoder: Decoder, params: Params, drafter_params: DrafterParams, state: RolloutState,
            waiting: Array, rounds: Array, smaller: Array, force: Array) -> RolloutState:
     """Runs rounds until the host is needed.
 
@@ -120,8 +121,9 @@ def run_if(condition: Array, body: Callable[[LoopState], LoopState], loop: LoopS
     return jax.lax.while_loop(lambda carry: carry[0], once, (condition, loop))[1]
 
 
-def plain_rounds(decoder: Decoder, params: Params, drafter_params: Params, state: RolloutState,
-                 planned: RoundPlan, limit: Array) -> tuple[RolloutState, Array]:
+def plain_rounds(decoder: Decoder, params: Params, drafter_params: DrafterParams,
+                 state: RolloutState, planned: RoundPlan, limit: Array
+                 ) -> tuple[RolloutState, Array]:
     """Runs plain rounds by one plan until a row of any shard ends, and at most `limit` i32[].
 
     Returns:

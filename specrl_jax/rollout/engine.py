@@ -25,20 +25,21 @@ from specrl_jax.rollout import counted, refill
 from specrl_jax.rollout.decode_loop import launch
 from specrl_jax.rollout.host_view import Forecast, HostView, Timer
 from specrl_jax.rollout.layout import ROW, STATE, Layout, RolloutRequest, Shapes, pad
-from specrl_jax.rollout.round import FREE, Decoder
+from specrl_jax.rollout.plan import FREE, Decoder
 from specrl_jax.rollout.slots import EMPTY, Slots
 from specrl_jax.sharding import ROWS
 from specrl_jax.structs import (
     Array,
     ControlState,
+    DrafterParams,
     LaunchRecord,
+    Params,
     RolloutState,
     Sequences,
     SlotFill,
+    carrier,
 )
 
-Params = Any
-DrafterParams = Any
 MEMORY = 0.9  # weight that outcomes keep from rollout to rollout
 COMPILERS = 4  # programs compiled at once
 CPU_OPTIONS = {"xla_cpu_prefer_vector_width": "512"}  # XLA's 256 makes one row's products slower
@@ -89,7 +90,9 @@ class Engine:
         shapes, whole, self._pool = self.shapes, P(), None
         full, replicated = self.layout.abstract(shapes.batch), sharding.replicated(self.mesh)
         control = self._like(jax.tree.map(np.asarray, self.control), replicated)
-        fill = self._like(SlotFill(*(np.zeros(shapes.batch * shapes.shards, np.int32),) * 5))
+        slots = np.zeros(shapes.batch * shapes.shards, np.int32)
+        fill = self._like(carrier(SlotFill, seq=slots, source=slots, copy=slots, root=slots,
+                                  length=slots))
         number = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated)
         waiting = self._like(np.zeros(shapes.shards, np.int32))
         force = jax.ShapeDtypeStruct((2,), jnp.int32, sharding=replicated)
@@ -289,8 +292,8 @@ class Engine:
             ends = [[asked.prompts[i * per_shard + q // s.group] if q != EMPTY else [0]
                      for q in plan.seq] for i, plan in enumerate(plans)]
             flat = [prompt for rows in ends for prompt in rows]
-            fill = self.put_rows(SlotFill(
-                seq=np.concatenate([p.seq for p in plans]),
+            fill = self.put_rows(carrier(
+                SlotFill, seq=np.concatenate([p.seq for p in plans]),
                 source=np.concatenate([p.source for p in plans]),
                 copy=np.concatenate([p.copy for p in plans]),
                 root=np.asarray([p[-1] for p in flat], np.int32),

@@ -13,7 +13,7 @@ from specrl_jax.control.acceptance import Acceptance
 from specrl_jax.rollout import counted, lengths
 from specrl_jax.rollout.layout import RolloutRequest, Shapes
 from specrl_jax.rollout.slots import Slots
-from specrl_jax.structs import LaunchRecord
+from specrl_jax.structs import LaunchRecord, carrier
 
 
 class HostView:
@@ -33,7 +33,8 @@ class HostView:
         self.slots = [Slots(shapes.batch, int((~of_shard).sum()), shapes.group)
                       for of_shard in self.done]
         self.counters: dict[str, int] = {}
-        self.outcomes = Acceptance(*(np.zeros((shapes.shards, *cells), np.float32),) * 2)
+        zero = np.zeros((shapes.shards, *cells), np.float32)
+        self.outcomes = carrier(Acceptance, tried=zero, hit=zero)
 
     @property
     def waiting(self) -> np.ndarray:

@@ -15,7 +15,7 @@ from specrl_jax.config import RolloutConfig, check
 from specrl_jax.control import acceptance
 from specrl_jax.control.acceptance import Acceptance
 from specrl_jax.draft.protocol import RolloutInfo
-from specrl_jax.rollout.round import Decoder
+from specrl_jax.rollout.plan import Decoder
 from specrl_jax.sharding import ROWS
 from specrl_jax.structs import Cache, Counters, RolloutState, Sampling, Sequences
 

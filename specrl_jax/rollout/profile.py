@@ -4,6 +4,7 @@ Nothing is compiled for it, and no controller learns from it.
 """
 
 import dataclasses
+import importlib.metadata as metadata
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -11,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jaxlib
 import numpy as np
 from jax.experimental import multihost_utils
 
@@ -22,7 +22,7 @@ from specrl_jax.control.protocol import Limits
 from specrl_jax.io.device import cores, processor
 from specrl_jax.rollout.engine import Engine
 from specrl_jax.rollout.layout import RolloutRequest
-from specrl_jax.rollout.round import buckets_of
+from specrl_jax.rollout.plan import buckets_of
 from specrl_jax.structs import RolloutState
 
 SECONDS = 2.5  # of all measured launches; a batch size is measured at least once
@@ -34,10 +34,9 @@ ENDLESS = 2**30  # tokens that a row may generate in a measured launch; none is 
 
 def limits_of(engine: Engine) -> Limits:
     """Returns what cost tables of an engine are about."""
-    decoder, shapes = engine.decoder, engine.shapes
-    drafter = decoder.drafter
+    drafter, shapes = engine.decoder.drafter, engine.shapes
     return Limits(depth=drafter.depth, branch=drafter.branch, nodes=drafter.nodes, mix=(),
-                  buckets={rows: buckets_of(decoder, rows) for rows in shapes.batches},
+                  buckets={rows: buckets_of(engine.decoder, rows) for rows in shapes.batches},
                   longest=shapes.longest)
 
 
@@ -46,7 +45,7 @@ def key(engine: Engine, about: Mapping[str, Any]) -> dict[str, Any]:
     device, decoder = jax.devices()[0], engine.decoder
     return {"device": f"{device.platform} {device.device_kind} {processor()}",
             "cores": cores(), "flags": os.environ.get("XLA_FLAGS", ""),
-            "jax": jax.__version__, "jaxlib": jaxlib.__version__,
+            "jax": jax.__version__, "jaxlib": metadata.version("jaxlib"),
             "model": dataclasses.asdict(decoder.arch), "invariant": decoder.invariant,
             "attention": decoder.implementation, "mesh": dict(engine.mesh.shape),
             "dtype": str(np.dtype(engine.layout.dtype)),
@@ -60,19 +59,16 @@ def stored(engine: Engine, path: str, about: Mapping[str, Any], since: float = 0
            ) -> CostTable | None:
     """Returns the costs in a file, in every process those of process 0; None if it has none.
 
+    See `cost_file.load`.
+
     Args:
       path: of the file; empty is one in the user's cache directory.
-      since: seconds since 1970; older measurements do not count.
-
-    Raises:
-      ConfigError: the file holds no costs.
     """
     wanted, blank = key(engine, about), cost_model.default_table(limits_of(engine))
-    file = Path(path) if path else cost_file.default_path(wanted)
+    file = Path(path or cost_file.default_path(wanted))
     found = cost_file.load(file, wanted, blank, since) if jax.process_index() == 0 else None
-    if not _agreed(np.float32(found is not None)):
-        return None
-    return _agreed(blank if found is None else found)
+    known = _agreed(np.float32(found is not None))
+    return _agreed(blank if found is None else found) if known else None
 
 
 def measured(engine: Engine, params: Any, drafter_params: Any, path: str, about: Mapping[str, Any]
@@ -86,21 +82,8 @@ def measured(engine: Engine, params: Any, drafter_params: Any, path: str, about:
     costs = cost_model.fit(found, limits)
     if jax.process_index() == 0:
         wanted = key(engine, about)
-        cost_file.store(Path(path) if path else cost_file.default_path(wanted), wanted, costs)
+        cost_file.store(Path(path or cost_file.default_path(wanted)), wanted, costs)
     return costs
-
-
-def plain(engine: Engine, params: Any, drafter_params: Any) -> dict[int, float]:
-    """Measures the seconds of a round without a draft at half the longest context, by batch size.
-
-    For controllers that need no table of costs.
-    """
-    launches, found = Launches(engine, params, drafter_params), {}
-    for rows in engine.shapes.batches:
-        launches.warm_up(rows)
-        point = Point(rows, 0, engine.shapes.longest // 2, 0, 0, ROUNDS)
-        found[rows] = launches.sweep([point])[point] / ROUNDS
-    return found
 
 
 def reads(engine: Engine) -> bool:

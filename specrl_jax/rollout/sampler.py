@@ -30,8 +30,8 @@ from specrl_jax.model.tokenizer import Tokenizer
 from specrl_jax.rollout import profile as profiling
 from specrl_jax.rollout.engine import Engine, Result
 from specrl_jax.rollout.layout import Shapes, pad, request
+from specrl_jax.rollout.plan import Decoder
 from specrl_jax.rollout.prompts import PromptBatch
-from specrl_jax.rollout.round import Decoder
 from specrl_jax.structs import Rollout
 
 
@@ -120,8 +120,8 @@ class Sampler:
         """Compiles all programs and runs each small one once: nothing compiles after this.
 
         Args:
-          profile: whether to measure what rounds cost if nothing is stored for this device. Without
-            costs, a controller that needs them goes by the ratios of a default table.
+          profile: whether to measure what rounds cost if nothing is stored for this device.
+            Without costs, a controller goes by the ratios of a default table.
         """
         self.engine.compile(self.params, self.drafter_params, report=report)
         began = time.perf_counter()
@@ -138,24 +138,19 @@ class Sampler:
         A restored controller keeps its own costs on a device whose costs are known, and on every
         device if control.cost_updates is off.
         """
-        engine, control, published = self.engine, self.config.control, (
-            self.params, self.drafter_params)
-        if not engine.decoder.controller.needs_costs:
-            self.plain = profiling.plain(engine, *published) if measure else {}
-            return
+        engine, control = self.engine, self.config.control
         online = control.cost_updates == "online"
-        if self.restored and not online:
-            return
         since = time.time() - cost_file.FRESH if online else 0.0
         costs = profiling.stored(engine, control.cost_table, self._drafts(), since)
-        if self.restored and costs is not None:
-            return
-        if costs is None and measure:
+        keeps = self.restored and (costs is not None or not online)
+        if costs is None and measure and not keeps:
             report("measuring what rounds cost")
-            costs = profiling.measured(engine, *published, control.cost_table, self._drafts())
+            costs = profiling.measured(engine, self.params, self.drafter_params,
+                                       control.cost_table, self._drafts())
         if costs is not None:
-            engine.control = engine.decoder.controller.init(costs)
             self.plain = plain_round_seconds(costs, profiling.limits_of(engine))
+            if not keeps:
+                engine.control = engine.decoder.controller.init(costs)
 
     def canary(self, prompts: Sequence[Sequence[int]], limit: np.ndarray, depth: int | None = None
                ) -> Result:

@@ -27,7 +27,7 @@ from specrl_jax.control import budget, cost_model
 from specrl_jax.control.buckets import Bucket
 from specrl_jax.control.budget import REPLAN, UNDECIDED, row_weights
 from specrl_jax.control.draft_yield import trust
-from specrl_jax.control.protocol import Outcome, keep_likeliest
+from specrl_jax.control.protocol import Controller, Outcome
 
 SMALL = (Bucket(2, 1), Bucket(2, 2), Bucket(3, 2), Bucket(5, 3))
 fill = alone(lambda tree, weight, price: budget.fill(tree, weight, jnp.float32(1), price, LADDER))
@@ -368,7 +368,7 @@ def test_budget_is_hardly_slower_than_best_constant_depth(accept: float) -> None
             free = control.plan(state, of)
             return free.replace(spec=free.spec.replace(steps=jnp.int32(depth)))
 
-        return control._replace(plan=plan, keep=keep_likeliest)
+        return control._replace(plan=plan, keep=Controller._field_defaults["keep"])
 
     took = [time_of(held(depth), start(wide=0.45, step=0.02), accept) for depth in range(5)]
     assert time_of(control, start(wide=0.45, step=0.02), accept) <= 1.01 * min(took)

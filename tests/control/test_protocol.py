@@ -111,7 +111,7 @@ def test_registry_refuses_unknown_names_in_one_line(policy: str, reason: str) ->
 
 
 def test_registry_refuses_a_name_that_is_taken() -> None:
-    with pytest.raises(ValueError, match="registered"):
+    with pytest.raises(ConfigError, match="control.policy = 'budget': is registered already"):
         register_controller("budget")(one_step)
 
 

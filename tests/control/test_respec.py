@@ -70,7 +70,7 @@ def test_no_choice_leaves_the_bounds(policy: str, seed: int) -> None:
     keep = alone(lambda s, plan, of, tree: control.keep(s, plan, of, tree, ladder))
     state, drafting = control.init(None), 0
     for turn in range(40):
-        if turn % 8 == 7 and control.needs_costs:
+        if turn % 8 == 7 and policy in NEED_COSTS:
             state = control.init(made_up(*rng.exponential((0.2, 0.05, 0.2, 0.01))))
             state, _ = drive(control, state, [{"accept": rng.random()}] * 12)
             state, _ = control.end_chunk(jax.tree.map(np.asarray, state), record(

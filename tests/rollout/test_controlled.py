@@ -214,8 +214,8 @@ def sampler_of(**control: Any) -> Sampler:
 @pytest.mark.parametrize("policy, restored, known, updates, did", [
     ("budget", False, False, "online", "stored measured init"),
     ("budget", False, True, "online", "stored init"), ("budget", True, True, "online", "stored"),
-    ("budget", True, False, "online", "stored measured init"), ("budget", True, False, "off", ""),
-    ("fixed", False, False, "online", "plain")])
+    ("budget", True, False, "online", "stored measured init"),
+    ("budget", True, False, "off", "stored"), ("fixed", False, True, "off", "stored init")])
 def test_compile_finds_costs_where_they_are_needed(
         policy: str, restored: bool, known: bool, updates: str, did: str,
         monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,13 +232,12 @@ def test_compile_finds_costs_where_they_are_needed(
     monkeypatch.setattr(sampler, "canary", lambda *args: None)
     monkeypatch.setattr(profile, "stored", does("stored", table if known else None))
     monkeypatch.setattr(profile, "measured", does("measured", table))
-    monkeypatch.setattr(profile, "plain", does("plain", {}))
     monkeypatch.setattr("specrl_jax.rollout.sampler.plain_round_seconds", lambda *args: {})
     sampler.compile()
     assert " ".join(done) == did
     done.clear()
     sampler.compile(profile=False)
-    assert not {"measured", "plain"} & set(done)
+    assert "measured" not in done
 
 
 def test_sampler_rounds_have_the_buckets_of_its_costs() -> None:

@@ -22,7 +22,7 @@ from specrl_jax.control import fixed, protocol
 from specrl_jax.draft.history import history
 from specrl_jax.draft.merge import merge
 from specrl_jax.draft.protocol import Drafter
-from specrl_jax.rollout.round import clamp
+from specrl_jax.rollout.plan import clamp
 
 DEPTH, NODES, BATCH = 2, 3, 4
 ARCH = tiny_arch(num_layers=1)

@@ -31,8 +31,8 @@ from specrl_jax.model.tiny import TINY, byte_tokenizer, random_tensors
 from specrl_jax.model.weights import Source
 from specrl_jax.rollout.engine import Engine, Result
 from specrl_jax.rollout.layout import RolloutRequest, Shapes, request
+from specrl_jax.rollout.plan import Decoder
 from specrl_jax.rollout.prompts import Prompts
-from specrl_jax.rollout.round import Decoder
 from specrl_jax.structs import Array, DraftTree, Frontier, Path, Sampling, SpecConfig, Verdict
 from specrl_jax.trainer import Trainer
 
