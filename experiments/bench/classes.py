@@ -8,6 +8,7 @@ import numpy as np
 
 from specrl_jax.control import acceptance
 from specrl_jax.control.acceptance import Acceptance
+from specrl_jax.rollout import calibration
 
 
 def compare(outcomes: dict[str, Sequence[Acceptance]]) -> dict[str, dict[str, dict[str, float]]]:
@@ -39,5 +40,5 @@ def judge(known: Acceptance, outcome: Acceptance) -> dict[str, Any]:
     estimate = acceptance.table(known, jax.tree.map(np.zeros_like, seen))
     likely = np.clip(np.float64(estimate), 1e-6, 1 - 1e-6)
     loss = -(outcome.hit * np.log(likely) + (outcome.tried - outcome.hit) * np.log1p(-likely))
-    return {"error": acceptance.calibration(seen, estimate).error,
+    return {"error": calibration.judge(seen, estimate).error,
             "log_loss": float(loss.sum() / max(outcome.tried.sum(), 1))}

@@ -164,7 +164,7 @@ def run_cell(shape: Shape, cell: Cell, repeats: int, seconds: float,
 def fight(shape: Shape, best: str, seconds: float, turn: int = 0) -> dict[str, list[Result]]:
     """Returns runs of budget and the best fixed setting by turns, until `seconds` have passed."""
     arms, began, runs = shape.arms(), time.perf_counter(), {}
-    while time.perf_counter() - began < seconds:
+    while seconds and (not runs or time.perf_counter() - began < seconds):
         runs = _joined(runs, _by_turns({name: arms[name] for name in (best, "budget")},
                                        shape.timed, turn, 2))
         turn += 2

@@ -5,8 +5,6 @@ such a guess, depth and drafter were the actor's own draw. A node counts only if
 its parent lies on the accepted path, so its outcome is known whatever was chosen to be verified.
 """
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -44,8 +42,7 @@ def bin_of(draft_prob: Array) -> Array:
 def table(known: Acceptance, seen: Acceptance) -> np.ndarray:
     """Returns c of each cell, f32[drafters, D, BINS], never falling as the guess grows.
 
-    On the host. Cells shrink towards the mean of all depths, and that towards the guess; a running
-    maximum keeps the order.
+    On the host. Cells shrink towards the mean of all depths, and that towards the guess.
 
     Args:
       known: from earlier rollouts; seen: in this one, fields f32[shards, drafters, D, BINS].
@@ -98,22 +95,3 @@ def merge(known: Acceptance, seen: Acceptance, keep: float) -> Acceptance:
     """Fades what was known before a rollout by `keep`, and adds the outcomes of all shards."""
     return jax.tree.map(
         lambda old, new: (keep * old + np.asarray(new).sum(0)).astype(np.float32), known, seen)
-
-
-class Reliability(NamedTuple):
-    """What an estimate promised and what was accepted, by bin of the guess."""
-
-    tried: np.ndarray  # f64[BINS] nodes
-    predicted: np.ndarray  # f64[BINS] mean estimate
-    accepted: np.ndarray  # f64[BINS] share
-    error: float  # expected calibration error, over all cells
-
-
-def calibration(seen: Acceptance, estimate: np.ndarray) -> Reliability:
-    """Judges an estimate f32[drafters, D, BINS] by outcomes that it was made without."""
-    tried, hit = (np.asarray(a, np.float64).sum(0) for a in (seen.tried, seen.hit))
-    by_bin, expected = tried.sum((0, 1)), tried * estimate
-    predicted, accepted = (np.divide(a.sum((0, 1)), by_bin, out=np.zeros_like(by_bin),
-                                     where=by_bin > 0) for a in (expected, hit))
-    error = float(np.abs(hit - expected).sum() / max(tried.sum(), 1))
-    return Reliability(by_bin, predicted, accepted, error)

@@ -2,9 +2,8 @@
 
 A round is worth its weighted tokens less `speed` times its cost in plain rounds, where `speed` is
 the best rate of tokens that rounds of this load are expected to give; maximising each round's own
-rate would be myopic. The rate is foreseen rather than a running mean, because other loads have
-other rates. DSpark's prefix scheduler and Seer's marginal benefit, with a rate in place of a first
-drop.
+rate would be myopic. DSpark's prefix scheduler and Seer's marginal benefit, with a rate in place of
+a first drop.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,22 +14,11 @@ import numpy as np
 from flax import struct
 
 from specrl_jax.config import ControlConfig, SpecOptions
-from specrl_jax.control import cost_model, draft_yield
+from specrl_jax.control import cost_model, draft_yield, protocol
 from specrl_jax.control.buckets import Bucket
 from specrl_jax.control.cost_model import CostEstimate, CostTable, RoundCosts
 from specrl_jax.control.draft_yield import DraftYield, trust
-from specrl_jax.control.protocol import (
-    Controller,
-    Limits,
-    Outcome,
-    Plan,
-    longest_context,
-    make_spec,
-    mean_of_rows,
-    mean_rows,
-    node_scores,
-    rank_in_row,
-)
+from specrl_jax.control.protocol import Controller, Limits, Outcome, Plan, make_spec
 from specrl_jax.sharding import ROWS
 from specrl_jax.structs import Array, DraftTree, LaunchRecord, Load, carrier
 
@@ -77,7 +65,7 @@ def make(control: ControlConfig, spec: SpecOptions, limits: Limits) -> Controlle
             spent=np.zeros(buckets + 2, np.float32))
 
     def plan(state: Budget, load: Load) -> Plan:
-        rows, context = load.live.shape[0], longest_context(load)
+        rows, context = load.live.shape[0], protocol.longest_context(load)
         costs = cost_model.at(state.costs, limits, rows, context)
         unread = jnp.where(state.drafting == UNDECIDED, context, state.unread)
         steps, valid_for, decision = decide(state, limits.buckets[rows], load, costs, unread)
@@ -153,7 +141,7 @@ def decide(state: Budget, buckets: Sequence[Bucket], load: Load, costs: RoundCos
     more = jnp.where(on, -advantage, advantage + owed)
     regret = jnp.maximum(state.regret + more, 0.0)
     limit = HYSTERESIS + jnp.where(on, 0.0, speed * behind)
-    pays = (advantage * mean_of_rows(load, load.expected_left)
+    pays = (advantage * protocol.mean_of_rows(load, load.expected_left)
             > speed * behind * tokens[depth].max())
     switch = (regret > limit) & jnp.where(on, advantage < 0, pays)
     drafting = jnp.where(undecided, pays, on ^ switch)
@@ -169,10 +157,10 @@ def foresee(yields: DraftYield, buckets: Sequence[Bucket], load: Load, verify: A
             ) -> tuple[Array, Array]:
     """Returns f32[D+1, buckets] expected tokens a row of a round, and its cost in plain rounds.
 
-    The drafts of a round are expected to be like the last ones, and fill a bucket likeliest first.
-    No more tokens come than rows have room for on average.
+    Drafts like the last ones fill a bucket likeliest first. No more tokens come than rows have room
+    for on average.
     """
-    rows = jnp.maximum(mean_rows(load), 1e-6)
+    rows = jnp.maximum(protocol.mean_rows(load), 1e-6)
     nodes, mass = (jnp.pad(jnp.cumsum(a, 0), ((1, 0), (0, 0)))[: draft.shape[0]]
                    for a in (yields.count, yields.mass))  # [D+1, bins] of a row
     packed, widest = (jnp.asarray(a, jnp.float32) for a in zip(*buckets, strict=True))
@@ -182,18 +170,15 @@ def foresee(yields: DraftYield, buckets: Sequence[Bucket], load: Load, verify: A
                      0.0, 1.0)
     gain = trust(yields) * (taken * mass[:, None]).sum(2)  # [D+1, buckets]
     rounds = (verify[None] + draft[:, None]) / jnp.maximum(verify[0], 1e-9)
-    tokens = jnp.minimum(1 + gain, jnp.maximum(mean_of_rows(load, load.room), 1.0))
+    tokens = jnp.minimum(1 + gain, jnp.maximum(protocol.mean_of_rows(load, load.room), 1.0))
     return tokens, jnp.maximum(rounds, 1e-6)
 
 
 def rounds_to_look(idle: Array, cost: Array, growth: Array) -> Array:
     """Returns f32[] plain rounds until a round may draft one step, to see whether it pays again.
 
-    Args:
-      idle: f32[] rounds since a round drafted.
-      cost: f32[] plain rounds that the look costs now, and
-      growth: f32[] with each round of waiting. Where `growth` is above EXPLORE, only rounds of
-        earlier rollouts pay for a look. At least 1 / sqrt(EXPLORE) rounds lie between two looks.
+    A look costs `cost` plain rounds and `growth` more with each round of waiting; EXPLORE of the
+    `idle` rounds since one drafted pay for it. At least 1 / sqrt(EXPLORE) lie between two looks.
     """
     owed = jnp.maximum(cost - EXPLORE * idle, 0.0) / jnp.maximum(EXPLORE - growth, 1e-9)
     return jnp.maximum(owed, EXPLORE**-0.5 - idle)
@@ -209,15 +194,14 @@ def fill(tree: DraftTree, weight: Array, trusted: Array, price: Array, buckets: 
       price: f32[buckets] of each bucket, in tokens of a row of weight 1.
 
     Returns:
-      live bool[B, N], closed under parent, since survival never grows along a path and weights are
-      equal along it; bucket i32[].
+      live bool[B, N], closed under parent as in `keep_within`; bucket i32[].
     """
     batch, nodes = tree.live.shape
-    score = node_scores(tree, weight[:, None] * tree.survival)
+    score = protocol.node_scores(tree, weight[:, None] * tree.survival)
     widest = jnp.asarray([b.nodes for b in buckets])[:, None, None]
-    fits = (tree.live[None] & (rank_in_row(score)[None] < widest)).reshape(len(buckets), -1)
+    fits = tree.live[None] & (protocol.rank_in_row(score)[None] < widest)
     order = jnp.argsort(-score.reshape(-1), stable=True)
-    sorted_fits = fits[:, order]
+    sorted_fits = fits.reshape(len(buckets), -1)[:, order]
     packed = jnp.asarray([b.packed for b in buckets])[:, None]
     kept = sorted_fits & (jnp.cumsum(sorted_fits, 1) <= packed)
     worth = jnp.where(jnp.isfinite(score), score, 0.0).reshape(-1)[order]

@@ -19,7 +19,7 @@ from specrl_jax.config import ConfigError
 from specrl_jax.control.cost_model import CostTable
 from specrl_jax.structs import carrier
 
-VERSION = 15  # of what is measured and how; older files are measured anew
+VERSION = 15  # of files; others are measured anew
 FRESH = 30 * 24 * 3600.0  # seconds until a file is stale
 
 
@@ -47,11 +47,8 @@ def store(path: Path, key: Mapping[str, Any], costs: CostTable) -> None:
 
 def load(path: Path, key: Mapping[str, Any], like: CostTable, since: float = 0.0
          ) -> CostTable | None:
-    """Returns the costs stored for `key`; None where there are none, or only older than `since`.
-
-    Args:
-      like: a table of the same shapes.
-      since: seconds since 1970.
+    """Returns the costs stored for `key`, shaped like `like`; None where there are none, or only
+    some from before `since`, in seconds since 1970.
 
     Raises:
       ConfigError: the file holds no costs.

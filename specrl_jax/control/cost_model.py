@@ -1,9 +1,8 @@
 """What a round costs on this device for this model: a measured table, corrected online.
 
 A launch takes launch + rounds * (verify + draft) + unread * catch_up seconds. `verify` is a whole
-round without a draft (layers, head, noise, walk, commit) in one bucket, `draft` what drafting to a
-depth adds to it, and `catch_up` what a drafter reads first for each position it has not seen.
-Measured are whole launches of the compiled programs that rollouts run.
+round without a draft in one bucket, `draft` what drafting to a depth adds, and `catch_up` the
+drafter's reading of one position that it has not seen.
 """
 
 import math
@@ -18,7 +17,7 @@ from flax import struct
 from specrl_jax.control.protocol import Limits
 from specrl_jax.structs import Array, LaunchRecord, carrier
 
-SHORTEST = 32  # tokens of context, where costs are measured; the other end is Limits.longest
+SHORTEST = 32  # tokens of context where costs are measured, and Limits.longest
 LEAST_STEP = 0.002  # of a plain round: the least that a draft step takes, whatever was measured
 FOLLOW = 0.2  # share of a launch's surprise that the pace of the machine absorbs
 LEARN = 0.03  # and share that the costs it consists of absorb
@@ -26,10 +25,7 @@ MOST_SURPRISE, MOST_CORRECTION = 0.5, 0.5  # logarithms
 
 
 class CostTable(struct.PyTreeNode):
-    """Seconds. Batch sizes are those of `Limits.buckets`, in order; unused buckets repeat the last.
-
-    Nothing falls as packed tokens, context or depth grow.
-    """
+    """Seconds, for the batch sizes of `Limits.buckets` in order; unused buckets repeat the last."""
 
     verify: Array  # f32[sizes, buckets, 2] at the shortest and the longest context
     draft: Array  # f32[sizes, D+1, 2]
@@ -70,10 +66,7 @@ def contexts(limits: Limits) -> tuple[int, int]:
 
 
 def default_table(limits: Limits) -> CostTable:
-    """Returns a table for devices that were not measured: only its ratios matter.
-
-    A forward reads all weights once, which costs as much as about 16 tokens' arithmetic.
-    """
+    """Returns the ratios of a device whose reads of all weights cost 16 tokens' arithmetic."""
     widest = max(map(len, limits.buckets.values()))
     packed = np.asarray([[b.packed for b in (*of, *[of[-1]] * (widest - len(of)))]
                          for of in limits.buckets.values()], np.float32)
@@ -95,10 +88,7 @@ def estimate(costs: CostTable | None, limits: Limits) -> CostEstimate:
 
 
 def at(costs: CostEstimate, limits: Limits, rows: int, context: Array) -> RoundCosts:
-    """Returns what a round of a batch of `rows` slots costs at a context f32[], by the pace of 1.
-
-    Linear between the two measured contexts.
-    """
+    """Returns what a round of `rows` slots costs at a context f32[], by the pace of 1."""
     size, buckets = list(limits.buckets).index(rows), len(limits.buckets[rows])
     low, high = contexts(limits)
     share = jnp.clip((context - low) / max(high - low, 1), 0.0, 1.0)
@@ -155,13 +145,11 @@ def learn(costs: CostEstimate, limits: Limits, launch: LaunchRecord, spent: np.n
 
 
 def points(limits: Limits, rows: int, rounds: int, reads: bool) -> list[Point]:
-    """Returns the launches that the fit of one batch size needs.
+    """Returns the launches that the fit of one batch size needs, of so many rounds.
 
-    A round of a wider bucket drafts one step, as in use; only the widest is measured at both
-    contexts.
+    Rounds of wider buckets draft one step, as in use; only the widest is measured at both contexts.
 
     Args:
-      rounds: of a launch.
       reads: whether the drafter must read positions that it has not seen.
     """
     low, high = contexts(limits)
@@ -178,10 +166,9 @@ def points(limits: Limits, rows: int, rounds: int, reads: bool) -> list[Point]:
 
 
 def typical(sweeps: Sequence[Mapping[Point, float]]) -> dict[Point, float]:
-    """Returns typical seconds of launches that were run in sweeps, one after another.
+    """Returns the seconds of launches from sweeps over all of them.
 
-    The pace of a machine that others use too changes from sweep to sweep, so each launch counts by
-    its ratio to the mean of its sweep.
+    The pace of a shared machine drifts, so a launch counts by its ratio to its sweep's mean.
     """
     logs = np.log([[sweep[point] for point in sweeps[0]] for sweep in sweeps])
     paces = logs.mean(1, keepdims=True)

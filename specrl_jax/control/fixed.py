@@ -2,13 +2,7 @@
 
 import jax.numpy as jnp
 
-from specrl_jax.control.protocol import (
-    FOREVER,
-    Controller,
-    Plan,
-    keep_within,
-    make_spec,
-)
+from specrl_jax.control.protocol import FOREVER, Controller, Plan, keep_within, make_spec
 from specrl_jax.structs import Array, DraftTree, Load, SpecConfig
 
 

@@ -8,9 +8,9 @@ A controller is five functions over an opaque state:
     observe(state, plan, outcome) -> state                       device, after the round
     end_chunk(state, launch) -> (state, metrics)                 host, after each launch
 
-The device functions run inside `shard_map` over the data axes. The state, the plan and the bucket
-must be equal on all shards, so a controller reduces what it reads of rows over `sharding.ROWS`.
-Shapes and dtypes of a state never change: it is part of compiled programs.
+The device functions run inside `shard_map` over the data axes. State, plan and bucket must be equal
+on all shards, so what is read of rows is reduced over `sharding.ROWS`. Shapes and dtypes of a state
+never change.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -107,11 +107,10 @@ def mean_of_rows(load: Load, values: Array) -> Array:
 
 def keep_within(spec: SpecConfig, tree: DraftTree, buckets: Sequence[Bucket]
                 ) -> tuple[Array, Array]:
-    """Keeps the likeliest nodes: at most `spec.nodes` a row and `spec.budget` in all.
+    """Keeps the likeliest nodes: at most `spec.nodes` a row, `spec.budget` in all, and what fits.
 
-    Nodes beyond the largest bucket are dropped too. Every live row's root is kept. Parents come
-    before children, because survival never grows along a path and the sorts are stable, so the kept
-    nodes are closed under parent.
+    Every live row's root is kept. Survival never grows along a path and the sorts are stable, so
+    parents come before children, and the kept nodes are closed under parent.
 
     Returns:
       live bool[B, N]; the smallest bucket that holds them, i32[].

@@ -36,9 +36,8 @@ class Respec(struct.PyTreeNode):
 def make(control: ControlConfig, spec: SpecOptions, limits: Limits) -> Controller:
     """Returns the controller of control.policy = respec.
 
-    The paper profiles before training, at every batch size. Here costs are measured so, and what
-    drafts give is taken from the first launches that draft, one launch a setting, whatever their
-    load.
+    The paper profiles before training, at every batch size. Here costs are measured so, and the
+    tokens of drafts are those of the first launches that draft, one a setting.
     """
     settings = settings_of(control.settings, limits)
     listed = np.asarray([*settings, (0, limits.branch, limits.nodes)], np.int32)  # OFF is the last
@@ -96,12 +95,8 @@ def settings_of(named: Sequence[str], limits: Limits) -> list[Setting]:
 
 def speedups(settings: Sequence[Setting], tokens: Array, costs: RoundCosts,
              buckets: Sequence[Bucket], rows: Array) -> Array:
-    """Returns f32[settings] predicted speeds over plain decoding.
-
-    Args:
-      tokens: f32[settings] a row and round.
-      rows: f32[] live rows of a shard.
-    """
+    """Returns f32[settings] predicted speeds over plain decoding, from the tokens f32[settings] of
+    a row and round, and the live rows f32[] of a shard."""
     depth, _, nodes = jnp.asarray(settings).T
     packed, widest = jnp.asarray(buckets).T
     fits = (rows * nodes[:, None] <= packed[None]) & (nodes[:, None] <= widest[None])

@@ -1,8 +1,4 @@
-"""Metrics of the launches of a rollout: what was chosen, what that was to cost, what it cost.
-
-Names under `time/` hold measured seconds; those under `control/` follow from tokens, and from the
-table of costs with what launches taught of it.
-"""
+"""Metrics of the launches of a rollout: what was chosen, what that was to cost, what it cost."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,9 +12,9 @@ LAUNCHES, MEASURED = "control/launches", "time/launches"
 def summary(trace: Sequence[LaunchRecord]) -> dict[str, Any]:
     """Returns the metrics of one rollout; {} if it drafted nothing and predicted nothing.
 
-    `time/saved` is what the same tokens were to cost in plain rounds less what they cost,
-    `time/spent` what drafts and their verification were to cost beyond plain rounds, and
-    `time/regret` what was lost against plain decoding, launch by launch.
+    `time/saved` is the predicted seconds of the same tokens in plain rounds less what they took,
+    `time/spent` those of drafts and their verification beyond plain rounds, and `time/regret` the
+    seconds lost against plain rounds, launch by launch.
     """
     if not any(t.control or t.draft_rounds for t in trace):
         return {}

@@ -20,8 +20,8 @@ from jax.sharding import PartitionSpec as P
 
 from specrl_jax import sharding
 from specrl_jax.control import acceptance
-from specrl_jax.control.acceptance import Reliability
-from specrl_jax.rollout import counted, refill
+from specrl_jax.rollout import calibration, counted, refill
+from specrl_jax.rollout.calibration import Reliability
 from specrl_jax.rollout.decode_loop import launch
 from specrl_jax.rollout.host_view import Forecast, HostView, Timer
 from specrl_jax.rollout.layout import ROW, STATE, Layout, RolloutRequest, Shapes, pad
@@ -258,7 +258,7 @@ class Engine:
             np.asarray, self._programs["collect"](state.sequences, state.counters))
         if view.batch == self.shapes.batch:
             self._pool = state.cache.kv
-        judged = acceptance.calibration(view.outcomes, acceptance.table(
+        judged = calibration.judge(view.outcomes, acceptance.table(
             self.acceptance, jax.tree.map(np.zeros_like, view.outcomes)))
         self.acceptance = acceptance.merge(self.acceptance, view.outcomes, MEMORY)
         return Result(sequences=sequences, counters=counted.totals(counters), trace=trace,

@@ -1,6 +1,7 @@
 """What the host knows of a rollout between launches, and what it expects."""
 
 import contextlib
+import dataclasses
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -14,6 +15,8 @@ from specrl_jax.rollout import counted, lengths
 from specrl_jax.rollout.layout import RolloutRequest, Shapes
 from specrl_jax.rollout.slots import Slots
 from specrl_jax.structs import LaunchRecord, carrier
+
+PER_LOOP = ("rounds", "draft_rounds", "draft_steps")  # every shard counts the loop's own
 
 
 class HostView:
@@ -46,8 +49,11 @@ class HostView:
         finished, self.length, counters, self.outcomes = seen
         self.done, before = finished.reshape(self.done.shape), self.counters
         self.counters = counted.totals(counters)
-        return counted.record_of(before, self.counters, shards, self.batch, seconds,
-                                 bool(self.done.all()))
+        counts: dict[str, Any] = {
+            name: (self.counters[name] - before.get(name, 0)) // (shards if name in PER_LOOP else 1)
+            for name in {field.name for field in dataclasses.fields(LaunchRecord)} & set(
+                self.counters)}
+        return LaunchRecord(batch=self.batch, seconds=seconds, last=bool(self.done.all()), **counts)
 
 
 class Timer:

@@ -57,9 +57,7 @@ def key(engine: Engine, about: Mapping[str, Any]) -> dict[str, Any]:
 
 def stored(engine: Engine, path: str, about: Mapping[str, Any], since: float = 0.0
            ) -> CostTable | None:
-    """Returns the costs in a file, in every process those of process 0; None if it has none.
-
-    See `cost_file.load`.
+    """Returns the costs in a file, in every process those of process 0; see `cost_file.load`.
 
     Args:
       path: of the file; empty is one in the user's cache directory.
@@ -152,8 +150,7 @@ def _asked(engine: Engine) -> RolloutRequest:
 def _stage(engine: Engine, state: RolloutState, point: Point) -> RolloutState:
     """Returns a state with every row at the point's context, nothing generated and no end to come.
 
-    The drafter is where rounds leave it that draft: it reads what each of them commits, which is
-    part of the cost of drafting.
+    The drafter reads what each measured round commits, as part of the cost of drafting.
     """
     s, layout = engine.shapes, engine.layout
     host = layout.host_state(_asked(engine), point.rows)

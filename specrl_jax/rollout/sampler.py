@@ -16,7 +16,6 @@ from jax.sharding import Mesh
 from specrl_jax import prng, sharding
 from specrl_jax.config import Config, check
 from specrl_jax.control import cost_file, registry
-from specrl_jax.control.acceptance import Reliability
 from specrl_jax.control.buckets import bucket_table
 from specrl_jax.control.cost_model import plain_round_seconds
 from specrl_jax.control.protocol import Limits
@@ -28,6 +27,7 @@ from specrl_jax.model import architecture, invariant
 from specrl_jax.model.architecture import Architecture
 from specrl_jax.model.tokenizer import Tokenizer
 from specrl_jax.rollout import profile as profiling
+from specrl_jax.rollout.calibration import Reliability
 from specrl_jax.rollout.engine import Engine, Result
 from specrl_jax.rollout.layout import Shapes, pad, request
 from specrl_jax.rollout.plan import Decoder

@@ -12,7 +12,6 @@ from control_cases import (
     DEPTH,
     LADDER,
     LIMITS,
-    NODES,
     alone,
     chains,
     controller,
@@ -150,15 +149,6 @@ def test_budget_is_off_when_no_draft_survives() -> None:
     assert all(nodes == 8 for _, _, nodes, _ in seen)
 
 
-def test_good_drafts_are_deep_and_poor_ones_shallow() -> None:
-    depths = {}
-    for accept in (0.98, 0.1):
-        control = controller("budget")
-        _, seen = drive(control, start(step=0.05), [{"accept": accept}] * 40)
-        depths[accept] = np.mean([steps for steps, *_ in seen[-10:]])
-    assert depths[0.98] == 3 and depths[0.1] < 0.5  # 32 tokens hold 3 drafts of 8 rows
-
-
 def test_fill_prefers_rows_that_weigh_more() -> None:
     tree = chains(np.full((4, 4), 0.5) ** np.arange(1, 5))
     price = np.asarray([1, 1, 1.01, 2, 3], np.float32)
@@ -248,19 +238,6 @@ def test_switching_on_waits_until_it_pays_for_catch_up(no_looks: Any) -> None:
     assert began[0.0] <= 3 < began[0.5]
 
 
-@pytest.mark.parametrize("catch_up", [0.0, 0.02])
-def test_switching_on_needs_enough_tokens_left(catch_up: float, no_looks: Any) -> None:
-    """40 plain rounds cost 0.8 to catch up with, and a round with drafts saves about 2."""
-    state = start(step=0.02, far=3.0, catch_up=catch_up)
-    state, _ = drive(no_looks, state, [{"accept": 0.9, "length": 190}] * 40)
-    state = jax.tree.map(np.asarray, state).replace(unread=np.float32(40))
-    began = {}
-    for left in (1, 3, 100):
-        _, seen = drive(no_looks, state, [{"accept": 0.9, "length": 10, "left": left}] * 20)
-        began[left] = any(steps for steps, *_ in seen)
-    assert began == {1: not catch_up, 3: not catch_up, 100: True}
-
-
 @pytest.mark.parametrize("catch_up, length, drafts", [
     (0.005, 10, True), (0.5, 10, False), (0.0, 190, False)])
 def test_rollout_begins_with_drafts_where_they_pay(
@@ -325,39 +302,6 @@ def test_looks_cost_their_share_of_rounds_and_no_more() -> None:
     assert len(cost) >= 280 // (3 + 0.1005 / (explore - 0.002)) - 1
 
 
-def test_rollout_of_long_prompts_begins_without_unpaid_looks() -> None:
-    """To look is to read the prompt first. Rounds of earlier rollouts pay, too."""
-    control = controller("budget")
-    state = start(step=0.02, wide=2.0, catch_up=0.005)
-    first, spent = [], 0.0
-    for _ in range(12):
-        state, _ = control.end_chunk(jax.tree.map(np.asarray, state), record(last=True))
-        state, seen = drive(control, state, [{"accept": 0.0, "length": 100}] * 32)
-        looks = [i for i, (steps, *_) in enumerate(seen) if steps > 0]
-        first.append(looks[0] if looks else None)
-        spent += len(looks) * 0.02 + 0.005 * (100 + looks[-1] if looks else 0)
-    assert first[0] is None and 0 in first
-    assert spent <= budget.EXPLORE * 12 * 32
-
-
-def test_plan_without_room_for_drafts_is_off() -> None:
-    plan = alone(controller("budget").plan)
-    for length in (1, 500):
-        spec = plan(start(step=0.0, wide=0.0), load(length=length)).spec
-        assert 0 <= int(spec.steps) <= DEPTH and int(spec.nodes) == NODES
-    assert int(plan(start(), load(64)).spec.steps) == 0  # one bucket
-
-
-def test_depth_never_drafted_is_tried_when_shallower_pays() -> None:
-    """One draft a row pays at first sight; all are accepted, and then the deepest pays most."""
-    state = start(wide=0.35, step=0.01)
-    poor = state.replace(yields=state.yields.replace(
-        count=np.minimum(state.yields.count, 1) * np.float32([1, 0, 0, 0])[:, None],
-        mass=state.yields.mass * np.float32([1, 0, 0, 0])[:, None]))
-    _, seen = drive(controller("budget"), poor, [{"accept": 1.0}] * 12)
-    assert seen[0][0] == 1 and [steps for steps, *_ in seen[-5:]] == [3] * 5
-
-
 @pytest.mark.parametrize("accept", [0.0, 0.4, 0.7, 1.0])
 def test_budget_is_hardly_slower_than_best_constant_depth(accept: float) -> None:
     """Rows end one after another, over and over: many want no drafts where few want deep ones."""
@@ -390,32 +334,11 @@ def time_of(control: Any, state: Any, accept: float) -> float:
     return sum(rows * rounds * seconds[rows] / tokens[rows] for rows, rounds in phases.items())
 
 
-def test_gain_of_few_rows_does_not_delay_many() -> None:
-    """A row alone is five times as fast, eight together twice: they are not to wait for more."""
-    control = controller("budget")
-    state, _ = drive(control, start(wide=0.45, step=0.02),
-                     [{"accept": 1.0, "live": np.arange(8) < 1}] * 40)
-    _, seen = drive(control, state, [{"accept": 1.0}] * 3)
-    assert [(steps, bucket) for steps, bucket, *_ in seen] == [(3, 2)] * 3
-
-
 def test_yields_approach_what_drafts_give(no_looks: Any) -> None:
     state, _ = drive(no_looks, start(wide=0.0, step=0.0), [{"accept": 0.8}] * 60)
     mass = np.asarray(state.yields.mass).sum(1)
     np.testing.assert_allclose(mass[:3], 0.8 ** np.arange(1, 4), rtol=0.02)
     assert 0.7 < float(trust(state.yields)) < 1.3
-
-
-def test_drafts_that_promise_too_much_lose_trust(no_looks: Any) -> None:
-    @alone
-    def lying(state: Any, of: Any, tree: Any) -> Any:
-        return no_looks.observe(state, no_looks.plan(state, of), Outcome(
-            of, tree, tree.live, jnp.int32(1), jnp.ones(8, jnp.int32), jnp.int32(1)))
-
-    state = start(wide=0.0, step=0.0)
-    for _ in range(20):
-        state = lying(state, load(), chains(np.full((8, DEPTH), 0.9)))
-    assert float(trust(state.yields)) < 0.1
 
 
 def test_plain_rounds_count_alike_at_once_and_one_by_one() -> None:

@@ -68,16 +68,6 @@ def test_typical_removes_the_pace_of_each_sweep() -> None:
     assert found[last] / found[first] == pytest.approx(3.0, rel=0.02)
 
 
-def test_costs_lie_on_a_line_between_contexts() -> None:
-    table = cost_model.fit({p: truth(p) for p in points()}, LIMITS)
-    low, middle, high = (cost_model.at(cost_model.estimate(table, LIMITS), LIMITS, 8,
-                                       jnp.float32(c)) for c in (0, (32 + LONGEST) / 2, 999))
-    np.testing.assert_allclose(middle.verify, (low.verify + high.verify) / 2, rtol=1e-5)
-    np.testing.assert_allclose(high.verify, table.verify[0, :, 1], rtol=1e-6)
-    assert cost_model.plain_round_seconds(table, LIMITS)[8] == pytest.approx(
-        float(middle.verify[0]), rel=1e-5)
-
-
 def launches(costs: cost_model.CostEstimate, times: np.ndarray, pace: float, seed: int,
              online: bool = True, many: int = 400) -> cost_model.CostEstimate:
     """The estimate after launches of 8 rows on a device whose buckets cost `times` as much."""

@@ -5,7 +5,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import eagle_slots
 import jax
 import numpy as np
 import pytest
@@ -18,8 +17,6 @@ from specrl_jax.control import cost_model, registry
 from specrl_jax.control.buckets import bucket_table
 from specrl_jax.control.cost_model import CostTable, Point
 from specrl_jax.control.protocol import Limits
-from specrl_jax.draft.eagle import eagle
-from specrl_jax.draft.merge import merge
 from specrl_jax.draft.recorded import replay, replaying
 from specrl_jax.io import launches
 from specrl_jax.rollout import profile
@@ -123,15 +120,6 @@ def test_measured_launches_are_those_of_points(
     assert profile.stored(budget, str(file), {}) is None
 
 
-def test_measured_launches_run_all_rounds_of_short_answers(monkeypatch: pytest.MonkeyPatch,
-                                                           tmp_path: Path) -> None:
-    engine = controlled("budget", task=make_task(response=1))
-    monkeypatch.setattr(profile, "SECONDS", 0.0)
-    ran = spied(monkeypatch, engine)
-    profile.measured(engine, PARAMS, knobs(0), str(tmp_path / "c.json"), {})
-    assert len(ran) > 10 and all(asked == done for *_, asked, done in ran)
-
-
 def test_sweeps_stop_at_the_allowed_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     points = [Point(4, 0, 8, 0, 0, n) for n in (1, 2)]
     for seconds, sweeps in ((1e-6, profile.MOST_SWEEPS), (0.2, 3), (0.9, 1), (50.0, 1)):
@@ -162,47 +150,6 @@ def test_processes_share_the_costs_of_process_0(
     other = profile.stored(budget, str(tmp_path / "none.json"), {})
     assert not list(left) and (first is not None) == known
     jax.tree.map(np.testing.assert_array_equal, other, first)
-
-
-@pytest.mark.slow
-def test_drafter_is_one_position_behind_when_measured(monkeypatch: pytest.MonkeyPatch,
-                                                      tmp_path: Path) -> None:
-    """Or as many as it is to read. Whatever was launched before, the same launch too."""
-    task = make_task(response=40)
-    controller = registry.make(ControlConfig(policy="budget"), SPEC, limits_of(task))
-    drafter = eagle(eagle_slots.ARCH, depth=DEPTH, branch=1, nodes=NODES)
-    engine = make_engine(eagle_slots.ACTOR, task, drafter=drafter, batch=BATCH, min_batch=2,
-                         controller=controller)
-    own = drafter.bind(eagle_slots.ACTOR_PARAMS, jax.device_put(eagle_slots.parameters()))
-    engine.compile(eagle_slots.ACTOR_PARAMS, own)
-    behind: dict[Point, set[int]] = {}
-    stage = profile._stage
-
-    def staged(engine: Engine, state: Any, point: Point) -> Any:
-        state = stage(engine, state, point)
-        unread = np.asarray(state.cache.length) - np.asarray(state.draft.length)
-        behind.setdefault(point, set()).update(unread.tolist())
-        return state
-
-    monkeypatch.setattr(profile, "SECONDS", 0.0)
-    monkeypatch.setattr(profile, "_stage", staged)
-    profile.measured(engine, eagle_slots.ACTOR_PARAMS, own, str(tmp_path / "c.json"), {})
-    drafting = {point: seen for point, seen in behind.items() if point.steps}
-    longest = engine.shapes.longest
-    assert len(drafting) > 8
-    assert {p.unread for p in drafting} == {0, longest // 2}
-    assert all(seen == {point.unread or 1} for point, seen in drafting.items())
-
-
-@pytest.mark.parametrize("drafter, reads", [
-    (lambda: replay(depth=DEPTH, nodes=NODES, vocab=24), False),
-    (lambda: eagle(eagle_slots.ARCH, depth=DEPTH, branch=1, nodes=NODES), True),
-    (lambda: merge([replay(depth=DEPTH, nodes=NODES, vocab=24)] * 2, NODES), False),
-    (lambda: merge([replay(depth=DEPTH, nodes=NODES, vocab=24),
-                    eagle(eagle_slots.ARCH, depth=DEPTH, branch=1, nodes=NODES)], NODES), True)])
-def test_reads_knows_drafters_that_catch_up(drafter: Any, reads: bool) -> None:
-    engine = make_engine(eagle_slots.ACTOR, TASK, drafter=drafter(), batch=BATCH, past=TASK.group)
-    assert profile.reads(engine) is reads
 
 
 def sampler_of(**control: Any) -> Sampler:
@@ -238,14 +185,6 @@ def test_compile_finds_costs_where_they_are_needed(
     done.clear()
     sampler.compile(profile=False)
     assert "measured" not in done
-
-
-def test_sampler_rounds_have_the_buckets_of_its_costs() -> None:
-    engine = sampler_of(policy="budget").engine
-    buckets = profile.limits_of(engine).buckets
-    assert buckets[8][:2] == ((8, 1), (8, 8)) and buckets[16][:2] == ((16, 1), (32, 9))
-    assert engine.control.costs.table.verify.shape[:2] == (
-        len(buckets), max(map(len, buckets.values())))
 
 
 # Rollouts.
