@@ -19,12 +19,9 @@ def bucket_table(batch: int, nodes: int, max_packed: int, smallest: bool = False
                  ) -> tuple[Bucket, ...]:
     """Returns the buckets of a batch: plain decoding, then doubling up to `max_packed` tokens.
 
-    A forward of 2 to 8 tokens costs about the same, so nothing lies between 1 and 8.
-
-    Args:
-      nodes: N, nodes a row that trees are padded to.
-      smallest: whether this is the smallest batch size. Its slots stay empty as rows end, so it
-        gets a bucket as wide as plain decoding, which verifies drafts in the empty slots.
+    A forward of 2 to 8 tokens costs about the same, so nothing lies between 1 and 8. In the
+    `smallest` batch size slots stay empty as rows end, so it gets a bucket as wide as plain
+    decoding, which verifies drafts in the empty slots.
     """
     packed, widest = [batch], min(batch * nodes, max_packed)
     while packed[-1] < widest:

@@ -24,7 +24,6 @@ from specrl_jax.structs import Array, DraftTree, LaunchRecord, Load, carrier
 
 UNDECIDED = -1  # whether to draft, when a rollout begins
 REPLAN = 32  # plain rounds for which a plan stands at most: a decision takes 7 % of a short round
-MARGIN = 0.01  # gain, in tokens of a plain round, below which the depth is not changed
 HYSTERESIS = 0.25  # plain rounds' worth of loss before drafting is switched on or off
 EXPLORE = 0.003  # share of rounds that may be spent on drafting again to see whether it pays
 
@@ -35,7 +34,6 @@ class Budget(struct.PyTreeNode):
     costs: CostEstimate
     yields: DraftYield
     drafting: Array  # i32[] 1, 0, or UNDECIDED
-    depth: Array  # i32[] of the last round
     regret: Array  # f32[] plain rounds that the other choice would have saved, lately
     idle: Array  # f32[] rounds since a round drafted, in earlier rollouts too
     unread: Array  # f32[] positions of a row that the drafter has not read
@@ -61,8 +59,7 @@ def make(control: ControlConfig, spec: SpecOptions, limits: Limits) -> Controlle
         return carrier(
             Budget, costs=cost_model.estimate(costs, limits),
             yields=draft_yield.unseen(max(limits.depth, 1)), drafting=np.int32(UNDECIDED),
-            depth=np.int32(0), regret=zero, idle=zero, unread=zero,
-            spent=np.zeros(buckets + 2, np.float32))
+            regret=zero, idle=zero, unread=zero, spent=np.zeros(buckets + 2, np.float32))
 
     def plan(state: Budget, load: Load) -> Plan:
         rows, context = load.live.shape[0], protocol.longest_context(load)
@@ -82,8 +79,7 @@ def make(control: ControlConfig, spec: SpecOptions, limits: Limits) -> Controlle
                                          control.cost_updates == "online")
         state = state.replace(costs=costs, spent=np.zeros(state.spent.shape, np.float32))
         if launch.last:  # a drafter has read no prompt when the next rollout begins
-            state = state.replace(drafting=np.int32(UNDECIDED), regret=np.float32(0),
-                                  depth=np.int32(0))
+            state = state.replace(drafting=np.int32(UNDECIDED), regret=np.float32(0))
         return state, report
 
     return Controller(init=init, plan=plan, keep=keep, observe=observe, end_chunk=end_chunk)
@@ -107,7 +103,7 @@ def observe(state: Budget, plan: Plan, outcome: Outcome) -> Budget:
     return state.replace(
         yields=draft_yield.follow(state.yields, found, rows, steps, promised,
                                   tokens - rounds * rows, rounds),
-        drafting=noted.drafting, depth=steps,
+        drafting=noted.drafting,
         regret=jnp.where(noted.settled, 0.0, jnp.maximum(state.regret + rounds * noted.more, 0.0)),
         idle=jnp.where(drafts, 0.0, state.idle + rounds),
         unread=jnp.where(drafts, 0.0, noted.unread + rounds), spent=state.spent + rounds * spent)
@@ -119,9 +115,8 @@ def decide(state: Budget, buckets: Sequence[Bucket], load: Load, costs: RoundCos
 
     A rollout begins with drafts where they gain more than reading its prompts costs. Later,
     drafting begins once it would have saved its catch-up and HYSTERESIS, if the tokens left pay for
-    the catch-up, and ends once it has lost HYSTERESIS, so a jumping load switches nothing unless
-    each switch pays. While it is off, a round now and then drafts one step, to see whether drafts
-    have become better.
+    the catch-up, and ends once it has lost HYSTERESIS. While it is off, a round now and then drafts
+    one step, to see whether drafts have become better.
     """
     verify, draft, catch_up = costs
     plain = jnp.maximum(verify[0], 1e-9)
@@ -133,9 +128,7 @@ def decide(state: Budget, buckets: Sequence[Bucket], load: Load, costs: RoundCos
     speed = jnp.maximum((tokens / rounds).max(), 1.0)  # tokens a row in a plain round's time
     worth = (tokens - speed * rounds).max(1)
     on, undecided = state.drafting == 1, state.drafting == UNDECIDED
-    best = jnp.argmax(worth[1:]).astype(jnp.int32) + 1
-    last = jnp.where(on, state.depth, 0)
-    depth = jnp.where((last > 0) & (worth[best] - worth[last] < MARGIN), last, best)
+    depth = jnp.argmax(worth[1:]).astype(jnp.int32) + 1
     advantage, behind = worth[depth] - worth[0], catch_up * unread / plain
     owed = jnp.where(advantage > 0, speed * catch_up / plain, 0.0)  # waiting adds to it
     more = jnp.where(on, -advantage, advantage + owed)

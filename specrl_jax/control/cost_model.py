@@ -6,7 +6,7 @@ drafter's reading of one position that it has not seen.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
@@ -163,17 +163,6 @@ def points(limits: Limits, rows: int, rounds: int, reads: bool) -> list[Point]:
         if reads:
             found.append(Point(rows, 0, high, 1, high // 2, rounds))
     return list(dict.fromkeys(found))
-
-
-def typical(sweeps: Sequence[Mapping[Point, float]]) -> dict[Point, float]:
-    """Returns the seconds of launches from sweeps over all of them.
-
-    The pace of a shared machine drifts, so a launch counts by its ratio to its sweep's mean.
-    """
-    logs = np.log([[sweep[point] for point in sweeps[0]] for sweep in sweeps])
-    paces = logs.mean(1, keepdims=True)
-    seconds = np.exp(np.median(logs - paces, 0) + np.median(paces))
-    return dict(zip(sweeps[0], seconds.tolist(), strict=True))
 
 
 def fit(measured: Mapping[Point, float], limits: Limits) -> CostTable:

@@ -7,8 +7,7 @@ from flax import struct
 from specrl_jax.structs import Array, DraftTree, carrier
 
 BINS = 12  # of survival, two an octave
-MEMORY, MEMORY_OF_ROWS = 8.0, 64.0  # rounds that an estimate remembers, and rounds times rows, so
-# that a rollout of one row does not begin like the end of the last one
+MEMORY, MEMORY_OF_ROWS = 8.0, 64.0  # rounds that are remembered at least, and rounds times rows
 FORGET = 0.99  # of what is remembered of a depth, kept in each round that drafts less deep
 PRIOR = 0.7  # survival of a draft, for each step of depth, before any was seen
 TRUST_PRIOR, TRUST_MEMORY = 4.0, 0.98  # tokens that the prior is worth; what each round keeps

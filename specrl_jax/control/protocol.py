@@ -8,9 +8,8 @@ A controller is five functions over an opaque state:
     observe(state, plan, outcome) -> state                       device, after the round
     end_chunk(state, launch) -> (state, metrics)                 host, after each launch
 
-The device functions run inside `shard_map` over the data axes. State, plan and bucket must be equal
-on all shards, so what is read of rows is reduced over `sharding.ROWS`. Shapes and dtypes of a state
-never change.
+Device functions run inside `shard_map` over the data axes. State, plan and bucket are equal on all
+shards, so what is read of rows is reduced over `sharding.ROWS`. Shapes of a state never change.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -60,8 +59,7 @@ class Limits(NamedTuple):
 
 
 class Controller(NamedTuple):
-    """Five functions, see above. Only `init` and `plan` have no default; `keep` keeps what the plan
-    allows, see `keep_within`."""
+    """Five functions, see above. Only `init` and `plan` have no default."""
 
     init: Callable[[Any], ControlState]  # from a CostTable, or None if nothing was measured
     plan: Callable[[ControlState, Load], Plan]
@@ -75,7 +73,6 @@ class Controller(NamedTuple):
 
 
 ControllerFactory = Callable[[ControlConfig, SpecOptions, Limits], Controller]
-"""Makes a controller from its options and the limits of the compiled shapes."""
 
 
 def make_spec(steps: int, branch: int, nodes: int, budget: int,

@@ -15,11 +15,10 @@ from specrl_jax.config import ControlConfig, SpecOptions, check
 from specrl_jax.control import cost_model
 from specrl_jax.control.buckets import Bucket
 from specrl_jax.control.cost_model import CostEstimate, CostTable, RoundCosts
-from specrl_jax.control.protocol import Controller, Limits, Plan, make_spec, mean_rows
+from specrl_jax.control.protocol import FOREVER, Controller, Limits, Plan, make_spec, mean_rows
 from specrl_jax.structs import Array, LaunchRecord, Load, carrier
 
 OFF = -1  # no setting
-REPLAN = 32  # plain rounds for which a plan stands
 
 Setting = tuple[int, int, int]
 
@@ -58,7 +57,7 @@ def make(control: ControlConfig, spec: SpecOptions, limits: Limits) -> Controlle
             chosen = jnp.where(state.setting == OFF, best, state.setting)
         steps, branch, nodes = jnp.asarray(listed)[chosen]
         spec = make_spec(0, 1, 1, 0, limits.mix).replace(steps=steps, branch=branch, nodes=nodes)
-        return Plan(spec, jnp.int32(REPLAN))
+        return Plan(spec, jnp.int32(FOREVER))
 
     def end_chunk(state: Respec, launch: LaunchRecord) -> tuple[Respec, Mapping[str, float]]:
         setting = int(state.setting)

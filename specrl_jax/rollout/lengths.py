@@ -1,8 +1,5 @@
-"""How long sequences are expected to become, from what is known of their prompt and of others.
-
-Known are the lengths of a prompt's earlier responses, of its finished samples, and of all that has
-finished in this rollout. A running sequence is compared with those that became longer than it is.
-"""
+"""How long sequences are expected to become, from the prompt's earlier responses, its finished
+samples, and all other finished sequences that became longer than a running one is."""
 
 import numpy as np
 

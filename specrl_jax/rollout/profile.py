@@ -100,10 +100,7 @@ class Launches:
         self.state, self.batch = engine.begin(_asked(engine)), engine.shapes.batch
 
     def warm_up(self, rows: int) -> float:
-        """Moves to a batch size; returns the seconds of a launch of one plain round.
-
-        A program's first launch takes longer, so it runs twice.
-        """
+        """Moves to a batch size; returns the seconds of a launch of one plain round, run twice."""
         if rows != self.batch:
             slots = np.tile(np.arange(rows, dtype=np.int32), self.engine.shapes.shards)
             self.state, self.batch = self.engine.shrink(self.batch, self.state, slots), rows
@@ -111,14 +108,15 @@ class Launches:
         return min(self.run(Point(rows, 0, shortest, 0, 0, 1)) for _ in range(2))
 
     def sweep(self, points: Sequence[Point]) -> dict[Point, float]:
-        """Returns the typical seconds of launches of one batch size, run in sweeps over all."""
+        """Returns the seconds of launches of one batch size: the least of some sweeps over all, as
+        other processes can only slow a launch down."""
         sweeps, spent = [], 0.0
         allowed = SECONDS / len(self.engine.shapes.batches)
         while not sweeps or (len(sweeps) < MOST_SWEEPS
                              and spent * (len(sweeps) + 1) / len(sweeps) <= allowed):
             sweeps.append({point: self.run(point) for point in points})
             spent += sum(sweeps[-1].values())
-        return cost_model.typical(sweeps)
+        return {point: min(sweep[point] for sweep in sweeps) for point in points}
 
     def run(self, point: Point) -> float:
         """Runs one launch; returns its seconds, in every process those of process 0."""

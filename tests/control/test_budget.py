@@ -231,7 +231,7 @@ def test_switching_on_waits_until_it_pays_for_catch_up(no_looks: Any) -> None:
     for catch_up in (0.0, 0.5):
         state = start(step=0.02, far=3.0, catch_up=catch_up)
         state, _ = drive(no_looks, state, [{"accept": 0.9, "length": 190}] * 40)
-        assert int(state.depth) == 0
+        assert int(state.drafting) == 0
         state = jax.tree.map(np.asarray, state).replace(unread=np.float32(40))
         _, seen = drive(no_looks, state, [{"accept": 0.9, "length": 10}] * 80)
         began[catch_up] = [steps > 0 for steps, *_ in seen].index(True)

@@ -60,14 +60,6 @@ def test_points_are_few_and_read_only_where_drafters_do() -> None:
     assert {p.context for p in points()} == set(cost_model.contexts(LIMITS)) == {32, LONGEST}
 
 
-def test_typical_removes_the_pace_of_each_sweep() -> None:
-    first, *_, last = points()[:3]
-    sweeps = [{first: pace * 1.0, last: pace * 3.0 * spoilt}
-              for pace, spoilt in ((1.0, 1.0), (2.0, 1.0), (1.0, 1.0), (5.0, 1.3), (1.0, 0.9))]
-    found = cost_model.typical(sweeps)
-    assert found[last] / found[first] == pytest.approx(3.0, rel=0.02)
-
-
 def launches(costs: cost_model.CostEstimate, times: np.ndarray, pace: float, seed: int,
              online: bool = True, many: int = 400) -> cost_model.CostEstimate:
     """The estimate after launches of 8 rows on a device whose buckets cost `times` as much."""
