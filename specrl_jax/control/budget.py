@@ -71,7 +71,8 @@ def make(control: ControlConfig, spec: SpecOptions, limits: Limits) -> Controlle
 
     def keep(state: Budget, plan: Plan, load: Load, tree: DraftTree, buckets: Sequence[Bucket]
              ) -> tuple[Array, Array]:
-        weight = row_weights(load, state.costs.table, limits, control.length_weight)
+        weight = (row_weights(load, state.costs.table, limits, control.length_weight)
+                  if control.length_weight else load.live.astype(jnp.float32))
         return fill(tree, weight, trust(state.yields), plan.notes.price, buckets)
 
     def end_chunk(state: Budget, launch: LaunchRecord) -> tuple[Budget, Mapping[str, float]]:
@@ -209,15 +210,15 @@ def row_weights(load: Load, table: CostTable, limits: Limits, strength: float) -
 
     A token of the k-th longest row saves what a round of k rows costs more than one of k - 1.
     Where small batches cost nearly as much as large ones, long rows are what counts. While
-    sequences wait, all are alike, as they are where `strength` is 0.
+    sequences wait, all are alike.
     """
-    sizes = sorted(limits.buckets)
+    sizes, rows = sorted(limits.buckets), np.arange(load.live.shape[0] + 1)
     plain = jnp.stack([table.verify[list(limits.buckets).index(s), 0, 0] for s in sizes])
-    plain = jnp.concatenate([jnp.zeros(1), jax.lax.cummax(plain)])
+    line = np.stack([np.interp(rows, [0, *sizes], unit) for unit in np.eye(len(sizes) + 1)[1:]], 1)
+    seconds = line.astype(np.float32) @ jax.lax.cummax(plain)  # of a plain round, by live rows
     mine, other = load.expected_left[:, None], load.expected_left[None]
     longer, alike = ((of & load.live[None]).sum(1) for of in (other > mine, other == mine))
-    before, after, whole = (jnp.interp(n, jnp.asarray([0, *sizes]), plain)
-                            for n in (longer, longer + alike, load.live.sum()))
-    saved = (after - before) / jnp.maximum(alike, 1)  # which of equal rows ends last is not known
-    weight = 1 - strength + strength * saved * load.live.sum() / jnp.maximum(whole, 1e-12)
+    saved = seconds[longer + alike] - seconds[longer]  # which of equal rows ends last is not known
+    mean = jnp.maximum(seconds[load.live.sum()] / jnp.maximum(load.live.sum(), 1), 1e-12)
+    weight = 1 - strength + strength * saved / jnp.maximum(alike, 1) / mean
     return jnp.where(load.live, jnp.where(load.waiting > 0, 1.0, weight), 0.0)

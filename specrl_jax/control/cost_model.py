@@ -21,7 +21,7 @@ SHORTEST = 32  # tokens of context where costs are measured, and Limits.longest
 LEAST_STEP = 0.002  # of a plain round: the least that a draft step takes, whatever was measured
 FOLLOW = 0.2  # share of a launch's surprise that the pace of the machine absorbs
 LEARN = 0.03  # and share that the costs it consists of absorb
-MOST_SURPRISE, MOST_CORRECTION = 0.5, 0.5  # logarithms
+MOST = 0.5  # logarithm of a surprise, and of a correction
 
 
 class CostTable(struct.PyTreeNode):
@@ -132,10 +132,10 @@ def learn(costs: CostEstimate, limits: Limits, launch: LaunchRecord, spent: np.n
               "speculation_seconds": scale * (float(parts.sum()) - plain)}
     if online:
         surprise = math.log(launch.seconds / expected) - pace
-        surprise = min(max(surprise, -MOST_SURPRISE), MOST_SURPRISE)
+        surprise = min(max(surprise, -MOST), MOST)
         correction = np.array(costs.correction)
         correction[size] = np.clip(correction[size] + LEARN * surprise * parts / expected,
-                                   -MOST_CORRECTION, MOST_CORRECTION)
+                                   -MOST, MOST)
         pace += FOLLOW * surprise
         costs = costs.replace(correction=correction)
     return costs.replace(pace=np.float32(pace)), report

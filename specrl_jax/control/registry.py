@@ -13,8 +13,7 @@ CONTROLLERS.update({
     "fixed": lambda control, spec, limits: fixed.fixed(control.min_survival, make_spec(
         spec.steps, spec.branch, spec.nodes, spec.budget, limits.mix)),
     "budget": budget.make, "respec": respec.make})
-register_controller = CONTROLLERS.register
-"""`@register_controller("name")` registers a factory as control.policy = name."""
+register_controller = CONTROLLERS.register  # decorates a factory: @register_controller("name")
 
 
 def make(control: ControlConfig, spec: SpecOptions, limits: Limits) -> Controller:

@@ -39,11 +39,8 @@ def summary(trace: Sequence[LaunchRecord]) -> dict[str, Any]:
 
 
 def saved(trace: Sequence[LaunchRecord], plain: Mapping[int, float]) -> dict[str, float]:
-    """Returns `time/saved` for controllers that predict nothing; {} without `plain`, seconds of a
-    plain round by batch size.
-
-    A launch's tokens were to cost as many plain rounds as its live rows would have needed.
-    """
+    """Returns `time/saved` for controllers that predict nothing, from the seconds of a plain round
+    by batch size: tokens were to cost as many plain rounds as the live rows would have needed."""
     if not plain or not trace or "plain_seconds" in trace[0].control:
         return {}
     return {"time/saved": sum(plain[t.batch] * t.rounds * t.committed / max(t.row_rounds, 1)

@@ -108,8 +108,7 @@ class Launches:
         return min(self.run(Point(rows, 0, shortest, 0, 0, 1)) for _ in range(2))
 
     def sweep(self, points: Sequence[Point]) -> dict[Point, float]:
-        """Returns the seconds of launches of one batch size: the least of some sweeps over all, as
-        other processes can only slow a launch down."""
+        """Returns the seconds of launches of one batch size, the least of some sweeps over all."""
         sweeps, spent = [], 0.0
         allowed = SECONDS / len(self.engine.shapes.batches)
         while not sweeps or (len(sweeps) < MOST_SWEEPS
