@@ -1,4 +1,4 @@
-"""What a rollout counted, summed for the host."""
+"""Sums of what a rollout counted, for the host."""
 
 import dataclasses
 from collections.abc import Sequence

@@ -29,7 +29,7 @@ FREE = -1  # in `force`: the controller decides
 
 @dataclasses.dataclass(frozen=True)
 class Decoder:
-    """What is static in a launch: the program is a function of this and of shapes."""
+    """The static part of a launch: its program is a function of this and of shapes."""
 
     arch: Architecture
     drafter: Drafter
@@ -43,16 +43,16 @@ class Decoder:
 
 
 def frontier_of(state: RolloutState) -> Frontier:
-    """Where the rows stand; an empty slot holds the sequence index Q."""
+    """Returns where the rows stand; an empty slot holds the sequence index Q."""
     held = state.seq < state.sequences.done.shape[0]
     done = state.sequences.done.at[state.seq].get(mode="fill", fill_value=True)
     generated = state.sequences.length.at[state.seq].get(mode="fill", fill_value=0)
-    return Frontier(root=state.root, seq=state.seq, generated=generated, context=state.cache.length,
-               live=held & ~done)
+    return Frontier(root=state.root, seq=state.seq, generated=generated,
+                    context=state.cache.length, live=held & ~done)
 
 
 def sampling_of(state: RolloutState) -> Sampling:
-    """The sampling of the sequences that the rows hold; of an empty slot, that of some sequence."""
+    """Returns the sampling of the rows' sequences; that of an empty slot is of some sequence."""
     stop = state.sampling.stop
     rows = jax.tree.map(lambda a: a.at[state.seq].get(mode="clip"), state.sampling.replace(stop=()))
     return rows.replace(stop=stop)
