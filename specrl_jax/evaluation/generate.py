@@ -48,7 +48,7 @@ class Generator:
         self.sampler = Sampler(self.config, actor.source.arch, self.tokenizer.stop_ids, mesh,
                                prompts=self._shards, group=1)
         self.sampler.publish(actor.params(mesh), actor.step)
-        self.sampler.compile(say)
+        self.sampler.compile(say, profile=False)
         self._answers = 0
 
     def answer(self, prompt: str, system: str, *, write: Callable[[str], None]) -> Generation:
