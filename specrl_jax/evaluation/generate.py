@@ -70,7 +70,7 @@ class Generator:
         shards = self._shards
         batch = PromptBatch([tokens] * shards, np.arange(shards), np.zeros(shards, np.int32))
         rollout, result = self.sampler.generate(
-            batch, "generate", self._answers, peek=stream.write_new)
+            batch, "generate", self._answers, on_chunk=stream.write_new)
         self._answers += 1
         counters, policy = result.counters, self.config.control.policy
         return Generation(

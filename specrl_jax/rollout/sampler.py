@@ -237,7 +237,7 @@ class Sampler:
                  occurrence: np.ndarray, sample: np.ndarray) -> Rollout:
         tokens, length = pad(prompts, self.engine.shapes.prompt)
         s = result.sequences
-        last = np.take_along_axis(s.tokens, np.maximum(s.length - 1, 0)[:, None], 1)[:, 0]
+        last = np.asarray(s.tokens)[np.arange(len(ids)), np.maximum(s.length - 1, 0)]
         return carrier(
             Rollout,
             prompt=np.repeat(tokens, self.group, 0), prompt_length=np.repeat(length, self.group),
