@@ -1,14 +1,10 @@
-"""What the controller of a run chose, step by step or launch by launch, and what it was worth.
+"""Prints what the controller of a run chose, step by step or launch by launch, and what it gained.
 
     python experiments/explain.py runs/x                 # a line a step
     python experiments/explain.py runs/x --step=3        # a line a launch of that step
 
-`saved` is what the same tokens were to take without a draft, less what they took; `regret` is what
-was lost against the better of that and the best constant depth. Both compare with predictions of
-the table of costs as corrected, which hold drafts' tokens to be worth `lag` times fewer plain
-rounds: rows that drafts bring ahead of others do not end the rollout. A `trial` (1) took little
-known prices for lower than they are believed to be. An audit (config.control.audit) really ran such
-rounds: `audit off` and `audit fixed` have their tokens per second, `chosen` those of the choice.
+`saved` is what the same tokens were to cost in plain rounds, by the table of costs as corrected so
+far, less what they cost; `regret` is what launches lost against plain rounds.
 
 Exit status: 0, or 2 for bad input.
 """
@@ -48,36 +44,36 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def explained(workdir: Path) -> list[dict[str, Any]]:
-    """The steps of a run whose controller explains itself.
+    """Returns the steps of a run that record a choice.
 
     Raises:
-      ConfigError: there is none.
+      ConfigError: there are none.
     """
     rows = [row for row in read_metrics(workdir) if "control/draft_depth" in row]
     if not rows:
-        raise ConfigError(f"{workdir / METRICS}: no step explains a choice: is this a run with "
-                          f"--config.control.policy=budget, respec, bandit or oracle?")
+        raise ConfigError(f"{workdir / METRICS}: no step records a choice: is this a run with a "
+                          f"drafter?")
     return rows
 
 
 def by_step(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """Returns a table with a line a step."""
     columns: list[Column] = [
         ("step", lambda r: str(r["step"])), ("depth", _number("control/draft_depth", ".2f")),
         ("drafting", _number("control/drafting", ".0%")),
-        ("packed", _number("control/verify_tokens", ".1f")),
-        ("switches", _number("control/switches", ".0f")),
+        ("verified", _number("control/verify_tokens", ".1f")),
         ("rollout s", _number("time/rollout", ".3g")),
         ("launches s, predicted", _number("control/predicted_seconds", ".3g")),
-        ("error", _number("time/control_error", ".0%")),
-        ("off s", _number("control/plain_seconds", ".3g")),
-        ("best fixed s", _number("control/fixed_seconds", ".3g")),
+        ("error", _number("time/cost_error", ".0%")),
+        ("plain s", _number("control/plain_seconds", ".3g")),
         ("saved s", _number("time/saved", "+.3g")), ("spent s", _number("time/spent", ".3g")),
         ("regret s", _number("time/regret", ".3g"))]
     return _table(columns, rows)
 
 
 def by_launch(rows: Sequence[Mapping[str, Any]], step: int, workdir: Path) -> Table:
-    """
+    """Returns a table with a line a launch.
+
     Raises:
       ConfigError: the step is not there.
     """
@@ -87,36 +83,20 @@ def by_launch(rows: Sequence[Mapping[str, Any]], step: int, workdir: Path) -> Ta
                           f"{rows[-1]['step']}")
     columns: list[Column] = [
         ("batch", _number("batch", ".0f")), ("live", _number("live", ".1f")),
-        ("context", _number("context", ".0f")), ("rounds", _number("launch_rounds", ".0f")),
-        ("depth", _number("steps", ".2f")), ("packed", _number("width", ".1f")),
-        ("tokens", _number("tokens", ".0f")),
-        ("predicted", _number("predicted_tokens", ".1f")),
-        ("ms", lambda r: f"{1e3 * r['seconds']:.3g}"),
-        ("predicted ms", lambda r: f"{1e3 * r['predicted_seconds']:.3g}"),
-        ("off ms", lambda r: f"{1e3 * r['off_seconds']:.3g}"),
-        ("best fixed ms", lambda r: f"{1e3 * r['fixed_seconds']:.3g}"),
-        ("its depth", _number("fixed_steps", ".0f"))]
-    launches = recorded(found[0])
-    for name in ("branch", "nodes", "lag", "trial"):
-        if all(name in launch for launch in launches):  # earlier runs have none
-            columns.append((name, _number(name, ".2f")))
-    if any("audit_off_seconds" in launch for launch in launches):
-        columns.append(("chosen", lambda r: f"{r['tokens'] / r['seconds']:.0f}"))
-        columns += [(f"audit {name}", _audited(name)) for name in ("off", "fixed")]
-    return _table(columns, launches)
+        ("rounds", _number("rounds", ".0f")), ("depth", _number("draft_depth", ".2f")),
+        ("drafts a row", _number("drafts", ".2f")),
+        ("verified", _number("verify_tokens", ".1f")), ("tokens", _number("tokens", ".0f")),
+        ("ms", _milliseconds("seconds")), ("predicted ms", _milliseconds("predicted_seconds")),
+        ("plain ms", _milliseconds("plain_seconds"))]
+    return _table(columns, recorded(found[0]))
 
 
 def _number(name: str, form: str) -> Callable[[Mapping[str, Any]], str]:
-    return lambda row: format(row[name], form)
+    return lambda row: format(row[name], form) if name in row else ""
 
 
-def _audited(name: str) -> Callable[[Mapping[str, Any]], str]:
-    def tokens_per_second(row: Mapping[str, Any]) -> str:
-        if f"audit_{name}_seconds" not in row:
-            return ""
-        return f"{row[f'audit_{name}_tokens'] / row[f'audit_{name}_seconds']:.0f}"
-
-    return tokens_per_second
+def _milliseconds(name: str) -> Callable[[Mapping[str, Any]], str]:
+    return lambda row: f"{1e3 * row[name]:.3g}" if name in row else ""
 
 
 def _table(columns: Sequence[Column], rows: Sequence[Mapping[str, Any]]) -> Table:

@@ -7,7 +7,8 @@ buffer, `L` layers, `H` query heads, `G` key-value heads, `E` head dimension, `F
 vocabulary, `X` stop tokens, `K` children of a node.
 """
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias, TypeVar
 
 import jax
@@ -24,6 +25,10 @@ DrafterParams: TypeAlias = Any
 """A drafter's own pytree of parameters, after `bind`; only that drafter looks inside."""
 DrafterState: TypeAlias = Any
 """A drafter's own pytree of state; only that drafter looks inside."""
+Metrics: TypeAlias = dict[str, Any]
+"""Values by the names that metrics.jsonl uses."""
+AnyArray: TypeAlias = Any
+"""A host or a device array."""
 ControlState: TypeAlias = Any
 """A controller's own pytree of state; only that controller looks inside."""
 KVCache: TypeAlias = list[tuple[list[Array], list[Array]]]
@@ -135,6 +140,8 @@ class Counters(struct.PyTreeNode):
     slots: Array  # rows of the batch, live or not, summed over rounds
     clamped: Array  # rounds for which the controller planned more than the padding holds
     broken: Array  # live rows with DraftTree.broken, summed over drafts
+    draft_rounds: Array  # rounds that drafted
+    draft_steps: Array  # drafted depth, summed over rounds
 
 
 class Sequences(struct.PyTreeNode):
@@ -161,7 +168,6 @@ class RolloutState(struct.PyTreeNode):
     draft: DrafterState
     control: ControlState  # () between launches
     expected: Array  # f32[Q] expected final length of each sequence
-    weight: Array  # f32[Q] value of one of the sequence's tokens to the controller
     estimate: Array  # f32[drafters, D, bins] acceptance estimate, see control/acceptance.py
     seen: Any  # control.acceptance.Acceptance of this rollout, fields f32[1, drafters, D, bins]
     counters: Counters
@@ -194,7 +200,25 @@ class Load(struct.PyTreeNode):
     length: Array  # i32[B] committed context
     expected_left: Array  # f32[B] expected tokens until the row ends
     room: Array  # i32[B] tokens until the row's limit
-    weight: Array  # f32[B] value of one of the row's tokens
+    waiting: Array  # i32[] sequences that have no slot yet
+
+
+@dataclasses.dataclass
+class LaunchRecord:
+    """What one launch ran, counted over all shards, and how long it took. See Counters."""
+
+    batch: int  # slots of a shard
+    seconds: float
+    last: bool  # whether every sequence is done
+    rounds: int  # of the compiled loop
+    row_rounds: int
+    committed: int
+    drafted: int
+    packed: int
+    slots: int
+    draft_rounds: int
+    draft_steps: int
+    control: Mapping[str, float] = dataclasses.field(default_factory=dict)  # end_chunk's metrics
 
 
 class Rollout(struct.PyTreeNode):
@@ -215,7 +239,3 @@ class Rollout(struct.PyTreeNode):
     rounds: np.ndarray  # i32[Q]
     policy_version: int = struct.field(pytree_node=False, default=0)
     drafter_version: int = struct.field(pytree_node=False, default=0)
-
-
-Metrics = dict[str, Any]  # values by the names that metrics.jsonl uses
-AnyArray = Any  # a host or a device array

@@ -224,8 +224,7 @@ class Trainer:
                                                 progress=progress)
         if self.config.spec.history_past:
             self.responses.add(rollout.prompt_id, rollout.tokens, rollout.length, self.step_number)
-        saved = launches.saved(result.trace, self.sampler.plain_round_seconds,
-                               sharding.shard_count(self.mesh))
+        saved = launches.saved(result.trace, self.sampler.plain_round_seconds)
         return rollout, rollout_metrics(rollout, result) | saved | {
             "version/policy": rollout.policy_version, "version/drafter": rollout.drafter_version}
 

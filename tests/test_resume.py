@@ -26,7 +26,7 @@ UNEQUAL = ("time/", "memory/", "compilations", "rollout/tokens_per_second")
 
 def frozen(folder: Path) -> tuple[str, ...]:
     """A run that chooses by a table of costs, which it may not correct."""
-    return (*LONG, "--config.control.policy=budget", "--config.control.clock=frozen",
+    return (*LONG, "--config.control.policy=budget", "--config.control.cost_updates=off",
             f"--config.control.cost_table={folder / 'cost.json'}")
 
 

@@ -23,7 +23,7 @@ from helpers import (
 
 from specrl_jax import sharding
 from specrl_jax.config import ConfigError, MeshConfig, RolloutConfig
-from specrl_jax.control import protocol
+from specrl_jax.control import fixed, protocol
 from specrl_jax.draft.small_lm import small_lm
 from specrl_jax.io.metrics import read_metrics, read_samples
 from specrl_jax.model import architecture
@@ -138,8 +138,8 @@ def test_shards_that_differ_in_truncation_do_not_deadlock(rule: str) -> None:
 
     def rolled_out(config: MeshConfig) -> Result:
         mesh, drafter = mesh_of(config), small_lm(arch, depth=2, branch=2, nodes=4)
-        engine = make_engine(arch, task, mesh=mesh, rule=rule, most=16, drafter=drafter,
-                             controller=protocol.fixed(), truncates=True)
+        engine = make_engine(arch, task, mesh=mesh, rule=rule, max_packed=16, drafter=drafter,
+                             controller=fixed.fixed(), truncates=True)
         engine.control = protocol.make_spec(2, 2, 4, 0)
         params = publisher(arch, mesh, jnp.float32)(tiny_params(arch))
         own = drafter.bind(params, tiny_params(arch))

@@ -16,6 +16,7 @@ from specrl_jax.io.checkpoint import Checkpoints
 from specrl_jax.io.compilation import CompilationCounter
 from specrl_jax.io.metric_names import unregistered
 from specrl_jax.io.progress import Progress
+from specrl_jax.rollout.calibration import judge
 from specrl_jax.rollout.engine import Result
 from specrl_jax.rollout.sampler import Sampler, rollout_metrics
 from specrl_jax.run import TrainingError, run_steps, startup
@@ -105,7 +106,7 @@ def test_lossy_rule_is_in_every_line_and_drafters_have_shares(rule: str) -> None
     counters = dict.fromkeys(("committed", "row_rounds", "rounds", "packed", "clamped", "broken",
                               "slots"), 1) | {"drafted": 8, "accepted": 0}
     told = rollout_metrics(rollout, Result(
-        None, counters, 1.0, 0.1, [], rule=rule, calibration=acceptance.calibration(
+        None, counters, 1.0, 0.1, [], rule=rule, calibration=judge(
             jax.tree.map(lambda a: a[None], seen), np.ones((1, 1, acceptance.BINS))),
         by_drafter={"eagle": {"drafted": 6, "accepted": 0},
                     "history": {"drafted": 2, "accepted": 0}}))

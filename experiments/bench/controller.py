@@ -1,199 +1,218 @@
-"""Policies against fixed settings: one cell is rows, a context, a drafter and lengths."""
+"""Controllers against fixed settings: the engines of one number of rows, and one cell's runs."""
 
 import functools
 import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from specrl_jax.config import Config, as_dict
+from specrl_jax import prng, sharding
+from specrl_jax.config import ConfigError
+from specrl_jax.control import acceptance, respec
 from specrl_jax.control.protocol import make_spec
+from specrl_jax.draft.recorded import replay_params
+from specrl_jax.io import memory
+from specrl_jax.io.compilation import CompilationCounter
 from specrl_jax.io.launches import LAUNCHES, MEASURED, summary
-from specrl_jax.rollout.engine import Engine
+from specrl_jax.rollout import profile
+from specrl_jax.rollout.engine import Result
+from specrl_jax.rollout.layout import request
+from specrl_jax.rollout.sampler import Sampler
 
-from . import hindsight
-from .controller_cells import Cell
-from .controller_shape import Run, Shape, said
-from .controller_stats import best_fixed, describe, half_width, near
-from .hindsight import Pace
+from .controller_cells import Bench, Cell, Sizes, shaped
+from .controller_stats import Times, best_fixed, near
 from .timing import alternate
 
-POLICIES = ("budget", "respec", "bandit", "oracle")
-LEAST = 12  # pairs of a duel: few may lie close together by chance
+POLICIES = ("budget", "respec")
 AGAIN = 3  # times `repeats`: the runs by which settings that are near the fastest are told apart
 WARM_UPS = 4  # rollouts of every policy before it is timed
-PAIRS = 4  # of one more occasion, at least: budget's eighth rollout tries what may be cheaper
 
-Arm = Callable[[int], Run]  # a rollout of a load
+Run = Callable[[int], Result]  # a rollout of a load
+Results = Mapping[str, Sequence[Result]]
 
 
-def run_cell(shape: Shape, cell: Cell, repeats: int, precise: float, seconds: float,
+class Shape:
+    """The engines of one number of rows; context, corruption and lengths are data.
+
+    One half of the loads chooses the best fixed setting and teaches, the other half is timed.
+    """
+
+    def __init__(self, bench: Bench, sizes: Sizes, policies: Sequence[str]) -> None:
+        self.bench, self.sizes, (self.rows, contexts, stops) = bench, sizes, sizes
+        self.new_tokens, self.counter = bench.new_tokens(self.rows, stops), CompilationCounter()
+        loads = {context: bench.loads(self.rows, context) for context in contexts}
+        every = [load for of in loads.values() for load in of]
+        self.group = self.rows if all(len(set(map(tuple, load))) == 1 for load in every) else 1
+        self.longest = max(len(prompt) for load in every for prompt in load)
+        self.all_loads = {context: [load[:: self.group] for load in of]
+                          for context, of in loads.items()}
+        self.recorded: dict[tuple[int, str, int], np.ndarray] = {}  # by context, lengths and load
+        self.maps = 0  # memory maps of an engine's programs, the most so far
+        self.plain = self._sampler(bench.params, "off", "off")
+        # Where weights lie in memory is worth some per cent of a round: the same for all.
+        make = functools.partial(self._sampler, self.plain.params, bench.drafter)
+        self.fixed = make("fixed")
+        self.policies = {policy: make(policy) for policy in policies}
+        self.fresh = {name: s.engine.control for name, s in self.policies.items()}
+        self.settings = respec.settings_of(
+            bench.config.control.settings,
+            profile.limits_of(self.fixed.engine)._replace(
+                branch=self.fixed.config.spec.max_branch))
+
+    def _sampler(self, params: Any, drafter: str, policy: str) -> Sampler:
+        """Returns a compiled sampler.
+
+        Raises:
+          ConfigError: its programs, as large as another engine's, do not fit this process.
+        """
+        held, most = memory.maps()
+        if held + self.maps > most:
+            raise ConfigError(
+                f"--policies: the engine of {policy!r} has some {self.maps} memory maps, {held} "
+                f"of {most} are taken; name fewer policies or cells, or raise the bound "
+                f"with `sysctl -w vm.max_map_count={4 * most}`")
+        config = shaped(self.bench, self.sizes, self.longest, self.group, drafter, policy)
+        source = self.bench.source
+        sampler = Sampler(config, source.arch, self.bench.stop, sharding.make_mesh(config.mesh),
+                          prompts=self.rows // self.group, group=self.group,
+                          tokenizer=source.tokenizer, warn=lambda text: None)
+        sampler.publish(params, 0)
+        sampler.compile()
+        memory.give_back()
+        self.maps = max(self.maps, memory.maps()[0] - held)
+        return sampler
+
+    def begin(self, cell: Cell) -> None:
+        """Selects a cell: its loads and lengths, the drafter's quality, and nothing learned yet."""
+        self.cell, self.loads = cell, self.all_loads[cell.context]
+        for load in range(len(self.loads)) if cell.corruption is not None else ():
+            if (key := (cell.context, cell.lengths, load)) not in self.recorded:
+                self.recorded[key] = generated(self.run(self.plain, load), self.group)
+        for name, sampler in {"fixed": self.fixed, **self.policies}.items():
+            engine, drafter = sampler.engine, sampler.engine.decoder.drafter
+            engine.acceptance = acceptance.blank(len(drafter.names), drafter.depth)
+            engine.control = self.fresh.get(name, engine.control)
+            if cell.corruption is not None:
+                sampler.drafter_params = engine.replicate(replay_params(cell.corruption))
+
+    def choosing(self, turn: int) -> int:
+        """Returns a load that chooses or teaches, none of those that are timed."""
+        return turn % (len(self.loads) // 2)
+
+    def timed(self, turn: int) -> int:
+        """Returns a load that is timed."""
+        return len(self.loads) - 1 - self.choosing(turn)
+
+    def run(self, sampler: Sampler, load: int) -> Result:
+        """Returns a rollout of the selected cell."""
+        rows = np.arange(self.rows)
+        keys = prng.row_keys(self.bench.config.seed, "generate", load, rows // self.group,
+                             rows * 0, rows % self.group)
+        past = None if sampler == self.plain else self.recorded.get(
+            (self.cell.context, self.cell.lengths, load))
+        asked = request(self.loads[load], keys, self.group, sampler.config.rollout, past)
+        asked.limit = self.cell.limits(self.new_tokens)
+        return sampler.engine.run(sampler.params, asked, sampler.drafter_params,
+                                  rounds=sampler.config.rollout.rounds_per_launch)
+
+    def arms(self) -> dict[str, Run]:
+        """Returns plain decoding, every fixed setting, and every policy."""
+        def fixed(setting: respec.Setting, load: int) -> Result:
+            names = self.fixed.engine.decoder.drafter.names
+            self.fixed.engine.control = make_spec(*setting, 0, (1.0,) * len(names))
+            return self.run(self.fixed, load)
+
+        return {"off": functools.partial(self.run, self.plain),
+                **{"x".join(map(str, setting)): functools.partial(fixed, setting)
+                   for setting in self.settings},
+                **{name: functools.partial(self.run, s) for name, s in self.policies.items()}}
+
+
+def run_cell(shape: Shape, cell: Cell, repeats: int, seconds: float,
              say: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
     """Chooses the best fixed setting, times all arms by turns, then budget against that one.
 
-    `oracle` goes by what the settings gave and took in the runs that choose.
-
     Args:
       repeats: runs of each fixed setting to choose by, AGAIN times as many of the fastest ones,
-        of each arm to time it by, and at a time of the last duel, which ends when the ratio is
-        known; at least 2.
-      precise: half-width of budget's 95 % interval at which it ends.
-      seconds: of timed runs after those that choose, after which it ends in any case.
+        and of each arm to time it by; at least 2.
+      seconds: of further pairs of budget and the best fixed setting.
     """
     shape.begin(cell)
-    arms = _arms(shape)
-    settings = [_name(setting) for setting in shape.settings]
-    chosen_by = _choose({name: arms[name] for name in ("off", *settings)}, shape.choosing, repeats)
-    choosing = times(chosen_by)
-    paced = {name: hindsight.paces(run.result for run in of) for name, of in chosen_by.items()}
-    if "oracle" in shape.policies:
-        _teach(shape.policies["oracle"].engine, settings,
-               {name: _accept_length(of) for name, of in chosen_by.items()}, paced)
+    arms = shape.arms()
+    fixed = {name: arm for name, arm in arms.items() if name not in shape.policies}
+    chosen_by = _by_turns(fixed, shape.choosing, 0, repeats)
+    for i in range(1, AGAIN):
+        closest = {name: arms[name] for name in near(times(chosen_by))}
+        chosen_by = _joined(chosen_by, _by_turns(closest, shape.choosing, i * repeats, repeats))
     for policy, turn in itertools.product(shape.policies, range(WARM_UPS)):
         arms[policy](shape.choosing(turn))
-    began, turns = time.perf_counter(), map(shape.timed, itertools.count())
-    runs = _by_turns(arms, turns, repeats, say)
-    duel: dict[str, list[Run]] = {name: [] for name in (best_fixed(choosing), "budget")}
-    while time.perf_counter() - began < seconds and (
-            len(duel["budget"]) < LEAST
-            or half_width(choosing, times(runs), times(duel)) > precise):
-        for name, new in _by_turns({name: arms[name] for name in duel}, turns, repeats).items():
-            duel[name] += new
-    equal = {name: all(map(_equal, of, runs["off"])) for name, of in runs.items()}
-    equal["budget"] &= same(duel)
-    priced = {name: s for name, s in shape.policies.items() if s.cost_record}
-    return describe(choosing, times(runs), times(duel),
-                    _ceiling(shape, chosen_by, paced, repeats)) | {
-        "cell": cell._asdict(), "loads": len(shape.loads), "tokens": int(np.mean([
-            run.result.sequences.length.sum() for run in runs["off"]])),
-        "compilations": sum(run.compilations for of in (*runs.values(), *duel.values())
-                            for run in of),
-        "equal_tokens": equal,
-        "accept_length": {name: _short(_accept_length(of)) for name, of in runs.items()},
-        "explained": {
-            name: _explained(of[-1], name == "budget" and cell.lengths != "uniform")
-            for name, of in runs.items() if name in shape.policies},
-        "cost_error": {name: _short(s.cost_record.error) for name, s in priced.items()},
-        "cost_seconds": {name: _short(s.cost_record.seconds) for name, s in priced.items()},
-        "config": _changed(shape.policies["budget"].config, shape.config)}
+    shape.counter.take()
+    runs, best = _by_turns(arms, shape.timed, 0, repeats, say), best_fixed(times(chosen_by))
+    duel = fight(shape, best, seconds, repeats) if "budget" in arms else {}
+    return {
+        "cell": cell._asdict(), "best_fixed": best, "choosing": times(chosen_by),
+        "seconds": times(runs), "duels": [times(duel)] if duel else [],
+        "compilations": shape.counter.take(), "equal_tokens": same([*runs.values()]),
+        "tokens": int(runs["off"][0].sequences.length.sum()),
+        "accept_length": {name: _accept_length(of) for name, of in runs.items()},
+        "explained": {name: {key: value for key, value in summary(runs[name][-1].trace).items()
+                             if key not in (LAUNCHES, MEASURED)} for name in shape.policies}}
 
 
-def fight(shape: Shape, cell: Cell, best: str, occasion: int, seconds: float = 0.0
-          ) -> dict[str, list[Run]]:
-    """Runs of budget and the fixed setting `best` by turns, after both were warmed up: PAIRS of
-    each, and PAIRS more as long as these have not taken `seconds`."""
-    shape.begin(cell)
-    arms = {name: arm for name, arm in _arms(shape).items() if name in (best, "budget")}
-    arms[best](shape.choosing(0))
-    for turn in range(WARM_UPS):
-        arms["budget"](shape.choosing(turn))
-    began, turns = time.perf_counter(), map(shape.timed, itertools.count(PAIRS * occasion))
-    runs = _by_turns(arms, turns, PAIRS)
-    while time.perf_counter() - began < seconds:
-        for name, new in _by_turns(arms, turns, PAIRS).items():
-            runs[name] += new
+def fight(shape: Shape, best: str, seconds: float, turn: int = 0) -> dict[str, list[Result]]:
+    """Returns runs of budget and the best fixed setting by turns, until `seconds` have passed."""
+    arms, began, runs = shape.arms(), time.perf_counter(), {}
+    while seconds and (not runs or time.perf_counter() - began < seconds):
+        runs = _joined(runs, _by_turns({name: arms[name] for name in (best, "budget")},
+                                       shape.timed, turn, 2))
+        turn += 2
     return runs
 
 
-def same(runs: Mapping[str, Sequence[Run]]) -> bool:
-    """Whether all arms said the same in each repeat."""
-    first, *others = runs.values()
-    return all(all(map(_equal, first, of)) for of in others)
+def duel_again(shape: Shape, case: dict[str, Any], cell: Cell, seconds: float) -> dict[str, Any]:
+    """Returns a cell's case with one more occasion of budget and the best fixed setting."""
+    shape.begin(cell)
+    for turn in range(WARM_UPS):
+        shape.arms()["budget"](shape.choosing(turn))
+    runs = fight(shape, case["best_fixed"], seconds)
+    return case | {"duels": [*case["duels"], times(runs)],
+                   "equal_tokens": case["equal_tokens"] and same([*runs.values()])}
 
 
-def _by_turns(arms: Mapping[str, Arm], loads: Iterator[int], repeats: int,
-              say: Callable[[str], None] = lambda text: None) -> dict[str, list[Run]]:
-    """The runs of all arms, each repeat with the next load."""
-    some = list(itertools.islice(loads, repeats))
-    tasks = {name: functools.partial(next, map(arm, some)) for name, arm in arms.items()}
+def _by_turns(arms: Mapping[str, Run], load: Callable[[int], int], first: int, repeats: int,
+              say: Callable[[str], None] = lambda text: None) -> dict[str, list[Result]]:
+    """Returns the runs of all arms, each repeat with the next load."""
+    loads = [load(first + i) for i in range(repeats)]
+    tasks = {name: functools.partial(next, map(arm, loads)) for name, arm in arms.items()}
     return alternate(tasks, repeats, say)
 
 
-def _choose(arms: Mapping[str, Arm], load: Callable[[int], int], repeats: int
-            ) -> dict[str, list[Run]]:
-    """Runs of every fixed arm, and more of those among which the fastest still is."""
-    loads = map(load, itertools.count())
-    runs = _by_turns(arms, loads, repeats)
-    for _ in range(AGAIN - 1):
-        for name, new in _by_turns({name: arms[name] for name in near(times(runs))}, loads,
-                                   repeats).items():
-            runs[name] += new
-    return runs
+def _joined(runs: Results, more: Results) -> dict[str, list[Result]]:
+    return {name: [*runs.get(name, ()), *more.get(name, ())] for name in {**runs, **more}}
 
 
-def _teach(oracle: Engine, settings: Sequence[str], accepted: Mapping[str, float],
-           paced: Mapping[str, Mapping[int, Pace]]) -> None:
-    """What the settings really gave and took, in the engine's order of settings and batch sizes."""
-    oracle.control = oracle.control.replace(own=oracle.control.own.replace(
-        tokens=np.asarray([accepted[name] for name in settings], np.float32),
-        gain=hindsight.gains(paced, settings, sorted(oracle.shapes.batches))))
+def times(runs: Results) -> Times:
+    """Returns the seconds of runs without prefill, which is the same for all."""
+    return {name: [float(f"{run.seconds - run.prefill_seconds:.5g}") for run in of]
+            for name, of in runs.items()}
 
 
-def _ceiling(shape: Shape, runs: dict[str, list[Run]], paced: dict[str, dict[int, Pace]],
-             repeats: int) -> float | None:
-    """Speed over plain decoding with foresight, of chains; None where no setting is a chain."""
-    chains = {setting[0]: _name(setting) for setting in shape.settings if setting[1] == 1}
-    if not chains:
-        return None
-    shards, most = shape.fixed.engine.shapes.shards, shape.fixed.engine.decoder.most
-    costs: dict[int, dict[int, float]] = {}
-    for depth, name in ({0: "off"} | chains).items():
-        for size, (_, seconds) in paced[name].items():
-            costs.setdefault(size * shards, {})[depth] = seconds
-    plain = best = 0.0
-    for i in range(repeats):
-        good = hindsight.acceptable(
-            {depth: runs[name][i].result for depth, name in chains.items()}, most * shards)
-        length = np.asarray(runs["off"][i].result.sequences.length)
-        plain += hindsight.seconds_with_foresight(good, length, most * shards, {
-            size: {0: depths[0]} for size, depths in costs.items() if 0 in depths})
-        best += hindsight.seconds_with_foresight(good, length, most * shards, costs)
-    return plain / best
+def same(runs: Sequence[Sequence[Result]]) -> bool:
+    """Returns whether all arms generated the same tokens in each repeat."""
+    return all(np.array_equal(generated(one, 1), generated(other, 1))
+               for others in runs for one, other in zip(runs[0], others, strict=True))
 
 
-def _arms(shape: Shape) -> dict[str, Arm]:
-    def fixed(setting: tuple[int, int, int], load: int) -> Run:
-        engine = shape.fixed.engine
-        engine.control = make_spec(*setting, 0, (1.0,) * len(engine.decoder.drafter.names))
-        return shape.run(shape.fixed, load)
-
-    arms: dict[str, Arm] = {"off": functools.partial(shape.run, shape.plain)}
-    arms |= {_name(setting): functools.partial(fixed, setting) for setting in shape.settings}
-    return arms | {name: functools.partial(shape.run, sampler)
-                   for name, sampler in shape.policies.items()}
+def _accept_length(runs: Sequence[Result]) -> float:
+    found = [run.counters["committed"] / run.counters["row_rounds"] for run in runs]
+    return float(f"{np.mean(found):.5g}")
 
 
-def _explained(run: Run, launches: bool) -> dict[str, Any]:
-    """Metrics of a rollout; launch by launch only for those that a picture may show."""
-    told, one_by_one = summary(run.result.trace), (LAUNCHES, MEASURED)
-    return {name: value if name in one_by_one else _short(value) for name, value in told.items()
-            if launches or name not in one_by_one}
-
-
-def _short(value: float) -> float:
-    return float(f"{value:.5g}")
-
-
-def _changed(config: Config, base: Config) -> dict[str, dict[str, Any]]:
-    """What an engine was built with, where that is not what the file's config says."""
-    old = as_dict(base)
-    return {name: {field: value for field, value in as_dict(config)[name].items()
-                   if value != old[name][field]} for name in ("rollout", "spec", "control")}
-
-
-def _name(setting: tuple[int, int, int]) -> str:
-    return "x".join(map(str, setting))
-
-
-def times(runs: dict[str, list[Run]]) -> dict[str, list[float]]:
-    return {name: [run.seconds for run in of] for name, of in runs.items()}
-
-
-def _equal(one: Run, other: Run) -> bool:
-    return bool((said(one.result, 1) == said(other.result, 1)).all())
-
-
-def _accept_length(runs: Sequence[Run]) -> float:
-    return float(np.mean([run.accept_length for run in runs]))
+def generated(result: Result, group: int) -> np.ndarray:
+    """Returns i32[Q / M, M, T] generated tokens, -1 after the last."""
+    s = result.sequences
+    within = np.arange(s.tokens.shape[1])[None] < s.length[:, None]
+    tokens = np.where(within, s.tokens, -1).astype(np.int32)
+    return tokens.reshape(-1, group, tokens.shape[1])

@@ -11,14 +11,14 @@ from specrl_kernels.dispatch import Unsupported
 
 from specrl_jax import prng, sharding
 from specrl_jax.config import MeshConfig, RolloutConfig
-from specrl_jax.control import protocol
+from specrl_jax.control import fixed, protocol
 from specrl_jax.draft.off import off
 from specrl_jax.draft.recorded import replay, replay_params
 from specrl_jax.io.compilation import CompilationCounter
 from specrl_jax.model.architecture import Architecture, describe, is_param
 from specrl_jax.rollout.engine import Engine, Result
 from specrl_jax.rollout.layout import RolloutRequest, Shapes, request
-from specrl_jax.rollout.round import Decoder
+from specrl_jax.rollout.plan import Decoder
 
 from . import roofline
 from .hardware import Hardware, Probes
@@ -87,12 +87,12 @@ def run(arch: Architecture, params: Any, dtype: Any, rows: int, new: int, drafte
     depth = min(DEPTH, new - 1)
     parts = off() if drafter == "off" else replay(depth=depth, nodes=depth + 1,
                                                   vocab=arch.vocab_size)
-    controller = protocol.off() if drafter == "off" else protocol.fixed()._replace(
-        init=lambda: protocol.make_spec(depth, 1, parts.nodes, 0))
+    controller = fixed.off() if drafter == "off" else fixed.fixed()._replace(
+        init=lambda costs: protocol.make_spec(depth, 1, parts.nodes, 0))
     prompt = prompt_of(arch, new)
     shapes = Shapes(batch=rows, sequences=rows, group=1, prompt=prompt, response=new, shards=1,
                     depth=parts.depth, min_batch=rows)
-    decoder = Decoder(arch, parts, controller, most=max(64, rows * parts.nodes),
+    decoder = Decoder(arch, parts, controller, max_packed=max(64, rows * parts.nodes),
                       implementation=implementation)
     engine = Engine(decoder, sharding.make_mesh(MeshConfig()), shapes, (), dtype,
                     past=0 if drafter == "off" else 1)
@@ -104,7 +104,7 @@ def run(arch: Architecture, params: Any, dtype: Any, rows: int, new: int, drafte
     engine.run(params, batch, drafter_params)
     counter = CompilationCounter()
     result = engine.run(params, batch, drafter_params)
-    seconds = sum(launch["seconds"] for launch in result.trace)
+    seconds = sum(launch.seconds for launch in result.trace)
     counters = result.counters
     return {"compile_seconds": round(compiled, 1), "compilations": counter.take(),
             "seconds": result.seconds, "prefill_seconds": result.prefill_seconds,

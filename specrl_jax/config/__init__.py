@@ -22,7 +22,6 @@ from specrl_jax.config.load import load_config, preset_names
 from specrl_jax.config.registry import Registry
 from specrl_jax.config.sections import (
     DRAWN_RULES,
-    POLICIES,
     RULES,
     Config,
     ControlConfig,
@@ -52,7 +51,6 @@ __all__ = [
     "MOST_MIX",
     "MeshConfig",
     "ModelSource",
-    "POLICIES",
     "RLConfig",
     "RULES",
     "Registry",

@@ -14,7 +14,6 @@ from specrl_jax.config.fields import at_least, check, option, section
 DRAWN_RULES = ("rejection_drawn", "lossy_shared_noise", "lossy_retrospective")
 RULES = ("match", "rejection", "lossy_lenient", "lossy_typical", "lossy_greedy",
          "lossy_accept_all", "lossy_default_sampling", *DRAWN_RULES)
-POLICIES = ("off", "fixed", "respec", "bandit", "budget", "oracle")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,47 +115,30 @@ class SpecOptions:
 class ControlConfig:
     """Who chooses the speculation configuration of each round."""
 
-    policy: str = option("budget", f"one of {', '.join(POLICIES)}")
+    policy: str = option("budget", "off, fixed, budget, respec, or package.module:name of a "
+                                   "factory, see specrl_jax/control/registry.py")
     min_survival: float = option(0.3, "fixed: draft nodes less likely to be accepted are dropped")
-    clock: str = option("measured", "measured: what launches and rollouts take corrects the table "
-                                    "of costs, for budget its prices too, and rewards bandit; "
-                                    "frozen: the table alone counts, so that a run can be repeated")
-    cost_table: str = option("", "file of measured launches, made where it is missing; empty is "
-                                 "one for this device and model in the user's cache directory")
-    settings: tuple[str, ...] = option((), "respec, bandit, oracle: what to choose from, as depth "
-                                           "x branch x nodes a row, such as 4x1x5; empty is a "
-                                           "ladder of depths up to the bounds of spec")
-    accept: tuple[float, ...] = option((), "oracle: tokens a row and round of each setting")
-    epsilon: float = option(0.1, "bandit: share of launches that explore")
-    window: int = option(64, "bandit: launches of an arm whose median counts")
+    cost_updates: str = option("online", "online: the seconds of launches correct the table of "
+                                         "costs; off: the table never changes, so that a run can "
+                                         "be repeated")
+    cost_table: str = option("", "file of measured costs, made where it is missing; empty is one "
+                                 "for this device and model in the user's cache directory")
+    settings: tuple[str, ...] = option((), "respec: the settings to choose from, as depth x branch "
+                                           "x nodes a row, such as 4x1x5; empty is a range of "
+                                           "depths up to the bounds of spec")
     length_weight: float = option(0.5, "budget: 0 weighs all rows alike, 1 by the time that their "
                                        "tokens save, which favours rows expected to run long")
-    hysteresis: float = option(0.25, "budget: plain rounds' worth of loss before drafting is "
-                                     "switched on or off")
-    explore: float = option(0.003, "budget: share of time that looks whether drafting pays again")
-    audit: int = option(0, "every so many launches, one round each without a draft and at the best "
-                           "constant depth are really run and timed; launches then have one round; "
-                           "0 is never")
 
     def __post_init__(self) -> None:
-        check(self.policy in POLICIES, "control.policy", self.policy,
-              f"choose one of {', '.join(POLICIES)}")
-        check(self.clock in ("measured", "frozen"), "control.clock", self.clock,
-              "choose measured or frozen")
-        for name in ("min_survival", "epsilon", "length_weight", "explore"):
+        check(bool(self.policy), "control.policy", self.policy, "give the name of a controller")
+        check(self.cost_updates in ("online", "off"), "control.cost_updates", self.cost_updates,
+              "choose online or off")
+        for name in ("min_survival", "length_weight"):
             check(0 <= getattr(self, name) <= 1, f"control.{name}", getattr(self, name),
                   "must lie in [0, 1]")
-        at_least(0, control__hysteresis=self.hysteresis, control__audit=self.audit)
-        at_least(1, control__window=self.window)
-        check(not self.audit or self.policy not in ("off", "fixed"), "control.audit", self.audit,
-              f"control.policy = {self.policy!r} predicts nothing to be audited; use 0, or budget")
         for text in self.settings:
             check(re.fullmatch(r"[1-9]\d*x[1-9]\d*x[1-9]\d*", text) is not None,
                   "control.settings", text, "give depth x branch x nodes, such as 4x1x5")
-        check(all(1 <= a < float("inf") for a in self.accept), "control.accept", self.accept,
-              "tokens a row and round are at least 1")
-        check(self.policy != "oracle" or len(self.accept) > 0, "control.accept", self.accept,
-              "oracle needs the tokens a row and round of each setting")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,27 +1,23 @@
 """How likely a draft node is to be accepted, calibrated online.
 
-`survival(child) = survival(parent) * c`. The drafter brings a guess of c; what is learned is how
-often nodes with such a guess, at such a depth, of such a drafter were the actor's own draw. A node
-counts only if it was verified and its parent lies on the accepted path, so that its outcome is
-known whatever the controller chose to verify.
+`survival(child) = survival(parent) * c`. The drafter guesses c; learned is how often nodes with
+such a guess, depth and drafter were the actor's own draw. A node counts only if it was verified and
+its parent lies on the accepted path, so its outcome is known whatever was chosen to be verified.
 """
-
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from specrl_jax.structs import Array, DraftTree, Frontier, Path, Verdict
+from specrl_jax.structs import Array, DraftTree, Frontier, Path, Verdict, carrier
 
 BINS = 12  # of the guess, by its logit
 _LOWEST, _HIGHEST = -5.5, 5.5  # logits of the outermost bins' centres
 PRIOR = 20.0  # observations that the guess itself is worth
 
 
-@struct.dataclass
-class Acceptance:
+class Acceptance(struct.PyTreeNode):
     """Weights of observed nodes and of accepted ones, by (origin, depth, bin of the guess)."""
 
     tried: Array  # f32[drafters, D, BINS]
@@ -29,13 +25,13 @@ class Acceptance:
 
 
 def blank(drafters: int, depth: int) -> Acceptance:
-    """Nothing observed, as host arrays."""
-    shape = (max(drafters, 1), max(depth, 1), BINS)
-    return Acceptance(np.zeros(shape, np.float32), np.zeros(shape, np.float32))
+    """Returns that nothing was observed, as host arrays."""
+    zero = np.zeros((max(drafters, 1), max(depth, 1), BINS), np.float32)
+    return carrier(Acceptance, tried=zero, hit=zero)
 
 
 def bin_of(draft_prob: Array) -> Array:
-    """i32 bin of a guess in [0, 1]."""
+    """Returns the i32 bin of a guess in [0, 1]."""
     draft_prob = jnp.clip(draft_prob, 1e-6, 1 - 1e-6)
     logit = jnp.log(draft_prob) - jnp.log1p(-draft_prob)
     place = (logit - _LOWEST) / (_HIGHEST - _LOWEST) * (BINS - 1)
@@ -43,10 +39,9 @@ def bin_of(draft_prob: Array) -> Array:
 
 
 def table(known: Acceptance, seen: Acceptance) -> np.ndarray:
-    """c of each cell, f32[drafters, D, BINS]; never falling as the guess grows. On the host.
+    """Returns c of each cell, f32[drafters, D, BINS], never falling as the guess grows.
 
-    Cells shrink towards what all depths say, and those towards the guess; a running maximum keeps
-    the order.
+    On the host. Cells shrink towards the mean of all depths, and that towards the guess.
 
     Args:
       known: from earlier rollouts; seen: in this one, fields f32[shards, drafters, D, BINS].
@@ -61,14 +56,14 @@ def table(known: Acceptance, seen: Acceptance) -> np.ndarray:
 def survive(
     estimate: Array, parent: Array, draft_prob: Array, depth: Array, origin: Array
 ) -> Array:
-    """Survival of nodes whose siblings lie along the last axis; theirs sum to the parent's at most.
+    """Returns the survival of nodes whose siblings lie along the last axis; siblings' survival sums
+    to the parent's at most.
 
     Args:
       estimate: `table`.
       parent: f32[...] the parents' survival.
-      guess: f32[...] the drafter's own probability that the node is drawn, given its parent is; 0
-        where there is no node.
-      depth, origin: i32[...].
+      draft_prob: f32[...] the drafter's own probability that the node is drawn, given its parent
+        is; 0 where there is no node.
     """
     c = estimate[origin, jnp.clip(depth - 1, 0, estimate.shape[1] - 1), bin_of(draft_prob)]
     c = jnp.where(draft_prob > 0, c, 0)
@@ -96,34 +91,6 @@ def observe(seen: Acceptance, tree: DraftTree, path: Path, verdict: Verdict, fro
 
 
 def merge(known: Acceptance, seen: Acceptance, keep: float) -> Acceptance:
-    """What was known before a rollout fades by `keep`; all shards' observations join it.
-
-    Args:
-      seen: fields f32[shards, drafters, D, BINS], host arrays.
-    """
+    """Fades what was known before a rollout by `keep`, and adds the outcomes of all shards."""
     return jax.tree.map(
         lambda old, new: (keep * old + np.asarray(new).sum(0)).astype(np.float32), known, seen)
-
-
-class Reliability(NamedTuple):
-    """What an estimate promised and what came of it, by bin of the guess."""
-
-    tried: np.ndarray  # f64[BINS] nodes
-    predicted: np.ndarray  # f64[BINS] mean estimate
-    accepted: np.ndarray  # f64[BINS] share
-    error: float  # expected calibration error, over all cells
-
-
-def calibration(seen: Acceptance, estimate: np.ndarray) -> Reliability:
-    """The reliability of an estimate.
-
-    Args:
-      seen: outcomes to judge by, fields f32[shards, drafters, D, BINS].
-      estimate: f32[drafters, D, BINS], made without them.
-    """
-    tried, hit = (np.asarray(a, np.float64).sum(0) for a in (seen.tried, seen.hit))
-    by_bin, expected = tried.sum((0, 1)), tried * estimate
-    predicted, accepted = (np.divide(a.sum((0, 1)), by_bin, out=np.zeros_like(by_bin),
-                                     where=by_bin > 0) for a in (expected, hit))
-    error = float(np.abs(hit - expected).sum() / max(tried.sum(), 1))
-    return Reliability(by_bin, predicted, accepted, error)

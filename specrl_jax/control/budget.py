@@ -1,199 +1,224 @@
 """`budget`: verify the nodes that pay, in the bucket and to the depth that pay most.
 
-A round is worth its weighted tokens less `speed` times what it takes in plain rounds, `speed` being
-what rounds of such a load are to give at best: to take the fastest round each time would be myopic.
-It is foreseen and not a running mean, because other loads have other speeds: tokens of a few rows
-are no measure of what a round of many should give. DSpark's prefix scheduler (papers: DSpark,
-Seer's marginal benefit) with a rate instead of a first drop.
+A round is worth its weighted tokens less `speed` times its cost in plain rounds, where `speed` is
+the best rate of tokens that rounds of this load are expected to give; maximising each round's own
+rate would be myopic. DSpark's prefix scheduler and Seer's marginal benefit, with a rate in place of
+a first drop.
 """
 
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from specrl_jax.config import ControlConfig
-from specrl_jax.control import cost_model
-from specrl_jax.control.adaptive import (
-    FREE,
-    HOLD,
-    Adaptive,
-    Bounds,
-    Policy,
-    average,
-    context_of,
-    rows_of,
-    table_of,
-)
-from specrl_jax.control.cost_model import Bucket, Table
-from specrl_jax.control.harvest import trust
-from specrl_jax.control.protocol import Outcome, place_in_row
+from specrl_jax.config import ControlConfig, SpecOptions
+from specrl_jax.control import cost_model, draft_yield, protocol
+from specrl_jax.control.buckets import Bucket
+from specrl_jax.control.cost_model import CostEstimate, CostTable, RoundCosts
+from specrl_jax.control.draft_yield import DraftYield, trust
+from specrl_jax.control.protocol import Controller, Limits, Outcome, Plan, make_spec
 from specrl_jax.sharding import ROWS
-from specrl_jax.structs import Array, DraftTree, Load, SpecConfig
+from specrl_jax.structs import Array, DraftTree, LaunchRecord, Load, carrier
 
-MARGIN = 0.01  # gain, of a plain round, below which a depth is not changed
-
-
-@struct.dataclass
-class Budget:
-    """What a switch is waiting for."""
-
-    drafting: Array  # i32[] whether drafting is on; FREE when a rollout begins
-    regret: Array  # f32[] plain rounds that the other of on and off would have saved, lately
-    idle: Array  # f32[] rounds since one drafted, those of earlier rollouts too
+UNDECIDED = -1  # whether to draft, when a rollout begins
+REPLAN = 32  # plain rounds for which a plan stands at most: a decision takes 7 % of a short round
+HYSTERESIS = 0.25  # plain rounds' worth of loss before drafting is switched on or off
+EXPLORE = 0.003  # share of rounds that may be spent on drafting again to see whether it pays
 
 
-def budget(control: ControlConfig, bounds: Bounds, seed: int) -> Policy:
-    """The policy of control.policy = budget."""
+class Budget(struct.PyTreeNode):
+    """The controller's state."""
 
-    def init() -> Budget:
-        return Budget(drafting=np.int32(FREE), regret=np.float32(0), idle=np.float32(0))
-
-    def plan(state: Adaptive, table: Table, load: Load) -> tuple[Array, Array, Array]:
-        chosen = choose_depth(state, table, load, control)
-        return chosen.steps, jnp.int32(bounds.branch), jnp.int32(bounds.nodes)
-
-    def keep(state: Adaptive, table: Table, load: Load, spec: SpecConfig, tree: DraftTree,
-             buckets: tuple[Bucket, ...]) -> tuple[Array, Array]:
-        verify, _ = cost_model.at(table, context_of(load))
-        speed = speed_of(*foresee(state, table, load))
-        price = speed * verify / jnp.maximum(verify[0], 1e-9)
-        return fill(tree, load, trust(state.harvest), price, buckets)
-
-    def note(before: Adaptive, outcome: Outcome) -> Budget:
-        table = table_of(before, outcome.load)
-        chosen = choose_depth(before, table, outcome.load, control, outcome.rounds)
-        idle = jnp.where(outcome.spec.steps > 0, 0.0, before.own.idle + outcome.rounds)
-        return Budget(drafting=chosen.drafting, regret=chosen.regret, idle=idle)
-
-    def hold(state: Adaptive, table: Table, load: Load) -> Array:
-        return choose_depth(state, table, load, control).hold
-
-    return Policy(init=init, plan=plan, keep=keep, hold=hold,
-                  begin=lambda own: init().replace(idle=own.idle), note=note, tries=True)
+    costs: CostEstimate
+    yields: DraftYield
+    drafting: Array  # i32[] 1, 0, or UNDECIDED
+    regret: Array  # f32[] plain rounds that the other choice would have saved, lately
+    idle: Array  # f32[] rounds since a round drafted, in earlier rollouts too
+    unread: Array  # f32[] positions of a row that the drafter has not read
+    spent: Array  # f32[buckets + 2] expected seconds of the launch, see cost_model.learn
 
 
-def speed_of(tokens: Array, rounds: Array) -> Array:
-    """f32[] tokens a row in the time of a plain round, at best; never below 1, what off gives."""
-    return jnp.maximum((tokens / rounds).max(), 1.0)
+class Decision(struct.PyTreeNode):
+    """What a plan was made of."""
+
+    drafting: Array  # i32[] from now on
+    more: Array  # f32[] regret that a round like this adds
+    settled: Array  # bool[] whether regret begins anew
+    unread: Array  # f32[]
+    price: Array  # f32[buckets] worth of a bucket's time, in tokens of a row of weight 1
+    costs: RoundCosts
 
 
-def fill(tree: DraftTree, load: Load, believed: Array, price: Array, buckets: tuple[Bucket, ...]
+def make(control: ControlConfig, spec: SpecOptions, limits: Limits) -> Controller:
+    """Returns the controller of control.policy = budget."""
+
+    def init(costs: CostTable | None) -> Budget:
+        zero, buckets = np.float32(0), max(map(len, limits.buckets.values()))
+        return carrier(
+            Budget, costs=cost_model.estimate(costs, limits),
+            yields=draft_yield.unseen(max(limits.depth, 1)), drafting=np.int32(UNDECIDED),
+            regret=zero, idle=zero, unread=zero, spent=np.zeros(buckets + 2, np.float32))
+
+    def plan(state: Budget, load: Load) -> Plan:
+        rows, context = load.live.shape[0], protocol.longest_context(load)
+        costs = cost_model.at(state.costs, limits, rows, context)
+        unread = jnp.where(state.drafting == UNDECIDED, context, state.unread)
+        steps, valid_for, decision = decide(state, limits.buckets[rows], load, costs, unread)
+        whole = make_spec(0, limits.branch, limits.nodes, 0, limits.mix)
+        return Plan(whole.replace(steps=steps), valid_for, decision)
+
+    def keep(state: Budget, plan: Plan, load: Load, tree: DraftTree, buckets: Sequence[Bucket]
+             ) -> tuple[Array, Array]:
+        weight = (row_weights(load, state.costs.table, limits, control.length_weight)
+                  if control.length_weight else load.live.astype(jnp.float32))
+        return fill(tree, weight, trust(state.yields), plan.notes.price, buckets)
+
+    def end_chunk(state: Budget, launch: LaunchRecord) -> tuple[Budget, Mapping[str, float]]:
+        costs, report = cost_model.learn(state.costs, limits, launch, np.asarray(state.spent),
+                                         control.cost_updates == "online")
+        state = state.replace(costs=costs, spent=np.zeros(state.spent.shape, np.float32))
+        if launch.last:  # a drafter has read no prompt when the next rollout begins
+            state = state.replace(drafting=np.int32(UNDECIDED), regret=np.float32(0))
+        return state, report
+
+    return Controller(init=init, plan=plan, keep=keep, observe=observe, end_chunk=end_chunk)
+
+
+def observe(state: Budget, plan: Plan, outcome: Outcome) -> Budget:
+    """Adds rounds to the yield of drafts, the launch's expected seconds, and the regret."""
+    noted, load, rounds = plan.notes, outcome.load, outcome.rounds.astype(jnp.float32)
+    steps, drafts = plan.spec.steps, plan.spec.steps > 0
+    nodes = outcome.live & (jnp.arange(outcome.live.shape[1])[None] > 0)
+    promised = jnp.where(nodes, outcome.tree.survival, 0).sum()
+    found = draft_yield.count_nodes(outcome.tree, load.live, state.yields.count.shape[0])
+    rows, tokens, promised, found = jax.lax.psum(
+        (load.live.sum().astype(jnp.float32), outcome.count.sum().astype(jnp.float32), promised,
+         found), ROWS)
+    verify, draft, catch_up = noted.costs
+    spent = jnp.concatenate([
+        jnp.where(jnp.arange(state.spent.shape[0] - 2) == outcome.bucket, verify[outcome.bucket],
+                  0.0),
+        (draft[steps] + jnp.where(drafts, noted.unread * catch_up, 0.0))[None], verify[:1]])
+    return state.replace(
+        yields=draft_yield.follow(state.yields, found, rows, steps, promised,
+                                  tokens - rounds * rows, rounds),
+        drafting=noted.drafting,
+        regret=jnp.where(noted.settled, 0.0, jnp.maximum(state.regret + rounds * noted.more, 0.0)),
+        idle=jnp.where(drafts, 0.0, state.idle + rounds),
+        unread=jnp.where(drafts, 0.0, noted.unread + rounds), spent=state.spent + rounds * spent)
+
+
+def decide(state: Budget, buckets: Sequence[Bucket], load: Load, costs: RoundCosts, unread: Array
+           ) -> tuple[Array, Array, Decision]:
+    """Decides the depth of the next round, i32[], and for how many rounds that stands, i32[].
+
+    A rollout begins with drafts where they gain more than reading its prompts costs. Later,
+    drafting begins once it would have saved its catch-up and HYSTERESIS, if the tokens left pay for
+    the catch-up, and ends once it has lost HYSTERESIS. While it is off, a round now and then drafts
+    one step, to see whether drafts have become better.
+    """
+    verify, draft, catch_up = costs
+    plain = jnp.maximum(verify[0], 1e-9)
+    if len(buckets) == 1 or draft.shape[0] == 1:  # there is nothing to choose
+        none = Decision(state.drafting, jnp.float32(0), jnp.bool_(False), unread,
+                        verify / plain, costs)
+        return jnp.int32(0), jnp.int32(REPLAN), none
+    tokens, rounds = foresee(state.yields, buckets, load, verify, draft)
+    speed = jnp.maximum((tokens / rounds).max(), 1.0)  # tokens a row in a plain round's time
+    worth = (tokens - speed * rounds).max(1)
+    on, undecided = state.drafting == 1, state.drafting == UNDECIDED
+    depth = jnp.argmax(worth[1:]).astype(jnp.int32) + 1
+    advantage, behind = worth[depth] - worth[0], catch_up * unread / plain
+    owed = jnp.where(advantage > 0, speed * catch_up / plain, 0.0)  # waiting adds to it
+    more = jnp.where(on, -advantage, advantage + owed)
+    regret = jnp.maximum(state.regret + more, 0.0)
+    limit = HYSTERESIS + jnp.where(on, 0.0, speed * behind)
+    pays = (advantage * protocol.mean_of_rows(load, load.expected_left)
+            > speed * behind * tokens[depth].max())
+    switch = (regret > limit) & jnp.where(on, advantage < 0, pays)
+    drafting = jnp.where(undecided, pays, on ^ switch)
+    looks = rounds_to_look(state.idle, draft[1] / plain + behind, catch_up / plain)
+    steps = jnp.where(drafting, depth, jnp.where(looks <= 0, 1, 0)).astype(jnp.int32)
+    begins = jnp.where(pays, 1 + (limit - regret) / jnp.maximum(advantage, 1e-9), REPLAN)
+    stands = jnp.where(undecided | switch, 1, jnp.minimum(begins, jnp.ceil(looks)))
+    return steps, jnp.clip(stands, 1, REPLAN).astype(jnp.int32), Decision(
+        drafting.astype(jnp.int32), more, switch | undecided, unread, speed * verify / plain, costs)
+
+
+def foresee(yields: DraftYield, buckets: Sequence[Bucket], load: Load, verify: Array, draft: Array
+            ) -> tuple[Array, Array]:
+    """Returns f32[D+1, buckets] expected tokens a row of a round, and its cost in plain rounds.
+
+    Drafts like the last ones fill a bucket likeliest first. No more tokens come than rows have room
+    for on average.
+    """
+    rows = jnp.maximum(protocol.mean_rows(load), 1e-6)
+    nodes, mass = (jnp.pad(jnp.cumsum(a, 0), ((1, 0), (0, 0)))[: draft.shape[0]]
+                   for a in (yields.count, yields.mass))  # [D+1, bins] of a row
+    packed, widest = (jnp.asarray(a, jnp.float32) for a in zip(*buckets, strict=True))
+    room = jnp.minimum(packed / rows, widest) - 1  # [buckets]
+    before = jnp.cumsum(nodes, 1) - nodes
+    taken = jnp.clip((room[None, :, None] - before[:, None]) / jnp.maximum(nodes, 1e-6)[:, None],
+                     0.0, 1.0)
+    gain = trust(yields) * (taken * mass[:, None]).sum(2)  # [D+1, buckets]
+    rounds = (verify[None] + draft[:, None]) / jnp.maximum(verify[0], 1e-9)
+    tokens = jnp.minimum(1 + gain, jnp.maximum(protocol.mean_of_rows(load, load.room), 1.0))
+    return tokens, jnp.maximum(rounds, 1e-6)
+
+
+def rounds_to_look(idle: Array, cost: Array, growth: Array) -> Array:
+    """Returns f32[] plain rounds until a round may draft one step, to see whether it pays again.
+
+    A look costs `cost` plain rounds and `growth` more with each round of waiting; EXPLORE of the
+    `idle` rounds since one drafted pay for it. At least 1 / sqrt(EXPLORE) lie between two looks.
+    """
+    owed = jnp.maximum(cost - EXPLORE * idle, 0.0) / jnp.maximum(EXPLORE - growth, 1e-9)
+    return jnp.maximum(owed, EXPLORE**-0.5 - idle)
+
+
+def fill(tree: DraftTree, weight: Array, trusted: Array, price: Array, buckets: Sequence[Bucket]
          ) -> tuple[Array, Array]:
-    """The likeliest nodes that fill the bucket which is worth most.
+    """Keeps the likeliest nodes that fill the bucket which is worth most.
 
     Args:
-      believed: f32[] tokens for each that survival promises.
+      weight: f32[B] of rows, 0 where they are not live.
+      trusted: f32[] accepted tokens for each that survival promises.
       price: f32[buckets] of each bucket, in tokens of a row of weight 1.
 
     Returns:
-      live bool[B, N], closed under parent: survival never grows along a path and weights are equal
-      along it; bucket i32[].
+      live bool[B, N], closed under parent as in `keep_within`; bucket i32[].
     """
     batch, nodes = tree.live.shape
-    weight = jnp.where(load.live, load.weight, 0.0)[:, None]
-    score = jnp.where(tree.live, weight * tree.survival, -1.0)
-    score = score.at[:, 0].set(jnp.where(tree.live[:, 0], jnp.inf, -1.0))
+    score = protocol.node_scores(tree, weight[:, None] * tree.survival)
     widest = jnp.asarray([b.nodes for b in buckets])[:, None, None]
-    fits = (tree.live[None] & (place_in_row(score)[None] < widest)).reshape(len(buckets), -1)
+    fits = tree.live[None] & (protocol.rank_in_row(score)[None] < widest)
     order = jnp.argsort(-score.reshape(-1), stable=True)
-    sorted_fits = fits[:, order]
+    sorted_fits = fits.reshape(len(buckets), -1)[:, order]
     packed = jnp.asarray([b.packed for b in buckets])[:, None]
     kept = sorted_fits & (jnp.cumsum(sorted_fits, 1) <= packed)
     worth = jnp.where(jnp.isfinite(score), score, 0.0).reshape(-1)[order]
-    gain, total = jax.lax.psum(
-        (jnp.where(kept, worth[None], 0.0).sum(1), weight.sum()), ROWS)
-    bucket = jnp.argmax(believed * gain - price * total).astype(jnp.int32)
+    gain, total = jax.lax.psum((jnp.where(kept, worth[None], 0.0).sum(1), weight.sum()), ROWS)
+    bucket = jnp.argmax(trusted * gain - price * total).astype(jnp.int32)
     live = jnp.zeros(batch * nodes, bool).at[order].set(kept[bucket]).reshape(batch, nodes)
     return live, bucket
 
 
-def foresee(state: Adaptive, table: Table, load: Load) -> tuple[Array, Array]:
-    """f32[D+1, buckets] tokens a row of a round, and the plain rounds that it takes.
+def row_weights(load: Load, table: CostTable, limits: Limits, strength: float) -> Array:
+    """Returns f32[B] weights of live rows, 1 on average, by the tokens that each still has to come.
 
-    The drafts of a round are foreseen as the last ones were, and fill a bucket likeliest first. No
-    more come than rows have room for on average: where one more token ends all, it is worth a
-    round.
+    A token of the k-th longest row saves what a round of k rows costs more than one of k - 1.
+    Where small batches cost nearly as much as large ones, long rows are what counts. While
+    sequences wait, all are alike.
     """
-    harvest, rows = state.harvest, jnp.maximum(rows_of(load), 1e-6)
-    verify, draft = cost_model.at(table, context_of(load))
-    nodes, mass = (jnp.pad(jnp.cumsum(a, 0), ((1, 0), (0, 0)))[: draft.shape[0]]
-                   for a in (harvest.count, harvest.mass))  # [D+1, bins] of a row
-    room = jnp.minimum(table.packed / rows, table.nodes) - 1  # [buckets]
-    before = jnp.cumsum(nodes, 1) - nodes
-    taken = jnp.clip((room[None, :, None] - before[:, None]) / jnp.maximum(nodes, 1e-6)[:, None],
-                     0.0, 1.0)
-    gain = trust(harvest) * (taken * mass[:, None]).sum(2)  # [D+1, buckets]
-    rounds = (verify[None] + draft[:, None]) / jnp.maximum(verify[0], 1e-9)
-    tokens = jnp.minimum(1 + gain, jnp.maximum(average(load, load.room), 1.0))
-    return tokens, jnp.maximum(rounds, 1e-6)  # more than none, where nothing is measured yet
-
-
-class Choice(NamedTuple):
-    """The next round."""
-
-    steps: Array  # i32[] depth
-    drafting: Array  # i32[] whether drafting is on
-    regret: Array  # f32[] after it
-    hold: Array  # i32[] rounds in which nothing changes for a constant advantage; at most HOLD
-
-
-def choose_depth(state: Adaptive, table: Table, load: Load, control: ControlConfig,
-                 times: Array | int = 1) -> Choice:
-    """What the next round drafts, and how `times` rounds like it leave the policy.
-
-    A rollout begins with drafts where these are to bring more than reading its prompts takes. Later
-    drafting begins once what it would have saved has grown to what its catching up takes and
-    control.hysteresis, if what is left pays for catching up, and ends once it has lost the latter:
-    a load that jumps to and fro switches nothing, unless it pays each time. While it is off, a
-    round now and then drafts one step, to see whether drafts have become better.
-    """
-    own = state.own
-    if table.packed.shape[0] == 1 or table.draft.shape[0] == 1:
-        return Choice(jnp.int32(0), own.drafting, own.regret, jnp.int32(HOLD))
-    tokens, rounds = foresee(state, table, load)
-    lag = state.lag[str(load.live.shape[0])]
-    tokens = jnp.where(jnp.arange(tokens.shape[0])[:, None] > 0, tokens / lag, tokens)
-    speed = speed_of(tokens, rounds)
-    worth = (tokens - speed * rounds).max(1)
-    on, undecided = own.drafting == 1, own.drafting == FREE
-    best, last = jnp.argmax(worth[1:]).astype(jnp.int32) + 1, jnp.where(on, state.steps, 0)
-    depth = jnp.where((last > 0) & (worth[best] - worth[last] < MARGIN), last, best)
-    advantage = worth[depth] - worth[0]
-    verify, draft = cost_model.at(table, context_of(load))
-    plain = jnp.maximum(verify[0], 1e-9)
-    behind = table.catch_up * state.missed / plain
-    owed = jnp.where(advantage > 0, speed * table.catch_up / plain, 0.0)  # waiting adds to it
-    more = jnp.where(on, -advantage, advantage + owed)
-    grown = jnp.maximum(own.regret + more, 0.0)  # by one round: plan and note decide alike
-    limit = control.hysteresis + jnp.where(on, 0.0, speed * behind)
-    pays = advantage * average(load, load.expected_left) > speed * behind * tokens[depth].max()
-    switch = (grown > limit) & jnp.where(on, advantage < 0, pays)
-    drafting = jnp.where(undecided, pays, on ^ switch)
-    looks = rounds_to_look(own.idle, draft[1] / plain + behind, table.catch_up / plain,
-                           control.explore)
-    probe = looks <= 0
-    steps = jnp.where(drafting, depth, jnp.where(probe, 1, 0)).astype(jnp.int32)
-    regret = jnp.maximum(own.regret + times * more, 0.0)
-    begins = jnp.where(pays, 1 + (limit - grown) / jnp.maximum(advantage, 1e-9), HOLD)
-    waits = jnp.where(undecided | switch, 1, jnp.minimum(begins, jnp.ceil(looks)))
-    return Choice(steps, drafting.astype(jnp.int32), jnp.where(switch | undecided, 0.0, regret),
-                  jnp.clip(waits, 1, HOLD).astype(jnp.int32))
-
-
-def rounds_to_look(idle: Array, takes: Array, more: Array, explore: float) -> Array:
-    """f32[] plain rounds until one may draft a step, to see whether drafts have become better.
-
-    Args:
-      idle: f32[] rounds since one drafted.
-      takes: f32[] plain rounds that the look takes now, and
-      more: f32[] with each round of waiting.
-      explore: share of all rounds that looks may take; at least 1 / sqrt(explore) lie between two.
-        Where `more` is above it, rounds of earlier rollouts alone pay for a look.
-    """
-    if not explore:
-        return jnp.float32(jnp.inf)
-    owed = jnp.maximum(takes - explore * idle, 0.0) / jnp.maximum(explore - more, 1e-9)
-    return jnp.maximum(owed, explore**-0.5 - idle)
+    sizes, rows = sorted(limits.buckets), np.arange(load.live.shape[0] + 1)
+    plain = jnp.stack([table.verify[list(limits.buckets).index(s), 0, 0] for s in sizes])
+    line = np.stack([np.interp(rows, [0, *sizes], unit) for unit in np.eye(len(sizes) + 1)[1:]], 1)
+    seconds = line.astype(np.float32) @ jax.lax.cummax(plain)  # of a plain round, by live rows
+    mine, other = load.expected_left[:, None], load.expected_left[None]
+    longer, alike = ((of & load.live[None]).sum(1) for of in (other > mine, other == mine))
+    saved = seconds[longer + alike] - seconds[longer]  # which of equal rows ends last is not known
+    mean = jnp.maximum(seconds[load.live.sum()] / jnp.maximum(load.live.sum(), 1), 1e-12)
+    weight = 1 - strength + strength * saved / jnp.maximum(alike, 1) / mean
+    return jnp.where(load.live, jnp.where(load.waiting > 0, 1.0, weight), 0.0)

@@ -1,122 +1,120 @@
-"""Controllers: who chooses the speculation configuration of each round.
+"""The interface of controllers, which choose the speculation configuration of each round.
 
-A controller is pure functions over an opaque state, whose arrays have entries of four bytes. `plan`
-and `hold` (before a round), `keep` (after a draft) and `note` (after verification) run on the
-device, as does `start`; the others run on the host between launches.
-`off` and `fixed` are here; what looks at time is in adaptive.py and the files it names.
+A controller is five functions over an opaque state:
+
+    init(costs) -> state                                         host, once
+    plan(state, load) -> Plan                                    device, before a round
+    keep(state, plan, load, tree, buckets) -> (live, bucket)     device, after drafting
+    observe(state, plan, outcome) -> state                       device, after the round
+    end_chunk(state, launch) -> (state, metrics)                 host, after each launch
+
+Device functions run inside `shard_map` over the data axes. State, plan and bucket are equal on all
+shards, so what is read of rows is reduced over `sharding.ROWS`. Shapes of a state never change.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
-import numpy as np
+from flax import struct
 
-from specrl_jax.control.cost_model import Bucket
-from specrl_jax.structs import Array, DraftTree, Load, SpecConfig
+from specrl_jax.config import ControlConfig, SpecOptions
+from specrl_jax.control.buckets import Bucket, BucketTable
+from specrl_jax.sharding import ROWS
+from specrl_jax.structs import Array, ControlState, DraftTree, LaunchRecord, Load, SpecConfig
 
 FOREVER = 2**31 - 1  # rounds
 
 
-class Outcome(NamedTuple):
-    """What `note` sees: a round, or plain rounds of the same rows for which one plan stood."""
+class Plan(struct.PyTreeNode):
+    """A decision about the next round. The rollout clamps `spec` to its shapes."""
 
-    load: Load  # when it began
     spec: SpecConfig
+    valid_for: Array  # i32[] rounds for which a plan without drafts stands, unless a row ends
+    notes: Any = ()  # what `keep` and `observe` reuse
+
+
+class Outcome(NamedTuple):
+    """One round, or several plain rounds of the same rows for which one plan stood."""
+
+    load: Load  # when the first round began
     tree: DraftTree
     live: Array  # bool[B, N] verified nodes
     bucket: Array  # i32[] the same on all shards
-    count: Array  # i32[B] tokens committed
+    count: Array  # i32[B] committed tokens
     rounds: Array  # i32[]
 
 
-class Stretch(NamedTuple):
-    """Rounds in which the same rows are live."""
+class Limits(NamedTuple):
+    """What the compiled shapes allow a controller to plan."""
 
-    batch: int  # rows of a shard
-    rounds: int
-    context: float  # of a live row, on average
+    depth: int  # D
+    branch: int  # K
+    nodes: int  # N
+    mix: tuple[float, ...]  # a factor for each drafter, as configured
+    buckets: BucketTable
+    longest: int  # tokens of context that a row may reach
+    seed: int = 0
 
 
 class Controller(NamedTuple):
-    """`init() -> state`, `plan(state, load) -> SpecConfig`, `keep(state, load, spec, tree, buckets)
-    -> (live bool[B, N], bucket i32[])`, `update(state, launch) -> state`.
+    """Five functions, see above. Only `init` and `plan` have no default."""
 
-    Those below change nothing unless `adaptive`. The state and what selects a branch or a depth are
-    equal on all data shards.
-    """
+    init: Callable[[Any], ControlState]  # from a CostTable, or None if nothing was measured
+    plan: Callable[[ControlState, Load], Plan]
+    keep: Callable[[ControlState, Plan, Load, DraftTree, Sequence[Bucket]],
+                   tuple[Array, Array]] = (
+        lambda state, plan, load, tree, buckets: keep_within(plan.spec, tree, buckets))
+    observe: Callable[[ControlState, Plan, Outcome], ControlState] = (
+        lambda state, plan, outcome: state)
+    end_chunk: Callable[[ControlState, LaunchRecord], tuple[ControlState, Mapping[str, float]]] = (
+        lambda state, launch: (state, {}))
 
-    init: Callable[[], Any]
-    plan: Callable[[Any, Load], SpecConfig]
-    keep: Callable[[Any, Load, SpecConfig, DraftTree, tuple[Bucket, ...]], tuple[Array, Array]]
-    update: Callable[[Any, Any], Any]
-    note: Callable[[Any, Outcome], Any] = lambda state, outcome: state
-    explain: Callable[[Any, Any], dict[str, Any]] = lambda state, launch: {}  # of the last launch
-    weigh: Callable[[Any, int, np.ndarray], np.ndarray] = (
-        lambda state, batch, left: np.ones_like(left))  # rows, from tokens still to come f32[rows]
-    weighs: bool = False  # whether it does not weigh all rows alike
-    depth: Callable[[Any, int | None], Any] = (
-        lambda state, steps: state)  # drafts to that depth whatever is planned; None: as planned
-    begin: Callable[[Any, int], Any] = (
-        lambda state, prompt: state)  # on the host, when a rollout of prompts up to so long begins
-    end: Callable[[Any, Sequence[Mapping[str, Any]], Sequence[Stretch]], Any] = (
-        lambda state, trace, plain: state)  # on the host, with launches, and rounds without drafts
-    start: Callable[[Any], Any] = lambda state: state  # on the device, when a launch begins
-    hold: Callable[[Any, Load], Array | int] = (
-        lambda state, load: 1)  # rounds for which a plan without drafts stands, unless a row ends
-    adaptive: bool = False  # the state changes on the device, and holds tables of time
+
+ControllerFactory = Callable[[ControlConfig, SpecOptions, Limits], Controller]
 
 
 def make_spec(steps: int, branch: int, nodes: int, budget: int,
               mix: Sequence[float] = (1.0,)) -> SpecConfig:
-    """A SpecConfig of constants; budget 0 is no limit, mix has a factor for each drafter."""
+    """Returns a SpecConfig of constants; budget 0 is no limit, mix has a factor a drafter."""
     unlimited = jnp.iinfo(jnp.int32).max
     return SpecConfig(steps=jnp.int32(steps), branch=jnp.int32(branch), nodes=jnp.int32(nodes),
                       budget=jnp.int32(budget or unlimited),
                       mix=jnp.asarray(mix, jnp.float32))
 
 
-def off() -> Controller:
-    """Plain decoding: every round is the bucket (B, 1)."""
-    return Controller(init=lambda: (), plan=lambda state, load: make_spec(0, 1, 1, 0),
-                      keep=keep_within, update=lambda state, launch: state,
-                      hold=lambda state, load: FOREVER)
+def longest_context(load: Load) -> Array:
+    """Returns f32[] the longest context of any live row: attention reads as far for all."""
+    longest = jnp.where(load.live, load.length, 0).max()
+    return jax.lax.pmax(longest, ROWS).astype(jnp.float32)
 
 
-def fixed(min_survival: float = 0.0, spec: SpecConfig | None = None) -> Controller:
-    """The state itself is the SpecConfig, so that a caller can change it between launches.
+def mean_rows(load: Load) -> Array:
+    """Returns f32[] live rows of a shard, on average over shards."""
+    return jax.lax.pmean(load.live.sum().astype(jnp.float32), ROWS)
 
-    Args:
-      min_survival: nodes that are less likely on the accepted path are not verified.
-      spec: the state at first; None drafts nothing.
+
+def mean_of_rows(load: Load, values: Array) -> Array:
+    """Returns f32[] the mean of values [B] over the live rows of all shards."""
+    total, rows = jax.lax.psum(
+        (jnp.where(load.live, values, 0).astype(jnp.float32).sum(), load.live.sum()), ROWS)
+    return total / jnp.maximum(rows, 1)
+
+
+def keep_within(spec: SpecConfig, tree: DraftTree, buckets: Sequence[Bucket]
+                ) -> tuple[Array, Array]:
+    """Keeps the likeliest nodes: at most `spec.nodes` a row, `spec.budget` in all, and what fits.
+
+    Every live row's root is kept. Survival never grows along a path and the sorts are stable, so
+    parents come before children, and the kept nodes are closed under parent.
+
+    Returns:
+      live bool[B, N]; the smallest bucket that holds them, i32[].
     """
-    planned = make_spec(0, 1, 1, 0) if spec is None else spec
-
-    def keep(state: SpecConfig, load: Load, spec: SpecConfig, tree: DraftTree,
-             buckets: tuple[Bucket, ...]) -> tuple[Array, Array]:
-        likely = tree.live & (tree.survival >= min_survival)
-        return keep_within(state, load, spec, tree.replace(live=likely), buckets)
-
-    def depth(state: SpecConfig, steps: int | None) -> SpecConfig:
-        return state.replace(steps=planned.steps if steps is None else jnp.int32(steps))
-
-    return Controller(init=lambda: planned, plan=lambda state, load: state,
-                      keep=keep, update=lambda state, launch: state, depth=depth,
-                      hold=lambda state, load: FOREVER)
-
-
-def keep_within(state: Any, load: Load, spec: SpecConfig, tree: DraftTree,
-                buckets: tuple[Bucket, ...]) -> tuple[Array, Array]:
-    """Keeps the likeliest nodes: at most `spec.nodes` a row and `spec.budget` in all.
-
-    What the largest bucket does not hold is dropped too. Every live row's root is kept. Parents
-    come before children because survival never grows along a path and the sorts are stable; so what
-    is kept is closed under parent.
-    """
-    score = jnp.where(tree.live, tree.survival, -1.0)
-    score = score.at[:, 0].set(jnp.where(tree.live[:, 0], jnp.inf, -1.0))
+    score = node_scores(tree, tree.survival)
     nodes = jnp.clip(spec.nodes, 1, buckets[-1].nodes)
-    live = tree.live & (place_in_row(score) < nodes)
+    live = tree.live & (rank_in_row(score) < nodes)
     flat = jnp.where(live, score, -1.0).reshape(-1)
     order = jnp.argsort(-flat, stable=True)
     overall = jnp.zeros_like(order).at[order].set(jnp.arange(flat.shape[0]))
@@ -125,17 +123,22 @@ def keep_within(state: Any, load: Load, spec: SpecConfig, tree: DraftTree,
     return live, smallest_bucket(live, buckets)
 
 
-def place_in_row(score: Array) -> Array:
-    """i32[B, N]: each entry's place when its row is sorted by falling score, ties by index."""
+def node_scores(tree: DraftTree, value: Array) -> Array:
+    """Returns f32[B, N]: `value` of live nodes, infinity for live roots, -1 for dead nodes."""
+    score = jnp.where(tree.live, value, -1.0)
+    return score.at[:, 0].set(jnp.where(tree.live[:, 0], jnp.inf, -1.0))
+
+
+def rank_in_row(score: Array) -> Array:
+    """Returns i32[B, N]: each entry's rank in its row by falling score, ties by index."""
     index = jnp.arange(score.shape[1])
     earlier = (index[None, :] < index[:, None])[None]
     mine, other = score[:, :, None], score[:, None, :]
     return ((other > mine) | ((other == mine) & earlier)).sum(2)
 
 
-def smallest_bucket(live: Array, buckets: tuple[Bucket, ...]) -> Array:
-    """Index of the first bucket that holds all live nodes; buckets are sorted by size."""
+def smallest_bucket(live: Array, buckets: Sequence[Bucket]) -> Array:
+    """Returns i32[] the first bucket that holds all live nodes; buckets are sorted by size."""
     total, widest = live.sum(), live.sum(1).max()
     fits = jnp.stack([(total <= b.packed) & (widest <= b.nodes) for b in buckets])
     return jnp.argmax(fits).astype(jnp.int32)
-

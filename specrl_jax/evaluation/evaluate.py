@@ -70,7 +70,7 @@ def evaluate(config: Config, actor: Actor, task: Task, progress: Progress) -> di
                       prompts=at_once, group=task.samples)
     progress.say(f"loading {actor.name}")
     sampler.publish(actor.params(mesh), actor.step)
-    sampler.compile(progress.say)
+    sampler.compile(progress.say, profile=False)
     tally = Tally(prompts, actor.source.tokenizer, task.samples)
     with progress:
         progress.phase("evaluating")

@@ -48,7 +48,7 @@ class Generator:
         self.sampler = Sampler(self.config, actor.source.arch, self.tokenizer.stop_ids, mesh,
                                prompts=self._shards, group=1)
         self.sampler.publish(actor.params(mesh), actor.step)
-        self.sampler.compile(say)
+        self.sampler.compile(say, profile=False)
         self._answers = 0
 
     def answer(self, prompt: str, system: str, *, write: Callable[[str], None]) -> Generation:
@@ -70,7 +70,7 @@ class Generator:
         shards = self._shards
         batch = PromptBatch([tokens] * shards, np.arange(shards), np.zeros(shards, np.int32))
         rollout, result = self.sampler.generate(
-            batch, "generate", self._answers, peek=stream.write_new)
+            batch, "generate", self._answers, on_chunk=stream.write_new)
         self._answers += 1
         counters, policy = result.counters, self.config.control.policy
         return Generation(

@@ -1,83 +1,67 @@
-"""What the controller chose in each launch of a rollout, what it was to take, and what it took.
+"""Metrics of the launches of a rollout: what was chosen, what that was to cost, what it cost."""
 
-Names under `time/` hold measured seconds; those under `control/` follow from the table of costs,
-with what rollouts taught of it, and the tokens alone.
-"""
-
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-CHOSEN = ("batch", "live", "context", "steps", "branch", "nodes", "width", "drafting", "switches",
-          "tokens", "predicted_tokens", "predicted_seconds", "spent_seconds", "off_seconds",
-          "fixed_seconds", "fixed_steps", "launch_rounds", "lag", "trial")
-AUDITED = ("seconds", "audit_off_seconds", "audit_off_tokens", "audit_fixed_seconds",
-           "audit_fixed_tokens")
+from specrl_jax.structs import LaunchRecord
+
 MOST = 512  # launches of a step that are recorded one by one
-DIGITS = 6  # significant ones
 LAUNCHES, MEASURED = "control/launches", "time/launches"
 
 
-def summary(trace: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Metrics of one rollout; {} where the controller explains nothing.
+def summary(trace: Sequence[LaunchRecord]) -> dict[str, Any]:
+    """Returns the metrics of one rollout; {} if it drafted nothing and predicted nothing.
 
-    `time/saved` is what the same tokens were to take without a draft less what they took,
-    `time/spent` what drafts and verifying them were to take beyond plain rounds, by the corrected
-    tables, and `time/regret` what was lost against the better of plain decoding and the best
-    constant depth, launch by launch; in a trial the latter is by the prices that it takes.
+    `time/saved` is the predicted seconds of the same tokens in plain rounds less what they took,
+    `time/spent` those of drafts and their verification beyond plain rounds, and `time/regret` the
+    seconds lost against plain rounds, launch by launch.
     """
-    if not trace or "predicted_seconds" not in trace[0]:
+    if not any(t.control or t.draft_rounds for t in trace):
         return {}
-    total = {name: float(sum(t[name] for t in trace)) for name in (*CHOSEN, "seconds")}
-    rounds = max(total["launch_rounds"], 1.0)
-    errors = [abs(t["predicted_seconds"] / t["seconds"] - 1) * t["seconds"] for t in trace]
-    return {
-        "control/draft_depth": _mean(trace, "steps", rounds),
-        "control/verify_tokens": _mean(trace, "width", rounds),
-        "control/drafting": _mean(trace, "drafting", rounds),
-        "control/switches": total["switches"],
-        "control/predicted_seconds": total["predicted_seconds"],
-        "control/plain_seconds": total["off_seconds"],
-        "control/fixed_seconds": total["fixed_seconds"],
-        "time/control_error": sum(errors) / total["seconds"],
-        "time/saved": total["off_seconds"] - total["seconds"],
-        "time/spent": total["spent_seconds"],
-        "time/regret": sum(max(0.0, t["seconds"] - min(t["off_seconds"], t["fixed_seconds"]))
-                           for t in trace),
-        LAUNCHES: [_rounded(t, CHOSEN) for t in trace[:MOST]],
-        MEASURED: [_rounded(t, AUDITED) for t in trace[:MOST]]}
+    rounds = max(sum(t.rounds for t in trace), 1)
+    found: dict[str, Any] = {
+        "control/draft_depth": sum(t.draft_steps for t in trace) / rounds,
+        "control/verify_tokens": sum(t.packed for t in trace) / rounds,
+        "control/drafting": sum(t.draft_rounds for t in trace) / rounds,
+        LAUNCHES: [chosen(t) for t in trace[:MOST]],
+        MEASURED: [{"seconds": _short(t.seconds)} for t in trace[:MOST]]}
+    found |= {f"control/{name}": sum(t.control.get(name, 0.0) for t in trace)
+              for name in trace[0].control}
+    if all("predicted_seconds" in t.control for t in trace):
+        took = sum(t.seconds for t in trace)
+        lost = [t.seconds - t.control["plain_seconds"] for t in trace]
+        found |= {
+            "time/cost_error": sum(abs(t.control["predicted_seconds"] - t.seconds)
+                                   for t in trace) / took,
+            "time/saved": -sum(lost), "time/regret": sum(max(0.0, s) for s in lost),
+            "time/spent": found["control/speculation_seconds"]}
+    return found
 
 
-def saved(trace: Sequence[Mapping[str, Any]], plain: Mapping[int, float], shards: int
-          ) -> dict[str, float]:
-    """`time/saved` by a start-up measure, for controllers that explain nothing; {} without it.
-
-    A launch's tokens were to take as many plain rounds as its live rows would have needed.
-
-    Args:
-      trace: of a rollout; its counters are sums over shards since the rollout began.
-      plain: seconds of a round without a draft, by batch size of a shard.
-    """
-    if not trace or not plain:
+def saved(trace: Sequence[LaunchRecord], plain: Mapping[int, float]) -> dict[str, float]:
+    """Returns `time/saved` for controllers that predict nothing, from the seconds of a plain round
+    by batch size: tokens were to cost as many plain rounds as the live rows would have needed."""
+    if not plain or not trace or "plain_seconds" in trace[0].control:
         return {}
-    total, before = 0.0, {"committed": 0, "row_rounds": 0, "rounds": 0}
-    for launch in trace:
-        tokens, rows, rounds = (launch[name] - before[name] for name in before)
-        live = rows * shards / max(rounds, 1)  # every shard counts its rounds
-        total += plain[launch["batch"]] * tokens / max(live, 1)
-        before = {name: launch[name] for name in before}
-    return {"time/saved": total - sum(launch["seconds"] for launch in trace)}
+    return {"time/saved": sum(plain[t.batch] * t.rounds * t.committed / max(t.row_rounds, 1)
+                              - t.seconds for t in trace)}
 
 
-def _mean(trace: Sequence[Mapping[str, Any]], name: str, rounds: float) -> float:
-    """Over rounds."""
-    return float(sum(t[name] * t["launch_rounds"] for t in trace) / rounds)
+def chosen(launch: LaunchRecord) -> dict[str, float]:
+    """Returns what one launch ran, means over its rounds, and what its controller reports."""
+    rounds = max(launch.rounds, 1)
+    found = {"batch": launch.batch, "rounds": launch.rounds, "tokens": launch.committed,
+             "live": launch.row_rounds / rounds, "draft_depth": launch.draft_steps / rounds,
+             "drafting": launch.draft_rounds / rounds, "verify_tokens": launch.packed / rounds,
+             "drafts": launch.drafted / max(launch.row_rounds, 1), **launch.control}
+    return {name: _short(value) for name, value in found.items()}
 
 
-def _rounded(launch: Mapping[str, Any], names: Iterable[str]) -> dict[str, float]:
-    return {name: float(f"{launch[name]:.{DIGITS}g}") for name in names if name in launch}
+def _short(value: float) -> float:
+    return float(f"{value:.6g}")
 
 
 def recorded(row: Mapping[str, Any]) -> list[dict[str, float]]:
-    """The launches of one line of metrics.jsonl, what was chosen and what was measured together."""
-    return [chosen | measured for chosen, measured in zip(
+    """Returns the launches of one line of metrics.jsonl, choices and seconds together."""
+    return [of | measured for of, measured in zip(
         row.get(LAUNCHES, []), row.get(MEASURED, []), strict=True)]

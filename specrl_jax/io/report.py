@@ -123,8 +123,7 @@ def totals(rows: Rows, samples: Rows) -> list[tuple[str, str]]:
         out += [("seconds of start-up", f"{starts:.0f}"),
                 ("measuring what rounds cost, of start-up and steps", f"{share:.1%}")]
     if np.isfinite(error := column(rows, "time/cost_error")).any():
-        out.append(("error of predicted costs on held-out launches",
-                    f"{error[np.isfinite(error)][-1]:.1%}"))
+        out.append(("error of the predicted seconds of launches", f"{np.nanmean(error):.1%}"))
     for name, key, form in (("tokens/s, mean", "rollout/tokens_per_second", "{:.0f}"),
                             ("accept length, mean", "rollout/accept_length", "{:.2f}"),
                             ("response length, mean", "response/length_mean", "{:.1f}")):
@@ -134,7 +133,8 @@ def totals(rows: Rows, samples: Rows) -> list[tuple[str, str]]:
         out.append(("seconds saved by speculation, predicted", f"{np.nansum(saved):.1f}"))
     if np.isfinite(lost := column(rows, "time/regret")).any():
         took = max(np.nansum(column(rows, "time/rollout")), 1e-9)
-        out.append(("regret of the controller, of rollouts", f"{np.nansum(lost) / took:.1%}"))
+        out.append(("seconds lost against plain decoding, of rollouts",
+                    f"{np.nansum(lost) / took:.1%}"))
     if np.isfinite(spent := column(rows, "time/distill")).any():
         out.append(("seconds spent on the drafter", f"{np.nansum(spent):.1f}"))
         out.append(("saved less spent", f"{column(rows, 'time/speculation_net')[-1]:+.1f}"))
@@ -188,13 +188,10 @@ def _figures(rows: Rows, samples: Rows) -> tuple[list[tuple[str, str]], list[tup
         ("loss", "loss", lambda ax: plot_line(ax, rows, "loss")),
     ]
     if any("control/draft_depth" in row for row in rows):
-        plots += [("draft depth and packed tokens over time", "control/draft_depth",
+        plots += [("draft depth and verified tokens over time", "control/draft_depth",
                    lambda ax: plot_setting(ax, rows)),
                   ("seconds saved, spent and lost by the controller", "time/saved",
                    lambda ax: plot_saved(ax, rows))]
-    if any("audit_off_seconds" in launch for row in rows for launch in recorded(row)):
-        plots.append(("audited rounds: what was chosen, off and the best constant depth",
-                      "control/draft_depth", lambda ax: plot_audits(ax, rows)))
     if any("time/speculation_net" in row for row in rows):
         plots.append(("seconds saved by speculation (estimated) less those spent on the drafter",
                       "time/speculation_net", lambda ax: plot_net(ax, rows)))
@@ -268,33 +265,17 @@ def plot_shares(ax: Axes, rows: Rows) -> None:
 
 def plot_setting(ax: Axes, rows: Rows) -> None:
     """Plots draft depth and packed tokens of each launch, or of each step."""
-    time, depth, width = [], [], []
+    place, depth, width = [], [], []
     for row in rows:
-        launches = recorded(row) or [{"steps": row.get("control/draft_depth", np.nan)}]
-        time += [row["step"] + i / len(launches) for i in range(len(launches))]
-        depth += [launch["steps"] for launch in launches]
-        width += [launch.get("width", np.nan) / launch.get("batch", 1) for launch in launches]
-    ax.step(time, depth, where="post", color=LINE, linewidth=0.8, label="draft depth")
-    ax.step(time, width, where="post", color="#efb118", linewidth=0.8,
-            label="packed tokens a slot")
+        launches = recorded(row) or [{"draft_depth": row.get("control/draft_depth", np.nan)}]
+        place += [row["step"] + i / len(launches) for i in range(len(launches))]
+        depth += [launch["draft_depth"] for launch in launches]
+        width += [launch.get("verify_tokens", np.nan) / launch.get("batch", 1)
+                  for launch in launches]
+    ax.step(place, depth, where="post", color=LINE, linewidth=0.8, label="draft depth")
+    ax.step(place, width, where="post", color="#efb118", linewidth=0.8,
+            label="verified tokens a slot")
     ax.set_ylim(bottom=0)
-    ax.legend(frameon=False, fontsize=8)
-
-
-def plot_audits(ax: Axes, rows: Rows) -> None:
-    """Plots tokens per second of each step's audited rounds and of their alternatives."""
-    audited = [[launch for launch in recorded(row) if "audit_off_seconds" in launch]
-               for row in rows]
-    for name, before, color in (("chosen", "", LINE), ("off", "audit_off_", "#9c9c9c"),
-                                ("best constant depth", "audit_fixed_", "#3ca951")):
-        tokens, seconds = (np.asarray([sum(launch[before + of] for launch in launches)
-                                       for launches in audited], float)
-                           for of in ("tokens", "seconds"))
-        ax.plot(column(rows, "step"), np.divide(
-            tokens, seconds, out=np.full(len(rows), np.nan), where=seconds > 0), ".-",
-            color=color, label=name)
-    ax.set_ylabel("tokens/s")
-    ax.grid(alpha=0.25)
     ax.legend(frameon=False, fontsize=8)
 
 

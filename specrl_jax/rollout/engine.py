@@ -15,37 +15,46 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from specrl_jax import sharding
 from specrl_jax.control import acceptance
-from specrl_jax.control.acceptance import Acceptance, Reliability
-from specrl_jax.control.packed import WORD, Packing
-from specrl_jax.rollout import audit as audits
-from specrl_jax.rollout import counted, lengths, lockstep, refill
+from specrl_jax.rollout import calibration, counted, refill
+from specrl_jax.rollout.calibration import Reliability
 from specrl_jax.rollout.decode_loop import launch
+from specrl_jax.rollout.host_view import Forecast, HostView, Timer
 from specrl_jax.rollout.layout import ROW, STATE, Layout, RolloutRequest, Shapes, pad
-from specrl_jax.rollout.round import Decoder
+from specrl_jax.rollout.plan import FREE, Decoder
 from specrl_jax.rollout.slots import EMPTY, Slots
 from specrl_jax.sharding import ROWS
-from specrl_jax.structs import Array, RolloutState, Sequences, SlotFill
+from specrl_jax.structs import (
+    Array,
+    ControlState,
+    DrafterParams,
+    LaunchRecord,
+    Params,
+    RolloutState,
+    Sequences,
+    SlotFill,
+    carrier,
+)
 
 MEMORY = 0.9  # weight that outcomes keep from rollout to rollout
 COMPILERS = 4  # programs compiled at once
-Outlook = dict[str, np.ndarray]
 CPU_OPTIONS = {"xla_cpu_prefer_vector_width": "512"}  # XLA's 256 makes one row's products slower
+UNFORCED = np.asarray([FREE, FREE], np.int32)
 
 
 @dataclasses.dataclass
 class Result:
-    """What a rollout made, as host arrays in canonical order, and what it cost."""
+    """What a rollout generated, as host arrays in canonical order, and what it cost."""
 
     sequences: Sequences
     counters: dict[str, int]
     seconds: float
     prefill_seconds: float
-    trace: list[dict[str, float]]  # of each launch: batch, seconds, counters so far, explanation
+    trace: list[LaunchRecord]
     by_drafter: dict[str, dict[str, int]]  # nodes drafted and accepted
     rule: str  # of verification
     calibration: Reliability  # of the estimates that drafts were chosen by
@@ -61,16 +70,13 @@ class Engine:
       stop: stop token ids.
       dtype: of the cache.
       past: K, earlier responses of a prompt that a drafter may read.
-      audit: every so many launches, off and the best constant depth are really run for a round.
     """
 
     def __init__(self, decoder: Decoder, mesh: Mesh, shapes: Shapes, stop: Sequence[int],
-                 dtype: Any = jnp.float32, past: int = 0, audit: int = 0) -> None:
+                 dtype: Any = jnp.float32, past: int = 0) -> None:
         self.decoder, self.mesh, self.shapes = decoder, mesh, shapes
-        self.audit = audit if decoder.controller.adaptive else 0
         self.layout = Layout(decoder, mesh, shapes, stop, dtype, past)
-        self.control = decoder.controller.init()  # on the host
-        self._packing = Packing(self.control)
+        self.control = decoder.controller.init(None)  # on the host
         drafter = decoder.drafter
         self.acceptance = acceptance.blank(len(drafter.names), drafter.depth)  # earlier rollouts
         self._programs: dict[Any, Any] = {}
@@ -80,33 +86,34 @@ class Engine:
 
     def compile(self, params: Any, drafter_params: Any = (),
                 report: Callable[[str], None] = lambda text: None) -> None:
-        """Compiles every program that `run` may call, so that nothing compiles after this."""
+        """Compiles every program that `run` may call, so nothing compiles after this."""
         shapes, whole, self._pool = self.shapes, P(), None
         full, replicated = self.layout.abstract(shapes.batch), sharding.replicated(self.mesh)
-        control = jax.ShapeDtypeStruct((self._packing.size,), WORD, sharding=replicated)
-        fill = self._rows_like(SlotFill(*(np.zeros(shapes.batch * shapes.shards, np.int32),) * 5))
+        control = self._like(jax.tree.map(np.asarray, self.control), replicated)
+        slots = np.zeros(shapes.batch * shapes.shards, np.int32)
+        fill = self._like(carrier(SlotFill, seq=slots, source=slots, copy=slots, root=slots,
+                                  length=slots))
         number = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated)
-        waiting = self._rows_like(np.zeros(shapes.shards, np.int32))
+        waiting = self._like(np.zeros(shapes.shards, np.int32))
+        force = jax.ShapeDtypeStruct((2,), jnp.int32, sharding=replicated)
         report(f"compiling rollouts of {', '.join(map(str, shapes.batches))} rows")
         for batch in shapes.batches:
             state = self.layout.abstract(batch)
             self._add(("launch", batch), self._launch,
-                      (whole, whole, STATE, whole, ROW, whole, whole), (STATE, whole, whole), (2,),
-                      params, drafter_params, state, control, waiting, number, number)
-            if self.audit:
-                self._add(("copy", batch), functools.partial(jax.tree.map, jnp.copy), (STATE,),
-                          STATE, (), state)
+                      (whole, whole, STATE, whole, ROW, whole, whole, whole),
+                      (STATE, whole, whole), (2,), params, drafter_params, state, control, waiting,
+                      number, number, force)
         self._add("copy_prompt", functools.partial(refill.copy_prompt, self.decoder, shapes.prompt),
                   (STATE, ROW), STATE, (0,), full, fill)
         for prompts, width in shapes.prefills:
-            tokens = self._rows_like(np.zeros((prompts * shapes.shards, width), np.int32))
-            length = self._rows_like(np.zeros(prompts * shapes.shards, np.int32))
+            tokens = self._like(np.zeros((prompts * shapes.shards, width), np.int32))
+            length = self._like(np.zeros(prompts * shapes.shards, np.int32))
             self._add(("prefill", prompts, width),
                       functools.partial(refill.prefill, self.decoder, shapes.prompt),
                       (whole, whole, STATE, ROW, ROW, ROW), STATE, (2,),
                       params, drafter_params, full, fill, tokens, length)
         for old, new in zip(shapes.batches, shapes.batches[1:], strict=False):
-            slots = self._rows_like(np.zeros(new * shapes.shards, np.int32))
+            slots = self._like(np.zeros(new * shapes.shards, np.int32))
             self._add(("select_rows", old), functools.partial(refill.select_rows, self.decoder),
                       (STATE, ROW), STATE, (), self.layout.abstract(old), slots)
         gather = jax.jit(lambda *x: x, out_shardings=replicated)
@@ -129,33 +136,36 @@ class Engine:
         jitted = jax.jit(mapped, donate_argnums=donate, out_shardings=out)
         self._programs[name] = jitted.lower(*args)
 
-    def _launch(self, params: Any, drafter_params: Any, state: RolloutState, control: Array,
-                *args: Any) -> tuple[RolloutState, Array, tuple[Any, ...]]:
-        """A launch and what the host must see of it, gathered from all shards.
+    def _launch(self, params: Params, drafter_params: DrafterParams, state: RolloutState,
+                control: ControlState, *args: Array
+                ) -> tuple[RolloutState, ControlState, tuple[Any, ...]]:
+        """Runs a launch; also returns what the host must see of it, gathered from all shards.
 
-        The controller's state comes and goes by itself, packed: it outlives rollouts.
+        The controller's state comes and goes by itself, because it outlives rollouts.
         """
-        state = state.replace(control=self._packing.unpack(control))
-        state = launch(self.decoder, params, drafter_params, state, *args)
+        state = launch(self.decoder, params, drafter_params, state.replace(control=control), *args)
         seen = (state.sequences.done, state.sequences.length, state.counters, state.seen)
-        return (state.replace(control=()), self._packing.pack(state.control, jnp),
+        return (state.replace(control=()), state.control,
                 jax.lax.all_gather(seen, ROWS, tiled=True))
 
     # State.
 
-    def _rows_like(self, tree: Any) -> Any:
-        place = sharding.rows(self.mesh)
-        return jax.tree.map(
-            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place), tree)
+    def _like(self, tree: Any, place: NamedSharding | None = None) -> Any:
+        """Returns abstract arrays, split over rows where `place` is None."""
+        place = sharding.rows(self.mesh) if place is None else place
+        return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place),
+                            tree)
 
     def put_rows(self, tree: Any) -> Any:
+        """Returns host arrays on the device, split over rows."""
         return sharding.put(sharding.rows(self.mesh), tree)
 
-    def everywhere(self, tree: Any) -> Any:
+    def replicate(self, tree: Any) -> Any:
+        """Returns host arrays on every device."""
         return sharding.put(sharding.replicated(self.mesh), tree)
 
     def begin(self, asked: RolloutRequest) -> RolloutState:
-        """The state in which no slot is filled yet, without the controller's."""
+        """Returns the state in which no slot is filled yet, without the controller's."""
         state = self.layout.host_state(asked, self.shapes.batch)
         kv, self._pool = self._pool, None
         kv = self._blank_kv() if kv is None else kv
@@ -166,14 +176,10 @@ class Engine:
         return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype, device=a.sharding),
                             self.layout.abstract_kv(self.shapes.batch))
 
-    def hand_on(self, other: "Engine") -> None:
-        """Gives the cache kept between rollouts to an engine of the same shapes, which drops its
-        own: engines that take turns need but one."""
-        other._pool, self._pool = self._pool, None
-
     # The rollout.
 
-    def run(self, params: Any, asked: RolloutRequest, drafter_params: Any = (), *, rounds: int = 32,
+    def run(self, params: Params, asked: RolloutRequest, drafter_params: DrafterParams = (), *,
+            rounds: int = 32, depth: int | None = None,
             progress: Callable[[int, int, int], None] = lambda done, total, tokens: None,
             peek: Callable[[np.ndarray, np.ndarray], None] | None = None) -> Result:
         """Generates all sequences of `asked`.
@@ -181,6 +187,7 @@ class Engine:
         Args:
           params: published, as `compile` saw them.
           rounds: R, rounds of a launch.
+          depth: of drafts, whatever the controller plans; None leaves it to the controller.
           progress: called after each launch with sequences done, their total, and tokens so far.
           peek: called after each launch with tokens i32[Q, T] and lengths i32[Q] so far, in the
             order of `asked`; for one process.
@@ -189,119 +196,89 @@ class Engine:
           ConfigError: a prompt is longer than P or a limit than T.
         """
         self.layout.check(asked)
-        s, began, prefill_seconds, trace = self.shapes, time.perf_counter(), 0.0, []
-        state, controller = self.begin(asked), self.decoder.controller
-        self.control = controller.begin(self.control, max(map(len, asked.prompts), default=0))
-        done = asked.limit.reshape(s.shards, s.sequences) == 0
-        slots = [Slots(s.batch, int((~of_shard).sum()), s.group) for of_shard in done]
-        outcomes = Acceptance(*(np.zeros((s.shards, *self.layout.cells), np.float32),) * 2)
-        batch, length = s.batch, np.zeros(done.size, np.int32)
-        past = lengths.of_past(asked.past, done.size // s.group)
-        outlook: Outlook = {}
-        while not done.all():
-            started = time.perf_counter()
-            if any(one.waiting for one in slots):
-                state = self._refill(state, params, drafter_params, asked, slots, done)
-            else:
-                state, batch = self._compact(state, slots, done, batch)
-            jax.block_until_ready(state.root)
-            prefill_seconds += time.perf_counter() - started
-            waiting = [one.waiting for one in slots]
-            smaller = self.shapes.smaller(batch) if not any(waiting) else 0
-            same = outlook if trace and trace[-1]["batch"] == batch else {}
-            before, outlook = outlook, self._outlook(same, asked.limit, past, length, done, batch,
-                                                     any(waiting), outcomes)
-            state = state.replace(**self._changed(before, outlook))
-            go = functools.partial(self.launch, batch, params, drafter_params,
-                                   waiting=np.asarray(waiting, np.int32), smaller=smaller)
-            audited = {}
-            if self.audit and len(trace) % self.audit == 0:
-                audited = audits.compare(go, self._programs["copy", batch], state, self.control,
-                                         trace[-1] if trace else None)
-            launched = time.perf_counter()
-            state, control, seen = go(state, self.control, rounds=1 if self.audit else rounds)
-            finished, length, counters, outcomes = jax.tree.map(np.asarray, seen)
-            done = finished.reshape(done.shape)
-            trace.append({"batch": batch, "seconds": time.perf_counter() - launched,
-                          **counted.totals(counters), **audited})
-            self.control = self._packing.unpack(np.asarray(control))
-            self._learn(trace[-1])
-            progress(int(done.sum()), done.size, int(length.sum()))
+        timer, view = Timer(), HostView(self.shapes, asked, self.layout.cells)
+        state, forecast = self.begin(asked), Forecast(asked, self.shapes.group)
+        force = UNFORCED if depth is None else np.asarray([depth, FREE], np.int32)
+        trace: list[LaunchRecord] = []
+        while not view.done.all():
+            with timer("prefill"):
+                state = self._fill_slots(state, params, drafter_params, asked, view)
+                jax.block_until_ready(state.root)
+            state = state.replace(**self._place(forecast.changes(view, self.acceptance)))
+            with timer("launch"):
+                state, control, seen = self.launch(
+                    view.batch, params, drafter_params, state, self.control, rounds=rounds,
+                    waiting=view.waiting, force=force,
+                    smaller=0 if view.waiting.any() else self.shapes.smaller(view.batch))
+                seen = jax.tree.map(np.asarray, seen)
+            trace.append(view.end_launch(seen, self.shapes.shards, self._agreed(timer.last)))
+            self.control, trace[-1].control = self.decoder.controller.end_chunk(
+                jax.tree.map(np.asarray, control), trace[-1])
+            progress(int(view.done.sum()), view.done.size, int(view.length.sum()))
             if peek is not None:
-                peek(np.asarray(state.sequences.tokens), length)
-        if controller.adaptive:
-            plain = lockstep.of_rollout(s, asked, length)
-            self.control = controller.end(self.control, trace, plain)
-        return self._result(state, batch, outcomes, trace, began, prefill_seconds)
+                peek(np.asarray(state.sequences.tokens), view.length)
+        return self._result(state, view, trace, timer)
 
-    def launch(self, batch: int, params: Any, drafter_params: Any, state: RolloutState,
-               control: Any, *, waiting: np.ndarray, rounds: int, smaller: int
-               ) -> tuple[RolloutState, Array, Any]:
-        """Runs a compiled launch, which uses up `state`: the new one, the controller's, packed, and
-        what the host sees."""
+    def launch(self, batch: int, params: Params, drafter_params: DrafterParams,
+               state: RolloutState, control: ControlState, *, waiting: np.ndarray, rounds: int,
+               smaller: int, force: np.ndarray = UNFORCED
+               ) -> tuple[RolloutState, ControlState, Any]:
+        """Runs a compiled launch, which uses up `state`.
+
+        Returns:
+          The new state, the controller's, and what the host sees: done, lengths, counters and
+          outcomes of drafts.
+        """
         whole = sharding.replicated(self.mesh)
         args = sharding.arguments(
-            (whole, sharding.rows(self.mesh), whole, whole),
-            (self._packing.pack(control), waiting, np.int32(rounds), np.int32(smaller)))
+            (whole, sharding.rows(self.mesh), whole, whole, whole),
+            (jax.tree.map(np.asarray, control), waiting, np.int32(rounds), np.int32(smaller),
+             force))
         return self._programs["launch", batch](params, drafter_params, state, *args)
 
     def shrink(self, batch: int, state: RolloutState, slots: np.ndarray) -> RolloutState:
-        """The state of the next smaller batch, with `slots` i32[shards * rows] of each shard."""
+        """Returns the state of the next smaller batch, with `slots` i32[shards * rows]."""
         return self._programs["select_rows", batch](state, self.put_rows(slots))
 
-    def _learn(self, launch: dict[str, Any]) -> None:
-        """The controller's turn between launches; `launch` gets its explanation."""
-        controller = self.decoder.controller
-        if controller.adaptive:
-            if jax.process_count() > 1:
-                seconds = np.float32(launch["seconds"])
-                launch["seconds"] = float(multihost_utils.broadcast_one_to_all(seconds))
-            launch |= controller.explain(self.control, launch)
-        self.control = controller.update(self.control, launch)
-
-    def _outlook(self, same: Outlook, limit: np.ndarray, past: np.ndarray, length: np.ndarray,
-                 done: np.ndarray, batch: int, waiting: bool, outcomes: Acceptance) -> Outlook:
-        """What a state holds of the future: survival of drafts; for a controller that looks at time
-        expected lengths and weights of all sequences, too. While some wait, tokens are alike."""
-        controller, estimate = self.decoder.controller, acceptance.table(self.acceptance, outcomes)
-        outlook = {"estimate": estimate}
-        if not controller.adaptive:
-            return outlook
-        if same and not controller.weighs:  # a plan asks what is left but once a batch size
-            return outlook | {name: same[name] for name in ("expected", "weight")}
-        expected = lengths.expected(limit, length, done.reshape(-1), past, self.shapes.group)
-        weight = np.ones_like(expected) if waiting else lengths.weights(
-            functools.partial(controller.weigh, self.control, batch), expected - length, ~done)
-        return outlook | {"expected": expected, "weight": weight}
-
-    def _changed(self, before: Outlook, now: Outlook) -> dict[str, Array]:
-        """Of the host arrays `now` those that differ from `before`: a launch hands on what it was
-        given."""
-        new = {name: a for name, a in now.items()
-               if name not in before or not np.array_equal(a, before[name])}
+    def _place(self, fields: dict[str, np.ndarray]) -> dict[str, Array]:
+        """Returns host arrays of a state's fields on the device; all but `estimate` are by row."""
         whole, rows = sharding.replicated(self.mesh), sharding.rows(self.mesh)
-        return sharding.arguments({n: whole if n == "estimate" else rows for n in new}, new)
+        return sharding.arguments({n: whole if n == "estimate" else rows for n in fields}, fields)
 
-    def _result(self, state: RolloutState, batch: int, outcomes: Acceptance,
-                trace: list[dict[str, Any]], began: float, prefill_seconds: float) -> Result:
-        """Collects what was made, and keeps what later rollouts use."""
+    def _agreed(self, seconds: float) -> float:
+        """Returns process 0's seconds, because controllers of all processes must decide alike."""
+        if jax.process_count() == 1:
+            return seconds
+        return float(multihost_utils.broadcast_one_to_all(np.float32(seconds)))
+
+    def _result(self, state: RolloutState, view: HostView, trace: list[LaunchRecord], timer: Timer
+                ) -> Result:
+        """Collects what was generated, and keeps what later rollouts use."""
         sequences, counters = jax.tree.map(
             np.asarray, self._programs["collect"](state.sequences, state.counters))
-        if batch == self.shapes.batch:
+        if view.batch == self.shapes.batch:
             self._pool = state.cache.kv
-        judged = acceptance.calibration(outcomes, acceptance.table(
-            self.acceptance, jax.tree.map(np.zeros_like, outcomes)))
-        self.acceptance = acceptance.merge(self.acceptance, outcomes, MEMORY)
+        judged = calibration.judge(view.outcomes, acceptance.table(
+            self.acceptance, jax.tree.map(np.zeros_like, view.outcomes)))
+        self.acceptance = acceptance.merge(self.acceptance, view.outcomes, MEMORY)
         return Result(sequences=sequences, counters=counted.totals(counters), trace=trace,
                       by_drafter=counted.by_drafter(counters, self.decoder.drafter.names),
                       calibration=judged, rule=self.decoder.rule,
-                      seconds=time.perf_counter() - began, prefill_seconds=prefill_seconds)
+                      seconds=time.perf_counter() - timer.began,
+                      prefill_seconds=timer.seconds["prefill"])
 
-    def _refill(self, state: RolloutState, params: Any, drafter_params: Any, asked: RolloutRequest,
-                slots: list[Slots], done: np.ndarray) -> RolloutState:
+    def _fill_slots(self, state: RolloutState, params: Params, drafter_params: DrafterParams,
+                    asked: RolloutRequest, view: HostView) -> RolloutState:
+        """Seats waiting sequences, or moves to a smaller batch where none wait."""
+        if view.waiting.any():
+            return self._refill(state, params, drafter_params, asked, view.slots, view.done)
+        return self._compact(state, view)
+
+    def _refill(self, state: RolloutState, params: Params, drafter_params: DrafterParams,
+                asked: RolloutRequest, slots: list[Slots], done: np.ndarray) -> RolloutState:
         """Seats waiting sequences until no slot is free or none waits.
 
-        Prompts are run in the largest numbers that are compiled and need no padding, which costs as
+        Prompts run in the largest compiled batches that need no padding, because padding costs as
         much as prompts do; of several shards, those with fewer new prompts are padded.
         """
         s = self.shapes
@@ -315,8 +292,8 @@ class Engine:
             ends = [[asked.prompts[i * per_shard + q // s.group] if q != EMPTY else [0]
                      for q in plan.seq] for i, plan in enumerate(plans)]
             flat = [prompt for rows in ends for prompt in rows]
-            fill = self.put_rows(SlotFill(
-                seq=np.concatenate([p.seq for p in plans]),
+            fill = self.put_rows(carrier(
+                SlotFill, seq=np.concatenate([p.seq for p in plans]),
                 source=np.concatenate([p.source for p in plans]),
                 copy=np.concatenate([p.copy for p in plans]),
                 root=np.asarray([p[-1] for p in flat], np.int32),
@@ -324,9 +301,9 @@ class Engine:
             state = self._seat(state, params, drafter_params, fill, tokens)
         return state
 
-    def _seat(self, state: RolloutState, params: Any, drafter_params: Any, fill: SlotFill,
-              tokens: list[list[Sequence[int]]]) -> RolloutState:
-        """One prefill of what is new, in the smallest shape that holds every shard's, or a copy."""
+    def _seat(self, state: RolloutState, params: Params, drafter_params: DrafterParams,
+              fill: SlotFill, tokens: list[list[Sequence[int]]]) -> RolloutState:
+        """Prefills new prompts in the smallest shape that holds every shard's, or copies slots."""
         most = max(map(len, tokens))
         if most == 0:
             return self._programs["copy_prompt"](state, fill)
@@ -336,15 +313,14 @@ class Engine:
         program = self._programs["prefill", count, width]
         return program(params, drafter_params, state, fill, *self.put_rows(pad(padded, width)))
 
-    def _compact(self, state: RolloutState, slots: list[Slots], done: np.ndarray, batch: int
-                 ) -> tuple[RolloutState, int]:
+    def _compact(self, state: RolloutState, view: HostView) -> RolloutState:
         """Moves to smaller batches while every shard's live rows fit."""
-        live = max(one.live(d) for one, d in zip(slots, done, strict=True))
-        while self.shapes.smaller(batch) >= live:
-            smaller = self.shapes.smaller(batch)
-            if batch == self.shapes.batch:
+        shards = list(zip(view.slots, view.done, strict=True))
+        live = max(one.live(d) for one, d in shards)
+        while (smaller := self.shapes.smaller(view.batch)) >= live:
+            if view.batch == self.shapes.batch:
                 self._pool = state.cache.kv
-            taken = [one.compact(smaller, d) for one, d in zip(slots, done, strict=True)]
-            state = self.shrink(batch, state, np.concatenate(taken))
-            batch = smaller
-        return state, batch
+            taken = [one.compact(smaller, d) for one, d in shards]
+            state = self.shrink(view.batch, state, np.concatenate(taken))
+            view.batch = smaller
+        return state

@@ -16,7 +16,7 @@ from specrl_jax.config import RolloutConfig, check
 from specrl_jax.control import acceptance
 from specrl_jax.control.acceptance import Acceptance
 from specrl_jax.draft.protocol import RolloutInfo
-from specrl_jax.rollout.round import Decoder
+from specrl_jax.rollout.plan import Decoder
 from specrl_jax.sharding import ROWS
 from specrl_jax.structs import Cache, Counters, RolloutState, Sampling, Sequences, carrier
 
@@ -27,7 +27,7 @@ ROW = P(ROWS)
 STATE = carrier(
     RolloutState, cache=ROW, root=ROW, seq=ROW,
     sampling=carrier(Sampling, temperature=ROW, top_p=ROW, top_k=ROW, limit=ROW, key=ROW, stop=P()),
-    sequences=ROW, draft=ROW, control=P(), expected=ROW, weight=ROW,
+    sequences=ROW, draft=ROW, control=P(), expected=ROW,
     estimate=P(), seen=ROW, counters=ROW)
 """How a state is split over the data axes; `tensor` also splits the cache's heads."""
 
@@ -219,7 +219,7 @@ class Layout:
             RolloutState, cache=carrier(Cache, kv=(), length=zero(rows)), root=zero(rows),
             seq=np.full(rows, s.sequences, np.int32), sampling=sampling, sequences=sequences,
             draft=self.decoder.drafter.init(info), control=(),
-            expected=asked.limit.astype(np.float32), weight=np.ones(total, np.float32),
+            expected=asked.limit.astype(np.float32),
             estimate=np.zeros(self.cells, np.float32),
             seen=carrier(Acceptance, tried=outcomes, hit=outcomes),
             counters=carrier(Counters, **counters))

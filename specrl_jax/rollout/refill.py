@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from specrl_jax.model import invariant, transformer
 from specrl_jax.model.rows import for_rows
-from specrl_jax.rollout.round import Decoder
+from specrl_jax.rollout.plan import Decoder
 from specrl_jax.structs import (
     Array,
     Cache,

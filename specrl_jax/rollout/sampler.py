@@ -16,9 +16,9 @@ from jax.sharding import Mesh
 from specrl_jax import prng, sharding
 from specrl_jax.config import Config, check
 from specrl_jax.control import cost_file, registry
-from specrl_jax.control.acceptance import Reliability
-from specrl_jax.control.cost_file import Record
-from specrl_jax.control.cost_model import bucket_ladder
+from specrl_jax.control.buckets import bucket_table
+from specrl_jax.control.cost_model import plain_round_seconds
+from specrl_jax.control.protocol import Limits
 from specrl_jax.draft import registry as drafters
 from specrl_jax.io import launches
 from specrl_jax.io.checkpoint import loud
@@ -27,11 +27,12 @@ from specrl_jax.model import architecture, invariant
 from specrl_jax.model.architecture import Architecture
 from specrl_jax.model.tokenizer import Tokenizer
 from specrl_jax.model.transformer import Params
-from specrl_jax.rollout import profile
+from specrl_jax.rollout import profile as profiling
+from specrl_jax.rollout.calibration import Reliability
 from specrl_jax.rollout.engine import Engine, Result
 from specrl_jax.rollout.layout import Shapes, pad, request
+from specrl_jax.rollout.plan import Decoder
 from specrl_jax.rollout.prompts import PromptBatch
-from specrl_jax.rollout.round import Decoder
 from specrl_jax.structs import DrafterParams, Metrics, Rollout, carrier
 from specrl_jax.verify.registry import RULES
 
@@ -67,13 +68,15 @@ class Sampler:
             group=group, prompt=config.rollout.max_prompt_tokens,
             response=config.rollout.max_new_tokens, shards=shards, depth=drafter.depth,
             min_batch=config.rollout.min_batch)
-        least = shapes.batches[-1]
-        ladders = {rows: bucket_ladder(rows, drafter.nodes, config.spec.max_packed, rows == least)
-                   for rows in shapes.batches}
-        controller = registry.make(
-            config.control, config.spec, config.draft.mix or (1.0,) * len(drafter.names),
-            ladders=ladders, longest=shapes.longest, depth=drafter.depth, seed=config.seed)
-        decoder = Decoder(arch, drafter, controller, config.spec.max_packed, least,
+        smallest = shapes.batches[-1]
+        limits = Limits(
+            depth=drafter.depth, branch=config.spec.max_branch, nodes=config.spec.max_nodes,
+            mix=config.draft.mix or (1.0,) * len(drafter.names), longest=shapes.longest,
+            buckets={rows: bucket_table(rows, drafter.nodes, config.spec.max_packed,
+                                        rows == smallest) for rows in shapes.batches},
+            seed=config.seed)
+        controller = registry.make(config.control, config.spec, limits)
+        decoder = Decoder(arch, drafter, controller, config.spec.max_packed, smallest,
                           rule=config.spec.rule,
                           truncates=config.rollout.top_k > 0 or config.rollout.top_p < 1)
         if config.model.numerics == "invariant":
@@ -82,15 +85,15 @@ class Sampler:
                                           implementation=invariant.IMPLEMENTATION)
         dtype = jnp.dtype(config.model.dtype)
         past = config.spec.history_past if drafter.depth else 0
-        self.engine = Engine(decoder, mesh, shapes, stop, dtype, past, config.control.audit)
-        self.cost_record: Record | None = None  # cost table of a controller that reads one
-        self.plain_round_seconds: dict[int, float] = {}  # by batch size, for other controllers
-        self.profiling_seconds = 0.0  # spent on reading or measuring these
+        self.engine = Engine(decoder, mesh, shapes, stop, dtype, past)
+        self.plain_round_seconds: dict[int, float] = {}  # by batch size, where costs are known
+        self.profiling_seconds = 0.0  # spent on reading or measuring costs
+        self._depth: int | None = None  # of drafts, whatever the controller plans
         self.control_restored = False  # the controller's state is a checkpoint's
         self._cast = publisher(arch, mesh, dtype)
         self.params: Params = {}  # as published
         self.drafter_params: DrafterParams = ()  # bound to them
-        self.drafter_weights = self.engine.everywhere(self.drafters.weights)  # of each part
+        self.drafter_weights = self.engine.replicate(self.drafters.weights)  # of each part
         warn_of_broken(self.drafters.weights, warn)
         self.version, self.drafter_version = -1, 0
         self.broken = False  # a rollout found non-finite draft scores and switched drafting off
@@ -124,36 +127,44 @@ class Sampler:
 
     def draft_to(self, depth: int | None) -> None:
         """Forces the draft depth of all rounds; None lets the controller choose again."""
-        engine = self.engine
-        engine.control = engine.decoder.controller.depth(engine.control, depth)
+        self._depth = depth
 
-    def compile(self, report: Callable[[str], None] = lambda text: None) -> None:
-        """Compiles all programs and runs each small one once, so that nothing compiles later.
+    def compile(self, report: Callable[[str], None] = lambda text: None, profile: bool = True
+                ) -> None:
+        """Compiles all programs and runs each small one once: nothing compiles after this.
 
-        Reads or measures the costs of rounds too, unless a frozen clock restored them.
+        Args:
+          profile: whether to measure what rounds cost if nothing is stored for this device.
+            Without costs, a controller goes by the ratios of a default table.
         """
         self.engine.compile(self.params, self.drafter_params, report=report)
-        control, began = self.config.control, time.perf_counter()
-        adaptive, frozen = self.engine.decoder.controller.adaptive, control.clock == "frozen"
-        if adaptive and not (self.control_restored and frozen):
-            # A run with a frozen clock is there to be repeated, so its table may be of any age.
-            since = 0.0 if frozen else time.time() - cost_file.FRESH
-            self.price_rounds(control.cost_table, report, since)
-        elif not adaptive and self.engine.decoder.drafter.depth:
-            self.plain_round_seconds = profile.plain(
-                self.engine, self.params, self.drafter_params,
-                self.config.rollout.rounds_per_launch)
+        began = time.perf_counter()
+        if self.engine.decoder.drafter.depth:
+            self._find_costs(report, profile)
         self.profiling_seconds = time.perf_counter() - began
         shapes = self.engine.shapes
         limit = np.ones(shapes.sequences * shapes.shards, np.int32)
         self.probe([[0, 0]], limit)
 
-    def price_rounds(self, path: str, report: Callable[[str], None] = lambda text: None,
-                     since: float = 0.0) -> None:
-        """Gives the controller a table of the costs of rounds, see profile.priced."""
-        self.engine.control, self.cost_record = profile.priced(
-            self.engine, self.params, self.drafter_params, path, self._draft_settings(), report,
-            since)
+    def _find_costs(self, report: Callable[[str], None], measure: bool) -> None:
+        """Gives the controller what rounds cost, as stored for this device or measured now.
+
+        A restored controller keeps its own costs on a device whose costs are known, and on every
+        device if control.cost_updates is off.
+        """
+        engine, control = self.engine, self.config.control
+        online = control.cost_updates == "online"
+        since = time.time() - cost_file.FRESH if online else 0.0
+        costs = profiling.stored(engine, control.cost_table, self._draft_settings(), since)
+        keeps = self.control_restored and (costs is not None or not online)
+        if costs is None and measure and not keeps:
+            report("measuring what rounds cost")
+            costs = profiling.measured(engine, self.params, self.drafter_params,
+                                       control.cost_table, self._draft_settings())
+        if costs is not None:
+            self.plain_round_seconds = plain_round_seconds(costs, profiling.limits_of(engine))
+            if not keeps:
+                engine.control = engine.decoder.controller.init(costs)
 
     def probe(self, prompts: Sequence[Sequence[int]], limit: np.ndarray, depth: int | None = None
               ) -> Result:
@@ -167,11 +178,10 @@ class Sampler:
         count = len(limit) // self.group
         batch = PromptBatch([prompts[i % len(prompts)] for i in range(count)], np.arange(count),
                             np.zeros(count, np.int32))
-        before = self.engine.control, self.engine.acceptance
-        if depth is not None:
-            self.draft_to(depth)
+        before = self.engine.control, self.engine.acceptance, self._depth
+        self._depth = self._depth if depth is None else depth
         _, result = self.generate(batch, PROBE_STREAM, 0, limit=limit)
-        self.engine.control, self.engine.acceptance = before
+        self.engine.control, self.engine.acceptance, self._depth = before
         return result
 
     def _draft_settings(self) -> dict[str, Any]:
@@ -213,7 +223,7 @@ class Sampler:
             wanted.limit = np.minimum(wanted.limit, limit).astype(np.int32)
         result = self.engine.run(
             self.params, wanted, self.drafter_params, progress=progress, peek=on_chunk,
-            rounds=self.config.rollout.rounds_per_launch)
+            rounds=self.config.rollout.rounds_per_launch, depth=self._depth)
         if result.counters["broken"] and stream != PROBE_STREAM:
             self._warn(f"speculation is off: scores of drafter version {self.drafter_version} are "
                        "not finite; train it again, or choose another spec.drafter")
@@ -227,7 +237,7 @@ class Sampler:
                  occurrence: np.ndarray, sample: np.ndarray) -> Rollout:
         tokens, length = pad(prompts, self.engine.shapes.prompt)
         s = result.sequences
-        last = np.take_along_axis(s.tokens, np.maximum(s.length - 1, 0)[:, None], 1)[:, 0]
+        last = np.asarray(s.tokens)[np.arange(len(ids)), np.maximum(s.length - 1, 0)]
         return carrier(
             Rollout,
             prompt=np.repeat(tokens, self.group, 0), prompt_length=np.repeat(length, self.group),

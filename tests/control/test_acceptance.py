@@ -9,6 +9,7 @@ import pytest
 
 from specrl_jax.control import acceptance
 from specrl_jax.control.acceptance import BINS, Acceptance
+from specrl_jax.rollout.calibration import judge
 from specrl_jax.structs import DraftTree, Frontier, Path, Verdict
 
 DEPTH = 3
@@ -122,7 +123,7 @@ def test_calibration_error_is_the_mean_gap() -> None:
     tried[..., 7], hit[..., 7] = 10, 9
     estimate = np.zeros((1, 1, BINS))
     estimate[..., 3], estimate[..., 7] = 0.4, 1.0
-    found = acceptance.calibration(seen(tried, hit), estimate)
+    found = judge(seen(tried, hit), estimate)
     assert found.tried[3] == 30 and found.accepted[3] == 0.5
     assert found.accepted[7] == pytest.approx(0.9)
     assert found.predicted[[3, 7]] == pytest.approx([0.4, 1.0])

@@ -1,4 +1,4 @@
-"""What is kept of the drafts, and the bucket it goes into."""
+"""What is kept of drafts and in which bucket, and controllers by name."""
 
 import functools
 from typing import Any
@@ -7,20 +7,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from control_cases import LADDER, random_tree
+from control_cases import BUCKETS, LADDER, LIMITS, load, random_tree
 
-from specrl_jax.config import ControlConfig, SpecOptions
-from specrl_jax.control import protocol, registry
-from specrl_jax.control.protocol import Bucket, make_spec
-from specrl_jax.structs import DraftTree, Load, SpecConfig
+from specrl_jax.config import ConfigError, ControlConfig, SpecOptions
+from specrl_jax.control import fixed, registry
+from specrl_jax.control.buckets import Bucket
+from specrl_jax.control.protocol import Controller, Limits, Plan, keep_within, make_spec
+from specrl_jax.control.registry import register_controller
+from specrl_jax.structs import DraftTree, SpecConfig
 
 NARROW = (Bucket(4, 1), Bucket(10, 4))  # too small for all that may be drafted
-
-
-def load(live: Any) -> Load:
-    live = jnp.asarray(live)
-    return Load(live=live, length=live * jnp.int32(3), expected_left=jnp.ones(live.shape),
-                room=live * jnp.int32(9), weight=jnp.ones(live.shape))
 
 
 def brute_force(tree: DraftTree, nodes: int, budget: int) -> np.ndarray:
@@ -39,12 +35,12 @@ def brute_force(tree: DraftTree, nodes: int, budget: int) -> np.ndarray:
 
 @functools.partial(jax.jit, static_argnums=2)
 def keep(spec: SpecConfig, tree: DraftTree, ladder: tuple[Bucket, ...]) -> Any:
-    return protocol.fixed().keep(spec, load(tree.live[:, 0]), spec, tree, ladder)
+    return keep_within(spec, tree, ladder)
 
 
 @pytest.mark.parametrize("ladder", [LADDER, NARROW], ids=["wide", "narrow"])
 @pytest.mark.parametrize("seed", range(30))
-def test_keep_equals_brute_force_and_is_closed_under_parent(
+def test_keep_within_equals_brute_force(
         seed: int, ladder: tuple[Bucket, ...]) -> None:
     rng = np.random.default_rng(seed)
     tree, nodes, budget = random_tree(rng), int(rng.integers(0, 8)), int(rng.integers(0, 20))
@@ -61,43 +57,69 @@ def test_keep_equals_brute_force_and_is_closed_under_parent(
     assert int(bucket) == fits.index(True)
 
 
-def test_unlikely_nodes_are_not_kept() -> None:
+def test_fixed_drops_unlikely_nodes() -> None:
     tree = random_tree(np.random.default_rng(1))
-    controller = protocol.fixed(min_survival=0.4)
+    controller = fixed.fixed(min_survival=0.4)
     spec = make_spec(3, 2, 7, 0)
-    live, _ = controller.keep(spec, load(tree.live[:, 0]), spec, tree, LADDER)
+    live, _ = controller.keep(spec, Plan(spec, jnp.int32(1)), load(4), tree, LADDER)
     np.testing.assert_array_equal(live, tree.live & (tree.survival >= 0.4))
     assert 0 < live.sum() < tree.live.sum()
 
 
-def test_off_plans_nothing() -> None:
-    spec = protocol.off().plan((), load([True, False]))
-    assert (int(spec.steps), int(spec.nodes)) == (0, 1)
+def test_off_plans_no_draft() -> None:
+    plan = fixed.off().plan((), load())
+    assert (int(plan.spec.steps), int(plan.spec.nodes)) == (0, 1)
 
 
 def test_fixed_plans_its_state() -> None:
     controller = registry.make(ControlConfig(policy="fixed"), SpecOptions(
-        depth=3, branch=2, nodes=6, budget=11))
-    spec = controller.plan(controller.init(), load([True, True]))
+        depth=3, branch=2, nodes=6, budget=11), LIMITS)
+    spec = controller.plan(controller.init(None), load()).spec
     assert [int(x) for x in (spec.steps, spec.branch, spec.nodes, spec.budget)] == [3, 2, 6, 11]
-    other = make_spec(1, 1, 2, 0)
-    assert int(controller.plan(other, load([True])).steps) == 1
-
-
-def test_a_depth_can_be_held_and_given_back() -> None:
-    options = SpecOptions(depth=3, branch=2, nodes=6)
-    fixed = registry.make(ControlConfig(policy="fixed"), options)
-    held = fixed.depth(fixed.init(), 0)
-    assert int(fixed.plan(held, load([True])).steps) == 0
-    free = fixed.plan(fixed.depth(held, None), load([True]))
-    assert (int(free.steps), int(free.nodes)) == (3, 6)
-    clever = registry.make(ControlConfig(policy="bandit"), options)
-    before = clever.init()
-    assert clever.depth(before, 2).force.tolist() == [2, -1]
-    assert clever.depth(clever.depth(before, 2), None).force.tolist() == before.force.tolist()
+    assert int(controller.plan(make_spec(1, 1, 2, 0), load()).spec.steps) == 1
 
 
 @pytest.mark.parametrize("control,drafter", [("off", "history"), ("fixed", "off")])
-def test_off_by_either_name_is_off(control: str, drafter: str) -> None:
-    controller = registry.make(ControlConfig(policy=control), SpecOptions(drafter=drafter))
-    assert int(controller.plan(controller.init(), load([True])).steps) == 0
+def test_off_by_either_name_drafts_nothing(control: str, drafter: str) -> None:
+    controller = registry.make(ControlConfig(policy=control), SpecOptions(drafter=drafter), LIMITS)
+    assert int(controller.plan(controller.init(None), load()).spec.steps) == 0
+
+
+@register_controller("test_one_step")
+def one_step(control: ControlConfig, spec: SpecOptions, limits: Limits) -> Controller:
+    """A controller of one's own: init and plan are enough."""
+    return Controller(init=lambda costs: (), plan=lambda state, load: Plan(
+        make_spec(1, limits.branch, limits.nodes, 0, limits.mix), jnp.int32(1)))
+
+
+@pytest.mark.parametrize("policy", ["test_one_step", f"{__name__}:one_step"])
+def test_registry_makes_a_registered_controller(policy: str) -> None:
+    made = registry.make(ControlConfig(policy=policy), SpecOptions(), LIMITS)
+    assert int(made.plan(made.init(None), load()).spec.steps) == 1
+    live, bucket = made.keep((), made.plan((), load()), load(), random_tree(
+        np.random.default_rng(0)), BUCKETS[8])
+    assert live.any() and 0 <= int(bucket) < 3
+
+
+@pytest.mark.parametrize("policy,reason", [
+    ("best", "choose one of off, fixed, budget, respec"), ("no.such:thing", "No module"),
+    ("math:no_such", "no_such")])
+def test_registry_refuses_unknown_names_in_one_line(policy: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=f"control.policy = '{policy}'.*{reason}") as error:
+        registry.make(ControlConfig(policy=policy), SpecOptions(), LIMITS)
+    assert "\n" not in str(error.value)
+
+
+def test_registry_refuses_a_name_that_is_taken() -> None:
+    with pytest.raises(ConfigError, match="control.policy = 'budget': is registered already"):
+        register_controller("budget")(one_step)
+
+
+@pytest.mark.parametrize("changes,name", [
+    ({"policy": ""}, "control.policy"), ({"cost_updates": "wall"}, "control.cost_updates"),
+    ({"settings": ("4x1",)}, "control.settings"), ({"settings": ("0x1x2",)}, "control.settings"),
+    ({"length_weight": 2.0}, "control.length_weight"), ({"min_survival": -1.0}, "min_survival")])
+def test_config_refuses_bad_control_options(changes: dict[str, Any], name: str) -> None:
+    with pytest.raises(ConfigError, match=name) as error:
+        ControlConfig(**changes)
+    assert "\n" not in str(error.value)

@@ -268,7 +268,7 @@ def weights(trainer: Trainer) -> Any:
 
 
 def put(trainer: Trainer, tree: Any) -> Any:
-    return trainer.sampler.engine.everywhere(tree)
+    return trainer.sampler.engine.replicate(tree)
 
 
 def published(trainer: Trainer, **head: Any) -> None:

@@ -44,11 +44,11 @@ class Bench:
         self.task, self.course = make_task(), Course(NODES, DEPTH)
         self.plain = make_engine(ARCH, self.task, batch=5, truncates=True)
         self.plain.compile(PARAMS)
-        self.replaying = make_engine(
+        self.replay_params = make_engine(
             ARCH, self.task, drafter=replay(depth=DEPTH, nodes=NODES, vocab=V), batch=4,
             min_batch=2, past=self.task.group, controller=wandering(self.course),
             truncates=True)
-        self.replaying.compile(PARAMS, self.knobs(0))
+        self.replay_params.compile(PARAMS, self.knobs(0))
 
     def knobs(self, corruption: float, cost: int = 0) -> Any:
         place = sharding.replicated(sharding.make_mesh(MeshConfig()))
@@ -60,10 +60,10 @@ class Bench:
     def run(self, record: Result, corruption: float, cost: int = 0, hold: Any = WHOLE, **mix: Any
             ) -> Result:
         self.course.hold = hold
-        self.replaying.control = self.course.draw()
+        self.replay_params.control = self.course.draw()
         past = np.where(said(record), record.sequences.tokens, -1).astype(np.int32)
         asked = ask(self.task, past=past.reshape(-1, self.task.group, past.shape[1]), **mix)
-        return self.replaying.run(PARAMS, asked, self.knobs(corruption, cost), rounds=2)
+        return self.replay_params.run(PARAMS, asked, self.knobs(corruption, cost), rounds=2)
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +85,7 @@ def test_no_corruption_changes_a_token(bench: Bench, mix: dict[str, Any]) -> Non
     for corruption in (0.0, 0.3, 1.0):
         result = bench.run(plain, corruption, hold=None, seed=1, **mix)
         assert streams(result) == streams(plain)
-        batches |= {entry["batch"] for entry in result.trace}
+        batches |= {launch.batch for launch in result.trace}
     assert "limit" not in mix or batches == {4, 2}
     assert streams(bench.run(bench.record(seed=2), 0.0, seed=1, **mix)) == streams(plain)
 

@@ -17,14 +17,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from control_cases import priced
+from control_cases import limits_of, made_up
 from distribution_checks import distribution
 from helpers import Task, ask, make_engine, tiny_arch, tiny_params
 from scipy import stats
 
 from specrl_jax.config import ControlConfig, SpecOptions
-from specrl_jax.control import protocol, registry
-from specrl_jax.control.cost_model import bucket_ladder
+from specrl_jax.control import fixed, protocol, registry
 from specrl_jax.draft.small_lm import small_lm
 from specrl_jax.model.transformer import forward
 from specrl_jax.rollout.engine import Result
@@ -56,15 +55,14 @@ def roll_out(rule: str, noise: float = 0.3, times: int = 1, temperature: float =
     nodes = 1 + 2 * branch
     drafter = small_lm(ARCH, depth=2, branch=branch, nodes=nodes, temperature=temperature,
                        drawn=True)
-    controller, control = protocol.fixed(), protocol.make_spec(2, branch, nodes, 0)
+    controller, control = fixed.fixed(), protocol.make_spec(2, branch, nodes, 0)
     if policy == "budget":
         spec = SpecOptions(depth=2, max_depth=2, branch=branch, max_branch=branch, nodes=nodes,
                            max_nodes=nodes)
-        ladders = {200: bucket_ladder(200, nodes, 200 * nodes)}
-        controller = registry.make(ControlConfig(policy=policy), spec, ladders=ladders,
-                                 longest=TASK.prompt + 2)
-        control = priced(controller.init(), wide=0.3)
-    engine = make_engine(ARCH, TASK, batch=200, most=200 * nodes, controller=controller,
+        limits = limits_of((200,), nodes, 2, TASK.prompt + 2, branch, 200 * nodes)
+        controller = registry.make(ControlConfig(policy=policy), spec, limits)
+        control = controller.init(made_up(wide=0.3, limits=limits))
+    engine = make_engine(ARCH, TASK, batch=200, max_packed=200 * nodes, controller=controller,
                          rule=rule, drafter=drafter)
     engine.control = control
     bound = drafter.bind(params(), noisy)

@@ -10,7 +10,7 @@ from distribution_checks import ProcessedDistribution
 from helpers import Dice, Task, ask, counting, make_engine, random_drafter, said, streams
 
 from specrl_jax.config import ConfigError
-from specrl_jax.control import protocol
+from specrl_jax.control import fixed, protocol
 from specrl_jax.draft.history import history
 from specrl_jax.model.transformer import forward
 from specrl_jax.rollout.engine import Result
@@ -160,7 +160,7 @@ def test_garbage_beyond_length_and_in_dead_slots_changes_no_bit(bench: Any, name
     bench.course.hold = protocol.make_spec(3, 6, 6, 10)
     results = []
     for fill in (0.0, 1e4, -7.0):
-        engine.control = engine.decoder.controller.init()
+        engine.control = engine.decoder.controller.init(None)
         cache = engine.begin(ask(bench.task)).cache.kv
         engine._pool = jax.tree.map(  # what the next rollout finds in its slots
             lambda a, fill=fill: jnp.full(a.shape, fill, a.dtype, device=a.sharding), cache)
@@ -187,9 +187,9 @@ def test_counters_equal_a_recount_from_the_commits(bench: Any, hit: float | None
     assert counters["accepted"] <= counters["drafted"]
     assert counters["packed"] >= counters["drafted"] + counters["row_rounds"]
     assert s.rounds.max() <= counters["rounds"] <= counters["row_rounds"] <= counters["slots"]
-    rounds = np.diff([0, *(entry["rounds"] for entry in result.trace)])
-    assert counters["slots"] == rounds @ [entry["batch"] for entry in result.trace]
-    assert result.trace[-1]["committed"] == counters["committed"]
+    rounds = np.asarray([launch.rounds for launch in result.trace])
+    assert counters["slots"] == rounds @ [launch.batch for launch in result.trace]
+    assert sum(launch.committed for launch in result.trace) == counters["committed"]
     if hit is None:
         assert counters["accepted"] == counters["drafted"] == 0
         assert counters["committed"] == counters["row_rounds"]  # accept length is 1.0
@@ -198,7 +198,7 @@ def test_counters_equal_a_recount_from_the_commits(bench: Any, hit: float | None
 
 def test_refill_and_compaction_take_place(bench: Any) -> None:
     limits = 1 + np.arange(bench.task.sequences)  # so rows end one after the other
-    batches = [entry["batch"] for entry in bench.run_trees(seed=8, limit=limits).trace]
+    batches = [launch.batch for launch in bench.run_trees(seed=8, limit=limits).trace]
     assert bench.task.sequences > bench.plain.shapes.batch
     assert set(batches) == {4, 2} and batches == sorted(batches, reverse=True)
 
@@ -235,7 +235,7 @@ def test_truncation_that_was_not_compiled_is_refused(bench: Any, sampling: dict[
 def drafting(bench: Any) -> Any:
     """The history drafter in three slots."""
     drafter = history(depth=3, branch=1, nodes=4, match=4, group=bench.task.group)
-    control = protocol.fixed(0)._replace(init=lambda: protocol.make_spec(3, 1, 4, 0))
+    control = fixed.fixed(0)._replace(init=lambda costs: protocol.make_spec(3, 1, 4, 0))
     engine = make_engine(bench.arch, bench.task, drafter=drafter, controller=control, batch=3,
                          past=2, truncates=True)
     engine.compile(bench.params)
@@ -276,7 +276,7 @@ def test_history_changes_no_token_and_compiles_nothing(bench: Any, drafting: Any
 def test_no_way_to_verify_changes_a_token(bench: Any, decoder: dict[str, Any]) -> None:
     plain = bench.run_plain(seed=10)
     dice = Dice(plain.sequences.tokens, 0.7)
-    control = protocol.fixed(0)._replace(init=lambda: protocol.make_spec(3, 4, 4, 0))
+    control = fixed.fixed(0)._replace(init=lambda costs: protocol.make_spec(3, 4, 4, 0))
     engine = make_engine(
         bench.arch, bench.task, batch=3, controller=control, **decoder,
         drafter=random_drafter(dice, nodes=4, depth=3, vocab=bench.arch.vocab_size))

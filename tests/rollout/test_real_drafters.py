@@ -73,7 +73,7 @@ def test_no_drafter_changes_a_token(name: str) -> None:
     parts = len(drafter.names)
     course = Course(NODES, DEPTH, parts)
     engine = make_engine(ACTOR, TASK, drafter=drafter, controller=wandering(course), batch=4,
-                         min_batch=2, past=TASK.group, most=8, truncates=True)
+                         min_batch=2, past=TASK.group, max_packed=8, truncates=True)
     bound = drafter.bind(ACTOR_PARAMS, jax.tree.map(jax.numpy.asarray, own))
     engine.control = course.draw()
     engine.compile(ACTOR_PARAMS, bound)
@@ -89,7 +89,7 @@ def test_no_drafter_changes_a_token(name: str) -> None:
             counter.take()
             got = engine.run(ACTOR_PARAMS, asked, bound, rounds=2)
             assert streams(got) == streams(want) and counter.take() == 0
-            batches |= {entry["batch"] for entry in got.trace}
+            batches |= {launch.batch for launch in got.trace}
             assert list(got.by_drafter) == list(drafter.names)
             for kind in ("drafted", "accepted"):
                 assert sum(of[kind] for of in got.by_drafter.values()) == got.counters[kind]

@@ -18,11 +18,11 @@ from helpers import (
     tiny_params,
 )
 
-from specrl_jax.control import protocol
+from specrl_jax.control import fixed, protocol
 from specrl_jax.draft.history import history
 from specrl_jax.draft.merge import merge
 from specrl_jax.draft.protocol import Drafter
-from specrl_jax.rollout.round import clamp
+from specrl_jax.rollout.plan import clamp
 
 DEPTH, NODES, BATCH = 2, 3, 4
 ARCH = tiny_arch(num_layers=1)
@@ -87,8 +87,8 @@ def test_a_round_that_verifies_no_draft_is_a_plain_one(
         likely: float, most: int, ran: dict[int, set[int]], plain: list[list[int]]) -> None:
     """Off proposes nothing; what is dropped, or has no room, is not verified in a wider shape."""
     spy = Spied()
-    engine = make_engine(ARCH, TASK, drafter=spy.drafter(), controller=protocol.fixed(likely),
-                         batch=BATCH, most=most)
+    engine = make_engine(ARCH, TASK, drafter=spy.drafter(), controller=fixed.fixed(likely),
+                         batch=BATCH, max_packed=most)
     engine.compile(PARAMS)
     for steps, places in ran.items():
         spy.places, spy.trees = [], 0
@@ -106,8 +106,8 @@ def test_a_round_that_verifies_no_draft_is_a_plain_one(
 def test_places_of_empty_slots_verify_drafts(
         least: int, few: int, many: int, plain: list[list[int]]) -> None:
     """In the smallest batch size alone; where live rows leave too few of them, a round is wider."""
-    engine = make_engine(ARCH, TASK, drafter=Spied().drafter(), controller=protocol.fixed(),
-                         batch=8, least=least)
+    engine = make_engine(ARCH, TASK, drafter=Spied().drafter(), controller=fixed.fixed(),
+                         batch=8, smallest=least)
     engine.compile(PARAMS)
     engine.control = protocol.make_spec(DEPTH, NODES, NODES, 0)
     for live, wider in ((2, few), (6, many)):  # up to three nodes each
@@ -118,45 +118,64 @@ def test_places_of_empty_slots_verify_drafts(
         assert (result.counters["packed"] > result.counters["slots"]) == wider
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("hold", [
-    3, *(pytest.param(hold, marks=pytest.mark.full) for hold in (1, protocol.FOREVER))])
-def test_a_plan_stands_for_plain_rounds_until_a_row_ends(
-        hold: int, plain: list[list[int]]) -> None:
+@pytest.mark.parametrize("valid_for", [
+    3, *(pytest.param(n, marks=pytest.mark.full) for n in (1, protocol.FOREVER))])
+def test_plan_stands_for_plain_rounds_until_a_row_ends(
+        valid_for: int, plain: list[list[int]]) -> None:
     """The same tokens, with rows that are refilled and batches that shrink; no round is forgotten.
     """
-    spells = []
+    seen = []
 
-    def note(state: Any, outcome: protocol.Outcome) -> Any:
-        jax.debug.callback(lambda *told: spells.append(told), outcome.rounds, outcome.count,
+    def observe(state: Any, plan: protocol.Plan, outcome: protocol.Outcome) -> Any:
+        jax.debug.callback(lambda *shown: seen.append(shown), outcome.rounds, outcome.count,
                            outcome.load.live)
         return state
 
     spy = Spied()
+    controller = fixed.fixed()._replace(
+        observe=observe, plan=lambda state, load: protocol.Plan(state, jnp.int32(valid_for)))
     engine = make_engine(ARCH, TASK, drafter=spy.drafter(), batch=BATCH, min_batch=1,
-                         controller=protocol.fixed()._replace(
-                             note=note, hold=lambda state, load: hold))
+                         controller=controller)
     engine.compile(PARAMS)
     result = engine.run(PARAMS, ask(TASK), rounds=8)
     jax.effects_barrier()
     assert streams(result) == plain
-    took = [int(rounds) for rounds, *_ in spells]
-    assert sum(took) == result.counters["rounds"] == len(spy.places)
-    assert max(took) == min(hold, 8)
-    committed = np.asarray([count.sum() for _, count, _ in spells])
+    ran = [int(rounds) for rounds, *_ in seen]
+    assert sum(ran) == result.counters["rounds"] == len(spy.places)
+    assert max(ran) == min(valid_for, 8)
+    committed = np.asarray([count.sum() for _, count, _ in seen])
     assert committed.sum() == result.counters["committed"]
-    assert all((count == rounds * live).all() for rounds, count, live in spells)
+    assert all((count == rounds * live).all() for rounds, count, live in seen)
 
 
-def test_a_turn_runs_nothing_of_a_loop_that_does_not() -> None:
+def test_forced_depth_drafts_whatever_is_planned(plain: list[list[int]]) -> None:
+    """Nodes that the controller would drop are verified, and no plan of it is needed."""
+    spy = Spied()
+    engine = make_engine(ARCH, TASK, drafter=spy.drafter(), batch=BATCH,
+                         controller=fixed.fixed(1.0, protocol.make_spec(1, NODES, NODES, 0)))
+    engine.compile(PARAMS)
+    drafted = {}
+    for depth in (None, 0, DEPTH, DEPTH + 5):
+        spy.trees = 0
+        result = engine.run(PARAMS, ask(TASK), depth=depth)
+        jax.effects_barrier()
+        assert streams(result) == plain
+        assert result.counters["draft_rounds"] == spy.trees == sum(
+            launch.draft_rounds for launch in result.trace)
+        drafted[depth] = (spy.trees > 0, result.counters["drafted"] > 0)
+    assert drafted == {None: (True, False), 0: (False, False), DEPTH: (True, True),
+                       DEPTH + 5: (True, True)}
+
+
+def test_skipped_branch_of_a_launch_runs_nothing() -> None:
     """XLA moves what looks invariant out of a loop: once, the first layer of all drafted nodes."""
-    engine = make_engine(ARCH, TASK, drafter=Spied().drafter(), controller=protocol.fixed(),
+    engine = make_engine(ARCH, TASK, drafter=Spied().drafter(), controller=fixed.fixed(),
                          batch=1)
     engine.compile(PARAMS)
     text = engine._programs["launch", 1].as_text()
     loops = {body: re.search(rf"^%?{re.escape(body)} .*?^}}$", text, re.M | re.S)[0]
              for body in re.findall(r" while\(.*? body=%?([\w.\-]+)", text)}
-    turns = [body for body in loops.values() if body.count(" while(") == 3]
+    plans = [body for body in loops.values() if body.count(" while(") == 3]
     rounds = [body for body in loops.values() if MATMUL.search(body)]
-    assert len(turns) == 1 and len(rounds) >= 2
-    assert not MATMUL.search(turns[0])
+    assert len(plans) == 1 and len(rounds) >= 2
+    assert not MATMUL.search(plans[0])

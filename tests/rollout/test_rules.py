@@ -22,7 +22,7 @@ from helpers import (
 from scipy import stats
 
 from specrl_jax.config import ConfigError
-from specrl_jax.control import acceptance, protocol
+from specrl_jax.control import acceptance, fixed, protocol
 from specrl_jax.draft.small_lm import small_lm
 from specrl_jax.model.transformer import forward
 from specrl_jax.rollout.engine import Engine, Result
@@ -64,7 +64,7 @@ def made(rule: str) -> tuple[Engine, Dice, Any]:
             lambda a: a * (1 + 0.4 * rng.standard_normal(a.shape).astype(np.float32)), params()))
     else:
         drafter = random_drafter(dice, nodes=4, depth=2, vocab=24)
-    engine = make_engine(ARCH, TASK, batch=30, controller=protocol.fixed(), rule=rule, most=120,
+    engine = make_engine(ARCH, TASK, batch=30, controller=fixed.fixed(), rule=rule, max_packed=120,
                          drafter=drafter, truncates=True)
     engine.control = protocol.make_spec(2, 4, drafter.nodes, 0)
     engine.compile(params(), own)
@@ -132,7 +132,7 @@ def test_lossy_rule_is_noticed(setting: str) -> None:
 @pytest.mark.parametrize("rule", NEED_PROPOSAL)
 def test_drafter_without_proposal_is_refused(rule: str) -> None:
     engine = make_engine(
-        ARCH, TASK, batch=30, controller=protocol.fixed(), rule=rule, most=120,
+        ARCH, TASK, batch=30, controller=fixed.fixed(), rule=rule, max_packed=120,
         drafter=random_drafter(Dice(np.zeros((600, 2))), nodes=4, depth=2, vocab=24))
     with pytest.raises(ConfigError, match=f"spec.rule = {rule!r}: the drafter does not tell what"):
         engine.compile(params())
@@ -141,16 +141,16 @@ def test_drafter_without_proposal_is_refused(rule: str) -> None:
 @pytest.mark.ci
 def test_controller_cannot_choose_by_drawn_tokens() -> None:
     """One that keeps nodes by their tokens and probabilities keeps what others keep."""
-    def peeking(state: Any, load: Any, spec: Any, tree: Any, buckets: Any) -> Any:
+    def peeking(state: Any, plan: Any, load: Any, tree: Any, buckets: Any) -> Any:
         assert tree.proposal is None
         liked = (tree.tokens < 12) & (tree.logq > -2) & (tree.score_gap < 1)
         tree = tree.replace(survival=jnp.where(liked, tree.survival, 0.0))
-        return protocol.keep_within(state, load, spec, tree, buckets)
+        return protocol.keep_within(plan.spec, tree, buckets)
 
     engine, _, own = made("rejection_drawn")
     other = make_engine(
-        ARCH, TASK, batch=30, controller=protocol.fixed()._replace(keep=peeking),
-        rule="rejection_drawn", most=120, drafter=engine.decoder.drafter, truncates=True)
+        ARCH, TASK, batch=30, controller=fixed.fixed()._replace(keep=peeking),
+        rule="rejection_drawn", max_packed=120, drafter=engine.decoder.drafter, truncates=True)
     other.control = engine.control
     other.compile(params(), own)
     found = other.run(params(), ask(TASK, 0), own)

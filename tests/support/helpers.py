@@ -21,7 +21,7 @@ from specrl_jax.config import (
     RolloutConfig,
     SpecOptions,
 )
-from specrl_jax.control import protocol
+from specrl_jax.control import fixed, protocol
 from specrl_jax.control.protocol import Controller
 from specrl_jax.draft.off import off
 from specrl_jax.draft.protocol import Drafter, RolloutInfo, Survive
@@ -31,8 +31,8 @@ from specrl_jax.model.tiny import TINY, byte_tokenizer, random_tensors
 from specrl_jax.model.weights import Source
 from specrl_jax.rollout.engine import Engine, Result
 from specrl_jax.rollout.layout import RolloutRequest, Shapes, request
+from specrl_jax.rollout.plan import Decoder
 from specrl_jax.rollout.prompts import Prompts
-from specrl_jax.rollout.round import Decoder
 from specrl_jax.structs import Array, DraftTree, Frontier, Sampling, SpecConfig
 from specrl_jax.trainer import Trainer
 
@@ -93,10 +93,10 @@ def ask(task: Task, seed: int = 0, order: np.ndarray | None = None, past: np.nda
 
 def make_engine(arch: Architecture, task: Task, *, drafter: Drafter | None = None,
                 controller: Controller | None = None, batch: int = 4, min_batch: int | None = None,
-                past: int = 0, mesh: Any = None, **decoder: Any) -> Engine:
+                past: int = 0, mesh: Any = None, smallest: int = 0, **decoder: Any) -> Engine:
     """An engine that is not compiled yet; `batch` and `task` are over all shards of `mesh`.
 
-    `machine` holds further fields of Machine.
+    `decoder` holds further fields of Decoder, `smallest` its min_batch.
     """
     mesh = sharding.make_mesh(MeshConfig()) if mesh is None else mesh
     drafter = off() if drafter is None else drafter
@@ -104,7 +104,7 @@ def make_engine(arch: Architecture, task: Task, *, drafter: Drafter | None = Non
     shapes = Shapes(batch=batch // shards, sequences=task.sequences // shards, group=task.group,
                     prompt=task.prompt, response=task.response, shards=shards,
                     depth=drafter.depth, min_batch=min_batch or batch // shards)
-    parts = Decoder(arch, drafter, controller or protocol.off(), **decoder)
+    parts = Decoder(arch, drafter, controller or fixed.off(), min_batch=smallest, **decoder)
     return Engine(parts, mesh, shapes, task.stop, past=past)
 
 
@@ -178,7 +178,7 @@ class Course:
         self.rng = np.random.default_rng(seed)
         self.hold: SpecConfig | None = None
 
-    def draw(self, state: Any = None, launch: Any = None) -> SpecConfig:
+    def draw(self) -> SpecConfig:
         """Depth, branching, nodes a row, budget of the batch (0 is no limit), and the mixture."""
         if self.hold is not None:
             return self.hold
@@ -190,7 +190,8 @@ class Course:
 
 def wandering(course: Course) -> Controller:
     """The controller that takes its settings from `course` after every launch."""
-    return protocol.fixed(0)._replace(init=course.draw, update=course.draw)
+    return fixed.fixed(0)._replace(init=lambda costs: course.draw(),
+                                   end_chunk=lambda state, launch: (course.draw(), {}))
 
 
 def said(result: Result) -> np.ndarray:

@@ -1,21 +1,19 @@
-"""What drafts gave lately: the tokens that a controller expects of those to come."""
+"""What recent drafts yielded: the tokens to expect of those to come."""
 
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from specrl_jax.structs import Array, DraftTree
+from specrl_jax.structs import Array, DraftTree, carrier
 
 BINS = 12  # of survival, two an octave
-MEMORY, MEMORY_OF_ROWS = 8.0, 64.0  # rounds that an estimate remembers, and rounds times rows:
-# a rollout of one row would else begin as the text of the last one ended
-FORGET = 0.99  # of what was seen of a depth, in each round that drafts less deep
-PRIOR = 0.7  # survival of a draft, a step of depth, before any was seen
-TRUST_PRIOR, TRUST_MEMORY = 4.0, 0.98  # accepted tokens that survival is worth; kept every round
+MEMORY, MEMORY_OF_ROWS = 8.0, 64.0  # rounds that are remembered at least, and rounds times rows
+FORGET = 0.99  # of what is remembered of a depth, kept in each round that drafts less deep
+PRIOR = 0.7  # survival of a draft, for each step of depth, before any was seen
+TRUST_PRIOR, TRUST_MEMORY = 4.0, 0.98  # tokens that the prior is worth; what each round keeps
 
 
-@struct.dataclass
-class Harvest:
+class DraftYield(struct.PyTreeNode):
     """What drafts of each depth gave a live row, on average over the last rounds that drafted."""
 
     count: Array  # f32[D, BINS] nodes by survival
@@ -25,28 +23,28 @@ class Harvest:
     accepted: Array  # f32[] those accepted, both fading
 
 
-def unseen(depth: int) -> Harvest:
-    """Before any draft was seen, as host arrays: one node of each depth."""
+def unseen(depth: int) -> DraftYield:
+    """Returns the yield before any draft: one node of each depth, as host arrays."""
     level, zero = PRIOR ** np.arange(1, depth + 1), np.float32(0)
     count = np.zeros((depth, BINS), np.float32)
-    count[np.arange(depth), np.asarray(bin_of(level))] = 1
-    return Harvest(count=count, mass=(count * level[:, None]).astype(np.float32),
+    count[np.arange(depth), np.asarray(bin_of(jnp.asarray(level)))] = 1
+    return carrier(DraftYield, count=count, mass=(count * level[:, None]).astype(np.float32),
                    seen=np.zeros(depth, np.float32), promised=zero, accepted=zero)
 
 
-def trust(harvest: Harvest) -> Array:
-    """f32[] accepted tokens for each that survival promises."""
-    return (harvest.accepted + TRUST_PRIOR) / (harvest.promised + TRUST_PRIOR)
+def trust(yields: DraftYield) -> Array:
+    """Returns f32[] accepted tokens for each that survival promises."""
+    return (yields.accepted + TRUST_PRIOR) / (yields.promised + TRUST_PRIOR)
 
 
 def bin_of(survival: Array) -> Array:
-    """i32 bin, the likeliest first."""
+    """Returns the i32 bin, the likeliest first."""
     octaves = -jnp.log2(jnp.maximum(survival, 1e-9))
     return jnp.clip(jnp.floor(2 * octaves), 0, BINS - 1).astype(jnp.int32)
 
 
 def count_nodes(tree: DraftTree, live: Array, depth: int) -> Array:
-    """f32[2, D, BINS] draft nodes of live rows, and their survival."""
+    """Returns f32[2, D, BINS] draft nodes of live rows, and their survival."""
     drafted = tree.live & live[:, None] & (tree.depth > 0)
     cell = jnp.clip(tree.depth - 1, 0, depth - 1) * BINS + bin_of(tree.survival)
     values = jnp.stack([drafted.astype(jnp.float32), jnp.where(drafted, tree.survival, 0)])
@@ -54,13 +52,13 @@ def count_nodes(tree: DraftTree, live: Array, depth: int) -> Array:
     return total.reshape(2, depth, BINS)
 
 
-def follow(old: Harvest, found: Array, rows: Array, steps: Array, promised: Array,
-           accepted: Array, rounds: Array) -> Harvest:
-    """Depths that were drafted move towards what was found.
+def follow(old: DraftYield, found: Array, rows: Array, steps: Array, promised: Array,
+           accepted: Array, rounds: Array) -> DraftYield:
+    """Moves depths that were drafted towards what was found.
 
-    Of others less is remembered, so that a few looks tell. Deeper ones keep their proportion to the
-    last one drafted. Where none was seen, or long ago, they are to survive from it as that did
-    from the one before: else what is not drafted would never be found to have become good.
+    Of others less is remembered, so a few drafts count. Deeper ones keep their proportion to the
+    deepest drafted one; if none was seen lately, they survive from it as it did from the one
+    before, so depths that are not drafted are tried again once drafts become good.
     """
     depth = old.count.shape[0]
     level = jnp.arange(1, depth + 1)
@@ -81,6 +79,6 @@ def follow(old: Harvest, found: Array, rows: Array, steps: Array, promised: Arra
     count = share * scale * count + (1 - share) * count[last][None]
     mass = share * scale * mass + (1 - share) * mass[last][None] * onward[:, None]
     kept = TRUST_MEMORY ** rounds
-    return Harvest(count=jnp.minimum(count, 64.0), mass=jnp.minimum(mass, 64.0), seen=seen,
+    return DraftYield(count=jnp.minimum(count, 64.0), mass=jnp.minimum(mass, 64.0), seen=seen,
                    promised=kept * old.promised + promised,
                    accepted=kept * old.accepted + jnp.maximum(accepted, 0.0))

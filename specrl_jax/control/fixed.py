@@ -1,0 +1,28 @@
+"""`off` and `fixed`: controllers that plan the same for every round."""
+
+import jax.numpy as jnp
+
+from specrl_jax.control.protocol import FOREVER, Controller, Plan, keep_within, make_spec
+from specrl_jax.structs import Array, DraftTree, Load, SpecConfig
+
+
+def off() -> Controller:
+    """Returns plain decoding: every round is the bucket (B, 1)."""
+    return Controller(init=lambda costs: (), plan=lambda state, load: Plan(
+        make_spec(0, 1, 1, 0), jnp.int32(FOREVER)))
+
+
+def fixed(min_survival: float = 0.0, spec: SpecConfig | None = None) -> Controller:
+    """Returns the controller whose state is the SpecConfig of every round.
+
+    Args:
+      min_survival: nodes that are less likely to be accepted are not verified.
+      spec: the initial state; None drafts nothing.
+    """
+    def keep(state: SpecConfig, plan: Plan, load: Load, tree: DraftTree, buckets
+             ) -> tuple[Array, Array]:
+        likely = tree.live & (tree.survival >= min_survival)
+        return keep_within(plan.spec, tree.replace(live=likely), buckets)
+
+    return Controller(init=lambda costs: make_spec(0, 1, 1, 0) if spec is None else spec,
+                      plan=lambda state, load: Plan(state, jnp.int32(FOREVER)), keep=keep)

@@ -1,0 +1,148 @@
+"""What is static in a launch, and the plan of a round, for one data shard."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from specrl_jax.config import MOST_MIX
+from specrl_jax.control import acceptance
+from specrl_jax.control.buckets import Bucket, bucket_table
+from specrl_jax.control.protocol import FOREVER, Controller, Plan
+from specrl_jax.draft.protocol import Drafter
+from specrl_jax.model.architecture import Architecture
+from specrl_jax.structs import (
+    Array,
+    DrafterParams,
+    DraftTree,
+    Frontier,
+    Load,
+    RolloutState,
+    Sampling,
+    SpecConfig,
+)
+
+FREE = -1  # in `force`: the controller decides
+
+
+@dataclasses.dataclass(frozen=True)
+class Decoder:
+    """The static part of a launch: its program is a function of this and of shapes."""
+
+    arch: Architecture
+    drafter: Drafter
+    controller: Controller
+    max_packed: int = 64  # tokens that one verification may pack
+    min_batch: int = 0  # smallest batch size, whose empty slots verify drafts; see bucket_table
+    implementation: str | None = None  # of tree attention
+    rule: str = "match"  # of verification, one of config.RULES
+    invariant: bool = False  # see model/invariant.py
+    truncates: bool = False  # whether a row may ask for top-k or top-p
+
+
+def frontier_of(state: RolloutState) -> Frontier:
+    """Returns where the rows stand; an empty slot holds the sequence index Q."""
+    held = state.seq < state.sequences.done.shape[0]
+    done = state.sequences.done.at[state.seq].get(mode="fill", fill_value=True)
+    generated = state.sequences.length.at[state.seq].get(mode="fill", fill_value=0)
+    return Frontier(root=state.root, seq=state.seq, generated=generated,
+                    context=state.cache.length, live=held & ~done)
+
+
+def sampling_of(state: RolloutState) -> Sampling:
+    """Returns the sampling of the rows' sequences; that of an empty slot is of some sequence."""
+    stop = state.sampling.stop
+    rows = jax.tree.map(lambda a: a.at[state.seq].get(mode="clip"), state.sampling.replace(stop=()))
+    return rows.replace(stop=stop)
+
+
+def load_of(state: RolloutState, frontier: Frontier, rows: Sampling, waiting: Array) -> Load:
+    """Returns what the controller sees. No row is expected to end at once, or beyond its limit."""
+    expected = state.expected.at[state.seq].get(mode="fill", fill_value=1)
+    left = (jnp.minimum(expected, rows.limit) - frontier.generated).astype(jnp.float32)
+    return Load(live=frontier.live, length=frontier.context, expected_left=jnp.maximum(left, 1),
+                room=rows.limit - frontier.generated, waiting=waiting)
+
+
+class RoundPlan(struct.PyTreeNode):
+    """A round that is about to run, or the first of several plain ones.
+
+    Without drafts it is a plain round. With drafts it is one too if nothing of the tree is kept:
+    `bucket` is 0 then.
+    """
+
+    frontier: Frontier
+    rows: Sampling
+    load: Load
+    plan: Plan
+    clamped: Array  # bool[] whether the controller planned more than the shapes hold
+    drafts: Array  # bool[] whether a tree is proposed first
+    tree: DraftTree  # without a live node until then
+    live: Array  # bool[B, N] its nodes to verify
+    bucket: Array  # i32[] the same on all shards
+
+
+def buckets_of(decoder: Decoder, batch: int) -> tuple[Bucket, ...]:
+    """Returns the buckets of a batch size of a shard, smallest first."""
+    return bucket_table(batch, decoder.drafter.nodes, decoder.max_packed,
+                        batch == decoder.min_batch)
+
+
+def plan_round(decoder: Decoder, state: RolloutState, tree: DraftTree, waiting: Array,
+               force: Array) -> RoundPlan:
+    """Returns the plan of the next round.
+
+    Args:
+      tree: any tree of the right shapes; its values are not read.
+      waiting: i32[] sequences of this shard without a slot.
+      force: i32[2] depth and bucket to use whatever the controller plans; FREE leaves them to it.
+    """
+    frontier, rows = frontier_of(state), sampling_of(state)
+    load = load_of(state, frontier, rows, waiting)
+    plan = decoder.controller.plan(state.control, load)
+    spec, clamped = clamp(plan.spec, decoder.drafter, frontier.live.sum())
+    room = len(buckets_of(decoder, frontier.root.shape[0])) > 1  # for more than roots
+    free = force[0] == FREE
+    steps = jnp.where(free, spec.steps, jnp.minimum(force[0], decoder.drafter.depth))
+    spec = spec.replace(steps=steps if room else jnp.zeros_like(steps))
+    measures = force[1] != FREE  # whole trees
+    spec = spec.replace(branch=jnp.where(measures, decoder.drafter.branch, spec.branch),
+                        nodes=jnp.where(measures, decoder.drafter.nodes, spec.nodes))
+    plan = plan.replace(spec=spec, valid_for=jnp.maximum(
+        jnp.where(free, plan.valid_for, FOREVER), 1))
+    nothing = jnp.zeros_like(tree.live)
+    return RoundPlan(frontier=frontier, rows=rows, load=load, plan=plan, clamped=clamped,
+                     drafts=spec.steps > 0, tree=tree.replace(live=nothing), live=nothing,
+                     bucket=jnp.int32(0))
+
+
+def blank_plan(decoder: Decoder, drafter_params: DrafterParams, state: RolloutState, waiting: Array,
+               force: Array) -> RoundPlan:
+    """Returns zeros in the shapes of a RoundPlan with a proposed tree."""
+
+    def proposed() -> RoundPlan:
+        frontier, rows = frontier_of(state), sampling_of(state)
+        load = load_of(state, frontier, rows, waiting)
+        spec = decoder.controller.plan(state.control, load).spec
+        tree, _ = decoder.drafter.propose(drafter_params, state.draft, frontier, rows, spec,
+                                          functools.partial(acceptance.survive, state.estimate))
+        return plan_round(decoder, state, tree, waiting, force)
+
+    return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(proposed))
+
+
+def clamp(spec: SpecConfig, drafter: Drafter, rows: Array) -> tuple[SpecConfig, Array]:
+    """Returns a plan cut to what the shapes hold, and whether anything was cut, bool[].
+
+    0 <= steps <= D, 1 <= branch <= K, 1 <= nodes <= N, factors of drafters in [0, MOST_MIX], so
+    that no draft counts as much as a root, and a budget that holds the root of each of `rows`.
+    """
+    inside = spec.replace(
+        steps=jnp.clip(spec.steps, 0, drafter.depth),
+        branch=jnp.clip(spec.branch, 1, drafter.branch),
+        nodes=jnp.clip(spec.nodes, 1, drafter.nodes), budget=jnp.maximum(spec.budget, rows),
+        mix=jnp.where(spec.mix >= 0, jnp.minimum(spec.mix, MOST_MIX), 0))  # 0 if not a number, too
+    changed = jax.tree.map(lambda a, b: (a != b).any(), spec, inside)
+    return inside, jnp.stack(jax.tree.leaves(changed)).any()

@@ -1,0 +1,141 @@
+"""The paper's solver, and what every controller's state must do."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from control_cases import (
+    BUCKETS,
+    DEPTH,
+    LIMITS,
+    LONGEST,
+    NEED_COSTS,
+    NODES,
+    alone,
+    chains,
+    controller,
+    drive,
+    load,
+    made_up,
+    record,
+)
+
+from specrl_jax.config import ConfigError, ControlConfig, SpecOptions
+from specrl_jax.control import registry, respec
+from specrl_jax.io.checkpoint import Checkpoints
+
+SETTINGS = respec.settings_of((), LIMITS)
+TOKENS = (1.5, 1.9, 2.2)  # of each setting, a row and round
+
+
+def used(policy: str) -> Any:
+    """A state that rounds and launches have changed, as host arrays."""
+    control = controller(policy)
+    state, _ = drive(control, control.init(made_up()), [{"accept": 0.7}] * 12)
+    return control.end_chunk(jax.tree.map(np.asarray, state), record(
+        14.0, rounds=12, row_rounds=96, committed=150, draft_rounds=12, last=True))[0]
+
+
+@pytest.mark.parametrize("policy", NEED_COSTS)
+def test_state_survives_a_checkpoint_bit_for_bit(policy: str, tmp_path: Path) -> None:
+    host = jax.tree.map(np.asarray, used(policy))
+    with Checkpoints(tmp_path, 1) as checkpoints:
+        checkpoints.save(1, {"control": host}, {})
+        _, arrays, _ = checkpoints.restore(1, {"control": host})
+    assert jax.tree.structure(arrays["control"]) == jax.tree.structure(host)
+    for before, after in zip(*map(jax.tree.leaves, (host, arrays["control"])), strict=True):
+        assert before.dtype == after.dtype and before.tobytes() == after.tobytes()
+    first, second = (drive(controller(policy), s, [{"accept": 0.4}] * 3)
+                     for s in (host, arrays["control"]))
+    for a, b in zip(*map(jax.tree.leaves, (first[0], second[0])), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("policy", NEED_COSTS)
+@pytest.mark.parametrize("costs", [None, made_up()])
+def test_state_never_changes_its_shapes(policy: str, costs: Any) -> None:
+    like = controller(policy).init(costs)
+    for a, b in zip(*map(jax.tree.leaves, (like, used(policy))), strict=True):
+        assert np.shape(a) == np.shape(b) and np.asarray(a).dtype == np.asarray(b).dtype
+
+
+@pytest.mark.parametrize("policy", ["off", "fixed", *NEED_COSTS])
+@pytest.mark.parametrize("seed", range(3))
+def test_no_choice_leaves_the_bounds(policy: str, seed: int) -> None:
+    """Whatever rounds cost, rows are left with and launches have taught, beyond all tables too."""
+    control, rng, ladder = controller(policy), np.random.default_rng(seed), BUCKETS[8]
+    plan = alone(control.plan)
+    keep = alone(lambda s, plan, of, tree: control.keep(s, plan, of, tree, ladder))
+    state, drafting = control.init(None), 0
+    for turn in range(40):
+        if turn % 8 == 7 and policy in NEED_COSTS:
+            state = control.init(made_up(*rng.exponential((0.2, 0.05, 0.2, 0.01))))
+            state, _ = drive(control, state, [{"accept": rng.random()}] * 12)
+            state, _ = control.end_chunk(jax.tree.map(np.asarray, state), record(
+                float(rng.exponential(10.0)), row_rounds=96, committed=100, draft_rounds=12))
+        alive = rng.random(8) < rng.random()
+        of = load(live=alive, length=int(rng.integers(1, 2 * LONGEST)),
+                  left=rng.choice([0.0, 1.0, 30.0, 1e4]), room=rng.integers(1, 12, 8),
+                  waiting=int(rng.integers(2)))
+        planned = plan(state, of)
+        spec = planned.spec
+        assert 0 <= int(spec.steps) <= DEPTH and 0 <= int(spec.branch) <= 1
+        assert 0 <= int(spec.nodes) <= NODES and int(planned.valid_for) >= 1
+        tree = chains(np.cumprod(rng.random((8, DEPTH)), 1), alive, int(spec.steps))
+        kept, bucket = (np.asarray(a) for a in keep(state, planned, of, tree))
+        assert 0 <= bucket < len(ladder) and kept.sum() <= ladder[bucket].packed
+        assert kept.sum(1).max() <= ladder[bucket].nodes
+        assert not (kept & ~np.asarray(tree.live)).any()
+        np.testing.assert_array_equal(kept[:, 0], alive)
+        drafting += int(spec.steps) > 0
+    assert drafting > 0 or policy == "off"
+
+
+def profiled(costs: Any) -> Any:
+    """The state after one launch of each setting."""
+    control = controller("respec")
+    state, plan = control.init(costs), alone(control.plan)
+    for i, setting in enumerate(SETTINGS):
+        spec = plan(state, load()).spec
+        assert (int(spec.steps), int(spec.branch), int(spec.nodes)) == setting
+        state, _ = control.end_chunk(state, record(
+            committed=80 * TOKENS[i], row_rounds=80, rounds=10, draft_rounds=10))
+    assert int(state.setting) == respec.OFF
+    return state
+
+
+def test_respec_takes_the_best_setting_for_its_rows() -> None:
+    state, plan = profiled(made_up(wide=0.3, step=0.1)), alone(controller("respec").plan)
+    gain = [TOKENS[i] / (1 + 0.3 * np.log2(w / 8) + 0.1 * s)
+            for i, ((s, _, _), w) in enumerate(zip(SETTINGS, (16, 32, 32), strict=True))]
+    assert int(plan(state, load()).spec.steps) == SETTINGS[int(np.argmax(gain))][0]
+    assert int(plan(profiled(made_up(wide=3.0, step=0.5)), load()).spec.steps) == 0
+    assert int(plan(state, load(64)).spec.steps) == 0
+
+
+def test_respec_prices_few_rows_by_a_bucket_that_holds_them() -> None:
+    """Drafts of one of 8 rows are as many tokens as plain decoding packs, but it packs roots."""
+    costs = respec.RoundCosts(np.float32([1, 1.5, 2]), np.zeros(5, np.float32), np.float32(0))
+    found = respec.speedups([(1, 1, 2), (4, 1, 5)], np.asarray([1.2, 1.8]),
+                            jax.tree.map(jax.numpy.asarray, costs), BUCKETS[8],
+                            jax.numpy.float32(1))
+    np.testing.assert_allclose(found, [0.8, 1.2], rtol=1e-6)
+
+
+def test_respec_ignores_launches_that_did_not_draft() -> None:
+    control = controller("respec")
+    assert int(alone(control.plan)(control.init(None), load(64)).spec.steps) == 0  # one bucket
+    state, _ = control.end_chunk(control.init(None), record(committed=9, row_rounds=8))
+    assert int(state.setting) == 0
+
+
+def test_settings_are_a_range_or_as_named() -> None:
+    assert SETTINGS == [(1, 1, 2), (2, 1, 3), (4, 1, 5)]
+    trees = LIMITS._replace(depth=3, branch=2)
+    assert respec.settings_of((), trees) == [(1, 1, 2), (2, 1, 3), (3, 1, 4), (1, 2, 3), (2, 2, 5),
+                                             (3, 2, 5)]
+    assert respec.settings_of(("2x1x3",), LIMITS) == [(2, 1, 3)]
+    with pytest.raises(ConfigError, match="control.settings = '9x1x5'"):
+        registry.make(ControlConfig(policy="respec", settings=("9x1x5",)), SpecOptions(), LIMITS)
