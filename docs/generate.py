@@ -1,4 +1,5 @@
-"""Writes docs/config.md and docs/metrics.md from the help of fields and metrics.
+"""Writes docs/config.md and docs/metrics.md from the help of fields and metrics, and the examples
+of tests/extending into docs/extending.md.
 
     python docs/generate.py
 
@@ -6,6 +7,7 @@ tests/test_docs.py fails while a page is older than its source.
 """
 
 import dataclasses
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,8 @@ NOTE = "<!-- Written by docs/generate.py: change the help in the code and run it
 
 def pages() -> dict[str, str]:
     """Returns the text of each generated page by file name."""
-    return {"config.md": config_page(), "metrics.md": metrics_page()}
+    return {"config.md": config_page(), "metrics.md": metrics_page(),
+            "extending.md": extending_page()}
 
 
 def config_page() -> str:
@@ -50,6 +53,17 @@ def metrics_page() -> str:
     for m in METRICS:
         lines.append(_row(f"`{m.name}`", m.unit, m.help, _code(m.trl), _code(m.verl)))
     return "\n".join([*lines, "", "## Renamed metrics", "", *_renamed(RENAMED_METRICS), ""])
+
+
+def extending_page() -> str:
+    """Returns the page with each block below `<!-- FILE -->` replaced by that file."""
+    page = (DOCS / "extending.md").read_text(encoding="utf-8")
+
+    def quote(match: re.Match[str]) -> str:
+        text = (DOCS.parent / match[1]).read_text(encoding="utf-8")
+        return f"<!-- {match[1]} -->\n```{match[2]}\n{text}```\n"
+
+    return re.sub(r"^<!-- (\S+) -->\n```(\w+)\n.*?^```\n", quote, page, flags=re.M | re.S)
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:

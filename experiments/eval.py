@@ -31,7 +31,6 @@ from specrl_jax.evaluation.evaluate import (
 )
 from specrl_jax.io.compilation import use_persistent_cache
 from specrl_jax.io.metrics import write_atomically
-from specrl_jax.io.progress import Progress
 
 flags.adopt_module_key_flags(run_flags)
 SPLIT = flags.DEFINE_string("split", "test", "split of the data, such as train or test[:50%]")
@@ -59,7 +58,7 @@ def main(config: Config, workdir: Path) -> int:
                                        "split": data.split})
     use_persistent_cache()
     try:
-        result = evaluate(config, actor, task, Progress(1, 0))
+        result = evaluate(config, task, actor)
     except KeyboardInterrupt:
         print("\nstopped; nothing was written", file=sys.stderr)
         return 130

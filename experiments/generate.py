@@ -43,7 +43,7 @@ def main(config: Config, workdir: Path) -> int:
         if INTERACTIVE.value:
             interact(config, actor, system)
         else:
-            finish(generate(config, actor, PROMPT.value, system, write=write, say=say))
+            finish(generate(config, PROMPT.value, system, actor=actor, write=write, say=say))
     except KeyboardInterrupt:
         print("\nstopped", file=sys.stderr)
         return 130

@@ -38,7 +38,6 @@ from specrl_jax.io.compilation import use_persistent_cache
 from specrl_jax.io.memory import give_back
 from specrl_jax.io.metrics import check_config
 from specrl_jax.io.progress import say
-from specrl_jax.model.source import open_actor
 
 ALL = "all"
 EXIT_DIED = 1  # the same command resumes
@@ -237,7 +236,7 @@ def _head(config: Config, workdir: Path, heads: dict[str, Any]) -> None:
     plain = staleness_arms.plain(config)
     place = _head_of(workdir)
     if not HEAD.value:
-        train_drafter(plain, open_actor(plain), _training(config), place.parent)
+        train_drafter(plain, _training(config), place.parent)
     checksum = hashlib.sha256((place / "model.safetensors").read_bytes()).hexdigest()
     if HEAD.value:
         known, flag = heads.values(), "head"

@@ -40,7 +40,7 @@ def main(config: Config, workdir: Path) -> int:
         options = DrafterTraining(**{name: flag.value for name, flag in OPTIONS.items()})
         actor = open_actor(config, ACTOR.value and Path(ACTOR.value), ACTOR_STEP.value)
         use_persistent_cache()
-        if not train_drafter(config, actor, options, workdir):
+        if not train_drafter(config, options, workdir, actor):
             print(f"{workdir}: the drafter is complete ({options.steps} updates); choose another "
                   f"--workdir")
         print(f"the drafter is in {workdir / DRAFTER}")

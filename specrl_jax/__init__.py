@@ -15,45 +15,64 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from specrl_jax.config import Config, ConfigError, load_config
     from specrl_jax.control.protocol import Controller
+    from specrl_jax.control.registry import CONTROLLERS
+    from specrl_jax.distill.offline import DrafterTraining, train_drafter
     from specrl_jax.draft.protocol import Drafter
-    from specrl_jax.evaluation.evaluate import evaluate
+    from specrl_jax.draft.registry import DRAFTERS
+    from specrl_jax.evaluation.evaluate import Task, evaluate
     from specrl_jax.evaluation.generate import generate
     from specrl_jax.io.datasets import DATASETS
+    from specrl_jax.io.metrics import read_metrics
+    from specrl_jax.io.report import write_report
     from specrl_jax.model.families import FAMILIES
     from specrl_jax.rl.advantage import ADVANTAGES
     from specrl_jax.rl.corrections import CORRECTIONS
     from specrl_jax.rl.losses import LOSSES
     from specrl_jax.rl.reward import REWARDS
+    from specrl_jax.rollout.prompts import PromptBatch
     from specrl_jax.rollout.sampler import Sampler
     from specrl_jax.run import train
     from specrl_jax.trainer import Trainer
-    from specrl_jax.verify.registry import Rule
+    from specrl_jax.verify.protocol import Rule
+    from specrl_jax.verify.registry import RULES
 
     register_advantage = ADVANTAGES.register
+    register_controller = CONTROLLERS.register
     register_correction = CORRECTIONS.register
     register_dataset = DATASETS.register
+    register_drafter = DRAFTERS.register
     register_family = FAMILIES.register
     register_loss = LOSSES.register
     register_reward = REWARDS.register
+    register_rule = RULES.register
 
 __all__ = [
     "Config",
     "ConfigError",
     "Controller",
     "Drafter",
+    "DrafterTraining",
+    "PromptBatch",
     "Rule",
     "Sampler",
+    "Task",
     "Trainer",
     "evaluate",
     "generate",
     "load_config",
+    "read_metrics",
     "register_advantage",
+    "register_controller",
     "register_correction",
     "register_dataset",
+    "register_drafter",
     "register_family",
     "register_loss",
     "register_reward",
+    "register_rule",
     "train",
+    "train_drafter",
+    "write_report",
 ]
 
 _HOMES = {
@@ -61,19 +80,28 @@ _HOMES = {
     "ConfigError": "config:ConfigError",
     "Controller": "control.protocol:Controller",
     "Drafter": "draft.protocol:Drafter",
-    "Rule": "verify.registry:Rule",
+    "DrafterTraining": "distill.offline:DrafterTraining",
+    "PromptBatch": "rollout.prompts:PromptBatch",
+    "Rule": "verify.protocol:Rule",
     "Sampler": "rollout.sampler:Sampler",
+    "Task": "evaluation.evaluate:Task",
     "Trainer": "trainer:Trainer",
     "evaluate": "evaluation.evaluate:evaluate",
     "generate": "evaluation.generate:generate",
     "load_config": "config:load_config",
+    "read_metrics": "io.metrics:read_metrics",
     "register_advantage": "rl.advantage:ADVANTAGES.register",
+    "register_controller": "control.registry:CONTROLLERS.register",
     "register_correction": "rl.corrections:CORRECTIONS.register",
     "register_dataset": "io.datasets:DATASETS.register",
+    "register_drafter": "draft.registry:DRAFTERS.register",
     "register_family": "model.families:FAMILIES.register",
     "register_loss": "rl.losses:LOSSES.register",
     "register_reward": "rl.reward:REWARDS.register",
+    "register_rule": "verify.registry:RULES.register",
     "train": "run:train",
+    "train_drafter": "distill.offline:train_drafter",
+    "write_report": "io.report:write_report",
 }
 
 

@@ -10,19 +10,17 @@ from specrl_jax.io import metrics
 from specrl_jax.io.checkpoint import Checkpoints
 from specrl_jax.io.compilation import CompilationCounter
 from specrl_jax.io.progress import Progress
-from specrl_jax.model import weights
-from specrl_jax.rollout.prompts import make_prompts
 from specrl_jax.trainer import Trainer
 
 
-def train(config: Config, workdir: Path) -> bool:
+def train(config: Config, workdir: Path | str) -> bool:
     """Runs or resumes `config` in `workdir`; returns whether any step was left.
 
     Raises:
       ConfigError: something in the configuration cannot work; the workdir is untouched.
       TrainingError: too many non-finite updates in a row.
     """
-    return sum(1 for _ in training_steps(config, workdir)) > 0
+    return sum(1 for _ in training_steps(config, Path(workdir))) > 0
 
 
 def training_steps(config: Config, workdir: Path) -> Iterator[None]:
@@ -33,11 +31,9 @@ def training_steps(config: Config, workdir: Path) -> Iterator[None]:
     """
     began = time.perf_counter()
     metrics.check_config(workdir, config_lib.as_dict(config))
-    source = weights.describe_source(config.model.path, family=config.model.family)
     progress = Progress(config.steps, 0)
     say = progress.say
-    prompts = make_prompts(config, source.tokenizer, say)
-    trainer = Trainer(config, source, prompts, say)
+    trainer = Trainer.from_config(config, say)
     metrics.make_workdir(workdir)
     with Checkpoints(workdir / "checkpoints", config.checkpoint_keep, progress.warn) as checkpoints:
         resumed = trainer.restore(checkpoints)

@@ -38,8 +38,9 @@ from specrl_jax.model.transformer import Params
 from specrl_jax.rl import algorithm, learner
 from specrl_jax.rl.learner import Batch, LearnerState, Totals
 from specrl_jax.rl.reward import compose
-from specrl_jax.rollout.prompts import PromptBatch, Prompts
-from specrl_jax.rollout.sampler import Sampler, rollout_metrics
+from specrl_jax.rollout.metrics import rollout_metrics
+from specrl_jax.rollout.prompts import PromptBatch, Prompts, make_prompts
+from specrl_jax.rollout.sampler import Sampler
 from specrl_jax.rollout.scoring import Sample, score_rollout
 from specrl_jax.structs import Metrics, Rollout
 
@@ -112,6 +113,17 @@ class Trainer:
         most = spec.history_past or 1
         rows = capacity(spec.history_megabytes, buffer, len(prompts.examples), most)
         self.responses = ResponseCache(rows, buffer, most, spec.history_window)
+
+    @classmethod
+    def from_config(cls, config: Config, say: Callable[[str], None] = lambda text: None
+                    ) -> "Trainer":
+        """Returns the trainer of the model and the data that `config` names.
+
+        Raises:
+          ConfigError: there is no such model or data, or a value cannot work.
+        """
+        source = weights.describe_source(config.model.path, family=config.model.family)
+        return cls(config, source, make_prompts(config, source.tokenizer, say), say)
 
     def _optimizer_places(self, params: Params) -> Any:
         """Returns shardings: AdamW's moments like their parameters, everything else replicated."""

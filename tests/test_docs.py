@@ -11,7 +11,7 @@ generate = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(generate)
 
 
-@pytest.mark.parametrize("name", ["config.md", "metrics.md"])
+@pytest.mark.parametrize("name", ["config.md", "metrics.md", "extending.md"])
 def test_page_is_what_its_source_generates(name):
     text = (DOCS / name).read_text(encoding="utf-8")
     assert text == generate.pages()[name], "run python docs/generate.py"

@@ -1,6 +1,7 @@
 """The public names of `specrl_jax`."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -42,7 +43,19 @@ def test_reading_a_config_imports_no_jax():
     assert found.stdout == "False\n"
 
 
-def test_register_functions_belong_to_registries():
-    for name in specrl_jax.__all__:
-        if name.startswith("register_"):
-            assert isinstance(getattr(specrl_jax, name).__self__, Registry)
+def test_register_functions_are_one_of_each_field():
+    registries = [getattr(specrl_jax, name).__self__ for name in specrl_jax.__all__
+                  if name.startswith("register_")]
+    assert all(isinstance(registry, Registry) for registry in registries)
+    assert {registry.field for registry in registries} == {
+        "spec.drafter", "spec.rule", "control.policy", "rl.advantage", "rl.loss", "rl.correction",
+        "reward.terms", "data.name", "model.family"}
+
+
+@pytest.mark.ci
+def test_readme_library_example_drafts(capsys):
+    text = (ROOT.parent / "README.md").read_text(encoding="utf-8")
+    names: dict = {}
+    exec(re.search(r"```python\n(.*?)```", text, re.DOTALL)[1], names)
+    assert names["result"].accept_length > 1
+    assert capsys.readouterr().out.endswith(" tokens a round\n")

@@ -18,7 +18,8 @@ from specrl_jax.io.metric_names import unregistered
 from specrl_jax.io.progress import Progress
 from specrl_jax.rollout.calibration import judge
 from specrl_jax.rollout.engine import Result
-from specrl_jax.rollout.sampler import Sampler, rollout_metrics
+from specrl_jax.rollout.metrics import rollout_metrics
+from specrl_jax.rollout.sampler import Sampler
 from specrl_jax.run import TrainingError, run_steps, startup
 from specrl_jax.structs import Rollout
 from specrl_jax.trainer import Trainer

@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from specrl_jax.config import LOSSES, Config
-from specrl_jax.model import weights
-from specrl_jax.rollout.prompts import make_prompts
 from specrl_jax.trainer import Trainer
 
 from .staleness import BUG_PANELS, PANELS, PLAIN, Panel
@@ -94,12 +92,7 @@ def build(config: Config, question: str, name: str, head: str = "") -> None:
 
 @functools.cache
 def _built(config: Config) -> None:
-    source = weights.describe_source(config.model.path)
-    Trainer(config, source, make_prompts(config, source.tokenizer, _quiet), _quiet)
-
-
-def _quiet(text: str) -> None:
-    pass
+    Trainer.from_config(config)
 
 
 def place(config: Config, question: str, name: str) -> str:

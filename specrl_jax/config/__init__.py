@@ -21,8 +21,6 @@ from specrl_jax.config.fields import (
 from specrl_jax.config.load import load_config, preset_names
 from specrl_jax.config.registry import Registry
 from specrl_jax.config.sections import (
-    DRAWN_RULES,
-    RULES,
     Config,
     ControlConfig,
     DataConfig,
@@ -41,7 +39,6 @@ __all__ = [
     "ConfigError",
     "ControlConfig",
     "DRAFTERS",
-    "DRAWN_RULES",
     "DataConfig",
     "DistillConfig",
     "DistillOptions",
@@ -52,7 +49,6 @@ __all__ = [
     "MeshConfig",
     "ModelSource",
     "RLConfig",
-    "RULES",
     "Registry",
     "RewardConfig",
     "RolloutConfig",

@@ -44,7 +44,7 @@ from specrl_jax.io.checkpoint import Checkpoints
 from specrl_jax.io.checksum import identity
 from specrl_jax.io.data import step_prompts
 from specrl_jax.io.progress import Progress
-from specrl_jax.model.source import CHECKPOINTS, Actor
+from specrl_jax.model.source import CHECKPOINTS, Actor, open_actor
 from specrl_jax.model.transformer import Params
 from specrl_jax.model.weights import Source
 from specrl_jax.rollout.sampler import publisher
@@ -218,12 +218,19 @@ class DrafterTrainer:
         return True
 
 
-def train_drafter(config: Config, actor: Actor, options: DrafterTraining, workdir: Path) -> bool:
-    """Trains or resumes in `workdir`; returns whether any update was left.
+def train_drafter(config: Config, options: DrafterTraining, workdir: Path,
+                  actor: Actor | None = None) -> bool:
+    """Trains or resumes an EAGLE head in `workdir`; returns whether any update was left.
+
+    The head is in workdir / "drafter", which draft.path may name.
+
+    Args:
+      actor: see `open_actor`; None is the model at config.model.path.
 
     Raises:
       ConfigError: an option cannot work.
     """
+    actor = actor or open_actor(config)
     description = as_dict(config) | {"drafter_training": as_dict(options), "actor": {
         "run": actor.run and str(actor.run), "step": actor.step}}
     metrics.check_config(workdir, description)

@@ -15,7 +15,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from specrl_jax.config import DRAWN_RULES, Config, ConfigError, check
+from specrl_jax.config import Config, ConfigError, check
 from specrl_jax.config.registry import Registry
 from specrl_jax.draft import eagle_model, eagle_training, eagle_weights
 from specrl_jax.draft.eagle import eagle
@@ -56,6 +56,7 @@ class DrafterContext:
     group: int  # M, samples of a prompt
     origin: int  # place among merged drafters, for DraftTree.origin
     warn: Callable[[str], None]
+    drawn: bool = False  # the rule tests drafts as samples: trees need a `proposal`
     known_tokenizer: Tokenizer | None = None  # the actor's
 
     @property
@@ -75,7 +76,7 @@ class DrafterContext:
         """Options that all drafters with a network share."""
         draft = self.config.draft
         return {"children": draft.children, "temperature": draft.temperature,
-                "origin": self.origin, "drawn": self.config.spec.rule in DRAWN_RULES,
+                "origin": self.origin, "drawn": self.drawn,
                 "dtype": jnp.dtype(self.config.model.dtype)}
 
 
@@ -122,7 +123,8 @@ class DrafterSet:
 
 
 def make(config: Config, arch: Architecture, stop: Sequence[int], group: int,
-         warn: Callable[[str], None], tokenizer: Tokenizer | None = None) -> DrafterSet:
+         warn: Callable[[str], None], tokenizer: Tokenizer | None = None, *, drawn: bool = False
+         ) -> DrafterSet:
     """Builds the drafter of spec.drafter.
 
     Args:
@@ -130,6 +132,7 @@ def make(config: Config, arch: Architecture, stop: Sequence[int], group: int,
       stop: tokens that end a response.
       group: M, samples of a prompt.
       tokenizer: the actor's, which a small model must share; None is that of config.model.path.
+      drawn: the rule of spec.rule tests drafts as samples of a distribution (`needs_proposal`).
 
     Raises:
       ConfigError: a name is unknown, weights are missing or do not fit the actor, or sizes cannot
@@ -141,9 +144,9 @@ def make(config: Config, arch: Architecture, stop: Sequence[int], group: int,
     merged = spec.drafter == MERGE
     parts = tuple(
         _resolve(name, "draft.parts" if merged else "spec.drafter")(
-            DrafterContext(config, arch, stop, group, origin, warn, tokenizer))
+            DrafterContext(config, arch, stop, group, origin, warn, drawn, tokenizer))
         for origin, name in enumerate(config.draft.parts if merged else (spec.drafter,)))
-    if spec.rule in DRAWN_RULES and spec.drafter != "off":
+    if drawn and spec.drafter != "off":
         rule = f"spec.rule = {spec.rule!r} "
         check(not merged and parts[0].records_proposal, "spec.drafter", spec.drafter,
               rule + "needs a drafter that draws: choose eagle or small_lm, or rule rejection")

@@ -21,11 +21,10 @@ from specrl_jax.config import RolloutConfig
 from specrl_jax.evaluation.compare import Difference, compare_step
 from specrl_jax.io import metrics
 from specrl_jax.io.checkpoint import list_steps, read_meta, restore_part
-from specrl_jax.model import transformer, weights
+from specrl_jax.model import transformer
 from specrl_jax.model.architecture import Architecture
 from specrl_jax.model.source import CHECKPOINTS, run_config
 from specrl_jax.model.transformer import Params
-from specrl_jax.rollout.prompts import make_prompts
 from specrl_jax.structs import Array
 from specrl_jax.trainer import Trainer
 from specrl_jax.verify import sampling
@@ -82,8 +81,7 @@ def replay(run: Path, step: int, say: Callable[[str], None]) -> Replay:
       ConfigError: the run, its model, data or checkpoint cannot be read.
     """
     config = run_config(run)
-    source = weights.describe_source(config.model.path, family=config.model.family)
-    trainer = Trainer(config, source, make_prompts(config, source.tokenizer, say), say)
+    trainer = Trainer.from_config(config, say)
     directory = run / CHECKPOINTS
     checkpoint = max((s for s in list_steps(directory) if s <= step), default=0)
     if config.learner.learning_rate == 0:

@@ -13,7 +13,7 @@ from specrl_jax import sharding
 from specrl_jax.config import Config, ConfigError, at_least
 from specrl_jax.evaluation.statistics import bootstrap, interval, pass_at_k
 from specrl_jax.io.progress import Progress
-from specrl_jax.model.source import Actor
+from specrl_jax.model.source import Actor, open_actor
 from specrl_jax.model.tokenizer import Tokenizer
 from specrl_jax.rl.reward import compose
 from specrl_jax.rollout.engine import Result
@@ -49,11 +49,14 @@ def task_config(config: Config, task: Task) -> Config:
         rollout=dataclasses.replace(config.rollout, temperature=task.temperature))
 
 
-def evaluate(config: Config, actor: Actor, task: Task, progress: Progress) -> dict[str, Any]:
+def evaluate(config: Config, task: Task | None = None, actor: Actor | None = None,
+             progress: Progress | None = None) -> dict[str, Any]:
     """Generates `task.samples` answers to each problem and scores them by the reward "exact".
 
     Args:
       config: its data, rollout, spec, control and mesh sections are read, and its seed.
+      task: None is `Task()`.
+      actor: see `open_actor`; None is the model at config.model.path.
 
     Returns:
       JSON values by name, as `experiments/eval.py --out` writes them.
@@ -61,15 +64,13 @@ def evaluate(config: Config, actor: Actor, task: Task, progress: Progress) -> di
     Raises:
       ConfigError: see `make_prompts` and `sampler.Sampler`.
     """
+    task, actor, progress = task or Task(), actor or open_actor(config), progress or Progress(1, 0)
     config = task_config(config, task)
     prompts = make_prompts(config, actor.source.tokenizer, progress.say)
-    mesh = sharding.make_mesh(config.mesh)
-    at_once = prompts_at_once(len(prompts.tokens), task.samples, sharding.shard_count(mesh))
-    config = _fit_batch(config, at_once * task.samples)
-    sampler = Sampler(config, actor.source.arch, actor.source.tokenizer.stop_ids, mesh,
-                      prompts=at_once, group=task.samples)
+    shards = sharding.shard_count(sharding.make_mesh(config.mesh))
+    at_once = prompts_at_once(len(prompts.tokens), task.samples, shards)
     progress.say(f"loading {actor.name}")
-    sampler.publish(actor.params(mesh), actor.step)
+    sampler = Sampler.from_config(config, prompts=at_once, group=task.samples, actor=actor)
     sampler.compile(progress.say, profile=False)
     tally = Tally(prompts, actor.source.tokenizer, task.samples)
     with progress:
@@ -84,13 +85,6 @@ def prompts_at_once(problems: int, samples: int, shards: int) -> int:
     rollouts = -(-problems * samples // SEQUENCES_AT_ONCE)
     share = -(-problems // rollouts)
     return -(-share // shards) * shards
-
-
-def _fit_batch(config: Config, sequences: int) -> Config:
-    """Returns `config` with at most as many slots as sequences, multiples of the data shards."""
-    rollout = config.rollout
-    return dataclasses.replace(config, rollout=dataclasses.replace(
-        rollout, batch_size=min(rollout.batch_size, sequences)))
 
 
 class Tally:

@@ -8,7 +8,7 @@ import numpy as np
 from specrl_jax import sharding
 from specrl_jax.config import Config, check
 from specrl_jax.io import data
-from specrl_jax.model.source import Actor
+from specrl_jax.model.source import Actor, open_actor
 from specrl_jax.model.tokenizer import Tokenizer
 from specrl_jax.rollout.prompts import PromptBatch
 from specrl_jax.rollout.sampler import Sampler
@@ -29,6 +29,10 @@ class Generation:
     drafter: str
 
 
+def _ignore(text: str) -> None:
+    pass
+
+
 class Generator:
     """A model that is compiled once and then answers one prompt after another.
 
@@ -38,20 +42,18 @@ class Generator:
       say: called with lines about what happens before the first token.
     """
 
-    def __init__(self, config: Config, actor: Actor, *, longest: int, say: Callable[[str], None]
-                 ) -> None:
-        mesh = sharding.make_mesh(config.mesh)
-        self._shards = sharding.shard_count(mesh)
+    def __init__(self, config: Config, actor: Actor, *, longest: int,
+                 say: Callable[[str], None] = _ignore) -> None:
+        self._shards = sharding.shard_count(sharding.make_mesh(config.mesh))
         self.config = one_prompt(config, longest, self._shards)
         self.tokenizer = actor.source.tokenizer
         say(f"loading {actor.name}")
-        self.sampler = Sampler(self.config, actor.source.arch, self.tokenizer.stop_ids, mesh,
-                               prompts=self._shards, group=1)
-        self.sampler.publish(actor.params(mesh), actor.step)
+        self.sampler = Sampler.from_config(self.config, prompts=self._shards, actor=actor)
         self.sampler.compile(say, profile=False)
         self._answers = 0
 
-    def answer(self, prompt: str, system: str, *, write: Callable[[str], None]) -> Generation:
+    def answer(self, prompt: str, system: str = "", *, write: Callable[[str], None] = _ignore
+               ) -> Generation:
         """Answers `prompt`, sampled with config.rollout; other noise for each answer.
 
         Args:
@@ -67,33 +69,36 @@ class Generator:
               f"has {len(tokens)} tokens with the system message, at most {most} fit; raise "
               "--config.rollout.max_prompt_tokens")
         stream = Stream(self.tokenizer.stream(skip_special=True), write)
-        shards = self._shards
-        batch = PromptBatch([tokens] * shards, np.arange(shards), np.zeros(shards, np.int32))
         rollout, result = self.sampler.generate(
-            batch, "generate", self._answers, on_chunk=stream.write_new)
+            PromptBatch.of([tokens] * self._shards), "generate", self._answers,
+            on_chunk=stream.write_new)
         self._answers += 1
-        counters, policy = result.counters, self.config.control.policy
+        policy = self.config.control.policy
         return Generation(
             text=stream.text, tokens=int(rollout.length[0]), seconds=result.seconds,
-            accept_length=counters["committed"] / counters["row_rounds"],
+            accept_length=result.accept_length,
             stopped=bool(rollout.stopped[0]),
             drafter="off" if policy == "off" else self.config.spec.drafter)
 
 
 def generate(
     config: Config,
-    actor: Actor,
     prompt: str,
-    system: str,
+    system: str = "",
     *,
-    write: Callable[[str], None],
-    say: Callable[[str], None],
+    actor: Actor | None = None,
+    write: Callable[[str], None] = _ignore,
+    say: Callable[[str], None] = _ignore,
 ) -> Generation:
     """Answers one prompt with shapes that just hold it; see `Generator`.
+
+    Args:
+      actor: see `open_actor`; None is the model at config.model.path.
 
     Raises:
       ConfigError: the model has no chat template, or too few positions.
     """
+    actor = actor or open_actor(config)
     longest = len(encode(actor.source.tokenizer, prompt, system))
     return Generator(config, actor, longest=longest, say=say).answer(prompt, system, write=write)
 

@@ -59,6 +59,11 @@ class Result:
     rule: str  # of verification
     calibration: Reliability  # of the estimates that drafts were chosen by
 
+    @property
+    def accept_length(self) -> float:
+        """Tokens that a row gained in each round, 1 without speculation."""
+        return self.counters["committed"] / max(self.counters["row_rounds"], 1)
+
 
 class Engine:
     """Compiled programs for one set of shapes; `run` is the rollout.
@@ -83,6 +88,11 @@ class Engine:
         self._pool: Any = None  # the largest batch's cache, kept from rollout to rollout
 
     # Programs.
+
+    @property
+    def compiled(self) -> bool:
+        """Whether `compile` has been called."""
+        return bool(self._programs)
 
     def compile(self, params: Any, drafter_params: Any = (),
                 report: Callable[[str], None] = lambda text: None) -> None:

@@ -20,6 +20,11 @@ class PromptBatch:
     prompt_id: np.ndarray  # i32[prompts]
     occurrence: np.ndarray  # i32[prompts] how often the prompt came before
 
+    @classmethod
+    def of(cls, prompts: Sequence[Sequence[int]]) -> "PromptBatch":
+        """Returns a batch of token ids; a prompt's id is its place."""
+        return cls(prompts, np.arange(len(prompts)), np.zeros(len(prompts), np.int32))
+
 
 @dataclasses.dataclass(frozen=True)
 class Prompts:

@@ -18,22 +18,23 @@ from specrl_jax.config import Config, check
 from specrl_jax.control import cost_file, registry
 from specrl_jax.control.buckets import bucket_table
 from specrl_jax.control.cost_model import plain_round_seconds
-from specrl_jax.control.protocol import Limits
+from specrl_jax.control.protocol import Limits, make_spec
 from specrl_jax.draft import registry as drafters
-from specrl_jax.io import launches
+from specrl_jax.draft.protocol import Drafter
+from specrl_jax.io import data
 from specrl_jax.io.checkpoint import loud
 from specrl_jax.io.checksum import checksum, identity
 from specrl_jax.model import architecture, invariant
 from specrl_jax.model.architecture import Architecture
+from specrl_jax.model.source import Actor, open_actor
 from specrl_jax.model.tokenizer import Tokenizer
 from specrl_jax.model.transformer import Params
 from specrl_jax.rollout import profile as profiling
-from specrl_jax.rollout.calibration import Reliability
 from specrl_jax.rollout.engine import Engine, Result
 from specrl_jax.rollout.layout import Shapes, pad, request
 from specrl_jax.rollout.plan import Decoder
 from specrl_jax.rollout.prompts import PromptBatch
-from specrl_jax.structs import DrafterParams, Metrics, Rollout, carrier
+from specrl_jax.structs import DrafterParams, Rollout, carrier
 from specrl_jax.verify.registry import RULES
 
 PROBE_STREAM = "probe"  # of prng.STREAMS: tokens that nobody reads
@@ -42,17 +43,24 @@ PROBE_STREAM = "probe"  # of prng.STREAMS: tokens that nobody reads
 class Sampler:
     """Generates `group` samples of each of `prompts` prompts.
 
+    `from_config` opens the model, too:
+
+        sampler = Sampler.from_config(load_config("tiny"), prompts=1, group=4)
+        rollout, result = sampler.generate(sampler.encode(["What is 52 + 21?"]))
+
     Args:
       config: its model, spec, draft, control and rollout sections are read.
       prompts: prompts of one call, over all shards.
       group: M.
       warn: called with a line about each problem of the drafter.
       tokenizer: the actor's; None is that of config.model.path.
+      wrap: returns the drafter to use in place of the config's, of the same sizes and parameters.
     """
 
     def __init__(self, config: Config, arch: Architecture, stop: Sequence[int], mesh: Mesh, *,
                  prompts: int, group: int, warn: Callable[[str], None] = loud,
-                 tokenizer: Tokenizer | None = None) -> None:
+                 tokenizer: Tokenizer | None = None,
+                 wrap: Callable[[Drafter], Drafter] = lambda drafter: drafter) -> None:
         shards = sharding.shard_count(mesh)
         check(prompts % shards == 0, "prompts", prompts,
               f"must be a multiple of the {shards} data shards")
@@ -61,8 +69,9 @@ class Sampler:
               f"with rollout.max_prompt_tokens that is {most} positions; the model has "
               f"{arch.max_position}")
         self.config, self.group, self.mesh = config, group, mesh
-        self.drafters = drafters.make(config, arch, stop, group, warn, tokenizer)
-        drafter = self.drafters.drafter
+        self.drafters = drafters.make(config, arch, stop, group, warn, tokenizer,
+                                      drawn=RULES.resolve(config.spec.rule).needs_proposal)
+        drafter = wrap(self.drafters.drafter)
         shapes = Shapes(
             batch=config.rollout.batch_size // shards, sequences=prompts * group // shards,
             group=group, prompt=config.rollout.max_prompt_tokens,
@@ -98,7 +107,43 @@ class Sampler:
         self.version, self.drafter_version = -1, 0
         self.broken = False  # a rollout found non-finite draft scores and switched drafting off
         self._checksum: int | None = None
-        self._warn = warn
+        self._warn, self._tokenizer = warn, tokenizer
+
+    @classmethod
+    def from_config(cls, config: Config, *, prompts: int = 1, group: int = 1,
+                    actor: Actor | None = None, **options: Any) -> "Sampler":
+        """Returns a sampler with the weights of a model published, and no slot that stays empty.
+
+        Args:
+          prompts, group, options: those of the class.
+          actor: see `open_actor`; None is the model at config.model.path.
+
+        Raises:
+          ConfigError: there is no such model, or a value cannot work.
+        """
+        actor = actor or open_actor(config)
+        slots = min(config.rollout.batch_size, prompts * group)
+        config = dataclasses.replace(
+            config, rollout=dataclasses.replace(config.rollout, batch_size=slots))
+        mesh, tokenizer = sharding.make_mesh(config.mesh), actor.source.tokenizer
+        sampler = cls(config, actor.source.arch, tokenizer.stop_ids, mesh, prompts=prompts,
+                      group=group, tokenizer=tokenizer, **options)
+        sampler.publish(actor.params(mesh), actor.step)
+        return sampler
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The actor's tokenizer."""
+        return self._tokenizer or open_actor(self.config).source.tokenizer
+
+    def encode(self, questions: Sequence[str], system: str = "") -> PromptBatch:
+        """Returns questions as prompts in the model's chat template, one id each.
+
+        Raises:
+          ConfigError: the model has no chat template.
+        """
+        chats = [data.messages({"question": text}, system) for text in questions]
+        return PromptBatch.of([self.tokenizer.encode(self.tokenizer.chat(x)) for x in chats])
 
     def publish(self, params: Params, version: int) -> None:
         """Makes `params` what rollouts read: cast and resharded, or as they are if both agree."""
@@ -128,6 +173,21 @@ class Sampler:
     def draft_to(self, depth: int | None) -> None:
         """Forces the draft depth of all rounds; None lets the controller choose again."""
         self._depth = depth
+
+    def speculate(self, *, depth: int, branch: int, nodes: int, budget: int = 0,
+                  mix: Sequence[float] | None = None) -> None:
+        """Replaces the settings of control.policy = "fixed", without compiling anything.
+
+        Args:
+          depth, branch, nodes, budget, mix: see spec.depth and so on, and draft.mix.
+
+        Raises:
+          ConfigError: control.policy is another.
+        """
+        check(self.config.control.policy == "fixed", "control.policy", self.config.control.policy,
+              "chooses its settings itself; use fixed")
+        mix = mix or (1.0,) * len(self.engine.decoder.drafter.names)
+        self.engine.control = make_spec(depth, branch, nodes, budget, mix)
 
     def compile(self, report: Callable[[str], None] = lambda text: None, profile: bool = True
                 ) -> None:
@@ -176,8 +236,7 @@ class Sampler:
           depth: of drafts; None leaves it to the controller.
         """
         count = len(limit) // self.group
-        batch = PromptBatch([prompts[i % len(prompts)] for i in range(count)], np.arange(count),
-                            np.zeros(count, np.int32))
+        batch = PromptBatch.of([prompts[i % len(prompts)] for i in range(count)])
         before = self.engine.control, self.engine.acceptance, self._depth
         self._depth = self._depth if depth is None else depth
         _, result = self.generate(batch, PROBE_STREAM, 0, limit=limit)
@@ -190,12 +249,12 @@ class Sampler:
         return dataclasses.asdict(self.config.draft) | {
             name: spec[name] for name in ("drafter", "max_depth", "max_branch", "history_past")}
 
-    def generate(self, batch: PromptBatch, stream: str, step: int, *,
+    def generate(self, batch: PromptBatch, stream: str = "generate", step: int = 0, *,
                  past: np.ndarray | None = None, limit: np.ndarray | None = None,
                  progress: Callable[[int, int, int], None] = lambda done, total, tokens: None,
                  on_chunk: Callable[[np.ndarray, np.ndarray], None] | None = None
                  ) -> tuple[Rollout, Result]:
-        """Samples every prompt `group` times.
+        """Samples every prompt `group` times; compiles first, without profiling, if need be.
 
         Args:
           batch: prompts, which take slots in the order of `rollout.order`.
@@ -209,6 +268,8 @@ class Sampler:
         Returns:
           The rollout in canonical order (prompt id, occurrence, sample id); the engine's account.
         """
+        if not self.engine.compiled:
+            self.compile(profile=False)
         order = np.lexsort((batch.occurrence, batch.prompt_id))
         if self.config.rollout.order == "reversed":
             order = order[::-1]
@@ -272,48 +333,3 @@ def warn_of_broken(weights: tuple[DrafterParams, ...], warn: Callable[[str], Non
     if broken:
         warn(f"speculation is off: the drafter's {', '.join(broken)} are not finite; train it "
              "again, or choose another spec.drafter")
-
-
-def rollout_metrics(rollout: Rollout, result: Result) -> Metrics:
-    """Returns the metrics of one rollout."""
-    c, tokens = result.counters, int(rollout.length.sum())
-    drafters = {f"draft/{name}/{kind}": count for name, counts in result.by_drafter.items()
-                for kind, count in counts.items()}
-    drafters |= {f"draft/{name}/{kind}_share": count / max(c[kind], 1)
-                 for name, counts in result.by_drafter.items() for kind, count in counts.items()}
-    return drafters | {
-        "spec/lossy": float(not RULES.resolve(result.rule).lossless),
-        "rollout/calibration_error": result.calibration.error,
-        "rollout/reliability": reliability(result.calibration),
-        "rollout/tokens": tokens,
-        "rollout/tokens_per_second": tokens / result.seconds,
-        "rollout/accept_length": c["committed"] / max(c["row_rounds"], 1),
-        "rollout/rounds": c["rounds"],
-        "rollout/drafted": c["drafted"],
-        "rollout/accepted": c["accepted"],
-        "rollout/acceptance_rate": c["accepted"] / max(c["drafted"], 1),
-        "rollout/packed": c["packed"],
-        "rollout/clamped_rounds": c["clamped"],
-        "rollout/nonfinite_drafts": c["broken"],
-        "rollout/occupancy": c["row_rounds"] / max(c["slots"], 1),
-        "rollout/launches": len(result.trace),
-        "rollout/top_p_mass": _mean(rollout.top_p_mass, rollout.length),
-        "rollout/logprob": _mean(rollout.raw_logprob, rollout.length),
-        "response/length_mean": float(rollout.length.mean()),
-        "response/length_max": int(rollout.length.max()),
-        "response/clipped_fraction": float(1 - rollout.stopped.mean()),
-        "time/rollout": result.seconds,
-        "time/prefill": result.prefill_seconds,
-    } | launches.summary(result.trace)
-
-
-def reliability(found: Reliability) -> list[list[float]]:
-    """Returns (drafts, mean estimate, accepted share) of each bin that is not empty."""
-    lines = np.stack([found.tried, found.predicted, found.accepted], 1)
-    return [[float(f"{x:.6g}") for x in line] for line in lines[found.tried > 0]]
-
-
-def _mean(values: np.ndarray, length: np.ndarray) -> float:
-    """Returns the mean over response tokens."""
-    real = np.arange(values.shape[1])[None] < length[:, None]
-    return float(values[real].mean())

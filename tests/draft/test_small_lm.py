@@ -23,7 +23,6 @@ from jax.sharding import PartitionSpec
 
 from specrl_jax import prng, sharding
 from specrl_jax.config import (
-    DRAWN_RULES,
     Config,
     ConfigError,
     DraftConfig,
@@ -410,18 +409,17 @@ def test_the_draft_temperature_reaches_the_drafter(drafter: str) -> None:
             DraftConfig(temperature=wrong)
 
 
-@pytest.mark.parametrize("rule", DRAWN_RULES)
 @pytest.mark.parametrize("section, changes, message", [
     ("spec", {"drafter": "history"}, "spec.drafter = 'history': .* needs a drafter that draws"),
     ("spec", {"drafter": "merge"}, "spec.drafter = 'merge': .* needs a drafter that draws"),
     ("draft", {"children": "top"}, "draft.children = 'top': .* choose perturbed or sampled")])
 def test_rules_that_ask_what_was_drawn_refuse_what_is_not(
-        rule: str, section: str, changes: dict[str, Any], message: str) -> None:
-    works = config(spec=SpecOptions("small_lm", rule))
-    assert make(works).drafter.propose.args[0].drawn
+        section: str, changes: dict[str, Any], message: str) -> None:
+    works = config(spec=SpecOptions("small_lm", "rejection_drawn"))
+    assert make(works, drawn=True).drafter.propose.args[0].drawn
     wrong = {section: dataclasses.replace(getattr(works, section), **changes)}
     with pytest.raises(ConfigError, match=message):
-        make(dataclasses.replace(works, **wrong))
+        make(dataclasses.replace(works, **wrong), drawn=True)
 
 
 def test_another_tokenizer_is_refused() -> None:

@@ -148,7 +148,7 @@ def test_generator_compiles_once_and_streams_many_answers(trained):
     assert first.tokens <= 80 and first.drafter == "history" and first.text != second.text
     with pytest.raises(ConfigError, match=r"--prompt = 'aaaa.* at most 128 fit; raise --config"):
         generator.answer("a" * 200, "", write=written.append)
-    once = generate.generate(config, actor, "Hi", "", write=written.append, say=written.append)
+    once = generate.generate(config, "Hi", actor=actor)
     assert once.text == first.text  # shapes change no token
 
 

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from experiments.bench import staleness, staleness_arms, subprocess_runner
-from specrl_jax.config import RULES, Config, ConfigError, load_config
+from specrl_jax.config import Config, ConfigError, load_config
 from specrl_jax.io.metrics import Writer
+from specrl_jax.verify.registry import RULES
 from tests.experiments.conftest import ROOT, environment
 
 CONFIG = load_config("staleness")

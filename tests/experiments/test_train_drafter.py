@@ -243,7 +243,7 @@ def test_features_start_near_one_for_any_taps():
 
 def train(workdir, options=MICRO, **data):
     config = micro_config(**data)
-    return offline.train_drafter(config, open_actor(config), options, workdir)
+    return offline.train_drafter(config, options, workdir)
 
 
 @pytest.fixture(scope="module")

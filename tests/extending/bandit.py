@@ -1,8 +1,6 @@
-"""A controller of your own: an epsilon-greedy bandit over draft depths (TLT, arXiv 2511.16665).
+"""A bandit over draft depths: each launch tries one and earns its tokens per second.
 
-    python experiments/train.py --config=tiny --config.control.policy=tests.extending.bandit:make
-
-Each launch tries one depth and is rewarded with its tokens per second. Depth 0 is plain decoding.
+Epsilon-greedy, after TLT (arXiv 2511.16665). Depth 0 is plain decoding.
 """
 
 from typing import Any
@@ -27,8 +25,8 @@ class Bandit(struct.PyTreeNode):
     launches: Any  # i32[]
 
 
-def make(control: ControlConfig, spec: SpecOptions, limits: Limits) -> Controller:
-    """Returns the controller of control.policy = tests.extending.bandit:make."""
+def bandit(control: ControlConfig, spec: SpecOptions, limits: Limits) -> Controller:
+    """Returns the controller of control.policy = bandit:bandit."""
 
     def init(costs: Any) -> Bandit:
         zero = np.zeros(limits.depth + 1, np.float32)

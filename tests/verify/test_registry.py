@@ -25,10 +25,10 @@ def test_lossy_rules_say_so_in_their_names() -> None:
 
 def test_registered_rule_is_found_by_name_and_taken_once() -> None:
     try:
-        mine = register_rule("root_only", lossless=True)(root_only)
-        assert RULES.resolve("root_only") is mine == Rule(root_only, lossless=True)
+        mine = register_rule("root_only")(Rule(root_only, lossless=True))
+        assert RULES.resolve("root_only") is mine
         with pytest.raises(ConfigError, match="spec.rule = 'root_only': is registered already"):
-            register_rule("root_only", lossless=False)(match.verify)
+            register_rule("root_only")(Rule(match.verify, lossless=False))
     finally:
         RULES.pop("root_only")
 

@@ -1,0 +1,54 @@
+"""The metrics of a rollout, by the names of io/metric_names.py."""
+
+import numpy as np
+
+from specrl_jax.io import launches
+from specrl_jax.rollout.calibration import Reliability
+from specrl_jax.rollout.engine import Result
+from specrl_jax.structs import Metrics, Rollout
+from specrl_jax.verify.registry import RULES
+
+
+def rollout_metrics(rollout: Rollout, result: Result) -> Metrics:
+    """Returns the metrics of one rollout."""
+    c, tokens = result.counters, int(rollout.length.sum())
+    drafters = {f"draft/{name}/{kind}": count for name, counts in result.by_drafter.items()
+                for kind, count in counts.items()}
+    drafters |= {f"draft/{name}/{kind}_share": count / max(c[kind], 1)
+                 for name, counts in result.by_drafter.items() for kind, count in counts.items()}
+    return drafters | {
+        "spec/lossy": float(not RULES.resolve(result.rule).lossless),
+        "rollout/calibration_error": result.calibration.error,
+        "rollout/reliability": reliability(result.calibration),
+        "rollout/tokens": tokens,
+        "rollout/tokens_per_second": tokens / result.seconds,
+        "rollout/accept_length": result.accept_length,
+        "rollout/rounds": c["rounds"],
+        "rollout/drafted": c["drafted"],
+        "rollout/accepted": c["accepted"],
+        "rollout/acceptance_rate": c["accepted"] / max(c["drafted"], 1),
+        "rollout/packed": c["packed"],
+        "rollout/clamped_rounds": c["clamped"],
+        "rollout/nonfinite_drafts": c["broken"],
+        "rollout/occupancy": c["row_rounds"] / max(c["slots"], 1),
+        "rollout/launches": len(result.trace),
+        "rollout/top_p_mass": _mean(rollout.top_p_mass, rollout.length),
+        "rollout/logprob": _mean(rollout.raw_logprob, rollout.length),
+        "response/length_mean": float(rollout.length.mean()),
+        "response/length_max": int(rollout.length.max()),
+        "response/clipped_fraction": float(1 - rollout.stopped.mean()),
+        "time/rollout": result.seconds,
+        "time/prefill": result.prefill_seconds,
+    } | launches.summary(result.trace)
+
+
+def reliability(found: Reliability) -> list[list[float]]:
+    """Returns (drafts, mean estimate, accepted share) of each bin that is not empty."""
+    lines = np.stack([found.tried, found.predicted, found.accepted], 1)
+    return [[float(f"{x:.6g}") for x in line] for line in lines[found.tried > 0]]
+
+
+def _mean(values: np.ndarray, length: np.ndarray) -> float:
+    """Returns the mean over response tokens."""
+    real = np.arange(values.shape[1])[None] < length[:, None]
+    return float(values[real].mean())

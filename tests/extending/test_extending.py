@@ -1,0 +1,255 @@
+"""The examples of docs/extending.md run, and each has its effect."""
+
+import ast
+import dataclasses
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import bandit
+import bigram
+import numpy as np
+import objective
+import pytest
+from control_cases import LIMITS, record
+from helpers import micro_config, micro_trainer
+from seed_oss import SEED_OSS
+
+from specrl_jax import Sampler, load_config, train
+from specrl_jax.config import (
+    Config,
+    ControlConfig,
+    DistillConfig,
+    LearnerConfig,
+    RLConfig,
+    SpecOptions,
+    override,
+)
+from specrl_jax.control.registry import CONTROLLERS
+from specrl_jax.draft.registry import DRAFTERS
+from specrl_jax.io.data import load_examples
+from specrl_jax.io.metrics import read_samples
+from specrl_jax.model import tiny
+from specrl_jax.model.architecture import Architecture
+from specrl_jax.model.export import export
+from specrl_jax.model.families import FAMILIES
+from specrl_jax.model.tensors import pack
+from specrl_jax.rl.algorithm import resolve
+from specrl_jax.rl.reward import compose
+from specrl_jax.verify.registry import RULES
+
+FILES = Path(__file__).parent
+PAGE = (FILES.parents[1] / "docs" / "extending.md").read_text(encoding="utf-8")
+COMMANDS = re.findall(r"^(?:PYTHONPATH=tests/extending )?python experiments/.*$", PAGE, re.M)
+MOST_LINES = 60
+
+
+def spec(drafter: str = "last_token:last_token", rule: str = "match") -> SpecOptions:
+    return SpecOptions(drafter=drafter, rule=rule, depth=2, branch=1, nodes=3, max_depth=2,
+                       max_branch=1, max_nodes=3)
+
+
+def greedy(config: Config) -> Config:
+    """Greedy answers of a random model repeat themselves, so drafts are accepted."""
+    return dataclasses.replace(config, rollout=dataclasses.replace(
+        config.rollout, temperature=0.0))
+
+
+def flags(command: str) -> dict[str, Any]:
+    """Returns the values of a command's config fields."""
+    given = dict(re.findall(r'--config\.([\w.]+)=("[^"]*"|\S+)', command))
+    default = Config()
+
+    def parse(name: str, text: str) -> Any:
+        value: Any = default
+        for part in name.split("."):
+            value = getattr(value, part)
+        return text if isinstance(value, str) else ast.literal_eval(text.strip('"'))
+
+    return {name: parse(name, text) for name, text in given.items()}
+
+
+# The page.
+
+
+@pytest.mark.parametrize("path", sorted(
+    path for path in FILES.iterdir() if path.suffix in (".py", ".jsonl")
+    and not path.name.startswith("test_")), ids=lambda path: path.name)
+def test_example_is_short_and_on_the_page(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert text.count("\n") <= MOST_LINES and f"\n{text}```\n" in PAGE
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[-40:])
+def test_command_names_fields_and_extensions_that_exist(command: str) -> None:
+    config = override(load_config("tiny"), flags(command))
+    for registry, name in ((DRAFTERS, config.spec.drafter), (RULES, config.spec.rule),
+                           (CONTROLLERS, config.control.policy),
+                           (FAMILIES, config.model.family or "llama")):
+        registry.resolve(name)
+    resolve(config.rl)
+    compose(config.reward.terms, config.reward.weights)
+
+
+def test_every_extension_point_has_a_command() -> None:
+    fields = {name for command in COMMANDS for name in flags(command)}
+    assert fields >= {"spec.drafter", "spec.rule", "control.policy", "rl.advantage", "rl.loss",
+                      "rl.correction", "reward.terms", "data.name", "data.path", "model.family"}
+
+
+# Drafting.
+
+
+def test_last_token_drafter_is_accepted_and_trains_a_step() -> None:
+    trainer = micro_trainer(greedy(micro_config(spec=spec())))
+    metrics, samples = trainer.step()
+    assert metrics["applied"] and len(samples) == 16
+    assert 0 < metrics["draft/last_token/accepted"] <= metrics["draft/last_token/drafted"]
+    assert metrics["rollout/accept_length"] > 1
+
+
+@pytest.mark.ci
+def test_one_draft_rule_accepts_at_most_one_a_round() -> None:
+    trainer = micro_trainer(greedy(micro_config(spec=spec(rule="one_draft:ONE_DRAFT"))))
+    rollout, metrics = trainer.rollout()
+    assert rollout.commits.max() == 2 and metrics["spec/lossy"] == 0
+    plain = micro_trainer(greedy(micro_config(spec=spec(drafter="off")))).rollout()[0]
+    np.testing.assert_array_equal(rollout.tokens, plain.tokens)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("few, drafts", [(9, True), (1, False)])
+def test_small_batches_controller_drafts_below_few_rows(
+        few: int, drafts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    import small_batches
+    monkeypatch.setattr(small_batches, "FEW", few)
+    config = micro_config(spec=spec(), control=ControlConfig("small_batches:small_batches"))
+    metrics, _ = micro_trainer(greedy(config)).step()
+    assert metrics["applied"] and (metrics["rollout/drafted"] > 0) == drafts
+
+
+def test_bandit_settles_on_the_fastest_depth(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bandit, "EPSILON", 0.0)
+    controller = bandit.bandit(ControlConfig(), SpecOptions(), LIMITS)
+    state, speed, chosen = controller.init(None), [5.0, 7.0, 9.0, 6.0, 1.0], []
+    for _ in range(12):
+        chosen.append(int(state.depth))
+        state, _ = controller.end_chunk(state, record(1.0, committed=int(speed[chosen[-1]])))
+    assert chosen[:5] == [0, 1, 2, 3, 4] and set(chosen[5:]) == {2}
+
+
+@pytest.mark.ci
+def test_bandit_controller_trains_and_drafts() -> None:
+    config = micro_config(spec=spec(), control=ControlConfig("bandit:bandit"))
+    config = dataclasses.replace(config, rollout=dataclasses.replace(
+        config.rollout, rounds_per_launch=2))
+    trainer = micro_trainer(config)
+    rows = [trainer.step()[0] for _ in range(2)]
+    assert all(row["applied"] for row in rows)
+    assert max(row["control/draft_depth"] for row in rows) > 0
+
+
+@pytest.mark.ci
+def test_bigram_drafter_learns_while_rl_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+
+    def loss(params: Any, inputs: Any, targets: Any) -> Any:
+        calls.append(targets.depths)
+        return original(params, inputs, targets)
+
+    original = bigram.loss
+    monkeypatch.setattr(bigram, "loss", loss)
+    config = dataclasses.replace(
+        greedy(micro_config(spec=spec("bigram:bigram"))),
+        control=ControlConfig(policy="fixed", min_survival=0.0),
+        learner=LearnerConfig(learning_rate=0.0, micro_batch=16),
+        distill=DistillConfig(when="interval", batch=8, micro_batch=8, updates=4, unroll=2,
+                              loss="forward_kl", learning_rate=0.3, probe_tokens=4))
+    trainer = micro_trainer(config)
+    rows = [trainer.step()[0] for _ in range(5)]
+    assert set(calls) == {2}
+    assert rows[-1]["distill/loss"] < rows[0]["distill/loss"]
+    assert rows[-1]["distill/alpha/0"] > rows[0]["distill/alpha/0"] + 0.05
+    assert rows[-1]["rollout/accept_length"] > rows[0]["rollout/accept_length"] + 0.1
+    assert [row["version/drafter"] for row in rows] == [0, 1, 2, 3, 4] and not trainer.warnings
+    spoiled = {**trainer.sampler.drafter_weights[0], "vocab": np.zeros(512, np.int32)}
+    trainer.sampler.publish_drafter((spoiled,), trainer.sampler.drafter_version)
+    assert trainer.drafter.before_rollout(5)["drafter/fault"] == "not as published"
+
+
+# RL.
+
+
+def test_advantage_is_relative_to_the_best() -> None:
+    found = objective.best_of_group(np.float32([[1, 0], [2, 2]]))
+    np.testing.assert_array_equal(found, np.float32([[0.5, -0.5], [0, 0]]))
+
+
+@pytest.mark.ci
+def test_objective_and_reward_are_what_a_step_uses(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: dict[str, Any] = {}
+    for name in ("best_of_group", "reinforce", "within_factor_2"):
+        original = getattr(objective, name)
+
+        def recorded(*args: Any, name: str = name, original: Any = original, **kwargs: Any) -> Any:
+            called[name] = original(*args, **kwargs)
+            return called[name]
+
+        monkeypatch.setattr(objective, name, recorded)
+    config = override(micro_config(spec=spec("off")), {
+        "rl.advantage": "objective:best_of_group", "rl.loss": "objective:reinforce",
+        "rl.correction": "objective:within_factor_2", "reward.terms": ("brevity:brevity",)})
+    metrics, samples = micro_trainer(config).step()
+    assert metrics["applied"] and set(called) == {"best_of_group", "reinforce", "within_factor_2"}
+    assert called["best_of_group"].shape == (8, 2)
+    for sample in samples:
+        assert sample["reward"] == pytest.approx(10 / (10 + len(sample["completion"])))
+    assert resolve(config.rl) != resolve(RLConfig())
+
+
+# Data and models.
+
+
+@pytest.mark.parametrize("command, question, answer", [
+    (next(c for c in COMMANDS if "squares" in c), "What is 3 squared?", "9"),
+    (next(c for c in COMMANDS if "jsonl" in c), "What is the capital of Peru?", "Lima")])
+def test_dataset_gives_examples_with_an_answer(command: str, question: str, answer: str) -> None:
+    values = flags(command)
+    if "data.path" in values:
+        values["data.path"] = str(FILES / Path(values["data.path"]).name)
+    examples = load_examples(override(load_config("tiny"), values).data)
+    assert (examples[3]["question"], examples[3]["answer"]) == (question, answer)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("extension", ["squares", "jsonl"])
+def test_dataset_is_what_a_step_asks(extension: str, tmp_path: Path) -> None:
+    values = flags(next(c for c in COMMANDS if f"data.name={extension}" in c))
+    if "data.path" in values:
+        values["data.path"] = str(FILES / Path(values["data.path"]).name)
+    config = override(micro_config(spec=spec("off"), steps=1), values | {
+        "model.path": "random:tiny", "rollout.max_prompt_tokens": 96,
+        "reward.terms": ("digit_fraction",)})
+    assert train(config, tmp_path)
+    prompts = {sample["prompt"] for sample in read_samples(tmp_path)}
+    assert len(prompts) == (8 if extension == "squares" else 4)
+    assert all(("squared?" if extension == "squares" else "capital of") in x for x in prompts)
+
+
+@pytest.mark.ci
+def test_family_generates_from_its_checkpoint(tmp_path: Path) -> None:
+    arch = Architecture(vocab_size=264, hidden_size=16, intermediate_size=8, num_layers=1,
+                        num_heads=4, num_kv_heads=2, head_dim=4, qkv_bias=True,
+                        family="seed_oss:SEED_OSS")
+    export(tmp_path / "model", arch, pack(arch, tiny.random_tensors(arch, seed=3)),
+           tiny.byte_tokenizer())
+    stored = json.loads((tmp_path / "model" / "config.json").read_text())
+    assert stored["model_type"] == SEED_OSS.model_type and stored["attention_bias"]
+    config = override(micro_config(spec=spec("off")), {
+        "model.path": str(tmp_path / "model"), "model.family": "seed_oss:SEED_OSS",
+        "rollout.max_prompt_tokens": 64})
+    sampler = Sampler.from_config(config)
+    assert sampler.params["layers"][0]["qkv_bias"].any()
+    rollout, _ = sampler.generate(sampler.encode(["Hi"]))
+    assert rollout.length[0] > 0
