@@ -70,15 +70,13 @@ def test_scripts_find_the_commands_in_the_readme(script: str) -> None:
 
 
 @pytest.mark.ci
-def test_usage_example_runs() -> None:
+def test_library_example_of_the_readme_drafts(capsys: pytest.CaptureFixture[str]) -> None:
     (example,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    assert example.count("\n") <= 10
     names: dict[str, Any] = {}
     exec(compile(example, "README.md", "exec"), names)
-    rollout = names["rollout"]
-    shape = re.search(r"`rollout.tokens` is `i32\[(\d+), (\d+)\]`", README).groups()
-    assert rollout.tokens.dtype == "int32"
-    assert rollout.tokens.shape == tuple(map(int, shape))
-    assert rollout.length.min() > 0
+    assert names["rollout"].length.min() > 0 and names["result"].accept_length > 1
+    assert capsys.readouterr().out.endswith(" tokens a round\n")
 
 
 def test_flags_of_the_readme_are_fields() -> None:

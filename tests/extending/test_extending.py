@@ -12,10 +12,12 @@ import bigram
 import numpy as np
 import objective
 import pytest
+import small_batches
 from control_cases import LIMITS, record
-from helpers import micro_config, micro_trainer
+from helpers import micro_config, micro_trainer, micro_trainer_to_compile
 from seed_oss import SEED_OSS
 
+import specrl_jax
 from specrl_jax import Sampler, load_config, train
 from specrl_jax.config import (
     Config,
@@ -36,7 +38,7 @@ from specrl_jax.model.export import export
 from specrl_jax.model.families import FAMILIES
 from specrl_jax.model.tensors import pack
 from specrl_jax.rl.algorithm import resolve
-from specrl_jax.rl.reward import compose
+from specrl_jax.rl.reward import REWARDS, compose
 from specrl_jax.verify.registry import RULES
 
 FILES = Path(__file__).parent
@@ -51,9 +53,10 @@ def spec(drafter: str = "last_token:last_token", rule: str = "match") -> SpecOpt
 
 
 def greedy(config: Config) -> Config:
-    """Greedy answers of a random model repeat themselves, so drafts are accepted."""
+    """Greedy answers of a random model repeat themselves, so drafts are accepted. One batch size
+    is less to compile."""
     return dataclasses.replace(config, rollout=dataclasses.replace(
-        config.rollout, temperature=0.0))
+        config.rollout, temperature=0.0, min_batch=config.rollout.batch_size))
 
 
 def flags(command: str) -> dict[str, Any]:
@@ -98,23 +101,35 @@ def test_every_extension_point_has_a_command() -> None:
                       "rl.correction", "reward.terms", "data.name", "data.path", "model.family"}
 
 
+def test_registered_name_of_the_page_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = re.search(r"```python\n(from specrl_jax import .*?)```", PAGE, re.S)
+    assert program is not None
+    found: list[Any] = []
+    monkeypatch.setattr(specrl_jax, "train", lambda config, workdir: found.append(
+        compose(config.reward.terms, config.reward.weights)("", "1234567890", {})))
+    try:
+        exec(program[1], {"__name__": "notebook"})
+    finally:
+        REWARDS.pop("brevity", None)
+    assert found == [(0.5, {"brevity": 0.5})]
+
+
 # Drafting.
 
 
-def test_last_token_drafter_is_accepted_and_trains_a_step() -> None:
-    trainer = micro_trainer(greedy(micro_config(spec=spec())))
-    metrics, samples = trainer.step()
-    assert metrics["applied"] and len(samples) == 16
+def test_last_token_drafter_is_accepted() -> None:
+    trainer = micro_trainer_to_compile(greedy(micro_config(spec=spec())))
+    _, metrics = trainer.rollout()
     assert 0 < metrics["draft/last_token/accepted"] <= metrics["draft/last_token/drafted"]
     assert metrics["rollout/accept_length"] > 1
 
 
 @pytest.mark.ci
 def test_one_draft_rule_accepts_at_most_one_a_round() -> None:
-    trainer = micro_trainer(greedy(micro_config(spec=spec(rule="one_draft:ONE_DRAFT"))))
-    rollout, metrics = trainer.rollout()
+    with_rule = micro_config(spec=spec(rule="one_draft:ONE_DRAFT"))
+    rollout, metrics = micro_trainer_to_compile(greedy(with_rule)).rollout()
     assert rollout.commits.max() == 2 and metrics["spec/lossy"] == 0
-    plain = micro_trainer(greedy(micro_config(spec=spec(drafter="off")))).rollout()[0]
+    plain, _ = micro_trainer_to_compile(greedy(micro_config(spec=spec("off")))).rollout()
     np.testing.assert_array_equal(rollout.tokens, plain.tokens)
 
 
@@ -122,11 +137,10 @@ def test_one_draft_rule_accepts_at_most_one_a_round() -> None:
 @pytest.mark.parametrize("few, drafts", [(9, True), (1, False)])
 def test_small_batches_controller_drafts_below_few_rows(
         few: int, drafts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    import small_batches
     monkeypatch.setattr(small_batches, "FEW", few)
     config = micro_config(spec=spec(), control=ControlConfig("small_batches:small_batches"))
-    metrics, _ = micro_trainer(greedy(config)).step()
-    assert metrics["applied"] and (metrics["rollout/drafted"] > 0) == drafts
+    _, metrics = micro_trainer_to_compile(greedy(config)).rollout()
+    assert (metrics["rollout/drafted"] > 0) == drafts
 
 
 def test_bandit_settles_on_the_fastest_depth(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,7 +251,6 @@ def test_dataset_is_what_a_step_asks(extension: str, tmp_path: Path) -> None:
     assert all(("squared?" if extension == "squares" else "capital of") in x for x in prompts)
 
 
-@pytest.mark.ci
 def test_family_generates_from_its_checkpoint(tmp_path: Path) -> None:
     arch = Architecture(vocab_size=264, hidden_size=16, intermediate_size=8, num_layers=1,
                         num_heads=4, num_kv_heads=2, head_dim=4, qkv_bias=True,
