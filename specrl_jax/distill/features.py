@@ -90,11 +90,11 @@ class FeatureBuffer:
         return sum(a.nbytes for a in self._arrays.values())
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """Returns the arrays of a checkpoint."""
-        return self._arrays
+        """Returns the arrays of a checkpoint, which holds no empty ones, as taps may be."""
+        return {name: a for name, a in self._arrays.items() if a.size}
 
     def restore(self, arrays: dict[str, Any]) -> None:
-        self._arrays = {name: np.array(a) for name, a in arrays.items()}
+        self._arrays |= {name: np.array(a) for name, a in arrays.items()}
 
     def add(self, batch: SequenceBatch, targets: TeacherTargets, version: int,
             head: Array | np.ndarray) -> None:

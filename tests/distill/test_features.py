@@ -143,3 +143,14 @@ def test_a_buffer_is_restored_as_it_was():
         np.testing.assert_array_equal(a, other.arrays()[name], err_msg=name)
     drawn = [one.draw(np.random.default_rng(0), 4, 2)[0].reward for one in (kept, other)]
     np.testing.assert_array_equal(*drawn)
+
+
+def test_buffer_without_taps_saves_no_empty_array():
+    kept, other = (FeatureBuffer(OPTIONS, DRAFTER._replace(taps=()), 64, 6, COLUMNS, WINDOW, 2)
+                   for _ in range(2))
+    batch, targets = taught(0, 4)
+    kept.add(batch, targets.replace(taps=targets.taps[:, :0]), 0, np.zeros((16, 64), np.float32))
+    assert all(a.size for a in kept.arrays().values())
+    other.restore(kept.arrays())
+    assert held(other) == [0, 1, 2, 3]
+    assert other.draw(np.random.default_rng(0), 4, 2)[1].taps.shape == (2, 0, 2, COLUMNS)

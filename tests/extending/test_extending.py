@@ -31,7 +31,7 @@ from specrl_jax.config import (
 from specrl_jax.control.registry import CONTROLLERS
 from specrl_jax.draft.registry import DRAFTERS
 from specrl_jax.io.data import load_examples
-from specrl_jax.io.metrics import read_samples
+from specrl_jax.io.metrics import read_metrics, read_samples
 from specrl_jax.model import tiny
 from specrl_jax.model.architecture import Architecture
 from specrl_jax.model.export import export
@@ -57,6 +57,14 @@ def greedy(config: Config) -> Config:
     is less to compile."""
     return dataclasses.replace(config, rollout=dataclasses.replace(
         config.rollout, temperature=0.0, min_batch=config.rollout.batch_size))
+
+
+LEARNS = dataclasses.replace(
+    greedy(micro_config(spec=spec("bigram:bigram"))),
+    control=ControlConfig(policy="fixed", min_survival=0.0),
+    learner=LearnerConfig(learning_rate=0.0, micro_batch=16),
+    distill=DistillConfig(when="interval", batch=8, micro_batch=8, updates=4, unroll=2,
+                          loss="forward_kl", learning_rate=0.3, probe_tokens=4))
 
 
 def flags(command: str) -> dict[str, Any]:
@@ -174,13 +182,7 @@ def test_bigram_drafter_learns_while_rl_runs(monkeypatch: pytest.MonkeyPatch) ->
 
     original = bigram.loss
     monkeypatch.setattr(bigram, "loss", loss)
-    config = dataclasses.replace(
-        greedy(micro_config(spec=spec("bigram:bigram"))),
-        control=ControlConfig(policy="fixed", min_survival=0.0),
-        learner=LearnerConfig(learning_rate=0.0, micro_batch=16),
-        distill=DistillConfig(when="interval", batch=8, micro_batch=8, updates=4, unroll=2,
-                              loss="forward_kl", learning_rate=0.3, probe_tokens=4))
-    trainer = micro_trainer(config)
+    trainer = micro_trainer(LEARNS)
     rows = [trainer.step()[0] for _ in range(5)]
     assert set(calls) == {2}
     assert rows[-1]["distill/loss"] < rows[0]["distill/loss"]
@@ -190,6 +192,15 @@ def test_bigram_drafter_learns_while_rl_runs(monkeypatch: pytest.MonkeyPatch) ->
     spoiled = {**trainer.sampler.drafter_weights[0], "vocab": np.zeros(512, np.int32)}
     trainer.sampler.publish_drafter((spoiled,), trainer.sampler.drafter_version)
     assert trainer.drafter.before_rollout(5)["drafter/fault"] == "not as published"
+
+
+@pytest.mark.ci
+def test_bigram_run_resumes_from_its_checkpoint(tmp_path: Path) -> None:
+    config = override(LEARNS, {
+        "model.path": "random:tiny", "data.name": "squares:squares", "steps": 1,
+        "rollout.max_prompt_tokens": 96, "reward.terms": ("digit_fraction",)})
+    assert train(config, tmp_path) and train(override(config, {"steps": 2}), tmp_path)
+    assert [row["version/drafter"] for row in read_metrics(tmp_path)] == [0, 1]
 
 
 # RL.
