@@ -23,6 +23,7 @@ from specrl_jax.draft import registry as drafters
 from specrl_jax.io import launches
 from specrl_jax.io.checkpoint import loud
 from specrl_jax.io.checksum import checksum, identity
+from specrl_jax.io.compilation import Compiler
 from specrl_jax.model import architecture, invariant
 from specrl_jax.model.architecture import Architecture
 from specrl_jax.model.tokenizer import Tokenizer
@@ -129,15 +130,16 @@ class Sampler:
         """Forces the draft depth of all rounds; None lets the controller choose again."""
         self._depth = depth
 
-    def compile(self, report: Callable[[str], None] = lambda text: None, profile: bool = True
-                ) -> None:
+    def compile(self, report: Callable[[str], None] = lambda text: None, profile: bool = True,
+                others: Callable[[Compiler], None] = lambda compiler: None) -> None:
         """Compiles all programs and runs each small one once: nothing compiles after this.
 
         Args:
           profile: whether to measure what rounds cost if nothing is stored for this device.
             Without costs, a controller goes by the ratios of a default table.
+          others: adds programs that are compiled at the same time.
         """
-        self.engine.compile(self.params, self.drafter_params, report=report)
+        self.engine.compile(self.params, self.drafter_params, report, others)
         began = time.perf_counter()
         if self.engine.decoder.drafter.depth:
             self._find_costs(report, profile)
