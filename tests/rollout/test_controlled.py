@@ -168,7 +168,7 @@ def test_compile_finds_costs_where_they_are_needed(
         policy: str, restored: bool, known: bool, updates: str, did: str,
         monkeypatch: pytest.MonkeyPatch) -> None:
     sampler = sampler_of(policy=policy, cost_updates=updates)
-    sampler.restored, table, done = restored, made_up(limits=limits_of(TASK)), []
+    sampler.control_restored, table, done = restored, made_up(limits=limits_of(TASK)), []
 
     def does(name: str, result: Any) -> Any:
         return lambda *args: done.append(name) or result
@@ -177,7 +177,7 @@ def test_compile_finds_costs_where_they_are_needed(
     monkeypatch.setattr(sampler.engine, "decoder", dataclasses.replace(
         sampler.engine.decoder, controller=controller))
     monkeypatch.setattr(sampler.engine, "compile", lambda *args, **how: None)
-    monkeypatch.setattr(sampler, "canary", lambda *args: None)
+    monkeypatch.setattr(sampler, "probe", lambda *args: None)
     monkeypatch.setattr(profile, "stored", does("stored", table if known else None))
     monkeypatch.setattr(profile, "measured", does("measured", table))
     monkeypatch.setattr("specrl_jax.rollout.sampler.plain_round_seconds", lambda *args: {})
