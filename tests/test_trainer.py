@@ -1,6 +1,7 @@
 """What a step says of its update, and its safety net: updates that are not finite."""
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -68,7 +69,7 @@ def made_up(trainer: Trainer, rng: np.random.Generator) -> Rollout:
 def test_loss_and_gap_are_there_whatever_is_learned(
         monkeypatch: pytest.MonkeyPatch, updates: int) -> None:
     """None of eight groups has an advantage, then one; a micro-batch holds two groups."""
-    def compile_others(self: Sampler, say: Any, others: Any) -> None:
+    def compile_others(self: Sampler, say: object, others: Callable[[Compiler], None]) -> None:
         with Compiler() as compiler:
             others(compiler)
 
