@@ -32,6 +32,7 @@ from specrl_jax.config import Config
 from specrl_jax.distill import drafter
 from specrl_jax.draft.response_cache import ResponseCache, capacity
 from specrl_jax.io import data, launches
+from specrl_jax.io.compilation import Compiler
 from specrl_jax.io.memory import peak_rss
 from specrl_jax.model import architecture, weights
 from specrl_jax.model.transformer import Params
@@ -106,6 +107,7 @@ class Trainer:
                                prompts=config.prompts_per_step, group=config.group_size, warn=say,
                                tokenizer=self.tokenizer)
         self.sampler.publish(params, 0)
+        self._programs: dict[str, Any] = {}
         self.warnings: list[str] = []  # about the drafter, not shown yet
         self.drafter = drafter.make(config, self.sampler, prompts.tokens, self._sample,
                                     self.warnings.append)
@@ -141,30 +143,31 @@ class Trainer:
 
     def compile(self, say: Callable[[str], None]) -> None:
         """Compiles every program that a step may run."""
-        self.sampler.compile(say)
+        self.sampler.compile(say, others=self._add_programs)
+        self._programs = {name: future.result() for name, future in self._programs.items()}
         self.sampler.checksum  # noqa: B018  compiles it
         self.drafter.compile(say)
-        config = self.config
-        batch, totals = self._batch(self._blank_rollout(), np.zeros(config.sequences, np.float32))
-        if config.rl.updates:
-            say("compiling the policy update")
-            self._compile_updates(batch, totals)
-        else:
-            gap = functools.partial(learner.first_gap, self.arch, config.learner.remat)
-            self._gap = jax.jit(gap, out_shardings=sharding.replicated(self.mesh)).lower(
-                self.state.params, batch).compile()
 
-    def _compile_updates(self, batch: Batch, totals: Totals) -> None:
-        config, scores = self.config, batch.rollout_logprob
+    def _add_programs(self, compiler: Compiler) -> None:
+        """Starts compiling the policy's programs: update, scores, gap, as far as they are used."""
+        config, remat = self.config, self.config.learner.remat
+        batch, totals = self._batch(self._blank_rollout(), np.zeros(config.sequences, np.float32))
+        params, scores = self.state.params, batch.rollout_logprob
+        replicated = sharding.replicated(self.mesh)
+        if not config.rl.updates:
+            gap = jax.jit(functools.partial(learner.first_gap, self.arch, remat),
+                          out_shardings=replicated)
+            self._programs["gap"] = compiler.add(gap.lower(params, batch))
+            return
         if self._needs_scores:
-            score = functools.partial(learner.score, self.arch, config.learner.remat)
-            self._score = jax.jit(score).lower(self.state.params, batch).compile()
+            score = jax.jit(functools.partial(learner.score, self.arch, remat))
+            self._programs["score"] = compiler.add(score.lower(params, batch))
         places = jax.tree.map(lambda a: a.sharding, self.state)
-        update = functools.partial(learner.update, self.arch, config)
-        self._update = jax.jit(
-            update, donate_argnums=(0,), out_shardings=(places, sharding.replicated(self.mesh))
-        ).lower(self.state, batch, totals, scores if self._reads_old else None,
-                scores if config.rl.kl else None).compile()
+        update = jax.jit(functools.partial(learner.update, self.arch, config), donate_argnums=(0,),
+                         out_shardings=(places, replicated))
+        self._programs["update"] = compiler.add(update.lower(
+            self.state, batch, totals, scores if self._reads_old else None,
+            scores if config.rl.kl else None))
 
     @property
     def _reads_old(self) -> bool:
@@ -278,7 +281,7 @@ class Trainer:
 
     def _measure_gap(self, rollout: Rollout, advantage: np.ndarray) -> list[dict[str, float]]:
         batch, _ = self._batch(rollout, np.zeros_like(advantage))  # zeros leave the order as it is
-        gap = jax.tree.map(float, jax.device_get(self._gap(self.state.params, batch)))
+        gap = jax.tree.map(float, jax.device_get(self._programs["gap"](self.state.params, batch)))
         return [gap | {"applied": 1.0, "loss": 0.0}]
 
     def _update_policy(self, rollout: Rollout, advantage: np.ndarray) -> list[dict[str, float]]:
@@ -286,11 +289,11 @@ class Trainer:
         batch, totals = self._batch(rollout, advantage)
         old = batch.rollout_logprob if self._reads_old else None
         if self._reads_old and self.config.learner.old_logprob == "learner":
-            old = self._score(self.state.params, batch)
-        reference = self._score(self.reference, batch) if self.config.rl.kl else None
-        updates = []
+            old = self._programs["score"](self.state.params, batch)
+        reference = self._programs["score"](self.reference, batch) if self.config.rl.kl else None
+        update, updates = self._programs["update"], []
         for _ in range(self.config.rl.updates):
-            self.state, metrics = self._update(self.state, batch, totals, old, reference)
+            self.state, metrics = update(self.state, batch, totals, old, reference)
             updates.append(jax.tree.map(float, jax.device_get(metrics)))
         return updates
 

@@ -1,6 +1,7 @@
 """What a step says of its update, and its safety net: updates that are not finite."""
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -13,7 +14,7 @@ from specrl_jax.config import LearnerConfig, RLConfig, SpecOptions
 from specrl_jax.control import acceptance
 from specrl_jax.io import metrics
 from specrl_jax.io.checkpoint import Checkpoints
-from specrl_jax.io.compilation import CompilationCounter
+from specrl_jax.io.compilation import CompilationCounter, Compiler
 from specrl_jax.io.metric_names import unregistered
 from specrl_jax.io.progress import Progress
 from specrl_jax.rollout.calibration import judge
@@ -69,7 +70,11 @@ def made_up(trainer: Trainer, rng: np.random.Generator) -> Rollout:
 def test_loss_and_gap_are_there_whatever_is_learned(
         monkeypatch: pytest.MonkeyPatch, updates: int) -> None:
     """None of eight groups has an advantage, then one; a micro-batch holds two groups."""
-    monkeypatch.setattr(Sampler, "compile", lambda self, say: None)
+    def compile_others(self: Sampler, say: object, others: Callable[[Compiler], None]) -> None:
+        with Compiler() as compiler:
+            others(compiler)
+
+    monkeypatch.setattr(Sampler, "compile", compile_others)
     trainer = micro_trainer(micro_config(
         learner=LearnerConfig(learning_rate=1e-3, micro_batch=4),
         rl=RLConfig(updates=updates)))

@@ -41,7 +41,7 @@ class Run(Timed):
 
     @property
     def launch_seconds(self) -> float:
-        return sum(launch["seconds"] for launch in self.result.trace)
+        return sum(launch.seconds for launch in self.result.trace)
 
     @property
     def rounds(self) -> int:

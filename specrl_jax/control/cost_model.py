@@ -147,10 +147,8 @@ def learn(costs: CostEstimate, limits: Limits, launch: LaunchRecord, spent: np.n
 def points(limits: Limits, rows: int, rounds: int, reads: bool) -> list[Point]:
     """Returns the launches that the fit of one batch size needs, of so many rounds.
 
-    Rounds of wider buckets draft one step, as in use; only the widest is measured at both contexts.
-
-    Args:
-      reads: whether the drafter must read positions that it has not seen.
+    Rounds of wider buckets draft one step, as in use; only short ones are measured at both
+    contexts. `reads`: whether the drafter must read positions that it has not seen.
     """
     low, high = contexts(limits)
     wider = range(1, len(limits.buckets[rows]))
@@ -159,7 +157,8 @@ def points(limits: Limits, rows: int, rounds: int, reads: bool) -> list[Point]:
     if wider:
         found += [Point(rows, 0, low, steps, 0, rounds) for steps in {1, limits.depth}]
         found += [Point(rows, b, low, 1, 0, rounds) for b in wider]
-        found.append(Point(rows, wider[-1], high, 1, 0, rounds))
+        if rounds > 1:
+            found.append(Point(rows, wider[-1], high, 1, 0, rounds))
         if reads:
             found.append(Point(rows, 0, high, 1, high // 2, rounds))
     return list(dict.fromkeys(found))
@@ -196,7 +195,8 @@ def _fit_size(measured: Mapping[Point, float], limits: Limits, rows: int
     at_high = seconds(0, high, 0) + rounds * step  # a plain round that drafts a step
     extra = [max(0.0, seconds(b, low, 1) - seconds(0, low, 1)) / rounds
              for b in range(1, len(buckets))]
-    further = max(0.0, seconds(len(buckets) - 1, high, 1) - at_high) / rounds - extra[-1]
+    further = 0.0 if rounds == 1 else max(
+        0.0, seconds(len(buckets) - 1, high, 1) - at_high) / rounds - extra[-1]
     width = np.asarray([b.packed for b in buckets[1:]], float) - rows
     verify = plain + np.stack([extra, extra + further * width / max(width[-1], 1)], 1)
     read = Point(rows, 0, high, 1, high // 2, rounds)

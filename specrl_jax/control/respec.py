@@ -94,8 +94,7 @@ def settings_of(named: Sequence[str], limits: Limits) -> list[Setting]:
 
 def speedups(settings: Sequence[Setting], tokens: Array, costs: RoundCosts,
              buckets: Sequence[Bucket], rows: Array) -> Array:
-    """Returns f32[settings] predicted speeds over plain decoding, from the tokens f32[settings] of
-    a row and round, and the live rows f32[] of a shard."""
+    """Returns f32[settings] predicted speeds over plain decoding, from tokens a row and round."""
     depth, _, nodes = jnp.asarray(settings).T
     packed, widest = jnp.asarray(buckets).T
     fits = (rows * nodes[:, None] <= packed[None]) & (nodes[:, None] <= widest[None])

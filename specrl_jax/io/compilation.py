@@ -1,5 +1,6 @@
-"""A counter of backend compilations, and the persistent compilation cache."""
+"""Compiling in threads, counting backend compilations, and the persistent compilation cache."""
 
+import concurrent.futures
 import os
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,39 @@ from typing import Any
 import jax
 
 EVENT = "/jax/core/compile/backend_compile_duration"
+THREADS = 4  # programs compiled at once
+
+
+class Compiler:
+    """Compiles programs in threads while others are still being traced.
+
+        with Compiler() as compiler:
+            update = compiler.add(jax.jit(update).lower(state))
+        update.result()(state)
+
+    Leaving the block waits for all programs; an exception, such as Ctrl-C, for none that is queued.
+    """
+
+    def __init__(self) -> None:
+        self._pool = concurrent.futures.ThreadPoolExecutor(THREADS)
+        self._added: list[concurrent.futures.Future[Any]] = []
+
+    def add(self, lowered: jax.stages.Lowered, options: dict[str, Any] | None = None
+            ) -> concurrent.futures.Future[Any]:
+        """Starts compiling a lowered program; returns its future."""
+        self._added.append(self._pool.submit(lowered.compile, compiler_options=options))
+        return self._added[-1]
+
+    def __enter__(self) -> "Compiler":
+        return self
+
+    def __exit__(self, kind: type | None, *error: object) -> None:
+        try:
+            if kind is None:
+                for future in self._added:
+                    future.result()
+        finally:
+            self._pool.shutdown(wait=False, cancel_futures=True)
 
 
 class CompilationCounter:

@@ -4,7 +4,6 @@ A rollout is launches until every sequence is done. Between launches the host se
 are done, on replicated arrays, so that every process decides alike.
 """
 
-import concurrent.futures
 import dataclasses
 import functools
 import time
@@ -20,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from specrl_jax import sharding
 from specrl_jax.control import acceptance
+from specrl_jax.io.compilation import Compiler
 from specrl_jax.rollout import calibration, counted, refill
 from specrl_jax.rollout.calibration import Reliability
 from specrl_jax.rollout.decode_loop import launch
@@ -41,7 +41,6 @@ from specrl_jax.structs import (
 )
 
 MEMORY = 0.9  # weight that outcomes keep from rollout to rollout
-COMPILERS = 4  # programs compiled at once
 CPU_OPTIONS = {"xla_cpu_prefer_vector_width": "512"}  # XLA's 256 makes one row's products slower
 UNFORCED = np.asarray([FREE, FREE], np.int32)
 
@@ -94,10 +93,25 @@ class Engine:
         """Whether `compile` has been called."""
         return bool(self._programs)
 
-    def compile(self, params: Any, drafter_params: Any = (),
-                report: Callable[[str], None] = lambda text: None) -> None:
-        """Compiles every program that `run` may call, so nothing compiles after this."""
-        shapes, whole, self._pool = self.shapes, P(), None
+    def compile(self, params: Params, drafter_params: DrafterParams = (),
+                report: Callable[[str], None] = lambda text: None,
+                others: Callable[[Compiler], None] = lambda compiler: None) -> None:
+        """Compiles every program that `run` may call, so nothing compiles after this.
+
+        Args:
+          others: adds programs that are compiled at the same time.
+        """
+        self._pool = None
+        report(f"compiling rollouts of {', '.join(map(str, self.shapes.batches))} rows")
+        with Compiler() as compiler:
+            self._add_programs(compiler, params, drafter_params)
+            others(compiler)
+        self._programs = {name: future.result() for name, future in self._programs.items()}
+        self._pool = self._blank_kv()  # zeros are programs, too
+
+    def _add_programs(self, compiler: Compiler, params: Params, drafter_params: DrafterParams
+                      ) -> None:
+        shapes, whole, add = self.shapes, P(), functools.partial(self._add, compiler)
         full, replicated = self.layout.abstract(shapes.batch), sharding.replicated(self.mesh)
         control = self._like(jax.tree.map(np.asarray, self.control), replicated)
         slots = np.zeros(shapes.batch * shapes.shards, np.int32)
@@ -106,45 +120,35 @@ class Engine:
         number = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated)
         waiting = self._like(np.zeros(shapes.shards, np.int32))
         force = jax.ShapeDtypeStruct((2,), jnp.int32, sharding=replicated)
-        report(f"compiling rollouts of {', '.join(map(str, shapes.batches))} rows")
         for batch in shapes.batches:
             state = self.layout.abstract(batch)
-            self._add(("launch", batch), self._launch,
-                      (whole, whole, STATE, whole, ROW, whole, whole, whole),
-                      (STATE, whole, whole), (2,), params, drafter_params, state, control, waiting,
-                      number, number, force)
-        self._add("copy_prompt", functools.partial(refill.copy_prompt, self.decoder, shapes.prompt),
-                  (STATE, ROW), STATE, (0,), full, fill)
+            add(("launch", batch), self._launch,
+                (whole, whole, STATE, whole, ROW, whole, whole, whole), (STATE, whole, whole), (2,),
+                params, drafter_params, state, control, waiting, number, number, force)
+        add("copy_prompt", functools.partial(refill.copy_prompt, self.decoder, shapes.prompt),
+            (STATE, ROW), STATE, (0,), full, fill)
         for prompts, width in shapes.prefills:
             tokens = self._like(np.zeros((prompts * shapes.shards, width), np.int32))
             length = self._like(np.zeros(prompts * shapes.shards, np.int32))
-            self._add(("prefill", prompts, width),
-                      functools.partial(refill.prefill, self.decoder, shapes.prompt),
-                      (whole, whole, STATE, ROW, ROW, ROW), STATE, (2,),
-                      params, drafter_params, full, fill, tokens, length)
+            add(("prefill", prompts, width),
+                functools.partial(refill.prefill, self.decoder, shapes.prompt),
+                (whole, whole, STATE, ROW, ROW, ROW), STATE, (2,), params, drafter_params, full,
+                fill, tokens, length)
         for old, new in zip(shapes.batches, shapes.batches[1:], strict=False):
             slots = self._like(np.zeros(new * shapes.shards, np.int32))
-            self._add(("select_rows", old), functools.partial(refill.select_rows, self.decoder),
-                      (STATE, ROW), STATE, (), self.layout.abstract(old), slots)
+            add(("select_rows", old), functools.partial(refill.select_rows, self.decoder),
+                (STATE, ROW), STATE, (), self.layout.abstract(old), slots)
         gather = jax.jit(lambda *x: x, out_shardings=replicated)
-        self._programs["collect"] = gather.lower(full.sequences, full.counters)
-        pool = concurrent.futures.ThreadPoolExecutor(COMPILERS)
-        try:
-            options = CPU_OPTIONS if jax.default_backend() == "cpu" else None
-            compiled = pool.map(lambda lowered: lowered.compile(compiler_options=options),
-                                self._programs.values())
-            self._programs = dict(zip(self._programs, compiled, strict=True))
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)  # Ctrl-C waits for no queued program
-        self._pool = self._blank_kv()  # zeros are programs, too
+        self._programs["collect"] = compiler.add(gather.lower(full.sequences, full.counters))
 
-    def _add(self, name: Any, function: Callable[..., Any], in_specs: Any, out_specs: Any,
-             donate: tuple[int, ...], *args: Any) -> None:
+    def _add(self, compiler: Compiler, name: Any, function: Callable[..., Any], in_specs: Any,
+             out_specs: Any, donate: tuple[int, ...], *args: Any) -> None:
         mapped = jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs,
                                axis_names=set(ROWS), check_vma=False)
         out = self.layout.of_results(jax.eval_shape(mapped, *args), out_specs)
         jitted = jax.jit(mapped, donate_argnums=donate, out_shardings=out)
-        self._programs[name] = jitted.lower(*args)
+        options = CPU_OPTIONS if self.mesh.devices.flat[0].platform == "cpu" else None
+        self._programs[name] = compiler.add(jitted.lower(*args), options)
 
     def _launch(self, params: Params, drafter_params: DrafterParams, state: RolloutState,
                 control: ControlState, *args: Array

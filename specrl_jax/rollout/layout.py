@@ -88,10 +88,11 @@ class Shapes:
 
     @property
     def prefills(self) -> tuple[tuple[int, int], ...]:
-        """(prompts, P') of the compiled prefills, smallest first."""
+        """(prompts, P') of the compiled prefills, smallest first. Short prompts have one width:
+        compiling another takes seconds and saves milliseconds a rollout."""
         most = -(-self.batch // self.group)
         prompts = sorted({most, *itertools.takewhile(lambda p: p < most, PROMPTS)})
-        widths = sorted({max(self.prompt // 2, min(self.prompt, 32)), self.prompt})
+        widths = (self.prompt // 2, self.prompt) if self.prompt >= 128 else (self.prompt,)
         return tuple((p, w) for p in prompts for w in widths)
 
 

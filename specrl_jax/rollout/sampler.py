@@ -24,6 +24,7 @@ from specrl_jax.draft.protocol import Drafter
 from specrl_jax.io import data
 from specrl_jax.io.checkpoint import loud
 from specrl_jax.io.checksum import checksum, identity
+from specrl_jax.io.compilation import Compiler
 from specrl_jax.model import architecture, invariant
 from specrl_jax.model.architecture import Architecture
 from specrl_jax.model.source import Actor, open_actor
@@ -189,15 +190,16 @@ class Sampler:
         mix = mix or (1.0,) * len(self.engine.decoder.drafter.names)
         self.engine.control = make_spec(depth, branch, nodes, budget, mix)
 
-    def compile(self, report: Callable[[str], None] = lambda text: None, profile: bool = True
-                ) -> None:
+    def compile(self, report: Callable[[str], None] = lambda text: None, profile: bool = True,
+                others: Callable[[Compiler], None] = lambda compiler: None) -> None:
         """Compiles all programs and runs each small one once: nothing compiles after this.
 
         Args:
           profile: whether to measure what rounds cost if nothing is stored for this device.
             Without costs, a controller goes by the ratios of a default table.
+          others: adds programs that are compiled at the same time.
         """
-        self.engine.compile(self.params, self.drafter_params, report=report)
+        self.engine.compile(self.params, self.drafter_params, report, others)
         began = time.perf_counter()
         if self.engine.decoder.drafter.depth:
             self._find_costs(report, profile)

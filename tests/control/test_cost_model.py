@@ -34,7 +34,9 @@ def test_fit_finds_the_parts_of_launches(rounds: int) -> None:
     for size, (rows, buckets) in enumerate(BUCKETS.items()):
         known = [[truth(Point(rows, b, c, 0, 0, 1)) - 3e-4 for c in cost_model.contexts(LIMITS)]
                  for b in range(len(buckets))]
-        np.testing.assert_allclose(table.verify[size, : len(buckets)], known, rtol=0.01)
+        at = slice(None) if rounds > 1 else slice(1)  # long rounds: wider ones are not at both
+        np.testing.assert_allclose(table.verify[size, : len(buckets), at], np.asarray(known)[:, at],
+                                   rtol=0.01)
         if len(buckets) > 1:
             np.testing.assert_allclose(table.draft[size, :, 0], 2e-4 * np.arange(DEPTH + 1),
                                        rtol=1e-3)
@@ -55,7 +57,8 @@ def test_fit_never_falls_whatever_the_noise(seed: int) -> None:
 
 
 def test_points_are_few_and_read_only_where_drafters_do() -> None:
-    assert [len(cost_model.points(LIMITS, rows, 1, True)) for rows in BUCKETS] == [9, 8, 3]
+    assert [len(cost_model.points(LIMITS, rows, 2, True)) for rows in BUCKETS] == [9, 8, 3]
+    assert [len(cost_model.points(LIMITS, rows, 1, True)) for rows in BUCKETS] == [8, 7, 3]
     assert not any(p.unread for p in points(reads=False))
     assert {p.context for p in points()} == set(cost_model.contexts(LIMITS)) == {32, LONGEST}
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from helpers import ask, make_engine, make_task, streams, tiny_arch, tiny_params
 
-from specrl_jax.control import protocol
+from specrl_jax.control import fixed, protocol
 from specrl_jax.draft.protocol import Drafter, Survive
 from specrl_jax.draft.tree import chain
 from specrl_jax.structs import (
@@ -35,7 +35,7 @@ def test_drafter_of_one_function_changes_no_token() -> None:
     params = tiny_params(arch)
     plain = make_engine(arch, task, batch=4)
     drafting = make_engine(arch, task, batch=4, min_batch=2, drafter=repeat_last(2),
-                           controller=protocol.fixed())
+                           controller=fixed.fixed())
     drafting.control = protocol.make_spec(2, 1, 3, 0)
     for engine in (plain, drafting):
         engine.compile(params)
