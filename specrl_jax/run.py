@@ -1,8 +1,12 @@
 """A run: RL steps with files, checkpoints and progress, resumable."""
 
+import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
+
+import jax
+import jax.numpy as jnp
 
 from specrl_jax import config as config_lib
 from specrl_jax.config import Config, ConfigError
@@ -10,7 +14,12 @@ from specrl_jax.io import metrics
 from specrl_jax.io.checkpoint import Checkpoints
 from specrl_jax.io.compilation import CompilationCounter
 from specrl_jax.io.progress import Progress
+from specrl_jax.model import architecture, weights
+from specrl_jax.model.architecture import Architecture
+from specrl_jax.rollout.prompts import make_prompts
 from specrl_jax.trainer import Trainer
+
+EFFICIENCY = 0.6  # of a large matrix product's speed that steps reach on a CPU
 
 
 def train(config: Config, workdir: Path | str) -> bool:
@@ -31,9 +40,12 @@ def training_steps(config: Config, workdir: Path) -> Iterator[None]:
     """
     began = time.perf_counter()
     metrics.check_config(workdir, config_lib.as_dict(config))
+    source = weights.describe_source(config.model.path, family=config.model.family)
     progress = Progress(config.steps, 0)
     say = progress.say
-    trainer = Trainer.from_config(config, say)
+    say(overview(config, source.arch, workdir))
+    prompts = make_prompts(config, source.tokenizer, say)
+    trainer = Trainer(config, source, prompts, say)
     metrics.make_workdir(workdir)
     with Checkpoints(workdir / "checkpoints", config.checkpoint_keep, progress.warn) as checkpoints:
         resumed = trainer.restore(checkpoints)
@@ -49,6 +61,41 @@ def training_steps(config: Config, workdir: Path) -> Iterator[None]:
             compilations.take()
             yield from run_steps(trainer, checkpoints, writer, progress, compilations,
                                  startup(trainer, time.perf_counter() - began))
+
+
+def overview(config: Config, arch: Architecture, workdir: Path) -> str:
+    """Returns the line that a run starts with: what it does, how long that takes, and its files.
+
+    The time is that of full-length responses at the speed of a measured matrix product, without
+    start-up and the drafter's training: a rough upper bound.
+    """
+    devices = config.mesh.data * config.mesh.fsdp * config.mesh.tensor
+    speed = EFFICIENCY * devices * matmul_speed()
+    minutes = math.ceil(config.steps * step_flops(config, arch) / speed / 60)
+    return (f"{config.name}: {config.steps} RL steps of {config.prompts_per_step} prompts x "
+            f"{config.group_size} responses of up to {config.rollout.max_new_tokens} tokens; at "
+            f"most about {minutes} min after start-up; files in {workdir}")
+
+
+def step_flops(config: Config, arch: Architecture) -> float:
+    """Returns the FLOPs of one step: 2 a parameter and token generated, 6 a token learned."""
+    leaves = jax.tree.leaves(architecture.describe(arch), is_leaf=architecture.is_param)
+    parameters = sum(math.prod(leaf.shape) for leaf in leaves)
+    generated = config.sequences * config.rollout.max_new_tokens
+    prompts = config.sequences // config.sequences_per_row * config.rollout.max_prompt_tokens
+    return parameters * (2 * generated + 6 * config.rl.updates * (generated + prompts))
+
+
+def matmul_speed() -> float:
+    """Returns the FLOP/s of a float32 matrix product on one device."""
+    size = 1024 if jax.default_backend() == "cpu" else 4096
+    product, matrix = jax.jit(jnp.matmul), jnp.ones((size, size))
+    seconds = []
+    for _ in range(4):  # the first compiles
+        began = time.perf_counter()
+        product(matrix, matrix).block_until_ready()
+        seconds.append(time.perf_counter() - began)
+    return 2 * size**3 / min(seconds)
 
 
 def startup(trainer: Trainer, seconds: float) -> dict[str, float]:

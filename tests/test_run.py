@@ -1,0 +1,36 @@
+"""The line that a run starts with."""
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+
+from specrl_jax import run
+from specrl_jax.config import load_config
+from specrl_jax.model.tiny import TINY
+
+
+def test_overview_names_work_time_and_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config("tiny", steps=7)
+    flops = 7 * run.step_flops(config, TINY)
+    monkeypatch.setattr(run, "matmul_speed", lambda: flops / run.EFFICIENCY / 150)  # 2.5 minutes
+    line = run.overview(config, TINY, Path("runs/x"))
+    assert re.fullmatch(r"tiny: 7 RL steps of 8 prompts x 4 responses of up to 16 tokens; "
+                        r"at most about 3 min after start-up; files in runs/x", line)
+
+
+def test_step_flops_equal_a_hand_count() -> None:
+    """32 sequences of 16 tokens; each row of 4 has one prompt of P tokens."""
+    arch = dataclasses.replace(TINY, vocab_size=8, hidden_size=4, intermediate_size=2,
+                               num_layers=1, num_heads=1, num_kv_heads=1, head_dim=2, tied=True)
+    layer = 4 + 3 * 2 * 4 + 4 * 2 + 4 + 2 * 2 * 4 + 4 * 2
+    parameters = 8 * 4 + 4 + layer
+    config = load_config("tiny", rollout__max_prompt_tokens=10)
+    assert config.sequences == 32 and config.sequences_per_row == 4
+    learned = 32 * 16 + 8 * 10
+    assert run.step_flops(config, arch) == parameters * (2 * 32 * 16 + 6 * learned)
+
+
+def test_matmul_speed_is_positive() -> None:
+    assert 1e8 < run.matmul_speed() < 1e16
