@@ -2,12 +2,14 @@
 
 import json
 import os
+import re
 from pathlib import Path
 
 import nbformat
 import pytest
 from nbclient import NotebookClient
 
+import specrl_jax
 from colab import set_repository
 from specrl_jax.io.metrics import read_metrics
 
@@ -38,6 +40,14 @@ def test_is_short_and_claims_something_first(path: Path) -> None:
 def test_first_code_installs_on_colab_only(path: Path) -> None:
     first = next(cell for cell in read(path).cells if cell.cell_type == "code").source
     assert first.index('if "google.colab" in sys.modules:') < first.index("%pip install")
+
+
+@notebooks
+def test_imports_public_names_only(path: Path) -> None:
+    code = "\n".join(cell.source for cell in read(path).cells if cell.cell_type == "code")
+    assert "specrl_jax." not in code
+    (names,) = re.findall(r"^from specrl_jax import (.*)$", code, re.MULTILINE)
+    assert set(names.split(", ")) <= set(specrl_jax.__all__)
 
 
 @notebooks
