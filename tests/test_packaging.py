@@ -56,11 +56,12 @@ cases = pytest.mark.parametrize(
 
 
 def test_readme_begins_with_what_this_is_and_the_two_commands() -> None:
-    first, *_ = README.splitlines()
-    assert first.startswith("`specrl_jax` ") and first.endswith(".")
+    title, _, sentence, *_ = README.splitlines()
+    assert title == "# specrl_jax" and "arxiv.org/abs/2510.26475" in sentence
+    assert len(README.split()) <= 900
     items = re.findall(r"^(\d)\. `([^`]*)`$", README, re.MULTILINE)
     assert items == [("1", COMMANDS[0]), ("2", COMMANDS[1])]
-    assert README.index(COMMANDS[1]) < README.index("\n## ")
+    assert README.index("![") < README.index(COMMANDS[0])
 
 
 @pytest.mark.parametrize("script", ["experiments/train.py", "pytest"])
@@ -81,7 +82,7 @@ def test_library_example_of_the_readme_drafts(capsys: pytest.CaptureFixture[str]
 
 def test_flags_of_the_readme_are_fields() -> None:
     flags = re.findall(r"--config\.[a-z_.]+=[^`\s]*", README)
-    assert len(flags) > 10
+    assert len(flags) >= 3
     for flag in flags:
         config_flags.check_overrides(["train.py", flag.replace("'", "")])
 
