@@ -7,7 +7,6 @@ waits for a gather of weights.
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +14,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from specrl_jax.config import MeshConfig, check
+from specrl_jax.structs import PyTree
 
 ROWS = ("data", "fsdp")  # mesh axes that split rows, in both learner and rollout
 LEARNER_RULES: Mapping[str, str] = {
@@ -82,15 +82,15 @@ def spec_of(shape: tuple[int, ...], axes: tuple[str | None, ...], rules: Mapping
                            for size, name in zip(shape, names, strict=True)))
 
 
-def shardings(described: Any, rules: Mapping[str, str], mesh: Mesh,
-              is_leaf: Callable[[Any], bool]) -> Any:
+def shardings(described: PyTree, rules: Mapping[str, str], mesh: Mesh,
+              is_leaf: Callable[[PyTree], bool]) -> PyTree:
     """Returns the NamedSharding of each leaf of a tree of descriptions with `shape`, `axes`."""
     return jax.tree.map(lambda p: NamedSharding(mesh, spec_of(p.shape, p.axes, rules, mesh)),
                         described, is_leaf=is_leaf)
 
 
-def replicated_axes(described: Any, rules: Mapping[str, str], mesh: Mesh,
-                    is_leaf: Callable[[Any], bool]) -> set[str]:
+def replicated_axes(described: PyTree, rules: Mapping[str, str], mesh: Mesh,
+                    is_leaf: Callable[[PyTree], bool]) -> set[str]:
     """Returns the logical axes that a mesh dimension should split but does not divide."""
     found = set()
     for param in jax.tree.leaves(described, is_leaf=is_leaf):
@@ -101,7 +101,7 @@ def replicated_axes(described: Any, rules: Mapping[str, str], mesh: Mesh,
     return found
 
 
-def put(place: Any, value: Any) -> Any:
+def put(place: PyTree, value: PyTree) -> PyTree:
     """Makes global arrays of host values that every process holds whole.
 
     Args:
@@ -116,7 +116,7 @@ def put(place: Any, value: Any) -> Any:
         place, arrays)
 
 
-def arguments(place: Any, value: Any) -> Any:
+def arguments(place: PyTree, value: PyTree) -> PyTree:
     """Prepares small host arrays as arguments of a compiled program with shardings `place`.
 
     With one process the program places them itself, which saves the cost of `put`: as much as a

@@ -29,6 +29,10 @@ Metrics: TypeAlias = dict[str, Any]
 """Values by the names that metrics.jsonl uses."""
 AnyArray: TypeAlias = Any
 """A host or a device array."""
+PyTree: TypeAlias = Any
+"""Nested containers with arrays, shapes, shardings or specs at the leaves."""
+JsonDict: TypeAlias = dict[str, Any]
+"""An object of a JSON file."""
 ControlState: TypeAlias = Any
 """A controller's own pytree of state; only that controller looks inside."""
 KVCache: TypeAlias = list[tuple[list[Array], list[Array]]]
@@ -169,7 +173,7 @@ class RolloutState(struct.PyTreeNode):
     control: ControlState  # () between launches
     expected: Array  # f32[Q] expected final length of each sequence
     estimate: Array  # f32[drafters, D, bins] acceptance estimate, see control/acceptance.py
-    seen: Any  # control.acceptance.Acceptance of this rollout, fields f32[1, drafters, D, bins]
+    seen: PyTree  # control.acceptance.Acceptance of this rollout, fields f32[1, drafters, D, bins]
     counters: Counters
 
 

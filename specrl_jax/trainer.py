@@ -43,7 +43,7 @@ from specrl_jax.rollout.metrics import rollout_metrics
 from specrl_jax.rollout.prompts import PromptBatch, Prompts, make_prompts
 from specrl_jax.rollout.sampler import Sampler
 from specrl_jax.rollout.scoring import Sample, score_rollout
-from specrl_jax.structs import Metrics, Rollout
+from specrl_jax.structs import JsonDict, Metrics, PyTree, Rollout
 
 GAPS = ("logprob_gap", "logprob_gap_max", "logprob_gap_tokens")  # under the weights that acted
 
@@ -51,8 +51,8 @@ GAPS = ("logprob_gap", "logprob_gap_max", "logprob_gap_tokens")  # under the wei
 class CheckpointReader(Protocol):
     """What `Trainer.restore` reads; io.checkpoint.Checkpoints is one."""
 
-    def restore_latest(self, abstract: dict[str, Any]
-                       ) -> tuple[int, dict[str, Any], dict[str, Any]] | None:
+    def restore_latest(self, abstract: dict[str, PyTree]
+                       ) -> tuple[int, dict[str, PyTree], JsonDict] | None:
         """Returns (step, arrays like `abstract`, meta), None if there is no checkpoint."""
         ...
 
@@ -127,12 +127,12 @@ class Trainer:
         source = weights.describe_source(config.model.path, family=config.model.family)
         return cls(config, source, make_prompts(config, source.tokenizer, say), say)
 
-    def _optimizer_places(self, params: Params) -> Any:
+    def _optimizer_places(self, params: Params) -> PyTree:
         """Returns shardings: AdamW's moments like their parameters, everything else replicated."""
         shapes = jax.eval_shape(self.optimizer.init, params)
         like = jax.tree.structure(params)
 
-        def place(node: Any) -> Any:
+        def place(node: PyTree) -> PyTree:
             if jax.tree.structure(node) == like:
                 return self.places
             return sharding.replicated(self.mesh)
@@ -299,14 +299,14 @@ class Trainer:
 
     # Persistence.
 
-    def arrays(self) -> dict[str, Any]:
+    def arrays(self) -> dict[str, PyTree]:
         """Returns the arrays of a checkpoint."""
         return {"actor": self.state.params, "optimizer": self.state.optimizer,
                 "history": self.responses.arrays(),
                 "control": jax.tree.map(np.asarray, self.sampler.engine.control),
                 "acceptance": self.sampler.engine.acceptance, **self.drafter.arrays()}
 
-    def meta(self) -> dict[str, Any]:
+    def meta(self) -> JsonDict:
         """Returns what else a checkpoint holds, as JSON values."""
         return {"step": self.step_number, "seed": self.config.seed, "bad_steps": self.bad_steps,
                 "drafter": self.drafter.meta()}

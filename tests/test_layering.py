@@ -11,7 +11,8 @@ PACKAGES = {"specrl_jax": ROOT / "specrl_jax",
             "specrl_kernels": ROOT / "kernels" / "specrl_kernels"}
 FLOORS = (  # from the ground up
     ("specrl_kernels", "config"),
-    ("structs", "prng", "sharding"),
+    ("structs",),
+    ("prng", "sharding"),
     ("io",),
     ("model",),
     ("draft", "verify", "control"),

@@ -13,7 +13,7 @@ shards, so what is read of rows is reduced over `sharding.ROWS`. Shapes of a sta
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,15 @@ from flax import struct
 from specrl_jax.config import ControlConfig, SpecOptions
 from specrl_jax.control.buckets import Bucket, BucketTable
 from specrl_jax.sharding import ROWS
-from specrl_jax.structs import Array, ControlState, DraftTree, LaunchRecord, Load, SpecConfig
+from specrl_jax.structs import (
+    Array,
+    ControlState,
+    DraftTree,
+    LaunchRecord,
+    Load,
+    PyTree,
+    SpecConfig,
+)
 
 FOREVER = 2**31 - 1  # rounds
 
@@ -32,7 +40,7 @@ class Plan(struct.PyTreeNode):
 
     spec: SpecConfig
     valid_for: Array  # i32[] rounds for which a plan without drafts stands, unless a row ends
-    notes: Any = ()  # what `keep` and `observe` reuse
+    notes: PyTree = ()  # what `keep` and `observe` reuse
 
 
 class Outcome(NamedTuple):
@@ -61,7 +69,7 @@ class Limits(NamedTuple):
 class Controller(NamedTuple):
     """Five functions, see above. Only `init` and `plan` have no default."""
 
-    init: Callable[[Any], ControlState]  # from a CostTable, or None if nothing was measured
+    init: Callable[[PyTree], ControlState]  # from a CostTable, or None if nothing was measured
     plan: Callable[[ControlState, Load], Plan]
     keep: Callable[[ControlState, Plan, Load, DraftTree, Sequence[Bucket]],
                    tuple[Array, Array]] = (

@@ -32,8 +32,10 @@ from specrl_jax.structs import (
     Array,
     ControlState,
     DrafterParams,
+    KVCache,
     LaunchRecord,
     Params,
+    PyTree,
     RolloutState,
     Sequences,
     SlotFill,
@@ -77,14 +79,14 @@ class Engine:
     """
 
     def __init__(self, decoder: Decoder, mesh: Mesh, shapes: Shapes, stop: Sequence[int],
-                 dtype: Any = jnp.float32, past: int = 0) -> None:
+                 dtype: jax.typing.DTypeLike = jnp.float32, past: int = 0) -> None:
         self.decoder, self.mesh, self.shapes = decoder, mesh, shapes
         self.layout = Layout(decoder, mesh, shapes, stop, dtype, past)
         self.control = decoder.controller.init(None)  # on the host
         drafter = decoder.drafter
         self.acceptance = acceptance.blank(len(drafter.names), drafter.depth)  # earlier rollouts
         self._programs: dict[Any, Any] = {}
-        self._pool: Any = None  # the largest batch's cache, kept from rollout to rollout
+        self._pool: KVCache | None = None  # the largest batch's cache, kept from rollout to rollout
 
     # Programs.
 
@@ -141,8 +143,8 @@ class Engine:
         gather = jax.jit(lambda *x: x, out_shardings=replicated)
         self._programs["collect"] = compiler.add(gather.lower(full.sequences, full.counters))
 
-    def _add(self, compiler: Compiler, name: Any, function: Callable[..., Any], in_specs: Any,
-             out_specs: Any, donate: tuple[int, ...], *args: Any) -> None:
+    def _add(self, compiler: Compiler, name: Any, function: Callable[..., Any],
+             in_specs: PyTree, out_specs: PyTree, donate: tuple[int, ...], *args: PyTree) -> None:
         mapped = jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs,
                                axis_names=set(ROWS), check_vma=False)
         out = self.layout.of_results(jax.eval_shape(mapped, *args), out_specs)
@@ -152,7 +154,7 @@ class Engine:
 
     def _launch(self, params: Params, drafter_params: DrafterParams, state: RolloutState,
                 control: ControlState, *args: Array
-                ) -> tuple[RolloutState, ControlState, tuple[Any, ...]]:
+                ) -> tuple[RolloutState, ControlState, tuple[PyTree, ...]]:
         """Runs a launch; also returns what the host must see of it, gathered from all shards.
 
         The controller's state comes and goes by itself, because it outlives rollouts.
@@ -164,17 +166,17 @@ class Engine:
 
     # State.
 
-    def _like(self, tree: Any, place: NamedSharding | None = None) -> Any:
+    def _like(self, tree: PyTree, place: NamedSharding | None = None) -> PyTree:
         """Returns abstract arrays, split over rows where `place` is None."""
         place = sharding.rows(self.mesh) if place is None else place
         return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place),
                             tree)
 
-    def put_rows(self, tree: Any) -> Any:
+    def put_rows(self, tree: PyTree) -> PyTree:
         """Returns host arrays on the device, split over rows."""
         return sharding.put(sharding.rows(self.mesh), tree)
 
-    def replicate(self, tree: Any) -> Any:
+    def replicate(self, tree: PyTree) -> PyTree:
         """Returns host arrays on every device."""
         return sharding.put(sharding.replicated(self.mesh), tree)
 
@@ -186,7 +188,7 @@ class Engine:
         state = sharding.put(self.layout.shardings(state), state)
         return state.replace(cache=state.cache.replace(kv=kv))
 
-    def _blank_kv(self) -> Any:
+    def _blank_kv(self) -> KVCache:
         return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype, device=a.sharding),
                             self.layout.abstract_kv(self.shapes.batch))
 
@@ -236,7 +238,7 @@ class Engine:
     def launch(self, batch: int, params: Params, drafter_params: DrafterParams,
                state: RolloutState, control: ControlState, *, waiting: np.ndarray, rounds: int,
                smaller: int, force: np.ndarray = UNFORCED
-               ) -> tuple[RolloutState, ControlState, Any]:
+               ) -> tuple[RolloutState, ControlState, PyTree]:
         """Runs a compiled launch, which uses up `state`.
 
         Returns:

@@ -5,7 +5,6 @@ import dataclasses
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 
@@ -14,7 +13,7 @@ from specrl_jax.control.acceptance import Acceptance
 from specrl_jax.rollout import counted, lengths
 from specrl_jax.rollout.layout import RolloutRequest, Shapes
 from specrl_jax.rollout.slots import Slots
-from specrl_jax.structs import LaunchRecord, carrier
+from specrl_jax.structs import JsonDict, LaunchRecord, PyTree, carrier
 
 PER_LOOP = ("rounds", "draft_rounds", "draft_steps")  # every shard counts the loop's own
 
@@ -44,12 +43,12 @@ class HostView:
         """i32[shards] sequences that have no slot yet."""
         return np.asarray([of_shard.waiting for of_shard in self.slots], np.int32)
 
-    def end_launch(self, seen: Any, shards: int, seconds: float) -> LaunchRecord:
+    def end_launch(self, seen: PyTree, shards: int, seconds: float) -> LaunchRecord:
         """Takes up what a launch returned to the host, and returns its record."""
         finished, self.length, counters, self.outcomes = seen
         self.done, before = finished.reshape(self.done.shape), self.counters
         self.counters = counted.totals(counters)
-        counts: dict[str, Any] = {
+        counts: JsonDict = {
             name: (self.counters[name] - before.get(name, 0)) // (shards if name in PER_LOOP else 1)
             for name in {field.name for field in dataclasses.fields(LaunchRecord)} & set(
                 self.counters)}

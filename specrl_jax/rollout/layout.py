@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 import numpy as np
@@ -18,7 +18,7 @@ from specrl_jax.control.acceptance import Acceptance
 from specrl_jax.draft.protocol import RolloutInfo
 from specrl_jax.rollout.plan import Decoder
 from specrl_jax.sharding import ROWS
-from specrl_jax.structs import Cache, Counters, RolloutState, Sampling, Sequences, carrier
+from specrl_jax.structs import Cache, Counters, PyTree, RolloutState, Sampling, Sequences, carrier
 
 SEGMENT = 64  # cache slots come in multiples of this; measured on a CPU
 PROMPTS = (1, 4, 16, 64, 256)  # prompts of one compiled prefill, besides those that fill all slots
@@ -184,7 +184,7 @@ class Layout:
             lambda spec, part: jax.tree.map(lambda _: NamedSharding(self.mesh, spec), part),
             STATE, state, is_leaf=lambda x: isinstance(x, P))
 
-    def of_results(self, shapes: Any, specs: Any) -> Any:
+    def of_results(self, shapes: PyTree, specs: PyTree) -> PyTree:
         """Returns shardings of a program's results: `abstract`'s for a state, else `specs`."""
         if isinstance(shapes, RolloutState):
             batch = shapes.root.shape[0] // self.shapes.shards

@@ -7,9 +7,8 @@ import dataclasses
 import importlib.metadata as metadata
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -23,7 +22,7 @@ from specrl_jax.io.device import cores, processor
 from specrl_jax.rollout.engine import Engine
 from specrl_jax.rollout.layout import RolloutRequest
 from specrl_jax.rollout.plan import buckets_of
-from specrl_jax.structs import RolloutState
+from specrl_jax.structs import DrafterParams, JsonDict, Params, PyTree, RolloutState
 
 SECONDS = 2.5  # of all measured launches; a batch size is measured at least once
 MOST_SWEEPS = 9  # over the launches of a batch size
@@ -40,7 +39,7 @@ def limits_of(engine: Engine) -> Limits:
                   longest=shapes.longest)
 
 
-def key(engine: Engine, about: Mapping[str, Any]) -> dict[str, Any]:
+def key(engine: Engine, about: JsonDict) -> JsonDict:
     """Returns what a measurement holds for; `about` describes the drafter."""
     device, decoder = jax.devices()[0], engine.decoder
     return {"device": f"{device.platform} {device.device_kind} {processor()}",
@@ -55,7 +54,7 @@ def key(engine: Engine, about: Mapping[str, Any]) -> dict[str, Any]:
             "drafter": dict(about)}
 
 
-def stored(engine: Engine, path: str, about: Mapping[str, Any], since: float = 0.0
+def stored(engine: Engine, path: str, about: JsonDict, since: float = 0.0
            ) -> CostTable | None:
     """Returns the costs in a file, in every process those of process 0; see `cost_file.load`.
 
@@ -69,8 +68,8 @@ def stored(engine: Engine, path: str, about: Mapping[str, Any], since: float = 0
     return _agreed(blank if found is None else found) if known else None
 
 
-def measured(engine: Engine, params: Any, drafter_params: Any, path: str, about: Mapping[str, Any]
-             ) -> CostTable:
+def measured(engine: Engine, params: Params, drafter_params: DrafterParams, path: str,
+             about: JsonDict) -> CostTable:
     """Measures the costs of all batch sizes, and writes the file of `stored`."""
     limits, found = limits_of(engine), {}
     launches = Launches(engine, params, drafter_params)
@@ -92,7 +91,7 @@ def reads(engine: Engine) -> bool:
 class Launches:
     """Runs launches from made-up states, of batch sizes that never grow."""
 
-    def __init__(self, engine: Engine, params: Any, drafter_params: Any) -> None:
+    def __init__(self, engine: Engine, params: Params, drafter_params: DrafterParams) -> None:
         self.engine, self.params = engine, (params, drafter_params)
         self.state, self.batch = engine.begin(_asked(engine)), engine.shapes.batch
 
@@ -128,7 +127,7 @@ class Launches:
         return float(_agreed(np.float64(time.perf_counter() - began)))
 
 
-def _agreed(tree: Any) -> Any:
+def _agreed(tree: PyTree) -> PyTree:
     """Returns process 0's arrays, in every process."""
     return tree if jax.process_count() == 1 else multihost_utils.broadcast_one_to_all(tree)
 

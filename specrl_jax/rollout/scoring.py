@@ -1,19 +1,18 @@
 """Scoring: finished sequences become text, and text becomes rewards."""
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
 from specrl_jax.io.data import Example
 from specrl_jax.model.tokenizer import Tokenizer
 from specrl_jax.rollout.prompts import Prompts
-from specrl_jax.structs import Rollout
+from specrl_jax.structs import JsonDict, Rollout
 
 Reward = Callable[[str, str, Example], tuple[float, dict[str, float]]]
 """(prompt, completion, example) -> (reward, each of its terms), see rl/reward.py."""
 
-Sample = dict[str, Any]
+Sample = JsonDict
 """A sequence as samples.jsonl holds it: prompt_id, occurrence, sample_id, prompt, completion,
 tokens, reward, and commits, the tokens of each round."""
 
