@@ -2,22 +2,13 @@
 
 from specrl_jax.config.build import as_dict, build, override
 from specrl_jax.config.drafting import (
-    CHILDREN,
     DRAFTERS,
-    LOSSES,
     MOST_MIX,
-    WHEN,
     DistillConfig,
     DistillOptions,
     DraftConfig,
 )
-from specrl_jax.config.fields import (
-    ConfigError,
-    at_least,
-    check,
-    option,
-    section,
-)
+from specrl_jax.config.fields import ConfigError, at_least, check, option, section
 from specrl_jax.config.load import load_config, preset_names
 from specrl_jax.config.registry import Registry
 from specrl_jax.config.sections import (
@@ -37,36 +28,9 @@ from specrl_jax.config.sections import (
 )
 
 __all__ = [
-    "CHILDREN",
-    "Config",
-    "ConfigError",
-    "ControlConfig",
-    "DRAFTERS",
-    "DRAWN_RULES",
-    "DataConfig",
-    "DistillConfig",
-    "DistillOptions",
-    "DraftConfig",
-    "LOSSES",
-    "LearnerConfig",
-    "MOST_MIX",
-    "MeshConfig",
-    "ModelSource",
-    "POLICIES",
-    "RLConfig",
-    "RULES",
-    "Registry",
-    "RewardConfig",
-    "RolloutConfig",
-    "SpecOptions",
-    "WHEN",
-    "as_dict",
-    "at_least",
-    "build",
-    "check",
-    "load_config",
-    "option",
-    "override",
-    "preset_names",
-    "section",
+    "DRAFTERS", "DRAWN_RULES", "MOST_MIX", "POLICIES", "RULES", "Config", "ConfigError",
+    "ControlConfig", "DataConfig", "DistillConfig", "DistillOptions", "DraftConfig",
+    "LearnerConfig", "MeshConfig", "ModelSource", "RLConfig", "Registry", "RewardConfig",
+    "RolloutConfig", "SpecOptions", "as_dict", "at_least", "build", "check", "load_config",
+    "option", "override", "preset_names", "section",
 ]
