@@ -13,7 +13,7 @@ from specrl_jax import prng, sharding
 from specrl_jax.config import Config, ConfigError
 from specrl_jax.control import acceptance, prices, respec
 from specrl_jax.draft.recorded import replay_params
-from specrl_jax.io import memory
+from specrl_jax.io import machine
 from specrl_jax.io.compilation import CompilationCounter
 from specrl_jax.model.weights import Source
 from specrl_jax.rollout.engine import Result
@@ -87,7 +87,7 @@ class Shape:
         Raises:
           ConfigError: its programs, as large as another engine's, do not fit this process.
         """
-        held, most = memory.maps()
+        held, most = machine.maps()
         if held + self._maps > most:
             raise ConfigError(
                 f"--policies: the engine of {policy!r} has some {self._maps} memory maps, {held} "
@@ -100,8 +100,8 @@ class Shape:
             warn=lambda text: None)
         sampler.publish(params, 0)
         sampler.compile()
-        memory.give_back()  # six engines of 64 rows of SmolLM2 need it
-        self._maps = max(self._maps, memory.maps()[0] - held)
+        machine.give_back()  # six engines of 64 rows of SmolLM2 need it
+        self._maps = max(self._maps, machine.maps()[0] - held)
         return sampler
 
     def _turn_of(self, sampler: Sampler) -> None:
@@ -114,7 +114,7 @@ class Shape:
         """Drops the engines of other policies."""
         self._turn_of(self.fixed)
         self.policies = {name: self.policies[name] for name in policies}
-        memory.give_back()
+        machine.give_back()
 
     def price_rounds(self) -> None:
         """Measures what rounds cost anew."""

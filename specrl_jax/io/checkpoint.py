@@ -26,7 +26,7 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
 from specrl_jax.config import ConfigError
-from specrl_jax.io.integrity import damage, write_checksums
+from specrl_jax.io.files import damage, write_checksums
 
 # Orbax rewrites these two after the checksums are taken; restoring does not read them.
 UNCHECKED = ("_CHECKPOINT_METADATA", "commit_success.txt")

@@ -17,9 +17,9 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import jax
 import numpy as np
@@ -28,6 +28,7 @@ from tensorboardX import SummaryWriter
 from specrl_jax.config import ConfigError
 from specrl_jax.config.renamed import first_renamed
 from specrl_jax.io.checkpoint import loud
+from specrl_jax.io.files import write_atomically
 from specrl_jax.io.metric_names import Record
 
 CONFIG, METRICS, SAMPLES, EVENTS = "config.json", "metrics.jsonl", "samples.jsonl", "events"
@@ -58,17 +59,20 @@ def check_config(workdir: str | Path, config: dict[str, Any]) -> None:
     stored = read_config(workdir)
     if stored is None:
         return
-    if renamed := first_renamed(_flat(stored)):
+    old, new = flat(stored), flat(config)
+    if renamed := first_renamed(old):
         raise ConfigError(f"workdir = {workdir}: an older version started this run ({renamed}); go "
                           f"on with that version, or choose another workdir")
-    differ = sorted(_differences(_flat(stored), _flat(config)))
+    texts = {field: [json.dumps(of[field]) if field in of else ABSENT for of in (old, new)]
+             for field in sorted(old.keys() | new.keys()) if field not in FREE_FIELDS}
+    differ = [field for field, (before, now) in texts.items() if before != now]
     if differ:
-        field, old, new = differ[0]
+        before, now = texts[differ[0]]
         more = f" (and {len(differ) - 1} more fields differ)" if len(differ) > 1 else ""
-        restore = ("go on with the version that started it" if ABSENT in (old, new)
+        restore = ("go on with the version that started it" if ABSENT in (before, now)
                    else "restore the value")
-        raise ConfigError(f"{field} = {new}, but the run in {workdir} was started with {old}{more}:"
-                          f" {restore}, or choose another workdir")
+        raise ConfigError(f"{differ[0]} = {now}, but the run in {workdir} was started with {before}"
+                          f"{more}: {restore}, or choose another workdir")
 
 
 def read_config(workdir: str | Path) -> dict[str, Any] | None:
@@ -92,11 +96,7 @@ def read_config(workdir: str | Path) -> dict[str, Any] | None:
 
 
 def make_workdir(workdir: str | Path) -> None:
-    """Creates the directory if it is missing.
-
-    Raises:
-      ConfigError: it cannot be created.
-    """
+    """Creates the directory if it is missing; raises ConfigError if it cannot be created."""
     try:
         Path(workdir).mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -107,33 +107,16 @@ def write_config(workdir: str | Path, config: dict[str, Any]) -> None:
     """Writes config.json atomically and creates the directory; only in process 0."""
     if jax.process_index() == 0:
         make_workdir(workdir)
-        write_atomically(Path(workdir) / CONFIG, [json.dumps(config, indent=2) + "\n"])
+        write_atomically(Path(workdir) / CONFIG, json.dumps(config, indent=2) + "\n")
 
 
-def _differences(old: dict[str, Any], new: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
-    for field in old.keys() | new.keys():
-        before, now = (json.dumps(d[field]) if field in d else ABSENT for d in (old, new))
-        if before != now and field not in FREE_FIELDS:
-            yield field, before, now
-
-
-def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Returns the values of a nested dict by dotted name."""
     out: dict[str, Any] = {}
     for name, value in tree.items():
-        out |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {
+        out |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {
             prefix + name: value}
     return out
-
-
-def write_atomically(path: Path, lines: Iterable[str]) -> None:
-    """Replaces a file as a whole: a reader, or a run after a kill, sees the old or the new one."""
-    temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.writelines(lines)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
 
 
 def encode(record: dict[str, Any]) -> str:
@@ -234,12 +217,10 @@ class Writer:
             if found != list(range(resume_step)):
                 warn(f"{self._workdir / name} lacks steps that checkpoint {resume_step} follows: "
                      f"it has {len(found)} of {resume_step}")
-        self._metrics = self._append(METRICS)
-        self._samples = self._append(SAMPLES)
+        self._metrics, self._samples = (
+            open(self._workdir / name, "a", encoding="utf-8", newline="\n")
+            for name in (METRICS, SAMPLES))
         self._events = _renewed_events(self._workdir)
-
-    def _append(self, name: str) -> TextIO:
-        return open(self._workdir / name, "a", encoding="utf-8", newline="\n")
 
     def write_step(self, metrics: dict[str, Any], samples: list[dict[str, Any]]) -> None:
         """Writes one step's lines.

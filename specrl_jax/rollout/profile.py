@@ -20,7 +20,7 @@ from specrl_jax.control import cost_file, cost_model, prices
 from specrl_jax.control.adaptive import Adaptive
 from specrl_jax.control.cost_file import Record
 from specrl_jax.control.cost_model import Ladders, Point, Run
-from specrl_jax.io.device import cores, processor
+from specrl_jax.io.machine import cores, processor
 from specrl_jax.rollout.engine import Engine
 from specrl_jax.rollout.layout import RolloutRequest
 from specrl_jax.rollout.round import buckets_of

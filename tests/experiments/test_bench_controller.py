@@ -33,7 +33,7 @@ from specrl_jax.config import (
 )
 from specrl_jax.control import registry
 from specrl_jax.control.cost_model import Bucket
-from specrl_jax.io import data, memory
+from specrl_jax.io import data, machine
 from specrl_jax.io.compilation import CompilationCounter
 from specrl_jax.model.tiny import TINY, byte_tokenizer, random_tensors
 from specrl_jax.model.weights import Source
@@ -318,7 +318,7 @@ def tiny_shape() -> Shape:
 def test_engines_that_do_not_fit_a_process_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """XLA would abort while it compiles the next one."""
     held = iter([1_000, 30_000, 30_000])
-    monkeypatch.setattr(memory, "maps", lambda: (next(held), 58_999))
+    monkeypatch.setattr(machine, "maps", lambda: (next(held), 58_999))
     with pytest.raises(ConfigError, match="'fixed' has some 29000 memory maps, 30000 of 58999"):
         tiny_shape()
 

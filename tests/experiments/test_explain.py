@@ -5,12 +5,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from matplotlib.figure import Figure
 
 from experiments import explain
-from specrl_jax.io import launches, report
+from specrl_jax.io import launches
 from specrl_jax.io.metrics import encode, write_config
 from specrl_jax.io.report import write_report
 
@@ -78,17 +76,7 @@ def test_what_cannot_be_explained_is_said_in_one_line(
 
 def test_the_report_shows_settings_savings_and_regret(workdir: Path) -> None:
     html = write_report(workdir).read_text()
-    assert "audited rounds" in html and "packed tokens over time" in html
+    assert "packed tokens over time" in html
     assert "seconds saved, spent and lost" in html
     assert "regret of the controller" in html and "1.4" in html
     assert base64.b64decode(html.split("base64,")[1].split('"')[0]).startswith(b"<?xml")
-
-
-def test_audits_are_drawn_where_there_are_some() -> None:
-    rows = [{"step": 0} | launches.summary(TRACE), {"step": 1} | launches.summary(TRACE[:1])]
-    axes = Figure().subplots()
-    report.plot_audits(axes, rows)
-    drawn = {line.get_label(): line.get_ydata() for line in axes.lines}
-    assert {name: y[0] for name, y in drawn.items()} == {
-        "chosen": 25, "off": 400, "best constant depth": 400}
-    assert all(np.isnan(y[1]) for y in drawn.values())

@@ -25,7 +25,7 @@ from specrl_jax.io.checkpoint import (
     read_meta,
     restore_part,
 )
-from specrl_jax.io.integrity import CHECKSUMS
+from specrl_jax.io.files import CHECKSUMS
 
 DEVICE = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 

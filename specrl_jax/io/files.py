@@ -1,26 +1,38 @@
-"""Checksums of a directory's files, to find damage before anything is read from them."""
+"""Files that are replaced as a whole, and checksums that find damage before anything is read."""
 
 import json
 import os
 import zlib
+from collections.abc import Iterable
 from pathlib import Path
 
 CHECKSUMS = "checksums.json"
 READ_BYTES = 1 << 24
 
 
+def write_atomically(path: Path, text: str | Iterable[str]) -> None:
+    """Replaces a file durably: a reader, or a run after a kill, sees the old or the new one.
+
+    Args:
+      text: the whole content, or its parts.
+    """
+    temporary = path.with_name(path.name + ".tmp")
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.writelines([text] if isinstance(text, str) else text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
 def write_checksums(directory: Path, skip: tuple[str, ...] = ()) -> None:
-    """Writes CHECKSUMS durably: relative path -> [bytes, CRC-32] of every file of a directory.
+    """Writes CHECKSUMS: relative path -> [bytes, CRC-32] of every file of a directory.
 
     Args:
       skip: names of files that are left out.
     """
     sums = {str(path.relative_to(directory)): [path.stat().st_size, crc32(path)]
             for path in sorted(directory.rglob("*")) if path.is_file() and path.name not in skip}
-    with open(directory / CHECKSUMS, "w", encoding="utf-8") as file:
-        json.dump(sums, file)
-        file.flush()
-        os.fsync(file.fileno())
+    write_atomically(directory / CHECKSUMS, json.dumps(sums))
 
 
 def crc32(path: Path) -> int:
@@ -46,18 +58,15 @@ def damage(directory: Path, contents: bool = True) -> str | None:
         return f"{CHECKSUMS} is missing"
     except (OSError, ValueError, TypeError, AttributeError) as error:
         return f"{CHECKSUMS} is not readable ({error})"
-    reasons = (_file_damage(directory / name, name, size, crc if contents else None)
-               for name, size, crc in expected)
-    return next(filter(None, reasons), None)
-
-
-def _file_damage(path: Path, name: str, size: int, crc: int | None) -> str | None:
-    if not path.is_file():
-        return f"{name} is missing"
-    if path.stat().st_size != size:
-        return f"{name} has {path.stat().st_size} bytes instead of {size}"
-    try:
-        changed = crc is not None and crc32(path) != crc
-    except OSError as error:
-        return f"{name} is not readable ({error})"
-    return f"{name} has changed since it was written" if changed else None
+    for name, size, crc in expected:
+        path = directory / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size != size:
+            return f"{name} has {path.stat().st_size} bytes instead of {size}"
+        try:
+            if contents and crc32(path) != crc:
+                return f"{name} has changed since it was written"
+        except OSError as error:
+            return f"{name} is not readable ({error})"
+    return None
