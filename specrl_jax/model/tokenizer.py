@@ -2,6 +2,7 @@
 
 import dataclasses
 import datetime
+import functools
 import hashlib
 import json
 import reprlib
@@ -75,8 +76,7 @@ class Tokenizer:
         if self.template is None:
             raise ConfigError("chat_template: this tokenizer has none; add chat_template.jinja to "
                               "the model directory, or use an instruction-tuned model")
-        special = {"bos_token": self.bos_token or "", "eos_token": self.eos_token or "",
-                   "pad_token": self.pad_token or ""}
+        special = {name: getattr(self, name) or "" for name in SPECIAL}
         try:
             return _environment().from_string(self.template).render(**{
                 "messages": list(messages), "tools": None, "documents": None,
@@ -120,14 +120,9 @@ def read_tokenizer(directory: Path) -> Tokenizer:
         raise ConfigError(f"{path}: key model is missing; the file is damaged, fetch it again")
     settings = _settings(directory / "special_tokens_map.json")
     settings |= _settings(directory / "tokenizer_config.json")
-    return Tokenizer(
-        backend=_backend(path),
-        template=_template(directory, settings),
-        bos_token=settings.get("bos_token"),
-        eos_token=settings.get("eos_token"),
-        pad_token=settings.get("pad_token"),
-        eos_ids=_eos_ids(directory),
-    )
+    bos, eos, pad = (settings.get(name) for name in SPECIAL)
+    return Tokenizer(_backend(path), _template(directory, settings), bos, eos, pad,
+                     _eos_ids(directory))
 
 
 def read_json(path: Path, optional: bool = False) -> dict[str, Any]:
@@ -150,11 +145,7 @@ def read_json(path: Path, optional: bool = False) -> dict[str, Any]:
 
 
 def _backend(path: Path) -> tokenizers.Tokenizer:
-    """Returns the tokenizer in tokenizer.json.
-
-    Raises:
-      ConfigError: the file does not describe a tokenizer with tokens.
-    """
+    """Returns the tokenizer in tokenizer.json; raises ConfigError if it has no tokens."""
     try:
         backend = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises a bare Exception, whatever is wrong
@@ -241,19 +232,12 @@ def _environment() -> jinja2.Environment:
     """Returns a sandbox with the settings and functions that Hugging Face templates need."""
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _Generation])
-    environment.filters["tojson"] = _to_json
-    environment.globals |= {"raise_exception": _raise, "strftime_now": _strftime_now}
+    # Unlike jinja2's own filter, this one does not escape HTML characters.
+    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
+    environment.globals |= {"raise_exception": _raise,
+                            "strftime_now": lambda form: datetime.datetime.now().strftime(form)}
     return environment
-
-
-def _to_json(value: Any, indent: int | None = None, **options: Any) -> str:
-    """Returns JSON; unlike jinja2's own tojson, it does not escape HTML characters."""
-    return json.dumps(value, ensure_ascii=False, indent=indent, **options)
 
 
 def _raise(message: str) -> None:
     raise jinja2.TemplateError(message)
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.datetime.now().strftime(form)

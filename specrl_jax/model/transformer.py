@@ -81,9 +81,8 @@ def rms_norm(x: Array, weight: Array, eps: float, axis: int = 0, decode: bool = 
     return (scaled * weight.reshape(shape)).astype(x.dtype)
 
 
-def project(
-    weight: Array, x: Array, axes: int = 1, decode: bool = False, dtype: Any = None
-) -> Array:
+def project(weight: Array, x: Array, axes: int = 1, decode: bool = False, dtype: Any = None
+            ) -> Array:
     """Returns weight [..., in] times x [in, ...], contracting the last `axes` of weight.
 
     Args:
@@ -108,9 +107,8 @@ def project(
 def attention_inputs(arch: Architecture, layer: Params, x: Array, rotation: tuple[Array, Array],
                      decode: bool = False) -> tuple[Array, Array, Array]:
     """Returns q [G, R, E, ...], k and v [G, E, ...] of one layer for x [F, ...]."""
-    qkv = project(
-        layer["qkv"], rms_norm(x, layer["attn_norm"], arch.norm_eps, decode=decode), decode=decode
-    )
+    normed = rms_norm(x, layer["attn_norm"], arch.norm_eps, decode=decode)
+    qkv = project(layer["qkv"], normed, decode=decode)
     if arch.qkv_bias:
         bias = layer["qkv_bias"]
         qkv = qkv + bias.reshape(bias.shape + (1,) * (x.ndim - 1))
@@ -152,8 +150,7 @@ def tree_forward(arch: Architecture, params: Params, cache: Cache, tokens: Array
     """Runs the model on packed tree nodes; reads the cache and does not change it.
 
     Args:
-      tokens: i32[W].
-      position: i32[W].
+      tokens, position: i32[W].
       taps: layers whose outputs are returned, 0-based.
 
     Returns:
