@@ -124,14 +124,8 @@ def rule(trainer: Trainer, differences: Sequence[Difference]) -> list[Ruling]:
 def recompute(arch: Architecture, params: Params, config: RolloutConfig, seed: int,
               encode: Callable[[str], list[int]], differences: Sequence[Difference]
               ) -> list[Ruling]:
-    """Computes teacher-forced perturbed scores at each difference.
-
-    Args:
-      params: float32, of the step that the differences are in.
-      config: its temperature, top_k and top_p are read.
-      seed: of the run.
-      encode: from a prompt's text to token ids.
-    """
+    """Computes teacher-forced perturbed scores at each difference, with the float32 params of its
+    step, the run's seed, and the temperature, top_k and top_p of `config`."""
     rulings: list[Ruling] = []
     for start in range(0, len(differences), ROWS_AT_ONCE):
         part = list(differences[start : start + ROWS_AT_ONCE])
@@ -173,14 +167,8 @@ def perturb(logits: Array, temperature: Array, top_k: Array, top_p: Array, key: 
             position: Array) -> tuple[Array, Array]:
     """Returns perturbed scores f32[V, W] before truncation, and the token i32[W] of `draw`.
 
-    Scores are logits over temperature plus noise, which differ from perturbed log-probabilities by
-    a constant that cancels in gaps.
-
-    Args:
-      logits: f32[V, W].
-      temperature, top_k, top_p: of all W.
-      key: u32[W, 2].
-      position: i32[W].
+    Scores are logits f32[V, W] over temperature plus noise by key u32[W, 2] and position i32[W].
+    They differ from perturbed log-probabilities by a constant that cancels in gaps.
     """
     vocab, width = logits.shape
     scores = logits / jnp.where(temperature == 0, 1.0, temperature)

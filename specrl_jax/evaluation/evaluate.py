@@ -65,7 +65,8 @@ def evaluate(config: Config, actor: Actor, task: Task, progress: Progress) -> di
     prompts = make_prompts(config, actor.source.tokenizer, progress.say)
     mesh = sharding.make_mesh(config.mesh)
     at_once = prompts_at_once(len(prompts.tokens), task.samples, sharding.shard_count(mesh))
-    config = _fit_batch(config, at_once * task.samples)
+    config = dataclasses.replace(config, rollout=dataclasses.replace(
+        config.rollout, batch_size=min(config.rollout.batch_size, at_once * task.samples)))
     sampler = Sampler(config, actor.source.arch, actor.source.tokenizer.stop_ids, mesh,
                       prompts=at_once, group=task.samples)
     progress.say(f"loading {actor.name}")
@@ -84,13 +85,6 @@ def prompts_at_once(problems: int, samples: int, shards: int) -> int:
     rollouts = -(-problems * samples // SEQUENCES_AT_ONCE)
     share = -(-problems // rollouts)
     return -(-share // shards) * shards
-
-
-def _fit_batch(config: Config, sequences: int) -> Config:
-    """Returns `config` with at most as many slots as sequences, multiples of the data shards."""
-    rollout = config.rollout
-    return dataclasses.replace(config, rollout=dataclasses.replace(
-        rollout, batch_size=min(rollout.batch_size, sequences)))
 
 
 class Tally:

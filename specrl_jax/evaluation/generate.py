@@ -14,7 +14,6 @@ from specrl_jax.rollout.prompts import PromptBatch
 from specrl_jax.rollout.sampler import Sampler
 
 PROMPT_MULTIPLE = 64  # prompts of similar length share their compiled programs
-ROUNDS_PER_LAUNCH = 1  # the host sees the tokens of each round
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +69,7 @@ class Generator:
         shards = self._shards
         batch = PromptBatch([tokens] * shards, np.arange(shards), np.zeros(shards, np.int32))
         rollout, result = self.sampler.generate(
-            batch, "generate", self._answers, peek=stream.write_new)
+            batch, "generate", self._answers, on_chunk=stream.write_new)
         self._answers += 1
         counters, policy = result.counters, self.config.control.policy
         return Generation(
@@ -80,15 +79,8 @@ class Generator:
             drafter="off" if policy == "off" else self.config.spec.drafter)
 
 
-def generate(
-    config: Config,
-    actor: Actor,
-    prompt: str,
-    system: str,
-    *,
-    write: Callable[[str], None],
-    say: Callable[[str], None],
-) -> Generation:
+def generate(config: Config, actor: Actor, prompt: str, system: str, *,
+             write: Callable[[str], None], say: Callable[[str], None]) -> Generation:
     """Answers one prompt with shapes that just hold it; see `Generator`.
 
     Raises:
@@ -114,7 +106,7 @@ def one_prompt(config: Config, tokens: int, shards: int) -> Config:
     width = -(-tokens // PROMPT_MULTIPLE) * PROMPT_MULTIPLE
     return dataclasses.replace(config, rollout=dataclasses.replace(
         config.rollout, batch_size=shards, min_batch=1, max_prompt_tokens=width, order="sorted",
-        rounds_per_launch=ROUNDS_PER_LAUNCH))
+        rounds_per_launch=1))  # the host sees the tokens of each round
 
 
 class Stream:
