@@ -19,10 +19,7 @@ def as_dict(config: Any) -> dict[str, Any]:
 
 def build(cls: Any, values: Any, prefix: str = "") -> Any:
     """Returns the frozen dataclass `cls` made from a nested dict or an object with the same fields.
-
-    Raises:
-      ConfigError: a field is unknown, renamed or reserved, or a value has the wrong type.
-    """
+    Raises ConfigError if a field is unknown, renamed or reserved, or a value has the wrong type."""
     fields = {f.name: f for f in dataclasses.fields(cls)}
     hints = typing.get_type_hints(cls)
     if not isinstance(values, dict):
@@ -36,11 +33,8 @@ def build(cls: Any, values: Any, prefix: str = "") -> Any:
 
 
 def override(config: Config, values: Mapping[str, Any]) -> Config:
-    """Returns `config` with other values at dotted paths.
-
-    Raises:
-      ConfigError: a path names no field, or the values cannot work together.
-    """
+    """Returns `config` with other values at dotted paths. Raises ConfigError if a path names no
+    field, or the values cannot work together."""
     nested = as_dict(config)
     for path, value in values.items():
         check_current(path, value)

@@ -45,11 +45,8 @@ class StepComparison:
 
 
 def config_differences(a: Path, b: Path) -> dict[str, tuple[Any, Any]]:
-    """Returns dotted field -> values of both runs, where they differ.
-
-    Raises:
-      ConfigError: a directory holds no run.
-    """
+    """Returns dotted field -> values of both runs, where they differ. Raises ConfigError if a
+    directory holds no run."""
     mine, theirs = (read_config(run) for run in (a, b))
     if mine is None or theirs is None:
         raise ConfigError(f"{b if mine else a}: no config.json; give the working directory of a "
@@ -69,11 +66,8 @@ def check_comparable(differences: dict[str, tuple[Any, Any]]) -> None:
 
 
 def compare_steps(a: Path, b: Path) -> Iterator[StepComparison]:
-    """Yields the comparison of each step that both runs completed, in order.
-
-    Raises:
-      ConfigError: there is none, or the sequences of a step are not the same in both.
-    """
+    """Yields the comparison of each step that both runs completed, in order. Raises ConfigError if
+    there is none, or the sequences of a step are not the same in both."""
     completed = [[row["step"] for row in read_metrics(run)] for run in (a, b)]
     for run, steps in zip((a, b), completed, strict=True):
         if not steps:
@@ -92,11 +86,8 @@ def compare_steps(a: Path, b: Path) -> Iterator[StepComparison]:
 
 def compare_step(step: int, a: dict[Key, dict[str, Any]], b: dict[Key, dict[str, Any]]
                  ) -> StepComparison:
-    """Compares the records of one step, by key.
-
-    Raises:
-      ConfigError: they are not of the same sequences.
-    """
+    """Compares the records of one step, by key. Raises ConfigError if they are not of the same
+    sequences."""
     tokens, differences = 0, []
     for key in sorted(a.keys() | b.keys()):
         here = f"step {step}: prompt {key[0]} (occurrence {key[1]}, sample {key[2]})"

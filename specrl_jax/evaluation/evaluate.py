@@ -150,11 +150,8 @@ def digest(prompts: Prompts) -> str:
 
 
 def read_evaluation(path: Path) -> dict[str, Any]:
-    """Reads an evaluation that was written earlier.
-
-    Raises:
-      ConfigError: the file is missing or holds something else.
-    """
+    """Reads an evaluation that was written earlier. Raises ConfigError if the file is missing or
+    holds something else."""
     try:
         stored = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:

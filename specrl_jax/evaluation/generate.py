@@ -81,21 +81,15 @@ class Generator:
 
 def generate(config: Config, actor: Actor, prompt: str, system: str, *,
              write: Callable[[str], None], say: Callable[[str], None]) -> Generation:
-    """Answers one prompt with shapes that just hold it; see `Generator`.
-
-    Raises:
-      ConfigError: the model has no chat template, or too few positions.
-    """
+    """Answers one prompt with shapes that just hold it; see `Generator`. Raises ConfigError if the
+    model has no chat template, or too few positions."""
     longest = len(encode(actor.source.tokenizer, prompt, system))
     return Generator(config, actor, longest=longest, say=say).answer(prompt, system, write=write)
 
 
 def encode(tokenizer: Tokenizer, prompt: str, system: str) -> list[int]:
-    """Returns the tokens of a question in the model's chat template.
-
-    Raises:
-      ConfigError: the model has no chat template, or there are no tokens.
-    """
+    """Returns the tokens of a question in the model's chat template. Raises ConfigError if the
+    model has no chat template, or there are no tokens."""
     tokens = tokenizer.encode(tokenizer.chat(data.messages({"question": prompt}, system)))
     check(len(tokens) > 0, "--prompt", prompt, "has no tokens; ask something")
     return tokens

@@ -76,11 +76,8 @@ def check_config(workdir: str | Path, config: dict[str, Any]) -> None:
 
 
 def read_config(workdir: str | Path) -> dict[str, Any] | None:
-    """Returns the configuration that a run was started with; None if there is no run.
-
-    Raises:
-      ConfigError: config.json cannot be read, or is missing although metrics.jsonl is there.
-    """
+    """Returns the configuration that a run was started with; None if there is no run. Raises
+    ConfigError if config.json cannot be read, or is missing although metrics.jsonl is there."""
     path = Path(workdir) / CONFIG
     if not path.exists():
         if (Path(workdir) / METRICS).exists():
@@ -155,10 +152,7 @@ def _records(path: Path) -> Iterator[tuple[str, dict[str, Any] | None]]:
 
 def read_metrics(workdir: str | Path) -> list[Record]:
     """Returns the objects of metrics.jsonl in order, without a line that is still being written.
-
-    Raises:
-      ConfigError: a line is broken.
-    """
+    Raises ConfigError if a line is broken."""
     return [Record(record) for record in _read(Path(workdir) / METRICS)]
 
 

@@ -41,11 +41,8 @@ class GgufFile:
 
 
 def open_gguf(path: Path) -> GgufFile:
-    """Maps the file and reads its metadata; the data of tensors stays on disk.
-
-    Raises:
-      ConfigError: not a GGUF file, damaged, or one part of a split model.
-    """
+    """Maps the file and reads its metadata; the data of tensors stays on disk. Raises ConfigError
+    if it is no GGUF file, damaged, or a part of a split model."""
     try:
         reader = gguf.GGUFReader(path)
         metadata = {key: field.contents() for key, field in reader.fields.items()}
@@ -107,11 +104,8 @@ def gguf_architecture(file: GgufFile, family: str = "") -> Architecture:
 
 
 def gguf_tensors(file: GgufFile, arch: Architecture) -> Tensors:
-    """Returns the file's tensors by Llama's names, dequantised to float32 when read.
-
-    Raises:
-      ConfigError: a quantisation that the gguf package cannot dequantise.
-    """
+    """Returns the file's tensors by Llama's names, dequantised to float32 when read. Raises
+    ConfigError if the gguf package cannot dequantise one."""
     _check_quantisations(file)
     family = FAMILIES.resolve(arch.family)
     names = {_hf_name(name, family.gguf_names): name for name in file.records

@@ -25,12 +25,8 @@ SPLITS: dict[str, Any] = {
 
 
 def gguf_tokenizer(file: GgufFile) -> tokenizer.Tokenizer:
-    """Returns the tokenizer and chat template that the file's metadata describes.
-
-    Raises:
-      ConfigError: neither byte-level nor SentencePiece BPE, an unknown pre-tokenizer, or
-        impossible metadata.
-    """
+    """Returns the tokenizer and chat template that the file's metadata describes. Raises
+    ConfigError if it is neither byte-level nor SentencePiece BPE, or the metadata is impossible."""
     kind = file.get("tokenizer.ggml.model")
     if not isinstance(kind, str) or kind not in MODELS:
         raise ConfigError(f"{file.path}: tokenizer.ggml.model = {kind!r} is not supported, only "

@@ -38,11 +38,8 @@ def open_directory(directory: Path, family: str = "") -> tuple[Architecture, Tok
 
 
 def safetensors_tensors(directory: Path) -> Tensors:
-    """Returns the tensors of all safetensors files of a model directory, float32 when read.
-
-    Raises:
-      ConfigError: a file is missing or damaged, or has tensors of a dtype not known here.
-    """
+    """Returns the tensors of all safetensors files of a model directory, float32 when read. Raises
+    ConfigError if a file is missing or damaged, or has tensors of a dtype not known here."""
     shapes: dict[str, Shape] = {}
     files = {}
     for path in _shards(directory):
@@ -68,11 +65,7 @@ def _shards(directory: Path) -> list[Path]:
 
 
 def open_tensors(path: Path) -> safetensors.safe_open:
-    """Opens a safetensors file.
-
-    Raises:
-      ConfigError: the file is missing or damaged.
-    """
+    """Opens a safetensors file. Raises ConfigError if the file is missing or damaged."""
     if not path.is_file():
         raise ConfigError(f"{path}: no such file; the download is incomplete, or the model was not "
                           "saved as safetensors (transformers' save_pretrained does)")
@@ -89,10 +82,7 @@ def is_hub_id(name: str) -> bool:
 
 def fetch(name: str) -> Path:
     """Returns the local directory of a model on the Hugging Face hub; downloads it if needed.
-
-    Raises:
-      ConfigError: there is no such model, it needs a login, or the hub cannot be reached.
-    """
+    Raises ConfigError if there is no such model, it needs a login, or the hub cannot be reached."""
     try:
         return Path(huggingface_hub.snapshot_download(
             name, allow_patterns=["*.json", "*.safetensors", "*.jinja"]))

@@ -31,11 +31,8 @@ class Actor:
         return self.source.source if self.run is None else f"{self.run}, step {self.step}"
 
     def params(self, mesh: Mesh) -> Params:
-        """Reads the weights, float32, sharded for rollouts.
-
-        Raises:
-          ConfigError: the checkpoint is missing, damaged, or of another model.
-        """
+        """Reads the weights, float32, sharded for rollouts. Raises ConfigError if the checkpoint is
+        missing, damaged, or of another model."""
         described = architecture.describe(self.source.arch)
         places = sharding.shardings(described, sharding.ROLLOUT_RULES, mesh, architecture.is_param)
         if self.step == 0 or self.run is None:
@@ -69,11 +66,8 @@ def open_actor(config: Config, run: Path | None = None, step: int | None = None)
 
 
 def run_config(run: Path) -> Config:
-    """Reads the configuration that a run was started with.
-
-    Raises:
-      ConfigError: the directory holds no run, or one of another version.
-    """
+    """Reads the configuration that a run was started with. Raises ConfigError if the directory
+    holds no run, or one of another version."""
     stored = read_config(run)
     if stored is None:
         raise ConfigError(f"{run / CONFIG}: no such file; give the working directory of a run")

@@ -41,11 +41,8 @@ class Tokenizer:
         return hashlib.sha256(json.dumps(vocab).encode()).hexdigest()[:16]
 
     def encode(self, text: str) -> list[int]:
-        """Returns the token ids of `text`, including special tokens in it; adds none.
-
-        Raises:
-          ConfigError: the text has surrogates, which stand for bytes that are not UTF-8.
-        """
+        """Returns the token ids of `text`, including special tokens in it; adds none. Raises
+        ConfigError if the text has surrogates, which stand for bytes that are not UTF-8."""
         try:
             return self.backend.encode(text, add_special_tokens=False).ids
         except TypeError as error:
@@ -107,11 +104,8 @@ class Tokenizer:
 
 
 def read_tokenizer(directory: Path) -> Tokenizer:
-    """Returns the tokenizer of a Hugging Face directory.
-
-    Raises:
-      ConfigError: tokenizer.json is missing, or a file cannot be read.
-    """
+    """Returns the tokenizer of a Hugging Face directory. Raises ConfigError if tokenizer.json is
+    missing, or a file cannot be read."""
     path = directory / "tokenizer.json"
     if not path.is_file():
         raise ConfigError(f"{path}: no such file; save the tokenizer with transformers' "
@@ -126,11 +120,8 @@ def read_tokenizer(directory: Path) -> Tokenizer:
 
 
 def read_json(path: Path, optional: bool = False) -> dict[str, Any]:
-    """Returns the object in a JSON file; {} if an optional file is missing.
-
-    Raises:
-      ConfigError: the file is missing or is not a JSON object.
-    """
+    """Returns the object in a JSON file; {} if an optional file is missing. Raises ConfigError if
+    the file is missing or is not a JSON object."""
     if not path.is_file():
         if optional:
             return {}

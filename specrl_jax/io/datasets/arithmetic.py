@@ -12,11 +12,8 @@ from specrl_jax.io.datasets.tfds_text import OrderedTextBuilder, Rows, read
 
 
 def load(data: DataConfig, say: Callable[[str], None]) -> Rows:
-    """Returns the problems of `data.level`.
-
-    Raises:
-      ConfigError: an unknown level; see also `tfds_text.read`.
-    """
+    """Returns the problems of `data.level`. Raises ConfigError if the level is unknown, or as
+    `tfds_text.read` does."""
     levels = [level.name for level in LEVELS]
     check(data.level in levels, "data.level", data.level, f"choose one of {', '.join(levels)}")
     return read(f"specrl_arithmetic/{data.level}", data, say)

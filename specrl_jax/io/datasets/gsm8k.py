@@ -28,11 +28,8 @@ HOW_TO_GET = ("put train.jsonl or test.jsonl or both (or .jsonl.gz) there, from 
 
 
 def load(data: DataConfig, say: Callable[[str], None]) -> Rows:
-    """Returns a split of GSM8K, from `data.manual_dir` if it is set, else downloaded.
-
-    Raises:
-      ConfigError: files are missing or damaged; see also `tfds_text.read`.
-    """
+    """Returns a split of GSM8K, from `data.manual_dir` if it is set, else downloaded. Raises
+    ConfigError if files are missing or damaged, or as `tfds_text.read` does."""
     if data.manual_dir and not make_builder(NAME, data).data_path.exists():
         check(bool(find_files(data.manual_dir)), "data.manual_dir", data.manual_dir,
               f"no files; {HOW_TO_GET}")
@@ -75,11 +72,8 @@ def find_files(directory: Any) -> dict[str, Path]:
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
-    """Returns question, answer and solution of each line of a GSM8K file.
-
-    Raises:
-      ConfigError: a file without problems, or a line that is not one of GSM8K's.
-    """
+    """Returns question, answer and solution of each line of a GSM8K file. Raises ConfigError if
+    there is no problem, or a line is not one of GSM8K's."""
     with open(path, "rb") as file:
         opener = gzip.open if file.read(2) == GZIP_MAGIC else open
     try:

@@ -9,11 +9,8 @@ from specrl_jax.config import ConfigError, DataConfig, check
 
 
 def load(data: DataConfig, say: Callable[[str], None]) -> list[dict[str, Any]]:
-    """Returns the objects of the file at `data.path`; empty lines are skipped.
-
-    Raises:
-      ConfigError: there is no such file, or a line that is not a JSON object.
-    """
+    """Returns the objects of the file at `data.path`; empty lines are skipped. Raises ConfigError
+    if there is no such file, or a line that is not a JSON object."""
     path = Path(data.path).expanduser()
     check(bool(data.path) and path.is_file(), "data.path", data.path,
           "no such file; name a file with one JSON object a line")
