@@ -3,10 +3,8 @@
 import collections
 import gzip
 import json
-import subprocess
 import sys
 import urllib.error
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +12,7 @@ import tensorflow_datasets as tfds
 
 from specrl_jax.config import ConfigError, DataConfig
 from specrl_jax.io import data
-from specrl_jax.io.datasets import arithmetic, gsm8k, levels, tfds_text
+from specrl_jax.io.datasets import gsm8k, levels, tfds_text
 
 LEVELS = {level.name: level for level in levels.LEVELS}
 ROWS = [
@@ -97,7 +95,7 @@ def test_worked_answer():
     assert problem.solution == "12 - 45 = -33\n-33 + 3 = -30\n#### -30"
 
 
-def test_arithmetic_is_read_without_tensorflow(tmp_path):
+def test_arithmetic_is_read_without_tensorflow(tmp_path, capfd):
     lines = []
     config = DataConfig(level="add1", data_dir=str(tmp_path))
     examples = data.load_examples(config, lines.append)
@@ -108,19 +106,7 @@ def test_arithmetic_is_read_without_tensorflow(tmp_path):
     assert len(lines) == 1 and "specrl_arithmetic/add1" in lines[0] and str(tmp_path) in lines[0]
     assert list(data.load_examples(config, lines.append)) == list(examples)
     assert len(lines) == 1, "prepared twice"
-
-
-def test_builders_are_registered_and_write_array_record(tmp_path):
-    builder = tfds.builder(arithmetic.SpecrlArithmetic.name, data_dir=tmp_path)
-    assert builder.builder_config.name == "add2"
-    assert builder.info.file_format.value == "array_record"
-    assert tfds.builder("specrl_gsm8k", data_dir=tmp_path).info.file_format.value == "array_record"
-
-
-def test_nothing_is_printed_but_our_line(tmp_path, capfd):
-    load(tmp_path, level="mul1")
-    out, err = capfd.readouterr()
-    assert (out, err) == ("", "")
+    assert tuple(capfd.readouterr()) == ("", "")
 
 
 def test_slices_and_limits(tmp_path):
@@ -131,21 +117,6 @@ def test_slices_and_limits(tmp_path):
     assert len(load(tmp_path, level="add1", examples=10**6)) == len(whole)
     with pytest.raises(IndexError, match="has 3"):
         load(tmp_path, level="add1", examples=3)[3]
-
-
-def test_two_processes_may_prepare_at_once(tmp_path):
-    program = ("import sys; from specrl_jax.io import data; from specrl_jax.config import *; "
-               "from specrl_jax.io.datasets import arithmetic; "
-               "from specrl_jax.io.datasets.tfds_text import make_builder, prepare; "
-               "c = DataConfig(level='add1', data_dir=sys.argv[1]); "
-               "b = make_builder('specrl_arithmetic/add1', c); "
-               "print('ready', flush=True); sys.stdin.readline(); "
-               "prepare(b, c, len); print(len(data.load_examples(c)))")
-    root = Path(data.__file__).parents[2]
-    runs = [subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], text=True, cwd=root,
-                             stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in range(2)]
-    assert [run.stdout.readline() for run in runs] == ["ready\n"] * 2
-    assert [run.communicate("go\n")[0] for run in runs] == ["75\n"] * 2
 
 
 def test_losing_the_race_is_no_error(tmp_path):
@@ -164,6 +135,7 @@ def test_losing_the_race_is_no_error(tmp_path):
 
 
 @pytest.mark.parametrize("fields, words", [
+    ({"name": "gsm9k"}, ["data.name = 'gsm9k': choose one of specrl_arithmetic, "]),
     ({"level": "add9"}, ["data.level", "add9", "add2", "chain"]),
     ({"level": "add1", "split": "dev"}, ["data.split", "dev", "train (75)", "test (6)"]),
     ({"level": "add1", "split": "train["}, ["data.split", "train["]),
@@ -294,11 +266,6 @@ def test_python_function_is_a_dataset(tmp_path):
     found = load(tmp_path, name=f"{__name__}:riddles", examples=3)
     assert [(x["id"], x["question"], x["answer"]) for x in found] == [
         (0, "0?", "0"), (1, "1?", "1"), (2, "2?", "2")]
-
-
-def test_unknown_dataset_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="data.name = 'gsm9k': choose one of specrl_arithmetic, "):
-        load(tmp_path, name="gsm9k")
 
 
 def test_each_epoch_covers_every_example_once():

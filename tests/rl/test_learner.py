@@ -101,7 +101,7 @@ def test_unequal_micro_batches_add_up(
     assert all(np.linalg.norm(leaf) > 0 for leaf in jax.tree.leaves(whole))
 
 
-def test_sequences_without_advantage_are_dropped_and_change_nothing(
+def test_sequences_without_advantage_change_no_gradient(
         params: Any, rollout: Rollout) -> None:
     every, used = batch_of(rollout, 4, True), batch_of(rollout, 4)
     assert int(used[1].micro_batches) == 2 and int(every[1].micro_batches) == 3
