@@ -3,6 +3,7 @@
 from specrl_jax.config.build import as_dict, build, override
 from specrl_jax.config.drafting import (
     DRAFTERS,
+    LOSSES,
     MOST_MIX,
     DistillConfig,
     DistillOptions,
@@ -28,8 +29,8 @@ from specrl_jax.config.sections import (
 )
 
 __all__ = [
-    "DRAFTERS", "DRAWN_RULES", "MOST_MIX", "POLICIES", "RULES", "Config", "ConfigError",
-    "ControlConfig", "DataConfig", "DistillConfig", "DistillOptions", "DraftConfig",
+    "DRAFTERS", "DRAWN_RULES", "LOSSES", "MOST_MIX", "POLICIES", "RULES", "Config",
+    "ConfigError", "ControlConfig", "DataConfig", "DistillConfig", "DistillOptions", "DraftConfig",
     "LearnerConfig", "MeshConfig", "ModelSource", "RLConfig", "Registry", "RewardConfig",
     "RolloutConfig", "SpecOptions", "as_dict", "at_least", "build", "check", "load_config",
     "option", "override", "preset_names", "section",

@@ -5,6 +5,7 @@ import dataclasses
 from specrl_jax.config.fields import Section, option
 
 DRAFTERS = ("off", "history", "eagle", "small_lm", "replay", "merge")
+LOSSES = ("forward_kl", "reward_weighted_kl", "advantage_weighted_kl", "jsd", "tv", "e2e_tv", "lk")
 MOST_MIX = 1000.0  # beyond what a preference needs; an endless factor would hide roots, too
 
 
@@ -48,10 +49,7 @@ class DraftConfig(Section):
 class DistillOptions(Section):
     """The drafter's update."""
 
-    loss: str = option(
-        "lk", "one of forward_kl, reward_weighted_kl, advantage_weighted_kl, jsd, tv, e2e_tv, lk",
-        choose=("forward_kl", "reward_weighted_kl", "advantage_weighted_kl", "jsd", "tv", "e2e_tv",
-                "lk"))
+    loss: str = option("lk", f"one of {', '.join(LOSSES)}", choose=LOSSES)
     unroll: int = option(4, "J, draft depths trained: steps of the training-time test", low=1)
     depth_decay: float = option(0.8, "weight of each depth relative to the one before it",
                                 within="(0, 1]")

@@ -218,17 +218,6 @@ def test_rollout_case_with_drafter_generates_equal_tokens(setting, name, policy,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llamacpp", "transformers"])
-def test_rollout_case_compares_other_engine(setting, name):
-    for module in engines.MODULES[name]:
-        pytest.importorskip(module)
-    found = run_case(dataclasses.replace(setting, drafters=("off",), engines=(name,)),
-                     workload.make_workload("heavy", 2, 8, setting.source.tokenizer))
-    assert found["contenders"][name]["tokens_per_second"]["min"] > 0
-    assert set(found["ratios"]) == {f"off/{name}"}
-
-
-@pytest.mark.slow
 def test_learner_update_is_measured_for_each_packing(setting):
     config = dataclasses.replace(setting.config, rollout=dataclasses.replace(
         setting.config.rollout, max_new_tokens=4))

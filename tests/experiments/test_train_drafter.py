@@ -124,12 +124,6 @@ def test_batch_of_a_plan_is_padded_and_greedy_counts_as_1():
     assert (texts.first >= 1).all()
 
 
-def test_rollouts_use_the_noise_that_judges_drafts():
-    config = dataclasses.replace(micro_config(), spec=SpecOptions(rule="lossy_greedy"))
-    sampler, _ = drafter_data._sampler(config, describe_source("random:tiny"), 1, 2)
-    assert sampler.engine.decoder.rule == "match"
-
-
 def test_damaged_rollouts_are_named(tmp_path):
     path = tmp_path / "00000.npz"
     drafter_data._store(path, {name: np.arange(3) for name in drafter_data.FIELDS})
