@@ -1,6 +1,5 @@
 """Static options: frozen dataclasses, validated at construction. `Config` describes a whole run."""
 
-from specrl_jax.config.build import as_dict, build, override
 from specrl_jax.config.drafting import (
     DRAFTERS,
     LOSSES,
@@ -10,7 +9,7 @@ from specrl_jax.config.drafting import (
     DraftConfig,
 )
 from specrl_jax.config.fields import ConfigError, at_least, check, option, section
-from specrl_jax.config.load import load_config, preset_names
+from specrl_jax.config.load import as_dict, build, load_config, override, preset_names
 from specrl_jax.config.registry import Registry
 from specrl_jax.config.sections import (
     DRAWN_RULES,

@@ -10,7 +10,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -59,17 +59,17 @@ class Replay:
     deviations: int  # sequences of repeated steps that differ from the run's
 
 
-class OneCheckpoint:
+class OneCheckpoint(NamedTuple):
     """One checkpoint of a run for `Trainer.restore`, read only."""
 
-    def __init__(self, directory: Path, step: int) -> None:
-        self._directory, self._step = directory, step
+    directory: Path
+    step: int
 
     def restore_latest(self, abstract: dict[str, Any]) -> tuple[int, Any, dict[str, Any]]:
         """Returns the checkpoint as `io.checkpoint.Checkpoints.restore_latest` does."""
-        arrays = {key: restore_part(self._directory, self._step, key, part)
+        arrays = {key: restore_part(self.directory, self.step, key, part)
                   if jax.tree.leaves(part) else part for key, part in abstract.items()}
-        return self._step, arrays, read_meta(self._directory, self._step)
+        return self.step, arrays, read_meta(self.directory, self.step)
 
 
 def replay(run: Path, step: int, say: Callable[[str], None]) -> Replay:

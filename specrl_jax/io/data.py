@@ -61,7 +61,8 @@ def step_prompts(num_examples: int, seed: int, step: int, prompts_per_step: int)
     """
     positions = np.arange(step * prompts_per_step, (step + 1) * prompts_per_step)
     epochs, offsets = np.divmod(positions, num_examples)
-    orders = {epoch: _permutation(num_examples, seed, epoch) for epoch in np.unique(epochs)}
+    orders = {epoch: np.argsort(np.random.Philox(key=np.array([seed, epoch], np.uint64)).random_raw(
+        num_examples), kind="stable") for epoch in np.unique(epochs)}
     return np.array([orders[e][i] for e, i in zip(epochs, offsets, strict=True)], np.int64)
 
 
@@ -79,8 +80,3 @@ def messages(example: Example, system: str = "") -> list[dict[str, str]]:
     """Returns the conversation for the chat template; an empty `system` adds no message."""
     user = {"role": "user", "content": example["question"]}
     return [{"role": "system", "content": system}, user] if system else [user]
-
-
-def _permutation(size: int, seed: int, epoch: int) -> np.ndarray:
-    words = np.random.Philox(key=np.array([seed, epoch], np.uint64)).random_raw(size)
-    return np.argsort(words, kind="stable")

@@ -41,11 +41,7 @@ FREE_FIELDS = ("name", "steps", "checkpoint_every", "checkpoint_keep", "data.dat
 
 
 def check_config(workdir: str | Path, config: dict[str, Any]) -> None:
-    """Raises ConfigError if the working directory belongs to another run; writes nothing.
-
-    Args:
-      workdir: may be absent or empty.
-      config: nested dict, as `config.as_dict` gives it.
+    """Checks that a working directory, perhaps absent or empty, is that of this config.
 
     Raises:
       ConfigError: config.json differs in a field that changes results, was written by an older
@@ -171,11 +167,8 @@ def _read(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def cut(path: Path, step: int) -> list[int]:
-    """Removes the lines of `step` and of later steps from a file, and broken lines.
-
-    Returns:
-      The distinct steps that are left, in the file's order.
-    """
+    """Removes the lines of `step` and of later steps from a file, and broken lines; returns the
+    distinct steps that are left, in the file's order."""
     steps: dict[int, None] = {}
 
     def kept() -> Iterator[str]:
@@ -193,13 +186,8 @@ class Writer:
 
     def __init__(self, workdir: str | Path, resume_step: int,
                  warn: Callable[[str], None] = loud) -> None:
-        """Cuts the files to the steps before `resume_step`; 0 empties them.
-
-        Args:
-          workdir: created if missing.
-          resume_step: the restored checkpoint's step.
-          warn: called if lines of earlier steps are missing.
-        """
+        """Cuts the files to the steps before `resume_step`, the restored checkpoint's; 0 empties
+        them. Calls `warn` if lines of earlier steps are missing."""
         self._active = jax.process_index() == 0
         self._next = resume_step
         if not self._active:
@@ -217,26 +205,18 @@ class Writer:
         self._events = _renewed_events(self._workdir)
 
     def write_step(self, metrics: dict[str, Any], samples: list[dict[str, Any]]) -> None:
-        """Writes one step's lines.
-
-        Args:
-          metrics: numbers by name; "step" must be the one after the last.
-          samples: one dict a sequence; "step" is added.
-
-        Raises:
-          ValueError: the step is not the next one.
-        """
+        """Writes one step's metrics by name, and one dict for each sequence, to which "step" is
+        added. Raises ValueError if metrics["step"] is not the next step."""
         step = int(metrics["step"])
         if step != self._next:
             raise ValueError(f"metrics of step {step} where step {self._next} is next")
-        if self._active:
-            self._write(metrics | {"step": step, WALL_TIME: time.time()},
-                        [{"step": step} | sample for sample in samples])
         self._next += 1
-
-    def _write(self, metrics: dict[str, Any], samples: list[dict[str, Any]]) -> None:
+        if not self._active:
+            return
+        metrics = metrics | {"step": step, WALL_TIME: time.time()}
         line = encode(metrics)
-        for file, text in ((self._samples, "".join(map(encode, samples))), (self._metrics, line)):
+        lines = "".join(encode({"step": step} | sample) for sample in samples)
+        for file, text in ((self._samples, lines), (self._metrics, line)):
             try:
                 file.write(text)
                 file.flush()
@@ -270,11 +250,8 @@ class Writer:
 
 
 def _renewed_events(workdir: Path) -> SummaryWriter:
-    """Returns a writer of new event files, filled from metrics.jsonl.
-
-    The old files may end in a torn record, miss the last steps (tensorboardX writes from a queue),
-    or hold steps that were cut.
-    """
+    """Returns a writer of new event files, filled from metrics.jsonl. The old ones may end in a
+    torn record, miss the last steps (tensorboardX writes from a queue), or hold cut steps."""
     if (workdir / EVENTS).exists():
         shutil.rmtree(workdir / EVENTS)
     events = SummaryWriter(str(workdir / EVENTS), flush_secs=1)

@@ -157,14 +157,12 @@ def _check_quantisations(file: GgufFile) -> None:
 
 
 def _check_rope(file: GgufFile, kind: str, head_dim: int) -> None:
-    rotated = file.metadata.get(f"{kind}.rope.dimension_count", head_dim)
-    if rotated != head_dim:
-        raise ConfigError(f"{file.path}: {kind}.rope.dimension_count = {rotated}: rotating only "
-                          f"a part of the {head_dim} dimensions of a head is not supported")
-    scaling = file.metadata.get(f"{kind}.rope.scaling.type", "none")
-    if scaling != "none":
-        raise ConfigError(f"{file.path}: {kind}.rope.scaling.type = {scaling!r} is not supported; "
-                          "choose a model without RoPE scaling, or with Llama 3's")
+    for name, wanted, reason in (
+            ("dimension_count", head_dim, "rotating only a part of a head is not supported"),
+            ("scaling.type", "none", "is not supported; choose a model without RoPE scaling, or "
+             "with Llama 3's")):
+        value = file.metadata.get(f"{kind}.rope.{name}", wanted)
+        file.fields.check(value == wanted, f"{kind}.rope.{name}", value, reason)
 
 
 def _rope_scaling(file: GgufFile, arch: Architecture) -> RopeScaling | None:

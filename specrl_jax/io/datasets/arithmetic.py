@@ -39,18 +39,11 @@ class SpecrlArithmetic(OrderedTextBuilder):
 
     def _split_generators(self, dl_manager: tfds.download.DownloadManager) -> dict[str, Any]:
         numbered = list(enumerate(problems(self.builder_config.level)))
-        return {
-            "train": self._generate_examples(x for x in numbered if not x[1].is_test),
-            "test": self._generate_examples(x for x in numbered if x[1].is_test),
-        }
+        return {split: self._generate_examples([x for x in numbered if x[1].is_test == is_test])
+                for split, is_test in (("train", False), ("test", True))}
 
-    def _generate_examples(
-        self, numbered: Iterable[tuple[int, Problem]]
-    ) -> Iterator[tuple[int, dict[str, Any]]]:
+    def _generate_examples(self, numbered: Iterable[tuple[int, Problem]]
+                           ) -> Iterator[tuple[int, dict[str, Any]]]:
         for id, problem in numbered:
-            yield id, {
-                "id": id,
-                "question": problem.question,
-                "answer": str(problem.answer),
-                "solution": problem.solution,
-            }
+            yield id, {"id": id, "question": problem.question, "answer": str(problem.answer),
+                       "solution": problem.solution}

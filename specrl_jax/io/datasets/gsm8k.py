@@ -53,22 +53,17 @@ class SpecrlGsm8k(OrderedTextBuilder):
         rows = {s: read_rows(p) for s, p in (paths or _download(dl_manager)).items()}
         return {s: self._generate_examples(FIRST_ID[s], x) for s, x in rows.items()}
 
-    def _generate_examples(
-        self, first_id: int, rows: list[dict[str, str]]
-    ) -> Iterator[tuple[int, dict[str, Any]]]:
+    def _generate_examples(self, first_id: int, rows: list[dict[str, str]]
+                           ) -> Iterator[tuple[int, dict[str, Any]]]:
         for id, row in enumerate(rows, first_id):
             yield id, {"id": id, **row}
 
 
 def find_files(directory: Any) -> dict[str, Path]:
     """Returns the split files in `directory`, by split; a plain file wins over a gzipped one."""
-    found = {}
-    for split in SPLITS:
-        for name in (f"{split}.jsonl.gz", f"{split}.jsonl"):
-            path = Path(directory).expanduser() / name
-            if path.is_file():
-                found[split] = path
-    return found
+    paths = ((split, Path(directory).expanduser() / f"{split}.jsonl{ending}")
+             for split in SPLITS for ending in (".gz", ""))
+    return {split: path for split, path in paths if path.is_file()}
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
