@@ -30,17 +30,15 @@ PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>{{ title }}</title>
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <style>
-body { font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 1100px; margin: 2em auto;
-       padding: 0 1em; }
+body { font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 1100px; margin: 2em auto; }
 h1, h2 { line-height: 1.2; font-weight: 600; }
 .figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(420px, 1fr)); gap: 1em; }
 figure { margin: 0; } figure img { width: 100%; }
-table { border-collapse: collapse; } td { padding: .15em 1.5em .15em 0; vertical-align: top; }
-td:last-child { font-variant-numeric: tabular-nums; }
-.config { columns: 2 380px; } .config td { font-size: 13px; overflow-wrap: anywhere; }
+td { padding: .15em 1.5em .15em 0; vertical-align: top; }
+.config { columns: 2 380px; font-size: 13px; overflow-wrap: anywhere; }
 .sample { border-top: 1px solid #ddd; padding: .6em 0; }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; margin: .2em 0; font-size: 13px; }
-.prompt { color: #777; } .missing { color: #777; }
+.prompt, .missing { color: #777; }
 </style></head><body>
 <h1>{{ title }}</h1>
 <table>{% for name, value in totals %}

@@ -1,6 +1,5 @@
 """Models in a Hugging Face directory: config.json, safetensors (sharded or not), tokenizer."""
 
-import re
 import reprlib
 from pathlib import Path
 
@@ -73,11 +72,6 @@ def open_tensors(path: Path) -> safetensors.safe_open:
         return safetensors.safe_open(path, framework="numpy")
     except safetensors.SafetensorError as error:
         raise ConfigError(f"{path}: {error}; the file is damaged, fetch it again") from error
-
-
-def is_hub_id(name: str) -> bool:
-    """Returns whether `name` has the form org/name and is neither a file nor ./name."""
-    return bool(re.fullmatch(r"\w[\w.-]*/[\w.-]+", name)) and not name.endswith(".gguf")
 
 
 def fetch(name: str) -> Path:

@@ -17,7 +17,7 @@ import tokenizers
 from tokenizers import decoders
 
 from specrl_jax.config import ConfigError
-from specrl_jax.model.fields import LARGEST
+from specrl_jax.model.fields import LARGEST, REPAIR, Fields
 
 SPECIAL = ("bos_token", "eos_token", "pad_token")
 TURN_ENDS = ("<|im_end|>", "<|eot_id|>")  # end an assistant's turn in any model
@@ -156,50 +156,39 @@ def _backend(path: Path) -> tokenizers.Tokenizer:
 
 def _settings(path: Path) -> dict[str, str | None]:
     """Returns the special tokens and the chat template in a file of settings."""
-    found = read_json(path, optional=True)
-    settings = {key: _content(path, key, found[key]) for key in SPECIAL if key in found}
-    if "chat_template" in found:
-        settings["chat_template"] = _default_template(path, found["chat_template"])
+    found = Fields(read_json(path, optional=True), str(path))
+    settings: dict[str, str | None] = {}
+    for key in SPECIAL:
+        token = found.values.get(key)
+        text = token.get("content") if isinstance(token, dict) else token
+        found.check(token is None or isinstance(text, str), key, token,
+                    f'must be a string, an object with a string "content", or null; {REPAIR}')
+        if key in found.values:
+            settings[key] = text
+    if "chat_template" in found.values:
+        value = found.values["chat_template"]  # or a list of templates by name
+        named = {"default": value}
+        if isinstance(value, list) and all(
+                isinstance(t, dict) and isinstance(t.get("name"), str)
+                and isinstance(t.get("template"), str) for t in value):
+            named = {t["name"]: t["template"] for t in value}
+        template = settings["chat_template"] = named.get("default")
+        found.check(template is None or isinstance(template, str), "chat_template", value,
+                    "must be a string, or a list of objects with the strings name and template; "
+                    f"{REPAIR}")
     return settings
 
 
 def _eos_ids(directory: Path) -> tuple[int, ...]:
     for name in ("generation_config.json", "config.json"):
-        path = directory / name
-        eos = read_json(path, optional=True).get("eos_token_id")
+        found = Fields(read_json(directory / name, optional=True), str(directory / name))
+        eos = found.values.get("eos_token_id")
         if eos is not None:
             ids = tuple(eos) if isinstance(eos, list) else (eos,)
-            _check(all(type(i) is int and 0 <= i < LARGEST for i in ids), path, "eos_token_id", eos,
-                   "must be a token id or a list of them")
+            found.check(all(type(i) is int and 0 <= i < LARGEST for i in ids), "eos_token_id", eos,
+                        f"must be a token id or a list of them; {REPAIR}")
             return ids
     return ()
-
-
-def _content(path: Path, key: str, token: Any) -> str | None:
-    """Returns a special token's text: a string, or the "content" of a dict."""
-    text = token.get("content") if isinstance(token, dict) else token
-    _check(token is None or isinstance(text, str), path, key, token,
-           'must be a string, an object with a string "content", or null')
-    return text
-
-
-def _default_template(path: Path, value: Any) -> str | None:
-    """Returns the template, or the default one of a list of objects with name and template."""
-    named = {"default": value}
-    if isinstance(value, list):
-        ok = all(isinstance(t, dict) and isinstance(t.get("name"), str)
-                 and isinstance(t.get("template"), str) for t in value)
-        named = {t["name"]: t["template"] for t in value} if ok else named
-    template = named.get("default")
-    _check(template is None or isinstance(template, str), path, "chat_template", value,
-           "must be a string, or a list of objects with the strings name and template")
-    return template
-
-
-def _check(ok: bool, path: Path, key: str, value: Any, way_out: str) -> None:
-    if not ok:
-        raise ConfigError(f"{path}: {key} = {reprlib.repr(value)}: {way_out}; correct it, or "
-                          "fetch the file again")
 
 
 def _one_line(error: Exception) -> str:

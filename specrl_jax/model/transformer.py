@@ -25,8 +25,7 @@ Attend = Callable[[int, Array, Array, Array], Array]
 
 
 class Packing(struct.PyTreeNode):
-    """The tree nodes that a forward runs over; entries beyond the live ones repeat node 0 of row 0.
-    """
+    """The tree nodes that a forward runs over; entries past the live ones repeat node 0, row 0."""
 
     row: Array  # i32[W]
     node: Array  # i32[W]
@@ -184,10 +183,7 @@ def segment_attend(position: Array, segment: Array) -> Attend:
     """Returns attention within rows of tokens [B, T] that hold a prompt and several responses.
 
     Segment 0 is the prompt that the other segments continue; segment -1 is padding. A token attends
-    to earlier positions of segment 0 and of its own segment.
-
-    Args:
-      position, segment: i32[B, T].
+    to earlier positions of segment 0 and of its own segment. Both arguments are i32[B, T].
     """
     query, key = segment[:, :, None], segment[:, None, :]
     related = (key == query) | ((key == 0) & (query > 0))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from specrl_jax.model import tiny
 from specrl_jax.model.architecture import Architecture
 from specrl_jax.model.gguf_file import gguf_architecture, gguf_tensors, open_gguf
 from specrl_jax.model.gguf_tokenizer import gguf_tokenizer
-from specrl_jax.model.hf_directory import fetch, is_hub_id, open_directory
+from specrl_jax.model.hf_directory import fetch, open_directory
 from specrl_jax.model.tensors import Tensors, check_tensors, pack
 from specrl_jax.model.tokenizer import Tokenizer
 
@@ -66,7 +67,8 @@ def _find(path: str, family: str) -> Source:
         return _checked(*open_directory(local, family), str(local))
     if local.suffix == ".gguf" and local.is_file():
         return _open_gguf(local, family)
-    if not local.exists() and is_hub_id(path):
+    is_hub_id = re.fullmatch(r"\w[\w.-]*/[\w.-]+", path) and local.suffix != ".gguf"
+    if not local.exists() and is_hub_id:
         return _checked(*open_directory(fetch(path), family), path)
     problem = "not a .gguf file" if local.exists() else "no such directory or file"
     raise ConfigError(f"{problem}; give a Hugging Face directory, a .gguf "

@@ -55,10 +55,8 @@ class Totals(struct.PyTreeNode):
 
 
 def make_optimizer(config: LearnerConfig) -> optax.GradientTransformation:
-    """Returns AdamW behind clipping by global norm; the rate is constant after a linear warm-up.
-
-    It does not depend on `steps`, so that a run can be extended.
-    """
+    """Returns AdamW behind clipping by global norm; the rate is constant after a linear warm-up. It
+    does not depend on `steps`, so that a run can be extended."""
     schedule = optax.linear_schedule(
         config.learning_rate / (config.warmup_steps + 1), config.learning_rate,
         config.warmup_steps)
@@ -186,15 +184,8 @@ def first_gap(arch: Architecture, remat: bool, params: Params, batch: Batch) -> 
 
 
 def gap_sums(logprob: Array, batch: Batch) -> dict[str, Array]:
-    """Returns sums of the absolute differences of rollout's and learner's log-probabilities.
-
-    Args:
-      logprob: f32[b, k, T] of the learner; no gradient flows.
-      batch: one micro-batch, fields [b, ...].
-
-    Returns:
-      f32[]: logprob_gap, their sum; logprob_gap_max; logprob_gap_tokens, their number.
-    """
+    """Returns sum, largest value and number (f32[] each) of the absolute differences of rollout's
+    and learner's log-probabilities f32[b, k, T] of a micro-batch; no gradient flows."""
     mask = response_mask(batch)
     gap = jnp.where(mask, jnp.abs(jax.lax.stop_gradient(logprob) - batch.rollout_logprob), 0)
     return {"logprob_gap": gap.sum(), "logprob_gap_max": gap.max(),
@@ -224,15 +215,13 @@ def apply(optimizer: optax.GradientTransformation, state: LearnerState, grads: P
         params: Any = optax.apply_updates(state.params, updates)
         return LearnerState(params, optimizer_state)
 
-    return (jax.lax.cond(finite, step, lambda _: state, None), finite.astype(jnp.float32), norm)
+    return jax.lax.cond(finite, step, lambda _: state, None), finite.astype(jnp.float32), norm
 
 
 def micro_loss(arch: Architecture, config: Config, totals: Totals, params: Params, batch: Batch,
                old: Array | None, reference: Array | None) -> tuple[Array, dict[str, Array]]:
-    """Returns a micro-batch's share of the loss f32[], and sums of its metrics over tokens.
-
-    The metrics are those of `losses.sequence_terms` and `gap_sums`, and policy/entropy.
-    """
+    """Returns a micro-batch's share of the loss f32[], and sums over tokens of policy/entropy and
+    the metrics of `losses.sequence_terms` and `gap_sums`."""
     rl = config.rl
     _, loss, correction = algorithm.resolve(rl)
     logits, logprob = response_logprobs(arch, params, batch, config.learner.remat)
