@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from specrl_jax import sharding
-from specrl_jax.config import Config, ConfigError, at_least
+from specrl_jax.config import Config, ConfigError, at_least, override
 from specrl_jax.evaluation.statistics import bootstrap, interval, pass_at_k
 from specrl_jax.io.progress import Progress
 from specrl_jax.model.source import Actor
@@ -43,10 +43,8 @@ class Task:
 
 def task_config(config: Config, task: Task) -> Config:
     """Returns `config` with the data and temperature of an evaluation."""
-    return dataclasses.replace(
-        config,
-        data=dataclasses.replace(config.data, split=task.split, examples=task.problems),
-        rollout=dataclasses.replace(config.rollout, temperature=task.temperature))
+    return override(config, {"data.split": task.split, "data.examples": task.problems,
+                             "rollout.temperature": task.temperature})
 
 
 def evaluate(config: Config, actor: Actor, task: Task, progress: Progress) -> dict[str, Any]:
@@ -65,8 +63,8 @@ def evaluate(config: Config, actor: Actor, task: Task, progress: Progress) -> di
     prompts = make_prompts(config, actor.source.tokenizer, progress.say)
     mesh = sharding.make_mesh(config.mesh)
     at_once = prompts_at_once(len(prompts.tokens), task.samples, sharding.shard_count(mesh))
-    config = dataclasses.replace(config, rollout=dataclasses.replace(
-        config.rollout, batch_size=min(config.rollout.batch_size, at_once * task.samples)))
+    config = override(config, {"rollout.batch_size": min(config.rollout.batch_size,
+                                                         at_once * task.samples)})
     sampler = Sampler(config, actor.source.arch, actor.source.tokenizer.stop_ids, mesh,
                       prompts=at_once, group=task.samples)
     progress.say(f"loading {actor.name}")

@@ -243,12 +243,9 @@ def read_meta(directory: str | Path, step: int) -> dict[str, Any]:
 
 
 def restore_part(directory: str | Path, step: int, key: str, abstract: Any = None) -> Any:
-    """Returns one top-level entry of a checkpoint's arrays.
+    """Returns one top-level entry of a checkpoint's arrays, such as "actor".
 
     Args:
-      directory: the checkpoints of a run.
-      step: one of `list_steps(directory)`.
-      key: name of the entry, such as "actor".
       abstract: tree of jax.ShapeDtypeStruct with shardings; None gives nested dicts of numpy
         arrays.
 

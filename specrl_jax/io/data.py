@@ -39,14 +39,8 @@ class Examples(Sequence):
 
 
 def load_examples(data: DataConfig, say: Callable[[str], None] = print) -> Examples:
-    """Returns the examples that `data` selects.
-
-    Args:
-      say: gets a line where the dataset must first be prepared.
-
-    Raises:
-      ConfigError: an unknown dataset, or one without examples; see also the dataset's `load`.
-    """
+    """Returns the examples that `data` selects; `say` gets a line if they must be prepared first.
+    Raises ConfigError if the dataset is unknown or empty, or as its `load` does."""
     source = DATASETS.resolve(data.name)(data, say)
     check(len(source) > 0, "data.name", data.name, "the dataset has no examples")
     return Examples(data, source, min(data.examples or len(source), len(source)))

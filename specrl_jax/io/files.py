@@ -11,11 +11,7 @@ READ_BYTES = 1 << 24
 
 
 def write_atomically(path: Path, text: str | Iterable[str]) -> None:
-    """Replaces a file durably: a reader, or a run after a kill, sees the old or the new one.
-
-    Args:
-      text: the whole content, or its parts.
-    """
+    """Replaces a file durably: a reader, or a run after a kill, sees the old or the new one."""
     temporary = path.with_name(path.name + ".tmp")
     with open(temporary, "w", encoding="utf-8") as file:
         file.writelines([text] if isinstance(text, str) else text)
@@ -25,11 +21,7 @@ def write_atomically(path: Path, text: str | Iterable[str]) -> None:
 
 
 def write_checksums(directory: Path, skip: tuple[str, ...] = ()) -> None:
-    """Writes CHECKSUMS: relative path -> [bytes, CRC-32] of every file of a directory.
-
-    Args:
-      skip: names of files that are left out.
-    """
+    """Writes CHECKSUMS: relative path -> [bytes, CRC-32] of every file but those named `skip`."""
     sums = {str(path.relative_to(directory)): [path.stat().st_size, crc32(path)]
             for path in sorted(directory.rglob("*")) if path.is_file() and path.name not in skip}
     write_atomically(directory / CHECKSUMS, json.dumps(sums))
@@ -45,12 +37,8 @@ def crc32(path: Path) -> int:
 
 
 def damage(directory: Path, contents: bool = True) -> str | None:
-    """Returns what is wrong with the files that CHECKSUMS lists; None if nothing is.
-
-    Args:
-      directory: as passed to `write_checksums`; it may have been renamed.
-      contents: compare checksums; if False, only names and sizes.
-    """
+    """Returns what is wrong with the files that CHECKSUMS lists; None if nothing is. Without
+    `contents`, only names and sizes are compared. The directory may have been renamed."""
     try:
         sums = json.loads((directory / CHECKSUMS).read_bytes())
         expected = [(name, int(size), int(crc)) for name, (size, crc) in sums.items()]

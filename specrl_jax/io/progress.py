@@ -79,13 +79,7 @@ class Progress:
         self._refresh()
 
     def rollout(self, done: int, total: int, tokens: int) -> None:
-        """Reports progress within a rollout; shown at most a few times a second.
-
-        Args:
-          done: complete sequences.
-          total: sequences of the step.
-          tokens: tokens generated in this step so far.
-        """
+        """Reports complete sequences of all, and tokens of the step; shown a few times a second."""
         now = time.monotonic()
         if now - self._rollout_shown < (LIVE_SECONDS if self._live else PLAIN_SECONDS):
             return

@@ -57,10 +57,8 @@ def open_gguf(path: Path) -> GgufFile:
 
 
 def gguf_architecture(file: GgufFile, family: str = "") -> Architecture:
-    """Returns the architecture that metadata and tensor shapes describe.
-
-    Args:
-      family: name in FAMILIES or package.module:name; empty is the file's general.architecture.
+    """Returns the architecture that metadata and tensor shapes describe. An empty `family` is the
+    file's general.architecture.
 
     Raises:
       ConfigError: another architecture, a missing key, or a RoPE scaling not known here.

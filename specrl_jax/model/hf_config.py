@@ -18,12 +18,8 @@ SCALING = {"original_max_position": "original_max_position_embeddings"}  # ours 
 
 
 def parse_config(config: Mapping[str, Any], path: str, family: str = "") -> Architecture:
-    """Returns the architecture that a config.json describes, in the form of transformers 4 or 5.
-
-    Args:
-      config: the file's content.
-      path: the file's name, for errors.
-      family: name in FAMILIES or package.module:name; empty is the file's model_type.
+    """Returns the architecture that a config.json of transformers 4 or 5 describes. An empty
+    `family` is the file's model_type; `path` is for errors.
 
     Raises:
       ConfigError: an unsupported model type or option, a missing key, or an impossible value.

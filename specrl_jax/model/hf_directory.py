@@ -19,14 +19,8 @@ DTYPES = ("F32", "F16", "BF16", "F64")
 
 
 def open_directory(directory: Path, family: str = "") -> tuple[Architecture, Tokenizer, Tensors]:
-    """Returns the contents of a model directory; the data of tensors stays on disk.
-
-    Args:
-      family: see `parse_config`.
-
-    Raises:
-      ConfigError: a file is missing, damaged or of a model that is not supported.
-    """
+    """Returns the contents of a model directory; the data of tensors stays on disk. Raises
+    ConfigError if a file is missing, damaged or of a model that is not supported."""
     path = directory / "config.json"
     arch = parse_config(read_json(path), str(path), family)
     tensors, found = safetensors_tensors(directory), FAMILIES.resolve(arch.family)

@@ -60,10 +60,9 @@ class Tokenizer:
 
     def chat(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True,
              **variables: Any) -> str:
-        """Returns the prompt text of a conversation.
+        """Returns the prompt text of a conversation of dicts with "role" and "content".
 
         Args:
-          messages: dicts with "role" and "content".
           add_generation_prompt: end with the opening of the assistant's turn.
           variables: other variables of the template, such as enable_thinking or date_string.
 

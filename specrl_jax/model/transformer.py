@@ -209,8 +209,7 @@ def hidden_states(arch: Architecture, params: Params, tokens: Array, position: A
       taps: layers whose outputs are returned, 0-based.
 
     Returns:
-      final normalised hidden states [F, B, T]; per layer (k, v), each [G, E, B, T]; and the
-      residual stream after each of `taps`, [len(taps) * F, B, T], None if there are none.
+      as `tree_forward`, with [B, T] in place of [W].
     """
     rotation = rotations(arch, position)
     attend = segment_attend(position, segment)

@@ -81,11 +81,8 @@ def kl_k3(*, logprob: Array, reference: Array) -> Array:
     """Returns an estimate of KL(q || p) from each token, f32[T]; never negative.
 
     `p/q - 1 - log(p/q)`: Schulman's k3 (joschu.net/blog/kl-approx.html), DeepSeekMath,
-    arXiv:2402.03300, equation 4. Gradients flow through `logprob` only.
-
-    Args:
-      logprob: f32[T] of the policy that sampled, q.
-      reference: f32[T] of the other policy, p.
+    arXiv:2402.03300, equation 4. `logprob` f32[T] is of the policy that sampled, q; gradients flow
+    through it only. `reference` f32[T] is of the other policy, p.
 
     Raises:
       TypeError: an argument has the wrong rank, length or dtype.
