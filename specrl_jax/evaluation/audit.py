@@ -21,6 +21,7 @@ from specrl_jax.config import RolloutConfig
 from specrl_jax.evaluation.compare import Difference, compare_step
 from specrl_jax.io import metrics
 from specrl_jax.io.checkpoint import list_steps, read_meta, restore_part
+from specrl_jax.io.files import Json
 from specrl_jax.model import transformer, weights
 from specrl_jax.model.architecture import Architecture
 from specrl_jax.model.source import CHECKPOINTS, run_config
@@ -65,7 +66,7 @@ class OneCheckpoint(NamedTuple):
     directory: Path
     step: int
 
-    def restore_latest(self, abstract: dict[str, Any]) -> tuple[int, Any, dict[str, Any]]:
+    def restore_latest(self, abstract: Json) -> tuple[int, Any, Json]:
         """Returns the checkpoint as `io.checkpoint.Checkpoints.restore_latest` does."""
         arrays = {key: restore_part(self.directory, self.step, key, part)
                   if jax.tree.leaves(part) else part for key, part in abstract.items()}
@@ -100,7 +101,7 @@ def replay(run: Path, step: int, say: Callable[[str], None]) -> Replay:
 def _repeat(trainer: Trainer, run: Path, step: int, say: Callable[[str], None]) -> int:
     """Repeats steps up to `step`; returns the number of sequences that differ from the run's."""
     first = trainer.step_number
-    recorded: dict[int, list[dict[str, Any]]] = {s: [] for s in range(first, step)}
+    recorded: dict[int, list[Json]] = {s: [] for s in range(first, step)}
     for record in metrics.read_samples(run):
         if record["step"] in recorded:
             recorded[record["step"]].append(record)

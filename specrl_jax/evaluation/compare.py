@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from specrl_jax.config import ConfigError
+from specrl_jax.io.files import Json
 from specrl_jax.io.metrics import FREE_FIELDS, flat, read_config, read_metrics, read_samples
 
 # Changing these must change no token, except at near ties. A name may be a whole section.
@@ -84,7 +85,7 @@ def compare_steps(a: Path, b: Path) -> Iterator[StepComparison]:
         yield compare_step(step, mine, theirs)
 
 
-def compare_step(step: int, a: dict[Key, dict[str, Any]], b: dict[Key, dict[str, Any]]
+def compare_step(step: int, a: dict[Key, Json], b: dict[Key, Json]
                  ) -> StepComparison:
     """Compares the records of one step, by key. Raises ConfigError if they are not of the same
     sequences."""
@@ -121,6 +122,6 @@ def equal_bits(a: Path, b: Path, steps: Sequence[int]) -> int:
     return sum(None not in mine[step] and mine[step] == theirs[step] for step in steps)
 
 
-def _by_step(run: Path) -> Iterator[tuple[int, dict[Key, dict[str, Any]]]]:
+def _by_step(run: Path) -> Iterator[tuple[int, dict[Key, Json]]]:
     for step, records in itertools.groupby(read_samples(run), key=lambda r: r["step"]):
         yield step, {(r["prompt_id"], r["occurrence"], r["sample_id"]): r for r in records}

@@ -26,7 +26,7 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
 from specrl_jax.config import ConfigError
-from specrl_jax.io.files import damage, write_checksums
+from specrl_jax.io.files import Json, damage, write_checksums
 
 # Orbax rewrites these two after the checksums are taken; restoring does not read them.
 UNCHECKED = ("_CHECKPOINT_METADATA", "commit_success.txt")
@@ -139,7 +139,7 @@ class Checkpoints:
     def __exit__(self, *exc: object) -> None:
         self._stack.close()
 
-    def save(self, step: int, arrays: Any, meta: dict[str, Any]) -> None:
+    def save(self, step: int, arrays: Any, meta: Json) -> None:
         """Writes the checkpoint of `step` completed steps.
 
         Args:
@@ -168,7 +168,7 @@ class Checkpoints:
                 f"({_brief(error)}); complete ones: {kept}. Free some space and resume"
             ) from error
 
-    def restore_latest(self, abstract: Any) -> tuple[int, Any, dict[str, Any]] | None:
+    def restore_latest(self, abstract: Any) -> tuple[int, Any, Json] | None:
         """Returns the newest intact checkpoint as (step, arrays, meta); None if there is none.
 
         Newer damaged ones are reported and renamed to `STEP.damaged`, so that their steps can be
@@ -227,7 +227,7 @@ def _intact(directory: Path, step: int) -> Path:
     return step_dir
 
 
-def _note(step_dir: Path) -> dict[str, Any]:
+def _note(step_dir: Path) -> Json:
     return json.loads((step_dir / "meta" / "metadata").read_bytes())
 
 
@@ -237,7 +237,7 @@ def _brief(error: BaseException) -> str:
     return line if len(line) <= 160 else f"{line[:40]} ... {line[-100:]}"
 
 
-def read_meta(directory: str | Path, step: int) -> dict[str, Any]:
+def read_meta(directory: str | Path, step: int) -> Json:
     """Returns `meta` of one checkpoint; raises CheckpointError if it is missing or damaged."""
     return _note(_intact(Path(directory).absolute(), step))["meta"]
 

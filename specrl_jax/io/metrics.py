@@ -28,7 +28,7 @@ from tensorboardX import SummaryWriter
 from specrl_jax.config import ConfigError
 from specrl_jax.config.renamed import first_renamed
 from specrl_jax.io.checkpoint import loud
-from specrl_jax.io.files import write_atomically
+from specrl_jax.io.files import Json, write_atomically
 from specrl_jax.io.metric_names import Record
 
 CONFIG, METRICS, SAMPLES, EVENTS = "config.json", "metrics.jsonl", "samples.jsonl", "events"
@@ -40,7 +40,7 @@ FREE_FIELDS = ("name", "steps", "checkpoint_every", "checkpoint_keep", "data.dat
                "data.manual_dir")
 
 
-def check_config(workdir: str | Path, config: dict[str, Any]) -> None:
+def check_config(workdir: str | Path, config: Json) -> None:
     """Checks that a working directory, perhaps absent or empty, is that of this config.
 
     Raises:
@@ -71,7 +71,7 @@ def check_config(workdir: str | Path, config: dict[str, Any]) -> None:
                           f"{more}: {restore}, or choose another workdir")
 
 
-def read_config(workdir: str | Path) -> dict[str, Any] | None:
+def read_config(workdir: str | Path) -> Json | None:
     """Returns the configuration that a run was started with; None if there is no run. Raises
     ConfigError if config.json cannot be read, or is missing although metrics.jsonl is there."""
     path = Path(workdir) / CONFIG
@@ -96,23 +96,23 @@ def make_workdir(workdir: str | Path) -> None:
         raise ConfigError(f"workdir = {workdir}: {error.strerror}; choose another") from error
 
 
-def write_config(workdir: str | Path, config: dict[str, Any]) -> None:
+def write_config(workdir: str | Path, config: Json) -> None:
     """Writes config.json atomically and creates the directory; only in process 0."""
     if jax.process_index() == 0:
         make_workdir(workdir)
         write_atomically(Path(workdir) / CONFIG, json.dumps(config, indent=2) + "\n")
 
 
-def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat(tree: Json, prefix: str = "") -> Json:
     """Returns the values of a nested dict by dotted name."""
-    out: dict[str, Any] = {}
+    out: Json = {}
     for name, value in tree.items():
         out |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {
             prefix + name: value}
     return out
 
 
-def encode(record: dict[str, Any]) -> str:
+def encode(record: Json) -> str:
     """Returns one JSON line; numpy and jax values become plain ones, non-finite ones null."""
     plain = {key: _python(value) for key, value in record.items()}
     bad = {key: str(value) for key, value in plain.items()
@@ -122,7 +122,7 @@ def encode(record: dict[str, Any]) -> str:
     return json.dumps(plain, allow_nan=False) + "\n"
 
 
-def decode(line: str) -> dict[str, Any]:
+def decode(line: str) -> Json:
     """Returns the record of a line of `encode`; raises ValueError if it is not a whole record."""
     record = json.loads(line)
     if not isinstance(record, dict) or not isinstance(record.get("step"), int):
@@ -134,7 +134,7 @@ def _python(value: Any) -> Any:
     return value.tolist() if isinstance(value, np.generic | np.ndarray | jax.Array) else value
 
 
-def _records(path: Path) -> Iterator[tuple[str, dict[str, Any] | None]]:
+def _records(path: Path) -> Iterator[tuple[str, Json | None]]:
     """Yields (line, record); the record is None if the line is broken."""
     if not path.exists():
         return
@@ -152,12 +152,12 @@ def read_metrics(workdir: str | Path) -> list[Record]:
     return [Record(record) for record in _read(Path(workdir) / METRICS)]
 
 
-def read_samples(workdir: str | Path) -> Iterator[dict[str, Any]]:
+def read_samples(workdir: str | Path) -> Iterator[Json]:
     """Yields the objects of samples.jsonl, as `read_metrics` returns those of metrics.jsonl."""
     return _read(Path(workdir) / SAMPLES)
 
 
-def _read(path: Path) -> Iterator[dict[str, Any]]:
+def _read(path: Path) -> Iterator[Json]:
     for number, (line, record) in enumerate(_records(path), 1):
         if record is not None:
             yield record
@@ -204,7 +204,7 @@ class Writer:
             for name in (METRICS, SAMPLES))
         self._events = _renewed_events(self._workdir)
 
-    def write_step(self, metrics: dict[str, Any], samples: list[dict[str, Any]]) -> None:
+    def write_step(self, metrics: Json, samples: list[Json]) -> None:
         """Writes one step's metrics by name, and one dict for each sequence, to which "step" is
         added. Raises ValueError if metrics["step"] is not the next step."""
         step = int(metrics["step"])
@@ -261,7 +261,7 @@ def _renewed_events(workdir: Path) -> SummaryWriter:
     return events
 
 
-def _add_event(events: SummaryWriter, record: dict[str, Any]) -> None:
+def _add_event(events: SummaryWriter, record: Json) -> None:
     for name, value in record.items():
         number = _python(value)
         if name not in ("step", WALL_TIME) and isinstance(number, int | float):

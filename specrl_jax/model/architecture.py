@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from specrl_jax.config import at_least, check
+from specrl_jax.structs import Params
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +94,7 @@ def is_param(x: Any) -> bool:
     return isinstance(x, Param)
 
 
-def initialize(arch: Architecture, seed: int) -> dict[str, Any]:
+def initialize(arch: Architecture, seed: int) -> Params:
     """Returns random float32 parameters on the host, a pure function of (arch, seed)."""
     leaves, tree = jax.tree.flatten(describe(arch), is_leaf=is_param)
     rngs = np.random.default_rng(seed).spawn(len(leaves))

@@ -1,9 +1,8 @@
 """config.json of transformers 4 and 5: parsed to an Architecture, and written so both load it."""
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
 
+from specrl_jax.io.files import Json
 from specrl_jax.model.architecture import Architecture, RopeScaling
 from specrl_jax.model.families import FAMILIES, Family
 from specrl_jax.model.fields import REPAIR, Fields
@@ -17,7 +16,7 @@ SUPPORTED = {
 SCALING = {"original_max_position": "original_max_position_embeddings"}  # ours -> config.json's
 
 
-def parse_config(config: Mapping[str, Any], path: str, family: str = "") -> Architecture:
+def parse_config(config: Json, path: str, family: str = "") -> Architecture:
     """Returns the architecture that a config.json of transformers 4 or 5 describes. An empty
     `family` is the file's model_type; `path` is for errors.
 
@@ -43,7 +42,7 @@ def parse_config(config: Mapping[str, Any], path: str, family: str = "") -> Arch
     return dataclasses.replace(arch, **found.architecture, **found.read(fields))
 
 
-def write_config(arch: Architecture) -> dict[str, Any]:
+def write_config(arch: Architecture) -> Json:
     """Returns the config.json of `arch` with float32 weights, for both transformers 4 and 5."""
     family, scaling = FAMILIES.resolve(arch.family), None
     if arch.rope_scaling is not None:

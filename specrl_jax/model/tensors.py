@@ -5,12 +5,12 @@ Shape letters as in structs.py; R = H / G query heads a key-value head, I = MLP 
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
 
 import numpy as np
 
 from specrl_jax.config import ConfigError
 from specrl_jax.model.architecture import Architecture
+from specrl_jax.structs import Params
 
 Shape = tuple[int, ...]
 
@@ -85,7 +85,7 @@ def check_tensors(arch: Architecture, shapes: Mapping[str, Shape], source: str) 
                           "both from one model, of a supported kind")
 
 
-def pack(arch: Architecture, tensors: Tensors) -> dict[str, Any]:
+def pack(arch: Architecture, tensors: Tensors) -> Params:
     """Returns the parameter tree of architecture.describe, float32 numpy arrays."""
     layers = [_pack_layer(arch, tensors, layer) for layer in range(arch.num_layers)]
     params = {"embed": tensors.read(EMBED), "final_norm": tensors.read(FINAL_NORM),
@@ -118,7 +118,7 @@ def _pack_layer(arch: Architecture, tensors: Tensors, layer: int) -> dict[str, n
     return packed
 
 
-def unpack(arch: Architecture, params: Mapping[str, Any]) -> Iterable[tuple[str, np.ndarray]]:
+def unpack(arch: Architecture, params: Params) -> Iterable[tuple[str, np.ndarray]]:
     """Yields (name, array) pairs, the inverse of `pack`, with one layer on the host at a time."""
     yield EMBED, np.asarray(params["embed"])
     for layer, packed in enumerate(params["layers"]):
@@ -129,7 +129,7 @@ def unpack(arch: Architecture, params: Mapping[str, Any]) -> Iterable[tuple[str,
         yield HEAD, np.asarray(params["head"])
 
 
-def _unpack_layer(arch: Architecture, packed: Mapping[str, Any]) -> dict[str, np.ndarray]:
+def _unpack_layer(arch: Architecture, packed: Params) -> dict[str, np.ndarray]:
     packed = {name: np.asarray(x) for name, x in packed.items()}
     r, shapes = arch.group, layer_shapes(arch)
     parts = {

@@ -17,6 +17,7 @@ import tokenizers
 from tokenizers import decoders
 
 from specrl_jax.config import ConfigError
+from specrl_jax.io.files import Json
 from specrl_jax.model.fields import LARGEST, REPAIR, Fields
 
 SPECIAL = ("bos_token", "eos_token", "pad_token")
@@ -125,7 +126,7 @@ def read_tokenizer(directory: Path) -> Tokenizer:
                      _eos_ids(directory))
 
 
-def read_json(path: Path, optional: bool = False) -> dict[str, Any]:
+def read_json(path: Path, optional: bool = False) -> Json:
     """Returns the object in a JSON file; {} if an optional file is missing. Raises ConfigError if
     the file is missing or is not a JSON object."""
     if not path.is_file():

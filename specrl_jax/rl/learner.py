@@ -25,7 +25,7 @@ class LearnerState(struct.PyTreeNode):
     """What an update replaces."""
 
     params: Params  # float32 master weights
-    optimizer: Any
+    optimizer: optax.OptState
 
 
 class Batch(struct.PyTreeNode):

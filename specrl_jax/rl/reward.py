@@ -8,14 +8,14 @@ import logging
 import math
 import re
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from decimal import Decimal
 from typing import Any
 
 from specrl_jax.config import ConfigError, Registry, check
 from specrl_jax.config.renamed import RENAMED_REWARDS
+from specrl_jax.io.data import Example
 
-Example = Mapping[str, Any]
 Reward = Callable[[str, str, Example], float]
 ComposedReward = Callable[[str, str, Example], tuple[float, dict[str, float]]]
 
