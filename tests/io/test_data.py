@@ -137,6 +137,8 @@ def test_losing_the_race_is_no_error(tmp_path):
 @pytest.mark.parametrize("fields, words", [
     ({"name": "gsm9k"}, ["data.name = 'gsm9k': choose one of specrl_arithmetic, "]),
     ({"level": "add9"}, ["data.level", "add9", "add2", "chain"]),
+    ({"name": "jsonl"}, ["data.path = '': no such file"]),
+    ({"name": "jsonl", "path": "missing.jsonl"}, ["data.path = 'missing.jsonl': no such file"]),
     ({"level": "add1", "split": "dev"}, ["data.split", "dev", "train (75)", "test (6)"]),
     ({"level": "add1", "split": "train["}, ["data.split", "train["]),
     ({"level": "add1", "split": "train[:0]"}, ["data.split", "train[:0]"]),
@@ -173,24 +175,19 @@ def test_gsm8k_makes_the_splits_it_finds(tmp_path):
         load_gsm8k(tmp_path)
 
 
-@pytest.mark.parametrize("manual_dir", ["", "missing"])
-def test_gsm8k_without_files(tmp_path, manual_dir):
-    with pytest.raises(ConfigError) as error:
-        load(tmp_path, name="gsm8k", manual_dir=str(tmp_path / manual_dir))
-    for words in (str(tmp_path / manual_dir), "train.jsonl", "test.jsonl", gsm8k.HOMEPAGE):
-        assert words in str(error.value)
-    assert not (tmp_path / "tfds" / "specrl_gsm8k").exists()
-
-
-def test_gsm8k_without_files_and_network(tmp_path, monkeypatch):
+@pytest.mark.parametrize("fields, place", [
+    ({"manual_dir": "{}"}, ""), ({"manual_dir": "{}/missing"}, "missing"),
+    ({}, "tfds/downloads/manual")])
+def test_gsm8k_without_files_and_network_is_refused(tmp_path, monkeypatch, fields, place):
     def unreachable(url):
         raise urllib.error.URLError("no network")
 
     monkeypatch.setattr(gsm8k, "_check_reachable", unreachable)
     with pytest.raises(ConfigError) as error:
-        load(tmp_path, name="gsm8k")
-    for words in (str(tmp_path / "tfds" / "downloads" / "manual"), "train.jsonl", gsm8k.HOMEPAGE):
+        load(tmp_path, name="gsm8k", **{k: v.format(tmp_path) for k, v in fields.items()})
+    for words in (str(tmp_path / place), "train.jsonl", "test.jsonl", gsm8k.HOMEPAGE):
         assert words in str(error.value)
+    assert not (tmp_path / "tfds" / "specrl_gsm8k" / "1.0.0").exists()
 
 
 def test_gsm8k_downloads_through_the_manager(tmp_path, monkeypatch):
@@ -251,12 +248,6 @@ def test_jsonl_bad_line_is_named(tmp_path, lines, words):
         list(load(tmp_path, name="jsonl", path=path))
 
 
-@pytest.mark.parametrize("path", ["", "missing.jsonl"])
-def test_jsonl_without_file_is_refused(tmp_path, path):
-    with pytest.raises(ConfigError, match=f"data.path = '{path}': no such file"):
-        load(tmp_path, name="jsonl", path=path)
-
-
 def riddles(data, say):
     say(f"{data.examples} riddles")
     return [{"question": f"{i}?", "answer": i} for i in range(5)]
@@ -273,6 +264,8 @@ def test_each_epoch_covers_every_example_once():
     epochs = stream.reshape(6, 10)
     assert (np.sort(epochs) == np.arange(10)).all()
     assert len({tuple(epoch) for epoch in epochs}) == 6, "epochs are in the same order"
+    more = data.step_prompts(3, 0, 1, 7)  # than there are examples
+    assert sorted(collections.Counter(more.tolist()).values()) == [2, 2, 3]
 
 
 def test_step_prompts_is_a_pure_function_of_seed_and_step():
@@ -283,11 +276,6 @@ def test_step_prompts_is_a_pure_function_of_seed_and_step():
     np.testing.assert_array_equal(data.step_prompts(1000, 5, 123, 8), late)
     assert (data.step_prompts(1000, 6, 123, 8) != late).any()
     np.testing.assert_array_equal(data.step_prompts(10, 0, 0, 5), [0, 2, 9, 1, 8])
-
-
-def test_more_prompts_than_examples():
-    prompts = data.step_prompts(3, 0, 1, 7)
-    assert sorted(collections.Counter(prompts.tolist()).values()) == [2, 2, 3]
 
 
 def test_occurrences():

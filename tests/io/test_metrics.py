@@ -207,9 +207,6 @@ def test_fields_that_change_no_result_may_differ(tmp_path):
     M.write_config(tmp_path, changed())
     M.check_config(tmp_path, changed(steps=99, checkpoint_every=1, checkpoint_keep=5, name="x"))
     M.check_config(tmp_path, changed())
-
-
-def test_new_workdirs_are_accepted_and_not_made(tmp_path):
     M.check_config(tmp_path / "new", changed())
     assert not (tmp_path / "new").exists()
 
