@@ -10,10 +10,9 @@ MOST_MIX = 1000.0  # beyond what a preference needs; an endless factor would hid
 
 
 @dataclasses.dataclass(frozen=True)
-class DraftConfig(Section):
+class DraftConfig(Section, prefix="draft"):
     """The drafters."""
 
-    prefix = "draft."
     path: str = option(
         "", "eagle: directory of a trained head, as train_drafter.py writes it; empty starts from "
         "random weights")
@@ -69,10 +68,9 @@ class DistillOptions(Section):
 
 
 @dataclasses.dataclass(frozen=True)
-class DistillConfig(DistillOptions):
+class DistillConfig(DistillOptions, prefix="distill"):
     """The drafter's training while RL runs."""
 
-    prefix = "distill."
     when: str = option(
         "off", "when the drafter trains: off; once, before RL, on the actor's own responses; "
         "interval, after every distill.interval steps; trigger, when acceptance falls by more than "

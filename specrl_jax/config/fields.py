@@ -44,7 +44,10 @@ def at_least(low: int | float, **fields: Any) -> None:
 class Section:
     """Base of frozen dataclasses of options; construction checks the bounds of each."""
 
-    prefix = ""  # of field names in errors
+    prefix = ""  # of field names in errors, with a dot
+
+    def __init_subclass__(cls, prefix: str = "") -> None:
+        cls.prefix = f"{prefix}." if prefix else ""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):  # pyright: ignore[reportArgumentType]

