@@ -33,7 +33,8 @@ from specrl_jax.evaluation.compare import (
     equal_bits,
 )
 from specrl_jax.io.compilation import use_persistent_cache
-from specrl_jax.io.metrics import read_metrics, write_atomically
+from specrl_jax.io.files import write_atomically
+from specrl_jax.io.metrics import read_metrics
 from specrl_jax.io.progress import say
 from specrl_jax.model.source import run_config
 
@@ -86,7 +87,7 @@ def compare(args: argparse.Namespace) -> int:
     found = findings(args, fields, steps, rulings, replayed)
     show(found, rulings, _decoder(replayed))
     if args.json:
-        write_atomically(args.json, [json.dumps(found, indent=2, allow_nan=False) + "\n"])
+        write_atomically(args.json, json.dumps(found, indent=2, allow_nan=False) + "\n")
     return REAL if found["real"] else EQUAL
 
 

@@ -30,7 +30,7 @@ from specrl_jax.evaluation.evaluate import (
     task_config,
 )
 from specrl_jax.io.compilation import use_persistent_cache
-from specrl_jax.io.metrics import write_atomically
+from specrl_jax.io.files import write_atomically
 
 flags.adopt_module_key_flags(run_flags)
 SPLIT = flags.DEFINE_string("split", "test", "split of the data, such as train or test[:50%]")
@@ -68,7 +68,7 @@ def main(config: Config, workdir: Path) -> int:
     console.print(actor.name, markup=False, soft_wrap=True)
     console.print(table(result))
     if out:
-        write_atomically(out, [json.dumps(result) + "\n"])
+        write_atomically(out, json.dumps(result) + "\n")
         print(f"wrote {out}")
     return 0
 

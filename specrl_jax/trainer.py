@@ -33,7 +33,7 @@ from specrl_jax.distill import drafter
 from specrl_jax.draft.response_cache import ResponseCache, capacity
 from specrl_jax.io import data, launches
 from specrl_jax.io.compilation import Compiler
-from specrl_jax.io.memory import peak_rss
+from specrl_jax.io.machine import peak_rss
 from specrl_jax.model import architecture, weights
 from specrl_jax.model.transformer import Params
 from specrl_jax.rl import algorithm, learner

@@ -16,7 +16,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from experiments import config_flags
-from specrl_jax.config import Config, load_config, preset_names
+from specrl_jax.config import preset_names
 from specrl_jax.config.load import PRESETS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -139,9 +139,7 @@ def test_licence_and_citation() -> None:
 
 
 @pytest.mark.parametrize("name", preset_names())
-def test_presets_load_and_state_claim_command_and_cost(name: str) -> None:
-    config = load_config(name)
-    assert isinstance(config, Config) and config.name == name
+def test_presets_state_claim_command_and_cost(name: str) -> None:
     head = (PRESETS / f"{name}.py").read_text(encoding="utf-8").split('"""')[1]
     for word in ("Claim", "Command", "Cost"):
         assert re.search(rf"^{word} +\S", head, re.MULTILINE), word
@@ -170,15 +168,12 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     return set(zipfile.ZipFile(built).namelist())
 
 
-def test_wheel_holds_all_modules_types_and_tables(wheel: set[str]) -> None:
+def test_wheel_holds_the_packages_and_nothing_else(wheel: set[str]) -> None:
     modules = {str(path.relative_to(ROOT / root)) for root in (".", "kernels")
                for path in (ROOT / root).glob("specrl_*/**/*.py")}
     assert len(modules) > 100 and modules <= wheel
     assert "specrl_jax/py.typed" in wheel
     assert TABLE.removeprefix("kernels/") in wheel
-
-
-def test_wheel_holds_nothing_but_the_packages(wheel: set[str]) -> None:
     roots = {name.partition("/")[0] for name in wheel}
     assert {root for root in roots if not root.endswith(".dist-info")} == {
         "specrl_jax", "specrl_kernels"}

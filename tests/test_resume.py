@@ -190,28 +190,12 @@ def test_speculation_and_order_change_no_line_but_the_commits(tmp_path: Path) ->
         np.testing.assert_allclose(np.sum(shares, 1), [m["rollout/drafted"] > 0 for m in told])
 
 
-# Refusals. Each names a field of the command line and what the message must hold.
-
-REFUSED = {
-    "unknown field": ("--config.stepz=3", "stepz"),
-    "wrong type": ("--config.steps=many", "config.steps = 'many'"),
-    "missing model": ("--config.model.path=no/such/place", "model.path = 'no/such/place'"),
-    "incomplete model": ("--config.model.path=.", "model.path = '.': config.json: no such file"),
-    "long prompt": ("--config.rollout.max_prompt_tokens=20", "rollout.max_prompt_tokens = 20"),
-    "group of one": ("--config.group_size=1", "group_size = 1"),
-    "rows over shards": ("--config.mesh.data=3", "rollout.batch_size = 4"),
-    "too many devices": ("--config.mesh.data=4", "mesh = '4x1x1'"),
-    "unknown reward": ("--config.reward.terms=('nice',)", "nice"),
-    "unknown dataset": ("--config.data.name=mnist", "data.name = 'mnist'"),
-    "unknown drafter": ("--config.spec.drafter=oracle", "spec.drafter = 'oracle'"),
-    "more positions than the model": ("--config.rollout.max_new_tokens=5000", "5000"),
-}
-
-
 @pytest.mark.ci
-@pytest.mark.parametrize("name", REFUSED)
-def test_bad_input_ends_in_one_line_and_touches_nothing(name: str, tmp_path: Path) -> None:
-    flag, message = REFUSED[name]
+@pytest.mark.parametrize("flag, message", [
+    ("--config.stepz=3", "stepz"), ("--config.spec.drafter=oracle", "spec.drafter = 'oracle'"),
+    ("--config.mesh.data=4", "mesh = '4x1x1'")])
+def test_bad_input_ends_in_one_line_and_touches_nothing(
+        flag: str, message: str, tmp_path: Path) -> None:
     workdir = tmp_path / "run"
     process = start_training(workdir, flag)
     _, err = process.communicate(timeout=300)
@@ -238,6 +222,7 @@ def config(**changes: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("field,value", [
     ("group_size", 1), ("steps", "many"), ("stepz", 3), ("model__path", "no/such/place"),
+    ("model__path", "."), ("mesh__data", 16),
     ("rollout__max_prompt_tokens", 20), ("reward__terms", ("nice",)), ("data__name", "mnist"),
     ("data__level", "hard"), ("spec__drafter", "oracle"), ("mesh__data", 3),
     ("rollout__max_new_tokens", 5000), ("rollout__temperature", float("inf")),

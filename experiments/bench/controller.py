@@ -13,7 +13,7 @@ from specrl_jax.config import ConfigError
 from specrl_jax.control import acceptance, respec
 from specrl_jax.control.protocol import make_spec
 from specrl_jax.draft.recorded import replay_params
-from specrl_jax.io import memory
+from specrl_jax.io import machine
 from specrl_jax.io.compilation import CompilationCounter
 from specrl_jax.io.launches import LAUNCHES, MEASURED, summary
 from specrl_jax.rollout import profile
@@ -67,7 +67,7 @@ class Shape:
         Raises:
           ConfigError: its programs, as large as another engine's, do not fit this process.
         """
-        held, most = memory.maps()
+        held, most = machine.maps()
         if held + self.maps > most:
             raise ConfigError(
                 f"--policies: the engine of {policy!r} has some {self.maps} memory maps, {held} "
@@ -80,8 +80,8 @@ class Shape:
                           tokenizer=source.tokenizer, warn=lambda text: None)
         sampler.publish(params, 0)
         sampler.compile()
-        memory.give_back()
-        self.maps = max(self.maps, memory.maps()[0] - held)
+        machine.give_back()
+        self.maps = max(self.maps, machine.maps()[0] - held)
         return sampler
 
     def begin(self, cell: Cell) -> None:

@@ -1,10 +1,11 @@
 """Result files: JSON that a person can read, replaced whole so that a kill leaves the old one."""
 
 import json
-import os
 import re
 from pathlib import Path
 from typing import Any
+
+from specrl_jax.io.files import write_atomically
 
 FLAT = re.compile(r"([\[{])\n *([^][{}]*?)\n *([]}])")
 
@@ -14,6 +15,4 @@ def write(path: Path, value: Any) -> None:
     text = json.dumps(value, indent=1)  # in which no string holds a line break
     text = FLAT.sub(lambda found: found[1] + re.sub(r"\n *", " ", found[2]) + found[3], text)
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.part")
-    part.write_text(text + "\n", encoding="utf-8")
-    os.replace(part, path)
+    write_atomically(path, text + "\n")

@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 from specrl_jax import sharding
 from specrl_jax.config import Config
 from specrl_jax.io.compilation import use_persistent_cache
-from specrl_jax.io.memory import peak_rss
+from specrl_jax.io.machine import peak_rss
 from specrl_jax.io.progress import say
 from specrl_jax.model import weights
 from specrl_jax.model.architecture import Architecture

@@ -25,8 +25,7 @@ from absl import flags
 from specrl_jax import sharding
 from specrl_jax.config import DRAFTERS, Config, ConfigError
 from specrl_jax.io.compilation import CompilationCounter, use_persistent_cache
-from specrl_jax.io.device import cores
-from specrl_jax.io.memory import peak_rss
+from specrl_jax.io.machine import cores, peak_rss
 from specrl_jax.io.progress import say
 from specrl_jax.model.source import Actor
 from specrl_jax.model.weights import Source

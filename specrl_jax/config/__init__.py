@@ -1,24 +1,15 @@
 """Static options: frozen dataclasses, validated at construction. `Config` describes a whole run."""
 
-from specrl_jax.config.build import as_dict, build, override
 from specrl_jax.config.drafting import (
-    CHILDREN,
     DRAFTERS,
     LOSSES,
     MOST_MIX,
-    WHEN,
     DistillConfig,
     DistillOptions,
     DraftConfig,
 )
-from specrl_jax.config.fields import (
-    ConfigError,
-    at_least,
-    check,
-    option,
-    section,
-)
-from specrl_jax.config.load import load_config, preset_names
+from specrl_jax.config.fields import ConfigError, at_least, check, option, section
+from specrl_jax.config.load import as_dict, build, load_config, override, preset_names
 from specrl_jax.config.registry import Registry
 from specrl_jax.config.sections import (
     Config,
@@ -34,33 +25,9 @@ from specrl_jax.config.sections import (
 )
 
 __all__ = [
-    "CHILDREN",
-    "Config",
-    "ConfigError",
-    "ControlConfig",
-    "DRAFTERS",
-    "DataConfig",
-    "DistillConfig",
-    "DistillOptions",
-    "DraftConfig",
-    "LOSSES",
-    "LearnerConfig",
-    "MOST_MIX",
-    "MeshConfig",
-    "ModelSource",
-    "RLConfig",
-    "Registry",
-    "RewardConfig",
-    "RolloutConfig",
-    "SpecOptions",
-    "WHEN",
-    "as_dict",
-    "at_least",
-    "build",
-    "check",
-    "load_config",
-    "option",
-    "override",
-    "preset_names",
-    "section",
+    "DRAFTERS", "LOSSES", "MOST_MIX", "Config",
+    "ConfigError", "ControlConfig", "DataConfig", "DistillConfig", "DistillOptions", "DraftConfig",
+    "LearnerConfig", "MeshConfig", "ModelSource", "RLConfig", "Registry", "RewardConfig",
+    "RolloutConfig", "SpecOptions", "as_dict", "at_least", "build", "check", "load_config",
+    "option", "override", "preset_names", "section",
 ]

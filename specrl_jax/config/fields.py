@@ -1,4 +1,4 @@
-"""Building blocks of config sections: fields with help, and one-line errors."""
+"""Building blocks of config sections: options with help and bounds, and one-line errors."""
 
 import dataclasses
 import math
@@ -9,9 +9,17 @@ class ConfigError(ValueError):
     """A field has a value that cannot work; the message names field, value and way out."""
 
 
-def option(default: Any, help: str) -> Any:
-    """Returns a dataclass field with a help text."""
-    return dataclasses.field(default=default, metadata={"help": help})
+def option(default: Any, help: str, *, low: float | None = None, within: str = "",
+           choose: tuple[str, ...] = ()) -> Any:
+    """Returns a dataclass field with a help text, and the bounds that a `Section` checks.
+
+    Args:
+      low: least value.
+      within: interval that holds the value, such as "[0, 1)".
+      choose: the values that it may have.
+    """
+    return dataclasses.field(default=default, metadata={
+        "help": help, "low": low, "within": within, "choose": choose})
 
 
 def section(cls: type, help: str) -> Any:
@@ -27,7 +35,36 @@ def check(ok: bool, field: str, value: Any, way_out: str) -> None:
 
 def at_least(low: int | float, **fields: Any) -> None:
     """Raises ConfigError for the first field, `__` for dots, that is no finite number >= `low`."""
-    for name, value in fields.items():
+    for name, value in ((name.replace("__", "."), value) for name, value in fields.items()):
         number = isinstance(value, int | float) and value < math.inf
-        check(number, name.replace("__", "."), value, f"must be a number, at least {low}")
-        check(value >= low, name.replace("__", "."), value, f"must be at least {low}")
+        check(number, name, value, f"must be a number, at least {low}")
+        check(value >= low, name, value, f"must be at least {low}")
+
+
+class Section:
+    """Base of frozen dataclasses of options; construction checks the bounds of each."""
+
+    prefix = ""  # of field names in errors, with a dot
+
+    def __init_subclass__(cls, prefix: str = "") -> None:
+        cls.prefix = f"{prefix}." if prefix else ""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):  # pyright: ignore[reportArgumentType]
+            name, value, bounds = field.name, getattr(self, field.name), field.metadata
+            if bounds.get("low") is not None:
+                at_least(bounds["low"], **{self.prefix + name: value})
+            if within := bounds.get("within"):
+                self.check(_inside(value, within), name, f"must lie in {within}")
+            if names := bounds.get("choose"):
+                self.check(value in names, name, f"choose one of {', '.join(names)}")
+
+    def check(self, ok: bool, name: str, way_out: str) -> None:
+        """Raises ConfigError for the option `name` unless `ok`."""
+        check(ok, self.prefix + name, getattr(self, name), way_out)
+
+
+def _inside(value: float, interval: str) -> bool:
+    low, high = map(float, interval[1:-1].split(","))
+    return (low < value < high or value == low and interval[0] == "["
+            or value == high and interval[-1] == "]")

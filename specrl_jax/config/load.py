@@ -1,12 +1,17 @@
-"""Configs by name: the presets that the package ships, and files that define `get_config`."""
+"""Configs by preset, from nested dicts and with overrides; every name and type is checked."""
 
+import dataclasses
+import functools
 import importlib.util
+import operator
 import re
+import typing
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from specrl_jax.config.build import override
-from specrl_jax.config.fields import ConfigError
+from specrl_jax.config.fields import ConfigError, check
+from specrl_jax.config.renamed import check_current
 from specrl_jax.config.sections import Config
 
 PRESETS = Path(__file__).resolve().parent / "presets"
@@ -31,7 +36,11 @@ def load_config(preset: str, **overrides: Any) -> Config:
       ConfigError: there is no such preset or field, `get_config` is missing or returns something
         else, or the values cannot work.
     """
-    path = _find(preset)
+    named = re.fullmatch(r"\w+", preset) and preset != "__init__"
+    path = PRESETS / f"{preset}.py" if named else Path(preset)
+    if not path.is_file():
+        raise ConfigError(f"no preset {preset!r}: give one of {', '.join(preset_names())}, "
+                          "or the path of a .py file")
     spec = importlib.util.spec_from_file_location("preset", path)
     if spec is None or spec.loader is None:
         raise ConfigError(f"preset {preset!r}: {path} is not a .py file")
@@ -52,10 +61,49 @@ def load_config(preset: str, **overrides: Any) -> Config:
     return override(config, {name.replace("__", "."): x for name, x in overrides.items()})
 
 
-def _find(preset: str) -> Path:
-    named = re.fullmatch(r"\w+", preset) and preset != "__init__"
-    path = PRESETS / f"{preset}.py" if named else Path(preset)
-    if not path.is_file():
-        raise ConfigError(f"no preset {preset!r}: give one of {', '.join(preset_names())}, "
-                          "or the path of a .py file")
-    return path
+def as_dict(config: Any) -> dict[str, Any]:
+    """Returns a config as a nested plain dict, as config.json holds it."""
+    return dataclasses.asdict(config)
+
+
+def build(cls: Any, values: Any, prefix: str = "") -> Any:
+    """Returns the frozen dataclass `cls` made from a nested dict or an object with the same fields.
+    Raises ConfigError if a field is unknown, renamed or reserved, or a value has the wrong type."""
+    fields = {f.name: f for f in dataclasses.fields(cls)}
+    hints = typing.get_type_hints(cls)
+    if not isinstance(values, dict):
+        values = {f.name: getattr(values, f.name) for f in dataclasses.fields(values)}
+    for name, value in values.items():
+        check_current(prefix + name, value)
+        check(name in fields, prefix + name, value, f"no such field of {cls.__name__}; "
+              f"it has {', '.join(fields)}")
+    return cls(**{name: _coerce(hints[name], prefix + name, value)
+                  for name, value in values.items()})
+
+
+def override(config: Config, values: Mapping[str, Any]) -> Config:
+    """Returns `config` with other values at dotted paths. Raises ConfigError if a path names no
+    field, or the values cannot work together."""
+    nested = as_dict(config)
+    for path, value in values.items():
+        check_current(path, value)
+        *above, name = path.split(".")
+        try:
+            section = functools.reduce(operator.getitem, above, nested)
+        except (KeyError, TypeError):
+            section = {}
+        check(isinstance(section, dict) and name in section, path, value, "no such field")
+        section[name] = value
+    return build(Config, nested)
+
+
+def _coerce(hint: Any, name: str, value: Any) -> Any:
+    if dataclasses.is_dataclass(hint):
+        return build(hint, value, f"{name}.")
+    if typing.get_origin(hint) is tuple:
+        check(isinstance(value, tuple | list), name, value, "must be a tuple")
+        return tuple(_coerce(typing.get_args(hint)[0], name, v) for v in value)
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    check(type(value) is hint, name, value, f"must be of type {hint.__name__}")
+    return value

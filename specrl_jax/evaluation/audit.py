@@ -10,7 +10,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from specrl_jax.config import RolloutConfig
 from specrl_jax.evaluation.compare import Difference, compare_step
 from specrl_jax.io import metrics
 from specrl_jax.io.checkpoint import list_steps, read_meta, restore_part
+from specrl_jax.io.files import Json
 from specrl_jax.model import transformer
 from specrl_jax.model.architecture import Architecture
 from specrl_jax.model.source import CHECKPOINTS, run_config
@@ -58,17 +59,17 @@ class Replay:
     deviations: int  # sequences of repeated steps that differ from the run's
 
 
-class OneCheckpoint:
+class OneCheckpoint(NamedTuple):
     """One checkpoint of a run for `Trainer.restore`, read only."""
 
-    def __init__(self, directory: Path, step: int) -> None:
-        self._directory, self._step = directory, step
+    directory: Path
+    step: int
 
-    def restore_latest(self, abstract: dict[str, Any]) -> tuple[int, Any, dict[str, Any]]:
+    def restore_latest(self, abstract: Json) -> tuple[int, Any, Json]:
         """Returns the checkpoint as `io.checkpoint.Checkpoints.restore_latest` does."""
-        arrays = {key: restore_part(self._directory, self._step, key, part)
+        arrays = {key: restore_part(self.directory, self.step, key, part)
                   if jax.tree.leaves(part) else part for key, part in abstract.items()}
-        return self._step, arrays, read_meta(self._directory, self._step)
+        return self.step, arrays, read_meta(self.directory, self.step)
 
 
 def replay(run: Path, step: int, say: Callable[[str], None]) -> Replay:
@@ -98,7 +99,7 @@ def replay(run: Path, step: int, say: Callable[[str], None]) -> Replay:
 def _repeat(trainer: Trainer, run: Path, step: int, say: Callable[[str], None]) -> int:
     """Repeats steps up to `step`; returns the number of sequences that differ from the run's."""
     first = trainer.step_number
-    recorded: dict[int, list[dict[str, Any]]] = {s: [] for s in range(first, step)}
+    recorded: dict[int, list[Json]] = {s: [] for s in range(first, step)}
     for record in metrics.read_samples(run):
         if record["step"] in recorded:
             recorded[record["step"]].append(record)
@@ -122,14 +123,8 @@ def rule(trainer: Trainer, differences: Sequence[Difference]) -> list[Ruling]:
 def recompute(arch: Architecture, params: Params, config: RolloutConfig, seed: int,
               encode: Callable[[str], list[int]], differences: Sequence[Difference]
               ) -> list[Ruling]:
-    """Computes teacher-forced perturbed scores at each difference.
-
-    Args:
-      params: float32, of the step that the differences are in.
-      config: its temperature, top_k and top_p are read.
-      seed: of the run.
-      encode: from a prompt's text to token ids.
-    """
+    """Computes teacher-forced perturbed scores at each difference, with the float32 params of its
+    step, the run's seed, and the temperature, top_k and top_p of `config`."""
     rulings: list[Ruling] = []
     for start in range(0, len(differences), ROWS_AT_ONCE):
         part = list(differences[start : start + ROWS_AT_ONCE])
@@ -171,14 +166,8 @@ def perturb(logits: Array, temperature: Array, top_k: Array, top_p: Array, key: 
             position: Array) -> tuple[Array, Array]:
     """Returns perturbed scores f32[V, W] before truncation, and the token i32[W] of `draw`.
 
-    Scores are logits over temperature plus noise, which differ from perturbed log-probabilities by
-    a constant that cancels in gaps.
-
-    Args:
-      logits: f32[V, W].
-      temperature, top_k, top_p: of all W.
-      key: u32[W, 2].
-      position: i32[W].
+    Scores are logits f32[V, W] over temperature plus noise by key u32[W, 2] and position i32[W].
+    They differ from perturbed log-probabilities by a constant that cancels in gaps.
     """
     vocab, width = logits.shape
     scores = logits / jnp.where(temperature == 0, 1.0, temperature)

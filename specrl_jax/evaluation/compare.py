@@ -6,16 +6,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from specrl_jax.config import ConfigError
-from specrl_jax.io.metrics import FREE_FIELDS, read_config, read_metrics, read_samples
+from specrl_jax.io.files import Json
+from specrl_jax.io.metrics import FREE_FIELDS, flat, read_config, read_metrics, read_samples
 
 # Changing these must change no token, except at near ties. A name may be a whole section.
 SAME_TOKENS = (
     *FREE_FIELDS, "spec", "draft", "distill", "control", "mesh", "rollout.order",
     "rollout.batch_size", "rollout.min_batch", "rollout.rounds_per_launch", "learner.micro_batch",
-    "learner.packing", "learner.remat", "data.data_dir", "data.manual_dir")
+    "learner.packing", "learner.remat")
 
 # Metrics of a step that differ as soon as a weight, a log-probability or a gradient does.
 BITS = ("checksum/policy", "rollout/logprob", "rollout/logprob_gap_max", "loss", "grad_norm")
@@ -47,27 +46,16 @@ class StepComparison:
 
 
 def config_differences(a: Path, b: Path) -> dict[str, tuple[Any, Any]]:
-    """Returns dotted field -> values of both runs, where they differ.
-
-    Raises:
-      ConfigError: a directory holds no run.
-    """
-    flat = [_flat(_config(run)) for run in (a, b)]
-    return {field: (flat[0].get(field), flat[1].get(field))
-            for field in sorted(flat[0].keys() | flat[1].keys())
-            if flat[0].get(field) != flat[1].get(field)}
-
-
-def _config(run: Path) -> dict[str, Any]:
-    config = read_config(run)
-    if config is None:
-        raise ConfigError(f"{run}: no config.json; give the working directory of a run")
-    return config
-
-
-def _flat(config: dict[str, Any]) -> dict[str, Any]:
-    leaves, _ = jax.tree_util.tree_flatten_with_path(config)
-    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+    """Returns dotted field -> values of both runs, where they differ. Raises ConfigError if a
+    directory holds no run."""
+    mine, theirs = (read_config(run) for run in (a, b))
+    if mine is None or theirs is None:
+        raise ConfigError(f"{b if mine else a}: no config.json; give the working directory of a "
+                          "run")
+    mine, theirs = flat(mine), flat(theirs)
+    return {field: (mine.get(field), theirs.get(field))
+            for field in sorted(mine.keys() | theirs.keys())
+            if mine.get(field) != theirs.get(field)}
 
 
 def check_comparable(differences: dict[str, tuple[Any, Any]]) -> None:
@@ -79,12 +67,13 @@ def check_comparable(differences: dict[str, tuple[Any, Any]]) -> None:
 
 
 def compare_steps(a: Path, b: Path) -> Iterator[StepComparison]:
-    """Yields the comparison of each step that both runs completed, in order.
-
-    Raises:
-      ConfigError: there is none, or the sequences of a step are not the same in both.
-    """
-    last = min(_last_step(run) for run in (a, b))
+    """Yields the comparison of each step that both runs completed, in order. Raises ConfigError if
+    there is none, or the sequences of a step are not the same in both."""
+    completed = [[row["step"] for row in read_metrics(run)] for run in (a, b)]
+    for run, steps in zip((a, b), completed, strict=True):
+        if not steps:
+            raise ConfigError(f"{run}: no completed step; wait for one, or give another run")
+    last = min(map(max, completed))  # samples are written before metrics
     if next(_by_step(a), None) is None or next(_by_step(b), None) is None:
         raise ConfigError(f"{a} and {b}: samples.jsonl must be in both, it is what is compared")
     for (step, mine), (other, theirs) in zip(_by_step(a), _by_step(b), strict=False):
@@ -96,13 +85,10 @@ def compare_steps(a: Path, b: Path) -> Iterator[StepComparison]:
         yield compare_step(step, mine, theirs)
 
 
-def compare_step(step: int, a: dict[Key, dict[str, Any]], b: dict[Key, dict[str, Any]]
+def compare_step(step: int, a: dict[Key, Json], b: dict[Key, Json]
                  ) -> StepComparison:
-    """Compares the records of one step, by key.
-
-    Raises:
-      ConfigError: they are not of the same sequences.
-    """
+    """Compares the records of one step, by key. Raises ConfigError if they are not of the same
+    sequences."""
     tokens, differences = 0, []
     for key in sorted(a.keys() | b.keys()):
         here = f"step {step}: prompt {key[0]} (occurrence {key[1]}, sample {key[2]})"
@@ -136,14 +122,6 @@ def equal_bits(a: Path, b: Path, steps: Sequence[int]) -> int:
     return sum(None not in mine[step] and mine[step] == theirs[step] for step in steps)
 
 
-def _last_step(run: Path) -> int:
-    """Returns the last step with metrics; samples are written first."""
-    record = max(read_metrics(run), key=lambda r: r["step"], default=None)
-    if record is None:
-        raise ConfigError(f"{run}: no completed step; wait for one, or give another run")
-    return record["step"]
-
-
-def _by_step(run: Path) -> Iterator[tuple[int, dict[Key, dict[str, Any]]]]:
+def _by_step(run: Path) -> Iterator[tuple[int, dict[Key, Json]]]:
     for step, records in itertools.groupby(read_samples(run), key=lambda r: r["step"]):
         yield step, {(r["prompt_id"], r["occurrence"], r["sample_id"]): r for r in records}

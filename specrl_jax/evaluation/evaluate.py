@@ -4,14 +4,14 @@ import dataclasses
 import hashlib
 import json
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
 
 from specrl_jax import sharding
-from specrl_jax.config import Config, ConfigError, at_least
+from specrl_jax.config import Config, ConfigError, at_least, override
 from specrl_jax.evaluation.statistics import bootstrap, interval, pass_at_k
+from specrl_jax.io.files import Json
 from specrl_jax.io.progress import Progress
 from specrl_jax.model.source import Actor, open_actor
 from specrl_jax.model.tokenizer import Tokenizer
@@ -43,14 +43,12 @@ class Task:
 
 def task_config(config: Config, task: Task) -> Config:
     """Returns `config` with the data and temperature of an evaluation."""
-    return dataclasses.replace(
-        config,
-        data=dataclasses.replace(config.data, split=task.split, examples=task.problems),
-        rollout=dataclasses.replace(config.rollout, temperature=task.temperature))
+    return override(config, {"data.split": task.split, "data.examples": task.problems,
+                             "rollout.temperature": task.temperature})
 
 
 def evaluate(config: Config, task: Task | None = None, actor: Actor | None = None,
-             progress: Progress | None = None) -> dict[str, Any]:
+             progress: Progress | None = None) -> Json:
     """Generates `task.samples` answers to each problem and scores them by the reward "exact".
 
     Args:
@@ -109,7 +107,7 @@ class Tally:
         for name in COUNTERS:
             self.counters[name] += result.counters[name]
 
-    def results(self) -> dict[str, Any]:
+    def results(self) -> Json:
         """Returns accuracy with its interval, pass@k, speed and the answers, by name."""
         share, samples = self.correct.mean(1), self.correct.shape[1]
         low, high, method = interval(share.tolist())
@@ -127,7 +125,7 @@ class Tally:
             "correct": self.correct.tolist()}
 
 
-def _describe(config: Config, actor: Actor) -> dict[str, Any]:
+def _describe(config: Config, actor: Actor) -> Json:
     rollout, data = config.rollout, config.data
     return {
         "model": actor.source.source, "run": actor.run and str(actor.run), "step": actor.step,
@@ -149,12 +147,9 @@ def digest(prompts: Prompts) -> str:
     return digest.hexdigest()
 
 
-def read_evaluation(path: Path) -> dict[str, Any]:
-    """Reads an evaluation that was written earlier.
-
-    Raises:
-      ConfigError: the file is missing or holds something else.
-    """
+def read_evaluation(path: Path) -> Json:
+    """Reads an evaluation that was written earlier. Raises ConfigError if the file is missing or
+    holds something else."""
     try:
         stored = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
@@ -165,7 +160,7 @@ def read_evaluation(path: Path) -> dict[str, Any]:
     return stored
 
 
-def check_same_problems(baseline: dict[str, Any], data: dict[str, Any]) -> None:
+def check_same_problems(baseline: Json, data: Json) -> None:
     """Refuses a baseline from other data before anything is generated. See also `paired`."""
     for name in ("name", "level", "split"):
         if baseline["data"][name] != data[name]:
@@ -173,7 +168,7 @@ def check_same_problems(baseline: dict[str, Any], data: dict[str, Any]) -> None:
                               f"{baseline['data'][name]!r}; compare on the same problems")
 
 
-def paired(baseline: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+def paired(baseline: Json, now: Json) -> Json:
     """Returns the difference in accuracy on the same problems, `now` minus `baseline`.
 
     The 95 % interval is a percentile bootstrap over problems of their paired differences.

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from specrl_jax import sharding
-from specrl_jax.config import Config, check
+from specrl_jax.config import Config, check, override
 from specrl_jax.io import data
 from specrl_jax.model.source import Actor, open_actor
 from specrl_jax.model.tokenizer import Tokenizer
@@ -14,7 +14,6 @@ from specrl_jax.rollout.prompts import PromptBatch
 from specrl_jax.rollout.sampler import Sampler
 
 PROMPT_MULTIPLE = 64  # prompts of similar length share their compiled programs
-ROUNDS_PER_LAUNCH = 1  # the host sees the tokens of each round
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,14 +53,10 @@ class Generator:
 
     def answer(self, prompt: str, system: str = "", *, write: Callable[[str], None] = _ignore
                ) -> Generation:
-        """Answers `prompt`, sampled with config.rollout; other noise for each answer.
+        """Answers `prompt`, sampled with config.rollout; other noise for each answer. Calls `write`
+        with each piece of text as soon as it is known. An empty `system` adds no message.
 
-        Args:
-          system: the system message; "" is none.
-          write: called with each piece of text as soon as it is known.
-
-        Raises:
-          ConfigError: the model has no chat template, or the prompt is longer than `longest`.
+        Raises ConfigError if the model has no chat template, or the prompt exceeds `longest`.
         """
         tokens = encode(self.tokenizer, prompt, system)
         most = self.config.rollout.max_prompt_tokens
@@ -104,11 +99,8 @@ def generate(
 
 
 def encode(tokenizer: Tokenizer, prompt: str, system: str) -> list[int]:
-    """Returns the tokens of a question in the model's chat template.
-
-    Raises:
-      ConfigError: the model has no chat template, or there are no tokens.
-    """
+    """Returns the tokens of a question in the model's chat template. Raises ConfigError if the
+    model has no chat template, or there are no tokens."""
     tokens = tokenizer.encode(tokenizer.chat(data.messages({"question": prompt}, system)))
     check(len(tokens) > 0, "--prompt", prompt, "has no tokens; ask something")
     return tokens
@@ -117,9 +109,10 @@ def encode(tokenizer: Tokenizer, prompt: str, system: str) -> list[int]:
 def one_prompt(config: Config, tokens: int, shards: int) -> Config:
     """Returns `config` with the smallest shapes that hold one prompt on each data shard."""
     width = -(-tokens // PROMPT_MULTIPLE) * PROMPT_MULTIPLE
-    return dataclasses.replace(config, rollout=dataclasses.replace(
-        config.rollout, batch_size=shards, min_batch=1, max_prompt_tokens=width, order="sorted",
-        rounds_per_launch=ROUNDS_PER_LAUNCH))
+    return override(config, {
+        "rollout.batch_size": shards, "rollout.min_batch": 1, "rollout.max_prompt_tokens": width,
+        "rollout.order": "sorted",
+        "rollout.rounds_per_launch": 1})  # the host sees the tokens of each round
 
 
 class Stream:

@@ -43,11 +43,8 @@ def bootstrap(values: Sequence[float] | np.ndarray) -> tuple[float, float]:
 
 
 def student(values: Sequence[float]) -> tuple[float, float]:
-    """Returns Student's interval of the mean of two or more values, one a seed.
-
-    For two arms with the same seeds, give their differences by seed. A percentile bootstrap of five
-    values would be far too narrow.
-    """
+    """Returns Student's interval of the mean of two or more values, one a seed; for two arms, their
+    differences by seed. A percentile bootstrap of five values would be far too narrow."""
     x = np.asarray(values, np.float64)
     quantile = stdtrit(len(x) - 1, (1 + LEVEL) / 2)
     half = quantile * x.std(ddof=1) / math.sqrt(len(x))
@@ -55,14 +52,8 @@ def student(values: Sequence[float]) -> tuple[float, float]:
 
 
 def interval(values: Sequence[float]) -> tuple[float, float, str]:
-    """Returns the 95 % interval of a mean over problems, and its name.
-
-    Args:
-      values: one number in 0..1 a problem.
-
-    Returns:
-      low, high, and "wilson" where all values are 0 or 1, else "bootstrap".
-    """
+    """Returns the 95 % interval (low, high) of a mean of numbers in 0..1, one a problem, and its
+    name: "wilson" if all values are 0 or 1, else "bootstrap"."""
     if set(values) <= {0, 1}:
         return *wilson(int(sum(values)), len(values)), "wilson"
     return *bootstrap(values), "bootstrap"

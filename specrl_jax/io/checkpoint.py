@@ -26,7 +26,7 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
 from specrl_jax.config import ConfigError
-from specrl_jax.io.integrity import damage, write_checksums
+from specrl_jax.io.files import Json, damage, write_checksums
 
 # Orbax rewrites these two after the checksums are taken; restoring does not read them.
 UNCHECKED = ("_CHECKPOINT_METADATA", "commit_success.txt")
@@ -62,26 +62,22 @@ def list_steps(directory: str | Path) -> list[int]:
 
 def describe(tree: Any) -> dict[str, list[Any]]:
     """Returns [shape, dtype] of every leaf by its path."""
-    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    def dtype(leaf: Any) -> str:
+        return str(leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype)
+
     return {jax.tree_util.keystr(path, simple=True, separator="/"):
-            [list(np.shape(leaf)), _dtype(leaf)] for path, leaf in leaves}
-
-
-def _dtype(leaf: Any) -> str:
-    return str(leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype)
+            [list(np.shape(leaf)), dtype(leaf)]
+            for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
 
 
 def check_leaves(step_dir: Path, saved: dict[str, list[Any]], wanted: dict[str, list[Any]]) -> None:
     """Raises CheckpointError with the first leaf in which a checkpoint differs from a run."""
     for name in sorted(saved.keys() | wanted.keys()):
-        if saved.get(name) != wanted.get(name):
-            raise CheckpointError(
-                f"{step_dir}: {name} is {_leaf_name(saved.get(name))} in the checkpoint and "
-                f"{_leaf_name(wanted.get(name))} in this run: use the configuration that wrote it")
-
-
-def _leaf_name(leaf: list[Any] | None) -> str:
-    return "absent" if leaf is None else f"{leaf[1]}{leaf[0]}"
+        mine, asked = (f"{of[name][1]}{of[name][0]}" if name in of else "absent"
+                       for of in (saved, wanted))
+        if mine != asked:
+            raise CheckpointError(f"{step_dir}: {name} is {mine} in the checkpoint and {asked} in "
+                                  f"this run: use the configuration that wrote it")
 
 
 @contextlib.contextmanager
@@ -107,17 +103,6 @@ def _array_handler() -> ocp.PyTreeCheckpointHandler:
             (jax.Array, ocp.type_handlers.ArrayHandler(use_replica_parallel=False))))
 
 
-def _manager(directory: Path, keep: int) -> ocp.CheckpointManager:
-    handlers = ocp.handlers.DefaultCheckpointHandlerRegistry()
-    arrays = _array_handler()
-    handlers.add("state", ocp.args.PyTreeSave, arrays)
-    handlers.add("state", ocp.args.PyTreeRestore, arrays)
-    return ocp.CheckpointManager(
-        directory, handler_registry=handlers, options=ocp.CheckpointManagerOptions(
-            max_to_keep=keep, cleanup_tmp_directories=True, enable_async_checkpointing=False,
-            temporary_path_class=ChecksummedPath))
-
-
 def _savable(leaf: Any) -> Any:
     # Orbax saves numpy scalars but refuses to restore them.
     return leaf if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) else np.asarray(leaf)
@@ -134,14 +119,19 @@ class Checkpoints:
     def __init__(self, directory: str | Path, keep: int,
                  warn: Callable[[str], None] = loud) -> None:
         """Args: directory, created if missing; keep, checkpoints kept; warn, gets warnings."""
-        self.directory = Path(directory).absolute()
-        self._keep = keep
-        self._warn = warn
+        self.directory, self._keep, self._warn = Path(directory).absolute(), keep, warn
 
     def __enter__(self) -> "Checkpoints":
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=self._keep, cleanup_tmp_directories=True, enable_async_checkpointing=False,
+            temporary_path_class=ChecksummedPath)
         with contextlib.ExitStack() as stack:
             stack.enter_context(quiet_orbax())
-            self._manager = _manager(self.directory, self._keep)
+            handlers, arrays = ocp.handlers.DefaultCheckpointHandlerRegistry(), _array_handler()
+            handlers.add("state", ocp.args.PyTreeSave, arrays)
+            handlers.add("state", ocp.args.PyTreeRestore, arrays)
+            self._manager = ocp.CheckpointManager(self.directory, handler_registry=handlers,
+                                                  options=options)
             stack.callback(self._manager.close)
             self._stack = stack.pop_all()
         return self
@@ -149,11 +139,7 @@ class Checkpoints:
     def __exit__(self, *exc: object) -> None:
         self._stack.close()
 
-    def steps(self) -> list[int]:
-        """Returns the steps of complete checkpoints, ascending."""
-        return list_steps(self.directory)
-
-    def save(self, step: int, arrays: Any, meta: dict[str, Any]) -> None:
+    def save(self, step: int, arrays: Any, meta: Json) -> None:
         """Writes the checkpoint of `step` completed steps.
 
         Args:
@@ -176,44 +162,36 @@ class Checkpoints:
             self._manager.save(step, force=True, args=ocp.args.Composite(
                 state=ocp.args.PyTreeSave(arrays), meta=ocp.args.JsonSave(note)))
         except (OSError, ValueError) as error:
-            kept = ", ".join(map(str, self.steps())) or "none"
+            kept = ", ".join(map(str, list_steps(self.directory))) or "none"
             raise CheckpointError(
                 f"{self.directory / str(step)}: the checkpoint could not be written "
                 f"({_brief(error)}); complete ones: {kept}. Free some space and resume"
             ) from error
 
-    def restore(self, step: int, abstract: Any) -> tuple[int, Any, dict[str, Any]]:
-        """Returns the given checkpoint as (step, arrays, meta).
-
-        Args:
-          step: one of `steps()`.
-          abstract: the tree of jax.ShapeDtypeStruct with shardings to restore to; a leaf that is
-            a numpy array comes back as one.
-
-        Raises:
-          CheckpointError: it is missing or damaged, or holds other leaves than `abstract`.
-        """
-        return self._restore(_intact(self.directory, step), abstract)
-
-    def _restore(self, step_dir: Path, abstract: Any) -> tuple[int, Any, dict[str, Any]]:
-        check_leaves(step_dir, _note(step_dir)["leaves"], describe(abstract))
-        step = int(step_dir.name)
-        restored: Any = self._manager.restore(step, args=ocp.args.Composite(
-            state=_restore_args(jax.tree.map(_savable, abstract)), meta=ocp.args.JsonRestore()))
-        return step, restored.state, restored.meta["meta"]
-
-    def restore_latest(self, abstract: Any) -> tuple[int, Any, dict[str, Any]] | None:
-        """Returns the newest intact checkpoint, as `restore` does; None if there is none.
+    def restore_latest(self, abstract: Any) -> tuple[int, Any, Json] | None:
+        """Returns the newest intact checkpoint as (step, arrays, meta); None if there is none.
 
         Newer damaged ones are reported and renamed to `STEP.damaged`, so that their steps can be
         saved again. If none is left, a warning says that the run starts again from step 0.
 
+        Args:
+          abstract: the tree of jax.ShapeDtypeStruct with shardings to restore to; a leaf that is
+            a numpy array comes back as one.
+
         Raises:
           CheckpointError: the newest intact one holds other leaves than `abstract`.
         """
-        step = self._agree(self._newest_intact)
+        step = self._newest_intact() if jax.process_index() == 0 else 0
+        if jax.process_count() > 1:
+            step = int(multihost_utils.broadcast_one_to_all(np.int32(step)))
         self._manager.reload()
-        return None if step == NONE else self._restore(self.directory / str(step), abstract)
+        if step == NONE:
+            return None
+        step_dir = self.directory / str(step)
+        check_leaves(step_dir, _note(step_dir)["leaves"], describe(abstract))
+        restored: Any = self._manager.restore(step, args=ocp.args.Composite(
+            state=_restore_args(jax.tree.map(_savable, abstract)), meta=ocp.args.JsonRestore()))
+        return step, restored.state, restored.meta["meta"]
 
     def _newest_intact(self) -> int:
         found = sorted((int(path.name) for path in self.directory.iterdir()
@@ -228,13 +206,6 @@ class Checkpoints:
                     "no checkpoint is left: starting again from step 0, all its steps' lines go")
             self._warn(f"checkpoint {step_dir} is damaged: {reason}; kept as {aside.name}; {then}")
         return NONE
-
-    def _agree(self, decide: Callable[[], int]) -> int:
-        """Returns process 0's `decide()` in every process."""
-        mine = decide() if jax.process_index() == 0 else 0
-        if jax.process_count() == 1:
-            return mine
-        return int(multihost_utils.broadcast_one_to_all(np.int32(mine)))
 
 
 def _set_aside(step_dir: Path) -> Path:
@@ -256,7 +227,7 @@ def _intact(directory: Path, step: int) -> Path:
     return step_dir
 
 
-def _note(step_dir: Path) -> dict[str, Any]:
+def _note(step_dir: Path) -> Json:
     return json.loads((step_dir / "meta" / "metadata").read_bytes())
 
 
@@ -266,18 +237,15 @@ def _brief(error: BaseException) -> str:
     return line if len(line) <= 160 else f"{line[:40]} ... {line[-100:]}"
 
 
-def read_meta(directory: str | Path, step: int) -> dict[str, Any]:
+def read_meta(directory: str | Path, step: int) -> Json:
     """Returns `meta` of one checkpoint; raises CheckpointError if it is missing or damaged."""
     return _note(_intact(Path(directory).absolute(), step))["meta"]
 
 
 def restore_part(directory: str | Path, step: int, key: str, abstract: Any = None) -> Any:
-    """Returns one top-level entry of a checkpoint's arrays.
+    """Returns one top-level entry of a checkpoint's arrays, such as "actor".
 
     Args:
-      directory: the checkpoints of a run.
-      step: one of `list_steps(directory)`.
-      key: name of the entry, such as "actor".
       abstract: tree of jax.ShapeDtypeStruct with shardings; None gives nested dicts of numpy
         arrays.
 

@@ -24,19 +24,15 @@ def sums(tree: Any) -> tuple[Array, Array, Array, Array]:
             bits = jax.lax.bitcast_convert_type(
                 bits, jnp.uint32 if leaf.dtype.itemsize == 4 else jnp.uint16)
         bits = bits.astype(jnp.uint32)
-        index = _index(bits.shape) + jnp.uint32(salt * 0x9E3779B1 % 2**32)
+        index = jnp.zeros(bits.shape, jnp.uint32)  # row-major; needs no gather of sharded arrays
+        for axis, size in enumerate(bits.shape):
+            place = jax.lax.broadcasted_iota(jnp.uint32, bits.shape, axis)
+            index = index * jnp.uint32(size) + place
+        index = index + jnp.uint32(salt * 0x9E3779B1 % 2**32)
         weight = index * jnp.uint32(0x85EBCA6B) | 1
         bag += bits.sum(dtype=jnp.uint32)
         checksum += (bits * weight).sum(dtype=jnp.uint32)
     return bag, checksum, finite, zero
-
-
-def _index(shape: tuple[int, ...]) -> Array:
-    """Returns the row-major index of each element, u32; needs no gather of sharded arrays."""
-    index = jnp.zeros(shape, jnp.uint32)
-    for axis, size in enumerate(shape):
-        index = index * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
-    return index
 
 
 @jax.jit

@@ -39,14 +39,8 @@ class Examples(Sequence):
 
 
 def load_examples(data: DataConfig, say: Callable[[str], None] = print) -> Examples:
-    """Returns the examples that `data` selects.
-
-    Args:
-      say: gets a line where the dataset must first be prepared.
-
-    Raises:
-      ConfigError: an unknown dataset, or one without examples; see also the dataset's `load`.
-    """
+    """Returns the examples that `data` selects; `say` gets a line if they must be prepared first.
+    Raises ConfigError if the dataset is unknown or empty, or as its `load` does."""
     source = DATASETS.resolve(data.name)(data, say)
     check(len(source) > 0, "data.name", data.name, "the dataset has no examples")
     return Examples(data, source, min(data.examples or len(source), len(source)))
@@ -61,7 +55,8 @@ def step_prompts(num_examples: int, seed: int, step: int, prompts_per_step: int)
     """
     positions = np.arange(step * prompts_per_step, (step + 1) * prompts_per_step)
     epochs, offsets = np.divmod(positions, num_examples)
-    orders = {epoch: _permutation(num_examples, seed, epoch) for epoch in np.unique(epochs)}
+    orders = {epoch: np.argsort(np.random.Philox(key=np.array([seed, epoch], np.uint64)).random_raw(
+        num_examples), kind="stable") for epoch in np.unique(epochs)}
     return np.array([orders[e][i] for e, i in zip(epochs, offsets, strict=True)], np.int64)
 
 
@@ -79,8 +74,3 @@ def messages(example: Example, system: str = "") -> list[dict[str, str]]:
     """Returns the conversation for the chat template; an empty `system` adds no message."""
     user = {"role": "user", "content": example["question"]}
     return [{"role": "system", "content": system}, user] if system else [user]
-
-
-def _permutation(size: int, seed: int, epoch: int) -> np.ndarray:
-    words = np.random.Philox(key=np.array([seed, epoch], np.uint64)).random_raw(size)
-    return np.argsort(words, kind="stable")

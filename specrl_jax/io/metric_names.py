@@ -5,7 +5,6 @@ metric for each reward term.
 """
 
 import fnmatch
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from specrl_jax.config import ConfigError
@@ -147,26 +146,17 @@ def find(name: str) -> Metric | None:
         (metric for metric in METRICS if fnmatch.fnmatchcase(name, metric.name)), None)
 
 
-def check_current(name: str) -> None:
-    """Raises ConfigError if the metric `name` was renamed."""
-    if name in RENAMED_METRICS:
-        new, _, hint = RENAMED_METRICS[name].partition("; ")
-        raise ConfigError(f"metric {name!r}: renamed; use {new!r}" + (hint and f" ({hint})"))
-
-
 class Record(dict[str, Any]):
     """The metrics of one step; asking for an old name raises ConfigError with the new one."""
 
     def __missing__(self, name: str) -> Any:
-        check_current(name)
+        if name in RENAMED_METRICS:
+            new, _, hint = RENAMED_METRICS[name].partition("; ")
+            raise ConfigError(f"metric {name!r}: renamed; use {new!r}" + (hint and f" ({hint})"))
         raise KeyError(name)
 
     def get(self, name: str, default: Any = None) -> Any:
-        if name not in self:
-            check_current(name)
-        return super().get(name, default)
-
-
-def unregistered(names: Iterable[str]) -> list[str]:
-    """Returns those of `names` that METRICS does not describe."""
-    return [name for name in names if find(name) is None]
+        try:
+            return self[name]
+        except KeyError:
+            return default

@@ -17,9 +17,9 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import jax
 import numpy as np
@@ -28,6 +28,7 @@ from tensorboardX import SummaryWriter
 from specrl_jax.config import ConfigError
 from specrl_jax.config.renamed import first_renamed
 from specrl_jax.io.checkpoint import loud
+from specrl_jax.io.files import Json, write_atomically
 from specrl_jax.io.metric_names import Record
 
 CONFIG, METRICS, SAMPLES, EVENTS = "config.json", "metrics.jsonl", "samples.jsonl", "events"
@@ -39,12 +40,8 @@ FREE_FIELDS = ("name", "steps", "checkpoint_every", "checkpoint_keep", "data.dat
                "data.manual_dir")
 
 
-def check_config(workdir: str | Path, config: dict[str, Any]) -> None:
-    """Raises ConfigError if the working directory belongs to another run; writes nothing.
-
-    Args:
-      workdir: may be absent or empty.
-      config: nested dict, as `config.as_dict` gives it.
+def check_config(workdir: str | Path, config: Json) -> None:
+    """Checks that a working directory, perhaps absent or empty, is that of this config.
 
     Raises:
       ConfigError: config.json differs in a field that changes results, was written by an older
@@ -58,25 +55,25 @@ def check_config(workdir: str | Path, config: dict[str, Any]) -> None:
     stored = read_config(workdir)
     if stored is None:
         return
-    if renamed := first_renamed(_flat(stored)):
+    old, new = flat(stored), flat(config)
+    if renamed := first_renamed(old):
         raise ConfigError(f"workdir = {workdir}: an older version started this run ({renamed}); go "
                           f"on with that version, or choose another workdir")
-    differ = sorted(_differences(_flat(stored), _flat(config)))
+    texts = {field: [json.dumps(of[field]) if field in of else ABSENT for of in (old, new)]
+             for field in sorted(old.keys() | new.keys()) if field not in FREE_FIELDS}
+    differ = [field for field, (before, now) in texts.items() if before != now]
     if differ:
-        field, old, new = differ[0]
+        before, now = texts[differ[0]]
         more = f" (and {len(differ) - 1} more fields differ)" if len(differ) > 1 else ""
-        restore = ("go on with the version that started it" if ABSENT in (old, new)
+        restore = ("go on with the version that started it" if ABSENT in (before, now)
                    else "restore the value")
-        raise ConfigError(f"{field} = {new}, but the run in {workdir} was started with {old}{more}:"
-                          f" {restore}, or choose another workdir")
+        raise ConfigError(f"{differ[0]} = {now}, but the run in {workdir} was started with {before}"
+                          f"{more}: {restore}, or choose another workdir")
 
 
-def read_config(workdir: str | Path) -> dict[str, Any] | None:
-    """Returns the configuration that a run was started with; None if there is no run.
-
-    Raises:
-      ConfigError: config.json cannot be read, or is missing although metrics.jsonl is there.
-    """
+def read_config(workdir: str | Path) -> Json | None:
+    """Returns the configuration that a run was started with; None if there is no run. Raises
+    ConfigError if config.json cannot be read, or is missing although metrics.jsonl is there."""
     path = Path(workdir) / CONFIG
     if not path.exists():
         if (Path(workdir) / METRICS).exists():
@@ -92,51 +89,30 @@ def read_config(workdir: str | Path) -> dict[str, Any] | None:
 
 
 def make_workdir(workdir: str | Path) -> None:
-    """Creates the directory if it is missing.
-
-    Raises:
-      ConfigError: it cannot be created.
-    """
+    """Creates the directory if it is missing; raises ConfigError if it cannot be created."""
     try:
         Path(workdir).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"workdir = {workdir}: {error.strerror}; choose another") from error
 
 
-def write_config(workdir: str | Path, config: dict[str, Any]) -> None:
+def write_config(workdir: str | Path, config: Json) -> None:
     """Writes config.json atomically and creates the directory; only in process 0."""
     if jax.process_index() == 0:
         make_workdir(workdir)
-        write_atomically(Path(workdir) / CONFIG, [json.dumps(config, indent=2) + "\n"])
+        write_atomically(Path(workdir) / CONFIG, json.dumps(config, indent=2) + "\n")
 
 
-def _differences(old: dict[str, Any], new: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
-    for field in old.keys() | new.keys():
-        before, now = (json.dumps(d[field]) if field in d else ABSENT for d in (old, new))
-        if before != now and field not in FREE_FIELDS:
-            yield field, before, now
-
-
-def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat(tree: Json, prefix: str = "") -> Json:
     """Returns the values of a nested dict by dotted name."""
-    out: dict[str, Any] = {}
+    out: Json = {}
     for name, value in tree.items():
-        out |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {
+        out |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {
             prefix + name: value}
     return out
 
 
-def write_atomically(path: Path, lines: Iterable[str]) -> None:
-    """Replaces a file as a whole: a reader, or a run after a kill, sees the old or the new one."""
-    temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.writelines(lines)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-
-
-def encode(record: dict[str, Any]) -> str:
+def encode(record: Json) -> str:
     """Returns one JSON line; numpy and jax values become plain ones, non-finite ones null."""
     plain = {key: _python(value) for key, value in record.items()}
     bad = {key: str(value) for key, value in plain.items()
@@ -146,7 +122,7 @@ def encode(record: dict[str, Any]) -> str:
     return json.dumps(plain, allow_nan=False) + "\n"
 
 
-def decode(line: str) -> dict[str, Any]:
+def decode(line: str) -> Json:
     """Returns the record of a line of `encode`; raises ValueError if it is not a whole record."""
     record = json.loads(line)
     if not isinstance(record, dict) or not isinstance(record.get("step"), int):
@@ -158,7 +134,7 @@ def _python(value: Any) -> Any:
     return value.tolist() if isinstance(value, np.generic | np.ndarray | jax.Array) else value
 
 
-def _records(path: Path) -> Iterator[tuple[str, dict[str, Any] | None]]:
+def _records(path: Path) -> Iterator[tuple[str, Json | None]]:
     """Yields (line, record); the record is None if the line is broken."""
     if not path.exists():
         return
@@ -172,19 +148,16 @@ def _records(path: Path) -> Iterator[tuple[str, dict[str, Any] | None]]:
 
 def read_metrics(workdir: str | Path) -> list[Record]:
     """Returns the objects of metrics.jsonl in order, without a line that is still being written.
-
-    Raises:
-      ConfigError: a line is broken.
-    """
+    Raises ConfigError if a line is broken."""
     return [Record(record) for record in _read(Path(workdir) / METRICS)]
 
 
-def read_samples(workdir: str | Path) -> Iterator[dict[str, Any]]:
+def read_samples(workdir: str | Path) -> Iterator[Json]:
     """Yields the objects of samples.jsonl, as `read_metrics` returns those of metrics.jsonl."""
     return _read(Path(workdir) / SAMPLES)
 
 
-def _read(path: Path) -> Iterator[dict[str, Any]]:
+def _read(path: Path) -> Iterator[Json]:
     for number, (line, record) in enumerate(_records(path), 1):
         if record is not None:
             yield record
@@ -194,11 +167,8 @@ def _read(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def cut(path: Path, step: int) -> list[int]:
-    """Removes the lines of `step` and of later steps from a file, and broken lines.
-
-    Returns:
-      The distinct steps that are left, in the file's order.
-    """
+    """Removes the lines of `step` and of later steps from a file, and broken lines; returns the
+    distinct steps that are left, in the file's order."""
     steps: dict[int, None] = {}
 
     def kept() -> Iterator[str]:
@@ -216,13 +186,8 @@ class Writer:
 
     def __init__(self, workdir: str | Path, resume_step: int,
                  warn: Callable[[str], None] = loud) -> None:
-        """Cuts the files to the steps before `resume_step`; 0 empties them.
-
-        Args:
-          workdir: created if missing.
-          resume_step: the restored checkpoint's step.
-          warn: called if lines of earlier steps are missing.
-        """
+        """Cuts the files to the steps before `resume_step`, the restored checkpoint's; 0 empties
+        them. Calls `warn` if lines of earlier steps are missing."""
         self._active = jax.process_index() == 0
         self._next = resume_step
         if not self._active:
@@ -234,34 +199,24 @@ class Writer:
             if found != list(range(resume_step)):
                 warn(f"{self._workdir / name} lacks steps that checkpoint {resume_step} follows: "
                      f"it has {len(found)} of {resume_step}")
-        self._metrics = self._append(METRICS)
-        self._samples = self._append(SAMPLES)
+        self._metrics, self._samples = (
+            open(self._workdir / name, "a", encoding="utf-8", newline="\n")
+            for name in (METRICS, SAMPLES))
         self._events = _renewed_events(self._workdir)
 
-    def _append(self, name: str) -> TextIO:
-        return open(self._workdir / name, "a", encoding="utf-8", newline="\n")
-
-    def write_step(self, metrics: dict[str, Any], samples: list[dict[str, Any]]) -> None:
-        """Writes one step's lines.
-
-        Args:
-          metrics: numbers by name; "step" must be the one after the last.
-          samples: one dict a sequence; "step" is added.
-
-        Raises:
-          ValueError: the step is not the next one.
-        """
+    def write_step(self, metrics: Json, samples: list[Json]) -> None:
+        """Writes one step's metrics by name, and one dict for each sequence, to which "step" is
+        added. Raises ValueError if metrics["step"] is not the next step."""
         step = int(metrics["step"])
         if step != self._next:
             raise ValueError(f"metrics of step {step} where step {self._next} is next")
-        if self._active:
-            self._write(metrics | {"step": step, WALL_TIME: time.time()},
-                        [{"step": step} | sample for sample in samples])
         self._next += 1
-
-    def _write(self, metrics: dict[str, Any], samples: list[dict[str, Any]]) -> None:
+        if not self._active:
+            return
+        metrics = metrics | {"step": step, WALL_TIME: time.time()}
         line = encode(metrics)
-        for file, text in ((self._samples, "".join(map(encode, samples))), (self._metrics, line)):
+        lines = "".join(encode({"step": step} | sample) for sample in samples)
+        for file, text in ((self._samples, lines), (self._metrics, line)):
             try:
                 file.write(text)
                 file.flush()
@@ -295,11 +250,8 @@ class Writer:
 
 
 def _renewed_events(workdir: Path) -> SummaryWriter:
-    """Returns a writer of new event files, filled from metrics.jsonl.
-
-    The old files may end in a torn record, miss the last steps (tensorboardX writes from a queue),
-    or hold steps that were cut.
-    """
+    """Returns a writer of new event files, filled from metrics.jsonl. The old ones may end in a
+    torn record, miss the last steps (tensorboardX writes from a queue), or hold cut steps."""
     if (workdir / EVENTS).exists():
         shutil.rmtree(workdir / EVENTS)
     events = SummaryWriter(str(workdir / EVENTS), flush_secs=1)
@@ -309,7 +261,7 @@ def _renewed_events(workdir: Path) -> SummaryWriter:
     return events
 
 
-def _add_event(events: SummaryWriter, record: dict[str, Any]) -> None:
+def _add_event(events: SummaryWriter, record: Json) -> None:
     for name, value in record.items():
         number = _python(value)
         if name not in ("step", WALL_TIME) and isinstance(number, int | float):

@@ -3,18 +3,20 @@
 import sys
 import time
 from collections import deque
-from typing import Any, TextIO
+from typing import TextIO
 
 import jax
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from specrl_jax.structs import Metrics
+
 LIVE_SECONDS, PLAIN_SECONDS = 0.2, 30.0
 STEPS_IN_ESTIMATE = 20
 
 
-def split_of_time(metrics: dict[str, Any]) -> str:
+def split_of_time(metrics: Metrics) -> str:
     """Returns shares of a step's time in percent: "rollout 71 learn 24 other 5"; "" if unknown."""
     total = metrics.get("time/step", 0.0)
     if not total > 0:
@@ -38,7 +40,7 @@ def duration(seconds: float) -> str:
     return f"{s // 60}m{s % 60:02d}s" if s < 3600 else f"{s // 3600}h{s % 3600 // 60:02d}m"
 
 
-def summary(metrics: dict[str, Any]) -> str:
+def summary(metrics: Metrics) -> str:
     """Returns one line with the main metrics of a step; absent ones are left out."""
     shown = (("reward/mean", "reward {:.3f}"), ("rollout/tokens_per_second", "{:.0f} tok/s"),
              ("rollout/accept_length", "accept {:.2f}"), ("time/step", "{:.1f}s"))
@@ -79,13 +81,7 @@ class Progress:
         self._refresh()
 
     def rollout(self, done: int, total: int, tokens: int) -> None:
-        """Reports progress within a rollout; shown at most a few times a second.
-
-        Args:
-          done: complete sequences.
-          total: sequences of the step.
-          tokens: tokens generated in this step so far.
-        """
+        """Reports complete sequences of all, and tokens of the step; shown a few times a second."""
         now = time.monotonic()
         if now - self._rollout_shown < (LIVE_SECONDS if self._live else PLAIN_SECONDS):
             return
@@ -95,7 +91,7 @@ class Progress:
             self._print(f"step {self._done + 1}/{self._total}  rollout  {self._inside}")
         self._refresh()
 
-    def step(self, metrics: dict[str, Any]) -> None:
+    def step(self, metrics: Metrics) -> None:
         """Reports a complete step."""
         now = time.monotonic()
         self._seconds.append(now - self._step_start)

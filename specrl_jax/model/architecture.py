@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from specrl_jax.config import at_least, check
+from specrl_jax.structs import Params
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,41 +72,32 @@ def describe(arch: Architecture) -> dict[str, Any]:
     """Returns the parameter tree with a `Param` at each leaf."""
     a, g, r, e, f = arch, arch.num_kv_heads, arch.group, arch.head_dim, arch.hidden_size
     std, out_std = 0.02, 0.02 / (2 * arch.num_layers) ** 0.5
+    norm = Param((f,), ("embed",), 0)
     layer = {
-        "attn_norm": Param((f,), ("embed",), 0),
+        "attn_norm": norm,
         "qkv": Param((g, r + 2, e, f), ("kv_heads", None, None, "embed"), std),
         "o": Param((f, g, r, e), ("embed", "kv_heads", None, None), out_std),
-        "mlp_norm": Param((f,), ("embed",), 0),
+        "mlp_norm": norm,
         "gate_up": Param((2, a.intermediate_size, f), (None, "mlp", "embed"), std),
-        "down": Param((f, a.intermediate_size), ("embed", "mlp"), out_std),
-    }
+        "down": Param((f, a.intermediate_size), ("embed", "mlp"), out_std)}
     if arch.qkv_bias:
         layer["qkv_bias"] = Param((g, r + 2, e), ("kv_heads", None, None), std)
     if arch.qk_norm:
-        layer["q_norm"] = Param((e,), (None,), 0)
-        layer["k_norm"] = Param((e,), (None,), 0)
-    tree = {
-        "embed": Param((a.vocab_size, f), ("vocab", "embed"), std),
-        "final_norm": Param((f,), ("embed",), 0),
-        "layers": [dict(layer) for _ in range(a.num_layers)],
-    }
-    if not arch.tied:
-        tree["head"] = Param((a.vocab_size, f), ("vocab", "embed"), std)
-    return tree
+        layer["q_norm"] = layer["k_norm"] = Param((e,), (None,), 0)
+    table = Param((a.vocab_size, f), ("vocab", "embed"), std)
+    tree = {"embed": table, "final_norm": norm,
+            "layers": [dict(layer) for _ in range(a.num_layers)]}
+    return tree if arch.tied else tree | {"head": table}
 
 
 def is_param(x: Any) -> bool:
     return isinstance(x, Param)
 
 
-def initialize(arch: Architecture, seed: int) -> dict[str, Any]:
+def initialize(arch: Architecture, seed: int) -> Params:
     """Returns random float32 parameters on the host, a pure function of (arch, seed)."""
     leaves, tree = jax.tree.flatten(describe(arch), is_leaf=is_param)
     rngs = np.random.default_rng(seed).spawn(len(leaves))
-    return tree.unflatten([_draw(leaf, rng) for leaf, rng in zip(leaves, rngs, strict=True)])
-
-
-def _draw(param: Param, rng: np.random.Generator) -> np.ndarray:
-    if param.std == 0:
-        return np.ones(param.shape, np.float32)
-    return rng.standard_normal(param.shape, np.float32) * np.float32(param.std)
+    return tree.unflatten([
+        rng.standard_normal(param.shape, np.float32) * np.float32(param.std) if param.std
+        else np.ones(param.shape, np.float32) for param, rng in zip(leaves, rngs, strict=True)])

@@ -4,25 +4,26 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from safetensors.numpy import save_file
 
 from specrl_jax.config import ConfigError
+from specrl_jax.io.files import Json
 from specrl_jax.model.architecture import Architecture
 from specrl_jax.model.families import FAMILIES
 from specrl_jax.model.hf_config import write_config
 from specrl_jax.model.hf_directory import INDEX, SINGLE
 from specrl_jax.model.tensors import unpack
-from specrl_jax.model.tokenizer import Tokenizer
+from specrl_jax.model.tokenizer import SPECIAL, Tokenizer
+from specrl_jax.structs import Params
 
 SHARD_BYTES = 4 * 2**30
 
 
-def export(directory: str | os.PathLike[str], arch: Architecture, params: Mapping[str, Any],
+def export(directory: str | os.PathLike[str], arch: Architecture, params: Params,
            tokenizer: Tokenizer, shard_bytes: int = SHARD_BYTES) -> None:
     """Writes a model directory; after an error nothing of it is left.
 
@@ -90,25 +91,21 @@ def _shards(tensors: Iterable[tuple[str, np.ndarray]], shard_bytes: int
 def _write_tokenizer(directory: Path, tokenizer: Tokenizer, arch: Architecture) -> None:
     text = tokenizer.backend.to_str(pretty=True)
     (directory / "tokenizer.json").write_text(text, encoding="utf-8")
-    tokens = {name: getattr(tokenizer, name) for name in ("bos_token", "eos_token", "pad_token")}
+    given = {name: getattr(tokenizer, name) for name in SPECIAL}
+    given["chat_template"] = tokenizer.template
     _write_json(directory / "tokenizer_config.json", {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": arch.max_position,
+        "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": arch.max_position,
         "clean_up_tokenization_spaces": False,
-        **{name: token for name, token in tokens.items() if token is not None},
-        **({} if tokenizer.template is None else {"chat_template": tokenizer.template}),
-    })
+        **{name: value for name, value in given.items() if value is not None}})
 
 
-def _special_ids(tokenizer: Tokenizer) -> dict[str, Any]:
+def _special_ids(tokenizer: Tokenizer) -> Json:
     """Returns the ids that transformers' generate reads."""
     stop, bos = list(tokenizer.stop_ids), tokenizer.bos_token
-    return {
-        "bos_token_id": None if bos is None else tokenizer.backend.token_to_id(bos),
-        "eos_token_id": (stop if len(stop) > 1 else stop[0]) if stop else None,
-        "pad_token_id": tokenizer.pad_id,
-    }
+    return {"bos_token_id": None if bos is None else tokenizer.backend.token_to_id(bos),
+            "eos_token_id": (stop if len(stop) > 1 else stop[0]) if stop else None,
+            "pad_token_id": tokenizer.pad_id}
 
 
-def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+def _write_json(path: Path, value: Json) -> None:
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

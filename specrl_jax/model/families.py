@@ -22,12 +22,7 @@ GGUF_NAMES = {
     "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
     "attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-
-
-def _nothing(fields: Fields) -> dict[str, Any]:
-    return {}
+    "ffn_down": "mlp.down_proj"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +47,7 @@ class Family:
     model_type: str
     hf_class: str
     architecture: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    read: Callable[[Fields], Mapping[str, Any]] = _nothing
+    read: Callable[[Fields], Mapping[str, Any]] = lambda fields: {}
     supported: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
     written: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     max_position: int = 2048

@@ -9,7 +9,7 @@ from typing import Any
 from specrl_jax.config import ConfigError
 
 LARGEST = 2**31  # sizes, ids and positions are int32
-REPAIR = "fetch the file again, or correct it"
+REPAIR = "correct it, or fetch the file again"
 
 
 @dataclasses.dataclass(frozen=True)

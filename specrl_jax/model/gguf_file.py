@@ -15,8 +15,8 @@ from specrl_jax.model.fields import REPAIR, Fields
 from specrl_jax.model.tensors import EMBED, FINAL_NORM, HEAD, Tensors, layer_name
 from specrl_jax.model.transformer import frequencies
 
-ROPE_FREQS = "rope_freqs.weight"
-TOP_NAMES = {"token_embd.weight": EMBED, "output_norm.weight": FINAL_NORM, "output.weight": HEAD}
+ROPE_FREQS, EMBEDDING = "rope_freqs.weight", "token_embd.weight"
+TOP_NAMES = {EMBEDDING: EMBED, "output_norm.weight": FINAL_NORM, "output.weight": HEAD}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,11 +33,7 @@ class GgufFile:
         return Fields(self.metadata, str(self.path))
 
     def get(self, key: str) -> Any:
-        """Returns the metadata value of `key`.
-
-        Raises:
-          ConfigError: there is no such key.
-        """
+        """Returns the metadata value of `key`; raises ConfigError if there is none."""
         if key not in self.metadata:
             raise ConfigError(f"{self.path}: metadata key {key} is missing; convert the model anew "
                               "with a current llama.cpp")
@@ -45,16 +41,14 @@ class GgufFile:
 
 
 def open_gguf(path: Path) -> GgufFile:
-    """Maps the file and reads its metadata; the data of tensors stays on disk.
-
-    Raises:
-      ConfigError: not a GGUF file, damaged, or one part of a split model.
-    """
+    """Maps the file and reads its metadata; the data of tensors stays on disk. Raises ConfigError
+    if it is no GGUF file, damaged, or a part of a split model."""
     try:
         reader = gguf.GGUFReader(path)
         metadata = {key: field.contents() for key, field in reader.fields.items()}
     except (ValueError, IndexError, KeyError) as error:
-        raise ConfigError(f"{path}: {_line(error)}; the file is no GGUF file or is damaged, "
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ConfigError(f"{path}: {reason}; the file is no GGUF file or is damaged, "
                           "fetch it again") from error
     if metadata.get("split.count", 1) not in (0, 1):
         raise ConfigError(f"{path}: one of {metadata['split.count']} parts; merge them with "
@@ -63,10 +57,8 @@ def open_gguf(path: Path) -> GgufFile:
 
 
 def gguf_architecture(file: GgufFile, family: str = "") -> Architecture:
-    """Returns the architecture that metadata and tensor shapes describe.
-
-    Args:
-      family: name in FAMILIES or package.module:name; empty is the file's general.architecture.
+    """Returns the architecture that metadata and tensor shapes describe. An empty `family` is the
+    file's general.architecture.
 
     Raises:
       ConfigError: another architecture, a missing key, or a RoPE scaling not known here.
@@ -93,33 +85,25 @@ def gguf_architecture(file: GgufFile, family: str = "") -> Architecture:
     _check_rope(file, kind, head_dim)
     epsilon = f"{kind}.attention.layer_norm_rms_epsilon"
     file.get(epsilon)
+    if EMBEDDING not in file.records:
+        raise ConfigError(f"{file.path}: tensor {EMBEDDING} is missing; fetch the file again")
     arch = Architecture(
-        vocab_size=_shape(_record(file, "token_embd.weight"))[0],
-        hidden_size=hidden,
-        intermediate_size=count("feed_forward_length"),
-        num_layers=count("block_count"),
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
+        vocab_size=_shape(file.records[EMBEDDING])[0], hidden_size=hidden,
+        intermediate_size=count("feed_forward_length"), num_layers=count("block_count"),
+        num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim,
         rope_theta=_exact(fields.number(f"{kind}.rope.freq_base", 10000.0)),
-        norm_eps=_exact(fields.number(epsilon)),
-        qkv_bias="blk.0.attn_q.bias" in file.records,
+        norm_eps=_exact(fields.number(epsilon)), qkv_bias="blk.0.attn_q.bias" in file.records,
         qk_norm="blk.0.attn_q_norm.weight" in file.records,
-        tied="output.weight" not in file.records,
-        max_position=count("context_length"),
-        family=family or kind,
-    )
+        tied="output.weight" not in file.records, max_position=count("context_length"),
+        family=family or kind)
     others = {name: x for name, x in found.architecture.items()
               if name not in ("qkv_bias", "qk_norm")}  # the file's tensors say these
     return dataclasses.replace(arch, rope_scaling=_rope_scaling(file, arch), **others)
 
 
 def gguf_tensors(file: GgufFile, arch: Architecture) -> Tensors:
-    """Returns the file's tensors by Llama's names, dequantised to float32 when read.
-
-    Raises:
-      ConfigError: a quantisation that the gguf package cannot dequantise.
-    """
+    """Returns the file's tensors by Llama's names, dequantised to float32 when read. Raises
+    ConfigError if the gguf package cannot dequantise one."""
     _check_quantisations(file)
     family = FAMILIES.resolve(arch.family)
     names = {_hf_name(name, family.gguf_names): name for name in file.records
@@ -129,26 +113,17 @@ def gguf_tensors(file: GgufFile, arch: Architecture) -> Tensors:
         record = file.records[names[name]]
         array = gguf.quants.dequantize(record.data, record.tensor_type)
         array = np.array(array, np.float32).reshape(_shape(record))  # not a view of the file
-        heads = _permuted_heads(arch, name) if family.gguf_interleaved else 0
-        return unpermute(array, heads) if heads else array
+        heads = {"q_proj": arch.num_heads, "k_proj": arch.num_kv_heads}.get(name.split(".")[-2], 0)
+        return unpermute(array, heads) if heads and family.gguf_interleaved else array
 
     return Tensors({hf: _shape(file.records[own]) for hf, own in names.items()}, read)
 
 
 def unpermute(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Returns rows in rotate-half order from rows in llama.cpp's order of interleaved RoPE.
-
-    Args:
-      weight: [heads * E, F]
+    """Returns rows [heads * E, F] in rotate-half order from llama.cpp's order of interleaved RoPE.
     """
     rows = weight.reshape(heads, -1, 2, *weight.shape[1:])
     return np.ascontiguousarray(rows.swapaxes(1, 2).reshape(weight.shape))
-
-
-def _permuted_heads(arch: Architecture, name: str) -> int:
-    """Returns the heads of a q or k matrix; 0 for other tensors."""
-    heads = {"q_proj": arch.num_heads, "k_proj": arch.num_kv_heads}
-    return heads.get(name.split(".")[-2], 0)
 
 
 def _hf_name(name: str, layer_names: Mapping[str, str]) -> str:
@@ -168,12 +143,6 @@ def _shape(record: gguf.ReaderTensor) -> tuple[int, ...]:
     return tuple(int(n) for n in reversed(record.shape))
 
 
-def _record(file: GgufFile, name: str) -> gguf.ReaderTensor:
-    if name not in file.records:
-        raise ConfigError(f"{file.path}: tensor {name} is missing; fetch the file again")
-    return file.records[name]
-
-
 def _check_quantisations(file: GgufFile) -> None:
     """Dequantises an empty block of each kind, so that a long load does not end in an error."""
     for kind in {record.tensor_type for record in file.records.values()}:
@@ -186,14 +155,12 @@ def _check_quantisations(file: GgufFile) -> None:
 
 
 def _check_rope(file: GgufFile, kind: str, head_dim: int) -> None:
-    rotated = file.metadata.get(f"{kind}.rope.dimension_count", head_dim)
-    if rotated != head_dim:
-        raise ConfigError(f"{file.path}: {kind}.rope.dimension_count = {rotated}: rotating only "
-                          f"a part of the {head_dim} dimensions of a head is not supported")
-    scaling = file.metadata.get(f"{kind}.rope.scaling.type", "none")
-    if scaling != "none":
-        raise ConfigError(f"{file.path}: {kind}.rope.scaling.type = {scaling!r} is not supported; "
-                          "choose a model without RoPE scaling, or with Llama 3's")
+    for name, wanted, reason in (
+            ("dimension_count", head_dim, "rotating only a part of a head is not supported"),
+            ("scaling.type", "none", "is not supported; choose a model without RoPE scaling, or "
+             "with Llama 3's")):
+        value = file.metadata.get(f"{kind}.rope.{name}", wanted)
+        file.fields.check(value == wanted, f"{kind}.rope.{name}", value, reason)
 
 
 def _rope_scaling(file: GgufFile, arch: Architecture) -> RopeScaling | None:
@@ -218,7 +185,3 @@ def _rope_scaling(file: GgufFile, arch: Architecture) -> RopeScaling | None:
 def _exact(value: Any) -> float:
     """Returns the shortest decimal of a float32: 1e-5, not 9.999999747378752e-06."""
     return float(str(np.float32(value)))
-
-
-def _line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -16,37 +16,17 @@ NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # gguf.TokenType
 WORDS = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s"
          r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
 
-
-def _gpt2() -> Any:
-    return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-
-
-def _digits() -> Any:
-    return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _gpt2()])
-
-
-def _words(digits: str) -> Any:
-    split = pre_tokenizers.Split(Regex(WORDS % digits), behavior="isolated")
-    return pre_tokenizers.Sequence(
-        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-
-
 WAY_OUT = "use the model's Hugging Face directory, which has tokenizer.json"
-PRE_TOKENIZERS: dict[str, Callable[[], Any]] = {
-    "gpt-2": _gpt2,
-    "smollm": _digits,
-    "llama-bpe": lambda: _words("{1,3}"),
-    "qwen2": lambda: _words(""),
-}
+# What splits a text before the byte-level step, by tokenizer.ggml.pre.
+SPLITS: dict[str, Any] = {
+    "gpt-2": None, "smollm": pre_tokenizers.Digits(individual_digits=True),
+    "llama-bpe": pre_tokenizers.Split(Regex(WORDS % "{1,3}"), behavior="isolated"),
+    "qwen2": pre_tokenizers.Split(Regex(WORDS % ""), behavior="isolated")}
 
 
 def gguf_tokenizer(file: GgufFile) -> tokenizer.Tokenizer:
-    """Returns the tokenizer and chat template that the file's metadata describes.
-
-    Raises:
-      ConfigError: neither byte-level nor SentencePiece BPE, an unknown pre-tokenizer, or
-        impossible metadata.
-    """
+    """Returns the tokenizer and chat template that the file's metadata describes. Raises
+    ConfigError if it is neither byte-level nor SentencePiece BPE, or the metadata is impossible."""
     kind = file.get("tokenizer.ggml.model")
     if not isinstance(kind, str) or kind not in MODELS:
         raise ConfigError(f"{file.path}: tokenizer.ggml.model = {kind!r} is not supported, only "
@@ -88,15 +68,16 @@ def _token(file: GgufFile, tokens: list[str], role: str) -> str | None:
 
 def _byte_level(file: GgufFile, vocab: dict[str, int]) -> Tokenizer:
     pre = file.get("tokenizer.ggml.pre")
-    if not isinstance(pre, str) or pre not in PRE_TOKENIZERS:
+    if not isinstance(pre, str) or pre not in SPLITS:
         raise ConfigError(f"{file.path}: tokenizer.ggml.pre = {pre!r} is not supported, only "
-                          f"{', '.join(PRE_TOKENIZERS)} are; {WAY_OUT}")
+                          f"{', '.join(SPLITS)} are; {WAY_OUT}")
     merges = file.fields.items("tokenizer.ggml.merges", str)
     merges = [tuple(merge.split(" ", 1)) for merge in merges]
     # Llama 3 encodes a word that is a token as that token, even if no merges produce it.
     model = models.BPE(vocab=vocab, merges=merges, ignore_merges=pre == "llama-bpe")
     backend = Tokenizer(model)
-    backend.pre_tokenizer = PRE_TOKENIZERS[pre]()
+    words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pre in ("gpt-2", "smollm"))
+    backend.pre_tokenizer = pre_tokenizers.Sequence([s for s in (SPLITS[pre], words) if s])
     backend.decoder = decoders.ByteLevel()
     if pre == "qwen2":
         backend.normalizer = normalizers.NFC()

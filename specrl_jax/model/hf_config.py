@@ -1,31 +1,24 @@
 """config.json of transformers 4 and 5: parsed to an Architecture, and written so both load it."""
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
 
+from specrl_jax.io.files import Json
 from specrl_jax.model.architecture import Architecture, RopeScaling
 from specrl_jax.model.families import FAMILIES, Family
 from specrl_jax.model.fields import REPAIR, Fields
 
 # Options that change the computation, with the only values that are computed here.
 SUPPORTED = {
-    "hidden_act": ("silu", None),
-    "attention_bias": (False, None),
-    "mlp_bias": (False, None),
-    "use_sliding_window": (False, None),
-    "partial_rotary_factor": (1.0, None),
-    "quantization_config": (None,),
-}
+    "hidden_act": ("silu", None), "attention_bias": (False, None), "mlp_bias": (False, None),
+    "use_sliding_window": (False, None), "partial_rotary_factor": (1.0, None),
+    "quantization_config": (None,)}
+
+SCALING = {"original_max_position": "original_max_position_embeddings"}  # ours -> config.json's
 
 
-def parse_config(config: Mapping[str, Any], path: str, family: str = "") -> Architecture:
-    """Returns the architecture that a config.json describes, in the form of transformers 4 or 5.
-
-    Args:
-      config: the file's content.
-      path: the file's name, for errors.
-      family: name in FAMILIES or package.module:name; empty is the file's model_type.
+def parse_config(config: Json, path: str, family: str = "") -> Architecture:
+    """Returns the architecture that a config.json of transformers 4 or 5 describes. An empty
+    `family` is the file's model_type; `path` is for errors.
 
     Raises:
       ConfigError: an unsupported model type or option, a missing key, or an impossible value.
@@ -38,48 +31,35 @@ def parse_config(config: Mapping[str, Any], path: str, family: str = "") -> Arch
     heads, kv_heads, head_dim = _heads(fields, found)
     rope = _rope(fields)
     arch = Architecture(
-        vocab_size=fields.count("vocab_size"),
-        hidden_size=fields.count("hidden_size"),
+        vocab_size=fields.count("vocab_size"), hidden_size=fields.count("hidden_size"),
         intermediate_size=fields.count("intermediate_size"),
-        num_layers=fields.count("num_hidden_layers"),
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
+        num_layers=fields.count("num_hidden_layers"), num_heads=heads, num_kv_heads=kv_heads,
+        head_dim=head_dim, rope_scaling=_rope_scaling(rope),
         rope_theta=(rope if "rope_theta" in rope.values else fields).number("rope_theta", 10000.0),
-        rope_scaling=_rope_scaling(rope),
         norm_eps=fields.number("rms_norm_eps", 1e-6),
         tied=fields.flag("tie_word_embeddings", False),
-        max_position=fields.count("max_position_embeddings", found.max_position),
-        family=str(name),
-    )
+        max_position=fields.count("max_position_embeddings", found.max_position), family=str(name))
     return dataclasses.replace(arch, **found.architecture, **found.read(fields))
 
 
-def write_config(arch: Architecture) -> dict[str, Any]:
+def write_config(arch: Architecture) -> Json:
     """Returns the config.json of `arch` with float32 weights, for both transformers 4 and 5."""
-    scaling, family = _scaling_dict(arch.rope_scaling), FAMILIES.resolve(arch.family)
+    family, scaling = FAMILIES.resolve(arch.family), None
+    if arch.rope_scaling is not None:
+        scaling = {SCALING.get(name, name): value
+                   for name, value in dataclasses.asdict(arch.rope_scaling).items()}
+        scaling |= {"rope_type": "llama3"}
     return {
-        "architectures": [family.hf_class],
-        "model_type": family.model_type,
-        "vocab_size": arch.vocab_size,
-        "hidden_size": arch.hidden_size,
-        "intermediate_size": arch.intermediate_size,
-        "num_hidden_layers": arch.num_layers,
-        "num_attention_heads": arch.num_heads,
-        "num_key_value_heads": arch.num_kv_heads,
-        "head_dim": arch.head_dim,
-        "hidden_act": "silu",
-        "rms_norm_eps": arch.norm_eps,
-        "max_position_embeddings": arch.max_position,
-        "tie_word_embeddings": arch.tied,
-        "rope_theta": arch.rope_theta,
-        "rope_scaling": scaling,
-        "rope_parameters": {"rope_theta": arch.rope_theta,
-                            **(scaling or {"rope_type": "default"})},
-        "torch_dtype": "float32",
-        "dtype": "float32",
-        **family.written,
-    }
+        "architectures": [family.hf_class], "model_type": family.model_type,
+        "vocab_size": arch.vocab_size, "hidden_size": arch.hidden_size,
+        "intermediate_size": arch.intermediate_size, "num_hidden_layers": arch.num_layers,
+        "num_attention_heads": arch.num_heads, "num_key_value_heads": arch.num_kv_heads,
+        "head_dim": arch.head_dim, "hidden_act": "silu", "rms_norm_eps": arch.norm_eps,
+        "max_position_embeddings": arch.max_position, "tie_word_embeddings": arch.tied,
+        "rope_theta": arch.rope_theta, "rope_scaling": scaling,
+        "rope_parameters": {"rope_theta": arch.rope_theta, "rope_type": "default"}
+        | (scaling or {}),
+        "torch_dtype": "float32", "dtype": "float32", **family.written}
 
 
 def _check_supported(fields: Fields, family: Family) -> None:
@@ -130,16 +110,5 @@ def _rope_scaling(rope: Fields) -> RopeScaling | None:
     low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
     rope.check(low < high, "high_freq_factor", high,
                f"must be larger than low_freq_factor = {low}; {REPAIR}")
-    return RopeScaling(
-        factor=rope.number("factor"), low_freq_factor=low, high_freq_factor=high,
-        original_max_position=rope.count("original_max_position_embeddings"),
-    )
-
-
-def _scaling_dict(scaling: RopeScaling | None) -> dict[str, Any] | None:
-    if scaling is None:
-        return None
-    return {"rope_type": "llama3", "factor": scaling.factor,
-            "low_freq_factor": scaling.low_freq_factor,
-            "high_freq_factor": scaling.high_freq_factor,
-            "original_max_position_embeddings": scaling.original_max_position}
+    return RopeScaling(rope.number("factor"), low, high,
+                       rope.count("original_max_position_embeddings"))

@@ -1,6 +1,5 @@
 """Models in a Hugging Face directory: config.json, safetensors (sharded or not), tokenizer."""
 
-import re
 import reprlib
 from pathlib import Path
 
@@ -20,14 +19,8 @@ DTYPES = ("F32", "F16", "BF16", "F64")
 
 
 def open_directory(directory: Path, family: str = "") -> tuple[Architecture, Tokenizer, Tensors]:
-    """Returns the contents of a model directory; the data of tensors stays on disk.
-
-    Args:
-      family: see `parse_config`.
-
-    Raises:
-      ConfigError: a file is missing, damaged or of a model that is not supported.
-    """
+    """Returns the contents of a model directory; the data of tensors stays on disk. Raises
+    ConfigError if a file is missing, damaged or of a model that is not supported."""
     path = directory / "config.json"
     arch = parse_config(read_json(path), str(path), family)
     tensors, found = safetensors_tensors(directory), FAMILIES.resolve(arch.family)
@@ -38,11 +31,8 @@ def open_directory(directory: Path, family: str = "") -> tuple[Architecture, Tok
 
 
 def safetensors_tensors(directory: Path) -> Tensors:
-    """Returns the tensors of all safetensors files of a model directory, float32 when read.
-
-    Raises:
-      ConfigError: a file is missing or damaged, or has tensors of a dtype not known here.
-    """
+    """Returns the tensors of all safetensors files of a model directory, float32 when read. Raises
+    ConfigError if a file is missing or damaged, or has tensors of a dtype not known here."""
     shapes: dict[str, Shape] = {}
     files = {}
     for path in _shards(directory):
@@ -68,11 +58,7 @@ def _shards(directory: Path) -> list[Path]:
 
 
 def open_tensors(path: Path) -> safetensors.safe_open:
-    """Opens a safetensors file.
-
-    Raises:
-      ConfigError: the file is missing or damaged.
-    """
+    """Opens a safetensors file. Raises ConfigError if the file is missing or damaged."""
     if not path.is_file():
         raise ConfigError(f"{path}: no such file; the download is incomplete, or the model was not "
                           "saved as safetensors (transformers' save_pretrained does)")
@@ -82,17 +68,9 @@ def open_tensors(path: Path) -> safetensors.safe_open:
         raise ConfigError(f"{path}: {error}; the file is damaged, fetch it again") from error
 
 
-def is_hub_id(name: str) -> bool:
-    """Returns whether `name` has the form org/name and is neither a file nor ./name."""
-    return bool(re.fullmatch(r"\w[\w.-]*/[\w.-]+", name)) and not name.endswith(".gguf")
-
-
 def fetch(name: str) -> Path:
     """Returns the local directory of a model on the Hugging Face hub; downloads it if needed.
-
-    Raises:
-      ConfigError: there is no such model, it needs a login, or the hub cannot be reached.
-    """
+    Raises ConfigError if there is no such model, it needs a login, or the hub cannot be reached."""
     try:
         return Path(huggingface_hub.snapshot_download(
             name, allow_patterns=["*.json", "*.safetensors", "*.jinja"]))

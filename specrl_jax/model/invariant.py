@@ -20,14 +20,8 @@ _MULTIPLE = 16  # of features, and of a cache's segments
 
 
 def check_possible(arch: Architecture, dtype: str, tensor: int) -> None:
-    """Checks that model.numerics = "invariant" can work.
-
-    Args:
-      tensor: devices that share a model's weights.
-
-    Raises:
-      ConfigError: it cannot; the message has the reason.
-    """
+    """Raises ConfigError with the reason if model.numerics = "invariant" cannot work on a mesh in
+    which `tensor` devices share a model's weights."""
     def refuse(reason: object) -> None:
         check(False, "model.numerics", "invariant", f"{reason}; use default")
 

@@ -14,10 +14,8 @@ Carry = TypeVar("Carry")
 def for_rows(source: Array, body: Callable[[Array, Array, Carry], Carry], carry: Carry) -> Carry:
     """Runs carry = body(b, source[b], carry) for each row b with source[b] >= 0, in order.
 
-    There are as many iterations as such rows: filling one slot does not rewrite the others.
-
-    Args:
-      source: i32[B].
+    `source` is i32[B]. There are as many iterations as such rows: filling one slot does not rewrite
+    the others.
     """
     wanted = source >= 0
     order = jnp.argsort(~wanted, stable=True).astype(jnp.int32)

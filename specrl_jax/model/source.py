@@ -31,11 +31,8 @@ class Actor:
         return self.source.source if self.run is None else f"{self.run}, step {self.step}"
 
     def params(self, mesh: Mesh) -> Params:
-        """Reads the weights, float32, sharded for rollouts.
-
-        Raises:
-          ConfigError: the checkpoint is missing, damaged, or of another model.
-        """
+        """Reads the weights, float32, sharded for rollouts. Raises ConfigError if the checkpoint is
+        missing, damaged, or of another model."""
         described = architecture.describe(self.source.arch)
         places = sharding.shardings(described, sharding.ROLLOUT_RULES, mesh, architecture.is_param)
         if self.step == 0 or self.run is None:
@@ -43,7 +40,6 @@ class Actor:
         abstract = jax.tree.map(
             lambda param, place: jax.ShapeDtypeStruct(param.shape, jnp.float32, sharding=place),
             described, places, is_leaf=architecture.is_param)
-        assert self.run is not None  # a step belongs to a run
         return restore_part(self.run / CHECKPOINTS, self.step, "actor", abstract)
 
 
@@ -57,26 +53,21 @@ def open_actor(config: Config, run: Path | None = None, step: int | None = None)
     Raises:
       ConfigError: there is no such model or run, or the run has no checkpoint.
     """
-    if run is None:
-        if step:
-            raise ConfigError(f"--step={step}: a step is a run's; name the run with --run=DIR")
-        return Actor(weights.describe_source(config.model.path, family=config.model.family))
-    if step is None:
+    if run is None and step:
+        raise ConfigError(f"--step={step}: a step is a run's; name the run with --run=DIR")
+    if run is not None and step is None:
         step = max(list_steps(run / CHECKPOINTS), default=0)
         if step == 0:
             raise ConfigError(f"{run / CHECKPOINTS}: no complete checkpoint; wait for one, or give "
                               f"--step=0 for the initial weights")
-    at_least(0, step=step)
+    at_least(0, step=step or 0)
     source = weights.describe_source(config.model.path, family=config.model.family)
-    return Actor(source, run, step)
+    return Actor(source, run, step or 0)
 
 
 def run_config(run: Path) -> Config:
-    """Reads the configuration that a run was started with.
-
-    Raises:
-      ConfigError: the directory holds no run, or one of another version.
-    """
+    """Reads the configuration that a run was started with. Raises ConfigError if the directory
+    holds no run, or one of another version."""
     stored = read_config(run)
     if stored is None:
         raise ConfigError(f"{run / CONFIG}: no such file; give the working directory of a run")

@@ -5,12 +5,12 @@ Shape letters as in structs.py; R = H / G query heads a key-value head, I = MLP 
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
 
 import numpy as np
 
 from specrl_jax.config import ConfigError
 from specrl_jax.model.architecture import Architecture
+from specrl_jax.structs import Params
 
 Shape = tuple[int, ...]
 
@@ -33,17 +33,12 @@ def layer_shapes(arch: Architecture) -> dict[str, Shape]:
     """Returns shapes by the name within a layer, [out, in] for matrices."""
     f, e, i = arch.hidden_size, arch.head_dim, arch.intermediate_size
     q, kv = arch.num_heads * e, arch.num_kv_heads * e
-    shapes: dict[str, Shape] = {
-        "input_layernorm.weight": (f,),
-        "self_attn.q_proj.weight": (q, f),
-        "self_attn.k_proj.weight": (kv, f),
-        "self_attn.v_proj.weight": (kv, f),
-        "self_attn.o_proj.weight": (f, q),
-        "post_attention_layernorm.weight": (f,),
-        "mlp.gate_proj.weight": (i, f),
-        "mlp.up_proj.weight": (i, f),
-        "mlp.down_proj.weight": (f, i),
-    }
+    shapes: dict[str, Shape] = {  # in the order in which random models draw them
+        "input_layernorm.weight": (f,), "self_attn.q_proj.weight": (q, f),
+        "self_attn.k_proj.weight": (kv, f), "self_attn.v_proj.weight": (kv, f),
+        "self_attn.o_proj.weight": (f, q), "post_attention_layernorm.weight": (f,),
+        "mlp.gate_proj.weight": (i, f), "mlp.up_proj.weight": (i, f),
+        "mlp.down_proj.weight": (f, i)}
     if arch.qkv_bias:
         shapes |= {"self_attn.q_proj.bias": (q,), "self_attn.k_proj.bias": (kv,),
                    "self_attn.v_proj.bias": (kv,)}
@@ -66,8 +61,7 @@ def tensor_shapes(arch: Architecture) -> dict[str, Shape]:
 def check_tensors(arch: Architecture, shapes: Mapping[str, Shape], source: str) -> None:
     """Raises ConfigError unless a checkpoint's tensors are exactly those of `arch`.
 
-    Raises:
-      ConfigError: a tensor is missing, has another shape, or is one the model does not know.
+    A tied head and RoPE's inverse frequencies are redundant and may be there.
     """
     if arch.num_layers > len(shapes):  # before anything is made for each layer
         raise ConfigError(f"{source}: {arch.num_layers} layers are asked for, but there are only "
@@ -83,28 +77,20 @@ def check_tensors(arch: Architecture, shapes: Mapping[str, Shape], source: str) 
         if tuple(shapes[name]) != shape:
             raise ConfigError(f"{source}: tensor {name} has shape {tuple(shapes[name])}, but the "
                               f"configuration wants {shape}; take both from one model")
-    unknown = [name for name in shapes if name not in wanted and not _ignorable(name)]
+    unknown = [name for name in shapes if name not in wanted and name != HEAD
+               and not name.endswith("rotary_emb.inv_freq")]
     if unknown:
         raise ConfigError(f"{source}: unknown tensor {unknown[0]}; a {arch.family} model of this "
                           "configuration has no such tensor, so it would be computed wrongly; take "
                           "both from one model, of a supported kind")
 
 
-def _ignorable(name: str) -> bool:
-    """Returns whether a tensor is redundant: a tied head, or RoPE's inverse frequencies."""
-    return name == HEAD or name.endswith("rotary_emb.inv_freq")
-
-
-def pack(arch: Architecture, tensors: Tensors) -> dict[str, Any]:
+def pack(arch: Architecture, tensors: Tensors) -> Params:
     """Returns the parameter tree of architecture.describe, float32 numpy arrays."""
-    params = {
-        "embed": tensors.read(EMBED),
-        "final_norm": tensors.read(FINAL_NORM),
-        "layers": [_pack_layer(arch, tensors, layer) for layer in range(arch.num_layers)],
-    }
-    if not arch.tied:
-        params["head"] = tensors.read(HEAD)
-    return params
+    layers = [_pack_layer(arch, tensors, layer) for layer in range(arch.num_layers)]
+    params = {"embed": tensors.read(EMBED), "final_norm": tensors.read(FINAL_NORM),
+              "layers": layers}
+    return params if arch.tied else params | {"head": tensors.read(HEAD)}
 
 
 def _pack_layer(arch: Architecture, tensors: Tensors, layer: int) -> dict[str, np.ndarray]:
@@ -132,7 +118,7 @@ def _pack_layer(arch: Architecture, tensors: Tensors, layer: int) -> dict[str, n
     return packed
 
 
-def unpack(arch: Architecture, params: Mapping[str, Any]) -> Iterable[tuple[str, np.ndarray]]:
+def unpack(arch: Architecture, params: Params) -> Iterable[tuple[str, np.ndarray]]:
     """Yields (name, array) pairs, the inverse of `pack`, with one layer on the host at a time."""
     yield EMBED, np.asarray(params["embed"])
     for layer, packed in enumerate(params["layers"]):
@@ -143,7 +129,7 @@ def unpack(arch: Architecture, params: Mapping[str, Any]) -> Iterable[tuple[str,
         yield HEAD, np.asarray(params["head"])
 
 
-def _unpack_layer(arch: Architecture, packed: Mapping[str, Any]) -> dict[str, np.ndarray]:
+def _unpack_layer(arch: Architecture, packed: Params) -> dict[str, np.ndarray]:
     packed = {name: np.asarray(x) for name, x in packed.items()}
     r, shapes = arch.group, layer_shapes(arch)
     parts = {

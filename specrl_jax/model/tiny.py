@@ -32,36 +32,27 @@ def random_tensors(arch: Architecture, seed: int) -> Tensors:
 
     NumPy guarantees that streams of RandomState never change, so golden files can rely on them.
     """
-    rng = np.random.RandomState(seed)
-    arrays = {name: _draw(rng, name, shape) for name, shape in tensor_shapes(arch).items()}
-    return Tensors({name: x.shape for name, x in arrays.items()}, arrays.__getitem__)
+    rng, shapes = np.random.RandomState(seed), tensor_shapes(arch)
 
+    def draw(name: str) -> np.ndarray:
+        noise = rng.standard_normal(shapes[name])
+        if noise.ndim == 1:
+            return (0.1 * noise + ("bias" not in name)).astype(np.float32)
+        scale = 2 if name in (EMBED, HEAD) else 1
+        return (scale * noise / noise.shape[1] ** 0.5).astype(np.float32)
 
-def _draw(rng: np.random.RandomState, name: str, shape: tuple[int, ...]) -> np.ndarray:
-    noise = rng.standard_normal(shape)
-    if name in (EMBED, HEAD):
-        drawn = 2 * noise / shape[1] ** 0.5
-    elif len(shape) == 1:
-        drawn = 0.1 * noise + ("bias" not in name)
-    else:
-        drawn = noise / shape[1] ** 0.5
-    return drawn.astype(np.float32)
+    return Tensors(shapes, {name: draw(name) for name in shapes}.__getitem__)
 
 
 def byte_tokenizer() -> Tokenizer:
     """Returns a tokenizer with one token for each byte, then special tokens from id 256."""
-    letters = _byte_letters()
-    vocab = {letter: byte for byte, letter in enumerate(letters)}
+    # A byte's letter is GPT-2's: itself if it is printable, or the next free one from U+0100.
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    spare = iter(range(256, 512))
+    vocab = {chr(byte if byte in printable else next(spare)): byte for byte in range(256)}
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(list(SPECIAL))
     return Tokenizer(backend, CHATML, bos_token="<|im_start|>", eos_token="<|im_end|>",
                      pad_token="<|endoftext|>")
-
-
-def _byte_letters() -> list[str]:
-    """Returns GPT-2's printable letter of each byte: itself, or the next free one from U+0100."""
-    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    spare = iter(range(256, 512))
-    return [chr(byte if byte in printable else next(spare)) for byte in range(256)]

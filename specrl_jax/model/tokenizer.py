@@ -2,6 +2,7 @@
 
 import dataclasses
 import datetime
+import functools
 import hashlib
 import json
 import reprlib
@@ -16,7 +17,8 @@ import tokenizers
 from tokenizers import decoders
 
 from specrl_jax.config import ConfigError
-from specrl_jax.model.fields import LARGEST
+from specrl_jax.io.files import Json
+from specrl_jax.model.fields import LARGEST, REPAIR, Fields
 
 SPECIAL = ("bos_token", "eos_token", "pad_token")
 TURN_ENDS = ("<|im_end|>", "<|eot_id|>")  # end an assistant's turn in any model
@@ -40,11 +42,8 @@ class Tokenizer:
         return hashlib.sha256(json.dumps(vocab).encode()).hexdigest()[:16]
 
     def encode(self, text: str) -> list[int]:
-        """Returns the token ids of `text`, including special tokens in it; adds none.
-
-        Raises:
-          ConfigError: the text has surrogates, which stand for bytes that are not UTF-8.
-        """
+        """Returns the token ids of `text`, including special tokens in it; adds none. Raises
+        ConfigError if the text has surrogates, which stand for bytes that are not UTF-8."""
         try:
             return self.backend.encode(text, add_special_tokens=False).ids
         except TypeError as error:
@@ -62,10 +61,9 @@ class Tokenizer:
 
     def chat(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True,
              **variables: Any) -> str:
-        """Returns the prompt text of a conversation.
+        """Returns the prompt text of a conversation of dicts with "role" and "content".
 
         Args:
-          messages: dicts with "role" and "content".
           add_generation_prompt: end with the opening of the assistant's turn.
           variables: other variables of the template, such as enable_thinking or date_string.
 
@@ -75,8 +73,7 @@ class Tokenizer:
         if self.template is None:
             raise ConfigError("chat_template: this tokenizer has none; add chat_template.jinja to "
                               "the model directory, or use an instruction-tuned model")
-        special = {"bos_token": self.bos_token or "", "eos_token": self.eos_token or "",
-                   "pad_token": self.pad_token or ""}
+        special = {name: getattr(self, name) or "" for name in SPECIAL}
         try:
             return _environment().from_string(self.template).render(**{
                 "messages": list(messages), "tools": None, "documents": None,
@@ -107,11 +104,8 @@ class Tokenizer:
 
 
 def read_tokenizer(directory: Path) -> Tokenizer:
-    """Returns the tokenizer of a Hugging Face directory.
-
-    Raises:
-      ConfigError: tokenizer.json is missing, or a file cannot be read.
-    """
+    """Returns the tokenizer of a Hugging Face directory. Raises ConfigError if tokenizer.json is
+    missing, or a file cannot be read."""
     path = directory / "tokenizer.json"
     if not path.is_file():
         raise ConfigError(f"{path}: no such file; save the tokenizer with transformers' "
@@ -120,22 +114,21 @@ def read_tokenizer(directory: Path) -> Tokenizer:
         raise ConfigError(f"{path}: key model is missing; the file is damaged, fetch it again")
     settings = _settings(directory / "special_tokens_map.json")
     settings |= _settings(directory / "tokenizer_config.json")
-    return Tokenizer(
-        backend=_backend(path),
-        template=_template(directory, settings),
-        bos_token=settings.get("bos_token"),
-        eos_token=settings.get("eos_token"),
-        pad_token=settings.get("pad_token"),
-        eos_ids=_eos_ids(directory),
-    )
+    template = directory / "chat_template.jinja"
+    if template.is_file():
+        try:
+            settings["chat_template"] = template.read_text(encoding="utf-8")
+        except ValueError as error:
+            raise ConfigError(f"{template}: {error}; the file is damaged, fetch it again"
+                              ) from error
+    bos, eos, pad = (settings.get(name) for name in SPECIAL)
+    return Tokenizer(_backend(path), settings.get("chat_template"), bos, eos, pad,
+                     _eos_ids(directory))
 
 
-def read_json(path: Path, optional: bool = False) -> dict[str, Any]:
-    """Returns the object in a JSON file; {} if an optional file is missing.
-
-    Raises:
-      ConfigError: the file is missing or is not a JSON object.
-    """
+def read_json(path: Path, optional: bool = False) -> Json:
+    """Returns the object in a JSON file; {} if an optional file is missing. Raises ConfigError if
+    the file is missing or is not a JSON object."""
     if not path.is_file():
         if optional:
             return {}
@@ -150,11 +143,7 @@ def read_json(path: Path, optional: bool = False) -> dict[str, Any]:
 
 
 def _backend(path: Path) -> tokenizers.Tokenizer:
-    """Returns the tokenizer in tokenizer.json.
-
-    Raises:
-      ConfigError: the file does not describe a tokenizer with tokens.
-    """
+    """Returns the tokenizer in tokenizer.json; raises ConfigError if it has no tokens."""
     try:
         backend = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises a bare Exception, whatever is wrong
@@ -167,60 +156,39 @@ def _backend(path: Path) -> tokenizers.Tokenizer:
 
 def _settings(path: Path) -> dict[str, str | None]:
     """Returns the special tokens and the chat template in a file of settings."""
-    found = read_json(path, optional=True)
-    settings = {key: _content(path, key, found[key]) for key in SPECIAL if key in found}
-    if "chat_template" in found:
-        settings["chat_template"] = _default_template(path, found["chat_template"])
+    found = Fields(read_json(path, optional=True), str(path))
+    settings: dict[str, str | None] = {}
+    for key in SPECIAL:
+        token = found.values.get(key)
+        text = token.get("content") if isinstance(token, dict) else token
+        found.check(token is None or isinstance(text, str), key, token,
+                    f'must be a string, an object with a string "content", or null; {REPAIR}')
+        if key in found.values:
+            settings[key] = text
+    if "chat_template" in found.values:
+        value = found.values["chat_template"]  # or a list of templates by name
+        named = {"default": value}
+        if isinstance(value, list) and all(
+                isinstance(t, dict) and isinstance(t.get("name"), str)
+                and isinstance(t.get("template"), str) for t in value):
+            named = {t["name"]: t["template"] for t in value}
+        template = settings["chat_template"] = named.get("default")
+        found.check(template is None or isinstance(template, str), "chat_template", value,
+                    "must be a string, or a list of objects with the strings name and template; "
+                    f"{REPAIR}")
     return settings
 
 
 def _eos_ids(directory: Path) -> tuple[int, ...]:
     for name in ("generation_config.json", "config.json"):
-        path = directory / name
-        eos = read_json(path, optional=True).get("eos_token_id")
+        found = Fields(read_json(directory / name, optional=True), str(directory / name))
+        eos = found.values.get("eos_token_id")
         if eos is not None:
             ids = tuple(eos) if isinstance(eos, list) else (eos,)
-            _check(all(type(i) is int and 0 <= i < LARGEST for i in ids), path, "eos_token_id", eos,
-                   "must be a token id or a list of them")
+            found.check(all(type(i) is int and 0 <= i < LARGEST for i in ids), "eos_token_id", eos,
+                        f"must be a token id or a list of them; {REPAIR}")
             return ids
     return ()
-
-
-def _content(path: Path, key: str, token: Any) -> str | None:
-    """Returns a special token's text: a string, or the "content" of a dict."""
-    text = token.get("content") if isinstance(token, dict) else token
-    _check(token is None or isinstance(text, str), path, key, token,
-           'must be a string, an object with a string "content", or null')
-    return text
-
-
-def _default_template(path: Path, value: Any) -> str | None:
-    """Returns the template, or the default one of a list of objects with name and template."""
-    named = {"default": value}
-    if isinstance(value, list):
-        ok = all(isinstance(t, dict) and isinstance(t.get("name"), str)
-                 and isinstance(t.get("template"), str) for t in value)
-        named = {t["name"]: t["template"] for t in value} if ok else named
-    template = named.get("default")
-    _check(template is None or isinstance(template, str), path, "chat_template", value,
-           "must be a string, or a list of objects with the strings name and template")
-    return template
-
-
-def _template(directory: Path, settings: Mapping[str, str | None]) -> str | None:
-    path = directory / "chat_template.jinja"
-    if not path.is_file():
-        return settings.get("chat_template")
-    try:
-        return path.read_text(encoding="utf-8")
-    except ValueError as error:
-        raise ConfigError(f"{path}: {error}; the file is damaged, fetch it again") from error
-
-
-def _check(ok: bool, path: Path, key: str, value: Any, way_out: str) -> None:
-    if not ok:
-        raise ConfigError(f"{path}: {key} = {reprlib.repr(value)}: {way_out}; correct it, or "
-                          "fetch the file again")
 
 
 def _one_line(error: Exception) -> str:
@@ -241,19 +209,12 @@ def _environment() -> jinja2.Environment:
     """Returns a sandbox with the settings and functions that Hugging Face templates need."""
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _Generation])
-    environment.filters["tojson"] = _to_json
-    environment.globals |= {"raise_exception": _raise, "strftime_now": _strftime_now}
+    # Unlike jinja2's own filter, this one does not escape HTML characters.
+    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
+    environment.globals |= {"raise_exception": _raise,
+                            "strftime_now": lambda form: datetime.datetime.now().strftime(form)}
     return environment
-
-
-def _to_json(value: Any, indent: int | None = None, **options: Any) -> str:
-    """Returns JSON; unlike jinja2's own tojson, it does not escape HTML characters."""
-    return json.dumps(value, ensure_ascii=False, indent=indent, **options)
 
 
 def _raise(message: str) -> None:
     raise jinja2.TemplateError(message)
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.datetime.now().strftime(form)

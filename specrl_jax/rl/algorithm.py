@@ -17,10 +17,6 @@ class Algorithm(NamedTuple):
 
 
 def resolve(config: RLConfig) -> Algorithm:
-    """Returns the functions that `config` names.
-
-    Raises:
-      ConfigError: a name is unknown.
-    """
+    """Returns the functions that `config` names. Raises ConfigError if a name is unknown."""
     return Algorithm(ADVANTAGES.resolve(config.advantage), LOSSES.resolve(config.loss),
                      CORRECTIONS.resolve(config.correction))

@@ -25,7 +25,7 @@ class LearnerState(struct.PyTreeNode):
     """What an update replaces."""
 
     params: Params  # float32 master weights
-    optimizer: Any
+    optimizer: optax.OptState
 
 
 class Batch(struct.PyTreeNode):
@@ -55,10 +55,8 @@ class Totals(struct.PyTreeNode):
 
 
 def make_optimizer(config: LearnerConfig) -> optax.GradientTransformation:
-    """Returns AdamW behind clipping by global norm; the rate is constant after a linear warm-up.
-
-    It does not depend on `steps`, so that a run can be extended.
-    """
+    """Returns AdamW behind clipping by global norm; the rate is constant after a linear warm-up. It
+    does not depend on `steps`, so that a run can be extended."""
     schedule = optax.linear_schedule(
         config.learning_rate / (config.warmup_steps + 1), config.learning_rate,
         config.warmup_steps)
@@ -125,37 +123,23 @@ def _layout(rollout: Rollout, sequences_per_row: int) -> dict[str, np.ndarray]:
     return joined | {"predicted_at": np.broadcast_to(predicted_at, live.shape).astype(np.int32)}
 
 
-def response_logits(arch: Architecture, params: Params, batch: Batch, remat: bool = False) -> Array:
-    """Returns logits over temperature at each response token of one micro-batch, f32[V, b, k, T].
-
-    Args:
-      batch: one micro-batch, with fields [b, ...].
-    """
+def response_logprobs(arch: Architecture, params: Params, batch: Batch, remat: bool
+                      ) -> tuple[Array, Array]:
+    """Returns logits over temperature f32[V, b, k, T] and log-probabilities f32[b, k, T] of the
+    response tokens of one micro-batch with fields [b, ...], without truncation."""
     hidden, _, _ = transformer.hidden_states(
         arch, params, batch.tokens, batch.position, batch.segment, remat)
     rows, k, buffer = batch.predicted_at.shape
     picked = jnp.take_along_axis(hidden, batch.predicted_at.reshape(1, rows, -1), axis=2)
     logits = transformer.logits(arch, params, picked).reshape(-1, rows, k, buffer)
-    return logits / batch.temperature[None, :, :, None]
-
-
-def response_logprobs(logits: Array, batch: Batch) -> Array:
-    """Returns the log-probability of each response token, f32[b, k, T], without truncation.
-
-    Args:
-      logits: f32[V, b, k, T], over temperature.
-    """
+    logits = logits / batch.temperature[None, :, :, None]
     chosen = jnp.take_along_axis(logits, batch.response[None], axis=0)[0]
-    return chosen - jax.nn.logsumexp(logits, axis=0)
+    return logits, chosen - jax.nn.logsumexp(logits, axis=0)
 
 
 def score(arch: Architecture, remat: bool, params: Params, batch: Batch) -> Array:
     """Returns the log-probabilities of a whole batch, f32[n, b, k, T], without gradients."""
-
-    def of_micro_batch(micro: Batch) -> Array:
-        return response_logprobs(response_logits(arch, params, micro, remat), micro)
-
-    return jax.lax.map(of_micro_batch, batch)
+    return jax.lax.map(lambda micro: response_logprobs(arch, params, micro, remat)[1], batch)
 
 
 def update(arch: Architecture, config: Config, state: LearnerState, batch: Batch, totals: Totals,
@@ -196,20 +180,12 @@ def update(arch: Architecture, config: Config, state: LearnerState, batch: Batch
 def first_gap(arch: Architecture, remat: bool, params: Params, batch: Batch) -> dict[str, Array]:
     """Returns the gap's metrics f32[] over the first micro-batch, from one forward."""
     first = jax.tree.map(lambda a: a[0], batch)
-    logprob = response_logprobs(response_logits(arch, params, first, remat), first)
-    return _means(gap_sums(logprob, first))
+    return _means(gap_sums(response_logprobs(arch, params, first, remat)[1], first))
 
 
 def gap_sums(logprob: Array, batch: Batch) -> dict[str, Array]:
-    """Returns sums of the absolute differences of rollout's and learner's log-probabilities.
-
-    Args:
-      logprob: f32[b, k, T] of the learner; no gradient flows.
-      batch: one micro-batch, fields [b, ...].
-
-    Returns:
-      f32[]: logprob_gap, their sum; logprob_gap_max; logprob_gap_tokens, their number.
-    """
+    """Returns sum, largest value and number (f32[] each) of the absolute differences of rollout's
+    and learner's log-probabilities f32[b, k, T] of a micro-batch; no gradient flows."""
     mask = response_mask(batch)
     gap = jnp.where(mask, jnp.abs(jax.lax.stop_gradient(logprob) - batch.rollout_logprob), 0)
     return {"logprob_gap": gap.sum(), "logprob_gap_max": gap.max(),
@@ -239,19 +215,17 @@ def apply(optimizer: optax.GradientTransformation, state: LearnerState, grads: P
         params: Any = optax.apply_updates(state.params, updates)
         return LearnerState(params, optimizer_state)
 
-    return (jax.lax.cond(finite, step, lambda _: state, None), finite.astype(jnp.float32), norm)
+    return jax.lax.cond(finite, step, lambda _: state, None), finite.astype(jnp.float32), norm
 
 
 def micro_loss(arch: Architecture, config: Config, totals: Totals, params: Params, batch: Batch,
                old: Array | None, reference: Array | None) -> tuple[Array, dict[str, Array]]:
-    """Returns a micro-batch's share of the loss f32[], and sums of its metrics over tokens.
-
-    The metrics are those of `losses.sequence_terms` and `gap_sums`, and policy/entropy.
-    """
+    """Returns a micro-batch's share of the loss f32[], and sums over tokens of policy/entropy and
+    the metrics of `losses.sequence_terms` and `gap_sums`."""
     rl = config.rl
     _, loss, correction = algorithm.resolve(rl)
-    logits = response_logits(arch, params, batch, config.learner.remat)
-    logprob, mask = response_logprobs(logits, batch), response_mask(batch)
+    logits, logprob = response_logprobs(arch, params, batch, config.learner.remat)
+    mask = response_mask(batch)
 
     def sequence_loss(logprob: Array, mask: Array, advantage: Array, rollout_logprob: Array,
                       old: Array, reference: Array | None) -> tuple[Array, dict[str, Array]]:

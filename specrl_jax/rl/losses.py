@@ -21,7 +21,13 @@ NORMALIZERS = ("token", "sequence", "constant")
 
 
 class Loss(Protocol):
-    """Returns the loss of each token of one sequence, f32[T]; keyword arguments only."""
+    """Returns the loss of each token of one sequence, f32[T]; keyword arguments only.
+
+    Args:
+      logprob, old_logprob: f32[T], of the policy that learns and of the one that sampled.
+      advantage: f32[].
+      clip_low, clip_high: distances from 1 at which the ratio may be clipped.
+    """
 
     def __call__(self, *, logprob: Array, old_logprob: Array, advantage: Array,
                  clip_low: float | Array, clip_high: float | Array) -> Array: ...
@@ -31,15 +37,9 @@ LOSSES: Registry[Loss] = Registry("rl.loss", Callable)
 
 
 @LOSSES.register("ppo_clip")
-def clipped_surrogate(
-    *,
-    logprob: Array,  # f32[T]
-    old_logprob: Array,  # f32[T]
-    advantage: Array,  # f32[]
-    clip_low: float | Array,
-    clip_high: float | Array,
-) -> Array:
-    """Returns the clipped surrogate loss of each token, f32[T].
+def clipped_surrogate(*, logprob: Array, old_logprob: Array, advantage: Array,
+                      clip_low: float | Array, clip_high: float | Array) -> Array:
+    """Returns the clipped surrogate loss of each token, f32[T]; see `Loss` for the arguments.
 
     `-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)` with `r = exp(logprob - old_logprob)`: PPO,
     arXiv:1707.06347, equation 7; with one advantage a sequence, GRPO, arXiv:2402.03300, equation 3.
@@ -59,14 +59,8 @@ def clipped_surrogate(
     return -jnp.where(clipped, bound, ratio) * advantage
 
 
-def clip_indicator(
-    *,
-    logprob: Array,  # f32[T]
-    old_logprob: Array,  # f32[T]
-    advantage: Array,  # f32[]
-    clip_low: float | Array,
-    clip_high: float | Array,
-) -> Array:
+def clip_indicator(*, logprob: Array, old_logprob: Array, advantage: Array,
+                   clip_low: float | Array, clip_high: float | Array) -> Array:
     """Returns where the clip binds and so stops the gradient, bool[T].
 
     PPO, arXiv:1707.06347, figure 1: the ratio lies above `1 + clip_high` and the advantage is
@@ -75,7 +69,7 @@ def clip_indicator(
     Raises:
       TypeError: an argument has the wrong rank, length or dtype.
     """
-    _check_vectors(logprob=logprob, old_logprob=old_logprob)
+    _check(1, logprob=logprob, old_logprob=old_logprob)
     _check(0, advantage=advantage)
     ratio = jnp.exp(jax.lax.stop_gradient(logprob - old_logprob))
     above = (advantage > 0) & (ratio > 1.0 + clip_high)
@@ -83,29 +77,23 @@ def clip_indicator(
     return above | below
 
 
-def kl_k3(
-    *,
-    logprob: Array,  # f32[T] of the policy that sampled, q
-    reference: Array,  # f32[T] of the other policy, p
-) -> Array:
+def kl_k3(*, logprob: Array, reference: Array) -> Array:
     """Returns an estimate of KL(q || p) from each token, f32[T]; never negative.
 
     `p/q - 1 - log(p/q)`: Schulman's k3 (joschu.net/blog/kl-approx.html), DeepSeekMath,
-    arXiv:2402.03300, equation 4. Gradients flow through `logprob` only.
+    arXiv:2402.03300, equation 4. `logprob` f32[T] is of the policy that sampled, q; gradients flow
+    through it only. `reference` f32[T] is of the other policy, p.
 
     Raises:
       TypeError: an argument has the wrong rank, length or dtype.
     """
-    _check_vectors(logprob=logprob, reference=reference)
+    _check(1, logprob=logprob, reference=reference)
     log_ratio = jax.lax.stop_gradient(reference) - logprob
     return jnp.expm1(log_ratio) - log_ratio
 
 
-def entropy(
-    *,
-    logits: Array,  # f32[V, ...]
-) -> Array:
-    """Returns the entropy in nats of each distribution, f32[...]. Logits may be -inf.
+def entropy(*, logits: Array) -> Array:
+    """Returns the entropy in nats of each distribution f32[V, ...], f32[...]; logits may be -inf.
 
     Both reductions over V read `logits` alone, so no second array of that size is needed.
 
@@ -118,25 +106,19 @@ def entropy(
     return -jnp.sum(jnp.exp(logp) * jnp.where(logp > -jnp.inf, logp, 0.0), axis=0)
 
 
-def sequence_terms(
-    *,
-    loss: Loss,
-    correction: Correction,
-    logprob: Array,  # f32[T]
-    old_logprob: Array,  # f32[T]
-    rollout_logprob: Array,  # f32[T]
-    reference: Array | None,  # f32[T]; None leaves the KL out
-    advantage: Array,  # f32[]
-    mask: Array,  # bool[T] tokens that count
-    clip_low: float | Array,
-    clip_high: float | Array,
-    kl: float | Array,
-) -> tuple[Array, dict[str, Array]]:
+def sequence_terms(*, loss: Loss, correction: Correction, logprob: Array, old_logprob: Array,
+                   rollout_logprob: Array, reference: Array | None, advantage: Array, mask: Array,
+                   clip_low: float | Array, clip_high: float | Array, kl: float | Array
+                   ) -> tuple[Array, dict[str, Array]]:
     """Returns loss terms and metrics of each token of one sequence.
 
     GRPO, arXiv:2402.03300, equation 3: the policy loss, times the correction's weight, plus `kl`
     times k3 to the reference. Masked positions may hold anything, NaN included: their terms,
     metrics and gradients are 0.
+
+    Args:
+      rollout_logprob, reference: f32[T]; reference None leaves the KL out. See `Loss` for others.
+      mask: bool[T], tokens that count.
 
     Returns:
       The loss terms, f32[T], for `token_weights`, and f32[T] metrics without gradients:
@@ -145,7 +127,7 @@ def sequence_terms(
     Raises:
       TypeError: an argument has the wrong rank, length or dtype.
     """
-    _check_mask(mask)
+    _check(1, jnp.bool_, mask=mask)
     logprob, old_logprob = _masked(mask, logprob), _masked(mask, old_logprob)
     ratio: dict[str, Any] = dict(logprob=logprob, old_logprob=old_logprob, advantage=advantage,
                                  clip_low=clip_low, clip_high=clip_high)
@@ -163,14 +145,8 @@ def sequence_terms(
     return _masked(mask, terms), metrics
 
 
-def token_weights(
-    *,
-    mask: Array,  # bool[T] tokens that count
-    normalize: str,
-    total_tokens: float | Array,
-    total_sequences: float | Array,
-    max_new_tokens: int,
-) -> Array:
+def token_weights(*, mask: Array, normalize: str, total_tokens: float | Array,
+                  total_sequences: float | Array, max_new_tokens: int) -> Array:
     """Returns the weight of each token of one sequence in the batch's loss, f32[T]; 0 where masked.
 
     - `token`: mean over the batch's tokens (DAPO, arXiv:2503.14476, section 3.3);
@@ -180,25 +156,21 @@ def token_weights(
       sequences (Dr. GRPO, arXiv:2503.20783, section 3).
 
     Args:
-      mask: bool[T].
+      mask: bool[T], tokens that count.
       normalize: one of NORMALIZERS.
-      total_tokens: tokens of the whole batch.
-      total_sequences: sequences of the whole batch that have a token.
+      total_tokens, total_sequences: tokens and non-empty sequences of the whole batch.
       max_new_tokens: the run's limit on response tokens; T may be smaller.
 
     Raises:
       TypeError: `mask` is not bool of rank 1.
       ValueError: an unknown `normalize`.
     """
-    _check_mask(mask)
+    _check(1, jnp.bool_, mask=mask)
     if normalize not in NORMALIZERS:
         raise ValueError(f"normalize = {normalize!r}: choose one of {', '.join(NORMALIZERS)}")
     length = jnp.sum(mask, dtype=jnp.float32)
-    total = {
-        "token": total_tokens,
-        "sequence": total_sequences * length,
-        "constant": total_sequences * max_new_tokens,
-    }[normalize]
+    total = {"token": total_tokens, "sequence": total_sequences * length,
+             "constant": total_sequences * max_new_tokens}[normalize]
     return mask.astype(jnp.float32) / jnp.maximum(total, 1.0)
 
 
@@ -209,18 +181,11 @@ def _masked(mask: Array, values: Array) -> Array:
 
 
 def _check(rank: int, dtype: Any = jnp.float32, /, **arrays: Array) -> None:
+    """Raises TypeError unless all arrays have this rank and dtype, and the same shape."""
     for name, array in arrays.items():
         if array.ndim != rank or array.dtype != dtype:
             raise TypeError(f"{name} must be {jnp.dtype(dtype)} of rank {rank}, got "
                             f"{array.dtype}{list(array.shape)}; vmap over batch axes")
-
-
-def _check_vectors(**arrays: Array) -> None:
-    _check(1, **arrays)
-    shapes = {name: array.shape for name, array in arrays.items()}
-    if len(set(shapes.values())) > 1:
-        raise TypeError(f"lengths differ: {', '.join(f'{n} {list(s)}' for n, s in shapes.items())}")
-
-
-def _check_mask(mask: Array) -> None:
-    _check(1, jnp.bool_, mask=mask)
+    if len({array.shape for array in arrays.values()}) > 1:
+        lengths = ", ".join(f"{name} {list(array.shape)}" for name, array in arrays.items())
+        raise TypeError(f"lengths differ: {lengths}")

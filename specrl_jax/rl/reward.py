@@ -3,20 +3,19 @@
 A config can also name a function anywhere else, as "package.module:function".
 """
 
-import contextlib
 import functools
 import logging
 import math
 import re
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from decimal import Decimal
 from typing import Any
 
 from specrl_jax.config import ConfigError, Registry, check
 from specrl_jax.config.renamed import RENAMED_REWARDS
+from specrl_jax.io.data import Example
 
-Example = Mapping[str, Any]
 Reward = Callable[[str, str, Example], float]
 ComposedReward = Callable[[str, str, Example], tuple[float, dict[str, float]]]
 
@@ -127,24 +126,14 @@ def compose(terms: Sequence[str], weights: Sequence[float]) -> ComposedReward:
     return reward
 
 
-def _evaluate(
-    name: str, function: Reward, prompt: str, completion: str, example: Example
-) -> float:
+def _evaluate(name: str, function: Reward, prompt: str, completion: str, example: Example
+              ) -> float:
+    """Returns a term's value; any exception of it becomes a RewardError that names the example."""
     where = f"reward {name!r}, example {example.get('id')}"
-    with _RewardErrors(where):
+    try:
         value = float(function(prompt, completion, example))
+    except Exception as error:  # a reward may raise anything
+        raise RewardError(f"{where}: {type(error).__name__}: {error}") from error
     if not math.isfinite(value):
         raise RewardError(f"{where}: returned {value}; a reward must be finite")
     return value
-
-
-class _RewardErrors(contextlib.AbstractContextManager):
-    """Turns any exception of a reward into a RewardError that names reward and example."""
-
-    def __init__(self, where: str):
-        self.where = where
-
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        if isinstance(error, Exception):
-            message = f"{self.where}: {type(error).__name__}: {error}"
-            raise RewardError(message) from error

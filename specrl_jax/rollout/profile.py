@@ -18,7 +18,7 @@ from specrl_jax import sharding
 from specrl_jax.control import cost_file, cost_model
 from specrl_jax.control.cost_model import CostTable, Point
 from specrl_jax.control.protocol import Limits
-from specrl_jax.io.device import cores, processor
+from specrl_jax.io.machine import cores, processor
 from specrl_jax.rollout.engine import Engine
 from specrl_jax.rollout.layout import RolloutRequest
 from specrl_jax.rollout.plan import buckets_of

@@ -100,9 +100,3 @@ def test_a_sequence_that_had_ended_is_a_real_difference():
 def test_kept_takes_the_edge_as_uncertain(config, want):
     logits = np.log(np.asarray([0.4, 0.4, 0.15, 0.05], np.float32))
     assert [audit.kept(logits, t, RolloutConfig(**config)) for t in range(4)] == want
-
-
-def test_few_shapes_are_compiled():
-    tokens, length = audit._rows([[1] * 3, [1] * 128])
-    assert tokens.shape == (2, 128) and length.tolist() == [3, 128]
-    assert not tokens[0, 3:].any() and audit._rows([[1] * 129])[0].shape == (1, 256)

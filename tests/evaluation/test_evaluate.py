@@ -6,9 +6,8 @@ import types
 import numpy as np
 import pytest
 
-from specrl_jax.config import Config, ConfigError
+from specrl_jax.config import ConfigError
 from specrl_jax.evaluation import evaluate
-from specrl_jax.evaluation.evaluate import Task
 from specrl_jax.model.tiny import byte_tokenizer
 from specrl_jax.rollout.prompts import Prompts, prompt_batches
 from specrl_jax.structs import Rollout
@@ -87,12 +86,6 @@ def test_more_shards_than_problems_repeat_them_again():
     (200, 1, 1, 200), (200, 1, 8, 200), (50, 1, 8, 56), (4097, 1, 1, 2049), (1000, 8, 4, 500)])
 def test_rollouts_are_equal_parts(problems, samples, shards, want):
     assert evaluate.prompts_at_once(problems, samples, shards) == want
-
-
-def test_a_task_changes_data_and_temperature_only():
-    config = evaluate.task_config(Config(), Task(split="train", problems=7, temperature=0.5))
-    assert (config.data.split, config.data.examples) == ("train", 7)
-    assert config.rollout.temperature == 0.5 and config.learner == Config().learner
 
 
 def found(correct, **changes):

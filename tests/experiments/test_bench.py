@@ -59,12 +59,6 @@ def batch_of(together: int, rows: int = 2):
     return learner.make_batch(rollout, np.ones(4, np.float32), 1.0, rows, together, True)
 
 
-@pytest.mark.parametrize("name", ["rollout", "kernels"])
-def test_bench_help_lists_the_flags_of_a_benchmark(command, name):
-    done = command("bench.py", name, "--help")
-    assert done.returncode == 0 and "--repeats" in done.stdout, done.stderr
-
-
 @pytest.mark.slow
 def test_bench_help_lists_every_benchmark_and_each_one_starts(command):
     listed = re.findall(r"^  (\w+) +\S", command("bench.py", "--help").stdout, re.MULTILINE)
@@ -93,11 +87,6 @@ def test_alternate_starts_each_repeat_with_the_next_task():
     tasks = {name: (lambda name=name: order.append(name) or name) for name in "abc"}
     assert timing.alternate(tasks, 2) == {"a": ["a"] * 2, "b": ["b"] * 2, "c": ["c"] * 2}
     assert "".join(order) == "abcbca"
-
-
-def test_hardware_best_takes_the_faster_probe():
-    other = Hardware(2e9, 5e11, {"sum": 2e9}, {"a @ b": 5e11})
-    assert MACHINE.best(other) == Hardware(2e9, 1e12, {"sum": 2e9}, {"a @ b": 1e12})
 
 
 def test_roofline_parameters_equal_the_models():
@@ -229,17 +218,6 @@ def test_rollout_case_with_drafter_generates_equal_tokens(setting, name, policy,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llamacpp", "transformers"])
-def test_rollout_case_compares_other_engine(setting, name):
-    for module in engines.MODULES[name]:
-        pytest.importorskip(module)
-    found = run_case(dataclasses.replace(setting, drafters=("off",), engines=(name,)),
-                     workload.make_workload("heavy", 2, 8, setting.source.tokenizer))
-    assert found["contenders"][name]["tokens_per_second"]["min"] > 0
-    assert set(found["ratios"]) == {f"off/{name}"}
-
-
-@pytest.mark.slow
 def test_learner_update_is_measured_for_each_packing(setting):
     config = dataclasses.replace(setting.config, rollout=dataclasses.replace(
         setting.config.rollout, max_new_tokens=4))
@@ -266,11 +244,6 @@ def test_gguf_copy_loads_as_the_same_model(tmp_path, small):
     copy = gguf_tensors(file, arch)
     for name in source.tensors.shapes:
         np.testing.assert_array_equal(copy.read(name), source.tensors.read(name))
-
-
-def test_results_command_is_relative_to_the_repository():
-    assert results.command(["/a/b/bench.py rollout", "--batch=1"]) == (
-        "python experiments/bench.py rollout --batch=1")
 
 
 def test_drafter_training_work_equals_hand_count(setting):

@@ -16,7 +16,7 @@ from experiments.bench import controller, controller_cells, controller_stats, ti
 from experiments.bench.controller import Shape
 from experiments.bench.controller_cells import Bench, Cell
 from specrl_jax.config import Config, ConfigError, ModelSource, RolloutConfig
-from specrl_jax.io import data, memory
+from specrl_jax.io import data, machine
 from specrl_jax.model.tiny import TINY, byte_tokenizer, random_tensors
 from specrl_jax.model.weights import Source
 from tests.experiments.conftest import ROOT, environment
@@ -131,7 +131,7 @@ def tiny_shape(monkeypatch: pytest.MonkeyPatch) -> Shape:
 def test_engines_that_do_not_fit_a_process_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """XLA would abort while it compiles the next one."""
     held = iter([1_000, 30_000, 30_000])
-    monkeypatch.setattr(memory, "maps", lambda: (next(held), 58_999))
+    monkeypatch.setattr(machine, "maps", lambda: (next(held), 58_999))
     with pytest.raises(ConfigError, match="'fixed' has some 29000 memory maps, 30000 of 58999"):
         tiny_shape(monkeypatch)
 

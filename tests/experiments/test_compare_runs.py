@@ -9,11 +9,10 @@ import pytest
 
 from experiments import compare_runs
 from specrl_jax import prng
-from specrl_jax.config import DistillConfig, as_dict
+from specrl_jax.config import as_dict
 from specrl_jax.evaluation import audit
 from specrl_jax.model import weights
 from specrl_jax.rollout.prompts import make_prompts
-from specrl_jax.run import train
 
 KEYS = [(0, 0, 0), (0, 0, 1)]
 
@@ -128,18 +127,6 @@ def test_near_ties_leave_the_exit_status_0(drawn, tmp_path, monkeypatch):
     assert found["first_step_that_differs"] == 1
 
 
-@pytest.mark.slow
-def test_a_drafter_that_learns_moves_nothing_but_near_ties(small, tmp_path):
-    spec = dataclasses.replace(small.spec, drafter="eagle", max_branch=1, branch=1)
-    learning = dataclasses.replace(small, spec=spec, distill=DistillConfig(
-        when="interval", updates=1, batch=4, micro_batch=4, unroll=2, learning_rate=1e-2))
-    plain = dataclasses.replace(small, spec=dataclasses.replace(spec, drafter="off"))
-    for name, config in (("plain", plain), ("learning", learning)):
-        train(config, tmp_path / name)
-    status, found = compare(tmp_path, tmp_path / "plain", tmp_path / "learning")
-    assert status == 0 and found["steps"] == 2
-
-
 def test_all_steps_at_learning_rate_0(drawn, tmp_path):
     run, ranks = drawn
     other = edit(run, tmp_path / "b", runner_up(ranks, (0, 1), (1, 0), (1, 1)))
@@ -177,15 +164,6 @@ def test_the_script_runs(drawn, command):
     done = command("compare_runs.py", drawn[0], drawn[0])
     assert done.returncode == 0 and "\nequal:" in done.stdout, done.stderr
     assert command("compare_runs.py", drawn[0]).returncode == 2
-
-
-@pytest.mark.slow
-def test_speculation_changes_no_token_of_a_real_run(trained, small, tmp_path):
-    plain = dataclasses.replace(small, spec=dataclasses.replace(small.spec, drafter="off"),
-                                rollout=dataclasses.replace(small.rollout, order="reversed"))
-    train(plain, tmp_path / "plain")
-    status, found = compare(tmp_path, trained, tmp_path / "plain")
-    assert (status, found["real"]) == (0, 0) and found["tokens"] > 30
 
 
 @pytest.mark.slow

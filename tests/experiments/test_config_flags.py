@@ -56,13 +56,6 @@ def test_preset_loads_by_name_and_by_path(name, monkeypatch, tmp_path):
     assert config == load_config("mine.py") == load_config(str(tmp_path / "mine.py"))
 
 
-def test_tiny_fits_eight_devices_and_refills_slots():
-    config = load_config("tiny")
-    sizes = (config.prompts_per_step, config.rollout.batch_size, config.learner.micro_batch)
-    assert all(size % 8 == 0 for size in sizes)
-    assert config.sequences > config.rollout.batch_size
-
-
 def test_no_override_is_the_default_preset():
     config, workdir = parse()
     assert type(config) is Config and config == load_config("smollm2")

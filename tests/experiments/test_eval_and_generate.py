@@ -13,7 +13,7 @@ import pytest
 from absl import flags
 
 from experiments import config_flags, run_flags
-from specrl_jax.config import Config, ConfigError, SpecOptions, as_dict, override
+from specrl_jax.config import ConfigError, SpecOptions, as_dict, override
 from specrl_jax.evaluation import generate
 from specrl_jax.io.compilation import CompilationCounter
 from specrl_jax.model import source as actors
@@ -106,12 +106,6 @@ def test_text_comes_whole_characters_at_a_time():
     for length in (0, 1, 2, 3, 5, len(response)):
         stream.write_new(tokens, [length, 9])
     assert written == ["a", "é", "€"] and stream.text == "aé€"
-
-
-def test_shapes_fit_one_prompt():
-    config = generate.one_prompt(Config(), 65, 2)
-    assert (config.rollout.batch_size, config.rollout.max_prompt_tokens) == (2, 128)
-    assert config.rollout.max_new_tokens == Config().rollout.max_new_tokens
 
 
 @pytest.mark.slow

@@ -1,7 +1,6 @@
 """The staleness experiment: how arms are compared, what is kept, and what is refused."""
 
 import dataclasses
-import io
 import json
 import os
 import signal
@@ -79,17 +78,6 @@ def test_summary_differences_are_paired_by_seed(case: Any) -> None:
     assert summary["reward_distance"] == pytest.approx([0.125] * 3)
 
 
-def test_summary_keeps_measures_of_some_arms_apart(tmp_path: Path, case: Any) -> None:
-    assert "unexplained" not in case["fast"]
-    path = arm(tmp_path / "watched", 0.5, **{"distill/unexplained": -0.25, "distill/entropy": 1.5})
-    case["watched"] = staleness.account(path, CONFIG, case["plain"])
-    summary = staleness.summarize({"0": case}, "fast")
-    assert summary["watched"]["unexplained_end"] == [-0.25] * 3
-    assert "unexplained_end" not in summary["fast"] and "entropy_end" not in summary["plain"]
-    assert "unexplained_end" not in summary["watched"]["over_fast"]
-    assert summary["watched"]["over_fast"]["acceptance_end"] == [-0.5] * 3
-
-
 def test_summary_leaves_out_incomplete_seeds(case: Any) -> None:
     cases = {"0": case, "1": {"plain": case["plain"]}, "2": {"plain": case["plain"]}}
     summary = staleness.summarize(cases, "fast")
@@ -125,13 +113,6 @@ def test_arms_equal_configs_share_a_run() -> None:
     assert {arm.spec.rule for arm in arms["bugs"].values()} <= set(RULES)
     off = dataclasses.replace(CONFIG, distill=dataclasses.replace(CONFIG.distill, loss="tv"))
     assert staleness_arms.place(off, "losses", "lk") == "losses/lk"
-
-
-def test_bugs_arms_generate_a_step_in_one_batch() -> None:
-    arms = {name: staleness_arms.configs(CONFIG, name, "h") for name in ("modes", "bugs")}
-    assert {arm.rollout.batch_size for arm in arms["modes"].values()} == {1}
-    assert {arm.rollout.batch_size for arm in arms["bugs"].values()} == {8}
-    assert {arm.rollout.min_batch for arm in arms["bugs"].values()} == {8}  # compiled once
 
 
 @pytest.mark.parametrize("flags, message", [
@@ -219,69 +200,6 @@ def test_arms_and_seeds_are_added_to_the_file(command: Any, tmp_path: Path) -> N
     assert done.returncode == 2 and "is not the one that arms in the file" in done.stderr
 
 
-FAKE = """
-import sys
-from pathlib import Path
-sys.path.insert(0, sys.argv.pop(1))
-KILLED = sys.argv.pop(1)
-import config_flags, staleness
-from bench.subprocess_runner import ProcessDied
-from specrl_jax.config import as_dict
-from specrl_jax.io.metrics import Writer, write_config
-
-def train_interleaved(runs):
-    died = {name: train(*run) for name, run in runs.items()}
-    return {name: why for name, why in died.items() if why}
-
-def train(config, workdir):
-    if workdir.name == KILLED and not workdir.exists():
-        workdir.mkdir(parents=True)
-        return ProcessDied("its process was killed")
-    write_config(workdir, as_dict(config))
-    with Writer(workdir, 0) as writer:
-        for step in range(2):
-            writer.write_step({"step": step, "time/step": 1.0}, [])
-
-staleness.train_interleaved, staleness._head = train_interleaved, lambda *seed: None
-config_flags.run(staleness.main)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("arm, summary, left", [
-    ("once", ["plain", "frozen"], "once"), ("plain", [], "plain, frozen, once")])
-def test_killed_arm_is_resumed_by_the_same_command(
-        arm: str, summary: list[str], left: str, tmp_path: Path) -> None:
-    """With runs that another function makes up. Without the plain arm nothing can be summary."""
-    script, file = tmp_path / "staleness.py", tmp_path / "modes.json"
-    script.write_text(FAKE)
-
-    def ask() -> subprocess.CompletedProcess:
-        return subprocess.run(
-            [sys.executable, script, ROOT / "experiments", arm, "--config=staleness", "--arms=once",
-             "--config.model.path=random:tiny", "--config.model.numerics=default", f"--out={file}",
-             f"--workdir={tmp_path / 'runs'}"], text=True, capture_output=True, env=environment())
-
-    killed = ask()
-    assert killed.returncode == 1 and killed.stderr.splitlines()[-1] == (
-        f"error: seed 0, modes, arm {arm}: its process was killed"), killed.stderr
-    assert file.exists() == bool(summary)
-    assert not summary or list(json.loads(file.read_text())["cases"]["0"]) == summary
-    again = ask()
-    assert again.returncode == 0 and again.stderr.startswith(f"seed 0, modes: {left}\n"), (
-        again.stderr)
-    made = json.loads(file.read_text())
-    file.with_suffix(".png").unlink()
-    file.write_text(json.dumps(made | {"summary": {}}))
-    drawn = ask()
-    assert drawn.returncode == 0 and "seed 0, modes" not in drawn.stderr, drawn.stderr
-    assert file.with_suffix(".png").exists()
-    assert json.loads(file.read_text())["summary"] == made["summary"] != {}
-    file.unlink()
-    assert ask().returncode == 0  # no run is taken again, nor timed
-    assert json.loads(file.read_text())["cases"] == made["cases"]
-
-
 def test_killed_subprocess_raises_process_died(
         small: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess_runner, "_turn", kill)
@@ -298,14 +216,6 @@ def test_interleaved_runs_survive_a_killed_one(
     found = subprocess_runner.train_interleaved({name: (small, tmp_path / name) for name in "abc"})
     assert (tmp_path / "turns").read_text() == "abcabcacc"
     assert list(found) == ["b"] and isinstance(found["b"], subprocess_runner.ProcessDied)
-
-
-def test_titled_stream_prefixes_whole_lines() -> None:
-    stream = io.StringIO()
-    titled = subprocess_runner._Titled(stream, "plain")
-    for text in ("step 1", "/2\nstep", " 2/2\n"):
-        titled.write(text)
-    assert stream.getvalue() == "plain: step 1/2\nplain: step 2/2\n" and not titled.isatty()
 
 
 ORPHAN = """

@@ -103,11 +103,6 @@ def test_every_sequence_is_in_one_plan_that_fits_it(shards):
     assert any((a.rows != b.rows).any() for a, b in zip(plans, again, strict=True))
 
 
-def test_few_short_sequences_share_the_long_ones_shape():
-    plans = drafter_data.make_plans(corpus([10] * 3 + [200] * 4), 2048, 1024, 1, seed=0)
-    assert {p.width for p in plans} == {224}
-
-
 def test_responses_count_more_than_questions_in_the_vocabulary():
     config, actor = micro_config(examples=1), open_actor(micro_config())
     counts = drafter_data.token_counts(config, actor.source, corpus([9], first=8))
@@ -127,12 +122,6 @@ def test_batch_of_a_plan_is_padded_and_greedy_counts_as_1():
     np.testing.assert_array_equal(texts.tokens[at][:9], made.tokens[1])
     assert texts.reward[at] == 1 and (texts.tokens[at][9:] == 0).all()
     assert (texts.first >= 1).all()
-
-
-def test_rollouts_use_the_noise_that_judges_drafts():
-    config = dataclasses.replace(micro_config(), spec=SpecOptions(rule="lossy_greedy"))
-    sampler, _ = drafter_data._sampler(config, describe_source("random:tiny"), 1, 2)
-    assert sampler.engine.decoder.rule == "match"
 
 
 def test_damaged_rollouts_are_named(tmp_path):
@@ -341,9 +330,3 @@ def test_the_command(command, tmp_path):
     done = command("train_drafter.py", "--config=tiny", f"--workdir={tmp_path / 'run'}",
                    "--steps=7")
     assert done.returncode == 2 and "was started with" in done.stderr
-
-
-def test_help_lists_the_options(command):
-    done = command("train_drafter.py", "--help")
-    assert done.returncode == 0, done.stderr
-    assert "--draft_vocab" in done.stdout and "draft depths trained" in done.stdout

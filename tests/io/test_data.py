@@ -3,10 +3,8 @@
 import collections
 import gzip
 import json
-import subprocess
 import sys
 import urllib.error
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +12,7 @@ import tensorflow_datasets as tfds
 
 from specrl_jax.config import ConfigError, DataConfig
 from specrl_jax.io import data
-from specrl_jax.io.datasets import arithmetic, gsm8k, levels, tfds_text
+from specrl_jax.io.datasets import gsm8k, levels, tfds_text
 
 LEVELS = {level.name: level for level in levels.LEVELS}
 ROWS = [
@@ -97,7 +95,7 @@ def test_worked_answer():
     assert problem.solution == "12 - 45 = -33\n-33 + 3 = -30\n#### -30"
 
 
-def test_arithmetic_is_read_without_tensorflow(tmp_path):
+def test_arithmetic_is_read_without_tensorflow(tmp_path, capfd):
     lines = []
     config = DataConfig(level="add1", data_dir=str(tmp_path))
     examples = data.load_examples(config, lines.append)
@@ -108,19 +106,7 @@ def test_arithmetic_is_read_without_tensorflow(tmp_path):
     assert len(lines) == 1 and "specrl_arithmetic/add1" in lines[0] and str(tmp_path) in lines[0]
     assert list(data.load_examples(config, lines.append)) == list(examples)
     assert len(lines) == 1, "prepared twice"
-
-
-def test_builders_are_registered_and_write_array_record(tmp_path):
-    builder = tfds.builder(arithmetic.SpecrlArithmetic.name, data_dir=tmp_path)
-    assert builder.builder_config.name == "add2"
-    assert builder.info.file_format.value == "array_record"
-    assert tfds.builder("specrl_gsm8k", data_dir=tmp_path).info.file_format.value == "array_record"
-
-
-def test_nothing_is_printed_but_our_line(tmp_path, capfd):
-    load(tmp_path, level="mul1")
-    out, err = capfd.readouterr()
-    assert (out, err) == ("", "")
+    assert tuple(capfd.readouterr()) == ("", "")
 
 
 def test_slices_and_limits(tmp_path):
@@ -131,21 +117,6 @@ def test_slices_and_limits(tmp_path):
     assert len(load(tmp_path, level="add1", examples=10**6)) == len(whole)
     with pytest.raises(IndexError, match="has 3"):
         load(tmp_path, level="add1", examples=3)[3]
-
-
-def test_two_processes_may_prepare_at_once(tmp_path):
-    program = ("import sys; from specrl_jax.io import data; from specrl_jax.config import *; "
-               "from specrl_jax.io.datasets import arithmetic; "
-               "from specrl_jax.io.datasets.tfds_text import make_builder, prepare; "
-               "c = DataConfig(level='add1', data_dir=sys.argv[1]); "
-               "b = make_builder('specrl_arithmetic/add1', c); "
-               "print('ready', flush=True); sys.stdin.readline(); "
-               "prepare(b, c, len); print(len(data.load_examples(c)))")
-    root = Path(data.__file__).parents[2]
-    runs = [subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], text=True, cwd=root,
-                             stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in range(2)]
-    assert [run.stdout.readline() for run in runs] == ["ready\n"] * 2
-    assert [run.communicate("go\n")[0] for run in runs] == ["75\n"] * 2
 
 
 def test_losing_the_race_is_no_error(tmp_path):
@@ -164,7 +135,10 @@ def test_losing_the_race_is_no_error(tmp_path):
 
 
 @pytest.mark.parametrize("fields, words", [
+    ({"name": "gsm9k"}, ["data.name = 'gsm9k': choose one of specrl_arithmetic, "]),
     ({"level": "add9"}, ["data.level", "add9", "add2", "chain"]),
+    ({"name": "jsonl"}, ["data.path = '': no such file"]),
+    ({"name": "jsonl", "path": "missing.jsonl"}, ["data.path = 'missing.jsonl': no such file"]),
     ({"level": "add1", "split": "dev"}, ["data.split", "dev", "train (75)", "test (6)"]),
     ({"level": "add1", "split": "train["}, ["data.split", "train["]),
     ({"level": "add1", "split": "train[:0]"}, ["data.split", "train[:0]"]),
@@ -201,24 +175,19 @@ def test_gsm8k_makes_the_splits_it_finds(tmp_path):
         load_gsm8k(tmp_path)
 
 
-@pytest.mark.parametrize("manual_dir", ["", "missing"])
-def test_gsm8k_without_files(tmp_path, manual_dir):
-    with pytest.raises(ConfigError) as error:
-        load(tmp_path, name="gsm8k", manual_dir=str(tmp_path / manual_dir))
-    for words in (str(tmp_path / manual_dir), "train.jsonl", "test.jsonl", gsm8k.HOMEPAGE):
-        assert words in str(error.value)
-    assert not (tmp_path / "tfds" / "specrl_gsm8k").exists()
-
-
-def test_gsm8k_without_files_and_network(tmp_path, monkeypatch):
+@pytest.mark.parametrize("fields, place", [
+    ({"manual_dir": "{}"}, ""), ({"manual_dir": "{}/missing"}, "missing"),
+    ({}, "tfds/downloads/manual")])
+def test_gsm8k_without_files_and_network_is_refused(tmp_path, monkeypatch, fields, place):
     def unreachable(url):
         raise urllib.error.URLError("no network")
 
     monkeypatch.setattr(gsm8k, "_check_reachable", unreachable)
     with pytest.raises(ConfigError) as error:
-        load(tmp_path, name="gsm8k")
-    for words in (str(tmp_path / "tfds" / "downloads" / "manual"), "train.jsonl", gsm8k.HOMEPAGE):
+        load(tmp_path, name="gsm8k", **{k: v.format(tmp_path) for k, v in fields.items()})
+    for words in (str(tmp_path / place), "train.jsonl", "test.jsonl", gsm8k.HOMEPAGE):
         assert words in str(error.value)
+    assert not (tmp_path / "tfds" / "specrl_gsm8k" / "1.0.0").exists()
 
 
 def test_gsm8k_downloads_through_the_manager(tmp_path, monkeypatch):
@@ -279,12 +248,6 @@ def test_jsonl_bad_line_is_named(tmp_path, lines, words):
         list(load(tmp_path, name="jsonl", path=path))
 
 
-@pytest.mark.parametrize("path", ["", "missing.jsonl"])
-def test_jsonl_without_file_is_refused(tmp_path, path):
-    with pytest.raises(ConfigError, match=f"data.path = '{path}': no such file"):
-        load(tmp_path, name="jsonl", path=path)
-
-
 def riddles(data, say):
     say(f"{data.examples} riddles")
     return [{"question": f"{i}?", "answer": i} for i in range(5)]
@@ -296,16 +259,13 @@ def test_python_function_is_a_dataset(tmp_path):
         (0, "0?", "0"), (1, "1?", "1"), (2, "2?", "2")]
 
 
-def test_unknown_dataset_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="data.name = 'gsm9k': choose one of specrl_arithmetic, "):
-        load(tmp_path, name="gsm9k")
-
-
 def test_each_epoch_covers_every_example_once():
     stream = np.concatenate([data.step_prompts(10, 3, step, 4) for step in range(15)])
     epochs = stream.reshape(6, 10)
     assert (np.sort(epochs) == np.arange(10)).all()
     assert len({tuple(epoch) for epoch in epochs}) == 6, "epochs are in the same order"
+    more = data.step_prompts(3, 0, 1, 7)  # than there are examples
+    assert sorted(collections.Counter(more.tolist()).values()) == [2, 2, 3]
 
 
 def test_step_prompts_is_a_pure_function_of_seed_and_step():
@@ -316,11 +276,6 @@ def test_step_prompts_is_a_pure_function_of_seed_and_step():
     np.testing.assert_array_equal(data.step_prompts(1000, 5, 123, 8), late)
     assert (data.step_prompts(1000, 6, 123, 8) != late).any()
     np.testing.assert_array_equal(data.step_prompts(10, 0, 0, 5), [0, 2, 9, 1, 8])
-
-
-def test_more_prompts_than_examples():
-    prompts = data.step_prompts(3, 0, 1, 7)
-    assert sorted(collections.Counter(prompts.tolist()).values()) == [2, 2, 3]
 
 
 def test_occurrences():

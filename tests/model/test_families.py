@@ -10,7 +10,7 @@ from specrl_jax.config import ConfigError
 from specrl_jax.model import tiny
 from specrl_jax.model.architecture import Architecture
 from specrl_jax.model.export import export
-from specrl_jax.model.families import FAMILIES, GGUF_NAMES, Family
+from specrl_jax.model.families import FAMILIES, Family
 from specrl_jax.model.tensors import pack
 from specrl_jax.model.weights import describe_source
 
@@ -30,13 +30,6 @@ def directory(tmp_path: Path) -> Path:
     params = pack(ARCH, tiny.random_tensors(ARCH, seed=3))
     export(tmp_path / "model", ARCH, params, tiny.byte_tokenizer())
     return tmp_path / "model"
-
-
-@pytest.mark.parametrize("name", FAMILIES.names())
-def test_family_is_registered_by_its_model_type(name: str) -> None:
-    family = FAMILIES.resolve(name)
-    assert family.model_type == name
-    assert set(family.gguf_names.values()) == set(GGUF_NAMES.values())
 
 
 @pytest.mark.parametrize("name", [

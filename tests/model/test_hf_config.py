@@ -29,20 +29,13 @@ def test_defaults_are_transformers() -> None:
     {"rope_theta": 5.0, "rope_scaling": {"rope_type": "llama3", **LLAMA3}},
     {"rope_theta": 5.0, "rope_scaling": {"type": "llama3", **LLAMA3}},
     {"rope_parameters": {"rope_theta": 5.0, "rope_type": "llama3", **LLAMA3}},
-])
-def test_both_forms_of_rope(options: dict[str, Any]) -> None:
-    arch = parse_config(LLAMA | options, "config.json")
-    assert arch.rope_theta == 5.0
-    assert arch.rope_scaling == RopeScaling(8.0, 1.0, 4.0, 32)
-
-
-@pytest.mark.parametrize("options", [
     {"rope_theta": 5.0}, {"rope_theta": 5.0, "rope_scaling": None},
     {"rope_theta": 5.0, "rope_scaling": {"rope_type": "default"}},
     {"rope_parameters": {"rope_theta": 5.0, "rope_type": "default"}}])
-def test_plain_rope(options: dict[str, Any]) -> None:
+def test_rope_of_transformers_4_and_5(options: dict[str, Any]) -> None:
     arch = parse_config(LLAMA | options, "config.json")
-    assert (arch.rope_theta, arch.rope_scaling) == (5.0, None)
+    scaled = RopeScaling(8.0, 1.0, 4.0, 32) if "llama3" in str(options) else None
+    assert (arch.rope_theta, arch.rope_scaling) == (5.0, scaled)
 
 
 @pytest.mark.parametrize(("options", "message"), [

@@ -75,7 +75,7 @@ def test_chat_follows_the_template() -> None:
     ("{{ messages[0] | tojson }}", '{"role": "user", "content": "hi <b>"}'),
     ("{% for i in [1, 2, 3] %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}", "1"),
     ("{% generation %}{{ messages[0].content }}{% endgeneration %}!", "hi <b>!"),
-    ("{{ enable_thinking }}", "False"),
+    ("{{ enable_thinking }}", "False"), ("{{ strftime_now('%Y').isdigit() }}", "True"),
 ])
 def test_templates_see_what_transformers_gives_them(template: str, expected: str) -> None:
     assert with_template(template).chat(HELLO, enable_thinking=False) == expected
@@ -94,10 +94,6 @@ def test_bad_templates_are_refused_in_one_line(template: str | None, message: st
     with pytest.raises(ConfigError, match=message) as error:
         with_template(template).chat(HELLO)
     assert "\n" not in str(error.value)
-
-
-def test_strftime_now_is_available() -> None:
-    assert with_template("{{ strftime_now('%Y') }}").chat(HELLO).isdigit()
 
 
 def test_directory_special_tokens_as_text_or_object(tmp_path: Path) -> None:
@@ -124,10 +120,6 @@ def test_stop_ids_gather_eos_generation_settings_and_turn_ends(tmp_path: Path) -
     assert tokenizer.stop_ids == (256, 9, 258)
     (tmp_path / "generation_config.json").unlink()
     assert read_tokenizer(tmp_path).stop_ids == (256, 5, 258)
-
-
-def test_vocab_size_counts_added_tokens() -> None:
-    assert byte_tokenizer().vocab_size == 259
 
 
 @pytest.mark.parametrize(("content", "message"), [

@@ -1,5 +1,7 @@
 """Advantages worked out by hand, and what they must never do."""
 
+import functools
+
 import numpy as np
 import pytest
 
@@ -10,31 +12,22 @@ def f32(rows):
     return np.array(rows, np.float32)
 
 
-def test_grpo_by_hand():
-    # (1, 0, 0, 0): mean 1/4, deviations 3/4, -1/4 x3; variance (9 + 3) / 64 = 3/16, std sqrt(3)/4;
-    # advantages 3/sqrt(3) = sqrt(3) and -1/sqrt(3). (1, 0, 1, 0): mean 1/2, std 1/2, so +-1.
-    got = group(f32([[1, 0, 0, 0], [1, 0, 1, 0]]), eps=0.0)
-    r = 3**-0.5
-    np.testing.assert_allclose(got, [[3 * r, -r, -r, -r], [1, -1, 1, -1]], rtol=1e-6)
+R = 3**-0.5
+
+
+@pytest.mark.parametrize("advantage, rewards, want", [
+    # mean 1/4, deviations 3/4, -1/4 x3; variance (9 + 3) / 64 = 3/16, std sqrt(3)/4
+    (group, [1, 0, 0, 0], [3 * R, -R, -R, -R]),
+    (group, [1, 0, 1, 0], [1, -1, 1, -1]),  # mean 1/2, std 1/2
+    # deviations +-1/2, std 1/2, and 1/2 added to it
+    (functools.partial(group, eps=0.5), [1, 0], [0.5, -0.5]),
+    (group_mean, [2, 0, 1], [1, -1, 0]),
+    (leave_one_out, [3, 0, 0], [3, -1.5, -1.5]),  # 3 - 0 = 3; 0 - (3 + 0) / 2, twice
+])
+def test_advantage_by_hand(advantage, rewards, want):
+    got = advantage(f32([rewards]))
+    np.testing.assert_allclose(got, [want], rtol=1e-5)
     assert got.dtype == np.float32
-
-
-def test_eps_is_added_to_the_standard_deviation():
-    # (1, 0): deviations +-1/2, std 1/2, eps 1/2: advantages +-1/2.
-    got = group(f32([[1, 0]]), eps=0.5)
-    np.testing.assert_allclose(got, [[0.5, -0.5]], rtol=1e-6)
-
-
-def test_dr_grpo_by_hand():
-    # (2, 0, 1): mean 1, nothing else.
-    got = group_mean(f32([[2, 0, 1]]))
-    np.testing.assert_array_equal(got, [[1, -1, 0]])
-
-
-def test_leave_one_out_by_hand():
-    # (3, 0, 0): 3 - 0 = 3; 0 - (3 + 0) / 2 = -1.5, twice.
-    got = leave_one_out(f32([[3, 0, 0]]))
-    np.testing.assert_allclose(got, [[3, -1.5, -1.5]], rtol=1e-6)
 
 
 @pytest.mark.parametrize("reward", [0.0, 1.0, 0.1, 1 / 3, -7.7, 1e-20, 3e30])
@@ -50,8 +43,7 @@ def test_groups_are_strangers_and_order_follows_samples():
     rewards = np.random.default_rng(0).normal(size=(3, 5)).astype(np.float32)
     whole = group(rewards)
     for g in range(3):
-        np.testing.assert_array_equal(whole[g : g + 1],
-                                      group(rewards[g : g + 1]))
+        np.testing.assert_array_equal(whole[g : g + 1], group(rewards[g : g + 1]))
     np.testing.assert_allclose(whole.mean(axis=1), 0.0, atol=1e-6)
     np.testing.assert_allclose((whole**2).mean(axis=1), 1.0, rtol=1e-4)
 

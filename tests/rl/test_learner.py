@@ -101,25 +101,30 @@ def test_unequal_micro_batches_add_up(
     assert all(np.linalg.norm(leaf) > 0 for leaf in jax.tree.leaves(whole))
 
 
-def test_sequences_without_advantage_are_dropped_and_change_nothing(
+def test_sequences_without_advantage_change_no_gradient(
         params: Any, rollout: Rollout) -> None:
     every, used = batch_of(rollout, 4, True), batch_of(rollout, 4)
     assert int(used[1].micro_batches) == 2 and int(every[1].micro_batches) == 3
     assert_close(gradients(params, *used)[0], gradients(params, *every)[0])
 
 
+def sequences(rollout: Rollout) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Whole rows i32[Q, P+T], their ends i32[Q], and what predicts responses bool[Q, P+T]."""
+    whole = np.zeros((len(rollout.tokens), rollout.prompt.shape[1] + NEW_TOKENS), np.int32)
+    for i, (start, length) in enumerate(zip(rollout.prompt_length, rollout.length, strict=True)):
+        whole[i, :start] = rollout.prompt[i, :start]
+        whole[i, start : start + length] = rollout.tokens[i, :length]
+    ends, column = rollout.prompt_length + rollout.length, np.arange(whole.shape[1])[None]
+    mine = (column >= rollout.prompt_length[:, None] - 1) & (column < ends[:, None] - 1)
+    return whole, ends, mine
+
+
 @pytest.mark.parametrize("k", [1, 2])
 def test_the_gradient_is_that_of_the_policy_gradient(
         params: Any, rollout: Rollout, k: int) -> None:
     """At ratio 1: minus the mean over tokens of advantage times the score's gradient."""
-    q, t = rollout.tokens.shape
-    whole = np.zeros((q, rollout.prompt.shape[1] + t), np.int32)
-    for i, (start, length) in enumerate(zip(rollout.prompt_length, rollout.length, strict=True)):
-        whole[i, :start] = rollout.prompt[i, :start]
-        whole[i, start : start + length] = rollout.tokens[i, :length]
-    ends = rollout.prompt_length + rollout.length
-    column = np.arange(whole.shape[1] - 1)[None]
-    mine = (column >= rollout.prompt_length[:, None] - 1) & (column < ends[:, None] - 1)
+    whole, ends, mine = sequences(rollout)
+    mine = mine[:, :-1]
 
     def objective(params: Any) -> Any:
         scores = forward(ARCH, params, whole, jnp.asarray(ends))[:, :-1] / 0.8
@@ -223,15 +228,9 @@ def test_kl_and_old_logprobs(params: Any, rollout: Rollout) -> None:
 def test_entropy_metric_is_that_of_a_forward(params: Any, rollout: Rollout) -> None:
     batch, totals = batch_of(rollout, 12, True)
     _, metrics = update(CONFIG)(state_of(params), batch, totals, None, None)
-    whole = np.concatenate([rollout.prompt, rollout.tokens], 1) * 0
-    for i, (start, length) in enumerate(zip(rollout.prompt_length, rollout.length, strict=True)):
-        whole[i, :start] = rollout.prompt[i, :start]
-        whole[i, start : start + length] = rollout.tokens[i, :length]
-    logp = jax.nn.log_softmax(forward(
-        ARCH, params, whole, jnp.asarray(rollout.prompt_length + rollout.length)) / 0.8)
-    entropy, column = -(jnp.exp(logp) * logp).sum(-1), np.arange(whole.shape[1])[None]
-    ends = rollout.prompt_length + rollout.length
-    mine = (column >= rollout.prompt_length[:, None] - 1) & (column < ends[:, None] - 1)
+    whole, ends, mine = sequences(rollout)
+    logp = jax.nn.log_softmax(forward(ARCH, params, whole, jnp.asarray(ends)) / 0.8)
+    entropy = -(jnp.exp(logp) * logp).sum(-1)
     assert metrics["policy/entropy"] == pytest.approx(float(entropy[mine].mean()), rel=1e-4)
 
 

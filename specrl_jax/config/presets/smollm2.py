@@ -5,12 +5,11 @@ Command  python experiments/train.py --config=smollm2
 Cost     about 5 minutes and 8 GiB on 2 CPU cores
 """
 
-from specrl_jax.config import Config
-from specrl_jax.config.presets import base
+from specrl_jax.config import Config, build
 
 
 def get_config() -> Config:
-    return base(
+    return build(Config, dict(
         name="smollm2",
         steps=25,
         prompts_per_step=8,
@@ -30,4 +29,4 @@ def get_config() -> Config:
             "max_new_tokens": 24,
         },
         learner={"learning_rate": 2e-5, "micro_batch": 32},
-    )
+    ))

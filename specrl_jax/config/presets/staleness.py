@@ -5,12 +5,11 @@ Command  python experiments/staleness.py --config=staleness
 Cost     about 2 minutes an arm on 2 CPU cores
 """
 
-from specrl_jax.config import Config
-from specrl_jax.config.presets import base
+from specrl_jax.config import Config, build
 
 
 def get_config() -> Config:
-    return base(
+    return build(Config, dict(
         name="staleness",
         steps=40,
         prompts_per_step=2,
@@ -28,4 +27,4 @@ def get_config() -> Config:
         # Half of a step's responses: training on all of them would cost what speculation saves.
         distill={"loss": "lk", "sequences": 4, "batch": 4, "micro_batch": 4, "updates": 1,
                  "unroll": 3, "learning_rate": 1e-3},
-    )
+    ))

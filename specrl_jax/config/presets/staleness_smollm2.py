@@ -8,12 +8,11 @@ Cost     about 7 minutes and 7.1 GiB an arm on 2 CPU cores; all five arms at onc
          24 GiB, and by threes the last two take turns without the plain one
 """
 
-from specrl_jax.config import Config
-from specrl_jax.config.presets import base
+from specrl_jax.config import Config, build
 
 
 def get_config() -> Config:
-    return base(
+    return build(Config, dict(
         name="staleness_smollm2",
         steps=30,
         prompts_per_step=1,
@@ -31,4 +30,4 @@ def get_config() -> Config:
         learner={"learning_rate": 1e-5, "micro_batch": 2, "packing": "sequence"},
         distill={"loss": "lk", "sequences": 4, "batch": 4, "micro_batch": 4, "updates": 1,
                  "unroll": 4, "learning_rate": 1e-4},
-    )
+    ))

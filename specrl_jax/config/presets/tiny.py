@@ -7,12 +7,11 @@ Cost     half a minute on 2 CPU cores, most of it compilation
 Sizes are multiples of 8, so the same run fits a mesh of 8 devices.
 """
 
-from specrl_jax.config import Config
-from specrl_jax.config.presets import base
+from specrl_jax.config import Config, build
 
 
 def get_config() -> Config:
-    return base(
+    return build(Config, dict(
         name="tiny",
         steps=20,
         prompts_per_step=8,
@@ -28,4 +27,4 @@ def get_config() -> Config:
             "max_new_tokens": 16,
         },
         learner={"learning_rate": 1e-3, "micro_batch": 32},
-    )
+    ))

@@ -12,11 +12,8 @@ from specrl_jax.io.datasets.tfds_text import OrderedTextBuilder, Rows, read
 
 
 def load(data: DataConfig, say: Callable[[str], None]) -> Rows:
-    """Returns the problems of `data.level`.
-
-    Raises:
-      ConfigError: an unknown level; see also `tfds_text.read`.
-    """
+    """Returns the problems of `data.level`. Raises ConfigError if the level is unknown, or as
+    `tfds_text.read` does."""
     levels = [level.name for level in LEVELS]
     check(data.level in levels, "data.level", data.level, f"choose one of {', '.join(levels)}")
     return read(f"specrl_arithmetic/{data.level}", data, say)
@@ -42,18 +39,11 @@ class SpecrlArithmetic(OrderedTextBuilder):
 
     def _split_generators(self, dl_manager: tfds.download.DownloadManager) -> dict[str, Any]:
         numbered = list(enumerate(problems(self.builder_config.level)))
-        return {
-            "train": self._generate_examples(x for x in numbered if not x[1].is_test),
-            "test": self._generate_examples(x for x in numbered if x[1].is_test),
-        }
+        return {split: self._generate_examples([x for x in numbered if x[1].is_test == is_test])
+                for split, is_test in (("train", False), ("test", True))}
 
-    def _generate_examples(
-        self, numbered: Iterable[tuple[int, Problem]]
-    ) -> Iterator[tuple[int, dict[str, Any]]]:
+    def _generate_examples(self, numbered: Iterable[tuple[int, Problem]]
+                           ) -> Iterator[tuple[int, dict[str, Any]]]:
         for id, problem in numbered:
-            yield id, {
-                "id": id,
-                "question": problem.question,
-                "answer": str(problem.answer),
-                "solution": problem.solution,
-            }
+            yield id, {"id": id, "question": problem.question, "answer": str(problem.answer),
+                       "solution": problem.solution}

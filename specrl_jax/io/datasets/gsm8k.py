@@ -28,11 +28,8 @@ HOW_TO_GET = ("put train.jsonl or test.jsonl or both (or .jsonl.gz) there, from 
 
 
 def load(data: DataConfig, say: Callable[[str], None]) -> Rows:
-    """Returns a split of GSM8K, from `data.manual_dir` if it is set, else downloaded.
-
-    Raises:
-      ConfigError: files are missing or damaged; see also `tfds_text.read`.
-    """
+    """Returns a split of GSM8K, from `data.manual_dir` if it is set, else downloaded. Raises
+    ConfigError if files are missing or damaged, or as `tfds_text.read` does."""
     if data.manual_dir and not make_builder(NAME, data).data_path.exists():
         check(bool(find_files(data.manual_dir)), "data.manual_dir", data.manual_dir,
               f"no files; {HOW_TO_GET}")
@@ -56,30 +53,22 @@ class SpecrlGsm8k(OrderedTextBuilder):
         rows = {s: read_rows(p) for s, p in (paths or _download(dl_manager)).items()}
         return {s: self._generate_examples(FIRST_ID[s], x) for s, x in rows.items()}
 
-    def _generate_examples(
-        self, first_id: int, rows: list[dict[str, str]]
-    ) -> Iterator[tuple[int, dict[str, Any]]]:
+    def _generate_examples(self, first_id: int, rows: list[dict[str, str]]
+                           ) -> Iterator[tuple[int, dict[str, Any]]]:
         for id, row in enumerate(rows, first_id):
             yield id, {"id": id, **row}
 
 
 def find_files(directory: Any) -> dict[str, Path]:
     """Returns the split files in `directory`, by split; a plain file wins over a gzipped one."""
-    found = {}
-    for split in SPLITS:
-        for name in (f"{split}.jsonl.gz", f"{split}.jsonl"):
-            path = Path(directory).expanduser() / name
-            if path.is_file():
-                found[split] = path
-    return found
+    paths = ((split, Path(directory).expanduser() / f"{split}.jsonl{ending}")
+             for split in SPLITS for ending in (".gz", ""))
+    return {split: path for split, path in paths if path.is_file()}
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
-    """Returns question, answer and solution of each line of a GSM8K file.
-
-    Raises:
-      ConfigError: a file without problems, or a line that is not one of GSM8K's.
-    """
+    """Returns question, answer and solution of each line of a GSM8K file. Raises ConfigError if
+    there is no problem, or a line is not one of GSM8K's."""
     with open(path, "rb") as file:
         opener = gzip.open if file.read(2) == GZIP_MAGIC else open
     try:

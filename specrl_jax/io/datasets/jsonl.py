@@ -3,17 +3,14 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from specrl_jax.config import ConfigError, DataConfig, check
+from specrl_jax.io.files import Json
 
 
-def load(data: DataConfig, say: Callable[[str], None]) -> list[dict[str, Any]]:
-    """Returns the objects of the file at `data.path`; empty lines are skipped.
-
-    Raises:
-      ConfigError: there is no such file, or a line that is not a JSON object.
-    """
+def load(data: DataConfig, say: Callable[[str], None]) -> list[Json]:
+    """Returns the objects of the file at `data.path`; empty lines are skipped. Raises ConfigError
+    if there is no such file, or a line that is not a JSON object."""
     path = Path(data.path).expanduser()
     check(bool(data.path) and path.is_file(), "data.path", data.path,
           "no such file; name a file with one JSON object a line")
@@ -25,7 +22,7 @@ def load(data: DataConfig, say: Callable[[str], None]) -> list[dict[str, Any]]:
             for number, line in enumerate(lines, 1) if line.strip()]
 
 
-def _parse(line: str, path: Path, number: int) -> dict[str, Any]:
+def _parse(line: str, path: Path, number: int) -> Json:
     try:
         row = json.loads(line)
     except ValueError as error:

@@ -10,7 +10,7 @@ They share one schema:
 
 import contextlib
 import io
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,18 +31,10 @@ class OrderedTextBuilder(tfds.core.GeneratorBasedBuilder, skip_registration=True
 
     def text_info(self, description: str, homepage: str | None = None) -> tfds.core.DatasetInfo:
         """Returns the shared schema. Unshuffled, so that examples are read in the order of ids."""
+        texts = {name: tfds.features.Text() for name in ("question", "answer", "solution")}
         return tfds.core.DatasetInfo(
-            builder=self,
-            description=description,
-            homepage=homepage,
-            disable_shuffling=True,
-            features=tfds.features.FeaturesDict({
-                "id": tfds.features.Scalar(np.int64),
-                "question": tfds.features.Text(),
-                "answer": tfds.features.Text(),
-                "solution": tfds.features.Text(),
-            }),
-        )
+            builder=self, description=description, homepage=homepage, disable_shuffling=True,
+            features=tfds.features.FeaturesDict({"id": tfds.features.Scalar(np.int64), **texts}))
 
 
 class Rows(Sequence):
@@ -95,17 +87,10 @@ def prepare(builder: Any, data: DataConfig, say: Callable[[str], None]) -> None:
         return
     say(f"preparing {builder.info.full_name} in {builder.data_path}")
     config = tfds.download.DownloadConfig(manual_dir=data.manual_dir or None)
+    tfds.disable_progress_bar()
     try:
-        with _quiet():
+        with contextlib.redirect_stdout(io.StringIO()):  # hides TFDS's notices
             builder.download_and_prepare(download_config=config)
     except OSError:
         if not builder.data_path.exists():  # else another process was faster
             raise
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Hides TFDS's progress bars and its notices on standard output."""
-    tfds.disable_progress_bar()
-    with contextlib.redirect_stdout(io.StringIO()):
-        yield

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from specrl_jax.io.memory import give_back, maps, peak_rss
+from specrl_jax.io.machine import give_back, maps, peak_rss
 
 MEGABYTE = 2**20
 

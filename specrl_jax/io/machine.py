@@ -1,9 +1,25 @@
-"""Memory of this process."""
+"""This machine's CPU, which JAX does not describe, and the memory of this process."""
 
 import ctypes
+import os
+import platform
 import resource
 import sys
 from pathlib import Path
+
+
+def cores() -> int:
+    """Returns the number of cores that this process may use."""
+    known = hasattr(os, "sched_getaffinity")  # Linux has it
+    return len(os.sched_getaffinity(0)) if known else os.cpu_count() or 1
+
+
+def processor() -> str:
+    """Returns the CPU's name."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor())
 
 
 def peak_rss() -> int:
