@@ -67,9 +67,6 @@ def join(corpora: Sequence[Corpus]) -> Corpus:
         for name in ("first", "reward", "advantage", "key")))
 
 
-# The actor's responses.
-
-
 def load_prompts(config: Config, tokenizer: Tokenizer, training: int, eval_split: str,
                  held_out: int, say: Callable[[str], None]) -> tuple[Prompts, Prompts]:
     """Returns training prompts, maybe none, and held-out prompts; no text is in both.
@@ -81,7 +78,6 @@ def load_prompts(config: Config, tokenizer: Tokenizer, training: int, eval_split
     Raises:
       ConfigError: see `make_prompts`; or all training prompts are held out.
     """
-
     def load(**changes: Any) -> Prompts:
         data = dataclasses.replace(config.data, **changes)
         return make_prompts(dataclasses.replace(config, data=data), tokenizer, say)
@@ -144,11 +140,7 @@ def roll_out(sampler: Sampler, prompts: Prompts, at_once: int, directory: Path,
              say: Callable[[str], None]) -> dict[str, np.ndarray]:
     """Samples every prompt in parts, which are stored in `directory` and generated only once.
 
-    Args:
-      sampler: for `at_once` prompts, published.
-
-    Returns:
-      FIELDS of all sequences, in canonical order within each part.
+    Returns FIELDS of all sequences, in canonical order within each part of `at_once` prompts.
     """
     directory.mkdir(parents=True, exist_ok=True)
     batches, parts = prompt_batches(prompts, at_once), []
@@ -167,10 +159,6 @@ def roll_out(sampler: Sampler, prompts: Prompts, at_once: int, directory: Path,
 
 
 def _stored(path: Path) -> dict[str, np.ndarray]:
-    """
-    Raises:
-      ConfigError: the file is damaged.
-    """
     try:
         with np.load(path, allow_pickle=False) as stored:
             return {name: stored[name] for name in FIELDS}
@@ -201,19 +189,11 @@ def scored_corpus(rolled: dict[str, np.ndarray], prompts: Prompts, seed: int,
     scored, rewards, _ = score_rollout(Rollout(**fields), prompts, tokenizer, reward)
     tokens = [np.asarray([*prompts.tokens[prompts.place[int(i)]], *sample["tokens"]], np.int32)
               for i, sample in zip(ids, scored, strict=True)]
-    return Corpus(tokens, stored["prompt_length"], rewards, _advantages(rewards, samples),
-                  prng.row_keys(seed, STREAM, 0, ids, ids * 0, samples))
-
-
-def _advantages(rewards: np.ndarray, samples: np.ndarray) -> np.ndarray:
-    """Returns f32[Q] within each prompt's samples; 0 if there is only one."""
     group = int(samples.max(initial=0)) + 1
-    if group == 1:
-        return np.zeros_like(rewards)
-    return group_advantages(rewards.reshape(-1, group)).reshape(-1)
-
-
-# Texts.
+    advantages = np.zeros_like(rewards) if group == 1 else group_advantages(
+        rewards.reshape(-1, group)).reshape(-1)
+    return Corpus(tokens, stored["prompt_length"], rewards, advantages,
+                  prng.row_keys(seed, STREAM, 0, ids, ids * 0, samples))
 
 
 def read_texts(path: Path, tokenizer: Tokenizer, system: str, most: int) -> Corpus:
@@ -265,15 +245,11 @@ def token_counts(config: Config, source: Source, corpus: Corpus) -> np.ndarray:
     Answers repeat names of their questions. The split's questions cost no rollout, so they show
     which rare tokens a draft vocabulary needs (experiments/LOG.md).
     """
-    questions = [np.zeros(0, np.int64)]
-    for example in load_examples(dataclasses.replace(config.data, examples=0)):
-        questions.append(np.asarray(source.tokenizer.encode(example["question"])))
+    questions = [token for example in load_examples(dataclasses.replace(config.data, examples=0))
+                 for token in source.tokenizer.encode(example["question"])]
     size = source.arch.vocab_size
     return (RESPONSE_WEIGHT * np.bincount(corpus.responses, minlength=size)
-            + np.bincount(np.concatenate(questions), minlength=size))
-
-
-# Batches.
+            + np.bincount(np.asarray(questions, np.int64), minlength=size))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -335,7 +311,6 @@ def batch_of(corpus: Corpus, plan: Plan, temperature: float) -> SequenceBatch:
     def take(values: np.ndarray, pad: float) -> np.ndarray:
         return np.where(used, values[plan.rows], pad).astype(values.dtype)
 
-    return SequenceBatch(
-        tokens=tokens, length=take(corpus.length, 0), first=take(corpus.first, 1),
-        temperature=np.full(used.shape, temperature or 1.0, np.float32),
-        reward=take(corpus.reward, 0), advantage=take(corpus.advantage, 0))
+    return SequenceBatch(tokens=tokens, length=take(corpus.length, 0), first=take(corpus.first, 1),
+                         temperature=np.full(used.shape, temperature or 1.0, np.float32),
+                         reward=take(corpus.reward, 0), advantage=take(corpus.advantage, 0))

@@ -1,8 +1,7 @@
 """The one owner of drafter weights in a run: versions, verification, repair and training.
 
-A trainer calls `before_rollout`, `collect` and `after_update` in every step. `make` chooses between
-`DrafterManager` (nothing has weights), `FrozenDrafter` (weights that stay as they are) and
-`LearningDrafter` (weights that learn from rollouts).
+A trainer calls `before_rollout`, `collect` and `after_update` in every step. `make` chooses the
+class: `DrafterManager` if nothing has weights, `FrozenDrafter`, or `LearningDrafter`.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from specrl_jax.config import Config, check
-from specrl_jax.distill import health
+from specrl_jax.distill import health, schedule
 from specrl_jax.distill.health import MISMATCH, NOT_FINITE, Probe, Summary
 from specrl_jax.distill.online import OnlineDistillation
 from specrl_jax.distill.update import DistillState, UpdateResult
@@ -67,7 +66,6 @@ class Published(NamedTuple):
 
     @property
     def checksum(self) -> int:
-        """Checksum of all versioned weights."""
         return sum(summary.checksum for summary in self.summaries) % 2**32
 
     @property
@@ -103,8 +101,7 @@ class FrozenDrafter(DrafterManager):
         if self.good.fault and not self.disabled:
             self._disable(self.good.fault)
         self._verify()
-        rate = self.probe.rate
-        fault = self.probe.start()
+        rate, fault = self.probe.rate, self.probe.start()
         if restored:
             self.probe.rate = rate
         elif fault and not self.disabled:
@@ -125,9 +122,6 @@ class FrozenDrafter(DrafterManager):
                 ) -> Metrics:
         if self.sampler.broken and not self.disabled:  # the rollout switched drafting off
             self.faults, self.disabled = self.faults + 1, True
-        return {}
-
-    def after_update(self, step: int) -> Metrics:
         return {}
 
     def account(self, spent: float, saved: float) -> Metrics:
@@ -245,18 +239,18 @@ class LearningDrafter(FrozenDrafter):
         training = self.training
         if (result := training.take_result()) is not None:
             metrics |= self._publish(result)
-        if training.needs_features(step):
+        if schedule.collects(self._options, step):
             metrics |= self._repair()
             training.store(rollout, reward, advantage, step)
         if self._options.when == "trigger":
             metrics |= training.measure_staleness(self.state.params, step)
-        if self._options.overlap and training.due(step):
+        if self._options.overlap and schedule.due(self._options, step, training.staleness):
             training.start(self.state, step)
         return metrics
 
     def after_update(self, step: int) -> Metrics:
         metrics: Metrics = {"distill/buffer_bytes": self.training.buffer.nbytes}
-        if not self._options.overlap and self.training.due(step):
+        if not self._options.overlap and schedule.due(self._options, step, self.training.staleness):
             metrics |= self._train(step)
         return metrics
 
@@ -265,7 +259,7 @@ class LearningDrafter(FrozenDrafter):
         repaired = self._repair()
         metrics = self._publish(self.training.run(self.state, step))
         if "drafter/fault" not in metrics:  # else the old version drafts on, as stale as it was
-            self.training.forget_staleness()
+            self.training.staleness = schedule.forget()
         return metrics | repaired
 
     def _repair(self) -> Metrics:

@@ -24,12 +24,9 @@ WEIGHT_RANGE = (0.1, 3.0)  # ReSpec clips its weights and does not give the rang
 
 # Losses of one depth of one sequence: log_p, log_q f32[Vd, T] -> f32[T].
 
-
 def acceptance(log_p: Array, log_q: Array) -> Array:
-    """Returns f32[T], the probability that rejection sampling accepts a token: `sum min(p, q)`.
-
-    Leviathan et al., arXiv 2211.17192, theorem 3.5.
-    """
+    """Returns f32[T], how likely rejection sampling accepts a token: `sum min(p, q)` (Leviathan
+    et al., arXiv 2211.17192, theorem 3.5)."""
     _check(log_p, log_q)
     return jnp.minimum(jnp.exp(log_p), jnp.exp(log_q)).sum(0)
 
@@ -77,7 +74,6 @@ def lk(log_p: Array, log_q: Array) -> Array:
 
 # Sums over depths: terms f32[J, T], mask bool[J, T], count f32[J], decay -> the sequence's f32[].
 
-
 def decayed(terms: Array, mask: Array, count: Array, decay: float) -> Array:
     """Returns `sum_j decay^j mean_t terms[j, t]`: EAGLE-3's training-time test (arXiv 2503.01840)
     with the decay over depths of the LK losses (arXiv 2602.23881).
@@ -109,9 +105,7 @@ def chained(terms: Array, mask: Array, count: Array, decay: float) -> Array:
 
 # Weights of sequences: reward, advantage f32[...], live bool[...] -> f32[...].
 
-
 def equal_weights(reward: Array, advantage: Array, live: Array) -> Array:
-    """Returns ones."""
     return jnp.ones_like(reward)
 
 
@@ -146,15 +140,11 @@ class Loss(NamedTuple):
     weigh: Callable[[Array, Array, Array], Array] = equal_weights
 
 
-LOSSES = types.MappingProxyType({
-    "forward_kl": Loss(forward_kl),
-    "reward_weighted_kl": Loss(forward_kl, weigh=reward_weights),
-    "advantage_weighted_kl": Loss(forward_kl, weigh=advantage_weights),
-    "jsd": Loss(jsd),
-    "tv": Loss(tv),
-    "e2e_tv": Loss(acceptance, chained),
-    "lk": Loss(lk),
-})
+LOSSES = types.MappingProxyType({"forward_kl": Loss(forward_kl),
+                                 "reward_weighted_kl": Loss(forward_kl, weigh=reward_weights),
+                                 "advantage_weighted_kl": Loss(forward_kl, weigh=advantage_weights),
+                                 "jsd": Loss(jsd), "tv": Loss(tv),
+                                 "e2e_tv": Loss(acceptance, chained), "lk": Loss(lk)})
 
 
 def _check(log_p: Array, log_q: Array) -> None:

@@ -9,16 +9,9 @@ from flax import struct
 from specrl_kernels.noise import gumbel
 
 from specrl_jax.config import DistillOptions
+from specrl_jax.distill import teacher
 from specrl_jax.distill.losses import acceptance
-from specrl_jax.distill.teacher import (
-    Aligned,
-    FrozenParams,
-    SequenceBatch,
-    TeacherTargets,
-    in_chunks,
-    inputs_of,
-    targets_of,
-)
+from specrl_jax.distill.teacher import Aligned, FrozenParams, SequenceBatch, TeacherTargets
 from specrl_jax.draft.trainable import TrainableDrafter
 from specrl_jax.structs import Array, DrafterParams
 
@@ -33,7 +26,7 @@ class Evaluation(struct.PyTreeNode):
 
 
 def evaluate_drafter(drafter: TrainableDrafter, options: DistillOptions, params: DrafterParams,
-                     frozen: FrozenParams, batch: SequenceBatch, teacher: TeacherTargets,
+                     frozen: FrozenParams, batch: SequenceBatch, made: TeacherTargets,
                      key: Array, scale: Array) -> Evaluation:
     """Compares drafts of a micro-batch with the actor, each given that those before were right.
 
@@ -42,11 +35,11 @@ def evaluate_drafter(drafter: TrainableDrafter, options: DistillOptions, params:
       key, scale: see `noise`.
     """
     assert drafter.outputs is not None and drafter.logits is not None
-    logits, depths = drafter.logits, options.unroll
-    inputs = inputs_of(frozen, batch, teacher)
-    place = jnp.broadcast_to(jnp.arange(inputs.window)[None], teacher.best.shape)
-    targets = targets_of(options, depths, frozen, batch, teacher, jnp.ones(depths), jnp.ones(len(
-        batch.length)), extra=(teacher.best, inputs.tokens_at(0), place))
+    logits, inputs = drafter.logits, teacher.inputs_of(frozen, batch, made)
+    place = jnp.broadcast_to(jnp.arange(inputs.window)[None], made.best.shape)
+    targets = teacher.targets_of(
+        options, frozen, batch, made, jnp.ones(options.unroll), jnp.ones(len(batch.length)),
+        extra=(made.best, inputs.tokens_at(0), place))
 
     def chunk(outputs: Sequence[Array], at: Aligned) -> tuple[Array, ...]:
         log_p, (best, response, place) = targets.log_probs(at), at.extra
@@ -56,14 +49,13 @@ def evaluate_drafter(drafter: TrainableDrafter, options: DistillOptions, params:
                 return a[..., j:][..., :size]
 
             log_q = targets.log_draft(logits(params, inputs, output))
-            found.append((
-                jax.vmap(acceptance, in_axes=1)(shift(log_p), log_q),
-                frozen.vocab[log_q.argmax(0)] == shift(best),
-                frozen.vocab[(log_q + shift(drawn)).argmax(0)] == shift(response)))
+            found.append((jax.vmap(acceptance, in_axes=1)(shift(log_p), log_q),
+                          frozen.vocab[log_q.argmax(0)] == shift(best),
+                          frozen.vocab[(log_q + shift(drawn)).argmax(0)] == shift(response)))
         return tuple(jnp.stack(x) for x in zip(*found, strict=True))
 
-    outputs = drafter.outputs(params, inputs, depths)
-    return Evaluation(*in_chunks(chunk, outputs, targets.aligned), live=targets.mask)
+    outputs = drafter.outputs(params, inputs, options.unroll)
+    return Evaluation(*teacher.in_chunks(chunk, outputs, targets.aligned), live=targets.mask)
 
 
 def noise(vocab: Array, place: Array, key: Array, scale: Array) -> Array:
@@ -74,8 +66,7 @@ def noise(vocab: Array, place: Array, key: Array, scale: Array) -> Array:
       key: u32[b, 2].
       scale: f32[b], 0 for rows that were drawn greedily, else 1.
     """
-    drawn = gumbel(key[:, None], place, vocab) * scale[:, None, None]
-    return jnp.moveaxis(drawn, -1, 0)
+    return jnp.moveaxis(gumbel(key[:, None], place, vocab) * scale[:, None, None], -1, 0)
 
 
 def summarize(parts: list[Evaluation]) -> dict[str, float]:

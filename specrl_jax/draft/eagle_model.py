@@ -19,7 +19,7 @@ import numpy as np
 from specrl_jax.config import check
 from specrl_jax.model import transformer
 from specrl_jax.model.architecture import Architecture, Param, RopeScaling, is_param
-from specrl_jax.structs import Array, ModelParams, Params
+from specrl_jax.structs import Array, Params
 
 Attend = Callable[[Array, Array, Array], Array]
 """(q [G, R, E, ...], k [G, E, ...], v [G, E, ...]) -> [G, R, E, ...]"""
@@ -70,9 +70,8 @@ class EagleArch:
 
 def default_taps(layers: int) -> tuple[int, ...]:
     """Returns a low, a middle and a high layer: 1, L/2 - 1, L - 4; spread out if L is small."""
-    if layers >= 7:
-        return (1, layers // 2 - 1, layers - 4)
-    return tuple(sorted({0, (layers - 1) // 2, layers - 1}))
+    return ((1, layers // 2 - 1, layers - 4) if layers >= 7
+            else tuple(sorted({0, (layers - 1) // 2, layers - 1})))
 
 
 def describe(arch: EagleArch) -> dict[str, Any]:
@@ -80,17 +79,14 @@ def describe(arch: EagleArch) -> dict[str, Any]:
     layer, f = arch.layer, arch.actor.hidden_size
     g, r, e, i = layer.num_kv_heads, layer.group, layer.head_dim, layer.intermediate_size
     std, out_std = 0.02, 0.02 / 2**0.5
-    tree = {
-        "fc": Param((f, len(arch.taps) * f), ("embed", None), std),
-        "embed_norm": Param((f,), ("embed",), 0),
-        "feature_norm": Param((f,), ("embed",), 0),
-        "qkv": Param((g, r + 2, e, 2 * f), ("kv_heads", None, None, "embed"), std),
-        "o": Param((f, g, r, e), ("embed", "kv_heads", None, None), out_std),
-        "mlp_norm": Param((f,), ("embed",), 0),
-        "gate_up": Param((2, i, f), (None, "mlp", "embed"), std),
-        "down": Param((f, i), ("embed", "mlp"), out_std),
-        "final_norm": Param((f,), ("embed",), 0),
-    }
+    tree = {"fc": Param((f, len(arch.taps) * f), ("embed", None), std),
+            "embed_norm": Param((f,), ("embed",), 0), "feature_norm": Param((f,), ("embed",), 0),
+            "qkv": Param((g, r + 2, e, 2 * f), ("kv_heads", None, None, "embed"), std),
+            "o": Param((f, g, r, e), ("embed", "kv_heads", None, None), out_std),
+            "mlp_norm": Param((f,), ("embed",), 0),
+            "gate_up": Param((2, i, f), (None, "mlp", "embed"), std),
+            "down": Param((f, i), ("embed", "mlp"), out_std),
+            "final_norm": Param((f,), ("embed",), 0)}
     if arch.own_head:
         tree["head"] = Param((arch.draft_vocab, f), ("vocab", "embed"), std)
     return tree
@@ -112,12 +108,6 @@ def choose_vocab(counts: np.ndarray, size: int, always: Sequence[int] = ()) -> n
     return np.sort(np.argsort(-rank, kind="stable")[:size]).astype(np.int32)
 
 
-def draft_head(arch: EagleArch, actor_params: ModelParams, vocab: Array) -> Array:
-    """Returns f[Vd, F], the rows of the actor's head for the draft vocabulary i32[Vd]."""
-    head = actor_params["embed"] if arch.actor.tied else actor_params["head"]
-    return head if arch.draft_vocab == arch.actor.vocab_size else head[vocab]
-
-
 def project(params: Params, taps: Array, decode: bool = False) -> Array:
     """Returns features f[F, ...] of tapped layers f[A * F, ...]; see transformer.project."""
     return transformer.project(params["fc"], taps, decode=decode)
@@ -127,9 +117,7 @@ def logits(arch: EagleArch, params: Params, head: Array | None, hidden: Array,
            decode: bool = False) -> Array:
     """Returns f32[Vd, ...] of the network's outputs [F, ...].
 
-    Args:
-      head: `draft_head` of the actor; not read if the drafter has its own.
-      decode: see transformer.project.
+    `head` f[Vd, F], the actor's rows of the draft vocabulary, is read if the drafter has none.
     """
     weight: Any = params["head"] if arch.own_head else head
     normed = transformer.rms_norm(hidden, params["final_norm"], arch.norm_eps)
@@ -150,10 +138,8 @@ def step(arch: EagleArch, params: Params, embedded: Array, feature: Array, posit
     Returns:
       the output [F, ...], before the final norm; and (k, v), each [G, E, ...].
     """
-    layer = arch.layer
-    qkv = transformer.project(
-        params["qkv"], _joined(arch, params, embedded, feature), decode=decode
-    )
+    layer, joined = arch.layer, _joined(arch, params, embedded, feature)
+    qkv = transformer.project(params["qkv"], joined, decode=decode)
     rotation = transformer.rotations(layer, position)
     q = transformer.rotate(qkv[:, : layer.group], rotation)
     k, v = transformer.rotate(qkv[:, layer.group], rotation), qkv[:, layer.group + 1]
@@ -204,8 +190,7 @@ def unroll(arch: EagleArch, params: Params, embed: Array, features: Array, token
     cached = keys(arch, params, embedded(place + 1), features, place)
     before = place[:, None] <= anchors[..., None]
     hidden = jnp.take_along_axis(features, anchors[None], 2)
-    drafted: list[tuple[Array, Array]] = []
-    out = []
+    drafted, out = [], []
     for j in range(steps):
         hidden, own = step(arch, params, embedded(anchors + 1 + j), hidden, anchors + j,
                            _unrolled_attend(cached, before, drafted, first=j == 0))
@@ -223,7 +208,6 @@ def _unrolled_attend(cached: tuple[Array, Array], before: Array,
       before: bool[B, T, S].
       drafted: (k, v) [G, E, B, T] of the steps from 1 on.
     """
-
     def attend(q: Array, k: Array, v: Array) -> Array:
         own = drafted if first else [*drafted, (k, v)]
         score = jnp.einsum("grebt,gebs->grbts", q, cached[0], preferred_element_type=jnp.float32)
@@ -234,8 +218,8 @@ def _unrolled_attend(cached: tuple[Array, Array], before: Array,
         weight = jax.nn.softmax(score, -1).astype(v.dtype)
         total = before.shape[2]
         out = jnp.einsum("grbts,gebs->grebt", weight[..., :total], cached[1])
-        for i, (_, value) in enumerate(own):
-            out += weight[..., total + i][:, :, None] * value[:, None]
+        for i, (_, value) in enumerate(own, total):
+            out += weight[..., i][:, :, None] * value[:, None]
         return out
 
     return attend

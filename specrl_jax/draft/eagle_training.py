@@ -12,16 +12,13 @@ SMALL = 0.3
 
 def trainable(arch: EagleArch) -> TrainableDrafter:
     """Returns what trains a head of `arch`; its outputs are the network's, f[F, b, T]."""
-
     def outputs(params: Params, inputs: DraftInputs, depths: int) -> list[Array]:
         features = eagle_model.project(params, inputs.taps)
         return eagle_model.unroll(arch, params, inputs.embed, features, inputs.tokens,
                                   inputs.length, inputs.columns(-2), depths)
 
-    def logits(params: Params, inputs: DraftInputs, output: Array) -> Array:
-        return eagle_model.logits(arch, params, inputs.head, output)
-
-    return from_predictions(outputs, logits, arch.draft_vocab, arch.taps)
+    return from_predictions(outputs, lambda params, inputs, output: eagle_model.logits(
+        arch, params, inputs.head, output), arch.draft_vocab, arch.taps)
 
 
 def warm_start(arch: EagleArch, params: Params, actor: Params, head: Array, scale: np.ndarray

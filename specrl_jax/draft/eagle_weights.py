@@ -36,18 +36,16 @@ _GATE_UP = [f"midlayer.mlp.{x}_proj.weight" for x in ("gate", "up")]
 
 
 class MadeFor(NamedTuple):
-    """What a head was trained for; "" is unknown, as in heads of other trainers."""
+    """Identities of what a head was trained for; "" is unknown, as in heads of other trainers."""
 
-    tokenizer: str = ""  # identity of the tokenizer
-    actor: str = ""  # identity of its weights, see io/checksum.py
+    tokenizer: str = ""
+    actor: str = ""  # of its weights, see io/checksum.py
 
 
 UNKNOWN = MadeFor()
 
 
 class Head(NamedTuple):
-    """A head as `load` returns it."""
-
     arch: EagleArch
     own: dict[str, Any]  # {"weights", "vocab"} as float32 and int32 arrays
     warnings: list[str]
@@ -56,16 +54,12 @@ class Head(NamedTuple):
 
 def save(directory: str | os.PathLike[str], arch: EagleArch, own: Mapping[str, Any],
          made_for: MadeFor = UNKNOWN) -> None:
-    """Writes a head in float32; after an error nothing is written.
+    """Writes a head {"weights", "vocab"} in float32; after an error nothing is written.
 
     Serving engines need lm_head.weight, which is missing if `arch.own_head` is False.
 
-    Args:
-      directory: must not exist yet, or be empty.
-      own: {"weights", "vocab"}, see eagle.eagle.
-
     Raises:
-      ConfigError: the directory is not empty.
+      ConfigError: the directory exists and is not empty.
     """
     target = Path(directory).expanduser().absolute()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
@@ -74,20 +68,20 @@ def save(directory: str | os.PathLike[str], arch: EagleArch, own: Mapping[str, A
     partial = target.with_name(f".{target.name}.{uuid.uuid4().hex}.partial")
     partial.mkdir()
     try:
-        text = json.dumps(_config(arch) | {OURS: made_for._asdict()}, indent=2) + "\n"
-        (partial / "config.json").write_text(text, encoding="utf-8")
+        config = write_config(arch.layer) | {
+            "architectures": [CLASS], "draft_vocab_size": arch.draft_vocab,
+            "eagle_config": {"use_aux_hidden_state": True,
+                             "eagle_aux_hidden_state_layer_ids": list(arch.taps)},
+            OURS: made_for._asdict()}
+        (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         save_file(_tensors(arch, own), partial / SINGLE, {"format": "pt"})
         os.replace(partial, target)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def load(directory: str | os.PathLike[str], actor: Architecture, stop: Sequence[int] = ()
-         ) -> Head:
-    """Reads a head that fits an actor of this architecture.
-
-    Args:
-      stop: tokens that end a response.
+def load(directory: str | os.PathLike[str], actor: Architecture, stop: Sequence[int] = ()) -> Head:
+    """Reads a head that fits an actor of this architecture; `stop` tokens end a response.
 
     Raises:
       ConfigError: a file is missing or damaged, or the head is of another kind or another actor.
@@ -115,13 +109,6 @@ def load(directory: str | os.PathLike[str], actor: Architecture, stop: Sequence[
                         "number of its tokens was compared")
     return Head(arch, {"weights": _pack(arch, tensors), "vocab": vocab}, warnings,
                 MadeFor(**made_for))
-
-
-def _config(arch: EagleArch) -> dict[str, Any]:
-    return write_config(arch.layer) | {
-        "architectures": [CLASS], "draft_vocab_size": arch.draft_vocab,
-        "eagle_config": {"use_aux_hidden_state": True,
-                         "eagle_aux_hidden_state_layer_ids": list(arch.taps)}}
 
 
 def _architecture(config: dict[str, Any], tensors: Mapping[str, np.ndarray], actor: Architecture,
@@ -202,17 +189,12 @@ def _shapes(arch: EagleArch) -> dict[str, tuple[int, ...]]:
 def _pack(arch: EagleArch, tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Returns the tree of eagle_model.describe."""
     g, e, f = arch.num_kv_heads, arch.head_dim, arch.actor.hidden_size
-
-    def read(name: str) -> np.ndarray:
-        return tensors[name].astype(np.float32)
-
-    packed = {name: read(where) for name, where in _NORMS.items()}
-    packed |= {
-        "fc": read("fc.weight"), "down": read(_DOWN),
-        "qkv": np.concatenate([read(x).reshape(g, -1, e, 2 * f) for x in _PROJECTIONS], axis=1),
-        "o": read(_OUT).reshape(f, g, -1, e),
-        "gate_up": np.stack([read(x) for x in _GATE_UP])}
-    return packed | ({"head": read(HEAD)} if arch.own_head else {})
+    tensors = {name: a.astype(np.float32) for name, a in tensors.items()}
+    qkv = np.concatenate([tensors[x].reshape(g, -1, e, 2 * f) for x in _PROJECTIONS], axis=1)
+    packed = {name: tensors[where] for name, where in _NORMS.items()} | {
+        "fc": tensors["fc.weight"], "qkv": qkv, "o": tensors[_OUT].reshape(f, g, -1, e),
+        "gate_up": np.stack([tensors[x] for x in _GATE_UP]), "down": tensors[_DOWN]}
+    return packed | ({"head": tensors[HEAD]} if arch.own_head else {})
 
 
 def _tensors(arch: EagleArch, own: Mapping[str, Any]) -> dict[str, np.ndarray]:

@@ -123,13 +123,7 @@ class DrafterSet:
 
 def make(config: Config, arch: Architecture, stop: Sequence[int], group: int,
          warn: Callable[[str], None], tokenizer: Tokenizer | None = None) -> DrafterSet:
-    """Builds the drafter of spec.drafter.
-
-    Args:
-      arch: the actor's.
-      stop: tokens that end a response.
-      group: M, samples of a prompt.
-      tokenizer: the actor's, which a small model must share; None is that of config.model.path.
+    """Builds the drafter of spec.drafter; for the arguments see DrafterContext.
 
     Raises:
       ConfigError: a name is unknown, weights are missing or do not fit the actor, or sizes cannot
@@ -155,10 +149,6 @@ def make(config: Config, arch: Architecture, stop: Sequence[int], group: int,
 
 
 def _resolve(name: str, field: str) -> Factory:
-    """
-    Raises:
-      ConfigError: there is no such drafter.
-    """
     known = [*DRAFTERS, MERGE] if field == "spec.drafter" else [n for n in DRAFTERS if n != "off"]
     check(name in known or ":" in name, field, name,
           f"choose one of {', '.join(known)}, or name your own as package.module:function")
@@ -218,32 +208,28 @@ def _head(context: DrafterContext) -> tuple[EagleArch, DrafterParams, str]:
     """Returns the head of draft.path and the actor it was trained with, or a random head."""
     config, arch, stop = context.config, context.arch, context.stop
     path = config.draft.path
-    if path:
-        try:
-            head, own, warnings, made_for = eagle_weights.load(path, arch, stop)
-        except ConfigError as error:
-            raise ConfigError(f"draft.path = {path!r}: {error}") from error
-        for warning in warnings:
-            context.warn(warning)
-        if made_for.tokenizer:
-            actors = context.tokenizer.identity
-            check(made_for.tokenizer == actors, "draft.path", path,
-                  f"was trained with tokenizer {made_for.tokenizer}, the actor's is {actors}; give "
-                  "a head that was trained for it")
-        return head, own, made_for.actor
-    context.warn("draft.path is empty: the eagle head starts from random weights and will accept "
-                 "little; train one with experiments/train_drafter.py")
-    head = EagleArch(actor=arch, draft_vocab=config.draft.vocab)
-    counts = np.zeros(arch.vocab_size)
-    return head, {"weights": eagle_model.initialize(head, config.seed),
-                  "vocab": eagle_model.choose_vocab(counts, head.draft_vocab, stop)}, ""
+    if not path:
+        context.warn("draft.path is empty: the eagle head starts from random weights and will "
+                     "accept little; train one with experiments/train_drafter.py")
+        head = EagleArch(actor=arch, draft_vocab=config.draft.vocab)
+        vocab = eagle_model.choose_vocab(np.zeros(arch.vocab_size), head.draft_vocab, stop)
+        return head, {"weights": eagle_model.initialize(head, config.seed), "vocab": vocab}, ""
+    try:
+        head, own, warnings, made_for = eagle_weights.load(path, arch, stop)
+    except ConfigError as error:
+        raise ConfigError(f"draft.path = {path!r}: {error}") from error
+    for warning in warnings:
+        context.warn(warning)
+    if made_for.tokenizer:
+        actors = context.tokenizer.identity
+        check(made_for.tokenizer == actors, "draft.path", path,
+              f"was trained with tokenizer {made_for.tokenizer}, the actor's is {actors}; give a "
+              "head that was trained for it")
+    return head, own, made_for.actor
 
 
 def check_tokens(path: str, small: Tokenizer, actor: Tokenizer) -> None:
-    """
-    Raises:
-      ConfigError: the small model's tokens are not the actor's.
-    """
+    """Raises a ConfigError if the small model's tokens are not the actor's."""
     mine, theirs = (t.backend.get_vocab(with_added_tokens=True) for t in (small, actor))
     differ = sorted(token for token in mine.keys() | theirs.keys()
                     if mine.get(token) != theirs.get(token))

@@ -9,16 +9,10 @@ _ARRAYS = ("tokens", "prompt_id", "step", "next")
 
 
 def capacity(megabytes: int, buffer: int, prompts: int, past: int) -> int:
-    """Returns how many responses fit the byte bound, at most those that can ever be of use.
+    """Returns how many responses [T = `buffer`] fit `megabytes`, at most those that can be of use.
 
     Prompts are drawn in a new order each epoch, so one may come back only after almost two epochs:
-    a ring of two epochs' worth still holds its last responses then.
-
-    Args:
-      megabytes: bound on the memory of all responses.
-      buffer: T.
-      prompts: distinct prompts of the data.
-      past: K, responses kept for a prompt.
+    a ring of two epochs' worth still holds its `past` last responses then.
     """
     return max(1, min(megabytes * 2**20 // (4 * (buffer + 2)), 2 * prompts * past))
 
@@ -49,8 +43,7 @@ class ResponseCache:
         for name in _ARRAYS:
             setattr(self, name, np.array(arrays[name]))
 
-    def add(self, prompt_id: np.ndarray, tokens: np.ndarray, length: np.ndarray, step: int
-            ) -> None:
+    def add(self, prompt_id: np.ndarray, tokens: np.ndarray, length: np.ndarray, step: int) -> None:
         """Adds a step's responses i32[Q, T] of the given lengths, in order."""
         size = len(self.prompt_id)
         used = [i for one in np.unique(prompt_id)

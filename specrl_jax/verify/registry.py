@@ -15,10 +15,6 @@ def register_rule(name: str, *, lossless: bool, needs_proposal: bool = False
                   ) -> Callable[[Verify], Rule]:
     """Returns a decorator that makes a `verify` function the rule of spec.rule = `name`.
 
-    Args:
-      lossless, needs_proposal: see protocol.Rule.
-
-    Raises:
-      ConfigError: another rule has that name.
+    For the flags see protocol.Rule. Raises a ConfigError if another rule has that name.
     """
     return lambda verify: RULES.register(name)(Rule(verify, lossless, needs_proposal))

@@ -116,8 +116,8 @@ def test_sequence_batch_of_a_rollout_holds_its_rows(rolled):
 
 def targets(frozen, batch, teacher, depths=1):
     """What a loss is given, without weights."""
-    return teachers.targets_of(dataclasses.replace(OPTIONS, unroll=depths), depths, frozen, batch,
-                            teacher, jnp.ones(depths), jnp.ones(len(batch.length)))
+    return teachers.targets_of(dataclasses.replace(OPTIONS, unroll=depths), frozen, batch,
+                               teacher, jnp.ones(depths), jnp.ones(len(batch.length)))
 
 
 def test_targets_are_the_actors_own_distribution(actor, rolled, frozen, teacher):

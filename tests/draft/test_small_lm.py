@@ -459,7 +459,7 @@ def test_a_model_must_be_named(changes: dict[str, Any], message: str) -> None:
 def test_a_model_must_reach_far_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     found = weights.describe_source("random:tiny")
     short = dataclasses.replace(found, arch=dataclasses.replace(tiny.TINY, max_position=80))
-    monkeypatch.setattr(weights, "describe_source", lambda *place: short)
+    monkeypatch.setattr(weights, "describe_source", lambda *place, **family: short)
     with pytest.raises(ConfigError, match="draft.model = .*80 positions, .* = 88"):
         make(config())
 
