@@ -50,12 +50,10 @@ class Corpus:
 
     @property
     def length(self) -> np.ndarray:
-        """i32[Q] tokens of prompt and response."""
         return np.asarray([len(t) for t in self.tokens], np.int32)
 
     @property
     def responses(self) -> np.ndarray:
-        """i32[...] all response tokens, one after another."""
         parts = [t[at:] for t, at in zip(self.tokens, self.first, strict=True)]
         return np.concatenate([np.zeros(0, np.int32), *parts])
 
@@ -69,14 +67,10 @@ def join(corpora: Sequence[Corpus]) -> Corpus:
 
 def load_prompts(config: Config, tokenizer: Tokenizer, training: int, eval_split: str,
                  held_out: int, say: Callable[[str], None]) -> tuple[Prompts, Prompts]:
-    """Returns training prompts, maybe none, and held-out prompts; no text is in both.
+    """Returns `training` prompts of config.data, maybe none, and `held_out` ones of `eval_split`.
 
-    Args:
-      training, held_out: numbers of prompts from the start of config.data's split and of
-        `eval_split`.
-
-    Raises:
-      ConfigError: see `make_prompts`; or all training prompts are held out.
+    No text is in both. Raises a ConfigError as `make_prompts` does, or if all training prompts are
+    held out.
     """
     def load(**changes: Any) -> Prompts:
         data = dataclasses.replace(config.data, **changes)
@@ -101,8 +95,7 @@ def gather(config: Config, source: Source, params: Params, prompts: tuple[Prompt
 
     Args:
       source, params: the actor; its parameters as published.
-      prompts: of `load_prompts`.
-      samples: responses to each prompt.
+      prompts: of `load_prompts`, with `samples` responses to each.
       texts: JSONL file to learn from too, or "".
       directory: where rollouts are stored.
     """
@@ -265,11 +258,8 @@ def make_plans(corpus: Corpus, tokens: int, micro_tokens: int, shards: int, seed
                ) -> list[Plan]:
     """Cuts a corpus into plans of few shapes: each third of the lengths has its own width.
 
-    Each plan is a random part of its class; every sequence is in exactly one plan.
-
-    Args:
-      tokens, micro_tokens: of an update and of a micro-batch, padding included.
-      shards: b is a multiple of this.
+    Each plan is a random part of its class; every sequence is in exactly one plan. `tokens` of an
+    update and `micro_tokens` of a micro-batch include padding; b is a multiple of `shards`.
     """
     plans = []
     for width, members in _classes(corpus.length, tokens):

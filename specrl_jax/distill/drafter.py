@@ -202,8 +202,7 @@ class FrozenDrafter(DrafterManager):
 class LearningDrafter(FrozenDrafter):
     """Trains the drafter's trainable part on rollouts, and publishes each good version.
 
-    Attributes:
-      state: the learner's; its parameters are the next version's weights.
+    `state` is the learner's; its parameters are the next version's weights.
     """
 
     def __init__(self, config: Config, sampler: Sampler, prompts: Sequence[Sequence[int]],

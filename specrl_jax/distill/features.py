@@ -28,17 +28,9 @@ _INTS = ("tokens", "length", "first", "best", VERSION)  # i32, the others f32
 class FeatureBuffer:
     """Stores sequences with their teacher targets in arrays that never change size.
 
-    Args:
-      hidden_size: F, the actor's.
-      sequences: most sequences of one rollout.
-      columns, window: S and T.
-      heads: H.
-
-    Attributes:
-      arrays: those of a checkpoint.
-
-    Raises:
-      ConfigError: the budget does not hold one update's sequences.
+    F = `hidden_size`, at most `sequences` per rollout, S = `columns`, T = `window`, H = `heads`.
+    `arrays` are those of a checkpoint. Raises a ConfigError if the budget does not hold one
+    update's sequences.
     """
 
     def __init__(self, options: DistillConfig, drafter: TrainableDrafter, hidden_size: int,
@@ -85,9 +77,7 @@ class FeatureBuffer:
             ) -> None:
         """Stores the sequences of n micro-batches; those of length 0 are padding.
 
-        Args:
-          version: of the policy that generated them.
-          head: f32[Vd, F] the draft vocabulary's rows of its output head.
+        `head` f32[Vd, F] is the output head, rows of the draft vocabulary, of policy `version`.
         """
         kept = self.arrays
         kept[HEADS][self._slot(version)] = head
@@ -114,11 +104,9 @@ class FeatureBuffer:
 
     def draw(self, rng: np.random.Generator, batch: int, rows: int, newest: bool = False
              ) -> tuple[SequenceBatch, TeacherTargets]:
-        """Draws random sequences as micro-batches of `rows`, each of one policy version.
+        """Draws `batch` random sequences as micro-batches of `rows`, each of one policy version.
 
-        Args:
-          batch: number of sequences, a multiple of `rows`; padded if fewer are stored.
-          newest: draw from the newest version only.
+        They are padded if fewer are stored; `newest` draws from the newest version only.
         """
         version = self.arrays[VERSION]
         held = np.unique(version[version != EMPTY])

@@ -87,10 +87,8 @@ def _equal(pairs: list[tuple[Array, Array]]) -> Array:
 class Probe:
     """Generates a few short answers; a drafter with far too few accepted drafts is dead.
 
-    Args:
-      drafter: its name in metrics.
-      prompts: token ids; the first few are answered.
-      tokens: length of each answer; 0 probes nothing.
+    The first of `prompts` are answered with `tokens` tokens each, 0 probes nothing. `drafter` is
+    its name in metrics.
     """
 
     def __init__(self, sampler: Sampler, drafter: str, prompts: Sequence[Sequence[int]],

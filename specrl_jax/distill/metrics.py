@@ -59,12 +59,9 @@ def evaluate_drafter(drafter: TrainableDrafter, options: DistillOptions, params:
 
 
 def noise(vocab: Array, place: Array, key: Array, scale: Array) -> Array:
-    """Returns the noise f32[Vd, b, C] that response tokens were drawn with, see prng.row_keys.
+    """Returns the noise f32[Vd, b, C] of tokens at `place` i32[b, C], see prng.row_keys.
 
-    Args:
-      place: i32[b, C], indices of response tokens.
-      key: u32[b, 2].
-      scale: f32[b], 0 for rows that were drawn greedily, else 1.
+    `key` is u32[b, 2]; `scale` f32[b] is 0 for rows that were drawn greedily, else 1.
     """
     return jnp.moveaxis(gumbel(key[:, None], place, vocab) * scale[:, None, None], -1, 0)
 
@@ -74,9 +71,8 @@ def summarize(parts: list[Evaluation]) -> dict[str, float]:
 
     alpha: acceptance rate of rejection sampling; agree: share of anchors at which drafter and actor
     find the same token most likely; match: share at which the draft made with the actor's noise is
-    the response's token. Each assumes that the drafts before it were right.
-    accept_length/d: tokens of a round with a chain of d drafts under the match rule, from rounds
-    replayed over the recorded responses.
+    the response's token. Each assumes that the drafts before it were right. accept_length/d: tokens
+    of a round with a chain of d drafts under the match rule, replayed over the responses.
     """
     out: dict[str, float] = {}
     for name in ("alpha", "agree", "match"):
@@ -91,10 +87,8 @@ def summarize(parts: list[Evaluation]) -> dict[str, float]:
 
 
 def walk(match: np.ndarray, length: int) -> tuple[int, list[int]]:
-    """Returns the tokens of one response, and its rounds with chains of 1, 2, ... drafts.
-
-    Args:
-      match: bool[J, T], whether the draft of depth j from anchor k is right.
+    """Returns the tokens of a response, and its rounds with chains of 1, 2, ... drafts, of which
+    match bool[J, T] holds whether the draft of depth j from anchor k is right.
     """
     reach = np.cumprod(match, axis=0).cumsum(0)  # [J, T] drafts accepted by chains of j + 1
     rounds = []

@@ -137,7 +137,6 @@ class OnlineDistillation:
     # Updates.
 
     def run(self, state: DistillState, step: int) -> UpdateResult:
-        """Runs the updates of one training."""
         return self._run(state, self._frozen_params(), self._draw(step))
 
     def start(self, state: DistillState, step: int) -> None:
@@ -181,7 +180,6 @@ class OnlineDistillation:
         return held | {"drafter_ahead": {"weights": ahead.params, "optimizer": ahead.optimizer}}
 
     def meta(self) -> dict[str, Any]:
-        """Returns what else a checkpoint holds."""
         result = self._result()
         return {"ahead": result.metrics if result else None}
 

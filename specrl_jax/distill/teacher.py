@@ -39,7 +39,7 @@ class FrozenParams(struct.PyTreeNode):
 
 
 class SequenceBatch(struct.PyTreeNode):
-    """Right-padded sequences: n micro-batches of b rows, without n where one of them is meant."""
+    """Right-padded sequences: n micro-batches of b rows, or one without n."""
 
     tokens: AnyArray  # i32[n, b, S]
     length: AnyArray  # i32[n, b] of prompt and response; 0 pads
@@ -125,8 +125,8 @@ def _summaries(arch: Architecture, actor: Params, hidden: Array, temperature: Ar
 def live_anchors(length: Array, first: Array, window: int, depths: int) -> Array:
     """Returns bool[J, b, T]: whether the draft of depth j from anchor k predicts a response token.
 
-    Anchor k has seen k response tokens; its draft of depth j predicts response token k + j. A draft
-    starts from a token whose predecessor the actor has seen too.
+    Anchor k has seen k response tokens; its draft of depth j predicts token k + j. A draft starts
+    from a token whose predecessor the actor has seen too.
     """
     k, depth = jnp.arange(window)[None, None], jnp.arange(depths)[:, None, None]
     return (k + depth < (length - first)[None, :, None]) & ((first - 2)[None, :, None] + k >= 0)

@@ -98,9 +98,8 @@ def chunk_of(depth: int) -> int:
 
 
 def cache_size(cache: int, depth: int) -> int:
-    """Returns S' for an actor with `cache` = S.
-
-    It has a chunk more, because XLA moves a slice that does not fit instead of cutting it.
+    """Returns S' for an actor with `cache` = S: a chunk more, because XLA moves a slice that does
+    not fit instead of cutting it.
     """
     return -(-(cache + chunk_of(depth)) // _MULTIPLE) * _MULTIPLE
 
@@ -168,7 +167,7 @@ def copy(whole: Array, fill: SlotFill, width: int, axis: int = 1) -> Array:
 
 
 def extend(whole: T, at: Array, new: T, axis: Any = 1) -> T:
-    """Writes new [B, ...] into whole [B, ...] from position at[b] along `axis` of each row on.
+    """Writes `new` [B, ...] into rows of `whole` from position at[b] along `axis` on.
 
     Both may be trees of arrays, and `axis` then is one of ints.
     """

@@ -35,16 +35,15 @@ def eagle(arch: EagleArch, depth: int, branch: int, nodes: int, children: str = 
           dtype: DTypeLike = jnp.float32) -> Drafter:
     """Returns the drafter with D = `depth`, K = `branch`, N = `nodes`.
 
-    Its own parameters, which `bind` is given, are {"weights": the tree of eagle_model.describe,
-    "vocab": i32[Vd] ascending token ids}.
+    Its own parameters are {"weights": the tree of eagle_model.describe, "vocab": i32[Vd] ascending
+    token ids}.
 
     Args:
       children: which tokens a node's children are: the best ones `perturbed` by the noise of the
         actor's own draw, the `top` of the drafter's distribution, or some `sampled` from it.
       temperature: of the drafter's distribution, over the row's.
       origin: index of the drafter, for DraftTree.origin.
-      drawn: whether trees carry their Proposal; their shape then follows from ranks and depths
-        alone.
+      drawn: whether trees carry their Proposal; their shape then follows from ranks and depths.
       dtype: of the stored features and of the cache.
 
     Raises:

@@ -126,12 +126,10 @@ def logits(arch: EagleArch, params: Params, head: Array | None, hidden: Array,
 
 def step(arch: EagleArch, params: Params, embedded: Array, feature: Array, position: Array,
          attend: Attend, decode: bool = False) -> tuple[Array, tuple[Array, Array]]:
-    """Runs the layer.
+    """Runs the layer on embeddings [F, ...] of the tokens that followed positions i32[...].
 
     Args:
-      embedded: [F, ...] of the token that followed each position.
       feature: [F, ...] of each position: the actor's, or this function's output before it.
-      position: i32[...].
       attend: may keep the keys and values that it gets.
       decode: see transformer.project.
 
@@ -176,8 +174,7 @@ def unroll(arch: EagleArch, params: Params, embed: Array, features: Array, token
       tokens: i32[B, S], right-padded; length: i32[B].
       anchors: i32[B, T] positions t; of all others only keys and values are computed.
 
-    Returns:
-      the outputs of each step, [F, B, T], before the final norm.
+    Returns the outputs of each step, [F, B, T], before the final norm.
     """
     place = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
     real = place < length[:, None]
@@ -201,12 +198,8 @@ def unroll(arch: EagleArch, params: Params, embed: Array, features: Array, token
 
 def _unrolled_attend(cached: tuple[Array, Array], before: Array,
                      drafted: list[tuple[Array, Array]], first: bool) -> Attend:
-    """Returns attention to the cached keys up to an anchor and the anchor's own keys since.
-
-    Args:
-      cached: (k, v) [G, E, B, S].
-      before: bool[B, T, S].
-      drafted: (k, v) [G, E, B, T] of the steps from 1 on.
+    """Returns attention to the cached keys [G, E, B, S] up to an anchor, bool[B, T, S], and to the
+    anchor's own [G, E, B, T] since; those of step 0 are cached.
     """
     def attend(q: Array, k: Array, v: Array) -> Array:
         own = drafted if first else [*drafted, (k, v)]

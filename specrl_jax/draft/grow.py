@@ -75,8 +75,7 @@ def attend(q: Array, packed: tuple[Array, Array], fresh: tuple[Array, Array], pa
 
     Args:
       packed: (row, node) i32[W] of the queries, in their order.
-      fresh: the tree's (k, v), each [B, n, G, E].
-      parent: i32[B, n].
+      fresh: the tree's (k, v), each [B, n, G, E]; parent: i32[B, n].
       cache: (k [B, G, E, S], v [B, G, S, E]); length: i32[B].
     """
     g, r, e = q.shape[:3]
@@ -87,10 +86,10 @@ def attend(q: Array, packed: tuple[Array, Array], fresh: tuple[Array, Array], pa
 
 def grow(growth: Growth, params: DrafterParams, cache: KV, hidden: Array, frontier: Frontier,
          rows: Sampling, spec: SpecConfig, survive: Survive) -> DraftTree:
-    """Grows the trees of one round.
+    """Grows one round's trees.
 
     Args:
-      cache: the network's keys and values of all positions before the root.
+      cache: keys and values of all positions before the root.
       hidden: f[F, B] the network's output at the last of them.
     """
     r = _Round(growth, params, cache, frontier, rows, spec, survive)
@@ -152,8 +151,8 @@ def no_proposal(growth: Growth, params: DrafterParams, batch: int) -> Proposal |
 def _proposal(growth: Growth, params: DrafterParams, grown: Grown, place: Array) -> Proposal | None:
     """Returns the distributions that the children of a tree's nodes were drawn from.
 
-    Args:
-      place: i32[B, C'] index in the tree of the root and each candidate; N if it is not there.
+    `place` i32[B, C'] is the index in the tree of the root and each candidate; N if it is not
+    there.
     """
     batch = place.shape[0]
     unknown = no_proposal(growth, params, batch)
@@ -166,10 +165,7 @@ def _proposal(growth: Growth, params: DrafterParams, grown: Grown, place: Array)
 
 
 def _root_keys(r: _Round) -> tuple[KV, Array]:
-    """Returns the tree's keys and values, and parents i32[B, n].
-
-    Node 0 is the last processed position.
-    """
+    """Returns the tree's keys and values, and parents i32[B, n]; node 0 is the last position."""
     last = r.last[:, None, None, None]
     room = ((0, 0), (0, (r.growth.depth - 1) * r.growth.branch), (0, 0), (0, 0))
     fresh = [(jnp.pad(jnp.take_along_axis(k, last, 3)[:, None, ..., 0], room),
@@ -230,14 +226,11 @@ def _candidates(r: _Round, front: LevelNodes, depth: Array) -> tuple[TreeNodes, 
 
 
 def _scores(r: _Round, front: LevelNodes, depth: Array) -> tuple[Array, Array, Array]:
-    """Computes scores and log-probabilities of all tokens after each node of a level.
+    """Returns scores and log-probabilities f32[B, k, Vd] after each node; f32[B], 0 in greedy rows.
 
     The noise is that of the draw that decides between the children: the token drawn after the root
     has the index frontier.generated. A row's truncation is not applied: a lower draft.temperature
     gained nearly as much, without a search at each node (experiments/LOG.md, 2026-11-23).
-
-    Returns:
-      f32[B, k, Vd] each; and f32[B], 0 in greedy rows and 1 elsewhere.
     """
     growth, rows, network = r.growth, r.rows, r.growth.network
     logits = jnp.moveaxis(network.logits(r.params, front.hidden), 0, -1)
@@ -299,8 +292,7 @@ def _next_level(growth: Growth, found: TreeNodes, front: LevelNodes, rows: Sampl
 def _likeliest(growth: Growth, levels: TreeNodes, frontier: Frontier) -> tuple[DraftTree, Array]:
     """Returns trees of the N - 1 likeliest candidates [B, D, C], and the index of each in them.
 
-    Survival never grows along a path, and of equals the earlier is kept, so the kept nodes are
-    closed under parent.
+    Survival never grows along a path and of equals the earlier is kept: closed under parent.
     """
     flat = jax.tree.map(lambda a: a.reshape(a.shape[0], -1), levels)
     batch, total = flat.live.shape

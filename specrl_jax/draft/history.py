@@ -187,11 +187,9 @@ def _grow(static: _Static, weight: Array, following: Array, frontier: Frontier, 
 
 
 def _elect(weight: Array, tokens: Array, among: Array) -> tuple[Array, Array, Array]:
-    """Returns the token with most votes i32[...], its votes f32[...], and their share f32[...].
+    """Returns the token i32[...] with most votes, its votes and their share of `among`, f32[...].
 
-    Args:
-      weight, tokens: [..., C] of each voter.
-      among: f32[...] all votes, of voters without a token too.
+    `weight` and `tokens` [..., C] are the voters'; `among` counts voters without a token too.
     """
     weight = jnp.where(tokens >= 0, weight, 0)
     tokens = jnp.broadcast_to(tokens, weight.shape)

@@ -21,10 +21,7 @@ def merge(drafters: Sequence[Drafter], nodes: int) -> Drafter:
 
     The origins of its parts must be their indices in `drafters`; its state and parameters are
     tuples over the parts. `SpecConfig.mix` multiplies the survival of each part's nodes; a part
-    with factor 0 does no work.
-
-    Raises:
-      ConfigError: more than one of them taps the actor.
+    with factor 0 does no work. Raises a ConfigError if more than one taps the actor.
     """
     readers = [i for i, d in enumerate(drafters) if d.taps]
     check(len(readers) <= 1, "draft.parts", len(readers), "only one drafter may read the actor")

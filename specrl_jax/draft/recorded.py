@@ -37,14 +37,8 @@ def replay_params(corruption: float, cost: int = 0) -> ReplayParams:
 def replay(*, depth: int, nodes: int, vocab: int, origin: int = 0) -> Drafter:
     """Returns the drafter of chains with D = `depth`, N = `nodes` and parameters `ReplayParams`.
 
-    Sample m of a prompt drafts from `RolloutInfo.past`[:, m], so K must be M.
-
-    Args:
-      vocab: V; replacements are drawn from it.
-      origin: index of the drafter, for DraftTree.origin.
-
-    Raises:
-      ConfigError: sizes that cannot work.
+    Sample m of a prompt drafts from `RolloutInfo.past`[:, m], so K must be M. Replacements are
+    drawn from `vocab` tokens. Raises a ConfigError for sizes that cannot work.
     """
     at_least(1, spec__max_depth=depth)
     at_least(2, vocab_size=vocab)

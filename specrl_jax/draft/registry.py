@@ -66,13 +66,11 @@ class DrafterContext:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The bounds that shapes are made for."""
         spec = self.config.spec
         return {"depth": spec.max_depth, "branch": spec.max_branch, "nodes": spec.max_nodes}
 
     @property
     def network(self) -> dict[str, Any]:
-        """Options that all drafters with a network share."""
         draft = self.config.draft
         return {"children": draft.children, "temperature": draft.temperature,
                 "origin": self.origin, "drawn": self.config.spec.rule in DRAWN_RULES,
@@ -96,7 +94,6 @@ class DrafterSet:
 
     @property
     def weights(self) -> tuple[DrafterParams, ...]:
-        """Host arrays of each part."""
         return tuple(part.weights for part in self.parts)
 
     @property
@@ -108,12 +105,11 @@ class DrafterSet:
 
     @property
     def trainable(self) -> int | None:
-        """Place of the part that can learn; the first one if there are several."""
+        """Place of the part that can learn, the first if there are several."""
         return next((i for i, p in enumerate(self.parts) if p.trainable is not None), None)
 
     @property
     def actor(self) -> str:
-        """Identity of the actor's weights that a part was trained with, if known."""
         return "".join(part.actor for part in self.parts)
 
     def bind(self, actor: Any, weights: Sequence[DrafterParams]) -> Any:
@@ -176,7 +172,6 @@ def _eagle(context: DrafterContext) -> DrafterPart:
 
 @register_drafter("small_lm")
 def _small_lm(context: DrafterContext) -> DrafterPart:
-    """The model of draft.model."""
     config = context.config
     path = config.draft.model
     check(bool(path), "draft.model", path, "name a smaller model with the actor's tokenizer")

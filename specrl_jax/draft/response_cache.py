@@ -21,13 +21,9 @@ class ResponseCache:
     """A ring buffer of responses, each with its prompt id and step; the oldest are overwritten."""
 
     def __init__(self, rows: int, buffer: int, most: int, window: int = 0) -> None:
-        """
-        Args:
-          rows: capacity in responses.
-          buffer: T.
-          most: responses of one prompt that a step may add, the last ones; more would be of no use
-            and would drive out those of other prompts.
-          window: steps for which a response is returned after its own; 0 is for ever.
+        """`rows` responses fit, T = `buffer`; each is returned for `window` steps, 0 is for ever.
+
+        Of one prompt a step adds the last `most`: more would drive out those of other prompts.
         """
         self.most, self.window = most, window
         self.tokens = np.full((rows, buffer), EMPTY, np.int32)
@@ -36,7 +32,6 @@ class ResponseCache:
         self.next = np.zeros((), np.int32)
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """Returns the arrays that a checkpoint holds."""
         return {name: getattr(self, name) for name in _ARRAYS}
 
     def restore(self, arrays: dict[str, Any]) -> None:

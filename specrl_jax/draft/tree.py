@@ -30,10 +30,8 @@ def map_nodes(function: Callable[..., Array], tree: DraftTree, *others: TreeNode
 
 
 def attach(tree: DraftTree, children: TreeNodes) -> DraftTree:
-    """Puts nodes behind the roots of `tree`; dead ones become zeros.
-
-    Args:
-      children: fields [C, B], C < N. Their parents are indices of `tree`.
+    """Puts nodes [C, B], C < N, behind the roots of `tree`, whose indices their parents are; dead
+    ones become zeros.
     """
     def put(old: Array, new: Array) -> Array:
         new = jnp.where(children.live, new, jnp.zeros_like(new)).T.astype(old.dtype)
@@ -72,14 +70,10 @@ def chain(tokens: Array, draft_prob: Array, frontier: Frontier, spec: SpecConfig
 
 
 def compact(tree: DraftTree, live: Array, nodes: int) -> tuple[Array, Array, Array, Array, Array]:
-    """Moves the kept nodes of each row to its front, in their old order.
+    """Moves the kept nodes `live` bool[B, N] of each row to its front, in their old order.
 
-    Args:
-      live: bool[B, N], closed under parent.
-      nodes: n, at least the live nodes of any row.
-
-    Returns:
-      tokens, parent, depth i32[B, n], live bool[B, n], and i32[B, n] the old index of each node.
+    Returns tokens, parent, depth i32[B, n], live bool[B, n] and i32[B, n] the old index of each of
+    n = `nodes` nodes, which hold the live nodes of any row.
     """
     batch, total = live.shape
     behind = jnp.cumsum(~live, 1) - ~live + live.sum(1, keepdims=True)
