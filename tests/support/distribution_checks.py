@@ -62,15 +62,8 @@ def distribution(logits: np.ndarray, temperature: float, top_k: int, top_p: floa
     """The processed distribution, f64[V], by sorting."""
     if temperature == 0:
         return np.eye(len(logits))[np.argmax(logits)]
-    scores = np.asarray(logits, np.float64) / float(temperature)
-    p = np.exp(scores - scores.max())
-    order = np.argsort(-scores, kind="stable")[: int(top_k) or None]
-    before = np.cumsum(p[order]) - p[order]
-    if top_p < 1:
-        order = order[before < float(top_p) * p[order].sum()]
-    kept = np.zeros_like(p)
-    kept[order] = p[order]
-    return kept / kept.sum()
+    setting = float(temperature), int(top_k), float(top_p)
+    return np.exp(ProcessedDistribution(logits, *setting).logprob)
 
 
 class ProcessedDistribution:
@@ -193,9 +186,8 @@ def tree_of(r: Round) -> Nodes:
 
 def frontier(r: Round) -> Frontier:
     rows = jnp.arange(len(r.generated))
-    return Frontier(
-        root=r.tokens[:, 0], seq=rows, generated=r.generated, context=rows, live=rows >= 0
-    )
+    return Frontier(root=r.tokens[:, 0], seq=rows, generated=r.generated, context=rows,
+                    live=rows >= 0)
 
 
 def options(r: Round) -> Sampling:
