@@ -58,6 +58,15 @@ class Corpus:
         return np.concatenate([np.zeros(0, np.int32), *parts])
 
 
+def of_rollout(rollout: Rollout, reward: np.ndarray, advantage: np.ndarray) -> Corpus:
+    """Returns a rollout's sequences, in its order; reward, advantage: f32[Q]."""
+    r = rollout
+    return Corpus([np.concatenate([prompt[:start], response[:end]]) for prompt, start, response, end
+                   in zip(r.prompt, r.prompt_length, r.tokens, r.length, strict=True)],
+                  r.prompt_length, reward.astype(np.float32), advantage.astype(np.float32),
+                  np.zeros((len(r.length), 2), np.uint32))
+
+
 def join(corpora: Sequence[Corpus]) -> Corpus:
     """Returns the sequences of all corpora as one."""
     return Corpus([t for c in corpora for t in c.tokens], *(
@@ -267,10 +276,16 @@ def make_plans(corpus: Corpus, tokens: int, micro_tokens: int, shards: int, seed
         n = max(tokens // (b * width), 1)
         window = _round_up(int((corpus.length - corpus.first)[members].max()))
         words = np.random.Philox(key=np.array([seed, width], np.uint64)).random_raw(len(members))
-        rows = np.full(-(-len(members) // (n * b)) * n * b, -1)
-        rows[: len(members)] = members[np.argsort(words, kind="stable")]
+        rows = in_rows(members[np.argsort(words, kind="stable")], n * b)
         plans += [Plan(part, width, window) for part in rows.reshape(-1, n, b)]
     return plans
+
+
+def in_rows(members: np.ndarray, width: int) -> np.ndarray:
+    """Returns `members` as rows of `width`, the last one filled up with -1."""
+    rows = np.full(-(-len(members) // width) * width, -1)
+    rows[: len(members)] = members
+    return rows.reshape(-1, width)
 
 
 def _classes(length: np.ndarray, tokens: int) -> list[tuple[int, np.ndarray]]:

@@ -13,7 +13,8 @@ from specrl_jax.config import Config, check
 from specrl_jax.distill import health, schedule
 from specrl_jax.distill.health import MISMATCH, NOT_FINITE, Probe, Summary
 from specrl_jax.distill.online import OnlineDistillation
-from specrl_jax.distill.update import DistillState, UpdateResult
+from specrl_jax.distill.update import UpdateResult
+from specrl_jax.rl.learner import LearnerState
 from specrl_jax.rollout.sampler import Sampler
 from specrl_jax.structs import DrafterParams, Metrics, Rollout
 
@@ -23,10 +24,8 @@ Sample = Callable[[int], tuple[Rollout, np.ndarray, np.ndarray]]
 
 class DrafterManager:
     """The manager of a run whose drafter has no weights: it does nothing."""
-
     def compile(self, say: Callable[[str], None]) -> None:
         """Checks the first version and compiles whatever a step may run."""
-
     def before_rollout(self, step: int) -> Metrics:
         """Verifies what is about to draft and repairs it."""
         return {}
@@ -62,7 +61,7 @@ class Published(NamedTuple):
     version: int
     weights: tuple[DrafterParams, ...]  # of each part
     summaries: tuple[Summary, ...]  # of the versioned parts
-    state: DistillState | None = None  # of one that learns, from which training continues
+    state: LearnerState | None = None  # of one that learns, from which training continues
 
     @property
     def checksum(self) -> int:
@@ -83,7 +82,6 @@ class FrozenDrafter(DrafterManager):
       faults: how many were found.
       seconds: f64[2], spent on the drafter and saved by speculation.
     """
-
     def __init__(self, sampler: Sampler, prompts: Sequence[Sequence[int]], probe_tokens: int,
                  warn: Callable[[str], None]) -> None:
         self.sampler, self._warn = sampler, warn
@@ -129,20 +127,16 @@ class FrozenDrafter(DrafterManager):
         net = float(self.seconds[1] - self.seconds[0])
         return {"time/distill": spent, "time/speculation_net": net}
 
-    # Faults.
-
     def _verify(self) -> str:
         """Compares what the next rollout would draft with to the last good version."""
-        sampler = self.sampler
-        if not health.same_shapes(sampler.drafter_weights, self.good.weights):
+        sampler, good, weights = self.sampler, self.good, self.sampler.drafter_weights
+        if not health.same_shapes(weights, good.weights):
             return MISMATCH
-        for found, expected in zip(self._summarize(sampler.drafter_weights), self.good.summaries,
-                                   strict=True):
+        for found, expected in zip(self._summarize(weights), good.summaries, strict=True):
             if fault := health.fault_of(found, expected):
                 return fault
-        bound = sampler.drafters.bind(sampler.params, sampler.drafter_weights)
-        same = sampler.drafter_version == self.good.version and health.equal(
-            sampler.drafter_params, bound)
+        same = sampler.drafter_version == good.version and health.equal(
+            sampler.drafter_params, sampler.drafters.bind(sampler.params, weights))
         return "" if same else MISMATCH
 
     def _summarize(self, weights: Sequence[DrafterParams]) -> tuple[Summary, ...]:
@@ -167,8 +161,6 @@ class FrozenDrafter(DrafterManager):
         self.disabled = self.sampler.broken = False
         self.sampler.draft_to(None)
 
-    # Persistence.
-
     def arrays(self) -> dict[str, Any]:
         return {"drafter_seconds": self.seconds}
 
@@ -181,7 +173,7 @@ class FrozenDrafter(DrafterManager):
         self._restore(self.sampler.drafter_weights, meta, None)
 
     def _restore(self, weights: Sequence[DrafterParams], meta: dict[str, Any],
-                 state: DistillState | None) -> None:
+                 state: LearnerState | None) -> None:
         """Publishes `weights`: a new version if their files were replaced meanwhile."""
         self.disabled, self.faults = meta["disabled"], meta["faults"]
         self.probe.rate, version = meta["rate"], meta["version"]
@@ -204,7 +196,6 @@ class LearningDrafter(FrozenDrafter):
 
     `state` is the learner's; its parameters are the next version's weights.
     """
-
     def __init__(self, config: Config, sampler: Sampler, prompts: Sequence[Sequence[int]],
                  sample: Sample, warn: Callable[[str], None]) -> None:
         super().__init__(sampler, prompts, config.distill.probe_tokens, warn)
@@ -300,8 +291,6 @@ class LearningDrafter(FrozenDrafter):
             "distill/updates": len(updates), "time/distill_updates": seconds,
             "distill/applied": float(min(update["applied"] for update in updates))} | _named(fault)
 
-    # Persistence.
-
     def arrays(self) -> dict[str, Any]:
         return super().arrays() | self.training.arrays(self.state) | {
             "drafter": {"weights": self.state.params, "vocab": self._head["vocab"]},
@@ -312,7 +301,7 @@ class LearningDrafter(FrozenDrafter):
 
     def restore(self, arrays: dict[str, Any], meta: dict[str, Any]) -> None:
         self.seconds = np.array(arrays["drafter_seconds"])
-        self.state = DistillState(arrays["drafter"]["weights"], arrays["drafter_optimizer"])
+        self.state = LearnerState(arrays["drafter"]["weights"], arrays["drafter_optimizer"])
         weights = list(self.sampler.drafter_weights)
         weights[self._part] = arrays["drafter"]
         self._restore(weights, meta, self.state)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from specrl_jax.config import DistillConfig, check
+from specrl_jax.distill.data import in_rows
 from specrl_jax.distill.teacher import SequenceBatch, TeacherTargets
 from specrl_jax.draft.trainable import TrainableDrafter
 from specrl_jax.structs import AnyArray
@@ -32,7 +33,6 @@ class FeatureBuffer:
     `arrays` are those of a checkpoint. Raises a ConfigError if the budget does not hold one
     update's sequences.
     """
-
     def __init__(self, options: DistillConfig, drafter: TrainableDrafter, hidden_size: int,
                  sequences: int, columns: int, window: int, heads: int) -> None:
         shapes = {"tokens": (columns,), "taps": (len(drafter.taps) * hidden_size, columns),
@@ -113,9 +113,7 @@ class FeatureBuffer:
         parts = []
         for v in held[-1:] if newest else held:
             mine = rng.permutation(np.flatnonzero(version == v))
-            padded = np.full(-(-len(mine) // rows) * rows, EMPTY)
-            padded[: len(mine)] = mine
-            parts += [(int(v), part) for part in padded.reshape(-1, rows)]
+            parts += [(int(v), part) for part in in_rows(mine, rows)]
         chosen = [parts[i] for i in rng.permutation(len(parts))[: batch // rows]]
         chosen += [(int(held[-1]), np.full(rows, EMPTY))] * (batch // rows - len(chosen))
         return self._take(np.stack([part for _, part in chosen]), [v for v, _ in chosen])

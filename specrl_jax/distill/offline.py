@@ -30,6 +30,7 @@ from specrl_jax.io.progress import Progress
 from specrl_jax.model.source import CHECKPOINTS, Actor
 from specrl_jax.model.transformer import Params
 from specrl_jax.model.weights import Source
+from specrl_jax.rl.learner import LearnerState
 from specrl_jax.rollout.sampler import publisher
 from specrl_jax.structs import Metrics
 
@@ -85,7 +86,6 @@ class DrafterTraining:
 
 class DrafterTrainer:
     """A head, its optimiser and the features of its batches. `step()` is one update."""
-
     def __init__(self, config: Config, options: DrafterTraining, source: Source, params: Params,
                  corpus: Corpus, held: Corpus) -> None:
         check(len(corpus.tokens) > 0, "texts", options.texts, "holds nothing to learn from")
@@ -128,8 +128,8 @@ class DrafterTrainer:
 
     def step(self) -> tuple[Metrics, dict[str, Any]]:
         """Runs one update; returns its metrics and the sequences it saw."""
-        began = time.perf_counter()
         index = int(step_prompts(len(self.plans), self.seed, self.step_number, 1)[0])
+        began = time.perf_counter()
         batch = jax.block_until_ready(self.batch(index))
         made = time.perf_counter()
         self.state, found = self.programs.update(self.state, self.frozen, *batch)
@@ -175,14 +175,13 @@ class DrafterTrainer:
         abstract = jax.tree.map(
             lambda a: a if isinstance(a, np.ndarray) else jax.ShapeDtypeStruct(
                 a.shape, a.dtype, sharding=a.sharding), self.arrays())
-        found = checkpoints.restore_latest(abstract)
-        if found is None:
+        if (found := checkpoints.restore_latest(abstract)) is None:
             return False
         _, arrays, meta = found
         if not np.array_equal(arrays[DRAFTER]["vocab"], self.vocab):
             raise ConfigError(f"{checkpoints.directory}: its draft vocabulary differs from that of "
                               f"{ROLLOUTS}/; choose another --workdir")
-        self.state = update.DistillState(arrays[DRAFTER]["weights"], arrays["optimizer"])
+        self.state = LearnerState(arrays[DRAFTER]["weights"], arrays["optimizer"])
         self.step_number = meta["step"]
         return True
 

@@ -19,9 +19,11 @@ from jax.sharding import PartitionSpec as P
 from specrl_jax import prng, sharding
 from specrl_jax.config import Config, check
 from specrl_jax.distill import schedule, teacher
+from specrl_jax.distill.data import Plan, batch_of, in_rows, of_rollout
 from specrl_jax.distill.features import FeatureBuffer
 from specrl_jax.distill.teacher import FrozenParams, SequenceBatch, TeacherTargets
-from specrl_jax.distill.update import DistillState, Programs, UpdateResult, init_state
+from specrl_jax.distill.update import Programs, UpdateResult, init_state
+from specrl_jax.rl.learner import LearnerState
 from specrl_jax.rollout.sampler import Sampler
 from specrl_jax.structs import DrafterParams, Metrics, Rollout
 
@@ -35,7 +37,6 @@ class OnlineDistillation:
     Raises:
       ConfigError: options that cannot work together.
     """
-
     def __init__(self, config: Config, sampler: Sampler) -> None:
         options, mesh = config.distill, sampler.mesh
         self.options, self._seed, self._sampler = options, config.seed, sampler
@@ -62,11 +63,11 @@ class OnlineDistillation:
         self._thread = concurrent.futures.ThreadPoolExecutor(1)  # of overlapped updates
         self._running: concurrent.futures.Future[UpdateResult] | None = None
 
-    def init(self, params: DrafterParams) -> DistillState:
+    def init(self, params: DrafterParams) -> LearnerState:
         """Returns the state before the first update."""
         return self._programs.replicate(init_state(self.options, params))
 
-    def compile(self, say: Callable[[str], None], state: DistillState) -> None:
+    def compile(self, say: Callable[[str], None], state: LearnerState) -> None:
         """Compiles whatever a step may run; nothing is learned from it."""
         say("compiling the drafter's update")
         programs, actor, options = self._programs, self._sampler.params, self.options
@@ -102,15 +103,12 @@ class OnlineDistillation:
     def _rng(self, step: int, use: int) -> np.random.Generator:
         return np.random.default_rng([self._seed, len(prng.STREAMS), step, use])
 
-    # Features.
-
     def store(self, rollout: Rollout, reward: np.ndarray, advantage: np.ndarray, step: int) -> None:
         """Stores features of a rollout, computed with the published policy that generated it."""
         order = self._rng(step, PICK).permutation(len(rollout.length))
-        chosen = np.sort(order[: self._sequences])
-        batch = teacher.sequence_batch(jax.tree.map(lambda a: a[chosen], rollout), reward[chosen],
-                                       advantage[chosen], self._temperature,
-                                       self.options.micro_batch)
+        plan = Plan(in_rows(np.sort(order[: self._sequences]), self.options.micro_batch),
+                    self._columns, self._window)
+        batch = batch_of(of_rollout(rollout, reward, advantage), plan, self._temperature)
         actor = self._sampler.params
         targets = self._compute_targets(actor, self._programs.rows(batch))
         self.buffer.add(batch, jax.tree.map(np.asarray, targets), self._sampler.version,
@@ -134,12 +132,10 @@ class OnlineDistillation:
         return self._frozen(self._sampler.params, self._vocab,
                             self._programs.replicate(self.buffer.heads))
 
-    # Updates.
-
-    def run(self, state: DistillState, step: int) -> UpdateResult:
+    def run(self, state: LearnerState, step: int) -> UpdateResult:
         return self._run(state, self._frozen_params(), self._draw(step))
 
-    def start(self, state: DistillState, step: int) -> None:
+    def start(self, state: LearnerState, step: int) -> None:
         """Starts the same updates in a thread; it reads copies only."""
         self._running = self._thread.submit(self._run, state, self._frozen_params(),
                                             self._draw(step))
@@ -157,7 +153,7 @@ class OnlineDistillation:
         return [self.buffer.draw(rng, options.batch, options.micro_batch)
                 for _ in range(options.updates)]
 
-    def _run(self, state: DistillState, frozen: FrozenParams, batches: list[Batch]) -> UpdateResult:
+    def _run(self, state: LearnerState, frozen: FrozenParams, batches: list[Batch]) -> UpdateResult:
         """Updates on host batches; touches nothing but its arguments."""
         began, updates = time.perf_counter(), []
         for batch in batches:
@@ -165,9 +161,7 @@ class OnlineDistillation:
             updates.append({name: np.asarray(value).tolist() for name, value in metrics.items()})
         return UpdateResult(state, updates, time.perf_counter() - began)
 
-    # Persistence.
-
-    def arrays(self, state: DistillState) -> dict[str, Any]:
+    def arrays(self, state: LearnerState) -> dict[str, Any]:
         """Returns the arrays of a checkpoint; waits for running updates.
 
         `state` stands in for the result of overlapped updates if there is none.
@@ -188,7 +182,7 @@ class OnlineDistillation:
         self.staleness = jax.tree.map(np.asarray, arrays["drafter_staleness"])
         if meta["ahead"] is not None:
             ahead = arrays["drafter_ahead"]
-            state = DistillState(ahead["weights"], ahead["optimizer"])
+            state = LearnerState(ahead["weights"], ahead["optimizer"])
             self._running = self._thread.submit(UpdateResult, state, meta["ahead"], 0.0)
 
 

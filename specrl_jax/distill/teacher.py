@@ -14,7 +14,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import struct
 
 from specrl_jax.config import DistillOptions
@@ -23,7 +22,7 @@ from specrl_jax.draft.trainable import DraftInputs, columns
 from specrl_jax.model import transformer
 from specrl_jax.model.architecture import Architecture
 from specrl_jax.model.transformer import Params
-from specrl_jax.structs import AnyArray, Array, DrafterParams, Metrics, Rollout
+from specrl_jax.structs import AnyArray, Array, DrafterParams, Metrics
 
 TOKENS_AT_ONCE = 256  # positions whose full-vocabulary logits exist at once
 ANCHORS_AT_ONCE = 2048  # positions whose draft-vocabulary log-probabilities exist at once
@@ -58,28 +57,6 @@ class TeacherTargets(struct.PyTreeNode):
     best: AnyArray  # i32[n, b, T] the actor's most likely token
     entropy: AnyArray  # f32[n, b, T] of the actor at that temperature, whole vocabulary, in nats
     teacher: AnyArray  # i32[n] index in FrozenParams.teachers of the version that made them
-
-
-def sequence_batch(rollout: Rollout, reward: np.ndarray, advantage: np.ndarray, temperature: float,
-                   rows: int) -> SequenceBatch:
-    """Returns a rollout as host arrays, in its order; S = P + T, b = rows; temperature 0 is 1."""
-    buffer = rollout.tokens.shape[1]
-    column = np.arange(rollout.prompt.shape[1] + buffer)[None]
-    place = column - rollout.prompt_length[:, None]
-    response = np.take_along_axis(rollout.tokens, np.clip(place, 0, buffer - 1), 1)
-    length = rollout.prompt_length + rollout.length
-    whole = np.where(place < 0, np.pad(rollout.prompt, ((0, 0), (0, buffer))), response)
-
-    def split(values: Any, pad: float, dtype: Any) -> np.ndarray:
-        values = np.asarray(values, dtype)
-        missing = np.full((-len(values) % rows, *values.shape[1:]), pad, dtype)
-        return np.concatenate([values, missing]).reshape(-1, rows, *values.shape[1:])
-
-    return SequenceBatch(
-        tokens=split(np.where(column < length[:, None], whole, 0), 0, np.int32),
-        length=split(length, 0, np.int32), first=split(rollout.prompt_length, 1, np.int32),
-        temperature=split(np.full(len(length), temperature or 1.0), 1, np.float32),
-        reward=split(reward, 0, np.float32), advantage=split(advantage, 0, np.float32))
 
 
 def draft_rows(arch: Architecture, actor: Params, vocab: Array) -> Array:

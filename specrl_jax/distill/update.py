@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from flax import struct
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -21,18 +20,14 @@ from specrl_jax.distill.teacher import FrozenParams, SequenceBatch, TeacherTarge
 from specrl_jax.draft.trainable import TrainableDrafter
 from specrl_jax.model.architecture import Architecture
 from specrl_jax.rl import learner
+from specrl_jax.rl.learner import LearnerState
 from specrl_jax.structs import Array, DrafterParams, Metrics
-
-
-class DistillState(struct.PyTreeNode):
-    params: DrafterParams  # float32
-    optimizer: optax.OptState
 
 
 class UpdateResult(NamedTuple):
     """The outcome of some updates in a row."""
 
-    state: DistillState
+    state: LearnerState
     metrics: list[dict[str, Any]]  # of each update, on the host
     seconds: float
 
@@ -48,8 +43,8 @@ def make_optimizer(options: DistillOptions) -> optax.GradientTransformation:
         schedule, b1=options.b1, b2=options.b2, weight_decay=options.weight_decay))
 
 
-def init_state(options: DistillOptions, params: DrafterParams) -> DistillState:
-    return DistillState(params, make_optimizer(options).init(params))
+def init_state(options: DistillOptions, params: DrafterParams) -> LearnerState:
+    return LearnerState(params, make_optimizer(options).init(params))
 
 
 def micro_loss(drafter: TrainableDrafter, options: DistillOptions, params: DrafterParams,
@@ -66,9 +61,9 @@ def micro_loss(drafter: TrainableDrafter, options: DistillOptions, params: Draft
         options, frozen, batch, targets, count, weight))
 
 
-def update(drafter: TrainableDrafter, options: DistillOptions, state: DistillState,
+def update(drafter: TrainableDrafter, options: DistillOptions, state: LearnerState,
            frozen: FrozenParams, batch: SequenceBatch, targets: TeacherTargets
-           ) -> tuple[DistillState, dict[str, Array]]:
+           ) -> tuple[LearnerState, dict[str, Array]]:
     """Runs one optimiser step over n micro-batches; how they are split changes nothing.
 
     A loss or gradient that is not finite leaves the state as it was.
@@ -92,9 +87,8 @@ def update(drafter: TrainableDrafter, options: DistillOptions, state: DistillSta
     shapes = jax.eval_shape(grad, state.params, *jax.tree.map(lambda a: a[0], micro))
     zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
     ((value, sums), grads), _ = jax.lax.scan(accumulate, zeros, micro)
-    old = learner.LearnerState(state.params, state.optimizer)
-    new, applied, norm = learner.apply(make_optimizer(options), old, grads, value)
-    return DistillState(new.params, new.optimizer), {
+    state, applied, norm = learner.apply(make_optimizer(options), state, grads, value)
+    return state, {
         "loss": value, "grad_norm": norm, "applied": applied, "tokens": count[0],
         "accept_length": 1.0 + sums["chain"] / count[0], "alpha": sums["alpha"] / count}
 
@@ -108,7 +102,6 @@ class Programs:
         because rollouts may still draft with it.
       evaluate: (params, frozen, batch, targets, key, scale) -> Evaluation, fields [n, J, b, T].
     """
-
     def __init__(self, drafter: TrainableDrafter, arch: Architecture, options: DistillOptions,
                  mesh: Mesh, targets: NamedSharding | None = None) -> None:
         """`arch` is the actor's; without a sharding of `targets` the compiler chooses it."""

@@ -21,7 +21,7 @@ from specrl_jax.draft.protocol import Drafter, Project, RolloutInfo, Survive, ta
 from specrl_jax.draft.tree import roots
 from specrl_jax.model.architecture import Architecture, is_param
 from specrl_jax.model.rows import for_rows
-from specrl_jax.sharding import ROLLOUT_RULES, ROWS, shardings
+from specrl_jax.sharding import ROLLOUT_RULES, ROWS, on_any_shard, shardings
 from specrl_jax.structs import (
     Array,
     DrafterParams,
@@ -104,9 +104,6 @@ def cache_size(cache: int, depth: int) -> int:
     return -(-(cache + chunk_of(depth)) // _MULTIPLE) * _MULTIPLE
 
 
-# Slots.
-
-
 def _init(layer: Architecture, depth: int, dtype: DTypeLike, reads_features: bool, info: RolloutInfo
           ) -> CachedState:
     b, g, e, f = info.batch, layer.num_kv_heads, layer.head_dim, layer.hidden_size
@@ -180,9 +177,6 @@ def extend(whole: T, at: Array, new: T, axis: Any = 1) -> T:
         functools.partial(write, b), whole, new, axis), whole)
 
 
-# Rounds.
-
-
 def _observe(params: DrafterParams, state: CachedState, frontier: Frontier, verdict: Verdict,
              path: Path) -> CachedState:
     """Appends the path; what lies beyond the committed part is garbage until overwritten."""
@@ -200,7 +194,7 @@ def _propose(growth: Growth, params: DrafterParams, state: CachedState, frontier
     What ends a loop or selects a branch is reduced over all data shards first.
     """
     cache, chunk = state.cache, chunk_of(growth.depth)
-    wanted = (spec.steps > 0) & (jax.lax.pmax(frontier.live.any().astype(jnp.int32), ROWS) > 0)
+    wanted = (spec.steps > 0) & on_any_shard(frontier.live.any())
     target = frontier.context + 1 - growth.network.ahead
     missing = jnp.where(frontier.live & wanted, target - cache.length, 0)
     trips = jax.lax.pmax((missing.max() + chunk - 1) // chunk, ROWS)

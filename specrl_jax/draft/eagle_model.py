@@ -18,7 +18,7 @@ import numpy as np
 
 from specrl_jax.config import check
 from specrl_jax.model import transformer
-from specrl_jax.model.architecture import Architecture, Param, RopeScaling, is_param
+from specrl_jax.model.architecture import Architecture, Param, RopeScaling, draw
 from specrl_jax.structs import Array, Params
 
 Attend = Callable[[Array, Array, Array], Array]
@@ -94,11 +94,7 @@ def describe(arch: EagleArch) -> dict[str, Any]:
 
 def initialize(arch: EagleArch, seed: int) -> Params:
     """Returns random float32 parameters on the host, a pure function of (arch, seed)."""
-    leaves, tree = jax.tree.flatten(describe(arch), is_leaf=is_param)
-    rngs = np.random.default_rng(seed).spawn(len(leaves))
-    return tree.unflatten([
-        rng.standard_normal(leaf.shape, np.float32) * np.float32(leaf.std) if leaf.std
-        else np.ones(leaf.shape, np.float32) for leaf, rng in zip(leaves, rngs, strict=True)])
+    return draw(describe(arch), seed)
 
 
 def choose_vocab(counts: np.ndarray, size: int, always: Sequence[int] = ()) -> np.ndarray:

@@ -7,8 +7,6 @@ is the actor's. Names were checked against SpecForge's list for SGLang's loader.
 
 import json
 import os
-import shutil
-import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +17,7 @@ from safetensors.numpy import save_file
 from specrl_jax.config import ConfigError, check
 from specrl_jax.draft.eagle_model import EagleArch, default_taps
 from specrl_jax.model.architecture import Architecture
+from specrl_jax.model.export import new_directory
 from specrl_jax.model.hf_config import parse_config, write_config
 from specrl_jax.model.hf_directory import DTYPES, SINGLE, open_tensors
 from specrl_jax.model.tokenizer import read_json
@@ -61,13 +60,7 @@ def save(directory: str | os.PathLike[str], arch: EagleArch, own: Mapping[str, A
     Raises:
       ConfigError: the directory exists and is not empty.
     """
-    target = Path(directory).expanduser().absolute()
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ConfigError(f"{target}: exists already; remove it or save to another directory")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_name(f".{target.name}.{uuid.uuid4().hex}.partial")
-    partial.mkdir()
-    try:
+    with new_directory(directory) as partial:
         config = write_config(arch.layer) | {
             "architectures": [CLASS], "draft_vocab_size": arch.draft_vocab,
             "eagle_config": {"use_aux_hidden_state": True,
@@ -75,9 +68,6 @@ def save(directory: str | os.PathLike[str], arch: EagleArch, own: Mapping[str, A
             OURS: made_for._asdict()}
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         save_file(_tensors(arch, own), partial / SINGLE, {"format": "pt"})
-        os.replace(partial, target)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def load(directory: str | os.PathLike[str], actor: Architecture, stop: Sequence[int] = ()) -> Head:

@@ -43,7 +43,6 @@ class Growth:
     drawn: bool = False
     """Trees carry their Proposal. Their shape then follows from ranks and depths alone, and so does
     a node's draft_prob."""
-
     def __post_init__(self) -> None:
         check(self.children in CHILDREN, "draft.children", self.children,
               f"choose one of {', '.join(CHILDREN)}")

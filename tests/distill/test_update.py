@@ -15,6 +15,7 @@ from specrl_jax.config import ConfigError, DistillOptions
 from specrl_jax.distill import metrics
 from specrl_jax.distill import teacher as teachers
 from specrl_jax.distill import update as distill
+from specrl_jax.distill.data import Plan, batch_of, in_rows, of_rollout
 from specrl_jax.distill.losses import LOSSES
 from specrl_jax.distill.teacher import FrozenParams, SequenceBatch, TeacherTargets
 from specrl_jax.draft import eagle_model, eagle_training
@@ -103,7 +104,8 @@ def test_sequence_batch_of_a_rollout_holds_its_rows(rolled):
     rollout = Rollout(**fields | dict(
         prompt=texts.tokens[:, :10], prompt_length=texts.first, tokens=said,
         length=texts.length - texts.first))
-    made = teachers.sequence_batch(rollout, texts.reward, texts.advantage, 0.0, rows=5)
+    made = batch_of(of_rollout(rollout, texts.reward, texts.advantage),
+                    Plan(in_rows(np.arange(12), 5), 22, RESPONSE), 0.0)
     assert made.tokens.shape == (3, 5, 22) and (made.temperature == 1).all()
     assert (made.length[2, 2:] == 0).all() and (made.first[2, 2:] == 1).all()
     for row in range(12):

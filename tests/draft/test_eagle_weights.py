@@ -51,9 +51,10 @@ def folder(tmp_path: Path) -> Path:
 def test_what_is_saved_is_loaded_bit_for_bit(tmp_path: Path, changes: dict[str, Any]) -> None:
     arch = dataclasses.replace(ARCH, rope_theta=0, **changes) if "actor" in changes else (
         dataclasses.replace(ARCH, **changes))
-    eagle_weights.save(tmp_path, arch, own(arch), eagle_weights.MadeFor(tokenizer="12ab"))
+    wanted = eagle_weights.MadeFor(tokenizer="12ab", actor="float32 00c0ffee")
+    eagle_weights.save(tmp_path, arch, own(arch), wanted)
     loaded, found, warnings, made_for = eagle_weights.load(tmp_path, arch.actor)
-    assert loaded == arch and warnings == [] and made_for == ("12ab", "")
+    assert loaded == arch and warnings == [] and made_for == wanted
     assert found["vocab"].dtype == np.int32
     jax.tree.map(np.testing.assert_array_equal, found, own(arch))
 
@@ -88,12 +89,6 @@ def test_a_head_of_another_trainer_is_read(folder: Path) -> None:
     assert arch == ARCH
     np.testing.assert_array_equal(found["weights"]["fc"], half.astype(np.float32))
     assert found["weights"]["fc"].dtype == np.float32
-
-
-def test_what_a_head_was_made_for_is_kept(tmp_path: Path) -> None:
-    wanted = eagle_weights.MadeFor(tokenizer="12ab", actor="float32 00c0ffee")
-    eagle_weights.save(tmp_path / "head", ARCH, own(), wanted)
-    assert eagle_weights.load(tmp_path / "head", ACTOR).made_for == wanted
 
 
 def test_stop_tokens_outside_the_draft_vocabulary_are_warned_of(folder: Path) -> None:
