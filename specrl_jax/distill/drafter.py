@@ -24,6 +24,7 @@ Sample = Callable[[int], tuple[Rollout, np.ndarray, np.ndarray]]
 
 class DrafterManager:
     """The manager of a run whose drafter has no weights: it does nothing."""
+
     def compile(self, say: Callable[[str], None]) -> None:
         """Checks the first version and compiles whatever a step may run."""
     def before_rollout(self, step: int) -> Metrics:
@@ -82,6 +83,7 @@ class FrozenDrafter(DrafterManager):
       faults: how many were found.
       seconds: f64[2], spent on the drafter and saved by speculation.
     """
+
     def __init__(self, sampler: Sampler, prompts: Sequence[Sequence[int]], probe_tokens: int,
                  warn: Callable[[str], None]) -> None:
         self.sampler, self._warn = sampler, warn
@@ -196,6 +198,7 @@ class LearningDrafter(FrozenDrafter):
 
     `state` is the learner's; its parameters are the next version's weights.
     """
+
     def __init__(self, config: Config, sampler: Sampler, prompts: Sequence[Sequence[int]],
                  sample: Sample, warn: Callable[[str], None]) -> None:
         super().__init__(sampler, prompts, config.distill.probe_tokens, warn)

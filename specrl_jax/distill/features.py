@@ -33,6 +33,7 @@ class FeatureBuffer:
     `arrays` are those of a checkpoint. Raises a ConfigError if the budget does not hold one
     update's sequences.
     """
+
     def __init__(self, options: DistillConfig, drafter: TrainableDrafter, hidden_size: int,
                  sequences: int, columns: int, window: int, heads: int) -> None:
         shapes = {"tokens": (columns,), "taps": (len(drafter.taps) * hidden_size, columns),

@@ -90,6 +90,7 @@ class Probe:
     The first of `prompts` are answered with `tokens` tokens each, 0 probes nothing. `drafter` is
     its name in metrics.
     """
+
     def __init__(self, sampler: Sampler, drafter: str, prompts: Sequence[Sequence[int]],
                  tokens: int) -> None:
         self._sampler, self._drafter = sampler, drafter

@@ -86,6 +86,7 @@ class DrafterTraining:
 
 class DrafterTrainer:
     """A head, its optimiser and the features of its batches. `step()` is one update."""
+
     def __init__(self, config: Config, options: DrafterTraining, source: Source, params: Params,
                  corpus: Corpus, held: Corpus) -> None:
         check(len(corpus.tokens) > 0, "texts", options.texts, "holds nothing to learn from")
@@ -136,10 +137,10 @@ class DrafterTrainer:
         found = {name: np.asarray(value) for name, value in found.items()}
         seconds, rows = time.perf_counter() - began, self.plans[index].rows
         record = by_depth("alpha", found.pop("alpha")) | {
-            name: float(value) for name, value in found.items()}
-        record |= {"step": self.step_number, "time/features": made - began,
-                   "time/learn": began + seconds - made, "time/step": seconds,
-                   "tokens_per_second": record["tokens"] / seconds}
+            name: float(value) for name, value in found.items()} | {
+            "step": self.step_number, "time/features": made - began, "time/step": seconds,
+            "time/learn": began + seconds - made,
+            "tokens_per_second": float(found["tokens"]) / seconds}
         self.step_number += 1
         return record, {"sequences": rows[rows >= 0].tolist()}
 
@@ -160,11 +161,6 @@ class DrafterTrainer:
         return (f"{len(self.corpus.tokens)} sequences, {len(self.corpus.responses)} response "
                 f"tokens, {len(self.plans)} updates an epoch; the draft vocabulary of "
                 f"{len(self.vocab)} has {known:.1%} of {len(self.held.responses)} held-out tokens")
-
-    def save_head(self, directory: Path) -> None:
-        """Writes the head in process 0, see draft/eagle_weights.py."""
-        if jax.process_index() == 0:
-            eagle_weights.save(directory, self.arch, self.arrays()[DRAFTER], self.made_for)
 
     def arrays(self) -> dict[str, Any]:
         return {DRAFTER: {"weights": self.state.params, "vocab": self.vocab},
@@ -216,10 +212,10 @@ def train_drafter(config: Config, actor: Actor, options: DrafterTraining, workdi
                     options.steps, trainer.step_number) as progress:
                 run_updates(trainer, checkpoints, writer, progress)
     head = workdir / DRAFTER
-    if left and head.exists() and jax.process_index() == 0:  # its last checkpoint was lost
-        shutil.rmtree(head)
-    if left or not head.exists():
-        trainer.save_head(head)
+    if jax.process_index() == 0 and (left or not head.exists()):
+        if head.exists():  # its last checkpoint was lost
+            shutil.rmtree(head)
+        eagle_weights.save(head, trainer.arch, trainer.arrays()[DRAFTER], trainer.made_for)
     return left
 
 

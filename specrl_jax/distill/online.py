@@ -37,6 +37,7 @@ class OnlineDistillation:
     Raises:
       ConfigError: options that cannot work together.
     """
+
     def __init__(self, config: Config, sampler: Sampler) -> None:
         options, mesh = config.distill, sampler.mesh
         self.options, self._seed, self._sampler = options, config.seed, sampler

@@ -88,9 +88,8 @@ def update(drafter: TrainableDrafter, options: DistillOptions, state: LearnerSta
     zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
     ((value, sums), grads), _ = jax.lax.scan(accumulate, zeros, micro)
     state, applied, norm = learner.apply(make_optimizer(options), state, grads, value)
-    return state, {
-        "loss": value, "grad_norm": norm, "applied": applied, "tokens": count[0],
-        "accept_length": 1.0 + sums["chain"] / count[0], "alpha": sums["alpha"] / count}
+    return state, {"loss": value, "grad_norm": norm, "applied": applied, "tokens": count[0],
+                   "accept_length": 1.0 + sums["chain"] / count[0], "alpha": sums["alpha"] / count}
 
 
 class Programs:
@@ -102,6 +101,7 @@ class Programs:
         because rollouts may still draft with it.
       evaluate: (params, frozen, batch, targets, key, scale) -> Evaluation, fields [n, J, b, T].
     """
+
     def __init__(self, drafter: TrainableDrafter, arch: Architecture, options: DistillOptions,
                  mesh: Mesh, targets: NamedSharding | None = None) -> None:
         """`arch` is the actor's; without a sharding of `targets` the compiler chooses it."""

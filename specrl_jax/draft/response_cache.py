@@ -19,6 +19,7 @@ def capacity(megabytes: int, buffer: int, prompts: int, past: int) -> int:
 
 class ResponseCache:
     """A ring buffer of responses, each with its prompt id and step; the oldest are overwritten."""
+
     def __init__(self, rows: int, buffer: int, most: int, window: int = 0) -> None:
         """`rows` responses fit, T = `buffer`; each is returned for `window` steps, 0 is for ever.
 

@@ -52,6 +52,7 @@ Logits = Callable[[DrafterParams, DraftInputs, Array], Array]
 
 class Targets(Protocol):
     """The actor's distribution at response tokens, see distill/teacher.py."""
+
     @property
     def depths(self) -> int:
         """J of distill.unroll."""

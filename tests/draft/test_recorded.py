@@ -202,8 +202,7 @@ def test_what_cannot_work_is_refused() -> None:
     for make in (lambda: replay_params(0, -1), lambda: DraftConfig(cost=-1)):
         with pytest.raises(ConfigError, match="draft.cost = -1"):
             make()
-    info = RolloutInfo(
-        prompt=np.zeros((2, 4), np.int32), prompt_length=np.full(2, 4), batch=2, group=3,
-        past=np.zeros((2, 8, 9), np.int32), buffer=9, cache=64)
+    info = RolloutInfo(prompt=np.zeros((2, 4), np.int32), prompt_length=np.full(2, 4),
+                       batch=2, group=3, past=np.zeros((2, 8, 9), np.int32), buffer=9, cache=64)
     with pytest.raises(ConfigError, match="spec.history_past = 8: .*give 3"):
         compiled()[0].init(info)

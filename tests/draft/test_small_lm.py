@@ -120,8 +120,7 @@ def test_refilled_and_copied_slots_draft_as_fresh_ones() -> None:
     slots.said[2, :P], slots.born[2] = slots.said[1, :P], slots.born[1]
     slots.context = slots.born.copy()
     slots.fill(copy=[-1, 1, 1, -1], source=[0, -1, -1, 3])
-    np.testing.assert_array_equal(slots.state.cache.length,
-                                  [0, slots.born[1], slots.born[1], 0])
+    np.testing.assert_array_equal(slots.state.cache.length, [0, slots.born[1], slots.born[1], 0])
     check_nodes(slots, slots.draft())
     slots.commit([2, 1, 3, 0])
     check_nodes(slots, slots.draft())

@@ -53,9 +53,8 @@ class Round(NamedTuple):
 Rule = Callable[[Round], tuple[Array, Array]]
 """-> tokens i32[N, D+1], how many of them were emitted i32[N]"""
 
-SETTINGS = np.asarray(
-    [(t, k, p) for t in (0.6, 1.0, 1.7) for k, p in ((0, 1.0), (3, 1.0), (0, 0.8), (4, 0.9))]
-    + [(0.0, 0, 1.0)], np.float32)
+SETTINGS = np.asarray([(t, k, p) for t in (0.6, 1.0, 1.7) for k,
+                       p in ((0, 1.0), (3, 1.0), (0, 0.8), (4, 0.9))] + [(0.0, 0, 1.0)], np.float32)
 
 
 def distribution(logits: np.ndarray, temperature: float, top_k: int, top_p: float) -> np.ndarray:
@@ -148,10 +147,9 @@ def match(r: Round) -> tuple[Array, Array]:
     batch, nodes = r.tokens.shape
     depth = jnp.asarray(r.shape.depth)[None]
     flat = jnp.arange(batch * nodes)
-    target = Target(
-        logits=r.logits.reshape(batch * nodes, -1).T, place=flat.reshape(batch, nodes),
-        row=flat // nodes, position=(r.generated[:, None] + depth).reshape(-1),
-        frontier=frontier(r), sampling=options(r))
+    target = Target(logits=r.logits.reshape(batch * nodes, -1).T, place=flat.reshape(batch, nodes),
+                    row=flat // nodes, position=(r.generated[:, None] + depth).reshape(-1),
+                    frontier=frontier(r), sampling=options(r))
     verdict, _ = VERIFY(tree_of(r), target, DEPTH)
     return verdict.tokens, verdict.count
 
@@ -238,8 +236,7 @@ def draft(shape: Shape, order_of: Callable[[Array, Array], Array], w: World, set
 
     rows = jnp.arange(len(setting))[:, None]
     tokens, live, logq = grow(shape, w.logq[setting], context, noise, order_of)
-    return (tokens, live, w.model[tokens], w.settings[setting], w.logp[setting][rows, tokens],
-            logq)
+    return (tokens, live, w.model[tokens], w.settings[setting], w.logp[setting][rows, tokens], logq)
 
 
 def two_tokens(rule: Rule, shape: Shape, w: World, setting: np.ndarray, key: np.ndarray,

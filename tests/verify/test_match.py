@@ -126,9 +126,8 @@ def test_match_equals_its_reference(seed: int) -> None:
             return reference.draw(logits[:, place[b, node]], noise[b, step], float(temperature[b]),
                                   int(top_k[b]), float(top_p[b]))
 
-        emitted, path, stopped = reference.verify(
-            nodes.tokens[b], nodes.parent[b], nodes.live[b], draw_after, {3},
-            int(limit[b] - generated[b]))
+        emitted, path, stopped = reference.verify(nodes.tokens[b], nodes.parent[b], nodes.live[b],
+                                                  draw_after, {3}, int(limit[b] - generated[b]))
         count = verdict.count[b]
         assert verdict.tokens[b, :count].tolist() == emitted
         assert verdict.path[b, :count].tolist() == path

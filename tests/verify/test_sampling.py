@@ -121,10 +121,9 @@ def drawn(noise_of: Callable[..., Any], temperature: float, top_k: int, top_p: f
     logits = np.tile(LOGITS[:, None], (1, len(row)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(xla, "exponential", lambda *at: jnp.exp(-noise_of(*at)))
-        got = drawing(noise_of)(
-            logits, full(temperature, len(row), np.float32), full(top_k, len(row), np.int32),
-            full(top_p, len(row), np.float32), jnp.asarray(key, jnp.uint32),
-            jnp.asarray(position, jnp.int32))
+        got = drawing(noise_of)(logits, full(temperature, len(row), np.float32),
+                                full(top_k, len(row), np.int32), full(top_p, len(row), np.float32),
+                                jnp.asarray(key, jnp.uint32), jnp.asarray(position, jnp.int32))
     return np.asarray(got.token).reshape(ROWS, POSITIONS)
 
 
