@@ -9,6 +9,7 @@ Further letters: `Vd` draft vocabulary, `A` = number of tapped layers.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ import numpy as np
 
 from specrl_jax.config import check
 from specrl_jax.model import transformer
-from specrl_jax.model.architecture import Architecture, Param, RopeScaling, draw
+from specrl_jax.model.architecture import Architecture, Param, draw
 from specrl_jax.structs import Array, Params
 
 Attend = Callable[[Array, Array, Array], Array]
@@ -27,45 +28,31 @@ Attend = Callable[[Array, Array, Array], Array]
 
 @dataclasses.dataclass(frozen=True)
 class EagleArch:
-    """Static shape of an EAGLE-3 head. Fields left at 0 or () are the actor's or a default."""
+    """Static shape of an EAGLE-3 head. Empty fields become the actor's or a default."""
 
     actor: Architecture
     taps: tuple[int, ...] = ()  # tapped layers of the actor, 0-based, ascending
     draft_vocab: int = 0  # Vd
     own_head: bool = True  # else the actor's rows of the draft vocabulary
-    num_heads: int = 0
-    num_kv_heads: int = 0
-    head_dim: int = 0
-    intermediate_size: int = 0
-    norm_eps: float = 0.0
-    rope_theta: float = 0.0  # at 0 the scaling is the actor's too
-    rope_scaling: RopeScaling | None = None
+    like: Architecture | None = None  # of the layer, with the actor's width
 
     def __post_init__(self) -> None:
         actor = self.actor
-        defaults = {"taps": default_taps(actor.num_layers), "draft_vocab": actor.vocab_size}
-        if not self.rope_theta:
-            defaults["rope_scaling"] = actor.rope_scaling
-        for name in ("num_heads", "num_kv_heads", "head_dim", "intermediate_size", "norm_eps",
-                     "rope_theta"):
-            defaults[name] = getattr(actor, name)
-        for name, value in defaults.items():
-            object.__setattr__(self, name, getattr(self, name) or value)
+        put = functools.partial(object.__setattr__, self)
+        put("taps", self.taps or default_taps(actor.num_layers))
+        put("draft_vocab", self.draft_vocab or actor.vocab_size)
+        put("like", dataclasses.replace(self.layer, num_layers=1, qkv_bias=False, qk_norm=False,
+                                        tied=False, family="llama"))
         taps = tuple(sorted(set(self.taps)))
         check(self.taps == taps and 0 <= taps[0] and taps[-1] < actor.num_layers, "taps", self.taps,
               f"name ascending layers of the actor's 0..{actor.num_layers - 1}")
         check(self.draft_vocab <= actor.vocab_size, "draft_vocab", self.draft_vocab,
               f"the actor has {actor.vocab_size} tokens")
-        self.layer  # noqa: B018  checks heads
 
     @property
     def layer(self) -> Architecture:
         """The architecture of the one layer, for functions shared with the actor."""
-        return dataclasses.replace(
-            self.actor, num_layers=1, num_heads=self.num_heads, num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim, intermediate_size=self.intermediate_size,
-            norm_eps=self.norm_eps, rope_theta=self.rope_theta, rope_scaling=self.rope_scaling,
-            qkv_bias=False, qk_norm=False, tied=False, family="llama")
+        return self.like or self.actor
 
 
 def default_taps(layers: int) -> tuple[int, ...]:
@@ -116,7 +103,7 @@ def logits(arch: EagleArch, params: Params, head: Array | None, hidden: Array,
     `head` f[Vd, F], the actor's rows of the draft vocabulary, is read if the drafter has none.
     """
     weight: Any = params["head"] if arch.own_head else head
-    normed = transformer.rms_norm(hidden, params["final_norm"], arch.norm_eps)
+    normed = transformer.rms_norm(hidden, params["final_norm"], arch.layer.norm_eps)
     return transformer.project(weight, normed, decode=decode, dtype=jnp.float32)
 
 
@@ -151,8 +138,8 @@ def keys(arch: EagleArch, params: Params, embedded: Array, feature: Array, posit
 
 def _joined(arch: EagleArch, params: Params, embedded: Array, feature: Array) -> Array:
     """Returns the layer's input, [2 F, ...]."""
-    return jnp.concatenate([transformer.rms_norm(embedded, params["embed_norm"], arch.norm_eps),
-                            transformer.rms_norm(feature, params["feature_norm"], arch.norm_eps)])
+    return jnp.concatenate([transformer.rms_norm(x, params[name], arch.layer.norm_eps) for x, name
+                            in ((embedded, "embed_norm"), (feature, "feature_norm"))])
 
 
 def unroll(arch: EagleArch, params: Params, embed: Array, features: Array, tokens: Array,

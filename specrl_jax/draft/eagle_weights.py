@@ -5,6 +5,7 @@ i + d2t[i] of the actor, and `t2d` marks the actor's tokens that have a draft to
 is the actor's. Names were checked against SpecForge's list for SGLang's loader.
 """
 
+import dataclasses
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -120,11 +121,10 @@ def _architecture(config: dict[str, Any], tensors: Mapping[str, np.ndarray], act
     draft = config.get("draft_vocab_size") or head.vocab_size
     check(type(draft) is int and 1 <= draft <= head.vocab_size, f"{folder}: draft_vocab_size",
           draft, f"must lie in 1..vocab_size = {head.vocab_size}")
-    return EagleArch(
-        actor, taps=_taps(config, tensors, actor, folder), draft_vocab=draft,
-        own_head=HEAD in tensors, num_heads=head.num_heads, num_kv_heads=head.num_kv_heads,
-        head_dim=head.head_dim, intermediate_size=head.intermediate_size, norm_eps=head.norm_eps,
-        rope_theta=head.rope_theta, rope_scaling=head.rope_scaling)
+    like = dataclasses.replace(actor, **{name: getattr(head, name) for name in (
+        "num_heads", "num_kv_heads", "head_dim", "intermediate_size", "norm_eps", "rope_theta",
+        "rope_scaling")})
+    return EagleArch(actor, _taps(config, tensors, actor, folder), draft, HEAD in tensors, like)
 
 
 def _taps(config: dict[str, Any], tensors: Mapping[str, np.ndarray], actor: Architecture,
@@ -168,8 +168,8 @@ def _vocab(arch: EagleArch, tensors: Mapping[str, np.ndarray], folder: Path) -> 
 
 
 def _shapes(arch: EagleArch) -> dict[str, tuple[int, ...]]:
-    f, e, i = arch.actor.hidden_size, arch.head_dim, arch.intermediate_size
-    q, kv = arch.num_heads * e, arch.num_kv_heads * e
+    f, e, i = arch.actor.hidden_size, arch.layer.head_dim, arch.layer.intermediate_size
+    q, kv = arch.layer.num_heads * e, arch.layer.num_kv_heads * e
     shapes = {"fc.weight": (f, len(arch.taps) * f), _OUT: (f, q), _DOWN: (f, i)}
     shapes |= dict.fromkeys(_NORMS.values(), (f,)) | dict.fromkeys(_GATE_UP, (i, f))
     shapes |= dict(zip(_PROJECTIONS, ((q, 2 * f), (kv, 2 * f), (kv, 2 * f)), strict=True))
@@ -178,7 +178,7 @@ def _shapes(arch: EagleArch) -> dict[str, tuple[int, ...]]:
 
 def _pack(arch: EagleArch, tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Returns the tree of eagle_model.describe."""
-    g, e, f = arch.num_kv_heads, arch.head_dim, arch.actor.hidden_size
+    g, e, f = arch.layer.num_kv_heads, arch.layer.head_dim, arch.actor.hidden_size
     tensors = {name: a.astype(np.float32) for name, a in tensors.items()}
     qkv = np.concatenate([tensors[x].reshape(g, -1, e, 2 * f) for x in _PROJECTIONS], axis=1)
     packed = {name: tensors[where] for name, where in _NORMS.items()} | {

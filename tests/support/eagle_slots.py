@@ -1,5 +1,6 @@
 """Slots that a drafter follows; a tiny EAGLE drafter, and a full recompute of what it says."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -22,8 +23,8 @@ from specrl_jax.structs import DraftTree, Frontier, Path, Sampling, SlotFill, Ve
 V, F, ROWS, P, PLACES = 24, 16, 4, 10, 48
 DEPTH, BRANCH, NODES = 3, 2, 11  # room for all candidates: 2 + 4 + 4 and the root
 ACTOR = tiny_arch()
-ARCH = EagleArch(ACTOR, draft_vocab=16, own_head=False, num_heads=2, num_kv_heads=1,
-                 intermediate_size=20)
+ARCH = EagleArch(ACTOR, draft_vocab=16, own_head=False, like=dataclasses.replace(
+    ACTOR, num_heads=2, num_kv_heads=1, intermediate_size=20))
 VOCAB = np.sort(np.random.default_rng(5).permutation(V)[:16]).astype(np.int32)
 FULL = make_spec(DEPTH, BRANCH, NODES, 0)
 TEMPERATURE = (1.0, 0.6, 0.0, 1.3)
