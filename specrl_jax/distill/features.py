@@ -58,11 +58,6 @@ class FeatureBuffer:
         self.arrays[VERSION][:] = EMPTY
 
     @property
-    def filled(self) -> int:
-        """Number of sequences stored now."""
-        return int((self.arrays[VERSION] != EMPTY).sum())
-
-    @property
     def heads(self) -> np.ndarray:
         """f32[H, Vd, F]."""
         return self.arrays[HEADS]
@@ -117,15 +112,11 @@ class FeatureBuffer:
             parts += [(int(v), part) for part in in_rows(mine, rows)]
         chosen = [parts[i] for i in rng.permutation(len(parts))[: batch // rows]]
         chosen += [(int(held[-1]), np.full(rows, EMPTY))] * (batch // rows - len(chosen))
-        return self._take(np.stack([part for _, part in chosen]), [v for v, _ in chosen])
-
-    def _take(self, rows: np.ndarray, versions: list[int]) -> tuple[SequenceBatch, TeacherTargets]:
-        """Returns stored rows i64[n, b] as micro-batches; EMPTY pads."""
-        found = {name: self.arrays[name][rows] for name in (*_BATCH, *_TARGETS)}
-        used = rows != EMPTY
+        at = np.stack([part for _, part in chosen])  # i64[n, b]
+        found, used = {name: self.arrays[name][at] for name in (*_BATCH, *_TARGETS)}, at != EMPTY
         found |= {name: np.where(used, found[name], np.asarray(pad, found[name].dtype))
                   for name, pad in (("length", 0), ("first", 1), ("temperature", 1))}
         found |= {name: np.moveaxis(found[name], 1, 2) for name in ("taps", "hidden")}
-        slots = [int(np.flatnonzero(self.arrays[VERSIONS] == v)[0]) for v in versions]
+        slots = [int(np.flatnonzero(self.arrays[VERSIONS] == v)[0]) for v, _ in chosen]
         return (SequenceBatch(**{name: found[name] for name in _BATCH}), TeacherTargets(
             **{name: found[name] for name in _TARGETS}, teacher=np.asarray(slots, np.int32)))

@@ -34,7 +34,7 @@ class EagleArch:
     taps: tuple[int, ...] = ()  # tapped layers of the actor, 0-based, ascending
     draft_vocab: int = 0  # Vd
     own_head: bool = True  # else the actor's rows of the draft vocabulary
-    like: Architecture | None = None  # of the layer, with the actor's width
+    like: Architecture | None = None  # sizes of the one layer, with the actor's width
 
     def __post_init__(self) -> None:
         actor = self.actor

@@ -220,8 +220,9 @@ def _candidates(r: _Round, front: LevelNodes, depth: Array) -> tuple[TreeNodes, 
             front.survival[..., None], front.index[..., None], depth, jnp.int32(growth.origin)))
     found = TreeNodes(tokens=growth.network.vocab(r.params)[at], parent=parent,
                       depth=level, rank=rank, origin=origin, logq=chosen, draft_prob=draft_prob,
-                      survival=r.survive(above, draft_prob, level, origin), score_gap=best[..., :1]
-                      - best, live=front.live[..., None] & planned & jnp.isfinite(best))
+                      survival=r.survive(above, draft_prob, level, origin),
+                      score_gap=best[..., :1] - best,
+                      live=front.live[..., None] & planned & jnp.isfinite(best))
     return jax.tree.map(lambda a: a.reshape(a.shape[0], -1), found), logq
 
 

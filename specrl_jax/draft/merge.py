@@ -5,7 +5,7 @@ estimates; its origin is the drafter that came first.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -26,27 +26,26 @@ def merge(drafters: Sequence[Drafter], nodes: int) -> Drafter:
     readers = [i for i, d in enumerate(drafters) if d.taps]
     check(len(readers) <= 1, "draft.parts", len(readers), "only one drafter may read the actor")
 
-    return Drafter(nodes=nodes,
-                   depth=max(d.depth for d in drafters), branch=max(d.branch for d in drafters),
-                   propose=functools.partial(_propose, tuple(drafters), nodes),
-                   init=lambda info: tuple(d.init(info) for d in drafters),
-                   prefill=lambda states, fill, tokens,
-                   features: tuple(d.prefill(s, fill, tokens, features if d.taps else None) for d,
-                                   s in zip(drafters, states, strict=True)),
-                   copy_prompt=lambda states, fill: tuple(d.copy_prompt(s, fill) for d,
-                                                          s in zip(drafters, states, strict=True)),
-                   observe=lambda params, states,
-                   frontier, verdict, path: tuple(d.observe(p, s, frontier, verdict, path) for d, p,
-                                                  s in zip(drafters, params, states, strict=True)),
-                   select_rows=lambda states, rows: tuple(d.select_rows(s, rows) for d,
-                                                          s in zip(drafters, states, strict=True)),
-                   needs_catch_up=any(d.needs_catch_up for d in drafters), skip_to=lambda states,
-                   context: tuple(d.skip_to(s, context) for d,
-                                  s in zip(drafters, states, strict=True)),
-                   names=tuple(name for d in drafters for name in d.names), bind=lambda actor,
-                   own: tuple(d.bind(actor, o) for d, o in zip(drafters, own, strict=True)),
-                   taps=drafters[readers[0]].taps if readers else (), project=lambda params, taps,
-                   decode=False: drafters[readers[0]].project(params[readers[0]], taps, decode))
+    def each(call: Callable[..., object], *of_parts: Iterable) -> tuple:
+        return tuple(map(call, drafters, *of_parts))
+
+    return Drafter(
+        nodes=nodes, depth=max(d.depth for d in drafters), branch=max(d.branch for d in drafters),
+        propose=functools.partial(_propose, tuple(drafters), nodes),
+        init=lambda info: each(lambda d: d.init(info)),
+        prefill=lambda states, fill, tokens, features: each(
+            lambda d, s: d.prefill(s, fill, tokens, features if d.taps else None), states),
+        copy_prompt=lambda states, fill: each(lambda d, s: d.copy_prompt(s, fill), states),
+        observe=lambda params, states, frontier, verdict, path: each(
+            lambda d, p, s: d.observe(p, s, frontier, verdict, path), params, states),
+        select_rows=lambda states, rows: each(lambda d, s: d.select_rows(s, rows), states),
+        needs_catch_up=any(d.needs_catch_up for d in drafters),
+        skip_to=lambda states, context: each(lambda d, s: d.skip_to(s, context), states),
+        names=tuple(name for d in drafters for name in d.names),
+        bind=lambda actor, own: each(lambda d, o: d.bind(actor, o), own),
+        taps=drafters[readers[0]].taps if readers else (),
+        project=lambda params, taps, decode=False: drafters[readers[0]].project(
+            params[readers[0]], taps, decode))
 
 
 def _propose(drafters: tuple[Drafter, ...], nodes: int, params: tuple, states: tuple,

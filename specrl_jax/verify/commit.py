@@ -24,8 +24,7 @@ def write_by_loop(kv: KVCache, new: Array, length: Array, count: Array) -> KVCac
 
     Args:
       new: f[D+1, L, 2, G, E, B] the path's keys and values.
-      length: i32[B] where each row's entries go; those that do not fit are dropped.
-      count: i32[B].
+      length: i32[B] where each row's first count[b] entries go; those that do not fit are dropped.
     """
     width = new.shape[0]
     sizes = [k.shape[3] for k in kv[0][0]]

@@ -72,9 +72,8 @@ def lossy_accept_all(nodes: Nodes, logp: Array, logq: Array, noise: Noise, depth
 def lossy_shared_noise(nodes: Nodes, logp: Array, logq: Array, noise: Noise, depth: int) -> Walked:
     """Draws the residual with the noise that drew the children.
 
-    vLLM's probabilistic drafts shared their Philox noise with the recovery draw (pull requests
-    47386 and 54282). Sharing noise is exact only if acceptance is "iff equal". It is a bug only
-    if the drafter's children are `perturbed`.
+    vLLM's probabilistic drafts did (pull requests 47386 and 54282). It is a bug only if the
+    drafter's children are `perturbed`: sharing noise is exact only if acceptance is "iff equal".
     """
     path, accepted, left = decide(nodes, logp, logq, functools.partial(coin, noise), depth)
     children = gumbel(noise.key, noise.position + accepted, jnp.arange(left.shape[1]))
@@ -85,8 +84,8 @@ def lossy_shared_noise(nodes: Nodes, logp: Array, logq: Array, noise: Noise, dep
 def lossy_retrospective(nodes: Nodes, logp: Array, logq: Array, noise: Noise, depth: int) -> Walked:
     """Skips a drafted token if the drafter is unsure of the token after it.
 
-    Retrospective truncation: the schedule reads the token before it decides to test it, which
-    DSpark's paper warns of. Nodes that the drafter did not expand are tested.
+    The schedule reads the token before it decides to test it, which DSpark's paper warns of. Nodes
+    that the drafter did not expand are tested.
     """
     expanded = (logq > -jnp.inf).any(2)
     unsure = expanded & (logq.max(2) < jnp.log(CONFIDENCE))

@@ -108,9 +108,8 @@ def decide(nodes: Nodes, logp: Array, logq: Array, coin: Coin, depth: int, test:
            ) -> tuple[Array, Array, Array]:
     """Accepts and rejects nodes for given coins, in at most n - 1 tests a row.
 
-    Args:
-      logp, logq: f32[B, n, V] of the token after each node; -inf is probability 0.
-      depth: D; deeper nodes are not tested.
+    `logp` and `logq` f32[B, n, V] are of the token after each node, -inf is probability 0; nodes
+    deeper than D = `depth` are not tested.
 
     Returns:
       path i32[B, D+1] of walked nodes (the last one repeats), accepted i32[B], and f32[B, V] the

@@ -61,7 +61,7 @@ def draw(logits: Array, temperature: Array, top_k: Array | None, top_p: Array | 
     Args:
       logits: f32[V, W].
       temperature, top_p: f32[W]; temperature 0 is argmax without noise.
-      top_k: i32[W]; 0 is off. None, as top_p then is: no position is truncated.
+      top_k: i32[W], 0 is off. None, as top_p then is: no position is truncated.
       key: u32[W, 2].
       position: i32[W] index of the token being drawn; 0 is the first of the response.
     """

@@ -21,13 +21,11 @@ def threshold(scores: Array, top_k: Array, top_p: Array) -> Threshold:
     """Returns the boundary of top-k and then top-p; without either a position keeps exactly 1.
 
     A CPU computes one position at a time, so that its scores stay in the cache, and skips those
-    without truncation. Positions take different times, so the scores are whole on every device and
-    none waits for another.
+    without truncation. Positions take different times, so the scores are whole on every device.
 
     Args:
       scores: f32[W, V] logits over the temperature.
-      top_k: i32[W]; 0 is off.
-      top_p: f32[W]; 1 is off.
+      top_k: i32[W], 0 is off; top_p: f32[W], 1 is off.
     """
     return jax.lax.platform_dependent(
         unsplit(scores), top_k, top_p,
@@ -105,10 +103,9 @@ def _prefix(scores: Array, ids: Array, weight: Array, target: Array,
             weigh: Callable[[Array], Array]) -> tuple[Array, Array]:
     """Returns (score, id) of the last token whose predecessors weigh less than `target`.
 
-    Tokens are ordered by falling score, then id. Bisection over scores: a pass over all of them
-    that finds enough weight continues from the lowest token that it found, and once that seems to
-    be the last one, a further pass proves it. So the number of passes depends on how crowded the
-    boundary is, not on the digits of a float.
+    Tokens are ordered by falling score, then id. Bisection over scores: a pass that finds enough
+    weight continues from the lowest token that it found, and once that seems to be the last one, a
+    further pass proves it. So the number of passes depends on how crowded the boundary is.
 
     Args:
       scores, weight, ids: [n, LANES]; weights of equal scores are equal or 0.

@@ -53,8 +53,9 @@ class Round(NamedTuple):
 Rule = Callable[[Round], tuple[Array, Array]]
 """-> tokens i32[N, D+1], how many of them were emitted i32[N]"""
 
-SETTINGS = np.asarray([(t, k, p) for t in (0.6, 1.0, 1.7) for k,
-                       p in ((0, 1.0), (3, 1.0), (0, 0.8), (4, 0.9))] + [(0.0, 0, 1.0)], np.float32)
+SETTINGS = np.asarray(
+    [(t, k, p) for t in (0.6, 1.0, 1.7) for k, p in ((0, 1.0), (3, 1.0), (0, 0.8), (4, 0.9))]
+    + [(0.0, 0, 1.0)], np.float32)
 
 
 def distribution(logits: np.ndarray, temperature: float, top_k: int, top_p: float) -> np.ndarray:
