@@ -20,7 +20,7 @@ from specrl_jax.distill import data, teacher, update
 from specrl_jax.distill.data import Corpus, Plan
 from specrl_jax.distill.metrics import by_depth, summarize, table
 from specrl_jax.distill.teacher import SequenceBatch, TeacherTargets
-from specrl_jax.draft import eagle_model, eagle_training, eagle_weights
+from specrl_jax.draft import eagle_model, eagle_weights
 from specrl_jax.draft.eagle_model import EagleArch
 from specrl_jax.io import metrics
 from specrl_jax.io.checkpoint import Checkpoints
@@ -103,13 +103,13 @@ class DrafterTrainer:
         cut = (options.batch_tokens, options.micro_batch_tokens, shards, config.seed)
         self.corpus, self.plans = corpus, data.make_plans(corpus, *cut)
         self.held, self.held_plans = held, data.make_plans(held, *cut)
-        self.programs = update.Programs(eagle_training.trainable(arch), source.arch,
+        self.programs = update.Programs(eagle_model.trainable(arch), source.arch,
                                         options.distill, self.mesh)
         self.frozen = teacher.frozen_params(source.arch, params,
                                             self.programs.replicate(self.vocab))
         self._kept: dict[int, tuple[SequenceBatch, TeacherTargets]] = {}
         self._room = options.feature_megabytes * 2**20
-        head = eagle_training.warm_start(arch, eagle_model.initialize(arch, config.seed), params,
+        head = eagle_model.warm_start(arch, eagle_model.initialize(arch, config.seed), params,
                                          self.frozen.head, tap_scale(*self.batch(0)))
         self.state = self.programs.replicate(update.init_state(options.distill, head))
 

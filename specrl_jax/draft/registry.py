@@ -17,7 +17,7 @@ import numpy as np
 
 from specrl_jax.config import DRAWN_RULES, Config, ConfigError, check
 from specrl_jax.config.registry import Registry
-from specrl_jax.draft import eagle_model, eagle_training, eagle_weights
+from specrl_jax.draft import eagle_model, eagle_weights
 from specrl_jax.draft.eagle import eagle
 from specrl_jax.draft.eagle_model import EagleArch
 from specrl_jax.draft.history import history
@@ -167,7 +167,7 @@ def _history(context: DrafterContext) -> DrafterPart:
 def _eagle(context: DrafterContext) -> DrafterPart:
     head, own, actor = _head(context)
     return DrafterPart("eagle", eagle(head, **context.sizes, **context.network), own,
-                       eagle_training.trainable(head), records_proposal=True, actor=actor)
+                       eagle_model.trainable(head), records_proposal=True, actor=actor)
 
 
 @register_drafter("small_lm")

@@ -9,10 +9,10 @@ from helpers import tiny_arch
 from specrl_jax.config import ConfigError, DistillConfig
 from specrl_jax.distill.features import EMPTY, MEGABYTE, FeatureBuffer
 from specrl_jax.distill.teacher import SequenceBatch, TeacherTargets
-from specrl_jax.draft import eagle_training
+from specrl_jax.draft import eagle_model
 from specrl_jax.draft.eagle_model import EagleArch
 
-DRAFTER = eagle_training.trainable(EagleArch(tiny_arch(hidden_size=64), draft_vocab=16))
+DRAFTER = eagle_model.trainable(EagleArch(tiny_arch(hidden_size=64), draft_vocab=16))
 COLUMNS, WINDOW = 40, 12
 OPTIONS = DistillConfig(batch=4, micro_batch=2, rollouts=2)
 

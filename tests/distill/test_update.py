@@ -18,14 +18,14 @@ from specrl_jax.distill import update as distill
 from specrl_jax.distill.data import Plan, batch_of, in_rows, of_rollout
 from specrl_jax.distill.losses import LOSSES
 from specrl_jax.distill.teacher import FrozenParams, SequenceBatch, TeacherTargets
-from specrl_jax.draft import eagle_model, eagle_training
+from specrl_jax.draft import eagle_model
 from specrl_jax.draft.eagle_model import EagleArch
 from specrl_jax.model import transformer
 from specrl_jax.structs import Rollout
 
 ACTOR = tiny_arch(num_layers=2)
 ARCH = EagleArch(ACTOR, draft_vocab=16)
-DRAFTER = eagle_training.trainable(ARCH)
+DRAFTER = eagle_model.trainable(ARCH)
 VOCAB = np.arange(0, 24, 3).tolist() + np.arange(1, 24, 3).tolist()
 OPTIONS = DistillOptions(unroll=2, learning_rate=3e-3, max_grad_norm=1e9)
 TEMPERATURE, RESPONSE = 0.7, 12
