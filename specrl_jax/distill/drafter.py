@@ -77,11 +77,8 @@ class Published(NamedTuple):
 class FrozenDrafter(DrafterManager):
     """Verifies weights that do not learn. After a fault the last good version drafts again.
 
-    Attributes:
-      good: the last good version.
-      disabled: nothing is drafted until a good version is published.
-      faults: how many were found.
-      seconds: f64[2], spent on the drafter and saved by speculation.
+    `good` is that version; while `disabled` nothing is drafted until a good version is published;
+    `seconds` f64[2] were spent on the drafter and saved by speculation.
     """
 
     def __init__(self, sampler: Sampler, prompts: Sequence[Sequence[int]], probe_tokens: int,

@@ -30,9 +30,7 @@ def evaluate_drafter(drafter: TrainableDrafter, options: DistillOptions, params:
                      key: Array, scale: Array) -> Evaluation:
     """Compares drafts of a micro-batch with the actor, each given that those before were right.
 
-    Args:
-      drafter: with `outputs` and `logits`.
-      key, scale: see `noise`.
+    The drafter has `outputs` and `logits`; for `key` and `scale` see `noise`.
     """
     assert drafter.outputs is not None and drafter.logits is not None
     logits, inputs = drafter.logits, teacher.inputs_of(frozen, batch, made)

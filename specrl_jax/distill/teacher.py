@@ -175,8 +175,7 @@ def in_chunks(run: Callable[[Sequence[Array], Aligned], Any], outputs: Sequence[
         Column k + j of the latter belongs to column k of output j; beyond T they are zeros.
       outputs: J arrays [..., b, T].
 
-    Returns:
-      the tree of `run`, leaves [J, b, T].
+    Returns the tree of `run`, leaves [J, b, T].
     """
     rows, total = outputs[0].shape[-2:]
     overlap, size = len(outputs) - 1, max(ANCHORS_AT_ONCE // rows, 1)

@@ -52,9 +52,7 @@ def micro_loss(drafter: TrainableDrafter, options: DistillOptions, params: Draft
                weight: Array) -> tuple[Array, Metrics]:
     """Returns a micro-batch's share of the loss f32[], and sums of its metrics.
 
-    Args:
-      count: f32[J], live anchors of each depth in the whole batch.
-      weight: f32[b].
+    `count` f32[J] are live anchors of each depth in the whole batch, `weight` f32[b].
     """
     frozen, targets = jax.lax.stop_gradient((frozen, targets))
     return drafter.loss(params, teacher.inputs_of(frozen, batch, targets), teacher.targets_of(

@@ -57,12 +57,8 @@ def history(*, depth: int, branch: int, nodes: int, match: int, group: int, orig
             ) -> Drafter:
     """Returns the drafter with D = `depth`, K = `branch`, N = `nodes` for `group` = M samples.
 
-    Args:
-      match: longest suffix that is looked up, in tokens.
-      origin: index of the drafter, for DraftTree.origin.
-
-    Raises:
-      ConfigError: N does not hold a root and K chains of D nodes.
+    It looks up suffixes of at most `match` tokens. Raises a ConfigError if N does not hold a root
+    and K chains of D nodes.
     """
     check(nodes >= 1 + depth * branch, "spec.max_nodes", nodes,
           f"must be at least 1 + spec.max_depth * spec.max_branch = {1 + depth * branch}")

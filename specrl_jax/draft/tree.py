@@ -42,12 +42,11 @@ def attach(tree: DraftTree, children: TreeNodes) -> DraftTree:
 
 def chain(tokens: Array, draft_prob: Array, frontier: Frontier, spec: SpecConfig, survive: Survive,
           *, nodes: int, origin: int = 0) -> DraftTree:
-    """Returns trees of one chain each, cut at `spec.steps`.
+    """Returns trees of one chain each, cut at `spec.steps`; N = `nodes` is more than D.
 
     Args:
       tokens: i32[D, B]; a chain ends before its first negative token.
       draft_prob: f32[D, B] the drafter's probability of each token, given the one before it.
-      nodes: N, more than D.
       origin: index of the drafter, for DraftTree.origin.
     """
     depth = tokens.shape[0]
