@@ -41,9 +41,10 @@ def propose(depth):
                 tree.depth[:, :1], level), tree.origin[:, :1])[:, 0])
         level = jnp.broadcast_to(jnp.arange(depth + 1, dtype=jnp.int32)[None], tree.depth.shape)
         draft_prob = jnp.stack(probs, 1)
-        return tree.replace(tokens=jnp.stack(tokens, 1), parent=jnp.maximum(level - 1, 0),
-                            depth=level, survival=jnp.stack(survival, 1),
-                            draft_prob=draft_prob, logq=jnp.log(draft_prob).at[:, 0].set(0.0),
-                            live=frontier.live[:, None] & (level <= spec.steps)), state
+        return tree.replace(
+            tokens=jnp.stack(tokens, 1), parent=jnp.maximum(level - 1, 0), depth=level,
+            survival=jnp.stack(survival, 1), draft_prob=draft_prob,
+            logq=jnp.log(draft_prob).at[:, 0].set(0.0),
+            live=frontier.live[:, None] & (level <= spec.steps)), state
 
     return run
