@@ -30,7 +30,7 @@ class FeatureBuffer:
     """Stores sequences with their teacher targets in arrays that never change size.
 
     F = `hidden_size`, at most `sequences` per rollout, S = `columns`, T = `window`, H = `heads`.
-    `arrays` are those of a checkpoint. Raises a ConfigError if the budget does not hold one
+    Raises a ConfigError if the budget does not hold one
     update's sequences.
     """
 
@@ -51,23 +51,27 @@ class FeatureBuffer:
         self.rows = min(fit, options.rollouts * sequences)  # R
         check(self.rows >= options.batch, "distill.batch", options.batch,
               f"{options.rollouts} x {sequences} sequences are kept; lower it")
-        self.arrays = {name: np.zeros((self.rows, *shape), np.int32 if name in _INTS
+        self._arrays = {name: np.zeros((self.rows, *shape), np.int32 if name in _INTS
                                       else np.float32) for name, shape in shapes.items()}
-        self.arrays |= {HEADS: np.zeros((heads, drafter.vocab_size, hidden_size), np.float32),
+        self._arrays |= {HEADS: np.zeros((heads, drafter.vocab_size, hidden_size), np.float32),
                         VERSIONS: np.full(heads, EMPTY, np.int32), NEXT: np.zeros((), np.int32)}
-        self.arrays[VERSION][:] = EMPTY
+        self._arrays[VERSION][:] = EMPTY
 
     @property
     def heads(self) -> np.ndarray:
         """f32[H, Vd, F]."""
-        return self.arrays[HEADS]
+        return self._arrays[HEADS]
 
     @property
     def nbytes(self) -> int:
-        return sum(a.nbytes for a in self.arrays.values())
+        return sum(a.nbytes for a in self._arrays.values())
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Returns the arrays of a checkpoint, which holds no empty ones, as taps may be."""
+        return {name: a for name, a in self._arrays.items() if a.size}
 
     def restore(self, arrays: dict[str, Any]) -> None:
-        self.arrays = {name: np.array(a) for name, a in arrays.items()}
+        self._arrays |= {name: np.array(a) for name, a in arrays.items()}
 
     def add(self, batch: SequenceBatch, targets: TeacherTargets, version: int, head: AnyArray
             ) -> None:
@@ -75,7 +79,7 @@ class FeatureBuffer:
 
         `head` f32[Vd, F] is the output head, rows of the draft vocabulary, of policy `version`.
         """
-        kept = self.arrays
+        kept = self._arrays
         kept[HEADS][self._slot(version)] = head
         found = {name: np.asarray(getattr(batch, name)) for name in _BATCH}
         found |= {name: np.asarray(getattr(targets, name)) for name in _TARGETS}
@@ -90,7 +94,7 @@ class FeatureBuffer:
 
     def _slot(self, version: int) -> int:
         """Returns the place of a version's head; without room the oldest version leaves."""
-        versions, owner = self.arrays[VERSIONS], self.arrays[VERSION]
+        versions, owner = self._arrays[VERSIONS], self._arrays[VERSION]
         same = np.flatnonzero(versions == version)
         slot = int(same[0]) if len(same) else int(np.argmin(versions))
         if versions[slot] != version:
@@ -104,7 +108,7 @@ class FeatureBuffer:
 
         They are padded if fewer are stored; `newest` draws from the newest version only.
         """
-        version = self.arrays[VERSION]
+        version = self._arrays[VERSION]
         held = np.unique(version[version != EMPTY])
         parts = []
         for v in held[-1:] if newest else held:
@@ -113,10 +117,10 @@ class FeatureBuffer:
         chosen = [parts[i] for i in rng.permutation(len(parts))[: batch // rows]]
         chosen += [(int(held[-1]), np.full(rows, EMPTY))] * (batch // rows - len(chosen))
         at = np.stack([part for _, part in chosen])  # i64[n, b]
-        found, used = {name: self.arrays[name][at] for name in (*_BATCH, *_TARGETS)}, at != EMPTY
+        found, used = {name: self._arrays[name][at] for name in (*_BATCH, *_TARGETS)}, at != EMPTY
         found |= {name: np.where(used, found[name], np.asarray(pad, found[name].dtype))
                   for name, pad in (("length", 0), ("first", 1), ("temperature", 1))}
         found |= {name: np.moveaxis(found[name], 1, 2) for name in ("taps", "hidden")}
-        slots = [int(np.flatnonzero(self.arrays[VERSIONS] == v)[0]) for v, _ in chosen]
+        slots = [int(np.flatnonzero(self._arrays[VERSIONS] == v)[0]) for v, _ in chosen]
         return (SequenceBatch(**{name: found[name] for name in _BATCH}), TeacherTargets(
             **{name: found[name] for name in _TARGETS}, teacher=np.asarray(slots, np.int32)))

@@ -167,7 +167,7 @@ class OnlineDistillation:
 
         `state` stands in for the result of overlapped updates if there is none.
         """
-        held = {"drafter_features": self.buffer.arrays, "drafter_staleness": self.staleness}
+        held = {"drafter_features": self.buffer.arrays(), "drafter_staleness": self.staleness}
         if not self.options.overlap:
             return held
         result = self._result()

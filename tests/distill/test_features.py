@@ -46,7 +46,7 @@ def add(kept, version, count=6):
 
 def held(kept):
     """The sequences that are there, by their numbers."""
-    arrays = kept.arrays
+    arrays = kept.arrays()
     return sorted(arrays["reward"][arrays["version"] != EMPTY].astype(int).tolist())
 
 
@@ -57,7 +57,7 @@ def test_the_newest_rollouts_are_kept_whole():
     add(kept, 1)
     add(kept, 2)
     assert held(kept) == [*range(100, 106), *range(200, 206)]
-    assert sorted(kept.arrays["versions"]) == [1, 2]
+    assert sorted(kept.arrays()["versions"]) == [1, 2]
 
 
 def test_a_version_whose_head_made_room_goes_whole():
@@ -136,10 +136,10 @@ def test_a_buffer_is_restored_as_it_was():
     kept, other = buffer(), buffer()
     add(kept, 0)
     add(kept, 1, 3)
-    other.restore(kept.arrays)
+    other.restore(kept.arrays())
     for one in (kept, other):
         add(one, 2)
-    for name, a in kept.arrays.items():
-        np.testing.assert_array_equal(a, other.arrays[name], err_msg=name)
+    for name, a in kept.arrays().items():
+        np.testing.assert_array_equal(a, other.arrays()[name], err_msg=name)
     drawn = [one.draw(np.random.default_rng(0), 4, 2)[0].reward for one in (kept, other)]
     np.testing.assert_array_equal(*drawn)
