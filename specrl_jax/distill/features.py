@@ -30,8 +30,7 @@ class FeatureBuffer:
     """Stores sequences with their teacher targets in arrays that never change size.
 
     F = `hidden_size`, at most `sequences` per rollout, S = `columns`, T = `window`, H = `heads`.
-    Raises a ConfigError if the budget does not hold one
-    update's sequences.
+    Raises a ConfigError if the budget does not hold one update's sequences.
     """
 
     def __init__(self, options: DistillConfig, drafter: TrainableDrafter, hidden_size: int,
