@@ -50,14 +50,21 @@ class Corpus:
 
     @property
     def length(self) -> np.ndarray:
-        """i32[Q] tokens of prompt and response."""
         return np.asarray([len(t) for t in self.tokens], np.int32)
 
     @property
     def responses(self) -> np.ndarray:
-        """i32[...] all response tokens, one after another."""
         parts = [t[at:] for t, at in zip(self.tokens, self.first, strict=True)]
         return np.concatenate([np.zeros(0, np.int32), *parts])
+
+
+def of_rollout(rollout: Rollout, reward: np.ndarray, advantage: np.ndarray) -> Corpus:
+    """Returns a rollout's sequences, in its order; reward, advantage: f32[Q]."""
+    r = rollout
+    return Corpus([np.concatenate([prompt[:start], response[:end]]) for prompt, start, response, end
+                   in zip(r.prompt, r.prompt_length, r.tokens, r.length, strict=True)],
+                  r.prompt_length, reward.astype(np.float32), advantage.astype(np.float32),
+                  np.zeros((len(r.length), 2), np.uint32))
 
 
 def join(corpora: Sequence[Corpus]) -> Corpus:
@@ -67,21 +74,13 @@ def join(corpora: Sequence[Corpus]) -> Corpus:
         for name in ("first", "reward", "advantage", "key")))
 
 
-# The actor's responses.
-
-
 def load_prompts(config: Config, tokenizer: Tokenizer, training: int, eval_split: str,
                  held_out: int, say: Callable[[str], None]) -> tuple[Prompts, Prompts]:
-    """Returns training prompts, maybe none, and held-out prompts; no text is in both.
+    """Returns `training` prompts of config.data, maybe none, and `held_out` ones of `eval_split`.
 
-    Args:
-      training, held_out: numbers of prompts from the start of config.data's split and of
-        `eval_split`.
-
-    Raises:
-      ConfigError: see `make_prompts`; or all training prompts are held out.
+    No text is in both. Raises a ConfigError as `make_prompts` does, or if all training prompts are
+    held out.
     """
-
     def load(**changes: Any) -> Prompts:
         data = dataclasses.replace(config.data, **changes)
         return make_prompts(dataclasses.replace(config, data=data), tokenizer, say)
@@ -105,8 +104,7 @@ def gather(config: Config, source: Source, params: Params, prompts: tuple[Prompt
 
     Args:
       source, params: the actor; its parameters as published.
-      prompts: of `load_prompts`.
-      samples: responses to each prompt.
+      prompts: of `load_prompts`, with `samples` responses to each.
       texts: JSONL file to learn from too, or "".
       directory: where rollouts are stored.
     """
@@ -144,11 +142,7 @@ def roll_out(sampler: Sampler, prompts: Prompts, at_once: int, directory: Path,
              say: Callable[[str], None]) -> dict[str, np.ndarray]:
     """Samples every prompt in parts, which are stored in `directory` and generated only once.
 
-    Args:
-      sampler: for `at_once` prompts, published.
-
-    Returns:
-      FIELDS of all sequences, in canonical order within each part.
+    Returns FIELDS of all sequences, in canonical order within each part of `at_once` prompts.
     """
     directory.mkdir(parents=True, exist_ok=True)
     batches, parts = prompt_batches(prompts, at_once), []
@@ -167,10 +161,6 @@ def roll_out(sampler: Sampler, prompts: Prompts, at_once: int, directory: Path,
 
 
 def _stored(path: Path) -> dict[str, np.ndarray]:
-    """
-    Raises:
-      ConfigError: the file is damaged.
-    """
     try:
         with np.load(path, allow_pickle=False) as stored:
             return {name: stored[name] for name in FIELDS}
@@ -201,19 +191,11 @@ def scored_corpus(rolled: dict[str, np.ndarray], prompts: Prompts, seed: int,
     scored, rewards, _ = score_rollout(Rollout(**fields), prompts, tokenizer, reward)
     tokens = [np.asarray([*prompts.tokens[prompts.place[int(i)]], *sample["tokens"]], np.int32)
               for i, sample in zip(ids, scored, strict=True)]
-    return Corpus(tokens, stored["prompt_length"], rewards, _advantages(rewards, samples),
-                  prng.row_keys(seed, STREAM, 0, ids, ids * 0, samples))
-
-
-def _advantages(rewards: np.ndarray, samples: np.ndarray) -> np.ndarray:
-    """Returns f32[Q] within each prompt's samples; 0 if there is only one."""
     group = int(samples.max(initial=0)) + 1
-    if group == 1:
-        return np.zeros_like(rewards)
-    return group_advantages(rewards.reshape(-1, group)).reshape(-1)
-
-
-# Texts.
+    advantages = np.zeros_like(rewards) if group == 1 else group_advantages(
+        rewards.reshape(-1, group)).reshape(-1)
+    return Corpus(tokens, stored["prompt_length"], rewards, advantages,
+                  prng.row_keys(seed, STREAM, 0, ids, ids * 0, samples))
 
 
 def read_texts(path: Path, tokenizer: Tokenizer, system: str, most: int) -> Corpus:
@@ -265,15 +247,11 @@ def token_counts(config: Config, source: Source, corpus: Corpus) -> np.ndarray:
     Answers repeat names of their questions. The split's questions cost no rollout, so they show
     which rare tokens a draft vocabulary needs (experiments/LOG.md).
     """
-    questions = [np.zeros(0, np.int64)]
-    for example in load_examples(dataclasses.replace(config.data, examples=0)):
-        questions.append(np.asarray(source.tokenizer.encode(example["question"])))
+    questions = [token for example in load_examples(dataclasses.replace(config.data, examples=0))
+                 for token in source.tokenizer.encode(example["question"])]
     size = source.arch.vocab_size
     return (RESPONSE_WEIGHT * np.bincount(corpus.responses, minlength=size)
-            + np.bincount(np.concatenate(questions), minlength=size))
-
-
-# Batches.
+            + np.bincount(np.asarray(questions, np.int64), minlength=size))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -289,11 +267,8 @@ def make_plans(corpus: Corpus, tokens: int, micro_tokens: int, shards: int, seed
                ) -> list[Plan]:
     """Cuts a corpus into plans of few shapes: each third of the lengths has its own width.
 
-    Each plan is a random part of its class; every sequence is in exactly one plan.
-
-    Args:
-      tokens, micro_tokens: of an update and of a micro-batch, padding included.
-      shards: b is a multiple of this.
+    Each plan is a random part of its class; every sequence is in exactly one plan. `tokens` of an
+    update and `micro_tokens` of a micro-batch include padding; b is a multiple of `shards`.
     """
     plans = []
     for width, members in _classes(corpus.length, tokens):
@@ -301,10 +276,16 @@ def make_plans(corpus: Corpus, tokens: int, micro_tokens: int, shards: int, seed
         n = max(tokens // (b * width), 1)
         window = _round_up(int((corpus.length - corpus.first)[members].max()))
         words = np.random.Philox(key=np.array([seed, width], np.uint64)).random_raw(len(members))
-        rows = np.full(-(-len(members) // (n * b)) * n * b, -1)
-        rows[: len(members)] = members[np.argsort(words, kind="stable")]
+        rows = in_rows(members[np.argsort(words, kind="stable")], n * b)
         plans += [Plan(part, width, window) for part in rows.reshape(-1, n, b)]
     return plans
+
+
+def in_rows(members: np.ndarray, width: int) -> np.ndarray:
+    """Returns `members` as rows of `width`, the last one filled up with -1."""
+    rows = np.full(-(-len(members) // width) * width, -1)
+    rows[: len(members)] = members
+    return rows.reshape(-1, width)
 
 
 def _classes(length: np.ndarray, tokens: int) -> list[tuple[int, np.ndarray]]:
@@ -335,7 +316,6 @@ def batch_of(corpus: Corpus, plan: Plan, temperature: float) -> SequenceBatch:
     def take(values: np.ndarray, pad: float) -> np.ndarray:
         return np.where(used, values[plan.rows], pad).astype(values.dtype)
 
-    return SequenceBatch(
-        tokens=tokens, length=take(corpus.length, 0), first=take(corpus.first, 1),
-        temperature=np.full(used.shape, temperature or 1.0, np.float32),
-        reward=take(corpus.reward, 0), advantage=take(corpus.advantage, 0))
+    return SequenceBatch(tokens=tokens, length=take(corpus.length, 0), first=take(corpus.first, 1),
+                         temperature=np.full(used.shape, temperature or 1.0, np.float32),
+                         reward=take(corpus.reward, 0), advantage=take(corpus.advantage, 0))

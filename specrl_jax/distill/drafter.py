@@ -1,8 +1,7 @@
 """The one owner of drafter weights in a run: versions, verification, repair and training.
 
-A trainer calls `before_rollout`, `collect` and `after_update` in every step. `make` chooses between
-`DrafterManager` (nothing has weights), `FrozenDrafter` (weights that stay as they are) and
-`LearningDrafter` (weights that learn from rollouts).
+A trainer calls `before_rollout`, `collect` and `after_update` in every step. `make` chooses the
+class: `DrafterManager` if nothing has weights, `FrozenDrafter`, or `LearningDrafter`.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,10 +10,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from specrl_jax.config import Config, check
-from specrl_jax.distill import health
+from specrl_jax.distill import health, schedule
 from specrl_jax.distill.health import MISMATCH, NOT_FINITE, Probe, Summary
 from specrl_jax.distill.online import OnlineDistillation
-from specrl_jax.distill.update import DistillState, UpdateResult
+from specrl_jax.distill.update import UpdateResult
+from specrl_jax.rl.learner import LearnerState
 from specrl_jax.rollout.sampler import Sampler
 from specrl_jax.structs import DrafterParams, Metrics, Rollout
 
@@ -27,7 +27,6 @@ class DrafterManager:
 
     def compile(self, say: Callable[[str], None]) -> None:
         """Checks the first version and compiles whatever a step may run."""
-
     def before_rollout(self, step: int) -> Metrics:
         """Verifies what is about to draft and repairs it."""
         return {}
@@ -63,11 +62,10 @@ class Published(NamedTuple):
     version: int
     weights: tuple[DrafterParams, ...]  # of each part
     summaries: tuple[Summary, ...]  # of the versioned parts
-    state: DistillState | None = None  # of one that learns, from which training continues
+    state: LearnerState | None = None  # of one that learns, from which training continues
 
     @property
     def checksum(self) -> int:
-        """Checksum of all versioned weights."""
         return sum(summary.checksum for summary in self.summaries) % 2**32
 
     @property
@@ -79,11 +77,8 @@ class Published(NamedTuple):
 class FrozenDrafter(DrafterManager):
     """Verifies weights that do not learn. After a fault the last good version drafts again.
 
-    Attributes:
-      good: the last good version.
-      disabled: nothing is drafted until a good version is published.
-      faults: how many were found.
-      seconds: f64[2], spent on the drafter and saved by speculation.
+    `good` is that version; while `disabled` nothing is drafted until a good version is published;
+    `seconds` f64[2] were spent on the drafter and saved by speculation.
     """
 
     def __init__(self, sampler: Sampler, prompts: Sequence[Sequence[int]], probe_tokens: int,
@@ -103,8 +98,7 @@ class FrozenDrafter(DrafterManager):
         if self.good.fault and not self.disabled:
             self._disable(self.good.fault)
         self._verify()
-        rate = self.probe.rate
-        fault = self.probe.start()
+        rate, fault = self.probe.rate, self.probe.start()
         if restored:
             self.probe.rate = rate
         elif fault and not self.disabled:
@@ -127,28 +121,21 @@ class FrozenDrafter(DrafterManager):
             self.faults, self.disabled = self.faults + 1, True
         return {}
 
-    def after_update(self, step: int) -> Metrics:
-        return {}
-
     def account(self, spent: float, saved: float) -> Metrics:
         self.seconds += (spent, saved)
         net = float(self.seconds[1] - self.seconds[0])
         return {"time/distill": spent, "time/speculation_net": net}
 
-    # Faults.
-
     def _verify(self) -> str:
         """Compares what the next rollout would draft with to the last good version."""
-        sampler = self.sampler
-        if not health.same_shapes(sampler.drafter_weights, self.good.weights):
+        sampler, good, weights = self.sampler, self.good, self.sampler.drafter_weights
+        if not health.same_shapes(weights, good.weights):
             return MISMATCH
-        for found, expected in zip(self._summarize(sampler.drafter_weights), self.good.summaries,
-                                   strict=True):
+        for found, expected in zip(self._summarize(weights), good.summaries, strict=True):
             if fault := health.fault_of(found, expected):
                 return fault
-        bound = sampler.drafters.bind(sampler.params, sampler.drafter_weights)
-        same = sampler.drafter_version == self.good.version and health.equal(
-            sampler.drafter_params, bound)
+        same = sampler.drafter_version == good.version and health.equal(
+            sampler.drafter_params, sampler.drafters.bind(sampler.params, weights))
         return "" if same else MISMATCH
 
     def _summarize(self, weights: Sequence[DrafterParams]) -> tuple[Summary, ...]:
@@ -173,8 +160,6 @@ class FrozenDrafter(DrafterManager):
         self.disabled = self.sampler.broken = False
         self.sampler.draft_to(None)
 
-    # Persistence.
-
     def arrays(self) -> dict[str, Any]:
         return {"drafter_seconds": self.seconds}
 
@@ -187,7 +172,7 @@ class FrozenDrafter(DrafterManager):
         self._restore(self.sampler.drafter_weights, meta, None)
 
     def _restore(self, weights: Sequence[DrafterParams], meta: dict[str, Any],
-                 state: DistillState | None) -> None:
+                 state: LearnerState | None) -> None:
         """Publishes `weights`: a new version if their files were replaced meanwhile."""
         self.disabled, self.faults = meta["disabled"], meta["faults"]
         self.probe.rate, version = meta["rate"], meta["version"]
@@ -208,8 +193,7 @@ class FrozenDrafter(DrafterManager):
 class LearningDrafter(FrozenDrafter):
     """Trains the drafter's trainable part on rollouts, and publishes each good version.
 
-    Attributes:
-      state: the learner's; its parameters are the next version's weights.
+    `state` is the learner's; its parameters are the next version's weights.
     """
 
     def __init__(self, config: Config, sampler: Sampler, prompts: Sequence[Sequence[int]],
@@ -245,18 +229,18 @@ class LearningDrafter(FrozenDrafter):
         training = self.training
         if (result := training.take_result()) is not None:
             metrics |= self._publish(result)
-        if training.needs_features(step):
+        if schedule.collects(self._options, step):
             metrics |= self._repair()
             training.store(rollout, reward, advantage, step)
         if self._options.when == "trigger":
             metrics |= training.measure_staleness(self.state.params, step)
-        if self._options.overlap and training.due(step):
+        if self._options.overlap and schedule.due(self._options, step, training.staleness):
             training.start(self.state, step)
         return metrics
 
     def after_update(self, step: int) -> Metrics:
         metrics: Metrics = {"distill/buffer_bytes": self.training.buffer.nbytes}
-        if not self._options.overlap and self.training.due(step):
+        if not self._options.overlap and schedule.due(self._options, step, self.training.staleness):
             metrics |= self._train(step)
         return metrics
 
@@ -265,7 +249,7 @@ class LearningDrafter(FrozenDrafter):
         repaired = self._repair()
         metrics = self._publish(self.training.run(self.state, step))
         if "drafter/fault" not in metrics:  # else the old version drafts on, as stale as it was
-            self.training.forget_staleness()
+            self.training.staleness = schedule.forget()
         return metrics | repaired
 
     def _repair(self) -> Metrics:
@@ -307,8 +291,6 @@ class LearningDrafter(FrozenDrafter):
             "distill/updates": len(updates), "time/distill_updates": seconds,
             "distill/applied": float(min(update["applied"] for update in updates))} | _named(fault)
 
-    # Persistence.
-
     def arrays(self) -> dict[str, Any]:
         return super().arrays() | self.training.arrays(self.state) | {
             "drafter": {"weights": self.state.params, "vocab": self._head["vocab"]},
@@ -319,7 +301,7 @@ class LearningDrafter(FrozenDrafter):
 
     def restore(self, arrays: dict[str, Any], meta: dict[str, Any]) -> None:
         self.seconds = np.array(arrays["drafter_seconds"])
-        self.state = DistillState(arrays["drafter"]["weights"], arrays["drafter_optimizer"])
+        self.state = LearnerState(arrays["drafter"]["weights"], arrays["drafter_optimizer"])
         weights = list(self.sampler.drafter_weights)
         weights[self._part] = arrays["drafter"]
         self._restore(weights, meta, self.state)

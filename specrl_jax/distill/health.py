@@ -39,17 +39,17 @@ class Summary(NamedTuple):
         return NOT_FINITE if not self.finite else ZEROED if self.zero else ""
 
 
+def summarize(weights: DrafterParams) -> Summary:
+    """Returns the summary of a tree of arrays; waits for the devices."""
+    checksum, finite, zero = _summary(weights)
+    return Summary(int(checksum), bool(finite), bool(zero))
+
+
 @jax.jit
 def _summary(tree: Any) -> tuple[Array, Array, Array]:
     _, _, finite, zero = sums([leaf for leaf in jax.tree.leaves(tree)
                                if jnp.issubdtype(leaf.dtype, jnp.floating)])
     return sums(tree)[1], finite, zero
-
-
-def summarize(weights: DrafterParams) -> Summary:
-    """Returns the summary of a tree of arrays; waits for the devices."""
-    checksum, finite, zero = _summary(weights)
-    return Summary(int(checksum), bool(finite), bool(zero))
 
 
 def fault_of(found: Summary, expected: Summary) -> str:
@@ -68,11 +68,8 @@ def identical(a: Any, b: Any) -> bool:
 
 def equal(a: Any, b: Any) -> bool:
     """Whether two trees hold equal arrays; compares only those that are different objects."""
-    if not same_shapes(a, b):
-        return False
-    pairs = [(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
-             if x is not y]
-    return not pairs or bool(_equal(pairs))
+    return same_shapes(a, b) and bool(_equal([(x, y) for x, y in zip(
+        jax.tree.leaves(a), jax.tree.leaves(b), strict=True) if x is not y]))
 
 
 def same_shapes(a: Any, b: Any) -> bool:
@@ -84,16 +81,14 @@ def same_shapes(a: Any, b: Any) -> bool:
 
 @jax.jit
 def _equal(pairs: list[tuple[Array, Array]]) -> Array:
-    return jnp.stack([((x == y) | (x != x) & (y != y)).all() for x, y in pairs]).all()
+    return jnp.asarray([((x == y) | (x != x) & (y != y)).all() for x, y in pairs], bool).all()
 
 
 class Probe:
     """Generates a few short answers; a drafter with far too few accepted drafts is dead.
 
-    Args:
-      drafter: its name in metrics.
-      prompts: token ids; the first few are answered.
-      tokens: length of each answer; 0 probes nothing.
+    The first of `prompts` are answered with `tokens` tokens each, 0 probes nothing. `drafter` is
+    its name in metrics.
     """
 
     def __init__(self, sampler: Sampler, drafter: str, prompts: Sequence[Sequence[int]],
@@ -106,24 +101,22 @@ class Probe:
         """Takes the acceptance of the first version as the expected rate; returns its fault."""
         if not self._tokens:
             return ""
-        accepted, rounds, broken = self.run()
-        self.rate = _rate(accepted, rounds)
+        accepted, rounds, broken = self._run()
+        self.rate = accepted / max(rounds, 1)
         return NOT_FINITE if broken else ""
 
     def check(self) -> str:
         """Returns the fault of the published version, "" if it accepts enough."""
         if not self._tokens:
             return ""
-        accepted, rounds, broken = self.run()
-        if broken:
-            return NOT_FINITE
+        accepted, rounds, broken = self._run()
         expected = rounds * self.rate
-        if accepted < DEAD_SHARE * expected - expected**0.5:
-            return DEAD
-        self.rate = max(_rate(accepted, rounds), RATE_DECAY * self.rate)
+        if broken or accepted < DEAD_SHARE * expected - expected**0.5:
+            return NOT_FINITE if broken else DEAD
+        self.rate = max(accepted / max(rounds, 1), RATE_DECAY * self.rate)
         return ""
 
-    def run(self) -> tuple[int, int, int]:
+    def _run(self) -> tuple[int, int, int]:
         """Returns accepted drafts of the drafter, row-rounds, and drafts with non-finite scores.
 
         It generates as many answers as EVIDENCE needs. A dead drafter needs a round a token.
@@ -136,7 +129,3 @@ class Probe:
         result = self._sampler.probe(self._prompts, limit, shapes.depth)
         return (result.by_drafter[self._drafter]["accepted"], result.counters["row_rounds"],
                 result.counters["broken"])
-
-
-def _rate(accepted: int, rounds: int) -> float:
-    return accepted / max(rounds, 1)

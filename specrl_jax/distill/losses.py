@@ -24,12 +24,9 @@ WEIGHT_RANGE = (0.1, 3.0)  # ReSpec clips its weights and does not give the rang
 
 # Losses of one depth of one sequence: log_p, log_q f32[Vd, T] -> f32[T].
 
-
 def acceptance(log_p: Array, log_q: Array) -> Array:
-    """Returns f32[T], the probability that rejection sampling accepts a token: `sum min(p, q)`.
-
-    Leviathan et al., arXiv 2211.17192, theorem 3.5.
-    """
+    """Returns f32[T], how likely rejection sampling accepts a token: `sum min(p, q)` (Leviathan
+    et al., arXiv 2211.17192, theorem 3.5)."""
     _check(log_p, log_q)
     return jnp.minimum(jnp.exp(log_p), jnp.exp(log_q)).sum(0)
 
@@ -52,9 +49,8 @@ def tv(log_p: Array, log_q: Array) -> Array:
 
 
 def jsd(log_p: Array, log_q: Array) -> Array:
-    """Returns the Jensen-Shannon divergence, f32[T] (Lin, 1991, equation 3.5 with weights 1/2).
-
-    It sums over the whole vocabulary: where q is 0, p contributes `p / 2 log 2`. At most log 2.
+    """Returns the Jensen-Shannon divergence, f32[T] (Lin, 1991, equation 3.5, weights 1/2), over
+    the whole vocabulary: where q is 0, p contributes `p / 2 log 2`. At most log 2.
     """
     _check(log_p, log_q)
     p, q, log_2 = jnp.exp(log_p), jnp.exp(log_q), math.log(2)
@@ -66,9 +62,8 @@ def jsd(log_p: Array, log_q: Array) -> Array:
 def lk(log_p: Array, log_q: Array) -> Array:
     """Returns `l KL + (1 - l) TV`, f32[T], with `l = exp(-3 stop_gradient(alpha))`.
 
-    This is the hybrid objective of arXiv 2602.23881 with its adaptive l. KL dominates while little
-    is accepted and TV has almost no gradient; TV dominates later. alpha is the token's own, so that
-    micro-batches add up.
+    The hybrid objective of arXiv 2602.23881. KL dominates while little is accepted and TV has
+    almost no gradient. alpha is the token's own, so that micro-batches add up.
     """
     accepted = acceptance(log_p, log_q)
     mix = jnp.exp(-LK_RATE * jax.lax.stop_gradient(accepted))
@@ -77,13 +72,10 @@ def lk(log_p: Array, log_q: Array) -> Array:
 
 # Sums over depths: terms f32[J, T], mask bool[J, T], count f32[J], decay -> the sequence's f32[].
 
-
 def decayed(terms: Array, mask: Array, count: Array, decay: float) -> Array:
     """Returns `sum_j decay^j mean_t terms[j, t]`: EAGLE-3's training-time test (arXiv 2503.01840)
-    with the decay over depths of the LK losses (arXiv 2602.23881).
-
-    Args:
-      count: f32[J], tokens of each depth in the whole batch.
+    with the decay over depths of the LK losses (arXiv 2602.23881). `count`: tokens of each depth in
+    the whole batch.
     """
     weight = decay ** jnp.arange(len(terms), dtype=jnp.float32) / count
     return (jnp.where(mask, terms, 0).sum(1) * weight).sum()
@@ -92,11 +84,8 @@ def decayed(terms: Array, mask: Array, count: Array, decay: float) -> Array:
 def chained(terms: Array, mask: Array, count: Array, decay: float) -> Array:
     """Returns end-to-end TV, arXiv 2606.12370, equation 13: `1 - mean_j prod_{i <= j} alpha_i`.
 
-    The mean is over the depths of an anchor, which are fewer near the end of a sequence.
-
-    Args:
-      terms: f32[J, T] acceptance.
-      decay: not read; depths are weighted by the probability of reaching them.
+    The mean is over the depths of an anchor, which are fewer near the end of a sequence. `decay` is
+    not read: depths are weighted by the probability of reaching them.
     """
     reached = jnp.ones_like(terms[0])
     total = jnp.zeros_like(reached)
@@ -109,17 +98,15 @@ def chained(terms: Array, mask: Array, count: Array, decay: float) -> Array:
 
 # Weights of sequences: reward, advantage f32[...], live bool[...] -> f32[...].
 
-
 def equal_weights(reward: Array, advantage: Array, live: Array) -> Array:
-    """Returns ones."""
     return jnp.ones_like(reward)
 
 
 def reward_weights(reward: Array, advantage: Array, live: Array) -> Array:
     """Returns w(r) of ReSpec (arXiv 2510.26475, algorithm 1): rewards over their mean, clipped.
 
-    The paper does not treat rewards below 0; here rewards are shifted to start at 0. If no
-    sequence has a reward, all weights are 1.
+    Rewards below 0, which the paper does not treat, are shifted to start at 0. All weights are 1 if
+    no sequence has a reward.
     """
     lowest = jnp.minimum(jnp.where(live, reward, 0).min(), 0)
     return _clipped(reward - lowest, live)
@@ -127,8 +114,7 @@ def reward_weights(reward: Array, advantage: Array, live: Array) -> Array:
 
 def advantage_weights(reward: Array, advantage: Array, live: Array) -> Array:
     """Returns exp(advantage) over its mean, clipped: advantage-weighted regression, arXiv
-    1910.00177, equation 6 with beta = 1. Sequences of negative advantage weigh little, not less
-    than 0.
+    1910.00177, equation 6 with beta = 1.
     """
     return _clipped(jnp.exp(advantage), live)
 
@@ -146,15 +132,11 @@ class Loss(NamedTuple):
     weigh: Callable[[Array, Array, Array], Array] = equal_weights
 
 
-LOSSES = types.MappingProxyType({
-    "forward_kl": Loss(forward_kl),
-    "reward_weighted_kl": Loss(forward_kl, weigh=reward_weights),
-    "advantage_weighted_kl": Loss(forward_kl, weigh=advantage_weights),
-    "jsd": Loss(jsd),
-    "tv": Loss(tv),
-    "e2e_tv": Loss(acceptance, chained),
-    "lk": Loss(lk),
-})
+LOSSES = types.MappingProxyType({"forward_kl": Loss(forward_kl),
+                                 "reward_weighted_kl": Loss(forward_kl, weigh=reward_weights),
+                                 "advantage_weighted_kl": Loss(forward_kl, weigh=advantage_weights),
+                                 "jsd": Loss(jsd), "tv": Loss(tv),
+                                 "e2e_tv": Loss(acceptance, chained), "lk": Loss(lk)})
 
 
 def _check(log_p: Array, log_q: Array) -> None:

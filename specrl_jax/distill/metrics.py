@@ -9,16 +9,9 @@ from flax import struct
 from specrl_kernels.noise import gumbel
 
 from specrl_jax.config import DistillOptions
+from specrl_jax.distill import teacher
 from specrl_jax.distill.losses import acceptance
-from specrl_jax.distill.teacher import (
-    Aligned,
-    FrozenParams,
-    SequenceBatch,
-    TeacherTargets,
-    in_chunks,
-    inputs_of,
-    targets_of,
-)
+from specrl_jax.distill.teacher import Aligned, FrozenParams, SequenceBatch, TeacherTargets
 from specrl_jax.draft.trainable import TrainableDrafter
 from specrl_jax.structs import Array, DrafterParams
 
@@ -33,20 +26,18 @@ class Evaluation(struct.PyTreeNode):
 
 
 def evaluate_drafter(drafter: TrainableDrafter, options: DistillOptions, params: DrafterParams,
-                     frozen: FrozenParams, batch: SequenceBatch, teacher: TeacherTargets,
+                     frozen: FrozenParams, batch: SequenceBatch, made: TeacherTargets,
                      key: Array, scale: Array) -> Evaluation:
     """Compares drafts of a micro-batch with the actor, each given that those before were right.
 
-    Args:
-      drafter: with `outputs` and `logits`.
-      key, scale: see `noise`.
+    The drafter has `outputs` and `logits`; for `key` and `scale` see `noise`.
     """
     assert drafter.outputs is not None and drafter.logits is not None
-    logits, depths = drafter.logits, options.unroll
-    inputs = inputs_of(frozen, batch, teacher)
-    place = jnp.broadcast_to(jnp.arange(inputs.window)[None], teacher.best.shape)
-    targets = targets_of(options, depths, frozen, batch, teacher, jnp.ones(depths), jnp.ones(len(
-        batch.length)), extra=(teacher.best, inputs.tokens_at(0), place))
+    logits, inputs = drafter.logits, teacher.inputs_of(frozen, batch, made)
+    place = jnp.broadcast_to(jnp.arange(inputs.window)[None], made.best.shape)
+    targets = teacher.targets_of(
+        options, frozen, batch, made, jnp.ones(options.unroll), jnp.ones(len(batch.length)),
+        extra=(made.best, inputs.tokens_at(0), place))
 
     def chunk(outputs: Sequence[Array], at: Aligned) -> tuple[Array, ...]:
         log_p, (best, response, place) = targets.log_probs(at), at.extra
@@ -56,26 +47,21 @@ def evaluate_drafter(drafter: TrainableDrafter, options: DistillOptions, params:
                 return a[..., j:][..., :size]
 
             log_q = targets.log_draft(logits(params, inputs, output))
-            found.append((
-                jax.vmap(acceptance, in_axes=1)(shift(log_p), log_q),
-                frozen.vocab[log_q.argmax(0)] == shift(best),
-                frozen.vocab[(log_q + shift(drawn)).argmax(0)] == shift(response)))
+            found.append((jax.vmap(acceptance, in_axes=1)(shift(log_p), log_q),
+                          frozen.vocab[log_q.argmax(0)] == shift(best),
+                          frozen.vocab[(log_q + shift(drawn)).argmax(0)] == shift(response)))
         return tuple(jnp.stack(x) for x in zip(*found, strict=True))
 
-    outputs = drafter.outputs(params, inputs, depths)
-    return Evaluation(*in_chunks(chunk, outputs, targets.aligned), live=targets.mask)
+    outputs = drafter.outputs(params, inputs, options.unroll)
+    return Evaluation(*teacher.in_chunks(chunk, outputs, targets.aligned), live=targets.mask)
 
 
 def noise(vocab: Array, place: Array, key: Array, scale: Array) -> Array:
-    """Returns the noise f32[Vd, b, C] that response tokens were drawn with, see prng.row_keys.
+    """Returns the noise f32[Vd, b, C] of tokens at `place` i32[b, C], see prng.row_keys.
 
-    Args:
-      place: i32[b, C], indices of response tokens.
-      key: u32[b, 2].
-      scale: f32[b], 0 for rows that were drawn greedily, else 1.
+    `key` is u32[b, 2]; `scale` f32[b] is 0 for rows that were drawn greedily, else 1.
     """
-    drawn = gumbel(key[:, None], place, vocab) * scale[:, None, None]
-    return jnp.moveaxis(drawn, -1, 0)
+    return jnp.moveaxis(gumbel(key[:, None], place, vocab) * scale[:, None, None], -1, 0)
 
 
 def summarize(parts: list[Evaluation]) -> dict[str, float]:
@@ -83,9 +69,8 @@ def summarize(parts: list[Evaluation]) -> dict[str, float]:
 
     alpha: acceptance rate of rejection sampling; agree: share of anchors at which drafter and actor
     find the same token most likely; match: share at which the draft made with the actor's noise is
-    the response's token. Each assumes that the drafts before it were right.
-    accept_length/d: tokens of a round with a chain of d drafts under the match rule, from rounds
-    replayed over the recorded responses.
+    the response's token. Each assumes that the drafts before it were right. accept_length/d: tokens
+    of a round with a chain of d drafts under the match rule, replayed over the responses.
     """
     out: dict[str, float] = {}
     for name in ("alpha", "agree", "match"):
@@ -100,10 +85,8 @@ def summarize(parts: list[Evaluation]) -> dict[str, float]:
 
 
 def walk(match: np.ndarray, length: int) -> tuple[int, list[int]]:
-    """Returns the tokens of one response, and its rounds with chains of 1, 2, ... drafts.
-
-    Args:
-      match: bool[J, T], whether the draft of depth j from anchor k is right.
+    """Returns the tokens of a response, and its rounds with chains of 1, 2, ... drafts, of which
+    match bool[J, T] holds whether the draft of depth j from anchor k is right.
     """
     reach = np.cumprod(match, axis=0).cumsum(0)  # [J, T] drafts accepted by chains of j + 1
     rounds = []

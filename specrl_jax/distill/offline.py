@@ -15,29 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from specrl_jax import sharding
-from specrl_jax.config import (
-    Config,
-    ConfigError,
-    DistillOptions,
-    as_dict,
-    at_least,
-    check,
-    option,
-)
-from specrl_jax.distill import teacher, update
-from specrl_jax.distill.data import (
-    Corpus,
-    Plan,
-    batch_of,
-    gather,
-    load_prompts,
-    make_plans,
-    token_counts,
-)
+from specrl_jax.config import Config, ConfigError, DistillOptions, as_dict, at_least, check, option
+from specrl_jax.distill import data, teacher, update
+from specrl_jax.distill.data import Corpus, Plan
 from specrl_jax.distill.metrics import by_depth, summarize, table
-from specrl_jax.distill.programs import Programs
 from specrl_jax.distill.teacher import SequenceBatch, TeacherTargets
-from specrl_jax.draft import eagle_model, eagle_training, eagle_weights
+from specrl_jax.draft import eagle_model, eagle_weights
 from specrl_jax.draft.eagle_model import EagleArch
 from specrl_jax.io import metrics
 from specrl_jax.io.checkpoint import Checkpoints
@@ -47,6 +30,7 @@ from specrl_jax.io.progress import Progress
 from specrl_jax.model.source import CHECKPOINTS, Actor, open_actor
 from specrl_jax.model.transformer import Params
 from specrl_jax.model.weights import Source
+from specrl_jax.rl.learner import LearnerState
 from specrl_jax.rollout.sampler import publisher
 from specrl_jax.structs import Metrics
 
@@ -54,15 +38,12 @@ ROLLOUTS, DRAFTER = "rollouts", "drafter"
 
 
 def _same(name: str) -> Any:
-    """Returns a field like that of DistillOptions, with its default and help."""
     field = DistillOptions.__dataclass_fields__[name]
     return option(field.default, field.metadata["help"])
 
 
 @dataclasses.dataclass(frozen=True)
 class DrafterTraining:
-    """Options of offline training: data and updates."""
-
     rollout_prompts: int = option(256, "use the first N prompts of config.data; 0: only --texts")
     samples: int = option(2, "responses to each prompt")
     texts: str = option("", "JSONL file, .gz or not, to learn from too: objects with question and "
@@ -98,10 +79,9 @@ class DrafterTraining:
 
     @property
     def distill(self) -> DistillOptions:
-        """Options of one update."""
-        shared = {f.name: getattr(self, f.name) for f in dataclasses.fields(DistillOptions)
-                  if f.name in self.__dataclass_fields__}
-        return DistillOptions(**shared, decay_steps=self.steps)
+        return DistillOptions(decay_steps=self.steps, **{
+            f.name: getattr(self, f.name) for f in dataclasses.fields(DistillOptions)
+            if hasattr(self, f.name)})
 
 
 class DrafterTrainer:
@@ -115,28 +95,26 @@ class DrafterTrainer:
         self.arch = arch = EagleArch(
             source.arch, draft_vocab=min(options.draft_vocab, source.arch.vocab_size),
             own_head=options.own_head)
-        self.vocab = eagle_model.choose_vocab(token_counts(config, source, corpus),
+        self.vocab = eagle_model.choose_vocab(data.token_counts(config, source, corpus),
                                               arch.draft_vocab, source.tokenizer.stop_ids)
         self.temperature, self.seed = config.rollout.temperature, config.seed
         self.mesh, self.step_number = sharding.make_mesh(config.mesh), 0
         shards = sharding.shard_count(self.mesh)
         cut = (options.batch_tokens, options.micro_batch_tokens, shards, config.seed)
-        self.corpus, self.plans = corpus, make_plans(corpus, *cut)
-        self.held, self.held_plans = held, make_plans(held, *cut)
-        self.programs = Programs(eagle_training.trainable(arch), source.arch, options.distill,
-                                 self.mesh)
+        self.corpus, self.plans = corpus, data.make_plans(corpus, *cut)
+        self.held, self.held_plans = held, data.make_plans(held, *cut)
+        self.programs = update.Programs(eagle_model.trainable(arch), source.arch,
+                                        options.distill, self.mesh)
         self.frozen = teacher.frozen_params(source.arch, params,
                                             self.programs.replicate(self.vocab))
         self._kept: dict[int, tuple[SequenceBatch, TeacherTargets]] = {}
         self._room = options.feature_megabytes * 2**20
-        head = eagle_training.warm_start(arch, eagle_model.initialize(arch, config.seed), params,
+        head = eagle_model.warm_start(arch, eagle_model.initialize(arch, config.seed), params,
                                          self.frozen.head, tap_scale(*self.batch(0)))
         self.state = self.programs.replicate(update.init_state(options.distill, head))
 
-    # Batches.
-
     def _compute(self, corpus: Corpus, plan: Plan) -> tuple[SequenceBatch, TeacherTargets]:
-        batch = self.programs.rows(batch_of(corpus, plan, self.temperature))
+        batch = self.programs.rows(data.batch_of(corpus, plan, self.temperature))
         return batch, self.programs.compute_targets(plan.window, self.actor, batch)
 
     def batch(self, index: int) -> tuple[SequenceBatch, TeacherTargets]:
@@ -149,35 +127,30 @@ class DrafterTrainer:
             self._kept[index], self._room = made, self._room - size
         return made
 
-    # Steps.
-
     def step(self) -> tuple[Metrics, dict[str, Any]]:
         """Runs one update; returns its metrics and the sequences it saw."""
-        began = time.perf_counter()
         index = int(step_prompts(len(self.plans), self.seed, self.step_number, 1)[0])
+        began = time.perf_counter()
         batch = jax.block_until_ready(self.batch(index))
         made = time.perf_counter()
         self.state, found = self.programs.update(self.state, self.frozen, *batch)
         found = {name: np.asarray(value) for name, value in found.items()}
-        ended = time.perf_counter()
+        seconds, rows = time.perf_counter() - began, self.plans[index].rows
         record = by_depth("alpha", found.pop("alpha")) | {
-            name: float(value) for name, value in found.items()}
-        rows = self.plans[index].rows
-        record |= {"step": self.step_number, "time/features": made - began,
-                   "time/learn": ended - made, "time/step": ended - began,
-                   "tokens_per_second": record["tokens"] / (ended - began)}
+            name: float(value) for name, value in found.items()} | {
+            "step": self.step_number, "time/features": made - began, "time/step": seconds,
+            "time/learn": began + seconds - made,
+            "tokens_per_second": float(found["tokens"]) / seconds}
         self.step_number += 1
         return record, {"sequences": rows[rows >= 0].tolist()}
 
     def evaluate(self) -> dict[str, float]:
         """Evaluates the head on the held-out sequences, see `summarize`."""
-        scale = np.float32(self.temperature > 0)
-        parts = []
+        scale, parts = np.float32(self.temperature > 0), []
         for plan in self.held_plans:
-            batch = self._compute(self.held, plan)
-            key = self.programs.rows(self.held.key[plan.rows])
-            found = self.programs.evaluate(self.state.params, self.frozen, *batch, key,
-                                           self.programs.rows(np.full(plan.rows.shape, scale)))
+            noise = self.programs.rows((self.held.key[plan.rows], np.full(plan.rows.shape, scale)))
+            found = self.programs.evaluate(self.state.params, self.frozen,
+                                           *self._compute(self.held, plan), *noise)
             parts += [jax.tree.map(lambda a, i=i: np.asarray(a)[i], found)
                       for i in range(len(plan.rows))]
         return summarize(parts)
@@ -189,15 +162,7 @@ class DrafterTrainer:
                 f"tokens, {len(self.plans)} updates an epoch; the draft vocabulary of "
                 f"{len(self.vocab)} has {known:.1%} of {len(self.held.responses)} held-out tokens")
 
-    # Persistence.
-
-    def save_head(self, directory: Path) -> None:
-        """Writes the head in process 0, see draft/eagle_weights.py."""
-        if jax.process_index() == 0:
-            eagle_weights.save(directory, self.arch, self.arrays()[DRAFTER], self.made_for)
-
     def arrays(self) -> dict[str, Any]:
-        """Returns the arrays of a checkpoint."""
         return {DRAFTER: {"weights": self.state.params, "vocab": self.vocab},
                 "optimizer": self.state.optimizer}
 
@@ -206,14 +171,13 @@ class DrafterTrainer:
         abstract = jax.tree.map(
             lambda a: a if isinstance(a, np.ndarray) else jax.ShapeDtypeStruct(
                 a.shape, a.dtype, sharding=a.sharding), self.arrays())
-        found = checkpoints.restore_latest(abstract)
-        if found is None:
+        if (found := checkpoints.restore_latest(abstract)) is None:
             return False
         _, arrays, meta = found
         if not np.array_equal(arrays[DRAFTER]["vocab"], self.vocab):
             raise ConfigError(f"{checkpoints.directory}: its draft vocabulary differs from that of "
                               f"{ROLLOUTS}/; choose another --workdir")
-        self.state = update.DistillState(arrays[DRAFTER]["weights"], arrays["optimizer"])
+        self.state = LearnerState(arrays[DRAFTER]["weights"], arrays["optimizer"])
         self.step_number = meta["step"]
         return True
 
@@ -234,17 +198,16 @@ def train_drafter(config: Config, options: DrafterTraining, workdir: Path,
     description = as_dict(config) | {"drafter_training": as_dict(options), "actor": {
         "run": actor.run and str(actor.run), "step": actor.step}}
     metrics.check_config(workdir, description)
-    progress = Progress(options.steps, 0)
+    progress, source = Progress(options.steps, 0), actor.source
     say, warn = progress.say, progress.warn
-    source = actor.source
-    prompts = load_prompts(config, source.tokenizer, options.rollout_prompts, options.eval_split,
-                           options.eval_prompts, say)
+    prompts = data.load_prompts(config, source.tokenizer, options.rollout_prompts,
+                                options.eval_split, options.eval_prompts, say)
     metrics.write_config(workdir, description)
     say(f"loading {actor.name}")
     mesh = sharding.make_mesh(config.mesh)
     params = publisher(source.arch, mesh, jnp.dtype(config.model.dtype))(actor.params(mesh))
-    corpora = gather(config, source, params, prompts, options.samples, options.texts,
-                     workdir / ROLLOUTS, say)
+    corpora = data.gather(config, source, params, prompts, options.samples, options.texts,
+                          workdir / ROLLOUTS, say)
     trainer = DrafterTrainer(config, options, source, params, *corpora)
     with Checkpoints(workdir / CHECKPOINTS, config.checkpoint_keep, warn) as checkpoints:
         if trainer.restore(checkpoints):
@@ -256,10 +219,10 @@ def train_drafter(config: Config, options: DrafterTraining, workdir: Path,
                     options.steps, trainer.step_number) as progress:
                 run_updates(trainer, checkpoints, writer, progress)
     head = workdir / DRAFTER
-    if left and head.exists() and jax.process_index() == 0:  # its last checkpoint was lost
-        shutil.rmtree(head)
-    if left or not head.exists():
-        trainer.save_head(head)
+    if jax.process_index() == 0 and (left or not head.exists()):
+        if head.exists():  # its last checkpoint was lost
+            shutil.rmtree(head)
+        eagle_weights.save(head, trainer.arch, trainer.arrays()[DRAFTER], trainer.made_for)
     return left
 
 

@@ -7,19 +7,23 @@ drafter's own. `distill/drafter.py` decides what becomes of the updated weights.
 
 import concurrent.futures
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from specrl_jax import prng, sharding
 from specrl_jax.config import Config, check
-from specrl_jax.distill import schedule, teacher, update
+from specrl_jax.distill import schedule, teacher
+from specrl_jax.distill.data import Plan, batch_of, in_rows, of_rollout
 from specrl_jax.distill.features import FeatureBuffer
-from specrl_jax.distill.programs import Programs
 from specrl_jax.distill.teacher import FrozenParams, SequenceBatch, TeacherTargets
-from specrl_jax.distill.update import DistillState, UpdateResult
+from specrl_jax.distill.update import Programs, UpdateResult, init_state
+from specrl_jax.rl.learner import LearnerState
 from specrl_jax.rollout.sampler import Sampler
 from specrl_jax.structs import DrafterParams, Metrics, Rollout
 
@@ -28,7 +32,7 @@ PICK, DRAW, WATCH = range(3)  # uses of random numbers
 
 
 class OnlineDistillation:
-    """The feature buffer, schedule and updates of the sampler's trainable drafter.
+    """The feature buffer and the updates of the sampler's trainable drafter.
 
     Raises:
       ConfigError: options that cannot work together.
@@ -49,78 +53,63 @@ class OnlineDistillation:
         check(options.when != "trigger" or drafter.outputs is not None, "distill.when",
               options.when, "needs a trainable drafter with outputs and logits; choose interval")
         self._programs = Programs(drafter, arch, options, mesh, sharding.replicated(mesh))
-        self._sequences = min(options.sequences or config.sequences, config.sequences)
+        sequences = min(options.sequences or config.sequences, config.sequences)
+        self._columns = config.rollout.max_prompt_tokens + self._window
         self.buffer = FeatureBuffer(
-            options, drafter, arch.hidden_size, self._sequences,
-            config.rollout.max_prompt_tokens + self._window, self._window,
+            options, drafter, arch.hidden_size, sequences, self._columns, self._window,
             heads=1 if options.when == "once" else options.rollouts)
-        self._sequences = min(self._sequences, self.buffer.rows)
+        self._sequences = min(sequences, self.buffer.rows)
         self._vocab = sampler.drafter_weights[place]["vocab"]
         self.staleness = schedule.forget()
         self._thread = concurrent.futures.ThreadPoolExecutor(1)  # of overlapped updates
         self._running: concurrent.futures.Future[UpdateResult] | None = None
 
-    def init(self, params: DrafterParams) -> DistillState:
+    def init(self, params: DrafterParams) -> LearnerState:
         """Returns the state before the first update."""
-        return self._programs.replicate(update.init_state(self.options, params))
+        return self._programs.replicate(init_state(self.options, params))
 
-    def compile(self, say: Callable[[str], None], state: DistillState) -> None:
+    def compile(self, say: Callable[[str], None], state: LearnerState) -> None:
         """Compiles whatever a step may run; nothing is learned from it."""
         say("compiling the drafter's update")
-        programs, actor = self._programs, self._sampler.params
+        programs, actor, options = self._programs, self._sampler.params, self.options
         heads = programs.replicate(self.buffer.heads)
-        self._frozen = jax.jit(programs.frozen_params, static_argnums=3).lower(
-            actor, self._vocab, heads, self.options.overlap).compile()
+        self._frozen = jax.jit(_frozen_params, static_argnums=(0, 4)).lower(
+            programs.arch, actor, self._vocab, heads, options.overlap).compile()
         self._rows = jax.jit(teacher.draft_rows, static_argnums=0).lower(
             programs.arch, actor, self._vocab).compile()
-        n, b = self.options.batch // self.options.micro_batch, self.options.micro_batch
-        columns = self.buffer.arrays()["tokens"].shape[1]
-        blank = programs.rows(_blank(-(-self._sequences // b), b, columns))
-        self._compute_targets = programs.compute_targets.lower(
-            self._window, actor, blank).compile()
+        n, b = options.batch // options.micro_batch, options.micro_batch
+        blank = programs.rows(_blank(-(-self._sequences // b), b, self._columns))
+        self._compute_targets = programs.compute_targets.lower(self._window, actor, blank).compile()
         found = jax.tree.map(np.asarray, self._compute_targets(actor, blank))
         targets = jax.tree.map(lambda a: np.resize(a, (n, *a.shape[1:])), found)
-        batch, frozen = self._put((_blank(n, b, columns), targets)), self._frozen(
-            actor, self._vocab, heads)
+        batch = self._put((_blank(n, b, self._columns), targets))
+        frozen = self._frozen_params()
         self._update = programs.update.lower(state, frozen, *batch).compile()
-        if self.options.when == "trigger":
+        if options.when == "trigger":
             self._evaluate = programs.evaluate.lower(
                 state.params, frozen, *batch, *self._no_noise(n, b)).compile()
 
     def _put(self, batch: Batch) -> Batch:
-        return self._programs.rows(batch[0]), self._programs.put_targets(batch[1])
+        """Puts a host batch on the devices, the rows over data shards."""
+        mesh = self._programs.mesh
+        rows, tall = (NamedSharding(mesh, P(*axes, sharding.ROWS)) for axes in ([None], [None] * 2))
+        return sharding.put((rows, TeacherTargets(
+            taps=tall, hidden=tall, normalizer=rows, best=rows, entropy=rows,
+            teacher=sharding.replicated(mesh))), batch)
 
     def _no_noise(self, n: int, b: int) -> tuple[Any, Any]:
         """Returns keys and scale for `evaluate`, whose draws are not read."""
-        return self._programs.rows(
-            (np.zeros((n, b, 2), np.uint32), np.zeros((n, b), np.float32)))
+        return self._programs.rows((np.zeros((n, b, 2), np.uint32), np.zeros((n, b), np.float32)))
 
     def _rng(self, step: int, use: int) -> np.random.Generator:
         return np.random.default_rng([self._seed, len(prng.STREAMS), step, use])
 
-    # The schedule.
-
-    def needs_features(self, step: int) -> bool:
-        """Whether the features of this step's rollout are needed."""
-        return schedule.collects(self.options, step)
-
-    def due(self, step: int) -> bool:
-        """Whether a training follows this step."""
-        return schedule.due(self.options, step, self.staleness)
-
-    def forget_staleness(self) -> None:
-        """Makes the next step the reference of the trigger."""
-        self.staleness = schedule.forget()
-
-    # Features.
-
     def store(self, rollout: Rollout, reward: np.ndarray, advantage: np.ndarray, step: int) -> None:
         """Stores features of a rollout, computed with the published policy that generated it."""
         order = self._rng(step, PICK).permutation(len(rollout.length))
-        chosen = np.sort(order[: self._sequences])
-        part = jax.tree.map(lambda a: a[chosen], rollout)
-        batch = teacher.sequence_batch(part, reward[chosen], advantage[chosen], self._temperature,
-                                      self.options.micro_batch)
+        plan = Plan(in_rows(np.sort(order[: self._sequences]), self.options.micro_batch),
+                    self._columns, self._window)
+        batch = batch_of(of_rollout(rollout, reward, advantage), plan, self._temperature)
         actor = self._sampler.params
         targets = self._compute_targets(actor, self._programs.rows(batch))
         self.buffer.add(batch, jax.tree.map(np.asarray, targets), self._sampler.version,
@@ -144,16 +133,13 @@ class OnlineDistillation:
         return self._frozen(self._sampler.params, self._vocab,
                             self._programs.replicate(self.buffer.heads))
 
-    # Updates.
+    def run(self, state: LearnerState, step: int) -> UpdateResult:
+        return self._run(state, self._frozen_params(), self._draw(step))
 
-    def run(self, state: DistillState, step: int) -> UpdateResult:
-        """Runs the updates of one training."""
-        return self._run(state, self._frozen_params(), list(self._draws(step)))
-
-    def start(self, state: DistillState, step: int) -> None:
+    def start(self, state: LearnerState, step: int) -> None:
         """Starts the same updates in a thread; it reads copies only."""
         self._running = self._thread.submit(self._run, state, self._frozen_params(),
-                                            list(self._draws(step)))
+                                            self._draw(step))
 
     def take_result(self) -> UpdateResult | None:
         """Waits for the updates that were started; None if there are none."""
@@ -163,13 +149,12 @@ class OnlineDistillation:
     def _result(self) -> UpdateResult | None:
         return self._running.result() if self._running else None
 
-    def _draws(self, step: int) -> Iterator[Batch]:
-        rng = self._rng(step, DRAW)
-        for _ in range(self.options.updates):
-            yield self.buffer.draw(rng, self.options.batch, self.options.micro_batch)
+    def _draw(self, step: int) -> list[Batch]:
+        rng, options = self._rng(step, DRAW), self.options
+        return [self.buffer.draw(rng, options.batch, options.micro_batch)
+                for _ in range(options.updates)]
 
-    def _run(self, state: DistillState, frozen: FrozenParams, batches: list[Batch]
-             ) -> UpdateResult:
+    def _run(self, state: LearnerState, frozen: FrozenParams, batches: list[Batch]) -> UpdateResult:
         """Updates on host batches; touches nothing but its arguments."""
         began, updates = time.perf_counter(), []
         for batch in batches:
@@ -177,13 +162,10 @@ class OnlineDistillation:
             updates.append({name: np.asarray(value).tolist() for name, value in metrics.items()})
         return UpdateResult(state, updates, time.perf_counter() - began)
 
-    # Persistence.
-
-    def arrays(self, state: DistillState) -> dict[str, Any]:
+    def arrays(self, state: LearnerState) -> dict[str, Any]:
         """Returns the arrays of a checkpoint; waits for running updates.
 
-        Args:
-          state: stands in for the result of overlapped updates if there is none.
+        `state` stands in for the result of overlapped updates if there is none.
         """
         held = {"drafter_features": self.buffer.arrays(), "drafter_staleness": self.staleness}
         if not self.options.overlap:
@@ -193,18 +175,23 @@ class OnlineDistillation:
         return held | {"drafter_ahead": {"weights": ahead.params, "optimizer": ahead.optimizer}}
 
     def meta(self) -> dict[str, Any]:
-        """Returns what else a checkpoint holds."""
         result = self._result()
         return {"ahead": result.metrics if result else None}
 
     def restore(self, arrays: dict[str, Any], meta: dict[str, Any]) -> None:
-        """Continues from a checkpoint."""
         self.buffer.restore(arrays["drafter_features"])
         self.staleness = jax.tree.map(np.asarray, arrays["drafter_staleness"])
         if meta["ahead"] is not None:
             ahead = arrays["drafter_ahead"]
-            state = DistillState(ahead["weights"], ahead["optimizer"])
+            state = LearnerState(ahead["weights"], ahead["optimizer"])
             self._running = self._thread.submit(UpdateResult, state, meta["ahead"], 0.0)
+
+
+def _frozen_params(arch: Any, actor: Any, vocab: Any, teachers: Any, copy: bool) -> FrozenParams:
+    """Returns what updates read of the actor; with `copy` it survives the actor's buffers."""
+    frozen = teacher.frozen_params(arch, actor, vocab).replace(teachers=teachers)
+    return frozen.replace(embed=jnp.copy(frozen.embed), head=jnp.copy(frozen.head)
+                          ) if copy else frozen
 
 
 def _blank(n: int, b: int, columns: int) -> SequenceBatch:

@@ -33,32 +33,24 @@ def forget() -> Staleness:
 
 def observe(state: Staleness, acceptance: np.ndarray, entropy: np.ndarray, ema_decay: float
             ) -> tuple[Staleness, float]:
-    """Adds a step.
+    """Returns the state after a step, and the part of its mean acceptance that entropy leaves.
 
     Args:
       acceptance, entropy: f[tokens], of each token the probability that a first draft is accepted,
         and the actor's entropy.
       ema_decay: weight of the running mean so far.
-
-    Returns:
-      the new state, and the step's mean acceptance minus the acceptance that its entropy explains.
     """
     a, h = (np.asarray(x, np.float64) for x in (acceptance, entropy))
     if len(a) == 0:
         return state, 0.0
     if state.tokens == 0:
-        return _reference(a, h), 0.0
-    expected = state.acceptance + state.slope * (h.mean() - state.entropy)
-    left = a.mean() - expected
+        slope = ((a - a.mean()) * (h - h.mean())).mean() / h.var() if (
+            h.var() > _LEAST_VARIANCE) else 0.0
+        values = (len(a), a.mean(), h.mean(), slope, 0.0)
+        return Staleness(*(np.asarray(x, np.float64) for x in values)), 0.0
+    left = a.mean() - (state.acceptance + state.slope * (h.mean() - state.entropy))
     relative = left / max(float(state.acceptance), 1e-9)
     return state.replace(fall=ema_decay * state.fall + (1 - ema_decay) * relative), float(left)
-
-
-def _reference(a: np.ndarray, h: np.ndarray) -> Staleness:
-    spread = h.var()
-    slope = ((a - a.mean()) * (h - h.mean())).mean() / spread if spread > _LEAST_VARIANCE else 0.0
-    values = (len(a), a.mean(), h.mean(), slope, 0.0)
-    return Staleness(*(np.asarray(x, np.float64) for x in values))
 
 
 def collects(options: DistillConfig, step: int) -> bool:

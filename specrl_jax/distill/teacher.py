@@ -14,7 +14,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import struct
 
 from specrl_jax.config import DistillOptions
@@ -23,7 +22,7 @@ from specrl_jax.draft.trainable import DraftInputs, columns
 from specrl_jax.model import transformer
 from specrl_jax.model.architecture import Architecture
 from specrl_jax.model.transformer import Params
-from specrl_jax.structs import AnyArray, Array, DrafterParams, Metrics, Rollout
+from specrl_jax.structs import AnyArray, Array, DrafterParams, Metrics
 
 TOKENS_AT_ONCE = 256  # positions whose full-vocabulary logits exist at once
 ANCHORS_AT_ONCE = 2048  # positions whose draft-vocabulary log-probabilities exist at once
@@ -39,7 +38,7 @@ class FrozenParams(struct.PyTreeNode):
 
 
 class SequenceBatch(struct.PyTreeNode):
-    """Right-padded sequences: n micro-batches of b rows, without n where one of them is meant."""
+    """Right-padded sequences: n micro-batches of b rows, or one without n."""
 
     tokens: AnyArray  # i32[n, b, S]
     length: AnyArray  # i32[n, b] of prompt and response; 0 pads
@@ -58,33 +57,6 @@ class TeacherTargets(struct.PyTreeNode):
     best: AnyArray  # i32[n, b, T] the actor's most likely token
     entropy: AnyArray  # f32[n, b, T] of the actor at that temperature, whole vocabulary, in nats
     teacher: AnyArray  # i32[n] index in FrozenParams.teachers of the version that made them
-
-
-def sequence_batch(rollout: Rollout, reward: np.ndarray, advantage: np.ndarray, temperature: float,
-                   rows: int) -> SequenceBatch:
-    """Returns a rollout as host arrays, in its order; S = P + T, b = rows.
-
-    Args:
-      reward, advantage: f32[Q].
-      temperature: 0 counts as 1.
-    """
-    buffer = rollout.tokens.shape[1]
-    column = np.arange(rollout.prompt.shape[1] + buffer)[None]
-    place = column - rollout.prompt_length[:, None]
-    response = np.take_along_axis(rollout.tokens, np.clip(place, 0, buffer - 1), 1)
-    length = rollout.prompt_length + rollout.length
-    whole = np.where(place < 0, np.pad(rollout.prompt, ((0, 0), (0, buffer))), response)
-
-    def split(values: Any, pad: float, dtype: Any) -> np.ndarray:
-        values = np.asarray(values, dtype)
-        missing = np.full((-len(values) % rows, *values.shape[1:]), pad, dtype)
-        return np.concatenate([values, missing]).reshape(-1, rows, *values.shape[1:])
-
-    return SequenceBatch(
-        tokens=split(np.where(column < length[:, None], whole, 0), 0, np.int32),
-        length=split(length, 0, np.int32), first=split(rollout.prompt_length, 1, np.int32),
-        temperature=split(np.full(len(length), temperature or 1.0), 1, np.float32),
-        reward=split(reward, 0, np.float32), advantage=split(advantage, 0, np.float32))
 
 
 def draft_rows(arch: Architecture, actor: Params, vocab: Array) -> Array:
@@ -116,7 +88,6 @@ def compute_targets(arch: Architecture, taps: tuple[int, ...], window: int, acto
 def _summaries(arch: Architecture, actor: Params, hidden: Array, temperature: Array
                ) -> tuple[Array, Array, Array]:
     """Returns log-normaliser, best token and entropy [b, T] of hidden f[F, b, T], in chunks."""
-
     def one(at: tuple[Array, Array]) -> tuple[Array, Array, Array]:
         scores = transformer.logits(arch, actor, at[0]) / at[1]
         total = jax.nn.logsumexp(scores)
@@ -124,21 +95,18 @@ def _summaries(arch: Architecture, actor: Params, hidden: Array, temperature: Ar
         return total, scores.argmax().astype(jnp.int32), total - mean
 
     flat = (hidden.reshape(len(hidden), -1).T, temperature.reshape(-1))
-    found = jax.lax.map(one, flat, batch_size=min(TOKENS_AT_ONCE, len(flat[1])))
-    normalizer, best, entropy = (x.reshape(temperature.shape) for x in found)
-    return normalizer, best, entropy
+    return jax.tree.map(lambda x: x.reshape(temperature.shape), jax.lax.map(
+        one, flat, batch_size=min(TOKENS_AT_ONCE, len(flat[1]))))
 
 
 def live_anchors(length: Array, first: Array, window: int, depths: int) -> Array:
     """Returns bool[J, b, T]: whether the draft of depth j from anchor k predicts a response token.
 
-    Anchor k has seen k response tokens; its draft of depth j predicts response token k + j. A draft
-    starts from a token whose predecessor the actor has seen too.
+    Anchor k has seen k response tokens; its draft of depth j predicts token k + j. A draft starts
+    from a token whose predecessor the actor has seen too.
     """
-    k = jnp.arange(window)[None, None]
-    depth = jnp.arange(depths)[:, None, None]
-    inside = k + depth < (length - first)[None, :, None]
-    return inside & ((first - 2)[None, :, None] + k >= 0)
+    k, depth = jnp.arange(window)[None, None], jnp.arange(depths)[:, None, None]
+    return (k + depth < (length - first)[None, :, None]) & ((first - 2)[None, :, None] + k >= 0)
 
 
 class Aligned(struct.PyTreeNode):
@@ -168,8 +136,7 @@ class Targets(struct.PyTreeNode):
         """Returns log p f32[Vd, b, T] of the draft vocabulary, without gradient."""
         at = self.aligned if of is None else of
         scores = transformer.project(self.head, at.hidden, dtype=jnp.float32)
-        return jax.lax.stop_gradient(
-            scores / self.temperature[None, :, None] - at.normalizer[None])
+        return jax.lax.stop_gradient(scores / self.temperature[None, :, None] - at.normalizer[None])
 
     def log_draft(self, logits: Array) -> Array:
         """Returns log q f32[Vd, b, C] of a drafter's logits."""
@@ -189,8 +156,7 @@ class Targets(struct.PyTreeNode):
         def chunk(outputs: Sequence[Array], at: Aligned) -> tuple[Array, Array]:
             log_p = self.log_probs(at)
             found = [depth(params, output, log_p, j) for j, output in enumerate(outputs)]
-            terms, alpha = (jnp.stack(x) for x in zip(*found, strict=True))
-            return terms, alpha
+            return jax.tree.map(lambda *x: jnp.stack(x), *found)
 
         terms, alpha = in_chunks(chunk, outputs, self.aligned)
         values = jax.vmap(chosen.combine, (1, 1, None, None))(
@@ -209,8 +175,7 @@ def in_chunks(run: Callable[[Sequence[Array], Aligned], Any], outputs: Sequence[
         Column k + j of the latter belongs to column k of output j; beyond T they are zeros.
       outputs: J arrays [..., b, T].
 
-    Returns:
-      the tree of `run`, leaves [J, b, T].
+    Returns the tree of `run`, leaves [J, b, T].
     """
     rows, total = outputs[0].shape[-2:]
     overlap, size = len(outputs) - 1, max(ANCHORS_AT_ONCE // rows, 1)
@@ -219,10 +184,10 @@ def in_chunks(run: Callable[[Sequence[Array], Aligned], Any], outputs: Sequence[
     def pad(a: Array, columns: int) -> Array:
         return jnp.pad(a, [(0, 0)] * (a.ndim - 1) + [(0, columns)])
 
-    if count == 1:
-        return run(outputs, jax.tree.map(lambda a: pad(a, overlap), aligned))
-    spare = count * size - total
+    spare = count * size - total if count > 1 else 0
     aligned = jax.tree.map(lambda a: pad(a, spare + overlap), aligned)
+    if count == 1:
+        return run(outputs, aligned)
     split = [jnp.moveaxis(pad(a, spare).reshape(*a.shape[:-1], count, size), -2, 0)
              for a in outputs]
 
@@ -242,9 +207,9 @@ def inputs_of(frozen: FrozenParams, batch: SequenceBatch, teacher: TeacherTarget
                        window=teacher.hidden.shape[2])
 
 
-def targets_of(options: DistillOptions, depths: int, frozen: FrozenParams, batch: SequenceBatch,
-             teacher: TeacherTargets, count: Array, weight: Array, extra: Any = ()) -> Targets:
+def targets_of(options: DistillOptions, frozen: FrozenParams, batch: SequenceBatch,
+               teacher: TeacherTargets, count: Array, weight: Array, extra: Any = ()) -> Targets:
     head = jax.lax.dynamic_index_in_dim(frozen.teachers, teacher.teacher, 0, False)
-    mask = live_anchors(batch.length, batch.first, teacher.hidden.shape[2], depths)
+    mask = live_anchors(batch.length, batch.first, teacher.hidden.shape[2], options.unroll)
     return Targets(Aligned(teacher.hidden, teacher.normalizer, extra), head, batch.temperature,
                    mask, count, weight, options)

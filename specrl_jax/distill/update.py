@@ -1,41 +1,33 @@
-"""One update of a drafter: it learns the actor's distribution on the actor's own sequences.
+"""One update of a drafter on the actor's own sequences, and the jitted programs of training.
 
 Nothing here has a gradient with respect to the actor. Shapes as in distill/teacher.py.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from flax import struct
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
+from specrl_jax import sharding
 from specrl_jax.config import DistillOptions
+from specrl_jax.distill import metrics, teacher
 from specrl_jax.distill.losses import LOSSES
-from specrl_jax.distill.teacher import (
-    FrozenParams,
-    SequenceBatch,
-    TeacherTargets,
-    inputs_of,
-    live_anchors,
-    targets_of,
-)
+from specrl_jax.distill.teacher import FrozenParams, SequenceBatch, TeacherTargets
 from specrl_jax.draft.trainable import TrainableDrafter
+from specrl_jax.model.architecture import Architecture
 from specrl_jax.rl import learner
+from specrl_jax.rl.learner import LearnerState
 from specrl_jax.structs import Array, DrafterParams, Metrics
-
-
-class DistillState(struct.PyTreeNode):
-    """What an update reads and writes; no part of it is the actor's."""
-
-    params: DrafterParams  # float32
-    optimizer: optax.OptState
 
 
 class UpdateResult(NamedTuple):
     """The outcome of some updates in a row."""
 
-    state: DistillState
+    state: LearnerState
     metrics: list[dict[str, Any]]  # of each update, on the host
     seconds: float
 
@@ -43,37 +35,33 @@ class UpdateResult(NamedTuple):
 def make_optimizer(options: DistillOptions) -> optax.GradientTransformation:
     """Returns AdamW behind clipping by global norm; warm-up, then constant or a linear decay."""
     rate, warm = options.learning_rate, options.warmup_steps
-    parts = [optax.linear_schedule(rate / (warm + 1), rate, warm)]
-    parts += [optax.linear_schedule(rate, 0.0, options.decay_steps - warm)
-              if options.decay_steps else optax.constant_schedule(rate)]
-    return optax.chain(
-        optax.clip_by_global_norm(options.max_grad_norm),
-        optax.adamw(optax.join_schedules(parts, [warm]), b1=options.b1, b2=options.b2,
-                    weight_decay=options.weight_decay))
+    then = (optax.linear_schedule(rate, 0.0, options.decay_steps - warm) if options.decay_steps
+            else optax.constant_schedule(rate))
+    schedule = optax.join_schedules([optax.linear_schedule(rate / (warm + 1), rate, warm), then],
+                                    [warm])
+    return optax.chain(optax.clip_by_global_norm(options.max_grad_norm), optax.adamw(
+        schedule, b1=options.b1, b2=options.b2, weight_decay=options.weight_decay))
 
 
-def init_state(options: DistillOptions, params: DrafterParams) -> DistillState:
-    """Returns the state before the first update."""
-    return DistillState(params, make_optimizer(options).init(params))
+def init_state(options: DistillOptions, params: DrafterParams) -> LearnerState:
+    return LearnerState(params, make_optimizer(options).init(params))
 
 
 def micro_loss(drafter: TrainableDrafter, options: DistillOptions, params: DrafterParams,
-               frozen: FrozenParams, count: Array, batch: SequenceBatch, teacher: TeacherTargets,
+               frozen: FrozenParams, count: Array, batch: SequenceBatch, targets: TeacherTargets,
                weight: Array) -> tuple[Array, Metrics]:
     """Returns a micro-batch's share of the loss f32[], and sums of its metrics.
 
-    Args:
-      count: f32[J], live anchors of each depth in the whole batch.
-      weight: f32[b].
+    `count` f32[J] are live anchors of each depth in the whole batch, `weight` f32[b].
     """
-    frozen, teacher = jax.lax.stop_gradient((frozen, teacher))
-    return drafter.loss(params, inputs_of(frozen, batch, teacher), targets_of(
-        options, options.unroll, frozen, batch, teacher, count, weight))
+    frozen, targets = jax.lax.stop_gradient((frozen, targets))
+    return drafter.loss(params, teacher.inputs_of(frozen, batch, targets), teacher.targets_of(
+        options, frozen, batch, targets, count, weight))
 
 
-def update(drafter: TrainableDrafter, options: DistillOptions, state: DistillState,
-           frozen: FrozenParams, batch: SequenceBatch, teacher: TeacherTargets
-           ) -> tuple[DistillState, dict[str, Array]]:
+def update(drafter: TrainableDrafter, options: DistillOptions, state: LearnerState,
+           frozen: FrozenParams, batch: SequenceBatch, targets: TeacherTargets
+           ) -> tuple[LearnerState, dict[str, Array]]:
     """Runs one optimiser step over n micro-batches; how they are split changes nothing.
 
     A loss or gradient that is not finite leaves the state as it was.
@@ -83,9 +71,8 @@ def update(drafter: TrainableDrafter, options: DistillOptions, state: DistillSta
       accept_length (expected tokens of a round with a chain of depth J, rejection sampling), all
       f32[]; alpha f32[J], the acceptance rate of each depth given that it is reached.
     """
-    window = teacher.hidden.shape[3]
-    masks = jax.vmap(live_anchors, (0, 0, None, None))(
-        batch.length, batch.first, window, options.unroll)
+    masks = jax.vmap(teacher.live_anchors, (0, 0, None, None))(
+        batch.length, batch.first, targets.hidden.shape[3], options.unroll)
     count = jnp.maximum(masks.sum((0, 2, 3), dtype=jnp.float32), 1.0)
     weight = LOSSES[options.loss].weigh(batch.reward, batch.advantage, batch.length > 0)
     grad = jax.value_and_grad(
@@ -94,12 +81,43 @@ def update(drafter: TrainableDrafter, options: DistillOptions, state: DistillSta
     def accumulate(total: Any, at: tuple[SequenceBatch, TeacherTargets, Array]) -> tuple[Any, None]:
         return jax.tree.map(jnp.add, total, grad(state.params, *at)), None
 
-    micro = (batch, teacher, weight)
+    micro = (batch, targets, weight)
     shapes = jax.eval_shape(grad, state.params, *jax.tree.map(lambda a: a[0], micro))
     zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
-    ((value, metrics), grads), _ = jax.lax.scan(accumulate, zeros, micro)
-    old = learner.LearnerState(state.params, state.optimizer)
-    new, applied, norm = learner.apply(make_optimizer(options), old, grads, value)
-    return DistillState(new.params, new.optimizer), {
-        "loss": value, "grad_norm": norm, "applied": applied, "tokens": count[0],
-        "accept_length": 1.0 + metrics["chain"] / count[0], "alpha": metrics["alpha"] / count}
+    ((value, sums), grads), _ = jax.lax.scan(accumulate, zeros, micro)
+    state, applied, norm = learner.apply(make_optimizer(options), state, grads, value)
+    return state, {"loss": value, "grad_norm": norm, "applied": applied, "tokens": count[0],
+                   "accept_length": 1.0 + sums["chain"] / count[0], "alpha": sums["alpha"] / count}
+
+
+class Programs:
+    """Jitted functions of n micro-batches; rows lie over data shards, parameters everywhere.
+
+    Attributes:
+      compute_targets: (T, actor, batch) -> TeacherTargets.
+      update: (state, frozen, batch, targets) -> (state, metrics). The old state stays readable,
+        because rollouts may still draft with it.
+      evaluate: (params, frozen, batch, targets, key, scale) -> Evaluation, fields [n, J, b, T].
+    """
+
+    def __init__(self, drafter: TrainableDrafter, arch: Architecture, options: DistillOptions,
+                 mesh: Mesh, targets: NamedSharding | None = None) -> None:
+        """`arch` is the actor's; without a sharding of `targets` the compiler chooses it."""
+        self.arch, self.mesh = arch, mesh
+        self.compute_targets = jax.jit(
+            lambda window, actor, batch: jax.lax.map(functools.partial(
+                teacher.compute_targets, arch, drafter.taps, window, actor), batch),
+            static_argnums=0, out_shardings=targets)
+        self.update = jax.jit(functools.partial(update, drafter, options),
+                              out_shardings=sharding.replicated(mesh))
+        self.evaluate = jax.jit(
+            lambda params, frozen, *batch: jax.lax.map(lambda at: metrics.evaluate_drafter(
+                drafter, options, params, frozen, *at), batch), out_shardings=targets)
+
+    def rows(self, values: Any) -> Any:
+        """Puts host arrays [n, b, ...] on the devices, the rows over data shards."""
+        return sharding.put(NamedSharding(self.mesh, P(None, sharding.ROWS)), values)
+
+    def replicate(self, values: Any) -> Any:
+        """Puts host arrays on every device."""
+        return sharding.put(sharding.replicated(self.mesh), values)

@@ -6,6 +6,7 @@ that drafts nothing processes nothing.
 
 import functools
 from collections.abc import Callable
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,17 +17,11 @@ from jax.typing import DTypeLike
 
 from specrl_jax.draft.grow import attend, grow, no_proposal
 from specrl_jax.draft.network import KV, Growth, Network
-from specrl_jax.draft.protocol import (
-    Drafter,
-    Project,
-    RolloutInfo,
-    Survive,
-    taps_as_features,
-)
+from specrl_jax.draft.protocol import Drafter, Project, RolloutInfo, Survive, taps_as_features
 from specrl_jax.draft.tree import roots
 from specrl_jax.model.architecture import Architecture, is_param
 from specrl_jax.model.rows import for_rows
-from specrl_jax.sharding import ROLLOUT_RULES, ROWS, shardings
+from specrl_jax.sharding import ROLLOUT_RULES, ROWS, on_any_shard, shardings
 from specrl_jax.structs import (
     Array,
     DrafterParams,
@@ -42,6 +37,7 @@ from specrl_jax.structs import (
     carrier,
 )
 
+T = TypeVar("T")
 _MULTIPLE = 128  # cache positions that tree attention reads at once
 
 
@@ -67,9 +63,7 @@ def drafter(growth: Growth, layer: Architecture, dtype: DTypeLike, *, name: str,
             taps: tuple[int, ...] = (), project: Project = taps_as_features) -> Drafter:
     """Returns the drafter that grows its trees with a network of layers like `layer`.
 
-    Args:
-      dtype: of the cache and of stored features.
-      name, bind, taps, project: see Drafter.
+    Its cache and stored features have `dtype`; for the other arguments see Drafter.
     """
     ahead = growth.network.ahead
     return Drafter(
@@ -86,16 +80,11 @@ def drafter(growth: Growth, layer: Architecture, dtype: DTypeLike, *, name: str,
 def mesh_of(array: Array) -> Mesh | None:
     """Returns the mesh that an array is placed on, if it is on one."""
     place = array.sharding
-    mesh = place.mesh if isinstance(place, NamedSharding) else None
-    return mesh if isinstance(mesh, Mesh) else None
+    return place.mesh if isinstance(place, NamedSharding) and isinstance(place.mesh, Mesh) else None
 
 
 def cast(weights: Params, described: Params, dtype: DTypeLike, mesh: Mesh | None) -> Params:
-    """Casts weights and places them on a mesh by the rollout's rules. Runs inside jit.
-
-    Args:
-      described: a `Param` at each leaf.
-    """
+    """Casts weights and places them on a mesh; `described` has a `Param` for each. Runs in jit."""
     weights = jax.tree.map(lambda a: a.astype(dtype), weights)
     if mesh is None:
         return weights
@@ -109,29 +98,22 @@ def chunk_of(depth: int) -> int:
 
 
 def cache_size(cache: int, depth: int) -> int:
-    """Returns S' for an actor with `cache` = S.
-
-    It has a chunk more, because XLA moves a slice that does not fit instead of cutting it.
+    """Returns S' for an actor with `cache` = S: a chunk more, because XLA moves a slice that does
+    not fit instead of cutting it.
     """
     return -(-(cache + chunk_of(depth)) // _MULTIPLE) * _MULTIPLE
-
-
-# Slots.
 
 
 def _init(layer: Architecture, depth: int, dtype: DTypeLike, reads_features: bool, info: RolloutInfo
           ) -> CachedState:
     b, g, e, f = info.batch, layer.num_kv_heads, layer.head_dim, layer.hidden_size
     size = cache_size(info.cache, depth)
-
-    cache = carrier(
-        NetworkCache, length=np.zeros(b, np.int32), hidden=np.zeros((b, f), dtype),
-        kv=[(np.zeros((b, g, e, size), dtype), np.zeros((b, g, size, e), dtype))
-            for _ in range(layer.num_layers)])
-    return carrier(
-        CachedState, cache=cache, tokens=np.zeros((b, size + 1), np.int32),
-        features=np.zeros((b, size, f), dtype) if reads_features else None,
-        prompt=info.prompt.shape[1])
+    cache = carrier(NetworkCache, length=np.zeros(b, np.int32), hidden=np.zeros((b, f), dtype),
+                    kv=[(np.zeros((b, g, e, size), dtype),
+                         np.zeros((b, g, size, e), dtype)) for _ in range(layer.num_layers)])
+    return carrier(CachedState, cache=cache, tokens=np.zeros((b, size + 1), np.int32),
+                   features=np.zeros((b, size, f), dtype) if reads_features else None,
+                   prompt=info.prompt.shape[1])
 
 
 def _prefill(state: CachedState, fill: SlotFill, tokens: Array, features: Array | None
@@ -148,19 +130,13 @@ def _copy_prompt(ahead: int, state: CachedState, fill: SlotFill) -> CachedState:
     """Copies prompts between slots, with what the cache holds of them."""
     width, cache = state.prompt, state.cache
     kv = [(copy(k, fill, width, 3), copy(v, fill, width, 2)) for k, v in cache.kv]
-    cache = cache.replace(kv=kv, length=_processed(cache.length, fill, ahead))
+    # The source may have run on: only its prompt is the copy's too. Its output at the prompt's last
+    # position is gone, so at least that one is processed again.
+    shared = jnp.minimum(cache.length[jnp.maximum(fill.copy, 0)], fill.length - ahead)
+    cache = cache.replace(kv=kv, length=jnp.where(
+        fill.copy >= 0, jnp.maximum(shared, 0), cache.length))
     features = None if state.features is None else copy(state.features, fill, width)
     return state.replace(cache=cache, tokens=copy(state.tokens, fill, width), features=features)
-
-
-def _processed(length: Array, fill: SlotFill, ahead: int) -> Array:
-    """Returns i32[B] the processed positions of slots after copies, given those before.
-
-    The source may have run on: only its prompt is the copy's too. Its output at the prompt's last
-    position is gone, so at least that one is processed again.
-    """
-    shared = jnp.minimum(length[jnp.maximum(fill.copy, 0)], fill.length - ahead)
-    return jnp.where(fill.copy >= 0, jnp.maximum(shared, 0), length)
 
 
 def overwrite(whole: Array, source: Array, block: Callable[[Array, Array], Array]) -> Array:
@@ -168,7 +144,6 @@ def overwrite(whole: Array, source: Array, block: Callable[[Array, Array], Array
 
     A loop of slice updates: a scatter would copy the whole array (experiments/LOG.md).
     """
-
     def write(b: Array, at: Array, whole: Array) -> Array:
         start = (b, *(jnp.int32(0),) * (whole.ndim - 1))
         return jax.lax.dynamic_update_slice(whole, block(whole, at).astype(whole.dtype), start)
@@ -178,33 +153,28 @@ def overwrite(whole: Array, source: Array, block: Callable[[Array, Array], Array
 
 def enter(whole: Array, fill: SlotFill, new: Array) -> Array:
     """Overwrites the start of prefilled slots by their rows of new [p, ...]."""
-    return overwrite(whole, fill.source,
-                     lambda _, at: jax.lax.dynamic_slice_in_dim(new, at, 1, 0))
+    return overwrite(whole, fill.source, lambda _, at: jax.lax.dynamic_slice_in_dim(new, at, 1, 0))
 
 
 def copy(whole: Array, fill: SlotFill, width: int, axis: int = 1) -> Array:
     """Overwrites the first `width` entries along `axis` of copied slots by their source's."""
-
-    def block(whole: Array, at: Array) -> Array:
-        row = jax.lax.dynamic_slice_in_dim(whole, at, 1, 0)
-        return jax.lax.slice_in_dim(row, 0, width, axis=axis)
-
     source = jnp.where(fill.copy == jnp.arange(fill.copy.shape[0]), -1, fill.copy)
-    return overwrite(whole, source, block)
+    return overwrite(whole, source, lambda whole, at: jax.lax.slice_in_dim(
+        jax.lax.dynamic_slice_in_dim(whole, at, 1, 0), 0, width, axis=axis))
 
 
-def extend(whole: Array, at: Array, new: Array) -> Array:
-    """Writes new [B, C, ...] into whole [B, S', ...] from position at[b] of each row on."""
+def extend(whole: T, at: Array, new: T, axis: Any = 1) -> T:
+    """Writes `new` [B, ...] into rows of `whole` from position at[b] along `axis` on.
 
-    def write(b: Array, whole: Array) -> Array:
+    Both may be trees of arrays, and `axis` then is one of ints.
+    """
+    def write(b: Array, whole: Array, new: Array, axis: int) -> Array:
         row = jax.lax.dynamic_slice_in_dim(new, b, 1, 0).astype(whole.dtype)
-        return jax.lax.dynamic_update_slice(
-            whole, row, (b, at[b], *(jnp.int32(0),) * (whole.ndim - 2)))
+        start = [b if i == 0 else at[b] if i == axis else jnp.int32(0) for i in range(whole.ndim)]
+        return jax.lax.dynamic_update_slice(whole, row, start)
 
-    return jax.lax.fori_loop(0, at.shape[0], write, whole)
-
-
-# Rounds.
+    return jax.lax.fori_loop(0, at.shape[0], lambda b, whole: jax.tree.map(
+        functools.partial(write, b), whole, new, axis), whole)
 
 
 def _observe(params: DrafterParams, state: CachedState, frontier: Frontier, verdict: Verdict,
@@ -223,9 +193,8 @@ def _propose(growth: Growth, params: DrafterParams, state: CachedState, frontier
 
     What ends a loop or selects a branch is reduced over all data shards first.
     """
-    cache = state.cache
-    chunk = chunk_of(growth.depth)
-    wanted = (spec.steps > 0) & (jax.lax.pmax(frontier.live.any().astype(jnp.int32), ROWS) > 0)
+    cache, chunk = state.cache, chunk_of(growth.depth)
+    wanted = (spec.steps > 0) & on_any_shard(frontier.live.any())
     target = frontier.context + 1 - growth.network.ahead
     missing = jnp.where(frontier.live & wanted, target - cache.length, 0)
     trips = jax.lax.pmax((missing.max() + chunk - 1) // chunk, ROWS)
@@ -266,23 +235,8 @@ def _catch_up(network: Network, chunk: int, params: DrafterParams, tokens: Array
     sound = jnp.isfinite(out).all(0)[None, None]
     last = jnp.take_along_axis(jnp.moveaxis(out, 0, -1), jnp.maximum(count - 1, 0)[
         :, None, None], 1)[:, 0]
-    kv = [_append(*old, cache.length, jnp.where(sound, k, 0).transpose(2, 0, 1, 3),
-                  jnp.where(sound, v, 0).transpose(2, 0, 3, 1))
+    kv = [extend(old, cache.length, (jnp.where(sound, k, 0).transpose(2, 0, 1, 3),
+                                     jnp.where(sound, v, 0).transpose(2, 0, 3, 1)), (3, 2))
           for old, (k, v) in zip(cache.kv, fresh, strict=True)]
     return NetworkCache(kv=kv, length=cache.length + count, hidden=jnp.where(
         count[:, None] > 0, last.astype(cache.hidden.dtype), cache.hidden))
-
-
-def _append(k: Array, v: Array, length: Array, new_k: Array, new_v: Array) -> tuple[Array, Array]:
-    """Writes each row's new_k [B, G, E, C] and new_v [B, G, C, E] at its length."""
-    zero = jnp.int32(0)
-
-    def write(b: Array, kv: tuple[Array, Array]) -> tuple[Array, Array]:
-        k, v = kv
-        columns, lines = (jax.lax.dynamic_slice_in_dim(a, b, 1, 0) for a in (new_k, new_v))
-        return (jax.lax.dynamic_update_slice(k, columns.astype(k.dtype),
-                                             (b, zero, zero, length[b])),
-                jax.lax.dynamic_update_slice(v, lines.astype(v.dtype),
-                                             (b, zero, length[b], zero)))
-
-    return jax.lax.fori_loop(0, length.shape[0], write, (k, v))

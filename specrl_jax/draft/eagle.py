@@ -1,14 +1,10 @@
 """The EAGLE-3 drafter: a head that reads the actor's features of committed tokens.
 
 Position t of the drafter joins the actor's feature g_t with token t + 1, so a row whose root stands
-at `context` has that many positions. Those not processed yet (after a prefill, or after rounds
-without speculation) are caught up in chunks before the tree grows; a round that drafts nothing pays
-for storing its features only.
+at `context` has that many positions. A round that drafts nothing only stores its features.
 """
 
 import functools
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,25 +35,23 @@ def eagle(arch: EagleArch, depth: int, branch: int, nodes: int, children: str = 
           dtype: DTypeLike = jnp.float32) -> Drafter:
     """Returns the drafter with D = `depth`, K = `branch`, N = `nodes`.
 
-    Its own parameters, which `bind` is given, are {"weights": the tree of eagle_model.describe,
-    "vocab": i32[Vd] ascending token ids}.
+    Its own parameters are {"weights": the tree of eagle_model.describe, "vocab": i32[Vd] ascending
+    token ids}.
 
     Args:
       children: which tokens a node's children are: the best ones `perturbed` by the noise of the
         actor's own draw, the `top` of the drafter's distribution, or some `sampled` from it.
       temperature: of the drafter's distribution, over the row's.
       origin: index of the drafter, for DraftTree.origin.
-      drawn: whether trees carry their Proposal; their shape then follows from ranks and depths
-        alone.
+      drawn: whether trees carry their Proposal; their shape then follows from ranks and depths.
       dtype: of the stored features and of the cache.
 
     Raises:
       ConfigError: sizes that cannot work.
     """
     growth = Growth(_network(arch), depth, branch, nodes, children, origin, temperature, drawn)
-    cast = jax.jit(_cast, static_argnums=(0, 3, 4))
     return cached.drafter(
-        growth, arch.layer, dtype, name="eagle", bind=functools.partial(_bind, arch, cast),
+        growth, arch.layer, dtype, name="eagle", bind=functools.partial(_bind, arch),
         taps=arch.taps, project=lambda params, taps, decode=False: eagle_model.project(
             params.weights, taps, decode))
 
@@ -77,16 +71,16 @@ def _network(arch: EagleArch) -> Network:
         vocab=lambda params: params.vocab, vocab_size=arch.draft_vocab, ahead=1)
 
 
-def _bind(arch: EagleArch, cast: Callable[..., Any], actor: ModelParams, own: DrafterParams
-          ) -> Bound:
+def _bind(arch: EagleArch, actor: ModelParams, own: DrafterParams) -> Bound:
     """Joins the drafter's weights with what it reads of the published actor."""
     rows = actor["embed" if arch.actor.tied else "head"]
-    weights, vocab, head = cast(arch, own, rows, rows.dtype, cached.mesh_of(rows))
+    weights, vocab, head = _cast(arch, own, rows, rows.dtype, cached.mesh_of(rows))
     if not arch.own_head and arch.draft_vocab == arch.actor.vocab_size:
         head = rows  # as it is: a copy would cost as much as the actor's
     return Bound(weights=weights, vocab=vocab, embed=actor["embed"], head=head)
 
 
+@functools.partial(jax.jit, static_argnums=(0, 3, 4))
 def _cast(arch: EagleArch, own: DrafterParams, rows: Array, dtype: DTypeLike, mesh: Mesh | None
           ) -> tuple[Params, Array, Array | None]:
     """Returns weights and vocabulary, placed, and the head's rows, gathered once."""
@@ -97,6 +91,6 @@ def _cast(arch: EagleArch, own: DrafterParams, rows: Array, dtype: DTypeLike, me
         return weights, vocab, head
     hold = jax.lax.with_sharding_constraint
     if head is not None:
-        spec = spec_of(head.shape, ("vocab", None), ROLLOUT_RULES, mesh)
-        head = hold(head, NamedSharding(mesh, spec))
+        head = hold(head, NamedSharding(mesh, spec_of(
+            head.shape, ("vocab", None), ROLLOUT_RULES, mesh)))
     return weights, hold(vocab, replicated(mesh)), head

@@ -1,4 +1,4 @@
-"""The EAGLE-3 network (arXiv 2503.01840) as pure functions over a parameter tree.
+"""The EAGLE-3 network (arXiv 2503.01840) as pure functions over a parameter tree; what trains it.
 
 At position t it joins what the actor thought there, the feature g_t, with the token that followed,
 x_{t+1}; its output, normalised, goes through the draft head and predicts x_{t+2}. Beyond the last
@@ -9,6 +9,7 @@ Further letters: `Vd` draft vocabulary, `A` = number of tapped layers.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,9 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from specrl_jax.config import check
+from specrl_jax.draft.trainable import DraftInputs, TrainableDrafter, from_predictions
 from specrl_jax.model import transformer
-from specrl_jax.model.architecture import Architecture, Param, RopeScaling, is_param
-from specrl_jax.structs import Array, ModelParams, Params
+from specrl_jax.model.architecture import Architecture, Param, draw
+from specrl_jax.structs import Array, Params
+
+SMALL = 0.3  # what `warm_start` adds to the actor's feature and logits
 
 Attend = Callable[[Array, Array, Array], Array]
 """(q [G, R, E, ...], k [G, E, ...], v [G, E, ...]) -> [G, R, E, ...]"""
@@ -27,52 +31,37 @@ Attend = Callable[[Array, Array, Array], Array]
 
 @dataclasses.dataclass(frozen=True)
 class EagleArch:
-    """Static shape of an EAGLE-3 head. Fields left at 0 or () are the actor's or a default."""
+    """Static shape of an EAGLE-3 head. Empty fields become the actor's or a default."""
 
     actor: Architecture
     taps: tuple[int, ...] = ()  # tapped layers of the actor, 0-based, ascending
     draft_vocab: int = 0  # Vd
     own_head: bool = True  # else the actor's rows of the draft vocabulary
-    num_heads: int = 0
-    num_kv_heads: int = 0
-    head_dim: int = 0
-    intermediate_size: int = 0
-    norm_eps: float = 0.0
-    rope_theta: float = 0.0  # at 0 the scaling is the actor's too
-    rope_scaling: RopeScaling | None = None
+    like: Architecture | None = None  # sizes of the one layer, with the actor's width
 
     def __post_init__(self) -> None:
         actor = self.actor
-        defaults = {"taps": default_taps(actor.num_layers), "draft_vocab": actor.vocab_size}
-        if not self.rope_theta:
-            defaults["rope_scaling"] = actor.rope_scaling
-        for name in ("num_heads", "num_kv_heads", "head_dim", "intermediate_size", "norm_eps",
-                     "rope_theta"):
-            defaults[name] = getattr(actor, name)
-        for name, value in defaults.items():
-            object.__setattr__(self, name, getattr(self, name) or value)
+        put = functools.partial(object.__setattr__, self)
+        put("taps", self.taps or default_taps(actor.num_layers))
+        put("draft_vocab", self.draft_vocab or actor.vocab_size)
+        put("like", dataclasses.replace(self.layer, num_layers=1, qkv_bias=False, qk_norm=False,
+                                        tied=False, family="llama"))
         taps = tuple(sorted(set(self.taps)))
         check(self.taps == taps and 0 <= taps[0] and taps[-1] < actor.num_layers, "taps", self.taps,
               f"name ascending layers of the actor's 0..{actor.num_layers - 1}")
         check(self.draft_vocab <= actor.vocab_size, "draft_vocab", self.draft_vocab,
               f"the actor has {actor.vocab_size} tokens")
-        self.layer  # noqa: B018  checks heads
 
     @property
     def layer(self) -> Architecture:
         """The architecture of the one layer, for functions shared with the actor."""
-        return dataclasses.replace(
-            self.actor, num_layers=1, num_heads=self.num_heads, num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim, intermediate_size=self.intermediate_size,
-            norm_eps=self.norm_eps, rope_theta=self.rope_theta, rope_scaling=self.rope_scaling,
-            qkv_bias=False, qk_norm=False, tied=False, family="llama")
+        return self.like or self.actor
 
 
 def default_taps(layers: int) -> tuple[int, ...]:
     """Returns a low, a middle and a high layer: 1, L/2 - 1, L - 4; spread out if L is small."""
-    if layers >= 7:
-        return (1, layers // 2 - 1, layers - 4)
-    return tuple(sorted({0, (layers - 1) // 2, layers - 1}))
+    return ((1, layers // 2 - 1, layers - 4) if layers >= 7
+            else tuple(sorted({0, (layers - 1) // 2, layers - 1})))
 
 
 def describe(arch: EagleArch) -> dict[str, Any]:
@@ -80,17 +69,14 @@ def describe(arch: EagleArch) -> dict[str, Any]:
     layer, f = arch.layer, arch.actor.hidden_size
     g, r, e, i = layer.num_kv_heads, layer.group, layer.head_dim, layer.intermediate_size
     std, out_std = 0.02, 0.02 / 2**0.5
-    tree = {
-        "fc": Param((f, len(arch.taps) * f), ("embed", None), std),
-        "embed_norm": Param((f,), ("embed",), 0),
-        "feature_norm": Param((f,), ("embed",), 0),
-        "qkv": Param((g, r + 2, e, 2 * f), ("kv_heads", None, None, "embed"), std),
-        "o": Param((f, g, r, e), ("embed", "kv_heads", None, None), out_std),
-        "mlp_norm": Param((f,), ("embed",), 0),
-        "gate_up": Param((2, i, f), (None, "mlp", "embed"), std),
-        "down": Param((f, i), ("embed", "mlp"), out_std),
-        "final_norm": Param((f,), ("embed",), 0),
-    }
+    tree = {"fc": Param((f, len(arch.taps) * f), ("embed", None), std),
+            "embed_norm": Param((f,), ("embed",), 0), "feature_norm": Param((f,), ("embed",), 0),
+            "qkv": Param((g, r + 2, e, 2 * f), ("kv_heads", None, None, "embed"), std),
+            "o": Param((f, g, r, e), ("embed", "kv_heads", None, None), out_std),
+            "mlp_norm": Param((f,), ("embed",), 0),
+            "gate_up": Param((2, i, f), (None, "mlp", "embed"), std),
+            "down": Param((f, i), ("embed", "mlp"), out_std),
+            "final_norm": Param((f,), ("embed",), 0)}
     if arch.own_head:
         tree["head"] = Param((arch.draft_vocab, f), ("vocab", "embed"), std)
     return tree
@@ -98,11 +84,7 @@ def describe(arch: EagleArch) -> dict[str, Any]:
 
 def initialize(arch: EagleArch, seed: int) -> Params:
     """Returns random float32 parameters on the host, a pure function of (arch, seed)."""
-    leaves, tree = jax.tree.flatten(describe(arch), is_leaf=is_param)
-    rngs = np.random.default_rng(seed).spawn(len(leaves))
-    return tree.unflatten([
-        rng.standard_normal(leaf.shape, np.float32) * np.float32(leaf.std) if leaf.std
-        else np.ones(leaf.shape, np.float32) for leaf, rng in zip(leaves, rngs, strict=True)])
+    return draw(describe(arch), seed)
 
 
 def choose_vocab(counts: np.ndarray, size: int, always: Sequence[int] = ()) -> np.ndarray:
@@ -110,12 +92,6 @@ def choose_vocab(counts: np.ndarray, size: int, always: Sequence[int] = ()) -> n
     rank = np.array(counts, np.float64)
     rank[list(always)] = np.inf
     return np.sort(np.argsort(-rank, kind="stable")[:size]).astype(np.int32)
-
-
-def draft_head(arch: EagleArch, actor_params: ModelParams, vocab: Array) -> Array:
-    """Returns f[Vd, F], the rows of the actor's head for the draft vocabulary i32[Vd]."""
-    head = actor_params["embed"] if arch.actor.tied else actor_params["head"]
-    return head if arch.draft_vocab == arch.actor.vocab_size else head[vocab]
 
 
 def project(params: Params, taps: Array, decode: bool = False) -> Array:
@@ -127,33 +103,27 @@ def logits(arch: EagleArch, params: Params, head: Array | None, hidden: Array,
            decode: bool = False) -> Array:
     """Returns f32[Vd, ...] of the network's outputs [F, ...].
 
-    Args:
-      head: `draft_head` of the actor; not read if the drafter has its own.
-      decode: see transformer.project.
+    `head` f[Vd, F], the actor's rows of the draft vocabulary, is read if the drafter has none.
     """
     weight: Any = params["head"] if arch.own_head else head
-    normed = transformer.rms_norm(hidden, params["final_norm"], arch.norm_eps)
+    normed = transformer.rms_norm(hidden, params["final_norm"], arch.layer.norm_eps)
     return transformer.project(weight, normed, decode=decode, dtype=jnp.float32)
 
 
 def step(arch: EagleArch, params: Params, embedded: Array, feature: Array, position: Array,
          attend: Attend, decode: bool = False) -> tuple[Array, tuple[Array, Array]]:
-    """Runs the layer.
+    """Runs the layer on embeddings [F, ...] of the tokens that followed positions i32[...].
 
     Args:
-      embedded: [F, ...] of the token that followed each position.
       feature: [F, ...] of each position: the actor's, or this function's output before it.
-      position: i32[...].
       attend: may keep the keys and values that it gets.
       decode: see transformer.project.
 
     Returns:
       the output [F, ...], before the final norm; and (k, v), each [G, E, ...].
     """
-    layer = arch.layer
-    qkv = transformer.project(
-        params["qkv"], _joined(arch, params, embedded, feature), decode=decode
-    )
+    layer, joined = arch.layer, _joined(arch, params, embedded, feature)
+    qkv = transformer.project(params["qkv"], joined, decode=decode)
     rotation = transformer.rotations(layer, position)
     q = transformer.rotate(qkv[:, : layer.group], rotation)
     k, v = transformer.rotate(qkv[:, layer.group], rotation), qkv[:, layer.group + 1]
@@ -171,8 +141,8 @@ def keys(arch: EagleArch, params: Params, embedded: Array, feature: Array, posit
 
 def _joined(arch: EagleArch, params: Params, embedded: Array, feature: Array) -> Array:
     """Returns the layer's input, [2 F, ...]."""
-    return jnp.concatenate([transformer.rms_norm(embedded, params["embed_norm"], arch.norm_eps),
-                            transformer.rms_norm(feature, params["feature_norm"], arch.norm_eps)])
+    return jnp.concatenate([transformer.rms_norm(x, params[name], arch.layer.norm_eps) for x, name
+                            in ((embedded, "embed_norm"), (feature, "feature_norm"))])
 
 
 def unroll(arch: EagleArch, params: Params, embed: Array, features: Array, tokens: Array,
@@ -190,8 +160,7 @@ def unroll(arch: EagleArch, params: Params, embed: Array, features: Array, token
       tokens: i32[B, S], right-padded; length: i32[B].
       anchors: i32[B, T] positions t; of all others only keys and values are computed.
 
-    Returns:
-      the outputs of each step, [F, B, T], before the final norm.
+    Returns the outputs of each step, [F, B, T], before the final norm.
     """
     place = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
     real = place < length[:, None]
@@ -204,8 +173,7 @@ def unroll(arch: EagleArch, params: Params, embed: Array, features: Array, token
     cached = keys(arch, params, embedded(place + 1), features, place)
     before = place[:, None] <= anchors[..., None]
     hidden = jnp.take_along_axis(features, anchors[None], 2)
-    drafted: list[tuple[Array, Array]] = []
-    out = []
+    drafted, out = [], []
     for j in range(steps):
         hidden, own = step(arch, params, embedded(anchors + 1 + j), hidden, anchors + j,
                            _unrolled_attend(cached, before, drafted, first=j == 0))
@@ -216,14 +184,9 @@ def unroll(arch: EagleArch, params: Params, embed: Array, features: Array, token
 
 def _unrolled_attend(cached: tuple[Array, Array], before: Array,
                      drafted: list[tuple[Array, Array]], first: bool) -> Attend:
-    """Returns attention to the cached keys up to an anchor and the anchor's own keys since.
-
-    Args:
-      cached: (k, v) [G, E, B, S].
-      before: bool[B, T, S].
-      drafted: (k, v) [G, E, B, T] of the steps from 1 on.
+    """Returns attention to the cached keys [G, E, B, S] up to an anchor, bool[B, T, S], and to the
+    anchor's own [G, E, B, T] since; those of step 0 are cached.
     """
-
     def attend(q: Array, k: Array, v: Array) -> Array:
         own = drafted if first else [*drafted, (k, v)]
         score = jnp.einsum("grebt,gebs->grbts", q, cached[0], preferred_element_type=jnp.float32)
@@ -234,8 +197,45 @@ def _unrolled_attend(cached: tuple[Array, Array], before: Array,
         weight = jax.nn.softmax(score, -1).astype(v.dtype)
         total = before.shape[2]
         out = jnp.einsum("grbts,gebs->grebt", weight[..., :total], cached[1])
-        for i, (_, value) in enumerate(own):
-            out += weight[..., total + i][:, :, None] * value[:, None]
+        for i, (_, value) in enumerate(own, total):
+            out += weight[..., i][:, :, None] * value[:, None]
         return out
 
     return attend
+
+
+def trainable(arch: EagleArch) -> TrainableDrafter:
+    """Returns what trains a head of `arch`; its outputs are the network's, f[F, b, T]."""
+    def outputs(params: Params, inputs: DraftInputs, depths: int) -> list[Array]:
+        features = project(params, inputs.taps)
+        return unroll(arch, params, inputs.embed, features, inputs.tokens,
+                                  inputs.length, inputs.columns(-2), depths)
+
+    return from_predictions(outputs, lambda params, inputs, output: logits(
+        arch, params, inputs.head, output), arch.draft_vocab, arch.taps)
+
+
+def warm_start(arch: EagleArch, params: Params, actor: Params, head: Array, scale: np.ndarray
+               ) -> Params:
+    """Returns a head that starts from the actor, worth several epochs (experiments/LOG.md).
+
+    The feature is the highest tap plus a little of all taps, near norm 1 a coordinate. The MLP is
+    the actor's last one if it has that size; so are the output head and its norm. What is added to
+    the feature and to the logits starts small: an untrained head must not be confident.
+
+    Args:
+      params: random.
+      head: f[Vd, F] the actor's rows of the draft vocabulary.
+      scale: f32[A] root mean square of each tap.
+    """
+    last, f = actor["layers"][-1], arch.actor.hidden_size
+    fc = params["fc"].reshape(f, len(scale), f) / np.std(params["fc"])
+    fc = fc * (SMALL / (scale[:, None] * (len(scale) * f) ** 0.5))
+    fc[:, -1] += np.eye(f) / scale[-1]
+    taken = {"fc": fc.reshape(f, -1), "final_norm": SMALL * actor["final_norm"]}
+    if last["down"].shape == params["down"].shape:
+        taken |= {"gate_up": last["gate_up"], "mlp_norm": last["mlp_norm"],
+                  "down": SMALL * last["down"]}
+    if arch.own_head:
+        taken["head"] = head
+    return params | {name: np.asarray(a, np.float32) for name, a in taken.items()}

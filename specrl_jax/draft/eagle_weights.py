@@ -5,10 +5,9 @@ i + d2t[i] of the actor, and `t2d` marks the actor's tokens that have a draft to
 is the actor's. Names were checked against SpecForge's list for SGLang's loader.
 """
 
+import dataclasses
 import json
 import os
-import shutil
-import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +18,7 @@ from safetensors.numpy import save_file
 from specrl_jax.config import ConfigError, check
 from specrl_jax.draft.eagle_model import EagleArch, default_taps
 from specrl_jax.model.architecture import Architecture
+from specrl_jax.model.export import new_directory
 from specrl_jax.model.hf_config import parse_config, write_config
 from specrl_jax.model.hf_directory import DTYPES, SINGLE, open_tensors
 from specrl_jax.model.tokenizer import read_json
@@ -36,18 +36,16 @@ _GATE_UP = [f"midlayer.mlp.{x}_proj.weight" for x in ("gate", "up")]
 
 
 class MadeFor(NamedTuple):
-    """What a head was trained for; "" is unknown, as in heads of other trainers."""
+    """Identities of what a head was trained for; "" is unknown, as in heads of other trainers."""
 
-    tokenizer: str = ""  # identity of the tokenizer
-    actor: str = ""  # identity of its weights, see io/checksum.py
+    tokenizer: str = ""
+    actor: str = ""  # of its weights, see io/checksum.py
 
 
 UNKNOWN = MadeFor()
 
 
 class Head(NamedTuple):
-    """A head as `load` returns it."""
-
     arch: EagleArch
     own: dict[str, Any]  # {"weights", "vocab"} as float32 and int32 arrays
     warnings: list[str]
@@ -56,38 +54,25 @@ class Head(NamedTuple):
 
 def save(directory: str | os.PathLike[str], arch: EagleArch, own: Mapping[str, Any],
          made_for: MadeFor = UNKNOWN) -> None:
-    """Writes a head in float32; after an error nothing is written.
+    """Writes a head {"weights", "vocab"} in float32; after an error nothing is written.
 
     Serving engines need lm_head.weight, which is missing if `arch.own_head` is False.
 
-    Args:
-      directory: must not exist yet, or be empty.
-      own: {"weights", "vocab"}, see eagle.eagle.
-
     Raises:
-      ConfigError: the directory is not empty.
+      ConfigError: the directory exists and is not empty.
     """
-    target = Path(directory).expanduser().absolute()
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ConfigError(f"{target}: exists already; remove it or save to another directory")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_name(f".{target.name}.{uuid.uuid4().hex}.partial")
-    partial.mkdir()
-    try:
-        text = json.dumps(_config(arch) | {OURS: made_for._asdict()}, indent=2) + "\n"
-        (partial / "config.json").write_text(text, encoding="utf-8")
+    with new_directory(directory) as partial:
+        config = write_config(arch.layer) | {
+            "architectures": [CLASS], "draft_vocab_size": arch.draft_vocab,
+            "eagle_config": {"use_aux_hidden_state": True,
+                             "eagle_aux_hidden_state_layer_ids": list(arch.taps)},
+            OURS: made_for._asdict()}
+        (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         save_file(_tensors(arch, own), partial / SINGLE, {"format": "pt"})
-        os.replace(partial, target)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
-def load(directory: str | os.PathLike[str], actor: Architecture, stop: Sequence[int] = ()
-         ) -> Head:
-    """Reads a head that fits an actor of this architecture.
-
-    Args:
-      stop: tokens that end a response.
+def load(directory: str | os.PathLike[str], actor: Architecture, stop: Sequence[int] = ()) -> Head:
+    """Reads a head that fits an actor of this architecture; `stop` tokens end a response.
 
     Raises:
       ConfigError: a file is missing or damaged, or the head is of another kind or another actor.
@@ -117,13 +102,6 @@ def load(directory: str | os.PathLike[str], actor: Architecture, stop: Sequence[
                 MadeFor(**made_for))
 
 
-def _config(arch: EagleArch) -> dict[str, Any]:
-    return write_config(arch.layer) | {
-        "architectures": [CLASS], "draft_vocab_size": arch.draft_vocab,
-        "eagle_config": {"use_aux_hidden_state": True,
-                         "eagle_aux_hidden_state_layer_ids": list(arch.taps)}}
-
-
 def _architecture(config: dict[str, Any], tensors: Mapping[str, np.ndarray], actor: Architecture,
                   folder: str) -> EagleArch:
     """Returns the head's architecture, checked against the actor's."""
@@ -143,11 +121,10 @@ def _architecture(config: dict[str, Any], tensors: Mapping[str, np.ndarray], act
     draft = config.get("draft_vocab_size") or head.vocab_size
     check(type(draft) is int and 1 <= draft <= head.vocab_size, f"{folder}: draft_vocab_size",
           draft, f"must lie in 1..vocab_size = {head.vocab_size}")
-    return EagleArch(
-        actor, taps=_taps(config, tensors, actor, folder), draft_vocab=draft,
-        own_head=HEAD in tensors, num_heads=head.num_heads, num_kv_heads=head.num_kv_heads,
-        head_dim=head.head_dim, intermediate_size=head.intermediate_size, norm_eps=head.norm_eps,
-        rope_theta=head.rope_theta, rope_scaling=head.rope_scaling)
+    like = dataclasses.replace(actor, **{name: getattr(head, name) for name in (
+        "num_heads", "num_kv_heads", "head_dim", "intermediate_size", "norm_eps", "rope_theta",
+        "rope_scaling")})
+    return EagleArch(actor, _taps(config, tensors, actor, folder), draft, HEAD in tensors, like)
 
 
 def _taps(config: dict[str, Any], tensors: Mapping[str, np.ndarray], actor: Architecture,
@@ -191,8 +168,8 @@ def _vocab(arch: EagleArch, tensors: Mapping[str, np.ndarray], folder: Path) -> 
 
 
 def _shapes(arch: EagleArch) -> dict[str, tuple[int, ...]]:
-    f, e, i = arch.actor.hidden_size, arch.head_dim, arch.intermediate_size
-    q, kv = arch.num_heads * e, arch.num_kv_heads * e
+    f, e, i = arch.actor.hidden_size, arch.layer.head_dim, arch.layer.intermediate_size
+    q, kv = arch.layer.num_heads * e, arch.layer.num_kv_heads * e
     shapes = {"fc.weight": (f, len(arch.taps) * f), _OUT: (f, q), _DOWN: (f, i)}
     shapes |= dict.fromkeys(_NORMS.values(), (f,)) | dict.fromkeys(_GATE_UP, (i, f))
     shapes |= dict(zip(_PROJECTIONS, ((q, 2 * f), (kv, 2 * f), (kv, 2 * f)), strict=True))
@@ -201,18 +178,13 @@ def _shapes(arch: EagleArch) -> dict[str, tuple[int, ...]]:
 
 def _pack(arch: EagleArch, tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Returns the tree of eagle_model.describe."""
-    g, e, f = arch.num_kv_heads, arch.head_dim, arch.actor.hidden_size
-
-    def read(name: str) -> np.ndarray:
-        return tensors[name].astype(np.float32)
-
-    packed = {name: read(where) for name, where in _NORMS.items()}
-    packed |= {
-        "fc": read("fc.weight"), "down": read(_DOWN),
-        "qkv": np.concatenate([read(x).reshape(g, -1, e, 2 * f) for x in _PROJECTIONS], axis=1),
-        "o": read(_OUT).reshape(f, g, -1, e),
-        "gate_up": np.stack([read(x) for x in _GATE_UP])}
-    return packed | ({"head": read(HEAD)} if arch.own_head else {})
+    g, e, f = arch.layer.num_kv_heads, arch.layer.head_dim, arch.actor.hidden_size
+    tensors = {name: a.astype(np.float32) for name, a in tensors.items()}
+    qkv = np.concatenate([tensors[x].reshape(g, -1, e, 2 * f) for x in _PROJECTIONS], axis=1)
+    packed = {name: tensors[where] for name, where in _NORMS.items()} | {
+        "fc": tensors["fc.weight"], "qkv": qkv, "o": tensors[_OUT].reshape(f, g, -1, e),
+        "gate_up": np.stack([tensors[x] for x in _GATE_UP]), "down": tensors[_DOWN]}
+    return packed | ({"head": tensors[HEAD]} if arch.own_head else {})
 
 
 def _tensors(arch: EagleArch, own: Mapping[str, Any]) -> dict[str, np.ndarray]:

@@ -42,11 +42,13 @@ class LevelNodes(struct.PyTreeNode):
     hidden: Array  # f[F, B, K] outputs; the parents' until the nodes are run
 
 
-class Expansions(struct.PyTreeNode):
-    """The nodes that were expanded at each level, and the distributions after them."""
+class Grown(struct.PyTreeNode):
+    """What the levels so far have left."""
 
-    index: Array  # i32[B, D, K] as in LevelNodes; -1 is none
-    logq: Array  # f32[B, D, K, Vd]
+    levels: TreeNodes  # [B, D, C] candidates
+    broken: Array  # bool[B] scores after some node are not finite
+    index: Array | None  # i32[B, D, K] the expanded nodes of a drawn tree; -1 is none
+    logq: Array | None  # f32[B, D, K, Vd] the distributions after them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,8 +75,7 @@ def attend(q: Array, packed: tuple[Array, Array], fresh: tuple[Array, Array], pa
 
     Args:
       packed: (row, node) i32[W] of the queries, in their order.
-      fresh: the tree's (k, v), each [B, n, G, E].
-      parent: i32[B, n].
+      fresh: the tree's (k, v), each [B, n, G, E]; parent: i32[B, n].
       cache: (k [B, G, E, S], v [B, G, S, E]); length: i32[B].
     """
     g, r, e = q.shape[:3]
@@ -85,48 +86,58 @@ def attend(q: Array, packed: tuple[Array, Array], fresh: tuple[Array, Array], pa
 
 def grow(growth: Growth, params: DrafterParams, cache: KV, hidden: Array, frontier: Frontier,
          rows: Sampling, spec: SpecConfig, survive: Survive) -> DraftTree:
-    """Grows the trees of one round.
+    """Grows one round's trees.
 
     Args:
-      cache: the network's keys and values of all positions before the root.
+      cache: keys and values of all positions before the root.
       hidden: f[F, B] the network's output at the last of them.
     """
-    round_ = _Round(growth, params, cache, frontier, rows, spec, survive)
-    batch, k = frontier.root.shape[0], growth.branch
-    none = jnp.zeros((batch, 1), jnp.int32)
+    r = _Round(growth, params, cache, frontier, rows, spec, survive)
+    none = jnp.zeros((frontier.root.shape[0], 1), jnp.int32)
     reads = frontier.live & (frontier.context >= growth.network.ahead)
-    front = LevelNodes(index=none, slot=none, token=frontier.root[:, None],
-                       survival=jnp.ones((batch, 1)), hidden=hidden[..., None],
-                       live=reads[:, None])
-    first, logq = _candidates(round_, front, jnp.int32(1))
-    expanded = _record(_no_expansions(growth, params, batch), logq, front, rows, jnp.int32(1))
-    levels = jax.tree.map(
-        lambda a: jnp.zeros((batch, growth.depth, k * k), a.dtype).at[:, 0, :k].set(a), first)
-    keys = _root_keys(round_)
-    broken = _broken(front, first)
-    front = _next_level(growth, first, front, rows, jnp.int32(1))
+    grown, front = _expand(r, None, LevelNodes(
+        index=none, slot=none, token=frontier.root[:, None], survival=jnp.ones(none.shape),
+        hidden=hidden[..., None], live=reads[:, None]), jnp.int32(1))
 
     def level(depth: Array, carry: tuple) -> tuple:
-        levels, front, keys, expanded, broken = carry
-        front, keys = _forward_level(round_, front, keys, depth)
-        found, logq = _candidates(round_, front, depth)
-        levels = jax.tree.map(
-            lambda whole, new: jax.lax.dynamic_update_index_in_dim(whole, new, depth - 1, 1),
-            levels, found)
-        return (levels, _next_level(growth, found, front, rows, depth), keys,
-                _record(expanded, logq, front, rows, depth), broken | _broken(front, found))
+        grown, front, keys = carry
+        front, keys = _forward_level(r, front, keys, depth)
+        return (*_expand(r, grown, front, depth), keys)
 
-    last = jnp.minimum(spec.steps, growth.depth)
-    levels, _, _, expanded, broken = jax.lax.fori_loop(
-        2, last + 1, level, (levels, front, keys, expanded, broken))
-    tree, place = _likeliest(growth, levels, frontier)
-    return tree.replace(broken=broken, proposal=_proposal(growth, params, expanded, place))
+    grown, _, _ = jax.lax.fori_loop(2, jnp.minimum(spec.steps, growth.depth) + 1, level,
+                                    (grown, front, _root_keys(r)))
+    tree, place = _likeliest(growth, grown.levels, frontier)
+    return tree.replace(broken=grown.broken, proposal=_proposal(growth, params, grown, place))
 
 
-def _broken(front: LevelNodes, found: TreeNodes) -> Array:
-    """Returns bool[B], whether scores after some node of a level are not finite."""
+def _expand(r: _Round, grown: Grown | None, front: LevelNodes, depth: Array
+            ) -> tuple[Grown, LevelNodes]:
+    """Adds the candidates below a level and the distributions that they were drawn from."""
+    found, logq = _candidates(r, front, depth)
+    grown, width = grown or _nothing(r.growth, found, logq), front.live.shape[1]
+    room = ((0, 0), (0, grown.levels.live.shape[2] - found.live.shape[1]))
+    levels = jax.tree.map(lambda whole, new: jax.lax.dynamic_update_index_in_dim(
+        whole, jnp.pad(new, room), depth - 1, 1), grown.levels, found)
     gap = found.score_gap.reshape(*front.live.shape, -1)[..., 0]  # of the best score to itself
-    return (front.live & jnp.isnan(gap)).any(1)
+    grown = grown.replace(levels=levels, broken=grown.broken | (front.live & jnp.isnan(gap)).any(1))
+    if grown.index is not None and grown.logq is not None:
+        draws = front.live & (r.rows.temperature > 0)[:, None]  # greedy rows draw nothing
+        at = (slice(None), depth - 1, slice(width))
+        grown = grown.replace(
+            index=grown.index.at[at].set(front.index),
+            logq=grown.logq.at[at].set(jnp.where(draws[..., None], logq, -jnp.inf)))
+    return grown, _next_level(r.growth, found, front, r.rows, depth)
+
+
+def _nothing(growth: Growth, like: TreeNodes, logq: Array) -> Grown:
+    """Returns levels without a node, for candidates and distributions like those of the first."""
+    shape = (like.live.shape[0], growth.depth, growth.branch)
+    levels = jax.tree.map(lambda a: jnp.zeros((*shape[:2], growth.branch**2), a.dtype), like)
+    broken = jnp.zeros(shape[0], bool)
+    if not growth.drawn:
+        return Grown(levels, broken, None, None)
+    return Grown(levels, broken, jnp.full(shape, -1, jnp.int32),
+                 jnp.full((*shape, logq.shape[-1]), -jnp.inf))
 
 
 def no_proposal(growth: Growth, params: DrafterParams, batch: int) -> Proposal | None:
@@ -137,60 +148,28 @@ def no_proposal(growth: Growth, params: DrafterParams, batch: int) -> Proposal |
     return Proposal(jnp.full((batch, growth.nodes, vocab.shape[0]), -jnp.inf), vocab)
 
 
-def _no_expansions(growth: Growth, params: DrafterParams, batch: int) -> Expansions | None:
-    """Returns Expansions without a node; None if trees carry no Proposal."""
-    if not growth.drawn:
-        return None
-    shape = (batch, growth.depth, growth.branch)
-    return Expansions(jnp.full(shape, -1, jnp.int32),
-                    jnp.full((*shape, growth.network.vocab(params).shape[0]), -jnp.inf))
-
-
-def _record(expanded: Expansions | None, logq: Array, front: LevelNodes, rows: Sampling,
-            depth: Array) -> Expansions | None:
-    """Adds the distributions that the nodes at `depth` were drawn from; greedy rows draw nothing.
-    """
-    if expanded is None:
-        return None
-    draws = front.live & (rows.temperature > 0)[:, None]
-    width = logq.shape[1]  # the root alone, at first
-    return Expansions(
-        expanded.index.at[:, depth - 1, :width].set(front.index),
-        expanded.logq.at[:, depth - 1, :width].set(jnp.where(draws[..., None], logq, -jnp.inf)))
-
-
-def _proposal(growth: Growth, params: DrafterParams, expanded: Expansions | None, place: Array
-              ) -> Proposal | None:
+def _proposal(growth: Growth, params: DrafterParams, grown: Grown, place: Array) -> Proposal | None:
     """Returns the distributions that the children of a tree's nodes were drawn from.
 
-    Args:
-      place: i32[B, C'] index in the tree of the root and each candidate; N if it is not there.
+    `place` i32[B, C'] is the index in the tree of the root and each candidate; N if it is not
+    there.
     """
-    unknown = no_proposal(growth, params, place.shape[0])
-    if expanded is None or unknown is None:
+    batch = place.shape[0]
+    unknown = no_proposal(growth, params, batch)
+    if unknown is None or grown.index is None or grown.logq is None:
         return None
-    batch, _, _, vocab = expanded.logq.shape
-    index = expanded.index.reshape(batch, -1)
+    index = grown.index.reshape(batch, -1)
     at = jnp.where(index < 0, growth.nodes, jnp.take_along_axis(place, jnp.maximum(index, 0), 1))
     return unknown.replace(logq=unknown.logq.at[jnp.arange(batch)[:, None], at].set(
-        expanded.logq.reshape(batch, -1, vocab), mode="drop"))
+        grown.logq.reshape(batch, -1, grown.logq.shape[-1]), mode="drop"))
 
 
 def _root_keys(r: _Round) -> tuple[KV, Array]:
-    """Returns the tree's keys and values, and parents i32[B, n].
-
-    Node 0 is the last processed position.
-    """
+    """Returns the tree's keys and values, and parents i32[B, n]; node 0 is the last position."""
     last = r.last[:, None, None, None]
     room = ((0, 0), (0, (r.growth.depth - 1) * r.growth.branch), (0, 0), (0, 0))
-
-    def first(k: Array, v: Array) -> tuple[Array, Array]:
-        at_last = (jnp.take_along_axis(k, last, 3)[..., 0],
-                   jnp.take_along_axis(v, last, 2)[:, :, 0])
-        k, v = (jnp.pad(a[:, None], room) for a in at_last)
-        return k, v
-
-    fresh = [first(k, v) for k, v in r.cache]
+    fresh = [(jnp.pad(jnp.take_along_axis(k, last, 3)[:, None, ..., 0], room),
+              jnp.pad(jnp.take_along_axis(v, last, 2)[:, None, :, 0], room)) for k, v in r.cache]
     return fresh, jnp.zeros(fresh[0][0].shape[:2], jnp.int32)
 
 
@@ -220,19 +199,15 @@ def _forward_level(r: _Round, front: LevelNodes, keys: tuple[KV, Array], depth: 
 
 
 def _candidates(r: _Round, front: LevelNodes, depth: Array) -> tuple[TreeNodes, Array]:
-    """Returns the candidates below a level, fields [B, k * K], and their distributions.
+    """Returns the candidates below a level [B, k * K], and log-probabilities f32[B, k, Vd].
 
     Where logits are not finite none is live. Parents are indices of candidates.
-
-    Returns:
-      the candidates, and log-probabilities f32[B, k, Vd] of all tokens.
     """
     growth = r.growth
     ranked, logq, scale = _scores(r, front, depth)
     best, at = highest(ranked, growth.branch)
     rank = jnp.broadcast_to(jnp.arange(growth.branch)[None, None], at.shape)
-    planned = rank < r.spec.branch
-    chosen = jnp.take_along_axis(logq, at, 2)
+    planned, chosen = rank < r.spec.branch, jnp.take_along_axis(logq, at, 2)
     if growth.drawn:
         draft_prob = (1 - _RANK_DECAY) * jnp.float32(_RANK_DECAY) ** rank
     elif growth.children == "perturbed":
@@ -243,24 +218,20 @@ def _candidates(r: _Round, front: LevelNodes, depth: Array) -> tuple[TreeNodes, 
     above, parent, level, origin = (
         jnp.broadcast_to(a, at.shape) for a in (
             front.survival[..., None], front.index[..., None], depth, jnp.int32(growth.origin)))
-    survival = r.survive(above, draft_prob, level, origin)
-    vocab = growth.network.vocab(r.params)
-    found = TreeNodes(tokens=vocab[at], parent=parent, depth=level, rank=rank,
-                      origin=origin, survival=survival, logq=chosen, draft_prob=draft_prob,
+    found = TreeNodes(tokens=growth.network.vocab(r.params)[at], parent=parent,
+                      depth=level, rank=rank, origin=origin, logq=chosen, draft_prob=draft_prob,
+                      survival=r.survive(above, draft_prob, level, origin),
                       score_gap=best[..., :1] - best,
                       live=front.live[..., None] & planned & jnp.isfinite(best))
     return jax.tree.map(lambda a: a.reshape(a.shape[0], -1), found), logq
 
 
 def _scores(r: _Round, front: LevelNodes, depth: Array) -> tuple[Array, Array, Array]:
-    """Computes scores and log-probabilities of all tokens after each node of a level.
+    """Returns scores and log-probabilities f32[B, k, Vd] after each node; f32[B], 0 in greedy rows.
 
     The noise is that of the draw that decides between the children: the token drawn after the root
     has the index frontier.generated. A row's truncation is not applied: a lower draft.temperature
     gained nearly as much, without a search at each node (experiments/LOG.md, 2026-11-23).
-
-    Returns:
-      f32[B, k, Vd] each; and f32[B], 0 in greedy rows and 1 elsewhere.
     """
     growth, rows, network = r.growth, r.rows, r.growth.network
     logits = jnp.moveaxis(network.logits(r.params, front.hidden), 0, -1)
@@ -270,8 +241,7 @@ def _scores(r: _Round, front: LevelNodes, depth: Array) -> tuple[Array, Array, A
     logq = jax.nn.log_softmax(logits)
     if growth.children == "top":
         return logq, logq, scale
-    own = growth.children == "sampled"
-    key = rows.key ^ jnp.uint32(_KEY_DOMAIN) if own else rows.key
+    key = rows.key ^ jnp.uint32(_KEY_DOMAIN) if growth.children == "sampled" else rows.key
     noise = gumbel(key, r.frontier.generated + depth - 1, network.vocab(r.params))
     return logq + (scale[:, None] * noise)[:, None], logq, scale
 
@@ -281,12 +251,11 @@ def highest(scores: Array, count: int) -> tuple[Array, Array]:
 
     `top_k` would make a CPU sort the whole vocabulary when there is more than one row.
     """
-    total = scores.shape[-1]
     index = jax.lax.broadcasted_iota(jnp.int32, scores.shape, scores.ndim - 1)
 
     def pick(left: Array, _: None) -> tuple[Array, tuple[Array, Array]]:
         best = left.max(-1, keepdims=True)
-        at = jnp.where(left == best, index, total).min(-1, keepdims=True)
+        at = jnp.where(left == best, index, scores.shape[-1]).min(-1, keepdims=True)
         return jnp.where(index == at, -jnp.inf, left), (best[..., 0], at[..., 0])
 
     _, (best, at) = jax.lax.scan(pick, scores, None, length=count)
@@ -297,9 +266,8 @@ def _draw_probability(best: Array, ranked: Array, scale: Array) -> Array:
     """Returns f32[B, k, K], how likely each child is to be the actor's draw, given the noise.
 
     The actor's perturbed scores are the drafter's plus errors. With Gumbel errors of one scale, the
-    highest of them is distributed as a softmax of the drafter's scores over that scale. The
-    drafter's own probability would be far too low, because the noise has chosen already. In greedy
-    rows, which have no noise, it is right.
+    highest is distributed as a softmax of the drafter's scores over that scale. The drafter's own
+    probability, right in greedy rows, is too low elsewhere: the noise has chosen already.
     """
     sharp = jnp.where(scale > 0, 1 / _ERROR_SCALE, 1.0)[:, None, None]
     return jnp.exp(best * sharp - jax.nn.logsumexp(ranked * sharp, -1, keepdims=True))
@@ -325,21 +293,18 @@ def _next_level(growth: Growth, found: TreeNodes, front: LevelNodes, rows: Sampl
 def _likeliest(growth: Growth, levels: TreeNodes, frontier: Frontier) -> tuple[DraftTree, Array]:
     """Returns trees of the N - 1 likeliest candidates [B, D, C], and the index of each in them.
 
-    Survival never grows along a path, and of equals the earlier is kept, so the kept nodes are
-    closed under parent.
+    Survival never grows along a path and of equals the earlier is kept: closed under parent.
     """
     flat = jax.tree.map(lambda a: a.reshape(a.shape[0], -1), levels)
-    total = flat.live.shape[1]
+    batch, total = flat.live.shape
     size = min(growth.nodes - 1, total)
-    score = jnp.where(flat.live, flat.survival, -1.0)
-    best, kept = jax.lax.top_k(score, size)
+    best, kept = jax.lax.top_k(jnp.where(flat.live, flat.survival, -1.0), size)
     order = jnp.where(best >= 0, kept, kept + total)  # as found, parents first; the dead behind
     kept = -jax.lax.top_k(-order, size)[0] % total
-    rows_of = jnp.arange(frontier.root.shape[0])[:, None]
-    nowhere = jnp.full((frontier.root.shape[0], total + 1), growth.nodes, jnp.int32)
-    place = nowhere.at[:, 0].set(0).at[rows_of, kept + 1].set(
+    nowhere = jnp.full((batch, total + 1), growth.nodes, jnp.int32)
+    place = nowhere.at[:, 0].set(0).at[jnp.arange(batch)[:, None], kept + 1].set(
         1 + jnp.arange(size, dtype=jnp.int32)[None])
     chosen = jax.tree.map(lambda a: jnp.take_along_axis(a, kept, 1), flat)
     chosen = chosen.replace(parent=jnp.take_along_axis(place, chosen.parent, 1))
-    chosen = jax.tree.map(lambda a: a.T, chosen)
-    return attach(roots(frontier.root, frontier.live, growth.nodes), chosen), place
+    return attach(roots(frontier.root, frontier.live, growth.nodes),
+                  jax.tree.map(lambda a: a.T, chosen)), place

@@ -57,28 +57,22 @@ def history(*, depth: int, branch: int, nodes: int, match: int, group: int, orig
             ) -> Drafter:
     """Returns the drafter with D = `depth`, K = `branch`, N = `nodes` for `group` = M samples.
 
-    Args:
-      match: longest suffix that is looked up, in tokens.
-      origin: index of the drafter, for DraftTree.origin.
-
-    Raises:
-      ConfigError: N does not hold a root and K chains of D nodes.
+    It looks up suffixes of at most `match` tokens. Raises a ConfigError if N does not hold a root
+    and K chains of D nodes.
     """
     check(nodes >= 1 + depth * branch, "spec.max_nodes", nodes,
           f"must be at least 1 + spec.max_depth * spec.max_branch = {1 + depth * branch}")
     static = _Static(depth, branch, nodes, match, group, origin)
     return Drafter(
-        nodes=nodes, depth=depth, branch=branch, init=_init,
+        nodes=nodes, depth=depth, branch=branch, init=_init, names=("history",),
         propose=functools.partial(_propose, static), observe=_observe,
-        select_rows=lambda state, rows: state,  # the corpus counts sequences, not slots
-        names=("history",))
+        select_rows=lambda state, rows: state)  # the corpus counts sequences, not slots
 
 
 def _init(info: RolloutInfo) -> History:
-    total = info.prompt.shape[0] * info.group
-    return carrier(
-        History, prompt=info.prompt, prompt_length=info.prompt_length, past=info.past,
-        current=np.full((total, info.buffer), _SEPARATOR, np.int32))
+    current = np.full((len(info.prompt) * info.group, info.buffer), _SEPARATOR, np.int32)
+    return carrier(History, prompt=info.prompt, prompt_length=info.prompt_length, past=info.past,
+                   current=current)
 
 
 def _observe(params: DrafterParams, state: History, frontier: Frontier, verdict: Verdict,
@@ -86,38 +80,26 @@ def _observe(params: DrafterParams, state: History, frontier: Frontier, verdict:
     """Adds the committed tokens to the corpus."""
     total, buffer = state.current.shape
     within = jnp.arange(verdict.tokens.shape[1])[None]
-    column = jnp.where(
-        within < verdict.count[:, None], frontier.generated[:, None] + within, buffer
-    )
-    seq = jnp.where(frontier.live, frontier.seq, total)
-    current = state.current.at[seq[:, None], column].set(verdict.tokens, mode="drop")
-    return state.replace(current=current)
+    column = jnp.where(within < verdict.count[:, None], frontier.generated[:, None] + within,
+                       buffer)
+    seq = jnp.where(frontier.live, frontier.seq, total)[:, None]
+    return state.replace(current=state.current.at[seq, column].set(verdict.tokens, mode="drop"))
 
 
 def _propose(static: _Static, params: DrafterParams, state: History, frontier: Frontier,
              rows: Sampling, spec: SpecConfig, survive: Survive) -> tuple[DraftTree, History]:
-    def search(_: None) -> DraftTree:
-        weight, following = _occurrences(static, state, frontier)
-        return _grow(static, weight, following, frontier, spec, survive)
-
-    wanted = (spec.steps > 0) & frontier.live.any()
-    tree = jax.lax.cond(wanted, search,
-                        lambda _: roots(frontier.root, frontier.live, static.nodes), None)
-    return tree, state
+    return jax.lax.cond(
+        (spec.steps > 0) & frontier.live.any(),
+        lambda: _grow(static, *_occurrences(static, state, frontier), frontier, spec, survive),
+        lambda: roots(frontier.root, frontier.live, static.nodes)), state
 
 
 def _occurrences(static: _Static, state: History, frontier: Frontier) -> tuple[Array, Array]:
-    """Finds the best occurrences of each row's suffix.
-
-    Returns:
-      weights f32[B, C], and the continuations i32[B, C, D].
-    """
-    total, depth = state.current.shape[0], static.depth
-    seq = jnp.minimum(frontier.seq, total - 1)
+    """Returns weights f32[B, C] and continuations i32[B, C, D] of the best matches of suffixes."""
+    depth, seq = static.depth, jnp.minimum(frontier.seq, len(state.current) - 1)
     prompt = seq // static.group
     corpus = _corpus(state, prompt, static.group)
-    suffix = _suffix(state, frontier, seq, prompt, static.match)
-    length = _match_lengths(corpus, suffix)
+    length = _match_lengths(corpus, _suffix(state, frontier, seq, prompt, static.match))
     following = jnp.pad(corpus, ((0, 0), (0, depth)), constant_values=_SEPARATOR)
     length = jnp.where(following[:, 1 : corpus.shape[1] + 1] >= 0, length, 0)
     length, at = jax.lax.top_k(length, min(VOTERS, corpus.shape[1]))
@@ -131,11 +113,9 @@ def _corpus(state: History, prompt: Array, group: int) -> Array:
     """Returns i32[B, C]: siblings and the row itself, earlier responses, the prompt; separated."""
     siblings = state.current.reshape(-1, group, state.current.shape[1])[prompt]
     responses = jnp.concatenate([siblings, state.past[prompt]], 1)
-    separator = ((0, 0), (0, 0), (0, 1))
-    responses = jnp.pad(responses, separator, constant_values=_SEPARATOR)
-    column = jnp.arange(state.prompt.shape[1])[None]
-    question = jnp.where(column < state.prompt_length[prompt][:, None], state.prompt[prompt],
-                         _SEPARATOR)
+    responses = jnp.pad(responses, ((0, 0), (0, 0), (0, 1)), constant_values=_SEPARATOR)
+    real = jnp.arange(state.prompt.shape[1])[None] < state.prompt_length[prompt][:, None]
+    question = jnp.where(real, state.prompt[prompt], _SEPARATOR)
     return jnp.concatenate([responses.reshape(prompt.shape[0], -1), question], 1)
 
 
@@ -155,9 +135,8 @@ def _match_lengths(corpus: Array, suffix: Array) -> Array:
     padded = jnp.pad(corpus, ((0, 0), (width, 0)), constant_values=_SEPARATOR)
     length, running = jnp.zeros_like(corpus), jnp.ones(corpus.shape, bool)
     for i in range(width):
-        shifted = padded[:, width - i : padded.shape[1] - i]
-        running = running & (shifted == suffix[:, i : i + 1])
-        length = length + running
+        running &= padded[:, width - i : padded.shape[1] - i] == suffix[:, i : i + 1]
+        length += running
     return length
 
 
@@ -204,17 +183,15 @@ def _grow(static: _Static, weight: Array, following: Array, frontier: Frontier, 
 
 
 def _elect(weight: Array, tokens: Array, among: Array) -> tuple[Array, Array, Array]:
-    """Returns the token with most votes i32[...], its votes f32[...], and their share f32[...].
+    """Returns the token i32[...] with most votes, its votes and their share of `among`, f32[...].
 
-    Args:
-      weight, tokens: [..., C] of each voter.
-      among: f32[...] all votes, of voters without a token too.
+    `weight` and `tokens` [..., C] are the voters'; `among` counts voters without a token too.
     """
     weight = jnp.where(tokens >= 0, weight, 0)
     tokens = jnp.broadcast_to(tokens, weight.shape)
     votes = ((tokens[..., :, None] == tokens[..., None, :]) * weight[..., None, :]).sum(-1)
     votes = jnp.where(weight > 0, votes, 0)
     best = votes.argmax(-1)[..., None]
-    won = jnp.take_along_axis(votes, best, -1)[..., 0]
+    token, won = (jnp.take_along_axis(a, best, -1)[..., 0] for a in (tokens, votes))
     share = won / (among + 4.0)  # 4 votes for an unseen token: one match of length 1
-    return jnp.take_along_axis(tokens, best, -1)[..., 0], won, jnp.maximum(share, 1e-6)
+    return token, won, jnp.maximum(share, 1e-6)

@@ -5,8 +5,7 @@ estimates; its origin is the drafter that came first.
 """
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -14,15 +13,7 @@ import jax.numpy as jnp
 from specrl_jax.config import check
 from specrl_jax.draft.protocol import Drafter, Survive
 from specrl_jax.draft.tree import map_nodes, roots
-from specrl_jax.structs import (
-    Array,
-    DrafterParams,
-    DrafterState,
-    DraftTree,
-    Frontier,
-    Sampling,
-    SpecConfig,
-)
+from specrl_jax.structs import Array, DraftTree, Frontier, Sampling, SpecConfig
 
 
 def merge(drafters: Sequence[Drafter], nodes: int) -> Drafter:
@@ -30,40 +21,36 @@ def merge(drafters: Sequence[Drafter], nodes: int) -> Drafter:
 
     The origins of its parts must be their indices in `drafters`; its state and parameters are
     tuples over the parts. `SpecConfig.mix` multiplies the survival of each part's nodes; a part
-    with factor 0 does no work.
-
-    Raises:
-      ConfigError: more than one of them taps the actor.
+    with factor 0 does no work. Raises a ConfigError if more than one taps the actor.
     """
     readers = [i for i, d in enumerate(drafters) if d.taps]
     check(len(readers) <= 1, "draft.parts", len(readers), "only one drafter may read the actor")
 
-    def of_each(call: Callable[..., Any], *per_drafter: Any) -> tuple:
-        return tuple(map(call, drafters, *per_drafter))
+    def each(call: Callable[..., object], *of_parts: Iterable) -> tuple:
+        return tuple(map(call, drafters, *of_parts))
 
     return Drafter(
-        nodes=nodes, depth=max(d.depth for d in drafters),
-        branch=max(d.branch for d in drafters),
+        nodes=nodes, depth=max(d.depth for d in drafters), branch=max(d.branch for d in drafters),
         propose=functools.partial(_propose, tuple(drafters), nodes),
-        init=lambda info: of_each(lambda d: d.init(info)),
-        prefill=lambda states, fill, tokens, features: of_each(
+        init=lambda info: each(lambda d: d.init(info)),
+        prefill=lambda states, fill, tokens, features: each(
             lambda d, s: d.prefill(s, fill, tokens, features if d.taps else None), states),
-        copy_prompt=lambda states, fill: of_each(lambda d, s: d.copy_prompt(s, fill), states),
-        observe=lambda params, states, frontier, verdict, path: of_each(
+        copy_prompt=lambda states, fill: each(lambda d, s: d.copy_prompt(s, fill), states),
+        observe=lambda params, states, frontier, verdict, path: each(
             lambda d, p, s: d.observe(p, s, frontier, verdict, path), params, states),
-        select_rows=lambda states, rows: of_each(lambda d, s: d.select_rows(s, rows), states),
+        select_rows=lambda states, rows: each(lambda d, s: d.select_rows(s, rows), states),
         needs_catch_up=any(d.needs_catch_up for d in drafters),
-        skip_to=lambda states, context: of_each(lambda d, s: d.skip_to(s, context), states),
+        skip_to=lambda states, context: each(lambda d, s: d.skip_to(s, context), states),
         names=tuple(name for d in drafters for name in d.names),
-        bind=lambda actor, own: of_each(lambda d, o: d.bind(actor, o), own),
+        bind=lambda actor, own: each(lambda d, o: d.bind(actor, o), own),
         taps=drafters[readers[0]].taps if readers else (),
         project=lambda params, taps, decode=False: drafters[readers[0]].project(
             params[readers[0]], taps, decode))
 
 
-def _propose(drafters: tuple[Drafter, ...], nodes: int, params: DrafterParams,
-             states: DrafterState, frontier: Frontier, rows: Sampling, spec: SpecConfig,
-             survive: Survive) -> tuple[DraftTree, DrafterState]:
+def _propose(drafters: tuple[Drafter, ...], nodes: int, params: tuple, states: tuple,
+             frontier: Frontier, rows: Sampling, spec: SpecConfig, survive: Survive
+             ) -> tuple[DraftTree, tuple]:
     trees, after = [], []
     for i, (drafter, own, state) in enumerate(zip(drafters, params, states, strict=True)):
         used = spec.replace(steps=jnp.where(spec.mix[i] > 0, spec.steps, 0))
@@ -72,20 +59,16 @@ def _propose(drafters: tuple[Drafter, ...], nodes: int, params: DrafterParams,
         trees.append(tree.replace(
             survival=jnp.where(inner[None], tree.survival * spec.mix[i], tree.survival)))
         after.append(state)
-
-    def join() -> DraftTree:
-        whole = functools.reduce(graft, trees, roots(frontier.root, frontier.live, 1))
-        return likeliest(whole, nodes)
-
     return jax.lax.cond(
-        spec.steps > 0, join, lambda: roots(frontier.root, frontier.live, nodes)), tuple(after)
+        spec.steps > 0, lambda: likeliest(functools.reduce(
+            graft, trees, roots(frontier.root, frontier.live, 1)), nodes),
+        lambda: roots(frontier.root, frontier.live, nodes)), tuple(after)
 
 
 def graft(whole: DraftTree, tree: DraftTree) -> DraftTree:
-    """Joins two trees with the same roots: the nodes of `whole`, then the new ones of `tree`.
+    """Joins trees [B, N] and [B, n] with the same roots: `whole`'s nodes, then `tree`'s new ones.
 
-    Args:
-      whole: fields [B, N]; tree: fields [B, n]. The result has [B, N + n - 1].
+    The result has fields [B, N + n - 1].
     """
     size, count = whole.live.shape[1], tree.live.shape[1]
     alone = jnp.where(jnp.arange(count) > 0, size - 1 + jnp.arange(count), 0)[None]
@@ -116,26 +99,18 @@ def likeliest(tree: DraftTree, nodes: int) -> DraftTree:
     nodes are closed under parent.
     """
     batch, total = tree.live.shape
-    survival = _at_least_descendants(tree)
-    score = jnp.where(tree.live, survival, -1.0)
-    score = score.at[:, 0].set(jnp.inf)
-    _, kept = jax.lax.top_k(score, min(nodes, total))
-    kept = jnp.sort(kept, 1)
-    place = jnp.zeros((batch, total), jnp.int32).at[jnp.arange(batch)[:, None], kept].set(
-        jnp.arange(kept.shape[1])[None])
-    small = map_nodes(lambda a: jnp.take_along_axis(a, kept, 1), tree.replace(survival=survival))
-    small = small.replace(parent=jnp.where(
-        small.live, jnp.take_along_axis(place, small.parent, 1), 0))
-    room = ((0, 0), (0, nodes - kept.shape[1]))
-    return map_nodes(lambda a: jnp.pad(a, room), small)
-
-
-def _at_least_descendants(tree: DraftTree) -> Array:
-    """Returns f32[B, N], the highest survival among each node and its descendants."""
-    rows, deepest = jnp.arange(tree.live.shape[0])[:, None], tree.depth.max()
+    rows, deepest = jnp.arange(batch)[:, None], tree.depth.max()
 
     def level(step: Array, survival: Array) -> Array:
         mine = jnp.where(tree.live & (tree.depth == deepest - step), survival, 0)
         return survival.at[rows, tree.parent].max(mine)
 
-    return jax.lax.fori_loop(0, deepest, level, tree.survival)
+    survival = jax.lax.fori_loop(0, deepest, level, tree.survival)
+    score = jnp.where(tree.live, survival, -1.0).at[:, 0].set(jnp.inf)
+    kept = jnp.sort(jax.lax.top_k(score, min(nodes, total))[1], 1)
+    place = jnp.zeros((batch, total), jnp.int32).at[rows, kept].set(jnp.arange(kept.shape[1])[None])
+    small = map_nodes(lambda a: jnp.take_along_axis(a, kept, 1), tree.replace(survival=survival))
+    small = small.replace(parent=jnp.where(
+        small.live, jnp.take_along_axis(place, small.parent, 1), 0))
+    room = ((0, 0), (0, nodes - kept.shape[1]))
+    return map_nodes(lambda a: jnp.pad(a, room), small)

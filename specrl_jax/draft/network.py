@@ -16,11 +16,7 @@ KV: TypeAlias = list[tuple[Array, Array]]
 
 @dataclasses.dataclass(frozen=True)
 class Network:
-    """A drafter's network as functions of its parameters.
-
-    At position t it reads token t + `ahead`, so the last position before a root is the root's own
-    less `ahead`.
-    """
+    """A drafter's network as functions of its parameters. Position t reads token t + `ahead`."""
 
     run: Callable[[DrafterParams, Array, Array | None, Array, Attend], Array]
     """(params, token i32[...], features f[F, ...], position i32[...], attend) -> output f[F, ...].
@@ -35,11 +31,7 @@ class Network:
 
 @dataclasses.dataclass(frozen=True)
 class Growth:
-    """What is static when trees grow.
-
-    Raises:
-      ConfigError: sizes that cannot work.
-    """
+    """What is static when trees grow; sizes that cannot work raise a ConfigError."""
 
     network: Network
     depth: int  # D
@@ -51,7 +43,6 @@ class Growth:
     drawn: bool = False
     """Trees carry their Proposal. Their shape then follows from ranks and depths alone, and so does
     a node's draft_prob."""
-
     def __post_init__(self) -> None:
         check(self.children in CHILDREN, "draft.children", self.children,
               f"choose one of {', '.join(CHILDREN)}")

@@ -50,14 +50,13 @@ class RolloutInfo(NamedTuple):
 
 class Survive(Protocol):
     def __call__(self, above: Array, draft_prob: Array, depth: Array, origin: Array, /) -> Array:
-        """Returns f32[..., K], the estimated probability that each node is accepted.
+        """Returns f32[..., K], the estimated probability that each of K siblings is accepted.
 
-        It is calibrated by the outcomes of earlier rounds. The sum over siblings is at most their
-        parent's.
+        It is calibrated by earlier rounds; the sum over siblings is at most their parent's.
 
         Args:
           above: f32[..., K or 1] the parents' survival; 1 for a root.
-          draft_prob: f32[..., K] the drafter's own estimate for each sibling, given its parent.
+          draft_prob: f32[..., K] the drafter's own estimate, given the parent.
           depth, origin: i32[..., K] as in DraftTree.
         """
         ...
@@ -67,16 +66,11 @@ class Propose(Protocol):
     def __call__(self, params: DrafterParams, state: DrafterState, frontier: Frontier,
                  rows: Sampling, spec: SpecConfig, survive: Survive, /
                  ) -> tuple[DraftTree, DrafterState]:
-        """Returns one tree per row with D = `depth` and N = `nodes`, and the new state.
+        """Returns one tree per row, and the new state.
 
         A tree has at most `spec.steps` levels, and `spec.branch` children a node as far as the
         drafter can. It keeps the invariants of DraftTree; `live` is False in rows that are not
-        live.
-
-        Args:
-          frontier: the roots, and how far each row is.
-          rows: the rows' temperature, truncation and noise keys.
-          survive: fills `DraftTree.survival`, by which nodes compete for the budget.
+        live. `survive` fills `DraftTree.survival`, by which nodes compete for the budget.
         """
         ...
 
@@ -95,24 +89,11 @@ class Prefill(Protocol):
 
 class Project(Protocol):
     def __call__(self, params: DrafterParams, taps: Array, decode: bool = False) -> Array:
-        """Returns the features f[F, ...] of the tapped layers' outputs f[taps * F, ...].
+        """Returns features f[F, ...] of the tapped layers' outputs f[taps * F, ...].
 
         It runs inside the actor's own forward passes; `decode` is as in transformer.project.
         """
         ...
-
-
-def _forget(info: RolloutInfo) -> DrafterState:
-    return ()
-
-
-def _ignore(params: DrafterParams, state: DrafterState, frontier: Frontier, verdict: Verdict,
-            path: Path) -> DrafterState:
-    return state
-
-
-def _take(state: DrafterState, rows: Array) -> DrafterState:
-    return jax.tree.map(lambda a: a[rows], state)
 
 
 def taps_as_features(params: DrafterParams, taps: Array, decode: bool = False) -> Array:
@@ -130,7 +111,7 @@ class Drafter(NamedTuple):
     """K, most children of a node."""
     propose: Propose
     """Drafts the trees of one round, see `Propose`."""
-    init: Callable[[RolloutInfo], DrafterState] = _forget
+    init: Callable[[RolloutInfo], DrafterState] = lambda info: ()
     """Returns the state of a rollout in which no slot is filled, as host arrays. The leading axis
     of each is split over the data shards, so it counts slots, sequences or prompts."""
     prefill: Prefill = lambda state, fill, tokens, features: state
@@ -138,11 +119,12 @@ class Drafter(NamedTuple):
     copy_prompt: Callable[[DrafterState, SlotFill], DrafterState] = lambda state, fill: state
     """Returns the state in which slot b holds the prompt of slot `fill.copy[b]`, where that is not
     -1. The source may have generated tokens since; only its prompt is the copy's too."""
-    observe: Callable[
-        [DrafterParams, DrafterState, Frontier, Verdict, Path], DrafterState] = _ignore
+    observe: Callable[[DrafterParams, DrafterState, Frontier, Verdict, Path], DrafterState] = (
+        lambda params, state, frontier, verdict, path: state)
     """Returns the state after a round, drafted or plain. The first `verdict.count[b]` tokens of row
     b are committed; the rest of `verdict` and `path` is garbage. `frontier` is from before."""
-    select_rows: Callable[[DrafterState, Array], DrafterState] = _take
+    select_rows: Callable[[DrafterState, Array], DrafterState] = (
+        lambda state, rows: jax.tree.map(lambda a: a[rows], state))
     """Returns the state of slots i32[B'] only, in that order. The default indexes the leading axis
     of every array, which is wrong for arrays that do not count slots."""
     needs_catch_up: bool = False

@@ -23,18 +23,12 @@ _KEY_DOMAIN = 0x0B5E55ED  # turns a row's key into one whose bits the match rule
 
 
 class ReplayParams(struct.PyTreeNode):
-    """The drafter's parameters: what a benchmark changes between rollouts."""
-
     corruption: Array  # f32[] probability that a token is replaced: 0 is perfect, 1 useless
     cost: Array  # i32[] products of WIDTH x WIDTH matrices in each draft step
 
 
 def replay_params(corruption: float, cost: int = 0) -> ReplayParams:
-    """Returns parameters as host arrays.
-
-    Raises:
-      ConfigError: corruption is outside [0, 1], or the cost is negative.
-    """
+    """Returns parameters as host arrays; raises a ConfigError if one is out of range."""
     check(0 <= corruption <= 1, "draft.corruption", corruption, "must lie in [0, 1]")
     at_least(0, draft__cost=cost)
     return carrier(ReplayParams, corruption=np.float32(corruption), cost=np.int32(cost))
@@ -43,14 +37,8 @@ def replay_params(corruption: float, cost: int = 0) -> ReplayParams:
 def replay(*, depth: int, nodes: int, vocab: int, origin: int = 0) -> Drafter:
     """Returns the drafter of chains with D = `depth`, N = `nodes` and parameters `ReplayParams`.
 
-    Sample m of a prompt drafts from `RolloutInfo.past`[:, m], so K must be M.
-
-    Args:
-      vocab: V; replacements are drawn from it.
-      origin: index of the drafter, for DraftTree.origin.
-
-    Raises:
-      ConfigError: sizes that cannot work.
+    Sample m of a prompt drafts from `RolloutInfo.past`[:, m], so K must be M. Replacements are
+    drawn from `vocab` tokens. Raises a ConfigError for sizes that cannot work.
     """
     at_least(1, spec__max_depth=depth)
     at_least(2, vocab_size=vocab)
@@ -59,8 +47,7 @@ def replay(*, depth: int, nodes: int, vocab: int, origin: int = 0) -> Drafter:
     return Drafter(
         nodes=nodes, depth=depth, branch=nodes,  # always chains, whatever branch is planned
         init=_init, propose=functools.partial(_propose, depth, nodes, vocab, origin),
-        select_rows=lambda record, rows: record,  # it counts sequences, not slots
-        names=("replay",))
+        names=("replay",), select_rows=lambda record, rows: record)  # it counts sequences
 
 
 def _init(info: RolloutInfo) -> np.ndarray:

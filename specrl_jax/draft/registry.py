@@ -17,7 +17,7 @@ import numpy as np
 
 from specrl_jax.config import Config, ConfigError, check
 from specrl_jax.config.registry import Registry
-from specrl_jax.draft import eagle_model, eagle_training, eagle_weights
+from specrl_jax.draft import eagle_model, eagle_weights
 from specrl_jax.draft.eagle import eagle
 from specrl_jax.draft.eagle_model import EagleArch
 from specrl_jax.draft.history import history
@@ -67,13 +67,11 @@ class DrafterContext:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The bounds that shapes are made for."""
         spec = self.config.spec
         return {"depth": spec.max_depth, "branch": spec.max_branch, "nodes": spec.max_nodes}
 
     @property
     def network(self) -> dict[str, Any]:
-        """Options that all drafters with a network share."""
         draft = self.config.draft
         return {"children": draft.children, "temperature": draft.temperature,
                 "origin": self.origin, "drawn": self.drawn,
@@ -97,7 +95,6 @@ class DrafterSet:
 
     @property
     def weights(self) -> tuple[DrafterParams, ...]:
-        """Host arrays of each part."""
         return tuple(part.weights for part in self.parts)
 
     @property
@@ -109,12 +106,11 @@ class DrafterSet:
 
     @property
     def trainable(self) -> int | None:
-        """Place of the part that can learn; the first one if there are several."""
+        """Place of the part that can learn, the first if there are several."""
         return next((i for i, p in enumerate(self.parts) if p.trainable is not None), None)
 
     @property
     def actor(self) -> str:
-        """Identity of the actor's weights that a part was trained with, if known."""
         return "".join(part.actor for part in self.parts)
 
     def bind(self, actor: Any, weights: Sequence[DrafterParams]) -> Any:
@@ -158,10 +154,6 @@ def make(config: Config, arch: Architecture, stop: Sequence[int], group: int,
 
 
 def _resolve(name: str, field: str) -> Factory:
-    """
-    Raises:
-      ConfigError: there is no such drafter.
-    """
     known = [*DRAFTERS, MERGE] if field == "spec.drafter" else [n for n in DRAFTERS if n != "off"]
     check(name in known or ":" in name, field, name,
           f"choose one of {', '.join(known)}, or name your own as package.module:function")
@@ -184,12 +176,11 @@ def _history(context: DrafterContext) -> DrafterPart:
 def _eagle(context: DrafterContext) -> DrafterPart:
     head, own, actor = _head(context)
     return DrafterPart("eagle", eagle(head, **context.sizes, **context.network), own,
-                       eagle_training.trainable(head), records_proposal=True, actor=actor)
+                       eagle_model.trainable(head), records_proposal=True, actor=actor)
 
 
 @register_drafter("small_lm")
 def _small_lm(context: DrafterContext) -> DrafterPart:
-    """The model of draft.model."""
     config = context.config
     path = config.draft.model
     check(bool(path), "draft.model", path, "name a smaller model with the actor's tokenizer")
@@ -221,32 +212,28 @@ def _head(context: DrafterContext) -> tuple[EagleArch, DrafterParams, str]:
     """Returns the head of draft.path and the actor it was trained with, or a random head."""
     config, arch, stop = context.config, context.arch, context.stop
     path = config.draft.path
-    if path:
-        try:
-            head, own, warnings, made_for = eagle_weights.load(path, arch, stop)
-        except ConfigError as error:
-            raise ConfigError(f"draft.path = {path!r}: {error}") from error
-        for warning in warnings:
-            context.warn(warning)
-        if made_for.tokenizer:
-            actors = context.tokenizer.identity
-            check(made_for.tokenizer == actors, "draft.path", path,
-                  f"was trained with tokenizer {made_for.tokenizer}, the actor's is {actors}; give "
-                  "a head that was trained for it")
-        return head, own, made_for.actor
-    context.warn("draft.path is empty: the eagle head starts from random weights and will accept "
-                 "little; train one with experiments/train_drafter.py")
-    head = EagleArch(actor=arch, draft_vocab=config.draft.vocab)
-    counts = np.zeros(arch.vocab_size)
-    return head, {"weights": eagle_model.initialize(head, config.seed),
-                  "vocab": eagle_model.choose_vocab(counts, head.draft_vocab, stop)}, ""
+    if not path:
+        context.warn("draft.path is empty: the eagle head starts from random weights and will "
+                     "accept little; train one with experiments/train_drafter.py")
+        head = EagleArch(actor=arch, draft_vocab=config.draft.vocab)
+        vocab = eagle_model.choose_vocab(np.zeros(arch.vocab_size), head.draft_vocab, stop)
+        return head, {"weights": eagle_model.initialize(head, config.seed), "vocab": vocab}, ""
+    try:
+        head, own, warnings, made_for = eagle_weights.load(path, arch, stop)
+    except ConfigError as error:
+        raise ConfigError(f"draft.path = {path!r}: {error}") from error
+    for warning in warnings:
+        context.warn(warning)
+    if made_for.tokenizer:
+        actors = context.tokenizer.identity
+        check(made_for.tokenizer == actors, "draft.path", path,
+              f"was trained with tokenizer {made_for.tokenizer}, the actor's is {actors}; give a "
+              "head that was trained for it")
+    return head, own, made_for.actor
 
 
 def check_tokens(path: str, small: Tokenizer, actor: Tokenizer) -> None:
-    """
-    Raises:
-      ConfigError: the small model's tokens are not the actor's.
-    """
+    """Raises a ConfigError if the small model's tokens are not the actor's."""
     mine, theirs = (t.backend.get_vocab(with_added_tokens=True) for t in (small, actor))
     differ = sorted(token for token in mine.keys() | theirs.keys()
                     if mine.get(token) != theirs.get(token))

@@ -9,16 +9,10 @@ _ARRAYS = ("tokens", "prompt_id", "step", "next")
 
 
 def capacity(megabytes: int, buffer: int, prompts: int, past: int) -> int:
-    """Returns how many responses fit the byte bound, at most those that can ever be of use.
+    """Returns how many responses [T = `buffer`] fit `megabytes`, at most those that can be of use.
 
     Prompts are drawn in a new order each epoch, so one may come back only after almost two epochs:
-    a ring of two epochs' worth still holds its last responses then.
-
-    Args:
-      megabytes: bound on the memory of all responses.
-      buffer: T.
-      prompts: distinct prompts of the data.
-      past: K, responses kept for a prompt.
+    a ring of two epochs' worth still holds its `past` last responses then.
     """
     return max(1, min(megabytes * 2**20 // (4 * (buffer + 2)), 2 * prompts * past))
 
@@ -27,13 +21,9 @@ class ResponseCache:
     """A ring buffer of responses, each with its prompt id and step; the oldest are overwritten."""
 
     def __init__(self, rows: int, buffer: int, most: int, window: int = 0) -> None:
-        """
-        Args:
-          rows: capacity in responses.
-          buffer: T.
-          most: responses of one prompt that a step may add, the last ones; more would be of no use
-            and would drive out those of other prompts.
-          window: steps for which a response is returned after its own; 0 is for ever.
+        """`rows` responses fit, T = `buffer`; each is returned for `window` steps, 0 is for ever.
+
+        Of one prompt a step adds the last `most`: more would drive out those of other prompts.
         """
         self.most, self.window = most, window
         self.tokens = np.full((rows, buffer), EMPTY, np.int32)
@@ -42,15 +32,13 @@ class ResponseCache:
         self.next = np.zeros((), np.int32)
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """Returns the arrays that a checkpoint holds."""
         return {name: getattr(self, name) for name in _ARRAYS}
 
     def restore(self, arrays: dict[str, Any]) -> None:
         for name in _ARRAYS:
             setattr(self, name, np.array(arrays[name]))
 
-    def add(self, prompt_id: np.ndarray, tokens: np.ndarray, length: np.ndarray, step: int
-            ) -> None:
+    def add(self, prompt_id: np.ndarray, tokens: np.ndarray, length: np.ndarray, step: int) -> None:
         """Adds a step's responses i32[Q, T] of the given lengths, in order."""
         size = len(self.prompt_id)
         used = [i for one in np.unique(prompt_id)

@@ -5,8 +5,6 @@ root; the tokens that a round committed are processed before the next tree grows
 """
 
 import functools
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,27 +17,19 @@ from specrl_jax.draft.protocol import Drafter
 from specrl_jax.model import transformer
 from specrl_jax.model.architecture import Architecture, describe
 from specrl_jax.model.transformer import Attend
-from specrl_jax.structs import Array, ModelParams, Params
+from specrl_jax.structs import Array, Params
 
 
 def small_lm(arch: Architecture, depth: int, branch: int, nodes: int, children: str = "perturbed",
              *, temperature: float = 1.0, origin: int = 0, drawn: bool = False,
              dtype: DTypeLike = jnp.float32) -> Drafter:
-    """Returns the drafter with D = `depth`, K = `branch`, N = `nodes`.
+    """Returns the drafter of a model `arch`, whose parameters `bind` is given.
 
-    Its own parameters, which `bind` is given, are those of architecture.describe.
-
-    Args:
-      arch: the small model's.
-      others: see eagle.eagle.
-
-    Raises:
-      ConfigError: sizes that cannot work.
+    See eagle.eagle for the other arguments and the errors.
     """
     growth = Growth(_network(arch), depth, branch, nodes, children, origin, temperature, drawn)
-    cast = jax.jit(_cast, static_argnums=(0, 2, 3))
-    return cached.drafter(growth, arch, dtype, name="small_lm",
-                          bind=functools.partial(_bind, arch, cast))
+    return cached.drafter(growth, arch, dtype, name="small_lm", bind=lambda actor, own: _cast(
+        arch, own, actor["embed"].dtype, cached.mesh_of(actor["embed"])))
 
 
 def _network(arch: Architecture) -> Network:
@@ -52,16 +42,11 @@ def _network(arch: Architecture) -> Network:
             x, _ = transformer.block(arch, layer, index, x, rotation, attend, decode=True)
         return transformer.rms_norm(x, params["final_norm"], arch.norm_eps)
 
-    return Network(
-        run=run, logits=functools.partial(transformer.logits, arch, decode=True),
-        vocab=lambda params: jnp.arange(arch.vocab_size, dtype=jnp.int32),
-        vocab_size=arch.vocab_size, ahead=0)
+    return Network(run=run, logits=functools.partial(transformer.logits, arch, decode=True),
+                   vocab=lambda params: jnp.arange(arch.vocab_size, dtype=jnp.int32),
+                   vocab_size=arch.vocab_size, ahead=0)
 
 
-def _bind(arch: Architecture, cast: Callable[..., Any], actor: ModelParams, own: Params) -> Params:
-    """Returns the small model in the dtype and on the mesh of the published actor."""
-    return cast(arch, own, actor["embed"].dtype, cached.mesh_of(actor["embed"]))
-
-
+@functools.partial(jax.jit, static_argnums=(0, 2, 3))
 def _cast(arch: Architecture, own: Params, dtype: DTypeLike, mesh: Mesh | None) -> Params:
     return cached.cast(own, describe(arch), dtype, mesh)

@@ -86,7 +86,6 @@ class TrainableDrafter(NamedTuple):
 def from_predictions(outputs: Outputs, logits: Logits, vocab_size: int, taps: tuple[int, ...] = ()
                      ) -> TrainableDrafter:
     """Returns a trainable drafter with the loss that distill.loss names."""
-
     def loss(params: DrafterParams, inputs: DraftInputs, targets: Targets) -> tuple[Array, Metrics]:
         return targets.loss(params, outputs(params, inputs, targets.depths),
                             lambda params, output: logits(params, inputs, output))

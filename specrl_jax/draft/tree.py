@@ -15,8 +15,7 @@ NODE_FIELDS = tuple(field.name for field in dataclasses.fields(TreeNodes))
 def roots(root: Array, live: Array, nodes: int) -> DraftTree:
     """Returns trees of a root i32[B] and nothing else, padded to N = `nodes`."""
     shape = (root.shape[0], nodes)
-    whole = jnp.zeros(shape, jnp.int32)
-    first = jnp.arange(nodes)[None] == 0
+    whole, first = jnp.zeros(shape, jnp.int32), jnp.arange(nodes)[None] == 0
     return DraftTree(tokens=jnp.where(first, root[:, None], 0), parent=whole, depth=whole,
                      rank=whole, origin=whole,
                      survival=jnp.broadcast_to(first.astype(jnp.float32), shape),
@@ -31,28 +30,23 @@ def map_nodes(function: Callable[..., Array], tree: DraftTree, *others: TreeNode
 
 
 def attach(tree: DraftTree, children: TreeNodes) -> DraftTree:
-    """Puts nodes behind the roots of `tree`; dead ones become zeros.
-
-    Args:
-      children: fields [C, B], C < N. Their parents are indices of `tree`.
+    """Puts nodes [C, B], C < N, behind the roots of `tree`, whose indices their parents are; dead
+    ones become zeros.
     """
-    count = children.tokens.shape[0]
-
     def put(old: Array, new: Array) -> Array:
         new = jnp.where(children.live, new, jnp.zeros_like(new)).T.astype(old.dtype)
-        return old.at[:, 1 : 1 + count].set(new)
+        return old.at[:, 1 : 1 + len(children.tokens)].set(new)
 
     return map_nodes(put, tree, children)
 
 
 def chain(tokens: Array, draft_prob: Array, frontier: Frontier, spec: SpecConfig, survive: Survive,
           *, nodes: int, origin: int = 0) -> DraftTree:
-    """Returns trees of one chain each, cut at `spec.steps`.
+    """Returns trees of one chain each, cut at `spec.steps`; N = `nodes` is more than D.
 
     Args:
       tokens: i32[D, B]; a chain ends before its first negative token.
       draft_prob: f32[D, B] the drafter's probability of each token, given the one before it.
-      nodes: N, more than D.
       origin: index of the drafter, for DraftTree.origin.
     """
     depth = tokens.shape[0]
@@ -75,26 +69,18 @@ def chain(tokens: Array, draft_prob: Array, frontier: Frontier, spec: SpecConfig
 
 
 def compact(tree: DraftTree, live: Array, nodes: int) -> tuple[Array, Array, Array, Array, Array]:
-    """Moves the kept nodes of each row to its front, in their old order.
+    """Moves the kept nodes `live` bool[B, N] of each row to its front, in their old order.
 
-    Args:
-      live: bool[B, N], closed under parent.
-      nodes: n, at least the live nodes of any row.
-
-    Returns:
-      tokens, parent, depth i32[B, n], live bool[B, n], and i32[B, n] the old index of each node.
+    Returns tokens, parent, depth i32[B, n], live bool[B, n] and i32[B, n] the old index of each of
+    n = `nodes` nodes, which hold the live nodes of any row.
     """
     batch, total = live.shape
-    ahead = jnp.cumsum(live, 1) - live
     behind = jnp.cumsum(~live, 1) - ~live + live.sum(1, keepdims=True)
-    moved_to = jnp.where(live, ahead, behind)
+    moved_to = jnp.where(live, jnp.cumsum(live, 1) - live, behind)
     order = jnp.zeros((batch, total), jnp.int32).at[
         jnp.arange(batch)[:, None], moved_to].set(jnp.arange(total)[None])[:, :nodes]
 
-    def pick(a: Array) -> Array:
-        return jnp.take_along_axis(a, order, 1)
-
-    kept = pick(live)
-    parent = jnp.take_along_axis(moved_to, pick(tree.parent), 1)
-    parent = jnp.where(kept, parent, 0).astype(jnp.int32)
-    return pick(tree.tokens), parent, jnp.where(kept, pick(tree.depth), 0), kept, order
+    kept, tokens, parent, depth = (
+        jnp.take_along_axis(a, order, 1) for a in (live, tree.tokens, tree.parent, tree.depth))
+    parent = jnp.where(kept, jnp.take_along_axis(moved_to, parent, 1), 0).astype(jnp.int32)
+    return tokens, parent, jnp.where(kept, depth, 0), kept, order

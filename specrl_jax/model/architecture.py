@@ -96,7 +96,12 @@ def is_param(x: Any) -> bool:
 
 def initialize(arch: Architecture, seed: int) -> Params:
     """Returns random float32 parameters on the host, a pure function of (arch, seed)."""
-    leaves, tree = jax.tree.flatten(describe(arch), is_leaf=is_param)
+    return draw(describe(arch), seed)
+
+
+def draw(described: Any, seed: int) -> dict[str, Any]:
+    """Returns random float32 host arrays for a tree with a `Param` at each leaf."""
+    leaves, tree = jax.tree.flatten(described, is_leaf=is_param)
     rngs = np.random.default_rng(seed).spawn(len(leaves))
     return tree.unflatten([
         rng.standard_normal(param.shape, np.float32) * np.float32(param.std) if param.std

@@ -1,5 +1,6 @@
 """Export to a Hugging Face model directory that transformers 4 and 5 load."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -27,8 +28,6 @@ def export(directory: str | os.PathLike[str], arch: Architecture, params: Params
            tokenizer: Tokenizer, shard_bytes: int = SHARD_BYTES) -> None:
     """Writes a model directory; after an error nothing of it is left.
 
-    The files go to a temporary directory next to the target, which is renamed at the end.
-
     Args:
       directory: must not exist yet, or be empty.
       params: the tree of architecture.describe; numpy or JAX arrays, written as float32.
@@ -37,19 +36,30 @@ def export(directory: str | os.PathLike[str], arch: Architecture, params: Params
     Raises:
       ConfigError: the directory is not empty.
     """
-    target = Path(directory).expanduser().absolute()
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ConfigError(f"{target}: exists already; remove it or export to another directory")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_name(f".{target.name}.{uuid.uuid4().hex}.partial")
-    partial.mkdir()
-    try:
+    with new_directory(directory) as partial:
         _write_json(partial / "config.json", write_config(arch) | _special_ids(tokenizer))
         _write_json(partial / "generation_config.json", _special_ids(tokenizer))
         _write_tokenizer(partial, tokenizer, arch)
         rename = FAMILIES.resolve(arch.family).to_checkpoint
         tensors = ((rename(name), array) for name, array in unpack(arch, params))
         _write_weights(partial, tensors, shard_bytes)
+
+
+@contextlib.contextmanager
+def new_directory(directory: str | os.PathLike[str]) -> Iterator[Path]:
+    """Gives a temporary directory that becomes `directory` at the end; after an error nothing.
+
+    Raises:
+      ConfigError: the directory exists and is not empty.
+    """
+    target = Path(directory).expanduser().absolute()
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ConfigError(f"{target}: exists already; remove it or choose another directory")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_name(f".{target.name}.{uuid.uuid4().hex}.partial")
+    partial.mkdir()
+    try:
+        yield partial
         os.replace(partial, target)
     finally:
         shutil.rmtree(partial, ignore_errors=True)

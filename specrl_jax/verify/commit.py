@@ -24,8 +24,7 @@ def write_by_loop(kv: KVCache, new: Array, length: Array, count: Array) -> KVCac
 
     Args:
       new: f[D+1, L, 2, G, E, B] the path's keys and values.
-      length: i32[B] where each row's entries go; those that do not fit are dropped.
-      count: i32[B].
+      length: i32[B] where each row's first count[b] entries go; those that do not fit are dropped.
     """
     width = new.shape[0]
     sizes = [k.shape[3] for k in kv[0][0]]
@@ -87,19 +86,13 @@ def record(sequences: Sequences, verdict: Verdict, frontier: Frontier) -> Sequen
     total, buffer = sequences.tokens.shape
     seq = jnp.where(frontier.live, frontier.seq, total)  # beyond the end: dropped
     within = jnp.arange(verdict.tokens.shape[1])[None]
-    column = jnp.where(
-        within < verdict.count[:, None], frontier.generated[:, None] + within, buffer
-    )
-
-    def put(target: Array, value: Array) -> Array:
-        return target.at[seq[:, None], column].set(value, mode="drop")
-
+    column = jnp.where(within < verdict.count[:, None], frontier.generated[:, None] + within,
+                       buffer)
     round_ = sequences.rounds.at[seq].get(mode="fill", fill_value=buffer)
     return Sequences(
-        tokens=put(sequences.tokens, verdict.tokens),
-        logprob=put(sequences.logprob, verdict.logprob),
-        raw_logprob=put(sequences.raw_logprob, verdict.raw_logprob),
-        top_p_mass=put(sequences.top_p_mass, verdict.top_p_mass),
+        **{name: getattr(sequences, name).at[seq[:, None], column].set(
+            getattr(verdict, name), mode="drop")
+           for name in ("tokens", "logprob", "raw_logprob", "top_p_mass")},
         commits=sequences.commits.at[seq, round_].set(verdict.count, mode="drop"),
         length=sequences.length.at[seq].add(verdict.count, mode="drop"),
         rounds=sequences.rounds.at[seq].add(1, mode="drop"),

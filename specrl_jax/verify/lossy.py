@@ -15,7 +15,7 @@ from specrl_jax.config import check
 from specrl_jax.prng import gumbel
 from specrl_jax.structs import Array
 from specrl_jax.verify.protocol import Nodes
-from specrl_jax.verify.rejection import Noise, Test, coin, decide, emit, lossless, rule, walk
+from specrl_jax.verify.rejection import Noise, coin, decide, emit, lossless, rule, walk
 from specrl_jax.verify.sampling import Processed, process
 
 CONFIDENCE = 0.6  # probability of the drafter's best guess below which `lossy_retrospective` prunes
@@ -27,45 +27,34 @@ def lossy_lenient(nodes: Nodes, logp: Array, logq: Array, noise: Noise, depth: i
     """Accepts with probability min(1, lenience * p / q); a lenience of 1 is the lossless rule.
 
     The lenience of Leviathan et al., arXiv 2211.17192, written as a factor of p / q; the residual
-    stays norm(max(p - q, 0)).
-
-    Raises:
-      ConfigError: lenience is below 1.
+    stays norm(max(p - q, 0)). Raises a ConfigError below 1.
     """
     check(lenience >= 1, "lenience", lenience, "must be at least 1, which is lossless")
-    return walk(nodes, logp, logq, noise, depth, functools.partial(_lenient, lenience))
 
+    def test(p: Array, q: Array, token: Array) -> Walked:
+        chance, p, q = lossless(p, q, token)
+        return lenience * chance, p, q
 
-def _lenient(lenience: float, p: Array, q: Array, token: Array) -> Walked:
-    chance, p, q = lossless(p, q, token)
-    return lenience * chance, p, q
+    return walk(nodes, logp, logq, noise, depth, test)
 
 
 def lossy_typical(nodes: Nodes, logp: Array, logq: Array, noise: Noise, depth: int,
                   epsilon: float = 0.09, delta: float = 0.3) -> Walked:
     """Accepts the first child with p(c) > min(epsilon, delta * exp(-H(p))), else draws from p.
 
-    Typical acceptance of Medusa, arXiv 2401.10774. It needs no coin and ignores q.
-
-    Raises:
-      ConfigError: a threshold is not within (0, 1].
+    Typical acceptance of Medusa, arXiv 2401.10774. It needs no coin and ignores q. Raises a
+    ConfigError for a threshold outside (0, 1].
     """
     for name, value in (("epsilon", epsilon), ("delta", delta)):
         check(0 < value <= 1, name, value, "must be above 0 and at most 1")
-    return walk(nodes, logp, logq, noise, depth, _typical(epsilon, delta))
 
-
-def _typical(epsilon: float, delta: float) -> Test:
     def test(p: Array, q: Array, token: Array) -> Walked:
-        entropy = entr(p).sum(1)
         chance = jnp.take_along_axis(p, token[:, None], 1)[:, 0]
-        typical = chance > jnp.minimum(epsilon, delta * jnp.exp(-entropy))
+        typical = chance > jnp.minimum(epsilon, delta * jnp.exp(-entr(p).sum(1)))
         return typical.astype(p.dtype), p, q
 
-    return test
+    return walk(nodes, logp, logq, noise, depth, test)
 
-
-# Bugs.
 
 
 def lossy_greedy(nodes: Nodes, logp: Array, logq: Array, noise: Noise, depth: int) -> Walked:
@@ -83,9 +72,8 @@ def lossy_accept_all(nodes: Nodes, logp: Array, logq: Array, noise: Noise, depth
 def lossy_shared_noise(nodes: Nodes, logp: Array, logq: Array, noise: Noise, depth: int) -> Walked:
     """Draws the residual with the noise that drew the children.
 
-    vLLM's probabilistic drafts shared their Philox noise with the recovery draw (pull requests
-    47386 and 54282). Sharing noise is exact only if acceptance is "iff equal". It is a bug only
-    if the drafter's children are `perturbed`.
+    vLLM's probabilistic drafts did (pull requests 47386 and 54282). It is a bug only if the
+    drafter's children are `perturbed`: sharing noise is exact only if acceptance is "iff equal".
     """
     path, accepted, left = decide(nodes, logp, logq, functools.partial(coin, noise), depth)
     children = gumbel(noise.key, noise.position + accepted, jnp.arange(left.shape[1]))
@@ -96,8 +84,8 @@ def lossy_shared_noise(nodes: Nodes, logp: Array, logq: Array, noise: Noise, dep
 def lossy_retrospective(nodes: Nodes, logp: Array, logq: Array, noise: Noise, depth: int) -> Walked:
     """Skips a drafted token if the drafter is unsure of the token after it.
 
-    Retrospective truncation: the schedule reads the token before it decides to test it, which
-    DSpark's paper warns of. Nodes that the drafter did not expand are tested.
+    The schedule reads the token before it decides to test it, which DSpark's paper warns of. Nodes
+    that the drafter did not expand are tested.
     """
     expanded = (logq > -jnp.inf).any(2)
     unsure = expanded & (logq.max(2) < jnp.log(CONFIDENCE))
@@ -107,19 +95,14 @@ def lossy_retrospective(nodes: Nodes, logp: Array, logq: Array, noise: Noise, de
 
 def default_sampling(logits: Array, temperature: Array, top_k: Array | None, top_p: Array | None
                      ) -> Processed:
-    """Processes the target with default settings instead of the requested ones.
-
-    vLLM once did so with top-p and temperature (pull request 10198). Arguments: `sampling.process`.
-    """
+    """Ignores the request's top-p and temperature, as vLLM once did (pull request 10198)."""
     return process(logits, jnp.ones_like(temperature), None, None)
 
 
-RULES = {
-    "lossy_lenient": rule(lossy_lenient, lossless=False),
-    "lossy_typical": rule(lossy_typical, lossless=False),
-    "lossy_greedy": rule(lossy_greedy, lossless=False),
-    "lossy_accept_all": rule(lossy_accept_all, lossless=False),
-    "lossy_default_sampling": rule(lossless=False, process=default_sampling),
-    "lossy_shared_noise": rule(lossy_shared_noise, lossless=False, needs_proposal=True),
-    "lossy_retrospective": rule(lossy_retrospective, lossless=False, needs_proposal=True),
-}
+RULES = {"lossy_lenient": rule(lossy_lenient, lossless=False),
+         "lossy_typical": rule(lossy_typical, lossless=False),
+         "lossy_greedy": rule(lossy_greedy, lossless=False),
+         "lossy_accept_all": rule(lossy_accept_all, lossless=False),
+         "lossy_default_sampling": rule(lossless=False, process=default_sampling),
+         "lossy_shared_noise": rule(lossy_shared_noise, lossless=False, needs_proposal=True),
+         "lossy_retrospective": rule(lossy_retrospective, lossless=False, needs_proposal=True)}

@@ -20,11 +20,7 @@ def verify(nodes: Nodes, target: Target, depth: int) -> tuple[Verdict, Array]:
 
 
 def walk(nodes: Nodes, drawn: Array, depth: int) -> tuple[Array, Array, Array]:
-    """Returns the accepted path of each row.
-
-    Args:
-      drawn: i32[B, n] the actor's draw after each node.
-      depth: D; at most D + 1 tokens are emitted.
+    """Walks each row's tree along the actor's draw i32[B, n] after each node, D = `depth` steps.
 
     Returns:
       path i32[B, D+1] of walked nodes (the last one repeats), emitted i32[B, D+1] the draws along

@@ -72,19 +72,13 @@ class Rule:
 
 def cut_at_stop(emitted: Array, count: Array, frontier: Frontier, sampling: Sampling
                 ) -> tuple[Array, Array]:
-    """Cuts emitted tokens after the first stop token and at the limit; dead rows emit nothing.
+    """Cuts the first `count` of `emitted` i32[B, D+1] after a stop token and at the limit.
 
-    Args:
-      emitted: i32[B, D+1].
-      count: i32[B] how many of them were emitted.
-
-    Returns:
-      count i32[B], and bool[B] whether a stop token or the limit was reached.
+    Returns i32[B] how many are left, 0 in dead rows, and bool[B] whether the row has ended.
     """
     within = jnp.arange(emitted.shape[1])[None]
     stop = (emitted[..., None] == sampling.stop[None, None]).any(-1) & (within < count[:, None])
-    stopped = stop.any(1)
+    stopped, left = stop.any(1), sampling.limit - frontier.generated
     count = jnp.where(stopped, stop.argmax(1) + 1, count)
-    left = sampling.limit - frontier.generated
     stopped = (stopped & (count <= left)) | (count >= left)
     return jnp.where(frontier.live, jnp.minimum(count, left), 0), stopped & frontier.live

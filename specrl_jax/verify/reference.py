@@ -32,11 +32,9 @@ def verify(tokens: Sequence[int], parent: Sequence[int], live: Sequence[bool],
     Args:
       tokens, parent, live: of the n nodes; parents come before their children.
       draw_after: (node, index of the new token in this round) -> the actor's token, see `draw`.
-      stop: stop tokens.
-      left: tokens until the row's limit, at least 1.
+      stop, left: stop tokens, and tokens until the row's limit, at least 1.
 
-    Returns:
-      the emitted tokens, the node that each was drawn after, and whether the row has ended.
+    Returns the emitted tokens, the node that each was drawn after, and whether the row has ended.
     """
     node, emitted, path = 0, [], []
     while True:

@@ -35,8 +35,6 @@ RESIDUAL = 3 << 30  # and from here on: its residual draw, one index a token
 
 
 class Noise(struct.PyTreeNode):
-    """What the random numbers of one round are functions of."""
-
     key: Array  # u32[B, 2]
     position: Array  # i32[B] index of the token after the root; 0 is the response's first
 
@@ -47,16 +45,11 @@ Coin: TypeAlias = Callable[[Array, Array], Array]
 Test: TypeAlias = Callable[[Array, Array, Array], tuple[Array, Array, Array]]
 """(p, q f32[B, V], token i32[B]) -> acceptance probability f32[B]; p and q after a rejection"""
 
-Walk: TypeAlias = Callable[[Nodes, Array, Array, Noise, int], tuple[Array, Array, Array]]
-"""A rule of this family; arguments and results are those of `walk`."""
-
+Walk: TypeAlias = Callable[[Nodes, Array, Array, Noise, int], tuple[Array, Array, Array]]  # `walk`
 Process: TypeAlias = Callable[[Array, Array, Array | None, Array | None], Processed]
-"""Arguments and results are those of `sampling.process`."""
 
 
 class _Cursor(struct.PyTreeNode):
-    """The state of each row's walk."""
-
     at: Array  # i32[B] current node
     level: Array  # i32[B] accepted tokens
     tries: Array  # i32[B] tested children of `at`
@@ -115,9 +108,8 @@ def decide(nodes: Nodes, logp: Array, logq: Array, coin: Coin, depth: int, test:
            ) -> tuple[Array, Array, Array]:
     """Accepts and rejects nodes for given coins, in at most n - 1 tests a row.
 
-    Args:
-      logp, logq: f32[B, n, V] of the token after each node; -inf is probability 0.
-      depth: D; deeper nodes are not tested.
+    `logp` and `logq` f32[B, n, V] are of the token after each node, -inf is probability 0; nodes
+    deeper than D = `depth` are not tested.
 
     Returns:
       path i32[B, D+1] of walked nodes (the last one repeats), accepted i32[B], and f32[B, V] the
@@ -136,13 +128,12 @@ def decide(nodes: Nodes, logp: Array, logq: Array, coin: Coin, depth: int, test:
         tested = among.any(1)
         accepted = tested & (coin(s.level, s.tries) < chance)
         new, rejected = accepted[:, None], (tested & ~accepted)[:, None]
-        return _Cursor(
-            at=jnp.where(accepted, child, s.at), level=s.level + accepted,
-            tries=jnp.where(accepted, 0, s.tries + tested),
-            untested=s.untested & ~(tested[:, None] & (node == child[:, None])),
-            path=jnp.where(new & (step_of > s.level[:, None]), child[:, None], s.path),
-            p=jnp.where(new, jnp.exp(logp[rows, child]), jnp.where(rejected, p, s.p)),
-            q=jnp.where(new, jnp.exp(logq[rows, child]), jnp.where(rejected, q, s.q)))
+        return _Cursor(at=jnp.where(accepted, child, s.at),
+                       level=s.level + accepted, tries=jnp.where(accepted, 0, s.tries + tested),
+                       untested=s.untested & ~(tested[:, None] & (node == child[:, None])),
+                       path=jnp.where(new & (step_of > s.level[:, None]), child[:, None], s.path),
+                       p=jnp.where(new, jnp.exp(logp[rows, child]), jnp.where(rejected, p, s.p)),
+                       q=jnp.where(new, jnp.exp(logq[rows, child]), jnp.where(rejected, q, s.q)))
 
     none = jnp.zeros(batch, jnp.int32)
     start = _Cursor(at=none, level=none, tries=none, untested=nodes.live & (node > 0),
@@ -176,12 +167,7 @@ def emit(nodes: Nodes, path: Array, accepted: Array, last: Array) -> Array:
 
 def judge(nodes: Nodes, logq: Array, processed: Processed, target: Target, depth: int,
           walk: Walk = walk) -> Verdict:
-    """Returns the Verdict of one verification. Reads no logits of `target`.
-
-    Args:
-      logq: f32[B, n, V] the distributions that each node's children were drawn from.
-      processed: at the W packed positions.
-    """
+    """Returns the Verdict for f32[B, n, V] `logq` of each node's children. Reads no logits."""
     place, noise = target.place, Noise(target.sampling.key, target.frontier.generated)
     # Whole on every device: rows need different numbers of tests.
     logp, logq = unsplit(processed.logp[place]), unsplit(logq)
@@ -196,22 +182,16 @@ def judge(nodes: Nodes, logq: Array, processed: Processed, target: Target, depth
 def verify(nodes: Nodes, target: Target, depth: int, *, walk: Walk = walk,
            process: Process = process) -> tuple[Verdict, Array]:
     """Accepts and rejects nodes, then draws one token more; see protocol.Verify."""
-    processed = process(target.logits, *target.processing)
-    logq = _proposal_logq(nodes, target.logits.shape[0])
+    processed, (batch, size) = process(target.logits, *target.processing), nodes.tokens.shape
+    logq = jnp.full((batch, size, target.logits.shape[0]), -jnp.inf)  # where nothing was drawn
+    if nodes.proposal is not None:
+        logq = logq.at[..., nodes.proposal.vocab].set(nodes.proposal.logq)
     verdict = judge(nodes, logq, processed, target, depth, walk)
-    batch, size = nodes.tokens.shape
     walked = jnp.where(jnp.arange(verdict.path.shape[1])[None] < verdict.count[:, None],
                        verdict.path, size)  # the path's last node repeats: keep its first token
     emitted = jnp.zeros((batch, size), jnp.int32).at[
         jnp.arange(batch)[:, None], walked].set(verdict.tokens, mode="drop")
     return verdict, emitted
-
-
-def _proposal_logq(nodes: Nodes, vocab: int) -> Array:
-    """Returns f32[B, n, V] log-probabilities of the drafter; -inf where it drew nothing."""
-    unknown = jnp.full((*nodes.tokens.shape, vocab), -jnp.inf)
-    proposal = nodes.proposal
-    return unknown if proposal is None else unknown.at[..., proposal.vocab].set(proposal.logq)
 
 
 def rule(walk: Walk = walk, *, lossless: bool, needs_proposal: bool = False,

@@ -21,8 +21,6 @@ T = TypeVar("T")
 
 
 class Draw(struct.PyTreeNode):
-    """One draw at each packed position."""
-
     token: Array  # i32[W]
     logprob: Array  # f32[W] after truncation and renormalisation; 0 at temperature 0
     raw_logprob: Array  # f32[W] at the row's temperature (1 at temperature 0), no truncation
@@ -44,16 +42,13 @@ def process(logits: Array, temperature: Array, top_k: Array | None, top_p: Array
     scores = logits * scale[None]
     ids = jnp.arange(logits.shape[0])[None]
     keep = _truncated_where_used(
-        top_k, top_p,
-        lambda scores, top_k, top_p: truncation.threshold(scores.T, top_k, top_p).keeps(
-            scores.T, ids),
+        top_k, top_p, lambda scores, *by: truncation.threshold(scores.T, *by).keeps(scores.T, ids),
         lambda scores: jnp.ones(scores.T.shape, bool), scores)
     mass = jnp.exp(scores - scores.max(0, keepdims=True)).T
     total, kept = mass.sum(1), jnp.where(keep, mass, 0).sum(1)
     best = (ids == scores.argmax(0)[:, None]).astype(mass.dtype)
     p = jnp.where(greedy[:, None], best, jnp.where(keep, mass, 0) / kept[:, None])
-    return Processed(logp=jnp.log(p),
-                     raw=jnp.where(greedy, -jnp.log(total), jnp.log(kept / total)),
+    return Processed(logp=jnp.log(p), raw=jnp.where(greedy, -jnp.log(total), jnp.log(kept / total)),
                      top_p_mass=kept / total)
 
 
@@ -66,7 +61,7 @@ def draw(logits: Array, temperature: Array, top_k: Array | None, top_p: Array | 
     Args:
       logits: f32[V, W].
       temperature, top_p: f32[W]; temperature 0 is argmax without noise.
-      top_k: i32[W]; 0 is off. None, as top_p then is: no position is truncated.
+      top_k: i32[W], 0 is off. None, as top_p then is: no position is truncated.
       key: u32[W, 2].
       position: i32[W] index of the token being drawn; 0 is the first of the response.
     """
@@ -75,11 +70,9 @@ def draw(logits: Array, temperature: Array, top_k: Array | None, top_p: Array | 
         edge = truncation.threshold(scores.T, top_k, top_p)
         return gumbel_argmax(logits.T, temperature, key, position, edge), edge.kept_mass
 
-    def whole(logits: Array) -> tuple[Drawn, Array]:
-        drawn = gumbel_argmax(logits.T, temperature, key, position)
-        return drawn, jnp.ones_like(temperature)
-
-    drawn, top_p_mass = _truncated_where_used(top_k, top_p, truncated, whole, logits)
+    drawn, top_p_mass = _truncated_where_used(
+        top_k, top_p, truncated, lambda logits: (gumbel_argmax(
+            logits.T, temperature, key, position), jnp.ones_like(temperature)), logits)
     return Draw(token=drawn.token[:, 0], logprob=drawn.logprob[:, 0],
                 raw_logprob=drawn.raw_logprob[:, 0], top_p_mass=top_p_mass)
 

@@ -21,13 +21,11 @@ def threshold(scores: Array, top_k: Array, top_p: Array) -> Threshold:
     """Returns the boundary of top-k and then top-p; without either a position keeps exactly 1.
 
     A CPU computes one position at a time, so that its scores stay in the cache, and skips those
-    without truncation. Positions take different times, so the scores are whole on every device and
-    none waits for another.
+    without truncation. Positions take different times, so the scores are whole on every device.
 
     Args:
       scores: f32[W, V] logits over the temperature.
-      top_k: i32[W]; 0 is off.
-      top_p: f32[W]; 1 is off.
+      top_k: i32[W], 0 is off; top_p: f32[W], 1 is off.
     """
     return jax.lax.platform_dependent(
         unsplit(scores), top_k, top_p,
@@ -58,10 +56,8 @@ def _among_the_highest(scores: Array, top_k: Array, top_p: Array) -> Threshold:
         mass = jnp.where(jnp.arange(few) <= last, mass, 0).sum()
         return found, Threshold(best[last], ids[last], mass / whole)
 
-    def nothing() -> tuple[Array, Threshold]:
-        return jnp.bool_(False), Threshold(jnp.float32(0), jnp.int32(0), jnp.float32(0))
-
-    found, edge = jax.lax.cond(used, near, nothing)
+    found, edge = jax.lax.cond(used, near, lambda: (
+        jnp.bool_(False), Threshold(jnp.float32(0), jnp.int32(0), jnp.float32(0))))
     return jax.lax.cond(found, lambda: edge, lambda: _boundary(scores, top_k, top_p))
 
 
@@ -78,18 +74,15 @@ def _boundary(scores: Array, top_k: Array, top_p: Array) -> Threshold:
     all_kept = (jnp.float32(-jnp.inf), jnp.int32(scores.size))
 
     def search() -> Threshold:
-        edge = jax.lax.cond(
-            (top_k > 0) & (top_k < vocab),
-            lambda: _prefix(scores, ids, jnp.ones_like(scores), top_k.astype(jnp.float32),
-                            jnp.ones_like),
-            lambda: all_kept)
+        edge = jax.lax.cond((top_k > 0) & (top_k < vocab),
+                            lambda: _prefix(scores, ids, jnp.ones_like(scores),
+                                            top_k.astype(jnp.float32), jnp.ones_like),
+                            lambda: all_kept)
         whole = jnp.exp(scores - top)
         mass = jnp.where(is_kept(scores, ids, *edge), whole, 0)
-        edge = jax.lax.cond(
-            top_p < 1,
-            lambda: _prefix(scores, ids, mass, top_p * mass.sum(0).sum(),
-                            lambda score: jnp.exp(score - top)),
-            lambda: edge)
+        edge = jax.lax.cond(top_p < 1,
+                            lambda: _prefix(scores, ids, mass, top_p * mass.sum(0).sum(),
+                                            lambda score: jnp.exp(score - top)), lambda: edge)
         kept = jnp.where(is_kept(scores, ids, *edge), mass, 0)
         return Threshold(edge[0], edge[1], kept.sum(0).sum() / whole.sum(0).sum())
 
@@ -110,15 +103,13 @@ def _prefix(scores: Array, ids: Array, weight: Array, target: Array,
             weigh: Callable[[Array], Array]) -> tuple[Array, Array]:
     """Returns (score, id) of the last token whose predecessors weigh less than `target`.
 
-    Tokens are ordered by falling score, then id. Bisection over scores: a pass over all of them
-    that finds enough weight continues from the lowest token that it found, and once that seems to
-    be the last one, a further pass proves it. So the number of passes depends on how crowded the
-    boundary is, not on the digits of a float.
+    Tokens are ordered by falling score, then id. Bisection over scores: a pass that finds enough
+    weight continues from the lowest token that it found, and once that seems to be the last one, a
+    further pass proves it. So the number of passes depends on how crowded the boundary is.
 
     Args:
-      scores, weight: f32[n, LANES]; weights may be 0, and those of equal scores are equal or 0.
-      ids: i32[n, LANES].
-      target: f32[] > 0, less than the sum of weights or that sum.
+      scores, weight, ids: [n, LANES]; weights of equal scores are equal or 0.
+      target: f32[] > 0, at most the sum of weights.
       weigh: weight of a token with a given score, f32[] -> f32[].
     """
     there = (weight > 0) & (scores == scores)  # NaN has no place in the order

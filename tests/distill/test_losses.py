@@ -53,8 +53,7 @@ def test_lk_mixes_the_two_gradients_and_its_schedule_has_none():
     assert gradient(losses.lk) == pytest.approx(want, abs=1e-6)
 
 
-@pytest.mark.parametrize("term", [losses.tv, losses.forward_kl, losses.jsd,
-                                  losses.lk])
+@pytest.mark.parametrize("term", [losses.tv, losses.forward_kl, losses.jsd, losses.lk])
 def test_equal_distributions_cost_nothing(term):
     whole = np.float32([[0.5, 0.1], [0.25, 0.9], [0.25, 1e-30]])
     assert of(term, whole, whole) == pytest.approx([0, 0], abs=1e-6)
@@ -85,12 +84,10 @@ def test_chains_multiply():
     assert grad(alpha.at[0, 0].set(0))[1, 0] == 0 != grad(alpha)[1, 0]
 
 
-@pytest.mark.parametrize("reward, want", [
-    ([1, 0, 1, 0], [2, 0.1, 2, 0.1]),
-    ([0, 0, 0, 0], [1, 1, 1, 1]),
-    ([8, 0, 0, 0], [3, 0.1, 0.1, 0.1]),
-    ([-1, 1, 1, -1], [0.1, 2, 2, 0.1]),
-])
+@pytest.mark.parametrize("reward, want", [([1, 0, 1, 0], [2, 0.1, 2, 0.1]),
+                                          ([0, 0, 0, 0], [1, 1, 1, 1]),
+                                          ([8, 0, 0, 0], [3, 0.1, 0.1, 0.1]),
+                                          ([-1, 1, 1, -1], [0.1, 2, 2, 0.1])])
 def test_reward_weights_are_normalised_and_clipped(reward, want):
     padded, live = np.float32([*reward, 99]), np.array([True] * 4 + [False])
     got = LOSSES["reward_weighted_kl"].weigh(padded, padded * 0, live)

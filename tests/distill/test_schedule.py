@@ -7,14 +7,13 @@ from specrl_jax.config import DistillConfig
 from specrl_jax.distill import schedule
 
 
-@pytest.mark.parametrize("options, collects, due", [
-    (dict(when="off"), "", ""), (dict(when="once"), "", ""),
-    (dict(when="interval"), "01234567", "01234567"),
-    (dict(when="interval", interval=4), "37", "37"),
-    (dict(when="interval", interval=4, rollouts=3), "123567", "37"),
-    (dict(when="interval", interval=4, overlap=True), "37", "37"),
-    (dict(when="trigger"), "01234567", ""),
-])
+@pytest.mark.parametrize("options, collects, due",
+                         [(dict(when="off"), "", ""), (dict(when="once"), "", ""),
+                          (dict(when="interval"), "01234567", "01234567"),
+                          (dict(when="interval", interval=4), "37", "37"),
+                          (dict(when="interval", interval=4, rollouts=3), "123567", "37"),
+                          (dict(when="interval", interval=4, overlap=True), "37", "37"),
+                          (dict(when="trigger"), "01234567", "")])
 def test_the_schedule(options, collects, due):
     made, state = DistillConfig(**options), schedule.forget()
     found = ["".join(str(s) for s in range(8) if rule(s)) for rule in (

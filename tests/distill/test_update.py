@@ -11,20 +11,21 @@ import pytest
 from helpers import make_task, tiny_arch, tiny_params
 from specrl_kernels.noise import gumbel
 
-from specrl_jax.config import ConfigError, DistillOptions
+from specrl_jax.config import ConfigError, DistillConfig, DistillOptions
 from specrl_jax.distill import metrics
 from specrl_jax.distill import teacher as teachers
 from specrl_jax.distill import update as distill
+from specrl_jax.distill.data import Plan, batch_of, in_rows, of_rollout
 from specrl_jax.distill.losses import LOSSES
 from specrl_jax.distill.teacher import FrozenParams, SequenceBatch, TeacherTargets
-from specrl_jax.draft import eagle_model, eagle_training
+from specrl_jax.draft import eagle_model
 from specrl_jax.draft.eagle_model import EagleArch
 from specrl_jax.model import transformer
 from specrl_jax.structs import Rollout
 
 ACTOR = tiny_arch(num_layers=2)
 ARCH = EagleArch(ACTOR, draft_vocab=16)
-DRAFTER = eagle_training.trainable(ARCH)
+DRAFTER = eagle_model.trainable(ARCH)
 VOCAB = np.arange(0, 24, 3).tolist() + np.arange(1, 24, 3).tolist()
 OPTIONS = DistillOptions(unroll=2, learning_rate=3e-3, max_grad_norm=1e9)
 TEMPERATURE, RESPONSE = 0.7, 12
@@ -100,10 +101,10 @@ def test_sequence_batch_of_a_rollout_holds_its_rows(rolled):
     said = np.full((12, RESPONSE), 9, np.int32)
     for row, (start, end) in enumerate(zip(texts.first, texts.length, strict=True)):
         said[row, : end - start] = texts.tokens[row, start:end]
-    rollout = Rollout(**fields | dict(
-        prompt=texts.tokens[:, :10], prompt_length=texts.first, tokens=said,
-        length=texts.length - texts.first))
-    made = teachers.sequence_batch(rollout, texts.reward, texts.advantage, 0.0, rows=5)
+    rollout = Rollout(**fields | dict(prompt=texts.tokens[:, :10], prompt_length=texts.first,
+                                      tokens=said, length=texts.length - texts.first))
+    made = batch_of(of_rollout(rollout, texts.reward, texts.advantage),
+                    Plan(in_rows(np.arange(12), 5), 22, RESPONSE), 0.0)
     assert made.tokens.shape == (3, 5, 22) and (made.temperature == 1).all()
     assert (made.length[2, 2:] == 0).all() and (made.first[2, 2:] == 1).all()
     for row in range(12):
@@ -116,8 +117,8 @@ def test_sequence_batch_of_a_rollout_holds_its_rows(rolled):
 
 def targets(frozen, batch, teacher, depths=1):
     """What a loss is given, without weights."""
-    return teachers.targets_of(dataclasses.replace(OPTIONS, unroll=depths), depths, frozen, batch,
-                            teacher, jnp.ones(depths), jnp.ones(len(batch.length)))
+    return teachers.targets_of(dataclasses.replace(OPTIONS, unroll=depths), frozen, batch,
+                               teacher, jnp.ones(depths), jnp.ones(len(batch.length)))
 
 
 def test_targets_are_the_actors_own_distribution(actor, rolled, frozen, teacher):
@@ -285,15 +286,21 @@ def test_the_learning_rate_warms_up_and_falls_to_nothing():
     assert moved == pytest.approx([5e-4, 1e-3, 5e-4, 0], rel=0.01)
 
 
-@pytest.mark.parametrize("changes, message", [
-    ({"loss": "mse"}, "loss = 'mse': choose one of forward_kl"),
-    ({"unroll": 0}, "unroll = 0: must be at least 1"),
-    ({"depth_decay": 0.0}, r"depth_decay = 0.0: must lie in \(0, 1\]"),
-    ({"warmup_steps": 5, "decay_steps": 5}, "decay_steps = 5: must be 0 or more than"),
-])
-def test_options_are_checked(changes, message):
+@pytest.mark.parametrize("options, changes, message", [
+    (DistillOptions, {"loss": "mse"}, "^loss = 'mse': choose one of forward_kl"),
+    (DistillOptions, {"unroll": 0}, "unroll = 0: must be at least 1"),
+    (DistillOptions, {"depth_decay": 0.0}, r"depth_decay = 0.0: must lie in \(0, 1\]"),
+    (DistillOptions, {"warmup_steps": 5, "decay_steps": 5}, "decay_steps = 5: must be 0 or more"),
+    (DistillConfig, {"when": "often"}, "distill.when = 'often': choose one of off, once"),
+    (DistillConfig, {"loss": "mse"}, "distill.loss = 'mse': choose one of forward_kl"),
+    (DistillConfig, {"batch": 12}, "distill.batch = 12: must be a multiple of .*micro_batch = 8"),
+    (DistillConfig, {"ema_decay": 1.0}, r"distill.ema_decay = 1.0: must lie in \[0, 1\)"),
+    (DistillConfig, {"interval": 0}, "distill.interval = 0: must be at least 1"),
+    (DistillConfig, {"when": "once", "overlap": True},
+     "distill.overlap = True: needs distill.when = 'interval'")])
+def test_options_are_checked(options, changes, message):
     with pytest.raises(ConfigError, match=message):
-        DistillOptions(**changes)
+        options(**changes)
 
 
 def test_an_actor_in_bfloat16_teaches_the_same(rolled):

@@ -52,8 +52,7 @@ def test_nodes_are_what_a_full_forward_of_their_paths_says(children: str, temper
             if not len(below):
                 continue
             drawn = int(slots.context[b] - slots.born[b]) + int(tree.depth[b, above])
-            noise = np.asarray(prng.gumbel(slots.rows.key[b], jnp.int32(drawn),
-                                           jnp.asarray(VOCAB)))
+            noise = np.asarray(prng.gumbel(slots.rows.key[b], jnp.int32(drawn), jnp.asarray(VOCAB)))
             plain = children == "top" or TEMPERATURE[b] == 0
             if children != "perturbed":
                 np.testing.assert_allclose(tree.draft_prob[b, below], np.exp(tree.logq[b, below]),

@@ -149,22 +149,20 @@ def test_logits_of_the_actors_rows_are_those_of_the_actor(tied: bool) -> None:
     params, vocab = tiny_params(actor), jnp.asarray([0, 3, 4, 9, 18, 19])
     hidden = jnp.asarray(np.random.default_rng(1).standard_normal((8, 5)), jnp.float32)
     own = {"final_norm": params["final_norm"] * 2}
-    got = eagle_model.logits(arch, own, eagle_model.draft_head(arch, params, vocab), hidden)
+    head = params["embed" if tied else "head"][vocab]
+    got = eagle_model.logits(arch, own, head, hidden)
     normed = transformer.rms_norm(hidden, own["final_norm"], actor.norm_eps)
     np.testing.assert_allclose(got, transformer.logits(actor, params, normed)[vocab], atol=1e-6)
-    whole = dataclasses.replace(arch, draft_vocab=0)
-    assert eagle_model.draft_head(whole, params, jnp.arange(20)) is params[
-        "embed" if tied else "head"]
 
 
 def test_sizes_default_to_the_actors() -> None:
     arch = EagleArch(ACTOR)
-    assert (arch.draft_vocab, arch.num_heads, arch.head_dim, arch.intermediate_size) == (
+    layer = arch.layer
+    assert (arch.draft_vocab, layer.num_heads, layer.head_dim, layer.intermediate_size) == (
         20, 4, 4, 24)
-    assert EagleArch(ACTOR, intermediate_size=6).layer.intermediate_size == 6
     scaled = dataclasses.replace(ACTOR, rope_scaling=RopeScaling(8.0, 1.0, 4.0, 64))
     assert EagleArch(scaled).layer.rope_scaling == scaled.rope_scaling
-    assert EagleArch(scaled, rope_theta=9.0).layer.rope_scaling is None
+    assert EagleArch(scaled, like=ACTOR).layer.rope_scaling is None
     biased = dataclasses.replace(ACTOR, qkv_bias=True, qk_norm=True)
     assert not EagleArch(biased).layer.qkv_bias and not EagleArch(biased).layer.qk_norm
 
@@ -178,8 +176,7 @@ def test_taps_are_a_low_a_middle_and_a_high_layer(layers: int, taps: tuple[int, 
 
 @pytest.mark.parametrize("changes,message", [
     ({"taps": (1, 4)}, r"taps = \(1, 4\): .*0\.\.3"), ({"taps": (2, 1)}, "ascending"),
-    ({"taps": (-1, 1)}, "taps"), ({"draft_vocab": 21}, "draft_vocab = 21: .*20 tokens"),
-    ({"num_heads": 3}, "num_heads = 3"), ({"head_dim": 3}, "head_dim = 3")])
+    ({"taps": (-1, 1)}, "taps"), ({"draft_vocab": 21}, "draft_vocab = 21: .*20 tokens")])
 def test_what_cannot_work_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         EagleArch(ACTOR, **changes)

@@ -19,7 +19,8 @@ from specrl_jax.draft.eagle_model import EagleArch
 from specrl_jax.model.architecture import RopeScaling
 
 ACTOR = tiny_arch(num_layers=8)
-ARCH = EagleArch(ACTOR, draft_vocab=10, num_heads=6, num_kv_heads=3, intermediate_size=10)
+ARCH = EagleArch(ACTOR, draft_vocab=10, like=dataclasses.replace(
+    ACTOR, num_heads=6, num_kv_heads=3, intermediate_size=10))
 VOCAB = np.asarray([0, 2, 3, 5, 8, 13, 20, 21, 22, 23], np.int32)
 
 
@@ -45,15 +46,16 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("changes", [
     {}, {"own_head": False}, {"draft_vocab": 0}, {"taps": (0, 5)},
-    {"actor": dataclasses.replace(ACTOR, family="qwen3", qk_norm=True, rope_theta=5e5)},
-    {"norm_eps": 1e-6, "rope_theta": 77.0, "rope_scaling": RopeScaling(8.0, 1.0, 4.0, 64)}],
-    ids=str)
+    {"actor": dataclasses.replace(ACTOR, family="qwen3", qk_norm=True, rope_theta=5e5),
+     "like": None},
+    {"like": dataclasses.replace(ARCH.layer, norm_eps=1e-6, rope_theta=77.0,
+                                 rope_scaling=RopeScaling(8.0, 1.0, 4.0, 64))}], ids=str)
 def test_what_is_saved_is_loaded_bit_for_bit(tmp_path: Path, changes: dict[str, Any]) -> None:
-    arch = dataclasses.replace(ARCH, rope_theta=0, **changes) if "actor" in changes else (
-        dataclasses.replace(ARCH, **changes))
-    eagle_weights.save(tmp_path, arch, own(arch), eagle_weights.MadeFor(tokenizer="12ab"))
+    arch = dataclasses.replace(ARCH, **changes)
+    wanted = eagle_weights.MadeFor(tokenizer="12ab", actor="float32 00c0ffee")
+    eagle_weights.save(tmp_path, arch, own(arch), wanted)
     loaded, found, warnings, made_for = eagle_weights.load(tmp_path, arch.actor)
-    assert loaded == arch and warnings == [] and made_for == ("12ab", "")
+    assert loaded == arch and warnings == [] and made_for == wanted
     assert found["vocab"].dtype == np.int32
     jax.tree.map(np.testing.assert_array_equal, found, own(arch))
 
@@ -88,12 +90,6 @@ def test_a_head_of_another_trainer_is_read(folder: Path) -> None:
     assert arch == ARCH
     np.testing.assert_array_equal(found["weights"]["fc"], half.astype(np.float32))
     assert found["weights"]["fc"].dtype == np.float32
-
-
-def test_what_a_head_was_made_for_is_kept(tmp_path: Path) -> None:
-    wanted = eagle_weights.MadeFor(tokenizer="12ab", actor="float32 00c0ffee")
-    eagle_weights.save(tmp_path / "head", ARCH, own(), wanted)
-    assert eagle_weights.load(tmp_path / "head", ACTOR).made_for == wanted
 
 
 def test_stop_tokens_outside_the_draft_vocabulary_are_warned_of(folder: Path) -> None:

@@ -49,9 +49,8 @@ class Corpus:
             context=jnp.asarray([len(prompts[q // group]) + len(said[q]) - 1
                                  for q in range(len(said))]))
 
-    def tree(
-        self, steps: int = DEPTH, branch: int = BRANCH, frontier: Frontier | None = None
-    ) -> Any:
+    def tree(self, steps: int = DEPTH, branch: int = BRANCH, frontier: Frontier | None = None
+             ) -> Any:
         found, _ = self.propose((), self.state, frontier or self.frontier, None,
                                 make_spec(steps, branch, NODES, 0), believed)
         check_tree(found)
@@ -90,8 +89,15 @@ def check_tree(tree: Any) -> None:
             assert not twins, "siblings hold the same token"
 
 
-def test_the_row_repeats_itself() -> None:
-    assert Corpus([[9]], [[1, 2, 3, 4, 1, 2]]).chains()[0] == [3, 4, 1]
+@pytest.mark.parametrize("prompt, said, options, chains", [
+    ([9], [1, 2, 3, 4, 1, 2], {}, [[3, 4, 1]]), ([9], [1, 7, 1, 8, 1, 8, 1], {"match": 1}, [
+        [8, 1, 8]]), ([4, 5, 6, 7, 4, 5], [], {}, [[6, 7, 4]]),
+    ([4, 5, 6, 7, 3, 4], [5], {}, [[6, 7, 3]]), ([9], [1, 2, 3], {}, []),
+    ([9], [5], {"past": [[[3, 5]]]}, [])],  # a token that only ends something
+    ids=["itself", "votes", "prompt", "suffix in the prompt", "no match", "end"])
+def test_history_finds_what_followed_the_suffix(
+        prompt: list[int], said: list[int], options: dict[str, Any], chains: Any) -> None:
+    assert Corpus([prompt], [said], **options).chains(branch=1) == chains
 
 
 def test_the_longest_suffix_wins() -> None:
@@ -99,11 +105,6 @@ def test_the_longest_suffix_wins() -> None:
     assert Corpus([[9]], [said]).chains() == [[5, 8, 7], [6, 8, 1]]
     short = Corpus([[9]], [said], match=1).chains(branch=2)  # both are now matches of one token
     assert {chain[0] for chain in short} == {5, 6}
-
-
-def test_occurrences_vote() -> None:
-    said = [1, 7, 1, 8, 1, 8, 1]
-    assert Corpus([[9]], [said], match=1).chains(branch=1) == [[8, 1, 8]]
 
 
 def test_siblings_are_read_and_other_groups_are_not() -> None:
@@ -115,21 +116,6 @@ def test_siblings_are_read_and_other_groups_are_not() -> None:
 def test_the_past_of_the_prompt_is_read() -> None:
     corpus = Corpus([[9], [9]], [[1, 2], [1, 2]], past=[[[0, 1, 2, 6, 7]], [[1, 2, 8]]])
     assert corpus.chains(0)[0] == [6, 7] and corpus.chains(1) == [[8]]
-
-
-def test_the_prompt_is_read_and_the_suffix_reaches_into_it() -> None:
-    assert Corpus([[4, 5, 6, 7, 4, 5]], [[]]).chains() == [[6, 7, 4]]
-    assert Corpus([[4, 5, 6, 7, 3, 4]], [[5]]).chains() == [[6, 7, 3]]
-
-
-def test_nothing_is_drafted_without_a_match() -> None:
-    corpus = Corpus([[9]], [[1, 2, 3]])
-    assert corpus.chains() == []
-    assert np.asarray(corpus.tree().live).tolist() == [[True] + [False] * (NODES - 1)]
-
-
-def test_nothing_is_drafted_for_a_token_that_only_ends_something() -> None:
-    assert Corpus([[9]], [[5], [3, 5]][:1], past=[[[3, 5]]]).chains() == []
 
 
 @pytest.mark.parametrize("steps,branch", [(0, 1), (1, 1), (2, 1), (3, 1), (1, 2), (3, 2)])

@@ -36,16 +36,14 @@ def tree_of(rows: list[list[Node]], nodes: int, origin: int = 0) -> DraftTree:
 
 
 def drafter(rows: list[list[Node]], nodes: int, origin: int, **more: Any) -> Drafter:
-    def propose(
-        params: Any, state: Any, frontier: Frontier, sampling: Any, spec: Any, survive: Any
-    ) -> Any:
+    def propose(params: Any, state: Any, frontier: Frontier, sampling: Any, spec: Any, survive: Any
+                ) -> Any:
         drafted = tree_of(rows, nodes, origin)
         plain = roots(frontier.root, frontier.live, nodes)
         return jax.tree.map(lambda a, b: jnp.where(spec.steps > 0, a, b), drafted, plain), state + 1
 
     return Drafter(nodes=nodes, depth=3, branch=nodes, init=lambda info: 0, propose=propose,
-                   select_rows=lambda state, rows: state,
-                   names=(f"part{origin}",), **more)
+                   select_rows=lambda state, rows: state, names=(f"part{origin}",), **more)
 
 
 def proposed(first: list[list[Node]], second: list[list[Node]], nodes: int = 6,

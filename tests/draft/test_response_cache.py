@@ -54,18 +54,6 @@ def test_more_than_fit_at_once_leaves_the_last_ones() -> None:
     assert memory.past(np.asarray([0]), 4, 1)[0, :, 0].tolist() == [4, 3, -1, -1]
 
 
-def test_restoring_is_going_on() -> None:
-    one, other = ResponseCache(3, 2, most=9), ResponseCache(3, 2, most=9)
-    add(one, (0, [1]), (1, [2, 3]))
-    other.restore({name: array.copy() for name, array in one.arrays().items()})
-    for memory in (one, other):
-        add(memory, (0, [4]), (0, [5]))
-    for name, array in one.arrays().items():
-        np.testing.assert_array_equal(array, other.arrays()[name])
-    prompt = np.asarray([0])
-    np.testing.assert_array_equal(one.past(prompt, 3, 1), other.past(prompt, 3, 1))
-
-
 def test_capacity_keeps_the_byte_bound() -> None:
     assert capacity(1, 62, 10**9, 8) == 2**20 // 256
     assert capacity(64, 16, 10, 8) == 160

@@ -4,10 +4,24 @@ import dataclasses
 import functools
 from typing import Any
 
+import eagle_slots
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from eagle_slots import (
+    ACTOR,
+    ACTOR_PARAMS,
+    BRANCH,
+    DEPTH,
+    NODES,
+    PLACES,
+    ROWS,
+    TEMPERATURE,
+    P,
+    V,
+    path_to,
+)
 from helpers import (
     Course,
     ask,
@@ -37,94 +51,14 @@ from specrl_jax.draft.small_lm import small_lm
 from specrl_jax.draft.tree import map_nodes
 from specrl_jax.model import tiny, transformer, weights
 from specrl_jax.rollout.engine import Result
-from specrl_jax.structs import DraftTree, Frontier, Path, Sampling, SlotFill, Verdict
+from specrl_jax.structs import DraftTree
 
-V, ROWS, P, PLACES = 24, 3, 10, 48
-DEPTH, BRANCH, NODES = 3, 2, 11  # room for all candidates: 2 + 4 + 4 and the root
-ACTOR = tiny_arch()
-ACTOR_PARAMS = tiny_params(ACTOR)
 ARCH = tiny_arch(hidden_size=8, num_heads=2, num_kv_heads=1, num_layers=1, tied=False)
 SMALL_PARAMS = tiny_params(ARCH, seed=7)
-FULL = make_spec(DEPTH, BRANCH, NODES, 0)
-TEMPERATURE = (1.0, 0.0, 1.3)
-MESH = sharding.make_mesh(MeshConfig())
 
 
-def half(parent: Any, draft_prob: Any, depth: Any, origin: Any) -> Any:
-    """No node is cut, and those of both children are expanded."""
-    return parent * (0.5 - 0.1 * jnp.where(depth > 1, draft_prob, 0))
-
-
-@functools.cache
-def compiled(children: str, branch: int = BRANCH, nodes: int = NODES, drawn: bool = False
-             ) -> tuple[Any, Any]:
-    """The drafter, compiled, and `propose` as it runs, inside shard_map."""
-    drafter = small_lm(ARCH, DEPTH, branch, nodes, children, origin=2, drawn=drawn)
-    everywhere = PartitionSpec()
-    propose = jax.shard_map(
-        lambda *args: drafter.propose(*args, half), in_specs=everywhere, out_specs=everywhere,
-        mesh=MESH, axis_names=set(sharding.ROWS), check_vma=False)
-    return drafter._replace(**{name: jax.jit(getattr(drafter, name))
-                               for name in ("observe", "copy_prompt", "prefill")}), jax.jit(propose)
-
-
-class Slots:
-    """Slots that hold made-up sequences, drawn beforehand."""
-
-    def __init__(self, children: str = "perturbed", seed: int = 0, **sizes: Any) -> None:
-        self.drafter, self.compiled = compiled(children, **sizes)
-        rng = np.random.default_rng(seed)
-        self.said = rng.integers(0, V, (ROWS, PLACES)).astype(np.int32)
-        prompts = np.asarray([1, P, 4], np.int32)
-        self.state = jax.tree.map(jnp.asarray, self.drafter.init(RolloutInfo(
-            prompt=np.zeros((ROWS, P), np.int32), prompt_length=prompts,
-            past=np.zeros((ROWS, 0, 9), np.int32), batch=ROWS, group=1, buffer=PLACES - P,
-            cache=PLACES)))
-        self.born = prompts - 1
-        self.context = self.born.copy()
-        self.live = np.ones(ROWS, bool)
-        self.rows = Sampling(
-            temperature=jnp.asarray(TEMPERATURE), top_p=jnp.ones(ROWS),
-            top_k=jnp.zeros(ROWS, jnp.int32), limit=jnp.full(ROWS, 30), stop=jnp.full(1, -1),
-            key=jnp.asarray(rng.integers(0, 2**32, (ROWS, 2)), jnp.uint32))
-        self.fill(source=np.arange(ROWS))
-
-    def fill(self, source: Any = (-1,) * ROWS, copy: Any = (-1,) * ROWS) -> None:
-        """Prompts of sequences `source` enter, or those of slots are copied."""
-        source, copy = np.asarray(source), np.asarray(copy)
-        fill = SlotFill(*map(jnp.asarray, (np.maximum(source, copy), source, copy, self.born,
-                                       self.born)))
-        self.state = self.drafter.prefill(self.drafter.copy_prompt(self.state, fill), fill,
-                                          jnp.asarray(self.said[:, :P]), None)
-
-    @property
-    def frontier(self) -> Frontier:
-        place = np.arange(ROWS)
-        return Frontier(root=jnp.asarray(self.said[place, self.context]), seq=jnp.asarray(place),
-                   generated=jnp.asarray(self.context - self.born),
-                   context=jnp.asarray(self.context), live=jnp.asarray(self.live))
-
-    def draft(self, spec: Any = FULL) -> DraftTree:
-        args = jax.device_put((SMALL_PARAMS, self.state, self.frontier, self.rows, spec),
-                              sharding.replicated(MESH))
-        tree, self.state = self.compiled(*args)
-        return jax.tree.map(np.asarray, tree)
-
-    def commit(self, counts: Any) -> None:
-        """What a verification of `counts` tokens a row leaves; the rest of its path is garbage."""
-        index = self.context[:, None] + np.arange(DEPTH + 1)[None]
-        gone = np.arange(DEPTH + 1)[None] >= np.asarray(counts)[:, None]
-        verdict = Verdict(jnp.where(gone, 7, self.said[np.arange(ROWS)[:, None], index + 1]),
-                          *(None,) * 6)
-        path = Path(kv=None, draw=None, verified=None, taps=None)
-        self.state = self.drafter.observe((), self.state, self.frontier, verdict, path)
-        self.context = self.context + np.asarray(counts, np.int32)
-
-    def wander(self, rounds: int, seed: int, spec: Any = FULL) -> None:
-        rng = np.random.default_rng(seed)
-        for _ in range(rounds):
-            self.draft(spec)
-            self.commit(rng.integers(0, DEPTH + 2, ROWS))
+class Slots(eagle_slots.Slots):
+    made = functools.partial(small_lm, ARCH), lambda: SMALL_PARAMS
 
 
 FORWARD = jax.jit(functools.partial(transformer.forward, ARCH))
@@ -135,11 +69,7 @@ def recomputed(slots: Slots, tree: DraftTree) -> np.ndarray:
     tokens = np.zeros((ROWS, NODES, PLACES + DEPTH), np.int32)
     length = np.zeros((ROWS, NODES), np.int32)
     for b, n in np.ndindex(ROWS, NODES):
-        path, at = [], n
-        while at:
-            path.insert(0, int(tree.tokens[b, at]))
-            at = int(tree.parent[b, at])
-        whole = [*slots.said[b, : slots.context[b] + 1], *path]
+        whole = [*slots.said[b, : slots.context[b] + 1], *path_to(tree, b, n)]
         tokens[b, n, : len(whole)], length[b, n] = whole, len(whole)
     logits = np.asarray(FORWARD(SMALL_PARAMS, tokens.reshape(ROWS * NODES, -1), length.reshape(-1)))
     last = np.take_along_axis(logits, length.reshape(-1, 1, 1) - 1, 1).reshape(ROWS, NODES, V)
@@ -151,7 +81,7 @@ def check_nodes(slots: Slots, tree: DraftTree, rows: Any = range(ROWS)) -> None:
     """Every node is there, and its scores and children are those of a full forward."""
     logq = recomputed(slots, tree)
     for b in rows:
-        assert tree.live[b].all() and (tree.origin[b, 1:] == 2).all()
+        assert tree.live[b].all()
         np.testing.assert_allclose(
             tree.logq[b, 1:], logq[b, tree.parent[b, 1:], tree.tokens[b, 1:]], atol=1e-4)
         for above in range(NODES):
@@ -168,11 +98,11 @@ def test_nodes_are_what_a_full_forward_of_their_paths_says() -> None:
     slots = Slots()
     check_nodes(slots, slots.draft())  # one prompt has a single token
     slots.wander(4, seed=1)
-    slots.live = np.asarray([True, True, False])
-    check_nodes(slots, slots.draft(), range(2))
+    slots.live = np.asarray([True, True, False, True])
+    check_nodes(slots, slots.draft(), (0, 1, 3))
     np.testing.assert_array_equal(slots.state.cache.length[:2], slots.context[:2] + 1)
     slots.live = np.ones(ROWS, bool)
-    slots.commit([1, 2, 0])
+    slots.commit([1, 2, 0, 1])
     check_nodes(slots, slots.draft())
 
 
@@ -188,48 +118,23 @@ def test_refilled_and_copied_slots_draft_as_fresh_ones() -> None:
     slots.wander(3, seed=7)  # the source has run on
     slots.said[2, :P], slots.born[2] = slots.said[1, :P], slots.born[1]
     slots.context = slots.born.copy()
-    slots.fill(copy=[-1, 1, 1], source=[0, -1, -1])
-    np.testing.assert_array_equal(slots.state.cache.length, [0, slots.born[1], slots.born[1]])
+    slots.fill(copy=[-1, 1, 1, -1], source=[0, -1, -1, 3])
+    np.testing.assert_array_equal(slots.state.cache.length, [0, slots.born[1], slots.born[1], 0])
     check_nodes(slots, slots.draft())
-    slots.commit([2, 1, 3])
+    slots.commit([2, 1, 3, 0])
     check_nodes(slots, slots.draft())
-
-
-def test_garbage_changes_no_bit() -> None:
-    clean, dirty = Slots(seed=11), Slots(seed=11)
-    for slots in (clean, dirty):
-        slots.wander(3, seed=5)
-    tree, state = clean.draft(), dirty.state
-    place = np.arange(state.tokens.shape[1] - 1)[None]
-    beyond = place >= dirty.context[:, None]
-    unread = place >= np.asarray(state.cache.length)[:, None]
-    dirty.state = state.replace(
-        tokens=state.tokens.at[:, 1:].set(jnp.where(beyond, -5, state.tokens[:, 1:])),
-        cache=state.cache.replace(kv=[
-            (jnp.where(unread[:, None, None], 1e4, k), jnp.where(unread[:, None, :, None], -1e4, v))
-            for k, v in state.cache.kv]))
-    jax.tree.map(np.testing.assert_array_equal, tree, dirty.draft())
-
-
-@pytest.mark.slow
-def test_top_and_sampled_children() -> None:
-    trees = {name: Slots(name).draft() for name in ("perturbed", "top", "sampled")}
-    np.testing.assert_array_equal(trees["sampled"].tokens[1], trees["top"].tokens[1])  # greedy
-    for one, other in (("sampled", "top"), ("sampled", "perturbed"), ("top", "perturbed")):
-        assert (trees[one].tokens[[0, 2]] != trees[other].tokens[[0, 2]]).any()
 
 
 @pytest.mark.parametrize("branch, nodes", [(1, 2), (BRANCH, 6)])
-def test_drawn_tree_carries_its_proposal(branch: int, nodes: int
-                                                                     ) -> None:
+def test_drawn_tree_carries_its_proposal(branch: int, nodes: int) -> None:
     """Also of nodes whose children have no room; and stop tokens do not change its shape."""
     slots = Slots(branch=branch, nodes=nodes, drawn=True)
     tree = slots.draft(make_spec(DEPTH, branch, nodes, 0))
     padded = map_nodes(lambda a: np.pad(a, ((0, 0), (0, NODES - nodes))), tree)
     logq = recomputed(slots, padded)[:, :nodes]
     known = (tree.proposal.logq > -np.inf).all(2)
-    assert not known[1].any()  # greedy
-    for row in (0, 2):
+    assert not known[2].any()  # greedy
+    for row in (0, 1, 3):
         above = np.unique(tree.parent[row, 1:])
         assert known[row, above].all()
         np.testing.assert_allclose(tree.proposal.logq[row, known[row]], logq[row, known[row]],
@@ -293,9 +198,6 @@ def bench() -> Bench:
     return Bench()
 
 
-STOP = np.asarray((3,), np.int32)
-MIXES = ({}, {"temperature": 0}, {"temperature": 1.7, "top_k": 9, "top_p": 0.8},
-         {"temperature": np.linspace(0, 2, 12), "limit": 1 + np.arange(12)})
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.0, 1.5])
@@ -312,38 +214,6 @@ def test_the_actor_itself_drafts_perfectly_after_pauses(bench: Bench) -> None:
     tried, _, share, _ = result.calibration
     assert tried.sum() > 50 and (share[tried > 0] == 1).all()
     assert (DEPTH + 1) * result.counters["row_rounds"] > result.counters["committed"] * 1.1
-
-
-@pytest.mark.parametrize("mix", MIXES)
-@pytest.mark.slow
-def test_speculation_changes_no_token(bench: Bench, mix: dict[str, Any]) -> None:
-    other = tiny_params(ACTOR, seed=9)
-    near = jax.tree.map(lambda a, b: a + 0.05 * b, ACTOR_PARAMS, other)
-    layout = bench.drafting.layout, bench.plain.layout
-    for one in layout:
-        one.stop = STOP
-    try:
-        accepted = [bench.drafts(own, pauses, **mix).counters["accepted"]
-                    for own in (other, near) for pauses in (True, False)]
-    finally:
-        for one in layout:
-            one.stop = np.asarray((-1,), np.int32)
-    assert 0 < accepted[1] < accepted[3]
-
-
-@pytest.mark.slow
-def test_a_sharpened_drafter_says_the_same_tokens(bench: Bench) -> None:
-    near = jax.tree.map(lambda a, b: a + 0.05 * b, ACTOR_PARAMS, tiny_params(ACTOR, seed=9))
-    sharp = make_engine(
-        ACTOR, bench.task, drafter=small_lm(ACTOR, DEPTH, 1, 4, temperature=0.5), batch=4,
-        min_batch=2, controller=wandering(bench.course))
-    sharp.compile(ACTOR_PARAMS, near)
-    asked = ask(bench.task, seed=1, temperature=np.repeat((0.0, 0.6, 1.0, 1.7), 3))
-    bench.course.hold = make_spec(DEPTH, 1, 4, 0)
-    bench.drafting.control = sharp.control = bench.course.draw()
-    results = [engine.run(ACTOR_PARAMS, asked, near) for engine in (bench.drafting, sharp)]
-    one, other = (result.counters["accepted"] for result in results)
-    assert streams(results[0]) == streams(results[1]) and 0 < one != other > 0
 
 
 @pytest.mark.slow
@@ -460,11 +330,3 @@ def test_a_model_must_reach_far_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weights, "describe_source", lambda *place, **options: short)
     with pytest.raises(ConfigError, match="draft.model = .*80 positions, .* = 88"):
         make(config())
-
-
-@pytest.mark.parametrize("changes,message", [
-    ({"children": "best"}, "draft.children = 'best'"), ({"depth": 0}, "spec.max_depth = 0"),
-    ({"nodes": 1}, "spec.max_nodes = 1"), ({"branch": 25}, "spec.max_branch = 25: .*24")])
-def test_what_cannot_work_is_refused(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        small_lm(**({"arch": ARCH, "depth": 3, "branch": 2, "nodes": 6} | changes))

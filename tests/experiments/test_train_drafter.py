@@ -26,7 +26,7 @@ from specrl_jax.distill import offline, teacher
 from specrl_jax.distill.data import Corpus
 from specrl_jax.distill.metrics import Evaluation, summarize, table, walk
 from specrl_jax.distill.offline import DrafterTraining
-from specrl_jax.draft import eagle_model, eagle_training, eagle_weights
+from specrl_jax.draft import eagle_model, eagle_weights
 from specrl_jax.draft.eagle_model import EagleArch
 from specrl_jax.io.checkpoint import restore_part
 from specrl_jax.io.metrics import read_metrics
@@ -215,7 +215,7 @@ def test_features_start_near_one_for_any_taps():
     assert scale == pytest.approx([0.5, 40], rel=0.1)
     actor = describe_source("random:tiny").params()
     rows = teacher.draft_rows(TINY, actor, np.arange(16))
-    head = eagle_training.warm_start(arch, eagle_model.initialize(arch, 0), actor, rows, scale)
+    head = eagle_model.warm_start(arch, eagle_model.initialize(arch, 0), actor, rows, scale)
     described = eagle_model.describe(arch)
     assert jax.tree.map(np.shape, head) == jax.tree.map(lambda p: p.shape, described,
                                                         is_leaf=lambda p: hasattr(p, "axes"))

@@ -62,15 +62,8 @@ def distribution(logits: np.ndarray, temperature: float, top_k: int, top_p: floa
     """The processed distribution, f64[V], by sorting."""
     if temperature == 0:
         return np.eye(len(logits))[np.argmax(logits)]
-    scores = np.asarray(logits, np.float64) / float(temperature)
-    p = np.exp(scores - scores.max())
-    order = np.argsort(-scores, kind="stable")[: int(top_k) or None]
-    before = np.cumsum(p[order]) - p[order]
-    if top_p < 1:
-        order = order[before < float(top_p) * p[order].sum()]
-    kept = np.zeros_like(p)
-    kept[order] = p[order]
-    return kept / kept.sum()
+    setting = float(temperature), int(top_k), float(top_p)
+    return np.exp(ProcessedDistribution(logits, *setting).logprob)
 
 
 class ProcessedDistribution:
@@ -155,10 +148,9 @@ def match(r: Round) -> tuple[Array, Array]:
     batch, nodes = r.tokens.shape
     depth = jnp.asarray(r.shape.depth)[None]
     flat = jnp.arange(batch * nodes)
-    target = Target(
-        logits=r.logits.reshape(batch * nodes, -1).T, place=flat.reshape(batch, nodes),
-        row=flat // nodes, position=(r.generated[:, None] + depth).reshape(-1),
-        frontier=frontier(r), sampling=options(r))
+    target = Target(logits=r.logits.reshape(batch * nodes, -1).T, place=flat.reshape(batch, nodes),
+                    row=flat // nodes, position=(r.generated[:, None] + depth).reshape(-1),
+                    frontier=frontier(r), sampling=options(r))
     verdict, _ = VERIFY(tree_of(r), target, DEPTH)
     return verdict.tokens, verdict.count
 
@@ -193,9 +185,8 @@ def tree_of(r: Round) -> Nodes:
 
 def frontier(r: Round) -> Frontier:
     rows = jnp.arange(len(r.generated))
-    return Frontier(
-        root=r.tokens[:, 0], seq=rows, generated=r.generated, context=rows, live=rows >= 0
-    )
+    return Frontier(root=r.tokens[:, 0], seq=rows, generated=r.generated, context=rows,
+                    live=rows >= 0)
 
 
 def options(r: Round) -> Sampling:
@@ -246,8 +237,7 @@ def draft(shape: Shape, order_of: Callable[[Array, Array], Array], w: World, set
 
     rows = jnp.arange(len(setting))[:, None]
     tokens, live, logq = grow(shape, w.logq[setting], context, noise, order_of)
-    return (tokens, live, w.model[tokens], w.settings[setting], w.logp[setting][rows, tokens],
-            logq)
+    return (tokens, live, w.model[tokens], w.settings[setting], w.logp[setting][rows, tokens], logq)
 
 
 def two_tokens(rule: Rule, shape: Shape, w: World, setting: np.ndarray, key: np.ndarray,

@@ -1,6 +1,8 @@
-"""A tiny EAGLE drafter, slots that it follows, and a full recompute of what it says."""
+"""Slots that a drafter follows; a tiny EAGLE drafter, and a full recompute of what it says."""
 
+import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -21,8 +23,8 @@ from specrl_jax.structs import DraftTree, Frontier, Path, Sampling, SlotFill, Ve
 V, F, ROWS, P, PLACES = 24, 16, 4, 10, 48
 DEPTH, BRANCH, NODES = 3, 2, 11  # room for all candidates: 2 + 4 + 4 and the root
 ACTOR = tiny_arch()
-ARCH = EagleArch(ACTOR, draft_vocab=16, own_head=False, num_heads=2, num_kv_heads=1,
-                 intermediate_size=20)
+ARCH = EagleArch(ACTOR, draft_vocab=16, own_head=False, like=dataclasses.replace(
+    ACTOR, num_heads=2, num_kv_heads=1, intermediate_size=20))
 VOCAB = np.sort(np.random.default_rng(5).permutation(V)[:16]).astype(np.int32)
 FULL = make_spec(DEPTH, BRANCH, NODES, 0)
 TEMPERATURE = (1.0, 0.6, 0.0, 1.3)
@@ -45,16 +47,15 @@ def contrary(parent: Any, draft_prob: Any, depth: Any, origin: Any) -> Any:
 
 
 @functools.cache
-def compiled(children: str, nodes: int = NODES, branch: int = BRANCH, depth: int = DEPTH,
-             temperature: float = 1.0
-             ) -> tuple[Drafter, Any, Any]:
+def compiled(make: Callable[..., Drafter], own: Callable[[], Any], children: str,
+             branch: int = BRANCH, nodes: int = NODES, **more: Any) -> tuple[Drafter, Any, Any]:
     """The drafter, compiled, its bound parameters, and `propose` as it runs, inside shard_map."""
-    drafter = eagle(ARCH, depth, branch, nodes, children, temperature=temperature, origin=2)
+    drafter = make(depth=DEPTH, branch=branch, nodes=nodes, children=children, origin=2, **more)
     everywhere = PartitionSpec()
     propose = jax.shard_map(
         lambda *args: drafter.propose(*args, contrary), in_specs=everywhere, out_specs=everywhere,
         mesh=MESH, axis_names=set(sharding.ROWS), check_vma=False)
-    bound = drafter.bind(ACTOR_PARAMS, parameters())
+    bound = drafter.bind(ACTOR_PARAMS, own())
     drafter = drafter._replace(**{name: jax.jit(getattr(drafter, name))
                                   for name in ("observe", "copy_prompt", "prefill")})
     return drafter, bound, jax.jit(propose)
@@ -63,13 +64,17 @@ def compiled(children: str, nodes: int = NODES, branch: int = BRANCH, depth: int
 class Slots:
     """Slots that hold made-up sequences: what the actor thinks and says is drawn beforehand."""
 
+    made = functools.partial(eagle, ARCH), parameters
+
     def __init__(self, children: str = "perturbed", seed: int = 0, **shape: Any) -> None:
-        self.drafter, self.params, self.compiled = compiled(children, **shape)
+        self.drafter, self.params, self.compiled = compiled(*self.made, children, **shape)
         self.temperature = np.asarray(TEMPERATURE) * shape.get("temperature", 1.0)
         rng = np.random.default_rng(seed)
         self.said = rng.integers(0, V, (ROWS, PLACES)).astype(np.int32)
         self.thought = rng.standard_normal((ROWS, PLACES, F)).astype(np.float32)
-        prompts = rng.integers(2, P + 1, ROWS).astype(np.int32)
+        # The head reads a feature of the token before the last.
+        prompts = rng.integers(2, P + 1, ROWS) if self.drafter.taps else np.asarray([1, P, 4, 6])
+        prompts = prompts.astype(np.int32)
         state = self.drafter.init(RolloutInfo(
             prompt=np.zeros((ROWS, P), np.int32), prompt_length=prompts,
             past=np.zeros((ROWS, 0, 9), np.int32), batch=ROWS, group=1, buffer=PLACES - P,

@@ -40,8 +40,7 @@ def test_rule_keeps_the_joint_distribution_of_two_tokens(rule: Rule, rows: int, 
     assert wrong_settings(rule, shape, world(quality), rows=rows) == []
 
 
-def first_round(rule: Rule, shape: Shape, quality: str, rows: int
-                ) -> tuple[np.ndarray, np.ndarray]:
+def first_round(rule: Rule, shape: Shape, quality: str, rows: int) -> tuple[np.ndarray, np.ndarray]:
     """i32[settings, rows, 2] tokens, and i32[settings, rows] of them emitted in the first round."""
     setting = np.repeat(np.arange(len(SETTINGS)), rows)
     pair, count = two_tokens(rule, shape, world(quality), setting, keys(len(setting), 1))

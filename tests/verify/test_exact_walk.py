@@ -78,8 +78,7 @@ def shared(distributions: list[np.ndarray], levels: list[int]) -> tuple[np.ndarr
         ends = {i: np.append(np.cumsum(distributions[i])[:-1], 1.0) for i in nodes}
         cuts = np.unique(np.concatenate([[0.0], *ends.values()]))
         groups.append([(high - low, {i: int(np.searchsorted(ends[i], (low + high) / 2))
-                                     for i in nodes})
-                       for low, high in itertools.pairwise(cuts)])
+                                     for i in nodes}) for low, high in itertools.pairwise(cuts)])
     drawn, weight = [], []
     for parts in itertools.product(*groups):
         merged = dict(pair for _, part in parts for pair in part.items())

@@ -55,9 +55,8 @@ def rejecting(r: Round, *, live: Array | None = None, logq: Array | None = None,
     """The right rule, of which each broken rule replaces one part."""
     nodes, noise = tree_of(r), Noise(r.key, r.generated)
     nodes = nodes if live is None else nodes.replace(live=live)
-    path, accepted, left = decide(
-        nodes, r.logp, r.logq if logq is None else logq,
-        coin_of or functools.partial(coin, noise), DEPTH, test)
+    path, accepted, left = decide(nodes, r.logp, r.logq if logq is None else logq,
+                                  coin_of or functools.partial(coin, noise), DEPTH, test)
     at = jnp.take_along_axis(path, accepted[:, None], 1)[:, 0]
     last = last_token(left_of(left, at), noise, accepted)
     return emit(nodes, path, accepted, last), accepted + 1

@@ -9,35 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from distribution_checks import ProcessedDistribution, fits
+from distribution_checks import distribution as processed
 from specrl_kernels.gumbel_argmax import xla
 
 from specrl_jax.prng import gumbel
 from specrl_jax.verify import sampling, truncation
-
-
-def oracle(logits: np.ndarray, noise: np.ndarray, temperature: float, top_k: int, top_p: float
-           ) -> tuple[int, float, float, float]:
-    """(token, logprob, raw_logprob, top_p_mass) of one position, by sorting, in float64."""
-    scores = np.asarray(logits, np.float64) / (temperature or 1.0)
-    order = sorted(range(len(scores)), key=lambda v: (-scores[v], v))
-    p = np.exp(scores - scores.max())
-    p = p / p.sum()
-    if top_k > 0:
-        order = order[:top_k]
-    if top_p < 1:
-        target, mass, kept = top_p * p[order].sum(), 0.0, []
-        for v in order:
-            if mass >= target:
-                break
-            kept.append(v)
-            mass += p[v]
-        order = kept
-    order = sorted(order)
-    drawn = scores[order] + (noise[order] if temperature else 0)
-    token = order[int(np.argmax(drawn))]
-    top_p_mass = p[order].sum()
-    logprob = 0.0 if temperature == 0 else np.log(p[token] / top_p_mass)
-    return token, logprob, np.log(p[token]), top_p_mass
 
 
 def draw(logits: Any, temperature: Any = 1.0, top_k: Any = 0, top_p: Any = 1.0, key: Any = None,
@@ -83,12 +60,13 @@ def check(logits: np.ndarray, settings: list[tuple[float, int, float]]) -> None:
     noise = np.asarray(gumbel(jnp.asarray(key, jnp.uint32), jnp.asarray(position, jnp.int32),
                               jnp.arange(len(logits))), np.float64)
     for w, (t, k, p) in enumerate(settings):
-        token, logprob, raw, kept = oracle(logits[:, w], noise[w], t, k, p)
+        want = ProcessedDistribution(logits[:, w], t, k, p)
+        token = int(np.argmax(want.raw if t == 0 else want.logprob + noise[w]))
         found = f"temperature {t}, top_k {k}, top_p {p}"
         assert int(got.token[w]) == token, found
         np.testing.assert_allclose(
-            [got.logprob[w], got.raw_logprob[w], got.top_p_mass[w]], [logprob, raw, kept],
-            rtol=0, atol=2e-5, err_msg=found)
+            [got.logprob[w], got.raw_logprob[w], got.top_p_mass[w]],
+            [want.logprob[token], want.raw[token], want.kept], rtol=0, atol=2e-5, err_msg=found)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -143,10 +121,9 @@ def drawn(noise_of: Callable[..., Any], temperature: float, top_k: int, top_p: f
     logits = np.tile(LOGITS[:, None], (1, len(row)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(xla, "exponential", lambda *at: jnp.exp(-noise_of(*at)))
-        got = drawing(noise_of)(
-            logits, full(temperature, len(row), np.float32), full(top_k, len(row), np.int32),
-            full(top_p, len(row), np.float32), jnp.asarray(key, jnp.uint32),
-            jnp.asarray(position, jnp.int32))
+        got = drawing(noise_of)(logits, full(temperature, len(row), np.float32),
+                                full(top_k, len(row), np.int32), full(top_p, len(row), np.float32),
+                                jnp.asarray(key, jnp.uint32), jnp.asarray(position, jnp.int32))
     return np.asarray(got.token).reshape(ROWS, POSITIONS)
 
 
@@ -156,50 +133,14 @@ def drawing(noise_of: Callable[..., Any]) -> Callable[..., Any]:
     return jax.jit(lambda *args: sampling.draw(*args))
 
 
-def distribution(temperature: float, top_k: int, top_p: float) -> np.ndarray:
-    """The processed distribution, f64[V]."""
-    p = np.zeros(VOCAB)
-    for v in range(VOCAB):
-        only = np.where(np.arange(VOCAB) == v, 1e6, 0)  # noise that makes v win if it is kept
-        token, logprob, _, _ = oracle(LOGITS, only, temperature, top_k, top_p)
-        if token == v:
-            p[v] = np.exp(logprob)
-    return p / p.sum()
-
-
 def deviations_of(tokens: np.ndarray, p: np.ndarray) -> list[str]:
     """What is wrong with draws i[ROWS, POSITIONS] that should be independent draws from p."""
-    wrong = []
-    counts = np.bincount(tokens.reshape(-1), minlength=VOCAB)
-    if counts[p == 0].any():
-        wrong.append("a token that truncation removed")
-    if not fits(counts[p > 0], p[p > 0]):
-        wrong.append("the distribution")
-    pairs = np.bincount((tokens[:, :-1] * VOCAB + tokens[:, 1:]).reshape(-1), minlength=VOCAB**2)
-    both = np.outer(p, p).reshape(-1)
-    if not fits(pairs[both > 0], both[both > 0]):
-        wrong.append("neighbouring positions depend on each other")
-    rows = np.bincount((tokens[:-1] * VOCAB + tokens[1:]).reshape(-1), minlength=VOCAB**2)
-    if not fits(rows[both > 0], both[both > 0]):
-        wrong.append("neighbouring rows depend on each other")
-    return wrong
-
-
-def fits(counts: np.ndarray, p: np.ndarray) -> bool:
-    """Pearson's chi-square within 5 deviations (Wilson-Hilferty); rare cells are put together."""
-    if len(p) == 1:
-        return True
-    expected = p * counts.sum()
-    rare = expected < 5
-    counts = np.append(counts[~rare], counts[rare].sum())
-    expected = np.append(expected[~rare], expected[rare].sum())
-    counts, expected = counts[expected > 0], expected[expected > 0]
-    degrees = len(counts) - 1
-    if degrees < 1:
-        return True
-    statistic = ((counts - expected) ** 2 / expected).sum()
-    spread = 2 / (9 * degrees)
-    return ((statistic / degrees) ** (1 / 3) - (1 - spread)) / spread**0.5 < 5
+    pairs = {"positions": tokens[:, :-1] * VOCAB + tokens[:, 1:],
+             "rows": tokens[:-1] * VOCAB + tokens[1:]}
+    wrong = [f"neighbouring {name} depend on each other" for name, pair in pairs.items()
+             if not fits(np.bincount(pair.reshape(-1), minlength=VOCAB**2), np.outer(p, p).ravel())]
+    alone = fits(np.bincount(tokens.reshape(-1), minlength=VOCAB), p)
+    return wrong + ([] if alone else ["the distribution"])
 
 
 @pytest.mark.parametrize("top_k,top_p", [(5, 1.0), (0, 0.5), (5, 0.5)])
@@ -223,35 +164,21 @@ def test_the_distribution_of_the_draw(temperature: float, top_k: int, top_p: flo
     if temperature == 0:
         assert (tokens == LOGITS.argmax()).all()
     else:
-        assert deviations_of(tokens, distribution(temperature, top_k, top_p)) == []
+        assert deviations_of(tokens, processed(LOGITS, temperature, top_k, top_p)) == []
 
 
-def without_position(key: Any, position: Any, index: Any) -> Any:
-    return gumbel(key, jnp.zeros_like(position), index)
+WRONG: dict[str, Callable[..., Any]] = {
+    "without position": lambda key, position, index: gumbel(key, jnp.zeros_like(position), index),
+    "one key word": lambda key, position, index: gumbel(jnp.zeros_like(key), position, index),
+    "halved": lambda *at: gumbel(*at) / 2, "of the minimum": lambda *at: -gumbel(*at),
+    "same for pairs": lambda key, position, index: gumbel(key, position, index // 2)}
 
 
-def one_key_word(key: Any, position: Any, index: Any) -> Any:
-    return gumbel(jnp.zeros_like(key), position, index)
-
-
-def halved(key: Any, position: Any, index: Any) -> Any:
-    return gumbel(key, position, index) / 2
-
-
-def of_the_minimum(key: Any, position: Any, index: Any) -> Any:
-    return -gumbel(key, position, index)
-
-
-def same_for_pairs(key: Any, position: Any, index: Any) -> Any:
-    return gumbel(key, position, index // 2)
-
-
-@pytest.mark.parametrize("wrong", [without_position, one_key_word, halved, of_the_minimum,
-                                   same_for_pairs], ids=lambda f: f.__name__)
-def test_wrong_noise_is_noticed(wrong: Callable[..., Any]) -> None:
-    assert deviations_of(drawn(wrong, 1.0, 0, 1.0), distribution(1.0, 0, 1.0))
+@pytest.mark.parametrize("wrong", WRONG)
+def test_wrong_noise_is_noticed(wrong: str) -> None:
+    assert deviations_of(drawn(WRONG[wrong], 1.0, 0, 1.0), processed(LOGITS, 1.0, 0, 1.0))
 
 
 def test_a_distribution_that_is_slightly_off_is_noticed() -> None:
-    found = deviations_of(drawn(gumbel, 1.15, 0, 1.0), distribution(1.0, 0, 1.0))
+    found = deviations_of(drawn(gumbel, 1.15, 0, 1.0), processed(LOGITS, 1.0, 0, 1.0))
     assert "the distribution" in found
