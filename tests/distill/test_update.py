@@ -205,7 +205,7 @@ def test_noise_on_the_actors_distribution_draws_the_response(actor, rolled, teac
 
 
 @pytest.mark.parametrize("options", [OPTIONS, *(
-    pytest.param(dataclasses.replace(OPTIONS, loss=loss), marks=pytest.mark.slow)
+    pytest.param(dataclasses.replace(OPTIONS, loss=loss), marks=pytest.mark.ci)
     for loss in ("reward_weighted_kl", "e2e_tv"))], ids=lambda o: o.loss)
 @pytest.mark.parametrize("anchors", [teachers.ANCHORS_AT_ONCE, 20])  # 4 rows: chunks of 5 tokens
 def test_update_in_micro_batches_and_chunks_equals_the_whole(
@@ -263,7 +263,7 @@ def test_update_that_is_not_finite_leaves_the_state(rolled, frozen, teacher):
 
 
 @pytest.mark.parametrize("options", [OPTIONS, *(
-    pytest.param(dataclasses.replace(OPTIONS, loss=loss), marks=pytest.mark.slow)
+    pytest.param(dataclasses.replace(OPTIONS, loss=loss), marks=pytest.mark.ci)
     for loss in LOSSES if loss != OPTIONS.loss)], ids=lambda o: o.loss)
 def test_every_loss_raises_acceptance(rolled, frozen, teacher, options):
     state, first, batch = begin(options), None, split(rolled[0], teacher, 1)

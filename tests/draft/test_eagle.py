@@ -30,7 +30,7 @@ from specrl_jax.control.protocol import make_spec
 from specrl_jax.draft import eagle_model
 from specrl_jax.draft.eagle import eagle
 
-OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in ("top", "sampled")]
+OTHERS = [pytest.param(name, marks=pytest.mark.ci) for name in ("top", "sampled")]
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
@@ -67,7 +67,7 @@ def test_nodes_are_what_a_full_forward_of_their_paths_says(children: str, temper
                                        score[best[0]] - score[best], atol=2e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_sampled_children_use_noise_of_their_own() -> None:
     trees = {name: Slots(name).draft() for name in ("perturbed", "top", "sampled")}
     hot = [0, 1, 3]
@@ -116,7 +116,7 @@ def test_off_drafts_roots_and_leaves_the_state_alone() -> None:
     jax.tree.map(np.testing.assert_array_equal, before, slots.state)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_a_smaller_tree_holds_the_likeliest_nodes() -> None:
     large, small = Slots(seed=8), Slots(seed=8, nodes=5)
     whole, part = large.draft(), small.draft()

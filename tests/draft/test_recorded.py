@@ -75,7 +75,7 @@ def tried(result: Result) -> tuple[float, float]:
     return by_bin.sum(), (by_bin * share).sum() / max(by_bin.sum(), 1)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("corruption", [0.0, 1.0])
 def test_corruption_of_none_or_all_accepts_all_or_none(bench: Bench, corruption: float) -> None:
     plain = bench.record(seed=3)
@@ -87,7 +87,7 @@ def test_corruption_of_none_or_all_accepts_all_or_none(bench: Bench, corruption:
     np.testing.assert_array_equal(result.sequences.rounds, rounds)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_half_corrupted_is_about_half_accepted(bench: Bench) -> None:
     outcomes = np.zeros(2)
     for seed in range(4):
@@ -96,7 +96,7 @@ def test_half_corrupted_is_about_half_accepted(bench: Bench) -> None:
     assert outcomes[0] > 200 and 0.42 < outcomes[1] / outcomes[0] < 0.58  # 2.3 deviations
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_changing_corruption_and_cost_compiles_nothing(bench: Bench) -> None:
     plain = bench.record()
     bench.run(plain, 0.0)

@@ -201,14 +201,14 @@ def bench() -> Bench:
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.0, 1.5])
-@pytest.mark.slow
+@pytest.mark.ci
 def test_the_actor_itself_drafts_perfectly(bench: Bench, temperature: float) -> None:
     result = bench.drafts(ACTOR_PARAMS, False, temperature=temperature)
     assert (result.sequences.commits[:, : bench.task.response // (DEPTH + 1)] == DEPTH + 1).all()
     assert result.counters["committed"] == (DEPTH + 1) * result.counters["row_rounds"]
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_the_actor_itself_drafts_perfectly_after_pauses(bench: Bench) -> None:
     result = bench.drafts(ACTOR_PARAMS, True)
     tried, _, share, _ = result.calibration
@@ -216,7 +216,7 @@ def test_the_actor_itself_drafts_perfectly_after_pauses(bench: Bench) -> None:
     assert (DEPTH + 1) * result.counters["row_rounds"] > result.counters["committed"] * 1.1
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_new_weights_compile_nothing(bench: Bench) -> None:
     bench.drafts(ACTOR_PARAMS, False)
     again = tiny_params(ACTOR, seed=3)

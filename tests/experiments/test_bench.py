@@ -59,7 +59,7 @@ def batch_of(together: int, rows: int = 2):
     return learner.make_batch(rollout, np.ones(4, np.float32), 1.0, rows, together, True)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_bench_help_lists_every_benchmark_and_each_one_starts(command):
     listed = re.findall(r"^  (\w+) +\S", command("bench.py", "--help").stdout, re.MULTILINE)
     assert {"rollout", "speculation", "controller", "kernels"} < set(listed)
@@ -205,8 +205,7 @@ def test_rollout_case_without_drafter_compiles_nothing(setting):
     assert found["ratios"] == {} and found["equal_streams"] is None
 
 
-@pytest.mark.slow
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.parametrize("name, policy", [("uniform", "budget"), ("heavy", "fixed")])
 def test_rollout_case_with_drafter_generates_equal_tokens(setting, name, policy, tmp_path):
     control = ControlConfig(policy=policy, cost_table=str(tmp_path / "cost.json"))
@@ -217,7 +216,7 @@ def test_rollout_case_with_drafter_generates_equal_tokens(setting, name, policy,
     assert found["equal_streams"] == 1.0 and set(found["ratios"]) == {"history/off"}
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_learner_update_is_measured_for_each_packing(setting):
     config = dataclasses.replace(setting.config, rollout=dataclasses.replace(
         setting.config.rollout, max_new_tokens=4))

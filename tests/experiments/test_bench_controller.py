@@ -136,7 +136,7 @@ def test_engines_that_do_not_fit_a_process_are_refused(monkeypatch: pytest.Monke
         tiny_shape(monkeypatch)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_cell_of_a_tiny_model_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = tiny_shape(monkeypatch)
     ran: list[tuple[str, int]] = []

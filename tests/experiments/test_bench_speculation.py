@@ -16,7 +16,7 @@ from specrl_jax.io.compilation import CompilationCounter
 from specrl_jax.model.source import open_actor
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_speculation_case_times_every_arm_on_equal_tokens():
     config = Config(model=ModelSource("random:tiny"),
                     rollout=RolloutConfig(batch_size=2, max_new_tokens=6))

@@ -166,7 +166,7 @@ def test_the_script_runs(drawn, command):
     assert command("compare_runs.py", drawn[0]).returncode == 2
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_differences_are_ruled_with_the_weights_of_their_step(trained, tmp_path):
     def last_token(record):
         if record["step"] == 1:
@@ -184,7 +184,7 @@ def test_differences_are_ruled_with_the_weights_of_their_step(trained, tmp_path)
     assert sorted(trained.rglob("*")) == before  # A is only read
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_a_checkpoint_is_restored_and_only_read(trained):
     made = audit.replay(trained, 2, print)
     assert (made.checkpoint, made.trainer.step_number, made.deviations) == (2, 2, 0)

@@ -108,7 +108,7 @@ def test_text_comes_whole_characters_at_a_time():
     assert written == ["a", "é", "€"] and stream.text == "aé€"
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_text_is_the_same_with_and_without_speculation(command):
     ask = ("generate.py", "--prompt=What is 1 + 1?", *TINY, "--config.rollout.max_new_tokens=60",
            "--config.rollout.temperature=0",  # greedy, it soon repeats itself, and
@@ -129,7 +129,7 @@ def test_generate_without_prompt_is_refused_in_one_line(command):
     assert done.stderr == "error: --prompt is missing: give a question, or --interactive\n"
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_generator_compiles_once_and_streams_many_answers(trained):
     config = actors.run_config(trained)
     config = override(config, {"rollout.max_new_tokens": 80})  # few bytes are text
@@ -146,7 +146,7 @@ def test_generator_compiles_once_and_streams_many_answers(trained):
     assert once.text == first.text  # shapes change no token
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_interactive_answers_lines_until_an_empty_one():
     done = subprocess.run(
         [sys.executable, ROOT / "experiments/generate.py", "--interactive", *TINY,
@@ -164,7 +164,7 @@ def interruptible():
     signal.signal(signal.SIGINT, before)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_ctrl_c_is_no_traceback(interruptible):
     process = subprocess.Popen(
         [sys.executable, ROOT / "experiments/generate.py", "--prompt=Hi", *TINY,
@@ -177,7 +177,7 @@ def test_ctrl_c_is_no_traceback(interruptible):
     assert b"Traceback" not in error
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_eval_of_a_run_and_of_its_beginning(trained, command, tmp_path):
     common = ("eval.py", f"--run={trained}", "--problems=5", "--split=train")
     done = command(*common, f"--out={tmp_path / 'a.json'}", "--samples=3", "--temperature=1")

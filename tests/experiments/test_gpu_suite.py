@@ -59,7 +59,7 @@ def test_nothing_is_tuned_on_a_cpu(environment: dict[str, str]) -> None:
     assert "name a file with --out" in run(environment, "tune", "--interpret", status=1).stderr
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_kernels(environment: dict[str, str], tmp_path: Path) -> None:
     path = tmp_path / "kernels.json"
     found = tiny(environment, path, "kernels", "--repeats=2")
@@ -80,7 +80,7 @@ def test_kernels(environment: dict[str, str], tmp_path: Path) -> None:
     assert "of another machine" in told
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_rollouts(environment: dict[str, str], tmp_path: Path) -> None:
     [case] = tiny(environment, tmp_path / "rollouts.json", "rollouts")["cases"].values()
     plain, replayed = (case["settings"][f"{drafter}, xla"] for drafter in ("off", "replay"))
@@ -89,7 +89,7 @@ def test_rollouts(environment: dict[str, str], tmp_path: Path) -> None:
     assert min(plain["over_bound"], replayed["over_bound"]) > 0
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_contract(environment: dict[str, str], tmp_path: Path) -> None:
     path = tmp_path / "contract.json"
     first = tiny(environment, path, "contract", "--seconds=1")["cases"]
@@ -103,7 +103,7 @@ def test_contract(environment: dict[str, str], tmp_path: Path) -> None:
     assert cases.items() >= first.items()
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_tuning_finds_what_runs_and_is_right(environment: dict[str, str], tmp_path: Path,
                                              monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "cpu.json"

@@ -165,8 +165,7 @@ def written(tmp_path: Path, **made: Any) -> Path:
     return file
 
 
-@pytest.mark.slow
-@pytest.mark.long
+@pytest.mark.full
 def test_arms_and_seeds_are_added_to_the_file(command: Any, tmp_path: Path) -> None:
     """A second command runs what the first left, a bug is stamped, and a head must be the same;
     one that is given is not trained."""
@@ -208,7 +207,7 @@ def test_killed_subprocess_raises_process_died(
         subprocess_runner.train_in_subprocess(small, tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_interleaved_runs_survive_a_killed_one(
         small: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """b is killed in its second turn, and c has one turn more than a."""

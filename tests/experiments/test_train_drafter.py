@@ -248,7 +248,7 @@ def losses(workdir):
             read_metrics(workdir)]
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_a_head_learns_and_is_written(whole):
     told = read_metrics(whole)
     assert [m["step"] for m in told] == list(range(6))
@@ -264,7 +264,7 @@ def test_a_head_learns_and_is_written(whole):
     assert not train(whole)  # there is nothing left to do
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_a_run_that_was_stopped_ends_as_if_it_had_not_been(whole, tmp_path, monkeypatch):
     step, generate = offline.DrafterTrainer.step, drafter_data.Sampler.generate
     calls = []
@@ -292,13 +292,13 @@ def test_a_run_that_was_stopped_ends_as_if_it_had_not_been(whole, tmp_path, monk
         tmp_path, whole))
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_features_that_are_not_kept_are_the_same(whole, tmp_path):
     assert train(tmp_path, dataclasses.replace(MICRO, feature_megabytes=0))
     assert losses(tmp_path) == losses(whole)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_rollout_with_head_takes_the_replayed_rounds(whole):
     config = dataclasses.replace(
         micro_config(), draft=DraftConfig(path=str(whole / "drafter")),
@@ -317,7 +317,7 @@ def test_rollout_with_head_takes_the_replayed_rounds(whole):
     assert taken == pytest.approx(replayed) and taken > 1.05
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_the_command(command, tmp_path):
     (tmp_path / "texts.jsonl").write_text(json.dumps({"text": "What is 1 + 1? It is 2."}))
     flags = [f"--{f.name}={getattr(MICRO, f.name)}" for f in dataclasses.fields(MICRO)

@@ -87,8 +87,8 @@ def assert_close(left: Any, right: Any, share: float = 1e-5) -> None:
 
 @pytest.mark.parametrize("normalize,split", [
     ("token", (5, 1)), ("token", (4, 2)),
-    pytest.param("sequence", (4, 2), marks=pytest.mark.slow),
-    pytest.param("constant", (5, 1), marks=pytest.mark.slow)])
+    pytest.param("sequence", (4, 2), marks=pytest.mark.ci),
+    pytest.param("constant", (5, 1), marks=pytest.mark.ci)])
 def test_unequal_micro_batches_add_up(
         params: Any, rollout: Rollout, normalize: str, split: tuple[int, int]) -> None:
     config = config_of(normalize=normalize)
@@ -248,7 +248,7 @@ def tripled(**arguments: Any) -> Any:
     return 3 * losses.clipped_surrogate(**arguments)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_remat_changes_no_gradient(params: Any, rollout: Rollout) -> None:
     config = config_of(dataclasses.replace(LEARNER, remat=True))
     batch, totals = batch_of(rollout, 4)

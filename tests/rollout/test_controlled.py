@@ -202,7 +202,7 @@ def test_tokens_are_those_of_plain_decoding(budget: Engine, plain: Result, corru
                    if isinstance(a, jax.Array)), "a rollout that is cut short would lose it"
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("policy", ["fixed", "respec"])
 def test_tokens_are_the_same_under_every_policy(policy: str, plain: Result) -> None:
     engine = controlled(policy)
@@ -212,7 +212,7 @@ def test_tokens_are_the_same_under_every_policy(policy: str, plain: Result) -> N
         assert streams(found[-1]) == streams(plain)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_shards_decide_alike(plain: Result) -> None:
     """Two shards whose rows end at different times; the state is one for both."""
     engine = controlled("budget", sharding.make_mesh(MeshConfig(data=2)))

@@ -94,8 +94,7 @@ def trees(params, plain):
     return random_trees(params, plain)
 
 
-@pytest.mark.slow
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.parametrize("policy", ["fixed", "respec", "budget"])
 def test_policies_change_no_bit(params, plain, policy):
     """With made-up costs, by which drafting pays."""

@@ -90,7 +90,7 @@ def words(row: jax.Array, token: jax.Array) -> jax.Array:
     return noise.bits(key, jnp.zeros(len(row), jnp.int32), token)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("p", [1e-7, 1e-8])
 def test_rare_tokens_are_drawn(p: float) -> None:
     """Tokens 1 to 63 in turn have probability p, token 0 the rest: four thousand million draws.
