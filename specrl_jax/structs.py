@@ -31,7 +31,7 @@ AnyArray: TypeAlias = Any
 """A host or a device array."""
 PyTree: TypeAlias = Any
 """Nested containers with arrays, shapes, shardings or specs at the leaves."""
-JsonDict: TypeAlias = dict[str, Any]
+Json: TypeAlias = dict[str, Any]
 """An object of a JSON file."""
 ControlState: TypeAlias = Any
 """A controller's own pytree of state; only that controller looks inside."""

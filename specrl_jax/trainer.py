@@ -43,7 +43,7 @@ from specrl_jax.rollout.metrics import rollout_metrics
 from specrl_jax.rollout.prompts import PromptBatch, Prompts, make_prompts
 from specrl_jax.rollout.sampler import Sampler
 from specrl_jax.rollout.scoring import Sample, score_rollout
-from specrl_jax.structs import JsonDict, Metrics, PyTree, Rollout
+from specrl_jax.structs import Json, Metrics, PyTree, Rollout
 
 GAPS = ("logprob_gap", "logprob_gap_max", "logprob_gap_tokens")  # under the weights that acted
 
@@ -52,7 +52,7 @@ class CheckpointReader(Protocol):
     """What `Trainer.restore` reads; io.checkpoint.Checkpoints is one."""
 
     def restore_latest(self, abstract: dict[str, PyTree]
-                       ) -> tuple[int, dict[str, PyTree], JsonDict] | None:
+                       ) -> tuple[int, dict[str, PyTree], Json] | None:
         """Returns (step, arrays like `abstract`, meta), None if there is no checkpoint."""
         ...
 
@@ -306,7 +306,7 @@ class Trainer:
                 "control": jax.tree.map(np.asarray, self.sampler.engine.control),
                 "acceptance": self.sampler.engine.acceptance, **self.drafter.arrays()}
 
-    def meta(self) -> JsonDict:
+    def meta(self) -> Json:
         """Returns what else a checkpoint holds, as JSON values."""
         return {"step": self.step_number, "seed": self.config.seed, "bad_steps": self.bad_steps,
                 "drafter": self.drafter.meta()}

@@ -15,24 +15,24 @@ import numpy as np
 
 from specrl_jax.config import ConfigError
 from specrl_jax.control.cost_model import CostTable
-from specrl_jax.structs import JsonDict, carrier
+from specrl_jax.structs import Json, carrier
 
 VERSION = 15  # of files; others are measured anew
 FRESH = 30 * 24 * 3600.0  # seconds until a file is stale
 
 
-def default_path(key: JsonDict) -> Path:
+def default_path(key: Json) -> Path:
     """Returns where the costs of `key` are kept, in the user's cache directory."""
     digest = hashlib.sha256(_plain(key).encode()).hexdigest()[:16]
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return base / "specrl_jax" / "cost" / f"{digest}.json"
 
 
-def _plain(key: JsonDict) -> str:
+def _plain(key: Json) -> str:
     return json.dumps({**key, "version": VERSION}, sort_keys=True, default=str)
 
 
-def store(path: Path, key: JsonDict, costs: CostTable) -> None:
+def store(path: Path, key: Json, costs: CostTable) -> None:
     """Replaces the file as a whole, so that a reader sees the old or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     arrays = {name: np.asarray(a).tolist() for name, a in vars(costs).items()}
@@ -43,7 +43,7 @@ def store(path: Path, key: JsonDict, costs: CostTable) -> None:
     os.replace(temporary, path)
 
 
-def load(path: Path, key: JsonDict, like: CostTable, since: float = 0.0
+def load(path: Path, key: Json, like: CostTable, since: float = 0.0
          ) -> CostTable | None:
     """Returns the costs stored for `key`, shaped like `like`; None where there are none, or only
     some from before `since`, in seconds since 1970.

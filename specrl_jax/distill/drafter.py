@@ -5,7 +5,7 @@ class: `DrafterManager` if nothing has weights, `FrozenDrafter`, or `LearningDra
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from specrl_jax.distill.online import OnlineDistillation
 from specrl_jax.distill.update import UpdateResult
 from specrl_jax.rl.learner import LearnerState
 from specrl_jax.rollout.sampler import Sampler
-from specrl_jax.structs import DrafterParams, Metrics, Rollout
+from specrl_jax.structs import DrafterParams, Json, Metrics, PyTree, Rollout
 
 Sample = Callable[[int], tuple[Rollout, np.ndarray, np.ndarray]]
 """Generates the prompts of a step outside RL: (rollout, rewards f32[Q], advantages f32[Q])."""
@@ -44,15 +44,15 @@ class DrafterManager:
         """Adds a step's seconds: spent on the drafter outside rollouts, saved by speculation."""
         return {}
 
-    def arrays(self) -> dict[str, Any]:
+    def arrays(self) -> dict[str, PyTree]:
         """Returns the arrays of a checkpoint."""
         return {}
 
-    def meta(self) -> dict[str, Any]:
+    def meta(self) -> Json:
         """Returns what else a checkpoint holds, as JSON values."""
         return {}
 
-    def restore(self, arrays: dict[str, Any], meta: dict[str, Any]) -> None:
+    def restore(self, arrays: dict[str, PyTree], meta: Json) -> None:
         """Continues from a checkpoint's `arrays` and `meta`."""
 
 
@@ -160,18 +160,18 @@ class FrozenDrafter(DrafterManager):
         self.disabled = self.sampler.broken = False
         self.sampler.draft_to(None)
 
-    def arrays(self) -> dict[str, Any]:
+    def arrays(self) -> dict[str, PyTree]:
         return {"drafter_seconds": self.seconds}
 
-    def meta(self) -> dict[str, Any]:
+    def meta(self) -> Json:
         return {"version": self.good.version, "checksum": self.good.checksum,
                 "disabled": self.disabled, "faults": self.faults, "rate": self.probe.rate}
 
-    def restore(self, arrays: dict[str, Any], meta: dict[str, Any]) -> None:
+    def restore(self, arrays: dict[str, PyTree], meta: Json) -> None:
         self.seconds = np.array(arrays["drafter_seconds"])
         self._restore(self.sampler.drafter_weights, meta, None)
 
-    def _restore(self, weights: Sequence[DrafterParams], meta: dict[str, Any],
+    def _restore(self, weights: Sequence[DrafterParams], meta: Json,
                  state: LearnerState | None) -> None:
         """Publishes `weights`: a new version if their files were replaced meanwhile."""
         self.disabled, self.faults = meta["disabled"], meta["faults"]
@@ -291,15 +291,15 @@ class LearningDrafter(FrozenDrafter):
             "distill/updates": len(updates), "time/distill_updates": seconds,
             "distill/applied": float(min(update["applied"] for update in updates))} | _named(fault)
 
-    def arrays(self) -> dict[str, Any]:
+    def arrays(self) -> dict[str, PyTree]:
         return super().arrays() | self.training.arrays(self.state) | {
             "drafter": {"weights": self.state.params, "vocab": self._head["vocab"]},
             "drafter_optimizer": self.state.optimizer}
 
-    def meta(self) -> dict[str, Any]:
+    def meta(self) -> Json:
         return super().meta() | self.training.meta()
 
-    def restore(self, arrays: dict[str, Any], meta: dict[str, Any]) -> None:
+    def restore(self, arrays: dict[str, PyTree], meta: Json) -> None:
         self.seconds = np.array(arrays["drafter_seconds"])
         self.state = LearnerState(arrays["drafter"]["weights"], arrays["drafter_optimizer"])
         weights = list(self.sampler.drafter_weights)

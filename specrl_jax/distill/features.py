@@ -8,7 +8,6 @@ version whose head is overwritten leaves with all its sequences.
 Shapes as in distill/teacher.py; `R` stored sequences, `H` stored policy versions.
 """
 
-from typing import Any
 
 import numpy as np
 
@@ -16,7 +15,7 @@ from specrl_jax.config import DistillConfig, check
 from specrl_jax.distill.data import in_rows
 from specrl_jax.distill.teacher import SequenceBatch, TeacherTargets
 from specrl_jax.draft.trainable import TrainableDrafter
-from specrl_jax.structs import AnyArray
+from specrl_jax.structs import AnyArray, PyTree
 
 EMPTY = -1
 MEGABYTE = 2**20
@@ -69,7 +68,7 @@ class FeatureBuffer:
         """Returns the arrays of a checkpoint, which holds no empty ones, as taps may be."""
         return {name: a for name, a in self._arrays.items() if a.size}
 
-    def restore(self, arrays: dict[str, Any]) -> None:
+    def restore(self, arrays: dict[str, PyTree]) -> None:
         self._arrays |= {name: np.array(a) for name, a in arrays.items()}
 
     def add(self, batch: SequenceBatch, targets: TeacherTargets, version: int, head: AnyArray

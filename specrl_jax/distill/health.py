@@ -7,7 +7,7 @@ and a probe measures acceptance after each publish.
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ import numpy as np
 
 from specrl_jax.io.checksum import sums
 from specrl_jax.rollout.sampler import Sampler
-from specrl_jax.structs import Array, DrafterParams
+from specrl_jax.structs import Array, DrafterParams, PyTree
 
 NOT_FINITE, ZEROED, DEAD = "not finite", "zeroed", "dead"
 MISMATCH = "not as published"
@@ -46,7 +46,7 @@ def summarize(weights: DrafterParams) -> Summary:
 
 
 @jax.jit
-def _summary(tree: Any) -> tuple[Array, Array, Array]:
+def _summary(tree: PyTree) -> tuple[Array, Array, Array]:
     _, _, finite, zero = sums([leaf for leaf in jax.tree.leaves(tree)
                                if jnp.issubdtype(leaf.dtype, jnp.floating)])
     return sums(tree)[1], finite, zero
@@ -60,19 +60,19 @@ def fault_of(found: Summary, expected: Summary) -> str:
         ZEROED if found.zero and not expected.zero else MISMATCH)
 
 
-def identical(a: Any, b: Any) -> bool:
+def identical(a: PyTree, b: PyTree) -> bool:
     """Whether two trees hold the same array objects, whose bits cannot differ."""
     left, right = jax.tree.leaves(a), jax.tree.leaves(b)
     return len(left) == len(right) and all(x is y for x, y in zip(left, right, strict=True))
 
 
-def equal(a: Any, b: Any) -> bool:
+def equal(a: PyTree, b: PyTree) -> bool:
     """Whether two trees hold equal arrays; compares only those that are different objects."""
     return same_shapes(a, b) and bool(_equal([(x, y) for x, y in zip(
         jax.tree.leaves(a), jax.tree.leaves(b), strict=True) if x is not y]))
 
 
-def same_shapes(a: Any, b: Any) -> bool:
+def same_shapes(a: PyTree, b: PyTree) -> bool:
     """Whether two trees have the same structure, shapes and dtypes."""
     (left, treedef), (right, other) = jax.tree.flatten(a), jax.tree.flatten(b)
     return treedef == other and all((x.shape, x.dtype) == (y.shape, y.dtype)

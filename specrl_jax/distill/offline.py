@@ -32,7 +32,7 @@ from specrl_jax.model.transformer import Params
 from specrl_jax.model.weights import Source
 from specrl_jax.rl.learner import LearnerState
 from specrl_jax.rollout.sampler import publisher
-from specrl_jax.structs import Metrics
+from specrl_jax.structs import Json, Metrics, PyTree
 
 ROLLOUTS, DRAFTER = "rollouts", "drafter"
 
@@ -127,7 +127,7 @@ class DrafterTrainer:
             self._kept[index], self._room = made, self._room - size
         return made
 
-    def step(self) -> tuple[Metrics, dict[str, Any]]:
+    def step(self) -> tuple[Metrics, Json]:
         """Runs one update; returns its metrics and the sequences it saw."""
         index = int(step_prompts(len(self.plans), self.seed, self.step_number, 1)[0])
         began = time.perf_counter()
@@ -162,7 +162,7 @@ class DrafterTrainer:
                 f"tokens, {len(self.plans)} updates an epoch; the draft vocabulary of "
                 f"{len(self.vocab)} has {known:.1%} of {len(self.held.responses)} held-out tokens")
 
-    def arrays(self) -> dict[str, Any]:
+    def arrays(self) -> dict[str, PyTree]:
         return {DRAFTER: {"weights": self.state.params, "vocab": self.vocab},
                 "optimizer": self.state.optimizer}
 

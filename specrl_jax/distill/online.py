@@ -25,7 +25,7 @@ from specrl_jax.distill.teacher import FrozenParams, SequenceBatch, TeacherTarge
 from specrl_jax.distill.update import Programs, UpdateResult, init_state
 from specrl_jax.rl.learner import LearnerState
 from specrl_jax.rollout.sampler import Sampler
-from specrl_jax.structs import DrafterParams, Metrics, Rollout
+from specrl_jax.structs import DrafterParams, Json, Metrics, PyTree, Rollout
 
 Batch = tuple[SequenceBatch, TeacherTargets]
 PICK, DRAW, WATCH = range(3)  # uses of random numbers
@@ -97,7 +97,7 @@ class OnlineDistillation:
             taps=tall, hidden=tall, normalizer=rows, best=rows, entropy=rows,
             teacher=sharding.replicated(mesh))), batch)
 
-    def _no_noise(self, n: int, b: int) -> tuple[Any, Any]:
+    def _no_noise(self, n: int, b: int) -> tuple[PyTree, PyTree]:
         """Returns keys and scale for `evaluate`, whose draws are not read."""
         return self._programs.rows((np.zeros((n, b, 2), np.uint32), np.zeros((n, b), np.float32)))
 
@@ -162,7 +162,7 @@ class OnlineDistillation:
             updates.append({name: np.asarray(value).tolist() for name, value in metrics.items()})
         return UpdateResult(state, updates, time.perf_counter() - began)
 
-    def arrays(self, state: LearnerState) -> dict[str, Any]:
+    def arrays(self, state: LearnerState) -> dict[str, PyTree]:
         """Returns the arrays of a checkpoint; waits for running updates.
 
         `state` stands in for the result of overlapped updates if there is none.
@@ -174,11 +174,11 @@ class OnlineDistillation:
         ahead = result.state if result else state
         return held | {"drafter_ahead": {"weights": ahead.params, "optimizer": ahead.optimizer}}
 
-    def meta(self) -> dict[str, Any]:
+    def meta(self) -> Json:
         result = self._result()
         return {"ahead": result.metrics if result else None}
 
-    def restore(self, arrays: dict[str, Any], meta: dict[str, Any]) -> None:
+    def restore(self, arrays: dict[str, PyTree], meta: Json) -> None:
         self.buffer.restore(arrays["drafter_features"])
         self.staleness = jax.tree.map(np.asarray, arrays["drafter_staleness"])
         if meta["ahead"] is not None:

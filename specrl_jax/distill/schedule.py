@@ -6,12 +6,12 @@ acceptance by entropy over its tokens. The shortfall of later steps from that li
 own staleness; a training is due when its running mean passes a threshold.
 """
 
-from typing import Any
 
 import numpy as np
 from flax import struct
 
 from specrl_jax.config import DistillConfig
+from specrl_jax.structs import AnyArray
 
 _LEAST_VARIANCE = 1e-6  # of entropy; below, acceptance is taken to be constant
 
@@ -19,11 +19,11 @@ _LEAST_VARIANCE = 1e-6  # of entropy; below, acceptance is taken to be constant
 class Staleness(struct.PyTreeNode):
     """State of the trigger, f64. `tokens` = 0: the next step is the reference."""
 
-    tokens: Any  # [] of the reference
-    acceptance: Any  # [] its mean
-    entropy: Any  # [] its mean
-    slope: Any  # [] of acceptance by entropy
-    fall: Any  # [] running mean of the unexplained change, relative to the reference
+    tokens: AnyArray  # [] of the reference
+    acceptance: AnyArray  # [] its mean
+    entropy: AnyArray  # [] its mean
+    slope: AnyArray  # [] of acceptance by entropy
+    fall: AnyArray  # [] running mean of the unexplained change, relative to the reference
 
 
 def forget() -> Staleness:

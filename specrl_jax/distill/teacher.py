@@ -10,7 +10,6 @@ layers.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +21,7 @@ from specrl_jax.draft.trainable import DraftInputs, columns
 from specrl_jax.model import transformer
 from specrl_jax.model.architecture import Architecture
 from specrl_jax.model.transformer import Params
-from specrl_jax.structs import AnyArray, Array, DrafterParams, Metrics
+from specrl_jax.structs import AnyArray, Array, DrafterParams, Metrics, PyTree
 
 TOKENS_AT_ONCE = 256  # positions whose full-vocabulary logits exist at once
 ANCHORS_AT_ONCE = 2048  # positions whose draft-vocabulary log-probabilities exist at once
@@ -114,7 +113,7 @@ class Aligned(struct.PyTreeNode):
 
     hidden: Array  # f[F, b, T]
     normalizer: Array  # f32[b, T]
-    extra: Any = ()  # further arrays [..., b, T]
+    extra: PyTree = ()  # further arrays [..., b, T]
 
 
 class Targets(struct.PyTreeNode):
@@ -166,8 +165,8 @@ class Targets(struct.PyTreeNode):
                                               "chain": jnp.cumprod(accepted, 0).sum()}
 
 
-def in_chunks(run: Callable[[Sequence[Array], Aligned], Any], outputs: Sequence[Array],
-              aligned: Aligned) -> Any:
+def in_chunks(run: Callable[[Sequence[Array], Aligned], PyTree], outputs: Sequence[Array],
+              aligned: Aligned) -> PyTree:
     """Runs a function over chunks of at most ANCHORS_AT_ONCE anchors, recomputed for gradients.
 
     Args:
@@ -192,7 +191,7 @@ def in_chunks(run: Callable[[Sequence[Array], Aligned], Any], outputs: Sequence[
              for a in outputs]
 
     @jax.checkpoint
-    def one(at: tuple[Array, list[Array]]) -> Any:
+    def one(at: tuple[Array, list[Array]]) -> PyTree:
         return run(at[1], jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(
             a, at[0] * size, size + overlap, -1), aligned))
 
@@ -208,7 +207,7 @@ def inputs_of(frozen: FrozenParams, batch: SequenceBatch, teacher: TeacherTarget
 
 
 def targets_of(options: DistillOptions, frozen: FrozenParams, batch: SequenceBatch,
-               teacher: TeacherTargets, count: Array, weight: Array, extra: Any = ()) -> Targets:
+               teacher: TeacherTargets, count: Array, weight: Array, extra: PyTree = ()) -> Targets:
     head = jax.lax.dynamic_index_in_dim(frozen.teachers, teacher.teacher, 0, False)
     mask = live_anchors(batch.length, batch.first, teacher.hidden.shape[2], options.unroll)
     return Targets(Aligned(teacher.hidden, teacher.normalizer, extra), head, batch.temperature,

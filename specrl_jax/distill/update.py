@@ -4,7 +4,7 @@ Nothing here has a gradient with respect to the actor. Shapes as in distill/teac
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,14 +21,14 @@ from specrl_jax.draft.trainable import TrainableDrafter
 from specrl_jax.model.architecture import Architecture
 from specrl_jax.rl import learner
 from specrl_jax.rl.learner import LearnerState
-from specrl_jax.structs import Array, DrafterParams, Metrics
+from specrl_jax.structs import Array, DrafterParams, Metrics, PyTree
 
 
 class UpdateResult(NamedTuple):
     """The outcome of some updates in a row."""
 
     state: LearnerState
-    metrics: list[dict[str, Any]]  # of each update, on the host
+    metrics: list[Metrics]  # of each update, on the host
     seconds: float
 
 
@@ -78,7 +78,8 @@ def update(drafter: TrainableDrafter, options: DistillOptions, state: LearnerSta
     grad = jax.value_and_grad(
         lambda params, *at: micro_loss(drafter, options, params, frozen, count, *at), has_aux=True)
 
-    def accumulate(total: Any, at: tuple[SequenceBatch, TeacherTargets, Array]) -> tuple[Any, None]:
+    def accumulate(total: PyTree, at: tuple[SequenceBatch, TeacherTargets, Array]
+                   ) -> tuple[PyTree, None]:
         return jax.tree.map(jnp.add, total, grad(state.params, *at)), None
 
     micro = (batch, targets, weight)
@@ -114,10 +115,10 @@ class Programs:
             lambda params, frozen, *batch: jax.lax.map(lambda at: metrics.evaluate_drafter(
                 drafter, options, params, frozen, *at), batch), out_shardings=targets)
 
-    def rows(self, values: Any) -> Any:
+    def rows(self, values: PyTree) -> PyTree:
         """Puts host arrays [n, b, ...] on the devices, the rows over data shards."""
         return sharding.put(NamedSharding(self.mesh, P(None, sharding.ROWS)), values)
 
-    def replicate(self, values: Any) -> Any:
+    def replicate(self, values: PyTree) -> PyTree:
         """Puts host arrays on every device."""
         return sharding.put(sharding.replicated(self.mesh), values)

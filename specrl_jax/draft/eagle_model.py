@@ -21,7 +21,7 @@ from specrl_jax.config import check
 from specrl_jax.draft.trainable import DraftInputs, TrainableDrafter, from_predictions
 from specrl_jax.model import transformer
 from specrl_jax.model.architecture import Architecture, Param, draw
-from specrl_jax.structs import Array, Params
+from specrl_jax.structs import Array, Params, PyTree
 
 SMALL = 0.3  # what `warm_start` adds to the actor's feature and logits
 
@@ -64,7 +64,7 @@ def default_taps(layers: int) -> tuple[int, ...]:
             else tuple(sorted({0, (layers - 1) // 2, layers - 1})))
 
 
-def describe(arch: EagleArch) -> dict[str, Any]:
+def describe(arch: EagleArch) -> PyTree:
     """Returns the tree of trained parameters with a `Param` at each leaf."""
     layer, f = arch.layer, arch.actor.hidden_size
     g, r, e, i = layer.num_kv_heads, layer.group, layer.head_dim, layer.intermediate_size

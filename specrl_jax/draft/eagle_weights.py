@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from safetensors.numpy import save_file
@@ -22,6 +22,7 @@ from specrl_jax.model.export import new_directory
 from specrl_jax.model.hf_config import parse_config, write_config
 from specrl_jax.model.hf_directory import DTYPES, SINGLE, open_tensors
 from specrl_jax.model.tokenizer import read_json
+from specrl_jax.structs import Json, PyTree
 
 CLASS = "LlamaForCausalLMEagle3"
 OURS = "specrl_jax"  # section of config.json that other readers ignore
@@ -47,12 +48,12 @@ UNKNOWN = MadeFor()
 
 class Head(NamedTuple):
     arch: EagleArch
-    own: dict[str, Any]  # {"weights", "vocab"} as float32 and int32 arrays
+    own: dict[str, PyTree]  # {"weights", "vocab"} as float32 and int32 arrays
     warnings: list[str]
     made_for: MadeFor
 
 
-def save(directory: str | os.PathLike[str], arch: EagleArch, own: Mapping[str, Any],
+def save(directory: str | os.PathLike[str], arch: EagleArch, own: Mapping[str, PyTree],
          made_for: MadeFor = UNKNOWN) -> None:
     """Writes a head {"weights", "vocab"} in float32; after an error nothing is written.
 
@@ -102,7 +103,7 @@ def load(directory: str | os.PathLike[str], actor: Architecture, stop: Sequence[
                 MadeFor(**made_for))
 
 
-def _architecture(config: dict[str, Any], tensors: Mapping[str, np.ndarray], actor: Architecture,
+def _architecture(config: Json, tensors: Mapping[str, np.ndarray], actor: Architecture,
                   folder: str) -> EagleArch:
     """Returns the head's architecture, checked against the actor's."""
     kind = config.get("architectures")
@@ -127,7 +128,7 @@ def _architecture(config: dict[str, Any], tensors: Mapping[str, np.ndarray], act
     return EagleArch(actor, _taps(config, tensors, actor, folder), draft, HEAD in tensors, like)
 
 
-def _taps(config: dict[str, Any], tensors: Mapping[str, np.ndarray], actor: Architecture,
+def _taps(config: Json, tensors: Mapping[str, np.ndarray], actor: Architecture,
           folder: str) -> tuple[int, ...]:
     """Returns the tapped layers: those of SGLang's option, counted from 0, or the default."""
     section = config.get("eagle_config") or {}
@@ -187,7 +188,7 @@ def _pack(arch: EagleArch, tensors: Mapping[str, np.ndarray]) -> dict[str, np.nd
     return packed | ({"head": tensors[HEAD]} if arch.own_head else {})
 
 
-def _tensors(arch: EagleArch, own: Mapping[str, Any]) -> dict[str, np.ndarray]:
+def _tensors(arch: EagleArch, own: Mapping[str, PyTree]) -> dict[str, np.ndarray]:
     """Inverts `_pack`, and adds the two maps between vocabularies."""
     weights = {name: np.asarray(a, np.float32) for name, a in own["weights"].items()}
     r, qkv = arch.layer.group, weights["qkv"]

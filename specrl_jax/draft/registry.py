@@ -30,7 +30,7 @@ from specrl_jax.draft.trainable import TrainableDrafter
 from specrl_jax.model import weights
 from specrl_jax.model.architecture import Architecture
 from specrl_jax.model.tokenizer import Tokenizer
-from specrl_jax.structs import DrafterParams
+from specrl_jax.structs import DrafterParams, Params
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +113,7 @@ class DrafterSet:
     def actor(self) -> str:
         return "".join(part.actor for part in self.parts)
 
-    def bind(self, actor: Any, weights: Sequence[DrafterParams]) -> Any:
+    def bind(self, actor: Params, weights: Sequence[DrafterParams]) -> DrafterParams:
         """Returns the parameters of a rollout: each part's weights joined with the actor's."""
         return self.drafter.bind(actor, tuple(weights) if self.merged else weights[0])
 

@@ -1,8 +1,9 @@
 """Earlier responses to each prompt, kept on the host between steps in arrays of a fixed size."""
 
-from typing import Any
 
 import numpy as np
+
+from specrl_jax.structs import PyTree
 
 EMPTY = -1
 _ARRAYS = ("tokens", "prompt_id", "step", "next")
@@ -34,7 +35,7 @@ class ResponseCache:
     def arrays(self) -> dict[str, np.ndarray]:
         return {name: getattr(self, name) for name in _ARRAYS}
 
-    def restore(self, arrays: dict[str, Any]) -> None:
+    def restore(self, arrays: dict[str, PyTree]) -> None:
         for name in _ARRAYS:
             setattr(self, name, np.array(arrays[name]))
 

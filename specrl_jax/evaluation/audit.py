@@ -10,7 +10,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,12 +21,11 @@ from specrl_jax.config import RolloutConfig
 from specrl_jax.evaluation.compare import Difference, compare_step
 from specrl_jax.io import metrics
 from specrl_jax.io.checkpoint import list_steps, read_meta, restore_part
-from specrl_jax.io.files import Json
 from specrl_jax.model import transformer
 from specrl_jax.model.architecture import Architecture
 from specrl_jax.model.source import CHECKPOINTS, run_config
 from specrl_jax.model.transformer import Params
-from specrl_jax.structs import Array
+from specrl_jax.structs import Array, Json, PyTree
 from specrl_jax.trainer import Trainer
 from specrl_jax.verify import sampling
 
@@ -65,7 +64,7 @@ class OneCheckpoint(NamedTuple):
     directory: Path
     step: int
 
-    def restore_latest(self, abstract: Json) -> tuple[int, Any, Json]:
+    def restore_latest(self, abstract: Json) -> tuple[int, PyTree, Json]:
         """Returns the checkpoint as `io.checkpoint.Checkpoints.restore_latest` does."""
         arrays = {key: restore_part(self.directory, self.step, key, part)
                   if jax.tree.leaves(part) else part for key, part in abstract.items()}

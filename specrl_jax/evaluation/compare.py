@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from specrl_jax.config import ConfigError
-from specrl_jax.io.files import Json
 from specrl_jax.io.metrics import FREE_FIELDS, flat, read_config, read_metrics, read_samples
+from specrl_jax.structs import Json
 
 # Changing these must change no token, except at near ties. A name may be a whole section.
 SAME_TOKENS = (

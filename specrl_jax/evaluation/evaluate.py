@@ -11,7 +11,6 @@ import numpy as np
 from specrl_jax import sharding
 from specrl_jax.config import Config, ConfigError, at_least, override
 from specrl_jax.evaluation.statistics import bootstrap, interval, pass_at_k
-from specrl_jax.io.files import Json
 from specrl_jax.io.progress import Progress
 from specrl_jax.model.source import Actor, open_actor
 from specrl_jax.model.tokenizer import Tokenizer
@@ -20,7 +19,7 @@ from specrl_jax.rollout.engine import Result
 from specrl_jax.rollout.prompts import Prompts, make_prompts, prompt_batches
 from specrl_jax.rollout.sampler import Sampler
 from specrl_jax.rollout.scoring import score_rollout
-from specrl_jax.structs import Rollout
+from specrl_jax.structs import Json, Rollout
 from specrl_jax.verify.registry import RULES
 
 SEQUENCES_AT_ONCE = 4096  # of one rollout: enough that its tail of few live rows does not count

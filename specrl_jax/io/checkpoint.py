@@ -26,7 +26,8 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
 from specrl_jax.config import ConfigError
-from specrl_jax.io.files import Json, damage, write_checksums
+from specrl_jax.io.files import damage, write_checksums
+from specrl_jax.structs import Json, PyTree
 
 # Orbax rewrites these two after the checksums are taken; restoring does not read them.
 UNCHECKED = ("_CHECKPOINT_METADATA", "commit_success.txt")
@@ -60,7 +61,7 @@ def list_steps(directory: str | Path) -> list[int]:
                   if path.name.isdecimal() and damage(path, contents=False) is None)
 
 
-def describe(tree: Any) -> dict[str, list[Any]]:
+def describe(tree: PyTree) -> dict[str, list[Any]]:
     """Returns [shape, dtype] of every leaf by its path."""
     def dtype(leaf: Any) -> str:
         return str(leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype)
@@ -139,7 +140,7 @@ class Checkpoints:
     def __exit__(self, *exc: object) -> None:
         self._stack.close()
 
-    def save(self, step: int, arrays: Any, meta: Json) -> None:
+    def save(self, step: int, arrays: PyTree, meta: Json) -> None:
         """Writes the checkpoint of `step` completed steps.
 
         Args:
@@ -168,7 +169,7 @@ class Checkpoints:
                 f"({_brief(error)}); complete ones: {kept}. Free some space and resume"
             ) from error
 
-    def restore_latest(self, abstract: Any) -> tuple[int, Any, Json] | None:
+    def restore_latest(self, abstract: PyTree) -> tuple[int, PyTree, Json] | None:
         """Returns the newest intact checkpoint as (step, arrays, meta); None if there is none.
 
         Newer damaged ones are reported and renamed to `STEP.damaged`, so that their steps can be
@@ -242,7 +243,7 @@ def read_meta(directory: str | Path, step: int) -> Json:
     return _note(_intact(Path(directory).absolute(), step))["meta"]
 
 
-def restore_part(directory: str | Path, step: int, key: str, abstract: Any = None) -> Any:
+def restore_part(directory: str | Path, step: int, key: str, abstract: PyTree = None) -> PyTree:
     """Returns one top-level entry of a checkpoint's arrays, such as "actor".
 
     Args:
@@ -265,7 +266,7 @@ def restore_part(directory: str | Path, step: int, key: str, abstract: Any = Non
         return checkpointer.restore(step_dir / "state", args=_restore_args({key: item}))[key]
 
 
-def _restore_args(abstract: Any) -> ocp.args.PyTreeRestore:
+def _restore_args(abstract: PyTree) -> ocp.args.PyTreeRestore:
     """Restores ShapeDtypeStructs as jax arrays and all other leaves as numpy arrays."""
     def leaf_args(leaf: Any) -> ocp.RestoreArgs:
         if isinstance(leaf, jax.ShapeDtypeStruct):

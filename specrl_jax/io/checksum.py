@@ -1,15 +1,14 @@
 """Checksums of trees of arrays, computed on the device."""
 
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from specrl_jax.structs import Array
+from specrl_jax.structs import Array, PyTree
 
 
 @jax.jit
-def sums(tree: Any) -> tuple[Array, Array, Array, Array]:
+def sums(tree: PyTree) -> tuple[Array, Array, Array, Array]:
     """Returns (sum of bits u32[], checksum u32[], all finite bool[], all zero bool[]) of a tree.
 
     The sum of bits does not depend on the order of elements; the checksum does.
@@ -36,15 +35,15 @@ def sums(tree: Any) -> tuple[Array, Array, Array, Array]:
 
 
 @jax.jit
-def _checksum(tree: Any) -> Array:
+def _checksum(tree: PyTree) -> Array:
     return sums(tree)[1]  # XLA drops the other sums: a third of the time
 
 
-def checksum(tree: Any) -> int:
+def checksum(tree: PyTree) -> int:
     """Returns the checksum of a tree of arrays; it depends on values and their order."""
     return int(_checksum(tree))
 
 
-def identity(params: Any) -> str:
+def identity(params: PyTree) -> str:
     """Returns dtype and checksum of weights as one string."""
     return f"{jax.tree.leaves(params)[0].dtype} {checksum(params):08x}"

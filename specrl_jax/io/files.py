@@ -5,10 +5,6 @@ import os
 import zlib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, TypeAlias
-
-Json: TypeAlias = dict[str, Any]
-"""An object in a JSON file."""
 
 CHECKSUMS = "checksums.json"
 READ_BYTES = 1 << 24

@@ -3,13 +3,13 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from specrl_jax.structs import LaunchRecord
+from specrl_jax.structs import LaunchRecord, Metrics
 
 MOST = 512  # launches of a step that are recorded one by one
 LAUNCHES, MEASURED = "control/launches", "time/launches"
 
 
-def summary(trace: Sequence[LaunchRecord]) -> dict[str, Any]:
+def summary(trace: Sequence[LaunchRecord]) -> Metrics:
     """Returns the metrics of one rollout; {} if it drafted nothing and predicted nothing.
 
     `time/saved` is the predicted seconds of the same tokens in plain rounds less what they took,
@@ -19,7 +19,7 @@ def summary(trace: Sequence[LaunchRecord]) -> dict[str, Any]:
     if not any(t.control or t.draft_rounds for t in trace):
         return {}
     rounds = max(sum(t.rounds for t in trace), 1)
-    found: dict[str, Any] = {
+    found: Metrics = {
         "control/draft_depth": sum(t.draft_steps for t in trace) / rounds,
         "control/verify_tokens": sum(t.packed for t in trace) / rounds,
         "control/drafting": sum(t.draft_rounds for t in trace) / rounds,

@@ -28,8 +28,9 @@ from tensorboardX import SummaryWriter
 from specrl_jax.config import ConfigError
 from specrl_jax.config.renamed import first_renamed
 from specrl_jax.io.checkpoint import loud
-from specrl_jax.io.files import Json, write_atomically
+from specrl_jax.io.files import write_atomically
 from specrl_jax.io.metric_names import Record
+from specrl_jax.structs import Json
 
 CONFIG, METRICS, SAMPLES, EVENTS = "config.json", "metrics.jsonl", "samples.jsonl", "events"
 WALL_TIME = "time/unix"

@@ -12,14 +12,13 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from specrl_jax.config import ConfigError
-from specrl_jax.io.files import Json
 from specrl_jax.model.architecture import Architecture
 from specrl_jax.model.families import FAMILIES
 from specrl_jax.model.hf_config import write_config
 from specrl_jax.model.hf_directory import INDEX, SINGLE
 from specrl_jax.model.tensors import unpack
 from specrl_jax.model.tokenizer import SPECIAL, Tokenizer
-from specrl_jax.structs import Params
+from specrl_jax.structs import Json, Params
 
 SHARD_BYTES = 4 * 2**30
 

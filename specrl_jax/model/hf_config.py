@@ -2,10 +2,10 @@
 
 import dataclasses
 
-from specrl_jax.io.files import Json
 from specrl_jax.model.architecture import Architecture, RopeScaling
 from specrl_jax.model.families import FAMILIES, Family
 from specrl_jax.model.fields import REPAIR, Fields
+from specrl_jax.structs import Json
 
 # Options that change the computation, with the only values that are computed here.
 SUPPORTED = {

@@ -17,8 +17,8 @@ import tokenizers
 from tokenizers import decoders
 
 from specrl_jax.config import ConfigError
-from specrl_jax.io.files import Json
 from specrl_jax.model.fields import LARGEST, REPAIR, Fields
+from specrl_jax.structs import Json
 
 SPECIAL = ("bos_token", "eos_token", "pad_token")
 TURN_ENDS = ("<|im_end|>", "<|eot_id|>")  # end an assistant's turn in any model

@@ -18,7 +18,7 @@ from specrl_jax.model import transformer
 from specrl_jax.model.architecture import Architecture
 from specrl_jax.model.transformer import Params
 from specrl_jax.rl import algorithm, losses
-from specrl_jax.structs import Array, Rollout
+from specrl_jax.structs import Array, PyTree, Rollout
 
 
 class LearnerState(struct.PyTreeNode):
@@ -162,7 +162,7 @@ def update(arch: Architecture, config: Config, state: LearnerState, batch: Batch
                           (batch, old, reference))
         return micro_loss(arch, config, totals, params, *at)
 
-    def accumulate(i: Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
+    def accumulate(i: Array, carry: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
         (value, metrics), grads = jax.value_and_grad(loss, has_aux=True)(state.params, i)
         total_value, total_metrics, total_grads = carry
         highest = jnp.maximum(total_metrics["logprob_gap_max"], metrics["logprob_gap_max"])

@@ -13,7 +13,7 @@ from specrl_jax.control.acceptance import Acceptance
 from specrl_jax.rollout import counted, lengths
 from specrl_jax.rollout.layout import RolloutRequest, Shapes
 from specrl_jax.rollout.slots import Slots
-from specrl_jax.structs import JsonDict, LaunchRecord, PyTree, carrier
+from specrl_jax.structs import Json, LaunchRecord, PyTree, carrier
 
 PER_LOOP = ("rounds", "draft_rounds", "draft_steps")  # every shard counts the loop's own
 
@@ -48,7 +48,7 @@ class HostView:
         finished, self.length, counters, self.outcomes = seen
         self.done, before = finished.reshape(self.done.shape), self.counters
         self.counters = counted.totals(counters)
-        counts: JsonDict = {
+        counts: Json = {
             name: (self.counters[name] - before.get(name, 0)) // (shards if name in PER_LOOP else 1)
             for name in {field.name for field in dataclasses.fields(LaunchRecord)} & set(
                 self.counters)}

@@ -22,7 +22,7 @@ from specrl_jax.io.machine import cores, processor
 from specrl_jax.rollout.engine import Engine
 from specrl_jax.rollout.layout import RolloutRequest
 from specrl_jax.rollout.plan import buckets_of
-from specrl_jax.structs import DrafterParams, JsonDict, Params, PyTree, RolloutState
+from specrl_jax.structs import DrafterParams, Json, Params, PyTree, RolloutState
 
 SECONDS = 2.5  # of all measured launches; a batch size is measured at least once
 MOST_SWEEPS = 9  # over the launches of a batch size
@@ -39,7 +39,7 @@ def limits_of(engine: Engine) -> Limits:
                   longest=shapes.longest)
 
 
-def key(engine: Engine, about: JsonDict) -> JsonDict:
+def key(engine: Engine, about: Json) -> Json:
     """Returns what a measurement holds for; `about` describes the drafter."""
     device, decoder = jax.devices()[0], engine.decoder
     return {"device": f"{device.platform} {device.device_kind} {processor()}",
@@ -54,7 +54,7 @@ def key(engine: Engine, about: JsonDict) -> JsonDict:
             "drafter": dict(about)}
 
 
-def stored(engine: Engine, path: str, about: JsonDict, since: float = 0.0
+def stored(engine: Engine, path: str, about: Json, since: float = 0.0
            ) -> CostTable | None:
     """Returns the costs in a file, in every process those of process 0; see `cost_file.load`.
 
@@ -69,7 +69,7 @@ def stored(engine: Engine, path: str, about: JsonDict, since: float = 0.0
 
 
 def measured(engine: Engine, params: Params, drafter_params: DrafterParams, path: str,
-             about: JsonDict) -> CostTable:
+             about: Json) -> CostTable:
     """Measures the costs of all batch sizes, and writes the file of `stored`."""
     limits, found = limits_of(engine), {}
     launches = Launches(engine, params, drafter_params)

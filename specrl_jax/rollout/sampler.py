@@ -35,7 +35,7 @@ from specrl_jax.rollout.engine import Engine, Result
 from specrl_jax.rollout.layout import Shapes, pad, request
 from specrl_jax.rollout.plan import Decoder
 from specrl_jax.rollout.prompts import PromptBatch
-from specrl_jax.structs import DrafterParams, JsonDict, Rollout, carrier
+from specrl_jax.structs import DrafterParams, Json, Rollout, carrier
 from specrl_jax.verify.registry import RULES
 
 PROBE_STREAM = "probe"  # of prng.STREAMS: tokens that nobody reads
@@ -245,7 +245,7 @@ class Sampler:
         self.engine.control, self.engine.acceptance, self._depth = before
         return result
 
-    def _draft_settings(self) -> JsonDict:
+    def _draft_settings(self) -> Json:
         """Returns the settings that affect the cost of drafting: part of the cost table's key."""
         spec = dataclasses.asdict(self.config.spec)
         return dataclasses.asdict(self.config.draft) | {

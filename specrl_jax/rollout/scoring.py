@@ -7,12 +7,12 @@ import numpy as np
 from specrl_jax.io.data import Example
 from specrl_jax.model.tokenizer import Tokenizer
 from specrl_jax.rollout.prompts import Prompts
-from specrl_jax.structs import JsonDict, Rollout
+from specrl_jax.structs import Json, Rollout
 
 Reward = Callable[[str, str, Example], tuple[float, dict[str, float]]]
 """(prompt, completion, example) -> (reward, each of its terms), see rl/reward.py."""
 
-Sample = JsonDict
+Sample = Json
 """A sequence as samples.jsonl holds it: prompt_id, occurrence, sample_id, prompt, completion,
 tokens, reward, and commits, the tokens of each round."""
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from specrl_jax.config import ConfigError, DataConfig, check
-from specrl_jax.io.files import Json
+from specrl_jax.structs import Json
 
 
 def load(data: DataConfig, say: Callable[[str], None]) -> list[Json]:
