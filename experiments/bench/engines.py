@@ -32,12 +32,9 @@ class OtherEngine(Protocol):
         ...
 
 
-MODULES = {"transformers": ("torch", "transformers"), "llamacpp": ("llama_cpp",),
-           "tunix": ("tunix",)}
-PACKAGES = {"transformers": ("torch", "transformers"), "llamacpp": ("llama-cpp-python",),
-            "tunix": ("google-tunix",)}  # versions in the result
-INSTALL = {"transformers": 'pip install -e ".[peers]"', "llamacpp": 'pip install -e ".[peers]"',
-           "tunix": 'pip install -e ".[quickstart,tunix]" in an environment of its own'}
+MODULES = {"transformers": ("torch", "transformers"), "llamacpp": ("llama_cpp",)}
+PACKAGES = {"transformers": ("torch", "transformers"),
+            "llamacpp": ("llama-cpp-python",)}  # versions in the result
 
 
 def check_installed(name: str) -> None:
@@ -49,7 +46,8 @@ def check_installed(name: str) -> None:
         raise ConfigError(f"--engine={name}: choose some of {', '.join(MODULES)}")
     for module in MODULES[name]:
         if importlib.util.find_spec(module) is None:
-            raise ConfigError(f"--engine={name}: {module} is not installed; run {INSTALL[name]}")
+            raise ConfigError(f"--engine={name}: {module} is not installed; run "
+                              'pip install -e ".[peers]"')
 
 
 def make_engine(name: str, source: Source, workload: Workload, threads: int, directory: Path
