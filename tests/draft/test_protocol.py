@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from helpers import ask, make_engine, make_task, streams, tiny_arch, tiny_params
 
 from specrl_jax.control import fixed, protocol
@@ -30,6 +31,7 @@ def repeat_last(depth: int) -> Drafter:
     return Drafter(nodes=depth + 1, depth=depth, branch=1, propose=propose, names=("repeat",))
 
 
+@pytest.mark.ci
 def test_drafter_of_one_function_changes_no_token() -> None:
     arch, task = tiny_arch(), make_task()
     params = tiny_params(arch)

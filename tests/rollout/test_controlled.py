@@ -223,6 +223,7 @@ def test_shards_decide_alike(plain: Result) -> None:
     assert sum(t.rounds for t in result.trace) * 2 == result.counters["rounds"]
 
 
+@pytest.mark.ci
 def test_nothing_is_verified_beyond_a_limit(plain: Result) -> None:
     """Drafts at a row's end are never accepted, and would cost a larger bucket."""
     limit = np.minimum(TASK.response, 1 + np.arange(TASK.sequences) % 5)
@@ -295,6 +296,7 @@ def test_jumping_loads_stall_and_compile_nothing(budget: Engine, plain: Result) 
     assert all(drafts < off for drafts, off in zip(*rounds, strict=True))
 
 
+@pytest.mark.ci
 def test_drafts_in_empty_slots_are_chosen_and_accepted(plain: Result) -> None:
     """Two of eight rows run on, next to slots of rows that ended."""
     limits = limits_of(TASK, (8,), smallest=8)

@@ -248,6 +248,7 @@ def past_of(bench: Any, seed: int) -> np.ndarray:
     return np.where(said(result), result.sequences.tokens, -1).reshape(6, 2, -1).astype(np.int32)
 
 
+@pytest.mark.ci
 def test_history_changes_no_token_and_compiles_nothing(bench: Any, drafting: Any) -> None:
     drafting.run(bench.params, ask(bench.task, past=past_of(bench, 1)))
     pasts = {seed: past_of(bench, seed) for seed in (0, 1)}
