@@ -21,6 +21,7 @@ from rich.table import Table
 from specrl_jax.config import ConfigError
 from specrl_jax.io.launches import recorded
 from specrl_jax.io.metrics import METRICS, read_metrics
+from specrl_jax.model.source import run_config
 
 BAD_INPUT = 2
 Column = tuple[str, Callable[[Mapping[str, Any]], str]]
@@ -51,6 +52,7 @@ def explained(workdir: Path) -> list[dict[str, Any]]:
     """
     rows = [row for row in read_metrics(workdir) if "control/draft_depth" in row]
     if not rows:
+        run_config(workdir)  # an older version's run is refused here
         raise ConfigError(f"{workdir / METRICS}: no step records a choice: is this a run with a "
                           f"drafter?")
     return rows

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from specrl_jax.config.fields import ConfigError, check
-from specrl_jax.config.renamed import check_current
+from specrl_jax.config.renamed import check_current, renamed_argument
 from specrl_jax.config.sections import Config
 
 PRESETS = Path(__file__).resolve().parent / "presets"
@@ -54,7 +54,8 @@ def load_config(preset: str, **overrides: Any) -> Config:
     try:
         config = module.get_config()
     except TypeError as error:  # a dataclass raises it for an unknown field
-        raise ConfigError(f"preset {preset!r}: {error}") from error
+        became = renamed_argument(str(error))
+        raise ConfigError(f"preset {preset!r}: {error}" + (became and f"; {became}")) from error
     if not isinstance(config, Config):
         raise ConfigError(f"get_config() of preset {preset!r} returns a {type(config).__name__}: "
                           "return a specrl_jax.Config")

@@ -1,5 +1,6 @@
 """Config fields that were renamed or removed, and names that are reserved."""
 
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -27,12 +28,25 @@ RENAMED = {
     "distill.memory": "distill.ema_decay",
     "distill.canary": "distill.probe_tokens",
 }
+# Values that a field no longer has: dotted name -> old value -> what to use.
+RENAMED_VALUES = {
+    "distill.when": {"every_step": "interval", "every_k": "interval, with distill.interval",
+                     "overlap": "interval, with distill.overlap=True",
+                     "overlap_k": "interval, with distill.interval and distill.overlap=True"},
+    "control.policy": {"bandit": "bandit:bandit of tests/extending, or budget",
+                       "oracle": "budget"},
+}
 RENAMED_REWARDS = {"bare": "exact_only", "format": "has_answer_marker", "digits": "digit_fraction"}
 
 # Names that later versions will give a meaning; a dot at the end stands for a whole section.
 RESERVED = ("rl.minibatches", "rl.entropy", "rl.filter", "rl.overlong", "rl.curriculum",
             "learner.optimizer", "learner.schedule", "learner.lora_rank", "learner.lora_alpha",
             "eval.", "track.")
+
+
+# Dataclass of a section -> its name, for errors that name the class.
+SECTIONS = {"SpecOptions": "spec", "ControlConfig": "control", "LearnerConfig": "learner",
+            "DistillConfig": "distill"}
 
 
 def check_current(field: str, value: Any) -> None:
@@ -42,14 +56,23 @@ def check_current(field: str, value: Any) -> None:
         if not new:
             raise ConfigError(f"{field} = {value!r}: removed; {hint}")
         raise ConfigError(f"{field} = {value!r}: renamed; use {new}" + (hint and f" ({hint})"))
+    if isinstance(value, str) and (use := RENAMED_VALUES.get(field, {}).get(value)):
+        raise ConfigError(f"{field} = {value!r}: renamed; use {use}")
     check(not any(field == name or f"{field}.".startswith(name) and name.endswith(".")
                   for name in RESERVED), field, value, "is reserved and not available yet")
 
 
 def first_renamed(fields: Iterable[str]) -> str:
     """Returns what became of the first of `fields`, dotted names, that was renamed; "" if none."""
-    found = min((field for field in fields if field in RENAMED), default=None)
-    if found is None:
-        return ""
-    new, _, hint = RENAMED[found].partition("; ")
-    return f"{found} is now {new}" if new else f"{found} was removed; {hint}"
+    found = sorted(field for field in fields if field in RENAMED)
+    renamed = [field for field in found if not RENAMED[field].startswith(";")]
+    if renamed:
+        return f"{renamed[0]} is now {RENAMED[renamed[0]].partition('; ')[0]}"
+    return f"{found[0]} was removed" if found else ""
+
+
+def renamed_argument(error: str) -> str:
+    """Returns what became of the option that a dataclass's TypeError names; "" if nothing did."""
+    found = re.search(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'", error)
+    section = SECTIONS.get(found[1], "") if found else ""
+    return first_renamed([f"{section}.{found[2]}"]) if found else ""

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from specrl_jax.config import ControlConfig, SpecOptions
+from specrl_jax.config import ControlConfig, SpecOptions, check
 from specrl_jax.config.registry import Registry
 from specrl_jax.control import budget, fixed, respec
 from specrl_jax.control.protocol import Controller, ControllerFactory, Limits, make_spec
@@ -22,6 +22,8 @@ def make(control: ControlConfig, spec: SpecOptions, limits: Limits) -> Controlle
     Raises:
       ConfigError: control.policy names no controller.
     """
-    if spec.drafter == "off":
-        return fixed.off()
-    return CONTROLLERS.resolve(control.policy)(control, spec, limits)
+    factory = CONTROLLERS.resolve(control.policy)
+    controller = fixed.off() if spec.drafter == "off" else factory(control, spec, limits)
+    check(isinstance(controller, Controller), "control.policy", control.policy,
+          f"must make a Controller, but it made a {type(controller).__name__}")
+    return controller

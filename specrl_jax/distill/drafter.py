@@ -27,6 +27,7 @@ class DrafterManager:
 
     def compile(self, say: Callable[[str], None]) -> None:
         """Checks the first version and compiles whatever a step may run."""
+
     def before_rollout(self, step: int) -> Metrics:
         """Verifies what is about to draft and repairs it."""
         return {}

@@ -135,13 +135,17 @@ def make(config: Config, arch: Architecture, stop: Sequence[int], group: int,
         work.
     """
     spec = config.spec
+    merged = spec.drafter == MERGE
+    merging = [_resolve(name, "draft.parts") for name in config.draft.parts]
+    factories = merging if merged else [_resolve(spec.drafter, "spec.drafter")]
     if config.control.policy == "off":
         return DrafterSet(off(), (DrafterPart("off", off()),))
-    merged = spec.drafter == MERGE
     parts = tuple(
-        _resolve(name, "draft.parts" if merged else "spec.drafter")(
-            DrafterContext(config, arch, stop, group, origin, warn, drawn, tokenizer))
-        for origin, name in enumerate(config.draft.parts if merged else (spec.drafter,)))
+        factory(DrafterContext(config, arch, stop, group, origin, warn, drawn, tokenizer))
+        for origin, factory in enumerate(factories))
+    for part in parts:
+        check(isinstance(part, DrafterPart), "spec.drafter", spec.drafter,
+              f"must make a DrafterPart, but it made a {type(part).__name__}")
     if drawn and spec.drafter != "off":
         rule = f"spec.rule = {spec.rule!r} "
         check(not merged and parts[0].records_proposal, "spec.drafter", spec.drafter,
@@ -156,7 +160,7 @@ def make(config: Config, arch: Architecture, stop: Sequence[int], group: int,
 def _resolve(name: str, field: str) -> Factory:
     known = [*DRAFTERS, MERGE] if field == "spec.drafter" else [n for n in DRAFTERS if n != "off"]
     check(name in known or ":" in name, field, name,
-          f"choose one of {', '.join(known)}, or name your own as package.module:function")
+          f"choose one of {', '.join(known)}, or name your own as package.module:name")
     return DRAFTERS.resolve(name)
 
 

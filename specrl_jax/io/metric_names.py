@@ -136,6 +136,8 @@ RENAMED_METRICS = {
     "time/net": "time/speculation_net",
     "time/control_error": "time/cost_error",
     "drafter/held": "drafter/disabled",
+    "control/fixed_seconds": "; it is no longer computed",
+    "control/switches": "; it is no longer computed",
 }
 
 
@@ -152,7 +154,8 @@ class Record(dict[str, Any]):
     def __missing__(self, name: str) -> Any:
         if name in RENAMED_METRICS:
             new, _, hint = RENAMED_METRICS[name].partition("; ")
-            raise ConfigError(f"metric {name!r}: renamed; use {new!r}" + (hint and f" ({hint})"))
+            raise ConfigError(f"metric {name!r}: removed; {hint}" if not new else
+                              f"metric {name!r}: renamed; use {new!r}" + (hint and f" ({hint})"))
         raise KeyError(name)
 
     def get(self, name: str, default: Any = None) -> Any:

@@ -9,8 +9,9 @@ from jax.sharding import Mesh
 
 from specrl_jax import sharding
 from specrl_jax.config import Config, ConfigError, at_least, build
+from specrl_jax.config.renamed import first_renamed
 from specrl_jax.io.checkpoint import list_steps, restore_part
-from specrl_jax.io.metrics import CONFIG, read_config
+from specrl_jax.io.metrics import CONFIG, flat, read_config
 from specrl_jax.model import architecture, weights
 from specrl_jax.model.transformer import Params
 
@@ -71,4 +72,6 @@ def run_config(run: Path) -> Config:
     stored = read_config(run)
     if stored is None:
         raise ConfigError(f"{run / CONFIG}: no such file; give the working directory of a run")
+    if renamed := first_renamed(flat(stored)):
+        raise ConfigError(f"{run}: an older version started this run ({renamed}); use that version")
     return build(Config, stored)

@@ -8,6 +8,7 @@ from pathlib import Path
 from specrl_jax.config import ConfigError
 from specrl_jax.model import tiny
 from specrl_jax.model.architecture import Architecture
+from specrl_jax.model.families import FAMILIES
 from specrl_jax.model.gguf_file import gguf_architecture, gguf_tensors, open_gguf
 from specrl_jax.model.gguf_tokenizer import gguf_tokenizer
 from specrl_jax.model.hf_directory import fetch, open_directory
@@ -53,6 +54,8 @@ def describe_source(path: str, field: str = "model.path", family: str = "") -> S
 
 
 def _find(path: str, family: str) -> Source:
+    if family:
+        FAMILIES.resolve(family)  # random models have no file that names one
     kind, _, rest = path.partition(":")
     if kind == "random" and rest:
         if rest not in tiny.RANDOM:

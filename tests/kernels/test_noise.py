@@ -117,7 +117,7 @@ def test_both_words_of_the_key_enter_every_element() -> None:
 def test_rare_tokens_win_as_often_as_they_should(p: float, draws: int) -> None:
     """A token of probability p against one of 1 - p, over keys that count and over positions.
 
-    Rarer ones would be missed by nobody here; tests/spec/test_exact_draw.py looks for their words.
+    tests/verify/test_exact_draw.py looks for rarer ones.
     """
     batch = 2**21
 
