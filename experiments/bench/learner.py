@@ -111,14 +111,14 @@ class Update:
         self.arch, self.keeper = arch, keeper
         batch, totals = learner.make_batch(
             rollout, _advantage(rollout), config.rollout.temperature,
-            rows=config.learner.micro_batch // config.together, together=config.together,
-            keep_all=True)
+            rows=config.learner.micro_batch // config.sequences_per_row,
+            sequences_per_row=config.sequences_per_row, keep_all=True)
         self.useful, self.padded_tokens = roofline.useful_work(batch), int(batch.tokens.size)
         rows, whole = NamedSharding(mesh, P(None, sharding.ROWS)), sharding.replicated(mesh)
         self.args = (sharding.put(rows, batch), sharding.put(whole, totals), None, None)
         places = jax.tree.map(lambda a: a.sharding, keeper.state)
         self.program = jax.jit(
-            functools.partial(learner.update, arch, config.learner, config.rollout.max_new_tokens),
+            functools.partial(learner.update, arch, config),
             donate_argnums=(0,), out_shardings=(places, whole),
         ).lower(keeper.state, *self.args).compile()
 

@@ -119,7 +119,8 @@ def test_run_of_every_mode_keeps_the_actor_and_resumes_exactly(
     run(whole, tmp_path / "whole")
     assert samples(tmp_path / "whole") == samples(plain)
     same(whole.state, still.state)
-    assert instructions(whole._update) == instructions(still._update)  # the actor's update
+    updates = [run._programs["update"] for run in (whole, still)]
+    assert instructions(updates[0]) == instructions(updates[1])
     told = metrics.read_metrics(tmp_path / "whole")
     assert [row["compilations"] for row in told] == [0] * 4 and not whole.warnings
     for name in ("loss", "checksum/policy"):

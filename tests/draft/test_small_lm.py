@@ -44,7 +44,7 @@ from specrl_jax.config import (
     ModelSource,
     SpecOptions,
 )
-from specrl_jax.control.protocol import make_spec
+from specrl_jax.control.protocol import Plan, make_spec
 from specrl_jax.draft import registry
 from specrl_jax.draft.protocol import RolloutInfo
 from specrl_jax.draft.small_lm import small_lm
@@ -165,9 +165,9 @@ def pausing(course: Course, branch: int) -> Any:
     """Takes its settings from `course`; those with more than `branch` branches draft off and on."""
     def plan(state: Any, load: Any) -> Any:
         pause = (state.branch > branch) & (load.length.sum() % 3 == 0)
-        return state.replace(steps=jnp.where(pause, 0, state.steps))
+        return Plan(state.replace(steps=jnp.where(pause, 0, state.steps)), jnp.int32(1))
 
-    return wandering(course)._replace(plan=plan, hold=lambda state, load: 1)
+    return wandering(course)._replace(plan=plan)
 
 
 class Bench:
