@@ -49,6 +49,11 @@ def metrics_page() -> str:
              "that are numbers. A `*` stands for a name. The last two columns give the metric of "
              "[TRL](https://github.com/huggingface/trl)'s GRPO trainer and of "
              "[verl](https://github.com/volcengine/verl) that means the same.", "",
+             "Does speculation pay? `time/saved` is the answer of one step, in seconds, and "
+             "`time/speculation_net` the running sum after what the drafter costs, for a drafter "
+             "with weights: positive means faster than plain decoding. "
+             "`rollout/accept_length` says how many tokens a row gains in a round, not how long "
+             "the round is.", "",
              "| metric | unit | meaning | TRL | verl |", "| --- | --- | --- | --- | --- |"]
     for m in METRICS:
         lines.append(_row(f"`{m.name}`", m.unit, m.help, _code(m.trl), _code(m.verl)))

@@ -153,7 +153,8 @@ def show(found: dict[str, Any], rulings: list[Ruling], text: Callable[[int | Non
     show_accept_length(console, found["accept_length"])
     if not rulings:
         console.print(f"equal: {found['steps']} steps, {found['sequences']} sequences, "
-                      f"{found['tokens']} tokens; {found['steps_of_equal_bits']} steps bit for bit")
+                      f"{found['tokens']} tokens; log-probabilities, loss and weights equal to the "
+                      f"last bit in {found['steps_of_equal_bits']} steps")
         return
     console.print(table(rulings[:ROWS_SHOWN], text))
     if len(rulings) > ROWS_SHOWN:

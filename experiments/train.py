@@ -23,7 +23,7 @@ from specrl_jax.run import train
 
 DISTRIBUTED = flags.DEFINE_bool(
     "distributed", False, "one of several processes, found by jax.distributed (TPU pods, Slurm) or "
-    "given by the three flags below")
+    "given by --coordinator, --processes and --process")
 COORDINATOR = flags.DEFINE_string("coordinator", None, "host:port of process 0")
 PROCESSES = flags.DEFINE_integer("processes", None, "how many processes there are")
 PROCESS = flags.DEFINE_integer("process", None, "which one this is, from 0")

@@ -64,7 +64,10 @@ class Registry(dict[str, T | str], Generic[T]):
               f"choose one of {', '.join(self)}, or name your own as package.module:name")
         try:
             found = getattr(importlib.import_module(module), attribute)
-        except (ImportError, AttributeError, SyntaxError) as error:
+        except AttributeError as error:
+            raise ConfigError(f"{self.field} = {name!r}: {error}; name something that it defines"
+                              ) from error
+        except (ImportError, SyntaxError) as error:
             raise ConfigError(f"{self.field} = {name!r}: {error}; its module must be importable, "
                               "for example from a directory in PYTHONPATH") from error
         kind = "function" if self.kind is Callable else self.kind.__name__

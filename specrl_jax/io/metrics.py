@@ -65,7 +65,7 @@ def check_config(workdir: str | Path, config: Json) -> None:
     differ = [field for field, (before, now) in texts.items() if before != now]
     if differ:
         before, now = texts[differ[0]]
-        more = f" (and {len(differ) - 1} more fields differ)" if len(differ) > 1 else ""
+        more = f" ({', '.join(differ[1:4])} also changed)" if len(differ) > 1 else ""
         restore = ("go on with the version that started it" if ABSENT in (before, now)
                    else "restore the value")
         raise ConfigError(f"{differ[0]} = {now}, but the run in {workdir} was started with {before}"

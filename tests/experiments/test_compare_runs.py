@@ -87,7 +87,8 @@ def test_equal_runs(drawn, tmp_path, capsys):
     assert found["accept_length"] == [None, None]  # no metrics here
     assert capsys.readouterr().out == (
         "accept length: not recorded in A, not recorded in B\n"
-        "equal: 2 steps, 4 sequences, 4 tokens; 0 steps bit for bit\n")
+        "equal: 2 steps, 4 sequences, 4 tokens; log-probabilities, loss and weights equal to the "
+        "last bit in 0 steps\n")
 
 
 @pytest.mark.parametrize("b, warns", [(1.0, True), (1.5, False)])

@@ -291,3 +291,9 @@ def test_messages():
     assert data.messages(example) == [user]
     assert data.messages(example, "Be brief.") == [
         {"role": "system", "content": "Be brief."}, user]
+
+
+def test_path_is_refused_by_datasets_that_read_no_file(tmp_path):
+    config = DataConfig(path="my.jsonl", data_dir=str(tmp_path))
+    with pytest.raises(ConfigError, match="^data.path = 'my.jsonl': .* set data.name=jsonl$"):
+        data.load_examples(config, print)

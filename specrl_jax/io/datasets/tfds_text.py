@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import tensorflow_datasets as tfds
 
-from specrl_jax.config import ConfigError, DataConfig
+from specrl_jax.config import ConfigError, DataConfig, check
 
 FILE_FORMAT = "array_record"  # the only one that TFDS reads at random without TensorFlow
 
@@ -60,6 +60,7 @@ def read(name: str, data: DataConfig, say: Callable[[str], None]) -> Rows:
     Raises:
       ConfigError: an unknown or empty split, or a directory that cannot be written.
     """
+    check(not data.path, "data.path", data.path, f"{name} reads no file; set data.name=jsonl")
     try:
         prepare(make_builder(name, data), data, say)
         builder = make_builder(name, data)
