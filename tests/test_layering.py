@@ -68,6 +68,33 @@ def test_imports_point_down(module: str, path: Path) -> None:
     assert violations(path.read_text(encoding="utf-8"), module) == []
 
 
+def cycle(graph: dict[str, set[str]]) -> list[str]:
+    """Modules that import each other in a loop; [] if there is none."""
+    done: set[str] = set()
+
+    def visit(module: str, path: list[str]) -> list[str]:
+        if module in path:
+            return path[path.index(module):]
+        if module in done:
+            return []
+        found = next(filter(None, (visit(to, [*path, module]) for to in graph[module])), [])
+        done.add(module)
+        return found
+
+    return next(filter(None, (visit(module, []) for module in graph)), [])
+
+
+def test_modules_import_each_other_in_no_loop() -> None:
+    modules = dict(files())
+    graph: dict[str, set[str]] = {}
+    for module, path in modules.items():
+        names = {*imported(path.read_text(encoding="utf-8"), module)}
+        names |= {name.rpartition(".")[0] for name in names}
+        graph[module] = {n for n in names if n in modules and modules[n].name != "__init__.py"}
+    assert cycle(graph) == []
+    assert cycle(graph | {"specrl_jax.structs": {"specrl_jax.trainer"}})
+
+
 def test_every_room_exists_and_there_are_few() -> None:
     assert {room(module) for module, _ in files()} == set(FLOOR)
     top = [p for p in PACKAGES["specrl_jax"].iterdir()
