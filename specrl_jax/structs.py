@@ -50,7 +50,7 @@ def carrier(kind: Callable[..., T], **fields: Any) -> T:
 class SpecConfig(struct.PyTreeNode):
     """The speculation of one round: the paper's (s, t, n) and a budget, all traced."""
 
-    steps: Array  # i32[] draft depth; 0 is plain decoding
+    depth: Array  # i32[] draft depth; 0 is plain decoding
     branch: Array  # i32[] children of a node
     nodes: Array  # i32[] most nodes of one row, its root included
     budget: Array  # i32[] most nodes of all rows of a data shard, roots included
@@ -145,7 +145,7 @@ class Counters(struct.PyTreeNode):
     clamped: Array  # rounds for which the controller planned more than the padding holds
     broken: Array  # live rows with DraftTree.broken, summed over drafts
     draft_rounds: Array  # rounds that drafted
-    draft_steps: Array  # drafted depth, summed over rounds
+    draft_depth: Array  # drafted depth, summed over rounds
 
 
 class Sequences(struct.PyTreeNode):
@@ -221,7 +221,7 @@ class LaunchRecord:
     packed: int
     slots: int
     draft_rounds: int
-    draft_steps: int
+    draft_depth: int
     control: Mapping[str, float] = dataclasses.field(default_factory=dict)  # end_chunk's metrics
 
 

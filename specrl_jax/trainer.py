@@ -95,10 +95,10 @@ class Trainer:
         for axis in sorted(sharding.replicated_axes(described, sharding.LEARNER_RULES, self.mesh,
                                                     architecture.is_param)):
             say(f"replicated, because the mesh does not divide it: {axis}")
-        self.places = sharding.shardings(described, sharding.LEARNER_RULES, self.mesh,
+        self.shardings = sharding.shardings(described, sharding.LEARNER_RULES, self.mesh,
                                          architecture.is_param)
         say(f"loading {source.source}")
-        params = sharding.put(self.places, source.params())
+        params = sharding.put(self.shardings, source.params())
         self.reference = jax.tree.map(jnp.copy, params) if config.rl.kl else None
         self.optimizer = learner.make_optimizer(config.learner)
         self.state = LearnerState(params, jax.jit(
@@ -134,7 +134,7 @@ class Trainer:
 
         def place(node: PyTree) -> PyTree:
             if jax.tree.structure(node) == like:
-                return self.places
+                return self.shardings
             return sharding.replicated(self.mesh)
 
         return jax.tree.map(place, shapes, is_leaf=lambda n: jax.tree.structure(n) == like)
@@ -162,9 +162,9 @@ class Trainer:
         if self._needs_scores:
             score = jax.jit(functools.partial(learner.score, self.arch, remat))
             self._programs["score"] = compiler.add(score.lower(params, batch))
-        places = jax.tree.map(lambda a: a.sharding, self.state)
+        shardings = jax.tree.map(lambda a: a.sharding, self.state)
         update = jax.jit(functools.partial(learner.update, self.arch, config), donate_argnums=(0,),
-                         out_shardings=(places, replicated))
+                         out_shardings=(shardings, replicated))
         self._programs["update"] = compiler.add(update.lower(
             self.state, batch, totals, scores if self._reads_old else None,
             scores if config.rl.kl else None))

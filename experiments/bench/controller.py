@@ -18,7 +18,7 @@ from specrl_jax.io.compilation import CompilationCounter
 from specrl_jax.io.launches import LAUNCHES, MEASURED, summary
 from specrl_jax.rollout import profile
 from specrl_jax.rollout.engine import Result
-from specrl_jax.rollout.layout import request
+from specrl_jax.rollout.layout import make_request
 from specrl_jax.rollout.sampler import Sampler
 
 from .controller_cells import Bench, Cell, Sizes, shaped
@@ -112,7 +112,7 @@ class Shape:
                              rows * 0, rows % self.group)
         past = None if sampler == self.plain else self.recorded.get(
             (self.cell.context, self.cell.lengths, load))
-        asked = request(self.loads[load], keys, self.group, sampler.config.rollout, past)
+        asked = make_request(self.loads[load], keys, self.group, sampler.config.rollout, past)
         asked.limit = self.cell.limits(self.new_tokens)
         return sampler.engine.run(sampler.params, asked, sampler.drafter_params,
                                   rounds=sampler.config.rollout.rounds_per_launch)

@@ -17,7 +17,7 @@ from specrl_jax.draft.recorded import replay, replay_params
 from specrl_jax.io.compilation import CompilationCounter
 from specrl_jax.model.architecture import Architecture, describe, is_param
 from specrl_jax.rollout.engine import Engine, Result
-from specrl_jax.rollout.layout import RolloutRequest, Shapes, request
+from specrl_jax.rollout.layout import RolloutRequest, Shapes, make_request
 from specrl_jax.rollout.plan import Decoder
 
 from . import roofline
@@ -126,7 +126,7 @@ def requests(arch: Architecture, rows: int, prompt: int, new: int, recorded: np.
     prompts = [rng.integers(0, arch.vocab_size, prompt).tolist() for _ in range(rows)]
     index = np.arange(rows)
     keys = prng.row_keys(0, "generate", 0, index, index * 0, index * 0)
-    return request(prompts, keys, 1, RolloutConfig(max_new_tokens=new),
+    return make_request(prompts, keys, 1, RolloutConfig(max_new_tokens=new),
                    None if recorded is None else recorded[:, None])
 
 

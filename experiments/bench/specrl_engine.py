@@ -11,7 +11,7 @@ from specrl_jax.config import Config
 from specrl_jax.io.compilation import CompilationCounter
 from specrl_jax.model.weights import Source
 from specrl_jax.rollout.engine import Result
-from specrl_jax.rollout.layout import request
+from specrl_jax.rollout.layout import make_request
 from specrl_jax.rollout.sampler import Sampler
 
 from .hardware import Hardware
@@ -88,7 +88,7 @@ class SpecrlEngine:
         """Returns a timed generation with the noise of `step`."""
         index = np.arange(len(self.prompts))
         keys = prng.row_keys(self.config.seed, "generate", step, index, index * 0, index * 0)
-        batch = request(self.prompts, keys, 1, self.config.rollout, self.past)
+        batch = make_request(self.prompts, keys, 1, self.config.rollout, self.past)
         if self.limits is not None:
             batch.limit = self.limits
         self.counter.take()

@@ -17,7 +17,7 @@ from specrl_jax.config import ControlConfig, SpecOptions
 from specrl_jax.control import cost_model, draft_yield, protocol
 from specrl_jax.control.buckets import Bucket
 from specrl_jax.control.cost_model import CostEstimate, CostTable, RoundCosts
-from specrl_jax.control.draft_yield import DraftYield, trust
+from specrl_jax.control.draft_yield import DraftYield, calibration_ratio
 from specrl_jax.control.protocol import Controller, Limits, Outcome, Plan, make_spec
 from specrl_jax.sharding import ROWS
 from specrl_jax.structs import Array, DraftTree, LaunchRecord, Load, carrier
@@ -58,7 +58,7 @@ def make(control: ControlConfig, spec: SpecOptions, limits: Limits) -> Controlle
         zero, buckets = np.float32(0), max(map(len, limits.buckets.values()))
         return carrier(
             Budget, costs=cost_model.estimate(costs, limits),
-            yields=draft_yield.unseen(max(limits.depth, 1)), drafting=np.int32(UNDECIDED),
+            yields=draft_yield.prior(max(limits.depth, 1)), drafting=np.int32(UNDECIDED),
             regret=zero, idle=zero, unread=zero, spent=np.zeros(buckets + 2, np.float32))
 
     def plan(state: Budget, load: Load) -> Plan:
@@ -67,13 +67,13 @@ def make(control: ControlConfig, spec: SpecOptions, limits: Limits) -> Controlle
         unread = jnp.where(state.drafting == UNDECIDED, context, state.unread)
         steps, valid_for, decision = decide(state, limits.buckets[rows], load, costs, unread)
         whole = make_spec(0, limits.branch, limits.nodes, 0, limits.mix)
-        return Plan(whole.replace(steps=steps), valid_for, decision)
+        return Plan(whole.replace(depth=steps), valid_for, decision)
 
     def keep(state: Budget, plan: Plan, load: Load, tree: DraftTree, buckets: Sequence[Bucket]
              ) -> tuple[Array, Array]:
         weight = (row_weights(load, state.costs.table, limits, control.length_weight)
                   if control.length_weight else load.live.astype(jnp.float32))
-        return fill(tree, weight, trust(state.yields), plan.notes.price, buckets)
+        return fill(tree, weight, calibration_ratio(state.yields), plan.notes.price, buckets)
 
     def end_chunk(state: Budget, launch: LaunchRecord) -> tuple[Budget, Mapping[str, float]]:
         costs, report = cost_model.learn(state.costs, limits, launch, np.asarray(state.spent),
@@ -89,12 +89,12 @@ def make(control: ControlConfig, spec: SpecOptions, limits: Limits) -> Controlle
 def observe(state: Budget, plan: Plan, outcome: Outcome) -> Budget:
     """Adds rounds to the yield of drafts, the launch's expected seconds, and the regret."""
     noted, load, rounds = plan.notes, outcome.load, outcome.rounds.astype(jnp.float32)
-    steps, drafts = plan.spec.steps, plan.spec.steps > 0
+    steps, drafts = plan.spec.depth, plan.spec.depth > 0
     nodes = outcome.live & (jnp.arange(outcome.live.shape[1])[None] > 0)
-    promised = jnp.where(nodes, outcome.tree.survival, 0).sum()
+    expected = jnp.where(nodes, outcome.tree.survival, 0).sum()
     found = draft_yield.count_nodes(outcome.tree, load.live, state.yields.count.shape[0])
-    rows, tokens, promised, found = jax.lax.psum(
-        (load.live.sum().astype(jnp.float32), outcome.count.sum().astype(jnp.float32), promised,
+    rows, tokens, expected, found = jax.lax.psum(
+        (load.live.sum().astype(jnp.float32), outcome.count.sum().astype(jnp.float32), expected,
          found), ROWS)
     verify, draft, catch_up = noted.costs
     spent = jnp.concatenate([
@@ -102,7 +102,7 @@ def observe(state: Budget, plan: Plan, outcome: Outcome) -> Budget:
                   0.0),
         (draft[steps] + jnp.where(drafts, noted.unread * catch_up, 0.0))[None], verify[:1]])
     return state.replace(
-        yields=draft_yield.follow(state.yields, found, rows, steps, promised,
+        yields=draft_yield.update(state.yields, found, rows, steps, expected,
                                   tokens - rounds * rows, rounds),
         drafting=noted.drafting,
         regret=jnp.where(noted.settled, 0.0, jnp.maximum(state.regret + rounds * noted.more, 0.0)),
@@ -162,7 +162,7 @@ def foresee(yields: DraftYield, buckets: Sequence[Bucket], load: Load, verify: A
     before = jnp.cumsum(nodes, 1) - nodes
     taken = jnp.clip((room[None, :, None] - before[:, None]) / jnp.maximum(nodes, 1e-6)[:, None],
                      0.0, 1.0)
-    gain = trust(yields) * (taken * mass[:, None]).sum(2)  # [D+1, buckets]
+    gain = calibration_ratio(yields) * (taken * mass[:, None]).sum(2)  # [D+1, buckets]
     rounds = (verify[None] + draft[:, None]) / jnp.maximum(verify[0], 1e-9)
     tokens = jnp.minimum(1 + gain, jnp.maximum(protocol.mean_of_rows(load, load.room), 1.0))
     return tokens, jnp.maximum(rounds, 1e-6)

@@ -19,22 +19,22 @@ class DraftYield(struct.PyTreeNode):
     count: Array  # f32[D, BINS] nodes by survival
     mass: Array  # f32[D, BINS] their survival
     seen: Array  # f32[D] rounds, as far as they are remembered
-    promised: Array  # f32[] tokens that survival promised, and
+    expected: Array  # f32[] tokens that survival expected, and
     accepted: Array  # f32[] those accepted, both fading
 
 
-def unseen(depth: int) -> DraftYield:
+def prior(depth: int) -> DraftYield:
     """Returns the yield before any draft: one node of each depth, as host arrays."""
     level, zero = PRIOR ** np.arange(1, depth + 1), np.float32(0)
     count = np.zeros((depth, BINS), np.float32)
     count[np.arange(depth), np.asarray(bin_of(jnp.asarray(level)))] = 1
     return carrier(DraftYield, count=count, mass=(count * level[:, None]).astype(np.float32),
-                   seen=np.zeros(depth, np.float32), promised=zero, accepted=zero)
+                   seen=np.zeros(depth, np.float32), expected=zero, accepted=zero)
 
 
-def trust(yields: DraftYield) -> Array:
+def calibration_ratio(yields: DraftYield) -> Array:
     """Returns f32[] accepted tokens for each that survival promises."""
-    return (yields.accepted + TRUST_PRIOR) / (yields.promised + TRUST_PRIOR)
+    return (yields.accepted + TRUST_PRIOR) / (yields.expected + TRUST_PRIOR)
 
 
 def bin_of(survival: Array) -> Array:
@@ -52,7 +52,7 @@ def count_nodes(tree: DraftTree, live: Array, depth: int) -> Array:
     return total.reshape(2, depth, BINS)
 
 
-def follow(old: DraftYield, found: Array, rows: Array, steps: Array, promised: Array,
+def update(old: DraftYield, found: Array, rows: Array, steps: Array, expected: Array,
            accepted: Array, rounds: Array) -> DraftYield:
     """Moves depths that were drafted towards what was found.
 
@@ -80,5 +80,5 @@ def follow(old: DraftYield, found: Array, rows: Array, steps: Array, promised: A
     mass = share * scale * mass + (1 - share) * mass[last][None] * onward[:, None]
     kept = TRUST_MEMORY ** rounds
     return DraftYield(count=jnp.minimum(count, 64.0), mass=jnp.minimum(mass, 64.0), seen=seen,
-                   promised=kept * old.promised + promised,
+                   expected=kept * old.expected + expected,
                    accepted=kept * old.accepted + jnp.maximum(accepted, 0.0))

@@ -2,14 +2,14 @@
 
 import jax.numpy as jnp
 
-from specrl_jax.control.protocol import FOREVER, Controller, Plan, keep_within, make_spec
+from specrl_jax.control.protocol import NEVER_REPLAN, Controller, Plan, keep_within, make_spec
 from specrl_jax.structs import Array, DraftTree, Load, SpecConfig
 
 
 def off() -> Controller:
     """Returns plain decoding: every round is the bucket (B, 1)."""
     return Controller(init=lambda costs: (), plan=lambda state, load: Plan(
-        make_spec(0, 1, 1, 0), jnp.int32(FOREVER)))
+        make_spec(0, 1, 1, 0), jnp.int32(NEVER_REPLAN)))
 
 
 def fixed(min_survival: float = 0.0, spec: SpecConfig | None = None) -> Controller:
@@ -25,4 +25,4 @@ def fixed(min_survival: float = 0.0, spec: SpecConfig | None = None) -> Controll
         return keep_within(plan.spec, tree.replace(live=likely), buckets)
 
     return Controller(init=lambda costs: make_spec(0, 1, 1, 0) if spec is None else spec,
-                      plan=lambda state, load: Plan(state, jnp.int32(FOREVER)), keep=keep)
+                      plan=lambda state, load: Plan(state, jnp.int32(NEVER_REPLAN)), keep=keep)

@@ -32,7 +32,7 @@ from specrl_jax.structs import (
     SpecConfig,
 )
 
-FOREVER = 2**31 - 1  # rounds
+NEVER_REPLAN = 2**31 - 1  # rounds
 
 
 class Plan(struct.PyTreeNode):
@@ -83,11 +83,11 @@ class Controller(NamedTuple):
 ControllerFactory = Callable[[ControlConfig, SpecOptions, Limits], Controller]
 
 
-def make_spec(steps: int, branch: int, nodes: int, budget: int,
+def make_spec(depth: int, branch: int, nodes: int, budget: int,
               mix: Sequence[float] = (1.0,)) -> SpecConfig:
     """Returns a SpecConfig of constants; budget 0 is no limit, mix has a factor a drafter."""
     unlimited = jnp.iinfo(jnp.int32).max
-    return SpecConfig(steps=jnp.int32(steps), branch=jnp.int32(branch), nodes=jnp.int32(nodes),
+    return SpecConfig(depth=jnp.int32(depth), branch=jnp.int32(branch), nodes=jnp.int32(nodes),
                       budget=jnp.int32(budget or unlimited),
                       mix=jnp.asarray(mix, jnp.float32))
 

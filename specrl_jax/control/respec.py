@@ -15,7 +15,7 @@ from specrl_jax.config import ControlConfig, SpecOptions, check
 from specrl_jax.control import cost_model
 from specrl_jax.control.buckets import Bucket
 from specrl_jax.control.cost_model import CostEstimate, CostTable, RoundCosts
-from specrl_jax.control.protocol import FOREVER, Controller, Limits, Plan, make_spec, mean_rows
+from specrl_jax.control.protocol import NEVER_REPLAN, Controller, Limits, Plan, make_spec, mean_rows
 from specrl_jax.structs import Array, LaunchRecord, Load, carrier
 
 OFF = -1  # no setting
@@ -55,9 +55,9 @@ def make(control: ControlConfig, spec: SpecOptions, limits: Limits) -> Controlle
                              limits.buckets[rows], mean_rows(load))
             best = jnp.where(gains.max() > 1, jnp.argmax(gains), OFF).astype(jnp.int32)
             chosen = jnp.where(state.setting == OFF, best, state.setting)
-        steps, branch, nodes = jnp.asarray(listed)[chosen]
-        spec = make_spec(0, 1, 1, 0, limits.mix).replace(steps=steps, branch=branch, nodes=nodes)
-        return Plan(spec, jnp.int32(FOREVER))
+        depth, branch, nodes = jnp.asarray(listed)[chosen]
+        spec = make_spec(0, 1, 1, 0, limits.mix).replace(depth=depth, branch=branch, nodes=nodes)
+        return Plan(spec, jnp.int32(NEVER_REPLAN))
 
     def end_chunk(state: Respec, launch: LaunchRecord) -> tuple[Respec, Mapping[str, float]]:
         setting = int(state.setting)

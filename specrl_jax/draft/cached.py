@@ -194,7 +194,7 @@ def _propose(growth: Growth, params: DrafterParams, state: CachedState, frontier
     What ends a loop or selects a branch is reduced over all data shards first.
     """
     cache, chunk = state.cache, chunk_of(growth.depth)
-    wanted = (spec.steps > 0) & on_any_shard(frontier.live.any())
+    wanted = (spec.depth > 0) & on_any_shard(frontier.live.any())
     target = frontier.context + 1 - growth.network.ahead
     missing = jnp.where(frontier.live & wanted, target - cache.length, 0)
     trips = jax.lax.pmax((missing.max() + chunk - 1) // chunk, ROWS)

@@ -104,7 +104,7 @@ def grow(growth: Growth, params: DrafterParams, cache: KV, hidden: Array, fronti
         front, keys = _forward_level(r, front, keys, depth)
         return (*_expand(r, grown, front, depth), keys)
 
-    grown, _, _ = jax.lax.fori_loop(2, jnp.minimum(spec.steps, growth.depth) + 1, level,
+    grown, _, _ = jax.lax.fori_loop(2, jnp.minimum(spec.depth, growth.depth) + 1, level,
                                     (grown, front, _root_keys(r)))
     tree, place = _likeliest(growth, grown.levels, frontier)
     return tree.replace(broken=grown.broken, proposal=_proposal(growth, params, grown, place))

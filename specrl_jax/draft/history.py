@@ -89,7 +89,7 @@ def _observe(params: DrafterParams, state: History, frontier: Frontier, verdict:
 def _propose(static: _Static, params: DrafterParams, state: History, frontier: Frontier,
              rows: Sampling, spec: SpecConfig, survive: Survive) -> tuple[DraftTree, History]:
     return jax.lax.cond(
-        (spec.steps > 0) & frontier.live.any(),
+        (spec.depth > 0) & frontier.live.any(),
         lambda: _grow(static, *_occurrences(static, state, frontier), frontier, spec, survive),
         lambda: roots(frontier.root, frontier.live, static.nodes)), state
 
@@ -155,7 +155,7 @@ def _grow(static: _Static, weight: Array, following: Array, frontier: Frontier, 
     token, votes, share, voters = (jnp.moveaxis(a, 0, 1) for a in elected)  # [B, K], [B, K, C]
     chain = jnp.arange(branch)[None]
     none = jnp.zeros((batch, branch), jnp.int32)
-    open_ = frontier.live[:, None] & (votes > 0) & (spec.steps > 0) & (chain < spec.branch)
+    open_ = frontier.live[:, None] & (votes > 0) & (spec.depth > 0) & (chain < spec.branch)
     survival = survive(jnp.ones((batch, 1)), jnp.where(open_, share, 0), none + 1, none + origin)
     logq = jnp.log(share)
     level = TreeNodes(tokens=token, parent=none, depth=none + 1, rank=none + chain,
@@ -172,7 +172,7 @@ def _grow(static: _Static, weight: Array, following: Array, frontier: Frontier, 
             survival=survive(*(a[..., None] for a in (
                 above.survival, share, above.depth + 1, above.origin)))[..., 0],
             logq=jnp.log(share), draft_prob=share, score_gap=jnp.zeros_like(share),
-            live=above.live & (votes > 0) & (d < spec.steps))
+            live=above.live & (votes > 0) & (d < spec.depth))
         return (jnp.where(candidates == token[..., None], voters, 0), below), below
 
     _, rest = jax.lax.scan(deeper, (voters, level), (jnp.arange(1, depth), by_depth[1:]))

@@ -53,14 +53,14 @@ def _propose(drafters: tuple[Drafter, ...], nodes: int, params: tuple, states: t
              ) -> tuple[DraftTree, tuple]:
     trees, after = [], []
     for i, (drafter, own, state) in enumerate(zip(drafters, params, states, strict=True)):
-        used = spec.replace(steps=jnp.where(spec.mix[i] > 0, spec.steps, 0))
+        used = spec.replace(depth=jnp.where(spec.mix[i] > 0, spec.depth, 0))
         tree, state = drafter.propose(own, state, frontier, rows, used, survive)
         inner = jnp.arange(tree.live.shape[1]) > 0
         trees.append(tree.replace(
             survival=jnp.where(inner[None], tree.survival * spec.mix[i], tree.survival)))
         after.append(state)
     return jax.lax.cond(
-        spec.steps > 0, lambda: likeliest(functools.reduce(
+        spec.depth > 0, lambda: likeliest(functools.reduce(
             graft, trees, roots(frontier.root, frontier.live, 1)), nodes),
         lambda: roots(frontier.root, frontier.live, nodes)), tuple(after)
 

@@ -68,7 +68,7 @@ class Propose(Protocol):
                  ) -> tuple[DraftTree, DrafterState]:
         """Returns one tree per row, and the new state.
 
-        A tree has at most `spec.steps` levels, and `spec.branch` children a node as far as the
+        A tree has at most `spec.depth` levels, and `spec.branch` children a node as far as the
         drafter can. It keeps the invariants of DraftTree; `live` is False in rows that are not
         live. `survive` fills `DraftTree.survival`, by which nodes compete for the budget.
         """

@@ -60,7 +60,7 @@ def _init(info: RolloutInfo) -> np.ndarray:
 def _propose(depth: int, nodes: int, vocab: int, origin: int, params: ReplayParams, record: Array,
              frontier: Frontier, rows: Sampling, spec: SpecConfig, survive: Survive
              ) -> tuple[DraftTree, Array]:
-    steps = jnp.where(frontier.live.any(), jnp.minimum(spec.steps, depth), 0)
+    steps = jnp.where(frontier.live.any(), jnp.minimum(spec.depth, depth), 0)
     tokens = _corrupted(record, depth, vocab, params, frontier, rows)
     tokens = jnp.where(_worked(params.cost * steps), tokens, -1)
     draft_prob = jnp.broadcast_to(jnp.clip(1 - params.corruption, 1e-6, 1.0), tokens.shape)

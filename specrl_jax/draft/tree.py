@@ -42,7 +42,7 @@ def attach(tree: DraftTree, children: TreeNodes) -> DraftTree:
 
 def chain(tokens: Array, draft_prob: Array, frontier: Frontier, spec: SpecConfig, survive: Survive,
           *, nodes: int, origin: int = 0) -> DraftTree:
-    """Returns trees of one chain each, cut at `spec.steps`; N = `nodes` is more than D.
+    """Returns trees of one chain each, cut at `spec.depth`; N = `nodes` is more than D.
 
     Args:
       tokens: i32[D, B]; a chain ends before its first negative token.
@@ -51,7 +51,7 @@ def chain(tokens: Array, draft_prob: Array, frontier: Frontier, spec: SpecConfig
     """
     depth = tokens.shape[0]
     level = jnp.arange(1, depth + 1, dtype=jnp.int32)[:, None]
-    live = jnp.cumprod((tokens >= 0) & (level <= spec.steps), 0) > 0
+    live = jnp.cumprod((tokens >= 0) & (level <= spec.depth), 0) > 0
     level, none = jnp.broadcast_to(level, tokens.shape), jnp.zeros_like(tokens)
 
     def below(above: Array, node: tuple[Array, Array]) -> tuple[Array, Array]:

@@ -20,7 +20,7 @@ def summary(trace: Sequence[LaunchRecord]) -> Metrics:
         return {}
     rounds = max(sum(t.rounds for t in trace), 1)
     found: Metrics = {
-        "control/draft_depth": sum(t.draft_steps for t in trace) / rounds,
+        "control/draft_depth": sum(t.draft_depth for t in trace) / rounds,
         "control/verify_tokens": sum(t.packed for t in trace) / rounds,
         "control/drafting": sum(t.draft_rounds for t in trace) / rounds,
         LAUNCHES: [chosen(t) for t in trace[:MOST]],
@@ -51,7 +51,7 @@ def chosen(launch: LaunchRecord) -> dict[str, float]:
     """Returns what one launch ran, means over its rounds, and what its controller reports."""
     rounds = max(launch.rounds, 1)
     found = {"batch": launch.batch, "rounds": launch.rounds, "tokens": launch.committed,
-             "live": launch.row_rounds / rounds, "draft_depth": launch.draft_steps / rounds,
+             "live": launch.row_rounds / rounds, "draft_depth": launch.draft_depth / rounds,
              "drafting": launch.draft_rounds / rounds, "verify_tokens": launch.packed / rounds,
              "drafts": launch.drafted / max(launch.row_rounds, 1), **launch.control}
     return {name: _short(value) for name, value in found.items()}

@@ -35,12 +35,14 @@ class Actor:
         """Reads the weights, float32, sharded for rollouts. Raises ConfigError if the checkpoint is
         missing, damaged, or of another model."""
         described = architecture.describe(self.source.arch)
-        places = sharding.shardings(described, sharding.ROLLOUT_RULES, mesh, architecture.is_param)
+        shardings = sharding.shardings(
+            described, sharding.ROLLOUT_RULES, mesh, architecture.is_param
+        )
         if self.step == 0 or self.run is None:
-            return sharding.put(places, self.source.params())
+            return sharding.put(shardings, self.source.params())
         abstract = jax.tree.map(
             lambda param, place: jax.ShapeDtypeStruct(param.shape, jnp.float32, sharding=place),
-            described, places, is_leaf=architecture.is_param)
+            described, shardings, is_leaf=architecture.is_param)
         return restore_part(self.run / CHECKPOINTS, self.step, "actor", abstract)
 
 

@@ -180,9 +180,9 @@ class Engine:
         """Returns host arrays on every device."""
         return sharding.put(sharding.replicated(self.mesh), tree)
 
-    def begin(self, asked: RolloutRequest) -> RolloutState:
+    def begin(self, request: RolloutRequest) -> RolloutState:
         """Returns the state in which no slot is filled yet, without the controller's."""
-        state = self.layout.host_state(asked, self.shapes.batch)
+        state = self.layout.host_state(request, self.shapes.batch)
         kv, self._pool = self._pool, None
         kv = self._blank_kv() if kv is None else kv
         state = sharding.put(self.layout.shardings(state), state)
@@ -194,11 +194,11 @@ class Engine:
 
     # The rollout.
 
-    def run(self, params: Params, asked: RolloutRequest, drafter_params: DrafterParams = (), *,
+    def run(self, params: Params, request: RolloutRequest, drafter_params: DrafterParams = (), *,
             rounds: int = 32, depth: int | None = None,
             progress: Callable[[int, int, int], None] = lambda done, total, tokens: None,
             peek: Callable[[np.ndarray, np.ndarray], None] | None = None) -> Result:
-        """Generates all sequences of `asked`.
+        """Generates all sequences of `request`.
 
         Args:
           params: published, as `compile` saw them.
@@ -206,19 +206,19 @@ class Engine:
           depth: of drafts, whatever the controller plans; None leaves it to the controller.
           progress: called after each launch with sequences done, their total, and tokens so far.
           peek: called after each launch with tokens i32[Q, T] and lengths i32[Q] so far, in the
-            order of `asked`; for one process.
+            order of `request`; for one process.
 
         Raises:
           ConfigError: a prompt is longer than P or a limit than T.
         """
-        self.layout.check(asked)
-        timer, view = Timer(), HostView(self.shapes, asked, self.layout.cells)
-        state, forecast = self.begin(asked), Forecast(asked, self.shapes.group)
+        self.layout.check(request)
+        timer, view = Timer(), HostView(self.shapes, request, self.layout.cells)
+        state, forecast = self.begin(request), Forecast(request, self.shapes.group)
         force = UNFORCED if depth is None else np.asarray([depth, FREE], np.int32)
         trace: list[LaunchRecord] = []
         while not view.done.all():
             with timer("prefill"):
-                state = self._fill_slots(state, params, drafter_params, asked, view)
+                state = self._fill_slots(state, params, drafter_params, request, view)
                 jax.block_until_ready(state.root)
             state = state.replace(**self._place(forecast.changes(view, self.acceptance)))
             with timer("launch"):
@@ -284,14 +284,14 @@ class Engine:
                       prefill_seconds=timer.seconds["prefill"])
 
     def _fill_slots(self, state: RolloutState, params: Params, drafter_params: DrafterParams,
-                    asked: RolloutRequest, view: HostView) -> RolloutState:
+                    request: RolloutRequest, view: HostView) -> RolloutState:
         """Seats waiting sequences, or moves to a smaller batch where none wait."""
         if view.waiting.any():
-            return self._refill(state, params, drafter_params, asked, view.slots, view.done)
+            return self._refill(state, params, drafter_params, request, view.slots, view.done)
         return self._compact(state, view)
 
     def _refill(self, state: RolloutState, params: Params, drafter_params: DrafterParams,
-                asked: RolloutRequest, slots: list[Slots], done: np.ndarray) -> RolloutState:
+                request: RolloutRequest, slots: list[Slots], done: np.ndarray) -> RolloutState:
         """Seats waiting sequences until no slot is free or none waits.
 
         Prompts run in the largest compiled batches that need no padding, because padding costs as
@@ -303,9 +303,9 @@ class Engine:
             new = max(one.new_prompts(d) for one, d in zip(slots, done, strict=True))
             at_once = max(p for p, _ in s.prefills if p <= max(new, 1))
             plans = [one.refill(d, at_once) for one, d in zip(slots, done, strict=True)]
-            tokens = [[asked.prompts[i * per_shard + p] for p in plan.prompts]
+            tokens = [[request.prompts[i * per_shard + p] for p in plan.prompts]
                       for i, plan in enumerate(plans)]
-            ends = [[asked.prompts[i * per_shard + q // s.group] if q != EMPTY else [0]
+            ends = [[request.prompts[i * per_shard + q // s.group] if q != EMPTY else [0]
                      for q in plan.seq] for i, plan in enumerate(plans)]
             flat = [prompt for rows in ends for prompt in rows]
             fill = self.put_rows(carrier(

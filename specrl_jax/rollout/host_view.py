@@ -15,7 +15,7 @@ from specrl_jax.rollout.layout import RolloutRequest, Shapes
 from specrl_jax.rollout.slots import Slots
 from specrl_jax.structs import Json, LaunchRecord, PyTree, carrier
 
-PER_LOOP = ("rounds", "draft_rounds", "draft_steps")  # every shard counts the loop's own
+PER_LOOP = ("rounds", "draft_rounds", "draft_depth")  # every shard counts the loop's own
 
 
 class HostView:
@@ -29,8 +29,10 @@ class HostView:
       outcomes: of drafts so far, fields f32[shards, drafters, D, bins].
     """
 
-    def __init__(self, shapes: Shapes, asked: RolloutRequest, cells: tuple[int, int, int]) -> None:
-        self.batch, self.done = shapes.batch, asked.limit.reshape(shapes.shards, -1) == 0
+    def __init__(
+        self, shapes: Shapes, request: RolloutRequest, cells: tuple[int, int, int]
+    ) -> None:
+        self.batch, self.done = shapes.batch, request.limit.reshape(shapes.shards, -1) == 0
         self.length = np.zeros(self.done.size, np.int32)
         self.slots = [Slots(shapes.batch, int((~of_shard).sum()), shapes.group)
                       for of_shard in self.done]
@@ -72,10 +74,10 @@ class Timer:
 class Forecast:
     """What a state holds of the future: survival of drafts, and expected lengths."""
 
-    def __init__(self, asked: RolloutRequest, group: int) -> None:
-        self.limit, self.group, prompts = asked.limit, group, len(asked.prompts)
-        self.past = (np.zeros((prompts, 0), np.int32) if asked.past is None
-                     else (asked.past >= 0).sum(2, dtype=np.int32))
+    def __init__(self, request: RolloutRequest, group: int) -> None:
+        self.limit, self.group, prompts = request.limit, group, len(request.prompts)
+        self.past = (np.zeros((prompts, 0), np.int32) if request.past is None
+                     else (request.past >= 0).sum(2, dtype=np.int32))
         self.done = self.estimate = np.zeros(0)
 
     def changes(self, view: HostView, known: Acceptance) -> dict[str, np.ndarray]:

@@ -109,8 +109,13 @@ class RolloutRequest:
     past: np.ndarray | None = None  # i32[Q / M, K, T] earlier responses; -1 is padding
 
 
-def request(prompts: Sequence[Sequence[int]], keys: np.ndarray, group: int, config: RolloutConfig,
-            past: np.ndarray | None = None) -> RolloutRequest:
+def make_request(
+    prompts: Sequence[Sequence[int]],
+    keys: np.ndarray,
+    group: int,
+    config: RolloutConfig,
+    past: np.ndarray | None = None,
+) -> RolloutRequest:
     """Returns a request in which all sequences are sampled with the parameters of `config`."""
     total = len(prompts) * group
     return RolloutRequest(
@@ -130,27 +135,27 @@ class Layout:
         self.stop = np.asarray(stop or (-1,), np.int32)
         self.dtype, self.past = dtype, past
 
-    def check(self, asked: RolloutRequest) -> None:
+    def check(self, request: RolloutRequest) -> None:
         """Checks that a request fits.
 
         Raises:
           ConfigError: it does not.
         """
         s = self.shapes
-        longest = max(len(p) for p in asked.prompts)
-        check(len(asked.prompts) * s.group == s.sequences * s.shards, "prompts",
-              len(asked.prompts), f"this engine takes {s.sequences * s.shards // s.group}")
+        longest = max(len(p) for p in request.prompts)
+        check(len(request.prompts) * s.group == s.sequences * s.shards, "prompts",
+              len(request.prompts), f"this engine takes {s.sequences * s.shards // s.group}")
         check(longest <= s.prompt, "rollout.max_prompt_tokens", s.prompt,
               f"a prompt has {longest} tokens; raise it")
-        check(min(len(p) for p in asked.prompts) > 0, "prompt", [], "needs at least one token")
-        truncated = ((asked.top_k > 0) | (asked.top_p < 1)).any()
+        check(min(len(p) for p in request.prompts) > 0, "prompt", [], "needs at least one token")
+        truncated = ((request.top_k > 0) | (request.top_p < 1)).any()
         check(self.decoder.truncates or not truncated, "truncates", self.decoder.truncates,
               "sequences ask for top_k or top_p, for which this engine was not compiled; set it in "
               "its Decoder")
-        padding = asked.limit.reshape(s.shards, s.sequences) == 0
+        padding = request.limit.reshape(s.shards, s.sequences) == 0
         check(bool((np.diff(padding.astype(np.int8), axis=1) >= 0).all()), "limit", 0,
-              "sequences that are not asked for come last in their shard")
-        check(int(asked.limit.max()) <= s.response, "limit", int(asked.limit.max()),
+              "sequences with a limit of 0 come last in their shard")
+        check(int(request.limit.max()) <= s.response, "limit", int(request.limit.max()),
               f"the response buffer has rollout.max_new_tokens = {s.response} places")
 
     def abstract(self, batch: int) -> RolloutState:
@@ -193,7 +198,7 @@ class Layout:
             return tuple(map(self.of_results, shapes, specs))
         return jax.tree.map(lambda _: NamedSharding(self.mesh, specs), shapes)
 
-    def host_state(self, asked: RolloutRequest, batch: int) -> RolloutState:
+    def host_state(self, request: RolloutRequest, batch: int) -> RolloutState:
         """Returns the state in which every slot is empty, as host arrays, without the cache's K/V
         and the controller's state."""
         s = self.shapes
@@ -203,16 +208,16 @@ class Layout:
         sequences = carrier(
             Sequences, tokens=zero((total, s.response)), logprob=real(), raw_logprob=real(),
             top_p_mass=real(), commits=zero((total, s.response)), length=zero(total),
-            rounds=zero(total), done=asked.limit == 0)
-        prompt, prompt_length = pad(asked.prompts, s.prompt)
-        past = asked.past
+            rounds=zero(total), done=request.limit == 0)
+        prompt, prompt_length = pad(request.prompts, s.prompt)
+        past = request.past
         if past is None:
-            past = np.full((len(asked.prompts), self.past, s.response), -1, np.int32)
+            past = np.full((len(request.prompts), self.past, s.response), -1, np.int32)
         info = RolloutInfo(prompt=prompt, prompt_length=prompt_length, past=past, batch=rows,
                            group=s.group, buffer=s.response, cache=s.cache)
         sampling = carrier(
-            Sampling, temperature=asked.temperature, top_p=asked.top_p, top_k=asked.top_k,
-            limit=asked.limit, key=asked.keys, stop=self.stop)
+            Sampling, temperature=request.temperature, top_p=request.top_p, top_k=request.top_k,
+            limit=request.limit, key=request.keys, stop=self.stop)
         outcomes = np.zeros((s.shards, *self.cells), np.float32)
         counters = {f.name: zero((s.shards, self.cells[0]) if f.name in ("accepted", "drafted")
                                  else s.shards) for f in dataclasses.fields(Counters)}
@@ -220,7 +225,7 @@ class Layout:
             RolloutState, cache=carrier(Cache, kv=(), length=zero(rows)), root=zero(rows),
             seq=np.full(rows, s.sequences, np.int32), sampling=sampling, sequences=sequences,
             draft=self.decoder.drafter.init(info), control=(),
-            expected=asked.limit.astype(np.float32),
+            expected=request.limit.astype(np.float32),
             estimate=np.zeros(self.cells, np.float32),
             seen=carrier(Acceptance, tried=outcomes, hit=outcomes),
             counters=carrier(Counters, **counters))

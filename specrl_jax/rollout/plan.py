@@ -10,7 +10,7 @@ from flax import struct
 from specrl_jax.config import MOST_MIX
 from specrl_jax.control import acceptance
 from specrl_jax.control.buckets import Bucket, bucket_table
-from specrl_jax.control.protocol import FOREVER, Controller, Plan
+from specrl_jax.control.protocol import NEVER_REPLAN, Controller, Plan
 from specrl_jax.draft.protocol import Drafter
 from specrl_jax.model.architecture import Architecture
 from specrl_jax.structs import (
@@ -105,16 +105,16 @@ def plan_round(decoder: Decoder, state: RolloutState, tree: DraftTree, waiting: 
     spec, clamped = clamp(plan.spec, decoder.drafter, frontier.live.sum())
     room = len(buckets_of(decoder, frontier.root.shape[0])) > 1  # for more than roots
     free = force[0] == FREE
-    steps = jnp.where(free, spec.steps, jnp.minimum(force[0], decoder.drafter.depth))
-    spec = spec.replace(steps=steps if room else jnp.zeros_like(steps))
+    depth = jnp.where(free, spec.depth, jnp.minimum(force[0], decoder.drafter.depth))
+    spec = spec.replace(depth=depth if room else jnp.zeros_like(depth))
     measures = force[1] != FREE  # whole trees
     spec = spec.replace(branch=jnp.where(measures, decoder.drafter.branch, spec.branch),
                         nodes=jnp.where(measures, decoder.drafter.nodes, spec.nodes))
     plan = plan.replace(spec=spec, valid_for=jnp.maximum(
-        jnp.where(free, plan.valid_for, FOREVER), 1))
+        jnp.where(free, plan.valid_for, NEVER_REPLAN), 1))
     nothing = jnp.zeros_like(tree.live)
     return RoundPlan(frontier=frontier, rows=rows, load=load, plan=plan, clamped=clamped,
-                     drafts=spec.steps > 0, tree=tree.replace(live=nothing), live=nothing,
+                     drafts=spec.depth > 0, tree=tree.replace(live=nothing), live=nothing,
                      bucket=jnp.int32(0))
 
 
@@ -136,11 +136,11 @@ def blank_plan(decoder: Decoder, drafter_params: DrafterParams, state: RolloutSt
 def clamp(spec: SpecConfig, drafter: Drafter, rows: Array) -> tuple[SpecConfig, Array]:
     """Returns a plan cut to what the shapes hold, and whether anything was cut, bool[].
 
-    0 <= steps <= D, 1 <= branch <= K, 1 <= nodes <= N, factors of drafters in [0, MOST_MIX], so
+    0 <= depth <= D, 1 <= branch <= K, 1 <= nodes <= N, factors of drafters in [0, MOST_MIX], so
     that no draft counts as much as a root, and a budget that holds the root of each of `rows`.
     """
     inside = spec.replace(
-        steps=jnp.clip(spec.steps, 0, drafter.depth),
+        depth=jnp.clip(spec.depth, 0, drafter.depth),
         branch=jnp.clip(spec.branch, 1, drafter.branch),
         nodes=jnp.clip(spec.nodes, 1, drafter.nodes), budget=jnp.maximum(spec.budget, rows),
         mix=jnp.where(spec.mix >= 0, jnp.minimum(spec.mix, MOST_MIX), 0))  # 0 if not a number, too

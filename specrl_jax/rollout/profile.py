@@ -93,7 +93,7 @@ class Launches:
 
     def __init__(self, engine: Engine, params: Params, drafter_params: DrafterParams) -> None:
         self.engine, self.params = engine, (params, drafter_params)
-        self.state, self.batch = engine.begin(_asked(engine)), engine.shapes.batch
+        self.state, self.batch = engine.begin(_request(engine)), engine.shapes.batch
 
     def warm_up(self, rows: int) -> float:
         """Moves to a batch size; returns the seconds of a launch of one plain round."""
@@ -132,7 +132,7 @@ def _agreed(tree: PyTree) -> PyTree:
     return tree if jax.process_count() == 1 else multihost_utils.broadcast_one_to_all(tree)
 
 
-def _asked(engine: Engine) -> RolloutRequest:
+def _request(engine: Engine) -> RolloutRequest:
     s = engine.shapes
     total = s.sequences * s.shards
     whole = {"temperature": np.ones(total, np.float32), "top_p": np.ones(total, np.float32),
@@ -147,7 +147,7 @@ def _stage(engine: Engine, state: RolloutState, point: Point) -> RolloutState:
     The drafter reads what each measured round commits, as part of the cost of drafting.
     """
     s, layout = engine.shapes, engine.layout
-    host = layout.host_state(_asked(engine), point.rows)
+    host = layout.host_state(_request(engine), point.rows)
     slots = np.where(np.arange(point.rows) < s.sequences, np.arange(point.rows), s.sequences)
     host = host.replace(
         seq=np.tile(slots.astype(np.int32), s.shards),

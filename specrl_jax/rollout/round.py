@@ -46,7 +46,7 @@ def draft(decoder: Decoder, drafter_params: DrafterParams, state: RolloutState, 
     counters = state.counters
     counters = counters.replace(broken=counters.broken + broken,
                                 draft_rounds=counters.draft_rounds + 1,
-                                draft_steps=counters.draft_steps + spec.steps)
+                                draft_depth=counters.draft_depth + spec.depth)
     room = planned.load.room[:, None]  # a round's last token needs no draft
     tree = tree.replace(live=tree.live & (tree.depth < room))
     return state.replace(draft=drafter_state, counters=counters), tree

@@ -32,7 +32,7 @@ from specrl_jax.model.tokenizer import Tokenizer
 from specrl_jax.model.transformer import Params
 from specrl_jax.rollout import profile as profiling
 from specrl_jax.rollout.engine import Engine, Result
-from specrl_jax.rollout.layout import Shapes, pad, request
+from specrl_jax.rollout.layout import Shapes, make_request, pad
 from specrl_jax.rollout.plan import Decoder
 from specrl_jax.rollout.prompts import PromptBatch
 from specrl_jax.structs import DrafterParams, Json, Rollout, carrier
@@ -280,7 +280,7 @@ class Sampler:
         sample = np.tile(np.arange(self.group, dtype=np.int32), len(order))
         keys = prng.row_keys(self.config.seed, stream, step, ids, occurrence, sample)
         prompts = [batch.prompts[i] for i in order]
-        wanted = request(prompts, keys, self.group, self.config.rollout,
+        wanted = make_request(prompts, keys, self.group, self.config.rollout,
                          None if past is None else past[order])
         if limit is not None:
             wanted.limit = np.minimum(wanted.limit, limit).astype(np.int32)
@@ -313,15 +313,17 @@ class Sampler:
 def publisher(arch: Architecture, mesh: Mesh, dtype: jnp.dtype) -> Callable[[Params], Params]:
     """Returns a function that casts and reshards parameters for the rollout."""
     described = architecture.describe(arch)
-    places = sharding.shardings(described, sharding.ROLLOUT_RULES, mesh, architecture.is_param)
-    cast = jax.jit(lambda tree: jax.tree.map(lambda a: a.astype(dtype), tree), out_shardings=places)
+    shardings = sharding.shardings(described, sharding.ROLLOUT_RULES, mesh, architecture.is_param)
+    cast = jax.jit(
+        lambda tree: jax.tree.map(lambda a: a.astype(dtype), tree), out_shardings=shardings
+    )
 
     def publish(params: Params) -> Params:
         params = jax.tree.map(
             lambda a, place: a if isinstance(a, jax.Array) else sharding.put(place, a),
-            params, places)
+            params, shardings)
         agree = jax.tree.map(lambda a, place: a.dtype == dtype and a.sharding.is_equivalent_to(
-            place, a.ndim), params, places)
+            place, a.ndim), params, shardings)
         return params if all(jax.tree.leaves(agree)) else cast(params)
 
     return publish

@@ -25,7 +25,7 @@ from control_cases import (
 from specrl_jax.control import budget, cost_model
 from specrl_jax.control.buckets import Bucket
 from specrl_jax.control.budget import REPLAN, UNDECIDED, row_weights
-from specrl_jax.control.draft_yield import trust
+from specrl_jax.control.draft_yield import calibration_ratio
 from specrl_jax.control.protocol import Controller, Outcome
 
 SMALL = (Bucket(2, 1), Bucket(2, 2), Bucket(3, 2), Bucket(5, 3))
@@ -104,7 +104,7 @@ def test_foresee_equals_brute_force(seed: int) -> None:
     np.testing.assert_allclose(tokens, [[r[0] for r in of] for of in rounds], rtol=1e-5)
     np.testing.assert_allclose(cost, [[r[1] for r in of] for of in rounds], rtol=1e-5)
     best = [max(gives / took for gives, took in of) for of in rounds]
-    steps = int(alone(controller("budget").plan)(state, load()).spec.steps)
+    steps = int(alone(controller("budget").plan)(state, load()).spec.depth)
     assert steps == (int(np.argmax(best)) if max(best[1:]) > best[0] else 0)
 
 
@@ -310,7 +310,7 @@ def test_budget_is_hardly_slower_than_best_constant_depth(accept: float) -> None
     def held(depth: int) -> Any:
         def plan(state: Any, of: Any) -> Any:
             free = control.plan(state, of)
-            return free.replace(spec=free.spec.replace(steps=jnp.int32(depth)))
+            return free.replace(spec=free.spec.replace(depth=jnp.int32(depth)))
 
         return control._replace(plan=plan, keep=Controller._field_defaults["keep"])
 
@@ -338,7 +338,7 @@ def test_yields_approach_what_drafts_give(no_looks: Any) -> None:
     state, _ = drive(no_looks, start(wide=0.0, step=0.0), [{"accept": 0.8}] * 60)
     mass = np.asarray(state.yields.mass).sum(1)
     np.testing.assert_allclose(mass[:3], 0.8 ** np.arange(1, 4), rtol=0.02)
-    assert 0.7 < float(trust(state.yields)) < 1.3
+    assert 0.7 < float(calibration_ratio(state.yields)) < 1.3
 
 
 def test_plain_rounds_count_alike_at_once_and_one_by_one() -> None:
@@ -349,7 +349,7 @@ def test_plain_rounds_count_alike_at_once_and_one_by_one() -> None:
     @alone
     def ran(state: Any, rounds: Any) -> Any:
         plan = control.plan(state, of)
-        plan = plan.replace(spec=plan.spec.replace(steps=jnp.int32(0)))
+        plan = plan.replace(spec=plan.spec.replace(depth=jnp.int32(0)))
         return control.observe(state, plan, Outcome(of, tree, tree.live, jnp.int32(0),
                                                     rounds * of.live, rounds))
 

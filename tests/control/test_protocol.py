@@ -68,21 +68,21 @@ def test_fixed_drops_unlikely_nodes() -> None:
 
 def test_off_plans_no_draft() -> None:
     plan = fixed.off().plan((), load())
-    assert (int(plan.spec.steps), int(plan.spec.nodes)) == (0, 1)
+    assert (int(plan.spec.depth), int(plan.spec.nodes)) == (0, 1)
 
 
 def test_fixed_plans_its_state() -> None:
     controller = registry.make(ControlConfig(policy="fixed"), SpecOptions(
         depth=3, branch=2, nodes=6, budget=11), LIMITS)
     spec = controller.plan(controller.init(None), load()).spec
-    assert [int(x) for x in (spec.steps, spec.branch, spec.nodes, spec.budget)] == [3, 2, 6, 11]
-    assert int(controller.plan(make_spec(1, 1, 2, 0), load()).spec.steps) == 1
+    assert [int(x) for x in (spec.depth, spec.branch, spec.nodes, spec.budget)] == [3, 2, 6, 11]
+    assert int(controller.plan(make_spec(1, 1, 2, 0), load()).spec.depth) == 1
 
 
 @pytest.mark.parametrize("control,drafter", [("off", "history"), ("fixed", "off")])
 def test_off_by_either_name_drafts_nothing(control: str, drafter: str) -> None:
     controller = registry.make(ControlConfig(policy=control), SpecOptions(drafter=drafter), LIMITS)
-    assert int(controller.plan(controller.init(None), load()).spec.steps) == 0
+    assert int(controller.plan(controller.init(None), load()).spec.depth) == 0
 
 
 @register_controller("test_one_step")
@@ -95,7 +95,7 @@ def one_step(control: ControlConfig, spec: SpecOptions, limits: Limits) -> Contr
 @pytest.mark.parametrize("policy", ["test_one_step", f"{__name__}:one_step"])
 def test_registry_makes_a_registered_controller(policy: str) -> None:
     made = registry.make(ControlConfig(policy=policy), SpecOptions(), LIMITS)
-    assert int(made.plan(made.init(None), load()).spec.steps) == 1
+    assert int(made.plan(made.init(None), load()).spec.depth) == 1
     live, bucket = made.keep((), made.plan((), load()), load(), random_tree(
         np.random.default_rng(0)), BUCKETS[8])
     assert live.any() and 0 <= int(bucket) < 3

@@ -81,15 +81,15 @@ def test_no_choice_leaves_the_bounds(policy: str, seed: int) -> None:
                   waiting=int(rng.integers(2)))
         planned = plan(state, of)
         spec = planned.spec
-        assert 0 <= int(spec.steps) <= DEPTH and 0 <= int(spec.branch) <= 1
+        assert 0 <= int(spec.depth) <= DEPTH and 0 <= int(spec.branch) <= 1
         assert 0 <= int(spec.nodes) <= NODES and int(planned.valid_for) >= 1
-        tree = chains(np.cumprod(rng.random((8, DEPTH)), 1), alive, int(spec.steps))
+        tree = chains(np.cumprod(rng.random((8, DEPTH)), 1), alive, int(spec.depth))
         kept, bucket = (np.asarray(a) for a in keep(state, planned, of, tree))
         assert 0 <= bucket < len(ladder) and kept.sum() <= ladder[bucket].packed
         assert kept.sum(1).max() <= ladder[bucket].nodes
         assert not (kept & ~np.asarray(tree.live)).any()
         np.testing.assert_array_equal(kept[:, 0], alive)
-        drafting += int(spec.steps) > 0
+        drafting += int(spec.depth) > 0
     assert drafting > 0 or policy == "off"
 
 
@@ -99,7 +99,7 @@ def profiled(costs: Any) -> Any:
     state, plan = control.init(costs), alone(control.plan)
     for i, setting in enumerate(SETTINGS):
         spec = plan(state, load()).spec
-        assert (int(spec.steps), int(spec.branch), int(spec.nodes)) == setting
+        assert (int(spec.depth), int(spec.branch), int(spec.nodes)) == setting
         state, _ = control.end_chunk(state, record(
             committed=80 * TOKENS[i], row_rounds=80, rounds=10, draft_rounds=10))
     assert int(state.setting) == respec.OFF
@@ -110,9 +110,9 @@ def test_respec_takes_the_best_setting_for_its_rows() -> None:
     state, plan = profiled(made_up(wide=0.3, step=0.1)), alone(controller("respec").plan)
     gain = [TOKENS[i] / (1 + 0.3 * np.log2(w / 8) + 0.1 * s)
             for i, ((s, _, _), w) in enumerate(zip(SETTINGS, (16, 32, 32), strict=True))]
-    assert int(plan(state, load()).spec.steps) == SETTINGS[int(np.argmax(gain))][0]
-    assert int(plan(profiled(made_up(wide=3.0, step=0.5)), load()).spec.steps) == 0
-    assert int(plan(state, load(64)).spec.steps) == 0
+    assert int(plan(state, load()).spec.depth) == SETTINGS[int(np.argmax(gain))][0]
+    assert int(plan(profiled(made_up(wide=3.0, step=0.5)), load()).spec.depth) == 0
+    assert int(plan(state, load(64)).spec.depth) == 0
 
 
 def test_respec_prices_few_rows_by_a_bucket_that_holds_them() -> None:
@@ -126,7 +126,7 @@ def test_respec_prices_few_rows_by_a_bucket_that_holds_them() -> None:
 
 def test_respec_ignores_launches_that_did_not_draft() -> None:
     control = controller("respec")
-    assert int(alone(control.plan)(control.init(None), load(64)).spec.steps) == 0  # one bucket
+    assert int(alone(control.plan)(control.init(None), load(64)).spec.depth) == 0  # one bucket
     state, _ = control.end_chunk(control.init(None), record(committed=9, row_rounds=8))
     assert int(state.setting) == 0
 

@@ -85,7 +85,7 @@ def test_catching_up_late_changes_nothing(between: Any) -> None:
     always, seldom = Slots(seed=4), Slots(seed=4)
     always.wander(6, seed=2)
     seldom.wander(6, seed=2, spec=between)
-    if between is None or between.steps == 0:
+    if between is None or between.depth == 0:
         assert (np.asarray(seldom.state.cache.length) == 0).all()
     one, other = always.draft(), seldom.draft()
     np.testing.assert_array_equal(always.state.cache.length, always.context)

@@ -40,7 +40,7 @@ def drafter(rows: list[list[Node]], nodes: int, origin: int, **more: Any) -> Dra
                 ) -> Any:
         drafted = tree_of(rows, nodes, origin)
         plain = roots(frontier.root, frontier.live, nodes)
-        return jax.tree.map(lambda a, b: jnp.where(spec.steps > 0, a, b), drafted, plain), state + 1
+        return jax.tree.map(lambda a, b: jnp.where(spec.depth > 0, a, b), drafted, plain), state + 1
 
     return Drafter(nodes=nodes, depth=3, branch=nodes, init=lambda info: 0, propose=propose,
                    select_rows=lambda state, rows: state, names=(f"part{origin}",), **more)

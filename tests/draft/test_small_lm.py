@@ -165,7 +165,7 @@ def pausing(course: Course, branch: int) -> Any:
     """Takes its settings from `course`; those with more than `branch` branches draft off and on."""
     def plan(state: Any, load: Any) -> Any:
         pause = (state.branch > branch) & (load.length.sum() % 3 == 0)
-        return Plan(state.replace(steps=jnp.where(pause, 0, state.steps)), jnp.int32(1))
+        return Plan(state.replace(depth=jnp.where(pause, 0, state.depth)), jnp.int32(1))
 
     return wandering(course)._replace(plan=plan)
 

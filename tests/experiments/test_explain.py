@@ -16,13 +16,13 @@ from specrl_jax.structs import LaunchRecord
 
 def launch(seconds: float, **changes: Any) -> LaunchRecord:
     known = dict(batch=8, seconds=seconds, last=False, rounds=4, row_rounds=32, committed=20,
-                 drafted=48, packed=64, slots=32, draft_rounds=4, draft_steps=8,
+                 drafted=48, packed=64, slots=32, draft_rounds=4, draft_depth=8,
                  control={"predicted_seconds": 0.5, "plain_seconds": 1.0,
                           "speculation_seconds": 0.1})
     return LaunchRecord(**(known | changes))
 
 
-TRACE = [launch(0.5), launch(1.25, draft_steps=0, draft_rounds=0, rounds=12, packed=96)]
+TRACE = [launch(0.5), launch(1.25, draft_depth=0, draft_rounds=0, rounds=12, packed=96)]
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import numpy as np
 from flax import struct
 
 from specrl_jax.config import ControlConfig, SpecOptions
-from specrl_jax.control.protocol import FOREVER, Controller, Limits, Plan, make_spec
+from specrl_jax.control.protocol import NEVER_REPLAN, Controller, Limits, Plan, make_spec
 from specrl_jax.structs import LaunchRecord, Load, carrier
 
 EPSILON = 0.1  # share of launches that try any depth
@@ -34,7 +34,7 @@ def bandit(control: ControlConfig, spec: SpecOptions, limits: Limits) -> Control
 
     def plan(state: Bandit, load: Load) -> Plan:
         whole = make_spec(0, limits.branch, limits.nodes, 0, limits.mix)
-        return Plan(whole.replace(steps=state.depth), jnp.int32(FOREVER))
+        return Plan(whole.replace(steps=state.depth), jnp.int32(NEVER_REPLAN))
 
     def end_chunk(state: Bandit, launch: LaunchRecord) -> tuple[Bandit, dict[str, float]]:
         depth, launches = int(state.depth), int(state.launches) + 1

@@ -5,7 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from specrl_jax.config import ControlConfig, SpecOptions
-from specrl_jax.control.protocol import FOREVER, Controller, Limits, Plan, make_spec, mean_rows
+from specrl_jax.control.protocol import NEVER_REPLAN, Controller, Limits, Plan, make_spec, mean_rows
 from specrl_jax.structs import Load
 
 FEW = 8  # rows of a data shard
@@ -17,6 +17,6 @@ def small_batches(control: ControlConfig, spec: SpecOptions, limits: Limits) -> 
 
     def plan(state: Any, load: Load) -> Plan:
         depth = jnp.where(mean_rows(load) < FEW, limits.depth, 0)
-        return Plan(whole.replace(steps=depth), jnp.int32(FOREVER))
+        return Plan(whole.replace(depth=depth), jnp.int32(NEVER_REPLAN))
 
     return Controller(init=lambda costs: (), plan=plan)

@@ -238,11 +238,11 @@ def test_launch_records_add_up_to_the_counters(budget: Engine, plain: Result, de
                                                ) -> None:
     result = run(budget, plain, 0.3, depth=depth)
     for name in ("rounds", "row_rounds", "committed", "drafted", "packed", "slots", "draft_rounds",
-                 "draft_steps"):
+                 "draft_depth"):
         assert sum(getattr(t, name) for t in result.trace) == result.counters[name], name
     assert [t.last for t in result.trace] == [False] * (len(result.trace) - 1) + [True]
     assert depth is None or (result.counters["drafted"] > 0
-                             and all(t.draft_steps == 2 * t.draft_rounds for t in result.trace))
+                             and all(t.draft_depth == 2 * t.draft_rounds for t in result.trace))
     summary = launches.summary(result.trace)
     assert len(summary[launches.LAUNCHES]) == len(result.trace) == len(launches.recorded(summary))
     assert summary["control/plain_seconds"] > 0 and summary["time/regret"] >= 0

@@ -68,7 +68,7 @@ def test_a_plan_is_cut_to_the_shapes() -> None:
     assert clamped and not clamp(inside, drafter, BATCH)[1]
     heavy, clamped = clamp(inside.replace(mix=jnp.asarray([np.inf, 2.0])), drafter, BATCH)
     assert clamped and heavy.mix.tolist() == [1000.0, 2.0]  # not as likely as a root
-    for name in ("steps", "branch", "nodes", "budget", "mix"):
+    for name in ("depth", "branch", "nodes", "budget", "mix"):
         assert clamp(inside.replace(**{name: getattr(outside, name)}), drafter, BATCH)[1], name
 
 
@@ -119,7 +119,7 @@ def test_places_of_empty_slots_verify_drafts(
 
 
 @pytest.mark.parametrize("valid_for", [
-    3, *(pytest.param(n, marks=pytest.mark.full) for n in (1, protocol.FOREVER))])
+    3, *(pytest.param(n, marks=pytest.mark.full) for n in (1, protocol.NEVER_REPLAN))])
 def test_plan_stands_for_plain_rounds_until_a_row_ends(
         valid_for: int, plain: list[list[int]]) -> None:
     """The same tokens, with rows that are refilled and batches that shrink; no round is forgotten.

@@ -74,7 +74,7 @@ def load(rows: int = 8, live: Any = None, length: int = 40, room: Any = 9, left:
 
 def record(seconds: float = 1.0, batch: int = 8, **more: Any) -> LaunchRecord:
     counts = dict.fromkeys(("row_rounds", "committed", "drafted", "packed", "slots",
-                            "draft_rounds", "draft_steps"), 0)
+                            "draft_rounds", "draft_depth"), 0)
     return LaunchRecord(**({"batch": batch, "seconds": seconds, "last": False, "rounds": 1}
                            | counts | more))
 
@@ -113,15 +113,15 @@ def rounds_of(control: Controller) -> Callable[..., Any]:
     def step(state: Any, of_round: Load, tree: DraftTree, drafted: Any, alike: Any) -> Any:
         plan = control.plan(state, of_round)
         level = jnp.arange(DEPTH + 1)[None]
-        tree = tree.replace(live=tree.live & (level <= plan.spec.steps))
+        tree = tree.replace(live=tree.live & (level <= plan.spec.depth))
         kept, chosen = control.keep(state, plan, of_round, tree, BUCKETS[8])
-        drafts = plan.spec.steps > 0
+        drafts = plan.spec.depth > 0
         live = jnp.where(drafts, kept, tree.live & (level == 0))
         bucket = jnp.where(drafts, chosen, 0)
         count = (jnp.cumprod(live & drafted, 1).sum(1) * of_round.live).astype(jnp.int32)
         ran = jnp.where(drafts, 1, jnp.minimum(alike, plan.valid_for))
         new = control.observe(state, plan, Outcome(of_round, tree, live, bucket, ran * count, ran))
-        return new, ran, plan.spec.steps, bucket, live
+        return new, ran, plan.spec.depth, bucket, live
 
     return alone(step)
 

@@ -30,7 +30,7 @@ from specrl_jax.model.architecture import Architecture, initialize
 from specrl_jax.model.tiny import TINY, byte_tokenizer, random_tensors
 from specrl_jax.model.weights import Source
 from specrl_jax.rollout.engine import Engine, Result
-from specrl_jax.rollout.layout import RolloutRequest, Shapes, request
+from specrl_jax.rollout.layout import RolloutRequest, Shapes, make_request
 from specrl_jax.rollout.plan import Decoder
 from specrl_jax.rollout.prompts import Prompts
 from specrl_jax.structs import Array, DraftTree, Frontier, Sampling, SpecConfig
@@ -83,7 +83,7 @@ def ask(task: Task, seed: int = 0, order: np.ndarray | None = None, past: np.nda
         **sampling: Any) -> RolloutRequest:
     """A request; `sampling` replaces its arrays by what is given, one value for all or one each."""
     order = np.arange(len(task.prompts)) if order is None else order
-    wanted = request([task.prompts[i] for i in order], task.keys(seed, order), task.group,
+    wanted = make_request([task.prompts[i] for i in order], task.keys(seed, order), task.group,
                      RolloutConfig(max_new_tokens=task.response), past)
     for name, value in sampling.items():
         old = getattr(wanted, name)
@@ -160,7 +160,7 @@ def random_tree(rng: Array, state: Any, spec: SpecConfig, nodes: int, depth: int
         known = replay[jnp.minimum(seq, replay.shape[0] - 1), generated + deep - 1]
         token = jnp.where(hit[n], known, wild[n])
         twin = ((parent == wanted) & (tokens == token) & live)[1:n].any()
-        ok = live[wanted] & (deep <= spec.steps) & (deep <= depth) & ~twin & alive[n]
+        ok = live[wanted] & (deep <= spec.depth) & (deep <= depth) & ~twin & alive[n]
         parent, level = parent.at[n].set(wanted), level.at[n].set(deep)
         tokens, live = tokens.at[n].set(token), live.at[n].set(ok)
         survival = survival.at[n].set(survival[wanted] * shrink[n])
