@@ -92,7 +92,7 @@ def test_foresee_equals_brute_force(seed: int) -> None:
     count = rng.integers(0, 3, state.yields.count.shape).astype(np.float32)
     survival = 2.0 ** -(np.arange(count.shape[1]) / 2 + 0.25)
     state = state.replace(yields=state.yields.replace(
-        count=count, mass=(count * survival).astype(np.float32), promised=np.float32(10),
+        count=count, mass=(count * survival).astype(np.float32), expected=np.float32(10),
         accepted=np.float32(rng.uniform(2, 10))))
     trusted, rounds = (state.yields.accepted + 4) / (10 + 4), []
     for depth in range(DEPTH + 1):
@@ -204,7 +204,7 @@ def test_jumping_load_does_not_switch_to_and_fro(
     control = controller("budget", min_survival=hysteresis)  # an option it ignores: traced anew
     costs, loads = jumps(of)
     state = start(**costs)
-    known = state.yields.replace(promised=np.float32(1e4), accepted=np.float32(1e4))
+    known = state.yields.replace(expected=np.float32(1e4), accepted=np.float32(1e4))
     state = state.replace(yields=known)
     state, _ = drive(control, state, loads[:1] * 40)
     state, seen = drive(control, state, [loads[i // 3 % 2 == 0] for i in range(90)])

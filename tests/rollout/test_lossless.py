@@ -56,7 +56,7 @@ def test_sequences_that_are_not_asked_for_take_no_slot(bench: Any) -> None:
     part = bench.run_trees(seed=1, limit=limit)
     assert streams(part) == [*plain[:5], *[[]] * 7]
     assert part.counters["committed"] == sum(map(len, plain[:5]))
-    with pytest.raises(ConfigError, match="limit = 0: sequences that are with a limit of 0 come last"):
+    with pytest.raises(ConfigError, match="limit = 0: sequences with a limit of 0 come last"):
         bench.run_plain(limit=limit[::-1])
 
 
