@@ -17,11 +17,8 @@ register_controller = CONTROLLERS.register  # decorates a factory: @register_con
 
 
 def make(control: ControlConfig, spec: SpecOptions, limits: Limits) -> Controller:
-    """Returns the controller of `control.policy`; plain decoding where nothing drafts.
-
-    Raises:
-      ConfigError: control.policy names no controller.
-    """
+    """Returns the controller of `control.policy`, plain decoding where nothing drafts; raises
+    ConfigError if control.policy names no controller."""
     factory = CONTROLLERS.resolve(control.policy)
     controller = fixed.off() if spec.drafter == "off" else factory(control, spec, limits)
     check(isinstance(controller, Controller), "control.policy", control.policy,
