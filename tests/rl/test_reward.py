@@ -131,7 +131,7 @@ def test_compose():
 @pytest.mark.parametrize("terms, words", [
     (("exakt",), ["exakt", "exact", "package.module:name"]),
     (("no_such_module:f",), ["no_such_module", "PYTHONPATH"]),
-    (("math:no_such_function",), ["no_such_function", "PYTHONPATH"]),
+    (("math:no_such_function",), ["no_such_function", "defines"]),
     (("math:pi",), ["math:pi", "function"]),
     (("digits",), ["digits", "renamed; use digit_fraction"]),
     (("exact", "exact"), ["exact", "once"]),
