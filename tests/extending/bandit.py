@@ -34,7 +34,7 @@ def bandit(control: ControlConfig, spec: SpecOptions, limits: Limits) -> Control
 
     def plan(state: Bandit, load: Load) -> Plan:
         whole = make_spec(0, limits.branch, limits.nodes, 0, limits.mix)
-        return Plan(whole.replace(steps=state.depth), jnp.int32(NEVER_REPLAN))
+        return Plan(whole.replace(depth=state.depth), jnp.int32(NEVER_REPLAN))
 
     def end_chunk(state: Bandit, launch: LaunchRecord) -> tuple[Bandit, dict[str, float]]:
         depth, launches = int(state.depth), int(state.launches) + 1
