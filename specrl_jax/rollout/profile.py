@@ -7,7 +7,7 @@ import dataclasses
 import importlib.metadata as metadata
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jax
@@ -75,12 +75,29 @@ def measured(engine: Engine, params: Params, drafter_params: DrafterParams, path
     launches = Launches(engine, params, drafter_params)
     for rows in engine.shapes.batches:
         rounds = 1 if launches.warm_up(rows) > LONG else ROUNDS
-        found |= launches.sweep(cost_model.points(limits, rows, rounds, reads(engine)))
+        found |= least_seconds(launches.run,
+                               cost_model.points(limits, rows, rounds, reads(engine)),
+                               SECONDS / len(engine.shapes.batches))
     costs = cost_model.fit(found, limits)
     if jax.process_index() == 0:
         wanted = key(engine, about)
         cost_file.store(Path(path or cost_file.default_path(wanted)), wanted, costs)
     return costs
+
+
+def least_seconds(run: Callable[[Point], float], points: Sequence[Point], allowed: float
+                  ) -> dict[Point, float]:
+    """Returns the least of what `run` returns for each point, over one or more sweeps.
+
+    Args:
+      allowed: seconds; another sweep starts only if it is expected to end within them.
+    """
+    sweeps, spent = [], 0.0
+    while not sweeps or (len(sweeps) < MOST_SWEEPS
+                         and spent * (len(sweeps) + 1) / len(sweeps) <= allowed):
+        sweeps.append({point: run(point) for point in points})
+        spent += sum(sweeps[-1].values())
+    return {point: min(sweep[point] for sweep in sweeps) for point in points}
 
 
 def reads(engine: Engine) -> bool:
@@ -103,16 +120,6 @@ class Launches:
         point = Point(rows, 0, cost_model.contexts(limits_of(self.engine))[0], 0, 0, 1)
         first = self.run(point)
         return first if first > 3 * LONG else min(first, self.run(point))  # the first is slower
-
-    def sweep(self, points: Sequence[Point]) -> dict[Point, float]:
-        """Returns the seconds of launches of one batch size, the least of some sweeps over all."""
-        sweeps, spent = [], 0.0
-        allowed = SECONDS / len(self.engine.shapes.batches)
-        while not sweeps or (len(sweeps) < MOST_SWEEPS
-                             and spent * (len(sweeps) + 1) / len(sweeps) <= allowed):
-            sweeps.append({point: self.run(point) for point in points})
-            spent += sum(sweeps[-1].values())
-        return {point: min(sweep[point] for sweep in sweeps) for point in points}
 
     def run(self, point: Point) -> float:
         """Runs one launch; returns its seconds, in every process those of process 0."""

@@ -80,7 +80,8 @@ def test_cells_have_names_and_share_engines() -> None:
 
 def test_loads_are_whole_rollouts_of_real_prompts() -> None:
     most, prompts = controller_cells.LOADS["smollm2"], [[i] * 5 for i in range(73)]
-    bench = Bench(Config(), None, None, (), "history",  # type: ignore
+    source = Source(TINY, byte_tokenizer(), random_tensors(TINY, 0), "tiny")
+    bench = Bench(Config(), source, None, (), "history",
                   lambda least: iter([[least, *prompt] for prompt in prompts]))
     assert len(bench.loads(2, 8)) == most and bench.loads(1, 2)[0] == [[0] * 4], "the last ones"
     prompts[9:] = []

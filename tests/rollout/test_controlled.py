@@ -2,7 +2,6 @@
 
 import dataclasses
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -121,15 +120,19 @@ def test_measured_launches_are_those_of_points(
     assert profile.stored(budget, str(file), {}) is None
 
 
-def test_sweeps_stop_at_the_allowed_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("seconds, sweeps", [
+    (1e-6, profile.MOST_SWEEPS), (0.2, 3), (0.9, 1), (50.0, 1)])
+def test_sweeps_stop_at_the_allowed_seconds(seconds: float, sweeps: int) -> None:
     points = [Point(4, 0, 8, 0, 0, n) for n in (1, 2)]
-    for seconds, sweeps in ((1e-6, profile.MOST_SWEEPS), (0.2, 3), (0.9, 1), (50.0, 1)):
-        launches = object.__new__(profile.Launches)
-        launches.engine = SimpleNamespace(shapes=SimpleNamespace(batches=(4, 2)))  # type: ignore
-        ran: list[Point] = []
-        monkeypatch.setattr(launches, "run", lambda p, s=seconds, r=ran: r.append(p) or s)
-        assert launches.sweep(points) == {p: pytest.approx(seconds) for p in points}
-        assert ran == points * sweeps
+    ran: list[Point] = []
+
+    def run(point: Point) -> float:
+        ran.append(point)
+        return seconds + 1e-9 * len(ran)
+
+    found = profile.least_seconds(run, points, allowed=1.25)
+    assert found == {points[0]: seconds + 1e-9, points[1]: seconds + 2e-9}, "the first are least"
+    assert ran == points * sweeps
 
 
 @pytest.mark.parametrize("known", [True, False])
