@@ -85,7 +85,8 @@ def pick(preset: str, names: Sequence[str]) -> dict[Sizes, list[Cell]]:
 
 
 class Bench(NamedTuple):
-    """A model, how it drafts, and its prompts of at least so many tokens; None is made-up ones."""
+    """A model, its drafter, and its prompts: `prompts(n)` yields those of at least n tokens, and
+    None stands for synthetic ones."""
 
     config: Config
     source: Source
@@ -144,7 +145,7 @@ def long_prompts(tokenizer: Tokenizer, examples: Sequence[data.Example], system:
     the system message as that needs; no question is in two prompts.
 
     As turns without answers, arithmetic questions had the actor end its rows after 4 tokens, and
-    with their solutions after some 30, where a cell's rows are to have up to 57.
+    with their solutions after some 30, where a cell's rows need up to 57.
     """
     others: list[str] = []
     for example in examples:

@@ -145,10 +145,14 @@ def learn(costs: CostEstimate, limits: Limits, launch: LaunchRecord, spent: np.n
 
 
 def points(limits: Limits, rows: int, rounds: int, reads: bool) -> list[Point]:
-    """Returns the launches that the fit of one batch size needs, of so many rounds.
+    """Returns the launches to measure for the fit of one batch size.
 
     Rounds of wider buckets draft one step, as in use; only short ones are measured at both
-    contexts. `reads`: whether the drafter must read positions that it has not seen.
+    contexts.
+
+    Args:
+      rounds: of each launch.
+      reads: whether the drafter must read positions that it has not seen.
     """
     low, high = contexts(limits)
     wider = range(1, len(limits.buckets[rows]))

@@ -78,7 +78,8 @@ def read_config(workdir: str | Path) -> Json | None:
     path = Path(workdir) / CONFIG
     if not path.exists():
         if (Path(workdir) / METRICS).exists():
-            raise ConfigError(f"{path} is missing beside {METRICS}: choose another workdir")
+            raise ConfigError(f"{path} is missing although {METRICS} is there: "
+                              "choose another workdir")
         return None
     try:
         stored = json.loads(path.read_bytes())

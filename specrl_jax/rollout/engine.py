@@ -25,7 +25,7 @@ from specrl_jax.rollout.calibration import Reliability
 from specrl_jax.rollout.decode_loop import launch
 from specrl_jax.rollout.host_view import Forecast, HostView, Timer
 from specrl_jax.rollout.layout import ROW, STATE, Layout, RolloutRequest, Shapes, pad
-from specrl_jax.rollout.plan import FREE, Decoder
+from specrl_jax.rollout.plan import NOT_FORCED, Decoder
 from specrl_jax.rollout.slots import EMPTY, Slots
 from specrl_jax.sharding import ROWS
 from specrl_jax.structs import (
@@ -44,7 +44,7 @@ from specrl_jax.structs import (
 
 MEMORY = 0.9  # weight that outcomes keep from rollout to rollout
 CPU_OPTIONS = {"xla_cpu_prefer_vector_width": "512"}  # XLA's 256 makes one row's products slower
-UNFORCED = np.asarray([FREE, FREE], np.int32)
+UNFORCED = np.asarray([NOT_FORCED, NOT_FORCED], np.int32)
 
 
 @dataclasses.dataclass
@@ -214,7 +214,7 @@ class Engine:
         self.layout.check(request)
         timer, view = Timer(), HostView(self.shapes, request, self.layout.cells)
         state, forecast = self.begin(request), Forecast(request, self.shapes.group)
-        force = UNFORCED if depth is None else np.asarray([depth, FREE], np.int32)
+        force = UNFORCED if depth is None else np.asarray([depth, NOT_FORCED], np.int32)
         trace: list[LaunchRecord] = []
         while not view.done.all():
             with timer("prefill"):

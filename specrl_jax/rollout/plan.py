@@ -24,7 +24,7 @@ from specrl_jax.structs import (
     SpecConfig,
 )
 
-FREE = -1  # in `force`: the controller decides
+NOT_FORCED = -1  # in `force`: the controller decides
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,17 +97,17 @@ def plan_round(decoder: Decoder, state: RolloutState, tree: DraftTree, waiting: 
     Args:
       tree: any tree of the right shapes; its values are not read.
       waiting: i32[] sequences of this shard without a slot.
-      force: i32[2] depth and bucket to use whatever the controller plans; FREE leaves them to it.
+      force: i32[2] depth and bucket that replace the controller's; NOT_FORCED keeps its own.
     """
     frontier, rows = frontier_of(state), sampling_of(state)
     load = load_of(state, frontier, rows, waiting)
     plan = decoder.controller.plan(state.control, load)
     spec, clamped = clamp(plan.spec, decoder.drafter, frontier.live.sum())
     room = len(buckets_of(decoder, frontier.root.shape[0])) > 1  # for more than roots
-    free = force[0] == FREE
+    free = force[0] == NOT_FORCED
     depth = jnp.where(free, spec.depth, jnp.minimum(force[0], decoder.drafter.depth))
     spec = spec.replace(depth=depth if room else jnp.zeros_like(depth))
-    measures = force[1] != FREE  # whole trees
+    measures = force[1] != NOT_FORCED  # whole trees
     spec = spec.replace(branch=jnp.where(measures, decoder.drafter.branch, spec.branch),
                         nodes=jnp.where(measures, decoder.drafter.nodes, spec.nodes))
     plan = plan.replace(spec=spec, valid_for=jnp.maximum(

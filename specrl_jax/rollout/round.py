@@ -16,7 +16,7 @@ from specrl_jax.control.protocol import Outcome, keep_within
 from specrl_jax.draft.tree import compact, roots
 from specrl_jax.model import transformer
 from specrl_jax.model.transformer import Packing
-from specrl_jax.rollout.plan import FREE, Decoder, RoundPlan, buckets_of
+from specrl_jax.rollout.plan import NOT_FORCED, Decoder, RoundPlan, buckets_of
 from specrl_jax.sharding import ROWS
 from specrl_jax.structs import (
     Array,
@@ -63,14 +63,15 @@ def keep(decoder: Decoder, state: RolloutState, planned: RoundPlan, tree: DraftT
 
     def forced() -> tuple[Array, Array]:
         roots_only = jnp.arange(tree.live.shape[1])[None] == 0
-        free = force[1] == FREE
+        free = force[1] == NOT_FORCED
         live, bucket = keep_within(plan.spec, tree.replace(live=tree.live & (roots_only | free)),
                                    buckets)
         return live, jnp.where(free, bucket, force[1])
 
     live, bucket = jax.lax.cond(
-        force[0] == FREE, lambda: decoder.controller.keep(state.control, plan, planned.load, shown,
-                                                          buckets), forced)
+        force[0] == NOT_FORCED,
+        lambda: decoder.controller.keep(state.control, plan, planned.load, shown, buckets),
+        forced)
     return planned.replace(tree=tree, live=live, bucket=jax.lax.pmax(bucket, ROWS))
 
 

@@ -225,7 +225,7 @@ def test_workdirs_that_cannot_be_are_refused(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("text, words", [
     ("{", "config.json is not JSON"), ("[]", "config.json does not hold an object"),
-    (None, "config.json is missing beside metrics.jsonl"),
+    (None, "config.json is missing although metrics.jsonl is there"),
 ])
 def test_an_unreadable_config_is_refused(tmp_path, text, words):
     write(tmp_path, 0, 1)

@@ -45,9 +45,9 @@ def params() -> Any:
 
 def roll_out(rule: str, noise: float = 0.3, times: int = 1, temperature: float = 1.0,
              branch: int = 1, policy: str = "fixed") -> list[Result]:
-    """Rollouts with a drafter of this much noise, this draft.temperature and so many children.
+    """Rolls out with a drafter whose weights carry noise and whose nodes have `branch` children.
 
-    `budget` verifies less than all, of what a made-up table lets pay.
+    `budget` verifies only what pays at the costs of a made-up table.
     """
     rng = np.random.default_rng(1)
     noisy = jax.tree.map(

@@ -276,7 +276,7 @@ def wrong_settings(rule: Rule, shape: Shape, w: World, *, rows: int = 4096, seed
 
 
 def fits(counts: np.ndarray, p: np.ndarray, deviations: float = 5.0) -> bool:
-    """Pearson's chi-square within so many deviations (Wilson-Hilferty); rare cells are joined."""
+    """Tests Pearson's chi-square within `deviations` (Wilson-Hilferty); joins rare cells."""
     if counts[p == 0].any():
         return False
     expected = p * counts.sum()

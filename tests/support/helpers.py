@@ -255,7 +255,7 @@ SMALL = ("--config=tiny", "--config.prompts_per_step=4", "--config.group_size=2"
 
 
 def xla_flags(devices: int = 1) -> str:
-    """Those of this process, with so many devices: what processes that tests start compile by."""
+    """Returns this process's XLA flags, with `devices` CPU devices, for child processes."""
     name = "--xla_force_host_platform_device_count"
     others = [flag for flag in os.environ["XLA_FLAGS"].split() if not flag.startswith(name)]
     return " ".join([f"{name}={devices}", *others])

@@ -107,8 +107,8 @@ def race(logits: jax.Array, ids: jax.Array, inside: jax.Array, floats: list[jax.
     return [top, mass.sum(1, keepdims=True), *ranks, *scores], tokens
 
 
-def beside(columns: list[jax.Array], lanes: jax.Array) -> jax.Array:
-    """[R, L] with the given columns [R, 1] first; `lanes` counts columns, i32[R, L]."""
+def side_by_side(columns: list[jax.Array], lanes: jax.Array) -> jax.Array:
+    """Returns [R, L] with the given columns [R, 1] first; `lanes` counts columns, i32[R, L]."""
     found = jnp.zeros(lanes.shape, columns[0].dtype)
     for i, column in enumerate(columns):
         found = jnp.where(lanes == i, column, found)

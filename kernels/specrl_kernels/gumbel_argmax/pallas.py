@@ -78,5 +78,5 @@ def _kernel(logits: Any, floats: Any, integers: Any, out: Any, tokens: Any, *, v
         values, ids, ids < vocab, [of_position[:, i : i + 1] for i in range(shared.FLOATS)],
         [words[:, i : i + 1] for i in range(shared.INTEGERS)], count, truncated)
     lanes = jax.lax.broadcasted_iota(jnp.int32, out.shape[1:], 1)
-    out[0] = shared.beside(found, lanes)
-    tokens[0] = shared.beside(who, lanes)
+    out[0] = shared.side_by_side(found, lanes)
+    tokens[0] = shared.side_by_side(who, lanes)

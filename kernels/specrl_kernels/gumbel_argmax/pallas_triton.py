@@ -42,5 +42,5 @@ def _kernel(logits: Any, floats: Any, integers: Any, out: Any, tokens: Any, *, s
         values, ids, ids >= block * size, [one(floats, i) for i in range(shared.FLOATS)],
         [one(integers, i) for i in range(shared.INTEGERS)], count, truncated)
     places = jax.lax.broadcasted_iota(jnp.int32, (1, lanes), 1)
-    out[block, at, :] = shared.beside(found, places)
-    tokens[block, at, :] = shared.beside(who, places)
+    out[block, at, :] = shared.side_by_side(found, places)
+    tokens[block, at, :] = shared.side_by_side(who, places)

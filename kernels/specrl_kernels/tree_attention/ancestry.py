@@ -15,7 +15,7 @@ def visible_bits(parent: jax.Array, window: int | None = None) -> jax.Array:
 
     Args:
       parent: i32[B, n]; parent[i] < i, the root's is ignored.
-      window: a node sees only so many nodes of its path, itself included; None sees all.
+      window: number of nodes of its path that a node sees, itself included; None sees all.
 
     Returns:
       i32[B, n, C], C = ceil(n / 32).

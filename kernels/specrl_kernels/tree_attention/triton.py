@@ -91,7 +91,7 @@ def joining(rows: Rows, shares: Shares, live: jax.Array, parts: Sequence[Sequenc
 
 
 def _outputs(rows: Rows, whole: int | None, parts: int | None) -> list[jax.ShapeDtypeStruct]:
-    """Of so many finished rows and so many partial results; what is None is never written."""
+    """Returns the outputs' shapes; `whole` finished rows and `parts` partial results, or None."""
     _, g, padded, e = rows.queries.shape
     out = (1,) if whole is None else (whole, g, padded, e)
     small = (1,) if parts is None else (parts, g, padded)
