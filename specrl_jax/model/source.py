@@ -39,7 +39,7 @@ class Actor:
             described, sharding.ROLLOUT_RULES, mesh, architecture.is_param
         )
         if self.step == 0 or self.run is None:
-            return sharding.put(shardings, self.source.params())
+            return self.source.params(shardings)
         abstract = jax.tree.map(
             lambda param, place: jax.ShapeDtypeStruct(param.shape, jnp.float32, sharding=place),
             described, shardings, is_leaf=architecture.is_param)

