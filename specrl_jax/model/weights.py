@@ -12,6 +12,7 @@ from specrl_jax.model.families import FAMILIES
 from specrl_jax.model.gguf_file import gguf_architecture, gguf_tensors, open_gguf
 from specrl_jax.model.gguf_tokenizer import gguf_tokenizer
 from specrl_jax.model.hf_directory import fetch, open_directory
+from specrl_jax.model.published import PUBLISHED, random_tensors
 from specrl_jax.model.tensors import Tensors, check_tensors, pack
 from specrl_jax.model.tokenizer import Tokenizer
 from specrl_jax.structs import Params, PyTree
@@ -63,11 +64,14 @@ def _find(path: str, family: str) -> Source:
         FAMILIES.resolve(family)  # random models have no file that names one
     kind, _, rest = path.partition(":")
     if kind == "random" and rest:
-        if rest not in tiny.RANDOM:
-            raise ConfigError(
-                f"the random models are {', '.join(f'random:{x}' for x in tiny.RANDOM)}")
-        arch = tiny.RANDOM[rest]
-        return _checked(arch, tiny.byte_tokenizer(), tiny.random_tensors(arch, seed=0), path)
+        if rest in PUBLISHED:
+            arch, tensors = PUBLISHED[rest], random_tensors(PUBLISHED[rest])
+        elif rest in tiny.RANDOM:
+            arch, tensors = tiny.RANDOM[rest], tiny.random_tensors(tiny.RANDOM[rest], seed=0)
+        else:
+            raise ConfigError("the random models are " + ", ".join(
+                f"random:{x}" for x in (*tiny.RANDOM, *PUBLISHED)))
+        return _checked(arch, tiny.byte_tokenizer(), tensors, path)
     if kind == "package" and rest:
         return _open_gguf(_package_file(rest), family)
     local = Path(path).expanduser()
