@@ -154,17 +154,18 @@ class Trainer:
         batch, totals = self._batch(self._blank_rollout(), np.zeros(config.sequences, np.float32))
         params, scores = self.state.params, batch.rollout_logprob
         replicated = sharding.replicated(self.mesh)
+        on_mesh = functools.partial(sharding.traced_for, self.mesh)
         if not config.rl.updates:
-            gap = jax.jit(functools.partial(learner.first_gap, self.arch, remat),
+            gap = jax.jit(on_mesh(functools.partial(learner.first_gap, self.arch, remat)),
                           out_shardings=replicated)
             self._programs["gap"] = compiler.add(gap.lower(params, batch))
             return
         if self._needs_scores:
-            score = jax.jit(functools.partial(learner.score, self.arch, remat))
+            score = jax.jit(on_mesh(functools.partial(learner.score, self.arch, remat)))
             self._programs["score"] = compiler.add(score.lower(params, batch))
         shardings = jax.tree.map(lambda a: a.sharding, self.state)
-        update = jax.jit(functools.partial(learner.update, self.arch, config), donate_argnums=(0,),
-                         out_shardings=(shardings, replicated))
+        update = jax.jit(on_mesh(functools.partial(learner.update, self.arch, config)),
+                         donate_argnums=(0,), out_shardings=(shardings, replicated))
         self._programs["update"] = compiler.add(update.lower(
             self.state, batch, totals, scores if self._reads_old else None,
             scores if config.rl.kl else None))

@@ -90,7 +90,8 @@ class Sampler:
                           rule=config.spec.rule,
                           truncates=config.rollout.top_k > 0 or config.rollout.top_p < 1)
         if config.model.numerics == "invariant":
-            invariant.check_possible(arch, config.model.dtype, mesh.shape["tensor"])
+            sharding.traced_for(mesh, invariant.check_possible)(
+                arch, config.model.dtype, mesh.shape["tensor"])
             decoder = dataclasses.replace(decoder, invariant=True,
                                           implementation=invariant.IMPLEMENTATION)
         dtype = jnp.dtype(config.model.dtype)
