@@ -5,17 +5,20 @@ The learner also splits the model width over `fsdp`; the rollout keeps it whole,
 waits for a gather of weights.
 """
 
+import functools
 import math
 from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
 
 from specrl_jax.config import MeshConfig, check
 from specrl_jax.structs import PyTree
 
+T = TypeVar("T")
 ROWS = ("data", "fsdp")  # mesh axes that split rows, in both learner and rollout
 LEARNER_RULES: Mapping[str, str] = {
     "vocab": "tensor", "kv_heads": "tensor", "mlp": "tensor", "embed": "fsdp",
@@ -37,6 +40,24 @@ def make_mesh(config: MeshConfig) -> Mesh:
           f"with several processes all {len(devices)} devices must be used")
     grid = np.asarray(devices[:size]).reshape(shape)
     return Mesh(grid, (*ROWS, "tensor"), axis_types=(AxisType.Auto,) * 3)
+
+
+def traced_for(mesh: Mesh, function: Callable[..., T]) -> Callable[..., T]:
+    """Returns `function`, which when traced chooses kernels for the devices of `mesh`.
+
+    Without it the default device decides. `jax.shard_map` needs none: it brings its mesh.
+    """
+    @functools.wraps(function)
+    def call(*args: PyTree) -> T:
+        with use_abstract_mesh(mesh.abstract_mesh):
+            return function(*args)
+
+    return call
+
+
+def platform(mesh: Mesh) -> str:
+    """Returns the platform of a mesh's devices: "cpu", "gpu" or "tpu"."""
+    return mesh.devices.flat[0].platform
 
 
 def shard_count(mesh: Mesh) -> int:

@@ -34,7 +34,7 @@ from specrl_jax.draft.response_cache import ResponseCache, capacity
 from specrl_jax.io import data, launches
 from specrl_jax.io.compilation import Compiler
 from specrl_jax.io.machine import peak_rss
-from specrl_jax.model import architecture, weights
+from specrl_jax.model import architecture, layers, weights
 from specrl_jax.model.transformer import Params
 from specrl_jax.rl import algorithm, learner
 from specrl_jax.rl.learner import Batch, LearnerState, Totals
@@ -91,7 +91,8 @@ class Trainer:
         self.algorithm = algorithm.resolve(config.rl)
         self.mesh = sharding.make_mesh(config.mesh)
         self.arch, self.step_number, self.bad_steps = source.arch, 0, 0
-        described = architecture.describe(self.arch)
+        scanned = layers.are_scanned(sharding.platform(self.mesh))
+        described = architecture.describe(self.arch, scanned)
         for axis in sorted(sharding.replicated_axes(described, sharding.LEARNER_RULES, self.mesh,
                                                     architecture.is_param)):
             say(f"replicated, because the mesh does not divide it: {axis}")
@@ -154,17 +155,18 @@ class Trainer:
         batch, totals = self._batch(self._blank_rollout(), np.zeros(config.sequences, np.float32))
         params, scores = self.state.params, batch.rollout_logprob
         replicated = sharding.replicated(self.mesh)
+        on_mesh = functools.partial(sharding.traced_for, self.mesh)
         if not config.rl.updates:
-            gap = jax.jit(functools.partial(learner.first_gap, self.arch, remat),
+            gap = jax.jit(on_mesh(functools.partial(learner.first_gap, self.arch, remat)),
                           out_shardings=replicated)
             self._programs["gap"] = compiler.add(gap.lower(params, batch))
             return
         if self._needs_scores:
-            score = jax.jit(functools.partial(learner.score, self.arch, remat))
+            score = jax.jit(on_mesh(functools.partial(learner.score, self.arch, remat)))
             self._programs["score"] = compiler.add(score.lower(params, batch))
         shardings = jax.tree.map(lambda a: a.sharding, self.state)
-        update = jax.jit(functools.partial(learner.update, self.arch, config), donate_argnums=(0,),
-                         out_shardings=(shardings, replicated))
+        update = jax.jit(on_mesh(functools.partial(learner.update, self.arch, config)),
+                         donate_argnums=(0,), out_shardings=(shardings, replicated))
         self._programs["update"] = compiler.add(update.lower(
             self.state, batch, totals, scores if self._reads_old else None,
             scores if config.rl.kl else None))

@@ -15,6 +15,7 @@ import numpy as np
 
 from specrl_jax.config import ConfigError
 from specrl_jax.model.architecture import Architecture, describe, is_param
+from specrl_jax.model.layers import is_stacked, layer_of
 from specrl_jax.structs import Params, PyTree
 
 Shape = tuple[int, ...]
@@ -132,10 +133,12 @@ def pack(arch: Architecture, tensors: Tensors, places: PyTree = None) -> Params:
     """Returns the parameter tree of architecture.describe in float32.
 
     Args:
-      places: the tree's shardings: each process then reads what its own devices hold, and keeps one
-        parameter on the host at a time. None makes numpy arrays of all of it.
+      places: the tree's shardings, with a list of layers or with stacked ones: each process then
+        reads what its own devices hold, and keeps one parameter on the host at a time. None makes
+        numpy arrays of all of it, with a list of layers.
     """
-    leaves, tree = jax.tree_util.tree_flatten_with_path(describe(arch), is_leaf=is_param)
+    stacked = places is not None and is_stacked(places)
+    leaves, tree = jax.tree_util.tree_flatten_with_path(describe(arch, stacked), is_leaf=is_param)
     wanted = [None] * len(leaves) if places is None else tree.flatten_up_to(places)
     return tree.unflatten([
         _array(param.shape, place, functools.partial(_read_param, tensors, path, param.shape))
@@ -146,7 +149,7 @@ def _array(shape: Shape, place: jax.sharding.Sharding | None, read: Callable[[Pa
            ) -> np.ndarray | jax.Array:
     if place is None:
         return read(whole(shape))
-    once = read  # devices may hold the same part
+    once = functools.cache(read)  # devices may hold the same part
 
     def part(index: Any) -> np.ndarray:
         return once(tuple(s.indices(size)[:2] for s, size in zip(index, shape, strict=True)))
@@ -158,9 +161,17 @@ def _read_param(tensors: Tensors, path: tuple[Any, ...], shape: Shape, part: Par
     """Reads a part of the parameter at `path`, whose whole shape is `shape`."""
     if len(path) == 1:
         return tensors.read_part(TOP[path[0].key], part)
-    _, layer, name = path
-    joined = LAYER[name.key]
-    names = [layer_name(layer.idx, tensor) for tensor in joined.tensors]
+    if len(path) == 3:
+        return _read_layer(tensors, path[1].idx, path[2].key, shape, part)
+    found = np.empty([end - first for first, end in part], np.float32)
+    for row, layer in zip(found, range(*part[0]), strict=True):
+        row[...] = _read_layer(tensors, layer, path[1].key, shape[1:], part[1:])
+    return found
+
+
+def _read_layer(tensors: Tensors, layer: int, name: str, shape: Shape, part: Part) -> np.ndarray:
+    joined = LAYER[name]
+    names = [layer_name(layer, tensor) for tensor in joined.tensors]
     if len(names) == 1:
         return _read_split(tensors, names[0], joined.splits, shape, part)
     pieces, axis = [], joined.axis  # which no mesh splits
@@ -193,10 +204,13 @@ def _read_split(tensors: Tensors, name: str, splits: Shape, shape: Shape, part: 
 
 
 def unpack(arch: Architecture, params: Params) -> Iterable[tuple[str, np.ndarray]]:
-    """Yields (name, array) pairs, the inverse of `pack`, with one layer on the host at a time."""
+    """Yields (name, array) pairs, with one layer on the host at a time.
+
+    It is the inverse of `pack`; layers may be stacked.
+    """
     yield EMBED, np.asarray(params["embed"])
-    for layer, packed in enumerate(params["layers"]):
-        for part, array in _unpack_layer(arch, packed).items():
+    for layer in range(arch.num_layers):
+        for part, array in _unpack_layer(arch, layer_of(params["layers"], layer)).items():
             yield layer_name(layer, part), np.ascontiguousarray(array)
     yield FINAL_NORM, np.asarray(params["final_norm"])
     if not arch.tied:

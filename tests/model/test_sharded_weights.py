@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 
 from specrl_jax import sharding
 from specrl_jax.config import MeshConfig
-from specrl_jax.model import architecture, tiny
+from specrl_jax.model import architecture, layers, tiny
 from specrl_jax.model.architecture import Architecture
 from specrl_jax.model.export import export
 from specrl_jax.model.hf_config import write_config
@@ -49,27 +49,31 @@ print(sum(shard.data.nbytes for a in jax.tree.leaves(params) for shard in a.addr
 needs_8 = pytest.mark.skipif(jax.device_count() < 8, reason="see XLA_FLAGS in tests/conftest.py")
 
 
-def placed(arch: Architecture, mesh: MeshConfig) -> PyTree:
-    return sharding.shardings(architecture.describe(arch), sharding.LEARNER_RULES,
+def placed(arch: Architecture, mesh: MeshConfig, stacked: bool = False) -> PyTree:
+    return sharding.shardings(architecture.describe(arch, stacked), sharding.LEARNER_RULES,
                               sharding.make_mesh(mesh), architecture.is_param)
 
 
 @needs_8
 @pytest.mark.parametrize("arch", FAMILIES.values(), ids=FAMILIES.keys())
 @pytest.mark.parametrize("mesh", [MeshConfig(1, 2, 2), MeshConfig(2, 1, 4)], ids=str)
+@pytest.mark.parametrize("stacked", [False, True], ids=("list", "stacked"))
 def test_devices_hold_their_parts_of_one_model(tmp_path: Path, arch: Architecture,
-                                               mesh: MeshConfig) -> None:
+                                               mesh: MeshConfig, stacked: bool) -> None:
     export(tmp_path / "model", arch, pack(arch, tiny.random_tensors(arch, seed=3)),
            tiny.byte_tokenizer())
-    source, places = describe_source(str(tmp_path / "model")), placed(arch, mesh)
+    source = describe_source(str(tmp_path / "model"))
+    places = placed(arch, mesh, stacked)
     params = source.params(places)
     assert jax.tree.all(jax.tree.map(lambda a, place: a.sharding == place, params, places))
-    jax.tree.map(np.testing.assert_array_equal, params, source.params())
+    jax.tree.map(np.testing.assert_array_equal, layers.arrange(params, stacked=False),
+                 source.params())
 
 
 @needs_8
 @pytest.mark.parametrize("mesh", [MeshConfig(1, 2, 2), MeshConfig(2, 2, 2)], ids=str)
-def test_each_part_is_read_once(mesh: MeshConfig) -> None:
+@pytest.mark.parametrize("stacked", [False, True], ids=("list", "stacked"))
+def test_each_part_is_read_once(mesh: MeshConfig, stacked: bool) -> None:
     """A quarter of a matrix at a time, and no part twice, though both halves of `data` hold it."""
     read: dict[str, list[Part]] = {}
     tensors = tiny.random_tensors(SMALL, seed=1)
@@ -78,7 +82,7 @@ def test_each_part_is_read_once(mesh: MeshConfig) -> None:
         read.setdefault(name, []).append(part)
         return tensors.read_part(name, part)
 
-    pack(SMALL, Tensors(tensors.shapes, noted), placed(SMALL, mesh))
+    pack(SMALL, Tensors(tensors.shapes, noted), placed(SMALL, mesh, stacked))
     assert read.keys() == tensors.shapes.keys()
     for name, parts in read.items():
         sizes = [math.prod(end - first for first, end in part) for part in parts]
