@@ -79,7 +79,7 @@ class Run:
         yield from self.engine.programs(self.actor, self.bound)
         yield from policy.programs(self.config, self.arch, self.mesh)
         master, dtype = self.resident["learner"].params, self.engine.layout.dtype
-        if _signature(master) != _signature(self.actor):
+        if not all(jax.tree.leaves(jax.tree.map(_agree, master, self.actor))):
             yield Program("publish", cast(self.arch, self.mesh, dtype), (master,))
         yield Program("checksum", checksum.program, (self.actor,))
         yield from self._drafter_programs()
@@ -139,6 +139,11 @@ def _published(arch: Architecture, mesh: Mesh, dtype: Any) -> PyTree:
     return jax.tree.map(
         lambda p, place: jax.ShapeDtypeStruct(p.shape, jnp.dtype(dtype), sharding=place),
         described, places, is_leaf=architecture.is_param)
+
+
+def _agree(a: Any, b: Any) -> bool:
+    """Whether publishing leaves an array as it is."""
+    return a.dtype == b.dtype and a.sharding.is_equivalent_to(b.sharding, a.ndim)
 
 
 def _apart(bound: PyTree, actor: PyTree) -> list[Any]:
