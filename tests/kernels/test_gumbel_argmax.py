@@ -304,9 +304,9 @@ def test_sharded_over_the_vocabulary(name: str, implementation: str) -> None:
 def call_in_parts(case: Case, implementation: str, count: int) -> Drawn:
     mesh = jax.make_mesh((4,), ("part",), devices=jax.devices()[:4],
                          axis_types=(jax.sharding.AxisType.Auto,))
-    config = {name: 64 if name == "chunk" else size for name, size in CONFIGS[implementation].items()}
-    local = functools.partial(gumbel_argmax, count=count, axis="part", config=config,
-                              implementation=implementation, interpret=cases.INTERPRET)
+    local = functools.partial(
+        gumbel_argmax, count=count, axis="part", config=CONFIGS[implementation],
+        implementation=implementation, interpret=cases.INTERPRET)
     specs = {name: jax.sharding.PartitionSpec(None, "part") if name == "logits" else
              jax.sharding.PartitionSpec() for name in case}
     sharded = jax.shard_map(lambda case: local(**case), mesh=mesh, in_specs=(specs,),
