@@ -169,7 +169,7 @@ class Trainer:
                          donate_argnums=(0,), out_shardings=(shardings, replicated))
         self._programs["update"] = compiler.add(update.lower(
             self.state, batch, totals, scores if self._reads_old else None,
-            scores if config.rl.kl else None))
+            (scores, scores) if config.rl.kl else None))
 
     @property
     def _reads_old(self) -> bool:
@@ -292,9 +292,11 @@ class Trainer:
         old = batch.rollout_logprob if self._reads_old else None
         if self._reads_old and self.config.learner.old_logprob == "learner":
             old = self._programs["score"](self.state.params, batch)
-        reference = self._programs["score"](self.reference, batch) if self.config.rl.kl else None
+        initial = self._programs["score"](self.reference, batch) if self.config.rl.kl else None
         update, updates = self._programs["update"], []
         for _ in range(self.config.rl.updates):
+            reference = None if initial is None else (
+                initial, self._programs["score"](self.state.params, batch))
             self.state, metrics = update(self.state, batch, totals, old, reference)
             updates.append(jax.tree.map(float, jax.device_get(metrics)))
         return updates
