@@ -7,8 +7,8 @@ waits for a gather of weights.
 
 import functools
 import math
-from collections.abc import Callable, Mapping
-from typing import TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -28,18 +28,23 @@ LEARNER_RULES: Mapping[str, str] = {
 ROLLOUT_RULES: Mapping[str, str] = {"vocab": "tensor", "kv_heads": "tensor", "mlp": "tensor"}
 
 
-def make_mesh(config: MeshConfig) -> Mesh:
+def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     """Returns the mesh ("data", "fsdp", "tensor") over all devices of all processes.
+
+    Args:
+      devices: others than JAX's, such as those of a topology that is compiled for.
 
     Raises:
       ConfigError: the sizes do not multiply to the number of devices used.
     """
-    devices = jax.devices()
+    there = devices is None
+    devices = jax.devices() if devices is None else devices
     shape = (config.data, config.fsdp, config.tensor)
     size, name = math.prod(shape), "x".join(map(str, shape))
     check(size <= len(devices), "mesh", name, f"needs {size} devices, {len(devices)} are there")
-    check(size == len(devices) or jax.process_count() == 1, "mesh", name,
-          f"with several processes all {len(devices)} devices must be used")
+    check(size == len(devices) or there and jax.process_count() == 1, "mesh", name,
+          f"all {len(devices)} devices must be used; "
+          "set mesh.data x mesh.fsdp x mesh.tensor to their number")
     grid = np.asarray(devices[:size]).reshape(shape)
     return Mesh(grid, (*ROWS, "tensor"), axis_types=(AxisType.Auto,) * 3)
 
