@@ -95,7 +95,7 @@ class Trainer:
         self.shardings = sharding.shardings(described, sharding.LEARNER_RULES, self.mesh,
                                          architecture.is_param)
         say(f"loading {source.source}")
-        params = sharding.put(self.shardings, layers.arrange(source.params(), scanned))
+        params = source.params(self.shardings)
         self.reference = jax.tree.map(jnp.copy, params) if config.rl.kl else None
         places = jax.tree.map(lambda a: a.sharding, programs.abstract_state(
             config, self.arch, self.mesh).optimizer)

@@ -269,15 +269,19 @@ def xla_flags(devices: int = 1) -> str:
     return " ".join([f"{name}={devices}", *others])
 
 
-def start_training(workdir: File, *flags: str, devices: int = 1) -> subprocess.Popen:
-    """experiments/train.py on the tiny preset, shrunk; the processes share compiled programs."""
-    environment = os.environ | {
+def child_environment(devices: int = 1) -> dict[str, str]:
+    """The environment of a child process with that many CPU devices."""
+    return os.environ | {
         "XLA_FLAGS": xla_flags(devices), "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])}
+
+
+def start_training(workdir: File, *flags: str, devices: int = 1) -> subprocess.Popen:
+    """experiments/train.py on the tiny preset, shrunk; the processes share compiled programs."""
     train = str(ROOT / "experiments" / "train.py")
     return subprocess.Popen([sys.executable, train, *SMALL, f"--workdir={workdir}", *flags],
                             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                            env=environment, cwd=workdir.parent)
+                            env=child_environment(devices), cwd=workdir.parent)
 
 
 def run_training(workdir: File, *flags: str, devices: int = 1) -> str:
