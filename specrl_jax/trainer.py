@@ -31,7 +31,7 @@ from specrl_jax.draft.response_cache import ResponseCache, capacity
 from specrl_jax.io import data, launches
 from specrl_jax.io.compilation import Compiler, Name
 from specrl_jax.io.machine import peak_rss
-from specrl_jax.model import architecture, weights
+from specrl_jax.model import architecture, layers, weights
 from specrl_jax.rl import algorithm, learner, programs
 from specrl_jax.rl.learner import Batch, LearnerState, Totals
 from specrl_jax.rl.reward import compose
@@ -87,14 +87,15 @@ class Trainer:
         self.algorithm = algorithm.resolve(config.rl)
         self.mesh = sharding.make_mesh(config.mesh)
         self.arch, self.step_number, self.bad_steps = source.arch, 0, 0
-        described = architecture.describe(self.arch)
+        scanned = layers.are_scanned(sharding.platform(self.mesh))
+        described = architecture.describe(self.arch, scanned)
         for axis in sorted(sharding.replicated_axes(described, sharding.LEARNER_RULES, self.mesh,
                                                     architecture.is_param)):
             say(f"replicated, because the mesh does not divide it: {axis}")
         self.shardings = sharding.shardings(described, sharding.LEARNER_RULES, self.mesh,
                                          architecture.is_param)
         say(f"loading {source.source}")
-        params = sharding.put(self.shardings, source.params())
+        params = source.params(self.shardings)
         self.reference = jax.tree.map(jnp.copy, params) if config.rl.kl else None
         places = jax.tree.map(lambda a: a.sharding, programs.abstract_state(
             config, self.arch, self.mesh).optimizer)
@@ -234,9 +235,11 @@ class Trainer:
         old = batch.rollout_logprob if programs.reads_old(self.config) else None
         if programs.reads_old(self.config) and self.config.learner.old_logprob == "learner":
             old = self._programs["score"](self.state.params, batch)
-        reference = self._programs["score"](self.reference, batch) if self.config.rl.kl else None
+        initial = self._programs["score"](self.reference, batch) if self.config.rl.kl else None
         update, updates = self._programs["update"], []
         for _ in range(self.config.rl.updates):
+            reference = None if initial is None else (
+                initial, self._programs["score"](self.state.params, batch))
             self.state, metrics = update(self.state, batch, totals, old, reference)
             updates.append(jax.tree.map(float, jax.device_get(metrics)))
         return updates

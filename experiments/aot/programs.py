@@ -22,7 +22,7 @@ from specrl_jax.distill.update import Programs, init_state
 from specrl_jax.draft.registry import DrafterSet
 from specrl_jax.io import checksum
 from specrl_jax.io.compilation import Program, abstract
-from specrl_jax.model import architecture, weights
+from specrl_jax.model import architecture, layers, weights
 from specrl_jax.model.architecture import Architecture
 from specrl_jax.model.hf_config import parse_config
 from specrl_jax.model.tokenizer import Tokenizer, read_json
@@ -134,7 +134,7 @@ def describe(config: Config, mesh: Mesh, model: Model | None = None) -> Run:
 
 
 def _published(arch: Architecture, mesh: Mesh, dtype: Any) -> PyTree:
-    described = architecture.describe(arch)
+    described = architecture.describe(arch, layers.are_scanned(sharding.platform(mesh)))
     places = sharding.shardings(described, sharding.ROLLOUT_RULES, mesh, architecture.is_param)
     return jax.tree.map(
         lambda p, place: jax.ShapeDtypeStruct(p.shape, jnp.dtype(dtype), sharding=place),

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from specrl_jax import sharding
 from specrl_jax.config import Config
 from specrl_jax.io.compilation import Program, abstract
-from specrl_jax.model import architecture
+from specrl_jax.model import architecture, layers
 from specrl_jax.model.architecture import Architecture
 from specrl_jax.rl import learner
 from specrl_jax.rl.learner import Batch, LearnerState, Totals
@@ -24,7 +24,7 @@ def abstract_state(config: Config, arch: Architecture, mesh: Mesh) -> LearnerSta
 
     AdamW's moments lie like their parameters, everything else is replicated.
     """
-    described = architecture.describe(arch)
+    described = architecture.describe(arch, layers.are_scanned(sharding.platform(mesh)))
     places = sharding.shardings(described, sharding.LEARNER_RULES, mesh, architecture.is_param)
     params = jax.tree.map(lambda p, place: jax.ShapeDtypeStruct(p.shape, jnp.float32,
                                                                 sharding=place),
@@ -73,18 +73,19 @@ def programs(config: Config, arch: Architecture, mesh: Mesh) -> Iterator[Program
     batch, totals = abstract(host_batch(config, _blank_rollout(config), np.zeros(
         config.sequences, np.float32)), batch_places(mesh))
     scores = batch.rollout_logprob
+    on_mesh = functools.partial(sharding.traced_for, mesh)
     if not config.rl.updates:
-        yield Program("gap", jax.jit(functools.partial(learner.first_gap, arch, remat),
+        yield Program("gap", jax.jit(on_mesh(functools.partial(learner.first_gap, arch, remat)),
                                      out_shardings=replicated), (state.params, batch))
         return
     if needs_scores(config):
-        yield Program("score", jax.jit(functools.partial(learner.score, arch, remat)),
+        yield Program("score", jax.jit(on_mesh(functools.partial(learner.score, arch, remat))),
                       (state.params, batch))
     places = jax.tree.map(lambda a: a.sharding, state)
-    update = jax.jit(functools.partial(learner.update, arch, config), donate_argnums=(0,),
+    update = jax.jit(on_mesh(functools.partial(learner.update, arch, config)), donate_argnums=(0,),
                      out_shardings=(places, replicated))
     yield Program("update", update, (state, batch, totals, scores if reads_old(config) else None,
-                                     scores if config.rl.kl else None))
+                                     (scores, scores) if config.rl.kl else None))
 
 
 def _blank_rollout(config: Config) -> Rollout:

@@ -66,7 +66,7 @@ def _decoder(config: Config, arch: Architecture, mesh: Mesh, drafter: Drafter, s
                       rule=config.spec.rule,
                       truncates=config.rollout.top_k > 0 or config.rollout.top_p < 1)
     if config.model.numerics == "invariant":
-        invariant.check_possible(arch, config.model.dtype, mesh.shape["tensor"])
+        invariant.check_possible(arch, config.model.dtype, mesh)
         decoder = dataclasses.replace(decoder, invariant=True,
                                       implementation=invariant.IMPLEMENTATION)
     return decoder

@@ -22,9 +22,9 @@ from specrl_jax.control.protocol import make_spec
 from specrl_jax.draft.protocol import Drafter
 from specrl_jax.io import data
 from specrl_jax.io.checkpoint import loud
-from specrl_jax.io.checksum import checksum, identity
+from specrl_jax.io.checksum import checksum
 from specrl_jax.io.compilation import Compiler
-from specrl_jax.model import architecture
+from specrl_jax.model import architecture, layers
 from specrl_jax.model.architecture import Architecture
 from specrl_jax.model.source import Actor, open_actor
 from specrl_jax.model.tokenizer import Tokenizer
@@ -118,7 +118,7 @@ class Sampler:
         first, self.version, self._checksum = self.version < 0, version, None
         self.params = self._cast(params)
         trained = self.drafters.actor
-        mine = identity(self.params) if first and trained else ""
+        mine = layers.identity(self.params) if first and trained else ""
         if mine.split()[:1] == trained.split()[:1] and mine != trained:  # bits of one dtype compare
             self._warn(f"draft.path = {self.config.draft.path!r}: the head was trained with other "
                        "weights of this actor and may have less accepted")
@@ -278,28 +278,37 @@ class Sampler:
 
 
 def cast(arch: Architecture, mesh: Mesh, dtype: DTypeLike) -> Any:
-    """Returns the jitted program that casts and reshards parameters for the rollout."""
-    return jax.jit(lambda tree: jax.tree.map(lambda a: a.astype(dtype), tree),
-                   out_shardings=_places(arch, mesh))
+    """Returns the jitted program that casts, reshards and arranges parameters for the rollout.
+
+    It reads either form of the layers and returns the one that the mesh's devices run.
+    """
+    stacked = layers.are_scanned(sharding.platform(mesh))
+    return jax.jit(lambda params: jax.tree.map(
+        lambda a: a.astype(dtype), layers.arrange(params, stacked)),
+        out_shardings=_places(arch, mesh, stacked))
 
 
 def publisher(arch: Architecture, mesh: Mesh, dtype: DTypeLike) -> Callable[[Params], Params]:
-    """Returns a function that casts and reshards parameters where they need it."""
-    shardings, convert = _places(arch, mesh), cast(arch, mesh, dtype)
+    """Returns a function that casts, reshards and arranges parameters where they need it."""
+    stacked = layers.are_scanned(sharding.platform(mesh))
+    wanted, other = (_places(arch, mesh, form) for form in (stacked, not stacked))
+    convert = cast(arch, mesh, dtype)
 
     def publish(params: Params) -> Params:
+        as_wanted = layers.is_stacked(params) == stacked
         params = jax.tree.map(
             lambda a, place: a if isinstance(a, jax.Array) else sharding.put(place, a),
-            params, shardings)
-        agree = jax.tree.map(lambda a, place: a.dtype == dtype and a.sharding.is_equivalent_to(
-            place, a.ndim), params, shardings)
-        return params if all(jax.tree.leaves(agree)) else convert(params)
+            params, wanted if as_wanted else other)
+        agree = as_wanted and all(jax.tree.leaves(jax.tree.map(
+            lambda a, place: a.dtype == dtype and a.sharding.is_equivalent_to(place, a.ndim),
+            params, wanted)))
+        return params if agree else convert(params)
 
     return publish
 
 
-def _places(arch: Architecture, mesh: Mesh) -> PyTree:
-    return sharding.shardings(architecture.describe(arch), sharding.ROLLOUT_RULES, mesh,
+def _places(arch: Architecture, mesh: Mesh, stacked: bool) -> PyTree:
+    return sharding.shardings(architecture.describe(arch, stacked), sharding.ROLLOUT_RULES, mesh,
                               architecture.is_param)
 
 

@@ -9,10 +9,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 from specrl_kernels import dispatch, tuning
 from specrl_kernels.dispatch import Unsupported, choose
 from specrl_kernels.gumbel_argmax import gpu as draw_gpu
 from specrl_kernels.gumbel_argmax import pallas as draw_pallas
+from specrl_kernels.narrow_matmul import narrow_matmul
 from specrl_kernels.tree_attention import gpu, pallas, pallas_triton, tree_attention
 from tree_attention_cases import call, make
 
@@ -37,6 +39,24 @@ def test_a_named_one_works_or_raises() -> None:
         choose(both, "refuse")(3)
     with pytest.raises(ValueError, match="'fast': choose one of refuse, double"):
         choose(both, "fast")
+
+
+def no_device(platform: str, kind: str) -> AbstractMesh:
+    """A mesh of a device that is not there."""
+    return AbstractMesh((), (), abstract_device=AbstractDevice(kind, 1, platform))
+
+
+@pytest.mark.parametrize("platform,kind,found", [
+    ("tpu", "TPU v5 lite", "tpu"), ("gpu", "NVIDIA H100", "gpu"), ("cuda", "NVIDIA H200", "gpu")])
+def test_the_mesh_in_scope_decides_not_the_default_device(
+        platform: str, kind: str, found: str) -> None:
+    assert dispatch.traced_for().platform == jax.default_backend()
+    with use_abstract_mesh(no_device(platform, kind)):
+        assert dispatch.traced_for() == (found, kind)
+        assert dispatch.target(None)[:2] == (found, kind)
+        assert dispatch.target(None, platform="cpu")[:2] == ("cpu", "some cpu")
+        with pytest.raises(Unsupported, match=f"{found}: CPUs only"):
+            narrow_matmul(jnp.zeros((4, 16)), jnp.zeros((16, 2)), implementation="machine")
 
 
 def test_without_a_name_the_first_that_can_is_taken() -> None:
