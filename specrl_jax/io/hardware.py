@@ -27,11 +27,11 @@ class Chip:
         return max(flops / self.flops, moved / self.bandwidth)
 
 
-# TPU: cloud.google.com/tpu/docs/v4, /v5e, /v5p, /v6e (bf16 peak and HBM bandwidth of a chip). Memory
-# is what libtpu's compiler says is there when a program is too large, twice a core's on v4.
+# TPU: cloud.google.com/tpu/docs/v4, /v5e, /v5p, /v6e (bf16 peak and HBM bandwidth of a chip); their
+# memory is what libtpu's compiler says is there when a program is too large, twice a core's on v4.
 # GPU: NVIDIA's data sheets of the SXM modules, dense (half of what is given with sparsity): A100
 # 80GB (2021), H100 (2022), H200 (2023), HGX B200 (2024: 36 PFLOP/s with sparsity and 62 TB/s for
-# eight). Memory is what CUDA reports.
+# eight); their memory is what CUDA reports.
 CHIPS = {chip.name: chip for chip in (
     Chip("v4", "TPU v4", 2, 275e12, 1.228e12, int(30.5 * GIB)),
     Chip("v5e", "TPU v5 lite", 1, 197e12, 0.819e12, int(15.75 * GIB)),

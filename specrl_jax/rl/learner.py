@@ -143,13 +143,16 @@ def score(arch: Architecture, remat: bool, params: Params, batch: Batch) -> Arra
 
 
 def update(arch: Architecture, config: Config, state: LearnerState, batch: Batch, totals: Totals,
-           old: Array | None, reference: Array | None) -> tuple[LearnerState, dict[str, Array]]:
+           old: Array | None, reference: tuple[Array, Array] | None
+           ) -> tuple[LearnerState, dict[str, Array]]:
     """Runs one optimiser step; a non-finite loss or gradient leaves the state as it was.
 
     Args:
       old: f32[n, b, k, T] log-probabilities under the policy that acted; None: those of `state`,
         which makes every ratio 1.
-      reference: f32[n, b, k, T] log-probabilities under the initial policy; None: no KL term.
+      reference: f32[n, b, k, T] log-probabilities by `score` under the initial policy and under
+        that of `state`; None: no KL term. One program scores both, so that KL and gradient are 0
+        where their weights are equal: Adam would scale up what two programs differ by.
 
     Returns:
       The new state, and metrics f32[]: loss, grad_norm, applied (0 or 1), and means over tokens of
@@ -219,7 +222,8 @@ def apply(optimizer: optax.GradientTransformation, state: LearnerState, grads: P
 
 
 def micro_loss(arch: Architecture, config: Config, totals: Totals, params: Params, batch: Batch,
-               old: Array | None, reference: Array | None) -> tuple[Array, dict[str, Array]]:
+               old: Array | None, reference: tuple[Array, Array] | None
+               ) -> tuple[Array, dict[str, Array]]:
     """Returns a micro-batch's share of the loss f32[], and sums over tokens of policy/entropy and
     the metrics of `losses.sequence_terms` and `gap_sums`."""
     rl = config.rl
@@ -238,9 +242,11 @@ def micro_loss(arch: Architecture, config: Config, totals: Totals, params: Param
             total_sequences=totals.sequences, max_new_tokens=config.rollout.max_new_tokens)
         return (weights * terms).sum(), metrics
 
-    acted = jax.lax.stop_gradient(logprob) if old is None else old
+    here = jax.lax.stop_gradient(logprob)
+    initial = None if reference is None else here + (reference[0] - reference[1])
     values, metrics = jax.vmap(jax.vmap(sequence_loss))(
-        logprob, mask, batch.advantage, batch.rollout_logprob, acted, reference)
+        logprob, mask, batch.advantage, batch.rollout_logprob, here if old is None else old,
+        initial)
     entropy = losses.entropy(logits=jax.lax.stop_gradient(logits))
     metrics["policy/entropy"] = jnp.where(mask, entropy, 0.0)
     sums = {name: m.sum() for name, m in metrics.items()}

@@ -5,12 +5,14 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path as File
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from specrl_jax import prng, sharding
 from specrl_jax.config import (
@@ -168,6 +170,12 @@ def random_tree(rng: Array, state: Any, spec: SpecConfig, nodes: int, depth: int
     return DraftTree(tokens=tokens, parent=parent, depth=level, rank=none, origin=none,
                      survival=survival, logq=zero, draft_prob=survival, score_gap=zero, live=live,
                      broken=jnp.bool_(False))
+
+
+def no_device(platform: str) -> AbstractContextManager:
+    """A context in which programs are traced for a device that is not there; a CPU runs them."""
+    device = AbstractDevice(f"some {platform}", 1, platform)
+    return use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
 
 
 class Course:
