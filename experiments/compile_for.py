@@ -2,6 +2,7 @@
 
     pip install "jax[tpu]==0.10.2"      # or "jax[cuda13]": the compiler; see docs/compile_for.md
     python experiments/compile_for.py --config=tiny --target=v5e:2x2 --config.mesh.data=4
+    python experiments/compile_for.py --config=qwen2_5_0_5b --target=v5e:2x2  # the preset's values
 
 It shows errors of the compiler, memory, copies, collectives, operations, FLOPs and bytes. It tells
 nothing of time, numerics or hangs: a model is "compiled for" a target, never said to run on it. No
@@ -44,4 +45,4 @@ def main(config: Config, workdir: Path) -> int:
 
 
 if __name__ == "__main__":
-    config_flags.run(main)
+    config_flags.run(main, picks_target=True)

@@ -25,7 +25,7 @@ from absl import app, flags, logging
 from ml_collections import config_flags as ml_config_flags
 from ml_collections.config_flags import tuple_parser
 
-from specrl_jax.config import Config, ConfigError, build, load_config, override
+from specrl_jax.config import Config, ConfigError, build, load_config, override, preset_targets
 from specrl_jax.config.renamed import check_current
 
 DEFAULT_PRESET = "smollm2"
@@ -36,8 +36,11 @@ EXIT_BAD_INPUT = 2
 flags.disclaim_key_flags()
 
 
-def run(main: Callable[[Config, Path], Any]) -> None:
+def run(main: Callable[[Config, Path], Any], picks_target: bool = False) -> None:
     """Parses `sys.argv`, calls `main(config, workdir)` and exits with what it returns.
+
+    Args:
+      picks_target: the script's --target picks from the preset's table, see `with_target`.
 
     `ConfigError` and flag errors, of `main` too, print `error: ...` on stderr and exit with 2.
     """
@@ -45,8 +48,32 @@ def run(main: Callable[[Config, Path], Any]) -> None:
         if _asks_for_help(sys.argv):
             print_help(sys.argv)
             sys.exit()
+        if picks_target:
+            sys.argv = with_target(sys.argv)
         define(sys.argv)
     app.run(functools.partial(_call, main), flags_parser=_parse)
+
+
+def with_target(argv: Sequence[str]) -> list[str]:
+    """Returns a command line whose --config has the preset's values for its --target.
+
+    A preset without a table, or a mesh that the command line gives, leaves it as it is.
+
+    Raises:
+      ConfigError: the preset has no values for the target.
+    """
+    target = _value_of("target", argv)
+    preset = _chosen_preset(argv)
+    own_mesh = any(re.match(r"--?config\.mesh\.", argument) for argument in argv)
+    if not target or ":" in preset or not preset_targets(preset):
+        return list(argv)
+    if target.replace(":", "_") not in preset_targets(preset) and own_mesh:
+        return list(argv)
+    load_config(f"{preset}:{target}")  # refuses one that the table lacks
+    kept = [argument for argument, before in zip(argv, ["", *argv], strict=False)
+            if not re.fullmatch(r"--?config(=.*)?", argument)
+            and not re.fullmatch(r"--?config", before)]
+    return [kept[0], f"--config={preset}:{target}", *kept[1:]]
 
 
 def define(argv: Sequence[str], flag_values: flags.FlagValues = flags.FLAGS) -> None:
@@ -253,9 +280,14 @@ def _asks_for_help(argv: Sequence[str]) -> bool:
 
 
 def _chosen_preset(argv: Sequence[str]) -> str:
-    chosen = DEFAULT_PRESET
+    return _value_of("config", argv) or DEFAULT_PRESET
+
+
+def _value_of(flag: str, argv: Sequence[str]) -> str | None:
+    """Returns the last value that a command line gives to a flag."""
+    chosen = None
     for argument, following in _with_next(argv):
-        match = re.fullmatch(r"--?config(?:=(.*))?", argument)
+        match = re.fullmatch(rf"--?{flag}(?:=(.*))?", argument)
         if match:
             chosen = following if match[1] is None else match[1]
     return chosen

@@ -25,6 +25,7 @@ from specrl_jax.io.compilation import Program, abstract
 from specrl_jax.model import architecture, layers, weights
 from specrl_jax.model.architecture import Architecture
 from specrl_jax.model.hf_config import parse_config
+from specrl_jax.model.published import without_weights
 from specrl_jax.model.tokenizer import Tokenizer, read_json
 from specrl_jax.rl import programs as policy
 from specrl_jax.rl.learner import LearnerState
@@ -45,7 +46,8 @@ class Model(NamedTuple):
 
 
 def model_of(config: Config) -> Model:
-    """Returns the model of `config.model.path`; a Hugging Face directory needs only config.json.
+    """Returns the model of `config.model.path`; a Hugging Face directory needs only config.json,
+    and published models of known shapes need nothing.
 
     Raises:
       ConfigError: there is no such model.
@@ -55,7 +57,8 @@ def model_of(config: Config) -> Model:
         file = folder / "config.json"
         arch = parse_config(read_json(file), str(file), config.model.family)
         return Model(arch, (arch.vocab_size - 1,))
-    source = weights.describe_source(config.model.path, family=config.model.family)
+    source = weights.describe_source(without_weights(config).model.path,
+                                     family=config.model.family)
     return Model(source.arch, tuple(source.tokenizer.stop_ids), source.tokenizer)
 
 

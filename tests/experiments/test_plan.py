@@ -136,7 +136,7 @@ def test_shared_links_slow_tensor_parallel_rounds() -> None:
 
 
 def test_command_prints_a_plan(command: Callable[..., Any], tmp_path: Path) -> None:
-    done = command("plan.py", "--config=qwen2_5_0_5b", "--target=v5e:2x2",
+    done = command("plan.py", "--config=qwen2_5_0_5b", "--target=v5e:2x2", "--nocompile",
                    "--config.prompts_per_step=8", f"--out={tmp_path / 'plan.json'}")
     assert done.returncode == 0, done.stderr
     for text in ("the step is bound by its", "of its rounds; it pays from", "refused ", "GiB a dev",
@@ -147,14 +147,13 @@ def test_command_prints_a_plan(command: Callable[..., Any], tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(("arguments", "line"), [
-    (["--config=tiny"], "--target=None: give one of v4, "),
-    (["--config=tiny", "--target=v9:2x2"], "--target=v9:2x2: give one of v4, "),
-    (["--config=tiny", "--target=v5e:2x"], "--target=v5e:2x: give one of v4, "),
+    (["--config=tiny"], "target = '': give a TPU of v4, "),
+    (["--config=tiny", "--target=v5e:2x"], "target = 'v5e:2x': give a TPU of v4, "),
     (["--config=tiny", "--target=h100", "--trace=nowhere"], "--trace=nowhere: "),
     (["--config=qwen2_5_14b", "--target=v5e:2x2"], "target = 4 x v5e: no layout fits; the near"),
 ])
 def test_command_ends_bad_input_with_one_line(command: Callable[..., Any], arguments: list[str],
                                               line: str) -> None:
-    done = command("plan.py", *arguments)
+    done = command("plan.py", *arguments, "--nocompile")
     assert done.stderr.startswith(f"error: {line}") and done.stderr.count("\n") == 1
     assert (done.stdout, done.returncode) == ("", 2)
