@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from specrl_jax import config as config_lib
 from specrl_jax.config import Config, ConfigError
-from specrl_jax.io import lock, metrics
+from specrl_jax.io import data, lock, metrics
 from specrl_jax.io.checkpoint import Checkpoints
 from specrl_jax.io.compilation import CompilationCounter
 from specrl_jax.io.progress import Progress
@@ -60,6 +60,7 @@ def training_steps(config: Config, workdir: Path, stop: Callable[[], bool] = nev
     with lock.hold(workdir, say), Checkpoints(
             workdir / "checkpoints", config.checkpoint_keep, progress.warn) as checkpoints:
         metrics.check_config(workdir, config_lib.as_dict(config))  # another run may have ended now
+        metrics.check_data(workdir, {"training": data.digest(prompts.examples)})
         resumed = trainer.restore(checkpoints)
         if trainer.step_number >= config.steps:
             return

@@ -25,7 +25,7 @@ from specrl_jax.draft.eagle_model import EagleArch
 from specrl_jax.io import lock, metrics
 from specrl_jax.io.checkpoint import Checkpoints
 from specrl_jax.io.checksum import identity
-from specrl_jax.io.data import step_prompts
+from specrl_jax.io.data import digest, step_prompts
 from specrl_jax.io.progress import Progress
 from specrl_jax.model.source import CHECKPOINTS, Actor, open_actor
 from specrl_jax.model.transformer import Params
@@ -205,6 +205,8 @@ def train_drafter(config: Config, options: DrafterTraining, workdir: Path,
     metrics.make_workdir(workdir)
     with lock.hold(workdir, progress.say):
         metrics.check_config(workdir, description)
+        metrics.check_data(workdir, {name: digest(part.examples) for name, part in zip(
+            ("training", "held-out"), prompts, strict=True)})
         metrics.write_config(workdir, description)
         return _train(config, options, workdir, actor, prompts, progress)
 
