@@ -233,3 +233,13 @@ def test_an_unreadable_config_is_refused(tmp_path, text, words):
         (tmp_path / M.CONFIG).write_text(text)
     with pytest.raises(ConfigError, match=words):
         M.check_config(tmp_path, changed())
+
+
+def test_data_of_a_run_is_recorded_and_compared(tmp_path):
+    M.check_data(tmp_path, {"training": "a"})
+    M.check_data(tmp_path, {"training": "a"})
+    with pytest.raises(ConfigError, match="the training examples are not those that the run in"):
+        M.check_data(tmp_path, {"training": "b"})
+    (tmp_path / M.DATA).write_text("{")
+    with pytest.raises(ConfigError, match="data.json is not JSON"):
+        M.check_data(tmp_path, {"training": "a"})
