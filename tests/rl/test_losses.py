@@ -98,16 +98,6 @@ def test_k3_is_the_kl_in_expectation_and_never_negative():
     assert pl.kl_k3(logprob=near, reference=jnp.full(101, -0.01)).min() >= 0
 
 
-def test_entropy_by_hand():
-    # Uniform over 4: ln 4. (1/2, 1/2, 0, 0): ln 2. One token: 0.
-    inf = np.inf
-    logits = f32([[3, 3, 3, 3], [1, 1, -inf, -inf], [0, -inf, -inf, -inf]])
-    got = pl.entropy(logits=logits.T)
-    np.testing.assert_allclose(got, [np.log(4), np.log(2), 0.0], rtol=1e-6)
-    slopes = jax.grad(lambda x: pl.entropy(logits=x.T).sum())(logits)
-    np.testing.assert_allclose(slopes, np.zeros((3, 4)), atol=1e-6)
-
-
 def test_weights_by_hand():
     # Two sequences of 3 and 1 tokens, limit 5. token: 1/4 each. sequence: 1/(2*3) and 1/(2*1).
     # constant: 1/(2*5). The third row is padding and counts nowhere.
