@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import pytest
 from specrl_kernels import dispatch, tuning
 from specrl_kernels.dispatch import Unsupported, choose
@@ -39,13 +38,9 @@ def test_a_named_one_works_or_raises() -> None:
         choose(both, "fast")
 
 
-def test_without_a_name_the_first_that_can_is_taken() -> None:
-    assert choose({"refuse": refuse, "double": double, "same": lambda x: x}, None)(3) == 6
-
-
-def test_what_is_taken_and_why_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_choose_takes_and_logs_the_first_that_can(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("DEBUG", logger="specrl_kernels.dispatch"):
-        choose({"refuse": refuse, "double": double}, None)(3)
+        assert choose({"refuse": refuse, "double": double, "same": lambda x: x}, None)(3) == 6
     assert caplog.messages == ["double is taken; refuse: not 3"]
 
 
@@ -58,11 +53,6 @@ def test_if_none_can_all_reasons_are_told() -> None:
 def test_other_errors_are_not_taken_for_refusals() -> None:
     with pytest.raises(TypeError):
         choose({"broken": lambda x: x + None, "double": double}, None)(3)
-
-
-def test_refusals_name_every_reason() -> None:
-    found = dispatch.refusals({"refuse": refuse, "double": double}, jnp.zeros(2))
-    assert found["refuse"].startswith("not ") and found["double"] is None
 
 
 @pytest.fixture
@@ -132,12 +122,6 @@ def test_a_jax_without_pallas_through_triton_is_named(monkeypatch: pytest.Monkey
     with pytest.raises(Unsupported, match="has no Pallas through Triton"):
         jax.eval_shape(lambda: tree_attention(
             **make(), scale=1.0, implementation="pallas_triton", interpret=True))
-
-
-def test_long_rows_can_be_split_whatever_their_number() -> None:
-    long, many = (gpu.heuristic(rows, 4, 56, 128, 32768) for rows in (1, 256))
-    assert long == many and long.splits >= 64  # which rows are live is seen later, by gpu.divide
-    assert gpu.heuristic(1, 4, 56, 128, 128).splits == 1  # nothing to share
 
 
 CONFIGS = {

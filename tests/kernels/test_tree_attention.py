@@ -50,10 +50,11 @@ CASES = {
     "full width": dict(lengths=(20, 3), nodes=64, groups=1),
     "segments": dict(lengths=(0, 63, 64, 65, 130, 330), nodes=2, groups=1,
                      segments=(64, 64, 192, 24), slots=6),
+    "seven queries a head": dict(repeats=7, lengths=(3, 20), nodes=3),
 }
-SHAPES = {"a chain of 33": [0, *range(32)], "a star of 9": [0] * 9, "a comb": [0, 0, 0, 2, 2, 4, 4]}
-
-
+TREES = {"a chain of 33": dict(nodes=33, parent=[[0, *range(32)]]),
+         "a star of 9": dict(nodes=9, parent=[[0] * 9]),
+         "a comb": dict(nodes=7, parent=[[0, 0, 0, 2, 2, 4, 4]])}
 @contextlib.contextmanager
 def attempted(implementation: str) -> Iterator[None]:
     """What an implementation is not made for is skipped, with its reason."""
@@ -79,9 +80,9 @@ def configured(case: Any, implementation: str, window: int | None = None, **othe
 
 
 @each
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, *(pytest.param(name, marks=full) for name in TREES)])
 def test_equals_the_oracle(name: str, implementation: str) -> None:
-    case = make(**CASES[name])
+    case = make(**(CASES | TREES)[name])
     assert_near(configured(case, implementation), oracle(case), case)
 
 
@@ -92,20 +93,6 @@ def test_equals_the_oracle(name: str, implementation: str) -> None:
 def test_every_way_in_which_xla_reads_a_cache(way: dict[str, int], window: int | None) -> None:
     for case in (base(slots=None), make(**SHARED)):
         assert_near(configured(case, "xla", window, **way), oracle(case, window), case)
-
-
-@full
-@each
-@pytest.mark.parametrize("name", SHAPES)
-def test_every_shape_of_tree(name: str, implementation: str) -> None:
-    case = make(nodes=len(SHAPES[name]), parent=[SHAPES[name]])
-    assert_near(configured(case, implementation), oracle(case), case)
-
-
-@each
-def test_seven_queries_a_key_value_head(implementation: str) -> None:
-    case = make(repeats=7, lengths=(3, 20), nodes=3)
-    assert_near(configured(case, implementation), oracle(case), case)
 
 
 @each
@@ -135,17 +122,14 @@ def test_every_head_size_group_ratio_and_dtype(heads: tuple[int, int, int, str],
 
 
 @each
-@pytest.mark.parametrize("window", [2, *(pytest.param(w, marks=full) for w in (1, 5, 150))])
-def test_a_window_hides_what_is_older(window: int, implementation: str) -> None:
+@pytest.mark.parametrize("window,tree", [
+    (2, "short"), *(pytest.param(*case, marks=full) for case in (
+        (1, "short"), (5, "short"), (150, "short"), (34, "of two words")))])
+def test_a_window_hides_what_is_older(window: int, tree: str, implementation: str) -> None:
     case = make(lengths=(0, 3, 18, 170), nodes=5, groups=1, cache=170, parent=[[0, 0, 1, 2, 0]] * 4)
+    if tree != "short":
+        case = make(lengths=(3,), nodes=40, groups=1, repeats=1, parent=[[0, *range(39)]])
     assert_near(configured(case, implementation, window), oracle(case, window), case)
-
-
-@full
-@each
-def test_a_window_reaches_into_no_word_too_many(implementation: str) -> None:
-    case = make(lengths=(3,), nodes=40, groups=1, repeats=1, parent=[[0, *range(39)]])
-    assert_near(configured(case, implementation, 34), oracle(case, 34), case)
 
 
 # Most of what follows changes values only, so each implementation compiles it once.
