@@ -12,7 +12,6 @@ from experiments.bench import (
     drafter,
     engines,
     hardware,
-    json_file,
     results,
     roofline,
     tables,
@@ -149,15 +148,6 @@ def test_check_installed_missing_engine_is_refused(monkeypatch):
         engines.check_installed("llamacpp")
     with pytest.raises(ConfigError, match="--engine=vllm: choose some of transformers, llamacpp"):
         engines.check_installed("vllm")
-
-
-def test_json_file_innermost_values_take_one_line(tmp_path):
-    found = {"cases": {"a": {"seconds": [1, -2.5e-7, None, True], "none": []},
-                       "text": ["[\n1\n]", "b,  1"], "rows": [[1, 2], {"low": 3, "name": "x  y"}]}}
-    json_file.write(tmp_path / "x.json", found)
-    text = (tmp_path / "x.json").read_text(encoding="utf-8")
-    assert json.loads(text) == found and "[1, -2.5e-07, null, true]" in text
-    assert '{"low": 3, "name": "x  y"}' in text
 
 
 def test_results_earlier_reads_back_or_refuses(tmp_path):

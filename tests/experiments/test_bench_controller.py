@@ -11,15 +11,15 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from helpers import ROOT, script_environment
 
-from experiments.bench import controller, controller_cells, controller_stats, timing
+from experiments.bench import controller, controller_cells, controller_stats
 from experiments.bench.controller import Shape
 from experiments.bench.controller_cells import Bench, Cell
 from specrl_jax.config import Config, ConfigError, ModelSource, RolloutConfig
-from specrl_jax.io import data, machine
+from specrl_jax.io import machine
 from specrl_jax.model.tiny import TINY, byte_tokenizer, random_tensors
 from specrl_jax.model.weights import Source
-from tests.experiments.conftest import ROOT, environment
 
 CHOOSING = {"off": [2.0] * 4, "1x1x2": [1.9] * 4}
 TIMES = {"off": [2.2] * 4, "1x1x2": [2.4] * 4, "budget": [2.0] * 4}
@@ -92,34 +92,6 @@ def test_loads_are_whole_rollouts_of_real_prompts() -> None:
         bench.loads(5, 8)
 
 
-def test_long_prompts_have_other_questions_before_their_own() -> None:
-    tokenizer = byte_tokenizer()
-    examples = [{"question": f"{i}+1?"} for i in range(5)]
-
-    def prompts(least: int, system: str = "Add.") -> list[str]:
-        return [tokenizer.decode(tokens) for tokens in controller_cells.long_prompts(
-            tokenizer, examples, system, least)]
-
-    alone = [tokenizer.chat(data.messages(example, "Add.")) for example in examples]
-    assert prompts(2) == alone, "as a run has them"
-    two = prompts(len(tokenizer.encode(alone[0])) + 1)
-    assert two == [alone[i].replace("Add.", f"Add.\nProblems of other people:\n{i - 1}+1?")
-                   for i in (1, 3)], "the fifth is too short alone"
-    assert prompts(10_000) == []
-    without = tokenizer.chat(data.messages(examples[1], "Problems of other people:\n0+1?"))
-    assert prompts(30, "")[0] == without, "no empty line first"
-
-
-def test_the_time_left_follows_what_was_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [100.0]
-    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
-    left = timing.TimeLeft(10.0)
-    assert str(left) == "time left unknown"
-    now[0] += 60
-    left.finished(2.0)
-    assert str(left) == "about 4m00s left"
-
-
 def tiny_shape(monkeypatch: pytest.MonkeyPatch) -> Shape:
     arch = dataclasses.replace(TINY, num_layers=1)
     source = Source(arch, byte_tokenizer(), random_tensors(arch, 0), "tiny")
@@ -172,6 +144,6 @@ def test_cell_of_a_tiny_model_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_bad_flags_are_refused_in_one_line(flags: list[str], reason: str, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, str(ROOT / "experiments" / "bench_controller.py"), *flags,
-         f"--out={tmp_path / 'x.json'}"], capture_output=True, text=True, env=environment())
+         f"--out={tmp_path / 'x.json'}"], capture_output=True, text=True, env=script_environment())
     assert done.returncode == 2 and reason in done.stderr and done.stderr.count("\n") == 1
     assert np.size(list(tmp_path.iterdir())) == 0

@@ -11,6 +11,7 @@ import sys
 import numpy as np
 import pytest
 from absl import flags
+from helpers import ROOT, script_environment
 
 from experiments import config_flags, run_flags
 from specrl_jax.config import ConfigError, SpecOptions, as_dict, override
@@ -18,7 +19,6 @@ from specrl_jax.evaluation import generate
 from specrl_jax.io.compilation import CompilationCounter
 from specrl_jax.model import source as actors
 from specrl_jax.model.tiny import byte_tokenizer
-from tests.experiments.conftest import ROOT, environment
 
 TINY = ("--config.model.path=random:tiny", "--config.rollout.max_prompt_tokens=96")
 
@@ -151,7 +151,7 @@ def test_interactive_answers_lines_until_an_empty_one():
     done = subprocess.run(
         [sys.executable, ROOT / "experiments/generate.py", "--interactive", *TINY,
          "--config.rollout.max_new_tokens=5"], input="One\nTwo\n\nThree\n", text=True,
-        capture_output=True, timeout=300, env=environment())
+        capture_output=True, timeout=300, env=script_environment())
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("accept length") == 2 and done.stderr.count("loading") == 1
 
@@ -169,7 +169,7 @@ def test_ctrl_c_is_no_traceback(interruptible):
     process = subprocess.Popen(
         [sys.executable, ROOT / "experiments/generate.py", "--prompt=Hi", *TINY,
          "--config.rollout.max_new_tokens=1800"], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        env=environment())
+        env=script_environment())
     os.read(process.stdout.fileno(), 1)
     process.send_signal(signal.SIGINT)
     _, error = process.communicate(timeout=60)

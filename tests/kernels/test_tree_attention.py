@@ -55,6 +55,8 @@ CASES = {
 TREES = {"a chain of 33": dict(nodes=33, parent=[[0, *range(32)]]),
          "a star of 9": dict(nodes=9, parent=[[0] * 9]),
          "a comb": dict(nodes=7, parent=[[0, 0, 0, 2, 2, 4, 4]])}
+
+
 @contextlib.contextmanager
 def attempted(implementation: str) -> Iterator[None]:
     """What an implementation is not made for is skipped, with its reason."""

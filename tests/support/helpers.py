@@ -261,15 +261,19 @@ def xla_flags(devices: int = 1) -> str:
     return " ".join([f"{name}={devices}", *others])
 
 
+def script_environment(devices: int = 1) -> dict[str, str]:
+    """Scripts find the package whether or not it is installed, and use so many devices."""
+    path = os.pathsep.join(map(str, (ROOT, ROOT / "kernels", ROOT / "tests" / "support")))
+    return os.environ | {"PYTHONPATH": path, "XLA_FLAGS": xla_flags(devices)}
+
+
 def start_training(workdir: File, *flags: str, devices: int = 1) -> subprocess.Popen:
     """experiments/train.py on the tiny preset, shrunk; the processes share compiled programs."""
-    environment = os.environ | {
-        "XLA_FLAGS": xla_flags(devices), "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])}
     train = str(ROOT / "experiments" / "train.py")
     return subprocess.Popen([sys.executable, train, *SMALL, f"--workdir={workdir}", *flags],
                             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                            env=environment, cwd=workdir.parent)
+                            env=script_environment(devices) | {"JAX_PLATFORMS": "cpu"},
+                            cwd=workdir.parent)
 
 
 def run_training(workdir: File, *flags: str, devices: int = 1) -> str:
