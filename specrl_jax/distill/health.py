@@ -47,9 +47,9 @@ def summarize(weights: DrafterParams) -> Summary:
 
 @jax.jit
 def _summary(tree: PyTree) -> tuple[Array, Array, Array]:
-    _, _, finite, zero = sums([leaf for leaf in jax.tree.leaves(tree)
-                               if jnp.issubdtype(leaf.dtype, jnp.floating)])
-    return sums(tree)[1], finite, zero
+    _, finite, zero = sums([leaf for leaf in jax.tree.leaves(tree)
+                            if jnp.issubdtype(leaf.dtype, jnp.floating)])
+    return sums(tree)[0], finite, zero
 
 
 def fault_of(found: Summary, expected: Summary) -> str:

@@ -1,7 +1,6 @@
 """A drafter that learns in a run: tokens and actor stay, runs resume exactly, faults are found."""
 
 import copy
-import dataclasses
 import re
 import shutil
 from pathlib import Path
@@ -17,14 +16,7 @@ from helpers import counting, micro_config, micro_trainer_to_compile
 from specrl_jax import trainer as loop
 from specrl_jax.config import (
     ConfigError,
-    ControlConfig,
     DistillConfig,
-    DraftConfig,
-    LearnerConfig,
-    MeshConfig,
-    ModelSource,
-    RewardConfig,
-    SpecOptions,
 )
 from specrl_jax.distill import drafter as drafters
 from specrl_jax.distill.drafter import DrafterManager, FrozenDrafter
@@ -40,8 +32,6 @@ from specrl_jax.io.progress import Progress
 from specrl_jax.run import run_steps
 from specrl_jax.trainer import Trainer
 
-SPEC = SpecOptions(drafter="eagle", depth=2, branch=1, nodes=3, max_depth=2, max_branch=1,
-                   max_nodes=3)
 LEARN = dict(batch=8, micro_batch=8, updates=2, unroll=2, learning_rate=3e-3, probe_tokens=4)
 MODES = {"every_step": {"when": "interval"},
          "every_2": {"when": "interval", "interval": 2, "rollouts": 2},
@@ -66,12 +56,14 @@ def programs_on_disk(tmp_path_factory: Any) -> Any:
     jax.experimental.compilation_cache.compilation_cache.reset_cache()
 
 
-def config(when: str, **options: Any) -> Any:
-    return micro_config(steps=4, spec=SPEC, control=ControlConfig(policy="fixed", min_survival=0.0),
-                        model=ModelSource(numerics="invariant"), draft=DraftConfig(vocab=256),
-                        checkpoint_every=2, reward=RewardConfig(terms=("helpers:even",)),
-                        learner=LearnerConfig(learning_rate=1e-2, micro_batch=16),
-                        distill=DistillConfig(when=when, **(LEARN | options)))
+def config(when: str, **fields: Any) -> Any:
+    """`fields` are those of `distill`, or of others as mesh__data."""
+    own = {name if "__" in name else f"distill__{name}": value
+           for name, value in (LEARN | fields).items()}
+    return micro_config(**dict(
+        steps=4, checkpoint_every=2, spec__drafter="eagle", draft__vocab=256, distill__when=when,
+        control__min_survival=0.0, model__numerics="invariant", reward__terms=("helpers:even",),
+        learner__learning_rate=1e-2, learner__max_grad_norm=1.0) | own)
 
 
 def run(trainer: Trainer, workdir: Path) -> None:
@@ -185,8 +177,7 @@ def test_frozen_drafter_resumes_with_its_faults_and_staleness(
 def test_drafter_learns_on_a_mesh_and_keeps_the_actor(tmp_path: Path) -> None:
     both = []
     for when in ("off", "interval"):
-        trainer = micro_trainer_to_compile(
-            dataclasses.replace(config(when), mesh=MeshConfig(data=2)), **INVARIANT)
+        trainer = micro_trainer_to_compile(config(when, mesh__data=2), **INVARIANT)
         run(trainer, tmp_path / when)
         both.append(trainer)
     assert samples(tmp_path / "off") == samples(tmp_path / "interval")
@@ -365,10 +356,8 @@ def test_faulty_drafter_that_is_not_verified_changes_no_token(
 
 
 def merged_with_a_small_model() -> Any:
-    return dataclasses.replace(
-        config("interval", probe_tokens=8),
-        spec=dataclasses.replace(SPEC, drafter="merge", max_nodes=6, nodes=6),
-        draft=DraftConfig(vocab=256, parts=("eagle", "small_lm"), model="random:tiny"))
+    return config("interval", probe_tokens=8, spec__drafter="merge", spec__max_nodes=6,
+                  spec__nodes=6, draft__parts=("eagle", "small_lm"), draft__model="random:tiny")
 
 
 @pytest.mark.ci
@@ -411,9 +400,8 @@ def test_small_model_that_is_zero_at_the_start_never_drafts() -> None:
 @pytest.mark.ci
 def test_small_model_alone_is_verified() -> None:
     """It learns nothing, so one version drafts, whose checksum every rollout records."""
-    trainer = micro_trainer_to_compile(dataclasses.replace(
-        config("off", probe_tokens=8), spec=dataclasses.replace(SPEC, drafter="small_lm"),
-        draft=DraftConfig(model="random:tiny")), **INVARIANT)
+    trainer = micro_trainer_to_compile(config("off", probe_tokens=8, spec__drafter="small_lm",
+                                              draft__model="random:tiny"), **INVARIANT)
     trainer.compile(lambda text: None)
     sampler, good = trainer.sampler, trainer.sampler.drafter_weights
     told = [step(trainer)[0]]
@@ -620,22 +608,21 @@ def test_training_compiles_nothing_after_warm_up(learning: Trainer) -> None:
 
 
 @pytest.mark.parametrize("changes, message", [
-    ({"spec": dataclasses.replace(SPEC, drafter="history")}, "distill.when = 'once': spec.drafter "
-     "= 'history' .* has nothing that learns; choose eagle"),
-    ({"distill": DistillConfig(when="once", batch=64)}, "distill.batch = 64: 1 x 16 sequences are"),
-    ({"distill": DistillConfig(when="interval", overlap=True, **LEARN),
-      "mesh": MeshConfig(data=2)}, "distill.overlap = True: two programs at once over 2 devices"),
-    ({"distill": DistillConfig(when="once", batch=9, micro_batch=9), "mesh": MeshConfig(data=2)},
+    (dict(spec__drafter="history"), "distill.when = 'once': spec.drafter = 'history' .* has "
+     "nothing that learns; choose eagle"),
+    (dict(batch=64), "distill.batch = 64: 1 x 16 sequences are"),
+    (dict(when="interval", overlap=True, mesh__data=2),
+     "distill.overlap = True: two programs at once over 2 devices"),
+    (dict(batch=9, micro_batch=9, mesh__data=2),
      "distill.micro_batch = 9: must be a multiple of the 2 data shards"),
-    ({"distill": DistillConfig(when="once", megabytes=1, batch=2048, rollouts=200)},
+    (dict(megabytes=1, batch=2048, rollouts=200),
      "distill.megabytes = 1: an update of 2048 sequences and 1 heads take"),
-    ({"spec": dataclasses.replace(SPEC, drafter="bigram:bigram"),
-      "distill": DistillConfig(when="trigger", batch=8)},
+    (dict(when="trigger", spec__drafter="bigram:bigram"),
      "distill.when = 'trigger': needs a trainable drafter with outputs and logits"),
 ])
 def test_trainer_refuses_options_that_cannot_work(changes: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        micro_trainer_to_compile(dataclasses.replace(config("once"), **changes), **INVARIANT)
+        micro_trainer_to_compile(config(**{"when": "once"} | changes), **INVARIANT)
 
 
 class Bare:
@@ -685,8 +672,7 @@ def test_drafter_of_other_shapes_is_published_again() -> None:
 
 
 def test_manager_of_a_drafter_without_weights_is_null() -> None:
-    trainer = micro_trainer_to_compile(dataclasses.replace(
-        config("off"), spec=dataclasses.replace(SPEC, drafter="history")), **INVARIANT)
+    trainer = micro_trainer_to_compile(config("off", spec__drafter="history"), **INVARIANT)
     assert type(trainer.drafter) is DrafterManager
     assert isinstance(drafters.make(config("off"), Bare({"fc": jnp.ones(2)}), [], print, print),
                       FrozenDrafter)

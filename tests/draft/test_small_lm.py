@@ -31,6 +31,7 @@ from helpers import (
     tiny_arch,
     tiny_params,
     wandering,
+    with_fields,
 )
 from jax.sharding import PartitionSpec
 
@@ -40,8 +41,6 @@ from specrl_jax.config import (
     ConfigError,
     DraftConfig,
     MeshConfig,
-    ModelSource,
-    SpecOptions,
 )
 from specrl_jax.control.protocol import Plan, make_spec
 from specrl_jax.draft import registry
@@ -216,9 +215,9 @@ def test_the_actor_itself_drafts_perfectly_after_pauses(bench: Bench) -> None:
 # Configuration.
 
 
-def config(model: str = "random:tiny", **changes: Any) -> Config:
-    return Config(**({"model": ModelSource("random:tiny"), "draft": DraftConfig(model=model),
-                      "spec": SpecOptions(drafter="small_lm")} | changes))
+def config(**fields: Any) -> Config:
+    return with_fields(Config(), **dict(model__path="random:tiny", draft__model="random:tiny",
+                                        spec__drafter="small_lm") | fields)
 
 
 def make(config: Config, **actor: Any) -> registry.DrafterSet:
@@ -231,16 +230,14 @@ def test_the_config_makes_one() -> None:
     assert made.drafter.names == ("small_lm",) and made.drafter.taps == ()
     assert made.weights[0]["embed"].shape == (512, 64)
     parts = ("small_lm", "history")
-    merged = make(config(draft=DraftConfig(model="random:tiny", parts=parts),
-                         spec=SpecOptions(drafter="merge")))
+    merged = make(config(draft__parts=parts, spec__drafter="merge"))
     assert merged.drafter.names == parts and merged.weights[0].keys() == made.weights[0].keys()
 
 
 @pytest.mark.parametrize("drafter", ["small_lm", "eagle"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_drafter_holds_the_dtype_of_the_model(drafter: str, dtype: str) -> None:
-    made = make(Config(model=ModelSource("random:tiny", dtype=dtype), draft=DraftConfig(
-        model="random:tiny"), spec=SpecOptions(drafter=drafter)))
+    made = make(config(model__dtype=dtype, spec__drafter=drafter))
     state = made.drafter.init(RolloutInfo(
         prompt=np.zeros((1, 4), np.int32), prompt_length=np.ones(1, np.int32),
         past=np.zeros((1, 0, 8), np.int32), batch=2, group=2, buffer=8, cache=16))
@@ -261,25 +258,23 @@ def test_mixtures_are_checked(mix: tuple[float, ...], ok: bool) -> None:
 
 @pytest.mark.parametrize("drafter", ["small_lm", "eagle"])
 def test_the_draft_temperature_reaches_the_drafter(drafter: str) -> None:
-    made = make(config(draft=DraftConfig(model="random:tiny", temperature=0.5),
-                       spec=SpecOptions(drafter=drafter)))
+    made = make(config(draft__temperature=0.5, spec__drafter=drafter))
     assert made.drafter.propose.args[0].temperature == 0.5
     for wrong in (0, float("inf"), float("nan")):
         with pytest.raises(ConfigError, match=r"draft.temperature = .*: must lie in"):
             DraftConfig(temperature=wrong)
 
 
-@pytest.mark.parametrize("section, changes, message", [
-    ("spec", {"drafter": "history"}, "spec.drafter = 'history': .* needs a drafter that draws"),
-    ("spec", {"drafter": "merge"}, "spec.drafter = 'merge': .* needs a drafter that draws"),
-    ("draft", {"children": "top"}, "draft.children = 'top': .* choose perturbed or sampled")])
+@pytest.mark.parametrize("changes, message", [
+    ({"spec__drafter": "history"}, "spec.drafter = 'history': .* needs a drafter that draws"),
+    ({"spec__drafter": "merge"}, "spec.drafter = 'merge': .* needs a drafter that draws"),
+    ({"draft__children": "top"}, "draft.children = 'top': .* choose perturbed or sampled")])
 def test_rules_that_ask_what_was_drawn_refuse_what_is_not(
-        section: str, changes: dict[str, Any], message: str) -> None:
-    works = config(spec=SpecOptions("small_lm", "rejection_drawn"))
+        changes: dict[str, Any], message: str) -> None:
+    works = config(spec__rule="rejection_drawn")
     assert make(works, drawn=True).drafter.propose.args[0].drawn
-    wrong = {section: dataclasses.replace(getattr(works, section), **changes)}
     with pytest.raises(ConfigError, match=message):
-        make(dataclasses.replace(works, **wrong), drawn=True)
+        make(with_fields(works, **changes), drawn=True)
 
 
 def test_another_tokenizer_is_refused() -> None:
@@ -305,12 +300,11 @@ def test_embeddings_may_be_padded_otherwise(rows: int) -> None:
     assert np.isfinite(out).all()
 
 
-@pytest.mark.parametrize("changes,message", [
-    ({"model": ""}, "draft.model = '': name"),
-    ({"model": "random:large"}, "draft.model = 'random:large': .*random:tiny")])
-def test_a_model_must_be_named(changes: dict[str, Any], message: str) -> None:
+@pytest.mark.parametrize("model,message", [
+    ("", "draft.model = '': name"), ("random:large", "draft.model = 'random:large': .*tiny")])
+def test_a_model_must_be_named(model: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
-        make(config(**changes))
+        make(config(draft__model=model))
     assert "\n" not in str(caught.value)
 
 

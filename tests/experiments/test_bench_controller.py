@@ -17,7 +17,6 @@ from experiments.bench import controller, controller_cells, controller_stats
 from experiments.bench.controller import Shape
 from experiments.bench.controller_cells import Bench, Cell
 from specrl_jax.config import Config, ConfigError, ModelSource, RolloutConfig
-from specrl_jax.io import machine
 from specrl_jax.model.tiny import TINY, byte_tokenizer, random_tensors
 from specrl_jax.model.weights import Source
 
@@ -46,14 +45,6 @@ def test_arms_are_ratios_over_the_best_fixed_setting() -> None:
     assert arms["budget"]["pairs"] == 4 and arms["budget"]["median_seconds"] == 2.0
 
 
-def test_each_occasion_is_one_value() -> None:
-    """The median of its pairs: a burst of others' work spoils one."""
-    duel = {"budget": [2.0, 9.0, 2.0], "1x1x2": [2.0] * 3}
-    arm = case([{"budget": [2.0], "1x1x2": [2.4]}, duel])["arms"]["budget"]
-    assert arm["ratio"] == pytest.approx(math.sqrt(1.2)) and arm["pairs"] == 5 + 3
-    assert arm["low"] < 0.5 < 1.2 < arm["high"]
-
-
 def test_summary_is_a_geometric_mean_over_cells() -> None:
     other = case()
     other["arms"] = other["arms"] | {"budget": other["arms"]["budget"] | {"ratio": 0.9}}
@@ -78,20 +69,6 @@ def test_cells_have_names_and_share_engines() -> None:
         controller_cells.pick("small", ["4x4"])
 
 
-def test_loads_are_whole_rollouts_of_real_prompts() -> None:
-    most, prompts = controller_cells.LOADS["smollm2"], [[i] * 5 for i in range(73)]
-    source = Source(TINY, byte_tokenizer(), random_tensors(TINY, 0), "tiny")
-    bench = Bench(Config(), source, None, (), "history",
-                  lambda least: iter([[least, *prompt] for prompt in prompts]))
-    assert len(bench.loads(2, 8)) == most and bench.loads(1, 2)[0] == [[0] * 4], "the last ones"
-    prompts[9:] = []
-    assert bench.loads(2, 8) == [[[4] + [i] * 5 for i in load]
-                                 for load in ((0, 1), (2, 3), (4, 5), (6, 7))]
-    with pytest.raises(ConfigError, match="data.examples = 0: 9 prompts are too few for two "
-                                          "rollouts of 5 rows"):
-        bench.loads(5, 8)
-
-
 def tiny_shape(monkeypatch: pytest.MonkeyPatch) -> Shape:
     arch = dataclasses.replace(TINY, num_layers=1)
     source = Source(arch, byte_tokenizer(), random_tensors(arch, 0), "tiny")
@@ -99,14 +76,6 @@ def tiny_shape(monkeypatch: pytest.MonkeyPatch) -> Shape:
     bench = Bench(Config(model=ModelSource("random:tiny"), rollout=RolloutConfig()), source,
                   jax.device_put(source.params()), (), "replay", None)
     return Shape(bench, (2, (3, 15), False), controller.POLICIES)
-
-
-def test_engines_that_do_not_fit_a_process_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """XLA would abort while it compiles the next one."""
-    held = iter([1_000, 30_000, 30_000])
-    monkeypatch.setattr(machine, "maps", lambda: (next(held), 58_999))
-    with pytest.raises(ConfigError, match="'fixed' has some 29000 memory maps, 30000 of 58999"):
-        tiny_shape(monkeypatch)
 
 
 @pytest.mark.ci

@@ -136,19 +136,3 @@ def test_a_run_without_steps_is_refused(tmp_path):
 def test_what_is_not_finite_does_not_stop_a_report(tmp_path):
     html = page(run(tmp_path, 2, METRICS | {"loss": math.nan, "reward/mean": math.nan}))
     assert "<td>nan, nan</td>" in html and "<code>loss</code>" in html
-
-
-def test_shares_sum_to_one():
-    rows = [{"time/step": 10.0, "time/rollout": 6.0, "time/learn": 3.0},
-            {"time/step": 4.0, "time/rollout": 1.0, "time/reward": 1.0}]
-    parts = report.shares(rows)
-    np.testing.assert_allclose(parts["rollout"], [0.6, 0.25])
-    np.testing.assert_allclose(parts["other"], [0.1, 0.5])
-    np.testing.assert_allclose(sum(parts.values()), 1.0)
-
-
-def test_samples_alternate_best_and_worst_of_the_last_step():
-    samples = [SAMPLE | {"step": s, "sample_id": i, "reward": r}
-               for s, rewards in ((0, [9.0]), (1, [0.0, 1.0, 0.25, 0.5]))
-               for i, r in enumerate(rewards)]
-    assert [s["reward"] for s in report.pick_samples(samples)] == [1.0, 0.0, 0.5, 0.25]

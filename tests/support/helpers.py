@@ -20,6 +20,7 @@ from specrl_jax.config import (
     MeshConfig,
     RolloutConfig,
     SpecOptions,
+    override,
 )
 from specrl_jax.control import fixed, protocol
 from specrl_jax.control.protocol import Controller
@@ -213,15 +214,24 @@ def counting(function: Callable[[], Any]) -> int:
     return counter.take()
 
 
+def with_fields(config: Config, **fields: Any) -> Config:
+    """The config with other values, of a section's field as `spec__drafter`."""
+    return override(config, {name.replace("__", "."): value for name, value in fields.items()})
+
+
 def micro_config(**changes: Any) -> Config:
-    """A run of a few milliseconds a step, for meshes up to 8; `changes` replace whole sections."""
+    """A run of a few milliseconds a step, for meshes up to 8.
+
+    `changes` replace whole sections, or fields as in `with_fields`.
+    """
+    fields = {name: changes.pop(name) for name in list(changes) if "__" in name}
     sections: dict[str, Any] = dict(
         steps=2, prompts_per_step=8, group_size=2,
         spec=SpecOptions(depth=2, branch=1, nodes=3, max_depth=2, max_branch=1, max_nodes=3),
         control=ControlConfig(policy="fixed"),  # its choices repeat bit for bit
         rollout=RolloutConfig(batch_size=8, max_prompt_tokens=10, max_new_tokens=8, min_batch=4),
         learner=LearnerConfig(learning_rate=1e-3, micro_batch=16, max_grad_norm=1e9))
-    return Config(**(sections | changes))
+    return with_fields(Config(**(sections | changes)), **fields)
 
 
 def micro_trainer(config: Config, **arch: Any) -> Trainer:
