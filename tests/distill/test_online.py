@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import counting, micro_config, micro_trainer_to_compile
+from helpers import counting, micro_config, micro_trainer_to_compile, repeatable_metrics
 
 from specrl_jax import trainer as loop
 from specrl_jax.config import (
@@ -38,22 +38,7 @@ MODES = {"every_step": {"when": "interval"},
          "once": {"when": "once", "rollouts": 2}, "overlap": {"when": "interval", "overlap": True},
          "overlap_2": {"when": "interval", "overlap": True, "interval": 2},
          "trigger": {"when": "trigger", "threshold": 0.0, "ema_decay": 0.0}}
-UNEQUAL = ("time/", "memory/", "compilations", "rollout/tokens_per_second")
 INVARIANT = dict(num_heads=4, num_kv_heads=2, head_dim=16)  # heads that machine code can take
-
-
-@pytest.fixture(scope="module", autouse=True)
-def programs_on_disk(tmp_path_factory: Any) -> Any:
-    """The trainers of this file share what they compile."""
-    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
-    before = [getattr(jax.config, name) for name in names]
-    for name, value in zip(names, (str(tmp_path_factory.mktemp("xla")), 0), strict=True):
-        jax.config.update(name, value)
-    jax.experimental.compilation_cache.compilation_cache.reset_cache()
-    yield
-    for name, value in zip(names, before, strict=True):
-        jax.config.update(name, value)
-    jax.experimental.compilation_cache.compilation_cache.reset_cache()
 
 
 def config(when: str, **fields: Any) -> Any:
@@ -134,9 +119,7 @@ def test_run_of_every_mode_keeps_the_actor_and_resumes_exactly(
     parts = micro_trainer_to_compile(config(**MODES[mode]), **INVARIANT)
     run(parts, tmp_path / "parts")
     assert samples(tmp_path / "parts") == samples(plain)
-    rows = [[{k: v for k, v in row.items() if not k.startswith(UNEQUAL)}
-             for row in metrics.read_metrics(tmp_path / name)] for name in ("whole", "parts")]
-    assert rows[0] == rows[1]
+    assert repeatable_metrics(tmp_path / "whole") == repeatable_metrics(tmp_path / "parts")
     kept = [{k: v for k, v in t.arrays().items() if k != "drafter_seconds"} for t in (whole, parts)]
     same(*kept)
     assert whole.meta() == parts.meta()

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import make_task, tiny_arch, tiny_params
+from helpers import make_task, moments, tiny_arch, tiny_params
 from specrl_kernels.noise import gumbel
 
 from specrl_jax.config import ConfigError, DistillConfig, DistillOptions
@@ -217,15 +217,9 @@ def test_update_in_micro_batches_and_chunks_equals_the_whole(
     parts, metrics = again(begin(options), frozen, *split(rolled[0], teacher, 3, order))
     for name in told:
         np.testing.assert_allclose(metrics[name], told[name], rtol=1e-4, atol=1e-6)
-    for a, b in zip(moments(parts), moments(whole), strict=True):
+    gradients = [jax.tree.leaves(moments(state.optimizer)) for state in (parts, whole)]
+    for a, b in zip(*gradients, strict=True):
         assert np.linalg.norm(a - b) <= 1e-4 * np.linalg.norm(b) and np.linalg.norm(b) > 0
-
-
-def moments(state: Any) -> list[Any]:
-    """Adam's first moments: after one update from zero, (1 - b1) times the gradient."""
-    found = [x for x in jax.tree.leaves(state.optimizer, is_leaf=lambda n: hasattr(n, "mu"))
-             if hasattr(x, "mu")]
-    return jax.tree.leaves(found[0].mu)
 
 
 def test_the_actor_has_no_gradient(actor, rolled):

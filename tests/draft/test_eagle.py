@@ -17,11 +17,11 @@ from eagle_slots import (
     VOCAB,
     Slots,
     V,
+    check_nodes,
     path_to,
     recomputed,
 )
 
-from specrl_jax import prng
 from specrl_jax.config import ConfigError
 from specrl_jax.control.protocol import make_spec
 from specrl_jax.draft import eagle_model
@@ -38,30 +38,7 @@ def test_nodes_are_what_a_full_forward_of_their_paths_says(children: str, temper
     slots.wander(4, seed=1)
     slots.live = np.asarray([True, True, True, False])
     tree = slots.draft()
-    logq = recomputed(slots, tree)
-    for b in range(3):
-        assert tree.live[b].all()
-        for n in range(1, NODES):
-            above, token = tree.parent[b, n], np.flatnonzero(VOCAB == tree.tokens[b, n])[0]
-            np.testing.assert_allclose(tree.logq[b, n], logq[b, above, token], atol=1e-4)
-        for above in range(NODES):
-            below = np.flatnonzero(tree.parent[b, 1:] == above) + 1
-            if not len(below):
-                continue
-            drawn = int(slots.context[b] - slots.born[b]) + int(tree.depth[b, above])
-            noise = np.asarray(prng.gumbel(slots.rows.key[b], jnp.int32(drawn), jnp.asarray(VOCAB)))
-            plain = children == "top" or TEMPERATURE[b] == 0
-            if children != "perturbed":
-                np.testing.assert_allclose(tree.draft_prob[b, below], np.exp(tree.logq[b, below]),
-                                           rtol=1e-5)
-            score = logq[b, above] + (0 if plain else noise)
-            best = np.argsort(-score)[:BRANCH]
-            found = tree.tokens[b, below[np.argsort(tree.rank[b, below])]]
-            if children == "sampled" and not plain:
-                continue
-            np.testing.assert_array_equal(found, VOCAB[best])
-            np.testing.assert_allclose(np.sort(tree.score_gap[b, below]),
-                                       score[best[0]] - score[best], atol=2e-4)
+    check_nodes(slots, tree, recomputed(slots, tree), children=children, rows=range(3))
 
 
 @pytest.mark.ci

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from eagle_slots import check_tree
 
 from specrl_jax.control import acceptance
 from specrl_jax.control.protocol import make_spec
@@ -53,7 +54,7 @@ class Corpus:
              ) -> Any:
         found, _ = self.propose((), self.state, frontier or self.frontier, None,
                                 make_spec(steps, branch, NODES, 0), believed)
-        check_tree(found)
+        check_tree(jax.tree.map(np.asarray, found), frontier or self.frontier, origin=0)
         return found
 
     def chains(self, row: int = 0, **asked: Any) -> list[list[int]]:
@@ -73,20 +74,6 @@ class Corpus:
 
 def believed(parent: Any, draft_prob: Any, depth: Any, origin: Any) -> Any:
     return parent * draft_prob
-
-
-def check_tree(tree: Any) -> None:
-    """What every tree must keep to."""
-    t = jax.tree.map(np.asarray, tree)
-    for b in range(len(t.live)):
-        for n in np.flatnonzero(t.live[b][1:]) + 1:
-            parent = t.parent[b, n]
-            assert parent < n and t.live[b, parent] and t.depth[b, n] == t.depth[b, parent] + 1
-            assert 0 < t.survival[b, n] <= t.survival[b, parent]
-            assert t.tokens[b, n] >= 0 and t.logq[b, n] <= 0
-            twins = [m for m in range(1, NODES) if t.live[b, m] and m != n
-                     and t.parent[b, m] == parent and t.tokens[b, m] == t.tokens[b, n]]
-            assert not twins, "siblings hold the same token"
 
 
 @pytest.mark.parametrize("prompt, said, options, chains", [

@@ -20,6 +20,7 @@ from eagle_slots import (
     TEMPERATURE,
     P,
     V,
+    check_nodes,
     path_to,
 )
 from helpers import (
@@ -35,7 +36,7 @@ from helpers import (
 )
 from jax.sharding import PartitionSpec
 
-from specrl_jax import prng, sharding
+from specrl_jax import sharding
 from specrl_jax.config import (
     Config,
     ConfigError,
@@ -75,40 +76,28 @@ def recomputed(slots: Slots, tree: DraftTree) -> np.ndarray:
     return np.asarray(jax.nn.log_softmax(last / heat))
 
 
-def check_nodes(slots: Slots, tree: DraftTree, rows: Any = range(ROWS)) -> None:
-    """Every node is there, and its scores and children are those of a full forward."""
-    logq = recomputed(slots, tree)
-    for b in rows:
-        assert tree.live[b].all()
-        np.testing.assert_allclose(
-            tree.logq[b, 1:], logq[b, tree.parent[b, 1:], tree.tokens[b, 1:]], atol=1e-4)
-        for above in range(NODES):
-            below = np.flatnonzero(tree.parent[b, 1:] == above) + 1
-            if len(below):
-                drawn = int(slots.context[b] - slots.born[b]) + int(tree.depth[b, above])
-                noise = np.asarray(prng.gumbel(slots.rows.key[b], jnp.int32(drawn), jnp.arange(V)))
-                score = logq[b, above] + (0 if TEMPERATURE[b] == 0 else noise)
-                found = tree.tokens[b, below[np.argsort(tree.rank[b, below])]]
-                np.testing.assert_array_equal(found, np.argsort(-score)[:BRANCH])
+def check_draft(slots: Slots, rows: Any = range(ROWS)) -> None:
+    tree = slots.draft()
+    check_nodes(slots, tree, recomputed(slots, tree), vocab=np.arange(V), rows=rows)
 
 
 def test_nodes_are_what_a_full_forward_of_their_paths_says() -> None:
     slots = Slots()
-    check_nodes(slots, slots.draft())  # one prompt has a single token
+    check_draft(slots)  # one prompt has a single token
     slots.wander(4, seed=1)
     slots.live = np.asarray([True, True, False, True])
-    check_nodes(slots, slots.draft(), (0, 1, 3))
+    check_draft(slots, (0, 1, 3))
     np.testing.assert_array_equal(slots.state.cache.length[:2], slots.context[:2] + 1)
     slots.live = np.ones(ROWS, bool)
     slots.commit([1, 2, 0, 1])
-    check_nodes(slots, slots.draft())
+    check_draft(slots)
 
 
 def test_catching_up_late_changes_nothing() -> None:
     slots = Slots(seed=4)
     slots.wander(7, seed=2, spec=make_spec(0, 1, 1, 0))
     assert (np.asarray(slots.state.cache.length) == 0).all()
-    check_nodes(slots, slots.draft())
+    check_draft(slots)
 
 
 def test_refilled_and_copied_slots_draft_as_fresh_ones() -> None:
@@ -118,9 +107,9 @@ def test_refilled_and_copied_slots_draft_as_fresh_ones() -> None:
     slots.context = slots.born.copy()
     slots.fill(copy=[-1, 1, 1, -1], source=[0, -1, -1, 3])
     np.testing.assert_array_equal(slots.state.cache.length, [0, slots.born[1], slots.born[1], 0])
-    check_nodes(slots, slots.draft())
+    check_draft(slots)
     slots.commit([2, 1, 3, 0])
-    check_nodes(slots, slots.draft())
+    check_draft(slots)
 
 
 @pytest.mark.parametrize("branch, nodes", [(1, 2), (BRANCH, 6)])

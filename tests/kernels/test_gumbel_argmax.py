@@ -250,15 +250,6 @@ def test_a_row_that_is_not_finite_harms_no_other(implementation: str) -> None:
 
 
 @each
-def test_without_truncation_and_with_all_kept_are_the_same(implementation: str) -> None:
-    case = make(width=8)
-    nothing = Threshold(jnp.full(8, -jnp.inf), jnp.zeros(8, jnp.int32), jnp.ones(8))
-    for a, b in zip(call(case | {"threshold": nothing}, implementation, 4),
-                    call(case, implementation, 4), strict=True):
-        np.testing.assert_array_equal(a, b)
-
-
-@each
 def test_sharded_over_positions(implementation: str) -> None:
     """Kernels do not partition: shard_map gives each device its positions."""
     cases.need_devices(4)

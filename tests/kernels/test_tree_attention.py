@@ -273,16 +273,6 @@ def test_a_chain_is_causal_attention(implementation: str) -> None:
 
 
 @each
-def test_permuting_siblings_permutes_outputs(implementation: str) -> None:
-    # Two subtrees below node 1, (2, 4) and (3, 5), are swapped by 2 <-> 3, 4 <-> 5.
-    swap = np.asarray([0, 1, 3, 2, 5, 4])
-    case = base()
-    other = case | {"tree_k": case["tree_k"][:, swap], "tree_v": case["tree_v"][:, swap],
-                    "node": jnp.asarray(swap, jnp.int32)[case["node"]]}
-    assert_near(configured(other, implementation), configured(case, implementation), case)
-
-
-@each
 def test_permuted_slots_are_permuted_rows_of_the_cache(implementation: str) -> None:
     case = base()
     rest = [i for i in range(6) if i not in np.asarray(case["slot"])]
@@ -303,41 +293,8 @@ def test_bitwise_repeatable(implementation: str) -> None:
     np.testing.assert_array_equal(configured(again, implementation), first)
 
 
-@each
-@pytest.mark.parametrize("window", [None, pytest.param(3, marks=full)])
-def test_a_cache_in_segments_is_the_whole_cache(window: int | None, implementation: str) -> None:
-    case = base()
-    whole = case | {"cache_k": [jnp.concatenate(case["cache_k"], 3)],
-                    "cache_v": [jnp.concatenate(case["cache_v"], 2)]}
-    assert_near(configured(case, implementation, window),
-                configured(whole, implementation, window), case)
-
-
 SHARED = dict(lengths=(0, 5, 20, 3, 9), nodes=3, groups=1, slots=6, prefix=(33, 40, 0),
               members=[[3, 0, -1], [1, -1, -1], [4, -1, -1]])
-
-
-@each
-@pytest.mark.parametrize("window", [7, pytest.param(None, marks=full)])
-def test_a_shared_prefix_is_a_repeated_prefix(window: int | None, implementation: str) -> None:
-    case = make(**SHARED)  # row 2 has no prefix, and row 4 an empty one
-    found = configured(case, implementation, window)
-    assert_near(found, oracle(case, window), case)
-    keys, values, length = np.zeros((5, 1, 16, 72)), np.zeros((5, 1, 72, 16)), case["length"]
-    for b in range(5):
-        own, shared = int(case["length"][b]), 0
-        for i, rows in enumerate(np.asarray(case["prefix"].rows)):
-            if b in rows:
-                shared = int(case["prefix"].length[i])
-                keys[b, :, :, :shared] = case["prefix"].k[i, :, :, :shared]
-                values[b, :, :shared] = case["prefix"].v[i, :, :shared]
-        slot = int(case["slot"][b])
-        keys[b, :, :, shared : shared + own] = case["cache_k"][0][slot, :, :, :own]
-        values[b, :, shared : shared + own] = case["cache_v"][0][slot, :, :own]
-        length = length.at[b].add(shared)
-    repeated = case | {"cache_k": [jnp.asarray(keys, jnp.float32)], "prefix": None, "slot": None,
-                       "cache_v": [jnp.asarray(values, jnp.float32)], "length": length}
-    assert_near(found, configured(repeated, implementation, window), case)
 
 
 @each

@@ -27,6 +27,7 @@ from specrl_jax.control.protocol import Controller
 from specrl_jax.draft.off import off
 from specrl_jax.draft.protocol import Drafter, RolloutInfo, Survive
 from specrl_jax.io.compilation import CompilationCounter
+from specrl_jax.io.metrics import read_metrics
 from specrl_jax.model.architecture import Architecture, initialize
 from specrl_jax.model.tiny import TINY, byte_tokenizer, random_tensors
 from specrl_jax.model.weights import Source
@@ -248,6 +249,19 @@ def micro_trainer_to_compile(config: Config, **changes: Any) -> Trainer:
     tokens = [rng.integers(0, 256, n).tolist() for n in rng.integers(1, 11, 16)]
     examples = [{"id": i, "question": "", "answer": str(i)} for i in range(16)]
     return Trainer(config, source, Prompts(examples, [""] * 16, tokens), lambda text: None)
+
+
+def moments(optimizer: Any) -> Any:
+    """Adam's first moments: after one update from zero, (1 - b1) times the gradient."""
+    found = jax.tree.leaves(optimizer, is_leaf=lambda node: hasattr(node, "mu"))
+    return next(node for node in found if hasattr(node, "mu")).mu
+
+
+def repeatable_metrics(workdir: File) -> list[dict[str, Any]]:
+    """A run's metrics but for those that another run of the same config has otherwise."""
+    others = ("time/", "memory/", "compilations", "rollout/tokens_per_second")
+    return [{name: value for name, value in row.items() if not name.startswith(others)}
+            for row in read_metrics(workdir)]
 
 
 def even(prompt: str, completion: str, example: object) -> float:
