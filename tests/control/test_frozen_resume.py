@@ -47,7 +47,7 @@ def cheap_drafts(tmp_path_factory: pytest.TempPathFactory) -> Callable[[tuple[st
         ("budget", (*LEARNS, "--config.distill.when=interval")),
         ("budget", (*LEARNS, "--config.distill.when=interval",
                     "--config.distill.overlap=true"))))])
-def test_a_resumed_run_chooses_what_it_would_have_chosen(
+def test_resumed_run_chooses_what_it_would_have_chosen(
         policy: str, learns: tuple[str, ...], cheap_drafts: Callable[[tuple[str, ...]], str],
         tmp_path: Path) -> None:
     flags = (f"--config.control.policy={policy}", "--config.control.cost_updates=off",

@@ -222,7 +222,7 @@ def test_update_in_micro_batches_and_chunks_equals_the_whole(
         assert np.linalg.norm(a - b) <= 1e-4 * np.linalg.norm(b) and np.linalg.norm(b) > 0
 
 
-def test_the_actor_has_no_gradient(actor, rolled):
+def test_loss_gives_the_actor_no_gradient(actor, rolled):
     texts, _ = rolled
     options, count = dataclasses.replace(OPTIONS, unroll=1), jnp.ones(1)
 
@@ -270,7 +270,7 @@ def test_every_loss_raises_acceptance(rolled, frozen, teacher, options):
     assert 1 < metrics["accept_length"] <= 1 + metrics["alpha"].sum()
 
 
-def test_the_learning_rate_warms_up_and_falls_to_nothing():
+def test_learning_rate_warms_up_and_falls_to_zero():
     options = DistillOptions(warmup_steps=1, decay_steps=3, learning_rate=1e-3)
     optimizer, params, moved = distill.make_optimizer(options), {"w": jnp.ones(2)}, []
     state = optimizer.init(params)
@@ -297,7 +297,7 @@ def test_options_are_checked(options, changes, message):
         options(**changes)
 
 
-def test_an_actor_in_bfloat16_teaches_the_same(rolled):
+def test_actor_in_bfloat16_teaches_the_same(rolled):
     narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16), tiny_params(ACTOR))
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), narrow)
     told = []

@@ -80,7 +80,7 @@ def test_off_drafts_roots_and_leaves_the_state_alone() -> None:
 
 
 @pytest.mark.ci
-def test_a_smaller_tree_holds_the_likeliest_nodes() -> None:
+def test_smaller_tree_holds_the_likeliest_nodes() -> None:
     large, small = Slots(seed=8), Slots(seed=8, nodes=5)
     whole, part = large.draft(), small.draft()
     for b in range(ROWS):
@@ -170,7 +170,7 @@ def test_scores_that_are_not_finite_are_named_at_any_depth() -> None:
     assert others.any() and not tree.broken[others].any()
 
 
-def test_a_prompt_of_one_token_waits_for_its_first_feature() -> None:
+def test_prompt_of_one_token_waits_for_its_feature() -> None:
     slots = Slots(seed=13)
     slots.context[0] = slots.born[0] = 0
     slots.fill(source=[0, -1, -1, -1])
@@ -247,6 +247,6 @@ def test_binding_gathers_the_head_once(own_head: bool, draft_vocab: int) -> None
     ({"children": "best"}, "draft.children = 'best': choose one of perturbed, top, sampled"),
     ({"depth": 0}, "spec.max_depth = 0"), ({"nodes": 1}, "spec.max_nodes = 1"),
     ({"branch": 17}, "spec.max_branch = 17: .*16")])
-def test_what_cannot_work_is_refused(changes: dict[str, Any], message: str) -> None:
+def test_eagle_of_impossible_sizes_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         eagle(**({"arch": ARCH, "depth": 3, "branch": 2, "nodes": 6} | changes))

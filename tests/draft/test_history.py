@@ -87,7 +87,7 @@ def test_history_finds_what_followed_the_suffix(
     assert Corpus([prompt], [said], **options).chains(branch=1) == chains
 
 
-def test_the_longest_suffix_wins() -> None:
+def test_history_prefers_the_longest_suffix() -> None:
     said = [1, 2, 5, 8, 7, 2, 6, 8, 1, 2]  # after (1, 2) came 5; after (2) alone, 6
     assert Corpus([[9]], [said]).chains() == [[5, 8, 7], [6, 8, 1]]
     short = Corpus([[9]], [said], match=1).chains(branch=2)  # both are now matches of one token
@@ -100,7 +100,7 @@ def test_siblings_are_read_and_other_groups_are_not() -> None:
     assert corpus.chains(2) == []  # its sibling never said 2
 
 
-def test_the_past_of_the_prompt_is_read() -> None:
+def test_history_reads_the_past_of_the_prompt() -> None:
     corpus = Corpus([[9], [9]], [[1, 2], [1, 2]], past=[[[0, 1, 2, 6, 7]], [[1, 2, 8]]])
     assert corpus.chains(0)[0] == [6, 7] and corpus.chains(1) == [[8]]
 
@@ -124,7 +124,7 @@ def test_estimates_of_siblings_sum_to_one_at_most() -> None:
         np.testing.assert_allclose(np.asarray(tree.survival)[first], each)
 
 
-def test_a_drafter_of_one_depth_grows_its_first_tokens() -> None:
+def test_history_of_depth_1_grows_its_first_tokens() -> None:
     drafter = history(depth=1, branch=BRANCH, nodes=3, match=4, group=1)
     corpus = Corpus([[9]], [[1, 2, 5, 1, 2, 6, 1, 2]])
     tree, _ = jax.jit(drafter.propose, static_argnums=(0, 3, 5))(
@@ -139,7 +139,7 @@ def test_dead_rows_get_no_nodes() -> None:
     assert np.asarray(tree.live).any(1).tolist() == [True, False]
 
 
-def test_what_is_observed_is_drafted_from() -> None:
+def test_observed_tokens_are_drafted_from() -> None:
     corpus = Corpus([[9]], [[1, 2]])
     assert corpus.chains() == []
     real = jnp.zeros((1, 4))

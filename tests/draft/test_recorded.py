@@ -51,7 +51,7 @@ def propose(record: np.ndarray, corruption: float, generated: Any = 0, steps: in
 RECORD = np.random.default_rng(0).integers(0, V, (300, 9)).astype(np.int32)
 
 
-def test_the_chain_continues_the_recording() -> None:
+def test_chain_continues_the_recording() -> None:
     generated = np.arange(300) % 9
     record = np.where(np.arange(9)[None] < 8, RECORD, -1)
     tree = propose(record, 0.0, generated)
@@ -86,7 +86,7 @@ def test_depth_is_data_and_dead_rows_propose_nothing() -> None:
     assert propose(RECORD, 0.0, steps=0).live.sum() == 300
 
 
-def test_a_step_costs_what_is_asked() -> None:
+def test_step_costs_what_is_asked() -> None:
     def seconds(**asked: Any) -> float:
         best = np.inf
         for _ in range(2):
@@ -101,7 +101,7 @@ def test_a_step_costs_what_is_asked() -> None:
     assert seconds(cost=400, live=False) < 3 * idle
 
 
-def test_what_cannot_work_is_refused() -> None:
+def test_impossible_sizes_and_knobs_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"spec.max_nodes = 3: .* 4"):
         replay(depth=3, nodes=3, vocab=V)
     with pytest.raises(ConfigError, match="spec.max_depth = 0"):

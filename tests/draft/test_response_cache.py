@@ -15,7 +15,7 @@ def add(memory: ResponseCache, *rows: tuple[int, list[int]], step: int = 0) -> N
                step)
 
 
-def test_the_newest_come_first_and_only_the_prompts_own() -> None:
+def test_past_is_the_prompts_own_newest_first() -> None:
     memory = ResponseCache(10, 3, per_prompt=2)
     add(memory, (7, [1, 2]), (8, [3]), (7, [4, 5, 6]))
     add(memory, (7, [9]))
@@ -23,14 +23,14 @@ def test_the_newest_come_first_and_only_the_prompts_own() -> None:
         [[9, -1, -1], [4, 5, 6]], [[3, -1, -1], [-1, -1, -1]], [[-1, -1, -1], [-1, -1, -1]]]
 
 
-def test_the_oldest_make_room() -> None:
+def test_add_overwrites_the_oldest() -> None:
     memory = ResponseCache(3, 2, per_prompt=9)
     for i in range(8):
         add(memory, (i % 2, [i, i]))
     assert memory.past(np.asarray([0, 1]), 3, 1)[..., 0].tolist() == [[6, -1, -1], [7, 5, -1]]
 
 
-def test_a_window_is_in_steps_and_outlives_a_restart() -> None:
+def test_window_counts_steps_and_outlives_a_restart() -> None:
     memory, prompt = ResponseCache(9, 1, per_prompt=9, window=2), np.asarray([0])
     for step in range(5):
         add(memory, (0, [step]), (1, [9]), step=step)
@@ -42,7 +42,7 @@ def test_a_window_is_in_steps_and_outlives_a_restart() -> None:
     assert ResponseCache(9, 1, per_prompt=9).window == 0  # without end, as the tests above
 
 
-def test_a_step_adds_no_more_than_are_asked_for() -> None:
+def test_add_keeps_the_last_of_each_prompt() -> None:
     memory = ResponseCache(4, 1, per_prompt=2)
     add(memory, (0, [1]), (0, [2]), (1, [3]), (0, [4]), (1, [5]), (1, [6]))
     assert memory.past(np.asarray([0, 1]), 3, 1)[..., 0].tolist() == [[4, 2, -1], [6, 5, -1]]

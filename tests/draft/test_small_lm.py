@@ -187,14 +187,14 @@ def bench() -> Bench:
 
 @pytest.mark.parametrize("temperature", [1.0, 0.0, 1.5])
 @pytest.mark.ci
-def test_the_actor_itself_drafts_perfectly(bench: Bench, temperature: float) -> None:
+def test_actor_as_its_own_drafter_is_always_accepted(bench: Bench, temperature: float) -> None:
     result = bench.drafts(ACTOR_PARAMS, False, temperature=temperature)
     assert (result.sequences.commits[:, : bench.task.response // (DEPTH + 1)] == DEPTH + 1).all()
     assert result.counters["committed"] == (DEPTH + 1) * result.counters["row_rounds"]
 
 
 @pytest.mark.ci
-def test_the_actor_itself_drafts_perfectly_after_pauses(bench: Bench) -> None:
+def test_actor_as_its_own_drafter_survives_pauses(bench: Bench) -> None:
     result = bench.drafts(ACTOR_PARAMS, True)
     tried, _, share, _ = result.calibration
     assert tried.sum() > 50 and (share[tried > 0] == 1).all()
@@ -214,7 +214,7 @@ def make(config: Config, **actor: Any) -> registry.DrafterSet:
     return registry.make(config, arch, (), 2, lambda text: None, **actor)
 
 
-def test_the_config_makes_one() -> None:
+def test_config_makes_a_small_model() -> None:
     made = make(config())
     assert made.drafter.names == ("small_lm",) and made.drafter.taps == ()
     assert made.weights[0]["embed"].shape == (512, 64)
@@ -225,7 +225,7 @@ def test_the_config_makes_one() -> None:
 
 @pytest.mark.parametrize("drafter", ["small_lm", "eagle"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_drafter_holds_the_dtype_of_the_model(drafter: str, dtype: str) -> None:
+def test_drafter_state_has_the_models_dtype(drafter: str, dtype: str) -> None:
     made = make(config(model__dtype=dtype, spec__drafter=drafter))
     state = made.drafter.init(RolloutInfo(
         prompt=np.zeros((1, 4), np.int32), prompt_length=np.ones(1, np.int32),
@@ -246,7 +246,7 @@ def test_mixtures_are_checked(mix: tuple[float, ...], ok: bool) -> None:
 
 
 @pytest.mark.parametrize("drafter", ["small_lm", "eagle"])
-def test_the_draft_temperature_reaches_the_drafter(drafter: str) -> None:
+def test_draft_temperature_reaches_the_drafter(drafter: str) -> None:
     made = make(config(draft__temperature=0.5, spec__drafter=drafter))
     assert made.drafter.propose.args[0].temperature == 0.5
     for wrong in (0, float("inf"), float("nan")):
@@ -291,13 +291,13 @@ def test_embeddings_may_be_padded_otherwise(rows: int) -> None:
 
 @pytest.mark.parametrize("model,message", [
     ("", "draft.model = '': name"), ("random:large", "draft.model = 'random:large': .*tiny")])
-def test_a_model_must_be_named(model: str, message: str) -> None:
+def test_model_without_a_known_name_is_refused(model: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         make(config(draft__model=model))
     assert "\n" not in str(caught.value)
 
 
-def test_a_model_must_reach_far_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_with_too_few_positions_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     found = weights.describe_source("random:tiny")
     short = dataclasses.replace(found, arch=dataclasses.replace(tiny.TINY, max_position=80))
     monkeypatch.setattr(weights, "describe_source", lambda *place, **options: short)

@@ -46,7 +46,7 @@ def test_without_a_run_the_model_is_the_configs():
     assert (actor.run, actor.step, actor.name) == (None, 0, "random:tiny")
 
 
-def test_a_run_brings_its_config_and_overrides_win(run, small):
+def test_run_brings_its_config_and_overrides_win(run, small):
     config, actor = resolve(f"--run={run}", "--step=0", "--config.spec.drafter=off",
                             "--config.reward.terms=('exact',)")
     assert (config.spec.drafter, config.reward.terms) == ("off", ("exact",))
@@ -91,7 +91,7 @@ def test_contradictions_are_refused(run, arguments, message):
         resolve(*(a.format(run=run) for a in arguments))
 
 
-def test_a_missing_step_names_the_ones_there_are(run, small):
+def test_missing_step_names_the_ones_there_are(run, small):
     actor = actors.open_actor(small, run, 7)
     with pytest.raises(ConfigError, match="7: no such checkpoint; complete ones: none"):
         actor.params(generate.sharding.make_mesh(small.mesh))

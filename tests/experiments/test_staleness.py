@@ -81,7 +81,7 @@ def test_account_unequal_token_fails_only_where_exact(
 
 
 @pytest.mark.parametrize("panels", [staleness.PANELS, staleness.BUG_PANELS], ids=["modes", "bugs"])
-def test_the_figure_is_drawn(case: Any, panels: Any, tmp_path: Path) -> None:
+def test_figure_is_drawn(case: Any, panels: Any, tmp_path: Path) -> None:
     staleness.draw({"0": case, "1": case, "2": {"plain": case["plain"]}}, tmp_path / "figure.png",
                    panels)
     assert (tmp_path / "figure.png").stat().st_size > 10_000

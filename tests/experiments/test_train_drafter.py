@@ -243,7 +243,7 @@ def losses(workdir):
 
 
 @pytest.mark.ci
-def test_a_head_learns_and_is_written(whole):
+def test_training_learns_and_writes_a_head(whole):
     told = read_metrics(whole)
     assert [m["step"] for m in told] == list(range(6))
     assert [m["step"] for m in told if "eval/alpha/0" in m] == [2, 5]
@@ -259,7 +259,7 @@ def test_a_head_learns_and_is_written(whole):
 
 
 @pytest.mark.ci
-def test_a_run_that_was_stopped_ends_as_if_it_had_not_been(whole, tmp_path, monkeypatch):
+def test_stopped_training_ends_as_if_it_had_not_been(whole, tmp_path, monkeypatch):
     step, generate = offline.DrafterTrainer.step, drafter_data.Sampler.generate
     calls = []
 
@@ -311,7 +311,7 @@ def test_rollout_with_head_takes_the_replayed_rounds(whole):
 
 
 @pytest.mark.ci
-def test_the_command(command, tmp_path):
+def test_command_trains_and_refuses_other_options(command, tmp_path):
     (tmp_path / "texts.jsonl").write_text(json.dumps({"text": "What is 1 + 1? It is 2."}))
     flags = [f"--{f.name}={getattr(MICRO, f.name)}" for f in dataclasses.fields(MICRO)
              if f.name not in ("texts", "rollout_prompts", "own_head")]

@@ -19,7 +19,7 @@ def held() -> int:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has /proc/self/statm")
-def test_what_was_freed_goes_back_to_the_machine() -> None:
+def test_give_back_returns_freed_memory() -> None:
     """Blocks below malloc's threshold for maps of their own, behind one that is still needed."""
     blocks = [bytearray(b"x" * 20_000) for _ in range(10_000)]
     needed, kept = blocks[-1], held()

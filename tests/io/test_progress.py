@@ -31,7 +31,7 @@ def clock(monkeypatch):
     return Clock(monkeypatch)
 
 
-def test_a_log_gets_one_plain_line_a_step(clock):
+def test_progress_in_a_log_is_one_plain_line_a_step(clock):
     stream = io.StringIO()
     with Progress(6, 2, stream) as progress:
         for _ in range(2):
@@ -46,7 +46,7 @@ def test_a_log_gets_one_plain_line_a_step(clock):
         "time% rollout 70 learn 25 other 5"]
 
 
-def test_a_slow_first_step_hardly_moves_the_estimate(clock):
+def test_estimate_ignores_a_slow_first_step(clock):
     stream = io.StringIO()
     with Progress(10, 0, stream) as progress:
         for seconds in (300, 10, 10, 10):
@@ -55,7 +55,7 @@ def test_a_slow_first_step_hardly_moves_the_estimate(clock):
     assert stream.getvalue().splitlines()[-1] == "step 4/10  left 1m00s"
 
 
-def test_a_long_rollout_shows_in_a_log_now_and_then(clock):
+def test_long_rollout_shows_in_a_log_now_and_then(clock):
     stream = io.StringIO()
     with Progress(6, 0, stream) as progress:
         progress.phase("rollout")
@@ -66,7 +66,7 @@ def test_a_long_rollout_shows_in_a_log_now_and_then(clock):
     assert lines == [f"step 1/6  rollout  {i}/100 sequences  {10 * i} tokens" for i in (29, 59, 89)]
 
 
-def test_a_terminal_gets_a_live_line(clock):
+def test_progress_on_a_terminal_is_a_live_line(clock):
     stream = Terminal()
     with Progress(6, 0, stream) as progress:
         progress.phase("rollout")

@@ -48,7 +48,7 @@ def prefix(**other: Any) -> Prefix:
     ("implementation", "fast", "'fast': choose one of pallas, .*xla, reference"),
     ("platform", "fpga", "'fpga': choose one of cpu, gpu, tpu"),
     ("config", {"block": 128}, "name the implementation")])
-def test_what_does_not_fit_is_refused_while_tracing(name: str, wrong: Any, told: str) -> None:
+def test_shapes_that_do_not_fit_are_refused_while_tracing(name: str, wrong: Any, told: str) -> None:
     args = make() | {name: wrong}
     with pytest.raises(ValueError, match=told):
         jax.eval_shape(lambda: tree_attention(**args, scale=1.0))
@@ -104,7 +104,7 @@ def test_more_cache_rows_than_a_code_can_name_are_refused() -> None:
     ("pallas_triton", {"least": 0}, "one block of it"),
     ("xla", {"block": 128}, "block = 128: choose some of chunk, abreast, whole"),
     ("xla", {"chunk": 0}, "chunk is at least 1"), ("reference", {"block": 1}, "takes none")])
-def test_a_configuration_that_cannot_be_is_refused(implementation: str, config: dict[str, int],
+def test_impossible_configuration_is_refused(implementation: str, config: dict[str, int],
                                                    told: str) -> None:
     with pytest.raises(Unsupported, match=told):
         tree_attention(**make(), scale=1.0, implementation=implementation, interpret=True,

@@ -59,7 +59,7 @@ def blocks(row: int) -> Iterator[tuple[int, int]]:
         start += size
 
 
-def test_the_work_list_is_what_live_rows_see_and_nothing_else() -> None:
+def test_work_list_holds_exactly_what_live_rows_see() -> None:
     work = work_list.make(*(jnp.asarray(x) for x in (LENGTH, LOW, LIVE, SLOT)), SIZES, 128)
     nothing = (-1, work_list.NOTHING)
     wanted = [(row, *where) for row in range(6) if LIVE[row]

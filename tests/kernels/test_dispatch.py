@@ -29,7 +29,7 @@ def double(x: Any) -> Any:
     return 2 * x
 
 
-def test_a_named_one_works_or_raises() -> None:
+def test_choose_by_name_works_or_raises() -> None:
     both = {"refuse": refuse, "double": double}
     assert choose(both, "double")(3) == 6
     with pytest.raises(Unsupported, match="not 3"):
@@ -44,7 +44,7 @@ def test_choose_takes_and_logs_the_first_that_can(caplog: pytest.LogCaptureFixtu
     assert caplog.messages == ["double is taken; refuse: not 3"]
 
 
-def test_if_none_can_all_reasons_are_told() -> None:
+def test_choose_if_none_can_raises_all_reasons() -> None:
     with pytest.raises(ExceptionGroup) as found:
         choose({"a": refuse, "b": refuse}, None)(3)
     assert [str(reason) for reason in found.value.exceptions] == ["a: not 3", "b: not 3"]
@@ -80,13 +80,13 @@ def test_shape_classes_are_powers_of_two() -> None:
         "a": 1, "b": 1, "c": 2, "d": 4, "e": 4096, "f": 8192}
 
 
-def test_a_row_that_lacks_a_field_is_named(tables: Path) -> None:
+def test_tuning_row_without_a_field_is_named(tables: Path) -> None:
     write(tables, "TPU v9", ROW, {"op": "tree_attention"})
     with pytest.raises(ValueError, match="tpu_v9.json: row 1 lacks implementation, dtype, shape"):
         tuning.rows("TPU v9")
 
 
-def test_a_kernel_is_taken_unasked_only_where_it_was_measured(tables: Path) -> None:
+def test_unnamed_kernel_is_taken_only_where_measured(tables: Path) -> None:
     here = dispatch.Target("tpu", "TPU v6 lite", named=False)
     with pytest.raises(Unsupported, match="not yet run on TPU v6 lite"):
         dispatch.require(here, "tree_attention", "pallas", ("tpu",))
@@ -102,7 +102,7 @@ def test_a_kernel_is_taken_unasked_only_where_it_was_measured(tables: Path) -> N
     (pallas, pallas.Config(block=256, tile=32), pallas.Config()),
     (pallas_triton, gpu.Config(block=32, tile=16, stages=1),
      gpu.heuristic(rows=2, heads=2, queries=10, size=16, context=32, itemsize=4))])
-def test_a_kernel_takes_its_row_and_else_its_heuristic(
+def test_kernel_takes_its_tuning_row_else_its_heuristic(
         kernel: Any, tuned: Any, otherwise: Any, tables: Path, monkeypatch: pytest.MonkeyPatch
         ) -> None:
     name, seen, real = kernel.NAME, [], kernel._attend
@@ -116,7 +116,7 @@ def test_a_kernel_takes_its_row_and_else_its_heuristic(
     assert seen == [tuned, otherwise]
 
 
-def test_a_jax_without_pallas_through_triton_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_jax_without_pallas_triton_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "jax.experimental.pallas.triton", None)
     monkeypatch.delattr("jax.experimental.pallas.triton", raising=False)
     with pytest.raises(Unsupported, match="has no Pallas through Triton"):
@@ -139,7 +139,7 @@ def test_tables_that_are_shipped_are_read_by_their_kernels() -> None:
             assert row["heuristic"]["microseconds"] <= 1.3 * row["microseconds"], (path.name, row)
 
 
-def test_what_is_tuned_are_fields_of_what_is_configured() -> None:
+def test_tuned_values_are_fields_of_configs() -> None:
     assert tune.VALUES.keys() == CONFIGS.keys()
     for name, values in tune.VALUES.items():
         assert values.keys() == {field.name for field in dataclasses.fields(CONFIGS[name])}

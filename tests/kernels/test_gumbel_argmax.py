@@ -116,7 +116,7 @@ MORE = {"more than a register": dict(width=19), "one token kept": dict(kept=0.0)
 
 
 @pytest.mark.parametrize("kept", [None, 0.1])
-def test_the_oracle_is_the_definition(kept: float | None) -> None:
+def test_oracle_equals_the_definition(kept: float | None) -> None:
     """Every implementation is compared with it; this compares it with JAX's own operations."""
     case = make(width=8, kept=kept)
     found, cold = wanted(case, 3), np.asarray(case["temperature"]) == 0
@@ -171,7 +171,7 @@ def test_children_whose_probability_underflows(kept: float | None, implementatio
 
 
 @each
-def test_the_noise_is_that_of_noise_py(implementation: str) -> None:
+def test_noise_equals_that_of_noise_py(implementation: str) -> None:
     """Equal logits, so that the winner is the token of the highest Gumbel."""
     case = make()
     case["logits"], case["temperature"] = jnp.zeros((5, 300)), jnp.ones(5)
@@ -238,7 +238,7 @@ def test_tokens_that_cannot_be_are_never_drawn(implementation: str) -> None:
 
 
 @each
-def test_a_row_that_is_not_finite_harms_no_other(implementation: str) -> None:
+def test_row_of_nan_changes_no_other(implementation: str) -> None:
     case = make(width=5)
     clean = call(case, implementation)
     case["logits"] = case["logits"].at[2].set(jnp.nan)
@@ -292,7 +292,7 @@ I32 = jnp.int32
     ("count", 0, "count = 0, expected 1 to 300"), ("count", 301, "count = 301"),
     ("implementation", "fast", "'fast': choose one of pallas, .*xla, reference"),
     ("config", {"block": 128}, "name the implementation")])
-def test_what_does_not_fit_is_refused_while_tracing(name: str, wrong: Any, told: str) -> None:
+def test_shapes_that_do_not_fit_are_refused_while_tracing(name: str, wrong: Any, told: str) -> None:
     case = make() | {name: wrong}
     with pytest.raises(ValueError, match=told):
         jax.eval_shape(lambda: gumbel_argmax(**case))
@@ -320,7 +320,7 @@ def test_good_values_pass_the_check_but_not_inside_of_jit() -> None:
     ("pallas_triton", {"block": 100}, "powers of two"), ("xla", {"chunk": 0}, "at least one token"),
     ("xla", {"block": 1}, "block = 1: choose some of chunk"),
     ("pallas_triton", {"warps": 3}, "powers of two"), ("reference", {"block": 1}, "takes none")])
-def test_a_configuration_that_cannot_be_is_refused(implementation: str, config: dict[str, int],
+def test_impossible_configuration_is_refused(implementation: str, config: dict[str, int],
                                                    told: str) -> None:
     with pytest.raises(Unsupported, match=told):
         gumbel_argmax(**make(), implementation=implementation, interpret=True, config=config)
@@ -342,7 +342,7 @@ def test_refusals_say_why_and_what_is_taken(monkeypatch: pytest.MonkeyPatch) -> 
     assert there["pallas_triton"].startswith("not yet run on ") and there["xla"] is None
 
 
-def test_a_tuned_row_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tuned_row_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     monkeypatch.setattr(tuning, "lookup", lambda *at: asked.append(at) or {"block": 256})
     case = make(kept=0.5)

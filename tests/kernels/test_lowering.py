@@ -141,7 +141,7 @@ def test_windows_and_splits_lower(options: dict[str, Any], implementation: str) 
 
 
 @each
-def test_a_shared_prefix_lowers_to_a_second_call(implementation: str) -> None:
+def test_shared_prefix_lowers_to_a_second_call(implementation: str) -> None:
     args = arguments("Qwen2.5-1.5B", "a batch", jnp.bfloat16)
     f, i = jnp.bfloat16, jnp.int32
     args["prefix"] = Prefix(*(jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in (
@@ -166,7 +166,7 @@ VOCABULARIES = {"SmolLM2": 49152, "Qwen2.5": 151936, "Llama 3": 128256, "odd": 5
 @each
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("width,count", [(1, 1), (8, 4), (64, 1), (1000, 2)])
-def test_the_perturbed_argmax_lowers(width: int, count: int, dtype: Any, implementation: str
+def test_perturbed_argmax_lowers(width: int, count: int, dtype: Any, implementation: str
                                      ) -> None:
     """Every vocabulary and batch, with truncation where children are asked for."""
     vocab = list(VOCABULARIES.values())[(1, 8, 64, 1000).index(width)]

@@ -58,7 +58,7 @@ def test_finite_and_right_at_both_ends(word: int, monkeypatch: pytest.MonkeyPatc
     assert gumbel_of(word, monkeypatch) == pytest.approx(want, abs=1e-4)
 
 
-def test_the_winning_end_is_finely_resolved(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gumbel_at_the_winning_end_is_finely_resolved(monkeypatch: pytest.MonkeyPatch) -> None:
     values = [gumbel_of(word, monkeypatch) for word in range(20)]
     assert len(set(values)) == 20 and values == sorted(values, reverse=True)
     assert 22 < values[0] < 24

@@ -127,7 +127,7 @@ def test_every_head_size_group_ratio_and_dtype(heads: tuple[int, int, int, str],
 @pytest.mark.parametrize("window,tree", [
     (2, "short"), *(pytest.param(*case, marks=full) for case in (
         (1, "short"), (5, "short"), (150, "short"), (34, "of two words")))])
-def test_a_window_hides_what_is_older(window: int, tree: str, implementation: str) -> None:
+def test_window_hides_older_tokens(window: int, tree: str, implementation: str) -> None:
     case = make(lengths=(0, 3, 18, 170), nodes=5, groups=1, cache=170, parent=[[0, 0, 1, 2, 0]] * 4)
     if tree != "short":
         case = make(lengths=(3,), nodes=40, groups=1, repeats=1, parent=[[0, *range(39)]])
@@ -193,7 +193,7 @@ def test_garbage_in_dead_nodes_and_rows_is_inert(dtype: str, implementation: str
 
 
 @pytest.mark.parametrize("implementation", ["machine", *KERNELS])
-def test_the_cache_of_dead_rows_is_not_read(implementation: str) -> None:
+def test_cache_of_dead_rows_is_not_read(implementation: str) -> None:
     case = keep(base(), [(0, 0), (1, 5)])
     clean = configured(case, implementation)
     dirty = case | {"cache_v": [v.at[case["slot"][3]].set(jnp.nan) for v in case["cache_v"]]}
@@ -201,7 +201,7 @@ def test_the_cache_of_dead_rows_is_not_read(implementation: str) -> None:
 
 
 @pytest.mark.parametrize("implementation", ["machine", "xla", *KERNELS])
-def test_a_segment_that_no_context_reaches_is_not_read(implementation: str) -> None:
+def test_segment_beyond_all_contexts_is_not_read(implementation: str) -> None:
     case = base(lengths=(0, 7, 16, 96))
     clean = configured(case, implementation)
     nothing = {name: [case[name][0], jnp.full_like(case[name][1], jnp.nan)]
@@ -256,7 +256,7 @@ def test_nodes_off_the_path_are_inert(implementation: str) -> None:
 
 
 @each
-def test_a_chain_is_causal_attention(implementation: str) -> None:
+def test_chain_equals_causal_attention(implementation: str) -> None:
     case = in_order(base(parent=(0, 0, 1, 2, 3, 4)))
     chain = configured(case, implementation).reshape(4, 6, 4, 16)[1, :4]
     # The same tokens of row 1, cached up to each of them: row i is node i of the chain.

@@ -78,7 +78,7 @@ def commit(case, path):
 
 
 @pytest.mark.parametrize("length", [0, 1, 14, 16, 61, 63, 64, 70])
-def test_an_ancestor_counts_the_same_once_it_is_committed(length):
+def test_ancestor_once_committed_counts_the_same(length):
     parent = [[0, 0, 1, 1, 3, 4, 2]]
     case = make(HEADS["groups of 3"], (64, 16, 16), [length], 7, parent=parent)
     whole = run(case)
@@ -109,7 +109,7 @@ def test_bits_do_not_depend_on_other_rows_segments_or_order():
     (dict(heads=(2, 1, 24)), {}, "E = 24"),
     (dict(segments=(64, 20)), {}, "segments = \\(64, 20\\)"), ({}, {"window": 4}, "window"),
     ({"dtype": jnp.bfloat16}, {}, "float32 only")])
-def test_what_it_cannot_do_is_said_and_left_to_xla(change, options, why):
+def test_unsupported_call_is_refused_and_left_to_xla(change, options, why):
     case = make(**(dict(heads=(2, 1, 16), segments=(64,), lengths=[3], nodes=2) | change))
     with pytest.raises(Unsupported, match=why):
         tree_attention(**case, scale=0.3, implementation="machine", **options)
@@ -119,7 +119,7 @@ def test_what_it_cannot_do_is_said_and_left_to_xla(change, options, why):
 
 @pytest.mark.parametrize(("features", "why"), [
     ({"avx2": True, "fma": True}, None), ({"avx": True}, "needs a CPU with fused multiply-add")])
-def test_a_cpu_that_it_is_not_made_for_takes_xla(features, why, monkeypatch):
+def test_cpu_without_fma_takes_xla(features, why, monkeypatch):
     llvm = pytest.importorskip("llvmlite.binding")
     if not llvm.get_default_triple().startswith("x86_64"):
         pytest.skip("names features of x86 CPUs, and this one is another")
@@ -135,7 +135,7 @@ def test_a_cpu_that_it_is_not_made_for_takes_xla(features, why, monkeypatch):
     ((9, 3, 64), 16, "machine"), ((14, 2, 64), 8, "machine"), ((28, 4, 128), 1, "machine"),
     ((28, 4, 128), 8, "machine"), ((8, 4, 256), 3, "machine"), ((8, 4, 256), 4, "xla"),
     ((32, 32, 64), 2, "machine"), ((32, 32, 64), 4, "xla"), ((8, 4, 16), 8, "machine")])
-def test_the_faster_one_is_taken_without_a_name(heads, nodes, taken):
+def test_unnamed_call_takes_the_faster_implementation(heads, nodes, taken):
     case = make(heads, (64,), [3, 9], nodes)
     found = refusals(**case)
     assert next(name for name, reason in found.items() if reason is None) == taken
@@ -150,7 +150,7 @@ def test_the_faster_one_is_taken_without_a_name(heads, nodes, taken):
     ("length", -5, 0), ("length", 100_000, 16), ("slot", 2**28, 1), ("slot", -(2**28), 0),
     ("parent", 2, 2), ("parent", 10**6, 2),  # a node that is its own parent ends, too
     ("parent", -7, 0), ("row", 2**28, 1), ("node", -(2**28), 0)])
-def test_an_index_beyond_its_array_is_the_nearest_in_it(name, value, least):
+def test_index_beyond_its_array_is_clipped(name, value, least):
     case = make((2, 1, 16), (16,), [16, 5], 3) | {"slot": jnp.arange(2, dtype=jnp.int32)}
     at = (-1,) if name != "parent" else (-1, -1)
     wild, tame = (case | {name: case[name].at[at].set(index)} for index in (value, least))

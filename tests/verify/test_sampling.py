@@ -159,7 +159,7 @@ def test_truncation_of_nan_logits_ends(top_k: int, top_p: float) -> None:
 @pytest.mark.parametrize("temperature,top_k,top_p", [
     (1.0, 0, 1.0), (0.5, 0, 1.0), (2.0, 0, 1.0), (1.0, 4, 1.0), (1.0, 0, 0.7), (0.7, 6, 0.8),
     (0.0, 0, 1.0), (0.0, 3, 0.5)])
-def test_the_distribution_of_the_draw(temperature: float, top_k: int, top_p: float) -> None:
+def test_draw_has_the_processed_distribution(temperature: float, top_k: int, top_p: float) -> None:
     tokens = drawn(gumbel, temperature, top_k, top_p)
     if temperature == 0:
         assert (tokens == LOGITS.argmax()).all()
