@@ -65,11 +65,6 @@ def test_fixed_drops_unlikely_nodes() -> None:
     assert 0 < live.sum() < tree.live.sum()
 
 
-def test_off_plans_no_draft() -> None:
-    plan = fixed.off().plan((), load())
-    assert (int(plan.spec.depth), int(plan.spec.nodes)) == (0, 1)
-
-
 def test_fixed_plans_its_state() -> None:
     controller = registry.make(ControlConfig(policy="fixed"), SpecOptions(
         depth=3, branch=2, nodes=6, budget=11), LIMITS)

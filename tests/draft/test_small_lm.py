@@ -93,13 +93,6 @@ def test_nodes_are_what_a_full_forward_of_their_paths_says() -> None:
     check_draft(slots)
 
 
-def test_catching_up_late_changes_nothing() -> None:
-    slots = Slots(seed=4)
-    slots.wander(7, seed=2, spec=make_spec(0, 1, 1, 0))
-    assert (np.asarray(slots.state.cache.length) == 0).all()
-    check_draft(slots)
-
-
 def test_refilled_and_copied_slots_draft_as_fresh_ones() -> None:
     slots = Slots(seed=15)
     slots.wander(3, seed=7)  # the source has run on

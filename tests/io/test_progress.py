@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from specrl_jax.io import progress as progress_module
-from specrl_jax.io.progress import Progress, duration, split_of_time, summary
+from specrl_jax.io.progress import Progress
 
 METRICS = {"reward/mean": 0.3125, "rollout/tokens_per_second": 512.4, "time/step": 10.0,
            "rollout/accept_length": 1.84, "time/rollout": 7.0, "time/learn": 2.5}
@@ -99,15 +99,3 @@ def test_other_processes_are_silent(monkeypatch, stream):
         progress.warn("x")
         progress.step(METRICS)
     assert stream.getvalue() == ""
-
-
-def test_absent_metrics_are_left_out():
-    assert summary({"reward/mean": float("nan")}) == "reward nan"
-    assert split_of_time({"time/step": 0.0}) == split_of_time({}) == ""
-    assert split_of_time({"time/step": 4.0, "time/learn": 1.0}) == "time% learn 25 other 75"
-
-
-@pytest.mark.parametrize("seconds, text", [(0.4, "0s"), (59.6, "1m00s"), (187, "3m07s"),
-                                           (7500, "2h05m")])
-def test_durations(seconds, text):
-    assert duration(seconds) == text

@@ -6,7 +6,6 @@ blocks fit the tiling of a TPU, and that Triton IR comes out; not that it runs, 
 
 import contextlib
 import functools
-import importlib.util
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -183,29 +182,3 @@ def test_too_many_segments_for_vmem_are_refused() -> None:
              for name in ("cache_k", "cache_v")}
     with pytest.raises(Unsupported, match="64 segments .* do not fit into VMEM"):
         lower("pallas", args)
-
-
-@pytest.mark.parametrize("op", ["tree_attention", "gumbel_argmax"])
-def test_jax_triton_needs_the_device_to_lower(op: str) -> None:
-    """Why `triton` is lowered above only where JAX's CUDA plugin is installed.
-
-    jax-triton 0.3.1 cannot be imported without the plugin; 0.4 asks it for the device while
-    lowering (AttributeError), and under JAX 0.12 is refused by name. What can be shown without
-    either is in test_triton_program.py.
-    """
-    if "triton" in TARGETS:
-        pytest.skip("JAX's CUDA plugin is installed, so `triton` is lowered by the tests above")
-    args, function = draws(8, 151936, 4, jnp.float32), gumbel_argmax
-    if op == "tree_attention":
-        args = arguments("Qwen2.5-7B", "a batch", jnp.bfloat16)
-        function = functools.partial(tree_attention, scale=0.1)
-    call = jax.jit(lambda a: function(**a, implementation="triton", platform="gpu"))
-    with pytest.raises((Unsupported, AttributeError)) as found:
-        call.trace(args).lower(lowering_platforms=("cuda",))
-    if importlib.util.find_spec("jax_triton") is None:
-        assert str(found.value).startswith("jax-triton is not there: No module named")
-    elif isinstance(found.value, AttributeError):
-        assert "get_compute_capability" in str(found.value)
-    else:
-        assert "is not traced by JAX" in str(found.value) or (
-            str(found.value).startswith("jax-triton is not there: "))
