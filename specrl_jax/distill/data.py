@@ -109,8 +109,8 @@ def gather(config: Config, source: Source, params: Params, prompts: tuple[Prompt
       directory: where rollouts are stored.
     """
     tokenizer, (training, held) = source.tokenizer, prompts
-    most = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
-    read = [read_texts(Path(texts), tokenizer, config.data.system, most)] if texts else []
+    longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
+    read = [read_texts(Path(texts), tokenizer, config.data.system, longest)] if texts else []
     every = Prompts([*held.examples, *training.examples], held.texts + training.texts,
                     held.tokens + training.tokens)
     sampler, at_once = _sampler(config, source, samples, len(every.tokens))
@@ -198,11 +198,11 @@ def scored_corpus(rolled: dict[str, np.ndarray], prompts: Prompts, seed: int,
                   prng.row_keys(seed, STREAM, 0, ids, ids * 0, samples))
 
 
-def read_texts(path: Path, tokenizer: Tokenizer, system: str, most: int) -> Corpus:
+def read_texts(path: Path, tokenizer: Tokenizer, system: str, longest: int) -> Corpus:
     """Reads the sequences of a JSONL file, plain or gzipped, with reward 1 and advantage 0.
 
     An object with "question" and "answer" is a chat whose response is the answer; one with "text"
-    is a response to its own first token. Sequences are cut to `most` tokens.
+    is a response to its own first token. Sequences are cut to `longest` tokens.
 
     Raises:
       ConfigError: the file cannot be read, or a line holds something else, or nothing to learn.
@@ -210,9 +210,9 @@ def read_texts(path: Path, tokenizer: Tokenizer, system: str, most: int) -> Corp
     tokens, first = [], []
     for number, row in enumerate(_rows(path), 1):
         prompt, response = _prompt_and_response(row, tokenizer, system)
-        sequence = [*prompt, *response][:most]
+        sequence = [*prompt, *response][:longest]
         check(len(sequence) > max(len(prompt), 1), "texts", f"{path}:{number}",
-              f"no token to learn among the first {most}; raise rollout.max_new_tokens or "
+              f"no token to learn among the first {longest}; raise rollout.max_new_tokens or "
               f"drop the line")
         tokens.append(np.asarray(sequence, np.int32))
         first.append(max(len(prompt), 1))

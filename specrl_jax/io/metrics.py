@@ -1,6 +1,7 @@
 """The files of a run's working directory.
 
     config.json     the resolved configuration
+    data.json       hashes of the examples that the run was started with
     metrics.jsonl   one object a step
     samples.jsonl   one object a sequence
     events/         TensorBoard, made from metrics.jsonl
@@ -27,12 +28,14 @@ from tensorboardX import SummaryWriter
 
 from specrl_jax.config import ConfigError
 from specrl_jax.config.renamed import first_renamed
+from specrl_jax.io import processes
 from specrl_jax.io.checkpoint import loud
 from specrl_jax.io.files import write_atomically
 from specrl_jax.io.metric_names import Record
 from specrl_jax.structs import Json
 
 CONFIG, METRICS, SAMPLES, EVENTS = "config.json", "metrics.jsonl", "samples.jsonl", "events"
+DATA = "data.json"
 WALL_TIME = "time/unix"
 NONFINITE = "nonfinite"
 ABSENT = "(absent)"  # a field that only one of two versions of this package has
@@ -72,18 +75,48 @@ def check_config(workdir: str | Path, config: Json) -> None:
                           f"{more}: {restore}, or choose another workdir")
 
 
+def check_data(workdir: Path, digests: dict[str, str]) -> None:
+    """Checks that a run has the examples that it was started with, here and in other processes;
+    records them on the first call.
+
+    Args:
+      digests: `io.data.digest` of each part of the data, by its name.
+
+    Raises:
+      ConfigError: they differ, or DATA cannot be read.
+    """
+    path = workdir / DATA
+    for other, told in enumerate(processes.share("the data", digests)):
+        if told != digests:
+            raise ConfigError(f"data: process {other} has other examples; give all processes the "
+                              f"same files")
+    stored = _read_object(path)
+    if stored is None and jax.process_index() == 0:
+        write_atomically(path, json.dumps(digests) + "\n")
+    for name, digest in digests.items():
+        if stored is not None and stored.get(name) != digest:
+            raise ConfigError(f"data: the {name} examples are not those that the run in {workdir} "
+                              f"was started with (data.data_dir, data.manual_dir, data.path); "
+                              f"restore them, or choose another workdir")
+
+
 def read_config(workdir: str | Path) -> Json | None:
     """Returns the configuration that a run was started with; None if there is no run. Raises
     ConfigError if config.json cannot be read, or is missing although metrics.jsonl is there."""
     path = Path(workdir) / CONFIG
-    if not path.exists():
-        if (Path(workdir) / METRICS).exists():
-            raise ConfigError(f"{path} is missing although {METRICS} is there: "
-                              "choose another workdir")
-        return None
+    stored = _read_object(path)
+    if stored is None and (Path(workdir) / METRICS).exists():
+        raise ConfigError(f"{path} is missing although {METRICS} is there: choose another workdir")
+    return stored
+
+
+def _read_object(path: Path) -> Json | None:
+    """Returns the object in a JSON file, None if there is no file."""
     try:
         stored = json.loads(path.read_bytes())
-    except ValueError as error:
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{path} is not JSON ({error}): choose another workdir") from error
     if not isinstance(stored, dict):
         raise ConfigError(f"{path} does not hold an object: choose another workdir")

@@ -149,8 +149,10 @@ def _array(shape: Shape, place: jax.sharding.Sharding | None, read: Callable[[Pa
            ) -> np.ndarray | jax.Array:
     if place is None:
         return read(whole(shape))
+    once = functools.cache(read)  # devices may hold the same part
+
     def part(index: Any) -> np.ndarray:
-        return read(tuple(s.indices(size)[:2] for s, size in zip(index, shape, strict=True)))
+        return once(tuple(s.indices(size)[:2] for s, size in zip(index, shape, strict=True)))
 
     return jax.make_array_from_callback(shape, place, part)
 

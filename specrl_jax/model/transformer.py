@@ -138,10 +138,14 @@ def block(arch: Architecture, layer: Params, index: Index, x: Array, rotation: t
     return x + feed_forward(arch, layer, x, decode), (k, v)
 
 
+def head(arch: Architecture, params: Params) -> Array:
+    """Returns the output head [V, F]."""
+    return params["embed"] if arch.tied else params["head"]
+
+
 def logits(arch: Architecture, params: Params, hidden: Array, decode: bool = False) -> Array:
     """Returns logits f32[V, ...] of final normalised hidden states [F, ...]."""
-    head = params["embed"] if arch.tied else params["head"]
-    return project(head, hidden, decode=decode, dtype=jnp.float32)
+    return project(head(arch, params), hidden, decode=decode, dtype=jnp.float32)
 
 
 def embed(params: Params, tokens: Array) -> Array:

@@ -90,11 +90,6 @@ def test_the_order_of_problems_is_fixed():
         "28 - 27 + 77 - 63", "32 - 16 + 56 + 11", "84 + 64 + 16 + 88"]
 
 
-def test_worked_answer():
-    problem = levels.Problem((12, 45, 3), "-+")
-    assert problem.solution == "12 - 45 = -33\n-33 + 3 = -30\n#### -30"
-
-
 def test_arithmetic_is_read_without_tensorflow(tmp_path, capfd):
     lines = []
     config = DataConfig(level="add1", data_dir=str(tmp_path))
@@ -150,12 +145,6 @@ def test_bad_fields_are_refused_in_a_line(tmp_path, fields, words):
     assert "\n" not in str(error.value)
 
 
-def test_a_data_dir_that_is_a_file(tmp_path):
-    (tmp_path / "tfds").write_text("")
-    with pytest.raises(ConfigError, match="data.data_dir"):
-        load(tmp_path, level="add1")
-
-
 @pytest.mark.parametrize("suffix, opener", [("", open), (".gz", gzip.open)])
 def test_gsm8k(tmp_path, suffix, opener):
     write_rows(tmp_path / f"train.jsonl{suffix}", ROWS, opener)
@@ -188,6 +177,62 @@ def test_gsm8k_without_files_and_network_is_refused(tmp_path, monkeypatch, field
     for words in (str(tmp_path / place), "train.jsonl", "test.jsonl", gsm8k.HOMEPAGE):
         assert words in str(error.value)
     assert not (tmp_path / "tfds" / "specrl_gsm8k" / "1.0.0").exists()
+
+
+@pytest.mark.parametrize("now", [
+    ROWS[:2], [*ROWS, ROWS[0]], [ROWS[0], ROWS[2], ROWS[1]],
+    [*ROWS[:2], ROWS[2] | {"answer": "0 - 5 = -5\n#### -6"}]])
+def test_gsm8k_prepared_from_other_files_is_refused(tmp_path, now):
+    write_rows(tmp_path / "train.jsonl", ROWS)
+    assert len(load_gsm8k(tmp_path)) == len(load_gsm8k(tmp_path)) == 3
+    write_rows(tmp_path / "train.jsonl", now)
+    with pytest.raises(ConfigError, match="manual_dir.*specrl_gsm8k/1.0.0 was prepared from other"):
+        load_gsm8k(tmp_path)
+    write_rows(tmp_path / "train.jsonl", [*ROWS[:2], *now])
+    assert len(load_gsm8k(tmp_path, examples=2)) == 2  # the others are not used
+
+
+def test_gsm8k_manual_dir_without_files_is_refused_when_prepared(tmp_path):
+    write_rows(tmp_path / "train.jsonl", ROWS)
+    load_gsm8k(tmp_path)
+    (tmp_path / "train.jsonl").unlink()
+    with pytest.raises(ConfigError, match="data.manual_dir = .*: no files"):
+        load_gsm8k(tmp_path)
+    assert len(load(tmp_path, name="gsm8k")) == 3
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[200] ^= 255
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("file, damage", [
+    ("*train*", cut), ("*train*", flip), ("*train*", lambda path: path.write_bytes(b"")),
+    ("*train*", lambda path: path.unlink()), ("*.array_record*", lambda path: path.unlink()),
+    ("dataset_info.json", lambda path: path.write_text("{")),
+    ("dataset_info.json", lambda path: path.unlink())])
+def test_damaged_prepared_data_is_refused_in_a_line(tmp_path, file, damage):
+    load(tmp_path, level="add1")
+    place = tmp_path / "tfds" / "specrl_arithmetic" / "add1" / "1.0.0"
+    for path in place.glob(file):
+        damage(path)
+    with pytest.raises(ConfigError) as refused:
+        list(load(tmp_path, level="add1"))
+    assert "\n" not in str(refused.value) and f"{place}: damaged" in str(refused.value)
+    assert "delete that directory" in str(refused.value)
+
+
+def test_digest_changes_with_any_field_and_the_order():
+    base = [{"id": 0, "question": "a", "answer": "b"}, {"id": 1, "question": "c", "answer": "d"}]
+    others = [base[::-1], base[:1], [base[0] | {"answer": "x"}, base[1]],
+              [base[0] | {"more": [1]}, base[1]]]
+    assert len({data.digest(rows) for rows in [base, *others]}) == 5
+    assert data.digest([base[0] | {"object": object()}, base[1]]) == data.digest(base)
 
 
 def test_gsm8k_downloads_through_the_manager(tmp_path, monkeypatch):
@@ -283,14 +328,6 @@ def test_occurrences():
     assert result.dtype == np.int32
     np.testing.assert_array_equal(result, [0, 0, 1, 2, 1, 0])
     assert data.occurrences([]).shape == (0,)
-
-
-def test_messages():
-    user = {"role": "user", "content": "What is 1 + 2?"}
-    example = {"id": 0, "question": "What is 1 + 2?", "answer": "3"}
-    assert data.messages(example) == [user]
-    assert data.messages(example, "Be brief.") == [
-        {"role": "system", "content": "Be brief."}, user]
 
 
 def test_path_is_refused_by_datasets_that_read_no_file(tmp_path):

@@ -12,7 +12,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from helpers import child_environment
+from helpers import script_environment
 from safetensors.numpy import save_file
 
 from specrl_jax import sharding
@@ -100,7 +100,7 @@ def test_two_processes_hold_hardly_more_than_their_parts(tmp_path: Path) -> None
         address = f"127.0.0.1:{free.getsockname()[1]}"
     processes = [subprocess.Popen(
         [sys.executable, "-c", LOAD, str(tmp_path / "model"), address, str(i)],
-        stdout=subprocess.PIPE, text=True, env=child_environment()) for i in range(2)]
+        stdout=subprocess.PIPE, text=True, env=script_environment()) for i in range(2)]
     try:
         for process in processes:
             held, peak = map(int, process.communicate(timeout=400)[0].split())
