@@ -25,7 +25,7 @@ from absl import app, flags, logging
 from ml_collections import config_flags as ml_config_flags
 from ml_collections.config_flags import tuple_parser
 
-from specrl_jax.config import Config, ConfigError, build, load_config, override, preset_targets
+from specrl_jax.config import Config, ConfigError, build, load_config, override
 from specrl_jax.config.renamed import check_current
 
 DEFAULT_PRESET = "smollm2"
@@ -36,44 +36,17 @@ EXIT_BAD_INPUT = 2
 flags.disclaim_key_flags()
 
 
-def run(main: Callable[[Config, Path], Any], picks_target: bool = False) -> None:
+def run(main: Callable[[Config, Path], Any]) -> None:
     """Parses `sys.argv`, calls `main(config, workdir)` and exits with what it returns.
-
-    Args:
-      picks_target: the script's --target picks from the preset's table, see `with_target`.
 
     `ConfigError` and flag errors, of `main` too, print `error: ...` on stderr and exit with 2.
     """
-    with _one_line_errors():
+    with one_line_errors():
         if _asks_for_help(sys.argv):
             print_help(sys.argv)
             sys.exit()
-        if picks_target:
-            sys.argv = with_target(sys.argv)
         define(sys.argv)
     app.run(functools.partial(_call, main), flags_parser=_parse)
-
-
-def with_target(argv: Sequence[str]) -> list[str]:
-    """Returns a command line whose --config has the preset's values for its --target.
-
-    A preset without a table, or a mesh that the command line gives, leaves it as it is.
-
-    Raises:
-      ConfigError: the preset has no values for the target.
-    """
-    target = _value_of("target", argv)
-    preset = _chosen_preset(argv)
-    own_mesh = any(re.match(r"--?config\.mesh\.", argument) for argument in argv)
-    if not target or ":" in preset or not preset_targets(preset):
-        return list(argv)
-    if target.replace(":", "_") not in preset_targets(preset) and own_mesh:
-        return list(argv)
-    load_config(f"{preset}:{target}")  # refuses one that the table lacks
-    kept = [argument for argument, before in zip(argv, ["", *argv], strict=False)
-            if not re.fullmatch(r"--?config(=.*)?", argument)
-            and not re.fullmatch(r"--?config", before)]
-    return [kept[0], f"--config={preset}:{target}", *kept[1:]]
 
 
 def define(argv: Sequence[str], flag_values: flags.FlagValues = flags.FLAGS) -> None:
@@ -161,7 +134,8 @@ def field_table(preset: str) -> str:
 
 
 @contextlib.contextmanager
-def _one_line_errors() -> Iterator[None]:
+def one_line_errors() -> Iterator[None]:
+    """Prints a bad flag or value in one line on stderr, and exits."""
     try:
         yield
     except (ConfigError, flags.Error) as error:
@@ -170,7 +144,7 @@ def _one_line_errors() -> Iterator[None]:
 
 
 def _parse(argv: Sequence[str]) -> list[str]:
-    with _one_line_errors():
+    with one_line_errors():
         rest = flags.FLAGS(list(argv))
         if len(rest) > 1:
             raise ConfigError(f"unexpected argument {rest[1]!r}: write fields as "
@@ -182,7 +156,7 @@ def _call(main: Callable[[Config, Path], Any], argv: Sequence[str]) -> Any:
     del argv  # _parse leaves the script's name only
     if not flags.FLAGS["verbosity"].present:
         logging.set_verbosity(logging.WARNING)  # libraries' INFO lines hide the script's own
-    with _one_line_errors():
+    with one_line_errors():
         return main(*parsed())
 
 
@@ -280,14 +254,9 @@ def _asks_for_help(argv: Sequence[str]) -> bool:
 
 
 def _chosen_preset(argv: Sequence[str]) -> str:
-    return _value_of("config", argv) or DEFAULT_PRESET
-
-
-def _value_of(flag: str, argv: Sequence[str]) -> str | None:
-    """Returns the last value that a command line gives to a flag."""
-    chosen = None
+    chosen = DEFAULT_PRESET
     for argument, following in _with_next(argv):
-        match = re.fullmatch(rf"--?{flag}(?:=(.*))?", argument)
+        match = re.fullmatch(r"--?config(?:=(.*))?", argument)
         if match:
             chosen = following if match[1] is None else match[1]
     return chosen

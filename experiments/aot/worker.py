@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TextIO
 
 from specrl_jax.config import Config, ConfigError, build
+from specrl_jax.io.compilation import Program
 from specrl_jax.sharding import make_mesh
 from specrl_jax.structs import Json
 
@@ -47,12 +48,16 @@ def compile_all(request: Json, events: TextIO) -> None:
         raise ConfigError(f"{error}; the target is {target.name} of {len(devices)}") from error
     run = programs.describe(config, mesh)
     chip = targets.limits(target, devices[0])
-    chosen = [p for p in (*run.programs(), *run.rounds())
+    described, failed = _described(run)
+    chosen = [p for p in described
               if not request["only"] or p.title.startswith(tuple(request["only"]))]
-    _say(events, {"programs": [p.title for p in chosen], "devices": len(devices),
+    _say(events, {"programs": [p.title for p in chosen] + [f["program"] for f in failed],
+                  "devices": len(devices),
                   "resident": {name: programs.device_bytes(tree)
                                for name, tree in run.resident.items()}})
     part, parts = request["part"]
+    for found in failed if part == 0 and not request["skip"] else []:
+        _say(events, {"done": found})
     for program in chosen[part::parts]:
         if program.title in request["skip"]:
             continue
@@ -63,6 +68,19 @@ def compile_all(request: Json, events: TextIO) -> None:
         except Exception as error:  # noqa: BLE001  whatever the compiler raises is a finding
             found = {"program": program.title, "error": _line(error)}
         _say(events, {"done": found})
+
+
+def _described(run: programs.Run) -> tuple[list[Program], list[Json]]:
+    """Returns the programs, and a failure for each part of the run that cannot be traced."""
+    found, failed = [], []
+    for name, group in run.groups().items():
+        try:
+            found += group
+        except ConfigError:
+            raise
+        except Exception as error:  # noqa: BLE001  whatever tracing raises is a finding
+            failed.append({"program": f"{name} (tracing)", "error": _line(error)})
+    return found, failed
 
 
 def _line(error: Exception) -> str:

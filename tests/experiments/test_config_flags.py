@@ -178,21 +178,3 @@ def test_help_of_a_script_that_reads_a_run_lists_no_workdir(script, tmp_path):
     assert (done.returncode, done.stderr) == (0, "")
     assert "--run:" in done.stdout and "--workdir" not in done.stdout
     assert config_flags.field_table("smollm2") in done.stdout
-
-
-@pytest.mark.parametrize("argv, picked", [
-    (["x", "--config=qwen2_5_7b", "--target=v6e:4x4"],
-     ["x", "--config=qwen2_5_7b:v6e:4x4", "--target=v6e:4x4"]),
-    (["x", "--target", "v6e:4x4", "--config", "qwen2_5_7b", "--config.steps=3"],
-     ["x", "--config=qwen2_5_7b:v6e:4x4", "--target", "v6e:4x4", "--config.steps=3"]),
-    (["x", "--config=tiny", "--target=v6e:4x4"], None),
-    (["x", "--config=qwen2_5_7b"], None),
-    (["x", "--config=qwen2_5_7b:v5p_4x4x4", "--target=v6e:4x4"], None),
-    (["x", "--config=qwen2_5_7b", "--target=v4:2x2x1", "--config.mesh.tensor=4"], None)])
-def test_target_picks_from_the_table_of_the_preset(argv, picked):
-    assert config_flags.with_target(argv) == (picked or argv)
-
-
-def test_target_that_the_table_lacks_is_refused():
-    with pytest.raises(ConfigError, match="'v4:2x2x1': choose from its targets v6e_4x4"):
-        config_flags.with_target(["x", "--config=qwen2_5_7b", "--target=v4:2x2x1"])
