@@ -54,7 +54,7 @@ def main(config: Config, workdir: Path) -> int:
         console.print(line)
     made = record(found, trace)
     failures = []
-    for candidate in found.ranked[:COMPILED] if COMPILE.value else ():
+    for candidate in found.best[:COMPILED] if COMPILE.value else ():
         result, lines = compiled(config, candidate, TARGET.value)
         failures += lines
         made.setdefault("compiled", []).append(result)
@@ -86,7 +86,7 @@ def table(plan: Plan) -> Table:
     """Returns the fastest layouts, one a line."""
     made = Table("data x fsdp x tensor", "rows", "micro-batch", "remat", "drafter", "GiB", "step s",
                  "rollout", "update", "drafter s", "bound")
-    for candidate in plan.ranked[:SHOWN]:
+    for candidate in plan.best[:SHOWN]:
         values, parts = candidate.values, candidate.step.parts
         made.add_row(
             "x".join(str(values[f"mesh.{axis}"]) for axis in ("data", "fsdp", "tensor")),
@@ -123,7 +123,7 @@ def said(plan: Plan, config: Config, arch: Architecture, machine: Machine, trace
 def record(plan: Plan, trace: traces.Trace) -> Json:
     """Returns a plan as JSON values."""
     return {"trace": trace.name, "refused": plan.refused,
-            "ranked": [_recorded(candidate) for candidate in plan.ranked[:SHOWN]]}
+            "ranked": [_recorded(candidate) for candidate in plan.best[:SHOWN]]}
 
 
 def _recorded(candidate: Candidate) -> Json:

@@ -109,10 +109,11 @@ def test_layouts_are_ranked_and_those_that_do_not_fit_refused() -> None:
     wide = config(**{"prompts_per_step": 16, "rollout.batch_size": 4})
     every = candidates.plan(wide, TINY, machine(), NEVER)
     seconds = [candidate.step.seconds for candidate in every.ranked]
-    assert seconds == sorted(seconds) and not every.refused
+    assert np.diff(seconds).min() > -0.01 * max(seconds) and not every.refused
     # Rounds read the weights, so more rows are faster; the update reads them a micro-batch.
     best = every.ranked[0].values
     assert (best["rollout.batch_size"], best["learner.micro_batch"]) == (32, 8)
+    assert [candidate.values["rollout.batch_size"] for candidate in every.best] == [32, 16, 8, 4]
     most = max(sum(candidate.memory.values()) for candidate in every.ranked)
     some = candidates.plan(wide, TINY, machine(most / 1.5), NEVER)
     assert 0 < len(some.ranked) < len(every.ranked)

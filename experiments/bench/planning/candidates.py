@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +16,8 @@ from .traces import Trace
 from .work import GIB, Model
 
 ROWS, MICRO_BATCHES = (4, 8, 16, 32, 64, 128), (1, 2, 4, 8)
+ROLLOUT = ("mesh.data", "mesh.fsdp", "mesh.tensor", "rollout.batch_size", "spec.drafter")
+TIE = 0.01  # layouts whose seconds differ by less are ranked by their memory
 SHARE = 0.95  # of the available memory that may be used
 
 
@@ -41,6 +44,14 @@ class Plan:
 
     ranked: list[Candidate]
     refused: dict[str, int]
+
+    @property
+    def best(self) -> list[Candidate]:
+        """The fastest of each mesh, rows and drafter."""
+        kinds: dict[Any, Candidate] = {}
+        for candidate in self.ranked:
+            kinds.setdefault(tuple(candidate.values[name] for name in ROLLOUT), candidate)
+        return list(kinds.values())
 
 
 def plan(config: Config, arch: Architecture, machine: Machine, trace: Trace) -> Plan:
@@ -81,7 +92,8 @@ def plan(config: Config, arch: Architecture, machine: Machine, trace: Trace) -> 
             "model or shorter responses" if nearest[1] else
             f"target = {machine.devices} x {machine.chip.name}: no layout divides the step's "
             f"{config.prompts_per_step} prompts: change prompts_per_step")
-    return Plan(sorted(ranked, key=lambda c: c.step.seconds), dict(refused))
+    return Plan(sorted(ranked, key=lambda c: (round(math.log(c.step.seconds) / TIE), c.gib)),
+                dict(refused))
 
 
 def layouts(config: Config, arch: Architecture, devices: int) -> Iterator[dict[str, Any]]:

@@ -107,7 +107,6 @@ def simulate(model: Model, machine: Machine, trace: Trace) -> Rollout:
     waiting = [collections.deque(part) for part in lengths.reshape(shapes.shards, -1)]
     left = np.zeros((shapes.shards, shapes.batch))
     context, prompt = np.zeros_like(left), config.rollout.max_prompt_tokens / 2
-    tokens = trace.accept_length(config.spec.depth)
     total = plain_total = drafted_rounds = rounds = 0.0
     bounds: dict[str, float] = collections.Counter()
     while True:
@@ -120,10 +119,12 @@ def simulate(model: Model, machine: Machine, trace: Trace) -> Rollout:
         batch = min(size for size in shapes.batches if size >= live.sum(1).max())
         ahead = left[live].min()
         cached = float((context * live).sum(1).max() + ahead / 2 * live.sum(1).max())
-        plain, plain_work = _round(model, machine, batch, cached, drafts=False)
+        plain, plain_work = _round(model, machine, batch, cached)
         chosen, chosen_work, gain = plain, plain_work, 1.0
-        if model.drafts:
-            drafted, drafted_work = _round(model, machine, batch, cached, drafts=True)
+        nodes = min(config.spec.nodes, config.spec.max_packed // batch) if model.drafts else 1
+        if nodes > 1:
+            tokens = trace.accept_length(min(config.spec.depth, nodes - 1))
+            drafted, drafted_work = _round(model, machine, batch, cached, nodes)
             if drafted / tokens < plain:
                 chosen, chosen_work, gain = drafted, drafted_work, tokens
         count = ahead / gain
@@ -135,12 +136,11 @@ def simulate(model: Model, machine: Machine, trace: Trace) -> Rollout:
     return Rollout(total, plain_total, drafted_rounds / rounds, bounds)
 
 
-def _round(model: Model, machine: Machine, batch: int, context: float, drafts: bool
+def _round(model: Model, machine: Machine, batch: int, context: float, nodes: int = 1
            ) -> tuple[float, Work]:
-    nodes = model.config.spec.nodes if drafts else 1
     done = work.round_work(model, batch, context, nodes)
     seconds = machine.round_seconds + machine.seconds("rounds", done)
-    if drafts:
+    if nodes > 1:
         seconds += machine.seconds("drafts", work.draft_work(model, batch))
     return seconds, done
 
