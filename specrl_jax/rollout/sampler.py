@@ -310,12 +310,15 @@ class Sampler:
             policy_version=self.version, drafter_version=self.drafter_version)
 
 
-def publisher(arch: Architecture, mesh: Mesh, dtype: jnp.dtype, stacked: bool = False
+def publisher(arch: Architecture, mesh: Mesh, dtype: jnp.dtype, stacked: bool | None = None
               ) -> Callable[[Params], Params]:
     """Returns a function that casts, reshards and arranges parameters for the rollout.
 
-    `stacked`: the form of the layers that the rollout reads; the function takes either.
+    It takes either form of layers; `stacked` is the one that it returns, and None is the one that
+    programs for `mesh` run.
     """
+    if stacked is None:
+        stacked = layers.are_scanned(sharding.platform(mesh))
     wanted, other = (sharding.shardings(
         architecture.describe(arch, form), sharding.ROLLOUT_RULES, mesh, architecture.is_param)
         for form in (stacked, not stacked))
