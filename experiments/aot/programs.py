@@ -80,7 +80,9 @@ class Run:
         yield from policy.programs(self.config, self.arch, self.mesh)
         master, dtype = self.resident["learner"].params, self.engine.layout.dtype
         if _signature(master) != _signature(self.actor):
-            yield Program("publish", cast(self.arch, self.mesh, dtype), (master,))
+            yield Program("publish", cast(
+                self.arch, self.mesh, dtype, layers.are_scanned(sharding.platform(self.mesh))),
+                (master,))
         yield Program("checksum", checksum.program, (self.actor,))
         yield from self._drafter_programs()
 
