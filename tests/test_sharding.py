@@ -133,7 +133,7 @@ def test_shards_that_differ_in_truncation_do_not_deadlock(rule: str) -> None:
         engine = make_engine(arch, task, mesh=mesh, rule=rule, max_packed=16, drafter=drafter,
                              controller=fixed.fixed(), truncates=True)
         engine.control = protocol.make_spec(2, 2, 4, 0)
-        params = publisher(arch, mesh, jnp.float32)(tiny_params(arch))
+        params = publisher(arch, mesh, jnp.float32, False)(tiny_params(arch))
         own = drafter.bind(params, tiny_params(arch))
         engine.compile(params, own)
         return engine.run(params, asked, own)

@@ -89,7 +89,8 @@ class Run:
     def _publish(self) -> Iterator[Program]:
         master, dtype = self.resident["learner"].params, self.engine.layout.dtype
         if not all(jax.tree.leaves(jax.tree.map(_agree, master, self.actor))):
-            yield Program("publish", cast(self.arch, self.mesh, dtype), (master,))
+            stacked = layers.are_scanned(sharding.platform(self.mesh))
+            yield Program("publish", cast(self.arch, self.mesh, dtype, stacked), (master,))
         yield Program("checksum", checksum.program, (self.actor,))
 
     def _drafter_programs(self) -> Iterator[Program]:
@@ -140,7 +141,7 @@ def describe(config: Config, mesh: Mesh, model: Model | None = None) -> Run:
 def _published(arch: Architecture, mesh: Mesh, dtype: Any, params: PyTree) -> PyTree:
     """Returns what publishing makes of `params`."""
     stacked = layers.are_scanned(sharding.platform(mesh))
-    return abstract(jax.eval_shape(cast(arch, mesh, dtype), params),
+    return abstract(jax.eval_shape(cast(arch, mesh, dtype, stacked), params),
                     published_places(arch, mesh, stacked))
 
 

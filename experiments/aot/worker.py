@@ -2,6 +2,7 @@
 
     {"programs": [...], "resident": {...}}   what there is
     {"begin": "launch 16"}                   so that whoever started it knows what a crash was about
+    {"counted": {...}, "path": "..."}        what is known of it before the compiler runs
     {"done": {...}}                          the findings, or {"program", "error"}
     {"refused": "..."}                       a ConfigError: nothing was compiled
 """
@@ -62,11 +63,12 @@ def compile_all(request: Json, events: TextIO) -> None:
         if program.title in request["skip"]:
             continue
         _say(events, {"begin": program.title})
+        folder = Path(request["keep"]) if request["keep"] else None
         try:
-            found = findings.find(program, run, target, chip, findings.loops_of(program, run),
-                                  Path(request["keep"]) if request["keep"] else None)
-        except Exception as error:  # noqa: BLE001  whatever the compiler raises is a finding
-            found = {"program": program.title, "error": _line(error)}
+            found = findings.find(program, run, target, chip, folder,
+                                  lambda event: _say(events, event))
+        except Exception as error:  # noqa: BLE001  of tracing and lowering
+            found = {"program": program.title, "error": findings.onefindings.one_line(error)}
         _say(events, {"done": found})
 
 
@@ -79,14 +81,8 @@ def _described(run: programs.Run) -> tuple[list[Program], list[Json]]:
         except ConfigError:
             raise
         except Exception as error:  # noqa: BLE001  whatever tracing raises is a finding
-            failed.append({"program": f"{name} (tracing)", "error": _line(error)})
+            failed.append({"program": f"{name} (tracing)", "error": findings.one_line(error)})
     return found, failed
-
-
-def _line(error: Exception) -> str:
-    """Returns an error in one line."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0][:400] if lines else ''}"
 
 
 def _say(events: TextIO, event: Json) -> None:

@@ -217,7 +217,8 @@ def _train(config: Config, options: DrafterTraining, workdir: Path, actor: Actor
     source, say, warn = actor.source, progress.say, progress.warn
     say(f"loading {actor.name}")
     mesh = sharding.make_mesh(config.mesh)
-    params = publisher(source.arch, mesh, jnp.dtype(config.model.dtype))(actor.params(mesh))
+    params = publisher(source.arch, mesh, jnp.dtype(config.model.dtype), layers.are_scanned(
+        sharding.platform(mesh)))(actor.params(mesh))
     corpora = data.gather(config, source, params, prompts, options.samples, options.texts,
                           workdir / ROLLOUTS, say)
     trainer = DrafterTrainer(config, options, source, params, *corpora)

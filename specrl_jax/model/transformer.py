@@ -15,7 +15,6 @@ import numpy as np
 from flax import struct
 from specrl_kernels import rms_norm as kernels
 from specrl_kernels.narrow_matmul import narrow_matmul
-from specrl_kernels.tree_attention import tree_attention
 
 from specrl_jax.model import layers
 from specrl_jax.model.architecture import Architecture
@@ -170,14 +169,7 @@ def tree_forward(arch: Architecture, params: Params, cache: Cache, tokens: Array
     rotation = rotations(arch, position)
 
     def attend(index: Index, q: Array, k: Array, v: Array) -> Array:
-        g, r, e, w = q.shape
-        tree_k, tree_v = (packing.by_row(jnp.moveaxis(a, -1, 0)) for a in (k, v))
-        cache_k, cache_v = cache.kv[index]
-        out = tree_attention(
-            q.reshape(g * r, e, w).transpose(2, 0, 1), packing.row, packing.node, tree_k, tree_v,
-            packing.parent, cache_k, cache_v, cache.length, scale=e**-0.5,
-            implementation=implementation)
-        return out.transpose(1, 2, 0).reshape(g, r, e, w)
+        return cache.kv.attend(index, q, k, v, packing, cache.length, implementation)
 
     def run(layer: Params, index: Index, x: Array) -> tuple[Array, tuple[Array, Array]]:
         return block(arch, layer, index, x, rotation, attend, decode=True)

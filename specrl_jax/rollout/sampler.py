@@ -67,7 +67,8 @@ class Sampler:
         self.profiling_seconds = 0.0  # spent on reading or measuring costs
         self._depth: int | None = None  # of drafts, whatever the controller plans
         self.control_restored = False  # the controller's state is a checkpoint's
-        self._cast = publisher(arch, mesh, self.engine.layout.dtype)
+        self._cast = publisher(arch, mesh, self.engine.layout.dtype,
+                               layers.are_scanned(sharding.platform(mesh)))
         self.params: Params = {}  # as published
         self.drafter_params: DrafterParams = ()  # bound to them
         self.drafter_weights = self.engine.replicate(self.drafters.weights)  # of each part
@@ -277,22 +278,21 @@ class Sampler:
             policy_version=self.version, drafter_version=self.drafter_version)
 
 
-def cast(arch: Architecture, mesh: Mesh, dtype: DTypeLike) -> Any:
+def cast(arch: Architecture, mesh: Mesh, dtype: DTypeLike, stacked: bool) -> Any:
     """Returns the jitted program that casts, reshards and arranges parameters for the rollout.
 
-    It reads either form of the layers and returns the one that the mesh's devices run.
+    `stacked`: the form of the layers that the rollout reads; the program takes either.
     """
-    stacked = layers.are_scanned(sharding.platform(mesh))
     return jax.jit(lambda params: jax.tree.map(
         lambda a: a.astype(dtype), layers.arrange(params, stacked)),
         out_shardings=published_places(arch, mesh, stacked))
 
 
-def publisher(arch: Architecture, mesh: Mesh, dtype: DTypeLike) -> Callable[[Params], Params]:
+def publisher(arch: Architecture, mesh: Mesh, dtype: DTypeLike, stacked: bool
+              ) -> Callable[[Params], Params]:
     """Returns a function that casts, reshards and arranges parameters where they need it."""
-    stacked = layers.are_scanned(sharding.platform(mesh))
     wanted, other = (published_places(arch, mesh, form) for form in (stacked, not stacked))
-    convert = cast(arch, mesh, dtype)
+    convert = cast(arch, mesh, dtype, stacked)
 
     def publish(params: Params) -> Params:
         as_wanted = layers.is_stacked(params) == stacked
