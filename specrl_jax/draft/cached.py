@@ -21,7 +21,7 @@ from specrl_jax.draft.protocol import Drafter, Project, RolloutInfo, Survive, ta
 from specrl_jax.draft.tree import roots
 from specrl_jax.model.architecture import Architecture, is_param
 from specrl_jax.model.rows import for_rows
-from specrl_jax.sharding import ROLLOUT_RULES, ROWS, on_any_shard, shardings
+from specrl_jax.sharding import ROLLOUT_RULES, ROWS, on_any_shard, shardings, straight_line
 from specrl_jax.structs import (
     Array,
     DrafterParams,
@@ -71,7 +71,7 @@ def drafter(growth: Growth, layer: Architecture, dtype: DTypeLike, *, name: str,
         propose=functools.partial(_propose, growth),
         init=functools.partial(_init, layer, growth.depth, dtype, bool(taps)),
         prefill=_prefill, copy_prompt=functools.partial(_copy_prompt, ahead), observe=_observe,
-        needs_catch_up=True,
+        needs_catch_up=True, catch_up=functools.partial(_catch_up, growth),
         skip_to=lambda state, context: state.replace(cache=state.cache.replace(
             length=np.maximum(context - ahead, 0))),
         names=(name,), bind=bind, taps=taps, project=project)
@@ -193,14 +193,13 @@ def _propose(growth: Growth, params: DrafterParams, state: CachedState, frontier
 
     What ends a loop or selects a branch is reduced over all data shards first.
     """
-    cache, chunk = state.cache, chunk_of(growth.depth)
+    if straight_line():
+        cache = _read(growth, params, state, frontier, 1)
+        return grow(growth, params, cache.kv, cache.hidden.T, frontier, rows, spec, survive
+                    ), state.replace(cache=cache)
     wanted = (spec.depth > 0) & on_any_shard(frontier.live.any())
-    target = frontier.context + 1 - growth.network.ahead
-    missing = jnp.where(frontier.live & wanted, target - cache.length, 0)
-    trips = jax.lax.pmax((missing.max() + chunk - 1) // chunk, ROWS)
-    step = functools.partial(_catch_up, growth.network, chunk, params, state.tokens,
-                             state.features, jnp.where(frontier.live, target, 0))
-    cache = jax.lax.fori_loop(0, trips, lambda _, cache: step(cache), cache)
+    chunks = jnp.where(wanted, _unread_chunks(growth, state, frontier), 0)
+    cache = _read(growth, params, state, frontier, chunks)
     tree = jax.lax.cond(
         wanted,
         lambda: grow(growth, params, cache.kv, cache.hidden.T, frontier, rows, spec, survive),
@@ -209,8 +208,39 @@ def _propose(growth: Growth, params: DrafterParams, state: CachedState, frontier
     return tree, state.replace(cache=cache)
 
 
-def _catch_up(network: Network, chunk: int, params: DrafterParams, tokens: Array,
-              features: Array | None, target: Array, cache: NetworkCache) -> NetworkCache:
+def _catch_up(growth: Growth, params: DrafterParams, state: CachedState, frontier: Frontier
+              ) -> CachedState:
+    """Reads all but the chunk that `propose` reads; on a CPU that one reads whatever is missing."""
+    if not straight_line():
+        return state
+    chunks = _unread_chunks(growth, state, frontier) - 1
+    return state.replace(cache=_read(growth, params, state, frontier, chunks))
+
+
+def _unread_chunks(growth: Growth, state: CachedState, frontier: Frontier) -> Array:
+    """Returns i32[], how many chunks the row that is furthest behind has to read, on any shard."""
+    chunk = chunk_of(growth.depth)
+    missing = jnp.where(frontier.live, _target(growth, frontier) - state.cache.length, 0)
+    return jax.lax.pmax((missing.max() + chunk - 1) // chunk, ROWS)
+
+
+def _target(growth: Growth, frontier: Frontier) -> Array:
+    """Returns i32[B], the positions to have processed before a draft."""
+    return jnp.where(frontier.live, frontier.context + 1 - growth.network.ahead, 0)
+
+
+def _read(growth: Growth, params: DrafterParams, state: CachedState, frontier: Frontier,
+          chunks: Array | int) -> NetworkCache:
+    """Returns the cache after processing up to `chunks` chunks of committed tokens."""
+    step = functools.partial(_read_chunk, growth.network, chunk_of(growth.depth), params,
+                             state.tokens, state.features, _target(growth, frontier))
+    if isinstance(chunks, int):
+        return step(state.cache)
+    return jax.lax.fori_loop(0, chunks, lambda _, cache: step(cache), state.cache)
+
+
+def _read_chunk(network: Network, chunk: int, params: DrafterParams, tokens: Array,
+                features: Array | None, target: Array, cache: NetworkCache) -> NetworkCache:
     """Processes up to `chunk` positions of each row, none at or beyond target i32[B]."""
     batch = target.shape[0]
     row = jnp.arange(batch, dtype=jnp.int32)[:, None]
