@@ -166,8 +166,14 @@ def copy(whole: Array, fill: SlotFill, width: int, axis: int = 1) -> Array:
 def extend(whole: T, at: Array, new: T, axis: Any = 1) -> T:
     """Writes `new` [B, ...] into rows of `whole` from position at[b] along `axis` on.
 
-    Both may be trees of arrays, and `axis` then is one of ints.
+    Both may be trees of arrays, and `axis` then is one of ints. Accelerators write all rows at
+    once; a CPU's scatter would copy the whole array.
     """
+    if straight_line():
+        return jax.tree.map(lambda whole, new, axis: jax.vmap(
+            lambda row, new, at: jax.lax.dynamic_update_slice_in_dim(
+                row, new.astype(row.dtype), at, axis - 1))(whole, new, at), whole, new, axis)
+
     def write(b: Array, whole: Array, new: Array, axis: int) -> Array:
         row = jax.lax.dynamic_slice_in_dim(new, b, 1, 0).astype(whole.dtype)
         start = [b if i == 0 else at[b] if i == axis else jnp.int32(0) for i in range(whole.ndim)]

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from specrl_kernels import rms_norm as kernels
+from specrl_kernels.dispatch import traced_for
 from specrl_kernels.narrow_matmul import narrow_matmul
 from specrl_kernels.tree_attention import tree_attention
 
@@ -91,11 +92,9 @@ def project(weight: Array, x: Array, axes: int = 1, decode: bool = False, dtype:
         def product(weight: Array, x: Array) -> Array:
             return jnp.tensordot(weight, x, axes, preferred_element_type=dtype)
 
-        if dtype in (None, x.dtype):
-            return product(weight, x)
-        return jax.lax.platform_dependent(  # a CPU lacks some mixed products
-            weight, x, default=product,
-            cpu=lambda *narrow: product(*(a.astype(dtype) for a in narrow)))
+        if dtype not in (None, x.dtype) and traced_for().platform == "cpu":
+            weight, x = weight.astype(dtype), x.astype(dtype)  # it lacks some mixed products
+        return product(weight, x)
     out, tokens = weight.shape[: weight.ndim - axes], x.shape[axes:]
     inner = math.prod(x.shape[:axes])
     y = narrow_matmul(weight.reshape(-1, inner), x.reshape(inner, -1))

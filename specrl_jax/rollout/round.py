@@ -17,7 +17,7 @@ from specrl_jax.draft.tree import compact, roots
 from specrl_jax.model import transformer
 from specrl_jax.model.transformer import Packing
 from specrl_jax.rollout.plan import NOT_FORCED, Decoder, Kept, RoundPlan, buckets_of
-from specrl_jax.sharding import ROWS, either
+from specrl_jax.sharding import ROWS, either, straight_line
 from specrl_jax.structs import (
     Array,
     Cache,
@@ -185,8 +185,13 @@ def pack(live: Array, parent: Array, packed: int) -> Packing:
         place = index.reshape(batch, nodes)
     else:
         flat = live.reshape(-1)
-        index = jnp.nonzero(flat, size=packed, fill_value=0)[0].astype(jnp.int32)
-        place = jnp.where(flat, jnp.cumsum(flat, dtype=jnp.int32) - 1, 0).reshape(live.shape)
+        order = jnp.cumsum(flat, dtype=jnp.int32) - 1
+        if straight_line():  # `nonzero` adds up places, which accelerators do in a loop
+            found = flat[None] & (order[None] == jnp.arange(packed)[:, None])
+            index = jnp.where(found, jnp.arange(flat.shape[0], dtype=jnp.int32)[None], 0).sum(1)
+        else:
+            index = jnp.nonzero(flat, size=packed, fill_value=0)[0].astype(jnp.int32)
+        place = jnp.where(flat, order, 0).reshape(live.shape)
     return Packing(row=index // nodes, node=index % nodes, place=place, parent=parent)
 
 
@@ -220,7 +225,7 @@ def verify_in(decoder: Decoder, params: Params, drafter_params: DrafterParams, c
         taps = jnp.moveaxis(features, 0, -1)[along]
     original = jnp.take_along_axis(order, verdict.path, 1)
     rows_of = jnp.arange(live.shape[0])[:, None]
-    draws = jnp.zeros(live.shape, jnp.int32).at[rows_of, order].set(draws)
+    draws = jnp.zeros(live.shape, jnp.int32).at[rows_of, order].set(draws, unique_indices=True)
     return verdict.replace(path=original), Path(kv=_along(fresh, along), taps=taps, draw=draws,
                                                verified=live)
 
