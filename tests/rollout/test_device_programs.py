@@ -1,8 +1,9 @@
 """What a launch asks the host for, and moves between devices, on accelerators that are not there.
 
-Attention and the write to the cache have tests of their own and are left out.
+Attention has tests of its own and is left out.
 """
 
+import functools
 import re
 from typing import Any
 
@@ -21,12 +22,11 @@ from specrl_jax.control.protocol import Limits
 from specrl_jax.draft import eagle_model, grow
 from specrl_jax.draft.eagle import eagle
 from specrl_jax.draft.eagle_model import EagleArch
-from specrl_jax.model import transformer
+from specrl_jax.model import cache, layers
 from specrl_jax.rollout.decode_loop import launch
 from specrl_jax.rollout.engine import Engine
 from specrl_jax.rollout.plan import buckets_of
 from specrl_jax.rollout.sampler import publisher
-from specrl_jax.verify import commit
 
 ROWS, VOCAB, DRAFT_VOCAB, WIDTH = 4, 1000, 600, 16
 ARCH = tiny_arch(num_layers=2, vocab_size=VOCAB)
@@ -38,14 +38,13 @@ PLATFORMS = pytest.mark.parametrize("platform", ["gpu", "tpu"])
 
 def engine_of(drafts: bool, truncates: bool = False, dtype: Any = jnp.float32, **changes: Any
               ) -> Engine:
+    made = functools.partial(make_engine, ARCH, TASK, batch=ROWS, truncates=truncates, **changes)
     if not drafts:
-        return make_engine(ARCH, TASK, batch=ROWS, truncates=truncates, **changes)
+        return made()
     drafter = eagle(EAGLE, DEPTH, BRANCH, NODES, dtype=dtype)
-    found = make_engine(ARCH, TASK, drafter=drafter, batch=ROWS, truncates=truncates, **changes)
-    limits = Limits(DEPTH, BRANCH, NODES, (1.0,), {ROWS: buckets_of(found.decoder, ROWS)}, 22)
-    controller = budget.make(ControlConfig(), SpecOptions(), limits)
-    return make_engine(ARCH, TASK, drafter=drafter, batch=ROWS, truncates=truncates,
-                       controller=controller, **changes)
+    buckets = {ROWS: buckets_of(made(drafter=drafter).decoder, ROWS)}
+    return made(drafter=drafter, controller=budget.make(
+        ControlConfig(), SpecOptions(), Limits(DEPTH, BRANCH, NODES, (1.0,), buckets, 22)))
 
 
 def traced(engine: Engine, platform: str, dtype: Any = jnp.float32) -> Any:
@@ -57,11 +56,14 @@ def traced(engine: Engine, platform: str, dtype: Any = jnp.float32) -> Any:
     if engine.decoder.drafter.taps:
         own = engine.decoder.drafter.bind(params, {
             "weights": eagle_model.initialize(EAGLE, 0), "vocab": jnp.arange(DRAFT_VOCAB)})
+    params = layers.arrange(params, layers.are_scanned(platform))
     params, own = jax.tree.map(lambda a: jax.ShapeDtypeStruct(
         a.shape, dtype if a.dtype == jnp.float32 else a.dtype), (params, own))
     state = engine.layout.abstract(ROWS).replace(
         control=jax.tree.map(np.asarray, engine.control))
     state = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), state)
+    state = state.replace(cache=state.cache.replace(kv=jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct(a.shape, dtype), state.cache.kv)))
     number = jax.ShapeDtypeStruct((), jnp.int32)
     numbers = [jax.ShapeDtypeStruct((n,), jnp.int32) for n in (1, 2)]
     mapped = jax.shard_map(
@@ -72,10 +74,8 @@ def traced(engine: Engine, platform: str, dtype: Any = jnp.float32) -> Any:
 
 @pytest.fixture
 def no_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (transformer, grow):
+    for module in (cache, grow):
         monkeypatch.setattr(module, "tree_attention", lambda q, *args, **options: q)
-    monkeypatch.setattr(commit, "append", lambda cache, path, count: cache.replace(
-        length=cache.length + count))
 
 
 def asks(jaxpr: Any) -> list[Any]:
@@ -106,7 +106,7 @@ def is_jaxpr(value: Any) -> bool:
 @pytest.mark.parametrize("truncates", [False, True])
 def test_plain_round_asks_for_one_predicate(
         platform: str, truncates: bool, no_attention: None) -> None:
-    assert asks(traced(engine_of(False, truncates), platform).jaxpr.jaxpr) == [[[]]]
+    assert asks(traced(engine_of(False, truncates, platform=platform), platform).jaxpr.jaxpr) == [[[]]]
 
 
 @PLATFORMS
@@ -114,7 +114,7 @@ def test_plain_round_asks_for_one_predicate(
 def test_drafted_round_asks_for_a_bucket_as_well(
         platform: str, truncates: bool, no_attention: None) -> None:
     """A launch alternates between plain rounds, each plan's in a loop, and drafted ones."""
-    engine = engine_of(True, truncates)
+    engine = engine_of(True, truncates, platform=platform)
     buckets = len(buckets_of(engine.decoder, ROWS))
     plain_rounds, catch_up, drafted_rounds = [[]], [], [buckets]
     assert buckets > 2
@@ -122,12 +122,12 @@ def test_drafted_round_asks_for_a_bucket_as_well(
         [plain_rounds, catch_up, drafted_rounds]]
 
 
-@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+@PLATFORMS
 def test_head_is_read_in_its_own_dtype(platform: str, no_attention: None) -> None:
     """Its products accumulate in float32 without a copy of it in float32."""
-    engine = engine_of(True, dtype=jnp.bfloat16)
-    text = traced(engine, {"cuda": "gpu"}.get(platform, platform), jnp.bfloat16).lower(
-        lowering_platforms=(platform,)).as_text()
+    engine = engine_of(True, dtype=jnp.bfloat16, platform=platform)
+    text = traced(engine, platform, jnp.bfloat16).lower(
+        lowering_platforms=({"gpu": "cuda"}.get(platform, platform),)).as_text()
     for size in (VOCAB, DRAFT_VOCAB):
         head = f"tensor<{size}x{WIDTH}xbf16>"
         assert re.search(rf"dot_general .*\({head}, .*-> tensor<{size}x{ROWS}xf32>", text)
