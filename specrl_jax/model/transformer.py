@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from specrl_kernels import rms_norm as kernels
+from specrl_kernels.dispatch import automatic_axes, traced_for
 from specrl_kernels.narrow_matmul import narrow_matmul
 
 from specrl_jax.model import layers
@@ -90,18 +91,14 @@ def project(weight: Array, x: Array, axes: int = 1, decode: bool = False, dtype:
     """Returns weight [..., in] times x [in, ...], contracting the last `axes` of weight.
 
     Args:
-      decode: x has few tokens and is not differentiated; a kernel for that case may run.
+      decode: x has few tokens and is not differentiated; a CPU has a kernel for that case.
       dtype: of the result; None is that of x.
     """
-    if not decode:
-        def product(weight: Array, x: Array) -> Array:
-            return jnp.tensordot(weight, x, axes, preferred_element_type=dtype)
-
-        if dtype in (None, x.dtype):
-            return product(weight, x)
-        return jax.lax.platform_dependent(  # a CPU lacks some mixed products
-            weight, x, default=product,
-            cpu=lambda *narrow: product(*(a.astype(dtype) for a in narrow)))
+    cpu = traced_for().platform == "cpu"
+    if not decode or not cpu or automatic_axes()[1] > 1:  # a split weight cannot be reshaped
+        if cpu and dtype not in (None, x.dtype):
+            weight, x = weight.astype(dtype), x.astype(dtype)  # it lacks some mixed products
+        return jnp.tensordot(weight, x, axes, preferred_element_type=dtype)
     out, tokens = weight.shape[: weight.ndim - axes], x.shape[axes:]
     inner = math.prod(x.shape[:axes])
     y = narrow_matmul(weight.reshape(-1, inner), x.reshape(inner, -1))
