@@ -82,14 +82,14 @@ class OnlineDistillation:
         self._compute_targets = programs.compute_targets.lower(self._window, actor, blank).compile()
         found = jax.tree.map(np.asarray, self._compute_targets(actor, blank))
         targets = jax.tree.map(lambda a: np.resize(a, (n, *a.shape[1:])), found)
-        batch = self._put((_blank(n, b, self._columns), targets))
+        batch = self.put((_blank(n, b, self._columns), targets))
         frozen = self._frozen_params()
         self._update = programs.update.lower(state, frozen, *batch).compile()
         if options.when == "trigger":
             self._evaluate = programs.evaluate.lower(
                 state.params, frozen, *batch, *self._no_noise(n, b)).compile()
 
-    def _put(self, batch: Batch) -> Batch:
+    def put(self, batch: Batch) -> Batch:
         """Puts a host batch on the devices, the rows over data shards."""
         mesh = self._programs.mesh
         rows, tall = (NamedSharding(mesh, P(*axes, sharding.ROWS)) for axes in ([None], [None] * 2))
@@ -119,7 +119,7 @@ class OnlineDistillation:
         """Measures acceptance of first drafts on the newest rollout, and what entropy explains."""
         batch, targets = self.buffer.draw(self._rng(step, WATCH), self.options.batch,
                                           self.options.micro_batch, newest=True)
-        found = self._evaluate(params, self._frozen_params(), *self._put((batch, targets)),
+        found = self._evaluate(params, self._frozen_params(), *self.put((batch, targets)),
                                *self._no_noise(*batch.length.shape))
         live = np.asarray(found.live)[:, 0]
         acceptance, entropy = np.asarray(found.alpha)[:, 0][live], targets.entropy[live]
@@ -134,11 +134,11 @@ class OnlineDistillation:
                             self._programs.replicate(self.buffer.heads))
 
     def run(self, state: LearnerState, step: int) -> UpdateResult:
-        return self._run(state, self._frozen_params(), self._draw(step))
+        return self.train_on(state, self._frozen_params(), self._draw(step))
 
     def start(self, state: LearnerState, step: int) -> None:
         """Starts the same updates in a thread; it reads copies only."""
-        self._running = self._thread.submit(self._run, state, self._frozen_params(),
+        self._running = self._thread.submit(self.train_on, state, self._frozen_params(),
                                             self._draw(step))
 
     def take_result(self) -> UpdateResult | None:
@@ -154,11 +154,12 @@ class OnlineDistillation:
         return [self.buffer.draw(rng, options.batch, options.micro_batch)
                 for _ in range(options.updates)]
 
-    def _run(self, state: LearnerState, frozen: FrozenParams, batches: list[Batch]) -> UpdateResult:
+    def train_on(self, state: LearnerState, frozen: FrozenParams, batches: list[Batch]
+                 ) -> UpdateResult:
         """Updates on host batches; touches nothing but its arguments."""
         began, updates = time.perf_counter(), []
         for batch in batches:
-            state, metrics = self._update(state, frozen, *self._put(batch))
+            state, metrics = self._update(state, frozen, *self.put(batch))
             updates.append({name: np.asarray(value).tolist() for name, value in metrics.items()})
         return UpdateResult(state, updates, time.perf_counter() - began)
 
