@@ -15,7 +15,6 @@ from helpers import ROOT, script_environment
 from experiments.bench import staleness, staleness_arms, subprocess_runner
 from specrl_jax.config import Config, ConfigError, load_config
 from specrl_jax.io.metrics import Writer
-from specrl_jax.verify.registry import RULES
 
 CONFIG = load_config("staleness")
 
@@ -85,20 +84,6 @@ def test_figure_is_drawn(case: Any, panels: Any, tmp_path: Path) -> None:
     staleness.draw({"0": case, "1": case, "2": {"plain": case["plain"]}}, tmp_path / "figure.png",
                    panels)
     assert (tmp_path / "figure.png").stat().st_size > 10_000
-
-
-def test_arms_equal_configs_share_a_run() -> None:
-    arms = {name: staleness_arms.configs(CONFIG, name, "h") for name in staleness_arms.QUESTIONS}
-    places = {(question, name): staleness_arms.place(CONFIG, question, name)
-              for question, of in arms.items() for name in of}
-    assert places["losses", "lk"] == places["intervals", "every_1"] == "modes/every_step"
-    assert places["intervals", "late_1"] == "modes/overlap"
-    assert places["losses", "frozen"] == "modes/frozen"
-    assert len(set(places.values())) == 27
-    assert arms["intervals"]["late_3"].distill.overlap
-    assert {arm.spec.rule for arm in arms["bugs"].values()} <= set(RULES)
-    off = dataclasses.replace(CONFIG, distill=dataclasses.replace(CONFIG.distill, loss="tv"))
-    assert staleness_arms.place(off, "losses", "lk") == "losses/lk"
 
 
 @pytest.mark.parametrize("flags, message", [
