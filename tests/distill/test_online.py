@@ -14,10 +14,7 @@ import pytest
 from helpers import counting, micro_config, micro_trainer_to_compile, repeatable_metrics
 
 from specrl_jax import trainer as loop
-from specrl_jax.config import (
-    ConfigError,
-    DistillConfig,
-)
+from specrl_jax.config import ConfigError, DistillConfig
 from specrl_jax.distill import drafter as drafters
 from specrl_jax.distill.drafter import DrafterManager, FrozenDrafter
 from specrl_jax.distill.health import Probe, equal, fault_of, summarize

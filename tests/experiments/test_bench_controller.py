@@ -31,9 +31,8 @@ def test_best_fixed_is_chosen_by_other_runs() -> None:
     assert controller_stats.near(CHOOSING) == ["off", "1x1x2"]
 
 
-def case(duels: list[Any] | None = None) -> dict[str, Any]:
-    found = {"best_fixed": "1x1x2", "seconds": TIMES, "duels": duels or [], "explained": {
-        "budget": {}}}
+def case() -> dict[str, Any]:
+    found = {"best_fixed": "1x1x2", "seconds": TIMES, "duels": [], "explained": {"budget": {}}}
     return found | {"arms": controller_stats.arms(found)}
 
 

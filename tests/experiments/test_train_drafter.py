@@ -12,10 +12,7 @@ import pytest
 from helpers import with_fields
 
 from specrl_jax import sharding
-from specrl_jax.config import (
-    Config,
-    ConfigError,
-)
+from specrl_jax.config import Config, ConfigError
 from specrl_jax.distill import data as drafter_data
 from specrl_jax.distill import offline, teacher
 from specrl_jax.distill.data import Corpus
