@@ -8,18 +8,8 @@ import jax
 import numpy as np
 import pytest
 
-from experiments.bench import (
-    drafter,
-    hardware,
-    results,
-    roofline,
-    tables,
-    timing,
-    workload,
-)
-from experiments.bench import (
-    learner as learner_bench,
-)
+from experiments.bench import drafter, hardware, results, roofline, tables, timing, workload
+from experiments.bench import learner as learner_bench
 from experiments.bench.hardware import Hardware
 from experiments.bench.rollout import Setting, run_case
 from specrl_jax import sharding
