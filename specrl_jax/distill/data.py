@@ -20,6 +20,7 @@ from specrl_jax import prng, sharding
 from specrl_jax.config import Config, ConfigError, check
 from specrl_jax.distill.teacher import SequenceBatch
 from specrl_jax.io.data import load_examples, messages
+from specrl_jax.io.places import local_path, writing
 from specrl_jax.model.tokenizer import Tokenizer
 from specrl_jax.model.transformer import Params
 from specrl_jax.model.weights import Source
@@ -110,7 +111,8 @@ def gather(config: Config, source: Source, params: Params, prompts: tuple[Prompt
     """
     tokenizer, (training, held) = source.tokenizer, prompts
     longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
-    read = [read_texts(Path(texts), tokenizer, config.data.system, longest)] if texts else []
+    read = [read_texts(local_path("--texts", texts), tokenizer, config.data.system, longest)
+            ] if texts else []
     every = Prompts([*held.examples, *training.examples], held.texts + training.texts,
                     held.tokens + training.tokens)
     sampler, at_once = _sampler(config, source, samples, len(every.tokens))
@@ -144,7 +146,8 @@ def roll_out(sampler: Sampler, prompts: Prompts, at_once: int, directory: Path,
 
     Returns FIELDS of all sequences, in canonical order within each part of `at_once` prompts.
     """
-    directory.mkdir(parents=True, exist_ok=True)
+    with writing(directory):
+        directory.mkdir(parents=True, exist_ok=True)
     batches, parts = prompt_batches(prompts, at_once), []
     paths = [directory / f"{number:05d}.npz" for number in range(len(batches))]
     if not all(path.exists() for path in paths):
@@ -175,11 +178,16 @@ def read_part(path: Path) -> dict[str, np.ndarray]:
 def write_part(path: Path, arrays: dict[str, np.ndarray]) -> None:
     """Stores a part of the rollouts: the whole file or none."""
     temporary = path.with_suffix(".tmp")
-    with open(temporary, "wb") as file:
-        np.savez_compressed(file, allow_pickle=False, **arrays)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with writing(path):
+            with open(temporary, "wb") as file:
+                np.savez_compressed(file, allow_pickle=False, **arrays)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+    except ConfigError:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def scored_corpus(rolled: dict[str, np.ndarray], prompts: Prompts, seed: int,

@@ -22,7 +22,7 @@ from specrl_jax.distill.metrics import by_depth, summarize, table
 from specrl_jax.distill.teacher import SequenceBatch, TeacherTargets
 from specrl_jax.draft import eagle_model, eagle_weights
 from specrl_jax.draft.eagle_model import EagleArch
-from specrl_jax.io import lock, metrics
+from specrl_jax.io import lock, metrics, resume
 from specrl_jax.io.checkpoint import Checkpoints
 from specrl_jax.io.data import digest, step_prompts
 from specrl_jax.io.progress import Progress
@@ -198,14 +198,14 @@ def train_drafter(config: Config, options: DrafterTraining, workdir: Path,
     actor = actor or open_actor(config)
     description = as_dict(config) | {"drafter_training": as_dict(options), "actor": {
         "run": actor.run and str(actor.run), "step": actor.step}}
-    metrics.check_config(workdir, description)
+    resume.check_config(workdir, description)
     progress = Progress(options.steps, 0)
     prompts = data.load_prompts(config, actor.source.tokenizer, options.rollout_prompts,
                                 options.eval_split, options.eval_prompts, progress.say)
     metrics.make_workdir(workdir)
     with lock.hold(workdir, progress.say):
-        metrics.check_config(workdir, description)
-        metrics.check_data(workdir, {name: digest(part.examples) for name, part in zip(
+        resume.check_config(workdir, description)
+        resume.check_data(workdir, {name: digest(part.examples) for name, part in zip(
             ("training", "held-out"), prompts, strict=True)})
         metrics.write_config(workdir, description)
         return _train(config, options, workdir, actor, prompts, progress)
