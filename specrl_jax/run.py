@@ -16,6 +16,7 @@ from specrl_jax.io.compilation import CompilationCounter
 from specrl_jax.io.progress import Progress
 from specrl_jax.model import architecture, weights
 from specrl_jax.model.architecture import Architecture
+from specrl_jax.rl.judge import RewardError
 from specrl_jax.rollout.prompts import make_prompts
 from specrl_jax.trainer import Trainer
 
@@ -117,11 +118,18 @@ def run_steps(trainer: Trainer, checkpoints: Checkpoints, writer: metrics.Writer
 
     Raises:
       TrainingError: too many non-finite updates in a row; a checkpoint is written first.
+      RewardError: a reward failed; the same.
     """
     config = trainer.config
     while trainer.step_number < config.steps:
         yield
-        record, samples = trainer.step(progress.rollout, progress.phase)
+        try:
+            record, samples = trainer.step(progress.rollout, progress.phase)
+        except RewardError:
+            if trainer.step_number % config.checkpoint_every:
+                writer.sync()
+                checkpoints.save(trainer.step_number, trainer.arrays(), trainer.meta())
+            raise
         record["compilations"] = compilations.take()
         record, first = record | first, {}
         if record["compilations"]:

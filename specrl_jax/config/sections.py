@@ -58,8 +58,14 @@ class RewardConfig(Section, prefix="reward"):
     terms: tuple[str, ...] = option(("exact",), "exact, exact_only, has_answer_marker, "
                                     "digit_fraction, latex, or package.module:function")
     weights: tuple[float, ...] = option((1.0,), "one weight a term")
+    workers: int = option(0, "processes that judge answers; 0: the run's own, but latex in one a "
+                             "core", low=0)
+    seconds: float = option(2.0, "CPU seconds that such a process may take for an answer; one that "
+                                 "takes latex longer is wrong, another reward ends the run",
+                            within="(0, 86400]")
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.check(len(self.terms) > 0, "terms", "name at least one reward")
         self.check(len(self.terms) == len(self.weights), "weights",
                    f"give one weight for each of the {len(self.terms)} terms")

@@ -23,8 +23,8 @@ from specrl_jax.io.data import load_examples, messages
 from specrl_jax.model.tokenizer import Tokenizer
 from specrl_jax.model.transformer import Params
 from specrl_jax.model.weights import Source
+from specrl_jax.rl import judge
 from specrl_jax.rl.advantage import group as group_advantages
-from specrl_jax.rl.reward import ComposedReward, compose
 from specrl_jax.rollout.prompts import Prompts, make_prompts, prompt_batches
 from specrl_jax.rollout.sampler import Sampler
 from specrl_jax.rollout.scoring import score_rollout
@@ -113,10 +113,11 @@ def gather(config: Config, source: Source, params: Params, prompts: tuple[Prompt
     read = [read_texts(Path(texts), tokenizer, config.data.system, most)] if texts else []
     every = Prompts([*held.examples, *training.examples], held.texts + training.texts,
                     held.tokens + training.tokens)
+    judge.check_answers(config.reward.terms, every.examples)
     sampler, at_once = _sampler(config, source, samples, len(every.tokens))
     sampler.publish(params, 0)
     rolled = roll_out(sampler, every, at_once, directory, say)
-    reward = compose(config.reward.terms, config.reward.weights)
+    reward = judge.of_config(config.reward, say)
     scored = [scored_corpus(rolled, part, config.seed, reward, tokenizer)
               for part in (training, held) if part.texts]
     return join([*scored[:-1], *read]), scored[-1]
@@ -180,7 +181,7 @@ def _store(path: Path, arrays: dict[str, np.ndarray]) -> None:
 
 
 def scored_corpus(rolled: dict[str, np.ndarray], prompts: Prompts, seed: int,
-                  reward: ComposedReward, tokenizer: Tokenizer) -> Corpus:
+                  reward: judge.Judge, tokenizer: Tokenizer) -> Corpus:
     """Returns the sequences of `prompts` among FIELDS `rolled`, with rewards and advantages."""
     mine = np.isin(rolled["prompt_id"], list(prompts.place))
     stored = {name: values[mine] for name, values in rolled.items()}
