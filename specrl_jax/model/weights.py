@@ -5,6 +5,8 @@ import importlib.util
 import re
 from pathlib import Path
 
+import numpy as np
+
 from specrl_jax.config import ConfigError
 from specrl_jax.model import tiny
 from specrl_jax.model.architecture import Architecture
@@ -12,7 +14,7 @@ from specrl_jax.model.families import FAMILIES
 from specrl_jax.model.gguf_file import gguf_architecture, gguf_tensors, open_gguf
 from specrl_jax.model.gguf_tokenizer import gguf_tokenizer
 from specrl_jax.model.hf_directory import fetch, open_directory
-from specrl_jax.model.tensors import Tensors, check_tensors, pack
+from specrl_jax.model.tensors import EMBED, HEAD, Tensors, check_tensors, pack
 from specrl_jax.model.tokenizer import Tokenizer
 from specrl_jax.structs import Params
 
@@ -29,8 +31,24 @@ class Source:
     source: str  # directory, file or name
 
     def params(self) -> Params:
-        """Reads the weights and returns the tree of architecture.describe in float32."""
-        return pack(self.arch, self.tensors)
+        """Reads the weights and returns the tree of architecture.describe in float32. Raises
+        ConfigError if a weight is not finite, or a head beside tied embeddings differs from them.
+        """
+        read = self.tensors.read
+        if self.arch.tied and HEAD in self.tensors.shapes and not np.array_equal(
+                read(HEAD), read(EMBED)):
+            raise ConfigError(f"{self.source}: tie_word_embeddings is true, but {HEAD} differs "
+                              "from the embedding; set it to false to use that tensor, or remove "
+                              "the tensor")
+        return pack(self.arch, Tensors(self.tensors.shapes, self._finite))
+
+    def _finite(self, name: str) -> np.ndarray:
+        array = self.tensors.read(name)
+        if not np.isfinite(array.min()) or not np.isfinite(array.max()):  # without a copy
+            raise ConfigError(f"{self.source}: tensor {name} has {(~np.isfinite(array)).sum()} "
+                              "values that are not finite; the training that wrote it diverged or "
+                              "overflowed, take an earlier checkpoint")
+        return array
 
 
 def describe_source(path: str, field: str = "model.path", family: str = "") -> Source:
@@ -103,4 +121,8 @@ def _checked(arch: Architecture, tokenizer: Tokenizer, tensors: Tensors, source:
     if tokenizer.vocab_size > arch.vocab_size:
         raise ConfigError(f"{source}: the tokenizer has ids up to {tokenizer.vocab_size - 1}, but "
                           f"the embedding only {arch.vocab_size} rows; take both from one model")
+    beyond = [i for i in tokenizer.stop_ids if i >= arch.vocab_size]
+    if beyond:
+        raise ConfigError(f"{source}: eos_token_id = {beyond[0]}: the embedding has only "
+                          f"{arch.vocab_size} rows; correct generation_config.json or config.json")
     return Source(arch, tokenizer, tensors, source)

@@ -69,6 +69,9 @@ class Sampler:
         check(most <= arch.max_position, "rollout.max_new_tokens", config.rollout.max_new_tokens,
               f"with rollout.max_prompt_tokens that is {most} positions; the model has "
               f"{arch.max_position}")
+        if not stop:
+            warn("the model's files name no end-of-sequence token, so every answer runs to "
+                 "rollout.max_new_tokens; add eos_token_id to generation_config.json")
         self.config, self.group, self.mesh = config, group, mesh
         self.drafters = drafters.make(config, arch, stop, group, warn, tokenizer,
                                       drawn=RULES.resolve(config.spec.rule).needs_proposal)
