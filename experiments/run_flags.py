@@ -10,7 +10,8 @@ from typing import Any
 from absl import flags
 
 from specrl_jax.config import Config, ConfigError
-from specrl_jax.model.source import Actor, open_actor
+from specrl_jax.io.progress import say
+from specrl_jax.model.source import Actor, fit_mesh, open_actor
 
 RUN = flags.DEFINE_string("run", None, "working directory of a run: its config, which --config.* "
                           "may override, and its weights; without it, the model at "
@@ -36,6 +37,9 @@ def resolve(config: Config, flag_values: flags.FlagValues = flags.FLAGS) -> tupl
     if flag_values["config"].present:
         raise ConfigError(f"--run={flag_values.run}: brings its own config; drop --config and "
                           f"override fields with --config.FIELD=VALUE")
+    config_flag: Any = flag_values["config"]
+    if not any(field.startswith("mesh.") for field in config_flag.override_values):
+        config = fit_mesh(config, say)
     return config, open_actor(config, Path(flag_values.run), flag_values.step)
 
 

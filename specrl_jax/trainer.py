@@ -18,7 +18,7 @@ import collections
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, Protocol
 
 import jax
@@ -28,7 +28,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from specrl_jax import sharding
-from specrl_jax.config import Config
+from specrl_jax.config import Config, ConfigError
 from specrl_jax.distill import drafter
 from specrl_jax.draft.response_cache import ResponseCache, capacity
 from specrl_jax.io import data, launches
@@ -50,9 +50,10 @@ GAPS = ("logprob_gap", "logprob_gap_max", "logprob_gap_tokens")  # under the wei
 class CheckpointReader(Protocol):
     """What `Trainer.restore` reads; io.checkpoint.Checkpoints is one."""
 
-    def restore_latest(self, abstract: dict[str, PyTree]
+    def restore_latest(self, abstract: dict[str, PyTree], required: Collection[str] | None = None
                        ) -> tuple[int, dict[str, PyTree], Json] | None:
-        """Returns (step, arrays like `abstract`, meta), None if there is no checkpoint."""
+        """Returns (step, arrays like `abstract`, meta), None if there is no checkpoint;
+        entries beyond `required` are left out where the checkpoint has others."""
         ...
 
 
@@ -222,9 +223,9 @@ class Trainer:
         with timer("reward"):
             try:
                 samples, rewards, terms = self.score(rollout)
-            except judge.RewardError:
+            except ConfigError as error:  # in this process or in another
                 engine.control, engine.acceptance = before
-                raise
+                raise judge.RewardError(str(error)) from error
             if self.config.spec.history_past:
                 self.responses.add(rollout.prompt_id, rollout.tokens, rollout.length, step)
             advantage = self._advantages(rewards)
@@ -326,21 +327,35 @@ class Trainer:
         return {"step": self.step_number, "seed": self.config.seed, "bad_steps": self.bad_steps,
                 "drafter": self.drafter.meta()}
 
-    def restore(self, checkpoints: CheckpointReader) -> bool:
-        """Continues from the newest intact checkpoint; returns whether there is one."""
-        abstract = jax.tree.map(
+    def restore(self, checkpoints: CheckpointReader, renewed: Collection[str] | None = None
+                ) -> bool:
+        """Continues from the newest intact checkpoint; returns whether there is one.
+
+        Args:
+          renewed: None asks for a checkpoint of this very config. Else what is named here
+            ("control", "acceptance", "drafter"), and what has other shapes, starts anew.
+        """
+        drafter, anew = set(self.drafter.arrays()), set(renewed or ())
+        anew |= drafter if "drafter" in anew else set()
+        abstract = {key: jax.tree.map(
             lambda a: a if isinstance(a, np.ndarray) else jax.ShapeDtypeStruct(
-                a.shape, a.dtype, sharding=a.sharding), self.arrays())
-        found = checkpoints.restore_latest(abstract)
+                a.shape, a.dtype, sharding=a.sharding), part)
+            for key, part in self.arrays().items() if key not in anew}
+        found = checkpoints.restore_latest(
+            abstract, None if renewed is None else ("actor", "optimizer"))
         if found is None:
             return False
         _, arrays, meta = found
         self.state = LearnerState(arrays["actor"], arrays["optimizer"])
-        self.responses.restore(arrays["history"])
-        self.sampler.engine.control = arrays["control"]
-        self.sampler.engine.acceptance = jax.tree.map(np.asarray, arrays["acceptance"])
         self.step_number, self.bad_steps = meta["step"], meta["bad_steps"]
-        self.sampler.control_restored = True
+        engine = self.sampler.engine
+        if "history" in arrays:
+            self.responses.restore(arrays["history"])
+        if "control" in arrays:
+            engine.control, self.sampler.control_restored = arrays["control"], True
+        if "acceptance" in arrays:
+            engine.acceptance = jax.tree.map(np.asarray, arrays["acceptance"])
         self.sampler.publish(self.state.params, self.step_number)
-        self.drafter.restore(arrays, meta["drafter"])
+        if drafter <= arrays.keys():
+            self.drafter.restore(arrays, meta["drafter"])
         return True

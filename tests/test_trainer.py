@@ -135,7 +135,7 @@ def test_a_restored_trainer_holds_all_that_was_saved(monkeypatch: pytest.MonkeyP
     old.step_number, old.bad_steps = 7, 2
 
     class Saved:
-        def restore_latest(self, abstract: object) -> tuple:
+        def restore_latest(self, abstract: object, required: object = None) -> tuple:
             assert jax.tree.structure(abstract) == jax.tree.structure(old.arrays())
             return 7, jax.tree.map(np.array, old.arrays()), old.meta()
 

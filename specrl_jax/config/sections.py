@@ -209,6 +209,11 @@ class MeshConfig(Section, prefix="mesh"):
     fsdp: int = option(1, "shards of the learner's parameters", low=1)
     tensor: int = option(1, "shards of heads, hidden units and vocabulary", low=1)
 
+    @property
+    def size(self) -> int:
+        """The number of devices."""
+        return self.data * self.fsdp * self.tensor
+
 
 @dataclasses.dataclass(frozen=True)
 class Config(Section):

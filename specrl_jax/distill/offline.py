@@ -22,15 +22,16 @@ from specrl_jax.distill.metrics import by_depth, summarize, table
 from specrl_jax.distill.teacher import SequenceBatch, TeacherTargets
 from specrl_jax.draft import eagle_model, eagle_weights
 from specrl_jax.draft.eagle_model import EagleArch
-from specrl_jax.io import metrics
+from specrl_jax.io import lock, metrics, resume
 from specrl_jax.io.checkpoint import Checkpoints
 from specrl_jax.io.checksum import identity
-from specrl_jax.io.data import step_prompts
+from specrl_jax.io.data import digest, step_prompts
 from specrl_jax.io.progress import Progress
 from specrl_jax.model.source import CHECKPOINTS, Actor, open_actor
 from specrl_jax.model.transformer import Params
 from specrl_jax.model.weights import Source
 from specrl_jax.rl.learner import LearnerState
+from specrl_jax.rollout.prompts import Prompts
 from specrl_jax.rollout.sampler import publisher
 from specrl_jax.structs import Json, Metrics, PyTree
 
@@ -197,12 +198,23 @@ def train_drafter(config: Config, options: DrafterTraining, workdir: Path,
     actor = actor or open_actor(config)
     description = as_dict(config) | {"drafter_training": as_dict(options), "actor": {
         "run": actor.run and str(actor.run), "step": actor.step}}
-    metrics.check_config(workdir, description)
-    progress, source = Progress(options.steps, 0), actor.source
-    say, warn = progress.say, progress.warn
-    prompts = data.load_prompts(config, source.tokenizer, options.rollout_prompts,
-                                options.eval_split, options.eval_prompts, say)
-    metrics.write_config(workdir, description)
+    resume.check_config(workdir, description)
+    progress = Progress(options.steps, 0)
+    prompts = data.load_prompts(config, actor.source.tokenizer, options.rollout_prompts,
+                                options.eval_split, options.eval_prompts, progress.say)
+    metrics.make_workdir(workdir)
+    with lock.hold(workdir, progress.say):
+        resume.check_config(workdir, description)
+        resume.check_data(workdir, {name: digest(part.examples) for name, part in zip(
+            ("training", "held-out"), prompts, strict=True)})
+        metrics.write_config(workdir, description)
+        return _train(config, options, workdir, actor, prompts, progress)
+
+
+def _train(config: Config, options: DrafterTraining, workdir: Path, actor: Actor,
+           prompts: tuple[Prompts, Prompts], progress: Progress) -> bool:
+    """Rolls out, trains and writes the head; returns whether any update was left."""
+    source, say, warn = actor.source, progress.say, progress.warn
     say(f"loading {actor.name}")
     mesh = sharding.make_mesh(config.mesh)
     params = publisher(source.arch, mesh, jnp.dtype(config.model.dtype))(actor.params(mesh))

@@ -16,7 +16,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -169,7 +169,8 @@ class Checkpoints:
                 f"({_brief(error)}); complete ones: {kept}. Free some space and resume"
             ) from error
 
-    def restore_latest(self, abstract: PyTree) -> tuple[int, PyTree, Json] | None:
+    def restore_latest(self, abstract: PyTree, required: Collection[str] | None = None
+                       ) -> tuple[int, PyTree, Json] | None:
         """Returns the newest intact checkpoint as (step, arrays, meta); None if there is none.
 
         Newer damaged ones are reported and renamed to `STEP.damaged`, so that their steps can be
@@ -178,6 +179,8 @@ class Checkpoints:
         Args:
           abstract: the tree of jax.ShapeDtypeStruct with shardings to restore to; a leaf that is
             a numpy array comes back as one.
+          required: top-level entries that it must hold; others are left out where they are not the
+            same in `abstract` and the checkpoint. None is all.
 
         Raises:
           CheckpointError: the newest intact one holds other leaves than `abstract`.
@@ -189,7 +192,14 @@ class Checkpoints:
         if step == NONE:
             return None
         step_dir = self.directory / str(step)
-        check_leaves(step_dir, _note(step_dir)["leaves"], describe(abstract))
+        saved = _note(step_dir)["leaves"]
+        if required is not None:
+            wanted = describe(abstract)
+            keys = {name.split("/")[0] for name in [*saved, *wanted]}
+            out = {key for key in keys - set(required) if _part(saved, key) != _part(wanted, key)}
+            saved = {name: leaf for name, leaf in saved.items() if name.split("/")[0] not in out}
+            abstract = {key: part for key, part in abstract.items() if key not in out}
+        check_leaves(step_dir, saved, describe(abstract))
         restored: Any = self._manager.restore(step, args=ocp.args.Composite(
             state=_restore_args(jax.tree.map(_savable, abstract)), meta=ocp.args.JsonRestore()))
         return step, restored.state, restored.meta["meta"]
@@ -232,6 +242,11 @@ def _note(step_dir: Path) -> Json:
     return json.loads((step_dir / "meta" / "metadata").read_bytes())
 
 
+def _part(leaves: dict[str, list[Any]], key: str) -> dict[str, list[Any]]:
+    """Returns the leaves of one top-level entry."""
+    return {name: leaf for name, leaf in leaves.items() if name.split("/")[0] == key}
+
+
 def _brief(error: BaseException) -> str:
     """Returns one line; TensorStore puts the reason at the end of a long one."""
     line = (str(error).splitlines() or [type(error).__name__])[0]
@@ -254,8 +269,7 @@ def restore_part(directory: str | Path, step: int, key: str, abstract: PyTree = 
       CheckpointError: the checkpoint is missing or damaged, or lacks the entry.
     """
     step_dir = _intact(Path(directory).absolute(), step)
-    saved = {name: leaf for name, leaf in _note(step_dir)["leaves"].items()
-             if name.split("/")[0] == key}
+    saved = _part(_note(step_dir)["leaves"], key)
     if not saved:
         raise CheckpointError(f"{step_dir}: no arrays named {key!r} in this checkpoint")
     with quiet_orbax(), ocp.Checkpointer(_array_handler()) as checkpointer:

@@ -1,6 +1,7 @@
 """The actor of an evaluation or a single prompt: a model, or a run at one of its steps."""
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from specrl_jax import sharding
-from specrl_jax.config import Config, ConfigError, at_least, build
+from specrl_jax.config import Config, ConfigError, MeshConfig, at_least, build
 from specrl_jax.config.renamed import first_renamed
 from specrl_jax.io.checkpoint import list_steps, restore_part
 from specrl_jax.io.metrics import CONFIG, flat, read_config
@@ -77,3 +78,13 @@ def run_config(run: Path) -> Config:
     if renamed := first_renamed(flat(stored)):
         raise ConfigError(f"{run}: an older version started this run ({renamed}); use that version")
     return build(Config, stored)
+
+
+def fit_mesh(config: Config, say: Callable[[str], None]) -> Config:
+    """Returns a run's config for reading it here: on one device, with a line to `say`, where the
+    run's mesh has more than there are."""
+    if config.mesh.size <= jax.device_count():
+        return config
+    say(f"mesh: the run's {config.mesh.size} devices are not here; using one, which changes no "
+        f"result but by rounding (--config.mesh.data, fsdp and tensor set others)")
+    return dataclasses.replace(config, mesh=MeshConfig())

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from specrl_jax.io import processes
 from specrl_jax.io.data import Example
 from specrl_jax.model.tokenizer import Tokenizer
 from specrl_jax.rollout.prompts import Prompts
@@ -19,16 +20,17 @@ tokens, reward, and commits, the tokens of each round."""
 
 def score_rollout(rollout: Rollout, prompts: Prompts, tokenizer: Tokenizer, reward: Reward
                   ) -> tuple[list[Sample], np.ndarray, dict[str, float]]:
-    """Decodes every response without its stop token and rewards it.
+    """Decodes every response without its stop token and rewards it once, in one of the processes.
 
     Args:
-      rollout: its prompts are among `prompts`; without rounds, samples have no commits.
+      rollout: the same in all processes; its prompts are among `prompts`; without rounds, samples
+        have no commits.
 
     Returns:
       samples in the rollout's order, rewards f32[Q], and the mean of each term of the reward.
     """
     answers = [_answer(rollout, q, prompts, tokenizer) for q in range(len(rollout.length))]
-    judged = reward(answers)
+    judged = processes.share_out("rewards", reward, answers)
     samples = []
     for q, ((prompt, completion, _), (total, _)) in enumerate(zip(answers, judged, strict=True)):
         samples.append({

@@ -190,6 +190,62 @@ def test_gsm8k_without_files_and_network_is_refused(tmp_path, monkeypatch, field
     assert not (tmp_path / "tfds" / "specrl_gsm8k" / "1.0.0").exists()
 
 
+@pytest.mark.parametrize("now", [
+    ROWS[:2], [*ROWS, ROWS[0]], [ROWS[0], ROWS[2], ROWS[1]],
+    [*ROWS[:2], ROWS[2] | {"answer": "0 - 5 = -5\n#### -6"}]])
+def test_gsm8k_prepared_from_other_files_is_refused(tmp_path, now):
+    write_rows(tmp_path / "train.jsonl", ROWS)
+    assert len(load_gsm8k(tmp_path)) == len(load_gsm8k(tmp_path)) == 3
+    write_rows(tmp_path / "train.jsonl", now)
+    with pytest.raises(ConfigError, match="manual_dir.*specrl_gsm8k/1.0.0 was prepared from other"):
+        load_gsm8k(tmp_path)
+    write_rows(tmp_path / "train.jsonl", [*ROWS[:2], *now])
+    assert len(load_gsm8k(tmp_path, examples=2)) == 2  # the others are not used
+
+
+def test_gsm8k_manual_dir_without_files_is_refused_when_prepared(tmp_path):
+    write_rows(tmp_path / "train.jsonl", ROWS)
+    load_gsm8k(tmp_path)
+    (tmp_path / "train.jsonl").unlink()
+    with pytest.raises(ConfigError, match="data.manual_dir = .*: no files"):
+        load_gsm8k(tmp_path)
+    assert len(load(tmp_path, name="gsm8k")) == 3
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[200] ^= 255
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("file, damage", [
+    ("*train*", cut), ("*train*", flip), ("*train*", lambda path: path.write_bytes(b"")),
+    ("*train*", lambda path: path.unlink()), ("*.array_record*", lambda path: path.unlink()),
+    ("dataset_info.json", lambda path: path.write_text("{")),
+    ("dataset_info.json", lambda path: path.unlink())])
+def test_damaged_prepared_data_is_refused_in_a_line(tmp_path, file, damage):
+    load(tmp_path, level="add1")
+    place = tmp_path / "tfds" / "specrl_arithmetic" / "add1" / "1.0.0"
+    for path in place.glob(file):
+        damage(path)
+    with pytest.raises(ConfigError) as refused:
+        list(load(tmp_path, level="add1"))
+    assert "\n" not in str(refused.value) and f"{place}: damaged" in str(refused.value)
+    assert "delete that directory" in str(refused.value)
+
+
+def test_digest_changes_with_any_field_and_the_order():
+    base = [{"id": 0, "question": "a", "answer": "b"}, {"id": 1, "question": "c", "answer": "d"}]
+    others = [base[::-1], base[:1], [base[0] | {"answer": "x"}, base[1]],
+              [base[0] | {"more": [1]}, base[1]]]
+    assert len({data.digest(rows) for rows in [base, *others]}) == 5
+    assert data.digest([base[0] | {"object": object()}, base[1]]) == data.digest(base)
+
+
 def test_gsm8k_downloads_through_the_manager(tmp_path, monkeypatch):
     def download(manager, urls):
         paths = {split: tmp_path / f"{split}.tmp" for split in urls}

@@ -14,7 +14,7 @@ import tensorflow_datasets as tfds
 from tensorflow_datasets.core.download.util import DownloadError
 
 from specrl_jax.config import ConfigError, DataConfig, check
-from specrl_jax.io.datasets.tfds_text import OrderedTextBuilder, Rows, make_builder, read
+from specrl_jax.io.datasets.tfds_text import OrderedTextBuilder, Rows, read
 
 NAME = "specrl_gsm8k"
 HOMEPAGE = "https://github.com/openai/grade-school-math"
@@ -29,11 +29,29 @@ HOW_TO_GET = ("put train.jsonl or test.jsonl or both (or .jsonl.gz) there, from 
 
 def load(data: DataConfig, say: Callable[[str], None]) -> Rows:
     """Returns a split of GSM8K, from `data.manual_dir` if it is set, else downloaded. Raises
-    ConfigError if files are missing or damaged, or as `tfds_text.read` does."""
-    if data.manual_dir and not make_builder(NAME, data).data_path.exists():
-        check(bool(find_files(data.manual_dir)), "data.manual_dir", data.manual_dir,
-              f"no files; {HOW_TO_GET}")
-    return read(NAME, data, say)
+    ConfigError if files are missing or damaged, prepared data was made from other files, or as
+    `tfds_text.read` does."""
+    if not data.manual_dir:
+        return read(NAME, data, say)
+    files = find_files(data.manual_dir)
+    check(bool(files), "data.manual_dir", data.manual_dir, f"no files; {HOW_TO_GET}")
+    rows = read(NAME, data, say)
+    check_source(rows, data, files)
+    return rows
+
+
+def check_source(rows: Rows, data: DataConfig, files: Mapping[str, Path]) -> None:
+    """Raises ConfigError if prepared rows, those that a run uses, are not those of the files."""
+    parts = {split: read_rows(path) for split, path in files.items()}
+    wanted = {FIRST_ID[split] + i: row for split, part in parts.items()
+              for i, row in enumerate(part)}
+    used = [rows[i] for i in range(min(data.examples or len(rows), len(rows)))]
+    same = all(row == {"id": row["id"]} | wanted.get(row["id"], {}) for row in used)
+    if data.split in parts and not data.examples:
+        same &= len(used) == len(parts[data.split])
+    if not same:
+        raise ConfigError(f"data.manual_dir = {data.manual_dir!r}: {rows.place} was prepared from "
+                          f"other files; delete it to use these, or set another data.data_dir")
 
 
 class SpecrlGsm8k(OrderedTextBuilder):
