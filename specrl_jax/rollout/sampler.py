@@ -147,7 +147,9 @@ class Sampler:
           ConfigError: the model has no chat template.
         """
         chats = [data.messages({"question": text}, system) for text in questions]
-        return PromptBatch.of([self.tokenizer.encode(self.tokenizer.chat(x)) for x in chats])
+        variables = data.template_variables(self.config.data)
+        return PromptBatch.of([self.tokenizer.encode(self.tokenizer.chat(x, **variables))
+                               for x in chats])
 
     def publish(self, params: Params, version: int) -> None:
         """Makes `params` what rollouts read: cast and resharded, or as they are if both agree."""
