@@ -20,7 +20,7 @@ from absl import flags
 from rich.console import Console
 from rich.table import Table
 
-from specrl_jax.config import Config, ConfigError
+from specrl_jax.config import Config
 from specrl_jax.evaluation.evaluate import (
     Task,
     check_same_problems,
@@ -32,6 +32,7 @@ from specrl_jax.evaluation.evaluate import (
 )
 from specrl_jax.io.compilation import use_persistent_cache
 from specrl_jax.io.files import write_atomically
+from specrl_jax.io.places import local_path, output_file
 
 flags.adopt_module_key_flags(run_flags)
 SPLIT = flags.DEFINE_string("split", "test", "split of the data, such as train or test[:50%]")
@@ -51,11 +52,9 @@ def main(config: Config, workdir: Path) -> int:
         ("split", "data.split"), ("problems", "data.examples"),
         ("temperature", "rollout.temperature")))
     task = Task(split, problems, SAMPLES.value, temperature, REWARD.value)
-    out = OUT.value and Path(OUT.value)
-    if out and not out.absolute().parent.is_dir():
-        raise ConfigError(f"--out={out}: {out.parent} is no directory; make it first")
+    out = OUT.value and output_file("--out", OUT.value)
     config, actor = run_flags.resolve(config)
-    baseline = BASELINE.value and read_evaluation(Path(BASELINE.value))
+    baseline = BASELINE.value and read_evaluation(local_path("--baseline", BASELINE.value))
     if baseline:
         data = task_config(config, task).data
         check_same_problems(baseline, {"reward": reward_of(config, task), "data": {

@@ -13,6 +13,7 @@ from specrl_jax.config import Config, ConfigError
 from specrl_jax.io import data, lock, metrics, resume
 from specrl_jax.io.checkpoint import Checkpoints
 from specrl_jax.io.compilation import CompilationCounter
+from specrl_jax.io.places import local_path
 from specrl_jax.io.progress import Progress
 from specrl_jax.model import architecture, weights
 from specrl_jax.model.architecture import Architecture
@@ -39,7 +40,7 @@ def train(config: Config, workdir: Path | str, stop: Callable[[], bool] = never)
       ConfigError: something in the configuration cannot work; the workdir is untouched.
       TrainingError: too many non-finite updates in a row.
     """
-    return sum(1 for _ in training_steps(config, Path(workdir), stop)) > 0
+    return sum(1 for _ in training_steps(config, local_path("workdir", workdir), stop)) > 0
 
 
 def training_steps(config: Config, workdir: Path, stop: Callable[[], bool] = never

@@ -1,5 +1,6 @@
 """A run goes on with other devices, memory and drafts, with the tokens that it would have had."""
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -12,12 +13,24 @@ from helpers import ROOT, ends, free_port, micro_config, run_training, start_tra
 
 from specrl_jax.config import LearnerConfig, MeshConfig, RolloutConfig
 from specrl_jax.io.metrics import read_metrics, read_samples
+from specrl_jax.model.export import export
 from specrl_jax.model.source import fit_mesh
+from specrl_jax.model.tiny import TINY, byte_tokenizer, random_tensors
+from specrl_jax.model.weights import Source
 
 SIZES = ("--config.prompts_per_step=8", "--config.rollout.batch_size=8",
          "--config.learner.micro_batch=16", "--config.checkpoint_every=2",
          "--config.reward.terms=('digit_fraction',)", "--config.learner.learning_rate=1e-3")
-INVARIANT = (*SIZES, "--config.model.numerics=invariant")
+
+
+@pytest.fixture(scope="module")
+def invariant(tmp_path_factory: Any) -> tuple[str, ...]:
+    """Flags of a run whose rollouts depend on no batch and no mesh, with heads that allow it."""
+    arch = dataclasses.replace(TINY, num_heads=8, head_dim=16, num_layers=1)
+    model = tmp_path_factory.mktemp("model") / "model"
+    source = Source(arch, byte_tokenizer(), random_tensors(arch, 0), "random")
+    export(model, arch, source.params(), source.tokenizer)
+    return (*SIZES, f"--config.model.path={model}", "--config.model.numerics=invariant")
 
 
 def tokens(run: Path) -> list[list[int]]:
@@ -42,18 +55,19 @@ def resume(run: Path, steps: int, *flags: str, devices: int = 1) -> str:
 
 
 @pytest.mark.ci
-def test_run_goes_on_on_any_mesh_with_the_same_tokens(tmp_path: Path) -> None:
+def test_run_goes_on_on_any_mesh_with_the_same_tokens(
+        tmp_path: Path, invariant: tuple[str, ...]) -> None:
     whole, run = tmp_path / "whole", tmp_path / "run"
-    run_training(whole, *INVARIANT, "--config.steps=8")
-    resume(run, 2, *INVARIANT)
-    told = resume(run, 4, *INVARIANT, *mesh(data=8), devices=8)
+    run_training(whole, *invariant, "--config.steps=8")
+    resume(run, 2, *invariant)
+    told = resume(run, 4, *invariant, *mesh(data=8), devices=8)
     assert "resuming with mesh.data = 8 (was 1): tokens stay equal" in told
     both = ("--distributed", f"--coordinator=127.0.0.1:{free_port()}", "--processes=2")
-    started = [start_training(run, *INVARIANT, "--config.steps=6", *mesh(data=2, fsdp=2), *both,
+    started = [start_training(run, *invariant, "--config.steps=6", *mesh(data=2, fsdp=2), *both,
                               f"--process={i}", devices=2) for i in range(2)]
     told = "".join(ends(started))
     assert [process.returncode for process in started] == [0, 0], told
-    resume(run, 8, *INVARIANT)
+    resume(run, 8, *invariant)
     assert tokens(run) == tokens(whole) and len(tokens(run)) == 8 * 16
     assert losses(run) == pytest.approx(losses(whole), rel=1e-3, abs=1e-6)
 
@@ -76,11 +90,12 @@ def test_run_goes_on_with_tensor_shards_and_back(tmp_path: Path) -> None:
     ("--config.rollout.batch_size=4", "--config.spec.drafter=eagle", "--config.spec.depth=1"),
     ("--config.control.policy=off", "--config.spec.history_past=2", "--config.distill.when=off")],
     ids=["learner", "drafter", "controller"])
-def test_run_goes_on_with_less_memory_or_other_drafts(tmp_path: Path, flags: Any) -> None:
+def test_run_goes_on_with_less_memory_or_other_drafts(
+        tmp_path: Path, invariant: tuple[str, ...], flags: Any) -> None:
     whole, run = tmp_path / "whole", tmp_path / "run"
-    run_training(whole, *INVARIANT, "--config.steps=4")
-    resume(run, 2, *INVARIANT)
-    told = resume(run, 4, *INVARIANT, *flags)
+    run_training(whole, *invariant, "--config.steps=4")
+    resume(run, 2, *invariant)
+    told = resume(run, 4, *invariant, *flags)
     assert all(flag.split("=")[0].removeprefix("--config.") in told for flag in flags[:2])
     assert tokens(run) == tokens(whole)
     assert losses(run) == pytest.approx(losses(whole), rel=1e-3, abs=1e-6)

@@ -18,6 +18,7 @@ from specrl_jax import prng, sharding
 from specrl_jax.config import Config, ConfigError, check
 from specrl_jax.distill.teacher import SequenceBatch
 from specrl_jax.io.data import load_examples
+from specrl_jax.io.places import writing
 from specrl_jax.model.tokenizer import Tokenizer
 from specrl_jax.model.transformer import Params
 from specrl_jax.model.weights import Source
@@ -141,7 +142,8 @@ def roll_out(sampler: Sampler, prompts: Prompts, at_once: int, directory: Path,
 
     Returns FIELDS of all sequences, in canonical order within each part of `at_once` prompts.
     """
-    directory.mkdir(parents=True, exist_ok=True)
+    with writing(directory):
+        directory.mkdir(parents=True, exist_ok=True)
     batches, parts = prompt_batches(prompts, at_once), []
     paths = [directory / f"{number:05d}.npz" for number in range(len(batches))]
     if not all(path.exists() for path in paths):
@@ -169,11 +171,16 @@ def _stored(path: Path) -> dict[str, np.ndarray]:
 
 def _store(path: Path, arrays: dict[str, np.ndarray]) -> None:
     temporary = path.with_suffix(".tmp")
-    with open(temporary, "wb") as file:
-        np.savez_compressed(file, allow_pickle=False, **arrays)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with writing(path):
+            with open(temporary, "wb") as file:
+                np.savez_compressed(file, allow_pickle=False, **arrays)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+    except ConfigError:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def scored_corpus(rolled: dict[str, np.ndarray], prompts: Prompts, seed: int,

@@ -27,6 +27,7 @@ from specrl_jax.io import lock, metrics, resume
 from specrl_jax.io.checkpoint import Checkpoints
 from specrl_jax.io.checksum import identity
 from specrl_jax.io.data import digest, step_prompts
+from specrl_jax.io.places import local_path
 from specrl_jax.io.progress import Progress
 from specrl_jax.model.source import CHECKPOINTS, Actor, open_actor
 from specrl_jax.model.transformer import Params
@@ -205,7 +206,7 @@ def train_drafter(config: Config, options: DrafterTraining, workdir: Path,
                                 options.eval_split, options.eval_prompts, progress.say)
     most = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
     texts = None if not options.texts else read_texts(
-        Path(options.texts).expanduser(), actor.source.tokenizer, config.data, most)
+        local_path("--texts", options.texts), actor.source.tokenizer, config.data, most)
     metrics.make_workdir(workdir)
     with lock.hold(workdir, progress.say):
         resume.check_config(workdir, description)

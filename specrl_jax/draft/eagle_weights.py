@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from safetensors.numpy import save_file
 
 from specrl_jax.config import ConfigError, check
 from specrl_jax.draft.eagle_model import EagleArch, default_taps
+from specrl_jax.io.places import local_path, new_directory
 from specrl_jax.model.architecture import Architecture
-from specrl_jax.model.export import new_directory
+from specrl_jax.model.export import save_tensors
 from specrl_jax.model.hf_config import parse_config, write_config
 from specrl_jax.model.hf_directory import DTYPES, SINGLE, open_tensors
 from specrl_jax.model.tokenizer import read_json
@@ -65,14 +65,14 @@ def save(directory: str | os.PathLike[str], arch: EagleArch, own: Mapping[str, P
     Raises:
       ConfigError: the directory exists and is not empty.
     """
-    with new_directory(directory) as partial:
+    with new_directory("drafter", directory) as partial:
         config = write_config(arch.layer) | {
             "architectures": [CLASSES[0]], "draft_vocab_size": arch.draft_vocab,
             "eagle_config": {"use_aux_hidden_state": True,
                              "eagle_aux_hidden_state_layer_ids": list(arch.taps)},
             OURS: made_for._asdict()}
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        save_file(_tensors(arch, own), partial / SINGLE, {"format": "pt"})
+        save_tensors(_tensors(arch, own), partial / SINGLE)
 
 
 def load(directory: str | os.PathLike[str], actor: Architecture, stop: Sequence[int] = ()) -> Head:
@@ -81,7 +81,7 @@ def load(directory: str | os.PathLike[str], actor: Architecture, stop: Sequence[
     Raises:
       ConfigError: a file is missing or damaged, or the head is of another kind or another actor.
     """
-    folder = Path(directory).expanduser()
+    folder = local_path("draft.path", directory)
     config, tensors = read_json(folder / "config.json"), _read(folder / SINGLE)
     arch = _architecture(config, tensors, actor, str(folder))
     shapes = _shapes(arch)

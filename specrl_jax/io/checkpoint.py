@@ -16,6 +16,7 @@ import json
 import logging
 import os
 import sys
+import time
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,16 +27,21 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
 from specrl_jax.config import ConfigError
-from specrl_jax.io.files import damage, write_checksums
+from specrl_jax.io.files import CHECKSUMS, damage, write_checksums
 from specrl_jax.structs import Json, PyTree
 
 # Orbax rewrites these two after the checksums are taken; restoring does not read them.
 UNCHECKED = ("_CHECKPOINT_METADATA", "commit_success.txt")
 NONE = -1  # no intact checkpoint
+DELETION = 0.5  # seconds after which a checkpoint that is being deleted has lost its checksums
 
 
 class CheckpointError(ConfigError):
     """A checkpoint cannot be written or read; the message names it, the reason and a way out."""
+
+
+class CheckpointGone(CheckpointError):
+    """A checkpoint was deleted, perhaps while it was read: its run has newer ones."""
 
 
 def loud(text: str) -> None:
@@ -231,11 +237,31 @@ def _intact(directory: Path, step: int) -> Path:
     step_dir = directory / str(step)
     if not step_dir.is_dir():
         have = ", ".join(map(str, list_steps(directory))) or "none"
-        raise CheckpointError(f"{step_dir}: no such checkpoint; complete ones: {have}")
+        raise CheckpointGone(f"{step_dir}: no such checkpoint; complete ones: {have}")
     reason = damage(step_dir)
     if reason is not None:
         raise CheckpointError(f"{step_dir}: damaged: {reason}; choose another step")
     return step_dir
+
+
+@contextlib.contextmanager
+def _reading(step_dir: Path) -> Iterator[None]:
+    """Raises CheckpointGone if a run deletes the checkpoint that is read in the block, and
+    CheckpointError for whatever else Orbax raises, which is of many types."""
+    whole = (step_dir / CHECKSUMS).exists()
+    try:
+        yield
+    except CheckpointGone:
+        raise
+    except Exception as error:
+        time.sleep(DELETION if whole else 0)
+        if whole and not (step_dir / CHECKSUMS).exists():
+            raise CheckpointGone(f"{step_dir}: was deleted while it was read; choose a newer "
+                                 f"step") from error
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{step_dir}: cannot be read ({type(error).__name__}: "
+                              f"{_brief(error)}); choose another step") from error
 
 
 def _note(step_dir: Path) -> Json:
@@ -255,7 +281,9 @@ def _brief(error: BaseException) -> str:
 
 def read_meta(directory: str | Path, step: int) -> Json:
     """Returns `meta` of one checkpoint; raises CheckpointError if it is missing or damaged."""
-    return _note(_intact(Path(directory).absolute(), step))["meta"]
+    directory = Path(directory).absolute()
+    with _reading(directory / str(step)):
+        return _note(_intact(directory, step))["meta"]
 
 
 def restore_part(directory: str | Path, step: int, key: str, abstract: PyTree = None) -> PyTree:
@@ -266,9 +294,15 @@ def restore_part(directory: str | Path, step: int, key: str, abstract: PyTree = 
         arrays.
 
     Raises:
-      CheckpointError: the checkpoint is missing or damaged, or lacks the entry.
+      CheckpointGone: the checkpoint is missing, or a run deletes it meanwhile.
+      CheckpointError: it is damaged, or lacks the entry.
     """
-    step_dir = _intact(Path(directory).absolute(), step)
+    directory = Path(directory).absolute()
+    with _reading(directory / str(step)):
+        return _restore_part(_intact(directory, step), key, abstract)
+
+
+def _restore_part(step_dir: Path, key: str, abstract: PyTree) -> PyTree:
     saved = _part(_note(step_dir)["leaves"], key)
     if not saved:
         raise CheckpointError(f"{step_dir}: no arrays named {key!r} in this checkpoint")

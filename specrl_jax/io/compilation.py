@@ -1,11 +1,11 @@
 """Compiling in threads, counting backend compilations, and the persistent compilation cache."""
 
 import concurrent.futures
-import os
-from pathlib import Path
 from typing import Any
 
 import jax
+
+from specrl_jax.io.places import user_cache
 
 EVENT = "/jax/core/compile/backend_compile_duration"
 THREADS = 4  # programs compiled at once
@@ -64,6 +64,5 @@ class CompilationCounter:
 def use_persistent_cache() -> None:
     """Keeps compiled programs in the user's cache directory, unless JAX is configured otherwise."""
     config: Any = jax.config
-    if config.jax_compilation_cache_dir is None:
-        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        jax.config.update("jax_compilation_cache_dir", str(Path(base) / "specrl_jax" / "xla"))
+    if config.jax_compilation_cache_dir is None and (cache := user_cache("xla")):
+        jax.config.update("jax_compilation_cache_dir", str(cache))

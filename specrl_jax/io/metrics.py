@@ -30,6 +30,7 @@ from specrl_jax.config import ConfigError
 from specrl_jax.io.checkpoint import loud
 from specrl_jax.io.files import write_atomically
 from specrl_jax.io.metric_names import Record
+from specrl_jax.io.places import output_directory
 from specrl_jax.structs import Json
 
 CONFIG, METRICS, SAMPLES, EVENTS = "config.json", "metrics.jsonl", "samples.jsonl", "events"
@@ -62,10 +63,7 @@ def read_object(path: Path) -> Json | None:
 
 def make_workdir(workdir: str | Path) -> None:
     """Creates the directory if it is missing; raises ConfigError if it cannot be created."""
-    try:
-        Path(workdir).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"workdir = {workdir}: {error.strerror}; choose another") from error
+    output_directory("workdir", workdir, new=False).mkdir(parents=True, exist_ok=True)
 
 
 def write_config(workdir: str | Path, config: Json) -> None:

@@ -6,7 +6,6 @@ of the checkpoint that depend on it start anew. All others are refused.
 """
 
 import json
-import os
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from specrl_jax.config.renamed import first_renamed
 from specrl_jax.io import processes
 from specrl_jax.io.files import write_atomically
 from specrl_jax.io.metrics import flat, read_config, read_object
+from specrl_jax.io.places import output_directory
 from specrl_jax.structs import Json
 
 DATA = "data.json"
@@ -50,11 +50,7 @@ def check_config(workdir: str | Path, config: Json, equal: Collection[str] = ())
       ConfigError: the directory cannot be written; config.json differs in another field, was
         written by an older version, cannot be read, or is missing although metrics.jsonl is there.
     """
-    workdir = Path(workdir)
-    existing = next(p for p in (workdir, *workdir.absolute().parents) if p.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK):
-        raise ConfigError(f"workdir = {workdir}: {existing} is not a directory that can be "
-                          f"written; choose another")
+    workdir = output_directory("workdir", workdir, new=False)
     stored = read_config(workdir)
     if stored is None:
         return {}

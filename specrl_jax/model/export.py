@@ -1,17 +1,15 @@
 """Export to a Hugging Face model directory that transformers 4 and 5 load."""
 
-import contextlib
 import json
 import os
-import shutil
-import uuid
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
-from specrl_jax.config import ConfigError
+from specrl_jax.io.places import new_directory
 from specrl_jax.model.architecture import Architecture
 from specrl_jax.model.families import FAMILIES
 from specrl_jax.model.hf_config import write_config
@@ -33,9 +31,9 @@ def export(directory: str | os.PathLike[str], arch: Architecture, params: Params
       shard_bytes: weights beyond this size are split over several files with an index.
 
     Raises:
-      ConfigError: the directory is not empty.
+      ConfigError: the directory is not empty, or cannot be written.
     """
-    with new_directory(directory) as partial:
+    with new_directory("out", directory) as partial:
         _write_json(partial / "config.json", write_config(arch) | _special_ids(tokenizer))
         _write_json(partial / "generation_config.json", _special_ids(tokenizer))
         _write_tokenizer(partial, tokenizer, arch)
@@ -44,33 +42,13 @@ def export(directory: str | os.PathLike[str], arch: Architecture, params: Params
         _write_weights(partial, tensors, shard_bytes)
 
 
-@contextlib.contextmanager
-def new_directory(directory: str | os.PathLike[str]) -> Iterator[Path]:
-    """Gives a temporary directory that becomes `directory` at the end; after an error nothing.
-
-    Raises:
-      ConfigError: the directory exists and is not empty.
-    """
-    target = Path(directory).expanduser().absolute()
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ConfigError(f"{target}: exists already; remove it or choose another directory")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_name(f".{target.name}.{uuid.uuid4().hex}.partial")
-    partial.mkdir()
-    try:
-        yield partial
-        os.replace(partial, target)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
 def _write_weights(directory: Path, tensors: Iterable[tuple[str, np.ndarray]], shard_bytes: int
                    ) -> None:
     """Writes one file, or shards numbered from 1 and the index that maps names to them."""
     shard_of: dict[str, int] = {}
     total = count = 0
     for count, shard in enumerate(_shards(tensors, shard_bytes), 1):
-        save_file(shard, directory / f"{count}.safetensors", {"format": "pt"})
+        save_tensors(shard, directory / f"{count}.safetensors")
         shard_of |= dict.fromkeys(shard, count)
         total += sum(x.nbytes for x in shard.values())
     names = {n: f"model-{n:05d}-of-{count:05d}.safetensors" if count > 1 else SINGLE
@@ -80,6 +58,14 @@ def _write_weights(directory: Path, tensors: Iterable[tuple[str, np.ndarray]], s
     if count > 1:
         _write_json(directory / INDEX, {"metadata": {"total_size": total}, "weight_map": {
             tensor: names[number] for tensor, number in shard_of.items()}})
+
+
+def save_tensors(tensors: dict[str, np.ndarray], path: Path) -> None:
+    """Writes a safetensors file; raises OSError as other writers do."""
+    try:
+        save_file(tensors, path, {"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(f"{error}") from error
 
 
 def _shards(tensors: Iterable[tuple[str, np.ndarray]], shard_bytes: int

@@ -11,21 +11,23 @@ from jax.sharding import Mesh
 from specrl_jax import sharding
 from specrl_jax.config import Config, ConfigError, MeshConfig, at_least, build
 from specrl_jax.config.renamed import first_renamed
-from specrl_jax.io.checkpoint import list_steps, restore_part
+from specrl_jax.io.checkpoint import CheckpointGone, list_steps, restore_part
 from specrl_jax.io.metrics import CONFIG, flat, read_config
 from specrl_jax.model import architecture, weights
 from specrl_jax.model.transformer import Params
 
 CHECKPOINTS = "checkpoints"
+ATTEMPTS = 20  # to read the newest checkpoint of a run that goes on
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Actor:
     """A model whose weights are not read yet."""
 
     source: weights.Source
     run: Path | None = None
     step: int = 0  # completed steps of the run; 0 is the initial model
+    newest: bool = False  # `step` is the newest one; `params` moves it on if the run deletes it
 
     @property
     def name(self) -> str:
@@ -44,7 +46,15 @@ class Actor:
         abstract = jax.tree.map(
             lambda param, place: jax.ShapeDtypeStruct(param.shape, jnp.float32, sharding=place),
             described, shardings, is_leaf=architecture.is_param)
-        return restore_part(self.run / CHECKPOINTS, self.step, "actor", abstract)
+        for _ in range(ATTEMPTS):
+            try:
+                return restore_part(self.run / CHECKPOINTS, self.step, "actor", abstract)
+            except CheckpointGone:
+                if not self.newest:
+                    raise
+                self.step = _newest(self.run)
+        raise ConfigError(f"{self.run}: deletes checkpoints faster than they are read; stop it, "
+                          f"or raise checkpoint_every or checkpoint_keep")
 
 
 def open_actor(config: Config, run: Path | None = None, step: int | None = None) -> Actor:
@@ -59,14 +69,19 @@ def open_actor(config: Config, run: Path | None = None, step: int | None = None)
     """
     if run is None and step:
         raise ConfigError(f"--step={step}: a step is a run's; name the run with --run=DIR")
-    if run is not None and step is None:
-        step = max(list_steps(run / CHECKPOINTS), default=0)
-        if step == 0:
-            raise ConfigError(f"{run / CHECKPOINTS}: no complete checkpoint; wait for one, or give "
-                              f"--step=0 for the initial weights")
-    at_least(0, step=step or 0)
+    newest = run is not None and step is None
+    step = _newest(run) if run is not None and step is None else step or 0
+    at_least(0, step=step)
     source = weights.describe_source(config.model.path, family=config.model.family)
-    return Actor(source, run, step or 0)
+    return Actor(source, run, step, newest)
+
+
+def _newest(run: Path) -> int:
+    step = max(list_steps(run / CHECKPOINTS), default=0)
+    if step == 0:
+        raise ConfigError(f"{run / CHECKPOINTS}: no complete checkpoint; wait for one, or give "
+                          f"--step=0 for the initial weights")
+    return step
 
 
 def run_config(run: Path) -> Config:

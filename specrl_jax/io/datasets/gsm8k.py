@@ -14,6 +14,7 @@ from tensorflow_datasets.core.download.util import DownloadError
 from specrl_jax.config import ConfigError, DataConfig, check
 from specrl_jax.io.datasets.tfds_text import OrderedTextBuilder, Rows, read
 from specrl_jax.io.json_lines import read_json_lines
+from specrl_jax.io.places import local_path
 
 NAME = "specrl_gsm8k"
 HOMEPAGE = "https://github.com/openai/grade-school-math"
@@ -77,7 +78,7 @@ class SpecrlGsm8k(OrderedTextBuilder):
 
 def find_files(directory: Any) -> dict[str, Path]:
     """Returns the split files in `directory`, by split; a plain file wins over a gzipped one."""
-    paths = ((split, Path(directory).expanduser() / f"{split}.jsonl{ending}")
+    paths = ((split, local_path("data.manual_dir", directory) / f"{split}.jsonl{ending}")
              for split in SPLITS for ending in (".gz", ""))
     return {split: path for split, path in paths if path.is_file()}
 
