@@ -47,8 +47,8 @@ def parse_config(config: Json, path: str, family: str = "") -> Architecture:
     return dataclasses.replace(arch, **found.architecture, **found.read(fields))
 
 
-def write_config(arch: Architecture) -> Json:
-    """Returns the config.json of `arch` with float32 weights, for both transformers 4 and 5."""
+def write_config(arch: Architecture, dtype: str = "float32") -> Json:
+    """Returns the config.json of `arch` with weights of `dtype`, for both transformers 4 and 5."""
     family, scaling = FAMILIES.resolve(arch.family), None
     if arch.rope_scaling is not None:
         scaling = {SCALING.get(name, name): value
@@ -64,7 +64,7 @@ def write_config(arch: Architecture) -> Json:
         "rope_theta": arch.rope_theta, "rope_scaling": scaling,
         "rope_parameters": {"rope_theta": arch.rope_theta, "rope_type": "default"}
         | (scaling or {}),
-        "torch_dtype": "float32", "dtype": "float32", **family.written}
+        "torch_dtype": dtype, "dtype": dtype, **family.written}
 
 
 def _check_supported(fields: Fields, family: Family) -> None:

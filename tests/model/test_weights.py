@@ -1,6 +1,7 @@
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub
 import jax
@@ -35,7 +36,7 @@ def model(arch: Architecture) -> dict:
     return pack(arch, tiny.random_tensors(arch, seed=3))
 
 
-def save(directory: Path, arch: Architecture = SMALL, **options: int) -> Path:
+def save(directory: Path, arch: Architecture = SMALL, **options: Any) -> Path:
     export(directory, arch, model(arch), tiny.byte_tokenizer(), **options)
     return directory
 
@@ -100,6 +101,24 @@ def test_exported_settings_stop_generation(tmp_path: Path) -> None:
     for name in ("config.json", "generation_config.json"):
         settings = json.loads((directory / name).read_text())
         assert (settings["eos_token_id"], settings["pad_token_id"]) == (258, 256), name
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_export_writes_the_dtype_that_is_asked_for(tmp_path: Path, dtype: str) -> None:
+    directory = save(tmp_path / "model", dtype=dtype)
+    stored = load_file(directory / "model.safetensors")
+    assert {str(x.dtype) for x in stored.values()} == {dtype}
+    assert json.loads((directory / "config.json").read_text())["dtype"] == dtype
+    rounded = jax.tree.map(lambda a: a.astype(dtype).astype(np.float32), model(SMALL))
+    assert equal(load(str(directory)).params, rounded)
+
+
+def test_export_refuses_weights_beyond_the_dtype(tmp_path: Path) -> None:
+    params = model(SMALL)
+    params["final_norm"] = params["final_norm"] * 1e6
+    with pytest.raises(ConfigError, match="dtype = 'float16': cannot hold the weights of model"):
+        export(tmp_path / "model", SMALL, params, tiny.byte_tokenizer(), dtype="float16")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_export_refuses_to_overwrite(tmp_path: Path) -> None:
