@@ -17,6 +17,7 @@ from specrl_jax.io.places import local_path
 from specrl_jax.io.progress import Progress
 from specrl_jax.model import architecture, weights
 from specrl_jax.model.architecture import Architecture
+from specrl_jax.rl.judge import RewardError
 from specrl_jax.rollout.prompts import make_prompts
 from specrl_jax.trainer import Trainer
 
@@ -135,6 +136,7 @@ def run_steps(trainer: Trainer, checkpoints: Checkpoints, writer: metrics.Writer
 
     Raises:
       TrainingError: too many non-finite updates in a row; a checkpoint is written first.
+      RewardError: a reward failed; the same.
     """
     config, saved = trainer.config, trainer.step_number
 
@@ -149,7 +151,11 @@ def run_steps(trainer: Trainer, checkpoints: Checkpoints, writer: metrics.Writer
         if stop():
             return save()
         yield
-        record, samples = trainer.step(progress.rollout, progress.phase)
+        try:
+            record, samples = trainer.step(progress.rollout, progress.phase)
+        except RewardError:
+            save()
+            raise
         record["compilations"] = compilations.take()
         record, first = record | first, {}
         if record["compilations"]:

@@ -25,16 +25,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from specrl_jax import sharding
-from specrl_jax.config import Config
+from specrl_jax.config import Config, ConfigError
 from specrl_jax.distill import drafter
 from specrl_jax.draft.response_cache import ResponseCache, capacity
 from specrl_jax.io import data, launches
 from specrl_jax.io.compilation import Compiler, Name
 from specrl_jax.io.machine import peak_rss
 from specrl_jax.model import architecture, layers, weights
-from specrl_jax.rl import algorithm, learner, programs
+from specrl_jax.rl import algorithm, judge, learner, programs
 from specrl_jax.rl.learner import Batch, LearnerState, Totals
-from specrl_jax.rl.reward import compose
 from specrl_jax.rollout.metrics import rollout_metrics
 from specrl_jax.rollout.prompts import PromptBatch, Prompts, make_prompts
 from specrl_jax.rollout.sampler import Sampler
@@ -84,7 +83,12 @@ class Trainer:
     def __init__(self, config: Config, source: weights.Source, prompts: Prompts,
                  say: Callable[[str], None]) -> None:
         self.config, self.prompts, self.tokenizer = config, prompts, source.tokenizer
-        self.reward = compose(config.reward.terms, config.reward.weights)
+        self.warnings: list[str] = []  # not shown yet
+        self.reward = judge.of_config(config.reward, self.warnings.append)
+        judge.check_answers(config.reward.terms, prompts.examples)
+        if config.rl.updates and not config.rollout.temperature:
+            self.warnings.append("rollout.temperature = 0: all answers to a prompt are the same, "
+                                 "so that no group has an advantage; set it to 1")
         self.algorithm = algorithm.resolve(config.rl)
         self.mesh = sharding.make_mesh(config.mesh)
         self.arch, self.step_number, self.bad_steps = source.arch, 0, 0
@@ -108,7 +112,6 @@ class Trainer:
                                tokenizer=self.tokenizer)
         self.sampler.publish(params, 0)
         self._programs: dict[Name, Any] = {}
-        self.warnings: list[str] = []  # about the drafter, not shown yet
         self.drafter = drafter.make(config, self.sampler, prompts.tokens, self._sample,
                                     self.warnings.append)
         spec, buffer = config.spec, config.rollout.max_new_tokens
@@ -149,15 +152,27 @@ class Trainer:
 
     def step(self, progress: Callable[[int, int, int], None] = lambda *counts: None,
              phase: Callable[[str], None] = lambda name: None) -> tuple[Metrics, list[Sample]]:
-        """Runs one RL step; returns its metrics and a sample of each sequence."""
+        """Runs one RL step; returns its metrics and a sample of each sequence.
+
+        Raises:
+          RewardError: a reward failed; the state is still that of before the step.
+        """
         timer, step = StepTimer(phase), self.step_number
         metrics: Metrics = {"step": step, "checksum/policy": self.sampler.checksum}
         with timer("drafter"):
             metrics |= self.drafter.before_rollout(step)
+        engine = self.sampler.engine
+        before = engine.control, engine.acceptance
         with timer("rollout"):
             rollout, rollout_metrics = self.rollout(progress)
         with timer("reward"):
-            samples, rewards, terms = self.score(rollout)
+            try:
+                samples, rewards, terms = self.score(rollout)
+            except ConfigError as error:  # in this process or in another
+                engine.control, engine.acceptance = before
+                raise judge.RewardError(str(error)) from error
+            if self.config.spec.history_past:
+                self.responses.add(rollout.prompt_id, rollout.tokens, rollout.length, step)
             advantage = self._advantages(rewards)
         with timer("drafter"):
             metrics |= self.drafter.collect(rollout, rewards, advantage, step)
@@ -183,8 +198,6 @@ class Trainer:
                                    self.step_number)
         rollout, result = self.sampler.generate(batch, "train", self.step_number, past=past,
                                                 progress=progress)
-        if self.config.spec.history_past:
-            self.responses.add(rollout.prompt_id, rollout.tokens, rollout.length, self.step_number)
         saved = launches.saved(result.trace, self.sampler.plain_round_seconds)
         return rollout, rollout_metrics(rollout, result) | saved | {
             "version/policy": rollout.policy_version, "version/drafter": rollout.drafter_version}

@@ -6,6 +6,7 @@ help.
 """
 
 import dataclasses
+import datetime
 import re
 
 from specrl_jax.config.drafting import DRAFTERS, DistillConfig, DraftConfig
@@ -46,9 +47,24 @@ class DataConfig(Section, prefix="data"):
     level: str = option("add2", "specrl_arithmetic: level of difficulty")
     examples: int = option(0, "use only the first N examples; 0 is all of them", low=0)
     system: str = option("", "system message; empty means none")
+    template: tuple[str, ...] = option((), "variables of the chat template, each as NAME=VALUE, "
+                                       "such as enable_thinking=False")
+    date: str = option("", "date that the chat template sees as today's, such as 2026-01-31; empty "
+                       "is the day on which a process starts")
+    long_prompts: str = option(
+        "refuse", "prompts longer than rollout.max_prompt_tokens: refuse the run, or drop these "
+        "prompts and say how many", choose=("refuse", "drop"))
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        for text in self.template:
+            check(re.match(r"[A-Za-z_]\w*=", text) is not None
+                  and not text.startswith(("messages=", "add_generation_prompt=")),
+                  "data.template", text, "give NAME=VALUE, such as enable_thinking=False")
+        try:
+            datetime.date.fromisoformat(self.date or "2026-01-31")
+        except ValueError:
+            self.check(False, "date", "give a date as YYYY-MM-DD")
         self.check(bool(self.name), "name", "name a dataset")
 
 
@@ -59,8 +75,14 @@ class RewardConfig(Section, prefix="reward"):
     terms: tuple[str, ...] = option(("exact",), "exact, exact_only, has_answer_marker, "
                                     "digit_fraction, latex, or package.module:function")
     weights: tuple[float, ...] = option((1.0,), "one weight a term")
+    workers: int = option(0, "processes that judge answers; 0: the run's own, but latex in one a "
+                             "core", low=0)
+    seconds: float = option(2.0, "CPU seconds that such a process may take for an answer; one that "
+                                 "takes latex longer is wrong, another reward ends the run",
+                            within="(0, 86400]")
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.check(len(self.terms) > 0, "terms", "name at least one reward")
         self.check(len(self.terms) == len(self.weights), "weights",
                    f"give one weight for each of the {len(self.terms)} terms")

@@ -22,7 +22,7 @@ from specrl_jax.structs import Json
 DATA = "data.json"
 ABSENT = "(absent)"  # a field that only one of two versions of this package has
 FREE = ("name", "steps", "checkpoint_every", "checkpoint_keep", "learner.max_bad_steps",
-        "data.data_dir", "data.manual_dir", "data.path")
+        "reward.workers", "data.data_dir", "data.manual_dir", "data.path")
 LOSS, SPEED = "losses within rounding", "accept lengths and times not"
 # By name, or by whole section; those of SPEED change the law of tokens under a rule but `match`.
 EQUAL: Mapping[str, str] = {
