@@ -7,7 +7,7 @@
    each token is a function of indices, so that drafts, batch and restarts change no token.
 3. Responses are decoded and rewarded; advantages are relative to their group.
 4. The drafter stores features of the rollout while the policy that generated it is published.
-5. The policy is updated on the whole rollout and published.
+5. The policy is updated on the whole rollout, in `rl.minibatches` optimiser steps, and published.
 6. The drafter is updated and published if that is due.
 
 What is left out: no value model, no replay of old rollouts, no asynchronous generation. A reference
@@ -37,13 +37,14 @@ from specrl_jax.io.machine import peak_rss
 from specrl_jax.model import architecture, weights
 from specrl_jax.model.transformer import Params
 from specrl_jax.rl import algorithm, learner
-from specrl_jax.rl.learner import Batch, LearnerState, Totals
+from specrl_jax.rl.batch import Batch, Totals, layout_of, make_batch, part_of
+from specrl_jax.rl.learner import LearnerState
 from specrl_jax.rl.reward import compose
 from specrl_jax.rollout.metrics import rollout_metrics
 from specrl_jax.rollout.prompts import PromptBatch, Prompts, make_prompts
 from specrl_jax.rollout.sampler import Sampler
 from specrl_jax.rollout.scoring import Sample, score_rollout
-from specrl_jax.structs import Json, Metrics, PyTree, Rollout
+from specrl_jax.structs import Array, Json, Metrics, PyTree, Rollout
 
 GAPS = ("logprob_gap", "logprob_gap_max", "logprob_gap_tokens")  # under the weights that acted
 
@@ -150,19 +151,20 @@ class Trainer:
 
     def _add_programs(self, compiler: Compiler) -> None:
         """Starts compiling the policy's programs: update, scores, gap, as far as they are used."""
-        config, remat = self.config, self.config.learner.remat
-        batch, totals = self._batch(self._blank_rollout(), np.zeros(config.sequences, np.float32))
+        config = self.config
+        (batch, totals), *_ = self._minibatches(
+            self._blank_rollout(), np.zeros(config.sequences, np.float32))
         params, scores = self.state.params, batch.rollout_logprob
         replicated = sharding.replicated(self.mesh)
         on_mesh = functools.partial(sharding.traced_for, self.mesh)
         if not config.rl.updates:
-            gap = jax.jit(on_mesh(functools.partial(learner.first_gap, self.arch, remat)),
+            gap = jax.jit(on_mesh(functools.partial(learner.first_gap, self.arch, config)),
                           out_shardings=replicated)
             self._programs["gap"] = compiler.add(gap.lower(params, batch))
             return
         if self._needs_scores:
-            score = jax.jit(on_mesh(functools.partial(learner.score, self.arch, remat)))
-            self._programs["score"] = compiler.add(score.lower(params, batch))
+            score = jax.jit(on_mesh(functools.partial(learner.score, self.arch, config)))
+            self._programs["score"] = compiler.add(score.lower(params, batch, totals))
         shardings = jax.tree.map(lambda a: a.sharding, self.state)
         update = jax.jit(on_mesh(functools.partial(learner.update, self.arch, config)),
                          donate_argnums=(0,), out_shardings=(shardings, replicated))
@@ -172,12 +174,17 @@ class Trainer:
 
     @property
     def _reads_old(self) -> bool:
-        return self.config.rl.updates > 1 or self.config.learner.old_logprob == "rollout"
+        return self._steps_on_rollout > 1 or self.config.learner.old_logprob == "rollout"
 
     @property
     def _needs_scores(self) -> bool:
         kl, old = self.config.rl.kl, self.config.learner.old_logprob
-        return bool(kl) or (self.config.rl.updates > 1 and old == "learner")
+        return bool(kl) or (self._steps_on_rollout > 1 and old == "learner")
+
+    @property
+    def _steps_on_rollout(self) -> int:
+        """Optimiser steps on each rollout; only the first one's ratios are 1."""
+        return self.config.rl.updates * self.config.rl.minibatches
 
     def _blank_rollout(self) -> Rollout:
         q, r = self.config.sequences, self.config.rollout
@@ -189,16 +196,16 @@ class Trainer:
             length=one, logprob=floats, raw_logprob=floats, top_p_mass=floats, prompt_id=one,
             occurrence=one, sample_id=one, stopped=one > 0, commits=ints, rounds=one)
 
-    def _batch(self, rollout: Rollout, advantage: np.ndarray) -> tuple[Batch, Totals]:
-        config = self.config
-        batch, totals = learner.make_batch(
-            rollout, advantage, config.rollout.temperature,
-            rows=config.learner.micro_batch // config.sequences_per_row,
-            sequences_per_row=config.sequences_per_row,
-            keep_all=bool(config.rl.kl) or config.rl.updates > 1)
+    def _minibatches(self, rollout: Rollout, advantage: np.ndarray, keep_all: bool = False
+                     ) -> list[tuple[Batch, Totals]]:
+        """Returns the batch of each optimiser step over the rollout, on the devices."""
+        config, parts = self.config, self.config.rl.minibatches
+        keep_all = keep_all or bool(config.rl.kl) or config.rl.updates > 1
         rows = NamedSharding(self.mesh, P(None, sharding.ROWS))
-        whole = sharding.replicated(self.mesh)
-        return sharding.put(rows, batch), sharding.put(whole, totals)
+        places = (rows, sharding.replicated(self.mesh))
+        return [sharding.put(places, make_batch(
+            part_of(rollout, i, parts), part, config.rollout.temperature, layout_of(config),
+            keep_all)) for i, part in enumerate(np.split(advantage, parts))]
 
     # The step.
 
@@ -271,32 +278,46 @@ class Trainer:
         With rl.updates = 0 the loss is 0, an empty sum, and the gap is that of the first
         micro-batch in canonical order.
         """
-        run = self._update_policy if self.config.rl.updates else self._measure_gap
-        updates = run(rollout, advantage)
-        # Only the first update sees the weights that acted, so the gap is the first update's.
-        metrics = updates[-1] | {name: updates[0][name] for name in GAPS}
-        metrics["applied"] = min(update["applied"] for update in updates)
+        metrics = (self._update_policy if self.config.rl.updates else self._measure_gap)(
+            rollout, advantage)
         self.bad_steps = 0 if metrics["applied"] else self.bad_steps + 1
         self.sampler.publish(self.state.params, self.step_number + 1)
         return metrics | {f"rollout/{name}": metrics.pop(name) for name in GAPS}
 
-    def _measure_gap(self, rollout: Rollout, advantage: np.ndarray) -> list[dict[str, float]]:
-        batch, _ = self._batch(rollout, np.zeros_like(advantage))  # zeros leave the order as it is
-        gap = jax.tree.map(float, jax.device_get(self._programs["gap"](self.state.params, batch)))
-        return [gap | {"applied": 1.0, "loss": 0.0}]
+    def _measure_gap(self, rollout: Rollout, advantage: np.ndarray) -> dict[str, float]:
+        (batch, _), *_ = self._minibatches(rollout, advantage, keep_all=True)
+        gap = jax.device_get(self._programs["gap"](self.state.params, batch))
+        return jax.tree.map(float, gap) | {"applied": 1.0, "loss": 0.0}
 
-    def _update_policy(self, rollout: Rollout, advantage: np.ndarray) -> list[dict[str, float]]:
-        """Runs rl.updates updates; returns the metrics of each."""
-        batch, totals = self._batch(rollout, advantage)
-        old = batch.rollout_logprob if self._reads_old else None
-        if self._reads_old and self.config.learner.old_logprob == "learner":
-            old = self._programs["score"](self.state.params, batch)
-        reference = self._programs["score"](self.reference, batch) if self.config.rl.kl else None
-        update, updates = self._programs["update"], []
+    def _update_policy(self, rollout: Rollout, advantage: np.ndarray) -> dict[str, float]:
+        """Runs rl.updates epochs of rl.minibatches optimiser steps.
+
+        Returns metrics: means over the last epoch's steps; `applied` 0 if any step was skipped; the
+        gap of the first step, which alone sees the weights that acted.
+        """
+        parts = self._minibatches(rollout, advantage)
+        old, reference = self._old_scores(parts), [None] * len(parts)
+        if self.config.rl.kl:
+            reference = [self._programs["score"](self.reference, *part) for part in parts]
+        update, steps = self._programs["update"], []
         for _ in range(self.config.rl.updates):
-            self.state, metrics = update(self.state, batch, totals, old, reference)
-            updates.append(jax.tree.map(float, jax.device_get(metrics)))
-        return updates
+            for part in zip(parts, old, reference, strict=True):
+                (batch, totals), *scores = part
+                self.state, metrics = update(self.state, batch, totals, *scores)
+                steps.append(jax.tree.map(float, jax.device_get(metrics)))
+        last = steps[-len(parts) :]
+        means = {name: float(np.mean([step[name] for step in last])) for name in last[0]}
+        return means | {name: steps[0][name] for name in GAPS} | {
+            "applied": min(step["applied"] for step in steps)}
+
+    def _old_scores(self, parts: list[tuple[Batch, Totals]]) -> list[Array | None]:
+        """Returns the log-probabilities of the policy that acted, of each part; None if the update
+        computes them itself."""
+        if not self._reads_old:
+            return [None] * len(parts)
+        if self.config.learner.old_logprob == "rollout":
+            return [batch.rollout_logprob for batch, _ in parts]
+        return [self._programs["score"](self.state.params, *part) for part in parts]
 
     # Persistence.
 

@@ -14,7 +14,7 @@ from specrl_jax.structs import Json
 SAME_TOKENS = (
     *FREE_FIELDS, "spec", "draft", "distill", "control", "mesh", "rollout.order",
     "rollout.batch_size", "rollout.min_batch", "rollout.rounds_per_launch", "learner.micro_batch",
-    "learner.packing", "learner.remat")
+    "learner.packing", "learner.tokens_per_row", "learner.remat")
 
 # Metrics of a step that differ as soon as a weight, a log-probability or a gradient does.
 BITS = ("checksum/policy", "rollout/logprob", "rollout/logprob_gap_max", "loss", "grad_norm")
