@@ -55,6 +55,11 @@ def traced_for(mesh: Mesh, function: Callable[..., T]) -> Callable[..., T]:
     return call
 
 
+def platform(mesh: Mesh) -> str:
+    """Returns the platform of a mesh's devices: "cpu", "gpu" or "tpu"."""
+    return mesh.devices.flat[0].platform
+
+
 def shard_count(mesh: Mesh) -> int:
     """Returns the number of data shards, which split the rows."""
     return math.prod(mesh.shape[axis] for axis in ROWS)

@@ -34,7 +34,7 @@ from specrl_jax.draft.response_cache import ResponseCache, capacity
 from specrl_jax.io import data, launches
 from specrl_jax.io.compilation import Compiler
 from specrl_jax.io.machine import peak_rss
-from specrl_jax.model import architecture, weights
+from specrl_jax.model import architecture, layers, weights
 from specrl_jax.model.transformer import Params
 from specrl_jax.rl import algorithm, learner
 from specrl_jax.rl.batch import Batch, Totals, layout_of, make_batch, part_of
@@ -92,14 +92,15 @@ class Trainer:
         self.algorithm = algorithm.resolve(config.rl)
         self.mesh = sharding.make_mesh(config.mesh)
         self.arch, self.step_number, self.bad_steps = source.arch, 0, 0
-        described = architecture.describe(self.arch)
+        scanned = layers.are_scanned(sharding.platform(self.mesh))
+        described = architecture.describe(self.arch, scanned)
         for axis in sorted(sharding.replicated_axes(described, sharding.LEARNER_RULES, self.mesh,
                                                     architecture.is_param)):
             say(f"replicated, because the mesh does not divide it: {axis}")
         self.shardings = sharding.shardings(described, sharding.LEARNER_RULES, self.mesh,
                                          architecture.is_param)
         say(f"loading {source.source}")
-        params = sharding.put(self.shardings, source.params())
+        params = sharding.put(self.shardings, layers.arrange(source.params(), scanned))
         self.reference = jax.tree.map(jnp.copy, params) if config.rl.kl else None
         self.optimizer = learner.make_optimizer(config.learner)
         self.state = LearnerState(params, jax.jit(

@@ -24,9 +24,9 @@ from specrl_jax.draft import eagle_model, eagle_weights
 from specrl_jax.draft.eagle_model import EagleArch
 from specrl_jax.io import metrics
 from specrl_jax.io.checkpoint import Checkpoints
-from specrl_jax.io.checksum import identity
 from specrl_jax.io.data import step_prompts
 from specrl_jax.io.progress import Progress
+from specrl_jax.model import layers
 from specrl_jax.model.source import CHECKPOINTS, Actor, open_actor
 from specrl_jax.model.transformer import Params
 from specrl_jax.model.weights import Source
@@ -91,7 +91,7 @@ class DrafterTrainer:
                  corpus: Corpus, held: Corpus) -> None:
         check(len(corpus.tokens) > 0, "texts", options.texts, "holds nothing to learn from")
         self.options, self.actor = options, params
-        self.made_for = eagle_weights.MadeFor(source.tokenizer.identity, identity(params))
+        self.made_for = eagle_weights.MadeFor(source.tokenizer.identity, layers.identity(params))
         self.arch = arch = EagleArch(
             source.arch, draft_vocab=min(options.draft_vocab, source.arch.vocab_size),
             own_head=options.own_head)

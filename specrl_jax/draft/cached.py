@@ -224,7 +224,7 @@ def _catch_up(network: Network, chunk: int, params: DrafterParams, tokens: Array
         jnp.where(real[..., None], features[row, place], 0), -1, 0)
     fresh: KV = []
 
-    def look(index: int, q: Array, k: Array, v: Array) -> Array:
+    def look(index: Any, q: Array, k: Array, v: Array) -> Array:
         fresh.append((k, v))
         new = (k.transpose(2, 3, 0, 1), v.transpose(2, 3, 0, 1))
         return attend(q, packed, new, chain, cache.kv[index], cache.length)

@@ -5,6 +5,7 @@ a level's candidates. The candidates of all levels are kept, and the likeliest m
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -187,7 +188,7 @@ def _forward_level(r: _Round, front: LevelNodes, keys: tuple[KV, Array], depth: 
     parent = put(keys[1], front.slot)
     fresh: KV = []
 
-    def look(index: int, q: Array, new_k: Array, new_v: Array) -> Array:
+    def look(index: Any, q: Array, new_k: Array, new_v: Array) -> Array:
         k, v = (put(whole, new.transpose(2, 3, 0, 1))
                 for whole, new in zip(keys[0][index], (new_k, new_v), strict=True))
         fresh.append((k, v))

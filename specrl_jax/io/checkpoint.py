@@ -243,6 +243,23 @@ def read_meta(directory: str | Path, step: int) -> Json:
     return _note(_intact(Path(directory).absolute(), step))["meta"]
 
 
+def saved_leaves(directory: str | Path, step: int, key: str) -> dict[str, list[Any]]:
+    """Returns [shape, dtype] of the leaves of one top-level entry by their paths, see `describe`.
+
+    Raises:
+      CheckpointError: the checkpoint is missing or damaged, or lacks the entry.
+    """
+    return _saved(_intact(Path(directory).absolute(), step), key)
+
+
+def _saved(step_dir: Path, key: str) -> dict[str, list[Any]]:
+    saved = {name: leaf for name, leaf in _note(step_dir)["leaves"].items()
+             if name.split("/")[0] == key}
+    if not saved:
+        raise CheckpointError(f"{step_dir}: no arrays named {key!r} in this checkpoint")
+    return saved
+
+
 def restore_part(directory: str | Path, step: int, key: str, abstract: PyTree = None) -> PyTree:
     """Returns one top-level entry of a checkpoint's arrays, such as "actor".
 
@@ -254,10 +271,7 @@ def restore_part(directory: str | Path, step: int, key: str, abstract: PyTree = 
       CheckpointError: the checkpoint is missing or damaged, or lacks the entry.
     """
     step_dir = _intact(Path(directory).absolute(), step)
-    saved = {name: leaf for name, leaf in _note(step_dir)["leaves"].items()
-             if name.split("/")[0] == key}
-    if not saved:
-        raise CheckpointError(f"{step_dir}: no arrays named {key!r} in this checkpoint")
+    saved = _saved(step_dir, key)
     with quiet_orbax(), ocp.Checkpointer(_array_handler()) as checkpointer:
         item = checkpointer.metadata(step_dir / "state").item_metadata.tree[key]
         if abstract is not None:

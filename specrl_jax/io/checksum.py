@@ -42,8 +42,3 @@ def _checksum(tree: PyTree) -> Array:
 def checksum(tree: PyTree) -> int:
     """Returns the checksum of a tree of arrays; it depends on values and their order."""
     return int(_checksum(tree))
-
-
-def identity(params: PyTree) -> str:
-    """Returns dtype and checksum of weights as one string."""
-    return f"{jax.tree.leaves(params)[0].dtype} {checksum(params):08x}"

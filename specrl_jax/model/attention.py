@@ -5,15 +5,17 @@ is padding.
 """
 
 from collections.abc import Callable
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 
+from specrl_jax.model.layers import Index
 from specrl_jax.structs import Array
 
 QUERIES_AT_ONCE = 512  # whose scores exist at once
-Attend = Callable[[int, Array, Array, Array], Array]
-"""(layer, q [G, R, E, ...], k and v [G, E, ...]) -> [G, R, E, ...]"""
+Attend: TypeAlias = Callable[[Index, Array, Array, Array], Array]
+"""(index of the layer, q [G, R, E, ...], k and v [G, E, ...]) -> [G, R, E, ...]"""
 
 
 def segment_attention(position: Array, segment: Array, prefix: Array | None = None) -> Attend:
@@ -46,7 +48,7 @@ def segment_attention(position: Array, segment: Array, prefix: Array | None = No
         a = jnp.pad(a, [(0, 0)] * (a.ndim - 1) + [(0, count * size - total)])
         return jnp.moveaxis(a.reshape(*a.shape[:-1], count, size), -2, 0)
 
-    def attend(index: int, q: Array, k: Array, v: Array) -> Array:
+    def attend(index: Index, q: Array, k: Array, v: Array) -> Array:
         at = (position, segment, prefix)
         if count == 1:
             return some(q, k, v, at)

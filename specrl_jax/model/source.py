@@ -10,10 +10,10 @@ from jax.sharding import Mesh
 from specrl_jax import sharding
 from specrl_jax.config import Config, ConfigError, at_least, build
 from specrl_jax.config.renamed import first_renamed
-from specrl_jax.io.checkpoint import list_steps, restore_part
+from specrl_jax.io.checkpoint import list_steps, restore_part, saved_leaves
 from specrl_jax.io.metrics import CONFIG, flat, read_config
 from specrl_jax.model import architecture, weights
-from specrl_jax.model.transformer import Params
+from specrl_jax.structs import Params, PyTree
 
 CHECKPOINTS = "checkpoints"
 
@@ -32,18 +32,27 @@ class Actor:
         return self.source.source if self.run is None else f"{self.run}, step {self.step}"
 
     def params(self, mesh: Mesh) -> Params:
-        """Reads the weights, float32, sharded for rollouts. Raises ConfigError if the checkpoint is
-        missing, damaged, or of another model."""
-        described = architecture.describe(self.source.arch)
+        """Reads the weights, float32, sharded for rollouts; layers lie as they were stored.
+
+        Raises:
+          ConfigError: the checkpoint is missing, damaged, or of another model.
+        """
+        if self.step == 0 or self.run is None:
+            places = jax.tree.map(lambda a: a.sharding, self._abstract(mesh, stacked=False))
+            return sharding.put(places, self.source.params())
+        stored = saved_leaves(self.run / CHECKPOINTS, self.step, "actor")
+        abstract = self._abstract(mesh, stacked="actor/layers/qkv" in stored)
+        return restore_part(self.run / CHECKPOINTS, self.step, "actor", abstract)
+
+    def _abstract(self, mesh: Mesh, stacked: bool) -> PyTree:
+        """Returns shapes and shardings of the weights."""
+        described = architecture.describe(self.source.arch, stacked)
         shardings = sharding.shardings(
             described, sharding.ROLLOUT_RULES, mesh, architecture.is_param
         )
-        if self.step == 0 or self.run is None:
-            return sharding.put(shardings, self.source.params())
-        abstract = jax.tree.map(
+        return jax.tree.map(
             lambda param, place: jax.ShapeDtypeStruct(param.shape, jnp.float32, sharding=place),
             described, shardings, is_leaf=architecture.is_param)
-        return restore_part(self.run / CHECKPOINTS, self.step, "actor", abstract)
 
 
 def open_actor(config: Config, run: Path | None = None, step: int | None = None) -> Actor:

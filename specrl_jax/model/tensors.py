@@ -10,6 +10,7 @@ import numpy as np
 
 from specrl_jax.config import ConfigError
 from specrl_jax.model.architecture import Architecture
+from specrl_jax.model.layers import layer_of
 from specrl_jax.structs import Params
 
 Shape = tuple[int, ...]
@@ -119,10 +120,13 @@ def _pack_layer(arch: Architecture, tensors: Tensors, layer: int) -> dict[str, n
 
 
 def unpack(arch: Architecture, params: Params) -> Iterable[tuple[str, np.ndarray]]:
-    """Yields (name, array) pairs, the inverse of `pack`, with one layer on the host at a time."""
+    """Yields (name, array) pairs, with one layer on the host at a time.
+
+    It is the inverse of `pack`; layers may be stacked.
+    """
     yield EMBED, np.asarray(params["embed"])
-    for layer, packed in enumerate(params["layers"]):
-        for part, array in _unpack_layer(arch, packed).items():
+    for layer in range(arch.num_layers):
+        for part, array in _unpack_layer(arch, layer_of(params["layers"], layer)).items():
             yield layer_name(layer, part), np.ascontiguousarray(array)
     yield FINAL_NORM, np.asarray(params["final_norm"])
     if not arch.tied:

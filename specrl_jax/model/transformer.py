@@ -7,7 +7,7 @@ then `w @ x` without a transpose: a CPU runs that faster than `x @ w` from 1 to 
 
 import math
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,11 +17,15 @@ from specrl_kernels import rms_norm as kernels
 from specrl_kernels.narrow_matmul import narrow_matmul
 from specrl_kernels.tree_attention import tree_attention
 
+from specrl_jax.model import layers
 from specrl_jax.model.architecture import Architecture
 from specrl_jax.model.attention import Attend, segment_attention
+from specrl_jax.model.layers import Index
 from specrl_jax.structs import Array, Cache, Params
 
 T = TypeVar("T")
+LayerKV: TypeAlias = list[tuple[Array, Array]] | tuple[Array, Array]
+"""(k, v) of each layer; stacked along a leading axis where layers are."""
 
 
 class Packing(struct.PyTreeNode):
@@ -124,7 +128,7 @@ def feed_forward(arch: Architecture, layer: Params, x: Array, decode: bool = Fal
     return project(layer["down"], jax.nn.silu(gate_up[0]) * gate_up[1], decode=decode)
 
 
-def block(arch: Architecture, layer: Params, index: int, x: Array, rotation: tuple[Array, Array],
+def block(arch: Architecture, layer: Params, index: Index, x: Array, rotation: tuple[Array, Array],
           attend: Attend, decode: bool = False) -> tuple[Array, tuple[Array, Array]]:
     """Runs one layer. `attend(index, q, k, v)` returns [G, R, E, ...]; `decode`: see `project`."""
     q, k, v = attention_inputs(arch, layer, x, rotation, decode)
@@ -149,7 +153,7 @@ def embed(params: Params, tokens: Array) -> Array:
 
 def tree_forward(arch: Architecture, params: Params, cache: Cache, tokens: Array, position: Array,
                  packing: Packing, implementation: str | None = None, taps: tuple[int, ...] = ()
-                 ) -> tuple[Array, list[tuple[Array, Array]], Array | None]:
+                 ) -> tuple[Array, LayerKV, Array | None]:
     """Runs the model on packed tree nodes; reads the cache and does not change it.
 
     Args:
@@ -157,13 +161,13 @@ def tree_forward(arch: Architecture, params: Params, cache: Cache, tokens: Array
       taps: layers whose outputs are returned, 0-based.
 
     Returns:
-      final normalised hidden states [F, W]; per layer the new (k, v), each [G, E, W]; and the
-      residual stream after each of `taps`, [len(taps) * F, W], None if there are none.
+      final normalised hidden states [F, W]; per layer the new (k, v), each [G, E, W], as
+      `layers.run` returns them; and the residual stream after each of `taps`,
+      [len(taps) * F, W], None if there are none.
     """
     rotation = rotations(arch, position)
-    fresh, tapped = [], []
 
-    def attend(index: int, q: Array, k: Array, v: Array) -> Array:
+    def attend(index: Index, q: Array, k: Array, v: Array) -> Array:
         g, r, e, w = q.shape
         tree_k, tree_v = (packing.by_row(jnp.moveaxis(a, -1, 0)) for a in (k, v))
         cache_k, cache_v = cache.kv[index]
@@ -173,14 +177,11 @@ def tree_forward(arch: Architecture, params: Params, cache: Cache, tokens: Array
             implementation=implementation)
         return out.transpose(1, 2, 0).reshape(g, r, e, w)
 
-    x = embed(params, tokens)
-    for index, layer in enumerate(params["layers"]):
-        x, kv = block(arch, layer, index, x, rotation, attend, decode=True)
-        fresh.append(kv)
-        if index in taps:
-            tapped.append(x)
-    return (rms_norm(x, params["final_norm"], arch.norm_eps, decode=True), fresh,
-            jnp.concatenate(tapped) if taps else None)
+    def run(layer: Params, index: Index, x: Array) -> tuple[Array, tuple[Array, Array]]:
+        return block(arch, layer, index, x, rotation, attend, decode=True)
+
+    x, fresh, tapped = layers.run(params["layers"], run, embed(params, tokens), taps)
+    return rms_norm(x, params["final_norm"], arch.norm_eps, decode=True), fresh, tapped
 
 
 def in_dtype(params: Params, dtype: jax.typing.DTypeLike) -> Params:
@@ -205,8 +206,7 @@ def rematerialize(run: Callable[..., T], remat: str) -> Callable[..., T]:
 
 def hidden_states(arch: Architecture, params: Params, tokens: Array, position: Array,
                   segment: Array, prefix: Array | None = None, remat: str = "none",
-                  taps: tuple[int, ...] = ()
-                  ) -> tuple[Array, list[tuple[Array, Array]], Array | None]:
+                  taps: tuple[int, ...] = ()) -> tuple[Array, LayerKV, Array | None]:
     """Runs the model on whole rows of sequences. The layers' dtype is that of activations.
 
     Args:
@@ -220,18 +220,14 @@ def hidden_states(arch: Architecture, params: Params, tokens: Array, position: A
     rotation = rotations(arch, position)
     attend = segment_attention(position, segment, prefix)
 
-    def run(layer: Params, x: Array) -> tuple[Array, tuple[Array, Array]]:
+    def block_of(layer: Params, x: Array) -> tuple[Array, tuple[Array, Array]]:
         return block(arch, layer, 0, x, rotation, attend)
 
-    x, cached, tapped = embed(params, tokens), [], []
-    x = x.astype(params["layers"][0]["qkv"].dtype)
-    for index, layer in enumerate(params["layers"]):
-        x, kv = rematerialize(run, remat)(layer, x)
-        cached.append(kv)
-        if index in taps:
-            tapped.append(x)
-    return (rms_norm(x, params["final_norm"], arch.norm_eps), cached,
-            jnp.concatenate(tapped) if taps else None)
+    x = embed(params, tokens).astype(layers.layer_of(params["layers"], 0)["qkv"].dtype)
+    one = rematerialize(block_of, remat)
+    x, cached, tapped = layers.run(
+        params["layers"], lambda layer, _, x: one(layer, x), x, taps)
+    return rms_norm(x, params["final_norm"], arch.norm_eps), cached, tapped
 
 
 def right_padded(shape: tuple[int, ...], length: Array) -> tuple[Array, Array]:

@@ -149,7 +149,7 @@ class Engine:
                                axis_names=set(ROWS), check_vma=False)
         out = self.layout.of_results(jax.eval_shape(mapped, *args), out_specs)
         jitted = jax.jit(mapped, donate_argnums=donate, out_shardings=out)
-        options = CPU_OPTIONS if self.mesh.devices.flat[0].platform == "cpu" else None
+        options = CPU_OPTIONS if sharding.platform(self.mesh) == "cpu" else None
         self._programs[name] = compiler.add(jitted.lower(*args), options)
 
     def _launch(self, params: Params, drafter_params: DrafterParams, state: RolloutState,

@@ -23,9 +23,9 @@ from specrl_jax.draft import registry as drafters
 from specrl_jax.draft.protocol import Drafter
 from specrl_jax.io import data
 from specrl_jax.io.checkpoint import loud
-from specrl_jax.io.checksum import checksum, identity
+from specrl_jax.io.checksum import checksum
 from specrl_jax.io.compilation import Compiler
-from specrl_jax.model import architecture, invariant
+from specrl_jax.model import architecture, invariant, layers
 from specrl_jax.model.architecture import Architecture
 from specrl_jax.model.source import Actor, open_actor
 from specrl_jax.model.tokenizer import Tokenizer
@@ -90,8 +90,7 @@ class Sampler:
                           rule=config.spec.rule,
                           truncates=config.rollout.top_k > 0 or config.rollout.top_p < 1)
         if config.model.numerics == "invariant":
-            sharding.traced_for(mesh, invariant.check_possible)(
-                arch, config.model.dtype, mesh.shape["tensor"])
+            invariant.check_possible(arch, config.model.dtype, mesh)
             decoder = dataclasses.replace(decoder, invariant=True,
                                           implementation=invariant.IMPLEMENTATION)
         dtype = jnp.dtype(config.model.dtype)
@@ -152,7 +151,7 @@ class Sampler:
         first, self.version, self._checksum = self.version < 0, version, None
         self.params = self._cast(params)
         trained = self.drafters.actor
-        mine = identity(self.params) if first and trained else ""
+        mine = layers.identity(self.params) if first and trained else ""
         if mine.split()[:1] == trained.split()[:1] and mine != trained:  # bits of one dtype compare
             self._warn(f"draft.path = {self.config.draft.path!r}: the head was trained with other "
                        "weights of this actor and may have less accepted")
@@ -311,21 +310,27 @@ class Sampler:
             policy_version=self.version, drafter_version=self.drafter_version)
 
 
-def publisher(arch: Architecture, mesh: Mesh, dtype: jnp.dtype) -> Callable[[Params], Params]:
-    """Returns a function that casts and reshards parameters for the rollout."""
-    described = architecture.describe(arch)
-    shardings = sharding.shardings(described, sharding.ROLLOUT_RULES, mesh, architecture.is_param)
-    cast = jax.jit(
-        lambda tree: jax.tree.map(lambda a: a.astype(dtype), tree), out_shardings=shardings
-    )
+def publisher(arch: Architecture, mesh: Mesh, dtype: jnp.dtype, stacked: bool = False
+              ) -> Callable[[Params], Params]:
+    """Returns a function that casts, reshards and arranges parameters for the rollout.
+
+    `stacked`: the form of the layers that the rollout reads; the function takes either.
+    """
+    wanted, other = (sharding.shardings(
+        architecture.describe(arch, form), sharding.ROLLOUT_RULES, mesh, architecture.is_param)
+        for form in (stacked, not stacked))
+    cast = jax.jit(lambda params: jax.tree.map(
+        lambda a: a.astype(dtype), layers.arrange(params, stacked)), out_shardings=wanted)
 
     def publish(params: Params) -> Params:
+        as_wanted = layers.is_stacked(params) == stacked
         params = jax.tree.map(
             lambda a, place: a if isinstance(a, jax.Array) else sharding.put(place, a),
-            params, shardings)
-        agree = jax.tree.map(lambda a, place: a.dtype == dtype and a.sharding.is_equivalent_to(
-            place, a.ndim), params, shardings)
-        return params if all(jax.tree.leaves(agree)) else cast(params)
+            params, wanted if as_wanted else other)
+        agree = as_wanted and all(jax.tree.leaves(jax.tree.map(
+            lambda a, place: a.dtype == dtype and a.sharding.is_equivalent_to(place, a.ndim),
+            params, wanted)))
+        return params if agree else cast(params)
 
     return publish
 

@@ -11,7 +11,7 @@ from specrl_jax import sharding
 from specrl_jax.config import ConfigError, DraftConfig, SpecOptions
 from specrl_jax.draft import eagle_model, eagle_weights
 from specrl_jax.draft.eagle_model import EagleArch
-from specrl_jax.io.checksum import identity
+from specrl_jax.model.layers import identity
 from specrl_jax.model.tiny import TINY, byte_tokenizer, random_tensors
 from specrl_jax.model.weights import Source
 from specrl_jax.rollout.sampler import Sampler
