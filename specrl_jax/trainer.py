@@ -16,7 +16,6 @@ policy is kept only for a KL penalty.
 
 import collections
 import contextlib
-import functools
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
@@ -24,27 +23,24 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from specrl_jax import sharding
 from specrl_jax.config import Config
 from specrl_jax.distill import drafter
 from specrl_jax.draft.response_cache import ResponseCache, capacity
 from specrl_jax.io import data, launches
-from specrl_jax.io.compilation import Compiler
+from specrl_jax.io.compilation import Compiler, Name
 from specrl_jax.io.machine import peak_rss
 from specrl_jax.model import architecture, layers, weights
-from specrl_jax.model.transformer import Params
-from specrl_jax.rl import algorithm, learner
-from specrl_jax.rl.batch import Batch, Totals, layout_of, make_batch, part_of
+from specrl_jax.rl import algorithm, learner, programs
+from specrl_jax.rl.batch import Batch, Totals
 from specrl_jax.rl.learner import LearnerState
 from specrl_jax.rl.reward import compose
 from specrl_jax.rollout.metrics import rollout_metrics
 from specrl_jax.rollout.prompts import PromptBatch, Prompts, make_prompts
 from specrl_jax.rollout.sampler import Sampler
 from specrl_jax.rollout.scoring import Sample, score_rollout
-from specrl_jax.structs import Array, Json, Metrics, PyTree, Rollout
+from specrl_jax.structs import Array, Json, Metrics, ModelParams, PyTree, Rollout
 
 GAPS = ("logprob_gap", "logprob_gap_max", "logprob_gap_tokens")  # under the weights that acted
 
@@ -100,16 +96,18 @@ class Trainer:
         self.shardings = sharding.shardings(described, sharding.LEARNER_RULES, self.mesh,
                                          architecture.is_param)
         say(f"loading {source.source}")
-        params = sharding.put(self.shardings, layers.arrange(source.params(), scanned))
+        params = source.params(self.shardings)
         self.reference = jax.tree.map(jnp.copy, params) if config.rl.kl else None
+        places = jax.tree.map(lambda a: a.sharding, programs.abstract_state(
+            config, self.arch, self.mesh).optimizer)
         self.optimizer = learner.make_optimizer(config.learner)
         self.state = LearnerState(params, jax.jit(
-            self.optimizer.init, out_shardings=self._optimizer_places(params))(params))
+            self.optimizer.init, out_shardings=places)(params))
         self.sampler = Sampler(config, self.arch, self.tokenizer.stop_ids, self.mesh,
                                prompts=config.prompts_per_step, group=config.group_size, warn=say,
                                tokenizer=self.tokenizer)
         self.sampler.publish(params, 0)
-        self._programs: dict[str, Any] = {}
+        self._programs: dict[Name, Any] = {}
         self.warnings: list[str] = []  # about the drafter, not shown yet
         self.drafter = drafter.make(config, self.sampler, prompts.tokens, self._sample,
                                     self.warnings.append)
@@ -129,18 +127,6 @@ class Trainer:
         source = weights.describe_source(config.model.path, family=config.model.family)
         return cls(config, source, make_prompts(config, source.tokenizer, say), say)
 
-    def _optimizer_places(self, params: Params) -> PyTree:
-        """Returns shardings: AdamW's moments like their parameters, everything else replicated."""
-        shapes = jax.eval_shape(self.optimizer.init, params)
-        like = jax.tree.structure(params)
-
-        def place(node: PyTree) -> PyTree:
-            if jax.tree.structure(node) == like:
-                return self.shardings
-            return sharding.replicated(self.mesh)
-
-        return jax.tree.map(place, shapes, is_leaf=lambda n: jax.tree.structure(n) == like)
-
     # Programs.
 
     def compile(self, say: Callable[[str], None]) -> None:
@@ -151,62 +137,16 @@ class Trainer:
         self.drafter.compile(say)
 
     def _add_programs(self, compiler: Compiler) -> None:
-        """Starts compiling the policy's programs: update, scores, gap, as far as they are used."""
-        config = self.config
-        (batch, totals), *_ = self._minibatches(
-            self._blank_rollout(), np.zeros(config.sequences, np.float32))
-        params, scores = self.state.params, batch.rollout_logprob
-        replicated = sharding.replicated(self.mesh)
-        on_mesh = functools.partial(sharding.traced_for, self.mesh)
-        if not config.rl.updates:
-            gap = jax.jit(on_mesh(functools.partial(learner.first_gap, self.arch, config)),
-                          out_shardings=replicated)
-            self._programs["gap"] = compiler.add(gap.lower(params, batch))
-            return
-        if self._needs_scores:
-            score = jax.jit(on_mesh(functools.partial(learner.score, self.arch, config)))
-            self._programs["score"] = compiler.add(score.lower(params, batch, totals))
-        shardings = jax.tree.map(lambda a: a.sharding, self.state)
-        update = jax.jit(on_mesh(functools.partial(learner.update, self.arch, config)),
-                         donate_argnums=(0,), out_shardings=(shardings, replicated))
-        self._programs["update"] = compiler.add(update.lower(
-            self.state, batch, totals, scores if self._reads_old else None,
-            scores if config.rl.kl else None))
+        """Starts compiling the policy's programs."""
+        self._programs = {p.name: compiler.add(p)
+                          for p in programs.programs(self.config, self.arch, self.mesh)}
 
-    @property
-    def _reads_old(self) -> bool:
-        return self._steps_on_rollout > 1 or self.config.learner.old_logprob == "rollout"
-
-    @property
-    def _needs_scores(self) -> bool:
-        kl, old = self.config.rl.kl, self.config.learner.old_logprob
-        return bool(kl) or (self._steps_on_rollout > 1 and old == "learner")
-
-    @property
-    def _steps_on_rollout(self) -> int:
-        """Optimiser steps on each rollout; only the first one's ratios are 1."""
-        return self.config.rl.updates * self.config.rl.minibatches
-
-    def _blank_rollout(self) -> Rollout:
-        q, r = self.config.sequences, self.config.rollout
-        ints, floats = np.zeros((q, r.max_new_tokens), np.int32), np.zeros(
-            (q, r.max_new_tokens), np.float32)
-        one = np.ones(q, np.int32)
-        return Rollout(
-            prompt=np.zeros((q, r.max_prompt_tokens), np.int32), prompt_length=one, tokens=ints,
-            length=one, logprob=floats, raw_logprob=floats, top_p_mass=floats, prompt_id=one,
-            occurrence=one, sample_id=one, stopped=one > 0, commits=ints, rounds=one)
-
-    def _minibatches(self, rollout: Rollout, advantage: np.ndarray, keep_all: bool = False
+    def _minibatches(self, rollout: Rollout, advantage: np.ndarray
                      ) -> list[tuple[Batch, Totals]]:
         """Returns the batch of each optimiser step over the rollout, on the devices."""
-        config, parts = self.config, self.config.rl.minibatches
-        keep_all = keep_all or bool(config.rl.kl) or config.rl.updates > 1
-        rows = NamedSharding(self.mesh, P(None, sharding.ROWS))
-        places = (rows, sharding.replicated(self.mesh))
-        return [sharding.put(places, make_batch(
-            part_of(rollout, i, parts), part, config.rollout.temperature, layout_of(config),
-            keep_all)) for i, part in enumerate(np.split(advantage, parts))]
+        places = programs.batch_places(self.mesh)
+        return [sharding.put(places, part)
+                for part in programs.host_batches(self.config, rollout, advantage)]
 
     # The step.
 
@@ -286,7 +226,7 @@ class Trainer:
         return metrics | {f"rollout/{name}": metrics.pop(name) for name in GAPS}
 
     def _measure_gap(self, rollout: Rollout, advantage: np.ndarray) -> dict[str, float]:
-        (batch, _), *_ = self._minibatches(rollout, advantage, keep_all=True)
+        (batch, _), *_ = self._minibatches(rollout, advantage)
         gap = jax.device_get(self._programs["gap"](self.state.params, batch))
         return jax.tree.map(float, gap) | {"applied": 1.0, "loss": 0.0}
 
@@ -296,15 +236,14 @@ class Trainer:
         Returns metrics: means over the last epoch's steps; `applied` 0 if any step was skipped; the
         gap of the first step, which alone sees the weights that acted.
         """
-        parts = self._minibatches(rollout, advantage)
-        old, reference = self._old_scores(parts), [None] * len(parts)
-        if self.config.rl.kl:
-            reference = [self._programs["score"](self.reference, *part) for part in parts]
+        parts, kl = self._minibatches(rollout, advantage), self.config.rl.kl
+        old = self._old_scores(parts)
+        initial = [self._score(self.reference, part) if kl else None for part in parts]
         update, steps = self._programs["update"], []
         for _ in range(self.config.rl.updates):
-            for part in zip(parts, old, reference, strict=True):
-                (batch, totals), *scores = part
-                self.state, metrics = update(self.state, batch, totals, *scores)
+            for part, acted, first in zip(parts, old, initial, strict=True):
+                reference = (first, self._score(self.state.params, part)) if kl else None
+                self.state, metrics = update(self.state, *part, acted, reference)
                 steps.append(jax.tree.map(float, jax.device_get(metrics)))
         last = steps[-len(parts) :]
         means = {name: float(np.mean([step[name] for step in last])) for name in last[0]}
@@ -314,11 +253,14 @@ class Trainer:
     def _old_scores(self, parts: list[tuple[Batch, Totals]]) -> list[Array | None]:
         """Returns the log-probabilities of the policy that acted, of each part; None if the update
         computes them itself."""
-        if not self._reads_old:
+        if not programs.reads_old(self.config):
             return [None] * len(parts)
         if self.config.learner.old_logprob == "rollout":
             return [batch.rollout_logprob for batch, _ in parts]
-        return [self._programs["score"](self.state.params, *part) for part in parts]
+        return [self._score(self.state.params, part) for part in parts]
+
+    def _score(self, params: ModelParams | None, part: tuple[Batch, Totals]) -> Array:
+        return self._programs["score"](params, *part)
 
     # Persistence.
 

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from specrl_jax.model.architecture import Architecture, describe, is_param
-from specrl_jax.rl.learner import Batch
+from specrl_jax.rl.batch import Batch
 
 from .hardware import Hardware
 

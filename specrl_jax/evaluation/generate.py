@@ -9,7 +9,7 @@ from specrl_jax import sharding
 from specrl_jax.config import Config, check, override
 from specrl_jax.io import data
 from specrl_jax.model.source import Actor, open_actor
-from specrl_jax.model.tokenizer import Tokenizer
+from specrl_jax.model.tokenizer import TextStream, Tokenizer
 from specrl_jax.rollout.prompts import PromptBatch
 from specrl_jax.rollout.sampler import Sampler
 
@@ -67,6 +67,7 @@ class Generator:
         rollout, result = self.sampler.generate(
             PromptBatch.of([tokens] * self._shards), "generate", self._answers,
             on_chunk=stream.write_new)
+        stream.close()
         self._answers += 1
         policy = self.config.control.policy
         return Generation(
@@ -118,8 +119,8 @@ def one_prompt(config: Config, tokens: int, shards: int) -> Config:
 class Stream:
     """Writes the text of the first sequence as it grows."""
 
-    def __init__(self, decode: Callable[[int], str], write: Callable[[str], None]) -> None:
-        """Args: decode, from the next token id to the text it completes; write, gets that text."""
+    def __init__(self, decode: TextStream, write: Callable[[str], None]) -> None:
+        """Args: write, gets each piece of text that `decode` gives."""
         self._decode, self._write = decode, write
         self._seen, self.text = 0, ""
 
@@ -127,7 +128,13 @@ class Stream:
         """Writes what is new. Args: tokens i32[Q, T] and lengths i32[Q] so far."""
         new = tokens[0, self._seen : length[0]]
         self._seen = int(length[0])
-        text = "".join(self._decode(int(token)) for token in new)
+        self._add("".join(self._decode(int(token)) for token in new))
+
+    def close(self) -> None:
+        """Writes what was held back because a further token could have changed it."""
+        self._add(self._decode.end())
+
+    def _add(self, text: str) -> None:
         if text:
             self.text += text
             self._write(text)

@@ -9,7 +9,9 @@ from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
+from specrl_kernels import dispatch
 
+from specrl_jax.model.flash import flash_attention
 from specrl_jax.model.layers import Index
 from specrl_jax.structs import Array
 
@@ -21,14 +23,20 @@ Attend: TypeAlias = Callable[[Index, Array, Array, Array], Array]
 def segment_attention(position: Array, segment: Array, prefix: Array | None = None) -> Attend:
     """Returns attention within rows, for q, k and v over tokens [B, T].
 
+    Long rows without shared prompts run by a kernel of the platform that is traced for, if it has
+    one; others by chunks of queries.
+
     Args:
       position: i32[B, T], of each token in its sequence.
       segment: i32[B, T].
       prefix: i32[B, T], a further segment that each token reads: that of a prompt which several
         responses share. None: a prompt lies in the segment of its one response.
     """
+    total = position.shape[1]
+    platform = dispatch.traced_for().platform
+    if prefix is None and total > QUERIES_AT_ONCE and platform in ("tpu", "gpu"):
+        return flash_attention(platform, segment)
     prefix = segment if prefix is None else prefix
-    rows, total = position.shape
     size = min(QUERIES_AT_ONCE, total)
     count = -(-total // size)
 

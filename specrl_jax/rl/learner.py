@@ -12,13 +12,14 @@ import jax.numpy as jnp
 import optax
 from flax import struct
 
+from specrl_jax import sharding
 from specrl_jax.config import Config, LearnerConfig
-from specrl_jax.model import transformer
+from specrl_jax.model import architecture, layers, transformer
 from specrl_jax.model.architecture import Architecture
 from specrl_jax.model.transformer import Params
 from specrl_jax.rl import algorithm, losses
 from specrl_jax.rl.batch import Batch, Totals
-from specrl_jax.rl.scores import token_scores
+from specrl_jax.rl.scores import row_scores
 from specrl_jax.structs import Array, PyTree
 
 
@@ -51,15 +52,8 @@ def response_scores(arch: Architecture, config: Config, params: Params, batch: B
         arch, transformer.in_dtype(params, config.model.dtype), batch.tokens, batch.position,
         batch.segment, batch.prefix, config.learner.remat)
     picked = jnp.take_along_axis(hidden, batch.predicted_at[None], axis=2)
-    # Token by token of all rows, so that the tokens of all rows come first and padding last.
-    flat: Any = jax.tree.map(lambda a: jnp.swapaxes(a, -1, -2).reshape(*a.shape[:-2], -1), (
-        picked, batch.response, jnp.broadcast_to(batch.temperature[:, None], batch.response.shape)))
-    rows = len(batch.response)
-    count = batch.length.sum(1).max() * rows
-    hidden, tokens, temperature = flat
-    found = token_scores(transformer.head(arch, params), hidden, tokens, temperature, count)
-    logprob, entropy = (a.reshape(-1, rows).T for a in found)
-    return logprob, entropy
+    return row_scores(transformer.head(arch, params), picked, batch.response, batch.temperature,
+                      batch.length.sum(1))
 
 
 def by_sequence(values: Array, batch: Batch, buffer: int) -> Array:
@@ -84,13 +78,16 @@ def _micro_batch(batch: PyTree, i: Array) -> PyTree:
 
 
 def update(arch: Architecture, config: Config, state: LearnerState, batch: Batch, totals: Totals,
-           old: Array | None, reference: Array | None) -> tuple[LearnerState, dict[str, Array]]:
+           old: Array | None, reference: tuple[Array, Array] | None
+           ) -> tuple[LearnerState, dict[str, Array]]:
     """Runs one optimiser step; a non-finite loss or gradient leaves the state as it was.
 
     Args:
       old: f32[n, b, R] log-probabilities under the policy that acted; None: those of `state`,
         which makes every ratio 1.
-      reference: f32[n, b, R] log-probabilities under the initial policy; None: no KL term.
+      reference: f32[n, b, R] log-probabilities by `score` under the initial policy and under
+        that of `state`; None: no KL term. One program scores both, so that KL and gradient are 0
+        where their weights are equal: Adam would scale up what two programs differ by.
 
     Returns:
       The new state, and metrics f32[]: loss, grad_norm, applied (0 or 1), and means over tokens of
@@ -107,13 +104,20 @@ def update(arch: Architecture, config: Config, state: LearnerState, batch: Batch
         highest = jnp.maximum(total_metrics["logprob_gap_max"], metrics["logprob_gap_max"])
         summed = jax.tree.map(jnp.add, total_metrics, metrics)
         return (total_value + value, summed | {"logprob_gap_max": highest},
-                jax.tree.map(jnp.add, total_grads, grads))
+                jax.tree.map(jnp.add, total_grads, lie_like_moments(arch, grads)))
 
     shapes = jax.eval_shape(loss, state.params, jnp.int32(0))
     zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), (*shapes, state.params))
+    zeros = *zeros[:2], lie_like_moments(arch, zeros[2])
     value, metrics, grads = jax.lax.fori_loop(0, totals.micro_batches, accumulate, zeros)
     new, applied, norm = apply(make_optimizer(config.learner), state, grads, value)
     return new, _means(metrics) | {"loss": value, "grad_norm": norm, "applied": applied}
+
+
+def lie_like_moments(arch: Architecture, tree: Params) -> Params:
+    """Returns a tree like the parameters, split over devices as AdamW's moments are."""
+    described = architecture.describe(arch, layers.is_stacked(tree))
+    return sharding.constrain(tree, described, sharding.MOMENT_RULES, architecture.is_param)
 
 
 def first_gap(arch: Architecture, config: Config, params: Params, batch: Batch
@@ -145,24 +149,27 @@ def apply(optimizer: optax.GradientTransformation, state: LearnerState, grads: P
     norm = optax.tree.norm(grads)
     finite = jnp.isfinite(norm) & jnp.isfinite(loss)
 
-    updates, optimizer_state = optimizer.update(grads, state.optimizer, state.params)
-    params: Any = optax.apply_updates(state.params, updates)
-    # Selected in place: a conditional would hold the old and the new state at once.
-    new = jax.tree.map(lambda new, old: jnp.where(finite, new, old),
-                       LearnerState(params, optimizer_state), state)
-    return new, finite.astype(jnp.float32), norm
+    def step(_: None) -> LearnerState:
+        updates, optimizer_state = optimizer.update(grads, state.optimizer, state.params)
+        params: Any = optax.apply_updates(state.params, updates)
+        return LearnerState(params, optimizer_state)
+
+    return jax.lax.cond(finite, step, lambda _: state, None), finite.astype(jnp.float32), norm
 
 
 def micro_loss(arch: Architecture, config: Config, totals: Totals, params: Params, batch: Batch,
-               old: Array | None, reference: Array | None) -> tuple[Array, dict[str, Array]]:
+               old: Array | None, reference: tuple[Array, Array] | None
+               ) -> tuple[Array, dict[str, Array]]:
     """Returns a micro-batch's share of the loss f32[], and sums over tokens of policy/entropy and
     the metrics of `losses.sequence_terms` and `gap_sums`."""
     rl, buffer = config.rl, config.rollout.max_new_tokens
     _, loss, correction = algorithm.resolve(rl)
     logprob, entropy = response_scores(arch, config, params, batch)
-    acted = jax.lax.stop_gradient(logprob) if old is None else old
+    here = jax.lax.stop_gradient(logprob)
+    initial = None if reference is None else here + (reference[0] - reference[1])
     mask = jnp.arange(buffer)[None, None] < batch.length[..., None]
-    per_token = (logprob, acted, batch.rollout_logprob, jax.lax.stop_gradient(entropy), reference)
+    per_token = (logprob, here if old is None else old, batch.rollout_logprob,
+                 jax.lax.stop_gradient(entropy), initial)
 
     def sequence_loss(mask: Array, advantage: Array, logprob: Array, old: Array,
                       rollout_logprob: Array, entropy: Array, reference: Array | None

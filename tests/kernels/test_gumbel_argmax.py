@@ -289,6 +289,43 @@ def call_local(case: Case, implementation: str) -> Drawn:
                          interpret=cases.INTERPRET)
 
 
+@each
+@pytest.mark.parametrize("name", ["half precision", "far apart", "truncated"])
+def test_sharded_over_the_vocabulary(name: str, implementation: str) -> None:
+    """Devices draw among their parts, with the ids of the whole, and agree on the best."""
+    cases.need_devices(4)
+    case, count = make(**CASES[name]), 1 if name == "far apart" else 4
+    found = call_in_parts(case, implementation, count)
+    assert_same(found, wanted(case, count))
+    if implementation == "xla":
+        np.testing.assert_array_equal(found.token, call(case, implementation, count).token)
+
+
+def call_in_parts(case: Case, implementation: str, count: int) -> Drawn:
+    mesh = jax.make_mesh((4,), ("part",), devices=jax.devices()[:4],
+                         axis_types=(jax.sharding.AxisType.Auto,))
+    local = functools.partial(
+        gumbel_argmax, count=count, axis="part", config=CONFIGS[implementation],
+        implementation=implementation, interpret=cases.INTERPRET)
+    specs = {name: jax.sharding.PartitionSpec(None, "part") if name == "logits" else
+             jax.sharding.PartitionSpec() for name in case}
+    sharded = jax.shard_map(lambda case: local(**case), mesh=mesh, in_specs=(specs,),
+                            out_specs=jax.sharding.PartitionSpec(), check_vma=False)
+    return jax.tree.map(np.asarray, jax.jit(sharded)(case))
+
+
+@each
+def test_a_part_that_is_not_finite_harms_no_other_row(implementation: str) -> None:
+    cases.need_devices(4)
+    case = make(width=5)
+    clean = call_in_parts(case, implementation, 1)
+    case["logits"] = case["logits"].at[2, 100].set(jnp.nan)
+    found = call_in_parts(case, implementation, 1)
+    assert ((0 <= found.token) & (found.token < 300)).all()
+    others = np.arange(5) != 2
+    np.testing.assert_array_equal(found.token[others], clean.token[others])
+
+
 @pytest.mark.parametrize("implementation", KERNELS)
 def test_default_blocks(implementation: str) -> None:
     case = make(width=3, vocab=5000, kept=0.5)

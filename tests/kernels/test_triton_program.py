@@ -69,7 +69,7 @@ def check_draw(kept: float | None, count: int) -> None:
     draw_wrapper.program_call = interpreted
     target = Target("gpu", "", True, config={"block": 64})
     case = draws.make(width=8, kept=kept)
-    found = draw_wrapper.gumbel_argmax_triton(**{"threshold": None} | case, count=count,
+    found = draw_wrapper.gumbel_argmax_triton(**{"threshold": None} | case, count=count, axis=None,
                                               target=target)
     draws.assert_same(jax.tree.map(np.asarray, found), draws.wanted(case, count))
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from specrl_jax.model import attention
+from specrl_jax.model.flash import flash_attention
 
 G, R, E, B, T = 2, 3, 4, 2, 21
 
@@ -59,3 +60,24 @@ def test_attention_in_chunks_has_the_gradients_of_whole_rows(
 
     for a, b in zip(gradients(4), gradients(T), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("platform", ["tpu", "gpu"])
+def test_kernel_of_a_platform_equals_chunks(platform: str) -> None:
+    """Values and gradients of real tokens; rows are padded to whole blocks."""
+    rng, total = np.random.default_rng(0), 200
+    q, k, v = (jnp.asarray(rng.standard_normal((*shape, 64, 2, total)), jnp.float32)
+               for shape in ((2, 2), (2,), (2,)))
+    segment = np.repeat([[0, 1, -1, -1], [3, 0, 1, 2]], 50, 1).astype(np.int32)
+    position = np.tile(np.arange(total, dtype=np.int32), (2, 1))
+    weight = rng.standard_normal(q.shape) * (segment >= 0)
+
+    def outcome(attend):
+        return jax.value_and_grad(lambda *args: (attend(0, *args) * weight).sum(), (0, 1, 2))(
+            q, k, v)
+
+    found = outcome(flash_attention(platform, jnp.asarray(segment), interpret=True))
+    want = outcome(attention.segment_attention(position, segment))
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
+        assert np.linalg.norm(a - b) < 1e-5 * np.linalg.norm(b)

@@ -220,9 +220,10 @@ def test_kl_and_old_logprobs(params: Any, rollout: Rollout) -> None:
     state, told = state_of(params, config), []
     reference = score(params, batch, totals)
     for _ in range(3):
-        state, metrics = update(config)(state, batch, totals, reference, reference)
+        state, metrics = update(config)(state, batch, totals, reference,
+                                        (reference, score(state.params, batch, totals)))
         told.append(jax.tree.map(float, metrics))
-    assert told[0]["kl/reference"] == pytest.approx(0, abs=1e-6)
+    assert told[0]["kl/reference"] == 0
     assert told[0]["policy/clip_fraction"] == 0 < told[2]["policy/clip_fraction"]
     assert 0 < told[1]["kl/reference"] < told[2]["kl/reference"]
     assert 0 < told[1]["kl/update"] and all(m["applied"] for m in told)
@@ -230,6 +231,15 @@ def test_kl_and_old_logprobs(params: Any, rollout: Rollout) -> None:
     plain = update(CONFIG)(state_of(params), batch, totals, None, None)[0]
     given = update(CONFIG)(state_of(params), batch, totals, reference, None)[0]
     assert_close(plain.params, given.params, 1e-4)
+
+
+def test_policy_without_signal_stays_at_its_reference(params: Any, rollout: Rollout) -> None:
+    config = config_of(LearnerConfig(learning_rate=1e-2), kl=0.1)
+    batch, totals = batch_of(rollout, 4, True, advantage=np.zeros(12, np.float32))
+    score = jax.jit(functools.partial(learner.score, ARCH, CONFIG))(params, batch, totals)
+    new, metrics = update(config)(state_of(params, config), batch, totals, None, (score, score))
+    assert metrics["grad_norm"] == metrics["kl/reference"] == 0 and metrics["applied"] == 1
+    jax.tree.map(np.testing.assert_array_equal, new.params, params)
 
 
 def test_entropy_metric_is_that_of_a_forward(params: Any, rollout: Rollout) -> None:

@@ -5,12 +5,14 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path as File
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from specrl_jax import prng, sharding
 from specrl_jax.config import (
@@ -170,6 +172,12 @@ def random_tree(rng: Array, state: Any, spec: SpecConfig, nodes: int, depth: int
                      broken=jnp.bool_(False))
 
 
+def no_device(platform: str) -> AbstractContextManager:
+    """A context in which programs are traced for a device that is not there; a CPU runs them."""
+    device = AbstractDevice(f"some {platform}", 1, platform)
+    return use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
+
+
 class Course:
     """A controller's settings from launch to launch: random ones, unless `hold` is set."""
 
@@ -261,15 +269,19 @@ def xla_flags(devices: int = 1) -> str:
     return " ".join([f"{name}={devices}", *others])
 
 
-def start_training(workdir: File, *flags: str, devices: int = 1) -> subprocess.Popen:
-    """experiments/train.py on the tiny preset, shrunk; the processes share compiled programs."""
-    environment = os.environ | {
+def child_environment(devices: int = 1) -> dict[str, str]:
+    """The environment of a child process with that many CPU devices."""
+    return os.environ | {
         "XLA_FLAGS": xla_flags(devices), "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])}
+
+
+def start_training(workdir: File, *flags: str, devices: int = 1) -> subprocess.Popen:
+    """experiments/train.py on the tiny preset, shrunk; the processes share compiled programs."""
     train = str(ROOT / "experiments" / "train.py")
     return subprocess.Popen([sys.executable, train, *SMALL, f"--workdir={workdir}", *flags],
                             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                            env=environment, cwd=workdir.parent)
+                            env=child_environment(devices), cwd=workdir.parent)
 
 
 def run_training(workdir: File, *flags: str, devices: int = 1) -> str:

@@ -2,7 +2,7 @@
 
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from distribution_checks import ProcessedDistribution, fits
 from distribution_checks import distribution as processed
+from helpers import no_device
 from specrl_kernels.gumbel_argmax import xla
 
 from specrl_jax.prng import gumbel
@@ -37,17 +38,20 @@ SETTINGS = [(t, k, p) for t in (0.0, 0.6, 1.0, 2.5) for k in (0, 1, 7, 1000) for
             (1.0, 0.05, 0.5, 0.95)]
 
 
-@pytest.fixture(params=[(8, 4), (1024, 128)], ids=["chunks of 8", "one chunk"])
-def chunk(request: Any, monkeypatch: Any) -> int:
+@pytest.fixture(params=[(8, 4, "cpu"), (1024, 128, "cpu"), (1024, 128, "gpu")],
+                ids=["chunks of 8", "one chunk", "a GPU's program"])
+def chunk(request: Any, monkeypatch: Any) -> Iterator[int]:
     """A vocabulary of 37 in chunks that do not divide it, or at once.
 
-    Boundaries of truncation lie behind the first scores that are looked at, too, or among them.
+    Boundaries of truncation lie behind the first scores that are looked at, too, or among them. A
+    GPU's program finds them otherwise; a CPU runs it as well.
     """
-    size, few = request.param
+    size, few, platform = request.param
     monkeypatch.setattr(xla, "CPU_CHUNK", size)
     monkeypatch.setattr(truncation, "FEW", few)
     DRAW.clear_cache()
-    yield size
+    with no_device(platform):
+        yield size
     DRAW.clear_cache()
 
 

@@ -51,6 +51,11 @@ class Parts(NamedTuple):
     token: jax.Array  # i32[C, W, K] lower ids first among equals
 
 
+def first_id(vocab: int, axis: str | None) -> jax.Array:
+    """Returns the first token i32[] of this device's part, of `vocab` tokens as all parts are."""
+    return jnp.int32(0 if axis is None else vocab * jax.lax.axis_index(axis))
+
+
 def scale_of(temperature: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns the factor of the logits f32[W], and where the draw is greedy bool[W]."""
     greedy = temperature == 0
