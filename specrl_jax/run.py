@@ -100,7 +100,7 @@ def step_flops(config: Config, arch: Architecture) -> float:
     leaves = jax.tree.leaves(architecture.describe(arch), is_leaf=architecture.is_param)
     parameters = sum(math.prod(leaf.shape) for leaf in leaves)
     generated = config.sequences * config.rollout.max_new_tokens
-    prompts = config.sequences // config.sequences_per_row * config.rollout.max_prompt_tokens
+    prompts = config.sequences // config.sequences_per_unit * config.rollout.max_prompt_tokens
     return parameters * (2 * generated + 6 * config.rl.updates * (generated + prompts))
 
 
