@@ -11,18 +11,23 @@ def append(cache: Cache, path: Path, count: Array) -> Cache:
 
 
 def record(sequences: Sequences, verdict: Verdict, frontier: Frontier) -> Sequences:
-    """Adds a round's tokens and log-probabilities to the sequences that the rows hold."""
+    """Adds a round's tokens and log-probabilities to the sequences that the rows hold.
+
+    Fields [Q] are updated by comparison: a TPU writes a scatter's entries one after the other, and
+    libtpu 0.0.42 aborts where a gather and a scatter share their indices.
+    """
     total, buffer = sequences.tokens.shape
     seq = jnp.where(frontier.live, frontier.seq, total)  # beyond the end: dropped
     within = jnp.arange(verdict.tokens.shape[1])[None]
     column = jnp.where(within < verdict.count[:, None], frontier.generated[:, None] + within,
                        buffer)
-    round_ = sequences.rounds.at[seq].get(mode="fill", fill_value=buffer)
+    holds = seq[:, None] == jnp.arange(total)[None]  # [B, Q]
+    round_ = jnp.where(holds, sequences.rounds[None], 0).sum(1)
     return Sequences(
         **{name: getattr(sequences, name).at[seq[:, None], column].set(
             getattr(verdict, name), mode="drop")
            for name in ("tokens", "logprob", "raw_logprob", "top_p_mass")},
         commits=sequences.commits.at[seq, round_].set(verdict.count, mode="drop"),
-        length=sequences.length.at[seq].add(verdict.count, mode="drop"),
-        rounds=sequences.rounds.at[seq].add(1, mode="drop"),
-        done=sequences.done.at[seq].set(verdict.stopped, mode="drop"))
+        length=sequences.length + jnp.where(holds, verdict.count[:, None], 0).sum(0),
+        rounds=sequences.rounds + holds.sum(0, dtype=jnp.int32),
+        done=sequences.done | (holds & verdict.stopped[:, None]).any(0))
