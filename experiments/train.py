@@ -28,6 +28,9 @@ COORDINATOR = flags.DEFINE_string("coordinator", None, "host:port of process 0")
 PROCESSES = flags.DEFINE_integer("processes", None, "how many processes there are")
 PROCESS = flags.DEFINE_integer("process", None, "which one this is, from 0")
 
+PROFILE = flags.DEFINE_integer("profile", 0, "steps after the first one that are traced by "
+                               "jax.profiler, into WORKDIR/profile", lower_bound=0)
+
 
 def _join() -> None:
     """Connects to the other processes of a distributed run."""
@@ -47,7 +50,7 @@ def main(config: Config, workdir: Path) -> int:
     with stops(functools.partial(_how_to_go_on, workdir)):
         use_persistent_cache()
         _join()
-        if not train(config, workdir):
+        if not train(config, workdir, PROFILE.value):
             print(f"{workdir}: the run is complete ({list_steps(workdir / 'checkpoints')[-1]} "
                   f"steps); raise --config.steps to go on, or choose another --workdir")
             if (workdir / REPORT).exists():

@@ -22,14 +22,36 @@ from specrl_jax.trainer import Trainer
 EFFICIENCY = 0.6  # of a large matrix product's speed that steps reach on a CPU
 
 
-def train(config: Config, workdir: Path | str) -> bool:
+def train(config: Config, workdir: Path | str, profile: int = 0) -> bool:
     """Runs or resumes `config` in `workdir`; returns whether any step was left.
+
+    Args:
+      profile: steps after the first one whose jax.profiler trace is written to workdir/profile.
 
     Raises:
       ConfigError: something in the configuration cannot work; the workdir is untouched.
       TrainingError: too many non-finite updates in a row.
     """
-    return sum(1 for _ in training_steps(config, Path(workdir))) > 0
+    steps = training_steps(config, Path(workdir))
+    return sum(1 for _ in profiled(steps, Path(workdir) / "profile", profile)) > 0
+
+
+def profiled(steps: Iterator[None], folder: Path, count: int) -> Iterator[None]:
+    """Yields before each step as `steps` does, and traces `count` steps after the first into
+    `folder`; the first one also does what a start leaves to it."""
+    tracing = False
+    try:
+        for number, _ in enumerate(steps):
+            if number == 1 and count:
+                jax.profiler.start_trace(str(folder))
+                tracing = True
+            elif number == 1 + count and tracing:
+                jax.profiler.stop_trace()
+                tracing = False
+            yield
+    finally:
+        if tracing:
+            jax.profiler.stop_trace()
 
 
 def training_steps(config: Config, workdir: Path) -> Iterator[None]:
