@@ -16,7 +16,7 @@ from specrl_jax.sharding import FSDP, ROWS, largest, straight_line
 from specrl_jax.structs import Array
 
 # Tokens whose logits exist at once: on accelerators enough to pay for reading the head.
-TOKENS_AT_ONCE, ON_ACCELERATORS = 256, 1024
+TOKENS_AT_ONCE, ON_ACCELERATORS = 256, 512
 
 
 def row_scores(head: Array, hidden: Array, tokens: Array, temperature: Array, count: Array
