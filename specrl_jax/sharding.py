@@ -100,6 +100,13 @@ def straight_line() -> bool:
     return traced_device().platform != "cpu"
 
 
+def either(condition: jax.Array, then: Callable[[], T], otherwise: Callable[[], T]) -> T:
+    """Returns then() if `condition` bool[] holds, else otherwise(); both run in `straight_line`."""
+    if not straight_line():
+        return jax.lax.cond(condition, then, otherwise)
+    return jax.tree.map(functools.partial(jax.lax.select, condition), then(), otherwise())
+
+
 def on_any_shard(flag: jax.Array) -> jax.Array:
     """Returns bool[], whether `flag` is set on any data shard; outside of shard_map, the flag.
 

@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 from helpers import counting, micro_config, micro_trainer
 
-from specrl_jax.config import LearnerConfig, RLConfig, SpecOptions
+from specrl_jax.config import LearnerConfig, RewardConfig, RLConfig, SpecOptions
 from specrl_jax.control import acceptance
 from specrl_jax.io import metrics
 from specrl_jax.io.checkpoint import Checkpoints, list_steps
 from specrl_jax.io.compilation import CompilationCounter, Compiler
 from specrl_jax.io.metric_names import find
 from specrl_jax.io.progress import Progress
+from specrl_jax.rl.judge import RewardError
 from specrl_jax.rollout.calibration import judge
 from specrl_jax.rollout.engine import Result
 from specrl_jax.rollout.metrics import rollout_metrics
@@ -159,7 +160,7 @@ def test_a_restored_trainer_holds_all_that_was_saved(monkeypatch: pytest.MonkeyP
     old.step_number, old.bad_steps = 7, 2
 
     class Saved:
-        def restore_latest(self, abstract: object) -> tuple:
+        def restore_latest(self, abstract: object, required: object = None) -> tuple:
             assert jax.tree.structure(abstract) == jax.tree.structure(old.arrays())
             return 7, jax.tree.map(np.array, old.arrays()), old.meta()
 
@@ -170,6 +171,41 @@ def test_a_restored_trainer_holds_all_that_was_saved(monkeypatch: pytest.MonkeyP
     jax.tree.map(np.testing.assert_array_equal, old.arrays(), new.arrays())
     jax.tree.map(np.testing.assert_array_equal, new.sampler.params, old.state.params)
     assert new.meta() == old.meta()
+
+
+class Failing:
+    """A reward that fails at its 40th answer, in the third step."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, prompt: str, completion: str, example: object) -> float:
+        self.calls += 1
+        return 1 / (self.calls != 40)
+
+
+fails_once = Failing()
+
+
+@pytest.mark.ci
+def test_a_reward_that_fails_loses_no_step(tmp_path: Path) -> None:
+    """The run goes on after the last complete step, and equals one that never failed."""
+    def run(workdir: Path, reward: str) -> Trainer:
+        trainer = micro_trainer(micro_config(
+            steps=4, checkpoint_every=9, reward=RewardConfig(terms=(reward,))))
+        with Checkpoints(workdir / "checkpoints", 2) as checkpoints:
+            trainer.restore(checkpoints)
+            with metrics.Writer(workdir, trainer.step_number) as writer, Progress(
+                    4, trainer.step_number) as progress:
+                list(run_steps(trainer, checkpoints, writer, progress, CompilationCounter(), {}))
+        return trainer
+
+    mine = f"{__name__}:fails_once"
+    with pytest.raises(RewardError, match="example .* answer .*ZeroDivisionError"):
+        run(tmp_path / "fails", mine)
+    assert list_steps(tmp_path / "fails" / "checkpoints") == [2]
+    resumed, whole = run(tmp_path / "fails", mine), run(tmp_path / "whole", mine)
+    jax.tree.map(np.testing.assert_array_equal, resumed.arrays(), whole.arrays())
 
 
 @pytest.mark.ci

@@ -14,12 +14,12 @@ from specrl_jax.config import Config, ConfigError, as_dict
 from specrl_jax.structs import Json
 
 from . import targets
-from .findings import store
+from .findings import keep, store
 from .worker import FD
 
 
 def compile_for(config: Config, target: str, only: Sequence[str] = (), jobs: int = 1,
-                keep: Path | None = None, report: Callable[[Json], None] = lambda found: None
+                folder: Path | None = None, report: Callable[[Json], None] = lambda found: None
                 ) -> Json:
     """Compiles every program of a run for a target that is not there.
 
@@ -27,7 +27,7 @@ def compile_for(config: Config, target: str, only: Sequence[str] = (), jobs: int
       target: such as v6e:4x4 or h100:8, see `targets.parse`.
       only: beginnings of programs' titles; () is all.
       jobs: processes that compile at once, of about 2 GB each.
-      keep: directory of findings that are kept; None is one in the user's cache.
+      folder: of findings that are kept; None is one in the user's cache.
       report: called with the findings of each program.
 
     Returns:
@@ -38,7 +38,7 @@ def compile_for(config: Config, target: str, only: Sequence[str] = (), jobs: int
     """
     targets.check_packages(targets.parse(target))
     request = {"config": as_dict(config), "target": target, "only": list(only), "skip": [],
-               "keep": str(store() if keep is None else keep)}
+               "keep": str(store() if folder is None else folder)}
     workers = [_Worker(request | {"part": [i, jobs]}, report) for i in range(jobs)]
     for worker in workers:
         worker.thread.start()
@@ -82,30 +82,34 @@ class _Worker:
             skip = [one["program"] for one in self.found]
             process.stdin.write(json.dumps(self.request | {"skip": skip}))
             process.stdin.close()
-            running = self._listen(reading)
+            self._listen(reading)
             code = process.wait()
             if code == 0 or self.refused:
                 return False
             log.seek(0)
-            reason = _reason(code, log.read())
-        if running is None:
-            self.refused = f"target = {self.request['target']!r}: {reason}"
+            error = {"error": _reason(code, log.read())}
+        if not self._running:
+            self.refused = f"target = {self.request['target']!r}: {error['error']}"
             return False
-        self._add({"program": running, "error": reason})
+        if code == -signal.SIGABRT and self._at.get("path"):  # the same again if it ran again
+            keep(Path(self._at["path"]), error)
+        self._add({"program": self._running} | self._at.get("counted", {}) | error)
         return True
 
-    def _listen(self, reading: int) -> str | None:
-        """Takes in what the process tells; returns the program that it was at when it ended."""
-        running = None
+    def _listen(self, reading: int) -> None:
+        """Takes in what the process tells, until it ends."""
+        self._running, self._at = "", {}
         with os.fdopen(reading, encoding="utf-8") as events:
             for line in events:
                 event = json.loads(line)
                 self.about = event if "programs" in event else self.about
                 self.refused = event.get("refused", self.refused)
-                running = event.get("begin", None if "done" in event else running)
+                self._at = event if "counted" in event else self._at
+                if "begin" in event:
+                    self._running, self._at = event["begin"], {}
                 if "done" in event:
+                    self._running = ""
                     self._add(event["done"])
-        return running
 
     def _add(self, found: Json) -> None:
         self.found.append(found)

@@ -2,8 +2,11 @@
 
 import hashlib
 import json
+import math
 import os
+import re
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +14,14 @@ import jax
 
 from specrl_jax.io.compilation import Program
 from specrl_jax.io.hardware import Chip
-from specrl_jax.structs import Json, PyTree
+from specrl_jax.structs import Json, PyTree, RolloutState
 
 from . import count, hlo, programs
 from .targets import Target, versions
 
 SHARE = 0.95  # of a device's memory that programs and arrays may fill
 GIB = 2**30
+NO_ROOM = "does not fit:"
 
 
 def store() -> Path:
@@ -37,38 +41,57 @@ def key(lowered: Any, target: Target) -> str:
     return hashlib.sha256(about.encode() + text.encode()).hexdigest()
 
 
-def find(program: Program, run: programs.Run, target: Target, chip: Chip, loops: int,
-         folder: Path | None) -> Json:
+def find(program: Program, run: programs.Run, target: Target, chip: Chip, folder: Path | None,
+         begin: Callable[[Json], None] = lambda event: None) -> Json:
     """Compiles a program, unless its findings are kept; returns them as JSON values.
 
     Args:
       chip: the figures of one device.
-      loops: see `loops_of`.
       folder: where findings are kept; None keeps none and reads none.
+      begin: called with {"counted", "path"} before the compiler runs: what is known without it, and
+        the file of the findings, so that the end of this process can be kept there, too.
     """
     began = time.perf_counter()
     traced = program.function.trace(*program.args)
     lowered = traced.lower()
-    lowering = time.perf_counter() - began
+    lowering, loops = time.perf_counter() - began, loops_of(program, run)
     work, devices = count.work(traced, loops), run.mesh.devices.size
-    path = None if folder is None else folder / f"{key(lowered, target)}.json"
-    kept = path is not None and path.exists()
-    if kept:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    else:
-        found = _compile(lowered, program, run)
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            partial = path.with_suffix(f".{os.getpid()}")
-            partial.write_text(json.dumps(found), encoding="utf-8")
-            partial.replace(path)
-    beside = programs.beside(program, run.resident)
-    limit = int(SHARE * chip.available)
-    return found | {
-        "program": program.title, "kept": kept, "lowering_seconds": round(lowering, 2),
-        "resident": beside, "memory": found["peak"] + sum(beside.values()), "limit": limit,
+    counted = {
+        "program": program.title, "lowering_seconds": round(lowering, 2),
+        "resident": programs.beside(program, run.resident), "limit": int(SHARE * chip.available),
         "flops": work.flops, "bytes": work.moved, "loops": loops,
         "least_seconds": chip.least_seconds(work.flops / devices, work.moved / devices)}
+    path = None if folder is None else folder / f"{key(lowered, target)}.json"
+    if path is not None and path.exists():
+        return counted | {"kept": True} | json.loads(path.read_text(encoding="utf-8"))
+    begin({"counted": counted, "path": "" if path is None else str(path)})
+    try:
+        found = _compile(lowered, program, run)
+    except Exception as error:  # noqa: BLE001  whatever the compiler raises is a finding
+        found = {"error": one_line(error)}
+    if path is not None:
+        keep(path, found)
+    return counted | {"kept": False} | found
+
+
+def keep(path: Path, found: Json) -> None:
+    """Writes findings of a program for later calls."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(f".{os.getpid()}")
+    partial.write_text(json.dumps(found), encoding="utf-8")
+    partial.replace(path)
+
+
+def one_line(error: Exception) -> str:
+    """Returns what an error of JAX or a compiler says first; of too little memory, how much."""
+    text = str(error)
+    if found := re.search(r"Used ([\d.]+\w) of ([\d.]+\w) hbm. Exceeded hbm capacity by "
+                          r"([\d.]+\w)", text):
+        return f"{NO_ROOM} the compiler needs {found[1]} of {found[2]}, {found[3]} too much"
+    if found := re.search(r"temporaries \(([\d.]+\w)\) exceeds available HBM \(([\d.]+\w)\)", text):
+        return f"{NO_ROOM} its temporaries alone need {found[1]} of {found[2]}"
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0][:400] if lines else ''}"
 
 
 def _compile(lowered: Any, program: Program, run: programs.Run) -> Json:
@@ -90,18 +113,9 @@ def _compile(lowered: Any, program: Program, run: programs.Run) -> Json:
 
 def _cache_elements(run: programs.Run, program: Program) -> set[int]:
     """Returns the elements on a device of the arrays of the cache that a program is given."""
-    from specrl_jax.structs import RolloutState
-
     states = [part for part in program.args if isinstance(part, RolloutState)]
     leaves: list[PyTree] = [leaf for state in states for leaf in jax.tree.leaves(state.cache.kv)]
-    return {int(_elements(leaf)) for leaf in leaves}
-
-
-def _elements(leaf: Any) -> int:
-    size = 1
-    for dim in leaf.sharding.shard_shape(leaf.shape):
-        size *= dim
-    return size
+    return {math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in leaves}
 
 
 def loops_of(program: Program, run: programs.Run) -> int:
@@ -117,15 +131,22 @@ def loops_of(program: Program, run: programs.Run) -> int:
     return 1
 
 
+def memory(found: Json) -> int:
+    """Returns the bytes on a device of a program and of what is resident beside it."""
+    return found["peak"] + sum(found["resident"].values())
+
+
 def failures(found: Json) -> list[str]:
     """Returns one line for each reason why a program cannot be used, "" never."""
     name, lines = found["program"], []
     if "error" in found:
-        return [f"{name}: {found['error']}"]
-    over = found["memory"] - found["limit"]
+        hint = f"; {way_out(name)}" if found["error"].startswith(NO_ROOM) else ""
+        return [f"{name}: {found['error']}{hint}"]
+    needed = memory(found)
+    over = needed - found["limit"]
     if over > 0:
         lines.append(
-            f"{name}: needs {found['memory'] / GIB:.2f} GiB of {found['limit'] / GIB:.2f}, "
+            f"{name}: {NO_ROOM} {needed / GIB:.2f} GiB of {found['limit'] / GIB:.2f}, "
             f"{over / GIB:.2f} too much: {found['peak'] / GIB:.2f} of its own beside "
             f"{_parts(found['resident'])}; {way_out(name)}")
     for copy in found["cache_copies"]:

@@ -7,6 +7,8 @@ from rich.table import Table
 
 from specrl_jax.structs import Json
 
+from .findings import memory
+
 GIB = 2**30
 WIDTH = 160  # columns where standard output is no terminal
 NOTE = ("compiled for, never run: this tells nothing of time, numerics or hangs. GiB are of one "
@@ -19,7 +21,7 @@ def line(found: Json) -> str:
     if "error" in found:
         return f"{found['program']}: {found['error']}"
     how = "kept" if found["kept"] else f"compiled in {found['compile_seconds']:.0f} s"
-    return f"{found['program']}: {how}, {found['memory'] / GIB:.2f} GiB"
+    return f"{found['program']}: {how}, {memory(found) / GIB:.2f} GiB"
 
 
 def show(result: Json) -> None:
@@ -45,7 +47,7 @@ def _row(found: Json) -> list[str]:
     moved = [f"{one['count']} {kind} {one['bytes'] / 2**20:.1f} MiB"
              for kind, one in found["collectives"].items()]
     return [found["program"], f"{found['compile_seconds']:.1f}{' kept' if found['kept'] else ''}",
-            f"{found['memory'] / GIB:.2f} of {found['limit'] / GIB:.2f}",
+            f"{memory(found) / GIB:.2f} of {found['limit'] / GIB:.2f}",
             f"{found['peak'] / GIB:.2f}", f"{found['temporaries'] / GIB:.2f}",
             f"{found['aliased']} of {found['donated']}", str(found["operations"]), str(copies),
             "\n".join(moved), f"{found['flops'] / 1e9:.4g}", f"{found['bytes'] / 1e9:.4g}",

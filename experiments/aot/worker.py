@@ -2,6 +2,7 @@
 
     {"programs": [...], "resident": {...}}   what there is
     {"begin": "launch 16"}                   so that whoever started it knows what a crash was about
+    {"counted": {...}, "path": "..."}        what is known of it before the compiler runs
     {"done": {...}}                          the findings, or {"program", "error"}
     {"refused": "..."}                       a ConfigError: nothing was compiled
 """
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import TextIO
 
 from specrl_jax.config import Config, ConfigError, build
+from specrl_jax.io.compilation import Program
 from specrl_jax.sharding import make_mesh
 from specrl_jax.structs import Json
 
@@ -47,28 +49,40 @@ def compile_all(request: Json, events: TextIO) -> None:
         raise ConfigError(f"{error}; the target is {target.name} of {len(devices)}") from error
     run = programs.describe(config, mesh)
     chip = targets.limits(target, devices[0])
-    chosen = [p for p in (*run.programs(), *run.rounds())
+    described, failed = _described(run)
+    chosen = [p for p in described
               if not request["only"] or p.title.startswith(tuple(request["only"]))]
-    _say(events, {"programs": [p.title for p in chosen], "devices": len(devices),
+    _say(events, {"programs": [p.title for p in chosen] + [f["program"] for f in failed],
+                  "devices": len(devices),
                   "resident": {name: programs.device_bytes(tree)
                                for name, tree in run.resident.items()}})
     part, parts = request["part"]
+    for found in failed if part == 0 and not request["skip"] else []:
+        _say(events, {"done": found})
     for program in chosen[part::parts]:
         if program.title in request["skip"]:
             continue
         _say(events, {"begin": program.title})
+        folder = Path(request["keep"]) if request["keep"] else None
         try:
-            found = findings.find(program, run, target, chip, findings.loops_of(program, run),
-                                  Path(request["keep"]) if request["keep"] else None)
-        except Exception as error:  # noqa: BLE001  whatever the compiler raises is a finding
-            found = {"program": program.title, "error": _line(error)}
+            found = findings.find(program, run, target, chip, folder,
+                                  lambda event: _say(events, event))
+        except Exception as error:  # noqa: BLE001  of tracing and lowering
+            found = {"program": program.title, "error": findings.onefindings.one_line(error)}
         _say(events, {"done": found})
 
 
-def _line(error: Exception) -> str:
-    """Returns an error in one line."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0][:400] if lines else ''}"
+def _described(run: programs.Run) -> tuple[list[Program], list[Json]]:
+    """Returns the programs, and a failure for each part of the run that cannot be traced."""
+    found, failed = [], []
+    for name, group in run.groups().items():
+        try:
+            found += group
+        except ConfigError:
+            raise
+        except Exception as error:  # noqa: BLE001  whatever tracing raises is a finding
+            failed.append({"program": f"{name} (tracing)", "error": findings.one_line(error)})
+    return found, failed
 
 
 def _say(events: TextIO, event: Json) -> None:

@@ -7,6 +7,7 @@ not support. Nothing else decides, so a call shows what is refused and why.
 import dataclasses
 import importlib
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -74,8 +75,12 @@ def target(implementation: str | None, platform: str | None = None, interpret: b
     return Target(platform or here.platform, kind, implementation is not None, interpret, config)
 
 
-def require(target: Target, op: str, name: str, platforms: Sequence[str]) -> None:
-    """Refuses a kernel on other platforms and, unless it is named, on devices without tuning rows.
+def require(target: Target, op: str, name: str, platforms: Sequence[str], measured: bool = True
+            ) -> None:
+    """Refuses a kernel on other platforms.
+
+    Args:
+      measured: refuse it on devices without tuning rows, too, unless it is named.
 
     Raises:
       Unsupported: with the reason.
@@ -87,7 +92,7 @@ def require(target: Target, op: str, name: str, platforms: Sequence[str]) -> Non
     if target.platform not in platforms:
         raise Unsupported(f"needs a {' or '.join(platforms)}, this is a {target.platform}; "
                           "interpret=True runs it anywhere, slowly")
-    if not target.named and not tuning.has_rows(target.kind, op, name):
+    if measured and not target.named and not tuning.has_rows(target.kind, op, name):
         raise Unsupported(f"not yet run on {target.kind} (no row in tuned/): ask for it by name")
 
 
@@ -138,14 +143,27 @@ def configured(kind: type[Any], given: Mapping[str, int]) -> Any:
     return kind(**given)
 
 
-def kernel(op: str, name: str, *platforms: str) -> Callable[..., Any]:
-    """Returns the implementation `op`_`name`, whose module is imported when it is first called."""
+def kernel(op: str, name: str, *platforms: str, measured: bool = True) -> Callable[..., Any]:
+    """Returns the implementation `op`_`name`, whose module is imported when it is first called.
+
+    Args:
+      measured: see `require`.
+    """
     def call(*args: Any, target: Target, **options: Any) -> Any:
-        require(target, op, name, platforms)
+        require(target, op, name, platforms, measured)
         module = importlib.import_module(f"specrl_kernels.{op}.{name}")
         return getattr(module, f"{op}_{name}")(*args, target=target, **options)
 
     return call
+
+
+def automatic_axes() -> tuple[tuple[str, ...], int]:
+    """Returns the axes of the mesh in scope over which the compiler may split arrays, and how many
+    devices they span."""
+    mesh = jax.sharding.get_abstract_mesh()
+    names = tuple(name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+                  if kind != jax.sharding.AxisType.Manual)
+    return names, math.prod(mesh.shape[name] for name in names)
 
 
 def choose(implementations: Mapping[str, Callable[..., Any]], name: str | None

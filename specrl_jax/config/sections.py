@@ -6,6 +6,7 @@ help.
 """
 
 import dataclasses
+import datetime
 import re
 
 from specrl_jax.config.drafting import DRAFTERS, DistillConfig, DraftConfig
@@ -49,9 +50,24 @@ class DataConfig(Section, prefix="data"):
     level: str = option("add2", "specrl_arithmetic: level of difficulty")
     examples: int = option(0, "use only the first N examples; 0 is all of them", low=0)
     system: str = option("", "system message; empty means none")
+    template: tuple[str, ...] = option((), "variables of the chat template, each as NAME=VALUE, "
+                                       "such as enable_thinking=False")
+    date: str = option("", "date that the chat template sees as today's, such as 2026-01-31; empty "
+                       "is the day on which a process starts")
+    long_prompts: str = option(
+        "refuse", "prompts longer than rollout.max_prompt_tokens: refuse the run, or drop these "
+        "prompts and say how many", choose=("refuse", "drop"))
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        for text in self.template:
+            check(re.match(r"[A-Za-z_]\w*=", text) is not None
+                  and not text.startswith(("messages=", "add_generation_prompt=")),
+                  "data.template", text, "give NAME=VALUE, such as enable_thinking=False")
+        try:
+            datetime.date.fromisoformat(self.date or "2026-01-31")
+        except ValueError:
+            self.check(False, "date", "give a date as YYYY-MM-DD")
         self.check(bool(self.name), "name", "name a dataset")
 
 
@@ -62,8 +78,14 @@ class RewardConfig(Section, prefix="reward"):
     terms: tuple[str, ...] = option(("exact",), "exact, exact_only, has_answer_marker, "
                                     "digit_fraction, latex, or package.module:function")
     weights: tuple[float, ...] = option((1.0,), "one weight a term")
+    workers: int = option(0, "processes that judge answers; 0: the run's own, but latex in one a "
+                             "core", low=0)
+    seconds: float = option(2.0, "CPU seconds that such a process may take for an answer; one that "
+                                 "takes latex longer is wrong, another reward ends the run",
+                            within="(0, 86400]")
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.check(len(self.terms) > 0, "terms", "name at least one reward")
         self.check(len(self.terms) == len(self.weights), "weights",
                    f"give one weight for each of the {len(self.terms)} terms")
@@ -107,30 +129,28 @@ class SpecOptions(Section, prefix="spec"):
 
 
 @dataclasses.dataclass(frozen=True)
-class ControlConfig:
+class ControlConfig(Section, prefix="control"):
     """Who chooses the speculation configuration of each round."""
 
     policy: str = option("budget", "off, fixed, budget, respec, or package.module:name of a "
                                    "factory, see specrl_jax/control/registry.py")
-    min_survival: float = option(0.3, "fixed: draft nodes less likely to be accepted are dropped")
+    min_survival: float = option(0.3, "fixed: draft nodes less likely to be accepted are dropped",
+                                 within="[0, 1]")
     cost_updates: str = option("online", "online: the seconds of launches correct the table of "
                                          "costs; off: the table never changes, so that a run can "
-                                         "be repeated")
+                                         "be repeated", choose=("online", "off"))
     cost_table: str = option("", "file of measured costs, made where it is missing; empty is one "
                                  "for this device and model in the user's cache directory")
     settings: tuple[str, ...] = option((), "respec: the settings to choose from, as depth x branch "
                                            "x nodes a row, such as 4x1x5; empty is a range of "
                                            "depths up to the bounds of spec")
     length_weight: float = option(0.5, "budget: 0 weighs all rows alike, 1 by the time that their "
-                                       "tokens save, which favours rows expected to run long")
+                                       "tokens save, which favours rows expected to run long",
+                                  within="[0, 1]")
 
     def __post_init__(self) -> None:
-        check(bool(self.policy), "control.policy", self.policy, "give the name of a controller")
-        check(self.cost_updates in ("online", "off"), "control.cost_updates", self.cost_updates,
-              "choose online or off")
-        for name in ("min_survival", "length_weight"):
-            check(0 <= getattr(self, name) <= 1, f"control.{name}", getattr(self, name),
-                  "must lie in [0, 1]")
+        super().__post_init__()
+        self.check(bool(self.policy), "policy", "give the name of a controller")
         for text in self.settings:
             check(re.fullmatch(r"[1-9]\d*x[1-9]\d*x[1-9]\d*", text) is not None,
                   "control.settings", text, "give depth x branch x nodes, such as 4x1x5")
@@ -218,6 +238,11 @@ class MeshConfig(Section, prefix="mesh"):
     data: int = option(1, "data-parallel copies", low=1)
     fsdp: int = option(1, "shards of the learner's parameters", low=1)
     tensor: int = option(1, "shards of heads, hidden units and vocabulary", low=1)
+
+    @property
+    def size(self) -> int:
+        """The number of devices."""
+        return self.data * self.fsdp * self.tensor
 
 
 @dataclasses.dataclass(frozen=True)

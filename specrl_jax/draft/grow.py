@@ -118,8 +118,8 @@ def _expand(r: _Round, grown: Grown | None, front: LevelNodes, depth: Array
     found, logq = _candidates(r, front, depth)
     grown, width = grown or _nothing(r.growth, found, logq), front.live.shape[1]
     room = ((0, 0), (0, grown.levels.live.shape[2] - found.live.shape[1]))
-    levels = jax.tree.map(lambda whole, new: jax.lax.dynamic_update_index_in_dim(
-        whole, jnp.pad(new, room), depth - 1, 1), grown.levels, found)
+    levels = jax.tree.map(lambda array, new: jax.lax.dynamic_update_index_in_dim(
+        array, jnp.pad(new, room), depth - 1, 1), grown.levels, found)
     gap = found.score_gap.reshape(*front.live.shape, -1)[..., 0]  # of the best score to itself
     grown = grown.replace(levels=levels, broken=grown.broken | (front.live & jnp.isnan(gap)).any(1))
     if grown.index is not None and grown.logq is not None and logq is not None:
@@ -183,15 +183,15 @@ def _forward_level(r: _Round, front: LevelNodes, keys: tuple[KV, Array], depth: 
     node = jnp.broadcast_to(start + jnp.arange(k)[None], (batch, k))
     row = jnp.repeat(jnp.arange(batch, dtype=jnp.int32), k)
 
-    def put(whole: Array, new: Array) -> Array:
-        return jax.lax.dynamic_update_slice_in_dim(whole, new.astype(whole.dtype), start, 1)
+    def put(array: Array, new: Array) -> Array:
+        return jax.lax.dynamic_update_slice_in_dim(array, new.astype(array.dtype), start, 1)
 
     parent = put(keys[1], front.slot)
     fresh: KV = []
 
     def look(index: Any, q: Array, new_k: Array, new_v: Array) -> Array:
-        k, v = (put(whole, new.transpose(2, 3, 0, 1))
-                for whole, new in zip(keys[0][index], (new_k, new_v), strict=True))
+        k, v = (put(array, new.transpose(2, 3, 0, 1))
+                for array, new in zip(keys[0][index], (new_k, new_v), strict=True))
         fresh.append((k, v))
         return attend(q, (row, node.reshape(-1)), (k, v), parent, r.cache[index], last)
 

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from specrl_kernels import rms_norm as kernels
+from specrl_kernels.dispatch import automatic_axes, traced_for
 from specrl_kernels.narrow_matmul import narrow_matmul
-from specrl_kernels.tree_attention import tree_attention
 
 from specrl_jax import sharding
 from specrl_jax.model import layers
@@ -90,18 +90,14 @@ def project(weight: Array, x: Array, axes: int = 1, decode: bool = False, dtype:
     """Returns weight [..., in] times x [in, ...], contracting the last `axes` of weight.
 
     Args:
-      decode: x has few tokens and is not differentiated; a kernel for that case may run.
+      decode: x has few tokens and is not differentiated; a CPU has a kernel for that case.
       dtype: of the result; None is that of x.
     """
-    if not decode:
-        def product(weight: Array, x: Array) -> Array:
-            return jnp.tensordot(weight, x, axes, preferred_element_type=dtype)
-
-        if dtype in (None, x.dtype):
-            return product(weight, x)
-        return jax.lax.platform_dependent(  # a CPU lacks some mixed products
-            weight, x, default=product,
-            cpu=lambda *narrow: product(*(a.astype(dtype) for a in narrow)))
+    cpu = traced_for().platform == "cpu"
+    if not decode or not cpu or automatic_axes()[1] > 1:  # a split weight cannot be reshaped
+        if cpu and dtype not in (None, x.dtype):
+            weight, x = weight.astype(dtype), x.astype(dtype)  # it lacks some mixed products
+        return jnp.tensordot(weight, x, axes, preferred_element_type=dtype)
     out, tokens = weight.shape[: weight.ndim - axes], x.shape[axes:]
     inner = math.prod(x.shape[:axes])
     y = narrow_matmul(weight.reshape(-1, inner), x.reshape(inner, -1))
@@ -169,14 +165,7 @@ def tree_forward(arch: Architecture, params: Params, cache: Cache, tokens: Array
     rotation = rotations(arch, position)
 
     def attend(index: Index, q: Array, k: Array, v: Array) -> Array:
-        g, r, e, w = q.shape
-        tree_k, tree_v = (packing.by_row(jnp.moveaxis(a, -1, 0)) for a in (k, v))
-        cache_k, cache_v = cache.kv[index]
-        out = tree_attention(
-            q.reshape(g * r, e, w).transpose(2, 0, 1), packing.row, packing.node, tree_k, tree_v,
-            packing.parent, cache_k, cache_v, cache.length, scale=e**-0.5,
-            implementation=implementation)
-        return out.transpose(1, 2, 0).reshape(g, r, e, w)
+        return cache.kv.attend(index, q, k, v, packing, cache.length, implementation)
 
     def run(layer: Params, index: Index, x: Array) -> tuple[Array, tuple[Array, Array]]:
         return block(arch, layer, index, x, rotation, attend, decode=True)

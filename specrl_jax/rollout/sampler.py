@@ -60,6 +60,9 @@ class Sampler:
                  prompts: int, group: int, warn: Callable[[str], None] = loud,
                  tokenizer: Tokenizer | None = None,
                  wrap: Callable[[Drafter], Drafter] = lambda drafter: drafter) -> None:
+        if not stop:
+            warn("the model's files name no end-of-sequence token, so every answer runs to "
+                 "rollout.max_new_tokens; add eos_token_id to generation_config.json")
         self.config, self.group, self.mesh = config, group, mesh
         self.drafters, self.engine = build(config, arch, stop, mesh, prompts=prompts, group=group,
                                            warn=warn, tokenizer=tokenizer, wrap=wrap)
@@ -67,7 +70,8 @@ class Sampler:
         self.profiling_seconds = 0.0  # spent on reading or measuring costs
         self._depth: int | None = None  # of drafts, whatever the controller plans
         self.control_restored = False  # the controller's state is a checkpoint's
-        self._cast = publisher(arch, mesh, self.engine.layout.dtype)
+        self._cast = publisher(arch, mesh, self.engine.layout.dtype,
+                               layers.are_scanned(sharding.platform(mesh)))
         self.params: Params = {}  # as published
         self.drafter_params: DrafterParams = ()  # bound to them
         self.drafter_weights = self.engine.replicate(self.drafters.weights)  # of each part
@@ -111,7 +115,9 @@ class Sampler:
           ConfigError: the model has no chat template.
         """
         chats = [data.messages({"question": text}, system) for text in questions]
-        return PromptBatch.of([self.tokenizer.encode(self.tokenizer.chat(x)) for x in chats])
+        variables = data.template_variables(self.config.data)
+        return PromptBatch.of([self.tokenizer.encode(self.tokenizer.chat(x, **variables))
+                               for x in chats])
 
     def publish(self, params: Params, version: int) -> None:
         """Makes `params` what rollouts read: cast and resharded, or as they are if both agree."""
@@ -277,22 +283,21 @@ class Sampler:
             policy_version=self.version, drafter_version=self.drafter_version)
 
 
-def cast(arch: Architecture, mesh: Mesh, dtype: DTypeLike) -> Any:
+def cast(arch: Architecture, mesh: Mesh, dtype: DTypeLike, stacked: bool) -> Any:
     """Returns the jitted program that casts, reshards and arranges parameters for the rollout.
 
-    It reads either form of the layers and returns the one that the mesh's devices run.
+    `stacked`: the form of the layers that the rollout reads; the program takes either.
     """
-    stacked = layers.are_scanned(sharding.platform(mesh))
     return jax.jit(lambda params: jax.tree.map(
         lambda a: a.astype(dtype), layers.arrange(params, stacked)),
-        out_shardings=_places(arch, mesh, stacked))
+        out_shardings=published_places(arch, mesh, stacked))
 
 
-def publisher(arch: Architecture, mesh: Mesh, dtype: DTypeLike) -> Callable[[Params], Params]:
+def publisher(arch: Architecture, mesh: Mesh, dtype: DTypeLike, stacked: bool
+              ) -> Callable[[Params], Params]:
     """Returns a function that casts, reshards and arranges parameters where they need it."""
-    stacked = layers.are_scanned(sharding.platform(mesh))
-    wanted, other = (_places(arch, mesh, form) for form in (stacked, not stacked))
-    convert = cast(arch, mesh, dtype)
+    wanted, other = (published_places(arch, mesh, form) for form in (stacked, not stacked))
+    convert = cast(arch, mesh, dtype, stacked)
 
     def publish(params: Params) -> Params:
         as_wanted = layers.is_stacked(params) == stacked
@@ -307,7 +312,8 @@ def publisher(arch: Architecture, mesh: Mesh, dtype: DTypeLike) -> Callable[[Par
     return publish
 
 
-def _places(arch: Architecture, mesh: Mesh, stacked: bool) -> PyTree:
+def published_places(arch: Architecture, mesh: Mesh, stacked: bool) -> PyTree:
+    """Returns the shardings of what rollouts read; for `stacked` see model/layers.py."""
     return sharding.shardings(architecture.describe(arch, stacked), sharding.ROLLOUT_RULES, mesh,
                               architecture.is_param)
 

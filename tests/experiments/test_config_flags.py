@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 from absl import flags
+from helpers import ROOT
 
 from experiments import config_flags
 from specrl_jax.config import Config, ConfigError, as_dict, load_config, preset_names
 from specrl_jax.config.load import PRESETS
 
-ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = f'''"""Says what it was asked to do."""
 import sys
 sys.path[:0] = [{str(ROOT / "experiments")!r}, {str(ROOT)!r}]
@@ -114,12 +114,6 @@ def test_bad_overrides_name_field_value_and_way_out(argument, line):
     with pytest.raises(ConfigError) as caught:
         parse(argument)
     assert str(caught.value).startswith(line)
-
-
-def test_a_value_may_be_the_next_argument():
-    assert parse("--config.steps", "3")[0].steps == 3
-    with pytest.raises(ConfigError, match="config.steps = 'abc': must be of type int"):
-        parse("--config.steps", "abc")
 
 
 @pytest.mark.parametrize("source, message", [

@@ -161,48 +161,6 @@ def test_masked_positions_are_never_read(garbage, correction):
     assert np.all(np.isfinite(gradient)) and np.all(gradient[jnp.array([0, 2])] != 0)
 
 
-def toy_batch():
-    """Six sequences of different lengths over five symbols; one row is padding."""
-    rng = np.random.default_rng(2)
-    length = np.array([7, 1, 4, 0, 2, 6])
-    return dict(
-        tokens=jnp.asarray(rng.integers(5, size=(6, 7)), jnp.int32),
-        old_logprob=f32(-1.6 + 0.2 * rng.normal(size=(6, 7))),
-        reference=f32(-1.6 + 0.2 * rng.normal(size=(6, 7))),
-        advantage=f32(rng.normal(size=6)),
-        mask=jnp.asarray(np.arange(7) < length[:, None]),
-    )
-
-
-def toy_loss(params, batch, normalize, totals):
-    """A bigram model's batch loss: each token is predicted from the one before it."""
-    def one(tokens, mask, **arrays):
-        logits = params["table"][jnp.roll(tokens, 1)] + params["bias"][None]
-        logprob = jax.nn.log_softmax(logits)[jnp.arange(7), tokens]
-        terms, _ = pl.sequence_terms(logprob=logprob, mask=mask, kl=0.1, **arrays, **PPO,
-                                     rollout_logprob=arrays["old_logprob"])
-        weights = pl.token_weights(mask=mask, normalize=normalize, total_tokens=totals[0],
-                                   total_sequences=totals[1], max_new_tokens=9)
-        return jnp.sum(weights * terms)
-
-    return jnp.sum(jax.vmap(lambda b: one(**b))(batch))
-
-
-@pytest.mark.parametrize("normalize", pl.NORMALIZERS)
-def test_unequal_micro_batches_add_up_to_the_batch(normalize):
-    rng = np.random.default_rng(3)
-    params = {"table": f32(0.3 * rng.normal(size=(5, 5))), "bias": f32(0.3 * rng.normal(size=5))}
-    batch = toy_batch()
-    totals = (batch["mask"].sum(dtype=jnp.float32), 5.0)
-    gradient = jax.jit(jax.value_and_grad(toy_loss), static_argnames="normalize")
-    whole = gradient(params, batch, normalize, totals)
-    parts = [gradient(params, {name: x[rows] for name, x in batch.items()}, normalize, totals)
-             for rows in (slice(0, 1), slice(1, 4), slice(4, 6))]
-    added = jax.tree.map(lambda *x: sum(x), *parts)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-6), added, whole)
-    assert max(np.abs(x).max() for x in jax.tree.leaves(whole[1])) > 1e-2
-
-
 def test_arguments_are_checked_by_name():
     good = dict(logprob=jnp.zeros(3), old_logprob=jnp.zeros(3), advantage=f32(1.0), **CLIP)
     with pytest.raises(TypeError, match=r"logprob must be float32 of rank 1, got float32\[2, 3\]"):

@@ -163,7 +163,7 @@ def test_truncation_of_nan_logits_ends(top_k: int, top_p: float) -> None:
 @pytest.mark.parametrize("temperature,top_k,top_p", [
     (1.0, 0, 1.0), (0.5, 0, 1.0), (2.0, 0, 1.0), (1.0, 4, 1.0), (1.0, 0, 0.7), (0.7, 6, 0.8),
     (0.0, 0, 1.0), (0.0, 3, 0.5)])
-def test_the_distribution_of_the_draw(temperature: float, top_k: int, top_p: float) -> None:
+def test_draw_has_the_processed_distribution(temperature: float, top_k: int, top_p: float) -> None:
     tokens = drawn(gumbel, temperature, top_k, top_p)
     if temperature == 0:
         assert (tokens == LOGITS.argmax()).all()
@@ -181,8 +181,3 @@ WRONG: dict[str, Callable[..., Any]] = {
 @pytest.mark.parametrize("wrong", WRONG)
 def test_wrong_noise_is_noticed(wrong: str) -> None:
     assert deviations_of(drawn(WRONG[wrong], 1.0, 0, 1.0), processed(LOGITS, 1.0, 0, 1.0))
-
-
-def test_a_distribution_that_is_slightly_off_is_noticed() -> None:
-    found = deviations_of(drawn(gumbel, 1.15, 0, 1.0), processed(LOGITS, 1.0, 0, 1.0))
-    assert "the distribution" in found

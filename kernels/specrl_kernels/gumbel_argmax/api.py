@@ -40,9 +40,9 @@ def gumbel_argmax(
     """Draws the `count` tokens of highest logp[v] + G[v] at each position, with log-probabilities.
 
     `G` is `noise.gumbel(key, position, v)`, made inside and never stored: its integer bits are the
-    same everywhere, the Gumbels equal to rounding. The first token is a draw from the law that
-    temperature and threshold leave (the Gumbel-max trick), all of them a draw without replacement
-    (Kool et al., arXiv 1903.06059). Ties go to the lower id.
+    same everywhere, the Gumbels equal to rounding. The first token is a draw from the distribution
+    that temperature and threshold leave (the Gumbel-max trick), all of them a draw without
+    replacement (Kool et al., arXiv 1903.06059). Ties go to the lower id.
 
     Args:
       count: K, tokens returned.

@@ -36,7 +36,7 @@ class Drawn(NamedTuple):
 
     token: jax.Array  # i32[W, K]
     perturbed: jax.Array  # f32[W, K] raw_logprob + G; without G at temperature 0
-    logprob: jax.Array  # f32[W, K] of the truncated, renormalised law; a point mass at 0
+    logprob: jax.Array  # f32[W, K] truncated, renormalised; a point mass at 0
     raw_logprob: jax.Array  # f32[W, K] at the temperature (1 at temperature 0), no truncation
 
 

@@ -8,18 +8,19 @@ import jax
 from specrl_kernels import dispatch
 from specrl_kernels.dispatch import anywhere, kernel
 from specrl_kernels.tree_attention import validate
+from specrl_kernels.tree_attention.layers import all_rows, by_heads, one_layer
 from specrl_kernels.tree_attention.machine import leave_to_xla, tree_attention_machine
 from specrl_kernels.tree_attention.reference import tree_attention_reference
 from specrl_kernels.tree_attention.shared_prefix import Prefix
 from specrl_kernels.tree_attention.xla import tree_attention_xla
 
 IMPLEMENTATIONS = {
-    "pallas": kernel("tree_attention", "pallas", "tpu"),
-    "triton": kernel("tree_attention", "triton", "gpu"),
-    "pallas_triton": kernel("tree_attention", "pallas_triton", "gpu"),
-    "machine": anywhere(tree_attention_machine, "cpu", unasked=leave_to_xla),
-    "xla": tree_attention_xla,
-    "reference": anywhere(tree_attention_reference),
+    "pallas": by_heads(kernel("tree_attention", "pallas", "tpu", measured=False)),
+    "triton": by_heads(all_rows(kernel("tree_attention", "triton", "gpu"))),
+    "pallas_triton": by_heads(all_rows(kernel("tree_attention", "pallas_triton", "gpu"))),
+    "machine": one_layer(anywhere(tree_attention_machine, "cpu", unasked=leave_to_xla)),
+    "xla": one_layer(tree_attention_xla),
+    "reference": one_layer(anywhere(tree_attention_reference)),
 }
 """In the order in which they are tried."""
 
@@ -36,7 +37,9 @@ def tree_attention(
     length: jax.Array,  # i32[B] committed tokens in the cache
     slot: jax.Array | None = None,  # i32[B] cache row of each row; None: row b uses cache row b
     prefix: Prefix | None = None,  # contexts before the rows' own, each shared by several rows
+    layer: int | jax.Array | None = None,  # i32[] which of caches f[L, slots, ...]
     *,
+    transposed_v: bool = False,  # cache_v is f[slots, G, E, S], as cache_k is
     scale: float,
     window: int | None = None,
     implementation: str | None = None,
@@ -68,13 +71,14 @@ def tree_attention(
       Unsupported: a named implementation cannot do this.
       ExceptionGroup: none can; it holds each one's reason.
     """
-    args = _arguments(q, row, node, tree_k, tree_v, parent, cache_k, cache_v, length, slot, prefix)
-    validate.check_static(*args, window=window)
+    args = _arguments(q, row, node, tree_k, tree_v, parent, cache_k, cache_v, length, slot, prefix,
+                      layer)
+    validate.check_static(*args, window=window, transposed_v=transposed_v)
     if checked:
         validate.check_values(*args)
     target = dispatch.target(implementation, platform, interpret, config)
     function = dispatch.choose(IMPLEMENTATIONS, implementation)
-    return function(*args, scale=scale, window=window, target=target)
+    return function(*args, scale=scale, window=window, target=target, transposed_v=transposed_v)
 
 
 def refusals(*args: Any, window: int | None = None, platform: str | None = None,
@@ -84,13 +88,15 @@ def refusals(*args: Any, window: int | None = None, platform: str | None = None,
     None stands for one that would be; arrays may be given by their jax.ShapeDtypeStruct.
     """
     args = _arguments(*args, **named)
-    validate.check_static(*args, window=window)
+    validate.check_static(*args, window=window, transposed_v=False)
     target = dispatch.target(None, platform, interpret)
-    return dispatch.refusals(IMPLEMENTATIONS, *args, scale=1.0, window=window, target=target)
+    return dispatch.refusals(IMPLEMENTATIONS, *args, scale=1.0, window=window, target=target,
+                             transposed_v=False)
 
 
 def _arguments(q: Any, row: Any, node: Any, tree_k: Any, tree_v: Any, parent: Any, cache_k: Any,
-               cache_v: Any, length: Any, slot: Any = None, prefix: Any = None) -> tuple[Any, ...]:
+               cache_v: Any, length: Any, slot: Any = None, prefix: Any = None, layer: Any = None
+               ) -> tuple[Any, ...]:
     """The arrays in order, the caches as tuples of segments."""
     cache_k, cache_v = (tuple(x) if isinstance(x, Sequence) else (x,) for x in (cache_k, cache_v))
-    return q, row, node, tree_k, tree_v, parent, cache_k, cache_v, length, slot, prefix
+    return q, row, node, tree_k, tree_v, parent, cache_k, cache_v, length, slot, prefix, layer

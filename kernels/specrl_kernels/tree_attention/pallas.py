@@ -19,8 +19,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from specrl_kernels.dispatch import Target, Unsupported, configured
-from specrl_kernels.tree_attention import packing, shared_prefix, softmax, work_list
+from specrl_kernels.tree_attention import cost, packing, shared_prefix, softmax, work_list
 from specrl_kernels.tree_attention.ancestry import is_visible
+from specrl_kernels.tree_attention.layers import Layer, flat
 from specrl_kernels.tree_attention.packing import Rows
 from specrl_kernels.tree_attention.shared_prefix import Prefix
 from specrl_kernels.tree_attention.softmax import Partial
@@ -47,20 +48,26 @@ class Config:
 def tree_attention_pallas(q: jax.Array, row: jax.Array, node: jax.Array, tree_k: jax.Array,
                           tree_v: jax.Array, parent: jax.Array, cache_k: tuple[jax.Array, ...],
                           cache_v: tuple[jax.Array, ...], length: jax.Array,
-                          slot: jax.Array | None, prefix: Prefix | None, *, scale: float,
-                          window: int | None, target: Target) -> jax.Array:
-    """See `api.tree_attention`."""
+                          slot: jax.Array | None, prefix: Prefix | None, layer: Layer, *,
+                          scale: float, window: int | None, transposed_v: bool, target: Target
+                          ) -> jax.Array:
+    """See `api.tree_attention`. Values of other than transposed caches are copied."""
     b, n, g, _ = tree_k.shape
     rows = packing.unpack(q, row, node, parent, g, length, window)
-    config = _config(target, rows, cache_k)
+    config, base = _config(target, rows, cache_k), 0
+    if layer is not None:
+        base = layer * cache_k[0].shape[1]
+        cache_k, cache_v = flat(cache_k), flat(cache_v)
     slot = jnp.arange(b, dtype=jnp.int32) if slot is None else slot
     nodes = -(-n // SUBLANES) * SUBLANES
     tree = (packing.by_head(tree_k, nodes), packing.by_head(tree_v, nodes))
     run = functools.partial(_attend, config=config, scale=scale, interpret=target.interpret)
+    own = functools.partial(run, rows, tree, cache_k, cache_v, length, slot, base=base,
+                            transposed_v=transposed_v)
     if prefix is None and config.splits == 1:
-        out = run(rows, tree, cache_k, cache_v, length, slot, whole=True)
+        out = own(whole=True)
     else:
-        parts = [run(rows, tree, cache_k, cache_v, length, slot, whole=False)]
+        parts = [own(whole=False)]
         if prefix is not None:
             parts.append(_prefix_part(run, rows, prefix, b))
         out = softmax.finish(softmax.combine(softmax.stack(parts))).astype(q.dtype)
@@ -95,15 +102,15 @@ def _config(target: Target, rows: Rows, cache_k: Sequence[jax.Array]) -> Config:
       Unsupported: nothing fits, or the given one does not.
     """
     b, g, _, e = rows.queries.shape
-    sizes, item = [k.shape[3] for k in cache_k], cache_k[0].dtype.itemsize
+    sizes, item = [k.shape[-1] for k in cache_k], cache_k[0].dtype.itemsize
     found = packing.tuned(target, NAME, rows, sum(sizes))
     config = configured(Config, found) if found is not None else heuristic(
         target.kind, sizes, g * e * item)
     if (min(config.block, config.tile, config.splits) < 1 or config.block % 128
             or config.tile % SUBLANES):
         raise Unsupported(f"{config}: block is a multiple of 128, tile of 16, splits at least 1")
-    if max(b, cache_k[0].shape[0]) > work_list.ROWS:
-        raise Unsupported(f"{b} rows and a cache of {cache_k[0].shape[0]}: at most "
+    if max(b, cache_k[0].shape[-4]) > work_list.ROWS:
+        raise Unsupported(f"{b} rows and a cache of {cache_k[0].shape[-4]}: at most "
                           f"{work_list.ROWS} of each")
     if _buffers(sizes, config.block, g * e * item) > VMEM_BLOCKS:
         raise Unsupported(f"{len(sizes)} segments with {g} heads of {e} in blocks of {config.block}"
@@ -130,8 +137,9 @@ def _buffers(sizes: Sequence[int], block: int, slot_bytes: int) -> int:
 
 def _attend(rows: Rows, tree: tuple[jax.Array, jax.Array] | None, cache_k: Sequence[jax.Array],
             cache_v: Sequence[jax.Array], length: jax.Array, slot: jax.Array, *, config: Config,
-            scale: float, interpret: bool, whole: bool) -> Any:
-    """f[B, G, Q, E], or a Partial of it if not `whole`."""
+            scale: float, interpret: bool, whole: bool, base: Any = 0,
+            transposed_v: bool = False) -> Any:
+    """f[B, G, Q, E], or a Partial of it if not `whole`; cache rows count from `base` i32[]."""
     batch, queries = rows.live.shape
     sizes = [k.shape[3] for k in cache_k]
     tile = min(config.tile, -(-queries // SUBLANES) * SUBLANES)
@@ -139,11 +147,12 @@ def _attend(rows: Rows, tree: tuple[jax.Array, jax.Array] | None, cache_k: Seque
     live = packing.live_tiles(rows, tile)
     work = work_list.make(length, packing.oldest(rows), live.any(1), slot, sizes, config.block)
     share = jnp.maximum(-(-work.count // config.splits), 1)
-    scalars = (jnp.stack([work.count, share]), work.steps, length, live.reshape(-1), *work.fetch)
+    bounds = jnp.stack([work.count, share, jnp.asarray(base, jnp.int32)])
+    scalars = (bounds, work.steps, length, live.reshape(-1), *work.fetch)
     inputs = [rows.queries, _info(rows), *(tree or ())]
     specs = [_per_row(x, config) for x in inputs]
     for i, (k, v) in enumerate(zip(cache_k, cache_v, strict=True)):
-        inputs += [k, v]
+        inputs += [k, v if transposed_v else v.swapaxes(2, 3)]
         specs += _context_specs(k, i, config)
     outputs = _outputs(rows, config.splits, whole)
     kernel = functools.partial(_kernel, sizes=tuple(sizes), config=config, tile=tile, scale=scale,
@@ -151,6 +160,7 @@ def _attend(rows: Rows, tree: tuple[jax.Array, jax.Array] | None, cache_k: Seque
     g, padded, e = rows.queries.shape[1:]
     out = pl.pallas_call(
         kernel, out_shape=outputs, interpret=interpret, name="tree_attention",
+        cost_estimate=cost.estimate(rows, [*cache_k, *cache_v], tree, outputs),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars), grid=(config.splits, share), in_specs=specs,
             out_specs=[_per_row(x, config, output=True) for x in outputs],
@@ -205,22 +215,15 @@ def _per_row(x: Any, config: Config, output: bool = False) -> pl.BlockSpec:
 
 
 def _context_specs(k: jax.Array, segment: int, config: Config) -> list[pl.BlockSpec]:
-    """A block of keys [1, G, E, T] and one of values [1, G, T, E]."""
+    """A block of keys and one of values, [1, G, E, T] each."""
     _, g, e, size = k.shape
     block = min(config.block, size)
 
-    def code(split: Any, step: Any, scalars: Any) -> Any:
-        return scalars[4 + segment][_step(split, step, scalars)]
+    def index(split: Any, step: Any, *scalars: Any) -> tuple[Any, ...]:
+        at = scalars[4 + segment][_step(split, step, scalars)]
+        return scalars[0][2] + (at >> work_list.SHIFT), 0, 0, at & work_list.LOW
 
-    def key_index(split: Any, step: Any, *scalars: Any) -> tuple[Any, ...]:
-        at = code(split, step, scalars)
-        return at >> work_list.SHIFT, 0, 0, at & work_list.LOW
-
-    def value_index(split: Any, step: Any, *scalars: Any) -> tuple[Any, ...]:
-        at = code(split, step, scalars)
-        return at >> work_list.SHIFT, 0, at & work_list.LOW, 0
-
-    return [pl.BlockSpec((1, g, e, block), key_index), pl.BlockSpec((1, g, block, e), value_index)]
+    return [pl.BlockSpec((1, g, e, block), index)] * 2
 
 
 def _kernel(bounds: Any, steps: Any, length: Any, live: Any, *refs: Any, sizes: tuple[int, ...],
@@ -318,11 +321,11 @@ def _add_block(carry: Partial, q: Any, info: Any, k: Any, v: Any, scale: float, 
     if has_window:
         words = info[0, queries, :]
         visible &= places >= words[:, words.shape[1] - 1 :]
-    values = v[0, head]
+    values = v[0, head]  # [E, T]
     if ragged:
-        inside = place + jax.lax.broadcasted_iota(jnp.int32, values.shape, 0) < end
+        inside = place + jax.lax.broadcasted_iota(jnp.int32, values.shape, 1) < end
         values = jnp.where(inside, values.astype(jnp.float32), 0).astype(values.dtype)
-    partial = softmax.add_keys(_read(carry, head, queries), score, visible, values)
+    partial = softmax.add_keys(_read(carry, head, queries), score, visible, values, contract=1)
     _write(carry, head, queries, partial)
 
 
