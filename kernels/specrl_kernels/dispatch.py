@@ -143,16 +143,18 @@ def configured(kind: type[Any], given: Mapping[str, int]) -> Any:
     return kind(**given)
 
 
-def kernel(op: str, name: str, *platforms: str, measured: bool = True) -> Callable[..., Any]:
+def kernel(op: str, name: str, *platforms: str, measured: bool = True, function: str = ""
+           ) -> Callable[..., Any]:
     """Returns the implementation `op`_`name`, whose module is imported when it is first called.
 
     Args:
       measured: see `require`.
+      function: another function of that module, for the same devices.
     """
     def call(*args: Any, target: Target, **options: Any) -> Any:
         require(target, op, name, platforms, measured)
         module = importlib.import_module(f"specrl_kernels.{op}.{name}")
-        return getattr(module, f"{op}_{name}")(*args, target=target, **options)
+        return getattr(module, function or f"{op}_{name}")(*args, target=target, **options)
 
     return call
 
