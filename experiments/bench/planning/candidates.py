@@ -114,8 +114,9 @@ def layouts(config: Config, arch: Architecture, devices: int) -> Iterator[dict[s
 def _distill(config: Config, shards: int, drafter: str) -> dict[str, Any]:
     if drafter == "off":
         return {"distill.when": "off", "distill.overlap": False}
-    return {"distill.micro_batch": shards,
-            "distill.batch": -(-config.distill.batch // shards) * shards}
+    batch = -(-config.distill.batch // shards) * shards
+    sequences = config.distill.sequences and max(config.distill.sequences, batch)
+    return {"distill.micro_batch": shards, "distill.batch": batch, "distill.sequences": sequences}
 
 
 def _divisors(number: int) -> list[int]:
