@@ -27,6 +27,7 @@ from ml_collections.config_flags import tuple_parser
 
 from specrl_jax.config import Config, ConfigError, build, load_config, override
 from specrl_jax.config.renamed import check_current
+from specrl_jax.io.places import local_path
 
 DEFAULT_PRESET = "smollm2"
 HELP_FLAGS = ("h", "help", "helpshort", "helpfull", "?")
@@ -82,10 +83,10 @@ def parsed(flag_values: flags.FlagValues = flags.FLAGS) -> tuple[Config, Path]:
         from specrl_jax.model.source import run_config
 
         flag: Any = flag_values["config"]
-        config = override(run_config(Path(flag_values.run)), flag.override_values)
+        config = override(run_config(local_path("--run", flag_values.run)), flag.override_values)
     else:
         config = build(Config, flag_values.config)
-    return config, Path(flag_values.workdir or Path("runs") / config.name)
+    return config, local_path("--workdir", flag_values.workdir or Path("runs") / config.name)
 
 
 def mutable(config: Any) -> Any:

@@ -10,12 +10,14 @@ import jax.numpy as jnp
 
 from specrl_jax import config as config_lib
 from specrl_jax.config import Config, ConfigError
-from specrl_jax.io import data, lock, metrics
+from specrl_jax.io import data, lock, metrics, resume
 from specrl_jax.io.checkpoint import Checkpoints
 from specrl_jax.io.compilation import CompilationCounter
+from specrl_jax.io.places import local_path
 from specrl_jax.io.progress import Progress
 from specrl_jax.model import architecture, weights
 from specrl_jax.model.architecture import Architecture
+from specrl_jax.rl.judge import RewardError
 from specrl_jax.rollout.prompts import make_prompts
 from specrl_jax.trainer import Trainer
 
@@ -38,7 +40,7 @@ def train(config: Config, workdir: Path | str, stop: Callable[[], bool] = never)
       ConfigError: something in the configuration cannot work; the workdir is untouched.
       TrainingError: too many non-finite updates in a row.
     """
-    return sum(1 for _ in training_steps(config, Path(workdir), stop)) > 0
+    return sum(1 for _ in training_steps(config, local_path("workdir", workdir), stop)) > 0
 
 
 def training_steps(config: Config, workdir: Path, stop: Callable[[], bool] = never
@@ -49,7 +51,8 @@ def training_steps(config: Config, workdir: Path, stop: Callable[[], bool] = nev
     overlapped updates of a drafter may still be running.
     """
     began = time.perf_counter()
-    metrics.check_config(workdir, config_lib.as_dict(config))
+    described = config_lib.as_dict(config)
+    resume.check_config(workdir, described, resume.EQUAL)
     source = weights.describe_source(config.model.path, family=config.model.family)
     progress = Progress(config.steps, 0)
     say = progress.say
@@ -59,14 +62,17 @@ def training_steps(config: Config, workdir: Path, stop: Callable[[], bool] = nev
     metrics.make_workdir(workdir)
     with lock.hold(workdir, say), Checkpoints(
             workdir / "checkpoints", config.checkpoint_keep, progress.warn) as checkpoints:
-        metrics.check_config(workdir, config_lib.as_dict(config))  # another run may have ended now
-        metrics.check_data(workdir, {"training": data.digest(prompts.examples)})
-        resumed = trainer.restore(checkpoints)
+        # Once more: another run may have ended meanwhile.
+        changed = resume.check_config(workdir, described, resume.EQUAL)
+        resume.check_data(workdir, {"training": data.digest(prompts.examples)})
+        resumed = trainer.restore(checkpoints, resume.renewed(changed) if changed else None)
         if trainer.step_number >= config.steps:
             return
-        metrics.write_config(workdir, config_lib.as_dict(config))
+        metrics.write_config(workdir, described)
         if resumed:
             say(f"resuming {workdir} after step {trainer.step_number}")
+            if changed:
+                say(resume.told(changed))
         compilations = CompilationCounter()
         trainer.compile(say)
         with metrics.Writer(workdir, trainer.step_number, progress.warn) as writer, Progress(
@@ -82,8 +88,7 @@ def overview(config: Config, arch: Architecture, workdir: Path) -> str:
     The time is that of full-length responses at the speed of a measured matrix product, without
     start-up and the drafter's training: a rough upper bound.
     """
-    devices = config.mesh.data * config.mesh.fsdp * config.mesh.tensor
-    speed = EFFICIENCY * devices * matmul_speed()
+    speed = EFFICIENCY * config.mesh.size * matmul_speed()
     minutes = math.ceil(config.steps * step_flops(config, arch) / speed / 60)
     return (f"{config.name}: {config.steps} RL steps of {config.prompts_per_step} prompts x "
             f"{config.group_size} responses of up to {config.rollout.max_new_tokens} tokens; at "
@@ -95,7 +100,7 @@ def step_flops(config: Config, arch: Architecture) -> float:
     leaves = jax.tree.leaves(architecture.describe(arch), is_leaf=architecture.is_param)
     parameters = sum(math.prod(leaf.shape) for leaf in leaves)
     generated = config.sequences * config.rollout.max_new_tokens
-    prompts = config.sequences // config.sequences_per_row * config.rollout.max_prompt_tokens
+    prompts = config.sequences // config.sequences_per_unit * config.rollout.max_prompt_tokens
     return parameters * (2 * generated + 6 * config.rl.updates * (generated + prompts))
 
 
@@ -131,6 +136,7 @@ def run_steps(trainer: Trainer, checkpoints: Checkpoints, writer: metrics.Writer
 
     Raises:
       TrainingError: too many non-finite updates in a row; a checkpoint is written first.
+      RewardError: a reward failed; the same.
     """
     config, saved = trainer.config, trainer.step_number
 
@@ -145,7 +151,11 @@ def run_steps(trainer: Trainer, checkpoints: Checkpoints, writer: metrics.Writer
         if stop():
             return save()
         yield
-        record, samples = trainer.step(progress.rollout, progress.phase)
+        try:
+            record, samples = trainer.step(progress.rollout, progress.phase)
+        except RewardError:
+            save()
+            raise
         record["compilations"] = compilations.take()
         record, first = record | first, {}
         if record["compilations"]:

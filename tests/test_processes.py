@@ -1,14 +1,13 @@
 """Several processes of one run judge each answer once, stop together and wait aloud."""
 
 import signal
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
-from helpers import ROOT, start_training
+from helpers import ROOT, ends, free_port, start_training
 
 from specrl_jax.io import processes
 from specrl_jax.io.checkpoint import list_steps
@@ -17,24 +16,9 @@ from specrl_jax.io.metrics import read_metrics, read_samples
 SIZES = ("--config.mesh.data=2", "--config.spec.drafter=off")
 
 
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
-
-
 def start_two(workdir: Path, *flags: str) -> list[subprocess.Popen]:
     both = ("--distributed", f"--coordinator=127.0.0.1:{free_port()}", "--processes=2")
     return [start_training(workdir, *SIZES, *flags, *both, f"--process={i}") for i in range(2)]
-
-
-def ends(started: list[subprocess.Popen], seconds: float = 300) -> list[str]:
-    """What each wrote on stderr."""
-    try:
-        return [process.communicate(timeout=seconds)[1] for process in started]
-    finally:
-        for process in started:
-            process.kill()
 
 
 @pytest.mark.ci
@@ -98,6 +82,6 @@ def test_a_process_says_whom_it_waits_for_and_ends(index: int, whom: str) -> Non
 
 
 def test_share_out_of_one_process_maps_all_items() -> None:
-    assert processes.share_out("test", lambda x: (x, {"a": x}), [1, 2]) == [
+    assert processes.share_out("test", lambda part: [(x, {"a": x}) for x in part], [1, 2]) == [
         (1, {"a": 1}), (2, {"a": 2})]
     assert processes.share("test", {"x": 1}) == [{"x": 1}] and processes.any_of("test", True)

@@ -214,8 +214,8 @@ def test_bad_values_are_refused_before_anything_is_written(
 
 
 @pytest.mark.parametrize("field,value", [
-    ("seed", 1), ("learner__learning_rate", 0.5), ("rollout__order", "reversed"),
-    ("spec__drafter", "off"), ("rollout__temperature", 0.5)])
+    ("seed", 1), ("learner__learning_rate", 0.5), ("rollout__max_new_tokens", 5),
+    ("spec__rule", "rejection"), ("rollout__temperature", 0.5)])
 def test_a_workdir_of_another_run_is_refused_and_left_alone(
         field: str, value: Any, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config()))

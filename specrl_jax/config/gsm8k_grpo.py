@@ -33,14 +33,14 @@ def gsm8k_grpo(name: str, model: str, temperature: float = 0.6) -> Config:
         draft={"vocab": 32000},
         rollout={"batch_size": 16, "max_prompt_tokens": 512, "max_new_tokens": 8192,
                  "temperature": temperature},
-        learner={"learning_rate": 1e-6, "micro_batch": 1, "packing": "sequence", "remat": True},
+        learner={"learning_rate": 1e-6, "micro_batch": 1, "packing": "sequence", "remat": "full"},
         distill={"when": "interval", "loss": "reward_weighted_kl", "sequences": LEARNED,
                  "batch": LEARNED, "micro_batch": 1, "updates": 1, "learning_rate": 5e-5,
                  "megabytes": 65536},
     ))
 
 
-def target(mesh: tuple[int, int, int], rows: int, micro_batch: int, remat: bool = True
+def target(mesh: tuple[int, int, int], rows: int, micro_batch: int, remat: str = "full"
            ) -> dict[str, Any]:
     """Returns a preset's values at dotted paths for one target.
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from specrl_jax import sharding
-from specrl_jax.config import Config, check, override
+from specrl_jax.config import Config, DataConfig, check, override
 from specrl_jax.io import data
 from specrl_jax.model.source import Actor, open_actor
 from specrl_jax.model.tokenizer import TextStream, Tokenizer
@@ -58,7 +58,7 @@ class Generator:
 
         Raises ConfigError if the model has no chat template, or the prompt exceeds `longest`.
         """
-        tokens = encode(self.tokenizer, prompt, system)
+        tokens = encode(self.tokenizer, prompt, system, self.config.data)
         longest = self.config.rollout.max_prompt_tokens
         check(len(tokens) <= longest, "--prompt", f"{prompt[:20]}...",
               f"has {len(tokens)} tokens with the system message, at most {longest} fit; raise "
@@ -95,14 +95,16 @@ def generate(
       ConfigError: the model has no chat template, or too few positions.
     """
     actor = actor or open_actor(config)
-    longest = len(encode(actor.source.tokenizer, prompt, system))
+    longest = len(encode(actor.source.tokenizer, prompt, system, config.data))
     return Generator(config, actor, longest=longest, say=say).answer(prompt, system, write=write)
 
 
-def encode(tokenizer: Tokenizer, prompt: str, system: str) -> list[int]:
-    """Returns the tokens of a question in the model's chat template. Raises ConfigError if the
-    model has no chat template, or there are no tokens."""
-    tokens = tokenizer.encode(tokenizer.chat(data.messages({"question": prompt}, system)))
+def encode(tokenizer: Tokenizer, prompt: str, system: str, config: DataConfig) -> list[int]:
+    """Returns the tokens of a question in the model's chat template, with the variables that
+    `config` gives it. Raises ConfigError if the model has no chat template, or there are no tokens.
+    """
+    tokens = tokenizer.encode(tokenizer.chat(
+        data.messages({"question": prompt}, system), **data.template_variables(config)))
     check(len(tokens) > 0, "--prompt", prompt, "has no tokens; ask something")
     return tokens
 

@@ -1,12 +1,11 @@
 """Compiling in threads, counting backend compilations, and the persistent compilation cache."""
 
 import concurrent.futures
-import os
-from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
 
+from specrl_jax.io.places import user_cache
 from specrl_jax.structs import PyTree
 
 EVENT = "/jax/core/compile/backend_compile_duration"
@@ -110,6 +109,5 @@ class CompilationCounter:
 def use_persistent_cache() -> None:
     """Keeps compiled programs in the user's cache directory, unless JAX is configured otherwise."""
     config: Any = jax.config
-    if config.jax_compilation_cache_dir is None:
-        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        jax.config.update("jax_compilation_cache_dir", str(Path(base) / "specrl_jax" / "xla"))
+    if config.jax_compilation_cache_dir is None and (cache := user_cache("xla")):
+        jax.config.update("jax_compilation_cache_dir", str(cache))

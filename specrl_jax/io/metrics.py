@@ -1,7 +1,7 @@
 """The files of a run's working directory.
 
     config.json     the resolved configuration
-    data.json       hashes of the examples that the run was started with
+    data.json       hashes of the examples that the run was started with, see resume.py
     metrics.jsonl   one object a step
     samples.jsonl   one object a sequence
     events/         TensorBoard, made from metrics.jsonl
@@ -27,90 +27,28 @@ import numpy as np
 from tensorboardX import SummaryWriter
 
 from specrl_jax.config import ConfigError
-from specrl_jax.config.renamed import first_renamed
-from specrl_jax.io import processes
 from specrl_jax.io.checkpoint import loud
 from specrl_jax.io.files import write_atomically
 from specrl_jax.io.metric_names import Record
+from specrl_jax.io.places import output_directory
 from specrl_jax.structs import Json
 
 CONFIG, METRICS, SAMPLES, EVENTS = "config.json", "metrics.jsonl", "samples.jsonl", "events"
-DATA = "data.json"
 WALL_TIME = "time/unix"
 NONFINITE = "nonfinite"
-ABSENT = "(absent)"  # a field that only one of two versions of this package has
-# These fields change how long a run is and what it keeps, not what it computes.
-FREE_FIELDS = ("name", "steps", "checkpoint_every", "checkpoint_keep", "data.data_dir",
-               "data.manual_dir")
-
-
-def check_config(workdir: str | Path, config: Json) -> None:
-    """Checks that a working directory, perhaps absent or empty, is that of this config.
-
-    Raises:
-      ConfigError: config.json differs in a field that changes results, was written by an older
-        version, cannot be read, or is missing although metrics.jsonl is there.
-    """
-    workdir = Path(workdir)
-    existing = next(p for p in (workdir, *workdir.absolute().parents) if p.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK):
-        raise ConfigError(f"workdir = {workdir}: {existing} is not a directory that can be "
-                          f"written; choose another")
-    stored = read_config(workdir)
-    if stored is None:
-        return
-    old, new = flat(stored), flat(config)
-    if renamed := first_renamed(old):
-        raise ConfigError(f"workdir = {workdir}: an older version started this run ({renamed}); go "
-                          f"on with that version, or choose another workdir")
-    texts = {field: [json.dumps(of[field]) if field in of else ABSENT for of in (old, new)]
-             for field in sorted(old.keys() | new.keys()) if field not in FREE_FIELDS}
-    differ = [field for field, (before, now) in texts.items() if before != now]
-    if differ:
-        before, now = texts[differ[0]]
-        more = f" ({', '.join(differ[1:4])} also changed)" if len(differ) > 1 else ""
-        restore = ("go on with the version that started it" if ABSENT in (before, now)
-                   else "restore the value")
-        raise ConfigError(f"{differ[0]} = {now}, but the run in {workdir} was started with {before}"
-                          f"{more}: {restore}, or choose another workdir")
-
-
-def check_data(workdir: Path, digests: dict[str, str]) -> None:
-    """Checks that a run has the examples that it was started with, here and in other processes;
-    records them on the first call.
-
-    Args:
-      digests: `io.data.digest` of each part of the data, by its name.
-
-    Raises:
-      ConfigError: they differ, or DATA cannot be read.
-    """
-    path = workdir / DATA
-    for other, told in enumerate(processes.share("the data", digests)):
-        if told != digests:
-            raise ConfigError(f"data: process {other} has other examples; give all processes the "
-                              f"same files")
-    stored = _read_object(path)
-    if stored is None and jax.process_index() == 0:
-        write_atomically(path, json.dumps(digests) + "\n")
-    for name, digest in digests.items():
-        if stored is not None and stored.get(name) != digest:
-            raise ConfigError(f"data: the {name} examples are not those that the run in {workdir} "
-                              f"was started with (data.data_dir, data.manual_dir, data.path); "
-                              f"restore them, or choose another workdir")
 
 
 def read_config(workdir: str | Path) -> Json | None:
     """Returns the configuration that a run was started with; None if there is no run. Raises
     ConfigError if config.json cannot be read, or is missing although metrics.jsonl is there."""
     path = Path(workdir) / CONFIG
-    stored = _read_object(path)
+    stored = read_object(path)
     if stored is None and (Path(workdir) / METRICS).exists():
         raise ConfigError(f"{path} is missing although {METRICS} is there: choose another workdir")
     return stored
 
 
-def _read_object(path: Path) -> Json | None:
+def read_object(path: Path) -> Json | None:
     """Returns the object in a JSON file, None if there is no file."""
     try:
         stored = json.loads(path.read_bytes())
@@ -125,10 +63,7 @@ def _read_object(path: Path) -> Json | None:
 
 def make_workdir(workdir: str | Path) -> None:
     """Creates the directory if it is missing; raises ConfigError if it cannot be created."""
-    try:
-        Path(workdir).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"workdir = {workdir}: {error.strerror}; choose another") from error
+    output_directory("workdir", workdir, new=False).mkdir(parents=True, exist_ok=True)
 
 
 def write_config(workdir: str | Path, config: Json) -> None:

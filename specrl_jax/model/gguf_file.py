@@ -90,7 +90,7 @@ def gguf_architecture(file: GgufFile, family: str = "") -> Architecture:
     head_dim = fields.count(f"{kind}.attention.key_length", hidden // heads)
     fields.check(head_dim % 2 == 0, f"{kind}.attention.key_length", head_dim,
                  f"RoPE needs an even one; {REPAIR}")
-    _check_rope(file, kind, head_dim)
+    _check_options(file, kind, head_dim)
     epsilon = f"{kind}.attention.layer_norm_rms_epsilon"
     file.get(epsilon)
     if EMBEDDING not in file.records:
@@ -163,7 +163,14 @@ def _check_quantisations(file: GgufFile) -> None:
                               "gguf package; choose another file of this model") from error
 
 
-def _check_rope(file: GgufFile, kind: str, head_dim: int) -> None:
+def _check_options(file: GgufFile, kind: str, head_dim: int) -> None:
+    """Raises ConfigError for an option whose value would be computed wrongly here."""
+    for name in ("logit_scale", "embedding_scale", "residual_scale", "attention.scale",
+                 "attention.clamp_kqv", "attn_logit_softcapping", "final_logit_softcapping"):
+        value = file.metadata.get(f"{kind}.{name}", 0)  # llama.cpp: 0 is none
+        neutral = (0, 1) if name in ("logit_scale", "embedding_scale", "residual_scale") else (0,)
+        file.fields.check(value in neutral, f"{kind}.{name}", value,
+                          "is not supported; choose a model without it")
     for name, wanted, reason in (
             ("dimension_count", head_dim, "rotating only a part of a head is not supported"),
             ("scaling.type", "none", "is not supported; choose a model without RoPE scaling, or "

@@ -53,8 +53,9 @@ def safetensors_tensors(directory: Path) -> Tensors:
 
 
 def _shards(directory: Path) -> list[Path]:
+    """Returns the files with weights: as in transformers, a whole file wins over an index."""
     index = directory / INDEX
-    if not index.is_file():
+    if (directory / SINGLE).is_file() or not index.is_file():
         return [directory / SINGLE]
     names = read_json(index).get("weight_map")
     if not isinstance(names, dict) or not names or {*map(type, names.values())} != {str}:

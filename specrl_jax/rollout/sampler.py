@@ -60,6 +60,9 @@ class Sampler:
                  prompts: int, group: int, warn: Callable[[str], None] = loud,
                  tokenizer: Tokenizer | None = None,
                  wrap: Callable[[Drafter], Drafter] = lambda drafter: drafter) -> None:
+        if not stop:
+            warn("the model's files name no end-of-sequence token, so every answer runs to "
+                 "rollout.max_new_tokens; add eos_token_id to generation_config.json")
         self.config, self.group, self.mesh = config, group, mesh
         self.drafters, self.engine = build(config, arch, stop, mesh, prompts=prompts, group=group,
                                            warn=warn, tokenizer=tokenizer, wrap=wrap)
@@ -112,7 +115,9 @@ class Sampler:
           ConfigError: the model has no chat template.
         """
         chats = [data.messages({"question": text}, system) for text in questions]
-        return PromptBatch.of([self.tokenizer.encode(self.tokenizer.chat(x)) for x in chats])
+        variables = data.template_variables(self.config.data)
+        return PromptBatch.of([self.tokenizer.encode(self.tokenizer.chat(x, **variables))
+                               for x in chats])
 
     def publish(self, params: Params, version: int) -> None:
         """Makes `params` what rollouts read: cast and resharded, or as they are if both agree."""

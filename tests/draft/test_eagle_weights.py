@@ -92,6 +92,11 @@ def test_head_of_another_trainer_is_read(folder: Path) -> None:
     assert found["weights"]["fc"].dtype == np.float32
 
 
+def test_other_name_of_the_same_class_is_read(folder: Path) -> None:
+    rewrite(folder, {"architectures": ["Eagle3LlamaForCausalLM"]})
+    assert eagle_weights.load(folder, ACTOR).arch == ARCH
+
+
 def test_stop_tokens_outside_the_draft_vocabulary_are_warned_of(folder: Path) -> None:
     _, _, warnings, _ = eagle_weights.load(folder, ACTOR, stop=(3, 4, 7))
     assert [w.split("stop token ")[1].split()[0] for w in warnings[:-1]] == ["4", "7"]
@@ -120,6 +125,8 @@ CASES: dict[str, tuple[Callable[[Path], None], str]] = {
     "bytes": (lambda f: rewrite(f, norm__weight=np.ones(16, np.int8)),
               "dtype I8, must be one of F32, F16"),
     "kind": (lambda f: rewrite(f, {"architectures": ["LlamaForCausalLM"]}), "architectures = "),
+    "EAGLE 1": (lambda f: rewrite(f, {"architectures": ["EagleLlamaForCausalLM"]}), "must be "),
+    "kinds": (lambda f: rewrite(f, {"architectures": [["LlamaForCausalLMEagle3"]]}), "must be "),
     "residual": (lambda f: rewrite(f, {"norm_before_residual": True}), "norm_before_residual"),
     "layers": (lambda f: rewrite(f, {"num_hidden_layers": 2}), "num_hidden_layers = 2"),
     "missing": (lambda f: rewrite(f, norm__weight=None), "norm.weight is missing"),
@@ -132,6 +139,8 @@ CASES: dict[str, tuple[Callable[[Path], None], str]] = {
     "beyond": (lambda f: rewrite(f, d2t=np.full(10, 15)), r"0\.\.23"),
     "mask": (lambda f: rewrite(f, t2d=np.ones(24, bool)), "disagree"),
     "damaged": (lambda f: (f / "model.safetensors").write_bytes(b"x" * 20) and None, "damaged"),
+    "pickle": (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin") and None,
+               "pytorch_model.bin: is a pickle, which is never read; convert it: python -c"),
     "absent": (lambda f: (f / "model.safetensors").unlink(), "no such file"),
 }
 
@@ -143,18 +152,3 @@ def test_head_that_does_not_fit_is_refused(folder: Path, case: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         eagle_weights.load(folder, ACTOR)
     assert "\n" not in str(caught.value)
-
-
-def test_save_into_a_used_directory_is_refused(folder: Path) -> None:
-    before = {path: path.read_bytes() for path in folder.iterdir()}
-    with pytest.raises(ConfigError, match="exists already"):
-        eagle_weights.save(folder, ARCH, own())
-    assert {path: path.read_bytes() for path in folder.iterdir()} == before
-
-
-def test_failed_save_leaves_nothing(tmp_path: Path) -> None:
-    broken = own()
-    del broken["weights"]["o"]
-    with pytest.raises(KeyError):
-        eagle_weights.save(tmp_path / "head", ARCH, broken)
-    assert list(tmp_path.iterdir()) == []

@@ -18,14 +18,7 @@ from seed_oss import SEED_OSS
 
 import specrl_jax
 from specrl_jax import Sampler, load_config, train
-from specrl_jax.config import (
-    Config,
-    ControlConfig,
-    DistillConfig,
-    RLConfig,
-    SpecOptions,
-    override,
-)
+from specrl_jax.config import Config, ControlConfig, DistillConfig, RLConfig, SpecOptions, override
 from specrl_jax.control.registry import CONTROLLERS
 from specrl_jax.draft.registry import DRAFTERS
 from specrl_jax.io.data import load_examples
@@ -36,7 +29,8 @@ from specrl_jax.model.export import export
 from specrl_jax.model.families import FAMILIES
 from specrl_jax.model.tensors import pack
 from specrl_jax.rl.algorithm import resolve
-from specrl_jax.rl.reward import REWARDS, compose
+from specrl_jax.rl.judge import compose
+from specrl_jax.rl.reward import REWARDS
 from specrl_jax.verify.registry import RULES
 
 FILES = Path(__file__).parent
@@ -105,8 +99,8 @@ def test_registered_name_of_the_page_is_found(monkeypatch: pytest.MonkeyPatch) -
     program = re.search(r"```python\n(from specrl_jax import .*?)```", PAGE, re.S)
     assert program is not None
     found: list[Any] = []
-    monkeypatch.setattr(specrl_jax, "train", lambda config, workdir: found.append(
-        compose(config.reward.terms, config.reward.weights)("", "1234567890", {})))
+    monkeypatch.setattr(specrl_jax, "train", lambda config, workdir: found.extend(
+        compose(config.reward.terms, config.reward.weights)([("", "1234567890", {})])))
     try:
         exec(program[1], {"__name__": "notebook"})
     finally:

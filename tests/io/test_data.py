@@ -247,6 +247,14 @@ def test_gsm8k_downloads_through_the_manager(tmp_path, monkeypatch):
     assert len(load(tmp_path, name="gsm8k")) == len(load(tmp_path, name="gsm8k", split="test")) == 3
 
 
+def test_a_byte_order_mark_and_blank_lines_are_no_problem(tmp_path):
+    line = json.dumps(ROWS[0]).encode()
+    (tmp_path / "train.jsonl").write_bytes(b"\xef\xbb\xbf" + line + b"\r\n\r\n" + line + b"\r\n")
+    assert [x["answer"] for x in load_gsm8k(tmp_path)] == ["3", "3"]
+    config = DataConfig(name="jsonl", path=str(tmp_path / "train.jsonl"))
+    assert [x["id"] for x in data.load_examples(config, print)] == [1, 3]
+
+
 @pytest.mark.parametrize("text, words", [
     (b"", "train.jsonl: holds no problems"),
     (b"\n\n", "train.jsonl: holds no problems"),
@@ -254,7 +262,10 @@ def test_gsm8k_downloads_through_the_manager(tmp_path, monkeypatch):
     (b'{"question": "a", "answer": "1"}\n', "train.jsonl:1: .*#### NUMBER"),
     (b'{"question": "a"}\n', "train.jsonl:1: .*the fields"),
     (b"[1]\n", "train.jsonl:1: "),
-    (b'{"question": "\xff"}\n', "train.jsonl: .*utf-8"),
+    (b'{"question": "\xff"}\n', "train.jsonl:1: .*utf-8"),
+    (b'{"question": "a", "answer": "x #### "}\n', "train.jsonl:1: .*#### NUMBER"),
+    (b'{"question": 1, "answer": "x #### 1"}\n', "train.jsonl:1: .*the fields"),
+    (b'\n{"question": "\\ud83d", "answer": "#### 1"}\n', "train.jsonl:2: .*half a surrogate"),
     (b"\x1f\x8b not gzip", "train.jsonl: "),
     (gzip.compress(b'{"question": "a", "answer": "#### 1"}\n', mtime=0)[:-9], "train.jsonl: .*end"),
 ])
@@ -328,6 +339,32 @@ def test_occurrences():
     assert result.dtype == np.int32
     np.testing.assert_array_equal(result, [0, 0, 1, 2, 1, 0])
     assert data.occurrences([]).shape == (0,)
+
+
+def test_template_variables_are_python_or_json_values_or_text():
+    config = DataConfig(template=("enable_thinking=False", "n=3", "on=true", "day=1 Jan=x", "e="),
+                        date="2026-01-31")
+    found = data.template_variables(config)
+    assert found.pop("strftime_now")("%d %b %Y") == "31 Jan 2026"
+    assert found == {"enable_thinking": False, "n": 3, "on": True, "day": "1 Jan=x", "e": ""}
+    assert data.template_variables(DataConfig()) == {}
+
+
+@pytest.mark.parametrize("fields, words", [
+    ({"template": ("x",)}, "data.template = 'x': give NAME=VALUE"),
+    ({"template": ("messages=[]",)}, "data.template = 'messages=.*: give NAME=VALUE"),
+    ({"date": "31 Jan"}, "data.date = '31 Jan': give a date as YYYY-MM-DD")])
+def test_template_variables_that_cannot_work_are_refused(fields, words):
+    with pytest.raises(ConfigError, match=words):
+        DataConfig(**fields)
+
+
+def test_messages():
+    user = {"role": "user", "content": "What is 1 + 2?"}
+    example = {"id": 0, "question": "What is 1 + 2?", "answer": "3"}
+    assert data.messages(example) == [user]
+    assert data.messages(example, "Be brief.") == [
+        {"role": "system", "content": "Be brief."}, user]
 
 
 def test_path_is_refused_by_datasets_that_read_no_file(tmp_path):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from tensorboardX.proto.event_pb2 import Event
 
-from specrl_jax.config import Config, ConfigError, as_dict
+from specrl_jax.config import ConfigError
 from specrl_jax.io import metrics as M
 
 
@@ -173,73 +173,3 @@ def test_other_processes_write_nothing(tmp_path, monkeypatch):
     write(tmp_path / "w", 0, 2)
     M.write_config(tmp_path / "w", {})
     assert not (tmp_path / "w").exists()
-
-
-def changed(**values):
-    config = as_dict(Config())
-    for name, value in values.items():
-        section, _, field = name.rpartition("__")
-        (config[section] if section else config)[field] = value
-    return config
-
-
-def snapshot(workdir):
-    return {p: p.read_bytes() for p in workdir.rglob("*") if p.is_file()}
-
-
-@pytest.mark.parametrize("change, words", [
-    ({"seed": 7}, "seed = 7, but the run in .* was started with 0: restore .* another workdir"),
-    ({"learner__learning_rate": 0.5}, "learner.learning_rate = 0.5, .* started with 1e-05:"),
-    ({"reward__terms": ("a",)}, r'reward.terms = \["a"\], .* started with \["exact"\]'),
-    ({"added": 1}, r"added = 1, .* started with \(absent\): go on with the version that"),
-    ({"seed": 7, "group_size": 4}, r"group_size = 4, .* with 8 \(seed also changed\)"),
-])
-def test_another_configuration_is_refused_and_nothing_touched(tmp_path, change, words):
-    M.write_config(tmp_path, changed())
-    write(tmp_path, 0, 1)
-    before = snapshot(tmp_path)
-    with pytest.raises(ConfigError, match=words):
-        M.check_config(tmp_path, changed(**change))
-    assert snapshot(tmp_path) == before
-
-
-def test_fields_that_change_no_result_may_differ(tmp_path):
-    M.write_config(tmp_path, changed())
-    M.check_config(tmp_path, changed(steps=99, checkpoint_every=1, checkpoint_keep=5, name="x"))
-    M.check_config(tmp_path, changed())
-    M.check_config(tmp_path / "new", changed())
-    assert not (tmp_path / "new").exists()
-
-
-def test_workdirs_that_cannot_be_are_refused(tmp_path, monkeypatch):
-    (tmp_path / "file").touch()
-    for place in ("file", "file/run", "file/a/b"):
-        with pytest.raises(ConfigError, match=f"workdir = .*/{place}: .*/file is not a directory"):
-            M.check_config(tmp_path / place, changed())
-        with pytest.raises(ConfigError, match=f"workdir = .*/{place}: .*; choose another"):
-            M.make_workdir(tmp_path / place)
-    monkeypatch.setattr(M.os, "access", lambda place, mode: False)
-    with pytest.raises(ConfigError, match=f"{tmp_path} is not a directory that can be written"):
-        M.check_config(tmp_path / "run", changed())
-
-
-@pytest.mark.parametrize("text, words", [
-    ("{", "config.json is not JSON"), ("[]", "config.json does not hold an object"),
-    (None, "config.json is missing although metrics.jsonl is there"),
-])
-def test_unreadable_config_is_refused(tmp_path, text, words):
-    write(tmp_path, 0, 1)
-    if text is not None:
-        (tmp_path / M.CONFIG).write_text(text)
-    with pytest.raises(ConfigError, match=words):
-        M.check_config(tmp_path, changed())
-
-
-def test_data_of_a_run_is_recorded_and_compared(tmp_path):
-    M.check_data(tmp_path, {"training": "a"})
-    M.check_data(tmp_path, {"training": "a"})
-    with pytest.raises(ConfigError, match="the training examples are not those that the run in"):
-        M.check_data(tmp_path, {"training": "b"})
-    (tmp_path / M.DATA).write_text("{")
-    with pytest.raises(ConfigError, match="data.json is not JSON"):
-        M.check_data(tmp_path, {"training": "a"})

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -325,3 +326,18 @@ def run_training(workdir: File, *flags: str, devices: int = 1) -> str:
     out, err = process.communicate(timeout=600)
     assert process.returncode == 0, err
     return out
+
+
+def ends(started: list[subprocess.Popen], seconds: float = 300) -> list[str]:
+    """What each wrote on stderr."""
+    try:
+        return [process.communicate(timeout=seconds)[1] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
