@@ -33,7 +33,8 @@ def plain(kv: Any) -> np.ndarray:
         k, v = (np.stack([np.concatenate(layer[i], 3 - i) for layer in kv.layers]) for i in (0, 1))
         return np.stack([np.moveaxis(k, 4, 2), np.moveaxis(v, 3, 2)])
     k, v = np.asarray(kv.k), np.asarray(kv.v)
-    return np.stack([np.moveaxis(k, 4, 2), np.moveaxis(v, 4 if kv.transposed else 3, 2)])
+    lies = (np.moveaxis(k, 4, 2), np.moveaxis(v, 4 if kv.transposed else 3, 2))
+    return np.stack(lies).swapaxes(1, 2)
 
 
 @pytest.mark.parametrize("slots", [1, 64, 65, 130, 1000])

@@ -37,7 +37,7 @@ def tree_attention(
     length: jax.Array,  # i32[B] committed tokens in the cache
     slot: jax.Array | None = None,  # i32[B] cache row of each row; None: row b uses cache row b
     prefix: Prefix | None = None,  # contexts before the rows' own, each shared by several rows
-    layer: int | jax.Array | None = None,  # i32[] which of caches f[L, slots, ...]
+    layer: int | jax.Array | None = None,  # i32[] which of caches f[slots, L, ...]
     *,
     transposed_v: bool = False,  # cache_v is f[slots, G, E, S], as cache_k is
     scale: float,

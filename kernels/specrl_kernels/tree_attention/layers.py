@@ -21,7 +21,7 @@ def one_layer(function: Callable[..., Any]) -> Callable[..., Any]:
              cache_v: Arrays, length: Any, slot: Any, prefix: Any, layer: Layer,
              *, transposed_v: bool, **options: Any) -> Any:
         if layer is not None:
-            cache_k, cache_v = (tuple(jax.lax.dynamic_index_in_dim(x, layer, 0, False) for x in of)
+            cache_k, cache_v = (tuple(jax.lax.dynamic_index_in_dim(x, layer, 1, False) for x in of)
                                 for of in (cache_k, cache_v))
         return function(q, row, node, tree_k, tree_v, parent, cache_k,
                         _values_last(cache_v, transposed_v), length, slot, prefix, **options)
@@ -37,19 +37,15 @@ def all_rows(function: Callable[..., Any]) -> Callable[..., Any]:
              *, transposed_v: bool, **options: Any) -> Any:
         cache_v = _values_last(cache_v, transposed_v)
         if layer is not None:
-            rows = cache_k[0].shape[1]
+            rows, count = cache_k[0].shape[:2]
             slot = jnp.arange(rows, dtype=jnp.int32) if slot is None else slot
-            slot = slot + jnp.int32(rows) * layer
-            cache_k, cache_v = flat(cache_k), flat(cache_v)
+            slot = slot * jnp.int32(count) + layer
+            cache_k, cache_v = (tuple(x.reshape(-1, *x.shape[2:]) for x in of)
+                                for of in (cache_k, cache_v))
         return function(q, row, node, tree_k, tree_v, parent, cache_k, cache_v, length, slot,
                         prefix, **options)
 
     return call
-
-
-def flat(cache: Arrays) -> Arrays:
-    """Returns arrays [L * slots, ...] of [L, slots, ...]."""
-    return tuple(x.reshape(-1, *x.shape[2:]) for x in cache)
 
 
 def _values_last(cache_v: Arrays, transposed: bool) -> Arrays:

@@ -48,15 +48,15 @@ def _check_cache(cache_k: Sequence[Any], cache_v: Sequence[Any], b: int, g: int,
     _expect("segments of cache_v", len(cache_v), len(cache_k), "as many as cache_k has")
     for k in cache_k:
         _expect("axes of cache_k", len(k.shape), 4 + layers, _WHY)
-    *before, slots, _, _, _ = cache_k[0].shape
+    slots, *count, _, _, _ = cache_k[0].shape
     for k, v in zip(cache_k, cache_v, strict=True):
         s = k.shape[-1]
-        _expect("cache_k", k.shape, (*before, slots, g, e, s), _WHY)
+        _expect("cache_k", k.shape, (slots, *count, g, e, s), _WHY)
         if 0 in k.shape:
             raise ValueError(f"cache_k = {k.shape}, expected rows, and slots in each segment: drop "
                              "one that has none")
         lies = (e, s) if transposed_v else (s, e)
-        _expect("cache_v", v.shape, (*before, slots, g, *lies), _WHY)
+        _expect("cache_v", v.shape, (slots, *count, g, *lies), _WHY)
     if slot is not None:
         _expect("slot", slot.shape, (b,), "one cache row for each row")
     elif slots != b:
@@ -115,9 +115,9 @@ def check_values(q: Any, row: Any, node: Any, tree_k: Any, tree_v: Any, parent: 
     _between("parent", np.asarray(parent)[:, 1:], 0, np.arange(n - 1)[None],
              "a node's parent comes before it", column=1)
     if slot is not None:
-        _between("slot", slot, 0, cache_k[0].shape[-4] - 1, "the cache has no such row")
+        _between("slot", slot, 0, cache_k[0].shape[0] - 1, "the cache has no such row")
     if layer is not None:
-        _between("layer", [layer], 0, cache_k[0].shape[0] - 1, "the cache has no such layer")
+        _between("layer", [layer], 0, cache_k[0].shape[1] - 1, "the cache has no such layer")
     if prefix is not None:
         size = prefix.k.shape[-1]
         _between("prefix.length", prefix.length, 0, size, f"a prefix holds {size} tokens")

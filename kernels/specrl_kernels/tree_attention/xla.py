@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from specrl_kernels.dispatch import Target, Unsupported, configured
 from specrl_kernels.tree_attention import shared_prefix, softmax
+from specrl_kernels.tree_attention.packing import places
 from specrl_kernels.tree_attention.shared_prefix import Prefix
 from specrl_kernels.tree_attention.softmax import FLOOR, HIDDEN, Partial
 
@@ -47,7 +48,7 @@ def tree_attention_xla(q: jax.Array, row: jax.Array, node: jax.Array, tree_k: ja
     depth = ancestry.sum(-1, dtype=jnp.int32) - 1  # [B, n]
     first = None if window is None else jnp.repeat(
         length[:, None] + depth - window + 1, h // g, 1)
-    live = jnp.zeros(b, bool).at[row].set(True)
+    live = (row[None] == jnp.arange(b, dtype=jnp.int32)[:, None]).any(1)
     found = _tree_part(queries, tree_k, tree_v, ancestry, depth, window, config)
     found = _add_context(found, queries, cache_k, cache_v, jnp.where(live, length, 0), slot, first,
                          config)
@@ -89,8 +90,7 @@ def _unpack(q: jax.Array, row: jax.Array, node: jax.Array, b: int, n: int) -> ja
     w = q.shape[0]
     if w == 1:
         return jnp.broadcast_to(q[:, None], (b, n, *q.shape[1:]))
-    place = jnp.zeros((b, n), jnp.int32).at[row, node].set(jnp.arange(w, dtype=jnp.int32))
-    return q[place]
+    return q[jnp.maximum(places(row, node, b, n), 0)]
 
 
 def _weighted(equation: str, weight: jax.Array, values: jax.Array, config: Config) -> jax.Array:
