@@ -32,8 +32,7 @@ def store() -> Path:
 
 def key(lowered: Any, target: Target) -> str:
     """Returns the hash of a lowered module, the target, and what compiles and reads it."""
-    files = [Path(module.__file__ or "") for module in (hlo, count, programs)]
-    sources = b"".join(file.read_bytes() for file in files)
+    sources = b"".join(Path(file).read_bytes() for file in (hlo.__file__, __file__))
     about = json.dumps([target.name, versions(), os.environ.get("XLA_FLAGS", ""),
                         os.environ.get("LIBTPU_INIT_ARGS", ""),
                         hashlib.sha256(sources).hexdigest()])
