@@ -15,6 +15,7 @@ from specrl_jax.config import Config
 from specrl_jax.draft import eagle_model
 from specrl_jax.draft.eagle_model import EagleArch
 from specrl_jax.model.architecture import Architecture, describe, is_param
+from specrl_jax.rl.scores import TOKENS_AT_ONCE
 from specrl_jax.rollout.layout import Shapes
 
 from .. import roofline
@@ -22,6 +23,7 @@ from .. import roofline
 FLOAT, HALF = 4, 2
 ADAM = 3 * FLOAT  # master weight and two moments, bytes a parameter
 GIB = 2**30
+LOGITS = 2  # copies of a chunk's logits: they and their gradient
 KEPT = {"dots_with_no_batch_dims_saveable": 0.7}  # of the activations of a layer, by learner.remat
 
 
@@ -107,8 +109,11 @@ def memory(model: Model) -> dict[str, float]:
         "published weights": model.parameters * model.item / model.tensor,
         "caches": shapes.batch * shapes.cache * roofline.cache_bytes(arch, model.item)
         / model.tensor,
-        "update": model.parameters * FLOAT / split + arch.num_layers * kept + 2 * wide
-        + 2 * layer * (HALF + FLOAT)}
+        # Two sums of gradients, the table whole with its gradient, activations, a chunk's logits.
+        "update": 2 * model.parameters * FLOAT / split + (
+            (1 if arch.tied else 2) * roofline.head_params(arch) * (HALF + FLOAT)
+            + LOGITS * min(tokens, TOKENS_AT_ONCE) * arch.vocab_size * FLOAT) / model.tensor
+        + arch.num_layers * kept + 2 * wide + 2 * layer * (HALF + FLOAT)}
     if config.rl.kl:
         found["reference"] = model.parameters * FLOAT / split
     if model.drafts:
