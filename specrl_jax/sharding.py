@@ -7,13 +7,14 @@ waits for a gather of weights.
 
 import math
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from specrl_jax.config import MeshConfig, check
+from specrl_jax.config import ConfigError, MeshConfig, check
 from specrl_jax.structs import PyTree
 
 ROWS = ("data", "fsdp")  # mesh axes that split rows, in both learner and rollout
@@ -23,19 +24,37 @@ LEARNER_RULES: Mapping[str, str] = {
 ROLLOUT_RULES: Mapping[str, str] = {"vocab": "tensor", "kv_heads": "tensor", "mlp": "tensor"}
 
 
+def devices() -> list[Any]:
+    """Returns all devices of all processes.
+
+    Raises:
+      ConfigError: JAX finds none, or is set up in a way that no program of this package allows.
+    """
+    settings: Any = jax.config
+    for name, wanted in (("jax_enable_x64", False), ("jax_numpy_dtype_promotion", "standard")):
+        check(getattr(settings, name) == wanted, name.upper(), getattr(settings, name),
+              f"programs here are written for {wanted}; unset it")
+    try:
+        return jax.devices()
+    except (RuntimeError, AssertionError) as error:
+        asked, line = settings.jax_platforms, " ".join(str(error).split())
+        raise ConfigError(f"JAX_PLATFORMS = {asked!r}: JAX finds no such device ({line[:160]}); "
+                          f"unset it, set cpu, or install JAX for the device") from error
+
+
 def make_mesh(config: MeshConfig) -> Mesh:
     """Returns the mesh ("data", "fsdp", "tensor") over all devices of all processes.
 
     Raises:
       ConfigError: the sizes do not multiply to the number of devices used.
     """
-    devices = jax.devices()
+    found = devices()
     shape = (config.data, config.fsdp, config.tensor)
     size, name = math.prod(shape), "x".join(map(str, shape))
-    check(size <= len(devices), "mesh", name, f"needs {size} devices, {len(devices)} are there")
-    check(size == len(devices) or jax.process_count() == 1, "mesh", name,
-          f"with several processes all {len(devices)} devices must be used")
-    grid = np.asarray(devices[:size]).reshape(shape)
+    check(size <= len(found), "mesh", name, f"needs {size} devices, {len(found)} are there")
+    check(size == len(found) or jax.process_count() == 1, "mesh", name,
+          f"with several processes all {len(found)} devices must be used")
+    grid = np.asarray(found[:size]).reshape(shape)
     return Mesh(grid, (*ROWS, "tensor"), axis_types=(AxisType.Auto,) * 3)
 
 

@@ -12,10 +12,12 @@ and `checksums.json`.
 
 import asyncio
 import contextlib
+import glob
 import json
 import logging
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
@@ -28,6 +30,7 @@ from jax.experimental import multihost_utils
 
 from specrl_jax.config import ConfigError
 from specrl_jax.io.files import CHECKSUMS, damage, write_checksums
+from specrl_jax.io.places import writing
 from specrl_jax.structs import Json, PyTree
 
 # Orbax rewrites these two after the checksums are taken; restoring does not read them.
@@ -101,6 +104,19 @@ def quiet_orbax() -> Iterator[None]:
         logger.removeFilter(keep)
 
 
+@contextlib.contextmanager
+def _literal(directory: Path) -> Iterator[Path]:
+    """Gives a path of `directory` that Orbax cannot take for a pattern of names: it globs below
+    it, and would find nothing in "lr[1e-5]"."""
+    if glob.escape(str(directory)) == str(directory):
+        yield directory
+        return
+    with tempfile.TemporaryDirectory(prefix="specrl_jax.") as place:
+        link = Path(place) / "checkpoints"
+        link.symlink_to(directory)
+        yield link
+
+
 def _array_handler() -> ocp.PyTreeCheckpointHandler:
     # By default Orbax slices replicated arrays so that all replicas write a part, which compiles
     # a program for each sharding in the middle of a run.
@@ -137,8 +153,11 @@ class Checkpoints:
             handlers, arrays = ocp.handlers.DefaultCheckpointHandlerRegistry(), _array_handler()
             handlers.add("state", ocp.args.PyTreeSave, arrays)
             handlers.add("state", ocp.args.PyTreeRestore, arrays)
-            self._manager = ocp.CheckpointManager(self.directory, handler_registry=handlers,
-                                                  options=options)
+            with writing(self.directory):
+                self.directory.mkdir(parents=True, exist_ok=True)
+            self._manager = ocp.CheckpointManager(
+                stack.enter_context(_literal(self.directory)), handler_registry=handlers,
+                options=options)
             stack.callback(self._manager.close)
             self._stack = stack.pop_all()
         return self
@@ -306,12 +325,14 @@ def _restore_part(step_dir: Path, key: str, abstract: PyTree) -> PyTree:
     saved = _part(_note(step_dir)["leaves"], key)
     if not saved:
         raise CheckpointError(f"{step_dir}: no arrays named {key!r} in this checkpoint")
-    with quiet_orbax(), ocp.Checkpointer(_array_handler()) as checkpointer:
-        item = checkpointer.metadata(step_dir / "state").item_metadata.tree[key]
+    with quiet_orbax(), _literal(step_dir.parent) as directory, ocp.Checkpointer(
+            _array_handler()) as checkpointer:
+        place = directory / step_dir.name / "state"
+        item = checkpointer.metadata(place).item_metadata.tree[key]
         if abstract is not None:
             check_leaves(step_dir, saved, describe({key: abstract}))
             item = abstract
-        return checkpointer.restore(step_dir / "state", args=_restore_args({key: item}))[key]
+        return checkpointer.restore(place, args=_restore_args({key: item}))[key]
 
 
 def _restore_args(abstract: PyTree) -> ocp.args.PyTreeRestore:

@@ -229,6 +229,18 @@ def test_a_part_that_is_absent_differs_or_is_damaged_is_refused(saved):
         restore_part(saved, 2, "actor")
 
 
+@pytest.mark.parametrize("name", ["lr[1e-5]", "q?*", "a b", "x%d", "größe", "a#b:c"])
+def test_directory_may_have_any_name(tmp_path, name):
+    for step in (1, 2):
+        with Checkpoints(tmp_path / name, keep=1) as checkpoints:
+            found = checkpoints.restore_latest(abstract(tree(0)))
+            assert step == 1 and found is None or found and found[0] == step - 1
+            checkpoints.save(step, tree(step), {})
+    assert_same(restore_part(tmp_path / name, 2, "actor", abstract(tree(0)["actor"])),
+                tree(2)["actor"])
+    assert names(tmp_path / name) == ["2"] and sorted(p.name for p in tmp_path.iterdir()) == [name]
+
+
 def test_orbax_is_quiet_and_others_are_not(tmp_path, caplog):
     logger = logging.getLogger("absl")
     with caplog.at_level(logging.DEBUG), Checkpoints(tmp_path, keep=1) as checkpoints:
