@@ -5,38 +5,66 @@ The learner also splits the model width over `fsdp`; the rollout keeps it whole,
 waits for a gather of weights.
 """
 
+import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
+from specrl_kernels.dispatch import traced_for as traced_device
 
 from specrl_jax.config import MeshConfig, check
 from specrl_jax.structs import PyTree
 
+T = TypeVar("T")
 ROWS = ("data", "fsdp")  # mesh axes that split rows, in both learner and rollout
+TENSOR = "tensor"  # the mesh axis that splits a model
 LEARNER_RULES: Mapping[str, str] = {
     "vocab": "tensor", "kv_heads": "tensor", "mlp": "tensor", "embed": "fsdp",
 }
 ROLLOUT_RULES: Mapping[str, str] = {"vocab": "tensor", "kv_heads": "tensor", "mlp": "tensor"}
 
 
-def make_mesh(config: MeshConfig) -> Mesh:
+def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     """Returns the mesh ("data", "fsdp", "tensor") over all devices of all processes.
+
+    Args:
+      devices: others than JAX's, such as those of a topology that is compiled for.
 
     Raises:
       ConfigError: the sizes do not multiply to the number of devices used.
     """
-    devices = jax.devices()
+    there = devices is None
+    devices = jax.devices() if devices is None else devices
     shape = (config.data, config.fsdp, config.tensor)
     size, name = math.prod(shape), "x".join(map(str, shape))
     check(size <= len(devices), "mesh", name, f"needs {size} devices, {len(devices)} are there")
-    check(size == len(devices) or jax.process_count() == 1, "mesh", name,
-          f"with several processes all {len(devices)} devices must be used")
+    check(size == len(devices) or there and jax.process_count() == 1, "mesh", name,
+          f"all {len(devices)} devices must be used; "
+          "set mesh.data x mesh.fsdp x mesh.tensor to their number")
     grid = np.asarray(devices[:size]).reshape(shape)
     return Mesh(grid, (*ROWS, "tensor"), axis_types=(AxisType.Auto,) * 3)
+
+
+def traced_for(mesh: Mesh, function: Callable[..., T]) -> Callable[..., T]:
+    """Returns `function`, which when traced chooses kernels for the devices of `mesh`.
+
+    Without it the default device decides. `jax.shard_map` needs none: it brings its mesh.
+    """
+    @functools.wraps(function)
+    def call(*args: PyTree) -> T:
+        with use_abstract_mesh(mesh.abstract_mesh):
+            return function(*args)
+
+    return call
+
+
+def platform(mesh: Mesh) -> str:
+    """Returns the platform of a mesh's devices: "cpu", "gpu" or "tpu"."""
+    return mesh.devices.flat[0].platform
 
 
 def shard_count(mesh: Mesh) -> int:
@@ -54,6 +82,16 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
+def straight_line() -> bool:
+    """Returns whether what is being traced must not loop or branch by values on the device.
+
+    A GPU asks the host for the predicate of each such loop and the index of each branch, which
+    takes as long as a small operation. So accelerators compute the few values that a round may
+    need, of static sizes, and mask them; a CPU computes what it needs.
+    """
+    return traced_device().platform != "cpu"
+
+
 def on_any_shard(flag: jax.Array) -> jax.Array:
     """Returns bool[], whether `flag` is set on any data shard; outside of shard_map, the flag.
 
@@ -62,6 +100,30 @@ def on_any_shard(flag: jax.Array) -> jax.Array:
     """
     manual = tuple(axis for axis in ROWS if axis in jax.sharding.get_abstract_mesh().manual_axes)
     return jax.lax.pmax(flag.astype(jnp.int32), manual) > 0 if manual else flag
+
+
+def in_tensor_parts(function: Callable[..., T], size: int, in_specs: PyTree, out_specs: PyTree
+                    ) -> Callable[..., T]:
+    """Returns `function` of global arrays, run by each device of `tensor` on its own parts.
+
+    A kernel, which the partitioner cannot divide, runs, and nothing is gathered that the function
+    does not gather itself. It must run alike on all data shards, as `on_any_shard` says.
+
+    Args:
+      function: called as function(axis, *args): axis is "tensor" where that splits what the specs
+        name, else None.
+      size: of the dimensions to split; where it cannot be divided, every device holds all.
+      in_specs, out_specs: of `jax.shard_map`, for `args` and the result, with TENSOR or nothing.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if TENSOR not in mesh.axis_names or TENSOR in mesh.manual_axes:
+        return functools.partial(function, None)
+    split = mesh.shape[TENSOR] > 1 and size % mesh.shape[TENSOR] == 0
+    if not split:
+        in_specs, out_specs = jax.tree.map(lambda spec: PartitionSpec(), (in_specs, out_specs))
+    return jax.shard_map(functools.partial(function, TENSOR if split else None),
+                         in_specs=in_specs, out_specs=out_specs, axis_names={TENSOR},
+                         check_vma=False)
 
 
 def unsplit(x: jax.Array) -> jax.Array:

@@ -16,7 +16,6 @@ policy is kept only for a KL penalty.
 
 import collections
 import contextlib
-import functools
 import time
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, Protocol
@@ -24,19 +23,16 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from specrl_jax import sharding
 from specrl_jax.config import Config, ConfigError
 from specrl_jax.distill import drafter
 from specrl_jax.draft.response_cache import ResponseCache, capacity
 from specrl_jax.io import data, launches
-from specrl_jax.io.compilation import Compiler
+from specrl_jax.io.compilation import Compiler, Name
 from specrl_jax.io.machine import peak_rss
-from specrl_jax.model import architecture, weights
-from specrl_jax.model.transformer import Params
-from specrl_jax.rl import algorithm, judge, learner
+from specrl_jax.model import architecture, layers, weights
+from specrl_jax.rl import algorithm, judge, learner, programs
 from specrl_jax.rl.learner import Batch, LearnerState, Totals
 from specrl_jax.rollout.metrics import rollout_metrics
 from specrl_jax.rollout.prompts import PromptBatch, Prompts, make_prompts
@@ -96,23 +92,26 @@ class Trainer:
         self.algorithm = algorithm.resolve(config.rl)
         self.mesh = sharding.make_mesh(config.mesh)
         self.arch, self.step_number, self.bad_steps = source.arch, 0, 0
-        described = architecture.describe(self.arch)
+        scanned = layers.are_scanned(sharding.platform(self.mesh))
+        described = architecture.describe(self.arch, scanned)
         for axis in sorted(sharding.replicated_axes(described, sharding.LEARNER_RULES, self.mesh,
                                                     architecture.is_param)):
             say(f"replicated, because the mesh does not divide it: {axis}")
         self.shardings = sharding.shardings(described, sharding.LEARNER_RULES, self.mesh,
                                          architecture.is_param)
         say(f"loading {source.source}")
-        params = sharding.put(self.shardings, source.params())
+        params = source.params(self.shardings)
         self.reference = jax.tree.map(jnp.copy, params) if config.rl.kl else None
+        places = jax.tree.map(lambda a: a.sharding, programs.abstract_state(
+            config, self.arch, self.mesh).optimizer)
         self.optimizer = learner.make_optimizer(config.learner)
         self.state = LearnerState(params, jax.jit(
-            self.optimizer.init, out_shardings=self._optimizer_places(params))(params))
+            self.optimizer.init, out_shardings=places)(params))
         self.sampler = Sampler(config, self.arch, self.tokenizer.stop_ids, self.mesh,
                                prompts=config.prompts_per_step, group=config.group_size, warn=say,
                                tokenizer=self.tokenizer)
         self.sampler.publish(params, 0)
-        self._programs: dict[str, Any] = {}
+        self._programs: dict[Name, Any] = {}
         self.drafter = drafter.make(config, self.sampler, prompts.tokens, self._sample,
                                     self.warnings.append)
         spec, buffer = config.spec, config.rollout.max_new_tokens
@@ -131,18 +130,6 @@ class Trainer:
         source = weights.describe_source(config.model.path, family=config.model.family)
         return cls(config, source, make_prompts(config, source.tokenizer, say), say)
 
-    def _optimizer_places(self, params: Params) -> PyTree:
-        """Returns shardings: AdamW's moments like their parameters, everything else replicated."""
-        shapes = jax.eval_shape(self.optimizer.init, params)
-        like = jax.tree.structure(params)
-
-        def place(node: PyTree) -> PyTree:
-            if jax.tree.structure(node) == like:
-                return self.shardings
-            return sharding.replicated(self.mesh)
-
-        return jax.tree.map(place, shapes, is_leaf=lambda n: jax.tree.structure(n) == like)
-
     # Programs.
 
     def compile(self, say: Callable[[str], None]) -> None:
@@ -153,55 +140,13 @@ class Trainer:
         self.drafter.compile(say)
 
     def _add_programs(self, compiler: Compiler) -> None:
-        """Starts compiling the policy's programs: update, scores, gap, as far as they are used."""
-        config, remat = self.config, self.config.learner.remat
-        batch, totals = self._batch(self._blank_rollout(), np.zeros(config.sequences, np.float32))
-        params, scores = self.state.params, batch.rollout_logprob
-        replicated = sharding.replicated(self.mesh)
-        if not config.rl.updates:
-            gap = jax.jit(functools.partial(learner.first_gap, self.arch, remat),
-                          out_shardings=replicated)
-            self._programs["gap"] = compiler.add(gap.lower(params, batch))
-            return
-        if self._needs_scores:
-            score = jax.jit(functools.partial(learner.score, self.arch, remat))
-            self._programs["score"] = compiler.add(score.lower(params, batch))
-        shardings = jax.tree.map(lambda a: a.sharding, self.state)
-        update = jax.jit(functools.partial(learner.update, self.arch, config), donate_argnums=(0,),
-                         out_shardings=(shardings, replicated))
-        self._programs["update"] = compiler.add(update.lower(
-            self.state, batch, totals, scores if self._reads_old else None,
-            (scores, scores) if config.rl.kl else None))
-
-    @property
-    def _reads_old(self) -> bool:
-        return self.config.rl.updates > 1 or self.config.learner.old_logprob == "rollout"
-
-    @property
-    def _needs_scores(self) -> bool:
-        kl, old = self.config.rl.kl, self.config.learner.old_logprob
-        return bool(kl) or (self.config.rl.updates > 1 and old == "learner")
-
-    def _blank_rollout(self) -> Rollout:
-        q, r = self.config.sequences, self.config.rollout
-        ints, floats = np.zeros((q, r.max_new_tokens), np.int32), np.zeros(
-            (q, r.max_new_tokens), np.float32)
-        one = np.ones(q, np.int32)
-        return Rollout(
-            prompt=np.zeros((q, r.max_prompt_tokens), np.int32), prompt_length=one, tokens=ints,
-            length=one, logprob=floats, raw_logprob=floats, top_p_mass=floats, prompt_id=one,
-            occurrence=one, sample_id=one, stopped=one > 0, commits=ints, rounds=one)
+        """Starts compiling the policy's programs."""
+        self._programs = {p.name: compiler.add(p)
+                          for p in programs.programs(self.config, self.arch, self.mesh)}
 
     def _batch(self, rollout: Rollout, advantage: np.ndarray) -> tuple[Batch, Totals]:
-        config = self.config
-        batch, totals = learner.make_batch(
-            rollout, advantage, config.rollout.temperature,
-            rows=config.learner.micro_batch // config.sequences_per_row,
-            sequences_per_row=config.sequences_per_row,
-            keep_all=bool(config.rl.kl) or config.rl.updates > 1)
-        rows = NamedSharding(self.mesh, P(None, sharding.ROWS))
-        whole = sharding.replicated(self.mesh)
-        return sharding.put(rows, batch), sharding.put(whole, totals)
+        return sharding.put(programs.batch_places(self.mesh),
+                            programs.host_batch(self.config, rollout, advantage))
 
     # The step.
 
@@ -301,8 +246,8 @@ class Trainer:
     def _update_policy(self, rollout: Rollout, advantage: np.ndarray) -> list[dict[str, float]]:
         """Runs rl.updates updates; returns the metrics of each."""
         batch, totals = self._batch(rollout, advantage)
-        old = batch.rollout_logprob if self._reads_old else None
-        if self._reads_old and self.config.learner.old_logprob == "learner":
+        old = batch.rollout_logprob if programs.reads_old(self.config) else None
+        if programs.reads_old(self.config) and self.config.learner.old_logprob == "learner":
             old = self._programs["score"](self.state.params, batch)
         initial = self._programs["score"](self.reference, batch) if self.config.rl.kl else None
         update, updates = self._programs["update"], []

@@ -14,6 +14,8 @@ import jax
 
 from specrl_kernels import tuning
 
+GPUS = {"cuda": "gpu", "rocm": "gpu"}  # names of GPUs that lowering knows
+
 _LOG = logging.getLogger(__name__)
 
 
@@ -31,9 +33,33 @@ class Target(NamedTuple):
     config: Mapping[str, int] | None = None  # of the named implementation; None: tuned
 
 
+class Device(NamedTuple):
+    """What programs are traced for."""
+
+    platform: str  # "cpu", "gpu" or "tpu"
+    kind: str  # as JAX names it: "NVIDIA H200", "TPU v5 lite", "cpu"
+
+
+def traced_for() -> Device:
+    """Returns the device of the mesh in scope; without a mesh, the default device.
+
+    The mesh in scope is that of the enclosing `jax.shard_map` or `jax.sharding.use_abstract_mesh`.
+    So a program for a TPU can be traced where the default device is a CPU.
+    """
+    device: Any = jax.sharding.get_abstract_mesh().abstract_device
+    if device is not None:
+        platform = str(device.platform)
+        return Device(GPUS.get(platform, platform), device.device_kind)
+    default: Any = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
+    device = default or jax.devices()[0]
+    if isinstance(device, str):
+        return Device(GPUS.get(device, device), device)
+    return Device(device.platform, device.device_kind)
+
+
 def target(implementation: str | None, platform: str | None = None, interpret: bool = False,
            config: Mapping[str, int] | None = None) -> Target:
-    """Returns the target of a call on the default device, or on a `platform` that is not there.
+    """Returns the target of a call on what is traced for, or on a `platform` that is not there.
 
     Raises:
       ValueError: a configuration without the name of the implementation that it is for, or an
@@ -43,14 +69,9 @@ def target(implementation: str | None, platform: str | None = None, interpret: b
         raise ValueError(f"config = {dict(config)}: name the implementation that it is for")
     if platform not in (None, "cpu", "gpu", "tpu"):
         raise ValueError(f"platform = {platform!r}: choose one of cpu, gpu, tpu")
-    default: Any = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
-    device = default or jax.devices()[0]
-    here = device if isinstance(device, str) else device.platform
-    if platform in (None, here):
-        kind = here if isinstance(device, str) else device.device_kind
-    else:
-        kind = f"some {platform}"
-    return Target(platform or here, kind, implementation is not None, interpret, config)
+    here = traced_for()
+    kind = here.kind if platform in (None, here.platform) else f"some {platform}"
+    return Target(platform or here.platform, kind, implementation is not None, interpret, config)
 
 
 def require(target: Target, op: str, name: str, platforms: Sequence[str]) -> None:

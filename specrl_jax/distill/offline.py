@@ -25,10 +25,10 @@ from specrl_jax.draft import eagle_model, eagle_weights
 from specrl_jax.draft.eagle_model import EagleArch
 from specrl_jax.io import lock, metrics, resume
 from specrl_jax.io.checkpoint import Checkpoints
-from specrl_jax.io.checksum import identity
 from specrl_jax.io.data import digest, step_prompts
 from specrl_jax.io.places import local_path
 from specrl_jax.io.progress import Progress
+from specrl_jax.model import layers
 from specrl_jax.model.source import CHECKPOINTS, Actor, open_actor
 from specrl_jax.model.transformer import Params
 from specrl_jax.model.weights import Source
@@ -94,7 +94,7 @@ class DrafterTrainer:
                  corpus: Corpus, held: Corpus) -> None:
         check(len(corpus.tokens) > 0, "texts", options.texts, "holds nothing to learn from")
         self.options, self.actor = options, params
-        self.made_for = eagle_weights.MadeFor(source.tokenizer.identity, identity(params))
+        self.made_for = eagle_weights.MadeFor(source.tokenizer.identity, layers.identity(params))
         self.arch = arch = EagleArch(
             source.arch, draft_vocab=min(options.draft_vocab, source.arch.vocab_size),
             own_head=options.own_head)
@@ -222,7 +222,8 @@ def _train(config: Config, options: DrafterTraining, workdir: Path, actor: Actor
     source, say, warn = actor.source, progress.say, progress.warn
     say(f"loading {actor.name}")
     mesh = sharding.make_mesh(config.mesh)
-    params = publisher(source.arch, mesh, jnp.dtype(config.model.dtype))(actor.params(mesh))
+    params = publisher(source.arch, mesh, jnp.dtype(config.model.dtype), layers.are_scanned(
+        sharding.platform(mesh)))(actor.params(mesh))
     corpora = data.gather(config, source, params, prompts, options.samples, texts,
                           workdir / ROLLOUTS, say)
     trainer = DrafterTrainer(config, options, source, params, *corpora)

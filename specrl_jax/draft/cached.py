@@ -139,42 +139,42 @@ def _copy_prompt(ahead: int, state: CachedState, fill: SlotFill) -> CachedState:
     return state.replace(cache=cache, tokens=copy(state.tokens, fill, width), features=features)
 
 
-def overwrite(whole: Array, source: Array, block: Callable[[Array, Array], Array]) -> Array:
-    """Overwrites the start of rows b with source[b] >= 0 by block(whole, source[b]), [1, ...].
+def overwrite(array: Array, source: Array, block: Callable[[Array, Array], Array]) -> Array:
+    """Overwrites the start of rows b with source[b] >= 0 by block(array, source[b]), [1, ...].
 
     A loop of slice updates: a scatter would copy the whole array (experiments/LOG.md).
     """
-    def write(b: Array, at: Array, whole: Array) -> Array:
-        start = (b, *(jnp.int32(0),) * (whole.ndim - 1))
-        return jax.lax.dynamic_update_slice(whole, block(whole, at).astype(whole.dtype), start)
+    def write(b: Array, at: Array, array: Array) -> Array:
+        start = (b, *(jnp.int32(0),) * (array.ndim - 1))
+        return jax.lax.dynamic_update_slice(array, block(array, at).astype(array.dtype), start)
 
-    return for_rows(source, write, whole)
+    return for_rows(source, write, array)
 
 
-def enter(whole: Array, fill: SlotFill, new: Array) -> Array:
+def enter(array: Array, fill: SlotFill, new: Array) -> Array:
     """Overwrites the start of prefilled slots by their rows of new [p, ...]."""
-    return overwrite(whole, fill.source, lambda _, at: jax.lax.dynamic_slice_in_dim(new, at, 1, 0))
+    return overwrite(array, fill.source, lambda _, at: jax.lax.dynamic_slice_in_dim(new, at, 1, 0))
 
 
-def copy(whole: Array, fill: SlotFill, width: int, axis: int = 1) -> Array:
+def copy(array: Array, fill: SlotFill, width: int, axis: int = 1) -> Array:
     """Overwrites the first `width` entries along `axis` of copied slots by their source's."""
     source = jnp.where(fill.copy == jnp.arange(fill.copy.shape[0]), -1, fill.copy)
-    return overwrite(whole, source, lambda whole, at: jax.lax.slice_in_dim(
-        jax.lax.dynamic_slice_in_dim(whole, at, 1, 0), 0, width, axis=axis))
+    return overwrite(array, source, lambda array, at: jax.lax.slice_in_dim(
+        jax.lax.dynamic_slice_in_dim(array, at, 1, 0), 0, width, axis=axis))
 
 
-def extend(whole: T, at: Array, new: T, axis: Any = 1) -> T:
-    """Writes `new` [B, ...] into rows of `whole` from position at[b] along `axis` on.
+def extend(array: T, at: Array, new: T, axis: Any = 1) -> T:
+    """Writes `new` [B, ...] into rows of `array` from position at[b] along `axis` on.
 
     Both may be trees of arrays, and `axis` then is one of ints.
     """
-    def write(b: Array, whole: Array, new: Array, axis: int) -> Array:
-        row = jax.lax.dynamic_slice_in_dim(new, b, 1, 0).astype(whole.dtype)
-        start = [b if i == 0 else at[b] if i == axis else jnp.int32(0) for i in range(whole.ndim)]
-        return jax.lax.dynamic_update_slice(whole, row, start)
+    def write(b: Array, array: Array, new: Array, axis: int) -> Array:
+        row = jax.lax.dynamic_slice_in_dim(new, b, 1, 0).astype(array.dtype)
+        start = [b if i == 0 else at[b] if i == axis else jnp.int32(0) for i in range(array.ndim)]
+        return jax.lax.dynamic_update_slice(array, row, start)
 
-    return jax.lax.fori_loop(0, at.shape[0], lambda b, whole: jax.tree.map(
-        functools.partial(write, b), whole, new, axis), whole)
+    return jax.lax.fori_loop(0, at.shape[0], lambda b, array: jax.tree.map(
+        functools.partial(write, b), array, new, axis), array)
 
 
 def _observe(params: DrafterParams, state: CachedState, frontier: Frontier, verdict: Verdict,
@@ -224,7 +224,7 @@ def _catch_up(network: Network, chunk: int, params: DrafterParams, tokens: Array
         jnp.where(real[..., None], features[row, place], 0), -1, 0)
     fresh: KV = []
 
-    def look(index: int, q: Array, k: Array, v: Array) -> Array:
+    def look(index: Any, q: Array, k: Array, v: Array) -> Array:
         fresh.append((k, v))
         new = (k.transpose(2, 3, 0, 1), v.transpose(2, 3, 0, 1))
         return attend(q, packed, new, chain, cache.kv[index], cache.length)

@@ -65,19 +65,19 @@ def _propose(drafters: tuple[Drafter, ...], nodes: int, params: tuple, states: t
         lambda: roots(frontier.root, frontier.live, nodes)), tuple(after)
 
 
-def graft(whole: DraftTree, tree: DraftTree) -> DraftTree:
-    """Joins trees [B, N] and [B, n] with the same roots: `whole`'s nodes, then `tree`'s new ones.
+def graft(base: DraftTree, tree: DraftTree) -> DraftTree:
+    """Joins trees [B, N] and [B, n] with the same roots: `base`'s nodes, then `tree`'s new ones.
 
     The result has fields [B, N + n - 1].
     """
-    size, count = whole.live.shape[1], tree.live.shape[1]
+    size, count = base.live.shape[1], tree.live.shape[1]
     alone = jnp.where(jnp.arange(count) > 0, size - 1 + jnp.arange(count), 0)[None]
 
     def level(depth: Array, place: Array) -> Array:
-        """Maps the nodes down to `depth` to their equals in `whole`, if there are any."""
+        """Maps the nodes down to `depth` to their equals in `base`, if there are any."""
         parent = jnp.take_along_axis(place, tree.parent, 1)
-        same = (whole.live[:, None] & (whole.parent[:, None] == parent[..., None])
-                & (whole.tokens[:, None] == tree.tokens[..., None])).at[..., 0].set(False)
+        same = (base.live[:, None] & (base.parent[:, None] == parent[..., None])
+                & (base.tokens[:, None] == tree.tokens[..., None])).at[..., 0].set(False)
         found = (tree.depth == depth) & tree.live & same.any(2)
         return jnp.where(found, same.argmax(2), place)
 
@@ -85,11 +85,11 @@ def graft(whole: DraftTree, tree: DraftTree) -> DraftTree:
                               jnp.broadcast_to(alone, tree.live.shape).astype(jnp.int32))
     new = tree.replace(parent=jnp.take_along_axis(place, tree.parent, 1),
                        live=tree.live & (place == alone))
-    both = map_nodes(lambda a, b: jnp.concatenate([a, b[:, 1:]], 1), whole, new)
+    both = map_nodes(lambda a, b: jnp.concatenate([a, b[:, 1:]], 1), base, new)
     rows = jnp.arange(tree.live.shape[0])[:, None]
     survival = jnp.where(tree.live, tree.survival, 0)
     return both.replace(survival=both.survival.at[rows, place].max(survival),
-                        broken=whole.broken | tree.broken)
+                        broken=base.broken | tree.broken)
 
 
 def likeliest(tree: DraftTree, nodes: int) -> DraftTree:

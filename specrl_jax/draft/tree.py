@@ -15,9 +15,9 @@ NODE_FIELDS = tuple(field.name for field in dataclasses.fields(TreeNodes))
 def roots(root: Array, live: Array, nodes: int) -> DraftTree:
     """Returns trees of a root i32[B] and nothing else, padded to N = `nodes`."""
     shape = (root.shape[0], nodes)
-    whole, first = jnp.zeros(shape, jnp.int32), jnp.arange(nodes)[None] == 0
-    return DraftTree(tokens=jnp.where(first, root[:, None], 0), parent=whole, depth=whole,
-                     rank=whole, origin=whole,
+    zeros, first = jnp.zeros(shape, jnp.int32), jnp.arange(nodes)[None] == 0
+    return DraftTree(tokens=jnp.where(first, root[:, None], 0), parent=zeros, depth=zeros,
+                     rank=zeros, origin=zeros,
                      survival=jnp.broadcast_to(first.astype(jnp.float32), shape),
                      logq=jnp.zeros(shape), draft_prob=jnp.ones(shape), score_gap=jnp.zeros(shape),
                      live=first & live[:, None], broken=jnp.zeros(root.shape[0], bool))

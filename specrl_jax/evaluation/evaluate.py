@@ -5,7 +5,6 @@ import hashlib
 import json
 from pathlib import Path
 
-import jax
 import numpy as np
 
 from specrl_jax import sharding
@@ -82,7 +81,8 @@ def evaluate(config: Config, task: Task | None = None, actor: Actor | None = Non
                               seconds=config.reward.seconds, warn=progress.warn)
     prompts = make_prompts(config, actor.source.tokenizer, progress.say)
     judge.check_answers((reward,), prompts.examples)
-    shards = sharding.shard_count(sharding.make_mesh(config.mesh))
+    mesh = sharding.make_mesh(config.mesh)
+    shards = sharding.shard_count(mesh)
     at_once = prompts_at_once(len(prompts.tokens), task.samples, shards)
     progress.say(f"loading {actor.name}")
     sampler = Sampler.from_config(config, prompts=at_once, group=task.samples, actor=actor)
@@ -92,8 +92,8 @@ def evaluate(config: Config, task: Task | None = None, actor: Actor | None = Non
         progress.phase("evaluating")
         for batch in prompt_batches(prompts, at_once):
             tally.add(*sampler.generate(batch, "eval", 0, progress=progress.rollout))
-    return _describe(config, actor) | {
-        "samples": task.samples, "reward": reward} | tally.results()
+    return _describe(config, actor) | {"device": mesh.devices.flat[0].device_kind, "reward": reward,
+                                       "samples": task.samples} | tally.results()
 
 
 def prompts_at_once(problems: int, samples: int, shards: int) -> int:
@@ -153,7 +153,7 @@ def _describe(config: Config, actor: Actor) -> Json:
         "max_new_tokens": rollout.max_new_tokens, "seed": config.seed,
         "drafter": config.spec.drafter if config.control.policy != "off" else "off",
         "rule": config.spec.rule, "lossy": not RULES.resolve(config.spec.rule).lossless,
-        "dtype": config.model.dtype, "device": jax.devices()[0].device_kind}
+        "dtype": config.model.dtype}
 
 
 def digest(prompts: Prompts) -> str:

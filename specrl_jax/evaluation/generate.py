@@ -59,9 +59,9 @@ class Generator:
         Raises ConfigError if the model has no chat template, or the prompt exceeds `longest`.
         """
         tokens = encode(self.tokenizer, prompt, system, self.config.data)
-        most = self.config.rollout.max_prompt_tokens
-        check(len(tokens) <= most, "--prompt", f"{prompt[:20]}...",
-              f"has {len(tokens)} tokens with the system message, at most {most} fit; raise "
+        longest = self.config.rollout.max_prompt_tokens
+        check(len(tokens) <= longest, "--prompt", f"{prompt[:20]}...",
+              f"has {len(tokens)} tokens with the system message, at most {longest} fit; raise "
               "--config.rollout.max_prompt_tokens")
         stream = Stream(self.tokenizer.stream(skip_special=True), write)
         rollout, result = self.sampler.generate(

@@ -286,6 +286,24 @@ def read_meta(directory: str | Path, step: int) -> Json:
         return _note(_intact(directory, step))["meta"]
 
 
+def saved_leaves(directory: str | Path, step: int, key: str) -> dict[str, list[Any]]:
+    """Returns [shape, dtype] of the leaves of one top-level entry by their paths, see `describe`.
+
+    Raises:
+      CheckpointError: the checkpoint is missing or damaged, or lacks the entry.
+    """
+    directory = Path(directory).absolute()
+    with _reading(directory / str(step)):
+        return _saved(_intact(directory, step), key)
+
+
+def _saved(step_dir: Path, key: str) -> dict[str, list[Any]]:
+    saved = _part(_note(step_dir)["leaves"], key)
+    if not saved:
+        raise CheckpointError(f"{step_dir}: no arrays named {key!r} in this checkpoint")
+    return saved
+
+
 def restore_part(directory: str | Path, step: int, key: str, abstract: PyTree = None) -> PyTree:
     """Returns one top-level entry of a checkpoint's arrays, such as "actor".
 
@@ -303,9 +321,7 @@ def restore_part(directory: str | Path, step: int, key: str, abstract: PyTree = 
 
 
 def _restore_part(step_dir: Path, key: str, abstract: PyTree) -> PyTree:
-    saved = _part(_note(step_dir)["leaves"], key)
-    if not saved:
-        raise CheckpointError(f"{step_dir}: no arrays named {key!r} in this checkpoint")
+    saved = _saved(step_dir, key)
     with quiet_orbax(), ocp.Checkpointer(_array_handler()) as checkpointer:
         item = checkpointer.metadata(step_dir / "state").item_metadata.tree[key]
         if abstract is not None:

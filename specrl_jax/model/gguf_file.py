@@ -12,7 +12,15 @@ from specrl_jax.config import ConfigError
 from specrl_jax.model.architecture import Architecture, RopeScaling
 from specrl_jax.model.families import FAMILIES
 from specrl_jax.model.fields import REPAIR, Fields
-from specrl_jax.model.tensors import EMBED, FINAL_NORM, HEAD, Tensors, layer_name
+from specrl_jax.model.tensors import (
+    EMBED,
+    FINAL_NORM,
+    HEAD,
+    Part,
+    Tensors,
+    layer_name,
+    slices,
+)
 from specrl_jax.model.transformer import frequencies
 
 ROPE_FREQS, EMBEDDING = "rope_freqs.weight", "token_embd.weight"
@@ -102,19 +110,20 @@ def gguf_architecture(file: GgufFile, family: str = "") -> Architecture:
 
 
 def gguf_tensors(file: GgufFile, arch: Architecture) -> Tensors:
-    """Returns the file's tensors by Llama's names, dequantised to float32 when read. Raises
-    ConfigError if the gguf package cannot dequantise one."""
+    """Returns the file's tensors by Llama's names, dequantised to float32 when read, all of a
+    tensor for each part. Raises ConfigError if the gguf package cannot dequantise one."""
     _check_quantisations(file)
     family = FAMILIES.resolve(arch.family)
     names = {_hf_name(name, family.gguf_names): name for name in file.records
              if name != ROPE_FREQS}
 
-    def read(name: str) -> np.ndarray:
+    def read(name: str, part: Part) -> np.ndarray:
         record = file.records[names[name]]
         array = gguf.quants.dequantize(record.data, record.tensor_type)
         array = np.array(array, np.float32).reshape(_shape(record))  # not a view of the file
         heads = {"q_proj": arch.num_heads, "k_proj": arch.num_kv_heads}.get(name.split(".")[-2], 0)
-        return unpermute(array, heads) if heads and family.gguf_interleaved else array
+        array = unpermute(array, heads) if heads and family.gguf_interleaved else array
+        return array[slices(part)]
 
     return Tensors({hf: _shape(file.records[own]) for hf, own in names.items()}, read)
 

@@ -7,6 +7,7 @@ runs through the forward pass of verification, as a tree that is a chain (experi
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh, use_abstract_mesh
 from specrl_kernels.dispatch import Unsupported
 from specrl_kernels.narrow_matmul import narrow_matmul
 
@@ -19,20 +20,22 @@ IMPLEMENTATION = "machine"  # of norms, products and attention
 _MULTIPLE = 16  # of features, and of a cache's segments
 
 
-def check_possible(arch: Architecture, dtype: str, tensor: int) -> None:
-    """Raises ConfigError with the reason if model.numerics = "invariant" cannot work on a mesh in
-    which `tensor` devices share a model's weights."""
+def check_possible(arch: Architecture, dtype: str, mesh: Mesh) -> None:
+    """Raises ConfigError with the reason if model.numerics = "invariant" cannot work on a mesh."""
     def refuse(reason: object) -> None:
         check(False, "model.numerics", "invariant", f"{reason}; use default")
 
-    if tensor > 1:
-        refuse(f"mesh.tensor = {tensor} splits sums over devices")
+    if mesh.shape["tensor"] > 1:
+        refuse(f"mesh.tensor = {mesh.shape['tensor']} splits sums over devices")
     if arch.head_dim % _MULTIPLE:
         refuse(f"heads of {arch.head_dim} features, no multiple of {_MULTIPLE}")
+    one = AbstractMesh((), (), abstract_device=mesh.abstract_mesh.abstract_device)
     for inner in {arch.hidden_size, arch.num_heads * arch.head_dim, arch.intermediate_size}:
         shapes = (jax.ShapeDtypeStruct(shape, dtype) for shape in ((1, inner), (inner, 1)))
         try:
-            jax.eval_shape(lambda w, x: narrow_matmul(w, x, implementation=IMPLEMENTATION), *shapes)
+            with use_abstract_mesh(one):
+                jax.eval_shape(
+                    lambda w, x: narrow_matmul(w, x, implementation=IMPLEMENTATION), *shapes)
         except Unsupported as reason:
             refuse(reason)
 

@@ -7,7 +7,7 @@ then `w @ x` without a transpose: a CPU runs that faster than `x @ w` from 1 to 
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +17,17 @@ from specrl_kernels import rms_norm as kernels
 from specrl_kernels.narrow_matmul import narrow_matmul
 from specrl_kernels.tree_attention import tree_attention
 
+from specrl_jax.model import layers
 from specrl_jax.model.architecture import Architecture
+from specrl_jax.model.layers import Index
 from specrl_jax.structs import Array, Cache, Params
 
-Attend = Callable[[int, Array, Array, Array], Array]
+Attend = Callable[[Index, Array, Array, Array], Array]
+"""(index of the layer, q [G, R, E, ...], k [G, E, ...], v [G, E, ...]) -> [G, R, E, ...]"""
+
+
+LayerKV: TypeAlias = list[tuple[Array, Array]] | tuple[Array, Array]
+"""(k, v) of each layer; stacked along a leading axis where layers are."""
 
 
 class Packing(struct.PyTreeNode):
@@ -123,7 +130,7 @@ def feed_forward(arch: Architecture, layer: Params, x: Array, decode: bool = Fal
     return project(layer["down"], jax.nn.silu(gate_up[0]) * gate_up[1], decode=decode)
 
 
-def block(arch: Architecture, layer: Params, index: int, x: Array, rotation: tuple[Array, Array],
+def block(arch: Architecture, layer: Params, index: Index, x: Array, rotation: tuple[Array, Array],
           attend: Attend, decode: bool = False) -> tuple[Array, tuple[Array, Array]]:
     """Runs one layer. `attend(index, q, k, v)` returns [G, R, E, ...]; `decode`: see `project`."""
     q, k, v = attention_inputs(arch, layer, x, rotation, decode)
@@ -131,10 +138,14 @@ def block(arch: Architecture, layer: Params, index: int, x: Array, rotation: tup
     return x + feed_forward(arch, layer, x, decode), (k, v)
 
 
+def head(arch: Architecture, params: Params) -> Array:
+    """Returns the output head [V, F]."""
+    return params["embed"] if arch.tied else params["head"]
+
+
 def logits(arch: Architecture, params: Params, hidden: Array, decode: bool = False) -> Array:
     """Returns logits f32[V, ...] of final normalised hidden states [F, ...]."""
-    head = params["embed"] if arch.tied else params["head"]
-    return project(head, hidden, decode=decode, dtype=jnp.float32)
+    return project(head(arch, params), hidden, decode=decode, dtype=jnp.float32)
 
 
 def embed(params: Params, tokens: Array) -> Array:
@@ -144,7 +155,7 @@ def embed(params: Params, tokens: Array) -> Array:
 
 def tree_forward(arch: Architecture, params: Params, cache: Cache, tokens: Array, position: Array,
                  packing: Packing, implementation: str | None = None, taps: tuple[int, ...] = ()
-                 ) -> tuple[Array, list[tuple[Array, Array]], Array | None]:
+                 ) -> tuple[Array, LayerKV, Array | None]:
     """Runs the model on packed tree nodes; reads the cache and does not change it.
 
     Args:
@@ -152,13 +163,13 @@ def tree_forward(arch: Architecture, params: Params, cache: Cache, tokens: Array
       taps: layers whose outputs are returned, 0-based.
 
     Returns:
-      final normalised hidden states [F, W]; per layer the new (k, v), each [G, E, W]; and the
-      residual stream after each of `taps`, [len(taps) * F, W], None if there are none.
+      final normalised hidden states [F, W]; per layer the new (k, v), each [G, E, W], as
+      `layers.run` returns them; and the residual stream after each of `taps`,
+      [len(taps) * F, W], None if there are none.
     """
     rotation = rotations(arch, position)
-    fresh, tapped = [], []
 
-    def attend(index: int, q: Array, k: Array, v: Array) -> Array:
+    def attend(index: Index, q: Array, k: Array, v: Array) -> Array:
         g, r, e, w = q.shape
         tree_k, tree_v = (packing.by_row(jnp.moveaxis(a, -1, 0)) for a in (k, v))
         cache_k, cache_v = cache.kv[index]
@@ -168,14 +179,11 @@ def tree_forward(arch: Architecture, params: Params, cache: Cache, tokens: Array
             implementation=implementation)
         return out.transpose(1, 2, 0).reshape(g, r, e, w)
 
-    x = embed(params, tokens)
-    for index, layer in enumerate(params["layers"]):
-        x, kv = block(arch, layer, index, x, rotation, attend, decode=True)
-        fresh.append(kv)
-        if index in taps:
-            tapped.append(x)
-    return (rms_norm(x, params["final_norm"], arch.norm_eps, decode=True), fresh,
-            jnp.concatenate(tapped) if taps else None)
+    def run(layer: Params, index: Index, x: Array) -> tuple[Array, tuple[Array, Array]]:
+        return block(arch, layer, index, x, rotation, attend, decode=True)
+
+    x, fresh, tapped = layers.run(params["layers"], run, embed(params, tokens), taps)
+    return rms_norm(x, params["final_norm"], arch.norm_eps, decode=True), fresh, tapped
 
 
 def segment_attend(position: Array, segment: Array) -> Attend:
@@ -188,7 +196,7 @@ def segment_attend(position: Array, segment: Array) -> Attend:
     related = (key == query) | ((key == 0) & (query > 0))
     visible = related & (position[:, None, :] <= position[:, :, None])
 
-    def attend(index: int, q: Array, k: Array, v: Array) -> Array:
+    def attend(index: Index, q: Array, k: Array, v: Array) -> Array:
         score = jnp.einsum("grebt,gebs->bgrts", q, k, preferred_element_type=jnp.float32)
         score = jnp.where(visible[:, None, None], score * q.shape[2] ** -0.5, -1e30)
         weight = jax.nn.softmax(score, -1).astype(v.dtype)
@@ -199,7 +207,7 @@ def segment_attend(position: Array, segment: Array) -> Attend:
 
 def hidden_states(arch: Architecture, params: Params, tokens: Array, position: Array,
                   segment: Array, remat: bool = False, taps: tuple[int, ...] = ()
-                  ) -> tuple[Array, list[tuple[Array, Array]], Array | None]:
+                  ) -> tuple[Array, LayerKV, Array | None]:
     """Runs the model on whole rows that hold one sequence, or several that share a prompt.
 
     Args:
@@ -213,17 +221,13 @@ def hidden_states(arch: Architecture, params: Params, tokens: Array, position: A
     rotation = rotations(arch, position)
     attend = segment_attend(position, segment)
 
-    def run(layer: Params, x: Array) -> tuple[Array, tuple[Array, Array]]:
+    def block_of(layer: Params, x: Array) -> tuple[Array, tuple[Array, Array]]:
         return block(arch, layer, 0, x, rotation, attend)
 
-    x, cached, tapped = embed(params, tokens), [], []
-    for index, layer in enumerate(params["layers"]):
-        x, kv = (jax.checkpoint(run) if remat else run)(layer, x)
-        cached.append(kv)
-        if index in taps:
-            tapped.append(x)
-    return (rms_norm(x, params["final_norm"], arch.norm_eps), cached,
-            jnp.concatenate(tapped) if taps else None)
+    one = jax.checkpoint(block_of) if remat else block_of
+    x, cached, tapped = layers.run(params["layers"], lambda layer, _, x: one(layer, x),
+                                   embed(params, tokens), taps)
+    return rms_norm(x, params["final_norm"], arch.norm_eps), cached, tapped
 
 
 def right_padded(shape: tuple[int, ...], length: Array) -> tuple[Array, Array]:

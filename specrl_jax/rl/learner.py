@@ -18,6 +18,7 @@ from specrl_jax.model import transformer
 from specrl_jax.model.architecture import Architecture
 from specrl_jax.model.transformer import Params
 from specrl_jax.rl import algorithm, losses
+from specrl_jax.rl.scores import token_scores
 from specrl_jax.structs import Array, PyTree, Rollout
 
 
@@ -123,23 +124,24 @@ def _layout(rollout: Rollout, sequences_per_row: int) -> dict[str, np.ndarray]:
     return joined | {"predicted_at": np.broadcast_to(predicted_at, live.shape).astype(np.int32)}
 
 
-def response_logprobs(arch: Architecture, params: Params, batch: Batch, remat: bool
-                      ) -> tuple[Array, Array]:
-    """Returns logits over temperature f32[V, b, k, T] and log-probabilities f32[b, k, T] of the
-    response tokens of one micro-batch with fields [b, ...], without truncation."""
+def response_scores(arch: Architecture, params: Params, batch: Batch, remat: bool
+                    ) -> tuple[Array, Array]:
+    """Returns log-probability and entropy, f32[b, k, T] each, of the response tokens of one
+    micro-batch with fields [b, ...], at its temperature and without truncation."""
     hidden, _, _ = transformer.hidden_states(
         arch, params, batch.tokens, batch.position, batch.segment, remat)
-    rows, k, buffer = batch.predicted_at.shape
-    picked = jnp.take_along_axis(hidden, batch.predicted_at.reshape(1, rows, -1), axis=2)
-    logits = transformer.logits(arch, params, picked).reshape(-1, rows, k, buffer)
-    logits = logits / batch.temperature[None, :, :, None]
-    chosen = jnp.take_along_axis(logits, batch.response[None], axis=0)[0]
-    return logits, chosen - jax.nn.logsumexp(logits, axis=0)
+    shape = batch.predicted_at.shape
+    picked = jnp.take_along_axis(hidden, batch.predicted_at.reshape(1, shape[0], -1), axis=2)
+    temperature = jnp.broadcast_to(batch.temperature[..., None], shape)
+    found = token_scores(
+        transformer.head(arch, params), picked.reshape(len(picked), -1), batch.response.reshape(-1),
+        temperature.reshape(-1), jnp.int32(batch.response.size))
+    return found[0].reshape(shape), found[1].reshape(shape)
 
 
 def score(arch: Architecture, remat: bool, params: Params, batch: Batch) -> Array:
     """Returns the log-probabilities of a whole batch, f32[n, b, k, T], without gradients."""
-    return jax.lax.map(lambda micro: response_logprobs(arch, params, micro, remat)[1], batch)
+    return jax.lax.map(lambda micro: response_scores(arch, params, micro, remat)[0], batch)
 
 
 def update(arch: Architecture, config: Config, state: LearnerState, batch: Batch, totals: Totals,
@@ -183,7 +185,7 @@ def update(arch: Architecture, config: Config, state: LearnerState, batch: Batch
 def first_gap(arch: Architecture, remat: bool, params: Params, batch: Batch) -> dict[str, Array]:
     """Returns the gap's metrics f32[] over the first micro-batch, from one forward."""
     first = jax.tree.map(lambda a: a[0], batch)
-    return _means(gap_sums(response_logprobs(arch, params, first, remat)[1], first))
+    return _means(gap_sums(response_scores(arch, params, first, remat)[0], first))
 
 
 def gap_sums(logprob: Array, batch: Batch) -> dict[str, Array]:
@@ -213,12 +215,12 @@ def apply(optimizer: optax.GradientTransformation, state: LearnerState, grads: P
     norm = optax.tree.norm(grads)
     finite = jnp.isfinite(norm) & jnp.isfinite(loss)
 
-    def step(_: None) -> LearnerState:
-        updates, optimizer_state = optimizer.update(grads, state.optimizer, state.params)
-        params: Any = optax.apply_updates(state.params, updates)
-        return LearnerState(params, optimizer_state)
-
-    return jax.lax.cond(finite, step, lambda _: state, None), finite.astype(jnp.float32), norm
+    updates, optimizer_state = optimizer.update(grads, state.optimizer, state.params)
+    params: Any = optax.apply_updates(state.params, updates)
+    # Selected in place: a conditional would hold the old and the new state at once.
+    new = jax.tree.map(lambda new, old: jnp.where(finite, new, old),
+                       LearnerState(params, optimizer_state), state)
+    return new, finite.astype(jnp.float32), norm
 
 
 def micro_loss(arch: Architecture, config: Config, totals: Totals, params: Params, batch: Batch,
@@ -228,7 +230,7 @@ def micro_loss(arch: Architecture, config: Config, totals: Totals, params: Param
     the metrics of `losses.sequence_terms` and `gap_sums`."""
     rl = config.rl
     _, loss, correction = algorithm.resolve(rl)
-    logits, logprob = response_logprobs(arch, params, batch, config.learner.remat)
+    logprob, entropy = response_scores(arch, params, batch, config.learner.remat)
     mask = response_mask(batch)
 
     def sequence_loss(logprob: Array, mask: Array, advantage: Array, rollout_logprob: Array,
@@ -247,7 +249,6 @@ def micro_loss(arch: Architecture, config: Config, totals: Totals, params: Param
     values, metrics = jax.vmap(jax.vmap(sequence_loss))(
         logprob, mask, batch.advantage, batch.rollout_logprob, here if old is None else old,
         initial)
-    entropy = losses.entropy(logits=jax.lax.stop_gradient(logits))
-    metrics["policy/entropy"] = jnp.where(mask, entropy, 0.0)
+    metrics["policy/entropy"] = jnp.where(mask, jax.lax.stop_gradient(entropy), 0.0)
     sums = {name: m.sum() for name, m in metrics.items()}
     return values.sum(), sums | gap_sums(logprob, batch)

@@ -15,7 +15,7 @@ from specrl_jax.control.buckets import Bucket
 from specrl_jax.control.protocol import Outcome, keep_within
 from specrl_jax.draft.tree import compact, roots
 from specrl_jax.model import transformer
-from specrl_jax.model.transformer import Packing
+from specrl_jax.model.transformer import LayerKV, Packing
 from specrl_jax.rollout.plan import NOT_FORCED, Decoder, RoundPlan, buckets_of
 from specrl_jax.sharding import ROWS
 from specrl_jax.structs import (
@@ -230,7 +230,7 @@ def _proposal(name: str, rule: Rule, tree: DraftTree, order: Array) -> Proposal 
     return proposal.replace(logq=jnp.take_along_axis(proposal.logq, order[..., None], 1))
 
 
-def _along(fresh: list[tuple[Array, Array]], place: Array) -> Array:
+def _along(fresh: LayerKV, place: Array) -> Array:
     """The path's keys and values, f[D+1, L, 2, G, E, B], of all layers' new ones, each [G, E, W].
 
     One array, and in plain decoding one operation: some for each layer would cost it 2 % on a CPU.
@@ -239,8 +239,11 @@ def _along(fresh: list[tuple[Array, Array]], place: Array) -> Array:
       place: i32[B, D+1] of the path in W.
     """
     batch, width = place.shape
-    both = jnp.concatenate([a[None] for kv in fresh for a in kv])
-    shape = (width, len(fresh), 2, *both.shape[1:-1], batch)
+    if isinstance(fresh, tuple):  # of stacked layers
+        both = jnp.stack(fresh, 1).reshape(-1, *fresh[0].shape[1:])
+    else:
+        both = jnp.concatenate([a[None] for kv in fresh for a in kv])
+    shape = (width, both.shape[0] // 2, 2, *both.shape[1:-1], batch)
     if width == 1:  # roots alone, in order
         return both.reshape(shape)
     return jnp.moveaxis(both[..., place.T], -2, 0).reshape(shape)

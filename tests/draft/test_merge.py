@@ -73,7 +73,7 @@ def proposed(first: list[list[Node]], second: list[list[Node]], nodes: int = 6,
     return out
 
 
-def test_the_best_nodes_of_both_are_kept_once() -> None:
+def test_merge_keeps_the_best_nodes_of_both_once() -> None:
     first = [[(0, 1, 0.9), (1, 2, 0.5), (2, 3, 0.1)], [(0, 1, 0.2)]]
     second = [[(0, 1, 0.6), (1, 5, 0.55), (0, 4, 0.3)], [(0, 8, 0.7), (1, 9, 0.6)]]
     got = proposed(first, second, nodes=5)
@@ -81,7 +81,7 @@ def test_the_best_nodes_of_both_are_kept_once() -> None:
     assert got[1] == {(1,): (0.2, 0), (8,): (0.7, 1), (8, 9): (0.6, 1)}
 
 
-def test_the_higher_estimate_counts_and_raises_what_lies_above() -> None:
+def test_merge_takes_the_higher_estimate_and_raises_parents() -> None:
     got = proposed([[(0, 1, 0.1), (1, 2, 0.05)]], [[(0, 1, 0.4), (1, 2, 0.3)]], nodes=3)
     assert got == [{(1,): (0.4, 0), (1, 2): (0.3, 0)}]
 
@@ -143,7 +143,7 @@ def test_merged_tree_is_broken_where_a_part_is(first: bool) -> None:
     assert merged.broken.tolist() == [True, False] and merged.live.sum() == 4
 
 
-def test_only_one_part_may_read_the_actor() -> None:
+def test_merge_of_two_readers_of_the_actor_is_refused() -> None:
     parts = [drafter([[]], 3, i, taps=(1,)) for i in range(2)]
     with pytest.raises(ConfigError, match="only one"):
         merge(parts, 4)

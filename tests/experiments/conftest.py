@@ -1,13 +1,12 @@
 """A trained tiny run, made once, and scripts as a user starts them."""
 
-import os
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from helpers import xla_flags
+from helpers import ROOT, script_environment
 
 from specrl_jax.config import (
     Config,
@@ -19,13 +18,6 @@ from specrl_jax.config import (
 )
 from specrl_jax.run import train
 
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def even(prompt: str, completion: str, example: object) -> float:
-    """A reward that random answers differ in: the share of characters with an even code."""
-    return sum(ord(x) % 2 == 0 for x in completion) / max(len(completion), 1)
-
 
 @pytest.fixture(scope="session")
 def small() -> Config:
@@ -33,7 +25,7 @@ def small() -> Config:
     return Config(
         name="small", steps=2, prompts_per_step=2, group_size=2, checkpoint_every=2,
         model=ModelSource(path="random:tiny"), data=DataConfig(level="add2", examples=4),
-        reward=RewardConfig(terms=("tests.experiments.conftest:even",), weights=(1.0,)),
+        reward=RewardConfig(terms=("helpers:even",)),
         rollout=RolloutConfig(batch_size=4, max_prompt_tokens=96, max_new_tokens=8),
         learner=LearnerConfig(learning_rate=1e-2, micro_batch=4))
 
@@ -52,12 +44,6 @@ def command() -> Callable[..., subprocess.CompletedProcess]:
     def call(script: str, *arguments: object) -> subprocess.CompletedProcess:
         return subprocess.run(
             [sys.executable, ROOT / "experiments" / script, *map(str, arguments)], text=True,
-            capture_output=True, timeout=300, env=environment())
+            capture_output=True, timeout=300, env=script_environment())
 
     return call
-
-
-def environment() -> dict[str, str]:
-    """Scripts find the package whether or not it is installed, and use one device."""
-    path = os.pathsep.join(map(str, (ROOT, ROOT / "kernels")))
-    return os.environ | {"PYTHONPATH": path, "XLA_FLAGS": xla_flags()}

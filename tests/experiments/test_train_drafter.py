@@ -9,17 +9,13 @@ import types
 import jax
 import numpy as np
 import pytest
+from helpers import with_fields
 
 from specrl_jax import sharding
 from specrl_jax.config import (
     Config,
     ConfigError,
-    ControlConfig,
     DataConfig,
-    DraftConfig,
-    ModelSource,
-    RolloutConfig,
-    SpecOptions,
 )
 from specrl_jax.distill import data as drafter_data
 from specrl_jax.distill import offline, teacher
@@ -44,10 +40,10 @@ MICRO = DrafterTraining(
     batch_tokens=512, micro_batch_tokens=256, checkpoint_every=2, unroll=2, learning_rate=3e-3)
 
 
-def micro_config(**data):
-    return Config(
-        model=ModelSource(path="random:tiny"), data=DataConfig(level="add2", **data),
-        rollout=RolloutConfig(batch_size=8, max_prompt_tokens=96, max_new_tokens=10, min_batch=8))
+def micro_config(examples=0):
+    return with_fields(
+        Config(), model__path="random:tiny", data__examples=examples, rollout__batch_size=8,
+        rollout__max_prompt_tokens=96, rollout__max_new_tokens=10, rollout__min_batch=8)
 
 
 # Measures.
@@ -257,9 +253,8 @@ def test_features_start_near_one_for_any_taps():
 # Runs.
 
 
-def train(workdir, options=MICRO, **data):
-    config = micro_config(**data)
-    return offline.train_drafter(config, options, workdir)
+def train(workdir, options=MICRO):
+    return offline.train_drafter(micro_config(), options, workdir)
 
 
 @pytest.fixture(scope="module")
@@ -276,7 +271,7 @@ def losses(workdir):
 
 
 @pytest.mark.ci
-def test_a_head_learns_and_is_written(whole):
+def test_training_learns_and_writes_a_head(whole):
     told = read_metrics(whole)
     assert [m["step"] for m in told] == list(range(6))
     assert [m["step"] for m in told if "eval/alpha/0" in m] == [2, 5]
@@ -292,7 +287,7 @@ def test_a_head_learns_and_is_written(whole):
 
 
 @pytest.mark.ci
-def test_a_run_that_was_stopped_ends_as_if_it_had_not_been(whole, tmp_path, monkeypatch):
+def test_stopped_training_ends_as_if_it_had_not_been(whole, tmp_path, monkeypatch):
     step, generate = offline.DrafterTrainer.step, drafter_data.Sampler.generate
     calls = []
 
@@ -327,11 +322,10 @@ def test_features_that_are_not_kept_are_the_same(whole, tmp_path):
 
 @pytest.mark.ci
 def test_rollout_with_head_takes_the_replayed_rounds(whole):
-    config = dataclasses.replace(
-        micro_config(), draft=DraftConfig(path=str(whole / "drafter")),
-        control=ControlConfig(policy="fixed", min_survival=0.0),
-        spec=SpecOptions(drafter="eagle", depth=2, branch=1, nodes=3, max_depth=2, max_branch=1,
-                         max_nodes=3))
+    config = with_fields(
+        micro_config(), draft__path=str(whole / "drafter"), control__policy="fixed",
+        control__min_survival=0.0, spec__drafter="eagle", spec__depth=2, spec__nodes=3,
+        spec__max_depth=2, spec__max_branch=1, spec__max_nodes=3)
     _, held = drafter_data.load_prompts(config, TOKENIZER, 0, "test", 2, print)
     sampler = Sampler(config, TINY, TOKENIZER.stop_ids, sharding.make_mesh(config.mesh), prompts=2,
                       group=2)
@@ -345,7 +339,7 @@ def test_rollout_with_head_takes_the_replayed_rounds(whole):
 
 
 @pytest.mark.ci
-def test_the_command(command, tmp_path):
+def test_command_trains_and_refuses_other_options(command, tmp_path):
     (tmp_path / "texts.jsonl").write_text(json.dumps({"text": "What is 1 + 1? It is 2."}))
     flags = [f"--{f.name}={getattr(MICRO, f.name)}" for f in dataclasses.fields(MICRO)
              if f.name not in ("texts", "rollout_prompts", "own_head")]

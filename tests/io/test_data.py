@@ -90,11 +90,6 @@ def test_the_order_of_problems_is_fixed():
         "28 - 27 + 77 - 63", "32 - 16 + 56 + 11", "84 + 64 + 16 + 88"]
 
 
-def test_worked_answer():
-    problem = levels.Problem((12, 45, 3), "-+")
-    assert problem.solution == "12 - 45 = -33\n-33 + 3 = -30\n#### -30"
-
-
 def test_arithmetic_is_read_without_tensorflow(tmp_path, capfd):
     lines = []
     config = DataConfig(level="add1", data_dir=str(tmp_path))
@@ -148,12 +143,6 @@ def test_bad_fields_are_refused_in_a_line(tmp_path, fields, words):
         load(tmp_path, **fields)
     assert all(word in str(error.value) for word in words)
     assert "\n" not in str(error.value)
-
-
-def test_a_data_dir_that_is_a_file(tmp_path):
-    (tmp_path / "tfds").write_text("")
-    with pytest.raises(ConfigError, match="data.data_dir"):
-        load(tmp_path, level="add1")
 
 
 @pytest.mark.parametrize("suffix, opener", [("", open), (".gz", gzip.open)])
@@ -368,14 +357,6 @@ def test_template_variables_are_python_or_json_values_or_text():
 def test_template_variables_that_cannot_work_are_refused(fields, words):
     with pytest.raises(ConfigError, match=words):
         DataConfig(**fields)
-
-
-def test_messages():
-    user = {"role": "user", "content": "What is 1 + 2?"}
-    example = {"id": 0, "question": "What is 1 + 2?", "answer": "3"}
-    assert data.messages(example) == [user]
-    assert data.messages(example, "Be brief.") == [
-        {"role": "system", "content": "Be brief."}, user]
 
 
 def test_path_is_refused_by_datasets_that_read_no_file(tmp_path):

@@ -247,9 +247,9 @@ def test_damaged_files_are_refused(tmp_path: Path, keep: int) -> None:
 
 def test_unknown_tensors_are_refused(tmp_path: Path) -> None:
     tensors = random_tensors(SMALL, seed=2)
-    extra = {"model.layers.0.self_attn.o_proj.bias": np.zeros(64, np.float32)}
-    both = Tensors({**tensors.shapes, **{k: x.shape for k, x in extra.items()}},
-                   lambda name: extra[name] if name in extra else tensors.read(name))
+    extra = "model.layers.0.self_attn.o_proj.bias"
+    both = Tensors({**tensors.shapes, extra: (64,)}, lambda name, part: np.zeros(
+        64, np.float32) if name == extra else tensors.read_part(name, part))
     path = write_gguf(tmp_path / "model.gguf", SMALL, both)
     with pytest.raises(ConfigError, match="unknown tensor model.layers.0.self_attn.o_proj.bias"):
         load(str(path))

@@ -54,7 +54,8 @@ def tree_attention(
     Args:
       implementation: one of IMPLEMENTATIONS; None takes the first that can.
       interpret: Pallas kernels run by interpretation, on any device, slowly.
-      platform: "cpu", "gpu" or "tpu": what the call is traced for, if not for the default device.
+      platform: "cpu", "gpu" or "tpu": if not that of the mesh in scope, see
+        `dispatch.traced_for`.
       config: block sizes and splits of the named implementation; None: tuned, or a heuristic.
       checked: looks at values too, and so works outside of jit only.
 
