@@ -163,6 +163,8 @@ class RolloutConfig(Section, prefix="rollout"):
     temperature: float = option(1.0, "0 is greedy", low=0)
     top_k: int = option(0, "0 keeps the whole vocabulary", low=0)
     top_p: float = option(1.0, "1 keeps the whole vocabulary", within="(0, 1]")
+    min_p: float = option(0.0, "least probability of a token, in units of the likeliest one's; 0 "
+                               "keeps the whole vocabulary", within="[0, 1]")
     stop: tuple[str, ...] = option((), "generate.py: stop strings, which end an answer and are not "
                                        "part of it")
     rounds_per_launch: int = option(32, "R, most rounds of one compiled loop", low=1)

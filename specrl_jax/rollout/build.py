@@ -1,6 +1,7 @@
 """Builds the drafter and the engine that a config asks for; nothing is put on a device."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 
 import jax.numpy as jnp
@@ -42,7 +43,9 @@ def build(config: Config, arch: Architecture, stop: Sequence[int], mesh: Mesh, *
           f"{arch.max_position}")
     found = drafters.make(config, arch, stop, group, warn, tokenizer,
                           drawn=RULES.resolve(config.spec.rule).needs_proposal,
-                          truncate=truncation.threshold if truncates(config) else None)
+                          truncate=functools.partial(
+                              truncation.threshold, min_p=config.rollout.min_p)
+                          if truncates(config) else None)
     drafter = wrap(found.drafter)
     shapes = Shapes(
         batch=config.rollout.batch_size // shards, sequences=prompts * group // shards,
@@ -55,8 +58,8 @@ def build(config: Config, arch: Architecture, stop: Sequence[int], mesh: Mesh, *
 
 
 def truncates(config: Config) -> bool:
-    """Returns whether a row may ask for top-k or top-p: programs hold no truncation otherwise."""
-    return config.rollout.top_k > 0 or config.rollout.top_p < 1
+    """Returns whether a row may be truncated: programs hold no truncation otherwise."""
+    return config.rollout.top_k > 0 or config.rollout.top_p < 1 or config.rollout.min_p > 0
 
 
 def _decoder(config: Config, arch: Architecture, mesh: Mesh, drafter: Drafter, shapes: Shapes
@@ -71,7 +74,7 @@ def _decoder(config: Config, arch: Architecture, mesh: Mesh, drafter: Drafter, s
     controller = registry.make(config.control, config.spec, limits)
     decoder = Decoder(arch, drafter, controller, config.spec.max_packed, smallest,
                       rule=config.spec.rule,
-                      truncates=truncates(config))
+                      truncates=truncates(config), min_p=config.rollout.min_p)
     if config.model.numerics == "invariant":
         invariant.check_possible(arch, config.model.dtype, mesh)
         decoder = dataclasses.replace(decoder, invariant=True,

@@ -182,7 +182,8 @@ def judge(nodes: Nodes, logq: Array, processed: Processed, target: Target, depth
 def verify(nodes: Nodes, target: Target, depth: int, *, walk: Walk = walk,
            process: Process = process) -> tuple[Verdict, Array]:
     """Accepts and rejects nodes, then draws one token more; see protocol.Verify."""
-    processed, (batch, size) = process(target.logits, *target.processing), nodes.tokens.shape
+    processed = process(target.logits, *target.processing, min_p=target.min_p)
+    batch, size = nodes.tokens.shape
     logq = jnp.full((batch, size, target.logits.shape[0]), -jnp.inf)  # where nothing was drawn
     if nodes.proposal is not None:
         logq = logq.at[..., nodes.proposal.vocab].set(nodes.proposal.logq)
