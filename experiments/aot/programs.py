@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from specrl_jax import sharding
@@ -22,15 +21,16 @@ from specrl_jax.distill.update import Programs, init_state
 from specrl_jax.draft.registry import DrafterSet
 from specrl_jax.io import checksum
 from specrl_jax.io.compilation import Program, abstract
-from specrl_jax.model import architecture, layers, weights
+from specrl_jax.model import layers, weights
 from specrl_jax.model.architecture import Architecture
 from specrl_jax.model.hf_config import parse_config
+from specrl_jax.model.published import without_weights
 from specrl_jax.model.tokenizer import Tokenizer, read_json
 from specrl_jax.rl import programs as policy
 from specrl_jax.rl.learner import LearnerState
 from specrl_jax.rollout.build import build
 from specrl_jax.rollout.engine import Engine
-from specrl_jax.rollout.sampler import cast
+from specrl_jax.rollout.sampler import cast, published_places
 from specrl_jax.structs import PyTree
 
 from . import rounds
@@ -45,11 +45,13 @@ class Model(NamedTuple):
 
 
 def model_of(config: Config) -> Model:
-    """Returns the model of `config.model.path`; a Hugging Face directory needs only config.json.
+    """Returns the model of `config.model.path`; a Hugging Face directory needs only config.json,
+    and of a published model in model/published.py nothing is read.
 
     Raises:
       ConfigError: there is no such model.
     """
+    config = without_weights(config)
     folder = Path(config.model.path).expanduser()
     if (folder / "config.json").is_file():
         file = folder / "config.json"
@@ -74,21 +76,22 @@ class Run:
     bound: PyTree  # what rollouts draft with
     drafter_state: LearnerState | None
 
-    def programs(self) -> Iterator[Program]:
-        """Yields the programs that the run compiles."""
-        yield from self.engine.programs(self.actor, self.bound)
-        yield from policy.programs(self.config, self.arch, self.mesh)
-        master, dtype = self.resident["learner"].params, self.engine.layout.dtype
-        if _signature(master) != _signature(self.actor):
-            yield Program("publish", cast(
-                self.arch, self.mesh, dtype, layers.are_scanned(sharding.platform(self.mesh))),
-                (master,))
-        yield Program("checksum", checksum.program, (self.actor,))
-        yield from self._drafter_programs()
+    def groups(self) -> dict[str, Iterator[Program]]:
+        """Returns the programs that the run compiles, by part of the run.
 
-    def rounds(self) -> Iterator[Program]:
-        """Yields single rounds of the largest batch, which no run compiles by themselves."""
-        yield from rounds.programs(self.engine, self.actor, self.bound)
+        Besides, single rounds of the largest batch, which no run compiles by themselves.
+        """
+        return {"rollout": self.engine.programs(self.actor, self.bound),
+                "policy": policy.programs(self.config, self.arch, self.mesh),
+                "publish": self._publish(), "drafter": self._drafter_programs(),
+                "rounds": rounds.programs(self.engine, self.actor, self.bound)}
+
+    def _publish(self) -> Iterator[Program]:
+        master, dtype = self.resident["learner"].params, self.engine.layout.dtype
+        if self.actor is not master:
+            stacked = layers.are_scanned(sharding.platform(self.mesh))
+            yield Program("publish", cast(self.arch, self.mesh, dtype, stacked), (master,))
+        yield Program("checksum", checksum.program, (self.actor,))
 
     def _drafter_programs(self) -> Iterator[Program]:
         config, place = self.config, self.drafters.trainable
@@ -114,7 +117,7 @@ def describe(config: Config, mesh: Mesh, model: Model | None = None) -> Run:
     drafters, engine = build(config, arch, stop, mesh, prompts=config.prompts_per_step,
                              group=config.group_size, warn=lambda text: None, tokenizer=tokenizer)
     state = policy.abstract_state(config, arch, mesh)
-    actor = _published(arch, mesh, engine.layout.dtype)
+    actor = _published(arch, mesh, engine.layout.dtype, state.params)
     whole = sharding.replicated(mesh)
     own = abstract(drafters.weights, whole)
     place, drafter_state = drafters.trainable, None
@@ -122,7 +125,9 @@ def describe(config: Config, mesh: Mesh, model: Model | None = None) -> Run:
           f"spec.drafter = {config.spec.drafter!r} has nothing that learns; choose eagle, or off")
     bound = drafters.bind(actor, own)
     cache = engine.layout.abstract_kv(engine.shapes.batch)
-    resident = {"learner": state, "published": actor, "cache": cache}
+    resident = {"learner": state, "cache": cache}
+    if actor is not state.params:
+        resident["published"] = actor
     if config.rl.kl:
         resident["reference"] = state.params
     if jax.tree.leaves(own):
@@ -135,12 +140,16 @@ def describe(config: Config, mesh: Mesh, model: Model | None = None) -> Run:
     return Run(config, arch, mesh, engine, resident, drafters, actor, own, bound, drafter_state)
 
 
-def _published(arch: Architecture, mesh: Mesh, dtype: Any) -> PyTree:
-    described = architecture.describe(arch, layers.are_scanned(sharding.platform(mesh)))
-    places = sharding.shardings(described, sharding.ROLLOUT_RULES, mesh, architecture.is_param)
-    return jax.tree.map(
-        lambda p, place: jax.ShapeDtypeStruct(p.shape, jnp.dtype(dtype), sharding=place),
-        described, places, is_leaf=architecture.is_param)
+def _published(arch: Architecture, mesh: Mesh, dtype: Any, params: PyTree) -> PyTree:
+    """Returns what publishing makes of `params`: themselves if that changes nothing."""
+    stacked = layers.are_scanned(sharding.platform(mesh))
+    found = abstract(jax.eval_shape(cast(arch, mesh, dtype, stacked), params),
+                     published_places(arch, mesh, stacked))
+    pairs = zip(jax.tree.leaves(params), jax.tree.leaves(found), strict=False)
+    same = jax.tree.structure(params) == jax.tree.structure(found) and all(
+        a.shape == b.shape and a.dtype == b.dtype
+        and a.sharding.is_equivalent_to(b.sharding, a.ndim) for a, b in pairs)
+    return params if same else found
 
 
 def _apart(bound: PyTree, actor: PyTree) -> list[Any]:

@@ -15,8 +15,8 @@ from specrl_jax import sharding
 from specrl_jax.io.compilation import Program, abstract
 from specrl_jax.rollout import round as one
 from specrl_jax.rollout.engine import Engine
-from specrl_jax.rollout.layout import ROW, STATE
-from specrl_jax.rollout.plan import blank_plan, buckets_of, plan_round
+from specrl_jax.rollout.layout import ROW
+from specrl_jax.rollout.plan import buckets_of, plan_round
 from specrl_jax.sharding import ROWS
 from specrl_jax.structs import PyTree, RolloutState
 
@@ -42,8 +42,9 @@ def _program(name: str, engine: Engine, function: Any, args: tuple[PyTree, ...])
         state = state.replace(control=control)
         return function(engine, actor, bound, state, waiting, force).replace(control=())
 
-    mapped = jax.shard_map(run, mesh=engine.mesh, in_specs=(P(), P(), STATE, P(), ROW, P()),
-                           out_specs=STATE, axis_names=set(ROWS), check_vma=False)
+    specs = engine.layout.specs
+    mapped = jax.shard_map(run, mesh=engine.mesh, in_specs=(P(), P(), specs, P(), ROW, P()),
+                           out_specs=specs, axis_names=set(ROWS), check_vma=False)
     out = jax.tree.map(lambda a: a.sharding, engine.layout.abstract(engine.shapes.batch))
     return Program(name, jax.jit(mapped, donate_argnums=(2,), out_shardings=out), args)
 
@@ -51,17 +52,15 @@ def _program(name: str, engine: Engine, function: Any, args: tuple[PyTree, ...])
 def _plain(engine: Engine, actor: PyTree, bound: PyTree, state: RolloutState, waiting: Any,
            force: Any) -> RolloutState:
     decoder = engine.decoder
-    blank = blank_plan(decoder, bound, state, waiting[0], force)
-    planned = plan_round(decoder, state, blank.tree, waiting[0], force)
-    return one.plain_round(decoder, actor, bound, state, planned)
+    return one.plain_round(decoder, actor, bound, state,
+                           plan_round(decoder, state, waiting[0], force))
 
 
 def _drafted(engine: Engine, actor: PyTree, bound: PyTree, state: RolloutState, waiting: Any,
              force: Any) -> RolloutState:
     decoder = engine.decoder
-    blank = blank_plan(decoder, bound, state, waiting[0], force)
-    planned = plan_round(decoder, state, blank.tree, waiting[0], force)
+    planned = plan_round(decoder, state, waiting[0], force)
     state, tree = one.draft(decoder, bound, state, planned)
-    planned = one.keep(decoder, state, planned, tree, force)
-    state, count = one.drafted_round(decoder, actor, bound, state, planned)
-    return one.observe(decoder, state, planned, count, jnp.int32(1))
+    kept = one.keep(decoder, state, planned, tree, force)
+    state, count = one.drafted_round(decoder, actor, bound, state, planned, kept)
+    return one.observe(decoder, state, planned, kept, count, jnp.int32(1))

@@ -151,15 +151,17 @@ def roll_out(sampler: Sampler, prompts: Prompts, at_once: int, directory: Path,
     for number, (batch, path) in enumerate(zip(batches, paths, strict=True)):
         if not path.exists():
             rollout, result = sampler.generate(batch, STREAM, 0)
-            _store(path, {name: getattr(rollout, name)[rollout.occurrence == 0] for name in FIELDS})
+            first = rollout.occurrence == 0
+            write_part(path, {name: getattr(rollout, name)[first] for name in FIELDS})
             tokens = int(rollout.length.sum())
             say(f"rollouts {number + 1}/{len(batches)}  {tokens} tokens  "
                 f"{tokens / result.seconds:.0f} tok/s")
-        parts.append(_stored(path))
+        parts.append(read_part(path))
     return {name: np.concatenate([part[name] for part in parts]) for name in FIELDS}
 
 
-def _stored(path: Path) -> dict[str, np.ndarray]:
+def read_part(path: Path) -> dict[str, np.ndarray]:
+    """Returns FIELDS of a stored part of the rollouts; raises a ConfigError if it is damaged."""
     try:
         with np.load(path, allow_pickle=False) as stored:
             return {name: stored[name] for name in FIELDS}
@@ -169,7 +171,8 @@ def _stored(path: Path) -> dict[str, np.ndarray]:
                           ) from error
 
 
-def _store(path: Path, arrays: dict[str, np.ndarray]) -> None:
+def write_part(path: Path, arrays: dict[str, np.ndarray]) -> None:
+    """Stores a part of the rollouts: the whole file or none."""
     temporary = path.with_suffix(".tmp")
     try:
         with writing(path):

@@ -65,7 +65,7 @@ class OnlineDistillation:
             self._programs, self.options, self._sizes, self.buffer.heads, state,
             self._sampler.params, self._vocab)}
 
-    def _put(self, batch: Batch) -> Batch:
+    def put(self, batch: Batch) -> Batch:
         """Puts a host batch on the devices, the rows over data shards."""
         return sharding.put(programs.places(self._programs.mesh), batch)
 
@@ -90,7 +90,7 @@ class OnlineDistillation:
                                           self.options.micro_batch, newest=True)
         noise = self._programs.rows(programs.no_noise(*batch.length.shape))
         found = self._compiled[EVALUATE](params, self._frozen_params(),
-                                         *self._put((batch, targets)), *noise)
+                                         *self.put((batch, targets)), *noise)
         live = np.asarray(found.live)[:, 0]
         acceptance, entropy = np.asarray(found.alpha)[:, 0][live], targets.entropy[live]
         self.staleness, unexplained = schedule.observe(self.staleness, acceptance, entropy,
@@ -104,11 +104,11 @@ class OnlineDistillation:
                                       self._programs.replicate(self.buffer.heads))
 
     def run(self, state: LearnerState, step: int) -> UpdateResult:
-        return self._run(state, self._frozen_params(), self._draw(step))
+        return self.train_on(state, self._frozen_params(), self._draw(step))
 
     def start(self, state: LearnerState, step: int) -> None:
         """Starts the same updates in a thread; it reads copies only."""
-        self._running = self._thread.submit(self._run, state, self._frozen_params(),
+        self._running = self._thread.submit(self.train_on, state, self._frozen_params(),
                                             self._draw(step))
 
     def take_result(self) -> UpdateResult | None:
@@ -124,11 +124,12 @@ class OnlineDistillation:
         return [self.buffer.draw(rng, options.batch, options.micro_batch)
                 for _ in range(options.updates)]
 
-    def _run(self, state: LearnerState, frozen: FrozenParams, batches: list[Batch]) -> UpdateResult:
+    def train_on(self, state: LearnerState, frozen: FrozenParams, batches: list[Batch]
+                 ) -> UpdateResult:
         """Updates on host batches; touches nothing but its arguments."""
         began, updates = time.perf_counter(), []
         for batch in batches:
-            state, metrics = self._compiled[UPDATE](state, frozen, *self._put(batch))
+            state, metrics = self._compiled[UPDATE](state, frozen, *self.put(batch))
             updates.append({name: np.asarray(value).tolist() for name, value in metrics.items()})
         return UpdateResult(state, updates, time.perf_counter() - began)
 

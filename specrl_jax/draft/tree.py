@@ -78,7 +78,8 @@ def compact(tree: DraftTree, live: Array, nodes: int) -> tuple[Array, Array, Arr
     behind = jnp.cumsum(~live, 1) - ~live + live.sum(1, keepdims=True)
     moved_to = jnp.where(live, jnp.cumsum(live, 1) - live, behind)
     order = jnp.zeros((batch, total), jnp.int32).at[
-        jnp.arange(batch)[:, None], moved_to].set(jnp.arange(total)[None])[:, :nodes]
+        jnp.arange(batch)[:, None], moved_to].set(
+            jnp.arange(total)[None], unique_indices=True)[:, :nodes]
 
     kept, tokens, parent, depth = (
         jnp.take_along_axis(a, order, 1) for a in (live, tree.tokens, tree.parent, tree.depth))

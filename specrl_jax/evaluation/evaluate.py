@@ -92,8 +92,9 @@ def evaluate(config: Config, task: Task | None = None, actor: Actor | None = Non
         progress.phase("evaluating")
         for batch in prompt_batches(prompts, at_once):
             tally.add(*sampler.generate(batch, "eval", 0, progress=progress.rollout))
-    return _describe(config, actor) | {"device": mesh.devices.flat[0].device_kind, "reward": reward,
-                                       "samples": task.samples} | tally.results()
+    return _describe(config, actor) | {
+        "device": mesh.devices.flat[0].device_kind, "samples": task.samples,
+        "reward": reward} | tally.results()
 
 
 def prompts_at_once(problems: int, samples: int, shards: int) -> int:

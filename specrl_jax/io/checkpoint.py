@@ -290,7 +290,8 @@ def saved_leaves(directory: str | Path, step: int, key: str) -> dict[str, list[A
     """Returns [shape, dtype] of the leaves of one top-level entry by their paths, see `describe`.
 
     Raises:
-      CheckpointError: the checkpoint is missing or damaged, or lacks the entry.
+      CheckpointGone: the checkpoint is missing, or a run deletes it meanwhile.
+      CheckpointError: it is damaged, or lacks the entry.
     """
     directory = Path(directory).absolute()
     with _reading(directory / str(step)):

@@ -13,8 +13,9 @@ from specrl_kernels.narrow_matmul import narrow_matmul
 
 from specrl_jax.config import check
 from specrl_jax.model.architecture import Architecture
-from specrl_jax.model.transformer import Packing, Params, tree_forward
-from specrl_jax.structs import Array, Cache
+from specrl_jax.model.cache import SegmentedKV
+from specrl_jax.model.transformer import LayerKV, Packing, tree_forward
+from specrl_jax.structs import Array, Cache, Params
 
 IMPLEMENTATION = "machine"  # of norms, products and attention
 _MULTIPLE = 16  # of features, and of a cache's segments
@@ -41,7 +42,7 @@ def check_possible(arch: Architecture, dtype: str, mesh: Mesh) -> None:
 
 
 def prompt_forward(arch: Architecture, params: Params, tokens: Array, taps: tuple[int, ...]
-                   ) -> tuple[list[tuple[Array, Array]], Array | None]:
+                   ) -> tuple[LayerKV, Array | None]:
     """Runs the model on prompts, as trees that are chains, over an empty cache.
 
     Args:
@@ -49,7 +50,7 @@ def prompt_forward(arch: Architecture, params: Params, tokens: Array, taps: tupl
       taps: layers whose outputs are returned, 0-based.
 
     Returns:
-      per layer (k [p, G, E, P'], v [p, G, P', E]), and the residual stream after each of `taps`,
+      per layer (k, v), each [G, E, p, P'], and the residual stream after each of `taps`,
       [len(taps) * F, p, P'], None if there are none.
     """
     prompts, width = tokens.shape
@@ -62,9 +63,9 @@ def prompt_forward(arch: Architecture, params: Params, tokens: Array, taps: tupl
     shape = (prompts, arch.num_kv_heads)
     nothing = ([jnp.zeros((*shape, arch.head_dim, _MULTIPLE))],
                [jnp.zeros((*shape, _MULTIPLE, arch.head_dim))])
-    cache = Cache(kv=[nothing] * arch.num_layers, length=jnp.zeros(prompts, jnp.int32))
+    cache = Cache(kv=SegmentedKV([nothing] * arch.num_layers),
+                  length=jnp.zeros(prompts, jnp.int32))
     _, fresh, tapped = tree_forward(arch, params, cache, tokens.reshape(-1), position, packing,
                                     IMPLEMENTATION, taps)
     fresh = jax.tree.map(lambda a: a.reshape(*a.shape[:2], prompts, width), fresh)
-    blocks = [(k.transpose(2, 0, 1, 3), v.transpose(2, 0, 3, 1)) for k, v in fresh]
-    return blocks, None if tapped is None else tapped.reshape(-1, prompts, width)
+    return fresh, None if tapped is None else tapped.reshape(-1, prompts, width)

@@ -35,18 +35,20 @@ class Actor:
         return self.source.source if self.run is None else f"{self.run}, step {self.step}"
 
     def params(self, mesh: Mesh) -> Params:
-        """Reads the weights, float32, sharded for rollouts; a run's layers lie as stored.
+        """Reads the weights, float32, sharded for rollouts; a run's layers lie as it stored them.
 
         Raises:
           ConfigError: the checkpoint is missing, damaged, or of another model.
         """
         if self.step == 0 or self.run is None:
-            stacked = layers.are_scanned(sharding.platform(mesh))
-            return self.source.params(jax.tree.map(lambda a: a.sharding,
-                                                   self._abstract(mesh, stacked)))
+            scanned = layers.are_scanned(sharding.platform(mesh))
+            return self.source.params(jax.tree.map(
+                lambda a: a.sharding, self._abstract(mesh, scanned)))
         for _ in range(ATTEMPTS):
             try:
-                return self._restored(self.run, mesh)
+                stored = saved_leaves(self.run / CHECKPOINTS, self.step, "actor")
+                abstract = self._abstract(mesh, stacked="actor/layers/qkv" in stored)
+                return restore_part(self.run / CHECKPOINTS, self.step, "actor", abstract)
             except CheckpointGone:
                 if not self.newest:
                     raise
@@ -63,11 +65,6 @@ class Actor:
         return jax.tree.map(
             lambda param, place: jax.ShapeDtypeStruct(param.shape, jnp.float32, sharding=place),
             described, shardings, is_leaf=architecture.is_param)
-
-    def _restored(self, run: Path, mesh: Mesh) -> Params:
-        stored = saved_leaves(run / CHECKPOINTS, self.step, "actor")
-        abstract = self._abstract(mesh, stacked="actor/layers/qkv" in stored)
-        return restore_part(run / CHECKPOINTS, self.step, "actor", abstract)
 
 
 def open_actor(config: Config, run: Path | None = None, step: int | None = None) -> Actor:

@@ -133,12 +133,12 @@ def pack(arch: Architecture, tensors: Tensors, places: PyTree = None) -> Params:
     """Returns the parameter tree of architecture.describe in float32.
 
     Args:
-      places: the tree's shardings: each process then reads what its own devices hold, and keeps one
-        parameter on the host at a time; layers are stacked if theirs are. None makes numpy
-        arrays of all of it, with a list of layers.
+      places: the tree's shardings, with a list of layers or with stacked ones: each process then
+        reads what its own devices hold, and keeps one parameter on the host at a time. None makes
+        numpy arrays of all of it, with a list of layers.
     """
-    described = describe(arch, stacked=places is not None and is_stacked(places))
-    leaves, tree = jax.tree_util.tree_flatten_with_path(described, is_leaf=is_param)
+    stacked = places is not None and is_stacked(places)
+    leaves, tree = jax.tree_util.tree_flatten_with_path(describe(arch, stacked), is_leaf=is_param)
     wanted = [None] * len(leaves) if places is None else tree.flatten_up_to(places)
     return tree.unflatten([
         _array(param.shape, place, functools.partial(_read_param, tensors, path, param.shape))
@@ -161,16 +161,15 @@ def _read_param(tensors: Tensors, path: tuple[Any, ...], shape: Shape, part: Par
     """Reads a part of the parameter at `path`, whose whole shape is `shape`."""
     if len(path) == 1:
         return tensors.read_part(TOP[path[0].key], part)
-    if len(path) == 2:  # stacked layers
-        name = path[1].key
-        return np.stack([_read_layer(tensors, layer, name, shape[1:], part[1:])
-                         for layer in range(*part[0])])
-    _, layer, name = path
-    return _read_layer(tensors, layer.idx, name.key, shape, part)
+    if len(path) == 3:
+        return _read_layer(tensors, path[1].idx, path[2].key, shape, part)
+    found = np.empty([end - first for first, end in part], np.float32)
+    for row, layer in zip(found, range(*part[0]), strict=True):
+        row[...] = _read_layer(tensors, layer, path[1].key, shape[1:], part[1:])
+    return found
 
 
 def _read_layer(tensors: Tensors, layer: int, name: str, shape: Shape, part: Part) -> np.ndarray:
-    """Reads a part of the parameter `name` of a layer."""
     joined = LAYER[name]
     names = [layer_name(layer, tensor) for tensor in joined.tensors]
     if len(names) == 1:

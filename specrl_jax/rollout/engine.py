@@ -24,7 +24,7 @@ from specrl_jax.rollout import calibration, counted, refill
 from specrl_jax.rollout.calibration import Reliability
 from specrl_jax.rollout.decode_loop import launch
 from specrl_jax.rollout.host_view import Forecast, HostView, Timer
-from specrl_jax.rollout.layout import ROW, STATE, Layout, RolloutRequest, Shapes, pad
+from specrl_jax.rollout.layout import ROW, Layout, RolloutRequest, Shapes, pad
 from specrl_jax.rollout.plan import NOT_FORCED, Decoder
 from specrl_jax.rollout.slots import EMPTY, Slots
 from specrl_jax.sharding import ROWS
@@ -76,12 +76,15 @@ class Engine:
       stop: stop token ids.
       dtype: of the cache.
       past: K, earlier responses of a prompt that a drafter may read.
+      platform: whose layout the cache has; None is that of `mesh`.
     """
 
     def __init__(self, decoder: Decoder, mesh: Mesh, shapes: Shapes, stop: Sequence[int],
-                 dtype: jax.typing.DTypeLike = jnp.float32, past: int = 0) -> None:
+                 dtype: jax.typing.DTypeLike = jnp.float32, past: int = 0,
+                 platform: str | None = None) -> None:
         self.decoder, self.mesh, self.shapes = decoder, mesh, shapes
-        self.layout = Layout(decoder, mesh, shapes, stop, dtype, past)
+        self.layout = Layout(decoder, mesh, shapes, stop, dtype, past,
+                             platform or sharding.platform(mesh))
         self.control = decoder.controller.init(None)  # on the host
         drafter = decoder.drafter
         self.acceptance = acceptance.blank(len(drafter.names), drafter.depth)  # earlier rollouts
@@ -113,7 +116,7 @@ class Engine:
 
     def programs(self, params: Params, drafter_params: DrafterParams) -> Iterator[Program]:
         """Yields every program that `run` may call; the arguments may be abstract."""
-        shapes, whole = self.shapes, P()
+        shapes, whole, specs = self.shapes, P(), self.layout.specs
         full, replicated = self.layout.abstract(shapes.batch), sharding.replicated(self.mesh)
         control = self._like(jax.tree.map(np.asarray, self.control), replicated)
         slots = np.zeros(shapes.batch * shapes.shards, np.int32)
@@ -126,24 +129,24 @@ class Engine:
             state = self.layout.abstract(batch)
             yield self._program(
                 ("launch", batch), self._launch,
-                (whole, whole, STATE, whole, ROW, whole, whole, whole), (STATE, whole, whole), (2,),
+                (whole, whole, specs, whole, ROW, whole, whole, whole), (specs, whole, whole), (2,),
                 params, drafter_params, state, control, waiting, number, number, force)
         yield self._program(
             "copy_prompt", functools.partial(refill.copy_prompt, self.decoder, shapes.prompt),
-            (STATE, ROW), STATE, (0,), full, fill)
+            (specs, ROW), specs, (0,), full, fill)
         for prompts, width in shapes.prefills:
             tokens = self._like(np.zeros((prompts * shapes.shards, width), np.int32))
             length = self._like(np.zeros(prompts * shapes.shards, np.int32))
             yield self._program(
                 ("prefill", prompts, width),
                 functools.partial(refill.prefill, self.decoder, shapes.prompt),
-                (whole, whole, STATE, ROW, ROW, ROW), STATE, (2,), params, drafter_params, full,
+                (whole, whole, specs, ROW, ROW, ROW), specs, (2,), params, drafter_params, full,
                 fill, tokens, length)
         for old, new in zip(shapes.batches, shapes.batches[1:], strict=False):
             slots = self._like(np.zeros(new * shapes.shards, np.int32))
             yield self._program(
                 ("select_rows", old), functools.partial(refill.select_rows, self.decoder),
-                (STATE, ROW), STATE, (), self.layout.abstract(old), slots)
+                (specs, ROW), specs, (), self.layout.abstract(old), slots)
         gather = jax.jit(lambda *x: x, out_shardings=replicated)
         yield Program("collect", gather, (full.sequences, full.counters))
 

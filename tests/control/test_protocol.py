@@ -1,4 +1,4 @@
-"""What is kept of drafts and in which bucket, and controllers by name."""
+"""What is kept of drafts and in which bucket, and controllers that plan always the same."""
 
 import functools
 from typing import Any

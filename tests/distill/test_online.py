@@ -14,10 +14,7 @@ import pytest
 from helpers import counting, micro_config, micro_trainer_to_compile, repeatable_metrics
 
 from specrl_jax import trainer as loop
-from specrl_jax.config import (
-    ConfigError,
-    DistillConfig,
-)
+from specrl_jax.config import ConfigError, DistillConfig
 from specrl_jax.distill import drafter as drafters
 from specrl_jax.distill.drafter import DrafterManager, FrozenDrafter
 from specrl_jax.distill.health import Probe, equal, fault_of, summarize
@@ -426,14 +423,14 @@ SPOILED = {"not finite": lambda tree: jax.tree.map(lambda a: a * np.nan, tree),
 def spoil(trainer: Trainer, fault: str, patched: pytest.MonkeyPatch) -> None:
     """Each training of the learner ends so."""
     training = trainer.drafter.training
-    run = training._run
+    train_on = training.train_on
 
     def spoiling(*batch: Any) -> Any:
-        result = run(*batch)
+        result = train_on(*batch)
         params = put(trainer, SPOILED[fault](result.state.params))
         return result._replace(state=result.state.replace(params=params))
 
-    patched.setattr(training, "_run", spoiling)
+    patched.setattr(training, "train_on", spoiling)
 
 
 def undrafted(trainer: Trainer) -> list[Any]:
@@ -471,9 +468,9 @@ def test_update_that_spoils_the_drafter_is_not_published(fault: str, learning: T
 
 @pytest.mark.ci
 def test_learner_without_a_finite_update_is_named(learning: Trainer) -> None:
-    good, batches = learning.drafter.good, learning.drafter.training._put
+    good, batches = learning.drafter.good, learning.drafter.training.put
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(learning.drafter.training, "_put", lambda batch: jax.tree.map(
+        patched.setattr(learning.drafter.training, "put", lambda batch: jax.tree.map(
             lambda a: a * np.nan if jnp.issubdtype(a.dtype, jnp.floating) else a, batches(batch)))
         record, _ = step(learning)
     assert record["drafter/fault"] == "not finite" and record["distill/applied"] == 0

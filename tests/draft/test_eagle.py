@@ -1,4 +1,4 @@
-"""The EAGLE drafter against a full recompute, and inside rollouts against plain decoding."""
+"""The EAGLE drafter against a full recompute."""
 
 import dataclasses
 from typing import Any

@@ -152,18 +152,3 @@ def test_head_that_does_not_fit_is_refused(folder: Path, case: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         eagle_weights.load(folder, ACTOR)
     assert "\n" not in str(caught.value)
-
-
-def test_save_into_a_used_directory_is_refused(folder: Path) -> None:
-    before = {path: path.read_bytes() for path in folder.iterdir()}
-    with pytest.raises(ConfigError, match="exists already"):
-        eagle_weights.save(folder, ARCH, own())
-    assert {path: path.read_bytes() for path in folder.iterdir()} == before
-
-
-def test_failed_save_leaves_nothing(tmp_path: Path) -> None:
-    broken = own()
-    del broken["weights"]["o"]
-    with pytest.raises(KeyError):
-        eagle_weights.save(tmp_path / "head", ARCH, broken)
-    assert list(tmp_path.iterdir()) == []

@@ -129,7 +129,7 @@ def _union(trees: list[list[Node]]) -> dict[tuple[int, ...], float]:
 
 def test_pruning_pads_and_keeps_the_root_of_a_dead_row() -> None:
     tree = roots(jnp.asarray([3, 4]), jnp.asarray([False, True]), 2)
-    small = likeliest(tree, 4)
+    small = likeliest(tree, 4, 3)
     assert small.live.tolist() == [[False] * 4, [True, False, False, False]]
     assert small.tokens[:, 0].tolist() == [3, 4]
 
@@ -139,7 +139,7 @@ def test_merged_tree_is_broken_where_a_part_is(first: bool) -> None:
     rows: list[list[Node]] = [[(0, 1, 0.5)], [(0, 2, 0.5)]]
     sound = tree_of(rows, 3)
     broken = sound.replace(broken=jnp.asarray([True, False]))
-    merged = likeliest(graft(broken, sound) if first else graft(sound, broken), 4)
+    merged = likeliest(graft(*((broken, sound) if first else (sound, broken)), 2), 4, 2)
     assert merged.broken.tolist() == [True, False] and merged.live.sum() == 4
 
 

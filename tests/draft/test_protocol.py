@@ -7,10 +7,7 @@ import numpy as np
 from specrl_jax.control import protocol
 from specrl_jax.draft.protocol import Drafter
 from specrl_jax.draft.tree import chain
-from specrl_jax.structs import (
-    Array,
-    Frontier,
-)
+from specrl_jax.structs import Array, Frontier
 
 
 def rows(live: list[bool]) -> Frontier:

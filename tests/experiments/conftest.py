@@ -6,28 +6,20 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from helpers import ROOT, script_environment
+from helpers import ROOT, script_environment, with_fields
 
-from specrl_jax.config import (
-    Config,
-    DataConfig,
-    LearnerConfig,
-    ModelSource,
-    RewardConfig,
-    RolloutConfig,
-)
+from specrl_jax.config import Config
 from specrl_jax.run import train
 
 
 @pytest.fixture(scope="session")
 def small() -> Config:
     """The smallest run in which weights change: no checkpoint before its end."""
-    return Config(
-        name="small", steps=2, prompts_per_step=2, group_size=2, checkpoint_every=2,
-        model=ModelSource(path="random:tiny"), data=DataConfig(level="add2", examples=4),
-        reward=RewardConfig(terms=("helpers:even",)),
-        rollout=RolloutConfig(batch_size=4, max_prompt_tokens=96, max_new_tokens=8),
-        learner=LearnerConfig(learning_rate=1e-2, micro_batch=4))
+    return with_fields(
+        Config(), name="small", steps=2, prompts_per_step=2, group_size=2, checkpoint_every=2,
+        model__path="random:tiny", data__examples=4, reward__terms=("helpers:even",),
+        rollout__batch_size=4, rollout__max_prompt_tokens=96, rollout__max_new_tokens=8,
+        learner__learning_rate=1e-2, learner__micro_batch=4)
 
 
 @pytest.fixture(scope="session")

@@ -50,8 +50,9 @@ def drawn(small, tmp_path_factory):
         small.learner, learning_rate=0.0))
     source = weights.describe_source(config.model.path)
     prompt = make_prompts(config, source.tokenizer, print).texts[0]
-    tokens, length = audit._rows([source.tokenizer.encode(prompt)])
-    logits = np.asarray(audit.next_logits(source.arch, source.params(), tokens, length))[:, 0]
+    tokens = np.asarray([source.tokenizer.encode(prompt)], np.int32)
+    logits = np.asarray(audit.next_logits(source.arch, source.params(), tokens,
+                                          np.asarray(tokens.shape[1:])))[:, 0]
     run = tmp_path_factory.mktemp("drawn") / "run"
     run.mkdir()
     records, ranks = [], {}

@@ -15,7 +15,6 @@ from helpers import ROOT, script_environment
 from experiments.bench import staleness, staleness_arms, subprocess_runner
 from specrl_jax.config import Config, ConfigError, load_config
 from specrl_jax.io.metrics import Writer
-from specrl_jax.verify.registry import RULES
 
 CONFIG = load_config("staleness")
 
@@ -85,20 +84,6 @@ def test_figure_is_drawn(case: Any, panels: Any, tmp_path: Path) -> None:
     staleness.draw({"0": case, "1": case, "2": {"plain": case["plain"]}}, tmp_path / "figure.png",
                    panels)
     assert (tmp_path / "figure.png").stat().st_size > 10_000
-
-
-def test_arms_equal_configs_share_a_run() -> None:
-    arms = {name: staleness_arms.configs(CONFIG, name, "h") for name in staleness_arms.QUESTIONS}
-    places = {(question, name): staleness_arms.place(CONFIG, question, name)
-              for question, of in arms.items() for name in of}
-    assert places["losses", "lk"] == places["intervals", "every_1"] == "modes/every_step"
-    assert places["intervals", "late_1"] == "modes/overlap"
-    assert places["losses", "frozen"] == "modes/frozen"
-    assert len(set(places.values())) == 27
-    assert arms["intervals"]["late_3"].distill.overlap
-    assert {arm.spec.rule for arm in arms["bugs"].values()} <= set(RULES)
-    off = dataclasses.replace(CONFIG, distill=dataclasses.replace(CONFIG.distill, loss="tv"))
-    assert staleness_arms.place(off, "losses", "lk") == "losses/lk"
 
 
 @pytest.mark.parametrize("flags, message", [
@@ -189,7 +174,7 @@ def test_arms_and_seeds_are_added_to_the_file(command: Any, tmp_path: Path) -> N
 def test_interleaved_runs_survive_a_killed_one(
         small: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """b is killed in its second turn, and c has one turn more than a."""
-    monkeypatch.setattr(subprocess_runner, "_turn", noted)
+    monkeypatch.setattr(subprocess_runner, "run_turn", noted)
     found = subprocess_runner.train_interleaved({name: (small, tmp_path / name) for name in "abc"})
     assert (tmp_path / "turns").read_text() == "abcabcacc"
     assert list(found) == ["b"] and isinstance(found["b"], subprocess_runner.ProcessDied)

@@ -12,11 +12,7 @@ import pytest
 from helpers import with_fields
 
 from specrl_jax import sharding
-from specrl_jax.config import (
-    Config,
-    ConfigError,
-    DataConfig,
-)
+from specrl_jax.config import Config, ConfigError, DataConfig
 from specrl_jax.distill import data as drafter_data
 from specrl_jax.distill import offline, teacher
 from specrl_jax.distill.data import Corpus
@@ -124,13 +120,13 @@ def test_batch_of_a_plan_is_padded_and_greedy_counts_as_1():
 
 def test_damaged_rollouts_are_named(tmp_path):
     path = tmp_path / "00000.npz"
-    drafter_data._store(path, {name: np.arange(3) for name in drafter_data.FIELDS})
+    drafter_data.write_part(path, {name: np.arange(3) for name in drafter_data.FIELDS})
     whole = path.read_bytes()
-    assert set(drafter_data._stored(path)) == set(drafter_data.FIELDS)
+    assert set(drafter_data.read_part(path)) == set(drafter_data.FIELDS)
     for content in (whole[:-30], whole[:100], b"", whole[:99] + bytes(9) + whole[108:]):
         path.write_bytes(content)
         with pytest.raises(ConfigError, match="00000.npz: .*; the file is damaged, remove it"):
-            drafter_data._stored(path)
+            drafter_data.read_part(path)
 
 
 def test_files_of_texts(tmp_path):

@@ -18,14 +18,7 @@ from seed_oss import SEED_OSS
 
 import specrl_jax
 from specrl_jax import Sampler, load_config, train
-from specrl_jax.config import (
-    Config,
-    ControlConfig,
-    DistillConfig,
-    RLConfig,
-    SpecOptions,
-    override,
-)
+from specrl_jax.config import Config, ControlConfig, DistillConfig, RLConfig, SpecOptions, override
 from specrl_jax.control.registry import CONTROLLERS
 from specrl_jax.draft.registry import DRAFTERS
 from specrl_jax.io.data import load_examples

@@ -359,6 +359,14 @@ def test_template_variables_that_cannot_work_are_refused(fields, words):
         DataConfig(**fields)
 
 
+def test_messages():
+    user = {"role": "user", "content": "What is 1 + 2?"}
+    example = {"id": 0, "question": "What is 1 + 2?", "answer": "3"}
+    assert data.messages(example) == [user]
+    assert data.messages(example, "Be brief.") == [
+        {"role": "system", "content": "Be brief."}, user]
+
+
 def test_path_is_refused_by_datasets_that_read_no_file(tmp_path):
     config = DataConfig(path="my.jsonl", data_dir=str(tmp_path))
     with pytest.raises(ConfigError, match="^data.path = 'my.jsonl': .* set data.name=jsonl$"):

@@ -96,11 +96,6 @@ def test_tuning_row_is_found_by_all_of_its_keys(tables: Path) -> None:
         assert tuning.lookup(*asked[:place], other, *asked[place + 1:]) is None
 
 
-def test_shape_classes_are_powers_of_two() -> None:
-    assert tuning.shape_class(a=0, b=1, c=2, d=3, e=4096, f=4097) == {
-        "a": 1, "b": 1, "c": 2, "d": 4, "e": 4096, "f": 8192}
-
-
 def test_tuning_row_without_a_field_is_named(tables: Path) -> None:
     write(tables, "TPU v9", ROW, {"op": "tree_attention"})
     with pytest.raises(ValueError, match="tpu_v9.json: row 1 lacks implementation, dtype, shape"):

@@ -15,15 +15,7 @@ from jax.sharding import PartitionSpec as P
 from specrl_kernels.dispatch import Unsupported
 from specrl_kernels.tree_attention import Prefix, tree_attention
 from specrl_kernels.tree_attention.api import IMPLEMENTATIONS
-from tree_attention_cases import (
-    INTERPRET,
-    KERNELS,
-    assert_near,
-    call,
-    make,
-    need_devices,
-    oracle,
-)
+from tree_attention_cases import INTERPRET, KERNELS, assert_near, call, make, need_devices, oracle
 
 # Small blocks, so that a context of a few hundred tokens has several.
 CONFIGS = {"pallas": {"block": 128, "tile": 64},

@@ -1,61 +1,45 @@
 """Tree attention as machine code: right, and bits that depend on a node's own past alone."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tree_attention_cases as cases
 from kernel_tolerances import TOLERANCE
 from specrl_kernels.dispatch import Unsupported
 from specrl_kernels.tree_attention import machine, tree_attention
 from specrl_kernels.tree_attention.api import refusals
+from tree_attention_cases import assert_near, call, oracle
 
 HEADS = {"groups of 3": (9, 3, 64), "alone": (2, 2, 16), "groups of 7": (14, 2, 128),
          "wide": (4, 2, 128), "widest": (2, 1, 256)}
 SEGMENTS = {"one": (64,), "short": (16,), "several": (64, 16, 48)}
-NEAR = TOLERANCE["tree_attention", "float32"]  # of the float64 result; twice that of each other
-CALL = jax.jit(functools.partial(tree_attention, scale=0.3), static_argnames="implementation")
 
 
-def make(heads, segments, lengths, nodes, parent=None, dtype=jnp.float32):
-    """Arguments of tree_attention in which every node is packed."""
-    rng = np.random.default_rng(0)
+def make(heads, segments, lengths, nodes, **other):
+    """Every node is packed; heads are (query heads, key-value heads, head size)."""
     h, g, e = heads
-    b = len(lengths)
-    if parent is None:
-        parent = [[0] + [int(rng.integers(0, i)) for i in range(1, nodes)] for _ in range(b)]
-    place = jnp.arange(b * nodes, dtype=jnp.int32)
-
-    def normal(*shape):
-        return jnp.asarray(rng.standard_normal(shape), dtype)
-
-    return {"q": normal(b * nodes, h, e) / (0.3 * e**0.5),
-            "row": place // nodes, "node": place % nodes,
-            "tree_k": normal(b, nodes, g, e), "tree_v": normal(b, nodes, g, e),
-            "parent": jnp.asarray(parent, jnp.int32),
-            "cache_k": tuple(normal(b, g, e, s) for s in segments),
-            "cache_v": tuple(normal(b, g, s, e) for s in segments),
-            "length": jnp.asarray(lengths, jnp.int32)}
+    return cases.make(lengths, nodes, g, h // g, e, segments=segments, **other)
 
 
-def run(case, implementation="machine"):
-    return np.asarray(CALL(**case, implementation=implementation))
+def run(case):
+    return call(case, "machine")
 
 
 @pytest.mark.parametrize(("heads", "segments", "nodes"), [
     *((heads, "several", 5) for heads in HEADS), ("groups of 3", "short", 1),
     ("groups of 3", "one", 17)])
-def test_equals_the_reference(heads, segments, nodes):
-    whole = sum(SEGMENTS[segments])
-    case = make(HEADS[heads], SEGMENTS[segments], [0, 1, 15, 16, whole - 1, whole], nodes)
-    np.testing.assert_allclose(run(case), run(case, "reference"), rtol=0, atol=2 * NEAR)
+def test_machine_code_equals_the_oracle(heads, segments, nodes):
+    total = sum(SEGMENTS[segments])
+    case = make(HEADS[heads], SEGMENTS[segments], [0, 1, 15, 16, total - 1, total], nodes)
+    assert_near(run(case), oracle(case), case)
 
 
-def test_scores_far_apart():
+def test_scores_far_apart_equal_the_oracle():
     case = make(HEADS["alone"], (16,), [9, 16], 3)
     case["q"] = case["q"] * 60  # and with it the rounding of the scores
-    np.testing.assert_allclose(run(case), run(case, "reference"), rtol=0, atol=30 * NEAR)
+    near = 15 * TOLERANCE["tree_attention", "float32"]
+    np.testing.assert_allclose(run(case), oracle(case), rtol=0, atol=near)
 
 
 def commit(case, path):
@@ -108,7 +92,7 @@ def test_bits_do_not_depend_on_other_rows_segments_or_order():
 @pytest.mark.parametrize(("change", "options", "why"), [
     (dict(heads=(2, 1, 24)), {}, "E = 24"),
     (dict(segments=(64, 20)), {}, "segments = \\(64, 20\\)"), ({}, {"window": 4}, "window"),
-    ({"dtype": jnp.bfloat16}, {}, "float32 only")])
+    ({"dtype": "bfloat16"}, {}, "float32 only")])
 def test_unsupported_call_is_refused_and_left_to_xla(change, options, why):
     case = make(**(dict(heads=(2, 1, 16), segments=(64,), lengths=[3], nodes=2) | change))
     with pytest.raises(Unsupported, match=why):

@@ -222,16 +222,6 @@ def test_missing_and_damaged_files_are_refused(tmp_path: Path) -> None:
         describe_source(str(directory))
 
 
-def test_layers_without_end_are_refused_at_once(tmp_path: Path) -> None:
-    """Nothing may be made for each layer before that: 2**31 of them fill the memory."""
-    directory = save(tmp_path / "model")
-    config = json.loads((directory / "config.json").read_text())
-    config["num_hidden_layers"] = 2**31 - 1
-    (directory / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match="2147483647 layers are asked for"):
-        describe_source(str(directory))
-
-
 def test_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
     small = dataclasses.replace(SMALL, vocab_size=258)
     with pytest.raises(ConfigError, match="ids up to 258, but the embedding only 258 rows"):

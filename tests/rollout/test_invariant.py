@@ -18,13 +18,7 @@ from helpers import (
 )
 
 from specrl_jax import sharding
-from specrl_jax.config import (
-    Config,
-    ConfigError,
-    MeshConfig,
-    ModelSource,
-    RolloutConfig,
-)
+from specrl_jax.config import Config, ConfigError, MeshConfig, ModelSource, RolloutConfig
 from specrl_jax.model import invariant
 from specrl_jax.rollout.sampler import Sampler
 

@@ -7,7 +7,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from distribution_checks import ProcessedDistribution
-from helpers import Dice, Task, ask, counting, make_engine, random_drafter, said, streams
+from helpers import (
+    Dice,
+    Task,
+    ask,
+    assert_same,
+    counting,
+    make_engine,
+    random_drafter,
+    said,
+    streams,
+)
 
 from specrl_jax.config import ConfigError
 from specrl_jax.control import fixed, protocol
@@ -27,15 +37,6 @@ MIXES: dict[str, dict[str, Any]] = {
         "temperature": np.linspace(0, 2, 12), "top_p": np.linspace(0.3, 1, 12),
         "top_k": np.arange(12), "limit": 1 + np.arange(12)},
 }
-
-
-def assert_same(left: Result, right: Result) -> None:
-    assert streams(left) == streams(right)
-    a, b = left.sequences, right.sequences
-    where = said(left)
-    for name in ("logprob", "raw_logprob", "top_p_mass"):
-        np.testing.assert_allclose(getattr(a, name)[where], getattr(b, name)[where],
-                                   rtol=0, atol=1e-5, err_msg=name)
 
 
 @pytest.mark.parametrize("hit", [WILD, MIXED, PERFECT])

@@ -98,10 +98,11 @@ def ask(task: Task, seed: int = 0, order: np.ndarray | None = None, past: np.nda
 
 def make_engine(arch: Architecture, task: Task, *, drafter: Drafter | None = None,
                 controller: Controller | None = None, batch: int = 4, min_batch: int | None = None,
-                past: int = 0, mesh: Any = None, smallest: int = 0, **decoder: Any) -> Engine:
+                past: int = 0, mesh: Any = None, smallest: int = 0, platform: str | None = None,
+                **decoder: Any) -> Engine:
     """An engine that is not compiled yet; `batch` and `task` are over all shards of `mesh`.
 
-    `decoder` holds further fields of Decoder, `smallest` its min_batch.
+    `decoder` holds further fields of Decoder, `smallest` its min_batch; `platform` is Engine's.
     """
     mesh = sharding.make_mesh(MeshConfig()) if mesh is None else mesh
     drafter = off() if drafter is None else drafter
@@ -110,7 +111,7 @@ def make_engine(arch: Architecture, task: Task, *, drafter: Drafter | None = Non
                     prompt=task.prompt, response=task.response, shards=shards,
                     depth=drafter.depth, min_batch=min_batch or batch // shards)
     parts = Decoder(arch, drafter, controller or fixed.off(), min_batch=smallest, **decoder)
-    return Engine(parts, mesh, shapes, task.stop, past=past)
+    return Engine(parts, mesh, shapes, task.stop, past=past, platform=platform)
 
 
 class Dice:
@@ -215,6 +216,16 @@ def streams(result: Result) -> list[list[int]]:
     """The tokens of each sequence."""
     s = result.sequences
     return [s.tokens[q, : s.length[q]].tolist() for q in range(len(s.length))]
+
+
+def assert_same(left: Result, right: Result) -> None:
+    """The same tokens, and log-probabilities that differ by rounding alone."""
+    assert streams(left) == streams(right)
+    a, b = left.sequences, right.sequences
+    where = said(left)
+    for name in ("logprob", "raw_logprob", "top_p_mass"):
+        np.testing.assert_allclose(getattr(a, name)[where], getattr(b, name)[where],
+                                   rtol=0, atol=1e-5, err_msg=name)
 
 
 def counting(function: Callable[[], Any]) -> int:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 
 from specrl_kernels import dispatch, noise, tuning
 from specrl_kernels.dispatch import Target, Unsupported
@@ -66,6 +67,18 @@ def width(count: int) -> int:
     if count > MOST:
         raise Unsupported(f"count = {count}: at most {MOST}")
     return 1 << (RANK + 2 * count - 1).bit_length()
+
+
+OPERATIONS = 40  # of the hash, the scores and the race, for each token; counted in `race`
+
+
+def estimate(logits: jax.Array, found: int) -> pl.CostEstimate:
+    """Returns the work of a call that writes `found` numbers and tokens of each position."""
+    w, vocab = logits.shape
+    inputs = 4 * w * (FLOATS + INTEGERS)
+    return pl.CostEstimate(
+        flops=OPERATIONS * w * vocab, transcendentals=2 * w * vocab,
+        bytes_accessed=logits.size * logits.dtype.itemsize + inputs + 8 * w * found)
 
 
 def race(logits: jax.Array, ids: jax.Array, inside: jax.Array, floats: list[jax.Array],

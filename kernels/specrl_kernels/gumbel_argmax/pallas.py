@@ -45,6 +45,7 @@ def gumbel_argmax_pallas(logits: jax.Array, temperature: jax.Array, key: jax.Arr
         out_shape=[jax.ShapeDtypeStruct((steps, w, lanes), dtype)
                    for dtype in (jnp.float32, jnp.int32)],
         grid=(-(-w // rows), steps), interpret=target.interpret, name="gumbel_argmax",
+        cost_estimate=shared.estimate(logits, steps * lanes),
         in_specs=[pl.BlockSpec((rows, size), lambda i, j: (i, j)), of_position(shared.FLOATS),
                   of_position(shared.INTEGERS)],
         out_specs=[output, output],
