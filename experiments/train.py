@@ -7,6 +7,8 @@ The same command again resumes from the last checkpoint. Ctrl-C and SIGTERM stop
 --distributed, SIGTERM to any process lets all save after the step that is running, and end.
 """
 
+import early  # noqa: F401  # isort: skip (first: Ctrl-C while the others are imported)
+
 import functools
 import sys
 from pathlib import Path
@@ -15,7 +17,8 @@ from typing import Any
 import config_flags
 import jax
 from absl import flags
-from interrupt import EXIT_STOPPED, Preemption, stops
+from early import EXIT_STOPPED
+from interrupt import Preemption, stops
 
 from specrl_jax.config import Config, ConfigError
 from specrl_jax.io import processes
@@ -30,6 +33,9 @@ DISTRIBUTED = flags.DEFINE_bool(
 COORDINATOR = flags.DEFINE_string("coordinator", None, "host:port of process 0")
 PROCESSES = flags.DEFINE_integer("processes", None, "how many processes there are")
 PROCESS = flags.DEFINE_integer("process", None, "which one this is, from 0")
+
+PROFILE = flags.DEFINE_integer("profile", 0, "steps after the first one that are traced by "
+                               "jax.profiler, into WORKDIR/profile", lower_bound=0)
 
 
 def _join() -> None:
@@ -46,7 +52,8 @@ def main(config: Config, workdir: Path) -> int:
     with stops(functools.partial(_leave, workdir), preemption), processes.ending_together():
         use_persistent_cache()
         _join()
-        complete = not train(config, workdir, functools.partial(_preempted, preemption))
+        complete = not train(config, workdir, functools.partial(_preempted, preemption),
+                             PROFILE.value)
         if preemption and preemption.asked:
             print(f"\n{_how_to_go_on(workdir)}", file=sys.stderr)
             return EXIT_STOPPED

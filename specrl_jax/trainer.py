@@ -7,7 +7,7 @@
    each token is a function of indices, so that drafts, batch and restarts change no token.
 3. Responses are decoded and rewarded; advantages are relative to their group.
 4. The drafter stores features of the rollout while the policy that generated it is published.
-5. The policy is updated on the whole rollout and published.
+5. The policy is updated on the whole rollout, in `rl.minibatches` optimiser steps, and published.
 6. The drafter is updated and published if that is due.
 
 What is left out: no value model, no replay of old rollouts, no asynchronous generation. A reference
@@ -33,12 +33,13 @@ from specrl_jax.io.compilation import Compiler, Name
 from specrl_jax.io.machine import peak_rss
 from specrl_jax.model import architecture, layers, weights
 from specrl_jax.rl import algorithm, judge, learner, programs
-from specrl_jax.rl.learner import Batch, LearnerState, Totals
+from specrl_jax.rl.batch import Batch, Totals
+from specrl_jax.rl.learner import LearnerState
 from specrl_jax.rollout.metrics import rollout_metrics
 from specrl_jax.rollout.prompts import PromptBatch, Prompts, make_prompts
 from specrl_jax.rollout.sampler import Sampler
 from specrl_jax.rollout.scoring import Sample, score_rollout
-from specrl_jax.structs import Json, Metrics, PyTree, Rollout
+from specrl_jax.structs import Array, Json, Metrics, ModelParams, PyTree, Rollout
 
 GAPS = ("logprob_gap", "logprob_gap_max", "logprob_gap_tokens")  # under the weights that acted
 
@@ -144,9 +145,12 @@ class Trainer:
         self._programs = {p.name: compiler.add(p)
                           for p in programs.programs(self.config, self.arch, self.mesh)}
 
-    def _batch(self, rollout: Rollout, advantage: np.ndarray) -> tuple[Batch, Totals]:
-        return sharding.put(programs.batch_places(self.mesh),
-                            programs.host_batch(self.config, rollout, advantage))
+    def _minibatches(self, rollout: Rollout, advantage: np.ndarray
+                     ) -> list[tuple[Batch, Totals]]:
+        """Returns the batch of each optimiser step over the rollout, on the devices."""
+        places = programs.batch_places(self.mesh)
+        return [sharding.put(places, part)
+                for part in programs.host_batches(self.config, rollout, advantage)]
 
     # The step.
 
@@ -229,34 +233,51 @@ class Trainer:
         With rl.updates = 0 the loss is 0, an empty sum, and the gap is that of the first
         micro-batch in canonical order.
         """
-        run = self._update_policy if self.config.rl.updates else self._measure_gap
-        updates = run(rollout, advantage)
-        # Only the first update sees the weights that acted, so the gap is the first update's.
-        metrics = updates[-1] | {name: updates[0][name] for name in GAPS}
-        metrics["applied"] = min(update["applied"] for update in updates)
+        metrics = (self._update_policy if self.config.rl.updates else self._measure_gap)(
+            rollout, advantage)
         self.bad_steps = 0 if metrics["applied"] else self.bad_steps + 1
         self.sampler.publish(self.state.params, self.step_number + 1)
         return metrics | {f"rollout/{name}": metrics.pop(name) for name in GAPS}
 
-    def _measure_gap(self, rollout: Rollout, advantage: np.ndarray) -> list[dict[str, float]]:
-        batch, _ = self._batch(rollout, np.zeros_like(advantage))  # zeros leave the order as it is
-        gap = jax.tree.map(float, jax.device_get(self._programs["gap"](self.state.params, batch)))
-        return [gap | {"applied": 1.0, "loss": 0.0}]
+    def _measure_gap(self, rollout: Rollout, advantage: np.ndarray) -> dict[str, float]:
+        (batch, _), *_ = self._minibatches(rollout, advantage)
+        gap = jax.device_get(self._programs["gap"](self.state.params, batch))
+        return jax.tree.map(float, gap) | {"applied": 1.0, "loss": 0.0}
 
-    def _update_policy(self, rollout: Rollout, advantage: np.ndarray) -> list[dict[str, float]]:
-        """Runs rl.updates updates; returns the metrics of each."""
-        batch, totals = self._batch(rollout, advantage)
-        old = batch.rollout_logprob if programs.reads_old(self.config) else None
-        if programs.reads_old(self.config) and self.config.learner.old_logprob == "learner":
-            old = self._programs["score"](self.state.params, batch)
-        initial = self._programs["score"](self.reference, batch) if self.config.rl.kl else None
-        update, updates = self._programs["update"], []
+    def _update_policy(self, rollout: Rollout, advantage: np.ndarray) -> dict[str, float]:
+        """Runs rl.updates epochs of rl.minibatches optimiser steps.
+
+        Returns metrics: means over the last epoch's steps; `applied` 0 if any step was skipped; the
+        gap of the first step, which alone sees the weights that acted.
+        """
+        began, kl = time.perf_counter(), self.config.rl.kl
+        parts = self._minibatches(rollout, advantage)
+        old = self._old_scores(parts)
+        initial = [self._score(self.reference, part) if kl else None for part in parts]
+        update, steps = self._programs["update"], []
         for _ in range(self.config.rl.updates):
-            reference = None if initial is None else (
-                initial, self._programs["score"](self.state.params, batch))
-            self.state, metrics = update(self.state, batch, totals, old, reference)
-            updates.append(jax.tree.map(float, jax.device_get(metrics)))
-        return updates
+            for part, acted, first in zip(parts, old, initial, strict=True):
+                reference = (first, self._score(self.state.params, part)) if kl else None
+                self.state, metrics = update(self.state, *part, acted, reference)
+                steps.append(jax.tree.map(float, jax.device_get(metrics)))
+        last = steps[-len(parts) :]
+        means = {name: float(np.mean([step[name] for step in last])) for name in last[0]}
+        tokens = self.config.rl.updates * sum(int(totals.columns) for _, totals in parts)
+        return means | {name: steps[0][name] for name in GAPS} | {
+            "applied": min(step["applied"] for step in steps)} | programs.speed(
+                self.arch, self.mesh, tokens, time.perf_counter() - began)
+
+    def _old_scores(self, parts: list[tuple[Batch, Totals]]) -> list[Array | None]:
+        """Returns the log-probabilities of the policy that acted, of each part; None if the update
+        computes them itself."""
+        if not programs.reads_old(self.config):
+            return [None] * len(parts)
+        if self.config.learner.old_logprob == "rollout":
+            return [batch.rollout_logprob for batch, _ in parts]
+        return [self._score(self.state.params, part) for part in parts]
+
+    def _score(self, params: ModelParams | None, part: tuple[Batch, Totals]) -> Array:
+        return self._programs["score"](params, *part)
 
     # Persistence.
 

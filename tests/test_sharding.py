@@ -58,7 +58,7 @@ def test_tokens_and_gradients_are_those_of_one_device(single: Any, mesh: str) ->
     trainer = micro_trainer(micro_config(mesh=MESHES[mesh]))
     assert trainer.mesh.size == 8
     for params, rules in ((trainer.state.params, sharding.LEARNER_RULES),
-                          (moments(trainer.state.optimizer), sharding.LEARNER_RULES),
+                          (moments(trainer.state.optimizer), sharding.MOMENT_RULES),
                           (trainer.sampler.params, sharding.ROLLOUT_RULES)):
         assert_lie_where_declared(trainer, params, rules)
     rollout, _ = trainer.rollout()
@@ -79,12 +79,17 @@ def assert_lie_where_declared(trainer: Trainer, params: Any, rules: Any) -> None
     described = jax.tree.leaves(architecture.describe(trainer.arch), is_leaf=architecture.is_param)
     split = 0
     for leaf, param in zip(jax.tree.leaves(params), described, strict=True):
-        want = [size // trainer.mesh.shape[rules[axis]] if axis in rules else size
+        want = [size // devices(trainer, rules[axis]) if axis in rules else size
                 for size, axis in zip(param.shape, param.axes, strict=True)]
         assert len(leaf.addressable_shards) == 8
         assert {shard.data.shape for shard in leaf.addressable_shards} == {tuple(want)}
         split += tuple(want) != param.shape
-    assert split > 0 or all(trainer.mesh.shape[axis] == 1 for axis in rules.values())
+    assert split > 0 or all(devices(trainer, axes) == 1 for axes in rules.values())
+
+
+def devices(trainer: Trainer, axes: str | tuple[str, ...]) -> int:
+    names = (axes,) if isinstance(axes, str) else axes
+    return int(np.prod([trainer.mesh.shape[name] for name in names]))
 
 
 @pytest.mark.ci
@@ -168,6 +173,23 @@ def test_what_does_not_divide_is_replicated_and_reported() -> None:
     assert not layer["down"].is_fully_replicated
     told = sharding.replicated_axes(described, sharding.LEARNER_RULES, mesh, architecture.is_param)
     assert told == {"vocab = 20 over tensor = 8", "kv_heads = 3 over tensor = 8"}
+
+
+@pytest.mark.parametrize("error", [
+    AssertionError(), RuntimeError("Unable to initialize backend 'cuda':\nno such device")])
+def test_missing_device_is_one_line(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise error
+
+    monkeypatch.setattr(sharding.jax, "devices", fail)
+    with pytest.raises(ConfigError, match="JAX_PLATFORMS = .*: JAX finds no such") as refused:
+        mesh_of(MeshConfig())
+    assert "\n" not in str(refused.value)
+
+
+def test_programs_refuse_64_bits() -> None:
+    with jax.enable_x64(True), pytest.raises(ConfigError, match="JAX_ENABLE_X64 = True: .*unset"):
+        mesh_of(MeshConfig())
 
 
 def test_shards_that_do_not_divide_the_rows_are_refused() -> None:

@@ -71,11 +71,7 @@ def made_up(trainer: Trainer, rng: np.random.Generator) -> Rollout:
 def test_loss_and_gap_are_there_whatever_is_learned(
         monkeypatch: pytest.MonkeyPatch, updates: int) -> None:
     """None of eight groups has an advantage, then one; a micro-batch holds two groups."""
-    def compile_others(self: Sampler, say: object, others: Callable[[Compiler], None]) -> None:
-        with Compiler() as compiler:
-            others(compiler)
-
-    monkeypatch.setattr(Sampler, "compile", compile_others)
+    monkeypatch.setattr(Sampler, "compile", lambda self, say, others: compile_alone(others))
     trainer = micro_trainer(micro_config(
         learner=LearnerConfig(learning_rate=1e-3, micro_batch=4),
         rl=RLConfig(updates=updates)))
@@ -86,15 +82,44 @@ def test_loss_and_gap_are_there_whatever_is_learned(
         before = jax.tree.map(np.asarray, trainer.state.params)
         assert counting(lambda a=advantage, out=found: out.update(
             trainer.learn(rollout, a.reshape(-1)))) == 0
-        groups = ([*useful, 0, 1] if updates else [0, 1])[:2]
-        covered = rollout.length.reshape(8, 2)[groups].sum()
-        assert found["rollout/logprob_gap_tokens"] == covered < rollout.length.sum()
+        lengths = rollout.length.reshape(8, 2)
+        if updates:  # the groups with an advantage, or the first one
+            assert found["rollout/logprob_gap_tokens"] == lengths[useful or [0]].sum()
+        assert lengths[0].sum() <= found["rollout/logprob_gap_tokens"] < rollout.length.sum()
         assert 0 < found["rollout/logprob_gap"] <= found["rollout/logprob_gap_max"]
         assert found["applied"] == 1
         jax.tree.map(np.testing.assert_array_equal, trainer.sampler.params, trainer.state.params)
         changed = bool(updates and useful)
         same = jax.tree.map(np.array_equal, before, jax.tree.map(np.asarray, trainer.state.params))
         assert (found["loss"] != 0) == changed != all(jax.tree.leaves(same))
+
+
+@pytest.mark.ci
+def test_minibatches_are_optimiser_steps_over_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two epochs of two steps, a KL term, and then a run that goes on from its arrays."""
+    monkeypatch.setattr(Sampler, "compile", lambda self, say, others: compile_alone(others))
+    config = micro_config(rl=RLConfig(updates=2, minibatches=2, kl=0.1))
+    trainer, rng = micro_trainer(config), np.random.default_rng(0)
+    first = [made_up(trainer, rng) for _ in range(2)]
+    advantage = rng.standard_normal(16).astype(np.float32)
+    sizes = []
+    update = trainer._programs["update"]
+    trainer._programs["update"] = lambda state, batch, *rest: (
+        sizes.append(int(np.asarray(batch.length).sum())), update(state, batch, *rest))[1]
+    assert counting(lambda: trainer.learn(first[0], advantage)) == 0
+    halves = first[0].length.reshape(2, -1).sum(1).tolist()
+    assert sizes == halves * 2
+    other = micro_trainer(config)
+    other.reference = trainer.reference
+    other.state = jax.tree.map(jnp.copy, trainer.state)
+    left, right = (one.learn(first[1], advantage) for one in (trainer, other))
+    assert left == right and left["applied"] == 1 and left["policy/clip_fraction"] >= 0
+    jax.tree.map(np.testing.assert_array_equal, trainer.state, other.state)
+
+
+def compile_alone(others: Callable[[Compiler], None]) -> None:
+    with Compiler() as compiler:
+        others(compiler)
 
 
 def test_the_window_of_history_is_the_configs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,8 @@ import re
 from specrl_jax.config.drafting import DRAFTERS, DistillConfig, DraftConfig
 from specrl_jax.config.fields import Section, check, option, section
 
+REMAT = ("none", "full", "dots_saveable", "dots_with_no_batch_dims_saveable")
+
 
 @dataclasses.dataclass(frozen=True)
 class ModelSource(Section, prefix="model"):
@@ -22,8 +24,9 @@ class ModelSource(Section, prefix="model"):
                        "shapes of a published model (model/published.py)")
     family: str = option("", "llama, qwen2, qwen3, or package.module:name of a Family; empty is "
                          "what the model's files say")
-    dtype: str = option("float32", "dtype of the rollout's weights and activations",
-                        choose=("float32", "bfloat16"))
+    dtype: str = option("float32", "dtype of products and activations, in rollout and learner, and "
+                        "of the rollout's weights; the learner's weights, norms, softmax and "
+                        "losses are float32", choose=("float32", "bfloat16"))
     numerics: str = option("default", "of the rollout; invariant: drafts and batch change no bit "
                            "(CPU, extra `cpu`)", choose=("default", "invariant"))
 
@@ -163,11 +166,19 @@ class RolloutConfig(Section, prefix="rollout"):
     temperature: float = option(1.0, "0 is greedy", low=0)
     top_k: int = option(0, "0 keeps the whole vocabulary", low=0)
     top_p: float = option(1.0, "1 keeps the whole vocabulary", within="(0, 1]")
+    min_p: float = option(0.0, "least probability of a token, in units of the likeliest one's; 0 "
+                               "keeps the whole vocabulary", within="[0, 1]")
+    stop: tuple[str, ...] = option((), "generate.py: stop strings, which end an answer and are not "
+                                       "part of it")
     rounds_per_launch: int = option(32, "R, most rounds of one compiled loop", low=1)
     min_batch: int = option(4, "smallest batch that a shard shrinks to as rows finish; above 4, "
                             "its empty slots verify further draft tokens", low=1)
     order: str = option("sorted", "order in which prompts take slots: sorted or reversed by id; "
                         "tokens do not depend on it", choose=("sorted", "reversed"))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check(all(self.stop), "stop", "an empty string ends every answer; leave it out")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,7 +201,11 @@ class RLConfig(Section, prefix="rl"):
                        low=0)
     clip_low: float = option(0.2, "ratio is clipped below at 1 - clip_low", low=0)
     clip_high: float = option(0.2, "ratio is clipped above at 1 + clip_high", low=0)
-    updates: int = option(1, "updates on each rollout; 0 only rolls out", low=0)
+    updates: int = option(1, "epochs, updates on each rollout; 0 only rolls out", low=0)
+    minibatches: int = option(
+        1, "optimiser steps of an epoch, over equal parts of the rollout in canonical order; each "
+        "divides by its own tokens or sequences. The ratio to the policy that sampled is 1 in the "
+        "first step on a rollout and differs in later ones", low=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,16 +219,24 @@ class LearnerConfig(Section, prefix="learner"):
     b2: float = option(0.999, "AdamW's second decay", within="[0, 1)")
     max_grad_norm: float = option(1.0, "global norm that gradients are clipped to",
                                   within="(0, inf]")
-    micro_batch: int = option(16, "sequences in one forward and backward pass, over all shards",
-                              low=1)
+    micro_batch: int = option(16, "sequences of full length in one forward and backward "
+                              "pass, over all shards; of shorter ones it holds more", low=1)
     packing: str = option(
         "group", "group: a group's responses share one copy of their prompt, best when responses "
         "are short; sequence: one each", choose=("group", "sequence"))
+    tokens_per_row: int = option(
+        0, "tokens of a row, into which prompts with their responses of any length are packed; 0 "
+        "is those of one prompt with its responses (learner.packing) at full length", low=0)
     old_logprob: str = option(
         "learner", "log-probabilities of the policy that sampled: recomputed (learner), or those "
         "of verification, free (rollout)", choose=("learner", "rollout"))
+    moments: str = option("device", "memory of AdamW's moments: device, or host, from which each "
+                          "update fetches them", choose=("device", "host"))
     max_bad_steps: int = option(5, "stop after this many non-finite updates in a row", low=1)
-    remat: bool = option(False, "recompute each layer in the backward pass: less memory, more time")
+    remat: str = option(
+        "dots_with_no_batch_dims_saveable", "what the backward pass recomputes of a layer: none, "
+        "full, or all but what that policy of jax.checkpoint_policies keeps, such as the results "
+        "of products with weights", choose=REMAT)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -269,15 +292,34 @@ class Config(Section):
         check(self.rl.correction == "none" or self.learner.old_logprob == "learner",
               "rl.correction", self.rl.correction,
               "compares with the learner's log-probabilities; use learner.old_logprob = learner")
+        check(self.prompts_per_step % self.rl.minibatches == 0, "rl.minibatches",
+              self.rl.minibatches,
+              f"must divide prompts_per_step = {self.prompts_per_step}: a group stays together")
+        row = self.learner.tokens_per_row
+        check(row == 0 or row >= self.tokens_per_unit, "learner.tokens_per_row", row,
+              f"must hold {self.tokens_per_unit}: a prompt with {self.sequences_per_unit} "
+              "responses of full length (learner.packing); 0 is just that")
         unit = shards * self.sequences_per_row
         check(self.learner.micro_batch % unit == 0, "learner.micro_batch",
               self.learner.micro_batch, f"must be a multiple of {unit}: {shards} data shards x "
               f"{self.sequences_per_row} sequences a row (learner.packing)")
 
     @property
-    def sequences_per_row(self) -> int:
-        """k, sequences of a group that the learner packs into one row (learner.packing)."""
+    def sequences_per_unit(self) -> int:
+        """Sequences that share one copy of their prompt in the learner (learner.packing)."""
         return self.group_size if self.learner.packing == "group" else 1
+
+    @property
+    def tokens_per_unit(self) -> int:
+        """Tokens of a prompt with those sequences, at full length."""
+        return (self.rollout.max_prompt_tokens
+                + self.sequences_per_unit * self.rollout.max_new_tokens)
+
+    @property
+    def sequences_per_row(self) -> int:
+        """Sequences of full length that one of the learner's rows holds."""
+        return self.sequences_per_unit * max(
+            self.learner.tokens_per_row // self.tokens_per_unit, 1)
 
     @property
     def sequences(self) -> int:

@@ -7,7 +7,7 @@ then `w @ x` without a transpose: a CPU runs that faster than `x @ w` from 1 to 
 
 import math
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,15 +17,14 @@ from specrl_kernels import rms_norm as kernels
 from specrl_kernels.dispatch import automatic_axes, traced_for
 from specrl_kernels.narrow_matmul import narrow_matmul
 
+from specrl_jax import sharding
 from specrl_jax.model import layers
 from specrl_jax.model.architecture import Architecture
+from specrl_jax.model.attention import Attend, segment_attention
 from specrl_jax.model.layers import Index
 from specrl_jax.structs import Array, Cache, Params
 
-Attend = Callable[[Index, Array, Array, Array], Array]
-"""(index of the layer, q [G, R, E, ...], k [G, E, ...], v [G, E, ...]) -> [G, R, E, ...]"""
-
-
+T = TypeVar("T")
 LayerKV: TypeAlias = list[tuple[Array, Array]] | tuple[Array, Array]
 """(k, v) of each layer; stacked along a leading axis where layers are."""
 
@@ -38,9 +37,14 @@ class Packing(struct.PyTreeNode):
     place: Array  # i32[B, n] index in W; 0 for dead nodes; where W = B n, all in order
     parent: Array  # i32[B, n]
 
+    @property
+    def in_order(self) -> bool:
+        """Whether all nodes of all rows are packed, in order."""
+        return self.place.size == self.row.size
+
     def by_row(self, a: Array) -> Array:
         """[B, n, ...] of [W, ...]."""
-        if self.place.size == a.shape[0]:
+        if self.in_order:
             return a.reshape(*self.place.shape, *a.shape[1:])
         return a[self.place]
 
@@ -164,9 +168,7 @@ def tree_forward(arch: Architecture, params: Params, cache: Cache, tokens: Array
       [len(taps) * F, W], None if there are none.
     """
     rotation = rotations(arch, position)
-
-    def attend(index: Index, q: Array, k: Array, v: Array) -> Array:
-        return cache.kv.attend(index, q, k, v, packing, cache.length, implementation)
+    attend = cache.kv.reader(arch, packing, cache.length, implementation)
 
     def run(layer: Params, index: Index, x: Array) -> tuple[Array, tuple[Array, Array]]:
         return block(arch, layer, index, x, rotation, attend, decode=True)
@@ -175,47 +177,50 @@ def tree_forward(arch: Architecture, params: Params, cache: Cache, tokens: Array
     return rms_norm(x, params["final_norm"], arch.norm_eps, decode=True), fresh, tapped
 
 
-def segment_attend(position: Array, segment: Array) -> Attend:
-    """Returns attention within rows of tokens [B, T] that hold a prompt and several responses.
+def in_dtype(params: Params, dtype: jax.typing.DTypeLike) -> Params:
+    """Returns the parameters with the matrices of all layers in `dtype`.
 
-    Segment 0 is the prompt that the other segments continue; segment -1 is padding. A token attends
-    to earlier positions of segment 0 and of its own segment. Both arguments are i32[B, T].
+    Norms, the embedding and the head stay as they are: their gradients add up over tokens.
     """
-    query, key = segment[:, :, None], segment[:, None, :]
-    related = (key == query) | ((key == 0) & (query > 0))
-    visible = related & (position[:, None, :] <= position[:, :, None])
+    def cast(path: jax.tree_util.KeyPath, a: Array) -> Array:
+        return a if "norm" in jax.tree_util.keystr(path) else a.astype(dtype)
 
-    def attend(index: Index, q: Array, k: Array, v: Array) -> Array:
-        score = jnp.einsum("grebt,gebs->bgrts", q, k, preferred_element_type=jnp.float32)
-        score = jnp.where(visible[:, None, None], score * q.shape[2] ** -0.5, -1e30)
-        weight = jax.nn.softmax(score, -1).astype(v.dtype)
-        return jnp.einsum("bgrts,gebs->grebt", weight, v)
+    return params | {"layers": jax.tree_util.tree_map_with_path(cast, params["layers"])}
 
-    return attend
+
+def rematerialize(run: Callable[..., T], remat: str) -> Callable[..., T]:
+    """Returns `run`, whose backward pass recomputes what `remat` does not keep: nothing if it is
+    "none", all if it is "full", else what that policy of jax.checkpoint_policies says."""
+    if remat == "none":
+        return run
+    policy = None if remat == "full" else getattr(jax.checkpoint_policies, remat)
+    return jax.checkpoint(run, policy=policy)
 
 
 def hidden_states(arch: Architecture, params: Params, tokens: Array, position: Array,
-                  segment: Array, remat: bool = False, taps: tuple[int, ...] = ()
-                  ) -> tuple[Array, LayerKV, Array | None]:
-    """Runs the model on whole rows that hold one sequence, or several that share a prompt.
+                  segment: Array, prefix: Array | None = None, remat: str = "none",
+                  taps: tuple[int, ...] = ()) -> tuple[Array, LayerKV, Array | None]:
+    """Runs the model on whole rows of sequences. The layers' dtype is that of activations.
 
     Args:
-      tokens, position, segment: i32[B, T]; see `segment_attend`.
-      remat: recompute each layer in a backward pass.
+      tokens, position, segment, prefix: i32[B, T]; see `segment_attention`.
+      remat: what a backward pass recomputes of each layer; see `rematerialize`.
       taps: layers whose outputs are returned, 0-based.
 
     Returns:
       as `tree_forward`, with [B, T] in place of [W].
     """
     rotation = rotations(arch, position)
-    attend = segment_attend(position, segment)
+    attend = segment_attention(position, segment, prefix)
 
     def block_of(layer: Params, x: Array) -> tuple[Array, tuple[Array, Array]]:
         return block(arch, layer, 0, x, rotation, attend)
 
-    one = jax.checkpoint(block_of) if remat else block_of
-    x, cached, tapped = layers.run(params["layers"], lambda layer, _, x: one(layer, x),
-                                   embed(params, tokens), taps)
+    x = embed(params, tokens).astype(layers.layer_of(params["layers"], 0)["qkv"].dtype)
+    x = sharding.split_rows(x, 1)
+    one = rematerialize(block_of, remat)
+    x, cached, tapped = layers.run(
+        params["layers"], lambda layer, _, x: one(layer, x), x, taps)
     return rms_norm(x, params["final_norm"], arch.norm_eps), cached, tapped
 
 

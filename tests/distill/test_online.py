@@ -206,7 +206,8 @@ def test_step_charges_the_drafter_for_all_its_seconds(
         rollout=takes(clock, 10, (None, {"time/saved": 4.0})),
         score=takes(clock, 20, ([], np.ones(4), {})), _advantages=takes(clock, 0, np.ones(4)),
         learn=takes(clock, 30, {}), drafter=Clocked(clock, manager, 1, 3, 5),
-        config=SimpleNamespace(group_size=2), step_number=0, sampler=SimpleNamespace(checksum=7))
+        config=SimpleNamespace(group_size=2, spec=SimpleNamespace(history_past=0)), step_number=0,
+        sampler=SimpleNamespace(checksum=7, engine=SimpleNamespace(control=0, acceptance=0)))
     rows = [Trainer.step(trainer)[0] for _ in range(2)]
     spent = 1 + 3 + 5
     assert [row.get("time/distill") for row in rows] == [spent if drafts else None] * 2

@@ -22,6 +22,7 @@ from specrl_jax.model.architecture import Architecture, initialize
 from specrl_jax.model.source import open_actor
 from specrl_jax.model.tiny import byte_tokenizer
 from specrl_jax.rl import learner
+from specrl_jax.rl.batch import Layout, make_batch
 from specrl_jax.structs import Rollout
 
 ARCH = Architecture(vocab_size=24, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=4,
@@ -44,7 +45,7 @@ def rollout_of(lengths: list[int], asked: list[int]) -> Rollout:
 
 def batch_of(together: int, rows: int = 2):
     rollout = rollout_of([3, 1, 2, 4], [5, 2])
-    return learner.make_batch(rollout, np.ones(4, np.float32), 1.0, rows, together, True)
+    return make_batch(rollout, np.ones(4, np.float32), 1.0, Layout(rows, together), True)
 
 
 @pytest.mark.ci

@@ -65,12 +65,12 @@ def test_no_override_is_the_default_preset():
 def test_overrides_of_every_type():
     config, workdir = parse(
         "--config=tiny", "--config.seed=7", "--config.name=mine",
-        "--config.learner.learning_rate=1", "--config.learner.remat",
+        "--config.learner.learning_rate=1", "--config.learner.remat=none",
         "--config.rl.advantage=leave_one_out", "--config.rollout.top_p", "0.5",
         "--config.reward.terms=('exact','exact_only')", "--config.reward.weights=(1, 0.2)")
     want = as_dict(load_config("tiny"))
     want.update(seed=7, name="mine")
-    want["learner"].update(learning_rate=1.0, remat=True)
+    want["learner"].update(learning_rate=1.0, remat="none")
     want["rl"].update(advantage="leave_one_out")
     want["rollout"].update(top_p=0.5)
     want["reward"].update(terms=("exact", "exact_only"), weights=(1.0, 0.2))
@@ -94,7 +94,7 @@ def test_one_parse_leaves_nothing_for_the_next():
     ("--config.steps=abc", "config.steps = 'abc': must be of type int"),
     ("--config.steps=1.5", "config.steps = '1.5': must be of type int"),
     ("--config.rollout.top_p=x", "config.rollout.top_p = 'x': must be of type float"),
-    ("--config.learner.remat=maybe", "config.learner.remat = 'maybe': must be of type bool"),
+    ("--config.learner.remat=maybe", "learner.remat = 'maybe': choose one of none, full, dots_"),
     ("--config.reward.weights=('a',)",
      "config.reward.weights = \"('a',)\": must be a quoted tuple of float values"),
     ("--config.reward.terms=(exact, bare)",
