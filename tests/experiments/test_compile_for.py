@@ -226,7 +226,7 @@ def test_numerics_for_another_platform_are_refused(
 
 CRASH = """
 import json, os, sys
-request, out = json.load(sys.stdin), os.fdopen(int(os.environ["SPECRL_EVENTS"]), "w")
+request, out = json.loads(sys.stdin.readline()), os.fdopen(int(os.environ["SPECRL_EVENTS"]), "w")
 say = lambda event: (out.write(json.dumps(event) + chr(10)), out.flush())
 say({"programs": ["launch 4", "update"], "devices": 4, "resident": {}})
 for title in ("launch 4", "update"):
