@@ -52,8 +52,8 @@ def _program(name: str, engine: Engine, function: Any, args: tuple[PyTree, ...])
 def _plain(engine: Engine, actor: PyTree, bound: PyTree, state: RolloutState, waiting: Any,
            force: Any) -> RolloutState:
     decoder = engine.decoder
-    planned = plan_round(decoder, state, waiting[0], force)
-    return one.plain_round(decoder, actor, bound, state, planned)
+    return one.plain_round(decoder, actor, bound, state,
+                           plan_round(decoder, state, waiting[0], force))
 
 
 def _drafted(engine: Engine, actor: PyTree, bound: PyTree, state: RolloutState, waiting: Any,
