@@ -25,9 +25,11 @@ from specrl_jax.verify.registry import RULES
 
 def build(config: Config, arch: Architecture, stop: Sequence[int], mesh: Mesh, *, prompts: int,
           group: int, warn: Callable[[str], None], tokenizer: Tokenizer | None = None,
-          wrap: Callable[[Drafter], Drafter] = lambda drafter: drafter
+          wrap: Callable[[Drafter], Drafter] = lambda drafter: drafter, blank: bool = False
           ) -> tuple[DrafterSet, Engine]:
     """Returns what drafts and the engine of a rollout; for the arguments see `Sampler`.
+
+    With `blank` only the shapes of the drafter's random weights can be read.
 
     Raises:
       ConfigError: a value cannot work.
@@ -40,7 +42,7 @@ def build(config: Config, arch: Architecture, stop: Sequence[int], mesh: Mesh, *
           f"with rollout.max_prompt_tokens that is {most} positions; the model has "
           f"{arch.max_position}")
     found = drafters.make(config, arch, stop, group, warn, tokenizer,
-                          drawn=RULES.resolve(config.spec.rule).needs_proposal)
+                          drawn=RULES.resolve(config.spec.rule).needs_proposal, blank=blank)
     drafter = wrap(found.drafter)
     shapes = Shapes(
         batch=config.rollout.batch_size // shards, sequences=prompts * group // shards,
