@@ -53,7 +53,7 @@ def find(program: Program, run: programs.Run, target: Target, chip: Chip, folder
     began = time.perf_counter()
     traced = program.function.trace(*program.args)
     lowered = traced.lower()
-    lowering, loops = time.perf_counter() - began, loops_of(program, run)
+    lowering, loops = time.perf_counter() - began, loops_of(program)
     work, devices = count.work(traced, loops), run.mesh.devices.size
     counted = {
         "program": program.title, "lowering_seconds": round(lowering, 2),
@@ -117,16 +117,13 @@ def _cache_elements(run: programs.Run, program: Program) -> set[int]:
     return {math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in leaves}
 
 
-def loops_of(program: Program, run: programs.Run) -> int:
+def loops_of(program: Program) -> int:
     """Returns how often each `while` of a program is counted: micro-batches of an update, else 1.
 
     So of a launch one plan is counted, with a draft, a plain and a drafted round.
     """
-    config = run.config
     if program.name == "update":
-        rows = config.sequences // config.sequences_per_row
-        per = config.learner.micro_batch // config.sequences_per_row
-        return -(-rows // per)
+        return jax.tree.leaves(program.args[1])[0].shape[0]
     return 1
 
 

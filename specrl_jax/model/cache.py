@@ -14,12 +14,12 @@ import jax.numpy as jnp
 from flax import struct
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
-from specrl_kernels.tree_attention import tree_attention
+from specrl_kernels.tree_attention import plan, tree_attention
 
 from specrl_jax.model.architecture import Architecture
 from specrl_jax.model.layers import Index
 from specrl_jax.model.rows import for_rows
-from specrl_jax.model.transformer import LayerKV, Packing
+from specrl_jax.model.transformer import Attend, LayerKV, Packing
 from specrl_jax.sharding import ROWS
 from specrl_jax.structs import Array
 
@@ -32,13 +32,11 @@ LANES = 128  # and an accelerator's
 class KV(Protocol):
     """A cache's keys and values. Slots at and beyond a row's length hold garbage, never read."""
 
-    def attend(self, index: Index, q: Array, k: Array, v: Array, packing: Packing, length: Array,
-               implementation: str | None = None) -> Array:
-        """Returns attention [G, R, E, W] of packed nodes to their rows' contexts and trees.
+    def reader(self, arch: Architecture, packing: Packing, length: Array,
+               implementation: str | None = None) -> Attend:
+        """Returns attention of packed nodes to their rows' contexts and trees.
 
         Args:
-          index: of the layer.
-          q: [G, R, E, W]; k, v: [G, E, W] of the nodes.
           length: i32[B] slots of the contexts.
           implementation: of tree attention.
         """
@@ -96,14 +94,13 @@ def segments(slots: int) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def _attend(q: Array, k: Array, v: Array, packing: Packing, cache_k: Any, cache_v: Any,
-            length: Array, implementation: str | None, **cache: Any) -> Array:
+def _attend(q: Array, k: Array, v: Array, packing: Packing, at: tuple[Any, Any], cache_k: Any,
+            cache_v: Any, length: Array, **options: Any) -> Array:
     g, r, e, w = q.shape
     tree_k, tree_v = (packing.by_row(jnp.moveaxis(a, -1, 0)) for a in (k, v))
     out = tree_attention(
-        q.reshape(g * r, e, w).transpose(2, 0, 1), packing.row, packing.node, tree_k, tree_v,
-        packing.parent, cache_k, cache_v, length, scale=e**-0.5, implementation=implementation,
-        **cache)
+        q.reshape(g * r, e, w).transpose(2, 0, 1), *at, tree_k, tree_v, packing.parent, cache_k,
+        cache_v, length, scale=e**-0.5, **options)
     return out.transpose(1, 2, 0).reshape(g, r, e, w)
 
 
@@ -114,10 +111,14 @@ class SegmentedKV(struct.PyTreeNode):
 
     split = P(ROWS)  # of each array over the data axes
 
-    def attend(self, index: Any, q: Array, k: Array, v: Array, packing: Packing, length: Array,
-               implementation: str | None = None) -> Array:
-        cache_k, cache_v = self.layers[index]
-        return _attend(q, k, v, packing, cache_k, cache_v, length, implementation)
+    def reader(self, arch: Architecture, packing: Packing, length: Array,
+               implementation: str | None = None) -> Attend:
+        def attend(index: Any, q: Array, k: Array, v: Array) -> Array:
+            at, (cache_k, cache_v) = (packing.row, packing.node), self.layers[index]
+            return _attend(q, k, v, packing, at, cache_k, cache_v, length,
+                           implementation=implementation)
+
+        return attend
 
     def append(self, new: Array, length: Array, count: Array) -> "SegmentedKV":
         """Updates one slice at a time, because a CPU's scatter copies the whole cache
@@ -217,10 +218,17 @@ class StackedKV(struct.PyTreeNode):
 
     split = P(ROWS, None)  # of each array over the data axes
 
-    def attend(self, index: Index, q: Array, k: Array, v: Array, packing: Packing, length: Array,
-               implementation: str | None = None) -> Array:
-        return _attend(q, k, v, packing, self.k, self.v, length, implementation, layer=index,
-                       transposed_v=self.transposed)
+    def reader(self, arch: Architecture, packing: Packing, length: Array,
+               implementation: str | None = None) -> Attend:
+        at = (None, None) if packing.in_order else (packing.row, packing.node)
+        q = jax.ShapeDtypeStruct((packing.row.size, arch.num_heads, arch.head_dim), self.k.dtype)
+        shared = plan(q, *at, packing.parent, self.k, length, implementation=implementation)
+
+        def attend(index: Index, q: Array, k: Array, v: Array) -> Array:
+            return _attend(q, k, v, packing, at, self.k, self.v, length, layer=index, plan=shared,
+                           transposed_v=self.transposed, implementation=implementation)
+
+        return attend
 
     def append(self, new: Array, length: Array, count: Array) -> "StackedKV":
         """Updates a slice of each row. Where it reaches beyond count[b] it holds zeros."""

@@ -11,7 +11,7 @@ is combined afterwards.
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -48,9 +48,9 @@ class Config:
 def tree_attention_pallas(q: jax.Array, row: jax.Array, node: jax.Array, tree_k: jax.Array,
                           tree_v: jax.Array, parent: jax.Array, cache_k: tuple[jax.Array, ...],
                           cache_v: tuple[jax.Array, ...], length: jax.Array,
-                          slot: jax.Array | None, prefix: Prefix | None, layer: Layer, *,
-                          scale: float, window: int | None, transposed_v: bool, target: Target
-                          ) -> jax.Array:
+                          slot: jax.Array | None, prefix: Prefix | None, layer: Layer,
+                          plan: "Plan | None", *, scale: float, window: int | None,
+                          transposed_v: bool, target: Target) -> jax.Array:
     """See `api.tree_attention`. Values of other than transposed caches are copied."""
     b, n, g, _ = tree_k.shape
     rows = packing.unpack(q, row, node, parent, g, length, window)
@@ -60,7 +60,7 @@ def tree_attention_pallas(q: jax.Array, row: jax.Array, node: jax.Array, tree_k:
     tree = (packing.by_head(tree_k, nodes), packing.by_head(tree_v, nodes))
     run = functools.partial(_attend, config=config, scale=scale, interpret=target.interpret)
     own = functools.partial(run, rows, tree, cache_k, cache_v, length, slot, layer=layer,
-                            transposed_v=transposed_v)
+                            transposed_v=transposed_v, plan=plan)
     if prefix is None and config.splits == 1:
         out = own(whole=True)
     else:
@@ -135,18 +135,17 @@ def _buffers(sizes: Sequence[int], block: int, slot_bytes: int) -> int:
 def _attend(rows: Rows, tree: tuple[jax.Array, jax.Array] | None, cache_k: Sequence[jax.Array],
             cache_v: Sequence[jax.Array], length: jax.Array, slot: jax.Array, *, config: Config,
             scale: float, interpret: bool, whole: bool, layer: Layer = None,
-            transposed_v: bool = False) -> Any:
+            transposed_v: bool = False, plan: "Plan | None" = None) -> Any:
     """f[B, G, Q, E], or a Partial of it if not `whole`."""
     batch, queries = rows.live.shape
     sizes = [k.shape[-1] for k in cache_k]
-    tile = min(config.tile, -(-queries // SUBLANES) * SUBLANES)
+    tile = _tile(config, queries)
     rows = packing.pad_queries(rows, tile)
-    live = packing.live_tiles(rows, tile)
-    work = work_list.make(length, packing.oldest(rows), live.any(1), slot, sizes, config.block)
+    live, info, work = plan or _plan(rows, length, slot, sizes, config)
     share = jnp.maximum(-(-work.count // config.splits), 1)
     bounds = jnp.stack([work.count, share, jnp.asarray(0 if layer is None else layer, jnp.int32)])
     scalars = (bounds, work.steps, length, live.reshape(-1), *work.fetch)
-    inputs = [rows.queries, _info(rows), *(tree or ())]
+    inputs = [rows.queries, info, *(tree or ())]
     specs = [_per_row(x, config) for x in inputs]
     for i, (k, v) in enumerate(zip(cache_k, cache_v, strict=True)):
         v = v if transposed_v else v.swapaxes(-1, -2)
@@ -169,6 +168,37 @@ def _attend(rows: Rows, tree: tuple[jax.Array, jax.Array] | None, cache_k: Seque
     if whole:
         return out[0][0, :, :, :queries]
     return _combined(Partial(*out), work, share, batch, queries)
+
+
+class Plan(NamedTuple):
+    """What does not depend on queries, keys and values."""
+
+    live: jax.Array  # i32[B, tiles] see packing.live_tiles
+    info: jax.Array  # i32[B, Q, C + 1]
+    work: work_list.WorkList
+
+
+def plan(q: Any, row: Any, node: Any, parent: jax.Array, cache_k: Sequence[jax.Array],
+         length: jax.Array, slot: jax.Array | None, groups: int, *, parts: int,
+         window: int | None, target: Target) -> Plan:
+    """See `api.plan`; `parts` devices have `groups` key-value heads each."""
+    queries = jnp.zeros((q.shape[0], q.shape[1] // parts, q.shape[2]), q.dtype)
+    rows = packing.unpack(queries, row, node, parent, groups, length, window)
+    config = _config(target, rows, cache_k)
+    slot = jnp.arange(parent.shape[0], dtype=jnp.int32) if slot is None else slot
+    rows = packing.pad_queries(rows, _tile(config, rows.live.shape[1]))
+    return _plan(rows, length, slot, [k.shape[-1] for k in cache_k], config)
+
+
+def _plan(rows: Rows, length: jax.Array, slot: jax.Array, sizes: Sequence[int], config: Config
+          ) -> Plan:
+    live = packing.live_tiles(rows, _tile(config, rows.live.shape[1]))
+    work = work_list.make(length, packing.oldest(rows), live.any(1), slot, sizes, config.block)
+    return Plan(live, _info(rows), work)
+
+
+def _tile(config: Config, queries: int) -> int:
+    return min(config.tile, -(-queries // SUBLANES) * SUBLANES)
 
 
 def _info(rows: Rows) -> jax.Array:

@@ -22,11 +22,16 @@ def check_static(q: Any, row: Any, node: Any, tree_k: Any, tree_v: Any, parent: 
     for name, array in (("q", q), ("tree_k", tree_k)):
         if 0 in array.shape:
             raise ValueError(f"{name} = {array.shape}, expected no axis of 0")
+    _expect("node is None", node is None, row is None, "row and node go together")
+    if row is None:
+        _expect("q's nodes", w, b * n, "without row and node all are there, in order")
     _expect("q's heads", h % g, 0, f"{h} is no multiple of {g} key-value heads")
     for name, array, shape in (
         ("row", row, (w,)), ("node", node, (w,)), ("tree_k", tree_k, (b, n, g, e)),
         ("tree_v", tree_v, (b, n, g, e)), ("parent", parent, (b, n)), ("length", length, (b,)),
     ):
+        if array is None:
+            continue
         _expect(name, array.shape, shape, _WHY)
     _check_cache(cache_k, cache_v, b, g, e, slot, layer is not None, transposed_v)
     _check_prefix(prefix, g, e)
@@ -109,8 +114,9 @@ def check_values(q: Any, row: Any, node: Any, tree_k: Any, tree_v: Any, parent: 
         raise ValueError("checked = True inside of jit: values are known outside of it only")
     b, n = parent.shape
     room = sum(k.shape[-1] for k in cache_k)
-    _between("row", row, 0, b - 1, "rows are counted from 0")
-    _between("node", node, 0, n - 1, "nodes are counted from 0")
+    if row is not None:
+        _between("row", row, 0, b - 1, "rows are counted from 0")
+        _between("node", node, 0, n - 1, "nodes are counted from 0")
     _between("length", length, 0, room, f"the cache holds {room} tokens")
     _between("parent", np.asarray(parent)[:, 1:], 0, np.arange(n - 1)[None],
              "a node's parent comes before it", column=1)
