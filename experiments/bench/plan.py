@@ -33,8 +33,9 @@ NEEDS_MODEL = False
 ROUND_SECONDS = 1e-3  # of a round's small operations on a CPU
 BASE = {"model.path": "random:deep", "prompts_per_step": 4, "group_size": 4,
         "learner.packing": "sequence", "control.policy": "off"}
-DRAFTER = {"spec.drafter": "eagle", "distill.when": "interval", "distill.batch": 16,
-           "distill.micro_batch": 4, "distill.updates": 2}
+DRAFTER = {"spec.drafter": "eagle", "control.policy": "fixed", "spec.depth": 0,
+           "distill.when": "interval", "distill.batch": 16, "distill.micro_batch": 4,
+           "distill.updates": 2}
 CASES: dict[str, dict[str, Any]] = {  # rows, micro-batch, longest response, further fields
     f"{rows} rows, micro-batch {micro}, {longest} tokens" + ", drafter" * bool(more): {
         "rollout.batch_size": rows, "rollout.min_batch": rows, "spec.max_packed": rows,
