@@ -14,12 +14,12 @@ import jax.numpy as jnp
 from flax import struct
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
-from specrl_kernels.tree_attention import tree_attention
+from specrl_kernels.tree_attention import plan, tree_attention
 
 from specrl_jax.model.architecture import Architecture
 from specrl_jax.model.layers import Index
 from specrl_jax.model.rows import for_rows
-from specrl_jax.model.transformer import LayerKV, Packing
+from specrl_jax.model.transformer import Attend, LayerKV, Packing
 from specrl_jax.sharding import ROWS
 from specrl_jax.structs import Array
 
@@ -32,13 +32,11 @@ LANES = 128  # and an accelerator's
 class KV(Protocol):
     """A cache's keys and values. Slots at and beyond a row's length hold garbage, never read."""
 
-    def attend(self, index: Index, q: Array, k: Array, v: Array, packing: Packing, length: Array,
-               implementation: str | None = None) -> Array:
-        """Returns attention [G, R, E, W] of packed nodes to their rows' contexts and trees.
+    def reader(self, arch: Architecture, packing: Packing, length: Array,
+               implementation: str | None = None) -> Attend:
+        """Returns attention of packed nodes to their rows' contexts and trees.
 
         Args:
-          index: of the layer.
-          q: [G, R, E, W]; k, v: [G, E, W] of the nodes.
           length: i32[B] slots of the contexts.
           implementation: of tree attention.
         """
@@ -79,7 +77,7 @@ def shapes(platform: str, arch: Architecture, rows: int, slots: int, dtype: DTyp
         return SegmentedKV([([each((rows, g, e, s)) for s in sizes],
                              [each((rows, g, s, e)) for s in sizes]) for _ in range(layers)])
     size = -(-slots // LANES) * LANES
-    k, v = (layers, rows, g, e, size), (layers, rows, g, size, e)
+    k, v = (rows, layers, g, e, size), (rows, layers, g, size, e)
     transposed = platform == "tpu"
     return StackedKV(each(k), each(k if transposed else v), transposed)
 
@@ -96,14 +94,13 @@ def segments(slots: int) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def _attend(q: Array, k: Array, v: Array, packing: Packing, cache_k: Any, cache_v: Any,
-            length: Array, implementation: str | None, **cache: Any) -> Array:
+def _attend(q: Array, k: Array, v: Array, packing: Packing, at: tuple[Any, Any], cache_k: Any,
+            cache_v: Any, length: Array, **options: Any) -> Array:
     g, r, e, w = q.shape
     tree_k, tree_v = (packing.by_row(jnp.moveaxis(a, -1, 0)) for a in (k, v))
     out = tree_attention(
-        q.reshape(g * r, e, w).transpose(2, 0, 1), packing.row, packing.node, tree_k, tree_v,
-        packing.parent, cache_k, cache_v, length, scale=e**-0.5, implementation=implementation,
-        **cache)
+        q.reshape(g * r, e, w).transpose(2, 0, 1), *at, tree_k, tree_v, packing.parent, cache_k,
+        cache_v, length, scale=e**-0.5, **options)
     return out.transpose(1, 2, 0).reshape(g, r, e, w)
 
 
@@ -114,10 +111,14 @@ class SegmentedKV(struct.PyTreeNode):
 
     split = P(ROWS)  # of each array over the data axes
 
-    def attend(self, index: Any, q: Array, k: Array, v: Array, packing: Packing, length: Array,
-               implementation: str | None = None) -> Array:
-        cache_k, cache_v = self.layers[index]
-        return _attend(q, k, v, packing, cache_k, cache_v, length, implementation)
+    def reader(self, arch: Architecture, packing: Packing, length: Array,
+               implementation: str | None = None) -> Attend:
+        def attend(index: Any, q: Array, k: Array, v: Array) -> Array:
+            at, (cache_k, cache_v) = (packing.row, packing.node), self.layers[index]
+            return _attend(q, k, v, packing, at, cache_k, cache_v, length,
+                           implementation=implementation)
+
+        return attend
 
     def append(self, new: Array, length: Array, count: Array) -> "SegmentedKV":
         """Updates one slice at a time, because a CPU's scatter copies the whole cache
@@ -206,18 +207,28 @@ def _positions(a: Array, row: Array, start: int, size: int, axis: int) -> Array:
 
 
 class StackedKV(struct.PyTreeNode):
-    """The cache of an accelerator, in two arrays."""
+    """The cache of an accelerator, in two arrays.
 
-    k: Array  # f[L, B, G, E, S]
-    v: Array  # f[L, B, G, S, E], as Triton reads it; if transposed f[L, B, G, E, S], as Mosaic does
+    Rows come first, because a TPU updates slices of rows where they are the outermost axis.
+    """
+
+    k: Array  # f[B, L, G, E, S]
+    v: Array  # f[B, L, G, S, E], as Triton reads it; if transposed f[B, L, G, E, S], as Mosaic does
     transposed: bool = struct.field(pytree_node=False)
 
-    split = P(None, ROWS)  # of each array over the data axes
+    split = P(ROWS, None)  # of each array over the data axes
 
-    def attend(self, index: Index, q: Array, k: Array, v: Array, packing: Packing, length: Array,
-               implementation: str | None = None) -> Array:
-        return _attend(q, k, v, packing, self.k, self.v, length, implementation, layer=index,
-                       transposed_v=self.transposed)
+    def reader(self, arch: Architecture, packing: Packing, length: Array,
+               implementation: str | None = None) -> Attend:
+        at = (None, None) if packing.in_order else (packing.row, packing.node)
+        q = jax.ShapeDtypeStruct((packing.row.size, arch.num_heads, arch.head_dim), self.k.dtype)
+        shared = plan(q, *at, packing.parent, self.k, length, implementation=implementation)
+
+        def attend(index: Index, q: Array, k: Array, v: Array) -> Array:
+            return _attend(q, k, v, packing, at, self.k, self.v, length, layer=index, plan=shared,
+                           transposed_v=self.transposed, implementation=implementation)
+
+        return attend
 
     def append(self, new: Array, length: Array, count: Array) -> "StackedKV":
         """Updates a slice of each row. Where it reaches beyond count[b] it holds zeros."""
@@ -226,9 +237,9 @@ class StackedKV(struct.PyTreeNode):
 
         def write(whole: Array, new: Array, axis: int) -> Array:
             return jax.vmap(lambda row, new, at: jax.lax.dynamic_update_slice_in_dim(
-                row, new, at, axis - 1), (1, 1, 0), 1)(whole, new, length)
+                row, new, at, axis - 1))(whole, new, length)
 
-        return self._map(write, *(new[:, :, i].transpose(1, 4, 2, 3, 0) for i in (0, 1)))
+        return self._map(write, *(new[:, :, i].transpose(4, 1, 2, 3, 0) for i in (0, 1)))
 
     def fill(self, source: Array, fresh: LayerKV) -> "StackedKV":
         k, v = (jnp.stack(each) for each in zip(*fresh, strict=True)) if isinstance(
@@ -236,30 +247,30 @@ class StackedKV(struct.PyTreeNode):
 
         def write(whole: Array, new: Array, axis: int) -> Array:
             return _over_rows(source, whole, lambda at, _: jax.lax.dynamic_slice_in_dim(
-                new, at, 1, 1))
+                new, at, 1, 0))
 
-        return self._map(write, *(a.transpose(0, 3, 1, 2, 4) for a in (k, v)))
+        return self._map(write, *(a.transpose(3, 0, 1, 2, 4) for a in (k, v)))
 
     def copy(self, source: Array, width: int) -> "StackedKV":
         def write(whole: Array, _: Array, axis: int) -> Array:
             sizes = [*whole.shape]
-            sizes[1], sizes[axis] = 1, width
+            sizes[0], sizes[axis] = 1, width
             return _over_rows(source, whole, lambda at, whole: jax.lax.dynamic_slice(
-                whole, (0, at, 0, 0, 0), sizes))
+                whole, (at, 0, 0, 0, 0), sizes))
 
         return self._map(write, self.k, self.k)
 
     def select(self, slots: Array) -> "StackedKV":
-        return jax.tree.map(lambda a: a[:, slots], self)
+        return jax.tree.map(lambda a: a[slots], self)
 
     def _map(self, write: Callable[[Array, Array, int], Array], k: Array, v: Array) -> "StackedKV":
-        """Returns write(array, new, axis of its slots) of both, with new [L, p, G, E, n] as given.
+        """Returns write(array, new, axis of its slots) of both, with new [p, L, G, E, n] as given.
         """
         lies, axis = (v, 4) if self.transposed else (v.swapaxes(3, 4), 3)
         return self.replace(k=write(self.k, k, 4), v=write(self.v, lies, axis))
 
 
 def _over_rows(source: Array, whole: Array, block: Callable[[Array, Array], Array]) -> Array:
-    """Overwrites the start of rows b of [L, B, ...] by block(source[b], whole), [L, 1, ...]."""
+    """Overwrites the start of rows b of [B, ...] by block(source[b], whole), [1, ...]."""
     return for_rows(source, lambda b, at, whole: jax.lax.dynamic_update_slice(
-        whole, block(at, whole).astype(whole.dtype), (0, b, 0, 0, 0)), whole)
+        whole, block(at, whole).astype(whole.dtype), (b, 0, 0, 0, 0)), whole)

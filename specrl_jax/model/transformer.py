@@ -37,9 +37,14 @@ class Packing(struct.PyTreeNode):
     place: Array  # i32[B, n] index in W; 0 for dead nodes; where W = B n, all in order
     parent: Array  # i32[B, n]
 
+    @property
+    def in_order(self) -> bool:
+        """Whether all nodes of all rows are packed, in order."""
+        return self.place.size == self.row.size
+
     def by_row(self, a: Array) -> Array:
         """[B, n, ...] of [W, ...]."""
-        if self.place.size == a.shape[0]:
+        if self.in_order:
             return a.reshape(*self.place.shape, *a.shape[1:])
         return a[self.place]
 
@@ -163,9 +168,7 @@ def tree_forward(arch: Architecture, params: Params, cache: Cache, tokens: Array
       [len(taps) * F, W], None if there are none.
     """
     rotation = rotations(arch, position)
-
-    def attend(index: Index, q: Array, k: Array, v: Array) -> Array:
-        return cache.kv.attend(index, q, k, v, packing, cache.length, implementation)
+    attend = cache.kv.reader(arch, packing, cache.length, implementation)
 
     def run(layer: Params, index: Index, x: Array) -> tuple[Array, tuple[Array, Array]]:
         return block(arch, layer, index, x, rotation, attend, decode=True)

@@ -15,21 +15,31 @@ def append(cache: Cache, path: Path, count: Array) -> Cache:
 def record(sequences: Sequences, verdict: Verdict, frontier: Frontier) -> Sequences:
     """Adds a round's tokens and log-probabilities to the sequences that the rows hold.
 
+<<<<<<< HEAD
+    Fields [Q] are updated by comparison: a TPU writes a scatter's entries one after the other, and
+    libtpu 0.0.42 aborts where a gather and a scatter share their indices. Fields [Q, T] are written
+    at indices that are unique beyond the end, too, where they are dropped: of others XLA makes a
+    loop where results must repeat (XLA_FLAGS=--xla_gpu_deterministic_ops).
+=======
     What lies beyond the end is dropped. Indices are unique there, too: of others XLA makes a loop
-    where results must repeat (XLA_FLAGS=--xla_gpu_deterministic_ops).
+    where results must repeat (XLA_FLAGS=--xla_gpu_deterministic_ops). Fields [Q] are updated by
+    comparison: a TPU writes a scatter's entries one after the other, and libtpu 0.0.42 aborts where
+    a gather and a scatter share their indices.
+>>>>>>> presets
     """
     (total, buffer), (batch, width) = sequences.tokens.shape, verdict.tokens.shape
     seq = jnp.where(frontier.live, frontier.seq, total + jnp.arange(batch))
     within = jnp.arange(width)[None]
     column = jnp.where(within < verdict.count[:, None], frontier.generated[:, None] + within,
                        buffer + within)
-    round_ = sequences.rounds.at[seq].get(mode="fill", fill_value=buffer)
+    holds = seq[:, None] == jnp.arange(total)[None]  # [B, Q]
+    round_ = jnp.where(holds, sequences.rounds[None], 0).sum(1)
     unique: dict[str, Any] = {"mode": "drop", "unique_indices": True}
     return Sequences(
         **{name: getattr(sequences, name).at[seq[:, None], column].set(
             getattr(verdict, name), **unique)
            for name in ("tokens", "logprob", "raw_logprob", "top_p_mass")},
         commits=sequences.commits.at[seq, round_].set(verdict.count, **unique),
-        length=sequences.length.at[seq].add(verdict.count, **unique),
-        rounds=sequences.rounds.at[seq].add(1, **unique),
-        done=sequences.done.at[seq].set(verdict.stopped, **unique))
+        length=sequences.length + jnp.where(holds, verdict.count[:, None], 0).sum(0),
+        rounds=sequences.rounds + holds.sum(0, dtype=jnp.int32),
+        done=sequences.done | (holds & verdict.stopped[:, None]).any(0))

@@ -33,7 +33,8 @@ def plain(kv: Any) -> np.ndarray:
         k, v = (np.stack([np.concatenate(layer[i], 3 - i) for layer in kv.layers]) for i in (0, 1))
         return np.stack([np.moveaxis(k, 4, 2), np.moveaxis(v, 3, 2)])
     k, v = np.asarray(kv.k), np.asarray(kv.v)
-    return np.stack([np.moveaxis(k, 4, 2), np.moveaxis(v, 4 if kv.transposed else 3, 2)])
+    lies = (np.moveaxis(k, 4, 2), np.moveaxis(v, 4 if kv.transposed else 3, 2))
+    return np.stack(lies).swapaxes(1, 2)
 
 
 @pytest.mark.parametrize("slots", [1, 64, 65, 130, 1000])
@@ -108,10 +109,10 @@ def test_attention_reads_the_layer_and_its_tree(platform: str, implementation: s
     packing = Packing(row=jnp.asarray(index // 2), node=jnp.asarray(index % 2),
                       place=jnp.asarray(index.reshape(B, 2)), parent=jnp.zeros((B, 2), jnp.int32))
     length = [0, 64, 131]
+    attend = kv.reader(ARCH, packing, jnp.asarray(length), implementation)
     for layer in range(L):
         at = layer if platform == "cpu" else jnp.int32(layer)  # a scan's index is an array
-        got = kv.attend(at, q, jnp.asarray(new[0]), jnp.asarray(new[1]), packing,
-                        jnp.asarray(length), implementation)
+        got = attend(at, jnp.asarray(q), jnp.asarray(new[0]), jnp.asarray(new[1]))
         for w in range(2 * B):
             b, mine = w // 2, [2 * (w // 2), w][: 1 + w % 2]
             keys, values = (np.concatenate([old[: length[b]], np.moveaxis(own[..., mine], 2, 0)])

@@ -15,14 +15,20 @@ Arrays = tuple[jax.Array, ...]
 Layer = int | jax.Array | None
 
 
-def one_layer(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps an implementation that is given one layer's cache, with values [slots, G, S, E]."""
+def one_layer(function: Callable[..., Any], in_order: bool = False) -> Callable[..., Any]:
+    """Wraps an implementation that is given one layer's cache, with values [slots, G, S, E].
+
+    `in_order`: it knows that no `row` means all nodes in order.
+    """
     def call(q: Any, row: Any, node: Any, tree_k: Any, tree_v: Any, parent: Any, cache_k: Arrays,
              cache_v: Arrays, length: Any, slot: Any, prefix: Any, layer: Layer,
-             *, transposed_v: bool, **options: Any) -> Any:
+             plan: Any, *, transposed_v: bool, **options: Any) -> Any:
         if layer is not None:
-            cache_k, cache_v = (tuple(jax.lax.dynamic_index_in_dim(x, layer, 0, False) for x in of)
+            cache_k, cache_v = (tuple(jax.lax.dynamic_index_in_dim(x, layer, 1, False) for x in of)
                                 for of in (cache_k, cache_v))
+        if row is None and not in_order:
+            row, node = (jnp.arange(parent.size, dtype=jnp.int32) // parent.shape[1],
+                         jnp.arange(parent.size, dtype=jnp.int32) % parent.shape[1])
         return function(q, row, node, tree_k, tree_v, parent, cache_k,
                         _values_last(cache_v, transposed_v), length, slot, prefix, **options)
 
@@ -34,22 +40,18 @@ def all_rows(function: Callable[..., Any]) -> Callable[..., Any]:
     copied."""
     def call(q: Any, row: Any, node: Any, tree_k: Any, tree_v: Any, parent: Any, cache_k: Arrays,
              cache_v: Arrays, length: Any, slot: Any, prefix: Any, layer: Layer,
-             *, transposed_v: bool, **options: Any) -> Any:
+             plan: Any, *, transposed_v: bool, **options: Any) -> Any:
         cache_v = _values_last(cache_v, transposed_v)
         if layer is not None:
-            rows = cache_k[0].shape[1]
+            rows, count = cache_k[0].shape[:2]
             slot = jnp.arange(rows, dtype=jnp.int32) if slot is None else slot
-            slot = slot + jnp.int32(rows) * layer
-            cache_k, cache_v = flat(cache_k), flat(cache_v)
+            slot = slot * jnp.int32(count) + layer
+            cache_k, cache_v = (tuple(x.reshape(-1, *x.shape[2:]) for x in of)
+                                for of in (cache_k, cache_v))
         return function(q, row, node, tree_k, tree_v, parent, cache_k, cache_v, length, slot,
                         prefix, **options)
 
     return call
-
-
-def flat(cache: Arrays) -> Arrays:
-    """Returns arrays [L * slots, ...] of [L, slots, ...]."""
-    return tuple(x.reshape(-1, *x.shape[2:]) for x in cache)
 
 
 def _values_last(cache_v: Arrays, transposed: bool) -> Arrays:
@@ -66,7 +68,7 @@ def by_heads(function: Callable[..., Any]) -> Callable[..., Any]:
         names, size = dispatch.automatic_axes()
         if not names:
             return function(*args, **options)
-        _, _, _, tree_k, _, _, cache_k, _, _, _, prefix, layer = args
+        _, _, _, tree_k, _, _, cache_k, _, _, _, prefix, layer, plan = args
         split = names if tree_k.shape[2] % size == 0 else None
 
         def heads(axis: int) -> P:
@@ -76,10 +78,10 @@ def by_heads(function: Callable[..., Any]) -> Callable[..., Any]:
         of_prefix: Any = (heads(1), heads(1), whole, whole)
         shared = None if prefix is None else Prefix(*of_prefix)
         specs = (heads(1), whole, whole, heads(2), heads(2), whole, cache, cache, whole, whole,
-                 shared, whole)
+                 shared, whole, whole)
         layer = None if layer is None else jnp.asarray(layer, jnp.int32)
         return jax.shard_map(
             lambda *parts: function(*parts, **options), in_specs=specs, out_specs=heads(1),
-            axis_names=set(names), check_vma=False)(*args[:-1], layer)
+            axis_names=set(names), check_vma=False)(*args[:-2], layer, plan)
 
     return call

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from specrl_kernels.dispatch import Target, Unsupported, configured
 from specrl_kernels.tree_attention import shared_prefix, softmax
+from specrl_kernels.tree_attention.packing import places
 from specrl_kernels.tree_attention.shared_prefix import Prefix
 from specrl_kernels.tree_attention.softmax import FLOOR, HIDDEN, Partial
 
@@ -31,8 +32,8 @@ class Config:
     narrow: int  # 1: weights are rounded to the values' dtype
 
 
-def tree_attention_xla(q: jax.Array, row: jax.Array, node: jax.Array, tree_k: jax.Array,
-                       tree_v: jax.Array, parent: jax.Array,
+def tree_attention_xla(q: jax.Array, row: jax.Array | None, node: jax.Array | None,
+                       tree_k: jax.Array, tree_v: jax.Array, parent: jax.Array,
                        cache_k: tuple[jax.Array, ...], cache_v: tuple[jax.Array, ...],
                        length: jax.Array, slot: jax.Array | None,
                        prefix: Prefix | None, *, scale: float, window: int | None,
@@ -41,13 +42,15 @@ def tree_attention_xla(q: jax.Array, row: jax.Array, node: jax.Array, tree_k: ja
     config = _config(target, q.dtype)
     b, n, g, e = tree_k.shape
     w, h, _ = q.shape
-    queries = _unpack(q, row, node, b, n).reshape(b, n, g, h // g, e)
+    queries = q if row is None or node is None else _unpack(q, row, node, b, n)
+    queries = queries.reshape(b, n, g, h // g, e)
     queries = queries.transpose(0, 2, 1, 3, 4).reshape(b, g, n * (h // g), e) * scale
     ancestry = ancestors(parent)  # [B, n, n]
     depth = ancestry.sum(-1, dtype=jnp.int32) - 1  # [B, n]
     first = None if window is None else jnp.repeat(
         length[:, None] + depth - window + 1, h // g, 1)
-    live = jnp.zeros(b, bool).at[row].set(True)
+    live = jnp.ones(b, bool) if row is None else (
+        row[None] == jnp.arange(b, dtype=jnp.int32)[:, None]).any(1)
     found = _tree_part(queries, tree_k, tree_v, ancestry, depth, window, config)
     found = _add_context(found, queries, cache_k, cache_v, jnp.where(live, length, 0), slot, first,
                          config)
@@ -55,7 +58,8 @@ def tree_attention_xla(q: jax.Array, row: jax.Array, node: jax.Array, tree_k: ja
         shared = _shared_part(queries, prefix, live, first, config)
         found = softmax.combine(softmax.stack([found, shared]))
     out = softmax.finish(found).astype(q.dtype).reshape(b, g, n, h // g, e)
-    return out[row, :, node].reshape(w, h, e)
+    in_order = out.swapaxes(1, 2) if row is None else out[row, :, node]
+    return in_order.reshape(w, h, e)
 
 
 def _config(target: Target, dtype: jnp.dtype) -> Config:
@@ -89,8 +93,7 @@ def _unpack(q: jax.Array, row: jax.Array, node: jax.Array, b: int, n: int) -> ja
     w = q.shape[0]
     if w == 1:
         return jnp.broadcast_to(q[:, None], (b, n, *q.shape[1:]))
-    place = jnp.zeros((b, n), jnp.int32).at[row, node].set(jnp.arange(w, dtype=jnp.int32))
-    return q[place]
+    return q[jnp.maximum(places(row, node, b, n), 0)]
 
 
 def _weighted(equation: str, weight: jax.Array, values: jax.Array, config: Config) -> jax.Array:
