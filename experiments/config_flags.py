@@ -43,7 +43,7 @@ def run(main: Callable[[Config, Path], Any]) -> None:
 
     `ConfigError` and flag errors, of `main` too, print `error: ...` on stderr and exit with 2.
     """
-    with _one_line_errors():
+    with one_line_errors():
         if _asks_for_help(sys.argv):
             print_help(sys.argv)
             sys.exit()
@@ -136,7 +136,8 @@ def field_table(preset: str) -> str:
 
 
 @contextlib.contextmanager
-def _one_line_errors() -> Iterator[None]:
+def one_line_errors() -> Iterator[None]:
+    """Prints a bad flag or value in one line on stderr, and exits."""
     try:
         yield
     except (ConfigError, flags.Error) as error:
@@ -145,7 +146,7 @@ def _one_line_errors() -> Iterator[None]:
 
 
 def _parse(argv: Sequence[str]) -> list[str]:
-    with _one_line_errors():
+    with one_line_errors():
         rest = flags.FLAGS(list(argv))
         if len(rest) > 1:
             raise ConfigError(f"unexpected argument {rest[1]!r}: write fields as "
@@ -157,7 +158,7 @@ def _call(main: Callable[[Config, Path], Any], argv: Sequence[str]) -> Any:
     del argv  # _parse leaves the script's name only
     if not flags.FLAGS["verbosity"].present:
         logging.set_verbosity(logging.WARNING)  # libraries' INFO lines hide the script's own
-    with _one_line_errors():
+    with one_line_errors():
         settle_jax()
         return main(*parsed())
 

@@ -18,6 +18,7 @@ from specrl_jax.io.places import local_path
 from specrl_jax.io.progress import Progress
 from specrl_jax.model import architecture, weights
 from specrl_jax.model.architecture import Architecture
+from specrl_jax.rl.judge import RewardError
 from specrl_jax.rollout.prompts import make_prompts
 from specrl_jax.trainer import Trainer
 
@@ -29,18 +30,40 @@ def never() -> bool:
     return False
 
 
-def train(config: Config, workdir: Path | str, stop: Callable[[], bool] = never) -> bool:
+def train(config: Config, workdir: Path | str, stop: Callable[[], bool] = never, profile: int = 0
+          ) -> bool:
     """Runs or resumes `config` in `workdir`; returns whether any step was left.
 
     Args:
       stop: called before each step; where it returns True, in all processes, the run is saved and
         left.
+      profile: steps after the first one whose jax.profiler trace is written to workdir/profile.
 
     Raises:
       ConfigError: something in the configuration cannot work; the workdir is untouched.
       TrainingError: too many non-finite updates in a row.
     """
-    return sum(1 for _ in training_steps(config, local_path("workdir", workdir), stop)) > 0
+    folder = local_path("workdir", workdir)
+    steps = training_steps(config, folder, stop)
+    return sum(1 for _ in profiled(steps, folder / "profile", profile)) > 0
+
+
+def profiled(steps: Iterator[None], folder: Path, count: int) -> Iterator[None]:
+    """Yields before each step as `steps` does, and traces `count` steps after the first into
+    `folder`; the first one also does what a start leaves to it."""
+    tracing = False
+    try:
+        for number, _ in enumerate(steps):
+            if number == 1 and count:
+                jax.profiler.start_trace(str(folder))
+                tracing = True
+            elif number == 1 + count and tracing:
+                jax.profiler.stop_trace()
+                tracing = False
+            yield
+    finally:
+        if tracing:
+            jax.profiler.stop_trace()
 
 
 def training_steps(config: Config, workdir: Path, stop: Callable[[], bool] = never
@@ -51,7 +74,7 @@ def training_steps(config: Config, workdir: Path, stop: Callable[[], bool] = nev
     overlapped updates of a drafter may still be running.
     """
     began = time.perf_counter()
-    sharding.devices()  # refused here rather than where JAX is first used
+    sharding.all_devices()  # refused here rather than where JAX is first used
     described = config_lib.as_dict(config)
     resume.check_config(workdir, described, resume.EQUAL)
     source = weights.describe_source(config.model.path, family=config.model.family)
@@ -101,7 +124,7 @@ def step_flops(config: Config, arch: Architecture) -> float:
     leaves = jax.tree.leaves(architecture.describe(arch), is_leaf=architecture.is_param)
     parameters = sum(math.prod(leaf.shape) for leaf in leaves)
     generated = config.sequences * config.rollout.max_new_tokens
-    prompts = config.sequences // config.sequences_per_row * config.rollout.max_prompt_tokens
+    prompts = config.sequences // config.sequences_per_unit * config.rollout.max_prompt_tokens
     return parameters * (2 * generated + 6 * config.rl.updates * (generated + prompts))
 
 
@@ -137,6 +160,7 @@ def run_steps(trainer: Trainer, checkpoints: Checkpoints, writer: metrics.Writer
 
     Raises:
       TrainingError: too many non-finite updates in a row; a checkpoint is written first.
+      RewardError: a reward failed; the same.
     """
     config, saved = trainer.config, trainer.step_number
 
@@ -151,7 +175,11 @@ def run_steps(trainer: Trainer, checkpoints: Checkpoints, writer: metrics.Writer
         if stop():
             return save()
         yield
-        record, samples = trainer.step(progress.rollout, progress.phase)
+        try:
+            record, samples = trainer.step(progress.rollout, progress.phase)
+        except RewardError:
+            save()
+            raise
         record["compilations"] = compilations.take()
         record, first = record | first, {}
         if record["compilations"]:

@@ -35,8 +35,8 @@ Json: TypeAlias = dict[str, Any]
 """An object of a JSON file."""
 ControlState: TypeAlias = Any
 """A controller's own pytree of state; only that controller looks inside."""
-KVCache: TypeAlias = list[tuple[list[Array], list[Array]]]
-"""(k, v) of each layer, each a list of segments along S: k [B, G, E, s], v [B, G, s, E]."""
+KVCache: TypeAlias = Any
+"""Keys and values of all layers, a pytree with the methods of model.cache.KV."""
 
 
 def carrier(kind: Callable[..., T], **fields: Any) -> T:

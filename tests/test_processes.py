@@ -82,6 +82,6 @@ def test_a_process_says_whom_it_waits_for_and_ends(index: int, whom: str) -> Non
 
 
 def test_share_out_of_one_process_maps_all_items() -> None:
-    assert processes.share_out("test", lambda x: (x, {"a": x}), [1, 2]) == [
+    assert processes.share_out("test", lambda part: [(x, {"a": x}) for x in part], [1, 2]) == [
         (1, {"a": 1}), (2, {"a": 2})]
     assert processes.share("test", {"x": 1}) == [{"x": 1}] and processes.any_of("test", True)

@@ -7,12 +7,17 @@ not support. Nothing else decides, so a call shows what is refused and why.
 import dataclasses
 import importlib
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 
 from specrl_kernels import tuning
+
+Interpret: TypeAlias = Any
+"""Whether a Pallas kernel is interpreted; `pltpu.InterpretParams(...)` says how a TPU's is."""
+GPUS = {"cuda": "gpu", "rocm": "gpu"}  # names of GPUs that lowering knows
 
 _LOG = logging.getLogger(__name__)
 
@@ -27,13 +32,37 @@ class Target(NamedTuple):
     platform: str  # "cpu", "gpu" or "tpu"
     kind: str  # of device, as JAX names it: "NVIDIA H200", "TPU v5 lite", "cpu"
     named: bool  # the caller named the implementation
-    interpret: bool = False  # Pallas kernels are interpreted, on any device
+    interpret: Interpret = False  # Pallas kernels are interpreted, on any device
     config: Mapping[str, int] | None = None  # of the named implementation; None: tuned
 
 
-def target(implementation: str | None, platform: str | None = None, interpret: bool = False,
+class Device(NamedTuple):
+    """What programs are traced for."""
+
+    platform: str  # "cpu", "gpu" or "tpu"
+    kind: str  # as JAX names it: "NVIDIA H200", "TPU v5 lite", "cpu"
+
+
+def traced_for() -> Device:
+    """Returns the device of the mesh in scope; without a mesh, the default device.
+
+    The mesh in scope is that of the enclosing `jax.shard_map` or `jax.sharding.use_abstract_mesh`.
+    So a program for a TPU can be traced where the default device is a CPU.
+    """
+    device: Any = jax.sharding.get_abstract_mesh().abstract_device
+    if device is not None:
+        platform = str(device.platform)
+        return Device(GPUS.get(platform, platform), device.device_kind)
+    default: Any = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
+    device = default or jax.devices()[0]
+    if isinstance(device, str):
+        return Device(GPUS.get(device, device), device)
+    return Device(device.platform, device.device_kind)
+
+
+def target(implementation: str | None, platform: str | None = None, interpret: Interpret = False,
            config: Mapping[str, int] | None = None) -> Target:
-    """Returns the target of a call on the default device, or on a `platform` that is not there.
+    """Returns the target of a call on what is traced for, or on a `platform` that is not there.
 
     Raises:
       ValueError: a configuration without the name of the implementation that it is for, or an
@@ -43,18 +72,17 @@ def target(implementation: str | None, platform: str | None = None, interpret: b
         raise ValueError(f"config = {dict(config)}: name the implementation that it is for")
     if platform not in (None, "cpu", "gpu", "tpu"):
         raise ValueError(f"platform = {platform!r}: choose one of cpu, gpu, tpu")
-    default: Any = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
-    device = default or jax.devices()[0]
-    here = device if isinstance(device, str) else device.platform
-    if platform in (None, here):
-        kind = here if isinstance(device, str) else device.device_kind
-    else:
-        kind = f"some {platform}"
-    return Target(platform or here, kind, implementation is not None, interpret, config)
+    here = traced_for()
+    kind = here.kind if platform in (None, here.platform) else f"some {platform}"
+    return Target(platform or here.platform, kind, implementation is not None, interpret, config)
 
 
-def require(target: Target, op: str, name: str, platforms: Sequence[str]) -> None:
-    """Refuses a kernel on other platforms and, unless it is named, on devices without tuning rows.
+def require(target: Target, op: str, name: str, platforms: Sequence[str], measured: bool = True
+            ) -> None:
+    """Refuses a kernel on other platforms.
+
+    Args:
+      measured: refuse it on devices without tuning rows, too, unless it is named.
 
     Raises:
       Unsupported: with the reason.
@@ -66,7 +94,7 @@ def require(target: Target, op: str, name: str, platforms: Sequence[str]) -> Non
     if target.platform not in platforms:
         raise Unsupported(f"needs a {' or '.join(platforms)}, this is a {target.platform}; "
                           "interpret=True runs it anywhere, slowly")
-    if not target.named and not tuning.has_rows(target.kind, op, name):
+    if measured and not target.named and not tuning.has_rows(target.kind, op, name):
         raise Unsupported(f"not yet run on {target.kind} (no row in tuned/): ask for it by name")
 
 
@@ -117,14 +145,29 @@ def configured(kind: type[Any], given: Mapping[str, int]) -> Any:
     return kind(**given)
 
 
-def kernel(op: str, name: str, *platforms: str) -> Callable[..., Any]:
-    """Returns the implementation `op`_`name`, whose module is imported when it is first called."""
+def kernel(op: str, name: str, *platforms: str, measured: bool = True, function: str = ""
+           ) -> Callable[..., Any]:
+    """Returns the implementation `op`_`name`, whose module is imported when it is first called.
+
+    Args:
+      measured: see `require`.
+      function: another function of that module, for the same devices.
+    """
     def call(*args: Any, target: Target, **options: Any) -> Any:
-        require(target, op, name, platforms)
+        require(target, op, name, platforms, measured)
         module = importlib.import_module(f"specrl_kernels.{op}.{name}")
-        return getattr(module, f"{op}_{name}")(*args, target=target, **options)
+        return getattr(module, function or f"{op}_{name}")(*args, target=target, **options)
 
     return call
+
+
+def automatic_axes() -> tuple[tuple[str, ...], int]:
+    """Returns the axes of the mesh in scope over which the compiler may split arrays, and how many
+    devices they span."""
+    mesh = jax.sharding.get_abstract_mesh()
+    names = tuple(name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+                  if kind != jax.sharding.AxisType.Manual)
+    return names, math.prod(mesh.shape[name] for name in names)
 
 
 def choose(implementations: Mapping[str, Callable[..., Any]], name: str | None

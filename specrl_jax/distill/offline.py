@@ -20,13 +20,15 @@ from specrl_jax.distill import data, teacher, update
 from specrl_jax.distill.data import Corpus, Plan
 from specrl_jax.distill.metrics import by_depth, summarize, table
 from specrl_jax.distill.teacher import SequenceBatch, TeacherTargets
+from specrl_jax.distill.texts import read_texts
 from specrl_jax.draft import eagle_model, eagle_weights
 from specrl_jax.draft.eagle_model import EagleArch
 from specrl_jax.io import lock, metrics, resume
 from specrl_jax.io.checkpoint import Checkpoints
-from specrl_jax.io.checksum import identity
 from specrl_jax.io.data import digest, step_prompts
+from specrl_jax.io.places import local_path
 from specrl_jax.io.progress import Progress
+from specrl_jax.model import layers
 from specrl_jax.model.source import CHECKPOINTS, Actor, open_actor
 from specrl_jax.model.transformer import Params
 from specrl_jax.model.weights import Source
@@ -48,7 +50,7 @@ class DrafterTraining:
     rollout_prompts: int = option(256, "use the first N prompts of config.data; 0: only --texts")
     samples: int = option(2, "responses to each prompt")
     texts: str = option("", "JSONL file, .gz or not, to learn from too: objects with question and "
-                            "answer, or with text")
+                            "answer, with messages, or with text")
     eval_split: str = option("test", "split of config.data whose prompts are held out")
     eval_prompts: int = option(16, "held-out prompts; training prompts equal to one are dropped")
     eval_every: int = option(400, "updates between evaluations; the last one is always evaluated")
@@ -92,7 +94,7 @@ class DrafterTrainer:
                  corpus: Corpus, held: Corpus) -> None:
         check(len(corpus.tokens) > 0, "texts", options.texts, "holds nothing to learn from")
         self.options, self.actor = options, params
-        self.made_for = eagle_weights.MadeFor(source.tokenizer.identity, identity(params))
+        self.made_for = eagle_weights.MadeFor(source.tokenizer.identity, layers.identity(params))
         self.arch = arch = EagleArch(
             source.arch, draft_vocab=min(options.draft_vocab, source.arch.vocab_size),
             own_head=options.own_head)
@@ -195,7 +197,7 @@ def train_drafter(config: Config, options: DrafterTraining, workdir: Path,
     Raises:
       ConfigError: an option cannot work.
     """
-    sharding.devices()
+    sharding.all_devices()
     actor = actor or open_actor(config)
     description = as_dict(config) | {"drafter_training": as_dict(options), "actor": {
         "run": actor.run and str(actor.run), "step": actor.step}}
@@ -203,23 +205,27 @@ def train_drafter(config: Config, options: DrafterTraining, workdir: Path,
     progress = Progress(options.steps, 0)
     prompts = data.load_prompts(config, actor.source.tokenizer, options.rollout_prompts,
                                 options.eval_split, options.eval_prompts, progress.say)
+    most = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
+    texts = None if not options.texts else read_texts(
+        local_path("--texts", options.texts), actor.source.tokenizer, config.data, most)
     metrics.make_workdir(workdir)
     with lock.hold(workdir, progress.say):
         resume.check_config(workdir, description)
         resume.check_data(workdir, {name: digest(part.examples) for name, part in zip(
             ("training", "held-out"), prompts, strict=True)})
         metrics.write_config(workdir, description)
-        return _train(config, options, workdir, actor, prompts, progress)
+        return _train(config, options, workdir, actor, prompts, texts, progress)
 
 
 def _train(config: Config, options: DrafterTraining, workdir: Path, actor: Actor,
-           prompts: tuple[Prompts, Prompts], progress: Progress) -> bool:
+           prompts: tuple[Prompts, Prompts], texts: Corpus | None, progress: Progress) -> bool:
     """Rolls out, trains and writes the head; returns whether any update was left."""
     source, say, warn = actor.source, progress.say, progress.warn
     say(f"loading {actor.name}")
     mesh = sharding.make_mesh(config.mesh)
-    params = publisher(source.arch, mesh, jnp.dtype(config.model.dtype))(actor.params(mesh))
-    corpora = data.gather(config, source, params, prompts, options.samples, options.texts,
+    params = publisher(source.arch, mesh, jnp.dtype(config.model.dtype), layers.are_scanned(
+        sharding.platform(mesh)))(actor.params(mesh))
+    corpora = data.gather(config, source, params, prompts, options.samples, texts,
                           workdir / ROLLOUTS, say)
     trainer = DrafterTrainer(config, options, source, params, *corpora)
     with Checkpoints(workdir / CHECKPOINTS, config.checkpoint_keep, warn) as checkpoints:

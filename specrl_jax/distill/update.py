@@ -105,15 +105,16 @@ class Programs:
                  mesh: Mesh, targets: NamedSharding | None = None) -> None:
         """`arch` is the actor's; without a sharding of `targets` the compiler chooses it."""
         self.arch, self.mesh = arch, mesh
+        on_mesh = functools.partial(sharding.traced_for, mesh)
         self.compute_targets = jax.jit(
-            lambda window, actor, batch: jax.lax.map(functools.partial(
-                teacher.compute_targets, arch, drafter.taps, window, actor), batch),
+            on_mesh(lambda window, actor, batch: jax.lax.map(functools.partial(
+                teacher.compute_targets, arch, drafter.taps, window, actor), batch)),
             static_argnums=0, out_shardings=targets)
-        self.update = jax.jit(functools.partial(update, drafter, options),
+        self.update = jax.jit(on_mesh(functools.partial(update, drafter, options)),
                               out_shardings=sharding.replicated(mesh))
-        self.evaluate = jax.jit(
+        self.evaluate = jax.jit(on_mesh(
             lambda params, frozen, *batch: jax.lax.map(lambda at: metrics.evaluate_drafter(
-                drafter, options, params, frozen, *at), batch), out_shardings=targets)
+                drafter, options, params, frozen, *at), batch)), out_shardings=targets)
 
     def rows(self, values: PyTree) -> PyTree:
         """Puts host arrays [n, b, ...] on the devices, the rows over data shards."""

@@ -19,7 +19,7 @@ import numpy as np
 
 from specrl_jax.config import check
 from specrl_jax.draft.trainable import DraftInputs, TrainableDrafter, from_predictions
-from specrl_jax.model import transformer
+from specrl_jax.model import layers, transformer
 from specrl_jax.model.architecture import Architecture, Param, draw
 from specrl_jax.structs import Array, Params, PyTree
 
@@ -228,7 +228,7 @@ def warm_start(arch: EagleArch, params: Params, actor: Params, head: Array, scal
       head: f[Vd, F] the actor's rows of the draft vocabulary.
       scale: f32[A] root mean square of each tap.
     """
-    last, f = actor["layers"][-1], arch.actor.hidden_size
+    last, f = layers.layer_of(actor["layers"], -1), arch.actor.hidden_size
     fc = params["fc"].reshape(f, len(scale), f) / np.std(params["fc"])
     fc = fc * (SMALL / (scale[:, None] * (len(scale) * f) ** 0.5))
     fc[:, -1] += np.eye(f) / scale[-1]

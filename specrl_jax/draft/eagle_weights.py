@@ -24,9 +24,12 @@ from specrl_jax.model.hf_directory import DTYPES, SINGLE, open_tensors
 from specrl_jax.model.tokenizer import read_json
 from specrl_jax.structs import Json, PyTree
 
-CLASS = "LlamaForCausalLMEagle3"
+CLASSES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")  # SpecForge's; vLLM's, AngelSlim's
 OURS = "specrl_jax"  # section of config.json that other readers ignore
 HEAD, OFFSETS, MASK, EMBED = "lm_head.weight", "d2t", "t2d", "embed_tokens.weight"
+PICKLE = "pytorch_model.bin"
+CONVERT = ("python -c 'import torch, safetensors.torch; safetensors.torch.save_file(torch.load("
+           f'"{PICKLE}", weights_only=True), "{SINGLE}")' "'")
 _MAPS = {OFFSETS: ("I64", "I32"), MASK: ("BOOL",)}
 _NORMS = {"embed_norm": "midlayer.input_layernorm.weight",
           "feature_norm": "midlayer.hidden_norm.weight",
@@ -64,7 +67,7 @@ def save(directory: str | os.PathLike[str], arch: EagleArch, own: Mapping[str, P
     """
     with new_directory("drafter", directory) as partial:
         config = write_config(arch.layer) | {
-            "architectures": [CLASS], "draft_vocab_size": arch.draft_vocab,
+            "architectures": [CLASSES[0]], "draft_vocab_size": arch.draft_vocab,
             "eagle_config": {"use_aux_hidden_state": True,
                              "eagle_aux_hidden_state_layer_ids": list(arch.taps)},
             OURS: made_for._asdict()}
@@ -107,7 +110,8 @@ def _architecture(config: Json, tensors: Mapping[str, np.ndarray], actor: Archit
                   folder: str) -> EagleArch:
     """Returns the head's architecture, checked against the actor's."""
     kind = config.get("architectures")
-    check(kind == [CLASS], f"{folder}: architectures", kind, f"must be [{CLASS!r}]")
+    check(isinstance(kind, list) and len(kind) == 1 and kind[0] in CLASSES,
+          f"{folder}: architectures", kind, f"must be [{CLASSES[0]!r}] or [{CLASSES[1]!r}]")
     plain = config.get("norm_before_residual", False)
     check(plain is False, f"{folder}: norm_before_residual", plain,
           "is not supported; give a head whose residual is taken before the norm")
@@ -205,6 +209,9 @@ def _tensors(arch: EagleArch, own: Mapping[str, PyTree]) -> dict[str, np.ndarray
 
 
 def _read(path: Path) -> dict[str, np.ndarray]:
+    pickled = path.with_name(PICKLE)
+    _expect(path.is_file() or not pickled.is_file(), pickled, f"is a pickle, which is never read; "
+            f"convert it: {CONVERT}")
     file = open_tensors(path)
     for name in file.keys():  # noqa: SIM118  it is no mapping
         found, wanted = file.get_slice(name).get_dtype(), _MAPS.get(name, DTYPES)

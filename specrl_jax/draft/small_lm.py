@@ -14,7 +14,8 @@ from jax.typing import DTypeLike
 from specrl_jax.draft import cached
 from specrl_jax.draft.network import Growth, Network
 from specrl_jax.draft.protocol import Drafter
-from specrl_jax.model import transformer
+from specrl_jax.io.compilation import call
+from specrl_jax.model import layers, transformer
 from specrl_jax.model.architecture import Architecture, describe
 from specrl_jax.model.transformer import Attend
 from specrl_jax.structs import Array, Params
@@ -28,8 +29,8 @@ def small_lm(arch: Architecture, depth: int, branch: int, nodes: int, children: 
     See eagle.eagle for the other arguments and the errors.
     """
     growth = Growth(_network(arch), depth, branch, nodes, children, origin, temperature, drawn)
-    return cached.drafter(growth, arch, dtype, name="small_lm", bind=lambda actor, own: _cast(
-        arch, own, actor["embed"].dtype, cached.mesh_of(actor["embed"])))
+    return cached.drafter(growth, arch, dtype, name="small_lm", bind=lambda actor, own: call(
+        _cast, arch, own, actor["embed"].dtype, cached.mesh_of(actor["embed"])))
 
 
 def _network(arch: Architecture) -> Network:
@@ -37,9 +38,8 @@ def _network(arch: Architecture) -> Network:
             ) -> Array:
         rotation = transformer.rotations(arch, position)
         known = jnp.minimum(token, arch.vocab_size - 1)  # the actor may have more rows
-        x = transformer.embed(params, known)
-        for index, layer in enumerate(params["layers"]):
-            x, _ = transformer.block(arch, layer, index, x, rotation, attend, decode=True)
+        x, _, _ = layers.run(params["layers"], lambda layer, index, x: transformer.block(
+            arch, layer, index, x, rotation, attend, decode=True), transformer.embed(params, known))
         return transformer.rms_norm(x, params["final_norm"], arch.norm_eps)
 
     return Network(run=run, logits=functools.partial(transformer.logits, arch, decode=True),

@@ -260,6 +260,25 @@ def read_meta(directory: str | Path, step: int) -> Json:
         return _note(_intact(directory, step))["meta"]
 
 
+def saved_leaves(directory: str | Path, step: int, key: str) -> dict[str, list[Any]]:
+    """Returns [shape, dtype] of the leaves of one top-level entry by their paths, see `describe`.
+
+    Raises:
+      CheckpointGone: the checkpoint is missing, or a run deletes it meanwhile.
+      CheckpointError: it is damaged, or lacks the entry.
+    """
+    directory = Path(directory).absolute()
+    with _reading(directory / str(step)):
+        return _saved(_intact(directory, step), key)
+
+
+def _saved(step_dir: Path, key: str) -> dict[str, list[Any]]:
+    saved = _part(_note(step_dir)["leaves"], key)
+    if not saved:
+        raise CheckpointError(f"{step_dir}: no arrays named {key!r} in this checkpoint")
+    return saved
+
+
 def restore_part(directory: str | Path, step: int, key: str, abstract: PyTree = None) -> PyTree:
     """Returns one top-level entry of a checkpoint's arrays, such as "actor".
 
@@ -277,9 +296,7 @@ def restore_part(directory: str | Path, step: int, key: str, abstract: PyTree = 
 
 
 def _restore_part(step_dir: Path, key: str, abstract: PyTree) -> PyTree:
-    saved = _part(_note(step_dir)["leaves"], key)
-    if not saved:
-        raise CheckpointError(f"{step_dir}: no arrays named {key!r} in this checkpoint")
+    saved = _saved(step_dir, key)
     with quiet_orbax(), literal(step_dir.parent) as directory, ocp.Checkpointer(
             array_handler()) as checkpointer:
         place = directory / step_dir.name / "state"

@@ -1,7 +1,9 @@
 """Prompts: the examples of a dataset, and which of them each step uses."""
 
+import ast
 import collections
 import dataclasses
+import datetime
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -83,6 +85,23 @@ def occurrences(ids: Sequence[int] | np.ndarray) -> np.ndarray:
         result[index] = seen[prompt_id]
         seen[prompt_id] += 1
     return result
+
+
+def template_variables(data: DataConfig) -> dict[str, Any]:
+    """Returns the variables that `data` gives to the chat template besides the conversation."""
+    given = {name: _value(text) for name, _, text in (x.partition("=") for x in data.template)}
+    if data.date:
+        given["strftime_now"] = datetime.date.fromisoformat(data.date).strftime
+    return given
+
+
+def _value(text: str) -> Any:
+    """Returns the Python or JSON value that a text spells, or the text."""
+    words = {"true": True, "false": False, "null": None}
+    try:
+        return words[text] if text in words else ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
 
 
 def messages(example: Example, system: str = "") -> list[dict[str, str]]:

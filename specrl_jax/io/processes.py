@@ -178,22 +178,23 @@ def any_of(name: str, flag: bool) -> bool:
     return any(told["flag"] for told in share(name, {"flag": flag}))
 
 
-def share_out(name: str, function: Callable[[T], Any], items: Sequence[T]) -> list[Any]:
-    """Returns `function(item)` of each item, computed once: each process takes a part of them.
+def share_out(name: str, function: Callable[[Sequence[T]], Sequence[Any]], items: Sequence[T]
+              ) -> Sequence[Any]:
+    """Returns `function(items)`, computed once: each process takes a part of them.
 
     Args:
-      function: its results are JSON values; tuples come back as lists.
+      function: returns a JSON value for each item; tuples come back as lists.
 
     Raises:
       ConfigError: `function` raised it, here or in another process.
     """
     count, mine = jax.process_count(), jax.process_index()
     if count == 1:
-        return [function(item) for item in items]
+        return function(items)
     bounds = [len(items) * i // count for i in range(count + 1)]
     error, found = None, []
     try:
-        found = [function(item) for item in items[bounds[mine] : bounds[mine + 1]]]
+        found = function(items[bounds[mine] : bounds[mine + 1]])
     except ConfigError as problem:
         error = problem
     told = share(name, {"found": found, "error": error and str(error)})

@@ -22,11 +22,12 @@ from specrl_jax.structs import Json
 DATA = "data.json"
 ABSENT = "(absent)"  # a field that only one of two versions of this package has
 FREE = ("name", "steps", "checkpoint_every", "checkpoint_keep", "learner.max_bad_steps",
-        "data.data_dir", "data.manual_dir", "data.path")
+        "reward.workers", "data.data_dir", "data.manual_dir", "data.path")
 LOSS, SPEED = "losses within rounding", "accept lengths and times not"
 # By name, or by whole section; those of SPEED change the law of tokens under a rule but `match`.
 EQUAL: Mapping[str, str] = {
-    "learner.micro_batch": LOSS, "learner.packing": LOSS, "learner.remat": LOSS, "mesh": LOSS,
+    "learner.micro_batch": LOSS, "learner.packing": LOSS, "learner.tokens_per_row": LOSS,
+    "learner.remat": LOSS, "mesh": LOSS,
     "rollout.batch_size": SPEED, "rollout.min_batch": SPEED, "rollout.rounds_per_launch": SPEED,
     "rollout.order": SPEED, "rollout.max_prompt_tokens": SPEED, "spec": SPEED, "draft": SPEED,
     "distill": SPEED, "control": SPEED}

@@ -68,8 +68,8 @@ class Param:
     std: float
 
 
-def describe(arch: Architecture) -> dict[str, Any]:
-    """Returns the parameter tree with a `Param` at each leaf."""
+def describe(arch: Architecture, stacked: bool = False) -> dict[str, Any]:
+    """Returns the parameter tree with a `Param` at each leaf; for `stacked` see layers.py."""
     a, g, r, e, f = arch, arch.num_kv_heads, arch.group, arch.head_dim, arch.hidden_size
     std, out_std = 0.02, 0.02 / (2 * arch.num_layers) ** 0.5
     norm = Param((f,), ("embed",), 0)
@@ -85,8 +85,11 @@ def describe(arch: Architecture) -> dict[str, Any]:
     if arch.qk_norm:
         layer["q_norm"] = layer["k_norm"] = Param((e,), (None,), 0)
     table = Param((a.vocab_size, f), ("vocab", "embed"), std)
-    tree = {"embed": table, "final_norm": norm,
-            "layers": [dict(layer) for _ in range(a.num_layers)]}
+    each: Any = [dict(layer) for _ in range(a.num_layers)]
+    if stacked:
+        each = {name: Param((a.num_layers, *p.shape), (None, *p.axes), p.std)
+                for name, p in layer.items()}
+    tree = {"embed": table, "final_norm": norm, "layers": each}
     return tree if arch.tied else tree | {"head": table}
 
 

@@ -5,10 +5,12 @@ import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
+from specrl_jax.config import check
 from specrl_jax.io.places import new_directory
 from specrl_jax.model.architecture import Architecture
 from specrl_jax.model.families import FAMILIES
@@ -19,26 +21,30 @@ from specrl_jax.model.tokenizer import SPECIAL, Tokenizer
 from specrl_jax.structs import Json, Params
 
 SHARD_BYTES = 4 * 2**30
+DTYPES = ("float32", "bfloat16", "float16")
 
 
 def export(directory: str | os.PathLike[str], arch: Architecture, params: Params,
-           tokenizer: Tokenizer, shard_bytes: int = SHARD_BYTES) -> None:
+           tokenizer: Tokenizer, shard_bytes: int = SHARD_BYTES, dtype: str = "float32") -> None:
     """Writes a model directory; after an error nothing of it is left.
 
     Args:
       directory: must not exist yet, or be empty.
-      params: the tree of architecture.describe; numpy or JAX arrays, written as float32.
+      params: the tree of architecture.describe; numpy or JAX arrays.
+      dtype: of the weights that are written, one of DTYPES.
       shard_bytes: weights beyond this size are split over several files with an index.
 
     Raises:
-      ConfigError: the directory is not empty, or cannot be written.
+      ConfigError: the directory is not empty, or cannot be written; or a weight is beyond `dtype`.
     """
+    check(dtype in DTYPES, "dtype", dtype, f"choose one of {', '.join(DTYPES)}")
     with new_directory("out", directory) as partial:
-        _write_json(partial / "config.json", write_config(arch) | _special_ids(tokenizer))
+        _write_json(partial / "config.json", write_config(arch, dtype) | _special_ids(tokenizer))
         _write_json(partial / "generation_config.json", _special_ids(tokenizer))
         _write_tokenizer(partial, tokenizer, arch)
         rename = FAMILIES.resolve(arch.family).to_checkpoint
-        tensors = ((rename(name), array) for name, array in unpack(arch, params))
+        tensors = ((rename(name), _cast(name, array, dtype)) for name, array in unpack(
+            arch, params))
         _write_weights(partial, tensors, shard_bytes)
 
 
@@ -70,17 +76,24 @@ def save_tensors(tensors: dict[str, np.ndarray], path: Path) -> None:
 
 def _shards(tensors: Iterable[tuple[str, np.ndarray]], shard_bytes: int
             ) -> Iterator[dict[str, np.ndarray]]:
-    """Yields float32 tensors in groups of at most `shard_bytes`, at least one in each."""
+    """Yields tensors in groups of at most `shard_bytes`, at least one in each."""
     shard: dict[str, np.ndarray] = {}
     size = 0
     for name, array in tensors:
-        array = np.ascontiguousarray(array, np.float32)
         if shard and size + array.nbytes > shard_bytes:
             yield shard
             shard, size = {}, 0
         shard[name] = array
         size += array.nbytes
     yield shard
+
+
+def _cast(name: str, array: np.ndarray, dtype: str) -> np.ndarray:
+    with np.errstate(over="ignore"):
+        cast = np.ascontiguousarray(array, jnp.dtype(dtype))
+    check(bool(np.isfinite(cast).all()), "dtype", dtype, f"cannot hold the weights of {name}, up "
+          f"to {np.abs(array).max():g}; use bfloat16 or float32")
+    return cast
 
 
 def _write_tokenizer(directory: Path, tokenizer: Tokenizer, arch: Architecture) -> None:

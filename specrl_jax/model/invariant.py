@@ -7,38 +7,42 @@ runs through the forward pass of verification, as a tree that is a chain (experi
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh, use_abstract_mesh
 from specrl_kernels.dispatch import Unsupported
 from specrl_kernels.narrow_matmul import narrow_matmul
 
 from specrl_jax.config import check
 from specrl_jax.model.architecture import Architecture
-from specrl_jax.model.transformer import Packing, Params, tree_forward
-from specrl_jax.structs import Array, Cache
+from specrl_jax.model.cache import SegmentedKV
+from specrl_jax.model.transformer import LayerKV, Packing, tree_forward
+from specrl_jax.structs import Array, Cache, Params
 
 IMPLEMENTATION = "machine"  # of norms, products and attention
 _MULTIPLE = 16  # of features, and of a cache's segments
 
 
-def check_possible(arch: Architecture, dtype: str, tensor: int) -> None:
-    """Raises ConfigError with the reason if model.numerics = "invariant" cannot work on a mesh in
-    which `tensor` devices share a model's weights."""
+def check_possible(arch: Architecture, dtype: str, mesh: Mesh) -> None:
+    """Raises ConfigError with the reason if model.numerics = "invariant" cannot work on a mesh."""
     def refuse(reason: object) -> None:
         check(False, "model.numerics", "invariant", f"{reason}; use default")
 
-    if tensor > 1:
-        refuse(f"mesh.tensor = {tensor} splits sums over devices")
+    if mesh.shape["tensor"] > 1:
+        refuse(f"mesh.tensor = {mesh.shape['tensor']} splits sums over devices")
     if arch.head_dim % _MULTIPLE:
         refuse(f"heads of {arch.head_dim} features, no multiple of {_MULTIPLE}")
+    one = AbstractMesh((), (), abstract_device=mesh.abstract_mesh.abstract_device)
     for inner in {arch.hidden_size, arch.num_heads * arch.head_dim, arch.intermediate_size}:
         shapes = (jax.ShapeDtypeStruct(shape, dtype) for shape in ((1, inner), (inner, 1)))
         try:
-            jax.eval_shape(lambda w, x: narrow_matmul(w, x, implementation=IMPLEMENTATION), *shapes)
+            with use_abstract_mesh(one):
+                jax.eval_shape(
+                    lambda w, x: narrow_matmul(w, x, implementation=IMPLEMENTATION), *shapes)
         except Unsupported as reason:
             refuse(reason)
 
 
 def prompt_forward(arch: Architecture, params: Params, tokens: Array, taps: tuple[int, ...]
-                   ) -> tuple[list[tuple[Array, Array]], Array | None]:
+                   ) -> tuple[LayerKV, Array | None]:
     """Runs the model on prompts, as trees that are chains, over an empty cache.
 
     Args:
@@ -46,7 +50,7 @@ def prompt_forward(arch: Architecture, params: Params, tokens: Array, taps: tupl
       taps: layers whose outputs are returned, 0-based.
 
     Returns:
-      per layer (k [p, G, E, P'], v [p, G, P', E]), and the residual stream after each of `taps`,
+      per layer (k, v), each [G, E, p, P'], and the residual stream after each of `taps`,
       [len(taps) * F, p, P'], None if there are none.
     """
     prompts, width = tokens.shape
@@ -59,9 +63,9 @@ def prompt_forward(arch: Architecture, params: Params, tokens: Array, taps: tupl
     shape = (prompts, arch.num_kv_heads)
     nothing = ([jnp.zeros((*shape, arch.head_dim, _MULTIPLE))],
                [jnp.zeros((*shape, _MULTIPLE, arch.head_dim))])
-    cache = Cache(kv=[nothing] * arch.num_layers, length=jnp.zeros(prompts, jnp.int32))
+    cache = Cache(kv=SegmentedKV([nothing] * arch.num_layers),
+                  length=jnp.zeros(prompts, jnp.int32))
     _, fresh, tapped = tree_forward(arch, params, cache, tokens.reshape(-1), position, packing,
                                     IMPLEMENTATION, taps)
     fresh = jax.tree.map(lambda a: a.reshape(*a.shape[:2], prompts, width), fresh)
-    blocks = [(k.transpose(2, 0, 1, 3), v.transpose(2, 0, 3, 1)) for k, v in fresh]
-    return blocks, None if tapped is None else tapped.reshape(-1, prompts, width)
+    return fresh, None if tapped is None else tapped.reshape(-1, prompts, width)

@@ -11,10 +11,10 @@ from jax.sharding import Mesh
 from specrl_jax import sharding
 from specrl_jax.config import Config, ConfigError, MeshConfig, at_least, build
 from specrl_jax.config.renamed import first_renamed
-from specrl_jax.io.checkpoint import CheckpointGone, list_steps, restore_part
+from specrl_jax.io.checkpoint import CheckpointGone, list_steps, restore_part, saved_leaves
 from specrl_jax.io.metrics import CONFIG, flat, read_config
-from specrl_jax.model import architecture, weights
-from specrl_jax.model.transformer import Params
+from specrl_jax.model import architecture, layers, weights
+from specrl_jax.structs import Params, PyTree
 
 CHECKPOINTS = "checkpoints"
 ATTEMPTS = 20  # to read the newest checkpoint of a run that goes on
@@ -35,19 +35,19 @@ class Actor:
         return self.source.source if self.run is None else f"{self.run}, step {self.step}"
 
     def params(self, mesh: Mesh) -> Params:
-        """Reads the weights, float32, sharded for rollouts. Raises ConfigError if the checkpoint is
-        missing, damaged, or of another model."""
-        described = architecture.describe(self.source.arch)
-        shardings = sharding.shardings(
-            described, sharding.ROLLOUT_RULES, mesh, architecture.is_param
-        )
+        """Reads the weights, float32, sharded for rollouts; a run's layers lie as it stored them.
+
+        Raises:
+          ConfigError: the checkpoint is missing, damaged, or of another model.
+        """
         if self.step == 0 or self.run is None:
-            return sharding.put(shardings, self.source.params())
-        abstract = jax.tree.map(
-            lambda param, place: jax.ShapeDtypeStruct(param.shape, jnp.float32, sharding=place),
-            described, shardings, is_leaf=architecture.is_param)
+            scanned = layers.are_scanned(sharding.platform(mesh))
+            return self.source.params(jax.tree.map(
+                lambda a: a.sharding, self._abstract(mesh, scanned)))
         for _ in range(ATTEMPTS):
             try:
+                stored = saved_leaves(self.run / CHECKPOINTS, self.step, "actor")
+                abstract = self._abstract(mesh, stacked="actor/layers/qkv" in stored)
                 return restore_part(self.run / CHECKPOINTS, self.step, "actor", abstract)
             except CheckpointGone:
                 if not self.newest:
@@ -55,6 +55,16 @@ class Actor:
                 self.step = _newest(self.run)
         raise ConfigError(f"{self.run}: deletes checkpoints faster than they are read; stop it, "
                           f"or raise checkpoint_every or checkpoint_keep")
+
+    def _abstract(self, mesh: Mesh, stacked: bool) -> PyTree:
+        """Returns shapes and shardings of the weights."""
+        described = architecture.describe(self.source.arch, stacked)
+        shardings = sharding.shardings(
+            described, sharding.ROLLOUT_RULES, mesh, architecture.is_param
+        )
+        return jax.tree.map(
+            lambda param, place: jax.ShapeDtypeStruct(param.shape, jnp.float32, sharding=place),
+            described, shardings, is_leaf=architecture.is_param)
 
 
 def open_actor(config: Config, run: Path | None = None, step: int | None = None) -> Actor:
@@ -98,7 +108,7 @@ def run_config(run: Path) -> Config:
 def fit_mesh(config: Config, say: Callable[[str], None]) -> Config:
     """Returns a run's config for reading it here: on one device, with a line to `say`, where the
     run's mesh has more than there are."""
-    if config.mesh.size <= len(sharding.devices()):
+    if config.mesh.size <= len(sharding.all_devices()):
         return config
     say(f"mesh: the run's {config.mesh.size} devices are not here; using one, which changes no "
         f"result but by rounding (--config.mesh.data, fsdp and tensor set others)")

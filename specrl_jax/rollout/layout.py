@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import TypeAlias
 
 import jax
 import numpy as np
@@ -16,20 +15,23 @@ from specrl_jax.config import RolloutConfig, check
 from specrl_jax.control import acceptance
 from specrl_jax.control.acceptance import Acceptance
 from specrl_jax.draft.protocol import RolloutInfo
+from specrl_jax.model import cache
 from specrl_jax.rollout.plan import Decoder
 from specrl_jax.sharding import ROWS
-from specrl_jax.structs import Cache, Counters, PyTree, RolloutState, Sampling, Sequences, carrier
+from specrl_jax.structs import (
+    Cache,
+    Counters,
+    KVCache,
+    PyTree,
+    RolloutState,
+    Sampling,
+    Sequences,
+    carrier,
+)
 
-SEGMENT = 64  # cache slots come in multiples of this; measured on a CPU
 PROMPTS = (1, 4, 16, 64, 256)  # prompts of one compiled prefill, besides those that fill all slots
-KVShapes: TypeAlias = list[tuple[list[jax.ShapeDtypeStruct], list[jax.ShapeDtypeStruct]]]
 ROW = P(ROWS)
-STATE = carrier(
-    RolloutState, cache=ROW, root=ROW, seq=ROW,
-    sampling=carrier(Sampling, temperature=ROW, top_p=ROW, top_k=ROW, limit=ROW, key=ROW, stop=P()),
-    sequences=ROW, draft=ROW, control=P(), expected=ROW,
-    estimate=P(), seen=ROW, counters=ROW)
-"""How a state is split over the data axes; `tensor` also splits the cache's heads."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Shapes:
@@ -53,19 +55,7 @@ class Shapes:
     def cache(self) -> int:
         """S. XLA moves an update that does not fit, instead of cutting it: D + 1 stay free."""
         least = self.prompt + self.response + self.depth + 1
-        return -(-least // SEGMENT) * SEGMENT
-
-    @property
-    def segments(self) -> tuple[int, ...]:
-        """Sizes of the arrays of a layer's cache, S together.
-
-        Attention reads a segment whole or not at all, so each is at most half of those before it: a
-        long cache has few arrays, and a short context reads little more than itself.
-        """
-        sizes: list[int] = []
-        while (left := self.cache - sum(sizes)) > 0:
-            sizes.append(min(left, max(SEGMENT, sum(sizes) // 2 // SEGMENT * SEGMENT)))
-        return tuple(sizes)
+        return -(-least // cache.SEGMENT) * cache.SEGMENT
 
     @property
     def batches(self) -> tuple[int, ...]:
@@ -127,13 +117,23 @@ def make_request(
 
 
 class Layout:
-    """States of one engine: as host arrays, as abstract shapes, and their shardings."""
+    """States of one engine: as host arrays, as abstract shapes, and their shardings.
+
+    Attributes:
+      specs: how a state is split over the data axes; `tensor` also splits the cache's heads.
+    """
 
     def __init__(self, decoder: Decoder, mesh: Mesh, shapes: Shapes, stop: Sequence[int],
-                 dtype: DTypeLike, past: int) -> None:
+                 dtype: DTypeLike, past: int, platform: str) -> None:
         self.decoder, self.mesh, self.shapes = decoder, mesh, shapes
         self.stop = np.asarray(stop or (-1,), np.int32)
-        self.dtype, self.past = dtype, past
+        self.dtype, self.past, self.platform = dtype, past, platform
+        sampling = carrier(Sampling, temperature=ROW, top_p=ROW, top_k=ROW, limit=ROW, key=ROW,
+                           stop=P())
+        self.specs = carrier(
+            RolloutState, cache=carrier(Cache, kv=self._kv(shapes.batch).split, length=ROW),
+            root=ROW, seq=ROW, sampling=sampling, sequences=ROW, draft=ROW, control=P(),
+            expected=ROW, estimate=P(), seen=ROW, counters=ROW)
 
     def check(self, request: RolloutRequest) -> None:
         """Checks that a request fits.
@@ -170,24 +170,23 @@ class Layout:
                             self.shardings(state), state)
         return like.replace(cache=like.cache.replace(kv=self.abstract_kv(batch)))
 
-    def abstract_kv(self, batch: int) -> KVShapes:
+    def abstract_kv(self, batch: int) -> KVCache:
         """Returns shapes, dtypes and shardings of the cache of `batch` slots a shard."""
-        arch, rows = self.decoder.arch, batch * self.shapes.shards
-        g, e = arch.num_kv_heads, arch.head_dim
-        tensor = "tensor" if g % self.mesh.shape["tensor"] == 0 else None
-        place = NamedSharding(self.mesh, P(ROWS, tensor))
+        kv, heads = self._kv(batch), self.decoder.arch.num_kv_heads
+        tensor = "tensor" if heads % self.mesh.shape["tensor"] == 0 else None
+        place = NamedSharding(self.mesh, P(*kv.split, tensor))
+        return jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place), kv)
 
-        def part(*rest: int) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct((rows, g, *rest), self.dtype, sharding=place)
-
-        sizes = self.shapes.segments
-        return [([part(e, s) for s in sizes], [part(s, e) for s in sizes])] * arch.num_layers
+    def _kv(self, batch: int) -> KVCache:
+        return cache.shapes(self.platform, self.decoder.arch, batch * self.shapes.shards,
+                            self.shapes.cache, self.dtype)
 
     def shardings(self, state: RolloutState) -> RolloutState:
         """Returns a NamedSharding for each leaf of a state."""
         return jax.tree.map(
             lambda spec, part: jax.tree.map(lambda _: NamedSharding(self.mesh, spec), part),
-            STATE, state, is_leaf=lambda x: isinstance(x, P))
+            self.specs, state, is_leaf=lambda x: isinstance(x, P))
 
     def of_results(self, shapes: PyTree, specs: PyTree) -> PyTree:
         """Returns shardings of a program's results: `abstract`'s for a state, else `specs`."""

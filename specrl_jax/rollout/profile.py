@@ -41,7 +41,7 @@ def limits_of(engine: Engine) -> Limits:
 
 def key(engine: Engine, about: Json) -> Json:
     """Returns what a measurement holds for; `about` describes the drafter."""
-    device, decoder = jax.devices()[0], engine.decoder
+    device, decoder = engine.mesh.devices.flat[0], engine.decoder
     return {"device": f"{device.platform} {device.device_kind} {processor()}",
             "cores": cores(), "flags": os.environ.get("XLA_FLAGS", ""),
             "jax": jax.__version__, "jaxlib": metadata.version("jaxlib"),

@@ -1,6 +1,6 @@
 """Scoring: finished sequences become text, and text becomes rewards."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -10,8 +10,8 @@ from specrl_jax.model.tokenizer import Tokenizer
 from specrl_jax.rollout.prompts import Prompts
 from specrl_jax.structs import Json, Rollout
 
-Reward = Callable[[str, str, Example], tuple[float, dict[str, float]]]
-"""(prompt, completion, example) -> (reward, each of its terms), see rl/reward.py."""
+Reward = Callable[[Sequence[tuple[str, str, Example]]], Sequence[tuple[float, dict[str, float]]]]
+"""(prompt, completion, example) of each answer -> its reward and terms, see rl/judge.py."""
 
 Sample = Json
 """A sequence as samples.jsonl holds it: prompt_id, occurrence, sample_id, prompt, completion,
@@ -30,7 +30,7 @@ def score_rollout(rollout: Rollout, prompts: Prompts, tokenizer: Tokenizer, rewa
       samples in the rollout's order, rewards f32[Q], and the mean of each term of the reward.
     """
     answers = [_answer(rollout, q, prompts, tokenizer) for q in range(len(rollout.length))]
-    judged = processes.share_out("rewards", lambda answer: reward(*answer), answers)
+    judged = processes.share_out("rewards", reward, answers)
     samples = []
     for q, ((prompt, completion, _), (total, _)) in enumerate(zip(answers, judged, strict=True)):
         samples.append({

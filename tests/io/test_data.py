@@ -90,11 +90,6 @@ def test_the_order_of_problems_is_fixed():
         "28 - 27 + 77 - 63", "32 - 16 + 56 + 11", "84 + 64 + 16 + 88"]
 
 
-def test_worked_answer():
-    problem = levels.Problem((12, 45, 3), "-+")
-    assert problem.solution == "12 - 45 = -33\n-33 + 3 = -30\n#### -30"
-
-
 def test_arithmetic_is_read_without_tensorflow(tmp_path, capfd):
     lines = []
     config = DataConfig(level="add1", data_dir=str(tmp_path))
@@ -148,12 +143,6 @@ def test_bad_fields_are_refused_in_a_line(tmp_path, fields, words):
         load(tmp_path, **fields)
     assert all(word in str(error.value) for word in words)
     assert "\n" not in str(error.value)
-
-
-def test_a_data_dir_that_is_a_file(tmp_path):
-    (tmp_path / "tfds").write_text("")
-    with pytest.raises(ConfigError, match="data.data_dir"):
-        load(tmp_path, level="add1")
 
 
 @pytest.mark.parametrize("suffix, opener", [("", open), (".gz", gzip.open)])
@@ -258,6 +247,14 @@ def test_gsm8k_downloads_through_the_manager(tmp_path, monkeypatch):
     assert len(load(tmp_path, name="gsm8k")) == len(load(tmp_path, name="gsm8k", split="test")) == 3
 
 
+def test_a_byte_order_mark_and_blank_lines_are_no_problem(tmp_path):
+    line = json.dumps(ROWS[0]).encode()
+    (tmp_path / "train.jsonl").write_bytes(b"\xef\xbb\xbf" + line + b"\r\n\r\n" + line + b"\r\n")
+    assert [x["answer"] for x in load_gsm8k(tmp_path)] == ["3", "3"]
+    config = DataConfig(name="jsonl", path=str(tmp_path / "train.jsonl"))
+    assert [x["id"] for x in data.load_examples(config, print)] == [1, 3]
+
+
 @pytest.mark.parametrize("text, words", [
     (b"", "train.jsonl: holds no problems"),
     (b"\n\n", "train.jsonl: holds no problems"),
@@ -265,7 +262,10 @@ def test_gsm8k_downloads_through_the_manager(tmp_path, monkeypatch):
     (b'{"question": "a", "answer": "1"}\n', "train.jsonl:1: .*#### NUMBER"),
     (b'{"question": "a"}\n', "train.jsonl:1: .*the fields"),
     (b"[1]\n", "train.jsonl:1: "),
-    (b'{"question": "\xff"}\n', "train.jsonl: .*utf-8"),
+    (b'{"question": "\xff"}\n', "train.jsonl:1: .*utf-8"),
+    (b'{"question": "a", "answer": "x #### "}\n', "train.jsonl:1: .*#### NUMBER"),
+    (b'{"question": 1, "answer": "x #### 1"}\n', "train.jsonl:1: .*the fields"),
+    (b'\n{"question": "\\ud83d", "answer": "#### 1"}\n', "train.jsonl:2: .*half a surrogate"),
     (b"\x1f\x8b not gzip", "train.jsonl: "),
     (gzip.compress(b'{"question": "a", "answer": "#### 1"}\n', mtime=0)[:-9], "train.jsonl: .*end"),
 ])
@@ -339,6 +339,24 @@ def test_occurrences():
     assert result.dtype == np.int32
     np.testing.assert_array_equal(result, [0, 0, 1, 2, 1, 0])
     assert data.occurrences([]).shape == (0,)
+
+
+def test_template_variables_are_python_or_json_values_or_text():
+    config = DataConfig(template=("enable_thinking=False", "n=3", "on=true", "day=1 Jan=x", "e="),
+                        date="2026-01-31")
+    found = data.template_variables(config)
+    assert found.pop("strftime_now")("%d %b %Y") == "31 Jan 2026"
+    assert found == {"enable_thinking": False, "n": 3, "on": True, "day": "1 Jan=x", "e": ""}
+    assert data.template_variables(DataConfig()) == {}
+
+
+@pytest.mark.parametrize("fields, words", [
+    ({"template": ("x",)}, "data.template = 'x': give NAME=VALUE"),
+    ({"template": ("messages=[]",)}, "data.template = 'messages=.*: give NAME=VALUE"),
+    ({"date": "31 Jan"}, "data.date = '31 Jan': give a date as YYYY-MM-DD")])
+def test_template_variables_that_cannot_work_are_refused(fields, words):
+    with pytest.raises(ConfigError, match=words):
+        DataConfig(**fields)
 
 
 def test_messages():

@@ -75,7 +75,7 @@ def test_resuming_cuts_what_lies_beyond_the_checkpoint(tmp_path, resume):
 
 
 @pytest.mark.parametrize("name", [M.METRICS, M.SAMPLES])
-def test_a_torn_line_is_cut_wherever_it_is_torn(tmp_path, name):
+def test_cut_removes_a_line_torn_anywhere(tmp_path, name):
     write(tmp_path, 0, 3)
     whole = (tmp_path / name).read_bytes()
     last = whole.rstrip(b"\n").rindex(b"\n") + 1
@@ -103,7 +103,7 @@ def test_missing_lines_are_reported(tmp_path):
     assert len(lines) == 2 and "metrics.jsonl lacks steps" in lines[0] and "3 of 5" in lines[0]
 
 
-def test_a_cut_that_dies_leaves_the_file_whole(tmp_path, monkeypatch):
+def test_cut_that_dies_leaves_the_file_whole(tmp_path, monkeypatch):
     write(tmp_path, 0, 3)
     before = (tmp_path / M.SAMPLES).read_bytes()
 
@@ -145,7 +145,7 @@ def test_sync_reaches_the_disk(tmp_path, monkeypatch):
         assert [os.path.basename(name) for name in synced] == [M.METRICS, M.SAMPLES]
 
 
-def test_what_is_not_finite_is_valid_json_and_visible(tmp_path):
+def test_value_that_is_not_finite_is_json_and_comes_back(tmp_path):
     with M.Writer(tmp_path, 0) as writer:
         writer.write_step({"step": 0, "loss": math.nan, "kl": -math.inf, "lr": 0.5},
                           [sample(0, 0) | {"reward": np.float32("nan")}])

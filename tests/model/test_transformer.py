@@ -11,6 +11,7 @@ from helpers import tiny_arch, tiny_params
 
 from specrl_jax.model import transformer
 from specrl_jax.model.architecture import Architecture, RopeScaling
+from specrl_jax.model.cache import SegmentedKV
 from specrl_jax.model.transformer import Packing
 from specrl_jax.structs import Cache
 
@@ -35,8 +36,10 @@ def cache_of(arch: Architecture, params: Any, tokens: np.ndarray, length: np.nda
     """A cache that holds the first `length` of each row, and garbage behind; run as a chain."""
     batch, width = tokens.shape
     shape = (batch, arch.num_kv_heads, arch.head_dim, slots)
-    empty = Cache(kv=[(jnp.full(shape, garbage), jnp.full(shape, garbage).swapaxes(2, 3))
-                      for _ in range(arch.num_layers)], length=jnp.zeros(batch, jnp.int32))
+    empty = Cache(kv=SegmentedKV([([jnp.full(shape, garbage)],
+                                   [jnp.full(shape, garbage).swapaxes(2, 3)])
+                                  for _ in range(arch.num_layers)]),
+                  length=jnp.zeros(batch, jnp.int32))
     chain = np.tile(np.maximum(np.arange(width, dtype=np.int32) - 1, 0), (batch, 1))
     position = jnp.asarray(np.tile(np.arange(width), batch))
     _, fresh = tree_logits(arch, params, empty, jnp.asarray(tokens.reshape(-1)), position,
@@ -48,9 +51,9 @@ def cache_of(arch: Architecture, params: Any, tokens: np.ndarray, length: np.nda
         k, v = (jnp.pad(jnp.moveaxis(a.reshape(*a.shape[:2], batch, width), 2, 0), room)
                 for a in pair)
         v = v.swapaxes(2, 3)
-        kv.append((jnp.where(seen[:, None, None, :], k, garbage),
-                   jnp.where(seen[:, None, :, None], v, garbage)))
-    return Cache(kv=kv, length=jnp.asarray(length, jnp.int32))
+        kv.append(([jnp.where(seen[:, None, None, :], k, garbage)],
+                   [jnp.where(seen[:, None, :, None], v, garbage)]))
+    return Cache(kv=SegmentedKV(kv), length=jnp.asarray(length, jnp.int32))
 
 
 def pack_all(parent: np.ndarray) -> Packing:
@@ -113,12 +116,12 @@ def test_prefill_and_decoding_equal_the_full_forward(model: Any) -> None:
                                  cache.length, packing)
         np.testing.assert_allclose(got, want[[0, 1], at], rtol=0, atol=1e-4)
         kv = []
-        for (k, v), (new_k, new_v) in zip(cache.kv, fresh, strict=True):
+        for ((k,), (v,)), (new_k, new_v) in zip(cache.kv.layers, fresh, strict=True):
             for b in range(2):
                 k = k.at[b, :, :, at[b]].set(new_k[..., b])
                 v = v.at[b, :, at[b]].set(new_v[..., b])
-            kv.append((k, v))
-        cache = Cache(kv=kv, length=cache.length + 1)
+            kv.append(([k], [v]))
+        cache = Cache(kv=SegmentedKV(kv), length=cache.length + 1)
 
 
 def test_what_a_packing_leaves_out_changes_nothing(model: Any) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from specrl_kernels import dispatch
-from specrl_kernels.dispatch import anywhere, kernel
+from specrl_kernels.dispatch import Interpret, anywhere, kernel
 from specrl_kernels.gumbel_argmax import validate
 from specrl_kernels.gumbel_argmax.drawn import Drawn, Threshold
 from specrl_kernels.gumbel_argmax.reference import gumbel_argmax_reference
@@ -30,8 +30,9 @@ def gumbel_argmax(
     threshold: Threshold | None = None,  # what truncation keeps; None keeps all
     *,
     count: int = 1,
+    axis: str | None = None,
     implementation: str | None = None,
-    interpret: bool = False,
+    interpret: Interpret = False,
     platform: str | None = None,
     config: Mapping[str, int] | None = None,
     checked: bool = False,
@@ -39,15 +40,20 @@ def gumbel_argmax(
     """Draws the `count` tokens of highest logp[v] + G[v] at each position, with log-probabilities.
 
     `G` is `noise.gumbel(key, position, v)`, made inside and never stored: its integer bits are the
-    same everywhere, the Gumbels equal to rounding. The first token is a draw from the law that
-    temperature and threshold leave (the Gumbel-max trick), all of them a draw without replacement
-    (Kool et al., arXiv 1903.06059). Ties go to the lower id.
+    same everywhere, the Gumbels equal to rounding. The first token is a draw from the distribution
+    that temperature and threshold leave (the Gumbel-max trick), all of them a draw without
+    replacement (Kool et al., arXiv 1903.06059). Ties go to the lower id.
 
     Args:
       count: K, tokens returned.
+      axis: the mesh axis that splits the vocabulary. `logits` are then this device's part, inside a
+        `jax.shard_map` over it; the result is that of the whole vocabulary, on every device. What
+        travels is a few numbers a position.
       implementation: one of IMPLEMENTATIONS; None takes the first that can.
-      interpret: Pallas kernels run by interpretation, on any device, slowly.
-      platform: "cpu", "gpu" or "tpu": what the call is traced for, if not for the default device.
+      interpret: Pallas kernels run by interpretation, on any device, slowly. A TPU's `pallas`
+        also takes `pltpu.InterpretParams`, which simulate its memories.
+      platform: "cpu", "gpu" or "tpu": if not that of the mesh in scope, see
+        `dispatch.traced_for`.
       config: block sizes of the named implementation; None: tuned, or a heuristic.
       checked: checks values too, which works outside of jit only.
 
@@ -62,7 +68,8 @@ def gumbel_argmax(
     if checked:
         validate.check_values(*args)
     target = dispatch.target(implementation, platform, interpret, config)
-    return dispatch.choose(IMPLEMENTATIONS, implementation)(*args, count=count, target=target)
+    return dispatch.choose(IMPLEMENTATIONS, implementation)(*args, count=count, axis=axis,
+                                                            target=target)
 
 
 def refusals(logits: Any, temperature: Any, key: Any, position: Any, threshold: Any = None, *,
@@ -75,4 +82,4 @@ def refusals(logits: Any, temperature: Any, key: Any, position: Any, threshold: 
     args = (logits, temperature, key, position, threshold)
     validate.check_static(*args, count=count)
     target = dispatch.target(None, platform, interpret)
-    return dispatch.refusals(IMPLEMENTATIONS, *args, count=count, target=target)
+    return dispatch.refusals(IMPLEMENTATIONS, *args, count=count, axis=None, target=target)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from specrl_kernels.dispatch import Unsupported
+from specrl_kernels.dispatch import Unsupported, traced_for
 
 
 class Code(NamedTuple):
@@ -33,8 +33,9 @@ def require_cpu() -> None:
     Raises:
       Unsupported: programs are not made for a CPU, or their operands may be split by XLA.
     """
-    if jax.default_backend() != "cpu":
-        raise Unsupported(f"{jax.default_backend()}: CPUs only")
+    platform = traced_for().platform
+    if platform != "cpu":
+        raise Unsupported(f"{platform}: CPUs only")
     mesh = jax.sharding.get_abstract_mesh()
     for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True):
         if kind != jax.sharding.AxisType.Manual and mesh.shape[name] > 1:

@@ -6,28 +6,30 @@ from typing import Any
 import jax
 
 from specrl_kernels import dispatch
-from specrl_kernels.dispatch import anywhere, kernel
+from specrl_kernels.dispatch import Interpret, Unsupported, anywhere, kernel
 from specrl_kernels.tree_attention import validate
+from specrl_kernels.tree_attention.layers import all_rows, by_heads, one_layer
 from specrl_kernels.tree_attention.machine import leave_to_xla, tree_attention_machine
 from specrl_kernels.tree_attention.reference import tree_attention_reference
 from specrl_kernels.tree_attention.shared_prefix import Prefix
 from specrl_kernels.tree_attention.xla import tree_attention_xla
 
 IMPLEMENTATIONS = {
-    "pallas": kernel("tree_attention", "pallas", "tpu"),
-    "triton": kernel("tree_attention", "triton", "gpu"),
-    "pallas_triton": kernel("tree_attention", "pallas_triton", "gpu"),
-    "machine": anywhere(tree_attention_machine, "cpu", unasked=leave_to_xla),
-    "xla": tree_attention_xla,
-    "reference": anywhere(tree_attention_reference),
+    "pallas": by_heads(kernel("tree_attention", "pallas", "tpu", measured=False)),
+    "triton": by_heads(all_rows(kernel("tree_attention", "triton", "gpu"))),
+    "pallas_triton": by_heads(all_rows(
+        kernel("tree_attention", "pallas_triton", "gpu", measured=False))),
+    "machine": one_layer(anywhere(tree_attention_machine, "cpu", unasked=leave_to_xla)),
+    "xla": one_layer(tree_attention_xla, in_order=True),
+    "reference": one_layer(anywhere(tree_attention_reference)),
 }
 """In the order in which they are tried."""
 
 
 def tree_attention(
     q: jax.Array,  # f[W, H, E]
-    row: jax.Array,  # i32[W] row of each packed node
-    node: jax.Array,  # i32[W] node index of each packed node in its row
+    row: jax.Array | None,  # i32[W] row of each packed node; None: all nodes of all rows, in order
+    node: jax.Array | None,  # i32[W] index of each packed node in its row; None as row is
     tree_k: jax.Array,  # f[B, n, G, E]
     tree_v: jax.Array,  # f[B, n, G, E]
     parent: jax.Array,  # i32[B, n] parent[i] < i; the root's is ignored
@@ -36,11 +38,14 @@ def tree_attention(
     length: jax.Array,  # i32[B] committed tokens in the cache
     slot: jax.Array | None = None,  # i32[B] cache row of each row; None: row b uses cache row b
     prefix: Prefix | None = None,  # contexts before the rows' own, each shared by several rows
+    layer: int | jax.Array | None = None,  # i32[] which of caches f[slots, L, ...]
     *,
+    transposed_v: bool = False,  # cache_v is f[slots, G, E, S], as cache_k is
+    plan: Any = None,  # of `plan`
     scale: float,
     window: int | None = None,
     implementation: str | None = None,
-    interpret: bool = False,
+    interpret: Interpret = False,
     platform: str | None = None,
     config: Mapping[str, int] | None = None,
     checked: bool = False,
@@ -53,8 +58,10 @@ def tree_attention(
 
     Args:
       implementation: one of IMPLEMENTATIONS; None takes the first that can.
-      interpret: Pallas kernels run by interpretation, on any device, slowly.
-      platform: "cpu", "gpu" or "tpu": what the call is traced for, if not for the default device.
+      interpret: Pallas kernels run by interpretation, on any device, slowly. A TPU's `pallas`
+        also takes `pltpu.InterpretParams`, which simulate its memories.
+      platform: "cpu", "gpu" or "tpu": if not that of the mesh in scope, see
+        `dispatch.traced_for`.
       config: block sizes and splits of the named implementation; None: tuned, or a heuristic.
       checked: looks at values too, and so works outside of jit only.
 
@@ -67,13 +74,39 @@ def tree_attention(
       Unsupported: a named implementation cannot do this.
       ExceptionGroup: none can; it holds each one's reason.
     """
-    args = _arguments(q, row, node, tree_k, tree_v, parent, cache_k, cache_v, length, slot, prefix)
-    validate.check_static(*args, window=window)
+    args = _arguments(q, row, node, tree_k, tree_v, parent, cache_k, cache_v, length, slot, prefix,
+                      layer)
+    validate.check_static(*args, window=window, transposed_v=transposed_v)
     if checked:
         validate.check_values(*args)
     target = dispatch.target(implementation, platform, interpret, config)
     function = dispatch.choose(IMPLEMENTATIONS, implementation)
-    return function(*args, scale=scale, window=window, target=target)
+    return function(*args, plan, scale=scale, window=window, target=target,
+                    transposed_v=transposed_v)
+
+
+def plan(q: Any, row: Any, node: Any, parent: Any, cache_k: Any, length: Any, slot: Any = None, *,
+         window: int | None = None, implementation: str | None = None, interpret: bool = False,
+         platform: str | None = None) -> Any:
+    """Returns what calls that differ in `layer` alone share, as an argument of them; None is
+    nothing.
+
+    A loop over layers would compute it in each. Arguments are those of `tree_attention`, of which
+    q may be a jax.ShapeDtypeStruct.
+    """
+    target = dispatch.target(implementation, platform, interpret)
+    if implementation not in (None, "pallas"):
+        return None
+    names, devices = dispatch.automatic_axes()
+    cache_k = tuple(cache_k) if isinstance(cache_k, Sequence) else (cache_k,)
+    groups = cache_k[0].shape[-3]
+    parts = devices if names and groups % devices == 0 else 1
+    try:
+        make = kernel("tree_attention", "pallas", "tpu", measured=False, function="plan")
+        return make(q, row, node, parent, cache_k, length, slot, groups // parts, parts=parts,
+                    window=window, target=target)
+    except Unsupported:
+        return None
 
 
 def refusals(*args: Any, window: int | None = None, platform: str | None = None,
@@ -83,13 +116,15 @@ def refusals(*args: Any, window: int | None = None, platform: str | None = None,
     None stands for one that would be; arrays may be given by their jax.ShapeDtypeStruct.
     """
     args = _arguments(*args, **named)
-    validate.check_static(*args, window=window)
+    validate.check_static(*args, window=window, transposed_v=False)
     target = dispatch.target(None, platform, interpret)
-    return dispatch.refusals(IMPLEMENTATIONS, *args, scale=1.0, window=window, target=target)
+    return dispatch.refusals(IMPLEMENTATIONS, *args, None, scale=1.0, window=window, target=target,
+                             transposed_v=False)
 
 
 def _arguments(q: Any, row: Any, node: Any, tree_k: Any, tree_v: Any, parent: Any, cache_k: Any,
-               cache_v: Any, length: Any, slot: Any = None, prefix: Any = None) -> tuple[Any, ...]:
+               cache_v: Any, length: Any, slot: Any = None, prefix: Any = None, layer: Any = None
+               ) -> tuple[Any, ...]:
     """The arrays in order, the caches as tuples of segments."""
     cache_k, cache_v = (tuple(x) if isinstance(x, Sequence) else (x,) for x in (cache_k, cache_v))
-    return q, row, node, tree_k, tree_v, parent, cache_k, cache_v, length, slot, prefix
+    return q, row, node, tree_k, tree_v, parent, cache_k, cache_v, length, slot, prefix, layer

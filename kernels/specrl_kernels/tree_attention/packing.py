@@ -32,28 +32,42 @@ def tuned(target: Target, name: str, rows: Rows, context: int) -> Mapping[str, i
                           rows.queries.dtype)
 
 
-def unpack(q: jax.Array, row: jax.Array, node: jax.Array, parent: jax.Array, groups: int,
-           length: jax.Array, window: int | None) -> Rows:
+def places(row: jax.Array, node: jax.Array, b: int, n: int) -> jax.Array:
+    """i32[b, n] index of the packed node at each place, the first of several; -1 if there is none.
+
+    By comparison: a TPU writes a scatter's entries one after the other, and libtpu 0.0.42 aborts
+    where it is fused with a gather.
+    """
+    here = (row * n + node)[None] == jnp.arange(b * n, dtype=jnp.int32)[:, None]
+    return jnp.where(here.any(1), here.argmax(1), -1).astype(jnp.int32).reshape(b, n)
+
+
+def unpack(q: jax.Array, row: jax.Array | None, node: jax.Array | None, parent: jax.Array,
+           groups: int, length: jax.Array, window: int | None) -> Rows:
     """Rows of packed nodes; arguments as in `api.tree_attention`.
 
     A place that no packed node fills repeats query 0 and is not live.
     """
-    (w, _, e), (b, n), repeats = q.shape, parent.shape, q.shape[1] // groups
-    place = jnp.full((b, n), -1, jnp.int32).at[row, node].set(jnp.arange(w, dtype=jnp.int32))
-    queries = q[jnp.maximum(place, 0)].reshape(b, n, groups, repeats, e)
+    e, (b, n), repeats = q.shape[2], parent.shape, q.shape[1] // groups
+    place = None if row is None or node is None else places(row, node, b, n)
+    queries = q if place is None else q[jnp.maximum(place, 0)]
+    live = jnp.ones((b, n), bool) if place is None else place >= 0
+    queries = queries.reshape(b, n, groups, repeats, e)
     queries = queries.transpose(0, 2, 1, 3, 4).reshape(b, groups, n * repeats, e)
     first = None
     if window is not None:
         first = jnp.repeat(length[:, None] + ancestry.depth(parent) - window + 1, repeats, 1)
     words = jnp.repeat(ancestry.visible_bits(parent, window), repeats, 1)
-    return Rows(queries, jnp.repeat(place >= 0, repeats, 1), words, first)
+    return Rows(queries, jnp.repeat(live, repeats, 1), words, first)
 
 
-def pack(out: jax.Array, row: jax.Array, node: jax.Array, nodes: int) -> jax.Array:
+def pack(out: jax.Array, row: jax.Array | None, node: jax.Array | None, nodes: int) -> jax.Array:
     """[W, H, E] of the packed nodes from [B, G, Q, E]; Q may be padded."""
     b, g, q, e = out.shape
     repeats = q // nodes
     by_node = out[:, :, : nodes * repeats].reshape(b, g, nodes, repeats, e)
+    if row is None:
+        return by_node.swapaxes(1, 2).reshape(b * nodes, g * repeats, e)
     return by_node[row, :, node].reshape(row.shape[0], g * repeats, e)
 
 

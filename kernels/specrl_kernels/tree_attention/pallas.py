@@ -11,7 +11,7 @@ is combined afterwards.
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +19,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from specrl_kernels.dispatch import Target, Unsupported, configured
-from specrl_kernels.tree_attention import packing, shared_prefix, softmax, work_list
+from specrl_kernels.tree_attention import cost, packing, shared_prefix, softmax, work_list
 from specrl_kernels.tree_attention.ancestry import is_visible
+from specrl_kernels.tree_attention.layers import Layer
 from specrl_kernels.tree_attention.packing import Rows
 from specrl_kernels.tree_attention.shared_prefix import Prefix
 from specrl_kernels.tree_attention.softmax import Partial
@@ -47,9 +48,10 @@ class Config:
 def tree_attention_pallas(q: jax.Array, row: jax.Array, node: jax.Array, tree_k: jax.Array,
                           tree_v: jax.Array, parent: jax.Array, cache_k: tuple[jax.Array, ...],
                           cache_v: tuple[jax.Array, ...], length: jax.Array,
-                          slot: jax.Array | None, prefix: Prefix | None, *, scale: float,
-                          window: int | None, target: Target) -> jax.Array:
-    """See `api.tree_attention`."""
+                          slot: jax.Array | None, prefix: Prefix | None, layer: Layer,
+                          plan: "Plan | None", *, scale: float, window: int | None,
+                          transposed_v: bool, target: Target) -> jax.Array:
+    """See `api.tree_attention`. Values of other than transposed caches are copied."""
     b, n, g, _ = tree_k.shape
     rows = packing.unpack(q, row, node, parent, g, length, window)
     config = _config(target, rows, cache_k)
@@ -57,10 +59,12 @@ def tree_attention_pallas(q: jax.Array, row: jax.Array, node: jax.Array, tree_k:
     nodes = -(-n // SUBLANES) * SUBLANES
     tree = (packing.by_head(tree_k, nodes), packing.by_head(tree_v, nodes))
     run = functools.partial(_attend, config=config, scale=scale, interpret=target.interpret)
+    own = functools.partial(run, rows, tree, cache_k, cache_v, length, slot, layer=layer,
+                            transposed_v=transposed_v, plan=plan)
     if prefix is None and config.splits == 1:
-        out = run(rows, tree, cache_k, cache_v, length, slot, whole=True)
+        out = own(whole=True)
     else:
-        parts = [run(rows, tree, cache_k, cache_v, length, slot, whole=False)]
+        parts = [own(whole=False)]
         if prefix is not None:
             parts.append(_prefix_part(run, rows, prefix, b))
         out = softmax.finish(softmax.combine(softmax.stack(parts))).astype(q.dtype)
@@ -95,7 +99,7 @@ def _config(target: Target, rows: Rows, cache_k: Sequence[jax.Array]) -> Config:
       Unsupported: nothing fits, or the given one does not.
     """
     b, g, _, e = rows.queries.shape
-    sizes, item = [k.shape[3] for k in cache_k], cache_k[0].dtype.itemsize
+    sizes, item = [k.shape[-1] for k in cache_k], cache_k[0].dtype.itemsize
     found = packing.tuned(target, NAME, rows, sum(sizes))
     config = configured(Config, found) if found is not None else heuristic(
         target.kind, sizes, g * e * item)
@@ -130,20 +134,22 @@ def _buffers(sizes: Sequence[int], block: int, slot_bytes: int) -> int:
 
 def _attend(rows: Rows, tree: tuple[jax.Array, jax.Array] | None, cache_k: Sequence[jax.Array],
             cache_v: Sequence[jax.Array], length: jax.Array, slot: jax.Array, *, config: Config,
-            scale: float, interpret: bool, whole: bool) -> Any:
+            scale: float, interpret: bool, whole: bool, layer: Layer = None,
+            transposed_v: bool = False, plan: "Plan | None" = None) -> Any:
     """f[B, G, Q, E], or a Partial of it if not `whole`."""
     batch, queries = rows.live.shape
-    sizes = [k.shape[3] for k in cache_k]
-    tile = min(config.tile, -(-queries // SUBLANES) * SUBLANES)
+    sizes = [k.shape[-1] for k in cache_k]
+    tile = _tile(config, queries)
     rows = packing.pad_queries(rows, tile)
-    live = packing.live_tiles(rows, tile)
-    work = work_list.make(length, packing.oldest(rows), live.any(1), slot, sizes, config.block)
+    live, info, work = plan or _plan(rows, length, slot, sizes, config)
     share = jnp.maximum(-(-work.count // config.splits), 1)
-    scalars = (jnp.stack([work.count, share]), work.steps, length, live.reshape(-1), *work.fetch)
-    inputs = [rows.queries, _info(rows), *(tree or ())]
+    bounds = jnp.stack([work.count, share, jnp.asarray(0 if layer is None else layer, jnp.int32)])
+    scalars = (bounds, work.steps, length, live.reshape(-1), *work.fetch)
+    inputs = [rows.queries, info, *(tree or ())]
     specs = [_per_row(x, config) for x in inputs]
     for i, (k, v) in enumerate(zip(cache_k, cache_v, strict=True)):
-        inputs += [k, v]
+        v = v if transposed_v else v.swapaxes(-1, -2)
+        inputs += [k, v] if layer is not None else [k[:, None], v[:, None]]
         specs += _context_specs(k, i, config)
     outputs = _outputs(rows, config.splits, whole)
     kernel = functools.partial(_kernel, sizes=tuple(sizes), config=config, tile=tile, scale=scale,
@@ -151,6 +157,7 @@ def _attend(rows: Rows, tree: tuple[jax.Array, jax.Array] | None, cache_k: Seque
     g, padded, e = rows.queries.shape[1:]
     out = pl.pallas_call(
         kernel, out_shape=outputs, interpret=interpret, name="tree_attention",
+        cost_estimate=cost.estimate(rows, [*cache_k, *cache_v], tree, outputs),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars), grid=(config.splits, share), in_specs=specs,
             out_specs=[_per_row(x, config, output=True) for x in outputs],
@@ -161,6 +168,37 @@ def _attend(rows: Rows, tree: tuple[jax.Array, jax.Array] | None, cache_k: Seque
     if whole:
         return out[0][0, :, :, :queries]
     return _combined(Partial(*out), work, share, batch, queries)
+
+
+class Plan(NamedTuple):
+    """What does not depend on queries, keys and values."""
+
+    live: jax.Array  # i32[B, tiles] see packing.live_tiles
+    info: jax.Array  # i32[B, Q, C + 1]
+    work: work_list.WorkList
+
+
+def plan(q: Any, row: Any, node: Any, parent: jax.Array, cache_k: Sequence[jax.Array],
+         length: jax.Array, slot: jax.Array | None, groups: int, *, parts: int,
+         window: int | None, target: Target) -> Plan:
+    """See `api.plan`; `parts` devices have `groups` key-value heads each."""
+    queries = jnp.zeros((q.shape[0], q.shape[1] // parts, q.shape[2]), q.dtype)
+    rows = packing.unpack(queries, row, node, parent, groups, length, window)
+    config = _config(target, rows, cache_k)
+    slot = jnp.arange(parent.shape[0], dtype=jnp.int32) if slot is None else slot
+    rows = packing.pad_queries(rows, _tile(config, rows.live.shape[1]))
+    return _plan(rows, length, slot, [k.shape[-1] for k in cache_k], config)
+
+
+def _plan(rows: Rows, length: jax.Array, slot: jax.Array, sizes: Sequence[int], config: Config
+          ) -> Plan:
+    live = packing.live_tiles(rows, _tile(config, rows.live.shape[1]))
+    work = work_list.make(length, packing.oldest(rows), live.any(1), slot, sizes, config.block)
+    return Plan(live, _info(rows), work)
+
+
+def _tile(config: Config, queries: int) -> int:
+    return min(config.tile, -(-queries // SUBLANES) * SUBLANES)
 
 
 def _info(rows: Rows) -> jax.Array:
@@ -205,22 +243,15 @@ def _per_row(x: Any, config: Config, output: bool = False) -> pl.BlockSpec:
 
 
 def _context_specs(k: jax.Array, segment: int, config: Config) -> list[pl.BlockSpec]:
-    """A block of keys [1, G, E, T] and one of values [1, G, T, E]."""
-    _, g, e, size = k.shape
+    """A block of keys and one of values, [1, 1, G, E, T] of [slots, L, G, E, S] each."""
+    g, e, size = k.shape[-3:]
     block = min(config.block, size)
 
-    def code(split: Any, step: Any, scalars: Any) -> Any:
-        return scalars[4 + segment][_step(split, step, scalars)]
+    def index(split: Any, step: Any, *scalars: Any) -> tuple[Any, ...]:
+        at = scalars[4 + segment][_step(split, step, scalars)]
+        return at >> work_list.SHIFT, scalars[0][2], 0, 0, at & work_list.LOW
 
-    def key_index(split: Any, step: Any, *scalars: Any) -> tuple[Any, ...]:
-        at = code(split, step, scalars)
-        return at >> work_list.SHIFT, 0, 0, at & work_list.LOW
-
-    def value_index(split: Any, step: Any, *scalars: Any) -> tuple[Any, ...]:
-        at = code(split, step, scalars)
-        return at >> work_list.SHIFT, 0, at & work_list.LOW, 0
-
-    return [pl.BlockSpec((1, g, e, block), key_index), pl.BlockSpec((1, g, block, e), value_index)]
+    return [pl.BlockSpec((1, 1, g, e, block), index)] * 2
 
 
 def _kernel(bounds: Any, steps: Any, length: Any, live: Any, *refs: Any, sizes: tuple[int, ...],
@@ -312,17 +343,17 @@ def _add_block(carry: Partial, q: Any, info: Any, k: Any, v: Any, scale: float, 
     Where the last block of a segment is `ragged`, it reaches beyond the array, and what lies there
     may be NaN, which a weight of 0 does not hide.
     """
-    score = softmax.dot(q[0, head, queries, :], k[0, head]) * scale
+    score = softmax.dot(q[0, head, queries, :], k[0, 0, head]) * scale
     places = place + jax.lax.broadcasted_iota(jnp.int32, score.shape, 1)
     visible = places < end
     if has_window:
         words = info[0, queries, :]
         visible &= places >= words[:, words.shape[1] - 1 :]
-    values = v[0, head]
+    values = v[0, 0, head]  # [E, T]
     if ragged:
-        inside = place + jax.lax.broadcasted_iota(jnp.int32, values.shape, 0) < end
+        inside = place + jax.lax.broadcasted_iota(jnp.int32, values.shape, 1) < end
         values = jnp.where(inside, values.astype(jnp.float32), 0).astype(values.dtype)
-    partial = softmax.add_keys(_read(carry, head, queries), score, visible, values)
+    partial = softmax.add_keys(_read(carry, head, queries), score, visible, values, contract=1)
     _write(carry, head, queries, partial)
 
 

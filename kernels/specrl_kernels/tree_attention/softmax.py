@@ -37,13 +37,15 @@ def dot(a: jax.Array, b: jax.Array, contract: int = 0) -> jax.Array:
                                preferred_element_type=jnp.float32)
 
 
-def add_keys(partial: Partial, score: jax.Array, visible: jax.Array, value: jax.Array) -> Partial:
-    """Adds keys with scores f32[Q, T], seen where visible bool[Q, T], and values [T, E]."""
+def add_keys(partial: Partial, score: jax.Array, visible: jax.Array, value: jax.Array,
+             contract: int = 0) -> Partial:
+    """Adds keys with scores f32[Q, T], seen where visible bool[Q, T], and values [T, E], or [E, T]
+    if `contract` is 1."""
     score = jnp.where(visible, score, HIDDEN)
     top = jnp.maximum(partial.top, score.max(1, keepdims=True))
     rescale, weight = jnp.exp(partial.top - top), jnp.exp(score - top)
     return Partial(top, partial.total * rescale + weight.sum(1, keepdims=True),
-                   partial.out * rescale + dot(weight.astype(value.dtype), value))
+                   partial.out * rescale + dot(weight.astype(value.dtype), value, contract))
 
 
 def join(one: Partial, other: Partial) -> Partial:

@@ -13,7 +13,7 @@ _WHY = "shapes must agree with q [W, H, E], tree_k [B, n, G, E]"
 
 def check_static(q: Any, row: Any, node: Any, tree_k: Any, tree_v: Any, parent: Any,
                  cache_k: Sequence[Any], cache_v: Sequence[Any], length: Any, slot: Any,
-                 prefix: Any, *, window: int | None) -> None:
+                 prefix: Any, layer: Any, *, window: int | None, transposed_v: bool) -> None:
     """Checks shapes and dtypes. Raises ValueError with the name of the argument."""
     for name, array, axes in (("q", q, 3), ("tree_k", tree_k, 4)):
         _expect(f"axes of {name}", len(array.shape), axes, _WHY)
@@ -22,13 +22,18 @@ def check_static(q: Any, row: Any, node: Any, tree_k: Any, tree_v: Any, parent: 
     for name, array in (("q", q), ("tree_k", tree_k)):
         if 0 in array.shape:
             raise ValueError(f"{name} = {array.shape}, expected no axis of 0")
+    _expect("node is None", node is None, row is None, "row and node go together")
+    if row is None:
+        _expect("q's nodes", w, b * n, "without row and node all are there, in order")
     _expect("q's heads", h % g, 0, f"{h} is no multiple of {g} key-value heads")
     for name, array, shape in (
         ("row", row, (w,)), ("node", node, (w,)), ("tree_k", tree_k, (b, n, g, e)),
         ("tree_v", tree_v, (b, n, g, e)), ("parent", parent, (b, n)), ("length", length, (b,)),
     ):
+        if array is None:
+            continue
         _expect(name, array.shape, shape, _WHY)
-    _check_cache(cache_k, cache_v, b, g, e, slot)
+    _check_cache(cache_k, cache_v, b, g, e, slot, layer is not None, transposed_v)
     _check_prefix(prefix, g, e)
     _check_dtypes(q, tree_k, tree_v, cache_k, cache_v, prefix)
     indices = {"row": row, "node": node, "parent": parent, "length": length, "slot": slot}
@@ -41,21 +46,22 @@ def check_static(q: Any, row: Any, node: Any, tree_k: Any, tree_v: Any, parent: 
         raise ValueError(f"window = {window}, expected at least 1: a node sees itself")
 
 
-def _check_cache(cache_k: Sequence[Any], cache_v: Sequence[Any], b: int, g: int, e: int, slot: Any
-                 ) -> None:
+def _check_cache(cache_k: Sequence[Any], cache_v: Sequence[Any], b: int, g: int, e: int, slot: Any,
+                 layers: bool, transposed_v: bool) -> None:
     if not cache_k:
         raise ValueError("cache_k = (), expected at least one segment")
     _expect("segments of cache_v", len(cache_v), len(cache_k), "as many as cache_k has")
     for k in cache_k:
-        _expect("axes of cache_k", len(k.shape), 4, _WHY)
-    slots = cache_k[0].shape[0]
+        _expect("axes of cache_k", len(k.shape), 4 + layers, _WHY)
+    slots, *count, _, _, _ = cache_k[0].shape
     for k, v in zip(cache_k, cache_v, strict=True):
-        s = k.shape[3]
-        _expect("cache_k", k.shape, (slots, g, e, s), _WHY)
+        s = k.shape[-1]
+        _expect("cache_k", k.shape, (slots, *count, g, e, s), _WHY)
         if 0 in k.shape:
             raise ValueError(f"cache_k = {k.shape}, expected rows, and slots in each segment: drop "
                              "one that has none")
-        _expect("cache_v", v.shape, (slots, g, s, e), _WHY)
+        lies = (e, s) if transposed_v else (s, e)
+        _expect("cache_v", v.shape, (slots, *count, g, *lies), _WHY)
     if slot is not None:
         _expect("slot", slot.shape, (b,), "one cache row for each row")
     elif slots != b:
@@ -97,24 +103,27 @@ def _expect(name: str, found: Any, wanted: Any, why: str) -> None:
 
 def check_values(q: Any, row: Any, node: Any, tree_k: Any, tree_v: Any, parent: Any,
                  cache_k: Sequence[Any], cache_v: Sequence[Any], length: Any, slot: Any,
-                 prefix: Any) -> None:
+                 prefix: Any, layer: Any) -> None:
     """Checks values, for tests and debugging: it waits for them.
 
     Raises:
       ValueError: the first value out of its range, or a call from inside of jit.
     """
     if any(isinstance(x, Tracer)
-           for x in jax.tree.leaves((row, node, parent, length, slot, prefix))):
+           for x in jax.tree.leaves((row, node, parent, length, slot, prefix, layer))):
         raise ValueError("checked = True inside of jit: values are known outside of it only")
     b, n = parent.shape
     room = sum(k.shape[-1] for k in cache_k)
-    _between("row", row, 0, b - 1, "rows are counted from 0")
-    _between("node", node, 0, n - 1, "nodes are counted from 0")
+    if row is not None:
+        _between("row", row, 0, b - 1, "rows are counted from 0")
+        _between("node", node, 0, n - 1, "nodes are counted from 0")
     _between("length", length, 0, room, f"the cache holds {room} tokens")
     _between("parent", np.asarray(parent)[:, 1:], 0, np.arange(n - 1)[None],
              "a node's parent comes before it", column=1)
     if slot is not None:
         _between("slot", slot, 0, cache_k[0].shape[0] - 1, "the cache has no such row")
+    if layer is not None:
+        _between("layer", [layer], 0, cache_k[0].shape[1] - 1, "the cache has no such layer")
     if prefix is not None:
         size = prefix.k.shape[-1]
         _between("prefix.length", prefix.length, 0, size, f"a prefix holds {size} tokens")

@@ -1,10 +1,11 @@
 """Tree attention in plain XLA operations, for any device.
 
-The committed prefix is read in chunks, each row's as far as its own length: one row after the
-other on a CPU, whose threads share a chunk's products, and all rows abreast elsewhere. A product
-wants its operands as arrays of their own, so chunks are copied, a row's or all rows', out of the
-cache rows that `slot` names. A short segment in the rows' own order is multiplied where it lies
-instead, and skipped where no context reaches it (experiments/LOG.md has the times).
+An accelerator multiplies all slots where they lie: it would wait for the host, or for itself, at
+each loop and branch. A CPU reads the committed prefix in chunks, each row's as far as its own
+length, one row after the other, whose threads share a chunk's products. A product wants its
+operands as arrays of their own, so chunks are copied, out of the cache rows that `slot` names. A
+short segment in the rows' own order is multiplied where it lies instead, and skipped where no
+context reaches it (experiments/LOG.md has the times).
 """
 
 import dataclasses
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 
 from specrl_kernels.dispatch import Target, Unsupported, configured
 from specrl_kernels.tree_attention import shared_prefix, softmax
+from specrl_kernels.tree_attention.packing import places
 from specrl_kernels.tree_attention.shared_prefix import Prefix
 from specrl_kernels.tree_attention.softmax import FLOOR, HIDDEN, Partial
 
@@ -26,10 +28,12 @@ class Config:
     chunk: int  # slots of context read at a time
     abreast: int  # 1: a chunk of each row at a time; 0: one row after the other
     whole: int  # slots up to which a segment is read where it lies; never through `slot`
+    skip: int  # 1: such a segment is skipped, by a branch, where no row sees any of it
+    narrow: int  # 1: weights are rounded to the values' dtype
 
 
-def tree_attention_xla(q: jax.Array, row: jax.Array, node: jax.Array, tree_k: jax.Array,
-                       tree_v: jax.Array, parent: jax.Array,
+def tree_attention_xla(q: jax.Array, row: jax.Array | None, node: jax.Array | None,
+                       tree_k: jax.Array, tree_v: jax.Array, parent: jax.Array,
                        cache_k: tuple[jax.Array, ...], cache_v: tuple[jax.Array, ...],
                        length: jax.Array, slot: jax.Array | None,
                        prefix: Prefix | None, *, scale: float, window: int | None,
@@ -38,31 +42,38 @@ def tree_attention_xla(q: jax.Array, row: jax.Array, node: jax.Array, tree_k: ja
     config = _config(target, q.dtype)
     b, n, g, e = tree_k.shape
     w, h, _ = q.shape
-    queries = _unpack(q, row, node, b, n).reshape(b, n, g, h // g, e)
+    queries = q if row is None or node is None else _unpack(q, row, node, b, n)
+    queries = queries.reshape(b, n, g, h // g, e)
     queries = queries.transpose(0, 2, 1, 3, 4).reshape(b, g, n * (h // g), e) * scale
     ancestry = ancestors(parent)  # [B, n, n]
     depth = ancestry.sum(-1, dtype=jnp.int32) - 1  # [B, n]
     first = None if window is None else jnp.repeat(
         length[:, None] + depth - window + 1, h // g, 1)
-    live = jnp.zeros(b, bool).at[row].set(True)
-    found = _tree_part(queries, tree_k, tree_v, ancestry, depth, window)
+    live = jnp.ones(b, bool) if row is None else (
+        row[None] == jnp.arange(b, dtype=jnp.int32)[:, None]).any(1)
+    found = _tree_part(queries, tree_k, tree_v, ancestry, depth, window, config)
     found = _add_context(found, queries, cache_k, cache_v, jnp.where(live, length, 0), slot, first,
                          config)
     if prefix is not None:
         shared = _shared_part(queries, prefix, live, first, config)
         found = softmax.combine(softmax.stack([found, shared]))
     out = softmax.finish(found).astype(q.dtype).reshape(b, g, n, h // g, e)
-    return out[row, :, node].reshape(w, h, e)
+    in_order = out.swapaxes(1, 2) if row is None else out[row, :, node]
+    return in_order.reshape(w, h, e)
 
 
 def _config(target: Target, dtype: jnp.dtype) -> Config:
     """Returns the given configuration or the platform's; a CPU widens whole bfloat16 operands."""
     here = target.platform == "cpu"
-    chosen = {"chunk": 256 if here else 512, "abreast": int(not here),
-              "whole": 0 if here and dtype != jnp.float32 else 512}
+    chosen = {"chunk": 256, "abreast": 0, "skip": 1, "narrow": 0,
+              "whole": 512 if dtype == jnp.float32 else 0}
+    if not here:
+        chosen = {"chunk": 512, "abreast": 1, "skip": 0, "narrow": 1, "whole": 1 << 31}
     config = configured(Config, chosen | dict(target.config or {}))
-    if config.chunk < 1 or config.abreast not in (0, 1) or config.whole < 0:
-        raise Unsupported(f"{config}: chunk is at least 1, abreast 0 or 1, whole at least 0")
+    flags = (config.abreast, config.skip, config.narrow)
+    if config.chunk < 1 or set(flags) - {0, 1} or config.whole < 0:
+        raise Unsupported(f"{config}: chunk is at least 1, abreast, skip and narrow 0 or 1, whole "
+                          "at least 0")
     return config
 
 
@@ -82,12 +93,17 @@ def _unpack(q: jax.Array, row: jax.Array, node: jax.Array, b: int, n: int) -> ja
     w = q.shape[0]
     if w == 1:
         return jnp.broadcast_to(q[:, None], (b, n, *q.shape[1:]))
-    place = jnp.zeros((b, n), jnp.int32).at[row, node].set(jnp.arange(w, dtype=jnp.int32))
-    return q[place]
+    return q[jnp.maximum(places(row, node, b, n), 0)]
 
 
-def _add_keys(found: Partial, queries: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array
-              ) -> Partial:
+def _weighted(equation: str, weight: jax.Array, values: jax.Array, config: Config) -> jax.Array:
+    if config.narrow:
+        weight = weight.astype(values.dtype)
+    return jnp.einsum(equation, weight, values, preferred_element_type=jnp.float32)
+
+
+def _add_keys(found: Partial, queries: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array,
+              config: Config) -> Partial:
     """Adds keys f[..., G, E, T] and values f[..., G, T, E] to queries f[..., G, Q, E].
 
     Args:
@@ -97,13 +113,13 @@ def _add_keys(found: Partial, queries: jax.Array, k: jax.Array, v: jax.Array, vi
     score = jnp.where(visible, score, HIDDEN)
     top = jnp.maximum(found.top, score.max(-1, keepdims=True))
     rescale, weight = jnp.exp(found.top - top), jnp.exp(score - top)
-    fresh = jnp.einsum("...qs,...se->...qe", weight, v, preferred_element_type=jnp.float32)
+    fresh = _weighted("...qs,...se->...qe", weight, v, config)
     return Partial(top, found.total * rescale + weight.sum(-1, keepdims=True),
                    found.out * rescale + fresh)
 
 
 def _tree_part(queries: jax.Array, tree_k: jax.Array, tree_v: jax.Array, ancestry: jax.Array,
-               depth: jax.Array, window: int | None) -> Partial:
+               depth: jax.Array, window: int | None, config: Config) -> Partial:
     if window is not None:
         ancestry &= depth[:, None, :] > depth[:, :, None] - window
     visible = jnp.repeat(ancestry, queries.shape[2] // tree_k.shape[1], axis=1)[:, None]
@@ -111,7 +127,7 @@ def _tree_part(queries: jax.Array, tree_k: jax.Array, tree_v: jax.Array, ancestr
     score = jnp.where(visible, score, HIDDEN)
     top = score.max(-1, keepdims=True)
     weight = jnp.exp(score - top)
-    out = jnp.einsum("bgqm,bmge->bgqe", weight, tree_v, preferred_element_type=jnp.float32)
+    out = _weighted("bgqm,bmge->bgqe", weight, tree_v, config)
     return Partial(top, weight.sum(-1, keepdims=True), out)
 
 
@@ -122,9 +138,10 @@ def _add_context(found: Partial, queries: jax.Array, cache_k: tuple[jax.Array, .
     oldest, start = jnp.zeros_like(length) if first is None else first.min(1), 0
     for k, v in zip(cache_k, cache_v, strict=True):
         if slot is None and k.shape[3] <= config.whole:
-            read = functools.partial(_add_segment, queries, k, v, start, length, first)
+            read = functools.partial(_add_segment, queries, k, v, start, length, first, config)
             seen = (length > jnp.maximum(start, oldest)) & (oldest < start + k.shape[3])
-            found = jax.lax.cond(seen.any(), read, lambda found: found, found)
+            found = (jax.lax.cond(seen.any(), read, lambda found: found, found) if config.skip
+                     else read(found))
         else:
             found = _add_chunks(found, queries, k, v, start, length, slot, first, oldest, config)
         start += k.shape[3]
@@ -132,13 +149,13 @@ def _add_context(found: Partial, queries: jax.Array, cache_k: tuple[jax.Array, .
 
 
 def _add_segment(queries: jax.Array, k: jax.Array, v: jax.Array, start: int, length: jax.Array,
-                 first: jax.Array | None, found: Partial) -> Partial:
+                 first: jax.Array | None, config: Config, found: Partial) -> Partial:
     """Adds a segment that begins at place `start`, all of it."""
     place = start + jnp.arange(k.shape[3])
     visible = (place[None] < length[:, None])[:, None, None]
     if first is not None:
         visible &= (place[None, None] >= first[..., None])[:, None]
-    return _add_keys(found, queries, k, v, visible)
+    return _add_keys(found, queries, k, v, visible, config)
 
 
 def _add_chunks(found: Partial, queries: jax.Array, k: jax.Array, v: jax.Array, start: int,
@@ -161,7 +178,7 @@ def _add_chunks(found: Partial, queries: jax.Array, k: jax.Array, v: jax.Array, 
             if first is not None:
                 visible &= (start + own[None] >= first[:, None])[None]
             return _add_keys(found, queries, _slice(k, slot, 3, at, chunk),
-                             _slice(v, slot, 2, at, chunk), visible)
+                             _slice(v, slot, 2, at, chunk), visible, config)
 
         return jax.lax.fori_loop(begin, end, add, found)
 
