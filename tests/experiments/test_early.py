@@ -8,8 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-
-from tests.experiments.conftest import ROOT, environment
+from helpers import ROOT, script_environment
 
 SCRIPTS = ("bench_controller", "compare_runs", "eval", "explain", "export", "generate", "staleness",
            "train", "train_drafter")
@@ -19,7 +18,7 @@ SLOW = "import time; print('importing', flush=True); time.sleep(60)"
 def start(*arguments: object, **variables: str) -> subprocess.Popen:
     return subprocess.Popen([sys.executable, *map(str, arguments)], text=True,
                             stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT,
-                            env=environment() | variables)
+                            env=script_environment() | variables)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -27,7 +26,7 @@ def test_signal_during_imports_ends_a_script_with_a_line(script: str, tmp_path: 
     for package in ("absl", "rich"):
         (tmp_path / package).mkdir()
         (tmp_path / package / "__init__.py").write_text(SLOW)
-    path = os.pathsep.join([str(tmp_path), environment()["PYTHONPATH"]])
+    path = os.pathsep.join([str(tmp_path), script_environment()["PYTHONPATH"]])
     number = signal.SIGINT if len(script) % 2 else signal.SIGTERM
     process = start(ROOT / "experiments" / f"{script}.py", PYTHONPATH=path)
     try:
