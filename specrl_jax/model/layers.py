@@ -96,9 +96,9 @@ def run(layers: Layers, step: Callable[[Params, Index, Array], tuple[Array, Out]
 def _scan(layers: Params, step: Callable[[Params, Index, Array], tuple[Array, Out]], x: Array,
           taps: tuple[int, ...]) -> tuple[Array, PyTree, Array | None]:
     """Scans stacked layers. Each writes x to its tap's place, or to a spare one behind the last."""
-    total, most = count(layers), len(taps)
-    place = np.full(total, most, np.int32)
-    place[list(taps)] = np.arange(most)
+    total, tap_count = count(layers), len(taps)
+    place = np.full(total, tap_count, np.int32)
+    place[list(taps)] = np.arange(tap_count)
 
     def body(carry: tuple[Array, Array | None], at: tuple[Params, Array, Array]
              ) -> tuple[tuple[Array, Array | None], Out]:
@@ -108,7 +108,7 @@ def _scan(layers: Params, step: Callable[[Params, Index, Array], tuple[Array, Ou
             tapped = jax.lax.dynamic_update_index_in_dim(tapped, x, to, 0)
         return (x, tapped), out
 
-    tapped = jnp.zeros((most + 1, *x.shape), x.dtype) if taps else None
+    tapped = jnp.zeros((tap_count + 1, *x.shape), x.dtype) if taps else None
     (x, tapped), outs = jax.lax.scan(
         body, (x, tapped), (layers, jnp.arange(total, dtype=jnp.int32), jnp.asarray(place)))
-    return x, outs, None if tapped is None else tapped[:most].reshape(-1, *x.shape[1:])
+    return x, outs, None if tapped is None else tapped[:tap_count].reshape(-1, *x.shape[1:])

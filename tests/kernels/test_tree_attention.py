@@ -20,7 +20,7 @@ from tree_attention_cases import INTERPRET, KERNELS, assert_near, call, make, ne
 # Small blocks, so that a context of a few hundred tokens has several.
 CONFIGS = {"pallas": {"block": 128, "tile": 64},
            "pallas_triton": {"block": 16, "tile": 16, "least": 1},
-           "triton": {"block": 16, "tile": 16, "least": 1}, "xla": {"chunk": 16, "whole": 0}}
+           "triton": {"block": 16, "tile": 16, "least": 1}, "xla": {"chunk": 16, "in_place": 0}}
 NAMES = [name for name in IMPLEMENTATIONS if name in (*KERNELS, "machine", "xla", "reference")]
 # What these may refuse, and why; all others do everything.
 PARTIAL = {"machine": ("needs a cpu", "needs a 64-bit CPU", "llvmlite", "fused multiply-add",
@@ -81,9 +81,9 @@ def test_equals_the_oracle(name: str, implementation: str) -> None:
 
 
 @pytest.mark.parametrize("way,window", [
-    ({"abreast": 1, "chunk": 48}, 7), ({"whole": 512}, None),
+    ({"abreast": 1, "chunk": 48}, 7), ({"in_place": 512}, None),
     *(pytest.param(way, window, marks=full) for way, window in (
-        ({"abreast": 1}, None), ({"whole": 512}, 7), ({"chunk": 48}, 7)))], ids=str)
+        ({"abreast": 1}, None), ({"in_place": 512}, 7), ({"chunk": 48}, 7)))], ids=str)
 def test_every_way_in_which_xla_reads_a_cache(way: dict[str, int], window: int | None) -> None:
     for case in (base(slots=None), make(**SHARED)):
         assert_near(configured(case, "xla", window, **way), oracle(case, window), case)
@@ -217,9 +217,9 @@ def test_xla_reads_of_each_row_what_it_sees_and_copies_one_chunk(slots: int | No
 
 def test_xla_skips_a_segment_that_lies_before_every_window() -> None:
     case = base(slots=None, lengths=(130, 131, 150, 160))
-    clean = configured(case, "xla", 20, whole=512)
+    clean = configured(case, "xla", 20, in_place=512)
     dirty = case | {"cache_v": [jnp.full_like(case["cache_v"][0], jnp.nan), case["cache_v"][1]]}
-    np.testing.assert_array_equal(configured(dirty, "xla", 20, whole=512), clean)
+    np.testing.assert_array_equal(configured(dirty, "xla", 20, in_place=512), clean)
 
 
 @pytest.mark.skipif(not INTERPRET, reason="elsewhere rows run abreast, and so do their chunks")
@@ -349,8 +349,8 @@ def test_sharded_over_rows_and_heads(implementation: str) -> None:
     assert_near(np.asarray(found), oracle(case), case)
 
 
-@pytest.mark.parametrize("way", [{"whole": 0}, *(pytest.param(way, marks=full) for way in (
-    {"whole": 512}, {"whole": 0, "abreast": 1}))], ids=str)
+@pytest.mark.parametrize("way", [{"in_place": 0}, *(pytest.param(way, marks=full) for way in (
+    {"in_place": 512}, {"in_place": 0, "abreast": 1}))], ids=str)
 def test_xla_is_checked_by_shard_map(way: dict[str, int]) -> None:
     """What a loop carries has to vary over the mesh as its inputs do, prefixes included."""
     need_devices(2)

@@ -34,8 +34,8 @@ def _plan(module: ir.Module, rows: int) -> None:
 
 def _work(module: ir.Module, columns: int, tile: tuple[int, int]) -> None:
     """Rows [first, end): tiles of many rows, then of one."""
-    rows, most = tile
-    groups = [(start, min(most, columns - start)) for start in range(0, columns, most)]
+    rows, widest = tile
+    groups = [(start, min(widest, columns - start)) for start in range(0, columns, widest)]
     tiles = functools.cache(functools.partial(_tile, module, columns))
     f = Function(module, "work", [POINTER, I64, I64])
     buffers, first, end = f.args
@@ -49,9 +49,9 @@ def _work(module: ir.Module, columns: int, tile: tuple[int, int]) -> None:
                 f.at(w, (row, inner)), f.at(x, (start, inner)), f.at(y, (row, columns), start),
                 inner])
 
-    whole = f.b.sub(end, f.b.srem(f.b.sub(end, first), f.number(rows)))
-    f.each(first, whole, rows, functools.partial(make, rows))
-    f.each(whole, end, 1, functools.partial(make, 1))
+    tiled_end = f.b.sub(end, f.b.srem(f.b.sub(end, first), f.number(rows)))
+    f.each(first, tiled_end, rows, functools.partial(make, rows))
+    f.each(tiled_end, end, 1, functools.partial(make, 1))
     f.b.ret_void()
 
 

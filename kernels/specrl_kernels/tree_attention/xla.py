@@ -27,7 +27,7 @@ class Config:
 
     chunk: int  # slots of context read at a time
     abreast: int  # 1: a chunk of each row at a time; 0: one row after the other
-    whole: int  # slots up to which a segment is read where it lies; never through `slot`
+    in_place: int  # slots up to which a segment is read where it lies; never through `slot`
     skip: int  # 1: such a segment is skipped, by a branch, where no row sees any of it
     narrow: int  # 1: weights are rounded to the values' dtype
 
@@ -66,14 +66,14 @@ def _config(target: Target, dtype: jnp.dtype) -> Config:
     """Returns the given configuration or the platform's; a CPU widens whole bfloat16 operands."""
     here = target.platform == "cpu"
     chosen = {"chunk": 256, "abreast": 0, "skip": 1, "narrow": 0,
-              "whole": 512 if dtype == jnp.float32 else 0}
+              "in_place": 512 if dtype == jnp.float32 else 0}
     if not here:
-        chosen = {"chunk": 512, "abreast": 1, "skip": 0, "narrow": 1, "whole": 1 << 31}
+        chosen = {"chunk": 512, "abreast": 1, "skip": 0, "narrow": 1, "in_place": 1 << 31}
     config = configured(Config, chosen | dict(target.config or {}))
     flags = (config.abreast, config.skip, config.narrow)
-    if config.chunk < 1 or set(flags) - {0, 1} or config.whole < 0:
-        raise Unsupported(f"{config}: chunk is at least 1, abreast, skip and narrow 0 or 1, whole "
-                          "at least 0")
+    if config.chunk < 1 or set(flags) - {0, 1} or config.in_place < 0:
+        raise Unsupported(f"{config}: chunk is at least 1, abreast, skip and narrow 0 or 1, "
+                          "in_place at least 0")
     return config
 
 
@@ -137,7 +137,7 @@ def _add_context(found: Partial, queries: jax.Array, cache_k: tuple[jax.Array, .
     """Adds the places from `first` i32[B, Q] (None: 0) up to `length` i32[B], 0 for dead rows."""
     oldest, start = jnp.zeros_like(length) if first is None else first.min(1), 0
     for k, v in zip(cache_k, cache_v, strict=True):
-        if slot is None and k.shape[3] <= config.whole:
+        if slot is None and k.shape[3] <= config.in_place:
             read = functools.partial(_add_segment, queries, k, v, start, length, first, config)
             seen = (length > jnp.maximum(start, oldest)) & (oldest < start + k.shape[3])
             found = (jax.lax.cond(seen.any(), read, lambda found: found, found) if config.skip
