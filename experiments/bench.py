@@ -20,6 +20,7 @@ BENCHMARKS = {
     "drafter": "drafter training against its FLOP bound",
     "learner": "policy updates against their FLOP bound, and the memory of a training step",
     "memory": "peak memory without speculation, with it, and with drafter training",
+    "plan": "predicted seconds of RL steps (plan.py) against measured ones",
     "kernels": "each kernel at real shapes against memory bandwidth and JAX's own (needs jax only)"}
 MODULES = {"controller": "bench_controller", "staleness": "staleness",
            "kernels": "bench.kernel_speed"}  # the others are bench.NAME

@@ -35,6 +35,7 @@ from specrl_jax.evaluation.compare import (
 from specrl_jax.io.compilation import use_persistent_cache
 from specrl_jax.io.files import write_atomically
 from specrl_jax.io.metrics import read_metrics
+from specrl_jax.io.places import output_file
 from specrl_jax.io.progress import say
 from specrl_jax.model.source import run_config
 
@@ -72,6 +73,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def compare(args: argparse.Namespace) -> int:
     """Compares, prints, writes; returns the exit status."""
+    if args.json:
+        args.json = output_file("--json", args.json)
     fields = config_differences(args.a, args.b)
     if not args.force:
         check_comparable(fields)

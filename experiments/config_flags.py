@@ -27,6 +27,7 @@ from ml_collections.config_flags import tuple_parser
 
 from specrl_jax.config import Config, ConfigError, build, load_config, override
 from specrl_jax.config.renamed import check_current
+from specrl_jax.io.places import local_path
 
 DEFAULT_PRESET = "smollm2"
 HELP_FLAGS = ("h", "help", "helpshort", "helpfull", "?")
@@ -41,7 +42,7 @@ def run(main: Callable[[Config, Path], Any]) -> None:
 
     `ConfigError` and flag errors, of `main` too, print `error: ...` on stderr and exit with 2.
     """
-    with _one_line_errors():
+    with one_line_errors():
         if _asks_for_help(sys.argv):
             print_help(sys.argv)
             sys.exit()
@@ -82,10 +83,10 @@ def parsed(flag_values: flags.FlagValues = flags.FLAGS) -> tuple[Config, Path]:
         from specrl_jax.model.source import run_config
 
         flag: Any = flag_values["config"]
-        config = override(run_config(Path(flag_values.run)), flag.override_values)
+        config = override(run_config(local_path("--run", flag_values.run)), flag.override_values)
     else:
         config = build(Config, flag_values.config)
-    return config, Path(flag_values.workdir or Path("runs") / config.name)
+    return config, local_path("--workdir", flag_values.workdir or Path("runs") / config.name)
 
 
 def mutable(config: Any) -> Any:
@@ -134,7 +135,8 @@ def field_table(preset: str) -> str:
 
 
 @contextlib.contextmanager
-def _one_line_errors() -> Iterator[None]:
+def one_line_errors() -> Iterator[None]:
+    """Prints a bad flag or value in one line on stderr, and exits."""
     try:
         yield
     except (ConfigError, flags.Error) as error:
@@ -143,7 +145,7 @@ def _one_line_errors() -> Iterator[None]:
 
 
 def _parse(argv: Sequence[str]) -> list[str]:
-    with _one_line_errors():
+    with one_line_errors():
         rest = flags.FLAGS(list(argv))
         if len(rest) > 1:
             raise ConfigError(f"unexpected argument {rest[1]!r}: write fields as "
@@ -155,7 +157,7 @@ def _call(main: Callable[[Config, Path], Any], argv: Sequence[str]) -> Any:
     del argv  # _parse leaves the script's name only
     if not flags.FLAGS["verbosity"].present:
         logging.set_verbosity(logging.WARNING)  # libraries' INFO lines hide the script's own
-    with _one_line_errors():
+    with one_line_errors():
         return main(*parsed())
 
 

@@ -4,8 +4,8 @@
     python experiments/eval.py --run=runs/smollm2 --baseline=before.json
     python experiments/eval.py --config=smollm2 --config.model.path=DIR --samples=8 --temperature=1
 
-Prints a table and writes --out. The reward "exact" decides what is correct. Intervals are Wilson's
-for one sample, else a percentile bootstrap over problems; the difference to --baseline is paired by
+Prints a table and writes --out. --reward decides what is correct. Intervals are Wilson's for one
+sample, else a percentile bootstrap over problems; the difference to --baseline is paired by
 problem. The flags --split, --problems and --temperature win over the config fields they stand for.
 """
 
@@ -20,23 +20,28 @@ from absl import flags
 from rich.console import Console
 from rich.table import Table
 
-from specrl_jax.config import Config, ConfigError
+from specrl_jax.config import Config
 from specrl_jax.evaluation.evaluate import (
     Task,
     check_same_problems,
     evaluate,
     paired,
     read_evaluation,
+    reward_of,
     task_config,
 )
 from specrl_jax.io.compilation import use_persistent_cache
 from specrl_jax.io.files import write_atomically
+from specrl_jax.io.places import local_path, output_file
 
 flags.adopt_module_key_flags(run_flags)
 SPLIT = flags.DEFINE_string("split", "test", "split of the data, such as train or test[:50%]")
 PROBLEMS = flags.DEFINE_integer("problems", 200, "use the first N problems; 0 is all of them")
 SAMPLES = flags.DEFINE_integer("samples", 1, "k, answers to each problem")
 TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "0 is greedy")
+REWARD = flags.DEFINE_string(
+    "reward", "", "an answer is correct where this reward is at least 1: exact, latex or "
+    "package.module:function (default: exact; the run's own where it does not use exact)")
 OUT = flags.DEFINE_string("out", None, "JSON file to write")
 BASELINE = flags.DEFINE_string("baseline", None, "an earlier --out file, to compare with")
 
@@ -46,16 +51,14 @@ def main(config: Config, workdir: Path) -> int:
     split, problems, temperature = (run_flags.given(flag, field) for flag, field in (
         ("split", "data.split"), ("problems", "data.examples"),
         ("temperature", "rollout.temperature")))
-    task = Task(split, problems, SAMPLES.value, temperature)
-    out = OUT.value and Path(OUT.value)
-    if out and not out.absolute().parent.is_dir():
-        raise ConfigError(f"--out={out}: {out.parent} is no directory; make it first")
+    task = Task(split, problems, SAMPLES.value, temperature, REWARD.value)
+    out = OUT.value and output_file("--out", OUT.value)
     config, actor = run_flags.resolve(config)
-    baseline = BASELINE.value and read_evaluation(Path(BASELINE.value))
+    baseline = BASELINE.value and read_evaluation(local_path("--baseline", BASELINE.value))
     if baseline:
         data = task_config(config, task).data
-        check_same_problems(baseline, {"name": data.name, "level": data.level,
-                                       "split": data.split})
+        check_same_problems(baseline, {"reward": reward_of(config, task), "data": {
+            "name": data.name, "level": data.level, "split": data.split}})
     use_persistent_cache()
     try:
         result = evaluate(config, task, actor)
@@ -80,6 +83,7 @@ def table(result: dict[str, Any]) -> Table:
     shown.add_row("problems", f"{len(result['problems'])} of {data['name']}{level} "
                               f"{data['split']}")
     shown.add_row("samples", f"{result['samples']} at temperature {result['temperature']:g}")
+    shown.add_row("judged by", result["reward"])
     shown.add_row(f"avg@{result['samples']}", f"{result['accuracy']:.3f}",
                   span(result["interval"], result["interval_method"]))
     for k, value in list(result["pass_at"].items())[1:]:

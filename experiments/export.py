@@ -13,18 +13,21 @@ from absl import flags
 
 from specrl_jax import sharding
 from specrl_jax.config import Config
-from specrl_jax.model.export import export
+from specrl_jax.io.places import output_directory
+from specrl_jax.model.export import DTYPES, export
 
 flags.adopt_module_key_flags(run_flags)
 OUT = flags.DEFINE_string("out", None, "directory to write; must not exist, or be empty",
                           required=True)
+DTYPE = flags.DEFINE_enum("dtype", "float32", DTYPES, "dtype of the weights")
 
 
 def main(config: Config, workdir: Path) -> int:
+    out = output_directory("--out", OUT.value)
     config, actor = run_flags.resolve(config)
     params = actor.params(sharding.make_mesh(config.mesh))
-    export(OUT.value, actor.source.arch, params, actor.source.tokenizer)
-    print(f"wrote {actor.name} to {OUT.value}", file=sys.stderr)
+    export(out, actor.source.arch, params, actor.source.tokenizer, dtype=DTYPE.value)
+    print(f"wrote {actor.name} to {out}", file=sys.stderr)
     return 0
 
 

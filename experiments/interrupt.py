@@ -28,12 +28,36 @@ def _stop(number: int, frame: FrameType | None) -> None:
     raise Stopped
 
 
+class Preemption:
+    """SIGTERM to a run that saves before it ends.
+
+    Attributes:
+      running: whether steps are running, so that there is something to save.
+      asked: whether to save and end.
+    """
+
+    def __init__(self) -> None:
+        self.running = self.asked = False
+
+    def note(self) -> bool:
+        """Notes a SIGTERM; returns False where nothing can be saved, or on the second one."""
+        if self.asked or not self.running:
+            return False
+        self.asked = True
+        return True
+
+
+def _note(number: int, frame: FrameType | None) -> None:
+    """Leaves SIGTERM to the thread that reads the wake-up descriptor."""
+
+
 @contextlib.contextmanager
-def stops(say: Callable[[], str]) -> Iterator[None]:
+def stops(say: Callable[[], str], preemption: Preemption | None = None) -> Iterator[None]:
     """Ends the process with EXIT_STOPPED on Ctrl-C or SIGTERM. For the main thread.
 
     Args:
       say: returns the line to print; called after the signal, from any thread.
+      preemption: gets SIGTERM first.
     """
     once = threading.Lock()
 
@@ -44,15 +68,17 @@ def stops(say: Callable[[], str]) -> Iterator[None]:
         os._exit(EXIT_STOPPED)  # a normal exit would wait for threads that compile
 
     def watch() -> None:
-        while os.read(receiver, 1)[0] not in (signal.SIGINT, signal.SIGTERM):
-            pass
-        time.sleep(GRACE)
-        leave()
+        while True:
+            number = os.read(receiver, 1)[0]
+            noted = number == signal.SIGTERM and preemption is not None and preemption.note()
+            if number in (signal.SIGINT, signal.SIGTERM) and not noted:
+                time.sleep(GRACE)
+                leave()
 
     receiver, sender = os.pipe()
     os.set_blocking(sender, False)
     signal.set_wakeup_fd(sender, warn_on_full_buffer=False)
-    signal.signal(signal.SIGTERM, _stop)
+    signal.signal(signal.SIGTERM, _note if preemption else _stop)
     threading.Thread(target=watch, daemon=True).start()
     try:
         yield

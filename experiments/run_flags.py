@@ -4,13 +4,14 @@ Such a script calls `flags.adopt_module_key_flags(run_flags)`, so that its --hel
 `config_flags` then reads the config from --run and leaves --workdir out of the help.
 """
 
-from pathlib import Path
 from typing import Any
 
 from absl import flags
 
 from specrl_jax.config import Config, ConfigError
-from specrl_jax.model.source import Actor, open_actor
+from specrl_jax.io.places import local_path
+from specrl_jax.io.progress import say
+from specrl_jax.model.source import Actor, fit_mesh, open_actor
 
 RUN = flags.DEFINE_string("run", None, "working directory of a run: its config, which --config.* "
                           "may override, and its weights; without it, the model at "
@@ -36,7 +37,10 @@ def resolve(config: Config, flag_values: flags.FlagValues = flags.FLAGS) -> tupl
     if flag_values["config"].present:
         raise ConfigError(f"--run={flag_values.run}: brings its own config; drop --config and "
                           f"override fields with --config.FIELD=VALUE")
-    return config, open_actor(config, Path(flag_values.run), flag_values.step)
+    config_flag: Any = flag_values["config"]
+    if not any(field.startswith("mesh.") for field in config_flag.override_values):
+        config = fit_mesh(config, say)
+    return config, open_actor(config, local_path("--run", flag_values.run), flag_values.step)
 
 
 def given(flag: str, field: str, flag_values: flags.FlagValues = flags.FLAGS) -> Any:

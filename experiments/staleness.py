@@ -36,8 +36,8 @@ from specrl_jax.config import Config, ConfigError, as_dict, build
 from specrl_jax.distill.offline import DRAFTER, DrafterTraining, train_drafter
 from specrl_jax.io.compilation import use_persistent_cache
 from specrl_jax.io.machine import give_back
-from specrl_jax.io.metrics import check_config
 from specrl_jax.io.progress import say
+from specrl_jax.io.resume import check_config
 
 ALL = "all"
 EXIT_DIED = 1  # the same command resumes

@@ -3,19 +3,22 @@
     python experiments/train.py                              # the smollm2 preset
     python experiments/train.py --config=tiny --workdir=runs/x --config.seed=1
 
-The same command again resumes from the last checkpoint. Ctrl-C and SIGTERM stop at once.
+The same command again resumes from the last checkpoint. Ctrl-C and SIGTERM stop at once; with
+--distributed, SIGTERM to any process lets all save after the step that is running, and end.
 """
 
 import functools
+import sys
 from pathlib import Path
 from typing import Any
 
 import config_flags
 import jax
 from absl import flags
-from interrupt import stops
+from interrupt import EXIT_STOPPED, Preemption, stops
 
 from specrl_jax.config import Config, ConfigError
+from specrl_jax.io import processes
 from specrl_jax.io.checkpoint import list_steps
 from specrl_jax.io.compilation import use_persistent_cache
 from specrl_jax.io.report import REPORT, write_report
@@ -32,22 +35,22 @@ PROCESS = flags.DEFINE_integer("process", None, "which one this is, from 0")
 def _join() -> None:
     """Connects to the other processes of a distributed run."""
     given: list[Any] = [flag.value for flag in (COORDINATOR, PROCESSES, PROCESS)]
-    if not DISTRIBUTED.value:
-        if any(value is not None for value in given):
-            raise ConfigError("--coordinator, --processes, --process: need --distributed")
-        return
-    try:
-        jax.distributed.initialize(*given)
-    except (ValueError, RuntimeError) as error:
-        raise ConfigError(f"--distributed: {str(error).splitlines()[0]} Give --coordinator, "
-                          f"--processes and --process where they cannot be found") from error
+    if DISTRIBUTED.value:
+        processes.join(*given)
+    elif any(value is not None for value in given):
+        raise ConfigError("--coordinator, --processes, --process: need --distributed")
 
 
 def main(config: Config, workdir: Path) -> int:
-    with stops(functools.partial(_how_to_go_on, workdir)):
+    preemption = Preemption() if DISTRIBUTED.value else None
+    with stops(functools.partial(_leave, workdir), preemption), processes.ending_together():
         use_persistent_cache()
         _join()
-        if not train(config, workdir):
+        complete = not train(config, workdir, functools.partial(_preempted, preemption))
+        if preemption and preemption.asked:
+            print(f"\n{_how_to_go_on(workdir)}", file=sys.stderr)
+            return EXIT_STOPPED
+        if complete:
             print(f"{workdir}: the run is complete ({list_steps(workdir / 'checkpoints')[-1]} "
                   f"steps); raise --config.steps to go on, or choose another --workdir")
             if (workdir / REPORT).exists():
@@ -55,6 +58,22 @@ def main(config: Config, workdir: Path) -> int:
         if jax.process_index() == 0:
             print(f"wrote {write_report(workdir)}")
     return 0
+
+
+def _preempted(preemption: Preemption | None) -> bool:
+    """Returns whether a process of the run got SIGTERM; called between steps."""
+    if preemption is None:
+        return False
+    preemption.running = True
+    preemption.asked = processes.any_of("who stops", preemption.asked)
+    return preemption.asked
+
+
+def _leave(workdir: Path) -> str:
+    """Lets the other processes end, too; returns how to go on."""
+    line = _how_to_go_on(workdir)
+    processes.announce(line)
+    return line
 
 
 def _how_to_go_on(workdir: Path) -> str:

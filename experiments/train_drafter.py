@@ -21,6 +21,7 @@ from specrl_jax.config import Config
 from specrl_jax.distill.offline import DRAFTER, DrafterTraining, train_drafter
 from specrl_jax.io.checkpoint import list_steps
 from specrl_jax.io.compilation import use_persistent_cache
+from specrl_jax.io.places import local_path
 from specrl_jax.model.source import CHECKPOINTS, open_actor
 
 DEFINE = {int: flags.DEFINE_integer, float: flags.DEFINE_float, str: flags.DEFINE_string,
@@ -38,7 +39,8 @@ def main(config: Config, workdir: Path) -> int:
     """Trains the drafter; returns the exit status."""
     with stops(functools.partial(_how_to_resume, workdir)):
         options = DrafterTraining(**{name: flag.value for name, flag in OPTIONS.items()})
-        actor = open_actor(config, ACTOR.value and Path(ACTOR.value), ACTOR_STEP.value)
+        run = ACTOR.value and local_path("--actor", ACTOR.value)
+        actor = open_actor(config, run, ACTOR_STEP.value)
         use_persistent_cache()
         if not train_drafter(config, options, workdir, actor):
             print(f"{workdir}: the drafter is complete ({options.steps} updates); choose another "

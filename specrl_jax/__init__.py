@@ -47,32 +47,11 @@ if TYPE_CHECKING:
     register_rule = RULES.register
 
 __all__ = [
-    "Config",
-    "ConfigError",
-    "Controller",
-    "Drafter",
-    "DrafterTraining",
-    "PromptBatch",
-    "Rule",
-    "Sampler",
-    "Task",
-    "Trainer",
-    "evaluate",
-    "generate",
-    "load_config",
-    "read_metrics",
-    "register_advantage",
-    "register_controller",
-    "register_correction",
-    "register_dataset",
-    "register_drafter",
-    "register_family",
-    "register_loss",
-    "register_reward",
-    "register_rule",
-    "train",
-    "train_drafter",
-    "write_report",
+    "Config", "ConfigError", "Controller", "Drafter", "DrafterTraining", "PromptBatch", "Rule",
+    "Sampler", "Task", "Trainer", "evaluate", "generate", "load_config", "read_metrics",
+    "register_advantage", "register_controller", "register_correction", "register_dataset",
+    "register_drafter", "register_family", "register_loss", "register_reward", "register_rule",
+    "train", "train_drafter", "write_report",
 ]
 
 _HOMES = {

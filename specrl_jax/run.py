@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
@@ -10,36 +10,49 @@ import jax.numpy as jnp
 
 from specrl_jax import config as config_lib
 from specrl_jax.config import Config, ConfigError
-from specrl_jax.io import metrics
+from specrl_jax.io import data, lock, metrics, resume
 from specrl_jax.io.checkpoint import Checkpoints
 from specrl_jax.io.compilation import CompilationCounter
+from specrl_jax.io.places import local_path
 from specrl_jax.io.progress import Progress
 from specrl_jax.model import architecture, weights
 from specrl_jax.model.architecture import Architecture
+from specrl_jax.rl.judge import RewardError
 from specrl_jax.rollout.prompts import make_prompts
 from specrl_jax.trainer import Trainer
 
 EFFICIENCY = 0.6  # of a large matrix product's speed that steps reach on a CPU
 
 
-def train(config: Config, workdir: Path | str) -> bool:
+def never() -> bool:
+    """Returns False."""
+    return False
+
+
+def train(config: Config, workdir: Path | str, stop: Callable[[], bool] = never) -> bool:
     """Runs or resumes `config` in `workdir`; returns whether any step was left.
+
+    Args:
+      stop: called before each step; where it returns True, in all processes, the run is saved and
+        left.
 
     Raises:
       ConfigError: something in the configuration cannot work; the workdir is untouched.
       TrainingError: too many non-finite updates in a row.
     """
-    return sum(1 for _ in training_steps(config, Path(workdir))) > 0
+    return sum(1 for _ in training_steps(config, local_path("workdir", workdir), stop)) > 0
 
 
-def training_steps(config: Config, workdir: Path) -> Iterator[None]:
+def training_steps(config: Config, workdir: Path, stop: Callable[[], bool] = never
+                   ) -> Iterator[None]:
     """Runs `train` as a generator, which yields before each step.
 
     The machine is idle there, so that several runs can take turns and be timed step by step; only
     overlapped updates of a drafter may still be running.
     """
     began = time.perf_counter()
-    metrics.check_config(workdir, config_lib.as_dict(config))
+    described = config_lib.as_dict(config)
+    resume.check_config(workdir, described, resume.EQUAL)
     source = weights.describe_source(config.model.path, family=config.model.family)
     progress = Progress(config.steps, 0)
     say = progress.say
@@ -47,20 +60,26 @@ def training_steps(config: Config, workdir: Path) -> Iterator[None]:
     prompts = make_prompts(config, source.tokenizer, say)
     trainer = Trainer(config, source, prompts, say)
     metrics.make_workdir(workdir)
-    with Checkpoints(workdir / "checkpoints", config.checkpoint_keep, progress.warn) as checkpoints:
-        resumed = trainer.restore(checkpoints)
+    with lock.hold(workdir, say), Checkpoints(
+            workdir / "checkpoints", config.checkpoint_keep, progress.warn) as checkpoints:
+        # Once more: another run may have ended meanwhile.
+        changed = resume.check_config(workdir, described, resume.EQUAL)
+        resume.check_data(workdir, {"training": data.digest(prompts.examples)})
+        resumed = trainer.restore(checkpoints, resume.renewed(changed) if changed else None)
         if trainer.step_number >= config.steps:
             return
-        metrics.write_config(workdir, config_lib.as_dict(config))
+        metrics.write_config(workdir, described)
         if resumed:
             say(f"resuming {workdir} after step {trainer.step_number}")
+            if changed:
+                say(resume.told(changed))
         compilations = CompilationCounter()
         trainer.compile(say)
         with metrics.Writer(workdir, trainer.step_number, progress.warn) as writer, Progress(
                 config.steps, trainer.step_number) as progress:
             compilations.take()
             yield from run_steps(trainer, checkpoints, writer, progress, compilations,
-                                 startup(trainer, time.perf_counter() - began))
+                                 startup(trainer, time.perf_counter() - began), stop)
 
 
 def overview(config: Config, arch: Architecture, workdir: Path) -> str:
@@ -69,8 +88,7 @@ def overview(config: Config, arch: Architecture, workdir: Path) -> str:
     The time is that of full-length responses at the speed of a measured matrix product, without
     start-up and the drafter's training: a rough upper bound.
     """
-    devices = config.mesh.data * config.mesh.fsdp * config.mesh.tensor
-    speed = EFFICIENCY * devices * matmul_speed()
+    speed = EFFICIENCY * config.mesh.size * matmul_speed()
     minutes = math.ceil(config.steps * step_flops(config, arch) / speed / 60)
     return (f"{config.name}: {config.steps} RL steps of {config.prompts_per_step} prompts x "
             f"{config.group_size} responses of up to {config.rollout.max_new_tokens} tokens; at "
@@ -82,7 +100,7 @@ def step_flops(config: Config, arch: Architecture) -> float:
     leaves = jax.tree.leaves(architecture.describe(arch), is_leaf=architecture.is_param)
     parameters = sum(math.prod(leaf.shape) for leaf in leaves)
     generated = config.sequences * config.rollout.max_new_tokens
-    prompts = config.sequences // config.sequences_per_row * config.rollout.max_prompt_tokens
+    prompts = config.sequences // config.sequences_per_unit * config.rollout.max_prompt_tokens
     return parameters * (2 * generated + 6 * config.rl.updates * (generated + prompts))
 
 
@@ -108,20 +126,36 @@ class TrainingError(ConfigError):
 
 
 def run_steps(trainer: Trainer, checkpoints: Checkpoints, writer: metrics.Writer,
-              progress: Progress, compilations: CompilationCounter, first: dict[str, float]
-              ) -> Iterator[None]:
+              progress: Progress, compilations: CompilationCounter, first: dict[str, float],
+              stop: Callable[[], bool] = never) -> Iterator[None]:
     """Runs the remaining steps, with their metrics, warnings and checkpoints; yields before each.
 
     Args:
       first: further metrics of the first step.
+      stop: see `train`.
 
     Raises:
       TrainingError: too many non-finite updates in a row; a checkpoint is written first.
+      RewardError: a reward failed; the same.
     """
-    config = trainer.config
+    config, saved = trainer.config, trainer.step_number
+
+    def save() -> None:
+        nonlocal saved
+        if saved < trainer.step_number:
+            writer.sync()
+            checkpoints.save(trainer.step_number, trainer.arrays(), trainer.meta())
+            saved = trainer.step_number
+
     while trainer.step_number < config.steps:
+        if stop():
+            return save()
         yield
-        record, samples = trainer.step(progress.rollout, progress.phase)
+        try:
+            record, samples = trainer.step(progress.rollout, progress.phase)
+        except RewardError:
+            save()
+            raise
         record["compilations"] = compilations.take()
         record, first = record | first, {}
         if record["compilations"]:
@@ -133,11 +167,10 @@ def run_steps(trainer: Trainer, checkpoints: Checkpoints, writer: metrics.Writer
         writer.write_step(record, samples)
         progress.step(record)
         done = trainer.step_number
-        stop = trainer.bad_steps >= config.learner.max_bad_steps
-        if stop or done == config.steps or done % config.checkpoint_every == 0:
-            writer.sync()
-            checkpoints.save(done, trainer.arrays(), trainer.meta())
-        if stop:
+        diverged = trainer.bad_steps >= config.learner.max_bad_steps
+        if diverged or done == config.steps or done % config.checkpoint_every == 0:
+            save()
+        if diverged:
             raise TrainingError(
                 f"learner.max_bad_steps = {config.learner.max_bad_steps}: that many updates in a "
                 f"row were not finite; lower learner.learning_rate and start in another workdir")

@@ -7,37 +7,52 @@ waits for a gather of weights.
 
 import functools
 import math
-from collections.abc import Callable, Mapping
-from typing import TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
+from jax.sharding import (
+    AbstractMesh,
+    AxisType,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    use_abstract_mesh,
+)
+from specrl_kernels.dispatch import traced_for as traced_device
 
 from specrl_jax.config import MeshConfig, check
 from specrl_jax.structs import PyTree
 
 T = TypeVar("T")
 ROWS = ("data", "fsdp")  # mesh axes that split rows, in both learner and rollout
-LEARNER_RULES: Mapping[str, str] = {
-    "vocab": "tensor", "kv_heads": "tensor", "mlp": "tensor", "embed": "fsdp",
-}
-ROLLOUT_RULES: Mapping[str, str] = {"vocab": "tensor", "kv_heads": "tensor", "mlp": "tensor"}
+TENSOR = "tensor"  # the mesh axis that splits a model
+FSDP = "fsdp"  # the mesh axis that splits the learner's parameters
+Rules: TypeAlias = Mapping[str, str | tuple[str, ...]]
+ROLLOUT_RULES: Rules = {"vocab": "tensor", "kv_heads": "tensor", "mlp": "tensor"}
+LEARNER_RULES: Rules = ROLLOUT_RULES | {"embed": FSDP}
+MOMENT_RULES: Rules = ROLLOUT_RULES | {"embed": ROWS}  # of the optimiser: ZeRO over all data shards
 
 
-def make_mesh(config: MeshConfig) -> Mesh:
+def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     """Returns the mesh ("data", "fsdp", "tensor") over all devices of all processes.
+
+    Args:
+      devices: others than JAX's, such as those of a topology that is compiled for.
 
     Raises:
       ConfigError: the sizes do not multiply to the number of devices used.
     """
-    devices = jax.devices()
+    there = devices is None
+    devices = jax.devices() if devices is None else devices
     shape = (config.data, config.fsdp, config.tensor)
     size, name = math.prod(shape), "x".join(map(str, shape))
     check(size <= len(devices), "mesh", name, f"needs {size} devices, {len(devices)} are there")
-    check(size == len(devices) or jax.process_count() == 1, "mesh", name,
-          f"with several processes all {len(devices)} devices must be used")
+    check(size == len(devices) or there and jax.process_count() == 1, "mesh", name,
+          f"all {len(devices)} devices must be used; "
+          "set mesh.data x mesh.fsdp x mesh.tensor to their number")
     grid = np.asarray(devices[:size]).reshape(shape)
     return Mesh(grid, (*ROWS, "tensor"), axis_types=(AxisType.Auto,) * 3)
 
@@ -75,6 +90,23 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
+def straight_line() -> bool:
+    """Returns whether what is being traced must not loop or branch by values on the device.
+
+    A GPU asks the host for the predicate of each such loop and the index of each branch, which
+    takes as long as a small operation. So accelerators compute the few values that a round may
+    need, of static sizes, and mask them; a CPU computes what it needs.
+    """
+    return traced_device().platform != "cpu"
+
+
+def either(condition: jax.Array, then: Callable[[], T], otherwise: Callable[[], T]) -> T:
+    """Returns then() if `condition` bool[] holds, else otherwise(); both run in `straight_line`."""
+    if not straight_line():
+        return jax.lax.cond(condition, then, otherwise)
+    return jax.tree.map(functools.partial(jax.lax.select, condition), then(), otherwise())
+
+
 def on_any_shard(flag: jax.Array) -> jax.Array:
     """Returns bool[], whether `flag` is set on any data shard; outside of shard_map, the flag.
 
@@ -83,6 +115,48 @@ def on_any_shard(flag: jax.Array) -> jax.Array:
     """
     manual = tuple(axis for axis in ROWS if axis in jax.sharding.get_abstract_mesh().manual_axes)
     return jax.lax.pmax(flag.astype(jnp.int32), manual) > 0 if manual else flag
+
+
+def largest(value: jax.Array) -> jax.Array:
+    """Returns the largest `value` of all data shards; outside of shard_map, the value.
+
+    It may end loops that hold collectives over `tensor`, as `on_any_shard` says.
+    """
+    manual = tuple(axis for axis in ROWS if axis in jax.sharding.get_abstract_mesh().manual_axes)
+    return jax.lax.pmax(value, manual) if manual else value
+
+
+def split_rows(x: jax.Array, axis: int) -> jax.Array:
+    """Returns `x` with one axis split over the data shards; without a mesh in scope, `x`."""
+    mesh = jax.sharding.get_abstract_mesh()
+    left = tuple(name for name in ROWS if name in mesh.axis_names and name not in mesh.manual_axes)
+    if not left or x.shape[axis] % _devices(mesh, left):
+        return x
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(*(None,) * axis, left))
+
+
+def in_tensor_parts(function: Callable[..., T], size: int, in_specs: PyTree, out_specs: PyTree
+                    ) -> Callable[..., T]:
+    """Returns `function` of global arrays, run by each device of `tensor` on its own parts.
+
+    A kernel, which the partitioner cannot divide, runs, and nothing is gathered that the function
+    does not gather itself. It must run alike on all data shards, as `on_any_shard` says.
+
+    Args:
+      function: called as function(axis, *args): axis is "tensor" where that splits what the specs
+        name, else None.
+      size: of the dimensions to split; where it cannot be divided, every device holds all.
+      in_specs, out_specs: of `jax.shard_map`, for `args` and the result, with TENSOR or nothing.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if TENSOR not in mesh.axis_names or TENSOR in mesh.manual_axes:
+        return functools.partial(function, None)
+    split = mesh.shape[TENSOR] > 1 and size % mesh.shape[TENSOR] == 0
+    if not split:
+        in_specs, out_specs = jax.tree.map(lambda spec: PartitionSpec(), (in_specs, out_specs))
+    return jax.shard_map(functools.partial(function, TENSOR if split else None),
+                         in_specs=in_specs, out_specs=out_specs, axis_names={TENSOR},
+                         check_vma=False)
 
 
 def unsplit(x: jax.Array) -> jax.Array:
@@ -95,30 +169,52 @@ def unsplit(x: jax.Array) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, PartitionSpec())
 
 
-def spec_of(shape: tuple[int, ...], axes: tuple[str | None, ...], rules: Mapping[str, str],
-            mesh: Mesh) -> PartitionSpec:
-    """Returns the partition of one array; an axis that the mesh does not divide is replicated."""
-    names = [rules.get(axis) if axis else None for axis in axes]
-    return PartitionSpec(*(name if name and size % mesh.shape[name] == 0 else None
-                           for size, name in zip(shape, names, strict=True)))
+def spec_of(shape: tuple[int, ...], axes: tuple[str | None, ...], rules: Rules,
+            mesh: Mesh | AbstractMesh) -> PartitionSpec:
+    """Returns the partition of one array.
+
+    Where a rule names several mesh axes that do not divide a dimension together, the last one may;
+    a dimension that the mesh does not divide is replicated.
+    """
+    def split(size: int, axis: str | None) -> str | tuple[str, ...] | None:
+        name = rules.get(axis) if axis else None
+        choices = () if name is None else (name,) if isinstance(name, str) else (name, name[-1])
+        return next((c for c in choices if size % _devices(mesh, c) == 0), None)
+
+    return PartitionSpec(*(split(*at) for at in zip(shape, axes, strict=True)))
 
 
-def shardings(described: PyTree, rules: Mapping[str, str], mesh: Mesh,
+def _devices(mesh: Mesh | AbstractMesh, name: str | tuple[str, ...]) -> int:
+    names = (name,) if isinstance(name, str) else name
+    return math.prod(mesh.shape[axis] for axis in names)
+
+
+def constrain(tree: PyTree, described: PyTree, rules: Rules, is_leaf: Callable[[PyTree], bool]
+              ) -> PyTree:
+    """Returns `tree`, split over the mesh in scope by rules; without one, as it is."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if not mesh.axis_names:
+        return tree
+    return jax.tree.map(lambda p, a: jax.lax.with_sharding_constraint(
+        a, spec_of(p.shape, p.axes, rules, mesh)), described, tree, is_leaf=is_leaf)
+
+
+def shardings(described: PyTree, rules: Rules, mesh: Mesh,
               is_leaf: Callable[[PyTree], bool]) -> PyTree:
     """Returns the NamedSharding of each leaf of a tree of descriptions with `shape`, `axes`."""
     return jax.tree.map(lambda p: NamedSharding(mesh, spec_of(p.shape, p.axes, rules, mesh)),
                         described, is_leaf=is_leaf)
 
 
-def replicated_axes(described: PyTree, rules: Mapping[str, str], mesh: Mesh,
+def replicated_axes(described: PyTree, rules: Rules, mesh: Mesh,
                     is_leaf: Callable[[PyTree], bool]) -> set[str]:
     """Returns the logical axes that a mesh dimension should split but does not divide."""
     found = set()
     for param in jax.tree.leaves(described, is_leaf=is_leaf):
         for size, axis in zip(param.shape, param.axes, strict=True):
             name = rules.get(axis) if axis else None
-            if name and size % mesh.shape[name]:
-                found.add(f"{axis} = {size} over {name} = {mesh.shape[name]}")
+            if name and size % _devices(mesh, name):
+                found.add(f"{axis} = {size} over {name} = {_devices(mesh, name)}")
     return found
 
 

@@ -7,7 +7,7 @@
    each token is a function of indices, so that drafts, batch and restarts change no token.
 3. Responses are decoded and rewarded; advantages are relative to their group.
 4. The drafter stores features of the rollout while the policy that generated it is published.
-5. The policy is updated on the whole rollout and published.
+5. The policy is updated on the whole rollout, in `rl.minibatches` optimiser steps, and published.
 6. The drafter is updated and published if that is due.
 
 What is left out: no value model, no replay of old rollouts, no asynchronous generation. A reference
@@ -16,34 +16,30 @@ policy is kept only for a KL penalty.
 
 import collections
 import contextlib
-import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from specrl_jax import sharding
-from specrl_jax.config import Config
+from specrl_jax.config import Config, ConfigError
 from specrl_jax.distill import drafter
 from specrl_jax.draft.response_cache import ResponseCache, capacity
 from specrl_jax.io import data, launches
-from specrl_jax.io.compilation import Compiler
+from specrl_jax.io.compilation import Compiler, Name
 from specrl_jax.io.machine import peak_rss
 from specrl_jax.model import architecture, layers, weights
-from specrl_jax.model.transformer import Params
-from specrl_jax.rl import algorithm, learner
-from specrl_jax.rl.learner import Batch, LearnerState, Totals
-from specrl_jax.rl.reward import compose
+from specrl_jax.rl import algorithm, judge, learner, programs
+from specrl_jax.rl.batch import Batch, Totals
+from specrl_jax.rl.learner import LearnerState
 from specrl_jax.rollout.metrics import rollout_metrics
 from specrl_jax.rollout.prompts import PromptBatch, Prompts, make_prompts
 from specrl_jax.rollout.sampler import Sampler
 from specrl_jax.rollout.scoring import Sample, score_rollout
-from specrl_jax.structs import Json, Metrics, PyTree, Rollout
+from specrl_jax.structs import Array, Json, Metrics, ModelParams, PyTree, Rollout
 
 GAPS = ("logprob_gap", "logprob_gap_max", "logprob_gap_tokens")  # under the weights that acted
 
@@ -51,9 +47,10 @@ GAPS = ("logprob_gap", "logprob_gap_max", "logprob_gap_tokens")  # under the wei
 class CheckpointReader(Protocol):
     """What `Trainer.restore` reads; io.checkpoint.Checkpoints is one."""
 
-    def restore_latest(self, abstract: dict[str, PyTree]
+    def restore_latest(self, abstract: dict[str, PyTree], required: Collection[str] | None = None
                        ) -> tuple[int, dict[str, PyTree], Json] | None:
-        """Returns (step, arrays like `abstract`, meta), None if there is no checkpoint."""
+        """Returns (step, arrays like `abstract`, meta), None if there is no checkpoint;
+        entries beyond `required` are left out where the checkpoint has others."""
         ...
 
 
@@ -87,7 +84,12 @@ class Trainer:
     def __init__(self, config: Config, source: weights.Source, prompts: Prompts,
                  say: Callable[[str], None]) -> None:
         self.config, self.prompts, self.tokenizer = config, prompts, source.tokenizer
-        self.reward = compose(config.reward.terms, config.reward.weights)
+        self.warnings: list[str] = []  # not shown yet
+        self.reward = judge.of_config(config.reward, self.warnings.append)
+        judge.check_answers(config.reward.terms, prompts.examples)
+        if config.rl.updates and not config.rollout.temperature:
+            self.warnings.append("rollout.temperature = 0: all answers to a prompt are the same, "
+                                 "so that no group has an advantage; set it to 1")
         self.algorithm = algorithm.resolve(config.rl)
         self.mesh = sharding.make_mesh(config.mesh)
         self.arch, self.step_number, self.bad_steps = source.arch, 0, 0
@@ -99,17 +101,18 @@ class Trainer:
         self.shardings = sharding.shardings(described, sharding.LEARNER_RULES, self.mesh,
                                          architecture.is_param)
         say(f"loading {source.source}")
-        params = sharding.put(self.shardings, layers.arrange(source.params(), scanned))
+        params = source.params(self.shardings)
         self.reference = jax.tree.map(jnp.copy, params) if config.rl.kl else None
+        places = jax.tree.map(lambda a: a.sharding, programs.abstract_state(
+            config, self.arch, self.mesh).optimizer)
         self.optimizer = learner.make_optimizer(config.learner)
         self.state = LearnerState(params, jax.jit(
-            self.optimizer.init, out_shardings=self._optimizer_places(params))(params))
+            self.optimizer.init, out_shardings=places)(params))
         self.sampler = Sampler(config, self.arch, self.tokenizer.stop_ids, self.mesh,
                                prompts=config.prompts_per_step, group=config.group_size, warn=say,
                                tokenizer=self.tokenizer)
         self.sampler.publish(params, 0)
-        self._programs: dict[str, Any] = {}
-        self.warnings: list[str] = []  # about the drafter, not shown yet
+        self._programs: dict[Name, Any] = {}
         self.drafter = drafter.make(config, self.sampler, prompts.tokens, self._sample,
                                     self.warnings.append)
         spec, buffer = config.spec, config.rollout.max_new_tokens
@@ -128,18 +131,6 @@ class Trainer:
         source = weights.describe_source(config.model.path, family=config.model.family)
         return cls(config, source, make_prompts(config, source.tokenizer, say), say)
 
-    def _optimizer_places(self, params: Params) -> PyTree:
-        """Returns shardings: AdamW's moments like their parameters, everything else replicated."""
-        shapes = jax.eval_shape(self.optimizer.init, params)
-        like = jax.tree.structure(params)
-
-        def place(node: PyTree) -> PyTree:
-            if jax.tree.structure(node) == like:
-                return self.shardings
-            return sharding.replicated(self.mesh)
-
-        return jax.tree.map(place, shapes, is_leaf=lambda n: jax.tree.structure(n) == like)
-
     # Programs.
 
     def compile(self, say: Callable[[str], None]) -> None:
@@ -150,70 +141,42 @@ class Trainer:
         self.drafter.compile(say)
 
     def _add_programs(self, compiler: Compiler) -> None:
-        """Starts compiling the policy's programs: update, scores, gap, as far as they are used."""
-        config, remat = self.config, self.config.learner.remat
-        batch, totals = self._batch(self._blank_rollout(), np.zeros(config.sequences, np.float32))
-        params, scores = self.state.params, batch.rollout_logprob
-        replicated = sharding.replicated(self.mesh)
-        on_mesh = functools.partial(sharding.traced_for, self.mesh)
-        if not config.rl.updates:
-            gap = jax.jit(on_mesh(functools.partial(learner.first_gap, self.arch, remat)),
-                          out_shardings=replicated)
-            self._programs["gap"] = compiler.add(gap.lower(params, batch))
-            return
-        if self._needs_scores:
-            score = jax.jit(on_mesh(functools.partial(learner.score, self.arch, remat)))
-            self._programs["score"] = compiler.add(score.lower(params, batch))
-        shardings = jax.tree.map(lambda a: a.sharding, self.state)
-        update = jax.jit(on_mesh(functools.partial(learner.update, self.arch, config)),
-                         donate_argnums=(0,), out_shardings=(shardings, replicated))
-        self._programs["update"] = compiler.add(update.lower(
-            self.state, batch, totals, scores if self._reads_old else None,
-            scores if config.rl.kl else None))
+        """Starts compiling the policy's programs."""
+        self._programs = {p.name: compiler.add(p)
+                          for p in programs.programs(self.config, self.arch, self.mesh)}
 
-    @property
-    def _reads_old(self) -> bool:
-        return self.config.rl.updates > 1 or self.config.learner.old_logprob == "rollout"
-
-    @property
-    def _needs_scores(self) -> bool:
-        kl, old = self.config.rl.kl, self.config.learner.old_logprob
-        return bool(kl) or (self.config.rl.updates > 1 and old == "learner")
-
-    def _blank_rollout(self) -> Rollout:
-        q, r = self.config.sequences, self.config.rollout
-        ints, floats = np.zeros((q, r.max_new_tokens), np.int32), np.zeros(
-            (q, r.max_new_tokens), np.float32)
-        one = np.ones(q, np.int32)
-        return Rollout(
-            prompt=np.zeros((q, r.max_prompt_tokens), np.int32), prompt_length=one, tokens=ints,
-            length=one, logprob=floats, raw_logprob=floats, top_p_mass=floats, prompt_id=one,
-            occurrence=one, sample_id=one, stopped=one > 0, commits=ints, rounds=one)
-
-    def _batch(self, rollout: Rollout, advantage: np.ndarray) -> tuple[Batch, Totals]:
-        config = self.config
-        batch, totals = learner.make_batch(
-            rollout, advantage, config.rollout.temperature,
-            rows=config.learner.micro_batch // config.sequences_per_row,
-            sequences_per_row=config.sequences_per_row,
-            keep_all=bool(config.rl.kl) or config.rl.updates > 1)
-        rows = NamedSharding(self.mesh, P(None, sharding.ROWS))
-        whole = sharding.replicated(self.mesh)
-        return sharding.put(rows, batch), sharding.put(whole, totals)
+    def _minibatches(self, rollout: Rollout, advantage: np.ndarray
+                     ) -> list[tuple[Batch, Totals]]:
+        """Returns the batch of each optimiser step over the rollout, on the devices."""
+        places = programs.batch_places(self.mesh)
+        return [sharding.put(places, part)
+                for part in programs.host_batches(self.config, rollout, advantage)]
 
     # The step.
 
     def step(self, progress: Callable[[int, int, int], None] = lambda *counts: None,
              phase: Callable[[str], None] = lambda name: None) -> tuple[Metrics, list[Sample]]:
-        """Runs one RL step; returns its metrics and a sample of each sequence."""
+        """Runs one RL step; returns its metrics and a sample of each sequence.
+
+        Raises:
+          RewardError: a reward failed; the state is still that of before the step.
+        """
         timer, step = StepTimer(phase), self.step_number
         metrics: Metrics = {"step": step, "checksum/policy": self.sampler.checksum}
         with timer("drafter"):
             metrics |= self.drafter.before_rollout(step)
+        engine = self.sampler.engine
+        before = engine.control, engine.acceptance
         with timer("rollout"):
             rollout, rollout_metrics = self.rollout(progress)
         with timer("reward"):
-            samples, rewards, terms = self.score(rollout)
+            try:
+                samples, rewards, terms = self.score(rollout)
+            except ConfigError as error:  # in this process or in another
+                engine.control, engine.acceptance = before
+                raise judge.RewardError(str(error)) from error
+            if self.config.spec.history_past:
+                self.responses.add(rollout.prompt_id, rollout.tokens, rollout.length, step)
             advantage = self._advantages(rewards)
         with timer("drafter"):
             metrics |= self.drafter.collect(rollout, rewards, advantage, step)
@@ -239,8 +202,6 @@ class Trainer:
                                    self.step_number)
         rollout, result = self.sampler.generate(batch, "train", self.step_number, past=past,
                                                 progress=progress)
-        if self.config.spec.history_past:
-            self.responses.add(rollout.prompt_id, rollout.tokens, rollout.length, self.step_number)
         saved = launches.saved(result.trace, self.sampler.plain_round_seconds)
         return rollout, rollout_metrics(rollout, result) | saved | {
             "version/policy": rollout.policy_version, "version/drafter": rollout.drafter_version}
@@ -272,32 +233,48 @@ class Trainer:
         With rl.updates = 0 the loss is 0, an empty sum, and the gap is that of the first
         micro-batch in canonical order.
         """
-        run = self._update_policy if self.config.rl.updates else self._measure_gap
-        updates = run(rollout, advantage)
-        # Only the first update sees the weights that acted, so the gap is the first update's.
-        metrics = updates[-1] | {name: updates[0][name] for name in GAPS}
-        metrics["applied"] = min(update["applied"] for update in updates)
+        metrics = (self._update_policy if self.config.rl.updates else self._measure_gap)(
+            rollout, advantage)
         self.bad_steps = 0 if metrics["applied"] else self.bad_steps + 1
         self.sampler.publish(self.state.params, self.step_number + 1)
         return metrics | {f"rollout/{name}": metrics.pop(name) for name in GAPS}
 
-    def _measure_gap(self, rollout: Rollout, advantage: np.ndarray) -> list[dict[str, float]]:
-        batch, _ = self._batch(rollout, np.zeros_like(advantage))  # zeros leave the order as it is
-        gap = jax.tree.map(float, jax.device_get(self._programs["gap"](self.state.params, batch)))
-        return [gap | {"applied": 1.0, "loss": 0.0}]
+    def _measure_gap(self, rollout: Rollout, advantage: np.ndarray) -> dict[str, float]:
+        (batch, _), *_ = self._minibatches(rollout, advantage)
+        gap = jax.device_get(self._programs["gap"](self.state.params, batch))
+        return jax.tree.map(float, gap) | {"applied": 1.0, "loss": 0.0}
 
-    def _update_policy(self, rollout: Rollout, advantage: np.ndarray) -> list[dict[str, float]]:
-        """Runs rl.updates updates; returns the metrics of each."""
-        batch, totals = self._batch(rollout, advantage)
-        old = batch.rollout_logprob if self._reads_old else None
-        if self._reads_old and self.config.learner.old_logprob == "learner":
-            old = self._programs["score"](self.state.params, batch)
-        reference = self._programs["score"](self.reference, batch) if self.config.rl.kl else None
-        update, updates = self._programs["update"], []
+    def _update_policy(self, rollout: Rollout, advantage: np.ndarray) -> dict[str, float]:
+        """Runs rl.updates epochs of rl.minibatches optimiser steps.
+
+        Returns metrics: means over the last epoch's steps; `applied` 0 if any step was skipped; the
+        gap of the first step, which alone sees the weights that acted.
+        """
+        parts, kl = self._minibatches(rollout, advantage), self.config.rl.kl
+        old = self._old_scores(parts)
+        initial = [self._score(self.reference, part) if kl else None for part in parts]
+        update, steps = self._programs["update"], []
         for _ in range(self.config.rl.updates):
-            self.state, metrics = update(self.state, batch, totals, old, reference)
-            updates.append(jax.tree.map(float, jax.device_get(metrics)))
-        return updates
+            for part, acted, first in zip(parts, old, initial, strict=True):
+                reference = (first, self._score(self.state.params, part)) if kl else None
+                self.state, metrics = update(self.state, *part, acted, reference)
+                steps.append(jax.tree.map(float, jax.device_get(metrics)))
+        last = steps[-len(parts) :]
+        means = {name: float(np.mean([step[name] for step in last])) for name in last[0]}
+        return means | {name: steps[0][name] for name in GAPS} | {
+            "applied": min(step["applied"] for step in steps)}
+
+    def _old_scores(self, parts: list[tuple[Batch, Totals]]) -> list[Array | None]:
+        """Returns the log-probabilities of the policy that acted, of each part; None if the update
+        computes them itself."""
+        if not programs.reads_old(self.config):
+            return [None] * len(parts)
+        if self.config.learner.old_logprob == "rollout":
+            return [batch.rollout_logprob for batch, _ in parts]
+        return [self._score(self.state.params, part) for part in parts]
+
+    def _score(self, params: ModelParams | None, part: tuple[Batch, Totals]) -> Array:
+        return self._programs["score"](params, *part)
 
     # Persistence.
 
@@ -313,21 +290,35 @@ class Trainer:
         return {"step": self.step_number, "seed": self.config.seed, "bad_steps": self.bad_steps,
                 "drafter": self.drafter.meta()}
 
-    def restore(self, checkpoints: CheckpointReader) -> bool:
-        """Continues from the newest intact checkpoint; returns whether there is one."""
-        abstract = jax.tree.map(
+    def restore(self, checkpoints: CheckpointReader, renewed: Collection[str] | None = None
+                ) -> bool:
+        """Continues from the newest intact checkpoint; returns whether there is one.
+
+        Args:
+          renewed: None asks for a checkpoint of this very config. Else what is named here
+            ("control", "acceptance", "drafter"), and what has other shapes, starts anew.
+        """
+        drafter, anew = set(self.drafter.arrays()), set(renewed or ())
+        anew |= drafter if "drafter" in anew else set()
+        abstract = {key: jax.tree.map(
             lambda a: a if isinstance(a, np.ndarray) else jax.ShapeDtypeStruct(
-                a.shape, a.dtype, sharding=a.sharding), self.arrays())
-        found = checkpoints.restore_latest(abstract)
+                a.shape, a.dtype, sharding=a.sharding), part)
+            for key, part in self.arrays().items() if key not in anew}
+        found = checkpoints.restore_latest(
+            abstract, None if renewed is None else ("actor", "optimizer"))
         if found is None:
             return False
         _, arrays, meta = found
         self.state = LearnerState(arrays["actor"], arrays["optimizer"])
-        self.responses.restore(arrays["history"])
-        self.sampler.engine.control = arrays["control"]
-        self.sampler.engine.acceptance = jax.tree.map(np.asarray, arrays["acceptance"])
         self.step_number, self.bad_steps = meta["step"], meta["bad_steps"]
-        self.sampler.control_restored = True
+        engine = self.sampler.engine
+        if "history" in arrays:
+            self.responses.restore(arrays["history"])
+        if "control" in arrays:
+            engine.control, self.sampler.control_restored = arrays["control"], True
+        if "acceptance" in arrays:
+            engine.acceptance = jax.tree.map(np.asarray, arrays["acceptance"])
         self.sampler.publish(self.state.params, self.step_number)
-        self.drafter.restore(arrays, meta["drafter"])
+        if drafter <= arrays.keys():
+            self.drafter.restore(arrays, meta["drafter"])
         return True

@@ -25,7 +25,7 @@ def test_every_index_counts_and_no_two_can_be_swapped() -> None:
 
 
 @pytest.mark.parametrize("order", [[0, 1, 2, 3], [3, 1, 0, 2]])
-def test_a_key_does_not_depend_on_the_other_rows(order: list[int]) -> None:
+def test_key_does_not_depend_on_other_rows(order: list[int]) -> None:
     rows = np.asarray([[5, 0, 0], [5, 0, 1], [5, 1, 0], [9, 0, 0]], np.int32)[order]
     together = prng.row_keys(3, "train", 2, *rows.T)
     assert [tuple(k) for k in together.tolist()] == [key(3, "train", 2, *row) for row in rows]

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from helpers import run_training, start_training
+from helpers import repeatable_metrics, run_training, start_training
 
 from specrl_jax.config import Config, ConfigError, as_dict, build
 from specrl_jax.io.checkpoint import list_steps, read_meta, restore_part
@@ -21,19 +21,12 @@ from specrl_jax.run import train
 
 STEPS, EVERY, KILLS = 26, 2, 10
 LONG = (f"--config.steps={STEPS}", f"--config.checkpoint_every={EVERY}")
-UNEQUAL = ("time/", "memory/", "compilations", "rollout/tokens_per_second")
 
 
 def frozen(folder: Path) -> tuple[str, ...]:
     """A run that chooses by a table of costs, which it may not correct."""
     return (*LONG, "--config.control.policy=budget", "--config.control.cost_updates=off",
             f"--config.control.cost_table={folder / 'cost.json'}")
-
-
-def told(workdir: Path) -> list[dict[str, Any]]:
-    """Metrics that a kill must not change."""
-    return [{name: value for name, value in record.items() if not name.startswith(UNEQUAL)}
-            for record in read_metrics(workdir)]
 
 
 def lines(workdir: Path) -> int:
@@ -51,7 +44,7 @@ def assert_same_runs(left: Path, right: Path, steps: int) -> None:
     samples = [workdir / "samples.jsonl" for workdir in (left, right)]
     assert samples[0].read_bytes() == samples[1].read_bytes()
     assert [record["step"] for record in read_metrics(right)] == list(range(steps))
-    assert told(left) == told(right)
+    assert repeatable_metrics(left) == repeatable_metrics(right)
     folders = [workdir / "checkpoints" for workdir in (left, right)]
     assert [list_steps(folder)[-1] for folder in folders] == [steps, steps]
     assert read_meta(folders[0], steps) == read_meta(folders[1], steps)
@@ -190,22 +183,6 @@ def test_speculation_and_order_change_no_line_but_the_commits(tmp_path: Path) ->
         np.testing.assert_allclose(np.sum(shares, 1), [m["rollout/drafted"] > 0 for m in told])
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("flag, message", [
-    ("--config.stepz=3", "stepz"), ("--config.spec.drafter=oracle", "spec.drafter = 'oracle'"),
-    ("--config.mesh.data=4", "mesh = '4x1x1'")])
-def test_bad_input_ends_in_one_line_and_touches_nothing(
-        flag: str, message: str, tmp_path: Path) -> None:
-    workdir = tmp_path / "run"
-    process = start_training(workdir, flag)
-    _, err = process.communicate(timeout=300)
-    assert process.returncode != 0
-    said = err.strip().splitlines()
-    assert [line for line in said if line.startswith("error:")] == said[-1:]
-    assert message in said[-1] and "Traceback" not in err
-    assert not workdir.exists()
-
-
 def config(**changes: Any) -> dict[str, Any]:
     """The tiny preset as a dict; `rollout__order="reversed"` sets a field of a section."""
     values = as_dict(Config(
@@ -237,8 +214,8 @@ def test_bad_values_are_refused_before_anything_is_written(
 
 
 @pytest.mark.parametrize("field,value", [
-    ("seed", 1), ("learner__learning_rate", 0.5), ("rollout__order", "reversed"),
-    ("spec__drafter", "off"), ("rollout__temperature", 0.5)])
+    ("seed", 1), ("learner__learning_rate", 0.5), ("rollout__max_new_tokens", 5),
+    ("spec__rule", "rejection"), ("rollout__temperature", 0.5)])
 def test_a_workdir_of_another_run_is_refused_and_left_alone(
         field: str, value: Any, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config()))

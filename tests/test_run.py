@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from specrl_jax import run
-from specrl_jax.config import load_config
+from specrl_jax.config import ConfigError, load_config
+from specrl_jax.io import lock
 from specrl_jax.model.tiny import TINY
 
 
@@ -32,5 +33,9 @@ def test_step_flops_equal_a_hand_count() -> None:
     assert run.step_flops(config, arch) == parameters * (2 * 32 * 16 + 6 * learned)
 
 
-def test_matmul_speed_is_positive() -> None:
-    assert 1e8 < run.matmul_speed() < 1e16
+def test_second_trainer_in_a_workdir_is_refused(tmp_path: Path) -> None:
+    config = load_config("tiny", data__examples=8)
+    with lock.hold(tmp_path, print):
+        with pytest.raises(ConfigError, match="in use by .*, process [0-9]+; end that run"):
+            run.train(config, tmp_path)
+        assert [path.name for path in tmp_path.iterdir()] == [lock.RUN_LOCK]

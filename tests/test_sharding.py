@@ -14,6 +14,7 @@ from helpers import (
     make_task,
     micro_config,
     micro_trainer,
+    moments,
     run_training,
     start_training,
     streams,
@@ -38,23 +39,13 @@ MESHES = {"2x2x2": MeshConfig(2, 2, 2), "8x1x1": MeshConfig(8, 1, 1), "1x8x1": M
 needs_8 = pytest.mark.skipif(jax.device_count() < 8, reason="see XLA_FLAGS in tests/conftest.py")
 
 
-def moments(trainer: Trainer) -> Any:
-    """Adam's first moment: the gradient of the first update, up to a factor."""
-    nodes = jax.tree.leaves(trainer.state.optimizer, is_leaf=is_adam)
-    return next(node for node in nodes if is_adam(node)).mu
-
-
-def is_adam(node: Any) -> bool:
-    return hasattr(node, "mu")
-
-
 @pytest.fixture(scope="module")
 def single() -> tuple[Rollout, Any, Any]:
     """The first rollout, the gradient of one update from it, and the second rollout; one device."""
     trainer = micro_trainer(micro_config())
     rollout, _ = trainer.rollout()
     trainer.learn(rollout, ADVANTAGE)
-    return rollout, jax.tree.map(np.asarray, moments(trainer)), trainer.mesh
+    return rollout, jax.tree.map(np.asarray, moments(trainer.state.optimizer)), trainer.mesh
 
 
 @needs_8
@@ -67,7 +58,7 @@ def test_tokens_and_gradients_are_those_of_one_device(single: Any, mesh: str) ->
     trainer = micro_trainer(micro_config(mesh=MESHES[mesh]))
     assert trainer.mesh.size == 8
     for params, rules in ((trainer.state.params, sharding.LEARNER_RULES),
-                          (moments(trainer), sharding.LEARNER_RULES),
+                          (moments(trainer.state.optimizer), sharding.LEARNER_RULES),
                           (trainer.sampler.params, sharding.ROLLOUT_RULES)):
         assert_lie_where_declared(trainer, params, rules)
     rollout, _ = trainer.rollout()
@@ -76,7 +67,8 @@ def test_tokens_and_gradients_are_those_of_one_device(single: Any, mesh: str) ->
     for name in ("logprob", "raw_logprob", "top_p_mass"):
         np.testing.assert_allclose(getattr(rollout, name), getattr(want, name), atol=1e-4)
     trainer.learn(want, ADVANTAGE)
-    for got, alone in zip(*map(jax.tree.leaves, (moments(trainer), gradient)), strict=True):
+    found = moments(trainer.state.optimizer)
+    for got, alone in zip(*map(jax.tree.leaves, (found, gradient)), strict=True):
         assert np.linalg.norm(np.asarray(got) - alone) <= 1e-5 * np.linalg.norm(alone)
     assert_lie_where_declared(trainer, trainer.state.params, sharding.LEARNER_RULES)
     assert_lie_where_declared(trainer, trainer.sampler.params, sharding.ROLLOUT_RULES)
@@ -141,7 +133,7 @@ def test_shards_that_differ_in_truncation_do_not_deadlock(rule: str) -> None:
         engine = make_engine(arch, task, mesh=mesh, rule=rule, max_packed=16, drafter=drafter,
                              controller=fixed.fixed(), truncates=True)
         engine.control = protocol.make_spec(2, 2, 4, 0)
-        params = publisher(arch, mesh, jnp.float32)(tiny_params(arch))
+        params = publisher(arch, mesh, jnp.float32, False)(tiny_params(arch))
         own = drafter.bind(params, tiny_params(arch))
         engine.compile(params, own)
         return engine.run(params, asked, own)

@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 from helpers import counting, micro_config, micro_trainer
 
-from specrl_jax.config import LearnerConfig, RLConfig, SpecOptions
+from specrl_jax.config import LearnerConfig, RewardConfig, RLConfig, SpecOptions
 from specrl_jax.control import acceptance
 from specrl_jax.io import metrics
 from specrl_jax.io.checkpoint import Checkpoints, list_steps
 from specrl_jax.io.compilation import CompilationCounter, Compiler
 from specrl_jax.io.metric_names import find
 from specrl_jax.io.progress import Progress
+from specrl_jax.rl.judge import RewardError
 from specrl_jax.rollout.calibration import judge
 from specrl_jax.rollout.engine import Result
 from specrl_jax.rollout.metrics import rollout_metrics
@@ -70,11 +71,7 @@ def made_up(trainer: Trainer, rng: np.random.Generator) -> Rollout:
 def test_loss_and_gap_are_there_whatever_is_learned(
         monkeypatch: pytest.MonkeyPatch, updates: int) -> None:
     """None of eight groups has an advantage, then one; a micro-batch holds two groups."""
-    def compile_others(self: Sampler, say: object, others: Callable[[Compiler], None]) -> None:
-        with Compiler() as compiler:
-            others(compiler)
-
-    monkeypatch.setattr(Sampler, "compile", compile_others)
+    monkeypatch.setattr(Sampler, "compile", lambda self, say, others: compile_alone(others))
     trainer = micro_trainer(micro_config(
         learner=LearnerConfig(learning_rate=1e-3, micro_batch=4),
         rl=RLConfig(updates=updates)))
@@ -85,15 +82,44 @@ def test_loss_and_gap_are_there_whatever_is_learned(
         before = jax.tree.map(np.asarray, trainer.state.params)
         assert counting(lambda a=advantage, out=found: out.update(
             trainer.learn(rollout, a.reshape(-1)))) == 0
-        groups = ([*useful, 0, 1] if updates else [0, 1])[:2]
-        covered = rollout.length.reshape(8, 2)[groups].sum()
-        assert found["rollout/logprob_gap_tokens"] == covered < rollout.length.sum()
+        lengths = rollout.length.reshape(8, 2)
+        if updates:  # the groups with an advantage, or the first one
+            assert found["rollout/logprob_gap_tokens"] == lengths[useful or [0]].sum()
+        assert lengths[0].sum() <= found["rollout/logprob_gap_tokens"] < rollout.length.sum()
         assert 0 < found["rollout/logprob_gap"] <= found["rollout/logprob_gap_max"]
         assert found["applied"] == 1
         jax.tree.map(np.testing.assert_array_equal, trainer.sampler.params, trainer.state.params)
         changed = bool(updates and useful)
         same = jax.tree.map(np.array_equal, before, jax.tree.map(np.asarray, trainer.state.params))
         assert (found["loss"] != 0) == changed != all(jax.tree.leaves(same))
+
+
+@pytest.mark.ci
+def test_minibatches_are_optimiser_steps_over_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two epochs of two steps, a KL term, and then a run that goes on from its arrays."""
+    monkeypatch.setattr(Sampler, "compile", lambda self, say, others: compile_alone(others))
+    config = micro_config(rl=RLConfig(updates=2, minibatches=2, kl=0.1))
+    trainer, rng = micro_trainer(config), np.random.default_rng(0)
+    first = [made_up(trainer, rng) for _ in range(2)]
+    advantage = rng.standard_normal(16).astype(np.float32)
+    sizes = []
+    update = trainer._programs["update"]
+    trainer._programs["update"] = lambda state, batch, *rest: (
+        sizes.append(int(np.asarray(batch.length).sum())), update(state, batch, *rest))[1]
+    assert counting(lambda: trainer.learn(first[0], advantage)) == 0
+    halves = first[0].length.reshape(2, -1).sum(1).tolist()
+    assert sizes == halves * 2
+    other = micro_trainer(config)
+    other.reference = trainer.reference
+    other.state = jax.tree.map(jnp.copy, trainer.state)
+    left, right = (one.learn(first[1], advantage) for one in (trainer, other))
+    assert left == right and left["applied"] == 1 and left["policy/clip_fraction"] >= 0
+    jax.tree.map(np.testing.assert_array_equal, trainer.state, other.state)
+
+
+def compile_alone(others: Callable[[Compiler], None]) -> None:
+    with Compiler() as compiler:
+        others(compiler)
 
 
 def test_the_window_of_history_is_the_configs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,7 +160,7 @@ def test_a_restored_trainer_holds_all_that_was_saved(monkeypatch: pytest.MonkeyP
     old.step_number, old.bad_steps = 7, 2
 
     class Saved:
-        def restore_latest(self, abstract: object) -> tuple:
+        def restore_latest(self, abstract: object, required: object = None) -> tuple:
             assert jax.tree.structure(abstract) == jax.tree.structure(old.arrays())
             return 7, jax.tree.map(np.array, old.arrays()), old.meta()
 
@@ -145,6 +171,41 @@ def test_a_restored_trainer_holds_all_that_was_saved(monkeypatch: pytest.MonkeyP
     jax.tree.map(np.testing.assert_array_equal, old.arrays(), new.arrays())
     jax.tree.map(np.testing.assert_array_equal, new.sampler.params, old.state.params)
     assert new.meta() == old.meta()
+
+
+class Failing:
+    """A reward that fails at its 40th answer, in the third step."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, prompt: str, completion: str, example: object) -> float:
+        self.calls += 1
+        return 1 / (self.calls != 40)
+
+
+fails_once = Failing()
+
+
+@pytest.mark.ci
+def test_a_reward_that_fails_loses_no_step(tmp_path: Path) -> None:
+    """The run goes on after the last complete step, and equals one that never failed."""
+    def run(workdir: Path, reward: str) -> Trainer:
+        trainer = micro_trainer(micro_config(
+            steps=4, checkpoint_every=9, reward=RewardConfig(terms=(reward,))))
+        with Checkpoints(workdir / "checkpoints", 2) as checkpoints:
+            trainer.restore(checkpoints)
+            with metrics.Writer(workdir, trainer.step_number) as writer, Progress(
+                    4, trainer.step_number) as progress:
+                list(run_steps(trainer, checkpoints, writer, progress, CompilationCounter(), {}))
+        return trainer
+
+    mine = f"{__name__}:fails_once"
+    with pytest.raises(RewardError, match="example .* answer .*ZeroDivisionError"):
+        run(tmp_path / "fails", mine)
+    assert list_steps(tmp_path / "fails" / "checkpoints") == [2]
+    resumed, whole = run(tmp_path / "fails", mine), run(tmp_path / "whole", mine)
+    jax.tree.map(np.testing.assert_array_equal, resumed.arrays(), whole.arrays())
 
 
 @pytest.mark.ci

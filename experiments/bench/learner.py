@@ -28,6 +28,7 @@ from specrl_jax.io.progress import say
 from specrl_jax.model import weights
 from specrl_jax.model.architecture import Architecture
 from specrl_jax.rl import learner
+from specrl_jax.rl.batch import Batch, Totals, layout_of, make_batch
 from specrl_jax.rl.learner import LearnerState
 from specrl_jax.rollout.prompts import make_prompts
 from specrl_jax.structs import Rollout
@@ -109,11 +110,9 @@ class Update:
         config = dataclasses.replace(
             config, learner=dataclasses.replace(config.learner, packing=packing))
         self.arch, self.keeper = arch, keeper
-        batch, totals = learner.make_batch(
-            rollout, _advantage(rollout), config.rollout.temperature,
-            rows=config.learner.micro_batch // config.sequences_per_row,
-            sequences_per_row=config.sequences_per_row, keep_all=True)
-        self.useful, self.padded_tokens = roofline.useful_work(batch), int(batch.tokens.size)
+        batch, totals = make_batch(rollout, _advantage(rollout), config.rollout.temperature,
+                                   layout_of(config), keep_all=True)
+        self.useful, self.padded_tokens = roofline.useful_work(batch), _run_tokens(batch, totals)
         rows, whole = NamedSharding(mesh, P(None, sharding.ROWS)), sharding.replicated(mesh)
         self.args = (sharding.put(rows, batch), sharding.put(whole, totals), None, None)
         places = jax.tree.map(lambda a: a.sharding, keeper.state)
@@ -143,6 +142,11 @@ class Update:
             "padded_tokens": self.padded_tokens, "useful": dataclasses.asdict(self.useful),
             "useful_flops": self.useful.flops(self.arch),
             "temporary_bytes": self.program.memory_analysis().temp_size_in_bytes}
+
+
+def _run_tokens(batch: Batch, totals: Totals) -> int:
+    """Returns the columns of the micro-batches that an update runs, padding included."""
+    return int(totals.micro_batches) * int(np.prod(batch.tokens.shape[1:]))
 
 
 def _advantage(rollout: Rollout) -> np.ndarray:

@@ -10,6 +10,7 @@ from typing import Any
 from absl import flags
 
 from specrl_jax.config import Config, ConfigError, as_dict
+from specrl_jax.io.places import output_file
 
 from .hardware import machine
 from .json_file import write as write
@@ -65,14 +66,11 @@ def destination(out: str | None, default: str) -> Path:
     """Returns the path to write: `out`, or `default` in experiments/results.
 
     Raises:
-      ConfigError: the directory of `out` is missing.
+      ConfigError: it cannot be written.
     """
-    path = Path(out) if out else DIRECTORY / default
     if out is None:
         DIRECTORY.mkdir(exist_ok=True)
-    if not path.absolute().parent.is_dir():
-        raise ConfigError(f"--out={out}: {path.parent} is no directory; make it first")
-    return path
+    return output_file("--out", out or DIRECTORY / default)
 
 
 def blank(config: Config, packages: tuple[str, ...] = ()) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from specrl_jax.model.architecture import Architecture, describe, is_param
-from specrl_jax.rl.learner import Batch
+from specrl_jax.rl.batch import Batch
 
 from .hardware import Hardware
 
@@ -111,17 +111,17 @@ class UpdateWork:
 
 def useful_work(batch: Batch) -> UpdateWork:
     """Returns the work that the sequences of a batch need: their tokens and visible keys."""
-    real = np.asarray(batch.length).sum(-1) > 0  # [n, b]; the others are padding
-    segment, position = (np.asarray(a)[real] for a in (batch.segment, batch.position))
-    pairs = sum(_visible_pairs(s, p) for s, p in zip(segment, position, strict=True))
-    return UpdateWork(tokens=int((segment >= 0).sum()), pairs=pairs,
+    prefix = batch.segment if batch.prefix is None else batch.prefix
+    places = [np.asarray(a).reshape(-1, a.shape[-1])
+              for a in (batch.position, batch.segment, prefix)]
+    pairs = sum(_visible_pairs(*row) for row in zip(*places, strict=True))
+    return UpdateWork(tokens=int((places[1] >= 0).sum()), pairs=pairs,
                       scored=int(np.asarray(batch.length).sum()))
 
 
-def _visible_pairs(segment: np.ndarray, position: np.ndarray) -> int:
-    """Counts the pairs that transformer.segment_attend leaves visible."""
+def _visible_pairs(position: np.ndarray, segment: np.ndarray, prefix: np.ndarray) -> int:
+    """Counts the pairs that model.attention.segment_attention leaves visible in a row."""
     real = segment >= 0
-    segment, position = segment[real], position[real]
-    mine, other = segment[:, None], segment[None]
-    related = (mine == other) | (other == 0)
+    position, segment, prefix = position[real], segment[real], prefix[real]
+    related = (segment[:, None] == segment[None]) | (prefix[:, None] == segment[None])
     return int((related & (position[None] <= position[:, None])).sum())

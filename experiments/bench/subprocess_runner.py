@@ -62,7 +62,7 @@ def train_interleaved(runs: Mapping[str, tuple[Config, Path]], cache: bool = Tru
             name, process = waiting.popleft()
             title = name if len(runs) > 1 else ""
             try:
-                more = process.submit(_turn, *runs[name], cache, title).result()
+                more = process.submit(run_turn, *runs[name], cache, title).result()
             except BrokenProcessPool:
                 died[name] = ProcessDied(
                     "its process was killed, perhaps because memory ran out: close other programs "
@@ -89,7 +89,7 @@ def end_with_parent() -> None:
 _turns: Iterator[None] | None = None
 
 
-def _turn(config: Config, workdir: Path, cache: bool, title: str) -> bool:
+def run_turn(config: Config, workdir: Path, cache: bool, title: str) -> bool:
     """Starts the run or makes one step; returns whether steps are left."""
     global _turns
     first = _turns is None

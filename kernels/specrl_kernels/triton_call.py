@@ -20,11 +20,13 @@ from specrl_kernels.dispatch import Unsupported
 def triton_call(kernel: Any, name: str, grid: tuple[int, ...],
                 outputs: Sequence[jax.ShapeDtypeStruct], inputs: Sequence[jax.Array], *,
                 warps: int, stages: int, interpret: bool,
-                aliases: Mapping[int, int] | None = None) -> Sequence[jax.Array]:
+                aliases: Mapping[int, int] | None = None,
+                cost: pl.CostEstimate | None = None) -> Sequence[jax.Array]:
     """Compiles a Pallas kernel by Triton; the default GPU backend differs between JAX versions.
 
     Args:
       aliases: output that has the memory of an input, by the input's number.
+      cost: the kernel's work, for whoever counts it; None: its inputs and outputs once.
 
     Raises:
       Unsupported: this JAX has no Pallas through Triton, which 0.11 calls deprecated.
@@ -36,7 +38,7 @@ def triton_call(kernel: Any, name: str, grid: tuple[int, ...],
                           ) from reason
     params = plgpu.CompilerParams(num_warps=warps, num_stages=stages)
     return pl.pallas_call(kernel, grid=grid, out_shape=outputs, compiler_params=params,
-                          interpret=interpret, name=name,
+                          interpret=interpret, name=name, cost_estimate=cost,
                           input_output_aliases=dict(aliases or {}))(*inputs)
 
 

@@ -9,7 +9,14 @@ from specrl_jax.config.drafting import (
     DraftConfig,
 )
 from specrl_jax.config.fields import ConfigError, at_least, check, option, section
-from specrl_jax.config.load import as_dict, build, load_config, override, preset_names
+from specrl_jax.config.load import (
+    as_dict,
+    build,
+    load_config,
+    override,
+    preset_names,
+    preset_targets,
+)
 from specrl_jax.config.registry import Registry
 from specrl_jax.config.sections import (
     Config,
@@ -29,5 +36,5 @@ __all__ = [
     "ConfigError", "ControlConfig", "DataConfig", "DistillConfig", "DistillOptions", "DraftConfig",
     "LearnerConfig", "MeshConfig", "ModelSource", "RLConfig", "Registry", "RewardConfig",
     "RolloutConfig", "SpecOptions", "as_dict", "at_least", "build", "check", "load_config",
-    "option", "override", "preset_names", "section",
+    "option", "override", "preset_names", "preset_targets", "section",
 ]

@@ -15,6 +15,7 @@ from specrl_jax.config.renamed import check_current, renamed_argument
 from specrl_jax.config.sections import Config
 
 PRESETS = Path(__file__).resolve().parent / "presets"
+ALGORITHMS: dict[str, Mapping[str, Any]] = {}  # name -> values at dotted paths
 
 
 def preset_names() -> list[str]:
@@ -22,20 +23,43 @@ def preset_names() -> list[str]:
     return sorted(path.stem for path in PRESETS.glob("*.py") if path.stem != "__init__")
 
 
+def preset_targets(preset: str) -> list[str]:
+    """Returns the targets for which a preset has a mesh and batches. Raises as `load_config`."""
+    return list(_targets(_module(preset)))
+
+
 def load_config(preset: str, **overrides: Any) -> Config:
     """Returns the config of a preset, with other values at dotted paths.
 
         load_config("tiny", seed=1, rl__kl=0.1)
         load_config("my_preset.py", **{"rl.kl": 0.1})
+        load_config("qwen2_5_7b:v6e_4x4")
 
     Args:
       preset: a name in `preset_names()`, or the path of a Python file that defines `get_config()`.
+        A colon may follow, and a comma list of one of the preset's targets and one algorithm.
       overrides: values by dotted path; two underscores stand for a dot.
 
     Raises:
-      ConfigError: there is no such preset or field, `get_config` is missing or returns something
-        else, or the values cannot work.
+      ConfigError: there is no such preset, target, algorithm or field, `get_config` is missing or
+        returns something else, or the values cannot work.
     """
+    name, colon, chosen = preset.partition(":")
+    module = _module(name)
+    try:
+        config = module.get_config()
+    except TypeError as error:  # a dataclass raises it for an unknown field
+        became = renamed_argument(str(error))
+        raise ConfigError(f"preset {preset!r}: {error}" + (became and f"; {became}")) from error
+    if not isinstance(config, Config):
+        raise ConfigError(f"get_config() of preset {preset!r} returns a {type(config).__name__}: "
+                          "return a specrl_jax.Config")
+    values = _chosen(preset, chosen, _targets(module)) if colon else {}
+    return override(config, values | {name.replace("__", "."): x for name, x in overrides.items()})
+
+
+def _module(preset: str) -> Any:
+    """Returns the module of a preset, which has `get_config`."""
     named = re.fullmatch(r"\w+", preset) and preset != "__init__"
     path = PRESETS / f"{preset}.py" if named else Path(preset)
     if not path.is_file():
@@ -51,15 +75,30 @@ def load_config(preset: str, **overrides: Any) -> Config:
         raise ConfigError(f"preset {preset!r}: {error}: correct {path}") from error
     if not hasattr(module, "get_config"):
         raise ConfigError(f"preset {preset!r} has no get_config(): define it in {path}")
-    try:
-        config = module.get_config()
-    except TypeError as error:  # a dataclass raises it for an unknown field
-        became = renamed_argument(str(error))
-        raise ConfigError(f"preset {preset!r}: {error}" + (became and f"; {became}")) from error
-    if not isinstance(config, Config):
-        raise ConfigError(f"get_config() of preset {preset!r} returns a {type(config).__name__}: "
-                          "return a specrl_jax.Config")
-    return override(config, {name.replace("__", "."): x for name, x in overrides.items()})
+    return module
+
+
+def _targets(module: Any) -> Mapping[str, Mapping[str, Any]]:
+    """Returns a preset's table of targets: name -> values at dotted paths."""
+    return getattr(module, "TARGETS", {})
+
+
+def _chosen(preset: str, chosen: str, targets: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns the values at dotted paths of what follows a preset's colon."""
+    kinds: dict[str, Mapping[str, Any]] = {"target": targets, "algorithm": ALGORITHMS}
+    values, taken = {}, set()
+    for given in chosen.split(","):
+        name = given.replace(":", "_")  # v6e:4x4, as compilers name it
+        kind = next((kind for kind, known in kinds.items() if name in known), None)
+        if kind is None:
+            there = [f"{kind}s {', '.join(known)}" for kind, known in kinds.items() if known]
+            raise ConfigError(f"preset {preset!r}: no target or algorithm {given!r}: " + (
+                f"choose from its {'; '.join(there)}" if there else "it has none, drop the colon"))
+        if kind in taken:
+            raise ConfigError(f"preset {preset!r}: {given!r} is another {kind}: name one")
+        taken.add(kind)
+        values |= kinds[kind][name]
+    return values
 
 
 def as_dict(config: Any) -> dict[str, Any]:

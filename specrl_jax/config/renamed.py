@@ -29,17 +29,18 @@ RENAMED = {
     "distill.canary": "distill.probe_tokens",
 }
 # Values that a field no longer has: dotted name -> old value -> what to use.
-RENAMED_VALUES = {
+RENAMED_VALUES: dict[str, dict[str | bool, str]] = {
     "distill.when": {"every_step": "interval", "every_k": "interval, with distill.interval",
                      "overlap": "interval, with distill.overlap=True",
                      "overlap_k": "interval, with distill.interval and distill.overlap=True"},
+    "learner.remat": {False: "none", True: "full"},
     "control.policy": {"bandit": "bandit:bandit of tests/extending, or budget",
                        "oracle": "budget"},
 }
 RENAMED_REWARDS = {"bare": "exact_only", "format": "has_answer_marker", "digits": "digit_fraction"}
 
 # Names that later versions will give a meaning; a dot at the end stands for a whole section.
-RESERVED = ("rl.minibatches", "rl.entropy", "rl.filter", "rl.overlong", "rl.curriculum",
+RESERVED = ("rl.entropy", "rl.filter", "rl.overlong", "rl.curriculum",
             "learner.optimizer", "learner.schedule", "learner.lora_rank", "learner.lora_alpha",
             "eval.", "track.")
 
@@ -56,7 +57,7 @@ def check_current(field: str, value: Any) -> None:
         if not new:
             raise ConfigError(f"{field} = {value!r}: removed; {hint}")
         raise ConfigError(f"{field} = {value!r}: renamed; use {new}" + (hint and f" ({hint})"))
-    if isinstance(value, str) and (use := RENAMED_VALUES.get(field, {}).get(value)):
+    if isinstance(value, str | bool) and (use := RENAMED_VALUES.get(field, {}).get(value)):
         raise ConfigError(f"{field} = {value!r}: renamed; use {use}")
     check(not any(field == name or f"{field}.".startswith(name) and name.endswith(".")
                   for name in RESERVED), field, value, "is reserved and not available yet")

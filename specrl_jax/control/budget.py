@@ -66,8 +66,8 @@ def make(control: ControlConfig, spec: SpecOptions, limits: Limits) -> Controlle
         costs = cost_model.at(state.costs, limits, rows, context)
         unread = jnp.where(state.drafting == UNDECIDED, context, state.unread)
         steps, valid_for, decision = decide(state, limits.buckets[rows], load, costs, unread)
-        whole = make_spec(0, limits.branch, limits.nodes, 0, limits.mix)
-        return Plan(whole.replace(depth=steps), valid_for, decision)
+        bounds = make_spec(0, limits.branch, limits.nodes, 0, limits.mix)
+        return Plan(bounds.replace(depth=steps), valid_for, decision)
 
     def keep(state: Budget, plan: Plan, load: Load, tree: DraftTree, buckets: Sequence[Bucket]
              ) -> tuple[Array, Array]:
@@ -201,8 +201,8 @@ def fill(tree: DraftTree, weight: Array, trusted: Array, price: Array, buckets: 
     worth = jnp.where(jnp.isfinite(score), score, 0.0).reshape(-1)[order]
     gain, total = jax.lax.psum((jnp.where(kept, worth[None], 0.0).sum(1), weight.sum()), ROWS)
     bucket = jnp.argmax(trusted * gain - price * total).astype(jnp.int32)
-    live = jnp.zeros(batch * nodes, bool).at[order].set(kept[bucket]).reshape(batch, nodes)
-    return live, bucket
+    live = jnp.zeros(batch * nodes, bool).at[order].set(kept[bucket], unique_indices=True)
+    return live.reshape(batch, nodes), bucket
 
 
 def row_weights(load: Load, table: CostTable, limits: Limits, strength: float) -> Array:

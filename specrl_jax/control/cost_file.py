@@ -6,26 +6,38 @@ digest of the key. Drivers and neighbours change without a name, so a file also 
 
 import hashlib
 import json
-import os
 import time
 from pathlib import Path
 
 import jax
 import numpy as np
 
-from specrl_jax.config import ConfigError
+from specrl_jax.config import ConfigError, check
 from specrl_jax.control.cost_model import CostTable
+from specrl_jax.io.files import write_atomically
+from specrl_jax.io.places import local_path, output_directory, user_cache, writing
 from specrl_jax.structs import Json, carrier
 
 VERSION = 15  # of files; others are measured anew
 FRESH = 30 * 24 * 3600.0  # seconds until a file is stale
 
 
-def default_path(key: Json) -> Path:
-    """Returns where the costs of `key` are kept, in the user's cache directory."""
-    digest = hashlib.sha256(_plain(key).encode()).hexdigest()[:16]
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return base / "specrl_jax" / "cost" / f"{digest}.json"
+def place(path: str, key: Json) -> Path | None:
+    """Returns the file at `path`; where that is empty, that of `key` in the user's cache, and None
+    where there is no cache."""
+    if path:
+        return local_path("control.cost_table", path)
+    digest, cache = hashlib.sha256(_plain(key).encode()).hexdigest()[:16], user_cache("cost")
+    return cache and cache / f"{digest}.json"
+
+
+def check_place(path: str) -> None:
+    """Raises ConfigError if `path`, which may be empty, is no file and cannot become one."""
+    field = "control.cost_table"
+    named = local_path(field, path)
+    if path and not named.is_file():
+        check(not named.exists(), field, path, "is a directory; name a file")
+        output_directory(field, named.parent, new=False)
 
 
 def _plain(key: Json) -> str:
@@ -33,14 +45,14 @@ def _plain(key: Json) -> str:
 
 
 def store(path: Path, key: Json, costs: CostTable) -> None:
-    """Replaces the file as a whole, so that a reader sees the old or the new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Replaces the file as a whole, so that a reader sees the old or the new one. Raises
+    ConfigError if it cannot be written."""
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
     arrays = {name: np.asarray(a).tolist() for name, a in vars(costs).items()}
     text = json.dumps({"key": json.loads(_plain(key)), "when": time.time(), "costs": arrays},
                       indent=1)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(text + "\n", encoding="utf-8")
-    os.replace(temporary, path)
+    write_atomically(path, text + "\n")
 
 
 def load(path: Path, key: Json, like: CostTable, since: float = 0.0
@@ -60,7 +72,7 @@ def load(path: Path, key: Json, like: CostTable, since: float = 0.0
         costs = carrier(CostTable, **{name: np.asarray(stored["costs"][name], np.float32)
                                       for name in vars(like)})
         jax.tree.map(lambda a, b: np.broadcast_shapes(a.shape, b.shape), costs, like)
-    except (ValueError, KeyError, TypeError) as problem:
+    except (OSError, ValueError, KeyError, TypeError) as problem:
         raise ConfigError(f"control.cost_table = {str(path)!r}: it holds no measured costs "
                           f"({type(problem).__name__}); remove it to measure again") from problem
     return costs

@@ -188,12 +188,12 @@ def _fit_size(measured: Mapping[Point, float], limits: Limits, rows: int
     def seconds(bucket: int, context: int, steps: int, unread: int = 0, n: int = rounds) -> float:
         return measured[Point(rows, bucket, context, steps, unread, n)]
 
-    whole, less = seconds(0, low, 0), seconds(0, low, 0, n=rounds - 1)
-    launch = min(max(0.0, less - (rounds - 1) * (whole - less)), 0.9 * whole)
+    full, shorter = seconds(0, low, 0), seconds(0, low, 0, n=rounds - 1)
+    launch = min(max(0.0, shorter - (rounds - 1) * (full - shorter)), 0.9 * full)
     plain = np.asarray([seconds(0, c, 0) - launch for c in (low, high)]) / rounds
     if len(buckets) == 1 or not limits.depth:
         return monotone(plain[None]), np.zeros((len(levels), 2)), 0.0, launch
-    step, deepest = (max(0.0, seconds(0, low, s) - whole) / rounds for s in (1, limits.depth))
+    step, deepest = (max(0.0, seconds(0, low, s) - full) / rounds for s in (1, limits.depth))
     drafts = np.interp(levels, [0, 1, limits.depth], [0, step, max(step, deepest)])
     draft = np.maximum(drafts[:, None], LEAST_STEP * levels[:, None] * np.maximum.accumulate(plain))
     at_high = seconds(0, high, 0) + rounds * step  # a plain round that drafts a step

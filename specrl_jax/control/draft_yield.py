@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from specrl_jax.control.acceptance import add_by_cell
 from specrl_jax.structs import Array, DraftTree, carrier
 
 BINS = 12  # of survival, two an octave
@@ -48,7 +49,7 @@ def count_nodes(tree: DraftTree, live: Array, depth: int) -> Array:
     drafted = tree.live & live[:, None] & (tree.depth > 0)
     cell = jnp.clip(tree.depth - 1, 0, depth - 1) * BINS + bin_of(tree.survival)
     values = jnp.stack([drafted.astype(jnp.float32), jnp.where(drafted, tree.survival, 0)])
-    total = jnp.zeros((2, depth * BINS)).at[:, cell.reshape(-1)].add(values.reshape(2, -1))
+    total = add_by_cell(values.reshape(2, -1), cell.reshape(-1), depth * BINS)
     return total.reshape(2, depth, BINS)
 
 

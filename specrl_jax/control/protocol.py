@@ -125,7 +125,7 @@ def keep_within(spec: SpecConfig, tree: DraftTree, buckets: Sequence[Bucket]
     live = tree.live & (rank_in_row(score) < nodes)
     flat = jnp.where(live, score, -1.0).reshape(-1)
     order = jnp.argsort(-flat, stable=True)
-    overall = jnp.zeros_like(order).at[order].set(jnp.arange(flat.shape[0]))
+    overall = jnp.zeros_like(order).at[order].set(jnp.arange(flat.shape[0]), unique_indices=True)
     budget = jnp.clip(spec.budget, live[:, 0].sum(), buckets[-1].packed)
     live &= overall.reshape(live.shape) < budget
     return live, smallest_bucket(live, buckets)

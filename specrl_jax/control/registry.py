@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from specrl_jax.config import ControlConfig, SpecOptions, check
 from specrl_jax.config.registry import Registry
-from specrl_jax.control import budget, fixed, respec
+from specrl_jax.control import budget, cost_file, fixed, respec
 from specrl_jax.control.protocol import Controller, ControllerFactory, Limits, make_spec
 
 CONTROLLERS: Registry[ControllerFactory] = Registry("control.policy", Callable)
@@ -18,7 +18,8 @@ register_controller = CONTROLLERS.register  # decorates a factory: @register_con
 
 def make(control: ControlConfig, spec: SpecOptions, limits: Limits) -> Controller:
     """Returns the controller of `control.policy`, plain decoding where nothing drafts; raises
-    ConfigError if control.policy names no controller."""
+    ConfigError if control.policy names no controller, or control.cost_table no possible file."""
+    cost_file.check_place(control.cost_table)
     factory = CONTROLLERS.resolve(control.policy)
     controller = fixed.off() if spec.drafter == "off" else factory(control, spec, limits)
     check(isinstance(controller, Controller), "control.policy", control.policy,

@@ -5,12 +5,10 @@ where it was.
 """
 
 import dataclasses
-import gzip
-import json
 import os
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +17,13 @@ import numpy as np
 from specrl_jax import prng, sharding
 from specrl_jax.config import Config, ConfigError, check
 from specrl_jax.distill.teacher import SequenceBatch
-from specrl_jax.io.data import load_examples, messages
+from specrl_jax.io.data import load_examples
+from specrl_jax.io.places import writing
 from specrl_jax.model.tokenizer import Tokenizer
 from specrl_jax.model.transformer import Params
 from specrl_jax.model.weights import Source
+from specrl_jax.rl import judge
 from specrl_jax.rl.advantage import group as group_advantages
-from specrl_jax.rl.reward import ComposedReward, compose
 from specrl_jax.rollout.prompts import Prompts, make_prompts, prompt_batches
 from specrl_jax.rollout.sampler import Sampler
 from specrl_jax.rollout.scoring import score_rollout
@@ -98,28 +97,27 @@ def load_prompts(config: Config, tokenizer: Tokenizer, training: int, eval_split
 
 
 def gather(config: Config, source: Source, params: Params, prompts: tuple[Prompts, Prompts],
-           samples: int, texts: str, directory: Path, say: Callable[[str], None]
+           samples: int, texts: Corpus | None, directory: Path, say: Callable[[str], None]
            ) -> tuple[Corpus, Corpus]:
     """Returns the sequences to learn from and those to evaluate on.
 
     Args:
       source, params: the actor; its parameters as published.
       prompts: of `load_prompts`, with `samples` responses to each.
-      texts: JSONL file to learn from too, or "".
+      texts: sequences to learn from too, see texts.py.
       directory: where rollouts are stored.
     """
     tokenizer, (training, held) = source.tokenizer, prompts
-    most = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
-    read = [read_texts(Path(texts), tokenizer, config.data.system, most)] if texts else []
     every = Prompts([*held.examples, *training.examples], held.texts + training.texts,
                     held.tokens + training.tokens)
+    judge.check_answers(config.reward.terms, every.examples)
     sampler, at_once = _sampler(config, source, samples, len(every.tokens))
     sampler.publish(params, 0)
     rolled = roll_out(sampler, every, at_once, directory, say)
-    reward = compose(config.reward.terms, config.reward.weights)
+    reward = judge.of_config(config.reward, say)
     scored = [scored_corpus(rolled, part, config.seed, reward, tokenizer)
               for part in (training, held) if part.texts]
-    return join([*scored[:-1], *read]), scored[-1]
+    return join([*scored[:-1], *([] if texts is None else [texts])]), scored[-1]
 
 
 def _sampler(config: Config, source: Source, samples: int, prompts: int) -> tuple[Sampler, int]:
@@ -144,7 +142,8 @@ def roll_out(sampler: Sampler, prompts: Prompts, at_once: int, directory: Path,
 
     Returns FIELDS of all sequences, in canonical order within each part of `at_once` prompts.
     """
-    directory.mkdir(parents=True, exist_ok=True)
+    with writing(directory):
+        directory.mkdir(parents=True, exist_ok=True)
     batches, parts = prompt_batches(prompts, at_once), []
     paths = [directory / f"{number:05d}.npz" for number in range(len(batches))]
     if not all(path.exists() for path in paths):
@@ -152,15 +151,17 @@ def roll_out(sampler: Sampler, prompts: Prompts, at_once: int, directory: Path,
     for number, (batch, path) in enumerate(zip(batches, paths, strict=True)):
         if not path.exists():
             rollout, result = sampler.generate(batch, STREAM, 0)
-            _store(path, {name: getattr(rollout, name)[rollout.occurrence == 0] for name in FIELDS})
+            first = rollout.occurrence == 0
+            write_part(path, {name: getattr(rollout, name)[first] for name in FIELDS})
             tokens = int(rollout.length.sum())
             say(f"rollouts {number + 1}/{len(batches)}  {tokens} tokens  "
                 f"{tokens / result.seconds:.0f} tok/s")
-        parts.append(_stored(path))
+        parts.append(read_part(path))
     return {name: np.concatenate([part[name] for part in parts]) for name in FIELDS}
 
 
-def _stored(path: Path) -> dict[str, np.ndarray]:
+def read_part(path: Path) -> dict[str, np.ndarray]:
+    """Returns FIELDS of a stored part of the rollouts; raises a ConfigError if it is damaged."""
     try:
         with np.load(path, allow_pickle=False) as stored:
             return {name: stored[name] for name in FIELDS}
@@ -170,17 +171,23 @@ def _stored(path: Path) -> dict[str, np.ndarray]:
                           ) from error
 
 
-def _store(path: Path, arrays: dict[str, np.ndarray]) -> None:
+def write_part(path: Path, arrays: dict[str, np.ndarray]) -> None:
+    """Stores a part of the rollouts: the whole file or none."""
     temporary = path.with_suffix(".tmp")
-    with open(temporary, "wb") as file:
-        np.savez_compressed(file, allow_pickle=False, **arrays)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with writing(path):
+            with open(temporary, "wb") as file:
+                np.savez_compressed(file, allow_pickle=False, **arrays)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+    except ConfigError:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def scored_corpus(rolled: dict[str, np.ndarray], prompts: Prompts, seed: int,
-                  reward: ComposedReward, tokenizer: Tokenizer) -> Corpus:
+                  reward: judge.Judge, tokenizer: Tokenizer) -> Corpus:
     """Returns the sequences of `prompts` among FIELDS `rolled`, with rewards and advantages."""
     mine = np.isin(rolled["prompt_id"], list(prompts.place))
     stored = {name: values[mine] for name, values in rolled.items()}
@@ -196,49 +203,6 @@ def scored_corpus(rolled: dict[str, np.ndarray], prompts: Prompts, seed: int,
         rewards.reshape(-1, group)).reshape(-1)
     return Corpus(tokens, stored["prompt_length"], rewards, advantages,
                   prng.row_keys(seed, STREAM, 0, ids, ids * 0, samples))
-
-
-def read_texts(path: Path, tokenizer: Tokenizer, system: str, most: int) -> Corpus:
-    """Reads the sequences of a JSONL file, plain or gzipped, with reward 1 and advantage 0.
-
-    An object with "question" and "answer" is a chat whose response is the answer; one with "text"
-    is a response to its own first token. Sequences are cut to `most` tokens.
-
-    Raises:
-      ConfigError: the file cannot be read, or a line holds something else, or nothing to learn.
-    """
-    tokens, first = [], []
-    for number, row in enumerate(_rows(path), 1):
-        prompt, response = _prompt_and_response(row, tokenizer, system)
-        sequence = [*prompt, *response][:most]
-        check(len(sequence) > max(len(prompt), 1), "texts", f"{path}:{number}",
-              f"no token to learn among the first {most}; raise rollout.max_new_tokens or "
-              f"drop the line")
-        tokens.append(np.asarray(sequence, np.int32))
-        first.append(max(len(prompt), 1))
-    zero = np.zeros(len(tokens), np.float32)
-    return Corpus(tokens, np.asarray(first, np.int32), zero + 1, zero,
-                  np.zeros((len(tokens), 2), np.uint32))
-
-
-def _rows(path: Path) -> Iterator[Any]:
-    try:
-        with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as file:
-            yield from (json.loads(line) for line in file if line.strip())
-    except (OSError, EOFError, ValueError) as error:
-        raise ConfigError(f"texts = {str(path)!r}: {error}; give a JSONL file") from error
-
-
-def _prompt_and_response(row: Any, tokenizer: Tokenizer, system: str
-                         ) -> tuple[list[int], list[int]]:
-    row = row if isinstance(row, dict) else {}
-    if isinstance(row.get("text"), str):
-        return [], tokenizer.encode(row["text"])
-    if not (isinstance(row.get("question"), str) and isinstance(row.get("answer"), str)):
-        raise ConfigError(f"texts: {json.dumps(row)[:60]} has neither a text nor a question and "
-                          f"its answer")
-    prompt = tokenizer.encode(tokenizer.chat(messages(row, system)))
-    return prompt, tokenizer.encode(row["answer"]) + list(tokenizer.stop_ids[:1])
 
 
 def token_counts(config: Config, source: Source, corpus: Corpus) -> np.ndarray:

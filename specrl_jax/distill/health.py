@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specrl_jax.io.checksum import sums
+from specrl_jax.io.checksum import summary
 from specrl_jax.rollout.sampler import Sampler
 from specrl_jax.structs import Array, DrafterParams, PyTree
 
@@ -41,15 +41,8 @@ class Summary(NamedTuple):
 
 def summarize(weights: DrafterParams) -> Summary:
     """Returns the summary of a tree of arrays; waits for the devices."""
-    checksum, finite, zero = _summary(weights)
+    checksum, finite, zero = summary(weights)
     return Summary(int(checksum), bool(finite), bool(zero))
-
-
-@jax.jit
-def _summary(tree: PyTree) -> tuple[Array, Array, Array]:
-    _, _, finite, zero = sums([leaf for leaf in jax.tree.leaves(tree)
-                               if jnp.issubdtype(leaf.dtype, jnp.floating)])
-    return sums(tree)[1], finite, zero
 
 
 def fault_of(found: Summary, expected: Summary) -> str:

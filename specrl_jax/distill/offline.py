@@ -20,17 +20,20 @@ from specrl_jax.distill import data, teacher, update
 from specrl_jax.distill.data import Corpus, Plan
 from specrl_jax.distill.metrics import by_depth, summarize, table
 from specrl_jax.distill.teacher import SequenceBatch, TeacherTargets
+from specrl_jax.distill.texts import read_texts
 from specrl_jax.draft import eagle_model, eagle_weights
 from specrl_jax.draft.eagle_model import EagleArch
-from specrl_jax.io import metrics
+from specrl_jax.io import lock, metrics, resume
 from specrl_jax.io.checkpoint import Checkpoints
-from specrl_jax.io.data import step_prompts
+from specrl_jax.io.data import digest, step_prompts
+from specrl_jax.io.places import local_path
 from specrl_jax.io.progress import Progress
 from specrl_jax.model import layers
 from specrl_jax.model.source import CHECKPOINTS, Actor, open_actor
 from specrl_jax.model.transformer import Params
 from specrl_jax.model.weights import Source
 from specrl_jax.rl.learner import LearnerState
+from specrl_jax.rollout.prompts import Prompts
 from specrl_jax.rollout.sampler import publisher
 from specrl_jax.structs import Json, Metrics, PyTree
 
@@ -47,7 +50,7 @@ class DrafterTraining:
     rollout_prompts: int = option(256, "use the first N prompts of config.data; 0: only --texts")
     samples: int = option(2, "responses to each prompt")
     texts: str = option("", "JSONL file, .gz or not, to learn from too: objects with question and "
-                            "answer, or with text")
+                            "answer, with messages, or with text")
     eval_split: str = option("test", "split of config.data whose prompts are held out")
     eval_prompts: int = option(16, "held-out prompts; training prompts equal to one are dropped")
     eval_every: int = option(400, "updates between evaluations; the last one is always evaluated")
@@ -197,16 +200,31 @@ def train_drafter(config: Config, options: DrafterTraining, workdir: Path,
     actor = actor or open_actor(config)
     description = as_dict(config) | {"drafter_training": as_dict(options), "actor": {
         "run": actor.run and str(actor.run), "step": actor.step}}
-    metrics.check_config(workdir, description)
-    progress, source = Progress(options.steps, 0), actor.source
-    say, warn = progress.say, progress.warn
-    prompts = data.load_prompts(config, source.tokenizer, options.rollout_prompts,
-                                options.eval_split, options.eval_prompts, say)
-    metrics.write_config(workdir, description)
+    resume.check_config(workdir, description)
+    progress = Progress(options.steps, 0)
+    prompts = data.load_prompts(config, actor.source.tokenizer, options.rollout_prompts,
+                                options.eval_split, options.eval_prompts, progress.say)
+    most = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
+    texts = None if not options.texts else read_texts(
+        local_path("--texts", options.texts), actor.source.tokenizer, config.data, most)
+    metrics.make_workdir(workdir)
+    with lock.hold(workdir, progress.say):
+        resume.check_config(workdir, description)
+        resume.check_data(workdir, {name: digest(part.examples) for name, part in zip(
+            ("training", "held-out"), prompts, strict=True)})
+        metrics.write_config(workdir, description)
+        return _train(config, options, workdir, actor, prompts, texts, progress)
+
+
+def _train(config: Config, options: DrafterTraining, workdir: Path, actor: Actor,
+           prompts: tuple[Prompts, Prompts], texts: Corpus | None, progress: Progress) -> bool:
+    """Rolls out, trains and writes the head; returns whether any update was left."""
+    source, say, warn = actor.source, progress.say, progress.warn
     say(f"loading {actor.name}")
     mesh = sharding.make_mesh(config.mesh)
-    params = publisher(source.arch, mesh, jnp.dtype(config.model.dtype))(actor.params(mesh))
-    corpora = data.gather(config, source, params, prompts, options.samples, options.texts,
+    params = publisher(source.arch, mesh, jnp.dtype(config.model.dtype), layers.are_scanned(
+        sharding.platform(mesh)))(actor.params(mesh))
+    corpora = data.gather(config, source, params, prompts, options.samples, texts,
                           workdir / ROLLOUTS, say)
     trainer = DrafterTrainer(config, options, source, params, *corpora)
     with Checkpoints(workdir / CHECKPOINTS, config.checkpoint_keep, warn) as checkpoints:

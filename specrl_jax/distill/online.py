@@ -8,26 +8,21 @@ drafter's own. `distill/drafter.py` decides what becomes of the updated weights.
 import concurrent.futures
 import time
 from collections.abc import Callable
-from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from specrl_jax import prng, sharding
 from specrl_jax.config import Config, check
-from specrl_jax.distill import schedule, teacher
+from specrl_jax.distill import programs, schedule
 from specrl_jax.distill.data import Plan, batch_of, in_rows, of_rollout
-from specrl_jax.distill.features import FeatureBuffer
-from specrl_jax.distill.teacher import FrozenParams, SequenceBatch, TeacherTargets
+from specrl_jax.distill.programs import EVALUATE, FROZEN, ROWS, TARGETS, UPDATE, Batch
+from specrl_jax.distill.teacher import FrozenParams
 from specrl_jax.distill.update import Programs, UpdateResult, init_state
 from specrl_jax.rl.learner import LearnerState
 from specrl_jax.rollout.sampler import Sampler
 from specrl_jax.structs import DrafterParams, Json, Metrics, PyTree, Rollout
 
-Batch = tuple[SequenceBatch, TeacherTargets]
 PICK, DRAW, WATCH = range(3)  # uses of random numbers
 
 
@@ -41,7 +36,7 @@ class OnlineDistillation:
     def __init__(self, config: Config, sampler: Sampler) -> None:
         options, mesh = config.distill, sampler.mesh
         self.options, self._seed, self._sampler = options, config.seed, sampler
-        self._temperature, self._window = config.rollout.temperature, config.rollout.max_new_tokens
+        self._temperature = config.rollout.temperature
         shards = sharding.shard_count(mesh)
         check(options.micro_batch % shards == 0, "distill.micro_batch", options.micro_batch,
               f"must be a multiple of the {shards} data shards")
@@ -53,12 +48,7 @@ class OnlineDistillation:
         check(options.when != "trigger" or drafter.outputs is not None, "distill.when",
               options.when, "needs a trainable drafter with outputs and logits; choose interval")
         self._programs = Programs(drafter, arch, options, mesh, sharding.replicated(mesh))
-        sequences = min(options.sequences or config.sequences, config.sequences)
-        self._columns = config.rollout.max_prompt_tokens + self._window
-        self.buffer = FeatureBuffer(
-            options, drafter, arch.hidden_size, sequences, self._columns, self._window,
-            heads=1 if options.when == "once" else options.rollouts)
-        self._sequences = min(sequences, self.buffer.rows)
+        self.buffer, self._sizes = programs.make_buffer(config, drafter, arch.hidden_size)
         self._vocab = sampler.drafter_weights[place]["vocab"]
         self.staleness = schedule.forget()
         self._thread = concurrent.futures.ThreadPoolExecutor(1)  # of overlapped updates
@@ -71,35 +61,13 @@ class OnlineDistillation:
     def compile(self, say: Callable[[str], None], state: LearnerState) -> None:
         """Compiles whatever a step may run; nothing is learned from it."""
         say("compiling the drafter's update")
-        programs, actor, options = self._programs, self._sampler.params, self.options
-        heads = programs.replicate(self.buffer.heads)
-        self._frozen = jax.jit(_frozen_params, static_argnums=(0, 4)).lower(
-            programs.arch, actor, self._vocab, heads, options.overlap).compile()
-        self._rows = jax.jit(teacher.draft_rows, static_argnums=0).lower(
-            programs.arch, actor, self._vocab).compile()
-        n, b = options.batch // options.micro_batch, options.micro_batch
-        blank = programs.rows(_blank(-(-self._sequences // b), b, self._columns))
-        self._compute_targets = programs.compute_targets.lower(self._window, actor, blank).compile()
-        found = jax.tree.map(np.asarray, self._compute_targets(actor, blank))
-        targets = jax.tree.map(lambda a: np.resize(a, (n, *a.shape[1:])), found)
-        batch = self._put((_blank(n, b, self._columns), targets))
-        frozen = self._frozen_params()
-        self._update = programs.update.lower(state, frozen, *batch).compile()
-        if options.when == "trigger":
-            self._evaluate = programs.evaluate.lower(
-                state.params, frozen, *batch, *self._no_noise(n, b)).compile()
+        self._compiled = {p.name: p.lower().compile() for p in programs.programs(
+            self._programs, self.options, self._sizes, self.buffer.heads, state,
+            self._sampler.params, self._vocab)}
 
-    def _put(self, batch: Batch) -> Batch:
+    def put(self, batch: Batch) -> Batch:
         """Puts a host batch on the devices, the rows over data shards."""
-        mesh = self._programs.mesh
-        rows, tall = (NamedSharding(mesh, P(*axes, sharding.ROWS)) for axes in ([None], [None] * 2))
-        return sharding.put((rows, TeacherTargets(
-            taps=tall, hidden=tall, normalizer=rows, best=rows, entropy=rows,
-            teacher=sharding.replicated(mesh))), batch)
-
-    def _no_noise(self, n: int, b: int) -> tuple[PyTree, PyTree]:
-        """Returns keys and scale for `evaluate`, whose draws are not read."""
-        return self._programs.rows((np.zeros((n, b, 2), np.uint32), np.zeros((n, b), np.float32)))
+        return sharding.put(programs.places(self._programs.mesh), batch)
 
     def _rng(self, step: int, use: int) -> np.random.Generator:
         return np.random.default_rng([self._seed, len(prng.STREAMS), step, use])
@@ -107,20 +75,22 @@ class OnlineDistillation:
     def store(self, rollout: Rollout, reward: np.ndarray, advantage: np.ndarray, step: int) -> None:
         """Stores features of a rollout, computed with the published policy that generated it."""
         order = self._rng(step, PICK).permutation(len(rollout.length))
-        plan = Plan(in_rows(np.sort(order[: self._sequences]), self.options.micro_batch),
-                    self._columns, self._window)
+        sizes = self._sizes
+        plan = Plan(in_rows(np.sort(order[: sizes.sequences]), self.options.micro_batch),
+                    sizes.columns, sizes.window)
         batch = batch_of(of_rollout(rollout, reward, advantage), plan, self._temperature)
         actor = self._sampler.params
-        targets = self._compute_targets(actor, self._programs.rows(batch))
+        targets = self._compiled[TARGETS](actor, self._programs.rows(batch))
         self.buffer.add(batch, jax.tree.map(np.asarray, targets), self._sampler.version,
-                        np.asarray(self._rows(actor, self._vocab)))
+                        np.asarray(self._compiled[ROWS](actor, self._vocab)))
 
     def measure_staleness(self, params: DrafterParams, step: int) -> Metrics:
         """Measures acceptance of first drafts on the newest rollout, and what entropy explains."""
         batch, targets = self.buffer.draw(self._rng(step, WATCH), self.options.batch,
                                           self.options.micro_batch, newest=True)
-        found = self._evaluate(params, self._frozen_params(), *self._put((batch, targets)),
-                               *self._no_noise(*batch.length.shape))
+        noise = self._programs.rows(programs.no_noise(*batch.length.shape))
+        found = self._compiled[EVALUATE](params, self._frozen_params(),
+                                         *self.put((batch, targets)), *noise)
         live = np.asarray(found.live)[:, 0]
         acceptance, entropy = np.asarray(found.alpha)[:, 0][live], targets.entropy[live]
         self.staleness, unexplained = schedule.observe(self.staleness, acceptance, entropy,
@@ -130,15 +100,15 @@ class OnlineDistillation:
                 "distill/fall": float(self.staleness.fall)}
 
     def _frozen_params(self) -> FrozenParams:
-        return self._frozen(self._sampler.params, self._vocab,
-                            self._programs.replicate(self.buffer.heads))
+        return self._compiled[FROZEN](self._sampler.params, self._vocab,
+                                      self._programs.replicate(self.buffer.heads))
 
     def run(self, state: LearnerState, step: int) -> UpdateResult:
-        return self._run(state, self._frozen_params(), self._draw(step))
+        return self.train_on(state, self._frozen_params(), self._draw(step))
 
     def start(self, state: LearnerState, step: int) -> None:
         """Starts the same updates in a thread; it reads copies only."""
-        self._running = self._thread.submit(self._run, state, self._frozen_params(),
+        self._running = self._thread.submit(self.train_on, state, self._frozen_params(),
                                             self._draw(step))
 
     def take_result(self) -> UpdateResult | None:
@@ -154,11 +124,12 @@ class OnlineDistillation:
         return [self.buffer.draw(rng, options.batch, options.micro_batch)
                 for _ in range(options.updates)]
 
-    def _run(self, state: LearnerState, frozen: FrozenParams, batches: list[Batch]) -> UpdateResult:
+    def train_on(self, state: LearnerState, frozen: FrozenParams, batches: list[Batch]
+                 ) -> UpdateResult:
         """Updates on host batches; touches nothing but its arguments."""
         began, updates = time.perf_counter(), []
         for batch in batches:
-            state, metrics = self._update(state, frozen, *self._put(batch))
+            state, metrics = self._compiled[UPDATE](state, frozen, *self.put(batch))
             updates.append({name: np.asarray(value).tolist() for name, value in metrics.items()})
         return UpdateResult(state, updates, time.perf_counter() - began)
 
@@ -185,17 +156,3 @@ class OnlineDistillation:
             ahead = arrays["drafter_ahead"]
             state = LearnerState(ahead["weights"], ahead["optimizer"])
             self._running = self._thread.submit(UpdateResult, state, meta["ahead"], 0.0)
-
-
-def _frozen_params(arch: Any, actor: Any, vocab: Any, teachers: Any, copy: bool) -> FrozenParams:
-    """Returns what updates read of the actor; with `copy` it survives the actor's buffers."""
-    frozen = teacher.frozen_params(arch, actor, vocab).replace(teachers=teachers)
-    return frozen.replace(embed=jnp.copy(frozen.embed), head=jnp.copy(frozen.head)
-                          ) if copy else frozen
-
-
-def _blank(n: int, b: int, columns: int) -> SequenceBatch:
-    """Returns micro-batches of padding."""
-    zero, none = np.zeros((n, b), np.int32), np.zeros((n, b), np.float32)
-    return SequenceBatch(tokens=np.zeros((n, b, columns), np.int32), length=zero, first=zero + 1,
-                         temperature=none + 1, reward=none, advantage=none)

@@ -21,7 +21,7 @@ from specrl_jax.draft.protocol import Drafter, Project, RolloutInfo, Survive, ta
 from specrl_jax.draft.tree import roots
 from specrl_jax.model.architecture import Architecture, is_param
 from specrl_jax.model.rows import for_rows
-from specrl_jax.sharding import ROLLOUT_RULES, ROWS, on_any_shard, shardings
+from specrl_jax.sharding import ROLLOUT_RULES, ROWS, on_any_shard, shardings, straight_line
 from specrl_jax.structs import (
     Array,
     DrafterParams,
@@ -71,7 +71,7 @@ def drafter(growth: Growth, layer: Architecture, dtype: DTypeLike, *, name: str,
         propose=functools.partial(_propose, growth),
         init=functools.partial(_init, layer, growth.depth, dtype, bool(taps)),
         prefill=_prefill, copy_prompt=functools.partial(_copy_prompt, ahead), observe=_observe,
-        needs_catch_up=True,
+        needs_catch_up=True, catch_up=functools.partial(_catch_up, growth),
         skip_to=lambda state, context: state.replace(cache=state.cache.replace(
             length=np.maximum(context - ahead, 0))),
         names=(name,), bind=bind, taps=taps, project=project)
@@ -139,42 +139,48 @@ def _copy_prompt(ahead: int, state: CachedState, fill: SlotFill) -> CachedState:
     return state.replace(cache=cache, tokens=copy(state.tokens, fill, width), features=features)
 
 
-def overwrite(whole: Array, source: Array, block: Callable[[Array, Array], Array]) -> Array:
-    """Overwrites the start of rows b with source[b] >= 0 by block(whole, source[b]), [1, ...].
+def overwrite(array: Array, source: Array, block: Callable[[Array, Array], Array]) -> Array:
+    """Overwrites the start of rows b with source[b] >= 0 by block(array, source[b]), [1, ...].
 
     A loop of slice updates: a scatter would copy the whole array (experiments/LOG.md).
     """
-    def write(b: Array, at: Array, whole: Array) -> Array:
-        start = (b, *(jnp.int32(0),) * (whole.ndim - 1))
-        return jax.lax.dynamic_update_slice(whole, block(whole, at).astype(whole.dtype), start)
+    def write(b: Array, at: Array, array: Array) -> Array:
+        start = (b, *(jnp.int32(0),) * (array.ndim - 1))
+        return jax.lax.dynamic_update_slice(array, block(array, at).astype(array.dtype), start)
 
-    return for_rows(source, write, whole)
+    return for_rows(source, write, array)
 
 
-def enter(whole: Array, fill: SlotFill, new: Array) -> Array:
+def enter(array: Array, fill: SlotFill, new: Array) -> Array:
     """Overwrites the start of prefilled slots by their rows of new [p, ...]."""
-    return overwrite(whole, fill.source, lambda _, at: jax.lax.dynamic_slice_in_dim(new, at, 1, 0))
+    return overwrite(array, fill.source, lambda _, at: jax.lax.dynamic_slice_in_dim(new, at, 1, 0))
 
 
-def copy(whole: Array, fill: SlotFill, width: int, axis: int = 1) -> Array:
+def copy(array: Array, fill: SlotFill, width: int, axis: int = 1) -> Array:
     """Overwrites the first `width` entries along `axis` of copied slots by their source's."""
     source = jnp.where(fill.copy == jnp.arange(fill.copy.shape[0]), -1, fill.copy)
-    return overwrite(whole, source, lambda whole, at: jax.lax.slice_in_dim(
-        jax.lax.dynamic_slice_in_dim(whole, at, 1, 0), 0, width, axis=axis))
+    return overwrite(array, source, lambda array, at: jax.lax.slice_in_dim(
+        jax.lax.dynamic_slice_in_dim(array, at, 1, 0), 0, width, axis=axis))
 
 
-def extend(whole: T, at: Array, new: T, axis: Any = 1) -> T:
-    """Writes `new` [B, ...] into rows of `whole` from position at[b] along `axis` on.
+def extend(array: T, at: Array, new: T, axis: Any = 1) -> T:
+    """Writes `new` [B, ...] into rows of `array` from position at[b] along `axis` on.
 
-    Both may be trees of arrays, and `axis` then is one of ints.
+    Both may be trees of arrays, and `axis` then is one of ints. Accelerators write all rows at
+    once; a CPU's scatter would copy the whole array.
     """
-    def write(b: Array, whole: Array, new: Array, axis: int) -> Array:
-        row = jax.lax.dynamic_slice_in_dim(new, b, 1, 0).astype(whole.dtype)
-        start = [b if i == 0 else at[b] if i == axis else jnp.int32(0) for i in range(whole.ndim)]
-        return jax.lax.dynamic_update_slice(whole, row, start)
+    if straight_line():
+        return jax.tree.map(lambda array, new, axis: jax.vmap(
+            lambda row, new, at: jax.lax.dynamic_update_slice_in_dim(
+                row, new.astype(row.dtype), at, axis - 1))(array, new, at), array, new, axis)
 
-    return jax.lax.fori_loop(0, at.shape[0], lambda b, whole: jax.tree.map(
-        functools.partial(write, b), whole, new, axis), whole)
+    def write(b: Array, array: Array, new: Array, axis: int) -> Array:
+        row = jax.lax.dynamic_slice_in_dim(new, b, 1, 0).astype(array.dtype)
+        start = [b if i == 0 else at[b] if i == axis else jnp.int32(0) for i in range(array.ndim)]
+        return jax.lax.dynamic_update_slice(array, row, start)
+
+    return jax.lax.fori_loop(0, at.shape[0], lambda b, array: jax.tree.map(
+        functools.partial(write, b), array, new, axis), array)
 
 
 def _observe(params: DrafterParams, state: CachedState, frontier: Frontier, verdict: Verdict,
@@ -193,14 +199,13 @@ def _propose(growth: Growth, params: DrafterParams, state: CachedState, frontier
 
     What ends a loop or selects a branch is reduced over all data shards first.
     """
-    cache, chunk = state.cache, chunk_of(growth.depth)
+    if straight_line():
+        cache = _read(growth, params, state, frontier, 1)
+        return grow(growth, params, cache.kv, cache.hidden.T, frontier, rows, spec, survive
+                    ), state.replace(cache=cache)
     wanted = (spec.depth > 0) & on_any_shard(frontier.live.any())
-    target = frontier.context + 1 - growth.network.ahead
-    missing = jnp.where(frontier.live & wanted, target - cache.length, 0)
-    trips = jax.lax.pmax((missing.max() + chunk - 1) // chunk, ROWS)
-    step = functools.partial(_catch_up, growth.network, chunk, params, state.tokens,
-                             state.features, jnp.where(frontier.live, target, 0))
-    cache = jax.lax.fori_loop(0, trips, lambda _, cache: step(cache), cache)
+    chunks = jnp.where(wanted, _unread_chunks(growth, state, frontier), 0)
+    cache = _read(growth, params, state, frontier, chunks)
     tree = jax.lax.cond(
         wanted,
         lambda: grow(growth, params, cache.kv, cache.hidden.T, frontier, rows, spec, survive),
@@ -209,8 +214,39 @@ def _propose(growth: Growth, params: DrafterParams, state: CachedState, frontier
     return tree, state.replace(cache=cache)
 
 
-def _catch_up(network: Network, chunk: int, params: DrafterParams, tokens: Array,
-              features: Array | None, target: Array, cache: NetworkCache) -> NetworkCache:
+def _catch_up(growth: Growth, params: DrafterParams, state: CachedState, frontier: Frontier
+              ) -> CachedState:
+    """Reads all but the chunk that `propose` reads; on a CPU that one reads whatever is missing."""
+    if not straight_line():
+        return state
+    chunks = _unread_chunks(growth, state, frontier) - 1
+    return state.replace(cache=_read(growth, params, state, frontier, chunks))
+
+
+def _unread_chunks(growth: Growth, state: CachedState, frontier: Frontier) -> Array:
+    """Returns i32[], how many chunks the row that is furthest behind has to read, on any shard."""
+    chunk = chunk_of(growth.depth)
+    missing = jnp.where(frontier.live, _target(growth, frontier) - state.cache.length, 0)
+    return jax.lax.pmax((missing.max() + chunk - 1) // chunk, ROWS)
+
+
+def _target(growth: Growth, frontier: Frontier) -> Array:
+    """Returns i32[B], the positions to have processed before a draft."""
+    return jnp.where(frontier.live, frontier.context + 1 - growth.network.ahead, 0)
+
+
+def _read(growth: Growth, params: DrafterParams, state: CachedState, frontier: Frontier,
+          chunks: Array | int) -> NetworkCache:
+    """Returns the cache after processing up to `chunks` chunks of committed tokens."""
+    step = functools.partial(_read_chunk, growth.network, chunk_of(growth.depth), params,
+                             state.tokens, state.features, _target(growth, frontier))
+    if isinstance(chunks, int):
+        return step(state.cache)
+    return jax.lax.fori_loop(0, chunks, lambda _, cache: step(cache), state.cache)
+
+
+def _read_chunk(network: Network, chunk: int, params: DrafterParams, tokens: Array,
+                features: Array | None, target: Array, cache: NetworkCache) -> NetworkCache:
     """Processes up to `chunk` positions of each row, none at or beyond target i32[B]."""
     batch = target.shape[0]
     row = jnp.arange(batch, dtype=jnp.int32)[:, None]

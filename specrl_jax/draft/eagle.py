@@ -16,6 +16,7 @@ from specrl_jax.draft import cached, eagle_model
 from specrl_jax.draft.eagle_model import EagleArch
 from specrl_jax.draft.network import Growth, Network
 from specrl_jax.draft.protocol import Drafter
+from specrl_jax.io.compilation import call
 from specrl_jax.model.transformer import Attend, embed
 from specrl_jax.sharding import ROLLOUT_RULES, replicated, spec_of
 from specrl_jax.structs import Array, DrafterParams, ModelParams, Params
@@ -74,7 +75,7 @@ def _network(arch: EagleArch) -> Network:
 def _bind(arch: EagleArch, actor: ModelParams, own: DrafterParams) -> Bound:
     """Joins the drafter's weights with what it reads of the published actor."""
     rows = actor["embed" if arch.actor.tied else "head"]
-    weights, vocab, head = _cast(arch, own, rows, rows.dtype, cached.mesh_of(rows))
+    weights, vocab, head = call(_cast, arch, own, rows, rows.dtype, cached.mesh_of(rows))
     if not arch.own_head and arch.draft_vocab == arch.actor.vocab_size:
         head = rows  # as it is: a copy would cost as much as the actor's
     return Bound(weights=weights, vocab=vocab, embed=actor["embed"], head=head)

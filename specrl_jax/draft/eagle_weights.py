@@ -13,20 +13,23 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from safetensors.numpy import save_file
 
 from specrl_jax.config import ConfigError, check
 from specrl_jax.draft.eagle_model import EagleArch, default_taps
+from specrl_jax.io.places import local_path, new_directory
 from specrl_jax.model.architecture import Architecture
-from specrl_jax.model.export import new_directory
+from specrl_jax.model.export import save_tensors
 from specrl_jax.model.hf_config import parse_config, write_config
 from specrl_jax.model.hf_directory import DTYPES, SINGLE, open_tensors
 from specrl_jax.model.tokenizer import read_json
 from specrl_jax.structs import Json, PyTree
 
-CLASS = "LlamaForCausalLMEagle3"
+CLASSES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")  # SpecForge's; vLLM's, AngelSlim's
 OURS = "specrl_jax"  # section of config.json that other readers ignore
 HEAD, OFFSETS, MASK, EMBED = "lm_head.weight", "d2t", "t2d", "embed_tokens.weight"
+PICKLE = "pytorch_model.bin"
+CONVERT = ("python -c 'import torch, safetensors.torch; safetensors.torch.save_file(torch.load("
+           f'"{PICKLE}", weights_only=True), "{SINGLE}")' "'")
 _MAPS = {OFFSETS: ("I64", "I32"), MASK: ("BOOL",)}
 _NORMS = {"embed_norm": "midlayer.input_layernorm.weight",
           "feature_norm": "midlayer.hidden_norm.weight",
@@ -62,14 +65,14 @@ def save(directory: str | os.PathLike[str], arch: EagleArch, own: Mapping[str, P
     Raises:
       ConfigError: the directory exists and is not empty.
     """
-    with new_directory(directory) as partial:
+    with new_directory("drafter", directory) as partial:
         config = write_config(arch.layer) | {
-            "architectures": [CLASS], "draft_vocab_size": arch.draft_vocab,
+            "architectures": [CLASSES[0]], "draft_vocab_size": arch.draft_vocab,
             "eagle_config": {"use_aux_hidden_state": True,
                              "eagle_aux_hidden_state_layer_ids": list(arch.taps)},
             OURS: made_for._asdict()}
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        save_file(_tensors(arch, own), partial / SINGLE, {"format": "pt"})
+        save_tensors(_tensors(arch, own), partial / SINGLE)
 
 
 def load(directory: str | os.PathLike[str], actor: Architecture, stop: Sequence[int] = ()) -> Head:
@@ -78,7 +81,7 @@ def load(directory: str | os.PathLike[str], actor: Architecture, stop: Sequence[
     Raises:
       ConfigError: a file is missing or damaged, or the head is of another kind or another actor.
     """
-    folder = Path(directory).expanduser()
+    folder = local_path("draft.path", directory)
     config, tensors = read_json(folder / "config.json"), _read(folder / SINGLE)
     arch = _architecture(config, tensors, actor, str(folder))
     shapes = _shapes(arch)
@@ -107,7 +110,8 @@ def _architecture(config: Json, tensors: Mapping[str, np.ndarray], actor: Archit
                   folder: str) -> EagleArch:
     """Returns the head's architecture, checked against the actor's."""
     kind = config.get("architectures")
-    check(kind == [CLASS], f"{folder}: architectures", kind, f"must be [{CLASS!r}]")
+    check(isinstance(kind, list) and len(kind) == 1 and kind[0] in CLASSES,
+          f"{folder}: architectures", kind, f"must be [{CLASSES[0]!r}] or [{CLASSES[1]!r}]")
     plain = config.get("norm_before_residual", False)
     check(plain is False, f"{folder}: norm_before_residual", plain,
           "is not supported; give a head whose residual is taken before the norm")
@@ -205,6 +209,9 @@ def _tensors(arch: EagleArch, own: Mapping[str, PyTree]) -> dict[str, np.ndarray
 
 
 def _read(path: Path) -> dict[str, np.ndarray]:
+    pickled = path.with_name(PICKLE)
+    _expect(path.is_file() or not pickled.is_file(), pickled, f"is a pickle, which is never read; "
+            f"convert it: {CONVERT}")
     file = open_tensors(path)
     for name in file.keys():  # noqa: SIM118  it is no mapping
         found, wanted = file.get_slice(name).get_dtype(), _MAPS.get(name, DTYPES)

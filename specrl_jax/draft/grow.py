@@ -12,10 +12,11 @@ import jax.numpy as jnp
 from flax import struct
 from specrl_kernels.tree_attention import tree_attention
 
+from specrl_jax.draft.children import likeliest_children
 from specrl_jax.draft.network import KV, Growth
 from specrl_jax.draft.protocol import Survive
 from specrl_jax.draft.tree import attach, roots
-from specrl_jax.prng import gumbel
+from specrl_jax.sharding import straight_line
 from specrl_jax.structs import (
     Array,
     DrafterParams,
@@ -28,8 +29,6 @@ from specrl_jax.structs import (
 )
 
 _RANK_DECAY = 0.3  # draft_prob of drawn trees: 0.7 for the first child, then times 0.3 each
-_KEY_DOMAIN = 0x5EED0DD5  # turns a row's key into one whose noise the match rule never uses
-_ERROR_SCALE = 0.5  # error of the drafter's perturbed scores, as fitted to synthetic drafters
 
 
 class LevelNodes(struct.PyTreeNode):
@@ -105,8 +104,9 @@ def grow(growth: Growth, params: DrafterParams, cache: KV, hidden: Array, fronti
         front, keys = _forward_level(r, front, keys, depth)
         return (*_expand(r, grown, front, depth), keys)
 
-    grown, _, _ = jax.lax.fori_loop(2, jnp.minimum(spec.depth, growth.depth) + 1, level,
-                                    (grown, front, _root_keys(r)))
+    # Levels below the planned depth are masked where a loop of unknown length would ask the host.
+    deepest = growth.depth if straight_line() else jnp.minimum(spec.depth, growth.depth)
+    grown, _, _ = jax.lax.fori_loop(2, deepest + 1, level, (grown, front, _root_keys(r)))
     tree, place = _likeliest(growth, grown.levels, frontier)
     return tree.replace(broken=grown.broken, proposal=_proposal(growth, params, grown, place))
 
@@ -114,14 +114,15 @@ def grow(growth: Growth, params: DrafterParams, cache: KV, hidden: Array, fronti
 def _expand(r: _Round, grown: Grown | None, front: LevelNodes, depth: Array
             ) -> tuple[Grown, LevelNodes]:
     """Adds the candidates below a level and the distributions that they were drawn from."""
+    front = front.replace(live=front.live & (depth <= r.spec.depth))
     found, logq = _candidates(r, front, depth)
     grown, width = grown or _nothing(r.growth, found, logq), front.live.shape[1]
     room = ((0, 0), (0, grown.levels.live.shape[2] - found.live.shape[1]))
-    levels = jax.tree.map(lambda whole, new: jax.lax.dynamic_update_index_in_dim(
-        whole, jnp.pad(new, room), depth - 1, 1), grown.levels, found)
+    levels = jax.tree.map(lambda array, new: jax.lax.dynamic_update_index_in_dim(
+        array, jnp.pad(new, room), depth - 1, 1), grown.levels, found)
     gap = found.score_gap.reshape(*front.live.shape, -1)[..., 0]  # of the best score to itself
     grown = grown.replace(levels=levels, broken=grown.broken | (front.live & jnp.isnan(gap)).any(1))
-    if grown.index is not None and grown.logq is not None:
+    if grown.index is not None and grown.logq is not None and logq is not None:
         draws = front.live & (r.rows.temperature > 0)[:, None]  # greedy rows draw nothing
         at = (slice(None), depth - 1, slice(width))
         grown = grown.replace(
@@ -130,12 +131,12 @@ def _expand(r: _Round, grown: Grown | None, front: LevelNodes, depth: Array
     return grown, _next_level(r.growth, found, front, r.rows, depth)
 
 
-def _nothing(growth: Growth, like: TreeNodes, logq: Array) -> Grown:
+def _nothing(growth: Growth, like: TreeNodes, logq: Array | None) -> Grown:
     """Returns levels without a node, for candidates and distributions like those of the first."""
     shape = (like.live.shape[0], growth.depth, growth.branch)
     levels = jax.tree.map(lambda a: jnp.zeros((*shape[:2], growth.branch**2), a.dtype), like)
     broken = jnp.zeros(shape[0], bool)
-    if not growth.drawn:
+    if logq is None:
         return Grown(levels, broken, None, None)
     return Grown(levels, broken, jnp.full(shape, -1, jnp.int32),
                  jnp.full((*shape, logq.shape[-1]), -jnp.inf))
@@ -182,15 +183,15 @@ def _forward_level(r: _Round, front: LevelNodes, keys: tuple[KV, Array], depth: 
     node = jnp.broadcast_to(start + jnp.arange(k)[None], (batch, k))
     row = jnp.repeat(jnp.arange(batch, dtype=jnp.int32), k)
 
-    def put(whole: Array, new: Array) -> Array:
-        return jax.lax.dynamic_update_slice_in_dim(whole, new.astype(whole.dtype), start, 1)
+    def put(array: Array, new: Array) -> Array:
+        return jax.lax.dynamic_update_slice_in_dim(array, new.astype(array.dtype), start, 1)
 
     parent = put(keys[1], front.slot)
     fresh: KV = []
 
     def look(index: Any, q: Array, new_k: Array, new_v: Array) -> Array:
-        k, v = (put(whole, new.transpose(2, 3, 0, 1))
-                for whole, new in zip(keys[0][index], (new_k, new_v), strict=True))
+        k, v = (put(array, new.transpose(2, 3, 0, 1))
+                for array, new in zip(keys[0][index], (new_k, new_v), strict=True))
         fresh.append((k, v))
         return attend(q, (row, node.reshape(-1)), (k, v), parent, r.cache[index], last)
 
@@ -199,79 +200,35 @@ def _forward_level(r: _Round, front: LevelNodes, keys: tuple[KV, Array], depth: 
     return front.replace(hidden=hidden, slot=node), (fresh, parent)
 
 
-def _candidates(r: _Round, front: LevelNodes, depth: Array) -> tuple[TreeNodes, Array]:
+def _candidates(r: _Round, front: LevelNodes, depth: Array) -> tuple[TreeNodes, Array | None]:
     """Returns the candidates below a level [B, k * K], and log-probabilities f32[B, k, Vd].
 
-    Where logits are not finite none is live. Parents are indices of candidates.
+    Where logits are not finite none is live. Parents are indices of candidates. Only drawn trees
+    have log-probabilities.
     """
-    growth = r.growth
-    ranked, logq, scale = _scores(r, front, depth)
-    best, at = highest(ranked, growth.branch)
-    rank = jnp.broadcast_to(jnp.arange(growth.branch)[None, None], at.shape)
-    planned, chosen = rank < r.spec.branch, jnp.take_along_axis(logq, at, 2)
+    growth, network = r.growth, r.growth.network
+    children, logq = likeliest_children(
+        growth, network.logits(r.params, front.hidden), network.vocab(r.params), r.rows,
+        r.frontier.generated + depth - 1)
+    shape = children.token.shape
+    rank = jnp.broadcast_to(jnp.arange(growth.branch)[None, None], shape)
+    planned = rank < r.spec.branch
     if growth.drawn:
         draft_prob = (1 - _RANK_DECAY) * jnp.float32(_RANK_DECAY) ** rank
     elif growth.children == "perturbed":
-        draft_prob = _draw_probability(best, ranked, scale)
+        draft_prob = children.draw_prob
     else:
-        draft_prob = jnp.exp(chosen)
+        draft_prob = jnp.exp(children.logq)
     draft_prob = jnp.where(planned, draft_prob, 0)
     above, parent, level, origin = (
-        jnp.broadcast_to(a, at.shape) for a in (
+        jnp.broadcast_to(a, shape) for a in (
             front.survival[..., None], front.index[..., None], depth, jnp.int32(growth.origin)))
-    found = TreeNodes(tokens=growth.network.vocab(r.params)[at], parent=parent,
-                      depth=level, rank=rank, origin=origin, logq=chosen, draft_prob=draft_prob,
+    found = TreeNodes(tokens=children.token, parent=parent, depth=level, rank=rank, origin=origin,
+                      logq=children.logq, draft_prob=draft_prob,
                       survival=r.survive(above, draft_prob, level, origin),
-                      score_gap=best[..., :1] - best,
-                      live=front.live[..., None] & planned & jnp.isfinite(best))
+                      score_gap=children.score[..., :1] - children.score,
+                      live=front.live[..., None] & planned & jnp.isfinite(children.score))
     return jax.tree.map(lambda a: a.reshape(a.shape[0], -1), found), logq
-
-
-def _scores(r: _Round, front: LevelNodes, depth: Array) -> tuple[Array, Array, Array]:
-    """Returns scores and log-probabilities f32[B, k, Vd] after each node; f32[B], 0 in greedy rows.
-
-    The noise is that of the draw that decides between the children: the token drawn after the root
-    has the index frontier.generated. A row's truncation is not applied: a lower draft.temperature
-    gained nearly as much, without a search at each node (experiments/LOG.md, 2026-11-23).
-    """
-    growth, rows, network = r.growth, r.rows, r.growth.network
-    logits = jnp.moveaxis(network.logits(r.params, front.hidden), 0, -1)
-    scale = jnp.where(rows.temperature == 0, 0.0, 1.0)
-    temperature = jnp.where(scale > 0, rows.temperature * growth.temperature, 1.0)
-    logits = logits / temperature[:, None, None]
-    logq = jax.nn.log_softmax(logits)
-    if growth.children == "top":
-        return logq, logq, scale
-    key = rows.key ^ jnp.uint32(_KEY_DOMAIN) if growth.children == "sampled" else rows.key
-    noise = gumbel(key, r.frontier.generated + depth - 1, network.vocab(r.params))
-    return logq + (scale[:, None] * noise)[:, None], logq, scale
-
-
-def highest(scores: Array, count: int) -> tuple[Array, Array]:
-    """Returns the highest along the last axis and their indices, the first of equals first.
-
-    `top_k` would make a CPU sort the whole vocabulary when there is more than one row.
-    """
-    index = jax.lax.broadcasted_iota(jnp.int32, scores.shape, scores.ndim - 1)
-
-    def pick(left: Array, _: None) -> tuple[Array, tuple[Array, Array]]:
-        best = left.max(-1, keepdims=True)
-        at = jnp.where(left == best, index, scores.shape[-1]).min(-1, keepdims=True)
-        return jnp.where(index == at, -jnp.inf, left), (best[..., 0], at[..., 0])
-
-    _, (best, at) = jax.lax.scan(pick, scores, None, length=count)
-    return jnp.moveaxis(best, 0, -1), jnp.moveaxis(at, 0, -1)
-
-
-def _draw_probability(best: Array, ranked: Array, scale: Array) -> Array:
-    """Returns f32[B, k, K], how likely each child is to be the actor's draw, given the noise.
-
-    The actor's perturbed scores are the drafter's plus errors. With Gumbel errors of one scale, the
-    highest is distributed as a softmax of the drafter's scores over that scale. The drafter's own
-    probability, right in greedy rows, is too low elsewhere: the noise has chosen already.
-    """
-    sharp = jnp.where(scale > 0, 1 / _ERROR_SCALE, 1.0)[:, None, None]
-    return jnp.exp(best * sharp - jax.nn.logsumexp(ranked * sharp, -1, keepdims=True))
 
 
 def _next_level(growth: Growth, found: TreeNodes, front: LevelNodes, rows: Sampling, depth: Array

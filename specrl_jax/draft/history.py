@@ -17,6 +17,7 @@ from flax import struct
 from specrl_jax.config import check
 from specrl_jax.draft.protocol import Drafter, RolloutInfo, Survive
 from specrl_jax.draft.tree import attach, roots
+from specrl_jax.sharding import either
 from specrl_jax.structs import (
     Array,
     DrafterParams,
@@ -88,7 +89,7 @@ def _observe(params: DrafterParams, state: History, frontier: Frontier, verdict:
 
 def _propose(static: _Static, params: DrafterParams, state: History, frontier: Frontier,
              rows: Sampling, spec: SpecConfig, survive: Survive) -> tuple[DraftTree, History]:
-    return jax.lax.cond(
+    return either(
         (spec.depth > 0) & frontier.live.any(),
         lambda: _grow(static, *_occurrences(static, state, frontier), frontier, spec, survive),
         lambda: roots(frontier.root, frontier.live, static.nodes)), state

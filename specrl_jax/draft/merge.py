@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from specrl_jax.config import check
 from specrl_jax.draft.protocol import Drafter, Survive
 from specrl_jax.draft.tree import map_nodes, roots
+from specrl_jax.sharding import either, straight_line
 from specrl_jax.structs import Array, DraftTree, Frontier, Sampling, SpecConfig
 
 
@@ -40,6 +41,8 @@ def merge(drafters: Sequence[Drafter], nodes: int) -> Drafter:
             lambda d, p, s: d.observe(p, s, frontier, verdict, path), params, states),
         select_rows=lambda states, rows: each(lambda d, s: d.select_rows(s, rows), states),
         needs_catch_up=any(d.needs_catch_up for d in drafters),
+        catch_up=lambda params, states, frontier: each(
+            lambda d, p, s: d.catch_up(p, s, frontier), params, states),
         skip_to=lambda states, context: each(lambda d, s: d.skip_to(s, context), states),
         names=tuple(name for d in drafters for name in d.names),
         bind=lambda actor, own: each(lambda d, o: d.bind(actor, o), own),
@@ -59,53 +62,56 @@ def _propose(drafters: tuple[Drafter, ...], nodes: int, params: tuple, states: t
         trees.append(tree.replace(
             survival=jnp.where(inner[None], tree.survival * spec.mix[i], tree.survival)))
         after.append(state)
-    return jax.lax.cond(
+    deepest = max(drafter.depth for drafter in drafters)
+    return either(
         spec.depth > 0, lambda: likeliest(functools.reduce(
-            graft, trees, roots(frontier.root, frontier.live, 1)), nodes),
+            functools.partial(graft, deepest=deepest), trees,
+            roots(frontier.root, frontier.live, 1)), nodes, deepest),
         lambda: roots(frontier.root, frontier.live, nodes)), tuple(after)
 
 
-def graft(whole: DraftTree, tree: DraftTree) -> DraftTree:
-    """Joins trees [B, N] and [B, n] with the same roots: `whole`'s nodes, then `tree`'s new ones.
+def graft(base: DraftTree, tree: DraftTree, deepest: int) -> DraftTree:
+    """Joins trees [B, N] and [B, n] with the same roots: `base`'s nodes, then `tree`'s new ones.
 
-    The result has fields [B, N + n - 1].
+    The result has fields [B, N + n - 1]. No node lies deeper than `deepest`.
     """
-    size, count = whole.live.shape[1], tree.live.shape[1]
+    size, count = base.live.shape[1], tree.live.shape[1]
     alone = jnp.where(jnp.arange(count) > 0, size - 1 + jnp.arange(count), 0)[None]
 
     def level(depth: Array, place: Array) -> Array:
-        """Maps the nodes down to `depth` to their equals in `whole`, if there are any."""
+        """Maps the nodes down to `depth` to their equals in `base`, if there are any."""
         parent = jnp.take_along_axis(place, tree.parent, 1)
-        same = (whole.live[:, None] & (whole.parent[:, None] == parent[..., None])
-                & (whole.tokens[:, None] == tree.tokens[..., None])).at[..., 0].set(False)
+        same = (base.live[:, None] & (base.parent[:, None] == parent[..., None])
+                & (base.tokens[:, None] == tree.tokens[..., None])).at[..., 0].set(False)
         found = (tree.depth == depth) & tree.live & same.any(2)
         return jnp.where(found, same.argmax(2), place)
 
-    place = jax.lax.fori_loop(1, tree.depth.max() + 1, level,
+    last = deepest if straight_line() else tree.depth.max()
+    place = jax.lax.fori_loop(1, last + 1, level,
                               jnp.broadcast_to(alone, tree.live.shape).astype(jnp.int32))
     new = tree.replace(parent=jnp.take_along_axis(place, tree.parent, 1),
                        live=tree.live & (place == alone))
-    both = map_nodes(lambda a, b: jnp.concatenate([a, b[:, 1:]], 1), whole, new)
+    both = map_nodes(lambda a, b: jnp.concatenate([a, b[:, 1:]], 1), base, new)
     rows = jnp.arange(tree.live.shape[0])[:, None]
     survival = jnp.where(tree.live, tree.survival, 0)
     return both.replace(survival=both.survival.at[rows, place].max(survival),
-                        broken=whole.broken | tree.broken)
+                        broken=base.broken | tree.broken)
 
 
-def likeliest(tree: DraftTree, nodes: int) -> DraftTree:
+def likeliest(tree: DraftTree, nodes: int, deepest: int) -> DraftTree:
     """Keeps the root and the `nodes` - 1 likeliest others, [B, nodes], parents first.
 
     After grafting a node may be less likely than a descendant and then counts as that, so the kept
     nodes are closed under parent.
     """
     batch, total = tree.live.shape
-    rows, deepest = jnp.arange(batch)[:, None], tree.depth.max()
+    rows, last = jnp.arange(batch)[:, None], deepest if straight_line() else tree.depth.max()
 
     def level(step: Array, survival: Array) -> Array:
-        mine = jnp.where(tree.live & (tree.depth == deepest - step), survival, 0)
+        mine = jnp.where(tree.live & (tree.depth == last - step), survival, 0)
         return survival.at[rows, tree.parent].max(mine)
 
-    survival = jax.lax.fori_loop(0, deepest, level, tree.survival)
+    survival = jax.lax.fori_loop(0, last, level, tree.survival)
     score = jnp.where(tree.live, survival, -1.0).at[:, 0].set(jnp.inf)
     kept = jnp.sort(jax.lax.top_k(score, min(nodes, total))[1], 1)
     place = jnp.zeros((batch, total), jnp.int32).at[rows, kept].set(jnp.arange(kept.shape[1])[None])

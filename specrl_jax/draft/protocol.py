@@ -6,7 +6,8 @@ drafter without memory needs nothing else, see `tree.chain`. The order of calls 
     bind                       host, when weights are published
     init                       host, when a rollout begins
     copy_prompt, prefill       when slots are filled
-    propose                    before a round that drafts
+    catch_up                   before rounds that draft, once
+    propose                    before each of them
     observe                    after every round's verification
     select_rows                when the batch shrinks
 
@@ -130,6 +131,10 @@ class Drafter(NamedTuple):
     needs_catch_up: bool = False
     """Whether `propose` first processes what was committed since the last draft. Its cost is then
     measured, and resuming speculation after plain rounds is charged for it."""
+    catch_up: Callable[[DrafterParams, DrafterState, Frontier], DrafterState] = (
+        lambda params, state, frontier: state)
+    """Returns the state in which `propose` need not process more than one round commits. A drafter
+    may leave it to `propose`, whose loop a GPU would ask the host about in each round."""
     skip_to: Callable[[DrafterState, np.ndarray], DrafterState] = lambda state, context: state
     """Returns the state as if i32[B] positions had been processed. Called on the host, to measure
     rounds at a given context; what it makes of the skipped positions does not matter."""

@@ -190,10 +190,10 @@ def _small_lm(context: DrafterContext) -> DrafterPart:
     check(bool(path), "draft.model", path, "name a smaller model with the actor's tokenizer")
     small = weights.describe_source(path, "draft.model")
     check_tokens(path, small.tokenizer, context.tokenizer)
-    most = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
-    check(most <= small.arch.max_position, "draft.model", path,
+    longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
+    check(longest <= small.arch.max_position, "draft.model", path,
           f"has {small.arch.max_position} positions, rollout.max_prompt_tokens + "
-          f"rollout.max_new_tokens = {most}")
+          f"rollout.max_new_tokens = {longest}")
     # Models that share a tokenizer may pad their embeddings differently.
     vocab = min(small.arch.vocab_size, context.arch.vocab_size)
     own = {name: leaf[:vocab] if name in ("embed", "head") else leaf

@@ -21,12 +21,12 @@ def capacity(megabytes: int, buffer: int, prompts: int, past: int) -> int:
 class ResponseCache:
     """A ring buffer of responses, each with its prompt id and step; the oldest are overwritten."""
 
-    def __init__(self, rows: int, buffer: int, most: int, window: int = 0) -> None:
+    def __init__(self, rows: int, buffer: int, per_prompt: int, window: int = 0) -> None:
         """`rows` responses fit, T = `buffer`; each is returned for `window` steps, 0 is for ever.
 
-        Of one prompt a step adds the last `most`: more would drive out those of other prompts.
+        Of one prompt a step adds the last `per_prompt`: more would drive out those of others.
         """
-        self.most, self.window = most, window
+        self.per_prompt, self.window = per_prompt, window
         self.tokens = np.full((rows, buffer), EMPTY, np.int32)
         self.prompt_id = np.full(rows, EMPTY, np.int32)
         self.step = np.zeros(rows, np.int32)
@@ -43,7 +43,7 @@ class ResponseCache:
         """Adds a step's responses i32[Q, T] of the given lengths, in order."""
         size = len(self.prompt_id)
         used = [i for one in np.unique(prompt_id)
-                for i in np.flatnonzero(prompt_id == one)[-self.most:]]
+                for i in np.flatnonzero(prompt_id == one)[-self.per_prompt:]]
         for i in sorted(used)[-size:]:
             at = int(self.next) % size
             self.tokens[at] = EMPTY

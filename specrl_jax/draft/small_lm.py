@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 from specrl_jax.draft import cached
 from specrl_jax.draft.network import Growth, Network
 from specrl_jax.draft.protocol import Drafter
+from specrl_jax.io.compilation import call
 from specrl_jax.model import layers, transformer
 from specrl_jax.model.architecture import Architecture, describe
 from specrl_jax.model.transformer import Attend
@@ -28,8 +29,8 @@ def small_lm(arch: Architecture, depth: int, branch: int, nodes: int, children: 
     See eagle.eagle for the other arguments and the errors.
     """
     growth = Growth(_network(arch), depth, branch, nodes, children, origin, temperature, drawn)
-    return cached.drafter(growth, arch, dtype, name="small_lm", bind=lambda actor, own: _cast(
-        arch, own, actor["embed"].dtype, cached.mesh_of(actor["embed"])))
+    return cached.drafter(growth, arch, dtype, name="small_lm", bind=lambda actor, own: call(
+        _cast, arch, own, actor["embed"].dtype, cached.mesh_of(actor["embed"])))
 
 
 def _network(arch: Architecture) -> Network:

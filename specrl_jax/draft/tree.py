@@ -15,9 +15,9 @@ NODE_FIELDS = tuple(field.name for field in dataclasses.fields(TreeNodes))
 def roots(root: Array, live: Array, nodes: int) -> DraftTree:
     """Returns trees of a root i32[B] and nothing else, padded to N = `nodes`."""
     shape = (root.shape[0], nodes)
-    whole, first = jnp.zeros(shape, jnp.int32), jnp.arange(nodes)[None] == 0
-    return DraftTree(tokens=jnp.where(first, root[:, None], 0), parent=whole, depth=whole,
-                     rank=whole, origin=whole,
+    zeros, first = jnp.zeros(shape, jnp.int32), jnp.arange(nodes)[None] == 0
+    return DraftTree(tokens=jnp.where(first, root[:, None], 0), parent=zeros, depth=zeros,
+                     rank=zeros, origin=zeros,
                      survival=jnp.broadcast_to(first.astype(jnp.float32), shape),
                      logq=jnp.zeros(shape), draft_prob=jnp.ones(shape), score_gap=jnp.zeros(shape),
                      live=first & live[:, None], broken=jnp.zeros(root.shape[0], bool))
@@ -78,7 +78,8 @@ def compact(tree: DraftTree, live: Array, nodes: int) -> tuple[Array, Array, Arr
     behind = jnp.cumsum(~live, 1) - ~live + live.sum(1, keepdims=True)
     moved_to = jnp.where(live, jnp.cumsum(live, 1) - live, behind)
     order = jnp.zeros((batch, total), jnp.int32).at[
-        jnp.arange(batch)[:, None], moved_to].set(jnp.arange(total)[None])[:, :nodes]
+        jnp.arange(batch)[:, None], moved_to].set(
+            jnp.arange(total)[None], unique_indices=True)[:, :nodes]
 
     kept, tokens, parent, depth = (
         jnp.take_along_axis(a, order, 1) for a in (live, tree.tokens, tree.parent, tree.depth))

@@ -8,7 +8,7 @@ the best, rounding chose between them; else one of the runs is wrong.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,7 +23,7 @@ from specrl_jax.io import metrics
 from specrl_jax.io.checkpoint import list_steps, read_meta, restore_part
 from specrl_jax.model import transformer
 from specrl_jax.model.architecture import Architecture
-from specrl_jax.model.source import CHECKPOINTS, run_config
+from specrl_jax.model.source import CHECKPOINTS, fit_mesh, run_config
 from specrl_jax.model.transformer import Params
 from specrl_jax.structs import Array, Json, PyTree
 from specrl_jax.trainer import Trainer
@@ -64,7 +64,8 @@ class OneCheckpoint(NamedTuple):
     directory: Path
     step: int
 
-    def restore_latest(self, abstract: Json) -> tuple[int, PyTree, Json]:
+    def restore_latest(self, abstract: Json, required: Collection[str] | None = None
+                       ) -> tuple[int, PyTree, Json]:
         """Returns the checkpoint as `io.checkpoint.Checkpoints.restore_latest` does."""
         arrays = {key: restore_part(self.directory, self.step, key, part)
                   if jax.tree.leaves(part) else part for key, part in abstract.items()}
@@ -80,7 +81,7 @@ def replay(run: Path, step: int, say: Callable[[str], None]) -> Replay:
     Raises:
       ConfigError: the run, its model, data or checkpoint cannot be read.
     """
-    config = run_config(run)
+    config = fit_mesh(run_config(run), say)
     trainer = Trainer.from_config(config, say)
     directory = run / CHECKPOINTS
     checkpoint = max((s for s in list_steps(directory) if s <= step), default=0)

@@ -7,14 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from specrl_jax.config import ConfigError
-from specrl_jax.io.metrics import FREE_FIELDS, flat, read_config, read_metrics, read_samples
+from specrl_jax.io.metrics import flat, read_config, read_metrics, read_samples
+from specrl_jax.io.resume import EQUAL, FREE, among
 from specrl_jax.structs import Json
-
-# Changing these must change no token, except at near ties. A name may be a whole section.
-SAME_TOKENS = (
-    *FREE_FIELDS, "spec", "draft", "distill", "control", "mesh", "rollout.order",
-    "rollout.batch_size", "rollout.min_batch", "rollout.rounds_per_launch", "learner.micro_batch",
-    "learner.packing", "learner.remat")
 
 # Metrics of a step that differ as soon as a weight, a log-probability or a gradient does.
 BITS = ("checksum/policy", "rollout/logprob", "rollout/logprob_gap_max", "loss", "grad_norm")
@@ -61,7 +56,7 @@ def config_differences(a: Path, b: Path) -> dict[str, tuple[Any, Any]]:
 def check_comparable(differences: dict[str, tuple[Any, Any]]) -> None:
     """Raises ConfigError, naming the field, if the runs need not have the same tokens."""
     for field, (a, b) in differences.items():
-        if not any(f"{field}.".startswith(f"{name}.") for name in SAME_TOKENS):
+        if not among(field, [*FREE, *EQUAL]):
             raise ConfigError(f"{field} = {a!r} in A and {b!r} in B: these runs differ in "
                               f"tokens by design; give --force to compare them anyway")
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 
 from specrl_jax import sharding
-from specrl_jax.config import Config, ConfigError, at_least, override
+from specrl_jax.config import Config, ConfigError, at_least, check, override
 from specrl_jax.evaluation.statistics import bootstrap, interval, pass_at_k
 from specrl_jax.io.progress import Progress
 from specrl_jax.model.source import Actor, open_actor
 from specrl_jax.model.tokenizer import Tokenizer
-from specrl_jax.rl.reward import compose
+from specrl_jax.rl import judge
 from specrl_jax.rollout.engine import Result
 from specrl_jax.rollout.prompts import Prompts, make_prompts, prompt_batches
 from specrl_jax.rollout.sampler import Sampler
@@ -33,10 +33,13 @@ class Task:
     problems: int = 200  # the first of the split; 0 is all
     samples: int = 1  # k
     temperature: float = 0.0
+    reward: str = ""  # an answer is correct where this is at least 1; empty: see `reward_of`
 
     def __post_init__(self) -> None:
         at_least(0, problems=self.problems, temperature=self.temperature)
         at_least(1, samples=self.samples)
+        check(self.samples == 1 or self.temperature > 0, "samples", self.samples,
+              "at temperature 0 all answers are the same; set --temperature=1, or 1 sample")
 
 
 def task_config(config: Config, task: Task) -> Config:
@@ -45,9 +48,20 @@ def task_config(config: Config, task: Task) -> Config:
                              "rollout.temperature": task.temperature})
 
 
+def reward_of(config: Config, task: Task) -> str:
+    """Returns the name of the reward that decides what is correct.
+
+    That is the task's. Without one it is `exact`, unless the config does not use that, but latex
+    or a function of the user's own.
+    """
+    terms = config.reward.terms
+    own = [name for name in terms if name == "latex" or ":" in name]
+    return task.reward or ("exact" if "exact" in terms or not own else own[0])
+
+
 def evaluate(config: Config, task: Task | None = None, actor: Actor | None = None,
              progress: Progress | None = None) -> Json:
-    """Generates `task.samples` answers to each problem and scores them by the reward "exact".
+    """Generates `task.samples` answers to each problem and judges them by `reward_of`.
 
     Args:
       config: its data, rollout, spec, control and mesh sections are read, and its seed.
@@ -58,24 +72,29 @@ def evaluate(config: Config, task: Task | None = None, actor: Actor | None = Non
       JSON values by name, as `experiments/eval.py --out` writes them.
 
     Raises:
-      ConfigError: see `make_prompts` and `sampler.Sampler`.
+      ConfigError: see `make_prompts`, `sampler.Sampler` and `judge.compose`.
     """
     task, actor, progress = task or Task(), actor or open_actor(config), progress or Progress(1, 0)
     config = task_config(config, task)
+    reward = reward_of(config, task)
+    judged_by = judge.compose((reward,), (1.0,), workers=config.reward.workers,
+                              seconds=config.reward.seconds, warn=progress.warn)
     prompts = make_prompts(config, actor.source.tokenizer, progress.say)
+    judge.check_answers((reward,), prompts.examples)
     mesh = sharding.make_mesh(config.mesh)
     shards = sharding.shard_count(mesh)
     at_once = prompts_at_once(len(prompts.tokens), task.samples, shards)
     progress.say(f"loading {actor.name}")
     sampler = Sampler.from_config(config, prompts=at_once, group=task.samples, actor=actor)
     sampler.compile(progress.say, profile=False)
-    tally = Tally(prompts, actor.source.tokenizer, task.samples)
+    tally = Tally(prompts, actor.source.tokenizer, task.samples, judged_by)
     with progress:
         progress.phase("evaluating")
         for batch in prompt_batches(prompts, at_once):
             tally.add(*sampler.generate(batch, "eval", 0, progress=progress.rollout))
-    return _describe(config, actor) | {"device": mesh.devices.flat[0].device_kind,
-                                       "samples": task.samples} | tally.results()
+    return _describe(config, actor) | {
+        "device": mesh.devices.flat[0].device_kind, "samples": task.samples,
+        "reward": reward} | tally.results()
 
 
 def prompts_at_once(problems: int, samples: int, shards: int) -> int:
@@ -88,9 +107,9 @@ def prompts_at_once(problems: int, samples: int, shards: int) -> int:
 class Tally:
     """Accumulates scored answers, and what they cost."""
 
-    def __init__(self, prompts: Prompts, tokenizer: Tokenizer, samples: int) -> None:
-        self.prompts, self.tokenizer = prompts, tokenizer
-        self.reward = compose(("exact",), (1.0,))
+    def __init__(self, prompts: Prompts, tokenizer: Tokenizer, samples: int, reward: judge.Judge
+                 ) -> None:
+        self.prompts, self.tokenizer, self.reward = prompts, tokenizer, reward
         self.correct = np.zeros((len(prompts.tokens), samples), np.int32)
         self.length = np.zeros_like(self.correct)
         self.stopped = np.zeros_like(self.correct)
@@ -101,7 +120,7 @@ class Tally:
         _, rewards, _ = score_rollout(rollout, self.prompts, self.tokenizer, self.reward)
         for q in np.flatnonzero(rollout.occurrence == 0):
             at = self.prompts.place[int(rollout.prompt_id[q])], int(rollout.sample_id[q])
-            self.correct[at], self.length[at] = rewards[q], rollout.length[q]
+            self.correct[at], self.length[at] = rewards[q] >= 1, rollout.length[q]
             self.stopped[at] = rollout.stopped[q]
         self.seconds += result.seconds
         for name in COUNTERS:
@@ -160,12 +179,16 @@ def read_evaluation(path: Path) -> Json:
     return stored
 
 
-def check_same_problems(baseline: Json, data: Json) -> None:
-    """Refuses a baseline from other data before anything is generated. See also `paired`."""
+def check_same_problems(baseline: Json, now: Json) -> None:
+    """Refuses a baseline of other data or another reward before anything is generated: `data` and
+    `reward` of both are compared. See also `paired`."""
     for name in ("name", "level", "split"):
-        if baseline["data"][name] != data[name]:
-            raise ConfigError(f"data.{name} = {data[name]!r}: the baseline is about "
+        if baseline["data"][name] != now["data"][name]:
+            raise ConfigError(f"data.{name} = {now['data'][name]!r}: the baseline is about "
                               f"{baseline['data'][name]!r}; compare on the same problems")
+    before = baseline.get("reward", "exact")  # files of earlier versions have none
+    check(before == now["reward"], "--reward", now["reward"],
+          f"the baseline was judged by {before!r}; judge both by the same reward")
 
 
 def paired(baseline: Json, now: Json) -> Json:
@@ -176,7 +199,7 @@ def paired(baseline: Json, now: Json) -> Json:
     Raises:
       ConfigError: the problems are not the same.
     """
-    check_same_problems(baseline, now["data"])
+    check_same_problems(baseline, now)
     for name in ("problems", "questions_sha256"):
         if baseline[name] != now[name]:
             raise ConfigError(f"--baseline: its {name.partition('_')[0]} differ from this "

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from specrl_jax import sharding
-from specrl_jax.config import Config, check, override
+from specrl_jax.config import Config, DataConfig, check, override
 from specrl_jax.io import data
 from specrl_jax.model.source import Actor, open_actor
-from specrl_jax.model.tokenizer import Tokenizer
+from specrl_jax.model.tokenizer import TextStream, Tokenizer
 from specrl_jax.rollout.prompts import PromptBatch
 from specrl_jax.rollout.sampler import Sampler
 
@@ -58,15 +58,16 @@ class Generator:
 
         Raises ConfigError if the model has no chat template, or the prompt exceeds `longest`.
         """
-        tokens = encode(self.tokenizer, prompt, system)
-        most = self.config.rollout.max_prompt_tokens
-        check(len(tokens) <= most, "--prompt", f"{prompt[:20]}...",
-              f"has {len(tokens)} tokens with the system message, at most {most} fit; raise "
+        tokens = encode(self.tokenizer, prompt, system, self.config.data)
+        longest = self.config.rollout.max_prompt_tokens
+        check(len(tokens) <= longest, "--prompt", f"{prompt[:20]}...",
+              f"has {len(tokens)} tokens with the system message, at most {longest} fit; raise "
               "--config.rollout.max_prompt_tokens")
         stream = Stream(self.tokenizer.stream(skip_special=True), write)
         rollout, result = self.sampler.generate(
             PromptBatch.of([tokens] * self._shards), "generate", self._answers,
             on_chunk=stream.write_new)
+        stream.close()
         self._answers += 1
         policy = self.config.control.policy
         return Generation(
@@ -94,14 +95,16 @@ def generate(
       ConfigError: the model has no chat template, or too few positions.
     """
     actor = actor or open_actor(config)
-    longest = len(encode(actor.source.tokenizer, prompt, system))
+    longest = len(encode(actor.source.tokenizer, prompt, system, config.data))
     return Generator(config, actor, longest=longest, say=say).answer(prompt, system, write=write)
 
 
-def encode(tokenizer: Tokenizer, prompt: str, system: str) -> list[int]:
-    """Returns the tokens of a question in the model's chat template. Raises ConfigError if the
-    model has no chat template, or there are no tokens."""
-    tokens = tokenizer.encode(tokenizer.chat(data.messages({"question": prompt}, system)))
+def encode(tokenizer: Tokenizer, prompt: str, system: str, config: DataConfig) -> list[int]:
+    """Returns the tokens of a question in the model's chat template, with the variables that
+    `config` gives it. Raises ConfigError if the model has no chat template, or there are no tokens.
+    """
+    tokens = tokenizer.encode(tokenizer.chat(
+        data.messages({"question": prompt}, system), **data.template_variables(config)))
     check(len(tokens) > 0, "--prompt", prompt, "has no tokens; ask something")
     return tokens
 
@@ -118,8 +121,8 @@ def one_prompt(config: Config, tokens: int, shards: int) -> Config:
 class Stream:
     """Writes the text of the first sequence as it grows."""
 
-    def __init__(self, decode: Callable[[int], str], write: Callable[[str], None]) -> None:
-        """Args: decode, from the next token id to the text it completes; write, gets that text."""
+    def __init__(self, decode: TextStream, write: Callable[[str], None]) -> None:
+        """Args: write, gets each piece of text that `decode` gives."""
         self._decode, self._write = decode, write
         self._seen, self.text = 0, ""
 
@@ -127,7 +130,13 @@ class Stream:
         """Writes what is new. Args: tokens i32[Q, T] and lengths i32[Q] so far."""
         new = tokens[0, self._seen : length[0]]
         self._seen = int(length[0])
-        text = "".join(self._decode(int(token)) for token in new)
+        self._add("".join(self._decode(int(token)) for token in new))
+
+    def close(self) -> None:
+        """Writes what was held back because a further token could have changed it."""
+        self._add(self._decode.end())
+
+    def _add(self, text: str) -> None:
         if text:
             self.text += text
             self._write(text)

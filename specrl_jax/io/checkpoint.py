@@ -16,7 +16,8 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +27,21 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
 from specrl_jax.config import ConfigError
-from specrl_jax.io.files import damage, write_checksums
+from specrl_jax.io.files import CHECKSUMS, damage, write_checksums
 from specrl_jax.structs import Json, PyTree
 
 # Orbax rewrites these two after the checksums are taken; restoring does not read them.
 UNCHECKED = ("_CHECKPOINT_METADATA", "commit_success.txt")
 NONE = -1  # no intact checkpoint
+DELETION = 0.5  # seconds after which a checkpoint that is being deleted has lost its checksums
 
 
 class CheckpointError(ConfigError):
     """A checkpoint cannot be written or read; the message names it, the reason and a way out."""
+
+
+class CheckpointGone(CheckpointError):
+    """A checkpoint was deleted, perhaps while it was read: its run has newer ones."""
 
 
 def loud(text: str) -> None:
@@ -169,7 +175,8 @@ class Checkpoints:
                 f"({_brief(error)}); complete ones: {kept}. Free some space and resume"
             ) from error
 
-    def restore_latest(self, abstract: PyTree) -> tuple[int, PyTree, Json] | None:
+    def restore_latest(self, abstract: PyTree, required: Collection[str] | None = None
+                       ) -> tuple[int, PyTree, Json] | None:
         """Returns the newest intact checkpoint as (step, arrays, meta); None if there is none.
 
         Newer damaged ones are reported and renamed to `STEP.damaged`, so that their steps can be
@@ -178,6 +185,8 @@ class Checkpoints:
         Args:
           abstract: the tree of jax.ShapeDtypeStruct with shardings to restore to; a leaf that is
             a numpy array comes back as one.
+          required: top-level entries that it must hold; others are left out where they are not the
+            same in `abstract` and the checkpoint. None is all.
 
         Raises:
           CheckpointError: the newest intact one holds other leaves than `abstract`.
@@ -189,7 +198,14 @@ class Checkpoints:
         if step == NONE:
             return None
         step_dir = self.directory / str(step)
-        check_leaves(step_dir, _note(step_dir)["leaves"], describe(abstract))
+        saved = _note(step_dir)["leaves"]
+        if required is not None:
+            wanted = describe(abstract)
+            keys = {name.split("/")[0] for name in [*saved, *wanted]}
+            out = {key for key in keys - set(required) if _part(saved, key) != _part(wanted, key)}
+            saved = {name: leaf for name, leaf in saved.items() if name.split("/")[0] not in out}
+            abstract = {key: part for key, part in abstract.items() if key not in out}
+        check_leaves(step_dir, saved, describe(abstract))
         restored: Any = self._manager.restore(step, args=ocp.args.Composite(
             state=_restore_args(jax.tree.map(_savable, abstract)), meta=ocp.args.JsonRestore()))
         return step, restored.state, restored.meta["meta"]
@@ -221,15 +237,40 @@ def _intact(directory: Path, step: int) -> Path:
     step_dir = directory / str(step)
     if not step_dir.is_dir():
         have = ", ".join(map(str, list_steps(directory))) or "none"
-        raise CheckpointError(f"{step_dir}: no such checkpoint; complete ones: {have}")
+        raise CheckpointGone(f"{step_dir}: no such checkpoint; complete ones: {have}")
     reason = damage(step_dir)
     if reason is not None:
         raise CheckpointError(f"{step_dir}: damaged: {reason}; choose another step")
     return step_dir
 
 
+@contextlib.contextmanager
+def _reading(step_dir: Path) -> Iterator[None]:
+    """Raises CheckpointGone if a run deletes the checkpoint that is read in the block, and
+    CheckpointError for whatever else Orbax raises, which is of many types."""
+    whole = (step_dir / CHECKSUMS).exists()
+    try:
+        yield
+    except CheckpointGone:
+        raise
+    except Exception as error:
+        time.sleep(DELETION if whole else 0)
+        if whole and not (step_dir / CHECKSUMS).exists():
+            raise CheckpointGone(f"{step_dir}: was deleted while it was read; choose a newer "
+                                 f"step") from error
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{step_dir}: cannot be read ({type(error).__name__}: "
+                              f"{_brief(error)}); choose another step") from error
+
+
 def _note(step_dir: Path) -> Json:
     return json.loads((step_dir / "meta" / "metadata").read_bytes())
+
+
+def _part(leaves: dict[str, list[Any]], key: str) -> dict[str, list[Any]]:
+    """Returns the leaves of one top-level entry."""
+    return {name: leaf for name, leaf in leaves.items() if name.split("/")[0] == key}
 
 
 def _brief(error: BaseException) -> str:
@@ -240,21 +281,25 @@ def _brief(error: BaseException) -> str:
 
 def read_meta(directory: str | Path, step: int) -> Json:
     """Returns `meta` of one checkpoint; raises CheckpointError if it is missing or damaged."""
-    return _note(_intact(Path(directory).absolute(), step))["meta"]
+    directory = Path(directory).absolute()
+    with _reading(directory / str(step)):
+        return _note(_intact(directory, step))["meta"]
 
 
 def saved_leaves(directory: str | Path, step: int, key: str) -> dict[str, list[Any]]:
     """Returns [shape, dtype] of the leaves of one top-level entry by their paths, see `describe`.
 
     Raises:
-      CheckpointError: the checkpoint is missing or damaged, or lacks the entry.
+      CheckpointGone: the checkpoint is missing, or a run deletes it meanwhile.
+      CheckpointError: it is damaged, or lacks the entry.
     """
-    return _saved(_intact(Path(directory).absolute(), step), key)
+    directory = Path(directory).absolute()
+    with _reading(directory / str(step)):
+        return _saved(_intact(directory, step), key)
 
 
 def _saved(step_dir: Path, key: str) -> dict[str, list[Any]]:
-    saved = {name: leaf for name, leaf in _note(step_dir)["leaves"].items()
-             if name.split("/")[0] == key}
+    saved = _part(_note(step_dir)["leaves"], key)
     if not saved:
         raise CheckpointError(f"{step_dir}: no arrays named {key!r} in this checkpoint")
     return saved
@@ -268,9 +313,15 @@ def restore_part(directory: str | Path, step: int, key: str, abstract: PyTree = 
         arrays.
 
     Raises:
-      CheckpointError: the checkpoint is missing or damaged, or lacks the entry.
+      CheckpointGone: the checkpoint is missing, or a run deletes it meanwhile.
+      CheckpointError: it is damaged, or lacks the entry.
     """
-    step_dir = _intact(Path(directory).absolute(), step)
+    directory = Path(directory).absolute()
+    with _reading(directory / str(step)):
+        return _restore_part(_intact(directory, step), key, abstract)
+
+
+def _restore_part(step_dir: Path, key: str, abstract: PyTree) -> PyTree:
     saved = _saved(step_dir, key)
     with quiet_orbax(), ocp.Checkpointer(_array_handler()) as checkpointer:
         item = checkpointer.metadata(step_dir / "state").item_metadata.tree[key]

@@ -1,7 +1,11 @@
 """Prompts: the examples of a dataset, and which of them each step uses."""
 
+import ast
 import collections
 import dataclasses
+import datetime
+import hashlib
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -38,6 +42,19 @@ class Examples(Sequence):
         return {**row, **found}
 
 
+def digest(examples: Sequence[Example]) -> str:
+    """Returns a hash of all examples in their order, for which only JSON values count."""
+    known = hashlib.blake2b(digest_size=16)
+    for index in range(len(examples)):
+        for name, value in sorted(examples[index].items()):
+            try:
+                text = json.dumps([name, value], sort_keys=True)
+            except (TypeError, ValueError):  # an object of a dataset's own
+                continue
+            known.update(f"{text}\n".encode())
+    return known.hexdigest()
+
+
 def load_examples(data: DataConfig, say: Callable[[str], None] = print) -> Examples:
     """Returns the examples that `data` selects; `say` gets a line if they must be prepared first.
     Raises ConfigError if the dataset is unknown or empty, or as its `load` does."""
@@ -68,6 +85,23 @@ def occurrences(ids: Sequence[int] | np.ndarray) -> np.ndarray:
         result[index] = seen[prompt_id]
         seen[prompt_id] += 1
     return result
+
+
+def template_variables(data: DataConfig) -> dict[str, Any]:
+    """Returns the variables that `data` gives to the chat template besides the conversation."""
+    given = {name: _value(text) for name, _, text in (x.partition("=") for x in data.template)}
+    if data.date:
+        given["strftime_now"] = datetime.date.fromisoformat(data.date).strftime
+    return given
+
+
+def _value(text: str) -> Any:
+    """Returns the Python or JSON value that a text spells, or the text."""
+    words = {"true": True, "false": False, "null": None}
+    try:
+        return words[text] if text in words else ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
 
 
 def messages(example: Example, system: str = "") -> list[dict[str, str]]:

@@ -6,18 +6,29 @@ import zlib
 from collections.abc import Iterable
 from pathlib import Path
 
+from specrl_jax.io.places import writing
+
 CHECKSUMS = "checksums.json"
 READ_BYTES = 1 << 24
 
 
 def write_atomically(path: Path, text: str | Iterable[str]) -> None:
-    """Replaces a file durably: a reader, or a run after a kill, sees the old or the new one."""
+    """Replaces a file durably: a reader, or a run after a kill, sees the old or the new one.
+
+    Raises:
+      ConfigError: it cannot be written; the old one is untouched.
+    """
     temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.writelines([text] if isinstance(text, str) else text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with writing(path), open(temporary, "w", encoding="utf-8") as file:
+            file.writelines([text] if isinstance(text, str) else text)
+            file.flush()
+            os.fsync(file.fileno())
+        with writing(path):
+            os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def write_checksums(directory: Path, skip: tuple[str, ...] = ()) -> None:
@@ -48,13 +59,14 @@ def damage(directory: Path, contents: bool = True) -> str | None:
         return f"{CHECKSUMS} is not readable ({error})"
     for name, size, crc in expected:
         path = directory / name
-        if not path.is_file():
-            return f"{name} is missing"
-        if path.stat().st_size != size:
-            return f"{name} has {path.stat().st_size} bytes instead of {size}"
         try:
+            found = path.stat().st_size
+            if found != size:
+                return f"{name} has {found} bytes instead of {size}"
             if contents and crc32(path) != crc:
                 return f"{name} has changed since it was written"
+        except FileNotFoundError:
+            return f"{name} is missing"
         except OSError as error:
             return f"{name} is not readable ({error})"
     return None

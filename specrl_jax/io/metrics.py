@@ -1,6 +1,7 @@
 """The files of a run's working directory.
 
     config.json     the resolved configuration
+    data.json       hashes of the examples that the run was started with, see resume.py
     metrics.jsonl   one object a step
     samples.jsonl   one object a sequence
     events/         TensorBoard, made from metrics.jsonl
@@ -26,64 +27,34 @@ import numpy as np
 from tensorboardX import SummaryWriter
 
 from specrl_jax.config import ConfigError
-from specrl_jax.config.renamed import first_renamed
 from specrl_jax.io.checkpoint import loud
 from specrl_jax.io.files import write_atomically
 from specrl_jax.io.metric_names import Record
+from specrl_jax.io.places import output_directory
 from specrl_jax.structs import Json
 
 CONFIG, METRICS, SAMPLES, EVENTS = "config.json", "metrics.jsonl", "samples.jsonl", "events"
 WALL_TIME = "time/unix"
 NONFINITE = "nonfinite"
-ABSENT = "(absent)"  # a field that only one of two versions of this package has
-# These fields change how long a run is and what it keeps, not what it computes.
-FREE_FIELDS = ("name", "steps", "checkpoint_every", "checkpoint_keep", "data.data_dir",
-               "data.manual_dir")
-
-
-def check_config(workdir: str | Path, config: Json) -> None:
-    """Checks that a working directory, perhaps absent or empty, is that of this config.
-
-    Raises:
-      ConfigError: config.json differs in a field that changes results, was written by an older
-        version, cannot be read, or is missing although metrics.jsonl is there.
-    """
-    workdir = Path(workdir)
-    existing = next(p for p in (workdir, *workdir.absolute().parents) if p.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK):
-        raise ConfigError(f"workdir = {workdir}: {existing} is not a directory that can be "
-                          f"written; choose another")
-    stored = read_config(workdir)
-    if stored is None:
-        return
-    old, new = flat(stored), flat(config)
-    if renamed := first_renamed(old):
-        raise ConfigError(f"workdir = {workdir}: an older version started this run ({renamed}); go "
-                          f"on with that version, or choose another workdir")
-    texts = {field: [json.dumps(of[field]) if field in of else ABSENT for of in (old, new)]
-             for field in sorted(old.keys() | new.keys()) if field not in FREE_FIELDS}
-    differ = [field for field, (before, now) in texts.items() if before != now]
-    if differ:
-        before, now = texts[differ[0]]
-        more = f" ({', '.join(differ[1:4])} also changed)" if len(differ) > 1 else ""
-        restore = ("go on with the version that started it" if ABSENT in (before, now)
-                   else "restore the value")
-        raise ConfigError(f"{differ[0]} = {now}, but the run in {workdir} was started with {before}"
-                          f"{more}: {restore}, or choose another workdir")
 
 
 def read_config(workdir: str | Path) -> Json | None:
     """Returns the configuration that a run was started with; None if there is no run. Raises
     ConfigError if config.json cannot be read, or is missing although metrics.jsonl is there."""
     path = Path(workdir) / CONFIG
-    if not path.exists():
-        if (Path(workdir) / METRICS).exists():
-            raise ConfigError(f"{path} is missing although {METRICS} is there: "
-                              "choose another workdir")
-        return None
+    stored = read_object(path)
+    if stored is None and (Path(workdir) / METRICS).exists():
+        raise ConfigError(f"{path} is missing although {METRICS} is there: choose another workdir")
+    return stored
+
+
+def read_object(path: Path) -> Json | None:
+    """Returns the object in a JSON file, None if there is no file."""
     try:
         stored = json.loads(path.read_bytes())
-    except ValueError as error:
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{path} is not JSON ({error}): choose another workdir") from error
     if not isinstance(stored, dict):
         raise ConfigError(f"{path} does not hold an object: choose another workdir")
@@ -92,10 +63,7 @@ def read_config(workdir: str | Path) -> Json | None:
 
 def make_workdir(workdir: str | Path) -> None:
     """Creates the directory if it is missing; raises ConfigError if it cannot be created."""
-    try:
-        Path(workdir).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"workdir = {workdir}: {error.strerror}; choose another") from error
+    output_directory("workdir", workdir, new=False).mkdir(parents=True, exist_ok=True)
 
 
 def write_config(workdir: str | Path, config: Json) -> None:

@@ -19,46 +19,13 @@ from specrl_jax.io.launches import recorded
 from specrl_jax.io.metrics import METRICS, SAMPLES, flat, read_config, read_metrics, read_samples
 
 REPORT = "report.html"
+PAGE = Path(__file__).with_name("report_page.html")  # the template
 RELIABILITY = "rollout/reliability"
 REQUIRED = ("step", "reward/mean")
 REQUIRED_OF_SAMPLES = ("prompt_id", "sample_id", "prompt", "completion", "tokens", "reward")
 BLUE, YELLOW, GREEN, RED, GREY = "#4269d0", "#efb118", "#3ca951", "#ff725c", "#9c9c9c"
 COLORS = {"rollout": BLUE, "reward": YELLOW, "learn": GREEN, "distill": "#a463f2", "other": GREY}
 BINS, SAMPLES_SHOWN, TEXT_SHOWN = 40, 8, 1200
-
-PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>{{ title }}</title>
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<style>
-body { font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 1100px; margin: 2em auto; }
-h1, h2 { line-height: 1.2; font-weight: 600; }
-.figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(420px, 1fr)); gap: 1em; }
-figure { margin: 0; } figure img { width: 100%; }
-td { padding: .15em 1.5em .15em 0; vertical-align: top; }
-.config { columns: 2 380px; font-size: 13px; overflow-wrap: anywhere; }
-.sample { border-top: 1px solid #ddd; padding: .6em 0; }
-pre { white-space: pre-wrap; overflow-wrap: anywhere; margin: .2em 0; font-size: 13px; }
-.prompt, .missing { color: #777; }
-</style></head><body>
-<h1>{{ title }}</h1>
-<table>{% for name, value in totals %}
-<tr><td>{{ name }}</td><td>{{ value }}</td></tr>{% endfor %}</table>
-<h2>Curves</h2>
-<div class="figures">{% for name, image in figures %}
-<figure><img alt="{{ name }}" src="data:image/svg+xml;base64,{{ image }}"></figure>{% endfor %}
-</div>
-{% for name, key in missing %}<p class="missing">No figure of {{ name }}: the run recorded no
-<code>{{ key }}</code>.</p>{% endfor %}
-<h2>Samples</h2>
-{% for s in samples %}<div class="sample">step {{ s.step }}, prompt {{ s.prompt_id }},
-sample {{ s.sample_id }}: reward <b>{{ "%.3g" | format(s.reward) }}</b>
-<pre class="prompt">{{ s.prompt }}</pre><pre>{{ s.completion }}</pre></div>
-{% else %}<p class="missing">The run recorded no samples.</p>{% endfor %}
-<h2>Configuration</h2>
-<div class="config"><table>{% for name, value in config %}
-<tr><td>{{ name }}</td><td>{{ value }}</td></tr>{% endfor %}</table></div>
-</body></html>
-"""
 
 Rows = Sequence[Mapping[str, Any]]
 Draw = Callable[..., None]  # of axes and rows
@@ -79,7 +46,7 @@ def write_report(workdir: str | Path) -> Path:
     config = read_config(workdir) or {}
     figures, missing = _figures(rows, samples)
     template = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
-    html = template.from_string(PAGE).render(
+    html = template.from_string(PAGE.read_text(encoding="utf-8")).render(
         title=f"Run {config.get('name', workdir.name)}", totals=totals(rows, samples),
         figures=figures, missing=missing, samples=pick_samples(samples),
         config=sorted(flat(config).items()))

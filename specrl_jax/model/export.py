@@ -1,17 +1,17 @@
 """Export to a Hugging Face model directory that transformers 4 and 5 load."""
 
-import contextlib
 import json
 import os
-import shutil
-import uuid
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
-from specrl_jax.config import ConfigError
+from specrl_jax.config import check
+from specrl_jax.io.places import new_directory
 from specrl_jax.model.architecture import Architecture
 from specrl_jax.model.families import FAMILIES
 from specrl_jax.model.hf_config import write_config
@@ -21,47 +21,31 @@ from specrl_jax.model.tokenizer import SPECIAL, Tokenizer
 from specrl_jax.structs import Json, Params
 
 SHARD_BYTES = 4 * 2**30
+DTYPES = ("float32", "bfloat16", "float16")
 
 
 def export(directory: str | os.PathLike[str], arch: Architecture, params: Params,
-           tokenizer: Tokenizer, shard_bytes: int = SHARD_BYTES) -> None:
+           tokenizer: Tokenizer, shard_bytes: int = SHARD_BYTES, dtype: str = "float32") -> None:
     """Writes a model directory; after an error nothing of it is left.
 
     Args:
       directory: must not exist yet, or be empty.
-      params: the tree of architecture.describe; numpy or JAX arrays, written as float32.
+      params: the tree of architecture.describe; numpy or JAX arrays.
+      dtype: of the weights that are written, one of DTYPES.
       shard_bytes: weights beyond this size are split over several files with an index.
 
     Raises:
-      ConfigError: the directory is not empty.
+      ConfigError: the directory is not empty, or cannot be written; or a weight is beyond `dtype`.
     """
-    with new_directory(directory) as partial:
-        _write_json(partial / "config.json", write_config(arch) | _special_ids(tokenizer))
+    check(dtype in DTYPES, "dtype", dtype, f"choose one of {', '.join(DTYPES)}")
+    with new_directory("out", directory) as partial:
+        _write_json(partial / "config.json", write_config(arch, dtype) | _special_ids(tokenizer))
         _write_json(partial / "generation_config.json", _special_ids(tokenizer))
         _write_tokenizer(partial, tokenizer, arch)
         rename = FAMILIES.resolve(arch.family).to_checkpoint
-        tensors = ((rename(name), array) for name, array in unpack(arch, params))
+        tensors = ((rename(name), _cast(name, array, dtype)) for name, array in unpack(
+            arch, params))
         _write_weights(partial, tensors, shard_bytes)
-
-
-@contextlib.contextmanager
-def new_directory(directory: str | os.PathLike[str]) -> Iterator[Path]:
-    """Gives a temporary directory that becomes `directory` at the end; after an error nothing.
-
-    Raises:
-      ConfigError: the directory exists and is not empty.
-    """
-    target = Path(directory).expanduser().absolute()
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ConfigError(f"{target}: exists already; remove it or choose another directory")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_name(f".{target.name}.{uuid.uuid4().hex}.partial")
-    partial.mkdir()
-    try:
-        yield partial
-        os.replace(partial, target)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _write_weights(directory: Path, tensors: Iterable[tuple[str, np.ndarray]], shard_bytes: int
@@ -70,7 +54,7 @@ def _write_weights(directory: Path, tensors: Iterable[tuple[str, np.ndarray]], s
     shard_of: dict[str, int] = {}
     total = count = 0
     for count, shard in enumerate(_shards(tensors, shard_bytes), 1):
-        save_file(shard, directory / f"{count}.safetensors", {"format": "pt"})
+        save_tensors(shard, directory / f"{count}.safetensors")
         shard_of |= dict.fromkeys(shard, count)
         total += sum(x.nbytes for x in shard.values())
     names = {n: f"model-{n:05d}-of-{count:05d}.safetensors" if count > 1 else SINGLE
@@ -82,19 +66,34 @@ def _write_weights(directory: Path, tensors: Iterable[tuple[str, np.ndarray]], s
             tensor: names[number] for tensor, number in shard_of.items()}})
 
 
+def save_tensors(tensors: dict[str, np.ndarray], path: Path) -> None:
+    """Writes a safetensors file; raises OSError as other writers do."""
+    try:
+        save_file(tensors, path, {"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(f"{error}") from error
+
+
 def _shards(tensors: Iterable[tuple[str, np.ndarray]], shard_bytes: int
             ) -> Iterator[dict[str, np.ndarray]]:
-    """Yields float32 tensors in groups of at most `shard_bytes`, at least one in each."""
+    """Yields tensors in groups of at most `shard_bytes`, at least one in each."""
     shard: dict[str, np.ndarray] = {}
     size = 0
     for name, array in tensors:
-        array = np.ascontiguousarray(array, np.float32)
         if shard and size + array.nbytes > shard_bytes:
             yield shard
             shard, size = {}, 0
         shard[name] = array
         size += array.nbytes
     yield shard
+
+
+def _cast(name: str, array: np.ndarray, dtype: str) -> np.ndarray:
+    with np.errstate(over="ignore"):
+        cast = np.ascontiguousarray(array, jnp.dtype(dtype))
+    check(bool(np.isfinite(cast).all()), "dtype", dtype, f"cannot hold the weights of {name}, up "
+          f"to {np.abs(array).max():g}; use bfloat16 or float32")
+    return cast
 
 
 def _write_tokenizer(directory: Path, tokenizer: Tokenizer, arch: Architecture) -> None:

@@ -2,10 +2,10 @@
 
 A family that differs in its configuration or in its tensors' names is one `Family`:
 
-    GRANITE = Family("granite", "GraniteForCausalLM", read=lambda fields: {...})
+    MINE = Family("mine", "MineForCausalLM", read=lambda fields: {...})
 
-`model.family=package.module:GRANITE` uses it, and so does `register_family("granite")(GRANITE)` for
-every checkpoint whose model_type is granite.
+`model.family=package.module:MINE` uses it, and so does `register_family("mine")(MINE)` for every
+checkpoint whose model_type is mine.
 """
 
 import dataclasses

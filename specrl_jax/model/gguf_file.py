@@ -12,7 +12,15 @@ from specrl_jax.config import ConfigError
 from specrl_jax.model.architecture import Architecture, RopeScaling
 from specrl_jax.model.families import FAMILIES
 from specrl_jax.model.fields import REPAIR, Fields
-from specrl_jax.model.tensors import EMBED, FINAL_NORM, HEAD, Tensors, layer_name
+from specrl_jax.model.tensors import (
+    EMBED,
+    FINAL_NORM,
+    HEAD,
+    Part,
+    Tensors,
+    layer_name,
+    slices,
+)
 from specrl_jax.model.transformer import frequencies
 
 ROPE_FREQS, EMBEDDING = "rope_freqs.weight", "token_embd.weight"
@@ -82,7 +90,7 @@ def gguf_architecture(file: GgufFile, family: str = "") -> Architecture:
     head_dim = fields.count(f"{kind}.attention.key_length", hidden // heads)
     fields.check(head_dim % 2 == 0, f"{kind}.attention.key_length", head_dim,
                  f"RoPE needs an even one; {REPAIR}")
-    _check_rope(file, kind, head_dim)
+    _check_options(file, kind, head_dim)
     epsilon = f"{kind}.attention.layer_norm_rms_epsilon"
     file.get(epsilon)
     if EMBEDDING not in file.records:
@@ -102,19 +110,20 @@ def gguf_architecture(file: GgufFile, family: str = "") -> Architecture:
 
 
 def gguf_tensors(file: GgufFile, arch: Architecture) -> Tensors:
-    """Returns the file's tensors by Llama's names, dequantised to float32 when read. Raises
-    ConfigError if the gguf package cannot dequantise one."""
+    """Returns the file's tensors by Llama's names, dequantised to float32 when read, all of a
+    tensor for each part. Raises ConfigError if the gguf package cannot dequantise one."""
     _check_quantisations(file)
     family = FAMILIES.resolve(arch.family)
     names = {_hf_name(name, family.gguf_names): name for name in file.records
              if name != ROPE_FREQS}
 
-    def read(name: str) -> np.ndarray:
+    def read(name: str, part: Part) -> np.ndarray:
         record = file.records[names[name]]
         array = gguf.quants.dequantize(record.data, record.tensor_type)
         array = np.array(array, np.float32).reshape(_shape(record))  # not a view of the file
         heads = {"q_proj": arch.num_heads, "k_proj": arch.num_kv_heads}.get(name.split(".")[-2], 0)
-        return unpermute(array, heads) if heads and family.gguf_interleaved else array
+        array = unpermute(array, heads) if heads and family.gguf_interleaved else array
+        return array[slices(part)]
 
     return Tensors({hf: _shape(file.records[own]) for hf, own in names.items()}, read)
 
@@ -154,7 +163,14 @@ def _check_quantisations(file: GgufFile) -> None:
                               "gguf package; choose another file of this model") from error
 
 
-def _check_rope(file: GgufFile, kind: str, head_dim: int) -> None:
+def _check_options(file: GgufFile, kind: str, head_dim: int) -> None:
+    """Raises ConfigError for an option whose value would be computed wrongly here."""
+    for name in ("logit_scale", "embedding_scale", "residual_scale", "attention.scale",
+                 "attention.clamp_kqv", "attn_logit_softcapping", "final_logit_softcapping"):
+        value = file.metadata.get(f"{kind}.{name}", 0)  # llama.cpp: 0 is none
+        neutral = (0, 1) if name in ("logit_scale", "embedding_scale", "residual_scale") else (0,)
+        file.fields.check(value in neutral, f"{kind}.{name}", value,
+                          "is not supported; choose a model without it")
     for name, wanted, reason in (
             ("dimension_count", head_dim, "rotating only a part of a head is not supported"),
             ("scaling.type", "none", "is not supported; choose a model without RoPE scaling, or "

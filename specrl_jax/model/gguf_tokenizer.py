@@ -24,6 +24,12 @@ SPLITS: dict[str, Any] = {
     "qwen2": pre_tokenizers.Split(Regex(WORDS % ""), behavior="isolated")}
 
 
+# Tokens that end a response in llama.cpp, whatever the metadata says (llama-vocab.cpp).
+ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>",
+        "<|endoftext|>", "<|end_of_text|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]",
+        "[EOS]", "<eos>", "<end_of_utterance>")
+
+
 def gguf_tokenizer(file: GgufFile) -> tokenizer.Tokenizer:
     """Returns the tokenizer and chat template that the file's metadata describes. Raises
     ConfigError if it is neither byte-level nor SentencePiece BPE, or the metadata is impossible."""
@@ -37,7 +43,8 @@ def gguf_tokenizer(file: GgufFile) -> tokenizer.Tokenizer:
                       template, f"must be a string; {REPAIR}")
     bos, eos, pad = (_token(file, tokens, role) for role in ("bos", "eos", "padding"))
     return tokenizer.Tokenizer(_backend(file, tokens, MODELS[kind]), template=template,
-                               bos_token=bos, eos_token=eos, pad_token=pad)
+                               bos_token=bos, eos_token=eos, pad_token=pad,
+                               eos_ids=_eos_ids(file, tokens))
 
 
 def _backend(file: GgufFile, tokens: list[str], make: Callable[..., Tokenizer]) -> Tokenizer:
@@ -53,6 +60,16 @@ def _backend(file: GgufFile, tokens: list[str], make: Callable[..., Tokenizer]) 
         raise ConfigError(f"{file.path}: tokenizer.ggml: {' '.join(str(error).split())}; "
                           f"{WAY_OUT}") from error
     return backend
+
+
+def _eos_ids(file: GgufFile, tokens: list[str]) -> tuple[int, ...]:
+    """Returns the ids that end a response besides eos_token_id, as llama.cpp finds them."""
+    named = [_token(file, tokens, role) for role in ("eot", "eom")]
+    several, key = file.metadata.get("tokenizer.ggml.eos_token_ids"), "tokenizer.ggml.eos_token_ids"
+    for i in [] if several is None else file.fields.items(key, int):
+        file.fields.check(0 <= i < len(tokens), key, i, f"must be ids of tokens; {REPAIR}")
+        named.append(tokens[i])
+    return tuple(tokens.index(text) for text in [*named, *ENDS] if text in tokens)
 
 
 def _token(file: GgufFile, tokens: list[str], role: str) -> str | None:

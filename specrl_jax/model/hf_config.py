@@ -11,7 +11,13 @@ from specrl_jax.structs import Json
 SUPPORTED = {
     "hidden_act": ("silu", None), "attention_bias": (False, None), "mlp_bias": (False, None),
     "use_sliding_window": (False, None), "partial_rotary_factor": (1.0, None),
-    "quantization_config": (None,)}
+    "quantization_config": (None,),
+    # Scales and caps of Granite, Cohere, Gemma, MiniCPM, Falcon-H1; layers without RoPE of SmolLM3.
+    "logits_scaling": (1, None), "logit_scale": (1, None), "lm_head_multiplier": (1, None),
+    "embedding_multiplier": (1, None), "residual_multiplier": (1, None), "scale_emb": (1, None),
+    **dict.fromkeys(("attention_multiplier", "final_logit_softcapping", "attn_logit_softcapping",
+                     "query_pre_attn_scalar", "scale_depth", "dim_model_base", "clip_qkv",
+                     "no_rope_layers"), (None,))}
 
 SCALING = {"original_max_position": "original_max_position_embeddings"}  # ours -> config.json's
 
@@ -34,16 +40,15 @@ def parse_config(config: Json, path: str, family: str = "") -> Architecture:
         vocab_size=fields.count("vocab_size"), hidden_size=fields.count("hidden_size"),
         intermediate_size=fields.count("intermediate_size"),
         num_layers=fields.count("num_hidden_layers"), num_heads=heads, num_kv_heads=kv_heads,
-        head_dim=head_dim, rope_scaling=_rope_scaling(rope),
-        rope_theta=(rope if "rope_theta" in rope.values else fields).number("rope_theta", 10000.0),
+        head_dim=head_dim, rope_scaling=_rope_scaling(rope), rope_theta=_rope_theta(fields, rope),
         norm_eps=fields.number("rms_norm_eps", 1e-6),
         tied=fields.flag("tie_word_embeddings", False),
         max_position=fields.count("max_position_embeddings", found.max_position), family=str(name))
     return dataclasses.replace(arch, **found.architecture, **found.read(fields))
 
 
-def write_config(arch: Architecture) -> Json:
-    """Returns the config.json of `arch` with float32 weights, for both transformers 4 and 5."""
+def write_config(arch: Architecture, dtype: str = "float32") -> Json:
+    """Returns the config.json of `arch` with weights of `dtype`, for both transformers 4 and 5."""
     family, scaling = FAMILIES.resolve(arch.family), None
     if arch.rope_scaling is not None:
         scaling = {SCALING.get(name, name): value
@@ -59,7 +64,7 @@ def write_config(arch: Architecture) -> Json:
         "rope_theta": arch.rope_theta, "rope_scaling": scaling,
         "rope_parameters": {"rope_theta": arch.rope_theta, "rope_type": "default"}
         | (scaling or {}),
-        "torch_dtype": "float32", "dtype": "float32", **family.written}
+        "torch_dtype": dtype, "dtype": dtype, **family.written}
 
 
 def _check_supported(fields: Fields, family: Family) -> None:
@@ -97,7 +102,22 @@ def _rope(fields: Fields) -> Fields:
     for key, value in rope.values.items():
         rope.check(not isinstance(value, dict), key, value,
                    "RoPE for each kind of layer is not supported; choose a model without it")
+    old.check(not old.values or not new.values or _rope_scaling(old) == _rope_scaling(new),
+              "rope_type", old.values.get("rope_type", old.values.get("type")),
+              "rope_parameters says otherwise, and transformers 4 and 5 differ in which they read; "
+              + REPAIR)
     return rope
+
+
+def _rope_theta(fields: Fields, rope: Fields) -> float:
+    """Returns RoPE's base, from config.json itself or its section about RoPE."""
+    if "rope_theta" not in rope.values:
+        return fields.number("rope_theta", 10000.0)
+    theta = rope.number("rope_theta")
+    top = fields.number("rope_theta", theta)
+    fields.check(top == theta, "rope_theta", top, f"{rope.above}rope_theta is {theta}, and "
+                 f"transformers 4 and 5 differ in which they read; {REPAIR}")
+    return theta
 
 
 def _rope_scaling(rope: Fields) -> RopeScaling | None:

@@ -11,7 +11,7 @@ from specrl_jax.config import ConfigError
 from specrl_jax.model.architecture import Architecture
 from specrl_jax.model.families import FAMILIES
 from specrl_jax.model.hf_config import parse_config
-from specrl_jax.model.tensors import Shape, Tensors
+from specrl_jax.model.tensors import Part, Shape, Tensors, slices
 from specrl_jax.model.tokenizer import Tokenizer, read_json, read_tokenizer
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -26,7 +26,7 @@ def open_directory(directory: Path, family: str = "") -> tuple[Architecture, Tok
     tensors, found = safetensors_tensors(directory), FAMILIES.resolve(arch.family)
     own = {found.from_checkpoint(name): name for name in tensors.shapes}
     renamed = Tensors({name: tensors.shapes[x] for name, x in own.items()},
-                      lambda name: tensors.read(own[name]))
+                      lambda name, part: tensors.read_part(own[name], part))
     return arch, read_tokenizer(directory), renamed
 
 
@@ -42,13 +42,20 @@ def safetensors_tensors(directory: Path) -> Tensors:
             if view.get_dtype() not in DTYPES:
                 raise ConfigError(f"{path}: tensor {name} has dtype {view.get_dtype()}, only "
                                   f"{', '.join(DTYPES)} are supported; save it unquantised")
-            shapes[name], files[name] = tuple(view.get_shape()), handle
-    return Tensors(shapes, lambda name: files[name].get_tensor(name).astype(np.float32, copy=False))
+            shapes[name], files[name] = tuple(view.get_shape()), path
+
+    def read(name: str, part: Part) -> np.ndarray:
+        # Opened anew, since an open file keeps what was read of it in the process's memory.
+        view = open_tensors(files[name]).get_slice(name)
+        return view[slices(part)].astype(np.float32, copy=False)
+
+    return Tensors(shapes, read)
 
 
 def _shards(directory: Path) -> list[Path]:
+    """Returns the files with weights: as in transformers, a whole file wins over an index."""
     index = directory / INDEX
-    if not index.is_file():
+    if (directory / SINGLE).is_file() or not index.is_file():
         return [directory / SINGLE]
     names = read_json(index).get("weight_map")
     if not isinstance(names, dict) or not names or {*map(type, names.values())} != {str}:

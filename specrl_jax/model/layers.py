@@ -58,7 +58,7 @@ def identity(params: Params) -> str:
 
 @jax.jit
 def _checksum(params: Params) -> Array:
-    return checksum.sums(arrange(params, stacked=False))[1]
+    return checksum.sums(arrange(params, stacked=False))[0]
 
 
 def count(layers: Layers) -> int:

@@ -1,6 +1,7 @@
 """The actor of an evaluation or a single prompt: a model, or a run at one of its steps."""
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -8,23 +9,25 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from specrl_jax import sharding
-from specrl_jax.config import Config, ConfigError, at_least, build
+from specrl_jax.config import Config, ConfigError, MeshConfig, at_least, build
 from specrl_jax.config.renamed import first_renamed
-from specrl_jax.io.checkpoint import list_steps, restore_part, saved_leaves
+from specrl_jax.io.checkpoint import CheckpointGone, list_steps, restore_part, saved_leaves
 from specrl_jax.io.metrics import CONFIG, flat, read_config
-from specrl_jax.model import architecture, weights
+from specrl_jax.model import architecture, layers, weights
 from specrl_jax.structs import Params, PyTree
 
 CHECKPOINTS = "checkpoints"
+ATTEMPTS = 20  # to read the newest checkpoint of a run that goes on
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Actor:
     """A model whose weights are not read yet."""
 
     source: weights.Source
     run: Path | None = None
     step: int = 0  # completed steps of the run; 0 is the initial model
+    newest: bool = False  # `step` is the newest one; `params` moves it on if the run deletes it
 
     @property
     def name(self) -> str:
@@ -32,17 +35,26 @@ class Actor:
         return self.source.source if self.run is None else f"{self.run}, step {self.step}"
 
     def params(self, mesh: Mesh) -> Params:
-        """Reads the weights, float32, sharded for rollouts; layers lie as they were stored.
+        """Reads the weights, float32, sharded for rollouts; a run's layers lie as it stored them.
 
         Raises:
           ConfigError: the checkpoint is missing, damaged, or of another model.
         """
         if self.step == 0 or self.run is None:
-            places = jax.tree.map(lambda a: a.sharding, self._abstract(mesh, stacked=False))
-            return sharding.put(places, self.source.params())
-        stored = saved_leaves(self.run / CHECKPOINTS, self.step, "actor")
-        abstract = self._abstract(mesh, stacked="actor/layers/qkv" in stored)
-        return restore_part(self.run / CHECKPOINTS, self.step, "actor", abstract)
+            scanned = layers.are_scanned(sharding.platform(mesh))
+            return self.source.params(jax.tree.map(
+                lambda a: a.sharding, self._abstract(mesh, scanned)))
+        for _ in range(ATTEMPTS):
+            try:
+                stored = saved_leaves(self.run / CHECKPOINTS, self.step, "actor")
+                abstract = self._abstract(mesh, stacked="actor/layers/qkv" in stored)
+                return restore_part(self.run / CHECKPOINTS, self.step, "actor", abstract)
+            except CheckpointGone:
+                if not self.newest:
+                    raise
+                self.step = _newest(self.run)
+        raise ConfigError(f"{self.run}: deletes checkpoints faster than they are read; stop it, "
+                          f"or raise checkpoint_every or checkpoint_keep")
 
     def _abstract(self, mesh: Mesh, stacked: bool) -> PyTree:
         """Returns shapes and shardings of the weights."""
@@ -67,14 +79,19 @@ def open_actor(config: Config, run: Path | None = None, step: int | None = None)
     """
     if run is None and step:
         raise ConfigError(f"--step={step}: a step is a run's; name the run with --run=DIR")
-    if run is not None and step is None:
-        step = max(list_steps(run / CHECKPOINTS), default=0)
-        if step == 0:
-            raise ConfigError(f"{run / CHECKPOINTS}: no complete checkpoint; wait for one, or give "
-                              f"--step=0 for the initial weights")
-    at_least(0, step=step or 0)
+    newest = run is not None and step is None
+    step = _newest(run) if run is not None and step is None else step or 0
+    at_least(0, step=step)
     source = weights.describe_source(config.model.path, family=config.model.family)
-    return Actor(source, run, step or 0)
+    return Actor(source, run, step, newest)
+
+
+def _newest(run: Path) -> int:
+    step = max(list_steps(run / CHECKPOINTS), default=0)
+    if step == 0:
+        raise ConfigError(f"{run / CHECKPOINTS}: no complete checkpoint; wait for one, or give "
+                          f"--step=0 for the initial weights")
+    return step
 
 
 def run_config(run: Path) -> Config:
@@ -86,3 +103,13 @@ def run_config(run: Path) -> Config:
     if renamed := first_renamed(flat(stored)):
         raise ConfigError(f"{run}: an older version started this run ({renamed}); use that version")
     return build(Config, stored)
+
+
+def fit_mesh(config: Config, say: Callable[[str], None]) -> Config:
+    """Returns a run's config for reading it here: on one device, with a line to `say`, where the
+    run's mesh has more than there are."""
+    if config.mesh.size <= jax.device_count():
+        return config
+    say(f"mesh: the run's {config.mesh.size} devices are not here; using one, which changes no "
+        f"result but by rounding (--config.mesh.data, fsdp and tensor set others)")
+    return dataclasses.replace(config, mesh=MeshConfig())

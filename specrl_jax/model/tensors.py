@@ -4,26 +4,56 @@ Shape letters as in structs.py; R = H / G query heads a key-value head, I = MLP 
 """
 
 import dataclasses
+import functools
+import itertools
+import math
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
+import jax
 import numpy as np
 
 from specrl_jax.config import ConfigError
-from specrl_jax.model.architecture import Architecture
-from specrl_jax.model.layers import layer_of
-from specrl_jax.structs import Params
+from specrl_jax.model.architecture import Architecture, describe, is_param
+from specrl_jax.model.layers import is_stacked, layer_of
+from specrl_jax.structs import Params, PyTree
 
 Shape = tuple[int, ...]
+Part = tuple[tuple[int, int], ...]  # first index and end, of each axis
 
 EMBED, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+TOP = {"embed": EMBED, "final_norm": FINAL_NORM, "head": HEAD}
 
 
 @dataclasses.dataclass(frozen=True)
 class Tensors:
-    """The tensors of a checkpoint: their shapes, and a function that reads their data."""
+    """The tensors of a checkpoint: their shapes, and a function that reads a part of one."""
 
     shapes: Mapping[str, Shape]
-    read: Callable[[str], np.ndarray]  # name -> float32 array in Hugging Face's layout
+    read_part: Callable[[str, Part], np.ndarray]  # float32 array in Hugging Face's layout
+
+    def read(self, name: str) -> np.ndarray:
+        """Returns a whole tensor in float32."""
+        return self.read_part(name, whole(self.shapes[name]))
+
+
+def whole(shape: Shape) -> Part:
+    """Returns the part that is all of an array."""
+    return tuple((0, size) for size in shape)
+
+
+def slices(part: Part) -> tuple[slice, ...]:
+    """Returns the index of a part."""
+    return tuple(slice(*span) for span in part)
+
+
+@dataclasses.dataclass(frozen=True)
+class Joined:
+    """How a parameter of a layer is made of tensors: seen with more axes, and joined along one."""
+
+    tensors: tuple[str, ...]
+    splits: Shape  # for each axis of a tensor, how many of the parameter's it becomes
+    axis: int = 0
 
 
 def layer_name(layer: int, part: str) -> str:
@@ -86,37 +116,91 @@ def check_tensors(arch: Architecture, shapes: Mapping[str, Shape], source: str) 
                           "both from one model, of a supported kind")
 
 
-def pack(arch: Architecture, tensors: Tensors) -> Params:
-    """Returns the parameter tree of architecture.describe, float32 numpy arrays."""
-    layers = [_pack_layer(arch, tensors, layer) for layer in range(arch.num_layers)]
-    params = {"embed": tensors.read(EMBED), "final_norm": tensors.read(FINAL_NORM),
-              "layers": layers}
-    return params if arch.tied else params | {"head": tensors.read(HEAD)}
+LAYER = {  # parameters of a layer
+    "attn_norm": Joined(("input_layernorm.weight",), (1,)),
+    "qkv": Joined(tuple(f"self_attn.{x}_proj.weight" for x in "qkv"), (3, 1), axis=1),
+    "qkv_bias": Joined(tuple(f"self_attn.{x}_proj.bias" for x in "qkv"), (3,), axis=1),
+    "q_norm": Joined(("self_attn.q_norm.weight",), (1,)),
+    "k_norm": Joined(("self_attn.k_norm.weight",), (1,)),
+    "o": Joined(("self_attn.o_proj.weight",), (1, 3)),
+    "mlp_norm": Joined(("post_attention_layernorm.weight",), (1,)),
+    "gate_up": Joined(("mlp.gate_proj.weight", "mlp.up_proj.weight"), (2, 1)),
+    "down": Joined(("mlp.down_proj.weight",), (1, 1)),
+}
 
 
-def _pack_layer(arch: Architecture, tensors: Tensors, layer: int) -> dict[str, np.ndarray]:
-    g, r, e, f = arch.num_kv_heads, arch.group, arch.head_dim, arch.hidden_size
+def pack(arch: Architecture, tensors: Tensors, places: PyTree = None) -> Params:
+    """Returns the parameter tree of architecture.describe in float32.
 
-    def read(part: str) -> np.ndarray:
-        return tensors.read(layer_name(layer, part))
+    Args:
+      places: the tree's shardings, with a list of layers or with stacked ones: each process then
+        reads what its own devices hold, and keeps one parameter on the host at a time. None makes
+        numpy arrays of all of it, with a list of layers.
+    """
+    stacked = places is not None and is_stacked(places)
+    leaves, tree = jax.tree_util.tree_flatten_with_path(describe(arch, stacked), is_leaf=is_param)
+    wanted = [None] * len(leaves) if places is None else tree.flatten_up_to(places)
+    return tree.unflatten([
+        _array(param.shape, place, functools.partial(_read_param, tensors, path, param.shape))
+        for (path, param), place in zip(leaves, wanted, strict=True)])
 
-    def grouped(kind: str, *rest: int) -> np.ndarray:
-        parts = [read(f"self_attn.{x}_proj.{kind}").reshape(g, -1, e, *rest) for x in "qkv"]
-        return np.concatenate(parts, axis=1)
 
-    packed = {
-        "attn_norm": read("input_layernorm.weight"),
-        "qkv": grouped("weight", f),
-        "o": read("self_attn.o_proj.weight").reshape(f, g, r, e),
-        "mlp_norm": read("post_attention_layernorm.weight"),
-        "gate_up": np.stack([read("mlp.gate_proj.weight"), read("mlp.up_proj.weight")]),
-        "down": read("mlp.down_proj.weight"),
-    }
-    if arch.qkv_bias:
-        packed["qkv_bias"] = grouped("bias")
-    if arch.qk_norm:
-        packed |= {x: read(f"self_attn.{x}.weight") for x in ("q_norm", "k_norm")}
-    return packed
+def _array(shape: Shape, place: jax.sharding.Sharding | None, read: Callable[[Part], np.ndarray]
+           ) -> np.ndarray | jax.Array:
+    if place is None:
+        return read(whole(shape))
+    once = functools.cache(read)  # devices may hold the same part
+
+    def part(index: Any) -> np.ndarray:
+        return once(tuple(s.indices(size)[:2] for s, size in zip(index, shape, strict=True)))
+
+    return jax.make_array_from_callback(shape, place, part)
+
+
+def _read_param(tensors: Tensors, path: tuple[Any, ...], shape: Shape, part: Part) -> np.ndarray:
+    """Reads a part of the parameter at `path`, whose whole shape is `shape`."""
+    if len(path) == 1:
+        return tensors.read_part(TOP[path[0].key], part)
+    if len(path) == 3:
+        return _read_layer(tensors, path[1].idx, path[2].key, shape, part)
+    found = np.empty([end - first for first, end in part], np.float32)
+    for row, layer in zip(found, range(*part[0]), strict=True):
+        row[...] = _read_layer(tensors, layer, path[1].key, shape[1:], part[1:])
+    return found
+
+
+def _read_layer(tensors: Tensors, layer: int, name: str, shape: Shape, part: Part) -> np.ndarray:
+    joined = LAYER[name]
+    names = [layer_name(layer, tensor) for tensor in joined.tensors]
+    if len(names) == 1:
+        return _read_split(tensors, names[0], joined.splits, shape, part)
+    pieces, axis = [], joined.axis  # which no mesh splits
+    others = math.prod(shape) // shape[axis]
+    for tensor in names:
+        size = math.prod(tensors.shapes[tensor]) // others
+        pieces.append(_read_split(tensors, tensor, joined.splits,
+                                  (*shape[:axis], size, *shape[axis + 1:]),
+                                  (*part[:axis], (0, size), *part[axis + 1:])))
+    return np.concatenate(pieces, axis)
+
+
+def _read_split(tensors: Tensors, name: str, splits: Shape, shape: Shape, part: Part
+                ) -> np.ndarray:
+    """Reads a part of a tensor that is seen with shape `shape`; see `Joined.splits`.
+
+    Of the axes that one is split into, the first of more than 1 bounds what is read; the part is
+    cut out along the others afterwards.
+    """
+    axes, read, view, rest = iter(zip(shape, part, strict=True)), [], [], []
+    for count in splits:
+        sizes, spans = zip(*itertools.islice(axes, count), strict=True)
+        outer = next((i for i, size in enumerate(sizes) if size > 1), count - 1)
+        low, high = spans[outer]
+        stride = math.prod(sizes[outer + 1:])
+        read.append((low * stride, high * stride))
+        view += [*sizes[:outer], high - low, *sizes[outer + 1:]]
+        rest += [*whole((*sizes[:outer], high - low)), *spans[outer + 1:]]
+    return tensors.read_part(name, tuple(read)).reshape(view)[slices(tuple(rest))]
 
 
 def unpack(arch: Architecture, params: Params) -> Iterable[tuple[str, np.ndarray]]:

@@ -12,7 +12,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from specrl_jax.model.architecture import Architecture
-from specrl_jax.model.tensors import EMBED, HEAD, Tensors, tensor_shapes
+from specrl_jax.model.tensors import EMBED, HEAD, Tensors, slices, tensor_shapes
 from specrl_jax.model.tokenizer import Tokenizer
 
 # Every axis that a mesh may split divides by 8.
@@ -41,7 +41,8 @@ def random_tensors(arch: Architecture, seed: int) -> Tensors:
         scale = 2 if name in (EMBED, HEAD) else 1
         return (scale * noise / noise.shape[1] ** 0.5).astype(np.float32)
 
-    return Tensors(shapes, {name: draw(name) for name in shapes}.__getitem__)
+    drawn = {name: draw(name) for name in shapes}
+    return Tensors(shapes, lambda name, part: drawn[name][slices(part)])
 
 
 def byte_tokenizer() -> Tokenizer:

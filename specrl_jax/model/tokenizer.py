@@ -5,8 +5,9 @@ import datetime
 import functools
 import hashlib
 import json
+import re
 import reprlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ import jinja2
 import jinja2.ext
 import jinja2.sandbox
 import tokenizers
-from tokenizers import decoders
 
 from specrl_jax.config import ConfigError
 from specrl_jax.model.fields import LARGEST, REPAIR, Fields
@@ -54,10 +54,13 @@ class Tokenizer:
         """Returns the text of `ids`; ids without a token (padding rows) have no text."""
         return self.backend.decode([int(i) for i in ids], skip_special_tokens=skip_special)
 
-    def stream(self, skip_special: bool = False) -> Callable[[int], str]:
-        """Returns a function from the next token id to the text it completes, perhaps ''."""
-        state = decoders.DecodeStream(skip_special_tokens=skip_special)
-        return lambda token: state.step(self.backend, int(token)) or ""
+    def stream(self, skip_special: bool = False) -> "TextStream":
+        """Returns the stream of a text whose tokens come one by one."""
+        return TextStream(self, skip_special)
+
+    def is_byte(self, token: int) -> bool:
+        """Returns whether a token is one byte of a text, as `<0x0A>` is in Llama 2's tokenizer."""
+        return re.fullmatch("<0x[0-9A-F]{2}>", self.backend.id_to_token(token) or "") is not None
 
     def chat(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True,
              **variables: Any) -> str:
@@ -75,7 +78,7 @@ class Tokenizer:
                               "the model directory, or use an instruction-tuned model")
         special = {name: getattr(self, name) or "" for name in SPECIAL}
         try:
-            return _environment().from_string(self.template).render(**{
+            return _compiled(self.template).render(**{
                 "messages": list(messages), "tools": None, "documents": None,
                 "add_generation_prompt": add_generation_prompt, **special, **variables})
         except Exception as error:  # expressions in templates raise any of Python's errors
@@ -101,6 +104,37 @@ class Tokenizer:
 
     def _id(self, token: str | None) -> int | None:
         return None if token is None else self.backend.token_to_id(token)
+
+
+class TextStream:
+    """The text of a growing response: the pieces that it gives are together `decode` of all tokens.
+
+    A piece is given when no further token can change it. Tokens of one byte are held back until
+    another kind of token follows: a tokenizer decodes a run of them to replacement characters as
+    soon as one of them does not fit.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special: bool) -> None:
+        self._tokenizer, self._skip_special = tokenizer, skip_special
+        self._tokens: list[int] = []
+        self._start = self._given = 0  # the last piece that was given
+
+    def __call__(self, token: int) -> str:
+        """Returns the text that the next token completes, perhaps ''."""
+        self._tokens.append(int(token))
+        return "" if self._tokenizer.is_byte(int(token)) else self._piece(last=False)
+
+    def end(self) -> str:
+        """Returns the text that was held back."""
+        return self._piece(last=True)
+
+    def _piece(self, last: bool) -> str:
+        before, now = (self._tokenizer.decode(part, self._skip_special) for part in (
+            self._tokens[self._start : self._given], self._tokens[self._start :]))
+        if now.endswith("\N{REPLACEMENT CHARACTER}") and not last:
+            return ""
+        self._start, self._given = self._given, len(self._tokens)
+        return now[len(before) :]
 
 
 def read_tokenizer(directory: Path) -> Tokenizer:
@@ -143,7 +177,8 @@ def read_json(path: Path, optional: bool = False) -> Json:
 
 
 def _backend(path: Path) -> tokenizers.Tokenizer:
-    """Returns the tokenizer in tokenizer.json; raises ConfigError if it has no tokens."""
+    """Returns the tokenizer in tokenizer.json without the truncation and padding that it was saved
+    with, as transformers uses it. Raises ConfigError if it has no tokens or encodes at random."""
     try:
         backend = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises a bare Exception, whatever is wrong
@@ -151,6 +186,11 @@ def _backend(path: Path) -> tokenizers.Tokenizer:
                           "tokenizers package: fetch it again, or update the package") from error
     if not backend.get_vocab_size(with_added_tokens=True):
         raise ConfigError(f"{path}: the vocabulary is empty; the file is damaged, fetch it again")
+    if dropout := getattr(backend.model, "dropout", None):
+        raise ConfigError(f"{path}: model.dropout = {dropout:g}: encodes the same text in another "
+                          "way each time; set it to null")
+    backend.no_truncation()
+    backend.no_padding()
     return backend
 
 
@@ -203,6 +243,12 @@ class _Generation(jinja2.ext.Extension):
     def parse(self, parser: Any) -> Any:
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+@functools.lru_cache(maxsize=16)
+def _compiled(template: str) -> jinja2.Template:
+    """Returns a chat template ready to render; compiling takes as long as hundreds of prompts."""
+    return _environment().from_string(template)
 
 
 def _environment() -> jinja2.Environment:

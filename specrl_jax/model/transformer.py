@@ -7,24 +7,24 @@ then `w @ x` without a transpose: a CPU runs that faster than `x @ w` from 1 to 
 
 import math
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from specrl_kernels import rms_norm as kernels
+from specrl_kernels.dispatch import automatic_axes, traced_for
 from specrl_kernels.narrow_matmul import narrow_matmul
 
+from specrl_jax import sharding
 from specrl_jax.model import layers
 from specrl_jax.model.architecture import Architecture
+from specrl_jax.model.attention import Attend, segment_attention
 from specrl_jax.model.layers import Index
 from specrl_jax.structs import Array, Cache, Params
 
-Attend = Callable[[Index, Array, Array, Array], Array]
-"""(index of the layer, q [G, R, E, ...], k [G, E, ...], v [G, E, ...]) -> [G, R, E, ...]"""
-
-
+T = TypeVar("T")
 LayerKV: TypeAlias = list[tuple[Array, Array]] | tuple[Array, Array]
 """(k, v) of each layer; stacked along a leading axis where layers are."""
 
@@ -95,18 +95,14 @@ def project(weight: Array, x: Array, axes: int = 1, decode: bool = False, dtype:
     """Returns weight [..., in] times x [in, ...], contracting the last `axes` of weight.
 
     Args:
-      decode: x has few tokens and is not differentiated; a kernel for that case may run.
+      decode: x has few tokens and is not differentiated; a CPU has a kernel for that case.
       dtype: of the result; None is that of x.
     """
-    if not decode:
-        def product(weight: Array, x: Array) -> Array:
-            return jnp.tensordot(weight, x, axes, preferred_element_type=dtype)
-
-        if dtype in (None, x.dtype):
-            return product(weight, x)
-        return jax.lax.platform_dependent(  # a CPU lacks some mixed products
-            weight, x, default=product,
-            cpu=lambda *narrow: product(*(a.astype(dtype) for a in narrow)))
+    cpu = traced_for().platform == "cpu"
+    if not decode or not cpu or automatic_axes()[1] > 1:  # a split weight cannot be reshaped
+        if cpu and dtype not in (None, x.dtype):
+            weight, x = weight.astype(dtype), x.astype(dtype)  # it lacks some mixed products
+        return jnp.tensordot(weight, x, axes, preferred_element_type=dtype)
     out, tokens = weight.shape[: weight.ndim - axes], x.shape[axes:]
     inner = math.prod(x.shape[:axes])
     y = narrow_matmul(weight.reshape(-1, inner), x.reshape(inner, -1))
@@ -142,10 +138,14 @@ def block(arch: Architecture, layer: Params, index: Index, x: Array, rotation: t
     return x + feed_forward(arch, layer, x, decode), (k, v)
 
 
+def head(arch: Architecture, params: Params) -> Array:
+    """Returns the output head [V, F]."""
+    return params["embed"] if arch.tied else params["head"]
+
+
 def logits(arch: Architecture, params: Params, hidden: Array, decode: bool = False) -> Array:
     """Returns logits f32[V, ...] of final normalised hidden states [F, ...]."""
-    head = params["embed"] if arch.tied else params["head"]
-    return project(head, hidden, decode=decode, dtype=jnp.float32)
+    return project(head(arch, params), hidden, decode=decode, dtype=jnp.float32)
 
 
 def embed(params: Params, tokens: Array) -> Array:
@@ -177,47 +177,50 @@ def tree_forward(arch: Architecture, params: Params, cache: Cache, tokens: Array
     return rms_norm(x, params["final_norm"], arch.norm_eps, decode=True), fresh, tapped
 
 
-def segment_attend(position: Array, segment: Array) -> Attend:
-    """Returns attention within rows of tokens [B, T] that hold a prompt and several responses.
+def in_dtype(params: Params, dtype: jax.typing.DTypeLike) -> Params:
+    """Returns the parameters with the matrices of all layers in `dtype`.
 
-    Segment 0 is the prompt that the other segments continue; segment -1 is padding. A token attends
-    to earlier positions of segment 0 and of its own segment. Both arguments are i32[B, T].
+    Norms, the embedding and the head stay as they are: their gradients add up over tokens.
     """
-    query, key = segment[:, :, None], segment[:, None, :]
-    related = (key == query) | ((key == 0) & (query > 0))
-    visible = related & (position[:, None, :] <= position[:, :, None])
+    def cast(path: jax.tree_util.KeyPath, a: Array) -> Array:
+        return a if "norm" in jax.tree_util.keystr(path) else a.astype(dtype)
 
-    def attend(index: Index, q: Array, k: Array, v: Array) -> Array:
-        score = jnp.einsum("grebt,gebs->bgrts", q, k, preferred_element_type=jnp.float32)
-        score = jnp.where(visible[:, None, None], score * q.shape[2] ** -0.5, -1e30)
-        weight = jax.nn.softmax(score, -1).astype(v.dtype)
-        return jnp.einsum("bgrts,gebs->grebt", weight, v)
+    return params | {"layers": jax.tree_util.tree_map_with_path(cast, params["layers"])}
 
-    return attend
+
+def rematerialize(run: Callable[..., T], remat: str) -> Callable[..., T]:
+    """Returns `run`, whose backward pass recomputes what `remat` does not keep: nothing if it is
+    "none", all if it is "full", else what that policy of jax.checkpoint_policies says."""
+    if remat == "none":
+        return run
+    policy = None if remat == "full" else getattr(jax.checkpoint_policies, remat)
+    return jax.checkpoint(run, policy=policy)
 
 
 def hidden_states(arch: Architecture, params: Params, tokens: Array, position: Array,
-                  segment: Array, remat: bool = False, taps: tuple[int, ...] = ()
-                  ) -> tuple[Array, LayerKV, Array | None]:
-    """Runs the model on whole rows that hold one sequence, or several that share a prompt.
+                  segment: Array, prefix: Array | None = None, remat: str = "none",
+                  taps: tuple[int, ...] = ()) -> tuple[Array, LayerKV, Array | None]:
+    """Runs the model on whole rows of sequences. The layers' dtype is that of activations.
 
     Args:
-      tokens, position, segment: i32[B, T]; see `segment_attend`.
-      remat: recompute each layer in a backward pass.
+      tokens, position, segment, prefix: i32[B, T]; see `segment_attention`.
+      remat: what a backward pass recomputes of each layer; see `rematerialize`.
       taps: layers whose outputs are returned, 0-based.
 
     Returns:
       as `tree_forward`, with [B, T] in place of [W].
     """
     rotation = rotations(arch, position)
-    attend = segment_attend(position, segment)
+    attend = segment_attention(position, segment, prefix)
 
     def block_of(layer: Params, x: Array) -> tuple[Array, tuple[Array, Array]]:
         return block(arch, layer, 0, x, rotation, attend)
 
-    one = jax.checkpoint(block_of) if remat else block_of
-    x, cached, tapped = layers.run(params["layers"], lambda layer, _, x: one(layer, x),
-                                   embed(params, tokens), taps)
+    x = embed(params, tokens).astype(layers.layer_of(params["layers"], 0)["qkv"].dtype)
+    x = sharding.split_rows(x, 1)
+    one = rematerialize(block_of, remat)
+    x, cached, tapped = layers.run(
+        params["layers"], lambda layer, _, x: one(layer, x), x, taps)
     return rms_norm(x, params["final_norm"], arch.norm_eps), cached, tapped
 
 

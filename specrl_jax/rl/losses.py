@@ -92,20 +92,6 @@ def kl_k3(*, logprob: Array, reference: Array) -> Array:
     return jnp.expm1(log_ratio) - log_ratio
 
 
-def entropy(*, logits: Array) -> Array:
-    """Returns the entropy in nats of each distribution f32[V, ...], f32[...]; logits may be -inf.
-
-    Both reductions over V read `logits` alone, so no second array of that size is needed.
-
-    Raises:
-      TypeError: `logits` is not float32.
-    """
-    if logits.dtype != jnp.float32:
-        raise TypeError(f"logits must be float32, got {logits.dtype}")
-    logp = logits - jax.nn.logsumexp(logits, axis=0, keepdims=True)
-    return -jnp.sum(jnp.exp(logp) * jnp.where(logp > -jnp.inf, logp, 0.0), axis=0)
-
-
 def sequence_terms(*, loss: Loss, correction: Correction, logprob: Array, old_logprob: Array,
                    rollout_logprob: Array, reference: Array | None, advantage: Array, mask: Array,
                    clip_low: float | Array, clip_high: float | Array, kl: float | Array

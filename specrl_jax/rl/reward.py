@@ -1,35 +1,25 @@
-"""Rewards: pure host functions of (prompt, completion, example), summed by weight.
+"""Rewards: pure host functions of (prompt, completion, example); judge.py sums them by weight.
 
 A config can also name a function anywhere else, as "package.module:function".
 """
 
-import functools
-import logging
-import math
 import re
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from decimal import Decimal
-from typing import Any
 
-from specrl_jax.config import ConfigError, Registry, check
-from specrl_jax.config.renamed import RENAMED_REWARDS
+from specrl_jax.config import Registry
 from specrl_jax.io.data import Example
 
 Reward = Callable[[str, str, Example], float]
-ComposedReward = Callable[[str, str, Example], tuple[float, dict[str, float]]]
 
 DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
 SIGN = r"(?:(?<![\w.)])[-+−])?"  # not after an operand: "10-5" ends in 5
 NUMBER = re.compile(rf"(?:{SIGN}\$?|\$[-+−]?)(?:{DIGITS})")
+# 3/2, 10^5 and 3:30 are no numbers, and neither do they end in one
+EXPRESSION = re.compile(rf"{NUMBER.pattern}(?:[/^:](?:{DIGITS}))*")
 ANSWER_MARK = "####"  # GSM8K's
-LATEX_SECONDS = 5
 
 REWARDS: Registry[Reward] = Registry("reward.terms", Callable)
-
-
-class RewardError(ConfigError):
-    """A reward raised or returned no finite number; the message names reward and example."""
 
 
 @REWARDS.register("exact")
@@ -39,12 +29,9 @@ def exact(prompt: str, completion: str, example: Example) -> float:
     The final number is the first one after the last "####", or without that mark the last one.
 
     Raises:
-      ValueError: the example's answer is not a number.
+      ValueError: the example's answer is not one number, see `expected_number`.
     """
-    expected = final_number(str(example["answer"]))
-    if expected is None:
-        raise ValueError(f"the answer {example['answer']!r} holds no number; use latex for it")
-    return float(final_number(completion) == expected)
+    return float(final_number(completion) == expected_number(example))
 
 
 @REWARDS.register("exact_only")
@@ -69,71 +56,34 @@ def digit_fraction(prompt: str, completion: str, example: Example) -> float:
     return sum(x in "0123456789" for x in completion) / max(len(completion), 1)
 
 
-@REWARDS.register("latex")
-def latex(prompt: str, completion: str, example: Example) -> float:
-    """Returns 1 if math-verify finds the completion's final expression equal to the answer.
+REWARDS.register("latex")("specrl_jax.rl.latex:latex")
 
-    Parsing and comparing may each take LATEX_SECONDS in the main thread. In other threads there is
-    no limit: math-verify interrupts by a signal, which only the main thread receives.
+
+def expected_number(example: Example) -> Decimal:
+    """Returns the number that example["answer"] is, after its last "####" if it has that mark.
+
+    Raises:
+      ValueError: it is no number, or more than that: a currency sign before it and a per cent sign
+        or full stop after it are all that may stand there.
     """
-    import math_verify  # imports SymPy, which is slow
-
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # else it logs every time limit
-    main = threading.current_thread() is threading.main_thread()
-    seconds: Any = LATEX_SECONDS if main else None
-    parse = functools.partial(math_verify.parse, parsing_timeout=seconds)
-    gold = parse(f"\\boxed{{{example['answer']}}}")
-    if not gold:
-        raise ValueError(f"math-verify cannot read the answer {example['answer']!r}")
-    return float(math_verify.verify(gold, parse(completion), timeout_seconds=seconds))
+    text = str(example["answer"]).rpartition(ANSWER_MARK)[2].strip()
+    if NUMBER.fullmatch(re.sub(r"[%.]$", "", text)) is None:
+        raise ValueError(f"the answer {example['answer']!r} is not a number; use latex for it")
+    return _value(re.sub(r"[%.]$", "", text))
 
 
 def final_number(text: str) -> Decimal | None:
     """Returns the first number after the last "####", or else the last number; None without one.
 
     Thousands separators, a leading dollar, a sign, decimals and a trailing period are understood.
+    A fraction, a power or a time such as 3:30 is no number.
     """
     _, mark, tail = text.rpartition(ANSWER_MARK)
-    numbers = NUMBER.findall(tail)
-    if not numbers:
+    found = EXPRESSION.findall(tail)
+    if not found or NUMBER.fullmatch(found[0 if mark else -1]) is None:
         return None
-    return Decimal(re.sub(r"[$,]", "", numbers[0 if mark else -1]).replace("−", "-"))
+    return _value(found[0 if mark else -1])
 
 
-def compose(terms: Sequence[str], weights: Sequence[float]) -> ComposedReward:
-    """Returns a function that returns (weighted sum, {term: unweighted value}).
-
-    That function raises RewardError if a term raises or returns no finite number.
-
-    Raises:
-      ConfigError: a term is unknown, renamed or named twice, or has no finite weight.
-    """
-    check(len(terms) == len(weights), "reward.weights", weights,
-          f"give one weight for each of the {len(terms)} terms")
-    check(len(set(terms)) == len(terms), "reward.terms", terms, "name each term once")
-    check(all(map(math.isfinite, weights)), "reward.weights", weights, "must be finite")
-    for name in terms:
-        check(name not in RENAMED_REWARDS, "reward.terms", name,
-              f"renamed; use {RENAMED_REWARDS.get(name)}")
-    functions = {name: REWARDS.resolve(name) for name in terms}
-
-    def reward(prompt: str, completion: str, example: Example) -> tuple[float, dict[str, float]]:
-        values = {name: _evaluate(name, function, prompt, completion, example)
-                  for name, function in functions.items()}
-        total = sum(w * values[name] for name, w in zip(terms, weights, strict=True))
-        return float(total), values
-
-    return reward
-
-
-def _evaluate(name: str, function: Reward, prompt: str, completion: str, example: Example
-              ) -> float:
-    """Returns a term's value; any exception of it becomes a RewardError that names the example."""
-    where = f"reward {name!r}, example {example.get('id')}"
-    try:
-        value = float(function(prompt, completion, example))
-    except Exception as error:  # a reward may raise anything
-        raise RewardError(f"{where}: {type(error).__name__}: {error}") from error
-    if not math.isfinite(value):
-        raise RewardError(f"{where}: returned {value}; a reward must be finite")
-    return value
+def _value(number: str) -> Decimal:
+    return Decimal(re.sub(r"[$,]", "", number).replace("−", "-"))

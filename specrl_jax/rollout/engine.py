@@ -7,7 +7,7 @@ are done, on replicated arrays, so that every process decides alike.
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from specrl_jax import sharding
 from specrl_jax.control import acceptance
-from specrl_jax.io.compilation import Compiler
+from specrl_jax.io.compilation import Compiler, Name, Program, abstract
 from specrl_jax.rollout import calibration, counted, refill
 from specrl_jax.rollout.calibration import Reliability
 from specrl_jax.rollout.decode_loop import launch
@@ -109,15 +109,14 @@ class Engine:
         self._pool = None
         report(f"compiling rollouts of {', '.join(map(str, self.shapes.batches))} rows")
         with Compiler() as compiler:
-            self._add_programs(compiler, params, drafter_params)
+            added = {p.name: compiler.add(p) for p in self.programs(params, drafter_params)}
             others(compiler)
-        self._programs = {name: future.result() for name, future in self._programs.items()}
+        self._programs = {name: future.result() for name, future in added.items()}
         self._pool = self._blank_kv()  # zeros are programs, too
 
-    def _add_programs(self, compiler: Compiler, params: Params, drafter_params: DrafterParams
-                      ) -> None:
-        shapes, whole, add = self.shapes, P(), functools.partial(self._add, compiler)
-        specs = self.layout.specs
+    def programs(self, params: Params, drafter_params: DrafterParams) -> Iterator[Program]:
+        """Yields every program that `run` may call; the arguments may be abstract."""
+        shapes, whole, specs = self.shapes, P(), self.layout.specs
         full, replicated = self.layout.abstract(shapes.batch), sharding.replicated(self.mesh)
         control = self._like(jax.tree.map(np.asarray, self.control), replicated)
         slots = np.zeros(shapes.batch * shapes.shards, np.int32)
@@ -128,33 +127,37 @@ class Engine:
         force = jax.ShapeDtypeStruct((2,), jnp.int32, sharding=replicated)
         for batch in shapes.batches:
             state = self.layout.abstract(batch)
-            add(("launch", batch), self._launch,
+            yield self._program(
+                ("launch", batch), self._launch,
                 (whole, whole, specs, whole, ROW, whole, whole, whole), (specs, whole, whole), (2,),
                 params, drafter_params, state, control, waiting, number, number, force)
-        add("copy_prompt", functools.partial(refill.copy_prompt, self.decoder, shapes.prompt),
+        yield self._program(
+            "copy_prompt", functools.partial(refill.copy_prompt, self.decoder, shapes.prompt),
             (specs, ROW), specs, (0,), full, fill)
         for prompts, width in shapes.prefills:
             tokens = self._like(np.zeros((prompts * shapes.shards, width), np.int32))
             length = self._like(np.zeros(prompts * shapes.shards, np.int32))
-            add(("prefill", prompts, width),
+            yield self._program(
+                ("prefill", prompts, width),
                 functools.partial(refill.prefill, self.decoder, shapes.prompt),
                 (whole, whole, specs, ROW, ROW, ROW), specs, (2,), params, drafter_params, full,
                 fill, tokens, length)
         for old, new in zip(shapes.batches, shapes.batches[1:], strict=False):
             slots = self._like(np.zeros(new * shapes.shards, np.int32))
-            add(("select_rows", old), functools.partial(refill.select_rows, self.decoder),
+            yield self._program(
+                ("select_rows", old), functools.partial(refill.select_rows, self.decoder),
                 (specs, ROW), specs, (), self.layout.abstract(old), slots)
         gather = jax.jit(lambda *x: x, out_shardings=replicated)
-        self._programs["collect"] = compiler.add(gather.lower(full.sequences, full.counters))
+        yield Program("collect", gather, (full.sequences, full.counters))
 
-    def _add(self, compiler: Compiler, name: Any, function: Callable[..., Any],
-             in_specs: PyTree, out_specs: PyTree, donate: tuple[int, ...], *args: PyTree) -> None:
+    def _program(self, name: Name, function: Callable[..., Any], in_specs: PyTree,
+                 out_specs: PyTree, donate: tuple[int, ...], *args: PyTree) -> Program:
         mapped = jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs,
                                axis_names=set(ROWS), check_vma=False)
         out = self.layout.of_results(jax.eval_shape(mapped, *args), out_specs)
         jitted = jax.jit(mapped, donate_argnums=donate, out_shardings=out)
         options = CPU_OPTIONS if sharding.platform(self.mesh) == "cpu" else None
-        self._programs[name] = compiler.add(jitted.lower(*args), options)
+        return Program(name, jitted, args, options)
 
     def _launch(self, params: Params, drafter_params: DrafterParams, state: RolloutState,
                 control: ControlState, *args: Array
@@ -172,9 +175,7 @@ class Engine:
 
     def _like(self, tree: PyTree, place: NamedSharding | None = None) -> PyTree:
         """Returns abstract arrays, split over rows where `place` is None."""
-        place = sharding.rows(self.mesh) if place is None else place
-        return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place),
-                            tree)
+        return abstract(tree, sharding.rows(self.mesh) if place is None else place)
 
     def put_rows(self, tree: PyTree) -> PyTree:
         """Returns host arrays on the device, split over rows."""

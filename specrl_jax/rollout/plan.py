@@ -1,21 +1,19 @@
 """What is static in a launch, and the plan of a round, for one data shard."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 
 from specrl_jax.config import MOST_MIX
-from specrl_jax.control import acceptance
 from specrl_jax.control.buckets import Bucket, bucket_table
 from specrl_jax.control.protocol import NEVER_REPLAN, Controller, Plan
 from specrl_jax.draft.protocol import Drafter
+from specrl_jax.draft.tree import roots
 from specrl_jax.model.architecture import Architecture
 from specrl_jax.structs import (
     Array,
-    DrafterParams,
     DraftTree,
     Frontier,
     Load,
@@ -67,11 +65,7 @@ def load_of(state: RolloutState, frontier: Frontier, rows: Sampling, waiting: Ar
 
 
 class RoundPlan(struct.PyTreeNode):
-    """A round that is about to run, or the first of several plain ones.
-
-    Without drafts it is a plain round. With drafts it is one too if nothing of the tree is kept:
-    `bucket` is 0 then.
-    """
+    """A round that is about to run, or the first of several plain ones."""
 
     frontier: Frontier
     rows: Sampling
@@ -79,9 +73,21 @@ class RoundPlan(struct.PyTreeNode):
     plan: Plan
     clamped: Array  # bool[] whether the controller planned more than the shapes hold
     drafts: Array  # bool[] whether a tree is proposed first
-    tree: DraftTree  # without a live node until then
-    live: Array  # bool[B, N] its nodes to verify
-    bucket: Array  # i32[] the same on all shards
+
+
+class Kept(struct.PyTreeNode):
+    """What a round verifies of its trees; in a plain round nothing."""
+
+    tree: DraftTree
+    live: Array  # bool[B, N] the nodes to verify
+    bucket: Array  # i32[] the same on all shards; 0 if only roots are kept
+
+
+def no_draft(decoder: Decoder, planned: RoundPlan) -> Kept:
+    """Returns what a plain round keeps, for controllers: trees without a live node."""
+    root = planned.frontier.root
+    tree = roots(root, jnp.zeros(root.shape, bool), decoder.drafter.nodes)
+    return Kept(tree=tree, live=tree.live, bucket=jnp.int32(0))
 
 
 def buckets_of(decoder: Decoder, batch: int) -> tuple[Bucket, ...]:
@@ -90,12 +96,10 @@ def buckets_of(decoder: Decoder, batch: int) -> tuple[Bucket, ...]:
                         batch == decoder.min_batch)
 
 
-def plan_round(decoder: Decoder, state: RolloutState, tree: DraftTree, waiting: Array,
-               force: Array) -> RoundPlan:
+def plan_round(decoder: Decoder, state: RolloutState, waiting: Array, force: Array) -> RoundPlan:
     """Returns the plan of the next round.
 
     Args:
-      tree: any tree of the right shapes; its values are not read.
       waiting: i32[] sequences of this shard without a slot.
       force: i32[2] depth and bucket that replace the controller's; NOT_FORCED keeps its own.
     """
@@ -112,25 +116,8 @@ def plan_round(decoder: Decoder, state: RolloutState, tree: DraftTree, waiting: 
                         nodes=jnp.where(measures, decoder.drafter.nodes, spec.nodes))
     plan = plan.replace(spec=spec, valid_for=jnp.maximum(
         jnp.where(free, plan.valid_for, NEVER_REPLAN), 1))
-    nothing = jnp.zeros_like(tree.live)
     return RoundPlan(frontier=frontier, rows=rows, load=load, plan=plan, clamped=clamped,
-                     drafts=spec.depth > 0, tree=tree.replace(live=nothing), live=nothing,
-                     bucket=jnp.int32(0))
-
-
-def blank_plan(decoder: Decoder, drafter_params: DrafterParams, state: RolloutState, waiting: Array,
-               force: Array) -> RoundPlan:
-    """Returns zeros in the shapes of a RoundPlan with a proposed tree."""
-
-    def proposed() -> RoundPlan:
-        frontier, rows = frontier_of(state), sampling_of(state)
-        load = load_of(state, frontier, rows, waiting)
-        spec = decoder.controller.plan(state.control, load).spec
-        tree, _ = decoder.drafter.propose(drafter_params, state.draft, frontier, rows, spec,
-                                          functools.partial(acceptance.survive, state.estimate))
-        return plan_round(decoder, state, tree, waiting, force)
-
-    return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(proposed))
+                     drafts=spec.depth > 0)
 
 
 def clamp(spec: SpecConfig, drafter: Drafter, rows: Array) -> tuple[SpecConfig, Array]:

@@ -8,13 +8,13 @@ import importlib.metadata as metadata
 import os
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
 from specrl_jax import sharding
+from specrl_jax.config import ConfigError
 from specrl_jax.control import cost_file, cost_model
 from specrl_jax.control.cost_model import CostTable, Point
 from specrl_jax.control.protocol import Limits
@@ -62,8 +62,13 @@ def stored(engine: Engine, path: str, about: Json, since: float = 0.0
       path: of the file; empty is one in the user's cache directory.
     """
     wanted, blank = key(engine, about), cost_model.default_table(limits_of(engine))
-    file = Path(path or cost_file.default_path(wanted))
-    found = cost_file.load(file, wanted, blank, since) if jax.process_index() == 0 else None
+    file = cost_file.place(path, wanted) if jax.process_index() == 0 else None
+    try:
+        found = file and cost_file.load(file, wanted, blank, since)
+    except ConfigError:
+        if path:
+            raise
+        found = None  # a damaged file of the cache, which is replaced
     known = _agreed(np.float32(found is not None))
     return _agreed(blank if found is None else found) if known else None
 
@@ -81,7 +86,8 @@ def measured(engine: Engine, params: Params, drafter_params: DrafterParams, path
     costs = cost_model.fit(found, limits)
     if jax.process_index() == 0:
         wanted = key(engine, about)
-        cost_file.store(Path(path or cost_file.default_path(wanted)), wanted, costs)
+        if file := cost_file.place(path, wanted):
+            cost_file.store(file, wanted, costs)
     return costs
 
 

@@ -1,8 +1,10 @@
 """The prompts of a run, rendered and tokenized, and the batches that one rollout generates from."""
 
 import dataclasses
+import datetime
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -54,17 +56,34 @@ def make_prompts(config: Config, tokenizer: Tokenizer, say: Callable[[str], None
     """Loads the data and renders every prompt with the chat template.
 
     Raises:
-      ConfigError: unknown or empty data, or a prompt of more than rollout.max_prompt_tokens.
+      ConfigError: unknown or empty data, a prompt without tokens, or one of more than
+        rollout.max_prompt_tokens unless data.long_prompts drops such prompts.
     """
     examples = data.load_examples(config.data, say)
-    texts = [tokenizer.chat(data.messages(e, config.data.system)) for e in examples]
+    chats = [data.messages(e, config.data.system) for e in examples]
+    variables = data.template_variables(config.data)
+    texts = [tokenizer.chat(chat, **variables) for chat in chats]
+    undated: dict[str, Any] = {"strftime_now": lambda form: ""}
+    if texts[0] != tokenizer.chat(chats[0], **undated | variables):
+        say("the chat template holds today's date, so that prompts change from day to day; "
+            f"data.date={datetime.date.today()} keeps them")
     tokens = [tokenizer.encode(text) for text in texts]
-    longest = max(range(len(tokens)), key=lambda i: len(tokens[i]))
-    check(len(tokens[longest]) <= config.rollout.max_prompt_tokens, "rollout.max_prompt_tokens",
-          config.rollout.max_prompt_tokens,
-          f"the prompt of example {examples[longest]['id']} has {len(tokens[longest])} tokens; "
-          f"raise it to at least that")
-    return Prompts(examples, texts, tokens)
+    for text, ids, example in zip(texts, tokens, examples, strict=True):
+        check(bool(ids), "data", text, f"the prompt of example {example['id']} has no tokens")
+    return _short_enough(config, Prompts(examples, texts, tokens), say)
+
+
+def _short_enough(config: Config, prompts: Prompts, say: Callable[[str], None]) -> Prompts:
+    most, lengths = config.rollout.max_prompt_tokens, [len(ids) for ids in prompts.tokens]
+    longest, kept = int(np.argmax(lengths)), np.flatnonzero(np.asarray(lengths) <= most)
+    if len(kept) == len(lengths):
+        return prompts
+    check(config.data.long_prompts == "drop" and len(kept) > 0, "rollout.max_prompt_tokens", most,
+          f"the prompt of example {prompts.examples[longest]['id']} has {lengths[longest]} tokens; "
+          "raise it to at least that, or leave such prompts out by data.long_prompts=drop")
+    say(f"{len(lengths) - len(kept)} of {len(lengths)} prompts have more than "
+        f"rollout.max_prompt_tokens = {most} tokens and are left out")
+    return prompts.select(kept)
 
 
 def prompt_batches(prompts: Prompts, at_once: int) -> list[PromptBatch]:

@@ -16,8 +16,8 @@ from specrl_jax.control.protocol import Outcome, keep_within
 from specrl_jax.draft.tree import compact, roots
 from specrl_jax.model import transformer
 from specrl_jax.model.transformer import LayerKV, Packing
-from specrl_jax.rollout.plan import NOT_FORCED, Decoder, RoundPlan, buckets_of
-from specrl_jax.sharding import ROWS
+from specrl_jax.rollout.plan import NOT_FORCED, Decoder, Kept, RoundPlan, buckets_of
+from specrl_jax.sharding import ROWS, either, straight_line
 from specrl_jax.structs import (
     Array,
     Cache,
@@ -53,7 +53,7 @@ def draft(decoder: Decoder, drafter_params: DrafterParams, state: RolloutState, 
 
 
 def keep(decoder: Decoder, state: RolloutState, planned: RoundPlan, tree: DraftTree, force: Array
-         ) -> RoundPlan:
+         ) -> Kept:
     """Chooses which nodes of a tree are verified, and in which bucket.
 
     A forced depth verifies all that was drafted, a forced bucket only the roots.
@@ -68,11 +68,11 @@ def keep(decoder: Decoder, state: RolloutState, planned: RoundPlan, tree: DraftT
                                    buckets)
         return live, jnp.where(free, bucket, force[1])
 
-    live, bucket = jax.lax.cond(
+    live, bucket = either(
         force[0] == NOT_FORCED,
         lambda: decoder.controller.keep(state.control, plan, planned.load, shown, buckets),
         forced)
-    return planned.replace(tree=tree, live=live, bucket=jax.lax.pmax(bucket, ROWS))
+    return Kept(tree=tree, live=live, bucket=jax.lax.pmax(bucket, ROWS))
 
 
 def _shown(decoder: Decoder, tree: DraftTree) -> DraftTree:
@@ -94,31 +94,36 @@ def plain_round(decoder: Decoder, params: Params, drafter_params: DrafterParams,
     tree = roots(planned.frontier.root, planned.frontier.live, 1)
     verdict, path = verify_in(decoder, params, drafter_params, state.cache, planned, tree,
                               tree.live, bucket, 0)
-    return commit_round(decoder, drafter_params, state, planned, jnp.int32(bucket.packed), verdict,
-                        path)
+    return commit_round(decoder, drafter_params, state, planned, None, jnp.int32(bucket.packed),
+                        verdict, path)
 
 
 def drafted_round(decoder: Decoder, params: Params, drafter_params: DrafterParams,
-                  state: RolloutState, planned: RoundPlan) -> tuple[RolloutState, Array]:
-    """Verifies a tree of more than roots and commits the accepted path.
+                  state: RolloutState, planned: RoundPlan, kept: Kept
+                  ) -> tuple[RolloutState, Array]:
+    """Verifies what is kept of trees and commits the accepted path.
 
     Returns:
       The state, and the committed tokens i32[B].
     """
-    buckets = buckets_of(decoder, planned.frontier.root.shape[0])[1:]
+    buckets = buckets_of(decoder, planned.frontier.root.shape[0])
     branches = [functools.partial(verify_in, decoder, params, drafter_params, state.cache, planned,
                                   bucket=b, depth=decoder.drafter.depth) for b in buckets]
-    verdict, path = jax.lax.switch(planned.bucket - 1, branches, planned.tree, planned.live)
-    packed = jnp.asarray([b.packed for b in buckets], jnp.int32)[planned.bucket - 1]
-    seen = acceptance.observe(state.seen, planned.tree, path, verdict, planned.frontier)
-    state = commit_round(decoder, drafter_params, state.replace(seen=seen), planned, packed,
+    verdict, path = jax.lax.switch(kept.bucket, branches, kept.tree, kept.live)
+    packed = jnp.asarray([b.packed for b in buckets], jnp.int32)[kept.bucket]
+    seen = acceptance.observe(state.seen, kept.tree, path, verdict, planned.frontier)
+    state = commit_round(decoder, drafter_params, state.replace(seen=seen), planned, kept, packed,
                          verdict, path)
     return state, verdict.count
 
 
 def commit_round(decoder: Decoder, drafter_params: DrafterParams, state: RolloutState,
-                 planned: RoundPlan, packed: Array, verdict: Verdict, path: Path) -> RolloutState:
-    """Commits a verdict to the cache and the sequences, and shows it to the drafter."""
+                 planned: RoundPlan, kept: Kept | None, packed: Array, verdict: Verdict, path: Path
+                 ) -> RolloutState:
+    """Commits a verdict to the cache and the sequences, and shows it to the drafter.
+
+    A plain round has kept None.
+    """
     frontier = planned.frontier
     last = jnp.take_along_axis(verdict.tokens, jnp.maximum(verdict.count - 1, 0)[:, None], 1)
     return state.replace(
@@ -126,39 +131,44 @@ def commit_round(decoder: Decoder, drafter_params: DrafterParams, state: Rollout
         root=jnp.where(verdict.count > 0, last[:, 0], state.root),
         sequences=commit.record(state.sequences, verdict, frontier),
         draft=decoder.drafter.observe(drafter_params, state.draft, frontier, verdict, path),
-        counters=count(state.counters, planned, verdict, packed))
+        counters=count(state.counters, planned, kept, verdict, packed))
 
 
-def observe(decoder: Decoder, state: RolloutState, planned: RoundPlan, count: Array, rounds: Array
-            ) -> RolloutState:
+def observe(decoder: Decoder, state: RolloutState, planned: RoundPlan, kept: Kept, count: Array,
+            rounds: Array) -> RolloutState:
     """Shows the controller the `rounds` i32[] that ran by a plan and the tokens they committed.
 
     Args:
       count: i32[B].
     """
-    outcome = Outcome(planned.load, _shown(decoder, planned.tree), planned.live, planned.bucket,
-                      count, rounds)
+    outcome = Outcome(planned.load, _shown(decoder, kept.tree), kept.live, kept.bucket, count,
+                      rounds)
     return state.replace(control=decoder.controller.observe(state.control, planned.plan, outcome))
 
 
-def count(counters: Counters, planned: RoundPlan, verdict: Verdict, packed: Array) -> Counters:
+def count(counters: Counters, planned: RoundPlan, kept: Kept | None, verdict: Verdict,
+          packed: Array) -> Counters:
     """Adds one round to the counters."""
-    frontier, tree = planned.frontier, planned.tree
-    rows, index = frontier.live.sum(), jnp.arange(verdict.path.shape[1])[None]
+    live = planned.frontier.live
+    counters = counters.replace(
+        rounds=counters.rounds + 1, row_rounds=counters.row_rounds + live.sum(),
+        committed=counters.committed + verdict.count.sum(), packed=counters.packed + packed,
+        slots=counters.slots + live.shape[0], clamped=counters.clamped + planned.clamped)
+    return counters if kept is None else _count_drafts(counters, kept, verdict)
+
+
+def _count_drafts(counters: Counters, kept: Kept, verdict: Verdict) -> Counters:
+    index = jnp.arange(verdict.path.shape[1])[None]
 
     def by_origin(which: Array, origin: Array) -> Array:
         drafters = jnp.arange(counters.drafted.shape[1])
         return (which[..., None] & (origin[..., None] == drafters[None, None])).sum((0, 1))[None]
 
-    drafted = by_origin(planned.live.at[:, 0].set(False), tree.origin)
+    drafted = by_origin(kept.live.at[:, 0].set(False), kept.tree.origin)
     accepted = by_origin((index > 0) & (index < verdict.count[:, None]),
-                         jnp.take_along_axis(tree.origin, verdict.path, 1))
-    return counters.replace(
-        rounds=counters.rounds + 1, row_rounds=counters.row_rounds + rows,
-        committed=counters.committed + verdict.count.sum(),
-        accepted=counters.accepted + accepted, drafted=counters.drafted + drafted,
-        packed=counters.packed + packed, slots=counters.slots + frontier.live.shape[0],
-        clamped=counters.clamped + planned.clamped)
+                         jnp.take_along_axis(kept.tree.origin, verdict.path, 1))
+    return counters.replace(accepted=counters.accepted + accepted,
+                            drafted=counters.drafted + drafted)
 
 
 def pack(live: Array, parent: Array, packed: int) -> Packing:
@@ -175,8 +185,13 @@ def pack(live: Array, parent: Array, packed: int) -> Packing:
         place = index.reshape(batch, nodes)
     else:
         flat = live.reshape(-1)
-        index = jnp.nonzero(flat, size=packed, fill_value=0)[0].astype(jnp.int32)
-        place = jnp.where(flat, jnp.cumsum(flat, dtype=jnp.int32) - 1, 0).reshape(live.shape)
+        order = jnp.cumsum(flat, dtype=jnp.int32) - 1
+        if straight_line():  # `nonzero` adds up places, which accelerators do in a loop
+            found = flat[None] & (order[None] == jnp.arange(packed)[:, None])
+            index = jnp.where(found, jnp.arange(flat.shape[0], dtype=jnp.int32)[None], 0).sum(1)
+        else:
+            index = jnp.nonzero(flat, size=packed, fill_value=0)[0].astype(jnp.int32)
+        place = jnp.where(flat, order, 0).reshape(live.shape)
     return Packing(row=index // nodes, node=index % nodes, place=place, parent=parent)
 
 
@@ -210,7 +225,7 @@ def verify_in(decoder: Decoder, params: Params, drafter_params: DrafterParams, c
         taps = jnp.moveaxis(features, 0, -1)[along]
     original = jnp.take_along_axis(order, verdict.path, 1)
     rows_of = jnp.arange(live.shape[0])[:, None]
-    draws = jnp.zeros(live.shape, jnp.int32).at[rows_of, order].set(draws)
+    draws = jnp.zeros(live.shape, jnp.int32).at[rows_of, order].set(draws, unique_indices=True)
     return verdict.replace(path=original), Path(kv=_along(fresh, along), taps=taps, draw=draws,
                                                verified=live)
 

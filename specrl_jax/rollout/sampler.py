@@ -12,31 +12,29 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from specrl_jax import prng, sharding
 from specrl_jax.config import Config, check
-from specrl_jax.control import cost_file, registry
-from specrl_jax.control.buckets import bucket_table
+from specrl_jax.control import cost_file
 from specrl_jax.control.cost_model import plain_round_seconds
-from specrl_jax.control.protocol import Limits, make_spec
-from specrl_jax.draft import registry as drafters
+from specrl_jax.control.protocol import make_spec
 from specrl_jax.draft.protocol import Drafter
 from specrl_jax.io import data
 from specrl_jax.io.checkpoint import loud
 from specrl_jax.io.checksum import checksum
 from specrl_jax.io.compilation import Compiler
-from specrl_jax.model import architecture, invariant, layers
+from specrl_jax.model import architecture, layers
 from specrl_jax.model.architecture import Architecture
 from specrl_jax.model.source import Actor, open_actor
 from specrl_jax.model.tokenizer import Tokenizer
 from specrl_jax.model.transformer import Params
 from specrl_jax.rollout import profile as profiling
-from specrl_jax.rollout.engine import Engine, Result
-from specrl_jax.rollout.layout import Shapes, make_request, pad
-from specrl_jax.rollout.plan import Decoder
+from specrl_jax.rollout.build import build
+from specrl_jax.rollout.engine import Result
+from specrl_jax.rollout.layout import make_request, pad
 from specrl_jax.rollout.prompts import PromptBatch
-from specrl_jax.structs import DrafterParams, Json, Rollout, carrier
-from specrl_jax.verify.registry import RULES
+from specrl_jax.structs import DrafterParams, Json, PyTree, Rollout, carrier
 
 PROBE_STREAM = "probe"  # of prng.STREAMS: tokens that nobody reads
 
@@ -62,45 +60,18 @@ class Sampler:
                  prompts: int, group: int, warn: Callable[[str], None] = loud,
                  tokenizer: Tokenizer | None = None,
                  wrap: Callable[[Drafter], Drafter] = lambda drafter: drafter) -> None:
-        shards = sharding.shard_count(mesh)
-        check(prompts % shards == 0, "prompts", prompts,
-              f"must be a multiple of the {shards} data shards")
-        most = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
-        check(most <= arch.max_position, "rollout.max_new_tokens", config.rollout.max_new_tokens,
-              f"with rollout.max_prompt_tokens that is {most} positions; the model has "
-              f"{arch.max_position}")
+        if not stop:
+            warn("the model's files name no end-of-sequence token, so every answer runs to "
+                 "rollout.max_new_tokens; add eos_token_id to generation_config.json")
         self.config, self.group, self.mesh = config, group, mesh
-        self.drafters = drafters.make(config, arch, stop, group, warn, tokenizer,
-                                      drawn=RULES.resolve(config.spec.rule).needs_proposal)
-        drafter = wrap(self.drafters.drafter)
-        shapes = Shapes(
-            batch=config.rollout.batch_size // shards, sequences=prompts * group // shards,
-            group=group, prompt=config.rollout.max_prompt_tokens,
-            response=config.rollout.max_new_tokens, shards=shards, depth=drafter.depth,
-            min_batch=config.rollout.min_batch)
-        smallest = shapes.batches[-1]
-        limits = Limits(
-            depth=drafter.depth, branch=config.spec.max_branch, nodes=config.spec.max_nodes,
-            mix=config.draft.mix or (1.0,) * len(drafter.names), longest=shapes.longest,
-            buckets={rows: bucket_table(rows, drafter.nodes, config.spec.max_packed,
-                                        rows == smallest) for rows in shapes.batches},
-            seed=config.seed)
-        controller = registry.make(config.control, config.spec, limits)
-        decoder = Decoder(arch, drafter, controller, config.spec.max_packed, smallest,
-                          rule=config.spec.rule,
-                          truncates=config.rollout.top_k > 0 or config.rollout.top_p < 1)
-        if config.model.numerics == "invariant":
-            invariant.check_possible(arch, config.model.dtype, mesh)
-            decoder = dataclasses.replace(decoder, invariant=True,
-                                          implementation=invariant.IMPLEMENTATION)
-        dtype = jnp.dtype(config.model.dtype)
-        past = config.spec.history_past if drafter.depth else 0
-        self.engine = Engine(decoder, mesh, shapes, stop, dtype, past)
+        self.drafters, self.engine = build(config, arch, stop, mesh, prompts=prompts, group=group,
+                                           warn=warn, tokenizer=tokenizer, wrap=wrap)
         self.plain_round_seconds: dict[int, float] = {}  # by batch size, where costs are known
         self.profiling_seconds = 0.0  # spent on reading or measuring costs
         self._depth: int | None = None  # of drafts, whatever the controller plans
         self.control_restored = False  # the controller's state is a checkpoint's
-        self._cast = publisher(arch, mesh, dtype)
+        self._cast = publisher(arch, mesh, self.engine.layout.dtype,
+                               layers.are_scanned(sharding.platform(mesh)))
         self.params: Params = {}  # as published
         self.drafter_params: DrafterParams = ()  # bound to them
         self.drafter_weights = self.engine.replicate(self.drafters.weights)  # of each part
@@ -144,7 +115,9 @@ class Sampler:
           ConfigError: the model has no chat template.
         """
         chats = [data.messages({"question": text}, system) for text in questions]
-        return PromptBatch.of([self.tokenizer.encode(self.tokenizer.chat(x)) for x in chats])
+        variables = data.template_variables(self.config.data)
+        return PromptBatch.of([self.tokenizer.encode(self.tokenizer.chat(x, **variables))
+                               for x in chats])
 
     def publish(self, params: Params, version: int) -> None:
         """Makes `params` what rollouts read: cast and resharded, or as they are if both agree."""
@@ -310,20 +283,21 @@ class Sampler:
             policy_version=self.version, drafter_version=self.drafter_version)
 
 
-def publisher(arch: Architecture, mesh: Mesh, dtype: jnp.dtype, stacked: bool | None = None
-              ) -> Callable[[Params], Params]:
-    """Returns a function that casts, reshards and arranges parameters for the rollout.
+def cast(arch: Architecture, mesh: Mesh, dtype: DTypeLike, stacked: bool) -> Any:
+    """Returns the jitted program that casts, reshards and arranges parameters for the rollout.
 
-    It takes either form of layers; `stacked` is the one that it returns, and None is the one that
-    programs for `mesh` run.
+    `stacked`: the form of the layers that the rollout reads; the program takes either.
     """
-    if stacked is None:
-        stacked = layers.are_scanned(sharding.platform(mesh))
-    wanted, other = (sharding.shardings(
-        architecture.describe(arch, form), sharding.ROLLOUT_RULES, mesh, architecture.is_param)
-        for form in (stacked, not stacked))
-    cast = jax.jit(lambda params: jax.tree.map(
-        lambda a: a.astype(dtype), layers.arrange(params, stacked)), out_shardings=wanted)
+    return jax.jit(lambda params: jax.tree.map(
+        lambda a: a.astype(dtype), layers.arrange(params, stacked)),
+        out_shardings=published_places(arch, mesh, stacked))
+
+
+def publisher(arch: Architecture, mesh: Mesh, dtype: DTypeLike, stacked: bool
+              ) -> Callable[[Params], Params]:
+    """Returns a function that casts, reshards and arranges parameters where they need it."""
+    wanted, other = (published_places(arch, mesh, form) for form in (stacked, not stacked))
+    convert = cast(arch, mesh, dtype, stacked)
 
     def publish(params: Params) -> Params:
         as_wanted = layers.is_stacked(params) == stacked
@@ -333,9 +307,15 @@ def publisher(arch: Architecture, mesh: Mesh, dtype: jnp.dtype, stacked: bool | 
         agree = as_wanted and all(jax.tree.leaves(jax.tree.map(
             lambda a, place: a.dtype == dtype and a.sharding.is_equivalent_to(place, a.ndim),
             params, wanted)))
-        return params if agree else cast(params)
+        return params if agree else convert(params)
 
     return publish
+
+
+def published_places(arch: Architecture, mesh: Mesh, stacked: bool) -> PyTree:
+    """Returns the shardings of what rollouts read; for `stacked` see model/layers.py."""
+    return sharding.shardings(architecture.describe(arch, stacked), sharding.ROLLOUT_RULES, mesh,
+                              architecture.is_param)
 
 
 def warn_of_broken(weights: tuple[DrafterParams, ...], warn: Callable[[str], None]) -> None:

@@ -1,16 +1,17 @@
 """Scoring: finished sequences become text, and text becomes rewards."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from specrl_jax.io import processes
 from specrl_jax.io.data import Example
 from specrl_jax.model.tokenizer import Tokenizer
 from specrl_jax.rollout.prompts import Prompts
 from specrl_jax.structs import Json, Rollout
 
-Reward = Callable[[str, str, Example], tuple[float, dict[str, float]]]
-"""(prompt, completion, example) -> (reward, each of its terms), see rl/reward.py."""
+Reward = Callable[[Sequence[tuple[str, str, Example]]], Sequence[tuple[float, dict[str, float]]]]
+"""(prompt, completion, example) of each answer -> its reward and terms, see rl/judge.py."""
 
 Sample = Json
 """A sequence as samples.jsonl holds it: prompt_id, occurrence, sample_id, prompt, completion,
@@ -19,27 +20,34 @@ tokens, reward, and commits, the tokens of each round."""
 
 def score_rollout(rollout: Rollout, prompts: Prompts, tokenizer: Tokenizer, reward: Reward
                   ) -> tuple[list[Sample], np.ndarray, dict[str, float]]:
-    """Decodes every response without its stop token and rewards it.
+    """Decodes every response without its stop token and rewards it once, in one of the processes.
 
     Args:
-      rollout: its prompts are among `prompts`; without rounds, samples have no commits.
+      rollout: the same in all processes; its prompts are among `prompts`; without rounds, samples
+        have no commits.
 
     Returns:
       samples in the rollout's order, rewards f32[Q], and the mean of each term of the reward.
     """
-    samples, values = [], []
-    for q, length in enumerate(rollout.length):
-        place = prompts.place[int(rollout.prompt_id[q])]
-        tokens = rollout.tokens[q, : int(length)].tolist()
-        completion = tokenizer.decode(tokens[:-1] if rollout.stopped[q] else tokens)
-        total, terms = reward(prompts.texts[place], completion, prompts.examples[place])
-        values.append(terms)
+    answers = [_answer(rollout, q, prompts, tokenizer) for q in range(len(rollout.length))]
+    judged = processes.share_out("rewards", reward, answers)
+    samples = []
+    for q, ((prompt, completion, _), (total, _)) in enumerate(zip(answers, judged, strict=True)):
         samples.append({
             "prompt_id": int(rollout.prompt_id[q]), "occurrence": int(rollout.occurrence[q]),
-            "sample_id": int(rollout.sample_id[q]), "prompt": prompts.texts[place],
-            "completion": completion, "tokens": tokens, "reward": total})
+            "sample_id": int(rollout.sample_id[q]), "prompt": prompt, "completion": completion,
+            "tokens": rollout.tokens[q, : int(rollout.length[q])].tolist(), "reward": total})
         if rollout.rounds is not None:
             samples[-1]["commits"] = rollout.commits[q, : rollout.rounds[q]].tolist()
     rewards = np.asarray([sample["reward"] for sample in samples], np.float32)
     return samples, rewards, {
-        name: float(np.mean([terms[name] for terms in values])) for name in values[0]}
+        name: float(np.mean([terms[name] for _, terms in judged])) for name in judged[0][1]}
+
+
+def _answer(rollout: Rollout, q: int, prompts: Prompts, tokenizer: Tokenizer
+            ) -> tuple[str, str, Example]:
+    """Returns what a reward reads of one sequence: prompt, completion and example."""
+    place = prompts.place[int(rollout.prompt_id[q])]
+    length = int(rollout.length[q]) - int(rollout.stopped[q])
+    completion = tokenizer.decode(rollout.tokens[q, :length].tolist())
+    return prompts.texts[place], completion, prompts.examples[place]

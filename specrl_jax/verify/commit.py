@@ -1,5 +1,7 @@
 """Writing the accepted path: the only place where a cache changes between prefills."""
 
+from typing import Any
+
 import jax.numpy as jnp
 
 from specrl_jax.structs import Array, Cache, Frontier, Path, Sequences, Verdict
@@ -13,21 +15,23 @@ def append(cache: Cache, path: Path, count: Array) -> Cache:
 def record(sequences: Sequences, verdict: Verdict, frontier: Frontier) -> Sequences:
     """Adds a round's tokens and log-probabilities to the sequences that the rows hold.
 
-    Fields [Q] are updated by comparison: a TPU writes a scatter's entries one after the other, and
-    libtpu 0.0.42 aborts where a gather and a scatter share their indices.
+    What lies beyond the end is dropped. Indices are unique there, too: of others XLA makes a loop
+    where results must repeat (XLA_FLAGS=--xla_gpu_deterministic_ops). Fields [Q] are updated by
+    comparison: libtpu 0.0.42 aborts where a gather and a scatter share their indices.
     """
-    total, buffer = sequences.tokens.shape
-    seq = jnp.where(frontier.live, frontier.seq, total)  # beyond the end: dropped
-    within = jnp.arange(verdict.tokens.shape[1])[None]
+    (total, buffer), (batch, width) = sequences.tokens.shape, verdict.tokens.shape
+    seq = jnp.where(frontier.live, frontier.seq, total + jnp.arange(batch))
+    within = jnp.arange(width)[None]
     column = jnp.where(within < verdict.count[:, None], frontier.generated[:, None] + within,
-                       buffer)
+                       buffer + within)
     holds = seq[:, None] == jnp.arange(total)[None]  # [B, Q]
     round_ = jnp.where(holds, sequences.rounds[None], 0).sum(1)
+    unique: dict[str, Any] = {"mode": "drop", "unique_indices": True}
     return Sequences(
         **{name: getattr(sequences, name).at[seq[:, None], column].set(
-            getattr(verdict, name), mode="drop")
+            getattr(verdict, name), **unique)
            for name in ("tokens", "logprob", "raw_logprob", "top_p_mass")},
-        commits=sequences.commits.at[seq, round_].set(verdict.count, mode="drop"),
+        commits=sequences.commits.at[seq, round_].set(verdict.count, **unique),
         length=sequences.length + jnp.where(holds, verdict.count[:, None], 0).sum(0),
         rounds=sequences.rounds + holds.sum(0, dtype=jnp.int32),
         done=sequences.done | (holds & verdict.stopped[:, None]).any(0))

@@ -1,8 +1,9 @@
 """The actor's draw: y = argmax_v(logp[v] + G[v]) of the processed distribution.
 
-Logits are [V, W], as the head makes them. The draw itself is the operation `gumbel_argmax`.
-Truncation costs something only in rounds in which some row uses it, and nothing where top_k and
-top_p are None: a third of a small model's program is truncation.
+Logits are [V, W], as the head makes them. The draw itself is the operation `gumbel_argmax`, which
+devices that share a vocabulary run on their own parts of it. Truncation costs nothing where top_k
+and top_p are None (a third of a small model's program is truncation), and on a CPU only in rounds
+in which some row uses it.
 """
 
 from collections.abc import Callable
@@ -11,9 +12,10 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.sharding import PartitionSpec
 from specrl_kernels.gumbel_argmax import Drawn, gumbel_argmax, scale_of
 
-from specrl_jax.sharding import on_any_shard
+from specrl_jax.sharding import TENSOR, in_tensor_parts, on_any_shard, straight_line, unsplit
 from specrl_jax.structs import Array
 from specrl_jax.verify import truncation
 
@@ -42,7 +44,8 @@ def process(logits: Array, temperature: Array, top_k: Array | None, top_p: Array
     scores = logits * scale[None]
     ids = jnp.arange(logits.shape[0])[None]
     keep = _truncated_where_used(
-        top_k, top_p, lambda scores, *by: truncation.threshold(scores.T, *by).keeps(scores.T, ids),
+        top_k, top_p, lambda scores, *by: truncation.threshold(
+            unsplit(scores.T), *by).keeps(scores.T, ids),
         lambda scores: jnp.ones(scores.T.shape, bool), scores)
     mass = jnp.exp(scores - scores.max(0, keepdims=True)).T
     total, kept = mass.sum(1), jnp.where(keep, mass, 0).sum(1)
@@ -65,14 +68,26 @@ def draw(logits: Array, temperature: Array, top_k: Array | None, top_p: Array | 
       key: u32[W, 2].
       position: i32[W] index of the token being drawn; 0 is the first of the response.
     """
+    rows, whole = (temperature, top_k, top_p, key, position), PartitionSpec()
+    return in_tensor_parts(
+        _draw_part, logits.shape[0], (PartitionSpec(TENSOR), jax.tree.map(lambda _: whole, rows)),
+        whole)(logits, rows)
+
+
+def _draw_part(axis: str | None, logits: Array, rows: tuple[Array, Array | None, Array | None,
+                                                           Array, Array]) -> Draw:
+    """Computes `draw` from the logits f32[V, W] of a part, where `axis` splits the vocabulary."""
+    temperature, top_k, top_p, key, position = rows
+
     def truncated(logits: Array, top_k: Array, top_p: Array) -> tuple[Drawn, Array]:
         scores = logits * scale_of(temperature)[0][None]
-        edge = truncation.threshold(scores.T, top_k, top_p)
-        return gumbel_argmax(logits.T, temperature, key, position, edge), edge.kept_mass
+        edge = truncation.threshold(scores.T, top_k, top_p, axis)
+        drawn = gumbel_argmax(logits.T, temperature, key, position, edge, axis=axis)
+        return drawn, edge.kept_mass
 
     drawn, top_p_mass = _truncated_where_used(
         top_k, top_p, truncated, lambda logits: (gumbel_argmax(
-            logits.T, temperature, key, position), jnp.ones_like(temperature)), logits)
+            logits.T, temperature, key, position, axis=axis), jnp.ones_like(temperature)), logits)
     return Draw(token=drawn.token[:, 0], logprob=drawn.logprob[:, 0],
                 raw_logprob=drawn.raw_logprob[:, 0], top_p_mass=top_p_mass)
 
@@ -80,8 +95,10 @@ def draw(logits: Array, temperature: Array, top_k: Array | None, top_p: Array | 
 def _truncated_where_used(top_k: Array | None, top_p: Array | None,
                           truncated: Callable[[Array, Array, Array], T],
                           whole: Callable[[Array], T], logits: Array) -> T:
-    """Runs `truncated` if any position of any data shard uses top-k or top-p, else `whole`."""
+    """Runs `truncated` if any position of any data shard may use top-k or top-p, else `whole`."""
     if top_k is None or top_p is None:
         return whole(logits)
+    if straight_line():
+        return truncated(logits, top_k, top_p)
     used = on_any_shard(((top_k > 0) | (top_p < 1)).any())
     return jax.lax.cond(used, lambda logits: truncated(logits, top_k, top_p), whole, logits)

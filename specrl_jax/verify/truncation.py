@@ -1,6 +1,8 @@
 """Truncation by top-k and top-p: a threshold, so that nothing sorts the vocabulary.
 
-It is found among the highest scores or by bisection. Of equal scores the lower id comes first.
+A CPU finds it among the highest scores or by bisection, one position at a time. Accelerators, and
+devices that share a vocabulary, find the bits of all positions' thresholds by a fixed number of
+passes. Of equal scores the lower id comes first.
 """
 
 from collections.abc import Callable
@@ -8,29 +10,96 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from flax import struct
-from specrl_kernels.gumbel_argmax import Threshold, is_kept
+from specrl_kernels.gumbel_argmax import Threshold, first_id, is_kept
 
-from specrl_jax.sharding import unsplit
+from specrl_jax.sharding import straight_line
 from specrl_jax.structs import Array
 
 LANES = 128
 FEW = 128  # highest scores that a CPU tries before it searches all
+DIGIT = 4  # bits of a threshold that one pass over the vocabulary finds
 
 
-def threshold(scores: Array, top_k: Array, top_p: Array) -> Threshold:
+def threshold(scores: Array, top_k: Array, top_p: Array, axis: str | None = None) -> Threshold:
     """Returns the boundary of top-k and then top-p; without either a position keeps exactly 1.
 
     A CPU computes one position at a time, so that its scores stay in the cache, and skips those
-    without truncation. Positions take different times, so the scores are whole on every device.
+    without truncation.
 
     Args:
-      scores: f32[W, V] logits over the temperature.
+      scores: f32[W, V] logits over the temperature, whole on this device, or its part of them.
       top_k: i32[W], 0 is off; top_p: f32[W], 1 is off.
+      axis: the mesh axis that splits the vocabulary, see `gumbel_argmax`.
     """
-    return jax.lax.platform_dependent(
-        unsplit(scores), top_k, top_p,
-        cpu=lambda *each: jax.lax.map(lambda one: _among_the_highest(*one), each),
-        default=jax.vmap(_boundary))
+    if straight_line() or axis is not None:
+        return _by_digits(scores, top_k, top_p, axis)
+    return jax.lax.map(lambda one: _among_the_highest(*one), (scores, top_k, top_p))
+
+
+def _by_digits(scores: Array, top_k: Array, top_p: Array, axis: str | None) -> Threshold:
+    """Searches all positions at once; a sum or a highest score is that of all devices' parts."""
+    vocab, devices = scores.shape[1], jax.lax.axis_size(axis) if axis else 1
+    top, ids = scores.max(1), (first_id(vocab, axis) + jnp.arange(vocab))[None]
+    whole = jnp.exp(scores - (jax.lax.pmax(top, axis) if axis else top)[:, None])
+    there = scores == scores  # NaN has no place in the order
+    order = jnp.where(there, _ordered(scores), 0)
+
+    def cut(edge: tuple[Array, Array], cuts: Array, weight: Array, target: Array
+            ) -> tuple[tuple[Array, Array], Array]:
+        found = _last_by_digits(order, ids, weight, target, vocab * devices, axis)
+        score, last = (jnp.where(cuts, a, b) for a, b in zip(found, edge, strict=True))
+        kept = is_kept(scores, ids, score[:, None], last[:, None])
+        return (score, last), jnp.where(there & kept, whole, 0)
+
+    edge = jnp.full_like(top, -jnp.inf), jnp.full(top.shape, vocab * devices)
+    edge, mass = cut(edge, (top_k > 0) & (top_k < vocab * devices), there.astype(whole.dtype),
+                     top_k.astype(whole.dtype))
+    edge, kept = cut(edge, top_p < 1, mass, top_p * _totals([mass], axis)[0])
+    part, total = _totals([kept, whole], axis)
+    return Threshold(*edge, part / total)
+
+
+def _last_by_digits(order: Array, ids: Array, weight: Array, target: Array, vocab: int,
+                    axis: str | None) -> tuple[Array, Array]:
+    """Returns what `_prefix` does, of each position; `order` u32[W, V] are its scores."""
+    def reaches(bounds: list[Array]) -> Array:  # u32[W] -> bool[W]
+        return _totals([jnp.where(order >= bound[:, None], weight, 0) for bound in bounds],
+                       axis) >= target[None]
+
+    low = _greatest(reaches, 32, target)
+    tied = (order == low[:, None]) & (weight > 0)
+    one, count, above = _totals([jnp.where(tied, weight, 0), tied.astype(weight.dtype), jnp.where(
+        order > low[:, None], weight, 0)], axis)
+    each = one / jnp.maximum(count, 1)
+    wanted = jnp.clip(jnp.ceil((target - above) / jnp.where(each > 0, each, 1)), 1, count)
+
+    def lacks(bounds: list[Array]) -> Array:
+        return _totals([(tied & (ids < bound[:, None].astype(ids.dtype))).astype(weight.dtype)
+                        for bound in bounds], axis) < wanted[None]
+
+    return _score(low), _greatest(lacks, vocab.bit_length(), target).astype(jnp.int32)
+
+
+def _greatest(holds: Callable[[list[Array]], Array], bits: int, like: Array) -> Array:
+    """Returns the greatest u32[W] below 2^bits for which `holds`; it does for 0.
+
+    The loop is of a known length, so it asks no host. `holds` is asked of several numbers at once,
+    and does not hold above one for which it does not.
+    """
+    steps = -(-bits // DIGIT)
+
+    def digit(i: Array, found: Array) -> Array:
+        place = (DIGIT * (steps - 1 - i)).astype(jnp.uint32)
+        bounds = [found + (jnp.uint32(j) << place) for j in range(1, 1 << DIGIT)]
+        return found + (holds(bounds).sum(0).astype(jnp.uint32) << place)
+
+    return jax.lax.fori_loop(0, steps, digit, jnp.zeros(like.shape, jnp.uint32))
+
+
+def _totals(parts: list[Array], axis: str | None) -> Array:
+    """Returns the sums f32[parts, W] of parts f32[W, V] over the whole vocabulary."""
+    sums = jnp.stack([part.sum(1) for part in parts])
+    return jax.lax.psum(sums, axis) if axis else sums
 
 
 def _among_the_highest(scores: Array, top_k: Array, top_p: Array) -> Threshold:

@@ -32,7 +32,7 @@ def test_before_anything_is_seen_the_guess_counts() -> None:
     np.testing.assert_allclose(np.asarray(survival)[0] / 0.5, draft_prob[0], atol=0.12)
 
 
-def test_the_table_follows_outcomes_and_keeps_their_order() -> None:
+def test_table_follows_outcomes_and_keeps_their_order() -> None:
     rng = np.random.default_rng(0)
     tried = rng.integers(50, 400, (1, DEPTH, BINS))
     truth = np.sort(rng.random((1, DEPTH, BINS)), 2)
@@ -44,7 +44,7 @@ def test_the_table_follows_outcomes_and_keeps_their_order() -> None:
     np.testing.assert_allclose(sure, truth, atol=2e-3)
 
 
-def test_an_outlier_among_bins_does_not_break_the_order() -> None:
+def test_table_with_an_outlier_bin_stays_monotone() -> None:
     tried = np.full((1, DEPTH, BINS), 1e6)
     hit = tried * np.linspace(0.1, 0.9, BINS)
     hit[..., 4] = 0.95 * 1e6
@@ -98,7 +98,7 @@ def outcome(count: int = 3, verified: Any = (1,) * 7, live: bool = True) -> Acce
     (2, [2, 2, 0], [1, 1, 0]),  # cut after two tokens: 4's own draw was not emitted
     (1, [2, 0, 0], [1, 0, 0]),
 ])
-def test_only_known_outcomes_count(count: int, tried: list[int], hit: list[int]) -> None:
+def test_observe_counts_known_outcomes_alone(count: int, tried: list[int], hit: list[int]) -> None:
     found = outcome(count)
     assert found.tried[0, 0].sum(1).tolist() == tried
     assert found.hit[0, 0].sum(1).tolist() == hit

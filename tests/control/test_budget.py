@@ -26,10 +26,9 @@ from specrl_jax.control import budget, cost_model
 from specrl_jax.control.buckets import Bucket
 from specrl_jax.control.budget import REPLAN, UNDECIDED, row_weights
 from specrl_jax.control.draft_yield import calibration_ratio
-from specrl_jax.control.protocol import Controller, Outcome
+from specrl_jax.control.protocol import Controller
 
 SMALL = (Bucket(2, 1), Bucket(2, 2), Bucket(3, 2), Bucket(5, 3))
-fill = alone(lambda tree, weight, price: budget.fill(tree, weight, jnp.float32(1), price, LADDER))
 fill_small = alone(lambda tree, weight, price: budget.fill(tree, weight, jnp.float32(1), price,
                                                            SMALL))
 
@@ -81,6 +80,9 @@ def test_fill_equals_brute_force(seed: int) -> None:
     live, bucket = (np.asarray(a) for a in fill_small(tree, weight * alive[:, 0], price))
     got = worth(tree, live, weight) - price[bucket] * weight[alive[:, 0]].sum()
     assert got == pytest.approx(best, abs=1e-5)
+    assert live.sum() <= SMALL[bucket].packed and live.sum(1).max() <= SMALL[bucket].nodes
+    assert not (live & ~alive).any() and (live[:, 0] == alive[:, 0]).all()
+    assert (np.take_along_axis(live, parent, 1) | ~live).all()
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -121,23 +123,6 @@ def test_keep_counts_no_token_beyond_the_limit() -> None:
         assert np.asarray(foreseen(state, load(room=room))[0]).max() == 2
 
 
-@pytest.mark.parametrize("seed", range(30))
-def test_fill_stays_within_the_bucket(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    tree = random_tree(rng)
-    price = np.sort(rng.uniform(0, 3, len(LADDER))).astype(np.float32)
-    weight = np.float32(rng.uniform(0, 3, 4)) * tree.live[:, 0]
-    live, bucket = (np.asarray(a) for a in fill(tree, weight, price))
-    assert 0 <= bucket < len(LADDER)
-    assert live.sum() <= LADDER[bucket].packed and live.sum(1).max() <= LADDER[bucket].nodes
-    assert not (live & ~np.asarray(tree.live)).any()
-    np.testing.assert_array_equal(live[:, 0], tree.live[:, 0])
-    assert (np.take_along_axis(live, np.asarray(tree.parent), 1) | ~live).all()
-    more = (np.asarray(tree.live) & ~live).sum()
-    if bucket == len(LADDER) - 1:  # as many nodes a row as there are: filled, or nothing is left
-        assert more == 0 or live.sum() == LADDER[bucket].packed
-
-
 def test_budget_is_off_when_no_draft_survives() -> None:
     control = controller("budget")
     tree = chains(np.zeros((8, DEPTH)))
@@ -152,8 +137,9 @@ def test_budget_is_off_when_no_draft_survives() -> None:
 def test_fill_prefers_rows_that_weigh_more() -> None:
     tree = chains(np.full((4, 4), 0.5) ** np.arange(1, 5))
     price = np.asarray([1, 1, 1.01, 2, 3], np.float32)
-    even = np.asarray(fill(tree, np.ones(4, np.float32), price)[0])
-    long = np.asarray(fill(tree, np.asarray([3, 0.3, 0.3, 0.4], np.float32), price)[0])
+    fill = alone(lambda weight: budget.fill(tree, weight, jnp.float32(1), price, LADDER)[0])
+    even = np.asarray(fill(np.ones(4, np.float32)))
+    long = np.asarray(fill(np.asarray([3, 0.3, 0.3, 0.4], np.float32)))
     assert even.sum(1).tolist() == [2, 2, 2, 2] and long.sum() == 8 and long[0].sum() > 2
 
 
@@ -339,26 +325,6 @@ def test_yields_approach_what_drafts_give(no_looks: Any) -> None:
     mass = np.asarray(state.yields.mass).sum(1)
     np.testing.assert_allclose(mass[:3], 0.8 ** np.arange(1, 4), rtol=0.02)
     assert 0.7 < float(calibration_ratio(state.yields)) < 1.3
-
-
-def test_plain_rounds_count_alike_at_once_and_one_by_one() -> None:
-    control, of = controller("budget"), load(live=np.arange(8) < 5)
-    state, _ = drive(control, start(catch_up=0.2, wide=3.0), [{"accept": 0.1}] * 30)
-    tree = chains(np.zeros((8, DEPTH)), live=np.zeros(8, bool))
-
-    @alone
-    def ran(state: Any, rounds: Any) -> Any:
-        plan = control.plan(state, of)
-        plan = plan.replace(spec=plan.spec.replace(depth=jnp.int32(0)))
-        return control.observe(state, plan, Outcome(of, tree, tree.live, jnp.int32(0),
-                                                    rounds * of.live, rounds))
-
-    at_once, one_by_one = ran(state, np.int32(7)), state
-    for _ in range(7):
-        one_by_one = ran(one_by_one, np.int32(1))
-    for name in ("spent", "idle", "unread", "yields"):
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4),
-                     getattr(at_once, name), getattr(one_by_one, name))
 
 
 def test_end_chunk_reports_what_the_rounds_were_to_cost() -> None:

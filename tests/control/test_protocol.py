@@ -1,4 +1,4 @@
-"""What is kept of drafts and in which bucket, and controllers by name."""
+"""What is kept of drafts and in which bucket, and controllers that plan always the same."""
 
 import functools
 from typing import Any
@@ -7,13 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from control_cases import BUCKETS, LADDER, LIMITS, load, random_tree
+from control_cases import LADDER, LIMITS, load, random_tree
 
 from specrl_jax.config import ConfigError, ControlConfig, SpecOptions
 from specrl_jax.control import fixed, registry
 from specrl_jax.control.buckets import Bucket
-from specrl_jax.control.protocol import Controller, Limits, Plan, keep_within, make_spec
-from specrl_jax.control.registry import register_controller
+from specrl_jax.control.protocol import Plan, keep_within, make_spec
 from specrl_jax.structs import DraftTree, SpecConfig
 
 NARROW = (Bucket(4, 1), Bucket(10, 4))  # too small for all that may be drafted
@@ -66,11 +65,6 @@ def test_fixed_drops_unlikely_nodes() -> None:
     assert 0 < live.sum() < tree.live.sum()
 
 
-def test_off_plans_no_draft() -> None:
-    plan = fixed.off().plan((), load())
-    assert (int(plan.spec.depth), int(plan.spec.nodes)) == (0, 1)
-
-
 def test_fixed_plans_its_state() -> None:
     controller = registry.make(ControlConfig(policy="fixed"), SpecOptions(
         depth=3, branch=2, nodes=6, budget=11), LIMITS)
@@ -83,36 +77,6 @@ def test_fixed_plans_its_state() -> None:
 def test_off_by_either_name_drafts_nothing(control: str, drafter: str) -> None:
     controller = registry.make(ControlConfig(policy=control), SpecOptions(drafter=drafter), LIMITS)
     assert int(controller.plan(controller.init(None), load()).spec.depth) == 0
-
-
-@register_controller("test_one_step")
-def one_step(control: ControlConfig, spec: SpecOptions, limits: Limits) -> Controller:
-    """A controller of one's own: init and plan are enough."""
-    return Controller(init=lambda costs: (), plan=lambda state, load: Plan(
-        make_spec(1, limits.branch, limits.nodes, 0, limits.mix), jnp.int32(1)))
-
-
-@pytest.mark.parametrize("policy", ["test_one_step", f"{__name__}:one_step"])
-def test_registry_makes_a_registered_controller(policy: str) -> None:
-    made = registry.make(ControlConfig(policy=policy), SpecOptions(), LIMITS)
-    assert int(made.plan(made.init(None), load()).spec.depth) == 1
-    live, bucket = made.keep((), made.plan((), load()), load(), random_tree(
-        np.random.default_rng(0)), BUCKETS[8])
-    assert live.any() and 0 <= int(bucket) < 3
-
-
-@pytest.mark.parametrize("policy,reason", [
-    ("best", "choose one of off, fixed, budget, respec"), ("no.such:thing", "No module"),
-    ("math:no_such", "no_such")])
-def test_registry_refuses_unknown_names_in_one_line(policy: str, reason: str) -> None:
-    with pytest.raises(ConfigError, match=f"control.policy = '{policy}'.*{reason}") as error:
-        registry.make(ControlConfig(policy=policy), SpecOptions(), LIMITS)
-    assert "\n" not in str(error.value)
-
-
-def test_registry_refuses_a_name_that_is_taken() -> None:
-    with pytest.raises(ConfigError, match="control.policy = 'budget': is registered already"):
-        register_controller("budget")(one_step)
 
 
 @pytest.mark.parametrize("changes,name", [

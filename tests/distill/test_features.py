@@ -50,7 +50,7 @@ def held(kept):
     return sorted(arrays["reward"][arrays["version"] != EMPTY].astype(int).tolist())
 
 
-def test_the_newest_rollouts_are_kept_whole():
+def test_buffer_keeps_the_newest_rollouts_whole():
     kept = buffer()
     add(kept, 0, 5)
     assert held(kept) == [0, 1, 2, 3, 4]
@@ -60,7 +60,7 @@ def test_the_newest_rollouts_are_kept_whole():
     assert sorted(kept.arrays()["versions"]) == [1, 2]
 
 
-def test_a_version_whose_head_made_room_goes_whole():
+def test_version_whose_head_made_room_goes_whole():
     kept = buffer(heads=1)
     add(kept, 0)
     add(kept, 1, 2)
@@ -75,7 +75,7 @@ def test_rollouts_of_one_version_share_its_head():
 
 
 @pytest.mark.parametrize("megabytes", [1, 2, 3])
-def test_the_budget_holds(megabytes):
+def test_buffer_stays_within_its_budget(megabytes):
     """A sequence of these sizes takes 24 KiB, so the first two budgets cut."""
     kept = buffer(sequences=50, megabytes=megabytes)
     for version in range(4):
@@ -125,14 +125,14 @@ def test_draw_micro_batch_is_of_one_version_and_whole_sequences():
     assert seen == {300, 301, 302, 303, 304, *range(400, 406)}
 
 
-def test_what_is_missing_is_padding():
+def test_draw_of_too_few_sequences_is_padded():
     kept = buffer()
     add(kept, 0, 1)
     batch, targets = kept.draw(np.random.default_rng(0), 4, 2)
     assert sorted(batch.length.ravel()) == [0, 0, 0, 5] and (targets.teacher >= 0).all()
 
 
-def test_a_buffer_is_restored_as_it_was():
+def test_restored_buffer_goes_on_as_before():
     kept, other = buffer(), buffer()
     add(kept, 0)
     add(kept, 1, 3)

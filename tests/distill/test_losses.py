@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specrl_jax.config import LOSSES as NAMES
 from specrl_jax.distill import losses
 from specrl_jax.distill.losses import LOSSES
 
@@ -103,7 +102,3 @@ def test_advantage_weights_are_positive_whatever_the_sign():
 def test_shapes_are_checked():
     with pytest.raises(TypeError, match=r"log_q must be f32\[Vd, T\], got float32\[3, 1\]"):
         losses.tv(jnp.zeros((2, 1)), jnp.zeros((3, 1)))
-
-
-def test_every_loss_that_a_config_may_name_is_there():
-    assert set(LOSSES) == set(NAMES)

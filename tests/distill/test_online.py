@@ -1,7 +1,6 @@
 """A drafter that learns in a run: tokens and actor stay, runs resume exactly, faults are found."""
 
 import copy
-import dataclasses
 import re
 import shutil
 from pathlib import Path
@@ -12,20 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import counting, micro_config, micro_trainer_to_compile
+from helpers import counting, micro_config, micro_trainer_to_compile, repeatable_metrics
 
 from specrl_jax import trainer as loop
-from specrl_jax.config import (
-    ConfigError,
-    ControlConfig,
-    DistillConfig,
-    DraftConfig,
-    LearnerConfig,
-    MeshConfig,
-    ModelSource,
-    RewardConfig,
-    SpecOptions,
-)
+from specrl_jax.config import ConfigError, DistillConfig
 from specrl_jax.distill import drafter as drafters
 from specrl_jax.distill.drafter import DrafterManager, FrozenDrafter
 from specrl_jax.distill.health import Probe, equal, fault_of, summarize
@@ -40,38 +29,23 @@ from specrl_jax.io.progress import Progress
 from specrl_jax.run import run_steps
 from specrl_jax.trainer import Trainer
 
-SPEC = SpecOptions(drafter="eagle", depth=2, branch=1, nodes=3, max_depth=2, max_branch=1,
-                   max_nodes=3)
 LEARN = dict(batch=8, micro_batch=8, updates=2, unroll=2, learning_rate=3e-3, probe_tokens=4)
 MODES = {"every_step": {"when": "interval"},
          "every_2": {"when": "interval", "interval": 2, "rollouts": 2},
          "once": {"when": "once", "rollouts": 2}, "overlap": {"when": "interval", "overlap": True},
          "overlap_2": {"when": "interval", "overlap": True, "interval": 2},
          "trigger": {"when": "trigger", "threshold": 0.0, "ema_decay": 0.0}}
-UNEQUAL = ("time/", "memory/", "compilations", "rollout/tokens_per_second")
 INVARIANT = dict(num_heads=4, num_kv_heads=2, head_dim=16)  # heads that machine code can take
 
 
-@pytest.fixture(scope="module", autouse=True)
-def programs_on_disk(tmp_path_factory: Any) -> Any:
-    """The trainers of this file share what they compile."""
-    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
-    before = [getattr(jax.config, name) for name in names]
-    for name, value in zip(names, (str(tmp_path_factory.mktemp("xla")), 0), strict=True):
-        jax.config.update(name, value)
-    jax.experimental.compilation_cache.compilation_cache.reset_cache()
-    yield
-    for name, value in zip(names, before, strict=True):
-        jax.config.update(name, value)
-    jax.experimental.compilation_cache.compilation_cache.reset_cache()
-
-
-def config(when: str, **options: Any) -> Any:
-    return micro_config(steps=4, spec=SPEC, control=ControlConfig(policy="fixed", min_survival=0.0),
-                        model=ModelSource(numerics="invariant"), draft=DraftConfig(vocab=256),
-                        checkpoint_every=2, reward=RewardConfig(terms=("helpers:even",)),
-                        learner=LearnerConfig(learning_rate=1e-2, micro_batch=16),
-                        distill=DistillConfig(when=when, **(LEARN | options)))
+def config(when: str, **fields: Any) -> Any:
+    """`fields` are those of `distill`, or of others as mesh__data."""
+    own = {name if "__" in name else f"distill__{name}": value
+           for name, value in (LEARN | fields).items()}
+    return micro_config(**dict(
+        steps=4, checkpoint_every=2, spec__drafter="eagle", draft__vocab=256, distill__when=when,
+        control__min_survival=0.0, model__numerics="invariant", reward__terms=("helpers:even",),
+        learner__learning_rate=1e-2, learner__max_grad_norm=1.0) | own)
 
 
 def run(trainer: Trainer, workdir: Path) -> None:
@@ -142,9 +116,7 @@ def test_run_of_every_mode_keeps_the_actor_and_resumes_exactly(
     parts = micro_trainer_to_compile(config(**MODES[mode]), **INVARIANT)
     run(parts, tmp_path / "parts")
     assert samples(tmp_path / "parts") == samples(plain)
-    rows = [[{k: v for k, v in row.items() if not k.startswith(UNEQUAL)}
-             for row in metrics.read_metrics(tmp_path / name)] for name in ("whole", "parts")]
-    assert rows[0] == rows[1]
+    assert repeatable_metrics(tmp_path / "whole") == repeatable_metrics(tmp_path / "parts")
     kept = [{k: v for k, v in t.arrays().items() if k != "drafter_seconds"} for t in (whole, parts)]
     same(*kept)
     assert whole.meta() == parts.meta()
@@ -185,8 +157,7 @@ def test_frozen_drafter_resumes_with_its_faults_and_staleness(
 def test_drafter_learns_on_a_mesh_and_keeps_the_actor(tmp_path: Path) -> None:
     both = []
     for when in ("off", "interval"):
-        trainer = micro_trainer_to_compile(
-            dataclasses.replace(config(when), mesh=MeshConfig(data=2)), **INVARIANT)
+        trainer = micro_trainer_to_compile(config(when, mesh__data=2), **INVARIANT)
         run(trainer, tmp_path / when)
         both.append(trainer)
     assert samples(tmp_path / "off") == samples(tmp_path / "interval")
@@ -280,6 +251,12 @@ def shuffled(tree: Any) -> Any:
     return jax.tree.map(lambda a: rng.permutation(np.asarray(a).reshape(-1)).reshape(a.shape), tree)
 
 
+def rebound(sampler: Any) -> None:
+    """The weights are well, but not what rollouts read."""
+    bound = sampler.drafter_params
+    sampler.drafter_params = bound.replace(embed=bound.embed + 1)
+
+
 def other_map(trainer: Trainer) -> Any:
     vocab = np.asarray(trainer.sampler.drafter_weights[0]["vocab"])
     return np.sort((vocab + 7) % 512).astype(np.int32)
@@ -289,7 +266,8 @@ PUT = {"not finite": lambda t: published(t, weights=jax.tree.map(lambda a: a * n
        "zeroed": lambda t: published(t, weights=jax.tree.map(lambda a: a * 0, weights(t))),
        "shuffled": lambda t: published(t, weights=shuffled(weights(t))),
        "swapped": lambda t: published(t, weights=jax.tree.map(lambda a: a + 1, weights(t))),
-       "vocabulary map": lambda t: published(t, vocab=other_map(t))}
+       "vocabulary map": lambda t: published(t, vocab=other_map(t)),
+       "bound parameters": lambda t: rebound(t.sampler)}
 
 
 def step(trainer: Trainer) -> tuple[dict[str, Any], list[Any]]:
@@ -357,22 +335,9 @@ def test_faulty_drafter_that_is_not_verified_changes_no_token(
     assert (record["rollout/drafted"] > 0) == (fault != "not finite")
 
 
-@pytest.mark.ci
-def test_bound_parameters_that_were_changed_are_published_again(learning: Trainer) -> None:
-    """The weights are well, but not what rollouts read."""
-    expected, sampler = undrafted(learning), learning.sampler
-    bound = sampler.drafter_params
-    sampler.drafter_params = bound.replace(embed=bound.embed + 1)
-    record, tokens = step(learning)
-    assert record["drafter/fault"] == "not as published" and tokens == expected
-    learning.warnings.clear()
-
-
 def merged_with_a_small_model() -> Any:
-    return dataclasses.replace(
-        config("interval", probe_tokens=8),
-        spec=dataclasses.replace(SPEC, drafter="merge", max_nodes=6, nodes=6),
-        draft=DraftConfig(vocab=256, parts=("eagle", "small_lm"), model="random:tiny"))
+    return config("interval", probe_tokens=8, spec__drafter="merge", spec__max_nodes=6,
+                  spec__nodes=6, draft__parts=("eagle", "small_lm"), draft__model="random:tiny")
 
 
 @pytest.mark.ci
@@ -413,23 +378,10 @@ def test_small_model_that_is_zero_at_the_start_never_drafts() -> None:
 
 
 @pytest.mark.ci
-def test_head_that_is_zero_at_the_start_is_named(frozen: Any) -> None:
-    trainer = micro_trainer_to_compile(config("off"), **INVARIANT)
-    published(trainer, weights=SPOILED["zeroed"](weights(trainer)))
-    trainer.compile(lambda text: None)
-    assert "zeroed; nothing is drafted" in trainer.warnings.pop()
-    record, tokens = step(trainer)
-    assert record["drafter/disabled"] == 1 and record["rollout/drafted"] == 0
-    assert "drafter/fault" not in record
-    assert tokens == [s["tokens"] for s in metrics.read_samples(frozen[1]) if s["step"] == 0]
-
-
-@pytest.mark.ci
 def test_small_model_alone_is_verified() -> None:
     """It learns nothing, so one version drafts, whose checksum every rollout records."""
-    trainer = micro_trainer_to_compile(dataclasses.replace(
-        config("off", probe_tokens=8), spec=dataclasses.replace(SPEC, drafter="small_lm"),
-        draft=DraftConfig(model="random:tiny")), **INVARIANT)
+    trainer = micro_trainer_to_compile(config("off", probe_tokens=8, spec__drafter="small_lm",
+                                              draft__model="random:tiny"), **INVARIANT)
     trainer.compile(lambda text: None)
     sampler, good = trainer.sampler, trainer.sampler.drafter_weights
     told = [step(trainer)[0]]
@@ -471,14 +423,14 @@ SPOILED = {"not finite": lambda tree: jax.tree.map(lambda a: a * np.nan, tree),
 def spoil(trainer: Trainer, fault: str, patched: pytest.MonkeyPatch) -> None:
     """Each training of the learner ends so."""
     training = trainer.drafter.training
-    run = training._run
+    train_on = training.train_on
 
     def spoiling(*batch: Any) -> Any:
-        result = run(*batch)
+        result = train_on(*batch)
         params = put(trainer, SPOILED[fault](result.state.params))
         return result._replace(state=result.state.replace(params=params))
 
-    patched.setattr(training, "_run", spoiling)
+    patched.setattr(training, "train_on", spoiling)
 
 
 def undrafted(trainer: Trainer) -> list[Any]:
@@ -516,9 +468,9 @@ def test_update_that_spoils_the_drafter_is_not_published(fault: str, learning: T
 
 @pytest.mark.ci
 def test_learner_without_a_finite_update_is_named(learning: Trainer) -> None:
-    good, batches = learning.drafter.good, learning.drafter.training._put
+    good, batches = learning.drafter.good, learning.drafter.training.put
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(learning.drafter.training, "_put", lambda batch: jax.tree.map(
+        patched.setattr(learning.drafter.training, "put", lambda batch: jax.tree.map(
             lambda a: a * np.nan if jnp.issubdtype(a.dtype, jnp.floating) else a, batches(batch)))
         record, _ = step(learning)
     assert record["drafter/fault"] == "not finite" and record["distill/applied"] == 0
@@ -554,25 +506,6 @@ def test_overlapped_update_that_spoils_it_is_not_published() -> None:
     assert tokens == expected and "not finite" in trainer.warnings.pop()
     step(trainer)
     assert manager.good.version == version + 2 and not trainer.warnings and running == [True] * 3
-
-
-@pytest.mark.ci
-def test_publish_that_did_not_happen_is_found(learning: Trainer) -> None:
-    publish = learning.sampler.publish_drafter
-
-    def skip_new(weights: Any, version: int) -> None:
-        if version == learning.sampler.drafter_version:  # bound to a new actor
-            publish(weights, version)
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(learning.sampler, "publish_drafter", skip_new)
-        step(learning)
-    assert learning.sampler.drafter_version == learning.drafter.good.version - 1
-    expected = undrafted(learning)
-    record, tokens = step(learning)
-    assert record["drafter/fault"] == "not as published" and tokens == expected
-    assert "not as published" in learning.warnings.pop()
-    assert learning.sampler.drafter_version == learning.drafter.good.version
 
 
 @pytest.mark.ci
@@ -655,19 +588,21 @@ def test_training_compiles_nothing_after_warm_up(learning: Trainer) -> None:
 
 
 @pytest.mark.parametrize("changes, message", [
-    ({"spec": dataclasses.replace(SPEC, drafter="history")}, "distill.when = 'once': spec.drafter "
-     "= 'history' .* has nothing that learns; choose eagle"),
-    ({"distill": DistillConfig(when="once", batch=64)}, "distill.batch = 64: 1 x 16 sequences are"),
-    ({"distill": DistillConfig(when="interval", overlap=True, **LEARN),
-      "mesh": MeshConfig(data=2)}, "distill.overlap = True: two programs at once over 2 devices"),
-    ({"distill": DistillConfig(when="once", batch=9, micro_batch=9), "mesh": MeshConfig(data=2)},
+    (dict(spec__drafter="history"), "distill.when = 'once': spec.drafter = 'history' .* has "
+     "nothing that learns; choose eagle"),
+    (dict(batch=64), "distill.batch = 64: 1 x 16 sequences are"),
+    (dict(when="interval", overlap=True, mesh__data=2),
+     "distill.overlap = True: two programs at once over 2 devices"),
+    (dict(batch=9, micro_batch=9, mesh__data=2),
      "distill.micro_batch = 9: must be a multiple of the 2 data shards"),
-    ({"distill": DistillConfig(when="once", megabytes=1, batch=2048, rollouts=200)},
+    (dict(megabytes=1, batch=2048, rollouts=200),
      "distill.megabytes = 1: an update of 2048 sequences and 1 heads take"),
+    (dict(when="trigger", spec__drafter="bigram:bigram"),
+     "distill.when = 'trigger': needs a trainable drafter with outputs and logits"),
 ])
 def test_trainer_refuses_options_that_cannot_work(changes: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        micro_trainer_to_compile(dataclasses.replace(config("once"), **changes), **INVARIANT)
+        micro_trainer_to_compile(config(**{"when": "once"} | changes), **INVARIANT)
 
 
 class Bare:
@@ -717,8 +652,7 @@ def test_drafter_of_other_shapes_is_published_again() -> None:
 
 
 def test_manager_of_a_drafter_without_weights_is_null() -> None:
-    trainer = micro_trainer_to_compile(dataclasses.replace(
-        config("off"), spec=dataclasses.replace(SPEC, drafter="history")), **INVARIANT)
+    trainer = micro_trainer_to_compile(config("off", spec__drafter="history"), **INVARIANT)
     assert type(trainer.drafter) is DrafterManager
     assert isinstance(drafters.make(config("off"), Bare({"fc": jnp.ones(2)}), [], print, print),
                       FrozenDrafter)

@@ -14,7 +14,7 @@ from specrl_jax.distill import schedule
                           (dict(when="interval", interval=4, rollouts=3), "123567", "37"),
                           (dict(when="interval", interval=4, overlap=True), "37", "37"),
                           (dict(when="trigger"), "01234567", "")])
-def test_the_schedule(options, collects, due):
+def test_schedule_collects_and_trains_when_due(options, collects, due):
     made, state = DistillConfig(**options), schedule.forget()
     found = ["".join(str(s) for s in range(8) if rule(s)) for rule in (
         lambda s: schedule.collects(made, s), lambda s: schedule.due(made, s, state))]
@@ -35,7 +35,7 @@ def after(steps, memory=0.0):
     return state, left
 
 
-def test_a_fall_that_entropy_explains_starts_nothing():
+def test_fall_that_entropy_explains_starts_nothing():
     options = DistillConfig(when="trigger", threshold=0.05, ema_decay=0.0)
     state, left = after([(1, 0.9), (2, 0.9), (0.6, 0.9)])
     assert state.slope == pytest.approx(-0.2, abs=0.01)
@@ -59,7 +59,7 @@ def test_one_bad_step_is_not_enough_with_a_memory():
     assert schedule.due(options, 1, state)
 
 
-def test_a_reference_without_spread_or_tokens_explains_nothing():
+def test_reference_without_spread_or_tokens_explains_nothing():
     state, left = schedule.observe(schedule.forget(), np.zeros(0), np.zeros(0), 0.0)
     assert (state.tokens, left) == (0, 0)
     state, _ = schedule.observe(state, np.full(9, 0.5), np.ones(9), 0.0)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import make_task, tiny_arch, tiny_params
+from helpers import make_task, moments, tiny_arch, tiny_params
 from specrl_kernels.noise import gumbel
 
 from specrl_jax.config import ConfigError, DistillConfig, DistillOptions
@@ -217,18 +217,12 @@ def test_update_in_micro_batches_and_chunks_equals_the_whole(
     parts, metrics = again(begin(options), frozen, *split(rolled[0], teacher, 3, order))
     for name in told:
         np.testing.assert_allclose(metrics[name], told[name], rtol=1e-4, atol=1e-6)
-    for a, b in zip(moments(parts), moments(whole), strict=True):
+    gradients = [jax.tree.leaves(moments(state.optimizer)) for state in (parts, whole)]
+    for a, b in zip(*gradients, strict=True):
         assert np.linalg.norm(a - b) <= 1e-4 * np.linalg.norm(b) and np.linalg.norm(b) > 0
 
 
-def moments(state: Any) -> list[Any]:
-    """Adam's first moments: after one update from zero, (1 - b1) times the gradient."""
-    found = [x for x in jax.tree.leaves(state.optimizer, is_leaf=lambda n: hasattr(n, "mu"))
-             if hasattr(x, "mu")]
-    return jax.tree.leaves(found[0].mu)
-
-
-def test_the_actor_has_no_gradient(actor, rolled):
+def test_loss_gives_the_actor_no_gradient(actor, rolled):
     texts, _ = rolled
     options, count = dataclasses.replace(OPTIONS, unroll=1), jnp.ones(1)
 
@@ -276,7 +270,7 @@ def test_every_loss_raises_acceptance(rolled, frozen, teacher, options):
     assert 1 < metrics["accept_length"] <= 1 + metrics["alpha"].sum()
 
 
-def test_the_learning_rate_warms_up_and_falls_to_nothing():
+def test_learning_rate_warms_up_and_falls_to_zero():
     options = DistillOptions(warmup_steps=1, decay_steps=3, learning_rate=1e-3)
     optimizer, params, moved = distill.make_optimizer(options), {"w": jnp.ones(2)}, []
     state = optimizer.init(params)
@@ -303,7 +297,7 @@ def test_options_are_checked(options, changes, message):
         options(**changes)
 
 
-def test_an_actor_in_bfloat16_teaches_the_same(rolled):
+def test_actor_in_bfloat16_teaches_the_same(rolled):
     narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16), tiny_params(ACTOR))
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), narrow)
     told = []

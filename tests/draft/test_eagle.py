@@ -1,4 +1,4 @@
-"""The EAGLE drafter against a full recompute, and inside rollouts against plain decoding."""
+"""The EAGLE drafter against a full recompute."""
 
 import dataclasses
 from typing import Any
@@ -12,19 +12,16 @@ from eagle_slots import (
     ARCH,
     BRANCH,
     NODES,
-    PLACES,
     ROWS,
     TEMPERATURE,
-    UNROLL,
     VOCAB,
     Slots,
     V,
-    parameters,
+    check_nodes,
     path_to,
     recomputed,
 )
 
-from specrl_jax import prng
 from specrl_jax.config import ConfigError
 from specrl_jax.control.protocol import make_spec
 from specrl_jax.draft import eagle_model
@@ -41,30 +38,7 @@ def test_nodes_are_what_a_full_forward_of_their_paths_says(children: str, temper
     slots.wander(4, seed=1)
     slots.live = np.asarray([True, True, True, False])
     tree = slots.draft()
-    logq = recomputed(slots, tree)
-    for b in range(3):
-        assert tree.live[b].all()
-        for n in range(1, NODES):
-            above, token = tree.parent[b, n], np.flatnonzero(VOCAB == tree.tokens[b, n])[0]
-            np.testing.assert_allclose(tree.logq[b, n], logq[b, above, token], atol=1e-4)
-        for above in range(NODES):
-            below = np.flatnonzero(tree.parent[b, 1:] == above) + 1
-            if not len(below):
-                continue
-            drawn = int(slots.context[b] - slots.born[b]) + int(tree.depth[b, above])
-            noise = np.asarray(prng.gumbel(slots.rows.key[b], jnp.int32(drawn), jnp.asarray(VOCAB)))
-            plain = children == "top" or TEMPERATURE[b] == 0
-            if children != "perturbed":
-                np.testing.assert_allclose(tree.draft_prob[b, below], np.exp(tree.logq[b, below]),
-                                           rtol=1e-5)
-            score = logq[b, above] + (0 if plain else noise)
-            best = np.argsort(-score)[:BRANCH]
-            found = tree.tokens[b, below[np.argsort(tree.rank[b, below])]]
-            if children == "sampled" and not plain:
-                continue
-            np.testing.assert_array_equal(found, VOCAB[best])
-            np.testing.assert_allclose(np.sort(tree.score_gap[b, below]),
-                                       score[best[0]] - score[best], atol=2e-4)
+    check_nodes(slots, tree, recomputed(slots, tree), children=children, rows=range(3))
 
 
 @pytest.mark.ci
@@ -95,17 +69,6 @@ def test_catching_up_late_changes_nothing(between: Any) -> None:
     np.testing.assert_allclose(one.survival, other.survival, atol=1e-4)
 
 
-def test_the_output_at_the_tip_is_that_of_a_full_forward() -> None:
-    slots = Slots(seed=6)
-    slots.wander(5, seed=3)
-    slots.draft()
-    thought = np.moveaxis(slots.thought, -1, 0)
-    whole = UNROLL(parameters()["weights"], ACTOR_PARAMS["embed"], thought, slots.said,
-                   np.full(ROWS, PLACES), slots.context[:, None] - 1)[0]
-    for b in range(ROWS):
-        np.testing.assert_allclose(slots.state.cache.hidden[b], whole[:, b, 0], atol=1e-4)
-
-
 def test_off_drafts_roots_and_leaves_the_state_alone() -> None:
     slots = Slots()
     before = jax.tree.map(np.asarray, slots.state)
@@ -117,7 +80,7 @@ def test_off_drafts_roots_and_leaves_the_state_alone() -> None:
 
 
 @pytest.mark.ci
-def test_a_smaller_tree_holds_the_likeliest_nodes() -> None:
+def test_smaller_tree_holds_the_likeliest_nodes() -> None:
     large, small = Slots(seed=8), Slots(seed=8, nodes=5)
     whole, part = large.draft(), small.draft()
     for b in range(ROWS):
@@ -207,7 +170,7 @@ def test_scores_that_are_not_finite_are_named_at_any_depth() -> None:
     assert others.any() and not tree.broken[others].any()
 
 
-def test_a_prompt_of_one_token_waits_for_its_first_feature() -> None:
+def test_prompt_of_one_token_waits_for_its_feature() -> None:
     slots = Slots(seed=13)
     slots.context[0] = slots.born[0] = 0
     slots.fill(source=[0, -1, -1, -1])
@@ -284,6 +247,6 @@ def test_binding_gathers_the_head_once(own_head: bool, draft_vocab: int) -> None
     ({"children": "best"}, "draft.children = 'best': choose one of perturbed, top, sampled"),
     ({"depth": 0}, "spec.max_depth = 0"), ({"nodes": 1}, "spec.max_nodes = 1"),
     ({"branch": 17}, "spec.max_branch = 17: .*16")])
-def test_what_cannot_work_is_refused(changes: dict[str, Any], message: str) -> None:
+def test_eagle_of_impossible_sizes_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         eagle(**({"arch": ARCH, "depth": 3, "branch": 2, "nodes": 6} | changes))

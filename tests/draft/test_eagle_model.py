@@ -106,7 +106,7 @@ def test_anchors_draft_as_if_they_were_alone(inputs: dict[str, Any]) -> None:
         np.testing.assert_allclose(few, want, atol=1e-5)
 
 
-def test_what_lies_beyond_length_changes_nothing(inputs: dict[str, Any]) -> None:
+def test_garbage_beyond_length_changes_nothing(inputs: dict[str, Any]) -> None:
     clean = UNROLL(weights(), **inputs)
     dirty = inputs | {"features": inputs["features"].at[:, 1, 5:].set(jnp.nan),
                       "tokens": inputs["tokens"].at[1, 5:].set(-7)}
@@ -177,7 +177,7 @@ def test_taps_are_a_low_a_middle_and_a_high_layer(layers: int, taps: tuple[int, 
 @pytest.mark.parametrize("changes,message", [
     ({"taps": (1, 4)}, r"taps = \(1, 4\): .*0\.\.3"), ({"taps": (2, 1)}, "ascending"),
     ({"taps": (-1, 1)}, "taps"), ({"draft_vocab": 21}, "draft_vocab = 21: .*20 tokens")])
-def test_what_cannot_work_is_refused(changes: dict[str, Any], message: str) -> None:
+def test_arch_of_impossible_sizes_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         EagleArch(ACTOR, **changes)
 

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import micro_config
+from helpers import micro_config, with_fields
 
 from specrl_jax import sharding
-from specrl_jax.config import ConfigError, DraftConfig, SpecOptions
+from specrl_jax.config import ConfigError
 from specrl_jax.draft import eagle_model, eagle_weights
 from specrl_jax.draft.eagle_model import EagleArch
 from specrl_jax.model.layers import identity
@@ -18,8 +18,6 @@ from specrl_jax.rollout.sampler import Sampler
 
 ARCH = dataclasses.replace(TINY, num_layers=1)
 TOKENIZER = byte_tokenizer()
-SPEC = SpecOptions(drafter="eagle", depth=2, branch=1, nodes=3, max_depth=2, max_branch=1,
-                   max_nodes=3)
 
 
 def actor(seed: int) -> dict:
@@ -29,9 +27,9 @@ def actor(seed: int) -> dict:
 def warnings_of(folder: Path, *weights: dict, parts: tuple[str, ...] = ()) -> list[str]:
     """What a run says that drafts with the head in `folder` and publishes these weights in turn."""
     told: list[str] = []
-    spec = dataclasses.replace(SPEC, drafter="merge", max_nodes=5) if parts else SPEC
-    draft = DraftConfig(path=str(folder), **({"parts": parts} if parts else {}))
-    config = micro_config(spec=spec, draft=draft)
+    config = micro_config(spec__drafter="eagle", draft__path=str(folder))
+    if parts:
+        config = with_fields(config, spec__drafter="merge", spec__max_nodes=5, draft__parts=parts)
     sampler = Sampler(config, ARCH, TOKENIZER.stop_ids, sharding.make_mesh(config.mesh), prompts=4,
                       group=2, warn=told.append, tokenizer=TOKENIZER)
     for version, params in enumerate(weights):

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from eagle_slots import check_tree
 
 from specrl_jax.control import acceptance
 from specrl_jax.control.protocol import make_spec
@@ -53,7 +54,7 @@ class Corpus:
              ) -> Any:
         found, _ = self.propose((), self.state, frontier or self.frontier, None,
                                 make_spec(steps, branch, NODES, 0), believed)
-        check_tree(found)
+        check_tree(jax.tree.map(np.asarray, found), frontier or self.frontier, origin=0)
         return found
 
     def chains(self, row: int = 0, **asked: Any) -> list[list[int]]:
@@ -75,20 +76,6 @@ def believed(parent: Any, draft_prob: Any, depth: Any, origin: Any) -> Any:
     return parent * draft_prob
 
 
-def check_tree(tree: Any) -> None:
-    """What every tree must keep to."""
-    t = jax.tree.map(np.asarray, tree)
-    for b in range(len(t.live)):
-        for n in np.flatnonzero(t.live[b][1:]) + 1:
-            parent = t.parent[b, n]
-            assert parent < n and t.live[b, parent] and t.depth[b, n] == t.depth[b, parent] + 1
-            assert 0 < t.survival[b, n] <= t.survival[b, parent]
-            assert t.tokens[b, n] >= 0 and t.logq[b, n] <= 0
-            twins = [m for m in range(1, NODES) if t.live[b, m] and m != n
-                     and t.parent[b, m] == parent and t.tokens[b, m] == t.tokens[b, n]]
-            assert not twins, "siblings hold the same token"
-
-
 @pytest.mark.parametrize("prompt, said, options, chains", [
     ([9], [1, 2, 3, 4, 1, 2], {}, [[3, 4, 1]]), ([9], [1, 7, 1, 8, 1, 8, 1], {"match": 1}, [
         [8, 1, 8]]), ([4, 5, 6, 7, 4, 5], [], {}, [[6, 7, 4]]),
@@ -100,7 +87,7 @@ def test_history_finds_what_followed_the_suffix(
     assert Corpus([prompt], [said], **options).chains(branch=1) == chains
 
 
-def test_the_longest_suffix_wins() -> None:
+def test_history_prefers_the_longest_suffix() -> None:
     said = [1, 2, 5, 8, 7, 2, 6, 8, 1, 2]  # after (1, 2) came 5; after (2) alone, 6
     assert Corpus([[9]], [said]).chains() == [[5, 8, 7], [6, 8, 1]]
     short = Corpus([[9]], [said], match=1).chains(branch=2)  # both are now matches of one token
@@ -113,7 +100,7 @@ def test_siblings_are_read_and_other_groups_are_not() -> None:
     assert corpus.chains(2) == []  # its sibling never said 2
 
 
-def test_the_past_of_the_prompt_is_read() -> None:
+def test_history_reads_the_past_of_the_prompt() -> None:
     corpus = Corpus([[9], [9]], [[1, 2], [1, 2]], past=[[[0, 1, 2, 6, 7]], [[1, 2, 8]]])
     assert corpus.chains(0)[0] == [6, 7] and corpus.chains(1) == [[8]]
 
@@ -137,7 +124,7 @@ def test_estimates_of_siblings_sum_to_one_at_most() -> None:
         np.testing.assert_allclose(np.asarray(tree.survival)[first], each)
 
 
-def test_a_drafter_of_one_depth_grows_its_first_tokens() -> None:
+def test_history_of_depth_1_grows_its_first_tokens() -> None:
     drafter = history(depth=1, branch=BRANCH, nodes=3, match=4, group=1)
     corpus = Corpus([[9]], [[1, 2, 5, 1, 2, 6, 1, 2]])
     tree, _ = jax.jit(drafter.propose, static_argnums=(0, 3, 5))(
@@ -152,7 +139,7 @@ def test_dead_rows_get_no_nodes() -> None:
     assert np.asarray(tree.live).any(1).tolist() == [True, False]
 
 
-def test_what_is_observed_is_drafted_from() -> None:
+def test_observed_tokens_are_drafted_from() -> None:
     corpus = Corpus([[9]], [[1, 2]])
     assert corpus.chains() == []
     real = jnp.zeros((1, 4))

@@ -73,7 +73,7 @@ def proposed(first: list[list[Node]], second: list[list[Node]], nodes: int = 6,
     return out
 
 
-def test_the_best_nodes_of_both_are_kept_once() -> None:
+def test_merge_keeps_the_best_nodes_of_both_once() -> None:
     first = [[(0, 1, 0.9), (1, 2, 0.5), (2, 3, 0.1)], [(0, 1, 0.2)]]
     second = [[(0, 1, 0.6), (1, 5, 0.55), (0, 4, 0.3)], [(0, 8, 0.7), (1, 9, 0.6)]]
     got = proposed(first, second, nodes=5)
@@ -81,7 +81,7 @@ def test_the_best_nodes_of_both_are_kept_once() -> None:
     assert got[1] == {(1,): (0.2, 0), (8,): (0.7, 1), (8, 9): (0.6, 1)}
 
 
-def test_the_higher_estimate_counts_and_raises_what_lies_above() -> None:
+def test_merge_takes_the_higher_estimate_and_raises_parents() -> None:
     got = proposed([[(0, 1, 0.1), (1, 2, 0.05)]], [[(0, 1, 0.4), (1, 2, 0.3)]], nodes=3)
     assert got == [{(1,): (0.4, 0), (1, 2): (0.3, 0)}]
 
@@ -129,7 +129,7 @@ def _union(trees: list[list[Node]]) -> dict[tuple[int, ...], float]:
 
 def test_pruning_pads_and_keeps_the_root_of_a_dead_row() -> None:
     tree = roots(jnp.asarray([3, 4]), jnp.asarray([False, True]), 2)
-    small = likeliest(tree, 4)
+    small = likeliest(tree, 4, 3)
     assert small.live.tolist() == [[False] * 4, [True, False, False, False]]
     assert small.tokens[:, 0].tolist() == [3, 4]
 
@@ -139,11 +139,11 @@ def test_merged_tree_is_broken_where_a_part_is(first: bool) -> None:
     rows: list[list[Node]] = [[(0, 1, 0.5)], [(0, 2, 0.5)]]
     sound = tree_of(rows, 3)
     broken = sound.replace(broken=jnp.asarray([True, False]))
-    merged = likeliest(graft(broken, sound) if first else graft(sound, broken), 4)
+    merged = likeliest(graft(*((broken, sound) if first else (sound, broken)), 2), 4, 2)
     assert merged.broken.tolist() == [True, False] and merged.live.sum() == 4
 
 
-def test_only_one_part_may_read_the_actor() -> None:
+def test_merge_of_two_readers_of_the_actor_is_refused() -> None:
     parts = [drafter([[]], 3, i, taps=(1,)) for i in range(2)]
     with pytest.raises(ConfigError, match="only one"):
         merge(parts, 4)

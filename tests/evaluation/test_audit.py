@@ -68,7 +68,7 @@ def test_near_means_both_near_the_best(monkeypatch):
     assert two.near_tie and not below.near_tie
 
 
-def test_a_token_that_truncation_drops_is_a_real_difference():
+def test_ruling_on_truncated_token_is_a_real_difference():
     case = ("abc", [4], (7, 0, 1))
     logits = np.asarray(transformer.forward(
         ARCH, PARAMS, jnp.asarray([[0, 1, 2, 4]]), jnp.asarray([4]))[0, -1])
@@ -79,7 +79,7 @@ def test_a_token_that_truncation_drops_is_a_real_difference():
     assert outside.score_b == -math.inf and outside.gap == math.inf and not outside.near_tie
 
 
-def test_a_sequence_that_had_ended_is_a_real_difference():
+def test_ruling_on_ended_sequence_is_a_real_difference():
     ruling, = rulings([difference("abc", [4], (7, 0, 1), 3, None)])
     assert ruling.gap == math.inf and not ruling.near_tie
 

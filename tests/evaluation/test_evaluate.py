@@ -6,9 +6,10 @@ import types
 import numpy as np
 import pytest
 
-from specrl_jax.config import ConfigError
+from specrl_jax.config import Config, ConfigError, RewardConfig
 from specrl_jax.evaluation import evaluate
 from specrl_jax.model.tiny import byte_tokenizer
+from specrl_jax.rl import judge
 from specrl_jax.rollout.prompts import Prompts, prompt_batches
 from specrl_jax.structs import Rollout
 
@@ -42,7 +43,7 @@ def rollout(*answers):
 
 
 def tally(count, samples, *rollouts):
-    made = evaluate.Tally(ask(count), TOKENIZER, samples)
+    made = evaluate.Tally(ask(count), TOKENIZER, samples, judge.compose(("exact",), (1.0,)))
     for one in rollouts:
         made.add(*one)
     return made.results()
@@ -91,7 +92,7 @@ def test_rollouts_are_equal_parts(problems, samples, shards, want):
 def found(correct, **changes):
     data = {"name": "a", "level": "b", "split": "test", "system": ""}
     return {"problems": list(range(len(correct))), "questions_sha256": "x", "data": data,
-            "correct": correct} | changes
+            "correct": correct, "reward": "exact"} | changes
 
 
 def test_paired_difference():
@@ -106,6 +107,24 @@ def test_paired_difference():
 def test_pairing_takes_any_number_of_samples():
     pair = evaluate.paired(found([[1], [0]]), found([[1, 0], [1, 1]]))
     assert pair["difference"] == 0.25 and (pair["better"], pair["worse"]) == (1, 1)
+
+
+def test_pairing_refuses_another_reward():
+    with pytest.raises(ConfigError, match="--reward = 'latex': the baseline was judged by 'exact'"):
+        evaluate.paired(found([[1], [0]]), found([[1], [0]], reward="latex"))
+
+
+@pytest.mark.parametrize("terms, asked, reward", [
+    (("exact_only", "exact"), "", "exact"), (("latex",), "", "latex"), (("exact",), "a:b", "a:b"),
+    (("digit_fraction",), "", "exact"), (("exact_only", "mine:judge"), "", "mine:judge")])
+def test_answers_are_judged_by_the_runs_reward(terms, asked, reward):
+    config = Config(reward=RewardConfig(terms=terms, weights=(1.0,) * len(terms)))
+    assert evaluate.reward_of(config, evaluate.Task(reward=asked)) == reward
+
+
+def test_samples_at_temperature_0_are_refused():
+    with pytest.raises(ConfigError, match="samples = 8: at temperature 0 all answers are the same"):
+        evaluate.Task(samples=8)
 
 
 @pytest.mark.parametrize("change, message", [

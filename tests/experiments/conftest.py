@@ -1,41 +1,25 @@
 """A trained tiny run, made once, and scripts as a user starts them."""
 
-import os
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from helpers import xla_flags
+from helpers import ROOT, script_environment, with_fields
 
-from specrl_jax.config import (
-    Config,
-    DataConfig,
-    LearnerConfig,
-    ModelSource,
-    RewardConfig,
-    RolloutConfig,
-)
+from specrl_jax.config import Config
 from specrl_jax.run import train
-
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def even(prompt: str, completion: str, example: object) -> float:
-    """A reward that random answers differ in: the share of characters with an even code."""
-    return sum(ord(x) % 2 == 0 for x in completion) / max(len(completion), 1)
 
 
 @pytest.fixture(scope="session")
 def small() -> Config:
     """The smallest run in which weights change: no checkpoint before its end."""
-    return Config(
-        name="small", steps=2, prompts_per_step=2, group_size=2, checkpoint_every=2,
-        model=ModelSource(path="random:tiny"), data=DataConfig(level="add2", examples=4),
-        reward=RewardConfig(terms=("tests.experiments.conftest:even",), weights=(1.0,)),
-        rollout=RolloutConfig(batch_size=4, max_prompt_tokens=96, max_new_tokens=8),
-        learner=LearnerConfig(learning_rate=1e-2, micro_batch=4))
+    return with_fields(
+        Config(), name="small", steps=2, prompts_per_step=2, group_size=2, checkpoint_every=2,
+        model__path="random:tiny", data__examples=4, reward__terms=("helpers:even",),
+        rollout__batch_size=4, rollout__max_prompt_tokens=96, rollout__max_new_tokens=8,
+        learner__learning_rate=1e-2, learner__micro_batch=4)
 
 
 @pytest.fixture(scope="session")
@@ -52,12 +36,6 @@ def command() -> Callable[..., subprocess.CompletedProcess]:
     def call(script: str, *arguments: object) -> subprocess.CompletedProcess:
         return subprocess.run(
             [sys.executable, ROOT / "experiments" / script, *map(str, arguments)], text=True,
-            capture_output=True, timeout=300, env=environment())
+            capture_output=True, timeout=300, env=script_environment())
 
     return call
-
-
-def environment() -> dict[str, str]:
-    """Scripts find the package whether or not it is installed, and use one device."""
-    path = os.pathsep.join(map(str, (ROOT, ROOT / "kernels")))
-    return os.environ | {"PYTHONPATH": path, "XLA_FLAGS": xla_flags()}

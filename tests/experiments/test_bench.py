@@ -8,20 +8,8 @@ import jax
 import numpy as np
 import pytest
 
-from experiments.bench import (
-    drafter,
-    engines,
-    hardware,
-    json_file,
-    results,
-    roofline,
-    tables,
-    timing,
-    workload,
-)
-from experiments.bench import (
-    learner as learner_bench,
-)
+from experiments.bench import drafter, hardware, results, roofline, tables, timing, workload
+from experiments.bench import learner as learner_bench
 from experiments.bench.hardware import Hardware
 from experiments.bench.rollout import Setting, run_case
 from specrl_jax import sharding
@@ -34,6 +22,7 @@ from specrl_jax.model.architecture import Architecture, initialize
 from specrl_jax.model.source import open_actor
 from specrl_jax.model.tiny import byte_tokenizer
 from specrl_jax.rl import learner
+from specrl_jax.rl.batch import Layout, make_batch
 from specrl_jax.structs import Rollout
 
 ARCH = Architecture(vocab_size=24, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=4,
@@ -56,7 +45,7 @@ def rollout_of(lengths: list[int], asked: list[int]) -> Rollout:
 
 def batch_of(together: int, rows: int = 2):
     rollout = rollout_of([3, 1, 2, 4], [5, 2])
-    return learner.make_batch(rollout, np.ones(4, np.float32), 1.0, rows, together, True)
+    return make_batch(rollout, np.ones(4, np.float32), 1.0, Layout(rows, together), True)
 
 
 @pytest.mark.ci
@@ -143,23 +132,6 @@ def test_workload_lengths_follow_their_distribution():
     assert uniform.tokens == 21 and uniform.prompts == heavy.prompts[:3]
 
 
-def test_check_installed_missing_engine_is_refused(monkeypatch):
-    monkeypatch.setattr(engines.importlib.util, "find_spec", lambda module: None)
-    with pytest.raises(ConfigError, match="--engine=llamacpp: llama_cpp is not installed; run"):
-        engines.check_installed("llamacpp")
-    with pytest.raises(ConfigError, match="--engine=vllm: choose some of transformers, llamacpp"):
-        engines.check_installed("vllm")
-
-
-def test_json_file_innermost_values_take_one_line(tmp_path):
-    found = {"cases": {"a": {"seconds": [1, -2.5e-7, None, True], "none": []},
-                       "text": ["[\n1\n]", "b,  1"], "rows": [[1, 2], {"low": 3, "name": "x  y"}]}}
-    json_file.write(tmp_path / "x.json", found)
-    text = (tmp_path / "x.json").read_text(encoding="utf-8")
-    assert json.loads(text) == found and "[1, -2.5e-07, null, true]" in text
-    assert '{"low": 3, "name": "x  y"}' in text
-
-
 def test_results_earlier_reads_back_or_refuses(tmp_path):
     path = tmp_path / "a.json"
     assert results.earlier(path) == {}
@@ -230,19 +202,6 @@ def test_learner_update_is_measured_for_each_packing(setting):
         found = one.describe([one.run(), one.run()], MACHINE)
         assert found["useful"]["tokens"] < found["padded_tokens"]
         assert found["response_tokens_per_second"]["min"] > 0 and found["temporary_bytes"] > 0
-
-
-def test_gguf_copy_loads_as_the_same_model(tmp_path, small):
-    from experiments.bench.gguf_copy import write_float32
-    from specrl_jax.model.gguf_file import gguf_architecture, gguf_tensors, open_gguf
-
-    source = open_actor(small).source
-    file = open_gguf(write_float32(tmp_path / "a.gguf", source))
-    arch = gguf_architecture(file)
-    assert arch == source.arch
-    copy = gguf_tensors(file, arch)
-    for name in source.tensors.shapes:
-        np.testing.assert_array_equal(copy.read(name), source.tensors.read(name))
 
 
 def test_drafter_training_work_equals_hand_count(setting):

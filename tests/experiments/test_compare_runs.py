@@ -50,8 +50,9 @@ def drawn(small, tmp_path_factory):
         small.learner, learning_rate=0.0))
     source = weights.describe_source(config.model.path)
     prompt = make_prompts(config, source.tokenizer, print).texts[0]
-    tokens, length = audit._rows([source.tokenizer.encode(prompt)])
-    logits = np.asarray(audit.next_logits(source.arch, source.params(), tokens, length))[:, 0]
+    tokens = np.asarray([source.tokenizer.encode(prompt)], np.int32)
+    logits = np.asarray(audit.next_logits(source.arch, source.params(), tokens,
+                                          np.asarray(tokens.shape[1:])))[:, 0]
     run = tmp_path_factory.mktemp("drawn") / "run"
     run.mkdir()
     records, ranks = [], {}
@@ -105,7 +106,7 @@ def test_accept_lengths_are_shown_and_no_draft_is_noticed(drawn, tmp_path, capsy
             "use --config.control.policy=fixed\n" in out) == warns
 
 
-def test_a_real_difference(drawn, tmp_path, capsys):
+def test_real_difference_is_reported(drawn, tmp_path, capsys):
     run, ranks = drawn
     other = edit(run, tmp_path / "b", runner_up(ranks, (0, 1), (1, 0)))
     status, found = compare(tmp_path, run, other)
@@ -128,7 +129,7 @@ def test_near_ties_leave_the_exit_status_0(drawn, tmp_path, monkeypatch):
     assert found["first_step_that_differs"] == 1
 
 
-def test_all_steps_at_learning_rate_0(drawn, tmp_path):
+def test_all_steps_at_learning_rate_0_are_ruled(drawn, tmp_path):
     run, ranks = drawn
     other = edit(run, tmp_path / "b", runner_up(ranks, (0, 1), (1, 0), (1, 1)))
     status, found = compare(tmp_path, run, other, "--all_steps")
@@ -137,7 +138,7 @@ def test_all_steps_at_learning_rate_0(drawn, tmp_path):
         assert difference["drawn"] == difference["token_a"]  # each with the noise of its own step
 
 
-def test_all_steps_needs_learning_rate_0(drawn, tmp_path, capsys):
+def test_all_steps_at_another_learning_rate_is_refused(drawn, tmp_path, capsys):
     run, _ = drawn
     other = reconfigure(edit(run, tmp_path / "b", lambda r: None), learner={"learning_rate": 0.5})
     assert compare_runs.main([str(run), str(other), "--all_steps", "--force"]) == 2
@@ -161,7 +162,7 @@ def test_bad_input_is_one_line(drawn, tmp_path, capsys):
     assert error.startswith(f"error: {tmp_path}: no config.json") and error.count("\n") == 1
 
 
-def test_the_script_runs(drawn, command):
+def test_script_compares_two_runs(drawn, command):
     done = command("compare_runs.py", drawn[0], drawn[0])
     assert done.returncode == 0 and "\nequal:" in done.stdout, done.stderr
     assert command("compare_runs.py", drawn[0]).returncode == 2
@@ -186,7 +187,7 @@ def test_differences_are_ruled_with_the_weights_of_their_step(trained, tmp_path)
 
 
 @pytest.mark.ci
-def test_a_checkpoint_is_restored_and_only_read(trained):
+def test_replay_restores_a_checkpoint_and_only_reads_it(trained):
     made = audit.replay(trained, 2, print)
     assert (made.checkpoint, made.trainer.step_number, made.deviations) == (2, 2, 0)
     initial = trainer_of(trained).sampler.params["embed"]

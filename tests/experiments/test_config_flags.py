@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 from absl import flags
+from helpers import ROOT
 
 from experiments import config_flags
 from specrl_jax.config import Config, ConfigError, as_dict, load_config, preset_names
 from specrl_jax.config.load import PRESETS
 
-ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = f'''"""Says what it was asked to do."""
 import sys
 sys.path[:0] = [{str(ROOT / "experiments")!r}, {str(ROOT)!r}]
@@ -65,12 +65,12 @@ def test_no_override_is_the_default_preset():
 def test_overrides_of_every_type():
     config, workdir = parse(
         "--config=tiny", "--config.seed=7", "--config.name=mine",
-        "--config.learner.learning_rate=1", "--config.learner.remat",
+        "--config.learner.learning_rate=1", "--config.learner.remat=none",
         "--config.rl.advantage=leave_one_out", "--config.rollout.top_p", "0.5",
         "--config.reward.terms=('exact','exact_only')", "--config.reward.weights=(1, 0.2)")
     want = as_dict(load_config("tiny"))
     want.update(seed=7, name="mine")
-    want["learner"].update(learning_rate=1.0, remat=True)
+    want["learner"].update(learning_rate=1.0, remat="none")
     want["rl"].update(advantage="leave_one_out")
     want["rollout"].update(top_p=0.5)
     want["reward"].update(terms=("exact", "exact_only"), weights=(1.0, 0.2))
@@ -94,7 +94,7 @@ def test_one_parse_leaves_nothing_for_the_next():
     ("--config.steps=abc", "config.steps = 'abc': must be of type int"),
     ("--config.steps=1.5", "config.steps = '1.5': must be of type int"),
     ("--config.rollout.top_p=x", "config.rollout.top_p = 'x': must be of type float"),
-    ("--config.learner.remat=maybe", "config.learner.remat = 'maybe': must be of type bool"),
+    ("--config.learner.remat=maybe", "learner.remat = 'maybe': choose one of none, full, dots_"),
     ("--config.reward.weights=('a',)",
      "config.reward.weights = \"('a',)\": must be a quoted tuple of float values"),
     ("--config.reward.terms=(exact, bare)",
@@ -114,12 +114,6 @@ def test_bad_overrides_name_field_value_and_way_out(argument, line):
     with pytest.raises(ConfigError) as caught:
         parse(argument)
     assert str(caught.value).startswith(line)
-
-
-def test_a_value_may_be_the_next_argument():
-    assert parse("--config.steps", "3")[0].steps == 3
-    with pytest.raises(ConfigError, match="config.steps = 'abc': must be of type int"):
-        parse("--config.steps", "abc")
 
 
 @pytest.mark.parametrize("source, message", [
@@ -154,8 +148,7 @@ def test_script_runs_from_anywhere(script):
 
 
 @pytest.mark.parametrize("arguments, line", [
-    (["--config=nope"], "flag --config=nope: no preset 'nope': give one of smollm2, "
-     "staleness, staleness_smollm2, tiny, or"),
+    (["--config=nope"], "flag --config=nope: no preset 'nope': give one of qwen2_5_0_5b, "),
     (["--config.steps=abc"], "config.steps = 'abc': must be of type int"),
     (["--config.steps=1", "--config=tiny"], "Found --config.steps=1 in argv before a value for"),
     (["--confg=tiny"], "Unknown command line flag 'confg'. Did you mean: config"),

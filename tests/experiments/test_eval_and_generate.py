@@ -11,6 +11,7 @@ import sys
 import numpy as np
 import pytest
 from absl import flags
+from helpers import ROOT, script_environment
 
 from experiments import config_flags, run_flags
 from specrl_jax.config import ConfigError, SpecOptions, as_dict, override
@@ -18,7 +19,6 @@ from specrl_jax.evaluation import generate
 from specrl_jax.io.compilation import CompilationCounter
 from specrl_jax.model import source as actors
 from specrl_jax.model.tiny import byte_tokenizer
-from tests.experiments.conftest import ROOT, environment
 
 TINY = ("--config.model.path=random:tiny", "--config.rollout.max_prompt_tokens=96")
 
@@ -46,7 +46,7 @@ def test_without_a_run_the_model_is_the_configs():
     assert (actor.run, actor.step, actor.name) == (None, 0, "random:tiny")
 
 
-def test_a_run_brings_its_config_and_overrides_win(run, small):
+def test_run_brings_its_config_and_overrides_win(run, small):
     config, actor = resolve(f"--run={run}", "--step=0", "--config.spec.drafter=off",
                             "--config.reward.terms=('exact',)")
     assert (config.spec.drafter, config.reward.terms) == ("off", ("exact",))
@@ -91,7 +91,7 @@ def test_contradictions_are_refused(run, arguments, message):
         resolve(*(a.format(run=run) for a in arguments))
 
 
-def test_a_missing_step_names_the_ones_there_are(run, small):
+def test_missing_step_names_the_ones_there_are(run, small):
     actor = actors.open_actor(small, run, 7)
     with pytest.raises(ConfigError, match="7: no such checkpoint; complete ones: none"):
         actor.params(generate.sharding.make_mesh(small.mesh))
@@ -151,7 +151,7 @@ def test_interactive_answers_lines_until_an_empty_one():
     done = subprocess.run(
         [sys.executable, ROOT / "experiments/generate.py", "--interactive", *TINY,
          "--config.rollout.max_new_tokens=5"], input="One\nTwo\n\nThree\n", text=True,
-        capture_output=True, timeout=300, env=environment())
+        capture_output=True, timeout=300, env=script_environment())
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("accept length") == 2 and done.stderr.count("loading") == 1
 
@@ -169,7 +169,7 @@ def test_ctrl_c_is_no_traceback(interruptible):
     process = subprocess.Popen(
         [sys.executable, ROOT / "experiments/generate.py", "--prompt=Hi", *TINY,
          "--config.rollout.max_new_tokens=1800"], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        env=environment())
+        env=script_environment())
     os.read(process.stdout.fileno(), 1)
     process.send_signal(signal.SIGINT)
     _, error = process.communicate(timeout=60)

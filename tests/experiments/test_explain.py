@@ -1,6 +1,5 @@
 """Launches become metrics, a table and figures."""
 
-import base64
 import json
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ import pytest
 from experiments import explain
 from specrl_jax.io import launches
 from specrl_jax.io.metrics import encode, write_config
-from specrl_jax.io.report import write_report
 from specrl_jax.structs import LaunchRecord
 
 
@@ -71,10 +69,3 @@ def test_explain_refuses_bad_input_in_one_line(
     assert explain.main([str(workdir), *arguments]) == 2
     error = capsys.readouterr().err
     assert reason in error and error.count("\n") == 1
-
-
-def test_report_shows_choices_and_savings(workdir: Path) -> None:
-    html = write_report(workdir).read_text()
-    assert "verified tokens over time" in html and "seconds saved, spent and lost" in html
-    assert "lost against plain decoding" in html and "error of the predicted seconds" in html
-    assert base64.b64decode(html.split("base64,")[1].split('"')[0]).startswith(b"<?xml")

@@ -49,7 +49,7 @@ def tiny(environment: dict[str, str], path: Path, command: str, *args: str) -> d
     return json.loads(path.read_text())
 
 
-def test_an_unknown_command_says_what_there_is(environment: dict[str, str]) -> None:
+def test_unknown_command_says_what_there_is(environment: dict[str, str]) -> None:
     told = run(environment, "fast", status=2).stderr
     assert all(name in told for name in ("contract", "kernels", "rollouts", "tune"))
 

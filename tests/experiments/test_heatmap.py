@@ -33,17 +33,6 @@ def test_adapting_chooses_and_judges_on_other_repeats() -> None:
     assert set(found["best static"]["chosen"].values()) == {"a"}
 
 
-def test_adapting_unequal_repeats_uses_the_common_ones() -> None:
-    found = heatmap.adapting({1: {"a": [2.0, 2.0, 2.0]}, 8: {"a": [2.0, 2.0, 2.0, 8.0]}})
-    assert found["geometric"]["best static"]["speed"] == pytest.approx(2.0)
-
-
-def test_adapting_policy_has_an_interval() -> None:
-    budget = heatmap.adapting(NOISY, ["budget"])["geometric"]["budget"]
-    assert budget["speed"] == pytest.approx((1.5 * 1.6 * 1.7) ** (1 / 6))
-    assert 1 < budget["low"] < budget["speed"] < budget["high"]
-
-
 @pytest.mark.parametrize("speed,load", [
     ({1: 1.5, 4: 1.2}, None), ({1: 0.9, 4: 0.8}, 0.0), ({1: 1.2, 4: 0.8}, 2.0),
     ({1: 0.9, 4: 1.0, 16: 0.5}, 4.0)])

@@ -5,8 +5,7 @@ import subprocess
 import sys
 
 import pytest
-
-from tests.experiments.conftest import ROOT
+from helpers import ROOT
 
 BUSY = """
 import hashlib, signal, interrupt

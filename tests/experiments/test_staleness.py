@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers import ROOT, script_environment
 
 from experiments.bench import staleness, staleness_arms, subprocess_runner
 from specrl_jax.config import Config, ConfigError, load_config
 from specrl_jax.io.metrics import Writer
-from specrl_jax.verify.registry import RULES
-from tests.experiments.conftest import ROOT, environment
 
 CONFIG = load_config("staleness")
 
@@ -53,13 +52,6 @@ def test_account_saved_and_spent_seconds_add_up(case: Any) -> None:
     assert summary["fast"]["acceptance_end"] == [0.5] * 3
 
 
-def test_numbers_begin_and_end_are_a_quarter_each(case: Any) -> None:
-    case["fast"]["acceptance"] = [0.1, 0.3, 0, 0, 0, 0, 0.5, 0.9]
-    summary = staleness.numbers(case)["fast"]
-    assert summary["acceptance_begin"] == pytest.approx(0.2)
-    assert summary["acceptance_end"] == pytest.approx(0.7)
-
-
 def test_numbers_at_equal_seconds_cut_slow_arms(case: Any) -> None:
     case["fast"] |= {"acceptance": [0.0, 0.2, 0.4, 0.6, 0.9, 0.9, 0.9, 0.9], "seconds": [4.0] * 8}
     summary = staleness.numbers(case)["fast"]
@@ -78,13 +70,6 @@ def test_summary_differences_are_paired_by_seed(case: Any) -> None:
     assert summary["reward_distance"] == pytest.approx([0.125] * 3)
 
 
-def test_summary_leaves_out_incomplete_seeds(case: Any) -> None:
-    cases = {"0": case, "1": {"plain": case["plain"]}, "2": {"plain": case["plain"]}}
-    summary = staleness.summarize(cases, "fast")
-    assert summary["fast"]["seeds"] == 1 and summary["plain"]["seeds"] == 3
-    assert summary["plain"]["over_fast"]["acceptance_end"] == [-0.5] * 3
-
-
 def test_account_unequal_token_fails_only_where_exact(
         case: Any, tmp_path: Path) -> None:
     other = arm(tmp_path / "other", 1.0, token=6)
@@ -95,24 +80,10 @@ def test_account_unequal_token_fails_only_where_exact(
 
 
 @pytest.mark.parametrize("panels", [staleness.PANELS, staleness.BUG_PANELS], ids=["modes", "bugs"])
-def test_the_figure_is_drawn(case: Any, panels: Any, tmp_path: Path) -> None:
+def test_figure_is_drawn(case: Any, panels: Any, tmp_path: Path) -> None:
     staleness.draw({"0": case, "1": case, "2": {"plain": case["plain"]}}, tmp_path / "figure.png",
                    panels)
     assert (tmp_path / "figure.png").stat().st_size > 10_000
-
-
-def test_arms_equal_configs_share_a_run() -> None:
-    arms = {name: staleness_arms.configs(CONFIG, name, "h") for name in staleness_arms.QUESTIONS}
-    places = {(question, name): staleness_arms.place(CONFIG, question, name)
-              for question, of in arms.items() for name in of}
-    assert places["losses", "lk"] == places["intervals", "every_1"] == "modes/every_step"
-    assert places["intervals", "late_1"] == "modes/overlap"
-    assert places["losses", "frozen"] == "modes/frozen"
-    assert len(set(places.values())) == 27
-    assert arms["intervals"]["late_3"].distill.overlap
-    assert {arm.spec.rule for arm in arms["bugs"].values()} <= set(RULES)
-    off = dataclasses.replace(CONFIG, distill=dataclasses.replace(CONFIG.distill, loss="tv"))
-    assert staleness_arms.place(off, "losses", "lk") == "losses/lk"
 
 
 @pytest.mark.parametrize("flags, message", [
@@ -199,19 +170,11 @@ def test_arms_and_seeds_are_added_to_the_file(command: Any, tmp_path: Path) -> N
     assert done.returncode == 2 and "is not the one that arms in the file" in done.stderr
 
 
-def test_killed_subprocess_raises_process_died(
-        small: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(subprocess_runner, "_turn", kill)
-    with pytest.raises(subprocess_runner.ProcessDied,
-                       match="its process was killed, .* the same command"):
-        subprocess_runner.train_in_subprocess(small, tmp_path)
-
-
 @pytest.mark.ci
 def test_interleaved_runs_survive_a_killed_one(
         small: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """b is killed in its second turn, and c has one turn more than a."""
-    monkeypatch.setattr(subprocess_runner, "_turn", noted)
+    monkeypatch.setattr(subprocess_runner, "run_turn", noted)
     found = subprocess_runner.train_interleaved({name: (small, tmp_path / name) for name in "abc"})
     assert (tmp_path / "turns").read_text() == "abcabcacc"
     assert list(found) == ["b"] and isinstance(found["b"], subprocess_runner.ProcessDied)
@@ -237,7 +200,7 @@ def test_subprocess_ends_with_its_parent(tmp_path: Path) -> None:
     script = tmp_path / "orphan.py"
     script.write_text(ORPHAN)
     parent = subprocess.Popen([sys.executable, script, ROOT / "experiments"], text=True,
-                              stdout=subprocess.PIPE, env=environment())
+                              stdout=subprocess.PIPE, env=script_environment())
     assert parent.stdout.readline() == "ready\n"
     parent.kill()
     assert parent.communicate(timeout=30) == ("", None)

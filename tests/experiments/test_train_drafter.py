@@ -9,23 +9,16 @@ import types
 import jax
 import numpy as np
 import pytest
+from helpers import with_fields
 
 from specrl_jax import sharding
-from specrl_jax.config import (
-    Config,
-    ConfigError,
-    ControlConfig,
-    DataConfig,
-    DraftConfig,
-    ModelSource,
-    RolloutConfig,
-    SpecOptions,
-)
+from specrl_jax.config import Config, ConfigError, DataConfig
 from specrl_jax.distill import data as drafter_data
 from specrl_jax.distill import offline, teacher
 from specrl_jax.distill.data import Corpus
 from specrl_jax.distill.metrics import Evaluation, summarize, table, walk
 from specrl_jax.distill.offline import DrafterTraining
+from specrl_jax.distill.texts import read_texts
 from specrl_jax.draft import eagle_model, eagle_weights
 from specrl_jax.draft.eagle_model import EagleArch
 from specrl_jax.io.checkpoint import restore_part
@@ -33,6 +26,7 @@ from specrl_jax.io.metrics import read_metrics
 from specrl_jax.model.source import open_actor
 from specrl_jax.model.tiny import TINY, byte_tokenizer
 from specrl_jax.model.weights import describe_source
+from specrl_jax.rl import judge
 from specrl_jax.rollout.prompts import PromptBatch, Prompts
 from specrl_jax.rollout.sampler import Sampler
 
@@ -42,10 +36,10 @@ MICRO = DrafterTraining(
     batch_tokens=512, micro_batch_tokens=256, checkpoint_every=2, unroll=2, learning_rate=3e-3)
 
 
-def micro_config(**data):
-    return Config(
-        model=ModelSource(path="random:tiny"), data=DataConfig(level="add2", **data),
-        rollout=RolloutConfig(batch_size=8, max_prompt_tokens=96, max_new_tokens=10, min_batch=8))
+def micro_config(examples=0):
+    return with_fields(
+        Config(), model__path="random:tiny", data__examples=examples, rollout__batch_size=8,
+        rollout__max_prompt_tokens=96, rollout__max_new_tokens=10, rollout__min_batch=8)
 
 
 # Measures.
@@ -126,13 +120,13 @@ def test_batch_of_a_plan_is_padded_and_greedy_counts_as_1():
 
 def test_damaged_rollouts_are_named(tmp_path):
     path = tmp_path / "00000.npz"
-    drafter_data._store(path, {name: np.arange(3) for name in drafter_data.FIELDS})
+    drafter_data.write_part(path, {name: np.arange(3) for name in drafter_data.FIELDS})
     whole = path.read_bytes()
-    assert set(drafter_data._stored(path)) == set(drafter_data.FIELDS)
+    assert set(drafter_data.read_part(path)) == set(drafter_data.FIELDS)
     for content in (whole[:-30], whole[:100], b"", whole[:99] + bytes(9) + whole[108:]):
         path.write_bytes(content)
         with pytest.raises(ConfigError, match="00000.npz: .*; the file is damaged, remove it"):
-            drafter_data._stored(path)
+            drafter_data.read_part(path)
 
 
 def test_files_of_texts(tmp_path):
@@ -141,26 +135,51 @@ def test_files_of_texts(tmp_path):
     with gzip.open(tmp_path / "a.jsonl.gz", "wt") as file:
         file.write("\n".join(lines))
     for name in ("a.jsonl", "a.jsonl.gz"):
-        read = drafter_data.read_texts(tmp_path / name, TOKENIZER, "", 99)
+        read = read_texts(tmp_path / name, TOKENIZER, DataConfig(), 99)
         assert [TOKENIZER.decode(t) for t in read.tokens] == [
             "<|im_start|>user\n1 + 1<|im_end|>\n<|im_start|>assistant\n2<|im_end|>", "abc"]
         assert TOKENIZER.decode(read.tokens[0][read.first[0] :]) == "2<|im_end|>"
         assert read.first[1] == 1 and (read.reward == 1).all() and len(read.responses) == 4
-    assert len(drafter_data.read_texts(tmp_path / "a.jsonl", TOKENIZER, "", 25).tokens[0]) == 25
+    assert len(read_texts(tmp_path / "a.jsonl", TOKENIZER, DataConfig(), 25).tokens[0]) == 25
+
+
+CHAT = [{"role": "user", "content": "1 + 1"}, {"role": "assistant", "content": "2"}]
+
+
+@pytest.mark.parametrize("row, system, prompt", [
+    ({"messages": CHAT}, "", "<|im_start|>user\n1 + 1<|im_end|>\n"),
+    ({"conversations": [{"from": "human", "value": "1 + 1"}, {"from": "gpt", "value": "2"}]}, "",
+     "<|im_start|>user\n1 + 1<|im_end|>\n"),
+    ({"messages": [{"role": "system", "content": "Short."}, *CHAT]}, "Long.",
+     "<|im_start|>system\nShort.<|im_end|>\n<|im_start|>user\n1 + 1<|im_end|>\n"),
+    ({"messages": CHAT + CHAT}, "Long.",
+     "<|im_start|>system\nLong.<|im_end|>\n<|im_start|>user\n1 + 1<|im_end|>\n<|im_start|>assistant"
+     "\n2<|im_end|>\n<|im_start|>user\n1 + 1<|im_end|>\n")])
+def test_chats_are_learned_from_their_last_message(tmp_path, row, system, prompt):
+    (tmp_path / "a.jsonl").write_text("\ufeff" + json.dumps(row))
+    read = read_texts(tmp_path / "a.jsonl", TOKENIZER, DataConfig(system=system), 999)
+    tokens, first = read.tokens[0], read.first[0]
+    assert TOKENIZER.decode(tokens[:first]) == prompt + "<|im_start|>assistant\n"
+    assert TOKENIZER.decode(tokens[first:]) == "2<|im_end|>"
 
 
 @pytest.mark.parametrize("content, message", [
-    ("{", "give a JSONL file"),
-    ('{"question": "a"}', "neither a text nor a question"),
-    ("3", "neither a text nor a question"),
-    ('{"text": "a"}', "no token to learn"),
+    ("{", "a.jsonl:2: '{' is not JSON"),
+    ('{"question": "a"}', "a.jsonl:2: .*an object needs a text, a question and its answer, or m"),
+    ("3", "a.jsonl:2: .*an object needs a text"),
+    ('{"text": "a"}', "a.jsonl:2.*no token to learn"),
+    (r'{"text": "\ud83d ab"}', "a.jsonl:2: .*holds half a surrogate pair"),
+    ('{"messages": [{"role": "user", "content": "a"}]}', "a.jsonl:2.*end with the assistant's"),
+    ('{"messages": [{"role": "tool", "content": "a"}]}', "a.jsonl:2: message .* must have a role"),
+    ('{"messages": [{"role": "user", "content": ["a"]}]}', "message .* and a text as its content"),
+    ("", "a.jsonl.*holds nothing to learn from"),
 ])
 def test_other_files_are_refused(tmp_path, content, message):
-    (tmp_path / "a.jsonl").write_text(content)
+    (tmp_path / "a.jsonl").write_text("\n" + content)
     with pytest.raises(ConfigError, match=message):
-        drafter_data.read_texts(tmp_path / "a.jsonl", TOKENIZER, "", 99)
+        read_texts(tmp_path / "a.jsonl", TOKENIZER, DataConfig(), 99)
     with pytest.raises(ConfigError, match="missing.jsonl"):
-        drafter_data.read_texts(tmp_path / "missing.jsonl", TOKENIZER, "", 99)
+        read_texts(tmp_path / "missing.jsonl", TOKENIZER, DataConfig(), 99)
 
 
 def test_scored_corpus_has_the_rewards_of_its_prompts():
@@ -170,8 +189,8 @@ def test_scored_corpus_has_the_rewards_of_its_prompts():
               "length": np.int32([2, 2, 1]), "prompt_id": np.int32([7, 7, 9]),
               "sample_id": np.int32([0, 1, 0]), "stopped": np.array([True, False, False])}
 
-    def reward(prompt, completion, example):
-        return float(completion == example["answer"]), {}
+    def reward(answers):
+        return [judge.Judged(float(said == example["answer"]), {}) for _, said, example in answers]
 
     made = drafter_data.scored_corpus(rolled, prompts, 0, reward, TOKENIZER)
     assert [t.tolist() for t in made.tokens] == [[5, 6, *said[0][:2]], [5, 6, *said[1][:2]]]
@@ -230,9 +249,8 @@ def test_features_start_near_one_for_any_taps():
 # Runs.
 
 
-def train(workdir, options=MICRO, **data):
-    config = micro_config(**data)
-    return offline.train_drafter(config, options, workdir)
+def train(workdir, options=MICRO):
+    return offline.train_drafter(micro_config(), options, workdir)
 
 
 @pytest.fixture(scope="module")
@@ -249,7 +267,7 @@ def losses(workdir):
 
 
 @pytest.mark.ci
-def test_a_head_learns_and_is_written(whole):
+def test_training_learns_and_writes_a_head(whole):
     told = read_metrics(whole)
     assert [m["step"] for m in told] == list(range(6))
     assert [m["step"] for m in told if "eval/alpha/0" in m] == [2, 5]
@@ -265,7 +283,7 @@ def test_a_head_learns_and_is_written(whole):
 
 
 @pytest.mark.ci
-def test_a_run_that_was_stopped_ends_as_if_it_had_not_been(whole, tmp_path, monkeypatch):
+def test_stopped_training_ends_as_if_it_had_not_been(whole, tmp_path, monkeypatch):
     step, generate = offline.DrafterTrainer.step, drafter_data.Sampler.generate
     calls = []
 
@@ -300,11 +318,10 @@ def test_features_that_are_not_kept_are_the_same(whole, tmp_path):
 
 @pytest.mark.ci
 def test_rollout_with_head_takes_the_replayed_rounds(whole):
-    config = dataclasses.replace(
-        micro_config(), draft=DraftConfig(path=str(whole / "drafter")),
-        control=ControlConfig(policy="fixed", min_survival=0.0),
-        spec=SpecOptions(drafter="eagle", depth=2, branch=1, nodes=3, max_depth=2, max_branch=1,
-                         max_nodes=3))
+    config = with_fields(
+        micro_config(), draft__path=str(whole / "drafter"), control__policy="fixed",
+        control__min_survival=0.0, spec__drafter="eagle", spec__depth=2, spec__nodes=3,
+        spec__max_depth=2, spec__max_branch=1, spec__max_nodes=3)
     _, held = drafter_data.load_prompts(config, TOKENIZER, 0, "test", 2, print)
     sampler = Sampler(config, TINY, TOKENIZER.stop_ids, sharding.make_mesh(config.mesh), prompts=2,
                       group=2)
@@ -318,7 +335,7 @@ def test_rollout_with_head_takes_the_replayed_rounds(whole):
 
 
 @pytest.mark.ci
-def test_the_command(command, tmp_path):
+def test_command_trains_and_refuses_other_options(command, tmp_path):
     (tmp_path / "texts.jsonl").write_text(json.dumps({"text": "What is 1 + 1? It is 2."}))
     flags = [f"--{f.name}={getattr(MICRO, f.name)}" for f in dataclasses.fields(MICRO)
              if f.name not in ("texts", "rollout_prompts", "own_head")]

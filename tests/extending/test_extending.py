@@ -1,7 +1,6 @@
 """The examples of docs/extending.md run, and each has its effect."""
 
 import ast
-import dataclasses
 import json
 import re
 from pathlib import Path
@@ -19,15 +18,7 @@ from seed_oss import SEED_OSS
 
 import specrl_jax
 from specrl_jax import Sampler, load_config, train
-from specrl_jax.config import (
-    Config,
-    ControlConfig,
-    DistillConfig,
-    LearnerConfig,
-    RLConfig,
-    SpecOptions,
-    override,
-)
+from specrl_jax.config import Config, ControlConfig, DistillConfig, RLConfig, SpecOptions, override
 from specrl_jax.control.registry import CONTROLLERS
 from specrl_jax.draft.registry import DRAFTERS
 from specrl_jax.io.data import load_examples
@@ -38,7 +29,8 @@ from specrl_jax.model.export import export
 from specrl_jax.model.families import FAMILIES
 from specrl_jax.model.tensors import pack
 from specrl_jax.rl.algorithm import resolve
-from specrl_jax.rl.reward import REWARDS, compose
+from specrl_jax.rl.judge import compose
+from specrl_jax.rl.reward import REWARDS
 from specrl_jax.verify.registry import RULES
 
 FILES = Path(__file__).parent
@@ -47,22 +39,16 @@ COMMANDS = re.findall(r"^(?:PYTHONPATH=tests/extending )?python experiments/.*$"
 MOST_LINES = 60
 
 
-def spec(drafter: str = "last_token:last_token", rule: str = "match") -> SpecOptions:
-    return SpecOptions(drafter=drafter, rule=rule, depth=2, branch=1, nodes=3, max_depth=2,
-                       max_branch=1, max_nodes=3)
+def greedy(**fields: Any) -> Config:
+    """A config of greedy answers: a random model's repeat themselves, so drafts are accepted. One
+    batch size is less to compile."""
+    return micro_config(**dict(spec__drafter="last_token:last_token", rollout__temperature=0.0,
+                               rollout__min_batch=8) | fields)
 
 
-def greedy(config: Config) -> Config:
-    """Greedy answers of a random model repeat themselves, so drafts are accepted. One batch size
-    is less to compile."""
-    return dataclasses.replace(config, rollout=dataclasses.replace(
-        config.rollout, temperature=0.0, min_batch=config.rollout.batch_size))
-
-
-LEARNS = dataclasses.replace(
-    greedy(micro_config(spec=spec("bigram:bigram"))),
-    control=ControlConfig(policy="fixed", min_survival=0.0),
-    learner=LearnerConfig(learning_rate=0.0, micro_batch=16),
+PLAIN = micro_config(spec__drafter="off")
+LEARNS = greedy(
+    spec__drafter="bigram:bigram", control__min_survival=0.0, learner__learning_rate=0.0,
     distill=DistillConfig(when="interval", batch=8, micro_batch=8, updates=4, unroll=2,
                           loss="forward_kl", learning_rate=0.3, probe_tokens=4))
 
@@ -113,8 +99,8 @@ def test_registered_name_of_the_page_is_found(monkeypatch: pytest.MonkeyPatch) -
     program = re.search(r"```python\n(from specrl_jax import .*?)```", PAGE, re.S)
     assert program is not None
     found: list[Any] = []
-    monkeypatch.setattr(specrl_jax, "train", lambda config, workdir: found.append(
-        compose(config.reward.terms, config.reward.weights)("", "1234567890", {})))
+    monkeypatch.setattr(specrl_jax, "train", lambda config, workdir: found.extend(
+        compose(config.reward.terms, config.reward.weights)([("", "1234567890", {})])))
     try:
         exec(program[1], {"__name__": "notebook"})
     finally:
@@ -126,18 +112,17 @@ def test_registered_name_of_the_page_is_found(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_last_token_drafter_is_accepted() -> None:
-    trainer = micro_trainer_to_compile(greedy(micro_config(spec=spec())))
-    _, metrics = trainer.rollout()
+    _, metrics = micro_trainer_to_compile(greedy()).rollout()
     assert 0 < metrics["draft/last_token/accepted"] <= metrics["draft/last_token/drafted"]
     assert metrics["rollout/accept_length"] > 1
 
 
 @pytest.mark.ci
 def test_one_draft_rule_accepts_at_most_one_a_round() -> None:
-    with_rule = micro_config(spec=spec(rule="one_draft:ONE_DRAFT"))
-    rollout, metrics = micro_trainer_to_compile(greedy(with_rule)).rollout()
+    with_rule = greedy(spec__rule="one_draft:ONE_DRAFT")
+    rollout, metrics = micro_trainer_to_compile(with_rule).rollout()
     assert rollout.commits.max() == 2 and metrics["spec/lossy"] == 0
-    plain, _ = micro_trainer_to_compile(greedy(micro_config(spec=spec("off")))).rollout()
+    plain, _ = micro_trainer_to_compile(greedy(spec__drafter="off")).rollout()
     np.testing.assert_array_equal(rollout.tokens, plain.tokens)
 
 
@@ -146,8 +131,8 @@ def test_one_draft_rule_accepts_at_most_one_a_round() -> None:
 def test_small_batches_controller_drafts_below_few_rows(
         few: int, drafts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(small_batches, "FEW", few)
-    config = micro_config(spec=spec(), control=ControlConfig("small_batches:small_batches"))
-    _, metrics = micro_trainer_to_compile(greedy(config)).rollout()
+    config = greedy(control__policy="small_batches:small_batches")
+    _, metrics = micro_trainer_to_compile(config).rollout()
     assert (metrics["rollout/drafted"] > 0) == drafts
 
 
@@ -163,10 +148,9 @@ def test_bandit_settles_on_the_fastest_depth(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.ci
 def test_bandit_controller_trains_and_drafts() -> None:
-    config = micro_config(spec=spec(), control=ControlConfig("bandit:bandit"))
-    config = dataclasses.replace(config, rollout=dataclasses.replace(
-        config.rollout, rounds_per_launch=2))
-    trainer = micro_trainer(config)
+    trainer = micro_trainer(micro_config(
+        spec__drafter="last_token:last_token", control__policy="bandit:bandit",
+        rollout__rounds_per_launch=2))
     rows = [trainer.step()[0] for _ in range(2)]
     assert all(row["applied"] for row in rows)
     assert max(row["control/draft_depth"] for row in rows) > 0
@@ -222,7 +206,7 @@ def test_objective_and_reward_are_what_a_step_uses(monkeypatch: pytest.MonkeyPat
             return called[name]
 
         monkeypatch.setattr(objective, name, recorded)
-    config = override(micro_config(spec=spec("off")), {
+    config = override(PLAIN, {
         "rl.advantage": "objective:best_of_group", "rl.loss": "objective:reinforce",
         "rl.correction": "objective:within_factor_2", "reward.terms": ("brevity:brevity",)})
     metrics, samples = micro_trainer(config).step()
@@ -253,8 +237,8 @@ def test_dataset_is_what_a_step_asks(extension: str, tmp_path: Path) -> None:
     values = flags(next(c for c in COMMANDS if f"data.name={extension}" in c))
     if "data.path" in values:
         values["data.path"] = str(FILES / Path(values["data.path"]).name)
-    config = override(micro_config(spec=spec("off"), steps=1), values | {
-        "model.path": "random:tiny", "rollout.max_prompt_tokens": 96,
+    config = override(PLAIN, values | {
+        "steps": 1, "model.path": "random:tiny", "rollout.max_prompt_tokens": 96,
         "reward.terms": ("digit_fraction",)})
     assert train(config, tmp_path)
     prompts = {sample["prompt"] for sample in read_samples(tmp_path)}
@@ -270,7 +254,7 @@ def test_family_generates_from_its_checkpoint(tmp_path: Path) -> None:
            tiny.byte_tokenizer())
     stored = json.loads((tmp_path / "model" / "config.json").read_text())
     assert stored["model_type"] == SEED_OSS.model_type and stored["attention_bias"]
-    config = override(micro_config(spec=spec("off")), {
+    config = override(PLAIN, {
         "model.path": str(tmp_path / "model"), "model.family": "seed_oss:SEED_OSS",
         "rollout.max_prompt_tokens": 64})
     sampler = Sampler.from_config(config)

@@ -90,11 +90,6 @@ def test_the_order_of_problems_is_fixed():
         "28 - 27 + 77 - 63", "32 - 16 + 56 + 11", "84 + 64 + 16 + 88"]
 
 
-def test_worked_answer():
-    problem = levels.Problem((12, 45, 3), "-+")
-    assert problem.solution == "12 - 45 = -33\n-33 + 3 = -30\n#### -30"
-
-
 def test_arithmetic_is_read_without_tensorflow(tmp_path, capfd):
     lines = []
     config = DataConfig(level="add1", data_dir=str(tmp_path))
@@ -150,12 +145,6 @@ def test_bad_fields_are_refused_in_a_line(tmp_path, fields, words):
     assert "\n" not in str(error.value)
 
 
-def test_a_data_dir_that_is_a_file(tmp_path):
-    (tmp_path / "tfds").write_text("")
-    with pytest.raises(ConfigError, match="data.data_dir"):
-        load(tmp_path, level="add1")
-
-
 @pytest.mark.parametrize("suffix, opener", [("", open), (".gz", gzip.open)])
 def test_gsm8k(tmp_path, suffix, opener):
     write_rows(tmp_path / f"train.jsonl{suffix}", ROWS, opener)
@@ -190,6 +179,62 @@ def test_gsm8k_without_files_and_network_is_refused(tmp_path, monkeypatch, field
     assert not (tmp_path / "tfds" / "specrl_gsm8k" / "1.0.0").exists()
 
 
+@pytest.mark.parametrize("now", [
+    ROWS[:2], [*ROWS, ROWS[0]], [ROWS[0], ROWS[2], ROWS[1]],
+    [*ROWS[:2], ROWS[2] | {"answer": "0 - 5 = -5\n#### -6"}]])
+def test_gsm8k_prepared_from_other_files_is_refused(tmp_path, now):
+    write_rows(tmp_path / "train.jsonl", ROWS)
+    assert len(load_gsm8k(tmp_path)) == len(load_gsm8k(tmp_path)) == 3
+    write_rows(tmp_path / "train.jsonl", now)
+    with pytest.raises(ConfigError, match="manual_dir.*specrl_gsm8k/1.0.0 was prepared from other"):
+        load_gsm8k(tmp_path)
+    write_rows(tmp_path / "train.jsonl", [*ROWS[:2], *now])
+    assert len(load_gsm8k(tmp_path, examples=2)) == 2  # the others are not used
+
+
+def test_gsm8k_manual_dir_without_files_is_refused_when_prepared(tmp_path):
+    write_rows(tmp_path / "train.jsonl", ROWS)
+    load_gsm8k(tmp_path)
+    (tmp_path / "train.jsonl").unlink()
+    with pytest.raises(ConfigError, match="data.manual_dir = .*: no files"):
+        load_gsm8k(tmp_path)
+    assert len(load(tmp_path, name="gsm8k")) == 3
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[200] ^= 255
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("file, damage", [
+    ("*train*", cut), ("*train*", flip), ("*train*", lambda path: path.write_bytes(b"")),
+    ("*train*", lambda path: path.unlink()), ("*.array_record*", lambda path: path.unlink()),
+    ("dataset_info.json", lambda path: path.write_text("{")),
+    ("dataset_info.json", lambda path: path.unlink())])
+def test_damaged_prepared_data_is_refused_in_a_line(tmp_path, file, damage):
+    load(tmp_path, level="add1")
+    place = tmp_path / "tfds" / "specrl_arithmetic" / "add1" / "1.0.0"
+    for path in place.glob(file):
+        damage(path)
+    with pytest.raises(ConfigError) as refused:
+        list(load(tmp_path, level="add1"))
+    assert "\n" not in str(refused.value) and f"{place}: damaged" in str(refused.value)
+    assert "delete that directory" in str(refused.value)
+
+
+def test_digest_changes_with_any_field_and_the_order():
+    base = [{"id": 0, "question": "a", "answer": "b"}, {"id": 1, "question": "c", "answer": "d"}]
+    others = [base[::-1], base[:1], [base[0] | {"answer": "x"}, base[1]],
+              [base[0] | {"more": [1]}, base[1]]]
+    assert len({data.digest(rows) for rows in [base, *others]}) == 5
+    assert data.digest([base[0] | {"object": object()}, base[1]]) == data.digest(base)
+
+
 def test_gsm8k_downloads_through_the_manager(tmp_path, monkeypatch):
     def download(manager, urls):
         paths = {split: tmp_path / f"{split}.tmp" for split in urls}
@@ -202,6 +247,14 @@ def test_gsm8k_downloads_through_the_manager(tmp_path, monkeypatch):
     assert len(load(tmp_path, name="gsm8k")) == len(load(tmp_path, name="gsm8k", split="test")) == 3
 
 
+def test_a_byte_order_mark_and_blank_lines_are_no_problem(tmp_path):
+    line = json.dumps(ROWS[0]).encode()
+    (tmp_path / "train.jsonl").write_bytes(b"\xef\xbb\xbf" + line + b"\r\n\r\n" + line + b"\r\n")
+    assert [x["answer"] for x in load_gsm8k(tmp_path)] == ["3", "3"]
+    config = DataConfig(name="jsonl", path=str(tmp_path / "train.jsonl"))
+    assert [x["id"] for x in data.load_examples(config, print)] == [1, 3]
+
+
 @pytest.mark.parametrize("text, words", [
     (b"", "train.jsonl: holds no problems"),
     (b"\n\n", "train.jsonl: holds no problems"),
@@ -209,7 +262,10 @@ def test_gsm8k_downloads_through_the_manager(tmp_path, monkeypatch):
     (b'{"question": "a", "answer": "1"}\n', "train.jsonl:1: .*#### NUMBER"),
     (b'{"question": "a"}\n', "train.jsonl:1: .*the fields"),
     (b"[1]\n", "train.jsonl:1: "),
-    (b'{"question": "\xff"}\n', "train.jsonl: .*utf-8"),
+    (b'{"question": "\xff"}\n', "train.jsonl:1: .*utf-8"),
+    (b'{"question": "a", "answer": "x #### "}\n', "train.jsonl:1: .*#### NUMBER"),
+    (b'{"question": 1, "answer": "x #### 1"}\n', "train.jsonl:1: .*the fields"),
+    (b'\n{"question": "\\ud83d", "answer": "#### 1"}\n', "train.jsonl:2: .*half a surrogate"),
     (b"\x1f\x8b not gzip", "train.jsonl: "),
     (gzip.compress(b'{"question": "a", "answer": "#### 1"}\n', mtime=0)[:-9], "train.jsonl: .*end"),
 ])
@@ -283,6 +339,24 @@ def test_occurrences():
     assert result.dtype == np.int32
     np.testing.assert_array_equal(result, [0, 0, 1, 2, 1, 0])
     assert data.occurrences([]).shape == (0,)
+
+
+def test_template_variables_are_python_or_json_values_or_text():
+    config = DataConfig(template=("enable_thinking=False", "n=3", "on=true", "day=1 Jan=x", "e="),
+                        date="2026-01-31")
+    found = data.template_variables(config)
+    assert found.pop("strftime_now")("%d %b %Y") == "31 Jan 2026"
+    assert found == {"enable_thinking": False, "n": 3, "on": True, "day": "1 Jan=x", "e": ""}
+    assert data.template_variables(DataConfig()) == {}
+
+
+@pytest.mark.parametrize("fields, words", [
+    ({"template": ("x",)}, "data.template = 'x': give NAME=VALUE"),
+    ({"template": ("messages=[]",)}, "data.template = 'messages=.*: give NAME=VALUE"),
+    ({"date": "31 Jan"}, "data.date = '31 Jan': give a date as YYYY-MM-DD")])
+def test_template_variables_that_cannot_work_are_refused(fields, words):
+    with pytest.raises(ConfigError, match=words):
+        DataConfig(**fields)
 
 
 def test_messages():

@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from specrl_jax.io import progress as progress_module
-from specrl_jax.io.progress import Progress, duration, split_of_time, summary
+from specrl_jax.io.progress import Progress
 
 METRICS = {"reward/mean": 0.3125, "rollout/tokens_per_second": 512.4, "time/step": 10.0,
            "rollout/accept_length": 1.84, "time/rollout": 7.0, "time/learn": 2.5}
@@ -31,7 +31,7 @@ def clock(monkeypatch):
     return Clock(monkeypatch)
 
 
-def test_a_log_gets_one_plain_line_a_step(clock):
+def test_progress_in_a_log_is_one_plain_line_a_step(clock):
     stream = io.StringIO()
     with Progress(6, 2, stream) as progress:
         for _ in range(2):
@@ -46,7 +46,7 @@ def test_a_log_gets_one_plain_line_a_step(clock):
         "time% rollout 70 learn 25 other 5"]
 
 
-def test_a_slow_first_step_hardly_moves_the_estimate(clock):
+def test_estimate_ignores_a_slow_first_step(clock):
     stream = io.StringIO()
     with Progress(10, 0, stream) as progress:
         for seconds in (300, 10, 10, 10):
@@ -55,7 +55,7 @@ def test_a_slow_first_step_hardly_moves_the_estimate(clock):
     assert stream.getvalue().splitlines()[-1] == "step 4/10  left 1m00s"
 
 
-def test_a_long_rollout_shows_in_a_log_now_and_then(clock):
+def test_long_rollout_shows_in_a_log_now_and_then(clock):
     stream = io.StringIO()
     with Progress(6, 0, stream) as progress:
         progress.phase("rollout")
@@ -66,7 +66,7 @@ def test_a_long_rollout_shows_in_a_log_now_and_then(clock):
     assert lines == [f"step 1/6  rollout  {i}/100 sequences  {10 * i} tokens" for i in (29, 59, 89)]
 
 
-def test_a_terminal_gets_a_live_line(clock):
+def test_progress_on_a_terminal_is_a_live_line(clock):
     stream = Terminal()
     with Progress(6, 0, stream) as progress:
         progress.phase("rollout")
@@ -99,15 +99,3 @@ def test_other_processes_are_silent(monkeypatch, stream):
         progress.warn("x")
         progress.step(METRICS)
     assert stream.getvalue() == ""
-
-
-def test_absent_metrics_are_left_out():
-    assert summary({"reward/mean": float("nan")}) == "reward nan"
-    assert split_of_time({"time/step": 0.0}) == split_of_time({}) == ""
-    assert split_of_time({"time/step": 4.0, "time/learn": 1.0}) == "time% learn 25 other 75"
-
-
-@pytest.mark.parametrize("seconds, text", [(0.4, "0s"), (59.6, "1m00s"), (187, "3m07s"),
-                                           (7500, "2h05m")])
-def test_durations(seconds, text):
-    assert duration(seconds) == text

@@ -79,7 +79,7 @@ def test_reliability_is_pooled_over_steps(tmp_path):
     np.testing.assert_allclose(seen[0], [[0.235, 1.0], [0.2, 1.0]])
 
 
-def test_the_page_needs_nothing_else(tmp_path):
+def test_page_needs_no_other_file(tmp_path):
     html = page(run(tmp_path, 2))
     links = []
 
@@ -111,7 +111,7 @@ def test_optional_metrics_may_be_absent(tmp_path, key, name):
     assert not any(title.startswith(name) for title in figures(html))
 
 
-def test_only_the_required_metrics_and_no_samples(tmp_path):
+def test_page_of_required_metrics_alone_is_written(tmp_path):
     html = page(run(tmp_path, 3, {"reward/mean": 0.0}, samples=()))
     assert list(figures(html)) == ["reward"] and "recorded no samples" in html
 
@@ -126,29 +126,13 @@ def test_missing_requirements_are_named(tmp_path, metrics, samples, words):
     assert not (tmp_path / report.REPORT).exists()
 
 
-def test_a_run_without_steps_is_refused(tmp_path):
+def test_report_without_steps_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="metrics.jsonl: no steps"):
         page(run(tmp_path, 0))
     with pytest.raises(ConfigError, match="metrics.jsonl: no steps"):
         page(tmp_path / "absent")
 
 
-def test_what_is_not_finite_does_not_stop_a_report(tmp_path):
+def test_report_of_nan_metrics_is_written(tmp_path):
     html = page(run(tmp_path, 2, METRICS | {"loss": math.nan, "reward/mean": math.nan}))
     assert "<td>nan, nan</td>" in html and "<code>loss</code>" in html
-
-
-def test_shares_sum_to_one():
-    rows = [{"time/step": 10.0, "time/rollout": 6.0, "time/learn": 3.0},
-            {"time/step": 4.0, "time/rollout": 1.0, "time/reward": 1.0}]
-    parts = report.shares(rows)
-    np.testing.assert_allclose(parts["rollout"], [0.6, 0.25])
-    np.testing.assert_allclose(parts["other"], [0.1, 0.5])
-    np.testing.assert_allclose(sum(parts.values()), 1.0)
-
-
-def test_samples_alternate_best_and_worst_of_the_last_step():
-    samples = [SAMPLE | {"step": s, "sample_id": i, "reward": r}
-               for s, rewards in ((0, [9.0]), (1, [0.0, 1.0, 0.25, 0.5]))
-               for i, r in enumerate(rewards)]
-    assert [s["reward"] for s in report.pick_samples(samples)] == [1.0, 0.0, 0.5, 0.25]

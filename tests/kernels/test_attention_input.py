@@ -38,20 +38,17 @@ def prefix(**other: Any) -> Prefix:
     ("prefix", prefix(rows=jnp.zeros((2, 1), I32)), "lines of prefix.rows = 2, expected 1"),
     ("prefix", prefix(rows=jnp.zeros((), I32)), "axes of prefix.rows = 0, expected 2"),
     ("prefix", prefix(k=jnp.zeros(())), "axes of prefix.k = 0, expected 4"),
-    ("prefix", prefix(k=jnp.zeros((1, 2, 16, 0)), v=jnp.zeros((1, 2, 0, 16))),
-     "prefix.k = .* expected no axis of 0"),
     ("prefix", prefix(rows=jnp.zeros((1, 0), I32)), "prefix.rows = .* expected no axis of 0"),
     ("cache_k", jnp.zeros(()), "axes of cache_k = 0, expected 4"),
     ("prefix", prefix(rows=jnp.zeros((1, 1))), "prefix.rows is float32"),
     ("q", jnp.zeros((0, 4, 16)), r"q = \(0, 4, 16\), expected no axis of 0"),
-    ("tree_k", jnp.zeros((1, 4, 0, 16)), "tree_k = .* expected no axis of 0"),
     ("cache_k", [jnp.zeros((1, 2, 16, 0))], "cache_k = .* slots in each segment"),
     ("cache_k", [jnp.zeros((0, 2, 16, 32))], "cache_k = .* expected rows, and slots"),
     ("window", 0, "window = 0, expected at least 1"),
     ("implementation", "fast", "'fast': choose one of pallas, .*xla, reference"),
     ("platform", "fpga", "'fpga': choose one of cpu, gpu, tpu"),
     ("config", {"block": 128}, "name the implementation")])
-def test_what_does_not_fit_is_refused_while_tracing(name: str, wrong: Any, told: str) -> None:
+def test_shapes_that_do_not_fit_are_refused_while_tracing(name: str, wrong: Any, told: str) -> None:
     args = make() | {name: wrong}
     with pytest.raises(ValueError, match=told):
         jax.eval_shape(lambda: tree_attention(**args, scale=1.0))
@@ -86,9 +83,6 @@ def test_good_values_pass_the_check() -> None:
 def test_values_cannot_be_checked_inside_of_jit() -> None:
     with pytest.raises(ValueError, match="checked = True inside of jit"):
         jax.jit(lambda c: tree_attention(**c, scale=1.0, checked=True))(make())
-    with pytest.raises(ValueError, match="checked = True inside of jit"):
-        jax.jit(lambda p: tree_attention(**make() | {"prefix": p}, scale=1.0, checked=True)
-                )(prefix())
 
 
 def test_more_cache_rows_than_a_code_can_name_are_refused() -> None:
@@ -110,7 +104,7 @@ def test_more_cache_rows_than_a_code_can_name_are_refused() -> None:
     ("pallas_triton", {"least": 0}, "one block of it"),
     ("xla", {"block": 128}, "block = 128: choose some of chunk, abreast, whole, skip"),
     ("xla", {"chunk": 0}, "chunk is at least 1"), ("reference", {"block": 1}, "takes none")])
-def test_a_configuration_that_cannot_be_is_refused(implementation: str, config: dict[str, int],
+def test_impossible_configuration_is_refused(implementation: str, config: dict[str, int],
                                                    told: str) -> None:
     with pytest.raises(Unsupported, match=told):
         tree_attention(**make(), scale=1.0, implementation=implementation, interpret=True,

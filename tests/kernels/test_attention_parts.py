@@ -31,8 +31,8 @@ def path(parent: np.ndarray, node: int) -> list[int]:
 @pytest.mark.parametrize("window", [None, 1, 2, 5, 33])
 def test_bits_are_the_paths(nodes: int, window: int | None) -> None:
     rng = np.random.default_rng(nodes)
-    parent = np.asarray([[0, *(int(rng.integers(max(0, i - 3), i)) for i in range(1, nodes))]
-                         for _ in range(3)])
+    parent = np.asarray([[7, *(int(rng.integers(max(0, i - 3), i)) for i in range(1, nodes))]
+                         for _ in range(3)])  # the root's is ignored
     words = np.asarray(ancestry.visible_bits(jnp.asarray(parent, jnp.int32), window))
     assert words.shape == (3, nodes, -(-nodes // 32)) and words.dtype == np.int32
     depth = np.asarray(ancestry.depth(jnp.asarray(parent, jnp.int32)))
@@ -41,11 +41,6 @@ def test_bits_are_the_paths(nodes: int, window: int | None) -> None:
             seen = [j for j in range(nodes) if words[b, i, j // 32] >> j % 32 & 1]
             assert seen == sorted(path(parent[b], i)[:window])
             assert depth[b, i] == len(path(parent[b], i)) - 1
-
-
-def test_the_roots_parent_is_ignored() -> None:
-    parent = jnp.asarray([[7, 0, 1]], jnp.int32)
-    np.testing.assert_array_equal(ancestry.visible_bits(parent)[0, :, 0], [1, 3, 7])
 
 
 LENGTH, LOW = [0, 5, 640, 300, 700, 129], [0, 0, 0, 257, 0, 0]
@@ -64,7 +59,7 @@ def blocks(row: int) -> Iterator[tuple[int, int]]:
         start += size
 
 
-def test_the_work_list_is_what_live_rows_see_and_nothing_else() -> None:
+def test_work_list_holds_exactly_what_live_rows_see() -> None:
     work = work_list.make(*(jnp.asarray(x) for x in (LENGTH, LOW, LIVE, SLOT)), SIZES, 128)
     nothing = (-1, work_list.NOTHING)
     wanted = [(row, *where) for row in range(6) if LIVE[row]
@@ -171,15 +166,3 @@ def test_shared_prefix_is_read_by_one_program_for_its_group(
         **case, scale=1.0, implementation="pallas_triton", interpret=True,
         config={"block": 16, "tile": 16}))
     assert grids == [(1, 8), (1, 2)]  # (heads and tiles, shares): the rows' own context, prefixes
-
-
-@pytest.mark.parametrize("size,itemsize,rows,tile", [
-    (64, 2, 2, 128), (128, 2, 2, 128), (256, 2, 2, 64), (128, 4, 2, 32), (128, 2, 1, 64)])
-def test_tiles_of_groups_are_as_large_as_registers_hold(size: int, itemsize: int, rows: int,
-                                                        tile: int) -> None:
-    queries = jax.ShapeDtypeStruct((8, 4, 56 * rows, size),
-                                   jnp.bfloat16 if itemsize == 2 else jnp.float32)
-    config = gpu.Config(tile=16, warps=4)
-    found = gpu.for_groups(config, packing.Rows(queries, None, None, None))
-    assert found == dataclasses.replace(config, tile=tile, warps=4 if (size, tile) == (128, 64)
-                                        or itemsize == 4 else 8)

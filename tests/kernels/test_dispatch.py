@@ -32,7 +32,7 @@ def double(x: Any) -> Any:
     return 2 * x
 
 
-def test_a_named_one_works_or_raises() -> None:
+def test_choose_by_name_works_or_raises() -> None:
     both = {"refuse": refuse, "double": double}
     assert choose(both, "double")(3) == 6
     with pytest.raises(Unsupported, match="not 3"):
@@ -59,17 +59,13 @@ def test_the_mesh_in_scope_decides_not_the_default_device(
             narrow_matmul(jnp.zeros((4, 16)), jnp.zeros((16, 2)), implementation="machine")
 
 
-def test_without_a_name_the_first_that_can_is_taken() -> None:
-    assert choose({"refuse": refuse, "double": double, "same": lambda x: x}, None)(3) == 6
-
-
-def test_what_is_taken_and_why_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_choose_takes_and_logs_the_first_that_can(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("DEBUG", logger="specrl_kernels.dispatch"):
-        choose({"refuse": refuse, "double": double}, None)(3)
+        assert choose({"refuse": refuse, "double": double, "same": lambda x: x}, None)(3) == 6
     assert caplog.messages == ["double is taken; refuse: not 3"]
 
 
-def test_if_none_can_all_reasons_are_told() -> None:
+def test_choose_if_none_can_raises_all_reasons() -> None:
     with pytest.raises(ExceptionGroup) as found:
         choose({"a": refuse, "b": refuse}, None)(3)
     assert [str(reason) for reason in found.value.exceptions] == ["a: not 3", "b: not 3"]
@@ -78,11 +74,6 @@ def test_if_none_can_all_reasons_are_told() -> None:
 def test_other_errors_are_not_taken_for_refusals() -> None:
     with pytest.raises(TypeError):
         choose({"broken": lambda x: x + None, "double": double}, None)(3)
-
-
-def test_refusals_name_every_reason() -> None:
-    found = dispatch.refusals({"refuse": refuse, "double": double}, jnp.zeros(2))
-    assert found["refuse"].startswith("not ") and found["double"] is None
 
 
 @pytest.fixture
@@ -105,18 +96,13 @@ def test_tuning_row_is_found_by_all_of_its_keys(tables: Path) -> None:
         assert tuning.lookup(*asked[:place], other, *asked[place + 1:]) is None
 
 
-def test_shape_classes_are_powers_of_two() -> None:
-    assert tuning.shape_class(a=0, b=1, c=2, d=3, e=4096, f=4097) == {
-        "a": 1, "b": 1, "c": 2, "d": 4, "e": 4096, "f": 8192}
-
-
-def test_a_row_that_lacks_a_field_is_named(tables: Path) -> None:
+def test_tuning_row_without_a_field_is_named(tables: Path) -> None:
     write(tables, "TPU v9", ROW, {"op": "tree_attention"})
     with pytest.raises(ValueError, match="tpu_v9.json: row 1 lacks implementation, dtype, shape"):
         tuning.rows("TPU v9")
 
 
-def test_a_kernel_is_taken_unasked_only_where_it_was_measured(tables: Path) -> None:
+def test_unnamed_kernel_is_taken_only_where_measured(tables: Path) -> None:
     here = dispatch.Target("tpu", "TPU v6 lite", named=False)
     with pytest.raises(Unsupported, match="not yet run on TPU v6 lite"):
         dispatch.require(here, "tree_attention", "pallas", ("tpu",))
@@ -132,7 +118,7 @@ def test_a_kernel_is_taken_unasked_only_where_it_was_measured(tables: Path) -> N
     (pallas, pallas.Config(block=256, tile=32), pallas.Config()),
     (pallas_triton, gpu.Config(block=32, tile=16, stages=1),
      gpu.heuristic(rows=2, heads=2, queries=10, size=16, context=32, itemsize=4))])
-def test_a_kernel_takes_its_row_and_else_its_heuristic(
+def test_kernel_takes_its_tuning_row_else_its_heuristic(
         kernel: Any, tuned: Any, otherwise: Any, tables: Path, monkeypatch: pytest.MonkeyPatch
         ) -> None:
     name, seen, real = kernel.NAME, [], kernel._attend
@@ -146,18 +132,12 @@ def test_a_kernel_takes_its_row_and_else_its_heuristic(
     assert seen == [tuned, otherwise]
 
 
-def test_a_jax_without_pallas_through_triton_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_jax_without_pallas_triton_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "jax.experimental.pallas.triton", None)
     monkeypatch.delattr("jax.experimental.pallas.triton", raising=False)
     with pytest.raises(Unsupported, match="has no Pallas through Triton"):
         jax.eval_shape(lambda: tree_attention(
             **make(), scale=1.0, implementation="pallas_triton", interpret=True))
-
-
-def test_long_rows_can_be_split_whatever_their_number() -> None:
-    long, many = (gpu.heuristic(rows, 4, 56, 128, 32768) for rows in (1, 256))
-    assert long == many and long.splits >= 64  # which rows are live is seen later, by gpu.divide
-    assert gpu.heuristic(1, 4, 56, 128, 128).splits == 1  # nothing to share
 
 
 CONFIGS = {
@@ -175,7 +155,7 @@ def test_tables_that_are_shipped_are_read_by_their_kernels() -> None:
             assert row["heuristic"]["microseconds"] <= 1.3 * row["microseconds"], (path.name, row)
 
 
-def test_what_is_tuned_are_fields_of_what_is_configured() -> None:
+def test_tuned_values_are_fields_of_configs() -> None:
     assert tune.VALUES.keys() == CONFIGS.keys()
     for name, values in tune.VALUES.items():
         assert values.keys() == {field.name for field in dataclasses.fields(CONFIGS[name])}

@@ -10,7 +10,7 @@ from specrl_kernels import gumbel_argmax, tree_attention
 TEXT = (Path(__file__).parents[2] / "kernels" / "README.md").read_text(encoding="utf-8")
 
 
-def test_the_example_runs() -> None:
+def test_readme_example_runs() -> None:
     [code] = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
     exec(compile(code, "kernels/README.md", "exec"), {})
 

@@ -62,7 +62,7 @@ def call(pool: Pool, arrays: list[np.ndarray]) -> None:
 
 @pytest.mark.parametrize(("threads", "answer", "runs"), [
     (1, 0, False), (4, 1, False), (4, 0, False), (4, 0, True), (1000, 0, True)])
-def test_all_rows_are_done_whoever_comes(threads, answer, runs):
+def test_rows_are_all_done_whichever_threads_come(threads, answer, runs):
     pytest.importorskip("llvmlite")
     runtime.require_cpu()
     rng = np.random.default_rng(0)

@@ -33,7 +33,7 @@ def test_equals_float64(implementation, features, tokens):
 
 
 @pytest.mark.parametrize("features", [16, 96, 576])
-def test_a_tokens_bits_do_not_depend_on_the_others(features):
+def test_bits_of_a_token_do_not_depend_on_others(features):
     x, weight = arrays(features, 300)
     want = np.asarray(CALL(x, weight, implementation="machine"))
     for tokens in (1, 2, 7, 16, 33, 64):
@@ -41,7 +41,7 @@ def test_a_tokens_bits_do_not_depend_on_the_others(features):
         assert np.array_equal(got, want[:, 100:100 + tokens])
 
 
-def test_what_it_cannot_do_is_said_and_left_to_xla():
+def test_unsupported_call_is_refused_and_left_to_xla():
     x, weight = arrays(24, 3)
     with pytest.raises(Unsupported, match="F = 24"):
         rms_norm(x, weight, eps=EPS, implementation="machine")

@@ -1,71 +1,45 @@
 """Tree attention as machine code: right, and bits that depend on a node's own past alone."""
 
-import functools
-import sys
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tree_attention_cases as cases
 from kernel_tolerances import TOLERANCE
 from specrl_kernels.dispatch import Unsupported
 from specrl_kernels.tree_attention import machine, tree_attention
 from specrl_kernels.tree_attention.api import refusals
+from tree_attention_cases import assert_near, call, oracle
 
 HEADS = {"groups of 3": (9, 3, 64), "alone": (2, 2, 16), "groups of 7": (14, 2, 128),
          "wide": (4, 2, 128), "widest": (2, 1, 256)}
 SEGMENTS = {"one": (64,), "short": (16,), "several": (64, 16, 48)}
-NEAR = TOLERANCE["tree_attention", "float32"]  # of the float64 result; twice that of each other
-CALL = jax.jit(functools.partial(tree_attention, scale=0.3), static_argnames="implementation")
 
 
-def make(heads, segments, lengths, nodes, seed=0, parent=None, order=None):
-    """Arguments of tree_attention in which every node is packed, in `order`."""
-    rng = np.random.default_rng(seed)
+def make(heads, segments, lengths, nodes, **other):
+    """Every node is packed; heads are (query heads, key-value heads, head size)."""
     h, g, e = heads
-    b = len(lengths)
-    if parent is None:
-        parent = [[0] + [int(rng.integers(0, i)) for i in range(1, nodes)] for _ in range(b)]
-    order = np.arange(b * nodes) if order is None else order
-
-    def normal(*shape):
-        return jnp.asarray(rng.standard_normal(shape), jnp.float32)
-
-    return {"q": normal(b * nodes, h, e)[order] / (0.3 * e**0.5),
-            "row": jnp.asarray(order // nodes, jnp.int32),
-            "node": jnp.asarray(order % nodes, jnp.int32),
-            "tree_k": normal(b, nodes, g, e), "tree_v": normal(b, nodes, g, e),
-            "parent": jnp.asarray(parent, jnp.int32),
-            "cache_k": tuple(normal(b, g, e, s) for s in segments),
-            "cache_v": tuple(normal(b, g, s, e) for s in segments),
-            "length": jnp.asarray(lengths, jnp.int32)}
+    return cases.make(lengths, nodes, g, h // g, e, segments=segments, **other)
 
 
-def run(case, implementation="machine"):
-    return np.asarray(CALL(**case, implementation=implementation))
+def run(case):
+    return call(case, "machine")
 
 
 @pytest.mark.parametrize(("heads", "segments", "nodes"), [
     *((heads, "several", 5) for heads in HEADS), ("groups of 3", "short", 1),
     ("groups of 3", "one", 17)])
-def test_equals_the_reference(heads, segments, nodes):
-    whole = sum(SEGMENTS[segments])
-    case = make(HEADS[heads], SEGMENTS[segments], [0, 1, 15, 16, whole - 1, whole], nodes)
-    np.testing.assert_allclose(run(case), run(case, "reference"), rtol=0, atol=2 * NEAR)
+def test_machine_code_equals_the_oracle(heads, segments, nodes):
+    total = sum(SEGMENTS[segments])
+    case = make(HEADS[heads], SEGMENTS[segments], [0, 1, 15, 16, total - 1, total], nodes)
+    assert_near(run(case), oracle(case), case)
 
 
-def test_equals_the_reference_through_slots():
-    case = make(HEADS["groups of 3"], (64,), [5, 40, 9], 4)
-    case["slot"] = jnp.asarray([2, 0, 2], jnp.int32)
-    np.testing.assert_allclose(run(case), run(case, "reference"), rtol=0, atol=2 * NEAR)
-    straight = dict(case, slot=jnp.arange(3, dtype=jnp.int32))
-    assert not np.allclose(run(case), run(straight))
-
-
-def test_scores_far_apart():
+def test_scores_far_apart_equal_the_oracle():
     case = make(HEADS["alone"], (16,), [9, 16], 3)
     case["q"] = case["q"] * 60  # and with it the rounding of the scores
-    np.testing.assert_allclose(run(case), run(case, "reference"), rtol=0, atol=30 * NEAR)
+    near = 15 * TOLERANCE["tree_attention", "float32"]
+    np.testing.assert_allclose(run(case), oracle(case), rtol=0, atol=near)
 
 
 def commit(case, path):
@@ -88,7 +62,7 @@ def commit(case, path):
 
 
 @pytest.mark.parametrize("length", [0, 1, 14, 16, 61, 63, 64, 70])
-def test_an_ancestor_counts_the_same_once_it_is_committed(length):
+def test_ancestor_once_committed_counts_the_same(length):
     parent = [[0, 0, 1, 1, 3, 4, 2]]
     case = make(HEADS["groups of 3"], (64, 16, 16), [length], 7, parent=parent)
     whole = run(case)
@@ -115,40 +89,21 @@ def test_bits_do_not_depend_on_other_rows_segments_or_order():
         assert np.array_equal(run(alone), want[mine])
 
 
-def test_what_is_beyond_the_length_or_off_the_path_is_inert():
-    case = make(HEADS["groups of 3"], (64,), [5, 17], 6, parent=[[0, 0, 1, 2, 3, 4]] * 2)
-    want = run(case)
-    beyond = np.arange(64)[None] >= np.asarray(case["length"])[:, None]
-    dirty = case | {
-        "cache_k": (jnp.where(beyond[:, None, None], 1e6, case["cache_k"][0]),),
-        "cache_v": (jnp.where(beyond[:, None, :, None], -1e6, case["cache_v"][0]),)}
-    assert np.array_equal(run(dirty), want)
-    dirty = case | {name: case[name].at[:, 5].set(1e6) for name in ("tree_k", "tree_v")}
-    assert np.array_equal(run(dirty)[:5], want[:5]) and not np.array_equal(run(dirty), want)
-
-
-@pytest.mark.parametrize(("change", "why"), [
-    (dict(heads=(2, 1, 24)), "E = 24"), (dict(segments=(64, 20)), "segments = \\(64, 20\\)")])
-def test_what_it_cannot_do_is_said_and_left_to_xla(change, why):
+@pytest.mark.parametrize(("change", "options", "why"), [
+    (dict(heads=(2, 1, 24)), {}, "E = 24"),
+    (dict(segments=(64, 20)), {}, "segments = \\(64, 20\\)"), ({}, {"window": 4}, "window"),
+    ({"dtype": "bfloat16"}, {}, "float32 only")])
+def test_unsupported_call_is_refused_and_left_to_xla(change, options, why):
     case = make(**(dict(heads=(2, 1, 16), segments=(64,), lengths=[3], nodes=2) | change))
     with pytest.raises(Unsupported, match=why):
-        run(case)
-    assert np.array_equal(CALL(**case), run(case, "xla"))
-
-
-def test_windows_and_bfloat16_are_left_to_xla():
-    case = make((2, 1, 16), (64,), [3], 2)
-    with pytest.raises(Unsupported, match="window"):
-        tree_attention(**case, scale=0.3, window=4, implementation="machine")
-    narrow = {name: jax.tree.map(lambda a: a.astype(jnp.bfloat16)
-                                 if a.dtype == jnp.float32 else a, x) for name, x in case.items()}
-    with pytest.raises(Unsupported, match="float32 only"):
-        run(narrow)
+        tree_attention(**case, scale=0.3, implementation="machine", **options)
+    assert np.array_equal(tree_attention(**case, scale=0.3, **options),
+                          tree_attention(**case, scale=0.3, implementation="xla", **options))
 
 
 @pytest.mark.parametrize(("features", "why"), [
     ({"avx2": True, "fma": True}, None), ({"avx": True}, "needs a CPU with fused multiply-add")])
-def test_a_cpu_that_it_is_not_made_for_takes_xla(features, why, monkeypatch):
+def test_cpu_without_fma_takes_xla(features, why, monkeypatch):
     llvm = pytest.importorskip("llvmlite.binding")
     if not llvm.get_default_triple().startswith("x86_64"):
         pytest.skip("names features of x86 CPUs, and this one is another")
@@ -160,19 +115,11 @@ def test_a_cpu_that_it_is_not_made_for_takes_xla(features, why, monkeypatch):
         assert next(name for name, reason in found.items() if reason is None) == "xla"
 
 
-def test_without_the_code_generator_xla_is_taken(monkeypatch):
-    monkeypatch.setitem(sys.modules, "llvmlite.binding", None)
-    monkeypatch.setattr(machine, "code", machine.code.__wrapped__)
-    found = refusals(**make((3, 1, 16), (48,), [3, 9], 2))
-    assert found["machine"] == "needs the package llvmlite: pip install llvmlite"
-    assert next(name for name, reason in found.items() if reason is None) == "xla"
-
-
 @pytest.mark.parametrize(("heads", "nodes", "taken"), [
     ((9, 3, 64), 16, "machine"), ((14, 2, 64), 8, "machine"), ((28, 4, 128), 1, "machine"),
     ((28, 4, 128), 8, "machine"), ((8, 4, 256), 3, "machine"), ((8, 4, 256), 4, "xla"),
     ((32, 32, 64), 2, "machine"), ((32, 32, 64), 4, "xla"), ((8, 4, 16), 8, "machine")])
-def test_the_faster_one_is_taken_without_a_name(heads, nodes, taken):
+def test_unnamed_call_takes_the_faster_implementation(heads, nodes, taken):
     case = make(heads, (64,), [3, 9], nodes)
     found = refusals(**case)
     assert next(name for name, reason in found.items() if reason is None) == taken
@@ -183,21 +130,11 @@ def test_the_faster_one_is_taken_without_a_name(heads, nodes, taken):
     assert refusals(**few)["machine"] is None
 
 
-def test_parents_in_a_circle_end():
-    case = make((2, 1, 16), (16,), [3], 5, parent=[[0, 2, 1, 3, 4]])
-    assert run(case).shape == (5, 2, 16)
-
-
-def test_a_length_beyond_the_cache_is_the_whole_cache():
-    case = make((2, 1, 16), (16,), [16], 3)
-    beyond = case | {"length": jnp.asarray([100_000], jnp.int32)}
-    assert np.array_equal(run(beyond), run(case))
-
-
 @pytest.mark.parametrize(("name", "value", "least"), [
-    ("length", -5, 0), ("slot", 2**28, 1), ("slot", -(2**28), 0), ("parent", 10**6, 2),
+    ("length", -5, 0), ("length", 100_000, 16), ("slot", 2**28, 1), ("slot", -(2**28), 0),
+    ("parent", 2, 2), ("parent", 10**6, 2),  # a node that is its own parent ends, too
     ("parent", -7, 0), ("row", 2**28, 1), ("node", -(2**28), 0)])
-def test_an_index_beyond_its_array_is_the_nearest_in_it(name, value, least):
+def test_index_beyond_its_array_is_clipped(name, value, least):
     case = make((2, 1, 16), (16,), [16, 5], 3) | {"slot": jnp.arange(2, dtype=jnp.int32)}
     at = (-1,) if name != "parent" else (-1, -1)
     wild, tame = (case | {name: case[name].at[at].set(index)} for index in (value, least))

@@ -40,7 +40,7 @@ DRAWS = {"one candidate": (None, 1), "truncated children": (0.1, 4), "children":
 
 
 @pytest.mark.parametrize("name", [*CASES, *DRAWS])
-def test_the_program_equals_the_oracle(name: str) -> None:
+def test_program_by_interpreter_equals_the_oracle(name: str) -> None:
     """In a process of its own: Triton reads TRITON_INTERPRET when it is imported."""
     pytest.importorskip("triton")
     subprocess.run([sys.executable, __file__, name], check=True, env=os.environ | {
@@ -69,7 +69,7 @@ def check_draw(kept: float | None, count: int) -> None:
     draw_wrapper.program_call = interpreted
     target = Target("gpu", "", True, config={"block": 64})
     case = draws.make(width=8, kept=kept)
-    found = draw_wrapper.gumbel_argmax_triton(**{"threshold": None} | case, count=count,
+    found = draw_wrapper.gumbel_argmax_triton(**{"threshold": None} | case, count=count, axis=None,
                                               target=target)
     draws.assert_same(jax.tree.map(np.asarray, found), draws.wanted(case, count))
 
@@ -147,7 +147,7 @@ for program, constants in (
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("size", [64, 128, 256])
-def test_the_program_compiles_for_hopper(size: int, dtype: str, tmp_path: Path) -> None:
+def test_attention_program_compiles_for_hopper(size: int, dtype: str, tmp_path: Path) -> None:
     compile_for_hopper(COMPILE, tmp_path, dtype, str(size))
 
 
@@ -173,7 +173,7 @@ assert compile(source, target=GPUTarget("cuda", 90, 32), options=dict(num_warps=
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_the_perturbed_argmax_compiles_for_hopper(dtype: str, tmp_path: Path) -> None:
+def test_argmax_program_compiles_for_hopper(dtype: str, tmp_path: Path) -> None:
     compile_for_hopper(COMPILE_DRAW, tmp_path, dtype)
 
 
@@ -192,7 +192,7 @@ def jax_triton_0_4(*inputs: Any, kernel: Any, out_type: Any, input_output_aliase
 
 
 @pytest.mark.parametrize("version", [jax_triton_0_3, jax_triton_0_4])
-def test_what_every_version_of_jax_triton_hands_a_program(
+def test_program_call_hands_over_outputs_by_version(
         version: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """(a, old, out, other): `out` is the memory of `old` where a launch asks for that."""
     seen = []
@@ -209,7 +209,7 @@ def test_what_every_version_of_jax_triton_hands_a_program(
     assert seen == [("a", "out", "other"), ("a", "old", "other")]
 
 
-def test_it_is_refused_by_name_without_a_gpu() -> None:
+def test_triton_without_a_gpu_is_refused_by_name() -> None:
     with pytest.raises(Unsupported, match="needs a gpu, this is a cpu"):
         tree_attention(**make(), scale=1.0, implementation="triton")
     with pytest.raises(Unsupported, match="it needs a GPU"):

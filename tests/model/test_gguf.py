@@ -72,7 +72,20 @@ def test_tokenizer_and_template_come_from_metadata(tmp_path: Path) -> None:
     assert ids[:3] == [257, ord("u"), ord("s")]
     assert ids.count(259) == 2  # "he" twice, by the one merge
     assert tokenizer.decode(ids) == text
-    assert (tokenizer.stop_ids, tokenizer.pad_id, tokenizer.vocab_size) == ((258,), 256, 260)
+    assert (tokenizer.stop_ids, tokenizer.pad_id, tokenizer.vocab_size) == ((258, 256), 256, 260)
+
+
+@pytest.mark.parametrize(("metadata", "stops"), [
+    ({}, {258, 256}),  # <|im_end|> and, by its name, <|endoftext|>
+    ({"tokenizer__ggml__eos_token_id": 256}, {258, 256}),
+    ({"tokenizer__ggml__eot_token_id": 257}, {258, 256, 257}),
+    ({"tokenizer__ggml__eom_token_id": 65}, {258, 256, 65}),
+    ({"tokenizer__ggml__eos_token_ids": [258, 7]}, {258, 256, 7})])
+def test_stop_tokens_are_those_of_llama_cpp(
+        tmp_path: Path, metadata: dict[str, Any], stops: set[int]) -> None:
+    tokenizer = load(write(tmp_path, **metadata)).tokenizer
+    assert set(tokenizer.stop_ids) == stops
+    assert tokenizer.stop_ids[0] == metadata.get("tokenizer__ggml__eos_token_id", 258)
 
 
 @pytest.mark.parametrize(("pre", "words"), [
@@ -177,6 +190,11 @@ def test_sentencepiece_without_the_space_prefix(tmp_path: Path) -> None:
     ({"tokenizer__ggml__merges": ["hh e"]}, "tokenizer.ggml: .*Token `hh` out of vocabulary"),
     ({"tokenizer__ggml__merges": 1}, "tokenizer.ggml.merges = 1: must be a list of str"),
     ({"tokenizer__ggml__eos_token_id": 70000}, "eos_token_id = 70000: must be the id of one of"),
+    ({"tokenizer__ggml__eot_token_id": 70000}, "eot_token_id = 70000: must be the id of one of"),
+    ({"tokenizer__ggml__eos_token_ids": [70000]}, "eos_token_ids = 70000: must be ids of tokens"),
+    ({"tokenizer__ggml__eos_token_ids": "x"}, "eos_token_ids = 'x': must be a list of int"),
+    ({"llama__logit_scale": 0.0625}, "llama.logit_scale = 0.0625: is not supported"),
+    ({"llama__attention__scale": 0.5}, "llama.attention.scale = 0.5: is not supported"),
     ({"tokenizer__ggml__bos_token_id": "1"}, "bos_token_id = '1': must be the id of one of"),
     ({"tokenizer__chat_template": 5}, "tokenizer.chat_template = 5: must be a string"),
     ({"tokenizer__ggml__model": "llama", "tokenizer__ggml__scores": [1.0]},
@@ -229,9 +247,9 @@ def test_damaged_files_are_refused(tmp_path: Path, keep: int) -> None:
 
 def test_unknown_tensors_are_refused(tmp_path: Path) -> None:
     tensors = random_tensors(SMALL, seed=2)
-    extra = {"model.layers.0.self_attn.o_proj.bias": np.zeros(64, np.float32)}
-    both = Tensors({**tensors.shapes, **{k: x.shape for k, x in extra.items()}},
-                   lambda name: extra[name] if name in extra else tensors.read(name))
+    extra = "model.layers.0.self_attn.o_proj.bias"
+    both = Tensors({**tensors.shapes, extra: (64,)}, lambda name, part: np.zeros(
+        64, np.float32) if name == extra else tensors.read_part(name, part))
     path = write_gguf(tmp_path / "model.gguf", SMALL, both)
     with pytest.raises(ConfigError, match="unknown tensor model.layers.0.self_attn.o_proj.bias"):
         load(str(path))

@@ -45,6 +45,14 @@ def test_rope_of_transformers_4_and_5(options: dict[str, Any]) -> None:
     ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
     ({"layer_types": ["linear_attention"]}, "layer_types = 'linear_attention'"),
     ({"quantization_config": {"bits": 4}}, "quantization_config"),
+    ({"logits_scaling": 8.0}, "logits_scaling = 8.0: is not supported"),
+    ({"logit_scale": 0.0625}, "logit_scale"), ({"attention_multiplier": 0.5}, "attention_mult"),
+    ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+    ({"no_rope_layers": [1, 0]}, "no_rope_layers"),
+    ({"rope_theta": 5.0, "rope_parameters": {"rope_theta": 6.0}},
+     "rope_theta = 5.0: rope_parameters.rope_theta is 6.0"),
+    ({"rope_scaling": {"rope_type": "llama3", **LLAMA3}, "rope_parameters": {"rope_theta": 6.0}},
+     "rope_scaling.rope_type = 'llama3': rope_parameters says otherwise"),
     ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling.rope_type = 'yarn'"),
     ({"rope_scaling": {"type": "linear", "factor": 4.0}}, "rope_scaling.type = 'linear'"),
     ({"rope_parameters": {"full_attention": {"rope_theta": 5.0}}},
@@ -112,7 +120,8 @@ def test_values_that_cannot_work_are_refused_in_one_line(
 
 def test_null_setting_is_the_default_of_transformers() -> None:
     nothing = {"num_key_value_heads": None, "head_dim": None, "rope_scaling": None,
-               "rope_parameters": None, "layer_types": None, "quantization_config": None}
+               "rope_parameters": None, "layer_types": None, "quantization_config": None,
+               "logits_scaling": 1.0, "final_logit_softcapping": None}
     assert parse_config(LLAMA | nothing, "config.json") == parse_config(LLAMA, "config.json")
     assert parse_config(LLAMA | {"hidden_size": 18, "head_dim": 6}, "config.json").head_dim == 6
 

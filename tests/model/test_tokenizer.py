@@ -3,8 +3,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jinja2
+import numpy as np
 import pytest
-from tokenizers import processors
+import tokenizers
+from tokenizers import decoders, models, processors
 
 from specrl_jax.config import ConfigError
 from specrl_jax.model.tiny import CHATML, byte_tokenizer
@@ -61,6 +64,26 @@ def test_stream_holds_back_incomplete_characters() -> None:
     step = tokenizer.stream()
     pieces = [step(token) for token in tokenizer.encode("aé🙂<|im_end|>")]
     assert pieces == ["a", "", "é", "", "", "", "🙂", "<|im_end|>"]
+
+
+def byte_fallback() -> Tokenizer:
+    """A tokenizer of Llama 2's kind: letters are tokens, every other byte is one of its own."""
+    vocab = {f"<0x{i:02X}>": i for i in range(256)} | {"<unk>": 256, "a": 257, "\u2581": 258}
+    backend = tokenizers.Tokenizer(models.BPE(
+        vocab=vocab, merges=[], unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    backend.decoder = decoders.Sequence([
+        decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(),
+        decoders.Strip(" ", 1, 0)])
+    return Tokenizer(backend)
+
+
+@pytest.mark.parametrize("make", [byte_tokenizer, byte_fallback])
+def test_stream_gives_the_decoded_text_whatever_the_bytes(make: Callable[[], Tokenizer]) -> None:
+    tokenizer, rng = make(), np.random.default_rng(0)
+    for _ in range(200):
+        tokens = rng.choice([0x41, 0x0A, 0x20, 0xE2, 0x82, 0xAC, 0xC3, 0xA9, 257, 258], 12).tolist()
+        stream = tokenizer.stream()
+        assert "".join([*map(stream, tokens), stream.end()]) == tokenizer.decode(tokens)
 
 
 def test_chat_follows_the_template() -> None:
@@ -160,6 +183,34 @@ def test_a_tokenizer_without_tokens_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError, match="tokenizer.json: the vocabulary is empty"):
         read_tokenizer(spoil(tmp_path, empty))
+
+
+TRUNCATION = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
+PADDING = {"strategy": {"Fixed": 9}, "direction": "Left", "pad_to_multiple_of": None, "pad_id": 256,
+           "pad_type_id": 0, "pad_token": "<|endoftext|>"}
+
+
+@pytest.mark.parametrize("setting", [{"truncation": TRUNCATION}, {"padding": PADDING}], ids=str)
+def test_saved_truncation_and_padding_change_no_prompt(
+        tmp_path: Path, setting: dict[str, Any]) -> None:
+    tokenizer = read_tokenizer(spoil(tmp_path, lambda content: content.update(setting)))
+    assert tokenizer.encode("four") == list(b"four")
+
+
+def test_tokenizer_that_encodes_at_random_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="model.dropout = 0.1: .*; set it to null"):
+        read_tokenizer(spoil(tmp_path, lambda content: content["model"].update(dropout=0.1)))
+
+
+def test_chat_template_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = []
+    real = jinja2.Environment.compile
+    monkeypatch.setattr(jinja2.Environment, "compile", lambda self, source, *a, **k: (
+        compiled.append(source), real(self, source, *a, **k))[1])
+    tokenizer = with_template("once: {{ messages[0].content }}")
+    assert [tokenizer.chat([{"role": "user", "content": x}]) for x in "ab"] == [
+        "once: a", "once: b"]
+    assert len(compiled) == 1
 
 
 NO_TEMPLATE = "must be a string, or a list of objects with the strings name and template"

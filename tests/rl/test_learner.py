@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 from helpers import ask, make_engine, make_task, tiny_arch, tiny_params
 
-from specrl_jax.config import Config, LearnerConfig, RLConfig, RolloutConfig
+from specrl_jax.config import Config, LearnerConfig, ModelSource, RLConfig, RolloutConfig
 from specrl_jax.model.transformer import forward
 from specrl_jax.rl import learner, losses
-from specrl_jax.rl.learner import Batch, LearnerState, Totals
+from specrl_jax.rl.batch import Batch, Layout, Totals, make_batch, part_of
+from specrl_jax.rl.learner import LearnerState
 from specrl_jax.structs import Rollout
 
 ARCH = tiny_arch(num_layers=1)
@@ -66,9 +67,8 @@ def state_of(params: Any, config: Config = CONFIG) -> LearnerState:
 
 
 def batch_of(rollout: Rollout, rows: int = 12, keep_all: bool = False, k: int = 1,
-             advantage: np.ndarray = ADVANTAGE) -> tuple[Batch, Totals]:
-    return learner.make_batch(rollout, advantage, 0.8, rows=rows, sequences_per_row=k,
-                              keep_all=keep_all)
+             advantage: np.ndarray = ADVANTAGE, columns: int = 0) -> tuple[Batch, Totals]:
+    return make_batch(rollout, advantage, 0.8, Layout(rows, k, columns), keep_all)
 
 
 def gradients(params: Any, batch: Batch, totals: Totals, config: Config = CONFIG) -> Any:
@@ -86,15 +86,21 @@ def assert_close(left: Any, right: Any, share: float = 1e-5) -> None:
 
 
 @pytest.mark.parametrize("normalize,split", [
-    ("token", (5, 1)), ("token", (4, 2)),
-    pytest.param("sequence", (4, 2), marks=pytest.mark.ci),
-    pytest.param("constant", (5, 1), marks=pytest.mark.ci)])
-def test_unequal_micro_batches_add_up(
-        params: Any, rollout: Rollout, normalize: str, split: tuple[int, int]) -> None:
+    ("token", (5, 1, 0)), ("token", (4, 2, 0)), ("token", (2, 2, 100)),
+    pytest.param("token", (1, 1, 120), marks=pytest.mark.ci),
+    pytest.param("sequence", (2, 2, 100), marks=pytest.mark.ci),
+    pytest.param("constant", (5, 1, 0), marks=pytest.mark.ci)])
+def test_packing_and_unequal_micro_batches_add_up(
+        params: Any, rollout: Rollout, normalize: str, split: tuple[int, int, int]) -> None:
     config = config_of(normalize=normalize)
-    whole, told = gradients(params, *batch_of(rollout, 12, True), config)
-    rows, k = split
-    parts, metrics = gradients(params, *batch_of(rollout, rows, True, k), config)
+    alone = [batch_of(part_of(rollout, i, 12), 1, True, advantage=ADVANTAGE[i : i + 1])[0]
+             for i in range(12)]  # one sequence a row
+    _, totals = batch_of(rollout, 12, True)
+    whole, told = gradients(params, jax.tree.map(lambda *a: np.concatenate(a), *alone),
+                            totals.replace(micro_batches=np.int32(12)), config)
+    rows, k, columns = split
+    batch, totals = batch_of(rollout, rows, True, k, columns=columns)
+    parts, metrics = gradients(params, batch, totals, config)
     assert_close(parts, whole)
     for name in told:
         np.testing.assert_allclose(metrics[name], told[name], rtol=1e-4, atol=1e-6)
@@ -103,8 +109,8 @@ def test_unequal_micro_batches_add_up(
 
 def test_sequences_without_advantage_change_no_gradient(
         params: Any, rollout: Rollout) -> None:
-    every, used = batch_of(rollout, 4, True), batch_of(rollout, 4)
-    assert int(used[1].micro_batches) == 2 and int(every[1].micro_batches) == 3
+    every, used = batch_of(rollout, 1, True), batch_of(rollout, 1)
+    assert int(used[1].micro_batches) < int(every[1].micro_batches) <= 12
     assert_close(gradients(params, *used)[0], gradients(params, *every)[0])
 
 
@@ -169,8 +175,9 @@ def test_the_gap_to_the_rollout_is_small(params: Any, rollout: Rollout) -> None:
     batch, totals = batch_of(rollout, 4, True)
     _, metrics = update(CONFIG)(state_of(params), batch, totals, None, None)
     assert 0 < metrics["logprob_gap"] <= metrics["logprob_gap_max"] < 1e-4
-    score = jax.jit(functools.partial(learner.score, ARCH, False))(params, batch)
-    mask = np.arange(NEW_TOKENS) < batch.length[..., None]
+    score = jax.jit(functools.partial(learner.score, ARCH, CONFIG))(params, batch, totals)
+    mask = np.arange(score.shape[-1]) < batch.length.sum(-1)[..., None]
+    assert mask.sum() == rollout.length.sum()
     np.testing.assert_allclose(score[mask], batch.rollout_logprob[mask], rtol=0, atol=1e-4)
     off = batch.replace(rollout_logprob=batch.rollout_logprob - np.float32(0.25))
     _, metrics = update(CONFIG)(state_of(params), off, totals, None, None)
@@ -179,17 +186,17 @@ def test_the_gap_to_the_rollout_is_small(params: Any, rollout: Rollout) -> None:
 
 def shifted(batch: Batch) -> Batch:
     """The rollout's log-probabilities of micro-batch i lowered by i + 1."""
-    by = np.arange(1, len(batch.length) + 1, dtype=np.float32).reshape(-1, 1, 1, 1)
+    by = np.arange(1, len(batch.length) + 1, dtype=np.float32).reshape(-1, 1, 1)
     return batch.replace(rollout_logprob=batch.rollout_logprob - by)
 
 
 @pytest.mark.parametrize("keep_all", [True, False])
 def test_the_gap_says_how_many_tokens_it_covers(
         params: Any, rollout: Rollout, keep_all: bool) -> None:
-    batch, totals = batch_of(rollout, 4, keep_all)
+    batch, totals = batch_of(rollout, 3, keep_all)
     _, metrics = update(CONFIG)(state_of(params), shifted(batch), totals, None, None)
-    tokens = batch.length.sum((1, 2))[: 3 if keep_all else 2]
-    assert metrics["logprob_gap_tokens"] == tokens.sum()
+    tokens = batch.length.sum((1, 2))[: int(totals.micro_batches)]
+    assert len(tokens) > 1 and metrics["logprob_gap_tokens"] == tokens.sum()
     assert (tokens.sum() == rollout.length.sum()) == keep_all
     mean = (tokens * np.arange(1, len(tokens) + 1)).sum() / tokens.sum()
     assert metrics["logprob_gap"] == pytest.approx(mean, abs=1e-3)
@@ -199,9 +206,9 @@ def test_the_gap_says_how_many_tokens_it_covers(
 @pytest.mark.parametrize("k", [1, 2])
 def test_the_gap_of_the_first_micro_batch_alone(
         params: Any, rollout: Rollout, k: int) -> None:
-    batch, _ = batch_of(rollout, 2, k=k, advantage=np.zeros(12, np.float32))
-    gap = jax.jit(functools.partial(learner.first_gap, ARCH, False))(params, shifted(batch))
-    assert gap["logprob_gap_tokens"] == rollout.length[: 2 * k].sum()
+    batch, _ = batch_of(rollout, 2, True, k)
+    gap = jax.jit(functools.partial(learner.first_gap, ARCH, CONFIG))(params, shifted(batch))
+    assert gap["logprob_gap_tokens"] == batch.length[0].sum() < rollout.length.sum()
     assert gap["logprob_gap"] == pytest.approx(1, abs=1e-3)
     assert gap["logprob_gap_max"] == pytest.approx(1, abs=1e-3)
 
@@ -209,13 +216,14 @@ def test_the_gap_of_the_first_micro_batch_alone(
 def test_kl_and_old_logprobs(params: Any, rollout: Rollout) -> None:
     config = config_of(LearnerConfig(learning_rate=1e-2), kl=0.1)
     batch, totals = batch_of(rollout, 4, True)
-    score = jax.jit(functools.partial(learner.score, ARCH, False))
+    score = jax.jit(functools.partial(learner.score, ARCH, CONFIG))
     state, told = state_of(params, config), []
-    reference = score(params, batch)
+    reference = score(params, batch, totals)
     for _ in range(3):
-        state, metrics = update(config)(state, batch, totals, reference, reference)
+        state, metrics = update(config)(state, batch, totals, reference,
+                                        (reference, score(state.params, batch, totals)))
         told.append(jax.tree.map(float, metrics))
-    assert told[0]["kl/reference"] == pytest.approx(0, abs=1e-6)
+    assert told[0]["kl/reference"] == 0
     assert told[0]["policy/clip_fraction"] == 0 < told[2]["policy/clip_fraction"]
     assert 0 < told[1]["kl/reference"] < told[2]["kl/reference"]
     assert 0 < told[1]["kl/update"] and all(m["applied"] for m in told)
@@ -223,6 +231,15 @@ def test_kl_and_old_logprobs(params: Any, rollout: Rollout) -> None:
     plain = update(CONFIG)(state_of(params), batch, totals, None, None)[0]
     given = update(CONFIG)(state_of(params), batch, totals, reference, None)[0]
     assert_close(plain.params, given.params, 1e-4)
+
+
+def test_policy_without_signal_stays_at_its_reference(params: Any, rollout: Rollout) -> None:
+    config = config_of(LearnerConfig(learning_rate=1e-2), kl=0.1)
+    batch, totals = batch_of(rollout, 4, True, advantage=np.zeros(12, np.float32))
+    score = jax.jit(functools.partial(learner.score, ARCH, CONFIG))(params, batch, totals)
+    new, metrics = update(config)(state_of(params, config), batch, totals, None, (score, score))
+    assert metrics["grad_norm"] == metrics["kl/reference"] == 0 and metrics["applied"] == 1
+    jax.tree.map(np.testing.assert_array_equal, new.params, params)
 
 
 def test_entropy_metric_is_that_of_a_forward(params: Any, rollout: Rollout) -> None:
@@ -248,8 +265,39 @@ def tripled(**arguments: Any) -> Any:
     return 3 * losses.clipped_surrogate(**arguments)
 
 
+def test_minibatches_divide_by_their_own_tokens(params: Any, rollout: Rollout) -> None:
+    found = []
+    for i in range(2):
+        part, mine = part_of(rollout, i, 2), np.array_split(ADVANTAGE, 2)[i]
+        batch, totals = batch_of(part, 4, True, advantage=mine)
+        assert totals.tokens == part.length.sum() == batch.length.sum() < rollout.length.sum()
+        found.append(jax.tree.map(lambda g, n=totals.tokens: g * n, gradients(
+            params, batch, totals)[0]))
+    whole, totals = batch_of(rollout, 4, True)
+    want = jax.tree.map(lambda g: g * totals.tokens, gradients(params, whole, totals)[0])
+    assert_close(jax.tree.map(jnp.add, *found), want)
+
+
 @pytest.mark.ci
-def test_remat_changes_no_gradient(params: Any, rollout: Rollout) -> None:
-    config = config_of(dataclasses.replace(LEARNER, remat=True))
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_remat_changes_no_gradient(params: Any, rollout: Rollout, remat: str) -> None:
+    config = config_of(dataclasses.replace(LEARNER, remat=remat))
     batch, totals = batch_of(rollout, 4)
     assert_close(gradients(params, batch, totals, config)[0], gradients(params, batch, totals)[0])
+
+
+def test_update_in_bfloat16_keeps_float32_state(params: Any, rollout: Rollout) -> None:
+    config = dataclasses.replace(CONFIG, model=ModelSource(dtype="bfloat16"))
+    batch, totals = batch_of(rollout, 4, True)
+    new, metrics = update(config)(state_of(params), batch, totals, None, None)
+    assert {a.dtype for a in jax.tree.leaves(new.params)} == {jnp.dtype("float32")}
+    wide = gradients(params, batch, totals)[0]
+    assert 1e-4 < error(gradients(params, batch, totals, config)[0], wide) < 0.03
+    assert 1e-5 < metrics["logprob_gap"] < 1e-2
+
+
+def error(tree: Any, want: Any) -> float:
+    """Distance of two trees, relative to the second one's norm."""
+    square = [sum(float((a**2).sum()) for a in jax.tree.leaves(t))
+              for t in (jax.tree.map(jnp.subtract, tree, want), want)]
+    return (square[0] / square[1]) ** 0.5

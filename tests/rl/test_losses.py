@@ -98,16 +98,6 @@ def test_k3_is_the_kl_in_expectation_and_never_negative():
     assert pl.kl_k3(logprob=near, reference=jnp.full(101, -0.01)).min() >= 0
 
 
-def test_entropy_by_hand():
-    # Uniform over 4: ln 4. (1/2, 1/2, 0, 0): ln 2. One token: 0.
-    inf = np.inf
-    logits = f32([[3, 3, 3, 3], [1, 1, -inf, -inf], [0, -inf, -inf, -inf]])
-    got = pl.entropy(logits=logits.T)
-    np.testing.assert_allclose(got, [np.log(4), np.log(2), 0.0], rtol=1e-6)
-    slopes = jax.grad(lambda x: pl.entropy(logits=x.T).sum())(logits)
-    np.testing.assert_allclose(slopes, np.zeros((3, 4)), atol=1e-6)
-
-
 def test_weights_by_hand():
     # Two sequences of 3 and 1 tokens, limit 5. token: 1/4 each. sequence: 1/(2*3) and 1/(2*1).
     # constant: 1/(2*5). The third row is padding and counts nowhere.
@@ -169,48 +159,6 @@ def test_masked_positions_are_never_read(garbage, correction):
     gradient = got[1]
     np.testing.assert_array_equal(gradient[jnp.array([1, 3])], [0.0, 0.0])
     assert np.all(np.isfinite(gradient)) and np.all(gradient[jnp.array([0, 2])] != 0)
-
-
-def toy_batch():
-    """Six sequences of different lengths over five symbols; one row is padding."""
-    rng = np.random.default_rng(2)
-    length = np.array([7, 1, 4, 0, 2, 6])
-    return dict(
-        tokens=jnp.asarray(rng.integers(5, size=(6, 7)), jnp.int32),
-        old_logprob=f32(-1.6 + 0.2 * rng.normal(size=(6, 7))),
-        reference=f32(-1.6 + 0.2 * rng.normal(size=(6, 7))),
-        advantage=f32(rng.normal(size=6)),
-        mask=jnp.asarray(np.arange(7) < length[:, None]),
-    )
-
-
-def toy_loss(params, batch, normalize, totals):
-    """A bigram model's batch loss: each token is predicted from the one before it."""
-    def one(tokens, mask, **arrays):
-        logits = params["table"][jnp.roll(tokens, 1)] + params["bias"][None]
-        logprob = jax.nn.log_softmax(logits)[jnp.arange(7), tokens]
-        terms, _ = pl.sequence_terms(logprob=logprob, mask=mask, kl=0.1, **arrays, **PPO,
-                                     rollout_logprob=arrays["old_logprob"])
-        weights = pl.token_weights(mask=mask, normalize=normalize, total_tokens=totals[0],
-                                   total_sequences=totals[1], max_new_tokens=9)
-        return jnp.sum(weights * terms)
-
-    return jnp.sum(jax.vmap(lambda b: one(**b))(batch))
-
-
-@pytest.mark.parametrize("normalize", pl.NORMALIZERS)
-def test_unequal_micro_batches_add_up_to_the_batch(normalize):
-    rng = np.random.default_rng(3)
-    params = {"table": f32(0.3 * rng.normal(size=(5, 5))), "bias": f32(0.3 * rng.normal(size=5))}
-    batch = toy_batch()
-    totals = (batch["mask"].sum(dtype=jnp.float32), 5.0)
-    gradient = jax.jit(jax.value_and_grad(toy_loss), static_argnames="normalize")
-    whole = gradient(params, batch, normalize, totals)
-    parts = [gradient(params, {name: x[rows] for name, x in batch.items()}, normalize, totals)
-             for rows in (slice(0, 1), slice(1, 4), slice(4, 6))]
-    added = jax.tree.map(lambda *x: sum(x), *parts)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-6), added, whole)
-    assert max(np.abs(x).max() for x in jax.tree.leaves(whole[1])) > 1e-2
 
 
 def test_arguments_are_checked_by_name():

@@ -1,26 +1,13 @@
-"""Rewards against tables worked by hand, and their composition."""
+"""Rewards against tables worked by hand."""
 
-import threading
 from decimal import Decimal
 
 import pytest
 
-from specrl_jax.config import ConfigError
 from specrl_jax.rl import reward
+from specrl_jax.rl.latex import latex
 
 EXAMPLE = {"id": 7, "question": "What is 52 + 21?", "answer": "73"}
-
-
-def length(prompt, completion, example):
-    return len(completion)
-
-
-def broken(prompt, completion, example):
-    return 1 / 0
-
-
-def infinite(prompt, completion, example):
-    return float("inf")
 
 
 @pytest.mark.parametrize("text, number", [
@@ -51,6 +38,11 @@ def infinite(prompt, completion, example):
     ("#### 72\nI used 3 steps.", "72"),
     ("#### 1\n#### 2", "2"),
     ("5 ####", None),
+    ("2 or 3/2", None),
+    ("10^5", None),
+    ("at 3:30", None),
+    ("1/2 = 0.5", "0.5"),
+    ("10/5: 2", "2"),
     ("no number", None),
     ("", None),
     ("٣", None),
@@ -66,8 +58,18 @@ def test_exact(completion, value):
     assert reward.exact("", completion, EXAMPLE) == value
 
 
-def test_exact_reads_a_written_answer():
-    assert reward.exact("", "1234", {"answer": "$1,234"}) == 1
+@pytest.mark.parametrize("answer, completion", [
+    ("$1,234", "1234"), ("5%", "5"), ("-2.", "-2"), ("work\n#### 72", "72"), (" 7 ", "7")])
+def test_exact_reads_a_written_answer(answer, completion):
+    assert reward.exact("", completion, {"answer": answer}) == 1
+
+
+@pytest.mark.parametrize("answer, completion", [
+    ("1/2", "2"), (r"\frac{1}{3}", "3"), ("3:30", "30"), ("10^5", "5"), ("2 or 3", "3"), ("", ""),
+    ("2x", "2"), ("5 cm", "5"), (r"\pi", "3.14"), ("#### ", "")])
+def test_exact_refuses_an_answer_that_is_no_number(answer, completion):
+    with pytest.raises(ValueError, match="is not a number; use latex for it"):
+        reward.exact("", completion, {"answer": answer})
 
 
 @pytest.mark.parametrize("completion, value", [
@@ -104,59 +106,4 @@ LATEX = [
 
 @pytest.mark.parametrize("answer, completion, value", LATEX)
 def test_latex(answer, completion, value):
-    assert reward.latex("", completion, {"answer": answer}) == value
-
-
-def test_latex_in_another_thread():
-    values = []
-    thread = threading.Thread(target=lambda: values.extend(
-        reward.latex("", completion, {"answer": answer}) for answer, completion, _ in LATEX))
-    thread.start()
-    thread.join()
-    assert values == [value for *_, value in LATEX]
-
-
-def test_latex_gives_up_on_what_never_ends(monkeypatch):
-    monkeypatch.setattr(reward, "LATEX_SECONDS", 1)
-    assert reward.latex("", "$9^{9^{9^9}}$", EXAMPLE) == 0
-
-
-def test_compose():
-    composed = reward.compose(("exact", "exact_only", f"{__name__}:length"), (1.0, 0.5, -0.25))
-    total, values = composed("", "It is 73", EXAMPLE)
-    assert values == {"exact": 1, "exact_only": 0, f"{__name__}:length": 8}
-    assert total == 1 - 2
-
-
-@pytest.mark.parametrize("terms, words", [
-    (("exakt",), ["exakt", "exact", "package.module:name"]),
-    (("no_such_module:f",), ["no_such_module", "PYTHONPATH"]),
-    (("math:no_such_function",), ["no_such_function", "defines"]),
-    (("math:pi",), ["math:pi", "function"]),
-    (("digits",), ["digits", "renamed; use digit_fraction"]),
-    (("exact", "exact"), ["exact", "once"]),
-    (("exact:",), ["exact:"]),
-])
-def test_bad_terms_are_refused_in_a_line(terms, words):
-    with pytest.raises(ConfigError) as error:
-        reward.compose(terms, (1.0,) * len(terms))
-    assert all(word in str(error.value) for word in words)
-    assert "\n" not in str(error.value)
-
-
-def test_weights_must_match():
-    with pytest.raises(ConfigError, match="reward.weights"):
-        reward.compose(("exact", "exact_only"), (1.0,))
-
-
-@pytest.mark.parametrize("name, example, words", [
-    (f"{__name__}:broken", EXAMPLE, "example 7: ZeroDivisionError"),
-    (f"{__name__}:infinite", EXAMPLE, "example 7: returned inf"),
-    ("exact", {"id": 3, "answer": "x"}, "example 3: ValueError: the answer 'x'"),
-    ("latex", {"id": 3, "answer": ""}, "example 3: ValueError: math-verify"),
-    ("exact", {"id": 3}, "example 3: KeyError: 'answer'"),
-])
-def test_a_failing_reward_is_named(name, example, words):
-    with pytest.raises(reward.RewardError, match=words) as error:
-        reward.compose((name,), (1.0,))("", "73", example)
-    assert repr(name) in str(error.value)
+    assert latex("", completion, {"answer": answer}) == value

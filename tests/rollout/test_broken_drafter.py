@@ -8,7 +8,6 @@ import pytest
 from helpers import micro_config
 
 from specrl_jax import sharding
-from specrl_jax.config import DraftConfig, ModelSource, SpecOptions
 from specrl_jax.draft import eagle_model
 from specrl_jax.model import tiny
 from specrl_jax.model.tensors import EMBED, FINAL_NORM
@@ -18,14 +17,13 @@ from specrl_jax.rollout.prompts import PromptBatch
 from specrl_jax.rollout.sampler import Sampler
 
 ARCH = dataclasses.replace(TINY, num_layers=1)
-SPEC = SpecOptions(drafter="eagle", depth=2, branch=2, nodes=4, max_depth=2, max_branch=2,
-                   max_nodes=5)
 
 
-def generate(spec, dtype="float32"):
+def generate(drafter, dtype="float32"):
     """The tokens of a rollout, its counters and those of the next one, and all warnings."""
-    config, warnings = micro_config(spec=spec, model=ModelSource(dtype=dtype),
-                                    draft=DraftConfig(model="random:tiny")), []
+    config, warnings = micro_config(
+        spec__drafter=drafter, spec__branch=2, spec__nodes=4, spec__max_branch=2, spec__max_nodes=5,
+        model__dtype=dtype, draft__model="random:tiny"), []
     sampler = Sampler(config, ARCH, (3,), sharding.make_mesh(config.mesh), prompts=4, group=2,
                       warn=warnings.append, tokenizer=byte_tokenizer())
     sampler.publish(Source(ARCH, byte_tokenizer(), random_tensors(ARCH, 0), "").params(), 0)
@@ -48,9 +46,8 @@ sound = functools.cache(generate)
                          "it again, or choose another spec.drafter")])
 def test_broken_drafter_is_named_and_changes_no_token(
         monkeypatch, drafter, name, factor, warning):
-    spec = dataclasses.replace(SPEC, drafter=drafter)
-    plain, *_, quiet = sound(dataclasses.replace(SPEC, drafter="off"))
-    drafted, counters, after, warnings = sound(spec)
+    plain, *_, quiet = sound("off")
+    drafted, counters, after, warnings = sound(drafter)
     assert drafted == plain and counters["drafted"] > 0 and after["drafted"] > 0
     assert counters["broken"] == after["broken"] == 0
     assert not any("finite" in warning for warning in [*quiet, *warnings])
@@ -67,7 +64,7 @@ def test_broken_drafter_is_named_and_changes_no_token(
 
     monkeypatch.setattr(eagle_model, "initialize", broken)
     monkeypatch.setattr(tiny, "random_tensors", broken_too)
-    tokens, counters, after, warnings = generate(spec)
+    tokens, counters, after, warnings = generate(drafter)
     assert tokens == plain and counters["broken"] > 0 and any(warning in w for w in warnings)
     assert counters["drafted"] == 0 or drafter == "merge"  # whose history drafts on
     assert after["drafted"] == after["broken"] == 0
@@ -76,8 +73,8 @@ def test_broken_drafter_is_named_and_changes_no_token(
 @pytest.mark.full
 @pytest.mark.parametrize("drafter", ["eagle", "merge"])
 def test_in_bfloat16_drafts_are_accepted_too(drafter):
-    plain, *_ = sound(dataclasses.replace(SPEC, drafter="off"), "bfloat16")
-    drafted, counters, after, _ = sound(dataclasses.replace(SPEC, drafter=drafter), "bfloat16")
+    plain, *_ = sound("off", "bfloat16")
+    drafted, counters, after, _ = sound(drafter, "bfloat16")
     assert counters["broken"] == 0 and counters["drafted"] > 0
     assert counters["accepted"] + after["accepted"] > 0
     same = [a == b for one, other in zip(plain, drafted, strict=True)

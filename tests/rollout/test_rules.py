@@ -9,16 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from distribution_checks import ProcessedDistribution, distribution
-from helpers import (
-    Dice,
-    Task,
-    ask,
-    make_engine,
-    random_drafter,
-    streams,
-    tiny_arch,
-    tiny_params,
-)
+from helpers import Dice, Task, ask, make_engine, random_drafter, streams, tiny_arch, tiny_params
 from scipy import stats
 
 from specrl_jax.config import ConfigError

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -18,6 +18,7 @@ from specrl_jax.draft import eagle_model
 from specrl_jax.draft.eagle import eagle
 from specrl_jax.draft.eagle_model import EagleArch
 from specrl_jax.draft.protocol import Drafter, RolloutInfo
+from specrl_jax.prng import gumbel
 from specrl_jax.structs import DraftTree, Frontier, Path, Sampling, SlotFill, Verdict
 
 V, F, ROWS, P, PLACES = 24, 16, 4, 10, 48
@@ -133,7 +134,7 @@ class Slots:
             self.commit(rng.integers(0, DEPTH + 2, ROWS))
 
 
-def check_tree(tree: DraftTree, frontier: Frontier) -> None:
+def check_tree(tree: DraftTree, frontier: Frontier, origin: int = 2) -> None:
     """What every tree must be, whatever is in it."""
     nodes = tree.tokens.shape[1]
     assert (tree.live[:, 0] == np.asarray(frontier.live)).all()
@@ -143,10 +144,37 @@ def check_tree(tree: DraftTree, frontier: Frontier) -> None:
         assert above < n and tree.live[b, above]
         assert tree.depth[b, n] == tree.depth[b, above] + 1
         assert 0 < tree.survival[b, n] <= tree.survival[b, above]
-        assert tree.score_gap[b, n] >= 0 and tree.origin[b, n] == 2
+        assert tree.score_gap[b, n] >= 0 and tree.origin[b, n] == origin
+        assert tree.tokens[b, n] >= 0 and tree.logq[b, n] <= 0
         twins = [m for m in range(1, nodes) if tree.live[b, m] and tree.parent[b, m] == above]
         assert len({tree.tokens[b, m] for m in twins}) == len(twins)
         assert len({tree.rank[b, m] for m in twins}) == len(twins)
+
+
+def check_nodes(slots: "Slots", tree: DraftTree, logq: np.ndarray, *, vocab: np.ndarray = VOCAB,
+                children: str = "perturbed", rows: Sequence[int] = range(ROWS)) -> None:
+    """Every node is there, and its scores and children are those of log-probabilities [B, N, Vd]
+    after each node, as a full forward has them."""
+    for b in rows:
+        assert tree.live[b].all()
+        index = np.searchsorted(vocab, tree.tokens[b, 1:])
+        np.testing.assert_allclose(tree.logq[b, 1:], logq[b, tree.parent[b, 1:], index], atol=1e-4)
+        for above in np.unique(tree.parent[b, 1:]):
+            below = np.flatnonzero(tree.parent[b, 1:] == above) + 1
+            drawn = int(slots.context[b] - slots.born[b]) + int(tree.depth[b, above])
+            noise = np.asarray(gumbel(slots.rows.key[b], jnp.int32(drawn), jnp.asarray(vocab)))
+            plain = children == "top" or TEMPERATURE[b] == 0
+            if children != "perturbed":
+                np.testing.assert_allclose(tree.draft_prob[b, below], np.exp(tree.logq[b, below]),
+                                           rtol=1e-5)
+            if children == "sampled" and not plain:
+                continue
+            score = logq[b, above] + (0 if plain else noise)
+            best = np.argsort(-score)[:BRANCH]
+            found = tree.tokens[b, below[np.argsort(tree.rank[b, below])]]
+            np.testing.assert_array_equal(found, vocab[best])
+            np.testing.assert_allclose(np.sort(tree.score_gap[b, below]),
+                                       score[best[0]] - score[best], atol=2e-4)
 
 
 def path_to(tree: DraftTree, b: int, n: int) -> list[int]:

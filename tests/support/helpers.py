@@ -2,15 +2,18 @@
 
 import dataclasses
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path as File
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from specrl_jax import prng, sharding
 from specrl_jax.config import (
@@ -20,12 +23,14 @@ from specrl_jax.config import (
     MeshConfig,
     RolloutConfig,
     SpecOptions,
+    override,
 )
 from specrl_jax.control import fixed, protocol
 from specrl_jax.control.protocol import Controller
 from specrl_jax.draft.off import off
 from specrl_jax.draft.protocol import Drafter, RolloutInfo, Survive
 from specrl_jax.io.compilation import CompilationCounter
+from specrl_jax.io.metrics import read_metrics
 from specrl_jax.model.architecture import Architecture, initialize
 from specrl_jax.model.tiny import TINY, byte_tokenizer, random_tensors
 from specrl_jax.model.weights import Source
@@ -171,6 +176,12 @@ def random_tree(rng: Array, state: Any, spec: SpecConfig, nodes: int, depth: int
                      broken=jnp.bool_(False))
 
 
+def no_device(platform: str) -> AbstractContextManager:
+    """A context in which programs are traced for a device that is not there; a CPU runs them."""
+    device = AbstractDevice(f"some {platform}", 1, platform)
+    return use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
+
+
 class Course:
     """A controller's settings from launch to launch: random ones, unless `hold` is set."""
 
@@ -224,15 +235,24 @@ def counting(function: Callable[[], Any]) -> int:
     return counter.take()
 
 
+def with_fields(config: Config, **fields: Any) -> Config:
+    """The config with other values, of a section's field as `spec__drafter`."""
+    return override(config, {name.replace("__", "."): value for name, value in fields.items()})
+
+
 def micro_config(**changes: Any) -> Config:
-    """A run of a few milliseconds a step, for meshes up to 8; `changes` replace whole sections."""
+    """A run of a few milliseconds a step, for meshes up to 8.
+
+    `changes` replace whole sections, or fields as in `with_fields`.
+    """
+    fields = {name: changes.pop(name) for name in list(changes) if "__" in name}
     sections: dict[str, Any] = dict(
         steps=2, prompts_per_step=8, group_size=2,
         spec=SpecOptions(depth=2, branch=1, nodes=3, max_depth=2, max_branch=1, max_nodes=3),
         control=ControlConfig(policy="fixed"),  # its choices repeat bit for bit
         rollout=RolloutConfig(batch_size=8, max_prompt_tokens=10, max_new_tokens=8, min_batch=4),
         learner=LearnerConfig(learning_rate=1e-3, micro_batch=16, max_grad_norm=1e9))
-    return Config(**(sections | changes))
+    return with_fields(Config(**(sections | changes)), **fields)
 
 
 def micro_trainer(config: Config, **arch: Any) -> Trainer:
@@ -249,6 +269,19 @@ def micro_trainer_to_compile(config: Config, **changes: Any) -> Trainer:
     tokens = [rng.integers(0, 256, n).tolist() for n in rng.integers(1, 11, 16)]
     examples = [{"id": i, "question": "", "answer": str(i)} for i in range(16)]
     return Trainer(config, source, Prompts(examples, [""] * 16, tokens), lambda text: None)
+
+
+def moments(optimizer: Any) -> Any:
+    """Adam's first moments: after one update from zero, (1 - b1) times the gradient."""
+    found = jax.tree.leaves(optimizer, is_leaf=lambda node: hasattr(node, "mu"))
+    return next(node for node in found if hasattr(node, "mu")).mu
+
+
+def repeatable_metrics(workdir: File) -> list[dict[str, Any]]:
+    """A run's metrics but for those that another run of the same config has otherwise."""
+    others = ("time/", "memory/", "compilations", "rollout/tokens_per_second")
+    return [{name: value for name, value in row.items() if not name.startswith(others)}
+            for row in read_metrics(workdir)]
 
 
 def even(prompt: str, completion: str, example: object) -> float:
@@ -272,15 +305,19 @@ def xla_flags(devices: int = 1) -> str:
     return " ".join([f"{name}={devices}", *others])
 
 
+def script_environment(devices: int = 1) -> dict[str, str]:
+    """Scripts find the package whether or not it is installed, and use so many devices."""
+    path = os.pathsep.join(map(str, (ROOT, ROOT / "kernels", ROOT / "tests" / "support")))
+    return os.environ | {"PYTHONPATH": path, "XLA_FLAGS": xla_flags(devices)}
+
+
 def start_training(workdir: File, *flags: str, devices: int = 1) -> subprocess.Popen:
     """experiments/train.py on the tiny preset, shrunk; the processes share compiled programs."""
-    environment = os.environ | {
-        "XLA_FLAGS": xla_flags(devices), "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])}
     train = str(ROOT / "experiments" / "train.py")
     return subprocess.Popen([sys.executable, train, *SMALL, f"--workdir={workdir}", *flags],
                             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                            env=environment, cwd=workdir.parent)
+                            env=script_environment(devices) | {"JAX_PLATFORMS": "cpu"},
+                            cwd=workdir.parent)
 
 
 def run_training(workdir: File, *flags: str, devices: int = 1) -> str:
@@ -289,3 +326,18 @@ def run_training(workdir: File, *flags: str, devices: int = 1) -> str:
     out, err = process.communicate(timeout=600)
     assert process.returncode == 0, err
     return out
+
+
+def ends(started: list[subprocess.Popen], seconds: float = 300) -> list[str]:
+    """What each wrote on stderr."""
+    try:
+        return [process.communicate(timeout=seconds)[1] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]

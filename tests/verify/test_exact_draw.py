@@ -1,4 +1,4 @@
-"""argmax(logp + G) by chi-square, over temperature x truncation; tokens of p = 1e-5 to 1e-8.
+"""argmax(logp + G) by chi-square, over temperature x truncation; tokens of p = 1e-7 and 1e-8.
 
 Real vocabularies span several of the draw's chunks and orders of magnitude of probability: here
 5000 tokens (two chunks that overlap), as Zipf has them, at ids in random order. Small vocabularies

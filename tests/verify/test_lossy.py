@@ -59,7 +59,7 @@ def test_typical_takes_the_first_child_above_its_threshold(
         assert (path[:, 1] == {3: 1, 2: 2, 1: 3}[accepted]).all()
 
 
-def test_a_flat_distribution_accepts_more() -> None:
+def test_typical_on_flat_distribution_accepts_more() -> None:
     flat = np.full(4, 0.25)
     assert (np.asarray(TYPICAL(*star((3,), flat))[2]) == 2).all()
     assert (np.asarray(TYPICAL(*star((3,)))[2]) == 1).all()

@@ -30,6 +30,7 @@ def gumbel_argmax(
     threshold: Threshold | None = None,  # what truncation keeps; None keeps all
     *,
     count: int = 1,
+    axis: str | None = None,
     implementation: str | None = None,
     interpret: bool = False,
     platform: str | None = None,
@@ -39,12 +40,15 @@ def gumbel_argmax(
     """Draws the `count` tokens of highest logp[v] + G[v] at each position, with log-probabilities.
 
     `G` is `noise.gumbel(key, position, v)`, made inside and never stored: its integer bits are the
-    same everywhere, the Gumbels equal to rounding. The first token is a draw from the law that
-    temperature and threshold leave (the Gumbel-max trick), all of them a draw without replacement
-    (Kool et al., arXiv 1903.06059). Ties go to the lower id.
+    same everywhere, the Gumbels equal to rounding. The first token is a draw from the distribution
+    that temperature and threshold leave (the Gumbel-max trick), all of them a draw without
+    replacement (Kool et al., arXiv 1903.06059). Ties go to the lower id.
 
     Args:
       count: K, tokens returned.
+      axis: the mesh axis that splits the vocabulary. `logits` are then this device's part, inside a
+        `jax.shard_map` over it; the result is that of the whole vocabulary, on every device. What
+        travels is a few numbers a position.
       implementation: one of IMPLEMENTATIONS; None takes the first that can.
       interpret: Pallas kernels run by interpretation, on any device, slowly.
       platform: "cpu", "gpu" or "tpu": if not that of the mesh in scope, see
@@ -63,7 +67,8 @@ def gumbel_argmax(
     if checked:
         validate.check_values(*args)
     target = dispatch.target(implementation, platform, interpret, config)
-    return dispatch.choose(IMPLEMENTATIONS, implementation)(*args, count=count, target=target)
+    return dispatch.choose(IMPLEMENTATIONS, implementation)(*args, count=count, axis=axis,
+                                                            target=target)
 
 
 def refusals(logits: Any, temperature: Any, key: Any, position: Any, threshold: Any = None, *,
@@ -76,4 +81,4 @@ def refusals(logits: Any, temperature: Any, key: Any, position: Any, threshold: 
     args = (logits, temperature, key, position, threshold)
     validate.check_static(*args, count=count)
     target = dispatch.target(None, platform, interpret)
-    return dispatch.refusals(IMPLEMENTATIONS, *args, count=count, target=target)
+    return dispatch.refusals(IMPLEMENTATIONS, *args, count=count, axis=None, target=target)

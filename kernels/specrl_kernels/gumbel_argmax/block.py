@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 
 from specrl_kernels import dispatch, noise, tuning
 from specrl_kernels.dispatch import Target, Unsupported
@@ -19,7 +20,7 @@ FLOOR = -1e30  # highest score of a block without one: finite, so that differenc
 NOBODY = 2**31 - 1  # the token of a block without candidates
 MOST = 16  # candidates a block, whose loop is written out
 SCALE, GREEDY, EDGE, FLOATS = 0, 1, 2, 4
-FIRST, SECOND, LAST, INTEGERS = 0, 1, 2, 4  # the fourth is padding: Triton wants powers of two
+FIRST, SECOND, LAST, START, INTEGERS = 0, 1, 2, 3, 4
 TOP, TOTAL, RANK = 0, 1, 2  # of a block's output; ranks, then scores
 
 
@@ -31,8 +32,11 @@ class Positions(NamedTuple):
 
 
 def positions(temperature: jax.Array, key: jax.Array, position: jax.Array,
-              threshold: Threshold | None) -> Positions:
-    """Packs the scalars of each position; arguments as in `api.gumbel_argmax`."""
+              threshold: Threshold | None, start: jax.Array) -> Positions:
+    """Packs the scalars of each position; arguments as in `api.gumbel_argmax`.
+
+    `start` is i32[] the first token of this device's part of the vocabulary.
+    """
     scale, greedy = scale_of(temperature)
     first, second = (jax.lax.bitcast_convert_type(x, jnp.int32)
                      for x in noise.row_words(key, position))
@@ -40,7 +44,7 @@ def positions(temperature: jax.Array, key: jax.Array, position: jax.Array,
     edge = nothing if threshold is None else threshold.score
     last = jnp.zeros_like(first) if threshold is None else threshold.last
     return Positions(jnp.stack([scale, greedy.astype(jnp.float32), edge, nothing], 1),
-                     jnp.stack([first, second, last, jnp.zeros_like(last)], 1))
+                     jnp.stack([first, second, last, jnp.broadcast_to(start, last.shape)], 1))
 
 
 def tuning_key(positions: int, vocab: int, count: int) -> dict[str, int]:
@@ -65,6 +69,18 @@ def width(count: int) -> int:
     return 1 << (RANK + 2 * count - 1).bit_length()
 
 
+OPERATIONS = 40  # of the hash, the scores and the race, for each token; counted in `race`
+
+
+def estimate(logits: jax.Array, found: int) -> pl.CostEstimate:
+    """Returns the work of a call that writes `found` numbers and tokens of each position."""
+    w, vocab = logits.shape
+    inputs = 4 * w * (FLOATS + INTEGERS)
+    return pl.CostEstimate(
+        flops=OPERATIONS * w * vocab, transcendentals=2 * w * vocab,
+        bytes_accessed=logits.size * logits.dtype.itemsize + inputs + 8 * w * found)
+
+
 def race(logits: jax.Array, ids: jax.Array, inside: jax.Array, floats: list[jax.Array],
          integers: list[jax.Array], count: int, truncated: bool
          ) -> tuple[list[jax.Array], list[jax.Array]]:
@@ -72,14 +88,14 @@ def race(logits: jax.Array, ids: jax.Array, inside: jax.Array, floats: list[jax.
 
     Args:
       logits, ids, inside: [R, T]; a token outside of the vocabulary, or of this block, is no
-        candidate and has no mass.
+        candidate and has no mass. Ids count from the first token of this device's part.
       floats, integers: FLOATS and INTEGERS arrays [R, 1].
 
     Returns:
       highest score, sum of exp(score - it), `count` ranks and `count` scores f32[R, 1]; and
       `count` tokens i32[R, 1].
     """
-    greedy = floats[GREEDY] > 0
+    greedy, ids = floats[GREEDY] > 0, ids + integers[START]
     score = jnp.where(inside, logits.astype(jnp.float32) * floats[SCALE], -jnp.inf)
     top = jnp.maximum(score.max(1, keepdims=True), jnp.float32(FLOOR))
     mass = jnp.exp(score - top)
@@ -115,8 +131,14 @@ def side_by_side(columns: list[jax.Array], lanes: jax.Array) -> jax.Array:
     return found
 
 
-def parts(floats: jax.Array, tokens: jax.Array, count: int, vocab: int) -> Parts:
-    """Of f32[C, W, width] and i32[C, W, width], as blocks write them."""
+def parts(floats: jax.Array, tokens: jax.Array, count: int, vocab: int, axis: str | None) -> Parts:
+    """Returns the parts of f32[C, W, width] and i32[C, W, width], as blocks write them.
+
+    Where `axis` splits the vocabulary, `vocab` tokens a device, they are those of all devices.
+    """
+    if axis is not None:
+        floats, tokens = jax.lax.all_gather((floats, tokens), axis, tiled=True)
+        vocab *= jax.lax.axis_size(axis)
     return Parts(floats[..., TOP], floats[..., TOTAL], floats[..., RANK : RANK + count],
                  floats[..., RANK + count : RANK + 2 * count],
                  jnp.minimum(tokens[..., :count], vocab - 1))

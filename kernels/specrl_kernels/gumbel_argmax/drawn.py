@@ -36,7 +36,7 @@ class Drawn(NamedTuple):
 
     token: jax.Array  # i32[W, K]
     perturbed: jax.Array  # f32[W, K] raw_logprob + G; without G at temperature 0
-    logprob: jax.Array  # f32[W, K] of the truncated, renormalised law; a point mass at 0
+    logprob: jax.Array  # f32[W, K] truncated, renormalised; a point mass at 0
     raw_logprob: jax.Array  # f32[W, K] at the temperature (1 at temperature 0), no truncation
 
 
@@ -49,6 +49,11 @@ class Parts(NamedTuple):
     # -score; inf for none
     score: jax.Array  # f32[C, W, K]
     token: jax.Array  # i32[C, W, K] lower ids first among equals
+
+
+def first_id(vocab: int, axis: str | None) -> jax.Array:
+    """Returns the first token i32[] of this device's part, of `vocab` tokens as all parts are."""
+    return jnp.int32(0 if axis is None else vocab * jax.lax.axis_index(axis))
 
 
 def scale_of(temperature: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from specrl_kernels.dispatch import Target, Unsupported, configured
 from specrl_kernels.gumbel_argmax import block as shared
-from specrl_kernels.gumbel_argmax.drawn import Drawn, Threshold, combine
+from specrl_kernels.gumbel_argmax.drawn import Drawn, Threshold, combine, first_id
 
 PROGRAMS = 512  # enough to fill 132 multiprocessors, a few on each
 
@@ -28,18 +28,18 @@ class Config:
 
 def gumbel_argmax(race: Callable[..., Any], name: str, logits: jax.Array, temperature: jax.Array,
                   key: jax.Array, position: jax.Array, threshold: Threshold | None, *, count: int,
-                  target: Target) -> Drawn:
+                  axis: str | None, target: Target) -> Drawn:
     """See `api.gumbel_argmax`; `race` computes what blocks write (`block.parts`)."""
     w, vocab = logits.shape
     config = choose(target, name, logits, count)
     lanes, size = shared.width(count), min(config.block, 1 << (vocab.bit_length() - 1))
     outputs = [jax.ShapeDtypeStruct((-(-vocab // size), w, lanes), dtype)
                for dtype in (jnp.float32, jnp.int32)]
-    at = shared.positions(temperature, key, position, threshold)
+    at = shared.positions(temperature, key, position, threshold, first_id(vocab, axis))
     floats, tokens = race([logits, *at], outputs, size=size, count=count,
                           truncated=threshold is not None, config=config,
                           interpret=target.interpret)
-    return combine(shared.parts(floats, tokens, count, vocab), temperature == 0,
+    return combine(shared.parts(floats, tokens, count, vocab, axis), temperature == 0,
                    None if threshold is None else threshold.kept_mass)
 
 

@@ -15,7 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from specrl_kernels.dispatch import Target, Unsupported, configured
 from specrl_kernels.gumbel_argmax import block as shared
-from specrl_kernels.gumbel_argmax.drawn import Drawn, Threshold, combine
+from specrl_kernels.gumbel_argmax.drawn import Drawn, Threshold, combine, first_id
 
 NAME = "pallas"
 SUBLANES = {4: 8, 2: 16}  # rows of a register, by bytes of a logit
@@ -30,7 +30,7 @@ class Config:
 
 def gumbel_argmax_pallas(logits: jax.Array, temperature: jax.Array, key: jax.Array,
                          position: jax.Array, threshold: Threshold | None, *, count: int,
-                         target: Target) -> Drawn:
+                         axis: str | None, target: Target) -> Drawn:
     """See `api.gumbel_argmax`."""
     w, vocab = logits.shape
     config = _config(target, logits, count)
@@ -39,18 +39,19 @@ def gumbel_argmax_pallas(logits: jax.Array, temperature: jax.Array, key: jax.Arr
     steps = -(-vocab // size)
     of_position = lambda n: pl.BlockSpec((rows, n), lambda i, j: (i, 0))  # noqa: E731
     output = pl.BlockSpec((1, rows, lanes), lambda i, j: (j, i, 0))
-    at = shared.positions(temperature, key, position, threshold)
+    at = shared.positions(temperature, key, position, threshold, first_id(vocab, axis))
     floats, tokens = pl.pallas_call(
         functools.partial(_kernel, vocab=vocab, count=count, truncated=threshold is not None),
         out_shape=[jax.ShapeDtypeStruct((steps, w, lanes), dtype)
                    for dtype in (jnp.float32, jnp.int32)],
         grid=(-(-w // rows), steps), interpret=target.interpret, name="gumbel_argmax",
+        cost_estimate=shared.estimate(logits, steps * lanes),
         in_specs=[pl.BlockSpec((rows, size), lambda i, j: (i, j)), of_position(shared.FLOATS),
                   of_position(shared.INTEGERS)],
         out_specs=[output, output],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel")),
     )(logits, *at)
-    return combine(shared.parts(floats, tokens, count, vocab), temperature == 0,
+    return combine(shared.parts(floats, tokens, count, vocab, axis), temperature == 0,
                    None if threshold is None else threshold.kept_mass)
 
 

@@ -25,7 +25,8 @@ def _race(inputs: list[jax.Array], outputs: list[jax.ShapeDtypeStruct], *, size:
           truncated: bool, config: gpu.Config, interpret: bool) -> Sequence[jax.Array]:
     kernel = functools.partial(_kernel, size=size, count=count, truncated=truncated)
     return triton_call(kernel, "gumbel_argmax", outputs[0].shape[:2], outputs, inputs,
-                       warps=config.warps, stages=1, interpret=interpret)
+                       warps=config.warps, stages=1, interpret=interpret,
+                       cost=shared.estimate(inputs[0], outputs[0].size // outputs[0].shape[1]))
 
 
 def _kernel(logits: Any, floats: Any, integers: Any, out: Any, tokens: Any, *, size: int,

@@ -7,10 +7,14 @@ import numpy as np
 
 
 def gumbel_argmax_reference(logits: jax.Array, temperature: jax.Array, key: jax.Array,
-                            position: jax.Array, threshold: Any, *, count: int) -> Any:
+                            position: jax.Array, threshold: Any, *, count: int, axis: str | None
+                            ) -> Any:
     """See `api.gumbel_argmax`. It runs on the host, whatever the device."""
+    from specrl_kernels.dispatch import Unsupported
     from specrl_kernels.gumbel_argmax.drawn import Drawn
 
+    if axis is not None:
+        raise Unsupported(f"axis = {axis!r}: it needs the whole vocabulary")
     width = logits.shape[0]
     if threshold is None:
         nothing = np.full(width, -np.inf, np.float32)

@@ -51,6 +51,7 @@ def race(logits, floats, integers, out, tokens, width: tl.constexpr, vocab: tl.c
     score = tl.where(inside, score, -INF)
     top = tl.maximum(tl.max(score, 0), FLOOR)
     mass = tl.exp(score - top)
+    ids += tl.load(integers + position * 4 + 3)
     noise = exponential(tl.load(integers + position * 4), tl.load(integers + position * 4 + 1), ids)
     if count > 1:
         there = score > -INF

@@ -97,9 +97,9 @@ def heuristic(rows: int, heads: int, queries: int, size: int, context: int, item
     tile = min(max(LEAST, 1 << (queries - 1).bit_length()), 32 if exact else 64)
     block = 32 if exact or size > 128 else 64
     wanted = -(-PROGRAMS // (heads * -(-queries // tile)))
-    most = max(1, rows * (context // (Config.least * block)))
+    limit = max(1, rows * (context // (Config.least * block)))
     alone = context < 2 * Config.least * block  # no row is long enough for two shares
-    return Config(block=block, tile=tile, splits=1 if alone else min(most, wanted),
+    return Config(block=block, tile=tile, splits=1 if alone else min(limit, wanted),
                   warps=8 if exact or size > 128 else 4)
 
 
@@ -112,8 +112,8 @@ def for_groups(config: Config, rows: Rows) -> Config:
     """
     queries, size = rows.queries.shape[2:]
     exact = rows.queries.dtype.itemsize == 4
-    most = 32 if exact else min(GROUP_TILE, GROUP_TILE * 128 // size)
-    tile = min(max(LEAST, 1 << (queries - 1).bit_length()), max(most, config.tile))
+    limit = 32 if exact else min(GROUP_TILE, GROUP_TILE * 128 // size)
+    tile = min(max(LEAST, 1 << (queries - 1).bit_length()), max(limit, config.tile))
     return dataclasses.replace(
         config, tile=tile, warps=max(config.warps, 8 if tile > 64 or size > 128 else 1))
 

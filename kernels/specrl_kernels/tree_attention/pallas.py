@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from specrl_kernels.dispatch import Target, Unsupported, configured
-from specrl_kernels.tree_attention import packing, shared_prefix, softmax, work_list
+from specrl_kernels.tree_attention import cost, packing, shared_prefix, softmax, work_list
 from specrl_kernels.tree_attention.ancestry import is_visible
 from specrl_kernels.tree_attention.layers import Layer
 from specrl_kernels.tree_attention.packing import Rows
@@ -157,6 +157,7 @@ def _attend(rows: Rows, tree: tuple[jax.Array, jax.Array] | None, cache_k: Seque
     g, padded, e = rows.queries.shape[1:]
     out = pl.pallas_call(
         kernel, out_shape=outputs, interpret=interpret, name="tree_attention",
+        cost_estimate=cost.estimate(rows, [*cache_k, *cache_v], tree, outputs),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars), grid=(config.splits, share), in_specs=specs,
             out_specs=[_per_row(x, config, output=True) for x in outputs],

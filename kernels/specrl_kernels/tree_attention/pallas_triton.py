@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from specrl_kernels.dispatch import Target
-from specrl_kernels.tree_attention import gpu, packing, softmax
+from specrl_kernels.tree_attention import cost, gpu, packing, softmax
 from specrl_kernels.tree_attention.ancestry import is_visible
 from specrl_kernels.tree_attention.gpu import Config
 from specrl_kernels.tree_attention.packing import Rows
@@ -56,7 +56,8 @@ def _attend(rows: Rows, tree: tuple[jax.Array, jax.Array] | None, cache_k: Seque
         has_tree=tree is not None, has_window=rows.first is not None, whole=whole)
     tiles = g * padded // config.tile
     out = call(kernel, "tree_attention", (tiles, shares.row.shape[0]), outputs, inputs,
-               stages=config.stages)
+               stages=config.stages,
+               cost=cost.estimate(rows, [*cache_k, *cache_v], tree, outputs))
     if split:
         joined = outputs[:1] if whole else [
             jax.ShapeDtypeStruct((b, *x.shape[1:]), x.dtype) for x in outputs]

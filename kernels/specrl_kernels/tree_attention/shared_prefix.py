@@ -28,10 +28,10 @@ class Prefix(NamedTuple):
     rows: jax.Array  # i32[P, M] the rows that share each, -1 fills; no row stands twice
 
 
-def split_members(prefix: Prefix, most: int) -> tuple[jax.Array, jax.Array]:
-    """(rows i32[P', M'], which prefix each P' reads i32[P']), with M' <= most rows at a time."""
+def split_members(prefix: Prefix, limit: int) -> tuple[jax.Array, jax.Array]:
+    """(rows i32[P', M'], which prefix each P' reads i32[P']), with M' <= `limit` rows at a time."""
     p, m = prefix.rows.shape
-    chunks = -(-m // most)
+    chunks = -(-m // limit)
     size = -(-m // chunks)
     rows = jnp.pad(prefix.rows, ((0, 0), (0, chunks * size - m)), constant_values=-1)
     return rows.reshape(p * chunks, size), jnp.repeat(jnp.arange(p, dtype=jnp.int32), chunks)

@@ -3,8 +3,6 @@
 TFDS's own catalogue has a `gsm8k` with other features, hence the prefix.
 """
 
-import gzip
-import json
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -14,7 +12,9 @@ import tensorflow_datasets as tfds
 from tensorflow_datasets.core.download.util import DownloadError
 
 from specrl_jax.config import ConfigError, DataConfig, check
-from specrl_jax.io.datasets.tfds_text import OrderedTextBuilder, Rows, make_builder, read
+from specrl_jax.io.datasets.tfds_text import OrderedTextBuilder, Rows, read
+from specrl_jax.io.json_lines import read_json_lines
+from specrl_jax.io.places import local_path
 
 NAME = "specrl_gsm8k"
 HOMEPAGE = "https://github.com/openai/grade-school-math"
@@ -22,18 +22,35 @@ URL = ("https://raw.githubusercontent.com/openai/grade-school-math/master/grade_
        "{split}.jsonl")
 SPLITS = ("train", "test")
 FIRST_ID = {"train": 0, "test": 1_000_000}
-GZIP_MAGIC = b"\x1f\x8b"
 HOW_TO_GET = ("put train.jsonl or test.jsonl or both (or .jsonl.gz) there, from "
               f"{HOMEPAGE} (grade_school_math/data), or name another directory in data.manual_dir")
 
 
 def load(data: DataConfig, say: Callable[[str], None]) -> Rows:
     """Returns a split of GSM8K, from `data.manual_dir` if it is set, else downloaded. Raises
-    ConfigError if files are missing or damaged, or as `tfds_text.read` does."""
-    if data.manual_dir and not make_builder(NAME, data).data_path.exists():
-        check(bool(find_files(data.manual_dir)), "data.manual_dir", data.manual_dir,
-              f"no files; {HOW_TO_GET}")
-    return read(NAME, data, say)
+    ConfigError if files are missing or damaged, prepared data was made from other files, or as
+    `tfds_text.read` does."""
+    if not data.manual_dir:
+        return read(NAME, data, say)
+    files = find_files(data.manual_dir)
+    check(bool(files), "data.manual_dir", data.manual_dir, f"no files; {HOW_TO_GET}")
+    rows = read(NAME, data, say)
+    check_source(rows, data, files)
+    return rows
+
+
+def check_source(rows: Rows, data: DataConfig, files: Mapping[str, Path]) -> None:
+    """Raises ConfigError if prepared rows, those that a run uses, are not those of the files."""
+    parts = {split: read_rows(path) for split, path in files.items()}
+    wanted = {FIRST_ID[split] + i: row for split, part in parts.items()
+              for i, row in enumerate(part)}
+    used = [rows[i] for i in range(min(data.examples or len(rows), len(rows)))]
+    same = all(row == {"id": row["id"]} | wanted.get(row["id"], {}) for row in used)
+    if data.split in parts and not data.examples:
+        same &= len(used) == len(parts[data.split])
+    if not same:
+        raise ConfigError(f"data.manual_dir = {data.manual_dir!r}: {rows.place} was prepared from "
+                          f"other files; delete it to use these, or set another data.data_dir")
 
 
 class SpecrlGsm8k(OrderedTextBuilder):
@@ -61,7 +78,7 @@ class SpecrlGsm8k(OrderedTextBuilder):
 
 def find_files(directory: Any) -> dict[str, Path]:
     """Returns the split files in `directory`, by split; a plain file wins over a gzipped one."""
-    paths = ((split, Path(directory).expanduser() / f"{split}.jsonl{ending}")
+    paths = ((split, local_path("data.manual_dir", directory) / f"{split}.jsonl{ending}")
              for split in SPLITS for ending in (".gz", ""))
     return {split: path for split, path in paths if path.is_file()}
 
@@ -69,27 +86,23 @@ def find_files(directory: Any) -> dict[str, Path]:
 def read_rows(path: Path) -> list[dict[str, str]]:
     """Returns question, answer and solution of each line of a GSM8K file. Raises ConfigError if
     there is no problem, or a line is not one of GSM8K's."""
-    with open(path, "rb") as file:
-        opener = gzip.open if file.read(2) == GZIP_MAGIC else open
-    try:
-        with opener(path, "rt", encoding="utf-8") as file:
-            rows = [_parse(line, path, n) for n, line in enumerate(file, 1) if line.strip()]
-    except (EOFError, UnicodeDecodeError, gzip.BadGzipFile) as error:
-        raise ConfigError(f"{path}: {error}; get it again from {HOMEPAGE}") from error
+    rows = [_problem(row, f"{path}:{number}") for number, row in read_json_lines(path)]
     if not rows:
         raise ConfigError(f"{path}: holds no problems; get it again from {HOMEPAGE}")
     return rows
 
 
-def _parse(line: str, path: Path, number: int) -> dict[str, str]:
+def _problem(row: Any, where: str) -> dict[str, str]:
     try:
-        row: Mapping[str, str] = json.loads(line)
         question, solution = row["question"], row["answer"]
         _, answer = solution.split("####")
+        answer = answer.strip().replace(",", "")
+        if not answer or not isinstance(question, str):
+            raise ValueError
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{path}:{number}: {line.strip()[:60]!r} is no GSM8K problem; it needs "
-                          'the fields "question" and "answer", with "#### NUMBER" in it') from error
-    return {"question": question, "answer": answer.strip().replace(",", ""), "solution": solution}
+        raise ConfigError(f"{where}: {str(row)[:60]!r} is no GSM8K problem; it needs the fields "
+                          '"question" and "answer", with "#### NUMBER" in it') from error
+    return {"question": question, "answer": answer, "solution": solution}
 
 
 def _download(dl_manager: tfds.download.DownloadManager) -> dict[str, Path]:

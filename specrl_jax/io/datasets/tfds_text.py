@@ -10,11 +10,13 @@ They share one schema:
 
 import contextlib
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tensorflow_datasets as tfds
+from tensorflow_datasets.core.constants import DATA_DIR
 
 from specrl_jax.config import ConfigError, DataConfig, check
 
@@ -38,43 +40,76 @@ class OrderedTextBuilder(tfds.core.GeneratorBasedBuilder, skip_registration=True
 
 
 class Rows(Sequence):
-    """A TFDS data source as dicts of str and int."""
+    """A TFDS data source as dicts of str and int, each read once."""
 
-    def __init__(self, source: Sequence[Mapping[str, Any]]) -> None:
-        self.source = source
+    def __init__(self, source: Sequence[Mapping[str, Any]], place: Path) -> None:
+        self._source, self.place = source, place
+        self._known: dict[int, dict[str, Any]] = {}
 
     def __len__(self) -> int:
-        return len(self.source)
+        return len(self._source)
 
     def __getitem__(self, index: Any) -> dict[str, Any]:
-        row = self.source[int(index)]
-        return {name: x.decode() if isinstance(x, bytes) else int(x) for name, x in row.items()}
+        if index not in self._known:
+            with reading(self.place):
+                row = self._source[int(index)]
+                self._known[index] = {name: x.decode() if isinstance(x, bytes) else int(x)
+                                      for name, x in row.items()}
+        return self._known[index]
+
+
+@contextlib.contextmanager
+def reading(place: Path) -> Iterator[None]:
+    """Raises ConfigError in place of whatever TFDS and array_record raise for damaged files."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:  # of many types: files are parsed without further checks
+        line = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ConfigError(f"{place}: damaged or not of this version ({line[:120]}); delete that "
+                          f"directory to prepare it anew") from error
 
 
 def read(name: str, data: DataConfig, say: Callable[[str], None]) -> Rows:
     """Returns a split of the TFDS dataset `name`; the first use prepares it in `data.data_dir`.
 
-    Several processes may do so at once: TFDS writes to a temporary directory and renames it. The
-    prepared files are used from then on, even if the files that they were made from change.
+    Several processes may do so at once: TFDS writes to a temporary directory and renames it.
 
     Raises:
-      ConfigError: an unknown or empty split, or a directory that cannot be written.
+      ConfigError: an unknown or empty split, damaged files, or a directory that cannot be written.
     """
     check(not data.path, "data.path", data.path, f"{name} reads no file; set data.name=jsonl")
+    place = data_path(name, data)
     try:
-        prepare(make_builder(name, data), data, say)
-        builder = make_builder(name, data)
+        if not place.exists():
+            prepare(make_builder(name, data), data, say)
     except OSError as error:
         raise ConfigError(f"data.data_dir = {data.data_dir!r}: {error}; "
                           "name a directory that can be written") from error
-    try:
-        return Rows(builder.as_data_source(split=data.split))
-    except ValueError as error:  # TFDS raises it for an unknown, malformed or empty split
-        sizes = ", ".join(f"{x} ({info.num_examples})" for x, info in builder.info.splits.items())
-        raise ConfigError(
-            f"data.split = {data.split!r}: no such examples; {builder.info.full_name} has {sizes} "
-            f"and slices such as train[:50%]. To prepare it anew, with other files, delete "
-            f"{builder.data_path}") from error
+    with reading(place):
+        builder = make_builder(name, data)
+        splits = dict(builder.info.splits.items())
+        if not splits:
+            raise ValueError("no splits")
+        try:
+            return Rows(builder.as_data_source(split=data.split), place)
+        except ValueError as error:  # TFDS raises it for an unknown, malformed or empty split
+            sizes = ", ".join(f"{x} ({info.num_examples})" for x, info in splits.items())
+            raise ConfigError(
+                f"data.split = {data.split!r}: no such examples; {builder.info.full_name} has "
+                f"{sizes} and slices such as train[:50%]. To prepare it anew, with other files, "
+                f"delete {place}") from error
+
+
+def data_path(name: str, data: DataConfig) -> Path:
+    """Returns the directory of a prepared dataset, which need not exist."""
+    return data_dir(data) / name / str(OrderedTextBuilder.VERSION)
+
+
+def data_dir(data: DataConfig) -> Path:
+    """Returns the directory of all prepared datasets."""
+    return Path(data.data_dir or DATA_DIR).expanduser()
 
 
 def make_builder(name: str, data: DataConfig) -> Any:

@@ -1,0 +1,151 @@
+"""What the text of a compiled module shows: operations, collectives, copies, aliased buffers."""
+
+import collections
+import dataclasses
+import math
+import re
+from collections.abc import Collection, Iterator
+from typing import Any
+
+WIDTHS = {"pred": 1, "s8": 1, "u8": 1, "f8e4m3fn": 1, "f8e5m2": 1, "bf16": 2, "f16": 2, "s16": 2,
+          "u16": 2, "f32": 4, "s32": 4, "u32": 4, "f64": 8, "s64": 8, "u64": 8}
+# They cost nothing when the program runs.
+QUIET = {"parameter", "get-tuple-element", "tuple", "bitcast", "constant", "after-all", "iota",
+         "opt-barrier", "partition-id", "replica-id"}
+COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute",
+               "ragged-all-to-all", "collective-broadcast")
+COPIES = ("copy", "transpose")
+_HEAD = re.compile(r"^(ENTRY )?%?([\w.\-]+) (?:\(.*\) -> .*)?\{$")
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*)$")
+_SHAPE = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+\w*)?)\[([\d,]*)\]")
+_CALLED = re.compile(r"\b(body|condition|to_apply|calls|true_computation|false_computation|"
+                     r"branch_computations|called_computations)=(\{[^}]*\}|%?[\w.\-]+)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    """One line of a computation."""
+
+    name: str
+    kind: str  # "fusion", "while", ...
+    shapes: tuple[tuple[str, int], ...]  # (dtype, elements) of its results
+    called: dict[str, tuple[str, ...]]  # computations by role: body, calls, ...
+
+    @property
+    def size(self) -> int:
+        """Bytes of its results."""
+        return sum(WIDTHS.get(dtype, 4) * count for dtype, count in self.shapes)
+
+    @property
+    def starts(self) -> str:
+        """The kind without the -start of an asynchronous one."""
+        return self.kind.removesuffix("-start")
+
+    @property
+    def copies(self) -> bool:
+        """Whether it only moves: a copy, a transpose, or a fusion that is named after one."""
+        if self.kind == "fusion":
+            return bool(re.match(r"(bitcast_|wrapped_)?(copy|transpose)", self.name))
+        return self.starts in COPIES
+
+
+@dataclasses.dataclass(frozen=True)
+class Module:
+    """The computations of a module by name; a fused one is not among what runs."""
+
+    computations: dict[str, list[Instruction]]
+    entry: str
+    aliased: int  # parameters that share their memory with a result
+
+
+def parse(text: str) -> Module:
+    """Returns the module of `Compiled.as_text()`."""
+    computations: dict[str, list[Instruction]] = {}
+    entry, current = "", ""
+    for line in text.splitlines():
+        if not line.startswith((" ", "}")) and (head := _HEAD.match(line)):
+            current = head[2]
+            computations[current] = []
+            entry = current if head[1] else entry
+        elif current and (found := _INSTRUCTION.match(line)):
+            computations[current].append(_instruction(*found.groups()))
+    header = text[: text.find("\n")]
+    return Module(computations, entry, len(re.findall(r"(?:may|must)-alias", header)))
+
+
+def _instruction(name: str, shape: str, kind: str, rest: str) -> Instruction:
+    shapes = tuple((dtype, math.prod(int(d) for d in dims.split(",") if d))
+                   for dtype, dims in _SHAPE.findall(shape))
+    called = {role: tuple(re.findall(r"[\w.\-]+", names)) for role, names in _CALLED.findall(rest)}
+    return Instruction(name, kind, shapes, called)
+
+
+def operations(module: Module, name: str | None = None) -> int:
+    """Returns how many operations a computation starts, a loop's body once, the largest branch."""
+    return sum(_cost(module, i) for i in module.computations[name or module.entry])
+
+
+def _cost(module: Module, instruction: Instruction) -> int:
+    if instruction.kind in QUIET or instruction.kind.endswith(("-done", "-update")):
+        return 0
+    inner = [operations(module, name) for role, names in instruction.called.items()
+             for name in names if name in module.computations and role in _RUNS]
+    if instruction.kind == "while":
+        return 1 + sum(inner)
+    if instruction.kind == "conditional":
+        return 1 + max(inner, default=0)
+    if instruction.kind in ("call", "async-start"):
+        return sum(inner)
+    return 1
+
+
+_RUNS = ("body", "condition", "to_apply", "calls", "true_computation", "false_computation",
+         "branch_computations", "called_computations")
+
+
+def running(module: Module) -> Iterator[tuple[int, Instruction]]:
+    """Yields (loops around it, instruction) of all that runs, once for each place that calls it."""
+    stack = [(0, module.entry)]
+    while stack:
+        depth, name = stack.pop()
+        for instruction in module.computations.get(name, ()):
+            yield depth, instruction
+            if instruction.kind in ("while", "conditional", "call", "async-start"):
+                deeper = depth + (instruction.kind == "while")
+                stack += [(deeper, inner) for role in instruction.called
+                          for inner in instruction.called[role]]
+
+
+def kinds(module: Module) -> dict[str, int]:
+    """Returns how many operations of each kind run, a loop's body once."""
+    found = collections.Counter(i.kind for _, i in running(module) if i.kind not in QUIET)
+    return dict(found.most_common())
+
+
+def collectives(module: Module) -> dict[str, dict[str, int]]:
+    """Returns kind -> {"count", "bytes"} of collectives, a loop's body once."""
+    found: dict[str, dict[str, int]] = {}
+    for _, instruction in running(module):
+        if instruction.starts in COLLECTIVES:
+            one = found.setdefault(instruction.starts, {"count": 0, "bytes": 0})
+            one["count"] += 1
+            one["bytes"] += instruction.size
+    return found
+
+
+def cache_copies(module: Module, elements: Collection[int], least: int = 2**20
+                 ) -> list[dict[str, Any]]:
+    """Returns the copies of arrays of a cache's size, the largest first.
+
+    Args:
+      elements: of the cache's arrays on one device; a stack of them counts, too.
+      least: bytes of the smallest copy that is told.
+    """
+    found: collections.Counter[tuple[str, int, bool]] = collections.Counter()
+    for depth, instruction in running(module):
+        largest = max((count for _, count in instruction.shapes), default=0)
+        if instruction.copies and instruction.size >= least and any(
+                largest % size == 0 for size in elements):
+            found[instruction.kind, instruction.size, depth > 0] += 1
+    return [{"kind": kind, "bytes": size, "in_loop": loop, "count": count}
+            for (kind, size, loop), count in sorted(found.items(), key=lambda x: -x[0][1])]

@@ -1,0 +1,54 @@
+"""Findings as text for a terminal."""
+
+import sys
+
+from rich.console import Console
+from rich.table import Table
+
+from specrl_jax.structs import Json
+
+from .findings import memory
+
+GIB = 2**30
+WIDTH = 160  # columns where standard output is no terminal
+NOTE = ("compiled for, never run: this tells nothing of time, numerics or hangs. GiB are of one "
+        "device, beside what is resident; ops count a loop's body once; least ms from FLOPs and "
+        "bytes of the jaxpr, evenly over devices")
+
+
+def line(found: Json) -> str:
+    """Returns one program's findings in a line, shown as soon as they are there."""
+    if "error" in found:
+        return f"{found['program']}: {found['error']}"
+    how = "kept" if found["kept"] else f"compiled in {found['compile_seconds']:.0f} s"
+    return f"{found['program']}: {how}, {memory(found) / GIB:.2f} GiB"
+
+
+def show(result: Json) -> None:
+    """Prints the table of a result."""
+    Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH).print(table(result))
+
+
+def table(result: Json) -> Table:
+    """Returns a row for each program."""
+    resident = ", ".join(f"{name} {size / GIB:.2f}" for name, size in result["resident"].items())
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    made = Table("program", "seconds", "GiB of limit", "own", "temporary", "aliased", "ops",
+                 "cache copies", "collectives", "GFLOP", "GB", "least ms",
+                 title=f"{result['target']}, {result['devices']} devices; {versions}",
+                 caption=f"resident, GiB: {resident}\n{NOTE}")
+    for found in result["programs"]:
+        made.add_row(*(_row(found) if "error" not in found else [found["program"], "failed"]))
+    return made
+
+
+def _row(found: Json) -> list[str]:
+    copies = sum(copy["count"] for copy in found["cache_copies"])
+    moved = [f"{one['count']} {kind} {one['bytes'] / 2**20:.1f} MiB"
+             for kind, one in found["collectives"].items()]
+    return [found["program"], f"{found['compile_seconds']:.1f}{' kept' if found['kept'] else ''}",
+            f"{memory(found) / GIB:.2f} of {found['limit'] / GIB:.2f}",
+            f"{found['peak'] / GIB:.2f}", f"{found['temporaries'] / GIB:.2f}",
+            f"{found['aliased']} of {found['donated']}", str(found["operations"]), str(copies),
+            "\n".join(moved), f"{found['flops'] / 1e9:.4g}", f"{found['bytes'] / 1e9:.4g}",
+            f"{found['least_seconds'] * 1e3:.3g}"]

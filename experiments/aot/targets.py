@@ -1,0 +1,104 @@
+"""Devices to compile for that are not there: TPU topologies by name, GPUs by their description."""
+
+import dataclasses
+import importlib.metadata
+import importlib.util
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from specrl_jax.config import ConfigError
+from specrl_jax.io.hardware import CHIPS, Chip, chip_of
+
+DESCRIPTIONS = Path(__file__).parent / "gpus"
+TPUS = tuple(name for name, chip in CHIPS.items() if chip.platform == "tpu")
+GPUS = tuple(name for name, chip in CHIPS.items() if chip.platform == "gpu")
+EXAMPLES = "v5e:2x2, v6e:4x4, v5p:4x4x4, h100 or h100:8"
+PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
+PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin")
+# The first keeps JAX from looking for devices, the others libtpu from looking for a TPU host.
+ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """Some devices of one kind, by name: a TPU topology, or GPUs of one host."""
+
+    name: str  # "v6e:4x4", "h100:8"
+    chip: Chip
+    topology: str  # "4x4" chips of a TPU; "1x1x8" of GPUs
+
+    @property
+    def platform(self) -> str:
+        return self.chip.platform
+
+
+def parse(name: str) -> Target:
+    """Returns the target of a name.
+
+    Raises:
+      ConfigError: no such target.
+    """
+    chip, _, rest = name.partition(":")
+    known = chip in CHIPS
+    if known and CHIPS[chip].platform == "tpu" and re.fullmatch(r"\d+(x\d+)+", rest):
+        return Target(name, CHIPS[chip], rest)
+    if known and CHIPS[chip].platform == "gpu" and re.fullmatch(r"|[1-9]\d*", rest):
+        return Target(name, CHIPS[chip], f"1x1x{rest or 1}")
+    raise ConfigError(f"target = {name!r}: give a TPU of {', '.join(TPUS)} with its topology or a "
+                      f"GPU of {', '.join(GPUS)} with their number, such as {EXAMPLES}")
+
+
+def check_packages(target: Target) -> None:
+    """Raises ConfigError if the target's compiler is not installed here."""
+    if target.platform == "tpu" and importlib.util.find_spec("libtpu") is None:
+        raise ConfigError(f"target = {target.name!r}: the compiler is in libtpu, which is not "
+                          'installed; run pip install "jax[tpu]" in an environment of its own')
+    if target.platform == "gpu" and not any(map(importlib.util.find_spec, PLUGINS)):
+        raise ConfigError(f"target = {target.name!r}: the compiler is in JAX's CUDA plugin, which "
+                          'is not installed; run pip install "jax[cuda13]" (or cuda12) in an '
+                          "environment of its own")
+
+
+def devices(target: Target) -> list[Any]:
+    """Returns the target's devices, for a mesh. The process needs `ENVIRONMENT` before JAX starts.
+
+    Raises:
+      ConfigError: the compiler knows no such topology.
+    """
+    from jax.experimental import topologies
+
+    try:
+        if target.platform == "tpu":
+            found = topologies.get_topology_desc(target.name, "tpu")
+        else:
+            text = (DESCRIPTIONS / f"{target.chip.name}.txtpb").read_text(encoding="utf-8")
+            found = topologies.get_topology_desc(target.chip.name, "cuda", target_config=text,
+                                                 topology=target.topology)
+    except RuntimeError as error:  # jax.errors.JaxRuntimeError, too
+        raise ConfigError(f"target = {target.name!r}: {str(error).splitlines()[0]}; give a "
+                          f"topology of whole hosts, such as {EXAMPLES}") from error
+    return list(found.devices)
+
+
+def limits(target: Target, device: Any) -> Chip:
+    """Returns the figures of one of the target's devices."""
+    return chip_of(device) or target.chip
+
+
+def versions() -> dict[str, str]:
+    """Returns the versions of what compiles."""
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def environment(base: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Returns the environment of a process that compiles."""
+    return {**base, **ENVIRONMENT}

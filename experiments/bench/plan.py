@@ -1,0 +1,97 @@
+"""Whether plan.py ranks runs as a machine does: eight configs on one device, a few steps each.
+
+Each is trained for --repeats steps after one that is not counted; the fastest is compared with the
+prediction, over the lengths and the acceptance that the runs themselves recorded.
+"""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from absl import flags
+from rich.console import Console
+from rich.table import Table
+from scipy import stats
+
+from specrl_jax.config import Config, override
+from specrl_jax.io.hardware import Chip
+from specrl_jax.structs import Json
+from specrl_jax.trainer import Trainer
+
+from . import results
+from .hardware import Hardware, probes_here
+from .planning import predict
+from .planning.predict import Machine
+from .planning.traces import Trace
+from .planning.work import Model
+
+NEEDS_MODEL = False
+ROUND_SECONDS = 1e-3  # of a round's small operations on a CPU
+BASE = {"model.path": "random:deep", "prompts_per_step": 4, "group_size": 4,
+        "learner.packing": "sequence", "control.policy": "budget", "rollout.min_batch": 1}
+DRAFTER = {"spec.drafter": "eagle", "distill.when": "interval", "distill.batch": 16,
+           "distill.micro_batch": 4, "distill.updates": 2}
+CASES: dict[str, dict[str, Any]] = {  # rows, micro-batch, longest response, further fields
+    f"{rows} rows, micro-batch {micro}, {longest} tokens" + ", drafter" * bool(more): {
+        "rollout.batch_size": rows, "learner.micro_batch": micro,
+        "rollout.max_new_tokens": longest, "spec.drafter": "off", **more}
+    for rows, micro, longest, more in (
+        (16, 16, 64, {}), (4, 16, 64, {}), (1, 16, 64, {}), (4, 4, 64, {}), (4, 16, 64, DRAFTER),
+        (16, 16, 192, {}), (4, 4, 192, {}), (16, 4, 192, DRAFTER))}
+
+
+def define_flags() -> None:
+    """Defines --out and --repeats."""
+    results.define_flags(repeats=3)
+
+
+def main(config: Config, workdir: Path) -> int:
+    del workdir
+    path = results.destination(flags.FLAGS.out, "bench_plan_cpu.json")
+    result = results.blank(config)
+    probes = probes_here(tiny=False)
+    limits = probes.measure()
+    runs = {name: run(override(config, BASE | case), flags.FLAGS.repeats)
+            for name, case in CASES.items()}
+    limits = limits.best(probes.measure())
+    for name, found in runs.items():
+        predicted = prediction(*found, limits)
+        result["cases"][name] = {
+            "measured": min(found[1]), "steps": found[1], "predicted": predicted.seconds,
+            "parts": dict(predicted.parts)}
+    pairs = [(case["measured"], case["predicted"]) for case in result["cases"].values()]
+    result["rank_correlation"] = float(stats.spearmanr(*zip(*pairs, strict=True)).statistic)
+    result["limits"] = {"flops": limits.peak, "bandwidth": limits.bandwidth}
+    results.write(path, result)
+    Console().print(table(result))
+    print(f"rank correlation {result['rank_correlation']:.2f}; wrote {path}")
+    return 0
+
+
+def run(config: Config, repeats: int) -> tuple[Model, list[float], Trace]:
+    """Trains for a few steps; returns the run's sizes, the seconds of each and what they showed."""
+    trainer = Trainer.from_config(config)
+    trainer.compile(lambda text: None)
+    trainer.step()
+    done = [trainer.step() for _ in range(repeats)]
+    lengths = np.concatenate([[len(sample["tokens"]) for sample in samples] for _, samples in done])
+    rate = float(np.mean([row.get("rollout/acceptance_rate", 0.0) for row, _ in done]))
+    return (Model(config, trainer.arch), [row["time/step"] for row, _ in done],
+            Trace("measured", lengths, (rate,)))
+
+
+def prediction(model: Model, seconds: list[float], trace: Trace, limits: Hardware) -> predict.Step:
+    """Returns what plan.py predicts for a run on this machine."""
+    del seconds
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    chip = Chip("cpu", "cpu", 1, limits.peak, limits.bandwidth, memory)
+    return predict.step(model, Machine(chip, 1, round_seconds=ROUND_SECONDS), trace)
+
+
+def table(result: Json) -> Table:
+    """Returns measured and predicted seconds, a line a case."""
+    made = Table("case", "measured s", "predicted s")
+    for name, case in sorted(result["cases"].items(), key=lambda item: item[1]["measured"]):
+        made.add_row(name, f"{case['measured']:.2f}", f"{case['predicted']:.2f}")
+    return made

@@ -1,0 +1,195 @@
+"""Arithmetic of a run: bytes that a device holds, and the least work of each program.
+
+Shape letters as in structs.py. Work is a device's share. What is not counted: element-wise work,
+norms and softmaxes, which fuse with products.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import numpy as np
+
+from specrl_jax.config import Config
+from specrl_jax.draft import eagle_model
+from specrl_jax.draft.eagle_model import EagleArch
+from specrl_jax.model.architecture import Architecture, describe, is_param
+from specrl_jax.rollout.layout import Shapes
+
+from .. import roofline
+
+FLOAT, HALF = 4, 2
+ADAM = 3 * FLOAT  # master weight and two moments, bytes a parameter
+GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What one device does and sends."""
+
+    flops: float = 0.0
+    moved: float = 0.0  # bytes of its memory
+    sent: float = 0.0  # bytes over its links
+    collectives: float = 0.0  # how many, one after the other
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """The sizes of a run that its work depends on."""
+
+    config: Config
+    arch: Architecture
+
+    @property
+    def drafts(self) -> bool:
+        return self.config.spec.drafter != "off"
+
+    @property
+    def item(self) -> int:
+        """Bytes of a weight of the rollout."""
+        return np.dtype("float32").itemsize if self.config.model.dtype == "float32" else HALF
+
+    @property
+    def tensor(self) -> int:
+        return self.config.mesh.tensor
+
+    @property
+    def shards(self) -> int:
+        return self.config.mesh.data * self.config.mesh.fsdp
+
+    @property
+    def parameters(self) -> int:
+        return _count(describe(self.arch))
+
+    @property
+    def multiplied(self) -> int:
+        """Parameters that each token is multiplied with, head included."""
+        return roofline.layer_matmul_params(self.arch) + roofline.head_params(self.arch)
+
+    @property
+    def head(self) -> Any:
+        """The EAGLE head that the config asks for."""
+        return EagleArch(self.arch, draft_vocab=self.config.draft.vocab)
+
+    @property
+    def drafter_parameters(self) -> int:
+        return _count(eagle_model.describe(self.head)) if self.config.spec.drafter == "eagle" else 0
+
+    @property
+    def shapes(self) -> Shapes:
+        config = self.config
+        return Shapes(
+            batch=config.rollout.batch_size // self.shards,
+            sequences=config.sequences // self.shards, group=config.group_size,
+            prompt=config.rollout.max_prompt_tokens, response=config.rollout.max_new_tokens,
+            shards=self.shards, depth=config.spec.max_depth if self.drafts else 0,
+            min_batch=config.rollout.min_batch)
+
+
+def _count(described: Any) -> int:
+    return sum(math.prod(p.shape) for p in jax.tree.leaves(described, is_leaf=is_param))
+
+
+def memory(model: Model) -> dict[str, float]:
+    """Returns the bytes that a device needs at its fullest, by what needs them."""
+    config, arch, shapes = model.config, model.arch, model.shapes
+    split = config.mesh.fsdp * model.tensor
+    tokens = config.learner.micro_batch // model.shards * (shapes.prompt + shapes.response)
+    wide = tokens * (6 * arch.hidden_size + 3 * arch.intermediate_size / model.tensor) * HALF
+    kept = tokens * arch.hidden_size * HALF if config.learner.remat else wide
+    layer = roofline.layer_matmul_params(arch) / arch.num_layers / model.tensor
+    found = {
+        "learner state": model.parameters * ADAM / split,
+        "published weights": model.parameters * model.item / model.tensor,
+        "caches": shapes.batch * shapes.cache * roofline.cache_bytes(arch, model.item)
+        / model.tensor,
+        "update": model.parameters * FLOAT / split + arch.num_layers * kept + 2 * wide
+        + 2 * layer * (HALF + FLOAT)}
+    if config.rl.kl:
+        found["reference"] = model.parameters * FLOAT / split
+    if model.drafts:
+        own = model.drafter_parameters
+        cached = shapes.batch * shapes.cache * model.item
+        found["drafter"] = (own * (ADAM + FLOAT + model.item) + cached * (
+            arch.hidden_size + 2 * arch.num_kv_heads * arch.head_dim)) / model.tensor
+    return found
+
+
+def round_work(model: Model, rows: int, context: float, nodes: int = 1) -> Work:
+    """Returns the work of a verification round.
+
+    Args:
+      rows: of the batch, live or not.
+      context: cached tokens of all rows of a data shard.
+      nodes: tree nodes a row, root included; 1 is plain decoding.
+    """
+    arch, split, tokens = model.arch, model.tensor, rows * nodes
+    moved = roofline.weight_bytes(arch, model.item) + roofline.cache_bytes(arch, model.item) * (
+        context + tokens)
+    flops = 2 * tokens * model.multiplied + float(roofline.attention_flops(
+        arch, int(nodes * context + tokens)))
+    return _over_tensor(model, Work(flops / split, moved / split), tokens, 2)
+
+
+def draft_work(model: Model, rows: int) -> Work:
+    """Returns the work of drafting a tree: the head reads its weights at each step of its depth."""
+    depth, own = model.config.spec.depth, model.drafter_parameters
+    return Work(2 * rows * depth * own / model.tensor, depth * own * model.item / model.tensor)
+
+
+def prefill_work(model: Model, prompts: float, length: float) -> Work:
+    """Returns the work of prefilling a data shard's `prompts` of `length` tokens."""
+    tokens = prompts * length
+    work = Work(2 * tokens * roofline.layer_matmul_params(model.arch) / model.tensor,
+                roofline.weight_bytes(model.arch, model.item) / model.tensor)
+    return _over_tensor(model, work, tokens, 2)
+
+
+def update_work(model: Model, tokens: float, pairs: float) -> Work:
+    """Returns the work of a policy update.
+
+    Args:
+      tokens: of all rows and shards, prompts and padding included.
+      pairs: (query, key) pairs of their attention.
+    """
+    config, arch, split = model.config, model.arch, model.tensor
+    passes = roofline.BACKWARD + config.learner.remat
+    micro = math.ceil(config.sequences / config.learner.micro_batch)
+    flops = passes * (2 * tokens * model.multiplied + float(roofline.attention_flops(
+        arch, int(pairs)))) / (model.shards * split)
+    weights, fsdp, data = model.parameters / split, config.mesh.fsdp, config.mesh.data
+    moved = micro * passes * weights * model.item + 7 * FLOAT * weights / fsdp
+    # Weights are gathered for each pass, and gradients summed once a micro-batch.
+    gathered = micro * weights * (2 * model.item + FLOAT) * (fsdp - 1) / fsdp
+    summed = 2 * FLOAT * weights / fsdp * (data - 1) / data
+    work = Work(flops, moved, gathered + summed, micro * 3 * arch.num_layers * (fsdp > 1))
+    return _over_tensor(model, work, tokens / model.shards, 2 * passes - 2, micro)
+
+
+def distill_work(model: Model, tokens: float) -> Work:
+    """Returns the work of the drafter's features and updates from `tokens` of all shards."""
+    options, shards = model.config.distill, model.shards
+    features = 2 * tokens * roofline.layer_matmul_params(model.arch) / model.tensor
+    teacher = 2 * tokens * roofline.head_params(model.arch)
+    learned = roofline.BACKWARD * 2 * tokens * model.drafter_parameters * options.unroll
+    return Work((features + options.updates * (teacher + learned)) / shards)
+
+
+def publish_work(model: Model) -> Work:
+    """Returns the work of casting the weights and gathering them over fsdp."""
+    weights, fsdp = model.parameters / model.tensor, model.config.mesh.fsdp
+    return Work(0, weights * (FLOAT / fsdp + model.item),
+                weights * model.item * (fsdp - 1) / fsdp, fsdp > 1)
+
+
+def _over_tensor(model: Model, work: Work, tokens: float, reductions: int, programs: int = 1
+                 ) -> Work:
+    """Adds a layer's `reductions` of activations of `tokens` over the tensor axis."""
+    t, arch = model.tensor, model.arch
+    if t == 1:
+        return work
+    size = reductions * arch.num_layers * tokens * arch.hidden_size * model.item
+    return dataclasses.replace(
+        work, sent=work.sent + 2 * size * (t - 1) / t,
+        collectives=work.collectives + programs * reductions * arch.num_layers)

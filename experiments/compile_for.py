@@ -1,0 +1,66 @@
+"""Compiles every program of a run for TPUs or GPUs that are not there.
+
+    pip install "jax[tpu]==0.10.2"      # or "jax[cuda13]": the compiler; see docs/compile_for.md
+    python experiments/compile_for.py --config=qwen2_5_0_5b --target=v5e:4x4
+    python experiments/compile_for.py --config=tiny --target=v5e:2x2 --config.mesh.data=4
+
+It shows errors of the compiler, memory, copies, collectives, operations, FLOPs and bytes. It tells
+nothing of time, numerics or hangs: a model is "compiled for" a target, never said to run on it. No
+weights are read. Of a preset with a table of targets, --target takes mesh and batches. Exit status
+1 and one line a failure if a program does not compile, does not fit, or copies a cache.
+"""
+
+import json
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import config_flags
+from absl import flags
+
+from specrl_jax.config import Config, ConfigError
+from specrl_jax.config.load import preset_targets
+
+TARGET = flags.DEFINE_string("target", None, "devices: v5e:2x2, v6e:4x4, v5p:4x4x4, ..., or h100, "
+                             "h100:8, h200, a100, b200")
+OUT = flags.DEFINE_string("out", None, "JSON file with all findings")
+ONLY = flags.DEFINE_list("only", [], "beginnings of programs' names, such as launch,update")
+JOBS = flags.DEFINE_integer("jobs", 1, "programs compiled at once, of about 2 GB each",
+                            lower_bound=1)
+
+
+def main(config: Config, workdir: Path) -> int:
+    del workdir
+    from aot import compiling, findings, tables
+
+    if not TARGET.value:
+        raise ConfigError("--target: name the devices, such as --target=v6e:4x4")
+    result = compiling.compile_for(config, TARGET.value, ONLY.value, JOBS.value,
+                                   report=lambda found: print(tables.line(found), flush=True))
+    tables.show(result)
+    if OUT.value:
+        Path(OUT.value).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    lines = [line for found in result["programs"] for line in findings.failures(found)]
+    for line in lines:
+        print(line, file=sys.stderr)
+    return 1 if lines else 0
+
+
+def with_target(argv: Sequence[str]) -> list[str]:
+    """Returns the arguments with --config=NAME:TARGET, if the preset NAME has the --target."""
+    flat = {match[1]: i for i, argument in enumerate(argv)
+            if (match := re.match(r"--?(config|target)=", argument))}
+    if len(flat) < 2:
+        return list(argv)
+    name, target = (argv[flat[key]].partition("=")[2] for key in ("config", "target"))
+    wanted = target.replace(":", "_")
+    has_table = ":" not in name and wanted in preset_targets(name)
+    return [f"--config={name}:{wanted}" if has_table and i == flat["config"] else argument
+            for i, argument in enumerate(argv)]
+
+
+if __name__ == "__main__":
+    with config_flags.one_line_errors():
+        sys.argv = with_target(sys.argv)
+    config_flags.run(main)

@@ -1,0 +1,27 @@
+"""The work of tree attention, told to XLA and to whoever counts a program's FLOPs and bytes."""
+
+from collections.abc import Sequence
+
+import jax
+from jax.experimental import pallas as pl
+
+from specrl_kernels.tree_attention.packing import Rows
+
+
+def estimate(rows: Rows, caches: Sequence[jax.Array], tree: tuple[jax.Array, jax.Array] | None,
+             outputs: Sequence[jax.ShapeDtypeStruct]) -> pl.CostEstimate:
+    """Returns what a call does if every allocated slot is filled, each key and value read once.
+
+    Args:
+      caches: all segments of keys and values, [slots, G, ...] each, of which each row reads one.
+      tree: (k, v) [B, G, n, E] of the tree's own nodes.
+      outputs: what the kernel writes.
+    """
+    b, g, queries, e = rows.queries.shape
+    each = sum(cache.size // cache.shape[0] for cache in caches)  # keys and values of a row
+    nodes = tree[0].shape[2] if tree else 0
+    keys = each // (2 * g * e) + nodes
+    moved = b * each * caches[0].dtype.itemsize + sum(
+        x.size * x.dtype.itemsize for x in (rows.queries, rows.words, *(tree or ()), *outputs))
+    return pl.CostEstimate(flops=4 * b * g * queries * e * keys,
+                           transcendentals=b * g * queries * keys, bytes_accessed=moved)

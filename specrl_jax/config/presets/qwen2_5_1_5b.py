@@ -1,0 +1,17 @@
+"""Qwen2.5-1.5B-Instruct learns GSM8K by GRPO, with an EAGLE-3 drafter that learns with it.
+
+Claim    none yet: it is compiled for the targets below, and has not run on them
+Command  python experiments/train.py --config=qwen2_5_1_5b:v6e_4x4
+Cost     not measured; experiments/plan.py predicts it
+"""
+
+from specrl_jax.config import Config
+from specrl_jax.config.gsm8k_grpo import gsm8k_grpo, target
+
+TARGETS = {
+    "v6e_4x4": target((2, 8, 1), rows=16, micro_batch=1),
+}
+
+
+def get_config() -> Config:
+    return gsm8k_grpo("qwen2_5_1_5b", "Qwen/Qwen2.5-1.5B-Instruct")

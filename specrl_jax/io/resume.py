@@ -1,0 +1,126 @@
+"""Which config fields and which examples a resumed run must share with the run as it was left.
+
+A field is one of three kinds. Changing a FREE one changes nothing that is computed. Changing one of
+EQUAL leaves tokens equal but where rounding decides between two of them; a line says so, and parts
+of the checkpoint that depend on it start anew. All others are refused.
+"""
+
+import json
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+
+import jax
+
+from specrl_jax.config import ConfigError
+from specrl_jax.config.renamed import first_renamed
+from specrl_jax.io import processes
+from specrl_jax.io.files import write_atomically
+from specrl_jax.io.metrics import flat, read_config, read_object
+from specrl_jax.io.places import output_directory
+from specrl_jax.structs import Json
+
+DATA = "data.json"
+ABSENT = "(absent)"  # a field that only one of two versions of this package has
+FREE = ("name", "steps", "checkpoint_every", "checkpoint_keep", "learner.max_bad_steps",
+        "reward.workers", "data.data_dir", "data.manual_dir", "data.path")
+LOSS, SPEED = "losses within rounding", "accept lengths and times not"
+# By name, or by whole section; those of SPEED change the law of tokens under a rule but `match`.
+EQUAL: Mapping[str, str] = {
+    "learner.micro_batch": LOSS, "learner.packing": LOSS, "learner.tokens_per_row": LOSS,
+    "learner.remat": LOSS, "mesh": LOSS,
+    "rollout.batch_size": SPEED, "rollout.min_batch": SPEED, "rollout.rounds_per_launch": SPEED,
+    "rollout.order": SPEED, "rollout.max_prompt_tokens": SPEED, "spec": SPEED, "draft": SPEED,
+    "distill": SPEED, "control": SPEED}
+RULE = "spec.rule"
+# Parts of a checkpoint that start anew where a field of these sections changed.
+RENEWED: Mapping[str, tuple[str, ...]] = {
+    "control": ("spec", "draft", "control", "mesh", "rollout"), "acceptance": ("spec", "draft"),
+    "drafter": ("spec.drafter", "draft", "distill")}
+
+
+def check_config(workdir: str | Path, config: Json, equal: Collection[str] = ()) -> dict[str, str]:
+    """Checks that a working directory, perhaps absent or empty, is that of this config.
+
+    Args:
+      equal: fields and sections that may differ, such as EQUAL.
+
+    Returns:
+      "NOW (was BEFORE)" of those that do, by name.
+
+    Raises:
+      ConfigError: the directory cannot be written; config.json differs in another field, was
+        written by an older version, cannot be read, or is missing although metrics.jsonl is there.
+    """
+    workdir = output_directory("workdir", workdir, new=False)
+    stored = read_config(workdir)
+    if stored is None:
+        return {}
+    old, new = flat(stored), flat(config)
+    if renamed := first_renamed(old):
+        raise ConfigError(f"workdir = {workdir}: an older version started this run ({renamed}); go "
+                          f"on with that version, or choose another workdir")
+    if old.get(RULE) != "match":
+        equal = [name for name in equal if EQUAL.get(name) != SPEED]
+    texts = {field: tuple(json.dumps(of[field]) if field in of else ABSENT for of in (old, new))
+             for field in sorted(old.keys() | new.keys())}
+    differ = {field: pair for field, pair in texts.items()
+              if pair[0] != pair[1] and not among(field, FREE)}
+    refused = [field for field, pair in differ.items()
+               if field == RULE or ABSENT in pair or not among(field, equal)]
+    if refused:
+        raise _refused(workdir, refused, *differ[refused[0]])
+    return {field: f"{now} (was {before})" for field, (before, now) in differ.items()}
+
+
+def _refused(workdir: Path, fields: list[str], before: str, now: str) -> ConfigError:
+    more = f" ({', '.join(fields[1:4])} also changed)" if len(fields) > 1 else ""
+    restore = ("go on with the version that started it" if ABSENT in (before, now)
+               else "restore the value")
+    return ConfigError(f"{fields[0]} = {now}, but the run in {workdir} was started with {before}"
+                       f"{more}: {restore}, or choose another workdir")
+
+
+def among(field: str, names: Iterable[str]) -> bool:
+    """Returns whether a dotted field is one of the names, or in a section among them."""
+    return any(f"{field}.".startswith(f"{name}.") for name in names)
+
+
+def told(changed: Mapping[str, str]) -> str:
+    """Returns the line about a resume with other values: what stays equal, and what need not."""
+    kinds = {kind: None for field in changed for name, kind in EQUAL.items()
+             if among(field, [name])}
+    return (f"resuming with {', '.join(f'{field} = {text}' for field, text in changed.items())}: "
+            f"tokens stay equal, but where rounding decides; {', '.join(kinds)}")
+
+
+def renewed(changed: Iterable[str]) -> set[str]:
+    """Returns the parts of a checkpoint that start anew after these fields changed."""
+    return {part for part, sections in RENEWED.items()
+            if any(among(field, sections) for field in changed)}
+
+
+def check_data(workdir: Path, digests: dict[str, str]) -> None:
+    """Checks that a run has the examples that it was started with, here and in other processes;
+    records them on the first call.
+
+    Args:
+      digests: `io.data.digest` of each part of the data, by its name.
+
+    Raises:
+      ConfigError: they differ, or DATA cannot be read.
+    """
+    path = workdir / DATA
+    for other, told in enumerate(processes.share("the data", digests)):
+        if told != digests:
+            raise ConfigError(f"data: process {other} has other examples; give all processes the "
+                              f"same files")
+    stored = read_object(path)
+    if stored is None and jax.process_index() == 0:
+        write_atomically(path, json.dumps(digests) + "\n")
+    for name, digest in digests.items():
+        if stored is not None and stored.get(name) != digest:
+            raise ConfigError(f"data: the {name} examples are not those that the run in {workdir} "
+                              f"was started with (data.data_dir, data.manual_dir, data.path); "
+                              f"restore them, or choose another workdir")
+
+

@@ -1,0 +1,105 @@
+"""The policy's programs and the shapes of what they read, described without weights or a device."""
+
+import functools
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from specrl_jax import sharding
+from specrl_jax.config import Config
+from specrl_jax.io.compilation import Program, abstract
+from specrl_jax.model import architecture, layers
+from specrl_jax.model.architecture import Architecture
+from specrl_jax.rl import learner
+from specrl_jax.rl.batch import Batch, Totals, layout_of, make_batch, part_of
+from specrl_jax.rl.learner import LearnerState
+from specrl_jax.structs import PyTree, Rollout
+
+
+def abstract_state(config: Config, arch: Architecture, mesh: Mesh) -> LearnerState:
+    """Returns the shapes and shardings of the learner's state.
+
+    AdamW's moments are split over all data shards, everything else of it is replicated.
+    """
+    described = architecture.describe(arch, layers.are_scanned(sharding.platform(mesh)))
+    places, moments = (sharding.shardings(described, rules, mesh, architecture.is_param)
+                       for rules in (sharding.LEARNER_RULES, sharding.MOMENT_RULES))
+    params = jax.tree.map(lambda p, place: jax.ShapeDtypeStruct(p.shape, jnp.float32,
+                                                                sharding=place),
+                          described, places, is_leaf=architecture.is_param)
+    shapes = jax.eval_shape(learner.make_optimizer(config.learner).init, params)
+    like = jax.tree.structure(params)
+
+    def lies_like_params(node: PyTree) -> bool:
+        return jax.tree.structure(node) == like
+
+    def place(node: PyTree) -> PyTree:
+        return abstract(node, moments if lies_like_params(node) else sharding.replicated(mesh))
+
+    return LearnerState(params, jax.tree.map(place, shapes, is_leaf=lies_like_params))
+
+
+def host_batches(config: Config, rollout: Rollout, advantage: np.ndarray
+                 ) -> list[tuple[Batch, Totals]]:
+    """Returns the batch of each optimiser step over a rollout, as host arrays."""
+    parts, layout = config.rl.minibatches, layout_of(config)
+    keep_all = bool(config.rl.kl) or config.rl.updates != 1  # 0: the gap is of any sequence
+    return [make_batch(part_of(rollout, i, parts), part, config.rollout.temperature, layout,
+                       keep_all) for i, part in enumerate(np.split(advantage, parts))]
+
+
+def batch_places(mesh: Mesh) -> tuple[NamedSharding, NamedSharding]:
+    """Returns the shardings of a batch, split over rows, and of its totals."""
+    return NamedSharding(mesh, P(None, sharding.ROWS)), sharding.replicated(mesh)
+
+
+def reads_old(config: Config) -> bool:
+    """Returns whether updates read log-probabilities of the policy that acted."""
+    return _steps(config) > 1 or config.learner.old_logprob == "rollout"
+
+
+def needs_scores(config: Config) -> bool:
+    """Returns whether a step scores its rollout apart from the update."""
+    kl, old = config.rl.kl, config.learner.old_logprob
+    return bool(kl) or (_steps(config) > 1 and old == "learner")
+
+
+def _steps(config: Config) -> int:
+    """Returns the optimiser steps on each rollout; only the first one's ratios are 1."""
+    return config.rl.updates * config.rl.minibatches
+
+
+def programs(config: Config, arch: Architecture, mesh: Mesh) -> Iterator[Program]:
+    """Yields the policy's programs, as far as they are used: update, score, gap."""
+    replicated = sharding.replicated(mesh)
+    state = abstract_state(config, arch, mesh)
+    blank = host_batches(config, _blank_rollout(config), np.zeros(config.sequences, np.float32))
+    batch, totals = abstract(blank[0], batch_places(mesh))
+    scores = batch.rollout_logprob
+    on_mesh = functools.partial(sharding.traced_for, mesh)
+    if not config.rl.updates:
+        yield Program("gap", jax.jit(on_mesh(functools.partial(learner.first_gap, arch, config)),
+                                     out_shardings=replicated), (state.params, batch))
+        return
+    if needs_scores(config):
+        yield Program("score", jax.jit(on_mesh(functools.partial(learner.score, arch, config))),
+                      (state.params, batch, totals))
+    places = jax.tree.map(lambda a: a.sharding, state)
+    update = jax.jit(on_mesh(functools.partial(learner.update, arch, config)), donate_argnums=(0,),
+                     out_shardings=(places, replicated))
+    yield Program("update", update, (state, batch, totals, scores if reads_old(config) else None,
+                                     (scores, scores) if config.rl.kl else None))
+
+
+def _blank_rollout(config: Config) -> Rollout:
+    q, r = config.sequences, config.rollout
+    ints, floats = (np.zeros((q, r.max_new_tokens), dtype) for dtype in (np.int32, np.float32))
+    one = np.ones(q, np.int32)
+    return Rollout(
+        prompt=np.zeros((q, r.max_prompt_tokens), np.int32), prompt_length=one, tokens=ints,
+        length=one, logprob=floats, raw_logprob=floats, top_p_mass=floats, prompt_id=one,
+        occurrence=one, sample_id=one, stopped=one > 0, commits=ints, rounds=one)

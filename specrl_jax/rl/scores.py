@@ -1,0 +1,153 @@
+"""Log-probability and entropy of tokens under the output head, a chunk of tokens at a time.
+
+Whole, logits would be the largest array of a policy update: 25 GB for 151,936 x 40,960 float32
+values. Forward and backward loop over chunks, and the backward pass computes logits again.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from specrl_jax.model.transformer import project
+from specrl_jax.sharding import FSDP, ROWS, largest, straight_line
+from specrl_jax.structs import Array
+
+TOKENS_AT_ONCE = 256  # whose logits exist at once
+
+
+def row_scores(head: Array, hidden: Array, tokens: Array, temperature: Array, count: Array
+               ) -> tuple[Array, Array]:
+    """Returns the log-probability and the entropy in nats of tokens in rows, f32[b, R] each.
+
+    In a mesh each data shard scores its own rows with the whole width of the head, which it gathers
+    in the dtype of `hidden`; the head's gradient goes back to the shards in float32.
+
+    Args:
+      head: f32[V, F].
+      hidden: f[F, b, R], tokens: i32[b, R], see `token_scores`.
+      temperature: f32[b].
+      count: i32[b] leading tokens of each row that are scored.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    axes = {axis for axis in ROWS if axis in mesh.axis_names} - set(mesh.manual_axes)
+    if not axes:
+        return _rows(None, head, hidden, tokens, temperature, count)
+    gathers = mesh.shape[FSDP] > 1 and head.shape[1] % mesh.shape[FSDP] == 0
+    return jax.shard_map(
+        partial(_rows, FSDP if gathers else None),
+        in_specs=(P(None, FSDP if gathers else None), P(None, ROWS), P(ROWS), P(ROWS), P(ROWS)),
+        out_specs=P(ROWS), axis_names=axes, check_vma=False)(
+            head, hidden, tokens, temperature, count)
+
+
+def _rows(gather: str | None, head: Array, hidden: Array, tokens: Array, temperature: Array,
+          count: Array) -> tuple[Array, Array]:
+    """Scores the rows token by token, so that padding is last."""
+    flat: Any = jax.tree.map(lambda a: jnp.swapaxes(a, -1, -2).reshape(*a.shape[:-2], -1), (
+        hidden, tokens, jnp.broadcast_to(temperature[:, None], tokens.shape)))
+    most = jnp.int32(tokens.shape[1]) if straight_line() else largest(count.max())
+    states, targets, temperatures = flat
+    found = token_scores(head, states, targets, temperatures, most * len(tokens), gather=gather)
+    return found[0].reshape(-1, len(tokens)).T, found[1].reshape(-1, len(tokens)).T
+
+
+def token_scores(head: Array, hidden: Array, tokens: Array, temperature: Array, count: Array,
+                 chunk: int = TOKENS_AT_ONCE, gather: str | None = None) -> tuple[Array, Array]:
+    """Returns the log-probability and the entropy in nats of each token, f32[N] each.
+
+    Products have the dtype of `hidden` and add up in float32. Gradients flow to `head`, in float32,
+    and to `hidden`.
+
+    Args:
+      head: f32[V, F], or a part of F.
+      hidden: f[F, N] final normalised hidden states that predict the tokens.
+      tokens: i32[N].
+      temperature: f32[N], positive; logits are divided by it.
+      count: i32[] leading tokens that are scored; later chunks are left at zero.
+      chunk: tokens whose logits exist at once.
+      gather: mesh axis whose devices hold the parts of the head.
+    """
+    total = len(tokens)
+    chunk = min(chunk, total)
+    spare = -total % chunk
+    chunks = total // chunk + (spare > 0) if straight_line() else -(
+        -jnp.minimum(count, total) // chunk)
+    found: Any = _scores(
+        chunk, gather, head, jnp.pad(hidden, ((0, 0), (0, spare))), jnp.pad(tokens, (0, spare)),
+        jnp.pad(temperature, (0, spare), constant_values=1), chunks)
+    return found[0][:total], found[1][:total]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _scores(chunk: int, gather: str | None, *inputs: Array) -> tuple[Array, Array]:
+    return _forward(chunk, gather, *inputs)[0]
+
+
+def _whole(gather: str | None, head: Array, dtype: Any) -> Array:
+    """Returns the whole head in `dtype`; it is cast before it travels."""
+    narrow = head.astype(dtype)
+    return jax.lax.all_gather(narrow, gather, axis=1, tiled=True) if gather else narrow
+
+
+def _forward(chunk: int, gather: str | None, head: Array, hidden: Array, tokens: Array,
+             temperature: Array, chunks: Array) -> tuple[tuple[Array, Array], tuple[Array, ...]]:
+    narrow = _whole(gather, head, hidden.dtype)
+    vocabulary = jnp.arange(len(head))[:, None]
+
+    def score(i: Array, found: tuple[Array, ...]) -> tuple[Array, ...]:
+        hidden_i, tokens_i, temperature_i = _take(chunk, i, hidden, tokens, temperature)
+        logits = project(narrow, hidden_i, dtype=jnp.float32) / temperature_i[None]
+        total = jax.nn.logsumexp(logits, 0)
+        # Compared, not gathered: a mesh may split the vocabulary.
+        chosen = jnp.where(vocabulary == tokens_i[None], logits, 0).sum(0)
+        mean = (jnp.exp(logits - total[None]) * logits).sum(0)
+        return _put(chunk, i, found, (chosen - total, total - mean, total))
+
+    zeros = (jnp.zeros(tokens.shape, jnp.float32),) * 3
+    logprob, entropy, total = jax.lax.fori_loop(0, chunks, score, zeros)
+    return (logprob, entropy), (head, hidden, tokens, temperature, chunks, total, entropy)
+
+
+def _backward(chunk: int, gather: str | None, residuals: tuple[Array, ...],
+              gradients: tuple[Array, Array]) -> tuple[Any, ...]:
+    """With logits z over temperature, p their softmax and H its entropy, the gradient of a token's
+    log-probability is onehot - p, and that of H is -p (log p + H)."""
+    head, hidden, tokens, temperature, chunks, total, entropy = residuals
+    narrow = _whole(gather, head, hidden.dtype)
+
+    def add(i: Array, found: tuple[Array, Array]) -> tuple[Array, Array]:
+        hidden_i, tokens_i, temperature_i, total_i, entropy_i, by_logprob, by_entropy = _take(
+            chunk, i, hidden, tokens, temperature, total, entropy, *gradients)
+        logits = project(narrow, hidden_i, dtype=jnp.float32) / temperature_i[None]
+        logp = logits - total_i[None]
+        chosen = jnp.arange(len(head))[:, None] == tokens_i[None]
+        by_logits = jnp.where(chosen, by_logprob[None], 0) - jnp.exp(logp) * (
+            by_logprob[None] + by_entropy[None] * (logp + entropy_i[None]))
+        by_logits = (by_logits / temperature_i[None]).astype(hidden.dtype)
+        by_head = project(by_logits, hidden_i.T, dtype=jnp.float32)
+        by_hidden, = _put(chunk, i, found[1:], (project(narrow.T, by_logits),))
+        return found[0] + by_head, by_hidden
+
+    zeros = jnp.zeros(narrow.shape, jnp.float32), jnp.zeros_like(hidden)
+    by_head, by_hidden = jax.lax.fori_loop(0, chunks, add, zeros)
+    if gather:
+        by_head = jax.lax.psum_scatter(by_head, gather, scatter_dimension=1, tiled=True)
+    return by_head, by_hidden, None, None, None
+
+
+_scores.defvjp(_forward, _backward)
+
+
+def _take(chunk: int, i: Array, *arrays: Array) -> list[Array]:
+    """Returns chunk i of the last axis of each array."""
+    return [jax.lax.dynamic_slice_in_dim(a, i * chunk, chunk, -1) for a in arrays]
+
+
+def _put(chunk: int, i: Array, arrays: tuple[Array, ...], parts: tuple[Array, ...]
+         ) -> tuple[Array, ...]:
+    """Writes chunk i of the last axis of each array."""
+    return tuple(jax.lax.dynamic_update_slice_in_dim(a, part, i * chunk, -1)
+                 for a, part in zip(arrays, parts, strict=True))

@@ -1,0 +1,118 @@
+"""Outputs are checked before the work, written whole or not at all, and a cache is optional."""
+
+import errno
+import os
+import types
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from specrl_jax.config import ConfigError, load_config
+from specrl_jax.control import cost_file
+from specrl_jax.io import compilation, files, places
+from specrl_jax.io.files import write_atomically
+from specrl_jax.model.export import export
+from specrl_jax.model.weights import describe_source
+from specrl_jax.run import train
+
+
+@pytest.mark.parametrize("text", ["gs://bucket/run", "s3://x", "https://host/x", "hdfs:/x"])
+@pytest.mark.parametrize("ask", [
+    places.local_path, places.output_file, places.output_directory,
+    lambda field, value: train(load_config("tiny"), value),
+    lambda field, value: train(load_config("tiny"), Path(value)),
+    lambda field, value: cost_file.check_place(value)])
+def test_urls_are_refused_and_make_no_directory(
+        text: str, ask: Callable[[str, str], object], tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="is no local path; mount the bucket"):
+        ask("--out", text)
+    assert os.listdir(tmp_path) == []
+
+
+def test_home_is_found_and_odd_names_are_taken_as_they_are(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert places.local_path("x", "~/a") == tmp_path / "a"
+    for name in ("a b", "lr[1e-5]", "x%d_50%", "q?*", "a#b:c", "größe_数", "a~"):
+        assert places.output_directory("x", tmp_path / name) == tmp_path / name
+    with pytest.raises(ConfigError, match="x = '~nobody-of-this-name/a': .*write the whole path"):
+        places.local_path("x", "~nobody-of-this-name/a")
+
+
+@pytest.mark.parametrize("place", ["file/x", "file/a/b", "/proc/x/y", "/sys/x"])
+def test_directories_that_cannot_be_made_are_refused(place: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    source = describe_source("random:tiny")
+    for ask in (lambda to: places.output_directory("--out", to),
+                lambda to: export(to, source.arch, source.params(), source.tokenizer)):
+        with pytest.raises(ConfigError, match="out = .*; choose another place") as refused:
+            ask(tmp_path / place)
+        assert "\n" not in str(refused.value)
+    assert os.listdir(tmp_path) == ["file"]
+
+
+@pytest.mark.parametrize("place, words", [
+    ("file/x.json", "is no directory; make it first"), ("none/x.json", "is no directory; make it"),
+    ("/proc/x.json", "is not a directory that can be written"), ("directory", "is a directory")])
+def test_files_that_cannot_be_written_are_refused(place: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "directory").mkdir()
+    with pytest.raises(ConfigError, match=f"--out = .*{words}"):
+        places.output_file("--out", tmp_path / place)
+    assert sorted(os.listdir(tmp_path)) == ["directory", "file"]
+
+
+def full(*args: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_full_disk_leaves_the_old_file_and_no_other(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "x.json"
+    write_atomically(path, "old")
+    monkeypatch.setattr(files.os, "fsync", full)
+    with pytest.raises(ConfigError, match="x.json: cannot be written .No space left on device.;"):
+        write_atomically(path, "new")
+    assert path.read_text() == "old" and os.listdir(tmp_path) == ["x.json"]
+
+
+@pytest.mark.parametrize("error, kind", [
+    (OSError(errno.ENOSPC, "No space left on device"), ConfigError), (ValueError("x"), ValueError),
+    (KeyboardInterrupt(), KeyboardInterrupt)])
+def test_failed_export_leaves_nothing_behind(
+        error: BaseException, kind: type, tmp_path: Path) -> None:
+    with pytest.raises(kind):
+        with places.new_directory("--out", tmp_path / "a" / "b") as partial:
+            (partial / "half").touch()
+            raise error
+    assert os.listdir(tmp_path) == []
+
+
+def test_cache_that_cannot_be_written_is_done_without(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file" / "cache"))
+    assert places.user_cache("cost") is None and cost_file.place("", {"device": "x"}) is None
+    asked: list[object] = []
+    config = types.SimpleNamespace(jax_compilation_cache_dir=None, update=asked.append)
+    monkeypatch.setattr(compilation, "jax", types.SimpleNamespace(config=config))
+    compilation.use_persistent_cache()
+    assert asked == []
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert places.user_cache("cost") == tmp_path / "cache" / "specrl_jax" / "cost"
+    found = cost_file.place("", {"device": "x"})
+    assert found is not None and found.parent == places.user_cache("cost")
+
+
+@pytest.mark.parametrize("place", ["file/x.json", "/proc/x/t.json", "directory"])
+def test_cost_table_is_refused_before_anything_is_measured(place: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "directory").mkdir()
+    with pytest.raises(ConfigError, match="control.cost_table = "):
+        cost_file.check_place(str(tmp_path / place))
+    cost_file.check_place(str(tmp_path / "new" / "t.json"))
+    cost_file.check_place("")
+    assert sorted(os.listdir(tmp_path)) == ["directory", "file"]

@@ -1,0 +1,134 @@
+"""A working directory is that of the run that is resumed, or it is refused and left alone."""
+
+import dataclasses
+
+import pytest
+
+from specrl_jax.config import Config, ConfigError, as_dict
+from specrl_jax.io import metrics as M
+from specrl_jax.io import resume
+
+
+def changed(**values):
+    config = as_dict(Config())
+    for name, value in values.items():
+        section, _, field = name.rpartition("__")
+        (config[section] if section else config)[field] = value
+    return config
+
+
+def snapshot(workdir):
+    return {p: p.read_bytes() for p in workdir.rglob("*") if p.is_file()}
+
+
+@pytest.mark.parametrize("change, words", [
+    ({"seed": 7}, "seed = 7, but the run in .* was started with 0: restore .* another workdir"),
+    ({"learner__learning_rate": 0.5}, "learner.learning_rate = 0.5, .* started with 1e-05:"),
+    ({"reward__terms": ("a",)}, r'reward.terms = \["a"\], .* started with \["exact"\]'),
+    ({"added": 1}, r"added = 1, .* started with \(absent\): go on with the version that"),
+    ({"seed": 7, "group_size": 4}, r"group_size = 4, .* with 8 \(seed also changed\)"),
+])
+def test_another_configuration_is_refused_and_nothing_touched(tmp_path, change, words):
+    M.write_config(tmp_path, changed())
+    (tmp_path / M.METRICS).touch()
+    before = snapshot(tmp_path)
+    with pytest.raises(ConfigError, match=words):
+        resume.check_config(tmp_path, changed(**change))
+    assert snapshot(tmp_path) == before
+
+
+def test_fields_that_change_no_result_may_differ(tmp_path):
+    M.write_config(tmp_path, changed())
+    free = changed(steps=99, checkpoint_every=1, checkpoint_keep=5, name="x")
+    assert resume.check_config(tmp_path, free) == {}
+    resume.check_config(tmp_path, changed())
+    resume.check_config(tmp_path / "new", changed())
+    assert not (tmp_path / "new").exists()
+
+
+def test_workdirs_that_cannot_be_are_refused(tmp_path):
+    (tmp_path / "file").touch()
+    for place in ("file", "file/run", "file/a/b"):
+        for ask in (lambda to: resume.check_config(to, changed()), M.make_workdir):
+            with pytest.raises(ConfigError, match=f"workdir = .*/{place}.: .*/file is not a dir"):
+                ask(tmp_path / place)
+    with pytest.raises(ConfigError, match="/proc is not a directory that can be written"):
+        resume.check_config("/proc/run", changed())
+
+
+@pytest.mark.parametrize("text, words", [
+    ("{", "config.json is not JSON"), ("[]", "config.json does not hold an object"),
+    (None, "config.json is missing although metrics.jsonl is there"),
+])
+def test_an_unreadable_config_is_refused(tmp_path, text, words):
+    (tmp_path / M.METRICS).touch()
+    if text is not None:
+        (tmp_path / M.CONFIG).write_text(text)
+    with pytest.raises(ConfigError, match=words):
+        resume.check_config(tmp_path, changed())
+
+
+def test_data_of_a_run_is_recorded_and_compared(tmp_path):
+    resume.check_data(tmp_path, {"training": "a"})
+    resume.check_data(tmp_path, {"training": "a"})
+    with pytest.raises(ConfigError, match="the training examples are not those that the run in"):
+        resume.check_data(tmp_path, {"training": "b"})
+    (tmp_path / resume.DATA).write_text("{")
+    with pytest.raises(ConfigError, match="data.json is not JSON"):
+        resume.check_data(tmp_path, {"training": "a"})
+
+
+LAYOUT = {"learner__micro_batch": 8, "learner__remat": True, "learner__packing": "sequence",
+          "mesh__data": 2, "mesh__fsdp": 2, "mesh__tensor": 2}
+SPEED = {"rollout__batch_size": 8, "rollout__order": "reversed", "spec__drafter": "off",
+         "spec__depth": 2, "draft__path": "x", "control__cost_table": "x", "control__policy": "off",
+         "distill__when": "interval", "rollout__rounds_per_launch": 1, "rollout__min_batch": 1}
+REFUSED = {"seed": 7, "group_size": 4, "prompts_per_step": 4, "model__path": "x",
+           "data__level": "x", "reward__terms": ("a",), "rl__kl": 0.1,
+           "learner__learning_rate": 1.0,
+           "rollout__temperature": 0.5, "rollout__max_new_tokens": 9, "spec__rule": "rejection",
+           "model__dtype": "bfloat16", "model__numerics": "invariant"}
+
+
+@pytest.mark.parametrize("field, value", [*LAYOUT.items(), *SPEED.items()])
+def test_fields_that_leave_tokens_equal_are_named(tmp_path, field, value):
+    M.write_config(tmp_path, changed())
+    found = resume.check_config(tmp_path, changed(**{field: value}), resume.EQUAL)
+    name = field.replace("__", ".")
+    assert list(found) == [name] and " (was " in found[name]
+    line = resume.told(found)
+    assert line.startswith(f"resuming with {name} = ") and "tokens stay equal" in line
+    assert (resume.LOSS in line) == (field in LAYOUT)
+    with pytest.raises(ConfigError, match=name):  # as for the training of a drafter
+        resume.check_config(tmp_path, changed(**{field: value}))
+
+
+@pytest.mark.parametrize("field, value", REFUSED.items())
+def test_fields_that_change_tokens_are_refused(tmp_path, field, value):
+    M.write_config(tmp_path, changed())
+    with pytest.raises(ConfigError, match=field.replace("__", ".")):
+        resume.check_config(tmp_path, changed(**{field: value}), resume.EQUAL)
+
+
+@pytest.mark.parametrize("field, value", SPEED.items())
+def test_other_rules_let_tokens_depend_on_speculation(tmp_path, field, value):
+    M.write_config(tmp_path, changed(spec__rule="rejection"))
+    with pytest.raises(ConfigError, match=field.replace("__", ".")):
+        resume.check_config(tmp_path, changed(spec__rule="rejection", **{field: value}),
+                            resume.EQUAL)
+    resume.check_config(tmp_path, changed(spec__rule="rejection", **LAYOUT), resume.EQUAL)
+
+
+def test_every_name_of_the_table_is_a_field():
+    fields = {*M.flat(as_dict(Config())), *(f.name for f in dataclasses.fields(Config))}
+    assert {*resume.FREE, *resume.EQUAL, resume.RULE} <= fields
+    assert {name for sections in resume.RENEWED.values() for name in sections} <= fields
+
+
+@pytest.mark.parametrize("field, parts", [
+    ("learner.micro_batch", set()), ("mesh.data", {"control"}),
+    ("spec.depth", {"control", "acceptance"}),
+    ("spec.drafter", {"control", "acceptance", "drafter"}), ("distill.updates", {"drafter"}),
+    ("rollout.batch_size", {"control"})])
+def test_parts_that_depend_on_a_field_start_anew(field, parts):
+    assert resume.renewed([field]) == parts

@@ -1,0 +1,18 @@
+"""Rewards that depend on the process that judges, for runs of several."""
+
+from pathlib import Path
+
+import jax
+
+
+def recorded(prompt: str, completion: str, example: object) -> float:
+    """Differs between processes, and leaves a line in the working directory for each call."""
+    with open(Path.cwd() / f"calls.{jax.process_index()}", "a") as file:
+        print(len(completion), file=file)
+    return jax.process_index() + len(set(completion)) / 100
+
+
+def fails_in_process_1(prompt: str, completion: str, example: object) -> float:
+    if jax.process_index() == 1:
+        raise RuntimeError("judge is down")
+    return float(len(completion))

@@ -1,0 +1,87 @@
+"""Several processes of one run judge each answer once, stop together and wait aloud."""
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from helpers import ROOT, ends, free_port, start_training
+
+from specrl_jax.io import processes
+from specrl_jax.io.checkpoint import list_steps
+from specrl_jax.io.metrics import read_metrics, read_samples
+
+SIZES = ("--config.mesh.data=2", "--config.spec.drafter=off")
+
+
+def start_two(workdir: Path, *flags: str) -> list[subprocess.Popen]:
+    both = ("--distributed", f"--coordinator=127.0.0.1:{free_port()}", "--processes=2")
+    return [start_training(workdir, *SIZES, *flags, *both, f"--process={i}") for i in range(2)]
+
+
+@pytest.mark.ci
+def test_each_answer_is_judged_once_and_shared(tmp_path: Path) -> None:
+    """The reward differs between the processes: judged in both, they would go different ways."""
+    run = tmp_path / "run"
+    started = start_two(run, "--config.steps=3",
+                        "--config.reward.terms=('tests.support.rewards:recorded',)")
+    told = ends(started)
+    assert [process.returncode for process in started] == [0, 0], told
+    calls = [(tmp_path / f"calls.{i}").read_text().count("\n") for i in range(2)]
+    samples = list(read_samples(run))
+    assert calls == [12, 12] and len(samples) == 24
+    assert [int(sample["reward"]) for sample in samples] == 3 * [0, 0, 0, 0, 1, 1, 1, 1]
+    assert [row["reward/mean"] for row in read_metrics(run)] == pytest.approx(
+        [sum(s["reward"] for s in samples if s["step"] == step) / 8 for step in range(3)])
+    assert all(row["compilations"] == 0 for row in read_metrics(run))
+
+
+@pytest.mark.ci
+def test_a_reward_that_raises_in_one_process_ends_both(tmp_path: Path) -> None:
+    started = start_two(tmp_path / "run",
+                        "--config.reward.terms=('tests.support.rewards:fails_in_process_1',)")
+    other, failing = ends(started)
+    assert [process.returncode for process in started] == [2, 2]
+    assert "Traceback" not in other + failing and "Check failure" not in other + failing
+    assert failing.splitlines()[-1].startswith("error: reward 'tests.support.rewards:fails")
+    assert other.splitlines()[-1].startswith("error: process 1: reward 'tests.support.rewards")
+    assert "judge is down" in other
+
+
+@pytest.mark.ci
+def test_sigterm_to_one_process_saves_and_ends_both(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    started = start_two(run, "--config.steps=100000", "--config.checkpoint_every=100000")
+    lines = run / "metrics.jsonl"
+    while not lines.exists() or lines.read_bytes().count(b"\n") < 2:
+        assert all(process.poll() is None for process in started)
+        time.sleep(0.05)
+    started[1].send_signal(signal.SIGTERM)
+    sent = time.monotonic()
+    told = ends(started, 30)
+    assert time.monotonic() - sent < 30
+    assert [process.returncode for process in started] == [130, 130], told
+    saved = list_steps(run / "checkpoints")[-1]
+    assert saved == len(read_metrics(run)) > 1
+    assert all(f"stopped; checkpoint {saved} is good" in text for text in told)
+
+
+@pytest.mark.parametrize("index, whom", [
+    (0, "process 1 to connect to 127.0.0.1"), (1, "process 0, which does not answer at 127.0.0.1")])
+def test_a_process_says_whom_it_waits_for_and_ends(index: int, whom: str) -> None:
+    program = ("from specrl_jax.io import processes; processes.SAY_AFTER = 0.3; "
+               f"processes.join('127.0.0.1:{free_port()}', 2, {index}, patience=1.0)")
+    process = subprocess.run([sys.executable, "-c", program], cwd=ROOT, text=True,
+                             capture_output=True, timeout=120)
+    said = process.stderr.splitlines()
+    assert process.returncode == 2 and len(said) == 2, process.stderr
+    assert said[0].startswith(f"waiting for {whom}")
+    assert said[1].startswith(f"error: --distributed: {whom}") and "within 1 s" in said[1]
+
+
+def test_share_out_of_one_process_maps_all_items() -> None:
+    assert processes.share_out("test", lambda part: [(x, {"a": x}) for x in part], [1, 2]) == [
+        (1, {"a": 1}), (2, {"a": 2})]
+    assert processes.share("test", {"x": 1}) == [{"x": 1}] and processes.any_of("test", True)
