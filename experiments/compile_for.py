@@ -11,16 +11,14 @@ weights are read. Of a preset with a table of targets, --target takes mesh and b
 """
 
 import json
-import re
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import config_flags
 from absl import flags
+from aot import targets
 
 from specrl_jax.config import Config, ConfigError
-from specrl_jax.config.load import preset_targets
 
 TARGET = flags.DEFINE_string("target", None, "devices: v5e:2x2, v6e:4x4, v5p:4x4x4, ..., or h100, "
                              "h100:8, h200, a100, b200")
@@ -47,20 +45,7 @@ def main(config: Config, workdir: Path) -> int:
     return 1 if lines else 0
 
 
-def with_target(argv: Sequence[str]) -> list[str]:
-    """Returns the arguments with --config=NAME:TARGET, if the preset NAME has the --target."""
-    flat = {match[1]: i for i, argument in enumerate(argv)
-            if (match := re.match(r"--?(config|target)=", argument))}
-    if len(flat) < 2:
-        return list(argv)
-    name, target = (argv[flat[key]].partition("=")[2] for key in ("config", "target"))
-    wanted = target.replace(":", "_")
-    has_table = ":" not in name and wanted in preset_targets(name)
-    return [f"--config={name}:{wanted}" if has_table and i == flat["config"] else argument
-            for i, argument in enumerate(argv)]
-
-
 if __name__ == "__main__":
     with config_flags.one_line_errors():
-        sys.argv = with_target(sys.argv)
+        sys.argv = targets.with_target(sys.argv)
     config_flags.run(main)

@@ -31,6 +31,9 @@ COORDINATOR = flags.DEFINE_string("coordinator", None, "host:port of process 0")
 PROCESSES = flags.DEFINE_integer("processes", None, "how many processes there are")
 PROCESS = flags.DEFINE_integer("process", None, "which one this is, from 0")
 
+PROFILE = flags.DEFINE_integer("profile", 0, "steps after the first one that are traced by "
+                               "jax.profiler, into WORKDIR/profile", lower_bound=0)
+
 
 def _join() -> None:
     """Connects to the other processes of a distributed run."""
@@ -46,7 +49,8 @@ def main(config: Config, workdir: Path) -> int:
     with stops(functools.partial(_leave, workdir), preemption), processes.ending_together():
         use_persistent_cache()
         _join()
-        complete = not train(config, workdir, functools.partial(_preempted, preemption))
+        complete = not train(config, workdir, functools.partial(_preempted, preemption),
+                             PROFILE.value)
         if preemption and preemption.asked:
             print(f"\n{_how_to_go_on(workdir)}", file=sys.stderr)
             return EXIT_STOPPED

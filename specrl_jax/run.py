@@ -29,18 +29,40 @@ def never() -> bool:
     return False
 
 
-def train(config: Config, workdir: Path | str, stop: Callable[[], bool] = never) -> bool:
+def train(config: Config, workdir: Path | str, stop: Callable[[], bool] = never, profile: int = 0
+          ) -> bool:
     """Runs or resumes `config` in `workdir`; returns whether any step was left.
 
     Args:
       stop: called before each step; where it returns True, in all processes, the run is saved and
         left.
+      profile: steps after the first one whose jax.profiler trace is written to workdir/profile.
 
     Raises:
       ConfigError: something in the configuration cannot work; the workdir is untouched.
       TrainingError: too many non-finite updates in a row.
     """
-    return sum(1 for _ in training_steps(config, local_path("workdir", workdir), stop)) > 0
+    folder = local_path("workdir", workdir)
+    steps = training_steps(config, folder, stop)
+    return sum(1 for _ in profiled(steps, folder / "profile", profile)) > 0
+
+
+def profiled(steps: Iterator[None], folder: Path, count: int) -> Iterator[None]:
+    """Yields before each step as `steps` does, and traces `count` steps after the first into
+    `folder`; the first one also does what a start leaves to it."""
+    tracing = False
+    try:
+        for number, _ in enumerate(steps):
+            if number == 1 and count:
+                jax.profiler.start_trace(str(folder))
+                tracing = True
+            elif number == 1 + count and tracing:
+                jax.profiler.stop_trace()
+                tracing = False
+            yield
+    finally:
+        if tracing:
+            jax.profiler.stop_trace()
 
 
 def training_steps(config: Config, workdir: Path, stop: Callable[[], bool] = never

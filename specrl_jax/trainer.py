@@ -250,7 +250,8 @@ class Trainer:
         Returns metrics: means over the last epoch's steps; `applied` 0 if any step was skipped; the
         gap of the first step, which alone sees the weights that acted.
         """
-        parts, kl = self._minibatches(rollout, advantage), self.config.rl.kl
+        began, kl = time.perf_counter(), self.config.rl.kl
+        parts = self._minibatches(rollout, advantage)
         old = self._old_scores(parts)
         initial = [self._score(self.reference, part) if kl else None for part in parts]
         update, steps = self._programs["update"], []
@@ -261,8 +262,10 @@ class Trainer:
                 steps.append(jax.tree.map(float, jax.device_get(metrics)))
         last = steps[-len(parts) :]
         means = {name: float(np.mean([step[name] for step in last])) for name in last[0]}
+        tokens = self.config.rl.updates * sum(int(totals.columns) for _, totals in parts)
         return means | {name: steps[0][name] for name in GAPS} | {
-            "applied": min(step["applied"] for step in steps)}
+            "applied": min(step["applied"] for step in steps)} | programs.speed(
+                self.arch, self.mesh, tokens, time.perf_counter() - began)
 
     def _old_scores(self, parts: list[tuple[Batch, Totals]]) -> list[Array | None]:
         """Returns the log-probabilities of the policy that acted, of each part; None if the update

@@ -4,6 +4,7 @@ import dataclasses
 import re
 from pathlib import Path
 
+import jax
 import pytest
 
 from specrl_jax import run
@@ -39,3 +40,23 @@ def test_second_trainer_in_a_workdir_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="in use by .*, process [0-9]+; end that run"):
             run.train(config, tmp_path)
         assert [path.name for path in tmp_path.iterdir()] == [lock.RUN_LOCK]
+
+
+@pytest.mark.parametrize("total, count, traced", [(5, 2, 2), (3, 4, 2), (1, 1, 0), (3, 0, 0)])
+def test_profile_traces_the_steps_after_the_first(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, total: int, count: int, traced: int
+        ) -> None:
+    events: list[object] = []
+    monkeypatch.setattr(jax.profiler, "start_trace", lambda folder: events.append(folder))
+    monkeypatch.setattr(jax.profiler, "stop_trace", lambda: events.append("stop"))
+
+    def steps():
+        for number in range(total):
+            yield
+            events.append(number)
+
+    assert sum(1 for _ in run.profiled(steps(), tmp_path, count)) == total
+    started = [str(tmp_path)] if traced else []
+    stopped = ["stop"] if traced else []
+    rest = list(range(1, total))
+    assert events == [0, *started, *rest[:traced], *stopped, *rest[traced:]]

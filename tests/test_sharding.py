@@ -58,7 +58,7 @@ def test_tokens_and_gradients_are_those_of_one_device(single: Any, mesh: str) ->
     trainer = micro_trainer(micro_config(mesh=MESHES[mesh]))
     assert trainer.mesh.size == 8
     for params, rules in ((trainer.state.params, sharding.LEARNER_RULES),
-                          (moments(trainer.state.optimizer), sharding.LEARNER_RULES),
+                          (moments(trainer.state.optimizer), sharding.MOMENT_RULES),
                           (trainer.sampler.params, sharding.ROLLOUT_RULES)):
         assert_lie_where_declared(trainer, params, rules)
     rollout, _ = trainer.rollout()
@@ -79,12 +79,17 @@ def assert_lie_where_declared(trainer: Trainer, params: Any, rules: Any) -> None
     described = jax.tree.leaves(architecture.describe(trainer.arch), is_leaf=architecture.is_param)
     split = 0
     for leaf, param in zip(jax.tree.leaves(params), described, strict=True):
-        want = [size // trainer.mesh.shape[rules[axis]] if axis in rules else size
+        want = [size // devices(trainer, rules[axis]) if axis in rules else size
                 for size, axis in zip(param.shape, param.axes, strict=True)]
         assert len(leaf.addressable_shards) == 8
         assert {shard.data.shape for shard in leaf.addressable_shards} == {tuple(want)}
         split += tuple(want) != param.shape
-    assert split > 0 or all(trainer.mesh.shape[axis] == 1 for axis in rules.values())
+    assert split > 0 or all(devices(trainer, axes) == 1 for axes in rules.values())
+
+
+def devices(trainer: Trainer, axes: str | tuple[str, ...]) -> int:
+    names = (axes,) if isinstance(axes, str) else axes
+    return int(np.prod([trainer.mesh.shape[name] for name in names]))
 
 
 @pytest.mark.ci

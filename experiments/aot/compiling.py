@@ -17,6 +17,8 @@ from . import targets
 from .findings import keep, store
 from .worker import FD
 
+COMMAND = [sys.executable, "-m", f"{__package__}.worker"]
+
 
 def compile_for(config: Config, target: str, only: Sequence[str] = (), jobs: int = 1,
                 folder: Path | None = None, report: Callable[[Json], None] = lambda found: None
@@ -73,8 +75,8 @@ class _Worker:
         reading, writing = os.pipe()
         with tempfile.TemporaryFile("w+", errors="replace") as log:
             process = subprocess.Popen(
-                [sys.executable, "-m", f"{__package__}.worker"], stdin=subprocess.PIPE, stdout=log,
-                stderr=log, pass_fds=(writing,), text=True,
+                COMMAND, stdin=subprocess.PIPE, stdout=log, stderr=log, pass_fds=(writing,),
+                text=True,
                 env=targets.environment() | {FD: str(writing),
                                              "PYTHONPATH": os.pathsep.join(filter(None, sys.path))})
             os.close(writing)

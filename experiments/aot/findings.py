@@ -32,8 +32,7 @@ def store() -> Path:
 
 def key(lowered: Any, target: Target) -> str:
     """Returns the hash of a lowered module, the target, and what compiles and reads it."""
-    files = [Path(module.__file__ or "") for module in (hlo, count, programs)]
-    sources = b"".join(file.read_bytes() for file in files)
+    sources = b"".join(Path(file).read_bytes() for file in (hlo.__file__, __file__))
     about = json.dumps([target.name, versions(), os.environ.get("XLA_FLAGS", ""),
                         os.environ.get("LIBTPU_INIT_ARGS", ""),
                         hashlib.sha256(sources).hexdigest()])
@@ -54,7 +53,7 @@ def find(program: Program, run: programs.Run, target: Target, chip: Chip, folder
     began = time.perf_counter()
     traced = program.function.trace(*program.args)
     lowered = traced.lower()
-    lowering, loops = time.perf_counter() - began, loops_of(program, run)
+    lowering, loops = time.perf_counter() - began, loops_of(program)
     work, devices = count.work(traced, loops), run.mesh.devices.size
     counted = {
         "program": program.title, "lowering_seconds": round(lowering, 2),
@@ -118,16 +117,13 @@ def _cache_elements(run: programs.Run, program: Program) -> set[int]:
     return {math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in leaves}
 
 
-def loops_of(program: Program, run: programs.Run) -> int:
+def loops_of(program: Program) -> int:
     """Returns how often each `while` of a program is counted: micro-batches of an update, else 1.
 
     So of a launch one plan is counted, with a draft, a plain and a drafted round.
     """
-    config = run.config
     if program.name == "update":
-        rows = config.sequences // config.sequences_per_row
-        per = config.learner.micro_batch // config.sequences_per_row
-        return -(-rows // per)
+        return jax.tree.leaves(program.args[1])[0].shape[0]
     return 1
 
 

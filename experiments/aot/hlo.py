@@ -30,6 +30,7 @@ class Instruction:
     kind: str  # "fusion", "while", ...
     shapes: tuple[tuple[str, int], ...]  # (dtype, elements) of its results
     called: dict[str, tuple[str, ...]]  # computations by role: body, calls, ...
+    on_chip: bool = False  # a result lies in the chip's own memory (a TPU's VMEM), not in HBM
 
     @property
     def size(self) -> int:
@@ -43,7 +44,9 @@ class Instruction:
 
     @property
     def copies(self) -> bool:
-        """Whether it only moves: a copy, a transpose, or a fusion that is named after one."""
+        """Whether it only moves within HBM: a copy, a transpose, or a fusion named after one."""
+        if self.on_chip:
+            return False
         if self.kind == "fusion":
             return bool(re.match(r"(bitcast_|wrapped_)?(copy|transpose)", self.name))
         return self.starts in COPIES
@@ -77,7 +80,7 @@ def _instruction(name: str, shape: str, kind: str, rest: str) -> Instruction:
     shapes = tuple((dtype, math.prod(int(d) for d in dims.split(",") if d))
                    for dtype, dims in _SHAPE.findall(shape))
     called = {role: tuple(re.findall(r"[\w.\-]+", names)) for role, names in _CALLED.findall(rest)}
-    return Instruction(name, kind, shapes, called)
+    return Instruction(name, kind, shapes, called, "S(1)" in shape)
 
 
 def operations(module: Module, name: str | None = None) -> int:

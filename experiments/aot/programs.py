@@ -88,7 +88,7 @@ class Run:
 
     def _publish(self) -> Iterator[Program]:
         master, dtype = self.resident["learner"].params, self.engine.layout.dtype
-        if not all(jax.tree.leaves(jax.tree.map(_agree, master, self.actor))):
+        if self.actor is not master:
             stacked = layers.are_scanned(sharding.platform(self.mesh))
             yield Program("publish", cast(self.arch, self.mesh, dtype, stacked), (master,))
         yield Program("checksum", checksum.program, (self.actor,))
@@ -125,7 +125,9 @@ def describe(config: Config, mesh: Mesh, model: Model | None = None) -> Run:
           f"spec.drafter = {config.spec.drafter!r} has nothing that learns; choose eagle, or off")
     bound = drafters.bind(actor, own)
     cache = engine.layout.abstract_kv(engine.shapes.batch)
-    resident = {"learner": state, "published": actor, "cache": cache}
+    resident = {"learner": state, "cache": cache}
+    if actor is not state.params:
+        resident["published"] = actor
     if config.rl.kl:
         resident["reference"] = state.params
     if jax.tree.leaves(own):
@@ -139,15 +141,15 @@ def describe(config: Config, mesh: Mesh, model: Model | None = None) -> Run:
 
 
 def _published(arch: Architecture, mesh: Mesh, dtype: Any, params: PyTree) -> PyTree:
-    """Returns what publishing makes of `params`."""
+    """Returns what publishing makes of `params`: themselves if that changes nothing."""
     stacked = layers.are_scanned(sharding.platform(mesh))
-    return abstract(jax.eval_shape(cast(arch, mesh, dtype, stacked), params),
-                    published_places(arch, mesh, stacked))
-
-
-def _agree(a: Any, b: Any) -> bool:
-    """Whether publishing leaves an array as it is."""
-    return a.dtype == b.dtype and a.sharding.is_equivalent_to(b.sharding, a.ndim)
+    found = abstract(jax.eval_shape(cast(arch, mesh, dtype, stacked), params),
+                     published_places(arch, mesh, stacked))
+    pairs = zip(jax.tree.leaves(params), jax.tree.leaves(found), strict=False)
+    same = jax.tree.structure(params) == jax.tree.structure(found) and all(
+        a.shape == b.shape and a.dtype == b.dtype
+        and a.sharding.is_equivalent_to(b.sharding, a.ndim) for a, b in pairs)
+    return params if same else found
 
 
 def _apart(bound: PyTree, actor: PyTree) -> list[Any]:

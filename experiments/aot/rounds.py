@@ -16,7 +16,7 @@ from specrl_jax.io.compilation import Program, abstract
 from specrl_jax.rollout import round as one
 from specrl_jax.rollout.engine import Engine
 from specrl_jax.rollout.layout import ROW
-from specrl_jax.rollout.plan import blank_plan, buckets_of, plan_round
+from specrl_jax.rollout.plan import buckets_of, plan_round
 from specrl_jax.sharding import ROWS
 from specrl_jax.structs import PyTree, RolloutState
 
@@ -52,17 +52,15 @@ def _program(name: str, engine: Engine, function: Any, args: tuple[PyTree, ...])
 def _plain(engine: Engine, actor: PyTree, bound: PyTree, state: RolloutState, waiting: Any,
            force: Any) -> RolloutState:
     decoder = engine.decoder
-    blank = blank_plan(decoder, bound, state, waiting[0], force)
-    planned = plan_round(decoder, state, blank.tree, waiting[0], force)
-    return one.plain_round(decoder, actor, bound, state, planned)
+    return one.plain_round(decoder, actor, bound, state,
+                           plan_round(decoder, state, waiting[0], force))
 
 
 def _drafted(engine: Engine, actor: PyTree, bound: PyTree, state: RolloutState, waiting: Any,
              force: Any) -> RolloutState:
     decoder = engine.decoder
-    blank = blank_plan(decoder, bound, state, waiting[0], force)
-    planned = plan_round(decoder, state, blank.tree, waiting[0], force)
+    planned = plan_round(decoder, state, waiting[0], force)
     state, tree = one.draft(decoder, bound, state, planned)
-    planned = one.keep(decoder, state, planned, tree, force)
-    state, count = one.drafted_round(decoder, actor, bound, state, planned)
-    return one.observe(decoder, state, planned, count, jnp.int32(1))
+    kept = one.keep(decoder, state, planned, tree, force)
+    state, count = one.drafted_round(decoder, actor, bound, state, planned, kept)
+    return one.observe(decoder, state, planned, kept, count, jnp.int32(1))

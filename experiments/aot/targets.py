@@ -5,11 +5,12 @@ import importlib.metadata
 import importlib.util
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from specrl_jax.config import ConfigError
+from specrl_jax.config.load import preset_targets
 from specrl_jax.io.hardware import CHIPS, Chip, chip_of
 
 DESCRIPTIONS = Path(__file__).parent / "gpus"
@@ -102,3 +103,16 @@ def versions() -> dict[str, str]:
 def environment(base: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Returns the environment of a process that compiles."""
     return {**base, **ENVIRONMENT}
+
+
+def with_target(argv: Sequence[str]) -> list[str]:
+    """Returns the arguments with --config=NAME:TARGET, if the preset NAME has the --target."""
+    flat = {match[1]: i for i, argument in enumerate(argv)
+            if (match := re.match(r"--?(config|target)=", argument))}
+    if len(flat) < 2:
+        return list(argv)
+    name, target = (argv[flat[key]].partition("=")[2] for key in ("config", "target"))
+    wanted = target.replace(":", "_")
+    has_table = ":" not in name and wanted in preset_targets(name)
+    return [f"--config={name}:{wanted}" if has_table and i == flat["config"] else argument
+            for i, argument in enumerate(argv)]

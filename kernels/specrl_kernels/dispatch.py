@@ -9,12 +9,14 @@ import importlib
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 
 from specrl_kernels import tuning
 
+Interpret: TypeAlias = Any
+"""Whether a Pallas kernel is interpreted; `pltpu.InterpretParams(...)` says how a TPU's is."""
 GPUS = {"cuda": "gpu", "rocm": "gpu"}  # names of GPUs that lowering knows
 
 _LOG = logging.getLogger(__name__)
@@ -30,7 +32,7 @@ class Target(NamedTuple):
     platform: str  # "cpu", "gpu" or "tpu"
     kind: str  # of device, as JAX names it: "NVIDIA H200", "TPU v5 lite", "cpu"
     named: bool  # the caller named the implementation
-    interpret: bool = False  # Pallas kernels are interpreted, on any device
+    interpret: Interpret = False  # Pallas kernels are interpreted, on any device
     config: Mapping[str, int] | None = None  # of the named implementation; None: tuned
 
 
@@ -58,7 +60,7 @@ def traced_for() -> Device:
     return Device(device.platform, device.device_kind)
 
 
-def target(implementation: str | None, platform: str | None = None, interpret: bool = False,
+def target(implementation: str | None, platform: str | None = None, interpret: Interpret = False,
            config: Mapping[str, int] | None = None) -> Target:
     """Returns the target of a call on what is traced for, or on a `platform` that is not there.
 

@@ -1,12 +1,12 @@
 """What the presets of published models share: GRPO on GSM8K with an EAGLE-3 drafter."""
 
-import math
 from typing import Any
 
 from specrl_jax.config.load import build
 from specrl_jax.config.sections import Config
 
 PROMPTS, GROUP = 64, 8
+LEARNED = 8  # responses that the drafter learns from in a step, at least one a data shard
 
 
 def gsm8k_grpo(name: str, model: str, temperature: float = 0.6) -> Config:
@@ -34,8 +34,9 @@ def gsm8k_grpo(name: str, model: str, temperature: float = 0.6) -> Config:
         rollout={"batch_size": 16, "max_prompt_tokens": 512, "max_new_tokens": 8192,
                  "temperature": temperature},
         learner={"learning_rate": 1e-6, "micro_batch": 1, "packing": "sequence", "remat": "full"},
-        distill={"when": "interval", "loss": "reward_weighted_kl", "sequences": PROMPTS,
-                 "batch": PROMPTS, "micro_batch": 1, "updates": 1, "learning_rate": 5e-5},
+        distill={"when": "interval", "loss": "reward_weighted_kl", "sequences": LEARNED,
+                 "batch": LEARNED, "micro_batch": 1, "updates": 1, "learning_rate": 5e-5,
+                 "megabytes": 65536},
     ))
 
 
@@ -50,7 +51,9 @@ def target(mesh: tuple[int, int, int], rows: int, micro_batch: int, remat: str =
       remat: see learner.remat.
     """
     data, fsdp, tensor = mesh
-    shards = math.prod((data, fsdp))
+    shards = data * fsdp
+    learned = -(-LEARNED // shards) * shards
     return {"mesh.data": data, "mesh.fsdp": fsdp, "mesh.tensor": tensor,
             "rollout.batch_size": rows * shards, "learner.micro_batch": micro_batch * shards,
-            "learner.remat": remat, "distill.micro_batch": shards}
+            "learner.remat": remat, "distill.sequences": learned, "distill.batch": learned,
+            "distill.micro_batch": shards}

@@ -222,6 +222,8 @@ class LearnerConfig(Section, prefix="learner"):
     old_logprob: str = option(
         "learner", "log-probabilities of the policy that sampled: recomputed (learner), or those "
         "of verification, free (rollout)", choose=("learner", "rollout"))
+    moments: str = option("device", "memory of AdamW's moments: device, or host, from which each "
+                          "update fetches them", choose=("device", "host"))
     max_bad_steps: int = option(5, "stop after this many non-finite updates in a row", low=1)
     remat: str = option(
         "dots_with_no_batch_dims_saveable", "what the backward pass recomputes of a layer: none, "

@@ -88,6 +88,10 @@ METRICS = tuple(Metric(*row) for row in (
     ("time/rollout", "s", "generation", "", "timing_s/gen"),
     ("time/prefill", "s", "prefill, a part of time/rollout"),
     ("time/reward", "s", "rewards", "", "timing_s/reward"),
+    ("learn/tokens_per_second", "tokens/s", "tokens of prompts and responses through the update "
+     "and its scores, on each device"),
+    ("learn/peak_share", "fraction", "6 FLOPs a parameter and token of the policy update, over "
+     "what the device could do; if its peak is known (io/hardware.py)", "", "perf/mfu/actor"),
     ("time/learn", "s", "policy update and publishing", "", "timing_s/update_actor"),
     ("time/distill", "s", "training and checks of the drafter"),
     ("time/distill_updates", "s", "updates of the drafter, a part of time/distill"),

@@ -34,10 +34,11 @@ class Batch(struct.PyTreeNode):
 
 
 class Totals(struct.PyTreeNode):
-    """Denominators of the whole batch, and the number of micro-batches to run."""
+    """Denominators of the whole batch, and how much there is to run."""
 
     tokens: AnyArray  # f32[]
     sequences: AnyArray  # f32[]
+    columns: AnyArray  # i32[] that hold a token of a prompt or response
     micro_batches: AnyArray  # i32[]
 
 
@@ -100,6 +101,7 @@ def make_batch(rollout: Rollout, advantage: np.ndarray, temperature: float, layo
     totals: dict[str, Any] = {
         "tokens": np.float32(rollout.length.sum()),
         "sequences": np.float32((rollout.length > 0).sum()),
+        "columns": np.int32(sizes[chosen, 0].sum()),
         "micro_batches": np.int32(-(-len(rows) // layout.rows))}
     return Batch(**split), Totals(**totals)
 

@@ -110,6 +110,8 @@ def update(arch: Architecture, config: Config, state: LearnerState, batch: Batch
     zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), (*shapes, state.params))
     zeros = *zeros[:2], lie_like_moments(arch, zeros[2])
     value, metrics, grads = jax.lax.fori_loop(0, totals.micro_batches, accumulate, zeros)
+    if config.learner.moments == "host":
+        state = state.replace(optimizer=jax.device_put(state.optimizer, jax.memory.Space.Device))
     new, applied, norm = apply(make_optimizer(config.learner), state, grads, value)
     return new, _means(metrics) | {"loss": value, "grad_norm": norm, "applied": applied}
 

@@ -1,6 +1,7 @@
 """The policy's programs and the shapes of what they read, described without weights or a device."""
 
 import functools
+import math
 from collections.abc import Iterator
 
 import jax
@@ -12,12 +13,13 @@ from jax.sharding import PartitionSpec as P
 from specrl_jax import sharding
 from specrl_jax.config import Config
 from specrl_jax.io.compilation import Program, abstract
+from specrl_jax.io.hardware import chip_of
 from specrl_jax.model import architecture, layers
 from specrl_jax.model.architecture import Architecture
 from specrl_jax.rl import learner
 from specrl_jax.rl.batch import Batch, Totals, layout_of, make_batch, part_of
 from specrl_jax.rl.learner import LearnerState
-from specrl_jax.structs import PyTree, Rollout
+from specrl_jax.structs import Metrics, PyTree, Rollout
 
 
 def abstract_state(config: Config, arch: Architecture, mesh: Mesh) -> LearnerState:
@@ -33,6 +35,9 @@ def abstract_state(config: Config, arch: Architecture, mesh: Mesh) -> LearnerSta
                           described, places, is_leaf=architecture.is_param)
     shapes = jax.eval_shape(learner.make_optimizer(config.learner).init, params)
     like = jax.tree.structure(params)
+
+    if config.learner.moments == "host":
+        moments = jax.tree.map(lambda to: to.with_memory_kind("pinned_host"), moments)
 
     def lies_like_params(node: PyTree) -> bool:
         return jax.tree.structure(node) == like
@@ -77,7 +82,7 @@ def programs(config: Config, arch: Architecture, mesh: Mesh) -> Iterator[Program
     """Yields the policy's programs, as far as they are used: update, score, gap."""
     replicated = sharding.replicated(mesh)
     state = abstract_state(config, arch, mesh)
-    blank = host_batches(config, _blank_rollout(config), np.zeros(config.sequences, np.float32))
+    blank = host_batches(config, blank_rollout(config), np.zeros(config.sequences, np.float32))
     batch, totals = abstract(blank[0], batch_places(mesh))
     scores = batch.rollout_logprob
     on_mesh = functools.partial(sharding.traced_for, mesh)
@@ -95,7 +100,23 @@ def programs(config: Config, arch: Architecture, mesh: Mesh) -> Iterator[Program
                                      (scores, scores) if config.rl.kl else None))
 
 
-def _blank_rollout(config: Config) -> Rollout:
+def speed(arch: Architecture, mesh: Mesh, tokens: int, seconds: float) -> Metrics:
+    """Returns how fast `tokens` were learned, on each device, and the share of its peak.
+
+    The share counts 6 FLOPs a parameter and token, whatever is recomputed, as PaLM's model FLOPs
+    utilization does (arXiv:2204.02311, appendix B, without attention). Only a device whose peak is
+    in io/hardware.py has one.
+    """
+    rate = tokens / seconds / mesh.size
+    chip = chip_of(mesh.devices.flat[0])
+    described = jax.tree.leaves(architecture.describe(arch), is_leaf=architecture.is_param)
+    share = {} if chip is None else {
+        "learn/peak_share": 6 * sum(math.prod(p.shape) for p in described) * rate / chip.flops}
+    return {"learn/tokens_per_second": rate} | share
+
+
+def blank_rollout(config: Config) -> Rollout:
+    """Returns a rollout of one-token sequences with the shapes that `config` asks for."""
     q, r = config.sequences, config.rollout
     ints, floats = (np.zeros((q, r.max_new_tokens), dtype) for dtype in (np.int32, np.float32))
     one = np.ones(q, np.int32)

@@ -15,7 +15,8 @@ from specrl_jax.model.transformer import project
 from specrl_jax.sharding import FSDP, ROWS, largest, straight_line
 from specrl_jax.structs import Array
 
-TOKENS_AT_ONCE = 256  # whose logits exist at once
+# Tokens whose logits exist at once: on accelerators enough to pay for reading the head.
+TOKENS_AT_ONCE, ON_ACCELERATORS = 256, 512
 
 
 def row_scores(head: Array, hidden: Array, tokens: Array, temperature: Array, count: Array
@@ -33,7 +34,7 @@ def row_scores(head: Array, hidden: Array, tokens: Array, temperature: Array, co
     """
     mesh = jax.sharding.get_abstract_mesh()
     axes = {axis for axis in ROWS if axis in mesh.axis_names} - set(mesh.manual_axes)
-    if not axes:
+    if all(mesh.shape[axis] == 1 for axis in axes):
         return _rows(None, head, hidden, tokens, temperature, count)
     gathers = mesh.shape[FSDP] > 1 and head.shape[1] % mesh.shape[FSDP] == 0
     return jax.shard_map(
@@ -55,7 +56,7 @@ def _rows(gather: str | None, head: Array, hidden: Array, tokens: Array, tempera
 
 
 def token_scores(head: Array, hidden: Array, tokens: Array, temperature: Array, count: Array,
-                 chunk: int = TOKENS_AT_ONCE, gather: str | None = None) -> tuple[Array, Array]:
+                 chunk: int = 0, gather: str | None = None) -> tuple[Array, Array]:
     """Returns the log-probability and the entropy in nats of each token, f32[N] each.
 
     Products have the dtype of `hidden` and add up in float32. Gradients flow to `head`, in float32,
@@ -67,11 +68,11 @@ def token_scores(head: Array, hidden: Array, tokens: Array, temperature: Array, 
       tokens: i32[N].
       temperature: f32[N], positive; logits are divided by it.
       count: i32[] leading tokens that are scored; later chunks are left at zero.
-      chunk: tokens whose logits exist at once.
+      chunk: tokens whose logits exist at once; 0 is what suits the device.
       gather: mesh axis whose devices hold the parts of the head.
     """
     total = len(tokens)
-    chunk = min(chunk, total)
+    chunk = min(chunk or (ON_ACCELERATORS if straight_line() else TOKENS_AT_ONCE), total)
     spare = -total % chunk
     chunks = total // chunk + (spare > 0) if straight_line() else -(
         -jnp.minimum(count, total) // chunk)

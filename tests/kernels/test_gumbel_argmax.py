@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tree_attention_cases as cases
+from jax.experimental.pallas import tpu as pltpu
 from kernel_tolerances import TOLERANCE
 from specrl_kernels import noise, tuning
 from specrl_kernels.dispatch import Unsupported
@@ -310,6 +311,17 @@ def test_default_blocks(implementation: str) -> None:
     found = gumbel_argmax(**case, count=2, implementation=implementation,
                           interpret=cases.INTERPRET)
     assert_same(jax.tree.map(np.asarray, found), wanted(case, 2))
+
+
+@pytest.mark.skipif(not cases.INTERPRET, reason="a simulation, on CPUs only")
+@pytest.mark.parametrize("kept,count,dtype", [
+    (None, 1, "float32"), (0.1, 4, "float32"), (0.5, 2, "bfloat16")])
+def test_memory_that_holds_nan_is_not_read(kept: float | None, count: int, dtype: str) -> None:
+    """By the TPU kernel, with a ragged last block and fewer positions than sublanes."""
+    case = make(width=5, vocab=300, kept=kept, dtype=dtype)
+    found = gumbel_argmax(**case, count=count, implementation="pallas", config={"block": 128},
+                          interpret=pltpu.InterpretParams(uninitialized_memory="nan"))
+    assert_same(jax.tree.map(np.asarray, found), wanted(case, count))
 
 
 # Bad input.

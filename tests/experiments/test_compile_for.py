@@ -1,0 +1,307 @@
+"""compile_for.py: targets, what a module shows, what a run is described as, and bad input."""
+
+import concurrent.futures
+import io
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from helpers import micro_config, micro_trainer
+
+from experiments.aot import compiling, findings, hlo, programs, tables, targets, worker
+from specrl_jax.config import Config, ConfigError, as_dict, load_config, override
+from specrl_jax.io.compilation import Compiler, Program
+from specrl_jax.io.hardware import CHIPS, GIB
+from specrl_jax.sharding import make_mesh
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = load_config("tiny")
+
+
+# Targets.
+
+
+@pytest.mark.parametrize("name,chip,topology", [
+    ("v6e:4x4", "v6e", "4x4"), ("v5p:4x4x4", "v5p", "4x4x4"), ("h100", "h100", "1x1x1"),
+    ("b200:8", "b200", "1x1x8")])
+def test_target_by_name_is_found(name: str, chip: str, topology: str) -> None:
+    found = targets.parse(name)
+    assert (found.chip, found.topology) == (CHIPS[chip], topology)
+
+
+@pytest.mark.parametrize("name", ["v9:2x2", "v6e", "v6e:four", "h100:0", "h100:2x2", "", "cpu"])
+def test_unknown_target_is_refused_with_examples(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"target = '.*': give a TPU of v4.*such as v5e:2x2"):
+        targets.parse(name)
+
+
+@pytest.mark.parametrize("name,package", [("v6e:4x4", "jax[tpu]"), ("h100", "jax[cuda13]")])
+def test_missing_compiler_is_refused_with_what_to_install(
+        monkeypatch: pytest.MonkeyPatch, name: str, package: str) -> None:
+    monkeypatch.setattr(targets.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError) as found:
+        targets.check_packages(targets.parse(name))
+    assert f'pip install "{package}"' in str(found.value) and "\n" not in str(found.value)
+
+
+@pytest.mark.parametrize("name", [n for n, chip in CHIPS.items() if chip.platform == "gpu"])
+def test_gpu_description_agrees_with_the_table(name: str) -> None:
+    text = (targets.DESCRIPTIONS / f"{name}.txtpb").read_text(encoding="utf-8")
+    assert f"device_memory_size: {CHIPS[name].available}" in text
+    assert f'device_description_str: "{CHIPS[name].kind}"' in text
+
+
+# What the text of a module shows.
+
+MODULE = """\
+HloModule jit_f, input_output_alias={ {0}: (0, {}, may-alias), {1}: (2, {}, must-alias) }, x={}
+
+%fused (p: bf16[8,1024]) -> bf16[8,1024] {
+  %p = bf16[8,1024]{1,0} parameter(0)
+  ROOT %n = bf16[8,1024]{1,0} negate(%p)
+}
+
+%body (arg: (bf16[8,1024], s32[])) -> (bf16[8,1024], s32[]) {
+  %arg = (bf16[8,1024]{1,0}, s32[]) parameter(0)
+  %kv = bf16[8,1024]{1,0} get-tuple-element(%arg), index=0
+  %copy.1 = bf16[8,1024]{0,1} copy(%kv)
+  %fusion.1 = bf16[8,1024]{1,0} fusion(%copy.1), kind=kLoop, calls=%fused
+  %near = bf16[8,1024]{1,0:T(8,128)S(1)} copy(%kv)
+  %sum = f32[64]{0} all-reduce(%x), replica_groups={}, to_apply=%add
+  ROOT %t = (bf16[8,1024]{1,0}, s32[]) tuple(%fusion.1, %i)
+}
+
+%cond (arg: (bf16[8,1024], s32[])) -> pred[] {
+  %arg.1 = (bf16[8,1024]{1,0}, s32[]) parameter(0)
+  ROOT %lt = pred[] compare(%a, %b), direction=LT
+}
+
+%small (p: bf16[8,1024]) -> bf16[8,1024] {
+  ROOT %q = bf16[8,1024]{1,0} negate(%p)
+}
+
+%large (p: bf16[8,1024]) -> bf16[8,1024] {
+  %q1 = bf16[8,1024]{1,0} negate(%p)
+  ROOT %q2 = bf16[8,1024]{1,0} negate(%q1)
+}
+
+ENTRY %main (a: bf16[8,1024]) -> bf16[8,1024] {
+  %a = bf16[8,1024]{1,0} parameter(0)
+  %loop = (bf16[8,1024]{1,0}, s32[]) while(%start), condition=%cond, body=%body
+  %branch = bf16[8,1024]{1,0} conditional(%i, %a, %a), branch_computations={%small, %large}
+  %copy_fusion = bf16[2,8,1024]{1,0} fusion(%loop), kind=kLoop, calls=%fused
+  ROOT %out = f32[3]{0} copy(%z)
+}
+"""
+
+
+def test_module_operations_count_a_body_once_and_the_largest_branch() -> None:
+    module = hlo.parse(MODULE)
+    # while + (copy, fusion, copy, all-reduce) + compare; conditional + 2; fusion; copy
+    assert hlo.operations(module) == 1 + 4 + 1 + 1 + 2 + 1 + 1
+    assert module.aliased == 2 and module.entry == "main"
+    assert hlo.collectives(module) == {"all-reduce": {"count": 1, "bytes": 256}}
+
+
+def test_module_copies_of_caches_tell_loops_from_edges() -> None:
+    found = hlo.cache_copies(hlo.parse(MODULE), {8 * 1024}, least=1)
+    assert found == [
+        {"kind": "fusion", "bytes": 32768, "in_loop": False, "count": 1},
+        {"kind": "copy", "bytes": 16384, "in_loop": True, "count": 1}]
+    assert hlo.cache_copies(hlo.parse(MODULE), {999}, least=1) == []
+
+
+def test_module_of_a_compiled_program_has_its_loop() -> None:
+    def f(x: Any, n: Any) -> Any:
+        return jax.lax.fori_loop(0, n, lambda i, x: jnp.sort(x @ x), x)
+
+    compiled = jax.jit(f, donate_argnums=0).lower(
+        jax.ShapeDtypeStruct((64, 64), jnp.float32), jax.ShapeDtypeStruct((), jnp.int32)).compile()
+    module = hlo.parse(compiled.as_text())
+    depths = {i.kind: depth for depth, i in hlo.running(module)}
+    assert depths["while"] == 0 and depths["sort"] == 1
+    assert module.aliased == 1 and hlo.operations(module) > 2
+
+
+# What a run is described as.
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("spec", [{}, {"spec.drafter": "eagle"}])
+def test_description_is_what_a_run_compiles(
+        monkeypatch: pytest.MonkeyPatch, spec: dict[str, Any]) -> None:
+    compiled: dict[str, str] = {}
+
+    def add(self: Compiler, program: Program) -> concurrent.futures.Future[Any]:
+        compiled[program.title] = program.lower().as_text()
+        future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        future.set_result(None)
+        return future
+
+    trainer = micro_trainer(override(micro_config(), spec))
+    monkeypatch.setattr(Compiler, "add", add)
+    sampler = trainer.sampler
+    sampler.engine.compile(sampler.params, sampler.drafter_params, others=trainer._add_programs)
+    model = programs.Model(trainer.arch, tuple(trainer.tokenizer.stop_ids), trainer.tokenizer)
+    run = programs.describe(trainer.config, trainer.mesh, model)
+    described = {p.title: p.lower().as_text() for group in ("rollout", "policy")
+                 for p in run.groups()[group]}
+    assert described.keys() == compiled.keys() and len(described) > 5
+    assert all(described[title] == compiled[title] for title in compiled)
+
+
+def test_resident_arrays_are_counted_beside_other_programs() -> None:
+    config = override(TINY, {"model.dtype": "bfloat16"})
+    run = programs.describe(config, make_mesh(config.mesh))
+    by_name = {p.title: p for p in run.groups()["policy"]}
+    sizes = {name: programs.device_bytes(tree) for name, tree in run.resident.items()}
+    assert sizes["learner"] == pytest.approx(6 * sizes["published"], rel=1e-3)
+    beside = programs.beside(by_name["update"], run.resident)
+    assert beside == {name: sizes[name] for name in ("published", "cache")}
+
+
+def test_model_needs_only_its_config_json(tmp_path: Path) -> None:
+    config = {"model_type": "qwen2", "vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 2,
+              "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2,
+              "max_position_embeddings": 2048}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = programs.model_of(override(TINY, {"model.path": str(tmp_path)}))
+    assert (found.arch.num_layers, found.arch.head_dim) == (2, 16)
+
+
+# The process that compiles.
+
+
+def asked(config: Config, **changes: Any) -> dict[str, Any]:
+    return {"config": as_dict(config), "target": "v5e:2x2", "only": ["collect", "copy_prompt"],
+            "skip": [], "part": [0, 1], "keep": "", **changes}
+
+
+def events_of(request: dict[str, Any]) -> list[dict[str, Any]]:
+    told = io.StringIO()
+    worker.compile_all(request, told)
+    return [json.loads(line) for line in told.getvalue().splitlines()]
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The target's devices are four of this machine's."""
+    monkeypatch.setattr(targets, "devices", lambda target: jax.devices()[:4])
+    monkeypatch.setattr(findings.hlo, "parse", lambda text: hlo.Module({"": []}, "", 0))
+
+
+def test_worker_compiles_what_is_asked_for_once(here: None, tmp_path: Path) -> None:
+    config = override(TINY, {"mesh.data": 4})
+    first = events_of(asked(config, keep=str(tmp_path)))
+    again = events_of(asked(config, keep=str(tmp_path)))
+    done = [[e["done"] for e in told if "done" in e] for told in (first, again)]
+    assert [one["program"] for one in done[0]] == ["copy_prompt", "collect"] == first[0]["programs"]
+    assert [[one["kept"] for one in told] for told in done] == [[False] * 2, [True] * 2]
+    assert [one["peak"] for one in done[0]] == [one["peak"] for one in done[1]]
+    assert not any("counted" in event for event in again)  # the compiler did not run
+    about = {"target": "v5e:2x2", "versions": {}, "devices": 4, "resident": first[0]["resident"]}
+    assert tables.table(about | {"programs": done[0]}).row_count == 2
+    assert all(findings.failures(one) == [] for one in done[0])
+
+
+def test_topology_that_the_mesh_does_not_fill_is_refused(here: None) -> None:
+    with pytest.raises(ConfigError, match=r"mesh = '2x1x1': all 4 devices must be used; set .*"
+                                          r"the target is v5e:2x2 of 4"):
+        events_of(asked(override(TINY, {"mesh.data": 2})))
+    with pytest.raises(ConfigError, match="mesh = '8x1x1': needs 8 devices, 4 are there"):
+        events_of(asked(override(TINY, {"mesh.data": 8})))
+
+
+def test_numerics_for_another_platform_are_refused(
+        here: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    from specrl_jax.model import invariant
+    monkeypatch.setattr(invariant, "IMPLEMENTATION", "triton")
+    with pytest.raises(ConfigError, match="numerics.*invariant"):
+        events_of(asked(override(TINY, {"mesh.data": 4, "model.numerics": "invariant"})))
+
+
+CRASH = """
+import json, os, sys
+request, out = json.load(sys.stdin), os.fdopen(int(os.environ["SPECRL_EVENTS"]), "w")
+say = lambda event: (out.write(json.dumps(event) + chr(10)), out.flush())
+say({"programs": ["launch 4", "update"], "devices": 4, "resident": {}})
+for title in ("launch 4", "update"):
+    if title in request["skip"]:
+        continue
+    say({"begin": title})
+    if title == "launch 4":
+        print("F0 scatter.cc: Check failed: operands == 1", file=sys.stderr, flush=True)
+        os.abort()
+    say({"done": {"program": title, "kept": True}})
+"""
+
+
+def test_compiler_that_aborts_is_a_named_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiling, "COMMAND", [sys.executable, "-c", CRASH])
+    monkeypatch.setattr(targets, "check_packages", lambda target: None)
+    found = compiling.compile_for(TINY, "v5e:2x2")["programs"]
+    assert [one["program"] for one in found] == ["launch 4", "update"]
+    line, = findings.failures(found[0])
+    assert line.startswith("launch 4: the compiler ended (SIGABRT)") and "Check failed" in line
+    assert "error" not in found[1]
+
+
+def test_process_that_cannot_start_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiling, "COMMAND", [sys.executable, "-c", "raise SystemExit('no jax')"])
+    monkeypatch.setattr(targets, "check_packages", lambda target: None)
+    with pytest.raises(ConfigError, match=r"target = 'v5e:2x2': the compiler ended .*no jax"):
+        compiling.compile_for(TINY, "v5e:2x2")
+
+
+# Failures.
+
+FITS = {"program": "update", "kept": False, "peak": 2 * GIB, "resident": {"cache": 3 * GIB},
+        "limit": 14 * GIB, "cache_copies": []}
+
+
+def test_program_that_fits_has_no_failure() -> None:
+    assert findings.failures(FITS) == []
+
+
+def test_program_that_does_not_fit_says_how_much_and_what_to_change() -> None:
+    line, = findings.failures(FITS | {"peak": 12 * GIB})
+    assert line == ("update: does not fit: 15.00 GiB of 14.00, 1.00 too much: 12.00 of its own "
+                    "beside cache 3.00; lower learner.micro_batch, set learner.remat, or raise "
+                    "mesh.fsdp or mesh.tensor")
+
+
+def test_compiler_without_memory_says_how_much_and_what_to_change() -> None:
+    error = findings.one_line(RuntimeError(
+        "RESOURCE_EXHAUSTED: Ran out of memory.\nUsed 26.13G of 15.75G hbm. Exceeded hbm capacity "
+        "by 10.38G.\n\nTotal hbm usage"))
+    line, = findings.failures({"program": "launch 16", "error": error})
+    assert line == ("launch 16: does not fit: the compiler needs 26.13G of 15.75G, 10.38G too much;"
+                    " lower rollout.batch_size or rollout.max_new_tokens, or raise mesh.tensor")
+
+
+def test_copied_cache_is_a_failure() -> None:
+    copies = [{"kind": "copy", "bytes": 2**28, "in_loop": True, "count": 2}]
+    assert findings.failures(FITS | {"cache_copies": copies}) == [
+        "update: 2 x copy of a cache's 256 MiB in a loop"]
+
+
+# The command.
+
+
+def test_target_picks_from_the_table_of_a_preset() -> None:
+    argv = ["compile_for.py", "--config=qwen2_5_0_5b", "--target=v5e:4x4", "--config.seed=1"]
+    assert targets.with_target(argv) == [
+        argv[0], "--config=qwen2_5_0_5b:v5e_4x4", *argv[2:]]
+    other = ["compile_for.py", "--config=tiny", "--target=v5e:4x4"]
+    assert targets.with_target(other) == other
+
+
+@pytest.mark.parametrize("file", ["experiments/compile_for.py", "docs/compile_for.md"])
+def test_help_and_docs_say_what_it_does_not_tell(file: str) -> None:
+    text = " ".join((ROOT / file).read_text(encoding="utf-8").split())
+    assert "nothing of time, numerics or hangs" in text
+    assert '"compiled for"' in text and "never said to run on it" in text
