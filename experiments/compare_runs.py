@@ -11,6 +11,8 @@ have other weights and are not compared, unless the learning rate is 0 and --all
 Exit status: 0 all tokens are equal or near ties, 1 real differences, 2 bad input.
 """
 
+import early  # isort: skip (first: Ctrl-C while the others are imported)
+
 import argparse
 import json
 import math
@@ -53,9 +55,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print("error:", str(error).replace("\n", " "), file=sys.stderr)
         return BAD_INPUT
-    except KeyboardInterrupt:
-        print("\nstopped", file=sys.stderr)
-        return 130
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -200,4 +199,4 @@ def _decoder(replayed: Replay | None) -> Callable[[int | None], str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(early.until_stopped(main))

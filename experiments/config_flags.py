@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from absl import app, flags, logging
+from early import until_stopped
 from ml_collections import config_flags as ml_config_flags
 from ml_collections.config_flags import tuple_parser
 
@@ -47,7 +48,7 @@ def run(main: Callable[[Config, Path], Any]) -> None:
             print_help(sys.argv)
             sys.exit()
         define(sys.argv)
-    app.run(functools.partial(_call, main), flags_parser=_parse)
+    app.run(lambda argv: until_stopped(functools.partial(_call, main, argv)), flags_parser=_parse)
 
 
 def define(argv: Sequence[str], flag_values: flags.FlagValues = flags.FLAGS) -> None:
@@ -158,7 +159,19 @@ def _call(main: Callable[[Config, Path], Any], argv: Sequence[str]) -> Any:
     if not flags.FLAGS["verbosity"].present:
         logging.set_verbosity(logging.WARNING)  # libraries' INFO lines hide the script's own
     with one_line_errors():
+        settle_jax()
         return main(*parsed())
+
+
+def settle_jax() -> None:
+    """Undoes what the environment asks of JAX and no program here can do, with a line for each."""
+    import jax
+
+    for name, value in (("jax_enable_x64", False), ("jax_numpy_dtype_promotion", "standard")):
+        if (found := getattr(jax.config, name)) != value:
+            print(f"WARNING: {name.upper()} = {found}: set to {value}, with which the programs "
+                  f"were written", file=sys.stderr)
+            jax.config.update(name, value)
 
 
 @functools.cache

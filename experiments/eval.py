@@ -9,8 +9,9 @@ sample, else a percentile bootstrap over problems; the difference to --baseline 
 problem. The flags --split, --problems and --temperature win over the config fields they stand for.
 """
 
+import early  # noqa: F401  # isort: skip (first: Ctrl-C while the others are imported)
+
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -60,11 +61,7 @@ def main(config: Config, workdir: Path) -> int:
         check_same_problems(baseline, {"reward": reward_of(config, task), "data": {
             "name": data.name, "level": data.level, "split": data.split}})
     use_persistent_cache()
-    try:
-        result = evaluate(config, task, actor)
-    except KeyboardInterrupt:
-        print("\nstopped; nothing was written", file=sys.stderr)
-        return 130
+    result = evaluate(config, task, actor)
     if baseline:
         result["paired"] = paired(baseline, result)
     console = Console(highlight=False)

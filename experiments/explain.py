@@ -9,6 +9,8 @@ far, less what they cost; `regret` is what launches lost against plain rounds.
 Exit status: 0, or 2 for bad input.
 """
 
+import early  # isort: skip (first: Ctrl-C while the others are imported)
+
 import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -111,4 +113,4 @@ def _table(columns: Sequence[Column], rows: Sequence[Mapping[str, Any]]) -> Tabl
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(early.until_stopped(main))

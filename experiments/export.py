@@ -4,6 +4,8 @@
     python experiments/export.py --config.model.path=model.gguf --out=my-model
 """
 
+import early  # noqa: F401  # isort: skip (first: Ctrl-C while the others are imported)
+
 import sys
 from pathlib import Path
 

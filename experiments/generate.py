@@ -8,6 +8,8 @@ The last line, on standard error, counts tokens, tokens/s and the accept length:
 line ends it.
 """
 
+import early  # noqa: F401  # isort: skip (first: Ctrl-C while the others are imported)
+
 import sys
 from pathlib import Path
 
@@ -39,14 +41,10 @@ def main(config: Config, workdir: Path) -> int:
     if system is None:
         system = config.data.system if from_run else ""
     use_persistent_cache()
-    try:
-        if INTERACTIVE.value:
-            interact(config, actor, system)
-        else:
-            finish(generate(config, PROMPT.value, system, actor=actor, write=write, say=say))
-    except KeyboardInterrupt:
-        print("\nstopped", file=sys.stderr)
-        return 130
+    if INTERACTIVE.value:
+        interact(config, actor, system)
+    else:
+        finish(generate(config, PROMPT.value, system, actor=actor, write=write, say=say))
     return 0
 
 

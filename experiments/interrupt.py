@@ -14,18 +14,10 @@ import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 
+from early import EXIT_STOPPED, Stopped
 from rich.console import Console
 
-EXIT_STOPPED = 130
 GRACE = 0.3  # seconds that the main thread has to end the process itself
-
-
-class Stopped(KeyboardInterrupt):
-    """SIGTERM, handled like Ctrl-C."""
-
-
-def _stop(number: int, frame: FrameType | None) -> None:
-    raise Stopped
 
 
 class Preemption:
@@ -59,7 +51,12 @@ def stops(say: Callable[[], str], preemption: Preemption | None = None) -> Itera
       say: returns the line to print; called after the signal, from any thread.
       preemption: gets SIGTERM first.
     """
-    once = threading.Lock()
+    once, stopping = threading.Lock(), threading.Event()
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        if not stopping.is_set():  # a second one must not interrupt the way out
+            stopping.set()
+            raise Stopped
 
     def leave() -> None:
         once.acquire()  # never released: a second caller waits for the end
@@ -78,7 +75,8 @@ def stops(say: Callable[[], str], preemption: Preemption | None = None) -> Itera
     receiver, sender = os.pipe()
     os.set_blocking(sender, False)
     signal.set_wakeup_fd(sender, warn_on_full_buffer=False)
-    signal.signal(signal.SIGTERM, _note if preemption else _stop)
+    signal.signal(signal.SIGINT, stop)
+    signal.signal(signal.SIGTERM, _note if preemption else stop)
     threading.Thread(target=watch, daemon=True).start()
     try:
         yield

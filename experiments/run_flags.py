@@ -8,6 +8,7 @@ from typing import Any
 
 from absl import flags
 
+from specrl_jax import sharding
 from specrl_jax.config import Config, ConfigError
 from specrl_jax.io.places import local_path
 from specrl_jax.io.progress import say
@@ -32,6 +33,7 @@ def resolve(config: Config, flag_values: flags.FlagValues = flags.FLAGS) -> tupl
     if flag_values.workdir is not None:
         raise ConfigError(f"--workdir={flag_values.workdir}: this script writes no run; name the "
                           f"run to read with --run=DIR")
+    sharding.devices()
     if flag_values.run is None:
         return config, open_actor(config, step=flag_values.step)
     if flag_values["config"].present:

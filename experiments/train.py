@@ -7,6 +7,8 @@ The same command again resumes from the last checkpoint. Ctrl-C and SIGTERM stop
 --distributed, SIGTERM to any process lets all save after the step that is running, and end.
 """
 
+import early  # noqa: F401  # isort: skip (first: Ctrl-C while the others are imported)
+
 import functools
 import sys
 from pathlib import Path
@@ -15,7 +17,8 @@ from typing import Any
 import config_flags
 import jax
 from absl import flags
-from interrupt import EXIT_STOPPED, Preemption, stops
+from early import EXIT_STOPPED
+from interrupt import Preemption, stops
 
 from specrl_jax.config import Config, ConfigError
 from specrl_jax.io import processes

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from specrl_jax import config as config_lib
+from specrl_jax import sharding
 from specrl_jax.config import Config, ConfigError
 from specrl_jax.io import data, lock, metrics, resume
 from specrl_jax.io.checkpoint import Checkpoints
@@ -73,6 +74,7 @@ def training_steps(config: Config, workdir: Path, stop: Callable[[], bool] = nev
     overlapped updates of a drafter may still be running.
     """
     began = time.perf_counter()
+    sharding.devices()  # refused here rather than where JAX is first used
     described = config_lib.as_dict(config)
     resume.check_config(workdir, described, resume.EQUAL)
     source = weights.describe_source(config.model.path, family=config.model.family)

@@ -23,7 +23,7 @@ from jax.sharding import (
 )
 from specrl_kernels.dispatch import traced_for as traced_device
 
-from specrl_jax.config import MeshConfig, check
+from specrl_jax.config import ConfigError, MeshConfig, check
 from specrl_jax.structs import PyTree
 
 T = TypeVar("T")
@@ -36,24 +36,41 @@ LEARNER_RULES: Rules = ROLLOUT_RULES | {"embed": FSDP}
 MOMENT_RULES: Rules = ROLLOUT_RULES | {"embed": ROWS}  # of the optimiser: ZeRO over all data shards
 
 
-def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
+def devices() -> list[Any]:
+    """Returns all devices of all processes.
+
+    Raises:
+      ConfigError: JAX finds none, or is set up in a way that no program of this package allows.
+    """
+    settings: Any = jax.config
+    for name, wanted in (("jax_enable_x64", False), ("jax_numpy_dtype_promotion", "standard")):
+        check(getattr(settings, name) == wanted, name.upper(), getattr(settings, name),
+              f"programs here are written for {wanted}; unset it")
+    try:
+        return jax.devices()
+    except (RuntimeError, AssertionError) as error:
+        asked, line = settings.jax_platforms, " ".join(str(error).split())
+        raise ConfigError(f"JAX_PLATFORMS = {asked!r}: JAX finds no such device ({line[:160]}); "
+                          f"unset it, set cpu, or install JAX for the device") from error
+
+
+def make_mesh(config: MeshConfig, others: Sequence[Any] | None = None) -> Mesh:
     """Returns the mesh ("data", "fsdp", "tensor") over all devices of all processes.
 
     Args:
-      devices: others than JAX's, such as those of a topology that is compiled for.
+      others: devices in place of JAX's, such as those of a topology that is compiled for.
 
     Raises:
       ConfigError: the sizes do not multiply to the number of devices used.
     """
-    there = devices is None
-    devices = jax.devices() if devices is None else devices
+    found = devices() if others is None else others
     shape = (config.data, config.fsdp, config.tensor)
     size, name = math.prod(shape), "x".join(map(str, shape))
-    check(size <= len(devices), "mesh", name, f"needs {size} devices, {len(devices)} are there")
-    check(size == len(devices) or there and jax.process_count() == 1, "mesh", name,
-          f"all {len(devices)} devices must be used; "
+    check(size <= len(found), "mesh", name, f"needs {size} devices, {len(found)} are there")
+    check(size == len(found) or others is None and jax.process_count() == 1, "mesh", name,
+          f"all {len(found)} devices must be used; "
           "set mesh.data x mesh.fsdp x mesh.tensor to their number")
-    grid = np.asarray(devices[:size]).reshape(shape)
+    grid = np.asarray(found[:size]).reshape(shape)
     return Mesh(grid, (*ROWS, "tensor"), axis_types=(AxisType.Auto,) * 3)
 
 

@@ -175,6 +175,23 @@ def test_what_does_not_divide_is_replicated_and_reported() -> None:
     assert told == {"vocab = 20 over tensor = 8", "kv_heads = 3 over tensor = 8"}
 
 
+@pytest.mark.parametrize("error", [
+    AssertionError(), RuntimeError("Unable to initialize backend 'cuda':\nno such device")])
+def test_missing_device_is_one_line(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise error
+
+    monkeypatch.setattr(sharding.jax, "devices", fail)
+    with pytest.raises(ConfigError, match="JAX_PLATFORMS = .*: JAX finds no such") as refused:
+        mesh_of(MeshConfig())
+    assert "\n" not in str(refused.value)
+
+
+def test_programs_refuse_64_bits() -> None:
+    with jax.enable_x64(True), pytest.raises(ConfigError, match="JAX_ENABLE_X64 = True: .*unset"):
+        mesh_of(MeshConfig())
+
+
 def test_shards_that_do_not_divide_the_rows_are_refused() -> None:
     with pytest.raises(ConfigError, match="rollout.batch_size = 12"):
         micro_config(mesh=MeshConfig(8, 1, 1), rollout=RolloutConfig(batch_size=12))

@@ -166,11 +166,19 @@ class RolloutConfig(Section, prefix="rollout"):
     temperature: float = option(1.0, "0 is greedy", low=0)
     top_k: int = option(0, "0 keeps the whole vocabulary", low=0)
     top_p: float = option(1.0, "1 keeps the whole vocabulary", within="(0, 1]")
+    min_p: float = option(0.0, "least probability of a token, in units of the likeliest one's; 0 "
+                               "keeps the whole vocabulary", within="[0, 1]")
+    stop: tuple[str, ...] = option((), "generate.py: stop strings, which end an answer and are not "
+                                       "part of it")
     rounds_per_launch: int = option(32, "R, most rounds of one compiled loop", low=1)
     min_batch: int = option(4, "smallest batch that a shard shrinks to as rows finish; above 4, "
                             "its empty slots verify further draft tokens", low=1)
     order: str = option("sorted", "order in which prompts take slots: sorted or reversed by id; "
                         "tokens do not depend on it", choose=("sorted", "reversed"))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check(all(self.stop), "stop", "an empty string ends every answer; leave it out")
 
 
 @dataclasses.dataclass(frozen=True)

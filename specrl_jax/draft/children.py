@@ -32,8 +32,9 @@ def likeliest_children(growth: Growth, logits: Array, vocab: Array, rows: Sampli
                        ) -> tuple[Children, Array | None]:
     """Returns the best tokens after each node; of drawn trees log-probabilities f32[B, k, Vd], too.
 
-    The noise is that of the draw that decides between the children. A row's truncation is not
-    applied: a lower draft.temperature gained nearly as much, without a search at each node
+    The noise is that of the draw that decides between the children. Tokens that `growth.truncate`
+    removes have a score of -inf. Without it a row's truncation is not applied: of EAGLE heads, a
+    lower draft.temperature gained nearly as much, without a search at each node
     (experiments/LOG.md, 2026-11-23).
 
     Args:
@@ -43,20 +44,26 @@ def likeliest_children(growth: Growth, logits: Array, vocab: Array, rows: Sampli
     part, whole = PartitionSpec(TENSOR), PartitionSpec()
     every = PartitionSpec(None, None, TENSOR) if growth.drawn else None
     best = in_tensor_parts(functools.partial(_best, growth), vocab.shape[0],
-                           (part, part, whole, whole, whole), (whole, every))
+                           (part, part, *[whole] * 5), (whole, every))
     key = rows.key ^ jnp.uint32(_KEY_DOMAIN) if growth.children == "sampled" else rows.key
-    return best(logits, vocab, rows.temperature, key, position)
+    return best(logits, vocab, rows.temperature, rows.top_k, rows.top_p, key, position)
 
 
 def _best(growth: Growth, axis: str | None, logits: Array, vocab: Array, temperature: Array,
-          key: Array, position: Array) -> tuple[Children, Array | None]:
+          top_k: Array, top_p: Array, key: Array, position: Array
+          ) -> tuple[Children, Array | None]:
     """Computes `likeliest_children` from a part of the vocabulary, if `axis` splits it.
 
-    Temperature is f32[B], the noise's key u32[B, 2].
+    Temperature and top_p are f32[B], top_k i32[B], the noise's key u32[B, 2].
     """
     scale = jnp.where(temperature == 0, 0.0, 1.0)
     heat = jnp.where(scale > 0, temperature * growth.temperature, 1.0)
     logits = jnp.moveaxis(logits, 0, -1) / heat[:, None, None]
+    if growth.truncate is not None:
+        flat = logits.reshape(-1, logits.shape[-1])
+        k, p = (jnp.repeat(row, logits.shape[1]) for row in (top_k, top_p))
+        kept = growth.truncate(flat, k, p, axis).keeps(flat, vocab[None])
+        logits = jnp.where(kept.reshape(logits.shape), logits, -jnp.inf)
     logq = (jax.nn.log_softmax(logits) if axis is None else
             logits - _log_total(logits, axis))
     ranked = logq if growth.children == "top" else (

@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import TypeAlias
 
+from specrl_kernels.gumbel_argmax import Threshold
+
 from specrl_jax.config import at_least, check
 from specrl_jax.model.transformer import Attend
 from specrl_jax.structs import Array, DrafterParams
@@ -12,6 +14,10 @@ CHILDREN = ("perturbed", "top", "sampled")
 
 KV: TypeAlias = list[tuple[Array, Array]]
 """(k [B, G, E, S], v [B, G, S, E]) of each layer; of a tree's nodes, both [B, n, G, E]."""
+
+Truncate: TypeAlias = Callable[[Array, Array, Array, str | None], Threshold]
+"""(scores f32[W, Vd], top-k i32[W], top-p f32[W], axis that splits Vd) -> what is kept, as
+verify.truncation.threshold finds it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +49,8 @@ class Growth:
     drawn: bool = False
     """Trees carry their Proposal. Their shape then follows from ranks and depths alone, and so does
     a node's draft_prob."""
+    truncate: Truncate | None = None
+    """Drafts are truncated as their rows are; for a vocabulary that is the actor's."""
     def __post_init__(self) -> None:
         check(self.children in CHILDREN, "draft.children", self.children,
               f"choose one of {', '.join(CHILDREN)}")

@@ -22,6 +22,7 @@ from specrl_jax.draft.eagle import eagle
 from specrl_jax.draft.eagle_model import EagleArch
 from specrl_jax.draft.history import history
 from specrl_jax.draft.merge import merge
+from specrl_jax.draft.network import Truncate
 from specrl_jax.draft.off import off
 from specrl_jax.draft.protocol import Drafter
 from specrl_jax.draft.recorded import replay, replay_params
@@ -58,6 +59,7 @@ class DrafterContext:
     warn: Callable[[str], None]
     drawn: bool = False  # the rule tests drafts as samples: trees need a `proposal`
     known_tokenizer: Tokenizer | None = None  # the actor's
+    truncate: Truncate | None = None  # how rows are truncated; None where none is
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -119,8 +121,8 @@ class DrafterSet:
 
 
 def make(config: Config, arch: Architecture, stop: Sequence[int], group: int,
-         warn: Callable[[str], None], tokenizer: Tokenizer | None = None, *, drawn: bool = False
-         ) -> DrafterSet:
+         warn: Callable[[str], None], tokenizer: Tokenizer | None = None, *, drawn: bool = False,
+         truncate: Truncate | None = None) -> DrafterSet:
     """Builds the drafter of spec.drafter.
 
     Args:
@@ -129,6 +131,7 @@ def make(config: Config, arch: Architecture, stop: Sequence[int], group: int,
       group: M, samples of a prompt.
       tokenizer: the actor's, which a small model must share; None is that of config.model.path.
       drawn: the rule of spec.rule tests drafts as samples of a distribution (`needs_proposal`).
+      truncate: finds what top-k and top-p keep; None where no row is truncated.
 
     Raises:
       ConfigError: a name is unknown, weights are missing or do not fit the actor, or sizes cannot
@@ -141,7 +144,7 @@ def make(config: Config, arch: Architecture, stop: Sequence[int], group: int,
     if config.control.policy == "off":
         return DrafterSet(off(), (DrafterPart("off", off()),))
     parts = tuple(
-        factory(DrafterContext(config, arch, stop, group, origin, warn, drawn, tokenizer))
+        factory(DrafterContext(config, arch, stop, group, origin, warn, drawn, tokenizer, truncate))
         for origin, factory in enumerate(factories))
     for part in parts:
         check(isinstance(part, DrafterPart), "spec.drafter", spec.drafter,
@@ -199,7 +202,8 @@ def _small_lm(context: DrafterContext) -> DrafterPart:
     own = {name: leaf[:vocab] if name in ("embed", "head") else leaf
            for name, leaf in small.params().items()}
     shared = dataclasses.replace(small.arch, vocab_size=vocab)
-    return DrafterPart("small_lm", small_lm(shared, **context.sizes, **context.network), own,
+    return DrafterPart("small_lm", small_lm(
+        shared, **context.sizes, **context.network, truncate=context.truncate), own,
                        records_proposal=True)
 
 

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from specrl_jax.draft import cached
-from specrl_jax.draft.network import Growth, Network
+from specrl_jax.draft.network import Growth, Network, Truncate
 from specrl_jax.draft.protocol import Drafter
 from specrl_jax.io.compilation import call
 from specrl_jax.model import layers, transformer
@@ -23,12 +23,17 @@ from specrl_jax.structs import Array, Params
 
 def small_lm(arch: Architecture, depth: int, branch: int, nodes: int, children: str = "perturbed",
              *, temperature: float = 1.0, origin: int = 0, drawn: bool = False,
-             dtype: DTypeLike = jnp.float32) -> Drafter:
+             truncate: Truncate | None = None, dtype: DTypeLike = jnp.float32) -> Drafter:
     """Returns the drafter of a model `arch`, whose parameters `bind` is given.
+
+    Args:
+      truncate: drafts are truncated as their rows are, so that more are accepted; except in drawn
+        trees, whose shape must depend on no token.
 
     See eagle.eagle for the other arguments and the errors.
     """
-    growth = Growth(_network(arch), depth, branch, nodes, children, origin, temperature, drawn)
+    growth = Growth(_network(arch), depth, branch, nodes, children, origin, temperature,
+                    drawn, None if drawn else truncate)
     return cached.drafter(growth, arch, dtype, name="small_lm", bind=lambda actor, own: call(
         _cast, arch, own, actor["embed"].dtype, cached.mesh_of(actor["embed"])))
 

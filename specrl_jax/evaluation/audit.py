@@ -124,7 +124,7 @@ def recompute(arch: Architecture, params: Params, config: RolloutConfig, seed: i
               encode: Callable[[str], list[int]], differences: Sequence[Difference]
               ) -> list[Ruling]:
     """Computes teacher-forced perturbed scores at each difference, with the float32 params of its
-    step, the run's seed, and the temperature, top_k and top_p of `config`."""
+    step, the run's seed, and the temperature and truncation of `config`."""
     rulings: list[Ruling] = []
     for start in range(0, len(differences), ROWS_AT_ONCE):
         part = list(differences[start : start + ROWS_AT_ONCE])
@@ -134,7 +134,8 @@ def recompute(arch: Architecture, params: Params, config: RolloutConfig, seed: i
         keys = np.concatenate([prng.row_keys(
             seed, "train", d.step, *(np.asarray([k], np.int32) for k in d.key)) for d in padded])
         position = np.asarray([d.position for d in padded], np.int32)
-        scores, drawn = perturb(raw, config.temperature, config.top_k, config.top_p, keys, position)
+        scores, drawn = perturb(config.min_p, raw, config.temperature, config.top_k, config.top_p,
+                                keys, position)
         scores, drawn, raw = (np.asarray(x) for x in (scores, drawn, raw))
         rulings += [judge(d, config, raw[:, i], scores[:, i], int(drawn[i]))
                     for i, d in enumerate(part)]
@@ -161,8 +162,8 @@ def next_logits(arch: Architecture, params: Params, tokens: Array, length: Array
     return transformer.logits(arch, params, last)
 
 
-@jax.jit
-def perturb(logits: Array, temperature: Array, top_k: Array, top_p: Array, key: Array,
+@functools.partial(jax.jit, static_argnums=0)
+def perturb(min_p: float, logits: Array, temperature: Array, top_k: Array, top_p: Array, key: Array,
             position: Array) -> tuple[Array, Array]:
     """Returns perturbed scores f32[V, W] before truncation, and the token i32[W] of `draw`.
 
@@ -173,7 +174,7 @@ def perturb(logits: Array, temperature: Array, top_k: Array, top_p: Array, key: 
     scores = logits / jnp.where(temperature == 0, 1.0, temperature)
     noise = prng.gumbel(key, position, jnp.arange(vocab)).T
     drawn = sampling.draw(logits, jnp.full(width, temperature), jnp.full(width, top_k),
-                          jnp.full(width, top_p), key, position)
+                          jnp.full(width, top_p), key, position, min_p=min_p)
     return scores + jnp.where(temperature == 0, 0.0, 1.0) * noise, drawn.token
 
 
@@ -187,10 +188,11 @@ def judge(difference: Difference, config: RolloutConfig, logits: np.ndarray, sco
 
 
 def kept(logits: np.ndarray, token: int, config: RolloutConfig) -> bool:
-    """Whether top-k and top-p keep a token if their edge may move by NEAR_TIE."""
+    """Whether top-k, top-p and min-p keep a token if their edge may move by NEAR_TIE."""
     scores = logits.astype(np.float64) / (config.temperature or 1.0)
     ranked = np.sort(scores)[::-1][: config.top_k or None]
-    if scores[token] < ranked[-1] - NEAR_TIE:
+    least = ranked[0] + math.log(config.min_p) if config.min_p else -math.inf
+    if scores[token] < max(ranked[-1], least) - NEAR_TIE:
         return False
     mass = np.exp(ranked - ranked[0])
     before = mass[ranked > scores[token]].sum() / mass.sum()

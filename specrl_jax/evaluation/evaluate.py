@@ -151,6 +151,7 @@ def _describe(config: Config, actor: Actor) -> Json:
         "data": {"name": data.name, "level": data.level, "split": data.split,
                  "system": data.system},
         "temperature": rollout.temperature, "top_k": rollout.top_k, "top_p": rollout.top_p,
+        "min_p": rollout.min_p,
         "max_new_tokens": rollout.max_new_tokens, "seed": config.seed,
         "drafter": config.spec.drafter if config.control.policy != "off" else "off",
         "rule": config.spec.rule, "lossy": not RULES.resolve(config.spec.rule).lossless,

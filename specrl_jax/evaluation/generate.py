@@ -24,7 +24,7 @@ class Generation:
     tokens: int
     seconds: float  # prefill included
     accept_length: float
-    stopped: bool  # by a stop token, not by the limit
+    stopped: bool  # by a stop token or a stop string, not by the limit
     drafter: str
 
 
@@ -63,7 +63,7 @@ class Generator:
         check(len(tokens) <= longest, "--prompt", f"{prompt[:20]}...",
               f"has {len(tokens)} tokens with the system message, at most {longest} fit; raise "
               "--config.rollout.max_prompt_tokens")
-        stream = Stream(self.tokenizer.stream(skip_special=True), write)
+        stream = Stream(self.tokenizer.stream(skip_special=True), write, self.config.rollout.stop)
         rollout, result = self.sampler.generate(
             PromptBatch.of([tokens] * self._shards), "generate", self._answers,
             on_chunk=stream.write_new)
@@ -71,9 +71,9 @@ class Generator:
         self._answers += 1
         policy = self.config.control.policy
         return Generation(
-            text=stream.text, tokens=int(rollout.length[0]), seconds=result.seconds,
+            text=stream.text, tokens=stream.tokens, seconds=result.seconds,
             accept_length=result.accept_length,
-            stopped=bool(rollout.stopped[0]),
+            stopped=stream.ended or bool(rollout.stopped[0]),
             drafter="off" if policy == "off" else self.config.spec.drafter)
 
 
@@ -119,24 +119,47 @@ def one_prompt(config: Config, tokens: int, shards: int) -> Config:
 
 
 class Stream:
-    """Writes the text of the first sequence as it grows."""
+    """Writes the text of the first sequence as it grows, up to the first of the stop strings.
 
-    def __init__(self, decode: TextStream, write: Callable[[str], None]) -> None:
-        """Args: write, gets each piece of text that `decode` gives."""
-        self._decode, self._write = decode, write
-        self._seen, self.text = 0, ""
+    Tokens are read one by one, so that an answer's end does not depend on how many come at once.
+    """
 
-    def write_new(self, tokens: np.ndarray, length: Sequence[int] | np.ndarray) -> None:
-        """Writes what is new. Args: tokens i32[Q, T] and lengths i32[Q] so far."""
-        new = tokens[0, self._seen : length[0]]
-        self._seen = int(length[0])
-        self._add("".join(self._decode(int(token)) for token in new))
+    def __init__(self, decode: TextStream, write: Callable[[str], None],
+                 stop: Sequence[str] = ()) -> None:
+        """Args: write, gets each piece of text that `decode` gives; stop, strings that end it."""
+        self._decode, self._write, self._stop = decode, write, stop
+        self._held = ""  # what may be the beginning of a stop string
+        self.text, self.tokens, self.ended = "", 0, False
+
+    def write_new(self, tokens: np.ndarray, length: Sequence[int] | np.ndarray) -> bool:
+        """Writes what is new; returns whether a stop string has ended the answer.
+
+        Args: tokens i32[Q, T] and lengths i32[Q] so far.
+        """
+        while self.tokens < length[0] and not self.ended:
+            self._add(self._decode(int(tokens[0, self.tokens])))
+            self.tokens += 1
+        return self.ended
 
     def close(self) -> None:
         """Writes what was held back because a further token could have changed it."""
-        self._add(self._decode.end())
+        if not self.ended:
+            self._add(self._decode.end())
+        if not self.ended:
+            self._give(self._held)
 
     def _add(self, text: str) -> None:
+        """Writes text, except for what is a stop string or may become one."""
+        self._held += text
+        found = [at for at in map(self._held.find, self._stop) if at >= 0]
+        self.ended = bool(found)
+        keep = 0 if found else max((n for stop in self._stop for n in range(1, len(stop))
+                                    if self._held.endswith(stop[:n])), default=0)
+        end = min(found) if found else len(self._held) - keep
+        ready, self._held = self._held[:end], self._held[end:]
+        self._give(ready)
+
+    def _give(self, text: str) -> None:
         if text:
             self.text += text
             self._write(text)

@@ -10,15 +10,14 @@ A step's directory, named by the number of completed RL steps: `state/` (the arr
 and `checksums.json`.
 """
 
-import asyncio
 import contextlib
 import json
-import logging
-import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import jax
@@ -27,11 +26,11 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
 from specrl_jax.config import ConfigError
-from specrl_jax.io.files import CHECKSUMS, damage, write_checksums
+from specrl_jax.io.files import CHECKSUMS, damage
+from specrl_jax.io.orbax_setup import ChecksummedPath, array_handler, literal, quiet_orbax
+from specrl_jax.io.places import writing
 from specrl_jax.structs import Json, PyTree
 
-# Orbax rewrites these two after the checksums are taken; restoring does not read them.
-UNCHECKED = ("_CHECKPOINT_METADATA", "commit_success.txt")
 NONE = -1  # no intact checkpoint
 DELETION = 0.5  # seconds after which a checkpoint that is being deleted has lost its checksums
 
@@ -47,15 +46,6 @@ class CheckpointGone(CheckpointError):
 def loud(text: str) -> None:
     """Prints a warning on stderr."""
     print(f"WARNING: {text}", file=sys.stderr, flush=True)
-
-
-class ChecksummedPath(ocp.path.atomicity.AtomicRenameTemporaryPath):
-    """A step's temporary directory, which gets its files' checksums before it is renamed."""
-
-    async def finalize(self) -> None:
-        if self.get_final().name.isdecimal():
-            await asyncio.to_thread(write_checksums, Path(self.get()), UNCHECKED)
-        await super().finalize()
 
 
 def list_steps(directory: str | Path) -> list[int]:
@@ -87,29 +77,6 @@ def check_leaves(step_dir: Path, saved: dict[str, list[Any]], wanted: dict[str, 
                                   f"this run: use the configuration that wrote it")
 
 
-@contextlib.contextmanager
-def quiet_orbax() -> Iterator[None]:
-    """Drops the log records of Orbax alone; its errors are also raised."""
-    def keep(record: logging.LogRecord) -> bool:
-        return f"{os.sep}orbax{os.sep}" not in record.pathname
-
-    logger = logging.getLogger("absl")
-    logger.addFilter(keep)
-    try:
-        yield
-    finally:
-        logger.removeFilter(keep)
-
-
-def _array_handler() -> ocp.PyTreeCheckpointHandler:
-    # By default Orbax slices replicated arrays so that all replicas write a part, which compiles
-    # a program for each sharding in the middle of a run.
-    return ocp.PyTreeCheckpointHandler(
-        type_handler_registry=ocp.type_handlers.create_type_handler_registry(
-            (np.ndarray, ocp.type_handlers.NumpyHandler()),
-            (jax.Array, ocp.type_handlers.ArrayHandler(use_replica_parallel=False))))
-
-
 def _savable(leaf: Any) -> Any:
     # Orbax saves numpy scalars but refuses to restore them.
     return leaf if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) else np.asarray(leaf)
@@ -134,17 +101,21 @@ class Checkpoints:
             temporary_path_class=ChecksummedPath)
         with contextlib.ExitStack() as stack:
             stack.enter_context(quiet_orbax())
-            handlers, arrays = ocp.handlers.DefaultCheckpointHandlerRegistry(), _array_handler()
+            handlers, arrays = ocp.handlers.DefaultCheckpointHandlerRegistry(), array_handler()
             handlers.add("state", ocp.args.PyTreeSave, arrays)
             handlers.add("state", ocp.args.PyTreeRestore, arrays)
-            self._manager = ocp.CheckpointManager(self.directory, handler_registry=handlers,
-                                                  options=options)
+            with writing(self.directory):
+                self.directory.mkdir(parents=True, exist_ok=True)
+            self._manager = ocp.CheckpointManager(
+                stack.enter_context(literal(self.directory)), handler_registry=handlers,
+                options=options)
             stack.callback(self._manager.close)
             self._stack = stack.pop_all()
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        self._stack.close()
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        self._stack.__exit__(kind, error, trace)
 
     def save(self, step: int, arrays: PyTree, meta: Json) -> None:
         """Writes the checkpoint of `step` completed steps.
@@ -169,6 +140,9 @@ class Checkpoints:
             self._manager.save(step, force=True, args=ocp.args.Composite(
                 state=ocp.args.PyTreeSave(arrays), meta=ocp.args.JsonSave(note)))
         except (OSError, ValueError) as error:
+            for left in self.directory.iterdir():  # makes room at once, not only on the next start
+                if left.name.startswith(f"{step}.") and "orbax-checkpoint-tmp" in left.name:
+                    shutil.rmtree(left, ignore_errors=True)
             kept = ", ".join(map(str, list_steps(self.directory))) or "none"
             raise CheckpointError(
                 f"{self.directory / str(step)}: the checkpoint could not be written "
@@ -323,12 +297,14 @@ def restore_part(directory: str | Path, step: int, key: str, abstract: PyTree = 
 
 def _restore_part(step_dir: Path, key: str, abstract: PyTree) -> PyTree:
     saved = _saved(step_dir, key)
-    with quiet_orbax(), ocp.Checkpointer(_array_handler()) as checkpointer:
-        item = checkpointer.metadata(step_dir / "state").item_metadata.tree[key]
+    with quiet_orbax(), literal(step_dir.parent) as directory, ocp.Checkpointer(
+            array_handler()) as checkpointer:
+        place = directory / step_dir.name / "state"
+        item = checkpointer.metadata(place).item_metadata.tree[key]
         if abstract is not None:
             check_leaves(step_dir, saved, describe({key: abstract}))
             item = abstract
-        return checkpointer.restore(step_dir / "state", args=_restore_args({key: item}))[key]
+        return checkpointer.restore(place, args=_restore_args({key: item}))[key]
 
 
 def _restore_args(abstract: PyTree) -> ocp.args.PyTreeRestore:

@@ -1,11 +1,12 @@
 """report.html: one page about a run that needs no other file and no network."""
 
 import base64
+import collections
 import functools
 import io
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2
 import numpy as np
@@ -31,6 +32,13 @@ Rows = Sequence[Mapping[str, Any]]
 Draw = Callable[..., None]  # of axes and rows
 
 
+class Samples(NamedTuple):
+    """What a report shows of samples.jsonl."""
+
+    lengths: collections.Counter[int]  # how many responses have each length
+    last: Rows  # those of the last step
+
+
 def write_report(workdir: str | Path) -> Path:
     """Writes report.html from the files of a run, finished or not, and returns its path.
 
@@ -38,31 +46,43 @@ def write_report(workdir: str | Path) -> Path:
       ConfigError: no step is recorded, or a metric of REQUIRED is missing.
     """
     workdir = Path(workdir)
-    rows, samples = read_metrics(workdir), list(read_samples(workdir))
+    rows = read_metrics(workdir)
     if not rows:
         raise ConfigError(f"{workdir / METRICS}: no steps: run at least one first")
-    _check(workdir / METRICS, rows, REQUIRED)
-    _check(workdir / SAMPLES, samples, REQUIRED_OF_SAMPLES)
+    for row in rows:
+        _check(workdir / METRICS, row, REQUIRED)
+    samples = summarize(workdir)
     config = read_config(workdir) or {}
     figures, missing = _figures(rows, samples)
     template = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     html = template.from_string(PAGE.read_text(encoding="utf-8")).render(
         title=f"Run {config.get('name', workdir.name)}", totals=totals(rows, samples),
-        figures=figures, missing=missing, samples=pick_samples(samples),
+        figures=figures, missing=missing, samples=pick_samples(samples.last),
         config=sorted(flat(config).items()))
     write_atomically(workdir / REPORT, html)
     return workdir / REPORT
 
 
-def _check(path: Path, rows: Rows, required: tuple[str, ...]) -> None:
-    for row in rows:
-        for key in required:
-            if key not in row:
-                raise ConfigError(f"{path}: {key!r} is missing in step {row['step']}: "
-                                  f"a report needs {', '.join(required)}")
+def summarize(workdir: Path) -> Samples:
+    """Reads the samples of a run one by one: all of them may be gigabytes."""
+    lengths, last = collections.Counter[int](), list[Mapping[str, Any]]()
+    for sample in read_samples(workdir):
+        _check(workdir / SAMPLES, sample, REQUIRED_OF_SAMPLES)
+        lengths[token_count(sample)] += 1
+        if last and last[0]["step"] != sample["step"]:
+            last.clear()
+        last.append(sample)
+    return Samples(lengths, last)
 
 
-def totals(rows: Rows, samples: Rows) -> list[tuple[str, str]]:
+def _check(path: Path, row: Mapping[str, Any], required: tuple[str, ...]) -> None:
+    for key in required:
+        if key not in row:
+            raise ConfigError(f"{path}: {key!r} is missing in step {row['step']}: "
+                              f"a report needs {', '.join(required)}")
+
+
+def totals(rows: Rows, samples: Samples) -> list[tuple[str, str]]:
     """Returns the rows of the table at the top: sums and means over the run."""
     def finite(key: str) -> np.ndarray:
         values = column(rows, key)
@@ -81,7 +101,8 @@ def totals(rows: Rows, samples: Rows) -> list[tuple[str, str]]:
     out = [("steps", f"{len(rows)}"),
            (f"reward, first and last {tenth} steps",
             f"{np.mean(reward[:tenth]):.3f}, {np.mean(reward[-tenth:]):.3f}"),
-           ("sequences", f"{len(samples)}"), ("tokens", f"{sum(map(token_count, samples)):,}")]
+           ("sequences", f"{samples.lengths.total()}"),
+           ("tokens", f"{sum(n * count for n, count in samples.lengths.items()):,}")]
     profiled = total("time/profiling") / max(total("time/startup") + total("time/step"), 1e-9)
     lost = total("time/regret") / max(total("time/rollout"), 1e-9)
     optional = (  # shown if the run recorded the metric
@@ -113,16 +134,15 @@ def column(rows: Rows, key: str) -> np.ndarray:
     return np.array([row.get(key, np.nan) for row in rows], dtype=float)
 
 
-def pick_samples(samples: Rows) -> Rows:
+def pick_samples(last: Rows) -> Rows:
     """Returns a few shortened completions of the last step, alternately the best and the worst."""
-    last = [s for s in samples if s["step"] == samples[-1]["step"]] if samples else []
     ranked = sorted(last, key=lambda s: (-s["reward"], s["sample_id"]))
     chosen = [ranked[i // 2] if i % 2 == 0 else ranked[-1 - i // 2] for i in range(len(ranked))]
     return [{**s} | {name: s[name] if len(s[name]) <= TEXT_SHOWN else s[name][:TEXT_SHOWN] + " ..."
                  for name in ("prompt", "completion")} for s in chosen[:SAMPLES_SHOWN]]
 
 
-def _figures(rows: Rows, samples: Rows) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
+def _figures(rows: Rows, samples: Samples) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
     """Returns (name, base64 SVG) of the figures, and (name, metric) of those that lack data."""
     def line(name: str, key: str) -> tuple[str, str, Draw]:
         return name, key, functools.partial(plot_line, key=key)
@@ -151,9 +171,9 @@ def _figures(rows: Rows, samples: Rows) -> tuple[list[tuple[str, str]], list[tup
         figures.append(("reliability", draw_svg(
             "how often drafts were accepted, all steps", "estimate",
             functools.partial(plot_reliability, rows=rows))))
-    if samples:
-        figures.append(("histogram", draw_svg("response lengths of all samples", "tokens",
-                                              functools.partial(plot_lengths, samples=samples))))
+    if samples.lengths:
+        draw = functools.partial(plot_lengths, lengths=samples.lengths)
+        figures.append(("histogram", draw_svg("response lengths of all samples", "tokens", draw)))
     return figures, missing
 
 
@@ -259,8 +279,8 @@ def plot_reliability(ax: Axes, rows: Rows) -> None:
     ax.set_ylabel("accepted share")
 
 
-def plot_lengths(ax: Axes, samples: Rows) -> None:
-    """Plots a histogram of response lengths."""
-    lengths = [token_count(sample) for sample in samples]
-    ax.hist(lengths, bins=min(BINS, max(lengths) - min(lengths) + 1), color=BLUE)
+def plot_lengths(ax: Axes, lengths: Mapping[int, int]) -> None:
+    """Plots a histogram of response lengths, given how many responses have each."""
+    bins = min(BINS, max(lengths) - min(lengths) + 1)
+    ax.hist(list(lengths), bins=bins, weights=list(lengths.values()), color=BLUE)
     ax.set_ylabel("samples")

@@ -49,8 +49,10 @@ class Source:
         return pack(self.arch, Tensors(self.tensors.shapes, self._finite), places)
 
     def _equal(self, one: str, other: str) -> bool:
-        """Returns whether two matrices of one shape are equal, reading ROWS rows at a time."""
+        """Returns whether two matrices are equal, reading ROWS rows at a time."""
         read, (count, width) = self.tensors.read_part, self.tensors.shapes[one]
+        if self.tensors.shapes[other] != (count, width):
+            return False
         parts = (((row, min(row + ROWS, count)), (0, width)) for row in range(0, count, ROWS))
         return all(np.array_equal(read(one, part), read(other, part)) for part in parts)
 

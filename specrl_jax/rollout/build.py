@@ -1,6 +1,7 @@
 """Builds the drafter and the engine that a config asks for; nothing is put on a device."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 
 import jax.numpy as jnp
@@ -20,6 +21,7 @@ from specrl_jax.model.tokenizer import Tokenizer
 from specrl_jax.rollout.engine import Engine
 from specrl_jax.rollout.layout import Shapes
 from specrl_jax.rollout.plan import Decoder
+from specrl_jax.verify import truncation
 from specrl_jax.verify.registry import RULES
 
 
@@ -40,7 +42,10 @@ def build(config: Config, arch: Architecture, stop: Sequence[int], mesh: Mesh, *
           f"with rollout.max_prompt_tokens that is {most} positions; the model has "
           f"{arch.max_position}")
     found = drafters.make(config, arch, stop, group, warn, tokenizer,
-                          drawn=RULES.resolve(config.spec.rule).needs_proposal)
+                          drawn=RULES.resolve(config.spec.rule).needs_proposal,
+                          truncate=functools.partial(
+                              truncation.threshold, min_p=config.rollout.min_p)
+                          if truncates(config) else None)
     drafter = wrap(found.drafter)
     shapes = Shapes(
         batch=config.rollout.batch_size // shards, sequences=prompts * group // shards,
@@ -50,6 +55,11 @@ def build(config: Config, arch: Architecture, stop: Sequence[int], mesh: Mesh, *
     decoder = _decoder(config, arch, mesh, drafter, shapes)
     past = config.spec.history_past if drafter.depth else 0
     return found, Engine(decoder, mesh, shapes, stop, jnp.dtype(config.model.dtype), past)
+
+
+def truncates(config: Config) -> bool:
+    """Returns whether a row may be truncated: programs hold no truncation otherwise."""
+    return config.rollout.top_k > 0 or config.rollout.top_p < 1 or config.rollout.min_p > 0
 
 
 def _decoder(config: Config, arch: Architecture, mesh: Mesh, drafter: Drafter, shapes: Shapes
@@ -64,7 +74,7 @@ def _decoder(config: Config, arch: Architecture, mesh: Mesh, drafter: Drafter, s
     controller = registry.make(config.control, config.spec, limits)
     decoder = Decoder(arch, drafter, controller, config.spec.max_packed, smallest,
                       rule=config.spec.rule,
-                      truncates=config.rollout.top_k > 0 or config.rollout.top_p < 1)
+                      truncates=truncates(config), min_p=config.rollout.min_p)
     if config.model.numerics == "invariant":
         invariant.check_possible(arch, config.model.dtype, mesh)
         decoder = dataclasses.replace(decoder, invariant=True,

@@ -202,7 +202,7 @@ class Engine:
     def run(self, params: Params, request: RolloutRequest, drafter_params: DrafterParams = (), *,
             rounds: int = 32, depth: int | None = None,
             progress: Callable[[int, int, int], None] = lambda done, total, tokens: None,
-            peek: Callable[[np.ndarray, np.ndarray], None] | None = None) -> Result:
+            peek: Callable[[np.ndarray, np.ndarray], bool] | None = None) -> Result:
         """Generates all sequences of `request`.
 
         Args:
@@ -211,7 +211,7 @@ class Engine:
           depth: of drafts, whatever the controller plans; None leaves it to the controller.
           progress: called after each launch with sequences done, their total, and tokens so far.
           peek: called after each launch with tokens i32[Q, T] and lengths i32[Q] so far, in the
-            order of `request`; for one process.
+            order of `request`; ends the rollout where it returns True. For one process.
 
         Raises:
           ConfigError: a prompt is longer than P or a limit than T.
@@ -236,8 +236,8 @@ class Engine:
             self.control, trace[-1].control = self.decoder.controller.end_chunk(
                 jax.tree.map(np.asarray, control), trace[-1])
             progress(int(view.done.sum()), view.done.size, int(view.length.sum()))
-            if peek is not None:
-                peek(np.asarray(state.sequences.tokens), view.length)
+            if peek is not None and peek(np.asarray(state.sequences.tokens), view.length):
+                break
         return self._result(state, view, trace, timer)
 
     def launch(self, batch: int, params: Params, drafter_params: DrafterParams,

@@ -37,7 +37,8 @@ class Decoder:
     implementation: str | None = None  # of tree attention
     rule: str = "match"  # of verification, one of config.RULES
     invariant: bool = False  # see model/invariant.py
-    truncates: bool = False  # whether a row may ask for top-k or top-p
+    truncates: bool = False  # whether a row may ask for top-k or top-p, or min_p is on
+    min_p: float = 0.0
 
 
 def frontier_of(state: RolloutState) -> Frontier:

@@ -59,6 +59,8 @@ def make_prompts(config: Config, tokenizer: Tokenizer, say: Callable[[str], None
       ConfigError: unknown or empty data, a prompt without tokens, or one of more than
         rollout.max_prompt_tokens unless data.long_prompts drops such prompts.
     """
+    check(not config.rollout.stop, "rollout.stop", config.rollout.stop,
+          "only generate.py ends answers at strings; leave it out")
     examples = data.load_examples(config.data, say)
     chats = [data.messages(e, config.data.system) for e in examples]
     variables = data.template_variables(config.data)

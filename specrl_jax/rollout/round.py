@@ -217,7 +217,7 @@ def verify_in(decoder: Decoder, params: Params, drafter_params: DrafterParams, c
                   proposal=_proposal(decoder.rule, rule, tree, order))
     target = Target(logits=logits, place=packing.place, row=packing.row,
                     position=frontier.generated[packing.row] + level[at], frontier=frontier,
-                    sampling=rows, truncates=decoder.truncates)
+                    sampling=rows, truncates=decoder.truncates, min_p=decoder.min_p)
     verdict, draws = rule.verify(nodes, target, depth)
     along = jnp.take_along_axis(packing.place, verdict.path, 1)
     if taps is not None:

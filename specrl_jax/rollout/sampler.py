@@ -227,7 +227,7 @@ class Sampler:
     def generate(self, batch: PromptBatch, stream: str = "generate", step: int = 0, *,
                  past: np.ndarray | None = None, limit: np.ndarray | None = None,
                  progress: Callable[[int, int, int], None] = lambda done, total, tokens: None,
-                 on_chunk: Callable[[np.ndarray, np.ndarray], None] | None = None
+                 on_chunk: Callable[[np.ndarray, np.ndarray], bool] | None = None
                  ) -> tuple[Rollout, Result]:
         """Samples every prompt `group` times; compiles first, without profiling, if need be.
 

@@ -93,9 +93,9 @@ def lossy_retrospective(nodes: Nodes, logp: Array, logq: Array, noise: Noise, de
     return walk(nodes.replace(live=live), logp, logq, noise, depth)
 
 
-def default_sampling(logits: Array, temperature: Array, top_k: Array | None, top_p: Array | None
-                     ) -> Processed:
-    """Ignores the request's top-p and temperature, as vLLM once did (pull request 10198)."""
+def default_sampling(logits: Array, temperature: Array, top_k: Array | None, top_p: Array | None,
+                     *, min_p: float = 0.0) -> Processed:
+    """Ignores the request's truncation and temperature, as vLLM once did (pull request 10198)."""
     return process(logits, jnp.ones_like(temperature), None, None)
 
 

@@ -15,7 +15,8 @@ from specrl_jax.verify.sampling import Draw
 
 def verify(nodes: Nodes, target: Target, depth: int) -> tuple[Verdict, Array]:
     """Draws a token after every node and walks along the draws; see protocol.Verify."""
-    draw = sampling.draw(target.logits, *target.processing, target.key, target.position)
+    draw = sampling.draw(target.logits, *target.processing, target.key, target.position,
+                         min_p=target.min_p)
     return judge(nodes, draw, target, depth), draw.token[target.place]
 
 

@@ -36,6 +36,7 @@ class Target(struct.PyTreeNode):
     frontier: Frontier
     sampling: Sampling  # of the rows
     truncates: bool = struct.field(pytree_node=False, default=True)  # any row may use top-k, top-p
+    min_p: float = struct.field(pytree_node=False, default=0.0)  # of all rows, if `truncates`
 
     @property
     def processing(self) -> tuple[Array, Array | None, Array | None]:

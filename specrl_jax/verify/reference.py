@@ -10,9 +10,9 @@ from collections.abc import Callable, Collection, Sequence
 import numpy as np
 
 
-def draw(logits: np.ndarray, noise: np.ndarray, temperature: float, top_k: int, top_p: float
-         ) -> int:
-    """Returns the actor's token: temperature, top-k, top-p of what top-k kept, then the noise."""
+def draw(logits: np.ndarray, noise: np.ndarray, temperature: float, top_k: int, top_p: float,
+         min_p: float = 0.0) -> int:
+    """Returns the actor's token: temperature, top-k, top-p of what top-k kept, min-p, noise."""
     order = np.argsort(-logits, kind="stable")  # of equal tokens the lower id comes first
     if temperature == 0:
         return int(order[0])
@@ -21,6 +21,7 @@ def draw(logits: np.ndarray, noise: np.ndarray, temperature: float, top_k: int, 
     mass = np.exp(scores[kept] - scores.max())
     if top_p < 1:
         kept = kept[np.cumsum(mass) - mass < top_p * mass.sum()]
+    kept = kept[np.exp(scores[kept] - scores.max()) >= min_p]
     return int(kept[np.argmax(scores[kept] + noise[kept])])  # renormalising moves no argmax
 
 

@@ -18,7 +18,7 @@ A sequence's position is decided once, in one round, so (key, position) needs no
 
 import functools
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +46,13 @@ Test: TypeAlias = Callable[[Array, Array, Array], tuple[Array, Array, Array]]
 """(p, q f32[B, V], token i32[B]) -> acceptance probability f32[B]; p and q after a rejection"""
 
 Walk: TypeAlias = Callable[[Nodes, Array, Array, Noise, int], tuple[Array, Array, Array]]  # `walk`
-Process: TypeAlias = Callable[[Array, Array, Array | None, Array | None], Processed]
+
+
+class Process(Protocol):
+    def __call__(self, logits: Array, temperature: Array, top_k: Array | None, top_p: Array | None,
+                 *, min_p: float = 0.0) -> Processed:
+        """Returns the distributions to test drafts against; see `sampling.process`."""
+        ...
 
 
 class _Cursor(struct.PyTreeNode):
@@ -182,7 +188,8 @@ def judge(nodes: Nodes, logq: Array, processed: Processed, target: Target, depth
 def verify(nodes: Nodes, target: Target, depth: int, *, walk: Walk = walk,
            process: Process = process) -> tuple[Verdict, Array]:
     """Accepts and rejects nodes, then draws one token more; see protocol.Verify."""
-    processed, (batch, size) = process(target.logits, *target.processing), nodes.tokens.shape
+    processed = process(target.logits, *target.processing, min_p=target.min_p)
+    batch, size = nodes.tokens.shape
     logq = jnp.full((batch, size, target.logits.shape[0]), -jnp.inf)  # where nothing was drawn
     if nodes.proposal is not None:
         logq = logq.at[..., nodes.proposal.vocab].set(nodes.proposal.logq)

@@ -6,6 +6,7 @@ and top_p are None (a third of a small model's program is truncation), and on a 
 in which some row uses it.
 """
 
+import functools
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -37,16 +38,16 @@ class Processed(struct.PyTreeNode):
     top_p_mass: Array  # f32[W]
 
 
-def process(logits: Array, temperature: Array, top_k: Array | None, top_p: Array | None
-            ) -> Processed:
+def process(logits: Array, temperature: Array, top_k: Array | None, top_p: Array | None, *,
+            min_p: float = 0.0) -> Processed:
     """Returns the distribution of `draw`, whose arguments these are; greedy is a point mass."""
     scale, greedy = scale_of(temperature)
     scores = logits * scale[None]
     ids = jnp.arange(logits.shape[0])[None]
     keep = _truncated_where_used(
         top_k, top_p, lambda scores, *by: truncation.threshold(
-            unsplit(scores.T), *by).keeps(scores.T, ids),
-        lambda scores: jnp.ones(scores.T.shape, bool), scores)
+            unsplit(scores.T), *by, min_p=min_p).keeps(scores.T, ids),
+        lambda scores: jnp.ones(scores.T.shape, bool), scores, min_p)
     mass = jnp.exp(scores - scores.max(0, keepdims=True)).T
     total, kept = mass.sum(1), jnp.where(keep, mass, 0).sum(1)
     best = (ids == scores.argmax(0)[:, None]).astype(mass.dtype)
@@ -56,10 +57,11 @@ def process(logits: Array, temperature: Array, top_k: Array | None, top_p: Array
 
 
 def draw(logits: Array, temperature: Array, top_k: Array | None, top_p: Array | None, key: Array,
-         position: Array) -> Draw:
+         position: Array, *, min_p: float = 0.0) -> Draw:
     """Draws one token for each of W positions.
 
-    Processing: temperature, top-k, top-p of what top-k kept, renormalisation; ties by token id.
+    Processing: temperature, top-k, top-p of what top-k kept, min-p, renormalisation; ties by token
+    id.
 
     Args:
       logits: f32[V, W].
@@ -67,38 +69,40 @@ def draw(logits: Array, temperature: Array, top_k: Array | None, top_p: Array | 
       top_k: i32[W], 0 is off. None, as top_p then is: no position is truncated.
       key: u32[W, 2].
       position: i32[W] index of the token being drawn; 0 is the first of the response.
+      min_p: see `truncation.threshold`; only with top_k and top_p.
     """
     rows, whole = (temperature, top_k, top_p, key, position), PartitionSpec()
     return in_tensor_parts(
-        _draw_part, logits.shape[0], (PartitionSpec(TENSOR), jax.tree.map(lambda _: whole, rows)),
-        whole)(logits, rows)
+        functools.partial(_draw_part, min_p), logits.shape[0],
+        (PartitionSpec(TENSOR), jax.tree.map(lambda _: whole, rows)), whole)(logits, rows)
 
 
-def _draw_part(axis: str | None, logits: Array, rows: tuple[Array, Array | None, Array | None,
-                                                           Array, Array]) -> Draw:
+def _draw_part(min_p: float, axis: str | None, logits: Array,
+               rows: tuple[Array, Array | None, Array | None, Array, Array]) -> Draw:
     """Computes `draw` from the logits f32[V, W] of a part, where `axis` splits the vocabulary."""
     temperature, top_k, top_p, key, position = rows
 
     def truncated(logits: Array, top_k: Array, top_p: Array) -> tuple[Drawn, Array]:
         scores = logits * scale_of(temperature)[0][None]
-        edge = truncation.threshold(scores.T, top_k, top_p, axis)
+        edge = truncation.threshold(scores.T, top_k, top_p, axis, min_p)
         drawn = gumbel_argmax(logits.T, temperature, key, position, edge, axis=axis)
         return drawn, edge.kept_mass
 
     drawn, top_p_mass = _truncated_where_used(
         top_k, top_p, truncated, lambda logits: (gumbel_argmax(
-            logits.T, temperature, key, position, axis=axis), jnp.ones_like(temperature)), logits)
+            logits.T, temperature, key, position, axis=axis), jnp.ones_like(temperature)),
+        logits, min_p)
     return Draw(token=drawn.token[:, 0], logprob=drawn.logprob[:, 0],
                 raw_logprob=drawn.raw_logprob[:, 0], top_p_mass=top_p_mass)
 
 
 def _truncated_where_used(top_k: Array | None, top_p: Array | None,
                           truncated: Callable[[Array, Array, Array], T],
-                          whole: Callable[[Array], T], logits: Array) -> T:
-    """Runs `truncated` if any position of any data shard may use top-k or top-p, else `whole`."""
+                          whole: Callable[[Array], T], logits: Array, min_p: float) -> T:
+    """Runs `truncated` if any position of any data shard may be truncated, else `whole`."""
     if top_k is None or top_p is None:
         return whole(logits)
-    if straight_line():
+    if straight_line() or min_p:
         return truncated(logits, top_k, top_p)
     used = on_any_shard(((top_k > 0) | (top_p < 1)).any())
     return jax.lax.cond(used, lambda logits: truncated(logits, top_k, top_p), whole, logits)

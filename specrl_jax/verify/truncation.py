@@ -1,4 +1,4 @@
-"""Truncation by top-k and top-p: a threshold, so that nothing sorts the vocabulary.
+"""Truncation by top-k, top-p and min-p: a threshold, so that nothing sorts the vocabulary.
 
 A CPU finds it among the highest scores or by bisection, one position at a time. Accelerators, and
 devices that share a vocabulary, find the bits of all positions' thresholds by a fixed number of
@@ -20,8 +20,9 @@ FEW = 128  # highest scores that a CPU tries before it searches all
 DIGIT = 4  # bits of a threshold that one pass over the vocabulary finds
 
 
-def threshold(scores: Array, top_k: Array, top_p: Array, axis: str | None = None) -> Threshold:
-    """Returns the boundary of top-k and then top-p; without either a position keeps exactly 1.
+def threshold(scores: Array, top_k: Array, top_p: Array, axis: str | None = None,
+              min_p: float = 0.0) -> Threshold:
+    """Returns the boundary of top-k, top-p and min-p; without them a position keeps exactly 1.
 
     A CPU computes one position at a time, so that its scores stay in the cache, and skips those
     without truncation.
@@ -30,10 +31,28 @@ def threshold(scores: Array, top_k: Array, top_p: Array, axis: str | None = None
       scores: f32[W, V] logits over the temperature, whole on this device, or its part of them.
       top_k: i32[W], 0 is off; top_p: f32[W], 1 is off.
       axis: the mesh axis that splits the vocabulary, see `gumbel_argmax`.
+      min_p: least probability of a token that is kept, in units of the highest one
+        (arXiv:2407.01082); 0 is off.
     """
     if straight_line() or axis is not None:
-        return _by_digits(scores, top_k, top_p, axis)
-    return jax.lax.map(lambda one: _among_the_highest(*one), (scores, top_k, top_p))
+        edge = _by_digits(scores, top_k, top_p, axis)
+    else:
+        edge = jax.lax.map(lambda one: _among_the_highest(*one), (scores, top_k, top_p))
+    return _raised(edge, scores, min_p, axis) if min_p else edge
+
+
+def _raised(edge: Threshold, scores: Array, min_p: float, axis: str | None) -> Threshold:
+    """Returns the boundary `edge`, or that of min-p where it is higher."""
+    vocab = scores.shape[1]
+    top = jax.lax.pmax(scores.max(1), axis) if axis else scores.max(1)
+    floor = top + jnp.log(jnp.float32(min_p))
+    score = jnp.maximum(edge.score, floor)
+    last = jnp.where(floor > edge.score, jnp.int32(2**31 - 1), edge.last)
+    ids = (first_id(vocab, axis) + jnp.arange(vocab))[None]
+    whole = jnp.exp(scores - top[:, None])
+    kept = jnp.where(is_kept(scores, ids, score[:, None], last[:, None]), whole, 0)
+    part, total = _totals([kept, whole], axis)
+    return Threshold(score, last, part / total)
 
 
 def _by_digits(scores: Array, top_k: Array, top_p: Array, axis: str | None) -> Threshold:

@@ -46,6 +46,7 @@ from specrl_jax.draft.tree import map_nodes
 from specrl_jax.model import tiny, transformer, weights
 from specrl_jax.rollout.engine import Result
 from specrl_jax.structs import DraftTree
+from specrl_jax.verify.truncation import threshold
 
 ARCH = tiny_arch(hidden_size=8, num_heads=2, num_kv_heads=1, num_layers=1, tied=False)
 SMALL_PARAMS = tiny_params(ARCH, seed=7)
@@ -154,8 +155,8 @@ class Bench:
         self.plain = make_engine(ACTOR, self.task, batch=5, truncates=True)
         self.plain.compile(ACTOR_PARAMS)
         self.drafting = make_engine(
-            ACTOR, self.task, drafter=small_lm(arch, DEPTH, branch, nodes), batch=4, min_batch=2,
-            controller=pausing(self.course, branch), truncates=True)
+            ACTOR, self.task, drafter=small_lm(arch, DEPTH, branch, nodes, truncate=threshold),
+            batch=4, min_batch=2, controller=pausing(self.course, branch), truncates=True)
         self.drafting.compile(ACTOR_PARAMS, tiny_params(arch))
 
     def drafts(self, own: Any, pauses: bool, **mix: Any) -> Result:
@@ -173,10 +174,13 @@ def bench() -> Bench:
     return Bench()
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.0, 1.5])
+@pytest.mark.parametrize("sampling", [
+    {"temperature": 1.0}, {"temperature": 0.0}, {"temperature": 1.5},
+    {"temperature": 1.0, "top_k": 4}, {"temperature": 1.5, "top_k": 9, "top_p": 0.8}], ids=str)
 @pytest.mark.ci
-def test_actor_as_its_own_drafter_is_always_accepted(bench: Bench, temperature: float) -> None:
-    result = bench.drafts(ACTOR_PARAMS, False, temperature=temperature)
+def test_actor_as_its_own_drafter_is_always_accepted(
+        bench: Bench, sampling: dict[str, float]) -> None:
+    result = bench.drafts(ACTOR_PARAMS, False, **sampling)
     assert (result.sequences.commits[:, : bench.task.response // (DEPTH + 1)] == DEPTH + 1).all()
     assert result.counters["committed"] == (DEPTH + 1) * result.counters["row_rounds"]
 

@@ -108,6 +108,24 @@ def test_text_comes_whole_characters_at_a_time():
     assert written == ["a", "é", "€"] and stream.text == "aé€"
 
 
+@pytest.mark.parametrize("text, stop, shown, tokens", [
+    ("one\n\ntwo", ("\n\n",), "one", 5), ("one\ntwo", ("\n\n",), "one\ntwo", 7),
+    ("abcabd", ("abd", "zz"), "abc", 6), ("aab", ("ab", "b"), "a", 3), ("x\n", ("\n\n",), "x\n", 2),
+    ("é€é", ("€",), "é", 5), ("stop", ("stop",), "", 4)])
+@pytest.mark.parametrize("at_once", [1, 3, 99])
+def test_stop_string_ends_text_however_many_tokens_come(
+        text: str, stop: tuple[str, ...], shown: str, tokens: int, at_once: int) -> None:
+    tokenizer, written = byte_tokenizer(), []
+    stream = generate.Stream(tokenizer.stream(), written.append, stop)
+    ids = np.asarray([tokenizer.encode(text)])
+    for length in (*range(at_once, ids.size, at_once), ids.size):
+        if stream.write_new(ids, [length]):
+            break
+    stream.close()
+    assert "".join(written) == stream.text == shown
+    assert stream.tokens == tokens and stream.ended == any(s in text for s in stop)
+
+
 @pytest.mark.ci
 def test_text_is_the_same_with_and_without_speculation(command):
     ask = ("generate.py", "--prompt=What is 1 + 1?", *TINY, "--config.rollout.max_new_tokens=60",

@@ -3,6 +3,7 @@
 import base64
 import math
 import re
+import tracemalloc
 from html.parser import HTMLParser
 from types import SimpleNamespace
 from xml.etree import ElementTree
@@ -12,7 +13,7 @@ import pytest
 
 from specrl_jax.config import Config, ConfigError, as_dict
 from specrl_jax.io import report
-from specrl_jax.io.metrics import Writer, write_config
+from specrl_jax.io.metrics import SAMPLES, Writer, encode, write_config
 
 METRICS = {"reward/mean": 0.5, "reward/std": 0.25, "loss": -0.1, "rollout/accept_length": 2.0,
            "rollout/tokens_per_second": 100.0, "rollout/logprob_gap": 1e-6, "time/rollout": 6.0,
@@ -136,3 +137,24 @@ def test_report_without_steps_is_refused(tmp_path):
 def test_report_of_nan_metrics_is_written(tmp_path):
     html = page(run(tmp_path, 2, METRICS | {"loss": math.nan, "reward/mean": math.nan}))
     assert "<td>nan, nan</td>" in html and "<code>loss</code>" in html
+
+
+def test_samples_alternate_best_and_worst_of_the_last_step(tmp_path):
+    samples = [SAMPLE | {"step": s, "sample_id": i, "reward": r, "tokens": [7] * (i + 1)}
+               for s, rewards in ((0, [9.0]), (1, [0.0, 1.0, 0.25, 0.5]))
+               for i, r in enumerate(rewards)]
+    (tmp_path / SAMPLES).write_text("".join(map(encode, samples)))
+    found = report.summarize(tmp_path)
+    assert [s["reward"] for s in report.pick_samples(found.last)] == [1.0, 0.0, 0.5, 0.25]
+    assert found.lengths == {1: 2, 2: 1, 3: 1, 4: 1}
+
+
+def test_samples_are_read_one_by_one(tmp_path, monkeypatch):
+    """Of 100,000 samples, only those of one step are held."""
+    samples = (SAMPLE | {"step": i // 100, "completion": "x" * 1000} for i in range(100_000))
+    monkeypatch.setattr(report, "read_samples", lambda workdir: samples)
+    tracemalloc.start()
+    found = report.summarize(tmp_path)
+    assert found.lengths.total() == 100_000 and len(found.last) == 100
+    assert tracemalloc.get_traced_memory()[1] < 2**20
+    tracemalloc.stop()

@@ -55,6 +55,14 @@ def test_long_prompts_are_refused_or_dropped_and_counted() -> None:
         make([], width=10, long_prompts="drop")
 
 
+def test_stop_strings_are_refused_where_answers_are_judged() -> None:
+    config = Config(data=DataConfig(name=f"{__name__}:riddles"), rollout=RolloutConfig(stop=("x",)))
+    with pytest.raises(ConfigError, match=r"rollout.stop = \('x',\): only generate.py ends"):
+        make_prompts(config, byte_tokenizer(), print)
+    with pytest.raises(ConfigError, match="rollout.stop = .*: an empty string ends every answer"):
+        RolloutConfig(stop=("",))
+
+
 def test_prompt_without_tokens_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="the prompt of example 0 has no tokens"):
         make([], "")

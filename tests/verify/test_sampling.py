@@ -15,7 +15,7 @@ from helpers import no_device
 from specrl_kernels.gumbel_argmax import xla
 
 from specrl_jax.prng import gumbel
-from specrl_jax.verify import sampling, truncation
+from specrl_jax.verify import reference, sampling, truncation
 
 
 def draw(logits: Any, temperature: Any = 1.0, top_k: Any = 0, top_p: Any = 1.0, key: Any = None,
@@ -181,3 +181,26 @@ WRONG: dict[str, Callable[..., Any]] = {
 @pytest.mark.parametrize("wrong", WRONG)
 def test_wrong_noise_is_noticed(wrong: str) -> None:
     assert deviations_of(drawn(WRONG[wrong], 1.0, 0, 1.0), processed(LOGITS, 1.0, 0, 1.0))
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+@pytest.mark.parametrize("min_p, top_k, top_p", [
+    (0.3, 0, 1.0), (0.05, 7, 0.9), (0.9, 3, 0.5), (1e-9, 0, 1.0), (1.0, 0, 1.0)])
+def test_min_p_draws_and_weighs_what_the_reference_keeps(
+        platform: str, min_p: float, top_k: int, top_p: float) -> None:
+    width, vocab = 40, 37
+    rng = np.random.default_rng(3)
+    logits = rng.normal(size=(vocab, width)).astype(np.float32) * 2
+    heat, key = np.full(width, 0.8, np.float32), np.arange(2 * width).reshape(width, 2)
+    position = np.arange(width)
+    with no_device(platform):
+        found = jax.jit(functools.partial(sampling.draw, min_p=min_p))(
+            logits, heat, full(top_k, width, np.int32), full(top_p, width, np.float32),
+            jnp.asarray(key, jnp.uint32), position)
+    noise = np.asarray(gumbel(jnp.asarray(key, jnp.uint32), position, jnp.arange(vocab)))
+    for i in range(width):
+        assert found.token[i] == reference.draw(logits[:, i], noise[i], 0.8, top_k, top_p, min_p)
+    mass = np.exp((logits - logits.max(0)) / np.float32(0.8))
+    if top_k == 0 and top_p == 1:
+        np.testing.assert_allclose(found.top_p_mass, np.where(mass >= min_p, mass, 0).sum(0)
+                                   / mass.sum(0), rtol=1e-5)

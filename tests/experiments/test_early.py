@@ -1,0 +1,104 @@
+"""Scripts end with a line at any moment, and print any character."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.experiments.conftest import ROOT, environment
+
+SCRIPTS = ("bench_controller", "compare_runs", "eval", "explain", "export", "generate", "staleness",
+           "train", "train_drafter")
+SLOW = "import time; print('importing', flush=True); time.sleep(60)"
+
+
+def start(*arguments: object, **variables: str) -> subprocess.Popen:
+    return subprocess.Popen([sys.executable, *map(str, arguments)], text=True,
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT,
+                            env=environment() | variables)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_signal_during_imports_ends_a_script_with_a_line(script: str, tmp_path: Path) -> None:
+    for package in ("absl", "rich"):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").write_text(SLOW)
+    path = os.pathsep.join([str(tmp_path), environment()["PYTHONPATH"]])
+    number = signal.SIGINT if len(script) % 2 else signal.SIGTERM
+    process = start(ROOT / "experiments" / f"{script}.py", PYTHONPATH=path)
+    try:
+        assert process.stdout is not None and process.stdout.readline() == "importing\n"
+        process.send_signal(number)
+        _, error = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert (process.returncode, error) == (130, "\nstopped\n")
+
+
+def test_second_signal_does_not_interrupt_the_way_out() -> None:
+    code = """
+import sys, time
+sys.path.insert(0, "experiments")
+import early
+def main():
+    try:
+        print("running", flush=True)
+        time.sleep(60)
+    finally:
+        print("leaving", flush=True)
+        time.sleep(0.5)
+        print("left", flush=True)
+sys.exit(early.until_stopped(main))
+"""
+    process = start("-c", code)
+    try:
+        assert process.stdout is not None
+        for line in ("running\n", "leaving\n"):
+            assert process.stdout.readline() == line
+            process.send_signal(signal.SIGINT)
+            time.sleep(0.1)
+        out, error = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert (process.returncode, out, error) == (130, "left\n", "\nstopped\n")
+
+
+def test_output_takes_any_character_whatever_its_encoding() -> None:
+    code = """
+import sys
+sys.path.insert(0, "experiments")
+sys.argv[0] = "experiments/generate.py"
+import early
+from rich.console import Console
+from rich.table import Table
+print("a\\xe9\\u20ac\\ud800")
+table = Table("\\xe9")
+table.add_row("\\u20ac")
+Console().print(table)
+"""
+    process = start("-c", code, PYTHONIOENCODING="ascii", PYTHONUTF8="0")
+    out, error = process.communicate(timeout=60)
+    assert process.returncode == 0, error
+    assert out.startswith("a\\xe9\\u20ac\\ud800\n") and "\\u20ac" in out.splitlines()[-2]
+
+
+def test_settings_of_jax_that_break_programs_are_undone_and_told() -> None:
+    code = """
+import sys
+sys.path.insert(0, "experiments")
+import config_flags
+config_flags.settle_jax()
+import jax.numpy as jnp
+print(jnp.ones(1).dtype, (jnp.ones(1) + jnp.ones(1, "int32")).dtype)
+"""
+    process = start("-c", code, JAX_ENABLE_X64="1", JAX_NUMPY_DTYPE_PROMOTION="strict")
+    out, error = process.communicate(timeout=120)
+    assert out == "float32 float32\n", error
+    assert error.splitlines() == [
+        "WARNING: JAX_ENABLE_X64 = True: set to False, with which the programs were written",
+        "WARNING: JAX_NUMPY_DTYPE_PROMOTION = strict: set to standard, with which the programs "
+        "were written"]
