@@ -33,7 +33,7 @@ def resolve(config: Config, flag_values: flags.FlagValues = flags.FLAGS) -> tupl
     if flag_values.workdir is not None:
         raise ConfigError(f"--workdir={flag_values.workdir}: this script writes no run; name the "
                           f"run to read with --run=DIR")
-    sharding.devices()
+    sharding.all_devices()
     if flag_values.run is None:
         return config, open_actor(config, step=flag_values.step)
     if flag_values["config"].present:

@@ -74,7 +74,7 @@ def training_steps(config: Config, workdir: Path, stop: Callable[[], bool] = nev
     overlapped updates of a drafter may still be running.
     """
     began = time.perf_counter()
-    sharding.devices()  # refused here rather than where JAX is first used
+    sharding.all_devices()  # refused here rather than where JAX is first used
     described = config_lib.as_dict(config)
     resume.check_config(workdir, described, resume.EQUAL)
     source = weights.describe_source(config.model.path, family=config.model.family)

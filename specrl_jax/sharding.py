@@ -36,7 +36,7 @@ LEARNER_RULES: Rules = ROLLOUT_RULES | {"embed": FSDP}
 MOMENT_RULES: Rules = ROLLOUT_RULES | {"embed": ROWS}  # of the optimiser: ZeRO over all data shards
 
 
-def devices() -> list[Any]:
+def all_devices() -> list[Any]:
     """Returns all devices of all processes.
 
     Raises:
@@ -54,7 +54,7 @@ def devices() -> list[Any]:
                           f"unset it, set cpu, or install JAX for the device") from error
 
 
-def make_mesh(config: MeshConfig, others: Sequence[Any] | None = None) -> Mesh:
+def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     """Returns the mesh ("data", "fsdp", "tensor") over all devices of all processes.
 
     Args:
@@ -63,14 +63,15 @@ def make_mesh(config: MeshConfig, others: Sequence[Any] | None = None) -> Mesh:
     Raises:
       ConfigError: the sizes do not multiply to the number of devices used.
     """
-    found = devices() if others is None else others
+    there = devices is None
+    devices = all_devices() if devices is None else devices
     shape = (config.data, config.fsdp, config.tensor)
     size, name = math.prod(shape), "x".join(map(str, shape))
-    check(size <= len(found), "mesh", name, f"needs {size} devices, {len(found)} are there")
-    check(size == len(found) or others is None and jax.process_count() == 1, "mesh", name,
-          f"all {len(found)} devices must be used; "
+    check(size <= len(devices), "mesh", name, f"needs {size} devices, {len(devices)} are there")
+    check(size == len(devices) or there and jax.process_count() == 1, "mesh", name,
+          f"all {len(devices)} devices must be used; "
           "set mesh.data x mesh.fsdp x mesh.tensor to their number")
-    grid = np.asarray(found[:size]).reshape(shape)
+    grid = np.asarray(devices[:size]).reshape(shape)
     return Mesh(grid, (*ROWS, "tensor"), axis_types=(AxisType.Auto,) * 3)
 
 

@@ -81,7 +81,7 @@ def json_files(place: Path) -> None:
 
 def evaluation() -> dict[str, Any]:
     return {"problems": [0, 1], "questions_sha256": "x", "correct": [[1], [0]],
-            "data": {"name": "a", "level": "b", "split": "c"}}
+            "reward": "exact", "data": {"name": "a", "level": "b", "split": "c"}}
 
 
 # What reads them: every way in which a user comes to them.

@@ -113,6 +113,8 @@ def test_minibatches_are_optimiser_steps_over_parts(monkeypatch: pytest.MonkeyPa
     other.reference = trainer.reference
     other.state = jax.tree.map(jnp.copy, trainer.state)
     left, right = (one.learn(first[1], advantage) for one in (trainer, other))
+    for told in (left, right):
+        assert told.pop("learn/tokens_per_second") > 0
     assert left == right and left["applied"] == 1 and left["policy/clip_fraction"] >= 0
     jax.tree.map(np.testing.assert_array_equal, trainer.state, other.state)
 

@@ -64,7 +64,7 @@ class _Worker:
         self.request, self._report = request, report
         self.about: Json = {}
         self.refused, self.found = "", []
-        self.thread = threading.Thread(target=self._run)
+        self.thread = threading.Thread(target=self._run, daemon=True)
 
     def _run(self) -> None:
         while self._once():
@@ -82,10 +82,11 @@ class _Worker:
             os.close(writing)
             assert process.stdin is not None
             skip = [one["program"] for one in self.found]
-            process.stdin.write(json.dumps(self.request | {"skip": skip}))
-            process.stdin.close()
+            process.stdin.write(json.dumps(self.request | {"skip": skip}) + "\n")
+            process.stdin.flush()  # and open: the process ends with this one
             self._listen(reading)
             code = process.wait()
+            process.stdin.close()
             if code == 0 or self.refused:
                 return False
             log.seek(0)

@@ -1,5 +1,7 @@
 """The process that compiles: reads a request from stdin, writes a line of JSON for each event.
 
+It ends with whoever started it: when stdin does.
+
     {"programs": [...], "resident": {...}}   what there is
     {"begin": "launch 16"}                   so that whoever started it knows what a crash was about
     {"counted": {...}, "path": "..."}        what is known of it before the compiler runs
@@ -10,6 +12,7 @@
 import json
 import os
 import sys
+import threading
 from pathlib import Path
 from typing import TextIO
 
@@ -25,7 +28,8 @@ FD = "SPECRL_EVENTS"  # number of the file that events are written to
 
 def main() -> None:
     """Runs one request."""
-    request = json.load(sys.stdin)
+    request = json.loads(sys.stdin.readline())
+    threading.Thread(target=_end_with_stdin, daemon=True).start()
     with os.fdopen(int(os.environ[FD]), "w", encoding="utf-8") as events:
         try:
             compile_all(request, events)
@@ -83,6 +87,11 @@ def _described(run: programs.Run) -> tuple[list[Program], list[Json]]:
         except Exception as error:  # noqa: BLE001  whatever tracing raises is a finding
             failed.append({"program": f"{name} (tracing)", "error": findings.one_line(error)})
     return found, failed
+
+
+def _end_with_stdin() -> None:
+    sys.stdin.read()
+    os._exit(1)
 
 
 def _say(events: TextIO, event: Json) -> None:

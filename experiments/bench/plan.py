@@ -32,12 +32,14 @@ from .planning.work import Model
 NEEDS_MODEL = False
 ROUND_SECONDS = 1e-3  # of a round's small operations on a CPU
 BASE = {"model.path": "random:deep", "prompts_per_step": 4, "group_size": 4,
-        "learner.packing": "sequence", "control.policy": "off", "rollout.min_batch": 1}
-DRAFTER = {"spec.drafter": "eagle", "distill.when": "interval", "distill.batch": 16,
-           "distill.micro_batch": 4, "distill.updates": 2}
+        "learner.packing": "sequence", "control.policy": "off"}
+DRAFTER = {"spec.drafter": "eagle", "control.policy": "fixed", "spec.depth": 0,
+           "distill.when": "interval", "distill.batch": 16, "distill.micro_batch": 4,
+           "distill.updates": 2}
 CASES: dict[str, dict[str, Any]] = {  # rows, micro-batch, longest response, further fields
     f"{rows} rows, micro-batch {micro}, {longest} tokens" + ", drafter" * bool(more): {
-        "rollout.batch_size": rows, "learner.micro_batch": micro,
+        "rollout.batch_size": rows, "rollout.min_batch": rows, "spec.max_packed": rows,
+        "learner.micro_batch": micro,
         "rollout.max_new_tokens": longest, "spec.drafter": "off", **more}
     for rows, micro, longest, more in (
         (16, 16, 32, {}), (4, 16, 32, {}), (1, 16, 32, {}), (4, 4, 32, {}), (4, 16, 32, DRAFTER),

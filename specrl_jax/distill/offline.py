@@ -197,7 +197,7 @@ def train_drafter(config: Config, options: DrafterTraining, workdir: Path,
     Raises:
       ConfigError: an option cannot work.
     """
-    sharding.devices()
+    sharding.all_devices()
     actor = actor or open_actor(config)
     description = as_dict(config) | {"drafter_training": as_dict(options), "actor": {
         "run": actor.run and str(actor.run), "step": actor.step}}

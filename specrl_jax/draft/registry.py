@@ -12,6 +12,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -29,7 +30,7 @@ from specrl_jax.draft.recorded import replay, replay_params
 from specrl_jax.draft.small_lm import small_lm
 from specrl_jax.draft.trainable import TrainableDrafter
 from specrl_jax.model import weights
-from specrl_jax.model.architecture import Architecture
+from specrl_jax.model.architecture import Architecture, is_param
 from specrl_jax.model.tokenizer import Tokenizer
 from specrl_jax.structs import DrafterParams, Params
 
@@ -60,6 +61,7 @@ class DrafterContext:
     drawn: bool = False  # the rule tests drafts as samples: trees need a `proposal`
     known_tokenizer: Tokenizer | None = None  # the actor's
     truncate: Truncate | None = None  # how rows are truncated; None where none is
+    blank: bool = False  # random weights are zeros that take no memory: only shapes are read
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -122,7 +124,7 @@ class DrafterSet:
 
 def make(config: Config, arch: Architecture, stop: Sequence[int], group: int,
          warn: Callable[[str], None], tokenizer: Tokenizer | None = None, *, drawn: bool = False,
-         truncate: Truncate | None = None) -> DrafterSet:
+         truncate: Truncate | None = None, blank: bool = False) -> DrafterSet:
     """Builds the drafter of spec.drafter.
 
     Args:
@@ -132,6 +134,7 @@ def make(config: Config, arch: Architecture, stop: Sequence[int], group: int,
       tokenizer: the actor's, which a small model must share; None is that of config.model.path.
       drawn: the rule of spec.rule tests drafts as samples of a distribution (`needs_proposal`).
       truncate: finds what top-k and top-p keep; None where no row is truncated.
+      blank: see DrafterContext.
 
     Raises:
       ConfigError: a name is unknown, weights are missing or do not fit the actor, or sizes cannot
@@ -144,7 +147,8 @@ def make(config: Config, arch: Architecture, stop: Sequence[int], group: int,
     if config.control.policy == "off":
         return DrafterSet(off(), (DrafterPart("off", off()),))
     parts = tuple(
-        factory(DrafterContext(config, arch, stop, group, origin, warn, drawn, tokenizer, truncate))
+        factory(DrafterContext(config, arch, stop, group, origin, warn, drawn, tokenizer, truncate,
+                               blank))
         for origin, factory in enumerate(factories))
     for part in parts:
         check(isinstance(part, DrafterPart), "spec.drafter", spec.drafter,
@@ -225,7 +229,10 @@ def _head(context: DrafterContext) -> tuple[EagleArch, DrafterParams, str]:
                      "accept little; train one with experiments/train_drafter.py")
         head = EagleArch(actor=arch, draft_vocab=config.draft.vocab)
         vocab = eagle_model.choose_vocab(np.zeros(arch.vocab_size), head.draft_vocab, stop)
-        return head, {"weights": eagle_model.initialize(head, config.seed), "vocab": vocab}, ""
+        drawn = (jax.tree.map(lambda p: np.broadcast_to(np.float32(0), p.shape),
+                              eagle_model.describe(head), is_leaf=is_param)
+                 if context.blank else eagle_model.initialize(head, config.seed))
+        return head, {"weights": drawn, "vocab": vocab}, ""
     try:
         head, own, warnings, made_for = eagle_weights.load(path, arch, stop)
     except ConfigError as error:

@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from specrl_jax.config import ConfigError
-from specrl_jax.io.metrics import flat, read_config, read_metrics, read_samples
+from specrl_jax.io.metrics import check_sample, flat, read_config, read_metrics, read_samples
 from specrl_jax.io.resume import EQUAL, FREE, among
 from specrl_jax.structs import Json
 
 # Metrics of a step that differ as soon as a weight, a log-probability or a gradient does.
 BITS = ("checksum/policy", "rollout/logprob", "rollout/logprob_gap_max", "loss", "grad_norm")
+
+COMPARED = {"prompt_id": int, "occurrence": int, "sample_id": int, "prompt": str, "tokens": list}
 
 Key = tuple[int, int, int]  # prompt id, occurrence, sample id
 
@@ -118,5 +120,11 @@ def equal_bits(a: Path, b: Path, steps: Sequence[int]) -> int:
 
 
 def _by_step(run: Path) -> Iterator[tuple[int, dict[Key, Json]]]:
-    for step, records in itertools.groupby(read_samples(run), key=lambda r: r["step"]):
+    for step, records in itertools.groupby(_samples(run), key=lambda r: r["step"]):
         yield step, {(r["prompt_id"], r["occurrence"], r["sample_id"]): r for r in records}
+
+
+def _samples(run: Path) -> Iterator[Json]:
+    for sample in read_samples(run):
+        check_sample(run, sample, COMPARED)
+        yield sample

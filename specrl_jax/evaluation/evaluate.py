@@ -177,6 +177,14 @@ def read_evaluation(path: Path) -> Json:
     for name in ("problems", "questions_sha256", "correct", "data"):
         if not isinstance(stored, dict) or name not in stored:
             raise ConfigError(f"{path}: no {name} in it; give a file that eval.py --out wrote")
+    try:
+        whole = np.asarray(stored["correct"], np.float64).ndim == 2 and (
+            len(stored["problems"]) == len(stored["correct"])) and (
+            {"name", "level", "split"} <= stored["data"].keys())
+    except (TypeError, ValueError, AttributeError):
+        whole = False
+    check(whole, "--baseline", str(path), "its correct, problems or data are of another type; give "
+          "a file that eval.py --out wrote")
     return stored
 
 

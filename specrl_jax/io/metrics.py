@@ -16,9 +16,10 @@ import contextlib
 import json
 import math
 import os
+import reprlib
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,15 @@ def read_metrics(workdir: str | Path) -> list[Record]:
 def read_samples(workdir: str | Path) -> Iterator[Json]:
     """Yields the objects of samples.jsonl, as `read_metrics` returns those of metrics.jsonl."""
     return _read(Path(workdir) / SAMPLES)
+
+
+def check_sample(workdir: str | Path, sample: Json, fields: Mapping[str, Any]) -> None:
+    """Raises ConfigError unless a sequence's record has these fields, of these types."""
+    for name, kinds in fields.items():
+        if not isinstance(sample.get(name), kinds):
+            raise ConfigError(f"{Path(workdir) / SAMPLES}: {name!r} is missing in step "
+                              f"{sample['step']}, or of another type: "
+                              f"{reprlib.repr(sample.get(name))}")
 
 
 def _read(path: Path) -> Iterator[Json]:

@@ -17,13 +17,21 @@ from matplotlib.ticker import MaxNLocator
 from specrl_jax.config import ConfigError
 from specrl_jax.io.files import write_atomically
 from specrl_jax.io.launches import recorded
-from specrl_jax.io.metrics import METRICS, SAMPLES, flat, read_config, read_metrics, read_samples
+from specrl_jax.io.metrics import (
+    METRICS,
+    check_sample,
+    flat,
+    read_config,
+    read_metrics,
+    read_samples,
+)
 
 REPORT = "report.html"
 PAGE = Path(__file__).with_name("report_page.html")  # the template
 RELIABILITY = "rollout/reliability"
 REQUIRED = ("step", "reward/mean")
-REQUIRED_OF_SAMPLES = ("prompt_id", "sample_id", "prompt", "completion", "tokens", "reward")
+SHOWN = {"prompt_id": int, "sample_id": int, "prompt": str, "completion": str,
+         "tokens": (list, int), "reward": (int, float)}  # of a sample
 BLUE, YELLOW, GREEN, RED, GREY = "#4269d0", "#efb118", "#3ca951", "#ff725c", "#9c9c9c"
 COLORS = {"rollout": BLUE, "reward": YELLOW, "learn": GREEN, "distill": "#a463f2", "other": GREY}
 BINS, SAMPLES_SHOWN, TEXT_SHOWN = 40, 8, 1200
@@ -50,7 +58,10 @@ def write_report(workdir: str | Path) -> Path:
     if not rows:
         raise ConfigError(f"{workdir / METRICS}: no steps: run at least one first")
     for row in rows:
-        _check(workdir / METRICS, row, REQUIRED)
+        for key in REQUIRED:
+            if key not in row:
+                raise ConfigError(f"{workdir / METRICS}: {key!r} is missing in step {row['step']}: "
+                                  f"a report needs {', '.join(REQUIRED)}")
     samples = summarize(workdir)
     config = read_config(workdir) or {}
     figures, missing = _figures(rows, samples)
@@ -67,19 +78,12 @@ def summarize(workdir: Path) -> Samples:
     """Reads the samples of a run one by one: all of them may be gigabytes."""
     lengths, last = collections.Counter[int](), list[Mapping[str, Any]]()
     for sample in read_samples(workdir):
-        _check(workdir / SAMPLES, sample, REQUIRED_OF_SAMPLES)
+        check_sample(workdir, sample, SHOWN)
         lengths[token_count(sample)] += 1
         if last and last[0]["step"] != sample["step"]:
             last.clear()
         last.append(sample)
     return Samples(lengths, last)
-
-
-def _check(path: Path, row: Mapping[str, Any], required: tuple[str, ...]) -> None:
-    for key in required:
-        if key not in row:
-            raise ConfigError(f"{path}: {key!r} is missing in step {row['step']}: "
-                              f"a report needs {', '.join(required)}")
 
 
 def totals(rows: Rows, samples: Samples) -> list[tuple[str, str]]:
@@ -130,8 +134,14 @@ def token_count(sample: Mapping[str, Any]) -> int:
 
 
 def column(rows: Rows, key: str) -> np.ndarray:
-    """Returns one metric of all steps, f64[steps]; NaN where it is absent."""
-    return np.array([row.get(key, np.nan) for row in rows], dtype=float)
+    """Returns one metric of all steps, f64[steps]; NaN where it is absent. Raises ConfigError if it
+    is no number."""
+    values = [row.get(key, np.nan) for row in rows]
+    for row, value in zip(rows, values, strict=True):
+        if not isinstance(value, int | float):
+            raise ConfigError(f"{METRICS}: {key} = {value!r} in step {row['step']}: is no number; "
+                              f"restore the file from a copy")
+    return np.array(values, dtype=float)
 
 
 def pick_samples(last: Rows) -> Rows:

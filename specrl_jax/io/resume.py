@@ -27,7 +27,7 @@ LOSS, SPEED = "losses within rounding", "accept lengths and times not"
 # By name, or by whole section; those of SPEED change the law of tokens under a rule but `match`.
 EQUAL: Mapping[str, str] = {
     "learner.micro_batch": LOSS, "learner.packing": LOSS, "learner.tokens_per_row": LOSS,
-    "learner.remat": LOSS, "mesh": LOSS,
+    "learner.remat": LOSS, "learner.moments": LOSS, "mesh": LOSS,
     "rollout.batch_size": SPEED, "rollout.min_batch": SPEED, "rollout.rounds_per_launch": SPEED,
     "rollout.order": SPEED, "rollout.max_prompt_tokens": SPEED, "spec": SPEED, "draft": SPEED,
     "distill": SPEED, "control": SPEED}

@@ -108,7 +108,7 @@ def run_config(run: Path) -> Config:
 def fit_mesh(config: Config, say: Callable[[str], None]) -> Config:
     """Returns a run's config for reading it here: on one device, with a line to `say`, where the
     run's mesh has more than there are."""
-    if config.mesh.size <= len(sharding.devices()):
+    if config.mesh.size <= len(sharding.all_devices()):
         return config
     say(f"mesh: the run's {config.mesh.size} devices are not here; using one, which changes no "
         f"result but by rounding (--config.mesh.data, fsdp and tensor set others)")

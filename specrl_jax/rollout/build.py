@@ -27,9 +27,11 @@ from specrl_jax.verify.registry import RULES
 
 def build(config: Config, arch: Architecture, stop: Sequence[int], mesh: Mesh, *, prompts: int,
           group: int, warn: Callable[[str], None], tokenizer: Tokenizer | None = None,
-          wrap: Callable[[Drafter], Drafter] = lambda drafter: drafter
+          wrap: Callable[[Drafter], Drafter] = lambda drafter: drafter, blank: bool = False
           ) -> tuple[DrafterSet, Engine]:
     """Returns what drafts and the engine of a rollout; for the arguments see `Sampler`.
+
+    With `blank` only the shapes of the drafter's random weights can be read.
 
     Raises:
       ConfigError: a value cannot work.
@@ -45,7 +47,7 @@ def build(config: Config, arch: Architecture, stop: Sequence[int], mesh: Mesh, *
                           drawn=RULES.resolve(config.spec.rule).needs_proposal,
                           truncate=functools.partial(
                               truncation.threshold, min_p=config.rollout.min_p)
-                          if truncates(config) else None)
+                          if truncates(config) else None, blank=blank)
     drafter = wrap(found.drafter)
     shapes = Shapes(
         batch=config.rollout.batch_size // shards, sequences=prompts * group // shards,

@@ -15,17 +15,10 @@ def append(cache: Cache, path: Path, count: Array) -> Cache:
 def record(sequences: Sequences, verdict: Verdict, frontier: Frontier) -> Sequences:
     """Adds a round's tokens and log-probabilities to the sequences that the rows hold.
 
-<<<<<<< HEAD
     Fields [Q] are updated by comparison: a TPU writes a scatter's entries one after the other, and
     libtpu 0.0.42 aborts where a gather and a scatter share their indices. Fields [Q, T] are written
     at indices that are unique beyond the end, too, where they are dropped: of others XLA makes a
     loop where results must repeat (XLA_FLAGS=--xla_gpu_deterministic_ops).
-=======
-    What lies beyond the end is dropped. Indices are unique there, too: of others XLA makes a loop
-    where results must repeat (XLA_FLAGS=--xla_gpu_deterministic_ops). Fields [Q] are updated by
-    comparison: a TPU writes a scatter's entries one after the other, and libtpu 0.0.42 aborts where
-    a gather and a scatter share their indices.
->>>>>>> presets
     """
     (total, buffer), (batch, width) = sequences.tokens.shape, verdict.tokens.shape
     seq = jnp.where(frontier.live, frontier.seq, total + jnp.arange(batch))

@@ -99,7 +99,7 @@ ENTRY %main (a: bf16[8,1024]) -> bf16[8,1024] {
 """
 
 
-def test_module_operations_count_a_body_once_and_the_largest_branch() -> None:
+def test_module_counts_a_body_once_and_the_largest_branch() -> None:
     module = hlo.parse(MODULE)
     # while + (copy, fusion, copy, all-reduce) + compare; conditional + 2; fusion; copy
     assert hlo.operations(module) == 1 + 4 + 1 + 1 + 2 + 1 + 1
@@ -226,7 +226,7 @@ def test_numerics_for_another_platform_are_refused(
 
 CRASH = """
 import json, os, sys
-request, out = json.load(sys.stdin), os.fdopen(int(os.environ["SPECRL_EVENTS"]), "w")
+request, out = json.loads(sys.stdin.readline()), os.fdopen(int(os.environ["SPECRL_EVENTS"]), "w")
 say = lambda event: (out.write(json.dumps(event) + chr(10)), out.flush())
 say({"programs": ["launch 4", "update"], "devices": 4, "resident": {}})
 for title in ("launch 4", "update"):
@@ -267,14 +267,14 @@ def test_program_that_fits_has_no_failure() -> None:
     assert findings.failures(FITS) == []
 
 
-def test_program_that_does_not_fit_says_how_much_and_what_to_change() -> None:
+def test_program_that_does_not_fit_says_how_much_and_why() -> None:
     line, = findings.failures(FITS | {"peak": 12 * GIB})
     assert line == ("update: does not fit: 15.00 GiB of 14.00, 1.00 too much: 12.00 of its own "
                     "beside cache 3.00; lower learner.micro_batch, set learner.remat, or raise "
                     "mesh.fsdp or mesh.tensor")
 
 
-def test_compiler_without_memory_says_how_much_and_what_to_change() -> None:
+def test_compiler_without_memory_says_how_much() -> None:
     error = findings.one_line(RuntimeError(
         "RESOURCE_EXHAUSTED: Ran out of memory.\nUsed 26.13G of 15.75G hbm. Exceeded hbm capacity "
         "by 10.38G.\n\nTotal hbm usage"))

@@ -78,7 +78,8 @@ def test_data_of_a_run_is_recorded_and_compared(tmp_path):
         resume.check_data(tmp_path, {"training": "a"})
 
 
-LAYOUT = {"learner__micro_batch": 8, "learner__remat": True, "learner__packing": "sequence",
+LAYOUT = {"learner__micro_batch": 8, "learner__moments": "host", "learner__remat": True,
+          "learner__packing": "sequence",
           "mesh__data": 2, "mesh__fsdp": 2, "mesh__tensor": 2}
 SPEED = {"rollout__batch_size": 8, "rollout__order": "reversed", "spec__drafter": "off",
          "spec__depth": 2, "draft__path": "x", "control__cost_table": "x", "control__policy": "off",

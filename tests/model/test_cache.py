@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import tiny_arch
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from specrl_jax.model import cache
 from specrl_jax.model.cache import SegmentedKV
@@ -122,3 +123,55 @@ def test_attention_reads_the_layer_and_its_tree(platform: str, implementation: s
                 weight = np.exp(score - score.max(1, keepdims=True))
                 want = (weight / weight.sum(1, keepdims=True)) @ values[:, g]
                 np.testing.assert_allclose(got[g, ..., w], want, rtol=0, atol=1e-5)
+
+
+def primitives(jaxpr: Any) -> list[str]:
+    """The primitives of a jaxpr and of those inside, except of kernels."""
+    found = []
+    for equation in jaxpr.eqns:
+        found.append(equation.primitive.name)
+        if found[-1] == "pallas_call":
+            continue
+        for value in jax.tree.leaves(list(equation.params.values()), is_leaf=has_equations):
+            found += primitives(getattr(value, "jaxpr", value)) if has_equations(value) else []
+    return found
+
+
+def has_equations(value: Any) -> bool:
+    return hasattr(value, "eqns") or hasattr(value, "jaxpr")
+
+
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+@pytest.mark.parametrize("implementation", [None, "xla"])
+def test_attention_of_an_accelerator_has_no_branch(platform: str, implementation: str | None
+                                                   ) -> None:
+    """Traced where there is no such device; unasked it is a kernel, by the mesh alone."""
+    arch = tiny_arch(num_heads=2, head_dim=16)
+    kv = cache.shapes(platform, arch, B, 600, jnp.bfloat16)
+    index = np.arange(B, dtype=np.int32)
+    packing = Packing(row=jnp.asarray(index), node=jnp.asarray(index * 0),
+                      place=jnp.asarray(index[:, None]), parent=jnp.zeros((B, 1), jnp.int32))
+
+    def attend(kv: Any, q: Any, k: Any, v: Any, length: Any, layer: Any) -> Any:
+        return kv.reader(arch, packing, length, implementation)(layer, q, k, v)
+
+    q, k = (jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+            for shape in ((2, 1, 16, B), (2, 16, B)))
+    numbers = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((B,), ())]
+    device = AbstractDevice(f"some {platform}", 1, platform)
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+        found = primitives(jax.make_jaxpr(attend)(kv, q, k, k, *numbers).jaxpr)
+    assert not {"while", "cond", "ffi_call"} & set(found)
+    assert ("pallas_call" in found) == (implementation is None)
+
+
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+def test_append_of_an_accelerator_writes_each_array_once(platform: str) -> None:
+    new = jax.ShapeDtypeStruct((D + 1, L, 2, G, E, B), jnp.float32)
+    rows = jax.ShapeDtypeStruct((B,), jnp.int32)
+    kv = cache.shapes(platform, ARCH, B, 150, jnp.float32)
+    found = primitives(jax.make_jaxpr(lambda kv, *args: kv.append(*args))(
+        kv, new, rows, rows).jaxpr)
+    assert not {"while", "scan", "cond"} & set(found)
+    writes = [name for name in found if name.startswith(("scatter", "dynamic_update_slice"))]
+    assert len(writes) == 2

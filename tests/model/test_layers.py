@@ -59,14 +59,14 @@ def test_stacked_layers_compute_what_a_list_does(taps: tuple[int, ...]) -> None:
 
 
 def test_gradients_of_stacked_layers_equal_those_of_a_list() -> None:
-    def loss(params: Any, remat: bool) -> Any:
+    def loss(params: Any, remat: str) -> Any:
         hidden, _, _ = transformer.hidden_states(
-            ARCH, params, TOKENS, *transformer.right_padded(TOKENS.shape, LENGTH), remat)
+            ARCH, params, TOKENS, *transformer.right_padded(TOKENS.shape, LENGTH), remat=remat)
         return jnp.square(transformer.logits(ARCH, params, hidden)).mean()
 
     grad = jax.jit(jax.grad(loss), static_argnums=1)
-    wanted = grad(PARAMS, False)
-    for remat in (False, True):
+    wanted = grad(PARAMS, "none")
+    for remat in ("none", "full"):
         close(layers.arrange(grad(STACKED, remat), stacked=False), wanted)
 
 

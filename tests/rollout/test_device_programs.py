@@ -11,9 +11,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import make_engine, make_task, tiny_arch, tiny_params
+from helpers import (
+    Course,
+    ask,
+    assert_same,
+    make_engine,
+    make_task,
+    tiny_arch,
+    tiny_params,
+    wandering,
+)
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
+from specrl_kernels.dispatch import Device
 
 from specrl_jax import sharding
 from specrl_jax.config import ControlConfig, MeshConfig, SpecOptions
@@ -22,9 +32,11 @@ from specrl_jax.control.protocol import Limits
 from specrl_jax.draft import eagle_model, grow
 from specrl_jax.draft.eagle import eagle
 from specrl_jax.draft.eagle_model import EagleArch
+from specrl_jax.draft.history import history
+from specrl_jax.draft.merge import merge
 from specrl_jax.model import cache, layers
 from specrl_jax.rollout.decode_loop import launch
-from specrl_jax.rollout.engine import Engine
+from specrl_jax.rollout.engine import Engine, Result
 from specrl_jax.rollout.plan import buckets_of
 from specrl_jax.rollout.sampler import publisher
 
@@ -121,6 +133,31 @@ def test_drafted_round_asks_for_a_bucket_as_well(
     assert buckets > 2
     assert asks(traced(engine, platform).jaxpr.jaxpr) == [
         [plain_rounds, catch_up, drafted_rounds]]
+
+
+@pytest.mark.ci
+def test_masked_rounds_draft_the_same_trees(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU runs what accelerators do instead of branching; depths and widths change."""
+    def rolled_out() -> Result:
+        course = Course(NODES, DEPTH, parts=2)
+        drafter = merge([eagle(EAGLE, DEPTH, BRANCH, NODES),
+                         history(depth=DEPTH, branch=1, nodes=NODES, match=2, group=2, origin=1)],
+                        NODES)
+        engine = make_engine(ARCH, make_task(prompts=4), batch=ROWS, drafter=drafter,
+                             controller=wandering(course))
+        params = tiny_params(ARCH)
+        own = drafter.bind(params, ({"weights": eagle_model.initialize(EAGLE, 0),
+                                     "vocab": jnp.arange(DRAFT_VOCAB)}, ()))
+        engine.compile(params, own)
+        engine.control = course.draw()
+        return engine.run(params, ask(make_task(prompts=4), temperature=0.3), own, rounds=3)
+
+    branched = rolled_out()
+    monkeypatch.setattr(sharding, "traced_device", lambda: Device("gpu", "some gpu"))
+    masked = rolled_out()
+    assert_same(branched, masked)
+    assert branched.counters == masked.counters and branched.by_drafter == masked.by_drafter
+    assert all(found["drafted"] for found in branched.by_drafter.values())
 
 
 @PLATFORMS

@@ -279,7 +279,7 @@ def moments(optimizer: Any) -> Any:
 
 def repeatable_metrics(workdir: File) -> list[dict[str, Any]]:
     """A run's metrics but for those that another run of the same config has otherwise."""
-    others = ("time/", "memory/", "compilations", "rollout/tokens_per_second")
+    others = ("time/", "memory/", "compilations", "rollout/tokens_per_second", "learn/")
     return [{name: value for name, value in row.items() if not name.startswith(others)}
             for row in read_metrics(workdir)]
 

@@ -74,11 +74,11 @@ def by_heads(function: Callable[..., Any]) -> Callable[..., Any]:
         def heads(axis: int) -> P:
             return P(*(None,) * axis, split)
 
-        cache, whole = heads(cache_k[0].ndim - 3), P()
-        of_prefix: Any = (heads(1), heads(1), whole, whole)
+        cache, full = heads(cache_k[0].ndim - 3), P()
+        of_prefix: Any = (heads(1), heads(1), full, full)
         shared = None if prefix is None else Prefix(*of_prefix)
-        specs = (heads(1), whole, whole, heads(2), heads(2), whole, cache, cache, whole, whole,
-                 shared, whole, whole)
+        specs = (heads(1), full, full, heads(2), heads(2), full, cache, cache, full, full,
+                 shared, full, full)
         layer = None if layer is None else jnp.asarray(layer, jnp.int32)
         return jax.shard_map(
             lambda *parts: function(*parts, **options), in_specs=specs, out_specs=heads(1),

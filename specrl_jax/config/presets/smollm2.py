@@ -28,5 +28,5 @@ def get_config() -> Config:
             "max_prompt_tokens": 48,
             "max_new_tokens": 24,
         },
-        learner={"learning_rate": 2e-5, "micro_batch": 32},
+        learner={"learning_rate": 2e-5, "micro_batch": 8},  # a group, or several short ones
     ))

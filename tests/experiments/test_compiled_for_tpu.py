@@ -1,0 +1,92 @@
+"""A small run and the kernels, compiled for TPUs that are not there, by libtpu's compiler.
+
+`.ci/run` has an environment with libtpu for them. They take a minute or two of one core.
+"""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments.aot import compiling, findings, targets
+from specrl_jax.config import Config, ConfigError, load_config, override
+
+pytestmark = [pytest.mark.ci, pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None,
+    reason="needs libtpu: .ci/run makes an environment with it")]
+LAYERS, VOCAB = 2, 2048
+
+KERNELS = """
+import sys
+import jax, jax.numpy as jnp
+from jax.experimental import topologies
+from jax.sharding import SingleDeviceSharding
+from specrl_kernels.gumbel_argmax import gumbel_argmax
+from specrl_kernels.tree_attention import tree_attention
+device = topologies.get_topology_desc("v5e:2x2", "tpu").devices[0]
+of = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype, sharding=SingleDeviceSharding(device))
+b, n, g, r, s, half, ints = 4, 8, 2, 4, 1024, jnp.bfloat16, jnp.int32
+def compiled(function, *args):
+    print(jax.jit(function).lower(*args).compile().as_text().count("tpu_custom_call"))
+for e in (64, 128):
+    args = (of(half, b * n, g * r, e), of(ints, b * n), of(ints, b * n), of(half, b, n, g, e),
+            of(half, b, n, g, e), of(ints, b, n), of(half, b, g, e, s), of(half, b, g, s, e),
+            of(ints, b))
+    compiled(lambda *a: tree_attention(*a, scale=0.1, implementation="pallas", platform="tpu"),
+             *args)
+compiled(lambda *a: gumbel_argmax(*a, implementation="pallas", platform="tpu"),
+         of(half, 8, 4096), of(jnp.float32, 8), of(jnp.uint32, 8, 2), of(ints, 8))
+"""
+
+
+def small(folder: Path, head: int, **changes: Any) -> Config:
+    """A run of few layers with EAGLE trees, of a model that is only a config.json."""
+    (folder / "config.json").write_text(json.dumps({
+        "model_type": "qwen2", "vocab_size": VOCAB, "hidden_size": 4 * head,
+        "intermediate_size": 8 * head, "num_hidden_layers": LAYERS, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "max_position_embeddings": 4096}))
+    return override(load_config("tiny"), {
+        "model.path": str(folder), "model.dtype": "bfloat16", "mesh.data": 2, "mesh.fsdp": 2,
+        "mesh.tensor": 2, "spec.drafter": "eagle", "draft.vocab": 512,
+        "rollout.max_new_tokens": 896, "rollout.min_batch": 16, **changes})
+
+
+def test_kernels_compile_at_both_head_sizes() -> None:
+    found = subprocess.run([sys.executable, "-c", KERNELS], capture_output=True, text=True,
+                           env=targets.environment() | {"XLA_FLAGS": "", "PYTHONPATH":
+                                                        os.pathsep.join(filter(None, sys.path))})
+    assert found.returncode == 0, found.stderr[-2000:]
+    assert all(int(count) > 0 for count in found.stdout.split()) and found.stdout.count("\n") == 3
+
+
+def test_launch_with_trees_and_update_compile_on_2x2x2(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies of a cache at a launch's edges are not refused here: they are its layout's alone."""
+    monkeypatch.setenv("XLA_FLAGS", "")  # those of the tests are for CPUs
+    config, keep = small(tmp_path, 128), tmp_path / "kept"
+    result = compiling.compile_for(config, "v5e:2x4", ("launch", "update"), folder=keep)
+    programs = result["programs"]
+    assert [found["program"].split()[0] for found in programs] == ["launch", "update"]
+    assert [found["error"] for found in programs if "error" in found] == []
+    assert all(findings.memory(found) < found["limit"] for found in programs)
+    assert all(found["aliased"] == found["donated"] for found in programs)
+    assert not any(copy["in_loop"] for found in programs for copy in found["cache_copies"])
+    again = compiling.compile_for(config, "v5e:2x4", ("launch", "update"), folder=keep)
+    assert all(found["kept"] for found in again["programs"])
+
+
+@pytest.mark.parametrize("target,changes,expected", [
+    ("v5e:3x3", {}, r"target = 'v5e:3x3': .*not divisible.*give a topology of whole hosts"),
+    ("v5e:4x4", {}, r"mesh = '2x2x2': all 16 devices must be used; .*v5e:4x4 of 16"),
+    ("v5e:2x4", {"model.numerics": "invariant"}, "model.numerics = 'invariant'")])
+def test_bad_input_is_one_line(target: str, changes: dict[str, Any], expected: str, tmp_path: Path,
+                               monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XLA_FLAGS", "")
+    with pytest.raises(ConfigError, match=expected) as found:
+        compiling.compile_for(small(tmp_path, 64, **changes), target, folder=tmp_path)
+    assert "\n" not in str(found.value)
