@@ -15,8 +15,7 @@ from specrl_jax.model.transformer import project
 from specrl_jax.sharding import FSDP, ROWS, largest, straight_line
 from specrl_jax.structs import Array
 
-# Tokens whose logits exist at once: on accelerators enough to pay for reading the head.
-TOKENS_AT_ONCE, ON_ACCELERATORS = 256, 512
+TOKENS_AT_ONCE = 256  # whose logits exist at the same time
 
 
 def row_scores(head: Array, hidden: Array, tokens: Array, temperature: Array, count: Array
@@ -68,11 +67,11 @@ def token_scores(head: Array, hidden: Array, tokens: Array, temperature: Array, 
       tokens: i32[N].
       temperature: f32[N], positive; logits are divided by it.
       count: i32[] leading tokens that are scored; later chunks are left at zero.
-      chunk: tokens whose logits exist at once; 0 is what suits the device.
+      chunk: tokens whose logits exist at once; 0 is TOKENS_AT_ONCE.
       gather: mesh axis whose devices hold the parts of the head.
     """
     total = len(tokens)
-    chunk = min(chunk or (ON_ACCELERATORS if straight_line() else TOKENS_AT_ONCE), total)
+    chunk = min(chunk or TOKENS_AT_ONCE, total)
     spare = -total % chunk
     chunks = total // chunk + (spare > 0) if straight_line() else -(
         -jnp.minimum(count, total) // chunk)
