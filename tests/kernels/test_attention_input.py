@@ -102,7 +102,7 @@ def test_more_cache_rows_than_a_code_can_name_are_refused() -> None:
     ("pallas_triton", {"blok": 16}, "blok = 16: choose some of block, tile"),
     ("pallas_triton", {"block": 24}, "powers of two"), ("pallas_triton", {"splits": 0}, "split"),
     ("pallas_triton", {"least": 0}, "one block of it"),
-    ("xla", {"block": 128}, "block = 128: choose some of chunk, abreast, whole, skip"),
+    ("xla", {"block": 128}, "block = 128: choose some of chunk, abreast, in_place, skip"),
     ("xla", {"chunk": 0}, "chunk is at least 1"), ("reference", {"block": 1}, "takes none")])
 def test_impossible_configuration_is_refused(implementation: str, config: dict[str, int],
                                                    told: str) -> None:

@@ -85,9 +85,9 @@ def wanted(case: Case, count: int = 1) -> Drawn:
     return jax.tree.map(np.asarray, gumbel_argmax(**case, count=count, implementation="reference"))
 
 
-def assert_same(found: Drawn, right: Drawn) -> None:
+def assert_same(found: Drawn, right: Drawn, near: float = NEAR) -> None:
     """The same tokens, but for ties within rounding; and what is said of them."""
-    close = functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=NEAR)
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=near)
     close(found.perturbed, right.perturbed)
     there = np.isfinite(right.perturbed)
     clear = there & _gaps(right.perturbed)
@@ -275,7 +275,9 @@ def test_sharded_over_the_vocabulary(name: str, implementation: str) -> None:
     cases.need_devices(4)
     case, count = make(**CASES[name]), 1 if name == "far apart" else 4
     found = call_in_parts(case, implementation, count)
-    assert_same(found, wanted(case, count))
+    # Whether logits times scale is rounded before the highest score is subtracted is XLA's choice.
+    rounding = float(np.spacing(np.abs(case["logits"]).max()))
+    assert_same(found, wanted(case, count), max(NEAR, rounding))
     if implementation == "xla":
         np.testing.assert_array_equal(found.token, call(case, implementation, count).token)
 
@@ -290,7 +292,7 @@ def call_in_parts(case: Case, implementation: str, count: int) -> Drawn:
              jax.sharding.PartitionSpec() for name in case}
     sharded = jax.shard_map(lambda case: local(**case), mesh=mesh, in_specs=(specs,),
                             out_specs=jax.sharding.PartitionSpec(), check_vma=False)
-    return jax.tree.map(np.asarray, jax.jit(sharded)(case))
+    return jax.tree.map(np.asarray, jax.jit(sharded, compiler_options=cases.COMPILER)(case))
 
 
 @each
