@@ -49,7 +49,8 @@ def moves(spec: pl.BlockSpec, steps: list[tuple[int, ...]], scalars: list[np.nda
     return sum(i == 0 or at[i] != at[i - 1] for i in range(len(at)))
 
 
-def attention(rows: int, nodes: int, head: int, slots: tuple[int, ...], **options: Any) -> Any:
+def attention(rows: int, nodes: int, head: int, slots: tuple[int, ...],
+              layers: tuple[int, ...] = (), **options: Any) -> Any:
     g, r = 2, 3
     rng = np.random.default_rng(0)
     draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.bfloat16)  # noqa: E731
@@ -57,7 +58,8 @@ def attention(rows: int, nodes: int, head: int, slots: tuple[int, ...], **option
     return tree_attention(
         draw(rows * nodes, g * r, head), at // nodes, at % nodes, draw(rows, nodes, g, head),
         draw(rows, nodes, g, head), jnp.zeros((rows, nodes), jnp.int32),
-        [draw(rows, g, head, s) for s in slots], [draw(rows, g, s, head) for s in slots],
+        [draw(rows, *layers, g, head, s) for s in slots],
+        [draw(rows, *layers, g, s, head) for s in slots],
         jnp.full(rows, sum(slots)), scale=0.1, implementation="pallas", platform="tpu", **options)
 
 
@@ -72,6 +74,12 @@ def test_attention_estimate_is_what_blocks_move(
     queries = -(-3 * nodes // 16) * 16
     keys = sum(slots) + -(-nodes // 16) * 16
     assert estimate.flops == 4 * rows * 2 * queries * head * keys
+
+
+def test_attention_estimate_is_of_one_layer() -> None:
+    (alone, _), = visited(lambda: attention(2, 1, 64, (512,)))
+    (one_of_four, _), = visited(lambda: attention(2, 1, 64, (512,), layers=(4,), layer=1))
+    assert one_of_four == alone
 
 
 @pytest.mark.parametrize("width,vocab,count", [(8, 4096, 1), (64, 6144, 4)])

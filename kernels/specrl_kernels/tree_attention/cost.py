@@ -1,5 +1,6 @@
 """The work of tree attention, told to XLA and to whoever counts a program's FLOPs and bytes."""
 
+import math
 from collections.abc import Sequence
 
 import jax
@@ -13,12 +14,13 @@ def estimate(rows: Rows, caches: Sequence[jax.Array], tree: tuple[jax.Array, jax
     """Returns what a call does if every allocated slot is filled, each key and value read once.
 
     Args:
-      caches: all segments of keys and values, [slots, G, ...] each, of which each row reads one.
+      caches: all segments of keys and values, [slots, G, ...] or [slots, L, G, ...] each; a row
+        reads one slot of one layer.
       tree: (k, v) [B, G, n, E] of the tree's own nodes.
       outputs: what the kernel writes.
     """
     b, g, queries, e = rows.queries.shape
-    each = sum(cache.size // cache.shape[0] for cache in caches)  # keys and values of a row
+    each = sum(math.prod(cache.shape[-3:]) for cache in caches)  # keys and values of a row
     nodes = tree[0].shape[2] if tree else 0
     keys = each // (2 * g * e) + nodes
     moved = b * each * caches[0].dtype.itemsize + sum(

@@ -146,7 +146,7 @@ def _attend(rows: Rows, tree: tuple[jax.Array, jax.Array] | None, cache_k: Seque
     bounds = jnp.stack([work.count, share, jnp.asarray(0 if layer is None else layer, jnp.int32)])
     scalars = (bounds, work.steps, length, live.reshape(-1), *work.fetch)
     inputs = [rows.queries, info, *(tree or ())]
-    specs = [_per_row(x, config) for x in inputs]
+    specs = [_per_row(x) for x in inputs]
     for i, (k, v) in enumerate(zip(cache_k, cache_v, strict=True)):
         v = v if transposed_v else v.swapaxes(-1, -2)
         inputs += [k, v] if layer is not None else [k[:, None], v[:, None]]
@@ -160,7 +160,7 @@ def _attend(rows: Rows, tree: tuple[jax.Array, jax.Array] | None, cache_k: Seque
         cost_estimate=cost.estimate(rows, [*cache_k, *cache_v], tree, outputs),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars), grid=(config.splits, share), in_specs=specs,
-            out_specs=[_per_row(x, config, output=True) for x in outputs],
+            out_specs=[_per_row(x, output=True) for x in outputs],
             scratch_shapes=[pltpu.VMEM((g, padded, width), jnp.float32) for width in (1, 1, e)]),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM_LIMIT),
@@ -233,7 +233,7 @@ def _step(split: Any, step: Any, scalars: Any) -> Any:
     return jnp.clip(jnp.minimum(split * share + step, count - 1), 0)
 
 
-def _per_row(x: Any, config: Config, output: bool = False) -> pl.BlockSpec:
+def _per_row(x: Any, output: bool = False) -> pl.BlockSpec:
     """A whole row of [B, ...], or of the output [splits, B, ...]."""
     def index(split: Any, step: Any, *scalars: Any) -> tuple[Any, ...]:
         row = scalars[1][_step(split, step, scalars)] >> work_list.SHIFT
