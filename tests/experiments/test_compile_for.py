@@ -208,6 +208,16 @@ def test_worker_compiles_what_is_asked_for_once(here: None, tmp_path: Path) -> N
     assert all(findings.failures(one) == [] for one in done[0])
 
 
+def test_program_that_cannot_be_lowered_is_a_finding(
+        here: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def find(*_: Any) -> None:
+        raise ValueError("no such layout\nand more")
+
+    monkeypatch.setattr(findings, "find", find)
+    told = events_of(asked(override(TINY, {"mesh.data": 4}), only=["collect"]))
+    assert told[-1]["done"] == {"program": "collect", "error": "ValueError: no such layout"}
+
+
 def test_topology_that_the_mesh_does_not_fill_is_refused(here: None) -> None:
     with pytest.raises(ConfigError, match=r"mesh = '2x1x1': all 4 devices must be used; set .*"
                                           r"the target is v5e:2x2 of 4"):
