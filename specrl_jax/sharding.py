@@ -58,7 +58,7 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     """Returns the mesh ("data", "fsdp", "tensor") over all devices of all processes.
 
     Args:
-      others: devices in place of JAX's, such as those of a topology that is compiled for.
+      devices: in place of JAX's, such as those of a topology that is compiled for.
 
     Raises:
       ConfigError: the sizes do not multiply to the number of devices used.

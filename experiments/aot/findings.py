@@ -65,7 +65,7 @@ def find(program: Program, run: programs.Run, target: Target, chip: Chip, folder
         return counted | {"kept": True} | json.loads(path.read_text(encoding="utf-8"))
     begin({"counted": counted, "path": "" if path is None else str(path)})
     try:
-        found = _compile(lowered, program, run)
+        found = _compile(lowered, program)
     except Exception as error:  # noqa: BLE001  whatever the compiler raises is a finding
         found = {"error": one_line(error)}
     if path is not None:
@@ -93,13 +93,13 @@ def one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0][:400] if lines else ''}"
 
 
-def _compile(lowered: Any, program: Program, run: programs.Run) -> Json:
+def _compile(lowered: Any, program: Program) -> Json:
     began = time.perf_counter()
     compiled = lowered.compile(compiler_options=program.options)
     seconds = time.perf_counter() - began
     memory, module = compiled.memory_analysis(), hlo.parse(compiled.as_text())
     donated = [info for info in jax.tree.leaves(lowered.args_info) if info.donated]
-    caches = _cache_elements(run, program)
+    caches = _cache_elements(program)
     return {
         "compile_seconds": round(seconds, 2), "peak": memory.peak_memory_in_bytes,
         "arguments": memory.argument_size_in_bytes, "results": memory.output_size_in_bytes,
@@ -110,7 +110,7 @@ def _compile(lowered: Any, program: Program, run: programs.Run) -> Json:
         "cache_copies": hlo.cache_copies(module, caches) if caches else []}
 
 
-def _cache_elements(run: programs.Run, program: Program) -> set[int]:
+def _cache_elements(program: Program) -> set[int]:
     """Returns the elements on a device of the arrays of the cache that a program is given."""
     states = [part for part in program.args if isinstance(part, RolloutState)]
     leaves: list[PyTree] = [leaf for state in states for leaf in jax.tree.leaves(state.cache.kv)]

@@ -51,6 +51,7 @@ class Growth:
     a node's draft_prob."""
     truncate: Truncate | None = None
     """Drafts are truncated as their rows are; for a vocabulary that is the actor's."""
+
     def __post_init__(self) -> None:
         check(self.children in CHILDREN, "draft.children", self.children,
               f"choose one of {', '.join(CHILDREN)}")

@@ -56,7 +56,6 @@ def lossy_typical(nodes: Nodes, logp: Array, logq: Array, noise: Noise, depth: i
     return walk(nodes, logp, logq, noise, depth, test)
 
 
-
 def lossy_greedy(nodes: Nodes, logp: Array, logq: Array, noise: Noise, depth: int) -> Walked:
     """Verifies sampled requests by argmax: SGLang on ROCm (pull request 31214)."""
     best = jnp.arange(logp.shape[2])[None, None] == logp.argmax(2)[..., None]
