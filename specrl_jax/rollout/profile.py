@@ -49,7 +49,7 @@ def key(engine: Engine, about: Json) -> Json:
             "attention": decoder.implementation, "mesh": dict(engine.mesh.shape),
             "dtype": str(np.dtype(engine.layout.dtype)),
             "shapes": dataclasses.asdict(engine.shapes), "rule": decoder.rule,
-            "truncates": decoder.truncates,
+            "truncates": decoder.truncates, **({"min_p": decoder.min_p} if decoder.min_p else {}),
             "buckets": [[rows, *b] for rows, of in limits_of(engine).buckets.items() for b in of],
             "drafter": dict(about)}
 

@@ -92,6 +92,12 @@ def spied(monkeypatch: pytest.MonkeyPatch, engine: Engine) -> list[tuple[Any, ..
     return ran
 
 
+def test_costs_with_min_p_are_not_those_without() -> None:
+    plain, with_min_p = (profile.key(make_engine(ARCH, TASK, truncates=True, min_p=p), {})
+                         for p in (0.0, 0.1))
+    assert plain != with_min_p
+
+
 @pytest.mark.parametrize("long, rounds", [(np.inf, profile.ROUNDS), (-1, 1)])
 def test_measured_launches_are_those_of_points(
         budget: Engine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, long: float, rounds: int
