@@ -178,7 +178,7 @@ def test_head_is_read_in_its_own_dtype(platform: str, no_attention: None) -> Non
 def test_no_logits_travel_between_devices(drafts: bool) -> None:
     mesh = sharding.make_mesh(MeshConfig(1, 1, 2))
     engine = engine_of(drafts, truncates=True, mesh=mesh)
-    params, own = publisher(ARCH, mesh, jnp.float32)(tiny_params(ARCH)), ()
+    params, own = publisher(ARCH, mesh, jnp.float32, stacked=False)(tiny_params(ARCH)), ()
     if drafts:
         own = engine.decoder.drafter.bind(params, {
             "weights": eagle_model.initialize(EAGLE, 0), "vocab": jnp.arange(DRAFT_VOCAB)})
