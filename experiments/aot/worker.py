@@ -72,7 +72,7 @@ def compile_all(request: Json, events: TextIO) -> None:
             found = findings.find(program, run, target, chip, folder,
                                   lambda event: _say(events, event))
         except Exception as error:  # noqa: BLE001  of tracing and lowering
-            found = {"program": program.title, "error": findings.onefindings.one_line(error)}
+            found = {"program": program.title, "error": findings.one_line(error)}
         _say(events, {"done": found})
 
 
