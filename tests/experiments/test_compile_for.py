@@ -16,6 +16,8 @@ from experiments.aot import compiling, findings, hlo, programs, tables, targets,
 from specrl_jax.config import Config, ConfigError, as_dict, load_config, override
 from specrl_jax.io.compilation import Compiler, Program
 from specrl_jax.io.hardware import CHIPS, GIB
+from specrl_jax.model.tiny import TINY as TINY_ARCH
+from specrl_jax.rl import programs as policy
 from specrl_jax.sharding import make_mesh
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -164,6 +166,14 @@ def test_resident_arrays_are_counted_beside_other_programs() -> None:
     assert beside == {name: sizes[name] for name in ("published", "cache")}
 
 
+def test_moments_in_host_memory_take_none_of_a_device() -> None:
+    mesh = make_mesh(TINY.mesh)
+    device, host = (programs.device_bytes(policy.abstract_state(
+        override(TINY, {"learner.moments": place}), TINY_ARCH, mesh))
+        for place in ("device", "host"))
+    assert device == pytest.approx(3 * host, rel=1e-3)
+
+
 def test_model_needs_only_its_config_json(tmp_path: Path) -> None:
     config = {"model_type": "qwen2", "vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 2,
               "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -206,6 +216,16 @@ def test_worker_compiles_what_is_asked_for_once(here: None, tmp_path: Path) -> N
     about = {"target": "v5e:2x2", "versions": {}, "devices": 4, "resident": first[0]["resident"]}
     assert tables.table(about | {"programs": done[0]}).row_count == 2
     assert all(findings.failures(one) == [] for one in done[0])
+
+
+def test_program_that_cannot_be_traced_is_a_failure(
+        here: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object) -> None:
+        raise TypeError("no such shape\nat a line")
+
+    monkeypatch.setattr(findings, "find", fail)
+    told = events_of(asked(override(TINY, {"mesh.data": 4})))
+    assert [e["done"]["error"] for e in told if "done" in e] == ["TypeError: no such shape"] * 2
 
 
 def test_topology_that_the_mesh_does_not_fill_is_refused(here: None) -> None:
