@@ -10,6 +10,8 @@ weights are read. Of a preset with a table of targets, --target takes mesh and b
 1 and one line a failure if a program does not compile, does not fit, or copies a cache.
 """
 
+import early  # noqa: F401  # isort: skip (first: Ctrl-C while the others are imported)
+
 import json
 import sys
 from pathlib import Path
@@ -19,6 +21,8 @@ from absl import flags
 from aot import targets
 
 from specrl_jax.config import Config, ConfigError
+from specrl_jax.io.files import write_atomically
+from specrl_jax.io.places import output_file
 
 TARGET = flags.DEFINE_string("target", None, "devices: v5e:2x2, v6e:4x4, v5p:4x4x4, ..., or h100, "
                              "h100:8, h200, a100, b200")
@@ -34,11 +38,12 @@ def main(config: Config, workdir: Path) -> int:
 
     if not TARGET.value:
         raise ConfigError("--target: name the devices, such as --target=v6e:4x4")
+    out = OUT.value and output_file("--out", OUT.value)
     result = compiling.compile_for(config, TARGET.value, ONLY.value, JOBS.value,
                                    report=lambda found: print(tables.line(found), flush=True))
     tables.show(result)
-    if OUT.value:
-        Path(OUT.value).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    if out:
+        write_atomically(out, json.dumps(result, indent=1) + "\n")
     lines = [line for found in result["programs"] for line in findings.failures(found)]
     for line in lines:
         print(line, file=sys.stderr)

@@ -1,8 +1,8 @@
-"""What a script needs from its first line to its last: stopped and printed to without a traceback.
+"""What every script imports first, so that it can be stopped, and can print, without a traceback.
 
-A script imports this first. Ctrl-C and SIGTERM then end it with a line while its imports run, which
-takes seconds; Python would print where it was, or lose the signal inside of an import. Its output
-takes any character, whatever the encoding of the terminal.
+Ctrl-C and SIGTERM then end a script with a line while its imports run, which takes seconds; Python
+would print where it was, or lose the signal inside of an import. Its output takes any character,
+whatever the encoding of the terminal.
 """
 
 import os

@@ -10,6 +10,8 @@ compiled, the update and the largest launch, where the target's compiler is inst
 (compile_for.py); --nocompile leaves that out. Exit status 1 if one of them does not compile or fit.
 """
 
+import early  # noqa: F401  # isort: skip (first: Ctrl-C while the others are imported)
+
 import math
 import sys
 from pathlib import Path
@@ -21,11 +23,13 @@ from bench import json_file
 from bench.planning import candidates, predict, traces
 from bench.planning.candidates import Candidate, Plan, shown
 from bench.planning.predict import Machine
-from bench.planning.work import GIB, Model
+from bench.planning.work import Model
 from rich.console import Console
 from rich.table import Table
 
 from specrl_jax.config import Config, override
+from specrl_jax.io.hardware import GIB
+from specrl_jax.io.places import output_file
 from specrl_jax.model.architecture import Architecture
 from specrl_jax.model.published import without_weights
 from specrl_jax.model.weights import describe_source
@@ -43,6 +47,7 @@ SHOWN, COMPILED = 8, 3
 def main(config: Config, workdir: Path) -> int:
     del workdir
     machine, trace = machine_of(TARGET.value), traces.read(TRACE.value)
+    out = OUT.value and output_file("--out", OUT.value)
     if COMPILE.value:
         targets.check_packages(targets.parse(TARGET.value))
     config = without_weights(config)
@@ -59,8 +64,8 @@ def main(config: Config, workdir: Path) -> int:
         failures += lines
         made.setdefault("compiled", []).append(result)
         console.print(f"compiled {shown(candidate.values)}: " + ("; ".join(lines) or "fits"))
-    if OUT.value:
-        json_file.write(Path(OUT.value), made)
+    if out:
+        json_file.write(out, made)
     return 1 if failures else 0
 
 

@@ -40,7 +40,7 @@ def compile_for(config: Config, target: str, only: Sequence[str] = (), jobs: int
     """
     targets.check_packages(targets.parse(target))
     request = {"config": as_dict(config), "target": target, "only": list(only), "skip": [],
-               "keep": str(store() if folder is None else folder)}
+               "keep": str((store() if folder is None else folder) or "")}
     workers = [_Worker(request | {"part": [i, jobs]}, report) for i in range(jobs)]
     for worker in workers:
         worker.thread.start()

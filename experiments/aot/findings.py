@@ -13,21 +13,20 @@ from typing import Any
 import jax
 
 from specrl_jax.io.compilation import Program
-from specrl_jax.io.hardware import Chip
+from specrl_jax.io.hardware import GIB, Chip
+from specrl_jax.io.places import user_cache
 from specrl_jax.structs import Json, PyTree, RolloutState
 
 from . import count, hlo, programs
 from .targets import Target, versions
 
 SHARE = 0.95  # of a device's memory that programs and arrays may fill
-GIB = 2**30
 NO_ROOM = "does not fit:"
 
 
-def store() -> Path:
-    """Returns the directory of kept findings, in the user's cache."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "specrl_jax" / "compiled_for"
+def store() -> Path | None:
+    """Returns the directory of kept findings, in the user's cache; None if none can be written."""
+    return user_cache("compiled_for")
 
 
 def key(lowered: Any, target: Target) -> str:

@@ -160,8 +160,10 @@ def _apart(bound: PyTree, actor: PyTree) -> list[Any]:
 
 
 def device_bytes(tree: PyTree) -> int:
-    """Returns the bytes of abstract arrays on one device."""
-    return sum(_leaf_bytes(leaf) for leaf in jax.tree.leaves(tree))
+    """Returns the bytes of abstract arrays in the memory of one device; what lies in the host's is
+    not among them."""
+    return sum(_leaf_bytes(leaf) for leaf in jax.tree.leaves(tree)
+               if leaf.sharding is None or leaf.sharding.memory_kind != policy.HOST)
 
 
 def _leaf_bytes(leaf: Any) -> int:

@@ -5,11 +5,11 @@ import sys
 from rich.console import Console
 from rich.table import Table
 
+from specrl_jax.io.hardware import GIB
 from specrl_jax.structs import Json
 
 from .findings import memory
 
-GIB = 2**30
 WIDTH = 160  # columns where standard output is no terminal
 NOTE = ("compiled for, never run: this tells nothing of time, numerics or hangs. GiB are of one "
         "device, beside what is resident; ops count a loop's body once; least ms from FLOPs and "

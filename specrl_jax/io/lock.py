@@ -70,6 +70,8 @@ def _locked(path: Path, workdir: Path, say: Callable[[str], None], beat: float
                     f"that still runs")
                 if _changes(path, 3 * beat):
                     raise _refused(workdir, holder)
+                if not _is(path, file):  # its holder ended meanwhile
+                    continue
             yield file
             return
 
@@ -109,9 +111,12 @@ def _refused(workdir: Path, holder: str) -> ConfigError:
 
 def _changes(path: Path, seconds: float) -> bool:
     """Returns whether the file's time advances; clocks of hosts are not compared."""
-    before = path.stat().st_mtime_ns
-    time.sleep(seconds)
-    return path.exists() and path.stat().st_mtime_ns != before
+    try:
+        before = path.stat().st_mtime_ns
+        time.sleep(seconds)
+        return path.stat().st_mtime_ns != before
+    except FileNotFoundError:  # its holder ended
+        return False
 
 
 def _keep_fresh(file: int, ended: threading.Event, beat: float) -> None:

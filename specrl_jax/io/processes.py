@@ -31,6 +31,7 @@ GRACE = 3.0  # seconds that process 0, which hosts the service, leaves the other
 SAY_AFTER, SAY_EVERY = 5.0, 60.0  # seconds of waiting until a line says for whom
 PATIENCE = 300  # seconds that processes wait for each other to start
 FAILED = 2  # exit status
+NO_MEMORY = "RESOURCE_EXHAUSTED"  # of a device: the fault of no other process
 _rounds = collections.defaultdict[str, Iterator[int]](itertools.count)  # messages so far, by name
 
 
@@ -99,7 +100,7 @@ def _client() -> Any:
 
 def _end_with_the_others() -> None:
     """Ends this process with the line of the one that failed first."""
-    mine = f"process {jax.process_index()}: "
+    mine = f"process {distributed.global_state.process_id}: "  # asks no backend, which may wait
     while (client := distributed.global_state.client) is not None:
         line = mine
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # nobody has failed
@@ -134,7 +135,8 @@ def ending_together() -> Iterator[None]:
         if distributed.global_state.client is None or distributed.global_state.num_processes == 1:
             raise
         line = " ".join(str(error).split())
-        if isinstance(error, jax.errors.JaxRuntimeError):  # a collective lost one of the others
+        lost = isinstance(error, jax.errors.JaxRuntimeError) and NO_MEMORY not in line
+        if lost:  # a collective lost one of the others
             time.sleep(2 * POLL)  # if that one has said why, this process has ended by now
             line = f"another process ended or cannot be reached ({line[:200]})"
         elif not isinstance(error, ConfigError):

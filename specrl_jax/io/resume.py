@@ -86,11 +86,14 @@ def among(field: str, names: Iterable[str]) -> bool:
 
 
 def told(changed: Mapping[str, str]) -> str:
-    """Returns the line about a resume with other values: what stays equal, and what need not."""
+    """Returns the line about a resume with other values: what stays equal, what need not, and what
+    starts anew."""
     kinds = {kind: None for field in changed for name, kind in EQUAL.items()
              if among(field, [name])}
+    parts = ", ".join(sorted(renewed(changed)))
     return (f"resuming with {', '.join(f'{field} = {text}' for field, text in changed.items())}: "
-            f"tokens stay equal, but where rounding decides; {', '.join(kinds)}")
+            f"tokens stay equal, but where rounding decides; {', '.join(kinds)}"
+            + (f"; these parts of the checkpoint start anew: {parts}" if parts else ""))
 
 
 def renewed(changed: Iterable[str]) -> set[str]:

@@ -21,6 +21,7 @@ from specrl_jax.rl.batch import Batch, Totals, layout_of, make_batch, part_of
 from specrl_jax.rl.learner import LearnerState
 from specrl_jax.structs import Metrics, PyTree, Rollout
 
+HOST = "pinned_host"  # JAX's name of the memory of learner.moments=host
 
 def abstract_state(config: Config, arch: Architecture, mesh: Mesh) -> LearnerState:
     """Returns the shapes and shardings of the learner's state.
@@ -37,7 +38,7 @@ def abstract_state(config: Config, arch: Architecture, mesh: Mesh) -> LearnerSta
     like = jax.tree.structure(params)
 
     if config.learner.moments == "host":
-        moments = jax.tree.map(lambda to: to.with_memory_kind("pinned_host"), moments)
+        moments = jax.tree.map(lambda to: to.with_memory_kind(HOST), moments)
 
     def lies_like_params(node: PyTree) -> bool:
         return jax.tree.structure(node) == like

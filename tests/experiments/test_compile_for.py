@@ -16,6 +16,8 @@ from experiments.aot import compiling, findings, hlo, programs, tables, targets,
 from specrl_jax.config import Config, ConfigError, as_dict, load_config, override
 from specrl_jax.io.compilation import Compiler, Program
 from specrl_jax.io.hardware import CHIPS, GIB
+from specrl_jax.model.tiny import TINY as TINY_ARCH
+from specrl_jax.rl import programs as policy
 from specrl_jax.sharding import make_mesh
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -162,6 +164,14 @@ def test_resident_arrays_are_counted_beside_other_programs() -> None:
     assert sizes["learner"] == pytest.approx(6 * sizes["published"], rel=1e-3)
     beside = programs.beside(by_name["update"], run.resident)
     assert beside == {name: sizes[name] for name in ("published", "cache")}
+
+
+def test_moments_in_host_memory_take_none_of_a_device() -> None:
+    mesh = make_mesh(TINY.mesh)
+    device, host = (programs.device_bytes(policy.abstract_state(
+        override(TINY, {"learner.moments": place}), TINY_ARCH, mesh))
+        for place in ("device", "host"))
+    assert device == pytest.approx(3 * host, rel=1e-3)
 
 
 def test_model_needs_only_its_config_json(tmp_path: Path) -> None:

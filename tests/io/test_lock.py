@@ -70,6 +70,13 @@ def test_another_host_that_ended_is_taken_over_after_a_wait(tmp_path: Path) -> N
     assert len(told) == 1 and "was locked by elsewhere, process 7" in told[0]
 
 
+def test_lock_removed_during_the_wait_is_made_anew(tmp_path: Path) -> None:
+    path = left_by("elsewhere", tmp_path)
+    with lock.hold(tmp_path, lambda text: path.unlink(), beat=0.05):
+        assert json.loads(path.read_text())["process"] == os.getpid()
+    assert os.listdir(tmp_path) == []
+
+
 def test_another_host_that_still_runs_is_named(tmp_path: Path) -> None:
     path, ended = left_by("elsewhere", tmp_path), threading.Event()
 

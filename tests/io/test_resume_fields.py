@@ -100,6 +100,7 @@ def test_fields_that_leave_tokens_equal_are_named(tmp_path, field, value):
     line = resume.told(found)
     assert line.startswith(f"resuming with {name} = ") and "tokens stay equal" in line
     assert (resume.LOSS in line) == (field in LAYOUT)
+    assert ("start anew: " in line) == bool(resume.renewed(found))
     with pytest.raises(ConfigError, match=name):  # as for the training of a drafter
         resume.check_config(tmp_path, changed(**{field: value}))
 

@@ -8,12 +8,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from specrl_jax.config import Config, ConfigError, override
+from specrl_jax.io.hardware import GIB
 from specrl_jax.model.architecture import Architecture
 
 from . import predict, work
 from .predict import Machine, Step
 from .traces import Trace
-from .work import GIB, Model
+from .work import Model
 
 ROWS, MICRO_BATCHES = (4, 8, 16, 32, 64, 128), (1, 2, 4, 8)
 REMATS = ("none", "dots_with_no_batch_dims_saveable", "full")

@@ -22,7 +22,6 @@ from .. import roofline
 
 FLOAT, HALF = 4, 2
 ADAM = 3 * FLOAT  # master weight and two moments, bytes a parameter
-GIB = 2**30
 LOGITS = 2  # copies of a chunk's logits: they and their gradient
 KEPT = {"dots_with_no_batch_dims_saveable": 0.7}  # of the activations of a layer, by learner.remat
 
