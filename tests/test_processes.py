@@ -59,9 +59,7 @@ def test_sigterm_to_one_process_saves_and_ends_both(tmp_path: Path) -> None:
         assert all(process.poll() is None for process in started)
         time.sleep(0.05)
     started[1].send_signal(signal.SIGTERM)
-    sent = time.monotonic()
-    told = ends(started, 30)
-    assert time.monotonic() - sent < 30
+    told = ends(started, 120)  # a second, but where tests of other processes use the cores
     assert [process.returncode for process in started] == [130, 130], told
     saved = list_steps(run / "checkpoints")[-1]
     assert saved == len(read_metrics(run)) > 1

@@ -85,8 +85,8 @@ def test_run_goes_on_with_tensor_shards_and_back(tmp_path: Path) -> None:
 
 @pytest.mark.ci
 @pytest.mark.parametrize("flags", [
-    ("--config.learner.micro_batch=8", "--config.learner.remat=full", "--config.learner.packing=sequence"
-     ),
+    ("--config.learner.micro_batch=8", "--config.learner.remat=full",
+     "--config.learner.packing=sequence"),
     ("--config.rollout.batch_size=4", "--config.spec.drafter=eagle", "--config.spec.depth=1"),
     ("--config.control.policy=off", "--config.spec.history_past=2", "--config.distill.when=off")],
     ids=["learner", "drafter", "controller"])

@@ -173,7 +173,7 @@ def test_bigram_drafter_learns_while_rl_runs(monkeypatch: pytest.MonkeyPatch) ->
     assert rows[-1]["distill/alpha/0"] > rows[0]["distill/alpha/0"] + 0.05
     assert rows[-1]["rollout/accept_length"] > rows[0]["rollout/accept_length"] + 0.1
     assert [row["version/drafter"] for row in rows] == [0, 1, 2, 3, 4]
-    assert not [line for line in trainer.warnings if "temperature" not in line]  # greedy, to be fast
+    assert not [line for line in trainer.warnings if "temperature" not in line]  # it is greedy
     spoiled = {**trainer.sampler.drafter_weights[0], "vocab": np.zeros(512, np.int32)}
     trainer.sampler.publish_drafter((spoiled,), trainer.sampler.drafter_version)
     assert trainer.drafter.before_rollout(5)["drafter/fault"] == "not as published"
