@@ -183,6 +183,22 @@ def test_speculation_and_order_change_no_line_but_the_commits(tmp_path: Path) ->
         np.testing.assert_allclose(np.sum(shares, 1), [m["rollout/drafted"] > 0 for m in told])
 
 
+@pytest.mark.ci
+@pytest.mark.parametrize("flag, message", [
+    ("--config.stepz=3", "stepz"), ("--config.spec.drafter=oracle", "spec.drafter = 'oracle'"),
+    ("--config.mesh.data=4", "mesh = '4x1x1'")])
+def test_bad_input_ends_in_one_line_and_touches_nothing(
+        flag: str, message: str, tmp_path: Path) -> None:
+    workdir = tmp_path / "run"
+    process = start_training(workdir, flag)
+    _, err = process.communicate(timeout=300)
+    assert process.returncode != 0
+    said = err.strip().splitlines()
+    assert [line for line in said if line.startswith("error:")] == said[-1:]
+    assert message in said[-1] and "Traceback" not in err
+    assert not workdir.exists()
+
+
 def config(**changes: Any) -> dict[str, Any]:
     """The tiny preset as a dict; `rollout__order="reversed"` sets a field of a section."""
     values = as_dict(Config(

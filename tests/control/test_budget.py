@@ -26,7 +26,7 @@ from specrl_jax.control import budget, cost_model
 from specrl_jax.control.buckets import Bucket
 from specrl_jax.control.budget import REPLAN, UNDECIDED, row_weights
 from specrl_jax.control.draft_yield import calibration_ratio
-from specrl_jax.control.protocol import Controller
+from specrl_jax.control.protocol import Controller, Outcome
 
 SMALL = (Bucket(2, 1), Bucket(2, 2), Bucket(3, 2), Bucket(5, 3))
 fill_small = alone(lambda tree, weight, price: budget.fill(tree, weight, jnp.float32(1), price,
@@ -325,6 +325,26 @@ def test_yields_approach_what_drafts_give(no_looks: Any) -> None:
     mass = np.asarray(state.yields.mass).sum(1)
     np.testing.assert_allclose(mass[:3], 0.8 ** np.arange(1, 4), rtol=0.02)
     assert 0.7 < float(calibration_ratio(state.yields)) < 1.3
+
+
+def test_plain_rounds_count_alike_at_once_and_one_by_one() -> None:
+    control, of = controller("budget"), load(live=np.arange(8) < 5)
+    state, _ = drive(control, start(catch_up=0.2, wide=3.0), [{"accept": 0.1}] * 30)
+    tree = chains(np.zeros((8, DEPTH)), live=np.zeros(8, bool))
+
+    @alone
+    def ran(state: Any, rounds: Any) -> Any:
+        plan = control.plan(state, of)
+        plan = plan.replace(spec=plan.spec.replace(depth=jnp.int32(0)))
+        return control.observe(state, plan, Outcome(of, tree, tree.live, jnp.int32(0),
+                                                    rounds * of.live, rounds))
+
+    at_once, one_by_one = ran(state, np.int32(7)), state
+    for _ in range(7):
+        one_by_one = ran(one_by_one, np.int32(1))
+    for name in ("spent", "idle", "unread", "yields"):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4),
+                     getattr(at_once, name), getattr(one_by_one, name))
 
 
 def test_end_chunk_reports_what_the_rounds_were_to_cost() -> None:

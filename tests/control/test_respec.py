@@ -1,5 +1,6 @@
 """The paper's solver, and what every controller's state must do."""
 
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -23,6 +24,7 @@ from control_cases import (
 
 from specrl_jax.config import ConfigError, ControlConfig, SpecOptions
 from specrl_jax.control import registry, respec
+from specrl_jax.io.checkpoint import Checkpoints
 
 SETTINGS = respec.settings_of((), LIMITS)
 TOKENS = (1.5, 1.9, 2.2)  # of each setting, a row and round
@@ -34,6 +36,21 @@ def used(policy: str) -> Any:
     state, _ = drive(control, control.init(made_up()), [{"accept": 0.7}] * 12)
     return control.end_chunk(jax.tree.map(np.asarray, state), record(
         14.0, rounds=12, row_rounds=96, committed=150, draft_rounds=12, last=True))[0]
+
+
+@pytest.mark.parametrize("policy", NEED_COSTS)
+def test_state_survives_a_checkpoint_bit_for_bit(policy: str, tmp_path: Path) -> None:
+    host = jax.tree.map(np.asarray, used(policy))
+    with Checkpoints(tmp_path, 1) as checkpoints:
+        checkpoints.save(1, {"control": host}, {})
+        _, arrays, _ = checkpoints.restore_latest({"control": host}) or pytest.fail("no checkpoint")
+    assert jax.tree.structure(arrays["control"]) == jax.tree.structure(host)
+    for before, after in zip(*map(jax.tree.leaves, (host, arrays["control"])), strict=True):
+        assert before.dtype == after.dtype and before.tobytes() == after.tobytes()
+    first, second = (drive(controller(policy), s, [{"accept": 0.4}] * 3)
+                     for s in (host, arrays["control"]))
+    for a, b in zip(*map(jax.tree.leaves, (first[0], second[0])), strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
 @pytest.mark.parametrize("policy", NEED_COSTS)

@@ -339,6 +339,17 @@ def test_faulty_drafter_that_is_not_verified_changes_no_token(
     assert (record["rollout/drafted"] > 0) == (fault != "not finite")
 
 
+@pytest.mark.ci
+def test_bound_parameters_that_were_changed_are_published_again(learning: Trainer) -> None:
+    """The weights are well, but not what rollouts read."""
+    expected, sampler = undrafted(learning), learning.sampler
+    bound = sampler.drafter_params
+    sampler.drafter_params = bound.replace(embed=bound.embed + 1)
+    record, tokens = step(learning)
+    assert record["drafter/fault"] == "not as published" and tokens == expected
+    learning.warnings.clear()
+
+
 def merged_with_a_small_model() -> Any:
     return config("interval", probe_tokens=8, spec__drafter="merge", spec__max_nodes=6,
                   spec__nodes=6, draft__parts=("eagle", "small_lm"), draft__model="random:tiny")
@@ -379,6 +390,18 @@ def test_small_model_that_is_zero_at_the_start_never_drafts() -> None:
     told = [step(trainer)[0] for _ in range(2)]
     assert trainer.drafter.good.version == 2 and not trainer.warnings  # the head learned
     assert [(row["drafter/disabled"], row["rollout/drafted"]) for row in told] == [(1, 0)] * 2
+
+
+@pytest.mark.ci
+def test_head_that_is_zero_at_the_start_is_named(frozen: Any) -> None:
+    trainer = micro_trainer_to_compile(config("off"), **INVARIANT)
+    published(trainer, weights=SPOILED["zeroed"](weights(trainer)))
+    trainer.compile(lambda text: None)
+    assert "zeroed; nothing is drafted" in trainer.warnings.pop()
+    record, tokens = step(trainer)
+    assert record["drafter/disabled"] == 1 and record["rollout/drafted"] == 0
+    assert "drafter/fault" not in record
+    assert tokens == [s["tokens"] for s in metrics.read_samples(frozen[1]) if s["step"] == 0]
 
 
 @pytest.mark.ci
@@ -510,6 +533,25 @@ def test_overlapped_update_that_spoils_it_is_not_published() -> None:
     assert tokens == expected and "not finite" in trainer.warnings.pop()
     step(trainer)
     assert manager.good.version == version + 2 and not trainer.warnings and running == [True] * 3
+
+
+@pytest.mark.ci
+def test_publish_that_did_not_happen_is_found(learning: Trainer) -> None:
+    publish = learning.sampler.publish_drafter
+
+    def skip_new(weights: Any, version: int) -> None:
+        if version == learning.sampler.drafter_version:  # bound to a new actor
+            publish(weights, version)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(learning.sampler, "publish_drafter", skip_new)
+        step(learning)
+    assert learning.sampler.drafter_version == learning.drafter.good.version - 1
+    expected = undrafted(learning)
+    record, tokens = step(learning)
+    assert record["drafter/fault"] == "not as published" and tokens == expected
+    assert "not as published" in learning.warnings.pop()
+    assert learning.sampler.drafter_version == learning.drafter.good.version
 
 
 @pytest.mark.ci

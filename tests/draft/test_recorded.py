@@ -1,4 +1,4 @@
-"""Replayed streams: their corruption and cost are what was asked."""
+"""Replayed streams: their corruption and cost are what was asked, and tokens stay plain ones."""
 
 import functools
 import time
@@ -8,14 +8,102 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import (
+    Course,
+    ask,
+    counting,
+    make_engine,
+    make_task,
+    said,
+    streams,
+    tiny_arch,
+    tiny_params,
+    wandering,
+)
 
-from specrl_jax.config import ConfigError, DraftConfig
+from specrl_jax import sharding
+from specrl_jax.config import ConfigError, DraftConfig, MeshConfig
 from specrl_jax.control.protocol import make_spec
 from specrl_jax.draft.protocol import RolloutInfo
 from specrl_jax.draft.recorded import replay, replay_params
+from specrl_jax.rollout.engine import Result
 from specrl_jax.structs import Frontier, Sampling
 
 DEPTH, NODES, V = 3, 4, 24
+ARCH = tiny_arch()
+PARAMS = tiny_params(ARCH)
+WHOLE = make_spec(DEPTH, 1, NODES, 0)
+
+
+class Bench:
+    """Plain decoding, and replays of it under settings that keep changing."""
+
+    def __init__(self) -> None:
+        self.task, self.course = make_task(), Course(NODES, DEPTH)
+        self.plain = make_engine(ARCH, self.task, batch=5, truncates=True)
+        self.plain.compile(PARAMS)
+        self.replay_params = make_engine(
+            ARCH, self.task, drafter=replay(depth=DEPTH, nodes=NODES, vocab=V), batch=4,
+            min_batch=2, past=self.task.group, controller=wandering(self.course),
+            truncates=True)
+        self.replay_params.compile(PARAMS, self.knobs(0))
+
+    def knobs(self, corruption: float, cost: int = 0) -> Any:
+        place = sharding.replicated(sharding.make_mesh(MeshConfig()))
+        return jax.device_put(replay_params(corruption, cost), place)
+
+    def record(self, **mix: Any) -> Result:
+        return self.plain.run(PARAMS, ask(self.task, **mix))
+
+    def run(self, record: Result, corruption: float, cost: int = 0, hold: Any = WHOLE, **mix: Any
+            ) -> Result:
+        self.course.hold = hold
+        self.replay_params.control = self.course.draw()
+        past = np.where(said(record), record.sequences.tokens, -1).astype(np.int32)
+        asked = ask(self.task, past=past.reshape(-1, self.task.group, past.shape[1]), **mix)
+        return self.replay_params.run(PARAMS, asked, self.knobs(corruption, cost), rounds=2)
+
+
+@pytest.fixture(scope="module")
+def bench() -> Bench:
+    return Bench()
+
+
+def tried(result: Result) -> tuple[float, float]:
+    """Nodes whose outcome is known, and the accepted share of them."""
+    by_bin, _, share, _ = result.calibration
+    return by_bin.sum(), (by_bin * share).sum() / max(by_bin.sum(), 1)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("corruption", [0.0, 1.0])
+def test_corruption_of_none_or_all_accepts_all_or_none(bench: Bench, corruption: float) -> None:
+    plain = bench.record(seed=3)
+    result = bench.run(plain, corruption, seed=3)
+    assert streams(result) == streams(plain)
+    nodes, share = tried(result)
+    assert nodes > 50 and share == 1 - corruption
+    rounds = plain.sequences.length if corruption else -(-plain.sequences.length // (DEPTH + 1))
+    np.testing.assert_array_equal(result.sequences.rounds, rounds)
+
+
+@pytest.mark.ci
+def test_half_corrupted_is_about_half_accepted(bench: Bench) -> None:
+    outcomes = np.zeros(2)
+    for seed in range(4):
+        nodes, share = tried(bench.run(bench.record(seed=seed), 0.5, seed=seed))
+        outcomes += nodes, nodes * share
+    assert outcomes[0] > 200 and 0.42 < outcomes[1] / outcomes[0] < 0.58  # 2.3 deviations
+
+
+@pytest.mark.ci
+def test_changing_corruption_and_cost_compiles_nothing(bench: Bench) -> None:
+    plain = bench.record()
+    bench.run(plain, 0.0)
+    assert counting(lambda: [bench.run(plain, c, cost) for c, cost in ((0.2, 0), (0.9, 3))]) == 0
+
+
+# What it proposes.
 
 
 @functools.cache
@@ -51,7 +139,7 @@ def propose(record: np.ndarray, corruption: float, generated: Any = 0, steps: in
 RECORD = np.random.default_rng(0).integers(0, V, (300, 9)).astype(np.int32)
 
 
-def test_chain_continues_the_recording() -> None:
+def test_the_chain_continues_the_recording() -> None:
     generated = np.arange(300) % 9
     record = np.where(np.arange(9)[None] < 8, RECORD, -1)
     tree = propose(record, 0.0, generated)
@@ -86,7 +174,7 @@ def test_depth_is_data_and_dead_rows_propose_nothing() -> None:
     assert propose(RECORD, 0.0, steps=0).live.sum() == 300
 
 
-def test_step_costs_what_is_asked() -> None:
+def test_a_step_costs_what_is_asked() -> None:
     def seconds(**asked: Any) -> float:
         best = np.inf
         for _ in range(2):
@@ -101,7 +189,7 @@ def test_step_costs_what_is_asked() -> None:
     assert seconds(cost=400, live=False) < 3 * idle
 
 
-def test_impossible_sizes_and_knobs_are_refused() -> None:
+def test_what_cannot_work_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"spec.max_nodes = 3: .* 4"):
         replay(depth=3, nodes=3, vocab=V)
     with pytest.raises(ConfigError, match="spec.max_depth = 0"):

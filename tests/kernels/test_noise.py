@@ -1,9 +1,10 @@
-"""Noise: golden bits, and the distribution of what is made of them."""
+"""Noise: golden bits, and the law of what is made of them."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from scipy import stats
 from specrl_kernels import noise
 
 WORD = 2**32
@@ -44,18 +45,33 @@ def test_golden_values() -> None:
 GOLDEN = [3798603668, 1561657167, 3668019798, 691485796]
 
 
+def gumbel_of(word: int, monkeypatch: pytest.MonkeyPatch) -> float:
+    """Gumbel noise where the hash gives `word`."""
+    monkeypatch.setattr(noise, "bits", lambda *args: jnp.full((1,), word, jnp.uint32))
+    return float(noise.gumbel(jnp.zeros(2, jnp.uint32), jnp.int32(0), jnp.arange(1))[0])
+
+
 @pytest.mark.parametrize("word", [0, 1, 2, 1000, 2**24, 2**31, WORD - 2**9, WORD - 2, WORD - 1])
-def test_gumbel_at_both_ends_is_finite_and_right(word: int) -> None:
+def test_finite_and_right_at_both_ends(word: int, monkeypatch: pytest.MonkeyPatch) -> None:
     u = min((word + 0.5) / WORD, 1 - 2**-24)
     want = -np.log(-np.log1p(-u))
     assert np.isfinite(want)
-    assert -np.log(noise.exponential_of(jnp.uint32(word))) == pytest.approx(want, abs=1e-4)
+    assert gumbel_of(word, monkeypatch) == pytest.approx(want, abs=1e-4)
 
 
-def test_gumbel_at_the_winning_end_is_finely_resolved() -> None:
-    values = (-np.log(noise.exponential_of(jnp.arange(20, dtype=jnp.uint32)))).tolist()
+def test_the_winning_end_is_finely_resolved(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = [gumbel_of(word, monkeypatch) for word in range(20)]
     assert len(set(values)) == 20 and values == sorted(values, reverse=True)
     assert 22 < values[0] < 24
+
+
+def test_no_key_singles_out_a_token() -> None:
+    """Where a key's word equals an index's counter, nothing cancels."""
+    golden, index = 2654435761, np.asarray([0, 1, 17, 49151])
+    for word in index * golden % WORD:
+        for key in ([word, 5], [5, word], [word, word], [0, word], [word, 0]):
+            got = noise.bits(jnp.asarray(key, jnp.uint32), jnp.arange(200), jnp.asarray(index))
+            assert len(np.unique(got)) > 795  # of 800
 
 
 KEYS = np.random.default_rng(0).integers(0, WORD, (64, 2), dtype=np.uint32)
@@ -84,3 +100,34 @@ def test_rows_positions_and_indices_are_independent(sample: np.ndarray) -> None:
             (0, unit.shape[axis] - 1), (1, unit.shape[axis])))
         assert abs((one * other).mean()) < 5 / one.size**0.5
     assert len(np.unique(sample[:, :, 0])) > 500  # of 512: no two rows or positions share noise
+
+
+def test_both_words_of_the_key_enter_every_element() -> None:
+    position, index = jnp.int32(5), jnp.arange(1000)
+    base = np.asarray(noise.bits(jnp.asarray([7, 9], jnp.uint32), position, index))
+    for other in ([8, 9], [7, 10], [9, 7]):
+        flipped = base ^ np.asarray(noise.bits(jnp.asarray(other, jnp.uint32), position, index))
+        ones = np.unpackbits(flipped.view(np.uint8)).mean()
+        assert abs(ones - 0.5) < 5 * 0.5 / 32000**0.5
+        # Equal in none of the elements: no word is left out for some indices.
+        assert (flipped != 0).all()
+
+
+@pytest.mark.parametrize("p,draws", [(1e-5, 2**23), (1e-6, 2**24)])
+def test_rare_tokens_win_as_often_as_they_should(p: float, draws: int) -> None:
+    """A token of probability p against one of 1 - p, over keys that count and over positions.
+
+    tests/verify/test_exact_draw.py looks for rarer ones.
+    """
+    batch = 2**21
+
+    @jax.jit
+    def wins(i: jax.Array) -> jax.Array:
+        at = jnp.arange(batch, dtype=jnp.uint32)
+        key = jnp.stack([at // jnp.uint32(128), jnp.full_like(at, i)], 1)
+        rare, common = noise.gumbel(key, (at % 128).astype(jnp.int32), jnp.arange(2)).T
+        return (rare + np.float32(np.log(p)) > common + np.float32(np.log1p(-p))).sum()
+
+    won = sum(int(wins(jnp.int32(i))) for i in range(draws // batch))
+    fewer, more = stats.poisson.cdf(won, p * draws), stats.poisson.sf(won - 1, p * draws)
+    assert min(fewer, more) > 1e-6

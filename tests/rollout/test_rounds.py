@@ -103,6 +103,23 @@ def test_a_round_that_verifies_no_draft_is_a_plain_one(
         assert (result.counters["packed"] > result.counters["slots"]) == wider
 
 
+@pytest.mark.ci
+@pytest.mark.parametrize("least, few, many", [(8, False, True), (0, True, True)])
+def test_places_of_empty_slots_verify_drafts(
+        least: int, few: int, many: int, plain: list[list[int]]) -> None:
+    """In the smallest batch size alone; where live rows leave too few of them, a round is wider."""
+    engine = make_engine(ARCH, TASK, drafter=Spied().drafter(), controller=fixed.fixed(),
+                         batch=8, smallest=least)
+    engine.compile(PARAMS)
+    engine.control = protocol.make_spec(DEPTH, NODES, NODES, 0)
+    for live, wider in ((2, few), (6, many)):  # up to three nodes each
+        limit = np.where(np.arange(TASK.sequences) < live, 4, 0)
+        result = engine.run(PARAMS, ask(TASK, limit=limit))
+        assert streams(result)[:live] == [row[:4] for row in plain[:live]]
+        assert result.counters["drafted"] > 0
+        assert (result.counters["packed"] > result.counters["slots"]) == wider
+
+
 @pytest.mark.parametrize("valid_for", [
     3, *(pytest.param(n, marks=pytest.mark.full) for n in (1, protocol.NEVER_REPLAN))])
 def test_plan_stands_for_plain_rounds_until_a_row_ends(

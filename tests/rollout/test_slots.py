@@ -124,3 +124,18 @@ def test_new_prompts_are_those_that_a_whole_refill_prefills(group, batch):
             expected = run.slots.new_prompts(run.done)
             assert len(run.refill(batch).prompts) == expected
             run.finish_some()
+
+
+def test_one_shard_runs_no_padding_prompts(bench, monkeypatch):
+    """Five slots of two samples: prefills of one prompt and of three are compiled."""
+    run, seat = [], bench.plain._seat
+
+    def watched(state, params, drafter_params, fill, tokens):
+        run.append((len(tokens[0]), min(p for p, _ in bench.plain.shapes.prefills
+                                        if p >= len(tokens[0]))))
+        return seat(state, params, drafter_params, fill, tokens)
+
+    monkeypatch.setattr(bench.plain, "_seat", watched)
+    bench.run_plain(limit=np.full(12, 1))  # all end at once: two new prompts, and one that is held
+    assert {3, 1} <= {used for used, _ in run}
+    assert all(used == compiled for used, compiled in run if used)

@@ -14,6 +14,7 @@ import pytest
 from distribution_checks import (
     CHAIN,
     DEPTH,
+    REJECTION,
     SETTINGS,
     TREE,
     VOCAB,
@@ -27,6 +28,7 @@ from distribution_checks import (
     models,
     sampled,
     tree_of,
+    two_tokens,
     world,
     wrong_settings,
 )
@@ -209,3 +211,31 @@ def test_the_published_example_of_peeking() -> None:
                       live=live)
         _, emitted, _ = walk(nodes, logp, logq, Noise(key, zero), 1)
         assert abs((np.asarray(emitted)[:, 0] == 0).mean() - want) < 5 * (0.25 / count) ** 0.5
+
+
+def by_slot(rule: Rule) -> Rule:
+    """Noise keyed by the slot of the batch instead of by the sequence."""
+    def of(r: Round) -> tuple[Array, Array]:
+        slot = jnp.arange(len(r.key), dtype=jnp.uint32)
+        return rule(r._replace(key=jnp.stack([slot, slot * 0 + 9], 1)))
+
+    return of
+
+
+def moved_rows_say_the_same(rule: Rule) -> bool:
+    """Whether sequences say the same tokens in other rows of the batch."""
+    count = 1024 * len(SETTINGS)
+    setting, key = np.arange(count) % len(SETTINGS), keys(count, 4)
+    order = np.random.default_rng(0).permutation(count)
+    said, _ = two_tokens(rule, CHAIN, world("decent"), setting, key)
+    moved, _ = two_tokens(rule, CHAIN, world("decent"), setting[order], key[order])
+    return bool((moved == said[order]).all())
+
+
+@pytest.mark.parametrize("rule", [match, REJECTION], ids=["match", "rejection"])
+def test_noise_of_the_slot_is_noticed_when_rows_move(rule: Rule) -> None:
+    """A refill moves sequences between slots; their distribution alone shows nothing."""
+    assert moved_rows_say_the_same(rule)
+    broken = by_slot(rule)
+    assert not moved_rows_say_the_same(broken)
+    assert wrong_settings(broken, CHAIN, world("decent"), rows=1024) == []

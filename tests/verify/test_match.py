@@ -1,5 +1,6 @@
 """The match rule equals its reference in plain Python; stop and limit; dead rows."""
 
+import itertools
 from typing import Any
 
 import jax
@@ -16,7 +17,28 @@ from specrl_jax.verify.sampling import Draw
 
 ROWS, NODES, DEPTH, VOCAB = 260, 7, 4, 5
 VERIFY = jax.jit(match.verify, static_argnums=2)
+WALK = jax.jit(match.walk, static_argnums=2)
 JUDGE = jax.jit(match.judge, static_argnums=3)
+
+
+def test_walk_of_every_small_tree_equals_plain_python() -> None:
+    """Every tree shape of four nodes, every draw from three tokens; ranks and depths are unread."""
+    shapes = list(itertools.product([0], [0], [0, 1], [0, 1, 2]))
+    drawn = np.asarray(list(itertools.product(range(3), repeat=4)), np.int32)
+    total = 0
+    for shape, alive in itertools.product(shapes, [(1, 1, 1, 1), (1, 1, 1, 0), (1, 1, 0, 1)]):
+        parent = np.asarray(shape, np.int32)
+        live = np.asarray(alive, bool)
+        live &= live[parent]
+        tokens = np.asarray([2, 0, 1, 2], np.int32)  # siblings differ whatever the shape
+        rows = [np.tile(a, (len(drawn), 1)) for a in (tokens, parent, parent * 0, parent * 0, live)]
+        path, emitted, count = map(np.asarray, WALK(Nodes(*rows), drawn, 3))
+        for b, draw in enumerate(drawn):
+            said, nodes, _ = reference.verify(tokens, parent, live, lambda node, at, draw=draw: int(
+                draw[node]), (), 9)
+            assert (emitted[b, : count[b]].tolist(), path[b, : count[b]].tolist()) == (said, nodes)
+        total += len(drawn)
+    assert total == 6 * 3 * 81
 
 
 def judged(drawn: list[int], *, generated: int = 0, limit: int = 100, stop: tuple[int, ...] = (-1,),
