@@ -229,9 +229,9 @@ def _trips(eqn: Any) -> int | None:
     if len(body.eqns) != 1 or body.eqns[0].primitive.name != "lt":
         return None
     start = eqn.invars[eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]:]
-    found = [_literal(atom, body.invars[eqn.params["cond_nconsts"]:], start)
-             for atom in body.eqns[0].invars]
-    return None if None in found else max(int(found[1]) - int(found[0]), 0)  # type: ignore[arg-type]
+    first, end = (_literal(atom, body.invars[eqn.params["cond_nconsts"]:], start)
+                  for atom in body.eqns[0].invars)
+    return None if first is None or end is None else max(int(end) - int(first), 0)
 
 
 def _literal(atom: Any, carried: Sequence[Any], start: Sequence[Any]) -> Any:

@@ -20,9 +20,9 @@ from jax.experimental.pallas import tpu as pltpu
 
 from specrl_kernels.dispatch import Target, Unsupported, configured
 from specrl_kernels.tree_attention import cost, packing, shared_prefix, softmax, work_list
-from specrl_kernels.tree_attention.ancestry import is_visible
 from specrl_kernels.tree_attention.layers import Layer
 from specrl_kernels.tree_attention.packing import Rows
+from specrl_kernels.tree_attention.pallas_kernel import kernel
 from specrl_kernels.tree_attention.shared_prefix import Prefix
 from specrl_kernels.tree_attention.softmax import Partial
 
@@ -33,7 +33,6 @@ VMEM_BLOCKS = 24 << 20  # bytes that the blocks of context may take
 VMEM_LIMIT = 64 << 20  # bytes; v5e, v5p and v6e have 128 MiB (Google's TPU documents)
 SMEM_LISTS = 512 << 10  # bytes of the 1 MiB of scalar memory that the work lists may take
 VMEM_QUERIES = 24 << 20  # bytes that the queries of all rows of a shared prefix may take
-UNROLLED = 32  # bodies of the loops over segments, heads and tiles that are written out
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,11 +151,12 @@ def _attend(rows: Rows, tree: tuple[jax.Array, jax.Array] | None, cache_k: Seque
         inputs += [k, v] if layer is not None else [k[:, None], v[:, None]]
         specs += _context_specs(k, i, config)
     outputs = _outputs(rows, config.splits, whole)
-    kernel = functools.partial(_kernel, sizes=tuple(sizes), config=config, tile=tile, scale=scale,
-                               has_tree=tree is not None, has_window=rows.first is not None)
+    body = functools.partial(kernel, sizes=tuple(sizes), block=config.block, splits=config.splits,
+                             tile=tile, scale=scale, has_tree=tree is not None,
+                             has_window=rows.first is not None)
     g, padded, e = rows.queries.shape[1:]
     out = pl.pallas_call(
-        kernel, out_shape=outputs, interpret=interpret, name="tree_attention",
+        body, out_shape=outputs, interpret=interpret, name="tree_attention",
         cost_estimate=cost.estimate(rows, [*cache_k, *cache_v], tree, outputs),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars), grid=(config.splits, share), in_specs=specs,
@@ -252,115 +252,3 @@ def _context_specs(k: jax.Array, segment: int, config: Config) -> list[pl.BlockS
         return at >> work_list.SHIFT, scalars[0][2], 0, 0, at & work_list.LOW
 
     return [pl.BlockSpec((1, 1, g, e, block), index)] * 2
-
-
-def _kernel(bounds: Any, steps: Any, length: Any, live: Any, *refs: Any, sizes: tuple[int, ...],
-            config: Config, tile: int, scale: float, has_tree: bool, has_window: bool) -> None:
-    """Runs one step of the list: starts a row, adds one block to it, ends it, each where due."""
-    q, info, *rest = refs[len(sizes):]  # the fetch lists are for the index maps
-    tree, rest = (rest[:2], rest[2:]) if has_tree else (None, rest)
-    context, rest = rest[: 2 * len(sizes)], rest[2 * len(sizes):]
-    outputs, carry = rest[:-3], Partial(*rest[-3:])
-    split, count, share = pl.program_id(0), bounds[0], bounds[1]
-    at = split * share + pl.program_id(1)
-    last = jnp.minimum((split + 1) * share, count) - 1
-    _, heads, queries, _ = q.shape
-    tiles = queries // tile
-    blocks = work_list.blocks_of(sizes, config.block)
-    unrolled = len(sizes) * heads * tiles <= UNROLLED
-
-    @pl.when(at <= last)
-    def _() -> None:
-        code = steps[at]
-        row, block = code >> work_list.SHIFT, code & work_list.LOW
-        opens = (at == 0) | (steps[jnp.maximum(at - 1, 0)] >> work_list.SHIFT != row)
-        closes = (at == last) | (steps[jnp.minimum(at + 1, last)] >> work_list.SHIFT != row)
-        each = functools.partial(_each_live_tile, live, row, heads, tiles, tile, unrolled)
-        begin = functools.partial(_begin, carry, q, info, tree, scale)
-        if has_tree:
-            pl.when(opens)(lambda: each(begin))
-        if config.splits > 1 or not has_tree:
-            fresh = (at == split * share) & ~opens if has_tree else (at == split * share) | opens
-            pl.when(fresh)(lambda: each(functools.partial(_clear, carry)))
-        start, first = 0, 0
-        for i, (size, count) in enumerate(zip(sizes, blocks, strict=True)):
-            t = min(config.block, size)
-            place = start + (block - first) * t
-            own = (block >= first) & (block < first + count) & (place < length[row])
-            end = jnp.minimum(length[row], start + size)
-            add = functools.partial(_add_block, carry, q, info, *context[2 * i : 2 * i + 2], scale,
-                                    place, end, size % t > 0, has_window)
-            pl.when(own)(functools.partial(each, add))
-            start, first = start + size, first + count
-        pl.when(closes)(lambda: each(functools.partial(_end, carry, outputs)))
-
-
-def _each_live_tile(live: Any, row: Any, heads: int, tiles: int, tile: int, unrolled: bool,
-                    body: Any) -> None:
-    """Calls body(head, slice of queries) for the tiles that hold a live query."""
-    def one(head: Any, at: Any) -> None:
-        begin = at * tile if isinstance(at, int) else pl.multiple_of(at * tile, tile)
-        pl.when(live[row * tiles + at] > 0)(lambda: body(head, pl.ds(begin, tile)))
-
-    if unrolled:
-        for head in range(heads):
-            for at in range(tiles):
-                one(head, at)
-    else:
-        jax.lax.fori_loop(0, heads, lambda head, _: jax.lax.fori_loop(
-            0, tiles, lambda at, _: one(head, at), None), None)
-
-
-def _read(carry: Partial, head: Any, queries: Any) -> Partial:
-    return Partial(*(ref[head, queries, :] for ref in carry))
-
-
-def _write(carry: Partial, head: Any, queries: Any, partial: Partial) -> None:
-    for ref, x in zip(carry, partial, strict=True):
-        ref[head, queries, :] = x
-
-
-def _clear(carry: Partial, head: Any, queries: Any) -> None:
-    _write(carry, head, queries, softmax.empty(queries.size, carry.out.shape[2]))
-
-
-def _begin(carry: Partial, q: Any, info: Any, tree: Any, scale: float, head: Any, queries: Any
-           ) -> None:
-    """The tree's own keys: the first that a row sees."""
-    keys, values = (ref[0, head] for ref in tree)  # [n, E]
-    score = softmax.dot(q[0, head, queries, :], keys, contract=1) * scale
-    columns = jax.lax.broadcasted_iota(jnp.int32, score.shape, 1)
-    words = info[0, queries, :]
-    visible = is_visible([words[:, i : i + 1] for i in range(words.shape[1] - 1)], columns)
-    nothing = softmax.empty(*carry.out[head, queries, :].shape)
-    _write(carry, head, queries, softmax.add_keys(nothing, score, visible, values))
-
-
-def _add_block(carry: Partial, q: Any, info: Any, k: Any, v: Any, scale: float, place: Any,
-               end: Any, ragged: bool, has_window: bool, head: Any, queries: Any) -> None:
-    """Adds a block of context that begins at `place`, up to `end`.
-
-    Where the last block of a segment is `ragged`, it reaches beyond the array, and what lies there
-    may be NaN, which a weight of 0 does not hide.
-    """
-    score = softmax.dot(q[0, head, queries, :], k[0, 0, head]) * scale
-    places = place + jax.lax.broadcasted_iota(jnp.int32, score.shape, 1)
-    visible = places < end
-    if has_window:
-        words = info[0, queries, :]
-        visible &= places >= words[:, words.shape[1] - 1 :]
-    values = v[0, 0, head]  # [E, T]
-    if ragged:
-        inside = place + jax.lax.broadcasted_iota(jnp.int32, values.shape, 1) < end
-        values = jnp.where(inside, values.astype(jnp.float32), 0).astype(values.dtype)
-    partial = softmax.add_keys(_read(carry, head, queries), score, visible, values, contract=1)
-    _write(carry, head, queries, partial)
-
-
-def _end(carry: Partial, outputs: Any, head: Any, queries: Any) -> None:
-    partial = _read(carry, head, queries)
-    if len(outputs) == 1:
-        outputs[0][0, 0, head, queries, :] = softmax.finish(partial).astype(outputs[0].dtype)
-        return
-    for ref, x in zip(outputs, partial, strict=True):
-        ref[0, 0, head, queries, :] = x
