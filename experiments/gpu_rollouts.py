@@ -8,6 +8,8 @@ that replay its tokens, with each implementation of tree attention; speed, equal
 over the time to read weights and cache. Needs jax, flax, optax, orbax and numpy only.
 """
 
+import early  # noqa: F401  # isort: skip (first: Ctrl-C while the others are imported)
+
 import sys
 
 from bench import standalone  # isort: skip (it sets the path)

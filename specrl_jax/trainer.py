@@ -156,11 +156,14 @@ class Trainer:
 
     def step(self, progress: Callable[[int, int, int], None] = lambda *counts: None,
              phase: Callable[[str], None] = lambda name: None) -> tuple[Metrics, list[Sample]]:
-        """Runs one RL step; returns its metrics and a sample of each sequence.
+        """Runs one RL step, after compiling if need be; returns metrics and a sample of each
+        sequence.
 
         Raises:
           RewardError: a reward failed; the state is still that of before the step.
         """
+        if not self._programs:
+            self.compile(lambda text: None)
         timer, step = StepTimer(phase), self.step_number
         metrics: Metrics = {"step": step, "checksum/policy": self.sampler.checksum}
         with timer("drafter"):
@@ -312,6 +315,9 @@ class Trainer:
         if found is None:
             return False
         _, arrays, meta = found
+        if reshaped := sorted(abstract.keys() - arrays.keys()):
+            self.warnings.append("parts of the checkpoint have other shapes and start anew: "
+                                 + ", ".join(reshaped))
         self.state = LearnerState(arrays["actor"], arrays["optimizer"])
         self.step_number, self.bad_steps = meta["step"], meta["bad_steps"]
         engine = self.sampler.engine

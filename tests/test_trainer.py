@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import counting, micro_config, micro_trainer
+from helpers import counting, micro_config, micro_trainer, micro_trainer_to_compile
 
 from specrl_jax.config import LearnerConfig, RewardConfig, RLConfig, SpecOptions
 from specrl_jax.control import acceptance
@@ -173,6 +173,26 @@ def test_a_restored_trainer_holds_all_that_was_saved(monkeypatch: pytest.MonkeyP
     jax.tree.map(np.testing.assert_array_equal, old.arrays(), new.arrays())
     jax.tree.map(np.testing.assert_array_equal, new.sampler.params, old.state.params)
     assert new.meta() == old.meta()
+
+
+def test_restore_names_what_has_another_shape() -> None:
+    trainer = micro_trainer_to_compile(micro_config())
+
+    class Saved:
+        def restore_latest(self, abstract: object, required: object = None) -> tuple:
+            found = jax.tree.map(np.array, trainer.arrays())
+            return 7, {key: found[key] for key in found if key != "history"}, trainer.meta()
+
+    assert trainer.restore(Saved(), renewed=()) and trainer.step_number == 0
+    assert trainer.warnings == [
+        "parts of the checkpoint have other shapes and start anew: history"]
+
+
+@pytest.mark.ci
+def test_step_of_a_new_trainer_compiles_it_first() -> None:
+    trainer = micro_trainer_to_compile(micro_config())
+    record, samples = trainer.step()
+    assert record["step"] == 0 and len(samples) == trainer.config.sequences
 
 
 class Failing:

@@ -1,5 +1,6 @@
 """Compiles the programs of a run in child processes, so that a crash is a finding as well."""
 
+import contextlib
 import json
 import os
 import signal
@@ -82,8 +83,9 @@ class _Worker:
             os.close(writing)
             assert process.stdin is not None
             skip = [one["program"] for one in self.found]
-            process.stdin.write(json.dumps(self.request | {"skip": skip}) + "\n")
-            process.stdin.flush()  # and open: the process ends with this one
+            with contextlib.suppress(BrokenPipeError):  # it has ended; its status is read below
+                process.stdin.write(json.dumps(self.request | {"skip": skip}) + "\n")
+                process.stdin.flush()  # and open: the process ends with this one
             self._listen(reading)
             code = process.wait()
             process.stdin.close()

@@ -211,8 +211,11 @@ def train_drafter(config: Config, options: DrafterTraining, workdir: Path,
     metrics.make_workdir(workdir)
     with lock.hold(workdir, progress.say):
         resume.check_config(workdir, description)
-        resume.check_data(workdir, {name: digest(part.examples) for name, part in zip(
-            ("training", "held-out"), prompts, strict=True)})
+        examples = {name: digest(part.examples) for name, part in zip(
+            ("training", "held-out"), prompts, strict=True)}
+        read = {} if texts is None else {"--texts": digest(
+            [{"tokens": tokens.tolist()} for tokens in texts.tokens])}
+        resume.check_data(workdir, examples | read)
         metrics.write_config(workdir, description)
         return _train(config, options, workdir, actor, prompts, texts, progress)
 

@@ -78,13 +78,15 @@ def _init(info: RolloutInfo) -> History:
 
 def _observe(params: DrafterParams, state: History, frontier: Frontier, verdict: Verdict,
              path: Path) -> History:
-    """Adds the committed tokens to the corpus."""
+    """Adds the committed tokens to the corpus, at unique indices: see verify.commit.record."""
     total, buffer = state.current.shape
-    within = jnp.arange(verdict.tokens.shape[1])[None]
+    batch, width = verdict.tokens.shape
+    within = jnp.arange(width)[None]
     column = jnp.where(within < verdict.count[:, None], frontier.generated[:, None] + within,
-                       buffer)
-    seq = jnp.where(frontier.live, frontier.seq, total)[:, None]
-    return state.replace(current=state.current.at[seq, column].set(verdict.tokens, mode="drop"))
+                       buffer + within)
+    seq = jnp.where(frontier.live, frontier.seq, total + jnp.arange(batch))[:, None]
+    return state.replace(current=state.current.at[seq, column].set(
+        verdict.tokens, mode="drop", unique_indices=True))
 
 
 def _propose(static: _Static, params: DrafterParams, state: History, frontier: Frontier,

@@ -30,9 +30,9 @@ from specrl_jax.draft.recorded import replay, replay_params
 from specrl_jax.draft.small_lm import small_lm
 from specrl_jax.draft.trainable import TrainableDrafter
 from specrl_jax.model import weights
-from specrl_jax.model.architecture import Architecture, is_param
+from specrl_jax.model.architecture import Architecture, describe, is_param
 from specrl_jax.model.tokenizer import Tokenizer
-from specrl_jax.structs import DrafterParams, Params
+from specrl_jax.structs import DrafterParams, Params, PyTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,8 +203,9 @@ def _small_lm(context: DrafterContext) -> DrafterPart:
           f"rollout.max_new_tokens = {longest}")
     # Models that share a tokenizer may pad their embeddings differently.
     vocab = min(small.arch.vocab_size, context.arch.vocab_size)
+    params = _zeros(describe(small.arch)) if context.blank else small.params()
     own = {name: leaf[:vocab] if name in ("embed", "head") else leaf
-           for name, leaf in small.params().items()}
+           for name, leaf in params.items()}
     shared = dataclasses.replace(small.arch, vocab_size=vocab)
     return DrafterPart("small_lm", small_lm(
         shared, **context.sizes, **context.network, truncate=context.truncate), own,
@@ -220,6 +221,12 @@ def _replay(context: DrafterContext) -> DrafterPart:
                        versioned=False)
 
 
+def _zeros(described: PyTree) -> PyTree:
+    """Returns zeros of the described shapes, which take no memory."""
+    return jax.tree.map(lambda p: np.broadcast_to(np.float32(0), p.shape), described,
+                        is_leaf=is_param)
+
+
 def _head(context: DrafterContext) -> tuple[EagleArch, DrafterParams, str]:
     """Returns the head of draft.path and the actor it was trained with, or a random head."""
     config, arch, stop = context.config, context.arch, context.stop
@@ -229,9 +236,8 @@ def _head(context: DrafterContext) -> tuple[EagleArch, DrafterParams, str]:
                      "accept little; train one with experiments/train_drafter.py")
         head = EagleArch(actor=arch, draft_vocab=config.draft.vocab)
         vocab = eagle_model.choose_vocab(np.zeros(arch.vocab_size), head.draft_vocab, stop)
-        drawn = (jax.tree.map(lambda p: np.broadcast_to(np.float32(0), p.shape),
-                              eagle_model.describe(head), is_leaf=is_param)
-                 if context.blank else eagle_model.initialize(head, config.seed))
+        drawn = (_zeros(eagle_model.describe(head)) if context.blank
+                 else eagle_model.initialize(head, config.seed))
         return head, {"weights": drawn, "vocab": vocab}, ""
     try:
         head, own, warnings, made_for = eagle_weights.load(path, arch, stop)

@@ -36,10 +36,14 @@ def hold(workdir: Path, say: Callable[[str], None], beat: float = BEAT) -> Itera
         return
     path = workdir / RUN_LOCK
     with _locked(path, workdir, say, beat) as file:
-        file.seek(0)
-        file.truncate()
-        json.dump({"host": socket.gethostname(), "process": os.getpid()}, file)
-        file.flush()
+        try:
+            file.truncate(0)
+            json.dump({"host": socket.gethostname(), "process": os.getpid()}, file)
+            file.flush()
+        except OSError as error:
+            path.unlink(missing_ok=True)
+            raise ConfigError(f"workdir = {workdir}: {error.strerror}; free some space, or choose "
+                              "another") from error
         ended = threading.Event()
         beats = threading.Thread(target=_keep_fresh, args=(file.fileno(), ended, beat), daemon=True)
         beats.start()

@@ -74,8 +74,10 @@ def literal(directory: Path) -> Iterator[Path]:
 
 def array_handler() -> ocp.PyTreeCheckpointHandler:
     # By default Orbax slices replicated arrays so that all replicas write a part, which compiles
-    # a program for each sharding in the middle of a run.
+    # a program for each sharding in the middle of a run. Compressed, weights are 7 % smaller, and
+    # saving them takes up to as much memory again as they do.
     return ocp.PyTreeCheckpointHandler(
+        use_compression=False,
         type_handler_registry=ocp.type_handlers.create_type_handler_registry(
             (np.ndarray, ocp.type_handlers.NumpyHandler()),
             (jax.Array, ocp.type_handlers.ArrayHandler(use_replica_parallel=False))))

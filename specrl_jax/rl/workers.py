@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
+from specrl_jax.config import ConfigError
+
 READY = {"ready": True}
 START_SECONDS = 300  # until a worker has imported its rewards
 WAITING = 20  # seconds a worker may take for each CPU second: it may sleep, or share its core
@@ -31,7 +33,7 @@ class Workers:
     """At most `count` processes for the rewards `names`, `seconds` of CPU for each answer."""
 
     def __init__(self, count: int, names: Sequence[str], seconds: float) -> None:
-        self._count, self._seconds = count, seconds
+        self._count, self._names, self._seconds = count, names, seconds
         self._command = [sys.executable, "-m", "specrl_jax.rl.worker", str(seconds), *names]
         self._free: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
@@ -62,7 +64,8 @@ class Workers:
             env=os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"})
         if _reply(worker, START_SECONDS) != READY:
             worker.kill()
-            raise RuntimeError(f"{' '.join(self._command)}: did not start, see its error above")
+            raise ConfigError(f"reward.terms: the process for {', '.join(self._names)} did not "
+                              "start, see its error above")
         return worker
 
 

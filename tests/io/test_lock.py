@@ -1,5 +1,6 @@
 """A working directory has one writer, which the lock names; what a killed one left is no lock."""
 
+import errno
 import json
 import os
 import socket
@@ -106,4 +107,16 @@ def test_file_system_without_locks_goes_by_the_beat(
         with pytest.raises(ConfigError, match=f"process {os.getpid()}"):
             with lock.hold(tmp_path, print, beat=0.05):
                 pass
+    assert os.listdir(tmp_path) == []
+
+
+def test_lock_that_cannot_be_written_is_refused_and_left_by_nobody(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(json, "dump", full)
+    with pytest.raises(ConfigError, match="No space left on device; free some space"):
+        with lock.hold(tmp_path, print):
+            pass
     assert os.listdir(tmp_path) == []

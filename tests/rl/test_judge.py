@@ -1,6 +1,7 @@
 """Terms composed to a reward: in this process and in workers, their errors and their limits."""
 
 import os
+import sys
 import time
 
 import pytest
@@ -135,3 +136,11 @@ def test_answers_that_exact_cannot_judge_are_refused_before():
     judge.check_answers(("latex",), examples)
     with pytest.raises(ConfigError, match="example 8: the answer '1/2' is not a number; use latex"):
         judge.check_answers(("exact",), examples)
+
+
+@pytest.mark.ci
+def test_reward_whose_process_cannot_start_is_refused_in_a_line(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(ConfigError, match=f"^reward.terms: the process for {__name__}:length did"):
+        of((f"{__name__}:length",), [("", "1", EXAMPLE)], workers=1)
