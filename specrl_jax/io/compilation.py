@@ -5,11 +5,12 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 
+from specrl_jax.io.machine import cores
 from specrl_jax.io.places import user_cache
 from specrl_jax.structs import PyTree
 
 EVENT = "/jax/core/compile/backend_compile_duration"
-THREADS = 4  # programs compiled at once
+THREADS = 4  # most programs compiled at once
 Name: TypeAlias = str | tuple[str | int, ...]
 
 
@@ -67,7 +68,7 @@ class Compiler:
     """
 
     def __init__(self) -> None:
-        self._pool = concurrent.futures.ThreadPoolExecutor(THREADS)
+        self._pool = concurrent.futures.ThreadPoolExecutor(min(THREADS, cores()))
         self._added: list[concurrent.futures.Future[Any]] = []
 
     def add(self, program: Program) -> concurrent.futures.Future[Any]:
