@@ -12,6 +12,7 @@ and `checksums.json`.
 
 import contextlib
 import json
+import logging
 import shutil
 import sys
 import time
@@ -27,7 +28,13 @@ from jax.experimental import multihost_utils
 
 from specrl_jax.config import ConfigError
 from specrl_jax.io.files import CHECKSUMS, damage
-from specrl_jax.io.orbax_setup import ChecksummedPath, array_handler, literal, quiet_orbax
+from specrl_jax.io.orbax_setup import (
+    ChecksummedPath,
+    array_handler,
+    literal,
+    quiet_orbax,
+    retrieved,
+)
 from specrl_jax.io.places import writing
 from specrl_jax.structs import Json, PyTree
 
@@ -140,6 +147,7 @@ class Checkpoints:
             self._manager.save(step, force=True, args=ocp.args.Composite(
                 state=ocp.args.PyTreeSave(arrays), meta=ocp.args.JsonSave(note)))
         except (OSError, ValueError) as error:
+            logging.getLogger("asyncio").addFilter(retrieved)
             for left in self.directory.iterdir():  # makes room at once, not only on the next start
                 if left.name.startswith(f"{step}.") and "orbax-checkpoint-tmp" in left.name:
                     shutil.rmtree(left, ignore_errors=True)

@@ -59,6 +59,12 @@ def quiet_orbax() -> Iterator[None]:
             sys.unraisablehook = shown
 
 
+def retrieved(record: logging.LogRecord) -> bool:
+    """A filter for asyncio's logger: after a write has failed, other writes of the same save fail
+    too, and asyncio prints a traceback for each whenever it is collected."""
+    return "exception was never retrieved" not in record.getMessage()
+
+
 @contextlib.contextmanager
 def literal(directory: Path) -> Iterator[Path]:
     """Gives a path of `directory` that Orbax cannot take for a pattern of names: it globs below

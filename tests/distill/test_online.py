@@ -207,6 +207,7 @@ def test_step_charges_the_drafter_for_all_its_seconds(
         score=takes(clock, 20, ([], np.ones(4), {})), _advantages=takes(clock, 0, np.ones(4)),
         learn=takes(clock, 30, {}), drafter=Clocked(clock, manager, 1, 3, 5),
         config=SimpleNamespace(group_size=2, spec=SimpleNamespace(history_past=0)), step_number=0,
+        _programs={"score": None},
         sampler=SimpleNamespace(checksum=7, engine=SimpleNamespace(control=0, acceptance=0)))
     rows = [Trainer.step(trainer)[0] for _ in range(2)]
     spent = 1 + 3 + 5
