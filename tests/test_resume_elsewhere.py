@@ -22,6 +22,9 @@ SIZES = ("--config.prompts_per_step=8", "--config.rollout.batch_size=8",
          "--config.learner.micro_batch=16", "--config.checkpoint_every=2",
          "--config.reward.terms=('digit_fraction',)", "--config.learner.learning_rate=1e-3")
 
+LEARNS = ("--config.spec.drafter=eagle", "--config.distill.when=interval",
+          "--config.distill.batch=8", "--config.distill.micro_batch=8")
+
 
 @pytest.fixture(scope="module")
 def invariant(tmp_path_factory: Any) -> tuple[str, ...]:
@@ -73,12 +76,13 @@ def test_run_goes_on_on_any_mesh_with_the_same_tokens(
 
 
 @pytest.mark.ci
-def test_run_goes_on_with_tensor_shards_and_back(tmp_path: Path) -> None:
-    whole, run = tmp_path / "whole", tmp_path / "run"
-    run_training(whole, *SIZES, "--config.steps=6")
-    resume(run, 2, *SIZES)
-    resume(run, 4, *SIZES, *mesh(2, 2, 2), devices=8)
-    resume(run, 6, *SIZES)
+@pytest.mark.parametrize("flags", [(), LEARNS], ids=["frozen", "drafter_learns"])
+def test_run_goes_on_with_tensor_shards_and_back(tmp_path: Path, flags: Any) -> None:
+    whole, run, sizes = tmp_path / "whole", tmp_path / "run", (*SIZES, *flags)
+    run_training(whole, *sizes, "--config.steps=6")
+    resume(run, 2, *sizes)
+    resume(run, 4, *sizes, *mesh(2, 2, 2), devices=8)
+    resume(run, 6, *sizes)
     assert tokens(run) == tokens(whole)
     assert losses(run) == pytest.approx(losses(whole), rel=1e-3, abs=1e-6)
 
