@@ -1,6 +1,7 @@
 """The files of a run's working directory.
 
     config.json     the resolved configuration
+    best.json       step and accuracy of the best evaluation, see evaluation/in_run.py
     data.json       hashes of the examples that the run was started with, see resume.py
     metrics.jsonl   one object a step
     samples.jsonl   one object a sequence
@@ -35,6 +36,7 @@ from specrl_jax.io.places import output_directory
 from specrl_jax.structs import Json
 
 CONFIG, METRICS, SAMPLES, EVENTS = "config.json", "metrics.jsonl", "samples.jsonl", "events"
+BEST_FILE = "best.json"
 WALL_TIME = "time/unix"
 NONFINITE = "nonfinite"
 
