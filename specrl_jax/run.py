@@ -12,7 +12,7 @@ from specrl_jax import config as config_lib
 from specrl_jax import sharding
 from specrl_jax.config import Config, ConfigError
 from specrl_jax.evaluation.in_run import InRun
-from specrl_jax.io import data, lock, metrics, resume
+from specrl_jax.io import data, lock, metrics, resume, trackers
 from specrl_jax.io.checkpoint import Checkpoints, read_meta
 from specrl_jax.io.compilation import CompilationCounter
 from specrl_jax.io.places import local_path
@@ -78,6 +78,7 @@ def training_steps(config: Config, workdir: Path, stop: Callable[[], bool] = nev
     sharding.all_devices()  # refused here rather than where JAX is first used
     described = config_lib.as_dict(config)
     resume.check_config(workdir, described, resume.EQUAL)
+    trackers.resolve(config.track)
     source = weights.describe_source(config.model.path, family=config.model.family)
     progress = Progress(config.steps, 0)
     say = progress.say
@@ -106,8 +107,9 @@ def training_steps(config: Config, workdir: Path, stop: Callable[[], bool] = nev
         if evaluation:
             evaluation.compile(say)
             evaluation.write_best(workdir)
-        with metrics.Writer(workdir, trainer.step_number, progress.warn) as writer, Progress(
-                config.steps, trainer.step_number) as progress:
+        with metrics.Writer(workdir, trainer.step_number, progress.warn, config.track
+                            ) as writer, Progress(
+                                config.steps, trainer.step_number) as progress:
             compilations.take()
             yield from run_steps(trainer, checkpoints, writer, progress, compilations,
                                  startup(trainer, time.perf_counter() - began), stop, evaluation)

@@ -28,12 +28,12 @@ from specrl_jax.config.sections import (
     RolloutConfig,
     SpecOptions,
 )
-from specrl_jax.config.tasks import DataConfig, EvalConfig, RewardConfig
+from specrl_jax.config.tasks import DataConfig, EvalConfig, RewardConfig, TrackConfig
 
 __all__ = [
     "DRAFTERS", "LOSSES", "MOST_MIX", "Config", "ConfigError", "ControlConfig", "DataConfig",
     "DistillConfig", "DistillOptions", "DraftConfig", "EvalConfig", "LearnerConfig", "MeshConfig",
     "ModelSource", "RLConfig", "Registry", "RewardConfig", "RolloutConfig", "SpecOptions",
-    "as_dict", "at_least", "build", "check", "load_config", "option", "override", "preset_names",
-    "preset_targets", "section",
+    "TrackConfig", "as_dict", "at_least", "build", "check", "load_config", "option", "override",
+    "preset_names", "preset_targets", "section",
 ]

@@ -10,7 +10,7 @@ import re
 
 from specrl_jax.config.drafting import DRAFTERS, DistillConfig, DraftConfig
 from specrl_jax.config.fields import Section, check, option, section
-from specrl_jax.config.tasks import DataConfig, EvalConfig, RewardConfig
+from specrl_jax.config.tasks import DataConfig, EvalConfig, RewardConfig, TrackConfig
 
 REMAT = ("none", "full", "dots_saveable", "dots_with_no_batch_dims_saveable")
 
@@ -213,6 +213,7 @@ class Config(Section):
     data: DataConfig = section(DataConfig, "prompts")
     reward: RewardConfig = section(RewardConfig, "rewards")
     eval: EvalConfig = section(EvalConfig, "evaluation, in a run and by eval.py")
+    track: TrackConfig = section(TrackConfig, "trackers of a run")
     spec: SpecOptions = section(SpecOptions, "speculation")
     draft: DraftConfig = section(DraftConfig, "drafters")
     control: ControlConfig = section(ControlConfig, "controller")

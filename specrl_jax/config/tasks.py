@@ -1,4 +1,4 @@
-"""Options of what a run works on: prompts, rewards, and evaluation while it runs."""
+"""Options of what a run works on: prompts, rewards, evaluation, and who shows its metrics."""
 
 import dataclasses
 import datetime
@@ -84,3 +84,18 @@ class EvalConfig(Section, prefix="eval"):
         super().__post_init__()
         self.check(self.samples == 1 or self.temperature > 0, "samples", "at temperature 0 all "
                    "answers are the same; set eval.temperature = 1, or 1 sample")
+
+
+@dataclasses.dataclass(frozen=True)
+class TrackConfig(Section, prefix="track"):
+    """Where metrics are shown besides metrics.jsonl."""
+
+    to: tuple[str, ...] = option(("tensorboard",), "tensorboard (WORKDIR/events), wandb (extra "
+                                 "`wandb`; WANDB_MODE=offline needs no network), jsonl (nothing "
+                                 "besides the run's own files), or package.module:name")
+    project: str = option("specrl_jax", "wandb: project")
+    samples: int = option(4, "sequences of each step that trackers show as a table", low=0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check(len(set(self.to)) == len(self.to), "to", "name each tracker once")
