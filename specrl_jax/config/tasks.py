@@ -11,12 +11,19 @@ from specrl_jax.config.fields import Section, check, option
 class DataConfig(Section, prefix="data"):
     """The prompts."""
 
-    name: str = option("specrl_arithmetic", "dataset: specrl_arithmetic, gsm8k, jsonl, or "
-                       "package.module:function that returns a sequence of dicts")
-    path: str = option("", "jsonl: a file with one JSON object a line")
-    question_field: str = option("question", "jsonl, function: field with the user's message")
-    answer_field: str = option("answer", "jsonl, function: field with the expected answer")
-    split: str = option("train", "specrl_arithmetic, gsm8k: split to train on")
+    name: str = option("specrl_arithmetic", "dataset: specrl_arithmetic, gsm8k, jsonl, hf (extra "
+                       "`hf`), reasoning_gym (extra `tasks`), or package.module:function that "
+                       "returns a sequence of dicts")
+    path: str = option("", "jsonl: a file with one JSON object a line, gzipped or not, a pattern, "
+                       "or several with commas; hf: ORG/NAME of the hub, a directory, or a file")
+    question_field: str = option("question", "field with the user's message, or with a list of "
+                                 "chat messages that ends with it")
+    answer_field: str = option("answer", "field with the expected answer")
+    split: str = option("train", "specrl_arithmetic, gsm8k, hf, reasoning_gym: split to train on")
+    subset: str = option("", "hf: configuration of the dataset")
+    task: tuple[str, ...] = option((), "reasoning_gym: tasks, each as NAME:WEIGHT,OPTION=VALUE, "
+                                   "such as chain_sum:2,min_terms=2,max_terms=3")
+    seed: int = option(0, "reasoning_gym: seed of the examples", within="[0, 2000)")
     data_dir: str = option("", "TFDS directory; empty means TFDS's own, ~/tensorflow_datasets")
     manual_dir: str = option("", "directory with gsm8k's train.jsonl[.gz] and test.jsonl[.gz]")
     level: str = option("add2", "specrl_arithmetic: level of difficulty")
@@ -48,7 +55,8 @@ class RewardConfig(Section, prefix="reward"):
     """The reward is the weighted sum of its terms."""
 
     terms: tuple[str, ...] = option(("exact",), "exact, exact_only, has_answer_marker, "
-                                    "digit_fraction, latex, or package.module:function")
+                                    "digit_fraction, latex, reasoning_gym, or "
+                                    "package.module:function")
     weights: tuple[float, ...] = option((1.0,), "one weight a term")
     workers: int = option(0, "processes that judge answers; 0: the run's own, but latex in one a "
                              "core", low=0)

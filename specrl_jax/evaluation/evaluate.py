@@ -22,6 +22,7 @@ from specrl_jax.structs import Json, Rollout
 from specrl_jax.verify.registry import RULES
 
 SEQUENCES_AT_ONCE = 4096  # of one rollout: enough that its tail of few live rows does not count
+CORRECTNESS = ("latex", "reasoning_gym")  # rewards that are 1 where an answer is correct
 COUNTERS = ("committed", "row_rounds")
 
 
@@ -36,11 +37,11 @@ def task_config(config: Config) -> Config:
 def reward_of(config: Config) -> str:
     """Returns the name of the reward that decides what is correct.
 
-    That is `eval.reward`. Without one it is `exact`, unless the config does not use that, but latex
-    or a function of the user's own.
+    That is `eval.reward`. Without one it is `exact`, unless the config does not use that, but one
+    of CORRECTNESS or a function of the user's own.
     """
     terms = config.reward.terms
-    own = [name for name in terms if name == "latex" or ":" in name]
+    own = [name for name in terms if name in CORRECTNESS or ":" in name]
     return config.eval.reward or ("exact" if "exact" in terms or not own else own[0])
 
 
