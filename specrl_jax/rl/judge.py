@@ -135,6 +135,9 @@ def _in_workers(pool: Workers, name: str, answers: Sequence[Answer], warn: Calla
 
 def check_answers(terms: Sequence[str], examples: Sequence[Example]) -> None:
     """Raises ConfigError for the first example whose answer a term can never judge rightly."""
+    if "reasoning_gym" in terms:
+        check("task_seed" in examples[0], "reward.terms", tuple(terms),
+              "reasoning_gym judges only the examples of data.name = reasoning_gym")
     if "exact" in terms:
         for i in range(len(examples)):
             try:

@@ -59,6 +59,17 @@ def digit_fraction(prompt: str, completion: str, example: Example) -> float:
 REWARDS.register("latex")("specrl_jax.rl.latex:latex")
 
 
+@REWARDS.register("reasoning_gym")
+def reasoning_gym(prompt: str, completion: str, example: Example) -> float:
+    """Returns the score that data.name=reasoning_gym gives to an answer: what stands in the last
+    <answer> </answer>, else after the last "####", else the whole completion."""
+    from specrl_jax.io.datasets import reasoning  # needs an extra
+
+    marked = re.findall(r"<answer>(.*?)</answer>", completion, re.DOTALL)
+    answer = marked[-1] if marked else completion.rpartition(ANSWER_MARK)[2]
+    return reasoning.score(answer.strip(), example["task"], example["task_seed"])
+
+
 def expected_number(example: Example) -> Decimal:
     """Returns the number that example["answer"] is, after its last "####" if it has that mark.
 
