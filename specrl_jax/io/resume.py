@@ -22,8 +22,8 @@ from specrl_jax.structs import Json
 DATA = "data.json"
 ABSENT = "(absent)"  # a field that only one of two versions of this package has
 FREE = ("name", "steps", "checkpoint_every", "checkpoint_keep", "learner.max_bad_steps",
-        "reward.workers", "rollout.stop", "data.data_dir", "data.manual_dir", "data.path", "eval",
-        "track")
+        "reward.workers", "rollout.stop", "rollout.repetition_penalty", "data.data_dir",
+        "data.manual_dir", "data.path", "eval", "track")
 LOSS, SPEED = "losses within rounding", "accept lengths and times not"
 # By name, or by whole section. Under a rule but `match`, tokens are drawn otherwise if one of SPEED
 # changes.
