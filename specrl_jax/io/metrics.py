@@ -2,7 +2,7 @@
 
     config.json     the resolved configuration
     best.json       step and accuracy of the best evaluation, see evaluation/in_run.py
-    data.json       hashes of the examples that the run was started with, see resume.py
+    data.json       hashes of the examples and rendered prompts that the run was started with
     metrics.jsonl   one object a step
     samples.jsonl   one object a sequence
     events/         TensorBoard, made from the two; see trackers.py for others
