@@ -12,7 +12,7 @@ are steps after one in which a reward failed in one run alone (a limit of time, 
 Exit status: 0 all tokens are equal or near ties, 1 real differences, 2 bad input.
 """
 
-import early  # isort: skip (first: Ctrl-C while the others are imported)
+import early  # noqa: F401  # isort: skip (first: Ctrl-C while the others are imported)
 
 import argparse
 import json
@@ -23,6 +23,7 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
+from interrupt import until_stopped
 from rich.console import Console
 from rich.table import Table
 
@@ -204,4 +205,4 @@ def _decoder(replayed: Replay | None) -> Callable[[int | None], str]:
 
 
 if __name__ == "__main__":
-    sys.exit(early.until_stopped(main))
+    sys.exit(until_stopped(main))

@@ -92,6 +92,7 @@ def training_steps(config: Config, workdir: Path, stop: Callable[[], bool] = nev
         # Once more: another run may have ended meanwhile.
         changed = resume.check_config(workdir, described, resume.EQUAL)
         resume.check_data(workdir, {"training": data.digest(prompts.examples)})
+        resume.check_rendering(workdir, "training", prompts.texts, progress.warn)
         resumed = trainer.restore(checkpoints, resume.renewed(changed) if changed else None)
         if trainer.step_number >= config.steps:
             return

@@ -112,6 +112,9 @@ class RolloutConfig(Section, prefix="rollout"):
     top_p: float = option(1.0, "1 keeps the whole vocabulary", within="(0, 1]")
     min_p: float = option(0.0, "least probability of a token, in units of the likeliest one's; 0 "
                                "keeps the whole vocabulary", within="[0, 1]")
+    repetition_penalty: float = option(
+        1.0, "generate.py: logits of tokens that the prompt or the answer holds are divided by it "
+        "if positive, else multiplied with it; 1 is off", within="[0.01, 100]")
     stop: tuple[str, ...] = option((), "generate.py: stop strings, which end an answer and are not "
                                        "part of it")
     rounds_per_launch: int = option(32, "R, most rounds of one compiled loop", low=1)

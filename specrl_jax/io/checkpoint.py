@@ -271,8 +271,9 @@ def _part(leaves: dict[str, list[Any]], key: str) -> dict[str, list[Any]]:
 
 
 def _brief(error: BaseException) -> str:
-    """Returns one line; TensorStore puts the reason at the end of a long one."""
-    line = (str(error).splitlines() or [type(error).__name__])[0]
+    """Returns one line; TensorStore puts the reason at the end of a long one, before its own
+    options."""
+    line = (str(error).splitlines() or [type(error).__name__])[0].split(" [tensorstore_spec=")[0]
     return line if len(line) <= 160 else f"{line[:40]} ... {line[-100:]}"
 
 

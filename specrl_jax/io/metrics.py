@@ -2,7 +2,7 @@
 
     config.json     the resolved configuration
     best.json       step and accuracy of the best evaluation, see evaluation/in_run.py
-    data.json       hashes of the examples that the run was started with, see resume.py
+    data.json       hashes of the examples and rendered prompts that the run was started with
     metrics.jsonl   one object a step
     samples.jsonl   one object a sequence
     events/         TensorBoard, made from the two; see trackers.py for others
@@ -32,7 +32,7 @@ from specrl_jax.config import ConfigError, TrackConfig
 from specrl_jax.io.checkpoint import loud
 from specrl_jax.io.files import write_atomically
 from specrl_jax.io.metric_names import Record
-from specrl_jax.io.places import output_directory
+from specrl_jax.io.places import output_directory, writing
 from specrl_jax.io.trackers import WALL_TIME, RunInfo, Step, Trackers
 from specrl_jax.structs import Json
 
@@ -109,13 +109,18 @@ def _python(value: Any) -> Any:
 
 def _records(path: Path) -> Iterator[tuple[str, Json | None]]:
     """Yields (line, record); the record is None if the line is broken."""
-    if not path.exists():
+    try:
+        file = open(path, encoding="utf-8", errors="replace", newline="\n")
+    except FileNotFoundError:
         return
-    with open(path, encoding="utf-8", errors="replace", newline="\n") as file:
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}); restore it from a copy, or "
+                          f"choose another workdir") from error
+    with file:
         for line in file:
             try:
                 yield line, decode(line) if line.endswith("\n") else None
-            except ValueError:
+            except (ValueError, TypeError, AttributeError, RecursionError):
                 yield line, None
 
 
@@ -205,20 +210,18 @@ class Writer:
         line = encode(metrics)
         lines = "".join(encode({"step": step} | sample) for sample in samples)
         for file, text in ((self._samples, lines), (self._metrics, line)):
-            try:
+            with writing(Path(file.name)):
                 file.write(text)
                 file.flush()
-            except OSError as error:
-                raise ConfigError(f"{file.name}: cannot be written ({error.strerror}); make room "
-                                  f"and run the same command again") from error
         self._trackers.write({name: _python(x) for name, x in metrics.items()}, samples)
 
     def sync(self) -> None:
         """Makes all lines durable. Call it before writing a checkpoint, which must not be ahead."""
         if self._active:
             for file in (self._metrics, self._samples):
-                file.flush()
-                os.fsync(file.fileno())
+                with writing(Path(file.name)):
+                    file.flush()
+                    os.fsync(file.fileno())
 
     def close(self) -> None:
         """Syncs and closes the files."""
@@ -233,7 +236,7 @@ class Writer:
 
     def __exit__(self, kind: type | None, *exc: object) -> None:
         # An error while closing must not hide the error that ended the run.
-        with contextlib.suppress(OSError) if kind else contextlib.nullcontext():
+        with contextlib.suppress(OSError, ConfigError) if kind else contextlib.nullcontext():
             self.close()
 
 

@@ -74,7 +74,7 @@ class Sampler:
                                layers.are_scanned(sharding.platform(mesh)))
         self.params: Params = {}  # as published
         self.drafter_params: DrafterParams = ()  # bound to them
-        self.drafter_weights = self.engine.replicate(self.drafters.weights)  # of each part
+        self.drafter_weights = sharding.put(self.drafters.places(mesh), self.drafters.weights)
         warn_of_broken(self.drafters.weights, warn)
         self.version, self.drafter_version = -1, 0
         self.broken = False  # a rollout found non-finite draft scores and switched drafting off
