@@ -13,6 +13,7 @@ from specrl_jax.config import Config, ConfigError
 from specrl_jax.evaluation.evaluate import evaluate
 from specrl_jax.evaluation.in_run import InRun, metrics_of
 from specrl_jax.io.checkpoint import list_steps
+from specrl_jax.io.metric_names import find
 from specrl_jax.io.metrics import read_metrics, read_samples
 from specrl_jax.model.source import best_step, open_actor
 from specrl_jax.run import train
@@ -62,6 +63,7 @@ def test_evaluation_is_due_every_so_many_steps(whole: Path) -> None:
     assert [bool(row) for row in found] == [False, True] * 3
     assert {"eval/accuracy", "eval/pass_at_2", "eval/pass_at_2_low"} <= found[1].keys()
     assert all(row["compilations"] == 0 for row in read_metrics(whole))
+    assert all(find(name) for row in read_metrics(whole) for name in row)
 
 
 @pytest.mark.ci
