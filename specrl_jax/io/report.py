@@ -209,8 +209,8 @@ def plot_accuracy(ax: Axes, rows: Rows) -> None:
     """Draws the evaluations of a run with their 95 % intervals."""
     told = [row for row in rows if "eval/accuracy" in row]
     plot_line(ax, told, "eval/accuracy")
-    ax.fill_between(*(column(told, key) for key in (
-        "step", "eval/accuracy_low", "eval/accuracy_high")), color=BLUE, alpha=0.2, linewidth=0)
+    ax.fill_between(column(told, "step"), column(told, "eval/accuracy_low"),
+                    column(told, "eval/accuracy_high"), color=BLUE, alpha=0.2, linewidth=0)
 
 
 def plot_line(ax: Axes, rows: Rows, key: str) -> None:

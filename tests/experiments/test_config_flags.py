@@ -147,7 +147,7 @@ def test_script_runs_from_anywhere(script):
 
 
 @pytest.mark.parametrize("arguments, line", [
-    (["--config=nope"], "flag --config=nope: no preset 'nope': give one of qwen2_5_0_5b, "),
+    (["--config=nope"], "flag --config=nope: no preset 'nope': give one of math_jsonl, "),
     (["--config.steps=abc"], "config.steps = 'abc': must be of type int"),
     (["--config.steps=1", "--config=tiny"], "Found --config.steps=1 in argv before a value for"),
     (["--confg=tiny"], "Unknown command line flag 'confg'. Did you mean: config"),
