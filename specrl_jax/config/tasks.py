@@ -2,9 +2,19 @@
 
 import dataclasses
 import datetime
+import math
 import re
 
 from specrl_jax.config.fields import Section, check, option
+
+STOP = "stop"  # of reward.on_failure
+
+
+def _is_finite(text: str) -> bool:
+    try:
+        return math.isfinite(float(text))
+    except ValueError:
+        return False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,12 +71,17 @@ class RewardConfig(Section, prefix="reward"):
     workers: int = option(0, "processes that judge answers; 0: the run's own, but latex in one a "
                              "core", low=0)
     seconds: float = option(2.0, "CPU seconds that such a process may take for an answer; one that "
-                                 "takes latex longer is wrong, another reward ends the run",
+                                 "takes latex longer is wrong, another reward fails",
                             within="(0, 86400]")
+    on_failure: str = option(STOP, "a term that raises, hangs or dies in a worker, or returns no "
+                             "finite number: stop ends the run with its example, a number is what "
+                             "the term counts as; samples.jsonl says where")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check(len(self.terms) > 0, "terms", "name at least one reward")
+        self.check(self.on_failure == STOP or _is_finite(self.on_failure), "on_failure",
+                   f"give {STOP}, or a number such as 0")
         self.check(len(self.terms) == len(self.weights), "weights",
                    f"give one weight for each of the {len(self.terms)} terms")
 

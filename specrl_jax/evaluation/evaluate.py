@@ -9,6 +9,7 @@ import numpy as np
 
 from specrl_jax import sharding
 from specrl_jax.config import Config, ConfigError, check, override
+from specrl_jax.config.tasks import STOP
 from specrl_jax.evaluation.statistics import bootstrap, interval, pass_at_k
 from specrl_jax.io.progress import Progress
 from specrl_jax.model.source import Actor, open_actor
@@ -56,8 +57,10 @@ class Problems:
                  warn: Callable[[str], None]) -> None:
         self.samples, self.reward, self.tokenizer = (
             config.eval.samples, reward_of(config), tokenizer)
+        failure = STOP if config.reward.on_failure == STOP else "0"
         self.judge = judge.compose((self.reward,), (1.0,), workers=config.reward.workers,
-                                   seconds=config.reward.seconds, warn=warn)
+                                   seconds=config.reward.seconds, warn=warn,
+                                   on_failure=failure)
         self.prompts = make_prompts(task_config(config), tokenizer, say)
         judge.check_answers((self.reward,), self.prompts.examples)
 

@@ -26,6 +26,8 @@ METRICS = tuple(Metric(*row) for row in (
     ("reward/std", "reward", "standard deviation over the step's sequences", "reward_std"),
     ("reward/nonzero_advantage_fraction", "fraction", "groups with an advantage other than 0",
      "1 - frac_reward_zero_std"),
+    ("reward/failures", "answers", "answers with a term that failed and counts as "
+     "reward.on_failure"),
     ("reward/*", "reward", "mean of one reward term, before its weight", "rewards/*/mean"),
     ("loss", "", "policy loss of the last update", "loss", "actor/pg_loss"),
     ("grad_norm", "", "global norm of the gradient before clipping", "grad_norm",
