@@ -40,8 +40,8 @@ RENAMED_VALUES: dict[str, dict[str | bool, str]] = {
 RENAMED_REWARDS = {"bare": "exact_only", "format": "has_answer_marker", "digits": "digit_fraction"}
 
 # Names that later versions will give a meaning; a dot at the end stands for a whole section.
-RESERVED = ("rl.entropy", "rl.filter", "rl.overlong", "rl.curriculum",
-            "learner.optimizer", "learner.schedule", "learner.lora_rank", "learner.lora_alpha",
+RESERVED = ("rl.filter", "rl.overlong", "rl.curriculum",
+            "learner.lora_rank", "learner.lora_alpha",
             "eval.", "track.")
 
 
