@@ -40,8 +40,7 @@ RENAMED_VALUES: dict[str, dict[str | bool, str]] = {
 RENAMED_REWARDS = {"bare": "exact_only", "format": "has_answer_marker", "digits": "digit_fraction"}
 
 # Names that later versions will give a meaning; a dot at the end stands for a whole section.
-RESERVED = ("rl.entropy", "rl.filter", "rl.overlong", "rl.curriculum",
-            "learner.optimizer", "learner.schedule", "learner.lora_rank", "learner.lora_alpha")
+RESERVED = ("learner.lora_rank", "learner.lora_alpha")
 
 
 # Dataclass of a section -> its name, for errors that name the class.

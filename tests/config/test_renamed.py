@@ -44,8 +44,7 @@ def test_renamed_rewards_name_registered_ones():
     ({"learner": {"kl": 0.1}}, "learner.kl = 0.1: renamed; use rl.kl"),
     ({"learner": {"scale_advantage": False}}, "learner.scale_advantage = False: renamed; use "
      "rl.advantage (True is 'group', False is 'group_mean')"),
-    ({"learner": {"optimizer": "muon"}},
-     "learner.optimizer = 'muon': is reserved and not available yet"),
+    ({"learner": {"lora_rank": 8}}, "learner.lora_rank = 8: is reserved and not available yet"),
 ])
 def test_build_refuses_old_and_reserved_fields(values, line):
     with pytest.raises(ConfigError) as error:
