@@ -41,7 +41,7 @@ RENAMED_REWARDS = {"bare": "exact_only", "format": "has_answer_marker", "digits"
 
 # Names that later versions will give a meaning; a dot at the end stands for a whole section.
 RESERVED = ("rl.entropy", "rl.filter", "rl.overlong", "rl.curriculum",
-            "learner.optimizer", "learner.schedule", "learner.lora_rank", "learner.lora_alpha",
+            "learner.optimizer", "learner.schedule",
             "eval.", "track.")
 
 

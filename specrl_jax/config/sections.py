@@ -11,6 +11,7 @@ import re
 
 from specrl_jax.config.drafting import DRAFTERS, DistillConfig, DraftConfig
 from specrl_jax.config.fields import Section, check, option, section
+from specrl_jax.config.lora import LORA_TARGETS, check_lora
 
 REMAT = ("none", "full", "dots_saveable", "dots_with_no_batch_dims_saveable")
 
@@ -232,11 +233,26 @@ class LearnerConfig(Section, prefix="learner"):
         "of verification, free (rollout)", choose=("learner", "rollout"))
     moments: str = option("device", "memory of AdamW's moments: device, or host, from which each "
                           "update fetches them", choose=("device", "host"))
+    lora_rank: int = option(0, "rank of low-rank adapters, which alone are trained (LoRA, "
+                               "arXiv:2106.09685); 0 trains all weights", low=0)
+    lora_alpha: float = option(0.0, "adapters count lora_alpha / lora_rank times; 0 is lora_rank, "
+                                    "so once", low=0)
+    lora_targets: tuple[str, ...] = option(LORA_TARGETS, "projections with an adapter, by the "
+                                           "names that peft uses")
     max_bad_steps: int = option(5, "stop after this many non-finite updates in a row", low=1)
     remat: str = option(
         "dots_with_no_batch_dims_saveable", "what the backward pass recomputes of a layer: none, "
         "full, or all but what that policy of jax.checkpoint_policies keeps, such as the results "
         "of products with weights", choose=REMAT)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_lora(self.lora_rank, self.lora_alpha, self.lora_targets)
+
+    @property
+    def lora_scale(self) -> float:
+        """Factor of the adapters' product."""
+        return (self.lora_alpha or self.lora_rank) / max(self.lora_rank, 1)
 
 
 @dataclasses.dataclass(frozen=True)
