@@ -1,5 +1,5 @@
-"""Writes docs/config.md and docs/metrics.md from the help of fields and metrics, and the examples
-of tests/extending into docs/extending.md.
+"""Writes docs/config.md and docs/metrics.md from the help of fields and metrics, the examples of
+tests/extending into docs/extending.md, and what presets were compiled for into docs/compile_for.md.
 
     python docs/generate.py
 
@@ -7,6 +7,7 @@ tests/test_docs.py fails while a page is older than its source.
 """
 
 import dataclasses
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -23,7 +24,7 @@ NOTE = "<!-- Written by docs/generate.py: change the help in the code and run it
 def pages() -> dict[str, str]:
     """Returns the text of each generated page by file name."""
     return {"config.md": config_page(), "metrics.md": metrics_page(),
-            "extending.md": extending_page()}
+            "extending.md": extending_page(), "compile_for.md": compile_for_page()}
 
 
 def config_page() -> str:
@@ -69,6 +70,36 @@ def extending_page() -> str:
         return f"<!-- {match[1]} -->\n```{match[2]}\n{text}```\n"
 
     return re.sub(r"^<!-- (\S+) -->\n```(\w+)\n.*?^```\n", quote, page, flags=re.M | re.S)
+
+
+def compile_for_page() -> str:
+    """Returns the page with the table of experiments/results/compile_PRESET_TARGET.json."""
+    page = (DOCS / "compile_for.md").read_text(encoding="utf-8")
+    files = sorted((DOCS.parent / "experiments" / "results").glob("compile_*.json"))
+    lines = ["| preset | target, JAX | data x fsdp x tensor | programs | most memory, GiB | "
+             "launch | update | plain round | 8 nodes | minutes |", "|" + " --- |" * 10,
+             *(_compiled(json.loads(file.read_text(encoding="utf-8"))) for file in files)]
+    return re.sub(r"(<!-- matrix -->\n).*?(<!-- end -->\n)",
+                  lambda match: match[1] + "\n".join([*lines, match[2]]), page, flags=re.S)
+
+
+def _compiled(result: Mapping[str, Any]) -> str:
+    """Returns the row of one result."""
+    config, programs, moved = result["config"], result["programs"], result["round_bytes"]
+    mesh, gib = config["mesh"], 2**30
+    found = [p for p in programs if "error" not in p]
+    whole = {p["program"]: p["peak"] + sum(p["resident"].values()) for p in found}
+    most = max(whole, key=whole.__getitem__)
+    own = {p["program"].split()[0]: p["temporaries"] for p in reversed(found)}  # the largest batch
+    wide = f"{moved['verified'] / moved['plain']:.2f} x" if "verified" in moved else ""
+    return _row(
+        f"`{config['name']}`", f"{result['target']}, {result['versions']['jax']}",
+        f"{mesh['data']}x{mesh['fsdp']}x{mesh['tensor']}",
+        "; ".join(result["failures"]) or f"all {len(programs)}",
+        f"{whole[most] / gib:.1f} of {found[0]['limit'] / gib:.1f}, {most}",
+        f"{own['launch'] / result['resident']['cache']:.0%}", f"{own['update'] / gib:.1f}",
+        f"{moved['plain'] / moved['least']:.2f} x", wide,
+        f"{sum(p['compile_seconds'] + p['lowering_seconds'] for p in found) / 60:.0f}")
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:

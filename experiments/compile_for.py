@@ -12,7 +12,6 @@ weights are read. Of a preset with a table of targets, --target takes mesh and b
 
 import early  # noqa: F401  # isort: skip (first: Ctrl-C while the others are imported)
 
-import json
 import sys
 from pathlib import Path
 
@@ -42,9 +41,9 @@ def main(config: Config, workdir: Path) -> int:
     result = compiling.compile_for(config, TARGET.value, ONLY.value, JOBS.value,
                                    report=lambda found: print(tables.line(found), flush=True))
     tables.show(result)
-    if out:
-        write_atomically(out, json.dumps(result, indent=1) + "\n")
     lines = [line for found in result["programs"] for line in findings.failures(found)]
+    if out:
+        write_atomically(out, tables.text(result | {"failures": lines}))
     for line in lines:
         print(line, file=sys.stderr)
     return 1 if lines else 0

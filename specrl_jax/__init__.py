@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from specrl_jax.distill.offline import DrafterTraining, train_drafter
     from specrl_jax.draft.protocol import Drafter
     from specrl_jax.draft.registry import DRAFTERS
-    from specrl_jax.evaluation.evaluate import Task, evaluate
+    from specrl_jax.evaluation.evaluate import evaluate
     from specrl_jax.evaluation.generate import generate
     from specrl_jax.io.datasets import DATASETS
     from specrl_jax.io.metrics import read_metrics
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Config", "ConfigError", "Controller", "Drafter", "DrafterTraining", "PromptBatch", "Rule",
-    "Sampler", "Task", "Trainer", "evaluate", "generate", "load_config", "read_metrics",
+    "Sampler", "Trainer", "evaluate", "generate", "load_config", "read_metrics",
     "register_advantage", "register_controller", "register_correction", "register_dataset",
     "register_drafter", "register_family", "register_loss", "register_reward", "register_rule",
     "train", "train_drafter", "write_report",
@@ -63,7 +63,6 @@ _HOMES = {
     "PromptBatch": "rollout.prompts:PromptBatch",
     "Rule": "verify.protocol:Rule",
     "Sampler": "rollout.sampler:Sampler",
-    "Task": "evaluation.evaluate:Task",
     "Trainer": "trainer:Trainer",
     "evaluate": "evaluation.evaluate:evaluate",
     "generate": "evaluation.generate:generate",

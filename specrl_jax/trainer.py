@@ -220,7 +220,9 @@ class Trainer:
     def score(self, rollout: Rollout) -> tuple[list[Sample], np.ndarray, Metrics]:
         """Returns samples, rewards f32[Q], and the mean of each term of the reward as metrics."""
         samples, rewards, terms = score_rollout(rollout, self.prompts, self.tokenizer, self.reward)
-        return samples, rewards, {f"reward/{name}": value for name, value in terms.items()}
+        failed = sum("failures" in sample for sample in samples)
+        return samples, rewards, {"reward/failures": failed} | {
+            f"reward/{name}": value for name, value in terms.items()}
 
     def _advantages(self, rewards: np.ndarray) -> np.ndarray:
         """Returns f32[Q], relative to each group."""

@@ -1,20 +1,36 @@
 """Generated pages are up to date."""
 
 import importlib.util
+import json
 from pathlib import Path
 
 import pytest
 
+from specrl_jax.config import as_dict, load_config
+
 DOCS = Path(__file__).resolve().parents[1] / "docs"
+RESULTS = DOCS.parent / "experiments" / "results"
 spec = importlib.util.spec_from_file_location("generate_docs", DOCS / "generate.py")
 generate = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(generate)
 
 
-@pytest.mark.parametrize("name", ["config.md", "metrics.md", "extending.md"])
+@pytest.mark.parametrize("name", ["config.md", "metrics.md", "extending.md", "compile_for.md"])
 def test_page_is_what_its_source_generates(name):
     text = (DOCS / name).read_text(encoding="utf-8")
     assert text == generate.pages()[name], "run python docs/generate.py"
+
+
+@pytest.mark.parametrize("file", sorted(RESULTS.glob("compile_*.json")), ids=lambda f: f.stem)
+def test_result_is_of_the_preset_as_it_is(file):
+    """After a change of a preset's table: run compile_for.py with --out=FILE again."""
+    result = json.loads(file.read_text(encoding="utf-8"))
+    name, target = result["config"]["name"], result["target"].replace(":", "_")
+    assert file.stem.removesuffix("_newest") == f"compile_{name}_{target}"
+    now = as_dict(load_config(f"{name}:{target}"))
+    for section in ("mesh", "model", "spec", "draft", "rollout", "learner", "distill"):
+        was = result["config"][section]
+        assert {field: now[section].get(field) for field in was} == was, section
 
 
 def test_pages_name_fields_and_metrics():

@@ -22,6 +22,9 @@ SIZES = ("--config.prompts_per_step=8", "--config.rollout.batch_size=8",
          "--config.learner.micro_batch=16", "--config.checkpoint_every=2",
          "--config.reward.terms=('digit_fraction',)", "--config.learner.learning_rate=1e-3")
 
+LEARNS = ("--config.spec.drafter=eagle", "--config.distill.when=interval",
+          "--config.distill.batch=8", "--config.distill.micro_batch=8")
+
 
 @pytest.fixture(scope="module")
 def invariant(tmp_path_factory: Any) -> tuple[str, ...]:
@@ -73,12 +76,13 @@ def test_run_goes_on_on_any_mesh_with_the_same_tokens(
 
 
 @pytest.mark.ci
-def test_run_goes_on_with_tensor_shards_and_back(tmp_path: Path) -> None:
-    whole, run = tmp_path / "whole", tmp_path / "run"
-    run_training(whole, *SIZES, "--config.steps=6")
-    resume(run, 2, *SIZES)
-    resume(run, 4, *SIZES, *mesh(2, 2, 2), devices=8)
-    resume(run, 6, *SIZES)
+@pytest.mark.parametrize("flags", [(), LEARNS], ids=["frozen", "drafter_learns"])
+def test_run_goes_on_with_tensor_shards_and_back(tmp_path: Path, flags: Any) -> None:
+    whole, run, sizes = tmp_path / "whole", tmp_path / "run", (*SIZES, *flags)
+    run_training(whole, *sizes, "--config.steps=6")
+    resume(run, 2, *sizes)
+    resume(run, 4, *sizes, *mesh(2, 2, 2), devices=8)
+    resume(run, 6, *sizes)
     assert tokens(run) == tokens(whole)
     assert losses(run) == pytest.approx(losses(whole), rel=1e-3, abs=1e-6)
 
@@ -99,6 +103,20 @@ def test_run_goes_on_with_less_memory_or_other_drafts(
     assert all(flag.split("=")[0].removeprefix("--config.") in told for flag in flags[:2])
     assert tokens(run) == tokens(whole)
     assert losses(run) == pytest.approx(losses(whole), rel=1e-3, abs=1e-6)
+
+
+@pytest.mark.ci
+def test_run_on_another_day_tells_that_prompts_changed(tmp_path: Path) -> None:
+    dated = dataclasses.replace(
+        byte_tokenizer(), template="{{ strftime_now('%d') }} {{ messages[0]['content'] }}")
+    source = Source(TINY, dated, random_tensors(TINY, 0), "random")
+    export(tmp_path / "model", TINY, source.params(), dated)
+    flags = (*SIZES, f"--config.model.path={tmp_path / 'model'}")
+    first = resume(tmp_path / "run", 1, *flags, "--config.data.date=2026-01-30")
+    told = resume(tmp_path / "run", 2, *flags, "--config.data.date=2026-01-31")
+    assert "prompts otherwise" not in first and "first number 0: '31 " in told
+    assert "prompts otherwise" not in resume(
+        tmp_path / "run", 3, *flags, "--config.data.date=2026-01-30")
 
 
 def test_fit_mesh_uses_one_device_where_there_are_too_few() -> None:

@@ -34,7 +34,8 @@ def compile_for(config: Config, target: str, only: Sequence[str] = (), jobs: int
       report: called with the findings of each program.
 
     Returns:
-      {"target", "config", "versions", "devices", "resident": bytes by what, "programs": [findings]}
+      {"target", "config", "versions", "devices", "resident": bytes by what,
+      "round_bytes": see `rounds.moved`, "programs": [findings]}
 
     Raises:
       ConfigError: the target, the mesh on it or a value of the config cannot work.
@@ -55,7 +56,8 @@ def compile_for(config: Config, target: str, only: Sequence[str] = (), jobs: int
     found = sorted((one for worker in workers for one in worker.found),
                    key=lambda one: order[one["program"]])
     return {"target": target, "config": as_dict(config), "versions": targets.versions(),
-            "devices": about["devices"], "resident": about["resident"], "programs": found}
+            "devices": about["devices"], "resident": about["resident"],
+            "round_bytes": about["round_bytes"], "programs": found}
 
 
 class _Worker:

@@ -158,9 +158,10 @@ def _apart(counter: _Counter, eqn: Any, values: list[Value], flops: float = 0.0)
 
 
 def _picked(counter: _Counter, eqn: Any, values: list[Value]) -> list[Value]:
-    """A slice or gather: of an array in memory it is a part, which costs nothing until read."""
+    """A slice or gather: of an array in memory, or a gather of a view or cast of one, it is a part,
+    which costs nothing until read."""
     if values[0].reads is None or eqn.primitive.name == "gather":
-        if values[0].reads is not None:
+        if values[0].reads is not None and values[0].viewed is None:
             counter.store(values[0])
         return [Value(_size(eqn.outvars[0]), part=True)]
     return _fused(counter, eqn, values)

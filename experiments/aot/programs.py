@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from specrl_jax import sharding
 from specrl_jax.config import Config, check
 from specrl_jax.distill import programs as distill
-from specrl_jax.distill.update import Programs, init_state
+from specrl_jax.distill.update import Programs, init_state, places
 from specrl_jax.draft.registry import DrafterSet
 from specrl_jax.io import checksum
 from specrl_jax.io.compilation import Program, abstract
@@ -122,8 +122,7 @@ def describe(config: Config, mesh: Mesh, model: Model | None = None) -> Run:
     base = policy.abstract_base(config, arch, mesh)
     master = state.params if base is None else base
     actor = _published(arch, mesh, engine.layout.dtype, master)
-    whole = sharding.replicated(mesh)
-    own = abstract(drafters.weights, whole)
+    own = abstract(drafters.weights, drafters.places(mesh))
     place, drafter_state = drafters.trainable, None
     check(config.distill.when == "off" or place is not None, "distill.when", config.distill.when,
           f"spec.drafter = {config.spec.drafter!r} has nothing that learns; choose eagle, or off")
@@ -141,9 +140,11 @@ def describe(config: Config, mesh: Mesh, model: Model | None = None) -> Run:
     if jax.tree.leaves(own):
         resident |= {"drafter": own, "drafting": _apart(bound, actor)}
     if config.distill.when != "off" and place is not None:
-        weights_of = own[place]["weights"]
-        drafter_state = abstract(jax.eval_shape(lambda w: init_state(config.distill, w),
-                                                weights_of), whole)
+        learning = drafters.parts[place].trainable
+        assert learning is not None
+        drafter_state = abstract(
+            jax.eval_shape(lambda w: init_state(config.distill, w), own[place]["weights"]),
+            places(learning, config.distill, mesh))
         resident["distill"] = drafter_state.optimizer
     return Run(config, arch, mesh, engine, resident, drafters, master, actor, own, bound,
                drafter_state)

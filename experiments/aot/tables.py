@@ -1,5 +1,6 @@
 """Findings as text for a terminal."""
 
+import json
 import sys
 
 from rich.console import Console
@@ -22,6 +23,16 @@ def line(found: Json) -> str:
         return f"{found['program']}: {found['error']}"
     how = "kept" if found["kept"] else f"compiled in {found['compile_seconds']:.0f} s"
     return f"{found['program']}: {how}, {memory(found) / GIB:.2f} GiB"
+
+
+def text(result: Json) -> str:
+    """Returns a result as JSON with a line for each program, without its kinds of operations."""
+    programs = [{name: value for name, value in found.items() if name != "kinds"}
+                for found in result["programs"]]
+    rest = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in result.items()
+            if name != "programs"]
+    return "{" + ",\n".join([*rest, '"programs": [\n' + ",\n".join(
+        map(json.dumps, programs)) + "]"]) + "}\n"
 
 
 def show(result: Json) -> None:

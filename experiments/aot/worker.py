@@ -2,7 +2,7 @@
 
 It ends with whoever started it: when stdin does.
 
-    {"programs": [...], "resident": {...}}   what there is
+    {"programs": [...], "resident": {...}, "round_bytes": {...}}   what there is
     {"begin": "launch 16"}                   so that whoever started it knows what a crash was about
     {"counted": {...}, "path": "..."}        what is known of it before the compiler runs
     {"done": {...}}                          the findings, or {"program", "error"}
@@ -21,7 +21,7 @@ from specrl_jax.io.compilation import Program
 from specrl_jax.sharding import make_mesh
 from specrl_jax.structs import Json
 
-from . import findings, programs, targets
+from . import findings, programs, rounds, targets
 
 FD = "SPECRL_EVENTS"  # number of the file that events are written to
 
@@ -59,7 +59,8 @@ def compile_all(request: Json, events: TextIO) -> None:
     _say(events, {"programs": [p.title for p in chosen] + [f["program"] for f in failed],
                   "devices": len(devices),
                   "resident": {name: programs.device_bytes(tree)
-                               for name, tree in run.resident.items()}})
+                               for name, tree in run.resident.items()},
+                  "round_bytes": rounds.moved(run.engine, run.actor, run.bound)})
     part, parts = request["part"]
     for found in failed if part == 0 and not request["skip"] else []:
         _say(events, {"done": found})

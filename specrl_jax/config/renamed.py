@@ -41,8 +41,7 @@ RENAMED_REWARDS = {"bare": "exact_only", "format": "has_answer_marker", "digits"
 
 # Names that later versions will give a meaning; a dot at the end stands for a whole section.
 RESERVED = ("rl.entropy", "rl.filter", "rl.overlong", "rl.curriculum",
-            "learner.optimizer", "learner.schedule",
-            "eval.", "track.")
+            "learner.optimizer", "learner.schedule")
 
 
 # Dataclass of a section -> its name, for errors that name the class.

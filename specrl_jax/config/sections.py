@@ -6,12 +6,12 @@ help.
 """
 
 import dataclasses
-import datetime
 import re
 
 from specrl_jax.config.drafting import DRAFTERS, DistillConfig, DraftConfig
 from specrl_jax.config.fields import Section, check, option, section
 from specrl_jax.config.lora import LORA_TARGETS, check_lora
+from specrl_jax.config.tasks import DataConfig, EvalConfig, RewardConfig, TrackConfig
 
 REMAT = ("none", "full", "dots_saveable", "dots_with_no_batch_dims_saveable")
 
@@ -34,62 +34,6 @@ class ModelSource(Section, prefix="model"):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check(bool(self.path), "path", "give a directory, a file or a name")
-
-
-@dataclasses.dataclass(frozen=True)
-class DataConfig(Section, prefix="data"):
-    """The prompts."""
-
-    name: str = option("specrl_arithmetic", "dataset: specrl_arithmetic, gsm8k, jsonl, or "
-                       "package.module:function that returns a sequence of dicts")
-    path: str = option("", "jsonl: a file with one JSON object a line")
-    question_field: str = option("question", "jsonl, function: field with the user's message")
-    answer_field: str = option("answer", "jsonl, function: field with the expected answer")
-    split: str = option("train", "specrl_arithmetic, gsm8k: split to train on")
-    data_dir: str = option("", "TFDS directory; empty means TFDS's own, ~/tensorflow_datasets")
-    manual_dir: str = option("", "directory with gsm8k's train.jsonl[.gz] and test.jsonl[.gz]")
-    level: str = option("add2", "specrl_arithmetic: level of difficulty")
-    examples: int = option(0, "use only the first N examples; 0 is all of them", low=0)
-    system: str = option("", "system message; empty means none")
-    template: tuple[str, ...] = option((), "variables of the chat template, each as NAME=VALUE, "
-                                       "such as enable_thinking=False")
-    date: str = option("", "date that the chat template sees as today's, such as 2026-01-31; empty "
-                       "is the day on which a process starts")
-    long_prompts: str = option(
-        "refuse", "prompts longer than rollout.max_prompt_tokens: refuse the run, or drop these "
-        "prompts and say how many", choose=("refuse", "drop"))
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for text in self.template:
-            check(re.match(r"[A-Za-z_]\w*=", text) is not None
-                  and not text.startswith(("messages=", "add_generation_prompt=")),
-                  "data.template", text, "give NAME=VALUE, such as enable_thinking=False")
-        try:
-            datetime.date.fromisoformat(self.date or "2026-01-31")
-        except ValueError:
-            self.check(False, "date", "give a date as YYYY-MM-DD")
-        self.check(bool(self.name), "name", "name a dataset")
-
-
-@dataclasses.dataclass(frozen=True)
-class RewardConfig(Section, prefix="reward"):
-    """The reward is the weighted sum of its terms."""
-
-    terms: tuple[str, ...] = option(("exact",), "exact, exact_only, has_answer_marker, "
-                                    "digit_fraction, latex, or package.module:function")
-    weights: tuple[float, ...] = option((1.0,), "one weight a term")
-    workers: int = option(0, "processes that judge answers; 0: the run's own, but latex in one a "
-                             "core", low=0)
-    seconds: float = option(2.0, "CPU seconds that such a process may take for an answer; one that "
-                                 "takes latex longer is wrong, another reward ends the run",
-                            within="(0, 86400]")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check(len(self.terms) > 0, "terms", "name at least one reward")
-        self.check(len(self.terms) == len(self.weights), "weights",
-                   f"give one weight for each of the {len(self.terms)} terms")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,6 +113,9 @@ class RolloutConfig(Section, prefix="rollout"):
     top_p: float = option(1.0, "1 keeps the whole vocabulary", within="(0, 1]")
     min_p: float = option(0.0, "least probability of a token, in units of the likeliest one's; 0 "
                                "keeps the whole vocabulary", within="[0, 1]")
+    repetition_penalty: float = option(
+        1.0, "generate.py: logits of tokens that the prompt or the answer holds are divided by it "
+        "if positive, else multiplied with it; 1 is off", within="[0.01, 100]")
     stop: tuple[str, ...] = option((), "generate.py: stop strings, which end an answer and are not "
                                        "part of it")
     rounds_per_launch: int = option(32, "R, most rounds of one compiled loop", low=1)
@@ -284,6 +231,8 @@ class Config(Section):
     model: ModelSource = section(ModelSource, "the actor")
     data: DataConfig = section(DataConfig, "prompts")
     reward: RewardConfig = section(RewardConfig, "rewards")
+    eval: EvalConfig = section(EvalConfig, "evaluation, in a run and by eval.py")
+    track: TrackConfig = section(TrackConfig, "trackers of a run")
     spec: SpecOptions = section(SpecOptions, "speculation")
     draft: DraftConfig = section(DraftConfig, "drafters")
     control: ControlConfig = section(ControlConfig, "controller")

@@ -114,7 +114,7 @@ class DrafterTrainer:
         self._room = options.feature_megabytes * 2**20
         head = eagle_model.warm_start(arch, eagle_model.initialize(arch, config.seed), params,
                                          self.frozen.head, tap_scale(*self.batch(0)))
-        self.state = self.programs.replicate(update.init_state(options.distill, head))
+        self.state = self.programs.init(sharding.put(self.programs.places.params, head))
 
     def _compute(self, corpus: Corpus, plan: Plan) -> tuple[SequenceBatch, TeacherTargets]:
         batch = self.programs.rows(data.batch_of(corpus, plan, self.temperature))
@@ -216,6 +216,7 @@ def train_drafter(config: Config, options: DrafterTraining, workdir: Path,
         read = {} if texts is None else {"--texts": digest(
             [{"tokens": tokens.tolist()} for tokens in texts.tokens])}
         resume.check_data(workdir, examples | read)
+        resume.check_rendering(workdir, "training", prompts[0].texts, progress.warn)
         metrics.write_config(workdir, description)
         return _train(config, options, workdir, actor, prompts, texts, progress)
 
@@ -240,11 +241,12 @@ def _train(config: Config, options: DrafterTraining, workdir: Path, actor: Actor
             with metrics.Writer(workdir, trainer.step_number, warn) as writer, Progress(
                     options.steps, trainer.step_number) as progress:
                 run_updates(trainer, checkpoints, writer, progress)
-    head = workdir / DRAFTER
+    head, own = workdir / DRAFTER, trainer.arrays()[DRAFTER]
+    own = jax.device_put(own, sharding.replicated(mesh))  # by all processes; one writes
     if jax.process_index() == 0 and (left or not head.exists()):
         if head.exists():  # its last checkpoint was lost
             shutil.rmtree(head)
-        eagle_weights.save(head, trainer.arch, trainer.arrays()[DRAFTER], trainer.made_for)
+        eagle_weights.save(head, trainer.arch, own, trainer.made_for)
     return left
 
 

@@ -18,7 +18,7 @@ from specrl_jax.distill import programs, schedule
 from specrl_jax.distill.data import Plan, batch_of, in_rows, of_rollout
 from specrl_jax.distill.programs import EVALUATE, FROZEN, ROWS, TARGETS, UPDATE, Batch
 from specrl_jax.distill.teacher import FrozenParams
-from specrl_jax.distill.update import Programs, UpdateResult, init_state
+from specrl_jax.distill.update import Programs, UpdateResult
 from specrl_jax.rl.learner import LearnerState
 from specrl_jax.rollout.sampler import Sampler
 from specrl_jax.structs import DrafterParams, Json, Metrics, PyTree, Rollout
@@ -56,7 +56,7 @@ class OnlineDistillation:
 
     def init(self, params: DrafterParams) -> LearnerState:
         """Returns the state before the first update."""
-        return self._programs.replicate(init_state(self.options, params))
+        return self._programs.init(params)
 
     def compile(self, say: Callable[[str], None], state: LearnerState) -> None:
         """Compiles whatever a step may run; nothing is learned from it."""
@@ -101,7 +101,9 @@ class OnlineDistillation:
 
     def _frozen_params(self) -> FrozenParams:
         return self._compiled[FROZEN](self._sampler.params, self._vocab,
-                                      self._programs.replicate(self.buffer.heads))
+                                      sharding.put(programs.teachers_place(
+                                          self._programs.mesh, self.buffer.heads),
+                                          self.buffer.heads))
 
     def run(self, state: LearnerState, step: int) -> UpdateResult:
         return self.train_on(state, self._frozen_params(), self._draw(step))

@@ -61,9 +61,10 @@ def programs(jitted: Programs, options: DistillConfig, sizes: Sizes, heads: np.n
     arch, mesh, b = jitted.arch, jitted.mesh, options.micro_batch
     frozen = jax.jit(_frozen_params, static_argnums=(0, 4),
                      out_shardings=_frozen_places(arch, mesh, heads, actor))
-    teachers = abstract(heads, sharding.replicated(mesh))
+    teachers = abstract(heads, teachers_place(mesh, heads))
     yield Program(FROZEN, frozen, (arch, actor, vocab, teachers, options.overlap))
-    yield Program(ROWS, jax.jit(teacher.draft_rows, static_argnums=0), (arch, actor, vocab))
+    yield Program(ROWS, jax.jit(teacher.draft_rows, static_argnums=0,
+                                out_shardings=sharding.replicated(mesh)), (arch, actor, vocab))
     stored, _ = places(mesh)
     blank = abstract(blank_batch(-(-sizes.sequences // b), b, sizes.columns), stored)
     yield Program(TARGETS, jitted.compute_targets, (sizes.window, actor, blank))
@@ -109,7 +110,13 @@ def _frozen_params(arch: Architecture, actor: Params, vocab: Array, teachers: Ar
 
 def _frozen_places(arch: Architecture, mesh: Mesh, heads: np.ndarray, actor: Params) -> PyTree:
     """Returns the shardings of what `_frozen_params` returns."""
-    whole = sharding.replicated(mesh)
-    spec = sharding.spec_of(heads.shape[1:], ("vocab", None), sharding.ROLLOUT_RULES, mesh)
-    return carrier(FrozenParams, embed=actor["embed"].sharding, head=NamedSharding(mesh, spec),
-                   vocab=whole, teachers=whole)
+    teachers = teachers_place(mesh, heads)
+    head = NamedSharding(mesh, P(*teachers.spec[1:]))
+    return carrier(FrozenParams, embed=actor["embed"].sharding, head=head,
+                   vocab=sharding.replicated(mesh), teachers=teachers)
+
+
+def teachers_place(mesh: Mesh, heads: np.ndarray) -> NamedSharding:
+    """Returns where heads f32[H, Vd, F] lie: the vocabulary is split as that of the actor's is."""
+    return NamedSharding(mesh, sharding.spec_of(
+        heads.shape, (None, "vocab", None), sharding.ROLLOUT_RULES, mesh))

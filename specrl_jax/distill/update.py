@@ -18,7 +18,7 @@ from specrl_jax.distill import metrics, teacher
 from specrl_jax.distill.losses import LOSSES
 from specrl_jax.distill.teacher import FrozenParams, SequenceBatch, TeacherTargets
 from specrl_jax.draft.trainable import TrainableDrafter
-from specrl_jax.model.architecture import Architecture
+from specrl_jax.model.architecture import Architecture, is_param
 from specrl_jax.rl import learner
 from specrl_jax.rl.learner import LearnerState
 from specrl_jax.structs import Array, DrafterParams, Metrics, PyTree
@@ -45,6 +45,23 @@ def make_optimizer(options: DistillOptions) -> optax.GradientTransformation:
 
 def init_state(options: DistillOptions, params: DrafterParams) -> LearnerState:
     return LearnerState(params, make_optimizer(options).init(params))
+
+
+def places(drafter: TrainableDrafter, options: DistillOptions, mesh: Mesh) -> LearnerState:
+    """Returns where a drafter's state lies, as shardings or a prefix of them: as the actor's does.
+
+    Moments are split over all data shards. What the drafter does not describe is whole everywhere.
+    """
+    whole: PyTree = sharding.replicated(mesh)
+    if drafter.described is None:
+        return LearnerState(whole, whole)
+    params, moments = (sharding.shardings(drafter.described, rules, mesh, is_param)
+                       for rules in (sharding.LEARNER_RULES, sharding.MOMENT_RULES))
+    optimizer = make_optimizer(options)
+    state = jax.eval_shape(optimizer.init, jax.tree.map(
+        lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32), drafter.described, is_leaf=is_param))
+    return LearnerState(params, optax.tree.map_params(
+        optimizer, lambda _, to: to, state, moments, transform_non_params=lambda _: whole))
 
 
 def micro_loss(drafter: TrainableDrafter, options: DistillOptions, params: DrafterParams,
@@ -80,41 +97,53 @@ def update(drafter: TrainableDrafter, options: DistillOptions, state: LearnerSta
 
     def accumulate(total: PyTree, at: tuple[SequenceBatch, TeacherTargets, Array]
                    ) -> tuple[PyTree, None]:
-        return jax.tree.map(jnp.add, total, grad(state.params, *at)), None
+        (value, sums), grads = grad(state.params, *at)
+        return jax.tree.map(jnp.add, total, ((value, sums), lie_like_moments(grads))), None
+
+    def lie_like_moments(tree: DrafterParams) -> DrafterParams:
+        return tree if drafter.described is None else sharding.constrain(
+            tree, drafter.described, sharding.MOMENT_RULES, is_param)
 
     micro = (batch, targets, weight)
     shapes = jax.eval_shape(grad, state.params, *jax.tree.map(lambda a: a[0], micro))
-    zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
-    ((value, sums), grads), _ = jax.lax.scan(accumulate, zeros, micro)
+    sums, grads = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
+    ((value, sums), grads), _ = jax.lax.scan(accumulate, (sums, lie_like_moments(grads)), micro)
     state, applied, norm = learner.apply(make_optimizer(options), state, grads, value)
     return state, {"loss": value, "grad_norm": norm, "applied": applied, "tokens": count[0],
                    "accept_length": 1.0 + sums["chain"] / count[0], "alpha": sums["alpha"] / count}
 
 
 class Programs:
-    """Jitted functions of n micro-batches; rows lie over data shards, parameters everywhere.
+    """Jitted functions of n micro-batches; rows lie over data shards.
 
     Attributes:
       compute_targets: (T, actor, batch) -> TeacherTargets.
       update: (state, frozen, batch, targets) -> (state, metrics). The old state stays readable,
         because rollouts may still draft with it.
+      places: of the learner state, see `places`.
       evaluate: (params, frozen, batch, targets, key, scale) -> Evaluation, fields [n, J, b, T].
     """
 
     def __init__(self, drafter: TrainableDrafter, arch: Architecture, options: DistillOptions,
                  mesh: Mesh, targets: NamedSharding | None = None) -> None:
         """`arch` is the actor's; without a sharding of `targets` the compiler chooses it."""
-        self.arch, self.mesh = arch, mesh
+        self.arch, self.mesh, self.options = arch, mesh, options
+        self.places = places(drafter, options, mesh)
         on_mesh = functools.partial(sharding.traced_for, mesh)
         self.compute_targets = jax.jit(
             on_mesh(lambda window, actor, batch: jax.lax.map(functools.partial(
                 teacher.compute_targets, arch, drafter.taps, window, actor), batch)),
             static_argnums=0, out_shardings=targets)
         self.update = jax.jit(on_mesh(functools.partial(update, drafter, options)),
-                              out_shardings=sharding.replicated(mesh))
+                              out_shardings=(self.places, sharding.replicated(mesh)))
         self.evaluate = jax.jit(on_mesh(
             lambda params, frozen, *batch: jax.lax.map(lambda at: metrics.evaluate_drafter(
                 drafter, options, params, frozen, *at), batch)), out_shardings=targets)
+
+    def init(self, params: DrafterParams) -> LearnerState:
+        """Returns the state before the first update; `params` lie at places.params."""
+        return LearnerState(params, jax.jit(make_optimizer(self.options).init,
+                                            out_shardings=self.places.optimizer)(params))
 
     def rows(self, values: PyTree) -> PyTree:
         """Puts host arrays [n, b, ...] on the devices, the rows over data shards."""

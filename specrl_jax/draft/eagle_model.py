@@ -19,10 +19,11 @@ import numpy as np
 
 from specrl_jax.config import check
 from specrl_jax.draft.trainable import DraftInputs, TrainableDrafter, from_predictions
-from specrl_jax.model import layers, transformer
+from specrl_jax.model import attention, layers, transformer
 from specrl_jax.model.architecture import Architecture, Param, draw
 from specrl_jax.structs import Array, Params, PyTree
 
+ANCHORS_AT_ONCE = 256  # of training whose attention scores exist at once
 SMALL = 0.3  # what `warm_start` adds to the actor's feature and logits
 
 Attend = Callable[[Array, Array, Array], Array]
@@ -171,30 +172,38 @@ def unroll(arch: EagleArch, params: Params, embed: Array, features: Array, token
         return jnp.moveaxis(embed[jnp.take_along_axis(tokens, at, 1)], -1, 0)
 
     cached = keys(arch, params, embedded(place + 1), features, place)
-    before = place[:, None] <= anchors[..., None]
+    long = anchors.shape[1] > ANCHORS_AT_ONCE  # then steps run again in the backward pass
     hidden = jnp.take_along_axis(features, anchors[None], 2)
     drafted, out = [], []
     for j in range(steps):
-        hidden, own = step(arch, params, embedded(anchors + 1 + j), hidden, anchors + j,
-                           _unrolled_attend(cached, before, drafted, first=j == 0))
+        attend = _unrolled_attend(cached, anchors, drafted, first=j == 0)
+        run = functools.partial(step, arch, attend=attend)
+        hidden, own = (jax.checkpoint(run) if long else run)(
+            params, embedded(anchors + 1 + j), hidden, anchors + j)
         out.append(hidden)
         drafted += [own] if j else []  # step 0's are cached
     return out
 
 
-def _unrolled_attend(cached: tuple[Array, Array], before: Array,
-                     drafted: list[tuple[Array, Array]], first: bool) -> Attend:
-    """Returns attention to the cached keys [G, E, B, S] up to an anchor, bool[B, T, S], and to the
+def _unrolled_attend(cached: tuple[Array, Array], anchors: Array,
+                     drafted: Sequence[tuple[Array, Array]], first: bool) -> Attend:
+    """Returns attention to the cached keys [G, E, B, S] up to an anchor i32[B, T], and to the
     anchor's own [G, E, B, T] since; those of step 0 are cached.
     """
+    drafted = tuple(drafted)
+
     def attend(q: Array, k: Array, v: Array) -> Array:
-        own = drafted if first else [*drafted, (k, v)]
+        own = drafted if first else (*drafted, (k, v))
+        return attention.in_chunks(some, ANCHORS_AT_ONCE, q, anchors, own)
+
+    def some(q: Array, anchors: Array, own: Sequence[tuple[Array, Array]]) -> Array:
+        before = jnp.arange(cached[0].shape[3])[None, None] <= anchors[..., None]
         score = jnp.einsum("grebt,gebs->grbts", q, cached[0], preferred_element_type=jnp.float32)
         score = jnp.where(before[None, None], score, -jnp.inf)
         later = [jnp.einsum("grebt,gebt->grbt", q, key, preferred_element_type=jnp.float32)
                  for key, _ in own]
-        score = jnp.concatenate([score, *(s[..., None] for s in later)], -1) * k.shape[1] ** -0.5
-        weight = jax.nn.softmax(score, -1).astype(v.dtype)
+        score = jnp.concatenate([score, *(s[..., None] for s in later)], -1) * q.shape[2] ** -0.5
+        weight = jax.nn.softmax(score, -1).astype(cached[1].dtype)
         total = before.shape[2]
         out = jnp.einsum("grbts,gebs->grebt", weight[..., :total], cached[1])
         for i, (_, value) in enumerate(own, total):
@@ -212,7 +221,7 @@ def trainable(arch: EagleArch) -> TrainableDrafter:
                                   inputs.length, inputs.columns(-2), depths)
 
     return from_predictions(outputs, lambda params, inputs, output: logits(
-        arch, params, inputs.head, output), arch.draft_vocab, arch.taps)
+        arch, params, inputs.head, output), arch.draft_vocab, arch.taps, describe(arch))
 
 
 def warm_start(arch: EagleArch, params: Params, actor: Params, head: Array, scale: np.ndarray

@@ -15,7 +15,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
+from specrl_jax import sharding
 from specrl_jax.config import Config, ConfigError, check
 from specrl_jax.config.registry import Registry
 from specrl_jax.draft import eagle_model, eagle_weights
@@ -46,6 +48,8 @@ class DrafterPart:
     versioned: bool = True  # weights, if any, are verified before each rollout
     records_proposal: bool = False  # its trees carry the distribution that they were drawn from
     actor: str = ""  # identity of the actor's weights that it was trained with, if known
+    described: PyTree = None  # a Param for each weight that is split over devices as the actor's;
+    # None for all or for one: whole on every device
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,6 +116,17 @@ class DrafterSet:
     def trainable(self) -> int | None:
         """Place of the part that can learn, the first if there are several."""
         return next((i for i, p in enumerate(self.parts) if p.trainable is not None), None)
+
+    def places(self, mesh: Mesh) -> tuple[PyTree, ...]:
+        """Returns where the weights of each part lie on a mesh, as shardings or a prefix of them.
+
+        What is described is split as the learner's weights are; `bind` gathers it over `fsdp`.
+        """
+        whole = sharding.replicated(mesh)
+        return tuple(jax.tree.map(
+            lambda p: whole if p is None else sharding.shardings(
+                p, sharding.LEARNER_RULES, mesh, is_param),
+            part.described, is_leaf=lambda p: p is None or is_param(p)) for part in self.parts)
 
     @property
     def actor(self) -> str:
@@ -187,7 +202,8 @@ def _history(context: DrafterContext) -> DrafterPart:
 def _eagle(context: DrafterContext) -> DrafterPart:
     head, own, actor = _head(context)
     return DrafterPart("eagle", eagle(head, **context.sizes, **context.network), own,
-                       eagle_model.trainable(head), records_proposal=True, actor=actor)
+                       eagle_model.trainable(head), records_proposal=True, actor=actor,
+                       described={"weights": eagle_model.describe(head), "vocab": None})
 
 
 @register_drafter("small_lm")
@@ -209,7 +225,7 @@ def _small_lm(context: DrafterContext) -> DrafterPart:
     shared = dataclasses.replace(small.arch, vocab_size=vocab)
     return DrafterPart("small_lm", small_lm(
         shared, **context.sizes, **context.network, truncate=context.truncate), own,
-                       records_proposal=True)
+                       records_proposal=True, described=describe(shared))
 
 
 @register_drafter("replay")

@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 import jax.numpy as jnp
 from flax import struct
 
-from specrl_jax.structs import Array, DrafterParams, Metrics
+from specrl_jax.structs import Array, DrafterParams, Metrics, PyTree
 
 
 class DraftInputs(struct.PyTreeNode):
@@ -74,6 +74,8 @@ class TrainableDrafter(NamedTuple):
     `loss` returns the micro-batch's share of a loss that sums over micro-batches, and sums over
     `targets`' valid places: {"alpha": f32[J] acceptance rates, "chain": f32[] expected tokens of a
     chain}, as `targets.loss` does. `outputs` and `logits` let distill/ measure acceptance.
+    `described` has a `model.architecture.Param` for each weight, by whose axes weights and moments
+    are split over devices; None keeps them whole on each.
     """
 
     loss: Callable[[DrafterParams, DraftInputs, Targets], tuple[Array, Metrics]]
@@ -81,13 +83,14 @@ class TrainableDrafter(NamedTuple):
     taps: tuple[int, ...] = ()  # layers of the actor that it reads, 0-based
     outputs: Outputs | None = None
     logits: Logits | None = None
+    described: PyTree = None
 
 
-def from_predictions(outputs: Outputs, logits: Logits, vocab_size: int, taps: tuple[int, ...] = ()
-                     ) -> TrainableDrafter:
+def from_predictions(outputs: Outputs, logits: Logits, vocab_size: int, taps: tuple[int, ...] = (),
+                     described: PyTree = None) -> TrainableDrafter:
     """Returns a trainable drafter with the loss that distill.loss names."""
     def loss(params: DrafterParams, inputs: DraftInputs, targets: Targets) -> tuple[Array, Metrics]:
         return targets.loss(params, outputs(params, inputs, targets.depths),
                             lambda params, output: logits(params, inputs, output))
 
-    return TrainableDrafter(loss, vocab_size, taps, outputs, logits)
+    return TrainableDrafter(loss, vocab_size, taps, outputs, logits, described)

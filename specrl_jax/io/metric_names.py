@@ -26,6 +26,8 @@ METRICS = tuple(Metric(*row) for row in (
     ("reward/std", "reward", "standard deviation over the step's sequences", "reward_std"),
     ("reward/nonzero_advantage_fraction", "fraction", "groups with an advantage other than 0",
      "1 - frac_reward_zero_std"),
+    ("reward/failures", "answers", "answers with a term that failed and counts as "
+     "reward.on_failure"),
     ("reward/*", "reward", "mean of one reward term, before its weight", "rewards/*/mean"),
     ("loss", "", "policy loss of the last update", "loss", "actor/pg_loss"),
     ("grad_norm", "", "global norm of the gradient before clipping", "grad_norm",
@@ -79,6 +81,17 @@ METRICS = tuple(Metric(*row) for row in (
     ("control/plain_seconds", "s", "predicted duration of the same tokens without drafts"),
     ("control/speculation_seconds", "s", "predicted cost of drafts and their verification"),
     ("control/launches", "list", "what each launch ran"),
+    ("eval/accuracy", "fraction", "avg@k on the held-out problems, after the step; where "
+     "eval.every says so, as all of eval/*", "", "val-core/*/acc/mean@N"),
+    ("eval/accuracy_low", "fraction", "lower end of its 95 % interval"),
+    ("eval/accuracy_high", "fraction", "upper end"),
+    ("eval/pass_at_*", "fraction", "pass@k, its interval's ends with _low and _high", "",
+     "val-core/*/acc/best@N/mean"),
+    ("eval/best_step", "steps", "completed steps of the best evaluation so far, whose checkpoint "
+     "is kept"),
+    ("eval/length_mean", "tokens", "mean length of the answers"),
+    ("eval/clipped_fraction", "fraction", "answers that reached rollout.max_new_tokens"),
+    ("eval/accept_length", "tokens", "as rollout/accept_length, in the evaluation"),
     ("time/launches", "list", "seconds of each launch"),
     ("time/cost_error", "fraction", "mean relative error of control/predicted_seconds"),
     ("time/saved", "s", "predicted duration without drafts minus time/rollout"),
@@ -93,6 +106,8 @@ METRICS = tuple(Metric(*row) for row in (
     ("learn/peak_share", "fraction", "6 FLOPs a parameter and token of the policy update, over "
      "what the device could do; if its peak is known (io/hardware.py)", "", "perf/mfu/actor"),
     ("time/learn", "s", "policy update and publishing", "", "timing_s/update_actor"),
+    ("time/eval", "s", "the evaluation after the step, no part of time/step", "",
+     "timing_s/testing"),
     ("time/distill", "s", "training and checks of the drafter"),
     ("time/distill_updates", "s", "updates of the drafter, a part of time/distill"),
     ("time/speculation_net", "s", "running sum of time/saved minus time/distill"),

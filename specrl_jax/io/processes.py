@@ -180,12 +180,13 @@ def any_of(name: str, flag: bool) -> bool:
     return any(told["flag"] for told in share(name, {"flag": flag}))
 
 
-def share_out(name: str, function: Callable[[Sequence[T]], Sequence[Any]], items: Sequence[T]
-              ) -> Sequence[Any]:
+def share_out(name: str, function: Callable[[Sequence[T]], Sequence[Any]], items: Sequence[T],
+              whole: bool = False) -> Sequence[Any]:
     """Returns `function(items)`, computed once: each process takes a part of them.
 
     Args:
       function: returns a JSON value for each item; tuples come back as lists.
+      whole: process 0 takes them all.
 
     Raises:
       ConfigError: `function` raised it, here or in another process.
@@ -193,7 +194,8 @@ def share_out(name: str, function: Callable[[Sequence[T]], Sequence[Any]], items
     count, mine = jax.process_count(), jax.process_index()
     if count == 1:
         return function(items)
-    bounds = [len(items) * i // count for i in range(count + 1)]
+    bounds = [len(items) * min(i * count if whole else i, count) // count
+              for i in range(count + 1)]
     error, found = None, []
     try:
         found = function(items[bounds[mine] : bounds[mine + 1]])

@@ -4,6 +4,7 @@ A token attends to tokens of its own segment and of its prefix, up to its own po
 is padding.
 """
 
+import functools
 from collections.abc import Callable
 from typing import TypeAlias
 
@@ -13,7 +14,7 @@ from specrl_kernels import dispatch
 
 from specrl_jax.model.flash import flash_attention
 from specrl_jax.model.layers import Index
-from specrl_jax.structs import Array
+from specrl_jax.structs import Array, PyTree
 
 QUERIES_AT_ONCE = 512  # whose scores exist at once
 Attend: TypeAlias = Callable[[Index, Array, Array, Array], Array]
@@ -37,10 +38,8 @@ def segment_attention(position: Array, segment: Array, prefix: Array | None = No
     if prefix is None and total > QUERIES_AT_ONCE and platform in ("tpu", "gpu"):
         return flash_attention(platform, segment)
     prefix = segment if prefix is None else prefix
-    size = min(QUERIES_AT_ONCE, total)
-    count = -(-total // size)
 
-    def some(q: Array, k: Array, v: Array, at: tuple[Array, ...]) -> Array:
+    def some(k: Array, v: Array, q: Array, at: tuple[Array, ...]) -> Array:
         """Runs the queries q [G, R, E, B, t] that are at positions, segments, prefixes [B, t]."""
         position_q, segment_q, prefix_q = (a[:, :, None] for a in at)
         key = segment[:, None, :]
@@ -51,17 +50,28 @@ def segment_attention(position: Array, segment: Array, prefix: Array | None = No
         weight = jax.nn.softmax(score, -1).astype(v.dtype)
         return jnp.einsum("bgrts,gebs->grebt", weight, v)
 
+    def attend(index: Index, q: Array, k: Array, v: Array) -> Array:
+        return in_chunks(functools.partial(some, k, v), QUERIES_AT_ONCE, q,
+                         (position, segment, prefix))
+
+    return attend
+
+
+def in_chunks(function: Callable[..., Array], size: int, *args: PyTree) -> Array:
+    """Returns function(*args) of arrays [..., T], run on `size` of T after the other.
+
+    The backward pass runs each chunk again, so that what one makes never exists for all.
+    """
+    total = jax.tree.leaves(args)[0].shape[-1]
+    if total <= size:
+        return function(*args)
+    count = -(-total // size)
+
     def split(a: Array) -> Array:
         """[count, ..., size] of [..., T], padded."""
         a = jnp.pad(a, [(0, 0)] * (a.ndim - 1) + [(0, count * size - total)])
         return jnp.moveaxis(a.reshape(*a.shape[:-1], count, size), -2, 0)
 
-    def attend(index: Index, q: Array, k: Array, v: Array) -> Array:
-        at = (position, segment, prefix)
-        if count == 1:
-            return some(q, k, v, at)
-        chunk = jax.checkpoint(lambda part: some(part[0], k, v, part[1]))
-        found = jax.lax.map(chunk, (split(q), jax.tree.map(split, at)))
-        return jnp.moveaxis(found, 0, -2).reshape(*q.shape[:-1], -1)[..., :total]
-
-    return attend
+    chunk = jax.checkpoint(lambda part: function(*part))
+    found = jax.lax.map(chunk, jax.tree.map(split, args))
+    return jnp.moveaxis(found, 0, -2).reshape(*found.shape[1:-1], -1)[..., :total]

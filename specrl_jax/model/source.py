@@ -13,13 +13,14 @@ from specrl_jax import sharding
 from specrl_jax.config import Config, ConfigError, LearnerConfig, MeshConfig, at_least, build
 from specrl_jax.config.renamed import first_renamed
 from specrl_jax.io.checkpoint import (
+    BEST,
     CheckpointGone,
     list_steps,
     read_meta,
     restore_part,
     saved_leaves,
 )
-from specrl_jax.io.metrics import CONFIG, flat, read_config
+from specrl_jax.io.metrics import BEST_FILE, CONFIG, flat, read_config, read_object
 from specrl_jax.model import architecture, layers, lora, weights
 from specrl_jax.structs import Params, PyTree
 
@@ -96,12 +97,13 @@ def _abstract(described: PyTree, mesh: Mesh) -> PyTree:
         described, shardings, is_leaf=architecture.is_param)
 
 
-def open_actor(config: Config, run: Path | None = None, step: int | None = None) -> Actor:
+def open_actor(config: Config, run: Path | None = None, step: int | str | None = None) -> Actor:
     """Finds the model at `config.model.path`, or as a run has trained it.
 
     Args:
       run: a run's working directory.
-      step: completed steps, 0 for the initial weights; None is the newest checkpoint.
+      step: completed steps, 0 for the initial weights; BEST is the run's best checkpoint, None the
+        newest one.
 
     Raises:
       ConfigError: there is no such model or run, or the run has no checkpoint.
@@ -109,7 +111,11 @@ def open_actor(config: Config, run: Path | None = None, step: int | None = None)
     if run is None and step:
         raise ConfigError(f"--step={step}: a step is a run's; name the run with --run=DIR")
     newest = run is not None and step is None
-    step = _newest(run) if run is not None and step is None else step or 0
+    if run is not None and step is None:
+        step = _newest(run)
+    elif run is not None and step == BEST:
+        step = best_step(run)
+    step = int(step or 0)
     at_least(0, step=step)
     source = weights.describe_source(config.model.path, family=config.model.family)
     return Actor(source, run, step, newest, config.learner)
@@ -121,6 +127,15 @@ def _newest(run: Path) -> int:
         raise ConfigError(f"{run / CHECKPOINTS}: no complete checkpoint; wait for one, or give "
                           f"--step=0 for the initial weights")
     return step
+
+
+def best_step(run: Path) -> int:
+    """Returns the completed steps of a run's best evaluation. Raises ConfigError without one."""
+    found = read_object(run / BEST_FILE)
+    if found is None:
+        raise ConfigError(f"{run / BEST_FILE}: no such file, so the run has evaluated nothing yet; "
+                          f"it does so with eval.every")
+    return int(found["step"])
 
 
 def run_config(run: Path) -> Config:

@@ -74,7 +74,7 @@ class Sampler:
                                layers.are_scanned(sharding.platform(mesh)))
         self.params: Params = {}  # as published
         self.drafter_params: DrafterParams = ()  # bound to them
-        self.drafter_weights = self.engine.replicate(self.drafters.weights)  # of each part
+        self.drafter_weights = sharding.put(self.drafters.places(mesh), self.drafters.weights)
         warn_of_broken(self.drafters.weights, warn)
         self.version, self.drafter_version = -1, 0
         self.broken = False  # a rollout found non-finite draft scores and switched drafting off
@@ -136,6 +136,12 @@ class Sampler:
         bound = self.drafters.bind(self.params, weights)
         self.drafter_weights, self.drafter_version = tuple(weights), version
         self.drafter_params = bound
+
+    def follow(self, other: "Sampler") -> None:
+        """Reads what `other` has published, which is of the same model and drafter."""
+        self.params, self.version, self._checksum = other.params, other.version, None
+        self.drafter_weights, self.drafter_params = other.drafter_weights, other.drafter_params
+        self.drafter_version, self._depth = other.drafter_version, other._depth
 
     @property
     def checksum(self) -> int:

@@ -46,7 +46,6 @@ def test_renamed_rewards_name_registered_ones():
      "rl.advantage (True is 'group', False is 'group_mean')"),
     ({"learner": {"optimizer": "muon"}},
      "learner.optimizer = 'muon': is reserved and not available yet"),
-    ({"eval": {"every": 5}}, "eval = {'every': 5}: is reserved and not available yet"),
 ])
 def test_build_refuses_old_and_reserved_fields(values, line):
     with pytest.raises(ConfigError) as error:

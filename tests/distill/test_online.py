@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import counting, micro_config, micro_trainer_to_compile, repeatable_metrics
+from helpers import counting, micro_config, micro_trainer_to_compile, moments, repeatable_metrics
 
 from specrl_jax import trainer as loop
 from specrl_jax.config import ConfigError, DistillConfig
@@ -154,15 +154,28 @@ def test_frozen_drafter_resumes_with_its_faults_and_staleness(
 
 
 @pytest.mark.ci
-def test_drafter_learns_on_a_mesh_and_keeps_the_actor(tmp_path: Path) -> None:
-    both = []
+def test_drafter_learns_on_a_mesh_and_goes_on_without_it(tmp_path: Path) -> None:
+    mesh, both = {"mesh__data": 2, "mesh__fsdp": 2}, []
     for when in ("off", "interval"):
-        trainer = micro_trainer_to_compile(config(when, mesh__data=2), **INVARIANT)
+        trainer = micro_trainer_to_compile(config(when, **mesh), **INVARIANT)
         run(trainer, tmp_path / when)
         both.append(trainer)
+    still, learning = both
     assert samples(tmp_path / "off") == samples(tmp_path / "interval")
-    same(both[0].state, both[1].state)
-    assert both[1].drafter.good.version == 4 and not both[1].warnings
+    same(still.state, learning.state)
+    assert learning.drafter.good.version == 4 and not learning.warnings
+    for state in (learning.drafter.state, learning.drafter.good.state):
+        head, moment = state.params["head"], moments(state.optimizer)["head"]
+        assert [shard.data.shape[1] * n for shard, n in (
+            (head.addressable_shards[0], 2), (moment.addressable_shards[0], 4))] == [
+                head.shape[1]] * 2
+    shutil.copytree(tmp_path / "interval", tmp_path / "alone")
+    shutil.rmtree(tmp_path / "alone" / "checkpoints" / "4")
+    alone = micro_trainer_to_compile(config("interval"), **INVARIANT)
+    run(alone, tmp_path / "alone")
+    assert samples(tmp_path / "alone") == samples(tmp_path / "off")
+    for a, b in zip(*(jax.tree.leaves(weights(t)) for t in (alone, learning)), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-3)  # sums over rows have another order
 
 
 def accounted(rows: list[dict[str, Any]], megabytes: int) -> None:

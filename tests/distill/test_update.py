@@ -9,14 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import make_task, moments, tiny_arch, tiny_params
+from jax.sharding import NamedSharding
 from specrl_kernels.noise import gumbel
 
-from specrl_jax.config import ConfigError, DistillConfig, DistillOptions
+from specrl_jax import sharding
+from specrl_jax.config import ConfigError, DistillConfig, DistillOptions, MeshConfig
 from specrl_jax.distill import metrics
 from specrl_jax.distill import teacher as teachers
 from specrl_jax.distill import update as distill
 from specrl_jax.distill.data import Plan, batch_of, in_rows, of_rollout
 from specrl_jax.distill.losses import LOSSES
+from specrl_jax.distill.programs import places
 from specrl_jax.distill.teacher import FrozenParams, SequenceBatch, TeacherTargets
 from specrl_jax.draft import eagle_model
 from specrl_jax.draft.eagle_model import EagleArch
@@ -220,6 +223,43 @@ def test_update_in_micro_batches_and_chunks_equals_the_whole(
     gradients = [jax.tree.leaves(moments(state.optimizer)) for state in (parts, whole)]
     for a, b in zip(*gradients, strict=True):
         assert np.linalg.norm(a - b) <= 1e-4 * np.linalg.norm(b) and np.linalg.norm(b) > 0
+
+
+def test_update_in_chunks_of_attention_equals_the_whole(rolled, frozen, teacher, monkeypatch):
+    given = frozen, *split(rolled[0], teacher, 1)
+    whole, told = update(OPTIONS)(begin(OPTIONS), *given)
+    monkeypatch.setattr(eagle_model, "ANCHORS_AT_ONCE", 5)
+    parts, metrics = jax.jit(lambda *given: distill.update(DRAFTER, OPTIONS, *given))(
+        begin(OPTIONS), *given)
+    np.testing.assert_allclose(metrics["loss"], told["loss"], rtol=1e-5)
+    close(parts, whole)
+
+
+@pytest.mark.skipif(jax.device_count() < 8, reason="see XLA_FLAGS in tests/conftest.py")
+def test_update_on_a_mesh_equals_that_of_one_device(rolled, frozen, teacher):
+    """Weights lie as the actor's do, and moments over all data shards."""
+    given = frozen, *split(rolled[0], teacher, 1)
+    whole, told = update(OPTIONS)(begin(OPTIONS), *given)
+    mesh = sharding.make_mesh(MeshConfig(2, 2, 2))
+    programs = distill.Programs(DRAFTER, ACTOR, OPTIONS, mesh)
+    state = programs.init(sharding.put(programs.places.params, begin(OPTIONS).params))
+    batch = [sharding.put(to, part) for to, part in zip(places(mesh), given[1:], strict=True)]
+    made, metrics = programs.update(state, programs.replicate(frozen), *batch)
+    np.testing.assert_allclose(metrics["loss"], told["loss"], rtol=1e-5)
+    close(made, whole)
+    for tree, rules in ((made.params, sharding.LEARNER_RULES),
+                        (moments(made.optimizer), sharding.MOMENT_RULES)):
+        for name, leaf in tree.items():
+            described = DRAFTER.described[name]
+            spec = sharding.spec_of(leaf.shape, described.axes, rules, mesh)
+            assert leaf.sharding.is_equivalent_to(NamedSharding(mesh, spec), leaf.ndim)
+            assert not leaf.sharding.is_fully_replicated, name
+
+
+def close(state: Any, want: Any) -> None:
+    gradients = [jax.tree.leaves(moments(a.optimizer)) for a in (state, want)]
+    for a, b in zip(*gradients, strict=True):
+        assert np.linalg.norm(a - b) <= 1e-5 * np.linalg.norm(b) and np.linalg.norm(b) > 0
 
 
 def test_loss_gives_the_actor_no_gradient(actor, rolled):

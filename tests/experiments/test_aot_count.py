@@ -72,6 +72,13 @@ def test_cast_operand_is_read_as_what_lies_in_memory() -> None:
     assert found.moved == 4 * 8 * 256 + 2 * 256 * 512 + 4 * 8 * 512
 
 
+def test_gather_from_a_transposed_array_reads_what_it_picks() -> None:
+    """A compiler gives the view a layout; only what is computed is stored before it is picked."""
+    view, made = (count.work(jax.jit(lambda a, i, f=f: jnp.take_along_axis(f(a).T, i, 0)).trace(
+        of(64, 4096), of(1, 64, dtype=jnp.int32))).moved for f in (lambda a: a, jnp.exp))
+    assert view < 8192 < 2 * 4 * 64 * 4096 < made
+
+
 def test_optimizer_reads_and_writes_each_array_once() -> None:
     optimizer, params = optax.adamw(1e-3), of(1000, 1000)
 

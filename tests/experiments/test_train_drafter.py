@@ -190,7 +190,8 @@ def test_scored_corpus_has_the_rewards_of_its_prompts():
               "sample_id": np.int32([0, 1, 0]), "stopped": np.array([True, False, False])}
 
     def reward(answers):
-        return [judge.Judged(float(said == example["answer"]), {}) for _, said, example in answers]
+        return [judge.Judged(float(said == example["answer"]), {}, {})
+                for _, said, example in answers]
 
     made = drafter_data.scored_corpus(rolled, prompts, 0, reward, TOKENIZER)
     assert [t.tolist() for t in made.tokens] == [[5, 6, *said[0][:2]], [5, 6, *said[1][:2]]]

@@ -105,7 +105,7 @@ def test_registered_name_of_the_page_is_found(monkeypatch: pytest.MonkeyPatch) -
         exec(program[1], {"__name__": "notebook"})
     finally:
         REWARDS.pop("brevity", None)
-    assert found == [(0.5, {"brevity": 0.5})]
+    assert found == [(0.5, {"brevity": 0.5}, {})]
 
 
 # Drafting.
