@@ -35,6 +35,7 @@ from specrl_jax.model import architecture, layers, lora, weights
 from specrl_jax.rl import algorithm, judge, learner, programs
 from specrl_jax.rl.batch import Batch, Totals
 from specrl_jax.rl.learner import LearnerState
+from specrl_jax.rl.optimizer import make_optimizer
 from specrl_jax.rollout.metrics import rollout_metrics
 from specrl_jax.rollout.prompts import PromptBatch, Prompts, make_prompts
 from specrl_jax.rollout.sampler import Sampler
@@ -107,7 +108,7 @@ class Trainer:
         self.reference = jax.tree.map(jnp.copy, params) if config.rl.kl else None
         places = jax.tree.map(lambda a: a.sharding, programs.abstract_state(
             config, self.arch, self.mesh).optimizer)
-        self.optimizer = learner.make_optimizer(config.learner)
+        self.optimizer = make_optimizer(config.learner)
         self.state = LearnerState(params, jax.jit(
             self.optimizer.init, out_shardings=places)(params))
         self.sampler = Sampler(config, self.arch, self.tokenizer.stop_ids, self.mesh,
@@ -266,7 +267,7 @@ class Trainer:
         Returns metrics: means over the last epoch's steps; `applied` 0 if any step was skipped; the
         gap of the first step, which alone sees the weights that acted.
         """
-        began, kl = time.perf_counter(), self.config.rl.kl
+        began, kl = time.perf_counter(), self.config.rl.kl_in_loss
         parts = self._minibatches(rollout, advantage)
         old = self._old_scores(parts)
         initial = [self._score(self.reference, part) if kl else None for part in parts]
@@ -277,7 +278,8 @@ class Trainer:
                 self.state, metrics = update(self.state, *part, acted, reference, self.base)
                 steps.append(jax.tree.map(float, jax.device_get(metrics)))
         last = steps[-len(parts) :]
-        means = {name: float(np.mean([step[name] for step in last])) for name in last[0]}
+        means = {name: float((np.max if name in learner.LARGEST else np.mean)(
+            [step[name] for step in last])) for name in last[0]}
         tokens = self.config.rl.updates * sum(int(totals.columns) for _, totals in parts)
         return means | {name: steps[0][name] for name in GAPS} | {
             "applied": min(step["applied"] for step in steps)} | programs.speed(

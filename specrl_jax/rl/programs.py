@@ -3,6 +3,7 @@
 import functools
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,14 +20,16 @@ from specrl_jax.model.architecture import Architecture
 from specrl_jax.rl import learner
 from specrl_jax.rl.batch import Batch, Totals, layout_of, make_batch, part_of
 from specrl_jax.rl.learner import LearnerState
-from specrl_jax.structs import Metrics, Params, PyTree, Rollout
+from specrl_jax.rl.optimizer import make_optimizer
+from specrl_jax.structs import Metrics, Params, Rollout
 
 HOST = "pinned_host"  # JAX's name of the memory of learner.moments=host
 
 def abstract_state(config: Config, arch: Architecture, mesh: Mesh) -> LearnerState:
     """Returns the shapes and shardings of the learner's state.
 
-    AdamW's moments are split over all data shards, everything else of it is replicated.
+    What the optimiser keeps of a parameter in the parameter's own shape, such as AdamW's moments,
+    is split over all data shards; everything else of it is replicated.
     """
     described = lora.trained(arch, config.learner, _scanned(mesh))
     places, moments = (sharding.shardings(described, rules, mesh, architecture.is_param)
@@ -34,19 +37,18 @@ def abstract_state(config: Config, arch: Architecture, mesh: Mesh) -> LearnerSta
     params = jax.tree.map(lambda p, place: jax.ShapeDtypeStruct(p.shape, jnp.float32,
                                                                 sharding=place),
                           described, places, is_leaf=architecture.is_param)
-    shapes = jax.eval_shape(learner.make_optimizer(config.learner).init, params)
-    like = jax.tree.structure(params)
-
+    shapes = jax.eval_shape(make_optimizer(config.learner).init, params)
     if config.learner.moments == "host":
         moments = jax.tree.map(lambda to: to.with_memory_kind(HOST), moments)
+    of_param = {path: (p.shape, to) for (path, p), to in zip(
+        jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(moments), strict=True)}
 
-    def lies_like_params(node: PyTree) -> bool:
-        return jax.tree.structure(node) == like
+    def place(path: tuple[Any, ...], a: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        ends = (of_param.get(path[i:]) for i in range(len(path)))
+        shape, to = next((end for end in ends if end), (None, None))
+        return abstract(a, to if shape == a.shape else sharding.replicated(mesh))
 
-    def place(node: PyTree) -> PyTree:
-        return abstract(node, moments if lies_like_params(node) else sharding.replicated(mesh))
-
-    return LearnerState(params, jax.tree.map(place, shapes, is_leaf=lies_like_params))
+    return LearnerState(params, jax.tree_util.tree_map_with_path(place, shapes))
 
 
 def abstract_base(config: Config, arch: Architecture, mesh: Mesh) -> Params | None:
@@ -88,7 +90,8 @@ def host_batches(config: Config, rollout: Rollout, advantage: np.ndarray
                  ) -> list[tuple[Batch, Totals]]:
     """Returns the batch of each optimiser step over a rollout, as host arrays."""
     parts, layout = config.rl.minibatches, layout_of(config)
-    keep_all = bool(config.rl.kl) or config.rl.updates != 1  # 0: the gap is of any sequence
+    rl = config.rl
+    keep_all = rl.kl_in_loss or rl.entropy > 0 or rl.updates != 1  # 0: the gap is of any sequence
     return [make_batch(part_of(rollout, i, parts), part, config.rollout.temperature, layout,
                        keep_all) for i, part in enumerate(np.split(advantage, parts))]
 
@@ -135,7 +138,7 @@ def programs(config: Config, arch: Architecture, mesh: Mesh) -> Iterator[Program
     update = jax.jit(on_mesh(functools.partial(learner.update, arch, config)), donate_argnums=(0,),
                      out_shardings=(places, replicated))
     yield Program("update", update, (state, batch, totals, scores if reads_old(config) else None,
-                                     (scores, scores) if config.rl.kl else None, base))
+                                     (scores, scores) if config.rl.kl_in_loss else None, base))
 
 
 def speed(arch: Architecture, mesh: Mesh, tokens: int, seconds: float) -> Metrics:

@@ -103,6 +103,7 @@ def test_adapters_begin_at_the_base_whatever_the_form() -> None:
     (dict(lora_targets=("q", "o_proj")), "no projection is called q; choose from q_proj, k_proj"),
     (dict(lora_targets=()), "name at least one"),
     (dict(lora_targets=("q_proj", "q_proj")), "each once"),
+    (dict(lora_rank=2, optimizer="muon"), "learner.optimizer = 'muon'"),
     (dict(lora_rank=-1), "learner.lora_rank = -1")])
 def test_options_that_cannot_work_are_refused(fields: dict[str, Any], error: str) -> None:
     with pytest.raises(ConfigError, match=error):
