@@ -6,12 +6,13 @@
 In the first step that differs, the first difference of each sequence is recomputed with A's weights
 of that step (its nearest earlier checkpoint, with the steps between repeated). It is a near tie if
 the perturbed scores of both tokens are within 1e-4 of the best, else a real difference. Later steps
-have other weights and are not compared, unless the learning rate is 0 and --all_steps is given.
+have other weights and are not compared, unless the learning rate is 0 and --all_steps is given. Nor
+are steps after one in which a reward failed in one run alone (a limit of time, a service).
 
 Exit status: 0 all tokens are equal or near ties, 1 real differences, 2 bad input.
 """
 
-import early  # isort: skip (first: Ctrl-C while the others are imported)
+import early  # noqa: F401  # isort: skip (first: Ctrl-C while the others are imported)
 
 import argparse
 import json
@@ -22,6 +23,7 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
+from interrupt import until_stopped
 from rich.console import Console
 from rich.table import Table
 
@@ -107,7 +109,7 @@ def compared_steps(args: argparse.Namespace) -> list[StepComparison]:
     taken = []
     for step in compare_steps(args.a, args.b):
         taken.append(step)
-        if step.differences and not args.all_steps:
+        if (step.differences or step.failed_apart) and not args.all_steps:
             break
     return taken
 
@@ -122,6 +124,7 @@ def findings(args: argparse.Namespace, fields: dict[str, Any], steps: list[StepC
         "a": str(args.a), "b": str(args.b), "config_differences": fields,
         "steps": len(steps), "sequences": sum(step.sequences for step in steps), "tokens": tokens,
         "first_step_that_differs": next((s.step for s in steps if s.differences), None),
+        "rewards_failed_apart": {s.step: s.failed_apart for s in steps if s.failed_apart},
         "steps_of_equal_bits": equal_bits(args.a, args.b, [step.step for step in steps]),
         "accept_length": [accept_length(run, numbers) for run in (args.a, args.b)],
         "near_ties": near, "real": len(rulings) - near,
@@ -153,6 +156,9 @@ def show(found: dict[str, Any], rulings: list[Ruling], text: Callable[[int | Non
     for field, (a, b) in found["config_differences"].items():
         console.print(f"{field}: {a!r} in A, {b!r} in B", markup=False)
     show_accept_length(console, found["accept_length"])
+    for step, count in found["rewards_failed_apart"].items():
+        console.print(f"step {step}: rewards of {count} equal answers failed in one run alone, so "
+                      f"the runs have other weights from then on, whatever the drafter")
     if not rulings:
         console.print(f"equal: {found['steps']} steps, {found['sequences']} sequences, "
                       f"{found['tokens']} tokens; log-probabilities, loss and weights equal to the "
@@ -199,4 +205,4 @@ def _decoder(replayed: Replay | None) -> Callable[[int | None], str]:
 
 
 if __name__ == "__main__":
-    sys.exit(early.until_stopped(main))
+    sys.exit(until_stopped(main))

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from absl import app, flags, logging
-from early import until_stopped
+from interrupt import until_stopped
 from ml_collections import config_flags as ml_config_flags
 from ml_collections.config_flags import tuple_parser
 

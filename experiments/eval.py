@@ -6,7 +6,8 @@
 
 Prints a table and writes --out. --reward decides what is correct. Intervals are Wilson's for one
 sample, else a percentile bootstrap over problems; the difference to --baseline is paired by
-problem. The flags --split, --problems and --temperature win over the config fields they stand for.
+problem. A flag that is left out is the config's field in `eval`, so that with --run=DIR alone this
+repeats what the run itself evaluated; --step=best is its best checkpoint.
 """
 
 import early  # noqa: F401  # isort: skip (first: Ctrl-C while the others are imported)
@@ -21,9 +22,8 @@ from absl import flags
 from rich.console import Console
 from rich.table import Table
 
-from specrl_jax.config import Config
+from specrl_jax.config import Config, override
 from specrl_jax.evaluation.evaluate import (
-    Task,
     check_same_problems,
     evaluate,
     paired,
@@ -36,12 +36,12 @@ from specrl_jax.io.files import write_atomically
 from specrl_jax.io.places import local_path, output_file
 
 flags.adopt_module_key_flags(run_flags)
-SPLIT = flags.DEFINE_string("split", "test", "split of the data, such as train or test[:50%]")
-PROBLEMS = flags.DEFINE_integer("problems", 200, "use the first N problems; 0 is all of them")
-SAMPLES = flags.DEFINE_integer("samples", 1, "k, answers to each problem")
-TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "0 is greedy")
+SPLIT = flags.DEFINE_string("split", None, "split of the data, such as train or test[:50%]")
+PROBLEMS = flags.DEFINE_integer("problems", None, "use the first N problems; 0 is all of them")
+SAMPLES = flags.DEFINE_integer("samples", None, "k, answers to each problem")
+TEMPERATURE = flags.DEFINE_float("temperature", None, "0 is greedy")
 REWARD = flags.DEFINE_string(
-    "reward", "", "an answer is correct where this reward is at least 1: exact, latex or "
+    "reward", None, "an answer is correct where this reward is at least 1: exact, latex or "
     "package.module:function (default: exact; the run's own where it does not use exact)")
 OUT = flags.DEFINE_string("out", None, "JSON file to write")
 BASELINE = flags.DEFINE_string("baseline", None, "an earlier --out file, to compare with")
@@ -49,19 +49,16 @@ BASELINE = flags.DEFINE_string("baseline", None, "an earlier --out file, to comp
 
 def main(config: Config, workdir: Path) -> int:
     """Evaluates and prints; returns the exit status."""
-    split, problems, temperature = (run_flags.given(flag, field) for flag, field in (
-        ("split", "data.split"), ("problems", "data.examples"),
-        ("temperature", "rollout.temperature")))
-    task = Task(split, problems, SAMPLES.value, temperature, REWARD.value)
     out = OUT.value and output_file("--out", OUT.value)
     config, actor = run_flags.resolve(config)
+    config = override(config, asked(config))
     baseline = BASELINE.value and read_evaluation(local_path("--baseline", BASELINE.value))
     if baseline:
-        data = task_config(config, task).data
-        check_same_problems(baseline, {"reward": reward_of(config, task), "data": {
+        data = task_config(config).data
+        check_same_problems(baseline, {"reward": reward_of(config), "data": {
             "name": data.name, "level": data.level, "split": data.split}})
     use_persistent_cache()
-    result = evaluate(config, task, actor)
+    result = evaluate(config, actor)
     if baseline:
         result["paired"] = paired(baseline, result)
     console = Console(highlight=False)
@@ -71,6 +68,16 @@ def main(config: Config, workdir: Path) -> int:
         write_atomically(out, json.dumps(result) + "\n")
         print(f"wrote {out}")
     return 0
+
+
+def asked(config: Config) -> dict[str, Any]:
+    """Returns the fields of `eval` that the flags, or overrides of what they stand for, give."""
+    return {"eval.split": run_flags.given("split", "data.split", config.eval.split),
+            "eval.examples": run_flags.given("problems", "data.examples", config.eval.examples),
+            "eval.samples": run_flags.given("samples", "eval.samples", config.eval.samples),
+            "eval.temperature": run_flags.given("temperature", "rollout.temperature",
+                                                config.eval.temperature),
+            "eval.reward": run_flags.given("reward", "eval.reward", config.eval.reward)}
 
 
 def table(result: dict[str, Any]) -> Table:

@@ -9,7 +9,7 @@ far, less what they cost; `regret` is what launches lost against plain rounds.
 Exit status: 0, or 2 for bad input.
 """
 
-import early  # isort: skip (first: Ctrl-C while the others are imported)
+import early  # noqa: F401  # isort: skip (first: Ctrl-C while the others are imported)
 
 import argparse
 import sys
@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from interrupt import until_stopped
 from rich.console import Console
 from rich.table import Table
 
@@ -113,4 +114,4 @@ def _table(columns: Sequence[Column], rows: Sequence[Mapping[str, Any]]) -> Tabl
 
 
 if __name__ == "__main__":
-    sys.exit(early.until_stopped(main))
+    sys.exit(until_stopped(main))

@@ -17,7 +17,8 @@ from types import FrameType
 from early import EXIT_STOPPED, Stopped
 from rich.console import Console
 
-GRACE = 0.3  # seconds that the main thread has to end the process itself
+# Seconds that the main thread has to end the process itself: without and with files to remove.
+GRACE, WAY_OUT = 0.3, 2.0
 
 
 class Preemption:
@@ -43,13 +44,21 @@ def _note(number: int, frame: FrameType | None) -> None:
     """Leaves SIGTERM to the thread that reads the wake-up descriptor."""
 
 
+def until_stopped(main: Callable[[], int]) -> int:
+    """Returns what `main` does; on Ctrl-C or SIGTERM lets it remove what it has half written."""
+    with stops(lambda: "stopped", grace=WAY_OUT):
+        return main()
+
+
 @contextlib.contextmanager
-def stops(say: Callable[[], str], preemption: Preemption | None = None) -> Iterator[None]:
+def stops(say: Callable[[], str], preemption: Preemption | None = None, grace: float = GRACE
+          ) -> Iterator[None]:
     """Ends the process with EXIT_STOPPED on Ctrl-C or SIGTERM. For the main thread.
 
     Args:
       say: returns the line to print; called after the signal, from any thread.
       preemption: gets SIGTERM first.
+      grace: seconds until the process ends, whatever the main thread does.
     """
     once, stopping = threading.Lock(), threading.Event()
 
@@ -69,7 +78,7 @@ def stops(say: Callable[[], str], preemption: Preemption | None = None) -> Itera
             number = os.read(receiver, 1)[0]
             noted = number == signal.SIGTERM and preemption is not None and preemption.note()
             if number in (signal.SIGINT, signal.SIGTERM) and not noted:
-                time.sleep(GRACE)
+                time.sleep(grace)
                 leave()
 
     receiver, sender = os.pipe()

@@ -11,8 +11,9 @@ import jax.numpy as jnp
 from specrl_jax import config as config_lib
 from specrl_jax import sharding
 from specrl_jax.config import Config, ConfigError
-from specrl_jax.io import data, lock, metrics, resume
-from specrl_jax.io.checkpoint import Checkpoints
+from specrl_jax.evaluation.in_run import InRun
+from specrl_jax.io import data, lock, metrics, resume, trackers
+from specrl_jax.io.checkpoint import Checkpoints, read_meta
 from specrl_jax.io.compilation import CompilationCounter
 from specrl_jax.io.places import local_path
 from specrl_jax.io.progress import Progress
@@ -77,18 +78,21 @@ def training_steps(config: Config, workdir: Path, stop: Callable[[], bool] = nev
     sharding.all_devices()  # refused here rather than where JAX is first used
     described = config_lib.as_dict(config)
     resume.check_config(workdir, described, resume.EQUAL)
+    trackers.resolve(config.track)
     source = weights.describe_source(config.model.path, family=config.model.family)
     progress = Progress(config.steps, 0)
     say = progress.say
     say(overview(config, source.arch, workdir))
     prompts = make_prompts(config, source.tokenizer, say)
     trainer = Trainer(config, source, prompts, say)
+    evaluation = InRun(trainer, say) if config.eval.every else None
     metrics.make_workdir(workdir)
     with lock.hold(workdir, say), Checkpoints(
             workdir / "checkpoints", config.checkpoint_keep, progress.warn) as checkpoints:
         # Once more: another run may have ended meanwhile.
         changed = resume.check_config(workdir, described, resume.EQUAL)
         resume.check_data(workdir, {"training": data.digest(prompts.examples)})
+        resume.check_rendering(workdir, "training", prompts.texts, progress.warn)
         resumed = trainer.restore(checkpoints, resume.renewed(changed) if changed else None)
         if trainer.step_number >= config.steps:
             return
@@ -97,13 +101,19 @@ def training_steps(config: Config, workdir: Path, stop: Callable[[], bool] = nev
             say(f"resuming {workdir} after step {trainer.step_number}")
             if changed:
                 say(resume.told(changed))
+            if evaluation:
+                evaluation.restore(read_meta(checkpoints.directory, trainer.step_number), say)
         compilations = CompilationCounter()
         trainer.compile(say)
-        with metrics.Writer(workdir, trainer.step_number, progress.warn) as writer, Progress(
-                config.steps, trainer.step_number) as progress:
+        if evaluation:
+            evaluation.compile(say)
+            evaluation.write_best(workdir)
+        with metrics.Writer(workdir, trainer.step_number, progress.warn, config.track
+                            ) as writer, Progress(
+                                config.steps, trainer.step_number) as progress:
             compilations.take()
             yield from run_steps(trainer, checkpoints, writer, progress, compilations,
-                                 startup(trainer, time.perf_counter() - began), stop)
+                                 startup(trainer, time.perf_counter() - began), stop, evaluation)
 
 
 def overview(config: Config, arch: Architecture, workdir: Path) -> str:
@@ -151,12 +161,14 @@ class TrainingError(ConfigError):
 
 def run_steps(trainer: Trainer, checkpoints: Checkpoints, writer: metrics.Writer,
               progress: Progress, compilations: CompilationCounter, first: dict[str, float],
-              stop: Callable[[], bool] = never) -> Iterator[None]:
+              stop: Callable[[], bool] = never, evaluation: InRun | None = None
+              ) -> Iterator[None]:
     """Runs the remaining steps, with their metrics, warnings and checkpoints; yields before each.
 
     Args:
       first: further metrics of the first step.
       stop: see `train`.
+      evaluation: evaluates after steps; its best checkpoint is kept.
 
     Raises:
       TrainingError: too many non-finite updates in a row; a checkpoint is written first.
@@ -168,8 +180,11 @@ def run_steps(trainer: Trainer, checkpoints: Checkpoints, writer: metrics.Writer
         nonlocal saved
         if saved < trainer.step_number:
             writer.sync()
-            checkpoints.save(trainer.step_number, trainer.arrays(), trainer.meta())
+            meta = trainer.meta() | (evaluation.meta() if evaluation else {})
+            checkpoints.save(trainer.step_number, trainer.arrays(), meta)
             saved = trainer.step_number
+            if evaluation:
+                evaluation.write_best(checkpoints.directory.parent)
 
     while trainer.step_number < config.steps:
         if stop():
@@ -181,6 +196,8 @@ def run_steps(trainer: Trainer, checkpoints: Checkpoints, writer: metrics.Writer
             save()
             raise
         record["compilations"] = compilations.take()
+        if evaluation:
+            record |= evaluation.after(trainer.step_number, progress)
         record, first = record | first, {}
         if record["compilations"]:
             progress.warn(f"{record['compilations']} compilations after warm-up")
@@ -192,7 +209,8 @@ def run_steps(trainer: Trainer, checkpoints: Checkpoints, writer: metrics.Writer
         progress.step(record)
         done = trainer.step_number
         diverged = trainer.bad_steps >= config.learner.max_bad_steps
-        if diverged or done == config.steps or done % config.checkpoint_every == 0:
+        best = record.get("eval/best_step") == done
+        if diverged or best or done == config.steps or done % config.checkpoint_every == 0:
             save()
         if diverged:
             raise TrainingError(

@@ -159,6 +159,7 @@ class Sequences(struct.PyTreeNode):
     length: Array  # i32[Q] response tokens so far
     rounds: Array  # i32[Q] rounds that the sequence was live in
     done: Array  # bool[Q]
+    said: Array | None = None  # bool[Q, V] tokens of prompt and response, if these are penalized
 
 
 class RolloutState(struct.PyTreeNode):

@@ -105,6 +105,20 @@ def test_run_goes_on_with_less_memory_or_other_drafts(
     assert losses(run) == pytest.approx(losses(whole), rel=1e-3, abs=1e-6)
 
 
+@pytest.mark.ci
+def test_run_on_another_day_tells_that_prompts_changed(tmp_path: Path) -> None:
+    dated = dataclasses.replace(
+        byte_tokenizer(), template="{{ strftime_now('%d') }} {{ messages[0]['content'] }}")
+    source = Source(TINY, dated, random_tensors(TINY, 0), "random")
+    export(tmp_path / "model", TINY, source.params(), dated)
+    flags = (*SIZES, f"--config.model.path={tmp_path / 'model'}")
+    first = resume(tmp_path / "run", 1, *flags, "--config.data.date=2026-01-30")
+    told = resume(tmp_path / "run", 2, *flags, "--config.data.date=2026-01-31")
+    assert "prompts otherwise" not in first and "first number 0: '31 " in told
+    assert "prompts otherwise" not in resume(
+        tmp_path / "run", 3, *flags, "--config.data.date=2026-01-30")
+
+
 def test_fit_mesh_uses_one_device_where_there_are_too_few() -> None:
     told: list[str] = []
     for size, fitted in ((1, 1), (8, 8 if jax.device_count() >= 8 else 1), (512, 1)):

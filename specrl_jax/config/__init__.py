@@ -21,20 +21,19 @@ from specrl_jax.config.registry import Registry
 from specrl_jax.config.sections import (
     Config,
     ControlConfig,
-    DataConfig,
     LearnerConfig,
     MeshConfig,
     ModelSource,
-    RewardConfig,
     RLConfig,
     RolloutConfig,
     SpecOptions,
 )
+from specrl_jax.config.tasks import DataConfig, EvalConfig, RewardConfig, TrackConfig
 
 __all__ = [
-    "DRAFTERS", "LOSSES", "MOST_MIX", "Config",
-    "ConfigError", "ControlConfig", "DataConfig", "DistillConfig", "DistillOptions", "DraftConfig",
-    "LearnerConfig", "MeshConfig", "ModelSource", "RLConfig", "Registry", "RewardConfig",
-    "RolloutConfig", "SpecOptions", "as_dict", "at_least", "build", "check", "load_config",
-    "option", "override", "preset_names", "preset_targets", "section",
+    "DRAFTERS", "LOSSES", "MOST_MIX", "Config", "ConfigError", "ControlConfig", "DataConfig",
+    "DistillConfig", "DistillOptions", "DraftConfig", "EvalConfig", "LearnerConfig", "MeshConfig",
+    "ModelSource", "RLConfig", "Registry", "RewardConfig", "RolloutConfig", "SpecOptions",
+    "TrackConfig", "as_dict", "at_least", "build", "check", "load_config", "option", "override",
+    "preset_names", "preset_targets", "section",
 ]

@@ -216,6 +216,7 @@ def train_drafter(config: Config, options: DrafterTraining, workdir: Path,
         read = {} if texts is None else {"--texts": digest(
             [{"tokens": tokens.tolist()} for tokens in texts.tokens])}
         resume.check_data(workdir, examples | read)
+        resume.check_rendering(workdir, "training", prompts[0].texts, progress.warn)
         metrics.write_config(workdir, description)
         return _train(config, options, workdir, actor, prompts, texts, progress)
 

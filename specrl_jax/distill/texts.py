@@ -8,12 +8,11 @@ import numpy as np
 
 from specrl_jax.config import ConfigError, DataConfig, check
 from specrl_jax.distill.data import Corpus
+from specrl_jax.io.chats import conversation
 from specrl_jax.io.data import messages, template_variables
 from specrl_jax.io.json_lines import read_json_lines
 from specrl_jax.model.tokenizer import Tokenizer
 
-ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant",
-         "system": "system"}  # ShareGPT's and OpenAI's names -> a chat template's
 FORMS = ("an object needs a text, a question and its answer, or messages that end with the "
          "assistant's (ShareGPT's conversations, too)")
 
@@ -53,26 +52,11 @@ def _prompt_and_response(row: Any, tokenizer: Tokenizer, data: DataConfig, where
     if isinstance(row.get("question"), str) and isinstance(row.get("answer"), str):
         asked, answer = messages(row, data.system), row["answer"]
     elif isinstance(chat, list):
-        *asked, last = _chat(chat, data.system, where)
+        found = conversation(chat, "texts", where, data.system)
+        *asked, last = found or [{"role": "", "content": ""}]
         check(last["role"] == "assistant" and bool(asked), "texts", where, FORMS)
         answer = last["content"]
     else:
         raise ConfigError(f"texts = {where}: {json.dumps(row)[:60]}: {FORMS}")
     prompt = tokenizer.encode(tokenizer.chat(asked, **template_variables(data)))
     return prompt, tokenizer.encode(answer) + list(tokenizer.stop_ids[:1])
-
-
-def _chat(chat: list[Any], system: str, where: str) -> list[dict[str, str]]:
-    """Returns a conversation for the chat template, from OpenAI's form or ShareGPT's."""
-    found = []
-    for one in chat:
-        one = one if isinstance(one, dict) else {}
-        role = ROLES.get(one.get("role") or one.get("from") or "")
-        content = one.get("content", one.get("value"))
-        if role is None or not isinstance(content, str):
-            raise ConfigError(f"texts = {where}: message {json.dumps(one)[:60]} must have a role "
-                              f"among {', '.join(ROLES)} and a text as its content")
-        found.append({"role": role, "content": content})
-    if system and found and found[0]["role"] != "system":
-        found.insert(0, {"role": "system", "content": system})
-    return found or [{"role": "", "content": ""}]

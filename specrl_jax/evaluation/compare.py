@@ -40,6 +40,7 @@ class StepComparison:
     sequences: int
     tokens: int  # compared: up to and with each sequence's first difference
     differences: list[Difference]
+    failed_apart: int = 0  # sequences of equal tokens whose reward failed in one run alone
 
 
 def config_differences(a: Path, b: Path) -> dict[str, tuple[Any, Any]]:
@@ -86,7 +87,7 @@ def compare_step(step: int, a: dict[Key, Json], b: dict[Key, Json]
                  ) -> StepComparison:
     """Compares the records of one step, by key. Raises ConfigError if they are not of the same
     sequences."""
-    tokens, differences = 0, []
+    tokens, differences, apart = 0, [], 0
     for key in sorted(a.keys() | b.keys()):
         here = f"step {step}: prompt {key[0]} (occurrence {key[1]}, sample {key[2]})"
         if key not in a or key not in b:
@@ -97,12 +98,18 @@ def compare_step(step: int, a: dict[Key, Json], b: dict[Key, Json]
                               f"B; compare runs of the same data")
         mine, theirs = a[key]["tokens"], b[key]["tokens"]
         at = first_difference(mine, theirs)
+        apart += at is None and _failed_apart(a[key], b[key])
         tokens += len(mine) if at is None else at + 1
         if at is not None:
             differences.append(Difference(
                 step, key, at, *(x[at] if at < len(x) else None for x in (mine, theirs)),
                 prompt=a[key]["prompt"], before=mine[:at]))
-    return StepComparison(step, len(a), tokens, differences)
+    return StepComparison(step, len(a), tokens, differences, apart)
+
+
+def _failed_apart(a: Json, b: Json) -> bool:
+    """Returns whether a reward failed for one of two equal answers and made another reward."""
+    return ("failures" in a or "failures" in b) and a.get("reward") != b.get("reward")
 
 
 def first_difference(a: list[int], b: list[int]) -> int | None:

@@ -1,14 +1,15 @@
 """Accuracy of a model on problems, and comparison of two evaluations of the same problems."""
 
-import dataclasses
 import hashlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
 from specrl_jax import sharding
-from specrl_jax.config import Config, ConfigError, at_least, check, override
+from specrl_jax.config import Config, ConfigError, check, override
+from specrl_jax.config.tasks import STOP
 from specrl_jax.evaluation.statistics import bootstrap, interval, pass_at_k
 from specrl_jax.io.progress import Progress
 from specrl_jax.model.source import Actor, open_actor
@@ -22,79 +23,86 @@ from specrl_jax.structs import Json, Rollout
 from specrl_jax.verify.registry import RULES
 
 SEQUENCES_AT_ONCE = 4096  # of one rollout: enough that its tail of few live rows does not count
+CORRECTNESS = ("latex", "reasoning_gym")  # rewards that are 1 where an answer is correct
 COUNTERS = ("committed", "row_rounds")
 
 
-@dataclasses.dataclass(frozen=True)
-class Task:
-    """Which problems, and how many answers to each."""
-
-    split: str = "test"
-    problems: int = 200  # the first of the split; 0 is all
-    samples: int = 1  # k
-    temperature: float = 0.0
-    reward: str = ""  # an answer is correct where this is at least 1; empty: see `reward_of`
-
-    def __post_init__(self) -> None:
-        at_least(0, problems=self.problems, temperature=self.temperature)
-        at_least(1, samples=self.samples)
-        check(self.samples == 1 or self.temperature > 0, "samples", self.samples,
-              "at temperature 0 all answers are the same; set --temperature=1, or 1 sample")
-
-
-def task_config(config: Config, task: Task) -> Config:
-    """Returns `config` with the data and temperature of an evaluation."""
-    return override(config, {"data.split": task.split, "data.examples": task.problems,
+def task_config(config: Config) -> Config:
+    """Returns `config` with the data and temperature of its `eval` section."""
+    task = config.eval
+    return override(config, {"data.split": task.split, "data.path": task.path or config.data.path,
+                             "data.examples": task.examples,
                              "rollout.temperature": task.temperature})
 
 
-def reward_of(config: Config, task: Task) -> str:
+def reward_of(config: Config) -> str:
     """Returns the name of the reward that decides what is correct.
 
-    That is the task's. Without one it is `exact`, unless the config does not use that, but latex
-    or a function of the user's own.
+    That is `eval.reward`. Without one it is `exact`, unless the config does not use that, but one
+    of CORRECTNESS or a function of the user's own.
     """
     terms = config.reward.terms
-    own = [name for name in terms if name == "latex" or ":" in name]
-    return task.reward or ("exact" if "exact" in terms or not own else own[0])
+    own = [name for name in terms if name in CORRECTNESS or ":" in name]
+    return config.eval.reward or ("exact" if "exact" in terms or not own else own[0])
 
 
-def evaluate(config: Config, task: Task | None = None, actor: Actor | None = None,
-             progress: Progress | None = None) -> Json:
-    """Generates `task.samples` answers to each problem and judges them by `reward_of`.
+class Problems:
+    """The problems of `config.eval`, and the judge of their answers.
+
+    Raises:
+      ConfigError: see `make_prompts` and `judge.compose`.
+    """
+
+    def __init__(self, config: Config, tokenizer: Tokenizer, say: Callable[[str], None],
+                 warn: Callable[[str], None]) -> None:
+        self.samples, self.reward, self.tokenizer = (
+            config.eval.samples, reward_of(config), tokenizer)
+        failure = STOP if config.reward.on_failure == STOP else "0"
+        self.judge = judge.compose((self.reward,), (1.0,), workers=config.reward.workers,
+                                   seconds=config.reward.seconds, warn=warn,
+                                   on_failure=failure)
+        self.prompts = make_prompts(task_config(config), tokenizer, say)
+        judge.check_answers((self.reward,), self.prompts.examples)
+
+    def at_once(self, shards: int) -> int:
+        """Returns the prompts of each rollout of an engine that is made for these problems."""
+        return prompts_at_once(len(self.prompts.tokens), self.samples, shards)
+
+    def solve(self, sampler: Sampler, at_once: int, progress: Progress) -> "Tally":
+        """Generates and judges all answers. `sampler` takes `at_once` prompts a call."""
+        tally = Tally(self.prompts, self.tokenizer, self.samples, self.judge)
+        progress.phase("evaluating")
+        for batch in prompt_batches(self.prompts, at_once):
+            tally.add(*sampler.generate(batch, "eval", 0, progress=progress.rollout))
+        return tally
+
+
+def evaluate(config: Config, actor: Actor | None = None, progress: Progress | None = None) -> Json:
+    """Generates `eval.samples` answers to each problem and judges them by `reward_of`.
 
     Args:
-      config: its data, rollout, spec, control and mesh sections are read, and its seed.
-      task: None is `Task()`.
+      config: its eval, data, rollout, spec, control and mesh sections are read, and its seed.
       actor: see `open_actor`; None is the model at config.model.path.
 
     Returns:
       JSON values by name, as `experiments/eval.py --out` writes them.
 
     Raises:
-      ConfigError: see `make_prompts`, `sampler.Sampler` and `judge.compose`.
+      ConfigError: see `Problems` and `sampler.Sampler`.
     """
-    task, actor, progress = task or Task(), actor or open_actor(config), progress or Progress(1, 0)
-    config = task_config(config, task)
-    reward = reward_of(config, task)
-    judged_by = judge.compose((reward,), (1.0,), workers=config.reward.workers,
-                              seconds=config.reward.seconds, warn=progress.warn)
-    prompts = make_prompts(config, actor.source.tokenizer, progress.say)
-    judge.check_answers((reward,), prompts.examples)
+    actor, progress = actor or open_actor(config), progress or Progress(1, 0)
+    problems = Problems(config, actor.source.tokenizer, progress.say, progress.warn)
+    config = task_config(config)
     mesh = sharding.make_mesh(config.mesh)
-    shards = sharding.shard_count(mesh)
-    at_once = prompts_at_once(len(prompts.tokens), task.samples, shards)
+    at_once = problems.at_once(sharding.shard_count(mesh))
     progress.say(f"loading {actor.name}")
-    sampler = Sampler.from_config(config, prompts=at_once, group=task.samples, actor=actor)
+    sampler = Sampler.from_config(config, prompts=at_once, group=problems.samples, actor=actor)
     sampler.compile(progress.say, profile=False)
-    tally = Tally(prompts, actor.source.tokenizer, task.samples, judged_by)
     with progress:
-        progress.phase("evaluating")
-        for batch in prompt_batches(prompts, at_once):
-            tally.add(*sampler.generate(batch, "eval", 0, progress=progress.rollout))
+        tally = problems.solve(sampler, at_once, progress)
     return _describe(config, actor) | {
-        "device": mesh.devices.flat[0].device_kind, "samples": task.samples,
-        "reward": reward} | tally.results()
+        "device": mesh.devices.flat[0].device_kind, "samples": problems.samples,
+        "reward": problems.reward} | tally.results()
 
 
 def prompts_at_once(problems: int, samples: int, shards: int) -> int:

@@ -16,7 +16,7 @@ import logging
 import shutil
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -39,6 +39,7 @@ from specrl_jax.io.places import writing
 from specrl_jax.structs import Json, PyTree
 
 NONE = -1  # no intact checkpoint
+BEST = "best"  # of a checkpoint's meta: the best evaluation so far, with its "step"
 DELETION = 0.5  # seconds after which a checkpoint that is being deleted has lost its checksums
 
 
@@ -89,23 +90,35 @@ def _savable(leaf: Any) -> Any:
     return leaf if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) else np.asarray(leaf)
 
 
+class _Preserved:
+    """Orbax's preservation policy: the newest `keep` checkpoints and the best one."""
+
+    def __init__(self, keep: int) -> None:
+        self._keep, self.best = keep, NONE
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        newest = sorted(info.step for info in checkpoints)[-self._keep:]
+        return [info.step in (*newest, self.best) for info in checkpoints]
+
+
 class Checkpoints:
     """The checkpoints of one run. A context manager; every process makes the same calls.
 
     Saving is synchronous: when `save` returns, the checkpoint is complete under its final name.
-    Only then are older ones beyond `keep` deleted. Files of killed saves are removed in the
-    background after the directory is opened, and before the next save.
+    Only then are older ones beyond `keep` deleted, but for the best one. Files of killed saves are
+    removed in the background after the directory is opened, and before the next save.
     """
 
     def __init__(self, directory: str | Path, keep: int,
                  warn: Callable[[str], None] = loud) -> None:
         """Args: directory, created if missing; keep, checkpoints kept; warn, gets warnings."""
-        self.directory, self._keep, self._warn = Path(directory).absolute(), keep, warn
+        self.directory, self._warn = Path(directory).absolute(), warn
+        self._preserved = _Preserved(keep)
 
     def __enter__(self) -> "Checkpoints":
         options = ocp.CheckpointManagerOptions(
-            max_to_keep=self._keep, cleanup_tmp_directories=True, enable_async_checkpointing=False,
-            temporary_path_class=ChecksummedPath)
+            preservation_policy=self._preserved, cleanup_tmp_directories=True,
+            enable_async_checkpointing=False, temporary_path_class=ChecksummedPath)
         with contextlib.ExitStack() as stack:
             stack.enter_context(quiet_orbax())
             handlers, arrays = ocp.handlers.DefaultCheckpointHandlerRegistry(), array_handler()
@@ -130,7 +143,8 @@ class Checkpoints:
         Args:
           step: larger than every step saved so far.
           arrays: dict of pytrees of jax or numpy arrays.
-          meta: JSON values (tuples come back as lists, keys as strings).
+          meta: JSON values (tuples come back as lists, keys as strings); meta[BEST]["step"] is the
+            checkpoint to keep besides the newest.
 
         Raises:
           CheckpointError: it cannot be written; the earlier checkpoints are untouched.
@@ -143,6 +157,7 @@ class Checkpoints:
         arrays = jax.tree.map(_savable, arrays)
         note = {"meta": meta, "leaves": describe(arrays)}
         json.dumps(note)
+        self._preserved.best = meta.get(BEST, {}).get("step", NONE)
         try:
             self._manager.save(step, force=True, args=ocp.args.Composite(
                 state=ocp.args.PyTreeSave(arrays), meta=ocp.args.JsonSave(note)))
@@ -256,8 +271,9 @@ def _part(leaves: dict[str, list[Any]], key: str) -> dict[str, list[Any]]:
 
 
 def _brief(error: BaseException) -> str:
-    """Returns one line; TensorStore puts the reason at the end of a long one."""
-    line = (str(error).splitlines() or [type(error).__name__])[0]
+    """Returns one line; TensorStore puts the reason at the end of a long one, before its own
+    options."""
+    line = (str(error).splitlines() or [type(error).__name__])[0].split(" [tensorstore_spec=")[0]
     return line if len(line) <= 160 else f"{line[:40]} ... {line[-100:]}"
 
 

@@ -12,9 +12,11 @@ from typing import Any
 import numpy as np
 
 from specrl_jax.config import DataConfig, check
+from specrl_jax.io.chats import conversation
 from specrl_jax.io.datasets import DATASETS
 
-Example = Mapping[str, Any]  # id: int; question, answer: str; and the dataset's other fields
+Example = Mapping[str, Any]
+"""id: int; question: str, or a list of chat messages; answer: str; and the dataset's own fields."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +41,18 @@ class Examples(Sequence):
             check(field in row, f"data.{name}_field", field, f"example {example_id} of "
                   f"{self.data.path or self.data.name} has no such field; it has {', '.join(row)}")
             found[name] = str(row[field])
+        if isinstance(chat := row[self.data.question_field], list):
+            found["question"] = _asked(chat, f"example {example_id} of "
+                                       f"{self.data.path or self.data.name}")
         return {**row, **found}
+
+
+def _asked(chat: list[Any], where: str) -> list[dict[str, str]]:
+    """Returns a conversation that awaits an answer."""
+    found = conversation(chat, "data.question_field", where)
+    check(bool(found) and found[-1]["role"] == "user", "data.question_field", where,
+          "a prompt's messages must end with the user's")
+    return found
 
 
 def digest(examples: Sequence[Example]) -> str:
@@ -105,6 +118,10 @@ def _value(text: str) -> Any:
 
 
 def messages(example: Example, system: str = "") -> list[dict[str, str]]:
-    """Returns the conversation for the chat template; an empty `system` adds no message."""
-    user = {"role": "user", "content": example["question"]}
-    return [{"role": "system", "content": system}, user] if system else [user]
+    """Returns the conversation for the chat template; an empty `system`, or one of its own, adds
+    no message."""
+    asked = example["question"]
+    chat = asked if isinstance(asked, list) else [{"role": "user", "content": asked}]
+    if system and chat[0]["role"] != "system":
+        chat = [{"role": "system", "content": system}, *chat]
+    return chat

@@ -1,10 +1,11 @@
 """The files of a run's working directory.
 
     config.json     the resolved configuration
-    data.json       hashes of the examples that the run was started with, see resume.py
+    best.json       step and accuracy of the best evaluation, see evaluation/in_run.py
+    data.json       hashes of the examples and rendered prompts that the run was started with
     metrics.jsonl   one object a step
     samples.jsonl   one object a sequence
-    events/         TensorBoard, made from metrics.jsonl
+    events/         TensorBoard, made from the two; see trackers.py for others
 
 `step` counts from 0. A step's line is written when the step is complete, and a checkpoint at step k
 holds the effect of the steps 0 .. k-1. A run that resumes from it cuts all later lines, so no line
@@ -13,11 +14,12 @@ and their spelling under "nonfinite" is put back by the readers here.
 """
 
 import contextlib
+import functools
+import itertools
 import json
 import math
 import os
 import reprlib
-import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -25,17 +27,17 @@ from typing import Any
 
 import jax
 import numpy as np
-from tensorboardX import SummaryWriter
 
-from specrl_jax.config import ConfigError
+from specrl_jax.config import ConfigError, TrackConfig
 from specrl_jax.io.checkpoint import loud
 from specrl_jax.io.files import write_atomically
 from specrl_jax.io.metric_names import Record
-from specrl_jax.io.places import output_directory
+from specrl_jax.io.places import output_directory, writing
+from specrl_jax.io.trackers import WALL_TIME, RunInfo, Step, Trackers
 from specrl_jax.structs import Json
 
-CONFIG, METRICS, SAMPLES, EVENTS = "config.json", "metrics.jsonl", "samples.jsonl", "events"
-WALL_TIME = "time/unix"
+CONFIG, METRICS, SAMPLES = "config.json", "metrics.jsonl", "samples.jsonl"
+BEST_FILE = "best.json"
 NONFINITE = "nonfinite"
 
 
@@ -107,13 +109,18 @@ def _python(value: Any) -> Any:
 
 def _records(path: Path) -> Iterator[tuple[str, Json | None]]:
     """Yields (line, record); the record is None if the line is broken."""
-    if not path.exists():
+    try:
+        file = open(path, encoding="utf-8", errors="replace", newline="\n")
+    except FileNotFoundError:
         return
-    with open(path, encoding="utf-8", errors="replace", newline="\n") as file:
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}); restore it from a copy, or "
+                          f"choose another workdir") from error
+    with file:
         for line in file:
             try:
                 yield line, decode(line) if line.endswith("\n") else None
-            except ValueError:
+            except (ValueError, TypeError, AttributeError, RecursionError):
                 yield line, None
 
 
@@ -165,9 +172,13 @@ class Writer:
     """Appends steps to the files of `workdir`. Processes other than 0 write nothing."""
 
     def __init__(self, workdir: str | Path, resume_step: int,
-                 warn: Callable[[str], None] = loud) -> None:
+                 warn: Callable[[str], None] = loud, track: TrackConfig | None = None) -> None:
         """Cuts the files to the steps before `resume_step`, the restored checkpoint's; 0 empties
-        them. Calls `warn` if lines of earlier steps are missing."""
+        them. Calls `warn` if lines of earlier steps are missing, or a tracker fails.
+
+        Raises:
+          ConfigError: `track`, TrackConfig() where it is None, names a tracker that there is not.
+        """
         self._active = jax.process_index() == 0
         self._next = resume_step
         if not self._active:
@@ -182,7 +193,9 @@ class Writer:
         self._metrics, self._samples = (
             open(self._workdir / name, "a", encoding="utf-8", newline="\n")
             for name in (METRICS, SAMPLES))
-        self._events = _renewed_events(self._workdir)
+        self._trackers = Trackers(RunInfo(
+            self._workdir, read_object(self._workdir / CONFIG) or {}, track or TrackConfig(),
+            functools.partial(_history, self._workdir)), warn)
 
     def write_step(self, metrics: Json, samples: list[Json]) -> None:
         """Writes one step's metrics by name, and one dict for each sequence, to which "step" is
@@ -197,20 +210,18 @@ class Writer:
         line = encode(metrics)
         lines = "".join(encode({"step": step} | sample) for sample in samples)
         for file, text in ((self._samples, lines), (self._metrics, line)):
-            try:
+            with writing(Path(file.name)):
                 file.write(text)
                 file.flush()
-            except OSError as error:
-                raise ConfigError(f"{file.name}: cannot be written ({error.strerror}); make room "
-                                  f"and run the same command again") from error
-        _add_event(self._events, metrics)
+        self._trackers.write({name: _python(x) for name, x in metrics.items()}, samples)
 
     def sync(self) -> None:
         """Makes all lines durable. Call it before writing a checkpoint, which must not be ahead."""
         if self._active:
             for file in (self._metrics, self._samples):
-                file.flush()
-                os.fsync(file.fileno())
+                with writing(Path(file.name)):
+                    file.flush()
+                    os.fsync(file.fileno())
 
     def close(self) -> None:
         """Syncs and closes the files."""
@@ -218,31 +229,25 @@ class Writer:
             self.sync()
             self._metrics.close()
             self._samples.close()
-            self._events.close()
+            self._trackers.close()
 
     def __enter__(self) -> "Writer":
         return self
 
     def __exit__(self, kind: type | None, *exc: object) -> None:
         # An error while closing must not hide the error that ended the run.
-        with contextlib.suppress(OSError) if kind else contextlib.nullcontext():
+        with contextlib.suppress(OSError, ConfigError) if kind else contextlib.nullcontext():
             self.close()
 
 
-def _renewed_events(workdir: Path) -> SummaryWriter:
-    """Returns a writer of new event files, filled from metrics.jsonl. The old ones may end in a
-    torn record, miss the last steps (tensorboardX writes from a queue), or hold cut steps."""
-    if (workdir / EVENTS).exists():
-        shutil.rmtree(workdir / EVENTS)
-    events = SummaryWriter(str(workdir / EVENTS), flush_secs=1)
+def _history(workdir: Path) -> Iterator[Step]:
+    """Yields the metrics and samples of each step in the files."""
+    groups = itertools.groupby(
+        (record for _, record in _records(workdir / SAMPLES) if record is not None),
+        key=lambda record: record["step"])
+    step, part = -1, iter(())
     for _, record in _records(workdir / METRICS):
         if record is not None:
-            _add_event(events, record)
-    return events
-
-
-def _add_event(events: SummaryWriter, record: Json) -> None:
-    for name, value in record.items():
-        number = _python(value)
-        if name not in ("step", WALL_TIME) and isinstance(number, int | float):
-            events.add_scalar(name, number, record["step"], walltime=record[WALL_TIME])
+            while step < record["step"]:
+                step, part = next(groups, (math.inf, iter(())))
+            yield record, list(part) if step == record["step"] else []

@@ -30,6 +30,7 @@ POLL = 1.0  # seconds between looks at it
 GRACE = 3.0  # seconds that process 0, which hosts the service, leaves the others to read it
 SAY_AFTER, SAY_EVERY = 5.0, 60.0  # seconds of waiting until a line says for whom
 PATIENCE = 300  # seconds that processes wait for each other to start
+HEARTBEAT = 30  # seconds without a sign of life after which JAX counts a process as dead
 FAILED = 2  # exit status
 NO_MEMORY = "RESOURCE_EXHAUSTED"  # of a device: the fault of no other process
 _rounds = collections.defaultdict[str, Iterator[int]](itertools.count)  # messages so far, by name
@@ -56,7 +57,8 @@ def join(coordinator: str | None, processes: int | None, process: int | None,
     threading.Thread(target=_say_who_is_missing, args=(joined, patience), daemon=True).start()
     try:
         jax.distributed.initialize(coordinator, processes, process,
-                                   initialization_timeout=int(patience) + 3600)
+                                   initialization_timeout=int(patience) + 3600,
+                                   heartbeat_timeout_seconds=HEARTBEAT)
     except (ValueError, RuntimeError) as error:
         raise ConfigError(f"--distributed: {str(error).splitlines()[0]} Give --coordinator, "
                           f"--processes and --process where they cannot be found") from error
@@ -180,12 +182,13 @@ def any_of(name: str, flag: bool) -> bool:
     return any(told["flag"] for told in share(name, {"flag": flag}))
 
 
-def share_out(name: str, function: Callable[[Sequence[T]], Sequence[Any]], items: Sequence[T]
-              ) -> Sequence[Any]:
+def share_out(name: str, function: Callable[[Sequence[T]], Sequence[Any]], items: Sequence[T],
+              whole: bool = False) -> Sequence[Any]:
     """Returns `function(items)`, computed once: each process takes a part of them.
 
     Args:
       function: returns a JSON value for each item; tuples come back as lists.
+      whole: process 0 takes them all.
 
     Raises:
       ConfigError: `function` raised it, here or in another process.
@@ -193,7 +196,8 @@ def share_out(name: str, function: Callable[[Sequence[T]], Sequence[Any]], items
     count, mine = jax.process_count(), jax.process_index()
     if count == 1:
         return function(items)
-    bounds = [len(items) * i // count for i in range(count + 1)]
+    bounds = [len(items) * min(i * count if whole else i, count) // count
+              for i in range(count + 1)]
     error, found = None, []
     try:
         found = function(items[bounds[mine] : bounds[mine + 1]])

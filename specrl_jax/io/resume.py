@@ -5,8 +5,10 @@ EQUAL leaves tokens equal but where rounding decides between two of them; a line
 of the checkpoint that depend on it start anew. All others are refused.
 """
 
+import datetime
 import json
-from collections.abc import Collection, Iterable, Mapping
+import zlib
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -19,10 +21,11 @@ from specrl_jax.io.metrics import flat, read_config, read_object
 from specrl_jax.io.places import output_directory
 from specrl_jax.structs import Json
 
-DATA = "data.json"
+DATA, RENDERED = "data.json", "rendered"
 ABSENT = "(absent)"  # a field that only one of two versions of this package has
 FREE = ("name", "steps", "checkpoint_every", "checkpoint_keep", "learner.max_bad_steps",
-        "reward.workers", "rollout.stop", "data.data_dir", "data.manual_dir", "data.path")
+        "reward.workers", "rollout.stop", "rollout.repetition_penalty", "data.date",
+        "data.data_dir", "data.manual_dir", "data.path", "eval", "track")
 LOSS, SPEED = "losses within rounding", "accept lengths and times not"
 # By name, or by whole section. Under a rule but `match`, tokens are drawn otherwise if one of SPEED
 # changes.
@@ -128,3 +131,33 @@ def check_data(workdir: Path, digests: dict[str, str]) -> None:
                               f"restore them, or choose another workdir")
 
 
+
+
+def check_rendering(workdir: Path, name: str, texts: Sequence[str], warn: Callable[[str], None]
+                    ) -> None:
+    """Warns of prompts that the chat template renders otherwise than when the run was started.
+
+    A template may hold the date. The first call records a checksum of each prompt, after
+    `check_data`, which refuses other examples.
+
+    Args:
+      name: the part of the data.
+
+    Raises:
+      ConfigError: DATA cannot be read.
+    """
+    now = "".join(f"{zlib.crc32(text.encode(errors='surrogatepass')):08x}" for text in texts)
+    path, key = workdir / DATA, f"{RENDERED} {name}"
+    stored = read_object(path) or {}
+    if (then := stored.get(key)) is None:
+        if jax.process_index() == 0:
+            record = {"on": datetime.date.today().isoformat(), "crc32": now}
+            write_atomically(path, json.dumps(stored | {key: record}) + "\n")
+    elif not isinstance(then, dict) or {"on", "crc32"} - then.keys():
+        raise ConfigError(f"{path}: {key!r} is damaged; remove the file, and nothing is compared")
+    elif then["crc32"] != now:
+        first = next((i for i, _ in enumerate(texts)
+                      if now[8 * i:][:8] != str(then["crc32"])[8 * i:][:8]), 0)
+        warn(f"the chat template renders the {name} prompts otherwise than when the run was "
+             f"started on {then['on']}, first number {first}: {texts[first][:60]!r}...; if it "
+             f"holds the date, data.date={then['on']} restores them")

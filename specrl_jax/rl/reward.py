@@ -4,13 +4,16 @@ A config can also name a function anywhere else, as "package.module:function".
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from decimal import Decimal
+from typing import Any, TypeVar
 
 from specrl_jax.config import Registry
 from specrl_jax.io.data import Example
 
 Reward = Callable[[str, str, Example], float]
+BatchReward = Callable[[Sequence[str], Sequence[str], Sequence[Example]], Sequence[float]]
+Batched = TypeVar("Batched", bound=BatchReward)
 
 DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
 SIGN = r"(?:(?<![\w.)])[-+−])?"  # not after an operand: "10-5" ends in 5
@@ -19,7 +22,22 @@ NUMBER = re.compile(rf"(?:{SIGN}\$?|\$[-+−]?)(?:{DIGITS})")
 EXPRESSION = re.compile(rf"{NUMBER.pattern}(?:[/^:](?:{DIGITS}))*")
 ANSWER_MARK = "####"  # GSM8K's
 
+BATCHED = "wants_the_whole_batch"  # attribute of such a function
+
 REWARDS: Registry[Reward] = Registry("reward.terms", Callable)
+
+
+def batched(function: Batched) -> Batched:
+    """Marks a reward that gets all answers of a step at once, as lists of prompts, completions and
+    examples, and returns one number an answer. One process of a run calls it, outside the workers.
+    """
+    setattr(function, BATCHED, True)
+    return function
+
+
+def is_batched(function: Callable[..., Any]) -> bool:
+    """Returns whether a reward is marked by `batched`."""
+    return getattr(function, BATCHED, False)
 
 
 @REWARDS.register("exact")
@@ -57,6 +75,17 @@ def digit_fraction(prompt: str, completion: str, example: Example) -> float:
 
 
 REWARDS.register("latex")("specrl_jax.rl.latex:latex")
+
+
+@REWARDS.register("reasoning_gym")
+def reasoning_gym(prompt: str, completion: str, example: Example) -> float:
+    """Returns the score that data.name=reasoning_gym gives to an answer: what stands in the last
+    <answer> </answer>, else after the last "####", else the whole completion."""
+    from specrl_jax.io.datasets import reasoning  # needs an extra
+
+    marked = re.findall(r"<answer>(.*?)</answer>", completion, re.DOTALL)
+    answer = marked[-1] if marked else completion.rpartition(ANSWER_MARK)[2]
+    return reasoning.score(answer.strip(), example["task"], example["task_seed"])
 
 
 def expected_number(example: Example) -> Decimal:

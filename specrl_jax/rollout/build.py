@@ -76,7 +76,8 @@ def _decoder(config: Config, arch: Architecture, mesh: Mesh, drafter: Drafter, s
     controller = registry.make(config.control, config.spec, limits)
     decoder = Decoder(arch, drafter, controller, config.spec.max_packed, smallest,
                       rule=config.spec.rule,
-                      truncates=truncates(config), min_p=config.rollout.min_p)
+                      truncates=truncates(config), min_p=config.rollout.min_p,
+                      repetition_penalty=config.rollout.repetition_penalty)
     if config.model.numerics == "invariant":
         invariant.check_possible(arch, config.model.dtype, mesh)
         decoder = dataclasses.replace(decoder, invariant=True,

@@ -193,6 +193,10 @@ class Engine:
         state = sharding.put(self.layout.shardings(state), state)
         return state.replace(cache=state.cache.replace(kv=kv))
 
+    def release(self) -> None:
+        """Frees the cache; the next rollout makes another."""
+        self._pool = None
+
     def _blank_kv(self) -> KVCache:
         return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype, device=a.sharding),
                             self.layout.abstract_kv(self.shapes.batch))

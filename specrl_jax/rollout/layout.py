@@ -209,7 +209,7 @@ class Layout:
         sequences = carrier(
             Sequences, tokens=zero((total, s.response)), logprob=real(), raw_logprob=real(),
             top_p_mass=real(), commits=zero((total, s.response)), length=zero(total),
-            rounds=zero(total), done=request.limit == 0)
+            rounds=zero(total), done=request.limit == 0, said=self._said(request))
         prompt, prompt_length = pad(request.prompts, s.prompt)
         past = request.past
         if past is None:
@@ -230,6 +230,15 @@ class Layout:
             estimate=np.zeros(self.cells, np.float32),
             seen=carrier(Acceptance, tried=outcomes, hit=outcomes),
             counters=carrier(Counters, **counters))
+
+    def _said(self, request: RolloutRequest) -> np.ndarray | None:
+        """Returns the tokens of each sequence's prompt, bool[Q, V], if repetition costs."""
+        if self.decoder.repetition_penalty == 1:
+            return None
+        said = np.zeros((len(request.prompts), self.decoder.arch.vocab_size), bool)
+        for row, prompt in zip(said, request.prompts, strict=True):
+            row[list(prompt)] = True
+        return np.repeat(said, self.shapes.group, 0)
 
     @property
     def cells(self) -> tuple[int, int, int]:

@@ -39,6 +39,7 @@ class Decoder:
     invariant: bool = False  # see model/invariant.py
     truncates: bool = False  # whether a row may ask for top-k or top-p, or min_p is on
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
 
 
 def frontier_of(state: RolloutState) -> Frontier:

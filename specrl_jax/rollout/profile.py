@@ -50,6 +50,7 @@ def key(engine: Engine, about: Json) -> Json:
             "dtype": str(np.dtype(engine.layout.dtype)),
             "shapes": dataclasses.asdict(engine.shapes), "rule": decoder.rule,
             "truncates": decoder.truncates, **({"min_p": decoder.min_p} if decoder.min_p else {}),
+            **({} if decoder.repetition_penalty == 1 else {"repetition": True}),
             "buckets": [[rows, *b] for rows, of in limits_of(engine).buckets.items() for b in of],
             "drafter": dict(about)}
 

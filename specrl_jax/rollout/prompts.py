@@ -61,6 +61,8 @@ def make_prompts(config: Config, tokenizer: Tokenizer, say: Callable[[str], None
     """
     check(not config.rollout.stop, "rollout.stop", config.rollout.stop,
           "only generate.py ends answers at strings; leave it out")
+    check(config.rollout.repetition_penalty == 1, "rollout.repetition_penalty",
+          config.rollout.repetition_penalty, "only generate.py penalizes repetition; leave it out")
     examples = data.load_examples(config.data, say)
     chats = [data.messages(e, config.data.system) for e in examples]
     variables = data.template_variables(config.data)

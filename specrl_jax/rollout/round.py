@@ -20,7 +20,6 @@ from specrl_jax.rollout.plan import NOT_FORCED, Decoder, Kept, RoundPlan, bucket
 from specrl_jax.sharding import ROWS, either, straight_line
 from specrl_jax.structs import (
     Array,
-    Cache,
     Counters,
     DrafterParams,
     DraftTree,
@@ -30,7 +29,7 @@ from specrl_jax.structs import (
     RolloutState,
     Verdict,
 )
-from specrl_jax.verify import commit
+from specrl_jax.verify import commit, repetition
 from specrl_jax.verify.protocol import Nodes, Rule, Target
 from specrl_jax.verify.registry import RULES
 
@@ -92,8 +91,8 @@ def plain_round(decoder: Decoder, params: Params, drafter_params: DrafterParams,
     """Commits one token of every live row, by the same operations with a drafter and without."""
     bucket = Bucket(planned.frontier.root.shape[0], 1)
     tree = roots(planned.frontier.root, planned.frontier.live, 1)
-    verdict, path = verify_in(decoder, params, drafter_params, state.cache, planned, tree,
-                              tree.live, bucket, 0)
+    verdict, path = verify_in(decoder, params, drafter_params, state, planned, tree, tree.live,
+                              bucket, 0)
     return commit_round(decoder, drafter_params, state, planned, None, jnp.int32(bucket.packed),
                         verdict, path)
 
@@ -107,7 +106,7 @@ def drafted_round(decoder: Decoder, params: Params, drafter_params: DrafterParam
       The state, and the committed tokens i32[B].
     """
     buckets = buckets_of(decoder, planned.frontier.root.shape[0])
-    branches = [functools.partial(verify_in, decoder, params, drafter_params, state.cache, planned,
+    branches = [functools.partial(verify_in, decoder, params, drafter_params, state, planned,
                                   bucket=b, depth=decoder.drafter.depth) for b in buckets]
     verdict, path = jax.lax.switch(kept.bucket, branches, kept.tree, kept.live)
     packed = jnp.asarray([b.packed for b in buckets], jnp.int32)[kept.bucket]
@@ -195,9 +194,9 @@ def pack(live: Array, parent: Array, packed: int) -> Packing:
     return Packing(row=index // nodes, node=index % nodes, place=place, parent=parent)
 
 
-def verify_in(decoder: Decoder, params: Params, drafter_params: DrafterParams, cache: Cache,
-              planned: RoundPlan, tree: DraftTree, live: Array, bucket: Bucket, depth: int
-              ) -> tuple[Verdict, Path]:
+def verify_in(decoder: Decoder, params: Params, drafter_params: DrafterParams,
+              state: RolloutState, planned: RoundPlan, tree: DraftTree, live: Array,
+              bucket: Bucket, depth: int) -> tuple[Verdict, Path]:
     """One bucket's verification: pack, forward, draw, walk, gather.
 
     Args:
@@ -208,9 +207,13 @@ def verify_in(decoder: Decoder, params: Params, drafter_params: DrafterParams, c
     packing = pack(kept, parent, bucket.packed)
     at = (packing.row, packing.node)
     hidden, fresh, taps = transformer.tree_forward(
-        decoder.arch, params, cache, tokens[at], frontier.context[packing.row] + level[at],
+        decoder.arch, params, state.cache, tokens[at], frontier.context[packing.row] + level[at],
         packing, decoder.implementation, decoder.drafter.taps)
     logits = transformer.logits(decoder.arch, params, hidden, decode=True)
+    if state.sequences.said is not None:
+        said = state.sequences.said.at[frontier.seq].get(mode="clip")
+        logits = repetition.penalize(logits, decoder.repetition_penalty, said, tokens, packing,
+                                     min(depth, bucket.nodes - 1))
     rule = RULES.resolve(decoder.rule)
     nodes = Nodes(tokens=tokens, parent=parent, depth=level,
                   rank=jnp.take_along_axis(tree.rank, order, 1), live=kept,

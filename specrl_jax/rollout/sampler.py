@@ -137,6 +137,12 @@ class Sampler:
         self.drafter_weights, self.drafter_version = tuple(weights), version
         self.drafter_params = bound
 
+    def follow(self, other: "Sampler") -> None:
+        """Reads what `other` has published, which is of the same model and drafter."""
+        self.params, self.version, self._checksum = other.params, other.version, None
+        self.drafter_weights, self.drafter_params = other.drafter_weights, other.drafter_params
+        self.drafter_version, self._depth = other.drafter_version, other._depth
+
     @property
     def checksum(self) -> int:
         """Checksum of the published policy, computed once a version."""

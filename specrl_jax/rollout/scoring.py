@@ -1,6 +1,6 @@
 """Scoring: finished sequences become text, and text becomes rewards."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -10,12 +10,14 @@ from specrl_jax.model.tokenizer import Tokenizer
 from specrl_jax.rollout.prompts import Prompts
 from specrl_jax.structs import Json, Rollout
 
-Reward = Callable[[Sequence[tuple[str, str, Example]]], Sequence[tuple[float, dict[str, float]]]]
-"""(prompt, completion, example) of each answer -> its reward and terms, see rl/judge.py."""
+Reward = Callable[[Sequence[tuple[str, str, Example]]],
+                  Sequence[tuple[float, Mapping[str, float], Mapping[str, str]]]]
+"""(prompt, completion, example) of each answer -> its reward, terms and failures, see rl/judge.py.
+With a true attribute `whole`, it wants all answers at once."""
 
 Sample = Json
 """A sequence as samples.jsonl holds it: prompt_id, occurrence, sample_id, prompt, completion,
-tokens, reward, and commits, the tokens of each round."""
+tokens, reward, and commits, the tokens of each round; failures, by term, where a reward failed."""
 
 
 def score_rollout(rollout: Rollout, prompts: Prompts, tokenizer: Tokenizer, reward: Reward
@@ -30,18 +32,20 @@ def score_rollout(rollout: Rollout, prompts: Prompts, tokenizer: Tokenizer, rewa
       samples in the rollout's order, rewards f32[Q], and the mean of each term of the reward.
     """
     answers = [_answer(rollout, q, prompts, tokenizer) for q in range(len(rollout.length))]
-    judged = processes.share_out("rewards", reward, answers)
+    judged = processes.share_out("rewards", reward, answers, getattr(reward, "whole", False))
     samples = []
-    for q, ((prompt, completion, _), (total, _)) in enumerate(zip(answers, judged, strict=True)):
+    for q, (answer, (total, _, failures)) in enumerate(zip(answers, judged, strict=True)):
         samples.append({
             "prompt_id": int(rollout.prompt_id[q]), "occurrence": int(rollout.occurrence[q]),
-            "sample_id": int(rollout.sample_id[q]), "prompt": prompt, "completion": completion,
+            "sample_id": int(rollout.sample_id[q]), "prompt": answer[0], "completion": answer[1],
             "tokens": rollout.tokens[q, : int(rollout.length[q])].tolist(), "reward": total})
+        if failures:
+            samples[-1]["failures"] = dict(failures)
         if rollout.rounds is not None:
             samples[-1]["commits"] = rollout.commits[q, : rollout.rounds[q]].tolist()
     rewards = np.asarray([sample["reward"] for sample in samples], np.float32)
     return samples, rewards, {
-        name: float(np.mean([terms[name] for _, terms in judged])) for name in judged[0][1]}
+        name: float(np.mean([terms[name] for _, terms, _ in judged])) for name in judged[0][1]}
 
 
 def _answer(rollout: Rollout, q: int, prompts: Prompts, tokenizer: Tokenizer

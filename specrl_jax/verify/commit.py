@@ -28,6 +28,10 @@ def record(sequences: Sequences, verdict: Verdict, frontier: Frontier) -> Sequen
     holds = seq[:, None] == jnp.arange(total)[None]  # [B, Q]
     round_ = jnp.where(holds, sequences.rounds[None], 0).sum(1)
     unique: dict[str, Any] = {"mode": "drop", "unique_indices": True}
+    said = sequences.said
+    if said is not None:
+        new = jnp.where(within < verdict.count[:, None], verdict.tokens, said.shape[1])
+        said = said.at[seq[:, None], new].set(True, mode="drop")
     return Sequences(
         **{name: getattr(sequences, name).at[seq[:, None], column].set(
             getattr(verdict, name), **unique)
@@ -35,4 +39,4 @@ def record(sequences: Sequences, verdict: Verdict, frontier: Frontier) -> Sequen
         commits=sequences.commits.at[seq, round_].set(verdict.count, **unique),
         length=sequences.length + jnp.where(holds, verdict.count[:, None], 0).sum(0),
         rounds=sequences.rounds + holds.sum(0, dtype=jnp.int32),
-        done=sequences.done | (holds & verdict.stopped[:, None]).any(0))
+        done=sequences.done | (holds & verdict.stopped[:, None]).any(0), said=said)

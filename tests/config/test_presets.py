@@ -28,9 +28,10 @@ def test_preset_fills_each_of_its_targets(name: str, target: str) -> None:
     assert config.rollout.batch_size <= config.sequences
 
 
-def test_every_qwen_preset_has_targets() -> None:
+def test_every_preset_of_a_published_model_has_targets() -> None:
     assert {name for name, _ in PAIRS} == {
-        "qwen2_5_0_5b", "qwen2_5_1_5b", "qwen2_5_3b", "qwen2_5_7b", "qwen2_5_14b", "qwen3_8b"}
+        "qwen2_5_0_5b", "qwen2_5_1_5b", "qwen2_5_3b", "qwen2_5_7b", "qwen2_5_14b", "qwen3_8b",
+        "math_jsonl"}
 
 
 def test_preset_with_a_target_takes_its_values(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import types
 import numpy as np
 import pytest
 
-from specrl_jax.config import Config, ConfigError, RewardConfig
+from specrl_jax.config import Config, ConfigError, EvalConfig, RewardConfig
 from specrl_jax.evaluation import evaluate
 from specrl_jax.model.tiny import byte_tokenizer
 from specrl_jax.rl import judge
@@ -118,13 +118,14 @@ def test_pairing_refuses_another_reward():
     (("exact_only", "exact"), "", "exact"), (("latex",), "", "latex"), (("exact",), "a:b", "a:b"),
     (("digit_fraction",), "", "exact"), (("exact_only", "mine:judge"), "", "mine:judge")])
 def test_answers_are_judged_by_the_runs_reward(terms, asked, reward):
-    config = Config(reward=RewardConfig(terms=terms, weights=(1.0,) * len(terms)))
-    assert evaluate.reward_of(config, evaluate.Task(reward=asked)) == reward
+    config = Config(reward=RewardConfig(terms=terms, weights=(1.0,) * len(terms)),
+                    eval=EvalConfig(reward=asked))
+    assert evaluate.reward_of(config) == reward
 
 
 def test_samples_at_temperature_0_are_refused():
-    with pytest.raises(ConfigError, match="samples = 8: at temperature 0 all answers are the same"):
-        evaluate.Task(samples=8)
+    with pytest.raises(ConfigError, match="eval.samples = 8: at temperature 0 all answers are the"):
+        EvalConfig(samples=8)
 
 
 @pytest.mark.parametrize("change, message", [

@@ -42,7 +42,7 @@ def test_second_signal_does_not_interrupt_the_way_out() -> None:
     code = """
 import sys, time
 sys.path.insert(0, "experiments")
-import early
+import interrupt
 def main():
     try:
         print("running", flush=True)
@@ -51,7 +51,7 @@ def main():
         print("leaving", flush=True)
         time.sleep(0.5)
         print("left", flush=True)
-sys.exit(early.until_stopped(main))
+sys.exit(interrupt.until_stopped(main))
 """
     process = start("-c", code)
     try:

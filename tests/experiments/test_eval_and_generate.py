@@ -28,7 +28,7 @@ def resolve(*arguments):
     argv, values = ["script.py", *map(str, arguments)], flags.FlagValues()
     config_flags.define(argv, values)
     flags.DEFINE_string("run", None, "", flag_values=values)
-    flags.DEFINE_integer("step", None, "", flag_values=values)
+    flags.DEFINE_string("step", None, "", flag_values=values)
     values(argv)
     return run_flags.resolve(config_flags.parsed(values)[0], values)
 
@@ -73,9 +73,9 @@ def test_overrides_need_only_fit_the_runs_own_config(tmp_path, small):
 def test_given_flag_wins_over_the_field_it_stands_for(arguments, temperature):
     argv, values = ["script.py", *arguments], flags.FlagValues()
     config_flags.define(argv, values)
-    flags.DEFINE_float("temperature", 0.0, "", flag_values=values)
+    flags.DEFINE_float("temperature", None, "", flag_values=values)
     values(argv)
-    assert run_flags.given("temperature", "rollout.temperature", values) == temperature
+    assert run_flags.given("temperature", "rollout.temperature", 0.0, values) == temperature
 
 
 @pytest.mark.parametrize("arguments, message", [
@@ -83,6 +83,8 @@ def test_given_flag_wins_over_the_field_it_stands_for(arguments, temperature):
     (["--run={run}/x"], "config.json: no such file; give the working directory of a run"),
     (["--run={run}", "--config=tiny"], "brings its own config; drop --config"),
     (["--step=3"], "--step=3: a step is a run's"),
+    (["--run={run}", "--step=last"], "--step=last: give a number of completed steps, or best"),
+    (["--run={run}", "--step=best"], "best.json: no such file, so the run has evaluated nothing"),
     (["--run={run}", "--step=0", "--config.steps=0"], "steps = 0: must be at least 1"),
     (["--workdir=x"], "--workdir=x: this script writes no run"),
 ])

@@ -31,3 +31,20 @@ def test_signals_end_it_at_once_with_a_line(number: signal.Signals, work: str) -
     finally:
         process.kill()
     assert (process.returncode, error) == (130, "\ngo on\n")
+
+
+def test_signal_ends_a_script_that_compiles_within_seconds() -> None:
+    """As in XLA, no signal handler runs; what the main thread can still clean up, it does."""
+    code = ("import hashlib, interrupt\n"
+            "def main():\n    print('busy', flush=True)\n    {}\n"
+            "interrupt.until_stopped(main)")
+    process = subprocess.Popen(
+        [sys.executable, "-c", code.format(MINUTES)], cwd=ROOT / "experiments", text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        assert process.stdout is not None and process.stdout.readline() == "busy\n"
+        process.send_signal(signal.SIGTERM)
+        _, error = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert (process.returncode, error) == (130, "\nstopped\n")

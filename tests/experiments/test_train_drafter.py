@@ -190,7 +190,8 @@ def test_scored_corpus_has_the_rewards_of_its_prompts():
               "sample_id": np.int32([0, 1, 0]), "stopped": np.array([True, False, False])}
 
     def reward(answers):
-        return [judge.Judged(float(said == example["answer"]), {}) for _, said, example in answers]
+        return [judge.Judged(float(said == example["answer"]), {}, {})
+                for _, said, example in answers]
 
     made = drafter_data.scored_corpus(rolled, prompts, 0, reward, TOKENIZER)
     assert [t.tolist() for t in made.tokens] == [[5, 6, *said[0][:2]], [5, 6, *said[1][:2]]]
@@ -308,6 +309,22 @@ def test_stopped_training_ends_as_if_it_had_not_been(whole, tmp_path, monkeypatc
     assert train(tmp_path) and losses(tmp_path) == losses(whole)
     assert all((d / "drafter" / "model.safetensors").read_bytes() == written for d in (
         tmp_path, whole))
+
+
+def test_other_texts_under_the_same_name_are_refused(tmp_path, monkeypatch):
+    def stop(*arguments):
+        raise KeyboardInterrupt
+
+    texts, run = tmp_path / "texts.jsonl", tmp_path / "run"
+    options = dataclasses.replace(MICRO, texts=str(texts), rollout_prompts=0)
+    monkeypatch.setattr(drafter_data, "gather", stop)  # what comes after the check takes long
+    texts.write_text('{"text": "one and one is two"}')
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            train(run, options)
+    texts.write_text('{"text": "one and one is ten"}')
+    with pytest.raises(ConfigError, match="the --texts examples are not those that the run in"):
+        train(run, options)
 
 
 @pytest.mark.ci

@@ -288,19 +288,59 @@ def test_jsonl_maps_fields_and_numbers_lines(tmp_path):
     assert [(x["id"], x["question"], x["answer"]) for x in found] == [
         (1, "1 + 1?", "2"), (3, "Über?", "ja")]
     assert found[1]["note"] == 1
-    assert len(load(tmp_path, name="jsonl", path=path, question_field="q", examples=1)) == 1
+    assert len(load(tmp_path, name="jsonl", path=path, question_field="q", answer_field="a",
+                    examples=1)) == 1
 
 
 @pytest.mark.parametrize("lines, words", [
     (['{"question": "a", "answer": "b"}', "{nonsense"], r"mine.jsonl:2: '{nonsense' is not JSON"),
     (["[1]"], r"mine.jsonl:1: '\[1\]' is not an object"),
     (["", '{"question": "a"}'],
-     "data.answer_field = 'answer': example 2 of .*mine.jsonl has no such field; it has question"),
+     "data.answer_field = 'answer': .*mine.jsonl:2 has no such field; it has question"),
     ([""], "data.name = 'jsonl': the dataset has no examples"),
 ])
 def test_jsonl_bad_line_is_named(tmp_path, lines, words):
     path = write_jsonl(tmp_path / "mine.jsonl", *lines)
     with pytest.raises(ConfigError, match=words):
+        list(load(tmp_path, name="jsonl", path=path))
+
+
+def test_jsonl_reads_patterns_lists_and_gzip_in_order(tmp_path):
+    rows = [{"question": f"{i}?", "answer": str(i)} for i in range(5)]
+    write_rows(tmp_path / "a.jsonl", rows[:2])
+    write_rows(tmp_path / "b.jsonl.gz", rows[2:4], gzip.open)
+    write_rows(tmp_path / "c,d.jsonl", rows[4:])
+    for path, want in (("*.jsonl", [0, 1, 4]), ("b*, a.jsonl", [2, 3, 0, 1]),
+                       ("a*,?.jsonl", [0, 1]), ("c,d.jsonl", [4]), ("**/*.gz", [2, 3])):
+        named = ",".join(f"{tmp_path}/{part.strip()}" for part in path.split(",")
+                         ) if path != "c,d.jsonl" else f"{tmp_path}/{path}"
+        found = load(tmp_path, name="jsonl", path=named)
+        assert [int(x["answer"]) for x in found] == want, path
+        assert [x["id"] for x in found] == list(range(1, len(want) + 1))
+    with pytest.raises(ConfigError, match=r"data.path = '.*x\*.jsonl': no such file"):
+        load(tmp_path, name="jsonl", path=f"{tmp_path}/a.jsonl,{tmp_path}/x*.jsonl")
+
+
+def test_jsonl_question_may_be_chat_messages(tmp_path):
+    chat = [{"role": "system", "content": "Be kind."}, {"from": "human", "value": "1 + 1?"}]
+    path = write_jsonl(tmp_path / "x.jsonl", json.dumps({"messages": chat, "answer": 2}),
+                       json.dumps({"messages": chat[1:], "answer": 3}))
+    first, second = load(tmp_path, name="jsonl", path=path, question_field="messages")
+    user = {"role": "user", "content": "1 + 1?"}
+    system = {"role": "system", "content": "Be brief."}
+    assert data.messages(first, "Be brief.") == [chat[0], user]
+    assert data.messages(second, "Be brief.") == [system, user]
+    assert data.messages(second) == [user] and second["answer"] == "3"
+
+
+@pytest.mark.parametrize("chat, words", [
+    ([], "messages must end with the user's"),
+    ([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "must end with"),
+    ([{"role": "robot", "content": "a"}], 'message {"role": "robot".* must have a role among'),
+    ([{"role": "user", "content": 3}], "and a text as its content")])
+def test_jsonl_chat_that_asks_nothing_is_refused(tmp_path, chat, words):
+    path = write_jsonl(tmp_path / "x.jsonl", json.dumps({"question": chat, "answer": "2"}))
+    with pytest.raises(ConfigError, match=f"data.question_field = .*example 1.*{words}"):
         list(load(tmp_path, name="jsonl", path=path))
 
 

@@ -13,6 +13,7 @@ from tensorboardX.proto.event_pb2 import Event
 
 from specrl_jax.config import ConfigError
 from specrl_jax.io import metrics as M
+from specrl_jax.io.trackers import EVENTS
 
 
 def sample(step, index):
@@ -63,7 +64,7 @@ def test_lines_come_back(tmp_path):
 @pytest.mark.parametrize("resume", [0, 1, 3, 5])
 def test_resuming_cuts_what_lies_beyond_the_checkpoint(tmp_path, resume):
     write(tmp_path, 0, 5)
-    event_file, = (tmp_path / M.EVENTS).iterdir()
+    event_file, = (tmp_path / EVENTS).iterdir()
     event_file.rename(event_file.with_name("events.out.tfevents.1.another-host"))
     before = M.read_metrics(tmp_path)
     lines = []

@@ -1,6 +1,7 @@
 """A working directory is that of the run that is resumed, or it is refused and left alone."""
 
 import dataclasses
+import json
 
 import pytest
 
@@ -40,7 +41,7 @@ def test_another_configuration_is_refused_and_nothing_touched(tmp_path, change, 
 def test_fields_that_change_no_result_may_differ(tmp_path):
     M.write_config(tmp_path, changed())
     free = changed(steps=99, checkpoint_every=1, checkpoint_keep=5, name="x",
-                   rollout__stop=("x",))
+                   rollout__stop=("x",), eval__every=3, eval__split="dev", track__to=("jsonl",))
     assert resume.check_config(tmp_path, free) == {}
     resume.check_config(tmp_path, changed())
     resume.check_config(tmp_path / "new", changed())
@@ -77,6 +78,22 @@ def test_data_of_a_run_is_recorded_and_compared(tmp_path):
     (tmp_path / resume.DATA).write_text("{")
     with pytest.raises(ConfigError, match="data.json is not JSON"):
         resume.check_data(tmp_path, {"training": "a"})
+
+
+def test_other_rendering_of_the_same_examples_is_told(tmp_path):
+    told: list[str] = []
+    prompts = [f"<29 Nov> {i}\ud800" for i in range(5)]
+    for _ in range(2):  # the first records, the second agrees
+        resume.check_rendering(tmp_path, "training", prompts, told.append)
+    assert told == []
+    resume.check_rendering(tmp_path, "training", [*prompts[:3], "<30 Nov> 3", "<30 Nov> 4"],
+                           told.append)
+    day = json.loads((tmp_path / resume.DATA).read_text())["rendered training"]["on"]
+    line, = told
+    assert "first number 3: '<30 Nov> 3'" in line and f"data.date={day} restores them" in line
+    (tmp_path / resume.DATA).write_text('{"rendered training": 3}')
+    with pytest.raises(ConfigError, match="data.json: 'rendered training' is damaged"):
+        resume.check_rendering(tmp_path, "training", prompts, told.append)
 
 
 LAYOUT = {"learner__micro_batch": 8, "learner__moments": "host", "learner__remat": True,

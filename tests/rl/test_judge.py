@@ -1,13 +1,15 @@
 """Terms composed to a reward: in this process and in workers, their errors and their limits."""
 
+import math
 import os
 import sys
 import time
 
 import pytest
 
-from specrl_jax.config import ConfigError
+from specrl_jax.config import ConfigError, RewardConfig
 from specrl_jax.rl import judge
+from specrl_jax.rl.reward import batched
 
 EXAMPLE = {"id": 7, "question": "What is 52 + 21?", "answer": "73"}
 
@@ -42,6 +44,17 @@ def stuck_in_c(prompt, completion, example):
 
 def dying(prompt, completion, example):
     os._exit(3)
+
+
+@batched
+def shares(prompts, completions, examples):
+    """How often each answer was given."""
+    if "raise" in completions:
+        raise RuntimeError("model\nis down")
+    if "short" in completions:
+        return [1.0]
+    return [math.nan if x == "nan" else completions.count(x) / len(completions)
+            for x in completions]
 
 
 def of(terms, answers, **options):
@@ -144,3 +157,62 @@ def test_reward_whose_process_cannot_start_is_refused_in_a_line(
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(ConfigError, match=f"^reward.terms: the process for {__name__}:length did"):
         of((f"{__name__}:length",), [("", "1", EXAMPLE)], workers=1)
+
+
+def test_failing_answers_count_as_configured_and_are_marked():
+    told, terms = [], (f"{__name__}:length", f"{__name__}:sometimes")
+    answers = [("", text, EXAMPLE) for text in ("1", "bad", "nan", "22")]
+    found = judge.compose(terms, (1.0, 2.0), on_failure="-0.5", warn=told.append)(answers)
+    assert [one.total for one in found] == [1 + 2, 3 - 1, 3 - 1, 2 + 2]
+    assert [list(one.failures) for one in found] == [[], [terms[1]], [terms[1]], []]
+    assert found[1].failures[terms[1]] == (
+        f"reward {terms[1]!r}, example 7, answer 'bad': ValueError: bad")
+    assert told == [f"2 of 4 answers count as -0.5; the first: {found[1].failures[terms[1]]}"]
+
+
+def sometimes(prompt, completion, example):
+    if completion == "bad":
+        raise ValueError("bad")
+    return math.nan if completion == "nan" else 1.0
+
+
+@pytest.mark.ci
+def test_answers_that_hang_or_kill_a_worker_count_as_configured():
+    told, terms = [], (f"{__name__}:stuck_in_c", f"{__name__}:dies_of_it")
+    answers = [("", text, EXAMPLE) for text in ("1", "stuck", "2", "die", "3")]
+    found = of(terms, answers, workers=2, seconds=0.5, on_failure="0", warn=told.append)
+    assert [one.total for one in found] == [2, 1, 2, 1, 2] and len(told) == 2
+    assert "took over reward.seconds = 0.5" in found[1].failures[terms[0]]
+    assert "ended its process with status 3" in found[3].failures[terms[1]]
+
+
+def dies_of_it(prompt, completion, example):
+    return os._exit(3) if completion == "die" else 1.0
+
+
+@pytest.mark.parametrize("value", ["go on", "nan", "inf", ""])
+def test_on_failure_is_stop_or_a_number(value):
+    with pytest.raises(ConfigError, match=f"reward.on_failure = '{value}': give stop, or a number"):
+        RewardConfig(on_failure=value)
+
+
+def test_batched_reward_gets_all_answers_in_this_process():
+    terms = (f"{__name__}:length", f"{__name__}:shares")
+    made = judge.compose(terms, (0.0, 1.0), workers=1)
+    assert made.whole and not judge.compose(terms[:1], (1.0,)).whole
+    found = judge.compose(terms[1:], (1.0,))([("", x, EXAMPLE) for x in "aab"])
+    assert [one.total for one in found] == [2 / 3, 2 / 3, 1 / 3]
+    assert made([]) == []
+
+
+@pytest.mark.parametrize("said, words", [
+    ("raise", "a batch of 3 answers: RuntimeError: model is down"),
+    ("short", "a batch of 3 answers: ValueError: returned 1 values; give one an answer"),
+    ("nan", "example 7, answer 'nan': returned nan")])
+def test_batched_reward_that_fails_stops_or_counts(said, words):
+    answers = [("", x, EXAMPLE) for x in ("a", said, "a")]
+    with pytest.raises(judge.RewardError, match=words):
+        of((f"{__name__}:shares",), answers)
+    found = of((f"{__name__}:shares",), answers, on_failure="3")
+    assert found[1].total == 3 and all(words in x for x in found[1].failures.values())
+    assert found[0].total == (2 / 3 if said == "nan" else 3)

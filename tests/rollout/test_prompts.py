@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from specrl_jax.config import Config, ConfigError, DataConfig, RolloutConfig
+from specrl_jax.config import Config, ConfigError, DataConfig, RolloutConfig, override
 from specrl_jax.model.tiny import byte_tokenizer
 from specrl_jax.rollout.prompts import Prompts, make_prompts
 
@@ -55,9 +55,12 @@ def test_long_prompts_are_refused_or_dropped_and_counted() -> None:
         make([], width=10, long_prompts="drop")
 
 
-def test_stop_strings_are_refused_where_answers_are_judged() -> None:
+def test_what_only_generate_does_is_refused_elsewhere() -> None:
     config = Config(data=DataConfig(name=f"{__name__}:riddles"), rollout=RolloutConfig(stop=("x",)))
     with pytest.raises(ConfigError, match=r"rollout.stop = \('x',\): only generate.py ends"):
+        make_prompts(config, byte_tokenizer(), print)
+    config = override(config, {"rollout.stop": (), "rollout.repetition_penalty": 1.2})
+    with pytest.raises(ConfigError, match="rollout.repetition_penalty = 1.2: only generate.py"):
         make_prompts(config, byte_tokenizer(), print)
     with pytest.raises(ConfigError, match="rollout.stop = .*: an empty string ends every answer"):
         RolloutConfig(stop=("",))

@@ -1,8 +1,11 @@
-"""Rewards that depend on the process that judges, for runs of several."""
+"""Rewards that depend on the process that judges, or want a whole step, for runs of several."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
+
+from specrl_jax.rl.reward import batched
 
 
 def recorded(prompt: str, completion: str, example: object) -> float:
@@ -16,3 +19,10 @@ def fails_in_process_1(prompt: str, completion: str, example: object) -> float:
     if jax.process_index() == 1:
         raise RuntimeError("judge is down")
     return float(len(completion))
+
+
+@batched
+def distinct(prompts: Sequence[str], completions: Sequence[str], examples: Sequence[object]
+             ) -> list[float]:
+    """The share of different answers of the step, which must come at once."""
+    return [len(set(completions)) / len(completions)] * len(completions)
