@@ -121,7 +121,7 @@ def as_dict(config: Any) -> dict[str, Any]:
 
 def build(cls: Any, values: Any, prefix: str = "") -> Any:
     """Returns the frozen dataclass `cls` made from a nested dict or an object with the same fields.
-    Raises ConfigError if a field is unknown, renamed or reserved, or a value has the wrong type."""
+    Raises ConfigError if a field is unknown or renamed, or a value has the wrong type."""
     fields = {f.name: f for f in dataclasses.fields(cls)}
     hints = typing.get_type_hints(cls)
     if not isinstance(values, dict):

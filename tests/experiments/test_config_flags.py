@@ -105,7 +105,7 @@ def test_one_parse_leaves_nothing_for_the_next():
     ("--config.learner.kl=0.1", "learner.kl = 0.1: renamed; use rl.kl"),
     ("--noconfig.learner.scale_advantage", "learner.scale_advantage = "),
     ("--config.spec.max_steps=3", "spec.max_steps = 3: renamed; use spec.max_depth"),
-    ("--config.rl.entropy=0.1", "rl.entropy = 0.1: is reserved and not available yet"),
+    ("--config.learner.lora_alpha=4", "learner.lora_alpha = 4.0: scales adapters"),
     ("--config.reward.weights=(1.0,0.2)",
      "reward.weights = (1.0, 0.2): give one weight for each of the 1 terms"),
 ])
