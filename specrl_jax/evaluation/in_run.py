@@ -49,7 +49,7 @@ class InRun:
         check_held_out(config, self.problems.prompts, trainer.prompts, say)
         self._of = {name: getattr(config.eval, name) for name in OF}
         self.best: Json | None = None  # step, accuracy, and the fields of eval that they are about
-        if self.problems.samples == config.group_size:
+        if self.problems.samples == config.responses == config.group_size:
             self._at_once = config.prompts_per_step
             self._sampler = copy.copy(trainer.sampler)  # with its compiled programs
         else:
