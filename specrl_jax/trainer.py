@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specrl_jax import sharding
-from specrl_jax.config import Config, ConfigError, check
+from specrl_jax.config import Config, ConfigError
 from specrl_jax.distill import drafter
 from specrl_jax.draft.response_cache import ResponseCache, capacity
 from specrl_jax.io import data, launches
@@ -32,7 +32,7 @@ from specrl_jax.io.checkpoint import CheckpointReader
 from specrl_jax.io.compilation import Compiler, Name
 from specrl_jax.io.machine import peak_rss
 from specrl_jax.io.step_timer import StepTimer
-from specrl_jax.model import architecture, layers, weights
+from specrl_jax.model import architecture, layers, lora, weights
 from specrl_jax.rl import algorithm, experience, judge, learner, overlong, programs
 from specrl_jax.rl.batch import Batch, Totals
 from specrl_jax.rl.experience import Scored, join
@@ -61,10 +61,8 @@ class Trainer:
         if config.rl.updates and not config.rollout.temperature:
             self.warnings.append("rollout.temperature = 0: all answers to a prompt are the same, "
                                  "so that no group has an advantage; set it to 1")
-        check(config.rl.filter == "none" or len(prompts.tokens) > 1, "rl.filter",
-              config.rl.filter, "chooses among prompts, but the data has one; leave it out")
-        self.algorithm, self.order = algorithm.resolve(config.rl), PromptOrder(
-            config, len(prompts.tokens))
+        self.algorithm = algorithm.resolve(config.rl)
+        self.order = PromptOrder(config, len(prompts.tokens))
         self.mesh = sharding.make_mesh(config.mesh)
         self.arch, self.step_number, self.bad_steps = source.arch, 0, 0
         scanned = layers.are_scanned(sharding.platform(self.mesh))
@@ -75,7 +73,9 @@ class Trainer:
         self.shardings = sharding.shardings(described, sharding.LEARNER_RULES, self.mesh,
                                          architecture.is_param)
         say(f"loading {source.source}")
-        params = source.params(self.shardings)
+        loaded = source.params(self.shardings)
+        self.base, params = programs.initial(config, self.arch, self.mesh, loaded)
+        self._base = None if self.base is None else layers.identity(loaded)
         self.reference = jax.tree.map(jnp.copy, params) if config.rl.kl else None
         places = jax.tree.map(lambda a: a.sharding, programs.abstract_state(
             config, self.arch, self.mesh).optimizer)
@@ -85,7 +85,7 @@ class Trainer:
         self.sampler = Sampler(config, self.arch, self.tokenizer.stop_ids, self.mesh,
                                prompts=config.prompts_per_step, group=config.responses,
                                greedy=config.rl.greedy, warn=say, tokenizer=self.tokenizer)
-        self.sampler.publish(params, 0)
+        self.sampler.publish(params if self.base is None else self.base, 0)
         self._programs: dict[Name, Any] = {}
         self.drafter = drafter.make(config, self.sampler, prompts.tokens, self._sample,
                                     self.warnings.append)
@@ -182,11 +182,11 @@ class Trainer:
                 ) -> tuple[Rollout, np.ndarray, np.ndarray, list[Sample], Metrics]:
         """Generates and scores the step's prompts, and further ones as rl.filter asks; returns
         what the step learns from (rollout, rewards and advantages f32[Q], samples), and metrics."""
-        engine, rl = self.sampler.engine, self.config.rl
+        config, engine = self.config, self.sampler.engine
         before = engine.control, engine.acceptance
         generated, scored = [], []
-        while len(scored) <= (rl.filter_extra if rl.filter != "none" else 0) and (
-                sum(one.useful for one in scored) < self.config.prompts_per_step):
+        while len(scored) < config.rl.most_rollouts and (
+                sum(one.useful for one in scored) < config.prompts_per_step):
             with timer("rollout"):
                 generated.append(self._generate(progress, len(scored)))
             with timer("reward"):
@@ -197,11 +197,11 @@ class Trainer:
                     raise judge.RewardError(str(error)) from error
         rollouts, results = zip(*generated, strict=True)
         whole = join(rollouts)
-        if self.config.spec.history_past:
+        if config.spec.history_past:
             self.responses.add(whole.prompt_id, whole.tokens, whole.length, self.step_number)
-        chosen, metrics = experience.merge(scored, self.config)
+        chosen, metrics = experience.merge(scored, config)
         self.order.observe(*experience.rates(scored, self.prompts.place))
-        advantage = self._advantages(chosen.shaped, chosen.baseline)
+        advantage = self.algorithm.advantages(chosen.shaped, config.group_size, chosen.baseline)
         return (chosen.rollout, chosen.rewards, advantage, chosen.samples,
                 self._rollout_metrics(whole, list(results)) | metrics)
 
@@ -210,17 +210,13 @@ class Trainer:
         config, (mine, greedy) = self.config, experience.split(self.config, rollout)
         samples, rewards, terms = self.score(mine)
         baseline = None if greedy is None else self.score(greedy)[1]
-        lengths = overlong.penalty(config, mine)
-        shaped = rewards + lengths
-        if config.rl.overlong == "soft":
-            terms["reward/overlong"] = float(lengths.mean())
-        if config.rl.kl_in_reward:
-            kl = programs.sequence_kl(config, self.mesh, mine, self._programs["kl"], [
-                functools.partial(self._score, p) for p in (self.state.params, self.reference)])
-            shaped = shaped - np.float32(config.rl.kl) * kl
-            terms["kl/reference"] = float(kl.sum() / mine.length.sum())
-        return Scored(mine, samples, rewards, shaped, baseline, terms,
-                      self._advantages(shaped, baseline))
+        shaped, more = experience.shaped(config, mine, rewards, self._sequence_kl)
+        return Scored(mine, samples, rewards, shaped, baseline, terms | more,
+                      self.algorithm.advantages(shaped, config.group_size, baseline))
+
+    def _sequence_kl(self, rollout: Rollout) -> np.ndarray:
+        return programs.sequence_kl(self.config, self.mesh, rollout, self._programs["kl"], [
+            functools.partial(self._score, p) for p in (self.state.params, self.reference)])
 
     def _sample(self, number: int) -> tuple[Rollout, np.ndarray, np.ndarray]:
         """Generates the prompts of a step outside RL; see distill.drafter.Sample."""
@@ -237,12 +233,6 @@ class Trainer:
         return samples, rewards, {"reward/failures": failed} | {
             f"reward/{name}": value for name, value in terms.items()}
 
-    def _advantages(self, rewards: np.ndarray, baseline: np.ndarray | None) -> np.ndarray:
-        """Returns f32[Q] from rewards f32[Q] and the greedy response's f32[groups], if any."""
-        groups = rewards.reshape(-1, self.config.group_size)
-        more = {} if baseline is None else {"baseline": baseline}
-        return self.algorithm.advantage(groups, **more).reshape(-1)
-
     def learn(self, rollout: Rollout, advantage: np.ndarray) -> Metrics:
         """Updates the policy on one rollout and publishes it.
 
@@ -252,12 +242,21 @@ class Trainer:
         metrics = (self._update_policy if self.config.rl.updates else self._measure_gap)(
             rollout, advantage)
         self.bad_steps = 0 if metrics["applied"] else self.bad_steps + 1
-        self.sampler.publish(self.state.params, self.step_number + 1)
+        self._publish(self.step_number + 1)
         return metrics | {f"rollout/{name}": metrics.pop(name) for name in GAPS}
+
+    def _publish(self, version: int) -> None:
+        """Makes the policy what rollouts read; adapters are merged."""
+        params = self.state.params
+        if self.base is not None:
+            merge = self._programs.get("merge") or programs.merge(
+                self.config, self.arch, self.mesh).function
+            params = lora.overlay(self.sampler.params, merge(self.base, params))
+        self.sampler.publish(params, version)
 
     def _measure_gap(self, rollout: Rollout, advantage: np.ndarray) -> dict[str, float]:
         (batch, _), *_ = self._minibatches(rollout, advantage)
-        gap = jax.device_get(self._programs["gap"](self.state.params, batch))
+        gap = jax.device_get(self._programs["gap"](self.state.params, batch, self.base))
         return jax.tree.map(float, gap) | {"applied": 1.0, "loss": 0.0}
 
     def _update_policy(self, rollout: Rollout, advantage: np.ndarray) -> dict[str, float]:
@@ -274,7 +273,7 @@ class Trainer:
         for _ in range(self.config.rl.updates):
             for part, acted, first in zip(parts, old, initial, strict=True):
                 reference = (first, self._score(self.state.params, part)) if kl else None
-                self.state, metrics = update(self.state, *part, acted, reference)
+                self.state, metrics = update(self.state, *part, acted, reference, self.base)
                 steps.append(jax.tree.map(float, jax.device_get(metrics)))
         last = steps[-len(parts) :]
         means = {name: float((np.max if name in learner.LARGEST else np.mean)(
@@ -294,7 +293,7 @@ class Trainer:
         return [self._score(self.state.params, part) for part in parts]
 
     def _score(self, params: ModelParams | None, part: tuple[Batch, Totals]) -> Array:
-        return self._programs["score"](params, *part)
+        return self._programs["score"](params, *part, self.base)
 
     # Persistence.
 
@@ -309,7 +308,7 @@ class Trainer:
     def meta(self) -> Json:
         """Returns what else a checkpoint holds, as JSON values."""
         return {"step": self.step_number, "seed": self.config.seed, "bad_steps": self.bad_steps,
-                "drafter": self.drafter.meta()}
+                "drafter": self.drafter.meta()} | ({"base": self._base} if self._base else {})
 
     def restore(self, checkpoints: CheckpointReader, renewed: Collection[str] | None = None
                 ) -> bool:
@@ -333,6 +332,7 @@ class Trainer:
         if reshaped := sorted(abstract.keys() - arrays.keys()):
             self.warnings.append("parts of the checkpoint have other shapes and start anew: "
                                  + ", ".join(reshaped))
+        lora.check_base(self.config.model.path, meta.get("base"), self._base)
         self.state = LearnerState(arrays["actor"], arrays["optimizer"])
         self.step_number, self.bad_steps = meta["step"], meta["bad_steps"]
         engine = self.sampler.engine
@@ -344,7 +344,7 @@ class Trainer:
             engine.control, self.sampler.control_restored = arrays["control"], True
         if "acceptance" in arrays:
             engine.acceptance = jax.tree.map(np.asarray, arrays["acceptance"])
-        self.sampler.publish(self.state.params, self.step_number)
+        self._publish(self.step_number)
         if drafter <= arrays.keys():
             self.drafter.restore(arrays, meta["drafter"])
         return True

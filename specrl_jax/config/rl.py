@@ -74,6 +74,11 @@ class RLConfig(Section, prefix="rl"):
                    f"rl.advantage = {self.advantage} is not 0 where a group agrees; use another")
 
     @property
+    def most_rollouts(self) -> int:
+        """Rollouts that a step may take."""
+        return 1 + (self.filter_extra if self.filter != "none" else 0)
+
+    @property
     def greedy(self) -> bool:
         """Whether a greedy response is generated for each prompt."""
         return self.advantage == "greedy_baseline"

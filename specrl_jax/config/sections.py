@@ -10,6 +10,7 @@ import re
 
 from specrl_jax.config.drafting import DRAFTERS, DistillConfig, DraftConfig
 from specrl_jax.config.fields import Section, check, option, section
+from specrl_jax.config.lora import LORA_TARGETS, check_lora
 from specrl_jax.config.rl import OF_GROUPS, RLConfig
 from specrl_jax.config.tasks import DataConfig, EvalConfig, RewardConfig, TrackConfig
 
@@ -160,6 +161,12 @@ class LearnerConfig(Section, prefix="learner"):
         "of verification, free (rollout)", choose=("learner", "rollout"))
     moments: str = option("device", "memory of the optimiser's moments: device, or host, from "
                           "which each update fetches them", choose=("device", "host"))
+    lora_rank: int = option(0, "rank of low-rank adapters, which alone are trained (LoRA, "
+                               "arXiv:2106.09685); 0 trains all weights", low=0)
+    lora_alpha: float = option(0.0, "adapters count lora_alpha / lora_rank times; 0 is lora_rank, "
+                                    "so once", low=0)
+    lora_targets: tuple[str, ...] = option(LORA_TARGETS, "projections with an adapter, by the "
+                                           "names that peft uses")
     max_bad_steps: int = option(5, "stop after this many non-finite updates in a row", low=1)
     remat: str = option(
         "dots_with_no_batch_dims_saveable", "what the backward pass recomputes of a layer: none, "
@@ -170,6 +177,14 @@ class LearnerConfig(Section, prefix="learner"):
         super().__post_init__()
         self.check(self.schedule == "constant" or self.decay_steps > 0, "decay_steps",
                    f"give the updates in which the {self.schedule} schedule ends")
+        check_lora(self.lora_rank, self.lora_alpha, self.lora_targets)
+        self.check(self.optimizer != "muon" or self.lora_rank == 0, "optimizer",
+                   "takes the matrices of layers, and adapters leave those; use adamw or lion")
+
+    @property
+    def lora_scale(self) -> float:
+        """Factor of the adapters' product."""
+        return (self.lora_alpha or self.lora_rank) / max(self.lora_rank, 1)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -49,8 +49,9 @@ class InRun:
         check_held_out(config, self.problems.prompts, trainer.prompts, say)
         self._of = {name: getattr(config.eval, name) for name in OF}
         self.best: Json | None = None  # step, accuracy, and the fields of eval that they are about
-        if self.problems.samples == config.responses == config.group_size:
-            self._at_once = config.prompts_per_step
+        shapes = trainer.sampler.engine.shapes
+        if self.problems.samples == shapes.group and not trainer.sampler.greedy:
+            self._at_once = shapes.sequences * shapes.shards // shapes.group
             self._sampler = copy.copy(trainer.sampler)  # with its compiled programs
         else:
             self._at_once = self.problems.at_once(sharding.shard_count(trainer.mesh))

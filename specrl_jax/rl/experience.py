@@ -1,13 +1,13 @@
 """Scored rollouts of a step, and the part of them that the update reads. Host functions."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from specrl_jax.config import Config
-from specrl_jax.rl import prompt_order
+from specrl_jax.rl import overlong, prompt_order
 from specrl_jax.structs import Json, Metrics, Rollout
 
 
@@ -48,6 +48,21 @@ def split(config: Config, rollout: Rollout) -> tuple[Rollout, Rollout | None]:
         return rollout, None
     sampled = rollout.sample_id < config.group_size
     return take(rollout, np.flatnonzero(sampled)), take(rollout, np.flatnonzero(~sampled))
+
+
+def shaped(config: Config, rollout: Rollout, rewards: np.ndarray,
+           sequence_kl: Callable[[Rollout], np.ndarray]) -> tuple[np.ndarray, Metrics]:
+    """Returns rewards f32[Q] less a penalty on length and less the KL to the reference, which is
+    computed if rl.kl_in asks for it; and metrics of both."""
+    metrics: Metrics = {}
+    if config.rl.overlong == "soft":
+        penalty = overlong.penalty(config, rollout)
+        rewards, metrics["reward/overlong"] = rewards + penalty, float(penalty.mean())
+    if config.rl.kl_in_reward:
+        kl = sequence_kl(rollout)
+        rewards = rewards - np.float32(config.rl.kl) * kl
+        metrics["kl/reference"] = float(kl.sum() / rollout.length.sum())
+    return rewards, metrics
 
 
 def take(rollout: Rollout, at: np.ndarray) -> Rollout:

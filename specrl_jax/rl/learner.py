@@ -13,8 +13,8 @@ import optax
 from flax import struct
 
 from specrl_jax import sharding
-from specrl_jax.config import Config
-from specrl_jax.model import architecture, layers, transformer
+from specrl_jax.config import Config, LearnerConfig
+from specrl_jax.model import architecture, layers, lora, transformer
 from specrl_jax.model.architecture import Architecture
 from specrl_jax.model.transformer import Params
 from specrl_jax.rl import algorithm, losses
@@ -29,7 +29,7 @@ LARGEST = ("logprob_gap_max", "policy/ratio_max")  # metrics that are maxima, no
 class LearnerState(struct.PyTreeNode):
     """What an update replaces."""
 
-    params: Params  # float32 master weights
+    params: Params  # float32 master weights, or adapters (model/lora.py)
     optimizer: optax.OptState
 
 
@@ -55,9 +55,12 @@ def by_sequence(values: Array, batch: Batch, buffer: int) -> Array:
     return jax.vmap(one)(padded, batch.start)
 
 
-def score(arch: Architecture, config: Config, params: Params, batch: Batch, totals: Totals
-          ) -> Array:
-    """Returns the log-probabilities of a whole batch, f32[n, b, R], without gradients."""
+def score(arch: Architecture, config: Config, params: Params, batch: Batch, totals: Totals,
+          base: Params | None = None) -> Array:
+    """Returns the log-probabilities of a whole batch, f32[n, b, R], without gradients; for `base`
+    see `lora.attach`."""
+    params = lora.attach(config.learner, base, params)
+
     def one(i: Array, scores: Array) -> Array:
         found = response_scores(arch, config, params, _micro_batch(batch, i))[0]
         return jax.lax.dynamic_update_index_in_dim(scores, found, i, 0)
@@ -83,7 +86,7 @@ def _micro_batch(batch: PyTree, i: Array) -> PyTree:
 
 
 def update(arch: Architecture, config: Config, state: LearnerState, batch: Batch, totals: Totals,
-           old: Array | None, reference: tuple[Array, Array] | None
+           old: Array | None, reference: tuple[Array, Array] | None, base: Params | None = None
            ) -> tuple[LearnerState, dict[str, Array]]:
     """Runs one optimiser step; a non-finite loss or gradient leaves the state as it was.
 
@@ -93,6 +96,7 @@ def update(arch: Architecture, config: Config, state: LearnerState, batch: Batch
       reference: f32[n, b, R] log-probabilities by `score` under the initial policy and under
         that of `state`; None: no KL term. One program scores both, so that KL and gradient are 0
         where their weights are equal: Adam would scale up what two programs differ by.
+      base: see `lora.attach`; they have no gradient.
 
     Returns:
       The new state, and metrics f32[]: loss, grad_norm, applied (0 or 1), learning_rate, and means
@@ -102,7 +106,8 @@ def update(arch: Architecture, config: Config, state: LearnerState, batch: Batch
     """
 
     def loss(params: Params, i: Array) -> tuple[Array, dict[str, Array]]:
-        return micro_loss(arch, config, totals, params, *_micro_batch((batch, old, reference), i))
+        return micro_loss(arch, config, totals, lora.attach(config.learner, base, params),
+                          *_micro_batch((batch, old, reference), i))
 
     def accumulate(i: Array, carry: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
         (value, metrics), grads = jax.value_and_grad(loss, has_aux=True)(state.params, i)
@@ -110,11 +115,11 @@ def update(arch: Architecture, config: Config, state: LearnerState, batch: Batch
         metrics = {name: (jnp.maximum if name in LARGEST else jnp.add)(total_metrics[name], m)
                    for name, m in metrics.items()}
         return (total_value + value, metrics,
-                jax.tree.map(jnp.add, total_grads, lie_like_moments(arch, grads)))
+                jax.tree.map(jnp.add, total_grads, lie_like_moments(arch, config.learner, grads)))
 
     shapes = jax.eval_shape(loss, state.params, jnp.int32(0))
     zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), (*shapes, state.params))
-    zeros = *zeros[:2], lie_like_moments(arch, zeros[2])
+    zeros = *zeros[:2], lie_like_moments(arch, config.learner, zeros[2])
     value, metrics, grads = jax.lax.fori_loop(0, totals.micro_batches, accumulate, zeros)
     rate = learning_rate(config.learner, state.optimizer)
     if config.learner.moments == "host":
@@ -124,16 +129,16 @@ def update(arch: Architecture, config: Config, state: LearnerState, batch: Batch
                                    "learning_rate": rate}
 
 
-def lie_like_moments(arch: Architecture, tree: Params) -> Params:
+def lie_like_moments(arch: Architecture, options: LearnerConfig, tree: Params) -> Params:
     """Returns a tree like the parameters, split over devices as the optimiser's moments are."""
-    described = architecture.describe(arch, layers.is_stacked(tree))
+    described = lora.trained(arch, options, layers.is_stacked(tree))
     return sharding.constrain(tree, described, sharding.MOMENT_RULES, architecture.is_param)
 
 
-def first_gap(arch: Architecture, config: Config, params: Params, batch: Batch
-              ) -> dict[str, Array]:
+def first_gap(arch: Architecture, config: Config, params: Params, batch: Batch,
+              base: Params | None = None) -> dict[str, Array]:
     """Returns the gap's metrics f32[] over the first micro-batch, from one forward."""
-    first = _micro_batch(batch, jnp.int32(0))
+    first, params = _micro_batch(batch, jnp.int32(0)), lora.attach(config.learner, base, params)
     return _means(gap_sums(response_scores(arch, config, params, first)[0], first))
 
 

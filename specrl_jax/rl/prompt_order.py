@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from specrl_jax.config import Config
+from specrl_jax.config import Config, check
 from specrl_jax.io.data import prompts_from
 
 FLOOR = 0.02  # weight of a prompt that is always or never solved; one half has 0.25
@@ -24,6 +24,8 @@ class PromptOrder:
     """
 
     def __init__(self, config: Config, prompts: int) -> None:
+        check(config.rl.filter == "none" or prompts > 1, "rl.filter", config.rl.filter,
+              "chooses among prompts, but the data has one; leave it out")
         self.weighs, self.seed = config.rl.curriculum == "pass_rate", config.seed
         self.moves = self.weighs or config.rl.filter != "none"  # has a state
         self.per_step = config.prompts_per_step
@@ -49,7 +51,7 @@ class PromptOrder:
 
     def observe(self, places: np.ndarray, rewards: np.ndarray) -> None:
         """Moves on after a step that used `places` i64[groups], with rewards f32[groups, M]."""
-        self.drawn = np.int32(self.drawn + len(places))
+        self.drawn = np.asarray(self.drawn + len(places), np.int32)
         np.add.at(self.tried, places, 1)
         np.add.at(self.passed, places, np.clip(rewards, 0, 1).mean(1).astype(np.float32))
 

@@ -87,12 +87,15 @@ VARIANTS = [
     *[(name, {}) for name in ALGORITHMS],
     ("grpo", {"rl.correction": "truncated"}), ("grpo", {"rl.correction": "masked"}),
     ("grpo", {"rl.kl": 0.1, "rl.kl_in": "reward", "rl.kl_estimator": "k1"}),
-    ("dapo", {"rl.curriculum": "pass_rate", "rl.filter_extra": 2})]
+    ("dapo", {"reward.terms": ("rewards:starts_even",)}),
+    ("dapo", {"rl.curriculum": "pass_rate", "reward.terms": ("rewards:starts_even",)})]
+CORE = ("dapo", "gspo", "remax")  # others are ci's variants, which .ci/full runs
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("name, more", VARIANTS, ids=[
-    "-".join([name, *map(str, more.values())]) for name, more in VARIANTS])
+@pytest.mark.parametrize("name, more", [
+    pytest.param(name, more, id="-".join([name, *map(str, more.values())]),
+                 marks=pytest.mark.ci if name in CORE and "rl.curriculum" not in more
+                 else pytest.mark.full) for name, more in VARIANTS])
 def test_drafts_change_no_token_and_no_weight(name: str, more: dict[str, Any]) -> None:
     config = config_of(name, **more)
     drafted, tokens, params = steps(config)
@@ -101,4 +104,39 @@ def test_drafts_change_no_token_and_no_weight(name: str, more: dict[str, Any]) -
         config, control=ControlConfig(policy="off")))
     assert not any(m["rollout/drafted"] for m in plain) and all(m["applied"] for m in plain)
     assert tokens == same
+    assert [m["rollout/batches"] for m in drafted] == [m["rollout/batches"] for m in plain]
     jax.tree.map(np.testing.assert_array_equal, params, params_of_plain)
+
+
+@pytest.mark.ci
+def test_filter_learns_from_groups_that_differ_and_resumes() -> None:
+    config = config_of("dapo", **{"reward.terms": ("rewards:starts_even",),
+                                  "rl.curriculum": "pass_rate", "model.numerics": "default"})
+    first, second = micro_trainer(config), micro_trainer(config)
+    metrics, samples = first.step()
+    rewards = np.reshape([s["reward"] for s in samples], (8, 2))
+    assert metrics["rollout/batches"] > 1 > metrics["reward/nonzero_advantage_fraction"] > 0
+    differ = (rewards[:, 0] != rewards[:, 1]).sum()
+    assert differ == min(8, round(8 * metrics["rollout/batches"]
+                                  * metrics["reward/nonzero_advantage_fraction"]))
+    keys = [(s["prompt_id"], s["occurrence"], s["sample_id"]) for s in samples]
+    assert keys == sorted(set(keys))
+    second.restore(Held(first))
+    for one, other in zip(first.step(), second.step(), strict=True):
+        mine, theirs = ([{k: v for k, v in row.items() if not k.startswith(TIMES)} for row in part]
+                        for part in ([one], [other])) if isinstance(one, dict) else (one, other)
+        assert mine == theirs
+
+
+TIMES = ("time/", "memory/", "learn/", "rollout/tokens_per_second", "control/")
+
+
+class Held:
+    """A trainer's state as a checkpoint."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.held = (trainer.step_number, jax.tree.map(jnp.copy, trainer.arrays()), trainer.meta())
+
+    def restore_latest(self, abstract: Any, required: Any = None) -> Any:
+        assert set(abstract) <= set(self.held[1])
+        return self.held

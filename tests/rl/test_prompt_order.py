@@ -55,6 +55,11 @@ def test_pass_rate_prefers_prompts_near_one_half() -> None:
     assert other.tolist() != order(curriculum="pass_rate").places(0, 12).tolist()
 
 
+def test_filter_of_a_single_prompt_is_refused() -> None:
+    with pytest.raises(ConfigError, match="rl.filter = 'dynamic': chooses among prompts, but the"):
+        order(prompts=1, filter="dynamic")
+
+
 @pytest.mark.parametrize("useful, groups", [
     ([0, 1, 1, 0, 1, 1], [1, 2, 4]), ([1, 0, 0, 0, 0, 1], [0, 1, 5]), ([0] * 6, [0, 1, 2])])
 def test_first_useful_groups_are_chosen(useful: list[int], groups: list[int]) -> None:
