@@ -50,7 +50,7 @@ class InRun:
         self._of = {name: getattr(config.eval, name) for name in OF}
         self.best: Json | None = None  # step, accuracy, and the fields of eval that they are about
         shapes = trainer.sampler.engine.shapes
-        if self.problems.samples == shapes.group:
+        if self.problems.samples == shapes.group and not trainer.sampler.greedy:
             self._at_once = shapes.sequences * shapes.shards // shapes.group
             self._sampler = copy.copy(trainer.sampler)  # with its compiled programs
         else:
