@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from specrl_jax.config import Config
-from specrl_jax.config.renamed import RENAMED, RESERVED
+from specrl_jax.config.renamed import RENAMED
 from specrl_jax.io.metric_names import METRICS, RENAMED_METRICS
 
 DOCS = Path(__file__).resolve().parent
@@ -38,9 +38,6 @@ def config_page() -> str:
     for field in sections:
         lines += [f"## {field.name}: {field.metadata['help']}", "",
                   *_fields(dataclasses.fields(type(_default(field))), f"{field.name}."), ""]
-    lines += ["## Reserved names", "", "Later versions will give these a meaning; until then they "
-              "are refused: " + ", ".join(f"`{name}{'*' if name.endswith('.') else ''}`"
-                                          for name in RESERVED) + ".", ""]
     return "\n".join([*lines, "## Renamed fields", "", *_renamed(RENAMED), ""])
 
 

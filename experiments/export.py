@@ -2,6 +2,9 @@
 
     python experiments/export.py --run=runs/smollm2 --out=my-model
     python experiments/export.py --config.model.path=model.gguf --out=my-model
+    python experiments/export.py --run=runs/lora --adapter --out=my-adapter     # for peft
+
+A run with adapters (learner.lora_rank) is written merged, or with --adapter by themselves.
 """
 
 import early  # noqa: F401  # isort: skip (first: Ctrl-C while the others are imported)
@@ -14,21 +17,27 @@ import run_flags
 from absl import flags
 
 from specrl_jax import sharding
-from specrl_jax.config import Config
+from specrl_jax.config import Config, check
 from specrl_jax.io.places import output_directory
-from specrl_jax.model.export import DTYPES, export
+from specrl_jax.model.export import DTYPES, export, export_adapter
 
 flags.adopt_module_key_flags(run_flags)
 OUT = flags.DEFINE_string("out", None, "directory to write; must not exist, or be empty",
                           required=True)
 DTYPE = flags.DEFINE_enum("dtype", "float32", DTYPES, "dtype of the weights")
 
+ADAPTER = flags.DEFINE_bool("adapter", False, "write the run's adapters alone, as peft loads them")
+
 
 def main(config: Config, workdir: Path) -> int:
     out = output_directory("--out", OUT.value)
     config, actor = run_flags.resolve(config)
-    params = actor.params(sharding.make_mesh(config.mesh))
-    export(out, actor.source.arch, params, actor.source.tokenizer, dtype=DTYPE.value)
+    mesh, arch = sharding.make_mesh(config.mesh), actor.source.arch
+    if ADAPTER.value:
+        check(DTYPE.value == "float32", "--dtype", DTYPE.value, "adapters are written in float32")
+        export_adapter(out, arch, actor.trained(mesh), config.learner, config.model.path)
+    else:
+        export(out, arch, actor.params(mesh), actor.source.tokenizer, dtype=DTYPE.value)
     print(f"wrote {actor.name} to {out}", file=sys.stderr)
     return 0
 

@@ -31,10 +31,11 @@ from specrl_jax.draft.response_cache import ResponseCache, capacity
 from specrl_jax.io import data, launches
 from specrl_jax.io.compilation import Compiler, Name
 from specrl_jax.io.machine import peak_rss
-from specrl_jax.model import architecture, layers, weights
+from specrl_jax.model import architecture, layers, lora, weights
 from specrl_jax.rl import algorithm, judge, learner, programs
 from specrl_jax.rl.batch import Batch, Totals
 from specrl_jax.rl.learner import LearnerState
+from specrl_jax.rl.optimizer import make_optimizer
 from specrl_jax.rollout.metrics import rollout_metrics
 from specrl_jax.rollout.prompts import PromptBatch, Prompts, make_prompts
 from specrl_jax.rollout.sampler import Sampler
@@ -101,17 +102,19 @@ class Trainer:
         self.shardings = sharding.shardings(described, sharding.LEARNER_RULES, self.mesh,
                                          architecture.is_param)
         say(f"loading {source.source}")
-        params = source.params(self.shardings)
+        loaded = source.params(self.shardings)
+        self.base, params = programs.initial(config, self.arch, self.mesh, loaded)
+        self._base = None if self.base is None else layers.identity(loaded)
         self.reference = jax.tree.map(jnp.copy, params) if config.rl.kl else None
         places = jax.tree.map(lambda a: a.sharding, programs.abstract_state(
             config, self.arch, self.mesh).optimizer)
-        self.optimizer = learner.make_optimizer(config.learner)
+        self.optimizer = make_optimizer(config.learner)
         self.state = LearnerState(params, jax.jit(
             self.optimizer.init, out_shardings=places)(params))
         self.sampler = Sampler(config, self.arch, self.tokenizer.stop_ids, self.mesh,
                                prompts=config.prompts_per_step, group=config.group_size, warn=say,
                                tokenizer=self.tokenizer)
-        self.sampler.publish(params, 0)
+        self.sampler.publish(params if self.base is None else self.base, 0)
         self._programs: dict[Name, Any] = {}
         self.drafter = drafter.make(config, self.sampler, prompts.tokens, self._sample,
                                     self.warnings.append)
@@ -241,12 +244,21 @@ class Trainer:
         metrics = (self._update_policy if self.config.rl.updates else self._measure_gap)(
             rollout, advantage)
         self.bad_steps = 0 if metrics["applied"] else self.bad_steps + 1
-        self.sampler.publish(self.state.params, self.step_number + 1)
+        self._publish(self.step_number + 1)
         return metrics | {f"rollout/{name}": metrics.pop(name) for name in GAPS}
+
+    def _publish(self, version: int) -> None:
+        """Makes the policy what rollouts read; adapters are merged."""
+        params = self.state.params
+        if self.base is not None:
+            merge = self._programs.get("merge") or programs.merge(
+                self.config, self.arch, self.mesh).function
+            params = lora.overlay(self.sampler.params, merge(self.base, params))
+        self.sampler.publish(params, version)
 
     def _measure_gap(self, rollout: Rollout, advantage: np.ndarray) -> dict[str, float]:
         (batch, _), *_ = self._minibatches(rollout, advantage)
-        gap = jax.device_get(self._programs["gap"](self.state.params, batch))
+        gap = jax.device_get(self._programs["gap"](self.state.params, batch, self.base))
         return jax.tree.map(float, gap) | {"applied": 1.0, "loss": 0.0}
 
     def _update_policy(self, rollout: Rollout, advantage: np.ndarray) -> dict[str, float]:
@@ -255,7 +267,7 @@ class Trainer:
         Returns metrics: means over the last epoch's steps; `applied` 0 if any step was skipped; the
         gap of the first step, which alone sees the weights that acted.
         """
-        began, kl = time.perf_counter(), self.config.rl.kl
+        began, kl = time.perf_counter(), self.config.rl.kl_in_loss
         parts = self._minibatches(rollout, advantage)
         old = self._old_scores(parts)
         initial = [self._score(self.reference, part) if kl else None for part in parts]
@@ -263,10 +275,11 @@ class Trainer:
         for _ in range(self.config.rl.updates):
             for part, acted, first in zip(parts, old, initial, strict=True):
                 reference = (first, self._score(self.state.params, part)) if kl else None
-                self.state, metrics = update(self.state, *part, acted, reference)
+                self.state, metrics = update(self.state, *part, acted, reference, self.base)
                 steps.append(jax.tree.map(float, jax.device_get(metrics)))
         last = steps[-len(parts) :]
-        means = {name: float(np.mean([step[name] for step in last])) for name in last[0]}
+        means = {name: float((np.max if name in learner.LARGEST else np.mean)(
+            [step[name] for step in last])) for name in last[0]}
         tokens = self.config.rl.updates * sum(int(totals.columns) for _, totals in parts)
         return means | {name: steps[0][name] for name in GAPS} | {
             "applied": min(step["applied"] for step in steps)} | programs.speed(
@@ -282,7 +295,7 @@ class Trainer:
         return [self._score(self.state.params, part) for part in parts]
 
     def _score(self, params: ModelParams | None, part: tuple[Batch, Totals]) -> Array:
-        return self._programs["score"](params, *part)
+        return self._programs["score"](params, *part, self.base)
 
     # Persistence.
 
@@ -296,7 +309,7 @@ class Trainer:
     def meta(self) -> Json:
         """Returns what else a checkpoint holds, as JSON values."""
         return {"step": self.step_number, "seed": self.config.seed, "bad_steps": self.bad_steps,
-                "drafter": self.drafter.meta()}
+                "drafter": self.drafter.meta()} | ({"base": self._base} if self._base else {})
 
     def restore(self, checkpoints: CheckpointReader, renewed: Collection[str] | None = None
                 ) -> bool:
@@ -320,6 +333,7 @@ class Trainer:
         if reshaped := sorted(abstract.keys() - arrays.keys()):
             self.warnings.append("parts of the checkpoint have other shapes and start anew: "
                                  + ", ".join(reshaped))
+        lora.check_base(self.config.model.path, meta.get("base"), self._base)
         self.state = LearnerState(arrays["actor"], arrays["optimizer"])
         self.step_number, self.bad_steps = meta["step"], meta["bad_steps"]
         engine = self.sampler.engine
@@ -329,7 +343,7 @@ class Trainer:
             engine.control, self.sampler.control_restored = arrays["control"], True
         if "acceptance" in arrays:
             engine.acceptance = jax.tree.map(np.asarray, arrays["acceptance"])
-        self.sampler.publish(self.state.params, self.step_number)
+        self._publish(self.step_number)
         if drafter <= arrays.keys():
             self.drafter.restore(arrays, meta["drafter"])
         return True

@@ -21,7 +21,7 @@ from specrl_jax.distill.update import Programs, init_state, places
 from specrl_jax.draft.registry import DrafterSet
 from specrl_jax.io import checksum
 from specrl_jax.io.compilation import Program, abstract
-from specrl_jax.model import layers, weights
+from specrl_jax.model import layers, lora, weights
 from specrl_jax.model.architecture import Architecture
 from specrl_jax.model.hf_config import parse_config
 from specrl_jax.model.published import without_weights
@@ -71,6 +71,7 @@ class Run:
     engine: Engine
     resident: dict[str, PyTree]  # abstract arrays by what they are
     drafters: DrafterSet
+    master: PyTree  # all of the learner's weights
     actor: PyTree  # published
     weights: PyTree  # of each part of the drafter
     bound: PyTree  # what rollouts draft with
@@ -87,7 +88,7 @@ class Run:
                 "rounds": rounds.programs(self.engine, self.actor, self.bound)}
 
     def _publish(self) -> Iterator[Program]:
-        master, dtype = self.resident["learner"].params, self.engine.layout.dtype
+        master, dtype = self.master, self.engine.layout.dtype
         if self.actor is not master:
             stacked = layers.are_scanned(sharding.platform(self.mesh))
             yield Program("publish", cast(self.arch, self.mesh, dtype, stacked), (master,))
@@ -118,7 +119,9 @@ def describe(config: Config, mesh: Mesh, model: Model | None = None) -> Run:
                              group=config.group_size, warn=lambda text: None, tokenizer=tokenizer,
                              blank=True)
     state = policy.abstract_state(config, arch, mesh)
-    actor = _published(arch, mesh, engine.layout.dtype, state.params)
+    base = policy.abstract_base(config, arch, mesh)
+    master = state.params if base is None else base
+    actor = _published(arch, mesh, engine.layout.dtype, master)
     own = abstract(drafters.weights, drafters.places(mesh))
     place, drafter_state = drafters.trainable, None
     check(config.distill.when == "off" or place is not None, "distill.when", config.distill.when,
@@ -126,8 +129,12 @@ def describe(config: Config, mesh: Mesh, model: Model | None = None) -> Run:
     bound = drafters.bind(actor, own)
     cache = engine.layout.abstract_kv(engine.shapes.batch)
     resident = {"learner": state, "cache": cache}
-    if actor is not state.params:
+    if base is not None:
+        resident["base"] = base
+    if actor is not master:
         resident["published"] = actor
+    elif base is not None:
+        resident["published"] = lora.merged_part(config.learner, actor)
     if config.rl.kl:
         resident["reference"] = state.params
     if jax.tree.leaves(own):
@@ -139,7 +146,8 @@ def describe(config: Config, mesh: Mesh, model: Model | None = None) -> Run:
             jax.eval_shape(lambda w: init_state(config.distill, w), own[place]["weights"]),
             places(learning, config.distill, mesh))
         resident["distill"] = drafter_state.optimizer
-    return Run(config, arch, mesh, engine, resident, drafters, actor, own, bound, drafter_state)
+    return Run(config, arch, mesh, engine, resident, drafters, master, actor, own, bound,
+               drafter_state)
 
 
 def _published(arch: Architecture, mesh: Mesh, dtype: Any, params: PyTree) -> PyTree:

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 from absl import flags
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from specrl_jax import sharding
@@ -26,7 +26,6 @@ from specrl_jax.io.compilation import use_persistent_cache
 from specrl_jax.io.machine import peak_rss
 from specrl_jax.io.progress import say
 from specrl_jax.model import weights
-from specrl_jax.model.architecture import Architecture
 from specrl_jax.rl import learner
 from specrl_jax.rl.batch import Batch, Totals, layout_of, make_batch
 from specrl_jax.rl.learner import LearnerState
@@ -75,7 +74,7 @@ def measure(config: Config, packings: list[str], repeats: int) -> dict[str, Any]
     keeper, updates = Keeper(trainer.state), {}
     for name in packings:
         say(f"compiling the update with packing {name}")
-        updates[name] = Update(config, source.arch, trainer.mesh, rollout, keeper, name)
+        updates[name] = Update(config, trainer, rollout, keeper, name)
     probes = hardware.Probes()
     machine = probes.measure()
     tasks = {name: update.run for name, update in updates.items()}
@@ -105,8 +104,9 @@ class Keeper:
 class Update:
     """A compiled policy update."""
 
-    def __init__(self, config: Config, arch: Architecture, mesh: Mesh, rollout: Rollout,
-                 keeper: Keeper, packing: str) -> None:
+    def __init__(self, config: Config, trainer: Trainer, rollout: Rollout, keeper: Keeper,
+                 packing: str) -> None:
+        arch, mesh = trainer.arch, trainer.mesh
         config = dataclasses.replace(
             config, learner=dataclasses.replace(config.learner, packing=packing))
         self.arch, self.keeper = arch, keeper
@@ -114,7 +114,8 @@ class Update:
                                    layout_of(config), keep_all=True)
         self.useful, self.padded_tokens = roofline.useful_work(batch), _run_tokens(batch, totals)
         rows, whole = NamedSharding(mesh, P(None, sharding.ROWS)), sharding.replicated(mesh)
-        self.args = (sharding.put(rows, batch), sharding.put(whole, totals), None, None)
+        self.args = (sharding.put(rows, batch), sharding.put(whole, totals), None, None,
+                     trainer.base)
         places = jax.tree.map(lambda a: a.sharding, keeper.state)
         self.program = jax.jit(
             functools.partial(learner.update, arch, config),

@@ -5,6 +5,7 @@ import functools
 import importlib.util
 import operator
 import re
+import traceback
 import typing
 from collections.abc import Mapping
 from pathlib import Path
@@ -48,9 +49,12 @@ def load_config(preset: str, **overrides: Any) -> Config:
     module = _module(name)
     try:
         config = module.get_config()
-    except TypeError as error:  # a dataclass raises it for an unknown field
+    except ConfigError:
+        raise
+    except Exception as error:  # TypeError for an unknown field; what a user's file raises else
         became = renamed_argument(str(error))
-        raise ConfigError(f"preset {preset!r}: {error}" + (became and f"; {became}")) from error
+        raise ConfigError(f"preset {preset!r}: {_raised(error)}" + (became and f"; {became}")
+                          ) from error
     if not isinstance(config, Config):
         raise ConfigError(f"get_config() of preset {preset!r} returns a {type(config).__name__}: "
                           "return a specrl_jax.Config")
@@ -71,11 +75,20 @@ def _module(preset: str) -> Any:
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except (SyntaxError, ImportError) as error:
-        raise ConfigError(f"preset {preset!r}: {error}: correct {path}") from error
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"preset {preset!r}: {_raised(error)}: correct {path}") from error
     if not hasattr(module, "get_config"):
         raise ConfigError(f"preset {preset!r} has no get_config(): define it in {path}")
     return module
+
+
+def _raised(error: Exception) -> str:
+    """Returns in one line what a preset's file raised, and where."""
+    places = traceback.extract_tb(error.__traceback__)
+    line = "" if isinstance(error, SyntaxError) else f" (line {places[-1].lineno})"
+    return f"{' '.join(str(error).split()) or type(error).__name__}{line}"
 
 
 def _targets(module: Any) -> Mapping[str, Mapping[str, Any]]:
@@ -108,7 +121,7 @@ def as_dict(config: Any) -> dict[str, Any]:
 
 def build(cls: Any, values: Any, prefix: str = "") -> Any:
     """Returns the frozen dataclass `cls` made from a nested dict or an object with the same fields.
-    Raises ConfigError if a field is unknown, renamed or reserved, or a value has the wrong type."""
+    Raises ConfigError if a field is unknown or renamed, or a value has the wrong type."""
     fields = {f.name: f for f in dataclasses.fields(cls)}
     hints = typing.get_type_hints(cls)
     if not isinstance(values, dict):

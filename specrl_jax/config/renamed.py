@@ -1,10 +1,10 @@
-"""Config fields that were renamed or removed, and names that are reserved."""
+"""Config fields that were renamed or removed."""
 
 import re
 from collections.abc import Iterable
 from typing import Any
 
-from specrl_jax.config.fields import ConfigError, check
+from specrl_jax.config.fields import ConfigError
 
 # Old dotted name -> new dotted name; after a semicolon, how the value changed. Of a field that was
 # removed, only what to do instead: "; ...".
@@ -39,18 +39,13 @@ RENAMED_VALUES: dict[str, dict[str | bool, str]] = {
 }
 RENAMED_REWARDS = {"bare": "exact_only", "format": "has_answer_marker", "digits": "digit_fraction"}
 
-# Names that later versions will give a meaning; a dot at the end stands for a whole section.
-RESERVED = ("rl.entropy", "rl.filter", "rl.overlong", "rl.curriculum",
-            "learner.optimizer", "learner.schedule", "learner.lora_rank", "learner.lora_alpha")
-
-
 # Dataclass of a section -> its name, for errors that name the class.
 SECTIONS = {"SpecOptions": "spec", "ControlConfig": "control", "LearnerConfig": "learner",
             "DistillConfig": "distill"}
 
 
 def check_current(field: str, value: Any) -> None:
-    """Raises ConfigError if `field`, a dotted name, was renamed or is reserved."""
+    """Raises ConfigError if `field`, a dotted name, was renamed or removed."""
     if field in RENAMED:
         new, _, hint = RENAMED[field].partition("; ")
         if not new:
@@ -58,8 +53,6 @@ def check_current(field: str, value: Any) -> None:
         raise ConfigError(f"{field} = {value!r}: renamed; use {new}" + (hint and f" ({hint})"))
     if isinstance(value, str | bool) and (use := RENAMED_VALUES.get(field, {}).get(value)):
         raise ConfigError(f"{field} = {value!r}: renamed; use {use}")
-    check(not any(field == name or f"{field}.".startswith(name) and name.endswith(".")
-                  for name in RESERVED), field, value, "is reserved and not available yet")
 
 
 def first_renamed(fields: Iterable[str]) -> str:

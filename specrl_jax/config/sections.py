@@ -10,6 +10,7 @@ import re
 
 from specrl_jax.config.drafting import DRAFTERS, DistillConfig, DraftConfig
 from specrl_jax.config.fields import Section, check, option, section
+from specrl_jax.config.lora import LORA_TARGETS, check_lora
 from specrl_jax.config.tasks import DataConfig, EvalConfig, RewardConfig, TrackConfig
 
 REMAT = ("none", "full", "dots_saveable", "dots_with_no_batch_dims_saveable")
@@ -133,37 +134,69 @@ class RLConfig(Section, prefix="rl"):
     """The RL algorithm: what rewards become, and which loss the policy update minimises."""
 
     advantage: str = option(
-        "group", "advantage from a group's rewards: group (mean and standard deviation, GRPO), "
-        "group_mean (mean alone, Dr. GRPO), leave_one_out (RLOO), or package.module:function")
-    loss: str = option("ppo_clip", "policy loss: ppo_clip (PPO, GRPO; with clip_high > clip_low, "
-                       "DAPO), or package.module:function")
+        "group", "advantage from rewards: group (mean and standard deviation of a group, GRPO), "
+        "group_mean (mean alone, Dr. GRPO), leave_one_out (RLOO), batch (mean and standard "
+        "deviation of the step, REINFORCE++), greedy_baseline (the reward of one greedy answer "
+        "more a prompt, ReMax), none (the reward itself), or package.module:function")
+    loss: str = option(
+        "ppo_clip", "policy loss: ppo_clip (PPO, GRPO; with clip_high > clip_low, DAPO), gspo "
+        "(ratio of the sequence), cispo (clipped ratio as a weight), reinforce (no ratio), or "
+        "package.module:function")
     correction: str = option(
         "none", "weights of tokens whose log-probabilities differ between rollout and learner: "
-        "none, truncated (truncated importance sampling), or package.module:function")
+        "none, truncated (truncated importance sampling), truncated_sequence (one weight a "
+        "response), masked (0 outside 0.5 to 5, IcePop), or package.module:function")
     normalize: str = option(
         "token", "loss mean over all tokens of the batch (token), over each sequence and then "
         "sequences (sequence), or sums over max_new_tokens (constant, Dr. GRPO)",
         choose=("token", "sequence", "constant"))
     kl: float = option(0.0, "coefficient of the KL to the initial policy; 0 keeps no reference",
                        low=0)
+    kl_in: str = option("loss", "where the KL is added: to each token's loss, or taken from the "
+                        "reward, summed over the response", choose=("loss", "reward"))
+    kl_estimator: str = option(
+        "k3", "estimate of the KL from a token: k1 (log ratio; for kl_in=reward), k2 (half its "
+        "square) or k3 (never negative)", choose=("k1", "k2", "k3"))
+    entropy: float = option(0.0, "coefficient of a bonus for the entropy of tokens", low=0)
     clip_low: float = option(0.2, "ratio is clipped below at 1 - clip_low", low=0)
     clip_high: float = option(0.2, "ratio is clipped above at 1 + clip_high", low=0)
+    dual_clip: float = option(0.0, "ppo_clip, gspo: most that a negative advantage is multiplied "
+                              "by, above 1 + clip_high; 0 is no bound", low=0)
     updates: int = option(1, "epochs, updates on each rollout; 0 only rolls out", low=0)
     minibatches: int = option(
         1, "optimiser steps of an epoch, over equal parts of the rollout in canonical order; each "
         "divides by its own tokens or sequences. The ratio to the policy that sampled is 1 in the "
         "first step on a rollout and differs in later ones", low=1)
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check(self.dual_clip == 0 or self.dual_clip > 1 + self.clip_high, "dual_clip",
+                   f"must be above 1 + rl.clip_high = {1 + self.clip_high}, or 0 for no bound")
+        self.check(self.kl_estimator != "k1" or self.kl_in == "reward", "kl_estimator",
+                   "its gradient in the loss has mean 0; use k2 or k3, or rl.kl_in = reward")
+
+    @property
+    def kl_in_loss(self) -> bool:
+        """Whether the update reads the reference."""
+        return self.kl > 0 and self.kl_in == "loss"
+
 
 @dataclasses.dataclass(frozen=True)
 class LearnerConfig(Section, prefix="learner"):
     """How the policy update runs: optimiser, batches and memory."""
 
-    learning_rate: float = option(1e-5, "peak learning rate of AdamW", low=0)
-    warmup_steps: int = option(0, "linear warm-up, in updates; constant afterwards", low=0)
-    weight_decay: float = option(0.0, "AdamW's decoupled weight decay", low=0)
-    b1: float = option(0.9, "AdamW's first decay", within="[0, 1)")
-    b2: float = option(0.999, "AdamW's second decay", within="[0, 1)")
+    optimizer: str = option("adamw", "adamw; lion; muon, for matrices, and AdamW for the rest; or "
+                            "adafactor, whose state is small",
+                            choose=("adamw", "lion", "muon", "adafactor"))
+    learning_rate: float = option(1e-5, "peak learning rate", low=0)
+    schedule: str = option("constant", "learning rate after the warm-up: constant, or down to 0 in "
+                           "a line (linear) or a cosine", choose=("constant", "linear", "cosine"))
+    warmup_steps: int = option(0, "linear warm-up, in updates", low=0)
+    decay_steps: int = option(0, "linear, cosine: updates after the warm-up until the rate is 0",
+                              low=0)
+    weight_decay: float = option(0.0, "decoupled weight decay", low=0)
+    b1: float = option(0.9, "first decay of adamw, lion and muon's AdamW", within="[0, 1)")
+    b2: float = option(0.999, "second decay of them; lion's paper has 0.99", within="[0, 1)")
     max_grad_norm: float = option(1.0, "global norm that gradients are clipped to",
                                   within="(0, inf]")
     micro_batch: int = option(16, "sequences of full length in one forward and backward "
@@ -177,13 +210,32 @@ class LearnerConfig(Section, prefix="learner"):
     old_logprob: str = option(
         "learner", "log-probabilities of the policy that sampled: recomputed (learner), or those "
         "of verification, free (rollout)", choose=("learner", "rollout"))
-    moments: str = option("device", "memory of AdamW's moments: device, or host, from which each "
-                          "update fetches them", choose=("device", "host"))
+    moments: str = option("device", "memory of the optimiser's moments: device, or host, from "
+                          "which each update fetches them", choose=("device", "host"))
+    lora_rank: int = option(0, "rank of low-rank adapters, which alone are trained (LoRA, "
+                               "arXiv:2106.09685); 0 trains all weights", low=0)
+    lora_alpha: float = option(0.0, "adapters count lora_alpha / lora_rank times; 0 is lora_rank, "
+                                    "so once", low=0)
+    lora_targets: tuple[str, ...] = option(LORA_TARGETS, "projections with an adapter, by the "
+                                           "names that peft uses")
     max_bad_steps: int = option(5, "stop after this many non-finite updates in a row", low=1)
     remat: str = option(
         "dots_with_no_batch_dims_saveable", "what the backward pass recomputes of a layer: none, "
         "full, or all but what that policy of jax.checkpoint_policies keeps, such as the results "
         "of products with weights", choose=REMAT)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check(self.schedule == "constant" or self.decay_steps > 0, "decay_steps",
+                   f"give the updates in which the {self.schedule} schedule ends")
+        check_lora(self.lora_rank, self.lora_alpha, self.lora_targets)
+        self.check(self.optimizer != "muon" or self.lora_rank == 0, "optimizer",
+                   "takes the matrices of layers, and adapters leave those; use adamw or lion")
+
+    @property
+    def lora_scale(self) -> float:
+        """Factor of the adapters' product."""
+        return (self.lora_alpha or self.lora_rank) / max(self.lora_rank, 1)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -32,11 +32,17 @@ METRICS = tuple(Metric(*row) for row in (
     ("loss", "", "policy loss of the last update", "loss", "actor/pg_loss"),
     ("grad_norm", "", "global norm of the gradient before clipping", "grad_norm",
      "actor/grad_norm"),
+    ("learning_rate", "", "rate of the update, mean over those of the last epoch", "learning_rate",
+     "actor/lr"),
     ("applied", "0 or 1", "1 if every update of the step was finite and so applied"),
     ("policy/entropy", "nats", "mean entropy of the learner's distribution at response tokens, "
      "with temperature, without truncation", "entropy", "actor/entropy"),
-    ("policy/clip_fraction", "fraction", "response tokens whose ratio is clipped",
+    ("policy/clip_fraction", "fraction", "response tokens whose ratio rl.loss clips",
      "clip_ratio/region_mean", "actor/pg_clipfrac"),
+    ("policy/ratio_mean", "", "mean ratio of a response token's probability to that under the "
+     "policy that sampled"),
+    ("policy/ratio_max", "", "largest such ratio, over all updates of the last epoch"),
+    ("policy/correction_fraction", "fraction", "response tokens whose weight rl.correction cuts"),
     ("kl/reference", "nats", "k3 estimate of the KL to the initial policy; with rl.kl > 0", "kl",
      "actor/kl_loss"),
     ("kl/update", "nats", "k3 estimate of the KL from the policy that sampled to the current one",

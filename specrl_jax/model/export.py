@@ -10,13 +10,14 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
-from specrl_jax.config import check
+from specrl_jax.config import LearnerConfig, check
 from specrl_jax.io.places import new_directory
 from specrl_jax.model.architecture import Architecture
 from specrl_jax.model.families import FAMILIES
 from specrl_jax.model.hf_config import write_config
 from specrl_jax.model.hf_directory import INDEX, SINGLE
-from specrl_jax.model.tensors import unpack
+from specrl_jax.model.layers import layer_of
+from specrl_jax.model.tensors import layer_name, unpack
 from specrl_jax.model.tokenizer import SPECIAL, Tokenizer
 from specrl_jax.structs import Json, Params
 
@@ -46,6 +47,43 @@ def export(directory: str | os.PathLike[str], arch: Architecture, params: Params
         tensors = ((rename(name), _cast(name, array, dtype)) for name, array in unpack(
             arch, params))
         _write_weights(partial, tensors, shard_bytes)
+
+
+def export_adapter(directory: str | os.PathLike[str], arch: Architecture, adapters: Params,
+                   options: LearnerConfig, base: str) -> None:
+    """Writes adapters as a directory that `peft` loads; after an error nothing of it is left.
+
+    Args:
+      directory: must not exist yet, or be empty.
+      adapters: see model/lora.py; numpy or JAX arrays.
+      base: path or hub id of the model that they belong to.
+
+    Raises:
+      ConfigError: the directory is not empty, or cannot be written; or there are no adapters.
+    """
+    check(options.lora_rank > 0, "learner.lora_rank", options.lora_rank,
+          "the run trains all weights and has no adapters; export without --adapter")
+    with new_directory("out", directory) as partial:
+        _write_json(partial / "adapter_config.json", {
+            "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base,
+            "r": options.lora_rank, "lora_alpha": options.lora_scale * options.lora_rank,
+            "target_modules": list(options.lora_targets), "lora_dropout": 0.0, "bias": "none",
+            "inference_mode": True})
+        save_tensors(_adapter_tensors(arch, adapters), partial / "adapter_model.safetensors")
+
+
+def _adapter_tensors(arch: Architecture, adapters: Params) -> dict[str, np.ndarray]:
+    """Returns adapters by peft's names: lora_A [rank, in] and lora_B [out, rank]."""
+    rename, tensors = FAMILIES.resolve(arch.family).to_checkpoint, {}
+    for number in range(arch.num_layers):
+        for name, pair in layer_of(adapters["layers"], number).items():
+            part = "self_attn" if name[0] in "qkvo" else "mlp"
+            module = rename(layer_name(number, f"{part}.{name}.weight")).removesuffix(".weight")
+            a, b = (np.asarray(pair[x]) for x in "ab")
+            for letter, matrix in (("A", a.reshape(len(a), -1)), ("B", b.reshape(-1, b.shape[-1]))):
+                tensors[f"base_model.model.{module}.lora_{letter}.weight"] = np.ascontiguousarray(
+                    matrix)
+    return tensors
 
 
 def _write_weights(directory: Path, tensors: Iterable[tuple[str, np.ndarray]], shard_bytes: int

@@ -1,6 +1,7 @@
 """The actor of an evaluation or a single prompt: a model, or a run at one of its steps."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,17 +10,18 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from specrl_jax import sharding
-from specrl_jax.config import Config, ConfigError, MeshConfig, at_least, build
+from specrl_jax.config import Config, ConfigError, LearnerConfig, MeshConfig, at_least, build
 from specrl_jax.config.renamed import first_renamed
 from specrl_jax.io.checkpoint import (
     BEST,
     CheckpointGone,
     list_steps,
+    read_meta,
     restore_part,
     saved_leaves,
 )
 from specrl_jax.io.metrics import BEST_FILE, CONFIG, flat, read_config, read_object
-from specrl_jax.model import architecture, layers, weights
+from specrl_jax.model import architecture, layers, lora, weights
 from specrl_jax.structs import Params, PyTree
 
 CHECKPOINTS = "checkpoints"
@@ -34,6 +36,7 @@ class Actor:
     run: Path | None = None
     step: int = 0  # completed steps of the run; 0 is the initial model
     newest: bool = False  # `step` is the newest one; `params` moves it on if the run deletes it
+    learner: LearnerConfig = LearnerConfig()  # of the run
 
     @property
     def name(self) -> str:
@@ -42,18 +45,35 @@ class Actor:
 
     def params(self, mesh: Mesh) -> Params:
         """Reads the weights, float32, sharded for rollouts; a run's layers lie as it stored them.
+        Adapters are merged.
 
         Raises:
           ConfigError: the checkpoint is missing, damaged, or of another model.
         """
         if self.step == 0 or self.run is None:
-            scanned = layers.are_scanned(sharding.platform(mesh))
-            return self.source.params(jax.tree.map(
-                lambda a: a.sharding, self._abstract(mesh, scanned)))
+            return self._initial(mesh, layers.are_scanned(sharding.platform(mesh)))
+        stored = self.trained(mesh)
+        if not self.learner.lora_rank:
+            return stored
+        base = self._initial(mesh, layers.is_stacked(stored))
+        saved = read_meta(self.run / CHECKPOINTS, self.step).get("base")
+        lora.check_base(self.source.source, saved, layers.identity(base))
+        merged = jax.jit(functools.partial(lora.merge, self.learner, jnp.float32))(base, stored)
+        return lora.overlay(base, merged)
+
+    def trained(self, mesh: Mesh) -> Params:
+        """Reads what the run trains, float32: weights, or adapters that are not merged.
+
+        Raises:
+          ConfigError: there is no run, or the checkpoint is missing, damaged or of another model.
+        """
+        if self.step == 0 or self.run is None:
+            raise ConfigError("--run: name a run with a checkpoint, whose adapters are read")
         for _ in range(ATTEMPTS):
             try:
                 stored = saved_leaves(self.run / CHECKPOINTS, self.step, "actor")
-                abstract = self._abstract(mesh, stacked="actor/layers/qkv" in stored)
+                stacked = not any(name.startswith("actor/layers/0/") for name in stored)
+                abstract = _abstract(lora.trained(self.source.arch, self.learner, stacked), mesh)
                 return restore_part(self.run / CHECKPOINTS, self.step, "actor", abstract)
             except CheckpointGone:
                 if not self.newest:
@@ -62,15 +82,19 @@ class Actor:
         raise ConfigError(f"{self.run}: deletes checkpoints faster than they are read; stop it, "
                           f"or raise checkpoint_every or checkpoint_keep")
 
-    def _abstract(self, mesh: Mesh, stacked: bool) -> PyTree:
-        """Returns shapes and shardings of the weights."""
+    def _initial(self, mesh: Mesh, stacked: bool) -> Params:
         described = architecture.describe(self.source.arch, stacked)
-        shardings = sharding.shardings(
-            described, sharding.ROLLOUT_RULES, mesh, architecture.is_param
-        )
-        return jax.tree.map(
-            lambda param, place: jax.ShapeDtypeStruct(param.shape, jnp.float32, sharding=place),
-            described, shardings, is_leaf=architecture.is_param)
+        return self.source.params(jax.tree.map(lambda a: a.sharding, _abstract(described, mesh)))
+
+
+def _abstract(described: PyTree, mesh: Mesh) -> PyTree:
+    """Returns shapes and shardings of float32 arrays for rollouts."""
+    shardings = sharding.shardings(
+        described, sharding.ROLLOUT_RULES, mesh, architecture.is_param
+    )
+    return jax.tree.map(
+        lambda param, place: jax.ShapeDtypeStruct(param.shape, jnp.float32, sharding=place),
+        described, shardings, is_leaf=architecture.is_param)
 
 
 def open_actor(config: Config, run: Path | None = None, step: int | str | None = None) -> Actor:
@@ -94,7 +118,7 @@ def open_actor(config: Config, run: Path | None = None, step: int | str | None =
     step = int(step or 0)
     at_least(0, step=step)
     source = weights.describe_source(config.model.path, family=config.model.family)
-    return Actor(source, run, step, newest)
+    return Actor(source, run, step, newest, config.learner)
 
 
 def _newest(run: Path) -> int:

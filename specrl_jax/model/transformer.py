@@ -109,6 +109,15 @@ def project(weight: Array, x: Array, axes: int = 1, decode: bool = False, dtype:
     return y.astype(dtype or x.dtype).reshape(out + tokens)
 
 
+def adapted(layer: Params, name: str, x: Array, y: Array) -> Array:
+    """Returns the projection y [out, ...] of x [in, ...] plus that of the layer's low-rank adapter
+    called `name`, if it has one; see model/lora.py."""
+    adapter = layer.get("lora", {}).get(name)
+    if adapter is None:
+        return y
+    return y + project(adapter["b"], project(adapter["a"], x, adapter["a"].ndim - 1))
+
+
 def attention_inputs(arch: Architecture, layer: Params, x: Array, rotation: tuple[Array, Array],
                      decode: bool = False) -> tuple[Array, Array, Array]:
     """Returns q [G, R, E, ...], k and v [G, E, ...] of one layer for x [F, ...]."""
@@ -118,6 +127,8 @@ def attention_inputs(arch: Architecture, layer: Params, x: Array, rotation: tupl
         bias = layer["qkv_bias"]
         qkv = qkv + bias.reshape(bias.shape + (1,) * (x.ndim - 1))
     q, k, v = qkv[:, : arch.group], qkv[:, arch.group], qkv[:, arch.group + 1]
+    q, k, v = (adapted(layer, f"{name}_proj", normed, y)
+               for name, y in zip("qkv", (q, k, v), strict=True))
     if arch.qk_norm:
         q = rms_norm(q, layer["q_norm"], arch.norm_eps, 2, decode)
         k = rms_norm(k, layer["k_norm"], arch.norm_eps, 1, decode)
@@ -127,14 +138,17 @@ def attention_inputs(arch: Architecture, layer: Params, x: Array, rotation: tupl
 def feed_forward(arch: Architecture, layer: Params, x: Array, decode: bool = False) -> Array:
     normed = rms_norm(x, layer["mlp_norm"], arch.norm_eps, decode=decode)
     gate_up = project(layer["gate_up"], normed, decode=decode)
-    return project(layer["down"], jax.nn.silu(gate_up[0]) * gate_up[1], decode=decode)
+    gate = adapted(layer, "gate_proj", normed, gate_up[0])
+    inner = jax.nn.silu(gate) * adapted(layer, "up_proj", normed, gate_up[1])
+    return adapted(layer, "down_proj", inner, project(layer["down"], inner, decode=decode))
 
 
 def block(arch: Architecture, layer: Params, index: Index, x: Array, rotation: tuple[Array, Array],
           attend: Attend, decode: bool = False) -> tuple[Array, tuple[Array, Array]]:
     """Runs one layer. `attend(index, q, k, v)` returns [G, R, E, ...]; `decode`: see `project`."""
     q, k, v = attention_inputs(arch, layer, x, rotation, decode)
-    x = x + project(layer["o"], attend(index, q, k, v), 3, decode)
+    heads = attend(index, q, k, v)
+    x = x + adapted(layer, "o_proj", heads, project(layer["o"], heads, 3, decode))
     return x + feed_forward(arch, layer, x, decode), (k, v)
 
 

@@ -14,31 +14,23 @@ from flax import struct
 
 from specrl_jax import sharding
 from specrl_jax.config import Config, LearnerConfig
-from specrl_jax.model import architecture, layers, transformer
+from specrl_jax.model import architecture, layers, lora, transformer
 from specrl_jax.model.architecture import Architecture
 from specrl_jax.model.transformer import Params
 from specrl_jax.rl import algorithm, losses
 from specrl_jax.rl.batch import Batch, Totals
+from specrl_jax.rl.optimizer import learning_rate, make_optimizer
 from specrl_jax.rl.scores import row_scores
 from specrl_jax.structs import Array, PyTree
+
+LARGEST = ("logprob_gap_max", "policy/ratio_max")  # metrics that are maxima, not means
 
 
 class LearnerState(struct.PyTreeNode):
     """What an update replaces."""
 
-    params: Params  # float32 master weights
+    params: Params  # float32 master weights, or adapters (model/lora.py)
     optimizer: optax.OptState
-
-
-def make_optimizer(config: LearnerConfig) -> optax.GradientTransformation:
-    """Returns AdamW behind clipping by global norm; the rate is constant after a linear warm-up. It
-    does not depend on `steps`, so that a run can be extended."""
-    schedule = optax.linear_schedule(
-        config.learning_rate / (config.warmup_steps + 1), config.learning_rate,
-        config.warmup_steps)
-    return optax.chain(
-        optax.clip_by_global_norm(config.max_grad_norm),
-        optax.adamw(schedule, b1=config.b1, b2=config.b2, weight_decay=config.weight_decay))
 
 
 def response_scores(arch: Architecture, config: Config, params: Params, batch: Batch
@@ -63,9 +55,12 @@ def by_sequence(values: Array, batch: Batch, buffer: int) -> Array:
     return jax.vmap(one)(padded, batch.start)
 
 
-def score(arch: Architecture, config: Config, params: Params, batch: Batch, totals: Totals
-          ) -> Array:
-    """Returns the log-probabilities of a whole batch, f32[n, b, R], without gradients."""
+def score(arch: Architecture, config: Config, params: Params, batch: Batch, totals: Totals,
+          base: Params | None = None) -> Array:
+    """Returns the log-probabilities of a whole batch, f32[n, b, R], without gradients; for `base`
+    see `lora.attach`."""
+    params = lora.attach(config.learner, base, params)
+
     def one(i: Array, scores: Array) -> Array:
         found = response_scores(arch, config, params, _micro_batch(batch, i))[0]
         return jax.lax.dynamic_update_index_in_dim(scores, found, i, 0)
@@ -78,7 +73,7 @@ def _micro_batch(batch: PyTree, i: Array) -> PyTree:
 
 
 def update(arch: Architecture, config: Config, state: LearnerState, batch: Batch, totals: Totals,
-           old: Array | None, reference: tuple[Array, Array] | None
+           old: Array | None, reference: tuple[Array, Array] | None, base: Params | None = None
            ) -> tuple[LearnerState, dict[str, Array]]:
     """Runs one optimiser step; a non-finite loss or gradient leaves the state as it was.
 
@@ -88,44 +83,49 @@ def update(arch: Architecture, config: Config, state: LearnerState, batch: Batch
       reference: f32[n, b, R] log-probabilities by `score` under the initial policy and under
         that of `state`; None: no KL term. One program scores both, so that KL and gradient are 0
         where their weights are equal: Adam would scale up what two programs differ by.
+      base: see `lora.attach`; they have no gradient.
 
     Returns:
-      The new state, and metrics f32[]: loss, grad_norm, applied (0 or 1), and means over tokens of
-      the metrics of `micro_loss`. They cover the micro-batches that ran, at least one, which leave
-      out rows without an advantage (see `make_batch`); logprob_gap_tokens is their token count.
+      The new state, and metrics f32[]: loss, grad_norm, applied (0 or 1), learning_rate, and means
+      over tokens of the metrics of `micro_loss`. They cover the micro-batches that ran, at least
+      one, which leave out rows without an advantage (see `make_batch`); logprob_gap_tokens is
+      their token count.
     """
 
     def loss(params: Params, i: Array) -> tuple[Array, dict[str, Array]]:
-        return micro_loss(arch, config, totals, params, *_micro_batch((batch, old, reference), i))
+        return micro_loss(arch, config, totals, lora.attach(config.learner, base, params),
+                          *_micro_batch((batch, old, reference), i))
 
     def accumulate(i: Array, carry: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
         (value, metrics), grads = jax.value_and_grad(loss, has_aux=True)(state.params, i)
         total_value, total_metrics, total_grads = carry
-        highest = jnp.maximum(total_metrics["logprob_gap_max"], metrics["logprob_gap_max"])
-        summed = jax.tree.map(jnp.add, total_metrics, metrics)
-        return (total_value + value, summed | {"logprob_gap_max": highest},
-                jax.tree.map(jnp.add, total_grads, lie_like_moments(arch, grads)))
+        metrics = {name: (jnp.maximum if name in LARGEST else jnp.add)(total_metrics[name], m)
+                   for name, m in metrics.items()}
+        return (total_value + value, metrics,
+                jax.tree.map(jnp.add, total_grads, lie_like_moments(arch, config.learner, grads)))
 
     shapes = jax.eval_shape(loss, state.params, jnp.int32(0))
     zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), (*shapes, state.params))
-    zeros = *zeros[:2], lie_like_moments(arch, zeros[2])
+    zeros = *zeros[:2], lie_like_moments(arch, config.learner, zeros[2])
     value, metrics, grads = jax.lax.fori_loop(0, totals.micro_batches, accumulate, zeros)
+    rate = learning_rate(config.learner, state.optimizer)
     if config.learner.moments == "host":
         state = state.replace(optimizer=jax.device_put(state.optimizer, jax.memory.Space.Device))
     new, applied, norm = apply(make_optimizer(config.learner), state, grads, value)
-    return new, _means(metrics) | {"loss": value, "grad_norm": norm, "applied": applied}
+    return new, _means(metrics) | {"loss": value, "grad_norm": norm, "applied": applied,
+                                   "learning_rate": rate}
 
 
-def lie_like_moments(arch: Architecture, tree: Params) -> Params:
-    """Returns a tree like the parameters, split over devices as AdamW's moments are."""
-    described = architecture.describe(arch, layers.is_stacked(tree))
+def lie_like_moments(arch: Architecture, options: LearnerConfig, tree: Params) -> Params:
+    """Returns a tree like the parameters, split over devices as the optimiser's moments are."""
+    described = lora.trained(arch, options, layers.is_stacked(tree))
     return sharding.constrain(tree, described, sharding.MOMENT_RULES, architecture.is_param)
 
 
-def first_gap(arch: Architecture, config: Config, params: Params, batch: Batch
-              ) -> dict[str, Array]:
+def first_gap(arch: Architecture, config: Config, params: Params, batch: Batch,
+              base: Params | None = None) -> dict[str, Array]:
     """Returns the gap's metrics f32[] over the first micro-batch, from one forward."""
-    first = _micro_batch(batch, jnp.int32(0))
+    first, params = _micro_batch(batch, jnp.int32(0)), lora.attach(config.learner, base, params)
     return _means(gap_sums(response_scores(arch, config, params, first)[0], first))
 
 
@@ -141,8 +141,8 @@ def gap_sums(logprob: Array, batch: Batch) -> dict[str, Array]:
 def _means(sums: dict[str, Array]) -> dict[str, Array]:
     """Returns means over tokens from sums over tokens."""
     tokens = jnp.maximum(sums["logprob_gap_tokens"], 1.0)
-    kept = {name: sums[name] for name in ("logprob_gap_max", "logprob_gap_tokens")}
-    return {name: m / tokens for name, m in sums.items()} | kept
+    kept = (*LARGEST, "logprob_gap_tokens")
+    return {name: m if name in kept else m / tokens for name, m in sums.items()}
 
 
 def apply(optimizer: optax.GradientTransformation, state: LearnerState, grads: Params, loss: Array
@@ -171,7 +171,7 @@ def micro_loss(arch: Architecture, config: Config, totals: Totals, params: Param
     initial = None if reference is None else here + (reference[0] - reference[1])
     mask = jnp.arange(buffer)[None, None] < batch.length[..., None]
     per_token = (logprob, here if old is None else old, batch.rollout_logprob,
-                 jax.lax.stop_gradient(entropy), initial)
+                 entropy if rl.entropy else jax.lax.stop_gradient(entropy), initial)
 
     def sequence_loss(mask: Array, advantage: Array, logprob: Array, old: Array,
                       rollout_logprob: Array, entropy: Array, reference: Array | None
@@ -179,14 +179,19 @@ def micro_loss(arch: Architecture, config: Config, totals: Totals, params: Param
         terms, metrics = losses.sequence_terms(
             loss=loss, correction=correction, logprob=logprob, old_logprob=old,
             rollout_logprob=rollout_logprob, reference=reference, advantage=advantage, mask=mask,
-            clip_low=rl.clip_low, clip_high=rl.clip_high, kl=rl.kl)
+            rl=rl)
+        entropy = jnp.where(mask, entropy, 0.0)
+        if rl.entropy:
+            terms = terms - rl.entropy * entropy
         weights = losses.token_weights(
             mask=mask, normalize=rl.normalize, total_tokens=totals.tokens,
             total_sequences=totals.sequences, max_new_tokens=buffer)
-        return (weights * terms).sum(), metrics | {"policy/entropy": jnp.where(mask, entropy, 0.0)}
+        metrics["policy/entropy"] = jax.lax.stop_gradient(entropy)
+        return (weights * terms).sum(), metrics
 
     values, metrics = jax.vmap(jax.vmap(sequence_loss))(
         mask, batch.advantage, *(jax.tree.map(lambda a: by_sequence(a, batch, buffer), a)
                                  for a in per_token))
     sums = {name: m.sum() for name, m in metrics.items()}
-    return values.sum(), sums | gap_sums(logprob, batch)
+    return values.sum(), sums | gap_sums(logprob, batch) | {
+        "policy/ratio_max": metrics["policy/ratio_mean"].max()}

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
-from specrl_jax.config import Registry
+from specrl_jax.config import Registry, RLConfig
 from specrl_jax.rl.corrections import Correction
 from specrl_jax.structs import Array
 
@@ -21,29 +21,36 @@ NORMALIZERS = ("token", "sequence", "constant")
 
 
 class Loss(Protocol):
-    """Returns the loss of each token of one sequence, f32[T]; keyword arguments only.
+    """Returns the loss of each token of one sequence, f32[T], and where its clip binds, bool[T].
 
-    Args:
-      logprob, old_logprob: f32[T], of the policy that learns and of the one that sampled.
+    Keyword arguments only:
+
+      logprob, old_logprob: f32[T], of the policy that learns and of the one that sampled; 0 where
+        masked.
       advantage: f32[].
+      mask: bool[T], tokens that count, for losses that read a whole sequence.
       clip_low, clip_high: distances from 1 at which the ratio may be clipped.
+      dual_clip: least multiple of a negative advantage; 0 is none.
     """
 
-    def __call__(self, *, logprob: Array, old_logprob: Array, advantage: Array,
-                 clip_low: float | Array, clip_high: float | Array) -> Array: ...
+    def __call__(self, *, logprob: Array, old_logprob: Array, advantage: Array, mask: Array,
+                 clip_low: float | Array, clip_high: float | Array, dual_clip: float | Array
+                 ) -> tuple[Array, Array]: ...
 
 
 LOSSES: Registry[Loss] = Registry("rl.loss", Callable)
 
 
 @LOSSES.register("ppo_clip")
-def clipped_surrogate(*, logprob: Array, old_logprob: Array, advantage: Array,
-                      clip_low: float | Array, clip_high: float | Array) -> Array:
-    """Returns the clipped surrogate loss of each token, f32[T]; see `Loss` for the arguments.
+def ppo_clip(*, logprob: Array, old_logprob: Array, advantage: Array, mask: Array,
+             clip_low: float | Array, clip_high: float | Array, dual_clip: float | Array
+             ) -> tuple[Array, Array]:
+    """Returns the clipped surrogate loss of each token; see `Loss`.
 
     `-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)` with `r = exp(logprob - old_logprob)`: PPO,
     arXiv:1707.06347, equation 7; with one advantage a sequence, GRPO, arXiv:2402.03300, equation 3.
-    `clip_high` > `clip_low` is DAPO's clip-higher, arXiv:2503.14476, section 3.1.
+    `clip_high` > `clip_low` is DAPO's clip-higher, arXiv:2503.14476, section 3.1. A `dual_clip` c
+    bounds the loss of a negative advantage by `-c A`: Dual-Clip PPO, arXiv:1912.09729, equation 5.
 
     Gradients flow through `logprob` only. A token that the clip leaves alone, r = 1 included, has
     the gradient of `-r A` in full, whatever the bounds.
@@ -51,30 +58,90 @@ def clipped_surrogate(*, logprob: Array, old_logprob: Array, advantage: Array,
     Raises:
       TypeError: an argument has the wrong rank, length or dtype.
     """
-    clipped = clip_indicator(logprob=logprob, old_logprob=old_logprob, advantage=advantage,
-                             clip_low=clip_low, clip_high=clip_high)
-    advantage = jax.lax.stop_gradient(advantage)
-    ratio = jnp.exp(logprob - jax.lax.stop_gradient(old_logprob))
-    bound = jnp.where(advantage > 0, 1.0 + clip_high, 1.0 - clip_low).astype(jnp.float32)
-    return -jnp.where(clipped, bound, ratio) * advantage
+    del mask
+    _check(1, logprob=logprob, old_logprob=old_logprob)
+    _check(0, advantage=advantage)
+    return _surrogate(jnp.exp(logprob - jax.lax.stop_gradient(old_logprob)), advantage,
+                      clip_low, clip_high, dual_clip)
 
 
-def clip_indicator(*, logprob: Array, old_logprob: Array, advantage: Array,
-                   clip_low: float | Array, clip_high: float | Array) -> Array:
-    """Returns where the clip binds and so stops the gradient, bool[T].
+@LOSSES.register("gspo")
+def gspo(*, logprob: Array, old_logprob: Array, advantage: Array, mask: Array,
+         clip_low: float | Array, clip_high: float | Array, dual_clip: float | Array
+         ) -> tuple[Array, Array]:
+    """Returns the clipped surrogate loss of the sequence at each token; see `Loss`.
 
-    PPO, arXiv:1707.06347, figure 1: the ratio lies above `1 + clip_high` and the advantage is
-    positive, or it lies below `1 - clip_low` and the advantage is negative.
-
-    Raises:
-      TypeError: an argument has the wrong rank, length or dtype.
+    Its ratio is `exp(mean(logprob - old_logprob))` over the sequence's tokens: GSPO,
+    arXiv:2507.18071, equations 5 and 7. Gradients flow through that ratio. Errors are those of
+    `ppo_clip`.
     """
     _check(1, logprob=logprob, old_logprob=old_logprob)
     _check(0, advantage=advantage)
+    total = jnp.sum(jnp.where(mask, logprob - jax.lax.stop_gradient(old_logprob), 0.0))
+    ratio = jnp.exp(total / jnp.maximum(jnp.sum(mask, dtype=jnp.float32), 1.0))
+    return _surrogate(jnp.broadcast_to(ratio, logprob.shape), advantage, clip_low, clip_high,
+                      dual_clip)
+
+
+@LOSSES.register("cispo")
+def cispo(*, logprob: Array, old_logprob: Array, advantage: Array, mask: Array,
+          clip_low: float | Array, clip_high: float | Array, dual_clip: float | Array
+          ) -> tuple[Array, Array]:
+    """Returns `-clip(r, 1 - clip_low, 1 + clip_high) A logprob`; see `Loss`.
+
+    No gradient flows through the clipped ratio, so that every token keeps one: CISPO,
+    arXiv:2506.13585, equation 4, which has no lower bound (`clip_low` >= 1). `dual_clip` is not
+    read. Errors are those of `ppo_clip`.
+    """
+    del mask, dual_clip
+    _check(1, logprob=logprob, old_logprob=old_logprob)
+    _check(0, advantage=advantage)
     ratio = jnp.exp(jax.lax.stop_gradient(logprob - old_logprob))
-    above = (advantage > 0) & (ratio > 1.0 + clip_high)
-    below = (advantage < 0) & (ratio < 1.0 - clip_low)
-    return above | below
+    weight = jnp.clip(ratio, 1.0 - clip_low, 1.0 + clip_high)
+    return -weight * jax.lax.stop_gradient(advantage) * logprob, weight != ratio
+
+
+@LOSSES.register("reinforce")
+def reinforce(*, logprob: Array, old_logprob: Array, advantage: Array, mask: Array,
+              clip_low: float | Array, clip_high: float | Array, dual_clip: float | Array
+              ) -> tuple[Array, Array]:
+    """Returns `-A logprob`, without a ratio; see `Loss`.
+
+    REINFORCE, Williams 1992; with a baseline in the advantage RLOO, arXiv:2402.14740, and ReMax,
+    arXiv:2310.10505. Bounds are not read. Errors are those of `ppo_clip`.
+    """
+    del mask, clip_low, clip_high, dual_clip
+    _check(1, logprob=logprob, old_logprob=old_logprob)
+    _check(0, advantage=advantage)
+    return -jax.lax.stop_gradient(advantage) * logprob, jnp.zeros(logprob.shape, bool)
+
+
+def _surrogate(ratio: Array, advantage: Array, clip_low: float | Array, clip_high: float | Array,
+               dual_clip: float | Array) -> tuple[Array, Array]:
+    """Returns the clipped surrogate f32[T] of ratios f32[T], and where its clip binds."""
+    advantage = jax.lax.stop_gradient(advantage)
+    here = jax.lax.stop_gradient(ratio)
+    above = (advantage > 0) & (here > 1.0 + clip_high)
+    below = (advantage < 0) & (here < 1.0 - clip_low)
+    far = (advantage < 0) & (dual_clip > 0) & (here > dual_clip)
+    bound = jnp.where(advantage > 0, 1.0 + clip_high, 1.0 - clip_low).astype(jnp.float32)
+    bound = jnp.where(far, dual_clip, bound).astype(jnp.float32)
+    clipped = above | below | far
+    return -jnp.where(clipped, bound, ratio) * advantage, clipped
+
+
+def kl_k1(*, logprob: Array, reference: Array) -> Array:
+    """Returns `log(q/p)` of each token, f32[T]: Schulman's k1, unbiased, of any sign.
+
+    Its gradient is that of `logprob`, whose mean is 0: no use in a loss. See `kl_k3`.
+    """
+    return logprob - jax.lax.stop_gradient(reference)
+
+
+def kl_k2(*, logprob: Array, reference: Array) -> Array:
+    """Returns `log(q/p)^2 / 2` of each token, f32[T]: Schulman's k2, whose gradient's mean is that
+    of KL(q || p). See `kl_k3`."""
+    return 0.5 * (logprob - jax.lax.stop_gradient(reference)) ** 2
 
 
 def kl_k3(*, logprob: Array, reference: Array) -> Array:
@@ -92,41 +159,49 @@ def kl_k3(*, logprob: Array, reference: Array) -> Array:
     return jnp.expm1(log_ratio) - log_ratio
 
 
+KL_ESTIMATORS = {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3}  # rl.kl_estimator
+
+
 def sequence_terms(*, loss: Loss, correction: Correction, logprob: Array, old_logprob: Array,
                    rollout_logprob: Array, reference: Array | None, advantage: Array, mask: Array,
-                   clip_low: float | Array, clip_high: float | Array, kl: float | Array
-                   ) -> tuple[Array, dict[str, Array]]:
+                   rl: RLConfig) -> tuple[Array, dict[str, Array]]:
     """Returns loss terms and metrics of each token of one sequence.
 
-    GRPO, arXiv:2402.03300, equation 3: the policy loss, times the correction's weight, plus `kl`
-    times k3 to the reference. Masked positions may hold anything, NaN included: their terms,
-    metrics and gradients are 0.
+    GRPO, arXiv:2402.03300, equation 3: the policy loss, times the correction's weight, plus `rl.kl`
+    times an estimate of the KL to the reference. Masked positions may hold anything, NaN included:
+    their terms, metrics and gradients are 0.
 
     Args:
       rollout_logprob, reference: f32[T]; reference None leaves the KL out. See `Loss` for others.
       mask: bool[T], tokens that count.
+      rl: clip bounds, and the KL's coefficient and estimator.
 
     Returns:
       The loss terms, f32[T], for `token_weights`, and f32[T] metrics without gradients:
-      `policy/clip_fraction` (0 or 1), `kl/update` (k3 of KL(old || new)) and `kl/reference`.
+      `policy/clip_fraction` and `policy/correction_fraction` (0 or 1), `policy/ratio_mean` (of the
+      token, to the policy that sampled), `kl/update` (k3 of KL(old || new)) and `kl/reference`.
 
     Raises:
       TypeError: an argument has the wrong rank, length or dtype.
     """
     _check(1, jnp.bool_, mask=mask)
     logprob, old_logprob = _masked(mask, logprob), _masked(mask, old_logprob)
-    ratio: dict[str, Any] = dict(logprob=logprob, old_logprob=old_logprob, advantage=advantage,
-                                 clip_low=clip_low, clip_high=clip_high)
-    weight = correction(old_logprob=jax.lax.stop_gradient(old_logprob),
-                        rollout_logprob=_masked(mask, rollout_logprob))
-    terms = loss(**ratio) * weight
+    terms, clipped = loss(logprob=logprob, old_logprob=old_logprob, advantage=advantage, mask=mask,
+                          clip_low=rl.clip_low, clip_high=rl.clip_high, dual_clip=rl.dual_clip)
+    weight, cut = correction(old_logprob=jax.lax.stop_gradient(old_logprob),
+                             rollout_logprob=_masked(mask, rollout_logprob), mask=mask)
+    terms = terms * weight
     metrics = {
-        "policy/clip_fraction": clip_indicator(**ratio).astype(jnp.float32),
+        "policy/clip_fraction": clipped.astype(jnp.float32),
+        "policy/correction_fraction": cut.astype(jnp.float32),
+        "policy/ratio_mean": jnp.exp(logprob - old_logprob),
         "kl/update": kl_k3(logprob=old_logprob, reference=logprob),
     }
     if reference is not None:
-        metrics["kl/reference"] = kl_k3(logprob=logprob, reference=_masked(mask, reference))
-        terms = terms + kl * metrics["kl/reference"]
+        reference = _masked(mask, reference)
+        metrics["kl/reference"] = kl_k3(logprob=logprob, reference=reference)
+        terms = terms + rl.kl * KL_ESTIMATORS[rl.kl_estimator](logprob=logprob,
+                                                               reference=reference)
     metrics = {name: jax.lax.stop_gradient(_masked(mask, m)) for name, m in metrics.items()}
     return _masked(mask, terms), metrics
 

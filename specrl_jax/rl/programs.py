@@ -3,6 +3,7 @@
 import functools
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,46 +15,83 @@ from specrl_jax import sharding
 from specrl_jax.config import Config
 from specrl_jax.io.compilation import Program, abstract
 from specrl_jax.io.hardware import chip_of
-from specrl_jax.model import architecture, layers
+from specrl_jax.model import architecture, layers, lora
 from specrl_jax.model.architecture import Architecture
 from specrl_jax.rl import learner
 from specrl_jax.rl.batch import Batch, Totals, layout_of, make_batch, part_of
 from specrl_jax.rl.learner import LearnerState
-from specrl_jax.structs import Metrics, PyTree, Rollout
+from specrl_jax.rl.optimizer import make_optimizer
+from specrl_jax.structs import Metrics, Params, Rollout
 
 HOST = "pinned_host"  # JAX's name of the memory of learner.moments=host
 
 def abstract_state(config: Config, arch: Architecture, mesh: Mesh) -> LearnerState:
     """Returns the shapes and shardings of the learner's state.
 
-    AdamW's moments are split over all data shards, everything else of it is replicated.
+    What the optimiser keeps of a parameter in the parameter's own shape, such as AdamW's moments,
+    is split over all data shards; everything else of it is replicated.
     """
-    described = architecture.describe(arch, layers.are_scanned(sharding.platform(mesh)))
+    described = lora.trained(arch, config.learner, _scanned(mesh))
     places, moments = (sharding.shardings(described, rules, mesh, architecture.is_param)
                        for rules in (sharding.LEARNER_RULES, sharding.MOMENT_RULES))
     params = jax.tree.map(lambda p, place: jax.ShapeDtypeStruct(p.shape, jnp.float32,
                                                                 sharding=place),
                           described, places, is_leaf=architecture.is_param)
-    shapes = jax.eval_shape(learner.make_optimizer(config.learner).init, params)
-    like = jax.tree.structure(params)
-
+    shapes = jax.eval_shape(make_optimizer(config.learner).init, params)
     if config.learner.moments == "host":
         moments = jax.tree.map(lambda to: to.with_memory_kind(HOST), moments)
+    of_param = {path: (p.shape, to) for (path, p), to in zip(
+        jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(moments), strict=True)}
 
-    def lies_like_params(node: PyTree) -> bool:
-        return jax.tree.structure(node) == like
+    def place(path: tuple[Any, ...], a: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        ends = (of_param.get(path[i:]) for i in range(len(path)))
+        shape, to = next((end for end in ends if end), (None, None))
+        return abstract(a, to if shape == a.shape else sharding.replicated(mesh))
 
-    def place(node: PyTree) -> PyTree:
-        return abstract(node, moments if lies_like_params(node) else sharding.replicated(mesh))
+    return LearnerState(params, jax.tree_util.tree_map_with_path(place, shapes))
 
-    return LearnerState(params, jax.tree.map(place, shapes, is_leaf=lies_like_params))
+
+def abstract_base(config: Config, arch: Architecture, mesh: Mesh) -> Params | None:
+    """Returns the shapes and shardings of the frozen weights beside adapters; None without."""
+    if not config.learner.lora_rank:
+        return None
+    described = architecture.describe(arch, _scanned(mesh))
+    places = sharding.shardings(described, sharding.LEARNER_RULES, mesh, architecture.is_param)
+    whole = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32), described,
+                         is_leaf=architecture.is_param)
+    return abstract(jax.eval_shape(lambda w: lora.freeze(w, config.model.dtype), whole), places)
+
+
+def _scanned(mesh: Mesh) -> bool:
+    return layers.are_scanned(sharding.platform(mesh))
+
+
+def initial(config: Config, arch: Architecture, mesh: Mesh, weights: Params
+            ) -> tuple[Params | None, Params]:
+    """Returns the frozen weights, None without adapters, and what updates change, from a model's
+    weights on the mesh."""
+    if not config.learner.lora_rank:
+        return None, weights
+    places = jax.tree.map(lambda a: a.sharding, abstract_state(config, arch, mesh).params)
+    adapters = lora.initialize(arch, config.learner, config.seed, _scanned(mesh))
+    return lora.freeze(weights, config.model.dtype), sharding.put(places, adapters)
+
+
+def merge(config: Config, arch: Architecture, mesh: Mesh) -> Program:
+    """Returns the program that merges adapters into those weights of the rollout that change."""
+    described = lora.merged_part(config.learner, architecture.describe(arch, _scanned(mesh)))
+    places = sharding.shardings(described, sharding.ROLLOUT_RULES, mesh, architecture.is_param)
+    function = functools.partial(lora.merge, config.learner, jnp.dtype(config.model.dtype))
+    return Program("merge", jax.jit(function, out_shardings=places),
+                   (abstract_base(config, arch, mesh), abstract_state(config, arch, mesh).params))
 
 
 def host_batches(config: Config, rollout: Rollout, advantage: np.ndarray
                  ) -> list[tuple[Batch, Totals]]:
     """Returns the batch of each optimiser step over a rollout, as host arrays."""
     parts, layout = config.rl.minibatches, layout_of(config)
-    keep_all = bool(config.rl.kl) or config.rl.updates != 1  # 0: the gap is of any sequence
+    rl = config.rl
+    keep_all = rl.kl_in_loss or rl.entropy > 0 or rl.updates != 1  # 0: the gap is of any sequence
     return [make_batch(part_of(rollout, i, parts), part, config.rollout.temperature, layout,
                        keep_all) for i, part in enumerate(np.split(advantage, parts))]
 
@@ -80,25 +118,27 @@ def _steps(config: Config) -> int:
 
 
 def programs(config: Config, arch: Architecture, mesh: Mesh) -> Iterator[Program]:
-    """Yields the policy's programs, as far as they are used: update, score, gap."""
+    """Yields the policy's programs, as far as they are used: update, score, gap, merge."""
     replicated = sharding.replicated(mesh)
-    state = abstract_state(config, arch, mesh)
+    state, base = abstract_state(config, arch, mesh), abstract_base(config, arch, mesh)
     blank = host_batches(config, blank_rollout(config), np.zeros(config.sequences, np.float32))
     batch, totals = abstract(blank[0], batch_places(mesh))
     scores = batch.rollout_logprob
     on_mesh = functools.partial(sharding.traced_for, mesh)
+    if base is not None:
+        yield merge(config, arch, mesh)
     if not config.rl.updates:
         yield Program("gap", jax.jit(on_mesh(functools.partial(learner.first_gap, arch, config)),
-                                     out_shardings=replicated), (state.params, batch))
+                                     out_shardings=replicated), (state.params, batch, base))
         return
     if needs_scores(config):
         yield Program("score", jax.jit(on_mesh(functools.partial(learner.score, arch, config))),
-                      (state.params, batch, totals))
+                      (state.params, batch, totals, base))
     places = jax.tree.map(lambda a: a.sharding, state)
     update = jax.jit(on_mesh(functools.partial(learner.update, arch, config)), donate_argnums=(0,),
                      out_shardings=(places, replicated))
     yield Program("update", update, (state, batch, totals, scores if reads_old(config) else None,
-                                     (scores, scores) if config.rl.kl else None))
+                                     (scores, scores) if config.rl.kl_in_loss else None, base))
 
 
 def speed(arch: Architecture, mesh: Mesh, tokens: int, seconds: float) -> Metrics:

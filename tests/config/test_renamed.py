@@ -5,7 +5,7 @@ import json
 import pytest
 
 from specrl_jax.config import Config, ConfigError, as_dict, build, load_config
-from specrl_jax.config.renamed import RENAMED, RENAMED_REWARDS, RESERVED
+from specrl_jax.config.renamed import RENAMED, RENAMED_REWARDS
 from specrl_jax.io import metric_names
 from specrl_jax.io.metric_names import METRICS, RENAMED_METRICS
 from specrl_jax.io.metrics import read_metrics
@@ -30,12 +30,6 @@ def test_renamed_field_is_gone_and_its_new_name_exists(old):
     assert new in FIELDS or not new and hint
 
 
-@pytest.mark.parametrize("name", RESERVED)
-def test_reserved_name_is_no_field(name):
-    assert not any(field == name or field.startswith(name) and name.endswith(".")
-                   for field in FIELDS)
-
-
 def test_renamed_rewards_name_registered_ones():
     assert set(RENAMED_REWARDS.values()) <= set(REWARDS) and not set(RENAMED_REWARDS) & set(REWARDS)
 
@@ -44,10 +38,8 @@ def test_renamed_rewards_name_registered_ones():
     ({"learner": {"kl": 0.1}}, "learner.kl = 0.1: renamed; use rl.kl"),
     ({"learner": {"scale_advantage": False}}, "learner.scale_advantage = False: renamed; use "
      "rl.advantage (True is 'group', False is 'group_mean')"),
-    ({"learner": {"optimizer": "muon"}},
-     "learner.optimizer = 'muon': is reserved and not available yet"),
 ])
-def test_build_refuses_old_and_reserved_fields(values, line):
+def test_build_refuses_old_fields(values, line):
     with pytest.raises(ConfigError) as error:
         build(Config, values)
     assert str(error.value) == line

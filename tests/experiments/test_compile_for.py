@@ -133,7 +133,9 @@ def test_module_of_a_compiled_program_has_its_loop() -> None:
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("spec", [{}, {"spec.drafter": "eagle"}])
+@pytest.mark.parametrize("spec", [
+    {}, {"spec.drafter": "eagle"},
+    {"learner.lora_rank": 4, "rl.kl": 0.1, "model.dtype": "bfloat16"}])
 def test_description_is_what_a_run_compiles(
         monkeypatch: pytest.MonkeyPatch, spec: dict[str, Any]) -> None:
     compiled: dict[str, str] = {}
@@ -164,6 +166,20 @@ def test_resident_arrays_are_counted_beside_other_programs() -> None:
     assert sizes["learner"] == pytest.approx(6 * sizes["published"], rel=1e-3)
     beside = programs.beside(by_name["update"], run.resident)
     assert beside == {name: sizes[name] for name in ("published", "cache")}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_adapters_leave_one_copy_of_the_weights_to_the_learner(dtype: str) -> None:
+    config = override(TINY, {"model.dtype": dtype, "learner.lora_rank": 2, "rl.kl": 0.1})
+    run = programs.describe(config, make_mesh(config.mesh))
+    sizes = {name: programs.device_bytes(tree) for name, tree in run.resident.items()}
+    assert sizes["learner"] == pytest.approx(3 * sizes["reference"], rel=1e-3)  # and two moments
+    assert sizes["reference"] < 0.2 * sizes["base"]
+    assert sizes["published"] == pytest.approx(sizes["base"], rel=0.5)
+    by_name = {p.title: p for p in run.groups()["policy"]}
+    assert {"merge", "score", "update"} <= by_name.keys()
+    beside = programs.beside(by_name["update"], run.resident)
+    assert beside == {name: sizes[name] for name in ("published", "cache", "reference")}
 
 
 def test_moments_in_host_memory_take_none_of_a_device() -> None:

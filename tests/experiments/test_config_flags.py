@@ -105,7 +105,7 @@ def test_one_parse_leaves_nothing_for_the_next():
     ("--config.learner.kl=0.1", "learner.kl = 0.1: renamed; use rl.kl"),
     ("--noconfig.learner.scale_advantage", "learner.scale_advantage = "),
     ("--config.spec.max_steps=3", "spec.max_steps = 3: renamed; use spec.max_depth"),
-    ("--config.rl.entropy=0.1", "rl.entropy = 0.1: is reserved and not available yet"),
+    ("--config.learner.lora_alpha=4", "learner.lora_alpha = 4.0: scales adapters"),
     ("--config.reward.weights=(1.0,0.2)",
      "reward.weights = (1.0, 0.2): give one weight for each of the 1 terms"),
 ])
@@ -117,6 +117,9 @@ def test_bad_overrides_name_field_value_and_way_out(argument, line):
 
 @pytest.mark.parametrize("source, message", [
     ("x = 1", r"has no get_config\(\)"),
+    ("a = 1\nb = c", r"name 'c' is not defined \(line 2\): correct"),
+    ("x = \x00", "null bytes"),
+    ("def get_config():\n    return [].x", r"has no attribute 'x' \(line 2\)"),
     ("def get_config(): return 3", "returns a int"),
     ("from specrl_jax.config import Config\ndef get_config(): return Config(stepz=3)", "'stepz'"),
     ("from specrl_jax.config import Config\ndef get_config(): return Config(steps=0)", "steps = 0"),

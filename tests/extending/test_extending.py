@@ -259,7 +259,8 @@ def test_advantage_is_relative_to_the_best() -> None:
 @pytest.mark.ci
 def test_objective_and_reward_are_what_a_step_uses(monkeypatch: pytest.MonkeyPatch) -> None:
     called: dict[str, Any] = {}
-    for name in ("best_of_group", "reinforce", "within_factor_2"):
+    functions = ("best_of_group", "positive_only", "within_factor_2")
+    for name in functions:
         original = getattr(objective, name)
 
         def recorded(*args: Any, name: str = name, original: Any = original, **kwargs: Any) -> Any:
@@ -268,10 +269,10 @@ def test_objective_and_reward_are_what_a_step_uses(monkeypatch: pytest.MonkeyPat
 
         monkeypatch.setattr(objective, name, recorded)
     config = override(PLAIN, {
-        "rl.advantage": "objective:best_of_group", "rl.loss": "objective:reinforce",
+        "rl.advantage": "objective:best_of_group", "rl.loss": "objective:positive_only",
         "rl.correction": "objective:within_factor_2", "reward.terms": ("brevity:brevity",)})
     metrics, samples = micro_trainer(config).step()
-    assert metrics["applied"] and set(called) == {"best_of_group", "reinforce", "within_factor_2"}
+    assert metrics["applied"] and set(called) == {*functions}
     assert called["best_of_group"].shape == (8, 2)
     for sample in samples:
         assert sample["reward"] == pytest.approx(10 / (10 + len(sample["completion"])))

@@ -14,6 +14,7 @@ from helpers import (
     make_task,
     micro_config,
     micro_trainer_to_compile,
+    moments,
     tiny_arch,
     tiny_params,
 )
@@ -83,9 +84,7 @@ def batch_of(rollout: Rollout, rows: int = 12, keep_all: bool = False, k: int = 
 def gradients(params: Any, batch: Batch, totals: Totals, config: Config = CONFIG) -> Any:
     """Adam's first moment: after one update from zero, (1 - b1) times the gradient."""
     new, metrics = update(config)(state_of(params, config), batch, totals, None, None)
-    moments = [x for x in jax.tree.leaves(new.optimizer, is_leaf=lambda n: hasattr(n, "mu"))
-               if hasattr(x, "mu")]
-    return moments[0].mu, metrics
+    return moments(new.optimizer), metrics
 
 
 def assert_close(left: Any, right: Any, share: float = 1e-5) -> None:
@@ -271,7 +270,40 @@ def test_registered_loss_and_correction_are_used(params: Any, rollout: Rollout) 
 
 
 def tripled(**arguments: Any) -> Any:
-    return 3 * losses.clipped_surrogate(**arguments)
+    terms, clipped = losses.ppo_clip(**arguments)
+    return 3 * terms, clipped
+
+
+def test_entropy_bonus_follows_the_gradient_of_entropy(params: Any, rollout: Rollout) -> None:
+    batch, totals = batch_of(rollout, 12, True)
+    plain, _ = gradients(params, batch, totals)
+    with_bonus, _ = gradients(params, batch, totals, config_of(entropy=0.5))
+    whole, ends, mine = sequences(rollout)
+
+    def mean_entropy(params: Any) -> Any:
+        logp = jax.nn.log_softmax(forward(ARCH, params, whole, jnp.asarray(ends)) / 0.8)
+        return -jnp.where(mine, (jnp.exp(logp) * logp).sum(-1), 0).sum() / mine.sum()
+
+    want = jax.tree.map(lambda p, g: p - 0.5 * (1 - LEARNER.b1) * g, plain,
+                        jax.jit(jax.grad(mean_entropy))(params))
+    assert error(plain, want) > 0.01
+    assert_close(with_bonus, want, 1e-4)
+
+
+@pytest.mark.parametrize("loss", ["gspo", "cispo"])
+def test_losses_ignore_packing_where_ratios_differ(
+        params: Any, rollout: Rollout, loss: str) -> None:
+    config = config_of(loss=loss, normalize="sequence", clip_low=0.5, clip_high=0.5)
+    noise = np.random.default_rng(0).normal(size=rollout.raw_logprob.shape).astype(np.float32)
+    moved = rollout.replace(raw_logprob=rollout.raw_logprob + noise)  # old ones, packed alike
+    found = []
+    for rows, k, columns in ((12, 1, 0), (2, 2, 100)):
+        batch, totals = batch_of(moved, rows, True, k, columns=columns)
+        new, metrics = update(config)(state_of(params, config), batch, totals,
+                                      batch.rollout_logprob, None)
+        assert metrics["policy/ratio_max"] > metrics["policy/ratio_mean"] > 0.5
+        found.append(moments(new.optimizer))
+    assert_close(*found)
 
 
 def test_minibatches_divide_by_their_own_tokens(params: Any, rollout: Rollout) -> None:

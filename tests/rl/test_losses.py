@@ -7,11 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from specrl_jax.config import ConfigError, RLConfig
 from specrl_jax.rl import losses as pl
 from specrl_jax.rl.corrections import CORRECTIONS, LIMIT
 
 CLIP = dict(clip_low=0.2, clip_high=0.5)
-PPO = dict(loss=pl.clipped_surrogate, correction=CORRECTIONS["none"], **CLIP)
+BOUNDS = dict(dual_clip=0.0, **CLIP)
+PPO = dict(loss=pl.ppo_clip, correction=CORRECTIONS["none"], rl=RLConfig(**CLIP))
 
 
 @pytest.fixture(autouse=True)
@@ -33,11 +35,11 @@ def test_surrogate_by_hand(wrap):
     # Ratios 1/2, 1, 5/4, 2 with bounds 0.8 and 1.5.
     # A = 2: min(r A, clip(r) A) = 1, 2, 2.5, 3 (2 is cut to 1.5). The loss is its negative.
     # A = -2: min(-1, -1.6) = -1.6 (1/2 is raised to 0.8); -2; -2.5; min(-4, -3) = -4, not cut.
-    surrogate = wrap(functools.partial(pl.clipped_surrogate, **CLIP))
+    surrogate = wrap(functools.partial(pl.ppo_clip, mask=jnp.ones(4, bool), **BOUNDS))
     ratios = dict(logprob=log([0.1, 0.4, 0.5, 0.6]), old_logprob=log([0.2, 0.4, 0.4, 0.3]))
-    got = surrogate(**ratios, advantage=f32(2.0))
+    got, _ = surrogate(**ratios, advantage=f32(2.0))
     np.testing.assert_allclose(got, [-1.0, -2.0, -2.5, -3.0], rtol=1e-6)
-    got = surrogate(**ratios, advantage=f32(-2.0))
+    got, _ = surrogate(**ratios, advantage=f32(-2.0))
     np.testing.assert_allclose(got, [1.6, 2.0, 2.5, 4.0], rtol=1e-6)
 
 
@@ -49,22 +51,23 @@ def test_surrogate_by_hand(wrap):
 ])
 def test_gradient_stops_where_the_clip_binds(advantage, clipped, slope):
     logprob, old = log([0.1, 0.4, 0.5, 0.6]), log([0.2, 0.4, 0.4, 0.3])
-    args = dict(advantage=f32(advantage), **CLIP)
-    got = pl.clip_indicator(logprob=logprob, old_logprob=old, **args)
+    args = dict(advantage=f32(advantage), mask=jnp.ones(4, bool), **BOUNDS)
+    got = pl.ppo_clip(logprob=logprob, old_logprob=old, **args)[1]
     np.testing.assert_array_equal(got, clipped)
 
     def loss(logprob, old):
-        return pl.clipped_surrogate(logprob=logprob, old_logprob=old, **args).sum()
+        return pl.ppo_clip(logprob=logprob, old_logprob=old, **args)[0].sum()
 
     d_logprob, d_old = jax.grad(loss, argnums=(0, 1))(logprob, old)
     np.testing.assert_allclose(d_logprob, slope, rtol=1e-6)
     np.testing.assert_array_equal(d_old, np.zeros(4))
 
 
+@pytest.mark.parametrize("loss", ["ppo_clip", "gspo", "cispo", "reinforce"])
 @pytest.mark.parametrize("bounds", [CLIP, dict(clip_low=0.0, clip_high=0.0)])
 @pytest.mark.parametrize("advantage", [1.5, -0.7])
-def test_ratio_one_is_the_plain_policy_gradient(bounds, advantage):
-    # With old = logprob the surrogate's gradient is that of -A log p, even between closed bounds.
+def test_ratio_one_is_the_plain_policy_gradient(loss, bounds, advantage):
+    # With old = logprob the gradient is that of -A log p, even between closed bounds.
     logits = f32(np.random.default_rng(0).normal(size=(3, 5)))
 
     def logprob(x):
@@ -72,12 +75,71 @@ def test_ratio_one_is_the_plain_policy_gradient(bounds, advantage):
 
     def surrogate(x):
         lp = logprob(x)
-        return pl.clipped_surrogate(logprob=lp, old_logprob=lp, advantage=f32(advantage),
-                                    **bounds).sum()
+        return pl.LOSSES.resolve(loss)(
+            logprob=lp, old_logprob=jax.lax.stop_gradient(lp), advantage=f32(advantage),
+            mask=jnp.ones(3, bool), dual_clip=0.0, **bounds)[0].sum()
 
     want = jax.grad(lambda x: -advantage * logprob(x).sum())(logits)
     np.testing.assert_allclose(jax.grad(surrogate)(logits), want, atol=1e-6)
-    np.testing.assert_allclose(surrogate(logits), -3 * advantage, rtol=1e-6)
+
+
+def slopes_of(loss, advantage, mask, logprob, old, **bounds):
+    """Loss, where it is clipped, and its slope by logprob, of one sequence."""
+    def total(logprob):
+        terms, clipped = pl.LOSSES.resolve(loss)(
+            logprob=logprob, old_logprob=old, advantage=f32(advantage), mask=jnp.asarray(mask),
+            **BOUNDS | bounds)
+        return jnp.where(jnp.asarray(mask), terms, 0).sum(), (terms, clipped)
+
+    slopes, (terms, clipped) = jax.grad(total, has_aux=True)(logprob)
+    return terms, clipped, slopes
+
+
+def test_dual_clip_bounds_the_loss_of_a_bad_token():
+    # Ratios 1, 2 and 8, A = -1: -min(r A, clip(r) A) = r; above c = 3 it is c, without a slope.
+    args = dict(mask=[True] * 3, logprob=log([0.1, 0.2, 0.8]), old=log([0.1, 0.1, 0.1]))
+    terms, clipped, slopes = slopes_of("ppo_clip", -1.0, dual_clip=3.0, **args)
+    np.testing.assert_allclose(terms, [1.0, 2.0, 3.0], rtol=1e-6)
+    np.testing.assert_array_equal(clipped, [False, False, True])
+    np.testing.assert_allclose(slopes, [1.0, 2.0, 0.0], rtol=1e-6)
+    terms, *_ = slopes_of("ppo_clip", 1.0, dual_clip=3.0, **args)  # good ones: 1 + clip_high
+    np.testing.assert_allclose(terms, [-1.0, -1.5, -1.5], rtol=1e-6)
+
+
+def test_gspo_by_hand():
+    # Two tokens of ratios 1/2 and 2.88: the sequence's is sqrt(1.44) = 1.2. Masked ones are not in
+    # it. The loss is -1.2 A at each; its slope is shared by both tokens: 2 x 1.2 A / 2.
+    args = dict(mask=[True, True, False], logprob=log([0.1, 0.288, 1.0]),
+                old=log([0.2, 0.1, 0.1]))
+    terms, clipped, slopes = slopes_of("gspo", 2.0, **args)
+    np.testing.assert_allclose(terms, [-2.4] * 3, rtol=1e-6)
+    np.testing.assert_allclose(slopes, [-2.4, -2.4, 0.0], rtol=1e-6)
+    assert not clipped.any()
+    terms, clipped, slopes = slopes_of("gspo", 2.0, clip_high=0.1, **args)
+    np.testing.assert_allclose(terms, [-2.2] * 3, rtol=1e-6)
+    assert clipped.all() and not slopes.any()
+
+
+@pytest.mark.parametrize("advantage", [2.0, -2.0])
+def test_cispo_by_hand(advantage):
+    # Weights 1/2 -> 0.8, 1, 5/4, 2 -> 1.5, of -A log p: also clipped tokens keep a slope.
+    args = dict(mask=[True] * 4, logprob=log([0.1, 0.4, 0.5, 0.6]), old=log([0.2, 0.4, 0.4, 0.3]))
+    terms, clipped, slopes = slopes_of("cispo", advantage, **args)
+    weights = np.array([0.8, 1.0, 1.25, 1.5])
+    np.testing.assert_allclose(terms, -weights * advantage * np.log([0.1, 0.4, 0.5, 0.6]),
+                               rtol=1e-5)
+    np.testing.assert_allclose(slopes, -weights * advantage, rtol=1e-6)
+    np.testing.assert_array_equal(clipped, [True, False, False, True])
+    slopes = slopes_of("cispo", advantage, clip_low=1.0, **args)[2]  # no lower bound
+    np.testing.assert_allclose(slopes[0], -0.5 * advantage, rtol=1e-6)
+
+
+def test_reinforce_by_hand():
+    args = dict(mask=[True] * 2, logprob=log([0.1, 0.5]), old=log([0.9, 0.1]))
+    terms, clipped, slopes = slopes_of("reinforce", 3.0, **args)
+    np.testing.assert_allclose(terms, -3 * np.log([0.1, 0.5]), rtol=1e-6)
+    np.testing.assert_allclose(slopes, [-3.0, -3.0], rtol=1e-6)
+    assert not clipped.any()
 
 
 def test_k3_by_hand():
@@ -88,6 +150,21 @@ def test_k3_by_hand():
     slopes = jax.grad(lambda a, b: pl.kl_k3(logprob=a, reference=b).sum(), argnums=(0, 1))(q, p)
     np.testing.assert_allclose(slopes[0], [0.5, 0.0, -1.0], rtol=1e-5, atol=1e-7)
     np.testing.assert_array_equal(slopes[1], np.zeros(3))
+
+
+def test_k1_and_k2_by_hand():
+    # log q/p = ln 2, 0, -ln 2. k2's slope is log q/p, k1's is 1.
+    q, p = log([0.4, 0.3, 0.2]), log([0.2, 0.3, 0.4])
+    ln2 = np.log(2)
+    for name, want, slope in (("k1", [ln2, 0, -ln2], [1, 1, 1]),
+                              ("k2", [ln2**2 / 2, 0, ln2**2 / 2], [ln2, 0, -ln2])):
+        def total(a, b, name=name):
+            return pl.KL_ESTIMATORS[name](logprob=a, reference=b).sum()
+
+        got = pl.KL_ESTIMATORS[name](logprob=q, reference=p)
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-7)
+        np.testing.assert_allclose(jax.grad(total)(q, p), slope, rtol=1e-5, atol=1e-7)
+        assert not jax.grad(total, 1)(q, p).any()
 
 
 def test_k3_is_the_kl_in_expectation_and_never_negative():
@@ -121,61 +198,93 @@ def test_terms_add_the_kl_and_report_metrics():
     # Ratio 2 seen from old: KL(old || new) is estimated by 2 - 1 - ln 2.
     terms, metrics = pl.sequence_terms(
         logprob=log([0.4]), old_logprob=log([0.2]), reference=log([0.2]), advantage=f32(1.0),
-        rollout_logprob=log([0.2]), mask=jnp.array([True]), kl=10.0, **PPO)
+        rollout_logprob=log([0.2]), mask=jnp.array([True]),
+        **PPO | dict(rl=RLConfig(kl=10.0, **CLIP)))
     np.testing.assert_allclose(terms, [-1.5 + 10 * (np.log(2) - 0.5)], rtol=1e-5)
+    np.testing.assert_allclose(metrics["policy/ratio_mean"], [2.0], rtol=1e-6)
     np.testing.assert_allclose(metrics["policy/clip_fraction"], [1.0])
     np.testing.assert_allclose(metrics["kl/update"], [1 - np.log(2)], rtol=1e-5)
     np.testing.assert_allclose(metrics["kl/reference"], [np.log(2) - 0.5], rtol=1e-5)
 
 
-def test_truncated_correction_by_hand():
-    # old / rollout = 1/2, 1 and 4; the last is cut to 2. The loss is -r A = -1 each, and no KL.
-    old, rolled = log([0.1, 0.3, 0.4]), log([0.2, 0.3, 0.1])
-    terms, _ = pl.sequence_terms(
+@pytest.mark.parametrize("name, weights, cut", [
+    ("none", [1.0, 1.0, 1.0, 1.0], [0, 0, 0, 0]),
+    ("truncated", [0.4, 1.0, LIMIT, LIMIT], [0, 0, 1, 1]),
+    ("masked", [0.0, 1.0, 4.0, 0.0], [1, 0, 0, 1]),
+    ("truncated_sequence", [LIMIT] * 4, [1, 1, 1, 1]),  # 0.4 x 1 x 4 x 8 = 12.8
+])
+def test_correction_by_hand(name, weights, cut):
+    # old / rollout = 0.4, 1, 4 and 8. The loss is -r A = -1 each, and no KL.
+    old, rolled = log([0.08, 0.3, 0.4, 0.8]), log([0.2, 0.3, 0.1, 0.1])
+    terms, metrics = pl.sequence_terms(
         logprob=old, old_logprob=old, rollout_logprob=rolled, reference=None, advantage=f32(1.0),
-        mask=jnp.array([True, True, True]), kl=0.0,
-        **PPO | dict(correction=CORRECTIONS["truncated"]))
-    np.testing.assert_allclose(terms, [-0.5, -1.0, -LIMIT], rtol=1e-6)
+        mask=jnp.ones(4, bool), **PPO | dict(correction=CORRECTIONS[name]))
+    np.testing.assert_allclose(terms, -np.array(weights), rtol=1e-5)
+    np.testing.assert_array_equal(metrics["policy/correction_fraction"], cut)
 
 
+def test_sequence_correction_below_its_limit_is_the_product():
+    old, rolled = log([0.5, 0.3, 0.9]), log([0.4, 0.4, 0.1])  # 5/4 x 3/4; the third is masked
+    weight, cut = CORRECTIONS.resolve("truncated_sequence")(
+        old_logprob=old, rollout_logprob=rolled, mask=jnp.array([True, True, False]))
+    np.testing.assert_allclose(weight, [15 / 16] * 3, rtol=1e-5)
+    assert not cut.any()
+
+
+@pytest.mark.parametrize("loss", pl.LOSSES.values(), ids=pl.LOSSES.names())
 @pytest.mark.parametrize("correction", CORRECTIONS.values(), ids=CORRECTIONS.names())
 @pytest.mark.parametrize("garbage", [np.nan, np.inf, -np.inf, 1e30, -1e30])
-def test_masked_positions_are_never_read(garbage, correction):
+def test_masked_positions_are_never_read(garbage, correction, loss):
     mask = jnp.array([True, False, True, False])
     clean = jnp.where(mask, log([0.5, 0.5, 0.2, 0.5]), 0.0)
     dirty = jnp.where(mask, clean, garbage)
 
-    def loss(logprob, others):
+    def total(logprob, others):
         terms, metrics = pl.sequence_terms(
             logprob=logprob, old_logprob=others + 0.01, reference=others - 0.1,
-            rollout_logprob=others - 0.2, advantage=f32(1.3), mask=mask, kl=0.1,
-            **PPO | dict(correction=correction))
+            rollout_logprob=others - 0.2, advantage=f32(1.3), mask=mask,
+            loss=loss, correction=correction, rl=RLConfig(kl=0.1, **CLIP))
         weights = pl.token_weights(mask=mask, normalize="token", total_tokens=2.0,
                                    total_sequences=1.0, max_new_tokens=4)
         return jnp.sum(weights * terms), metrics
 
-    got, want = (jax.value_and_grad(loss, has_aux=True)(x, x) for x in (dirty, clean))
+    got, want = (jax.value_and_grad(total, has_aux=True)(x, x) for x in (dirty, clean))
     jax.tree.map(np.testing.assert_array_equal, got, want)
     gradient = got[1]
     np.testing.assert_array_equal(gradient[jnp.array([1, 3])], [0.0, 0.0])
     assert np.all(np.isfinite(gradient)) and np.all(gradient[jnp.array([0, 2])] != 0)
 
 
-def test_arguments_are_checked_by_name():
-    good = dict(logprob=jnp.zeros(3), old_logprob=jnp.zeros(3), advantage=f32(1.0), **CLIP)
+@pytest.mark.parametrize("loss", ["ppo_clip", "gspo", "cispo", "reinforce"])
+def test_arguments_are_checked_by_name(loss):
+    loss = pl.LOSSES.resolve(loss)
+    good = dict(logprob=jnp.zeros(3), old_logprob=jnp.zeros(3), advantage=f32(1.0),
+                mask=jnp.ones(3, bool))
     with pytest.raises(TypeError, match=r"logprob must be float32 of rank 1, got float32\[2, 3\]"):
-        pl.clipped_surrogate(**good | dict(logprob=jnp.zeros((2, 3))))
+        loss(**good | BOUNDS | dict(logprob=jnp.zeros((2, 3))))
     with pytest.raises(TypeError, match=r"old_logprob must be float32 .* got bfloat16\[3\]"):
-        pl.clipped_surrogate(**good | dict(old_logprob=jnp.zeros(3, jnp.bfloat16)))
+        loss(**good | BOUNDS | dict(old_logprob=jnp.zeros(3, jnp.bfloat16)))
     with pytest.raises(TypeError, match=r"lengths differ: logprob \[3\], old_logprob \[1\]"):
-        pl.clipped_surrogate(**good | dict(old_logprob=jnp.zeros(1)))
+        loss(**good | BOUNDS | dict(old_logprob=jnp.zeros(1)))
     with pytest.raises(TypeError, match=r"advantage must be float32 of rank 0"):
-        pl.clipped_surrogate(**good | dict(advantage=jnp.zeros(3)))
-    rest = PPO | dict(rollout_logprob=jnp.zeros(3), kl=0.0)
+        loss(**good | BOUNDS | dict(advantage=jnp.zeros(3)))
+    rest = good | PPO | dict(loss=loss, rollout_logprob=jnp.zeros(3), reference=None)
     with pytest.raises(TypeError, match=r"mask must be bool of rank 1, got float32\[3\]"):
-        pl.sequence_terms(**good | rest, mask=jnp.ones(3), reference=None)
+        pl.sequence_terms(**rest | dict(mask=jnp.ones(3)))
     with pytest.raises(TypeError, match=r"mask \[3\] and values \[1\] differ"):
-        pl.sequence_terms(**good | rest, mask=jnp.ones(3, bool), reference=jnp.zeros(1))
+        pl.sequence_terms(**rest | dict(reference=jnp.zeros(1)))
     with pytest.raises(ValueError, match="normalize = 'mean': choose one of token"):
         pl.token_weights(mask=jnp.ones(3, bool), normalize="mean", total_tokens=1.0,
                          total_sequences=1.0, max_new_tokens=3)
+
+
+@pytest.mark.parametrize("values, words", [
+    (dict(dual_clip=1.1), "rl.dual_clip = 1.1: must be above 1 . rl.clip_high = 1.2, or 0"),
+    (dict(kl_estimator="k1"), "rl.kl_estimator = 'k1': its gradient in the loss has mean 0; use"),
+    (dict(kl_in="both"), "rl.kl_in = 'both': choose one of loss, reward"),
+    (dict(entropy=-1.0), "rl.entropy = -1.0: must be at least 0"),
+])
+def test_bounds_that_cannot_work_are_refused(values, words):
+    with pytest.raises(ConfigError, match=words):
+        RLConfig(**values)
+    RLConfig(kl_estimator="k1", kl_in="reward", dual_clip=3.0)

@@ -1,0 +1,241 @@
+"""Low-rank adapters: what is trained, what it equals, and what rollouts and checkpoints hold."""
+
+import dataclasses
+import functools
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import (
+    counting,
+    micro_config,
+    micro_trainer,
+    micro_trainer_to_compile,
+    tiny_arch,
+    tiny_params,
+)
+
+from specrl_jax import sharding
+from specrl_jax.config import ConfigError, LearnerConfig, MeshConfig, RewardConfig, RLConfig
+from specrl_jax.config.lora import LORA_TARGETS
+from specrl_jax.io.checkpoint import Checkpoints
+from specrl_jax.model import architecture, layers, lora
+from specrl_jax.model.source import CHECKPOINTS, Actor
+from specrl_jax.model.tiny import byte_tokenizer, random_tensors
+from specrl_jax.model.transformer import forward
+from specrl_jax.model.weights import Source
+from specrl_jax.rl import programs
+from specrl_jax.structs import Params
+
+ARCH = tiny_arch(qkv_bias=True, qk_norm=True)
+OPTIONS = LearnerConfig(lora_rank=2, lora_alpha=6.0)
+LEARNER = LearnerConfig(learning_rate=1e-2, micro_batch=16, max_grad_norm=1e9, lora_rank=4)
+
+
+@functools.cache
+def weights() -> Params:
+    return tiny_params(ARCH)
+
+
+def some_adapters(options: LearnerConfig, stacked: bool = False) -> Params:
+    """Adapters whose B is not zero."""
+    rng = np.random.default_rng(1)
+    start = lora.initialize(ARCH, options, 0, stacked=False)
+    moved = jax.tree.map(lambda a: (a + 0.3 * rng.standard_normal(a.shape)).astype(np.float32),
+                         start)
+    return layers.arrange(moved, stacked)
+
+
+def merged(options: LearnerConfig, base: Params, adapters: Params) -> Params:
+    return lora.overlay(base, lora.merge(options, jnp.float32, base, adapters))
+
+
+def logits(params: Params) -> Any:
+    tokens = np.arange(12, dtype=np.int32).reshape(2, 6)
+    return jax.jit(functools.partial(forward, ARCH))(params, tokens, np.asarray([6, 4], np.int32))
+
+
+@pytest.mark.parametrize("targets", [LORA_TARGETS, ("k_proj",), ("o_proj", "up_proj")])
+def test_merged_weights_equal_the_products_beside_them(targets: tuple[str, ...]) -> None:
+    options = dataclasses.replace(OPTIONS, lora_targets=targets)
+    adapters = some_adapters(options)
+    beside = logits(lora.attach(options, weights(), adapters))
+    np.testing.assert_allclose(beside, logits(merged(options, weights(), adapters)), atol=2e-4)
+    assert np.abs(beside - logits(weights())).max() > 0.1
+
+
+def test_merged_matrix_is_w_plus_alpha_over_rank_b_a() -> None:
+    adapters = some_adapters(OPTIONS)
+    layer, pair = weights()["layers"][1], adapters["layers"][1]
+    found = merged(OPTIONS, weights(), adapters)["layers"][1]
+    want = layer["down"] + 6 / 2 * pair["down_proj"]["b"] @ pair["down_proj"]["a"]
+    np.testing.assert_allclose(found["down"], want, rtol=1e-5, atol=1e-6)
+    key = (pair["k_proj"]["b"].reshape(-1, 2) @ pair["k_proj"]["a"]).reshape(2, 4, 16)
+    np.testing.assert_allclose(found["qkv"][:, ARCH.group], layer["qkv"][:, ARCH.group] + 3 * key,
+                               rtol=1e-5, atol=1e-6)
+    assert found["qkv_bias"] is layer["qkv_bias"]
+
+
+def test_stacked_layers_compute_the_same() -> None:
+    base, adapters = layers.arrange(weights(), True), some_adapters(OPTIONS, stacked=True)
+    want = logits(lora.attach(OPTIONS, weights(), some_adapters(OPTIONS)))
+    np.testing.assert_allclose(logits(lora.attach(OPTIONS, base, adapters)), want, atol=1e-5)
+    np.testing.assert_allclose(logits(merged(OPTIONS, base, adapters)), want, atol=2e-4)
+    described = lora.describe(ARCH, OPTIONS, stacked=True)
+    assert jax.tree.map(lambda p: p.shape, described, is_leaf=architecture.is_param) == (
+        jax.tree.map(np.shape, adapters))
+
+
+def test_adapters_begin_at_the_base_whatever_the_form() -> None:
+    start = lora.initialize(ARCH, OPTIONS, 3, stacked=True)
+    jax.tree.map(np.testing.assert_array_equal, start,
+                 layers.arrange(lora.initialize(ARCH, OPTIONS, 3, stacked=False), True))
+    assert all(np.any(pair["a"]) and not np.any(pair["b"]) for pair in start["layers"].values())
+    base = layers.arrange(weights(), True)
+    jax.tree.map(np.testing.assert_array_equal, merged(OPTIONS, base, start), base)
+
+
+@pytest.mark.parametrize("fields, error", [
+    (dict(lora_alpha=2.0), "learner.lora_alpha = 2.0: .*set learner.lora_rank"),
+    (dict(lora_targets=("q", "o_proj")), "no projection is called q; choose from q_proj, k_proj"),
+    (dict(lora_targets=()), "name at least one"),
+    (dict(lora_targets=("q_proj", "q_proj")), "each once"),
+    (dict(lora_rank=2, optimizer="muon"), "learner.optimizer = 'muon'"),
+    (dict(lora_rank=-1), "learner.lora_rank = -1")])
+def test_options_that_cannot_work_are_refused(fields: dict[str, Any], error: str) -> None:
+    with pytest.raises(ConfigError, match=error):
+        LearnerConfig(**fields)
+
+
+def test_rank_above_the_width_is_refused() -> None:
+    with pytest.raises(ConfigError, match="lora_rank = 9: must be at most 8, the width of k_proj"):
+        lora.describe(ARCH, LearnerConfig(lora_rank=9))
+    lora.describe(ARCH, LearnerConfig(lora_rank=9, lora_targets=("gate_proj",)))
+
+
+def advantages(config: Any) -> np.ndarray:
+    return np.tile(np.asarray([1, -1], np.float32), config.sequences // 2)
+
+
+@pytest.fixture(scope="module")
+def steps() -> Any:
+    """A trainer with adapters, its first rollout, and that of full fine-tuning."""
+    config = micro_config(learner=LEARNER)
+    one, full = micro_trainer(config), micro_trainer_to_compile(
+        dataclasses.replace(config, learner=dataclasses.replace(LEARNER, lora_rank=0)))
+    return one, one.rollout()[0], full.rollout()[0]
+
+
+def test_first_tokens_are_the_base_models(steps: Any) -> None:
+    _, mine, theirs = steps
+    for name in ("tokens", "length", "raw_logprob"):
+        np.testing.assert_array_equal(getattr(mine, name), getattr(theirs, name))
+
+
+def test_update_trains_adapters_and_publishes_merged(steps: Any) -> None:
+    trainer, rollout, _ = steps
+    before = jax.tree.map(np.asarray, trainer.base)
+    for _ in range(2):  # the first moves B alone, because it is zero
+        found: dict[str, Any] = {}
+        assert counting(lambda out=found: out.update(
+            trainer.learn(rollout, advantages(trainer.config)))) == 0
+        assert found["applied"] == 1 and found["grad_norm"] > 0
+    assert all(np.any(leaf) for leaf in jax.tree.leaves(trainer.state.params))
+    jax.tree.map(np.testing.assert_array_equal, trainer.base, before)
+    want = merged(LEARNER, trainer.base, trainer.state.params)
+    jax.tree.map(np.testing.assert_array_equal, trainer.sampler.params, jax.tree.map(
+        np.asarray, want))
+    assert trainer.sampler.params["embed"] is trainer.base["embed"]
+    assert not np.array_equal(trainer.sampler.params["layers"][0]["o"],
+                              trainer.base["layers"][0]["o"])
+    kinds = {path[0].key: leaf for path, leaf in jax.tree_util.tree_leaves_with_path(
+        trainer.arrays())}
+    assert {"actor", "optimizer"} <= set(kinds)
+    largest = max(leaf.size for leaf in jax.tree.leaves(
+        [trainer.arrays()[key] for key in ("actor", "optimizer")]))
+    assert largest <= 4 * max(trainer.arch.intermediate_size, 16 * 8)
+
+
+def test_learner_scores_what_the_merged_rollout_sampled(steps: Any) -> None:
+    trainer, _, _ = steps
+    found = trainer.learn(trainer.rollout()[0], advantages(trainer.config) * 0)
+    assert 0 < found["rollout/logprob_gap"] < 1e-4
+
+
+def saved(trainer: Any, folder: Path, step: int) -> None:
+    with Checkpoints(folder / CHECKPOINTS, keep=1) as checkpoints:
+        checkpoints.save(step, trainer.arrays(), trainer.meta())
+
+
+def test_checkpoint_is_an_actor_with_merged_weights(steps: Any, tmp_path: Path) -> None:
+    trainer, _, _ = steps
+    saved(trainer, tmp_path, 1)
+    source = Source(trainer.arch, byte_tokenizer(), random_tensors(trainer.arch, 0), "micro")
+    actor = Actor(source, tmp_path, 1, learner=LEARNER)
+    mesh = sharding.make_mesh(MeshConfig())
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-6), actor.params(mesh),
+                 trainer.sampler.params)
+    other = Source(trainer.arch, byte_tokenizer(), random_tensors(trainer.arch, 1), "other")
+    with pytest.raises(ConfigError, match="model.path = 'other': its weights are not those"):
+        Actor(other, tmp_path, 1, learner=LEARNER).params(mesh)
+
+
+@pytest.mark.ci
+def test_run_goes_on_from_adapters_beside_the_same_base(tmp_path: Path) -> None:
+    config = micro_config(learner=LEARNER, rl=RLConfig(kl=0.1, minibatches=2),
+                          reward=RewardConfig(terms=("helpers:even",)))
+    trainer = micro_trainer(config)
+    trainer.step()
+    saved(trainer, tmp_path, 1)
+    again = micro_trainer_to_compile(config)
+    with Checkpoints(tmp_path / CHECKPOINTS, keep=1) as checkpoints:
+        assert again.restore(checkpoints)
+        jax.tree.map(np.testing.assert_array_equal, again.sampler.params, trainer.sampler.params)
+        again.base = trainer.base | {"embed": trainer.base["embed"] + 1}
+        again._base = layers.identity(again.base)
+        with pytest.raises(ConfigError, match="its weights are not those"):
+            again.restore(checkpoints)
+    again.base = trainer.base
+    left, right = trainer.step()[0], again.step()[0]
+    kept = [name for name in left if not name.startswith(("time/", "memory/", "learn/", "rollout"))
+            and name != "compilations"]
+    assert {name: left[name] for name in kept} == {name: right[name] for name in kept}
+    assert left["kl/reference"] > 0
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("fields", [dict(learner__packing="sequence"), dict(learner__remat="full"),
+                                    dict(learner__moments="host"), dict(model__dtype="bfloat16"),
+                                    dict(rl__updates=0)])
+def test_options_of_the_learner_go_with_adapters(fields: dict[str, Any]) -> None:
+    trainer = micro_trainer(micro_config(learner=LEARNER, **fields))
+    metrics, _ = trainer.step()
+    assert metrics["applied"] == 1
+    assert trainer.base["layers"][0]["qkv"].dtype == trainer.config.model.dtype
+    assert trainer.base["final_norm"].dtype == jnp.float32
+
+
+@pytest.mark.ci
+def test_adapters_on_a_mesh_learn_what_one_device_does() -> None:
+    found = []
+    for mesh in (MeshConfig(), MeshConfig(data=2, fsdp=2, tensor=2)):
+        trainer = micro_trainer(micro_config(learner=LEARNER, mesh=mesh))
+        rollout, _ = trainer.rollout()
+        trainer.learn(rollout, advantages(trainer.config))
+        found.append((rollout.tokens, jax.tree.map(np.asarray, trainer.state.params)))
+    np.testing.assert_array_equal(found[0][0], found[1][0])
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-4), found[0][1], found[1][1])
+    gate = trainer.state.params["layers"][0]["gate_proj"]
+    assert gate["a"].sharding.spec[1] == "fsdp" and gate["b"].sharding.spec[0] == "tensor"
+
+
+def test_no_gradient_has_the_size_of_a_weight() -> None:
+    """Of all that an update computes, nothing float32 but the base itself is as large as it."""
+    trainer = micro_trainer_to_compile(micro_config(learner=LEARNER))
+    update = {p.name: p for p in programs.programs(
+        trainer.config, trainer.arch, trainer.mesh)}["update"]
+    outputs = jax.tree.leaves(update.lower().out_info)
+    assert max(np.prod(out.shape) for out in outputs) <= 4 * 128
