@@ -14,10 +14,8 @@ What is left out: no value model, no replay of old rollouts, no asynchronous gen
 policy is kept only for a KL penalty.
 """
 
-import collections
-import contextlib
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
 import jax
@@ -31,8 +29,9 @@ from specrl_jax.draft.response_cache import ResponseCache, capacity
 from specrl_jax.io import data, launches
 from specrl_jax.io.compilation import Compiler, Name
 from specrl_jax.io.machine import peak_rss
+from specrl_jax.io.progress import StepTimer
 from specrl_jax.model import architecture, layers, lora, weights
-from specrl_jax.rl import algorithm, judge, learner, programs
+from specrl_jax.rl import algorithm, judge, learner, programs, teacher
 from specrl_jax.rl.batch import Batch, Totals
 from specrl_jax.rl.learner import LearnerState
 from specrl_jax.rl.optimizer import make_optimizer
@@ -53,30 +52,6 @@ class CheckpointReader(Protocol):
         """Returns (step, arrays like `abstract`, meta), None if there is no checkpoint;
         entries beyond `required` are left out where the checkpoint has others."""
         ...
-
-
-class StepTimer:
-    """Seconds of a step by phase: `with timer("rollout"): ...`. Phases of one name add up."""
-
-    def __init__(self, phase: Callable[[str], None] = lambda name: None) -> None:
-        """Args: phase, called with the name of each phase when it begins."""
-        self._phase, self._began = phase, time.perf_counter()
-        self._seconds: dict[str, float] = collections.defaultdict(float)
-
-    @contextlib.contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
-        self._phase(name)
-        began = time.perf_counter()
-        yield
-        self._seconds[name] += time.perf_counter() - began
-
-    def __getitem__(self, name: str) -> float:
-        return self._seconds[name]
-
-    @property
-    def total(self) -> float:
-        """Seconds since the timer was made."""
-        return time.perf_counter() - self._began
 
 
 class Trainer:
@@ -105,6 +80,7 @@ class Trainer:
         loaded = source.params(self.shardings)
         self.base, params = programs.initial(config, self.arch, self.mesh, loaded)
         self._base = None if self.base is None else layers.identity(loaded)
+        self.teacher = teacher.load(config, self.tokenizer, self.mesh, say)
         self.reference = jax.tree.map(jnp.copy, params) if config.rl.kl else None
         places = jax.tree.map(lambda a: a.sharding, programs.abstract_state(
             config, self.arch, self.mesh).optimizer)
@@ -146,7 +122,8 @@ class Trainer:
     def _add_programs(self, compiler: Compiler) -> None:
         """Starts compiling the policy's programs."""
         self._programs = {p.name: compiler.add(p)
-                          for p in programs.programs(self.config, self.arch, self.mesh)}
+                          for p in programs.programs(self.config, self.arch, self.mesh,
+                                                    self.teacher and self.teacher.arch)}
 
     def _minibatches(self, rollout: Rollout, advantage: np.ndarray
                      ) -> list[tuple[Batch, Totals]]:
@@ -271,11 +248,14 @@ class Trainer:
         parts = self._minibatches(rollout, advantage)
         old = self._old_scores(parts)
         initial = [self._score(self.reference, part) if kl else None for part in parts]
+        taught = [self.teacher and self._programs["teacher"](self.teacher.params, *part)
+                  for part in parts]
         update, steps = self._programs["update"], []
         for _ in range(self.config.rl.updates):
-            for part, acted, first in zip(parts, old, initial, strict=True):
+            for part, acted, first, scores in zip(parts, old, initial, taught, strict=True):
                 reference = (first, self._score(self.state.params, part)) if kl else None
-                self.state, metrics = update(self.state, *part, acted, reference, self.base)
+                self.state, metrics = update(self.state, *part, acted, reference, self.base,
+                                             scores)
                 steps.append(jax.tree.map(float, jax.device_get(metrics)))
         last = steps[-len(parts) :]
         means = {name: float((np.max if name in learner.LARGEST else np.mean)(
