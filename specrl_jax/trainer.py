@@ -33,7 +33,7 @@ from specrl_jax.io.compilation import Compiler, Name
 from specrl_jax.io.machine import peak_rss
 from specrl_jax.io.step_timer import StepTimer
 from specrl_jax.model import architecture, layers, lora, weights
-from specrl_jax.rl import algorithm, experience, judge, learner, overlong, programs
+from specrl_jax.rl import algorithm, experience, judge, learner, overlong, programs, teacher
 from specrl_jax.rl.batch import Batch, Totals
 from specrl_jax.rl.experience import Scored, join
 from specrl_jax.rl.learner import LearnerState
@@ -76,6 +76,7 @@ class Trainer:
         loaded = source.params(self.shardings)
         self.base, params = programs.initial(config, self.arch, self.mesh, loaded)
         self._base = None if self.base is None else layers.identity(loaded)
+        self.teacher = teacher.load(config, self.tokenizer, self.mesh, say)
         self.reference = jax.tree.map(jnp.copy, params) if config.rl.kl else None
         places = jax.tree.map(lambda a: a.sharding, programs.abstract_state(
             config, self.arch, self.mesh).optimizer)
@@ -117,7 +118,8 @@ class Trainer:
     def _add_programs(self, compiler: Compiler) -> None:
         """Starts compiling the policy's programs."""
         self._programs = {p.name: compiler.add(p)
-                          for p in programs.programs(self.config, self.arch, self.mesh)}
+                          for p in programs.programs(self.config, self.arch, self.mesh,
+                                                    self.teacher and self.teacher.arch)}
 
     def _minibatches(self, rollout: Rollout, advantage: np.ndarray
                      ) -> list[tuple[Batch, Totals]]:
@@ -269,11 +271,14 @@ class Trainer:
         parts = self._minibatches(rollout, advantage)
         old = self._old_scores(parts)
         initial = [self._score(self.reference, part) if kl else None for part in parts]
+        taught = [self.teacher and self._programs["teacher"](self.teacher.params, *part)
+                  for part in parts]
         update, steps = self._programs["update"], []
         for _ in range(self.config.rl.updates):
-            for part, acted, first in zip(parts, old, initial, strict=True):
+            for part, acted, first, scores in zip(parts, old, initial, taught, strict=True):
                 reference = (first, self._score(self.state.params, part)) if kl else None
-                self.state, metrics = update(self.state, *part, acted, reference, self.base)
+                self.state, metrics = update(self.state, *part, acted, reference, self.base,
+                                             scores)
                 steps.append(jax.tree.map(float, jax.device_get(metrics)))
         last = steps[-len(parts) :]
         means = {name: float((np.max if name in learner.LARGEST else np.mean)(
