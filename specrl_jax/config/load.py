@@ -13,10 +13,10 @@ from typing import Any
 
 from specrl_jax.config.fields import ConfigError, check
 from specrl_jax.config.renamed import check_current, renamed_argument
+from specrl_jax.config.rl import ALGORITHMS
 from specrl_jax.config.sections import Config
 
 PRESETS = Path(__file__).resolve().parent / "presets"
-ALGORITHMS: dict[str, Mapping[str, Any]] = {}  # name -> values at dotted paths
 
 
 def preset_names() -> list[str]:
@@ -105,8 +105,8 @@ def _chosen(preset: str, chosen: str, targets: Mapping[str, Mapping[str, Any]]) 
         kind = next((kind for kind, known in kinds.items() if name in known), None)
         if kind is None:
             there = [f"{kind}s {', '.join(known)}" for kind, known in kinds.items() if known]
-            raise ConfigError(f"preset {preset!r}: no target or algorithm {given!r}: " + (
-                f"choose from its {'; '.join(there)}" if there else "it has none, drop the colon"))
+            raise ConfigError(f"preset {preset!r}: no target or algorithm {given!r}: choose from "
+                              f"its {'; '.join(there)}")
         if kind in taken:
             raise ConfigError(f"preset {preset!r}: {given!r} is another {kind}: name one")
         taken.add(kind)

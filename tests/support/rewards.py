@@ -15,6 +15,11 @@ def recorded(prompt: str, completion: str, example: object) -> float:
     return jax.process_index() + len(set(completion)) / 100
 
 
+def starts_even(prompt: str, completion: str, example: object) -> float:
+    """1 or 0, so that random answers to a prompt often agree."""
+    return float(ord(completion[0]) % 2 == 0) if completion else 0.0
+
+
 def fails_in_process_1(prompt: str, completion: str, example: object) -> float:
     if jax.process_index() == 1:
         raise RuntimeError("judge is down")
