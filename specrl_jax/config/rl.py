@@ -55,7 +55,7 @@ class RLConfig(Section, prefix="rl"):
     filter_extra: int = option(3, "dynamic: most further rollouts in a step; then groups without "
                                   "an advantage fill it up", low=1)
     overlong: str = option(
-        "keep", "responses that end at rollout.max_new_tokens: keep; mask, so that they count in "
+        "keep", "responses cut at rollout.max_new_tokens: keep; mask, so that they count in "
         "no update; or soft, a penalty on the reward that grows to 1 towards the limit (DAPO)",
         choose=("keep", "mask", "soft"))
     overlong_tokens: int = option(0, "soft: tokens before the limit at which the penalty begins; 0 "

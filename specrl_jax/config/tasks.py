@@ -90,8 +90,8 @@ class RewardConfig(Section, prefix="reward"):
 class EvalConfig(Section, prefix="eval"):
     """Evaluation: which problems, how many answers to each, and how often in a run."""
 
-    every: int = option(0, "steps between evaluations in a run, whose best checkpoint is kept; 0 "
-                           "is none", low=0)
+    every: int = option(0, "steps of a run between evaluations on held-out problems; the best "
+                           "checkpoint is kept; 0 is none", low=0)
     split: str = option("test", "split of the data that is held out, such as test or test[:50%]")
     path: str = option("", "data.path of what is held out, where the data has no splits; empty is "
                            "data.path")
