@@ -27,20 +27,20 @@ from specrl_jax import sharding
 from specrl_jax.config import Config, ConfigError
 from specrl_jax.distill import drafter
 from specrl_jax.draft.response_cache import ResponseCache, capacity
-from specrl_jax.io import data, launches
+from specrl_jax.io import data
 from specrl_jax.io.checkpoint import CheckpointReader
 from specrl_jax.io.compilation import Compiler, Name
 from specrl_jax.io.machine import peak_rss
 from specrl_jax.io.step_timer import StepTimer
 from specrl_jax.model import architecture, layers, lora, weights
-from specrl_jax.rl import algorithm, experience, judge, learner, overlong, programs
+from specrl_jax.rl import algorithm, experience, judge, learner, overlong, programs, teacher
 from specrl_jax.rl.batch import Batch, Totals
 from specrl_jax.rl.experience import Scored, join
 from specrl_jax.rl.learner import LearnerState
 from specrl_jax.rl.optimizer import make_optimizer
 from specrl_jax.rl.prompt_order import PromptOrder
 from specrl_jax.rollout.engine import Result
-from specrl_jax.rollout.metrics import merged, rollout_metrics
+from specrl_jax.rollout.metrics import rollout_metrics
 from specrl_jax.rollout.prompts import Prompts, make_prompts
 from specrl_jax.rollout.sampler import Sampler
 from specrl_jax.rollout.scoring import Sample, score_rollout
@@ -76,6 +76,7 @@ class Trainer:
         loaded = source.params(self.shardings)
         self.base, params = programs.initial(config, self.arch, self.mesh, loaded)
         self._base = None if self.base is None else layers.identity(loaded)
+        self.teacher = teacher.load(config, self.tokenizer, self.mesh, say)
         self.reference = jax.tree.map(jnp.copy, params) if config.rl.kl else None
         places = jax.tree.map(lambda a: a.sharding, programs.abstract_state(
             config, self.arch, self.mesh).optimizer)
@@ -117,7 +118,8 @@ class Trainer:
     def _add_programs(self, compiler: Compiler) -> None:
         """Starts compiling the policy's programs."""
         self._programs = {p.name: compiler.add(p)
-                          for p in programs.programs(self.config, self.arch, self.mesh)}
+                          for p in programs.programs(self.config, self.arch, self.mesh,
+                                                    self.teacher and self.teacher.arch)}
 
     def _minibatches(self, rollout: Rollout, advantage: np.ndarray
                      ) -> list[tuple[Batch, Totals]]:
@@ -160,7 +162,7 @@ class Trainer:
                 ) -> tuple[Rollout, Metrics]:
         """Generates the sequences of this step; returns them and the rollout's metrics."""
         rollout, result = self._generate(progress, 0)
-        return rollout, self._rollout_metrics(rollout, [result])
+        return rollout, rollout_metrics(rollout, [result], self.sampler.plain_round_seconds)
 
     def _generate(self, progress: Callable[[int, int, int], None], earlier: int
                   ) -> tuple[Rollout, Result]:
@@ -170,13 +172,6 @@ class Trainer:
         batch = self.prompts.batch(places).part(slice(-per_step, None))
         past = self.responses.past(batch.prompt_id, self.sampler.engine.layout.past, step)
         return self.sampler.generate(batch, "train", step, past=past, progress=progress)
-
-    def _rollout_metrics(self, rollout: Rollout, results: list[Result]) -> Metrics:
-        result = merged(results)
-        saved = launches.saved(result.trace, self.sampler.plain_round_seconds)
-        return rollout_metrics(rollout, result) | saved | {
-            "rollout/batches": len(results), "version/policy": rollout.policy_version,
-            "version/drafter": rollout.drafter_version}
 
     def _gather(self, progress: Callable[[int, int, int], None], timer: StepTimer
                 ) -> tuple[Rollout, np.ndarray, np.ndarray, list[Sample], Metrics]:
@@ -202,8 +197,8 @@ class Trainer:
         chosen, metrics = experience.merge(scored, config)
         self.order.observe(*experience.rates(scored, self.prompts.place))
         advantage = self.algorithm.advantages(chosen.shaped, config.group_size, chosen.baseline)
-        return (chosen.rollout, chosen.rewards, advantage, chosen.samples,
-                self._rollout_metrics(whole, list(results)) | metrics)
+        return chosen.rollout, chosen.rewards, advantage, chosen.samples, metrics | rollout_metrics(
+            whole, results, self.sampler.plain_round_seconds)
 
     def _scored(self, rollout: Rollout) -> Scored:
         """Rewards a rollout; see Scored."""
@@ -269,11 +264,14 @@ class Trainer:
         parts = self._minibatches(rollout, advantage)
         old = self._old_scores(parts)
         initial = [self._score(self.reference, part) if kl else None for part in parts]
+        taught = [self.teacher and self._programs["teacher"](self.teacher.params, *part)
+                  for part in parts]
         update, steps = self._programs["update"], []
         for _ in range(self.config.rl.updates):
-            for part, acted, first in zip(parts, old, initial, strict=True):
+            for part, acted, first, scores in zip(parts, old, initial, taught, strict=True):
                 reference = (first, self._score(self.state.params, part)) if kl else None
-                self.state, metrics = update(self.state, *part, acted, reference, self.base)
+                self.state, metrics = update(self.state, *part, acted, reference, self.base,
+                                             scores)
                 steps.append(jax.tree.map(float, jax.device_get(metrics)))
         last = steps[-len(parts) :]
         means = {name: float((np.max if name in learner.LARGEST else np.mean)(

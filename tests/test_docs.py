@@ -34,7 +34,7 @@ def test_result_is_of_the_preset_as_it_is(file):
     result = json.loads(file.read_text(encoding="utf-8"))
     name, target = result["config"]["name"], result["target"].replace(":", "_")
     assert file.stem.removesuffix("_newest") == f"compile_{name}_{target}"
-    now = as_dict(load_config(f"{name}:{target}"))
+    now = json.loads(json.dumps(as_dict(load_config(f"{name}:{target}"))))
     for section in ("mesh", "model", "spec", "draft", "rollout", "learner", "distill"):
         was = result["config"][section]
         assert {field: now[section].get(field) for field in was} == was, section

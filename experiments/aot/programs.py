@@ -76,6 +76,7 @@ class Run:
     weights: PyTree  # of each part of the drafter
     bound: PyTree  # what rollouts draft with
     drafter_state: LearnerState | None
+    teacher: Architecture | None
 
     def groups(self) -> dict[str, Iterator[Program]]:
         """Returns the programs that the run compiles, by part of the run.
@@ -83,7 +84,7 @@ class Run:
         Besides, single rounds of the largest batch, which no run compiles by themselves.
         """
         return {"rollout": self.engine.programs(self.actor, self.bound),
-                "policy": policy.programs(self.config, self.arch, self.mesh),
+                "policy": policy.programs(self.config, self.arch, self.mesh, self.teacher),
                 "publish": self._publish(), "drafter": self._drafter_programs(),
                 "rounds": rounds.programs(self.engine, self.actor, self.bound)}
 
@@ -135,6 +136,9 @@ def describe(config: Config, mesh: Mesh, model: Model | None = None) -> Run:
         resident["published"] = actor
     elif base is not None:
         resident["published"] = lora.merged_part(config.learner, actor)
+    teacher = _teacher(config)
+    if teacher is not None:
+        resident["teacher"] = policy.abstract_frozen(config, teacher, mesh)
     if config.rl.kl:
         resident["reference"] = state.params
     if jax.tree.leaves(own):
@@ -147,7 +151,15 @@ def describe(config: Config, mesh: Mesh, model: Model | None = None) -> Run:
             places(learning, config.distill, mesh))
         resident["distill"] = drafter_state.optimizer
     return Run(config, arch, mesh, engine, resident, drafters, master, actor, own, bound,
-               drafter_state)
+               drafter_state, teacher)
+
+
+def _teacher(config: Config) -> Architecture | None:
+    """Returns the architecture of `rl.teacher`, if an update reads one."""
+    if not config.rl.teacher or not config.rl.updates:
+        return None
+    model = dataclasses.replace(config.model, path=config.rl.teacher, family="")
+    return model_of(dataclasses.replace(config, model=model)).arch
 
 
 def _published(arch: Architecture, mesh: Mesh, dtype: Any, params: PyTree) -> PyTree:

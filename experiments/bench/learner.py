@@ -115,7 +115,7 @@ class Update:
         self.useful, self.padded_tokens = roofline.useful_work(batch), _run_tokens(batch, totals)
         rows, whole = NamedSharding(mesh, P(None, sharding.ROWS)), sharding.replicated(mesh)
         self.args = (sharding.put(rows, batch), sharding.put(whole, totals), None, None,
-                     trainer.base)
+                     trainer.base, None)
         places = jax.tree.map(lambda a: a.sharding, keeper.state)
         self.program = jax.jit(
             functools.partial(learner.update, arch, config),

@@ -38,6 +38,12 @@ class RLConfig(Section, prefix="rl"):
         "k3", "estimate of the KL from a token: k1 (log ratio; for kl_in=reward), k2 (half its "
         "square) or k3 (never negative)", choose=("k1", "k2", "k3"))
     entropy: float = option(0.0, "coefficient of a bonus for the entropy of tokens", low=0)
+    teacher: str = option("", "model with the policy's tokenizer whose log-probabilities of the "
+                          "policy's tokens are part of the advantages (on-policy distillation); "
+                          "empty is none")
+    teacher_weight: float = option(
+        1.0, "what a token's advantage gains by each nat that the teacher's log-probability is "
+        "above the policy's; with reward.weights of 0 it is all of it", within="(0, inf)")
     clip_low: float = option(0.2, "ratio is clipped below at 1 - clip_low", low=0)
     clip_high: float = option(0.2, "ratio is clipped above at 1 + clip_high", low=0)
     dual_clip: float = option(0.0, "ppo_clip, gspo: most that a negative advantage is multiplied "

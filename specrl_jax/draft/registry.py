@@ -33,7 +33,7 @@ from specrl_jax.draft.small_lm import small_lm
 from specrl_jax.draft.trainable import TrainableDrafter
 from specrl_jax.model import weights
 from specrl_jax.model.architecture import Architecture, describe, is_param
-from specrl_jax.model.tokenizer import Tokenizer
+from specrl_jax.model.tokenizer import Tokenizer, check_same_tokens
 from specrl_jax.structs import DrafterParams, Params, PyTree
 
 
@@ -215,7 +215,7 @@ def _small_lm(context: DrafterContext) -> DrafterPart:
     path = config.draft.model
     check(bool(path), "draft.model", path, "name a smaller model with the actor's tokenizer")
     small = weights.describe_source(path, "draft.model")
-    check_tokens(path, small.tokenizer, context.tokenizer)
+    check_same_tokens("draft.model", path, small.tokenizer, context.tokenizer)
     longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
     check(longest <= small.arch.max_position, "draft.model", path,
           f"has {small.arch.max_position} positions, rollout.max_prompt_tokens + "
@@ -270,13 +270,3 @@ def _head(context: DrafterContext) -> tuple[EagleArch, DrafterParams, str]:
               f"was trained with tokenizer {made_for.tokenizer}, the actor's is {actors}; give a "
               "head that was trained for it")
     return head, own, made_for.actor
-
-
-def check_tokens(path: str, small: Tokenizer, actor: Tokenizer) -> None:
-    """Raises a ConfigError if the small model's tokens are not the actor's."""
-    mine, theirs = (t.backend.get_vocab(with_added_tokens=True) for t in (small, actor))
-    differ = sorted(token for token in mine.keys() | theirs.keys()
-                    if mine.get(token) != theirs.get(token))
-    check(not differ, "draft.model", path,
-          f"{len(differ)} tokens differ from the actor's, such as {differ[:1]}; name a model with "
-          "the actor's tokenizer")

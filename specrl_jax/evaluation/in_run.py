@@ -73,6 +73,7 @@ class InRun:
         if not self._sampler.engine.compiled:
             self._sampler.compile(say, profile=False)
             self._sampler.engine.release()
+        self._sampler.forget()
 
     def after(self, step: int, progress: Progress) -> Metrics:
         """Returns the metrics of an evaluation, {} where none is due after `step` steps."""
@@ -88,6 +89,7 @@ class InRun:
         finally:
             own.control, theirs.acceptance = before
             own.release()
+            self._sampler.forget()
         if self.best is None or found["accuracy"] > self.best["accuracy"]:
             self.best = {"step": step, "accuracy": found["accuracy"]} | self._of
         return metrics_of(found) | {"eval/best_step": self.best["step"],

@@ -32,6 +32,8 @@ METRICS = tuple(Metric(*row) for row in (
      "reward.on_failure"),
     ("reward/*", "reward", "mean of one reward term, before its weight", "rewards/*/mean"),
     ("loss", "", "policy loss of the last update", "loss", "actor/pg_loss"),
+    ("heldout/loss", "nats", "mean negative log-probability of held-out response tokens; sft.py",
+     "eval_loss", "val/loss"),
     ("grad_norm", "", "global norm of the gradient before clipping", "grad_norm",
      "actor/grad_norm"),
     ("learning_rate", "", "rate of the update, mean over those of the last epoch", "learning_rate",
@@ -48,6 +50,7 @@ METRICS = tuple(Metric(*row) for row in (
     ("kl/reference", "nats", "k3 estimate of the KL to the initial policy, with rl.kl > 0; "
      "with rl.kl_in=reward that of rl.kl_estimator", "kl",
      "actor/kl_loss"),
+    ("kl/teacher", "nats", "k1 estimate of the KL from the policy to the teacher; with rl.teacher"),
     ("kl/update", "nats", "k3 estimate of the KL from the policy that sampled to the current one",
      "", "actor/ppo_kl"),
     ("response/length_mean", "tokens", "mean length of responses", "completions/mean_length",

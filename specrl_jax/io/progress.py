@@ -42,7 +42,8 @@ def duration(seconds: float) -> str:
 
 def summary(metrics: Metrics) -> str:
     """Returns one line with the main metrics of a step; absent ones are left out."""
-    shown = (("reward/mean", "reward {:.3f}"), ("eval/accuracy", "eval {:.3f}"),
+    shown = (("heldout/loss", "held-out {:.3f}"), ("reward/mean", "reward {:.3f}"),
+             ("eval/accuracy", "eval {:.3f}"),
              ("rollout/tokens_per_second", "{:.0f} tok/s"),
              ("rollout/accept_length", "accept {:.2f}"), ("time/step", "{:.1f}s"))
     parts = [form.format(metrics[key]) for key, form in shown if key in metrics]

@@ -16,7 +16,7 @@ import jinja2.ext
 import jinja2.sandbox
 import tokenizers
 
-from specrl_jax.config import ConfigError
+from specrl_jax.config import ConfigError, check
 from specrl_jax.model.fields import LARGEST, REPAIR, Fields
 from specrl_jax.structs import Json
 
@@ -264,3 +264,14 @@ def _environment() -> jinja2.Environment:
 
 def _raise(message: str) -> None:
     raise jinja2.TemplateError(message)
+
+
+def check_same_tokens(field: str, path: str, tokenizer: Tokenizer, actor: Tokenizer) -> None:
+    """Raises ConfigError if the tokens of the model at `path`, which `field` names, are not the
+    actor's."""
+    mine, theirs = (t.backend.get_vocab(with_added_tokens=True) for t in (tokenizer, actor))
+    differ = sorted(token for token in mine.keys() | theirs.keys()
+                    if mine.get(token) != theirs.get(token))
+    check(not differ, field, path,
+          f"{len(differ)} tokens differ from the actor's, such as {differ[:1]}; name a model with "
+          "the actor's tokenizer")

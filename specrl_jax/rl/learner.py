@@ -86,8 +86,8 @@ def _micro_batch(batch: PyTree, i: Array) -> PyTree:
 
 
 def update(arch: Architecture, config: Config, state: LearnerState, batch: Batch, totals: Totals,
-           old: Array | None, reference: tuple[Array, Array] | None, base: Params | None = None
-           ) -> tuple[LearnerState, dict[str, Array]]:
+           old: Array | None, reference: tuple[Array, Array] | None, base: Params | None = None,
+           teacher: Array | None = None) -> tuple[LearnerState, dict[str, Array]]:
     """Runs one optimiser step; a non-finite loss or gradient leaves the state as it was.
 
     Args:
@@ -97,6 +97,7 @@ def update(arch: Architecture, config: Config, state: LearnerState, batch: Batch
         that of `state`; None: no KL term. One program scores both, so that KL and gradient are 0
         where their weights are equal: Adam would scale up what two programs differ by.
       base: see `lora.attach`; they have no gradient.
+      teacher: f32[n, b, R] log-probabilities under the teacher, see `micro_loss`; None: no teacher.
 
     Returns:
       The new state, and metrics f32[]: loss, grad_norm, applied (0 or 1), learning_rate, and means
@@ -107,7 +108,7 @@ def update(arch: Architecture, config: Config, state: LearnerState, batch: Batch
 
     def loss(params: Params, i: Array) -> tuple[Array, dict[str, Array]]:
         return micro_loss(arch, config, totals, lora.attach(config.learner, base, params),
-                          *_micro_batch((batch, old, reference), i))
+                          *_micro_batch((batch, old, reference, teacher), i))
 
     def accumulate(i: Array, carry: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
         (value, metrics), grads = jax.value_and_grad(loss, has_aux=True)(state.params, i)
@@ -173,22 +174,31 @@ def apply(optimizer: optax.GradientTransformation, state: LearnerState, grads: P
 
 
 def micro_loss(arch: Architecture, config: Config, totals: Totals, params: Params, batch: Batch,
-               old: Array | None, reference: tuple[Array, Array] | None
-               ) -> tuple[Array, dict[str, Array]]:
+               old: Array | None, reference: tuple[Array, Array] | None,
+               teacher: Array | None = None) -> tuple[Array, dict[str, Array]]:
     """Returns a micro-batch's share of the loss f32[], and sums over tokens of policy/entropy and
-    the metrics of `losses.sequence_terms` and `gap_sums`."""
+    the metrics of `losses.sequence_terms` and `gap_sums`.
+
+    A teacher adds `rl.teacher_weight (log p_teacher - log p_acted)` to each token's advantage. Its
+    mean is minus KL(policy || teacher) at that token: on-policy distillation as in GKD,
+    arXiv:2306.13649, with the reverse KL and lambda 1.
+    """
     rl, buffer = config.rl, config.rollout.max_new_tokens
     _, loss, correction = algorithm.resolve(rl)
     logprob, entropy = response_scores(arch, config, params, batch)
     here = jax.lax.stop_gradient(logprob)
     initial = None if reference is None else here + (reference[0] - reference[1])
     mask = jnp.arange(buffer)[None, None] < batch.length[..., None]
-    per_token = (logprob, here if old is None else old, batch.rollout_logprob,
-                 entropy if rl.entropy else jax.lax.stop_gradient(entropy), initial)
+    acted = here if old is None else old
+    per_token = (logprob, acted, batch.rollout_logprob,
+                 entropy if rl.entropy else jax.lax.stop_gradient(entropy), initial,
+                 None if teacher is None else teacher - acted)
 
     def sequence_loss(mask: Array, advantage: Array, logprob: Array, old: Array,
-                      rollout_logprob: Array, entropy: Array, reference: Array | None
-                      ) -> tuple[Array, dict[str, Array]]:
+                      rollout_logprob: Array, entropy: Array, reference: Array | None,
+                      above: Array | None) -> tuple[Array, dict[str, Array]]:
+        if above is not None:
+            advantage = advantage + rl.teacher_weight * above
         terms, metrics = losses.sequence_terms(
             loss=loss, correction=correction, logprob=logprob, old_logprob=old,
             rollout_logprob=rollout_logprob, reference=reference, advantage=advantage, mask=mask,
@@ -200,6 +210,8 @@ def micro_loss(arch: Architecture, config: Config, totals: Totals, params: Param
             mask=mask, normalize=rl.normalize, total_tokens=totals.tokens,
             total_sequences=totals.sequences, max_new_tokens=buffer)
         metrics["policy/entropy"] = jax.lax.stop_gradient(entropy)
+        if above is not None:
+            metrics["kl/teacher"] = jnp.where(mask, -above, 0.0)
         return (weights * terms).sum(), metrics
 
     values, metrics = jax.vmap(jax.vmap(sequence_loss))(

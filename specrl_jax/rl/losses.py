@@ -27,7 +27,7 @@ class Loss(Protocol):
 
       logprob, old_logprob: f32[T], of the policy that learns and of the one that sampled; 0 where
         masked.
-      advantage: f32[].
+      advantage: f32[], or f32[T] where tokens differ (rl.teacher).
       mask: bool[T], tokens that count, for losses that read a whole sequence.
       clip_low, clip_high: distances from 1 at which the ratio may be clipped.
       dual_clip: least multiple of a negative advantage; 0 is none.
@@ -60,7 +60,7 @@ def ppo_clip(*, logprob: Array, old_logprob: Array, advantage: Array, mask: Arra
     """
     del mask
     _check(1, logprob=logprob, old_logprob=old_logprob)
-    _check(0, advantage=advantage)
+    _check(min(advantage.ndim, 1), advantage=advantage)
     return _surrogate(jnp.exp(logprob - jax.lax.stop_gradient(old_logprob)), advantage,
                       clip_low, clip_high, dual_clip)
 
@@ -76,7 +76,7 @@ def gspo(*, logprob: Array, old_logprob: Array, advantage: Array, mask: Array,
     `ppo_clip`.
     """
     _check(1, logprob=logprob, old_logprob=old_logprob)
-    _check(0, advantage=advantage)
+    _check(min(advantage.ndim, 1), advantage=advantage)
     total = jnp.sum(jnp.where(mask, logprob - jax.lax.stop_gradient(old_logprob), 0.0))
     ratio = jnp.exp(total / jnp.maximum(jnp.sum(mask, dtype=jnp.float32), 1.0))
     return _surrogate(jnp.broadcast_to(ratio, logprob.shape), advantage, clip_low, clip_high,
@@ -95,7 +95,7 @@ def cispo(*, logprob: Array, old_logprob: Array, advantage: Array, mask: Array,
     """
     del mask, dual_clip
     _check(1, logprob=logprob, old_logprob=old_logprob)
-    _check(0, advantage=advantage)
+    _check(min(advantage.ndim, 1), advantage=advantage)
     ratio = jnp.exp(jax.lax.stop_gradient(logprob - old_logprob))
     weight = jnp.clip(ratio, 1.0 - clip_low, 1.0 + clip_high)
     return -weight * jax.lax.stop_gradient(advantage) * logprob, weight != ratio
@@ -112,7 +112,7 @@ def reinforce(*, logprob: Array, old_logprob: Array, advantage: Array, mask: Arr
     """
     del mask, clip_low, clip_high, dual_clip
     _check(1, logprob=logprob, old_logprob=old_logprob)
-    _check(0, advantage=advantage)
+    _check(min(advantage.ndim, 1), advantage=advantage)
     return -jax.lax.stop_gradient(advantage) * logprob, jnp.zeros(logprob.shape, bool)
 
 

@@ -53,8 +53,11 @@ def abstract_state(config: Config, arch: Architecture, mesh: Mesh) -> LearnerSta
 
 def abstract_base(config: Config, arch: Architecture, mesh: Mesh) -> Params | None:
     """Returns the shapes and shardings of the frozen weights beside adapters; None without."""
-    if not config.learner.lora_rank:
-        return None
+    return abstract_frozen(config, arch, mesh) if config.learner.lora_rank else None
+
+
+def abstract_frozen(config: Config, arch: Architecture, mesh: Mesh) -> Params:
+    """Returns the shapes and shardings of weights that the learner only reads."""
     described = architecture.describe(arch, _scanned(mesh))
     places = sharding.shardings(described, sharding.LEARNER_RULES, mesh, architecture.is_param)
     whole = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32), described,
@@ -91,7 +94,8 @@ def host_batches(config: Config, rollout: Rollout, advantage: np.ndarray
     """Returns the batch of each optimiser step over a rollout, as host arrays."""
     parts, layout = config.rl.minibatches, layout_of(config)
     rl = config.rl
-    keep_all = rl.kl_in_loss or rl.entropy > 0 or rl.updates != 1  # 0: the gap is of any sequence
+    keep_all = rl.kl_in_loss or rl.entropy > 0 or rl.updates != 1 or bool(rl.teacher)
+    # With 0 updates the gap is of any sequence.
     return [make_batch(part_of(rollout, i, parts), part, config.rollout.temperature, layout,
                        keep_all) for i, part in enumerate(np.split(advantage, parts))]
 
@@ -117,12 +121,26 @@ def _steps(config: Config) -> int:
     return config.rl.updates * config.rl.minibatches
 
 
-def programs(config: Config, arch: Architecture, mesh: Mesh) -> Iterator[Program]:
-    """Yields the policy's programs, as far as they are used: update, score, kl, gap, merge."""
+def abstract_batch(config: Config, mesh: Mesh) -> tuple[Batch, Totals]:
+    """Returns the shapes and shardings of the batch of one optimiser step."""
+    blank = host_batches(config, blank_rollout(config), np.zeros(config.sequences, np.float32))
+    return abstract(blank[0], batch_places(mesh))
+
+
+def score(config: Config, arch: Architecture, mesh: Mesh) -> Program:
+    """Returns the program that scores a batch, see `learner.score`."""
+    function = sharding.traced_for(mesh, functools.partial(learner.score, arch, config))
+    return Program("score", jax.jit(function), (
+        abstract_state(config, arch, mesh).params, *abstract_batch(config, mesh),
+        abstract_base(config, arch, mesh)))
+
+
+def programs(config: Config, arch: Architecture, mesh: Mesh, teacher: Architecture | None = None
+             ) -> Iterator[Program]:
+    """Yields the policy's programs that are used, of: update, score, teacher, kl, gap, merge."""
     replicated = sharding.replicated(mesh)
     state, base = abstract_state(config, arch, mesh), abstract_base(config, arch, mesh)
-    blank = host_batches(config, blank_rollout(config), np.zeros(config.sequences, np.float32))
-    batch, totals = abstract(blank[0], batch_places(mesh))
+    batch, totals = abstract_batch(config, mesh)
     scores = batch.rollout_logprob
     on_mesh = functools.partial(sharding.traced_for, mesh)
     if base is not None:
@@ -132,16 +150,20 @@ def programs(config: Config, arch: Architecture, mesh: Mesh) -> Iterator[Program
                                      out_shardings=replicated), (state.params, batch, base))
         return
     if needs_scores(config):
-        yield Program("score", jax.jit(on_mesh(functools.partial(learner.score, arch, config))),
-                      (state.params, batch, totals, base))
+        yield score(config, arch, mesh)
     if config.rl.kl_in_reward:
         yield Program("kl", jax.jit(on_mesh(functools.partial(learner.sequence_kl, config)),
                                     out_shardings=replicated), (batch, scores, scores))
+    if teacher is not None:
+        function = functools.partial(learner.score, teacher, config)
+        yield Program("teacher", jax.jit(on_mesh(function)),
+                      (abstract_frozen(config, teacher, mesh), batch, totals))
     places = jax.tree.map(lambda a: a.sharding, state)
     update = jax.jit(on_mesh(functools.partial(learner.update, arch, config)), donate_argnums=(0,),
                      out_shardings=(places, replicated))
     yield Program("update", update, (state, batch, totals, scores if reads_old(config) else None,
-                                     (scores, scores) if config.rl.kl_in_loss else None, base))
+                                     (scores, scores) if config.rl.kl_in_loss else None, base,
+                                     None if teacher is None else scores))
 
 
 def sequence_kl(config: Config, mesh: Mesh, rollout: Rollout, summed: Callable[..., Array],

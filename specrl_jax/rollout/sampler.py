@@ -144,6 +144,10 @@ class Sampler:
         self.drafter_weights, self.drafter_params = other.drafter_weights, other.drafter_params
         self.drafter_version, self._depth = other.drafter_version, other._depth
 
+    def forget(self) -> None:
+        """Holds no weights until it follows or publishes again: they may be a copy of their own."""
+        self.params, self.drafter_params, self.drafter_weights = {}, (), ()
+
     @property
     def checksum(self) -> int:
         """Checksum of the published policy, computed once a version."""

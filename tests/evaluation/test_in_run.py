@@ -101,6 +101,15 @@ def test_best_checkpoint_outlives_later_ones_and_eval_py_agrees(
 
 
 @pytest.mark.ci
+def test_evaluation_of_adapters_agrees_with_eval_py(config: Config, tmp_path: Path) -> None:
+    config = with_fields(config, learner__lora_rank=4, steps=4, learner__learning_rate=0.3)
+    train(config, tmp_path)
+    again = metrics_of(evaluate(config, open_actor(config, tmp_path, 4)))
+    del again["eval/accept_length"]  # that of drafts which another rollout has judged
+    assert again.items() <= evaluations(tmp_path)[3].items()
+
+
+@pytest.mark.ci
 @pytest.mark.parametrize("samples", [2, 3])
 def test_run_that_goes_on_evaluates_as_one_that_never_stopped(
         config: Config, whole: Path, tmp_path: Path, samples: int) -> None:

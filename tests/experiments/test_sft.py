@@ -1,0 +1,75 @@
+"""sft.py: killed and resumed it ends the same, and RL starts from what it writes."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from helpers import ROOT, SMALL, repeatable_metrics, run_training, script_environment
+
+from specrl_jax.io.checkpoint import list_steps, restore_part
+from specrl_jax.io.metrics import read_metrics
+
+pytestmark = pytest.mark.ci
+STEPS = 8
+
+
+def start(workdir: Path, *flags: str) -> subprocess.Popen:
+    chats = [{"prompt": f"What is {i} + 1?", "completion": f"{i + 1}"} for i in range(12)]
+    data = workdir.parent / "chats.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in chats))
+    command = [sys.executable, str(ROOT / "experiments" / "sft.py"), *SMALL, f"--workdir={workdir}",
+               f"--config.data.path={data}", f"--heldout={data}", f"--config.steps={STEPS}",
+               "--config.checkpoint_every=2", "--config.rollout.max_prompt_tokens=80", *flags]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                            env=script_environment() | {"JAX_PLATFORMS": "cpu"}, cwd=workdir.parent)
+
+
+def finish(workdir: Path, *flags: str) -> str:
+    process = start(workdir, *flags)
+    out, err = process.communicate(timeout=600)
+    assert process.returncode == 0, err
+    return out
+
+
+def test_killed_fine_tuning_ends_as_a_whole_one_and_starts_rl(tmp_path: Path) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    assert "model" in finish(whole)
+    process = start(killed)
+    try:
+        while not list_steps(killed / "checkpoints") and process.poll() is None:
+            time.sleep(0.01)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    finish(killed)
+    assert repeatable_metrics(whole) == repeatable_metrics(killed)
+    for key in ("actor", "optimizer"):
+        jax.tree.map(np.testing.assert_array_equal, *(
+            restore_part(run / "checkpoints", STEPS, key) for run in (whole, killed)))
+    rows = read_metrics(killed)
+    assert [row["step"] for row in rows] == list(range(STEPS))
+    assert [bool("heldout/loss" in row) for row in rows] == [False, True] * (STEPS // 2)
+    assert rows[-1]["heldout/loss"] < rows[1]["heldout/loss"]
+    assert all(row["learn/tokens_per_second"] > 0 for row in rows)
+    run_training(tmp_path / "rl", f"--config.model.path={killed / 'model'}", "--config.steps=1")
+    assert len(read_metrics(tmp_path / "rl")) == 1
+
+
+def test_chats_of_another_file_are_refused(tmp_path: Path) -> None:
+    workdir = tmp_path / "run"
+    finish(workdir, "--config.steps=2", "--config.learner.lora_rank=2")
+    other = tmp_path / "other.jsonl"
+    other.write_text('{"prompt": "a", "completion": "b"}\n')
+    process = start(workdir, f"--config.data.path={other}", "--config.learner.lora_rank=2")
+    _, err = process.communicate(timeout=600)
+    assert process.returncode == 2 and "the training examples are not those" in err
+    process = start(workdir, "--config.learner.lora_rank=4")
+    _, err = process.communicate(timeout=600)
+    assert process.returncode == 2 and "learner.lora_rank = 4, but the run in" in err

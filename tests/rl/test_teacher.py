@@ -1,0 +1,98 @@
+"""On-policy distillation: a teacher's log-probabilities become advantages of tokens."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import micro_config, micro_trainer, micro_trainer_to_compile, moments
+
+from specrl_jax.config import Config, ConfigError, LearnerConfig, RewardConfig
+from specrl_jax.model.tiny import TINY, byte_tokenizer
+from specrl_jax.model.tokenizer import check_same_tokens
+from specrl_jax.rl import learner, losses, programs
+
+NO_REWARD = RewardConfig(weights=(0.0,))
+
+
+def config_of(**fields: Any) -> Config:
+    return micro_config(reward=NO_REWARD, learner=LearnerConfig(
+        learning_rate=3e-3, micro_batch=16), **({"rl__teacher": "random:tiny"} | fields))
+
+
+@pytest.mark.parametrize("loss", ["ppo_clip", "gspo", "cispo", "reinforce"])
+def test_tokens_of_one_sequence_have_their_own_advantages(loss: str) -> None:
+    logprob, mask = jnp.asarray([-0.5, -1.0, -2.0]), jnp.ones(3, bool)
+    advantage = jnp.asarray([1.0, -2.0, 0.5])
+    terms, clipped = losses.LOSSES.resolve(loss)(
+        logprob=logprob, old_logprob=logprob, advantage=advantage, mask=mask,
+        clip_low=0.2, clip_high=0.2, dual_clip=0.0)
+    want = [-1.0, 2.0, -0.5] if loss in ("ppo_clip", "gspo") else [0.5, -2.0, 1.0]
+    np.testing.assert_allclose(terms, want, rtol=1e-6)
+    assert not clipped.any()
+
+
+@functools.cache
+def update(config: Config) -> Any:
+    return jax.jit(functools.partial(learner.update, TINY, config))
+
+
+def batch_and_state() -> tuple[Any, ...]:
+    trainer = micro_trainer_to_compile(config_of(rl__teacher=""), num_layers=2)
+    rollout = programs.blank_rollout(trainer.config)
+    rng = np.random.default_rng(0)
+    rollout = rollout.replace(
+        length=np.full_like(rollout.length, 3),
+        tokens=rng.integers(0, 256, rollout.tokens.shape).astype(np.int32))
+    config = config_of()
+    advantage = np.zeros(len(rollout.length), np.float32)
+    return trainer.state, *programs.host_batches(config, rollout, advantage)[0]
+
+
+def test_advantage_is_weight_times_teacher_minus_policy() -> None:
+    """A teacher c nats above the policy everywhere acts as an advantage of c."""
+    state, batch, totals = batch_and_state()
+    old = jnp.full_like(batch.rollout_logprob, -5.0)
+    config, plain = config_of(rl__teacher_weight=2.0, rl__loss="reinforce"), config_of(
+        rl__teacher="", rl__loss="reinforce")
+    taught, metrics = update(config)(state, batch, totals, old, None, None, old + 0.25)
+    given = batch.replace(advantage=np.where(batch.length > 0, np.float32(0.5), 0))
+    want, _ = update(plain)(state, given, totals, old, None, None, None)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-7),
+                 moments(taught.optimizer), moments(want.optimizer))
+    assert metrics["kl/teacher"] == pytest.approx(-0.25)
+    both, _ = update(config)(state, given, totals, old, None, None, old - 0.25)  # 0.5 - 2 x 0.25
+    assert all(np.abs(leaf).max() < 1e-7 for leaf in jax.tree.leaves(moments(both.optimizer)))
+
+
+@pytest.mark.ci
+def test_policy_that_is_its_own_teacher_learns_nothing() -> None:
+    trainer = micro_trainer(config_of(), num_layers=2)  # random:tiny itself
+    metrics, _ = trainer.step()
+    assert abs(metrics["kl/teacher"]) < 1e-4 and metrics["grad_norm"] < 1e-3
+    assert metrics["applied"] == 1
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("fields", [{}, {"learner__lora_rank": 8, "model__dtype": "bfloat16",
+                                         "learner__learning_rate": 1e-2}])
+def test_kl_to_the_teacher_falls(fields: dict[str, Any]) -> None:
+    trainer = micro_trainer(config_of(**{"learner__learning_rate": 3e-3} | fields))
+    assert trainer.teacher is not None and trainer.teacher.arch != trainer.arch
+    found = [trainer.step()[0]["kl/teacher"] for _ in range(24)]
+    assert np.mean(found[-4:]) < 0.8 * np.mean(found[:4])
+
+
+def test_teacher_with_other_tokens_is_refused() -> None:
+    other = byte_tokenizer()
+    other.backend.add_special_tokens(["<|more|>"])
+    with pytest.raises(ConfigError, match="rl.teacher = 'x': 1 tokens differ from the actor's"):
+        check_same_tokens("rl.teacher", "x", other, byte_tokenizer())
+    check_same_tokens("rl.teacher", "x", byte_tokenizer(), byte_tokenizer())
+
+
+def test_missing_teacher_is_refused() -> None:
+    with pytest.raises(ConfigError, match="rl.teacher = 'random:none'"):
+        micro_trainer_to_compile(config_of(rl__teacher="random:none"))
