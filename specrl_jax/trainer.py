@@ -27,7 +27,7 @@ from specrl_jax import sharding
 from specrl_jax.config import Config, ConfigError
 from specrl_jax.distill import drafter
 from specrl_jax.draft.response_cache import ResponseCache, capacity
-from specrl_jax.io import data, launches
+from specrl_jax.io import data
 from specrl_jax.io.checkpoint import CheckpointReader
 from specrl_jax.io.compilation import Compiler, Name
 from specrl_jax.io.machine import peak_rss
@@ -40,7 +40,7 @@ from specrl_jax.rl.learner import LearnerState
 from specrl_jax.rl.optimizer import make_optimizer
 from specrl_jax.rl.prompt_order import PromptOrder
 from specrl_jax.rollout.engine import Result
-from specrl_jax.rollout.metrics import merged, rollout_metrics
+from specrl_jax.rollout.metrics import rollout_metrics
 from specrl_jax.rollout.prompts import Prompts, make_prompts
 from specrl_jax.rollout.sampler import Sampler
 from specrl_jax.rollout.scoring import Sample, score_rollout
@@ -162,7 +162,7 @@ class Trainer:
                 ) -> tuple[Rollout, Metrics]:
         """Generates the sequences of this step; returns them and the rollout's metrics."""
         rollout, result = self._generate(progress, 0)
-        return rollout, self._rollout_metrics(rollout, [result])
+        return rollout, rollout_metrics(rollout, [result], self.sampler.plain_round_seconds)
 
     def _generate(self, progress: Callable[[int, int, int], None], earlier: int
                   ) -> tuple[Rollout, Result]:
@@ -172,13 +172,6 @@ class Trainer:
         batch = self.prompts.batch(places).part(slice(-per_step, None))
         past = self.responses.past(batch.prompt_id, self.sampler.engine.layout.past, step)
         return self.sampler.generate(batch, "train", step, past=past, progress=progress)
-
-    def _rollout_metrics(self, rollout: Rollout, results: list[Result]) -> Metrics:
-        result = merged(results)
-        saved = launches.saved(result.trace, self.sampler.plain_round_seconds)
-        return rollout_metrics(rollout, result) | saved | {
-            "rollout/batches": len(results), "version/policy": rollout.policy_version,
-            "version/drafter": rollout.drafter_version}
 
     def _gather(self, progress: Callable[[int, int, int], None], timer: StepTimer
                 ) -> tuple[Rollout, np.ndarray, np.ndarray, list[Sample], Metrics]:
@@ -204,8 +197,8 @@ class Trainer:
         chosen, metrics = experience.merge(scored, config)
         self.order.observe(*experience.rates(scored, self.prompts.place))
         advantage = self.algorithm.advantages(chosen.shaped, config.group_size, chosen.baseline)
-        return (chosen.rollout, chosen.rewards, advantage, chosen.samples,
-                self._rollout_metrics(whole, list(results)) | metrics)
+        return chosen.rollout, chosen.rewards, advantage, chosen.samples, metrics | rollout_metrics(
+            whole, results, self.sampler.plain_round_seconds)
 
     def _scored(self, rollout: Rollout) -> Scored:
         """Rewards a rollout; see Scored."""

@@ -103,6 +103,29 @@ def test_a_run_killed_inside_a_save_equals_one_that_was_not(whole: Path, tmp_pat
 
 
 @pytest.mark.ci
+def test_a_killed_run_that_chooses_prompts_goes_on_the_same(tmp_path: Path) -> None:
+    flags = ("--config.steps=6", "--config.checkpoint_every=2", "--config.control.policy=fixed",
+             "--config.rl.filter=dynamic", "--config.rl.curriculum=pass_rate",
+             "--config.learner.optimizer=muon", "--config.learner.schedule=cosine",
+             "--config.learner.decay_steps=5")
+    run_training(tmp_path / "whole", *flags)
+    process = start_training(tmp_path / "killed", *flags)
+    while lines(tmp_path / "killed") < 3 and process.poll() is None:
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert lines(tmp_path / "killed") < 6, "the run ended before it was killed"
+    run_training(tmp_path / "killed", *flags)
+    assert_same_runs(tmp_path / "whole", tmp_path / "killed", 6)
+    batches = [m["rollout/batches"] for m in read_metrics(tmp_path / "whole")]
+    each = json.loads((tmp_path / "whole" / "config.json").read_text())["prompts_per_step"]
+    prompts = [restore_part(tmp_path / name / "checkpoints", 6, "prompts")
+               for name in ("whole", "killed")]
+    jax.tree.map(np.testing.assert_array_equal, *prompts)
+    assert prompts[0]["drawn"] == prompts[0]["tried"].sum() == each * sum(batches) > each * 6
+
+
+@pytest.mark.ci
 @pytest.mark.parametrize("damaged", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_a_run_with_damaged_checkpoints_ends_as_if_they_were_not(
         whole: Path, tmp_path: Path, damaged: int) -> None:

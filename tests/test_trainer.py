@@ -140,11 +140,15 @@ def test_lossy_rule_is_in_every_line_and_drafters_have_shares(rule: str) -> None
     rollout = Rollout(**fields | {"length": np.full(1, 2)})
     counters = dict.fromkeys(("committed", "row_rounds", "rounds", "packed", "clamped", "broken",
                               "slots"), 1) | {"drafted": 8, "accepted": 0}
-    told = rollout_metrics(rollout, Result(
+    result = Result(
         None, counters, 1.0, 0.1, [], rule=rule, calibration=judge(
             jax.tree.map(lambda a: a[None], seen), np.ones((1, 1, acceptance.BINS))),
         by_drafter={"eagle": {"drafted": 6, "accepted": 0},
-                    "history": {"drafted": 2, "accepted": 0}}))
+                    "history": {"drafted": 2, "accepted": 0}})
+    told, twice = (rollout_metrics(rollout, results, {}) for results in ([result], [result] * 2))
+    assert twice["rollout/drafted"] == 16 == twice["draft/eagle/drafted"] + 4
+    assert (twice["time/rollout"], twice["rollout/batches"]) == (2.0, 2)
+    assert twice["draft/eagle/drafted_share"] == told["draft/eagle/drafted_share"]
     assert told["spec/lossy"] == float(rule == "lossy_greedy")
     assert told["draft/eagle/drafted_share"] == 0.75 and told["draft/history/drafted_share"] == 0.25
     assert told["draft/eagle/accepted_share"] == 0

@@ -1,7 +1,7 @@
 """The metrics of a rollout, by the names of io/metric_names.py."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -12,8 +12,11 @@ from specrl_jax.structs import Metrics, Rollout
 from specrl_jax.verify.registry import RULES
 
 
-def rollout_metrics(rollout: Rollout, result: Result) -> Metrics:
-    """Returns the metrics of one rollout."""
+def rollout_metrics(rollout: Rollout, results: Sequence[Result],
+                    plain_round_seconds: Mapping[int, float]) -> Metrics:
+    """Returns the metrics of a step's rollouts, whose sequences are joined in `rollout`; for
+    `plain_round_seconds` see `launches.saved`."""
+    result = _merged(results)
     c, tokens = result.counters, int(rollout.length.sum())
     drafters = {f"draft/{name}/{kind}": count for name, counts in result.by_drafter.items()
                 for kind, count in counts.items()}
@@ -42,10 +45,13 @@ def rollout_metrics(rollout: Rollout, result: Result) -> Metrics:
         "response/clipped_fraction": float(1 - rollout.stopped.mean()),
         "time/rollout": result.seconds,
         "time/prefill": result.prefill_seconds,
-    } | launches.summary(result.trace)
+        "rollout/batches": len(results),
+        "version/policy": rollout.policy_version,
+        "version/drafter": rollout.drafter_version,
+    } | launches.summary(result.trace) | launches.saved(result.trace, plain_round_seconds)
 
 
-def merged(results: Sequence[Result]) -> Result:
+def _merged(results: Sequence[Result]) -> Result:
     """Returns the account of several rollouts as one; its sequences are those of the last."""
     tried = np.stack([r.calibration.tried for r in results])
     share = tried / np.maximum(tried.sum(0), 1)
