@@ -15,7 +15,6 @@ os.environ.setdefault("JAX_DEFAULT_MATMUL_PRECISION", "highest")  # a GPU's floa
 
 from bench import standalone  # isort: skip (it sets the path)
 
-import jax
 import pytest
 from bench import hardware
 
@@ -61,7 +60,7 @@ def outcome(report: pytest.TestReport) -> dict:
 
 def main() -> int:
     """Runs the tests; returns the exit status."""
-    default = f"gpu_contract_{jax.default_backend()}.json"
+    default = f"gpu_contract_{hardware.first_device().platform}.json"
     args = standalone.parser(__doc__, default).parse_args()
     results = standalone.Results(args.out, default, {
         "command": standalone.command(), "machine": hardware.machine()}, args.seconds)

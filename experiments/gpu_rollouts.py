@@ -20,7 +20,7 @@ from bench import hardware, random_rollout
 
 def main() -> int:
     """Runs the cases that the command line names; returns the exit status."""
-    platform = jax.default_backend()
+    platform = hardware.first_device().platform
     default = f"gpu_rollouts_{platform}.json"
     flags = standalone.parser(__doc__, default)
     flags.add_argument("--models", default=",".join(random_rollout.QWEN))

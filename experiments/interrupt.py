@@ -65,6 +65,7 @@ def stops(say: Callable[[], str], preemption: Preemption | None = None, grace: f
     def stop(number: int, frame: FrameType | None) -> None:
         if not stopping.is_set():  # a second one must not interrupt the way out
             stopping.set()
+            sys.unraisablehook = lambda lost: None  # a finalizer swallows it; `watch` does not
             raise Stopped
 
     def leave() -> None:
@@ -90,4 +91,8 @@ def stops(say: Callable[[], str], preemption: Preemption | None = None, grace: f
     try:
         yield
     except KeyboardInterrupt:
+        leave()
+    except BaseException:  # C code may turn what `stop` raises into a SystemError
+        if not stopping.is_set():
+            raise
         leave()

@@ -13,21 +13,20 @@ import sys
 
 from bench import standalone  # isort: skip (it sets the path)
 
-import jax
-from bench import tune
+from bench import hardware, tune
 from bench.kernel_shapes import SETS
 from specrl_kernels import tuning
 
 
 def main() -> int:
     """Tunes the shapes that the command line names; returns the exit status."""
-    kind = jax.devices()[0].device_kind
+    device = hardware.first_device()
+    kind, platform = device.device_kind, device.platform
     default = tuning.folder() / tuning.file_name(kind)
     flags = standalone.parser(__doc__, str(default.name))
     flags.add_argument("--interpret", action="store_true", help="run kernels by interpretation")
     flags.add_argument("--repeats", type=int, default=7)
     args = flags.parse_args()
-    platform = jax.default_backend()
     if args.interpret and args.out is None:
         raise SystemExit("--interpret: its times mean nothing; name a file with --out")
     if platform == "cpu" and not args.interpret:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from specrl_jax.io.datasets import DATASETS
     from specrl_jax.io.metrics import read_metrics
     from specrl_jax.io.report import write_report
+    from specrl_jax.io.trackers import TRACKERS
     from specrl_jax.model.families import FAMILIES
     from specrl_jax.rl.advantage import ADVANTAGES
     from specrl_jax.rl.corrections import CORRECTIONS
@@ -45,12 +46,14 @@ if TYPE_CHECKING:
     register_loss = LOSSES.register
     register_reward = REWARDS.register
     register_rule = RULES.register
+    register_tracker = TRACKERS.register
 
 __all__ = [
     "Config", "ConfigError", "Controller", "Drafter", "DrafterTraining", "PromptBatch", "Rule",
     "Sampler", "Trainer", "evaluate", "generate", "load_config", "read_metrics",
     "register_advantage", "register_controller", "register_correction", "register_dataset",
     "register_drafter", "register_family", "register_loss", "register_reward", "register_rule",
+    "register_tracker",
     "train", "train_drafter", "write_report",
 ]
 
@@ -77,6 +80,7 @@ _HOMES = {
     "register_loss": "rl.losses:LOSSES.register",
     "register_reward": "rl.reward:REWARDS.register",
     "register_rule": "verify.registry:RULES.register",
+    "register_tracker": "io.trackers:TRACKERS.register",
     "train": "run:train",
     "train_drafter": "distill.offline:train_drafter",
     "write_report": "io.report:write_report",

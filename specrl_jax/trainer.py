@@ -14,9 +14,10 @@ What is left out: no value model, no replay of old rollouts, no asynchronous gen
 policy is kept only for a KL penalty.
 """
 
+import functools
 import time
 from collections.abc import Callable, Collection
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,31 +28,25 @@ from specrl_jax.config import Config, ConfigError
 from specrl_jax.distill import drafter
 from specrl_jax.draft.response_cache import ResponseCache, capacity
 from specrl_jax.io import data, launches
+from specrl_jax.io.checkpoint import CheckpointReader
 from specrl_jax.io.compilation import Compiler, Name
 from specrl_jax.io.machine import peak_rss
-from specrl_jax.io.progress import StepTimer
+from specrl_jax.io.step_timer import StepTimer
 from specrl_jax.model import architecture, layers, lora, weights
-from specrl_jax.rl import algorithm, judge, learner, programs, teacher
+from specrl_jax.rl import algorithm, experience, judge, learner, overlong, programs, teacher
 from specrl_jax.rl.batch import Batch, Totals
+from specrl_jax.rl.experience import Scored, join
 from specrl_jax.rl.learner import LearnerState
 from specrl_jax.rl.optimizer import make_optimizer
-from specrl_jax.rollout.metrics import rollout_metrics
-from specrl_jax.rollout.prompts import PromptBatch, Prompts, make_prompts
+from specrl_jax.rl.prompt_order import PromptOrder
+from specrl_jax.rollout.engine import Result
+from specrl_jax.rollout.metrics import merged, rollout_metrics
+from specrl_jax.rollout.prompts import Prompts, make_prompts
 from specrl_jax.rollout.sampler import Sampler
 from specrl_jax.rollout.scoring import Sample, score_rollout
 from specrl_jax.structs import Array, Json, Metrics, ModelParams, PyTree, Rollout
 
 GAPS = ("logprob_gap", "logprob_gap_max", "logprob_gap_tokens")  # under the weights that acted
-
-
-class CheckpointReader(Protocol):
-    """What `Trainer.restore` reads; io.checkpoint.Checkpoints is one."""
-
-    def restore_latest(self, abstract: dict[str, PyTree], required: Collection[str] | None = None
-                       ) -> tuple[int, dict[str, PyTree], Json] | None:
-        """Returns (step, arrays like `abstract`, meta), None if there is no checkpoint;
-        entries beyond `required` are left out where the checkpoint has others."""
-        ...
 
 
 class Trainer:
@@ -67,6 +62,7 @@ class Trainer:
             self.warnings.append("rollout.temperature = 0: all answers to a prompt are the same, "
                                  "so that no group has an advantage; set it to 1")
         self.algorithm = algorithm.resolve(config.rl)
+        self.order = PromptOrder(config, len(prompts.tokens))
         self.mesh = sharding.make_mesh(config.mesh)
         self.arch, self.step_number, self.bad_steps = source.arch, 0, 0
         scanned = layers.are_scanned(sharding.platform(self.mesh))
@@ -88,8 +84,8 @@ class Trainer:
         self.state = LearnerState(params, jax.jit(
             self.optimizer.init, out_shardings=places)(params))
         self.sampler = Sampler(config, self.arch, self.tokenizer.stop_ids, self.mesh,
-                               prompts=config.prompts_per_step, group=config.group_size, warn=say,
-                               tokenizer=self.tokenizer)
+                               prompts=config.prompts_per_step, group=config.responses,
+                               greedy=config.rl.greedy, warn=say, tokenizer=self.tokenizer)
         self.sampler.publish(params if self.base is None else self.base, 0)
         self._programs: dict[Name, Any] = {}
         self.drafter = drafter.make(config, self.sampler, prompts.tokens, self._sample,
@@ -148,30 +144,15 @@ class Trainer:
         metrics: Metrics = {"step": step, "checksum/policy": self.sampler.checksum}
         with timer("drafter"):
             metrics |= self.drafter.before_rollout(step)
-        engine = self.sampler.engine
-        before = engine.control, engine.acceptance
-        with timer("rollout"):
-            rollout, rollout_metrics = self.rollout(progress)
-        with timer("reward"):
-            try:
-                samples, rewards, terms = self.score(rollout)
-            except ConfigError as error:  # in this process or in another
-                engine.control, engine.acceptance = before
-                raise judge.RewardError(str(error)) from error
-            if self.config.spec.history_past:
-                self.responses.add(rollout.prompt_id, rollout.tokens, rollout.length, step)
-            advantage = self._advantages(rewards)
+        rollout, rewards, advantage, samples, found = self._gather(progress, timer)
         with timer("drafter"):
             metrics |= self.drafter.collect(rollout, rewards, advantage, step)
         with timer("learn"):
-            metrics |= rollout_metrics | terms | self.learn(rollout, advantage)
+            metrics |= found | self.learn(*overlong.counted(self.config, rollout, advantage))
         with timer("drafter"):
             metrics |= self.drafter.after_update(step)
         metrics |= self.drafter.account(timer["drafter"], metrics.get("time/saved", 0.0))
-        groups = advantage.reshape(-1, self.config.group_size)
         metrics |= {
-            "reward/mean": float(rewards.mean()), "reward/std": float(rewards.std()),
-            "reward/nonzero_advantage_fraction": float((groups != 0).any(1).mean()),
             "time/reward": timer["reward"], "time/learn": timer["learn"],
             "time/step": timer.total, "memory/peak_bytes": peak_rss()}
         self.step_number += 1
@@ -180,20 +161,72 @@ class Trainer:
     def rollout(self, progress: Callable[[int, int, int], None] = lambda *counts: None
                 ) -> tuple[Rollout, Metrics]:
         """Generates the sequences of this step; returns them and the rollout's metrics."""
-        batch = self._prompts(self.step_number)
-        past = self.responses.past(batch.prompt_id, self.sampler.engine.layout.past,
-                                   self.step_number)
-        rollout, result = self.sampler.generate(batch, "train", self.step_number, past=past,
-                                                progress=progress)
+        rollout, result = self._generate(progress, 0)
+        return rollout, self._rollout_metrics(rollout, [result])
+
+    def _generate(self, progress: Callable[[int, int, int], None], earlier: int
+                  ) -> tuple[Rollout, Result]:
+        """Generates this step's next prompts, after `earlier` rollouts of the step."""
+        per_step, step = self.config.prompts_per_step, self.step_number
+        places = self.order.places(step, (earlier + 1) * per_step)
+        batch = self.prompts.batch(places).part(slice(-per_step, None))
+        past = self.responses.past(batch.prompt_id, self.sampler.engine.layout.past, step)
+        return self.sampler.generate(batch, "train", step, past=past, progress=progress)
+
+    def _rollout_metrics(self, rollout: Rollout, results: list[Result]) -> Metrics:
+        result = merged(results)
         saved = launches.saved(result.trace, self.sampler.plain_round_seconds)
-        return rollout, rollout_metrics(rollout, result) | saved | {
-            "version/policy": rollout.policy_version, "version/drafter": rollout.drafter_version}
+        return rollout_metrics(rollout, result) | saved | {
+            "rollout/batches": len(results), "version/policy": rollout.policy_version,
+            "version/drafter": rollout.drafter_version}
+
+    def _gather(self, progress: Callable[[int, int, int], None], timer: StepTimer
+                ) -> tuple[Rollout, np.ndarray, np.ndarray, list[Sample], Metrics]:
+        """Generates and scores the step's prompts, and further ones as rl.filter asks; returns
+        what the step learns from (rollout, rewards and advantages f32[Q], samples), and metrics."""
+        config, engine = self.config, self.sampler.engine
+        before = engine.control, engine.acceptance
+        generated, scored = [], []
+        while len(scored) < config.rl.most_rollouts and (
+                sum(one.useful for one in scored) < config.prompts_per_step):
+            with timer("rollout"):
+                generated.append(self._generate(progress, len(scored)))
+            with timer("reward"):
+                try:
+                    scored.append(self._scored(generated[-1][0]))
+                except ConfigError as error:  # in this process or in another
+                    engine.control, engine.acceptance = before
+                    raise judge.RewardError(str(error)) from error
+        rollouts, results = zip(*generated, strict=True)
+        whole = join(rollouts)
+        if config.spec.history_past:
+            self.responses.add(whole.prompt_id, whole.tokens, whole.length, self.step_number)
+        chosen, metrics = experience.merge(scored, config)
+        self.order.observe(*experience.rates(scored, self.prompts.place))
+        advantage = self.algorithm.advantages(chosen.shaped, config.group_size, chosen.baseline)
+        return (chosen.rollout, chosen.rewards, advantage, chosen.samples,
+                self._rollout_metrics(whole, list(results)) | metrics)
+
+    def _scored(self, rollout: Rollout) -> Scored:
+        """Rewards a rollout; see Scored."""
+        config, (mine, greedy) = self.config, experience.split(self.config, rollout)
+        samples, rewards, terms = self.score(mine)
+        baseline = None if greedy is None else self.score(greedy)[1]
+        shaped, more = experience.shaped(config, mine, rewards, self._sequence_kl)
+        return Scored(mine, samples, rewards, shaped, baseline, terms | more,
+                      self.algorithm.advantages(shaped, config.group_size, baseline))
+
+    def _sequence_kl(self, rollout: Rollout) -> np.ndarray:
+        return programs.sequence_kl(self.config, self.mesh, rollout, self._programs["kl"], [
+            functools.partial(self._score, p) for p in (self.state.params, self.reference)])
 
     def _sample(self, number: int) -> tuple[Rollout, np.ndarray, np.ndarray]:
         """Generates the prompts of a step outside RL; see distill.drafter.Sample."""
-        rollout, _ = self.sampler.generate(self._prompts(number), "generate", number)
-        rewards = self.score(rollout)[1]
-        return rollout, rewards, self._advantages(rewards)
+        places = data.step_prompts(len(self.prompts.tokens), self.config.seed, number,
+                                   self.config.prompts_per_step)
+        rollout, _ = self.sampler.generate(self.prompts.batch(places), "generate", number)
+        found = self._scored(rollout)
+        return found.rollout, found.rewards, found.advantage
 
     def score(self, rollout: Rollout) -> tuple[list[Sample], np.ndarray, Metrics]:
         """Returns samples, rewards f32[Q], and the mean of each term of the reward as metrics."""
@@ -201,16 +234,6 @@ class Trainer:
         failed = sum("failures" in sample for sample in samples)
         return samples, rewards, {"reward/failures": failed} | {
             f"reward/{name}": value for name, value in terms.items()}
-
-    def _advantages(self, rewards: np.ndarray) -> np.ndarray:
-        """Returns f32[Q], relative to each group."""
-        groups = rewards.reshape(-1, self.config.group_size)
-        return self.algorithm.advantage(groups).reshape(-1)
-
-    def _prompts(self, step: int) -> PromptBatch:
-        """Returns a step's prompts, a function of seed and step."""
-        return self.prompts.batch(data.step_prompts(
-            len(self.prompts.tokens), self.config.seed, step, self.config.prompts_per_step))
 
     def learn(self, rollout: Rollout, advantage: np.ndarray) -> Metrics:
         """Updates the policy on one rollout and publishes it.
@@ -284,7 +307,8 @@ class Trainer:
         return {"actor": self.state.params, "optimizer": self.state.optimizer,
                 "history": self.responses.arrays(),
                 "control": jax.tree.map(np.asarray, self.sampler.engine.control),
-                "acceptance": self.sampler.engine.acceptance, **self.drafter.arrays()}
+                "acceptance": self.sampler.engine.acceptance, **self.order.arrays(),
+                **self.drafter.arrays()}
 
     def meta(self) -> Json:
         """Returns what else a checkpoint holds, as JSON values."""
@@ -319,6 +343,8 @@ class Trainer:
         engine = self.sampler.engine
         if "history" in arrays:
             self.responses.restore(arrays["history"])
+        if self.order.moves:
+            self.order.restore(arrays["prompts"])
         if "control" in arrays:
             engine.control, self.sampler.control_restored = arrays["control"], True
         if "acceptance" in arrays:

@@ -81,6 +81,24 @@ def test_a_process_says_whom_it_waits_for_and_ends(index: int, whom: str) -> Non
     assert said[1].startswith(f"error: --distributed: {whom}") and "within 1 s" in said[1]
 
 
+@pytest.mark.ci
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_process_ends_soon_after_another_was_killed(killed: int) -> None:
+    program = ("from specrl_jax.io import processes; import time; processes.HEARTBEAT = 5; "
+               "processes.join('127.0.0.1:{}', 2, {}); print('joined', flush=True); "
+               "time.sleep(600)")
+    port = free_port()
+    started = [subprocess.Popen([sys.executable, "-c", program.format(port, index)], cwd=ROOT,
+                                text=True, stdout=subprocess.PIPE) for index in range(2)]
+    try:
+        assert [process.stdout.readline() for process in started] == 2 * ["joined\n"]
+        started[killed].kill()
+        assert started[1 - killed].wait(60) != 0
+    finally:
+        for process in started:
+            process.kill()
+
+
 def test_share_out_of_one_process_maps_all_items() -> None:
     assert processes.share_out("test", lambda part: [(x, {"a": x}) for x in part], [1, 2]) == [
         (1, {"a": 1}), (2, {"a": 2})]

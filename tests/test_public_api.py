@@ -35,4 +35,4 @@ def test_register_functions_are_one_of_each_field():
     assert all(isinstance(registry, Registry) for registry in registries)
     assert {registry.field for registry in registries} == {
         "spec.drafter", "spec.rule", "control.policy", "rl.advantage", "rl.loss", "rl.correction",
-        "reward.terms", "data.name", "model.family"}
+        "reward.terms", "data.name", "model.family", "track.to"}

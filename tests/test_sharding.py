@@ -100,7 +100,9 @@ def test_two_processes_write_what_one_does(tmp_path: Path) -> None:
         port = free.getsockname()[1]
     flags = ("--config.mesh.data=4", "--config.prompts_per_step=8", "--config.group_size=4",
              "--config.learner.micro_batch=32", "--config.rollout.batch_size=16",
-             "--config.steps=2")
+             "--config.steps=2", "--config.eval.every=2", "--config.eval.examples=6",
+             "--config.reward.terms=('digit_fraction','rewards:distinct')",
+             "--config.reward.weights=(1.0,0.5)")
     both = ("--distributed", f"--coordinator=127.0.0.1:{port}", "--processes=2")
     processes = [start_training(tmp_path / "two", *flags, *both, f"--process={i}", devices=2)
                  for i in range(2)]
@@ -121,6 +123,7 @@ def test_two_processes_write_what_one_does(tmp_path: Path) -> None:
                 told, wanted = (jax.tree.leaves(row[name]) for row in (joint, alone))
                 assert told == pytest.approx(wanted, rel=1e-4, abs=1e-5), name
     assert alone["rollout/launches"] > 2 and alone["rollout/occupancy"] > 0.5
+    assert "eval/accuracy" in alone and (tmp_path / "two" / "best.json").exists()
 
 
 @pytest.mark.ci

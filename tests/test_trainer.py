@@ -15,6 +15,7 @@ from specrl_jax.control import acceptance
 from specrl_jax.io import metrics
 from specrl_jax.io.checkpoint import Checkpoints, list_steps
 from specrl_jax.io.compilation import CompilationCounter, Compiler
+from specrl_jax.io.data import Example
 from specrl_jax.io.metric_names import find
 from specrl_jax.io.progress import Progress
 from specrl_jax.rl.judge import RewardError
@@ -228,6 +229,22 @@ def test_a_reward_that_fails_loses_no_step(tmp_path: Path) -> None:
     assert list_steps(tmp_path / "fails" / "checkpoints") == [2]
     resumed, whole = run(tmp_path / "fails", mine), run(tmp_path / "whole", mine)
     jax.tree.map(np.testing.assert_array_equal, resumed.arrays(), whole.arrays())
+
+
+def refuses_odd(prompt: str, completion: str, example: Example) -> float:
+    return 1 / (1 - example["id"] % 2)
+
+
+def test_answers_whose_reward_failed_are_marked_and_counted() -> None:
+    trainer = micro_trainer_to_compile(micro_config(reward=RewardConfig(
+        terms=(f"{__name__}:refuses_odd", "digit_fraction"), weights=(1.0, 0.0), on_failure="-2")))
+    samples, rewards, terms = trainer.score(made_up(trainer, np.random.default_rng(0)))
+    odd = [sample["prompt_id"] % 2 == 1 for sample in samples]
+    assert rewards.tolist() == [-2.0 if x else 1.0 for x in odd] and any(odd)
+    assert [list(x.get("failures", [])) for x in samples] == [
+        [f"{__name__}:refuses_odd"] * x for x in odd]
+    assert terms["reward/failures"] == sum(odd)
+    assert "8 of 16 answers count as -2; the first: reward" in trainer.warnings[-1]
 
 
 @pytest.mark.ci

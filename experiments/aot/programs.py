@@ -117,7 +117,7 @@ def describe(config: Config, mesh: Mesh, model: Model | None = None) -> Run:
     """
     arch, stop, tokenizer = model or model_of(config)
     drafters, engine = build(config, arch, stop, mesh, prompts=config.prompts_per_step,
-                             group=config.group_size, warn=lambda text: None, tokenizer=tokenizer,
+                             group=config.responses, warn=lambda text: None, tokenizer=tokenizer,
                              blank=True)
     state = policy.abstract_state(config, arch, mesh)
     base = policy.abstract_base(config, arch, mesh)

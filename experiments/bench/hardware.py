@@ -110,9 +110,19 @@ def _peak_programs(sizes: tuple[int, ...]) -> dict[str, Probe]:
     return found
 
 
+def first_device() -> Any:
+    """Returns JAX's first device, or ends the process with a line where JAX finds none."""
+    try:
+        return jax.devices()[0]
+    except (RuntimeError, AssertionError) as error:
+        asked: Any = jax.config
+        raise SystemExit(f"error: JAX_PLATFORMS = {asked.jax_platforms!r}: JAX finds no such "
+                         "device; unset it, set cpu, or install JAX for the device") from error
+
+
 def machine(packages: tuple[str, ...] = ()) -> dict[str, Any]:
     """Returns device, processor, cores and versions, which every result contains."""
-    device = jax.devices()[0]
+    device = first_device()
     versions = {name: importlib.metadata.version(name) for name in (*PACKAGES, *packages)}
     return {"device": device.device_kind, "platform": device.platform, "processor": processor(),
             "cores": cores(), "python": platform.python_version(), "versions": versions}

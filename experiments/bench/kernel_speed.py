@@ -17,7 +17,7 @@ FIRST_CALL = 4.0  # a contender whose first call takes more seconds is not repea
 
 def main() -> int:
     """Runs the shapes that the command line names; returns the exit status."""
-    platform = jax.default_backend()
+    platform = hardware.first_device().platform
     default = f"bench_kernels_{platform}.json"
     flags = standalone.parser(__doc__, default)
     flags.add_argument("--shapes", choices=sorted(SETS), help="which (default: the device's)")

@@ -5,6 +5,7 @@ import functools
 import importlib.util
 import operator
 import re
+import traceback
 import typing
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,10 +13,10 @@ from typing import Any
 
 from specrl_jax.config.fields import ConfigError, check
 from specrl_jax.config.renamed import check_current, renamed_argument
+from specrl_jax.config.rl import ALGORITHMS
 from specrl_jax.config.sections import Config
 
 PRESETS = Path(__file__).resolve().parent / "presets"
-ALGORITHMS: dict[str, Mapping[str, Any]] = {}  # name -> values at dotted paths
 
 
 def preset_names() -> list[str]:
@@ -48,9 +49,12 @@ def load_config(preset: str, **overrides: Any) -> Config:
     module = _module(name)
     try:
         config = module.get_config()
-    except TypeError as error:  # a dataclass raises it for an unknown field
+    except ConfigError:
+        raise
+    except Exception as error:  # TypeError for an unknown field; what a user's file raises else
         became = renamed_argument(str(error))
-        raise ConfigError(f"preset {preset!r}: {error}" + (became and f"; {became}")) from error
+        raise ConfigError(f"preset {preset!r}: {_raised(error)}" + (became and f"; {became}")
+                          ) from error
     if not isinstance(config, Config):
         raise ConfigError(f"get_config() of preset {preset!r} returns a {type(config).__name__}: "
                           "return a specrl_jax.Config")
@@ -71,11 +75,20 @@ def _module(preset: str) -> Any:
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except (SyntaxError, ImportError) as error:
-        raise ConfigError(f"preset {preset!r}: {error}: correct {path}") from error
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"preset {preset!r}: {_raised(error)}: correct {path}") from error
     if not hasattr(module, "get_config"):
         raise ConfigError(f"preset {preset!r} has no get_config(): define it in {path}")
     return module
+
+
+def _raised(error: Exception) -> str:
+    """Returns in one line what a preset's file raised, and where."""
+    places = traceback.extract_tb(error.__traceback__)
+    line = "" if isinstance(error, SyntaxError) else f" (line {places[-1].lineno})"
+    return f"{' '.join(str(error).split()) or type(error).__name__}{line}"
 
 
 def _targets(module: Any) -> Mapping[str, Mapping[str, Any]]:
@@ -92,8 +105,8 @@ def _chosen(preset: str, chosen: str, targets: Mapping[str, Mapping[str, Any]]) 
         kind = next((kind for kind, known in kinds.items() if name in known), None)
         if kind is None:
             there = [f"{kind}s {', '.join(known)}" for kind, known in kinds.items() if known]
-            raise ConfigError(f"preset {preset!r}: no target or algorithm {given!r}: " + (
-                f"choose from its {'; '.join(there)}" if there else "it has none, drop the colon"))
+            raise ConfigError(f"preset {preset!r}: no target or algorithm {given!r}: choose from "
+                              f"its {'; '.join(there)}")
         if kind in taken:
             raise ConfigError(f"preset {preset!r}: {given!r} is another {kind}: name one")
         taken.add(kind)

@@ -11,6 +11,7 @@ import re
 from specrl_jax.config.drafting import DRAFTERS, DistillConfig, DraftConfig
 from specrl_jax.config.fields import Section, check, option, section
 from specrl_jax.config.lora import LORA_TARGETS, check_lora
+from specrl_jax.config.rl import OF_GROUPS, RLConfig
 from specrl_jax.config.tasks import DataConfig, EvalConfig, RewardConfig, TrackConfig
 
 REMAT = ("none", "full", "dots_saveable", "dots_with_no_batch_dims_saveable")
@@ -130,64 +131,6 @@ class RolloutConfig(Section, prefix="rollout"):
 
 
 @dataclasses.dataclass(frozen=True)
-class RLConfig(Section, prefix="rl"):
-    """The RL algorithm: what rewards become, and which loss the policy update minimises."""
-
-    advantage: str = option(
-        "group", "advantage from rewards: group (mean and standard deviation of a group, GRPO), "
-        "group_mean (mean alone, Dr. GRPO), leave_one_out (RLOO), batch (mean and standard "
-        "deviation of the step, REINFORCE++), greedy_baseline (the reward of one greedy answer "
-        "more a prompt, ReMax), none (the reward itself), or package.module:function")
-    loss: str = option(
-        "ppo_clip", "policy loss: ppo_clip (PPO, GRPO; with clip_high > clip_low, DAPO), gspo "
-        "(ratio of the sequence), cispo (clipped ratio as a weight), reinforce (no ratio), or "
-        "package.module:function")
-    correction: str = option(
-        "none", "weights of tokens whose log-probabilities differ between rollout and learner: "
-        "none, truncated (truncated importance sampling), truncated_sequence (one weight a "
-        "response), masked (0 outside 0.5 to 5, IcePop), or package.module:function")
-    normalize: str = option(
-        "token", "loss mean over all tokens of the batch (token), over each sequence and then "
-        "sequences (sequence), or sums over max_new_tokens (constant, Dr. GRPO)",
-        choose=("token", "sequence", "constant"))
-    kl: float = option(0.0, "coefficient of the KL to the initial policy; 0 keeps no reference",
-                       low=0)
-    kl_in: str = option("loss", "where the KL is added: to each token's loss, or taken from the "
-                        "reward, summed over the response", choose=("loss", "reward"))
-    kl_estimator: str = option(
-        "k3", "estimate of the KL from a token: k1 (log ratio; for kl_in=reward), k2 (half its "
-        "square) or k3 (never negative)", choose=("k1", "k2", "k3"))
-    entropy: float = option(0.0, "coefficient of a bonus for the entropy of tokens", low=0)
-    teacher: str = option("", "model with the policy's tokenizer whose log-probabilities of the "
-                          "policy's tokens are part of the advantages (on-policy distillation); "
-                          "empty is none")
-    teacher_weight: float = option(
-        1.0, "what a token's advantage gains by each nat that the teacher's log-probability is "
-        "above the policy's; with reward.weights of 0 it is all of it", within="(0, inf)")
-    clip_low: float = option(0.2, "ratio is clipped below at 1 - clip_low", low=0)
-    clip_high: float = option(0.2, "ratio is clipped above at 1 + clip_high", low=0)
-    dual_clip: float = option(0.0, "ppo_clip, gspo: most that a negative advantage is multiplied "
-                              "by, above 1 + clip_high; 0 is no bound", low=0)
-    updates: int = option(1, "epochs, updates on each rollout; 0 only rolls out", low=0)
-    minibatches: int = option(
-        1, "optimiser steps of an epoch, over equal parts of the rollout in canonical order; each "
-        "divides by its own tokens or sequences. The ratio to the policy that sampled is 1 in the "
-        "first step on a rollout and differs in later ones", low=1)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check(self.dual_clip == 0 or self.dual_clip > 1 + self.clip_high, "dual_clip",
-                   f"must be above 1 + rl.clip_high = {1 + self.clip_high}, or 0 for no bound")
-        self.check(self.kl_estimator != "k1" or self.kl_in == "reward", "kl_estimator",
-                   "its gradient in the loss has mean 0; use k2 or k3, or rl.kl_in = reward")
-
-    @property
-    def kl_in_loss(self) -> bool:
-        """Whether the update reads the reference."""
-        return self.kl > 0 and self.kl_in == "loss"
-
-
-@dataclasses.dataclass(frozen=True)
 class LearnerConfig(Section, prefix="learner"):
     """How the policy update runs: optimiser, batches and memory."""
 
@@ -266,7 +209,7 @@ class Config(Section):
     seed: int = option(0, "seed of everything random", within="[0, 4294967295]")
     steps: int = option(25, "RL steps", low=1)
     prompts_per_step: int = option(8, "distinct prompts drawn in each step", low=1)
-    group_size: int = option(8, "M, samples of each prompt; the advantage's group")
+    group_size: int = option(8, "M, samples of each prompt; the advantage's group", low=1)
     checkpoint_every: int = option(10, "steps between checkpoints; the last step is always saved",
                                    low=1)
     checkpoint_keep: int = option(2, "checkpoints kept", low=1)
@@ -286,8 +229,18 @@ class Config(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check(self.group_size >= 2, "group_size",
-                   "group-relative advantages need at least 2 samples of a prompt")
+        rl = self.rl
+        self.check(self.group_size >= 2 or rl.advantage not in OF_GROUPS, "group_size",
+                   f"rl.advantage = {rl.advantage} needs at least 2 samples of a prompt; or use "
+                   "batch, greedy_baseline or none")
+        check(not rl.greedy or self.rollout.temperature > 0, "rollout.temperature",
+              self.rollout.temperature, "all answers are the greedy one, so that rl.advantage = "
+              "greedy_baseline is 0; set it to 1")
+        self.check(rl.filter == "none" or self.prompts_per_step >= 2, "prompts_per_step",
+                   f"rl.filter = {rl.filter} chooses among prompts; set at least 2")
+        check(rl.overlong_tokens <= self.rollout.max_new_tokens, "rl.overlong_tokens",
+              rl.overlong_tokens,
+              f"must be at most rollout.max_new_tokens = {self.rollout.max_new_tokens}")
         shards = self.mesh.data * self.mesh.fsdp
         for field, value in (("rollout.batch_size", self.rollout.batch_size),
                              ("prompts_per_step", self.prompts_per_step)):
@@ -310,6 +263,16 @@ class Config(Section):
         check(self.learner.micro_batch % unit == 0, "learner.micro_batch",
               self.learner.micro_batch, f"must be a multiple of {unit}: {shards} data shards x "
               f"{self.sequences_per_row} sequences a row (learner.packing)")
+
+    @property
+    def responses(self) -> int:
+        """Responses that are generated for each prompt: the group's, and maybe a greedy one."""
+        return self.group_size + self.rl.greedy
+
+    @property
+    def overlong_tokens(self) -> int:
+        """Length before rollout.max_new_tokens over which rl.overlong = soft takes effect."""
+        return self.rl.overlong_tokens or max(1, self.rollout.max_new_tokens // 5)
 
     @property
     def sequences_per_unit(self) -> int:

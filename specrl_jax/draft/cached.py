@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from specrl_jax.draft.grow import attend, grow, no_proposal
@@ -21,7 +21,14 @@ from specrl_jax.draft.protocol import Drafter, Project, RolloutInfo, Survive, ta
 from specrl_jax.draft.tree import roots
 from specrl_jax.model.architecture import Architecture, is_param
 from specrl_jax.model.rows import for_rows
-from specrl_jax.sharding import ROLLOUT_RULES, ROWS, on_any_shard, shardings, straight_line
+from specrl_jax.sharding import (
+    ROLLOUT_RULES,
+    ROWS,
+    on_any_shard,
+    shardings,
+    spec_of,
+    straight_line,
+)
 from specrl_jax.structs import (
     Array,
     DrafterParams,
@@ -30,6 +37,7 @@ from specrl_jax.structs import (
     ModelParams,
     Params,
     Path,
+    PyTree,
     Sampling,
     SlotFill,
     SpecConfig,
@@ -81,6 +89,18 @@ def mesh_of(array: Array) -> Mesh | None:
     """Returns the mesh that an array is placed on, if it is on one."""
     place = array.sharding
     return place.mesh if isinstance(place, NamedSharding) and isinstance(place.mesh, Mesh) else None
+
+
+def split_heads(state: PyTree, places: PyTree, mesh: Mesh) -> PyTree:
+    """Returns `places`, the shardings of a drafter's state, with the heads of each network's cache
+    split over `tensor`, as those of its layers are: else every draft would gather the cache."""
+    def split(part: PyTree, to: PyTree) -> PyTree:
+        if not isinstance(part, NetworkCache):
+            return to
+        return to.replace(kv=jax.tree.map(lambda a: NamedSharding(mesh, PartitionSpec(
+            ROWS, *spec_of(a.shape[1:], ("kv_heads", None, None), ROLLOUT_RULES, mesh))), part.kv))
+
+    return jax.tree.map(split, state, places, is_leaf=lambda x: isinstance(x, NetworkCache))
 
 
 def cast(weights: Params, described: Params, dtype: DTypeLike, mesh: Mesh | None) -> Params:

@@ -168,6 +168,9 @@ def make(config: Config, arch: Architecture, stop: Sequence[int], group: int,
     for part in parts:
         check(isinstance(part, DrafterPart), "spec.drafter", spec.drafter,
               f"must make a DrafterPart, but it made a {type(part).__name__}")
+        depth = part.drafter.depth
+        check(depth <= spec.max_depth, "spec.max_depth", spec.max_depth,
+              f"drafter {part.name} drafts up to {depth} tokens; raise it to that")
     if drawn and spec.drafter != "off":
         rule = f"spec.rule = {spec.rule!r} "
         check(not merged and parts[0].records_proposal, "spec.drafter", spec.drafter,

@@ -49,8 +49,9 @@ class InRun:
         check_held_out(config, self.problems.prompts, trainer.prompts, say)
         self._of = {name: getattr(config.eval, name) for name in OF}
         self.best: Json | None = None  # step, accuracy, and the fields of eval that they are about
-        if self.problems.samples == config.group_size:
-            self._at_once = config.prompts_per_step
+        shapes = trainer.sampler.engine.shapes
+        if self.problems.samples == shapes.group and not trainer.sampler.greedy:
+            self._at_once = shapes.sequences * shapes.shards // shapes.group
             self._sampler = copy.copy(trainer.sampler)  # with its compiled programs
         else:
             self._at_once = self.problems.at_once(sharding.shard_count(trainer.mesh))
@@ -72,6 +73,7 @@ class InRun:
         if not self._sampler.engine.compiled:
             self._sampler.compile(say, profile=False)
             self._sampler.engine.release()
+        self._sampler.forget()
 
     def after(self, step: int, progress: Progress) -> Metrics:
         """Returns the metrics of an evaluation, {} where none is due after `step` steps."""
@@ -87,6 +89,7 @@ class InRun:
         finally:
             own.control, theirs.acceptance = before
             own.release()
+            self._sampler.forget()
         if self.best is None or found["accuracy"] > self.best["accuracy"]:
             self.best = {"step": step, "accuracy": found["accuracy"]} | self._of
         return metrics_of(found) | {"eval/best_step": self.best["step"],

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -99,6 +99,13 @@ class _Preserved:
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
         newest = sorted(info.step for info in checkpoints)[-self._keep:]
         return [info.step in (*newest, self.best) for info in checkpoints]
+
+
+class CheckpointReader(Protocol):
+    """What a trainer restores from; `Checkpoints` is one."""
+
+    def restore_latest(self, abstract: dict[str, PyTree], required: Collection[str] | None = None
+                       ) -> tuple[int, dict[str, PyTree], Json] | None: ...
 
 
 class Checkpoints:

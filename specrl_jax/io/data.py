@@ -77,14 +77,18 @@ def load_examples(data: DataConfig, say: Callable[[str], None] = print) -> Examp
 
 
 def step_prompts(num_examples: int, seed: int, step: int, prompts_per_step: int) -> np.ndarray:
-    """Returns the indices of the examples that `step` uses, i64[prompts_per_step].
+    """Returns the indices of the examples that `step` uses, i64[prompts_per_step]."""
+    return prompts_from(num_examples, seed, step * prompts_per_step, prompts_per_step)
+
+
+def prompts_from(num_examples: int, seed: int, first: int, count: int) -> np.ndarray:
+    """Returns the indices of `count` examples after the first `first` ones of all epochs.
 
     Each epoch is a permutation of all examples, keyed by (seed, epoch). A step may span the end of
     an epoch; only there can a prompt occur twice in a step. NumPy guarantees the raw words of
     Philox across versions, but not the results of its shuffles.
     """
-    positions = np.arange(step * prompts_per_step, (step + 1) * prompts_per_step)
-    epochs, offsets = np.divmod(positions, num_examples)
+    epochs, offsets = np.divmod(np.arange(first, first + count), num_examples)
     orders = {epoch: np.argsort(np.random.Philox(key=np.array([seed, epoch], np.uint64)).random_raw(
         num_examples), kind="stable") for epoch in np.unique(epochs)}
     return np.array([orders[e][i] for e, i in zip(epochs, offsets, strict=True)], np.int64)

@@ -45,6 +45,6 @@ def maps() -> tuple[int, int]:
     """
     if sys.platform != "linux":
         return 0, sys.maxsize
-    with Path("/proc/self/maps").open() as lines:
+    with Path("/proc/self/maps").open("rb") as lines:  # file names are bytes
         held = sum(1 for _ in lines)
     return held, int(Path("/proc/sys/vm/max_map_count").read_text())

@@ -22,8 +22,10 @@ class Metric(NamedTuple):
 
 METRICS = tuple(Metric(*row) for row in (
     ("step", "", "index of the step, from 0"),
-    ("reward/mean", "reward", "mean over the step's sequences", "reward", "critic/rewards/mean"),
+    ("reward/mean", "reward", "mean over the step's sequences, also those that rl.filter leaves "
+     "out", "reward", "critic/rewards/mean"),
     ("reward/std", "reward", "standard deviation over the step's sequences", "reward_std"),
+    ("reward/overlong", "reward", "mean penalty on length; with rl.overlong=soft"),
     ("reward/nonzero_advantage_fraction", "fraction", "groups with an advantage other than 0",
      "1 - frac_reward_zero_std"),
     ("reward/failures", "answers", "answers with a term that failed and counts as "
@@ -45,7 +47,8 @@ METRICS = tuple(Metric(*row) for row in (
      "policy that sampled"),
     ("policy/ratio_max", "", "largest such ratio, over all updates of the last epoch"),
     ("policy/correction_fraction", "fraction", "response tokens whose weight rl.correction cuts"),
-    ("kl/reference", "nats", "k3 estimate of the KL to the initial policy; with rl.kl > 0", "kl",
+    ("kl/reference", "nats", "k3 estimate of the KL to the initial policy, with rl.kl > 0; "
+     "with rl.kl_in=reward that of rl.kl_estimator", "kl",
      "actor/kl_loss"),
     ("kl/teacher", "nats", "k1 estimate of the KL from the policy to the teacher; with rl.teacher"),
     ("kl/update", "nats", "k3 estimate of the KL from the policy that sampled to the current one",
@@ -57,6 +60,7 @@ METRICS = tuple(Metric(*row) for row in (
     ("response/clipped_fraction", "fraction", "responses that reached rollout.max_new_tokens "
      "without a stop token", "completions/clipped_ratio", "response_length/clip_ratio"),
     ("rollout/tokens", "tokens", "response tokens of the step", "num_tokens (running sum)"),
+    ("rollout/batches", "count", "rollouts of the step: 1, and those that rl.filter adds"),
     ("rollout/tokens_per_second", "tokens/s", "response tokens over time/rollout", "",
      "perf/throughput (whole step)"),
     ("rollout/accept_length", "tokens", "tokens a row and round: accepted drafts and one more"),

@@ -30,6 +30,7 @@ POLL = 1.0  # seconds between looks at it
 GRACE = 3.0  # seconds that process 0, which hosts the service, leaves the others to read it
 SAY_AFTER, SAY_EVERY = 5.0, 60.0  # seconds of waiting until a line says for whom
 PATIENCE = 300  # seconds that processes wait for each other to start
+HEARTBEAT = 30  # seconds without a sign of life after which JAX counts a process as dead
 FAILED = 2  # exit status
 NO_MEMORY = "RESOURCE_EXHAUSTED"  # of a device: the fault of no other process
 _rounds = collections.defaultdict[str, Iterator[int]](itertools.count)  # messages so far, by name
@@ -56,7 +57,8 @@ def join(coordinator: str | None, processes: int | None, process: int | None,
     threading.Thread(target=_say_who_is_missing, args=(joined, patience), daemon=True).start()
     try:
         jax.distributed.initialize(coordinator, processes, process,
-                                   initialization_timeout=int(patience) + 3600)
+                                   initialization_timeout=int(patience) + 3600,
+                                   heartbeat_timeout_seconds=HEARTBEAT)
     except (ValueError, RuntimeError) as error:
         raise ConfigError(f"--distributed: {str(error).splitlines()[0]} Give --coordinator, "
                           f"--processes and --process where they cannot be found") from error

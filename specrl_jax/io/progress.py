@@ -1,11 +1,8 @@
 """Progress of a run: a live display on a terminal, plain lines elsewhere."""
 
-import collections
-import contextlib
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
 from typing import TextIO
 
 import jax
@@ -134,27 +131,3 @@ class Progress:
     def _refresh(self) -> None:
         if self._live is not None:
             self._live.update(self._line(), refresh=True)
-
-
-class StepTimer:
-    """Seconds of a step by phase: `with timer("rollout"): ...`. Phases of one name add up."""
-
-    def __init__(self, phase: Callable[[str], None] = lambda name: None) -> None:
-        """Args: phase, called with the name of each phase when it begins."""
-        self._phase, self._began = phase, time.perf_counter()
-        self._seconds: dict[str, float] = collections.defaultdict(float)
-
-    @contextlib.contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
-        self._phase(name)
-        began = time.perf_counter()
-        yield
-        self._seconds[name] += time.perf_counter() - began
-
-    def __getitem__(self, name: str) -> float:
-        return self._seconds[name]
-
-    @property
-    def total(self) -> float:
-        """Seconds since the timer was made."""
-        return time.perf_counter() - self._began

@@ -115,6 +115,8 @@ def totals(rows: Rows, samples: Samples) -> list[tuple[str, str]]:
         ("measuring what rounds cost, of start-up and steps", "time/profiling", f"{profiled:.1%}"),
         ("error of the predicted seconds of launches", "time/cost_error",
          f"{mean('time/cost_error'):.1%}"),
+        ("held-out accuracy, best", "eval/accuracy",
+         f"{max(finite('eval/accuracy'), default=0):.3f} after step {last('eval/best_step'):.0f}"),
         ("tokens/s, mean", "rollout/tokens_per_second",
          f"{mean('rollout/tokens_per_second'):.0f}"),
         ("accept length, mean", "rollout/accept_length", f"{mean('rollout/accept_length'):.2f}"),
@@ -166,6 +168,7 @@ def _figures(rows: Rows, samples: Samples) -> tuple[list[tuple[str, str]], list[
         line("log-prob gap, rollout to learner", "rollout/logprob_gap"),
         line("loss", "loss")]
     optional = [
+        ("held-out accuracy", "eval/accuracy", plot_accuracy),
         ("draft depth and verified tokens over time", "control/draft_depth", plot_setting),
         ("seconds saved, spent and lost by the controller", "time/regret", plot_saved),
         ("seconds saved by speculation (estimated) less those spent on the drafter",
@@ -200,6 +203,14 @@ def draw_svg(title: str, xlabel: str, draw: Callable[[Axes], None]) -> str:
     buffer = io.BytesIO()
     figure.savefig(buffer, format="svg")
     return base64.b64encode(buffer.getvalue()).decode("ascii")
+
+
+def plot_accuracy(ax: Axes, rows: Rows) -> None:
+    """Draws the evaluations of a run with their 95 % intervals."""
+    told = [row for row in rows if "eval/accuracy" in row]
+    plot_line(ax, told, "eval/accuracy")
+    ax.fill_between(column(told, "step"), column(told, "eval/accuracy_low"),
+                    column(told, "eval/accuracy_high"), color=BLUE, alpha=0.2, linewidth=0)
 
 
 def plot_line(ax: Axes, rows: Rows, key: str) -> None:

@@ -10,7 +10,8 @@ import numpy as np
 
 from specrl_jax.config import Registry
 
-Advantage = Callable[[np.ndarray], np.ndarray]  # rewards f32[groups, M] -> f32[groups, M]
+Advantage = Callable[..., np.ndarray]
+"""rewards f32[groups, M] -> f32[groups, M]; `greedy_baseline` also takes a baseline."""
 ADVANTAGES: Registry[Advantage] = Registry("rl.advantage", Callable)
 
 
@@ -57,16 +58,48 @@ def leave_one_out(rewards: np.ndarray) -> np.ndarray:
     return (centred * (size / (size - 1))).astype(np.float32)
 
 
+@ADVANTAGES.register("batch")
+def batch(rewards: np.ndarray, eps: float = 1e-6) -> np.ndarray:
+    """Returns `(reward - mean) / (std + eps)`, both of all sequences of the step, f32[groups, M].
+
+    REINFORCE++: arXiv:2501.03262, section 3.2, where the sum runs over tokens: here each sequence
+    counts once, whatever its length. M may be 1; other arguments and errors are those of `group`.
+    """
+    exact = _checked(rewards)
+    centred = exact - exact.mean()
+    return (centred / (np.sqrt(np.mean(centred**2)) + eps)).astype(np.float32)
+
+
+@ADVANTAGES.register("greedy_baseline")
+def greedy_baseline(rewards: np.ndarray, baseline: np.ndarray) -> np.ndarray:
+    """Returns rewards minus `baseline` f32[groups], the reward of a greedy response to each prompt.
+
+    ReMax: arXiv:2310.10505, equation 5. M may be 1; errors are those of `group`.
+    """
+    return (_checked(rewards) - _checked(baseline[:, None])).astype(np.float32)
+
+
+@ADVANTAGES.register("none")
+def none(rewards: np.ndarray) -> np.ndarray:
+    """Returns the rewards themselves, f32[groups, M]; errors are those of `group`, M may be 1."""
+    return _checked(rewards).astype(np.float32)
+
+
 def _centred(rewards: np.ndarray) -> np.ndarray:
     """Returns rewards minus their group's mean, f64[groups, M]."""
+    exact = _checked(rewards)
+    if rewards.shape[1] < 2:
+        raise ValueError(f"rewards of shape {list(rewards.shape)}: a group needs 2 samples or more")
+    return exact - exact.mean(axis=1, keepdims=True)
+
+
+def _checked(rewards: np.ndarray) -> np.ndarray:
+    """Returns rewards as f64[groups, M]."""
     rewards = np.asarray(rewards)
     if rewards.ndim != 2 or rewards.dtype != np.float32:
         raise TypeError(f"rewards must be f32[groups, M], got {rewards.dtype}{list(rewards.shape)}")
-    if rewards.shape[1] < 2:
-        raise ValueError(f"rewards of shape {list(rewards.shape)}: a group needs 2 samples or more")
     if not np.isfinite(rewards).all():
         row, sample = np.argwhere(~np.isfinite(rewards))[0]
         raise ValueError(f"reward {rewards[row, sample]} of group {row}, sample {sample}: "
                          "rewards must be finite")
-    exact = rewards.astype(np.float64)
-    return exact - exact.mean(axis=1, keepdims=True)
+    return rewards.astype(np.float64)

@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+import numpy as np
+
 from specrl_jax.config import RLConfig
 from specrl_jax.rl.advantage import ADVANTAGES, Advantage
 from specrl_jax.rl.corrections import CORRECTIONS, Correction
@@ -14,6 +16,13 @@ class Algorithm(NamedTuple):
     advantage: Advantage
     loss: Loss
     correction: Correction
+
+    def advantages(self, rewards: np.ndarray, group: int, baseline: np.ndarray | None = None
+                   ) -> np.ndarray:
+        """Returns f32[Q] from rewards f32[Q] of groups of `group` samples, and from the reward of
+        each prompt's greedy response, f32[groups], where the advantage asks for it."""
+        more = {} if baseline is None else {"baseline": baseline}
+        return self.advantage(rewards.reshape(-1, group), **more).reshape(-1)
 
 
 def resolve(config: RLConfig) -> Algorithm:

@@ -68,6 +68,19 @@ def score(arch: Architecture, config: Config, params: Params, batch: Batch, tota
     return jax.lax.fori_loop(0, totals.micro_batches, one, jnp.zeros_like(batch.rollout_logprob))
 
 
+def sequence_kl(config: Config, batch: Batch, logprob: Array, reference: Array) -> Array:
+    """Returns an estimate of the KL to the reference of each sequence, f32[n, b, K], summed over
+    its tokens, from log-probabilities f32[n, b, R] by `score`."""
+    buffer, estimate = config.rollout.max_new_tokens, losses.KL_ESTIMATORS[config.rl.kl_estimator]
+
+    def one(batch: Batch, logprob: Array, reference: Array) -> Array:
+        mask = jnp.arange(buffer)[None, None] < batch.length[..., None]
+        found = jax.vmap(lambda a, b: estimate(logprob=a, reference=b))(logprob, reference)
+        return jnp.where(mask, by_sequence(found, batch, buffer), 0).sum(-1)
+
+    return jax.vmap(one)(batch, logprob, reference)
+
+
 def _micro_batch(batch: PyTree, i: Array) -> PyTree:
     return jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, i, 0, False), batch)
 

@@ -59,8 +59,7 @@ def ppo_clip(*, logprob: Array, old_logprob: Array, advantage: Array, mask: Arra
       TypeError: an argument has the wrong rank, length or dtype.
     """
     del mask
-    _check(1, logprob=logprob, old_logprob=old_logprob)
-    _check(min(advantage.ndim, 1), advantage=advantage)
+    _check_tokens(logprob, old_logprob, advantage)
     return _surrogate(jnp.exp(logprob - jax.lax.stop_gradient(old_logprob)), advantage,
                       clip_low, clip_high, dual_clip)
 
@@ -75,8 +74,7 @@ def gspo(*, logprob: Array, old_logprob: Array, advantage: Array, mask: Array,
     arXiv:2507.18071, equations 5 and 7. Gradients flow through that ratio. Errors are those of
     `ppo_clip`.
     """
-    _check(1, logprob=logprob, old_logprob=old_logprob)
-    _check(min(advantage.ndim, 1), advantage=advantage)
+    _check_tokens(logprob, old_logprob, advantage)
     total = jnp.sum(jnp.where(mask, logprob - jax.lax.stop_gradient(old_logprob), 0.0))
     ratio = jnp.exp(total / jnp.maximum(jnp.sum(mask, dtype=jnp.float32), 1.0))
     return _surrogate(jnp.broadcast_to(ratio, logprob.shape), advantage, clip_low, clip_high,
@@ -94,8 +92,7 @@ def cispo(*, logprob: Array, old_logprob: Array, advantage: Array, mask: Array,
     read. Errors are those of `ppo_clip`.
     """
     del mask, dual_clip
-    _check(1, logprob=logprob, old_logprob=old_logprob)
-    _check(min(advantage.ndim, 1), advantage=advantage)
+    _check_tokens(logprob, old_logprob, advantage)
     ratio = jnp.exp(jax.lax.stop_gradient(logprob - old_logprob))
     weight = jnp.clip(ratio, 1.0 - clip_low, 1.0 + clip_high)
     return -weight * jax.lax.stop_gradient(advantage) * logprob, weight != ratio
@@ -111,8 +108,7 @@ def reinforce(*, logprob: Array, old_logprob: Array, advantage: Array, mask: Arr
     arXiv:2310.10505. Bounds are not read. Errors are those of `ppo_clip`.
     """
     del mask, clip_low, clip_high, dual_clip
-    _check(1, logprob=logprob, old_logprob=old_logprob)
-    _check(min(advantage.ndim, 1), advantage=advantage)
+    _check_tokens(logprob, old_logprob, advantage)
     return -jax.lax.stop_gradient(advantage) * logprob, jnp.zeros(logprob.shape, bool)
 
 
@@ -239,6 +235,15 @@ def _masked(mask: Array, values: Array) -> Array:
     if mask.shape != values.shape:
         raise TypeError(f"mask {list(mask.shape)} and values {list(values.shape)} differ in shape")
     return jnp.where(mask, values, 0.0)
+
+
+def _check_tokens(logprob: Array, old_logprob: Array, advantage: Array) -> None:
+    """Raises TypeError unless these are what a `Loss` takes."""
+    if advantage.ndim:
+        _check(1, logprob=logprob, old_logprob=old_logprob, advantage=advantage)
+    else:
+        _check(1, logprob=logprob, old_logprob=old_logprob)
+        _check(0, advantage=advantage)
 
 
 def _check(rank: int, dtype: Any = jnp.float32, /, **arrays: Array) -> None:

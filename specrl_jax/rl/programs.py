@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -21,7 +21,7 @@ from specrl_jax.rl import learner
 from specrl_jax.rl.batch import Batch, Totals, layout_of, make_batch, part_of
 from specrl_jax.rl.learner import LearnerState
 from specrl_jax.rl.optimizer import make_optimizer
-from specrl_jax.structs import Metrics, Params, Rollout
+from specrl_jax.structs import Array, Metrics, Params, Rollout
 
 HOST = "pinned_host"  # JAX's name of the memory of learner.moments=host
 
@@ -137,7 +137,7 @@ def score(config: Config, arch: Architecture, mesh: Mesh) -> Program:
 
 def programs(config: Config, arch: Architecture, mesh: Mesh, teacher: Architecture | None = None
              ) -> Iterator[Program]:
-    """Yields the policy's programs, as far as they are used: update, score, teacher, gap, merge."""
+    """Yields the policy's programs that are used, of: update, score, teacher, kl, gap, merge."""
     replicated = sharding.replicated(mesh)
     state, base = abstract_state(config, arch, mesh), abstract_base(config, arch, mesh)
     batch, totals = abstract_batch(config, mesh)
@@ -151,6 +151,9 @@ def programs(config: Config, arch: Architecture, mesh: Mesh, teacher: Architectu
         return
     if needs_scores(config):
         yield score(config, arch, mesh)
+    if config.rl.kl_in_reward:
+        yield Program("kl", jax.jit(on_mesh(functools.partial(learner.sequence_kl, config)),
+                                    out_shardings=replicated), (batch, scores, scores))
     if teacher is not None:
         function = functools.partial(learner.score, teacher, config)
         yield Program("teacher", jax.jit(on_mesh(function)),
@@ -161,6 +164,23 @@ def programs(config: Config, arch: Architecture, mesh: Mesh, teacher: Architectu
     yield Program("update", update, (state, batch, totals, scores if reads_old(config) else None,
                                      (scores, scores) if config.rl.kl_in_loss else None, base,
                                      None if teacher is None else scores))
+
+
+def sequence_kl(config: Config, mesh: Mesh, rollout: Rollout, summed: Callable[..., Array],
+                scores: Sequence[Callable[[tuple[Batch, Totals]], Array]]) -> np.ndarray:
+    """Returns an estimate of the KL to the reference of each sequence, f32[Q].
+
+    Args:
+      summed: the program `kl`.
+      scores: `learner.score` under the policy and under the reference.
+    """
+    found = np.zeros(len(rollout.length) + 1, np.float32)
+    number = np.arange(1, len(found)).astype(np.float32)  # in the place of an advantage
+    for host in host_batches(config, rollout, number):
+        part = sharding.put(batch_places(mesh), host)
+        sums = summed(part[0], *(score(part) for score in scores))
+        found[host[0].advantage.astype(int)] = jax.device_get(sums)
+    return found[1:]
 
 
 def speed(arch: Architecture, mesh: Mesh, tokens: int, seconds: float) -> Metrics:

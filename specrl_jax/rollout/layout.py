@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 from specrl_jax.config import RolloutConfig, check
 from specrl_jax.control import acceptance
 from specrl_jax.control.acceptance import Acceptance
+from specrl_jax.draft.cached import split_heads
 from specrl_jax.draft.protocol import RolloutInfo
 from specrl_jax.model import cache
 from specrl_jax.rollout.plan import Decoder
@@ -184,9 +185,10 @@ class Layout:
 
     def shardings(self, state: RolloutState) -> RolloutState:
         """Returns a NamedSharding for each leaf of a state."""
-        return jax.tree.map(
+        places = jax.tree.map(
             lambda spec, part: jax.tree.map(lambda _: NamedSharding(self.mesh, spec), part),
             self.specs, state, is_leaf=lambda x: isinstance(x, P))
+        return places.replace(draft=split_heads(state.draft, places.draft, self.mesh))
 
     def of_results(self, shapes: PyTree, specs: PyTree) -> PyTree:
         """Returns shardings of a program's results: `abstract`'s for a state, else `specs`."""

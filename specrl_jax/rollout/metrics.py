@@ -1,5 +1,8 @@
 """The metrics of a rollout, by the names of io/metric_names.py."""
 
+import dataclasses
+from collections.abc import Sequence
+
 import numpy as np
 
 from specrl_jax.io import launches
@@ -40,6 +43,29 @@ def rollout_metrics(rollout: Rollout, result: Result) -> Metrics:
         "time/rollout": result.seconds,
         "time/prefill": result.prefill_seconds,
     } | launches.summary(result.trace)
+
+
+def merged(results: Sequence[Result]) -> Result:
+    """Returns the account of several rollouts as one; its sequences are those of the last."""
+    tried = np.stack([r.calibration.tried for r in results])
+    share = tried / np.maximum(tried.sum(0), 1)
+    nodes = tried.sum(1) / max(tried.sum(), 1)
+    first = results[0]
+    return results[0] if len(results) == 1 else dataclasses.replace(
+        results[-1], counters=_summed([r.counters for r in results]),
+        seconds=sum(r.seconds for r in results),
+        prefill_seconds=sum(r.prefill_seconds for r in results),
+        trace=[launch for r in results for launch in r.trace],
+        by_drafter={name: _summed([r.by_drafter[name] for r in results])
+                    for name in first.by_drafter},
+        calibration=Reliability(
+            tried.sum(0), *((share * np.stack([getattr(r.calibration, name) for r in results])
+                             ).sum(0) for name in ("predicted", "accepted")),
+            error=float(nodes @ [r.calibration.error for r in results])))
+
+
+def _summed(counts: Sequence[dict[str, int]]) -> dict[str, int]:
+    return {name: sum(one[name] for one in counts) for name in counts[0]}
 
 
 def reliability(found: Reliability) -> list[list[float]]:

@@ -27,6 +27,10 @@ class PromptBatch:
         """Returns a batch of token ids; a prompt's id is its place."""
         return cls(prompts, np.arange(len(prompts)), np.zeros(len(prompts), np.int32))
 
+    def part(self, at: slice) -> "PromptBatch":
+        """Returns some of the prompts."""
+        return PromptBatch(self.prompts[at], self.prompt_id[at], self.occurrence[at])
+
 
 @dataclasses.dataclass(frozen=True)
 class Prompts:

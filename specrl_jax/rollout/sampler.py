@@ -51,19 +51,20 @@ class Sampler:
       config: its model, spec, draft, control and rollout sections are read.
       prompts: prompts of one call, over all shards.
       group: M.
+      greedy: whether the last sample of each prompt is greedy, whatever the temperature.
       warn: called with a line about each problem of the drafter.
       tokenizer: the actor's; None is that of config.model.path.
       wrap: returns the drafter to use in place of the config's, of the same sizes and parameters.
     """
 
     def __init__(self, config: Config, arch: Architecture, stop: Sequence[int], mesh: Mesh, *,
-                 prompts: int, group: int, warn: Callable[[str], None] = loud,
+                 prompts: int, group: int, greedy: bool = False, warn: Callable[[str], None] = loud,
                  tokenizer: Tokenizer | None = None,
                  wrap: Callable[[Drafter], Drafter] = lambda drafter: drafter) -> None:
         if not stop:
             warn("the model's files name no end-of-sequence token, so every answer runs to "
                  "rollout.max_new_tokens; add eos_token_id to generation_config.json")
-        self.config, self.group, self.mesh = config, group, mesh
+        self.config, self.group, self.greedy, self.mesh = config, group, greedy, mesh
         self.drafters, self.engine = build(config, arch, stop, mesh, prompts=prompts, group=group,
                                            warn=warn, tokenizer=tokenizer, wrap=wrap)
         self.plain_round_seconds: dict[int, float] = {}  # by batch size, where costs are known
@@ -142,6 +143,10 @@ class Sampler:
         self.params, self.version, self._checksum = other.params, other.version, None
         self.drafter_weights, self.drafter_params = other.drafter_weights, other.drafter_params
         self.drafter_version, self._depth = other.drafter_version, other._depth
+
+    def forget(self) -> None:
+        """Holds no weights until it follows or publishes again: they may be a copy of their own."""
+        self.params, self.drafter_params, self.drafter_weights = {}, (), ()
 
     @property
     def checksum(self) -> int:
@@ -261,6 +266,8 @@ class Sampler:
         prompts = [batch.prompts[i] for i in order]
         wanted = make_request(prompts, keys, self.group, self.config.rollout,
                          None if past is None else past[order])
+        if self.greedy:
+            wanted.temperature[sample == self.group - 1] = 0
         if limit is not None:
             wanted.limit = np.minimum(wanted.limit, limit).astype(np.int32)
         result = self.engine.run(

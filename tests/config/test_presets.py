@@ -1,5 +1,6 @@
 """Presets of published models: a table of targets, and what follows a preset's colon."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -44,8 +45,21 @@ def test_preset_with_a_target_takes_its_values(tmp_path: Path) -> None:
     assert preset_targets(str(mine)) == ["v6e_4x4", "h100"]
 
 
-def test_preset_with_an_algorithm_takes_its_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(load.ALGORITHMS, "dapo", {"rl.clip_high": 0.28})
+@pytest.mark.parametrize("algorithm", load.ALGORITHMS)
+@pytest.mark.parametrize("preset", preset_names())
+def test_any_preset_takes_any_algorithm(preset: str, algorithm: str) -> None:
+    plain = load_config(preset)
+    if plain.prompts_per_step == 1 and load.ALGORITHMS[algorithm].get("rl.minibatches"):
+        with pytest.raises(ConfigError, match="prompts_per_step"):
+            load_config(f"{preset}:{algorithm}")
+        return
+    config = load_config(f"{preset}:{algorithm}")
+    for name, value in load.ALGORITHMS[algorithm].items():
+        assert getattr(config.rl, name.removeprefix("rl.")) == value
+    assert dataclasses.replace(config, rl=plain.rl) == plain
+
+
+def test_preset_with_an_algorithm_takes_its_values() -> None:
     assert load_config("tiny:dapo").rl.clip_high == 0.28
     both = load_config("qwen2_5_7b:v6e_4x4,dapo")
     assert (both.rl.clip_high, both.mesh.tensor) == (0.28, 4)
@@ -55,7 +69,7 @@ def test_preset_with_an_algorithm_takes_its_values(monkeypatch: pytest.MonkeyPat
     ("qwen2_5_7b:v4_2x2", "no target or algorithm 'v4_2x2': choose from its targets v6e_4x4, v5p_"),
     ("qwen2_5_7b:", "no target or algorithm '': choose from its targets v6e_4x4, "),
     ("qwen2_5_7b:v6e_4x4,v5p_4x4x4", "'v5p_4x4x4' is another target: name one"),
-    ("tiny:v6e_4x4", "no target or algorithm 'v6e_4x4': it has none, drop the colon"),
+    ("tiny:v6e_4x4", "no target or algorithm 'v6e_4x4': choose from its algorithms grpo, dr_grpo"),
     ("nope:v6e_4x4", "no preset 'nope'"),
 ])
 def test_unknown_choice_is_refused_with_the_list(preset: str, message: str) -> None:

@@ -63,7 +63,7 @@ def test_preset_with_an_old_argument_names_the_new_field(tmp_path):
     (tmp_path / "mine.py").write_text(
         "from specrl_jax.config import Config, SpecOptions\n"
         "def get_config(): return Config(spec=SpecOptions(steps=2))\n")
-    with pytest.raises(ConfigError, match="'steps'; spec.steps is now spec.depth$"):
+    with pytest.raises(ConfigError, match=r"'steps' \(line 2\); spec.steps is now spec.depth$"):
         load_config(str(tmp_path / "mine.py"))
 
 

@@ -236,16 +236,13 @@ def test_step_charges_the_drafter_for_all_its_seconds(
 
 @pytest.fixture(scope="module")
 def learning() -> Trainer:
-    """A trainer whose drafter has learned enough for a probe to accept drafts.
-
-    How many it accepts differs by step, so by the tests that ran before.
-    """
+    """A trainer whose drafter has learned enough for a probe to see that it no longer does."""
     trainer = micro_trainer_to_compile(config(
         "interval", updates=8, learning_rate=4e-3, batch=16, probe_tokens=8), **INVARIANT)
     trainer.compile(lambda text: None)
-    for _ in range(6):
+    for _ in range(12):
         trainer.step()
-    assert trainer.drafter.good.version == 6 and not trainer.warnings
+    assert trainer.drafter.good.version == 12 and not trainer.warnings
     return trainer
 
 

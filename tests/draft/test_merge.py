@@ -6,12 +6,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import with_fields
 
-from specrl_jax.config import ConfigError
+from specrl_jax.config import Config, ConfigError
 from specrl_jax.control.protocol import make_spec
+from specrl_jax.draft import registry
 from specrl_jax.draft.merge import graft, likeliest, merge
+from specrl_jax.draft.off import off
 from specrl_jax.draft.protocol import Drafter
 from specrl_jax.draft.tree import roots
+from specrl_jax.model.tiny import TINY
 from specrl_jax.structs import DraftTree, Frontier
 
 ROOT = 7
@@ -147,3 +151,17 @@ def test_merge_of_two_readers_of_the_actor_is_refused() -> None:
     parts = [drafter([[]], 3, i, taps=(1,)) for i in range(2)]
     with pytest.raises(ConfigError, match="only one"):
         merge(parts, 4)
+
+
+def deep(context: registry.DrafterContext) -> registry.DrafterPart:
+    return registry.DrafterPart("deep", off()._replace(depth=9))
+
+
+DEEP = f"{__name__}:deep"
+
+
+@pytest.mark.parametrize("drafter", [DEEP, "merge"])
+def test_drafter_deeper_than_the_shapes_is_refused(drafter: str) -> None:
+    config = with_fields(Config(), spec__drafter=drafter, draft__parts=("history", DEEP))
+    with pytest.raises(ConfigError, match="spec.max_depth = 4: drafter deep drafts up to 9 tokens"):
+        registry.make(config, TINY, (), 2, print)

@@ -108,3 +108,14 @@ def test_configs_may_differ_only_where_tokens_may_not(tmp_path, field, value, re
             compare.check_comparable(found)
     else:
         compare.check_comparable(found)
+
+
+def test_rewards_that_failed_in_one_run_alone_are_told_apart(tmp_path):
+    rows = [record(0, 0, i, [1]) | {"reward": 1.0} for i in range(4)]
+    failed = [rows[0], rows[1] | {"reward": 0.0, "failures": {"exact": "late"}},
+              rows[2] | {"failures": {"exact": "late"}}, rows[3] | {"reward": 0.5}]
+    a, b = write(tmp_path / "a", rows), write(tmp_path / "b", failed)
+    for pair in ((a, b), (b, a)):
+        step, = compare.compare_steps(*pair)
+        assert (step.failed_apart, step.differences) == (1, [])
+    assert next(compare.compare_steps(b, b)).failed_apart == 0

@@ -1,16 +1,19 @@
 """Evaluation inside a run: it agrees with eval.py, changes no token, and keeps the best."""
 
 import json
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import repeatable_metrics, with_fields
+from helpers import repeatable_metrics, run_training, start_training, with_fields
 
 from specrl_jax.config import Config, ConfigError
 from specrl_jax.evaluation.evaluate import evaluate
 from specrl_jax.evaluation.in_run import InRun, metrics_of
 from specrl_jax.io.checkpoint import list_steps
+from specrl_jax.io.metric_names import find
 from specrl_jax.io.metrics import read_metrics, read_samples
 from specrl_jax.model.source import best_step, open_actor
 from specrl_jax.run import train
@@ -60,6 +63,7 @@ def test_evaluation_is_due_every_so_many_steps(whole: Path) -> None:
     assert [bool(row) for row in found] == [False, True] * 3
     assert {"eval/accuracy", "eval/pass_at_2", "eval/pass_at_2_low"} <= found[1].keys()
     assert all(row["compilations"] == 0 for row in read_metrics(whole))
+    assert all(find(name) for row in read_metrics(whole) for name in row)
 
 
 @pytest.mark.ci
@@ -70,6 +74,15 @@ def test_evaluation_changes_no_token_of_the_training(
     plain = repeatable_metrics(tmp_path / "run")
     assert plain == [{name: x for name, x in row.items() if not name.startswith("eval/")}
                      for row in repeatable_metrics(whole)]
+
+
+@pytest.mark.ci
+def test_speculation_changes_no_evaluation(config: Config, whole: Path, tmp_path: Path) -> None:
+    train(with_fields(config, control__policy="off"), tmp_path / "run")
+    plain, drafted = (evaluations(run)[1::2] for run in (tmp_path / "run", whole))
+    assert {row.pop("eval/accept_length") for row in plain} == {1.0}
+    assert max(row.pop("eval/accept_length") for row in drafted) > 1
+    assert plain == drafted
 
 
 @pytest.mark.ci
@@ -85,6 +98,15 @@ def test_best_checkpoint_outlives_later_ones_and_eval_py_agrees(
     assert again.items() - {("eval/accept_length", again["eval/accept_length"])} <= (
         found[best // 2 - 1].items())
     assert 0 < max(accuracy) and min(accuracy) < 1
+
+
+@pytest.mark.ci
+def test_evaluation_of_adapters_agrees_with_eval_py(config: Config, tmp_path: Path) -> None:
+    config = with_fields(config, learner__lora_rank=4, steps=4, learner__learning_rate=0.3)
+    train(config, tmp_path)
+    again = metrics_of(evaluate(config, open_actor(config, tmp_path, 4)))
+    del again["eval/accept_length"]  # that of drafts which another rollout has judged
+    assert again.items() <= evaluations(tmp_path)[3].items()
 
 
 @pytest.mark.ci
@@ -124,3 +146,27 @@ def test_evaluation_of_nothing_held_out_is_refused(
     trainer.config = with_fields(config, eval__examples=4, **fields)
     with pytest.raises(ConfigError, match=message):
         InRun(trainer, print)
+
+
+@pytest.mark.full
+def test_killed_run_evaluates_as_one_that_was_not(tmp_path: Path) -> None:
+    flags = ("--config.steps=12", "--config.checkpoint_every=5", "--config.checkpoint_keep=1",
+             "--config.eval.every=2", "--config.eval.examples=4", "--config.eval.temperature=1.0",
+             "--config.eval.reward=helpers:even", "--config.eval.samples=2")
+    run_training(tmp_path / "whole", *flags)
+    workdir = tmp_path / "run"
+    for goal in (3, 7, 10):
+        process = start_training(workdir, *flags)
+        while process.poll() is None and len(steps_so_far(workdir)) < goal:
+            time.sleep(0.002)
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+    run_training(workdir, *flags)
+    assert repeatable_metrics(workdir) == repeatable_metrics(tmp_path / "whole")
+    kept, wanted = (list_steps(run / "checkpoints") for run in (workdir, tmp_path / "whole"))
+    assert kept == wanted == sorted({12, best_step(workdir)})
+
+
+def steps_so_far(workdir: Path) -> list[str]:
+    path = workdir / "metrics.jsonl"
+    return path.read_text().splitlines() if path.exists() else []

@@ -30,6 +30,16 @@ ARCH = Architecture(vocab_size=24, hidden_size=16, intermediate_size=24, num_lay
 MACHINE = Hardware(1e9, 1e12, {"sum": 1e9}, {"a @ b": 1e12})
 
 
+def test_device_that_is_not_there_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none() -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(jax, "devices", none)
+    for ask in (hardware.machine, hardware.first_device):
+        with pytest.raises(SystemExit, match="^error: JAX_PLATFORMS = .*: JAX finds no such dev"):
+            ask()
+
+
 def rollout_of(lengths: list[int], asked: list[int]) -> Rollout:
     """Two sequences a prompt."""
     q, t = len(lengths), max(lengths)

@@ -92,6 +92,24 @@ def test_equal_runs(drawn, tmp_path, capsys):
         "last bit in 0 steps\n")
 
 
+def test_steps_after_a_reward_failed_in_one_run_are_not_compared(drawn, tmp_path, capsys):
+    run, ranks = drawn
+
+    def change(record):
+        record["reward"] = float(record["step"] == 0)
+        runner_up(ranks, (1, 0))(record)
+
+    def fail(record):
+        record["reward"] = 0.0
+        if (record["step"], record["sample_id"]) == (0, 1):
+            record["failures"] = {"exact": "reward 'exact', example 0: late"}
+
+    a, b = edit(run, tmp_path / "a", change), edit(run, tmp_path / "b", fail)
+    status, found = compare(tmp_path, a, b)
+    assert status == 0 and found["steps"] == 1 and found["rewards_failed_apart"] == {"0": 1}
+    assert "step 0: rewards of 1 equal answers failed in one run alone" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("b, warns", [(1.0, True), (1.5, False)])
 def test_accept_lengths_are_shown_and_no_draft_is_noticed(drawn, tmp_path, capsys, b, warns):
     runs = [edit(drawn[0], tmp_path / name, lambda record: None) for name in "ab"]

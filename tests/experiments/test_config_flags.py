@@ -117,6 +117,9 @@ def test_bad_overrides_name_field_value_and_way_out(argument, line):
 
 @pytest.mark.parametrize("source, message", [
     ("x = 1", r"has no get_config\(\)"),
+    ("a = 1\nb = c", r"name 'c' is not defined \(line 2\): correct"),
+    ("x = \x00", "null bytes"),
+    ("def get_config():\n    return [].x", r"has no attribute 'x' \(line 2\)"),
     ("def get_config(): return 3", "returns a int"),
     ("from specrl_jax.config import Config\ndef get_config(): return Config(stepz=3)", "'stepz'"),
     ("from specrl_jax.config import Config\ndef get_config(): return Config(steps=0)", "steps = 0"),
@@ -147,7 +150,7 @@ def test_script_runs_from_anywhere(script):
 
 
 @pytest.mark.parametrize("arguments, line", [
-    (["--config=nope"], "flag --config=nope: no preset 'nope': give one of qwen2_5_0_5b, "),
+    (["--config=nope"], "flag --config=nope: no preset 'nope': give one of math_jsonl, "),
     (["--config.steps=abc"], "config.steps = 'abc': must be of type int"),
     (["--config.steps=1", "--config=tiny"], "Found --config.steps=1 in argv before a value for"),
     (["--confg=tiny"], "Unknown command line flag 'confg'. Did you mean: config"),

@@ -16,10 +16,20 @@ with interrupt.stops(lambda: "go on"):
 """
 MINUTES = "hashlib.pbkdf2_hmac('sha256', b'', b'', 10**9)"  # one call of a compiled function
 PYTHON = "while True: pass"
+# What C code does to an exception that a signal handler raises in it: both were seen in JAX.
+CHANGED = """try:
+        while True: pass
+    except KeyboardInterrupt:
+        raise SystemError"""
+LOST = """class Slow:
+        def __del__(self):
+            while True: pass
+    Slow()
+    while True: pass"""
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("work", [MINUTES, PYTHON])
+@pytest.mark.parametrize("work", [MINUTES, PYTHON, CHANGED, LOST])
 def test_signals_end_it_at_once_with_a_line(number: signal.Signals, work: str) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", BUSY.format(work)], cwd=ROOT / "experiments", text=True,

@@ -311,6 +311,22 @@ def test_stopped_training_ends_as_if_it_had_not_been(whole, tmp_path, monkeypatc
         tmp_path, whole))
 
 
+def test_other_texts_under_the_same_name_are_refused(tmp_path, monkeypatch):
+    def stop(*arguments):
+        raise KeyboardInterrupt
+
+    texts, run = tmp_path / "texts.jsonl", tmp_path / "run"
+    options = dataclasses.replace(MICRO, texts=str(texts), rollout_prompts=0)
+    monkeypatch.setattr(drafter_data, "gather", stop)  # what comes after the check takes long
+    texts.write_text('{"text": "one and one is two"}')
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            train(run, options)
+    texts.write_text('{"text": "one and one is ten"}')
+    with pytest.raises(ConfigError, match="the --texts examples are not those that the run in"):
+        train(run, options)
+
+
 @pytest.mark.ci
 def test_features_that_are_not_kept_are_the_same(whole, tmp_path):
     assert train(tmp_path, dataclasses.replace(MICRO, feature_megabytes=0))

@@ -3,6 +3,8 @@
 import ast
 import json
 import re
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +20,20 @@ from seed_oss import SEED_OSS
 
 import specrl_jax
 from specrl_jax import Sampler, load_config, train
-from specrl_jax.config import Config, ControlConfig, DistillConfig, RLConfig, SpecOptions, override
+from specrl_jax.config import (
+    Config,
+    ControlConfig,
+    DistillConfig,
+    RLConfig,
+    SpecOptions,
+    TrackConfig,
+    override,
+)
 from specrl_jax.control.registry import CONTROLLERS
 from specrl_jax.draft.registry import DRAFTERS
+from specrl_jax.io import trackers
 from specrl_jax.io.data import load_examples
-from specrl_jax.io.metrics import read_metrics, read_samples
+from specrl_jax.io.metrics import Writer, read_metrics, read_samples
 from specrl_jax.model import tiny
 from specrl_jax.model.architecture import Architecture
 from specrl_jax.model.export import export
@@ -87,12 +98,14 @@ def test_command_names_fields_and_extensions_that_exist(command: str) -> None:
         registry.resolve(name)
     resolve(config.rl)
     compose(config.reward.terms, config.reward.weights)
+    trackers.resolve(config.track)
 
 
 def test_every_extension_point_has_a_command() -> None:
     fields = {name for command in COMMANDS for name in flags(command)}
     assert fields >= {"spec.drafter", "spec.rule", "control.policy", "rl.advantage", "rl.loss",
-                      "rl.correction", "reward.terms", "data.name", "data.path", "model.family"}
+                      "rl.correction", "reward.terms", "data.name", "data.path", "model.family",
+                      "track.to"}
 
 
 def test_registered_name_of_the_page_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,6 +119,53 @@ def test_registered_name_of_the_page_is_found(monkeypatch: pytest.MonkeyPatch) -
     finally:
         REWARDS.pop("brevity", None)
     assert found == [(0.5, {"brevity": 0.5}, {})]
+
+
+# Rewards and trackers.
+
+
+def test_batched_reward_counts_equal_answers_to_a_question() -> None:
+    judge = compose(("agreement:agreement",), (1.0,))
+    answers = [("", said, {"id": id}) for id, said in ((1, "a"), (1, "a "), (1, "b"), (2, "a"))]
+    assert [one.total for one in judge(answers)] == [2 / 3, 2 / 3, 1 / 3, 1]
+
+
+class Sandbox(BaseHTTPRequestHandler):
+    """Passes programs that are the number 4."""
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["programs"]
+        passed = [float(x["code"].strip() == "4" and x["tests"] == "t") for x in asked]
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps({"passed": passed}).encode())
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+def test_sandbox_gets_code_and_a_service_that_is_down_fails(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = [("", said, {"id": 0, "tests": "t"}) for said in (
+        "```python\n3\n```\nno:\n```\n4\n```", "4", "```py\n5\n```")]
+    with HTTPServer(("127.0.0.1", 0), Sandbox) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("SANDBOX_URL", f"http://127.0.0.1:{server.server_port}")
+        judge = compose(("sandbox:passes",), (1.0,), on_failure="-1")
+        assert [one.total for one in judge(answers)] == [1, 0, 0]
+        server.shutdown()
+    found = judge(answers)
+    assert [one.total for one in found] == [-1] * 3
+    assert "a batch of 3 answers" in found[0].failures["sandbox:passes"]
+
+
+def test_tracker_prints_each_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for start in (0, 1):
+        with Writer(tmp_path, start, pytest.fail, TrackConfig(to=("printer:Printer",))) as writer:
+            writer.write_step({"step": start, "reward/mean": 0.5}, [{"completion": "a"}])
+    assert capsys.readouterr().err.splitlines() == [
+        "run None after 0 steps", "step 0: reward 0.500, first answer 'a'",
+        "run None after 1 steps", "step 1: reward 0.500, first answer 'a'"]
 
 
 # Drafting.

@@ -114,6 +114,15 @@ def test_slices_and_limits(tmp_path):
         load(tmp_path, level="add1", examples=3)[3]
 
 
+def test_full_disk_while_data_are_prepared_is_one_line(tmp_path, monkeypatch):
+    def full(*arguments):  # as array_record does
+        raise RuntimeError('Failed to finalize writing of split "train":\nNo space left on device')
+
+    monkeypatch.setattr(tfds_text, "prepare", full)
+    with pytest.raises(ConfigError, match='^data.data_dir = .*"train": No space left .* room$'):
+        load(tmp_path, level="add1")
+
+
 def test_losing_the_race_is_no_error(tmp_path):
     config = DataConfig(level="add1", data_dir=str(tmp_path))
     late = tfds_text.make_builder("specrl_arithmetic/add1", config)

@@ -1,6 +1,7 @@
 """report.html of long, short, incomplete and hostile runs."""
 
 import base64
+import json
 import math
 import re
 import tracemalloc
@@ -67,6 +68,22 @@ def test_report_optional_totals_are_told(tmp_path):
     assert "<td>faults of the drafter</td><td>2</td>" in html and "regret" not in html
     assert ("seconds saved by speculation (estimated) less those spent on the drafter"
             in figures(html))
+
+
+def test_evaluations_are_drawn_and_the_best_told(tmp_path):
+    run(tmp_path, 4)
+    path, found = tmp_path / "metrics.jsonl", []
+    for line in path.read_text().splitlines():
+        row = json.loads(line)
+        if row["step"] % 2:
+            accuracy = 0.5 if row["step"] == 1 else 0.25
+            row |= {"eval/accuracy": accuracy, "eval/accuracy_low": 0.1, "eval/accuracy_high": 0.6,
+                    "eval/best_step": 2}
+        found.append(json.dumps(row) + "\n")
+    path.write_text("".join(found))
+    html = page(tmp_path)
+    assert "held-out accuracy" in figures(html)
+    assert "<td>held-out accuracy, best</td><td>0.500 after step 2</td>" in html
 
 
 def test_reliability_is_pooled_over_steps(tmp_path):

@@ -5,7 +5,17 @@ import functools
 import numpy as np
 import pytest
 
-from specrl_jax.rl.advantage import ADVANTAGES, group, group_mean, leave_one_out
+from specrl_jax.config import Config, ConfigError, RLConfig, RolloutConfig
+from specrl_jax.config.rl import OF_GROUPS
+from specrl_jax.rl.advantage import (
+    ADVANTAGES,
+    batch,
+    greedy_baseline,
+    group,
+    group_mean,
+    leave_one_out,
+    none,
+)
 
 
 def f32(rows):
@@ -23,6 +33,8 @@ R = 3**-0.5
     (functools.partial(group, eps=0.5), [1, 0], [0.5, -0.5]),
     (group_mean, [2, 0, 1], [1, -1, 0]),
     (leave_one_out, [3, 0, 0], [3, -1.5, -1.5]),  # 3 - 0 = 3; 0 - (3 + 0) / 2, twice
+    (functools.partial(greedy_baseline, baseline=f32([0.25])), [1, 0], [0.75, -0.25]),
+    (none, [1, 0, -2], [1, 0, -2]), (none, [5], [5]),
 ])
 def test_advantage_by_hand(advantage, rewards, want):
     got = advantage(f32([rewards]))
@@ -30,13 +42,40 @@ def test_advantage_by_hand(advantage, rewards, want):
     assert got.dtype == np.float32
 
 
+def test_batch_is_normalised_over_the_step():
+    # Mean 1/2 and std 1/2 of all four; the groups' own would be others.
+    np.testing.assert_allclose(batch(f32([[1, 1], [1, -1]])), [[R, R], [R, -3 * R]], rtol=1e-5)
+    np.testing.assert_allclose(batch(f32([[1], [0]])), [[1], [-1]], rtol=1e-5)  # groups of 1
+
+
+@pytest.mark.parametrize("name", [*OF_GROUPS, "batch"])
+def test_shift_of_rewards_changes_no_advantage(name):
+    rewards = np.random.default_rng(1).integers(0, 9, (4, 3)).astype(np.float32)
+    np.testing.assert_allclose(ADVANTAGES[name](rewards + 7), ADVANTAGES[name](rewards), atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ADVANTAGES.names())
+def test_advantages_follow_a_permutation_of_samples(name):
+    rng = np.random.default_rng(2)
+    rewards, order = rng.normal(size=(4, 5)).astype(np.float32), rng.permutation(5)
+    np.testing.assert_allclose(call(name, rewards[:, order]), call(name, rewards)[:, order],
+                               atol=1e-6)
+
+
+def call(name, rewards):
+    more = {"baseline": f32(np.arange(len(rewards)))} if name == "greedy_baseline" else {}
+    return ADVANTAGES[name](rewards, **more)
+
+
 @pytest.mark.parametrize("reward", [0.0, 1.0, 0.1, 1 / 3, -7.7, 1e-20, 3e30])
 @pytest.mark.parametrize("samples", [2, 3, 7, 64])
 def test_groups_that_agree_get_exactly_zero(reward, samples):
     # In float32 the mean of three times 0.1 is not 0.1: noise over eps would be an advantage.
     rewards = np.full((2, samples), reward, np.float32)
-    for name in ADVANTAGES.names():
+    for name in (*OF_GROUPS, "batch"):
         np.testing.assert_array_equal(ADVANTAGES[name](rewards), np.zeros_like(rewards))
+    same = greedy_baseline(rewards, rewards[:, 0])
+    np.testing.assert_array_equal(same, np.zeros_like(rewards))
 
 
 def test_groups_are_strangers_and_order_follows_samples():
@@ -48,13 +87,31 @@ def test_groups_are_strangers_and_order_follows_samples():
     np.testing.assert_allclose((whole**2).mean(axis=1), 1.0, rtol=1e-4)
 
 
-@pytest.mark.parametrize("advantages", ADVANTAGES.values(), ids=ADVANTAGES.names())
-def test_bad_rewards_are_named(advantages):
+@pytest.mark.parametrize("name", ADVANTAGES.names())
+def test_bad_rewards_are_named(name):
     with pytest.raises(TypeError, match=r"f32\[groups, M\], got float64\[1, 2\]"):
-        advantages(np.zeros((1, 2)))
+        call(name, np.zeros((1, 2)))
     with pytest.raises(TypeError, match=r"got float32\[4\]"):
-        advantages(np.zeros(4, np.float32))
-    with pytest.raises(ValueError, match="needs 2 samples or more"):
-        advantages(np.zeros((4, 1), np.float32))
+        call(name, np.zeros(4, np.float32))
     with pytest.raises(ValueError, match="reward nan of group 1, sample 0"):
-        advantages(f32([[0, 1], [np.nan, 1]]))
+        call(name, f32([[0, 1], [np.nan, 1]]))
+    if name in OF_GROUPS:
+        with pytest.raises(ValueError, match="needs 2 samples or more"):
+            call(name, np.zeros((4, 1), np.float32))
+
+
+@pytest.mark.parametrize("name", ADVANTAGES.names())
+def test_group_of_one_is_refused_where_samples_are_compared(name):
+    def config():
+        return Config(group_size=1, rl=RLConfig(advantage=name))
+
+    if name in OF_GROUPS:
+        with pytest.raises(ConfigError, match=f"group_size = 1: rl.advantage = {name} needs at le"):
+            config()
+    else:
+        assert config().group_size == 1
+
+
+def test_greedy_baseline_of_greedy_answers_is_refused():
+    with pytest.raises(ConfigError, match="rollout.temperature = 0.*greedy_baseline is 0; set it"):
+        Config(rl=RLConfig(advantage="greedy_baseline"), rollout=RolloutConfig(temperature=0.0))

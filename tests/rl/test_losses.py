@@ -266,8 +266,10 @@ def test_arguments_are_checked_by_name(loss):
         loss(**good | BOUNDS | dict(old_logprob=jnp.zeros(3, jnp.bfloat16)))
     with pytest.raises(TypeError, match=r"lengths differ: logprob \[3\], old_logprob \[1\]"):
         loss(**good | BOUNDS | dict(old_logprob=jnp.zeros(1)))
-    with pytest.raises(TypeError, match=r"advantage must be float32 of rank 0"):
-        loss(**good | BOUNDS | dict(advantage=jnp.zeros(3)))
+    with pytest.raises(TypeError, match=r"advantage must be float32 of rank 0, got int32"):
+        loss(**good | BOUNDS | dict(advantage=jnp.int32(1)))
+    with pytest.raises(TypeError, match=r"lengths differ: .*, advantage \[2\]"):
+        loss(**good | BOUNDS | dict(advantage=jnp.zeros(2)))
     rest = good | PPO | dict(loss=loss, rollout_logprob=jnp.zeros(3), reference=None)
     with pytest.raises(TypeError, match=r"mask must be bool of rank 1, got float32\[3\]"):
         pl.sequence_terms(**rest | dict(mask=jnp.ones(3)))

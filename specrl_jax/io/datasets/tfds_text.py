@@ -84,9 +84,10 @@ def read(name: str, data: DataConfig, say: Callable[[str], None]) -> Rows:
     try:
         if not place.exists():
             prepare(make_builder(name, data), data, say)
-    except OSError as error:
-        raise ConfigError(f"data.data_dir = {data.data_dir!r}: {error}; "
-                          "name a directory that can be written") from error
+    except (OSError, RuntimeError) as error:  # RuntimeError: array_record's for a full disk
+        line = " ".join(str(error).split())
+        raise ConfigError(f"data.data_dir = {data.data_dir!r}: {line}; "
+                          "name a directory that can be written, with room") from error
     with reading(place):
         builder = make_builder(name, data)
         splits = dict(builder.info.splits.items())

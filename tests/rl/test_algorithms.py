@@ -1,0 +1,142 @@
+"""The algorithms that a preset's colon names: how they differ, and that drafts change no token."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import micro_config, micro_trainer
+
+from specrl_jax.config import Config, ControlConfig, ModelSource, RewardConfig, override
+from specrl_jax.config.rl import ALGORITHMS
+from specrl_jax.rl import losses
+from specrl_jax.rl.advantage import ADVANTAGES
+from specrl_jax.rl.corrections import CORRECTIONS
+
+LENGTHS = np.array([[5, 2], [3, 6]])
+REWARDS = np.array([[1.0, 0.0], [0.2, 0.3]], np.float32)
+T = 6
+RNG = np.random.default_rng(0)
+OLD = -RNG.gamma(2.0, 1.0, (2, 2, T)).astype(np.float32)
+MOVED = OLD + RNG.normal(size=OLD.shape).astype(np.float32) * 0.5
+
+
+def direction(algorithm: str, logprob: np.ndarray) -> np.ndarray:
+    """The gradient of a step's loss by the log-probability of each token, with norm 1: what
+    clipping by norm and Adam leave of it."""
+    rl = override(Config(), ALGORITHMS[algorithm]).rl
+    more = {"baseline": np.float32([0.1, 0.1])} if rl.greedy else {}
+    advantage = ADVANTAGES.resolve(rl.advantage)(REWARDS, **more)
+    mask = np.arange(T) < LENGTHS[..., None]
+
+    def one(logprob: Any, old: Any, advantage: Any, mask: Any) -> Any:
+        terms, _ = losses.sequence_terms(
+            loss=losses.LOSSES.resolve(rl.loss), correction=CORRECTIONS.resolve(rl.correction),
+            logprob=logprob, old_logprob=old, rollout_logprob=old, reference=None,
+            advantage=advantage, mask=mask, rl=rl)
+        weights = losses.token_weights(mask=mask, normalize=rl.normalize, total_tokens=16.0,
+                                       total_sequences=4.0, max_new_tokens=T)
+        return (weights * terms).sum()
+
+    def total(logprob: Any) -> Any:
+        return jax.vmap(jax.vmap(one))(logprob, OLD, advantage, mask).sum()
+
+    slopes = np.asarray(jax.grad(total)(jnp.asarray(logprob)))
+    return slopes / np.linalg.norm(slopes)
+
+
+# Whether the first and the second update on a rollout differ from GRPO's: the first by advantage
+# and normaliser alone, because its ratios are 1; gspo's differ only afterwards.
+DIFFERS = {"grpo": (False, False), "dr_grpo": (True, True), "dapo": (True, True),
+           "gspo": (False, True), "cispo": (True, True), "rloo": (True, True),
+           "reinforce_pp": (True, True), "remax": (True, True)}
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_updates_differ_from_those_of_grpo_as_intended(name: str) -> None:
+    found = [not np.allclose(direction(name, at), direction("grpo", at), atol=1e-5)
+             for at in (OLD, MOVED)]
+    assert tuple(found) == DIFFERS[name]
+
+
+@pytest.mark.parametrize("name", ["dr_grpo", "dapo", "cispo"])
+def test_losses_differ_pairwise_in_the_second_update(name: str) -> None:
+    others = [other for other in ("dr_grpo", "dapo", "cispo", "gspo") if other != name]
+    for other in others:
+        assert not np.allclose(direction(name, MOVED), direction(other, MOVED), atol=1e-3)
+
+
+def config_of(name: str, **more: Any) -> Config:
+    config = override(micro_config(reward=RewardConfig(terms=("helpers:even",)),
+                                   model=ModelSource(path="random:tiny", numerics="invariant")),
+                      {**ALGORITHMS[name], **more})
+    return config
+
+
+def steps(config: Config, count: int = 2) -> tuple[list[Any], list[Any], Any]:
+    """Metrics and tokens of some steps, and the last weights."""
+    trainer = micro_trainer(config, head_dim=16)  # as model.numerics=invariant needs
+    found = [trainer.step() for _ in range(count)]
+    tokens = [[s["tokens"] for s in samples] for _, samples in found]
+    return [m for m, _ in found], tokens, trainer.state.params
+
+
+VARIANTS = [
+    *[(name, {}) for name in ALGORITHMS],
+    ("grpo", {"rl.correction": "truncated"}), ("grpo", {"rl.correction": "masked"}),
+    ("grpo", {"rl.kl": 0.1, "rl.kl_in": "reward", "rl.kl_estimator": "k1"}),
+    ("dapo", {"reward.terms": ("rewards:starts_even",)}),
+    ("dapo", {"rl.curriculum": "pass_rate", "reward.terms": ("rewards:starts_even",)})]
+CORE = ("dapo", "gspo", "remax")  # others are ci's variants, which .ci/full runs
+
+
+@pytest.mark.parametrize("name, more", [
+    pytest.param(name, more, id="-".join([name, *map(str, more.values())]),
+                 marks=pytest.mark.ci if name in CORE and "rl.curriculum" not in more
+                 else pytest.mark.full) for name, more in VARIANTS])
+def test_drafts_change_no_token_and_no_weight(name: str, more: dict[str, Any]) -> None:
+    config = config_of(name, **more)
+    drafted, tokens, params = steps(config)
+    assert sum(m["rollout/accepted"] for m in drafted) > 0
+    plain, same, params_of_plain = steps(dataclasses.replace(
+        config, control=ControlConfig(policy="off")))
+    assert not any(m["rollout/drafted"] for m in plain) and all(m["applied"] for m in plain)
+    assert tokens == same
+    assert [m["rollout/batches"] for m in drafted] == [m["rollout/batches"] for m in plain]
+    jax.tree.map(np.testing.assert_array_equal, params, params_of_plain)
+
+
+@pytest.mark.ci
+def test_filter_learns_from_groups_that_differ_and_resumes() -> None:
+    config = config_of("dapo", **{"reward.terms": ("rewards:starts_even",),
+                                  "rl.curriculum": "pass_rate", "model.numerics": "default"})
+    first, second = micro_trainer(config), micro_trainer(config)
+    metrics, samples = first.step()
+    rewards = np.reshape([s["reward"] for s in samples], (8, 2))
+    assert metrics["rollout/batches"] > 1 > metrics["reward/nonzero_advantage_fraction"] > 0
+    differ = (rewards[:, 0] != rewards[:, 1]).sum()
+    assert differ == min(8, round(8 * metrics["rollout/batches"]
+                                  * metrics["reward/nonzero_advantage_fraction"]))
+    keys = [(s["prompt_id"], s["occurrence"], s["sample_id"]) for s in samples]
+    assert keys == sorted(set(keys))
+    second.restore(Held(first))
+    for one, other in zip(first.step(), second.step(), strict=True):
+        mine, theirs = ([{k: v for k, v in row.items() if not k.startswith(TIMES)} for row in part]
+                        for part in ([one], [other])) if isinstance(one, dict) else (one, other)
+        assert mine == theirs
+
+
+TIMES = ("time/", "memory/", "learn/", "rollout/tokens_per_second", "control/")
+
+
+class Held:
+    """A trainer's state as a checkpoint."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.held = (trainer.step_number, jax.tree.map(jnp.copy, trainer.arrays()), trainer.meta())
+
+    def restore_latest(self, abstract: Any, required: Any = None) -> Any:
+        assert set(abstract) <= set(self.held[1])
+        return self.held
