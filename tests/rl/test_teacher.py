@@ -12,6 +12,7 @@ from helpers import micro_config, micro_trainer, micro_trainer_to_compile, momen
 from specrl_jax.config import Config, ConfigError, LearnerConfig, RewardConfig
 from specrl_jax.model.tiny import TINY, byte_tokenizer
 from specrl_jax.model.tokenizer import check_same_tokens
+from specrl_jax.model.transformer import forward
 from specrl_jax.rl import learner, losses, programs
 
 NO_REWARD = RewardConfig(weights=(0.0,))
@@ -103,6 +104,34 @@ def test_expected_gradient_is_that_of_the_reverse_kl(loss: str) -> None:
     for _ in range(60):
         logits = logits - 0.5 * gradient(logits)
     assert float(kl(logits)) < 0.05 * before
+
+
+@pytest.mark.ci
+def test_steps_lower_the_kl_to_the_teacher() -> None:
+    """Of all tokens, where the first rollout's responses were predicted."""
+    trainer = micro_trainer(config_of(learner__learning_rate=1e-3, learner__micro_batch=128,
+                                      group_size=16, rollout__batch_size=64))
+    assert trainer.teacher is not None and trainer.teacher.arch != trainer.arch
+    rollout, _ = trainer.rollout()
+    ends = rollout.prompt_length + rollout.length
+    tokens = np.zeros((len(ends), 18), np.int32)
+    for row, prompt, start, said, end in zip(tokens, rollout.prompt, rollout.prompt_length,
+                                             rollout.tokens, ends, strict=True):
+        row[:start], row[start:end] = prompt[:start], said[: end - start]
+    column = np.arange(18)[None]
+    mask = (column >= rollout.prompt_length[:, None] - 1) & (column < ends[:, None] - 1)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def logp(arch: Any, params: Any) -> Any:
+        return jax.nn.log_softmax(forward(arch, params, tokens, jnp.asarray(ends)))
+
+    theirs = logp(trainer.teacher.arch, trainer.teacher.params)
+    found = []
+    for _ in range(4):
+        mine = logp(trainer.arch, trainer.state.params)
+        found.append(float((jnp.exp(mine) * (mine - theirs)).sum(-1)[mask].mean()))
+        trainer.step()
+    assert found == sorted(found, reverse=True) and found[3] < 0.92 * found[0]
 
 
 def test_teacher_with_other_tokens_is_refused() -> None:
