@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specrl_jax import sharding
-from specrl_jax.config import Config, ConfigError
+from specrl_jax.config import Config, ConfigError, check
 from specrl_jax.distill import drafter
 from specrl_jax.draft.response_cache import ResponseCache, capacity
 from specrl_jax.io import data
@@ -59,6 +59,8 @@ class Trainer:
         self.reward = judge.of_config(config.reward, self.warnings.append)
         judge.check_answers(config.reward.terms, prompts.examples)
         if config.rl.updates and not config.rollout.temperature:
+            check(not config.rl.greedy, "rollout.temperature", 0.0, "all answers are the greedy "
+                  "one, so that rl.advantage = greedy_baseline is 0; set it to 1")
             self.warnings.append("rollout.temperature = 0: all answers to a prompt are the same, "
                                  "so that no group has an advantage; set it to 1")
         self.algorithm = algorithm.resolve(config.rl)

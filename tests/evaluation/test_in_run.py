@@ -101,8 +101,13 @@ def test_best_checkpoint_outlives_later_ones_and_eval_py_agrees(
 
 
 @pytest.mark.ci
-def test_evaluation_of_adapters_agrees_with_eval_py(config: Config, tmp_path: Path) -> None:
-    config = with_fields(config, learner__lora_rank=4, steps=4, learner__learning_rate=0.3)
+@pytest.mark.parametrize("fields", [
+    {"learner__lora_rank": 4, "learner__learning_rate": 0.3},
+    {"rl__advantage": "greedy_baseline", "eval__samples": 1, "eval__temperature": 0.0},
+], ids=["adapters", "greedy_baseline"])
+def test_evaluation_agrees_with_eval_py(
+        config: Config, tmp_path: Path, fields: dict[str, Any]) -> None:
+    config = with_fields(config, steps=4, **fields)
     train(config, tmp_path)
     again = metrics_of(evaluate(config, open_actor(config, tmp_path, 4)))
     del again["eval/accept_length"]  # that of drafts which another rollout has judged

@@ -5,7 +5,7 @@ import functools
 import numpy as np
 import pytest
 
-from specrl_jax.config import Config, ConfigError, RLConfig, RolloutConfig
+from specrl_jax.config import Config, ConfigError, RLConfig, load_config
 from specrl_jax.config.rl import OF_GROUPS
 from specrl_jax.rl.advantage import (
     ADVANTAGES,
@@ -16,6 +16,7 @@ from specrl_jax.rl.advantage import (
     leave_one_out,
     none,
 )
+from specrl_jax.trainer import Trainer
 
 
 def f32(rows):
@@ -113,5 +114,6 @@ def test_group_of_one_is_refused_where_samples_are_compared(name):
 
 
 def test_greedy_baseline_of_greedy_answers_is_refused():
+    config = load_config("tiny:remax", rollout__temperature=0.0)  # of an evaluation it may be 0
     with pytest.raises(ConfigError, match="rollout.temperature = 0.*greedy_baseline is 0; set it"):
-        Config(rl=RLConfig(advantage="greedy_baseline"), rollout=RolloutConfig(temperature=0.0))
+        Trainer.from_config(config)
