@@ -15,6 +15,7 @@ from typing import Any
 
 from specrl_jax.config import Config
 from specrl_jax.config.renamed import RENAMED
+from specrl_jax.config.rl import ALGORITHMS
 from specrl_jax.io.metric_names import METRICS, RENAMED_METRICS
 
 DOCS = Path(__file__).resolve().parent
@@ -38,7 +39,15 @@ def config_page() -> str:
     for field in sections:
         lines += [f"## {field.name}: {field.metadata['help']}", "",
                   *_fields(dataclasses.fields(type(_default(field))), f"{field.name}."), ""]
-    return "\n".join([*lines, "## Renamed fields", "", *_renamed(RENAMED), ""])
+    lines += ["## Algorithms", "",
+              "A name behind the colon of any preset sets these fields, as in "
+              "`--config=smollm2:dapo`; other flags win over them. None sets `rl.kl`. With one "
+              "update on a rollout every ratio is 1 and most losses have the same gradient, so "
+              "those with a ratio take two `rl.minibatches`.", "",
+              "| algorithm | fields |", "| --- | --- |"]
+    lines += [_row(f"`{name}`", ", ".join(f"`{field}={x}`" for field, x in values.items()))
+              for name, values in ALGORITHMS.items()]
+    return "\n".join([*lines, "", "## Renamed fields", "", *_renamed(RENAMED), ""])
 
 
 def metrics_page() -> str:

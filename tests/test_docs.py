@@ -44,6 +44,7 @@ def test_pages_name_fields_and_metrics():
     pages = generate.pages()
     assert "| `rl.kl` | `0.0` | coefficient of the KL" in pages["config.md"]
     assert "| `learner.kl` | `rl.kl` |" in pages["config.md"]
+    assert "| `rloo` | `rl.advantage=leave_one_out`, " in pages["config.md"]
     assert "`completions/mean_length`" in pages["metrics.md"]
 
 
