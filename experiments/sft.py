@@ -36,9 +36,12 @@ HELDOUT = flags.DEFINE_string("heldout", None, "files like data.path, whose loss
 def main(config: Config, workdir: Path) -> int:
     use_persistent_cache()
     sharding.all_devices()
-    config = supervised.settle(config)
+    config, out = supervised.settle(config), workdir / "model"
+    if out.exists() and not (workdir / metrics.CONFIG).exists():
+        raise ConfigError(f"workdir = {str(workdir)!r}: {out} is there already, where the model "
+                          "would be written, and is of no run; choose another workdir")
     described = config_lib.as_dict(config)
-    resume.check_config(workdir, described, resume.EQUAL)
+    changed = resume.check_config(workdir, described, resume.EQUAL)
     source = weights.describe_source(config.model.path, family=config.model.family)
     with Progress(config.steps, 0) as progress:
         read = functools.partial(supervised.read_turns, config=config, tokenizer=source.tokenizer,
@@ -51,13 +54,15 @@ def main(config: Config, workdir: Path) -> int:
     with lock.hold(workdir, progress.say), Checkpoints(
             workdir / "checkpoints", config.checkpoint_keep, progress.warn) as checkpoints:
         resume.check_config(workdir, described, resume.EQUAL)
-        resume.check_data(workdir, {"training": _digest(turns), "held-out": _digest(heldout)})
+        resume.check_data(workdir, {"training": _digest(turns)})
         resumed = trainer.restore(checkpoints)
         metrics.write_config(workdir, described)
         if resumed:
             progress.say(f"resuming {workdir} after step {trainer.step_number}")
+            if changed:
+                progress.say(resume.told(changed))
         _run(trainer, workdir, checkpoints)
-    _export(trainer, source, workdir / "model")
+        _export(trainer, source, out)
     return 0
 
 
@@ -90,8 +95,11 @@ def _run(trainer: Supervised, workdir: Path, checkpoints: Checkpoints) -> None:
 
 def _export(trainer: Supervised, source: weights.Source, out: Path) -> None:
     """Writes the model; one that an earlier end of this run left there is replaced."""
+    made = out.with_name("model.new")
+    shutil.rmtree(made, ignore_errors=True)
+    export(made, source.arch, trainer.weights(), source.tokenizer)
     shutil.rmtree(out, ignore_errors=True)
-    export(out, source.arch, trainer.weights(), source.tokenizer)
+    made.rename(out)
     print(f"wrote {out}")
 
 

@@ -130,12 +130,17 @@ def overview(config: Config, arch: Architecture, workdir: Path) -> str:
 
 
 def step_flops(config: Config, arch: Architecture) -> float:
-    """Returns the FLOPs of one step: 2 a parameter and token generated, 6 a token learned."""
+    """Returns the FLOPs of one step: 2 a parameter and token generated, 6 a token learned.
+
+    The most that rl.filter may generate counts; evaluations do not.
+    """
     leaves = jax.tree.leaves(architecture.describe(arch), is_leaf=architecture.is_param)
     parameters = sum(math.prod(leaf.shape) for leaf in leaves)
-    generated = config.sequences * config.rollout.max_new_tokens
+    learned = config.sequences * config.rollout.max_new_tokens
+    generated = config.rl.most_rollouts * (
+        config.prompts_per_step * config.responses * config.rollout.max_new_tokens)
     prompts = config.sequences // config.sequences_per_unit * config.rollout.max_prompt_tokens
-    return parameters * (2 * generated + 6 * config.rl.updates * (generated + prompts))
+    return parameters * (2 * generated + 6 * config.rl.updates * (learned + prompts))
 
 
 def matmul_speed() -> float:
@@ -196,8 +201,12 @@ def run_steps(trainer: Trainer, checkpoints: Checkpoints, writer: metrics.Writer
             save()
             raise
         record["compilations"] = compilations.take()
+        failure = None
         if evaluation:
-            record |= evaluation.after(trainer.step_number, progress)
+            try:
+                record |= evaluation.after(trainer.step_number, progress)
+            except RewardError as error:
+                failure = error
         record, first = record | first, {}
         if record["compilations"]:
             progress.warn(f"{record['compilations']} compilations after warm-up")
@@ -210,8 +219,11 @@ def run_steps(trainer: Trainer, checkpoints: Checkpoints, writer: metrics.Writer
         done = trainer.step_number
         diverged = trainer.bad_steps >= config.learner.max_bad_steps
         best = record.get("eval/best_step") == done
-        if diverged or best or done == config.steps or done % config.checkpoint_every == 0:
+        due = done == config.steps or done % config.checkpoint_every == 0
+        if diverged or failure or best or due:
             save()
+        if failure:
+            raise failure
         if diverged:
             raise TrainingError(
                 f"learner.max_bad_steps = {config.learner.max_bad_steps}: that many updates in a "

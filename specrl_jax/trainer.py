@@ -5,7 +5,7 @@
 1. The drafter is verified; a broken one is repaired or switched off.
 2. The published policy generates `group_size` responses to each prompt, speculatively. The noise of
    each token is a function of indices, so that drafts, batch and restarts change no token.
-3. Responses are decoded and rewarded; advantages are relative to their group.
+3. Responses are decoded and rewarded; further prompts may replace groups without an advantage.
 4. The drafter stores features of the rollout while the policy that generated it is published.
 5. The policy is updated on the whole rollout, in `rl.minibatches` optimiser steps, and published.
 6. The drafter is updated and published if that is due.
@@ -196,9 +196,11 @@ class Trainer:
         whole = join(rollouts)
         if config.spec.history_past:
             self.responses.add(whole.prompt_id, whole.tokens, whole.length, self.step_number)
-        chosen, metrics = experience.merge(scored, config)
+        drawn = self.prompts.batch(self.order.places(
+            self.step_number, len(scored) * config.prompts_per_step))
+        chosen, metrics = experience.merge(scored, config, drawn)
         self.order.observe(*experience.rates(scored, self.prompts.place))
-        advantage = self.algorithm.advantages(chosen.shaped, config.group_size, chosen.baseline)
+        advantage = self._advantages(chosen.shaped, chosen.baseline)
         return chosen.rollout, chosen.rewards, advantage, chosen.samples, metrics | rollout_metrics(
             whole, results, self.sampler.plain_round_seconds)
 
@@ -208,8 +210,8 @@ class Trainer:
         samples, rewards, terms = self.score(mine)
         baseline = None if greedy is None else self.score(greedy)[1]
         shaped, more = experience.shaped(config, mine, rewards, self._sequence_kl)
-        return Scored(mine, samples, rewards, shaped, baseline, terms | more,
-                      self.algorithm.advantages(shaped, config.group_size, baseline))
+        _, useful = overlong.counted(config, mine, self._advantages(rewards, baseline))
+        return Scored(mine, samples, rewards, shaped, baseline, terms | more, useful)
 
     def _sequence_kl(self, rollout: Rollout) -> np.ndarray:
         return programs.sequence_kl(self.config, self.mesh, rollout, self._programs["kl"], [
@@ -221,7 +223,10 @@ class Trainer:
                                    self.config.prompts_per_step)
         rollout, _ = self.sampler.generate(self.prompts.batch(places), "generate", number)
         found = self._scored(rollout)
-        return found.rollout, found.rewards, found.advantage
+        return found.rollout, found.rewards, self._advantages(found.shaped, found.baseline)
+
+    def _advantages(self, rewards: np.ndarray, baseline: np.ndarray | None) -> np.ndarray:
+        return self.algorithm.advantages(rewards, self.config.group_size, baseline)
 
     def score(self, rollout: Rollout) -> tuple[list[Sample], np.ndarray, Metrics]:
         """Returns samples, rewards f32[Q], and the mean of each term of the reward as metrics."""

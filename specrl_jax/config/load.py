@@ -124,6 +124,8 @@ def build(cls: Any, values: Any, prefix: str = "") -> Any:
     Raises ConfigError if a field is unknown or renamed, or a value has the wrong type."""
     fields = {f.name: f for f in dataclasses.fields(cls)}
     hints = typing.get_type_hints(cls)
+    check(isinstance(values, dict) or dataclasses.is_dataclass(values), prefix[:-1] or "config",
+          values, "must be an object with fields")
     if not isinstance(values, dict):
         values = {f.name: getattr(values, f.name) for f in dataclasses.fields(values)}
     for name, value in values.items():

@@ -78,6 +78,8 @@ class RLConfig(Section, prefix="rl"):
                    "its gradient in the loss has mean 0; use k2 or k3, or rl.kl_in = reward")
         self.check(self.filter == "none" or self.advantage not in ("batch", "none"), "filter",
                    f"rl.advantage = {self.advantage} is not 0 where a group agrees; use another")
+        self.check(self.filter == "none" or not self.teacher, "filter", "a teacher tells more of "
+                   "a group than its rewards; drop rl.teacher or the filter")
 
     @property
     def most_rollouts(self) -> int:

@@ -97,7 +97,7 @@ class EvalConfig(Section, prefix="eval"):
                            "data.path")
     examples: int = option(200, "use the first N problems; 0 is all of them", low=0)
     samples: int = option(1, "k, answers to each problem; with group_size of them, a run "
-                             "compiles nothing more", low=1)
+                             "without greedy_baseline compiles nothing more", low=1)
     temperature: float = option(0.0, "0 is greedy", low=0)
     reward: str = option("", "an answer is correct where this reward is at least 1: exact, latex "
                              "or package.module:function; empty is exact, or the run's own where "

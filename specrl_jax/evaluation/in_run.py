@@ -108,9 +108,12 @@ class InRun:
         return {} if self.best is None else {BEST: self.best}
 
     def write_best(self, workdir: Path) -> None:
-        """Names the best checkpoint in BEST_FILE; only in process 0."""
-        if self.best is not None and jax.process_index() == 0:
-            write_atomically(workdir / BEST_FILE, json.dumps(self.best, indent=2) + "\n")
+        """Names the best checkpoint in BEST_FILE, or removes that; only in process 0."""
+        if jax.process_index() == 0:
+            if self.best is None:
+                (workdir / BEST_FILE).unlink(missing_ok=True)
+            else:
+                write_atomically(workdir / BEST_FILE, json.dumps(self.best, indent=2) + "\n")
 
 
 def check_held_out(config: Config, held_out: Prompts, training: Prompts,

@@ -25,7 +25,8 @@ def conversation(chat: Sequence[Any], field: str, where: str, system: str = ""
     found = []
     for one in chat:
         one = one if isinstance(one, dict) else {}
-        role = ROLES.get(one.get("role") or one.get("from") or "")
+        name = one.get("role") or one.get("from")
+        role = ROLES.get(name) if isinstance(name, str) else None
         content = one.get("content", one.get("value"))
         if role is None or not isinstance(content, str):
             raise ConfigError(f"{field} = {where}: message {json.dumps(one)[:60]} must have a role "

@@ -40,6 +40,8 @@ class Examples(Sequence):
             field = getattr(self.data, f"{name}_field")
             check(field in row, f"data.{name}_field", field, f"example {example_id} of "
                   f"{self.data.path or self.data.name} has no such field; it has {', '.join(row)}")
+            check(row[field] is not None, f"data.{name}_field", field,
+                  f"example {example_id} of {self.data.path or self.data.name} has null there")
             found[name] = str(row[field])
         if isinstance(chat := row[self.data.question_field], list):
             found["question"] = _asked(chat, f"example {example_id} of "

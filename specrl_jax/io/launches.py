@@ -63,5 +63,8 @@ def _short(value: float) -> float:
 
 def recorded(row: Mapping[str, Any]) -> list[dict[str, float]]:
     """Returns the launches of one line of metrics.jsonl, choices and seconds together."""
-    return [of | measured for of, measured in zip(
-        row.get(LAUNCHES, []), row.get(MEASURED, []), strict=True)]
+    chose, took = row.get(LAUNCHES), row.get(MEASURED)
+    if not isinstance(chose, list) or not isinstance(took, list):
+        return []
+    return [of | measured for of, measured in zip(chose, took, strict=False)
+            if isinstance(of, dict) and isinstance(measured, dict)]

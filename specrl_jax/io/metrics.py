@@ -57,7 +57,7 @@ def read_object(path: Path) -> Json | None:
         stored = json.loads(path.read_bytes())
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not JSON ({error}): choose another workdir") from error
     if not isinstance(stored, dict):
         raise ConfigError(f"{path} does not hold an object: choose another workdir")

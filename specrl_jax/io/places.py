@@ -41,9 +41,15 @@ def output_file(field: str, value: str | os.PathLike[str]) -> Path:
       ConfigError: it cannot.
     """
     path = local_path(field, value)
-    check(path.absolute().parent.is_dir(), field, str(path),
+    check(os.path.isdir(path.absolute().parent), field, str(path),
           f"{path.parent} is no directory; make it first")
-    check(not path.is_dir(), field, str(path), "is a directory; name a file")
+    check(not os.path.isdir(path), field, str(path), "is a directory; name a file")
+    check(os.path.isfile(path) or not os.path.exists(path), field, str(path),
+          f"is a device or a pipe; {ELSEWHERE}")
+    try:
+        path.with_name(path.name + ".tmp").exists()  # the name that it is written under
+    except OSError as error:
+        raise ConfigError(f"{field} = {str(path)!r}: {error.strerror}; {ELSEWHERE}") from error
     _check_writable(field, path, path.absolute().parent)
     return path
 

@@ -76,7 +76,9 @@ class Trackers:
     def _guarded(self, name: str) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # a service may raise anything
+        except KeyboardInterrupt:  # the user's, not the tracker's
+            raise
+        except BaseException as error:  # a service may raise anything, SystemExit too
             self._running.pop(name, None)
             self._warn(f"track.to = {name!r}: {type(error).__name__}: "
                        f"{' '.join(str(error).split())[:200]}; it shows no further steps")

@@ -135,7 +135,10 @@ def best_step(run: Path) -> int:
     if found is None:
         raise ConfigError(f"{run / BEST_FILE}: no such file, so the run has evaluated nothing yet; "
                           f"it does so with eval.every")
-    return int(found["step"])
+    step = found.get("step")
+    if not isinstance(step, int) or step < 1:
+        raise ConfigError(f"{run / BEST_FILE} holds no step: give --step=N")
+    return step
 
 
 def run_config(run: Path) -> Config:

@@ -8,6 +8,7 @@ import numpy as np
 
 from specrl_jax.config import Config
 from specrl_jax.rl import overlong, prompt_order
+from specrl_jax.rollout.prompts import PromptBatch
 from specrl_jax.structs import Json, Metrics, Rollout
 
 
@@ -21,7 +22,8 @@ class Scored(NamedTuple):
       shaped: f32[Q] less a penalty on length and less the KL; advantages come from these.
       baseline: f32[groups] rewards of greedy responses, if rl.advantage asks for them.
       terms: metrics, means over the rollout; counts of failures.
-      advantage: f32[Q].
+      advantage: f32[Q] of the rewards alone, 0 for responses that the update does not see: a group
+        without any is what rl.filter replaces.
     """
 
     rollout: Rollout
@@ -75,15 +77,25 @@ def join(rollouts: Sequence[Rollout]) -> Rollout:
     return jax.tree.map(lambda *parts: np.concatenate(parts), *rollouts)
 
 
-def merge(scored: Sequence[Scored], config: Config) -> tuple[Scored, Metrics]:
-    """Returns the groups that a step learns from, in canonical order, and metrics of all."""
+def merge(scored: Sequence[Scored], config: Config, drawn: PromptBatch) -> tuple[Scored, Metrics]:
+    """Returns the groups that a step learns from, in canonical order, and metrics of all.
+
+    Args:
+      drawn: all prompts of the step in the order in which they were drawn, which decides who fills
+        the batch; in the rollouts they are sorted by id.
+    """
     def joined(name: str) -> Any:
         return np.concatenate([getattr(one, name) for one in scored])
 
     whole, rewards, advantage = join([s.rollout for s in scored]), joined("rewards"), joined(
         "advantage")
     size = config.group_size
-    groups = prompt_order.chosen(advantage.reshape(-1, size), config.prompts_per_step)
+    keys = zip(drawn.prompt_id.tolist(), drawn.occurrence.tolist(), strict=True)
+    rank = {key: i for i, key in enumerate(keys)}
+    by_draw = np.argsort([rank[key] for key in zip(
+        whole.prompt_id[::size].tolist(), whole.occurrence[::size].tolist(), strict=True)])
+    groups = by_draw[prompt_order.chosen(
+        advantage.reshape(-1, size)[by_draw], config.prompts_per_step)]
     order = np.lexsort((whole.occurrence[groups * size], whole.prompt_id[groups * size]))
     groups = groups[order]
     at = (groups[:, None] * size + np.arange(size)).reshape(-1)

@@ -19,6 +19,7 @@ from specrl_jax.rl.workers import Found, Workers
 
 ALWAYS_IN_WORKERS = ("latex",)  # where an answer beyond the limits is wrong
 MOST_WORKERS = 8
+LARGEST = 1e30  # of a value; sums of such stay finite in float32
 _short = reprlib.Repr()
 _short.maxstring = _short.maxother = 80
 
@@ -159,9 +160,9 @@ def _guarded(failure: Callable[[str], RewardError]) -> Iterator[None]:
 def _finite(name: str, value: Any, completion: str, example: Example) -> float:
     try:
         number = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         number = math.nan
-    if not math.isfinite(number):
+    if not abs(number) <= LARGEST:
         raise _failure(name, completion, example,
                        f"returned {_short.repr(value)}; a reward must be a finite number")
     return number

@@ -73,7 +73,7 @@ def chosen(advantage: np.ndarray, wanted: int) -> np.ndarray:
     DAPO's dynamic sampling, arXiv:2503.14476, equation 11.
 
     Args:
-      advantage: f32[groups, M] in the order in which they were generated.
+      advantage: f32[groups, M] in the order in which their prompts were drawn.
     """
     return np.sort(np.argsort(~useful(advantage), kind="stable")[:wanted])
 

@@ -31,8 +31,9 @@ from specrl_jax.structs import Json, Metrics, Params, PyTree, Rollout
 FORMS = "needs messages that the assistant has a part in, or a prompt and a completion"
 # Of the RL algorithm and the layout; speculation, rollouts and rewards are not read.
 VALUES = {"rl.loss": "reinforce", "rl.correction": "none", "rl.kl": 0.0, "rl.entropy": 0.0,
-          "rl.teacher": "", "rl.updates": 1, "rl.minibatches": 1, "learner.packing": "sequence",
-          "learner.old_logprob": "learner", "rollout.temperature": 1.0}
+          "rl.teacher": "", "rl.normalize": "token", "rl.updates": 1, "rl.minibatches": 1,
+          "learner.packing": "sequence", "learner.old_logprob": "learner",
+          "rollout.temperature": 1.0}
 
 
 class Turn(NamedTuple):

@@ -56,7 +56,8 @@ def test_directories_that_cannot_be_made_are_refused(place: str, tmp_path: Path)
 
 @pytest.mark.parametrize("place, words", [
     ("file/x.json", "is no directory; make it first"), ("none/x.json", "is no directory; make it"),
-    ("/proc/x.json", "is not a directory that can be written"), ("directory", "is a directory")])
+    ("/proc/x.json", "is not a directory that can be written"), ("directory", "is a directory"),
+    ("x" * 254, "File name too long"), ("/dev/null", "is a device or a pipe")])
 def test_files_that_cannot_be_written_are_refused(place: str, words: str, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "directory").mkdir()

@@ -38,6 +38,9 @@ def made(monkeypatch: pytest.MonkeyPatch) -> dict[str, Recorder]:
     def dead(info: RunInfo) -> Recorder:
         raise OSError("no such host")
 
+    def leaving(info: RunInfo) -> Recorder:
+        raise SystemExit(4)
+
     def start(name: str, fails_at: int) -> Any:
         def tracker(info: RunInfo) -> Recorder:
             found[name] = Recorder(info, fails_at)
@@ -45,7 +48,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> dict[str, Recorder]:
         return tracker
 
     for name, tracker in (("good", start("good", -1)), ("frail", start("frail", 1)),
-                          ("dead", dead)):
+                          ("dead", dead), ("leaving", leaving)):
         monkeypatch.setitem(trackers.TRACKERS, name, tracker)
     return found
 
@@ -61,8 +64,9 @@ def write(workdir: Path, start: int, stop: int, to: tuple[str, ...], warn: Any =
 def test_failing_tracker_is_named_once_and_others_go_on(
         made: dict[str, Recorder], tmp_path: Path) -> None:
     said: list[str] = []
-    write(tmp_path, 0, 4, ("dead", "frail", "good", "jsonl"), said.append)
+    write(tmp_path, 0, 4, ("dead", "leaving", "frail", "good", "jsonl"), said.append)
     assert said == ["track.to = 'dead': OSError: no such host; it shows no further steps",
+                    "track.to = 'leaving': SystemExit: 4; it shows no further steps",
                     "track.to = 'frail': RuntimeError: service is down; it shows no further steps"]
     assert made["good"].shown == [(step, step / 2, 2) for step in range(4)]
     assert made["good"].closed and not made["frail"].closed

@@ -42,6 +42,14 @@ def stuck_in_c(prompt, completion, example):
     return float(9 ** 9 ** 9 if completion == "stuck" else 1)
 
 
+def huge(prompt, completion, example):
+    return 10**400
+
+
+def beyond_float32(prompt, completion, example):
+    return 1e39
+
+
 def dying(prompt, completion, example):
     os._exit(3)
 
@@ -95,6 +103,8 @@ def test_weights_must_match():
     (f"{__name__}:leaving", EXAMPLE, "example 7, answer '74': SystemExit: 3"),
     (f"{__name__}:infinite", EXAMPLE, "example 7, answer '74': returned inf"),
     (f"{__name__}:listed", EXAMPLE, "returned [1.0]; a reward must be a finite number"),
+    (f"{__name__}:huge", EXAMPLE, "example 7, answer '74': returned 1"),
+    (f"{__name__}:beyond_float32", EXAMPLE, "example 7, answer '74': returned 1e+39"),
     ("exact", {"id": 3, "answer": "x"}, "example 3, answer '74': ValueError: the answer 'x'"),
     ("exact", {"id": 3}, "example 3, answer '74': KeyError: 'answer'"),
 ])

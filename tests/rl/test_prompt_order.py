@@ -5,9 +5,10 @@ import pytest
 
 from specrl_jax.config import Config, ConfigError, DataConfig, RLConfig, RolloutConfig
 from specrl_jax.io.data import step_prompts
-from specrl_jax.rl import overlong
+from specrl_jax.rl import experience, overlong
 from specrl_jax.rl.programs import blank_rollout
 from specrl_jax.rl.prompt_order import PromptOrder, chosen
+from specrl_jax.rollout.prompts import PromptBatch
 
 
 def order(prompts: int = 12, seed: int = 0, **rl) -> PromptOrder:
@@ -67,6 +68,24 @@ def test_first_useful_groups_are_chosen(useful: list[int], groups: list[int]) ->
     np.testing.assert_array_equal(chosen(advantage, 3), groups)
 
 
+def scored(ids: list[int], advantage: list[float]) -> experience.Scored:
+    """Groups of two in the order of their ids, as rollouts have them."""
+    rollout = blank_rollout(CONFIG).replace(
+        prompt_id=np.repeat(np.int32(ids), 2), occurrence=np.zeros(4, np.int32),
+        sample_id=np.int32([0, 1, 0, 1]))
+    values = np.repeat(np.float32(advantage), 2)
+    return experience.Scored(rollout, [{}] * 4, values, values, None, {"reward/failures": 0},
+                             values)
+
+
+def test_groups_fill_the_batch_in_the_order_of_draws() -> None:
+    drawn = PromptBatch([[1]] * 4, np.int32([5, 1, 3, 0]), np.zeros(4, np.int32))
+    found, metrics = experience.merge([scored([1, 5], [0, 1]), scored([0, 3], [1, 1])], CONFIG,
+                                      drawn)
+    assert found.rollout.prompt_id.tolist() == [3, 3, 5, 5]  # not 0, which was drawn after 3
+    assert metrics["reward/nonzero_advantage_fraction"] == 0.75
+
+
 CONFIG = Config(prompts_per_step=2, group_size=2, rl=RLConfig(overlong="soft", overlong_tokens=4),
                 rollout=RolloutConfig(max_new_tokens=10))
 
@@ -98,3 +117,8 @@ def test_masked_responses_have_no_tokens_and_no_advantage() -> None:
 def test_values_that_cannot_work_are_refused(values, words) -> None:
     with pytest.raises(ConfigError, match=words):
         Config(**values | {"rl": RLConfig(**values["rl"]), "data": DataConfig()})
+
+
+def test_filter_is_refused_with_a_teacher() -> None:
+    with pytest.raises(ConfigError, match="rl.filter = 'dynamic': a teacher tells more"):
+        RLConfig(filter="dynamic", teacher="random:tiny")

@@ -2,6 +2,7 @@
 a further file count on."""
 
 import glob
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -31,9 +32,9 @@ def files(paths: str) -> list[Path]:
     """Returns the files that a path, a pattern or a comma list of them names, each once.
     Raises ConfigError if one of them names none."""
     found: dict[Path, None] = {}
-    for part in [paths] if Path(paths).is_file() else paths.split(","):
+    for part in [paths] if os.path.isfile(paths) else paths.split(","):
         path = local_path("data.path", part.strip())
-        named = [path] if path.is_file() else [
+        named = [path] if os.path.isfile(path) else [
             Path(name) for name in sorted(glob.glob(str(path), recursive=True))]
         named = [name for name in named if name.is_file()]
         check(bool(part.strip()) and bool(named), "data.path", part,
