@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from specrl_jax.config import DataConfig, check
+from specrl_jax.config import ConfigError, DataConfig, check
 from specrl_jax.io.chats import conversation
 from specrl_jax.io.datasets import DATASETS
 
@@ -34,7 +34,12 @@ class Examples(Sequence):
         if not 0 <= index < self.count:
             raise IndexError(f"example {index} of {self.data.name}, which has {self.count}")
         row = self.source[int(index)]
+        check(isinstance(row, Mapping), "data.name", self.data.name,
+              f"example {index} is a {type(row).__name__}; give dicts")
         example_id = row.get("id", int(index))
+        good = isinstance(example_id, int | np.integer) and 0 <= int(example_id) < 2**31
+        check(good, "data.name", self.data.name,
+              f"example {index} has the id {example_id!r}; give a number in int32")
         found = {"id": example_id}
         for name in ("question", "answer"):
             field = getattr(self.data, f"{name}_field")
@@ -72,8 +77,20 @@ def digest(examples: Sequence[Example]) -> str:
 
 def load_examples(data: DataConfig, say: Callable[[str], None] = print) -> Examples:
     """Returns the examples that `data` selects; `say` gets a line if they must be prepared first.
-    Raises ConfigError if the dataset is unknown or empty, or as its `load` does."""
-    source = DATASETS.resolve(data.name)(data, say)
+    Raises ConfigError if the dataset is unknown or empty, or as its `load` does; that of a user's
+    own may raise anything."""
+    load = DATASETS.resolve(data.name)
+    try:
+        source = load(data, say)
+    except (ConfigError, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        if ":" not in data.name:
+            raise
+        raise ConfigError(f"data.name = {data.name!r}: {type(error).__name__}: "
+                          f"{' '.join(str(error).split())}") from error
+    check(hasattr(source, "__len__") and hasattr(source, "__getitem__"), "data.name", data.name,
+          f"returned a {type(source).__name__}; return a sequence of dicts")
     check(len(source) > 0, "data.name", data.name, "the dataset has no examples")
     return Examples(data, source, min(data.examples or len(source), len(source)))
 

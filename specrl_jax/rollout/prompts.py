@@ -1,5 +1,6 @@
 """The prompts of a run, rendered and tokenized, and the batches that one rollout generates from."""
 
+import collections
 import dataclasses
 import datetime
 import functools
@@ -68,6 +69,9 @@ def make_prompts(config: Config, tokenizer: Tokenizer, say: Callable[[str], None
     check(config.rollout.repetition_penalty == 1, "rollout.repetition_penalty",
           config.rollout.repetition_penalty, "only generate.py penalizes repetition; leave it out")
     examples = data.load_examples(config.data, say)
+    (most, count), = collections.Counter(int(e["id"]) for e in examples).most_common(1)
+    check(count == 1, "data.name", config.data.name,
+          f"{count} examples have the id {most}; give each its own")
     chats = [data.messages(e, config.data.system) for e in examples]
     variables = data.template_variables(config.data)
     texts = [tokenizer.chat(chat, **variables) for chat in chats]

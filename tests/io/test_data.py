@@ -365,6 +365,22 @@ def test_python_function_is_a_dataset(tmp_path):
         (0, "0?", "0"), (1, "1?", "1"), (2, "2?", "2")]
 
 
+def badly(data, say):
+    if data.path == "raise":
+        raise KeyError("no such\nkey")
+    return {"none": None, "number": [3], "id": [{"id": "x"}], "large": [{"id": 2**40}]}[data.path]
+
+
+@pytest.mark.parametrize("path, words", [
+    ("raise", "KeyError: 'no such"), ("none", "returned a NoneType; return a sequence of dicts"),
+    ("number", "example 0 is a int; give dicts"), ("id", "has the id 'x'; give a number"),
+    ("large", "has the id 1099511627776; give a number in int32")])
+def test_python_function_that_returns_something_else_is_refused(tmp_path, path, words):
+    with pytest.raises(ConfigError, match=f"data.name = .*badly'.*{words}") as refused:
+        list(load(tmp_path, name=f"{__name__}:badly", path=path))
+    assert "\n" not in str(refused.value)
+
+
 def test_each_epoch_covers_every_example_once():
     stream = np.concatenate([data.step_prompts(10, 3, step, 4) for step in range(15)])
     epochs = stream.reshape(6, 10)

@@ -18,7 +18,7 @@ def riddles(data, say):
 
 
 def make(said: list[str], chat_template: str | None = None, width: int = 200, **data) -> Prompts:
-    config = Config(data=DataConfig(name=f"{__name__}:riddles", **data),
+    config = Config(data=DataConfig(**{"name": f"{__name__}:riddles"} | data),
                     rollout=RolloutConfig(max_prompt_tokens=width))
     tokenizer = byte_tokenizer()
     if chat_template is not None:
@@ -64,6 +64,15 @@ def test_what_only_generate_does_is_refused_elsewhere() -> None:
         make_prompts(config, byte_tokenizer(), print)
     with pytest.raises(ConfigError, match="rollout.stop = .*: an empty string ends every answer"):
         RolloutConfig(stop=("",))
+
+
+def twins(data, say):
+    return [{"id": 7, "question": f"{i}?", "answer": 1} for i in range(2)]
+
+
+def test_examples_that_share_an_id_are_refused() -> None:
+    with pytest.raises(ConfigError, match="data.name = .*: 2 examples have the id 7"):
+        make([], name=f"{__name__}:twins")
 
 
 def test_prompt_without_tokens_is_refused(tmp_path: Path) -> None:
