@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from helpers import counting, micro_config, micro_trainer_to_compile, moments, repeatable_metrics
 
-from specrl_jax import trainer as loop
 from specrl_jax.config import ConfigError, DistillConfig
 from specrl_jax.distill import drafter as drafters
 from specrl_jax.distill.drafter import DrafterManager, FrozenDrafter
@@ -21,7 +20,7 @@ from specrl_jax.distill.health import Probe, equal, fault_of, summarize
 from specrl_jax.distill.losses import LOSSES
 from specrl_jax.draft.off import off
 from specrl_jax.draft.registry import DrafterPart, DrafterSet
-from specrl_jax.io import metrics
+from specrl_jax.io import metrics, step_timer
 from specrl_jax.io.checkpoint import Checkpoints
 from specrl_jax.io.checksum import checksum
 from specrl_jax.io.compilation import CompilationCounter
@@ -212,14 +211,19 @@ def test_step_charges_the_drafter_for_all_its_seconds(
         drafts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a rollout's 10 s, 4 were saved."""
     clock = [0.0]
-    monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(step_timer, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
     manager = object.__new__(FrozenDrafter) if drafts else DrafterManager()
     manager.seconds = np.zeros(2)
+
+    def gather(progress: Any, timer: step_timer.StepTimer) -> tuple[Any, ...]:
+        for phase, seconds in (("rollout", 10), ("reward", 20)):
+            with timer(phase):
+                clock[0] += seconds
+        return None, np.ones(4), np.ones(4), [], {"time/saved": 4.0}
+
     trainer = SimpleNamespace(
-        rollout=takes(clock, 10, (None, {"time/saved": 4.0})),
-        score=takes(clock, 20, ([], np.ones(4), {})), _advantages=takes(clock, 0, np.ones(4)),
-        learn=takes(clock, 30, {}), drafter=Clocked(clock, manager, 1, 3, 5),
-        config=SimpleNamespace(group_size=2, spec=SimpleNamespace(history_past=0)), step_number=0,
+        _gather=gather, learn=takes(clock, 30, {}), drafter=Clocked(clock, manager, 1, 3, 5),
+        config=SimpleNamespace(rl=SimpleNamespace(overlong="keep")), step_number=0,
         _programs={"score": None},
         sampler=SimpleNamespace(checksum=7, engine=SimpleNamespace(control=0, acceptance=0)))
     rows = [Trainer.step(trainer)[0] for _ in range(2)]

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -206,9 +207,11 @@ def test_learner_update_is_measured_for_each_packing(setting):
     state = learner.LearnerState(
         jax.tree.map(lambda a: a.copy(), setting.params),
         learner.make_optimizer(config.learner).init(setting.params))
-    keeper, mesh = learner_bench.Keeper(state), sharding.make_mesh(config.mesh)
+    keeper = learner_bench.Keeper(state)
+    trainer = SimpleNamespace(arch=setting.source.arch, mesh=sharding.make_mesh(config.mesh),
+                              base=None)
     for packing in ("group", "sequence"):
-        one = learner_bench.Update(config, setting.source.arch, mesh, rollout, keeper, packing)
+        one = learner_bench.Update(config, trainer, rollout, keeper, packing)
         found = one.describe([one.run(), one.run()], MACHINE)
         assert found["useful"]["tokens"] < found["padded_tokens"]
         assert found["response_tokens_per_second"]["min"] > 0 and found["temporary_bytes"] > 0

@@ -264,7 +264,8 @@ CRASH = """
 import json, os, sys
 request, out = json.loads(sys.stdin.readline()), os.fdopen(int(os.environ["SPECRL_EVENTS"]), "w")
 say = lambda event: (out.write(json.dumps(event) + chr(10)), out.flush())
-say({"programs": ["launch 4", "update"], "devices": 4, "resident": {}})
+say({"programs": ["launch 4", "update"], "devices": 4, "resident": {},
+     "round_bytes": {}})
 for title in ("launch 4", "update"):
     if title in request["skip"]:
         continue
