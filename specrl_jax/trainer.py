@@ -198,7 +198,8 @@ class Trainer:
             self.responses.add(whole.prompt_id, whole.tokens, whole.length, self.step_number)
         drawn = self.prompts.batch(self.order.places(
             self.step_number, len(scored) * config.prompts_per_step))
-        chosen, metrics = experience.merge(scored, config, drawn)
+        chosen, metrics = experience.merge(scored, config, list(zip(
+            drawn.prompt_id.tolist(), drawn.occurrence.tolist(), strict=True)))
         self.order.observe(*experience.rates(scored, self.prompts.place))
         advantage = self._advantages(chosen.shaped, chosen.baseline)
         return chosen.rollout, chosen.rewards, advantage, chosen.samples, metrics | rollout_metrics(

@@ -8,7 +8,6 @@ import numpy as np
 
 from specrl_jax.config import Config
 from specrl_jax.rl import overlong, prompt_order
-from specrl_jax.rollout.prompts import PromptBatch
 from specrl_jax.structs import Json, Metrics, Rollout
 
 
@@ -77,12 +76,13 @@ def join(rollouts: Sequence[Rollout]) -> Rollout:
     return jax.tree.map(lambda *parts: np.concatenate(parts), *rollouts)
 
 
-def merge(scored: Sequence[Scored], config: Config, drawn: PromptBatch) -> tuple[Scored, Metrics]:
+def merge(scored: Sequence[Scored], config: Config, drawn: Sequence[tuple[int, int]]
+          ) -> tuple[Scored, Metrics]:
     """Returns the groups that a step learns from, in canonical order, and metrics of all.
 
     Args:
-      drawn: all prompts of the step in the order in which they were drawn, which decides who fills
-        the batch; in the rollouts they are sorted by id.
+      drawn: id and occurrence of all prompts of the step in the order in which they were drawn,
+        which decides who fills the batch; in the rollouts they are sorted by id.
     """
     def joined(name: str) -> Any:
         return np.concatenate([getattr(one, name) for one in scored])
@@ -90,8 +90,7 @@ def merge(scored: Sequence[Scored], config: Config, drawn: PromptBatch) -> tuple
     whole, rewards, advantage = join([s.rollout for s in scored]), joined("rewards"), joined(
         "advantage")
     size = config.group_size
-    keys = zip(drawn.prompt_id.tolist(), drawn.occurrence.tolist(), strict=True)
-    rank = {key: i for i, key in enumerate(keys)}
+    rank = {key: i for i, key in enumerate(drawn)}
     by_draw = np.argsort([rank[key] for key in zip(
         whole.prompt_id[::size].tolist(), whole.occurrence[::size].tolist(), strict=True)])
     groups = by_draw[prompt_order.chosen(

@@ -8,7 +8,6 @@ from specrl_jax.io.data import step_prompts
 from specrl_jax.rl import experience, overlong
 from specrl_jax.rl.programs import blank_rollout
 from specrl_jax.rl.prompt_order import PromptOrder, chosen
-from specrl_jax.rollout.prompts import PromptBatch
 
 
 def order(prompts: int = 12, seed: int = 0, **rl) -> PromptOrder:
@@ -79,7 +78,7 @@ def scored(ids: list[int], advantage: list[float]) -> experience.Scored:
 
 
 def test_groups_fill_the_batch_in_the_order_of_draws() -> None:
-    drawn = PromptBatch([[1]] * 4, np.int32([5, 1, 3, 0]), np.zeros(4, np.int32))
+    drawn = [(5, 0), (1, 0), (3, 0), (0, 0)]
     found, metrics = experience.merge([scored([1, 5], [0, 1]), scored([0, 3], [1, 1])], CONFIG,
                                       drawn)
     assert found.rollout.prompt_id.tolist() == [3, 3, 5, 5]  # not 0, which was drawn after 3
