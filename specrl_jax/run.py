@@ -21,6 +21,7 @@ from specrl_jax.model import architecture, weights
 from specrl_jax.model.architecture import Architecture
 from specrl_jax.rl.judge import RewardError
 from specrl_jax.rollout.prompts import make_prompts
+from specrl_jax.structs import Metrics
 from specrl_jax.trainer import Trainer
 
 EFFICIENCY = 0.6  # of a large matrix product's speed that steps reach on a CPU
@@ -164,6 +165,16 @@ class TrainingError(ConfigError):
     """The run cannot continue; the message names the cause and the way out."""
 
 
+def warn(record: Metrics, trainer: Trainer, progress: Progress) -> None:
+    """Shows what went wrong in a step."""
+    if record["compilations"]:
+        progress.warn(f"{record['compilations']} compilations after warm-up")
+    if not record["applied"]:
+        progress.warn(f"step {record['step']}: loss or gradient is not finite; skipped")
+    while trainer.warnings:
+        progress.warn(f"step {record['step']}: {trainer.warnings.pop(0)}")
+
+
 def run_steps(trainer: Trainer, checkpoints: Checkpoints, writer: metrics.Writer,
               progress: Progress, compilations: CompilationCounter, first: dict[str, float],
               stop: Callable[[], bool] = never, evaluation: InRun | None = None
@@ -208,12 +219,7 @@ def run_steps(trainer: Trainer, checkpoints: Checkpoints, writer: metrics.Writer
             except RewardError as error:
                 failure = error
         record, first = record | first, {}
-        if record["compilations"]:
-            progress.warn(f"{record['compilations']} compilations after warm-up")
-        if not record["applied"]:
-            progress.warn(f"step {record['step']}: loss or gradient is not finite; skipped")
-        while trainer.warnings:
-            progress.warn(f"step {record['step']}: {trainer.warnings.pop(0)}")
+        warn(record, trainer, progress)
         writer.write_step(record, samples)
         progress.step(record)
         done = trainer.step_number
