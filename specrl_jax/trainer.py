@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specrl_jax import sharding
-from specrl_jax.config import Config, ConfigError, check
+from specrl_jax.config import Config, ConfigError
 from specrl_jax.distill import drafter
 from specrl_jax.draft.response_cache import ResponseCache, capacity
 from specrl_jax.io import data
@@ -58,11 +58,7 @@ class Trainer:
         self.warnings: list[str] = []  # not shown yet
         self.reward = judge.of_config(config.reward, self.warnings.append)
         judge.check_answers(config.reward.terms, prompts.examples)
-        if config.rl.updates and not config.rollout.temperature:
-            check(not config.rl.greedy, "rollout.temperature", 0.0, "all answers are the greedy "
-                  "one, so that rl.advantage = greedy_baseline is 0; set it to 1")
-            self.warnings.append("rollout.temperature = 0: all answers to a prompt are the same, "
-                                 "so that no group has an advantage; set it to 1")
+        algorithm.check_temperature(config, self.warnings.append)
         self.algorithm = algorithm.resolve(config.rl)
         self.order = PromptOrder(config, len(prompts.tokens))
         self.mesh = sharding.make_mesh(config.mesh)
@@ -196,10 +192,8 @@ class Trainer:
         whole = join(rollouts)
         if config.spec.history_past:
             self.responses.add(whole.prompt_id, whole.tokens, whole.length, self.step_number)
-        drawn = self.prompts.batch(self.order.places(
-            self.step_number, len(scored) * config.prompts_per_step))
-        chosen, metrics = experience.merge(scored, config, list(zip(
-            drawn.prompt_id.tolist(), drawn.occurrence.tolist(), strict=True)))
+        places = self.order.places(self.step_number, len(scored) * config.prompts_per_step)
+        chosen, metrics = experience.merge(scored, config, self.prompts.batch(places).keys())
         self.order.observe(*experience.rates(scored, self.prompts.place))
         advantage = self._advantages(chosen.shaped, chosen.baseline)
         return chosen.rollout, chosen.rewards, advantage, chosen.samples, metrics | rollout_metrics(

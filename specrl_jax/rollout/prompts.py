@@ -32,6 +32,10 @@ class PromptBatch:
         """Returns some of the prompts."""
         return PromptBatch(self.prompts[at], self.prompt_id[at], self.occurrence[at])
 
+    def keys(self) -> list[tuple[int, int]]:
+        """Returns id and occurrence of each prompt."""
+        return list(zip(self.prompt_id.tolist(), self.occurrence.tolist(), strict=True))
+
 
 @dataclasses.dataclass(frozen=True)
 class Prompts:
