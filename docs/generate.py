@@ -30,9 +30,10 @@ def pages() -> dict[str, str]:
 
 def config_page() -> str:
     lines = ["# Configuration", "", NOTE, "",
-             "Every field is a flag, as in `--config.rl.kl=0.1`, and an argument of "
-             "`load_config`, as in `load_config(\"tiny\", rl__kl=0.1)`. Defaults are those of "
-             "`Config()`; presets change some of them.", ""]
+             "This page lists every field of the configuration. A field is a flag, as in "
+             "`--config.rl.kl=0.1`, and an argument of `load_config`, as in "
+             "`load_config(\"tiny\", rl__kl=0.1)`. Defaults are those of `Config()`; presets "
+             "change some of them.", ""]
     fields = dataclasses.fields(Config)
     sections = [f for f in fields if dataclasses.is_dataclass(_default(f))]
     lines += ["## Run", "", *_fields(f for f in fields if f not in sections), ""]
@@ -52,10 +53,10 @@ def config_page() -> str:
 
 def metrics_page() -> str:
     lines = ["# Metrics", "", NOTE, "",
-             "Each line of `metrics.jsonl` has the metrics of one step; TensorBoard shows those "
-             "that are numbers. A `*` stands for a name. The last two columns give the metric of "
-             "[TRL](https://github.com/huggingface/trl)'s GRPO trainer and of "
-             "[verl](https://github.com/volcengine/verl) that means the same.", "",
+             "This page lists every metric. Each line of `metrics.jsonl` has those of one step; "
+             "TensorBoard shows those that are numbers. A `*` stands for a name. The last two "
+             "columns give the metric of [TRL](https://github.com/huggingface/trl)'s GRPO trainer "
+             "and of [verl](https://github.com/volcengine/verl) that means the same.", "",
              "Does speculation pay? `time/saved` is the answer of one step, in seconds, and "
              "`time/speculation_net` the running sum after what the drafter costs, for a drafter "
              "with weights: positive means faster than plain decoding. "
