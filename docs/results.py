@@ -120,8 +120,8 @@ def bugs(figure: plt.Figure) -> None:
         for color, (arm, label) in zip(COLORS, arms.items(), strict=False):
             style = "--" if arm == "frozen" else "-"
             band(axes, curves(result, arm, "reward"), label, color, style)
-        axes.set(title=title, xlabel="RL step", ylim=(0, 1.05))
-        axes.legend(fontsize=9, loc="center right" if arms is broken else "lower right")
+        axes.set(title=title, xlabel="RL step", ylim=(0, 1.5), yticks=np.linspace(0, 1, 6))
+        axes.legend(fontsize=9, loc="upper left", ncols=2)
     left.set_ylabel("mean reward")
 
 
@@ -135,12 +135,9 @@ def differences(axes: plt.Axes, result: Mapping[str, Any], base: str, arms: Mapp
         axes.errorbar(paired.mean(), i, xerr=error, fmt="o", color=BLUE, capsize=3)
     axes.axvline(0, color=GREY, lw=1, ls="--")
     axes.set(title=title, yticks=range(len(arms)), yticklabels=arms.values(),
-             xlabel=f"acceptance less that of {NAMES[base]}")
+             xlabel="difference of acceptance")
     axes.locator_params(axis="x", nbins=5)
     axes.invert_yaxis()
-
-
-NAMES = {"forward_kl": "forward KL", "every_1": "every step"}
 
 
 def losses(figure: plt.Figure) -> None:
@@ -148,10 +145,11 @@ def losses(figure: plt.Figure) -> None:
     differences(left, read("staleness_losses"), "forward_kl", {
         "reward_weighted_kl": "reward-weighted KL (ReSpec)",
         "advantage_weighted_kl": "advantage-weighted KL", "e2e_tv": "end-to-end TV", "lk": "LK",
-        "tv": "TV", "jsd": "JSD"}, "losses, Fig. 10")
+        "tv": "TV", "jsd": "JSD"}, "against forward KL (Fig. 10)")
     differences(right, read("staleness_intervals"), "every_1", {
         "late_1": "every step, one step late", "every_3": "every 3 steps",
-        "every_5": "every 5 steps", "late_5": "every 5 steps, late"}, "intervals, Fig. 15")
+        "every_5": "every 5 steps", "late_5": "every 5 steps, late"},
+        "against every step (Fig. 15)")
 
 
 def steps(figure: plt.Figure) -> None:
@@ -168,7 +166,7 @@ def steps(figure: plt.Figure) -> None:
     left.set(title="30 GRPO steps of SmolLM2-135M, one row", xlabel="seconds", xlim=(0, 560),
              yticks=range(len(arms)), yticklabels=arms.values())
     left.invert_yaxis()
-    left.legend(fontsize=10, loc="upper right")
+    left.legend(fontsize=10, loc="center right")
     paper = {"3B": 1.84, "7B": 1.69, "14B": 1.50}
     right.bar(list(paper), list(paper.values()), color=LIGHT, width=0.6)
     for i, speed in enumerate(paper.values()):

@@ -37,7 +37,9 @@ OUTSIDE = ast.literal_eval(re.search(r"^PAGES = (\{.*?\})$", (DOCS / "hooks.py")
 LINK = re.compile(r"(?<!`)\[[^\[\]]*\]\(([^()\s#:]+)(?:#[^()\s]*)?\)")
 
 
-@pytest.mark.parametrize("name", ["config.md", "metrics.md", "extending.md", "compile_for.md"])
+@pytest.mark.parametrize("name", [
+    "config.md", "metrics.md", "extending.md", "compile_for.md",
+    *(f"images/badge_{name}.svg" for name in ("version", "licence", "python", "jax"))])
 def test_page_is_what_its_source_generates(name):
     text = (DOCS / name).read_text(encoding="utf-8")
     assert text == generate.pages()[name], "run python docs/generate.py"
