@@ -11,6 +11,7 @@ from types import ModuleType
 import pytest
 from absl import flags
 
+import specrl_jax
 from experiments import config_flags
 from specrl_jax.config import as_dict, load_config
 from specrl_jax.io.datasets import DATASETS
@@ -69,6 +70,11 @@ def test_navigation_has_every_page() -> None:
     text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     pages = list(check.leaves(check.yaml.safe_load(text)["nav"]))
     assert sorted(pages) == sorted([*WRITTEN, *OUTSIDE.values()])
+
+
+def test_api_page_has_every_public_name() -> None:
+    text = (DOCS / "api.md").read_text(encoding="utf-8")
+    assert [x for x in specrl_jax.__all__ if not re.search(rf"(`|specrl_jax\.){x}\b", text)] == []
 
 
 @pytest.mark.parametrize("page", WRITTEN)
