@@ -118,7 +118,8 @@ COMMANDS = sorted({re.sub(r"^PYTHONPATH=\S+ ", "", line) for block in check.bloc
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[-30:])
 def test_command_of_a_page_has_fields_that_exist(command):
     values = flags.FlagValues()
-    argv = [part for part in shlex.split(command)[1:] if not part.startswith("--profile")]
+    script, *parts = shlex.split(command)[1:]
+    argv = [script, *(part for part in parts if part.startswith("--config"))]
     config_flags.define(argv, values)
     values(argv)
     config, _ = config_flags.parsed(values)
