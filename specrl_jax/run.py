@@ -175,6 +175,13 @@ def warn(record: Metrics, trainer: Trainer, progress: Progress) -> None:
         progress.warn(f"step {record['step']}: {trainer.warnings.pop(0)}")
 
 
+def _with_way_on(error: RewardError, saved: int) -> RewardError:
+    """Returns the error with what of the run is saved, and how to go on."""
+    kept = f"checkpoint {saved} is saved" if saved else "no step was complete, so none is saved"
+    return RewardError(f"{error}; {kept}: correct the reward, or set reward.on_failure=0, and run "
+                       f"the same command again")
+
+
 def run_steps(trainer: Trainer, checkpoints: Checkpoints, writer: metrics.Writer,
               progress: Progress, compilations: CompilationCounter, first: dict[str, float],
               stop: Callable[[], bool] = never, evaluation: InRun | None = None
@@ -208,9 +215,9 @@ def run_steps(trainer: Trainer, checkpoints: Checkpoints, writer: metrics.Writer
         yield
         try:
             record, samples = trainer.step(progress.rollout, progress.phase)
-        except RewardError:
+        except RewardError as error:
             save()
-            raise
+            raise _with_way_on(error, saved) from error
         record["compilations"] = compilations.take()
         failure = None
         if evaluation:
@@ -229,7 +236,7 @@ def run_steps(trainer: Trainer, checkpoints: Checkpoints, writer: metrics.Writer
         if diverged or failure or best or due:
             save()
         if failure:
-            raise failure
+            raise _with_way_on(failure, saved) from failure
         if diverged:
             raise TrainingError(
                 f"learner.max_bad_steps = {config.learner.max_bad_steps}: that many updates in a "

@@ -15,6 +15,7 @@ import jax
 
 from specrl_jax.config import ConfigError
 from specrl_jax.config.renamed import first_renamed
+from specrl_jax.config.tasks import STOP
 from specrl_jax.io import processes
 from specrl_jax.io.files import write_atomically
 from specrl_jax.io.metrics import flat, read_config, read_object
@@ -36,6 +37,7 @@ EQUAL: Mapping[str, str] = {
     "rollout.order": SPEED, "rollout.max_prompt_tokens": SPEED, "spec": SPEED, "draft": SPEED,
     "distill": SPEED, "control": SPEED}
 RULE = "spec.rule"
+STOPPED = ("reward.on_failure", json.dumps(STOP))  # field and value: no answer has counted by it
 # Parts of a checkpoint that start anew where a field of these sections changed.
 RENEWED: Mapping[str, tuple[str, ...]] = {
     "control": ("spec", "draft", "control", "mesh", "rollout"), "acceptance": ("spec", "draft"),
@@ -68,7 +70,7 @@ def check_config(workdir: str | Path, config: Json, equal: Collection[str] = ())
     texts = {field: tuple(json.dumps(of[field]) if field in of else ABSENT for of in (old, new))
              for field in sorted(old.keys() | new.keys())}
     differ = {field: pair for field, pair in texts.items()
-              if pair[0] != pair[1] and not among(field, FREE)}
+              if pair[0] != pair[1] and not among(field, FREE) and (field, pair[0]) != STOPPED}
     refused = [field for field, pair in differ.items()
                if field == RULE or ABSENT in pair or not among(field, equal)]
     if refused:

@@ -48,6 +48,15 @@ def test_fields_that_change_no_result_may_differ(tmp_path):
     assert not (tmp_path / "new").exists()
 
 
+def test_reward_that_stopped_a_run_may_count_on_resume(tmp_path):
+    """No answer has counted by on_failure = stop; by a number some may have."""
+    M.write_config(tmp_path, changed())
+    assert resume.check_config(tmp_path, changed(reward__on_failure="0")) == {}
+    M.write_config(tmp_path, changed(reward__on_failure="0"))
+    with pytest.raises(ConfigError, match='reward.on_failure = "1", but the run in'):
+        resume.check_config(tmp_path, changed(reward__on_failure="1"), resume.EQUAL)
+
+
 def test_workdirs_that_cannot_be_are_refused(tmp_path):
     (tmp_path / "file").touch()
     for place in ("file", "file/run", "file/a/b"):
