@@ -15,7 +15,7 @@ from specrl_jax.evaluation.in_run import InRun
 from specrl_jax.io import data, lock, metrics, resume, trackers
 from specrl_jax.io.checkpoint import Checkpoints, read_meta
 from specrl_jax.io.compilation import CompilationCounter
-from specrl_jax.io.places import local_path
+from specrl_jax.io.places import local_path, output_directory
 from specrl_jax.io.progress import Progress
 from specrl_jax.model import architecture, weights
 from specrl_jax.model.architecture import Architecture
@@ -46,6 +46,8 @@ def train(config: Config, workdir: Path | str, stop: Callable[[], bool] = never,
       TrainingError: too many non-finite updates in a row.
     """
     folder = local_path("workdir", workdir)
+    if profile:
+        output_directory("--profile", folder / "profile", new=False)
     steps = training_steps(config, folder, stop)
     return sum(1 for _ in profiled(steps, folder / "profile", profile)) > 0
 
@@ -78,6 +80,7 @@ def training_steps(config: Config, workdir: Path, stop: Callable[[], bool] = nev
     began = time.perf_counter()
     sharding.all_devices()  # refused here rather than where JAX is first used
     described = config_lib.as_dict(config)
+    resume.check_same(described)
     resume.check_config(workdir, described, resume.EQUAL)
     trackers.resolve(config.track)
     source = weights.describe_source(config.model.path, family=config.model.family)

@@ -72,6 +72,13 @@ def test_reward_failure_says_what_is_saved(tmp_path: Path, complete: int, kept: 
     assert list_steps(tmp_path / "checkpoints") == [2][: complete]
 
 
+def test_profile_that_cannot_be_written_is_refused_first(tmp_path: Path) -> None:
+    (tmp_path / "profile").touch()
+    with pytest.raises(ConfigError, match="--profile = .*/profile is not a directory"):
+        run.train(load_config("tiny"), tmp_path, profile=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["profile"]
+
+
 @pytest.mark.parametrize("total, count, traced", [(5, 2, 2), (3, 4, 2), (1, 1, 0), (3, 0, 0)])
 def test_profile_traces_the_steps_after_the_first(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch, total: int, count: int, traced: int

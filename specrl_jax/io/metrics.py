@@ -37,7 +37,7 @@ from specrl_jax.io.trackers import WALL_TIME, RunInfo, Step, Trackers
 from specrl_jax.structs import Json
 
 CONFIG, METRICS, SAMPLES = "config.json", "metrics.jsonl", "samples.jsonl"
-BEST_FILE = "best.json"
+BEST_FILE, REPORT = "best.json", "report.html"
 NONFINITE = "nonfinite"
 
 

@@ -13,12 +13,21 @@ from pathlib import Path
 
 import jax
 
-from specrl_jax.config import ConfigError
+from specrl_jax.config import ConfigError, check
 from specrl_jax.config.renamed import first_renamed
 from specrl_jax.config.tasks import STOP
 from specrl_jax.io import processes
 from specrl_jax.io.files import write_atomically
-from specrl_jax.io.metrics import flat, read_config, read_object
+from specrl_jax.io.metrics import (
+    BEST_FILE,
+    CONFIG,
+    METRICS,
+    REPORT,
+    SAMPLES,
+    flat,
+    read_config,
+    read_object,
+)
 from specrl_jax.io.places import output_directory
 from specrl_jax.structs import Json
 
@@ -27,6 +36,8 @@ ABSENT = "(absent)"  # a field that only one of two versions of this package has
 FREE = ("name", "steps", "checkpoint_every", "checkpoint_keep", "learner.max_bad_steps",
         "reward.workers", "rollout.stop", "rollout.repetition_penalty", "data.date",
         "data.data_dir", "data.manual_dir", "data.path", "eval", "track")
+PLACES = ("model.path", "data.data_dir", "data.manual_dir", "data.path", "eval.path", "draft.path",
+          "draft.model", "rl.teacher", "control.cost_table")  # which may differ between hosts
 LOSS, SPEED = "losses within rounding", "accept lengths and times not"
 # By name, or by whole section. Under a rule but `match`, tokens are drawn otherwise if one of SPEED
 # changes.
@@ -54,10 +65,14 @@ def check_config(workdir: str | Path, config: Json, equal: Collection[str] = ())
       "NOW (was BEFORE)" of those that do, by name.
 
     Raises:
-      ConfigError: the directory cannot be written; config.json differs in another field, was
+      ConfigError: the directory cannot be written, or one of a run's files is a directory there;
+        config.json differs in another field, was
         written by an older version, cannot be read, or is missing although metrics.jsonl is there.
     """
     workdir = output_directory("workdir", workdir, new=False)
+    for name in (CONFIG, METRICS, SAMPLES, BEST_FILE, DATA, REPORT):
+        check(not (workdir / name).is_dir(), "workdir", str(workdir),
+              f"{name} is a directory there; choose another workdir")
     stored = read_config(workdir)
     if stored is None:
         return {}
@@ -76,6 +91,20 @@ def check_config(workdir: str | Path, config: Json, equal: Collection[str] = ())
     if refused:
         raise _refused(workdir, refused, *differ[refused[0]])
     return {field: f"{now} (was {before})" for field, (before, now) in differ.items()}
+
+
+def check_same(config: Json) -> None:
+    """Checks that all processes of a run were given the same config, but for places of files.
+
+    Raises:
+      ConfigError: it names the first field that differs.
+    """
+    mine = {field: value for field, value in flat(json.loads(json.dumps(config))).items()
+            if field not in PLACES}
+    for other, told in enumerate(processes.share("the config", mine)):
+        for field, value in mine.items():
+            check(told.get(field) == value, field, value, f"process {other} has "
+                  f"{told.get(field)!r}; give all processes the same flags")
 
 
 def _refused(workdir: Path, fields: list[str], before: str, now: str) -> ConfigError:

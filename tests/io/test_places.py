@@ -106,6 +106,13 @@ def test_full_disk_leaves_the_old_file_and_no_other(
     assert path.read_text() == "old" and os.listdir(tmp_path) == ["x.json"]
 
 
+def test_file_that_takes_the_temporary_name_is_a_line(tmp_path: Path) -> None:
+    (tmp_path / "x.json.tmp").mkdir()
+    with pytest.raises(ConfigError, match="x.json: cannot be written .Is a directory"):
+        write_atomically(tmp_path / "x.json", "new")
+    assert os.listdir(tmp_path) == ["x.json.tmp"]
+
+
 @pytest.mark.parametrize("error, kind", [
     (OSError(errno.ENOSPC, "No space left on device"), ConfigError), (ValueError("x"), ValueError),
     (KeyboardInterrupt(), KeyboardInterrupt)])
