@@ -117,6 +117,8 @@ def new_directory(field: str, directory: str | os.PathLike[str]) -> Iterator[Pat
             partial.mkdir(parents=True)
             yield partial
             if exists:
+                check(list(target.iterdir()) == [partial], field, str(directory),
+                      f"another process has written there meanwhile; {ELSEWHERE}")
                 for path in list(partial.iterdir()):
                     moved.append(path.rename(target / path.name))
                 partial.rmdir()

@@ -33,9 +33,10 @@ from specrl_jax.structs import Json
 
 DATA, RENDERED = "data.json", "rendered"
 ABSENT = "(absent)"  # a field that only one of two versions of this package has
+# Of reward.seconds a faster machine has more use, so what is over it was never fixed.
 FREE = ("name", "steps", "checkpoint_every", "checkpoint_keep", "learner.max_bad_steps",
-        "reward.workers", "rollout.stop", "rollout.repetition_penalty", "data.date",
-        "data.data_dir", "data.manual_dir", "data.path", "eval", "track")
+        "reward.workers", "reward.seconds", "rollout.stop", "rollout.repetition_penalty",
+        "data.date", "data.data_dir", "data.manual_dir", "data.path", "eval", "track")
 PLACES = ("model.path", "data.data_dir", "data.manual_dir", "data.path", "eval.path", "draft.path",
           "draft.model", "rl.teacher", "control.cost_table")  # which may differ between hosts
 LOSS, SPEED = "losses within rounding", "accept lengths and times not"

@@ -142,7 +142,12 @@ def test_empty_directory_is_filled_in_place(tmp_path: Path, monkeypatch: pytest.
         with pytest.raises(ValueError), places.new_directory("--out", place) as partial:
             (partial / "x").touch()
             raise ValueError
-        assert os.listdir(".") == []
+        with pytest.raises(ConfigError, match="another process has written there meanwhile"):
+            with places.new_directory("--out", place) as partial:
+                (partial / "x").touch()
+                Path("theirs").touch()
+        assert os.listdir(".") == ["theirs"]
+        Path("theirs").unlink()
     assert os.path.samestat(before, os.stat(tmp_path / "link"))
     assert os.stat("..").st_mtime_ns == parent.st_mtime_ns, "nothing was made beside it"
 

@@ -41,7 +41,8 @@ def test_another_configuration_is_refused_and_nothing_touched(tmp_path, change, 
 def test_fields_that_change_no_result_may_differ(tmp_path):
     M.write_config(tmp_path, changed())
     free = changed(steps=99, checkpoint_every=1, checkpoint_keep=5, name="x",
-                   rollout__stop=("x",), eval__every=3, eval__split="dev", track__to=("jsonl",))
+                   reward__seconds=9.0, rollout__stop=("x",), eval__every=3, eval__split="dev",
+                   track__to=("jsonl",))
     assert resume.check_config(tmp_path, free) == {}
     resume.check_config(tmp_path, changed())
     resume.check_config(tmp_path / "new", changed())
