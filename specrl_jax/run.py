@@ -15,7 +15,7 @@ from specrl_jax.evaluation.in_run import InRun
 from specrl_jax.io import data, lock, metrics, resume, trackers
 from specrl_jax.io.checkpoint import Checkpoints, read_meta
 from specrl_jax.io.compilation import CompilationCounter
-from specrl_jax.io.places import local_path
+from specrl_jax.io.places import local_path, output_directory
 from specrl_jax.io.progress import Progress
 from specrl_jax.model import architecture, weights
 from specrl_jax.model.architecture import Architecture
@@ -46,6 +46,8 @@ def train(config: Config, workdir: Path | str, stop: Callable[[], bool] = never,
       TrainingError: too many non-finite updates in a row.
     """
     folder = local_path("workdir", workdir)
+    if profile:
+        output_directory("--profile", folder / "profile", new=False)
     steps = training_steps(config, folder, stop)
     return sum(1 for _ in profiled(steps, folder / "profile", profile)) > 0
 
@@ -78,6 +80,7 @@ def training_steps(config: Config, workdir: Path, stop: Callable[[], bool] = nev
     began = time.perf_counter()
     sharding.all_devices()  # refused here rather than where JAX is first used
     described = config_lib.as_dict(config)
+    resume.check_same(described)
     resume.check_config(workdir, described, resume.EQUAL)
     trackers.resolve(config.track)
     source = weights.describe_source(config.model.path, family=config.model.family)
@@ -175,6 +178,13 @@ def warn(record: Metrics, trainer: Trainer, progress: Progress) -> None:
         progress.warn(f"step {record['step']}: {trainer.warnings.pop(0)}")
 
 
+def _with_way_on(error: RewardError, saved: int) -> RewardError:
+    """Returns the error with what of the run is saved, and how to go on."""
+    kept = f"checkpoint {saved} is saved" if saved else "no step was complete, so none is saved"
+    return RewardError(f"{error}; {kept}: correct the reward, or set reward.on_failure=0, and run "
+                       f"the same command again")
+
+
 def run_steps(trainer: Trainer, checkpoints: Checkpoints, writer: metrics.Writer,
               progress: Progress, compilations: CompilationCounter, first: dict[str, float],
               stop: Callable[[], bool] = never, evaluation: InRun | None = None
@@ -208,9 +218,9 @@ def run_steps(trainer: Trainer, checkpoints: Checkpoints, writer: metrics.Writer
         yield
         try:
             record, samples = trainer.step(progress.rollout, progress.phase)
-        except RewardError:
+        except RewardError as error:
             save()
-            raise
+            raise _with_way_on(error, saved) from error
         record["compilations"] = compilations.take()
         failure = None
         if evaluation:
@@ -229,7 +239,7 @@ def run_steps(trainer: Trainer, checkpoints: Checkpoints, writer: metrics.Writer
         if diverged or failure or best or due:
             save()
         if failure:
-            raise failure
+            raise _with_way_on(failure, saved) from failure
         if diverged:
             raise TrainingError(
                 f"learner.max_bad_steps = {config.learner.max_bad_steps}: that many updates in a "

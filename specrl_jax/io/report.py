@@ -19,6 +19,7 @@ from specrl_jax.io.files import write_atomically
 from specrl_jax.io.launches import recorded
 from specrl_jax.io.metrics import (
     METRICS,
+    REPORT,
     check_sample,
     flat,
     read_config,
@@ -26,7 +27,6 @@ from specrl_jax.io.metrics import (
     read_samples,
 )
 
-REPORT = "report.html"
 PAGE = Path(__file__).with_name("report_page.html")  # the template
 RELIABILITY = "rollout/reliability"
 REQUIRED = ("step", "reward/mean")
