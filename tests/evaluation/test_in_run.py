@@ -141,6 +141,15 @@ def test_another_evaluation_starts_a_new_best(
     assert best_step(tmp_path) == 4
 
 
+@pytest.mark.ci
+def test_best_is_kept_while_a_run_does_not_evaluate(config: Config, tmp_path: Path) -> None:
+    train(with_fields(config, steps=2), tmp_path)
+    best = (tmp_path / "best.json").read_text()
+    train(with_fields(config, steps=6, eval__every=0), tmp_path)
+    assert list_steps(tmp_path / "checkpoints") == [2, 6]  # checkpoint_keep=1, and the best
+    assert (tmp_path / "best.json").read_text() == best
+
+
 @pytest.mark.parametrize("fields, message", [
     ({"eval__split": "train"}, "all 4 examples of specrl_arithmetic that it selects are trained"),
     ({"eval__split": "dev"}, "eval.every = 2: .*split"),
