@@ -104,7 +104,8 @@ def test_best_checkpoint_outlives_later_ones_and_eval_py_agrees(
 @pytest.mark.parametrize("fields", [
     {"learner__lora_rank": 4, "learner__learning_rate": 0.3},
     {"rl__advantage": "greedy_baseline", "eval__samples": 1, "eval__temperature": 0.0},
-], ids=["adapters", "greedy_baseline"])
+    {"rl__advantage": "greedy_baseline", "learner__lora_rank": 4, "learner__learning_rate": 0.3},
+], ids=["adapters", "greedy_baseline", "both"])
 def test_evaluation_agrees_with_eval_py(
         config: Config, tmp_path: Path, fields: dict[str, Any]) -> None:
     config = with_fields(config, steps=4, **fields)
