@@ -79,6 +79,8 @@ def summarize(workdir: Path) -> Samples:
     lengths, last = collections.Counter[int](), list[Mapping[str, Any]]()
     for sample in read_samples(workdir):
         check_sample(workdir, sample, SHOWN)
+        if not sample.get("learned", True):
+            continue
         lengths[token_count(sample)] += 1
         if last and last[0]["step"] != sample["step"]:
             last.clear()
