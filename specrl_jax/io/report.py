@@ -19,6 +19,7 @@ from specrl_jax.io.files import write_atomically
 from specrl_jax.io.launches import recorded
 from specrl_jax.io.metrics import (
     METRICS,
+    REPORT,
     check_sample,
     flat,
     read_config,
@@ -26,7 +27,6 @@ from specrl_jax.io.metrics import (
     read_samples,
 )
 
-REPORT = "report.html"
 PAGE = Path(__file__).with_name("report_page.html")  # the template
 RELIABILITY = "rollout/reliability"
 REQUIRED = ("step", "reward/mean")
@@ -79,6 +79,8 @@ def summarize(workdir: Path) -> Samples:
     lengths, last = collections.Counter[int](), list[Mapping[str, Any]]()
     for sample in read_samples(workdir):
         check_sample(workdir, sample, SHOWN)
+        if not sample.get("learned", True):
+            continue
         lengths[token_count(sample)] += 1
         if last and last[0]["step"] != sample["step"]:
             last.clear()
