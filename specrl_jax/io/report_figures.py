@@ -240,14 +240,11 @@ def plot_shares(ax: Axes, rows: Rows) -> None:
 
 def plot_setting(ax: Axes, rows: Rows) -> None:
     """Plots draft depth and verified tokens of each launch, or of each step."""
-    time, depth, width = [], [], []
-    for row in rows:
-        launches = recorded(row) or [{"draft_depth": row.get("control/draft_depth", np.nan)}]
-        time += [row["step"] + i / len(launches) for i in range(len(launches))]
-        depth += [launch["draft_depth"] for launch in launches]
-        width += [launch.get("verify_tokens", np.nan) / launch.get("batch", 1)
-                  for launch in launches]
-    time, depth, width = (thinned(np.array(of, float)) for of in (time, depth, width))
+    launches = [launch | {"step": row["step"] + i / len(of)} for row in rows for of in
+                [recorded(row) or [{"draft_depth": row.get("control/draft_depth", np.nan)}]]
+                for i, launch in enumerate(of)]
+    time, depth = curve(launches, "step"), curve(launches, "draft_depth")
+    width = thinned(column(launches, "verify_tokens") / np.maximum(column(launches, "batch"), 1))
     ax.step(time, depth, where="post", color=BLUE, linewidth=0.8, label="draft depth")
     ax.step(time, width, where="post", color=YELLOW, linewidth=0.8, label="verified tokens a slot")
     ax.set_ylim(bottom=0)

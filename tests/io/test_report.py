@@ -263,6 +263,13 @@ def test_missing_requirements_are_named(tmp_path, metrics, samples, words):
     assert not (tmp_path / report.REPORT).exists()
 
 
+def test_launch_that_is_no_number_is_named(tmp_path):
+    rows = {"control/draft_depth": 1.0, "time/launches": [{"seconds": 0.1}],
+            "control/launches": [{"draft_depth": "deep", "verify_tokens": 4.0, "batch": 2.0}]}
+    with pytest.raises(ConfigError, match="draft_depth = 'deep' in step 0"):
+        page(run(tmp_path, 1, METRICS | rows))
+
+
 def test_report_without_steps_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="metrics.jsonl: no steps"):
         page(run(tmp_path, 0))
