@@ -12,6 +12,7 @@ from specrl_jax.config import ConfigError
 from specrl_jax.io.files import write_atomically
 from specrl_jax.io.metrics import (
     METRICS,
+    REPORT,
     check_sample,
     flat,
     read_config,
@@ -22,7 +23,6 @@ from specrl_jax.io.report_figures import MOST_POINTS, Rows, figures
 from specrl_jax.io.report_numbers import account, drafts, highlights, last, phases, totals
 from specrl_jax.structs import Json
 
-REPORT = "report.html"
 PAGE = Path(__file__).with_name("report_page.html")  # the template: sections and their sentences
 DOCS = Path(__file__).parents[2] / "docs"  # of a checkout; an installed package has none
 REQUIRED = ("step", "reward/mean")
@@ -74,6 +74,8 @@ def summarize(workdir: Path) -> Samples:
     lengths, latest = collections.Counter[int](), list[Mapping[str, Any]]()
     for sample in read_samples(workdir):
         check_sample(workdir, sample, SHOWN)
+        if not sample.get("learned", True):
+            continue
         lengths[token_count(sample)] += 1
         if latest and latest[0]["step"] != sample["step"]:
             latest.clear()

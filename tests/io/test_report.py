@@ -210,7 +210,7 @@ def test_page_needs_no_other_file(tmp_path):
 def test_documentation_is_linked_where_there_is_a_checkout(tmp_path, monkeypatch):
     workdir = run(tmp_path / "runs" / "x", 1)
     pages = [link for link in re.findall(r'href="([^"#:]+)"', page(workdir))]
-    assert len(pages) > 2 and all((workdir / link).is_file() for link in pages)
+    assert len(pages) > 4 and all((workdir / link).is_file() for link in pages)
     monkeypatch.setattr(report, "DOCS", tmp_path / "absent")
     html = page(workdir)
     assert not re.findall(r'href="([^"#:]+)"', html) and "<code>docs/metrics.md</code>" in html
