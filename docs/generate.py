@@ -1,5 +1,6 @@
 """Writes docs/config.md and docs/metrics.md from the help of fields and metrics, the examples of
-tests/extending into docs/extending.md, and what presets were compiled for into docs/compile_for.md.
+tests/extending into docs/extending.md, what presets were compiled for into docs/compile_for.md, and
+the README's badges from pyproject.toml and constraints.txt.
 
     python docs/generate.py
 
@@ -9,6 +10,7 @@ tests/test_docs.py fails while a page is older than its source.
 import dataclasses
 import json
 import re
+import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,14 +27,16 @@ NOTE = "<!-- Written by docs/generate.py: change the help in the code and run it
 def pages() -> dict[str, str]:
     """Returns the text of each generated page by file name."""
     return {"config.md": config_page(), "metrics.md": metrics_page(),
-            "extending.md": extending_page(), "compile_for.md": compile_for_page()}
+            "extending.md": extending_page(), "compile_for.md": compile_for_page(),
+            **{f"images/badge_{name}.svg": badge(name, text) for name, text in badges().items()}}
 
 
 def config_page() -> str:
     lines = ["# Configuration", "", NOTE, "",
-             "Every field is a flag, as in `--config.rl.kl=0.1`, and an argument of "
-             "`load_config`, as in `load_config(\"tiny\", rl__kl=0.1)`. Defaults are those of "
-             "`Config()`; presets change some of them.", ""]
+             "This page lists every field of the configuration. A field is a flag, as in "
+             "`--config.rl.kl=0.1`, and an argument of `load_config`, as in "
+             "`load_config(\"tiny\", rl__kl=0.1)`. Defaults are those of `Config()`; presets "
+             "change some of them.", ""]
     fields = dataclasses.fields(Config)
     sections = [f for f in fields if dataclasses.is_dataclass(_default(f))]
     lines += ["## Run", "", *_fields(f for f in fields if f not in sections), ""]
@@ -52,10 +56,10 @@ def config_page() -> str:
 
 def metrics_page() -> str:
     lines = ["# Metrics", "", NOTE, "",
-             "Each line of `metrics.jsonl` has the metrics of one step; TensorBoard shows those "
-             "that are numbers. A `*` stands for a name. The last two columns give the metric of "
-             "[TRL](https://github.com/huggingface/trl)'s GRPO trainer and of "
-             "[verl](https://github.com/volcengine/verl) that means the same.", "",
+             "This page lists every metric. Each line of `metrics.jsonl` has those of one step; "
+             "TensorBoard shows those that are numbers. A `*` stands for a name. The last two "
+             "columns give the metric of [TRL](https://github.com/huggingface/trl)'s GRPO trainer "
+             "and of [verl](https://github.com/volcengine/verl) that means the same.", "",
              "Does speculation pay? `time/saved` is the answer of one step, in seconds, and "
              "`time/speculation_net` the running sum after what the drafter costs, for a drafter "
              "with weights: positive means faster than plain decoding. "
@@ -87,6 +91,28 @@ def compile_for_page() -> str:
              *(_compiled(json.loads(file.read_text(encoding="utf-8"))) for file in files)]
     return re.sub(r"(<!-- matrix -->\n).*?(<!-- end -->\n)",
                   lambda match: match[1] + "\n".join([*lines, match[2]]), page, flags=re.S)
+
+
+def badges() -> dict[str, str]:
+    """Returns the text of each badge by its label."""
+    root = DOCS.parent
+    project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    pins = re.findall(r"^jax==([\d.]+)", (root / "constraints.txt").read_text("utf-8"), re.M)
+    return {"version": project["version"], "licence": project["license"],
+            "python": project["requires-python"].replace(">=", "") + " and later",
+            "jax": " and ".join(pins)}
+
+
+def badge(label: str, text: str) -> str:
+    """Returns a badge as SVG."""
+    left, right = 7 * len(label) + 14, 6.6 * len(text) + 16
+    style = 'fill="#fff" text-anchor="middle" font-family="Verdana,sans-serif" font-size="11"'
+    return (f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + right:.0f}" height="20">'
+            f"<title>{label}: {text}</title>"
+            f'<rect width="{left}" height="20" fill="#555"/>'
+            f'<rect x="{left}" width="{right:.0f}" height="20" fill="#2166ac"/>'
+            f'<text x="{left / 2}" y="14" {style}>{label}</text>'
+            f'<text x="{left + right / 2:.0f}" y="14" {style}>{text}</text></svg>\n')
 
 
 def _compiled(result: Mapping[str, Any]) -> str:

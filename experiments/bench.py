@@ -22,6 +22,7 @@ BENCHMARKS = {
     "drafter": "drafter training against its FLOP bound",
     "learner": "policy updates against their FLOP bound, and the memory of a training step",
     "memory": "peak memory without speculation, with it, and with drafter training",
+    "algorithms": "one model with each algorithm, with adapters and on generated tasks",
     "plan": "predicted seconds of RL steps (plan.py) against measured ones",
     "kernels": "each kernel at real shapes against memory bandwidth and JAX's own (needs jax only)"}
 MODULES = {"controller": "bench_controller", "staleness": "staleness",

@@ -167,7 +167,8 @@ def settle_jax() -> None:
     """Undoes what the environment asks of JAX and no program here can do, with a line for each."""
     import jax
 
-    for name, value in (("jax_enable_x64", False), ("jax_numpy_dtype_promotion", "standard")):
+    for name, value in (("jax_enable_x64", False), ("jax_numpy_dtype_promotion", "standard"),
+                        ("jax_disable_jit", False)):
         if (found := getattr(jax.config, name)) != value:
             print(f"WARNING: {name.upper()} = {found}: set to {value}, with which the programs "
                   f"were written", file=sys.stderr)

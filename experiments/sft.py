@@ -19,10 +19,11 @@ from absl import flags
 
 from specrl_jax import config as config_lib
 from specrl_jax import sharding
-from specrl_jax.config import Config, ConfigError
+from specrl_jax.config import Config, ConfigError, check
 from specrl_jax.io import data, lock, metrics, resume
 from specrl_jax.io.checkpoint import Checkpoints
 from specrl_jax.io.compilation import use_persistent_cache
+from specrl_jax.io.places import local_path, writing
 from specrl_jax.io.progress import Progress
 from specrl_jax.model import weights
 from specrl_jax.model.export import export
@@ -36,11 +37,10 @@ HELDOUT = flags.DEFINE_string("heldout", None, "files like data.path, whose loss
 def main(config: Config, workdir: Path) -> int:
     use_persistent_cache()
     sharding.all_devices()
-    config, out = supervised.settle(config), workdir / "model"
-    if out.exists() and not (workdir / metrics.CONFIG).exists():
-        raise ConfigError(f"workdir = {str(workdir)!r}: {out} is there already, where the model "
-                          "would be written, and is of no run; choose another workdir")
-    described = config_lib.as_dict(config)
+    config = supervised.settle(config)
+    places = _results(config, workdir)
+    # data.path is that of the chats; eval.py reads the preset's task from what is recorded.
+    described = config_lib.as_dict(config_lib.override(config, {"data.path": ""}))
     changed = resume.check_config(workdir, described, resume.EQUAL)
     source = weights.describe_source(config.model.path, family=config.model.family)
     with Progress(config.steps, 0) as progress:
@@ -62,8 +62,17 @@ def main(config: Config, workdir: Path) -> int:
             if changed:
                 progress.say(resume.told(changed))
         _run(trainer, workdir, checkpoints)
-        _export(trainer, source, out)
+        _export(trainer, source, *places)
     return 0
+
+
+def _results(config: Config, workdir: Path) -> tuple[Path, Path]:
+    """Returns where the model is to be, and where it is written before it replaces an older one."""
+    out, new = (metrics.result_directory(workdir, name) for name in ("model", "model.new"))
+    start = local_path("model.path", config.model.path).resolve()
+    check(not start.is_relative_to(out.resolve()), "model.path", config.model.path, "is what this "
+          "run writes; give the model that it started from, or choose another workdir")
+    return out, new
 
 
 def _digest(turns: list[Turn]) -> str:
@@ -93,13 +102,13 @@ def _run(trainer: Supervised, workdir: Path, checkpoints: Checkpoints) -> None:
                     "not finite; lower learner.learning_rate and start in another workdir")
 
 
-def _export(trainer: Supervised, source: weights.Source, out: Path) -> None:
+def _export(trainer: Supervised, source: weights.Source, out: Path, new: Path) -> None:
     """Writes the model; one that an earlier end of this run left there is replaced."""
-    made = out.with_name("model.new")
-    shutil.rmtree(made, ignore_errors=True)
-    export(made, source.arch, trainer.weights(), source.tokenizer)
-    shutil.rmtree(out, ignore_errors=True)
-    made.rename(out)
+    shutil.rmtree(new, ignore_errors=True)
+    export(new, source.arch, trainer.weights(), source.tokenizer)
+    with writing(out):
+        shutil.rmtree(out, ignore_errors=True)
+        new.rename(out)
     print(f"wrote {out}")
 
 

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 from specrl_jax import config as config_lib
 from specrl_jax import sharding
 from specrl_jax.config import Config, ConfigError
-from specrl_jax.evaluation.in_run import InRun
+from specrl_jax.evaluation.in_run import Best, InRun
 from specrl_jax.io import data, lock, metrics, resume, trackers
 from specrl_jax.io.checkpoint import Checkpoints, read_meta
 from specrl_jax.io.compilation import CompilationCounter
-from specrl_jax.io.places import local_path
+from specrl_jax.io.places import local_path, output_directory
 from specrl_jax.io.progress import Progress
 from specrl_jax.model import architecture, weights
 from specrl_jax.model.architecture import Architecture
@@ -46,6 +46,8 @@ def train(config: Config, workdir: Path | str, stop: Callable[[], bool] = never,
       TrainingError: too many non-finite updates in a row.
     """
     folder = local_path("workdir", workdir)
+    if profile:
+        output_directory("--profile", folder / "profile", new=False)
     steps = training_steps(config, folder, stop)
     return sum(1 for _ in profiled(steps, folder / "profile", profile)) > 0
 
@@ -78,6 +80,7 @@ def training_steps(config: Config, workdir: Path, stop: Callable[[], bool] = nev
     began = time.perf_counter()
     sharding.all_devices()  # refused here rather than where JAX is first used
     described = config_lib.as_dict(config)
+    resume.check_same(described)
     resume.check_config(workdir, described, resume.EQUAL)
     trackers.resolve(config.track)
     source = weights.describe_source(config.model.path, family=config.model.family)
@@ -98,23 +101,25 @@ def training_steps(config: Config, workdir: Path, stop: Callable[[], bool] = nev
         if trainer.step_number >= config.steps:
             return
         metrics.write_config(workdir, described)
+        best = Best()
         if resumed:
             say(f"resuming {workdir} after step {trainer.step_number}")
             if changed:
                 say(resume.told(changed))
-            if evaluation:
-                evaluation.restore(read_meta(checkpoints.directory, trainer.step_number), say)
+            best = Best(read_meta(checkpoints.directory, trainer.step_number))
         compilations = CompilationCounter()
         trainer.compile(say)
         if evaluation:
+            evaluation.restore(best, say)
             evaluation.compile(say)
-            evaluation.write_best(workdir)
+        best.write(workdir)
         with metrics.Writer(workdir, trainer.step_number, progress.warn, config.track
                             ) as writer, Progress(
                                 config.steps, trainer.step_number) as progress:
             compilations.take()
             yield from run_steps(trainer, checkpoints, writer, progress, compilations,
-                                 startup(trainer, time.perf_counter() - began), stop, evaluation)
+                                 startup(trainer, time.perf_counter() - began), stop, evaluation,
+                                 best)
 
 
 def overview(config: Config, arch: Architecture, workdir: Path) -> str:
@@ -175,32 +180,38 @@ def warn(record: Metrics, trainer: Trainer, progress: Progress) -> None:
         progress.warn(f"step {record['step']}: {trainer.warnings.pop(0)}")
 
 
+def _with_way_on(error: RewardError, saved: int) -> RewardError:
+    """Returns the error with what of the run is saved, and how to go on."""
+    kept = f"checkpoint {saved} is saved" if saved else "no step was complete, so none is saved"
+    return RewardError(f"{error}; {kept}: correct the reward, or set reward.on_failure=0, and run "
+                       f"the same command again")
+
+
 def run_steps(trainer: Trainer, checkpoints: Checkpoints, writer: metrics.Writer,
               progress: Progress, compilations: CompilationCounter, first: dict[str, float],
-              stop: Callable[[], bool] = never, evaluation: InRun | None = None
-              ) -> Iterator[None]:
+              stop: Callable[[], bool] = never, evaluation: InRun | None = None,
+              best: Best | None = None) -> Iterator[None]:
     """Runs the remaining steps, with their metrics, warnings and checkpoints; yields before each.
 
     Args:
       first: further metrics of the first step.
       stop: see `train`.
-      evaluation: evaluates after steps; its best checkpoint is kept.
+      evaluation: evaluates after steps.
+      best: that evaluation's; its checkpoint is kept, also without an evaluation.
 
     Raises:
       TrainingError: too many non-finite updates in a row; a checkpoint is written first.
       RewardError: a reward failed; the same.
     """
-    config, saved = trainer.config, trainer.step_number
+    config, saved, best = trainer.config, trainer.step_number, best or Best()
 
     def save() -> None:
         nonlocal saved
         if saved < trainer.step_number:
             writer.sync()
-            meta = trainer.meta() | (evaluation.meta() if evaluation else {})
-            checkpoints.save(trainer.step_number, trainer.arrays(), meta)
+            checkpoints.save(trainer.step_number, trainer.arrays(), trainer.meta() | best.meta())
             saved = trainer.step_number
-            if evaluation:
-                evaluation.write_best(checkpoints.directory.parent)
+            best.write(checkpoints.directory.parent)
 
     while trainer.step_number < config.steps:
         if stop():
@@ -208,9 +219,9 @@ def run_steps(trainer: Trainer, checkpoints: Checkpoints, writer: metrics.Writer
         yield
         try:
             record, samples = trainer.step(progress.rollout, progress.phase)
-        except RewardError:
+        except RewardError as error:
             save()
-            raise
+            raise _with_way_on(error, saved) from error
         record["compilations"] = compilations.take()
         failure = None
         if evaluation:
@@ -224,12 +235,11 @@ def run_steps(trainer: Trainer, checkpoints: Checkpoints, writer: metrics.Writer
         progress.step(record)
         done = trainer.step_number
         diverged = trainer.bad_steps >= config.learner.max_bad_steps
-        best = record.get("eval/best_step") == done
         due = done == config.steps or done % config.checkpoint_every == 0
-        if diverged or failure or best or due:
+        if diverged or failure or due or record.get("eval/best_step") == done:
             save()
         if failure:
-            raise failure
+            raise _with_way_on(failure, saved) from failure
         if diverged:
             raise TrainingError(
                 f"learner.max_bad_steps = {config.learner.max_bad_steps}: that many updates in a "

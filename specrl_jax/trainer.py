@@ -58,7 +58,7 @@ class Trainer:
         self.warnings: list[str] = []  # not shown yet
         self.reward = judge.of_config(config.reward, self.warnings.append)
         judge.check_answers(config.reward.terms, prompts.examples)
-        algorithm.check_temperature(config, self.warnings.append)
+        algorithm.check_training(config, say)
         self.algorithm = algorithm.resolve(config.rl)
         self.order = PromptOrder(config, len(prompts.tokens))
         self.mesh = sharding.make_mesh(config.mesh)
@@ -130,8 +130,8 @@ class Trainer:
 
     def step(self, progress: Callable[[int, int, int], None] = lambda *counts: None,
              phase: Callable[[str], None] = lambda name: None) -> tuple[Metrics, list[Sample]]:
-        """Runs one RL step, after compiling if need be; returns metrics and a sample of each
-        sequence.
+        """Runs one RL step, after compiling if need be; returns metrics and what samples.jsonl
+        holds of the step.
 
         Raises:
           RewardError: a reward failed; the state is still that of before the step.
@@ -174,7 +174,7 @@ class Trainer:
     def _gather(self, progress: Callable[[int, int, int], None], timer: StepTimer
                 ) -> tuple[Rollout, np.ndarray, np.ndarray, list[Sample], Metrics]:
         """Generates and scores the step's prompts, and further ones as rl.filter asks; returns
-        what the step learns from (rollout, rewards and advantages f32[Q], samples), and metrics."""
+        what the step learns from (rollout, rewards and advantages f32[Q]), samples, metrics."""
         config, engine = self.config, self.sampler.engine
         before = engine.control, engine.acceptance
         generated, scored = [], []
@@ -196,17 +196,23 @@ class Trainer:
         chosen, metrics = experience.merge(scored, config, self.prompts.batch(places).keys())
         self.order.observe(*experience.rates(scored, self.prompts.place))
         advantage = self._advantages(chosen.shaped, chosen.baseline)
-        return chosen.rollout, chosen.rewards, advantage, chosen.samples, metrics | rollout_metrics(
+        samples = chosen.samples + chosen.unlearned
+        return chosen.rollout, chosen.rewards, advantage, samples, metrics | rollout_metrics(
             whole, results, self.sampler.plain_round_seconds)
 
     def _scored(self, rollout: Rollout) -> Scored:
         """Rewards a rollout; see Scored."""
         config, (mine, greedy) = self.config, experience.split(self.config, rollout)
         samples, rewards, terms = self.score(mine)
-        baseline = None if greedy is None else self.score(greedy)[1]
         shaped, more = experience.shaped(config, mine, rewards, self._sequence_kl)
-        _, useful = overlong.counted(config, mine, self._advantages(rewards, baseline))
-        return Scored(mine, samples, rewards, shaped, baseline, terms | more, useful)
+        unlearned, baselines = [], (None, None)
+        if greedy is not None:
+            answers, best, others = self.score(greedy)
+            unlearned = experience.failing(answers)
+            terms["reward/failures"] += others["reward/failures"]
+            baselines = best, experience.shaped(config, greedy, best, self._sequence_kl)[0]
+        _, useful = overlong.counted(config, mine, self._advantages(rewards, baselines[0]))
+        return Scored(mine, samples, unlearned, rewards, shaped, baselines[1], terms | more, useful)
 
     def _sequence_kl(self, rollout: Rollout) -> np.ndarray:
         return programs.sequence_kl(self.config, self.mesh, rollout, self._programs["kl"], [

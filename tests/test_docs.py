@@ -1,14 +1,17 @@
-"""Generated pages are up to date."""
+"""Pages and pictures are up to date, in the navigation, and name what exists."""
 
+import ast
 import importlib.util
 import json
 import re
 import shlex
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from absl import flags
 
+import specrl_jax
 from experiments import config_flags
 from specrl_jax.config import as_dict, load_config
 from specrl_jax.io.datasets import DATASETS
@@ -16,13 +19,28 @@ from specrl_jax.io.trackers import TRACKERS
 from specrl_jax.rl.reward import REWARDS
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-RESULTS = DOCS.parent / "experiments" / "results"
-spec = importlib.util.spec_from_file_location("generate_docs", DOCS / "generate.py")
-generate = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(generate)
+ROOT = DOCS.parent
+RESULTS = ROOT / "experiments" / "results"
 
 
-@pytest.mark.parametrize("name", ["config.md", "metrics.md", "extending.md", "compile_for.md"])
+def script(name: str) -> ModuleType:
+    """Returns docs/NAME.py as a module."""
+    spec = importlib.util.spec_from_file_location(f"docs_{name}", DOCS / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+generate, check = script("generate"), script("check")
+WRITTEN = sorted(str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md"))
+OUTSIDE = ast.literal_eval(re.search(r"^PAGES = (\{.*?\})$", (DOCS / "hooks.py").read_text(),
+                                     re.M | re.S)[1])  # mkdocs, which hooks.py imports, is an extra
+LINK = re.compile(r"(?<!`)\[[^\[\]]*\]\(([^()\s#:]+)(?:#[^()\s]*)?\)")
+
+
+@pytest.mark.parametrize("name", [
+    "config.md", "metrics.md", "extending.md", "compile_for.md",
+    *(f"images/badge_{name}.svg" for name in ("version", "licence", "python", "jax"))])
 def test_page_is_what_its_source_generates(name):
     text = (DOCS / name).read_text(encoding="utf-8")
     assert text == generate.pages()[name], "run python docs/generate.py"
@@ -48,15 +66,63 @@ def test_pages_name_fields_and_metrics():
     assert "`completions/mean_length`" in pages["metrics.md"]
 
 
-COMMANDS = re.findall(r"^python experiments/train.py .*$", (DOCS / "data.md").read_text(), re.M)
+def test_navigation_has_every_page() -> None:
+    text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    pages = list(check.leaves(check.yaml.safe_load(text)["nav"]))
+    assert sorted(pages) == sorted([*WRITTEN, *OUTSIDE.values()])
+
+
+def test_api_page_has_every_public_name() -> None:
+    text = (DOCS / "api.md").read_text(encoding="utf-8")
+    assert [x for x in specrl_jax.__all__ if not re.search(rf"(`|specrl_jax\.){x}\b", text)] == []
+
+
+@pytest.mark.parametrize("page", WRITTEN)
+def test_page_says_its_purpose_in_the_first_sentence(page: str) -> None:
+    title, _, *lines = (DOCS / page).read_text(encoding="utf-8").splitlines()
+    first = next(line for line in lines if line and not line.startswith("<!--"))
+    assert title.startswith("# ") and first.startswith("This page ")
+
+
+@pytest.mark.parametrize("page", [*(f"docs/{page}" for page in WRITTEN), *OUTSIDE])
+def test_links_of_a_page_lead_somewhere(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    assert [x for x in LINK.findall(text) if not (ROOT / page).parent.joinpath(x).exists()] == []
+
+
+@pytest.mark.parametrize("name", ["drawings", "results"])
+def test_pictures_are_what_their_script_draws(name: str, tmp_path: Path) -> None:
+    """After a change: run python docs/NAME.py."""
+    module = script(name)
+    pictures = module.DRAWINGS if name == "drawings" else module.PICTURES
+    for picture, draw in pictures.items():
+        module.save(draw, tmp_path / "new.svg")
+        stored = (module.IMAGES / f"{picture}.svg").read_bytes()
+        assert (tmp_path / "new.svg").read_bytes() == stored, picture
+
+
+def test_blocks_of_commands_are_of_a_kind_that_check_knows() -> None:
+    found = list(check.blocks())
+    assert {block.kind for block in found} == {"", check.FULL, check.BY_HAND}
+    texts = [(ROOT / page).read_text(encoding="utf-8")
+             for page in ("README.md", *(f"docs/{page}" for page in WRITTEN))]
+    assert sum(len(re.findall("^```(?:sh|bash|console)", text, re.M)) for text in texts
+               ) == len(found)
+
+
+COMMANDS = sorted({re.sub(r"^PYTHONPATH=\S+ ", "", line) for block in check.blocks()
+                   for line in block.text.replace("\\\n", " ").splitlines()
+                   if re.match(r"(PYTHONPATH=\S+ )?python experiments/train.py ", line)})
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[-30:])
-def test_command_of_the_data_page_has_fields_that_exist(command):
+def test_command_of_a_page_has_fields_that_exist(command):
     values = flags.FlagValues()
-    argv = shlex.split(command)[1:]
+    script, *parts = shlex.split(command)[1:]
+    argv = [script, *(part for part in parts if part.startswith("--config"))]
     config_flags.define(argv, values)
     values(argv)
     config, _ = config_flags.parsed(values)
-    DATASETS[config.data.name], REWARDS[config.reward.terms[0]]
-    assert set(config.track.to) <= set(TRACKERS)
+    for registry, names in ((DATASETS, [config.data.name]), (REWARDS, config.reward.terms),
+                            (TRACKERS, config.track.to)):
+        assert all(":" in name or name in registry for name in names)

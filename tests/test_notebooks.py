@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = sorted((ROOT / "colab").glob("*.ipynb"))
 MOST_CELLS = 30
 SECONDS_A_CELL = 300
+IN_CI = ("01_quickstart", "04_tpu_or_gpu")  # the others are full tests
 notebooks = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
 
@@ -61,7 +62,7 @@ def test_badge_opens_the_notebook_of_the_repository() -> None:
 
 @pytest.mark.ci
 @pytest.mark.parametrize("path", [
-    path if path.stem == "01_quickstart" else pytest.param(path, marks=pytest.mark.full)
+    path if path.stem in IN_CI else pytest.param(path, marks=pytest.mark.full)
     for path in NOTEBOOKS], ids=lambda path: path.stem)
 def test_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, folder in (("TMPDIR", "runs"), ("IPYTHONDIR", "ipython"),

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from helpers import ROOT, ends, free_port, start_training
 
+from specrl_jax.config import ConfigError
 from specrl_jax.io import processes
 from specrl_jax.io.checkpoint import list_steps
 from specrl_jax.io.metrics import read_metrics, read_samples
@@ -79,6 +80,23 @@ def test_a_process_says_whom_it_waits_for_and_ends(index: int, whom: str) -> Non
     assert process.returncode == 2 and len(said) == 2, process.stderr
     assert said[0].startswith(f"waiting for {whom}")
     assert said[1].startswith(f"error: --distributed: {whom}") and "within 1 s" in said[1]
+
+
+@pytest.mark.parametrize("coordinator", ["localhost", "localhost:", "host:port", ""])
+def test_coordinator_without_a_port_is_refused(coordinator: str) -> None:
+    with pytest.raises(ConfigError, match=f"--coordinator = '{coordinator}': give HOST:PORT of pr"):
+        processes.join(coordinator, 2, 0)
+
+
+@pytest.mark.ci
+def test_processes_with_other_flags_end_in_a_line(tmp_path: Path) -> None:
+    both = ("--distributed", f"--coordinator=127.0.0.1:{free_port()}", "--processes=2")
+    started = [start_training(tmp_path / "run", *SIZES, *both, f"--process={i}",
+                              f"--config.seed={i}") for i in range(2)]
+    told = ends(started)
+    assert [process.returncode for process in started] == [2, 2], told
+    assert any(f"seed = {i}: process {1 - i} has {1 - i}; give all processes the same flags" in
+               told[i] for i in range(2)) and "Traceback" not in told[0] + told[1]
 
 
 @pytest.mark.ci

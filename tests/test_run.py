@@ -2,15 +2,22 @@
 
 import dataclasses
 import re
+import types
 from pathlib import Path
+from typing import Any
 
 import jax
+import numpy as np
 import pytest
 
 from specrl_jax import run
 from specrl_jax.config import ConfigError, load_config
-from specrl_jax.io import lock
+from specrl_jax.io import lock, metrics
+from specrl_jax.io.checkpoint import Checkpoints, list_steps
+from specrl_jax.io.compilation import CompilationCounter
+from specrl_jax.io.progress import Progress
 from specrl_jax.model.tiny import TINY
+from specrl_jax.rl.judge import RewardError
 
 
 def test_overview_names_work_time_and_files(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,6 +47,36 @@ def test_second_trainer_in_a_workdir_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="in use by .*, process [0-9]+; end that run"):
             run.train(config, tmp_path)
         assert [path.name for path in tmp_path.iterdir()] == [lock.RUN_LOCK]
+
+
+@pytest.mark.parametrize("complete, kept", [
+    (0, "no step was complete, so none is saved"), (2, "checkpoint 2 is saved")])
+def test_reward_failure_says_what_is_saved(tmp_path: Path, complete: int, kept: str) -> None:
+    """Whether in a rollout of RL or, at step 0, in one for a drafter that learns once."""
+    trainer: Any = types.SimpleNamespace(
+        config=load_config("tiny", steps=4, checkpoint_every=9), step_number=0, bad_steps=0,
+        warnings=[], meta=dict, arrays=lambda: {"actor": np.zeros(1)})
+
+    def step(*_: object) -> tuple[dict[str, float], list[Any]]:
+        if trainer.step_number == complete:
+            raise RewardError("reward 'x', example 3, answer 'y': judge is down")
+        trainer.step_number += 1
+        return {"step": trainer.step_number - 1, "applied": 1, "time/step": 1}, []
+
+    trainer.step = step
+    with Checkpoints(tmp_path / "checkpoints", 2) as checkpoints, metrics.Writer(
+            tmp_path, 0) as writer, Progress(4, 0) as progress:
+        with pytest.raises(RewardError, match=f"^reward 'x', .* judge is down; {kept}: correct the "
+                           "reward, or set reward.on_failure=0, and run the same command again$"):
+            list(run.run_steps(trainer, checkpoints, writer, progress, CompilationCounter(), {}))
+    assert list_steps(tmp_path / "checkpoints") == [2][: complete]
+
+
+def test_profile_that_cannot_be_written_is_refused_first(tmp_path: Path) -> None:
+    (tmp_path / "profile").touch()
+    with pytest.raises(ConfigError, match="--profile = .*/profile is not a directory"):
+        run.train(load_config("tiny"), tmp_path, profile=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["profile"]
 
 
 @pytest.mark.parametrize("total, count, traced", [(5, 2, 2), (3, 4, 2), (1, 1, 0), (3, 0, 0)])

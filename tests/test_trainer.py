@@ -251,6 +251,14 @@ def test_answers_whose_reward_failed_are_marked_and_counted() -> None:
     assert "8 of 16 answers count as -2; the first: reward" in trainer.warnings[-1]
 
 
+USUAL = {  # what every algorithm tells
+    "reward/mean", "reward/std", "reward/nonzero_advantage_fraction", "response/length_mean",
+    "response/length_max", "response/clipped_fraction", "policy/entropy", "kl/update",
+    "policy/clip_fraction", "policy/ratio_mean", "policy/ratio_max", "policy/correction_fraction",
+    "grad_norm", "learning_rate", "loss", "rollout/tokens_per_second", "time/step", "time/rollout",
+    "time/reward", "time/learn"}
+
+
 @pytest.mark.ci
 def test_metrics_of_a_run_are_all_registered(tmp_path: Path) -> None:
     trainer = micro_trainer(micro_config(rl=RLConfig(kl=0.1)))
@@ -260,6 +268,7 @@ def test_metrics_of_a_run_are_all_registered(tmp_path: Path) -> None:
                        startup(trainer, 1.0)))
     rows = metrics.read_metrics(tmp_path)
     assert [name for row in rows for name in row if find(name) is None] == []
+    assert all(row.keys() >= USUAL for row in rows)
     assert all(row["policy/entropy"] > 0 <= row["kl/reference"] for row in rows)
     for row in rows:
         assert row["rollout/acceptance_rate"] == row["rollout/accepted"] / max(

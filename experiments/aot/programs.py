@@ -8,7 +8,6 @@ import collections
 import dataclasses
 import math
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -21,6 +20,7 @@ from specrl_jax.distill.update import Programs, init_state, places
 from specrl_jax.draft.registry import DrafterSet
 from specrl_jax.io import checksum
 from specrl_jax.io.compilation import Program, abstract
+from specrl_jax.io.places import local_path
 from specrl_jax.model import layers, lora, weights
 from specrl_jax.model.architecture import Architecture
 from specrl_jax.model.hf_config import parse_config
@@ -52,7 +52,7 @@ def model_of(config: Config) -> Model:
       ConfigError: there is no such model.
     """
     config = without_weights(config)
-    folder = Path(config.model.path).expanduser()
+    folder = local_path("model.path", config.model.path)
     if (folder / "config.json").is_file():
         file = folder / "config.json"
         arch = parse_config(read_json(file), str(file), config.model.family)

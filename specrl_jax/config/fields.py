@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Iterator
 from typing import Any
 
 
@@ -10,16 +11,18 @@ class ConfigError(ValueError):
 
 
 def option(default: Any, help: str, *, low: float | None = None, within: str = "",
-           choose: tuple[str, ...] = ()) -> Any:
+           choose: tuple[str, ...] = (), read_with: tuple[str, ...] = ()) -> Any:
     """Returns a dataclass field with a help text, and the bounds that a `Section` checks.
 
     Args:
       low: least value.
       within: interval that holds the value, such as "[0, 1)".
       choose: the values that it may have.
+      read_with: another option of the section and its values with which this one is read, besides
+        package.module:name; without values, all but 0 and "".
     """
     return dataclasses.field(default=default, metadata={
-        "help": help, "low": low, "within": within, "choose": choose})
+        "help": help, "low": low, "within": within, "choose": choose, "read_with": read_with})
 
 
 def section(cls: type, help: str) -> Any:
@@ -58,6 +61,17 @@ class Section:
                 self.check(_inside(value, within), name, f"must lie in {within}")
             if names := bounds.get("choose"):
                 self.check(value in names, name, f"choose one of {', '.join(names)}")
+
+    def unread(self) -> Iterator[str]:
+        """Yields a line about each option that is set although another one's value ignores it."""
+        for field in dataclasses.fields(self):  # pyright: ignore[reportArgumentType]
+            other, *values = field.metadata.get("read_with") or ("",)
+            value, now = getattr(self, field.name), getattr(self, other, None)
+            if other and value != field.default and not (
+                    now in values or ":" in str(now) or now and not values):
+                names = f" among {', '.join(values)}" if values else ""
+                yield (f"{self.prefix}{field.name} = {value!r}: is not read with "
+                       f"{self.prefix}{other} = {now!r}; set {self.prefix}{other}{names}")
 
     def check(self, ok: bool, name: str, way_out: str) -> None:
         """Raises ConfigError for the option `name` unless `ok`."""

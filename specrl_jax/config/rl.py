@@ -7,6 +7,7 @@ from typing import Any
 from specrl_jax.config.fields import Section, option
 
 OF_GROUPS = ("group", "group_mean", "leave_one_out")  # advantages that compare samples
+WITH_RATIO = ("ppo_clip", "gspo", "cispo")  # losses that read the ratio to the policy that sampled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,33 +34,38 @@ class RLConfig(Section, prefix="rl"):
     kl: float = option(0.0, "coefficient of the KL to the initial policy; 0 keeps no reference",
                        low=0)
     kl_in: str = option("loss", "where the KL is added: to each token's loss, or taken from the "
-                        "reward, summed over the response", choose=("loss", "reward"))
+                        "reward, summed over the response", choose=("loss", "reward"),
+                        read_with=("kl",))
     kl_estimator: str = option(
         "k3", "estimate of the KL from a token: k1 (log ratio; for kl_in=reward), k2 (half its "
-        "square) or k3 (never negative)", choose=("k1", "k2", "k3"))
+        "square) or k3 (never negative)", choose=("k1", "k2", "k3"), read_with=("kl",))
     entropy: float = option(0.0, "coefficient of a bonus for the entropy of tokens", low=0)
     teacher: str = option("", "model with the policy's tokenizer whose log-probabilities of the "
                           "policy's tokens are part of the advantages (on-policy distillation); "
                           "empty is none")
     teacher_weight: float = option(
         1.0, "what a token's advantage gains by each nat that the teacher's log-probability is "
-        "above the policy's; with reward.weights of 0 it is all of it", within="(0, inf)")
-    clip_low: float = option(0.2, "ratio is clipped below at 1 - clip_low", low=0)
-    clip_high: float = option(0.2, "ratio is clipped above at 1 + clip_high", low=0)
+        "above the policy's; with reward.weights of 0 it is all of it", within="(0, inf)",
+        read_with=("teacher",))
+    clip_low: float = option(0.2, "ratio is clipped below at 1 - clip_low", low=0,
+                             read_with=("loss", *WITH_RATIO))
+    clip_high: float = option(0.2, "ratio is clipped above at 1 + clip_high", low=0,
+                              read_with=("loss", *WITH_RATIO))
     dual_clip: float = option(0.0, "ppo_clip, gspo: most that a negative advantage is multiplied "
-                              "by, above 1 + clip_high; 0 is no bound", low=0)
+                              "by, above 1 + clip_high; 0 is no bound", low=0,
+                              read_with=("loss", "ppo_clip", "gspo"))
     filter: str = option(
         "none", "dynamic: groups without an advantage are replaced by those of further prompts "
         "until the step is full (DAPO's dynamic sampling); none keeps them",
         choose=("none", "dynamic"))
     filter_extra: int = option(3, "dynamic: most further rollouts in a step; then groups without "
-                                  "an advantage fill it up", low=1)
+                                  "an advantage fill it up", low=1, read_with=("filter", "dynamic"))
     overlong: str = option(
         "keep", "responses cut at rollout.max_new_tokens: keep; mask, so that they count in "
         "no update; or soft, a penalty on the reward that grows to 1 towards the limit (DAPO)",
         choose=("keep", "mask", "soft"))
     overlong_tokens: int = option(0, "soft: tokens before the limit at which the penalty begins; 0 "
-                                     "is a fifth of it", low=0)
+                                     "is a fifth of it", low=0, read_with=("overlong", "soft"))
     curriculum: str = option(
         "uniform", "prompts of a step: uniform, in epochs; or pass_rate, drawn, most often those "
         "whose pass rate so far (mean reward, cut to 0 to 1) is near one half",

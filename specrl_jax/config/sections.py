@@ -14,6 +14,7 @@ from specrl_jax.config.lora import LORA_TARGETS, check_lora
 from specrl_jax.config.rl import OF_GROUPS, RLConfig
 from specrl_jax.config.tasks import DataConfig, EvalConfig, RewardConfig, TrackConfig
 
+WITH_DECAYS = ("adamw", "lion", "muon")  # optimisers that read learner.b1 and b2
 REMAT = ("none", "full", "dots_saveable", "dots_with_no_batch_dims_saveable")
 
 
@@ -142,10 +143,12 @@ class LearnerConfig(Section, prefix="learner"):
                            "a line (linear) or a cosine", choose=("constant", "linear", "cosine"))
     warmup_steps: int = option(0, "linear warm-up, in updates", low=0)
     decay_steps: int = option(0, "linear, cosine: updates after the warm-up until the rate is 0",
-                              low=0)
+                              low=0, read_with=("schedule", "linear", "cosine"))
     weight_decay: float = option(0.0, "decoupled weight decay", low=0)
-    b1: float = option(0.9, "first decay of adamw, lion and muon's AdamW", within="[0, 1)")
-    b2: float = option(0.999, "second decay of them; lion's paper has 0.99", within="[0, 1)")
+    b1: float = option(0.9, "first decay of adamw, lion and muon's AdamW", within="[0, 1)",
+                       read_with=("optimizer", *WITH_DECAYS))
+    b2: float = option(0.999, "second decay of them; lion's paper has 0.99", within="[0, 1)",
+                       read_with=("optimizer", *WITH_DECAYS))
     max_grad_norm: float = option(1.0, "global norm that gradients are clipped to",
                                   within="(0, inf]")
     micro_batch: int = option(16, "sequences of full length in one forward and backward "

@@ -68,8 +68,8 @@ class RewardConfig(Section, prefix="reward"):
                                     "digit_fraction, latex, reasoning_gym, or "
                                     "package.module:function")
     weights: tuple[float, ...] = option((1.0,), "one weight a term")
-    workers: int = option(0, "processes that judge answers; 0: the run's own, but latex in one a "
-                             "core", low=0)
+    workers: int = option(0, "processes that judge answers, which may crash or hang there; 0: the "
+                             "run's own, which such a reward ends, but latex in one a core", low=0)
     seconds: float = option(2.0, "CPU seconds that such a process may take for an answer; one that "
                                  "takes latex longer is wrong, another reward fails",
                             within="(0, 86400]")

@@ -198,6 +198,7 @@ def train_drafter(config: Config, options: DrafterTraining, workdir: Path,
       ConfigError: an option cannot work.
     """
     sharding.all_devices()
+    metrics.result_directory(workdir, DRAFTER)
     actor = actor or open_actor(config)
     description = as_dict(config) | {"drafter_training": as_dict(options), "actor": {
         "run": actor.run and str(actor.run), "step": actor.step}}

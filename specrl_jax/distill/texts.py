@@ -59,4 +59,4 @@ def _prompt_and_response(row: Any, tokenizer: Tokenizer, data: DataConfig, where
     else:
         raise ConfigError(f"texts = {where}: {json.dumps(row)[:60]}: {FORMS}")
     prompt = tokenizer.encode(tokenizer.chat(asked, **template_variables(data)))
-    return prompt, tokenizer.encode(answer) + list(tokenizer.stop_ids[:1])
+    return prompt, tokenizer.encode(answer) + list(tokenizer.turn_end)

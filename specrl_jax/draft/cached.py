@@ -128,11 +128,15 @@ def _init(layer: Architecture, depth: int, dtype: DTypeLike, reads_features: boo
           ) -> CachedState:
     b, g, e, f = info.batch, layer.num_kv_heads, layer.head_dim, layer.hidden_size
     size = cache_size(info.cache, depth)
-    cache = carrier(NetworkCache, length=np.zeros(b, np.int32), hidden=np.zeros((b, f), dtype),
-                    kv=[(np.zeros((b, g, e, size), dtype),
-                         np.zeros((b, g, size, e), dtype)) for _ in range(layer.num_layers)])
-    return carrier(CachedState, cache=cache, tokens=np.zeros((b, size + 1), np.int32),
-                   features=np.zeros((b, size, f), dtype) if reads_features else None,
+
+    def zeros(*shape: int, dtype: DTypeLike = dtype) -> np.ndarray:
+        return np.broadcast_to(np.zeros((), dtype), shape)  # a pod's features would fill a host
+
+    cache = carrier(NetworkCache, length=np.zeros(b, np.int32), hidden=zeros(b, f),
+                    kv=[(zeros(b, g, e, size), zeros(b, g, size, e))
+                        for _ in range(layer.num_layers)])
+    return carrier(CachedState, cache=cache, tokens=zeros(b, size + 1, dtype=np.int32),
+                   features=zeros(b, size, f) if reads_features else None,
                    prompt=info.prompt.shape[1])
 
 

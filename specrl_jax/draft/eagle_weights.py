@@ -16,7 +16,7 @@ import numpy as np
 
 from specrl_jax.config import ConfigError, check
 from specrl_jax.draft.eagle_model import EagleArch, default_taps
-from specrl_jax.io.places import local_path, new_directory
+from specrl_jax.io.places import new_directory
 from specrl_jax.model.architecture import Architecture
 from specrl_jax.model.export import save_tensors
 from specrl_jax.model.hf_config import parse_config, write_config
@@ -81,7 +81,7 @@ def load(directory: str | os.PathLike[str], actor: Architecture, stop: Sequence[
     Raises:
       ConfigError: a file is missing or damaged, or the head is of another kind or another actor.
     """
-    folder = local_path("draft.path", directory)
+    folder = Path(directory)
     config, tensors = read_json(folder / "config.json"), _read(folder / SINGLE)
     arch = _architecture(config, tensors, actor, str(folder))
     shapes = _shapes(arch)

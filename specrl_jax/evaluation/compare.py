@@ -40,7 +40,7 @@ class StepComparison:
     sequences: int
     tokens: int  # compared: up to and with each sequence's first difference
     differences: list[Difference]
-    failed_apart: int = 0  # sequences of equal tokens whose reward failed in one run alone
+    failed_apart: int = 0  # answers whose reward failed in one run alone
 
 
 def config_differences(a: Path, b: Path) -> dict[str, tuple[Any, Any]]:
@@ -86,11 +86,15 @@ def compare_steps(a: Path, b: Path) -> Iterator[StepComparison]:
 def compare_step(step: int, a: dict[Key, Json], b: dict[Key, Json]
                  ) -> StepComparison:
     """Compares the records of one step, by key. Raises ConfigError if they are not of the same
-    sequences."""
-    tokens, differences, apart = 0, [], 0
-    for key in sorted(a.keys() | b.keys()):
+    sequences, although no reward failed in one run alone: with rl.filter others are chosen then."""
+    keys = sorted(a.keys() | b.keys())
+    apart = sum(_failed_apart(a.get(key), b.get(key)) for key in keys)
+    tokens, differences = 0, []
+    for key in keys:
         here = f"step {step}: prompt {key[0]} (occurrence {key[1]}, sample {key[2]})"
         if key not in a or key not in b:
+            if apart:
+                continue
             raise ConfigError(f"{here} is only in {'A' if key in a else 'B'}: the runs had "
                               f"different prompts; compare runs of the same data and seed")
         if a[key]["prompt"] != b[key]["prompt"]:
@@ -98,7 +102,6 @@ def compare_step(step: int, a: dict[Key, Json], b: dict[Key, Json]
                               f"B; compare runs of the same data")
         mine, theirs = a[key]["tokens"], b[key]["tokens"]
         at = first_difference(mine, theirs)
-        apart += at is None and _failed_apart(a[key], b[key])
         tokens += len(mine) if at is None else at + 1
         if at is not None:
             differences.append(Difference(
@@ -107,9 +110,13 @@ def compare_step(step: int, a: dict[Key, Json], b: dict[Key, Json]
     return StepComparison(step, len(a), tokens, differences, apart)
 
 
-def _failed_apart(a: Json, b: Json) -> bool:
-    """Returns whether a reward failed for one of two equal answers and made another reward."""
-    return ("failures" in a or "failures" in b) and a.get("reward") != b.get("reward")
+def _failed_apart(a: Json | None, b: Json | None) -> bool:
+    """Returns whether a reward failed for one of two equal answers and made another reward, or for
+    an answer that the other run has not: it would have it if that had failed, too."""
+    if a is None or b is None:
+        return "failures" in (a or b or {})
+    return (("failures" in a or "failures" in b) and a["tokens"] == b["tokens"]
+            and a.get("reward") != b.get("reward"))
 
 
 def first_difference(a: list[int], b: list[int]) -> int | None:

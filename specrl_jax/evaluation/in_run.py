@@ -29,6 +29,27 @@ from specrl_jax.trainer import Trainer
 OF = ("split", "path", "examples", "samples", "temperature", "reward")  # what makes two comparable
 
 
+class Best:
+    """The best evaluation of a run so far: its checkpoint is kept, also while nothing evaluates."""
+
+    def __init__(self, meta: Json | None = None) -> None:
+        """Goes on from a checkpoint's meta."""
+        # Step, accuracy, and the fields of eval that they are about.
+        self.found: Json | None = (meta or {}).get(BEST)
+
+    def meta(self) -> Json:
+        """Returns what a checkpoint holds of it."""
+        return {} if self.found is None else {BEST: self.found}
+
+    def write(self, workdir: Path) -> None:
+        """Names the checkpoint in BEST_FILE, or removes that; only in process 0."""
+        if jax.process_index() == 0:
+            if self.found is None:
+                (workdir / BEST_FILE).unlink(missing_ok=True)
+            else:
+                write_atomically(workdir / BEST_FILE, json.dumps(self.found, indent=2) + "\n")
+
+
 class InRun:
     """Evaluates the policy that a trainer has published.
 
@@ -48,7 +69,7 @@ class InRun:
             raise ConfigError(f"eval.every = {self.every}: {error}") from error
         check_held_out(config, self.problems.prompts, trainer.prompts, say)
         self._of = {name: getattr(config.eval, name) for name in OF}
-        self.best: Json | None = None  # step, accuracy, and the fields of eval that they are about
+        self.best = Best()
         shapes = trainer.sampler.engine.shapes
         if self.problems.samples == shapes.group and not trainer.sampler.greedy:
             self._at_once = shapes.sequences * shapes.shards // shapes.group
@@ -90,30 +111,18 @@ class InRun:
             own.control, theirs.acceptance = before
             own.release()
             self._sampler.forget()
-        if self.best is None or found["accuracy"] > self.best["accuracy"]:
-            self.best = {"step": step, "accuracy": found["accuracy"]} | self._of
-        return metrics_of(found) | {"eval/best_step": self.best["step"],
+        best = self.best.found
+        if best is None or found["accuracy"] > best["accuracy"]:
+            best = self.best.found = {"step": step, "accuracy": found["accuracy"]} | self._of
+        return metrics_of(found) | {"eval/best_step": best["step"],
                                     "time/eval": time.perf_counter() - began}
 
-    def restore(self, meta: Json, say: Callable[[str], None]) -> None:
-        """Goes on from a checkpoint's meta; `say` gets a line if that is of another evaluation."""
-        best = meta.get(BEST)
-        if best is None or {name: best[name] for name in OF} == self._of:
-            self.best = best
-        else:
-            say(f"another evaluation than before: checkpoint {best['step']} is no longer the best")
-
-    def meta(self) -> Json:
-        """Returns what a checkpoint holds of the evaluations."""
-        return {} if self.best is None else {BEST: self.best}
-
-    def write_best(self, workdir: Path) -> None:
-        """Names the best checkpoint in BEST_FILE, or removes that; only in process 0."""
-        if jax.process_index() == 0:
-            if self.best is None:
-                (workdir / BEST_FILE).unlink(missing_ok=True)
-            else:
-                write_atomically(workdir / BEST_FILE, json.dumps(self.best, indent=2) + "\n")
+    def restore(self, best: Best, say: Callable[[str], None]) -> None:
+        """Goes on from the best so far; `say` gets a line if that is of another evaluation."""
+        self.best, found = best, best.found
+        if found is not None and {name: found[name] for name in OF} != self._of:
+            best.found = None
+            say(f"another evaluation than before: checkpoint {found['step']} is no longer the best")
 
 
 def check_held_out(config: Config, held_out: Prompts, training: Prompts,

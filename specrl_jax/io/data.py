@@ -6,7 +6,9 @@ import dataclasses
 import datetime
 import hashlib
 import json
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
+from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -41,17 +43,20 @@ class Examples(Sequence):
         check(good, "data.name", self.data.name,
               f"example {index} has the id {example_id!r}; give a number in int32")
         found = {"id": example_id}
+        where = f"example {example_id} of {self.data.path or self.data.name}"
         for name in ("question", "answer"):
             field = getattr(self.data, f"{name}_field")
-            check(field in row, f"data.{name}_field", field, f"example {example_id} of "
-                  f"{self.data.path or self.data.name} has no such field; it has {', '.join(row)}")
-            check(row[field] is not None, f"data.{name}_field", field,
-                  f"example {example_id} of {self.data.path or self.data.name} has null there")
-            found[name] = str(row[field])
-        if isinstance(chat := row[self.data.question_field], list):
-            found["question"] = _asked(chat, f"example {example_id} of "
-                                       f"{self.data.path or self.data.name}")
+            check(field in row, f"data.{name}_field", field,
+                  f"{where} has no such field; it has {', '.join(row)}")
+            value, chat = row[field], name == "question" and isinstance(row[field], list)
+            check(chat or not isinstance(value, NoneType | Mapping | list), f"data.{name}_field",
+                  field, f"{where} has {_json(value)} there; give a text or a number")
+            found[name] = _asked(value, where) if chat else str(value)
         return {**row, **found}
+
+
+def _json(value: Any) -> str:
+    return "null" if value is None else reprlib.repr(value)
 
 
 def _asked(chat: list[Any], where: str) -> list[dict[str, str]]:

@@ -1,5 +1,6 @@
 """Files that are replaced as a whole, and checksums that find damage before anything is read."""
 
+import contextlib
 import json
 import os
 import zlib
@@ -27,7 +28,8 @@ def write_atomically(path: Path, text: str | Iterable[str]) -> None:
         with writing(path):
             os.replace(temporary, path)
     except BaseException:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # of something else by that name
+            temporary.unlink(missing_ok=True)
         raise
 
 

@@ -28,7 +28,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from specrl_jax.config import ConfigError, TrackConfig
+from specrl_jax.config import ConfigError, TrackConfig, check
 from specrl_jax.io.checkpoint import loud
 from specrl_jax.io.files import write_atomically
 from specrl_jax.io.metric_names import Record
@@ -37,7 +37,7 @@ from specrl_jax.io.trackers import WALL_TIME, RunInfo, Step, Trackers
 from specrl_jax.structs import Json
 
 CONFIG, METRICS, SAMPLES = "config.json", "metrics.jsonl", "samples.jsonl"
-BEST_FILE = "best.json"
+BEST_FILE, REPORT = "best.json", "report.html"
 NONFINITE = "nonfinite"
 
 
@@ -67,6 +67,16 @@ def read_object(path: Path) -> Json | None:
 def make_workdir(workdir: str | Path) -> None:
     """Creates the directory if it is missing; raises ConfigError if it cannot be created."""
     output_directory("workdir", workdir, new=False).mkdir(parents=True, exist_ok=True)
+
+
+def result_directory(workdir: Path, name: str) -> Path:
+    """Returns WORKDIR/name, a directory that the end of a run writes, or replaces where this run
+    wrote it before. Raises ConfigError if something else is there."""
+    path = workdir / name
+    own = path.is_dir() and not path.is_symlink() and (workdir / CONFIG).exists()
+    check(own or not os.path.lexists(path), "workdir", str(workdir), f"{path} is there already, "
+          "where the result would be written, and is of no run; choose another workdir")
+    return path
 
 
 def write_config(workdir: str | Path, config: Json) -> None:

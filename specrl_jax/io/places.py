@@ -65,6 +65,8 @@ def output_directory(field: str, value: str | os.PathLike[str], *, new: bool = T
     """
     path = local_path(field, value)
     try:
+        check(path.exists() or not path.is_symlink(), field, str(path),
+              f"is a link to nothing; {ELSEWHERE}")
         holds = new and path.exists() and not (path.is_dir() and not any(path.iterdir()))
         above = next(p for p in (path.absolute(), *path.absolute().parents) if p.exists())
     except OSError as error:
@@ -100,18 +102,31 @@ def writing(path: Path) -> Iterator[None]:
 def new_directory(field: str, directory: str | os.PathLike[str]) -> Iterator[Path]:
     """Gives a temporary directory that becomes `directory` at the end; after an error nothing.
 
+    An empty one that exists is filled, not replaced: it may be a mount point, or a link.
+
     Raises:
       ConfigError: the directory exists and is not empty, or cannot be written.
     """
     target = output_directory(field, directory).absolute()
+    exists = target.is_dir()
     made = next((p for p in reversed(target.parents) if not p.exists()), None)
-    partial = target.with_name(f".{target.name}.{uuid.uuid4().hex}.partial")
+    partial = (target if exists else target.parent) / f".{uuid.uuid4().hex}.partial"
+    moved: list[Path] = []
     try:
         with writing(target):
             partial.mkdir(parents=True)
             yield partial
-            os.replace(partial, target)
+            if exists:
+                check(list(target.iterdir()) == [partial], field, str(directory),
+                      f"another process has written there meanwhile; {ELSEWHERE}")
+                for path in list(partial.iterdir()):
+                    moved.append(path.rename(target / path.name))
+                partial.rmdir()
+            else:
+                os.replace(partial, target)
     except BaseException:
+        for path in moved:
+            path.unlink()
         shutil.rmtree(made or partial, ignore_errors=True)
         raise
 

@@ -2,7 +2,7 @@
 
 JAX's coordination service carries the messages, so that nothing is compiled for them and a wait can
 say for whom. A process that fails tells the others, which then end with its line instead of waiting
-for it in a collective.
+for it in a collective. Of one that is killed JAX tells them, see docs/guides/pods.md.
 """
 
 import collections
@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import json
 import os
+import re
 import socket
 import sys
 import threading
@@ -21,7 +22,7 @@ from typing import Any, TypeVar
 import jax
 from jax._src import distributed  # has no public counterpart; Orbax uses it, too
 
-from specrl_jax.config import ConfigError
+from specrl_jax.config import ConfigError, check
 from specrl_jax.structs import Json
 
 T = TypeVar("T")
@@ -49,8 +50,10 @@ def join(coordinator: str | None, processes: int | None, process: int | None,
     than `patience`, in seconds. Its preemption service is off: it would take SIGTERM.
 
     Raises:
-      ConfigError: the processes cannot be found.
+      ConfigError: the address is none, or the processes cannot be found.
     """
+    check(coordinator is None or re.fullmatch(r".+:\d{1,5}", coordinator) is not None,
+          "--coordinator", coordinator, "give HOST:PORT of process 0")
     config: Any = jax.config
     config.update("jax_enable_preemption_service", False)
     joined = threading.Event()

@@ -13,19 +13,32 @@ from pathlib import Path
 
 import jax
 
-from specrl_jax.config import ConfigError
+from specrl_jax.config import ConfigError, check
 from specrl_jax.config.renamed import first_renamed
+from specrl_jax.config.tasks import STOP
 from specrl_jax.io import processes
 from specrl_jax.io.files import write_atomically
-from specrl_jax.io.metrics import flat, read_config, read_object
+from specrl_jax.io.metrics import (
+    BEST_FILE,
+    CONFIG,
+    METRICS,
+    REPORT,
+    SAMPLES,
+    flat,
+    read_config,
+    read_object,
+)
 from specrl_jax.io.places import output_directory
 from specrl_jax.structs import Json
 
 DATA, RENDERED = "data.json", "rendered"
 ABSENT = "(absent)"  # a field that only one of two versions of this package has
+# Of reward.seconds a faster machine has more use, so what is over it was never fixed.
 FREE = ("name", "steps", "checkpoint_every", "checkpoint_keep", "learner.max_bad_steps",
-        "reward.workers", "rollout.stop", "rollout.repetition_penalty", "data.date",
-        "data.data_dir", "data.manual_dir", "data.path", "eval", "track")
+        "reward.workers", "reward.seconds", "rollout.stop", "rollout.repetition_penalty",
+        "data.date", "data.data_dir", "data.manual_dir", "data.path", "eval", "track")
+PLACES = ("model.path", "data.data_dir", "data.manual_dir", "data.path", "eval.path", "draft.path",
+          "draft.model", "rl.teacher", "control.cost_table")  # which may differ between hosts
 LOSS, SPEED = "losses within rounding", "accept lengths and times not"
 # By name, or by whole section. Under a rule but `match`, tokens are drawn otherwise if one of SPEED
 # changes.
@@ -36,6 +49,7 @@ EQUAL: Mapping[str, str] = {
     "rollout.order": SPEED, "rollout.max_prompt_tokens": SPEED, "spec": SPEED, "draft": SPEED,
     "distill": SPEED, "control": SPEED}
 RULE = "spec.rule"
+STOPPED = ("reward.on_failure", json.dumps(STOP))  # field and value: no answer has counted by it
 # Parts of a checkpoint that start anew where a field of these sections changed.
 RENEWED: Mapping[str, tuple[str, ...]] = {
     "control": ("spec", "draft", "control", "mesh", "rollout"), "acceptance": ("spec", "draft"),
@@ -52,10 +66,14 @@ def check_config(workdir: str | Path, config: Json, equal: Collection[str] = ())
       "NOW (was BEFORE)" of those that do, by name.
 
     Raises:
-      ConfigError: the directory cannot be written; config.json differs in another field, was
+      ConfigError: the directory cannot be written, or one of a run's files is a directory there;
+        config.json differs in another field, was
         written by an older version, cannot be read, or is missing although metrics.jsonl is there.
     """
     workdir = output_directory("workdir", workdir, new=False)
+    for name in (CONFIG, METRICS, SAMPLES, BEST_FILE, DATA, REPORT):
+        check(not (workdir / name).is_dir(), "workdir", str(workdir),
+              f"{name} is a directory there; choose another workdir")
     stored = read_config(workdir)
     if stored is None:
         return {}
@@ -68,12 +86,26 @@ def check_config(workdir: str | Path, config: Json, equal: Collection[str] = ())
     texts = {field: tuple(json.dumps(of[field]) if field in of else ABSENT for of in (old, new))
              for field in sorted(old.keys() | new.keys())}
     differ = {field: pair for field, pair in texts.items()
-              if pair[0] != pair[1] and not among(field, FREE)}
+              if pair[0] != pair[1] and not among(field, FREE) and (field, pair[0]) != STOPPED}
     refused = [field for field, pair in differ.items()
                if field == RULE or ABSENT in pair or not among(field, equal)]
     if refused:
         raise _refused(workdir, refused, *differ[refused[0]])
     return {field: f"{now} (was {before})" for field, (before, now) in differ.items()}
+
+
+def check_same(config: Json) -> None:
+    """Checks that all processes of a run were given the same config, but for places of files.
+
+    Raises:
+      ConfigError: it names the first field that differs.
+    """
+    mine = {field: value for field, value in flat(json.loads(json.dumps(config))).items()
+            if field not in PLACES}
+    for other, told in enumerate(processes.share("the config", mine)):
+        for field, value in mine.items():
+            check(told.get(field) == value, field, value, f"process {other} has "
+                  f"{told.get(field)!r}; give all processes the same flags")
 
 
 def _refused(workdir: Path, fields: list[str], before: str, now: str) -> ConfigError:

@@ -7,6 +7,7 @@ and gets nothing more.
 import contextlib
 import json
 import shutil
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -98,25 +99,35 @@ def jsonl(info: RunInfo) -> None:
 @TRACKERS.register("tensorboard")
 class TensorBoard:
     """Event files in WORKDIR/events, made anew when a run goes on: the old ones may end in a torn
-    record, miss the last steps (tensorboardX writes from a queue), or hold cut steps."""
+    record, or hold cut steps."""
 
     def __init__(self, info: RunInfo) -> None:
-        from tensorboardX import SummaryWriter
+        # Not SummaryWriter: its queue blocks for ever once its thread has died, of a full disk.
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
+        from tensorboardX.summary import scalar, text
 
         self._info, place = info, info.workdir / EVENTS
         if place.exists():
             shutil.rmtree(place)
-        self._events = SummaryWriter(str(place), flush_secs=1)
-        self._events.add_text("config", f"```json\n{json.dumps(info.config, indent=2)}\n```")
+        place.mkdir()
+        self._scalar, self._text, self._event = scalar, text, Event
+        self._events = EventsWriter(str(place / "events"))
+        config = f"```json\n{json.dumps(info.config, indent=2)}\n```"
+        self._add(text("config", config), 0, time.time())
         for metrics, samples in info.history():
             self.write(metrics, samples)
 
     def write(self, metrics: Json, samples: Sequence[Json]) -> None:
-        step, time = metrics["step"], metrics[WALL_TIME]
+        step, when = metrics["step"], metrics[WALL_TIME]
         for name, value in numbers(metrics):
-            self._events.add_scalar(name, value, step, walltime=time)
+            self._add(self._scalar(name, value), step, when)
         if shown := self._info.shown(samples):
-            self._events.add_text("samples", table(shown), step, walltime=time)
+            self._add(self._text("samples", table(shown)), step, when)
+        self._events.flush()
+
+    def _add(self, summary: Any, step: int, when: float) -> None:
+        self._events.write_event(self._event(summary=summary, step=step, wall_time=when))
 
     def close(self) -> None:
         self._events.close()

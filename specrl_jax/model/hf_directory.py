@@ -22,6 +22,9 @@ def open_directory(directory: Path, family: str = "") -> tuple[Architecture, Tok
     """Returns the contents of a model directory; the data of tensors stays on disk. Raises
     ConfigError if a file is missing, damaged or of a model that is not supported."""
     path = directory / "config.json"
+    if (directory / "adapter_config.json").exists() and not path.exists():
+        raise ConfigError(f"{directory}: holds adapters alone; give the model that they were "
+                          "merged into (peft's merge_and_unload, or export.py without --adapter)")
     arch = parse_config(read_json(path), str(path), family)
     tensors, found = safetensors_tensors(directory), FAMILIES.resolve(arch.family)
     own = {found.from_checkpoint(name): name for name in tensors.shapes}

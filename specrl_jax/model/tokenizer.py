@@ -21,6 +21,7 @@ from specrl_jax.model.fields import LARGEST, REPAIR, Fields
 from specrl_jax.structs import Json
 
 SPECIAL = ("bos_token", "eos_token", "pad_token")
+ANSWER = "specrl"  # text that no template writes by itself
 TURN_ENDS = ("<|im_end|>", "<|eot_id|>")  # end an assistant's turn in any model
 
 
@@ -95,6 +96,16 @@ class Tokenizer:
         """Ids that end a response, the tokenizer's own eos first; empty if none is known."""
         ids = [self._id(self.eos_token), *self.eos_ids, *map(self._id, TURN_ENDS)]
         return tuple(dict.fromkeys(i for i in ids if i is not None))
+
+    @functools.cached_property
+    def turn_end(self) -> tuple[int, ...]:
+        """The stop token that the chat template writes after an answer, as a base model's eos need
+        not be; else the first stop token. Empty if none is known."""
+        if self.template is None:
+            return self.stop_ids[:1]
+        chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": ANSWER}]
+        after = self.encode(self.chat(chat, add_generation_prompt=False).rpartition(ANSWER)[2])
+        return (*[i for i in after if i in self.stop_ids], *self.stop_ids)[:1]
 
     @property
     def pad_id(self) -> int:

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from specrl_jax.config import ConfigError
+from specrl_jax.io.places import local_path
 from specrl_jax.model import tiny
 from specrl_jax.model.architecture import Architecture
 from specrl_jax.model.families import FAMILIES
@@ -77,15 +78,16 @@ def describe_source(path: str, field: str = "model.path", family: str = "") -> S
     Raises:
       ConfigError: one line that says what is wrong, where, and what to do.
     """
+    local = local_path(field, path)
     try:
-        return _find(path, family)
+        return _find(path, local, family)
     except ConfigError as error:
         raise ConfigError(f"{field} = {path!r}: {error}") from error
     except OSError as error:
         raise ConfigError(f"{field} = {path!r}: {error}; give what can be read") from error
 
 
-def _find(path: str, family: str) -> Source:
+def _find(path: str, local: Path, family: str) -> Source:
     if family:
         FAMILIES.resolve(family)  # random models have no file that names one
     kind, _, rest = path.partition(":")
@@ -100,7 +102,6 @@ def _find(path: str, family: str) -> Source:
         return _checked(arch, tiny.byte_tokenizer(), tensors, path)
     if kind == "package" and rest:
         return _open_gguf(_package_file(rest), family)
-    local = Path(path).expanduser()
     if local.is_dir():
         return _checked(*open_directory(local, family), str(local))
     if local.suffix == ".gguf" and local.is_file():

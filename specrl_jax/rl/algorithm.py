@@ -6,6 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from specrl_jax.config import Config, RLConfig, check
+from specrl_jax.config.rl import WITH_RATIO
 from specrl_jax.rl.advantage import ADVANTAGES, Advantage
 from specrl_jax.rl.corrections import CORRECTIONS, Correction
 from specrl_jax.rl.losses import LOSSES, Loss
@@ -32,10 +33,30 @@ def resolve(config: RLConfig) -> Algorithm:
                      CORRECTIONS.resolve(config.correction))
 
 
-def check_temperature(config: Config, warn: Callable[[str], None]) -> None:
-    """Warns of a training at temperature 0. Raises ConfigError if its baseline is greedy, too; a
-    config may have both, since an evaluation of the run may be greedy."""
-    if config.rl.updates and not config.rollout.temperature:
+def check_training(config: Config, warn: Callable[[str], None]) -> None:
+    """Warns of a training at temperature 0, of options that are set and not read, and of a loss
+    that does not fit the number of updates on a rollout.
+
+    Raises:
+      ConfigError: at temperature 0 the baseline is greedy, too; a config may have both, since an
+        evaluation of the run may be greedy.
+    """
+    rl = config.rl
+    if not rl.updates:
+        return
+    for line in (*rl.unread(), *config.learner.unread()):
+        warn(line)
+    steps, given = rl.updates * rl.minibatches, config.learner.old_logprob == "rollout"
+    if steps > 1 and rl.loss == "reinforce":
+        warn("rl.loss = 'reinforce': has no ratio, so that updates after the first on a rollout "
+             "are off-policy; use ppo_clip, or rl.minibatches = rl.updates = 1")
+    set_bounds = (rl.clip_low, rl.clip_high, rl.dual_clip) != (
+        RLConfig.clip_low, RLConfig.clip_high, RLConfig.dual_clip)
+    if steps == 1 and not given and rl.loss in WITH_RATIO and (
+            set_bounds or rl.loss != RLConfig.loss):
+        warn(f"rl.minibatches = 1: with one update on a rollout every ratio is 1, so that "
+             f"rl.loss = {rl.loss} clips nothing; set 2 or more")
+    if not config.rollout.temperature:
         check(not config.rl.greedy, "rollout.temperature", 0.0, "all answers are the greedy "
               "one, so that rl.advantage = greedy_baseline is 0; set it to 1")
         warn("rollout.temperature = 0: all answers to a prompt are the same, so that no group has "

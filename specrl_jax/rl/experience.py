@@ -1,6 +1,6 @@
 """Scored rollouts of a step, and the part of them that the update reads. Host functions."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,9 +17,10 @@ class Scored(NamedTuple):
     Attributes:
       rollout: without greedy responses.
       samples: what samples.jsonl holds, one a sequence.
+      unlearned: records of answers that no step learns from, and a term of whose reward failed.
       rewards: f32[Q] of the reward's terms alone.
       shaped: f32[Q] less a penalty on length and less the KL; advantages come from these.
-      baseline: f32[groups] rewards of greedy responses, if rl.advantage asks for them.
+      baseline: f32[groups] those of greedy responses, if rl.advantage asks for them.
       terms: metrics, means over the rollout; counts of failures.
       advantage: f32[Q] of the rewards alone, 0 for responses that the update does not see: a group
         without any is what rl.filter replaces.
@@ -27,6 +28,7 @@ class Scored(NamedTuple):
 
     rollout: Rollout
     samples: list[Json]
+    unlearned: list[Json]
     rewards: np.ndarray
     shaped: np.ndarray
     baseline: np.ndarray | None
@@ -49,6 +51,11 @@ def split(config: Config, rollout: Rollout) -> tuple[Rollout, Rollout | None]:
         return rollout, None
     sampled = rollout.sample_id < config.group_size
     return take(rollout, np.flatnonzero(sampled)), take(rollout, np.flatnonzero(~sampled))
+
+
+def failing(samples: Iterable[Json]) -> list[Json]:
+    """Returns the records of answers whose reward failed, marked as not learned from."""
+    return [sample | {"learned": False} for sample in samples if "failures" in sample]
 
 
 def shaped(config: Config, rollout: Rollout, rewards: np.ndarray,
@@ -99,7 +106,11 @@ def merge(scored: Sequence[Scored], config: Config, drawn: Sequence[tuple[int, i
     groups = groups[order]
     at = (groups[:, None] * size + np.arange(size)).reshape(-1)
     samples = [sample for one in scored for sample in one.samples]
-    kept = Scored(take(whole, at), [samples[i] for i in at], rewards[at], joined("shaped")[at],
+    dropped = sorted(set(range(len(samples))) - set(at.tolist()))
+    unlearned = [sample for one in scored for sample in one.unlearned]
+    kept = Scored(take(whole, at), [samples[i] for i in at],
+                  unlearned + failing(samples[i] for i in dropped), rewards[at],
+                  joined("shaped")[at],
                   None if scored[0].baseline is None else joined("baseline")[groups], {},
                   advantage[at])
     counts = {name: sum(one.terms[name] for one in scored) for name in ("reward/failures",)}

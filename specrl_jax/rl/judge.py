@@ -49,7 +49,7 @@ class Judge:
     weights: Sequence[float]
     on_failure: str
     warn: Callable[[str], None]
-    whole: bool  # a term wants all answers of a step at once, so that they must not be split
+    whole: bool  # a term wants all answers of a rollout at once, so that none must be split
 
     def __call__(self, answers: Sequence[Answer]) -> list[Judged]:
         """Returns the weighted sum of the terms of each answer. Raises RewardError if a term fails

@@ -168,19 +168,24 @@ def programs(config: Config, arch: Architecture, mesh: Mesh, teacher: Architectu
 
 def sequence_kl(config: Config, mesh: Mesh, rollout: Rollout, summed: Callable[..., Array],
                 scores: Sequence[Callable[[tuple[Batch, Totals]], Array]]) -> np.ndarray:
-    """Returns an estimate of the KL to the reference of each sequence, f32[Q].
+    """Returns an estimate of the KL to the reference of each sequence, f32[Q], or f32[groups] of
+    a rollout with one sequence a prompt.
 
     Args:
       summed: the program `kl`.
       scores: `learner.score` under the policy and under the reference.
     """
-    found = np.zeros(len(rollout.length) + 1, np.float32)
+    together = config.sequences // len(rollout.length)  # group_size where each stands for a group
+    rollout = jax.tree.map(lambda a: np.repeat(a, together, 0), rollout)
+    rollout = rollout.replace(length=np.where(
+        np.arange(config.sequences) % together, 0, rollout.length))
+    found = np.zeros(config.sequences + 1, np.float32)
     number = np.arange(1, len(found)).astype(np.float32)  # in the place of an advantage
     for host in host_batches(config, rollout, number):
         part = sharding.put(batch_places(mesh), host)
         sums = summed(part[0], *(score(part) for score in scores))
         found[host[0].advantage.astype(int)] = jax.device_get(sums)
-    return found[1:]
+    return found[1::together]
 
 
 def speed(arch: Architecture, mesh: Mesh, tokens: int, seconds: float) -> Metrics:

@@ -28,8 +28,10 @@ REWARDS: Registry[Reward] = Registry("reward.terms", Callable)
 
 
 def batched(function: Batched) -> Batched:
-    """Marks a reward that gets all answers of a step at once, as lists of prompts, completions and
-    examples, and returns one number an answer. One process of a run calls it, outside the workers.
+    """Marks a reward that gets all answers of a rollout at once, as lists of prompts, completions
+    and examples, and returns one number an answer. Greedy answers (rl.advantage=greedy_baseline)
+    come in a call of their own, as do those of each further rollout (rl.filter=dynamic). One
+    process of a run calls it, outside the workers.
     """
     setattr(function, BATCHED, True)
     return function

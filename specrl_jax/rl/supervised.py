@@ -55,7 +55,7 @@ def read_turns(paths: str, config: Config, tokenizer: Tokenizer, say: Callable[[
 
     An object has "messages" (or ShareGPT's "conversations"), or "prompt" and "completion". Each
     message of the assistant is one turn, rendered as RL renders prompts and answers: the chat
-    template up to the opening of the assistant's turn, then the text and a stop token.
+    template up to the opening of the assistant's turn, then the text and the template's stop token.
 
     Raises:
       ConfigError: a file cannot be read, a line holds something else, or a turn is too long, unless
@@ -100,7 +100,7 @@ def _turns(row: Any, config: Config, tokenizer: Tokenizer, where: str) -> Iterat
     variables = data.template_variables(config.data)
     for i in places:
         prompt = tokenizer.encode(tokenizer.chat(chat[:i], **variables))
-        yield Turn(prompt, tokenizer.encode(chat[i]["content"]) + list(tokenizer.stop_ids[:1]))
+        yield Turn(prompt, tokenizer.encode(chat[i]["content"]) + list(tokenizer.turn_end))
 
 
 def _messages(role: str, given: Any) -> list[Any]:

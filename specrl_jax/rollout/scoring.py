@@ -17,7 +17,9 @@ With a true attribute `whole`, it wants all answers at once."""
 
 Sample = Json
 """A sequence as samples.jsonl holds it: prompt_id, occurrence, sample_id, prompt, completion,
-tokens, reward, and commits, the tokens of each round; failures, by term, where a reward failed."""
+tokens, reward, and commits, the tokens of each round; failures, by term, where a reward failed.
+`"learned": false` marks a failed answer that the step does not learn from: a greedy one, or one of
+a group that rl.filter leaves out; others of those are not there."""
 
 
 def score_rollout(rollout: Rollout, prompts: Prompts, tokenizer: Tokenizer, reward: Reward

@@ -17,6 +17,7 @@ from eagle_slots import (
     TEMPERATURE,
     UNROLL,
     VOCAB,
+    P,
     Slots,
     V,
     check_nodes,
@@ -29,6 +30,7 @@ from specrl_jax.config import ConfigError
 from specrl_jax.control.protocol import make_spec
 from specrl_jax.draft import eagle_model
 from specrl_jax.draft.eagle import eagle
+from specrl_jax.draft.protocol import RolloutInfo
 
 OTHERS = [pytest.param(name, marks=pytest.mark.ci) for name in ("top", "sampled")]
 
@@ -236,6 +238,14 @@ def test_rows_move_with_the_batch() -> None:
     assert moved.features.shape[0] == 2
     jax.tree.map(lambda new, old: np.testing.assert_array_equal(new, np.asarray(old)[[3, 1]]),
                  moved, slots.state)
+
+
+def test_the_state_of_a_pod_takes_no_memory_on_the_host() -> None:
+    prompts = np.zeros((8, P), np.int32)
+    state = eagle(ARCH, 1, 1, 2).init(RolloutInfo(
+        prompt=prompts, prompt_length=np.full(8, P), past=prompts[:, None], batch=2**16, group=1,
+        buffer=2**16, cache=2**17))
+    assert state.features.nbytes > 2**36 and state.features.strides == (0, 0, 0)
 
 
 @pytest.mark.parametrize("own_head,draft_vocab", [(True, 16), (False, 16), (False, 0)])

@@ -119,3 +119,16 @@ def test_rewards_that_failed_in_one_run_alone_are_told_apart(tmp_path):
         step, = compare.compare_steps(*pair)
         assert (step.failed_apart, step.differences) == (1, [])
     assert next(compare.compare_steps(b, b)).failed_apart == 0
+
+
+def test_failure_in_one_run_excuses_what_its_filter_chose(tmp_path):
+    """In B an answer to prompt 1 failed, and so its group was left out for that of prompt 2."""
+    rows = [record(0, i, 0, [1]) | {"reward": 1.0} for i in range(3)]
+    lost = rows[1] | {"reward": 0.0, "failures": {"exact": "late"}, "learned": False}
+    a, b = write(tmp_path / "a", rows[:2]), write(tmp_path / "b", [rows[0], rows[2], lost])
+    for pair in ((a, b), (b, a)):
+        step, = compare.compare_steps(*pair)
+        assert (step.failed_apart, step.differences, step.tokens) == (1, [], 2)
+    also = write(tmp_path / "c", [rows[0], rows[2], lost | {"prompt_id": 7}])
+    assert next(compare.compare_steps(a, also)).failed_apart == 1
+    assert next(compare.compare_steps(also, also)).failed_apart == 0

@@ -104,7 +104,8 @@ def test_best_checkpoint_outlives_later_ones_and_eval_py_agrees(
 @pytest.mark.parametrize("fields", [
     {"learner__lora_rank": 4, "learner__learning_rate": 0.3},
     {"rl__advantage": "greedy_baseline", "eval__samples": 1, "eval__temperature": 0.0},
-], ids=["adapters", "greedy_baseline"])
+    {"rl__advantage": "greedy_baseline", "learner__lora_rank": 4, "learner__learning_rate": 0.3},
+], ids=["adapters", "greedy_baseline", "both"])
 def test_evaluation_agrees_with_eval_py(
         config: Config, tmp_path: Path, fields: dict[str, Any]) -> None:
     config = with_fields(config, steps=4, **fields)
@@ -139,6 +140,15 @@ def test_another_evaluation_starts_a_new_best(
     assert "another evaluation than before: checkpoint 2 is no longer the" in capsys.readouterr(
         ).err
     assert best_step(tmp_path) == 4
+
+
+@pytest.mark.ci
+def test_best_is_kept_while_a_run_does_not_evaluate(config: Config, tmp_path: Path) -> None:
+    train(with_fields(config, steps=2), tmp_path)
+    best = (tmp_path / "best.json").read_text()
+    train(with_fields(config, steps=6, eval__every=0), tmp_path)
+    assert list_steps(tmp_path / "checkpoints") == [2, 6]  # checkpoint_keep=1, and the best
+    assert (tmp_path / "best.json").read_text() == best
 
 
 @pytest.mark.parametrize("fields, message", [

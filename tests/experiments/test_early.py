@@ -38,6 +38,20 @@ def test_signal_during_imports_ends_a_script_with_a_line(script: str, tmp_path: 
     assert (process.returncode, error) == (130, "\nstopped\n")
 
 
+@pytest.mark.parametrize("script", ["train", "explain"])  # a page, and a few lines
+def test_output_without_a_reader_is_no_traceback(script: str) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    ended = subprocess.run(
+        [sys.executable, ROOT / "experiments" / f"{script}.py", "--help"], text=True, stdout=write,
+        stderr=subprocess.PIPE, env=script_environment(), timeout=300)
+    os.close(write)
+    assert "Traceback" not in ended.stderr and "Exception ignored" not in ended.stderr
+    assert ended.returncode in (0, 1)
+    if ended.returncode == 1:
+        assert ended.stderr.endswith("error: what the output was written to has ended\n")
+
+
 def test_second_signal_does_not_interrupt_the_way_out() -> None:
     code = """
 import sys, time
@@ -94,10 +108,12 @@ config_flags.settle_jax()
 import jax.numpy as jnp
 print(jnp.ones(1).dtype, (jnp.ones(1) + jnp.ones(1, "int32")).dtype)
 """
-    process = start("-c", code, JAX_ENABLE_X64="1", JAX_NUMPY_DTYPE_PROMOTION="strict")
-    out, error = process.communicate(timeout=120)
+    process = start("-c", code, JAX_ENABLE_X64="1", JAX_NUMPY_DTYPE_PROMOTION="strict",
+                    JAX_DISABLE_JIT="1")
+    out, error = process.communicate(timeout=300)
     assert out == "float32 float32\n", error
     assert error.splitlines() == [
         "WARNING: JAX_ENABLE_X64 = True: set to False, with which the programs were written",
         "WARNING: JAX_NUMPY_DTYPE_PROMOTION = strict: set to standard, with which the programs "
-        "were written"]
+        "were written",
+        "WARNING: JAX_DISABLE_JIT = True: set to False, with which the programs were written"]

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -13,9 +14,8 @@ import pytest
 from helpers import ROOT, SMALL, repeatable_metrics, run_training, script_environment
 
 from specrl_jax.io.checkpoint import list_steps, restore_part
-from specrl_jax.io.metrics import read_metrics
+from specrl_jax.io.metrics import read_metrics, write_config
 
-pytestmark = pytest.mark.ci
 STEPS = 8
 
 
@@ -37,7 +37,9 @@ def finish(workdir: Path, *flags: str) -> str:
     return out
 
 
-def test_killed_fine_tuning_ends_as_a_whole_one_and_starts_rl(tmp_path: Path) -> None:
+@pytest.mark.ci
+def test_killed_fine_tuning_ends_as_a_whole_one_and_starts_rl(
+        tmp_path: Path, command: Callable[..., subprocess.CompletedProcess]) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     assert "model" in finish(whole)
     process = start(killed)
@@ -58,10 +60,14 @@ def test_killed_fine_tuning_ends_as_a_whole_one_and_starts_rl(tmp_path: Path) ->
     assert [bool("heldout/loss" in row) for row in rows] == [False, True] * (STEPS // 2)
     assert rows[-1]["heldout/loss"] < rows[1]["heldout/loss"]
     assert all(row["learn/tokens_per_second"] > 0 for row in rows)
+    assert "chats" not in (killed / "config.json").read_text(), "eval.py asks the preset's task"
+    evaluated = command("eval.py", f"--run={killed}", "--problems=2")
+    assert evaluated.returncode == 0 and "2 of specrl_arithmetic add2" in evaluated.stdout
     run_training(tmp_path / "rl", f"--config.model.path={killed / 'model'}", "--config.steps=1")
     assert len(read_metrics(tmp_path / "rl")) == 1
 
 
+@pytest.mark.ci
 def test_chats_of_another_file_are_refused(tmp_path: Path) -> None:
     workdir = tmp_path / "run"
     finish(workdir, "--config.steps=2", "--config.learner.lora_rank=2")
@@ -73,3 +79,13 @@ def test_chats_of_another_file_are_refused(tmp_path: Path) -> None:
     process = start(workdir, "--config.learner.lora_rank=4")
     _, err = process.communicate(timeout=600)
     assert process.returncode == 2 and "learner.lora_rank = 4, but the run in" in err
+
+
+def test_own_result_as_the_start_is_refused(tmp_path: Path) -> None:
+    workdir = tmp_path / "run"
+    (workdir / "model").mkdir(parents=True)
+    write_config(workdir, {})
+    process = start(workdir, f"--config.model.path={workdir}/../run/model")
+    _, err = process.communicate(timeout=600)
+    assert process.returncode == 2 and "run/model': is what this run writes; give the model" in err
+    assert len(err.splitlines()) == 1 and list((workdir / "model").iterdir()) == []

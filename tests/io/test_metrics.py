@@ -174,3 +174,21 @@ def test_other_processes_write_nothing(tmp_path, monkeypatch):
     write(tmp_path / "w", 0, 2)
     M.write_config(tmp_path / "w", {})
     assert not (tmp_path / "w").exists()
+
+
+@pytest.mark.parametrize("what", ["file", "directory", "link", "link to nothing"])
+def test_result_directory_of_no_run_is_refused(tmp_path, what):
+    """What a run writes at its end replaces what it wrote before, and nothing else."""
+    (tmp_path / "elsewhere").mkdir()
+    assert M.result_directory(tmp_path, "model") == tmp_path / "model"
+    {"file": lambda path: path.touch(), "directory": lambda path: path.mkdir(),
+     "link": lambda path: path.symlink_to(tmp_path / "elsewhere"),
+     "link to nothing": lambda path: path.symlink_to("nowhere")}[what](tmp_path / "model")
+    with pytest.raises(ConfigError, match="workdir = .*/model is there already.* is of no run; ch"):
+        M.result_directory(tmp_path, "model")
+    M.write_config(tmp_path, {})
+    if what == "directory":
+        assert M.result_directory(tmp_path, "model") == tmp_path / "model"
+    else:
+        with pytest.raises(ConfigError, match="is of no run"):
+            M.result_directory(tmp_path, "model")

@@ -7,14 +7,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from helpers import micro_config
 
-from specrl_jax.config import ConfigError, load_config
+from specrl_jax.config import ConfigError, DataConfig, load_config
 from specrl_jax.control import cost_file
-from specrl_jax.io import compilation, files, places
+from specrl_jax.io import compilation, data, files, places
 from specrl_jax.io.files import write_atomically
 from specrl_jax.model.export import export
+from specrl_jax.model.tiny import TINY
 from specrl_jax.model.weights import describe_source
+from specrl_jax.rollout.sampler import Sampler
 from specrl_jax.run import train
+from specrl_jax.sharding import make_mesh
 
 
 @pytest.mark.parametrize("text", ["gs://bucket/run", "s3://x", "https://host/x", "hdfs:/x"])
@@ -30,6 +34,28 @@ def test_urls_are_refused_and_make_no_directory(
     with pytest.raises(ConfigError, match="is no local path; mount the bucket"):
         ask("--out", text)
     assert os.listdir(tmp_path) == []
+
+
+def drafts_from(path: str) -> None:
+    config = micro_config(spec__drafter="eagle", draft__path=path)
+    Sampler(config, TINY, (258,), make_mesh(config.mesh), prompts=4, group=2)
+
+
+@pytest.mark.parametrize("text", ["gs://bucket/x", "~nobody-of-this-name/x"])
+@pytest.mark.parametrize("field, read", [
+    ("model.path", describe_source), ("draft.path", drafts_from),
+    ("draft.model", lambda path: describe_source(path, "draft.model")),
+    ("data.path", lambda path: data.load_examples(DataConfig(name="jsonl", path=path))),
+    ("data.data_dir", lambda path: data.load_examples(DataConfig(data_dir=path))),
+    ("data.manual_dir", lambda path: data.load_examples(DataConfig(
+        name="gsm8k", manual_dir=path, data_dir="/proc/x")))])
+def test_inputs_that_are_no_path_name_their_field_once(
+        field: str, read: Callable[[str], object], text: str, tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=f"^{field} = {text!r}: ") as refused:
+        read(text)
+    assert str(refused.value).count(" = ") == 1 and os.listdir(tmp_path) == []
 
 
 def test_home_is_found_and_odd_names_are_taken_as_they_are(
@@ -80,6 +106,13 @@ def test_full_disk_leaves_the_old_file_and_no_other(
     assert path.read_text() == "old" and os.listdir(tmp_path) == ["x.json"]
 
 
+def test_file_that_takes_the_temporary_name_is_a_line(tmp_path: Path) -> None:
+    (tmp_path / "x.json.tmp").mkdir()
+    with pytest.raises(ConfigError, match="x.json: cannot be written .Is a directory"):
+        write_atomically(tmp_path / "x.json", "new")
+    assert os.listdir(tmp_path) == ["x.json.tmp"]
+
+
 @pytest.mark.parametrize("error, kind", [
     (OSError(errno.ENOSPC, "No space left on device"), ConfigError), (ValueError("x"), ValueError),
     (KeyboardInterrupt(), KeyboardInterrupt)])
@@ -90,6 +123,40 @@ def test_failed_export_leaves_nothing_behind(
             (partial / "half").touch()
             raise error
     assert os.listdir(tmp_path) == []
+
+
+def test_empty_directory_is_filled_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+                                            ) -> None:
+    """It may be a mount point, be in a directory that cannot be written, or be where one stands."""
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    monkeypatch.chdir(tmp_path / "real")
+    before, parent = os.stat("."), os.stat("..")
+    for place in (".", tmp_path / "real", tmp_path / "link"):
+        with places.new_directory("--out", place) as partial:
+            (partial / "x").write_text("whole")
+            (partial / "y").mkdir()
+        assert sorted(os.listdir(".")) == ["x", "y"] and Path("x").read_text() == "whole"
+        Path("x").unlink()
+        Path("y").rmdir()
+        with pytest.raises(ValueError), places.new_directory("--out", place) as partial:
+            (partial / "x").touch()
+            raise ValueError
+        with pytest.raises(ConfigError, match="another process has written there meanwhile"):
+            with places.new_directory("--out", place) as partial:
+                (partial / "x").touch()
+                Path("theirs").touch()
+        assert os.listdir(".") == ["theirs"]
+        Path("theirs").unlink()
+    assert os.path.samestat(before, os.stat(tmp_path / "link"))
+    assert os.stat("..").st_mtime_ns == parent.st_mtime_ns, "nothing was made beside it"
+
+
+def test_links_to_nothing_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("nowhere")
+    for new in (True, False):
+        with pytest.raises(ConfigError, match="--out = .*link': is a link to nothing; choose"):
+            places.output_directory("--out", tmp_path / "link", new=new)
 
 
 def test_cache_that_cannot_be_written_is_done_without(

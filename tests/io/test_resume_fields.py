@@ -7,7 +7,7 @@ import pytest
 
 from specrl_jax.config import Config, ConfigError, as_dict
 from specrl_jax.io import metrics as M
-from specrl_jax.io import resume
+from specrl_jax.io import processes, resume
 
 
 def changed(**values):
@@ -41,11 +41,37 @@ def test_another_configuration_is_refused_and_nothing_touched(tmp_path, change, 
 def test_fields_that_change_no_result_may_differ(tmp_path):
     M.write_config(tmp_path, changed())
     free = changed(steps=99, checkpoint_every=1, checkpoint_keep=5, name="x",
-                   rollout__stop=("x",), eval__every=3, eval__split="dev", track__to=("jsonl",))
+                   reward__seconds=9.0, rollout__stop=("x",), eval__every=3, eval__split="dev",
+                   track__to=("jsonl",))
     assert resume.check_config(tmp_path, free) == {}
     resume.check_config(tmp_path, changed())
     resume.check_config(tmp_path / "new", changed())
     assert not (tmp_path / "new").exists()
+
+
+def test_processes_of_one_run_must_have_one_config(monkeypatch):
+    """Each would go on by its own seed or steps, on other data or waiting for ever."""
+    resume.check_same(changed())
+    for value, error in (({"model__path": "/elsewhere", "data__data_dir": "x"}, None),
+                         ({"seed": 1}, "seed = 0: process 1 has 1; give all processes the same"),
+                         ({"steps": 9}, "steps = 25: process 1 has 9"),
+                         ({"reward__terms": ("a",)}, r"reward.terms = \['exact'\]: process 1 has")):
+        other = {name: json.loads(json.dumps(x)) for name, x in M.flat(changed(**value)).items()}
+        monkeypatch.setattr(processes, "share", lambda name, mine, other=other: [mine, other])
+        if error is None:
+            resume.check_same(changed())
+        else:
+            with pytest.raises(ConfigError, match=error):
+                resume.check_same(changed())
+
+
+def test_reward_that_stopped_a_run_may_count_on_resume(tmp_path):
+    """No answer has counted by on_failure = stop; by a number some may have."""
+    M.write_config(tmp_path, changed())
+    assert resume.check_config(tmp_path, changed(reward__on_failure="0")) == {}
+    M.write_config(tmp_path, changed(reward__on_failure="0"))
+    with pytest.raises(ConfigError, match='reward.on_failure = "1", but the run in'):
+        resume.check_config(tmp_path, changed(reward__on_failure="1"), resume.EQUAL)
 
 
 def test_workdirs_that_cannot_be_are_refused(tmp_path):
@@ -54,6 +80,10 @@ def test_workdirs_that_cannot_be_are_refused(tmp_path):
         for ask in (lambda to: resume.check_config(to, changed()), M.make_workdir):
             with pytest.raises(ConfigError, match=f"workdir = .*/{place}.: .*/file is not a dir"):
                 ask(tmp_path / place)
+    for name in (M.SAMPLES, M.REPORT, resume.DATA, M.CONFIG):
+        (tmp_path / name / name).mkdir(parents=True)
+        with pytest.raises(ConfigError, match=f"workdir = .*: {name} is a directory there; choose"):
+            resume.check_config(tmp_path / name, changed())
     with pytest.raises(ConfigError, match="/proc is not a directory that can be written"):
         resume.check_config("/proc/run", changed())
 

@@ -101,6 +101,21 @@ def test_tensorboard_shows_config_numbers_and_samples(tmp_path: Path) -> None:
     assert trackers.table([SAMPLE]).splitlines()[-1] == r"| 3 | 0 | a \| b | c? | 1 |"
 
 
+def test_full_disk_ends_tensorboard_and_not_the_run(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tensorboardX.record_writer import RecordWriter
+
+    write(tmp_path, 0, 1, ("tensorboard",))
+    said = []
+    monkeypatch.setattr(RecordWriter, "write", full)
+    write(tmp_path, 1, 40, ("tensorboard",), said.append)
+    assert len(said) == 1 and "track.to = 'tensorboard': OSError: " in said[0]
+
+
+def full(self: object, data: bytes) -> None:
+    raise OSError(28, "No space left on device")
+
+
 def test_unknown_tracker_is_refused_with_the_list() -> None:
     with pytest.raises(ConfigError, match="track.to = 'mlflow': choose one of jsonl, tensorboard,"):
         trackers.resolve(TrackConfig(to=("mlflow",)))

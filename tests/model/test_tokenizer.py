@@ -1,3 +1,4 @@
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -134,6 +135,16 @@ def test_template_file_wins_and_named_templates_have_a_default(tmp_path: Path) -
     assert read_tokenizer(directory).chat(HELLO) == "yes"
     (directory / "chat_template.jinja").write_text("file")
     assert read_tokenizer(directory).chat(HELLO) == "file"
+
+
+def test_turn_ends_as_the_template_ends_it() -> None:
+    """A base model's eos ends a text, and no turn."""
+    base = Tokenizer(byte_tokenizer().backend, CHATML, eos_token="<|endoftext|>")
+    assert base.stop_ids == (256, 258) and base.turn_end == (258,)
+    plain = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    for template in (plain, None):
+        assert dataclasses.replace(base, template=template).turn_end == (256,)
+    assert Tokenizer(byte_tokenizer().backend, plain).turn_end == (258,)
 
 
 def test_stop_ids_gather_eos_generation_settings_and_turn_ends(tmp_path: Path) -> None:

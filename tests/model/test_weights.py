@@ -220,6 +220,9 @@ def test_missing_and_damaged_files_are_refused(tmp_path: Path) -> None:
     (directory / "config.json").unlink()
     with pytest.raises(ConfigError, match="config.json: no such file"):
         describe_source(str(directory))
+    (directory / "adapter_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="holds adapters alone; give the model that they were me"):
+        describe_source(str(directory))
 
 
 def test_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:

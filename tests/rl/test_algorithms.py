@@ -11,9 +11,10 @@ from helpers import micro_config, micro_trainer
 
 from specrl_jax.config import Config, ControlConfig, ModelSource, RewardConfig, override
 from specrl_jax.config.rl import ALGORITHMS
-from specrl_jax.rl import losses
+from specrl_jax.rl import experience, losses, overlong
 from specrl_jax.rl.advantage import ADVANTAGES
 from specrl_jax.rl.corrections import CORRECTIONS
+from specrl_jax.rl.judge import RewardError
 
 LENGTHS = np.array([[5, 2], [3, 6]])
 REWARDS = np.array([[1.0, 0.0], [0.2, 0.3]], np.float32)
@@ -126,6 +127,66 @@ def test_filter_learns_from_groups_that_differ_and_resumes() -> None:
         mine, theirs = ([{k: v for k, v in row.items() if not k.startswith(TIMES)} for row in part]
                         for part in ([one], [other])) if isinstance(one, dict) else (one, other)
         assert mine == theirs
+
+
+@pytest.mark.ci
+def test_failures_of_answers_that_nothing_learns_from_are_told() -> None:
+    config = config_of("remax", **{
+        "rl.filter": "dynamic", "reward.terms": ("rewards:even_or_fails",),
+        "reward.on_failure": "0", "model.numerics": "default"})
+    metrics, samples = micro_trainer(config).step()
+    failed = [s for s in samples if "failures" in s]
+    assert len(failed) == metrics["reward/failures"] > 0
+    unlearned = [s for s in samples if not s.get("learned", True)]
+    assert len(samples) - len(unlearned) == config.sequences
+    greedy = [s for s in unlearned if s["sample_id"] == config.group_size]
+    assert 0 < len(greedy) < len(unlearned) and all("failures" in s for s in unlearned)
+
+
+@pytest.mark.ci
+def test_failure_in_a_further_rollout_leaves_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of("dapo", **{"reward.terms": ("rewards:starts_even",),
+                                  "rl.curriculum": "pass_rate", "model.numerics": "default"})
+    trainer = micro_trainer(config)
+    before, judge, calls = Held(trainer), trainer.reward, []
+
+    def fails_second(answers: Any) -> Any:
+        calls.append(len(answers))
+        if len(calls) == 2:
+            raise RewardError("down")
+        return judge(answers)
+
+    monkeypatch.setattr(trainer, "reward", fails_second)
+    with pytest.raises(RewardError, match="down"):
+        trainer.step()
+    monkeypatch.setattr(trainer, "reward", judge)
+    after = Held(trainer)
+    assert len(calls) == 2 and after.held[0] == before.held[0] and after.held[2] == before.held[2]
+    jax.tree.map(np.testing.assert_array_equal, after.held[1], before.held[1])
+    metrics, _ = trainer.step()
+    assert metrics["rollout/batches"] > 1 and trainer.step_number == 1
+
+
+@pytest.mark.ci
+def test_greedy_baseline_has_the_penalties_of_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of("remax", **{
+        "rl.overlong": "soft", "rl.overlong_tokens": 8, "rl.kl": 0.5, "rl.kl_in": "reward",
+        "rl.kl_estimator": "k1", "model.numerics": "default"})
+    trainer, seen = micro_trainer(config), []
+    trainer.reference = jax.tree.map(lambda a: 1.2 * a, trainer.state.params)
+    monkeypatch.setattr(trainer, "learn", lambda rollout, advantage: seen.append(advantage) or {})
+    rollout, _ = trainer.rollout()  # what the step generates, too
+    _, rewards, _ = trainer.score(rollout)
+    values = (rewards + overlong.penalty(config, rollout)).reshape(8, 3)
+    for sample in range(3):  # in pairs, which have the shape of a step's rollout
+        pairs = np.arange(24).reshape(8, 3)[:, [sample, (sample + 1) % 3]].reshape(-1)
+        values[:, sample] -= 0.5 * trainer._sequence_kl(experience.take(rollout, pairs))[::2]
+    metrics, samples = trainer.step()
+    np.testing.assert_allclose(seen[0].reshape(8, 2), values[:, :2] - values[:, 2:], atol=1e-5)
+    assert metrics["rollout/tokens"] == rollout.length.sum() > sum(
+        len(s["tokens"]) for s in samples)
+    penalties = values - rewards.reshape(8, 3)
+    assert np.ptp(penalties, axis=1).min() > 1e-3  # of one prompt's answers
 
 
 TIMES = ("time/", "memory/", "learn/", "rollout/tokens_per_second", "control/")

@@ -241,8 +241,12 @@ def test_kl_and_old_logprobs(params: Any, rollout: Rollout) -> None:
     assert_close(plain.params, given.params, 1e-4)
 
 
-def test_policy_without_signal_stays_at_its_reference(params: Any, rollout: Rollout) -> None:
-    config = config_of(LearnerConfig(learning_rate=1e-2), kl=0.1)
+@pytest.mark.parametrize("optimizer, options", [
+    ("adamw", {}), ("lion", {}), ("muon", {}), ("adafactor", {}), ("adamw", {"kl_estimator": "k2"}),
+    *(("adamw", {"loss": loss}) for loss in ("gspo", "cispo", "reinforce"))])
+def test_policy_without_signal_stays_at_its_reference(
+        params: Any, rollout: Rollout, optimizer: str, options: dict[str, str]) -> None:
+    config = config_of(LearnerConfig(learning_rate=1e-2, optimizer=optimizer), kl=0.1, **options)
     batch, totals = batch_of(rollout, 4, True, advantage=np.zeros(12, np.float32))
     score = jax.jit(functools.partial(learner.score, ARCH, CONFIG))(params, batch, totals)
     new, metrics = update(config)(state_of(params, config), batch, totals, None, (score, score))

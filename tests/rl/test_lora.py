@@ -207,6 +207,34 @@ def test_run_goes_on_from_adapters_beside_the_same_base(tmp_path: Path) -> None:
 
 
 @pytest.mark.ci
+def test_kl_of_adapters_in_the_reward_is_that_to_the_base() -> None:
+    """In two minibatches; k1 is the mean log-ratio, and the rollout's own log-probs are its half.
+    """
+    trainer = micro_trainer(micro_config(
+        learner=LEARNER, reward=RewardConfig(terms=("helpers:even",)),
+        rl=RLConfig(kl=0.5, kl_in="reward", kl_estimator="k1", minibatches=2)))
+    first, _ = trainer.step()
+    assert first["kl/reference"] == 0 and first["policy/ratio_max"] > 1  # of the second update
+    rollout, _ = trainer.rollout()
+    width = rollout.prompt.shape[1] + rollout.tokens.shape[1]
+    ends = rollout.prompt_length + rollout.length
+    tokens, at = np.zeros((len(ends), width), np.int32), np.arange(width)
+    for row, prompt, start, said, end in zip(tokens, rollout.prompt, rollout.prompt_length,
+                                             rollout.tokens, ends, strict=True):
+        row[:start], row[start:end] = prompt[:start], said[: end - start]
+    logits = jax.jit(functools.partial(forward, trainer.arch))(
+        jax.tree.map(jnp.asarray, trainer.base), tokens, ends)
+    logp = np.take_along_axis(np.asarray(jax.nn.log_softmax(logits))[:, :-1], tokens[:, 1:, None],
+                              2)[..., 0]
+    mask = (at >= rollout.prompt_length[:, None]) & (at < ends[:, None])
+    acted = rollout.raw_logprob[np.arange(rollout.tokens.shape[1]) < rollout.length[:, None]]
+    want = (acted.sum() - logp[mask[:, 1:]].sum()) / mask.sum()
+    second, _ = trainer.step()
+    assert second["kl/reference"] == pytest.approx(want, abs=1e-4) and abs(want) > 1e-3
+    assert second["applied"] == 1
+
+
+@pytest.mark.ci
 @pytest.mark.parametrize("fields", [dict(learner__packing="sequence"), dict(learner__remat="full"),
                                     dict(learner__moments="host"), dict(model__dtype="bfloat16"),
                                     dict(rl__updates=0)])

@@ -106,6 +106,18 @@ def test_dual_clip_bounds_the_loss_of_a_bad_token():
     np.testing.assert_allclose(terms, [-1.0, -1.5, -1.5], rtol=1e-6)
 
 
+@pytest.mark.parametrize("bound", ["clip_low", "clip_high", "dual_clip"])
+@pytest.mark.parametrize("loss", pl.LOSSES.names())
+def test_losses_read_the_bounds_that_the_config_says(loss, bound):
+    other, *readers = RLConfig.__dataclass_fields__[bound].metadata["read_with"]
+
+    def slopes(value):  # ratios 1/10 and 2
+        return [float(slopes_of(loss, advantage, [True], log([p]), log([0.1]), **{bound: value}
+                                )[2][0]) for advantage in (1.0, -1.0) for p in (0.01, 0.2)]
+
+    assert other == "loss" and (loss in readers) == (slopes(0.1) != slopes(3.0))
+
+
 def test_gspo_by_hand():
     # Two tokens of ratios 1/2 and 2.88: the sequence's is sqrt(1.44) = 1.2. Masked ones are not in
     # it. The loss is -1.2 A at each; its slope is shared by both tokens: 2 x 1.2 A / 2.

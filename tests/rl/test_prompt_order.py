@@ -73,8 +73,8 @@ def scored(ids: list[int], advantage: list[float]) -> experience.Scored:
         prompt_id=np.repeat(np.int32(ids), 2), occurrence=np.zeros(4, np.int32),
         sample_id=np.int32([0, 1, 0, 1]))
     values = np.repeat(np.float32(advantage), 2)
-    return experience.Scored(rollout, [{}] * 4, values, values, None, {"reward/failures": 0},
-                             values)
+    return experience.Scored(rollout, [{}] * 4, [], values, values, None,
+                             {"reward/failures": 0}, values)
 
 
 def test_groups_fill_the_batch_in_the_order_of_draws() -> None:

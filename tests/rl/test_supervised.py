@@ -45,7 +45,7 @@ def test_every_message_of_the_assistant_is_a_turn(tmp_path: Path) -> None:
     first, second = read(written(tmp_path, {"messages": CHAT}))
     assert tokenizer.decode(first.prompt) == tokenizer.chat(CHAT[:1])
     assert tokenizer.decode(second.prompt) == tokenizer.chat(CHAT[:3])
-    assert first.response == [*b"bc", tokenizer.stop_ids[0]] and second.response[:-1] == [*b"e"]
+    assert first.response == [*b"bc", *tokenizer.turn_end] and second.response[:-1] == [*b"e"]
 
 
 def test_prompt_and_completion_are_a_chat_of_two(tmp_path: Path) -> None:

@@ -69,8 +69,10 @@ def test_advantage_is_weight_times_teacher_minus_policy() -> None:
 
 
 @pytest.mark.ci
-def test_policy_that_is_its_own_teacher_learns_nothing() -> None:
-    trainer = micro_trainer(config_of(), num_layers=2)  # random:tiny itself
+@pytest.mark.parametrize("minibatches", [1, 2])
+def test_policy_that_is_its_own_teacher_learns_nothing(minibatches: int) -> None:
+    config = config_of(rl__minibatches=minibatches)
+    trainer = micro_trainer(config, num_layers=2)  # random:tiny itself
     metrics, _ = trainer.step()
     assert abs(metrics["kl/teacher"]) < 1e-4 and metrics["grad_norm"] < 1e-3
     assert metrics["applied"] == 1

@@ -1,6 +1,6 @@
 """Qwen2.5-7B-Instruct learns GSM8K by GRPO, with an EAGLE-3 drafter that learns with it.
 
-Claim    none yet: it has not run on the targets below, whose values are arithmetic (docs/pods.md)
+Claim    none yet: not run on the targets below, whose values are arithmetic (docs/guides/pods.md)
 Command  python experiments/train.py --config=qwen2_5_7b:v6e_4x4
 Cost     not measured; experiments/plan.py predicts it
 """

@@ -1,6 +1,6 @@
 """Qwen3-8B learns GSM8K by GRPO, with an EAGLE-3 drafter that learns with it.
 
-Claim    none yet: it has not run on the targets below, whose values are arithmetic (docs/pods.md)
+Claim    none yet: not run on the targets below, whose values are arithmetic (docs/guides/pods.md)
 Command  python experiments/train.py --config=qwen3_8b:v5p_4x4x4
 Cost     not measured; experiments/plan.py predicts it
 """

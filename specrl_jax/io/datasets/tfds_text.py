@@ -19,6 +19,7 @@ import tensorflow_datasets as tfds
 from tensorflow_datasets.core.constants import DATA_DIR
 
 from specrl_jax.config import ConfigError, DataConfig, check
+from specrl_jax.io.places import local_path
 
 FILE_FORMAT = "array_record"  # the only one that TFDS reads at random without TensorFlow
 
@@ -110,12 +111,12 @@ def data_path(name: str, data: DataConfig) -> Path:
 
 def data_dir(data: DataConfig) -> Path:
     """Returns the directory of all prepared datasets."""
-    return Path(data.data_dir or DATA_DIR).expanduser()
+    return local_path("data.data_dir", data.data_dir or DATA_DIR)
 
 
 def make_builder(name: str, data: DataConfig) -> Any:
     """Returns the TFDS builder of a registered dataset."""
-    return tfds.builder(name, data_dir=data.data_dir or None)
+    return tfds.builder(name, data_dir=data_dir(data))
 
 
 def prepare(builder: Any, data: DataConfig, say: Callable[[str], None]) -> None:

@@ -1,0 +1,182 @@
+"""Draws docs/images/finding_*.svg, the pictures of docs/findings.md, from experiments/results.
+
+    python docs/results.py
+
+Nothing is measured here. tests/test_docs.py fails while a picture is older than this script or its
+result.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("svg")
+import matplotlib.pyplot as plt
+import numpy as np
+
+IMAGES = Path(__file__).resolve().parent / "images"
+RESULTS = IMAGES.parents[1] / "experiments" / "results"
+STYLE = {"svg.hashsalt": "specrl_jax", "svg.fonttype": "none", "font.size": 11,
+         "font.family": "sans-serif", "figure.facecolor": "#f6f7f9", "axes.facecolor": "#f6f7f9",
+         "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False}
+BLUE, LIGHT, GREY, ORANGE, GREEN, PURPLE = (
+    "#2166ac", "#67a3d4", "#8a94a0", "#c2571a", "#3b8a4d", "#7a4fa3")
+COLORS = (BLUE, ORANGE, GREEN, PURPLE, LIGHT, "#b59a1d", "#3a3a3a")
+ROWS = (1, 2, 4, 8, 16, 32, 64)
+# ReSpec's Fig. 7 (arXiv 2510.26475): the settings depth, branching, verified tokens.
+PAPER = {"3,8,8": (1.191, 1.273, 1.156, 1.255, 1.383, 1.113, 0.837),
+         "5,8,32": (1.411, 1.464, 1.246, 1.135, 1.129, 0.755, 0.448)}
+
+
+def main() -> None:
+    for name, draw in PICTURES.items():
+        save(draw, IMAGES / f"{name}.svg")
+        print(f"wrote docs/images/{name}.svg")
+
+
+def save(draw: Callable[[plt.Figure], None], path: Path) -> None:
+    with plt.rc_context(STYLE):
+        figure = plt.figure(figsize=(9, 3.6), layout="constrained")
+        draw(figure)
+        figure.savefig(path, metadata={"Date": None, "Creator": None})
+        plt.close(figure)
+
+
+def read(name: str) -> dict[str, Any]:
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def curves(result: Mapping[str, Any], arm: str, field: str) -> np.ndarray:
+    """Returns f64[seeds, steps]."""
+    return np.array([case[arm][field] for case in result["cases"].values()])
+
+
+def smooth(values: np.ndarray, width: int = 5) -> np.ndarray:
+    """Returns running means over `width` steps, f64[seeds, steps - width + 1]."""
+    kernel = np.ones(width) / width
+    return np.stack([np.convolve(row, kernel, "valid") for row in values])
+
+
+def band(axes: plt.Axes, values: np.ndarray, label: str, color: str, style: str = "-") -> None:
+    """The mean over seeds, smoothed, and its 95 % interval."""
+    values = smooth(values)
+    steps = np.arange(values.shape[1]) + 3
+    mean, error = values.mean(0), values.std(0, ddof=1) / np.sqrt(len(values)) * T_5
+    axes.plot(steps, mean, style, color=color, label=label, lw=1.8)
+    axes.fill_between(steps, mean - error, mean + error, color=color, alpha=0.12, lw=0)
+
+
+T_5 = 2.776  # Student's t for 95 % and five seeds
+
+
+def gain(figure: plt.Figure) -> None:
+    left, right = figure.subplots(1, 2, sharey=True)
+    for color, (setting, speed) in zip((LIGHT, ORANGE), PAPER.items(), strict=True):
+        left.plot(ROWS, speed, "o-", color=color, label=setting)
+    ours = read("bench_speculation_budget_cpu")["cases"]
+    for color, (arm, label) in zip((LIGHT, ORANGE, BLUE), {
+            "eagle 2x1x3": "2x1x3", "eagle 4x2x8": "4x2x8", "eagle budget": "budget"}.items(),
+            strict=True):
+        spread = [ours[str(rows)]["arms"][arm]["speedup"] for rows in ROWS]
+        right.plot(ROWS, [s["median"] for s in spread], "o-", color=color, label=label)
+        right.fill_between(ROWS, [s["min"] for s in spread], [s["max"] for s in spread],
+                           color=color, alpha=0.15, lw=0)
+    for axes, title in ((left, "ReSpec, Fig. 7: 7B on an H100"),
+                        (right, "here: SmolLM2-135M on two CPU cores")):
+        axes.axhline(1, color=GREY, lw=1, ls="--")
+        axes.set_xscale("log", base=2)
+        axes.set(title=title, xlabel="rows", xticks=ROWS, xticklabels=ROWS, ylim=(0, 2.1))
+        axes.legend(fontsize=10)
+    left.set_ylabel("speed over plain decoding")
+
+
+def staleness(figure: plt.Figure) -> None:
+    left, right = figure.subplots(1, 2)
+    result = read("staleness_modes")
+    for color, (arm, label) in zip(COLORS, {
+            "frozen": "frozen", "every_step": "trained every step", "every_5": "every 5 steps",
+            "once": "once, before RL"}.items(), strict=False):
+        band(left, curves(result, arm, "acceptance"), label, color)
+    band(right, curves(result, "plain", "reward"), "reward, all arms", GREY)
+    left.set(title="acceptance rate of drafts", xlabel="RL step", ylim=(0, 1))
+    right.set(title="the same tokens in every arm", xlabel="RL step", ylim=(0, 1.05),
+              ylabel="mean reward")
+    left.legend(fontsize=10, loc="upper left")
+
+
+def bugs(figure: plt.Figure) -> None:
+    left, right = figure.subplots(1, 2, sharey=True)
+    result = read("staleness_bugs")
+    exact = {"plain": "plain decoding", "frozen": "match rule (the same curve)",
+             "rejection": "rejection sampling"}
+    broken = {"lossy_greedy": "greedy", "lossy_default_sampling": "default sampling settings",
+              "lossy_accept_all": "accepts everything", "lossy_shared_noise": "shared noise",
+              "lossy_retrospective": "retrospective truncation"}
+    for axes, arms, title in ((left, exact, "exact verification"),
+                              (right, broken, "deliberate bugs")):
+        for color, (arm, label) in zip(COLORS, arms.items(), strict=False):
+            style = "--" if arm == "frozen" else "-"
+            band(axes, curves(result, arm, "reward"), label, color, style)
+        axes.set(title=title, xlabel="RL step", ylim=(0, 1.5), yticks=np.linspace(0, 1, 6))
+        axes.legend(fontsize=9, loc="upper left", ncols=2)
+    left.set_ylabel("mean reward")
+
+
+def differences(axes: plt.Axes, result: Mapping[str, Any], base: str, arms: Mapping[str, str],
+                title: str) -> None:
+    """Mean acceptance of arms less that of `base`, paired by seed, with 95 % intervals."""
+    reference = curves(result, base, "acceptance").mean(1)
+    for i, arm in enumerate(arms):
+        paired = curves(result, arm, "acceptance").mean(1) - reference
+        error = paired.std(ddof=1) / np.sqrt(len(paired)) * T_5
+        axes.errorbar(paired.mean(), i, xerr=error, fmt="o", color=BLUE, capsize=3)
+    axes.axvline(0, color=GREY, lw=1, ls="--")
+    axes.set(title=title, yticks=range(len(arms)), yticklabels=arms.values(),
+             xlabel="difference of acceptance")
+    axes.locator_params(axis="x", nbins=5)
+    axes.invert_yaxis()
+
+
+def losses(figure: plt.Figure) -> None:
+    left, right = figure.subplots(1, 2)
+    differences(left, read("staleness_losses"), "forward_kl", {
+        "reward_weighted_kl": "reward-weighted KL (ReSpec)",
+        "advantage_weighted_kl": "advantage-weighted KL", "e2e_tv": "end-to-end TV", "lk": "LK",
+        "tv": "TV", "jsd": "JSD"}, "against forward KL (Fig. 10)")
+    differences(right, read("staleness_intervals"), "every_1", {
+        "late_1": "every step, one step late", "every_3": "every 3 steps",
+        "every_5": "every 5 steps", "late_5": "every 5 steps, late"},
+        "against every step (Fig. 15)")
+
+
+def steps(figure: plt.Figure) -> None:
+    left, right = figure.subplots(1, 2, width_ratios=(3, 2))
+    runs = read("staleness_smollm2_turns")["cases"]["0"]
+    arms = {"plain": "plain", "frozen": "frozen head", "every_5": "trained every 5 steps"}
+    for i, arm in enumerate(arms):
+        rollout, whole = (float(np.sum(runs[arm][f])) for f in ("rollout_seconds", "seconds"))
+        left.barh(i, rollout, color=BLUE, label="rollouts" if i == 0 else None)
+        left.barh(i, whole - rollout, left=rollout, color=GREY,
+                  label="the rest of the step" if i == 0 else None)
+        ratio = float(np.sum(runs["plain"]["seconds"])) / whole
+        left.text(whole + 4, i, f"{ratio:.2f}x", va="center")
+    left.set(title="30 GRPO steps of SmolLM2-135M, one row", xlabel="seconds", xlim=(0, 560),
+             yticks=range(len(arms)), yticklabels=arms.values())
+    left.invert_yaxis()
+    left.legend(fontsize=10, loc="center right")
+    paper = {"3B": 1.84, "7B": 1.69, "14B": 1.50}
+    right.bar(list(paper), list(paper.values()), color=LIGHT, width=0.6)
+    for i, speed in enumerate(paper.values()):
+        right.text(i, speed + 0.04, f"{speed:.2f}x", ha="center")
+    right.set(title="ReSpec, Fig. 13, on H100s", ylabel="speed of a step", ylim=(0, 2.1))
+    right.axhline(1, color=GREY, lw=1, ls="--")
+
+
+PICTURES = {"finding_gain": gain, "finding_staleness": staleness, "finding_bugs": bugs,
+            "finding_losses": losses, "finding_steps": steps}
+
+if __name__ == "__main__":
+    main()

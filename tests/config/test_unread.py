@@ -1,0 +1,55 @@
+"""Options that are set although another one's value ignores them."""
+
+from typing import Any
+
+import pytest
+
+from specrl_jax.config import Config, LearnerConfig, RLConfig, load_config, preset_names
+from specrl_jax.config.rl import ALGORITHMS
+from specrl_jax.rl.algorithm import check_training
+
+
+def lines(config: Config) -> list[str]:
+    said: list[str] = []
+    check_training(config, said.append)
+    return said
+
+
+@pytest.mark.parametrize("fields, line", [
+    (dict(loss="cispo", dual_clip=3.0), "rl.dual_clip = 3.0: is not read with rl.loss = 'cispo'; "
+     "set rl.loss among ppo_clip, gspo"),
+    (dict(loss="reinforce", clip_low=0.1), "rl.clip_low = 0.1: is not read with rl.loss = 'reinf"),
+    (dict(overlong="mask", overlong_tokens=3), "rl.overlong_tokens = 3: is not read with rl.overl"),
+    (dict(filter_extra=5), "rl.filter_extra = 5: is not read with rl.filter = 'none'; set rl.filt"),
+    (dict(kl_estimator="k2"), "rl.kl_estimator = 'k2': is not read with rl.kl = 0.0; set rl.kl"),
+    (dict(teacher_weight=2.0), "rl.teacher_weight = 2.0: is not read with rl.teacher = ''; set"),
+])
+def test_option_that_nothing_reads_is_told(fields: dict[str, Any], line: str) -> None:
+    found, = RLConfig(minibatches=1, **fields).unread()
+    assert found.startswith(line) and "\n" not in found
+
+
+def test_option_that_is_read_is_not_told() -> None:
+    for fields in (dict(dual_clip=3.0), dict(loss="module:mine", dual_clip=3.0),
+                   dict(overlong="soft", overlong_tokens=3), dict(kl=0.1, kl_estimator="k2")):
+        assert list(RLConfig(**fields).unread()) == []
+    found, = LearnerConfig(optimizer="adafactor", b1=0.5).unread()
+    assert found.startswith("learner.b1 = 0.5: is not read with learner.optimizer = 'adafactor'")
+
+
+@pytest.mark.parametrize("fields, line", [
+    (dict(loss="reinforce", updates=2), "rl.loss = 'reinforce': has no ratio, so that updates aft"),
+    (dict(loss="gspo"), "rl.minibatches = 1: with one update on a rollout every ratio is 1, so"),
+    (dict(clip_high=0.28), "rl.minibatches = 1: with one update on a rollout every ratio is 1, so"),
+    (dict(loss="cispo", updates=0), "")])
+def test_loss_that_does_not_fit_the_updates_is_told(fields: dict[str, Any], line: str) -> None:
+    found = lines(Config(rl=RLConfig(**fields)))
+    assert len(found) == bool(line) and all(x.startswith(line) for x in found)
+
+
+@pytest.mark.parametrize("preset", preset_names())
+def test_presets_set_nothing_that_is_not_read(preset: str) -> None:
+    assert lines(load_config(preset)) == []
+    if preset in ("tiny", "smollm2"):
+        for algorithm in ALGORITHMS:
+            assert lines(load_config(f"{preset}:{algorithm}")) == []
