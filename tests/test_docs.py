@@ -24,7 +24,7 @@ RESULTS = ROOT / "experiments" / "results"
 
 
 def script(name: str) -> ModuleType:
-    """Returns docs/NAME.py as a module."""
+    """Returns a script of docs/ as a module."""
     spec = importlib.util.spec_from_file_location(f"docs_{name}", DOCS / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
