@@ -102,12 +102,21 @@ def test_a_run_killed_inside_a_save_equals_one_that_was_not(whole: Path, tmp_pat
     assert_same_runs(whole, workdir, STEPS)
 
 
+LEARNERS = {
+    "muon": ("--config.learner.optimizer=muon", "--config.learner.schedule=cosine",
+             "--config.learner.decay_steps=5"),
+    "adapters and evaluation": (
+        "--config.learner.lora_rank=4", "--config.learner.learning_rate=0.1",
+        "--config.reward.terms=('rewards:starts_even',)", "--config.eval.every=2",
+        "--config.eval.examples=8", "--config.eval.samples=2", "--config.eval.temperature=1.0",
+        "--config.eval.reward=rewards:starts_even", "--config.checkpoint_keep=1")}
+
+
 @pytest.mark.ci
-def test_a_killed_run_that_chooses_prompts_goes_on_the_same(tmp_path: Path) -> None:
+@pytest.mark.parametrize("learner", LEARNERS)
+def test_a_killed_run_that_chooses_prompts_goes_on_the_same(tmp_path: Path, learner: str) -> None:
     flags = ("--config.steps=6", "--config.checkpoint_every=2", "--config.control.policy=fixed",
-             "--config.rl.filter=dynamic", "--config.rl.curriculum=pass_rate",
-             "--config.learner.optimizer=muon", "--config.learner.schedule=cosine",
-             "--config.learner.decay_steps=5")
+             "--config.rl.filter=dynamic", "--config.rl.curriculum=pass_rate", *LEARNERS[learner])
     run_training(tmp_path / "whole", *flags)
     process = start_training(tmp_path / "killed", *flags)
     while lines(tmp_path / "killed") < 3 and process.poll() is None:
@@ -123,6 +132,11 @@ def test_a_killed_run_that_chooses_prompts_goes_on_the_same(tmp_path: Path) -> N
                for name in ("whole", "killed")]
     jax.tree.map(np.testing.assert_array_equal, *prompts)
     assert prompts[0]["drawn"] == prompts[0]["tried"].sum() == each * sum(batches) > each * 6
+    if "evaluation" in learner:
+        best, same = ((tmp_path / name / "best.json").read_text() for name in ("whole", "killed"))
+        assert best == same
+        kept = [list_steps(tmp_path / name / "checkpoints") for name in ("whole", "killed")]
+        assert kept[0] == kept[1] == sorted({json.loads(best)["step"], 6})
 
 
 @pytest.mark.ci

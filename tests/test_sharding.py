@@ -92,6 +92,22 @@ def devices(trainer: Trainer, axes: str | tuple[str, ...]) -> int:
     return int(np.prod([trainer.mesh.shape[name] for name in names]))
 
 
+@needs_8
+@pytest.mark.ci
+def test_mesh_chooses_prompts_and_baselines_as_one_device_does() -> None:
+    found = []
+    for mesh in (MeshConfig(), MeshConfig(data=2, tensor=2)):
+        trainer = micro_trainer(micro_config(
+            mesh=mesh, reward__terms=("rewards:starts_even",), rl__filter="dynamic",
+            rl__curriculum="pass_rate", rl__advantage="greedy_baseline", rl__loss="reinforce"))
+        steps = [trainer.step() for _ in range(2)]
+        assert trainer.mesh.size == mesh.size and all(m["applied"] for m, _ in steps)
+        found.append([(m["rollout/batches"], m["reward/mean"], [
+            (s["prompt_id"], s["sample_id"], s["tokens"], s["reward"]) for s in samples])
+            for m, samples in steps])
+    assert found[0] == found[1] and max(batches for batches, *_ in found[0]) > 1
+
+
 @pytest.mark.ci
 def test_two_processes_write_what_one_does(tmp_path: Path) -> None:
     """Over loopback, two devices each; rows are refilled and compacted in every shard."""
