@@ -2,7 +2,7 @@
 
 JAX's coordination service carries the messages, so that nothing is compiled for them and a wait can
 say for whom. A process that fails tells the others, which then end with its line instead of waiting
-for it in a collective. Of one that is killed JAX tells them, see docs/pods.md.
+for it in a collective. Of one that is killed JAX tells them, see docs/guides/pods.md.
 """
 
 import collections
