@@ -24,7 +24,7 @@ RESULTS = ROOT / "experiments" / "results"
 
 
 def script(name: str) -> ModuleType:
-    """Returns docs/NAME.py as a module."""
+    """Returns a script of docs/ as a module."""
     spec = importlib.util.spec_from_file_location(f"docs_{name}", DOCS / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -90,9 +90,18 @@ def test_links_of_a_page_lead_somewhere(page: str) -> None:
     assert [x for x in LINK.findall(text) if not (ROOT / page).parent.joinpath(x).exists()] == []
 
 
+def test_pages_that_code_and_notebooks_name_exist() -> None:
+    files = [path for folder in ("specrl_jax", "kernels", "experiments", "colab", "tests")
+             for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".ipynb", ".sh")]
+    named = {(name, path.name) for path in [*files, *ROOT.glob("*.*")] if path.is_file()
+             for name in re.findall(r"\bdocs/[\w/]+\.(?:md|py)", path.read_text(encoding="utf-8"))}
+    assert len(named) > 20
+    assert [x for x in sorted(named) if not (ROOT / x[0]).exists()] == []
+
+
 @pytest.mark.parametrize("name", ["drawings", "results"])
 def test_pictures_are_what_their_script_draws(name: str, tmp_path: Path) -> None:
-    """After a change: run python docs/NAME.py."""
+    """After a change: run the script, as its docstring says."""
     module = script(name)
     pictures = module.DRAWINGS if name == "drawings" else module.PICTURES
     for picture, draw in pictures.items():

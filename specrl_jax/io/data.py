@@ -48,10 +48,13 @@ class Examples(Sequence):
             field = getattr(self.data, f"{name}_field")
             check(field in row, f"data.{name}_field", field,
                   f"{where} has no such field; it has {', '.join(row)}")
-            value, chat = row[field], name == "question" and isinstance(row[field], list)
-            check(chat or not isinstance(value, NoneType | Mapping | list), f"data.{name}_field",
-                  field, f"{where} has {_json(value)} there; give a text or a number")
-            found[name] = _asked(value, where) if chat else str(value)
+            value = row[field]
+            if name == "question" and isinstance(value, list):
+                found[name] = _asked(value, where)
+                continue
+            check(not isinstance(value, NoneType | Mapping | list), f"data.{name}_field", field,
+                  f"{where} has {_json(value)} there; give a text or a number")
+            found[name] = str(value)
         return {**row, **found}
 
 
