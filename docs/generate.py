@@ -7,6 +7,7 @@ the README's badges from pyproject.toml and constraints.txt.
 tests/test_docs.py fails while a page is older than its source.
 """
 
+import ast
 import dataclasses
 import json
 import re
@@ -43,7 +44,11 @@ def config_page() -> str:
     for field in sections:
         lines += [f"## {field.name}: {field.metadata['help']}", "",
                   *_fields(dataclasses.fields(type(_default(field))), f"{field.name}."), ""]
-    lines += ["## Algorithms", "",
+    lines += ["## Presets", "",
+              "A preset is a file in `specrl_jax/config/presets`, or one of your own: "
+              "`--config=my_preset.py`.", "", "| preset | |", "| --- | --- |",
+              *(_row(f"`{name}`", text) for name, text in presets().items()), "",
+              "## Algorithms", "",
               "A name behind the colon of any preset sets these fields, as in "
               "`--config=smollm2:dapo`; other flags win over them. None sets `rl.kl`. With one "
               "update on a rollout every ratio is 1 and most losses have the same gradient, so "
@@ -52,6 +57,14 @@ def config_page() -> str:
     lines += [_row(f"`{name}`", ", ".join(f"`{field}={x}`" for field, x in values.items()))
               for name, values in ALGORITHMS.items()]
     return "\n".join([*lines, "", "## Renamed fields", "", *_renamed(RENAMED), ""])
+
+
+def presets() -> dict[str, str]:
+    """Returns the first line of each preset's docstring by its name."""
+    folder = DOCS.parent / "specrl_jax" / "config" / "presets"
+    texts = {path.stem: ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
+             for path in sorted(folder.glob("[a-z]*.py"))}
+    return {name: (text or "").splitlines()[0] for name, text in texts.items()}
 
 
 def metrics_page() -> str:

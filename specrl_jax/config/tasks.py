@@ -68,11 +68,10 @@ class RewardConfig(Section, prefix="reward"):
                                     "digit_fraction, latex, reasoning_gym, or "
                                     "package.module:function")
     weights: tuple[float, ...] = option((1.0,), "one weight a term")
-    workers: int = option(0, "processes that judge answers, which may crash or hang there; 0: the "
-                             "run's own, which such a reward ends, but latex in one a core", low=0)
-    seconds: float = option(2.0, "CPU seconds that such a process may take for an answer; one that "
-                                 "takes latex longer is wrong, another reward fails",
-                            within="(0, 86400]")
+    workers: int = option(0, "processes that judge answers; 0: rewards run in the training process, "
+                             "which a crash ends, and latex in one worker a core", low=0)
+    seconds: float = option(2.0, "CPU seconds of a worker for an answer; beyond them latex scores "
+                                 "it wrong, any other reward fails", within="(0, 86400]")
     on_failure: str = option(STOP, "a term that raises, hangs or dies in a worker, or returns no "
                              "finite number: stop ends the run with its example, a number is what "
                              "the term counts as; samples.jsonl says where")
