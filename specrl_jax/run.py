@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from specrl_jax import config as config_lib
 from specrl_jax import sharding
 from specrl_jax.config import Config, ConfigError
+from specrl_jax.config.tasks import RewardError
 from specrl_jax.evaluation.in_run import Best, InRun
 from specrl_jax.io import data, lock, metrics, resume, trackers
 from specrl_jax.io.checkpoint import Checkpoints, read_meta
@@ -19,7 +20,6 @@ from specrl_jax.io.places import local_path, output_directory
 from specrl_jax.io.progress import Progress
 from specrl_jax.model import architecture, weights
 from specrl_jax.model.architecture import Architecture
-from specrl_jax.rl.judge import RewardError
 from specrl_jax.rollout.prompts import make_prompts
 from specrl_jax.structs import Metrics
 from specrl_jax.trainer import Trainer

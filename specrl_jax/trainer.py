@@ -24,7 +24,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from specrl_jax import sharding
-from specrl_jax.config import Config, ConfigError
+from specrl_jax.config import Config
+from specrl_jax.config.tasks import RewardError
 from specrl_jax.distill import drafter
 from specrl_jax.draft.response_cache import ResponseCache, capacity
 from specrl_jax.io import data
@@ -185,9 +186,9 @@ class Trainer:
             with timer("reward"):
                 try:
                     scored.append(self._scored(generated[-1][0]))
-                except ConfigError as error:  # in this process or in another
+                except RewardError:
                     engine.control, engine.acceptance = before
-                    raise judge.RewardError(str(error)) from error
+                    raise
         rollouts, results = zip(*generated, strict=True)
         whole = join(rollouts)
         if config.spec.history_past:

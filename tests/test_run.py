@@ -12,12 +12,12 @@ import pytest
 
 from specrl_jax import run
 from specrl_jax.config import ConfigError, load_config
+from specrl_jax.config.tasks import RewardError
 from specrl_jax.io import lock, metrics
 from specrl_jax.io.checkpoint import Checkpoints, list_steps
 from specrl_jax.io.compilation import CompilationCounter
 from specrl_jax.io.progress import Progress
 from specrl_jax.model.tiny import TINY
-from specrl_jax.rl.judge import RewardError
 
 
 def test_overview_names_work_time_and_files(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,27 +49,46 @@ def test_second_trainer_in_a_workdir_is_refused(tmp_path: Path) -> None:
         assert [path.name for path in tmp_path.iterdir()] == [lock.RUN_LOCK]
 
 
-@pytest.mark.parametrize("complete, kept", [
-    (0, "no step was complete, so none is saved"), (2, "checkpoint 2 is saved")])
-def test_reward_failure_says_what_is_saved(tmp_path: Path, complete: int, kept: str) -> None:
-    """Whether in a rollout of RL or, at step 0, in one for a drafter that learns once."""
+def steps_of(workdir: Path, fails_at: int | None = None, evaluation: Any = None) -> None:
+    """Runs four steps of a trainer that computes nothing; its reward fails at a step."""
     trainer: Any = types.SimpleNamespace(
         config=load_config("tiny", steps=4, checkpoint_every=9), step_number=0, bad_steps=0,
         warnings=[], meta=dict, arrays=lambda: {"actor": np.zeros(1)})
 
     def step(*_: object) -> tuple[dict[str, float], list[Any]]:
-        if trainer.step_number == complete:
+        if trainer.step_number == fails_at:
             raise RewardError("reward 'x', example 3, answer 'y': judge is down")
         trainer.step_number += 1
         return {"step": trainer.step_number - 1, "applied": 1, "time/step": 1}, []
 
     trainer.step = step
-    with Checkpoints(tmp_path / "checkpoints", 2) as checkpoints, metrics.Writer(
-            tmp_path, 0) as writer, Progress(4, 0) as progress:
-        with pytest.raises(RewardError, match=f"^reward 'x', .* judge is down; {kept}: correct the "
-                           "reward, or set reward.on_failure=0, and run the same command again$"):
-            list(run.run_steps(trainer, checkpoints, writer, progress, CompilationCounter(), {}))
+    with Checkpoints(workdir / "checkpoints", 2) as checkpoints, metrics.Writer(
+            workdir, 0) as writer, Progress(4, 0) as progress:
+        list(run.run_steps(trainer, checkpoints, writer, progress, CompilationCounter(), {},
+                           evaluation=evaluation))
+
+
+@pytest.mark.parametrize("complete, kept", [
+    (0, "no step was complete, so none is saved"), (2, "checkpoint 2 is saved")])
+def test_reward_failure_says_what_is_saved(tmp_path: Path, complete: int, kept: str) -> None:
+    """Whether in a rollout of RL or, at step 0, in one for a drafter that learns once."""
+    with pytest.raises(RewardError, match=f"^reward 'x', .* judge is down; {kept}: correct the "
+                       "reward, or set reward.on_failure=0, and run the same command again$"):
+        steps_of(tmp_path, complete)
     assert list_steps(tmp_path / "checkpoints") == [2][: complete]
+
+
+def test_evaluation_whose_reward_fails_keeps_its_step(tmp_path: Path) -> None:
+    """It may have failed in another process, whose save needs this one."""
+    def after(step: int, progress: Progress) -> dict[str, float]:
+        if step == 3:
+            raise RewardError("process 1: reward 'x', example 3, answer 'y': judge is down")
+        return {}
+
+    with pytest.raises(RewardError, match="^process 1: .* judge is down; checkpoint 3 is saved"):
+        steps_of(tmp_path, evaluation=types.SimpleNamespace(after=after))
+    assert list_steps(tmp_path / "checkpoints") == [3]
+    assert [row["step"] for row in metrics.read_metrics(tmp_path)] == [0, 1, 2]
 
 
 def test_profile_that_cannot_be_written_is_refused_first(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 from helpers import counting, micro_config, micro_trainer, micro_trainer_to_compile
 
 from specrl_jax.config import LearnerConfig, RewardConfig, RLConfig, SpecOptions
+from specrl_jax.config.tasks import RewardError
 from specrl_jax.control import acceptance
 from specrl_jax.io import metrics
 from specrl_jax.io.checkpoint import Checkpoints, list_steps
@@ -18,7 +19,6 @@ from specrl_jax.io.compilation import CompilationCounter, Compiler
 from specrl_jax.io.data import Example
 from specrl_jax.io.metric_names import find
 from specrl_jax.io.progress import Progress
-from specrl_jax.rl.judge import RewardError
 from specrl_jax.rollout.calibration import judge
 from specrl_jax.rollout.engine import Result
 from specrl_jax.rollout.metrics import rollout_metrics

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from specrl_jax.config import ConfigError, RewardConfig, check
 from specrl_jax.config.renamed import RENAMED_REWARDS
-from specrl_jax.config.tasks import STOP
+from specrl_jax.config.tasks import STOP, RewardError
 from specrl_jax.io.data import Example
 from specrl_jax.rl.reward import REWARDS, Reward, expected_number, is_batched
 from specrl_jax.rl.workers import Found, Workers
@@ -35,10 +35,6 @@ class Judged(NamedTuple):
     total: float
     terms: Mapping[str, float]
     failures: Mapping[str, str]  # by term; empty where nothing failed
-
-
-class RewardError(ConfigError):
-    """A reward raised or returned no finite number; the message names reward, example, answer."""
 
 
 @dataclasses.dataclass(frozen=True)

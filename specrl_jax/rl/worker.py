@@ -11,7 +11,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from specrl_jax.rl.judge import RewardError, evaluate
+from specrl_jax.config.tasks import RewardError
+from specrl_jax.rl.judge import evaluate
 from specrl_jax.rl.reward import REWARDS
 from specrl_jax.rl.workers import READY
 

@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
+from specrl_jax.config import ConfigError
+from specrl_jax.config.tasks import RewardError
 from specrl_jax.io import processes
 from specrl_jax.io.data import Example
 from specrl_jax.model.tokenizer import Tokenizer
@@ -32,9 +34,15 @@ def score_rollout(rollout: Rollout, prompts: Prompts, tokenizer: Tokenizer, rewa
 
     Returns:
       samples in the rollout's order, rewards f32[Q], and the mean of each term of the reward.
+
+    Raises:
+      RewardError: `reward` failed, here or in another process; raised in all of them.
     """
     answers = [_answer(rollout, q, prompts, tokenizer) for q in range(len(rollout.length))]
-    judged = processes.share_out("rewards", reward, answers, getattr(reward, "whole", False))
+    try:
+        judged = processes.share_out("rewards", reward, answers, getattr(reward, "whole", False))
+    except ConfigError as error:  # of another process as a ConfigError
+        raise RewardError(str(error)) from error
     samples = []
     for q, (answer, (total, _, failures)) in enumerate(zip(answers, judged, strict=True)):
         samples.append({

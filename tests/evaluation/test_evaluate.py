@@ -3,11 +3,14 @@
 import json
 import types
 
+import jax
 import numpy as np
 import pytest
 
 from specrl_jax.config import Config, ConfigError, EvalConfig, RewardConfig
+from specrl_jax.config.tasks import RewardError
 from specrl_jax.evaluation import evaluate
+from specrl_jax.io import processes
 from specrl_jax.model.tiny import byte_tokenizer
 from specrl_jax.rl import judge
 from specrl_jax.rollout.prompts import Prompts, prompt_batches
@@ -60,6 +63,15 @@ def test_answers_are_judged_without_their_stop_token_and_padding():
     assert found["pass_at"]["2"]["interval_method"] == "wilson"
     assert found["stopped"] == 0.75 and found["mean_length"] == (7 + 2 + 2 + 5) / 4
     assert found["tokens_per_second"] == 8 and found["accept_length"] == 2
+
+
+def test_reward_failing_elsewhere_fails_the_same_way_here(monkeypatch):
+    """So that all processes of a run save the steps before they end."""
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    told = {"found": [], "error": "reward 'x', example 3, answer 'y': judge is down"}
+    monkeypatch.setattr(processes, "share", lambda name, mine: [mine, told])
+    with pytest.raises(RewardError, match="^process 1: reward 'x', example 3, .*: judge is down$"):
+        tally(2, 1, rollout(answer(0, 0, "0"), answer(10, 0, "1")))
 
 
 def test_repeats_that_fill_a_rollout_do_not_count():

@@ -11,10 +11,10 @@ from helpers import micro_config, micro_trainer
 
 from specrl_jax.config import Config, ControlConfig, ModelSource, RewardConfig, override
 from specrl_jax.config.rl import ALGORITHMS
+from specrl_jax.config.tasks import RewardError
 from specrl_jax.rl import experience, losses, overlong
 from specrl_jax.rl.advantage import ADVANTAGES
 from specrl_jax.rl.corrections import CORRECTIONS
-from specrl_jax.rl.judge import RewardError
 
 LENGTHS = np.array([[5, 2], [3, 6]])
 REWARDS = np.array([[1.0, 0.0], [0.2, 0.3]], np.float32)
