@@ -1,5 +1,6 @@
 """A run: RL steps with files, checkpoints and progress, resumable."""
 
+import hashlib
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ from specrl_jax.io.places import local_path, output_directory
 from specrl_jax.io.progress import Progress
 from specrl_jax.model import architecture, weights
 from specrl_jax.model.architecture import Architecture
+from specrl_jax.model.hf_directory import SINGLE
 from specrl_jax.rollout.prompts import make_prompts
 from specrl_jax.structs import Metrics
 from specrl_jax.trainer import Trainer
@@ -88,14 +90,20 @@ def training_steps(config: Config, workdir: Path, stop: Callable[[], bool] = nev
     say = progress.say
     say(overview(config, source.arch, workdir))
     prompts = make_prompts(config, source.tokenizer, say)
+    examples = data.digest(prompts.examples)
+    resume.check_contents(described, contents(config, source) | {
+        "data.name": {"training examples": examples}})
     trainer = Trainer(config, source, prompts, say)
     evaluation = InRun(trainer, say) if config.eval.every else None
+    if evaluation:
+        resume.check_contents(described, {"eval.split": {
+            "held-out examples": data.digest(evaluation.problems.prompts.examples)}})
     metrics.make_workdir(workdir)
     with lock.hold(workdir, say), Checkpoints(
             workdir / "checkpoints", config.checkpoint_keep, progress.warn) as checkpoints:
         # Once more: another run may have ended meanwhile.
         changed = resume.check_config(workdir, described, resume.EQUAL)
-        resume.check_data(workdir, {"training": data.digest(prompts.examples)})
+        resume.check_data(workdir, {"training": examples})
         resume.check_rendering(workdir, "training", prompts.texts, progress.warn)
         resumed = trainer.restore(checkpoints, resume.renewed(changed) if changed else None)
         if trainer.step_number >= config.steps:
@@ -120,6 +128,24 @@ def training_steps(config: Config, workdir: Path, stop: Callable[[], bool] = nev
             yield from run_steps(trainer, checkpoints, writer, progress, compilations,
                                  startup(trainer, time.perf_counter() - began), stop, evaluation,
                                  best)
+
+
+def contents(config: Config, source: weights.Source) -> dict[str, dict[str, str]]:
+    """Returns digests of the models that several processes read, by the config field that names
+    them; {} for one process. Of a trained head it is that of the whole file, see also
+    `Source.digests`."""
+    if jax.process_count() == 1:
+        return {}
+    found = {"model.path": source.digests()}
+    if config.rl.teacher:
+        found["rl.teacher"] = weights.describe_source(config.rl.teacher, "rl.teacher").digests()
+    if config.draft.model and "small_lm" in (config.spec.drafter, *config.draft.parts):
+        found["draft.model"] = weights.describe_source(config.draft.model, "draft.model").digests()
+    head = local_path("draft.path", config.draft.path) / SINGLE
+    if config.draft.path and head.is_file():
+        with open(head, "rb") as file:
+            found["draft.path"] = {SINGLE: hashlib.file_digest(file, "blake2b").hexdigest()}
+    return found
 
 
 def overview(config: Config, arch: Architecture, workdir: Path) -> str:

@@ -91,6 +91,33 @@ def test_evaluation_whose_reward_fails_keeps_its_step(tmp_path: Path) -> None:
     assert [row["step"] for row in metrics.read_metrics(tmp_path)] == [0, 1, 2]
 
 
+@pytest.mark.parametrize("field, part", [
+    ("model.path", "weights"), ("data.name", "training examples"), ("rl.teacher", "tokenizer"),
+    ("draft.path", "model.safetensors"), ("eval.split", "held-out examples")])
+def test_files_that_differ_between_processes_are_refused_first(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, field: str, part: str) -> None:
+    """Before a model is loaded by all of them, or anything written."""
+    (tmp_path / "model.safetensors").write_bytes(b"a head")
+    config = load_config("tiny", data__examples=8, draft__path=str(tmp_path),
+                         rl__teacher="random:tiny", eval__every=1)
+    held_out = types.SimpleNamespace(examples=[{"id": 0}])
+    made: list[str] = []
+
+    def share(name: str, mine: dict[str, Any]) -> list[dict[str, Any]]:
+        if name != "the files":
+            return [mine, mine]
+        return [mine, mine | {field: mine.get(field, {}) | {part: "another"}}]
+
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(run.resume.processes, "share", share)
+    monkeypatch.setattr(run, "Trainer", lambda *_: made.append("trainer"))
+    monkeypatch.setattr(run, "InRun", lambda *_: types.SimpleNamespace(
+        problems=types.SimpleNamespace(prompts=held_out)))
+    with pytest.raises(ConfigError, match=rf"^{field} = .*: process 1 has others there \({part}\)"):
+        run.train(config, tmp_path / "run")
+    assert made == ["trainer"] * (field == "eval.split") and not (tmp_path / "run").exists()
+
+
 def test_profile_that_cannot_be_written_is_refused_first(tmp_path: Path) -> None:
     (tmp_path / "profile").touch()
     with pytest.raises(ConfigError, match="--profile = .*/profile is not a directory"):

@@ -108,6 +108,25 @@ def check_same(config: Json) -> None:
                   f"{told.get(field)!r}; give all processes the same flags")
 
 
+def check_contents(config: Json, contents: Mapping[str, Mapping[str, str]]) -> None:
+    """Checks that what places of files hold is the same in all processes of a run.
+
+    Args:
+      contents: digests by the config field that names the place, and by what they are of.
+
+    Raises:
+      ConfigError: it names the first field whose content differs.
+    """
+    values = flat(json.loads(json.dumps(config)))
+    mine: Json = {field: dict(digests) for field, digests in contents.items()}
+    for other, told in enumerate(processes.share("the files", mine)):
+        for field, digests in mine.items():
+            theirs = told.get(field) or {}
+            for part, digest in digests.items():
+                check(theirs.get(part) == digest, field, values[field], f"process {other} has "
+                      f"others there ({part}); give all processes the same files")
+
+
 def _refused(workdir: Path, fields: list[str], before: str, now: str) -> ConfigError:
     more = f" ({', '.join(fields[1:4])} also changed)" if len(fields) > 1 else ""
     restore = ("go on with the version that started it" if ABSENT in (before, now)
@@ -139,8 +158,8 @@ def renewed(changed: Iterable[str]) -> set[str]:
 
 
 def check_data(workdir: Path, digests: dict[str, str]) -> None:
-    """Checks that a run has the examples that it was started with, here and in other processes;
-    records them on the first call.
+    """Checks that a run has the examples that it was started with; records them on the first
+    call.
 
     Args:
       digests: `io.data.digest` of each part of the data, by its name.
@@ -149,10 +168,6 @@ def check_data(workdir: Path, digests: dict[str, str]) -> None:
       ConfigError: they differ, or DATA cannot be read.
     """
     path = workdir / DATA
-    for other, told in enumerate(processes.share("the data", digests)):
-        if told != digests:
-            raise ConfigError(f"data: process {other} has other examples; give all processes the "
-                              f"same files")
     stored = read_object(path)
     if stored is None and jax.process_index() == 0:
         write_atomically(path, json.dumps(digests) + "\n")
@@ -161,8 +176,6 @@ def check_data(workdir: Path, digests: dict[str, str]) -> None:
             raise ConfigError(f"data: the {name} examples are not those that the run in {workdir} "
                               f"was started with (data.data_dir, data.manual_dir, data.path); "
                               f"restore them, or choose another workdir")
-
-
 
 
 def check_rendering(workdir: Path, name: str, texts: Sequence[str], warn: Callable[[str], None]

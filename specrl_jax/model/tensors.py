@@ -5,6 +5,7 @@ Shape letters as in structs.py; R = H / G query heads a key-value head, I = MLP 
 
 import dataclasses
 import functools
+import hashlib
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -25,6 +26,9 @@ EMBED, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_
 TOP = {"embed": EMBED, "final_norm": FINAL_NORM, "head": HEAD}
 
 
+SAMPLE = 2**24  # elements that `digest` reads
+
+
 @dataclasses.dataclass(frozen=True)
 class Tensors:
     """The tensors of a checkpoint: their shapes, and a function that reads a part of one."""
@@ -35,6 +39,18 @@ class Tensors:
     def read(self, name: str) -> np.ndarray:
         """Returns a whole tensor in float32."""
         return self.read_part(name, whole(self.shapes[name]))
+
+    def digest(self) -> str:
+        """Returns a hash of all names and shapes, and of the values of the smallest tensors: up to
+        SAMPLE elements, so the vectors and a few matrices, not the whole content."""
+        sizes = {name: tuple(map(int, shape)) for name, shape in self.shapes.items()}
+        known, left = hashlib.blake2b(repr(sorted(sizes.items())).encode(), digest_size=16), SAMPLE
+        for name in sorted(sizes, key=lambda name: (math.prod(sizes[name]), name)):
+            left -= math.prod(sizes[name])
+            if left < 0:
+                break
+            known.update(np.ascontiguousarray(self.read(name)).tobytes())
+        return known.hexdigest()
 
 
 def whole(shape: Shape) -> Part:

@@ -42,6 +42,12 @@ class Tokenizer:
         vocab = sorted(self.backend.get_vocab(with_added_tokens=True).items())
         return hashlib.sha256(json.dumps(vocab).encode()).hexdigest()[:16]
 
+    def digest(self) -> str:
+        """Returns a hash of `identity`, the chat template and the special and stop tokens."""
+        parts = [self.identity, self.template, self.stop_ids,
+                 *(getattr(self, name) for name in SPECIAL)]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+
     def encode(self, text: str) -> list[int]:
         """Returns the token ids of `text`, including special tokens in it; adds none. Raises
         ConfigError if the text has surrogates, which stand for bytes that are not UTF-8."""

@@ -33,6 +33,12 @@ class Source:
     tensors: Tensors
     source: str  # directory, file or name
 
+    def digests(self) -> dict[str, str]:
+        """Returns hashes of the architecture, of the tokenizer and of a part of the weights, by
+        name; see `Tensors.digest`."""
+        return {"architecture": repr(self.arch), "tokenizer": self.tokenizer.digest(),
+                "weights": self.tensors.digest()}
+
     def params(self, places: PyTree = None) -> Params:
         """Reads the weights and returns the tree of architecture.describe in float32.
 

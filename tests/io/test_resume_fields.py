@@ -65,6 +65,24 @@ def test_processes_of_one_run_must_have_one_config(monkeypatch):
                 resume.check_same(changed())
 
 
+def test_processes_of_one_run_must_have_the_same_files(monkeypatch):
+    """Places may differ, what is there may not."""
+    contents = {"model.path": {"tokenizer": "a", "weights": "b"}, "eval.split": {"examples": "c"}}
+    resume.check_contents(changed(), contents)
+    model = repr(Config().model.path)
+    for other, words in (
+            (contents, None), ({**contents, "model.path": {"tokenizer": "a", "weights": "x"}},
+                               rf"model.path = {model}: process 1 has others there \(weights\)"),
+            ({"model.path": contents["model.path"]},
+             r"eval.split = 'test': process 1 has others there \(examples\); give all processes")):
+        monkeypatch.setattr(processes, "share", lambda name, mine, other=other: [mine, other])
+        if words is None:
+            resume.check_contents(changed(), contents)
+        else:
+            with pytest.raises(ConfigError, match=words):
+                resume.check_contents(changed(), contents)
+
+
 def test_reward_that_stopped_a_run_may_count_on_resume(tmp_path):
     """No answer has counted by on_failure = stop; by a number some may have."""
     M.write_config(tmp_path, changed())

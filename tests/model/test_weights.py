@@ -13,6 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 from specrl_jax.config import ConfigError
 from specrl_jax.model import hf_directory, tiny, weights
+from specrl_jax.model import tensors as tensors_lib
 from specrl_jax.model.architecture import Architecture, describe, is_param
 from specrl_jax.model.export import export
 from specrl_jax.model.tensors import Tensors, pack, slices, tensor_shapes, unpack
@@ -66,6 +67,36 @@ def test_unpack_inverts_pack(arch: Architecture) -> None:
     assert unpacked.keys() == tensor_shapes(arch).keys()
     for name, array in unpacked.items():
         np.testing.assert_array_equal(array, tensors.read(name), err_msg=name)
+
+
+def test_digests_notice_other_files_of_the_same_shapes() -> None:
+    """Of two hosts with a model of one name; equal files have equal digests."""
+    mine, tokenizer = tiny.random_tensors(SMALL, seed=1), tiny.byte_tokenizer()
+
+    def digests(tensors: Tensors = mine, **changes: Any) -> dict[str, str]:
+        arch = dataclasses.replace(SMALL, **changes.pop("arch", {}))
+        return weights.Source(arch, dataclasses.replace(tokenizer, **changes), tensors, "x"
+                              ).digests()
+
+    def differ(other: dict[str, str]) -> list[str]:
+        return [name for name, digest in digests().items() if other[name] != digest]
+
+    assert differ(digests(tiny.random_tensors(SMALL, seed=1))) == []
+    assert differ(digests(tiny.random_tensors(SMALL, seed=2))) == ["weights"]
+    assert differ(digests(arch={"rope_theta": 1e6})) == ["architecture"]
+    assert differ(digests(template="other")) == differ(digests(eos_ids=(3,))) == ["tokenizer"]
+
+
+def test_digest_reads_the_smallest_tensors_only() -> None:
+    shapes = {"vector": (3,), "large": (tensors_lib.SAMPLE, 2)}
+    read: list[str] = []
+
+    def part(name: str, of: object) -> np.ndarray:
+        read.append(name)
+        return np.zeros(shapes[name], np.float32)
+
+    Tensors(shapes, part).digest()
+    assert read == ["vector"]
 
 
 def test_query_heads_are_grouped_by_the_head_they_read() -> None:
