@@ -38,6 +38,7 @@ from specrl_jax.rollout.sampler import publisher
 from specrl_jax.structs import Json, Metrics, PyTree
 
 ROLLOUTS, DRAFTER = "rollouts", "drafter"
+JUDGED_ANEW = ("reward.seconds",)  # at each start, so that all answers have the new limit
 
 
 def _same(name: str) -> Any:
@@ -202,7 +203,7 @@ def train_drafter(config: Config, options: DrafterTraining, workdir: Path,
     actor = actor or open_actor(config)
     description = as_dict(config) | {"drafter_training": as_dict(options), "actor": {
         "run": actor.run and str(actor.run), "step": actor.step}}
-    resume.check_config(workdir, description)
+    changed = resume.check_config(workdir, description, JUDGED_ANEW)
     progress = Progress(options.steps, 0)
     prompts = data.load_prompts(config, actor.source.tokenizer, options.rollout_prompts,
                                 options.eval_split, options.eval_prompts, progress.say)
@@ -211,7 +212,7 @@ def train_drafter(config: Config, options: DrafterTraining, workdir: Path,
         local_path("--texts", options.texts), actor.source.tokenizer, config.data, most)
     metrics.make_workdir(workdir)
     with lock.hold(workdir, progress.say):
-        resume.check_config(workdir, description)
+        resume.check_config(workdir, description, JUDGED_ANEW)
         examples = {name: digest(part.examples) for name, part in zip(
             ("training", "held-out"), prompts, strict=True)}
         read = {} if texts is None else {"--texts": digest(
@@ -219,6 +220,8 @@ def train_drafter(config: Config, options: DrafterTraining, workdir: Path,
         resume.check_data(workdir, examples | read)
         resume.check_rendering(workdir, "training", prompts[0].texts, progress.warn)
         metrics.write_config(workdir, description)
+        if changed:
+            progress.say(resume.told(changed))
         return _train(config, options, workdir, actor, prompts, texts, progress)
 
 

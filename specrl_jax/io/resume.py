@@ -1,8 +1,9 @@
 """Which config fields and which examples a resumed run must share with the run as it was left.
 
 A field is one of three kinds. Changing a FREE one changes nothing that is computed. Changing one of
-EQUAL leaves tokens equal but where rounding decides between two of them; a line says so, and parts
-of the checkpoint that depend on it start anew. All others are refused.
+EQUAL leaves tokens equal but where rounding decides between two of them, or rewards but those of
+slow answers; a line says so, and parts of the checkpoint that depend on it start anew. All others
+are refused.
 """
 
 import datetime
@@ -33,13 +34,13 @@ from specrl_jax.structs import Json
 
 DATA, RENDERED = "data.json", "rendered"
 ABSENT = "(absent)"  # a field that only one of two versions of this package has
-# Of reward.seconds a faster machine has more use, so what is over it was never fixed.
 FREE = ("name", "steps", "checkpoint_every", "checkpoint_keep", "learner.max_bad_steps",
-        "reward.workers", "reward.seconds", "rollout.stop", "rollout.repetition_penalty",
+        "reward.workers", "rollout.stop", "rollout.repetition_penalty",
         "data.date", "data.data_dir", "data.manual_dir", "data.path", "eval", "track")
 PLACES = ("model.path", "data.data_dir", "data.manual_dir", "data.path", "eval.path", "draft.path",
           "draft.model", "rl.teacher", "control.cost_table")  # which may differ between hosts
 LOSS, SPEED = "losses within rounding", "accept lengths and times not"
+LIMIT = "rewards stay equal, but of answers that take longer than one of the limits"
 # By name, or by whole section. Under a rule but `match`, tokens are drawn otherwise if one of SPEED
 # changes.
 EQUAL: Mapping[str, str] = {
@@ -47,7 +48,7 @@ EQUAL: Mapping[str, str] = {
     "learner.remat": LOSS, "learner.moments": LOSS, "mesh": LOSS,
     "rollout.batch_size": SPEED, "rollout.min_batch": SPEED, "rollout.rounds_per_launch": SPEED,
     "rollout.order": SPEED, "rollout.max_prompt_tokens": SPEED, "spec": SPEED, "draft": SPEED,
-    "distill": SPEED, "control": SPEED}
+    "distill": SPEED, "control": SPEED, "reward.seconds": LIMIT}
 RULE = "spec.rule"
 STOPPED = ("reward.on_failure", json.dumps(STOP))  # field and value: no answer has counted by it
 # Parts of a checkpoint that start anew where a field of these sections changed.
@@ -145,10 +146,12 @@ def told(changed: Mapping[str, str]) -> str:
     starts anew."""
     kinds = {kind: None for field in changed for name, kind in EQUAL.items()
              if among(field, [name])}
-    parts = ", ".join(sorted(renewed(changed)))
+    parts, rounding = ", ".join(sorted(renewed(changed))), [x for x in kinds if x != LIMIT]
+    effects = [*(["tokens stay equal, but where rounding decides", ", ".join(rounding)]
+                 if rounding else []), *([LIMIT] if LIMIT in kinds else []),
+               *([f"these parts of the checkpoint start anew: {parts}"] if parts else [])]
     return (f"resuming with {', '.join(f'{field} = {text}' for field, text in changed.items())}: "
-            f"tokens stay equal, but where rounding decides; {', '.join(kinds)}"
-            + (f"; these parts of the checkpoint start anew: {parts}" if parts else ""))
+            + "; ".join(effects))
 
 
 def renewed(changed: Iterable[str]) -> set[str]:

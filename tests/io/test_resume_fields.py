@@ -41,7 +41,7 @@ def test_another_configuration_is_refused_and_nothing_touched(tmp_path, change, 
 def test_fields_that_change_no_result_may_differ(tmp_path):
     M.write_config(tmp_path, changed())
     free = changed(steps=99, checkpoint_every=1, checkpoint_keep=5, name="x",
-                   reward__seconds=9.0, rollout__stop=("x",), eval__every=3, eval__split="dev",
+                   reward__workers=2, rollout__stop=("x",), eval__every=3, eval__split="dev",
                    track__to=("jsonl",))
     assert resume.check_config(tmp_path, free) == {}
     resume.check_config(tmp_path, changed())
@@ -185,6 +185,17 @@ def test_other_rules_let_tokens_depend_on_speculation(tmp_path, field, value):
         resume.check_config(tmp_path, changed(spec__rule="rejection", **{field: value}),
                             resume.EQUAL)
     resume.check_config(tmp_path, changed(spec__rule="rejection", **LAYOUT), resume.EQUAL)
+
+
+def test_another_limit_of_time_tells_which_rewards_may_change(tmp_path):
+    """`latex` counts what takes longer as wrong, so it is not without an effect."""
+    M.write_config(tmp_path, changed())
+    found = resume.check_config(tmp_path, changed(reward__seconds=9.0), resume.EQUAL)
+    assert resume.told(found) == f"resuming with reward.seconds = 9.0 (was 2.0): {resume.LIMIT}"
+    found = resume.check_config(tmp_path, changed(reward__seconds=9.0, learner__remat="full"),
+                                resume.EQUAL)
+    assert resume.told(found).endswith(
+        f": tokens stay equal, but where rounding decides; {resume.LOSS}; {resume.LIMIT}")
 
 
 def test_every_name_of_the_table_is_a_field():
