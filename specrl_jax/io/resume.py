@@ -101,12 +101,12 @@ def check_same(config: Json) -> None:
     Raises:
       ConfigError: it names the first field that differs.
     """
-    mine = {field: value for field, value in flat(json.loads(json.dumps(config))).items()
-            if field not in PLACES}
+    mine = flat(json.loads(json.dumps(config)))
     for other, told in enumerate(processes.share("the config", mine)):
-        for field, value in mine.items():
-            check(told.get(field) == value, field, value, f"process {other} has "
-                  f"{told.get(field)!r}; give all processes the same flags")
+        for field in [name for name in mine | told if name not in PLACES]:
+            value, theirs = (of.get(field, ABSENT) for of in (mine, told))
+            check(theirs == value, field, value, f"process {other} has {theirs!r}; give all "
+                  f"processes the same flags, and the same version of this package")
 
 
 def check_contents(config: Json, contents: Mapping[str, Mapping[str, str]]) -> None:

@@ -55,6 +55,7 @@ def test_processes_of_one_run_must_have_one_config(monkeypatch):
     for value, error in (({"model__path": "/elsewhere", "data__data_dir": "x"}, None),
                          ({"seed": 1}, "seed = 0: process 1 has 1; give all processes the same"),
                          ({"steps": 9}, "steps = 25: process 1 has 9"),
+                         ({"added": 1}, r"added = '\(absent\)': process 1 has 1; give all"),
                          ({"reward__terms": ("a",)}, r"reward.terms = \['exact'\]: process 1 has")):
         other = {name: json.loads(json.dumps(x)) for name, x in M.flat(changed(**value)).items()}
         monkeypatch.setattr(processes, "share", lambda name, mine, other=other: [mine, other])
