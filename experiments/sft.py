@@ -16,12 +16,13 @@ from pathlib import Path
 
 import config_flags
 from absl import flags
+from interrupt import WAY_OUT, stops
 
 from specrl_jax import config as config_lib
 from specrl_jax import sharding
 from specrl_jax.config import Config, ConfigError, check
 from specrl_jax.io import data, lock, metrics, resume
-from specrl_jax.io.checkpoint import Checkpoints
+from specrl_jax.io.checkpoint import Checkpoints, list_steps
 from specrl_jax.io.compilation import use_persistent_cache
 from specrl_jax.io.places import local_path, writing
 from specrl_jax.io.progress import Progress
@@ -35,6 +36,19 @@ HELDOUT = flags.DEFINE_string("heldout", None, "files like data.path, whose loss
 
 
 def main(config: Config, workdir: Path) -> int:
+    with stops(functools.partial(_how_to_resume, workdir), grace=WAY_OUT):
+        _fine_tune(config, workdir)
+    return 0
+
+
+def _how_to_resume(workdir: Path) -> str:
+    steps = list_steps(workdir / "checkpoints")
+    kept = f"checkpoint {steps[-1]} is good" if steps else "there is no checkpoint yet"
+    return f"stopped; {kept}: run the same command again to go on"
+
+
+def _fine_tune(config: Config, workdir: Path) -> None:
+    """Runs or resumes the fine-tuning, and writes the model."""
     use_persistent_cache()
     sharding.all_devices()
     config = supervised.settle(config)
@@ -54,7 +68,8 @@ def main(config: Config, workdir: Path) -> int:
     with lock.hold(workdir, progress.say), Checkpoints(
             workdir / "checkpoints", config.checkpoint_keep, progress.warn) as checkpoints:
         resume.check_config(workdir, described, resume.EQUAL)
-        resume.check_data(workdir, {"training": _digest(turns)})
+        resume.check_data(workdir, {"training": _digest(turns)} | (
+            {"--heldout": _digest(heldout)} if heldout else {}))
         resumed = trainer.restore(checkpoints)
         metrics.write_config(workdir, described)
         if resumed:
@@ -63,7 +78,6 @@ def main(config: Config, workdir: Path) -> int:
                 progress.say(resume.told(changed))
         _run(trainer, workdir, checkpoints)
         _export(trainer, source, *places)
-    return 0
 
 
 def _results(config: Config, workdir: Path) -> tuple[Path, Path]:

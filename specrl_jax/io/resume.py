@@ -161,8 +161,8 @@ def renewed(changed: Iterable[str]) -> set[str]:
 
 
 def check_data(workdir: Path, digests: dict[str, str]) -> None:
-    """Checks that a run has the examples that it was started with; records them on the first
-    call.
+    """Checks that a run has the examples that it was started with; records those that are new
+    to it.
 
     Args:
       digests: `io.data.digest` of each part of the data, by its name.
@@ -171,14 +171,14 @@ def check_data(workdir: Path, digests: dict[str, str]) -> None:
       ConfigError: they differ, or DATA cannot be read.
     """
     path = workdir / DATA
-    stored = read_object(path)
-    if stored is None and jax.process_index() == 0:
-        write_atomically(path, json.dumps(digests) + "\n")
+    stored = read_object(path) or {}
     for name, digest in digests.items():
-        if stored is not None and stored.get(name) != digest:
+        if stored.get(name, digest) != digest:
             raise ConfigError(f"data: the {name} examples are not those that the run in {workdir} "
                               f"was started with (data.data_dir, data.manual_dir, data.path); "
                               f"restore them, or choose another workdir")
+    if jax.process_index() == 0 and not digests.keys() <= stored.keys():
+        write_atomically(path, json.dumps(stored | digests) + "\n")
 
 
 def check_rendering(workdir: Path, name: str, texts: Sequence[str], warn: Callable[[str], None]

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from helpers import ROOT, script_environment
 
-SCRIPTS = ("bench_controller", "compare_runs", "eval", "explain", "export", "generate", "staleness",
-           "train", "train_drafter")
+SCRIPTS = ("bench_controller", "compare_runs", "compile_for", "eval", "explain", "export",
+           "generate", "plan", "sft", "staleness", "train", "train_drafter")
 SLOW = "import time; print('importing', flush=True); time.sleep(60)"
 
 

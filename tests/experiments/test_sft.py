@@ -76,9 +76,29 @@ def test_chats_of_another_file_are_refused(tmp_path: Path) -> None:
     process = start(workdir, f"--config.data.path={other}", "--config.learner.lora_rank=2")
     _, err = process.communicate(timeout=600)
     assert process.returncode == 2 and "the training examples are not those" in err
+    process = start(workdir, "--config.learner.lora_rank=2", f"--heldout={other}")
+    _, err = process.communicate(timeout=600)
+    assert process.returncode == 2 and "the --heldout examples are not those" in err
     process = start(workdir, "--config.learner.lora_rank=4")
     _, err = process.communicate(timeout=600)
     assert process.returncode == 2 and "learner.lora_rank = 4, but the run in" in err
+
+
+@pytest.mark.ci
+def test_stopped_fine_tuning_says_how_to_go_on(tmp_path: Path) -> None:
+    workdir = tmp_path / "run"
+    process = start(workdir, "--config.steps=100000")
+    try:
+        while not list_steps(workdir / "checkpoints") and process.poll() is None:
+            time.sleep(0.01)
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    saved = list_steps(workdir / "checkpoints")[-1]
+    assert process.returncode == 130, err
+    assert err.splitlines()[-1] == (
+        f"stopped; checkpoint {saved} is good: run the same command again to go on")
 
 
 def test_own_result_as_the_start_is_refused(tmp_path: Path) -> None:

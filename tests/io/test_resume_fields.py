@@ -124,6 +124,10 @@ def test_data_of_a_run_is_recorded_and_compared(tmp_path):
     resume.check_data(tmp_path, {"training": "a"})
     with pytest.raises(ConfigError, match="the training examples are not those that the run in"):
         resume.check_data(tmp_path, {"training": "b"})
+    for _ in range(2):  # such as held-out examples that the run had not at first
+        resume.check_data(tmp_path, {"training": "a", "later": "c"})
+    with pytest.raises(ConfigError, match="the later examples are not those that the run in"):
+        resume.check_data(tmp_path, {"training": "a", "later": "d"})
     (tmp_path / resume.DATA).write_text("{")
     with pytest.raises(ConfigError, match="data.json is not JSON"):
         resume.check_data(tmp_path, {"training": "a"})
