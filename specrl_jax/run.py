@@ -209,8 +209,8 @@ def warn(record: Metrics, trainer: Trainer, progress: Progress) -> None:
 def _with_way_on(error: RewardError, saved: int) -> RewardError:
     """Returns the error with what of the run is saved, and how to go on."""
     kept = f"checkpoint {saved} is saved" if saved else "no step was complete, so none is saved"
-    return RewardError(f"{error}; {kept}: correct the reward, or set reward.on_failure=0, and run "
-                       f"the same command again")
+    return RewardError(f"{error}; {kept}: correct the reward and run the same command again, or "
+                       f"go on with reward.on_failure=0, which must then stay in the command")
 
 
 def run_steps(trainer: Trainer, checkpoints: Checkpoints, writer: metrics.Writer,

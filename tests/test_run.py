@@ -73,7 +73,8 @@ def steps_of(workdir: Path, fails_at: int | None = None, evaluation: Any = None)
 def test_reward_failure_says_what_is_saved(tmp_path: Path, complete: int, kept: str) -> None:
     """Whether in a rollout of RL or, at step 0, in one for a drafter that learns once."""
     with pytest.raises(RewardError, match=f"^reward 'x', .* judge is down; {kept}: correct the "
-                       "reward, or set reward.on_failure=0, and run the same command again$"):
+                       "reward and run the same command again, or go on with reward.on_failure=0, "
+                       "which must then stay in the command$"):
         steps_of(tmp_path, complete)
     assert list_steps(tmp_path / "checkpoints") == [2][: complete]
 

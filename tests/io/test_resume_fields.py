@@ -89,8 +89,9 @@ def test_reward_that_stopped_a_run_may_count_on_resume(tmp_path):
     M.write_config(tmp_path, changed())
     assert resume.check_config(tmp_path, changed(reward__on_failure="0")) == {}
     M.write_config(tmp_path, changed(reward__on_failure="0"))
-    with pytest.raises(ConfigError, match='reward.on_failure = "1", but the run in'):
-        resume.check_config(tmp_path, changed(reward__on_failure="1"), resume.EQUAL)
+    for value in ("1", "stop"):
+        with pytest.raises(ConfigError, match=f'reward.on_failure = "{value}", but the run in'):
+            resume.check_config(tmp_path, changed(reward__on_failure=value), resume.EQUAL)
 
 
 def test_workdirs_that_cannot_be_are_refused(tmp_path):
