@@ -30,8 +30,8 @@ def _end(number: int, frame: FrameType | None) -> None:
 def _end_with_error(kind: type[BaseException], error: BaseException,
                     trace: TracebackType | None) -> None:
     """Prints a line in place of a traceback if it was the output that could not be written."""
-    lost = isinstance(error, OSError) and _flush()
-    if lost or isinstance(error, BrokenPipeError) and _reader_is_gone():
+    if isinstance(error, OSError) and (
+            _flush() or isinstance(error, BrokenPipeError) and _reader_is_gone()):
         with contextlib.suppress(OSError):  # stderr may be the same
             print(f"error: standard output: {error.strerror}", file=sys.stderr)
     else:
