@@ -68,8 +68,8 @@ class RewardConfig(Section, prefix="reward"):
                                     "digit_fraction, latex, reasoning_gym, or "
                                     "package.module:function")
     weights: tuple[float, ...] = option((1.0,), "one weight a term")
-    workers: int = option(0, "processes that judge answers; 0: rewards run in the training process, "
-                             "which a crash ends, and latex in one worker a core", low=0)
+    workers: int = option(0, "processes that judge answers; 0: rewards run in the training "
+                             "process, which a crash ends, and latex in one worker a core", low=0)
     seconds: float = option(2.0, "CPU seconds of a worker for an answer; beyond them latex scores "
                                  "it wrong, any other reward fails", within="(0, 86400]")
     on_failure: str = option(STOP, "a term that raises, hangs or dies in a worker, or returns no "

@@ -125,10 +125,19 @@ def new_directory(field: str, directory: str | os.PathLike[str]) -> Iterator[Pat
             else:
                 os.replace(partial, target)
     except BaseException:
-        for path in moved:
-            path.unlink()
-        shutil.rmtree(made or partial, ignore_errors=True)
+        for path in (*moved, partial):
+            _remove(path)
+        for parent in target.parents[: target.parents.index(made) + 1] if made else ():
+            with contextlib.suppress(OSError):  # another process writes there, too
+                parent.rmdir()
         raise
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def user_cache(name: str) -> Path | None:

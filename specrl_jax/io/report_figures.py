@@ -29,7 +29,7 @@ VARIABLES = {BLUE: "var(--blue)", YELLOW: "var(--yellow)", GREEN: "var(--green)"
 COLORS = {"rollout": BLUE, "reward": YELLOW, "learn": GREEN, "distill": VIOLET, "other": GREY}
 BINS = 40
 MOST_POINTS = 300  # of a curve; more are averaged
-MOST_LAUNCHES = 1200  # of that of launches, whose peaks are what counts
+MOST_LAUNCHES = 1200  # of that of launches; of more, blocks show their peaks
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -182,9 +182,14 @@ def curve(rows: Rows, key: str) -> np.ndarray:
     return thinned(column(rows, key))
 
 
-def thinned(values: np.ndarray, most: int = MOST_POINTS) -> np.ndarray:
-    """Returns the means of equal blocks of a series, at most `most` of them, without NaN."""
-    starts = np.arange(0, len(values), -(-len(values) // most))
+def _blocks(values: np.ndarray, most: int) -> np.ndarray:
+    """Returns where at most `most` equal blocks of a series begin."""
+    return np.arange(0, len(values), -(-len(values) // most))
+
+
+def thinned(values: np.ndarray) -> np.ndarray:
+    """Returns the means of equal blocks of a series, at most MOST_POINTS of them, without NaN."""
+    starts = _blocks(values, MOST_POINTS)
     finite = np.isfinite(values)
     count = np.add.reduceat(finite.astype(float), starts)
     total = np.add.reduceat(np.where(finite, values, 0), starts)
@@ -245,7 +250,7 @@ def plot_setting(ax: Axes, rows: Rows) -> None:
                 [recorded(row) or [{"draft_depth": row.get("control/draft_depth", np.nan)}]]
                 for i, launch in enumerate(of)]
     width = column(launches, "verify_tokens") / np.maximum(column(launches, "batch"), 1)
-    time, depth, width = (thinned(values, MOST_LAUNCHES) for values in (
+    time, depth, width = (np.fmax.reduceat(values, _blocks(values, MOST_LAUNCHES)) for values in (
         column(launches, "step"), column(launches, "draft_depth"), width))
     ax.step(time, depth, where="post", color=BLUE, linewidth=0.8, label="draft depth")
     ax.step(time, width, where="post", color=YELLOW, linewidth=0.8, label="verified tokens a slot")

@@ -49,7 +49,16 @@ def test_output_without_a_reader_is_no_traceback(script: str) -> None:
     assert "Traceback" not in ended.stderr and "Exception ignored" not in ended.stderr
     assert ended.returncode in (0, 1)
     if ended.returncode == 1:
-        assert ended.stderr.endswith("error: what the output was written to has ended\n")
+        assert ended.stderr.endswith("error: standard output: Broken pipe\n")
+
+
+def test_output_to_a_full_disk_is_a_line() -> None:
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(
+            [sys.executable, ROOT / "experiments" / "explain.py", "--help"], text=True, stdout=full,
+            stderr=subprocess.PIPE, env=script_environment(), timeout=300)
+    assert ended.returncode == 1
+    assert ended.stderr == "error: standard output: No space left on device\n"
 
 
 def test_second_signal_does_not_interrupt_the_way_out() -> None:

@@ -125,6 +125,18 @@ def test_failed_export_leaves_nothing_behind(
     assert os.listdir(tmp_path) == []
 
 
+def test_failed_export_leaves_that_of_another(tmp_path: Path) -> None:
+    """Both make the directory above, and one is complete before the other fails."""
+    with pytest.raises(KeyboardInterrupt):
+        with places.new_directory("--out", tmp_path / "exports" / "a" / "b") as partial:
+            (partial / "half").touch()
+            with places.new_directory("--out", tmp_path / "exports" / "c") as other:
+                (other / "whole").touch()
+            raise KeyboardInterrupt
+    assert sorted(str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*")) == [
+        "exports", "exports/c", "exports/c/whole"]
+
+
 def test_empty_directory_is_filled_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
                                             ) -> None:
     """It may be a mount point, be in a directory that cannot be written, or be where one stands."""

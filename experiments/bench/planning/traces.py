@@ -73,7 +73,8 @@ def read(path: str) -> Trace:
 
 def _of_run(workdir: Path) -> Trace:
     """Returns the lengths of a run's samples, and the acceptance that its accept length shows."""
-    lengths = [len(sample["tokens"]) for sample in read_samples(workdir)]
+    lengths = [len(sample["tokens"]) for sample in read_samples(workdir)
+               if sample.get("learned", True)]
     rows = list(read_metrics(workdir))
     if not lengths or not rows:
         raise ConfigError(f"--trace={workdir}: no steps in {METRICS}: {FORM}")
