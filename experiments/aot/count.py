@@ -11,7 +11,9 @@ modelled: a loop reads its constants in every round.
 
 All is summed over the devices: a `shard_map` counts once for each part of the mesh that it is
 manual over. Attention reads every allocated slot, whatever is filled: the largest branch of a
-conditional counts.
+conditional counts. A kernel counts by its CostEstimate; JAX's causal attention, which has none, by
+the products in its body and the blocks that it visits. A Pallas kernel that can be counted by
+neither is an error.
 """
 
 import math
@@ -21,6 +23,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax.extend import core
+
+from . import kernels
 
 SMALL = 1024  # bytes of an array that is not counted as read by a fusion
 FUSED_READS = 4  # arrays that one fusion reads before its result is written
@@ -38,6 +42,10 @@ class Work(NamedTuple):
     def times(self, count: float) -> "Work":
         """Returns the work of `count` repetitions."""
         return Work(self.flops * count, self.moved * count)
+
+
+class NotCounted(ValueError):
+    """A kernel whose work is not known."""
 
 
 class Value:
@@ -65,7 +73,7 @@ def count(closed: core.ClosedJaxpr, rounds: int = 1) -> Work:
 
 
 class _Counter:
-    def __init__(self, rounds: int) -> None:
+    def __init__(self, rounds: float) -> None:
         self.rounds, self.total = rounds, Work()
 
     def body(self, jaxpr: core.Jaxpr) -> Work:
@@ -210,14 +218,50 @@ def _shard_map(counter: _Counter, eqn: Any, values: list[Value]) -> list[Value]:
 
 
 def _pallas(counter: _Counter, eqn: Any, values: list[Value]) -> list[Value]:
-    """A kernel, by its CostEstimate; without one, by its operands and results."""
-    cost = eqn.params.get("cost_estimate")
-    if cost is None:
-        return _apart(counter, eqn, values)
+    """A kernel, by its CostEstimate; without one, by its body if nothing in it is conditional.
+
+    Raises:
+      NotCounted: nobody knows how often the loops and branches of its body run.
+    """
+    cost, name = eqn.params.get("cost_estimate"), kernels.name(eqn)
+    if cost is not None:
+        found = Work(float(cost.flops), float(cost.bytes_accessed))
+    elif name.startswith(kernels.CAUSAL):
+        found = _causal(eqn)
+    elif kernels.branches(eqn):
+        raise NotCounted(f"kernel {name}: it has no CostEstimate, and loops or branches that are "
+                         "not counted; give its pallas_call a cost_estimate")
+    else:
+        found = Work(_steps(eqn, _Counter(1)), _ends(eqn))
     for value in values:
         counter.store(value)
-    counter.add(float(cost.flops), float(cost.bytes_accessed))
+    counter.total += found
     return [Value(_size(var)) for var in eqn.outvars]
+
+
+def _causal(eqn: Any) -> Work:
+    """Returns the work of JAX's causal attention, which visits no block above the diagonal.
+
+    Splash attention leaves such steps out of its grid, whose last axis is one of blocks, and moves
+    blocks as its index maps say. Loops of the Triton kernel start or end at the diagonal; what it
+    reads again is in a GPU's cache, so its operands and results count once.
+    """
+    name, grid = kernels.name(eqn), kernels.grid(eqn)
+    blocks = grid[0] if name == "mha_forward" else grid[-1]
+    if not name.startswith("splash"):
+        return Work(_steps(eqn, _Counter((blocks + 1) / 2)), _ends(eqn))
+    share = (blocks + 1) / (2 * blocks)
+    return Work(_steps(eqn, _Counter(1)) * share, kernels.moved(eqn, share))
+
+
+def _steps(eqn: Any, counter: _Counter) -> float:
+    """Returns the FLOPs of a kernel whose body runs at each step of its grid."""
+    return counter.body(eqn.params["jaxpr"]).flops * math.prod(kernels.grid(eqn))
+
+
+def _ends(eqn: Any) -> float:
+    """Returns the bytes of operands and results."""
+    return sum(_size(var) for var in (*eqn.invars, *eqn.outvars))
 
 
 def _free(counter: _Counter, eqn: Any, values: list[Value]) -> list[Value]:
