@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -145,6 +146,17 @@ def logged(data: bytes, block: int = 2**15) -> Iterator[bytes]:
             record = b""
 
 
+def ended(path: Path, kind: Any) -> list[Any]:
+    """Records of a run that was finished: W&B's service may write the last ones a moment later."""
+    until = time.monotonic() + 60
+    while True:
+        records = [kind.FromString(data) for data in logged(path.read_bytes())]
+        if any(record.HasField("exit") for record in records):
+            return records
+        assert time.monotonic() < until, f"{path} has no end"
+        time.sleep(0.05)
+
+
 @pytest.mark.ci
 def test_wandb_offline_goes_on_with_the_same_run(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,8 +169,7 @@ def test_wandb_offline_goes_on_with_the_same_run(
     write(tmp_path, 2, 3, ("wandb",))
     ids, losses, tables = set(), [], 0
     for path in sorted(tmp_path.glob("wandb/offline-run-*/*.wandb")):
-        for data in logged(path.read_bytes()):
-            record = Record.FromString(data)
+        for record in ended(path, Record):
             if record.HasField("run"):
                 ids.add(record.run.run_id)
                 config = {x.key: x.value_json for x in record.run.config.update}
