@@ -30,7 +30,7 @@ from specrl_jax.distill import drafter
 from specrl_jax.draft.response_cache import ResponseCache, capacity
 from specrl_jax.io import data
 from specrl_jax.io.checkpoint import CheckpointReader
-from specrl_jax.io.compilation import Compiler, Name
+from specrl_jax.io.compilation import Compiler, Name, abstract
 from specrl_jax.io.machine import peak_rss
 from specrl_jax.io.step_timer import StepTimer
 from specrl_jax.model import architecture, layers, lora, weights
@@ -46,8 +46,6 @@ from specrl_jax.rollout.prompts import Prompts, make_prompts
 from specrl_jax.rollout.sampler import Sampler
 from specrl_jax.rollout.scoring import Sample, score_rollout
 from specrl_jax.structs import Array, Json, Metrics, ModelParams, PyTree, Rollout
-
-GAPS = ("logprob_gap", "logprob_gap_max", "logprob_gap_tokens")  # under the weights that acted
 
 
 class Trainer:
@@ -247,7 +245,7 @@ class Trainer:
             rollout, advantage)
         self.bad_steps = 0 if metrics["applied"] else self.bad_steps + 1
         self._publish(self.step_number + 1)
-        return metrics | {f"rollout/{name}": metrics.pop(name) for name in GAPS}
+        return metrics | {f"rollout/{name}": metrics.pop(name) for name in learner.GAPS}
 
     def _publish(self, version: int) -> None:
         """Makes the policy what rollouts read; adapters are merged."""
@@ -264,11 +262,8 @@ class Trainer:
         return jax.tree.map(float, gap) | {"applied": 1.0, "loss": 0.0}
 
     def _update_policy(self, rollout: Rollout, advantage: np.ndarray) -> dict[str, float]:
-        """Runs rl.updates epochs of rl.minibatches optimiser steps.
-
-        Returns metrics: means over the last epoch's steps; `applied` 0 if any step was skipped; the
-        gap of the first step, which alone sees the weights that acted.
-        """
+        """Runs rl.updates epochs of rl.minibatches optimiser steps; returns metrics, those of
+        `learner.over_steps` and of speed."""
         began, kl = time.perf_counter(), self.config.rl.kl_in_loss
         parts = self._minibatches(rollout, advantage)
         old = self._old_scores(parts)
@@ -282,13 +277,9 @@ class Trainer:
                 self.state, metrics = update(self.state, *part, acted, reference, self.base,
                                              scores)
                 steps.append(jax.tree.map(float, jax.device_get(metrics)))
-        last = steps[-len(parts) :]
-        means = {name: float((np.max if name in learner.LARGEST else np.mean)(
-            [step[name] for step in last])) for name in last[0]}
         tokens = self.config.rl.updates * sum(int(totals.columns) for _, totals in parts)
-        return means | {name: steps[0][name] for name in GAPS} | {
-            "applied": min(step["applied"] for step in steps)} | programs.speed(
-                self.arch, self.mesh, tokens, time.perf_counter() - began)
+        return learner.over_steps(steps, len(parts)) | programs.speed(
+            self.arch, self.mesh, tokens, time.perf_counter() - began)
 
     def _old_scores(self, parts: list[tuple[Batch, Totals]]) -> list[Array | None]:
         """Returns the log-probabilities of the policy that acted, of each part; None if the update
@@ -327,16 +318,13 @@ class Trainer:
         """
         drafter, anew = set(self.drafter.arrays()), set(renewed or ())
         anew |= drafter if "drafter" in anew else set()
-        abstract = {key: jax.tree.map(
-            lambda a: a if isinstance(a, np.ndarray) else jax.ShapeDtypeStruct(
-                a.shape, a.dtype, sharding=a.sharding), part)
-            for key, part in self.arrays().items() if key not in anew}
+        wanted = abstract({key: a for key, a in self.arrays().items() if key not in anew})
         found = checkpoints.restore_latest(
-            abstract, None if renewed is None else ("actor", "optimizer"))
+            wanted, None if renewed is None else ("actor", "optimizer"))
         if found is None:
             return False
         _, arrays, meta = found
-        if reshaped := sorted(abstract.keys() - arrays.keys()):
+        if reshaped := sorted(wanted.keys() - arrays.keys()):
             self.warnings.append("parts of the checkpoint have other shapes and start anew: "
                                  + ", ".join(reshaped))
         lora.check_base(self.config.model.path, meta.get("base"), self._base)

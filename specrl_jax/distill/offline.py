@@ -25,6 +25,7 @@ from specrl_jax.draft import eagle_model, eagle_weights
 from specrl_jax.draft.eagle_model import EagleArch
 from specrl_jax.io import lock, metrics, resume
 from specrl_jax.io.checkpoint import Checkpoints
+from specrl_jax.io.compilation import abstract
 from specrl_jax.io.data import digest, step_prompts
 from specrl_jax.io.places import local_path
 from specrl_jax.io.progress import Progress
@@ -172,10 +173,7 @@ class DrafterTrainer:
 
     def restore(self, checkpoints: Checkpoints) -> bool:
         """Continues from the newest intact checkpoint; False if there is none."""
-        abstract = jax.tree.map(
-            lambda a: a if isinstance(a, np.ndarray) else jax.ShapeDtypeStruct(
-                a.shape, a.dtype, sharding=a.sharding), self.arrays())
-        if (found := checkpoints.restore_latest(abstract)) is None:
+        if (found := checkpoints.restore_latest(abstract(self.arrays()))) is None:
             return False
         _, arrays, meta = found
         if not np.array_equal(arrays[DRAFTER]["vocab"], self.vocab):

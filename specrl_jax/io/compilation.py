@@ -4,6 +4,7 @@ import concurrent.futures
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
+import numpy as np
 
 from specrl_jax.io.machine import cores
 from specrl_jax.io.places import user_cache
@@ -48,11 +49,13 @@ def abstract(tree: PyTree, place: PyTree = None) -> PyTree:
     """Returns the jax.ShapeDtypeStruct of each array of a tree.
 
     Args:
-      place: sharding of all, or a tree of them that is a prefix of `tree`; None keeps the arrays'.
+      place: sharding of all, or a tree of them that is a prefix of `tree`; None keeps the arrays',
+        and numpy arrays, which have none, as they are.
     """
     def describe(to: Any, part: PyTree) -> PyTree:
-        return jax.tree.map(lambda a: jax.ShapeDtypeStruct(
-            a.shape, a.dtype, sharding=a.sharding if to is None else to), part)
+        return jax.tree.map(
+            lambda a: a if to is None and isinstance(a, np.ndarray) else jax.ShapeDtypeStruct(
+                a.shape, a.dtype, sharding=a.sharding if to is None else to), part)
 
     return describe(None, tree) if place is None else jax.tree.map(describe, place, tree)
 

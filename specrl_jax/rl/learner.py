@@ -5,10 +5,12 @@ whose denominators are those of the whole batch, so that neither the size of a m
 rows are packed changes anything. Losses see each token of each sequence, [T], whatever the packing.
 """
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import struct
 
@@ -24,6 +26,7 @@ from specrl_jax.rl.scores import row_scores
 from specrl_jax.structs import Array, PyTree
 
 LARGEST = ("logprob_gap_max", "policy/ratio_max")  # metrics that are maxima, not means
+GAPS = ("logprob_gap", "logprob_gap_max", "logprob_gap_tokens")  # under the weights that acted
 
 
 class LearnerState(struct.PyTreeNode):
@@ -150,6 +153,16 @@ def gap_sums(logprob: Array, batch: Batch) -> dict[str, Array]:
     gap = jnp.where(mask, jnp.abs(jax.lax.stop_gradient(logprob) - batch.rollout_logprob), 0)
     return {"logprob_gap": gap.sum(), "logprob_gap_max": gap.max(),
             "logprob_gap_tokens": mask.sum(dtype=jnp.float32)}
+
+
+def over_steps(steps: Sequence[Mapping[str, float]], last: int) -> dict[str, float]:
+    """Returns the metrics of an update's optimiser steps: means, and maxima of LARGEST, over its
+    `last` ones; `applied` 0 if any was skipped; GAPS of the first, which alone sees the weights
+    that acted."""
+    means = {name: float((np.max if name in LARGEST else np.mean)(
+        [step[name] for step in steps[-last:]])) for name in steps[0]}
+    return means | {name: steps[0][name] for name in GAPS} | {
+        "applied": min(step["applied"] for step in steps)}
 
 
 def _means(sums: dict[str, Array]) -> dict[str, Array]:

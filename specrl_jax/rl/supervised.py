@@ -17,7 +17,7 @@ from specrl_jax.config import Config, ConfigError, check, override
 from specrl_jax.io import data
 from specrl_jax.io.chats import conversation
 from specrl_jax.io.checkpoint import Checkpoints
-from specrl_jax.io.compilation import Compiler
+from specrl_jax.io.compilation import Compiler, abstract
 from specrl_jax.io.datasets.jsonl import files
 from specrl_jax.io.json_lines import read_json_lines
 from specrl_jax.model import architecture, layers, lora
@@ -203,8 +203,7 @@ class Supervised:
 
     def restore(self, checkpoints: Checkpoints) -> bool:
         """Continues from the newest intact checkpoint; returns whether there is one."""
-        found = checkpoints.restore_latest(jax.tree.map(
-            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), self.arrays()))
+        found = checkpoints.restore_latest(abstract(self.arrays()))
         if found is None:
             return False
         _, arrays, meta = found

@@ -188,8 +188,7 @@ class Engine:
     def begin(self, request: RolloutRequest) -> RolloutState:
         """Returns the state in which no slot is filled yet, without the controller's."""
         state = self.layout.host_state(request, self.shapes.batch)
-        kv, self._pool = self._pool, None
-        kv = self._blank_kv() if kv is None else kv
+        kv, self._pool = self._pool or self._blank_kv(), None
         state = sharding.put(self.layout.shardings(state), state)
         return state.replace(cache=state.cache.replace(kv=kv))
 
