@@ -47,10 +47,6 @@ class CheckpointError(ConfigError):
     """A checkpoint cannot be written or read; the message names it, the reason and a way out."""
 
 
-class CheckpointGone(CheckpointError):
-    """A checkpoint was deleted, perhaps while it was read: its run has newer ones."""
-
-
 def loud(text: str) -> None:
     """Prints a warning on stderr."""
     print(f"WARNING: {text}", file=sys.stderr, flush=True)
@@ -241,7 +237,7 @@ def _intact(directory: Path, step: int) -> Path:
     step_dir = directory / str(step)
     if not step_dir.is_dir():
         have = ", ".join(map(str, list_steps(directory))) or "none"
-        raise CheckpointGone(f"{step_dir}: no such checkpoint; complete ones: {have}")
+        raise CheckpointError(f"{step_dir}: no such checkpoint; complete ones: {have}")
     reason = damage(step_dir)
     if reason is not None:
         raise CheckpointError(f"{step_dir}: damaged: {reason}; choose another step")
@@ -250,18 +246,16 @@ def _intact(directory: Path, step: int) -> Path:
 
 @contextlib.contextmanager
 def _reading(step_dir: Path) -> Iterator[None]:
-    """Raises CheckpointGone if a run deletes the checkpoint that is read in the block, and
-    CheckpointError for whatever else Orbax raises, which is of many types."""
+    """Raises CheckpointError for whatever Orbax raises, which is of many types, and says so if a
+    run deletes the checkpoint that is read in the block."""
     whole = (step_dir / CHECKSUMS).exists()
     try:
         yield
-    except CheckpointGone:
-        raise
     except Exception as error:
         time.sleep(DELETION if whole else 0)
         if whole and not (step_dir / CHECKSUMS).exists():
-            raise CheckpointGone(f"{step_dir}: was deleted while it was read; choose a newer "
-                                 f"step") from error
+            raise CheckpointError(f"{step_dir}: was deleted while it was read; choose a newer "
+                                  f"step") from error
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"{step_dir}: cannot be read ({type(error).__name__}: "
@@ -295,8 +289,7 @@ def saved_leaves(directory: str | Path, step: int, key: str) -> dict[str, list[A
     """Returns [shape, dtype] of the leaves of one top-level entry by their paths, see `describe`.
 
     Raises:
-      CheckpointGone: the checkpoint is missing, or a run deletes it meanwhile.
-      CheckpointError: it is damaged, or lacks the entry.
+      CheckpointError: it is missing, damaged, or lacks the entry, or a run deletes it meanwhile.
     """
     directory = Path(directory).absolute()
     with _reading(directory / str(step)):
@@ -318,8 +311,7 @@ def restore_part(directory: str | Path, step: int, key: str, abstract: PyTree = 
         arrays.
 
     Raises:
-      CheckpointGone: the checkpoint is missing, or a run deletes it meanwhile.
-      CheckpointError: it is damaged, or lacks the entry.
+      CheckpointError: it is missing, damaged, or lacks the entry, or a run deletes it meanwhile.
     """
     directory = Path(directory).absolute()
     with _reading(directory / str(step)):

@@ -14,7 +14,7 @@ from specrl_jax.config import Config, ConfigError, LearnerConfig, MeshConfig, at
 from specrl_jax.config.renamed import first_renamed
 from specrl_jax.io.checkpoint import (
     BEST,
-    CheckpointGone,
+    CheckpointError,
     list_steps,
     read_meta,
     restore_part,
@@ -52,11 +52,10 @@ class Actor:
         """
         if self.step == 0 or self.run is None:
             return self._initial(mesh, layers.are_scanned(sharding.platform(mesh)))
-        stored = self.trained(mesh)
+        stored, saved = self._of_run(mesh)
         if not self.learner.lora_rank:
             return stored
         base = self._initial(mesh, layers.is_stacked(stored))
-        saved = read_meta(self.run / CHECKPOINTS, self.step).get("base")
         lora.check_base(self.source.source, saved, layers.identity(base))
         merged = jax.jit(functools.partial(lora.merge, self.learner, jnp.float32))(base, stored)
         return lora.overlay(base, merged)
@@ -67,18 +66,26 @@ class Actor:
         Raises:
           ConfigError: there is no run, or the checkpoint is missing, damaged or of another model.
         """
+        return self._of_run(mesh)[0]
+
+    def _of_run(self, mesh: Mesh) -> tuple[Params, str | None]:
+        """Returns what the run trains and, for adapters, the identity of their base."""
         if self.step == 0 or self.run is None:
             raise ConfigError("--run: name a run with a checkpoint, whose adapters are read")
+        place = self.run / CHECKPOINTS
         for _ in range(ATTEMPTS):
             try:
-                stored = saved_leaves(self.run / CHECKPOINTS, self.step, "actor")
+                stored = saved_leaves(place, self.step, "actor")
                 stacked = not any(name.startswith("actor/layers/0/") for name in stored)
                 abstract = _abstract(lora.trained(self.source.arch, self.learner, stacked), mesh)
-                return restore_part(self.run / CHECKPOINTS, self.step, "actor", abstract)
-            except CheckpointGone:
-                if not self.newest:
+                params = restore_part(place, self.step, "actor", abstract)
+                return params, (read_meta(place, self.step).get("base") if self.learner.lora_rank
+                                else None)
+            except CheckpointError:
+                # A checkpoint that the run is deleting looks damaged, but a newer one exists.
+                if not self.newest or (newest := _newest(self.run)) == self.step:
                     raise
-                self.step = _newest(self.run)
+                self.step = newest
         raise ConfigError(f"{self.run}: deletes checkpoints faster than they are read; stop it, "
                           f"or raise checkpoint_every or checkpoint_keep")
 
