@@ -12,8 +12,8 @@ modelled: a loop reads its constants in every round.
 All is summed over the devices: a `shard_map` counts once for each part of the mesh that it is
 manual over. Attention reads every allocated slot, whatever is filled: the largest branch of a
 conditional counts. A kernel counts by its CostEstimate; JAX's causal attention, which has none, by
-the products in its body and the blocks that it visits. A Pallas kernel that can be counted by
-neither is an error.
+the products in its body and the blocks that it visits. A kernel that can be counted by neither, as
+one that jax-triton calls, is an error.
 """
 
 import math
@@ -239,6 +239,11 @@ def _pallas(counter: _Counter, eqn: Any, values: list[Value]) -> list[Value]:
     return [Value(_size(var)) for var in eqn.outvars]
 
 
+def _not_counted(counter: _Counter, eqn: Any, values: list[Value]) -> list[Value]:
+    raise NotCounted("a Triton program that jax-triton calls says nothing of its work: compile in "
+                     "an environment without jax-triton, where the Pallas kernels are chosen")
+
+
 def _causal(eqn: Any) -> Work:
     """Returns the work of JAX's causal attention, which visits no block above the diagonal.
 
@@ -322,8 +327,9 @@ _ARITHMETIC = {
 Rule = Callable[[_Counter, Any, list[Value]], list[Value]]
 _RULES: dict[str, Rule] = {
     "dot_general": _dot, "scan": _scan, "while": _while, "cond": _cond, "shard_map": _shard_map,
-    "pallas_call": _pallas, "slice": _picked, "dynamic_slice": _picked, "gather": _picked,
-    "dynamic_update_slice": _updated, "optimization_barrier": _free}
+    "pallas_call": _pallas, "triton_kernel_call": _not_counted, "slice": _picked,
+    "dynamic_slice": _picked, "gather": _picked, "dynamic_update_slice": _updated,
+    "optimization_barrier": _free}
 _RULES |= dict.fromkeys(("scatter", "scatter-add", "scatter_add", "scatter_mul", "scatter_min",
                          "scatter_max"), _updated)
 _RULES |= dict.fromkeys(("sort", "top_k", "approx_top_k", "conv_general_dilated", "ffi_call",

@@ -20,13 +20,13 @@ from specrl_kernels.dispatch import Unsupported
 def triton_call(kernel: Any, name: str, grid: tuple[int, ...],
                 outputs: Sequence[jax.ShapeDtypeStruct], inputs: Sequence[jax.Array], *,
                 warps: int, stages: int, interpret: bool,
-                aliases: Mapping[int, int] | None = None,
-                cost: pl.CostEstimate | None = None) -> Sequence[jax.Array]:
+                cost: pl.CostEstimate, aliases: Mapping[int, int] | None = None
+                ) -> Sequence[jax.Array]:
     """Compiles a Pallas kernel by Triton; the default GPU backend differs between JAX versions.
 
     Args:
+      cost: the kernel's work, for whoever counts it.
       aliases: output that has the memory of an input, by the input's number.
-      cost: the kernel's work, for whoever counts it; None: its inputs and outputs once.
 
     Raises:
       Unsupported: this JAX has no Pallas through Triton, which 0.11 calls deprecated.

@@ -27,3 +27,17 @@ def estimate(rows: Rows, caches: Sequence[jax.Array], tree: tuple[jax.Array, jax
         x.size * x.dtype.itemsize for x in (rows.queries, rows.words, *(tree or ()), *outputs))
     return pl.CostEstimate(flops=4 * b * g * queries * e * keys,
                            transcendentals=b * g * queries * keys, bytes_accessed=moved)
+
+
+def joined(parts: Sequence[jax.ShapeDtypeStruct], outputs: Sequence[jax.ShapeDtypeStruct]
+           ) -> pl.CostEstimate:
+    """Returns what joining the partial results of all shares does: each is read and scaled once.
+
+    Args:
+      parts: (maximum, sum, weighted values) of the shares.
+      outputs: what the kernel writes.
+    """
+    highest, _, values = parts
+    return pl.CostEstimate(
+        flops=2 * values.size, transcendentals=highest.size,
+        bytes_accessed=sum(x.size * x.dtype.itemsize for x in (*parts, *outputs)))

@@ -64,7 +64,7 @@ def _attend(rows: Rows, tree: tuple[jax.Array, jax.Array] | None, cache_k: Seque
         out = call(functools.partial(_join, tile=config.tile, whole=whole), "tree_attention_join",
                    (g * padded // gpu.JOIN_QUERIES, b), joined,
                    [shares.first, shares.count, live, *out], stages=1,
-                   aliases={3: 0} if whole else None)
+                   aliases={3: 0} if whole else None, cost=cost.joined(outputs[-3:], joined))
     out = [x[:, :, :queries] for x in out]
     return out[0] if whole else Partial(*out)
 
