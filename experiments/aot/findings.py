@@ -20,7 +20,6 @@ from specrl_jax.structs import Json, PyTree, RolloutState
 from . import count, hlo, programs
 from .targets import Target, versions
 
-SHARE = 0.95  # of a device's memory that programs and arrays may fill
 NO_ROOM = "does not fit:"
 
 
@@ -56,7 +55,7 @@ def find(program: Program, run: programs.Run, target: Target, chip: Chip, folder
     work, devices = count.work(traced, loops), run.mesh.devices.size
     counted = {
         "program": program.title, "lowering_seconds": round(lowering, 2),
-        "resident": programs.beside(program, run.resident), "limit": int(SHARE * chip.available),
+        "resident": programs.beside(program, run.resident), "limit": chip.limit,
         "flops": work.flops, "bytes": work.moved, "loops": loops,
         "least_seconds": chip.least_seconds(work.flops / devices, work.moved / devices)}
     path = None if folder is None else folder / f"{key(lowered, target)}.json"

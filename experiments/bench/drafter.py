@@ -27,7 +27,7 @@ from specrl_jax.model.weights import Source
 
 from . import results, tables
 from .hardware import Probes
-from .roofline import BACKWARD, MATRICES, attention_flops, head_params, layer_matmul_params
+from .roofline import BACKWARD, MATRICES, attention_flops, forward_flops
 from .timing import alternate, seconds_of, spread
 
 NEEDS_MODEL = True
@@ -74,9 +74,7 @@ class DrafterWork:
 
     def features(self, arch: EagleArch) -> int:
         """Returns the FLOPs of the actor's forward and its logits of response tokens."""
-        actor = arch.actor
-        products = layer_matmul_params(actor) * self.tokens + head_params(actor) * self.scored
-        return 2 * products + int(attention_flops(actor, self.pairs))
+        return int(forward_flops(arch.actor, self.tokens, self.scored, self.pairs))
 
     def update(self, arch: EagleArch) -> int:
         """Returns the FLOPs of targets, and of drafts forward and backward."""

@@ -15,6 +15,7 @@ from specrl_jax.rl.batch import Batch
 from .hardware import Hardware
 
 BACKWARD = 3  # forward and backward: two more products for each one of the forward pass
+Amount = np.ndarray | float
 MATRICES = ("qkv", "o", "gate_up", "down")
 
 
@@ -54,9 +55,26 @@ def cache_bytes(arch: Architecture, itemsize: int) -> int:
     return itemsize * 2 * arch.num_layers * arch.num_kv_heads * arch.head_dim
 
 
-def attention_flops(arch: Architecture, pairs: np.ndarray | int) -> np.ndarray | int:
+def attention_flops(arch: Architecture, pairs: Amount) -> Amount:
     """Returns the FLOPs of scores and weighted sums of (query, key) pairs, all layers and heads."""
     return 4 * arch.num_layers * arch.num_heads * arch.head_dim * pairs
+
+
+def forward_flops(arch: Architecture, tokens: Amount, scored: Amount, pairs: Amount) -> Amount:
+    """Returns the FLOPs of a forward pass.
+
+    Args:
+      tokens: through the layers.
+      scored: positions whose logits are computed.
+      pairs: (query, key) pairs of their attention.
+    """
+    products = layer_matmul_params(arch) * tokens + head_params(arch) * scored
+    return 2 * products + attention_flops(arch, pairs)
+
+
+def round_bytes(arch: Architecture, itemsize: int, cached: Amount) -> Amount:
+    """Returns the bytes of a round: the weights, and `cached` tokens that it reads or writes."""
+    return weight_bytes(arch, itemsize) + cache_bytes(arch, itemsize) * cached
 
 
 def context_by_round(prompt: np.ndarray, commits: np.ndarray, rounds: np.ndarray
@@ -87,10 +105,9 @@ def rounds_bound(arch: Architecture, hardware: Hardware, rows: np.ndarray, conte
       nodes: mean verified tree nodes per row, root included; 1 is plain decoding.
     """
     tokens = rows * nodes
-    moved = weight_bytes(arch, itemsize) + cache_bytes(arch, itemsize) * (context + tokens)
-    products = 2 * tokens * (layer_matmul_params(arch) + head_params(arch))
-    flops = products + attention_flops(arch, nodes * context + tokens)
-    by_bytes, by_flops = moved / hardware.bandwidth, flops / hardware.peak
+    flops = forward_flops(arch, tokens, tokens, nodes * context + tokens)
+    by_bytes = np.asarray(round_bytes(arch, itemsize, context + tokens) / hardware.bandwidth)
+    by_flops = np.asarray(flops / hardware.peak)
     return Bound(float(np.maximum(by_bytes, by_flops).sum()), float(by_bytes.sum()),
                  float(by_flops.sum()))
 
@@ -105,8 +122,7 @@ class UpdateWork:
 
     def flops(self, arch: Architecture) -> int:
         """Returns the FLOPs of forward and backward, without recomputation."""
-        products = 2 * (layer_matmul_params(arch) * self.tokens + head_params(arch) * self.scored)
-        return BACKWARD * (products + int(attention_flops(arch, self.pairs)))
+        return BACKWARD * int(forward_flops(arch, self.tokens, self.scored, self.pairs))
 
 
 def useful_work(batch: Batch) -> UpdateWork:

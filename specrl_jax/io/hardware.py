@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 GIB = 2**30
+FILLED = 0.95  # of the available memory, by a run that is said to fit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,6 +17,11 @@ class Chip:
     flops: float  # FLOP/s of dense bfloat16 products
     bandwidth: float  # bytes/s of its memory
     available: int  # bytes of its memory that programs and arrays may use
+
+    @property
+    def limit(self) -> int:
+        """Bytes of its memory that a run is planned to fill at most."""
+        return int(FILLED * self.available)
 
     @property
     def platform(self) -> str:

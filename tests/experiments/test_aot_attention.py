@@ -16,7 +16,7 @@ from specrl_kernels import dispatch
 
 from experiments.aot import count, findings
 from experiments.aot.programs import model_of
-from experiments.bench import roofline
+from experiments.bench.planning.work import Model, update_work
 from specrl_jax import sharding
 from specrl_jax.config import load_config, override
 from specrl_jax.model.flash import flash_attention
@@ -102,7 +102,7 @@ def kernels_of(jaxpr: Any) -> list[Any]:
 @pytest.mark.ci
 @pytest.mark.parametrize("remat", ["none", "full"])
 @pytest.mark.parametrize("platform", ["tpu", "gpu"])
-def test_update_counts_parameters_times_tokens_and_attention(
+def test_update_counts_what_a_plan_says(
         platform: str, remat: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The head runs again in the backward pass, with remat or without."""
     (tmp_path / "config.json").write_text(json.dumps({
@@ -121,13 +121,9 @@ def test_update_counts_parameters_times_tokens_and_attention(
     update, = (p for p in policy.programs(config, arch, sharding.make_mesh(config.mesh))
                if p.name == "update")
     found = count.work(update.function.trace(*update.args), findings.loops_of(update))
-    parameters = roofline.layer_matmul_params(arch) + roofline.head_params(arch)
-    passes, again = (8, 2) if remat == "full" else (6, 0)
-    row = 512 + 8192
-    attention = config.sequences * (PRODUCTS["gradient"] + again) / 2 * roofline.attention_flops(
-        arch, row**2 // 2)
-    least = passes * parameters * config.sequences * row + attention
-    assert 0.95 < found.flops / least < 1.10
+    rows, row = config.sequences, 512 + 8192
+    planned = update_work(Model(config, arch), rows * row, rows * row**2 / 2)
+    assert 0.95 < found.flops / planned.flops < 1.10
 
 
 def kernel(body: Callable[..., None], **options: Any) -> Any:

@@ -20,7 +20,6 @@ ROWS, MICRO_BATCHES = (4, 8, 16, 32, 64, 128), (1, 2, 4, 8)
 REMATS = ("none", "dots_with_no_batch_dims_saveable", "full")
 ROLLOUT = ("mesh.data", "mesh.fsdp", "mesh.tensor", "rollout.batch_size", "spec.drafter")
 TIE = 0.01  # layouts whose seconds differ by less are ranked by their memory
-SHARE = 0.95  # of the available memory that may be used
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +63,7 @@ def plan(config: Config, arch: Architecture, machine: Machine, trace: Trace) -> 
     """
     ranked, refused, nearest = [], collections.Counter(), (float("inf"), "")
     simulated: dict[Any, Any] = {}
-    allowed = SHARE * machine.chip.available
+    allowed = machine.chip.limit
     for values in layouts(config, arch, machine.devices):
         try:
             model = Model(override(config, values), arch)

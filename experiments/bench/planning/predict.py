@@ -80,13 +80,14 @@ def step(model: Model, machine: Machine, trace: Trace,
     prompt = config.rollout.max_prompt_tokens / 2
     rollout = (simulated or simulate)(model, machine, trace)
     rows = prompt + lengths
+    tokens, pairs = float(rows.sum()), float((rows**2).sum() / 2)
     done = {
         "prefill": work.prefill_work(model, config.prompts_per_step / model.shards, prompt),
-        "update": work.update_work(model, float(rows.sum()), float((rows**2).sum() / 2)),
+        "update": work.update_work(model, tokens, pairs),
         "publish": work.publish_work(model)}
     if model.drafts and config.distill.when != "off":
-        kept = config.distill.batch / len(lengths)
-        done["drafter"] = work.distill_work(model, float(rows.sum()) * min(kept, 1))
+        kept = min(config.distill.batch / len(lengths), 1)
+        done["drafter"] = work.distill_work(model, kept * tokens, kept * pairs)
     parts = {"rollout": rollout.seconds}
     parts |= {kind: machine.seconds(kind, each) * (config.rl.updates if kind == "update" else 1)
               for kind, each in done.items()}

@@ -23,6 +23,9 @@ from .. import roofline
 FLOAT, HALF = 4, 2
 ADAM = 3 * FLOAT  # master weight and two moments, bytes a parameter
 LOGITS = 2  # copies of a chunk's logits: they and their gradient
+# Forward passes that gradients of attention take beyond BACKWARD: the kernels for queries and for
+# keys and values both compute the scores anew, and the gradients of the weights.
+SCORED_AGAIN = 1.5
 KEPT = {"dots_with_no_batch_dims_saveable": 0.7}  # of the activations of a layer, by learner.remat
 
 
@@ -63,11 +66,6 @@ class Model:
     @property
     def parameters(self) -> int:
         return _count(describe(self.arch))
-
-    @property
-    def multiplied(self) -> int:
-        """Parameters that each token is multiplied with, head included."""
-        return roofline.layer_matmul_params(self.arch) + roofline.head_params(self.arch)
 
     @property
     def head(self) -> Any:
@@ -132,10 +130,8 @@ def round_work(model: Model, rows: int, context: float, nodes: int = 1) -> Work:
       nodes: tree nodes a row, root included; 1 is plain decoding.
     """
     arch, split, tokens = model.arch, model.tensor, rows * nodes
-    moved = roofline.weight_bytes(arch, model.item) + roofline.cache_bytes(arch, model.item) * (
-        context + tokens)
-    flops = 2 * tokens * model.multiplied + float(roofline.attention_flops(
-        arch, int(nodes * context + tokens)))
+    moved = float(roofline.round_bytes(arch, model.item, context + tokens))
+    flops = float(roofline.forward_flops(arch, tokens, tokens, nodes * context + tokens))
     return _over_tensor(model, Work(flops / split, moved / split), tokens, 2)
 
 
@@ -148,9 +144,9 @@ def draft_work(model: Model, rows: int) -> Work:
 def prefill_work(model: Model, prompts: float, length: float) -> Work:
     """Returns the work of prefilling a data shard's `prompts` of `length` tokens."""
     tokens = prompts * length
-    work = Work(2 * tokens * roofline.layer_matmul_params(model.arch) / model.tensor,
-                roofline.weight_bytes(model.arch, model.item) / model.tensor)
-    return _over_tensor(model, work, tokens, 2)
+    flops = float(roofline.forward_flops(model.arch, tokens, 0, tokens * length / 2))
+    moved = float(roofline.round_bytes(model.arch, model.item, tokens))
+    return _over_tensor(model, Work(flops / model.tensor, moved / model.tensor), tokens, 2)
 
 
 def update_work(model: Model, tokens: float, pairs: float) -> Work:
@@ -163,8 +159,9 @@ def update_work(model: Model, tokens: float, pairs: float) -> Work:
     config, arch, split = model.config, model.arch, model.tensor
     passes = roofline.BACKWARD + (config.learner.remat == "full")
     micro = math.ceil(config.sequences / config.learner.micro_batch)
-    flops = passes * (2 * tokens * model.multiplied + float(roofline.attention_flops(
-        arch, int(pairs)))) / (model.shards * split)
+    forward, again = (float(flops) for flops in (
+        roofline.forward_flops(arch, tokens, tokens, pairs), roofline.attention_flops(arch, pairs)))
+    flops = (passes * forward + SCORED_AGAIN * again) / (model.shards * split)
     weights, fsdp, data = model.parameters / split, config.mesh.fsdp, config.mesh.data
     moved = micro * passes * weights * model.item + 7 * FLOAT * weights / fsdp
     # Weights are gathered for each pass, and gradients summed once a micro-batch.
@@ -174,10 +171,10 @@ def update_work(model: Model, tokens: float, pairs: float) -> Work:
     return _over_tensor(model, work, tokens / model.shards, 2 * passes - 2, micro)
 
 
-def distill_work(model: Model, tokens: float) -> Work:
-    """Returns the work of the drafter's features and updates from `tokens` of all shards."""
+def distill_work(model: Model, tokens: float, pairs: float) -> Work:
+    """Returns the work of the drafter's features and updates; see `update_work`."""
     options, shards = model.config.distill, model.shards
-    features = 2 * tokens * roofline.layer_matmul_params(model.arch) / model.tensor
+    features = float(roofline.forward_flops(model.arch, tokens, 0, pairs)) / model.tensor
     teacher = 2 * tokens * roofline.head_params(model.arch)
     learned = roofline.BACKWARD * 2 * tokens * model.drafter_parameters * options.unroll
     return Work((features + options.updates * (teacher + learned)) / shards)
