@@ -7,7 +7,8 @@ import time
 from pathlib import Path
 
 import pytest
-from helpers import ROOT, ends, free_port, start_training
+from helpers import HANGS, ROOT, ends
+from pairs import free_port, run_two, start_two
 
 from specrl_jax.config import ConfigError
 from specrl_jax.io import processes
@@ -17,19 +18,12 @@ from specrl_jax.io.metrics import read_metrics, read_samples
 SIZES = ("--config.mesh.data=2", "--config.spec.drafter=off")
 
 
-def start_two(workdir: Path, *flags: str) -> list[subprocess.Popen]:
-    both = ("--distributed", f"--coordinator=127.0.0.1:{free_port()}", "--processes=2")
-    return [start_training(workdir, *SIZES, *flags, *both, f"--process={i}") for i in range(2)]
-
-
 @pytest.mark.ci
 def test_each_answer_is_judged_once_and_shared(tmp_path: Path) -> None:
     """The reward differs between the processes: judged in both, they would go different ways."""
     run = tmp_path / "run"
-    started = start_two(run, "--config.steps=3",
-                        "--config.reward.terms=('tests.support.rewards:recorded',)")
-    told = ends(started)
-    assert [process.returncode for process in started] == [0, 0], told
+    run_two(run, *SIZES, "--config.steps=3",
+            "--config.reward.terms=('tests.support.rewards:recorded',)")
     calls = [(tmp_path / f"calls.{i}").read_text().count("\n") for i in range(2)]
     samples = list(read_samples(run))
     assert calls == [12, 12] and len(samples) == 24
@@ -41,7 +35,7 @@ def test_each_answer_is_judged_once_and_shared(tmp_path: Path) -> None:
 
 @pytest.mark.ci
 def test_a_reward_that_raises_in_one_process_ends_both(tmp_path: Path) -> None:
-    started = start_two(tmp_path / "run",
+    started = start_two(tmp_path / "run", *SIZES,
                         "--config.reward.terms=('tests.support.rewards:fails_in_process_1',)")
     other, failing = ends(started)
     assert [process.returncode for process in started] == [2, 2]
@@ -54,14 +48,14 @@ def test_a_reward_that_raises_in_one_process_ends_both(tmp_path: Path) -> None:
 @pytest.mark.ci
 def test_sigterm_to_one_process_saves_and_ends_both(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    started = start_two(run, "--config.steps=100000", "--config.checkpoint_every=100000")
+    started = start_two(run, *SIZES, "--config.steps=100000", "--config.checkpoint_every=100000")
     lines = run / "metrics.jsonl"
     while not lines.exists() or lines.read_bytes().count(b"\n") < 2:
         assert all(process.poll() is None for process in started)
         time.sleep(0.05)
     started[1].send_signal(signal.SIGTERM)
     sent = lines.read_bytes().count(b"\n")
-    told = ends(started, 120)
+    told = ends(started)
     assert [process.returncode for process in started] == [130, 130], told
     saved = list_steps(run / "checkpoints")[-1]
     assert saved == len(read_metrics(run)) > 1
@@ -75,11 +69,22 @@ def test_a_process_says_whom_it_waits_for_and_ends(index: int, whom: str) -> Non
     program = ("from specrl_jax.io import processes; processes.SAY_AFTER = 0.3; "
                f"processes.join('127.0.0.1:{free_port()}', 2, {index}, patience=1.0)")
     process = subprocess.run([sys.executable, "-c", program], cwd=ROOT, text=True,
-                             capture_output=True, timeout=120)
+                             capture_output=True, timeout=HANGS)
     said = process.stderr.splitlines()
     assert process.returncode == 2 and len(said) == 2, process.stderr
     assert said[0].startswith(f"waiting for {whom}")
     assert said[1].startswith(f"error: --distributed: {whom}") and "within 1 s" in said[1]
+
+
+def test_no_thread_is_left_when_a_process_ends() -> None:
+    """Python aborts where one is in C++. What is registered first is called last."""
+    program = ("import atexit, threading; atexit.register(lambda: print(threading.enumerate())); "
+               "from specrl_jax.io import processes; processes.POLL = 3600.0; "
+               f"processes.join('127.0.0.1:{free_port()}', 1, 0)")
+    process = subprocess.run([sys.executable, "-c", program], cwd=ROOT, text=True,
+                             capture_output=True, timeout=HANGS)
+    assert process.returncode == 0 and process.stdout.count("Thread") == 2, process  # one, main
+    assert process.stdout.startswith("[<_MainThread(MainThread")
 
 
 @pytest.mark.parametrize("coordinator", ["localhost", "localhost:", "host:port", ""])
@@ -90,9 +95,8 @@ def test_coordinator_without_a_port_is_refused(coordinator: str) -> None:
 
 @pytest.mark.ci
 def test_processes_with_other_flags_end_in_a_line(tmp_path: Path) -> None:
-    both = ("--distributed", f"--coordinator=127.0.0.1:{free_port()}", "--processes=2")
-    started = [start_training(tmp_path / "run", *SIZES, *both, f"--process={i}",
-                              f"--config.seed={i}") for i in range(2)]
+    own = [(f"--config.seed={i}",) for i in range(2)]
+    started = start_two(tmp_path / "run", *SIZES, own=own)
     told = ends(started)
     assert [process.returncode for process in started] == [2, 2], told
     assert any(f"seed = {i}: process {1 - i} has {1 - i}; give all processes the same flags" in
@@ -104,14 +108,14 @@ def test_processes_with_other_flags_end_in_a_line(tmp_path: Path) -> None:
 def test_a_process_ends_soon_after_another_was_killed(killed: int) -> None:
     program = ("from specrl_jax.io import processes; import time; processes.HEARTBEAT = 5; "
                "processes.join('127.0.0.1:{}', 2, {}); print('joined', flush=True); "
-               "time.sleep(600)")
+               "time.sleep(3600)")
     port = free_port()
     started = [subprocess.Popen([sys.executable, "-c", program.format(port, index)], cwd=ROOT,
                                 text=True, stdout=subprocess.PIPE) for index in range(2)]
     try:
         assert [process.stdout.readline() for process in started] == 2 * ["joined\n"]
         started[killed].kill()
-        assert started[1 - killed].wait(60) != 0
+        assert started[1 - killed].wait(HANGS) != 0
     finally:
         for process in started:
             process.kill()

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers import HANGS
 
 from specrl_jax.io.checkpoint import (
     CheckpointError,
@@ -73,7 +74,7 @@ def saved(original, tmp_path):
 
 def names(directory):
     """The entries of a directory, once Orbax has removed what a killed save left behind."""
-    for _ in range(500):
+    for _ in range(100 * HANGS):
         found = sorted(path.name for path in directory.iterdir())
         if not any("tmp" in name for name in found):
             break
