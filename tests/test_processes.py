@@ -7,13 +7,17 @@ import time
 from pathlib import Path
 
 import pytest
-from helpers import HANGS, ROOT, ends
+from helpers import HANGS, ROOT, ends, run_training
 from pairs import free_port, run_two, start_two
+from same_runs import assert_same_runs
 
 from specrl_jax.config import ConfigError
 from specrl_jax.io import processes
 from specrl_jax.io.checkpoint import list_steps
 from specrl_jax.io.metrics import read_metrics, read_samples
+from specrl_jax.model import tiny
+from specrl_jax.model.export import export
+from specrl_jax.model.tensors import pack
 
 SIZES = ("--config.mesh.data=2", "--config.spec.drafter=off")
 
@@ -31,6 +35,20 @@ def test_each_answer_is_judged_once_and_shared(tmp_path: Path) -> None:
     assert [row["reward/mean"] for row in read_metrics(run)] == pytest.approx(
         [sum(s["reward"] for s in samples if s["step"] == step) / 8 for step in range(3)])
     assert all(row["compilations"] == 0 for row in read_metrics(run))
+
+
+@pytest.mark.ci
+def test_processes_choose_prompts_and_baselines_as_one_does(tmp_path: Path) -> None:
+    """Each judges half of a rollout, so that none knows all pass rates by itself. A sum of two
+    devices has one value in any order: weights are equal bit by bit."""
+    flags = (*SIZES, "--config.steps=3", "--config.rl.filter=dynamic",
+             "--config.rl.curriculum=pass_rate", "--config.rl.advantage=greedy_baseline",
+             "--config.rl.loss=reinforce", "--config.reward.terms=('rewards:starts_even',)")
+    run_two(tmp_path / "two", *flags)
+    run_training(tmp_path / "one", *flags, devices=2)
+    assert_same_runs(tmp_path / "one", tmp_path / "two", 3,
+                     ("actor", "optimizer", "history", "prompts"))
+    assert max(row["rollout/batches"] for row in read_metrics(tmp_path / "two")) > 1
 
 
 @pytest.mark.ci
@@ -94,13 +112,20 @@ def test_coordinator_without_a_port_is_refused(coordinator: str) -> None:
 
 
 @pytest.mark.ci
-def test_processes_with_other_flags_end_in_a_line(tmp_path: Path) -> None:
-    own = [(f"--config.seed={i}",) for i in range(2)]
+@pytest.mark.parametrize("field, values, words", [
+    ("seed", "01", "seed = {0}: process {1} has {1}; give all processes the same flags"),
+    ("model.path", "ab", "model.path = '{0}': process {1} has others there (weights)")])
+def test_processes_that_differ_end_in_a_line(
+        tmp_path: Path, field: str, values: str, words: str) -> None:
+    for name in values if field == "model.path" else "":
+        weights = pack(tiny.TINY, tiny.random_tensors(tiny.TINY, seed=ord(name)))
+        export(tmp_path / name, tiny.TINY, weights, tiny.byte_tokenizer())
+    own = [(f"--config.{field}={value}",) for value in values]
     started = start_two(tmp_path / "run", *SIZES, own=own)
     told = ends(started)
     assert [process.returncode for process in started] == [2, 2], told
-    assert any(f"seed = {i}: process {1 - i} has {1 - i}; give all processes the same flags" in
-               told[i] for i in range(2)) and "Traceback" not in told[0] + told[1]
+    assert any(words.format(values[i], f"{1 - i}") in told[i] for i in range(2))
+    assert "Traceback" not in told[0] + told[1]
 
 
 @pytest.mark.ci
