@@ -72,7 +72,7 @@ def metrics_page() -> str:
              "This page lists every metric. Each line of `metrics.jsonl` has those of one step; "
              "TensorBoard shows those that are numbers. A `*` stands for a name. The last two "
              "columns give the metric of [TRL](https://github.com/huggingface/trl)'s GRPO trainer "
-             "and of [verl](https://github.com/volcengine/verl) that means the same.", "",
+             "and of [verl](https://github.com/verl-project/verl) that means the same.", "",
              "Does speculation pay? `time/saved` is the answer of one step, in seconds, and "
              "`time/speculation_net` the running sum after what the drafter costs, for a drafter "
              "with weights: positive means faster than plain decoding. "

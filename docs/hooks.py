@@ -16,6 +16,8 @@ PAGES = {  # path in the repository -> in the site
     "README.md": "index.md", "CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md",
     "SECURITY.md": "security.md", "experiments/LOG.md": "log.md", "kernels/README.md": "kernels.md"}
 HOMES = {uri: path for path, uri in PAGES.items()}
+# docs/check.py reads when to run a block from its title; a reader wants what it takes.
+TITLE = re.compile(r'^(```\w+ title=")(?:full|by hand): ', re.M)
 LINK = re.compile(r"(?<!`)(!?)\[([^\[\]]*(?:\[[^\[\]]*\][^\[\]]*)*)\]\(([^()\s#:]+)(#[^()\s]*)?\)")
 
 
@@ -32,7 +34,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Returns the page with links as the site has them."""
+    """Returns the page with links and titles of blocks as the site has them."""
     uri = page.file.src_uri
 
     def rewrite(match: re.Match[str]) -> str:
@@ -43,7 +45,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         there = os.path.relpath(site_uri(target), os.path.dirname(uri) or ".")
         return f"{image}[{text}]({there}{anchor or ''})"
 
-    return LINK.sub(rewrite, markdown)
+    return TITLE.sub(r"\1", LINK.sub(rewrite, markdown))
 
 
 def links(file: File) -> set[str]:

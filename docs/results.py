@@ -20,8 +20,9 @@ import numpy as np
 IMAGES = Path(__file__).resolve().parent / "images"
 RESULTS = IMAGES.parents[1] / "experiments" / "results"
 STYLE = {"svg.hashsalt": "specrl_jax", "svg.fonttype": "none", "font.size": 11,
-         "font.family": "sans-serif", "figure.facecolor": "#f6f7f9", "axes.facecolor": "#f6f7f9",
-         "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False}
+         "font.family": "sans-serif", "axes.titlesize": 11, "figure.facecolor": "#f6f7f9",
+         "axes.facecolor": "#f6f7f9", "axes.spines.top": False,
+         "axes.spines.right": False, "legend.frameon": False}
 BLUE, LIGHT, GREY, ORANGE, GREEN, PURPLE = (
     "#2166ac", "#67a3d4", "#8a94a0", "#c2571a", "#3b8a4d", "#7a4fa3")
 COLORS = (BLUE, ORANGE, GREEN, PURPLE, LIGHT, "#b59a1d", "#3a3a3a")
@@ -145,11 +146,11 @@ def losses(figure: plt.Figure) -> None:
     differences(left, read("staleness_losses"), "forward_kl", {
         "reward_weighted_kl": "reward-weighted KL (ReSpec)",
         "advantage_weighted_kl": "advantage-weighted KL", "e2e_tv": "end-to-end TV", "lk": "LK",
-        "tv": "TV", "jsd": "JSD"}, "against forward KL (Fig. 10)")
+        "tv": "TV", "jsd": "JSD"}, "against forward KL")
     differences(right, read("staleness_intervals"), "every_1", {
         "late_1": "every step, one step late", "every_3": "every 3 steps",
         "every_5": "every 5 steps", "late_5": "every 5 steps, late"},
-        "against every step (Fig. 15)")
+        "against every step")
 
 
 def steps(figure: plt.Figure) -> None:

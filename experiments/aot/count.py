@@ -132,6 +132,8 @@ class _Counter:
 
 def _fused(counter: _Counter, eqn: Any, values: list[Value]) -> list[Value]:
     """Element-wise work, reductions and views: done where the result is used."""
+    if _is_reshape(eqn) and values[0].reads is None:
+        return [values[0]]
     name, reads = eqn.primitive.name, frozenset()
     for value in values:
         small = value.reads is None and value.size <= SMALL
@@ -148,6 +150,12 @@ def _fused(counter: _Counter, eqn: Any, values: list[Value]) -> list[Value]:
         for value in out:
             counter.store(value)
     return out
+
+
+def _is_reshape(eqn: Any) -> bool:
+    """Returns whether an operation gives an array another shape and moves none of its bytes."""
+    return eqn.primitive.name in _RESHAPES and (
+        eqn.invars[0].aval.size == eqn.outvars[0].aval.size)
 
 
 def _dot(counter: _Counter, eqn: Any, values: list[Value]) -> list[Value]:
@@ -316,6 +324,7 @@ def _size(var: Any) -> float:
 
 
 _LOOPS = ("scan", "while", "cond")
+_RESHAPES = ("reshape", "squeeze", "expand_dims", "broadcast_in_dim")
 _VIEWS = ("reshape", "transpose", "convert_element_type", "squeeze", "expand_dims", "copy",
           "broadcast_in_dim", "rev", "bitcast_convert_type", "sharding_constraint", "copy_p")
 _ARITHMETIC = {

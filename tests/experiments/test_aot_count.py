@@ -161,7 +161,8 @@ def test_kernel_counts_by_its_estimate(
     found = count.work(traced)
     least = 2 * 2 * rows * heads * size * slots
     assert found.flops > 2 * nodes * least / 2
-    assert least < found.moved < (1.4 if config else 4) * least  # the TPU kernel adds a layer axis
+    copied = 0 if config else least  # the values, which the TPU kernel reads transposed
+    assert least + copied < found.moved < 1.4 * least + copied
 
 
 def test_program_of_jax_triton_is_refused() -> None:

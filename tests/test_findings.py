@@ -1,0 +1,130 @@
+"""The figures of docs/findings.md are those of the committed results that it links to."""
+
+import json
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.test_docs import DOCS, RESULTS, script
+
+results: ModuleType = script("results")
+PAGE = " ".join((DOCS / "findings.md").read_text(encoding="utf-8").split())
+MODES = {"frozen": "frozen", "every_step": "every step", "every_5": "every 5 steps",
+         "once": "once, before RL", "trigger": "on a trigger", "overlap": "one step late"}
+BUGS = {"rejection": "rejection", "lossy_greedy": "greedy at temperature 0.5",
+        "lossy_default_sampling": "the engine's default sampling settings",
+        "lossy_accept_all": "accepts everything",
+        "lossy_shared_noise": "noise shared with `u < p/q`",
+        "lossy_retrospective": "truncation that looks at the drafts"}
+LOSSES = {"jsd": "JSD", "tv": "TV", "lk": "LK", "e2e_tv": "end-to-end TV",
+          "reward_weighted_kl": "reward weighting moved acceptance by",
+          "advantage_weighted_kl": "Weighting by advantage:"}
+INTERVALS = {"late_1": "one step late moves acceptance by", "every_3": "every third step by",
+             "every_5": "every fifth by", "late_5": "every fifth and late by"}
+
+
+def interval(values: Any, digits: int = 2, sign: str = "") -> str:
+    """Returns mean (low .. high) as the page writes it."""
+    mean, low, high = (round(float(value), digits) + 0.0 for value in values)
+    return f"{mean:{sign}.{digits}f} ({low:.{digits}f} .. {high:.{digits}f})"
+
+
+def staleness() -> Iterator[str]:
+    summary = results.read("staleness_modes")["summary"]
+    for arm, name in MODES.items():
+        s = summary[arm]
+        yield (f"| {name} | {interval(s['acceptance_end'])} | {s['spent_seconds'][0]:.1f} | "
+               f"{s['saved_seconds'][0]:.1f} | {interval(s['net_seconds'], 1)} |")
+    watched, trained = summary["watched"], summary["every_step"]["over_frozen"]
+    mean, low, high = watched["unexplained_end"]
+    yield f"brought {interval((-mean, -high, -low))} more"
+    yield f"the {interval(trained['acceptance_end'])} that a trained head has more"
+    yield (f"entropy falls from {watched['entropy_begin'][0]:.2f} to "
+           f"{watched['entropy_end'][0]:.2f} nats")
+    yield (f"a frozen head rises from {watched['acceptance_begin'][0]:.2f} to "
+           f"{watched['acceptance_end'][0]:.2f}")
+
+
+def bugs() -> Iterator[str]:
+    for arm, name in BUGS.items():
+        summary = results.read("staleness_bugs")["summary"][arm]
+        yield (f"| {name} | {interval(summary['over_plain']['reward_mean'], sign='+')} | "
+               f"{summary['reward_end'][0]:.2f} |")
+
+
+def paired(result: str, base: str, arms: dict[str, str], sign: str) -> Iterator[str]:
+    data = results.read(result)
+    reference = results.curves(data, base, "acceptance").mean(1)
+    for arm, name in arms.items():
+        values = results.curves(data, arm, "acceptance").mean(1) - reference
+        error = values.std(ddof=1) / np.sqrt(len(values)) * results.T_5
+        mean = values.mean()
+        yield f"{name} {interval((mean, mean - error, mean + error), 3, sign)}"
+
+
+def gain() -> Iterator[str]:
+    result = results.read("bench_speculation_budget_cpu")["adapting"]
+    paper, ours = result["paper"]["geometric"], result["eagle"]["geometric"]
+    for kind, name in {"best static": "one best setting", "best static or off":
+                       "one setting, or off", "per load": "best setting of each load"}.items():
+        here = interval([ours[kind][x] for x in ("speed", "low", "high")])
+        yield f"| {name} | {paper[kind]['speed']:.2f} | {here} |"
+    here = interval([ours["budget"][x] for x in ("speed", "low", "high")])
+    yield f"| `budget`, round by round | | {here} |"
+    rows = [x for x in result["eagle"]["break_even"].values() if x]
+    h100 = result["paper"]["break_even"].values()
+    yield (f"an H100 gains up to {min(h100):.0f} to {max(h100):.0f} rows, and two CPU cores "
+           f"up to {min(rows):.1f} to {max(rows):.1f}")
+
+
+def steps() -> Iterator[str]:
+    runs = results.read("staleness_smollm2_turns")["cases"]["0"]
+    total = {(arm, x): sum(runs[arm][x]) for arm in runs for x in ("seconds", "rollout_seconds")}
+    rollouts, frozen, trained = (total["plain", x] / total[arm, x] for arm, x in (
+        ("frozen", "rollout_seconds"), ("frozen", "seconds"), ("every_5", "seconds")))
+    yield (f"Rollouts {rollouts:.2f} times and steps {frozen:.2f} times as fast with a frozen "
+           f"head, {trained:.2f} with one that trains")
+    arms = results.read("bench_speculation_gsm8k_1600_1_cpu")["cases"]["1"]["arms"]
+    history, eagle, merge = (f"{arms[f'{name} 4x2x8']['speedup']['median']:.2f}"
+                             for name in ("history", "eagle", "merge"))
+    yield f"`history` alone gains {history}, the head alone {eagle}, both together {merge}"
+
+
+def controller() -> Iterator[str]:
+    summary = results.read("bench_controller_small")["summary"]
+    budget, respec, bandit, heavy = (
+        interval([part[x] for x in ("ratio", "low", "high")], 3) for part in (
+            summary["budget"], summary["respec"], summary["bandit"],
+            summary["heavy_useful"]["budget"]))
+    yield f"{budget} over {summary['budget']['cells']} small cells"
+    yield f"`respec`, the paper's kind, {respec}; a bandit {bandit}"
+    yield f"it has {heavy} of the one best setting"
+
+
+def compilers() -> Iterator[str]:
+    moved = [json.loads(file.read_text(encoding="utf-8"))["round_bytes"]
+             for file in RESULTS.glob("compile_*.json")]
+    plain = [x["plain"] / x["least"] for x in moved]
+    wide = [x["verified"] / x["plain"] for x in moved]
+    yield (f"moves {min(plain):.2f} to {max(plain):.2f} times the bytes that it must, and one "
+           f"that verifies 8 nodes a row {min(wide):.2f} to {max(wide):.2f} times")
+    settings = results.read("gpu_rollouts_gpu")["cases"]["Qwen2.5-0.5B, 1 rows"]["settings"]
+    speed = {name: round(x["tokens_per_second"]) for name, x in settings.items()}
+    off = [x for name, x in speed.items() if name.startswith("off")]
+    drafted = [x for name, x in speed.items() if name.startswith("replay")]
+    yield (f"{min(drafted):,} to {max(drafted):,} tokens/s against {min(off):,} to {max(off):,}")
+    bound = [x["over_bound"] for name, x in settings.items() if name.startswith("off")]
+    yield f"took {min(bound):.0f} to {max(bound):.0f} times their bound"
+
+
+FIGURES = [*gain(), *staleness(), *bugs(), *paired("staleness_losses", "forward_kl", LOSSES, "+"),
+           *paired("staleness_intervals", "every_1", INTERVALS, ""), *steps(), *controller(),
+           *compilers()]
+
+
+@pytest.mark.parametrize("figure", FIGURES, ids=lambda figure: figure[:30])
+def test_figure_on_the_page_is_its_results(figure: str) -> None:
+    assert figure in PAGE
