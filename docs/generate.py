@@ -25,6 +25,10 @@ from specrl_jax.io.metric_names import METRICS, RENAMED_METRICS
 DOCS = Path(__file__).resolve().parent
 RESULTS = DOCS.parent / "experiments" / "results"
 NOTE = "<!-- Written by docs/generate.py: change the help in the code and run it. -->"
+SECTIONS = {  # of the metrics' page, by the part before the "/" of the first metric of each
+    "step": "Step and reward", "loss": "Learning", "response": "Responses, rollouts and drafts",
+    "control": "The controller", "eval": "Evaluation", "time": "Time",
+    "memory": "Memory, programs and versions", "drafter": "The drafter's health and training"}
 
 
 def pages() -> dict[str, str]:
@@ -84,9 +88,12 @@ def metrics_page() -> str:
              "`time/speculation_net` the running sum after what the drafter costs, for a drafter "
              "with weights: positive means faster than plain decoding. "
              "`rollout/accept_length` says how many tokens a row gains in a round, not how long "
-             "the round is.", "",
-             "| metric | unit | meaning | TRL | verl |", "| --- | --- | --- | --- | --- |"]
+             "the round is."]
+    titles = dict(SECTIONS)
     for m in METRICS:
+        if title := titles.pop(m.name.partition("/")[0], ""):
+            lines += ["", f"## {title}", "", "| metric | unit | meaning | TRL | verl |",
+                      "| --- | --- | --- | --- | --- |"]
         lines.append(_row(f"`{m.name}`", m.unit, m.help, _code(m.trl), _code(m.verl)))
     return "\n".join([*lines, "", "## Renamed metrics", "", *_renamed(RENAMED_METRICS), ""])
 
