@@ -10,8 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from absl import flags
 from helpers import micro_config, micro_trainer
 
+from experiments import config_flags
 from experiments.aot import compiling, findings, hlo, programs, tables, targets, worker
 from specrl_jax.config import Config, ConfigError, as_dict, load_config, override
 from specrl_jax.io.compilation import Compiler, Program
@@ -329,12 +331,19 @@ def test_copied_cache_is_a_failure() -> None:
 # The command.
 
 
-def test_target_picks_from_the_table_of_a_preset() -> None:
-    argv = ["compile_for.py", "--config=qwen2_5_0_5b", "--target=v5e:4x4", "--config.seed=1"]
-    assert targets.with_target(argv) == [
-        argv[0], "--config=qwen2_5_0_5b:v5e_4x4", *argv[2:]]
-    other = ["compile_for.py", "--config=tiny", "--target=v5e:4x4"]
-    assert targets.with_target(other) == other
+@pytest.mark.parametrize("given,config", [
+    ("--config=qwen2_5_7b --target=v6e:4x4", "qwen2_5_7b:v6e_4x4"),
+    ("--config qwen2_5_7b -target v6e:4x4", "qwen2_5_7b:v6e_4x4"),
+    ("--target=v6e:4x4 --config=qwen2_5_7b:dapo", "qwen2_5_7b:dapo,v6e_4x4"),
+    ("--config=qwen2_5_7b:v5p:4x4x4 --target=v6e:4x4", "qwen2_5_7b:v5p:4x4x4"),
+    ("--config=tiny --target=v6e:4x4", "tiny")])
+def test_target_picks_from_the_table_of_a_preset(given: str, config: str) -> None:
+    argv = targets.with_target(["compile_for.py", *given.split(), "--config.seed=1"])
+    flag_values = flags.FlagValues()
+    flags.DEFINE_string("target", None, "", flag_values=flag_values)
+    config_flags.define(argv, flag_values)
+    assert flag_values(argv) == ["compile_for.py"]
+    assert config_flags.parsed(flag_values)[0] == load_config(config, seed=1)
 
 
 @pytest.mark.parametrize("file", ["experiments/compile_for.py", "docs/compile_for.md"])
