@@ -7,29 +7,27 @@ import time
 from pathlib import Path
 
 import pytest
-from helpers import ROOT, ends, free_port, start_training
+from helpers import HANGS, ROOT, ends, run_training
+from pairs import free_port, run_two, start_two
+from same_runs import assert_same_runs
 
 from specrl_jax.config import ConfigError
 from specrl_jax.io import processes
 from specrl_jax.io.checkpoint import list_steps
 from specrl_jax.io.metrics import read_metrics, read_samples
+from specrl_jax.model import tiny
+from specrl_jax.model.export import export
+from specrl_jax.model.tensors import pack
 
 SIZES = ("--config.mesh.data=2", "--config.spec.drafter=off")
-
-
-def start_two(workdir: Path, *flags: str) -> list[subprocess.Popen]:
-    both = ("--distributed", f"--coordinator=127.0.0.1:{free_port()}", "--processes=2")
-    return [start_training(workdir, *SIZES, *flags, *both, f"--process={i}") for i in range(2)]
 
 
 @pytest.mark.ci
 def test_each_answer_is_judged_once_and_shared(tmp_path: Path) -> None:
     """The reward differs between the processes: judged in both, they would go different ways."""
     run = tmp_path / "run"
-    started = start_two(run, "--config.steps=3",
-                        "--config.reward.terms=('tests.support.rewards:recorded',)")
-    told = ends(started)
-    assert [process.returncode for process in started] == [0, 0], told
+    run_two(run, *SIZES, "--config.steps=3",
+            "--config.reward.terms=('tests.support.rewards:recorded',)")
     calls = [(tmp_path / f"calls.{i}").read_text().count("\n") for i in range(2)]
     samples = list(read_samples(run))
     assert calls == [12, 12] and len(samples) == 24
@@ -40,8 +38,22 @@ def test_each_answer_is_judged_once_and_shared(tmp_path: Path) -> None:
 
 
 @pytest.mark.ci
+def test_processes_choose_prompts_and_baselines_as_one_does(tmp_path: Path) -> None:
+    """Each judges half of a rollout, so that none knows all pass rates by itself. A sum of two
+    devices has one value in any order: weights are equal bit by bit."""
+    flags = (*SIZES, "--config.steps=3", "--config.rl.filter=dynamic",
+             "--config.rl.curriculum=pass_rate", "--config.rl.advantage=greedy_baseline",
+             "--config.rl.loss=reinforce", "--config.reward.terms=('rewards:starts_even',)")
+    run_two(tmp_path / "two", *flags)
+    run_training(tmp_path / "one", *flags, devices=2)
+    assert_same_runs(tmp_path / "one", tmp_path / "two", 3,
+                     ("actor", "optimizer", "history", "prompts"))
+    assert max(row["rollout/batches"] for row in read_metrics(tmp_path / "two")) > 1
+
+
+@pytest.mark.ci
 def test_a_reward_that_raises_in_one_process_ends_both(tmp_path: Path) -> None:
-    started = start_two(tmp_path / "run",
+    started = start_two(tmp_path / "run", *SIZES,
                         "--config.reward.terms=('tests.support.rewards:fails_in_process_1',)")
     other, failing = ends(started)
     assert [process.returncode for process in started] == [2, 2]
@@ -54,14 +66,14 @@ def test_a_reward_that_raises_in_one_process_ends_both(tmp_path: Path) -> None:
 @pytest.mark.ci
 def test_sigterm_to_one_process_saves_and_ends_both(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    started = start_two(run, "--config.steps=100000", "--config.checkpoint_every=100000")
+    started = start_two(run, *SIZES, "--config.steps=100000", "--config.checkpoint_every=100000")
     lines = run / "metrics.jsonl"
     while not lines.exists() or lines.read_bytes().count(b"\n") < 2:
         assert all(process.poll() is None for process in started)
         time.sleep(0.05)
     started[1].send_signal(signal.SIGTERM)
     sent = lines.read_bytes().count(b"\n")
-    told = ends(started, 120)
+    told = ends(started)
     assert [process.returncode for process in started] == [130, 130], told
     saved = list_steps(run / "checkpoints")[-1]
     assert saved == len(read_metrics(run)) > 1
@@ -75,11 +87,22 @@ def test_a_process_says_whom_it_waits_for_and_ends(index: int, whom: str) -> Non
     program = ("from specrl_jax.io import processes; processes.SAY_AFTER = 0.3; "
                f"processes.join('127.0.0.1:{free_port()}', 2, {index}, patience=1.0)")
     process = subprocess.run([sys.executable, "-c", program], cwd=ROOT, text=True,
-                             capture_output=True, timeout=120)
+                             capture_output=True, timeout=HANGS)
     said = process.stderr.splitlines()
     assert process.returncode == 2 and len(said) == 2, process.stderr
     assert said[0].startswith(f"waiting for {whom}")
     assert said[1].startswith(f"error: --distributed: {whom}") and "within 1 s" in said[1]
+
+
+def test_no_thread_is_left_when_a_process_ends() -> None:
+    """Python aborts where one is in C++. What is registered first is called last."""
+    program = ("import atexit, threading; atexit.register(lambda: print(threading.enumerate())); "
+               "from specrl_jax.io import processes; processes.POLL = 3600.0; "
+               f"processes.join('127.0.0.1:{free_port()}', 1, 0)")
+    process = subprocess.run([sys.executable, "-c", program], cwd=ROOT, text=True,
+                             capture_output=True, timeout=HANGS)
+    assert process.returncode == 0 and process.stdout.count("Thread") == 2, process  # one, main
+    assert process.stdout.startswith("[<_MainThread(MainThread")
 
 
 @pytest.mark.parametrize("coordinator", ["localhost", "localhost:", "host:port", ""])
@@ -89,14 +112,20 @@ def test_coordinator_without_a_port_is_refused(coordinator: str) -> None:
 
 
 @pytest.mark.ci
-def test_processes_with_other_flags_end_in_a_line(tmp_path: Path) -> None:
-    both = ("--distributed", f"--coordinator=127.0.0.1:{free_port()}", "--processes=2")
-    started = [start_training(tmp_path / "run", *SIZES, *both, f"--process={i}",
-                              f"--config.seed={i}") for i in range(2)]
+@pytest.mark.parametrize("field, values, words", [
+    ("seed", "01", "seed = {0}: process {1} has {1}; give all processes the same flags"),
+    ("model.path", "ab", "model.path = '{0}': process {1} has others there (weights)")])
+def test_processes_that_differ_end_in_a_line(
+        tmp_path: Path, field: str, values: str, words: str) -> None:
+    for name in values if field == "model.path" else "":
+        weights = pack(tiny.TINY, tiny.random_tensors(tiny.TINY, seed=ord(name)))
+        export(tmp_path / name, tiny.TINY, weights, tiny.byte_tokenizer())
+    own = [(f"--config.{field}={value}",) for value in values]
+    started = start_two(tmp_path / "run", *SIZES, own=own)
     told = ends(started)
     assert [process.returncode for process in started] == [2, 2], told
-    assert any(f"seed = {i}: process {1 - i} has {1 - i}; give all processes the same flags" in
-               told[i] for i in range(2)) and "Traceback" not in told[0] + told[1]
+    assert any(words.format(values[i], f"{1 - i}") in told[i] for i in range(2))
+    assert "Traceback" not in told[0] + told[1]
 
 
 @pytest.mark.ci
@@ -104,14 +133,14 @@ def test_processes_with_other_flags_end_in_a_line(tmp_path: Path) -> None:
 def test_a_process_ends_soon_after_another_was_killed(killed: int) -> None:
     program = ("from specrl_jax.io import processes; import time; processes.HEARTBEAT = 5; "
                "processes.join('127.0.0.1:{}', 2, {}); print('joined', flush=True); "
-               "time.sleep(600)")
+               "time.sleep(3600)")
     port = free_port()
     started = [subprocess.Popen([sys.executable, "-c", program.format(port, index)], cwd=ROOT,
                                 text=True, stdout=subprocess.PIPE) for index in range(2)]
     try:
         assert [process.stdout.readline() for process in started] == 2 * ["joined\n"]
         started[killed].kill()
-        assert started[1 - killed].wait(60) != 0
+        assert started[1 - killed].wait(HANGS) != 0
     finally:
         for process in started:
             process.kill()

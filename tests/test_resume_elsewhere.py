@@ -9,7 +9,8 @@ from typing import Any
 
 import jax
 import pytest
-from helpers import ROOT, ends, free_port, micro_config, run_training, start_training, xla_flags
+from helpers import ROOT, ends, micro_config, run_training, start_training, xla_flags
+from pairs import run_two
 
 from specrl_jax.config import LearnerConfig, MeshConfig, RolloutConfig
 from specrl_jax.io.metrics import read_metrics, read_samples
@@ -65,11 +66,7 @@ def test_run_goes_on_on_any_mesh_with_the_same_tokens(
     resume(run, 2, *invariant)
     told = resume(run, 4, *invariant, *mesh(data=8), devices=8)
     assert "resuming with mesh.data = 8 (was 1): tokens stay equal" in told
-    both = ("--distributed", f"--coordinator=127.0.0.1:{free_port()}", "--processes=2")
-    started = [start_training(run, *invariant, "--config.steps=6", *mesh(data=2, fsdp=2), *both,
-                              f"--process={i}", devices=2) for i in range(2)]
-    told = "".join(ends(started))
-    assert [process.returncode for process in started] == [0, 0], told
+    run_two(run, *invariant, "--config.steps=6", *mesh(data=2, fsdp=2), devices=2)
     resume(run, 8, *invariant)
     assert tokens(run) == tokens(whole) and len(tokens(run)) == 8 * 16
     assert losses(run) == pytest.approx(losses(whole), rel=1e-3, abs=1e-6)

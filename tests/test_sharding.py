@@ -1,6 +1,5 @@
 """A mesh changes where things lie, not what is computed."""
 
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,11 @@ from helpers import (
     micro_trainer,
     moments,
     run_training,
-    start_training,
     streams,
     tiny_arch,
     tiny_params,
 )
+from pairs import run_two
 
 from specrl_jax import sharding
 from specrl_jax.config import ConfigError, MeshConfig, RolloutConfig
@@ -111,24 +110,12 @@ def test_mesh_chooses_prompts_and_baselines_as_one_device_does() -> None:
 @pytest.mark.ci
 def test_two_processes_write_what_one_does(tmp_path: Path) -> None:
     """Over loopback, two devices each; rows are refilled and compacted in every shard."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     flags = ("--config.mesh.data=4", "--config.prompts_per_step=8", "--config.group_size=4",
              "--config.learner.micro_batch=32", "--config.rollout.batch_size=16",
              "--config.steps=2", "--config.eval.every=2", "--config.eval.examples=6",
              "--config.reward.terms=('digit_fraction','rewards:distinct')",
              "--config.reward.weights=(1.0,0.5)")
-    both = ("--distributed", f"--coordinator=127.0.0.1:{port}", "--processes=2")
-    processes = [start_training(tmp_path / "two", *flags, *both, f"--process={i}", devices=2)
-                 for i in range(2)]
-    try:
-        for process in processes:
-            _, err = process.communicate(timeout=400)
-            assert process.returncode == 0, err
-    finally:
-        for process in processes:
-            process.kill()
+    run_two(tmp_path / "two", *flags, devices=2)
     run_training(tmp_path / "one", *flags, devices=4)
     one, two = (list(read_samples(tmp_path / name)) for name in ("one", "two"))
     assert len(one) == 64 and one == two

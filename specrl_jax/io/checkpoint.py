@@ -12,7 +12,6 @@ and `checksums.json`.
 
 import contextlib
 import json
-import logging
 import shutil
 import sys
 import time
@@ -33,7 +32,6 @@ from specrl_jax.io.orbax_setup import (
     array_handler,
     literal,
     quiet_orbax,
-    retrieved,
 )
 from specrl_jax.io.places import writing
 from specrl_jax.structs import Json, PyTree
@@ -123,7 +121,7 @@ class Checkpoints:
             preservation_policy=self._preserved, cleanup_tmp_directories=True,
             enable_async_checkpointing=False, temporary_path_class=ChecksummedPath)
         with contextlib.ExitStack() as stack:
-            stack.enter_context(quiet_orbax())
+            self._failed = stack.enter_context(quiet_orbax())
             handlers, arrays = ocp.handlers.DefaultCheckpointHandlerRegistry(), array_handler()
             handlers.add("state", ocp.args.PyTreeSave, arrays)
             handlers.add("state", ocp.args.PyTreeRestore, arrays)
@@ -165,7 +163,7 @@ class Checkpoints:
             self._manager.save(step, force=True, args=ocp.args.Composite(
                 state=ocp.args.PyTreeSave(arrays), meta=ocp.args.JsonSave(note)))
         except (OSError, ValueError) as error:
-            logging.getLogger("asyncio").addFilter(retrieved)
+            self._failed()
             for left in self.directory.iterdir():  # makes room at once, not only on the next start
                 if left.name.startswith(f"{step}.") and "orbax-checkpoint-tmp" in left.name:
                     shutil.rmtree(left, ignore_errors=True)

@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from specrl_jax.config import ConfigError
 from specrl_jax.io.files import write_checksums
 
 # Orbax rewrites these two after the checksums are taken; restoring does not read them.
@@ -32,10 +31,11 @@ class ChecksummedPath(ocp.path.atomicity.AtomicRenameTemporaryPath):
 
 
 @contextlib.contextmanager
-def quiet_orbax() -> Iterator[None]:
+def quiet_orbax() -> Iterator[Callable[[], None]]:
     """Drops what Orbax logs and what its threads print; its errors are also raised.
 
-    After an error of Orbax that lasts, since threads of the failed write go on printing.
+    Yields a function to call when a write has failed: then that lasts, since other writes of the
+    same save fail later, after the block, too.
     """
     def keep(record: logging.LogRecord) -> bool:
         return f"{os.sep}orbax{os.sep}" not in record.pathname
@@ -47,21 +47,19 @@ def quiet_orbax() -> Iterator[None]:
     logger, shown = logging.getLogger("absl"), sys.unraisablehook
     logger.addFilter(keep)
     sys.unraisablehook = show
-    lasts = False
-    try:
-        yield
-    except ConfigError as error:
-        lasts = error.__cause__ is not None
-        raise
-    finally:
-        if not lasts:
-            logger.removeFilter(keep)
-            sys.unraisablehook = shown
+    with contextlib.ExitStack() as undo:
+        undo.callback(setattr, sys, "unraisablehook", shown)
+        undo.callback(logger.removeFilter, keep)
+
+        def failed() -> None:
+            undo.pop_all()
+            logging.getLogger("asyncio").addFilter(_retrieved)
+
+        yield failed
 
 
-def retrieved(record: logging.LogRecord) -> bool:
-    """A filter for asyncio's logger: after a write has failed, other writes of the same save fail
-    too, and asyncio prints a traceback for each whenever it is collected."""
+def _retrieved(record: logging.LogRecord) -> bool:
+    """Drops the traceback that asyncio prints for a failed write whenever it is collected."""
     return "exception was never retrieved" not in record.getMessage()
 
 

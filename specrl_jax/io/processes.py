@@ -5,6 +5,7 @@ say for whom. A process that fails tells the others, which then end with its lin
 for it in a collective. Of one that is killed JAX tells them, see docs/guides/pods.md.
 """
 
+import atexit
 import collections
 import contextlib
 import itertools
@@ -21,6 +22,7 @@ from typing import Any, TypeVar
 
 import jax
 from jax._src import distributed  # has no public counterpart; Orbax uses it, too
+from jax.extend.backend import clear_backends
 
 from specrl_jax.config import ConfigError, check
 from specrl_jax.structs import Json
@@ -28,12 +30,14 @@ from specrl_jax.structs import Json
 T = TypeVar("T")
 ENDED = "specrl_jax/ended"  # key of the line that all processes end with
 POLL = 1.0  # seconds between looks at it
-GRACE = 3.0  # seconds that process 0, which hosts the service, leaves the others to read it
+READ = "specrl_jax/read"  # keys of the processes that end with it
+GRACE = 10.0  # seconds that process 0, which hosts the service, waits for them at most
 SAY_AFTER, SAY_EVERY = 5.0, 60.0  # seconds of waiting until a line says for whom
 PATIENCE = 300  # seconds that processes wait for each other to start
 HEARTBEAT = 30  # seconds without a sign of life after which JAX counts a process as dead
 FAILED = 2  # exit status
 NO_MEMORY = "RESOURCE_EXHAUSTED"  # of a device: the fault of no other process
+_ending = threading.Lock()  # held by the thread that ends this process
 _rounds = collections.defaultdict[str, Iterator[int]](itertools.count)  # messages so far, by name
 
 
@@ -67,19 +71,35 @@ def join(coordinator: str | None, processes: int | None, process: int | None,
                           f"--processes and --process where they cannot be found") from error
     finally:
         joined.set()
-    threading.Thread(target=_end_with_the_others, daemon=True).start()
+    left = threading.Event()
+    watching = threading.Thread(target=_end_with_the_others, args=(left,), daemon=True)
+    watching.start()
+    atexit.register(_leave, left, watching)
+
+
+def _leave(left: threading.Event, watching: threading.Thread) -> None:
+    """Shuts JAX down, which waits for the other processes, and then ends the thread that watches
+    them. Were it in C++ when Python ends its threads, that would abort a process that is done."""
+    try:
+        clear_backends()  # first, as JAX does
+        jax.distributed.shutdown()
+    finally:
+        left.set()
+        watching.join()
 
 
 def _say_who_is_missing(joined: threading.Event, patience: float) -> None:
-    began, pause = time.monotonic(), SAY_AFTER
-    while not joined.wait(min(pause, max(began + patience - time.monotonic(), 0))):
-        waited = time.monotonic() - began
-        if waited >= patience:
-            loud(f"error: --distributed: {_missing()} did not come within {patience:.0f} s; start "
-                 f"all processes with the same --coordinator and --processes")
-            os._exit(FAILED)
-        loud(f"waiting for {_missing()}")
-        pause = SAY_EVERY
+    waited = 0.0  # counted in pauses, so that a slow machine says the same
+    while waited < patience:
+        pause = min(SAY_EVERY if waited else SAY_AFTER, patience - waited)
+        if joined.wait(pause):
+            return
+        waited += pause
+        if waited < patience:
+            loud(f"waiting for {_missing()}")
+    loud(f"error: --distributed: {_missing()} did not come within {patience:.0f} s; start "
+         f"all processes with the same --coordinator and --processes")
+    os._exit(FAILED)
 
 
 def _missing() -> str:
@@ -103,23 +123,34 @@ def _client() -> Any:
     return client
 
 
-def _end_with_the_others() -> None:
-    """Ends this process with the line of the one that failed first."""
-    mine = f"process {distributed.global_state.process_id}: "  # asks no backend, which may wait
-    while (client := distributed.global_state.client) is not None:
-        line = mine
+def _end_with_the_others(left: threading.Event) -> None:
+    while not left.wait(POLL):
+        if (client := distributed.global_state.client) is not None:
+            _end_if_told(client)
+
+
+def _end_if_told(client: Any) -> None:
+    """Ends this process with the line of another one that has failed; one thread does."""
+    line = mine = f"process {distributed.global_state.process_id}: "  # asks no backend: it may wait
+    with _ending:
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # nobody has failed
             line = client.key_value_try_get(ENDED)
         if not line.startswith(mine):
             loud(f"error: {line}")
             _let_others_read()
             os._exit(FAILED)  # a normal exit would wait for the others
-        time.sleep(POLL)
 
 
 def _let_others_read() -> None:
-    if distributed.global_state.process_id == 0:
-        time.sleep(GRACE)
+    """Says that this process ends; process 0 waits until all others have said so."""
+    state, client, until = distributed.global_state, _client(), time.monotonic() + GRACE
+    with contextlib.suppress(jax.errors.JaxRuntimeError):  # it is said, or one of them is gone
+        if state.process_id != 0:
+            client.key_value_set(f"{READ}/{state.process_id}", "yes")
+            return
+        for other in range(1, state.num_processes):
+            left = max(until - time.monotonic(), 0.001)
+            client.blocking_key_value_get(f"{READ}/{other}", int(1000 * left))
 
 
 def announce(line: str) -> None:
@@ -141,8 +172,8 @@ def ending_together() -> Iterator[None]:
             raise
         line = " ".join(str(error).split())
         lost = isinstance(error, jax.errors.JaxRuntimeError) and NO_MEMORY not in line
-        if lost:  # a collective lost one of the others
-            time.sleep(2 * POLL)  # if that one has said why, this process has ended by now
+        if lost:  # a collective lost one of the others, which has said why before it ended
+            _end_if_told(_client())
             line = f"another process ended or cannot be reached ({line[:200]})"
         elif not isinstance(error, ConfigError):
             traceback.print_exc()

@@ -1,13 +1,11 @@
 """Evaluation inside a run: it agrees with eval.py, changes no token, and keeps the best."""
 
 import json
-import signal
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import repeatable_metrics, run_training, start_training, with_fields
+from helpers import kill_when, repeatable_metrics, run_training, start_training, with_fields
 
 from specrl_jax.config import Config, ConfigError
 from specrl_jax.evaluation.evaluate import evaluate
@@ -171,11 +169,8 @@ def test_killed_run_evaluates_as_one_that_was_not(tmp_path: Path) -> None:
     run_training(tmp_path / "whole", *flags)
     workdir = tmp_path / "run"
     for goal in (3, 7, 10):
-        process = start_training(workdir, *flags)
-        while process.poll() is None and len(steps_so_far(workdir)) < goal:
-            time.sleep(0.002)
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
+        kill_when(start_training(workdir, *flags),
+                  lambda goal=goal: len(steps_so_far(workdir)) >= goal)
     run_training(workdir, *flags)
     assert repeatable_metrics(workdir) == repeatable_metrics(tmp_path / "whole")
     kept, wanted = (list_steps(run / "checkpoints") for run in (workdir, tmp_path / "whole"))

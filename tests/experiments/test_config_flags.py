@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from absl import flags
-from helpers import ROOT
+from helpers import HANGS, ROOT
 
 from experiments import config_flags
 from specrl_jax.config import Config, ConfigError, as_dict, load_config, preset_names
@@ -42,7 +42,7 @@ def script(tmp_path):
 
     def call(*arguments):
         return subprocess.run([sys.executable, "script.py", *arguments], cwd=tmp_path,
-                              capture_output=True, text=True, timeout=60)
+                              capture_output=True, text=True, timeout=HANGS)
 
     return call
 

@@ -11,7 +11,7 @@ import sys
 import numpy as np
 import pytest
 from absl import flags
-from helpers import ROOT, script_environment
+from helpers import HANGS, ROOT, script_environment
 
 from experiments import config_flags, run_flags
 from specrl_jax.config import ConfigError, SpecOptions, as_dict, override
@@ -192,7 +192,7 @@ def test_ctrl_c_is_no_traceback(interruptible):
         env=script_environment())
     os.read(process.stdout.fileno(), 1)
     process.send_signal(signal.SIGINT)
-    _, error = process.communicate(timeout=60)
+    _, error = process.communicate(timeout=HANGS)
     assert process.returncode == 130 and error.endswith(b"\nstopped\n")
     assert b"Traceback" not in error
 

@@ -11,7 +11,15 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from helpers import ROOT, SMALL, repeatable_metrics, run_training, script_environment
+from helpers import (
+    HANGS,
+    ROOT,
+    SMALL,
+    kill_when,
+    repeatable_metrics,
+    run_training,
+    script_environment,
+)
 
 from specrl_jax.io.checkpoint import list_steps, restore_part
 from specrl_jax.io.metrics import read_metrics, write_config
@@ -32,7 +40,7 @@ def start(workdir: Path, *flags: str) -> subprocess.Popen:
 
 def finish(workdir: Path, *flags: str) -> str:
     process = start(workdir, *flags)
-    out, err = process.communicate(timeout=600)
+    out, err = process.communicate(timeout=HANGS)
     assert process.returncode == 0, err
     return out
 
@@ -42,14 +50,7 @@ def test_killed_fine_tuning_ends_as_a_whole_one_and_starts_rl(
         tmp_path: Path, command: Callable[..., subprocess.CompletedProcess]) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     assert "model" in finish(whole)
-    process = start(killed)
-    try:
-        while not list_steps(killed / "checkpoints") and process.poll() is None:
-            time.sleep(0.01)
-    finally:
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
-    assert process.returncode == -signal.SIGKILL
+    assert kill_when(start(killed), lambda: list_steps(killed / "checkpoints"))
     finish(killed)
     assert repeatable_metrics(whole) == repeatable_metrics(killed)
     for key in ("actor", "optimizer"):
@@ -74,13 +75,13 @@ def test_chats_of_another_file_are_refused(tmp_path: Path) -> None:
     other = tmp_path / "other.jsonl"
     other.write_text('{"prompt": "a", "completion": "b"}\n')
     process = start(workdir, f"--config.data.path={other}", "--config.learner.lora_rank=2")
-    _, err = process.communicate(timeout=600)
+    _, err = process.communicate(timeout=HANGS)
     assert process.returncode == 2 and "the training examples are not those" in err
     process = start(workdir, "--config.learner.lora_rank=2", f"--heldout={other}")
-    _, err = process.communicate(timeout=600)
+    _, err = process.communicate(timeout=HANGS)
     assert process.returncode == 2 and "the --heldout examples are not those" in err
     process = start(workdir, "--config.learner.lora_rank=4")
-    _, err = process.communicate(timeout=600)
+    _, err = process.communicate(timeout=HANGS)
     assert process.returncode == 2 and "learner.lora_rank = 4, but the run in" in err
 
 
@@ -92,7 +93,7 @@ def test_stopped_fine_tuning_says_how_to_go_on(tmp_path: Path) -> None:
         while not list_steps(workdir / "checkpoints") and process.poll() is None:
             time.sleep(0.01)
         process.send_signal(signal.SIGTERM)
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=HANGS)
     finally:
         process.kill()
     saved = list_steps(workdir / "checkpoints")[-1]
@@ -106,6 +107,6 @@ def test_own_result_as_the_start_is_refused(tmp_path: Path) -> None:
     (workdir / "model").mkdir(parents=True)
     write_config(workdir, {})
     process = start(workdir, f"--config.model.path={workdir}/../run/model")
-    _, err = process.communicate(timeout=600)
+    _, err = process.communicate(timeout=HANGS)
     assert process.returncode == 2 and "run/model': is what this run writes; give the model" in err
     assert len(err.splitlines()) == 1 and list((workdir / "model").iterdir()) == []

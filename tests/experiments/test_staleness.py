@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import ROOT, script_environment
+from helpers import HANGS, ROOT, script_environment
 
 from experiments.bench import staleness, staleness_arms, subprocess_runner
 from specrl_jax.config import Config, ConfigError, load_config
@@ -188,7 +188,7 @@ from bench.subprocess_runner import end_with_parent
 def wait():
     end_with_parent()
     print("ready", flush=True)
-    time.sleep(60)
+    time.sleep(3600)
 
 if __name__ == "__main__":
     multiprocessing.get_context("spawn").Process(target=wait).start()
@@ -203,7 +203,7 @@ def test_subprocess_ends_with_its_parent(tmp_path: Path) -> None:
                               stdout=subprocess.PIPE, env=script_environment())
     assert parent.stdout.readline() == "ready\n"
     parent.kill()
-    assert parent.communicate(timeout=30) == ("", None)
+    assert parent.communicate(timeout=HANGS) == ("", None)
 
 
 def kill(*arguments: object) -> None:

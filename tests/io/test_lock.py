@@ -6,10 +6,12 @@ import os
 import socket
 import subprocess
 import sys
-import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from helpers import HANGS
 
 from specrl_jax.config import ConfigError
 from specrl_jax.io import lock
@@ -44,7 +46,7 @@ def test_second_writer_is_refused_and_told_of_the_first(tmp_path: Path) -> None:
                                               f"{process.pid}; end that run"):
             with lock.hold(tmp_path, print):
                 pass
-        process.communicate("", timeout=30)
+        process.communicate("", timeout=HANGS)
         with lock.hold(tmp_path, print):  # ended by itself: nothing is left
             pass
     finally:
@@ -78,22 +80,13 @@ def test_lock_removed_during_the_wait_is_made_anew(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
-def test_another_host_that_still_runs_is_named(tmp_path: Path) -> None:
-    path, ended = left_by("elsewhere", tmp_path), threading.Event()
-
-    def beat() -> None:
-        while not ended.wait(0.01):
-            os.utime(path)
-
-    thread = threading.Thread(target=beat)
-    thread.start()
-    try:
-        with pytest.raises(ConfigError, match="in use by elsewhere, process 7"):
-            with lock.hold(tmp_path, print, beat=0.1):
-                pass
-    finally:
-        ended.set()
-        thread.join()
+def test_another_host_that_still_runs_is_named(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = left_by("elsewhere", tmp_path)
+    monkeypatch.setattr(lock.time, "sleep", lambda seconds: os.utime(path, (0, 0)))
+    with pytest.raises(ConfigError, match="in use by elsewhere, process 7"):
+        with lock.hold(tmp_path, print):
+            pass
     assert json.loads(path.read_text())["host"] == "elsewhere"
 
 
@@ -102,10 +95,17 @@ def test_file_system_without_locks_goes_by_the_beat(
     def refuse(*args: object) -> None:
         raise OSError(37, "No locks available")
 
+    def until_beaten(seconds: float, pause: Callable[[float], None] = time.sleep) -> None:
+        path = tmp_path / lock.RUN_LOCK
+        before = path.stat().st_mtime_ns
+        while path.stat().st_mtime_ns == before:
+            pause(0.01)
+
     monkeypatch.setattr(lock.fcntl, "flock", refuse)
+    monkeypatch.setattr(lock.time, "sleep", until_beaten)
     with lock.hold(tmp_path, print, beat=0.05):
         with pytest.raises(ConfigError, match=f"process {os.getpid()}"):
-            with lock.hold(tmp_path, print, beat=0.05):
+            with lock.hold(tmp_path, print):
                 pass
     assert os.listdir(tmp_path) == []
 

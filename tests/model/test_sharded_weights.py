@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import math
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +11,8 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from helpers import script_environment
+from helpers import HANGS, script_environment
+from pairs import free_port
 from safetensors.numpy import save_file
 
 from specrl_jax import sharding
@@ -97,15 +97,13 @@ def test_two_processes_hold_hardly_more_than_their_parts(tmp_path: Path) -> None
     arch = dataclasses.replace(SMALL, vocab_size=32768, hidden_size=2048, intermediate_size=8192,
                                num_layers=16, num_heads=16, head_dim=128)
     write_random(tmp_path / "model", arch)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     processes = [subprocess.Popen(
         [sys.executable, "-c", LOAD, str(tmp_path / "model"), address, str(i)],
         stdout=subprocess.PIPE, text=True, env=script_environment()) for i in range(2)]
     try:
         for process in processes:
-            held, peak = map(int, process.communicate(timeout=400)[0].split())
+            held, peak = map(int, process.communicate(timeout=HANGS)[0].split())
             assert process.returncode == 0 and held > 2e9
             assert peak < 1.3 * held
     finally:

@@ -2,9 +2,10 @@
 
 import dataclasses
 import os
-import socket
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path as File
@@ -290,6 +291,7 @@ def even(prompt: str, completion: str, example: object) -> float:
 
 
 ROOT = File(__file__).resolve().parents[2]
+HANGS = 600  # seconds; nothing that a test waits for takes so long on a busy machine
 SMALL = ("--config=tiny", "--config.prompts_per_step=4", "--config.group_size=2",
          "--config.learner.micro_batch=8", "--config.rollout.batch_size=4",
          "--config.rollout.max_new_tokens=6", "--config.rollout.min_batch=2",
@@ -323,21 +325,26 @@ def start_training(workdir: File, *flags: str, devices: int = 1) -> subprocess.P
 def run_training(workdir: File, *flags: str, devices: int = 1) -> str:
     """Runs to the end; what was printed."""
     process = start_training(workdir, *flags, devices=devices)
-    out, err = process.communicate(timeout=600)
+    out, err = process.communicate(timeout=HANGS)
     assert process.returncode == 0, err
     return out
 
 
-def ends(started: list[subprocess.Popen], seconds: float = 300) -> list[str]:
+def ends(started: list[subprocess.Popen]) -> list[str]:
     """What each wrote on stderr."""
     try:
-        return [process.communicate(timeout=seconds)[1] for process in started]
+        return [process.communicate(timeout=HANGS)[1] for process in started]
     finally:
         for process in started:
             process.kill()
 
 
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
+def kill_when(process: subprocess.Popen, due: Callable[[], Any]) -> bool:
+    """Kills a process once something is due; whether it still ran."""
+    try:
+        while not due() and process.poll() is None:
+            time.sleep(0.001)
+    finally:
+        process.kill()
+        process.communicate()
+    return process.returncode == -signal.SIGKILL
