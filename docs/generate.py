@@ -1,6 +1,7 @@
 """Writes docs/config.md and docs/metrics.md from the help of fields and metrics, the examples of
-tests/extending into docs/extending.md, what presets were compiled for into docs/compile_for.md, and
-the README's badges from pyproject.toml and constraints.txt.
+tests/extending into docs/extending.md, what presets were compiled for into docs/compile_for.md,
+runs of all algorithms into docs/findings.md, and the README's badges from pyproject.toml and
+constraints.txt.
 
     python docs/generate.py
 
@@ -18,17 +19,23 @@ from typing import Any
 
 from specrl_jax.config import Config
 from specrl_jax.config.renamed import RENAMED
-from specrl_jax.config.rl import ALGORITHMS
+from specrl_jax.config.rl import ALGORITHMS, SET
 from specrl_jax.io.metric_names import METRICS, RENAMED_METRICS
 
 DOCS = Path(__file__).resolve().parent
+RESULTS = DOCS.parent / "experiments" / "results"
 NOTE = "<!-- Written by docs/generate.py: change the help in the code and run it. -->"
+SECTIONS = {  # of the metrics' page, by the part before the "/" of the first metric of each
+    "step": "Step and reward", "loss": "Learning", "response": "Responses, rollouts and drafts",
+    "control": "The controller", "eval": "Evaluation", "time": "Time",
+    "memory": "Memory, programs and versions", "drafter": "The drafter's health and training"}
 
 
 def pages() -> dict[str, str]:
     """Returns the text of each generated page by file name."""
     return {"config.md": config_page(), "metrics.md": metrics_page(),
             "extending.md": extending_page(), "compile_for.md": compile_for_page(),
+            "findings.md": findings_page(),
             **{f"images/badge_{name}.svg": badge(name, text) for name, text in badges().items()}}
 
 
@@ -50,11 +57,15 @@ def config_page() -> str:
               *(_row(f"`{name}`", text) for name, text in presets().items()), "",
               "## Algorithms", "",
               "A name behind the colon of any preset sets these fields, as in "
-              "`--config=smollm2:dapo`; other flags win over them. None sets `rl.kl`. With one "
-              "update on a rollout every ratio is 1 and most losses have the same gradient, so "
-              "those with a ratio take two `rl.minibatches`.", "",
+              "`--config=smollm2:dapo`, and of "
+              f"{', '.join(f'`rl.{field}`' for field in SET[3:])} "
+              "those that it does not list to their defaults. Other flags win over it. None sets "
+              "`rl.kl`. With one update on a rollout every ratio is 1 and most losses have the "
+              "same gradient, so those with a ratio take two `rl.minibatches`.", "",
               "| algorithm | fields |", "| --- | --- |"]
-    lines += [_row(f"`{name}`", ", ".join(f"`{field}={x}`" for field, x in values.items()))
+    plain = {f"rl.{field}": getattr(Config().rl, field) for field in SET[3:]}
+    lines += [_row(f"`{name}`", ", ".join(f"`{field}={x}`" for field, x in values.items()
+                                          if field not in plain or x != plain[field]))
               for name, values in ALGORITHMS.items()]
     return "\n".join([*lines, "", "## Renamed fields", "", *_renamed(RENAMED), ""])
 
@@ -77,9 +88,12 @@ def metrics_page() -> str:
              "`time/speculation_net` the running sum after what the drafter costs, for a drafter "
              "with weights: positive means faster than plain decoding. "
              "`rollout/accept_length` says how many tokens a row gains in a round, not how long "
-             "the round is.", "",
-             "| metric | unit | meaning | TRL | verl |", "| --- | --- | --- | --- | --- |"]
+             "the round is."]
+    titles = dict(SECTIONS)
     for m in METRICS:
+        if title := titles.pop(m.name.partition("/")[0], ""):
+            lines += ["", f"## {title}", "", "| metric | unit | meaning | TRL | verl |",
+                      "| --- | --- | --- | --- | --- |"]
         lines.append(_row(f"`{m.name}`", m.unit, m.help, _code(m.trl), _code(m.verl)))
     return "\n".join([*lines, "", "## Renamed metrics", "", *_renamed(RENAMED_METRICS), ""])
 
@@ -97,13 +111,19 @@ def extending_page() -> str:
 
 def compile_for_page() -> str:
     """Returns the page with the table of experiments/results/compile_PRESET_TARGET.json."""
-    page = (DOCS / "compile_for.md").read_text(encoding="utf-8")
-    files = sorted((DOCS.parent / "experiments" / "results").glob("compile_*.json"))
-    lines = ["| preset | target, JAX | data x fsdp x tensor | programs | most memory, GiB | "
-             "launch | update | plain round | 8 nodes | minutes |", "|" + " --- |" * 10,
-             *(_compiled(json.loads(file.read_text(encoding="utf-8"))) for file in files)]
-    return re.sub(r"(<!-- matrix -->\n).*?(<!-- end -->\n)",
-                  lambda match: match[1] + "\n".join([*lines, match[2]]), page, flags=re.S)
+    return _filled("compile_for.md", "matrix", [
+        "| preset | target, JAX | data x fsdp x tensor | programs | most memory, GiB | "
+        "launch | update | plain round | 8 nodes | minutes |", "|" + " --- |" * 10,
+        *(_compiled(json.loads(file.read_text(encoding="utf-8")))
+          for file in sorted(RESULTS.glob("compile_*.json")))])
+
+
+def findings_page() -> str:
+    """Returns the page with the table of runs of all algorithms."""
+    result = json.loads((RESULTS / "bench_algorithms_smollm2.json").read_text(encoding="utf-8"))
+    return _filled("findings.md", "algorithms", [
+        "| run | reward, first 5 steps | last 5 | held-out accuracy | accept length | seconds |",
+        "|" + " --- |" * 6, *(_trained(*case) for case in result["cases"].items())])
 
 
 def badges() -> dict[str, str]:
@@ -145,6 +165,21 @@ def _compiled(result: Mapping[str, Any]) -> str:
         f"{own['launch'] / result['resident']['cache']:.0%}", f"{own['update'] / gib:.1f}",
         f"{moved['plain'] / moved['least']:.2f} x", wide,
         f"{sum(p['compile_seconds'] + p['lowering_seconds'] for p in found) / 60:.0f}")
+
+
+def _trained(name: str, case: Mapping[str, Any]) -> str:
+    """Returns the row of one run."""
+    return _row(f"`{name}`", *(f"{case[key]:.2f}" for key in ("reward_first", "reward_last")),
+                f"{case['accuracy']:.3f} ({case['accuracy_low']:.3f} .. "
+                f"{case['accuracy_high']:.3f})",
+                f"{case['accept_length']:.2f}", f"{case['seconds']:.0f}")
+
+
+def _filled(page: str, marker: str, lines: Iterable[str]) -> str:
+    """Returns a page with lines in place of those between `<!-- MARKER -->` and `<!-- end -->`."""
+    return re.sub(rf"(<!-- {marker} -->\n).*?(<!-- end -->\n)",
+                  lambda match: match[1] + "\n".join([*lines, match[2]]),
+                  (DOCS / page).read_text(encoding="utf-8"), flags=re.S)
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:

@@ -72,8 +72,11 @@ class Trainer:
         say(f"loading {source.source}")
         loaded = source.params(self.shardings)
         self.base, params = programs.initial(config, self.arch, self.mesh, loaded)
-        self._base = None if self.base is None else layers.identity(loaded)
         self.teacher = teacher.load(config, self.tokenizer, self.mesh, say)
+        self._frozen = {} if self.base is None and not config.rl.kl else {
+            "base": layers.identity(loaded)}
+        if self.teacher is not None:
+            self._frozen["teacher"] = layers.identity(self.teacher.params)
         self.reference = jax.tree.map(jnp.copy, params) if config.rl.kl else None
         places = jax.tree.map(lambda a: a.sharding, programs.abstract_state(
             config, self.arch, self.mesh).optimizer)
@@ -306,7 +309,7 @@ class Trainer:
     def meta(self) -> Json:
         """Returns what else a checkpoint holds, as JSON values."""
         return {"step": self.step_number, "seed": self.config.seed, "bad_steps": self.bad_steps,
-                "drafter": self.drafter.meta()} | ({"base": self._base} if self._base else {})
+                "drafter": self.drafter.meta(), **self._frozen}
 
     def restore(self, checkpoints: CheckpointReader, renewed: Collection[str] | None = None
                 ) -> bool:
@@ -327,7 +330,9 @@ class Trainer:
         if reshaped := sorted(wanted.keys() - arrays.keys()):
             self.warnings.append("parts of the checkpoint have other shapes and start anew: "
                                  + ", ".join(reshaped))
-        lora.check_base(self.config.model.path, meta.get("base"), self._base)
+        for name, (field, path) in {"base": ("model.path", self.config.model.path),
+                                    "teacher": ("rl.teacher", self.config.rl.teacher)}.items():
+            layers.check_identity(field, path, meta.get(name), self._frozen.get(name))
         self.state = LearnerState(arrays["actor"], arrays["optimizer"])
         self.step_number, self.bad_steps = meta["step"], meta["bad_steps"]
         engine = self.sampler.engine

@@ -64,6 +64,7 @@ def test_pages_name_fields_and_metrics():
     assert "| `learner.kl` | `rl.kl` |" in pages["config.md"]
     assert "| `rloo` | `rl.advantage=leave_one_out`, " in pages["config.md"]
     assert "`completions/mean_length`" in pages["metrics.md"]
+    assert [x for x in generate.SECTIONS.values() if f"## {x}\n" not in pages["metrics.md"]] == []
 
 
 def test_navigation_has_every_page() -> None:

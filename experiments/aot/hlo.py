@@ -15,6 +15,9 @@ QUIET = {"parameter", "get-tuple-element", "tuple", "bitcast", "constant", "afte
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute",
                "ragged-all-to-all", "collective-broadcast")
 COPIES = ("copy", "transpose")
+# A fusion's name tells its root on a TPU (copy_fusion.2, bitcast_copy_fusion) and, after its kind,
+# on a GPU (loop_transpose_fusion.1, input_transpose_fusion, wrapped_copy).
+_MOVES = re.compile(r"(?:(?:loop|input|bitcast|wrapped)_)*(?:copy|transpose)(?![a-z])")
 _HEAD = re.compile(r"^(ENTRY )?%?([\w.\-]+) (?:\(.*\) -> .*)?\{$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*)$")
 _SHAPE = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+\w*)?)\[([\d,]*)\]")
@@ -48,7 +51,7 @@ class Instruction:
         if self.on_chip:
             return False
         if self.kind == "fusion":
-            return bool(re.match(r"(bitcast_|wrapped_)?(copy|transpose)", self.name))
+            return bool(_MOVES.match(self.name))
         return self.starts in COPIES
 
 

@@ -106,13 +106,28 @@ def environment(base: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 
 def with_target(argv: Sequence[str]) -> list[str]:
-    """Returns the arguments with --config=NAME:TARGET, if the preset NAME has the --target."""
-    flat = {match[1]: i for i, argument in enumerate(argv)
-            if (match := re.match(r"--?(config|target)=", argument))}
-    if len(flat) < 2:
+    """Returns the arguments with the --target behind --config=NAME:, if the preset has it.
+
+    A target that --config names already stays.
+    """
+    config, target = (_given(argv, name) for name in ("config", "target"))
+    if config is None or target is None:
         return list(argv)
-    name, target = (argv[flat[key]].partition("=")[2] for key in ("config", "target"))
-    wanted = target.replace(":", "_")
-    has_table = ":" not in name and wanted in preset_targets(name)
-    return [f"--config={name}:{wanted}" if has_table and i == flat["config"] else argument
-            for i, argument in enumerate(argv)]
+    (where, preset), wanted = config, target[1].replace(":", "_")
+    name, _, chosen = preset.partition(":")
+    known, others = preset_targets(name), [one for one in chosen.split(",") if one]
+    if wanted not in known or not {one.replace(":", "_") for one in others}.isdisjoint(known):
+        return list(argv)
+    return [*argv[:where.start], f"--config={name}:{','.join([*others, wanted])}",
+            *argv[where.stop:]]
+
+
+def _given(argv: Sequence[str], name: str) -> tuple[slice, str] | None:
+    """Returns where a flag stands last, in absl's forms --name=value and --name value."""
+    found = None
+    for i, argument in enumerate(argv):
+        if argument in (f"-{name}", f"--{name}"):
+            found = slice(i, i + 2), "".join(argv[i + 1:i + 2])
+        elif match := re.fullmatch(rf"--?{name}=(.*)", argument):
+            found = slice(i, i + 1), match[1]
+    return found

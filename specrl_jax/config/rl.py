@@ -37,8 +37,8 @@ class RLConfig(Section, prefix="rl"):
                         "reward, summed over the response", choose=("loss", "reward"),
                         read_with=("kl",))
     kl_estimator: str = option(
-        "k3", "estimate of the KL from a token: k1 (log ratio; for kl_in=reward), k2 (half its "
-        "square) or k3 (never negative)", choose=("k1", "k2", "k3"), read_with=("kl",))
+        "k3", "estimate of the KL from a token: k1 (log ratio) in the reward; k2 (half its square) "
+        "or k3 (never negative) in the loss", choose=("k1", "k2", "k3"), read_with=("kl",))
     entropy: float = option(0.0, "coefficient of a bonus for the entropy of tokens", low=0)
     teacher: str = option("", "model with the policy's tokenizer whose log-probabilities of the "
                           "policy's tokens are part of the advantages (on-policy distillation); "
@@ -82,6 +82,9 @@ class RLConfig(Section, prefix="rl"):
                    f"must be above 1 + rl.clip_high = {1 + self.clip_high}, or 0 for no bound")
         self.check(self.kl_estimator != "k1" or self.kl_in == "reward", "kl_estimator",
                    "its gradient in the loss has mean 0; use k2 or k3, or rl.kl_in = reward")
+        self.check(self.kl_estimator == "k1" or self.kl_in == "loss", "kl_estimator",
+                   "taken from the reward, its gradient is near 0 where the policy is near the "
+                   "reference; use k1, or rl.kl_in = loss")
         self.check(self.filter == "none" or self.advantage not in ("batch", "none"), "filter",
                    f"rl.advantage = {self.advantage} is not 0 where a group agrees; use another")
         self.check(self.filter == "none" or not self.teacher, "filter", "a teacher tells more of "
@@ -108,10 +111,14 @@ class RLConfig(Section, prefix="rl"):
         return self.kl > 0 and self.kl_in == "loss"
 
 
+# Fields that every algorithm sets, to their defaults if it names no others.
+SET = ("advantage", "loss", "normalize", "correction", "clip_low", "clip_high", "dual_clip",
+       "filter", "overlong", "minibatches")
 # Name -> values at dotted paths. Ratios are 1 in the first update on a rollout, so losses with a
 # ratio take two. No entry sets rl.kl, which costs a copy of the weights.
-ALGORITHMS: dict[str, Mapping[str, Any]] = {name: {f"rl.{field}": x for field, x in of.items()}
-                                            for name, of in {
+ALGORITHMS: dict[str, Mapping[str, Any]] = {
+    name: {f"rl.{field}": of.get(field, getattr(RLConfig(), field)) for field in SET}
+    for name, of in {
     # arXiv:2402.03300
     "grpo": {"advantage": "group", "loss": "ppo_clip", "normalize": "sequence", "minibatches": 2},
     # arXiv:2503.20783

@@ -236,6 +236,8 @@ class Config(Section):
         self.check(self.group_size >= 2 or rl.advantage not in OF_GROUPS, "group_size",
                    f"rl.advantage = {rl.advantage} needs at least 2 samples of a prompt; or use "
                    "batch, greedy_baseline or none")
+        self.check(self.sequences >= 2 or rl.advantage != "batch", "prompts_per_step",
+                   "rl.advantage = batch compares a step's samples; set at least 2")
         self.check(rl.filter == "none" or self.prompts_per_step >= 2, "prompts_per_step",
                    f"rl.filter = {rl.filter} chooses among prompts; set at least 2")
         check(rl.overlong_tokens <= self.rollout.max_new_tokens, "rl.overlong_tokens",

@@ -96,7 +96,8 @@ def compare_step(step: int, a: dict[Key, Json], b: dict[Key, Json]
             if apart:
                 continue
             raise ConfigError(f"{here} is only in {'A' if key in a else 'B'}: the runs had "
-                              f"different prompts; compare runs of the same data and seed")
+                              f"different prompts, or rl.filter kept other groups after a near "
+                              f"tie; compare runs of the same data and seed")
         if a[key]["prompt"] != b[key]["prompt"]:
             raise ConfigError(f"{here} is {a[key]['prompt']!r} in A and {b[key]['prompt']!r} in "
                               f"B; compare runs of the same data")

@@ -26,7 +26,8 @@ METRICS = tuple(Metric(*row) for row in (
      "out", "reward", "critic/rewards/mean"),
     ("reward/std", "reward", "standard deviation over the step's sequences", "reward_std"),
     ("reward/overlong", "reward", "mean penalty on length; with rl.overlong=soft"),
-    ("reward/nonzero_advantage_fraction", "fraction", "groups whose rewards give an advantage",
+    ("reward/nonzero_advantage_fraction", "fraction", "groups whose rewards, without penalties, "
+     "give an advantage",
      "1 - frac_reward_zero_std"),
     ("reward/failures", "answers", "answers with a term that failed and counts as "
      "reward.on_failure"),
@@ -40,7 +41,9 @@ METRICS = tuple(Metric(*row) for row in (
      "actor/lr"),
     ("applied", "0 or 1", "1 if every update of the step was finite and so applied"),
     ("policy/entropy", "nats", "mean entropy of the learner's distribution at response tokens, "
-     "with temperature, without truncation", "entropy", "actor/entropy"),
+     "with temperature, without truncation; as all of policy/* and kl/*, over groups that the "
+     "update reads: without an advantage only if the KL, rl.entropy or a teacher needs them",
+     "entropy", "actor/entropy"),
     ("policy/clip_fraction", "fraction", "response tokens whose ratio rl.loss clips",
      "clip_ratio/region_mean", "actor/pg_clipfrac"),
     ("policy/ratio_mean", "", "mean ratio of a response token's probability to that under the "

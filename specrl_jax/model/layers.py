@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specrl_jax.config import check
 from specrl_jax.io import checksum
 from specrl_jax.structs import Array, Params, PyTree
 
@@ -54,6 +55,18 @@ def _stack(*arrays: Any) -> Any:
 def identity(params: Params) -> str:
     """Returns dtype and checksum of weights as one string, the same for both forms."""
     return f"{jax.tree.leaves(params)[0].dtype} {int(_checksum(params)):08x}"
+
+
+def check_identity(field: str, path: str, saved: str | None, found: str | None) -> None:
+    """Raises ConfigError unless frozen weights are those that a checkpoint was trained beside.
+
+    Args:
+      field: config field that names the weights at `path`.
+      saved: their `identity` in the checkpoint; None if it has none.
+      found: that of the weights at hand; None if nothing reads them.
+    """
+    check(saved in (None, found), field, path, "its weights are not those that the run was "
+          "trained beside; restore its files, or start in another workdir")
 
 
 @jax.jit

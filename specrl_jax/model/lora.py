@@ -140,14 +140,3 @@ def merge(options: LearnerConfig, dtype: Any, base: Params, adapters: Params) ->
         wanted = merged_part(options, base)["layers"] | {"qkv": old["qkv"]}
         return {"layers": jax.lax.map(lambda pair: one(*pair), (wanted, new))}
     return {"layers": [one(*pair) for pair in zip(old, new, strict=True)]}
-
-
-def check_base(path: str, saved: str | None, found: str | None) -> None:
-    """Raises ConfigError unless adapters belong to weights, by `layers.identity` of both.
-
-    Args:
-      path: of the weights, `model.path`.
-      saved: of the weights that the adapters were trained beside.
-    """
-    check(saved == found, "model.path", path, "its weights are not those that the run's adapters "
-          "were trained beside; restore its files, or start in another workdir")

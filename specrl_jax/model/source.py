@@ -56,7 +56,7 @@ class Actor:
         if not self.learner.lora_rank:
             return stored
         base = self._initial(mesh, layers.is_stacked(stored))
-        lora.check_base(self.source.source, saved, layers.identity(base))
+        layers.check_identity("model.path", self.source.source, saved, layers.identity(base))
         merged = jax.jit(functools.partial(lora.merge, self.learner, jnp.float32))(base, stored)
         return lora.overlay(base, merged)
 

@@ -71,14 +71,16 @@ def gspo(*, logprob: Array, old_logprob: Array, advantage: Array, mask: Array,
     """Returns the clipped surrogate loss of the sequence at each token; see `Loss`.
 
     Its ratio is `exp(mean(logprob - old_logprob))` over the sequence's tokens: GSPO,
-    arXiv:2507.18071, equations 5 and 7. Gradients flow through that ratio. Errors are those of
-    `ppo_clip`.
+    arXiv:2507.18071, equations 5 and 7. A token's gradient is that of its own log-probability
+    times the ratio (GSPO-token, equation 14), which is the same where all tokens have one
+    advantage, and keeps a teacher's apart. Errors are those of `ppo_clip`.
     """
     _check_tokens(logprob, old_logprob, advantage)
-    total = jnp.sum(jnp.where(mask, logprob - jax.lax.stop_gradient(old_logprob), 0.0))
+    here = jax.lax.stop_gradient(logprob)
+    total = jnp.sum(jnp.where(mask, here - jax.lax.stop_gradient(old_logprob), 0.0))
     ratio = jnp.exp(total / jnp.maximum(jnp.sum(mask, dtype=jnp.float32), 1.0))
-    return _surrogate(jnp.broadcast_to(ratio, logprob.shape), advantage, clip_low, clip_high,
-                      dual_clip)
+    ratio *= jnp.exp(jnp.where(mask, logprob - here, 0.0))
+    return _surrogate(ratio, advantage, clip_low, clip_high, dual_clip)
 
 
 @LOSSES.register("cispo")

@@ -207,7 +207,7 @@ class Supervised:
         if found is None:
             return False
         _, arrays, meta = found
-        lora.check_base(self.config.model.path, meta.get("base"), self._base)
+        layers.check_identity("model.path", self.config.model.path, meta.get("base"), self._base)
         self.state = LearnerState(arrays["actor"], arrays["optimizer"])
         self.step_number, self.bad_steps = meta["step"], meta["bad_steps"]
         return True

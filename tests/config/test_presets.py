@@ -5,7 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from specrl_jax.config import Config, ConfigError, load, load_config, preset_names, preset_targets
+from specrl_jax.config import (
+    Config,
+    ConfigError,
+    load,
+    load_config,
+    override,
+    preset_names,
+    preset_targets,
+)
 
 PRESET = """
 from specrl_jax.config import Config
@@ -49,7 +57,7 @@ def test_preset_with_a_target_takes_its_values(tmp_path: Path) -> None:
 @pytest.mark.parametrize("preset", preset_names())
 def test_any_preset_takes_any_algorithm(preset: str, algorithm: str) -> None:
     plain = load_config(preset)
-    if plain.prompts_per_step == 1 and load.ALGORITHMS[algorithm].get("rl.minibatches"):
+    if plain.prompts_per_step == 1 and load.ALGORITHMS[algorithm]["rl.minibatches"] > 1:
         with pytest.raises(ConfigError, match="prompts_per_step"):
             load_config(f"{preset}:{algorithm}")
         return
@@ -57,6 +65,13 @@ def test_any_preset_takes_any_algorithm(preset: str, algorithm: str) -> None:
     for name, value in load.ALGORITHMS[algorithm].items():
         assert getattr(config.rl, name.removeprefix("rl.")) == value
     assert dataclasses.replace(config, rl=plain.rl) == plain
+
+
+def test_algorithm_leaves_nothing_of_the_one_before_it() -> None:
+    config = load_config("tiny")
+    first = override(config, load.ALGORITHMS["dapo"] | {"rl.correction": "masked"})
+    for name, values in load.ALGORITHMS.items():
+        assert override(first, values).rl == override(config, values).rl, name
 
 
 def test_preset_with_an_algorithm_takes_its_values() -> None:

@@ -10,8 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from absl import flags
 from helpers import micro_config, micro_trainer
 
+from experiments import config_flags
 from experiments.aot import compiling, findings, hlo, programs, tables, targets, worker
 from specrl_jax.config import Config, ConfigError, as_dict, load_config, override
 from specrl_jax.io.compilation import Compiler, Program
@@ -72,6 +74,8 @@ HloModule jit_f, input_output_alias={ {0}: (0, {}, may-alias), {1}: (2, {}, must
   %kv = bf16[8,1024]{1,0} get-tuple-element(%arg), index=0
   %copy.1 = bf16[8,1024]{0,1} copy(%kv)
   %fusion.1 = bf16[8,1024]{1,0} fusion(%copy.1), kind=kLoop, calls=%fused
+  %loop_transpose_fusion.7 = bf16[8,1024]{1,0} fusion(%kv), kind=kLoop, calls=%fused
+  %loop_transposed_fusion = bf16[8,1024]{1,0} fusion(%kv), kind=kLoop, calls=%fused
   %near = bf16[8,1024]{1,0:T(8,128)S(1)} copy(%kv)
   %sum = f32[64]{0} all-reduce(%x), replica_groups={}, to_apply=%add
   ROOT %t = (bf16[8,1024]{1,0}, s32[]) tuple(%fusion.1, %i)
@@ -96,6 +100,9 @@ ENTRY %main (a: bf16[8,1024]) -> bf16[8,1024] {
   %loop = (bf16[8,1024]{1,0}, s32[]) while(%start), condition=%cond, body=%body
   %branch = bf16[8,1024]{1,0} conditional(%i, %a, %a), branch_computations={%small, %large}
   %copy_fusion = bf16[2,8,1024]{1,0} fusion(%loop), kind=kLoop, calls=%fused
+  %input_transpose_fusion = bf16[8,1024]{0,1} fusion(%loop), kind=kInput, calls=%fused
+  %loop_copy_fusion.1 = bf16[8,1024]{0,1} fusion(%loop), kind=kLoop, calls=%fused
+  %loop_add_copy_fusion = bf16[8,1024]{0,1} fusion(%loop), kind=kLoop, calls=%fused
   ROOT %out = f32[3]{0} copy(%z)
 }
 """
@@ -103,8 +110,8 @@ ENTRY %main (a: bf16[8,1024]) -> bf16[8,1024] {
 
 def test_module_counts_a_body_once_and_the_largest_branch() -> None:
     module = hlo.parse(MODULE)
-    # while + (copy, fusion, copy, all-reduce) + compare; conditional + 2; fusion; copy
-    assert hlo.operations(module) == 1 + 4 + 1 + 1 + 2 + 1 + 1
+    # while + (2 copies, 3 fusions, all-reduce) + compare; conditional + 2; 4 fusions; copy
+    assert hlo.operations(module) == 1 + 6 + 1 + 1 + 2 + 4 + 1
     assert module.aliased == 2 and module.entry == "main"
     assert hlo.collectives(module) == {"all-reduce": {"count": 1, "bytes": 256}}
 
@@ -113,7 +120,9 @@ def test_module_copies_of_caches_tell_loops_from_edges() -> None:
     found = hlo.cache_copies(hlo.parse(MODULE), {8 * 1024}, least=1)
     assert found == [
         {"kind": "fusion", "bytes": 32768, "in_loop": False, "count": 1},
-        {"kind": "copy", "bytes": 16384, "in_loop": True, "count": 1}]
+        {"kind": "fusion", "bytes": 16384, "in_loop": False, "count": 2},
+        {"kind": "copy", "bytes": 16384, "in_loop": True, "count": 1},
+        {"kind": "fusion", "bytes": 16384, "in_loop": True, "count": 1}]
     assert hlo.cache_copies(hlo.parse(MODULE), {999}, least=1) == []
 
 
@@ -329,12 +338,19 @@ def test_copied_cache_is_a_failure() -> None:
 # The command.
 
 
-def test_target_picks_from_the_table_of_a_preset() -> None:
-    argv = ["compile_for.py", "--config=qwen2_5_0_5b", "--target=v5e:4x4", "--config.seed=1"]
-    assert targets.with_target(argv) == [
-        argv[0], "--config=qwen2_5_0_5b:v5e_4x4", *argv[2:]]
-    other = ["compile_for.py", "--config=tiny", "--target=v5e:4x4"]
-    assert targets.with_target(other) == other
+@pytest.mark.parametrize("given,config", [
+    ("--config=qwen2_5_7b --target=v6e:4x4", "qwen2_5_7b:v6e_4x4"),
+    ("--config qwen2_5_7b -target v6e:4x4", "qwen2_5_7b:v6e_4x4"),
+    ("--target=v6e:4x4 --config=qwen2_5_7b:dapo", "qwen2_5_7b:dapo,v6e_4x4"),
+    ("--config=qwen2_5_7b:v5p:4x4x4 --target=v6e:4x4", "qwen2_5_7b:v5p:4x4x4"),
+    ("--config=tiny --target=v6e:4x4", "tiny")])
+def test_target_picks_from_the_table_of_a_preset(given: str, config: str) -> None:
+    argv = targets.with_target(["compile_for.py", *given.split(), "--config.seed=1"])
+    flag_values = flags.FlagValues()
+    flags.DEFINE_string("target", None, "", flag_values=flag_values)
+    config_flags.define(argv, flag_values)
+    assert flag_values(argv) == ["compile_for.py"]
+    assert config_flags.parsed(flag_values)[0] == load_config(config, seed=1)
 
 
 @pytest.mark.parametrize("file", ["experiments/compile_for.py", "docs/compile_for.md"])

@@ -295,6 +295,8 @@ def test_arguments_are_checked_by_name(loss):
 @pytest.mark.parametrize("values, words", [
     (dict(dual_clip=1.1), "rl.dual_clip = 1.1: must be above 1 . rl.clip_high = 1.2, or 0"),
     (dict(kl_estimator="k1"), "rl.kl_estimator = 'k1': its gradient in the loss has mean 0; use"),
+    (dict(kl_in="reward"), "rl.kl_estimator = 'k3': taken from the reward, its gradient is near 0"),
+    (dict(kl_in="reward", kl_estimator="k2"), "use k1, or rl.kl_in = loss"),
     (dict(kl_in="both"), "rl.kl_in = 'both': choose one of loss, reward"),
     (dict(entropy=-1.0), "rl.entropy = -1.0: must be at least 0"),
 ])

@@ -1,6 +1,7 @@
 """On-policy distillation: a teacher's log-probabilities become advantages of tokens."""
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -10,6 +11,8 @@ import pytest
 from helpers import micro_config, micro_trainer, micro_trainer_to_compile, moments
 
 from specrl_jax.config import Config, ConfigError, LearnerConfig, RewardConfig
+from specrl_jax.io.checkpoint import Checkpoints
+from specrl_jax.model import layers
 from specrl_jax.model.tiny import TINY, byte_tokenizer
 from specrl_jax.model.tokenizer import check_same_tokens
 from specrl_jax.model.transformer import forward
@@ -27,12 +30,18 @@ def config_of(**fields: Any) -> Config:
 def test_tokens_of_one_sequence_have_their_own_advantages(loss: str) -> None:
     logprob, mask = jnp.asarray([-0.5, -1.0, -2.0]), jnp.ones(3, bool)
     advantage = jnp.asarray([1.0, -2.0, 0.5])
-    terms, clipped = losses.LOSSES.resolve(loss)(
-        logprob=logprob, old_logprob=logprob, advantage=advantage, mask=mask,
-        clip_low=0.2, clip_high=0.2, dual_clip=0.0)
+
+    def terms_of(logprob: Any) -> Any:
+        return losses.LOSSES.resolve(loss)(
+            logprob=logprob, old_logprob=jax.lax.stop_gradient(logprob), advantage=advantage,
+            mask=mask, clip_low=0.2, clip_high=0.2, dual_clip=0.0)
+
+    terms, clipped = terms_of(logprob)
     want = [-1.0, 2.0, -0.5] if loss in ("ppo_clip", "gspo") else [0.5, -2.0, 1.0]
     np.testing.assert_allclose(terms, want, rtol=1e-6)
     assert not clipped.any()
+    slopes = jax.grad(lambda x: terms_of(x)[0].sum())(logprob)
+    np.testing.assert_allclose(slopes, [-1.0, 2.0, -0.5], rtol=1e-6)
 
 
 @functools.cache
@@ -147,3 +156,20 @@ def test_teacher_with_other_tokens_is_refused() -> None:
 def test_missing_teacher_is_refused() -> None:
     with pytest.raises(ConfigError, match="rl.teacher = 'random:none'"):
         micro_trainer_to_compile(config_of(rl__teacher="random:none"))
+
+
+@pytest.mark.parametrize("field, fields", [
+    ("model.path", {"rl__kl": 0.1, "rl__teacher": ""}), ("rl.teacher", {})])
+def test_resume_beside_other_frozen_weights_is_refused(
+        field: str, fields: dict[str, Any], tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reference of a KL and a teacher are read again; their files may have changed."""
+    config = config_of(**fields)
+    trainer = micro_trainer_to_compile(config)
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        checkpoints.save(1, trainer.arrays(), trainer.meta())
+        assert micro_trainer_to_compile(config).restore(checkpoints)
+        monkeypatch.setattr(layers, "identity", lambda params: "other")
+        changed = micro_trainer_to_compile(config)
+        with pytest.raises(ConfigError, match=f"{field} = .* its weights are not those"):
+            changed.restore(checkpoints)
