@@ -112,7 +112,7 @@ def controller() -> Iterator[str]:
 
 def compilers() -> Iterator[str]:
     moved = [json.loads(file.read_text(encoding="utf-8"))["round_bytes"]
-             for file in RESULTS.glob("compile_*_v[456]*.json")]  # of TPUs
+             for file in RESULTS.glob("compile_*.json")]
     plain = [x["plain"] / x["least"] for x in moved]
     wide = [x["verified"] / x["plain"] for x in moved]
     yield (f"moves {min(plain):.2f} to {max(plain):.2f} times the bytes that it must, and one "
