@@ -106,11 +106,12 @@ def controller() -> Iterator[str]:
 
 def compilers() -> Iterator[str]:
     moved = [json.loads(file.read_text(encoding="utf-8"))["round_bytes"]
-             for file in RESULTS.glob("compile_*.json")]
+             for file in RESULTS.glob("compile_*_v[456]*.json")]
     plain = [x["plain"] / x["least"] for x in moved]
     wide = [x["verified"] / x["plain"] for x in moved]
-    yield (f"moves {min(plain):.2f} to {max(plain):.2f} times the bytes that it must, and one "
-           f"that verifies 8 nodes a row {min(wide):.2f} to {max(wide):.2f} times")
+    yield (f"For TPUs, a plain round moves {min(plain):.2f} to {max(plain):.2f} times the bytes "
+           f"that it must, and one that verifies 8 nodes a row {min(wide):.2f} to "
+           f"{max(wide):.2f} times")
     settings = results.read("gpu_rollouts_gpu")["cases"]["Qwen2.5-0.5B, 1 rows"]["settings"]
     speed = {name: round(x["tokens_per_second"]) for name, x in settings.items()}
     off = [x for name, x in speed.items() if name.startswith("off")]
