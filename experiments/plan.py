@@ -74,8 +74,10 @@ def compiled(config: Config, candidate: Candidate, target: str) -> tuple[Json, l
     config = override(config, candidate.values)
     largest = config.rollout.batch_size // (config.mesh.data * config.mesh.fsdp)
     result = compiling.compile_for(config, target, ("update", f"launch {largest}"))
-    keys = ("program", "error", "compile_seconds", "memory", "limit", "flops", "bytes")
-    programs = [{key: one[key] for key in keys if key in one} for one in result["programs"]]
+    keys = ("program", "error", "compile_seconds", "limit", "flops", "bytes")
+    programs = [{key: one[key] for key in keys if key in one}
+                | ({} if "error" in one else {"memory": findings.memory(one)})
+                for one in result["programs"]]
     lines = [line for one in result["programs"] for line in findings.failures(one)]
     return {"layout": shown(candidate.values), "programs": programs}, lines
 

@@ -12,6 +12,7 @@ from specrl_jax.structs import Json
 from .findings import memory
 
 WIDTH = 160  # columns where standard output is no terminal
+DECIDED = ("while", "conditional")
 NOTE = ("compiled for, never run: this tells nothing of time, numerics or hangs. GiB are of one "
         "device, beside what is resident; ops count a loop's body once; least ms from FLOPs and "
         "bytes of the jaxpr, evenly over devices")
@@ -26,9 +27,10 @@ def line(found: Json) -> str:
 
 
 def text(result: Json) -> str:
-    """Returns a result as JSON with a line for each program, without its kinds of operations."""
-    programs = [{name: value for name, value in found.items() if name != "kinds"}
-                for found in result["programs"]]
+    """Returns a result as JSON with a line for each program; of its kinds of operations, those that
+    a host decides."""
+    programs = [found | {"kinds": {kind: found["kinds"].get(kind, 0) for kind in DECIDED}}
+                if "kinds" in found else found for found in result["programs"]]
     rest = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in result.items()
             if name != "programs"]
     return "{" + ",\n".join([*rest, '"programs": [\n' + ",\n".join(

@@ -338,6 +338,13 @@ def test_copied_cache_is_a_failure() -> None:
 # The command.
 
 
+def test_result_keeps_how_often_a_host_decides() -> None:
+    found = FITS | {"kinds": {"fusion": 9, "while": 2}}
+    result = json.loads(tables.text({"target": "h100", "programs": [found, {"program": "gap"}]}))
+    assert result == {"target": "h100", "programs": [
+        FITS | {"kinds": {"while": 2, "conditional": 0}}, {"program": "gap"}]}
+
+
 @pytest.mark.parametrize("given,config", [
     ("--config=qwen2_5_7b --target=v6e:4x4", "qwen2_5_7b:v6e_4x4"),
     ("--config qwen2_5_7b -target v6e:4x4", "qwen2_5_7b:v6e_4x4"),

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers import ROOT
 
 from experiments.bench.planning import candidates, predict, traces, work
 from experiments.bench.planning.predict import Machine
@@ -145,6 +146,30 @@ def test_command_prints_a_plan(command: Callable[..., Any], tmp_path: Path) -> N
         assert text in done.stdout
     best = json.loads((tmp_path / "plan.json").read_text())["ranked"][0]
     assert sum(best["gib"].values()) < 15.75 and best["seconds"]["rollout"] > 0
+
+
+STUBBED = f"""
+import sys
+sys.path.insert(0, {str(ROOT / "experiments")!r})
+import plan
+found = dict(compile_seconds=1.0, limit=9, flops=1.0, bytes=1.0, cache_copies=[])
+plan.targets.check_packages = lambda target: None
+plan.compiling.compile_for = lambda config, target, only: dict(programs=[
+    dict(found, program=only[0], peak=5, resident=dict(cache=2)),
+    dict(program=only[1], error="it is broken")])
+plan.config_flags.run(plan.main)
+"""
+
+
+def test_command_records_memory_of_what_it_compiled(command: Callable[..., Any], tmp_path: Path
+                                                    ) -> None:
+    (tmp_path / "stubbed.py").write_text(STUBBED)
+    done = command(str(tmp_path / "stubbed.py"), "--config=qwen2_5_0_5b", "--target=v5e:2x2",
+                   "--config.prompts_per_step=8", f"--out={tmp_path / 'plan.json'}")
+    assert done.returncode == 1 and "it is broken" in done.stdout, done.stderr
+    update, launch = json.loads((tmp_path / "plan.json").read_text())["compiled"][0]["programs"]
+    assert (update["memory"], update["limit"]) == (7, 9)
+    assert launch["program"].startswith("launch ") and launch["error"] == "it is broken"
 
 
 @pytest.mark.parametrize(("arguments", "line"), [
