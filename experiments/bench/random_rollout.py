@@ -37,31 +37,32 @@ SCALE = 64
 
 
 def case(model: str, rows: int, new: int, probes: Probes, in_time: Callable[[], bool],
-         kernels: tuple[str, ...]) -> dict[str, Any]:
+         names: tuple[str | None, ...]) -> dict[str, Any]:
     """Times one model at one batch size; returns the case of the result file.
 
-    Rollouts use XLA's tree attention, then each of `kernels`. Plain decoding comes first, and the
-    drafts replay its tokens. A setting that is refused is recorded with the reason.
+    Rollouts use each of `names` of tree attention, of which None is the default. Plain decoding
+    comes first, and the drafts replay its tokens. A setting that is refused is recorded with the
+    reason.
     """
     arch = MODELS[model]
     dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
     params, found, recorded = random_params(arch, dtype), {}, None
-    settings = [(drafter, name) for name in ("xla", *kernels)
-                for drafter in ("off", "replay")]
+    settings = [(drafter, name) for name in names for drafter in ("off", "replay")]
     for drafter, name in settings:
+        setting = f"{drafter}, {name or 'default'}"
         if not in_time() and found:
-            found[f"{drafter}, {name}"] = {"left_out": "out of time"}
+            found[setting] = {"left_out": "out of time"}
             continue
         try:
             one, result = run(arch, params, dtype, rows, new, drafter, name, recorded)
         except (Unsupported, ExceptionGroup, jax.errors.JaxRuntimeError, ValueError) as error:
-            found[f"{drafter}, {name}"] = {
+            found[setting] = {
                 "refused": f"{type(error).__name__}: {str(error).splitlines()[0][:300]}"}
             continue
         if recorded is None:
             recorded = result.sequences.tokens
         one["equal_streams"] = float(np.mean(np.all(result.sequences.tokens == recorded, 1)))
-        found[f"{drafter}, {name}"] = one | bound(
+        found[setting] = one | bound(
             arch, dtype, np.full(rows, prompt_of(arch, new)), result, probes.measure(), one)
     return {"model": model, "rows": rows, "new_tokens": new, "dtype": str(jnp.dtype(dtype)),
             "settings": found}
@@ -82,7 +83,7 @@ def random_params(arch: Architecture, dtype: Any) -> Any:
 
 
 def run(arch: Architecture, params: Any, dtype: Any, rows: int, new: int, drafter: str,
-        implementation: str, recorded: np.ndarray | None) -> tuple[dict[str, Any], Result]:
+        implementation: str | None, recorded: np.ndarray | None) -> tuple[dict[str, Any], Result]:
     """Compiles, warms up and times one rollout; drafts replay `recorded`."""
     depth = min(DEPTH, new - 1)
     parts = off() if drafter == "off" else replay(depth=depth, nodes=depth + 1,

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -51,7 +52,7 @@ def tiny(environment: dict[str, str], path: Path, command: str, *args: str) -> d
 
 def test_unknown_command_says_what_there_is(environment: dict[str, str]) -> None:
     told = run(environment, "fast", status=2).stderr
-    assert all(name in told for name in ("contract", "kernels", "rollouts", "tune"))
+    assert all(name in told for name in ("all", "contract", "kernels", "steps", "tune"))
 
 
 def test_nothing_is_tuned_on_a_cpu(environment: dict[str, str]) -> None:
@@ -87,6 +88,46 @@ def test_rollouts(environment: dict[str, str], tmp_path: Path) -> None:
     assert plain["accept_length"] == 1 and replayed["accept_length"] > 4
     assert replayed["equal_streams"] == 1 and replayed["compilations"] == 0
     assert min(plain["over_bound"], replayed["over_bound"]) > 0
+
+
+def test_all_runs_the_most_important_first(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\necho "$XLA_FLAGS $*" >> {tmp_path}/told\n'
+                      'case "$*" in *gpu_steps*) exit 3 ;; esac\n')
+    python.chmod(0o755)
+    run({"PATH": os.environ["PATH"], "PYTHON": str(python)}, "all", "--tiny", status=1)
+    told = (tmp_path / "told").read_text().splitlines()
+    names = [re.sub(r".*/experiments/|--seconds=\S+", "", line).split() for line in told]
+    first = ["gpu_rollouts.py", "--default", "--models=Qwen2.5-1.5B,Qwen2.5-7B", "--rows=16"]
+    assert names == [[*one, "--tiny"] for one in (first, first, ["gpu_steps.py"],
+                                                  ["gpu_rollouts.py"], ["bench.py", "kernels"])]
+    assert ["--xla_gpu_enable_command_buffer=" in line.split() for line in told] == [
+        False, True, False, False, False]
+    assert all(0 < float(line.partition("--seconds=")[2]) < 475 for line in told)
+
+
+@pytest.mark.ci
+def test_default_rollouts_without_command_buffers(environment: dict[str, str], tmp_path: Path
+                                                  ) -> None:
+    environment = environment | {"XLA_FLAGS": "--xla_gpu_enable_command_buffer="}
+    found = tiny(environment, tmp_path / "default.json", "rollouts", "--default")["cases"]
+    settings = found["tiny, 2 rows, default, no command buffers"]["settings"]
+    assert settings.keys() == {"off, default", "replay, default"}
+    assert settings["replay, default"]["equal_streams"] == 1
+
+
+@pytest.mark.ci
+def test_steps_replay_drafts_of_a_known_acceptance(environment: dict[str, str], tmp_path: Path
+                                                   ) -> None:
+    assert "skipped: gpu_steps.py needs the package" in run(environment, "steps").stdout
+    found = tiny(environment | {"PYTHONPATH": ""}, tmp_path / "steps.json", "steps")["cases"]
+    plain, drafted = (found[f"tiny, {arm}"]["steps"]
+                      for arm in ("off", "replay, acceptance 0.7"))
+    assert [step["rollout/accept_length"] for step in plain] == [1, 1, 1]
+    lengths = [step["rollout/accept_length"] for step in drafted]
+    assert 1.5 < min(lengths) and max(lengths) < 5  # 1 + 0.7 + ... + 0.7**7 = 3.1
+    assert all(step["learn/tokens_per_second"] > 0 and step["time/rollout"] + step["time/learn"]
+               <= step["time/step"] for step in plain + drafted)
 
 
 @pytest.mark.ci
