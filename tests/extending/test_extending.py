@@ -46,7 +46,8 @@ from specrl_jax.verify.registry import RULES
 
 FILES = Path(__file__).parent
 PAGE = (FILES.parents[1] / "docs" / "extending.md").read_text(encoding="utf-8")
-COMMANDS = re.findall(r"^(?:PYTHONPATH=tests/extending )?python experiments/.*$", PAGE, re.M)
+COMMANDS = re.findall(r"^(?:PYTHONPATH=tests/extending )?python experiments/.*$",
+                      re.sub(r"\\\n\s*", "", PAGE), re.M)  # of the lines that a backslash joins
 MOST_LINES = 60
 
 
