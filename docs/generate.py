@@ -19,7 +19,7 @@ from typing import Any
 
 from specrl_jax.config import Config
 from specrl_jax.config.renamed import RENAMED
-from specrl_jax.config.rl import ALGORITHMS, SET
+from specrl_jax.config.rl import ALGORITHMS, OF_ALGORITHM
 from specrl_jax.io.metric_names import METRICS, RENAMED_METRICS
 
 DOCS = Path(__file__).resolve().parent
@@ -51,6 +51,9 @@ def config_page() -> str:
     for field in sections:
         lines += [f"## {field.name}: {field.metadata['help']}", "",
                   *_fields(dataclasses.fields(type(_default(field))), f"{field.name}."), ""]
+    # Fields that an algorithm is described by only where it changes them.
+    unnamed = {f"rl.{field}": getattr(Config().rl, field) for field in OF_ALGORITHM
+               if field not in ("advantage", "loss", "normalize")}
     lines += ["## Presets", "",
               "A preset is a file in `specrl_jax/config/presets`, or one of your own: "
               "`--config=my_preset.py`.", "", "| preset | |", "| --- | --- |",
@@ -58,14 +61,13 @@ def config_page() -> str:
               "## Algorithms", "",
               "A name behind the colon of any preset sets these fields, as in "
               "`--config=smollm2:dapo`, and of "
-              f"{', '.join(f'`rl.{field}`' for field in SET[3:])} "
+              f"{', '.join(f'`{field}`' for field in unnamed)} "
               "those that it does not list to their defaults. Other flags win over it. None sets "
               "`rl.kl`. With one update on a rollout every ratio is 1 and most losses have the "
               "same gradient, so those with a ratio take two `rl.minibatches`.", "",
               "| algorithm | fields |", "| --- | --- |"]
-    plain = {f"rl.{field}": getattr(Config().rl, field) for field in SET[3:]}
     lines += [_row(f"`{name}`", ", ".join(f"`{field}={x}`" for field, x in values.items()
-                                          if field not in plain or x != plain[field]))
+                                          if field not in unnamed or x != unnamed[field]))
               for name, values in ALGORITHMS.items()]
     return "\n".join([*lines, "", "## Renamed fields", "", *_renamed(RENAMED), ""])
 

@@ -75,8 +75,7 @@ class Trainer:
         self.teacher = teacher.load(config, self.tokenizer, self.mesh, say)
         self._frozen = {} if self.base is None and not config.rl.kl else {
             "base": layers.identity(loaded)}
-        if self.teacher is not None:
-            self._frozen["teacher"] = layers.identity(self.teacher.params)
+        self._frozen |= {"teacher": layers.identity(self.teacher.params)} if self.teacher else {}
         self.reference = jax.tree.map(jnp.copy, params) if config.rl.kl else None
         places = jax.tree.map(lambda a: a.sharding, programs.abstract_state(
             config, self.arch, self.mesh).optimizer)
@@ -322,8 +321,8 @@ class Trainer:
         drafter, anew = set(self.drafter.arrays()), set(renewed or ())
         anew |= drafter if "drafter" in anew else set()
         wanted = abstract({key: a for key, a in self.arrays().items() if key not in anew})
-        found = checkpoints.restore_latest(
-            wanted, None if renewed is None else ("actor", "optimizer"))
+        needed = None if renewed is None else ("actor", "optimizer")
+        found = checkpoints.restore_latest(wanted, needed)
         if found is None:
             return False
         _, arrays, meta = found
@@ -332,7 +331,8 @@ class Trainer:
                                  + ", ".join(reshaped))
         for name, (field, path) in {"base": ("model.path", self.config.model.path),
                                     "teacher": ("rl.teacher", self.config.rl.teacher)}.items():
-            layers.check_identity(field, path, meta.get(name), self._frozen.get(name))
+            saved = (self._frozen | meta).get(name)  # 0.2.0 saved it of adapters' base alone
+            layers.check_identity(field, path, saved, self._frozen.get(name))
         self.state = LearnerState(arrays["actor"], arrays["optimizer"])
         self.step_number, self.bad_steps = meta["step"], meta["bad_steps"]
         engine = self.sampler.engine

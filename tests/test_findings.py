@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from specrl_jax.config.rl import ALGORITHMS
 from tests.test_docs import RESULTS, ROOT, script
 
 results: ModuleType = script("results")
@@ -126,6 +127,19 @@ def compilers() -> Iterator[str]:
     yield f"took {min(bound):.0f} to {max(bound):.0f} times their bound"
 
 
+def algorithms() -> Iterator[str]:
+    cases = results.read("bench_algorithms_smollm2")["cases"]
+    reached = {name: case["accuracy"] for name, case in cases.items()}
+    seeds = [reached[name] for name in ("grpo", "grpo_seed_1", "grpo_seed_2")]
+    named = [reached[name] for name in ALGORITHMS]
+    yield f"of `grpo` reach {min(seeds):.3f} to {max(seeds):.3f} on held-out sums"
+    yield f"eight algorithms lie between {min(named):.3f} and {max(named):.3f}"
+    words, sums = cases["spell_backward"], cases["chain_sum"]
+    yield (f"from {words['reward_first']:.2f} to {words['reward_last']:.2f}, but only "
+           f"{words['accuracy']:.3f} of held-out words")
+    yield f"falls from {sums['reward_first']:.2f} to {sums['reward_last']:.2f}"
+
+
 def readme() -> Iterator[str]:
     rollouts, frozen, _ = smollm2()
     yield f"rollouts {rollouts:.2f}x, whole steps {frozen:.2f}x"
@@ -161,7 +175,7 @@ def compile_for() -> Iterator[str]:
 PAGES = {"docs/findings.md": [
     *gain(), *staleness(), *bugs(), *paired("staleness_losses", "forward_kl", LOSSES, "+"),
     *paired("staleness_intervals", "every_1", INTERVALS, ""), *steps(), *controller(),
-    *compilers()],
+    *compilers(), *algorithms()],
     "README.md": readme(), "docs/comparison.md": comparison(),
     "docs/guides/when_it_pays.md": when_it_pays(), "docs/compile_for.md": compile_for()}
 

@@ -112,12 +112,12 @@ class RLConfig(Section, prefix="rl"):
 
 
 # Fields that every algorithm sets, to their defaults if it names no others.
-SET = ("advantage", "loss", "normalize", "correction", "clip_low", "clip_high", "dual_clip",
-       "filter", "overlong", "minibatches")
+OF_ALGORITHM = ("advantage", "loss", "normalize", "correction", "clip_low", "clip_high",
+                "dual_clip", "filter", "overlong", "minibatches")
 # Name -> values at dotted paths. Ratios are 1 in the first update on a rollout, so losses with a
 # ratio take two. No entry sets rl.kl, which costs a copy of the weights.
 ALGORITHMS: dict[str, Mapping[str, Any]] = {
-    name: {f"rl.{field}": of.get(field, getattr(RLConfig(), field)) for field in SET}
+    name: {f"rl.{field}": of.get(field, getattr(RLConfig(), field)) for field in OF_ALGORITHM}
     for name, of in {
     # arXiv:2402.03300
     "grpo": {"advantage": "group", "loss": "ppo_clip", "normalize": "sequence", "minibatches": 2},

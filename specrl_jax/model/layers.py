@@ -62,10 +62,10 @@ def check_identity(field: str, path: str, saved: str | None, found: str | None) 
 
     Args:
       field: config field that names the weights at `path`.
-      saved: their `identity` in the checkpoint; None if it has none.
+      saved: their `identity` in the checkpoint.
       found: that of the weights at hand; None if nothing reads them.
     """
-    check(saved in (None, found), field, path, "its weights are not those that the run was "
+    check(saved == found, field, path, "its weights are not those that the run was "
           "trained beside; restore its files, or start in another workdir")
 
 

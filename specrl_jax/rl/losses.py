@@ -72,7 +72,7 @@ def gspo(*, logprob: Array, old_logprob: Array, advantage: Array, mask: Array,
 
     Its ratio is `exp(mean(logprob - old_logprob))` over the sequence's tokens: GSPO,
     arXiv:2507.18071, equations 5 and 7. A token's gradient is that of its own log-probability
-    times the ratio (GSPO-token, equation 14), which is the same where all tokens have one
+    times the ratio (the paper's GSPO-token), which is the same where all tokens have one
     advantage, and keeps a teacher's apart. Errors are those of `ppo_clip`.
     """
     _check_tokens(logprob, old_logprob, advantage)
