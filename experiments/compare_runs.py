@@ -6,7 +6,7 @@
 In the first step that differs, the first difference of each sequence is recomputed with A's weights
 of that step (its nearest earlier checkpoint, with the steps between repeated). It is a near tie if
 rounding explains it: if the perturbed scores of both tokens are within the tolerance of the best,
-which is twice what the model's dtype rounds of a score there, at least 1e-4. Else it is a real
+which is the span of the errors that the model's dtype makes there, at least 1e-4. Else it is a real
 difference. Later steps have other weights and are not compared, unless the learning rate is 0 and
 --all_steps is given. Nor are steps after one in which a reward failed in one run alone (a limit of
 time, a service).
@@ -27,7 +27,7 @@ from typing import Any
 
 from interrupt import until_stopped
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from specrl_jax.config import ConfigError
 from specrl_jax.evaluation.audit import Replay, Ruling, replay, rule
@@ -189,11 +189,12 @@ def show_accept_length(console: Console, lengths: Sequence[float | None]) -> Non
 
 def table(rulings: list[Ruling], text: Callable[[int | None], str]) -> Table:
     """Returns one line per difference."""
-    shown = Table("step", "prompt", "sample", "pos", "A", "B", "gap : limit", "")
+    shown = Table("step", "prompt", "sample", "pos", "A", "B", "gap", "limit",
+                  Column(no_wrap=True))
     for r in rulings:
         d = r.difference
         shown.add_row(str(d.step), str(d.key[0]), str(d.key[2]), str(d.position), text(d.a),
-                      text(d.b), f"{r.gap:.2g} : {r.tolerance:.2g}",
+                      text(d.b), f"{r.gap:.2g}", f"{r.tolerance:.2g}",
                       "near tie" if r.near_tie else "real")
     return shown
 

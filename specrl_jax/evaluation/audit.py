@@ -2,8 +2,8 @@
 
 The tokens before a first difference are equal, so a teacher-forced forward in float32 gives what
 both runs computed there, except for rounding. A second forward in the run's dtype shows how much
-it rounds. If no score is off by more than r, a run emits only tokens whose exact perturbed score is
-within 2r of the best; any other token is wrong.
+it rounds. If the errors of its scores span r, a run emits only tokens whose exact perturbed score is
+within r of the best; any other token is wrong.
 """
 
 import dataclasses
@@ -134,8 +134,8 @@ def recompute(arch: Architecture, params: Params, config: RolloutConfig, seed: i
         tokens, length = _rows([encode(d.prompt) + d.before for d in padded])
         with jax.default_matmul_precision("highest"):  # TPUs multiply float32 in bfloat16 otherwise
             raw = next_logits(arch, exact, tokens, length)
-        off = jnp.abs(next_logits(arch, params, tokens, length) - raw).max(0)
-        tolerance = np.maximum(LEAST_TOLERANCE, 2 * np.asarray(off) / (config.temperature or 1.0))
+        span = np.ptp(np.asarray(next_logits(arch, params, tokens, length) - raw), axis=0)
+        tolerance = np.maximum(LEAST_TOLERANCE, span / (config.temperature or 1.0))
         keys = np.concatenate([prng.row_keys(
             seed, "train", d.step, *(np.asarray([k], np.int32) for k in d.key)) for d in padded])
         position = np.asarray([d.position for d in padded], np.int32)
