@@ -45,7 +45,8 @@ def config_page() -> str:
              "This page lists every field of the configuration. A field is a flag, as in "
              "`--config.rl.kl=0.1`, and an argument of `load_config`, as in "
              "`load_config(\"tiny\", rl__kl=0.1)`. Defaults are those of `Config()`; presets "
-             "change some of them.", ""]
+             "change some of them. Kernels have no field: "
+             "[the platform decides](architecture.md#platforms).", ""]
     fields = dataclasses.fields(Config)
     sections = [f for f in fields if dataclasses.is_dataclass(_default(f))]
     lines += ["## Run", "", *_fields(f for f in fields if f not in sections), ""]
