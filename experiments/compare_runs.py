@@ -5,9 +5,11 @@
 
 In the first step that differs, the first difference of each sequence is recomputed with A's weights
 of that step (its nearest earlier checkpoint, with the steps between repeated). It is a near tie if
-the perturbed scores of both tokens are within 1e-4 of the best, else a real difference. Later steps
-have other weights and are not compared, unless the learning rate is 0 and --all_steps is given. Nor
-are steps after one in which a reward failed in one run alone (a limit of time, a service).
+rounding explains it: if the perturbed scores of both tokens are within the tolerance of the best,
+which is twice what the model's dtype rounds of a score there, at least 1e-4. Else it is a real
+difference. Later steps have other weights and are not compared, unless the learning rate is 0 and
+--all_steps is given. Nor are steps after one in which a reward failed in one run alone (a limit of
+time, a service).
 
 Exit status: 0 all tokens are equal or near ties, 1 real differences, 2 bad input.
 """
@@ -143,7 +145,8 @@ def accept_length(run: Path, steps: Collection[int]) -> float | None:
 
 def _record(ruling: Ruling) -> dict[str, Any]:
     d = ruling.difference
-    numbers = {"score_a": ruling.score_a, "score_b": ruling.score_b, "gap": ruling.gap}
+    numbers = {"score_a": ruling.score_a, "score_b": ruling.score_b, "gap": ruling.gap,
+               "tolerance": ruling.tolerance}
     return {"step": d.step, "prompt_id": d.key[0], "occurrence": d.key[1], "sample_id": d.key[2],
             "position": d.position, "token_a": d.a, "token_b": d.b, "drawn": ruling.drawn,
             "near_tie": ruling.near_tie,
@@ -186,11 +189,12 @@ def show_accept_length(console: Console, lengths: Sequence[float | None]) -> Non
 
 def table(rulings: list[Ruling], text: Callable[[int | None], str]) -> Table:
     """Returns one line per difference."""
-    shown = Table("step", "prompt", "sample", "position", "A", "B", "gap", "")
+    shown = Table("step", "prompt", "sample", "pos", "A", "B", "gap : limit", "")
     for r in rulings:
         d = r.difference
         shown.add_row(str(d.step), str(d.key[0]), str(d.key[2]), str(d.position), text(d.a),
-                      text(d.b), f"{r.gap:.2g}", "near tie" if r.near_tie else "real")
+                      text(d.b), f"{r.gap:.2g} : {r.tolerance:.2g}",
+                      "near tie" if r.near_tie else "real")
     return shown
 
 

@@ -1,8 +1,9 @@
 """Audit of differences between two runs, recomputed with the weights that acted.
 
-The tokens before a first difference are equal, so one teacher-forced forward gives what both runs
-computed there, except for rounding. If the perturbed scores of both tokens are within NEAR_TIE of
-the best, rounding chose between them; else one of the runs is wrong.
+The tokens before a first difference are equal, so a teacher-forced forward in float32 gives what
+both runs computed there, except for rounding. A second forward in the run's dtype shows how much
+it rounds. If no score is off by more than r, a run emits only tokens whose exact perturbed score is
+within 2r of the best; any other token is wrong.
 """
 
 import dataclasses
@@ -29,24 +30,25 @@ from specrl_jax.structs import Array, Json, PyTree
 from specrl_jax.trainer import Trainer
 from specrl_jax.verify import sampling
 
-NEAR_TIE = 1e-4
+LEAST_TOLERANCE = 1e-4  # of two float32 programs that sum in different orders
 ROWS_AT_ONCE = 8
 LENGTH_MULTIPLE = 128
 
 
 @dataclasses.dataclass(frozen=True)
 class Ruling:
-    """The result of a teacher-forced forward at one difference."""
+    """The result of the teacher-forced forwards at one difference."""
 
     difference: Difference
     score_a: float  # perturbed score of A's token, -inf where there is none or truncation drops it
     score_b: float
     drawn: int  # the token that the recomputed scores choose
     gap: float  # from the best perturbed score to the lower of the two
+    tolerance: float  # the largest gap that rounding explains
 
     @property
     def near_tie(self) -> bool:
-        return self.gap < NEAR_TIE
+        return self.gap < self.tolerance
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,29 +117,32 @@ def _repeat(trainer: Trainer, run: Path, step: int, say: Callable[[str], None]) 
 
 def rule(trainer: Trainer, differences: Sequence[Difference]) -> list[Ruling]:
     """Recomputes each difference with the weights that `trainer` has published."""
-    params = jax.tree.map(lambda a: a.astype(jnp.float32), trainer.sampler.params)
-    return recompute(trainer.arch, params, trainer.config.rollout, trainer.config.seed,
-                     trainer.tokenizer.encode, differences)
+    return recompute(trainer.arch, trainer.sampler.params, trainer.config.rollout,
+                     trainer.config.seed, trainer.tokenizer.encode, differences)
 
 
 def recompute(arch: Architecture, params: Params, config: RolloutConfig, seed: int,
               encode: Callable[[str], list[int]], differences: Sequence[Difference]
               ) -> list[Ruling]:
-    """Computes teacher-forced perturbed scores at each difference, with the float32 params of its
-    step, the run's seed, and the temperature and truncation of `config`."""
+    """Computes teacher-forced perturbed scores at each difference, with the published params of
+    its step, the run's seed, and the temperature and truncation of `config`."""
+    exact = jax.tree.map(lambda a: a.astype(jnp.float32), params)
     rulings: list[Ruling] = []
     for start in range(0, len(differences), ROWS_AT_ONCE):
         part = list(differences[start : start + ROWS_AT_ONCE])
         padded = part + [part[-1]] * (ROWS_AT_ONCE - len(part))
         tokens, length = _rows([encode(d.prompt) + d.before for d in padded])
-        raw = next_logits(arch, params, tokens, length)
+        with jax.default_matmul_precision("highest"):  # TPUs multiply float32 in bfloat16 otherwise
+            raw = next_logits(arch, exact, tokens, length)
+        off = jnp.abs(next_logits(arch, params, tokens, length) - raw).max(0)
+        tolerance = np.maximum(LEAST_TOLERANCE, 2 * np.asarray(off) / (config.temperature or 1.0))
         keys = np.concatenate([prng.row_keys(
             seed, "train", d.step, *(np.asarray([k], np.int32) for k in d.key)) for d in padded])
         position = np.asarray([d.position for d in padded], np.int32)
         scores, drawn = perturb(config.min_p, raw, config.temperature, config.top_k, config.top_p,
                                 keys, position)
         scores, drawn, raw = (np.asarray(x) for x in (scores, drawn, raw))
-        rulings += [judge(d, config, raw[:, i], scores[:, i], int(drawn[i]))
+        rulings += [judge(d, config, raw[:, i], scores[:, i], int(drawn[i]), float(tolerance[i]))
                     for i, d in enumerate(part)]
     return rulings
 
@@ -179,21 +184,22 @@ def perturb(min_p: float, logits: Array, temperature: Array, top_k: Array, top_p
 
 
 def judge(difference: Difference, config: RolloutConfig, logits: np.ndarray, scores: np.ndarray,
-          drawn: int) -> Ruling:
+          drawn: int, tolerance: float) -> Ruling:
     """Returns the ruling on one difference from its logits and perturbed scores, both f32[V]."""
-    a, b = (float(scores[token]) if token is not None and kept(logits, token, config) else -math.inf
+    a, b = (float(scores[token])
+            if token is not None and kept(logits, token, config, tolerance) else -math.inf
             for token in (difference.a, difference.b))
     best = max(float(scores[drawn]), a, b)
-    return Ruling(difference, a, b, drawn, best - min(a, b))
+    return Ruling(difference, a, b, drawn, best - min(a, b), tolerance)
 
 
-def kept(logits: np.ndarray, token: int, config: RolloutConfig) -> bool:
-    """Whether top-k, top-p and min-p keep a token if their edge may move by NEAR_TIE."""
+def kept(logits: np.ndarray, token: int, config: RolloutConfig, tolerance: float) -> bool:
+    """Whether top-k, top-p and min-p keep a token if their edge may move by `tolerance`."""
     scores = logits.astype(np.float64) / (config.temperature or 1.0)
     ranked = np.sort(scores)[::-1][: config.top_k or None]
     least = ranked[0] + math.log(config.min_p) if config.min_p else -math.inf
-    if scores[token] < max(ranked[-1], least) - NEAR_TIE:
+    if scores[token] < max(ranked[-1], least) - tolerance:
         return False
     mass = np.exp(ranked - ranked[0])
     before = mass[ranked > scores[token]].sum() / mass.sum()
-    return config.top_p == 1 or bool(before < config.top_p + NEAR_TIE)
+    return config.top_p == 1 or bool(before < config.top_p + tolerance)

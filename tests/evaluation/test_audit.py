@@ -1,7 +1,9 @@
 """Teacher-forced rulings against the plain formula, written out token by token."""
 
+import dataclasses
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -56,7 +58,7 @@ def test_scores_are_those_of_the_formula(temperature):
         assert ruling.gap == pytest.approx(scores[rank[0]] - scores[rank[1]], abs=1e-4)
 
 
-def test_near_means_both_near_the_best(monkeypatch):
+def test_near_means_both_near_the_best():
     case = ("abc", [4], (7, 0, 1))
     scores = noisy(*case)
     first, second, third = np.argsort(-scores)[:3].tolist()
@@ -64,8 +66,45 @@ def test_near_means_both_near_the_best(monkeypatch):
     assert two.gap == pytest.approx(scores[first] - scores[second], abs=1e-4)
     assert below.gap == pytest.approx(scores[first] - scores[third], abs=1e-4)
     assert not two.near_tie and not below.near_tie
-    monkeypatch.setattr(audit, "NEAR_TIE", two.gap + 1e-6)
+    between = (two.gap + below.gap) / 2
+    two, below = (dataclasses.replace(ruling, tolerance=between) for ruling in (two, below))
     assert two.near_tie and not below.near_tie
+
+
+def test_tolerance_is_twice_what_the_dtype_rounds_of_a_score():
+    narrow = jax.tree.map(lambda a: a.astype(jnp.bfloat16), PARAMS)
+    wide = jax.tree.map(lambda a: a.astype(jnp.float32), narrow)
+    tokens = np.zeros((audit.ROWS_AT_ONCE, audit.LENGTH_MULTIPLE), np.int32)
+    tokens[:, :4] = encode("abc") + [4]
+    rounded, exact = (audit.next_logits(ARCH, params, tokens, np.full(len(tokens), 4))[:, 0]
+                      for params in (narrow, wide))
+    most = float(jnp.abs(rounded - exact).max())
+    assert most > 1e-3
+    for params, want in ((narrow, 2 * most / 0.5), (wide, 1e-4)):
+        ruling, = audit.recompute(ARCH, params, RolloutConfig(temperature=0.5), SEED, encode,
+                                  [difference("abc", [4], (7, 0, 1), 3, 5)])
+        assert ruling.tolerance == pytest.approx(want, rel=1e-3)
+
+
+def test_what_bfloat16_draws_otherwise_is_a_near_tie():
+    narrow = jax.tree.map(lambda a: a.astype(jnp.bfloat16), PARAMS)
+    keys = [(i, 0, 0) for i in range(400)]
+    words = np.concatenate([prng.row_keys(SEED, "train", STEP, *(np.asarray([k]) for k in key))
+                            for key in keys])
+    noise = prng.gumbel(jnp.asarray(words), jnp.zeros(len(keys), jnp.int32),
+                        jnp.arange(ARCH.vocab_size))
+    drawn = []
+    for dtype in (jnp.bfloat16, jnp.float32):
+        params = jax.tree.map(lambda a, dtype=dtype: a.astype(dtype), narrow)
+        logits = transformer.forward(ARCH, params, jnp.asarray([encode("abc")]), jnp.asarray([3]))
+        drawn.append(np.asarray((logits[0, -1:] + noise).argmax(-1)))
+    differ = np.flatnonzero(drawn[0] != drawn[1])
+    assert 0 < len(differ) < 20
+    cases = [("abc", [], keys[i], int(drawn[0][i]), int(drawn[1][i])) for i in differ]
+    found = audit.recompute(ARCH, narrow, RolloutConfig(), SEED, encode,
+                            [difference(*case) for case in cases])
+    assert all(ruling.near_tie for ruling in found)
+    assert any(ruling.gap > 1e-4 for ruling in found)  # float32 would not have rounded so
 
 
 def test_ruling_on_truncated_token_is_a_real_difference():
@@ -99,4 +138,4 @@ def test_ruling_on_ended_sequence_is_a_real_difference():
 ])
 def test_kept_takes_the_edge_as_uncertain(config, want):
     logits = np.log(np.asarray([0.4, 0.4, 0.15, 0.05], np.float32))
-    assert [audit.kept(logits, t, RolloutConfig(**config)) for t in range(4)] == want
+    assert [audit.kept(logits, t, RolloutConfig(**config), 1e-4) for t in range(4)] == want

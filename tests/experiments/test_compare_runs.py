@@ -133,6 +133,7 @@ def test_real_difference_is_reported(drawn, tmp_path, capsys):
     assert (difference["step"], difference["sample_id"], difference["position"]) == (0, 1, 0)
     assert [difference[f"token_{x}"] for x in "ab"] == ranks[0, (0, 0, 1)][:2]
     assert difference["drawn"] == difference["token_a"] and difference["gap"] > 1e-4
+    assert difference["tolerance"] == pytest.approx(1e-4)
     assert found["per_million_tokens"] == pytest.approx(1e6 / 2)
     out = capsys.readouterr().out
     assert "first step that differs: 0" in out and "0 near ties, 1 real differences" in out
@@ -141,7 +142,7 @@ def test_real_difference_is_reported(drawn, tmp_path, capsys):
 def test_near_ties_leave_the_exit_status_0(drawn, tmp_path, monkeypatch):
     run, ranks = drawn
     other = edit(run, tmp_path / "b", runner_up(ranks, (1, 0)))
-    monkeypatch.setattr(audit, "NEAR_TIE", 100.0)
+    monkeypatch.setattr(audit, "LEAST_TOLERANCE", 100.0)
     status, found = compare(tmp_path, run, other)
     assert (status, found["near_ties"], found["real"]) == (0, 1, 0)
     assert found["first_step_that_differs"] == 1
