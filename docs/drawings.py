@@ -103,7 +103,7 @@ def match_rule(axes: plt.Axes) -> None:
     limits(axes, 12.6, 5.0)
     tokens = ["73", "72", "74", "The"]
     logp, noise = np.array([1.5, 1.9, 0.9, 0.3]), np.array([1.0, 0.2, 0.5, 0.8])
-    panels = [(1.2, "log p, of the actor", logp, -1), (4.6, "+  noise of this place", noise, -1),
+    panels = [(1.2, "log p, of the actor", logp, -1), (4.6, "+  fixed noise", noise, -1),
               (8.0, "=  score", logp + noise, 0)]
     for left, title, values, best in panels:
         axes.text(left, 4.55, title, fontsize=12)
@@ -112,7 +112,7 @@ def match_rule(axes: plt.Axes) -> None:
             axes.barh(y, value * 0.9, 0.38, left=left, color=BLUE if i == best else SOFT)
             axes.text(left - 0.15, y, token, ha="right", va="center", fontsize=10)
     axes.text(10.45, 3.8, "the draw:  y = 73", va="center", color=BLUE)
-    box(axes, 3.3, 0.75, "draft 73:  equal, so emitted,\nand the walk goes on below it", 4.4, 0.95)
+    box(axes, 3.3, 0.75, "draft 73:  equal, so emitted;\nthe walk continues below it", 4.4, 0.95)
     box(axes, 8.9, 0.75, "draft 72:  not equal, so 73 is emitted\nand the round ends for this row",
         5.3, 0.95, edge=ORANGE, face=PAPER)
 
@@ -210,7 +210,7 @@ def exactness(axes: plt.Axes) -> None:
         box(axes, 10.5, y, text, 3.6, 0.6, edge=SOFT, face=PAPER, style="--")
     axes.text(2.2, 1.35, "decide it", ha="center", color=BLUE)
     axes.text(10.5, 1.35, "decide only when it comes", ha="center")
-    axes.text(6.3, 0.5, "arithmetic of other shapes may round otherwise: near ties are reported as "
+    axes.text(6.3, 0.5, "programs of other shapes may round differently: near ties are reported as "
               "such", ha="center", fontsize=10)
 
 

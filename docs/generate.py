@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from specrl_jax.config import Config
-from specrl_jax.config.renamed import RENAMED
+from specrl_jax.config.load import preset_targets
+from specrl_jax.config.renamed import RENAMED, RENAMED_REWARDS, RENAMED_VALUES
 from specrl_jax.config.rl import ALGORITHMS, OF_ALGORITHM
 from specrl_jax.io.metric_names import METRICS, RENAMED_METRICS
 
@@ -44,7 +45,8 @@ def config_page() -> str:
              "This page lists every field of the configuration. A field is a flag, as in "
              "`--config.rl.kl=0.1`, and an argument of `load_config`, as in "
              "`load_config(\"tiny\", rl__kl=0.1)`. Defaults are those of `Config()`; presets "
-             "change some of them.", ""]
+             "change some of them. Kernels have no field: "
+             "[the platform decides](architecture.md#platforms).", ""]
     fields = dataclasses.fields(Config)
     sections = [f for f in fields if dataclasses.is_dataclass(_default(f))]
     lines += ["## Run", "", *_fields(f for f in fields if f not in sections), ""]
@@ -56,8 +58,13 @@ def config_page() -> str:
                if field not in ("advantage", "loss", "normalize")}
     lines += ["## Presets", "",
               "A preset is a file in `specrl_jax/config/presets`, or one of your own: "
-              "`--config=my_preset.py`.", "", "| preset | |", "| --- | --- |",
-              *(_row(f"`{name}`", text) for name, text in presets().items()), "",
+              "`--config=my_preset.py`. `python experiments/train.py --config=NAME --help` prints "
+              "its values. A target behind the colon, as in `--config=qwen2_5_7b:v6e_4x4`, sets "
+              "mesh, rows, micro-batch and remat for that device; other targets need "
+              "`--config.mesh.data=...` and so on.", "",
+              "| preset | | targets |", "| --- | --- | --- |",
+              *(_row(f"`{name}`", text, ", ".join(f"`{x}`" for x in preset_targets(name)))
+                for name, text in presets().items()), "",
               "## Algorithms", "",
               "A name behind the colon of any preset sets these fields, as in "
               "`--config=smollm2:dapo`, and of "
@@ -69,7 +76,8 @@ def config_page() -> str:
     lines += [_row(f"`{name}`", ", ".join(f"`{field}={x}`" for field, x in values.items()
                                           if field not in unnamed or x != unnamed[field]))
               for name, values in ALGORITHMS.items()]
-    return "\n".join([*lines, "", "## Renamed fields", "", *_renamed(RENAMED), ""])
+    return "\n".join([*lines, "", "## Renamed fields", "", *_renamed(RENAMED),
+                      *_renamed_values({**RENAMED_VALUES, "reward.terms": RENAMED_REWARDS}), ""])
 
 
 def presets() -> dict[str, str]:
@@ -204,6 +212,12 @@ def _renamed(names: Mapping[str, str]) -> Iterator[str]:
     for old, text in names.items():
         new, _, hint = text.partition("; ")
         yield _row(f"`{old}`", f"`{new}`" if new else "removed", hint)
+
+
+def _renamed_values(values: Mapping[str, Mapping[Any, str]]) -> Iterator[str]:
+    for field, uses in values.items():
+        for old, use in uses.items():
+            yield _row(f"`{field}={old}`", f"`{field}`", use)
 
 
 def _row(*cells: str) -> str:

@@ -6,7 +6,7 @@ import json
 import re
 import shlex
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from absl import flags
@@ -15,6 +15,7 @@ import specrl_jax
 from experiments import config_flags
 from specrl_jax.config import as_dict, load_config
 from specrl_jax.io.datasets import DATASETS
+from specrl_jax.io.datasets.levels import LEVELS
 from specrl_jax.io.trackers import TRACKERS
 from specrl_jax.rl.reward import REWARDS
 
@@ -62,6 +63,10 @@ def test_pages_name_fields_and_metrics():
     pages = generate.pages()
     assert "| `rl.kl` | `0.0` | coefficient of the KL" in pages["config.md"]
     assert "| `learner.kl` | `rl.kl` |" in pages["config.md"]
+    assert "| `learner.remat=True` | `learner.remat` | full |" in pages["config.md"]
+    assert "| `reward.terms=bare` | `reward.terms` | exact_only |" in pages["config.md"]
+    level = next(line for line in pages["config.md"].splitlines() if "`data.level`" in line)
+    assert [x.name for x in LEVELS if not re.search(rf"\b{x.name}\b", level)] == []
     assert "| `rloo` | `rl.advantage=leave_one_out`, " in pages["config.md"]
     assert "`completions/mean_length`" in pages["metrics.md"]
     assert [x for x in generate.SECTIONS.values() if f"## {x}\n" not in pages["metrics.md"]] == []
@@ -118,6 +123,15 @@ def test_blocks_of_commands_are_of_a_kind_that_check_knows() -> None:
              for page in ("README.md", *(f"docs/{page}" for page in WRITTEN))]
     assert sum(len(re.findall("^```(?:sh|bash|console)", text, re.M)) for text in texts
                ) == len(found)
+
+
+@pytest.mark.ci
+def test_site_titles_of_blocks_say_what_they_take() -> None:
+    pytest.importorskip("mkdocs", reason="needs the extra docs; .ci/run installs it before")
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="quickstart.md"))
+    blocks = '```sh title="{}a minute"\ntrue\n```\n```sh title="{}needs weights"\ntrue\n```\n'
+    written, shown = blocks.format(f"{check.FULL}: ", f"{check.BY_HAND}: "), blocks.format("", "")
+    assert script("hooks").on_page_markdown(written, page) == shown
 
 
 COMMANDS = sorted({re.sub(r"^PYTHONPATH=\S+ ", "", line) for block in check.blocks()

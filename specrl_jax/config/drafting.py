@@ -91,7 +91,7 @@ class DistillConfig(DistillOptions, prefix="distill"):
     threshold: float = option(0.05, "trigger: unexplained fall, relative to the acceptance after "
                               "the last training, that starts one", low=0)
     ema_decay: float = option(0.5, "trigger: decay of the running mean of falls", within="[0, 1)")
-    probe_tokens: int = option(8, "tokens of each answer of the health probe that follows a "
+    probe_tokens: int = option(8, "tokens of each response of the health probe that follows a "
                                "publish; 0 is no probe", low=0)
 
     def __post_init__(self) -> None:

@@ -16,9 +16,9 @@ class RLConfig(Section, prefix="rl"):
 
     advantage: str = option(
         "group", "advantage from rewards: group (mean and standard deviation of a group, GRPO), "
-        "group_mean (mean alone, Dr. GRPO), leave_one_out (RLOO), batch (mean and standard "
-        "deviation of the step, REINFORCE++), greedy_baseline (the reward of one greedy answer "
-        "more a prompt, ReMax), none (the reward itself), or package.module:function")
+        "group_mean (only the mean, Dr. GRPO), leave_one_out (RLOO), batch (mean and standard "
+        "deviation of the step, REINFORCE++), greedy_baseline (the reward of one more, "
+        "greedy response per prompt, ReMax), none (the reward itself), or package.module:function")
     loss: str = option(
         "ppo_clip", "policy loss: ppo_clip (PPO, GRPO; with clip_high > clip_low, DAPO), gspo "
         "(ratio of the sequence), cispo (clipped ratio as a weight), reinforce (no ratio), or "

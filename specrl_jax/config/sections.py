@@ -48,16 +48,16 @@ class SpecOptions(Section, prefix="spec"):
                                 "distribution as it is; lossy_* change it (verify/lossy.py); or "
                                 "package.module:name of a Rule")
     depth: int = option(4, "draft depth of each round, the paper's s, SGLang's num_steps; 0 is off")
-    branch: int = option(1, "children of a node, or of the root alone with history; the paper's t, "
-                         "SGLang's topk; 1 is a chain")
-    nodes: int = option(5, "tree nodes a row may have, root included; the paper's n, SGLang's "
+    branch: int = option(1, "children of a node; history has them only below the root; "
+                         "the paper's t, SGLang's topk; 1 is a chain")
+    nodes: int = option(5, "most tree nodes per row, root included; the paper's n, SGLang's "
                         "num_draft_tokens")
     budget: int = option(0, "nodes of all rows of a shard together, roots included, so at least "
                          "its rows; 0 is no limit", low=0)
     max_depth: int = option(4, "D, the depth that shapes are made for", low=1)
     max_branch: int = option(2, "K, the branching that shapes are made for")
-    max_nodes: int = option(9, "N, the nodes a row that shapes are made for")
-    max_packed: int = option(64, "most tokens that one verification packs, a shard; batches as "
+    max_nodes: int = option(9, "N, the nodes per row that shapes are made for")
+    max_packed: int = option(64, "most tokens that one verification packs, per shard; batches as "
                              "large as that decode plainly", low=1)
     history_past: int = option(8, "history: earlier responses of a prompt that its rows draft from",
                                low=0)
@@ -89,7 +89,7 @@ class ControlConfig(Section, prefix="control"):
     cost_table: str = option("", "file of measured costs, made where it is missing; empty is one "
                                  "for this device and model in the user's cache directory")
     settings: tuple[str, ...] = option((), "respec: the settings to choose from, as depth x branch "
-                                           "x nodes a row, such as 4x1x5; empty is a range of "
+                                           "x nodes per row, such as 4x1x5; empty is a range of "
                                            "depths up to the bounds of spec")
     length_weight: float = option(0.5, "budget: 0 weighs all rows alike, 1 by the time that their "
                                        "tokens save, which favours rows expected to run long",
@@ -116,10 +116,10 @@ class RolloutConfig(Section, prefix="rollout"):
     min_p: float = option(0.0, "least probability of a token, in units of the likeliest one's; 0 "
                                "keeps the whole vocabulary", within="[0, 1]")
     repetition_penalty: float = option(
-        1.0, "generate.py: logits of tokens that the prompt or the answer holds are divided by it "
+        1.0, "generate.py: logits of tokens of the prompt or the response are divided by it "
         "if positive, else multiplied with it; 1 is off", within="[0.01, 100]")
-    stop: tuple[str, ...] = option((), "generate.py: stop strings, which end an answer and are not "
-                                       "part of it")
+    stop: tuple[str, ...] = option((), "generate.py: stop strings, which end a response and "
+                                       "are not part of it")
     rounds_per_launch: int = option(32, "R, most rounds of one compiled loop", low=1)
     min_batch: int = option(4, "smallest batch that a shard shrinks to as rows finish; above 4, "
                             "its empty slots verify further draft tokens", low=1)
@@ -164,8 +164,8 @@ class LearnerConfig(Section, prefix="learner"):
         "of verification, free (rollout)", choose=("learner", "rollout"))
     moments: str = option("device", "memory of the optimiser's moments: device, or host, from "
                           "which each update fetches them", choose=("device", "host"))
-    lora_rank: int = option(0, "rank of low-rank adapters, which alone are trained (LoRA, "
-                               "arXiv:2106.09685); 0 trains all weights", low=0)
+    lora_rank: int = option(0, "rank of low-rank adapters, trained instead of the weights "
+                               "(LoRA, arXiv:2106.09685); 0 trains all weights", low=0)
     lora_alpha: float = option(0.0, "adapters count lora_alpha / lora_rank times; 0 is lora_rank, "
                                     "so once", low=0)
     lora_targets: tuple[str, ...] = option(LORA_TARGETS, "projections with an adapter, by the "

@@ -28,8 +28,9 @@ class DataConfig(Section, prefix="data"):
     name: str = option("specrl_arithmetic", "dataset: specrl_arithmetic, gsm8k, jsonl, hf (extra "
                        "`hf`), reasoning_gym (extra `tasks`), or package.module:function that "
                        "returns a sequence of dicts")
-    path: str = option("", "jsonl: a file with one JSON object a line, gzipped or not, a pattern, "
-                       "or several with commas; hf: ORG/NAME of the hub, a directory, or a file")
+    path: str = option("", "jsonl: a file with one JSON object per line, gzipped or not, a "
+                       "pattern, or several with commas; hf: ORG/NAME of the hub, a directory, "
+                       "or a file")
     question_field: str = option("question", "field with the user's message, or with a list of "
                                  "chat messages that ends with it")
     answer_field: str = option("answer", "field with the expected answer")
@@ -40,7 +41,8 @@ class DataConfig(Section, prefix="data"):
     seed: int = option(0, "reasoning_gym: seed of the examples", within="[0, 2000)")
     data_dir: str = option("", "TFDS directory; empty means TFDS's own, ~/tensorflow_datasets")
     manual_dir: str = option("", "directory with gsm8k's train.jsonl[.gz] and test.jsonl[.gz]")
-    level: str = option("add2", "specrl_arithmetic: level of difficulty")
+    level: str = option("add2", "specrl_arithmetic: add1, add2, add3, sub2, mul1, mixed2 "
+                                "(operation and digits), or chain (four numbers, step by step)")
     examples: int = option(0, "use only the first N examples; 0 is all of them", low=0)
     system: str = option("", "system message; empty means none")
     template: tuple[str, ...] = option((), "variables of the chat template, each as NAME=VALUE, "
@@ -71,10 +73,10 @@ class RewardConfig(Section, prefix="reward"):
     terms: tuple[str, ...] = option(("exact",), "exact, exact_only, has_answer_marker, "
                                     "digit_fraction, latex, reasoning_gym, or "
                                     "package.module:function")
-    weights: tuple[float, ...] = option((1.0,), "one weight a term")
-    workers: int = option(0, "processes that judge answers; 0: rewards run in the training "
-                             "process, which a crash ends, and latex in one worker a core", low=0)
-    seconds: float = option(2.0, "CPU seconds of a worker for an answer; beyond them latex scores "
+    weights: tuple[float, ...] = option((1.0,), "one weight per term")
+    workers: int = option(0, "processes that judge responses; 0: rewards run in the training "
+                             "process, which a crash ends, and latex in one worker per core", low=0)
+    seconds: float = option(2.0, "CPU seconds of a worker per response; beyond them latex scores "
                                  "it wrong, any other reward fails", within="(0, 86400]")
     on_failure: str = option(STOP, "a term that raises, hangs or dies in a worker, or returns no "
                              "finite number: stop ends the run with its example, a number is what "
@@ -99,10 +101,10 @@ class EvalConfig(Section, prefix="eval"):
     path: str = option("", "data.path of what is held out, where the data has no splits; empty is "
                            "data.path")
     examples: int = option(200, "use the first N problems; 0 is all of them", low=0)
-    samples: int = option(1, "k, answers to each problem; with group_size of them, a run "
+    samples: int = option(1, "k, responses per problem; with group_size of them, a run "
                              "without greedy_baseline compiles nothing more", low=1)
     temperature: float = option(0.0, "0 is greedy", low=0)
-    reward: str = option("", "an answer is correct where this reward is at least 1: exact, latex "
+    reward: str = option("", "a response is correct where this reward is at least 1: exact, latex "
                              "or package.module:function; empty is exact, or the run's own where "
                              "it does not use exact")
 

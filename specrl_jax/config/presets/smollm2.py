@@ -2,7 +2,7 @@
 
 Claim    greedy accuracy on 200 held-out sums from 0.005 to 0.75, 0.66 and 0.56 (seeds 0, 1, 2)
 Command  python experiments/train.py --config=smollm2
-Cost     about 5 minutes and 8 GiB on 2 CPU cores
+Cost     about 4 minutes and 5 GiB on 2 CPU cores
 """
 
 from specrl_jax.config import Config, build

@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct on worked arithmetic: long answers, one row at a time.
+"""SmolLM2-135M-Instruct on worked arithmetic: long responses, one row at a time.
 
 Claim    of 363 s that 30 steps take without speculation, a head from train_drafter.py nets 78 s,
          and 14 to 30 s where it goes on learning

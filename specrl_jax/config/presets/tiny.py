@@ -1,6 +1,6 @@
-"""A tiny random model over bytes learns to answer in digits: every part of a run, at small sizes.
+"""A tiny random byte-level model learns to answer in digits: every part of a run, at small sizes.
 
-Claim    share of digits in the answers from 0.0 to 1.0 in 20 steps (seed 0)
+Claim    share of digits in the responses from 0.0 to 1.0 in 20 steps (seed 0)
 Command  python experiments/train.py --config=tiny
 Cost     half a minute on 2 CPU cores, most of it compilation
 
