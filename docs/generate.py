@@ -90,8 +90,8 @@ def metrics_page() -> str:
              "Does speculation pay? `time/saved` is the answer of one step, in seconds, and "
              "`time/speculation_net` the running sum after what the drafter costs, for a drafter "
              "with weights: positive means faster than plain decoding. "
-             "`rollout/accept_length` says how many tokens a row gains in a round, not how long "
-             "the round is."]
+             "`rollout/accept_length` says how many tokens a row gains per round, not how long "
+             "the round is. [When it pays](guides/when_it_pays.md) reads them."]
     titles = dict(SECTIONS)
     for m in METRICS:
         if title := titles.pop(m.name.partition("/")[0], ""):
