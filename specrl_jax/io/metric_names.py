@@ -120,7 +120,8 @@ METRICS = tuple(Metric(*row) for row in (
      "launches over their seconds; below 0.2 on a quiet machine"),
     ("time/saved", "s", "control/plain_seconds minus the measured seconds of the step's launches, "
      "which are time/rollout without prefill and work of the host; where nothing is drafted, the "
-     "error of the prediction"),
+     "error of the prediction. control.policy=fixed predicts nothing: there plain rounds cost what "
+     "they did at start-up"),
     ("time/spent", "s", "predicted cost of drafts and of verifying them, beyond plain rounds"),
     ("time/regret", "s", "time lost against plain decoding, launch by launch"),
     ("time/step", "s", "the whole step", "step_time", "timing_s/step"),
