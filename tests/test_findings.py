@@ -211,6 +211,26 @@ def when_it_pays() -> Iterator[str]:
                    f"{chains['speedup']['median']:.2f} |")
 
 
+def evolving() -> Iterator[str]:
+    summary = results.read("staleness_modes")["summary"]
+    net = {arm: interval(summary[arm]["over_frozen"]["net_seconds"], 1) for arm in MODES}
+    end = {arm: f"{summary[arm]['acceptance_end'][0]:.2f}" for arm in MODES}
+    yield f"| {end['frozen']}; it did not fall"
+    yield f"| {end['once']} | {net['once']} |"
+    yield (f"| {end['every_step']} at every step, {end['every_5']} at every fifth | "
+           f"{net['every_step']} at every step, {net['every_5']} at every fifth |")
+    yield f"| {end['trigger']} | {net['trigger']} |"
+    _, frozen, trained = smollm2()
+    yield f"made steps {frozen:.2f} times as fast, and one trained every 5 steps [{trained:.2f}"
+
+
+def train_drafter() -> Iterator[str]:
+    for name in ("arithmetic", "gsm8k_1600"):
+        found = list(results.read(f"drafter_{name}_cpu")["held_out"].values())[-1]
+        match = ", ".join(f"{found[f'match/{depth}']:.3f}" for depth in range(4))
+        yield f"| {match} | {found['accept_length/4']:.2f} tokens per round |"
+
+
 def compile_for() -> Iterator[str]:
     """What 7B needs on v6e:4x4; the table there is written by docs/generate.py."""
     programs = results.read("compile_qwen2_5_7b_v6e_4x4")["programs"]
@@ -229,7 +249,8 @@ PAGES = {"docs/findings.md": [
     *paired("staleness_intervals", "every_1", INTERVALS, ""), *steps(), *controller(),
     *compilers(), *algorithms()],
     "README.md": readme(), "docs/comparison.md": comparison(),
-    "docs/guides/when_it_pays.md": when_it_pays(), "docs/compile_for.md": compile_for()}
+    "docs/guides/when_it_pays.md": when_it_pays(), "docs/guides/evolving_drafter.md": evolving(),
+    "docs/guides/train_drafter.md": train_drafter(), "docs/compile_for.md": compile_for()}
 
 
 @pytest.mark.parametrize(("page", "figure"), [
