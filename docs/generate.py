@@ -12,6 +12,7 @@ import ast
 import dataclasses
 import json
 import re
+import statistics
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -97,8 +98,8 @@ def metrics_page() -> str:
              "Does speculation pay? `time/saved` is the answer of one step, in seconds, and "
              "`time/speculation_net` the running sum after what the drafter costs, for a drafter "
              "with weights: positive means faster than plain decoding. "
-             "`rollout/accept_length` says how many tokens a row gains in a round, not how long "
-             "the round is."]
+             "`rollout/accept_length` says how many tokens a row gains per round, not how long "
+             "the round is. [When it pays](guides/when_it_pays.md) reads them."]
     titles = dict(SECTIONS)
     for m in METRICS:
         if title := titles.pop(m.name.partition("/")[0], ""):
@@ -130,10 +131,14 @@ def compile_for_page() -> str:
 
 def findings_page() -> str:
     """Returns the page with the table of runs of all algorithms."""
-    result = json.loads((RESULTS / "bench_algorithms_smollm2.json").read_text(encoding="utf-8"))
+    named, own = (json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+                  for name in ("bench_algorithms_smollm2", "smollm2_seeds_cpu"))
     return _filled("findings.md", "algorithms", [
-        "| run | reward, first 5 steps | last 5 | held-out accuracy | accept length | seconds |",
-        "|" + " --- |" * 6, *(_trained(*case) for case in result["cases"].items())])
+        "| run | reward, first 5 steps | last 5 | held-out accuracy | accept length |",
+        "|" + " --- |" * 5,
+        *(_trained(f"presets' own, seed {seed}", _of_seed(case))
+          for seed, case in own["seeds"].items()),
+        *(_trained(f"`{name}`", case) for name, case in named["cases"].items())])
 
 
 def badges() -> dict[str, str]:
@@ -179,14 +184,23 @@ def _compiled(result: Mapping[str, Any]) -> str:
 
 def _trained(name: str, case: Mapping[str, Any]) -> str:
     """Returns the row of one run."""
-    return _row(f"`{name}`", *(f"{case[key]:.2f}" for key in ("reward_first", "reward_last")),
+    return _row(name, *(f"{case[key]:.2f}" for key in ("reward_first", "reward_last")),
                 f"{case['accuracy']:.3f} ({case['accuracy_low']:.3f} .. "
                 f"{case['accuracy_high']:.3f})",
-                f"{case['accept_length']:.2f}", f"{case['seconds']:.0f}")
+                f"{case['accept_length']:.2f}")
+
+
+def _of_seed(case: Mapping[str, Any]) -> dict[str, float]:
+    """Returns a run of the preset's own algorithm, as the other result has them."""
+    low, high = case["greedy"]["after_interval_wilson"]
+    return {"reward_first": case["reward_exact_first_five_steps"],
+            "reward_last": case["reward_exact_last_five_steps"],
+            "accuracy": case["greedy"]["after"], "accuracy_low": low, "accuracy_high": high,
+            "accept_length": statistics.mean(case["accept_length_by_step"])}
 
 
 def _filled(page: str, marker: str, lines: Iterable[str]) -> str:
-    """Returns a page with lines in place of those between `<!-- MARKER -->` and `<!-- end -->`."""
+    """Returns a page with lines instead of those between `<!-- MARKER -->` and `<!-- end -->`."""
     return re.sub(rf"(<!-- {marker} -->\n).*?(<!-- end -->\n)",
                   lambda match: match[1] + "\n".join([*lines, match[2]]),
                   (DOCS / page).read_text(encoding="utf-8"), flags=re.S)

@@ -7,7 +7,7 @@ result.
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,8 @@ BLUE, LIGHT, GREY, ORANGE, GREEN, PURPLE = (
 COLORS = (BLUE, ORANGE, GREEN, PURPLE, LIGHT, "#b59a1d", "#3a3a3a")
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 # ReSpec's Fig. 7 (arXiv 2510.26475): the settings depth, branching, verified tokens.
-PAPER = {"3,8,8": (1.191, 1.273, 1.156, 1.255, 1.383, 1.113, 0.837),
-         "5,8,32": (1.411, 1.464, 1.246, 1.135, 1.129, 0.755, 0.448)}
+PAPER = {"3x8x8": (1.191, 1.273, 1.156, 1.255, 1.383, 1.113, 0.837),
+         "5x8x32": (1.411, 1.464, 1.246, 1.135, 1.129, 0.755, 0.448)}
 
 
 def main() -> None:
@@ -132,13 +132,11 @@ def differences(axes: plt.Axes, result: Mapping[str, Any], base: str, arms: Mapp
     reference = curves(result, base, "acceptance").mean(1)
     for i, arm in enumerate(arms):
         paired = curves(result, arm, "acceptance").mean(1) - reference
-        error = paired.std(ddof=1) / np.sqrt(len(paired)) * T_5
-        axes.errorbar(paired.mean(), i, xerr=error, fmt="o", color=BLUE, capsize=3)
-    axes.axvline(0, color=GREY, lw=1, ls="--")
-    axes.set(title=title, yticks=range(len(arms)), yticklabels=arms.values(),
-             xlabel="difference of acceptance")
+        mean, error = paired.mean(), paired.std(ddof=1) / np.sqrt(len(paired)) * T_5
+        dot(axes, i, (mean, mean - error, mean + error), BLUE)
+    by_name(axes, list(arms.values()), 0)
+    axes.set(title=title, xlabel="difference of acceptance")
     axes.locator_params(axis="x", nbins=5)
-    axes.invert_yaxis()
 
 
 def losses(figure: plt.Figure) -> None:
@@ -176,8 +174,87 @@ def steps(figure: plt.Figure) -> None:
     right.axhline(1, color=GREY, lw=1, ls="--")
 
 
+def controller(figure: plt.Figure) -> None:
+    left, right = figure.subplots(1, 2, sharex=True)
+    cases = {left: {"small": ""},
+             right: {"smollm2_arithmetic": ", good head", "smollm2": ", weaker head"}}
+    for axes, files in cases.items():
+        labels = []
+        for file, suffix in files.items():
+            summary = read(f"bench_controller_{file}")["summary"]
+            for policy, color in (("budget", BLUE), ("respec", ORANGE), ("bandit", GREY)):
+                found = summary[policy]
+                dot(axes, len(labels), (found["ratio"], found["low"], found["high"]), color)
+                labels.append(policy + suffix)
+        by_name(axes, labels, 1)
+        axes.set_xlabel("speed over the best fixed setting")
+    left.set_title("small model, 48 cells")
+    right.set_title("SmolLM2-135M, eight cells per head")
+
+
+def algorithms(figure: plt.Figure) -> None:
+    left, right = figure.subplots(1, 2, sharex=True)
+    cases = read("bench_algorithms_smollm2")["cases"]
+    seeds = {"seed 0": "grpo", "seed 1": "grpo_seed_1", "seed 2": "grpo_seed_2"}
+    named = [name for name in cases if name not in (*seeds.values(), *TASKS)]
+    for i, name in enumerate(named):
+        dot(left, i, accuracy(cases[name]), BLUE)
+    by_name(left, named)
+    spread = [accuracy(cases[name]) for name in seeds.values()]
+    own = [(case["greedy"]["after"], *case["greedy"]["after_interval_wilson"])
+           for case in read("smollm2_seeds_cpu")["seeds"].values()]
+    for i, values in enumerate([*spread, *own]):
+        dot(right, i, values, ORANGE if i < len(spread) else GREEN)
+    by_name(right, [f"{name}, {seed}" for name in ("grpo", "presets' own") for seed in seeds])
+    for axes, title in ((left, "one seed each"),
+                        (right, "three seeds; those of grpo are shaded")):
+        axes.axvspan(min(x[0] for x in spread), max(x[0] for x in spread), color=ORANGE,
+                     alpha=0.12, lw=0)
+        axes.set(title=title, xlabel="held-out accuracy")
+
+
+TASKS = ("chain_sum", "spell_backward")  # of the algorithms' result, with accuracies near 0
+
+
+def accuracy(case: Mapping[str, Any]) -> tuple[float, float, float]:
+    return case["accuracy"], case["accuracy_low"], case["accuracy_high"]
+
+
+def compilers(figure: plt.Figure) -> None:
+    axes = figure.subplots()
+    found = [json.loads(path.read_text(encoding="utf-8"))
+             for path in sorted(RESULTS.glob("compile_*.json"))
+             if not path.stem.endswith("_newest")]  # the same bytes
+    for i, result in enumerate(found):
+        moved = result["round_bytes"]
+        plain, wide = (moved[x] / moved["least"] for x in ("plain", "verified"))
+        axes.plot((plain, wide), (i, i), color=GREY, lw=1)
+        for value, color, label in ((plain, BLUE, "plain round"),
+                                    (wide, ORANGE, "verifies 8 nodes per row")):
+            axes.plot(value, i, "o", color=color, label=None if i else label)
+    by_name(axes, [f"{r['config']['name']}, {r['target']}" for r in found], 1)
+    axes.set(xlabel="bytes of a round, over the fewest possible", xlim=(0.99, 1.25))
+    axes.legend(fontsize=10, loc="center right")
+
+
+def dot(axes: plt.Axes, row: int, values: tuple[float, float, float], color: str) -> None:
+    """A mean with its interval."""
+    mean, low, high = values
+    axes.errorbar(mean, row, xerr=[[mean - low], [high - mean]], fmt="o", color=color, capsize=3)
+
+
+def by_name(axes: plt.Axes, names: Sequence[str], line: float | None = None) -> None:
+    """Names rows from above, and marks a value."""
+    axes.set(yticks=range(len(names)), yticklabels=names)
+    axes.tick_params(axis="y", labelsize=10)
+    axes.invert_yaxis()
+    if line is not None:
+        axes.axvline(line, color=GREY, lw=1, ls="--")
+
+
 PICTURES = {"finding_gain": gain, "finding_staleness": staleness, "finding_bugs": bugs,
-            "finding_losses": losses, "finding_steps": steps}
+            "finding_losses": losses, "finding_steps": steps, "finding_controller": controller,
+            "finding_algorithms": algorithms, "finding_compilers": compilers}
 
 if __name__ == "__main__":
     main()

@@ -3,8 +3,9 @@
     python experiments/explain.py runs/x                 # a line a step
     python experiments/explain.py runs/x --step=3        # a line a launch of that step
 
-`saved` is what the same tokens were to cost in plain rounds, by the table of costs as corrected so
-far, less what they cost; `regret` is what launches lost against plain rounds.
+`plain` is what the same tokens were to cost in plain rounds, by the table of costs as corrected so
+far. `saved` is `plain` less `launches`, the measured seconds of the rollout without its prefill;
+`regret` is what launches lost against plain rounds.
 
 Exit status: 0, or 2 for bad input.
 """
@@ -68,7 +69,7 @@ def by_step(rows: Sequence[Mapping[str, Any]]) -> Table:
         ("drafting", _number("control/drafting", ".0%")),
         ("verified", _number("control/verify_tokens", ".1f")),
         ("rollout s", _number("time/rollout", ".3g")),
-        ("launches s, predicted", _number("control/predicted_seconds", ".3g")),
+        ("launches s", _launches), ("predicted s", _number("control/predicted_seconds", ".3g")),
         ("error", _number("time/cost_error", ".0%")),
         ("plain s", _number("control/plain_seconds", ".3g")),
         ("saved s", _number("time/saved", "+.3g")), ("spent s", _number("time/spent", ".3g")),
@@ -98,6 +99,12 @@ def by_launch(rows: Sequence[Mapping[str, Any]], step: int, workdir: Path) -> Ta
 
 def _number(name: str, form: str) -> Callable[[Mapping[str, Any]], str]:
     return lambda row: format(row[name], form) if name in row else ""
+
+
+def _launches(row: Mapping[str, Any]) -> str:
+    """Returns their seconds, of which `time/launches` lists only so many of a step."""
+    found = row.get("control/plain_seconds"), row.get("time/saved")
+    return "" if None in found else format(found[0] - found[1], ".3g")
 
 
 def _milliseconds(name: str) -> Callable[[Mapping[str, Any]], str]:

@@ -29,7 +29,7 @@ METRICS = tuple(Metric(*row) for row in (
     ("reward/nonzero_advantage_fraction", "fraction", "groups whose rewards, without penalties, "
      "give an advantage",
      "1 - frac_reward_zero_std"),
-    ("reward/failures", "answers", "answers with a term that failed and counts as "
+    ("reward/failures", "responses", "responses with a term that failed and counts as "
      "reward.on_failure"),
     ("reward/*", "reward", "mean of one reward term, before its weight", "rewards/*/mean"),
     ("loss", "", "policy loss, mean over the last epoch's updates", "loss", "actor/pg_loss"),
@@ -39,16 +39,20 @@ METRICS = tuple(Metric(*row) for row in (
      "actor/grad_norm"),
     ("learning_rate", "", "rate of the update, mean over those of the last epoch", "learning_rate",
      "actor/lr"),
-    ("applied", "0 or 1", "1 if every update of the step was finite and so applied"),
+    ("applied", "0 or 1", "1 if every update of the step was finite and so applied; others "
+     "are skipped"),
     ("policy/entropy", "nats", "mean entropy of the learner's distribution at response tokens, "
      "with temperature, without truncation; as all of policy/* and kl/*, over groups that the "
      "update reads: without an advantage only if the KL, rl.entropy or a teacher needs them",
      "entropy", "actor/entropy"),
-    ("policy/clip_fraction", "fraction", "response tokens whose ratio rl.loss clips",
+    ("policy/clip_fraction", "fraction", "response tokens whose ratio rl.loss clips; 0 where "
+     "every ratio is 1",
      "clip_ratio/region_mean", "actor/pg_clipfrac"),
     ("policy/ratio_mean", "", "mean ratio of a response token's probability to that under the "
-     "policy that sampled"),
-    ("policy/ratio_max", "", "largest such ratio, over all updates of the last epoch"),
+     "policy that sampled; exactly 1 with one update on a rollout and "
+     "learner.old_logprob=learner"),
+    ("policy/ratio_max", "", "largest such ratio, over all updates of the last epoch; 1 where "
+     "the mean is"),
     ("policy/correction_fraction", "fraction", "response tokens whose weight rl.correction cuts"),
     ("kl/reference", "nats", "k3 estimate of the KL to the initial policy, with rl.kl > 0; "
      "with rl.kl_in=reward that of rl.kl_estimator", "kl",
@@ -66,7 +70,8 @@ METRICS = tuple(Metric(*row) for row in (
     ("rollout/batches", "count", "rollouts of the step: 1, and those that rl.filter adds"),
     ("rollout/tokens_per_second", "tokens/s", "response tokens over time/rollout", "",
      "perf/throughput (whole step)"),
-    ("rollout/accept_length", "tokens", "tokens a row and round: accepted drafts and one more"),
+    ("rollout/accept_length", "tokens", "mean tokens per row and round, the actor's own "
+     "included; 1 is plain decoding"),
     ("rollout/acceptance_rate", "fraction", "drafted tokens that were accepted"),
     ("rollout/drafted", "tokens", "draft tokens verified"),
     ("rollout/accepted", "tokens", "draft tokens accepted"),
@@ -80,15 +85,17 @@ METRICS = tuple(Metric(*row) for row in (
     ("rollout/occupancy", "fraction", "slots that held an unfinished sequence, mean over rounds"),
     ("rollout/clamped_rounds", "rounds", "rounds whose settings were outside the bounds of spec"),
     ("rollout/nonfinite_drafts", "rounds", "rounds in which the drafter's scores were not finite"),
-    ("rollout/calibration_error", "fraction", "mean distance of estimated from actual acceptance"),
+    ("rollout/calibration_error", "fraction", "mean absolute difference of estimated and "
+     "actual acceptance"),
     ("rollout/reliability", "list", "draft tokens, mean estimate and accepted share of each bin"),
     ("rollout/top_p_mass", "fraction", "mean probability that top-k and top-p keep"),
     ("rollout/logprob", "nats", "mean log-probability of response tokens in the rollout"),
-    ("rollout/logprob_gap", "nats", "mean distance of rollout's and learner's log-probabilities",
+    ("rollout/logprob_gap", "nats", "mean absolute difference of the rollout's and the learner's "
+     "log-probabilities of response tokens; about 1e-6 in float32, TODO-BF16-GAP in bfloat16",
      "sampling/sampling_logp_difference/mean", "training/rollout_probs_diff_mean"),
-    ("rollout/logprob_gap_max", "nats", "largest such distance",
+    ("rollout/logprob_gap_max", "nats", "largest such difference",
      "sampling/sampling_logp_difference/max", "training/rollout_probs_diff_max"),
-    ("rollout/logprob_gap_tokens", "tokens", "tokens that the two cover"),
+    ("rollout/logprob_gap_tokens", "tokens", "response tokens over which the two above are taken"),
     ("spec/lossy", "0 or 1", "1 if the verification rule changes the distribution of tokens"),
     ("control/draft_depth", "tokens", "mean draft depth of a round"),
     ("control/verify_tokens", "tokens", "mean tokens that one verification ran over"),
@@ -105,13 +112,17 @@ METRICS = tuple(Metric(*row) for row in (
      "val-core/*/acc/best@N/mean"),
     ("eval/best_step", "steps", "completed steps of the best evaluation so far, whose checkpoint "
      "is kept"),
-    ("eval/length_mean", "tokens", "mean length of the answers"),
-    ("eval/clipped_fraction", "fraction", "answers that reached rollout.max_new_tokens"),
+    ("eval/length_mean", "tokens", "mean length of the responses"),
+    ("eval/clipped_fraction", "fraction", "responses that reached rollout.max_new_tokens"),
     ("eval/accept_length", "tokens", "as rollout/accept_length, in the evaluation"),
     ("time/launches", "list", "seconds of each launch"),
-    ("time/cost_error", "fraction", "mean relative error of control/predicted_seconds"),
-    ("time/saved", "s", "predicted duration without drafts minus time/rollout"),
-    ("time/spent", "s", "predicted cost of drafts and of verifying them"),
+    ("time/cost_error", "fraction", "error of control/predicted_seconds: absolute errors of "
+     "launches over their seconds; below 0.2 on a quiet machine"),
+    ("time/saved", "s", "control/plain_seconds minus the measured seconds of the step's launches, "
+     "which are time/rollout without prefill and work of the host; where nothing is drafted, the "
+     "error of the prediction. control.policy=fixed predicts nothing: there plain rounds cost what "
+     "they did at start-up"),
+    ("time/spent", "s", "predicted cost of drafts and of verifying them, beyond plain rounds"),
     ("time/regret", "s", "time lost against plain decoding, launch by launch"),
     ("time/step", "s", "the whole step", "step_time", "timing_s/step"),
     ("time/rollout", "s", "generation", "", "timing_s/gen"),
@@ -119,7 +130,7 @@ METRICS = tuple(Metric(*row) for row in (
     ("time/reward", "s", "rewards", "", "timing_s/reward"),
     ("learn/tokens_per_second", "tokens/s", "tokens of prompts and responses through the update "
      "and its scores, on each device"),
-    ("learn/peak_share", "fraction", "6 FLOPs a parameter and token of the policy update, over "
+    ("learn/peak_share", "fraction", "6 FLOPs per parameter and token of the policy update, over "
      "what the device could do; if its peak is known (io/hardware.py)", "", "perf/mfu/actor"),
     ("time/learn", "s", "policy update and publishing", "", "timing_s/update_actor"),
     ("time/eval", "s", "the evaluation after the step, no part of time/step", "",
@@ -146,10 +157,13 @@ METRICS = tuple(Metric(*row) for row in (
     ("distill/grad_norm", "", "gradient norm of the last update"),
     ("distill/accept_length", "tokens", "accept length on the training batch"),
     ("distill/alpha/*", "fraction", "acceptance rate by draft depth, before the updates"),
-    ("distill/acceptance", "fraction", "acceptance that the trigger watches"),
-    ("distill/entropy", "nats", "the actor's entropy that explains a part of its fall"),
-    ("distill/unexplained", "fraction", "fall of acceptance that entropy does not explain"),
-    ("distill/fall", "fraction", "its running mean, which starts a training"),
+    ("distill/acceptance", "fraction", "mean chance that a first draft is accepted; as the "
+     "three below, only with distill.when=trigger"),
+    ("distill/entropy", "nats", "the actor's mean entropy at these tokens"),
+    ("distill/unexplained", "fraction", "acceptance a minus a0 + slope (h - h0), where h is "
+     "entropy and the step after the last training gave a0, h0 and the slope; negative is a fall"),
+    ("distill/fall", "fraction", "running mean of distill/unexplained over a0; below "
+     "-distill.threshold, a training starts"),
     ("distill/buffer_bytes", "bytes", "kept features of rollouts"),
 ))
 

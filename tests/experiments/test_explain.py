@@ -56,6 +56,10 @@ def test_explain_shows_steps_and_launches(workdir: Path, capsys: Any) -> None:
     assert explain.main([str(workdir)]) == 0
     out = capsys.readouterr().out
     assert "+0.25" in out and "0.50" in out and out.count("\n") == 6
+    header, row = (out.splitlines()[i].replace("┃", "│").split("│")[1:-1] for i in (1, 3))
+    shown = {name.strip(): value.strip() for name, value in zip(header, row, strict=True)}
+    assert float(shown["saved s"]) == float(shown["plain s"]) - float(shown["launches s"])
+    assert float(shown["launches s"]) == sum(t.seconds for t in TRACE)
     assert explain.main([str(workdir), "--step=1"]) == 0
     out = capsys.readouterr().out
     assert "1.25e+03" in out and "1.50" in out and "16.0" in out
