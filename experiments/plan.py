@@ -7,7 +7,8 @@ predicted seconds of a step: the least time of each program by its FLOPs and byt
 of a device's peak that such a program is to reach. The lengths of responses and the acceptance of
 drafts come from --trace. It predicts an order, not seconds: nothing is measured. The best three are
 compiled, the update and the largest launch, where the target's compiler is installed
-(compile_for.py); --nocompile leaves that out. Exit status 1 if one of them does not compile or fit.
+(compile_for.py); --nocompile leaves that out. --noplain leaves out layouts without the drafter.
+Exit status 1 if one of the best does not compile or fit.
 """
 
 import early  # noqa: F401  # isort: skip (first: Ctrl-C while the others are imported)
@@ -27,7 +28,7 @@ from bench.planning.work import Model
 from rich.console import Console
 from rich.table import Table
 
-from specrl_jax.config import Config, override
+from specrl_jax.config import Config, check, override
 from specrl_jax.io.hardware import GIB
 from specrl_jax.io.places import output_file
 from specrl_jax.model.architecture import Architecture
@@ -40,6 +41,7 @@ TRACE = flags.DEFINE_string("trace", "", "lengths and acceptance: a run's direct
                             "(default: the repository's own)")
 COMPILE = flags.DEFINE_bool("compile", True, "compile the update and the largest launch of the "
                             "best three")
+PLAIN = flags.DEFINE_bool("plain", True, "consider layouts without the drafter, too")
 OUT = flags.DEFINE_string("out", None, "write the plan to this JSON file, too")
 SHOWN, COMPILED = 8, 3
 
@@ -48,11 +50,13 @@ def main(config: Config, workdir: Path) -> int:
     del workdir
     machine, trace = machine_of(TARGET.value), traces.read(TRACE.value)
     out = OUT.value and output_file("--out", OUT.value)
+    check(PLAIN.value or config.spec.drafter != "off", "spec.drafter", "off",
+          "--noplain leaves no layout; name a drafter or drop it")
     if COMPILE.value:
         targets.check_packages(targets.parse(TARGET.value))
     config = without_weights(config)
     arch = describe_source(config.model.path, family=config.model.family).arch
-    found = candidates.plan(config, arch, machine, trace)
+    found = candidates.plan(config, arch, machine, trace, plain=PLAIN.value)
     console = Console(width=None if sys.stdout.isatty() else 190, highlight=False, soft_wrap=True)
     console.print(table(found))
     for line in said(found, config, arch, machine, trace):

@@ -148,6 +148,15 @@ def test_command_prints_a_plan(command: Callable[..., Any], tmp_path: Path) -> N
     assert sum(best["gib"].values()) < 15.75 and best["seconds"]["rollout"] > 0
 
 
+def test_plan_without_plain_layouts_always_drafts(command: Callable[..., Any], tmp_path: Path
+                                                  ) -> None:
+    done = command("plan.py", "--config=qwen2_5_0_5b", "--target=v5e:2x2", "--nocompile",
+                   "--noplain", "--config.prompts_per_step=8", f"--out={tmp_path / 'plan.json'}")
+    assert done.returncode == 0, done.stderr
+    ranked = json.loads((tmp_path / "plan.json").read_text())["ranked"]
+    assert {one["values"]["spec.drafter"] for one in ranked} == {"eagle"}
+
+
 STUBBED = f"""
 import sys
 sys.path.insert(0, {str(ROOT / "experiments")!r})
@@ -176,6 +185,8 @@ def test_command_records_memory_of_what_it_compiled(command: Callable[..., Any],
     (["--config=tiny"], "target = '': give a TPU of v4, "),
     (["--config=tiny", "--target=v5e:2x"], "target = 'v5e:2x': give a TPU of v4, "),
     (["--config=tiny", "--target=h100", "--trace=nowhere"], "--trace=nowhere: "),
+    (["--config=tiny", "--target=h100", "--noplain", "--config.spec.drafter=off"],
+     "spec.drafter = 'off': --noplain leaves no layout; "),
     (["--config=qwen2_5_14b", "--target=v5e:2x2"], "target = 4 x v5e: no layout fits; the near"),
 ])
 def test_command_ends_bad_input_with_one_line(command: Callable[..., Any], arguments: list[str],

@@ -10,6 +10,8 @@ from typing import Any
 
 import bandit
 import bigram
+import jax.numpy as jnp
+import medusa
 import numpy as np
 import objective
 import pytest
@@ -29,8 +31,9 @@ from specrl_jax.config import (
     TrackConfig,
     override,
 )
+from specrl_jax.control.protocol import make_spec
 from specrl_jax.control.registry import CONTROLLERS
-from specrl_jax.draft.registry import DRAFTERS
+from specrl_jax.draft.registry import DRAFTERS, DrafterContext
 from specrl_jax.io import trackers
 from specrl_jax.io.data import load_examples
 from specrl_jax.io.metrics import Writer, read_metrics, read_samples
@@ -42,13 +45,14 @@ from specrl_jax.model.tensors import pack
 from specrl_jax.rl.algorithm import resolve
 from specrl_jax.rl.judge import compose
 from specrl_jax.rl.reward import REWARDS
+from specrl_jax.structs import Frontier
 from specrl_jax.verify.registry import RULES
 
 FILES = Path(__file__).parent
 PAGE = (FILES.parents[1] / "docs" / "extending.md").read_text(encoding="utf-8")
 COMMANDS = re.findall(r"^(?:PYTHONPATH=tests/extending )?python experiments/.*$",
                       re.sub(r"\\\n\s*", "", PAGE), re.M)  # of the lines that a backslash joins
-MOST_LINES = 60
+MOST_LINES = 80
 
 
 def greedy(**fields: Any) -> Config:
@@ -247,6 +251,43 @@ def test_bigram_run_resumes_from_its_checkpoint(tmp_path: Path) -> None:
         "rollout.max_prompt_tokens": 96, "reward.terms": ("digit_fraction",)})
     assert train(config, tmp_path) and train(override(config, {"steps": 2}), tmp_path)
     assert [row["version/drafter"] for row in read_metrics(tmp_path)] == [0, 1]
+
+
+BRANCHING: dict[str, Any] = {"spec.drafter": "medusa:medusa", "spec.branch": 2, "spec.nodes": 5,
+                             "spec.max_branch": 2, "spec.max_nodes": 5}
+
+
+def test_medusa_tree_branches_at_its_root() -> None:
+    config = override(PLAIN, BRANCHING)
+    part = medusa.medusa(DrafterContext(config, tiny.TINY, (), 2, 0, pytest.fail))
+    rng, width = np.random.default_rng(0), tiny.TINY.hidden_size
+    params = part.weights | {"head": jnp.asarray(rng.normal(size=(24, width)), jnp.float32)}
+    state = {"now": jnp.asarray(rng.normal(size=(2, width)), jnp.float32)}
+    rows = jnp.zeros(2, jnp.int32)
+    frontier = Frontier(root=rows + 7, seq=rows, generated=rows, context=rows,
+                        live=jnp.asarray([True, False]))
+    tree, _ = part.drafter.propose(params, state, frontier, None, make_spec(2, 2, 5, 0),
+                                   lambda above, prob, depth, origin: above * prob)
+    np.testing.assert_array_equal(tree.parent[0], [0, 0, 0, 1, 2])
+    np.testing.assert_array_equal(tree.depth[0], [0, 1, 1, 2, 2])
+    np.testing.assert_array_equal(tree.live, [[True] * 5, [False] * 5])
+    root, first, second, *below = tree.tokens[0].tolist()
+    assert root == 7 and first != second and below[0] == below[1]
+    np.testing.assert_allclose(tree.survival[0, 3:], tree.survival[0, 1:3] * tree.draft_prob[0, 3],
+                               rtol=1e-6)
+
+
+@pytest.mark.ci
+def test_medusa_heads_learn_and_change_no_token() -> None:
+    trainer = micro_trainer(override(LEARNS, BRANCHING | {"distill.learning_rate": 0.01}))
+    plain, _ = micro_trainer_to_compile(greedy(spec__drafter="off")).rollout()
+    rollout, _ = trainer.rollout()
+    np.testing.assert_array_equal(rollout.tokens, plain.tokens)
+    rows = [trainer.step()[0] for _ in range(6)]
+    assert rows[-1]["distill/loss"] < rows[0]["distill/loss"]
+    assert rows[-1]["distill/alpha/0"] > 0.7  # 0.64 if they read a column too early
+    assert rows[-1]["rollout/accept_length"] > rows[0]["rollout/accept_length"] + 0.1
+    assert not [line for line in trainer.warnings if "temperature" not in line]  # it is greedy
 
 
 # RL.

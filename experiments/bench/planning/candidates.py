@@ -55,8 +55,9 @@ class Plan:
         return list(kinds.values())
 
 
-def plan(config: Config, arch: Architecture, machine: Machine, trace: Trace) -> Plan:
-    """Returns the layouts of a run on a machine.
+def plan(config: Config, arch: Architecture, machine: Machine, trace: Trace, *,
+         plain: bool = True) -> Plan:
+    """Returns the layouts of a run on a machine; with `plain` also those without its drafter.
 
     Raises:
       ConfigError: none fits; says which need was the least above what is there.
@@ -64,7 +65,7 @@ def plan(config: Config, arch: Architecture, machine: Machine, trace: Trace) -> 
     ranked, refused, nearest = [], collections.Counter(), (float("inf"), "")
     simulated: dict[Any, Any] = {}
     allowed = machine.chip.limit
-    for values in layouts(config, arch, machine.devices):
+    for values in layouts(config, arch, machine.devices, plain):
         try:
             model = Model(override(config, values), arch)
         except ConfigError as error:
@@ -97,11 +98,12 @@ def plan(config: Config, arch: Architecture, machine: Machine, trace: Trace) -> 
                 dict(refused))
 
 
-def layouts(config: Config, arch: Architecture, devices: int) -> Iterator[dict[str, Any]]:
+def layouts(config: Config, arch: Architecture, devices: int, plain: bool
+            ) -> Iterator[dict[str, Any]]:
     """Yields values at dotted paths: meshes of all devices, rows, micro-batches, remat, drafter."""
     meshes = [(devices // fsdp // tensor, fsdp, tensor) for fsdp in _divisors(devices)
               for tensor in _divisors(arch.num_kv_heads) if devices % (fsdp * tensor) == 0]
-    drafters = sorted({config.spec.drafter, "off"})
+    drafters = sorted({config.spec.drafter, *(["off"] if plain else [])})
     for (data, fsdp, tensor), rows, micro, remat, drafter in itertools.product(
             meshes, ROWS, MICRO_BATCHES, REMATS, drafters):
         shards = data * fsdp

@@ -10,6 +10,7 @@ from specrl_jax.config.gsm8k_grpo import gsm8k_grpo, target
 
 TARGETS = {
     "v5e_2x2": target((1, 4, 1), rows=16, micro_batch=1),
+    "v5e_2x4": target((2, 4, 1), rows=16, micro_batch=1),
     "v5e_4x4": target((4, 4, 1), rows=16, micro_batch=1),
     "v6e_4x4": target((4, 4, 1), rows=32, micro_batch=2),
     "v5p_4x4x4": target((16, 4, 1), rows=8, micro_batch=4),
