@@ -22,25 +22,31 @@ MEGABYTE = 2**20
 HEADS, VERSIONS, VERSION, NEXT = "heads", "versions", "version", "next"
 _BATCH = ("tokens", "length", "first", "temperature", "reward", "advantage")
 _TARGETS = ("taps", "hidden", "normalizer", "best", "entropy")
-_INTS = ("tokens", "length", "first", "best", VERSION)  # i32, the others f32
+_INTS = ("tokens", "length", "first", "best", VERSION)  # i32
+_ACTORS = ("taps", "hidden")  # of the actor's dtype, as its heads are; the others f32
 
 
 class FeatureBuffer:
     """Stores sequences with their teacher targets in arrays that never change size.
 
-    F = `hidden_size`, at most `sequences` per rollout, S = `columns`, T = `window`, H = `heads`.
+    F = `hidden_size`, at most `sequences` per rollout, S = `columns`, T = `window`, H = `heads`;
+    hidden states and heads have `dtype`, the actor's.
     Raises a ConfigError if the budget does not hold one update's sequences.
     """
 
     def __init__(self, options: DistillConfig, drafter: TrainableDrafter, hidden_size: int,
-                 sequences: int, columns: int, window: int, heads: int) -> None:
+                 sequences: int, columns: int, window: int, heads: int,
+                 dtype: np.dtype) -> None:
         shapes = {"tokens": (columns,), "taps": (len(drafter.taps) * hidden_size, columns),
                   "hidden": (hidden_size, window), "normalizer": (window,), "best": (window,),
                   "entropy": (window,)}
         shapes = {name: shapes.get(name, ()) for name in (*_BATCH, *_TARGETS, VERSION)}
-        row_bytes = 4 * sum(int(np.prod(shape)) for shape in shapes.values())
+        types = {name: np.dtype(np.int32 if name in _INTS else dtype if name in _ACTORS
+                                else np.float32) for name in shapes}
+        row_bytes = sum(int(np.prod(shape)) * types[name].itemsize
+                        for name, shape in shapes.items())
         # The heads with their versions, and the next row.
-        fixed = heads * (drafter.vocab_size * hidden_size + 1) * 4 + 4
+        fixed = heads * (drafter.vocab_size * hidden_size * dtype.itemsize + 4) + 4
         fit = (options.megabytes * MEGABYTE - fixed) // row_bytes
         check(fit >= options.batch, "distill.megabytes", options.megabytes,
               f"an update of {options.batch} sequences and {heads} heads take "
@@ -49,15 +55,15 @@ class FeatureBuffer:
         self.rows = min(fit, options.rollouts * sequences)  # R
         check(self.rows >= options.batch, "distill.batch", options.batch,
               f"{options.rollouts} x {sequences} sequences are kept; lower it")
-        self._arrays = {name: np.zeros((self.rows, *shape), np.int32 if name in _INTS
-                                      else np.float32) for name, shape in shapes.items()}
-        self._arrays |= {HEADS: np.zeros((heads, drafter.vocab_size, hidden_size), np.float32),
+        self._arrays = {name: np.zeros((self.rows, *shape), types[name])
+                        for name, shape in shapes.items()}
+        self._arrays |= {HEADS: np.zeros((heads, drafter.vocab_size, hidden_size), dtype),
                         VERSIONS: np.full(heads, EMPTY, np.int32), NEXT: np.zeros((), np.int32)}
         self._arrays[VERSION][:] = EMPTY
 
     @property
     def heads(self) -> np.ndarray:
-        """f32[H, Vd, F]."""
+        """f[H, Vd, F] of the actor's dtype."""
         return self._arrays[HEADS]
 
     @property
@@ -75,7 +81,7 @@ class FeatureBuffer:
             ) -> None:
         """Stores the sequences of n micro-batches; those of length 0 are padding.
 
-        `head` f32[Vd, F] is the output head, rows of the draft vocabulary, of policy `version`.
+        `head` f[Vd, F] is the output head, rows of the draft vocabulary, of policy `version`.
         """
         kept = self._arrays
         kept[HEADS][self._slot(version)] = head

@@ -45,7 +45,8 @@ def make_buffer(config: Config, drafter: TrainableDrafter, hidden_size: int
     sequences = min(options.sequences or config.sequences, config.sequences)
     columns = config.rollout.max_prompt_tokens + window
     buffer = FeatureBuffer(options, drafter, hidden_size, sequences, columns, window,
-                           heads=1 if options.when == "once" else options.rollouts)
+                           1 if options.when == "once" else options.rollouts,
+                           jnp.dtype(config.model.dtype))
     return buffer, Sizes(min(sequences, buffer.rows), columns, window)
 
 
@@ -54,7 +55,7 @@ def programs(jitted: Programs, options: DistillConfig, sizes: Sizes, heads: np.n
     """Yields whatever a step may run.
 
     Args:
-      heads: f32[H, Vd, F] of a FeatureBuffer.
+      heads: f[H, Vd, F] of a FeatureBuffer.
       state, actor, vocab: the drafter's learner state, the published actor, and i32[Vd] the draft
         vocabulary: arrays, or their shapes with shardings.
     """

@@ -14,12 +14,13 @@ from specrl_jax.draft.eagle_model import EagleArch
 
 DRAFTER = eagle_model.trainable(EagleArch(tiny_arch(hidden_size=64), draft_vocab=16))
 COLUMNS, WINDOW = 40, 12
+FLOAT32 = np.dtype(np.float32)
 OPTIONS = DistillConfig(batch=4, micro_batch=2, rollouts=2)
 
 
 def buffer(sequences=6, heads=2, **changes):
     return FeatureBuffer(dataclasses.replace(OPTIONS, **changes), DRAFTER, 64, sequences, COLUMNS,
-                         WINDOW, heads)
+                         WINDOW, heads, FLOAT32)
 
 
 def taught(mark, count, rows=2):
@@ -146,7 +147,7 @@ def test_restored_buffer_goes_on_as_before():
 
 
 def test_buffer_without_taps_saves_no_empty_array():
-    kept, other = (FeatureBuffer(OPTIONS, DRAFTER._replace(taps=()), 64, 6, COLUMNS, WINDOW, 2)
+    kept, other = (FeatureBuffer(OPTIONS, DRAFTER._replace(taps=()), 64, 6, COLUMNS, WINDOW, 2, FLOAT32)
                    for _ in range(2))
     batch, targets = taught(0, 4)
     kept.add(batch, targets.replace(taps=targets.taps[:, :0]), 0, np.zeros((16, 64), np.float32))

@@ -121,6 +121,30 @@ def test_run_of_every_mode_keeps_the_actor_and_resumes_exactly(
     assert whole.meta() == parts.meta()
 
 
+@pytest.mark.ci
+@pytest.mark.parametrize("mode", [
+    mode if mode == "every_2" else pytest.param(mode, marks=pytest.mark.full) for mode in MODES
+    if mode != "trigger"])  # whether it fires is chance
+def test_run_in_bfloat16_learns_and_resumes_exactly(mode: str, tmp_path: Path) -> None:
+    half = dict(model__dtype="bfloat16", model__numerics="default")
+    whole = micro_trainer_to_compile(config(**MODES[mode], **half))
+    run(whole, tmp_path / "whole")
+    told = metrics.read_metrics(tmp_path / "whole")
+    assert any(row["distill/updates"] == 2 for row in told)
+    assert [row["compilations"] for row in told] == [0] * 4 and not whole.warnings
+    features = whole.drafter.training.buffer.arrays()
+    assert {features[name].dtype.name for name in ("taps", "hidden", "heads")} == {"bfloat16"}
+    accounted(told, whole.config.distill.megabytes)
+
+    shutil.copytree(tmp_path / "whole", tmp_path / "parts")
+    shutil.rmtree(tmp_path / "parts" / "checkpoints" / "4")
+    parts = micro_trainer_to_compile(config(**MODES[mode], **half))
+    run(parts, tmp_path / "parts")
+    assert samples(tmp_path / "parts") == samples(tmp_path / "whole")
+    same(*({k: v for k, v in t.arrays().items() if k != "drafter_seconds"}
+           for t in (whole, parts)))
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("loss", [loss for loss in LOSSES if loss != DistillConfig().loss])
 def test_run_with_every_loss_keeps_the_actor(loss: str, frozen: Any, tmp_path: Path) -> None:
