@@ -147,7 +147,8 @@ def test_restored_buffer_goes_on_as_before():
 
 
 def test_buffer_without_taps_saves_no_empty_array():
-    kept, other = (FeatureBuffer(OPTIONS, DRAFTER._replace(taps=()), 64, 6, COLUMNS, WINDOW, 2, FLOAT32)
+    drafter = DRAFTER._replace(taps=())
+    kept, other = (FeatureBuffer(OPTIONS, drafter, 64, 6, COLUMNS, WINDOW, 2, FLOAT32)
                    for _ in range(2))
     batch, targets = taught(0, 4)
     kept.add(batch, targets.replace(taps=targets.taps[:, :0]), 0, np.zeros((16, 64), np.float32))
