@@ -31,7 +31,7 @@ from specrl_jax.draft.protocol import Drafter
 from specrl_jax.draft.recorded import replay, replay_params
 from specrl_jax.draft.small_lm import small_lm
 from specrl_jax.draft.trainable import TrainableDrafter
-from specrl_jax.io.places import local_path
+from specrl_jax.io.places import weights_path
 from specrl_jax.model import weights
 from specrl_jax.model.architecture import Architecture, describe, is_param
 from specrl_jax.model.tokenizer import Tokenizer, check_same_tokens
@@ -259,7 +259,7 @@ def _head(context: DrafterContext) -> tuple[EagleArch, DrafterParams, str]:
         drawn = (_zeros(eagle_model.describe(head)) if context.blank
                  else eagle_model.initialize(head, config.seed))
         return head, {"weights": drawn, "vocab": vocab}, ""
-    folder = local_path("draft.path", path)
+    folder = weights_path("draft.path", path)
     try:
         head, own, warnings, made_for = eagle_weights.load(folder, arch, stop)
     except ConfigError as error:

@@ -34,6 +34,22 @@ def local_path(field: str, value: str | os.PathLike[str]) -> Path:
         raise ConfigError(f"{field} = {text!r}: {error}; write the whole path") from error
 
 
+def weights_path(field: str, value: str | os.PathLike[str]) -> Path:
+    """Returns the local path of weights: a directory, a file, or what names them otherwise.
+
+    Raises:
+      ConfigError: `local_path` refuses it, or it is the working directory of a run, whose weights
+        are elsewhere.
+    """
+    path = local_path(field, value)
+    within = path / ("drafter" if field == "draft.path" else "model")
+    way_out = (f"give {within}" if os.path.isdir(within) else
+               f"experiments/export.py --run={path} writes its model: give that")
+    check(not os.path.isdir(path / "checkpoints"), field, str(value),
+          f"is a working directory; {way_out}")
+    return path
+
+
 def output_file(field: str, value: str | os.PathLike[str]) -> Path:
     """Returns the path of a file that can be written, or replaced, in a directory that exists.
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from specrl_jax.config import ConfigError
-from specrl_jax.io.places import local_path
+from specrl_jax.io.places import weights_path
 from specrl_jax.model import tiny
 from specrl_jax.model.architecture import Architecture
 from specrl_jax.model.families import FAMILIES
@@ -84,7 +84,7 @@ def describe_source(path: str, field: str = "model.path", family: str = "") -> S
     Raises:
       ConfigError: one line that says what is wrong, where, and what to do.
     """
-    local = local_path(field, path)
+    local = weights_path(field, path)
     try:
         return _find(path, local, family)
     except ConfigError as error:

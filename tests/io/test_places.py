@@ -58,6 +58,20 @@ def test_inputs_that_are_no_path_name_their_field_once(
     assert str(refused.value).count(" = ") == 1 and os.listdir(tmp_path) == []
 
 
+@pytest.mark.parametrize("field, read, own", [
+    ("model.path", describe_source, "model"), ("draft.path", drafts_from, "drafter")])
+def test_working_directory_is_no_model(field: str, read: Callable[[str], object], own: str,
+                                       tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    for way_out in (f"experiments/export.py --run={run} writes its model: give that",
+                    f"give {run / own}"):
+        with pytest.raises(ConfigError) as refused:
+            read(str(run))
+        assert str(refused.value) == f"{field} = {str(run)!r}: is a working directory; {way_out}"
+        (run / own).mkdir(exist_ok=True)
+
+
 def test_home_is_found_and_odd_names_are_taken_as_they_are(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
