@@ -4,10 +4,10 @@
     python experiments/compile_for.py --config=qwen2_5_0_5b --target=v5e:4x4
     python experiments/compile_for.py --config=tiny --target=v5e:2x2 --config.mesh.data=4
 
-It shows errors of the compiler, memory, copies, collectives, operations, FLOPs and bytes. It tells
-nothing of time, numerics or hangs: a model is "compiled for" a target, never said to run on it. No
-weights are read. Of a preset with a table of targets, --target takes mesh and batches. Exit status
-1 and one line a failure if a program does not compile, does not fit, or copies a cache.
+It shows errors of the compiler, memory, copies, collectives, operations, FLOPs and bytes. It says
+nothing about speed, numerics or hangs: a model is "compiled for" a target, never said to run on
+it. No weights are read. Of a preset with a table of targets, --target takes mesh and batches. Exit
+status 1 and one line a failure if a program does not compile, does not fit, or copies a cache.
 """
 
 import early  # noqa: F401  # isort: skip (first: Ctrl-C while the others are imported)

@@ -363,5 +363,5 @@ def test_target_picks_from_the_table_of_a_preset(given: str, config: str) -> Non
 @pytest.mark.parametrize("file", ["experiments/compile_for.py", "docs/compile_for.md"])
 def test_help_and_docs_say_what_it_does_not_tell(file: str) -> None:
     text = " ".join((ROOT / file).read_text(encoding="utf-8").split())
-    assert "nothing of time, numerics or hangs" in text
+    assert "nothing about speed, numerics or hangs" in text
     assert '"compiled for"' in text and "never said to run on it" in text
