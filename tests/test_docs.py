@@ -1,12 +1,16 @@
 """Pages and pictures are up to date, in the navigation, and name what exists."""
 
+import argparse
 import ast
+import functools
 import importlib.util
 import json
 import re
 import shlex
+import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any, NoReturn
 
 import pytest
 from absl import flags
@@ -14,6 +18,7 @@ from absl import flags
 import specrl_jax
 from experiments import config_flags
 from specrl_jax.config import as_dict, load_config
+from specrl_jax.io import resume
 from specrl_jax.io.datasets import DATASETS
 from specrl_jax.io.datasets.levels import LEVELS
 from specrl_jax.io.trackers import TRACKERS
@@ -24,18 +29,27 @@ ROOT = DOCS.parent
 RESULTS = ROOT / "experiments" / "results"
 
 
-def script(name: str) -> ModuleType:
-    """Returns a script of docs/ as a module."""
-    spec = importlib.util.spec_from_file_location(f"docs_{name}", DOCS / f"{name}.py")
+def module_of(path: Path) -> ModuleType:
+    """Returns a file of Python as a module."""
+    spec = importlib.util.spec_from_file_location(f"{path.parent.name}_{path.stem}", path)
+    assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
+def script(name: str) -> ModuleType:
+    """Returns a script of docs/ as a module."""
+    return module_of(DOCS / f"{name}.py")
+
+
 generate, check = script("generate"), script("check")
 WRITTEN = sorted(str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md"))
+PACKAGES = ("README.md", "kernels/README.md")  # which present a package, not a page
+HISTORY = ("CHANGELOG.md", "experiments/LOG.md")
 OUTSIDE = ast.literal_eval(re.search(r"^PAGES = (\{.*?\})$", (DOCS / "hooks.py").read_text(),
                                      re.M | re.S)[1])  # mkdocs, which hooks.py imports, is an extra
+PAGES = [*(f"docs/{page}" for page in WRITTEN), *OUTSIDE]
 LINK = re.compile(r"(?<!`)\[[^\[\]]*\]\(([^()\s#:]+)(?:#[^()\s]*)?\)")
 
 
@@ -83,14 +97,14 @@ def test_api_page_has_every_public_name() -> None:
     assert [x for x in specrl_jax.__all__ if not re.search(rf"(`|specrl_jax\.){x}\b", text)] == []
 
 
-@pytest.mark.parametrize("page", WRITTEN)
+@pytest.mark.parametrize("page", [page for page in PAGES if page not in (*PACKAGES, *HISTORY)])
 def test_page_says_its_purpose_in_the_first_sentence(page: str) -> None:
-    title, _, *lines = (DOCS / page).read_text(encoding="utf-8").splitlines()
+    title, _, *lines = (ROOT / page).read_text(encoding="utf-8").splitlines()
     first = next(line for line in lines if line and not line.startswith("<!--"))
     assert title.startswith("# ") and first.startswith("This page ")
 
 
-@pytest.mark.parametrize("page", [*(f"docs/{page}" for page in WRITTEN), *OUTSIDE])
+@pytest.mark.parametrize("page", PAGES)
 def test_links_of_a_page_lead_somewhere(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
     assert [x for x in LINK.findall(text) if not (ROOT / page).parent.joinpath(x).exists()] == []
@@ -116,6 +130,22 @@ def test_pictures_are_what_their_script_draws(name: str, tmp_path: Path) -> None
         assert (tmp_path / "new.svg").read_bytes() == stored, picture
 
 
+def test_table_of_what_a_resume_may_change_is_complete() -> None:
+    text = (DOCS / "guides" / "resume.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (.*?) \| (.*?) \|$", text.partition("## What may change")[2], re.M)[1:]
+    effects = {name: effect for names, effect in rows for name in re.findall(r"`([\w.]+)`", names)}
+    begins = {resume.LOSS: "losses stay equal", resume.SPEED: "tokens stay equal",
+              resume.LIMIT: "rewards stay equal"}
+    expected = (dict.fromkeys(resume.FREE, "none")
+                | {name: begins[kind] for name, kind in resume.EQUAL.items()}
+                | {resume.STOPPED[0]: "responses that fail from now on", resume.RULE: "refused"})
+    assert [x for x, begin in expected.items() if not effects.get(x, "").startswith(begin)] == []
+    assert {x for x, effect in effects.items() if effect.startswith("refused")}.isdisjoint(
+        {*resume.FREE, *resume.EQUAL})
+    assert {x for x, effect in effects.items() if not effect.startswith("refused")} <= {
+        *expected, json.loads(resume.STOPPED[1])}
+
+
 def test_blocks_of_commands_are_of_a_kind_that_check_knows() -> None:
     found = list(check.blocks())
     assert {block.kind for block in found} == {"", check.FULL, check.BY_HAND}
@@ -134,19 +164,60 @@ def test_site_titles_of_blocks_say_what_they_take() -> None:
     assert script("hooks").on_page_markdown(written, page) == shown
 
 
-COMMANDS = sorted({re.sub(r"^PYTHONPATH=\S+ ", "", line) for block in check.blocks()
-                   for line in block.text.replace("\\\n", " ").splitlines()
-                   if re.match(r"(PYTHONPATH=\S+ )?python experiments/train.py ", line)})
+SCRIPTS = ("compare_runs", "compile_for", "eval", "explain", "export", "generate", "plan", "sft",
+           "train", "train_drafter")
+CALL = re.compile(rf"\bpython experiments/({'|'.join(SCRIPTS)})\.py "
+                  r"""((?:"[^"]*"|'[^']*'|[^"'`|&;)#\n])*)""")
+INLINE = re.compile(rf"`(?:experiments/)?({'|'.join(SCRIPTS)})\.py ([^`\n]*)`")
+GIVEN = {"--config=PRESET": "--config=tiny", "--config=NAME": "--config=tiny",
+         "--step=N": "--step=1"}
+COMMANDS = sorted({(script, arguments.strip()) for page in PAGES if page not in HISTORY
+                   for text in [(ROOT / page).read_text(encoding="utf-8").replace("\\\n", " ")]
+                   for found in (CALL, INLINE) for script, arguments in found.findall(text)})
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[-30:])
-def test_command_of_a_page_has_fields_that_exist(command):
-    values = flags.FlagValues()
-    script, *parts = shlex.split(command)[1:]
-    argv = [script, *(part for part in parts if part.startswith("--config"))]
+def test_pages_have_commands_of_every_script() -> None:
+    assert {script for script, _ in COMMANDS} == {*SCRIPTS}
+
+
+class ParsedError(Exception):
+    """Ends a script where its arguments are parsed."""
+
+
+@pytest.mark.parametrize(("name", "arguments"), COMMANDS,
+                         ids=lambda text: text[-30:])
+def test_command_of_a_page_has_flags_and_fields_that_exist(
+        name: str, arguments: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = [GIVEN.get(x, x) for x in shlex.split(arguments) if x != "--help" and x[0] != "$"]
+    values, argv = flags.FlagValues(), [f"{name}.py", *parts]
+    module = with_flags_in(values, name, monkeypatch)
+    if hasattr(module, "argparse"):
+        original = argparse.ArgumentParser.parse_args
+
+        def parse(*given: Any) -> NoReturn:
+            original(*given)
+            raise ParsedError
+
+        monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse)
+        with pytest.raises(ParsedError):
+            module.main(parts)
+        return
     config_flags.define(argv, values)
-    values(argv)
+    assert values(argv)[1:] == []
+    if "run" in values and values["run"].value:
+        return  # a run's config
     config, _ = config_flags.parsed(values)
     for registry, names in ((DATASETS, [config.data.name]), (REWARDS, config.reward.terms),
                             (TRACKERS, config.track.to)):
         assert all(":" in name or name in registry for name in names)
+
+
+def with_flags_in(values: flags.FlagValues, name: str, monkeypatch: pytest.MonkeyPatch
+                  ) -> ModuleType:
+    """Returns a script of experiments/ as a module that defines its flags in `values`."""
+    with monkeypatch.context() as patch:
+        for kind in ("bool", "boolean", "enum", "float", "integer", "list", "string"):
+            define = getattr(flags, f"DEFINE_{kind}")
+            patch.setattr(flags, f"DEFINE_{kind}", functools.partial(define, flag_values=values))
+        patch.setitem(sys.modules, "run_flags", module_of(ROOT / "experiments" / "run_flags.py"))
+        return module_of(ROOT / "experiments" / f"{name}.py")

@@ -1,6 +1,6 @@
-"""A drafter with a branching tree: head d drafts the token d places after the last one, from the
-hidden state that drew the last one (Medusa, arXiv 2401.10774). The first head's K best tokens
-begin K branches, which the best tokens of the other heads continue."""
+"""A drafter with a branching tree: head d, from 0, drafts the token d + 1 places after the last
+one, from the hidden state that drew the last one (Medusa, arXiv 2401.10774). The first head's K
+best tokens begin K branches, which the best tokens of the other heads continue."""
 
 from typing import Any
 
@@ -18,7 +18,8 @@ from specrl_jax.structs import Array, DraftTree, Frontier, Sampling, SpecConfig,
 
 def medusa(context: DrafterContext) -> DrafterPart:
     """Returns the drafter of spec.drafter = medusa:medusa."""
-    arch, (depth, branch, nodes) = context.arch, context.sizes.values()
+    depth, branch, nodes = (context.sizes[name] for name in ("depth", "branch", "nodes"))
+    arch = context.arch
     last, width = arch.num_layers - 1, arch.hidden_size
 
     def propose(params: Any, state: Any, frontier: Frontier, rows: Sampling, spec: SpecConfig,
