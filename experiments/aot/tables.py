@@ -13,7 +13,7 @@ from .findings import memory
 
 WIDTH = 160  # columns where standard output is no terminal
 DECIDED = ("while", "conditional")
-NOTE = ("compiled for, never run: this tells nothing of time, numerics or hangs. GiB are of one "
+NOTE = ("compiled for, never run: this says nothing about speed, numerics or hangs. GiB are of one "
         "device, beside what is resident; ops count a loop's body once; least ms from FLOPs and "
         "bytes of the jaxpr, evenly over devices")
 

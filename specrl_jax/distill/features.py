@@ -75,7 +75,7 @@ class FeatureBuffer:
         return {name: a for name, a in self._arrays.items() if a.size}
 
     def restore(self, arrays: dict[str, PyTree]) -> None:
-        self._arrays |= {name: np.array(a) for name, a in arrays.items()}
+        self._arrays |= {name: np.array(a, self._arrays[name].dtype) for name, a in arrays.items()}
 
     def add(self, batch: SequenceBatch, targets: TeacherTargets, version: int, head: AnyArray
             ) -> None:

@@ -51,7 +51,7 @@ class EagleArch:
         check(self.taps == taps and 0 <= taps[0] and taps[-1] < actor.num_layers, "taps", self.taps,
               f"name ascending layers of the actor's 0..{actor.num_layers - 1}")
         check(self.draft_vocab <= actor.vocab_size, "draft_vocab", self.draft_vocab,
-              f"the actor has {actor.vocab_size} tokens")
+              f"the actor has {actor.vocab_size} tokens; draft.vocab = 0 takes them all")
 
     @property
     def layer(self) -> Architecture:

@@ -2,8 +2,8 @@
 
 The tokens before a first difference are equal, so a teacher-forced forward in float32 gives what
 both runs computed there, except for rounding. A second forward in the run's dtype shows how much
-it rounds. If the errors of its scores span r, a run emits only tokens whose exact perturbed score
-is within r of the best; any other token is wrong.
+that rounds. If the errors of its scores span r, a program that errs no more emits only tokens whose
+exact perturbed score is within r of the best.
 """
 
 import dataclasses

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import ml_dtypes
 import numpy as np
 import pytest
 from helpers import tiny_arch
@@ -156,3 +157,14 @@ def test_buffer_without_taps_saves_no_empty_array():
     other.restore(kept.arrays())
     assert held(other) == [0, 1, 2, 3]
     assert other.draw(np.random.default_rng(0), 4, 2)[1].taps.shape == (2, 0, 2, COLUMNS)
+
+
+def test_checkpoint_of_another_dtype_becomes_the_buffers_own():
+    """Version 0.2.0 stored features of a bfloat16 actor as float32."""
+    old, new = buffer(), FeatureBuffer(OPTIONS, DRAFTER, 64, 6, COLUMNS, WINDOW, 2,
+                                       np.dtype(ml_dtypes.bfloat16))
+    add(old, 0)
+    new.restore(old.arrays())
+    batch, targets = new.draw(np.random.default_rng(0), 4, 2)
+    assert targets.taps.dtype == targets.hidden.dtype == new.heads.dtype == ml_dtypes.bfloat16
+    assert targets.normalizer.dtype == np.float32 and batch.tokens.dtype == np.int32
