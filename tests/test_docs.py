@@ -45,8 +45,8 @@ def script(name: str) -> ModuleType:
 
 generate, check = script("generate"), script("check")
 WRITTEN = sorted(str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md"))
-PACKAGES = ("README.md", "kernels/README.md")  # which present a package, not a page
-HISTORY = ("CHANGELOG.md", "experiments/LOG.md")
+PRESENTING = ("README.md", "kernels/README.md", "experiments/LOG.md")  # what they hold, at once
+HISTORY = ("CHANGELOG.md", "experiments/LOG.md")  # whose commands are of their time
 OUTSIDE = ast.literal_eval(re.search(r"^PAGES = (\{.*?\})$", (DOCS / "hooks.py").read_text(),
                                      re.M | re.S)[1])  # mkdocs, which hooks.py imports, is an extra
 PAGES = [*(f"docs/{page}" for page in WRITTEN), *OUTSIDE]
@@ -97,7 +97,7 @@ def test_api_page_has_every_public_name() -> None:
     assert [x for x in specrl_jax.__all__ if not re.search(rf"(`|specrl_jax\.){x}\b", text)] == []
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page not in (*PACKAGES, *HISTORY)])
+@pytest.mark.parametrize("page", [page for page in PAGES if page not in PRESENTING])
 def test_page_says_its_purpose_in_the_first_sentence(page: str) -> None:
     title, _, *lines = (ROOT / page).read_text(encoding="utf-8").splitlines()
     first = next(line for line in lines if line and not line.startswith("<!--"))
