@@ -103,7 +103,7 @@ def match_rule(axes: plt.Axes) -> None:
     limits(axes, 12.6, 5.0)
     tokens = ["73", "72", "74", "The"]
     logp, noise = np.array([1.5, 1.9, 0.9, 0.3]), np.array([1.0, 0.2, 0.5, 0.8])
-    panels = [(1.2, "log p, of the actor", logp, -1), (4.6, "+  fixed noise", noise, -1),
+    panels = [(1.2, "log p, up to a constant", logp, -1), (4.6, "+  fixed noise", noise, -1),
               (8.0, "=  score", logp + noise, 0)]
     for left, title, values, best in panels:
         axes.text(left, 4.55, title, fontsize=12)
@@ -200,7 +200,7 @@ def evolving(axes: plt.Axes) -> None:
 
 def exactness(axes: plt.Axes) -> None:
     limits(axes, 12.6, 4.3)
-    for y, text in ((3.7, "weights, prompt"), (2.95, "temperature, top-k, top-p"),
+    for y, text in ((3.7, "weights, prompt"), (2.95, "temperature,\ntop-k, top-p, min-p"),
                     (2.2, "seed, step, prompt id,\nsample id, token index")):
         box(axes, 2.2, y, text, 3.7, 0.6)
         arrow(axes, (4.05, y), (5.6, 2.95))

@@ -30,6 +30,9 @@ ROWS = (1, 2, 4, 8, 16, 32, 64)
 # ReSpec's Fig. 7 (arXiv 2510.26475): the settings depth, branching, verified tokens.
 PAPER = {"3x8x8": (1.191, 1.273, 1.156, 1.255, 1.383, 1.113, 0.837),
          "5x8x32": (1.411, 1.464, 1.246, 1.135, 1.129, 0.755, 0.448)}
+# Its Fig. 15: synchronous training, then asynchronous at an interval of 1, 3 and 5 steps.
+INTERVALS = {"3B": (0.50, 0.60, 0.50, 0.40), "7B": (0.32, 0.42, 0.35, 0.30),
+             "14B": (0.60, 0.60, 0.50, 0.45)}
 
 
 def main() -> None:
@@ -95,17 +98,22 @@ def gain(figure: plt.Figure) -> None:
 
 
 def staleness(figure: plt.Figure) -> None:
-    left, right = figure.subplots(1, 2)
+    paper, left, right = figure.subplots(1, 3, width_ratios=(3, 4, 3))
+    paper.plot((0, 40), (3.8, 3.8), color=ORANGE, lw=1.8)
+    paper.plot((40, 75), (3.8, 2.5), ":", color=ORANGE, lw=1.8)
+    paper.fill_between((75, 100), 2, 3, color=ORANGE, alpha=0.3, lw=0)
+    paper.set(title="ReSpec, Fig. 4, read off", xlabel="RL step", ylabel="accept length",
+              ylim=(1, 4.2))
     result = read("staleness_modes")
     for color, (arm, label) in zip(COLORS, {
             "frozen": "frozen", "every_step": "trained every step", "every_5": "every 5 steps",
             "once": "once, before RL"}.items(), strict=False):
         band(left, curves(result, arm, "acceptance"), label, color)
-    band(right, curves(result, "plain", "reward"), "reward, all arms", GREY)
-    left.set(title="acceptance rate of drafts", xlabel="RL step", ylim=(0, 1))
-    right.set(title="the same tokens in every arm", xlabel="RL step", ylim=(0, 1.05),
-              ylabel="mean reward")
-    left.legend(fontsize=10, loc="upper left")
+    band(right, curves(result, "plain", "reward"), "all arms, same tokens", GREY)
+    left.set(title="here: acceptance rate", xlabel="RL step", ylim=(0, 1))
+    right.set(title="here: mean reward", xlabel="RL step", ylim=(0, 1.05))
+    left.legend(fontsize=9, loc="upper left")
+    right.legend(fontsize=9, loc="lower right")
 
 
 def bugs(figure: plt.Figure) -> None:
@@ -121,9 +129,10 @@ def bugs(figure: plt.Figure) -> None:
         for color, (arm, label) in zip(COLORS, arms.items(), strict=False):
             style = "--" if arm == "frozen" else "-"
             band(axes, curves(result, arm, "reward"), label, color, style)
-        axes.set(title=title, xlabel="RL step", ylim=(0, 1.5), yticks=np.linspace(0, 1, 6))
-        axes.legend(fontsize=9, loc="upper left", ncols=2)
+        axes.set(title=title, xlabel="RL step", ylim=(0, 1.05))
     left.set_ylabel("mean reward")
+    left.legend(fontsize=9, loc="lower right")
+    right.legend(fontsize=9, loc="center left", bbox_to_anchor=(1, 0.5))
 
 
 def differences(axes: plt.Axes, result: Mapping[str, Any], base: str, arms: Mapping[str, str],
@@ -140,15 +149,19 @@ def differences(axes: plt.Axes, result: Mapping[str, Any], base: str, arms: Mapp
 
 
 def losses(figure: plt.Figure) -> None:
-    left, right = figure.subplots(1, 2)
+    left, right, paper = figure.subplots(1, 3)
     differences(left, read("staleness_losses"), "forward_kl", {
-        "reward_weighted_kl": "reward-weighted KL (ReSpec)",
-        "advantage_weighted_kl": "advantage-weighted KL", "e2e_tv": "end-to-end TV", "lk": "LK",
+        "reward_weighted_kl": "KL by reward\n(ReSpec)",
+        "advantage_weighted_kl": "KL by\nadvantage", "e2e_tv": "end-to-end TV", "lk": "LK",
         "tv": "TV", "jsd": "JSD"}, "against forward KL")
     differences(right, read("staleness_intervals"), "every_1", {
-        "late_1": "every step, one step late", "every_3": "every 3 steps",
-        "every_5": "every 5 steps", "late_5": "every 5 steps, late"},
-        "against every step")
+        "late_1": "every step,\nlate", "every_3": "every 3",
+        "every_5": "every 5", "late_5": "every 5,\nlate"}, "against every step")
+    for (size, accuracy), color in zip(INTERVALS.items(), COLORS, strict=False):
+        paper.plot(("sync", "1", "3", "5"), accuracy, "o-", color=color, label=size)
+    paper.set(title="ReSpec, Fig. 15", xlabel="interval, asynchronous",
+              ylabel="validation accuracy", ylim=(0, 0.85))
+    paper.legend(fontsize=9, loc="upper center", ncols=3, columnspacing=1)
 
 
 def steps(figure: plt.Figure) -> None:
@@ -157,15 +170,15 @@ def steps(figure: plt.Figure) -> None:
     arms = {"plain": "plain", "frozen": "frozen head", "every_5": "trained every 5 steps"}
     for i, arm in enumerate(arms):
         rollout, whole = (float(np.sum(runs[arm][f])) for f in ("rollout_seconds", "seconds"))
-        left.barh(i, rollout, color=BLUE, label="rollouts" if i == 0 else None)
-        left.barh(i, whole - rollout, left=rollout, color=GREY,
-                  label="the rest of the step" if i == 0 else None)
+        for start, width, color, part in ((0, rollout, BLUE, "rollouts"),
+                                          (rollout, whole - rollout, GREY, "the rest")):
+            bar = left.barh(i, width, left=start, color=color)
+            left.bar_label(bar, [part], label_type="center", color="white")
         ratio = float(np.sum(runs["plain"]["seconds"])) / whole
         left.text(whole + 4, i, f"{ratio:.2f}x", va="center")
-    left.set(title="30 GRPO steps of SmolLM2-135M, one row", xlabel="seconds", xlim=(0, 560),
+    left.set(title="30 GRPO steps of SmolLM2-135M, one row", xlabel="seconds", xlim=(0, 320),
              yticks=range(len(arms)), yticklabels=arms.values())
     left.invert_yaxis()
-    left.legend(fontsize=10, loc="center right")
     paper = {"3B": 1.84, "7B": 1.69, "14B": 1.50}
     right.bar(list(paper), list(paper.values()), color=LIGHT, width=0.6)
     for i, speed in enumerate(paper.values()):

@@ -53,8 +53,13 @@ def staleness() -> Iterator[str]:
     yield (f"a frozen head goes from {watched['acceptance_begin'][0]:.2f} in the first quarter of "
            f"40 steps to {watched['acceptance_end'][0]:.2f} in the last, a change of {rise()},")
     yield f"It [changed](#figure-4-staleness) by {rise()}"
-    mean, low, high = summary["overlap"]["over_frozen"]["ahead_seconds"]
-    yield f"{-mean:.1f} s slower in 40 steps than a frozen head ({-high:.1f} .. {-low:.1f})"
+    late = summary["overlap"]["over_frozen"]
+    mean, low, high = late["ahead_seconds"]
+    yield (f"{-mean:.1f} s slower in 40 steps than a frozen head ({-high:.1f} .. {-low:.1f}), by "
+           f"Figure 4's account {late['net_seconds'][0]:.1f} s faster")
+    yield f"The account misses the [{late['net_seconds'][0] - mean:.1f} s]"
+    plain = results.curves(results.read("staleness_modes"), "plain", "rollout_seconds")
+    yield f"net, s (plain rollouts: {plain.sum(1).mean():.0f} s)"
 
 
 def rise() -> str:
@@ -72,10 +77,15 @@ def student(values: Any, t: float = results.T_5) -> tuple[float, float, float]:
 
 
 def bugs() -> Iterator[str]:
+    cases, summary = (results.read("staleness_bugs")[x] for x in ("cases", "summary"))
+    assert all(case["frozen"]["tokens_equal"] for case in cases.values())
+    yield f"reward against plain ({summary['plain']['reward_mean'][0]:.2f})"
+    end = summary["frozen"]["reward_end"][0]
+    yield f"| match | the same curve, token for token | {end:.2f} |"
     for arm, name in BUGS.items():
-        summary = results.read("staleness_bugs")["summary"][arm]
-        yield (f"| {name} | {interval(summary['over_plain']['reward_mean'], sign='+')} | "
-               f"{summary['reward_end'][0]:.2f} |")
+        found = summary[arm]
+        yield (f"| {name} | {interval(found['over_plain']['reward_mean'], sign='+')} | "
+               f"{found['reward_end'][0]:.2f} |")
 
 
 def paired(result: str, base: str, arms: dict[str, str], sign: str) -> Iterator[str]:
@@ -86,6 +96,17 @@ def paired(result: str, base: str, arms: dict[str, str], sign: str) -> Iterator[
         yield f"{name} {interval(student(values), 3, sign)}"
 
 
+def losses() -> Iterator[str]:
+    yield from paired("staleness_losses", "forward_kl", LOSSES, "+")
+    data = results.read("staleness_losses")
+    last = {arm: results.curves(data, arm, "acceptance")[:, -10:].mean(1)
+            for arm in ("forward_kl", *LOSSES)}
+    for arm in LOSSES:
+        _, low, high = student(last[arm] - last["forward_kl"])
+        assert low < 0 < high
+    yield "in the last quarter, no loss differs"
+
+
 def gain() -> Iterator[str]:
     result = results.read("bench_speculation_budget_cpu")["adapting"]
     paper, ours = result["paper"]["geometric"], result["eagle"]["geometric"]
@@ -93,6 +114,16 @@ def gain() -> Iterator[str]:
                        "one setting, or off", "per load": "best setting of each load"}.items():
         here = interval([ours[kind][x] for x in ("speed", "low", "high")])
         yield f"| {name} | {paper[kind]['speed']:.2f} | {here} |"
+    static, off, best = ("best static", "best static or off", "per load")
+    share = np.log(paper[off]["speed"] / paper[static]["speed"]) / np.log(
+        paper[best]["speed"] / paper[static]["speed"])
+    assert round(3 * share) == 1
+    yield (f"a third of what perfect tuning does ({paper[static]['speed']:.2f} to "
+           f"{paper[off]['speed']:.2f}, of {paper[best]['speed']:.2f})")
+    yield (f"nearly all ({ours[static]['speed']:.2f} to {ours[off]['speed']:.2f}, of "
+           f"{ours[best]['speed']:.2f})")
+    more = 100 * (paper[best]["speed"] / paper[static]["speed"] - 1)
+    yield f"{paper[best]['speed']:.2f} is {more:.0f} % above {paper[static]['speed']:.2f}"
     here = interval([ours["budget"][x] for x in ("speed", "low", "high")])
     yield f"| `budget`, round by round | | {here} |"
     rows = [x for x in result["eagle"]["break_even"].values() if x]
@@ -182,6 +213,10 @@ def algorithms() -> Iterator[str]:
     named = [reached[name] for name in ALGORITHMS]
     yield f"of `grpo` reach {min(seeds):.3f} to {max(seeds):.3f} on held-out sums"
     yield f"eight algorithms lie between {min(named):.3f} and {max(named):.3f}"
+    outside = {name for name in ALGORITHMS if not min(seeds) <= reached[name] <= max(seeds)}
+    assert outside == {"dr_grpo", "remax"}
+    yield (f"outside the range of those seeds, by {min(seeds) - reached['dr_grpo']:.3f} and "
+           f"{reached['remax'] - max(seeds):.3f}")
     own = [case["greedy"]["after"] for case in results.read("smollm2_seeds_cpu")["seeds"].values()]
     yield f"when no name is given, reach {min(own):.3f} to {max(own):.3f}"
     assert min(seeds) < reached["lora"] < max(seeds)
@@ -200,6 +235,37 @@ def readme() -> Iterator[str]:
 def comparison() -> Iterator[str]:
     rollouts, frozen, trained = smollm2()
     yield f"| {rollouts:.2f} | {frozen:.2f}; {trained:.2f} with a drafter that trains |"
+    one, eight = (case["ratios"]["off/tunix"]["median"] for case in
+                  results.read("bench_rollout_tunix_cpu")["cases"].values())
+    yield f"are {one:.1f} to {eight:.1f} times as fast as tunix's"
+
+
+def near_ties() -> dict[str, Any]:
+    """Returns those of bfloat16, of which there is one in a hundred tokens."""
+    found = results.read("near_ties_bfloat16_smollm2")
+    assert round(100 * found["near_ties"] / found["tokens"]) == 1
+    return found
+
+
+def concepts() -> Iterator[str]:
+    yield "it was [one token in a hundred]"
+    yield f"with SmolLM2, in one step of {near_ties()['sequences']} responses"
+
+
+def compare_runs() -> Iterator[str]:
+    gaps, limits = ([x[key] for x in near_ties()["differences"]] for key in ("gap", "tolerance"))
+    yield (f"with gaps up to {max(gaps):.1f} and limits of {min(limits):.1f} to "
+           f"{max(limits):.1f}")
+
+
+def log() -> Iterator[str]:
+    found = near_ties()
+    gaps, limits = ([x[key] for x in found["differences"]] for key in ("gap", "tolerance"))
+    yield (f"{found['near_ties']} first differences in {found['tokens']:,} tokens, "
+           f"{min(gaps):.3f} to {max(gaps):.2f} below the best score, where rounding explains "
+           f"{min(limits):.2f} to {max(limits):.1f}")
+    idle = results.read("bench_speculation_budget_cpu")["cases"]["64"]["arms"]["eagle 0"]["speedup"]
+    yield f"a median of {idle['median']:.3f} ({idle['min']:.3f} .. {idle['max']:.3f} from"
 
 
 def when_it_pays() -> Iterator[str]:
@@ -245,10 +311,11 @@ def compile_for() -> Iterator[str]:
 
 
 PAGES = {"docs/findings.md": [
-    *gain(), *staleness(), *bugs(), *paired("staleness_losses", "forward_kl", LOSSES, "+"),
+    *gain(), *staleness(), *bugs(), *losses(),
     *paired("staleness_intervals", "every_1", INTERVALS, ""), *steps(), *controller(),
     *compilers(), *algorithms()],
-    "README.md": readme(), "docs/comparison.md": comparison(),
+    "README.md": readme(), "docs/comparison.md": comparison(), "docs/concepts.md": concepts(),
+    "experiments/LOG.md": log(), "docs/guides/compare_runs.md": compare_runs(),
     "docs/guides/when_it_pays.md": when_it_pays(), "docs/guides/evolving_drafter.md": evolving(),
     "docs/guides/train_drafter.md": train_drafter(), "docs/compile_for.md": compile_for()}
 

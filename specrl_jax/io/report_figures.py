@@ -86,13 +86,13 @@ def plots() -> list[Plot]:
              plot_reliability, False, "estimate"),
         Plot("learning", "reward", "reward/mean",
              "The mean of a step's samples, which should rise; the band is one standard deviation, "
-             "and where it closes, all answers score alike and teach nothing.", plot_reward),
+             "and where it closes, all responses score alike and teach nothing.", plot_reward),
         Plot("learning", "held-out accuracy", "eval/accuracy",
              "Accuracy on problems that are not trained on, with 95 % intervals: reward that rises "
              "without it is not the task.", plot_accuracy, False),
         Plot("learning", "response length", "response/length_mean",
              "Mean tokens of a response: a line that climbs to rollout.max_new_tokens means that "
-             "answers are cut.", _line("response/length_mean")),
+             "responses are cut.", _line("response/length_mean")),
         Plot("learning", "log-prob gap, rollout to learner", "rollout/logprob_gap",
              "Mean distance between the log-probabilities of the same tokens in rollout and "
              "learner: a rounding error (10⁻⁶ in float32) unless the two differ.",
@@ -101,7 +101,7 @@ def plots() -> list[Plot]:
              "The policy loss, which has no target of its own: look for jumps, not for a trend.",
              _line("loss")),
         Plot("time", "share of each step's time", "time/step",
-             "A column is a step; speculation shortens the part of rollouts alone, so that part is "
+             "A column is a step; speculation shortens only the part of rollouts, so that part is "
              "the most that it can save.", plot_shares),
     ]
 
@@ -109,7 +109,7 @@ def plots() -> list[Plot]:
 def lengths_plot(lengths: Mapping[int, int]) -> Plot:
     """Returns the histogram of response lengths, given how many responses have each."""
     return Plot("learning", "response lengths of all samples", "step",
-                "A high bar at the right edge is answers cut at the limit; a long tail is rounds "
+                "A high bar at the right edge is responses cut at the limit; a long tail is rounds "
                 "with few live rows, where drafts pay most.",
                 lambda ax, rows: plot_lengths(ax, lengths), xlabel="tokens")
 
@@ -253,7 +253,8 @@ def plot_setting(ax: Axes, rows: Rows) -> None:
     time, depth, width = (np.fmax.reduceat(values, _blocks(values, MOST_LAUNCHES)) for values in (
         column(launches, "step"), column(launches, "draft_depth"), width))
     ax.step(time, depth, where="post", color=BLUE, linewidth=0.8, label="draft depth")
-    ax.step(time, width, where="post", color=YELLOW, linewidth=0.8, label="verified tokens a slot")
+    ax.step(time, width, where="post", color=YELLOW, linewidth=0.8,
+            label="verified tokens per slot")
     ax.set_ylim(bottom=0)
 
 
