@@ -45,7 +45,7 @@ def script(name: str) -> ModuleType:
 
 generate, check = script("generate"), script("check")
 WRITTEN = sorted(str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md"))
-PRESENTING = ("README.md", "kernels/README.md", "experiments/LOG.md")  # what they hold, at once
+PRESENTING = ("README.md", "kernels/README.md")  # what they hold, at once
 HISTORY = ("CHANGELOG.md", "experiments/LOG.md")  # whose commands are of their time
 OUTSIDE = ast.literal_eval(re.search(r"^PAGES = (\{.*?\})$", (DOCS / "hooks.py").read_text(),
                                      re.M | re.S)[1])  # mkdocs, which hooks.py imports, is an extra
