@@ -1,12 +1,13 @@
-"""Times GRPO steps of a model with random weights: no drafts against replayed ones.
+"""Times GRPO steps of a model with random weights: without drafts, with replayed ones, with a head.
 
     python experiments/gpu_steps.py
     python experiments/gpu_steps.py --model=qwen2_5_0_5b
 
 Writes results/gpu_steps_PLATFORM.json: the seconds of each step by part, tokens/s of the policy
 update and its share of the device's peak. Then the same steps again with drafts that replay the
-first run's tokens, of which 0.7 are right. Needs the project's dependencies (pip install -e .);
-without one of them it says so and does nothing.
+first run's tokens, of which 0.7 are right, and with an EAGLE-3 head that starts from random weights
+and learns in each step: this shows what its training costs, not what it gains. Needs the project's
+dependencies (pip install -e .); without one of them it says so and does nothing.
 """
 
 import early  # noqa: F401  # isort: skip (first: Ctrl-C while the others are imported)
@@ -37,7 +38,10 @@ except ModuleNotFoundError as missing:
     sys.exit()
 
 STEPS, ACCEPTANCE = 3, 0.7
-ARMS = {"off": {"control.policy": "off"}, f"replay, acceptance {ACCEPTANCE}": {}}
+HEAD_LEARNS = {"spec.drafter": "eagle", "distill.when": "interval", "distill.batch": 4,
+               "distill.micro_batch": 4, "distill.updates": 1, "distill.megabytes": 8192}
+ARMS = {"off": {"control.policy": "off"}, f"replay, acceptance {ACCEPTANCE}": {},
+        "eagle, learns": HEAD_LEARNS}
 # Of random embeddings: the last token then decides the next one by far. At near ties, bfloat16
 # would let the drafted run leave the recorded one, and drafts be wrong from there on.
 SCALE = 25
@@ -73,7 +77,7 @@ def main() -> int:
 
 
 def config_of(model: str, tiny: bool) -> Config:
-    """Returns the config of both arms, with drafts of 7 tokens."""
+    """Returns what the arms share, with drafts of 7 tokens."""
     shapes = TINY if tiny else SHAPES
     return override(load_config("tiny"), shapes | {
         "model.path": f"random:{model}", "rollout.min_batch": shapes["rollout.batch_size"],
