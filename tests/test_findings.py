@@ -1,6 +1,7 @@
 """Figures of docs/findings.md and other pages are those of the committed results."""
 
 import json
+import tomllib
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
@@ -55,9 +56,9 @@ def staleness() -> Iterator[str]:
     yield f"It [changed](#figure-4-staleness) by {rise()}"
     late = summary["overlap"]["over_frozen"]
     mean, low, high = late["ahead_seconds"]
-    yield (f"{-mean:.1f} s slower in 40 steps than a frozen head ({-high:.1f} .. {-low:.1f}), by "
+    yield (f"{-mean:.1f} s slower in 40 steps than a frozen head's ({-high:.1f} .. {-low:.1f}), by "
            f"Figure 4's account {late['net_seconds'][0]:.1f} s faster")
-    yield f"The account misses the [{late['net_seconds'][0] - mean:.1f} s]"
+    yield f"lengthens the update by [{late['net_seconds'][0] - mean:.1f} s]"
     plain = results.curves(results.read("staleness_modes"), "plain", "rollout_seconds")
     yield f"net, s (plain rollouts: {plain.sum(1).mean():.0f} s)"
 
@@ -128,8 +129,9 @@ def gain() -> Iterator[str]:
     yield f"| `budget`, round by round | | {here} |"
     rows = [x for x in result["eagle"]["break_even"].values() if x]
     h100 = result["paper"]["break_even"].values()
-    yield (f"{min(h100):.0f} to {max(h100):.0f} rows on an H100 and {min(rows):.1f} to "
-           f"{max(rows):.1f} on two CPU cores")
+    yield (f"breaks even at {min(h100):.0f} to {max(h100):.0f} rows on an H100, depending on the "
+           f"setting; here, at {min(rows):.1f} to {max(rows):.1f} on two cores")
+    yield f"ours at {min(rows):.1f} to {max(rows):.1f}, and budget"
     before = results.read("bench_speculation_heatmap_cpu")["adapting"]
     rows = [x for drafter in ("eagle", "history", "merge")
             for setting, x in before[drafter]["break_even"].items() if "x" in setting]
@@ -155,7 +157,7 @@ def smollm2() -> tuple[float, float, float]:
 def steps() -> Iterator[str]:
     rollouts, frozen, trained = smollm2()
     yield (f"Rollouts {rollouts:.2f} times and steps {frozen:.2f} times as fast with a frozen "
-           f"head, {trained:.2f} with one that trains")
+           f"head merged with `history`, {trained:.2f} with one that trains")
     arms = results.read("bench_speculation_gsm8k_1600_1_cpu")["cases"]["1"]["arms"]
     history, eagle, merge = (arms[f"{name} 4x2x8"]["speedup"]
                              for name in ("history", "eagle", "merge"))
@@ -230,6 +232,11 @@ def algorithms() -> Iterator[str]:
 def readme() -> Iterator[str]:
     rollouts, frozen, _ = smollm2()
     yield f"rollouts {rollouts:.2f}x, whole steps {frozen:.2f}x"
+    ours = results.read("bench_speculation_budget_cpu")["adapting"]["eagle"]["break_even"]
+    rows = [x for x in ours.values() if x]
+    yield f"stop paying at {min(rows):.1f} to {max(rows):.1f} rows"
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    yield f"version = {{{version['version']}}}"
 
 
 def comparison() -> Iterator[str]:
@@ -287,7 +294,7 @@ def evolving() -> Iterator[str]:
            f"{net['every_step']} at every step, {net['every_5']} at every fifth |")
     yield f"| {end['trigger']} | {net['trigger']} |"
     _, frozen, trained = smollm2()
-    yield f"made steps {frozen:.2f} times as fast, and one trained every 5 steps [{trained:.2f}"
+    yield f"made steps {frozen:.2f} times as fast, one trained every 5 steps [{trained:.2f}"
 
 
 def train_drafter() -> Iterator[str]:
