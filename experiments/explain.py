@@ -102,7 +102,7 @@ def _number(name: str, form: str) -> Callable[[Mapping[str, Any]], str]:
 
 
 def _launches(row: Mapping[str, Any]) -> str:
-    """Returns plain seconds less those saved; `time/launches` lists only some."""
+    """Returns the seconds of all launches: plain seconds less saved ones."""
     found = row.get("control/plain_seconds"), row.get("time/saved")
     return "" if None in found else format(found[0] - found[1], ".3g")
 

@@ -24,7 +24,7 @@ from specrl_jax.config import Config, ConfigError, check
 from specrl_jax.io import data, lock, metrics, resume
 from specrl_jax.io.checkpoint import Checkpoints, list_steps
 from specrl_jax.io.compilation import use_persistent_cache
-from specrl_jax.io.places import local_path, writing
+from specrl_jax.io.places import CHECKPOINTS, local_path, writing
 from specrl_jax.io.progress import Progress
 from specrl_jax.model import weights
 from specrl_jax.model.export import export
@@ -42,7 +42,7 @@ def main(config: Config, workdir: Path) -> int:
 
 
 def _how_to_resume(workdir: Path) -> str:
-    steps = list_steps(workdir / "checkpoints")
+    steps = list_steps(workdir / CHECKPOINTS)
     kept = f"checkpoint {steps[-1]} is good" if steps else "there is no checkpoint yet"
     return f"stopped; {kept}: run the same command again to go on"
 
@@ -66,7 +66,7 @@ def _fine_tune(config: Config, workdir: Path) -> None:
         trainer = Supervised(config, source, turns, heldout)
     metrics.make_workdir(workdir)
     with lock.hold(workdir, progress.say), Checkpoints(
-            workdir / "checkpoints", config.checkpoint_keep, progress.warn) as checkpoints:
+            workdir / CHECKPOINTS, config.checkpoint_keep, progress.warn) as checkpoints:
         resume.check_config(workdir, described, resume.EQUAL)
         resume.check_data(workdir, {"training": _digest(turns)} | (
             {"--heldout": _digest(heldout)} if heldout else {}))

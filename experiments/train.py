@@ -24,6 +24,7 @@ from specrl_jax.config import Config, ConfigError
 from specrl_jax.io import processes
 from specrl_jax.io.checkpoint import list_steps
 from specrl_jax.io.compilation import use_persistent_cache
+from specrl_jax.io.places import CHECKPOINTS
 from specrl_jax.io.report import REPORT, write_report
 from specrl_jax.run import train
 
@@ -84,7 +85,7 @@ def _leave(workdir: Path) -> str:
 
 
 def _how_to_go_on(workdir: Path) -> str:
-    steps = list_steps(workdir / "checkpoints")
+    steps = list_steps(workdir / CHECKPOINTS)
     kept = f"checkpoint {steps[-1]} is good" if steps else "there is no checkpoint yet"
     return f"stopped; {kept}: run the same command again to go on"
 

@@ -17,7 +17,7 @@ from specrl_jax.evaluation.in_run import Best, InRun
 from specrl_jax.io import data, lock, metrics, resume, trackers
 from specrl_jax.io.checkpoint import Checkpoints, read_meta
 from specrl_jax.io.compilation import CompilationCounter
-from specrl_jax.io.places import local_path, output_directory
+from specrl_jax.io.places import CHECKPOINTS, local_path, output_directory
 from specrl_jax.io.progress import Progress
 from specrl_jax.model import architecture, weights
 from specrl_jax.model.architecture import Architecture
@@ -100,7 +100,7 @@ def training_steps(config: Config, workdir: Path, stop: Callable[[], bool] = nev
             "held-out examples": data.digest(evaluation.problems.prompts.examples)}})
     metrics.make_workdir(workdir)
     with lock.hold(workdir, say), Checkpoints(
-            workdir / "checkpoints", config.checkpoint_keep, progress.warn) as checkpoints:
+            workdir / CHECKPOINTS, config.checkpoint_keep, progress.warn) as checkpoints:
         # Once more: another run may have ended meanwhile.
         changed = resume.check_config(workdir, described, resume.EQUAL)
         resume.check_data(workdir, {"training": examples})

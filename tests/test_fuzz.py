@@ -25,9 +25,10 @@ from specrl_jax.evaluation.evaluate import paired, read_evaluation
 from specrl_jax.io import data, resume
 from specrl_jax.io.checkpoint import Checkpoints
 from specrl_jax.io.metrics import Writer, read_metrics, read_samples, write_config
+from specrl_jax.io.places import CHECKPOINTS
 from specrl_jax.io.report import REPORT, write_report
 from specrl_jax.model.export import export
-from specrl_jax.model.source import CHECKPOINTS, open_actor, run_config
+from specrl_jax.model.source import open_actor, run_config
 from specrl_jax.model.tiny import TINY, byte_tokenizer, random_tensors
 from specrl_jax.model.weights import Source, describe_source
 from specrl_jax.sharding import make_mesh

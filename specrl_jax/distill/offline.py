@@ -27,10 +27,10 @@ from specrl_jax.io import lock, metrics, resume
 from specrl_jax.io.checkpoint import Checkpoints
 from specrl_jax.io.compilation import abstract
 from specrl_jax.io.data import digest, step_prompts
-from specrl_jax.io.places import local_path
+from specrl_jax.io.places import CHECKPOINTS, local_path
 from specrl_jax.io.progress import Progress
 from specrl_jax.model import layers
-from specrl_jax.model.source import CHECKPOINTS, Actor, open_actor
+from specrl_jax.model.source import Actor, open_actor
 from specrl_jax.model.transformer import Params
 from specrl_jax.model.weights import Source
 from specrl_jax.rl.learner import LearnerState

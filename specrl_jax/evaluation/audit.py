@@ -22,9 +22,10 @@ from specrl_jax.config import RolloutConfig
 from specrl_jax.evaluation.compare import Difference, compare_step
 from specrl_jax.io import metrics
 from specrl_jax.io.checkpoint import list_steps, read_meta, restore_part
+from specrl_jax.io.places import CHECKPOINTS
 from specrl_jax.model import transformer
 from specrl_jax.model.architecture import Architecture
-from specrl_jax.model.source import CHECKPOINTS, fit_mesh, run_config
+from specrl_jax.model.source import fit_mesh, run_config
 from specrl_jax.model.transformer import Params
 from specrl_jax.structs import Array, Json, PyTree
 from specrl_jax.trainer import Trainer

@@ -17,6 +17,7 @@ from specrl_jax.config import ConfigError, check
 
 URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # one slash: Path drops the second
 ELSEWHERE = "choose another place"
+CHECKPOINTS = "checkpoints"  # in the working directory of a run
 
 
 def local_path(field: str, value: str | os.PathLike[str]) -> Path:
@@ -35,17 +36,17 @@ def local_path(field: str, value: str | os.PathLike[str]) -> Path:
 
 
 def weights_path(field: str, value: str | os.PathLike[str]) -> Path:
-    """Returns the local path of weights: a directory, a file, or what names them otherwise.
+    """Returns the local path of a model, or of a drafter's head.
 
     Raises:
-      ConfigError: `local_path` refuses it, or it is the working directory of a run, whose weights
-        are elsewhere.
+      ConfigError: `local_path` refuses it, or it is the working directory of a run, which holds
+        no such weights itself.
     """
     path = local_path(field, value)
     within = path / ("drafter" if field == "draft.path" else "model")
     way_out = (f"give {within}" if os.path.isdir(within) else
                f"experiments/export.py --run={path} writes its model: give that")
-    check(not os.path.isdir(path / "checkpoints"), field, str(value),
+    check(not os.path.isdir(path / CHECKPOINTS), field, str(value),
           f"is a working directory; {way_out}")
     return path
 

@@ -21,10 +21,10 @@ from specrl_jax.io.checkpoint import (
     saved_leaves,
 )
 from specrl_jax.io.metrics import BEST_FILE, CONFIG, flat, read_config, read_object
+from specrl_jax.io.places import CHECKPOINTS
 from specrl_jax.model import architecture, layers, lora, weights
 from specrl_jax.structs import Params, PyTree
 
-CHECKPOINTS = "checkpoints"
 ATTEMPTS = 20  # to read the newest checkpoint of a run that goes on
 
 

@@ -12,7 +12,8 @@ import pytest
 from specrl_jax.config import ConfigError, load_config
 from specrl_jax.io import checkpoint
 from specrl_jax.io.checkpoint import CheckpointError, Checkpoints, list_steps
-from specrl_jax.model.source import CHECKPOINTS, open_actor
+from specrl_jax.io.places import CHECKPOINTS
+from specrl_jax.model.source import open_actor
 from specrl_jax.model.weights import describe_source
 from specrl_jax.sharding import make_mesh
 

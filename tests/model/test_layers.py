@@ -13,9 +13,10 @@ from helpers import tiny_arch, tiny_params
 from specrl_jax import sharding
 from specrl_jax.config import MeshConfig
 from specrl_jax.io.checkpoint import Checkpoints
+from specrl_jax.io.places import CHECKPOINTS
 from specrl_jax.model import layers, tensors, transformer
 from specrl_jax.model.architecture import describe, is_param
-from specrl_jax.model.source import CHECKPOINTS, Actor
+from specrl_jax.model.source import Actor
 from specrl_jax.model.tiny import byte_tokenizer, random_tensors
 from specrl_jax.model.weights import Source
 from specrl_jax.rollout.sampler import publisher

@@ -22,8 +22,9 @@ from specrl_jax import sharding
 from specrl_jax.config import ConfigError, LearnerConfig, MeshConfig, RewardConfig, RLConfig
 from specrl_jax.config.lora import LORA_TARGETS
 from specrl_jax.io.checkpoint import Checkpoints
+from specrl_jax.io.places import CHECKPOINTS
 from specrl_jax.model import architecture, layers, lora
-from specrl_jax.model.source import CHECKPOINTS, Actor
+from specrl_jax.model.source import Actor
 from specrl_jax.model.tiny import byte_tokenizer, random_tensors
 from specrl_jax.model.transformer import forward
 from specrl_jax.model.weights import Source
