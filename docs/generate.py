@@ -22,7 +22,7 @@ from specrl_jax.config import Config
 from specrl_jax.config.load import preset_targets
 from specrl_jax.config.renamed import RENAMED, RENAMED_REWARDS, RENAMED_VALUES
 from specrl_jax.config.rl import ALGORITHMS, OF_ALGORITHM
-from specrl_jax.io.metric_names import METRICS, RENAMED_METRICS
+from specrl_jax.metrics.names import METRICS, RENAMED_METRICS
 
 DOCS = Path(__file__).resolve().parent
 RESULTS = DOCS.parent / "experiments" / "results"

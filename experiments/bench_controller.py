@@ -29,7 +29,7 @@ from interrupt import stops
 from rich.table import Table
 
 from specrl_jax.config import Config, ConfigError
-from specrl_jax.io.compilation import use_persistent_cache
+from specrl_jax.runtime.compilation import use_persistent_cache
 
 PRESET = flags.DEFINE_enum("preset", "small", ["small", "smollm2"], "which cells, of which model")
 CELLS = flags.DEFINE_list("cells", [], "names of cells; none is all of the preset")

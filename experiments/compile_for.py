@@ -20,8 +20,8 @@ from absl import flags
 from aot import targets
 
 from specrl_jax.config import Config, ConfigError
-from specrl_jax.io.files import write_atomically
-from specrl_jax.io.places import output_file
+from specrl_jax.runtime.files import write_atomically
+from specrl_jax.runtime.paths import output_file
 
 TARGET = flags.DEFINE_string("target", None, "devices: v5e:2x2, v6e:4x4, v5p:4x4x4, ..., or h100, "
                              "h100:8, h200, a100, b200")

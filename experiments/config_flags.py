@@ -28,7 +28,7 @@ from ml_collections.config_flags import tuple_parser
 
 from specrl_jax.config import Config, ConfigError, build, load_config, override
 from specrl_jax.config.renamed import check_current
-from specrl_jax.io.places import local_path
+from specrl_jax.runtime.paths import local_path
 
 DEFAULT_PRESET = "smollm2"
 HELP_FLAGS = ("h", "help", "helpshort", "helpfull", "?")

@@ -31,9 +31,9 @@ from specrl_jax.evaluation.evaluate import (
     reward_of,
     task_config,
 )
-from specrl_jax.io.compilation import use_persistent_cache
-from specrl_jax.io.files import write_atomically
-from specrl_jax.io.places import local_path, output_file
+from specrl_jax.runtime.compilation import use_persistent_cache
+from specrl_jax.runtime.files import write_atomically
+from specrl_jax.runtime.paths import local_path, output_file
 
 flags.adopt_module_key_flags(run_flags)
 SPLIT = flags.DEFINE_string("split", None, "split of the data, such as train or test[:50%]")

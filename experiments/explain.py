@@ -23,9 +23,10 @@ from rich.console import Console
 from rich.table import Table
 
 from specrl_jax.config import ConfigError
-from specrl_jax.io.launches import recorded
-from specrl_jax.io.metrics import METRICS, read_metrics
+from specrl_jax.metrics.launches import recorded
+from specrl_jax.metrics.run_files import read_metrics
 from specrl_jax.model.source import run_config
+from specrl_jax.runtime.workdir import METRICS
 
 BAD_INPUT = 2
 Column = tuple[str, Callable[[Mapping[str, Any]], str]]

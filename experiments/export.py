@@ -18,8 +18,8 @@ from absl import flags
 
 from specrl_jax import sharding
 from specrl_jax.config import Config, check
-from specrl_jax.io.places import output_directory
 from specrl_jax.model.export import DTYPES, export, export_adapter
+from specrl_jax.runtime.paths import output_directory
 
 flags.adopt_module_key_flags(run_flags)
 OUT = flags.DEFINE_string("out", None, "directory to write; must not exist, or be empty",

@@ -29,9 +29,9 @@ from specrl_jax.config import Config, load_config, override
 from specrl_jax.draft.response_cache import EMPTY
 
 try:
+    from specrl_jax.data.prompts import Prompts
     from specrl_jax.model import weights
     from specrl_jax.model.tensors import EMBED, HEAD, Part, Tensors
-    from specrl_jax.rollout.prompts import Prompts
     from specrl_jax.trainer import Trainer
 except ModuleNotFoundError as missing:
     print(f"skipped: gpu_steps.py needs the package {missing.name}: pip install -e .")
@@ -50,7 +50,7 @@ SHAPES = {"prompts_per_step": 8, "group_size": 8, "rollout.batch_size": 16,
           "learner.micro_batch": 8, "learner.remat": "full", "model.dtype": "bfloat16"}
 TINY = {"prompts_per_step": 2, "group_size": 2, "rollout.batch_size": 4,
         "rollout.max_prompt_tokens": 8, "rollout.max_new_tokens": 24, "learner.micro_batch": 4}
-TOLD = ("time/", "learn/tokens_per_second", "learn/peak_share", "rollout/accept_length")
+TOLD = ("time/", "learn/tokens_per_second", "learn/mfu", "rollout/accept_length")
 _calls = itertools.count()
 
 

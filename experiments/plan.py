@@ -29,11 +29,11 @@ from rich.console import Console
 from rich.table import Table
 
 from specrl_jax.config import Config, check, override
-from specrl_jax.io.hardware import GIB
-from specrl_jax.io.places import output_file
 from specrl_jax.model.architecture import Architecture
 from specrl_jax.model.published import without_weights
 from specrl_jax.model.weights import describe_source
+from specrl_jax.runtime.hardware import GIB
+from specrl_jax.runtime.paths import output_file
 from specrl_jax.structs import Json
 
 TARGET = flags.DEFINE_string("target", None, "devices, such as v6e:4x4, v5p:4x4x4 or h100:8")

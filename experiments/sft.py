@@ -8,6 +8,8 @@ the assistant's messages. A step learns prompts_per_step x group_size of them, w
 RL (config.learner, mesh, model). The same command again resumes; the end writes WORKDIR/model.
 """
 
+from specrl_jax.runtime.workdir import make_workdir, result_directory, write_config
+
 import early  # noqa: F401  # isort: skip (first: Ctrl-C while the others are imported)
 
 import functools
@@ -20,16 +22,19 @@ from interrupt import WAY_OUT, stops
 
 from specrl_jax import config as config_lib
 from specrl_jax import sharding
+from specrl_jax.checkpoint import resume
+from specrl_jax.checkpoint.checkpoints import Checkpoints, list_steps
 from specrl_jax.config import Config, ConfigError, check
-from specrl_jax.io import data, lock, metrics, resume
-from specrl_jax.io.checkpoint import Checkpoints, list_steps
-from specrl_jax.io.compilation import use_persistent_cache
-from specrl_jax.io.places import CHECKPOINTS, local_path, writing
-from specrl_jax.io.progress import Progress
+from specrl_jax.data.examples import digest
+from specrl_jax.metrics import run_files
+from specrl_jax.metrics.progress import Progress
 from specrl_jax.model import weights
 from specrl_jax.model.export import export
 from specrl_jax.rl import supervised
 from specrl_jax.rl.supervised import Supervised, Turn
+from specrl_jax.runtime import lock
+from specrl_jax.runtime.compilation import use_persistent_cache
+from specrl_jax.runtime.paths import CHECKPOINTS, local_path, writing
 
 HELDOUT = flags.DEFINE_string("heldout", None, "files like data.path, whose loss is measured "
                               "before each checkpoint")
@@ -64,14 +69,14 @@ def _fine_tune(config: Config, workdir: Path) -> None:
         progress.say(f"{config.name}: {config.steps} steps of {config.sequences} of "
                      f"{len(turns)} turns; files in {workdir}")
         trainer = Supervised(config, source, turns, heldout)
-    metrics.make_workdir(workdir)
+    make_workdir(workdir)
     with lock.hold(workdir, progress.say), Checkpoints(
             workdir / CHECKPOINTS, config.checkpoint_keep, progress.warn) as checkpoints:
         resume.check_config(workdir, described, resume.EQUAL)
         resume.check_data(workdir, {"training": _digest(turns)} | (
             {"--heldout": _digest(heldout)} if heldout else {}))
         resumed = trainer.restore(checkpoints)
-        metrics.write_config(workdir, described)
+        write_config(workdir, described)
         if resumed:
             progress.say(f"resuming {workdir} after step {trainer.step_number}")
             if changed:
@@ -82,7 +87,7 @@ def _fine_tune(config: Config, workdir: Path) -> None:
 
 def _results(config: Config, workdir: Path) -> tuple[Path, Path]:
     """Returns where the model is to be, and where it is written before it replaces an older one."""
-    out, new = (metrics.result_directory(workdir, name) for name in ("model", "model.new"))
+    out, new = (result_directory(workdir, name) for name in ("model", "model.new"))
     start = local_path("model.path", config.model.path).resolve()
     check(not start.is_relative_to(out.resolve()), "model.path", config.model.path, "is what this "
           "run writes; give the model that it started from, or choose another workdir")
@@ -90,13 +95,13 @@ def _results(config: Config, workdir: Path) -> tuple[Path, Path]:
 
 
 def _digest(turns: list[Turn]) -> str:
-    return data.digest([turn._asdict() for turn in turns])
+    return digest([turn._asdict() for turn in turns])
 
 
 def _run(trainer: Supervised, workdir: Path, checkpoints: Checkpoints) -> None:
     """Runs the remaining steps, with their metrics and checkpoints."""
     config = trainer.config
-    with Progress(config.steps, trainer.step_number) as progress, metrics.Writer(
+    with Progress(config.steps, trainer.step_number) as progress, run_files.Writer(
             workdir, trainer.step_number, progress.warn, config.track) as writer:
         while trainer.step_number < config.steps:
             record, samples = trainer.step()

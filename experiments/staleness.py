@@ -34,12 +34,12 @@ from bench.staleness import PLAIN
 from bench.staleness_arms import QUESTIONS
 from bench.subprocess_runner import ProcessDied, train_interleaved
 
+from specrl_jax.checkpoint.resume import check_config
 from specrl_jax.config import Config, ConfigError, as_dict, build
 from specrl_jax.distill.offline import DRAFTER, DrafterTraining, train_drafter
-from specrl_jax.io.compilation import use_persistent_cache
-from specrl_jax.io.machine import give_back
-from specrl_jax.io.progress import say
-from specrl_jax.io.resume import check_config
+from specrl_jax.metrics.progress import say
+from specrl_jax.runtime.compilation import use_persistent_cache
+from specrl_jax.runtime.machine import give_back
 
 ALL = "all"
 EXIT_DIED = 1  # the same command resumes

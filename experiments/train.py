@@ -20,13 +20,13 @@ from absl import flags
 from early import EXIT_STOPPED
 from interrupt import Preemption, stops
 
+from specrl_jax.checkpoint.checkpoints import list_steps
 from specrl_jax.config import Config, ConfigError
-from specrl_jax.io import processes
-from specrl_jax.io.checkpoint import list_steps
-from specrl_jax.io.compilation import use_persistent_cache
-from specrl_jax.io.places import CHECKPOINTS
-from specrl_jax.io.report import REPORT, write_report
+from specrl_jax.metrics.report import REPORT, write_report
 from specrl_jax.run import train
+from specrl_jax.runtime import processes
+from specrl_jax.runtime.compilation import use_persistent_cache
+from specrl_jax.runtime.paths import CHECKPOINTS
 
 DISTRIBUTED = flags.DEFINE_bool(
     "distributed", False, "one of several processes, found by jax.distributed (TPU pods, Slurm) or "

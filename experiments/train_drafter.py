@@ -19,12 +19,12 @@ import config_flags
 from absl import flags
 from interrupt import stops
 
+from specrl_jax.checkpoint.checkpoints import list_steps
 from specrl_jax.config import Config
 from specrl_jax.distill.offline import DRAFTER, DrafterTraining, train_drafter
-from specrl_jax.io.checkpoint import list_steps
-from specrl_jax.io.compilation import use_persistent_cache
-from specrl_jax.io.places import CHECKPOINTS, local_path
 from specrl_jax.model.source import open_actor
+from specrl_jax.runtime.compilation import use_persistent_cache
+from specrl_jax.runtime.paths import CHECKPOINTS, local_path
 
 DEFINE = {int: flags.DEFINE_integer, float: flags.DEFINE_float, str: flags.DEFINE_string,
           bool: flags.DEFINE_bool}

@@ -16,21 +16,21 @@ if TYPE_CHECKING:
     from specrl_jax.config import Config, ConfigError, load_config
     from specrl_jax.control.protocol import Controller
     from specrl_jax.control.registry import CONTROLLERS
+    from specrl_jax.data.datasets import DATASETS
+    from specrl_jax.data.prompts import PromptBatch
     from specrl_jax.distill.offline import DrafterTraining, train_drafter
     from specrl_jax.draft.protocol import Drafter
     from specrl_jax.draft.registry import DRAFTERS
     from specrl_jax.evaluation.evaluate import evaluate
     from specrl_jax.evaluation.generate import generate
-    from specrl_jax.io.datasets import DATASETS
-    from specrl_jax.io.metrics import read_metrics
-    from specrl_jax.io.report import write_report
-    from specrl_jax.io.trackers import TRACKERS
+    from specrl_jax.metrics.report import write_report
+    from specrl_jax.metrics.run_files import read_metrics
+    from specrl_jax.metrics.trackers import TRACKERS
     from specrl_jax.model.families import FAMILIES
+    from specrl_jax.rewards.reward import REWARDS
     from specrl_jax.rl.advantage import ADVANTAGES
     from specrl_jax.rl.corrections import CORRECTIONS
     from specrl_jax.rl.losses import LOSSES
-    from specrl_jax.rl.reward import REWARDS
-    from specrl_jax.rollout.prompts import PromptBatch
     from specrl_jax.rollout.sampler import Sampler
     from specrl_jax.run import train
     from specrl_jax.trainer import Trainer
@@ -63,27 +63,27 @@ _HOMES = {
     "Controller": "control.protocol:Controller",
     "Drafter": "draft.protocol:Drafter",
     "DrafterTraining": "distill.offline:DrafterTraining",
-    "PromptBatch": "rollout.prompts:PromptBatch",
+    "PromptBatch": "data.prompts:PromptBatch",
     "Rule": "verify.protocol:Rule",
     "Sampler": "rollout.sampler:Sampler",
     "Trainer": "trainer:Trainer",
     "evaluate": "evaluation.evaluate:evaluate",
     "generate": "evaluation.generate:generate",
     "load_config": "config:load_config",
-    "read_metrics": "io.metrics:read_metrics",
+    "read_metrics": "metrics.run_files:read_metrics",
     "register_advantage": "rl.advantage:ADVANTAGES.register",
     "register_controller": "control.registry:CONTROLLERS.register",
     "register_correction": "rl.corrections:CORRECTIONS.register",
-    "register_dataset": "io.datasets:DATASETS.register",
+    "register_dataset": "data.datasets:DATASETS.register",
     "register_drafter": "draft.registry:DRAFTERS.register",
     "register_family": "model.families:FAMILIES.register",
     "register_loss": "rl.losses:LOSSES.register",
-    "register_reward": "rl.reward:REWARDS.register",
+    "register_reward": "rewards.reward:REWARDS.register",
     "register_rule": "verify.registry:RULES.register",
-    "register_tracker": "io.trackers:TRACKERS.register",
+    "register_tracker": "metrics.trackers:TRACKERS.register",
     "train": "run:train",
     "train_drafter": "distill.offline:train_drafter",
-    "write_report": "io.report:write_report",
+    "write_report": "metrics.report:write_report",
 }
 
 

@@ -11,18 +11,22 @@ import jax.numpy as jnp
 
 from specrl_jax import config as config_lib
 from specrl_jax import sharding
+from specrl_jax.checkpoint import resume
+from specrl_jax.checkpoint.checkpoints import Checkpoints, read_meta
 from specrl_jax.config import Config, ConfigError
 from specrl_jax.config.tasks import RewardError
+from specrl_jax.data.examples import digest
+from specrl_jax.data.prompts import make_prompts
 from specrl_jax.evaluation.in_run import Best, InRun
-from specrl_jax.io import data, lock, metrics, resume, trackers
-from specrl_jax.io.checkpoint import Checkpoints, read_meta
-from specrl_jax.io.compilation import CompilationCounter
-from specrl_jax.io.places import CHECKPOINTS, local_path, output_directory
-from specrl_jax.io.progress import Progress
+from specrl_jax.metrics import run_files, trackers
+from specrl_jax.metrics.progress import Progress
 from specrl_jax.model import architecture, weights
 from specrl_jax.model.architecture import Architecture
 from specrl_jax.model.hf_directory import SINGLE
-from specrl_jax.rollout.prompts import make_prompts
+from specrl_jax.runtime import lock
+from specrl_jax.runtime.compilation import CompilationCounter
+from specrl_jax.runtime.paths import CHECKPOINTS, local_path, output_directory
+from specrl_jax.runtime.workdir import make_workdir, write_config
 from specrl_jax.structs import Metrics
 from specrl_jax.trainer import Trainer
 
@@ -90,15 +94,15 @@ def training_steps(config: Config, workdir: Path, stop: Callable[[], bool] = nev
     say = progress.say
     say(overview(config, source.arch, workdir))
     prompts = make_prompts(config, source.tokenizer, say)
-    examples = data.digest(prompts.examples)
+    examples = digest(prompts.examples)
     resume.check_contents(described, contents(config, source) | {
         "data.name": {"training examples": examples}})
     trainer = Trainer(config, source, prompts, say)
     evaluation = InRun(trainer, say) if config.eval.every else None
     if evaluation:
         resume.check_contents(described, {"eval.split": {
-            "held-out examples": data.digest(evaluation.problems.prompts.examples)}})
-    metrics.make_workdir(workdir)
+            "held-out examples": digest(evaluation.problems.prompts.examples)}})
+    make_workdir(workdir)
     with lock.hold(workdir, say), Checkpoints(
             workdir / CHECKPOINTS, config.checkpoint_keep, progress.warn) as checkpoints:
         # Once more: another run may have ended meanwhile.
@@ -108,7 +112,7 @@ def training_steps(config: Config, workdir: Path, stop: Callable[[], bool] = nev
         resumed = trainer.restore(checkpoints, resume.renewed(changed) if changed else None)
         if trainer.step_number >= config.steps:
             return
-        metrics.write_config(workdir, described)
+        write_config(workdir, described)
         best = Best()
         if resumed:
             say(f"resuming {workdir} after step {trainer.step_number}")
@@ -121,7 +125,7 @@ def training_steps(config: Config, workdir: Path, stop: Callable[[], bool] = nev
             evaluation.restore(best, say)
             evaluation.compile(say)
         best.write(workdir)
-        with metrics.Writer(workdir, trainer.step_number, progress.warn, config.track
+        with run_files.Writer(workdir, trainer.step_number, progress.warn, config.track
                             ) as writer, Progress(
                                 config.steps, trainer.step_number) as progress:
             compilations.take()
@@ -139,7 +143,7 @@ def contents(config: Config, source: weights.Source) -> dict[str, dict[str, str]
     found = {"model.path": source.digests()}
     if config.rl.teacher:
         found["rl.teacher"] = weights.describe_source(config.rl.teacher, "rl.teacher").digests()
-    if config.draft.model and "small_lm" in (config.spec.drafter, *config.draft.parts):
+    if config.draft.model and "draft_model" in (config.spec.drafter, *config.draft.parts):
         found["draft.model"] = weights.describe_source(config.draft.model, "draft.model").digests()
     head = local_path("draft.path", config.draft.path) / SINGLE
     if config.draft.path and head.is_file():
@@ -213,7 +217,7 @@ def _with_way_on(error: RewardError, saved: int) -> RewardError:
                        f"go on with reward.on_failure=0, which must then stay in the command")
 
 
-def run_steps(trainer: Trainer, checkpoints: Checkpoints, writer: metrics.Writer,
+def run_steps(trainer: Trainer, checkpoints: Checkpoints, writer: run_files.Writer,
               progress: Progress, compilations: CompilationCounter, first: dict[str, float],
               stop: Callable[[], bool] = never, evaluation: InRun | None = None,
               best: Best | None = None) -> Iterator[None]:

@@ -24,27 +24,27 @@ import jax.numpy as jnp
 import numpy as np
 
 from specrl_jax import sharding
+from specrl_jax.checkpoint.checkpoints import CheckpointReader
 from specrl_jax.config import Config
 from specrl_jax.config.tasks import RewardError
+from specrl_jax.data.prompt_order import PromptOrder, step_prompts
+from specrl_jax.data.prompts import Prompts, make_prompts
 from specrl_jax.distill import drafter
 from specrl_jax.draft.response_cache import ResponseCache, capacity
-from specrl_jax.io import data
-from specrl_jax.io.checkpoint import CheckpointReader
-from specrl_jax.io.compilation import Compiler, Name, abstract
-from specrl_jax.io.machine import peak_rss
-from specrl_jax.io.step_timer import StepTimer
 from specrl_jax.model import architecture, layers, lora, weights
-from specrl_jax.rl import algorithm, experience, judge, learner, overlong, programs, teacher
+from specrl_jax.rewards import judge
+from specrl_jax.rewards.scoring import Sample, score_rollout
+from specrl_jax.rl import algorithm, experience, learner, overlong, programs, teacher
 from specrl_jax.rl.batch import Batch, Totals
 from specrl_jax.rl.experience import Scored, join
 from specrl_jax.rl.learner import LearnerState
 from specrl_jax.rl.optimizer import make_optimizer
-from specrl_jax.rl.prompt_order import PromptOrder
 from specrl_jax.rollout.engine import Result
 from specrl_jax.rollout.metrics import rollout_metrics
-from specrl_jax.rollout.prompts import Prompts, make_prompts
 from specrl_jax.rollout.sampler import Sampler
-from specrl_jax.rollout.scoring import Sample, score_rollout
+from specrl_jax.runtime.compilation import Compiler, Name, abstract
+from specrl_jax.runtime.machine import peak_rss
+from specrl_jax.runtime.step_timer import StepTimer
 from specrl_jax.structs import Array, Json, Metrics, ModelParams, PyTree, Rollout
 
 
@@ -221,7 +221,7 @@ class Trainer:
 
     def _sample(self, number: int) -> tuple[Rollout, np.ndarray, np.ndarray]:
         """Generates the prompts of a step outside RL; see distill.drafter.Sample."""
-        places = data.step_prompts(len(self.prompts.tokens), self.config.seed, number,
+        places = step_prompts(len(self.prompts.tokens), self.config.seed, number,
                                    self.config.prompts_per_step)
         rollout, _ = self.sampler.generate(self.prompts.batch(places), "generate", number)
         found = self._scored(rollout)

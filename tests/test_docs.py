@@ -17,12 +17,12 @@ from absl import flags
 
 import specrl_jax
 from experiments import config_flags
+from specrl_jax.checkpoint import resume
 from specrl_jax.config import as_dict, load_config
-from specrl_jax.io import resume
-from specrl_jax.io.datasets import DATASETS
-from specrl_jax.io.datasets.levels import LEVELS
-from specrl_jax.io.trackers import TRACKERS
-from specrl_jax.rl.reward import REWARDS
+from specrl_jax.data.datasets import DATASETS
+from specrl_jax.data.datasets.levels import LEVELS
+from specrl_jax.metrics.trackers import TRACKERS
+from specrl_jax.rewards.reward import REWARDS
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 ROOT = DOCS.parent

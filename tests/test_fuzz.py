@@ -17,20 +17,22 @@ import numpy as np
 import pytest
 from gguf_writer import write_gguf
 
+from specrl_jax.checkpoint import resume
+from specrl_jax.checkpoint.checkpoints import Checkpoints
 from specrl_jax.config import ConfigError, DataConfig, as_dict, load, load_config
 from specrl_jax.control import cost_file
 from specrl_jax.control.cost_model import CostTable
+from specrl_jax.data.examples import digest, load_examples
 from specrl_jax.evaluation.compare import compare_steps, config_differences
 from specrl_jax.evaluation.evaluate import paired, read_evaluation
-from specrl_jax.io import data, resume
-from specrl_jax.io.checkpoint import Checkpoints
-from specrl_jax.io.metrics import Writer, read_metrics, read_samples, write_config
-from specrl_jax.io.places import CHECKPOINTS
-from specrl_jax.io.report import REPORT, write_report
+from specrl_jax.metrics.report import REPORT, write_report
+from specrl_jax.metrics.run_files import Writer, read_metrics, read_samples
 from specrl_jax.model.export import export
 from specrl_jax.model.source import open_actor, run_config
 from specrl_jax.model.tiny import TINY, byte_tokenizer, random_tensors
 from specrl_jax.model.weights import Source, describe_source
+from specrl_jax.runtime.paths import CHECKPOINTS
+from specrl_jax.runtime.workdir import write_config
 from specrl_jax.sharding import make_mesh
 from specrl_jax.structs import carrier
 
@@ -54,7 +56,7 @@ def data_files(place: Path) -> None:
     rows = [{"question": f"{i} + 1?", "answer": f"so\n#### {i + 1}"} for i in range(4)]
     for name in ("train.jsonl", "test.jsonl"):
         (place / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    list(data.load_examples(gsm8k(place), print))
+    list(load_examples(gsm8k(place), print))
 
 
 def a_run(place: Path) -> None:
@@ -111,7 +113,7 @@ def gsm8k(place: Path) -> DataConfig:
 def read_data(place: Path) -> None:
     for config in (gsm8k(place), DataConfig(name="jsonl", path=str(place / "train.jsonl"))):
         try:
-            data.digest(data.load_examples(config, print))
+            digest(load_examples(config, print))
         except ConfigError as error:
             check_line(error)
 

@@ -11,7 +11,7 @@ from nbclient import NotebookClient
 
 import specrl_jax
 from colab import set_repository
-from specrl_jax.io.metrics import read_metrics
+from specrl_jax.metrics.run_files import read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = sorted((ROOT / "colab").glob("*.ipynb"))

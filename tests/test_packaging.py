@@ -172,7 +172,7 @@ def test_wheel_holds_the_packages_and_nothing_else(wheel: set[str]) -> None:
     modules = {str(path.relative_to(ROOT / root)) for root in (".", "kernels")
                for path in (ROOT / root).glob("specrl_*/**/*.py")}
     assert len(modules) > 100 and modules <= wheel
-    assert {"specrl_jax/py.typed", "specrl_jax/io/report_page.html"} <= wheel
+    assert {"specrl_jax/py.typed", "specrl_jax/metrics/report_page.html"} <= wheel
     assert TABLE.removeprefix("kernels/") in wheel
     roots = {name.partition("/")[0] for name in wheel}
     assert {root for root in roots if not root.endswith(".dist-info")} == {

@@ -11,13 +11,13 @@ from helpers import HANGS, ROOT, ends, run_training
 from pairs import free_port, run_two, start_two
 from same_runs import assert_same_runs
 
+from specrl_jax.checkpoint.checkpoints import list_steps
 from specrl_jax.config import ConfigError
-from specrl_jax.io import processes
-from specrl_jax.io.checkpoint import list_steps
-from specrl_jax.io.metrics import read_metrics, read_samples
+from specrl_jax.metrics.run_files import read_metrics, read_samples
 from specrl_jax.model import tiny
 from specrl_jax.model.export import export
 from specrl_jax.model.tensors import pack
+from specrl_jax.runtime import processes
 
 SIZES = ("--config.mesh.data=2", "--config.spec.drafter=off")
 

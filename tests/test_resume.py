@@ -15,9 +15,9 @@ import pytest
 from helpers import HANGS, kill_when, run_training, start_training
 from same_runs import assert_same_runs
 
+from specrl_jax.checkpoint.checkpoints import list_steps, restore_part
 from specrl_jax.config import Config, ConfigError, as_dict, build
-from specrl_jax.io.checkpoint import list_steps, restore_part
-from specrl_jax.io.metrics import read_metrics, read_samples
+from specrl_jax.metrics.run_files import read_metrics, read_samples
 from specrl_jax.run import train
 
 STEPS, EVERY, KILLS = 26, 2, 10

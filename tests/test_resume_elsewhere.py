@@ -13,7 +13,7 @@ from helpers import ROOT, ends, micro_config, run_training, start_training, xla_
 from pairs import run_two
 
 from specrl_jax.config import LearnerConfig, MeshConfig, RolloutConfig
-from specrl_jax.io.metrics import read_metrics, read_samples
+from specrl_jax.metrics.run_files import read_metrics, read_samples
 from specrl_jax.model.export import export
 from specrl_jax.model.source import fit_mesh
 from specrl_jax.model.tiny import TINY, byte_tokenizer, random_tensors

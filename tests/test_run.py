@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 
 from specrl_jax import run
+from specrl_jax.checkpoint.checkpoints import Checkpoints, list_steps
 from specrl_jax.config import ConfigError, load_config
 from specrl_jax.config.tasks import RewardError
-from specrl_jax.io import lock, metrics
-from specrl_jax.io.checkpoint import Checkpoints, list_steps
-from specrl_jax.io.compilation import CompilationCounter
-from specrl_jax.io.progress import Progress
+from specrl_jax.metrics import run_files
+from specrl_jax.metrics.progress import Progress
 from specrl_jax.model.tiny import TINY
+from specrl_jax.runtime import lock
+from specrl_jax.runtime.compilation import CompilationCounter
 
 
 def test_overview_names_work_time_and_files(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,7 +63,7 @@ def steps_of(workdir: Path, fails_at: int | None = None, evaluation: Any = None)
         return {"step": trainer.step_number - 1, "applied": 1, "time/step": 1}, []
 
     trainer.step = step
-    with Checkpoints(workdir / "checkpoints", 2) as checkpoints, metrics.Writer(
+    with Checkpoints(workdir / "checkpoints", 2) as checkpoints, run_files.Writer(
             workdir, 0) as writer, Progress(4, 0) as progress:
         list(run.run_steps(trainer, checkpoints, writer, progress, CompilationCounter(), {},
                            evaluation=evaluation))
@@ -89,7 +90,7 @@ def test_evaluation_whose_reward_fails_keeps_its_step(tmp_path: Path) -> None:
     with pytest.raises(RewardError, match="^process 1: .* judge is down; checkpoint 3 is saved"):
         steps_of(tmp_path, evaluation=types.SimpleNamespace(after=after))
     assert list_steps(tmp_path / "checkpoints") == [3]
-    assert [row["step"] for row in metrics.read_metrics(tmp_path)] == [0, 1, 2]
+    assert [row["step"] for row in run_files.read_metrics(tmp_path)] == [0, 1, 2]
 
 
 @pytest.mark.parametrize("field, part", [

@@ -24,8 +24,8 @@ from pairs import run_two
 from specrl_jax import sharding
 from specrl_jax.config import ConfigError, MeshConfig, RolloutConfig
 from specrl_jax.control import fixed, protocol
-from specrl_jax.draft.small_lm import small_lm
-from specrl_jax.io.metrics import read_metrics, read_samples
+from specrl_jax.draft.draft_model import draft_model
+from specrl_jax.metrics.run_files import read_metrics, read_samples
 from specrl_jax.model import architecture
 from specrl_jax.rollout.engine import Result
 from specrl_jax.rollout.sampler import publisher
@@ -140,7 +140,7 @@ def test_shards_that_differ_in_truncation_do_not_deadlock(rule: str) -> None:
     asked = ask(task, 3, top_p=np.where(truncates, 0.5, 1.0))
 
     def rolled_out(config: MeshConfig) -> Result:
-        mesh, drafter = mesh_of(config), small_lm(arch, depth=2, branch=2, nodes=4)
+        mesh, drafter = mesh_of(config), draft_model(arch, depth=2, branch=2, nodes=4)
         engine = make_engine(arch, task, mesh=mesh, rule=rule, max_packed=16, drafter=drafter,
                              controller=fixed.fixed(), truncates=True)
         engine.control = protocol.make_spec(2, 2, 4, 0)

@@ -10,20 +10,20 @@ import numpy as np
 import pytest
 from helpers import counting, micro_config, micro_trainer, micro_trainer_to_compile
 
+from specrl_jax.checkpoint.checkpoints import Checkpoints, list_steps
 from specrl_jax.config import LearnerConfig, RewardConfig, RLConfig, SpecOptions
 from specrl_jax.config.tasks import RewardError
 from specrl_jax.control import acceptance
-from specrl_jax.io import metrics
-from specrl_jax.io.checkpoint import Checkpoints, list_steps
-from specrl_jax.io.compilation import CompilationCounter, Compiler
-from specrl_jax.io.data import Example
-from specrl_jax.io.metric_names import find
-from specrl_jax.io.progress import Progress
+from specrl_jax.data.examples import Example
+from specrl_jax.metrics import run_files
+from specrl_jax.metrics.names import find
+from specrl_jax.metrics.progress import Progress
 from specrl_jax.rollout.calibration import judge
 from specrl_jax.rollout.engine import Result
 from specrl_jax.rollout.metrics import rollout_metrics
 from specrl_jax.rollout.sampler import Sampler
 from specrl_jax.run import TrainingError, run_steps, startup
+from specrl_jax.runtime.compilation import CompilationCounter, Compiler
 from specrl_jax.structs import Rollout
 from specrl_jax.trainer import Trainer
 
@@ -39,11 +39,11 @@ def test_bad_updates_are_skipped_counted_and_stop_the_run(
     trainer.state = trainer.state.replace(params=broken)
     before = jax.tree.map(np.asarray, trainer.state)
     with (Checkpoints(tmp_path / "checkpoints", 2) as checkpoints,
-          metrics.Writer(tmp_path, 0) as writer, Progress(9, 0) as progress,
+          run_files.Writer(tmp_path, 0) as writer, Progress(9, 0) as progress,
           pytest.raises(TrainingError, match="max_bad_steps = 3")):
         list(run_steps(trainer, checkpoints, writer, progress, CompilationCounter(),
                        {"time/startup": 2.0}))
-    rows = metrics.read_metrics(tmp_path)
+    rows = run_files.read_metrics(tmp_path)
     assert [row.get("time/startup") for row in rows] == [2.0, None, None]
     assert config.spec.drafter == "history"
     assert all(np.isfinite(row["time/saved"]) for row in rows)
@@ -222,7 +222,7 @@ def test_a_reward_that_fails_loses_no_step(tmp_path: Path) -> None:
             steps=4, checkpoint_every=9, reward=RewardConfig(terms=(reward,))))
         with Checkpoints(workdir / "checkpoints", 2) as checkpoints:
             trainer.restore(checkpoints)
-            with metrics.Writer(workdir, trainer.step_number) as writer, Progress(
+            with run_files.Writer(workdir, trainer.step_number) as writer, Progress(
                     4, trainer.step_number) as progress:
                 list(run_steps(trainer, checkpoints, writer, progress, CompilationCounter(), {}))
         return trainer
@@ -263,17 +263,17 @@ USUAL = {  # what every algorithm tells
 def test_metrics_of_a_run_are_all_registered(tmp_path: Path) -> None:
     trainer = micro_trainer(micro_config(rl=RLConfig(kl=0.1)))
     with (Checkpoints(tmp_path / "checkpoints", 2) as checkpoints,
-          metrics.Writer(tmp_path, 0) as writer, Progress(2, 0) as progress):
+          run_files.Writer(tmp_path, 0) as writer, Progress(2, 0) as progress):
         list(run_steps(trainer, checkpoints, writer, progress, CompilationCounter(),
                        startup(trainer, 1.0)))
-    rows = metrics.read_metrics(tmp_path)
+    rows = run_files.read_metrics(tmp_path)
     assert [name for row in rows for name in row if find(name) is None] == []
     assert all(row.keys() >= USUAL for row in rows)
     assert all(row["policy/entropy"] > 0 <= row["kl/reference"] for row in rows)
     for row in rows:
         assert row["rollout/acceptance_rate"] == row["rollout/accepted"] / max(
             row["rollout/drafted"], 1)
-    lengths = [[len(s["tokens"]) for s in metrics.read_samples(tmp_path) if s["step"] == step]
+    lengths = [[len(s["tokens"]) for s in run_files.read_samples(tmp_path) if s["step"] == step]
                for step in range(2)]
     assert [row["response/length_max"] for row in rows] == [max(x) for x in lengths]
     assert all(0 <= row["response/clipped_fraction"] <= 1 for row in rows)
@@ -285,9 +285,9 @@ def test_step_without_updates_has_a_gap_and_a_loss(tmp_path: Path) -> None:
         learner=LearnerConfig(micro_batch=4), rl=RLConfig(updates=0)))
     counter = CompilationCounter()
     with (Checkpoints(tmp_path / "checkpoints", 2) as checkpoints,
-          metrics.Writer(tmp_path, 0) as writer, Progress(2, 0) as progress):
+          run_files.Writer(tmp_path, 0) as writer, Progress(2, 0) as progress):
         list(run_steps(trainer, checkpoints, writer, progress, counter, {}))
-    rows = metrics.read_metrics(tmp_path)
+    rows = run_files.read_metrics(tmp_path)
     assert [(row["loss"], row["compilations"]) for row in rows] == [(0.0, 0), (0.0, 0)]
     for row in rows:
         assert 0 < row["rollout/logprob_gap"] <= row["rollout/logprob_gap_max"] < 1e-4

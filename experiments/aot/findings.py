@@ -12,9 +12,9 @@ from typing import Any
 
 import jax
 
-from specrl_jax.io.compilation import Program
-from specrl_jax.io.hardware import GIB, Chip
-from specrl_jax.io.places import user_cache
+from specrl_jax.runtime.compilation import Program
+from specrl_jax.runtime.hardware import GIB, Chip
+from specrl_jax.runtime.paths import user_cache
 from specrl_jax.structs import Json, PyTree, RolloutState
 
 from . import count, hlo, programs

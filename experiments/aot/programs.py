@@ -18,9 +18,6 @@ from specrl_jax.config import Config, check
 from specrl_jax.distill import programs as distill
 from specrl_jax.distill.update import Programs, init_state, places
 from specrl_jax.draft.registry import DrafterSet
-from specrl_jax.io import checksum
-from specrl_jax.io.compilation import Program, abstract
-from specrl_jax.io.places import local_path
 from specrl_jax.model import layers, lora, weights
 from specrl_jax.model.architecture import Architecture
 from specrl_jax.model.hf_config import parse_config
@@ -31,6 +28,9 @@ from specrl_jax.rl.learner import LearnerState
 from specrl_jax.rollout.build import build
 from specrl_jax.rollout.engine import Engine
 from specrl_jax.rollout.sampler import cast, published_places
+from specrl_jax.runtime import checksum
+from specrl_jax.runtime.compilation import Program, abstract
+from specrl_jax.runtime.paths import local_path
 from specrl_jax.structs import PyTree
 
 from . import rounds

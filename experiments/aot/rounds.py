@@ -14,11 +14,11 @@ from jax.sharding import PartitionSpec as P
 
 from specrl_jax import sharding
 from specrl_jax.draft.tree import roots
-from specrl_jax.io.compilation import Program, abstract
 from specrl_jax.rollout import round as one
 from specrl_jax.rollout.engine import Engine
 from specrl_jax.rollout.layout import ROW
 from specrl_jax.rollout.plan import Kept, buckets_of, plan_round
+from specrl_jax.runtime.compilation import Program, abstract
 from specrl_jax.sharding import ROWS
 from specrl_jax.structs import PyTree, RolloutState
 

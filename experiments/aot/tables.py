@@ -6,7 +6,7 @@ import sys
 from rich.console import Console
 from rich.table import Table
 
-from specrl_jax.io.hardware import GIB
+from specrl_jax.runtime.hardware import GIB
 from specrl_jax.structs import Json
 
 from .findings import memory

@@ -11,7 +11,7 @@ from typing import Any
 
 from specrl_jax.config import ConfigError
 from specrl_jax.config.load import preset_targets
-from specrl_jax.io.hardware import CHIPS, Chip, chip_of
+from specrl_jax.runtime.hardware import CHIPS, Chip, chip_of
 
 DESCRIPTIONS = Path(__file__).parent / "gpus"
 TPUS = tuple(name for name, chip in CHIPS.items() if chip.platform == "tpu")

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TextIO
 
 from specrl_jax.config import Config, ConfigError, build
-from specrl_jax.io.compilation import Program
+from specrl_jax.runtime.compilation import Program
 from specrl_jax.sharding import make_mesh
 from specrl_jax.structs import Json
 

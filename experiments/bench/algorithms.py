@@ -28,10 +28,10 @@ from bench.subprocess_runner import train_in_subprocess
 from bench.tables import console
 from specrl_jax.config import Config, as_dict, override
 from specrl_jax.config.rl import ALGORITHMS
-from specrl_jax.io import data
-from specrl_jax.io.files import write_atomically
-from specrl_jax.io.metrics import read_metrics
-from specrl_jax.io.progress import say
+from specrl_jax.data.examples import load_examples
+from specrl_jax.metrics.progress import say
+from specrl_jax.metrics.run_files import read_metrics
+from specrl_jax.runtime.files import write_atomically
 
 ARMS = flags.DEFINE_list("arms", [], "only these arms")
 OUT = flags.DEFINE_string("out", None, "JSON file (default: bench_algorithms_NAME.json in "
@@ -95,7 +95,7 @@ def warm_start(config: Config, workdir: Path) -> None:
     chats = workdir.parent / "chats.jsonl"
     task = dataclasses.replace(config.data, seed=SFT_SEED, examples=SFT_EXAMPLES)
     rows = [{"prompt": row["question"], "completion": row["answer"]}
-            for row in data.load_examples(task)]
+            for row in load_examples(task)]
     chats.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(chats, "".join(json.dumps(row) + "\n" for row in rows))
     asked = [flag for flag in sys.argv[1:] if flag.startswith("--config")]

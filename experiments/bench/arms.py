@@ -9,8 +9,8 @@ import numpy as np
 
 from specrl_jax.config import Config, ConfigError, check
 from specrl_jax.control.protocol import make_spec
-from specrl_jax.io.compilation import CompilationCounter
 from specrl_jax.model.weights import Source
+from specrl_jax.runtime.compilation import CompilationCounter
 
 from .specrl_engine import EARLIER, TIMED, WARM_UP, Run, SpecrlEngine, responses
 from .timing import alternate, ratio, spread

@@ -13,13 +13,13 @@ from specrl_jax.config import ConfigError
 from specrl_jax.control import acceptance, respec
 from specrl_jax.control.protocol import make_spec
 from specrl_jax.draft.recorded import replay_params
-from specrl_jax.io import machine
-from specrl_jax.io.compilation import CompilationCounter
-from specrl_jax.io.launches import LAUNCHES, MEASURED, summary
+from specrl_jax.metrics.launches import LAUNCHES, MEASURED, summary
 from specrl_jax.rollout import profile
 from specrl_jax.rollout.engine import Result
 from specrl_jax.rollout.layout import make_request
 from specrl_jax.rollout.sampler import Sampler
+from specrl_jax.runtime import machine
+from specrl_jax.runtime.compilation import CompilationCounter
 
 from .controller_cells import Bench, Cell, Sizes, shaped
 from .controller_stats import Times, best_fixed, near

@@ -10,13 +10,14 @@ import numpy as np
 
 from specrl_jax import sharding
 from specrl_jax.config import Config, ConfigError
-from specrl_jax.io import data
+from specrl_jax.data.chats import messages
+from specrl_jax.data.examples import Example
+from specrl_jax.data.prompts import make_prompts
 from specrl_jax.model.architecture import Architecture
 from specrl_jax.model.source import Actor
 from specrl_jax.model.tiny import byte_tokenizer, random_tensors
 from specrl_jax.model.tokenizer import Tokenizer
 from specrl_jax.model.weights import Source
-from specrl_jax.rollout.prompts import make_prompts
 
 from .workload import heavy_limits
 
@@ -139,7 +140,7 @@ def real(config: Config, actor: Actor, say: Callable[[str], None]) -> Bench:
                  lambda least: long_prompts(tokenizer, examples, config.data.system, least))
 
 
-def long_prompts(tokenizer: Tokenizer, examples: Sequence[data.Example], system: str, least: int
+def long_prompts(tokenizer: Tokenizer, examples: Sequence[Example], system: str, least: int
                  ) -> Iterator[list[int]]:
     """Yields tokens of prompts that have at least `least` of them, with as many other questions in
     the system message as that needs; no question is in two prompts.
@@ -150,7 +151,7 @@ def long_prompts(tokenizer: Tokenizer, examples: Sequence[data.Example], system:
     others: list[str] = []
     for example in examples:
         before = [*([system] if system else []), "Problems of other people:", *others]
-        asked = data.messages(example, "\n".join(before) if others else system)
+        asked = messages(example, "\n".join(before) if others else system)
         prompt = tokenizer.encode(tokenizer.chat(asked))
         if len(prompt) < least:
             others.append(example["question"])

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specrl_jax.io.machine import cores, processor
+from specrl_jax.runtime.machine import cores, processor
 
 from .timing import alternate, seconds_of
 

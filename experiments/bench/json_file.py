@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from specrl_jax.io.files import write_atomically
+from specrl_jax.runtime.files import write_atomically
 
 FLAT = re.compile(r"([\[{])\n *([^][{}]*?)\n *([]}])")
 

@@ -22,14 +22,14 @@ from jax.sharding import PartitionSpec as P
 
 from specrl_jax import sharding
 from specrl_jax.config import Config
-from specrl_jax.io.compilation import use_persistent_cache
-from specrl_jax.io.machine import peak_rss
-from specrl_jax.io.progress import say
+from specrl_jax.data.prompts import make_prompts
+from specrl_jax.metrics.progress import say
 from specrl_jax.model import weights
 from specrl_jax.rl import learner
 from specrl_jax.rl.batch import Batch, Totals, layout_of, make_batch
 from specrl_jax.rl.learner import LearnerState
-from specrl_jax.rollout.prompts import make_prompts
+from specrl_jax.runtime.compilation import use_persistent_cache
+from specrl_jax.runtime.machine import peak_rss
 from specrl_jax.structs import Rollout
 from specrl_jax.trainer import Trainer
 

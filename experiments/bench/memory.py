@@ -14,8 +14,8 @@ from typing import Any
 from absl import flags
 
 from specrl_jax.config import Config, check
-from specrl_jax.io.metrics import read_metrics
-from specrl_jax.io.progress import say
+from specrl_jax.metrics.progress import say
+from specrl_jax.metrics.run_files import read_metrics
 
 from . import results
 from .subprocess_runner import ProcessDied, train_in_subprocess

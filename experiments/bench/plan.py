@@ -18,7 +18,7 @@ from rich.table import Table
 from scipy import stats
 
 from specrl_jax.config import Config, override
-from specrl_jax.io.hardware import Chip
+from specrl_jax.runtime.hardware import Chip
 from specrl_jax.structs import Json
 from specrl_jax.trainer import Trainer
 

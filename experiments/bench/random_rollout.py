@@ -14,11 +14,11 @@ from specrl_jax.config import MeshConfig, RolloutConfig
 from specrl_jax.control import fixed, protocol
 from specrl_jax.draft.off import off
 from specrl_jax.draft.recorded import replay, replay_params
-from specrl_jax.io.compilation import CompilationCounter
 from specrl_jax.model.architecture import Architecture, describe, is_param
 from specrl_jax.rollout.engine import Engine, Result
 from specrl_jax.rollout.layout import RolloutRequest, Shapes, make_request
 from specrl_jax.rollout.plan import Decoder
+from specrl_jax.runtime.compilation import CompilationCounter
 
 from . import roofline
 from .hardware import Hardware, Probes

@@ -10,7 +10,7 @@ from typing import Any
 from absl import flags
 
 from specrl_jax.config import Config, ConfigError, as_dict
-from specrl_jax.io.places import output_file
+from specrl_jax.runtime.paths import output_file
 
 from .hardware import machine
 from .json_file import write as write

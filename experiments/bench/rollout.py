@@ -24,11 +24,11 @@ from absl import flags
 
 from specrl_jax import sharding
 from specrl_jax.config import DRAFTERS, Config, ConfigError
-from specrl_jax.io.compilation import CompilationCounter, use_persistent_cache
-from specrl_jax.io.machine import cores, peak_rss
-from specrl_jax.io.progress import say
+from specrl_jax.metrics.progress import say
 from specrl_jax.model.source import Actor
 from specrl_jax.model.weights import Source
+from specrl_jax.runtime.compilation import CompilationCounter, use_persistent_cache
+from specrl_jax.runtime.machine import cores, peak_rss
 
 from . import engines, hardware, results, roofline, tables
 from .hardware import Hardware

@@ -8,11 +8,11 @@ import numpy as np
 
 from specrl_jax import prng, sharding
 from specrl_jax.config import Config
-from specrl_jax.io.compilation import CompilationCounter
 from specrl_jax.model.weights import Source
 from specrl_jax.rollout.engine import Result
 from specrl_jax.rollout.layout import make_request
 from specrl_jax.rollout.sampler import Sampler
+from specrl_jax.runtime.compilation import CompilationCounter
 
 from .hardware import Hardware
 

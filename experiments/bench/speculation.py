@@ -21,10 +21,10 @@ from interrupt import stops
 
 from specrl_jax import sharding
 from specrl_jax.config import DRAFTERS, Config, ConfigError
-from specrl_jax.io.compilation import CompilationCounter, use_persistent_cache
-from specrl_jax.io.progress import say
+from specrl_jax.data.prompts import make_prompts
+from specrl_jax.metrics.progress import say
 from specrl_jax.model.source import Actor
-from specrl_jax.rollout.prompts import make_prompts
+from specrl_jax.runtime.compilation import CompilationCounter, use_persistent_cache
 
 from . import arms, heatmap, results, tables
 from .arms import Cell

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from specrl_jax.config import Config, ConfigError
 from specrl_jax.evaluation.statistics import student
-from specrl_jax.io.metrics import read_metrics, read_samples
+from specrl_jax.metrics.run_files import read_metrics, read_samples
 
 TAIL = 0.25  # share of the steps that counts as the beginning or the end of a run
 DIGITS = 5  # significant ones

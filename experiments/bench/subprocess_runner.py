@@ -14,8 +14,8 @@ from typing import TextIO
 
 from specrl_jax import run
 from specrl_jax.config import Config
-from specrl_jax.io.compilation import use_persistent_cache
-from specrl_jax.io.machine import give_back
+from specrl_jax.runtime.compilation import use_persistent_cache
+from specrl_jax.runtime.machine import give_back
 
 
 class ProcessDied(RuntimeError):

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from specrl_jax.io.progress import duration
+from specrl_jax.metrics.progress import duration
 
 T = TypeVar("T")
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from specrl_jax.io.datasets.levels import LEVELS, problems
+from specrl_jax.data.datasets.levels import LEVELS, problems
 from specrl_jax.model.tokenizer import Tokenizer
 
 WORKLOADS = ("uniform", "heavy")

@@ -4,7 +4,7 @@ import dataclasses
 
 from specrl_jax.config.fields import Section, option
 
-DRAFTERS = ("off", "history", "eagle", "small_lm", "replay", "merge")
+DRAFTERS = ("off", "history", "eagle", "draft_model", "replay", "merge")
 LOSSES = ("forward_kl", "reward_weighted_kl", "advantage_weighted_kl", "jsd", "tv", "e2e_tv", "lk")
 MOST_MIX = 1000.0  # beyond what a preference needs; an endless factor would hide roots, too
 
@@ -17,14 +17,15 @@ class DraftConfig(Section, prefix="draft"):
         "", "eagle: directory of a trained head, as train_drafter.py writes it; empty starts from "
         "random weights")
     children: str = option(
-        "perturbed", "eagle, small_lm: a node's alternatives are the best tokens after the noise "
-        "of the draw (perturbed), before it (top), or drawn from the drafter (sampled)",
+        "perturbed", "eagle, draft_model: a node's alternatives are the best tokens after the "
+        "noise of the draw (perturbed), before it (top), or drawn from the drafter (sampled)",
         choose=("perturbed", "top", "sampled"))
     temperature: float = option(
-        1.0, "eagle, small_lm: temperature of the drafter's distribution over rollout.temperature; "
-        "below 1 where it is less sure than the actor, or where top-k or top-p truncate its tail",
+        1.0, "eagle, draft_model: temperature of the drafter's distribution over "
+        "rollout.temperature; below 1 where it is less sure than the actor, "
+        "or where top-k or top-p truncate its tail",
         within="[0.001, 1000]")
-    model: str = option("", "small_lm: a smaller model with the actor's tokenizer, named as "
+    model: str = option("", "draft_model: a smaller model with the actor's tokenizer, named as "
                         "model.path is")
     corruption: float = option(0.0, "replay: probability that a recorded token is replaced; 0 is a "
                                "perfect drafter, 1 a useless one", within="[0, 1]")

@@ -162,8 +162,8 @@ class LearnerConfig(Section, prefix="learner"):
     old_logprob: str = option(
         "learner", "log-probabilities of the policy that sampled: recomputed (learner), or those "
         "of verification, free (rollout)", choose=("learner", "rollout"))
-    moments: str = option("device", "memory of the optimiser's moments: device, or host, from "
-                          "which each update fetches them", choose=("device", "host"))
+    optimizer_offload: bool = option(False, "keep the optimiser's moments in host memory, from "
+                                            "which each update fetches them")
     lora_rank: int = option(0, "rank of low-rank adapters, trained instead of the weights "
                                "(LoRA, arXiv:2106.09685); 0 trains all weights", low=0)
     lora_alpha: float = option(0.0, "adapters count lora_alpha / lora_rank times; 0 is lora_rank, "

@@ -14,8 +14,8 @@ import numpy as np
 
 from specrl_jax.config import ConfigError, check
 from specrl_jax.control.cost_model import CostTable
-from specrl_jax.io.files import write_atomically
-from specrl_jax.io.places import local_path, output_directory, user_cache, writing
+from specrl_jax.runtime.files import write_atomically
+from specrl_jax.runtime.paths import local_path, output_directory, user_cache, writing
 from specrl_jax.structs import Json, carrier
 
 VERSION = 15  # of files; others are measured anew

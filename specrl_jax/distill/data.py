@@ -16,17 +16,17 @@ import numpy as np
 
 from specrl_jax import prng, sharding
 from specrl_jax.config import Config, ConfigError, check
+from specrl_jax.data.examples import load_examples
+from specrl_jax.data.prompts import Prompts, make_prompts, prompt_batches
 from specrl_jax.distill.teacher import SequenceBatch
-from specrl_jax.io.data import load_examples
-from specrl_jax.io.places import writing
 from specrl_jax.model.tokenizer import Tokenizer
 from specrl_jax.model.transformer import Params
 from specrl_jax.model.weights import Source
-from specrl_jax.rl import judge
+from specrl_jax.rewards import judge
+from specrl_jax.rewards.scoring import score_rollout
 from specrl_jax.rl.advantage import group as group_advantages
-from specrl_jax.rollout.prompts import Prompts, make_prompts, prompt_batches
 from specrl_jax.rollout.sampler import Sampler
-from specrl_jax.rollout.scoring import score_rollout
+from specrl_jax.runtime.paths import writing
 from specrl_jax.structs import Rollout
 
 STREAM = "train"

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specrl_jax.io.checksum import summary
 from specrl_jax.rollout.sampler import Sampler
+from specrl_jax.runtime.checksum import summary
 from specrl_jax.structs import Array, DrafterParams, PyTree
 
 NOT_FINITE, ZEROED, DEAD = "not finite", "zeroed", "dead"

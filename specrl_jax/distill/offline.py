@@ -15,7 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from specrl_jax import sharding
+from specrl_jax.checkpoint import resume
+from specrl_jax.checkpoint.checkpoints import Checkpoints
 from specrl_jax.config import Config, ConfigError, DistillOptions, as_dict, at_least, check, option
+from specrl_jax.data.examples import digest
+from specrl_jax.data.prompt_order import step_prompts
+from specrl_jax.data.prompts import Prompts
 from specrl_jax.distill import data, teacher, update
 from specrl_jax.distill.data import Corpus, Plan
 from specrl_jax.distill.metrics import by_depth, summarize, table
@@ -23,19 +28,18 @@ from specrl_jax.distill.teacher import SequenceBatch, TeacherTargets
 from specrl_jax.distill.texts import read_texts
 from specrl_jax.draft import eagle_model, eagle_weights
 from specrl_jax.draft.eagle_model import EagleArch
-from specrl_jax.io import lock, metrics, resume
-from specrl_jax.io.checkpoint import Checkpoints
-from specrl_jax.io.compilation import abstract
-from specrl_jax.io.data import digest, step_prompts
-from specrl_jax.io.places import CHECKPOINTS, local_path
-from specrl_jax.io.progress import Progress
+from specrl_jax.metrics import run_files
+from specrl_jax.metrics.progress import Progress
 from specrl_jax.model import layers
 from specrl_jax.model.source import Actor, open_actor
 from specrl_jax.model.transformer import Params
 from specrl_jax.model.weights import Source
 from specrl_jax.rl.learner import LearnerState
-from specrl_jax.rollout.prompts import Prompts
 from specrl_jax.rollout.sampler import publisher
+from specrl_jax.runtime import lock
+from specrl_jax.runtime.compilation import abstract
+from specrl_jax.runtime.paths import CHECKPOINTS, local_path
+from specrl_jax.runtime.workdir import make_workdir, result_directory, write_config
 from specrl_jax.structs import Json, Metrics, PyTree
 
 ROLLOUTS, DRAFTER = "rollouts", "drafter"
@@ -197,7 +201,7 @@ def train_drafter(config: Config, options: DrafterTraining, workdir: Path,
       ConfigError: an option cannot work.
     """
     sharding.all_devices()
-    metrics.result_directory(workdir, DRAFTER)
+    result_directory(workdir, DRAFTER)
     actor = actor or open_actor(config)
     description = as_dict(config) | {"drafter_training": as_dict(options), "actor": {
         "run": actor.run and str(actor.run), "step": actor.step}}
@@ -208,7 +212,7 @@ def train_drafter(config: Config, options: DrafterTraining, workdir: Path,
     most = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
     texts = None if not options.texts else read_texts(
         local_path("--texts", options.texts), actor.source.tokenizer, config.data, most)
-    metrics.make_workdir(workdir)
+    make_workdir(workdir)
     with lock.hold(workdir, progress.say):
         resume.check_config(workdir, description, JUDGED_ANEW)
         examples = {name: digest(part.examples) for name, part in zip(
@@ -217,7 +221,7 @@ def train_drafter(config: Config, options: DrafterTraining, workdir: Path,
             [{"tokens": tokens.tolist()} for tokens in texts.tokens])}
         resume.check_data(workdir, examples | read)
         resume.check_rendering(workdir, "training", prompts[0].texts, progress.warn)
-        metrics.write_config(workdir, description)
+        write_config(workdir, description)
         if changed:
             progress.say(resume.told(changed))
         return _train(config, options, workdir, actor, prompts, texts, progress)
@@ -240,7 +244,7 @@ def _train(config: Config, options: DrafterTraining, workdir: Path, actor: Actor
         left = trainer.step_number < options.steps
         if left:
             say(trainer.described())
-            with metrics.Writer(workdir, trainer.step_number, warn) as writer, Progress(
+            with run_files.Writer(workdir, trainer.step_number, warn) as writer, Progress(
                     options.steps, trainer.step_number) as progress:
                 run_updates(trainer, checkpoints, writer, progress)
     head, own = workdir / DRAFTER, trainer.arrays()[DRAFTER]
@@ -252,7 +256,7 @@ def _train(config: Config, options: DrafterTraining, workdir: Path, actor: Actor
     return left
 
 
-def run_updates(trainer: DrafterTrainer, checkpoints: Checkpoints, writer: metrics.Writer,
+def run_updates(trainer: DrafterTrainer, checkpoints: Checkpoints, writer: run_files.Writer,
                 progress: Progress) -> None:
     """Runs the remaining updates, with their metrics, evaluations and checkpoints."""
     options = trainer.options

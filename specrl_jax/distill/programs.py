@@ -16,9 +16,9 @@ from specrl_jax.distill.features import FeatureBuffer
 from specrl_jax.distill.teacher import FrozenParams, SequenceBatch, TeacherTargets
 from specrl_jax.distill.update import Programs
 from specrl_jax.draft.trainable import TrainableDrafter
-from specrl_jax.io.compilation import Program, abstract
 from specrl_jax.model.architecture import Architecture
 from specrl_jax.rl.learner import LearnerState
+from specrl_jax.runtime.compilation import Program, abstract
 from specrl_jax.structs import Array, Params, PyTree, carrier
 
 FROZEN, ROWS, TARGETS, UPDATE, EVALUATE = (

@@ -7,11 +7,10 @@ from typing import Any
 import numpy as np
 
 from specrl_jax.config import ConfigError, DataConfig, check
+from specrl_jax.data.chats import conversation, messages, template_variables
 from specrl_jax.distill.data import Corpus
-from specrl_jax.io.chats import conversation
-from specrl_jax.io.data import messages, template_variables
-from specrl_jax.io.json_lines import read_json_lines
 from specrl_jax.model.tokenizer import Tokenizer
+from specrl_jax.runtime.json_lines import read_json_lines
 
 FORMS = ("an object needs a text, a question and its answer, or messages that end with the "
          "assistant's (ShareGPT's conversations, too)")

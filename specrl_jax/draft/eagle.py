@@ -16,8 +16,8 @@ from specrl_jax.draft import cached, eagle_model
 from specrl_jax.draft.eagle_model import EagleArch
 from specrl_jax.draft.network import Growth, Network
 from specrl_jax.draft.protocol import Drafter
-from specrl_jax.io.compilation import call
 from specrl_jax.model.transformer import Attend, embed
+from specrl_jax.runtime.compilation import call
 from specrl_jax.sharding import ROLLOUT_RULES, replicated, spec_of
 from specrl_jax.structs import Array, DrafterParams, ModelParams, Params
 

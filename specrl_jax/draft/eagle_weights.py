@@ -16,12 +16,12 @@ import numpy as np
 
 from specrl_jax.config import ConfigError, check
 from specrl_jax.draft.eagle_model import EagleArch, default_taps
-from specrl_jax.io.places import new_directory
 from specrl_jax.model.architecture import Architecture
 from specrl_jax.model.export import save_tensors
 from specrl_jax.model.hf_config import parse_config, write_config
 from specrl_jax.model.hf_directory import DTYPES, SINGLE, open_tensors
 from specrl_jax.model.tokenizer import read_json
+from specrl_jax.runtime.paths import new_directory
 from specrl_jax.structs import Json, PyTree
 
 CLASSES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")  # SpecForge's; vLLM's, AngelSlim's
@@ -43,7 +43,7 @@ class MadeFor(NamedTuple):
     """Identities of what a head was trained for; "" is unknown, as in heads of other trainers."""
 
     tokenizer: str = ""
-    actor: str = ""  # of its weights, see io/checksum.py
+    actor: str = ""  # of its weights, see runtime/checksum.py
 
 
 UNKNOWN = MadeFor()

@@ -21,6 +21,7 @@ from specrl_jax import sharding
 from specrl_jax.config import Config, ConfigError, check
 from specrl_jax.config.registry import Registry
 from specrl_jax.draft import eagle_model, eagle_weights
+from specrl_jax.draft.draft_model import draft_model
 from specrl_jax.draft.eagle import eagle
 from specrl_jax.draft.eagle_model import EagleArch
 from specrl_jax.draft.history import history
@@ -29,12 +30,11 @@ from specrl_jax.draft.network import Truncate
 from specrl_jax.draft.off import off
 from specrl_jax.draft.protocol import Drafter
 from specrl_jax.draft.recorded import replay, replay_params
-from specrl_jax.draft.small_lm import small_lm
 from specrl_jax.draft.trainable import TrainableDrafter
-from specrl_jax.io.places import weights_path
 from specrl_jax.model import weights
 from specrl_jax.model.architecture import Architecture, describe, is_param
 from specrl_jax.model.tokenizer import Tokenizer, check_same_tokens
+from specrl_jax.runtime.paths import weights_path
 from specrl_jax.structs import DrafterParams, Params, PyTree
 
 
@@ -175,7 +175,7 @@ def make(config: Config, arch: Architecture, stop: Sequence[int], group: int,
     if drawn and spec.drafter != "off":
         rule = f"spec.rule = {spec.rule!r} "
         check(not merged and parts[0].records_proposal, "spec.drafter", spec.drafter,
-              rule + "needs a drafter that draws: choose eagle or small_lm, or rule rejection")
+              rule + "needs a drafter that draws: choose eagle or draft_model, or rule rejection")
         check(config.draft.children != "top", "draft.children", config.draft.children,
               rule + "needs tokens that were drawn: choose perturbed or sampled")
     if not merged:
@@ -210,8 +210,8 @@ def _eagle(context: DrafterContext) -> DrafterPart:
                        described={"weights": eagle_model.describe(head), "vocab": None})
 
 
-@register_drafter("small_lm")
-def _small_lm(context: DrafterContext) -> DrafterPart:
+@register_drafter("draft_model")
+def _draft_model(context: DrafterContext) -> DrafterPart:
     config = context.config
     path = config.draft.model
     check(bool(path), "draft.model", path, "name a smaller model with the actor's tokenizer")
@@ -227,7 +227,7 @@ def _small_lm(context: DrafterContext) -> DrafterPart:
     own = {name: leaf[:vocab] if name in ("embed", "head") else leaf
            for name, leaf in params.items()}
     shared = dataclasses.replace(small.arch, vocab_size=vocab)
-    return DrafterPart("small_lm", small_lm(
+    return DrafterPart("draft_model", draft_model(
         shared, **context.sizes, **context.network, truncate=context.truncate), own,
                        records_proposal=True, described=describe(shared))
 

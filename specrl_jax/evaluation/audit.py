@@ -18,15 +18,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from specrl_jax import prng
+from specrl_jax.checkpoint.checkpoints import list_steps, read_meta, restore_part
 from specrl_jax.config import RolloutConfig
 from specrl_jax.evaluation.compare import Difference, compare_step
-from specrl_jax.io import metrics
-from specrl_jax.io.checkpoint import list_steps, read_meta, restore_part
-from specrl_jax.io.places import CHECKPOINTS
+from specrl_jax.metrics import run_files
 from specrl_jax.model import transformer
 from specrl_jax.model.architecture import Architecture
 from specrl_jax.model.source import fit_mesh, run_config
 from specrl_jax.model.transformer import Params
+from specrl_jax.runtime.paths import CHECKPOINTS
 from specrl_jax.structs import Array, Json, PyTree
 from specrl_jax.trainer import Trainer
 from specrl_jax.verify import sampling
@@ -103,7 +103,7 @@ def _repeat(trainer: Trainer, run: Path, step: int, say: Callable[[str], None]) 
     """Repeats steps up to `step`; returns the number of sequences that differ from the run's."""
     first = trainer.step_number
     recorded: dict[int, list[Json]] = {s: [] for s in range(first, step)}
-    for record in metrics.read_samples(run):
+    for record in run_files.read_samples(run):
         if record["step"] in recorded:
             recorded[record["step"]].append(record)
     deviations = 0

@@ -6,9 +6,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from specrl_jax.checkpoint.resume import EQUAL, FREE, among
 from specrl_jax.config import ConfigError
-from specrl_jax.io.metrics import check_sample, flat, read_config, read_metrics, read_samples
-from specrl_jax.io.resume import EQUAL, FREE, among
+from specrl_jax.metrics.run_files import check_sample, read_metrics, read_samples
+from specrl_jax.runtime.workdir import flat, read_config
 from specrl_jax.structs import Json
 
 # Metrics of a step that differ as soon as a weight, a log-probability or a gradient does.

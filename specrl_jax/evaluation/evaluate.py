@@ -10,15 +10,15 @@ import numpy as np
 from specrl_jax import sharding
 from specrl_jax.config import Config, ConfigError, check, override
 from specrl_jax.config.tasks import STOP
+from specrl_jax.data.prompts import Prompts, make_prompts, prompt_batches
 from specrl_jax.evaluation.statistics import bootstrap, interval, pass_at_k
-from specrl_jax.io.progress import Progress
+from specrl_jax.metrics.progress import Progress
 from specrl_jax.model.source import Actor, open_actor
 from specrl_jax.model.tokenizer import Tokenizer
-from specrl_jax.rl import judge
+from specrl_jax.rewards import judge
+from specrl_jax.rewards.scoring import score_rollout
 from specrl_jax.rollout.engine import Result
-from specrl_jax.rollout.prompts import Prompts, make_prompts, prompt_batches
 from specrl_jax.rollout.sampler import Sampler
-from specrl_jax.rollout.scoring import score_rollout
 from specrl_jax.structs import Json, Rollout
 from specrl_jax.verify.registry import RULES
 

@@ -7,10 +7,10 @@ import numpy as np
 
 from specrl_jax import sharding
 from specrl_jax.config import Config, DataConfig, check, override
-from specrl_jax.io import data
+from specrl_jax.data.chats import messages, template_variables
+from specrl_jax.data.prompts import PromptBatch
 from specrl_jax.model.source import Actor, open_actor
 from specrl_jax.model.tokenizer import TextStream, Tokenizer
-from specrl_jax.rollout.prompts import PromptBatch
 from specrl_jax.rollout.sampler import Sampler
 
 PROMPT_MULTIPLE = 64  # prompts of similar length share their compiled programs
@@ -104,7 +104,7 @@ def encode(tokenizer: Tokenizer, prompt: str, system: str, config: DataConfig) -
     `config` gives it. Raises ConfigError if the model has no chat template, or there are no tokens.
     """
     tokens = tokenizer.encode(tokenizer.chat(
-        data.messages({"question": prompt}, system), **data.template_variables(config)))
+        messages({"question": prompt}, system), **template_variables(config)))
     check(len(tokens) > 0, "--prompt", prompt, "has no tokens; ask something")
     return tokens
 

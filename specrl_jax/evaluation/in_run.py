@@ -15,14 +15,14 @@ from typing import Any
 import jax
 
 from specrl_jax import sharding
+from specrl_jax.checkpoint.checkpoints import BEST
 from specrl_jax.config import Config, ConfigError, check
+from specrl_jax.data.prompts import Prompts
 from specrl_jax.evaluation.evaluate import Problems, task_config
-from specrl_jax.io.checkpoint import BEST
-from specrl_jax.io.files import write_atomically
-from specrl_jax.io.metrics import BEST_FILE
-from specrl_jax.io.progress import Progress
-from specrl_jax.rollout.prompts import Prompts
+from specrl_jax.metrics.progress import Progress
 from specrl_jax.rollout.sampler import Sampler
+from specrl_jax.runtime.files import write_atomically
+from specrl_jax.runtime.workdir import BEST_FILE
 from specrl_jax.structs import Json, Metrics
 from specrl_jax.trainer import Trainer
 

@@ -11,7 +11,6 @@ from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from specrl_jax.config import LearnerConfig, check
-from specrl_jax.io.places import new_directory
 from specrl_jax.model.architecture import Architecture
 from specrl_jax.model.families import FAMILIES
 from specrl_jax.model.hf_config import write_config
@@ -19,6 +18,7 @@ from specrl_jax.model.hf_directory import INDEX, SINGLE
 from specrl_jax.model.layers import layer_of
 from specrl_jax.model.tensors import layer_name, unpack
 from specrl_jax.model.tokenizer import SPECIAL, Tokenizer
+from specrl_jax.runtime.paths import new_directory
 from specrl_jax.structs import Json, Params
 
 SHARD_BYTES = 4 * 2**30

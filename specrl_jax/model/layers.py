@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specrl_jax.config import check
-from specrl_jax.io import checksum
+from specrl_jax.runtime import checksum
 from specrl_jax.structs import Array, Params, PyTree
 
 Layers: TypeAlias = list[Params] | Params

@@ -10,9 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from specrl_jax import sharding
-from specrl_jax.config import Config, ConfigError, LearnerConfig, MeshConfig, at_least, build
-from specrl_jax.config.renamed import first_renamed
-from specrl_jax.io.checkpoint import (
+from specrl_jax.checkpoint.checkpoints import (
     BEST,
     CheckpointError,
     list_steps,
@@ -20,9 +18,11 @@ from specrl_jax.io.checkpoint import (
     restore_part,
     saved_leaves,
 )
-from specrl_jax.io.metrics import BEST_FILE, CONFIG, flat, read_config, read_object
-from specrl_jax.io.places import CHECKPOINTS
+from specrl_jax.config import Config, ConfigError, LearnerConfig, MeshConfig, at_least, build
+from specrl_jax.config.renamed import first_renamed
 from specrl_jax.model import architecture, layers, lora, weights
+from specrl_jax.runtime.paths import CHECKPOINTS
+from specrl_jax.runtime.workdir import BEST_FILE, CONFIG, flat, read_config, read_object
 from specrl_jax.structs import Params, PyTree
 
 ATTEMPTS = 20  # to read the newest checkpoint of a run that goes on

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 
 from specrl_jax.config import ConfigError
-from specrl_jax.io.places import weights_path
 from specrl_jax.model import tiny
 from specrl_jax.model.architecture import Architecture
 from specrl_jax.model.families import FAMILIES
@@ -18,6 +17,7 @@ from specrl_jax.model.hf_directory import fetch, open_directory
 from specrl_jax.model.published import PUBLISHED, random_tensors
 from specrl_jax.model.tensors import EMBED, HEAD, Part, Tensors, check_tensors, pack
 from specrl_jax.model.tokenizer import Tokenizer
+from specrl_jax.runtime.paths import weights_path
 from specrl_jax.structs import Params, PyTree
 
 ROWS = 4096  # of a matrix, read at a time

@@ -7,7 +7,8 @@ import jax
 import numpy as np
 
 from specrl_jax.config import Config
-from specrl_jax.rl import overlong, prompt_order
+from specrl_jax.data import prompt_order
+from specrl_jax.rl import overlong
 from specrl_jax.structs import Json, Metrics, Rollout
 
 

@@ -126,7 +126,7 @@ def update(arch: Architecture, config: Config, state: LearnerState, batch: Batch
     zeros = *zeros[:2], lie_like_moments(arch, config.learner, zeros[2])
     value, metrics, grads = jax.lax.fori_loop(0, totals.micro_batches, accumulate, zeros)
     rate = learning_rate(config.learner, state.optimizer)
-    if config.learner.moments == "host":
+    if config.learner.optimizer_offload:
         state = state.replace(optimizer=jax.device_put(state.optimizer, jax.memory.Space.Device))
     new, applied, norm = apply(make_optimizer(config.learner), state, grads, value)
     return new, _means(metrics) | {"loss": value, "grad_norm": norm, "applied": applied,

@@ -13,17 +13,17 @@ from jax.sharding import PartitionSpec as P
 
 from specrl_jax import sharding
 from specrl_jax.config import Config
-from specrl_jax.io.compilation import Program, abstract
-from specrl_jax.io.hardware import chip_of
 from specrl_jax.model import architecture, layers, lora
 from specrl_jax.model.architecture import Architecture
 from specrl_jax.rl import learner
 from specrl_jax.rl.batch import Batch, Totals, layout_of, make_batch, part_of
 from specrl_jax.rl.learner import LearnerState
 from specrl_jax.rl.optimizer import make_optimizer
+from specrl_jax.runtime.compilation import Program, abstract
+from specrl_jax.runtime.hardware import chip_of
 from specrl_jax.structs import Array, Metrics, Params, Rollout
 
-HOST = "pinned_host"  # JAX's name of the memory of learner.moments=host
+HOST = "pinned_host"  # JAX's name of the memory of learner.optimizer_offload
 
 def abstract_state(config: Config, arch: Architecture, mesh: Mesh) -> LearnerState:
     """Returns the shapes and shardings of the learner's state.
@@ -38,7 +38,7 @@ def abstract_state(config: Config, arch: Architecture, mesh: Mesh) -> LearnerSta
                                                                 sharding=place),
                           described, places, is_leaf=architecture.is_param)
     shapes = jax.eval_shape(make_optimizer(config.learner).init, params)
-    if config.learner.moments == "host":
+    if config.learner.optimizer_offload:
         moments = jax.tree.map(lambda to: to.with_memory_kind(HOST), moments)
     of_param = {path: (p.shape, to) for (path, p), to in zip(
         jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(moments), strict=True)}
@@ -193,13 +193,13 @@ def speed(arch: Architecture, mesh: Mesh, tokens: int, seconds: float) -> Metric
 
     The share counts 6 FLOPs a parameter and token, whatever is recomputed, as PaLM's model FLOPs
     utilization does (arXiv:2204.02311, appendix B, without attention). Only a device whose peak is
-    in io/hardware.py has one.
+    in runtime/hardware.py has one.
     """
     rate = tokens / seconds / mesh.size
     chip = chip_of(mesh.devices.flat[0])
     described = jax.tree.leaves(architecture.describe(arch), is_leaf=architecture.is_param)
     share = {} if chip is None else {
-        "learn/peak_share": 6 * sum(math.prod(p.shape) for p in described) * rate / chip.flops}
+        "learn/mfu": 6 * sum(math.prod(p.shape) for p in described) * rate / chip.flops}
     return {"learn/tokens_per_second": rate} | share
 
 

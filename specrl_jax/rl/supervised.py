@@ -13,19 +13,19 @@ import jax
 import numpy as np
 
 from specrl_jax import sharding
+from specrl_jax.checkpoint.checkpoints import Checkpoints
 from specrl_jax.config import Config, ConfigError, check, override
-from specrl_jax.io import data
-from specrl_jax.io.chats import conversation
-from specrl_jax.io.checkpoint import Checkpoints
-from specrl_jax.io.compilation import Compiler, abstract
-from specrl_jax.io.datasets.jsonl import files
-from specrl_jax.io.json_lines import read_json_lines
+from specrl_jax.data.chats import conversation, template_variables
+from specrl_jax.data.datasets.jsonl import files
+from specrl_jax.data.prompt_order import step_prompts
 from specrl_jax.model import architecture, layers, lora
 from specrl_jax.model.tokenizer import Tokenizer
 from specrl_jax.model.weights import Source
 from specrl_jax.rl import programs
 from specrl_jax.rl.learner import LearnerState
 from specrl_jax.rl.optimizer import make_optimizer
+from specrl_jax.runtime.compilation import Compiler, abstract
+from specrl_jax.runtime.json_lines import read_json_lines
 from specrl_jax.structs import Json, Metrics, Params, PyTree, Rollout
 
 FORMS = "needs messages that the assistant has a part in, or a prompt and a completion"
@@ -97,7 +97,7 @@ def _turns(row: Any, config: Config, tokenizer: Tokenizer, where: str) -> Iterat
     chat = conversation(chat, "data.path", where, config.data.system)
     places = [i for i, message in enumerate(chat) if message["role"] == "assistant" and i]
     check(bool(places), "data.path", where, FORMS)
-    variables = data.template_variables(config.data)
+    variables = template_variables(config.data)
     for i in places:
         prompt = tokenizer.encode(tokenizer.chat(chat[:i], **variables))
         yield Turn(prompt, tokenizer.encode(chat[i]["content"]) + list(tokenizer.turn_end))
@@ -157,7 +157,7 @@ class Supervised:
     def step(self) -> tuple[Metrics, list[Json]]:
         """Runs one update; returns metrics, and which turns it learned."""
         began, step = time.perf_counter(), self.step_number
-        chosen = data.step_prompts(len(self.turns), self.config.seed, step, self.config.sequences)
+        chosen = step_prompts(len(self.turns), self.config.seed, step, self.config.sequences)
         batch, totals = self._batch([self.turns[i] for i in chosen])
         self.state, found = self._programs["update"](
             self.state, batch, totals, None, None, self.base, None)

@@ -19,7 +19,6 @@ from jax.sharding import PartitionSpec as P
 
 from specrl_jax import sharding
 from specrl_jax.control import acceptance
-from specrl_jax.io.compilation import Compiler, Name, Program, abstract
 from specrl_jax.rollout import calibration, counted, refill
 from specrl_jax.rollout.calibration import Reliability
 from specrl_jax.rollout.decode_loop import launch
@@ -27,6 +26,7 @@ from specrl_jax.rollout.host_view import Forecast, HostView, Timer
 from specrl_jax.rollout.layout import ROW, Layout, RolloutRequest, Shapes, pad
 from specrl_jax.rollout.plan import NOT_FORCED, Decoder
 from specrl_jax.rollout.slots import EMPTY, Slots
+from specrl_jax.runtime.compilation import Compiler, Name, Program, abstract
 from specrl_jax.sharding import ROWS
 from specrl_jax.structs import (
     Array,

@@ -1,11 +1,11 @@
-"""The metrics of a rollout, by the names of io/metric_names.py."""
+"""The metrics of a rollout, by the names of metrics/names.py."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from specrl_jax.io import launches
+from specrl_jax.metrics import launches
 from specrl_jax.rollout.calibration import Reliability
 from specrl_jax.rollout.engine import Result
 from specrl_jax.structs import Metrics, Rollout

@@ -18,10 +18,10 @@ from specrl_jax.config import ConfigError
 from specrl_jax.control import cost_file, cost_model
 from specrl_jax.control.cost_model import CostTable, Point
 from specrl_jax.control.protocol import Limits
-from specrl_jax.io.machine import cores, processor
 from specrl_jax.rollout.engine import Engine
 from specrl_jax.rollout.layout import RolloutRequest
 from specrl_jax.rollout.plan import buckets_of
+from specrl_jax.runtime.machine import cores, processor
 from specrl_jax.structs import DrafterParams, Json, Params, PyTree, RolloutState
 
 SECONDS = 2.5  # of all measured launches; a batch size is measured at least once

@@ -19,11 +19,9 @@ from specrl_jax.config import Config, check
 from specrl_jax.control import cost_file
 from specrl_jax.control.cost_model import plain_round_seconds
 from specrl_jax.control.protocol import make_spec
+from specrl_jax.data.chats import messages, template_variables
+from specrl_jax.data.prompts import PromptBatch
 from specrl_jax.draft.protocol import Drafter
-from specrl_jax.io import data
-from specrl_jax.io.checkpoint import loud
-from specrl_jax.io.checksum import checksum
-from specrl_jax.io.compilation import Compiler
 from specrl_jax.model import architecture, layers
 from specrl_jax.model.architecture import Architecture
 from specrl_jax.model.source import Actor, open_actor
@@ -33,7 +31,9 @@ from specrl_jax.rollout import profile as profiling
 from specrl_jax.rollout.build import build
 from specrl_jax.rollout.engine import Result
 from specrl_jax.rollout.layout import make_request, pad
-from specrl_jax.rollout.prompts import PromptBatch
+from specrl_jax.runtime.checksum import checksum
+from specrl_jax.runtime.compilation import Compiler
+from specrl_jax.runtime.stderr import warn as loud
 from specrl_jax.structs import DrafterParams, Json, PyTree, Rollout, carrier
 
 PROBE_STREAM = "probe"  # of prng.STREAMS: tokens that nobody reads
@@ -115,8 +115,8 @@ class Sampler:
         Raises:
           ConfigError: the model has no chat template.
         """
-        chats = [data.messages({"question": text}, system) for text in questions]
-        variables = data.template_variables(self.config.data)
+        chats = [messages({"question": text}, system) for text in questions]
+        variables = template_variables(self.config.data)
         return PromptBatch.of([self.tokenizer.encode(self.tokenizer.chat(x, **variables))
                                for x in chats])
 

@@ -4,14 +4,14 @@ import json
 
 import pytest
 
+from specrl_jax.checkpoint.resume import check_config
 from specrl_jax.config import Config, ConfigError, as_dict, build, load_config
 from specrl_jax.config.renamed import RENAMED, RENAMED_REWARDS
-from specrl_jax.io import metric_names
-from specrl_jax.io.metric_names import METRICS, RENAMED_METRICS
-from specrl_jax.io.metrics import read_metrics
-from specrl_jax.io.resume import check_config
+from specrl_jax.metrics import names as metric_names
+from specrl_jax.metrics.names import METRICS, RENAMED_METRICS
+from specrl_jax.metrics.run_files import read_metrics
 from specrl_jax.model.source import run_config
-from specrl_jax.rl.reward import REWARDS
+from specrl_jax.rewards.reward import REWARDS
 from specrl_jax.rollout.sampler import Sampler
 
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from helpers import repeatable_metrics, run_training
 
-from specrl_jax.io.checkpoint import restore_part
-from specrl_jax.io.metrics import read_metrics
+from specrl_jax.checkpoint.checkpoints import restore_part
+from specrl_jax.metrics.run_files import read_metrics
 
 LEARNS = ("--config.spec.drafter=eagle", "--config.distill.batch=4", "--config.distill.updates=1",
           "--config.distill.micro_batch=4", "--config.distill.probe_tokens=2",

@@ -22,9 +22,9 @@ from control_cases import (
     record,
 )
 
+from specrl_jax.checkpoint.checkpoints import Checkpoints
 from specrl_jax.config import ConfigError, ControlConfig, SpecOptions
 from specrl_jax.control import registry, respec
-from specrl_jax.io.checkpoint import Checkpoints
 
 SETTINGS = respec.settings_of((), LIMITS)
 TOKENS = (1.5, 1.9, 2.2)  # of each setting, a row and round

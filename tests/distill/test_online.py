@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from helpers import counting, micro_config, micro_trainer_to_compile, moments, repeatable_metrics
 
+from specrl_jax.checkpoint.checkpoints import Checkpoints
 from specrl_jax.config import ConfigError, DistillConfig
 from specrl_jax.distill import drafter as drafters
 from specrl_jax.distill.drafter import DrafterManager, FrozenDrafter
@@ -20,12 +21,12 @@ from specrl_jax.distill.health import Probe, equal, fault_of, summarize
 from specrl_jax.distill.losses import LOSSES
 from specrl_jax.draft.off import off
 from specrl_jax.draft.registry import DrafterPart, DrafterSet
-from specrl_jax.io import metrics, step_timer
-from specrl_jax.io.checkpoint import Checkpoints
-from specrl_jax.io.checksum import checksum
-from specrl_jax.io.compilation import CompilationCounter
-from specrl_jax.io.progress import Progress
+from specrl_jax.metrics import run_files
+from specrl_jax.metrics.progress import Progress
 from specrl_jax.run import run_steps
+from specrl_jax.runtime import step_timer
+from specrl_jax.runtime.checksum import checksum
+from specrl_jax.runtime.compilation import CompilationCounter
 from specrl_jax.trainer import Trainer
 
 LEARN = dict(batch=8, micro_batch=8, updates=2, unroll=2, learning_rate=3e-3, probe_tokens=4)
@@ -53,13 +54,13 @@ def run(trainer: Trainer, workdir: Path) -> None:
         trainer.restore(checkpoints)
         trainer.compile(lambda text: None)
         counter = CompilationCounter()
-        with (metrics.Writer(workdir, trainer.step_number) as writer,
+        with (run_files.Writer(workdir, trainer.step_number) as writer,
               Progress(trainer.config.steps, trainer.step_number) as progress):
             list(run_steps(trainer, checkpoints, writer, progress, counter, {}))
 
 
 def samples(workdir: Path) -> list[Any]:
-    return [{k: v for k, v in s.items() if k != "commits"} for s in metrics.read_samples(workdir)]
+    return [{k: v for k, v in s.items() if k != "commits"} for s in run_files.read_samples(workdir)]
 
 
 def instructions(compiled: Any) -> list[str]:
@@ -94,10 +95,10 @@ def test_run_of_every_mode_keeps_the_actor_and_resumes_exactly(
     same(whole.state, still.state)
     updates = [run._programs["update"] for run in (whole, still)]
     assert instructions(updates[0]) == instructions(updates[1])
-    told = metrics.read_metrics(tmp_path / "whole")
+    told = run_files.read_metrics(tmp_path / "whole")
     assert [row["compilations"] for row in told] == [0] * 4 and not whole.warnings
     for name in ("loss", "checksum/policy"):
-        assert [row[name] for row in told] == [row[name] for row in metrics.read_metrics(plain)]
+        assert [row[name] for row in told] == [row[name] for row in run_files.read_metrics(plain)]
     assert len({row["checksum/policy"] for row in told}) == 4
     drafted = {row["version/drafter"]: row["checksum/drafter"] for row in told}
     assert [drafted[row["version/drafter"]] for row in told] == [
@@ -129,7 +130,7 @@ def test_run_in_bfloat16_learns_and_resumes_exactly(mode: str, tmp_path: Path) -
     half = dict(model__dtype="bfloat16", model__numerics="default")
     whole = micro_trainer_to_compile(config(**MODES[mode], **half))
     run(whole, tmp_path / "whole")
-    told = metrics.read_metrics(tmp_path / "whole")
+    told = run_files.read_metrics(tmp_path / "whole")
     assert any(row["distill/updates"] == 2 for row in told)
     assert [row["compilations"] for row in told] == [0] * 4 and not whole.warnings
     features = whole.drafter.training.buffer.arrays()
@@ -153,7 +154,7 @@ def test_run_with_every_loss_keeps_the_actor(loss: str, frozen: Any, tmp_path: P
     run(whole, tmp_path)
     assert samples(tmp_path) == samples(plain)
     same(whole.state, still.state)
-    assert [row["distill/updates"] for row in metrics.read_metrics(tmp_path)] == [2] * 4
+    assert [row["distill/updates"] for row in run_files.read_metrics(tmp_path)] == [2] * 4
 
 
 @pytest.mark.ci
@@ -391,7 +392,7 @@ def test_bound_parameters_that_were_changed_are_published_again(learning: Traine
 
 def merged_with_a_small_model() -> Any:
     return config("interval", probe_tokens=8, spec__drafter="merge", spec__max_nodes=6,
-                  spec__nodes=6, draft__parts=("eagle", "small_lm"), draft__model="random:tiny")
+                  spec__nodes=6, draft__parts=("eagle", "draft_model"), draft__model="random:tiny")
 
 
 @pytest.mark.ci
@@ -440,13 +441,13 @@ def test_head_that_is_zero_at_the_start_is_named(frozen: Any) -> None:
     record, tokens = step(trainer)
     assert record["drafter/disabled"] == 1 and record["rollout/drafted"] == 0
     assert "drafter/fault" not in record
-    assert tokens == [s["tokens"] for s in metrics.read_samples(frozen[1]) if s["step"] == 0]
+    assert tokens == [s["tokens"] for s in run_files.read_samples(frozen[1]) if s["step"] == 0]
 
 
 @pytest.mark.ci
 def test_small_model_alone_is_verified() -> None:
     """It learns nothing, so one version drafts, whose checksum every rollout records."""
-    trainer = micro_trainer_to_compile(config("off", probe_tokens=8, spec__drafter="small_lm",
+    trainer = micro_trainer_to_compile(config("off", probe_tokens=8, spec__drafter="draft_model",
                                               draft__model="random:tiny"), **INVARIANT)
     trainer.compile(lambda text: None)
     sampler, good = trainer.sampler, trainer.sampler.drafter_weights

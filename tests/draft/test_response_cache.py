@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from specrl_jax.data.prompt_order import step_prompts
 from specrl_jax.draft.response_cache import ResponseCache, capacity
-from specrl_jax.io.data import step_prompts
 
 
 def add(memory: ResponseCache, *rows: tuple[int, list[int]], step: int = 0) -> None:

@@ -9,11 +9,11 @@ import pytest
 
 from specrl_jax.config import Config, ConfigError, EvalConfig, RewardConfig
 from specrl_jax.config.tasks import RewardError
+from specrl_jax.data.prompts import Prompts, prompt_batches
 from specrl_jax.evaluation import evaluate
-from specrl_jax.io import processes
 from specrl_jax.model.tiny import byte_tokenizer
-from specrl_jax.rl import judge
-from specrl_jax.rollout.prompts import Prompts, prompt_batches
+from specrl_jax.rewards import judge
+from specrl_jax.runtime import processes
 from specrl_jax.structs import Rollout
 
 TOKENIZER = byte_tokenizer()

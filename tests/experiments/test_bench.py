@@ -18,12 +18,12 @@ from specrl_jax.config import ConfigError, ControlConfig
 from specrl_jax.distill.offline import DrafterTraining
 from specrl_jax.draft import eagle_model
 from specrl_jax.draft.eagle_model import EagleArch
-from specrl_jax.io.compilation import CompilationCounter
 from specrl_jax.model.architecture import Architecture, initialize
 from specrl_jax.model.source import open_actor
 from specrl_jax.model.tiny import byte_tokenizer
 from specrl_jax.rl import learner
 from specrl_jax.rl.batch import Layout, make_batch
+from specrl_jax.runtime.compilation import CompilationCounter
 from specrl_jax.structs import Rollout
 
 ARCH = Architecture(vocab_size=24, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=4,

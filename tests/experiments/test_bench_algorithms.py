@@ -7,7 +7,7 @@ import pytest
 from experiments.bench import algorithms
 from specrl_jax.config import load_config
 from specrl_jax.config.rl import ALGORITHMS
-from specrl_jax.io.metrics import Writer
+from specrl_jax.metrics.run_files import Writer
 
 
 def test_arms_are_all_algorithms_seeds_adapters_and_tasks(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ from experiments.bench.arms import Arm, Cell
 from experiments.bench.specrl_engine import TIMED, WARM_UP
 from specrl_jax import sharding
 from specrl_jax.config import Config, ConfigError, ModelSource, RolloutConfig
-from specrl_jax.io.compilation import CompilationCounter
 from specrl_jax.model.source import open_actor
+from specrl_jax.runtime.compilation import CompilationCounter
 
 
 @pytest.mark.ci

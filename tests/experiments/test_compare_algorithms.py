@@ -22,7 +22,8 @@ def test_script_finds_equal_tokens_with_drafts_and_without(name: str, tmp_path: 
         config = load_config(
             f"tiny:{name}", steps=2, prompts_per_step=4, group_size=2, rollout__batch_size=4,
             rollout__max_new_tokens=8, learner__micro_batch=8, learner__learning_rate=3e-3,
-            reward__terms=("helpers:even",), spec__drafter="small_lm", draft__model="random:tiny",
+            reward__terms=("helpers:even",), spec__drafter="draft_model",
+            draft__model="random:tiny",
             control__policy=policy, control__min_survival=0.0, track__to=())
         train(config, tmp_path / policy)
     out = tmp_path / "found.json"

@@ -16,10 +16,10 @@ from helpers import micro_config, micro_trainer
 from experiments import config_flags
 from experiments.aot import compiling, findings, hlo, programs, tables, targets, worker
 from specrl_jax.config import Config, ConfigError, as_dict, load_config, override
-from specrl_jax.io.compilation import Compiler, Program
-from specrl_jax.io.hardware import CHIPS, GIB
 from specrl_jax.model.tiny import TINY as TINY_ARCH
 from specrl_jax.rl import programs as policy
+from specrl_jax.runtime.compilation import Compiler, Program
+from specrl_jax.runtime.hardware import CHIPS, GIB
 from specrl_jax.sharding import make_mesh
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -194,8 +194,8 @@ def test_adapters_leave_one_copy_of_the_weights_to_the_learner(dtype: str) -> No
 def test_moments_in_host_memory_take_none_of_a_device() -> None:
     mesh = make_mesh(TINY.mesh)
     device, host = (programs.device_bytes(policy.abstract_state(
-        override(TINY, {"learner.moments": place}), TINY_ARCH, mesh))
-        for place in ("device", "host"))
+        override(TINY, {"learner.optimizer_offload": offload}), TINY_ARCH, mesh))
+        for offload in (False, True))
     assert device == pytest.approx(3 * host, rel=1e-3)
 
 

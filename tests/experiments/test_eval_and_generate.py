@@ -16,9 +16,9 @@ from helpers import HANGS, ROOT, script_environment
 from experiments import config_flags, run_flags
 from specrl_jax.config import ConfigError, SpecOptions, as_dict, override
 from specrl_jax.evaluation import generate
-from specrl_jax.io.compilation import CompilationCounter
 from specrl_jax.model import source as actors
 from specrl_jax.model.tiny import byte_tokenizer
+from specrl_jax.runtime.compilation import CompilationCounter
 
 TINY = ("--config.model.path=random:tiny", "--config.rollout.max_prompt_tokens=96")
 

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from experiments import explain
-from specrl_jax.io import launches
-from specrl_jax.io.metrics import encode, write_config
+from specrl_jax.metrics import launches
+from specrl_jax.metrics.run_files import encode
+from specrl_jax.runtime.workdir import write_config
 from specrl_jax.structs import LaunchRecord
 
 

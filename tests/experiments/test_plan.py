@@ -14,9 +14,9 @@ from experiments.bench.planning.predict import Machine
 from experiments.bench.planning.traces import Trace
 from experiments.bench.planning.work import Model
 from specrl_jax.config import Config, ConfigError, load_config, override
-from specrl_jax.io.hardware import Chip
-from specrl_jax.io.metrics import encode
+from specrl_jax.metrics.run_files import encode
 from specrl_jax.model.tiny import TINY
+from specrl_jax.runtime.hardware import Chip
 
 NEVER, ALWAYS = (Trace("made up", np.asarray([4]), (rate,)) for rate in (0.0, 1.0))
 SPEED = 1e9  # bytes/s

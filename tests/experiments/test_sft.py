@@ -21,8 +21,9 @@ from helpers import (
     script_environment,
 )
 
-from specrl_jax.io.checkpoint import list_steps, restore_part
-from specrl_jax.io.metrics import read_metrics, write_config
+from specrl_jax.checkpoint.checkpoints import list_steps, restore_part
+from specrl_jax.metrics.run_files import read_metrics
+from specrl_jax.runtime.workdir import write_config
 
 STEPS = 8
 

@@ -14,7 +14,7 @@ from helpers import HANGS, ROOT, script_environment
 
 from experiments.bench import staleness, staleness_arms, subprocess_runner
 from specrl_jax.config import Config, ConfigError, load_config
-from specrl_jax.io.metrics import Writer
+from specrl_jax.metrics.run_files import Writer
 
 CONFIG = load_config("staleness")
 

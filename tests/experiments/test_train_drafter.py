@@ -12,7 +12,9 @@ import pytest
 from helpers import with_fields
 
 from specrl_jax import sharding
+from specrl_jax.checkpoint.checkpoints import restore_part
 from specrl_jax.config import Config, ConfigError, DataConfig
+from specrl_jax.data.prompts import PromptBatch, Prompts
 from specrl_jax.distill import data as drafter_data
 from specrl_jax.distill import offline, teacher
 from specrl_jax.distill.data import Corpus
@@ -21,13 +23,11 @@ from specrl_jax.distill.offline import DrafterTraining
 from specrl_jax.distill.texts import read_texts
 from specrl_jax.draft import eagle_model, eagle_weights
 from specrl_jax.draft.eagle_model import EagleArch
-from specrl_jax.io.checkpoint import restore_part
-from specrl_jax.io.metrics import read_metrics
+from specrl_jax.metrics.run_files import read_metrics
 from specrl_jax.model.source import open_actor
 from specrl_jax.model.tiny import TINY, byte_tokenizer
 from specrl_jax.model.weights import describe_source
-from specrl_jax.rl import judge
-from specrl_jax.rollout.prompts import PromptBatch, Prompts
+from specrl_jax.rewards import judge
 from specrl_jax.rollout.sampler import Sampler
 
 TOKENIZER = byte_tokenizer()

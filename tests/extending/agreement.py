@@ -4,7 +4,7 @@ import collections
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from specrl_jax.rl.reward import batched
+from specrl_jax.rewards.reward import batched
 
 
 @batched

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from specrl_jax.io.trackers import RunInfo
+from specrl_jax.metrics.trackers import RunInfo
 
 
 class Printer:

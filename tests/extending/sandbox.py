@@ -11,7 +11,7 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from specrl_jax.rl.reward import batched
+from specrl_jax.rewards.reward import batched
 
 SECONDS = 300  # that the service may take for a batch
 

@@ -33,18 +33,18 @@ from specrl_jax.config import (
 )
 from specrl_jax.control.protocol import make_spec
 from specrl_jax.control.registry import CONTROLLERS
+from specrl_jax.data.examples import load_examples
 from specrl_jax.draft.registry import DRAFTERS, DrafterContext
-from specrl_jax.io import trackers
-from specrl_jax.io.data import load_examples
-from specrl_jax.io.metrics import Writer, read_metrics, read_samples
+from specrl_jax.metrics import trackers
+from specrl_jax.metrics.run_files import Writer, read_metrics, read_samples
 from specrl_jax.model import tiny
 from specrl_jax.model.architecture import Architecture
 from specrl_jax.model.export import export
 from specrl_jax.model.families import FAMILIES
 from specrl_jax.model.tensors import pack
+from specrl_jax.rewards.judge import compose
+from specrl_jax.rewards.reward import REWARDS
 from specrl_jax.rl.algorithm import resolve
-from specrl_jax.rl.judge import compose
-from specrl_jax.rl.reward import REWARDS
 from specrl_jax.structs import Frontier
 from specrl_jax.verify.registry import RULES
 

@@ -11,15 +11,15 @@ import pytest
 from helpers import tiny_arch, tiny_params
 
 from specrl_jax import sharding
+from specrl_jax.checkpoint.checkpoints import Checkpoints
 from specrl_jax.config import MeshConfig
-from specrl_jax.io.checkpoint import Checkpoints
-from specrl_jax.io.places import CHECKPOINTS
 from specrl_jax.model import layers, tensors, transformer
 from specrl_jax.model.architecture import describe, is_param
 from specrl_jax.model.source import Actor
 from specrl_jax.model.tiny import byte_tokenizer, random_tensors
 from specrl_jax.model.weights import Source
 from specrl_jax.rollout.sampler import publisher
+from specrl_jax.runtime.paths import CHECKPOINTS
 
 ARCH = tiny_arch(num_layers=3, tied=False, qkv_bias=True)
 PARAMS = tiny_params(ARCH)

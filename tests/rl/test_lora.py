@@ -19,16 +19,16 @@ from helpers import (
 )
 
 from specrl_jax import sharding
+from specrl_jax.checkpoint.checkpoints import Checkpoints
 from specrl_jax.config import ConfigError, LearnerConfig, MeshConfig, RewardConfig, RLConfig
 from specrl_jax.config.lora import LORA_TARGETS
-from specrl_jax.io.checkpoint import Checkpoints
-from specrl_jax.io.places import CHECKPOINTS
 from specrl_jax.model import architecture, layers, lora
 from specrl_jax.model.source import Actor
 from specrl_jax.model.tiny import byte_tokenizer, random_tensors
 from specrl_jax.model.transformer import forward
 from specrl_jax.model.weights import Source
 from specrl_jax.rl import programs
+from specrl_jax.runtime.paths import CHECKPOINTS
 from specrl_jax.structs import Params
 
 ARCH = tiny_arch(qkv_bias=True, qk_norm=True)
@@ -237,7 +237,8 @@ def test_kl_of_adapters_in_the_reward_is_that_to_the_base() -> None:
 
 @pytest.mark.ci
 @pytest.mark.parametrize("fields", [dict(learner__packing="sequence"), dict(learner__remat="full"),
-                                    dict(learner__moments="host"), dict(model__dtype="bfloat16"),
+                                    dict(learner__optimizer_offload=True),
+                                    dict(model__dtype="bfloat16"),
                                     dict(rl__updates=0)])
 def test_options_of_the_learner_go_with_adapters(fields: dict[str, Any]) -> None:
     trainer = micro_trainer(micro_config(learner=LEARNER, **fields))

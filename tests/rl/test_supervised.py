@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from helpers import micro_config
 
+from specrl_jax.checkpoint.checkpoints import Checkpoints
 from specrl_jax.config import Config, ConfigError, LearnerConfig
-from specrl_jax.io.checkpoint import Checkpoints
 from specrl_jax.model.tiny import TINY, byte_tokenizer, random_tensors
 from specrl_jax.model.transformer import forward
 from specrl_jax.model.weights import Source

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from helpers import micro_config, micro_trainer, micro_trainer_to_compile, moments
 
+from specrl_jax.checkpoint.checkpoints import Checkpoints
 from specrl_jax.config import Config, ConfigError, LearnerConfig, RewardConfig
-from specrl_jax.io.checkpoint import Checkpoints
 from specrl_jax.model import layers
 from specrl_jax.model.tiny import TINY, byte_tokenizer
 from specrl_jax.model.tokenizer import check_same_tokens

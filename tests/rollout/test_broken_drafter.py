@@ -8,12 +8,12 @@ import pytest
 from helpers import micro_config
 
 from specrl_jax import sharding
+from specrl_jax.data.prompts import PromptBatch
 from specrl_jax.draft import eagle_model
 from specrl_jax.model import tiny
 from specrl_jax.model.tensors import EMBED, FINAL_NORM
 from specrl_jax.model.tiny import TINY, byte_tokenizer, random_tensors
 from specrl_jax.model.weights import Source
-from specrl_jax.rollout.prompts import PromptBatch
 from specrl_jax.rollout.sampler import Sampler
 
 ARCH = dataclasses.replace(TINY, num_layers=1)
@@ -39,7 +39,7 @@ sound = functools.cache(generate)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("drafter", ["eagle", "merge", "small_lm"])
+@pytest.mark.parametrize("drafter", ["eagle", "merge", "draft_model"])
 @pytest.mark.parametrize("name, factor, warning", [
     ("fc", np.nan, "speculation is off: the drafter's"),
     ("final_norm", 3e38, "speculation is off: scores of drafter version 0 are not finite; train "

@@ -17,7 +17,7 @@ from specrl_jax.control.buckets import bucket_table
 from specrl_jax.control.cost_model import CostTable, Point
 from specrl_jax.control.protocol import Limits
 from specrl_jax.draft.recorded import replay, replay_params
-from specrl_jax.io import launches
+from specrl_jax.metrics import launches
 from specrl_jax.rollout import profile
 from specrl_jax.rollout.engine import Engine, Result
 from specrl_jax.rollout.sampler import Sampler

@@ -24,7 +24,7 @@ from scipy import stats
 
 from specrl_jax.config import ControlConfig, SpecOptions
 from specrl_jax.control import fixed, protocol, registry
-from specrl_jax.draft.small_lm import small_lm
+from specrl_jax.draft.draft_model import draft_model
 from specrl_jax.model.transformer import forward
 from specrl_jax.rollout.engine import Result
 from specrl_jax.verify.registry import RULES
@@ -53,7 +53,7 @@ def roll_out(rule: str, noise: float = 0.3, times: int = 1, temperature: float =
     noisy = jax.tree.map(
         lambda a: a * (1 + noise * rng.standard_normal(a.shape).astype(np.float32)), params())
     nodes = 1 + 2 * branch
-    drafter = small_lm(ARCH, depth=2, branch=branch, nodes=nodes, temperature=temperature,
+    drafter = draft_model(ARCH, depth=2, branch=branch, nodes=nodes, temperature=temperature,
                        drawn=True)
     controller, control = fixed.fixed(), protocol.make_spec(2, branch, nodes, 0)
     if policy == "budget":

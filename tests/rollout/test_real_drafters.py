@@ -11,14 +11,14 @@ from eagle_slots import ACTOR, ACTOR_PARAMS, ARCH, parameters
 from helpers import Course, ask, make_engine, make_task, said, streams, tiny_params, wandering
 
 from specrl_jax.control.protocol import make_spec
+from specrl_jax.draft.draft_model import draft_model
 from specrl_jax.draft.eagle import eagle
 from specrl_jax.draft.history import history
 from specrl_jax.draft.merge import merge
 from specrl_jax.draft.protocol import Drafter
 from specrl_jax.draft.recorded import replay, replay_params
-from specrl_jax.draft.small_lm import small_lm
-from specrl_jax.io.compilation import CompilationCounter
 from specrl_jax.rollout.engine import Result
+from specrl_jax.runtime.compilation import CompilationCounter
 
 DEPTH, BRANCH, NODES = 3, 2, 7
 SIZES = {"depth": DEPTH, "branch": BRANCH, "nodes": NODES}
@@ -31,7 +31,7 @@ MIXES: dict[str, dict[str, Any]] = {
 
 
 def merged() -> Drafter:
-    parts = (small_lm(ACTOR, **SIZES, origin=0),
+    parts = (draft_model(ACTOR, **SIZES, origin=0),
              history(**SIZES, match=4, group=TASK.group, origin=1))
     return merge(parts, NODES)
 
@@ -41,7 +41,7 @@ DRAFTERS: dict[str, tuple[Callable[[], Drafter], Any]] = {
     "merge": (merged, (NEAR, ())),
     "replay": (lambda: replay(depth=DEPTH, nodes=NODES, vocab=ACTOR.vocab_size),
                replay_params(0.3)),
-    "small_lm": (lambda: small_lm(ACTOR, **SIZES), NEAR)} | {
+    "draft_model": (lambda: draft_model(ACTOR, **SIZES), NEAR)} | {
     f"eagle, {children}": (functools.partial(eagle, ARCH, **SIZES, children=children),
                            parameters()) for children in ("perturbed", "top", "sampled")}
 

@@ -14,7 +14,7 @@ from scipy import stats
 
 from specrl_jax.config import ConfigError
 from specrl_jax.control import acceptance, fixed, protocol
-from specrl_jax.draft.small_lm import small_lm
+from specrl_jax.draft.draft_model import draft_model
 from specrl_jax.model.transformer import forward
 from specrl_jax.rollout.engine import Engine, Result
 from specrl_jax.verify.registry import RULES
@@ -49,7 +49,7 @@ def made(rule: str) -> tuple[Engine, Dice, Any]:
     """
     own, dice = (), Dice(np.zeros((TASK.sequences, 2)))
     if RULES[rule].needs_proposal:
-        drafter = small_lm(ARCH, depth=2, branch=2, nodes=5, drawn=True)
+        drafter = draft_model(ARCH, depth=2, branch=2, nodes=5, drawn=True)
         rng = np.random.default_rng(1)
         own = drafter.bind(params(), jax.tree.map(
             lambda a: a * (1 + 0.4 * rng.standard_normal(a.shape).astype(np.float32)), params()))

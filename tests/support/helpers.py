@@ -28,17 +28,17 @@ from specrl_jax.config import (
 )
 from specrl_jax.control import fixed, protocol
 from specrl_jax.control.protocol import Controller
+from specrl_jax.data.prompts import Prompts
 from specrl_jax.draft.off import off
 from specrl_jax.draft.protocol import Drafter, RolloutInfo, Survive
-from specrl_jax.io.compilation import CompilationCounter
-from specrl_jax.io.metrics import read_metrics
+from specrl_jax.metrics.run_files import read_metrics
 from specrl_jax.model.architecture import Architecture, initialize
 from specrl_jax.model.tiny import TINY, byte_tokenizer, random_tensors
 from specrl_jax.model.weights import Source
 from specrl_jax.rollout.engine import Engine, Result
 from specrl_jax.rollout.layout import RolloutRequest, Shapes, make_request
 from specrl_jax.rollout.plan import Decoder
-from specrl_jax.rollout.prompts import Prompts
+from specrl_jax.runtime.compilation import CompilationCounter
 from specrl_jax.structs import Array, DraftTree, Frontier, Sampling, SpecConfig
 from specrl_jax.trainer import Trainer
 

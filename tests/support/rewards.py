@@ -5,7 +5,7 @@ from pathlib import Path
 
 import jax
 
-from specrl_jax.rl.reward import batched
+from specrl_jax.rewards.reward import batched
 
 
 def recorded(prompt: str, completion: str, example: object) -> float:

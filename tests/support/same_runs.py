@@ -7,8 +7,8 @@ import jax
 import numpy as np
 from helpers import repeatable_metrics
 
-from specrl_jax.io.checkpoint import list_steps, read_meta, restore_part
-from specrl_jax.io.metrics import read_metrics
+from specrl_jax.checkpoint.checkpoints import list_steps, read_meta, restore_part
+from specrl_jax.metrics.run_files import read_metrics
 
 
 def assert_same_runs(left: Path, right: Path, steps: int, keys: Sequence[str] = (

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from specrl_jax.config import Config, ConfigError, override
-from specrl_jax.io.hardware import GIB
 from specrl_jax.model.architecture import Architecture
+from specrl_jax.runtime.hardware import GIB
 
 from . import predict, work
 from .predict import Machine, Step

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from specrl_jax.io.hardware import Chip
+from specrl_jax.runtime.hardware import Chip
 
 from . import work
 from .traces import Trace

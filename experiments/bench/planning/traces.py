@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from specrl_jax.config import ConfigError
-from specrl_jax.io.metrics import METRICS, read_metrics, read_samples
+from specrl_jax.metrics.run_files import read_metrics, read_samples
+from specrl_jax.runtime.workdir import METRICS
 
 from ..workload import heavy_limits
 

@@ -1,0 +1,100 @@
+"""Prompts: the examples of a dataset, and which of them each step uses."""
+
+import dataclasses
+import hashlib
+import json
+import reprlib
+from collections.abc import Callable, Mapping, Sequence
+from types import NoneType
+from typing import Any
+
+import numpy as np
+
+from specrl_jax.config import ConfigError, DataConfig, check
+from specrl_jax.data.chats import conversation
+from specrl_jax.data.datasets import DATASETS
+
+Example = Mapping[str, Any]
+"""id: int; question: str, or a list of chat messages; answer: str; and the dataset's own fields."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Examples(Sequence):
+    """The first `count` examples of a dataset, each with "id", "question" and "answer"."""
+
+    data: DataConfig
+    source: Sequence[Mapping[str, Any]]
+    count: int
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: Any) -> Example:
+        if not 0 <= index < self.count:
+            raise IndexError(f"example {index} of {self.data.name}, which has {self.count}")
+        row = self.source[int(index)]
+        check(isinstance(row, Mapping), "data.name", self.data.name,
+              f"example {index} is a {type(row).__name__}; give dicts")
+        example_id = row.get("id", int(index))
+        good = isinstance(example_id, int | np.integer) and 0 <= int(example_id) < 2**31
+        check(good, "data.name", self.data.name,
+              f"example {index} has the id {example_id!r}; give a number in int32")
+        found = {"id": example_id}
+        where = f"example {example_id} of {self.data.path or self.data.name}"
+        for name in ("question", "answer"):
+            field = getattr(self.data, f"{name}_field")
+            check(field in row, f"data.{name}_field", field,
+                  f"{where} has no such field; it has {', '.join(row)}")
+            value = row[field]
+            if name == "question" and isinstance(value, list):
+                found[name] = _asked(value, where)
+                continue
+            check(not isinstance(value, NoneType | Mapping | list), f"data.{name}_field", field,
+                  f"{where} has {_json(value)} there; give a text or a number")
+            found[name] = str(value)
+        return {**row, **found}
+
+
+def _json(value: Any) -> str:
+    return "null" if value is None else reprlib.repr(value)
+
+
+def _asked(chat: list[Any], where: str) -> list[dict[str, str]]:
+    """Returns a conversation that awaits an answer."""
+    found = conversation(chat, "data.question_field", where)
+    check(bool(found) and found[-1]["role"] == "user", "data.question_field", where,
+          "a prompt's messages must end with the user's")
+    return found
+
+
+def digest(examples: Sequence[Example]) -> str:
+    """Returns a hash of all examples in their order, for which only JSON values count."""
+    known = hashlib.blake2b(digest_size=16)
+    for index in range(len(examples)):
+        for name, value in sorted(examples[index].items()):
+            try:
+                text = json.dumps([name, value], sort_keys=True)
+            except (TypeError, ValueError):  # an object of a dataset's own
+                continue
+            known.update(f"{text}\n".encode())
+    return known.hexdigest()
+
+
+def load_examples(data: DataConfig, say: Callable[[str], None] = print) -> Examples:
+    """Returns the examples that `data` selects; `say` gets a line if they must be prepared first.
+    Raises ConfigError if the dataset is unknown or empty, or as its `load` does; that of a user's
+    own may raise anything."""
+    load = DATASETS.resolve(data.name)
+    try:
+        source = load(data, say)
+    except (ConfigError, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        if ":" not in data.name:
+            raise
+        raise ConfigError(f"data.name = {data.name!r}: {type(error).__name__}: "
+                          f"{' '.join(str(error).split())}") from error
+    check(hasattr(source, "__len__") and hasattr(source, "__getitem__"), "data.name", data.name,
+          f"returned a {type(source).__name__}; return a sequence of dicts")
+    check(len(source) > 0, "data.name", data.name, "the dataset has no examples")
+    return Examples(data, source, min(data.examples or len(source), len(source)))

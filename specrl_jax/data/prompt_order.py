@@ -1,0 +1,112 @@
+"""Which prompts a step uses, and which of their groups it learns from. Host functions.
+
+Both depend on the seed and on rewards alone, so that speculation, batch order and a resume change
+nothing.
+"""
+
+import collections
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from specrl_jax.config import Config, check
+
+FLOOR = 0.02  # weight of a prompt that is always or never solved; one half has 0.25
+RANKING = 2**63  # keys of rankings lie above those of epochs
+
+
+class PromptOrder:
+    """The order in which a run uses its prompts (rl.curriculum).
+
+    `uniform` goes through epochs, permutations of all prompts, from where the last step ended.
+    `pass_rate` draws each step anew, without repeats: most often prompts whose pass rate so far is
+    near one half, those not tried yet among them, because groups that agree teach nothing.
+    """
+
+    def __init__(self, config: Config, prompts: int) -> None:
+        check(config.rl.filter == "none" or prompts > 1, "rl.filter", config.rl.filter,
+              "chooses among prompts, but the data has one; leave it out")
+        self.weighs, self.seed = config.rl.curriculum == "pass_rate", config.seed
+        self.moves = self.weighs or config.rl.filter != "none"  # has a state
+        self.per_step = config.prompts_per_step
+        self.drawn = np.zeros((), np.int32)  # prompts that the steps so far used
+        self.tried = np.zeros(prompts, np.float32)  # groups of each prompt
+        self.passed = np.zeros(prompts, np.float32)  # sums of their mean rewards, within 0 and 1
+
+    def places(self, step: int, count: int) -> np.ndarray:
+        """Returns the indices of the first `count` prompts of a step, i64[count]."""
+        if not self.weighs:
+            first = int(self.drawn) if self.moves else step * self.per_step
+            return prompts_from(len(self.tried), self.seed, first, count)
+        return self._ranking(step)[np.arange(count) % len(self.tried)]
+
+    def _ranking(self, step: int) -> np.ndarray:
+        """Returns all prompts as drawn one by one with their weights: the order of exponential
+        variables over them (Efraimidis and Spirakis, 2006)."""
+        rate = (self.passed.astype(np.float64) + 0.5) / (self.tried + 1.0)
+        words = np.random.Philox(key=np.array([self.seed, RANKING + step], np.uint64)).random_raw(
+            len(rate))
+        uniform = ((words >> np.uint64(11)) + 0.5) * 2.0**-53
+        return np.argsort(-np.log(uniform) / (rate * (1 - rate) + FLOOR), kind="stable")
+
+    def observe(self, places: np.ndarray, rewards: np.ndarray) -> None:
+        """Moves on after a step that used `places` i64[groups], with rewards f32[groups, M]."""
+        self.drawn = np.asarray(self.drawn + len(places), np.int32)
+        np.add.at(self.tried, places, 1)
+        np.add.at(self.passed, places, np.clip(rewards, 0, 1).mean(1).astype(np.float32))
+
+    def arrays(self) -> dict[str, Any]:
+        """Returns what a checkpoint holds, {} if steps do not depend on earlier ones."""
+        return {"prompts": {"drawn": self.drawn, "tried": self.tried, "passed": self.passed}
+                } if self.moves else {}
+
+    def restore(self, arrays: dict[str, Any]) -> None:
+        """Goes on from what a checkpoint holds."""
+        self.drawn, self.tried, self.passed = (
+            np.array(arrays[name]) for name in ("drawn", "tried", "passed"))
+
+
+def chosen(advantage: np.ndarray, wanted: int) -> np.ndarray:
+    """Returns the indices of the groups that a step learns from, i64[wanted], ascending.
+
+    The first groups with an advantage; if they are too few, the first of the others fill up.
+    DAPO's dynamic sampling, arXiv:2503.14476, equation 11.
+
+    Args:
+      advantage: f32[groups, M] in the order in which their prompts were drawn.
+    """
+    return np.sort(np.argsort(~useful(advantage), kind="stable")[:wanted])
+
+
+def useful(advantage: np.ndarray) -> np.ndarray:
+    """Returns which groups have an advantage other than 0, bool[groups]."""
+    return (advantage != 0).any(1)
+
+
+def step_prompts(num_examples: int, seed: int, step: int, prompts_per_step: int) -> np.ndarray:
+    """Returns the indices of the examples that `step` uses, i64[prompts_per_step]."""
+    return prompts_from(num_examples, seed, step * prompts_per_step, prompts_per_step)
+
+
+def prompts_from(num_examples: int, seed: int, first: int, count: int) -> np.ndarray:
+    """Returns the indices of `count` examples after the first `first` ones of all epochs.
+
+    Each epoch is a permutation of all examples, keyed by (seed, epoch). A step may span the end of
+    an epoch; only there can a prompt occur twice in a step. NumPy guarantees the raw words of
+    Philox across versions, but not the results of its shuffles.
+    """
+    epochs, offsets = np.divmod(np.arange(first, first + count), num_examples)
+    orders = {epoch: np.argsort(np.random.Philox(key=np.array([seed, epoch], np.uint64)).random_raw(
+        num_examples), kind="stable") for epoch in np.unique(epochs)}
+    return np.array([orders[e][i] for e, i in zip(epochs, offsets, strict=True)], np.int64)
+
+
+def occurrences(ids: Sequence[int] | np.ndarray) -> np.ndarray:
+    """Returns how often each id occurred earlier in `ids`, i32[len(ids)]."""
+    seen: collections.Counter[int] = collections.Counter()
+    result = np.zeros(len(ids), np.int32)
+    for index, prompt_id in enumerate(int(x) for x in ids):
+        result[index] = seen[prompt_id]
+        seen[prompt_id] += 1
+    return result

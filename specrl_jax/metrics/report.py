@@ -1,0 +1,98 @@
+"""report.html: one page about a run that needs no other file and no network."""
+
+import collections
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jinja2
+
+from specrl_jax.config import ConfigError
+from specrl_jax.metrics.report_figures import MOST_POINTS, Rows, figures
+from specrl_jax.metrics.report_numbers import account, drafts, highlights, last, phases, totals
+from specrl_jax.metrics.run_files import check_sample, read_metrics, read_samples
+from specrl_jax.runtime.files import write_atomically
+from specrl_jax.runtime.workdir import METRICS, REPORT, flat, read_config
+from specrl_jax.structs import Json
+
+PAGE = Path(__file__).with_name("report_page.html")  # the template: sections and their sentences
+DOCS = Path(__file__).parents[2] / "docs"  # of a checkout; an installed package has none
+REQUIRED = ("step", "reward/mean")
+SHOWN = {"prompt_id": int, "sample_id": int, "prompt": str, "completion": str,
+         "tokens": (list, int), "reward": (int, float)}  # of a sample
+SAMPLES_SHOWN, TEXT_SHOWN = 8, 1200
+
+
+class Samples(NamedTuple):
+    """What a report shows of samples.jsonl."""
+
+    lengths: collections.Counter[int]  # how many responses have each length
+    last: Rows  # those of the last step
+
+
+def write_report(workdir: str | Path) -> Path:
+    """Writes report.html from the files of a run, finished or not, and returns its path.
+
+    Raises:
+      ConfigError: no step is recorded, or a metric of REQUIRED is missing.
+    """
+    workdir = Path(workdir)
+    rows = read_metrics(workdir)
+    if not rows:
+        raise ConfigError(f"{workdir / METRICS}: no steps: run at least one first")
+    for row in rows:
+        for key in REQUIRED:
+            if key not in row:
+                raise ConfigError(f"{workdir / METRICS}: {key!r} is missing in step {row['step']}: "
+                                  f"a report needs {', '.join(REQUIRED)}")
+    samples = summarize(workdir)
+    config = read_config(workdir) or {}
+    template = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined,
+                                  trim_blocks=True, lstrip_blocks=True)
+    html = template.from_string(PAGE.read_text(encoding="utf-8")).render(
+        name=config.get("name", workdir.name), rows=rows, highlights=highlights(rows),
+        totals=totals(rows, samples.lengths), account=account(rows), drafts=drafts(rows),
+        phases=phases(rows), figures=figures(rows, samples.lengths),
+        samples=pick_samples(samples.last), block=-(-len(rows) // MOST_POINTS),
+        config=by_section(config), rule=flat(config).get("spec.rule"),
+        lossy=last(rows, "spec/lossy") > 0,
+        docs=os.path.relpath(DOCS, workdir) if DOCS.is_dir() else "")
+    write_atomically(workdir / REPORT, html)
+    return workdir / REPORT
+
+
+def summarize(workdir: Path) -> Samples:
+    """Reads the samples of a run one by one: all of them may be gigabytes."""
+    lengths, latest = collections.Counter[int](), list[Mapping[str, Any]]()
+    for sample in read_samples(workdir):
+        check_sample(workdir, sample, SHOWN)
+        if not sample.get("learned", True):
+            continue
+        lengths[token_count(sample)] += 1
+        if latest and latest[0]["step"] != sample["step"]:
+            latest.clear()
+        latest.append(sample)
+    return Samples(lengths, latest)
+
+
+def by_section(config: Json) -> dict[str, list[tuple[str, Any]]]:
+    """Returns the fields of a configuration by section, those outside sections under ""."""
+    found: dict[str, list[tuple[str, Any]]] = {"": []}
+    for name, value in sorted(flat(config).items()):
+        section, _, field = name.rpartition(".")
+        found.setdefault(section, []).append((field, value))
+    return found
+
+
+def token_count(sample: Mapping[str, Any]) -> int:
+    """Returns the length of a response; samples.jsonl may hold token ids or their number."""
+    return len(sample["tokens"]) if isinstance(sample["tokens"], list) else sample["tokens"]
+
+
+def pick_samples(latest: Rows) -> Rows:
+    """Returns a few shortened completions of the last step, alternately the best and the worst."""
+    ranked = sorted(latest, key=lambda s: (-s["reward"], s["sample_id"]))
+    chosen = [ranked[i // 2] if i % 2 == 0 else ranked[-1 - i // 2] for i in range(len(ranked))]
+    return [{**s} | {name: s[name] if len(s[name]) <= TEXT_SHOWN else s[name][:TEXT_SHOWN] + " ..."
+                 for name in ("prompt", "completion")} for s in chosen[:SAMPLES_SHOWN]]

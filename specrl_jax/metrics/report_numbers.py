@@ -1,0 +1,145 @@
+"""The numbers of report.html: what speculation saved and cost, and sums and means over a run."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from specrl_jax.metrics.report_figures import COLORS, Rows, column
+
+
+class Line(NamedTuple):
+    """One line of the account."""
+
+    what: str
+    key: str  # the metric that is summed, if it is one
+    seconds: float
+    kind: str = ""  # "part": contained in the line above; "sum"
+
+
+class Account(NamedTuple):
+    """What speculation saved and cost in a run."""
+
+    lines: list[Line]
+    plain: float  # seconds of rollouts without drafts, predicted
+    saved: float  # in seconds
+    speedup: float  # of rollouts
+    step_speedup: float  # of whole steps, NaN if their duration is not recorded
+    error: float  # mean relative error of the predicted seconds, NaN if not recorded
+
+    def seconds(self, line: Line) -> str:
+        """Returns the seconds of a line, with a sign if they were saved or lost."""
+        return self._format(line, line.seconds, 1 if self.plain >= 10 else 3)
+
+    def share(self, line: Line) -> str:
+        """Returns a line in percent of the rollouts without drafts."""
+        return self._format(line, 100 * line.seconds / self.plain, 1) + " %"
+
+    def _format(self, line: Line, value: float, digits: int) -> str:
+        sign = "+" if line.kind == "sum" or line.key in COSTS else ""
+        return format(round(value, digits) + 0.0, f"{sign},.{digits}f")  # + 0.0: no -0.0
+
+
+PARTS = {"time/spent": "of it, for drafts and verifying them, predicted",
+         "time/regret": "of it, lost in launches slower than plain ones (regret)"}
+COSTS = {"time/distill": "training and checking the drafter",
+         "time/profiling": "measuring what rounds cost, at start-up"}  # in no rollout
+
+
+def account(rows: Rows) -> Account | None:
+    """Returns the sums over the steps that recorded `time/saved`; None if no step did."""
+    rows = [row for row in rows if has([row], "time/saved")]
+    rollout, saved, step = (total(rows, f"time/{name}") for name in ("rollout", "saved", "step"))
+    if rollout <= 0 or rollout + saved <= 0:
+        return None
+    lines = [Line("rollouts without drafts, predicted", "", rollout + saved),
+             Line("rollouts as they were", "time/rollout", rollout),
+             *(Line(what, key, total(rows, key), "part") for key, what in PARTS.items()
+               if has(rows, key)),
+             Line("saved", "time/saved", saved, "sum")]
+    costs = [Line(what, key, -total(rows, key)) for key, what in COSTS.items() if has(rows, key)]
+    if costs:
+        net = saved + sum(cost.seconds for cost in costs)
+        lines += [*costs, Line("saved less costs", "", net, "sum")]
+    plain_step = step + saved - total(rows, "time/distill")  # start-up is in no step
+    return Account(lines, rollout + saved, saved, (rollout + saved) / rollout,
+                   plain_step / step if step > 0 else np.nan, mean(rows, "time/cost_error"))
+
+
+def drafts(rows: Rows) -> list[tuple[str, int, int]]:
+    """Returns (drafter, tokens drafted, tokens accepted), that of all first; [] without drafts."""
+    names = sorted({key.split("/")[1] for row in rows for key in row
+                    if key.startswith("draft/") and key.endswith("/drafted")})
+    counted = [("all", "rollout"), *((name, f"draft/{name}") for name in names)]
+    found = [(name, int(total(rows, f"{of}/drafted")), int(total(rows, f"{of}/accepted")))
+             for name, of in counted]
+    return [line for line in found[:1 if len(names) < 2 else None] if line[1] > 0]
+
+
+def phases(rows: Rows) -> list[tuple[str, float, float]]:
+    """Returns (phase, seconds, share of all steps), the rest as "other"; [] without `time/step`."""
+    step = total(rows, "time/step")
+    parts = [(name, total(rows, f"time/{name}")) for name in COLORS if has(rows, f"time/{name}")]
+    parts.append(("other", max(step - sum(seconds for _, seconds in parts), 0.0)))
+    return [(name, seconds, seconds / step) for name, seconds in parts if step > 0]
+
+
+def finite(rows: Rows, key: str) -> np.ndarray:
+    """Returns the finite values of a metric, f64[at most steps]."""
+    values = column(rows, key)
+    return values[np.isfinite(values)]
+
+
+def has(rows: Rows, key: str) -> bool:
+    """Returns whether any step has a finite value of the metric."""
+    return len(finite(rows, key)) > 0
+
+
+def total(rows: Rows, key: str) -> float:
+    """Returns the sum of a metric over the steps."""
+    return float(finite(rows, key).sum())
+
+
+def mean(rows: Rows, key: str) -> float:
+    """Returns the mean of a metric over the steps that have it, NaN if none has."""
+    return float(finite(rows, key).mean()) if has(rows, key) else np.nan
+
+
+def last(rows: Rows, key: str) -> float:
+    """Returns the last finite value of a metric, NaN if there is none."""
+    return next(reversed(finite(rows, key).tolist()), np.nan)
+
+
+def highlights(rows: Rows) -> list[tuple[str, str]]:
+    """Returns the few numbers at the top of the page: (what, value)."""
+    found, tenth, reward = account(rows), max(len(rows) // 10, 1), column(rows, "reward/mean")
+    out = [("reward, first and last " + ("step" if tenth == 1 else f"{tenth} steps"),
+            f"{np.mean(reward[:tenth]):.3f} → {np.mean(reward[-tenth:]):.3f}")]
+    if has(rows, "eval/accuracy"):
+        out.append((f"best held-out accuracy, after step {last(rows, 'eval/best_step'):.0f}",
+                    f"{finite(rows, 'eval/accuracy').max():.3f}"))
+    if has(rows, "rollout/tokens_per_second"):
+        out.append(("tokens/s of rollout", f"{mean(rows, 'rollout/tokens_per_second'):.0f}"))
+    if has(rows, "rollout/accept_length"):
+        out.append(("accept length", f"{mean(rows, 'rollout/accept_length'):.2f}"))
+    if found:
+        out.append(("speed-up of rollouts, predicted", f"{found.speedup:.2f}x"))
+    return out
+
+
+def totals(rows: Rows, lengths: Mapping[int, int]) -> list[tuple[str, str]]:
+    """Returns the numbers of the run as a whole, (what, value), given how many responses have each
+    length."""
+    profiled = total(rows, "time/profiling") / max(
+        total(rows, "time/startup") + total(rows, "time/step"), 1e-9)
+    optional = (  # shown if the run recorded the metric
+        ("time in steps", "time/step", f"{total(rows, 'time/step') / 60:.1f} min"),
+        ("seconds of start-up", "time/startup", f"{total(rows, 'time/startup'):.0f}"),
+        ("measuring what rounds cost, of start-up and steps", "time/profiling", f"{profiled:.1%}"),
+        ("response length, mean", "response/length_mean",
+         f"{mean(rows, 'response/length_mean'):.1f}"),
+        ("faults of the drafter", "drafter/faults", f"{last(rows, 'drafter/faults'):.0f}"),
+        ("compilations, last step", "compilations", f"{last(rows, 'compilations'):.0f}"))
+    return [("steps", f"{len(rows)}"), ("sequences", f"{sum(lengths.values()):,}"),
+            ("tokens", f"{sum(n * count for n, count in lengths.items()):,}"),
+            *((name, text) for name, key, text in optional if has(rows, key))]

@@ -1,0 +1,224 @@
+"""Judging answers: the terms of a reward, in this process or in workers with limits."""
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+import math
+import os
+import reprlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from specrl_jax.config import ConfigError, RewardConfig, check
+from specrl_jax.config.renamed import RENAMED_REWARDS
+from specrl_jax.config.tasks import STOP, RewardError
+from specrl_jax.data.examples import Example
+from specrl_jax.rewards.reward import REWARDS, Reward, expected_number, is_batched
+from specrl_jax.rewards.workers import Found, Workers
+
+ALWAYS_IN_WORKERS = ("latex",)  # where an answer beyond the limits is wrong
+MOST_WORKERS = 8
+LARGEST = 1e30  # of a value; sums of such stay finite in float32
+_short = reprlib.Repr()
+_short.maxstring = _short.maxother = 80
+
+
+Answer = tuple[str, str, Example]
+"""What a reward reads: (prompt, completion, example)."""
+
+
+class Judged(NamedTuple):
+    """The weighted sum of an answer's terms, their values by name, and what went wrong with them.
+    """
+
+    total: float
+    terms: Mapping[str, float]
+    failures: Mapping[str, str]  # by term; empty where nothing failed
+
+
+@dataclasses.dataclass(frozen=True)
+class Judge:
+    """Judges answers, in their order; see `compose`."""
+
+    terms: Mapping[str, "Term"]
+    weights: Sequence[float]
+    on_failure: str
+    warn: Callable[[str], None]
+    whole: bool  # a term wants all answers of a rollout at once, so that none must be split
+
+    def __call__(self, answers: Sequence[Answer]) -> list[Judged]:
+        """Returns the weighted sum of the terms of each answer. Raises RewardError if a term fails
+        and `on_failure` is STOP."""
+        columns = {name: self._counted(name, term(answers)) for name, term in self.terms.items()}
+        return [self._sum({name: column[i] for name, column in columns.items()})
+                for i in range(len(answers))]
+
+    def _sum(self, row: Mapping[str, Found]) -> Judged:
+        total = sum(w * one.value for w, one in zip(self.weights, row.values(), strict=True))
+        return Judged(float(total), {name: one.value for name, one in row.items()},
+                      {name: one.error or one.limit for name, one in row.items()
+                       if one.error or one.limit})
+
+    def _counted(self, name: str, found: list[Found]) -> list[Found]:
+        """Returns a term's values, with those that failed counted as they should be."""
+        stops, failed = self.on_failure == STOP, [x for x in found if x.error or x.limit]
+        if stops:
+            for one in failed:
+                if one.error or name not in ALWAYS_IN_WORKERS:
+                    raise RewardError(one.error or one.limit)
+        if not failed:
+            return found
+        value = 0.0 if stops else float(self.on_failure)
+        self.warn(f"{len(failed)} of {len(found)} answers count as "
+                  f"{'wrong' if stops else f'{value:g}'}; the first: "
+                  f"{failed[0].error or failed[0].limit}")
+        return [x._replace(value=value) if x.error or x.limit else x for x in found]
+
+
+Term = Callable[[Sequence[Answer]], list[Found]]
+"""Answers -> the value of one term of each, or its failure as a whole line."""
+
+
+def of_config(config: RewardConfig, warn: Callable[[str], None]) -> Judge:
+    """Returns the judge that `config` describes; see `compose`."""
+    return compose(config.terms, config.weights, workers=config.workers, seconds=config.seconds,
+                   on_failure=config.on_failure, warn=warn)
+
+
+def compose(terms: Sequence[str], weights: Sequence[float], *, workers: int = 0,
+            seconds: float = RewardConfig.seconds, on_failure: str = STOP,
+            warn: Callable[[str], None] = lambda text: None) -> Judge:
+    """Returns a function that judges answers, in their order.
+
+    A term fails where it raises, exits or returns no finite number, or if one in a worker exceeds
+    its limits or dies. Then that function raises RewardError, or the term counts as `on_failure`; a
+    completion for which `latex` exceeds the limits is wrong.
+
+    Args:
+      terms, weights, workers, seconds, on_failure: see RewardConfig.
+      warn: called with a line about answers that failed.
+
+    Raises:
+      ConfigError: a term is unknown, renamed or named twice, takes other arguments, or has no
+        finite weight.
+    """
+    check(len(terms) == len(weights), "reward.weights", weights,
+          f"give one weight for each of the {len(terms)} terms")
+    check(len(set(terms)) == len(terms), "reward.terms", terms, "name each term once")
+    check(all(map(math.isfinite, weights)), "reward.weights", weights, "must be finite")
+    here = {name: _resolve(name) for name in terms if name not in ALWAYS_IN_WORKERS}
+    batched = {name for name, function in here.items() if is_batched(function)}
+    away = [name for name in terms if name not in here or workers and name not in batched]
+    pool = Workers(workers or min(len(os.sched_getaffinity(0)), MOST_WORKERS), away, seconds)
+
+    def term(name: str) -> Term:
+        if name in away:
+            return functools.partial(_in_workers, pool, name)
+        run = _at_once if name in batched else _one_by_one
+        return functools.partial(run, name, here[name], on_failure == STOP)
+
+    return Judge({name: term(name) for name in terms}, weights, on_failure, warn, bool(batched))
+
+
+def _resolve(name: str) -> Reward:
+    """Returns a reward by its name. Raises ConfigError if it cannot be called as one."""
+    check(name not in RENAMED_REWARDS, "reward.terms", name,
+          f"renamed; use {RENAMED_REWARDS.get(name)}")
+    function = REWARDS.resolve(name)
+    try:
+        inspect.signature(function).bind("", "", {})
+    except TypeError as error:
+        raise ConfigError(f"reward.terms = {name!r}: {error}; a reward is a function of (prompt, "
+                          "completion, example), or of lists of them (batched)") from error
+    except ValueError:  # some builtins do not tell
+        pass
+    return function
+
+
+def evaluate(name: str, function: Reward, prompt: str, completion: str, example: Example) -> float:
+    """Returns a term's value; whatever it raises, or exits with, becomes a RewardError."""
+    with _guarded(lambda problem: _failure(name, completion, example, problem)):
+        value = function(prompt, completion, example)
+    return _finite(name, value, completion, example)
+
+
+@contextlib.contextmanager
+def _guarded(failure: Callable[[str], RewardError]) -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt:  # the user's, not the reward's
+        raise
+    except BaseException as error:  # a reward may raise anything, SystemExit too
+        raise failure(f"{type(error).__name__}: {' '.join(str(error).split())}") from error
+
+
+def _finite(name: str, value: Any, completion: str, example: Example) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not abs(number) <= LARGEST:
+        raise _failure(name, completion, example,
+                       f"returned {_short.repr(value)}; a reward must be a finite number")
+    return number
+
+
+def _failure(name: str, completion: str, example: Example, problem: str) -> RewardError:
+    return RewardError(f"reward {name!r}, example {example.get('id')}, answer "
+                       f"{_short.repr(completion)}: {problem}")
+
+
+def _found(stops: bool, value: Callable[[], float]) -> Found:
+    """Returns a value, or its failure unless that `stops` the run."""
+    try:
+        return Found(value())
+    except RewardError as error:
+        if stops:
+            raise
+        return Found(error=str(error))
+
+
+def _one_by_one(name: str, function: Reward, stops: bool, answers: Sequence[Answer]
+                ) -> list[Found]:
+    return [_found(stops, functools.partial(evaluate, name, function, *answer))
+            for answer in answers]
+
+
+def _at_once(name: str, function: Any, stops: bool, answers: Sequence[Answer]) -> list[Found]:
+    """Returns the values of a term that wants the whole batch; see `reward.batched`."""
+    if not answers:
+        return []
+    prompts, completions, examples = (list(column) for column in zip(*answers, strict=True))
+    try:
+        with _guarded(lambda problem: RewardError(
+                f"reward {name!r}, a batch of {len(answers)} answers: {problem}")):
+            values = list(function(prompts, completions, examples))
+            if len(values) != len(answers):
+                raise ValueError(f"returned {len(values)} values; give one an answer")
+    except RewardError as error:
+        if stops:
+            raise
+        return [Found(error=str(error))] * len(answers)
+    return [_found(stops, functools.partial(_finite, name, value, completion, example))
+            for value, completion, example in zip(values, completions, examples, strict=True)]
+
+
+def _in_workers(pool: Workers, name: str, answers: Sequence[Answer]) -> list[Found]:
+    return [found._replace(limit=str(_failure(name, completion, example, found.limit)))
+            if found.limit else found for (_, completion, example), found in
+            zip(answers, pool.judge(name, answers), strict=True)]
+
+
+def check_answers(terms: Sequence[str], examples: Sequence[Example]) -> None:
+    """Raises ConfigError for the first example whose answer a term can never judge rightly."""
+    if "reasoning_gym" in terms:
+        check("task_seed" in examples[0], "reward.terms", tuple(terms),
+              "reasoning_gym judges only the examples of data.name = reasoning_gym")
+    if "exact" in terms:
+        for i in range(len(examples)):
+            try:
+                expected_number(examples[i])
+            except ValueError as error:
+                raise ConfigError(f"reward.terms = {tuple(terms)}: example {examples[i]['id']}: "
+                                  f"{error}") from error

@@ -1,0 +1,352 @@
+"""Checkpoints: what is saved comes back, and damage or a kill costs at most one of them."""
+
+import logging
+import os
+import random
+import shutil
+import subprocess
+import sys
+import textwrap
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import HANGS
+
+from specrl_jax.checkpoint.checkpoints import (
+    CheckpointError,
+    Checkpoints,
+    list_steps,
+    read_meta,
+    restore_part,
+)
+from specrl_jax.runtime.files import CHECKSUMS
+
+DEVICE = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+
+
+def tree(step):
+    """Two entries with different values at every step: incompressible, so files hold them."""
+    rng = np.random.default_rng(step)
+    actor = {"layers": [{"w": jnp.asarray(rng.normal(size=(64, 8)), jnp.float32)}],
+             "head": jnp.asarray(rng.normal(size=(8,)), jnp.bfloat16)}
+    return {"actor": actor, "optimizer": optax.adamw(1e-3).init(actor["layers"]),
+            "history": {"next": np.int64(2**40 + step), "rows": np.arange(step, step + 5)},
+            "nothing": None}
+
+
+def abstract(arrays):
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=DEVICE)
+                        if isinstance(x, jax.Array) else x, arrays)
+
+
+def assert_same(left, right):
+    assert jax.tree.structure(left) == jax.tree.structure(right)
+    for a, b in zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True):
+        assert np.asarray(a).dtype == np.asarray(b).dtype
+        np.testing.assert_array_equal(np.asarray(a, np.float64), np.asarray(b, np.float64))
+
+
+def test_arrays_are_stored_as_they_lie_in_memory(tmp_path):
+    """Compressing weights would save 7 % of the disk and hold them twice in memory."""
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        checkpoints.save(1, {"actor": jnp.zeros(2**20)}, {})
+    assert sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()) > 2**22
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("original")
+    with Checkpoints(directory, keep=2) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, tree(step), {"position": step})
+    return directory
+
+
+@pytest.fixture
+def saved(original, tmp_path):
+    """Checkpoints 1 and 2 of `tree`."""
+    return shutil.copytree(original, tmp_path / "ck")
+
+
+def names(directory):
+    """The entries of a directory, once Orbax has removed what a killed save left behind."""
+    for _ in range(100 * HANGS):
+        found = sorted(path.name for path in directory.iterdir())
+        if not any("tmp" in name for name in found):
+            break
+        time.sleep(0.01)
+    return found
+
+
+def resume(directory):
+    """(what restore_latest gives, the loud lines)."""
+    lines = []
+    with Checkpoints(directory, keep=2, warn=lines.append) as checkpoints:
+        return checkpoints.restore_latest(abstract(tree(0))), lines
+
+
+def test_latest_comes_back_bit_for_bit(saved):
+    (step, arrays, meta), lines = resume(saved)
+    assert (step, meta, lines) == (2, {"position": 2}, [])
+    assert_same(arrays, tree(2))
+    assert isinstance(arrays["actor"]["head"], jax.Array)
+    assert isinstance(arrays["history"]["rows"], np.ndarray)
+
+
+def test_python_numbers_come_back_as_numpy(tmp_path):
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        checkpoints.save(1, {"a": {"i": 3, "f": 0.5}}, {})
+        _, arrays, _ = checkpoints.restore_latest({"a": {"i": 0, "f": 0.0}})
+    assert arrays == {"a": {"i": 3, "f": 0.5}}
+
+
+def test_no_checkpoint_is_none(tmp_path):
+    with Checkpoints(tmp_path / "new", keep=2) as checkpoints:
+        assert list_steps(checkpoints.directory) == []
+        assert checkpoints.restore_latest(abstract(tree(0))) is None
+
+
+@pytest.mark.parametrize("keep", [1, 2, 3])
+def test_old_ones_are_deleted(tmp_path, keep):
+    with Checkpoints(tmp_path, keep=keep) as checkpoints:
+        for step in (1, 2, 30, 40):
+            checkpoints.save(step, {"a": np.arange(step)}, {})
+        assert list_steps(checkpoints.directory) == [1, 2, 30, 40][-keep:]
+
+
+def test_a_step_is_not_saved_twice_or_out_of_order(saved):
+    with Checkpoints(saved, keep=2) as checkpoints:
+        for step in (1, 2):
+            with pytest.raises(CheckpointError, match=f"checkpoint {step} would not be the newest"):
+                checkpoints.save(step, tree(step), {})
+
+
+def test_meta_that_json_cannot_hold_writes_nothing(saved):
+    with Checkpoints(saved, keep=2) as checkpoints:
+        with pytest.raises(TypeError):
+            checkpoints.save(3, tree(3), {"a": object()})
+    assert sorted(p.name for p in saved.iterdir()) == ["1", "2"]
+
+
+def truncate(path):
+    path.write_bytes(path.read_bytes()[:path.stat().st_size // 2])
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[random.Random(path.name).randrange(len(data))] ^= 1
+    path.write_bytes(bytes(data))
+
+
+KINDS = {"delete": lambda path: path.unlink(), "truncate": truncate, "flip": flip}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_damage_to_any_file_falls_back_or_is_harmless(saved, tmp_path, kind):
+    fell_back = set()
+    for path in sorted(p for p in (saved / "2").rglob("*") if p.is_file()):
+        copy = tmp_path / "copy"
+        shutil.copytree(saved, copy)
+        KINDS[kind](copy / path.relative_to(saved))
+        (step, arrays, meta), lines = resume(copy)
+        assert_same(arrays, tree(step))
+        assert meta == {"position": step}
+        if step == 1:
+            fell_back.add(path.name)
+            assert len(lines) == 1 and str(copy / "2") in lines[0]
+            assert path.name == CHECKSUMS or path.name in lines[0]
+        shutil.rmtree(copy)
+    assert {"metadata", "_METADATA", "manifest.ocdbt", CHECKSUMS} <= fell_back
+
+
+def test_a_damaged_step_is_kept_aside_and_can_be_saved_again(saved):
+    for _ in range(2):
+        flip(saved / "2" / "meta" / "metadata")
+        with Checkpoints(saved, keep=2, warn=lambda text: None) as checkpoints:
+            checkpoints.restore_latest(abstract(tree(0)))
+            assert list_steps(checkpoints.directory) == [1]
+            checkpoints.save(2, tree(2), {"position": 2})
+            assert list_steps(checkpoints.directory) == [1, 2]
+    assert sorted(p.name for p in saved.iterdir()) == ["1", "2", "2.damaged", "2.damaged-2"]
+    assert resume(saved)[0][0] == 2
+
+
+def test_with_all_damaged_a_run_starts_again_loudly(saved):
+    for step in ("1", "2"):
+        flip(saved / step / "meta" / "metadata")
+    lines = []
+    with Checkpoints(saved, keep=2, warn=lines.append) as checkpoints:
+        assert checkpoints.restore_latest(abstract(tree(0))) is None
+        assert list_steps(checkpoints.directory) == []
+        checkpoints.save(1, tree(3), {"position": 3})
+    assert len(lines) == 2
+    assert lines[0].endswith("kept as 2.damaged; falling back to checkpoint 1")
+    assert f"{saved / '1'} is damaged: meta/metadata has changed" in lines[1]
+    assert "kept as 1.damaged; no checkpoint is left: starting again from step 0" in lines[1]
+    assert sorted(p.name for p in saved.iterdir()) == ["1", "1.damaged", "2.damaged"]
+    (step, arrays, meta), lines = resume(saved)
+    assert (step, meta, lines) == (1, {"position": 3}, [])
+    assert_same(arrays, tree(3))
+
+
+def test_restoring_a_damaged_or_absent_step_is_an_error(saved):
+    truncate(saved / "2" / "meta" / "metadata")
+    with pytest.raises(CheckpointError, match="meta/metadata has .* bytes instead of"):
+        read_meta(saved, 2)
+    with pytest.raises(CheckpointError, match="7: no such checkpoint; complete ones: 1$"):
+        read_meta(saved, 7)
+
+
+@pytest.mark.parametrize("change, words", [
+    (lambda t: t["actor"]["layers"].append({"w": t["actor"]["head"]}),
+     r"actor/layers/1/w is absent in the checkpoint and bfloat16\[8\] in this run"),
+    (lambda t: t["actor"].pop("head"), r"actor/head is bfloat16\[8\] .* absent in this run"),
+    (lambda t: t["actor"].update(head=jax.ShapeDtypeStruct((8,), jnp.float32, sharding=DEVICE)),
+     r"actor/head is bfloat16\[8\] in the checkpoint and float32\[8\] in this run"),
+])
+def test_other_leaves_are_refused_by_name_not_taken_for_damage(saved, change, words):
+    wanted = abstract(tree(0))
+    change(wanted)
+    with Checkpoints(saved, keep=2) as checkpoints:
+        with pytest.raises(CheckpointError, match=words):
+            checkpoints.restore_latest(wanted)
+    assert list_steps(saved) == [1, 2]
+
+
+def test_a_part_needs_no_knowledge_of_the_rest(saved):
+    plain = restore_part(saved, 1, "actor")
+    assert isinstance(plain["head"], np.ndarray)
+    assert_same(plain, jax.tree.map(np.asarray, tree(1)["actor"]))
+    part = restore_part(saved, 2, "optimizer", abstract(tree(0)["optimizer"]))
+    assert_same(part, tree(2)["optimizer"])
+    assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(part))
+    assert read_meta(saved, 2) == {"position": 2}
+
+
+def test_a_part_that_is_absent_differs_or_is_damaged_is_refused(saved):
+    with pytest.raises(CheckpointError, match="no arrays named 'critic'"):
+        restore_part(saved, 2, "critic")
+    with pytest.raises(CheckpointError, match="actor/head is bfloat16"):
+        restore_part(saved, 2, "actor", {"head": jax.ShapeDtypeStruct((9,), jnp.bfloat16)})
+    flip(max((saved / "2" / "state").rglob("*"), key=lambda p: p.stat().st_size * p.is_file()))
+    with pytest.raises(CheckpointError, match="has changed since it was written"):
+        restore_part(saved, 2, "actor")
+
+
+@pytest.mark.parametrize("name", ["lr[1e-5]", "q?*", "a b", "x%d", "größe", "a#b:c"])
+def test_directory_may_have_any_name(tmp_path, name):
+    for step in (1, 2):
+        with Checkpoints(tmp_path / name, keep=1) as checkpoints:
+            found = checkpoints.restore_latest(abstract(tree(0)))
+            assert step == 1 and found is None or found and found[0] == step - 1
+            checkpoints.save(step, tree(step), {})
+    assert_same(restore_part(tmp_path / name, 2, "actor", abstract(tree(0)["actor"])),
+                tree(2)["actor"])
+    assert names(tmp_path / name) == ["2"] and sorted(p.name for p in tmp_path.iterdir()) == [name]
+
+
+def test_orbax_is_quiet_and_others_are_not(tmp_path, caplog):
+    logger = logging.getLogger("absl")
+    with caplog.at_level(logging.DEBUG), Checkpoints(tmp_path, keep=1) as checkpoints:
+        checkpoints.save(1, tree(1), {})
+        logger.warning("from elsewhere")
+    assert [r.message for r in caplog.records if r.name == "absl"] == ["from elsewhere"]
+    assert logger.filters == []
+
+
+def run_python(code, *args, wait=True):
+    """A process running `code`, with this one's import path."""
+    path = os.pathsep.join(p for p in sys.path if p)
+    process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code), *map(str, args)],
+                               env=os.environ | {"PYTHONPATH": path}, stdout=subprocess.PIPE,
+                               stderr=subprocess.PIPE, text=True)
+    return (process, *process.communicate()) if wait else process
+
+
+def test_a_kill_before_the_rename_leaves_the_last_one(saved):
+    process, _, _ = run_python("""
+        import os, sys
+        import numpy as np
+        import orbax.checkpoint as ocp
+        from specrl_jax.checkpoint.checkpoints import ChecksummedPath, Checkpoints
+
+        finalize = ocp.path.atomicity.AtomicRenameTemporaryPath.finalize
+
+        async def die(self):
+            if self.get_final().name == "3":
+                os._exit(9)
+            await finalize(self)
+
+        ocp.path.atomicity.AtomicRenameTemporaryPath.finalize = die
+        with Checkpoints(sys.argv[1], keep=2) as checkpoints:
+            checkpoints.save(3, {"a": np.arange(1000)}, {})
+    """, saved)
+    assert process.returncode == 9
+    leftovers = [p for p in saved.iterdir() if not p.name.isdecimal()]
+    assert leftovers and (leftovers[0] / CHECKSUMS).exists()
+    assert list_steps(saved) == [1, 2]
+    (step, arrays, _), lines = resume(saved)
+    assert (step, lines) == (2, [])
+    assert_same(arrays, tree(2))
+    assert names(saved) == ["1", "2"]
+
+
+def test_a_full_disk_is_one_clear_error(saved):
+    process, out, err = run_python("""
+        import resource, signal, sys, types
+        import numpy as np
+        from specrl_jax.checkpoint.checkpoints import CheckpointError, Checkpoints, list_steps
+
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+        with Checkpoints(sys.argv[1], keep=2) as checkpoints:
+            try:
+                many = np.random.default_rng(0).random((50, 10_000))
+                checkpoints.save(3, {str(i): a for i, a in enumerate(many)}, {})
+            except CheckpointError as error:
+                print(error, list_steps(checkpoints.directory))
+        # As TensorStore may do, too, when another write of that save has failed:
+        sys.unraisablehook(types.SimpleNamespace(exc_value=RuntimeError("Event loop is closed")))
+    """, saved)
+    assert process.returncode == 0, err
+    assert out.count("\n") == 1 and f"{saved / '3'}: the checkpoint could not be written" in out
+    assert "File too large" in out and "complete ones: 1, 2." in out and "[1, 2]" in out
+    assert err == ""
+    assert names(saved) == ["1", "2"]  # no half-written one takes room
+    assert resume(saved)[0][0] == 2
+    assert names(saved) == ["1", "2"]
+
+
+def test_another_sharding_and_no_compilation(tmp_path):
+    process, out, err = run_python("""
+        import os, sys
+        os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+        import jax, numpy as np
+        from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+        from specrl_jax.checkpoint.checkpoints import Checkpoints, restore_part
+
+        compiled = []
+        mesh = jax.make_mesh((4, 2), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
+        values = np.arange(64 * 16, dtype=np.float32).reshape(64, 16)
+        specs = dict(a=P("data"), b=P(), c=P(None, "fsdp"), d=P("fsdp", "data"))
+        arrays = {"p": {k: jax.device_put(values, NamedSharding(mesh, s))
+                        for k, s in specs.items()}}
+        jax.monitoring.register_event_duration_secs_listener(
+            lambda name, *_, **__: "backend_compile" in name and compiled.append(name))
+        wanted = NamedSharding(mesh, P("data", "fsdp"))
+        abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=wanted),
+                                arrays)
+        with Checkpoints(sys.argv[1], keep=2) as checkpoints:
+            checkpoints.save(1, arrays, {})
+            _, restored, _ = checkpoints.restore_latest(abstract)
+        restored["q"] = restore_part(sys.argv[1], 1, "p", abstract["p"])
+        for leaf in jax.tree.leaves(restored):
+            assert leaf.sharding == wanted
+            np.testing.assert_array_equal(leaf, values)
+        print(len(jax.tree.leaves(restored)), len(compiled))
+    """, tmp_path)
+    assert out.split() == ["8", "0"], err

@@ -1,0 +1,118 @@
+"""A reader of a run that goes on and deletes old checkpoints gets an answer or one line."""
+
+import re
+import shutil
+import threading
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from specrl_jax.checkpoint import checkpoints as checkpoint
+from specrl_jax.checkpoint.checkpoints import CheckpointError, Checkpoints, list_steps
+from specrl_jax.config import ConfigError, load_config
+from specrl_jax.model.source import open_actor
+from specrl_jax.model.weights import describe_source
+from specrl_jax.runtime.paths import CHECKPOINTS
+from specrl_jax.sharding import make_mesh
+
+
+@pytest.mark.ci
+def test_newest_checkpoint_is_read_while_a_run_deletes_it(tmp_path: Path) -> None:
+    """Each checkpoint's weights are its step, so that an answer's step and weights must agree."""
+    config = load_config("tiny")
+    params = describe_source(config.model.path).params()
+    ended, failed = threading.Event(), []
+
+    def run() -> None:
+        try:
+            with Checkpoints(tmp_path / CHECKPOINTS, 1) as checkpoints:
+                for step in range(1, 10_000):
+                    same = jax.tree.map(lambda a, s=step: np.full_like(a, s), params)
+                    checkpoints.save(step, {"actor": same}, {})
+                    if ended.wait(0.01):
+                        return
+        except BaseException as error:
+            failed.append(error)
+            raise
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        while not list_steps(tmp_path / CHECKPOINTS):
+            assert not failed
+        steps = []
+        while len(steps) < 20 or len(set(steps)) == 1:
+            actor = open_actor(config, tmp_path)
+            found = jax.tree.leaves(actor.params(make_mesh(config.mesh)))
+            assert {float(value) for leaf in found for value in np.unique(leaf)} == {actor.step}
+            steps.append(actor.step)
+    finally:
+        ended.set()
+        thread.join()
+    assert not failed and steps == sorted(steps)
+
+
+@pytest.mark.parametrize("left", ["state", "nothing"])
+def test_newest_checkpoint_that_vanishes_gives_way_to_a_newer_one(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left: str) -> None:
+    """The run deletes it between the choice of the newest step and the first look at its files."""
+    config = load_config("tiny")
+    params = describe_source(config.model.path).params()
+    with Checkpoints(tmp_path / CHECKPOINTS, 1) as checkpoints:
+        checkpoints.save(1, {"actor": params}, {})
+        actor = open_actor(config, tmp_path)
+        checkpoints.save(2, {"actor": params}, {})
+    old = tmp_path / CHECKPOINTS / "1"
+    if left == "state":
+        old.mkdir()
+        shutil.copytree(tmp_path / CHECKPOINTS / "2" / "state", old / "state")
+    actor.params(make_mesh(config.mesh))
+    assert actor.step == 2
+
+
+def test_newest_checkpoint_that_is_damaged_is_named(tmp_path: Path) -> None:
+    config = load_config("tiny")
+    with Checkpoints(tmp_path / CHECKPOINTS, 2) as checkpoints:
+        checkpoints.save(1, {"actor": {"a": np.ones(3)}}, {})
+        checkpoints.save(2, {"actor": {"a": np.ones(3)}}, {})
+    sums = tmp_path / CHECKPOINTS / "2" / "checksums.json"
+    sums.write_text(re.sub(r", \d+\]", ", 0]", sums.read_text()))
+    with pytest.raises(CheckpointError, match="2: damaged: .* has changed since"):
+        open_actor(config, tmp_path).params(make_mesh(config.mesh))
+
+
+def test_step_that_was_asked_for_and_vanishes_is_named(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Checkpoints(tmp_path, 1) as checkpoints:
+        checkpoints.save(1, {"actor": {"a": np.ones(3)}}, {})
+    monkeypatch.setattr(checkpoint, "DELETION", 0.0)
+
+    def vanish(*args: object) -> None:
+        (tmp_path / "1" / "checksums.json").unlink()
+        raise AttributeError("'NoneType' object has no attribute 'tree'")
+
+    monkeypatch.setattr(checkpoint, "_restore_part", vanish)
+    with pytest.raises(CheckpointError, match="1: was deleted while it was read"):
+        checkpoint.restore_part(tmp_path, 1, "actor")
+
+
+def test_other_trouble_of_orbax_is_one_line(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Checkpoints(tmp_path, 1) as checkpoints:
+        checkpoints.save(1, {"actor": {"a": np.ones(3)}}, {})
+    monkeypatch.setattr(checkpoint, "DELETION", 0.0)
+
+    def fail(*args: object) -> None:
+        raise RuntimeError("Event loop is closed\nmore")
+
+    monkeypatch.setattr(checkpoint, "_restore_part", fail)
+    with pytest.raises(CheckpointError, match="RuntimeError: Event loop is closed") as refused:
+        checkpoint.restore_part(tmp_path, 1, "actor")
+    assert "\n" not in str(refused.value)
+
+
+def test_run_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no complete checkpoint; wait for one"):
+        open_actor(load_config("tiny"), tmp_path)
