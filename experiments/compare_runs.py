@@ -30,7 +30,6 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from specrl_jax.config import ConfigError
-from specrl_jax.evaluation.audit import Replay, Ruling, replay, rule
 from specrl_jax.evaluation.compare import (
     StepComparison,
     check_comparable,
@@ -44,6 +43,7 @@ from specrl_jax.model.source import run_config
 from specrl_jax.runtime.compilation import use_persistent_cache
 from specrl_jax.runtime.files import write_atomically
 from specrl_jax.runtime.paths import output_file
+from specrl_jax.training.audit import Replay, Ruling, replay, rule
 
 EQUAL, REAL, BAD_INPUT = 0, 1, 2
 ROWS_SHOWN = 40

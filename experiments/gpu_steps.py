@@ -32,7 +32,7 @@ try:
     from specrl_jax.data.prompts import Prompts
     from specrl_jax.model import weights
     from specrl_jax.model.tensors import EMBED, HEAD, Part, Tensors
-    from specrl_jax.trainer import Trainer
+    from specrl_jax.training.trainer import Trainer
 except ModuleNotFoundError as missing:
     print(f"skipped: gpu_steps.py needs the package {missing.name}: pip install -e .")
     sys.exit()

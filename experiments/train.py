@@ -23,10 +23,10 @@ from interrupt import Preemption, stops
 from specrl_jax.checkpoint.checkpoints import list_steps
 from specrl_jax.config import Config, ConfigError
 from specrl_jax.metrics.report import REPORT, write_report
-from specrl_jax.run import train
 from specrl_jax.runtime import processes
 from specrl_jax.runtime.compilation import use_persistent_cache
 from specrl_jax.runtime.paths import CHECKPOINTS
+from specrl_jax.training.run import train
 
 DISTRIBUTED = flags.DEFINE_bool(
     "distributed", False, "one of several processes, found by jax.distributed (TPU pods, Slurm) or "

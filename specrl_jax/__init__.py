@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from specrl_jax.rl.corrections import CORRECTIONS
     from specrl_jax.rl.losses import LOSSES
     from specrl_jax.rollout.sampler import Sampler
-    from specrl_jax.run import train
-    from specrl_jax.trainer import Trainer
+    from specrl_jax.training.run import train
+    from specrl_jax.training.trainer import Trainer
     from specrl_jax.verify.protocol import Rule
     from specrl_jax.verify.registry import RULES
 
@@ -66,7 +66,7 @@ _HOMES = {
     "PromptBatch": "data.prompts:PromptBatch",
     "Rule": "verify.protocol:Rule",
     "Sampler": "rollout.sampler:Sampler",
-    "Trainer": "trainer:Trainer",
+    "Trainer": "training.trainer:Trainer",
     "evaluate": "evaluation.evaluate:evaluate",
     "generate": "evaluation.generate:generate",
     "load_config": "config:load_config",
@@ -81,7 +81,7 @@ _HOMES = {
     "register_reward": "rewards.reward:REWARDS.register",
     "register_rule": "verify.registry:RULES.register",
     "register_tracker": "metrics.trackers:TRACKERS.register",
-    "train": "run:train",
+    "train": "training.run:train",
     "train_drafter": "distill.offline:train_drafter",
     "write_report": "metrics.report:write_report",
 }

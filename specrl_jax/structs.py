@@ -9,7 +9,7 @@ vocabulary, `X` stop tokens, `K` children of a node.
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import numpy as np
@@ -244,3 +244,11 @@ class Rollout(struct.PyTreeNode):
     rounds: np.ndarray  # i32[Q]
     policy_version: int = struct.field(pytree_node=False, default=0)
     drafter_version: int = struct.field(pytree_node=False, default=0)
+
+
+class Scores(NamedTuple):
+    """What the reward made of a rollout of Q sequences."""
+
+    samples: list[Json]  # as samples.jsonl holds them, one for each sequence
+    rewards: np.ndarray  # f32[Q] weighted sums of the terms
+    metrics: Metrics  # means of the terms, and the number of failures

@@ -19,9 +19,8 @@ FLOORS = (  # from the ground up
     ("data", "draft", "verify", "control"),
     ("rollout", "rl", "rewards"),
     ("distill",),
-    ("trainer",),
     ("evaluation",),
-    ("run",),
+    ("training",),
     ("specrl_jax",),  # the public names
 )
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
@@ -93,7 +92,7 @@ def test_modules_import_each_other_in_no_loop() -> None:
         names |= {name.rpartition(".")[0] for name in names}
         graph[module] = {n for n in names if n in modules and modules[n].name != "__init__.py"}
     assert cycle(graph) == []
-    assert cycle(graph | {"specrl_jax.structs": {"specrl_jax.trainer"}})
+    assert cycle(graph | {"specrl_jax.structs": {"specrl_jax.training.trainer"}})
 
 
 def test_every_room_exists_and_there_are_few() -> None:
@@ -108,8 +107,8 @@ def test_every_room_exists_and_there_are_few() -> None:
     ("specrl_jax.draft.history", "from specrl_jax import control"),
     ("specrl_jax.control.protocol", "import specrl_jax.verify.sampling"),
     ("specrl_jax.model.tiny", "def f():\n    from ..rollout import engine"),
-    ("specrl_jax.trainer", "from specrl_jax.run import train"),
-    ("specrl_jax.trainer", "import experiments.config_flags"),
+    ("specrl_jax.evaluation.evaluate", "from specrl_jax.training.run import train"),
+    ("specrl_jax.training.trainer", "import experiments.config_flags"),
     ("specrl_kernels.noise", "from specrl_jax import structs"),
 ])
 def test_import_that_points_up_is_found(module: str, line: str) -> None:

@@ -30,7 +30,7 @@ from specrl_jax.model import architecture
 from specrl_jax.rollout.engine import Result
 from specrl_jax.rollout.sampler import publisher
 from specrl_jax.structs import Rollout
-from specrl_jax.trainer import Trainer
+from specrl_jax.training.trainer import Trainer
 
 ADVANTAGE = np.random.default_rng(0).normal(size=16).astype(np.float32)
 MESHES = {"2x2x2": MeshConfig(2, 2, 2), "8x1x1": MeshConfig(8, 1, 1), "1x8x1": MeshConfig(1, 8, 1),

@@ -31,7 +31,7 @@ from specrl_jax.rl.learner import LearnerState
 from specrl_jax.runtime.compilation import use_persistent_cache
 from specrl_jax.runtime.machine import peak_rss
 from specrl_jax.structs import Rollout
-from specrl_jax.trainer import Trainer
+from specrl_jax.training.trainer import Trainer
 
 from . import hardware, results, roofline, tables
 from .hardware import Hardware

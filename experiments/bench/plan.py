@@ -20,7 +20,7 @@ from scipy import stats
 from specrl_jax.config import Config, override
 from specrl_jax.runtime.hardware import Chip
 from specrl_jax.structs import Json
-from specrl_jax.trainer import Trainer
+from specrl_jax.training.trainer import Trainer
 
 from . import results
 from .hardware import Hardware, probes_here

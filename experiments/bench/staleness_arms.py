@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from specrl_jax.config import LOSSES, Config
-from specrl_jax.trainer import Trainer
+from specrl_jax.training.trainer import Trainer
 
 from .staleness import BUG_PANELS, PANELS, PLAIN, Panel
 

@@ -12,10 +12,10 @@ from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import TextIO
 
-from specrl_jax import run
 from specrl_jax.config import Config
 from specrl_jax.runtime.compilation import use_persistent_cache
 from specrl_jax.runtime.machine import give_back
+from specrl_jax.training import run
 
 
 class ProcessDied(RuntimeError):

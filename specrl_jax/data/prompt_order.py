@@ -6,14 +6,23 @@ nothing.
 
 import collections
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
+from flax import struct
 
 from specrl_jax.config import Config, check
+from specrl_jax.structs import AnyArray
 
 FLOOR = 0.02  # weight of a prompt that is always or never solved; one half has 0.25
 RANKING = 2**63  # keys of rankings lie above those of epochs
+
+
+class PromptHistory(struct.PyTreeNode):
+    """What the order of later prompts depends on, on the host. N examples."""
+
+    drawn: AnyArray  # i32[] prompts that steps have used
+    tried: AnyArray  # f32[N] groups of each prompt
+    passed: AnyArray  # f32[N] sums of their mean rewards, each within 0 and 1
 
 
 class PromptOrder:
@@ -27,44 +36,38 @@ class PromptOrder:
     def __init__(self, config: Config, prompts: int) -> None:
         check(config.rl.filter == "none" or prompts > 1, "rl.filter", config.rl.filter,
               "chooses among prompts, but the data has one; leave it out")
-        self.weighs, self.seed = config.rl.curriculum == "pass_rate", config.seed
-        self.moves = self.weighs or config.rl.filter != "none"  # has a state
-        self.per_step = config.prompts_per_step
-        self.drawn = np.zeros((), np.int32)  # prompts that the steps so far used
-        self.tried = np.zeros(prompts, np.float32)  # groups of each prompt
-        self.passed = np.zeros(prompts, np.float32)  # sums of their mean rewards, within 0 and 1
+        self.by_pass_rate, self.seed = config.rl.curriculum == "pass_rate", config.seed
+        self.prompts = prompts
 
-    def places(self, step: int, count: int) -> np.ndarray:
+    def init(self) -> PromptHistory:
+        """Returns the history of a run without steps."""
+        zero = np.zeros(self.prompts, np.float32)
+        return PromptHistory(drawn=np.zeros((), np.int32), tried=zero, passed=zero)
+
+    def indices(self, history: PromptHistory, step: int, count: int) -> np.ndarray:
         """Returns the indices of the first `count` prompts of a step, i64[count]."""
-        if not self.weighs:
-            first = int(self.drawn) if self.moves else step * self.per_step
-            return prompts_from(len(self.tried), self.seed, first, count)
-        return self._ranking(step)[np.arange(count) % len(self.tried)]
+        if self.by_pass_rate:
+            return self._ranking(history, step)[np.arange(count) % self.prompts]
+        return prompts_from(self.prompts, self.seed, int(history.drawn), count)
 
-    def _ranking(self, step: int) -> np.ndarray:
+    def _ranking(self, history: PromptHistory, step: int) -> np.ndarray:
         """Returns all prompts as drawn one by one with their weights: the order of exponential
         variables over them (Efraimidis and Spirakis, 2006)."""
-        rate = (self.passed.astype(np.float64) + 0.5) / (self.tried + 1.0)
+        rate = (np.asarray(history.passed, np.float64) + 0.5) / (history.tried + 1.0)
         words = np.random.Philox(key=np.array([self.seed, RANKING + step], np.uint64)).random_raw(
             len(rate))
         uniform = ((words >> np.uint64(11)) + 0.5) * 2.0**-53
         return np.argsort(-np.log(uniform) / (rate * (1 - rate) + FLOOR), kind="stable")
 
-    def observe(self, places: np.ndarray, rewards: np.ndarray) -> None:
-        """Moves on after a step that used `places` i64[groups], with rewards f32[groups, M]."""
-        self.drawn = np.asarray(self.drawn + len(places), np.int32)
-        np.add.at(self.tried, places, 1)
-        np.add.at(self.passed, places, np.clip(rewards, 0, 1).mean(1).astype(np.float32))
 
-    def arrays(self) -> dict[str, Any]:
-        """Returns what a checkpoint holds, {} if steps do not depend on earlier ones."""
-        return {"prompts": {"drawn": self.drawn, "tried": self.tried, "passed": self.passed}
-                } if self.moves else {}
-
-    def restore(self, arrays: dict[str, Any]) -> None:
-        """Goes on from what a checkpoint holds."""
-        self.drawn, self.tried, self.passed = (
-            np.array(arrays[name]) for name in ("drawn", "tried", "passed"))
+def observe(history: PromptHistory, indices: np.ndarray, rewards: np.ndarray) -> PromptHistory:
+    """Returns the history after a step that used the prompts at `indices` i64[groups], whose
+    responses had rewards f32[groups, M]."""
+    tried, passed = np.array(history.tried), np.array(history.passed)
+    np.add.at(tried, indices, 1)
+    np.add.at(passed, indices, np.clip(rewards, 0, 1).mean(1).astype(np.float32))
+    return PromptHistory(drawn=np.asarray(history.drawn + len(indices), np.int32), tried=tried,
+                         passed=passed)
 
 
 def chosen(advantage: np.ndarray, wanted: int) -> np.ndarray:

@@ -19,6 +19,7 @@ from specrl_jax.rewards import judge
 from specrl_jax.rewards.scoring import score_rollout
 from specrl_jax.rollout.engine import Result
 from specrl_jax.rollout.sampler import Sampler
+from specrl_jax.rollout.state import InitialState
 from specrl_jax.structs import Json, Rollout
 from specrl_jax.verify.registry import RULES
 
@@ -68,12 +69,19 @@ class Problems:
         """Returns the prompts of each rollout of an engine that is made for these problems."""
         return prompts_at_once(len(self.prompts.tokens), self.samples, shards)
 
-    def solve(self, sampler: Sampler, at_once: int, progress: Progress) -> "Tally":
-        """Generates and judges all answers. `sampler` takes `at_once` prompts a call."""
+    def solve(self, sampler: Sampler, state: InitialState, at_once: int, progress: Progress
+              ) -> "Tally":
+        """Generates and judges all answers. `sampler` takes `at_once` prompts a call; what
+        speculation learns is passed from call to call, and dropped in the end."""
         tally = Tally(self.prompts, self.tokenizer, self.samples, self.judge)
         progress.phase("evaluating")
+        policy, drafter, speculation = state
         for batch in prompt_batches(self.prompts, at_once):
-            tally.add(*sampler.generate(batch, "eval", 0, progress=progress.rollout))
+            rollout, speculation, result = sampler.generate(
+                batch, policy, drafter, speculation, "eval", 0, progress=progress.rollout)
+            if result.counters["broken"]:
+                drafter = drafter.replace(enabled=False)
+            tally.add(rollout, result)
         return tally
 
 
@@ -96,10 +104,11 @@ def evaluate(config: Config, actor: Actor | None = None, progress: Progress | No
     mesh = sharding.make_mesh(config.mesh)
     at_once = problems.at_once(sharding.shard_count(mesh))
     progress.say(f"loading {actor.name}")
-    sampler = Sampler.from_config(config, prompts=at_once, group=problems.samples, actor=actor)
-    sampler.compile(progress.say, profile=False)
+    sampler, state = Sampler.from_config(config, prompts=at_once, group=problems.samples,
+                                         actor=actor)
+    state = sampler.prepare(state, progress.say)
     with progress:
-        tally = problems.solve(sampler, at_once, progress)
+        tally = problems.solve(sampler, state, at_once, progress)
     return _describe(config, actor) | {
         "device": mesh.devices.flat[0].device_kind, "samples": problems.samples,
         "reward": problems.reward} | tally.results()
@@ -125,7 +134,7 @@ class Tally:
 
     def add(self, rollout: Rollout, result: Result) -> None:
         """Scores a rollout; prompts that only fill it up do not count."""
-        _, rewards, _ = score_rollout(rollout, self.prompts, self.tokenizer, self.reward)
+        rewards = score_rollout(rollout, self.prompts, self.tokenizer, self.reward).rewards
         for q in np.flatnonzero(rollout.occurrence == 0):
             at = self.prompts.place[int(rollout.prompt_id[q])], int(rollout.sample_id[q])
             self.correct[at], self.length[at] = rewards[q] >= 1, rollout.length[q]

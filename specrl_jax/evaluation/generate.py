@@ -47,14 +47,13 @@ class Generator:
         self.config = one_prompt(config, longest, self._shards)
         self.tokenizer = actor.source.tokenizer
         say(f"loading {actor.name}")
-        self.sampler = Sampler.from_config(self.config, prompts=self._shards, actor=actor)
-        self.sampler.compile(say, profile=False)
-        self._answers = 0
+        self.sampler, state = Sampler.from_config(self.config, prompts=self._shards, actor=actor)
+        self.state = self.sampler.prepare(state, say)
 
-    def answer(self, prompt: str, system: str = "", *, write: Callable[[str], None] = _ignore
-               ) -> Generation:
-        """Answers `prompt`, sampled with config.rollout; other noise for each answer. Calls `write`
-        with each piece of text as soon as it is known. An empty `system` adds no message.
+    def answer(self, prompt: str, system: str = "", number: int = 0, *,
+               write: Callable[[str], None] = _ignore) -> Generation:
+        """Answers `prompt`, sampled with config.rollout; each `number` has other noise. Calls
+        `write` with each piece of text as soon as it is known. An empty `system` adds no message.
 
         Raises ConfigError if the model has no chat template, or the prompt exceeds `longest`.
         """
@@ -64,11 +63,10 @@ class Generator:
               f"has {len(tokens)} tokens with the system message, at most {longest} fit; raise "
               "--config.rollout.max_prompt_tokens")
         stream = Stream(self.tokenizer.stream(skip_special=True), write, self.config.rollout.stop)
-        rollout, result = self.sampler.generate(
-            PromptBatch.of([tokens] * self._shards), "generate", self._answers,
+        rollout, _, result = self.sampler.generate(
+            PromptBatch.of([tokens] * self._shards), *self.state, "generate", number,
             on_chunk=stream.write_new)
         stream.close()
-        self._answers += 1
         policy = self.config.control.policy
         return Generation(
             text=stream.text, tokens=stream.tokens, seconds=result.seconds,
@@ -114,7 +112,6 @@ def one_prompt(config: Config, tokens: int, shards: int) -> Config:
     width = -(-tokens // PROMPT_MULTIPLE) * PROMPT_MULTIPLE
     return override(config, {
         "rollout.batch_size": shards, "rollout.min_batch": 1, "rollout.max_prompt_tokens": width,
-        "rollout.order": "sorted",
         "rollout.rounds_per_launch": 1})  # the host sees the tokens of each round
 
 

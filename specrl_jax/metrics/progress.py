@@ -54,7 +54,7 @@ class Progress:
     """Shows the progress of a run. A context manager; silent in processes other than 0."""
 
     def __init__(self, total_steps: int, start_step: int, stream: TextIO | None = None) -> None:
-        """Args: steps of the run; steps that are complete; stream to write to, None is stderr."""
+        """Args: steps of the run; complete steps; stream to write to, None is stderr."""
         self._total = total_steps
         self._done = start_step
         self._active = jax.process_index() == 0
@@ -75,6 +75,11 @@ class Progress:
         if self._live is not None:
             self._live.stop()
             self._live = None
+
+    def resume(self, step: int) -> "Progress":
+        """Sets the number of complete steps."""
+        self._done = step
+        return self
 
     def phase(self, name: str) -> None:
         """Sets the name of the current phase, shown on a terminal only."""
@@ -111,6 +116,10 @@ class Progress:
     def warn(self, text: str) -> None:
         """Prints a warning."""
         self._print(f"WARNING: {text}", style="bold red")
+
+    def warn_of_step(self, text: str) -> None:
+        """Prints a warning that names the step that runs."""
+        self.warn(f"step {self._done}: {text}")
 
     def _left(self) -> str:
         if not self._seconds or self._done >= self._total:

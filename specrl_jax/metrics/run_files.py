@@ -1,7 +1,7 @@
 """The files of a run's working directory.
 
     config.json     the resolved configuration
-    best.json       step and accuracy of the best evaluation, see evaluation/in_run.py
+    best.json       step and accuracy of the best evaluation, see training/in_run.py
     data.json       hashes of the examples and rendered prompts that the run was started with
     metrics.jsonl   one object a step
     samples.jsonl   one object a sequence

@@ -10,7 +10,7 @@ from specrl_jax.data.examples import Example
 from specrl_jax.data.prompts import Prompts
 from specrl_jax.model.tokenizer import Tokenizer
 from specrl_jax.runtime import processes
-from specrl_jax.structs import Json, Rollout
+from specrl_jax.structs import Json, Rollout, Scores
 
 Reward = Callable[[Sequence[tuple[str, str, Example]]],
                   Sequence[tuple[float, Mapping[str, float], Mapping[str, str]]]]
@@ -25,15 +25,12 @@ a group that rl.filter leaves out; others of those are not there."""
 
 
 def score_rollout(rollout: Rollout, prompts: Prompts, tokenizer: Tokenizer, reward: Reward
-                  ) -> tuple[list[Sample], np.ndarray, dict[str, float]]:
+                  ) -> Scores:
     """Decodes every response without its stop token and rewards it once, in one of the processes.
 
     Args:
       rollout: the same in all processes; its prompts are among `prompts`; without rounds, samples
         have no commits.
-
-    Returns:
-      samples in the rollout's order, rewards f32[Q], and the mean of each term of the reward.
 
     Raises:
       RewardError: `reward` failed, here or in another process; raised in all of them.
@@ -54,8 +51,10 @@ def score_rollout(rollout: Rollout, prompts: Prompts, tokenizer: Tokenizer, rewa
         if rollout.rounds is not None:
             samples[-1]["commits"] = rollout.commits[q, : rollout.rounds[q]].tolist()
     rewards = np.asarray([sample["reward"] for sample in samples], np.float32)
-    return samples, rewards, {
-        name: float(np.mean([terms[name] for _, terms, _ in judged])) for name in judged[0][1]}
+    means = {f"reward/{name}": float(np.mean([terms[name] for _, terms, _ in judged]))
+             for name in judged[0][1]}
+    return Scores(samples, rewards, means | {
+        "reward/failures": sum("failures" in sample for sample in samples)})
 
 
 def _answer(rollout: Rollout, q: int, prompts: Prompts, tokenizer: Tokenizer

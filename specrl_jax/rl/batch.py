@@ -29,6 +29,7 @@ class Batch(struct.PyTreeNode):
     rollout_logprob: AnyArray  # f32[n, b, R] of verification, with temperature, untruncated
     start: AnyArray  # i32[n, b, K] where each sequence begins in R
     length: AnyArray  # i32[n, b, K] response tokens; 0 pads
+    sequence: AnyArray  # i32[n, b, K] index in the rollout; -1 pads
     advantage: AnyArray  # f32[n, b, K]
     temperature: AnyArray  # f32[n, b] positive
 
@@ -142,7 +143,8 @@ def _blank(rows: int, most: np.ndarray, temperature: float, shares: bool
             "prefix": ints(columns) - 1 if shares else None,
             "predicted_at": ints(responses), "response": ints(responses),
             "rollout_logprob": floats(responses), "start": ints(sequences),
-            "length": ints(sequences), "advantage": floats(sequences),
+            "length": ints(sequences), "sequence": ints(sequences) - 1,
+            "advantage": floats(sequences),
             "temperature": np.full(rows, temperature, np.float32)}
 
 
@@ -172,7 +174,7 @@ def _fill(row: dict[str, np.ndarray], rollout: Rollout, advantage: np.ndarray, t
             row["response"][at] = rollout.tokens[sequence, :length]
             row["rollout_logprob"][at] = rollout.raw_logprob[sequence, :length]
             row["start"][number], row["length"][number] = slot, length
-            row["advantage"][number] = advantage[sequence]
+            row["advantage"][number], row["sequence"][number] = advantage[sequence], sequence
             put(rollout.tokens[sequence, :length], int(before), shared)
             slot, number = slot + length, number + 1
         segment += 1

@@ -1,52 +1,132 @@
-"""Scored rollouts of a step, and the part of them that the update reads. Host functions."""
+"""What a step learns from: responses with rewards and advantages, in canonical order.
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+Responses come rollout by rollout as `Judged`, more of them while rl.filter asks for more, and
+become one `Experience`. Host functions.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import numpy as np
 
 from specrl_jax.config import Config
-from specrl_jax.data import prompt_order
-from specrl_jax.rl import overlong
-from specrl_jax.structs import Json, Metrics, Rollout
+from specrl_jax.data.prompt_order import chosen, useful
+from specrl_jax.rl.algorithm import Algorithm
+from specrl_jax.structs import Json, Metrics, Rollout, Scores
+
+Key = tuple[int, int]
+"""Id and occurrence of a prompt in a step."""
 
 
-class Scored(NamedTuple):
-    """A rollout with its rewards; Q sequences in groups of M.
+class Judged(NamedTuple):
+    """A rollout with its rewards: G groups of M sequences, Q in all.
 
     Attributes:
-      rollout: without greedy responses.
-      samples: what samples.jsonl holds, one a sequence.
-      unlearned: records of answers that no step learns from, and a term of whose reward failed.
-      rewards: f32[Q] of the reward's terms alone.
-      shaped: f32[Q] less a penalty on length and less the KL; advantages come from these.
-      baseline: f32[groups] those of greedy responses, if rl.advantage asks for them.
-      terms: metrics, means over the rollout; counts of failures.
-      advantage: f32[Q] of the rewards alone, 0 for responses that the update does not see: a group
-        without any is what rl.filter replaces.
+      rollout: the sampled responses, without greedy ones.
+      scores: of the sampled responses.
+      greedy: samples of the greedy responses, if there are any.
+      shaped: f32[Q] rewards less a penalty on length and less the KL.
+      baseline: f32[G] shaped rewards of the greedy responses, if rl.advantage asks for them.
+      signal: f32[Q] advantages of the rewards alone, 0 for responses that the update does not see:
+        rl.filter replaces a group without any.
+      metrics: means over the rollout; counts of failures.
     """
 
     rollout: Rollout
-    samples: list[Json]
-    unlearned: list[Json]
-    rewards: np.ndarray
+    scores: Scores
+    greedy: list[Json]
     shaped: np.ndarray
     baseline: np.ndarray | None
-    terms: Metrics
-    advantage: np.ndarray
-
-    def groups(self, values: np.ndarray) -> np.ndarray:
-        """Returns values [Q] as [groups, M]."""
-        return values.reshape(-1, int(self.rollout.sample_id.max()) + 1)
+    signal: np.ndarray
+    metrics: Metrics
 
     @property
     def useful(self) -> int:
-        """How many groups have an advantage."""
-        return int(prompt_order.useful(self.groups(self.advantage)).sum())
+        """How many groups have a signal."""
+        return int(useful(self.groups(self.signal)).sum())
+
+    def groups(self, values: np.ndarray) -> np.ndarray:
+        """Returns values [Q] as [G, M]."""
+        return values.reshape(-1, int(self.rollout.sample_id.max()) + 1)
 
 
-def split(config: Config, rollout: Rollout) -> tuple[Rollout, Rollout | None]:
+class Experience(NamedTuple):
+    """The groups that a step learns from: P groups of M sequences, Q in all, in canonical order.
+
+    Attributes:
+      rollout: the sequences as they were generated.
+      learned: the same as the update reads them: masked responses have no tokens.
+      rewards: f32[Q] of the reward's terms alone.
+      advantage: f32[Q] of the shaped rewards, 0 for masked responses.
+      samples: what samples.jsonl holds of the step; answers without learning are marked.
+      metrics: of all responses of the step, those that were filtered out included.
+    """
+
+    rollout: Rollout
+    learned: Rollout
+    rewards: np.ndarray
+    advantage: np.ndarray
+    samples: list[Json]
+    metrics: Metrics
+
+
+def judge(config: Config, algorithm: Algorithm, rollout: Rollout,
+          score: Callable[[Rollout], Scores], sequence_kl: Callable[[Rollout], np.ndarray]
+          ) -> Judged:
+    """Returns a rollout with its rewards.
+
+    Args:
+      score: the reward.
+      sequence_kl: KL to the reference of each sequence, f32[Q]; called if rl.kl_in is reward.
+    """
+    mine, greedy = _split(config, rollout)
+    scores = score(mine)
+    shaped, metrics = _shape(config, mine, scores.rewards, sequence_kl)
+    metrics |= scores.metrics
+    answers, best, baseline = [], None, None
+    if greedy is not None:
+        others = score(greedy)
+        answers, best = others.samples, others.rewards
+        baseline, _ = _shape(config, greedy, best, sequence_kl)
+        metrics["reward/failures"] += others.metrics["reward/failures"]
+    signal = algorithm.advantages(scores.rewards, config.group_size, best)
+    return Judged(mine, scores, answers, shaped, baseline, _masked(config, mine, signal), metrics)
+
+
+def build(config: Config, algorithm: Algorithm, judged: Sequence[Judged], drawn: Sequence[Key]
+          ) -> Experience:
+    """Returns what a step learns from.
+
+    Args:
+      judged: the step's rollouts, in the order in which they were generated.
+      drawn: all prompts of the step in the order in which they were drawn, which decides who fills
+        the batch; in a rollout they are sorted by id.
+    """
+    size, whole = config.group_size, join([one.rollout for one in judged])
+    signal = np.concatenate([one.signal for one in judged]).reshape(-1, size)
+    keys = list(zip(whole.prompt_id[::size].tolist(), whole.occurrence[::size].tolist(),
+                    strict=True))
+    rank = {key: i for i, key in enumerate(drawn)}
+    by_draw = np.argsort([rank[key] for key in keys])
+    groups = np.asarray(sorted(by_draw[chosen(signal[by_draw], config.prompts_per_step)],
+                               key=keys.__getitem__))
+    at = (groups[:, None] * size + np.arange(size)).reshape(-1)
+    shaped, rewards = (np.concatenate(values) for values in (
+        [one.shaped for one in judged], [one.scores.rewards for one in judged]))
+    baseline = None if judged[0].baseline is None else np.concatenate(
+        [one.baseline for one in judged if one.baseline is not None])[groups]
+    rollout = take(whole, at)
+    return Experience(
+        rollout=rollout, learned=_without_masked(config, rollout), rewards=rewards[at],
+        advantage=_masked(config, rollout, algorithm.advantages(shaped[at], size, baseline)),
+        samples=_samples(judged, at),
+        metrics=_metrics(judged) | {
+            "reward/mean": float(rewards.mean()), "reward/std": float(rewards.std()),
+            "reward/nonzero_advantage_fraction": float(useful(signal).mean())})
+
+
+def _split(config: Config, rollout: Rollout) -> tuple[Rollout, Rollout | None]:
     """Returns the sampled responses, and the greedy ones if there are any."""
     if not config.rl.greedy:
         return rollout, None
@@ -54,24 +134,58 @@ def split(config: Config, rollout: Rollout) -> tuple[Rollout, Rollout | None]:
     return take(rollout, np.flatnonzero(sampled)), take(rollout, np.flatnonzero(~sampled))
 
 
-def failing(samples: Iterable[Json]) -> list[Json]:
-    """Returns the records of answers whose reward failed, marked as not learned from."""
-    return [sample | {"learned": False} for sample in samples if "failures" in sample]
-
-
-def shaped(config: Config, rollout: Rollout, rewards: np.ndarray,
+def _shape(config: Config, rollout: Rollout, rewards: np.ndarray,
            sequence_kl: Callable[[Rollout], np.ndarray]) -> tuple[np.ndarray, Metrics]:
-    """Returns rewards f32[Q] less a penalty on length and less the KL to the reference, which is
-    computed if rl.kl_in asks for it; and metrics of both."""
+    """Returns rewards f32[Q] less a penalty on length and less the KL, and metrics of both."""
     metrics: Metrics = {}
     if config.rl.overlong == "soft":
-        penalty = overlong.penalty(config, rollout)
+        penalty = overlong_penalty(config, rollout)
         rewards, metrics["reward/overlong"] = rewards + penalty, float(penalty.mean())
     if config.rl.kl_in_reward:
         kl = sequence_kl(rollout)
         rewards = rewards - np.float32(config.rl.kl) * kl
         metrics["kl/reference"] = float(kl.sum() / rollout.length.sum())
     return rewards, metrics
+
+
+def overlong_penalty(config: Config, rollout: Rollout) -> np.ndarray:
+    """Returns what rl.overlong=soft adds to the reward of each response, f32[Q], from 0 to -1.
+
+    From `overlong_tokens` before the limit on it falls in a line, to -1 at the limit: DAPO,
+    arXiv:2503.14476, equation 13. A response that stops by itself counts by its length, too.
+    """
+    within, most = config.overlong_tokens, config.rollout.max_new_tokens
+    return -np.maximum(0, rollout.length - (most - within)).astype(np.float32) / within
+
+
+def _masked(config: Config, rollout: Rollout, values: np.ndarray) -> np.ndarray:
+    """Returns values f32[Q], with rl.overlong=mask 0 for responses without a stop token (DAPO,
+    section 3.4: overlong filtering)."""
+    return np.where(rollout.stopped, values, np.float32(0)) if (
+        config.rl.overlong == "mask") else values
+
+
+def _without_masked(config: Config, rollout: Rollout) -> Rollout:
+    """Returns the rollout in which the responses of `_masked` have no tokens."""
+    return rollout.replace(length=np.where(rollout.stopped, rollout.length, 0)) if (
+        config.rl.overlong == "mask") else rollout
+
+
+def _samples(judged: Sequence[Judged], at: np.ndarray) -> list[Json]:
+    """Returns the samples of the sequences at the indices `at`, then those of failed answers that
+    the step does not learn from, marked."""
+    samples = [sample for one in judged for sample in one.scores.samples]
+    left_out = sorted(set(range(len(samples))) - set(at.tolist()))
+    others = [*(sample for one in judged for sample in one.greedy),
+              *(samples[i] for i in left_out)]
+    return [samples[i] for i in at] + [
+        sample | {"learned": False} for sample in others if "failures" in sample]
+
+
+def _metrics(judged: Sequence[Judged]) -> Metrics:
+    means = {name: float(np.mean([one.metrics[name] for one in judged]))
+             for name in judged[0].metrics}
+    return means | {"reward/failures": sum(one.metrics["reward/failures"] for one in judged)}
 
 
 def take(rollout: Rollout, at: np.ndarray) -> Rollout:
@@ -82,49 +196,3 @@ def take(rollout: Rollout, at: np.ndarray) -> Rollout:
 def join(rollouts: Sequence[Rollout]) -> Rollout:
     """Returns the sequences of all rollouts, one after the other."""
     return jax.tree.map(lambda *parts: np.concatenate(parts), *rollouts)
-
-
-def merge(scored: Sequence[Scored], config: Config, drawn: Sequence[tuple[int, int]]
-          ) -> tuple[Scored, Metrics]:
-    """Returns the groups that a step learns from, in canonical order, and metrics of all.
-
-    Args:
-      drawn: id and occurrence of all prompts of the step in the order in which they were drawn,
-        which decides who fills the batch; in the rollouts they are sorted by id.
-    """
-    def joined(name: str) -> Any:
-        return np.concatenate([getattr(one, name) for one in scored])
-
-    whole, rewards, advantage = join([s.rollout for s in scored]), joined("rewards"), joined(
-        "advantage")
-    size = config.group_size
-    rank = {key: i for i, key in enumerate(drawn)}
-    by_draw = np.argsort([rank[key] for key in zip(
-        whole.prompt_id[::size].tolist(), whole.occurrence[::size].tolist(), strict=True)])
-    groups = by_draw[prompt_order.chosen(
-        advantage.reshape(-1, size)[by_draw], config.prompts_per_step)]
-    order = np.lexsort((whole.occurrence[groups * size], whole.prompt_id[groups * size]))
-    groups = groups[order]
-    at = (groups[:, None] * size + np.arange(size)).reshape(-1)
-    samples = [sample for one in scored for sample in one.samples]
-    dropped = sorted(set(range(len(samples))) - set(at.tolist()))
-    unlearned = [sample for one in scored for sample in one.unlearned]
-    kept = Scored(take(whole, at), [samples[i] for i in at],
-                  unlearned + failing(samples[i] for i in dropped), rewards[at],
-                  joined("shaped")[at],
-                  None if scored[0].baseline is None else joined("baseline")[groups], {},
-                  advantage[at])
-    counts = {name: sum(one.terms[name] for one in scored) for name in ("reward/failures",)}
-    means = {name: float(np.mean([one.terms[name] for one in scored])) for name in scored[0].terms}
-    return kept, means | counts | {
-        "reward/mean": float(rewards.mean()), "reward/std": float(rewards.std()),
-        "reward/nonzero_advantage_fraction": float(
-            prompt_order.useful(advantage.reshape(-1, size)).mean())}
-
-
-def rates(scored: Sequence[Scored], place: Mapping[int, int]) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the places of all groups' prompts, i64[groups], and their rewards f32[groups, M]."""
-    groups = [one.groups(one.rewards) for one in scored]
-    ids = [one.rollout.prompt_id[:: group.shape[1]] for one, group in
-           zip(scored, groups, strict=True)]
-    return np.asarray([place[int(i)] for i in np.concatenate(ids)]), np.concatenate(groups)

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -21,7 +21,7 @@ from specrl_jax.rl.learner import LearnerState
 from specrl_jax.rl.optimizer import make_optimizer
 from specrl_jax.runtime.compilation import Program, abstract
 from specrl_jax.runtime.hardware import chip_of
-from specrl_jax.structs import Array, Metrics, Params, Rollout
+from specrl_jax.structs import Metrics, Params, Rollout
 
 HOST = "pinned_host"  # JAX's name of the memory of learner.optimizer_offload
 
@@ -100,7 +100,7 @@ def host_batches(config: Config, rollout: Rollout, advantage: np.ndarray
                        keep_all) for i, part in enumerate(np.split(advantage, parts))]
 
 
-def batch_places(mesh: Mesh) -> tuple[NamedSharding, NamedSharding]:
+def batch_shardings(mesh: Mesh) -> tuple[NamedSharding, NamedSharding]:
     """Returns the shardings of a batch, split over rows, and of its totals."""
     return NamedSharding(mesh, P(None, sharding.ROWS)), sharding.replicated(mesh)
 
@@ -124,7 +124,7 @@ def _steps(config: Config) -> int:
 def abstract_batch(config: Config, mesh: Mesh) -> tuple[Batch, Totals]:
     """Returns the shapes and shardings of the batch of one optimiser step."""
     blank = host_batches(config, blank_rollout(config), np.zeros(config.sequences, np.float32))
-    return abstract(blank[0], batch_places(mesh))
+    return abstract(blank[0], batch_shardings(mesh))
 
 
 def score(config: Config, arch: Architecture, mesh: Mesh) -> Program:
@@ -164,28 +164,6 @@ def programs(config: Config, arch: Architecture, mesh: Mesh, teacher: Architectu
     yield Program("update", update, (state, batch, totals, scores if reads_old(config) else None,
                                      (scores, scores) if config.rl.kl_in_loss else None, base,
                                      None if teacher is None else scores))
-
-
-def sequence_kl(config: Config, mesh: Mesh, rollout: Rollout, summed: Callable[..., Array],
-                scores: Sequence[Callable[[tuple[Batch, Totals]], Array]]) -> np.ndarray:
-    """Returns an estimate of the KL to the reference of each sequence, f32[Q], or f32[groups] of
-    a rollout with one sequence a prompt.
-
-    Args:
-      summed: the program `kl`.
-      scores: `learner.score` under the policy and under the reference.
-    """
-    together = config.sequences // len(rollout.length)  # group_size where each stands for a group
-    rollout = jax.tree.map(lambda a: np.repeat(a, together, 0), rollout)
-    rollout = rollout.replace(length=np.where(
-        np.arange(config.sequences) % together, 0, rollout.length))
-    found = np.zeros(config.sequences + 1, np.float32)
-    number = np.arange(1, len(found)).astype(np.float32)  # in the place of an advantage
-    for host in host_batches(config, rollout, number):
-        part = sharding.put(batch_places(mesh), host)
-        sums = summed(part[0], *(score(part) for score in scores))
-        found[host[0].advantage.astype(int)] = jax.device_get(sums)
-    return found[1::together]
 
 
 def speed(arch: Architecture, mesh: Mesh, tokens: int, seconds: float) -> Metrics:

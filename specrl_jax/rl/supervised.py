@@ -152,7 +152,7 @@ class Supervised:
         rollout = as_rollout(self.config, turns)
         advantage = (rollout.length > 0).astype(np.float32)
         (batch,) = programs.host_batches(self.config, rollout, advantage)
-        return sharding.put(programs.batch_places(self.mesh), batch)
+        return sharding.put(programs.batch_shardings(self.mesh), batch)
 
     def step(self) -> tuple[Metrics, list[Json]]:
         """Runs one update; returns metrics, and which turns it learned."""

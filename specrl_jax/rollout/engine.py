@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from specrl_jax import sharding
 from specrl_jax.control import acceptance
+from specrl_jax.control.acceptance import Acceptance
 from specrl_jax.rollout import calibration, counted, refill
 from specrl_jax.rollout.calibration import Reliability
 from specrl_jax.rollout.decode_loop import launch
@@ -26,6 +27,7 @@ from specrl_jax.rollout.host_view import Forecast, HostView, Timer
 from specrl_jax.rollout.layout import ROW, Layout, RolloutRequest, Shapes, pad
 from specrl_jax.rollout.plan import NOT_FORCED, Decoder
 from specrl_jax.rollout.slots import EMPTY, Slots
+from specrl_jax.rollout.state import Speculation
 from specrl_jax.runtime.compilation import Compiler, Name, Program, abstract
 from specrl_jax.sharding import ROWS
 from specrl_jax.structs import (
@@ -67,7 +69,7 @@ class Result:
 
 
 class Engine:
-    """Compiled programs for one set of shapes; `run` is the rollout.
+    """Compiled programs for one set of shapes; `run` is the rollout. It holds no other state.
 
     Args:
       decoder: model, drafter and controller.
@@ -85,11 +87,13 @@ class Engine:
         self.decoder, self.mesh, self.shapes = decoder, mesh, shapes
         self.layout = Layout(decoder, mesh, shapes, stop, dtype, past,
                              platform or sharding.platform(mesh))
-        self.control = decoder.controller.init(None)  # on the host
-        drafter = decoder.drafter
-        self.acceptance = acceptance.blank(len(drafter.names), drafter.depth)  # earlier rollouts
         self._programs: dict[Any, Any] = {}
-        self._pool: KVCache | None = None  # the largest batch's cache, kept from rollout to rollout
+
+    def initial_speculation(self) -> Speculation:
+        """Returns the state of a controller that has measured nothing, without any outcome."""
+        drafter = self.decoder.drafter
+        return Speculation(control=self.decoder.controller.init(None),
+                           acceptance=acceptance.blank(len(drafter.names), drafter.depth))
 
     # Programs.
 
@@ -106,19 +110,19 @@ class Engine:
         Args:
           others: adds programs that are compiled at the same time.
         """
-        self._pool = None
         report(f"compiling rollouts of {', '.join(map(str, self.shapes.batches))} rows")
         with Compiler() as compiler:
             added = {p.name: compiler.add(p) for p in self.programs(params, drafter_params)}
             others(compiler)
         self._programs = {name: future.result() for name, future in added.items()}
-        self._pool = self._blank_kv()  # zeros are programs, too
+        self._blank_kv()  # zeros are programs, too
 
     def programs(self, params: Params, drafter_params: DrafterParams) -> Iterator[Program]:
         """Yields every program that `run` may call; the arguments may be abstract."""
         shapes, whole, specs = self.shapes, P(), self.layout.specs
         full, replicated = self.layout.abstract(shapes.batch), sharding.replicated(self.mesh)
-        control = self._like(jax.tree.map(np.asarray, self.control), replicated)
+        control = self._like(jax.tree.map(np.asarray, self.decoder.controller.init(None)),
+                             replicated)
         slots = np.zeros(shapes.batch * shapes.shards, np.int32)
         fill = self._like(carrier(SlotFill, seq=slots, source=slots, copy=slots, root=slots,
                                   length=slots))
@@ -188,13 +192,8 @@ class Engine:
     def begin(self, request: RolloutRequest) -> RolloutState:
         """Returns the state in which no slot is filled yet, without the controller's."""
         state = self.layout.host_state(request, self.shapes.batch)
-        kv, self._pool = self._pool or self._blank_kv(), None
         state = sharding.put(self.layout.shardings(state), state)
-        return state.replace(cache=state.cache.replace(kv=kv))
-
-    def release(self) -> None:
-        """Frees the cache; the next rollout makes another."""
-        self._pool = None
+        return state.replace(cache=state.cache.replace(kv=self._blank_kv()))
 
     def _blank_kv(self) -> KVCache:
         return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype, device=a.sharding),
@@ -202,14 +201,15 @@ class Engine:
 
     # The rollout.
 
-    def run(self, params: Params, request: RolloutRequest, drafter_params: DrafterParams = (), *,
-            rounds: int = 32, depth: int | None = None,
+    def run(self, params: Params, drafter_params: DrafterParams, speculation: Speculation,
+            request: RolloutRequest, *, rounds: int = 32, depth: int | None = None,
             progress: Callable[[int, int, int], None] = lambda done, total, tokens: None,
-            peek: Callable[[np.ndarray, np.ndarray], bool] | None = None) -> Result:
-        """Generates all sequences of `request`.
+            peek: Callable[[np.ndarray, np.ndarray], bool] | None = None
+            ) -> tuple[Result, Speculation]:
+        """Generates all sequences of `request`; returns them and what speculation has learned.
 
         Args:
-          params: published, as `compile` saw them.
+          params, drafter_params: published, with the shapes that `compile` was given.
           rounds: R, rounds of a launch.
           depth: of drafts, whatever the controller plans; None leaves it to the controller.
           progress: called after each launch with sequences done, their total, and tokens so far.
@@ -222,26 +222,28 @@ class Engine:
         self.layout.check(request)
         timer, view = Timer(), HostView(self.shapes, request, self.layout.cells)
         state, forecast = self.begin(request), Forecast(request, self.shapes.group)
+        control, known = speculation.control, speculation.acceptance
         force = UNFORCED if depth is None else np.asarray([depth, NOT_FORCED], np.int32)
         trace: list[LaunchRecord] = []
         while not view.done.all():
             with timer("prefill"):
                 state = self._fill_slots(state, params, drafter_params, request, view)
                 jax.block_until_ready(state.root)
-            state = state.replace(**self._place(forecast.changes(view, self.acceptance)))
+            state = state.replace(**self._place(forecast.changes(view, known)))
             with timer("launch"):
                 state, control, seen = self.launch(
-                    view.batch, params, drafter_params, state, self.control, rounds=rounds,
+                    view.batch, params, drafter_params, state, control, rounds=rounds,
                     waiting=view.waiting, force=force,
                     smaller=0 if view.waiting.any() else self.shapes.smaller(view.batch))
                 seen = jax.tree.map(np.asarray, seen)
             trace.append(view.end_launch(seen, self.shapes.shards, self._agreed(timer.last)))
-            self.control, trace[-1].control = self.decoder.controller.end_chunk(
+            control, trace[-1].control = self.decoder.controller.end_chunk(
                 jax.tree.map(np.asarray, control), trace[-1])
             progress(int(view.done.sum()), view.done.size, int(view.length.sum()))
             if peek is not None and peek(np.asarray(state.sequences.tokens), view.length):
                 break
-        return self._result(state, view, trace, timer)
+        return self._result(state, view, trace, timer, known), speculation.replace(
+            control=control, acceptance=acceptance.merge(known, view.outcomes, MEMORY))
 
     def launch(self, batch: int, params: Params, drafter_params: DrafterParams,
                state: RolloutState, control: ControlState, *, waiting: np.ndarray, rounds: int,
@@ -275,16 +277,13 @@ class Engine:
             return seconds
         return float(multihost_utils.broadcast_one_to_all(np.float32(seconds)))
 
-    def _result(self, state: RolloutState, view: HostView, trace: list[LaunchRecord], timer: Timer
-                ) -> Result:
-        """Collects what was generated, and keeps what later rollouts use."""
+    def _result(self, state: RolloutState, view: HostView, trace: list[LaunchRecord], timer: Timer,
+                known: Acceptance) -> Result:
+        """Collects what was generated and what it cost."""
         sequences, counters = jax.tree.map(
             np.asarray, self._programs["collect"](state.sequences, state.counters))
-        if view.batch == self.shapes.batch:
-            self._pool = state.cache.kv
         judged = calibration.judge(view.outcomes, acceptance.table(
-            self.acceptance, jax.tree.map(np.zeros_like, view.outcomes)))
-        self.acceptance = acceptance.merge(self.acceptance, view.outcomes, MEMORY)
+            known, jax.tree.map(np.zeros_like, view.outcomes)))
         return Result(sequences=sequences, counters=counted.totals(counters), trace=trace,
                       by_drafter=counted.by_drafter(counters, self.decoder.drafter.names),
                       calibration=judged, rule=self.decoder.rule,
@@ -342,8 +341,6 @@ class Engine:
         shards = list(zip(view.slots, view.done, strict=True))
         live = max(one.live(d) for one, d in shards)
         while (smaller := self.shapes.smaller(view.batch)) >= live:
-            if view.batch == self.shapes.batch:
-                self._pool = state.cache.kv
             taken = [one.compact(smaller, d) for one, d in shards]
             state = self.shrink(view.batch, state, np.concatenate(taken))
             view.batch = smaller

@@ -117,6 +117,7 @@ class Launches:
 
     def __init__(self, engine: Engine, params: Params, drafter_params: DrafterParams) -> None:
         self.engine, self.params = engine, (params, drafter_params)
+        self.control = engine.decoder.controller.init(None)
         self.state, self.batch = engine.begin(_request(engine)), engine.shapes.batch
 
     def warm_up(self, rows: int) -> float:
@@ -134,7 +135,7 @@ class Launches:
         state = _stage(engine, self.state, point)
         began = time.perf_counter()
         self.state, _, _ = engine.launch(
-            point.rows, params, drafter_params, state, engine.control, rounds=point.rounds,
+            point.rows, params, drafter_params, state, self.control, rounds=point.rounds,
             smaller=0, waiting=np.zeros(engine.shapes.shards, np.int32),
             force=np.asarray([point.steps, point.bucket], np.int32))
         jax.block_until_ready(self.state)

@@ -1,8 +1,10 @@
 """Generation from token ids, for training, evaluation and single prompts.
 
-A Sampler joins a model, a drafter, a controller and an engine; it reads only published parameters.
+A Sampler is the programs and shapes of a model, a drafter, a controller and an engine. What it
+reads and returns are values, see state.py.
 """
 
+import copy
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
@@ -15,10 +17,9 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from specrl_jax import prng, sharding
-from specrl_jax.config import Config, check
+from specrl_jax.config import Config
 from specrl_jax.control import cost_file
 from specrl_jax.control.cost_model import plain_round_seconds
-from specrl_jax.control.protocol import make_spec
 from specrl_jax.data.chats import messages, template_variables
 from specrl_jax.data.prompts import PromptBatch
 from specrl_jax.draft.protocol import Drafter
@@ -30,8 +31,8 @@ from specrl_jax.model.transformer import Params
 from specrl_jax.rollout import profile as profiling
 from specrl_jax.rollout.build import build
 from specrl_jax.rollout.engine import Result
-from specrl_jax.rollout.layout import make_request, pad
-from specrl_jax.runtime.checksum import checksum
+from specrl_jax.rollout.layout import RolloutRequest, make_request, pad
+from specrl_jax.rollout.state import InitialState, PublishedDrafter, PublishedPolicy, Speculation
 from specrl_jax.runtime.compilation import Compiler
 from specrl_jax.runtime.stderr import warn as loud
 from specrl_jax.structs import DrafterParams, Json, PyTree, Rollout, carrier
@@ -44,8 +45,9 @@ class Sampler:
 
     `from_config` opens the model, too:
 
-        sampler = Sampler.from_config(load_config("tiny"), prompts=1, group=4)
-        rollout, result = sampler.generate(sampler.encode(["What is 52 + 21?"]))
+        sampler, state = Sampler.from_config(load_config("tiny"), prompts=1, group=4)
+        rollout, speculation, result = sampler.generate(
+            sampler.encode(["What is 52 + 21?"]), *state)
 
     Args:
       config: its model, spec, draft, control and rollout sections are read.
@@ -67,25 +69,15 @@ class Sampler:
         self.config, self.group, self.greedy, self.mesh = config, group, greedy, mesh
         self.drafters, self.engine = build(config, arch, stop, mesh, prompts=prompts, group=group,
                                            warn=warn, tokenizer=tokenizer, wrap=wrap)
-        self.plain_round_seconds: dict[int, float] = {}  # by batch size, where costs are known
-        self.profiling_seconds = 0.0  # spent on reading or measuring costs
-        self._depth: int | None = None  # of drafts, whatever the controller plans
-        self.control_restored = False  # the controller's state is a checkpoint's
         self._cast = publisher(arch, mesh, self.engine.layout.dtype,
                                layers.are_scanned(sharding.platform(mesh)))
-        self.params: Params = {}  # as published
-        self.drafter_params: DrafterParams = ()  # bound to them
-        self.drafter_weights = sharding.put(self.drafters.places(mesh), self.drafters.weights)
         warn_of_broken(self.drafters.weights, warn)
-        self.version, self.drafter_version = -1, 0
-        self.broken = False  # a rollout found non-finite draft scores and switched drafting off
-        self._checksum: int | None = None
         self._warn, self._tokenizer = warn, tokenizer
 
     @classmethod
     def from_config(cls, config: Config, *, prompts: int = 1, group: int = 1,
-                    actor: Actor | None = None, **options: Any) -> "Sampler":
-        """Returns a sampler with the weights of a model published, and no slot that stays empty.
+                    actor: Actor | None = None, **options: Any) -> tuple["Sampler", InitialState]:
+        """Returns a sampler without unused slots, and what it reads: a model's weights, published.
 
         Args:
           prompts, group, options: those of the class.
@@ -101,8 +93,13 @@ class Sampler:
         mesh, tokenizer = sharding.make_mesh(config.mesh), actor.source.tokenizer
         sampler = cls(config, actor.source.arch, tokenizer.stop_ids, mesh, prompts=prompts,
                       group=group, tokenizer=tokenizer, **options)
-        sampler.publish(actor.params(mesh), actor.step)
-        return sampler
+        return sampler, sampler.initial_state(actor.params(mesh), actor.step)
+
+    def with_config(self, config: Config) -> "Sampler":
+        """Returns a sampler with the same programs that reads other run-time values."""
+        other = copy.copy(self)
+        other.config = config
+        return other
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -120,114 +117,84 @@ class Sampler:
         return PromptBatch.of([self.tokenizer.encode(self.tokenizer.chat(x, **variables))
                                for x in chats])
 
-    def publish(self, params: Params, version: int) -> None:
-        """Makes `params` what rollouts read: cast and resharded, or as they are if both agree."""
-        first, self.version, self._checksum = self.version < 0, version, None
-        self.params = self._cast(params)
-        trained = self.drafters.actor
-        mine = layers.identity(self.params) if first and trained else ""
-        if mine.split()[:1] == trained.split()[:1] and mine != trained:  # bits of one dtype compare
+    # Published weights.
+
+    def initial_state(self, params: Params, version: int = 0) -> InitialState:
+        """Publishes a model's weights and the drafter's own; speculation has learned nothing."""
+        policy = self.publish(params, version)
+        drafter = self.publish_drafter(policy, self.load_drafter(), 0)
+        trained_with = self.drafters.actor
+        mine = layers.identity(policy.params) if trained_with else ""
+        # Bits compare only where both have one dtype.
+        if mine.split()[:1] == trained_with.split()[:1] and mine != trained_with:
             self._warn(f"draft.path = {self.config.draft.path!r}: the head was trained with other "
                        "weights of this actor and may have less accepted")
-        self.publish_drafter(self.drafter_weights, self.drafter_version)
+        return InitialState(policy, drafter, self.engine.initial_speculation())
 
-    def publish_drafter(self, weights: Sequence[DrafterParams], version: int) -> None:
-        """Makes `weights`, those of each part, what rollouts draft with; an error changes nothing.
-        """
-        bound = self.drafters.bind(self.params, weights)
-        self.drafter_weights, self.drafter_version = tuple(weights), version
-        self.drafter_params = bound
+    def publish(self, params: Params, version: int) -> PublishedPolicy:
+        """Returns `params` as rollouts read them: cast and resharded, or as they are."""
+        return PublishedPolicy(self._cast(params), version)
 
-    def follow(self, other: "Sampler") -> None:
-        """Reads what `other` has published, which is of the same model and drafter."""
-        self.params, self.version, self._checksum = other.params, other.version, None
-        self.drafter_weights, self.drafter_params = other.drafter_weights, other.drafter_params
-        self.drafter_version, self._depth = other.drafter_version, other._depth
+    def load_drafter(self) -> tuple[DrafterParams, ...]:
+        """Returns the weights of each part of the drafter as its files have them, on the mesh."""
+        return sharding.put(self.drafters.places(self.mesh), self.drafters.weights)
 
-    def forget(self) -> None:
-        """Holds no weights until it follows or publishes again: they may be a copy of their own."""
-        self.params, self.drafter_params, self.drafter_weights = {}, (), ()
+    def publish_drafter(self, policy: PublishedPolicy, weights: Sequence[DrafterParams],
+                        version: int, enabled: bool = True) -> PublishedDrafter:
+        """Returns a drafter's `weights`, those of each part, bound to the published policy."""
+        return PublishedDrafter(tuple(weights), self.drafters.bind(policy.params, weights),
+                                version, enabled)
 
-    @property
-    def checksum(self) -> int:
-        """Checksum of the published policy, computed once a version."""
-        if self._checksum is None:
-            self._checksum = checksum(self.params)
-        return self._checksum
+    # Programs.
 
-    def draft_to(self, depth: int | None) -> None:
-        """Forces the draft depth of all rounds; None lets the controller choose again."""
-        self._depth = depth
-
-    def speculate(self, *, depth: int, branch: int, nodes: int, budget: int = 0,
-                  mix: Sequence[float] | None = None) -> None:
-        """Replaces the settings of control.policy = "fixed", without compiling anything.
-
-        Args:
-          depth, branch, nodes, budget, mix: see spec.depth and so on, and draft.mix.
-
-        Raises:
-          ConfigError: control.policy is another.
-        """
-        check(self.config.control.policy == "fixed", "control.policy", self.config.control.policy,
-              "chooses its settings itself; use fixed")
-        mix = mix or (1.0,) * len(self.engine.decoder.drafter.names)
-        self.engine.control = make_spec(depth, branch, nodes, budget, mix)
-
-    def compile(self, report: Callable[[str], None] = lambda text: None, profile: bool = True,
+    def compile(self, policy: PublishedPolicy, drafter: PublishedDrafter,
+                report: Callable[[str], None] = lambda text: None,
                 others: Callable[[Compiler], None] = lambda compiler: None) -> None:
         """Compiles all programs and runs each small one once: nothing compiles after this.
 
         Args:
-          profile: whether to measure what rounds cost if nothing is stored for this device.
-            Without costs, a controller goes by the ratios of a default table.
           others: adds programs that are compiled at the same time.
         """
-        self.engine.compile(self.params, self.drafter_params, report, others)
-        began = time.perf_counter()
-        if self.engine.decoder.drafter.depth:
-            self._find_costs(report, profile)
-        self.profiling_seconds = time.perf_counter() - began
+        self.engine.compile(policy.params, drafter.params, report, others)
         shapes = self.engine.shapes
-        limit = np.ones(shapes.sequences * shapes.shards, np.int32)
-        self.probe([[0, 0]], limit)
+        self.probe(policy, drafter, self.engine.initial_speculation(), [[0, 0]],
+                   np.ones(shapes.sequences * shapes.shards, np.int32))
 
-    def _find_costs(self, report: Callable[[str], None], measure: bool) -> None:
-        """Gives the controller what rounds cost, as stored for this device or measured now.
+    def prepare(self, state: InitialState, report: Callable[[str], None] = lambda text: None
+                ) -> InitialState:
+        """Compiles all programs; returns the state with costs, where some are stored for this
+        device."""
+        self.compile(state.policy, state.drafter, report)
+        return state._replace(speculation=self.find_costs(*state, report, measure=False))
 
-        A restored controller keeps its own costs on a device whose costs are known, and on every
-        device if control.cost_updates is off.
+    def find_costs(self, policy: PublishedPolicy, drafter: PublishedDrafter,
+                   speculation: Speculation, report: Callable[[str], None] = lambda text: None, *,
+                   measure: bool = True, resumed: bool = False) -> Speculation:
+        """Returns `speculation` with what rounds cost, as stored for this device or measured now.
+        Without costs, a controller goes by the ratios of a default table.
+
+        Args:
+          measure: whether to measure what is not stored.
+          resumed: the controller's state is a checkpoint's. It keeps its own costs on a device
+            whose costs are known, and on every device if control.cost_updates is off.
         """
         engine, control = self.engine, self.config.control
+        if not engine.decoder.drafter.depth:
+            return speculation
         online = control.cost_updates == "online"
         since = time.time() - cost_file.FRESH if online else 0.0
         costs = profiling.stored(engine, control.cost_table, self._draft_settings(), since)
-        keeps = self.control_restored and (costs is not None or not online)
+        keeps = resumed and (costs is not None or not online)
         if costs is None and measure and not keeps:
             report("measuring what rounds cost")
-            costs = profiling.measured(engine, self.params, self.drafter_params,
-                                       control.cost_table, self._draft_settings())
-        if costs is not None:
-            self.plain_round_seconds = plain_round_seconds(costs, profiling.limits_of(engine))
-            if not keeps:
-                engine.control = engine.decoder.controller.init(costs)
-
-    def probe(self, prompts: Sequence[Sequence[int]], limit: np.ndarray, depth: int | None = None
-              ) -> Result:
-        """Generates tokens that nobody reads; acceptance and control stay as they were.
-
-        Args:
-          prompts: repeated to fill a call.
-          limit: i32[sequences] most tokens of each.
-          depth: of drafts; None leaves it to the controller.
-        """
-        count = len(limit) // self.group
-        batch = PromptBatch.of([prompts[i % len(prompts)] for i in range(count)])
-        before = self.engine.control, self.engine.acceptance, self._depth
-        self._depth = self._depth if depth is None else depth
-        _, result = self.generate(batch, PROBE_STREAM, 0, limit=limit)
-        self.engine.control, self.engine.acceptance, self._depth = before
-        return result
+            costs = profiling.measured(engine, policy.params, drafter.params, control.cost_table,
+                                       self._draft_settings())
+        if costs is None:
+            return speculation
+        speculation = speculation.replace(
+            plain_round_seconds=plain_round_seconds(costs, profiling.limits_of(engine)))
+        return speculation if keeps else speculation.replace(
+            control=engine.decoder.controller.init(costs))
 
     def _draft_settings(self) -> Json:
         """Returns the settings that affect the cost of drafting: part of the cost table's key."""
@@ -235,56 +202,75 @@ class Sampler:
         return dataclasses.asdict(self.config.draft) | {
             name: spec[name] for name in ("drafter", "max_depth", "max_branch", "history_past")}
 
-    def generate(self, batch: PromptBatch, stream: str = "generate", step: int = 0, *,
-                 past: np.ndarray | None = None, limit: np.ndarray | None = None,
-                 progress: Callable[[int, int, int], None] = lambda done, total, tokens: None,
-                 on_chunk: Callable[[np.ndarray, np.ndarray], bool] | None = None
-                 ) -> tuple[Rollout, Result]:
-        """Samples every prompt `group` times; compiles first, without profiling, if need be.
+    # Rollouts.
+
+    def probe(self, policy: PublishedPolicy, drafter: PublishedDrafter, speculation: Speculation,
+              prompts: Sequence[Sequence[int]], limit: np.ndarray, depth: int | None = None
+              ) -> Result:
+        """Generates tokens that nobody reads; what speculation learns from them is dropped.
 
         Args:
-          batch: prompts, which take slots in the order of `rollout.order`.
+          prompts: repeated to fill a call.
+          limit: i32[sequences] most tokens of each.
+          depth: of drafts, whether or not the drafter is enabled; None leaves it to the controller.
+        """
+        count = len(limit) // self.group
+        batch = PromptBatch.of([prompts[i % len(prompts)] for i in range(count)])
+        return self.generate(batch, policy, drafter, speculation, PROBE_STREAM, 0, limit=limit,
+                             depth=depth)[2]
+
+    def generate(self, batch: PromptBatch, policy: PublishedPolicy, drafter: PublishedDrafter,
+                 speculation: Speculation, stream: str = "generate", step: int = 0, *,
+                 past: np.ndarray | None = None, limit: np.ndarray | None = None,
+                 depth: int | None = None,
+                 progress: Callable[[int, int, int], None] = lambda done, total, tokens: None,
+                 on_chunk: Callable[[np.ndarray, np.ndarray], bool] | None = None
+                 ) -> tuple[Rollout, Speculation, Result]:
+        """Samples every prompt `group` times; compiles first if need be.
+
+        Args:
+          batch: prompts in any order, which changes nothing.
           stream: purpose of the tokens, one of prng.STREAMS; part of the noise key.
           step: part of the noise key.
           past: i32[prompts, K, T] earlier responses, see draft/response_cache.py.
-          limit: i32[sequences] most new tokens, if fewer than rollout.max_new_tokens, in the order
-            of the slots; 0 is none, for the last ones of a shard.
+          limit: i32[sequences] most new tokens, if fewer than rollout.max_new_tokens, in canonical
+            order; 0 is none, for the last ones of a shard.
+          depth: of drafts, whatever the controller plans; None leaves it to the controller.
           progress, on_chunk: see `progress` and `peek` of Engine.run.
 
         Returns:
-          The rollout in canonical order (prompt id, occurrence, sample id); the engine's account.
+          The rollout in canonical order (prompt id, occurrence, sample id), what speculation has
+          learned, and the engine's account.
         """
         if not self.engine.compiled:
-            self.compile(profile=False)
+            self.compile(policy, drafter)
         order = np.lexsort((batch.occurrence, batch.prompt_id))
-        if self.config.rollout.order == "reversed":
-            order = order[::-1]
         ids, occurrence = (np.repeat(a[order], self.group).astype(np.int32)
                            for a in (batch.prompt_id, batch.occurrence))
         sample = np.tile(np.arange(self.group, dtype=np.int32), len(order))
-        keys = prng.row_keys(self.config.seed, stream, step, ids, occurrence, sample)
-        prompts = [batch.prompts[i] for i in order]
-        wanted = make_request(prompts, keys, self.group, self.config.rollout,
-                         None if past is None else past[order])
+        request = make_request(
+            [batch.prompts[i] for i in order],
+            prng.row_keys(self.config.seed, stream, step, ids, occurrence, sample), self.group,
+            self.config.rollout, None if past is None else past[order])
         if self.greedy:
-            wanted.temperature[sample == self.group - 1] = 0
+            request.temperature[sample == self.group - 1] = 0
         if limit is not None:
-            wanted.limit = np.minimum(wanted.limit, limit).astype(np.int32)
-        result = self.engine.run(
-            self.params, wanted, self.drafter_params, progress=progress, peek=on_chunk,
-            rounds=self.config.rollout.rounds_per_launch, depth=self._depth)
+            request.limit = np.minimum(request.limit, limit).astype(np.int32)
+        if depth is None and not drafter.enabled:
+            depth = 0
+        result, speculation = self.engine.run(
+            policy.params, drafter.params, speculation, request, progress=progress, peek=on_chunk,
+            rounds=self.config.rollout.rounds_per_launch, depth=depth)
         if result.counters["broken"] and stream != PROBE_STREAM:
-            self._warn(f"speculation is off: scores of drafter version {self.drafter_version} are "
-                       "not finite; train it again, or choose another spec.drafter")
-            self.draft_to(0)
-            self.broken = True
-        rollout = self._rollout(prompts, result, ids, occurrence, sample)
-        canonical = np.lexsort((sample, occurrence, ids))
-        return jax.tree.map(lambda a: a[canonical], rollout), result
+            self._warn(f"speculation is off: scores of drafter version {drafter.version} are not "
+                       "finite; train it again, or choose another spec.drafter")
+        rollout = self._rollout(request, result, ids, occurrence, sample)
+        return rollout.replace(policy_version=policy.version, drafter_version=drafter.version
+                               ), speculation, result
 
-    def _rollout(self, prompts: Sequence[Sequence[int]], result: Result, ids: np.ndarray,
+    def _rollout(self, request: RolloutRequest, result: Result, ids: np.ndarray,
                  occurrence: np.ndarray, sample: np.ndarray) -> Rollout:
-        tokens, length = pad(prompts, self.engine.shapes.prompt)
+        tokens, length = pad(request.prompts, self.engine.shapes.prompt)
         s = result.sequences
         last = np.asarray(s.tokens)[np.arange(len(ids)), np.maximum(s.length - 1, 0)]
         return carrier(
@@ -292,8 +278,7 @@ class Sampler:
             prompt=np.repeat(tokens, self.group, 0), prompt_length=np.repeat(length, self.group),
             tokens=s.tokens, length=s.length, logprob=s.logprob, raw_logprob=s.raw_logprob,
             top_p_mass=s.top_p_mass, prompt_id=ids, occurrence=occurrence, sample_id=sample,
-            stopped=np.isin(last, self.engine.layout.stop), commits=s.commits, rounds=s.rounds,
-            policy_version=self.version, drafter_version=self.drafter_version)
+            stopped=np.isin(last, self.engine.layout.stop), commits=s.commits, rounds=s.rounds)
 
 
 def cast(arch: Architecture, mesh: Mesh, dtype: DTypeLike, stacked: bool) -> Any:

@@ -23,11 +23,11 @@ from specrl_jax.draft.off import off
 from specrl_jax.draft.registry import DrafterPart, DrafterSet
 from specrl_jax.metrics import run_files
 from specrl_jax.metrics.progress import Progress
-from specrl_jax.run import run_steps
 from specrl_jax.runtime import step_timer
 from specrl_jax.runtime.checksum import checksum
 from specrl_jax.runtime.compilation import CompilationCounter
-from specrl_jax.trainer import Trainer
+from specrl_jax.training.run import run_steps
+from specrl_jax.training.trainer import Trainer
 
 LEARN = dict(batch=8, micro_batch=8, updates=2, unroll=2, learning_rate=3e-3, probe_tokens=4)
 MODES = {"every_step": {"when": "interval"},

@@ -9,7 +9,7 @@ import pytest
 from helpers import ROOT, script_environment, with_fields
 
 from specrl_jax.config import Config
-from specrl_jax.run import train
+from specrl_jax.training.run import train
 
 
 @pytest.fixture(scope="session")

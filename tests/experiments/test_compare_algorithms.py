@@ -8,7 +8,7 @@ import pytest
 from experiments import compare_runs
 from specrl_jax.config import load_config
 from specrl_jax.config.rl import ALGORITHMS
-from specrl_jax.run import train
+from specrl_jax.training.run import train
 
 IN_CI = ("gspo", "dapo", "remax")  # a ratio of sequences, a filter, greedy answers
 

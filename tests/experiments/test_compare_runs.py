@@ -11,8 +11,8 @@ from experiments import compare_runs
 from specrl_jax import prng
 from specrl_jax.config import as_dict
 from specrl_jax.data.prompts import make_prompts
-from specrl_jax.evaluation import audit
 from specrl_jax.model import weights
+from specrl_jax.training import audit
 
 KEYS = [(0, 0, 0), (0, 0, 1)]
 

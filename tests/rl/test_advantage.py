@@ -16,7 +16,7 @@ from specrl_jax.rl.advantage import (
     leave_one_out,
     none,
 )
-from specrl_jax.trainer import Trainer
+from specrl_jax.training.trainer import Trainer
 
 
 def f32(rows):

@@ -350,7 +350,7 @@ def test_moments_on_the_host_change_no_bit() -> None:
         program, = programs.programs(trainer.config, trainer.arch, trainer.mesh)
         rollout = programs.blank_rollout(trainer.config)
         batches = programs.host_batches(trainer.config, rollout, NOISE)
-        part = sharding.put(programs.batch_places(trainer.mesh), batches[0])
+        part = sharding.put(programs.batch_shardings(trainer.mesh), batches[0])
         new, _ = program.lower().compile()(trainer.state, *part, *[None] * 4)
         places = {a.sharding.memory_kind for a in jax.tree.leaves(new.optimizer) if a.ndim}
         assert places == {kind}

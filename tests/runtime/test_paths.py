@@ -16,11 +16,11 @@ from specrl_jax.model.export import export
 from specrl_jax.model.tiny import TINY
 from specrl_jax.model.weights import describe_source
 from specrl_jax.rollout.sampler import Sampler
-from specrl_jax.run import train
 from specrl_jax.runtime import compilation, files
 from specrl_jax.runtime import paths as places
 from specrl_jax.runtime.files import write_atomically
 from specrl_jax.sharding import make_mesh
+from specrl_jax.training.run import train
 
 
 @pytest.mark.parametrize("text", ["gs://bucket/run", "s3://x", "https://host/x", "hdfs:/x"])

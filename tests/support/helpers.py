@@ -40,7 +40,7 @@ from specrl_jax.rollout.layout import RolloutRequest, Shapes, make_request
 from specrl_jax.rollout.plan import Decoder
 from specrl_jax.runtime.compilation import CompilationCounter
 from specrl_jax.structs import Array, DraftTree, Frontier, Sampling, SpecConfig
-from specrl_jax.trainer import Trainer
+from specrl_jax.training.trainer import Trainer
 
 
 def tiny_arch(**changes: Any) -> Architecture:

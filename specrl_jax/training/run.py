@@ -5,6 +5,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +13,11 @@ import jax.numpy as jnp
 from specrl_jax import config as config_lib
 from specrl_jax import sharding
 from specrl_jax.checkpoint import resume
-from specrl_jax.checkpoint.checkpoints import Checkpoints, read_meta
+from specrl_jax.checkpoint.checkpoints import Checkpoints
 from specrl_jax.config import Config, ConfigError
 from specrl_jax.config.tasks import RewardError
 from specrl_jax.data.examples import digest
 from specrl_jax.data.prompts import make_prompts
-from specrl_jax.evaluation.in_run import Best, InRun
 from specrl_jax.metrics import run_files, trackers
 from specrl_jax.metrics.progress import Progress
 from specrl_jax.model import architecture, weights
@@ -28,7 +28,9 @@ from specrl_jax.runtime.compilation import CompilationCounter
 from specrl_jax.runtime.paths import CHECKPOINTS, local_path, output_directory
 from specrl_jax.runtime.workdir import make_workdir, write_config
 from specrl_jax.structs import Metrics
-from specrl_jax.trainer import Trainer
+from specrl_jax.training.in_run import InRun, write_best
+from specrl_jax.training.state import TrainState, restore, to_save
+from specrl_jax.training.trainer import Trainer
 
 EFFICIENCY = 0.6  # of a large matrix product's speed that steps reach on a CPU
 
@@ -97,8 +99,8 @@ def training_steps(config: Config, workdir: Path, stop: Callable[[], bool] = nev
     examples = digest(prompts.examples)
     resume.check_contents(described, contents(config, source) | {
         "data.name": {"training examples": examples}})
-    trainer = Trainer(config, source, prompts, say)
-    evaluation = InRun(trainer, say) if config.eval.every else None
+    trainer, state = Trainer.create(config, source, prompts, say, progress.warn_of_step)
+    evaluation = InRun(trainer, say, progress.warn_of_step) if config.eval.every else None
     if evaluation:
         resume.check_contents(described, {"eval.split": {
             "held-out examples": digest(evaluation.problems.prompts.examples)}})
@@ -109,29 +111,29 @@ def training_steps(config: Config, workdir: Path, stop: Callable[[], bool] = nev
         changed = resume.check_config(workdir, described, resume.EQUAL)
         resume.check_data(workdir, {"training": examples})
         resume.check_rendering(workdir, "training", prompts.texts, progress.warn)
-        resumed = trainer.restore(checkpoints, resume.renewed(changed) if changed else None)
-        if trainer.step_number >= config.steps:
+        resumed = restore(trainer, state, checkpoints,
+                          resume.renewed(changed) if changed else None, progress.warn)
+        state, kept = resumed or (state, ())
+        if state.step >= config.steps:
             return
         write_config(workdir, described)
-        best = Best()
         if resumed:
-            say(f"resuming {workdir} after step {trainer.step_number}")
+            say(f"resuming {workdir} after step {state.step}")
             if changed:
                 say(resume.told(changed))
-            best = Best(read_meta(checkpoints.directory, trainer.step_number))
         compilations = CompilationCounter()
-        trainer.compile(say)
+        state, first = trainer.compile(state, say, resumed="control" in kept)
         if evaluation:
-            evaluation.restore(best, say)
-            evaluation.compile(say)
-        best.write(workdir)
-        with run_files.Writer(workdir, trainer.step_number, progress.warn, config.track
-                            ) as writer, Progress(
-                                config.steps, trainer.step_number) as progress:
+            state = evaluation.compile(state, say)
+        write_best(workdir, state.best)
+        with run_files.Writer(workdir, state.step, progress.warn, config.track
+                              ) as writer, progress.resume(state.step):
             compilations.take()
-            yield from run_steps(trainer, checkpoints, writer, progress, compilations,
-                                 startup(trainer, time.perf_counter() - began), stop, evaluation,
-                                 best)
+            first |= {"time/startup": time.perf_counter() - began}
+            steps = run_steps(Run(trainer, evaluation, checkpoints, writer, progress, compilations,
+                                  stop), state, first)
+            del state, resumed  # else the initial weights stay in memory
+            yield from steps
 
 
 def contents(config: Config, source: weights.Source) -> dict[str, dict[str, str]]:
@@ -191,23 +193,83 @@ def matmul_speed() -> float:
     return 2 * size**3 / min(seconds)
 
 
-def startup(trainer: Trainer, seconds: float) -> dict[str, float]:
-    """Returns metrics of the first step after a start: its seconds, and those of finding costs."""
-    return {"time/startup": seconds, "time/profiling": trainer.sampler.profiling_seconds}
-
-
 class TrainingError(ConfigError):
     """The run cannot continue; the message names the cause and the way out."""
 
 
-def warn(record: Metrics, trainer: Trainer, progress: Progress) -> None:
+class Run(NamedTuple):
+    """What a run needs besides its state."""
+
+    trainer: Trainer
+    evaluation: InRun | None
+    checkpoints: Checkpoints
+    writer: run_files.Writer
+    progress: Progress
+    compilations: CompilationCounter
+    stop: Callable[[], bool] = never  # see `train`
+
+
+def run_steps(run: Run, state: TrainState, first: Metrics) -> Iterator[None]:
+    """Runs the remaining steps, with their metrics, warnings and checkpoints; yields before each.
+
+    Args:
+      first: further metrics of the first step.
+
+    Raises:
+      TrainingError: too many non-finite updates in a row; a checkpoint is written first.
+      RewardError: a reward failed; the same.
+    """
+    config, saved = run.trainer.config, state.step
+    while state.step < config.steps:
+        if run.stop():
+            return save(run, state, saved)
+        yield
+        try:
+            state, record, samples = run.trainer.step(state, run.progress.rollout,
+                                                      run.progress.phase)
+        except RewardError as error:
+            save(run, state, saved)
+            raise _with_way_on(error, state.step) from error
+        record["compilations"] = run.compilations.take()
+        failure = None
+        if run.evaluation:
+            try:
+                state, evaluated = run.evaluation.after(state, run.progress)
+                record |= evaluated
+            except RewardError as error:
+                failure = error
+        record, first = record | first, {}
+        warn(record, run.progress)
+        run.writer.write_step(record, samples)
+        run.progress.step(record)
+        diverged = state.bad_steps >= config.learner.max_bad_steps
+        due = state.step == config.steps or state.step % config.checkpoint_every == 0
+        if diverged or failure or due or record.get("eval/best_step") == state.step:
+            save(run, state, saved)
+            saved = state.step
+        if failure:
+            raise _with_way_on(failure, saved) from failure
+        if diverged:
+            raise TrainingError(
+                f"learner.max_bad_steps = {config.learner.max_bad_steps}: that many updates in a "
+                f"row were not finite; lower learner.learning_rate and start in another workdir")
+
+
+def save(run: Run, state: TrainState, saved: int) -> None:
+    """Writes a checkpoint of a state, unless that of step `saved` is the same."""
+    if saved < state.step:
+        run.writer.sync()
+        arrays, meta = to_save(run.trainer, state)
+        run.checkpoints.save(state.step, arrays, meta)
+        write_best(run.checkpoints.directory.parent, state.best)
+
+
+def warn(record: Metrics, progress: Progress) -> None:
     """Shows what went wrong in a step."""
     if record["compilations"]:
         progress.warn(f"{record['compilations']} compilations after warm-up")
     if not record["applied"]:
-        progress.warn(f"step {record['step']}: loss or gradient is not finite; skipped")
-    while trainer.warnings:
-        progress.warn(f"step {record['step']}: {trainer.warnings.pop(0)}")
+        progress.warn_of_step("loss or gradient is not finite; skipped")
 
 
 def _with_way_on(error: RewardError, saved: int) -> RewardError:
@@ -215,62 +277,3 @@ def _with_way_on(error: RewardError, saved: int) -> RewardError:
     kept = f"checkpoint {saved} is saved" if saved else "no step was complete, so none is saved"
     return RewardError(f"{error}; {kept}: correct the reward and run the same command again, or "
                        f"go on with reward.on_failure=0, which must then stay in the command")
-
-
-def run_steps(trainer: Trainer, checkpoints: Checkpoints, writer: run_files.Writer,
-              progress: Progress, compilations: CompilationCounter, first: dict[str, float],
-              stop: Callable[[], bool] = never, evaluation: InRun | None = None,
-              best: Best | None = None) -> Iterator[None]:
-    """Runs the remaining steps, with their metrics, warnings and checkpoints; yields before each.
-
-    Args:
-      first: further metrics of the first step.
-      stop: see `train`.
-      evaluation: evaluates after steps.
-      best: that evaluation's; its checkpoint is kept, also without an evaluation.
-
-    Raises:
-      TrainingError: too many non-finite updates in a row; a checkpoint is written first.
-      RewardError: a reward failed; the same.
-    """
-    config, saved, best = trainer.config, trainer.step_number, best or Best()
-
-    def save() -> None:
-        nonlocal saved
-        if saved < trainer.step_number:
-            writer.sync()
-            checkpoints.save(trainer.step_number, trainer.arrays(), trainer.meta() | best.meta())
-            saved = trainer.step_number
-            best.write(checkpoints.directory.parent)
-
-    while trainer.step_number < config.steps:
-        if stop():
-            return save()
-        yield
-        try:
-            record, samples = trainer.step(progress.rollout, progress.phase)
-        except RewardError as error:
-            save()
-            raise _with_way_on(error, saved) from error
-        record["compilations"] = compilations.take()
-        failure = None
-        if evaluation:
-            try:
-                record |= evaluation.after(trainer.step_number, progress)
-            except RewardError as error:
-                failure = error
-        record, first = record | first, {}
-        warn(record, trainer, progress)
-        writer.write_step(record, samples)
-        progress.step(record)
-        done = trainer.step_number
-        diverged = trainer.bad_steps >= config.learner.max_bad_steps
-        due = done == config.steps or done % config.checkpoint_every == 0
-        if diverged or failure or due or record.get("eval/best_step") == done:
-            save()
-        if failure:
-            raise _with_way_on(failure, saved) from failure
-        if diverged:
-            raise TrainingError(
-                f"learner.max_bad_steps = {config.learner.max_bad_steps}: that many updates in a "
-                f"row were not finite; lower learner.learning_rate and start in another workdir")

@@ -10,7 +10,6 @@ import jax
 import numpy as np
 import pytest
 
-from specrl_jax import run
 from specrl_jax.checkpoint.checkpoints import Checkpoints, list_steps
 from specrl_jax.config import ConfigError, load_config
 from specrl_jax.config.tasks import RewardError
@@ -19,6 +18,7 @@ from specrl_jax.metrics.progress import Progress
 from specrl_jax.model.tiny import TINY
 from specrl_jax.runtime import lock
 from specrl_jax.runtime.compilation import CompilationCounter
+from specrl_jax.training import run
 
 
 def test_overview_names_work_time_and_files(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,9 +11,9 @@ from helpers import tiny_arch, tiny_params
 
 from specrl_jax import prng
 from specrl_jax.config import RolloutConfig
-from specrl_jax.evaluation import audit
 from specrl_jax.evaluation.compare import Difference
 from specrl_jax.model import transformer
+from specrl_jax.training import audit
 
 ARCH = tiny_arch()
 PARAMS = tiny_params(ARCH)

@@ -22,10 +22,10 @@ from specrl_jax.rollout.calibration import judge
 from specrl_jax.rollout.engine import Result
 from specrl_jax.rollout.metrics import rollout_metrics
 from specrl_jax.rollout.sampler import Sampler
-from specrl_jax.run import TrainingError, run_steps, startup
 from specrl_jax.runtime.compilation import CompilationCounter, Compiler
 from specrl_jax.structs import Rollout
-from specrl_jax.trainer import Trainer
+from specrl_jax.training.run import TrainingError, run_steps, startup
+from specrl_jax.training.trainer import Trainer
 
 
 @pytest.mark.ci

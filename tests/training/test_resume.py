@@ -18,7 +18,7 @@ from same_runs import assert_same_runs
 from specrl_jax.checkpoint.checkpoints import list_steps, restore_part
 from specrl_jax.config import Config, ConfigError, as_dict, build
 from specrl_jax.metrics.run_files import read_metrics, read_samples
-from specrl_jax.run import train
+from specrl_jax.training.run import train
 
 STEPS, EVERY, KILLS = 26, 2, 10
 LONG = (f"--config.steps={STEPS}", f"--config.checkpoint_every={EVERY}")

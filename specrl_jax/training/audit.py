@@ -28,7 +28,8 @@ from specrl_jax.model.source import fit_mesh, run_config
 from specrl_jax.model.transformer import Params
 from specrl_jax.runtime.paths import CHECKPOINTS
 from specrl_jax.structs import Array, Json, PyTree
-from specrl_jax.trainer import Trainer
+from specrl_jax.training.state import TrainState, restore
+from specrl_jax.training.trainer import Trainer
 from specrl_jax.verify import sampling
 
 LEAST_TOLERANCE = 1e-4  # of two float32 programs that sum in different orders
@@ -54,29 +55,30 @@ class Ruling:
 
 @dataclasses.dataclass(frozen=True)
 class Replay:
-    """A run's trainer at the start of a step, and how it got there."""
+    """A run at the start of a step, and how it got there."""
 
     trainer: Trainer
+    state: TrainState
     checkpoint: int  # 0 is the initial weights
     deviations: int  # sequences of repeated steps that differ from the run's
 
 
 class OneCheckpoint(NamedTuple):
-    """One checkpoint of a run for `Trainer.restore`, read only."""
+    """One checkpoint of a run for `state.restore`, read only."""
 
     directory: Path
     step: int
 
     def restore_latest(self, abstract: Json, required: Collection[str] | None = None
                        ) -> tuple[int, PyTree, Json]:
-        """Returns the checkpoint as `io.checkpoint.Checkpoints.restore_latest` does."""
+        """Returns the checkpoint as `Checkpoints.restore_latest` does."""
         arrays = {key: restore_part(self.directory, self.step, key, part)
                   if jax.tree.leaves(part) else part for key, part in abstract.items()}
         return self.step, arrays, read_meta(self.directory, self.step)
 
 
 def replay(run: Path, step: int, say: Callable[[str], None]) -> Replay:
-    """Returns the trainer of `run` as it was when `step` began.
+    """Returns the state of `run` when `step` began.
 
     Starts at the last checkpoint before the step, or from the initial weights, and repeats the
     steps since. With learning rate 0 all checkpoints hold the same weights; no step is repeated.
@@ -85,23 +87,25 @@ def replay(run: Path, step: int, say: Callable[[str], None]) -> Replay:
       ConfigError: the run, its model, data or checkpoint cannot be read.
     """
     config = fit_mesh(run_config(run), say)
-    trainer = Trainer.from_config(config, say)
+    trainer, state = Trainer.from_config(config, say)
     directory = run / CHECKPOINTS
     checkpoint = max((s for s in list_steps(directory) if s <= step), default=0)
     if config.learner.learning_rate == 0:
-        return Replay(trainer, 0, 0)
+        return Replay(trainer, state, 0, 0)
     if checkpoint:
-        trainer.restore(OneCheckpoint(directory, checkpoint))
+        resumed = restore(trainer, state, OneCheckpoint(directory, checkpoint))
+        state = resumed.state if resumed else state
     deviations = 0
-    if trainer.step_number < step:
-        trainer.compile(say)
-        deviations = _repeat(trainer, run, step, say)
-    return Replay(trainer, checkpoint, deviations)
+    if state.step < step:
+        state, _ = trainer.compile(state, say)
+        state, deviations = _repeat(trainer, state, run, step, say)
+    return Replay(trainer, state, checkpoint, deviations)
 
 
-def _repeat(trainer: Trainer, run: Path, step: int, say: Callable[[str], None]) -> int:
+def _repeat(trainer: Trainer, state: TrainState, run: Path, step: int,
+            say: Callable[[str], None]) -> tuple[TrainState, int]:
     """Repeats steps up to `step`; returns the number of sequences that differ from the run's."""
-    first = trainer.step_number
+    first = state.step
     recorded: dict[int, list[Json]] = {s: [] for s in range(first, step)}
     for record in run_files.read_samples(run):
         if record["step"] in recorded:
@@ -109,16 +113,17 @@ def _repeat(trainer: Trainer, run: Path, step: int, say: Callable[[str], None]) 
     deviations = 0
     for number in range(first, step):
         say(f"repeating step {number} of {run}")
-        _, samples = trainer.step()
+        state, _, samples = trainer.step(state)
         compared = compare_step(number, *({(r["prompt_id"], r["occurrence"], r["sample_id"]): r
                                            for r in rows} for rows in (recorded[number], samples)))
         deviations += len(compared.differences)
-    return deviations
+    return state, deviations
 
 
-def rule(trainer: Trainer, differences: Sequence[Difference]) -> list[Ruling]:
-    """Recomputes each difference with the weights that `trainer` has published."""
-    return recompute(trainer.arch, trainer.sampler.params, trainer.config.rollout,
+def rule(replayed: Replay, differences: Sequence[Difference]) -> list[Ruling]:
+    """Recomputes each difference with the weights that the replayed run has published."""
+    trainer = replayed.trainer
+    return recompute(trainer.arch, replayed.state.policy.params, trainer.config.rollout,
                      trainer.config.seed, trainer.tokenizer.encode, differences)
 
 

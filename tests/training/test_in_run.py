@@ -10,12 +10,12 @@ from helpers import kill_when, repeatable_metrics, run_training, start_training,
 from specrl_jax.checkpoint.checkpoints import list_steps
 from specrl_jax.config import Config, ConfigError
 from specrl_jax.evaluation.evaluate import evaluate
-from specrl_jax.evaluation.in_run import InRun, metrics_of
 from specrl_jax.metrics.names import find
 from specrl_jax.metrics.run_files import read_metrics, read_samples
 from specrl_jax.model.source import best_step, open_actor
-from specrl_jax.run import train
-from specrl_jax.trainer import Trainer
+from specrl_jax.training.in_run import InRun, metrics_of
+from specrl_jax.training.run import train
+from specrl_jax.training.trainer import Trainer
 
 STEPS = 6
 

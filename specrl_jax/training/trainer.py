@@ -1,0 +1,239 @@
+"""The RL step: generate, reward, advantage, update, publish, distil.
+
+A step is on-policy policy gradient on groups of responses to the same prompts. What is left out: no
+value model, no replay of old rollouts, no asynchronous generation. A reference policy is kept only
+for a KL penalty.
+"""
+
+import functools
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from specrl_jax import sharding
+from specrl_jax.config import Config
+from specrl_jax.data import prompt_order
+from specrl_jax.data.prompt_order import PromptOrder, step_prompts
+from specrl_jax.data.prompts import Prompts, make_prompts
+from specrl_jax.distill import lifecycle
+from specrl_jax.distill.online import RewardedRollout
+from specrl_jax.draft import response_cache
+from specrl_jax.model import weights
+from specrl_jax.rewards import judge
+from specrl_jax.rewards.scoring import Sample, score_rollout
+from specrl_jax.rl import algorithm, experience
+from specrl_jax.rl.experience import Experience, Judged
+from specrl_jax.rl.learner import LearnerState
+from specrl_jax.rl.policy import Frozen, Policy, load
+from specrl_jax.rollout.engine import Result
+from specrl_jax.rollout.metrics import rollout_metrics
+from specrl_jax.rollout.sampler import Sampler
+from specrl_jax.rollout.state import PublishedPolicy
+from specrl_jax.runtime.checksum import checksum
+from specrl_jax.runtime.machine import peak_rss
+from specrl_jax.runtime.stderr import warn as loud
+from specrl_jax.runtime.step_timer import StepTimer
+from specrl_jax.structs import Metrics, Params, Rollout
+from specrl_jax.training.state import TrainState
+
+
+def ignore(*args: object) -> None:
+    """Does nothing."""
+
+
+def rewarded(batch: Experience) -> RewardedRollout:
+    """Returns what a drafter learns from."""
+    return RewardedRollout(batch.rollout, batch.rewards, batch.advantage)
+
+
+class Trainer:
+    """The programs of a run, and what no step changes; `run.train` adds files.
+
+        trainer, state = Trainer.from_config(load_config("tiny"))
+        state, metrics, samples = trainer.step(state)
+    """
+
+    def __init__(self, config: Config, source: weights.Source, prompts: Prompts, frozen: Frozen,
+                 say: Callable[[str], None], warn: Callable[[str], None]) -> None:
+        self.config, self.prompts, self.tokenizer = config, prompts, source.tokenizer
+        self.arch, self.mesh = source.arch, sharding.make_mesh(config.mesh)
+        self.score = functools.partial(score_rollout, prompts=prompts, tokenizer=source.tokenizer,
+                                       reward=judge.of_config(config.reward, warn))
+        self.algorithm = algorithm.resolve(config.rl)
+        self.order = PromptOrder(config, len(prompts.tokens))
+        self.policy = Policy(config, self.arch, self.mesh, frozen)
+        self.sampler = Sampler(config, self.arch, self.tokenizer.stop_ids, self.mesh,
+                               prompts=config.prompts_per_step, group=config.responses,
+                               greedy=config.rl.greedy, warn=say, tokenizer=self.tokenizer)
+        self.drafter = lifecycle.make(config, self.sampler, prompts.tokens, warn)
+
+    @classmethod
+    def create(cls, config: Config, source: weights.Source, prompts: Prompts,
+               say: Callable[[str], None] = ignore, warn: Callable[[str], None] = loud
+               ) -> tuple["Trainer", TrainState]:
+        """Returns a run's trainer and its state before the first step.
+
+        Args:
+          say: called with lines about what is loaded.
+          warn: called with lines about rewards and drafters that fail.
+
+        Raises:
+          ConfigError: a value cannot work.
+        """
+        judge.check_answers(config.reward.terms, prompts.examples)
+        algorithm.check_training(config, say)
+        frozen, params = load(config, source, sharding.make_mesh(config.mesh), say)
+        trainer = cls(config, source, prompts, frozen, say, warn)
+        return trainer, trainer._initial_state(params)
+
+    @classmethod
+    def from_config(cls, config: Config, say: Callable[[str], None] = ignore
+                    ) -> tuple["Trainer", TrainState]:
+        """Returns `create` for the model and the data that `config` names.
+
+        Raises:
+          ConfigError: there is no such model or data, or a value cannot work.
+        """
+        source = weights.describe_source(config.model.path, family=config.model.family)
+        return cls.create(config, source, make_prompts(config, source.tokenizer, say), say)
+
+    def _initial_state(self, params: Params) -> TrainState:
+        spec, buffer = self.config.spec, self.config.rollout.max_new_tokens
+        base = self.policy.frozen.base
+        initial = self.sampler.initial_state(params if base is None else base)
+        rows = response_cache.capacity(spec.history_megabytes, buffer, len(self.prompts.examples),
+                                       spec.history_past or 1)
+        return TrainState(
+            step=0, bad_steps=0, learner=self.policy.init(params), policy=initial.policy,
+            drafter=self.drafter.init(initial.drafter), prompts=self.order.init(),
+            speculation=initial.speculation.replace(
+                responses=response_cache.blank(rows, buffer)))
+
+    def compile(self, state: TrainState, say: Callable[[str], None] = ignore,
+                resumed: bool = False) -> tuple[TrainState, Metrics]:
+        """Compiles whatever a step may run, finds what rounds cost and verifies the drafter.
+
+        Args:
+          resumed: the controller's state is a checkpoint's, see `Sampler.find_costs`.
+        """
+        self.sampler.compile(state.policy, state.drafter.published, say, self.policy.add_programs)
+        self.policy.finish_compiling()
+        checksum(state.policy.params)  # compiles it
+        began = time.perf_counter()
+        speculation = self.sampler.find_costs(
+            state.policy, state.drafter.published, state.speculation, say, resumed=resumed)
+        metrics = {"time/profiling": time.perf_counter() - began}
+        drafter = self.drafter.compile(state.drafter, state.policy, speculation, say)
+        return state.replace(speculation=speculation, drafter=drafter), metrics
+
+    # The step.
+
+    def step(self, state: TrainState, progress: Callable[[int, int, int], None] = ignore,
+             phase: Callable[[str], None] = ignore) -> tuple[TrainState, Metrics, list[Sample]]:
+        """Runs one RL step, after compiling if need be. The policy's update donates its learner's
+        part of `state`.
+
+        Returns:
+          The next state, metrics, and what samples.jsonl holds of the step.
+
+        Raises:
+          RewardError: a reward failed; `state` can still be used.
+        """
+        if not self.sampler.engine.compiled:
+            state, _ = self.compile(state)
+        timer, step = StepTimer(phase), state.step
+        metrics: Metrics = {"step": step, "checksum/policy": checksum(state.policy.params)}
+        with timer("drafter"):
+            drafter, verified = self.drafter.before_rollout(
+                state.drafter, state.policy, state.speculation, step,
+                lambda number: self.sample(state, number))
+        state, judged, rolled = self.gather(state.replace(drafter=drafter), progress, timer)
+        drawn = self.order.indices(state.prompts, step, len(judged) * self.config.prompts_per_step)
+        batch = experience.build(self.config, self.algorithm, judged,
+                                 self.prompts.batch(drawn).keys())
+        with timer("drafter"):
+            drafter, collected = self.drafter.collect(
+                state.drafter, state.policy, state.speculation,
+                rewarded(batch), step)
+        with timer("learn"):
+            learner, learned = self.policy.update(state.learner, batch)
+            policy = self.publish(learner, state.policy, step + 1)
+        with timer("drafter"):
+            drafter, distilled = self.drafter.after_update(
+                drafter, policy, state.speculation, step)
+        metrics |= verified | rolled | batch.metrics | collected | learned | distilled
+        drafter, spent = self.drafter.account(
+            drafter, timer["drafter"], metrics.get("time/saved", 0.0))
+        metrics |= spent | {"time/reward": timer["reward"], "time/learn": timer["learn"],
+                            "time/step": timer.total, "memory/peak_bytes": peak_rss()}
+        return self._remember(state, judged).replace(
+            step=step + 1, bad_steps=0 if learned["applied"] else state.bad_steps + 1,
+            learner=learner, policy=policy, drafter=drafter), metrics, batch.samples
+
+    def gather(self, state: TrainState, progress: Callable[[int, int, int], None],
+               timer: StepTimer) -> tuple[TrainState, list[Judged], Metrics]:
+        """Generates and rewards the step's prompts, and further ones as rl.filter asks."""
+        rollouts, results, judged = [], [], []
+        while len(judged) < self.config.rl.most_rollouts and (
+                sum(one.useful for one in judged) < self.config.prompts_per_step):
+            with timer("rollout"):
+                state, rollout, result = self.generate(state, progress, len(judged))
+            with timer("reward"):
+                judged.append(self.reward(rollout, state.learner))
+            rollouts.append(rollout)
+            results.append(result)
+        return state, judged, rollout_metrics(experience.join(rollouts), results,
+                                              state.speculation.plain_round_seconds)
+
+    def generate(self, state: TrainState, progress: Callable[[int, int, int], None] = ignore,
+                 earlier: int = 0) -> tuple[TrainState, Rollout, Result]:
+        """Generates this step's next prompts, after `earlier` rollouts of the step."""
+        per_step, window = self.config.prompts_per_step, self.config.spec.history_window
+        indices = self.order.indices(state.prompts, state.step, (earlier + 1) * per_step)
+        batch = self.prompts.batch(indices).part(slice(-per_step, None))
+        past = response_cache.past(
+            state.speculation.responses, batch.prompt_id, self.sampler.engine.layout.past,
+            since=state.step - window if window else 0)
+        rollout, speculation, result = self.sampler.generate(
+            batch, state.policy, state.drafter.published, state.speculation, "train", state.step,
+            past=past, progress=progress)
+        state = state.replace(speculation=speculation)
+        if result.counters["broken"]:
+            state = state.replace(drafter=self.drafter.switch_off(state.drafter))
+        return state, rollout, result
+
+    def sample(self, state: TrainState, number: int) -> RewardedRollout:
+        """Generates and rewards the prompts of a step outside RL."""
+        indices = step_prompts(len(self.prompts.tokens), self.config.seed, number,
+                               self.config.prompts_per_step)
+        batch = self.prompts.batch(indices)
+        rollout, _, _ = self.sampler.generate(
+            batch, state.policy, state.drafter.published, state.speculation, "generate", number)
+        judged = [self.reward(rollout, state.learner)]
+        return rewarded(experience.build(self.config, self.algorithm, judged, batch.keys()))
+
+    def reward(self, rollout: Rollout, learner: LearnerState) -> Judged:
+        """Rewards a rollout; `learner` counts for a KL penalty in the reward."""
+        return experience.judge(self.config, self.algorithm, rollout, self.score,
+                                lambda part: self.policy.sequence_kl(learner, part))
+
+    def publish(self, learner: LearnerState, published: PublishedPolicy, version: int
+                ) -> PublishedPolicy:
+        """Returns the learner's policy as rollouts read it; `published` is an earlier one."""
+        return self.sampler.publish(
+            self.policy.to_publish(learner.params, published.params), version)
+
+    def _remember(self, state: TrainState, judged: list[Judged]) -> TrainState:
+        """Returns the state with the step's prompts and responses, for the order of prompts and
+        for drafters."""
+        whole, spec = experience.join([one.rollout for one in judged]), self.config.spec
+        size, speculation = self.config.group_size, state.speculation
+        rewards = np.concatenate([one.scores.rewards for one in judged]).reshape(-1, size)
+        indices = np.asarray([self.prompts.place[int(i)] for i in whole.prompt_id[::size]])
+        if spec.history_past:
+            speculation = speculation.replace(responses=response_cache.add(
+                speculation.responses, whole.prompt_id, whole.tokens, whole.length, state.step,
+                spec.history_past))
+        return state.replace(speculation=speculation,
+                             prompts=prompt_order.observe(state.prompts, indices, rewards))
