@@ -293,7 +293,7 @@ class Trainer:
         return [self._score(self.state.params, part) for part in parts]
 
     def _score(self, params: ModelParams | None, part: tuple[Batch, Totals]) -> Array:
-        return self._programs["score"](params, *part, self.base)
+        return self._programs["compute_logprobs"](params, *part, self.base)
 
     # Persistence.
 
