@@ -91,7 +91,7 @@ def step(axes: plt.Axes) -> None:
 
 def rounds(axes: plt.Axes) -> None:
     limits(axes, 12.6, 2.9)
-    places = chain(axes, 1.7, ["plan\n(control)", "draft\n(draft)", "keep\n(control)",
+    places = chain(axes, 1.7, ["plan\n(control)", "draft\n(draft)", "prune\n(control)",
                                "verify\n(verify)", "commit\n(verify)", "observe\n(both)"],
                    1.15, 2.06, 1.5)
     arrow(axes, (places[-1], 1.3), (places[0], 1.3), color=SOFT, bend=-0.16)

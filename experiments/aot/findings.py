@@ -155,7 +155,7 @@ def way_out(name: str) -> str:
     first = name.split()[0]
     if first in ("launch", "prefill", "copy_prompt", "select_rows", "plain", "drafted"):
         return "lower rollout.batch_size or rollout.max_new_tokens, or raise mesh.tensor"
-    if first in ("update", "score", "gap"):
+    if first in ("update", "compute_logprobs", "gap"):
         return "lower learner.micro_batch, set learner.remat, or raise mesh.fsdp or mesh.tensor"
     if first == "drafter":
         return "lower distill.micro_batch, or raise mesh.tensor"

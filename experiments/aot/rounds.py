@@ -17,7 +17,7 @@ from specrl_jax.draft.tree import roots
 from specrl_jax.rollout import round as one
 from specrl_jax.rollout.engine import Engine
 from specrl_jax.rollout.layout import ROW
-from specrl_jax.rollout.plan import Kept, buckets_of, plan_round
+from specrl_jax.rollout.plan import Pruned, buckets_of, plan_round
 from specrl_jax.runtime.compilation import Program, abstract
 from specrl_jax.sharding import ROWS
 from specrl_jax.structs import PyTree, RolloutState
@@ -94,9 +94,9 @@ def _drafted(engine: Engine, actor: PyTree, bound: PyTree, state: RolloutState, 
     decoder = engine.decoder
     planned = plan_round(decoder, state, waiting[0], force)
     state, tree = one.draft(decoder, bound, state, planned)
-    kept = one.keep(decoder, state, planned, tree, force)
-    state, count = one.drafted_round(decoder, actor, bound, state, planned, kept)
-    return one.observe(decoder, state, planned, kept, count, jnp.int32(1))
+    pruned = one.prune(decoder, state, planned, tree, force)
+    state, count = one.drafted_round(decoder, actor, bound, state, planned, pruned)
+    return one.observe(decoder, state, planned, pruned, count, jnp.int32(1))
 
 
 def _verified(engine: Engine, actor: PyTree, bound: PyTree, state: RolloutState, waiting: Any,
@@ -105,5 +105,5 @@ def _verified(engine: Engine, actor: PyTree, bound: PyTree, state: RolloutState,
     planned = plan_round(decoder, state, waiting[0], force)
     tree = roots(planned.frontier.root, planned.frontier.live, decoder.drafter.nodes)
     largest = len(buckets_of(decoder, engine.shapes.batch)) - 1
-    kept = Kept(tree=tree, live=jnp.ones_like(tree.live), bucket=jnp.int32(largest))
-    return one.drafted_round(decoder, actor, bound, state, planned, kept)[0]
+    pruned = Pruned(tree=tree, live=jnp.ones_like(tree.live), bucket=jnp.int32(largest))
+    return one.drafted_round(decoder, actor, bound, state, planned, pruned)[0]

@@ -69,8 +69,8 @@ def make(control: ControlConfig, spec: SpecOptions, limits: Limits) -> Controlle
         bounds = make_spec(0, limits.branch, limits.nodes, 0, limits.mix)
         return Plan(bounds.replace(depth=steps), valid_for, decision)
 
-    def keep(state: Budget, plan: Plan, load: Load, tree: DraftTree, buckets: Sequence[Bucket]
-             ) -> tuple[Array, Array]:
+    def prune(state: Budget, plan: Plan, load: Load, tree: DraftTree, buckets: Sequence[Bucket]
+              ) -> tuple[Array, Array]:
         weight = (row_weights(load, state.costs.table, limits, control.length_weight)
                   if control.length_weight else load.live.astype(jnp.float32))
         return fill(tree, weight, calibration_ratio(state.yields), plan.notes.price, buckets)
@@ -83,7 +83,7 @@ def make(control: ControlConfig, spec: SpecOptions, limits: Limits) -> Controlle
             state = state.replace(drafting=np.int32(UNDECIDED), regret=np.float32(0))
         return state, report
 
-    return Controller(init=init, plan=plan, keep=keep, observe=observe, end_chunk=end_chunk)
+    return Controller(init=init, plan=plan, prune=prune, observe=observe, end_chunk=end_chunk)
 
 
 def observe(state: Budget, plan: Plan, outcome: Outcome) -> Budget:
@@ -188,7 +188,7 @@ def fill(tree: DraftTree, weight: Array, trusted: Array, price: Array, buckets: 
       price: f32[buckets] of each bucket, in tokens of a row of weight 1.
 
     Returns:
-      live bool[B, N], closed under parent as in `keep_within`; bucket i32[].
+      live bool[B, N], closed under parent as in `prune_within`; bucket i32[].
     """
     batch, nodes = tree.live.shape
     score = protocol.node_scores(tree, weight[:, None] * tree.survival)

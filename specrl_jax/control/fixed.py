@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 
-from specrl_jax.control.protocol import NEVER_REPLAN, Controller, Plan, keep_within, make_spec
+from specrl_jax.control.protocol import NEVER_REPLAN, Controller, Plan, make_spec, prune_within
 from specrl_jax.structs import Array, DraftTree, Load, SpecConfig
 
 
@@ -19,10 +19,10 @@ def fixed(min_survival: float = 0.0, spec: SpecConfig | None = None) -> Controll
       min_survival: nodes that are less likely to be accepted are not verified.
       spec: the initial state; None drafts nothing.
     """
-    def keep(state: SpecConfig, plan: Plan, load: Load, tree: DraftTree, buckets
-             ) -> tuple[Array, Array]:
+    def prune(state: SpecConfig, plan: Plan, load: Load, tree: DraftTree, buckets
+              ) -> tuple[Array, Array]:
         likely = tree.live & (tree.survival >= min_survival)
-        return keep_within(plan.spec, tree.replace(live=likely), buckets)
+        return prune_within(plan.spec, tree.replace(live=likely), buckets)
 
     return Controller(init=lambda costs: make_spec(0, 1, 1, 0) if spec is None else spec,
-                      plan=lambda state, load: Plan(state, jnp.int32(NEVER_REPLAN)), keep=keep)
+                      plan=lambda state, load: Plan(state, jnp.int32(NEVER_REPLAN)), prune=prune)

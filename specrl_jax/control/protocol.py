@@ -4,7 +4,7 @@ A controller is five functions over an opaque state:
 
     init(costs) -> state                                         host, once
     plan(state, load) -> Plan                                    device, before a round
-    keep(state, plan, load, tree, buckets) -> (live, bucket)     device, after drafting
+    prune(state, plan, load, tree, buckets) -> (live, bucket)    device, after drafting
     observe(state, plan, outcome) -> state                       device, after the round
     end_chunk(state, launch) -> (state, metrics)                 host, after each launch
 
@@ -40,7 +40,7 @@ class Plan(struct.PyTreeNode):
 
     spec: SpecConfig
     valid_for: Array  # i32[] rounds for which a plan without drafts stands, unless a row ends
-    notes: PyTree = ()  # what `keep` and `observe` reuse
+    notes: PyTree = ()  # what `prune` and `observe` reuse
 
 
 class Outcome(NamedTuple):
@@ -71,9 +71,9 @@ class Controller(NamedTuple):
 
     init: Callable[[PyTree], ControlState]  # from a CostTable, or None if nothing was measured
     plan: Callable[[ControlState, Load], Plan]
-    keep: Callable[[ControlState, Plan, Load, DraftTree, Sequence[Bucket]],
+    prune: Callable[[ControlState, Plan, Load, DraftTree, Sequence[Bucket]],
                    tuple[Array, Array]] = (
-        lambda state, plan, load, tree, buckets: keep_within(plan.spec, tree, buckets))
+        lambda state, plan, load, tree, buckets: prune_within(plan.spec, tree, buckets))
     observe: Callable[[ControlState, Plan, Outcome], ControlState] = (
         lambda state, plan, outcome: state)
     end_chunk: Callable[[ControlState, LaunchRecord], tuple[ControlState, Mapping[str, float]]] = (
@@ -110,8 +110,8 @@ def mean_of_rows(load: Load, values: Array) -> Array:
     return total / jnp.maximum(rows, 1)
 
 
-def keep_within(spec: SpecConfig, tree: DraftTree, buckets: Sequence[Bucket]
-                ) -> tuple[Array, Array]:
+def prune_within(spec: SpecConfig, tree: DraftTree, buckets: Sequence[Bucket]
+                 ) -> tuple[Array, Array]:
     """Keeps the likeliest nodes: at most `spec.nodes` a row, `spec.budget` in all, and what fits.
 
     Every live row's root is kept. Survival never grows along a path and the sorts are stable, so

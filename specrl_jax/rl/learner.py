@@ -21,8 +21,8 @@ from specrl_jax.model.architecture import Architecture
 from specrl_jax.model.transformer import Params
 from specrl_jax.rl import algorithm, losses
 from specrl_jax.rl.batch import Batch, Totals
+from specrl_jax.rl.logprobs import row_logprobs
 from specrl_jax.rl.optimizer import learning_rate, make_optimizer
-from specrl_jax.rl.scores import row_scores
 from specrl_jax.structs import Array, PyTree
 
 LARGEST = ("logprob_gap_max", "policy/ratio_max")  # metrics that are maxima, not means
@@ -36,8 +36,8 @@ class LearnerState(struct.PyTreeNode):
     optimizer: optax.OptState
 
 
-def response_scores(arch: Architecture, config: Config, params: Params, batch: Batch
-                    ) -> tuple[Array, Array]:
+def response_logprobs(arch: Architecture, config: Config, params: Params, batch: Batch
+                      ) -> tuple[Array, Array]:
     """Returns log-probability and entropy, f32[b, R] each, of the response tokens of one
     micro-batch with fields [b, ...], at its temperature and without truncation.
 
@@ -47,8 +47,8 @@ def response_scores(arch: Architecture, config: Config, params: Params, batch: B
         arch, transformer.in_dtype(params, config.model.dtype), batch.tokens, batch.position,
         batch.segment, batch.prefix, config.learner.remat)
     picked = jnp.take_along_axis(hidden, batch.predicted_at[None], axis=2)
-    return row_scores(transformer.head(arch, params), picked, batch.response, batch.temperature,
-                      batch.length.sum(1))
+    return row_logprobs(transformer.head(arch, params), picked, batch.response, batch.temperature,
+                        batch.length.sum(1))
 
 
 def by_sequence(values: Array, batch: Batch, buffer: int) -> Array:
@@ -58,22 +58,22 @@ def by_sequence(values: Array, batch: Batch, buffer: int) -> Array:
     return jax.vmap(one)(padded, batch.start)
 
 
-def score(arch: Architecture, config: Config, params: Params, batch: Batch, totals: Totals,
-          base: Params | None = None) -> Array:
+def compute_logprobs(arch: Architecture, config: Config, params: Params, batch: Batch,
+                     totals: Totals, base: Params | None = None) -> Array:
     """Returns the log-probabilities of a whole batch, f32[n, b, R], without gradients; for `base`
     see `lora.attach`."""
     params = lora.attach(config.learner, base, params)
 
-    def one(i: Array, scores: Array) -> Array:
-        found = response_scores(arch, config, params, _micro_batch(batch, i))[0]
-        return jax.lax.dynamic_update_index_in_dim(scores, found, i, 0)
+    def one(i: Array, logprobs: Array) -> Array:
+        part = response_logprobs(arch, config, params, _micro_batch(batch, i))[0]
+        return jax.lax.dynamic_update_index_in_dim(logprobs, part, i, 0)
 
     return jax.lax.fori_loop(0, totals.micro_batches, one, jnp.zeros_like(batch.rollout_logprob))
 
 
 def sequence_kl(config: Config, batch: Batch, logprob: Array, reference: Array) -> Array:
     """Returns an estimate of the KL to the reference of each sequence, f32[n, b, K], summed over
-    its tokens, from log-probabilities f32[n, b, R] by `score`."""
+    its tokens, from log-probabilities f32[n, b, R] by `compute_logprobs`."""
     buffer, estimate = config.rollout.max_new_tokens, losses.KL_ESTIMATORS[config.rl.kl_estimator]
 
     def one(batch: Batch, logprob: Array, reference: Array) -> Array:
@@ -96,9 +96,9 @@ def update(arch: Architecture, config: Config, state: LearnerState, batch: Batch
     Args:
       old: f32[n, b, R] log-probabilities under the policy that acted; None: those of `state`,
         which makes every ratio 1.
-      reference: f32[n, b, R] log-probabilities by `score` under the initial policy and under
-        that of `state`; None: no KL term. One program scores both, so that KL and gradient are 0
-        where their weights are equal: Adam would scale up what two programs differ by.
+      reference: f32[n, b, R] log-probabilities by `compute_logprobs` under the initial policy and
+        under that of `state`; None: no KL term. One program computes both, so that KL and gradient
+        are 0 where their weights are equal: Adam would scale up what two programs differ by.
       base: see `lora.attach`; they have no gradient.
       teacher: f32[n, b, R] log-probabilities under the teacher, see `micro_loss`; None: no teacher.
 
@@ -143,7 +143,7 @@ def first_gap(arch: Architecture, config: Config, params: Params, batch: Batch,
               base: Params | None = None) -> dict[str, Array]:
     """Returns the gap's metrics f32[] over the first micro-batch, from one forward."""
     first, params = _micro_batch(batch, jnp.int32(0)), lora.attach(config.learner, base, params)
-    return _means(gap_sums(response_scores(arch, config, params, first)[0], first))
+    return _means(gap_sums(response_logprobs(arch, config, params, first)[0], first))
 
 
 def gap_sums(logprob: Array, batch: Batch) -> dict[str, Array]:
@@ -198,7 +198,7 @@ def micro_loss(arch: Architecture, config: Config, totals: Totals, params: Param
     """
     rl, buffer = config.rl, config.rollout.max_new_tokens
     _, loss, correction = algorithm.resolve(rl)
-    logprob, entropy = response_scores(arch, config, params, batch)
+    logprob, entropy = response_logprobs(arch, config, params, batch)
     here = jax.lax.stop_gradient(logprob)
     initial = None if reference is None else here + (reference[0] - reference[1])
     mask = jnp.arange(buffer)[None, None] < batch.length[..., None]

@@ -154,7 +154,7 @@ class Policy:
                 if frozen.teacher else None)
 
     def _logprobs(self, params: ModelParams | None, part: tuple[Batch, Totals]) -> Array:
-        return self._programs["score"](params, *part, self.frozen.base)
+        return self._programs["compute_logprobs"](params, *part, self.frozen.base)
 
     def _gap(self, params: Params, batch: Batch) -> Metrics:
         gap = jax.device_get(self._programs["gap"](params, batch, self.frozen.base))

@@ -110,8 +110,8 @@ def reads_old(config: Config) -> bool:
     return _steps(config) > 1 or config.learner.old_logprob == "rollout"
 
 
-def needs_scores(config: Config) -> bool:
-    """Returns whether a step scores its rollout apart from the update."""
+def needs_logprobs(config: Config) -> bool:
+    """Returns whether a step computes log-probabilities apart from the update."""
     kl, old = config.rl.kl, config.learner.old_logprob
     return bool(kl) or (_steps(config) > 1 and old == "learner")
 
@@ -127,17 +127,17 @@ def abstract_batch(config: Config, mesh: Mesh) -> tuple[Batch, Totals]:
     return abstract(blank[0], batch_shardings(mesh))
 
 
-def score(config: Config, arch: Architecture, mesh: Mesh) -> Program:
-    """Returns the program that scores a batch, see `learner.score`."""
-    function = sharding.traced_for(mesh, functools.partial(learner.score, arch, config))
-    return Program("score", jax.jit(function), (
+def compute_logprobs(config: Config, arch: Architecture, mesh: Mesh) -> Program:
+    """Returns the program of `learner.compute_logprobs` for the policy."""
+    function = sharding.traced_for(mesh, functools.partial(learner.compute_logprobs, arch, config))
+    return Program("compute_logprobs", jax.jit(function), (
         abstract_state(config, arch, mesh).params, *abstract_batch(config, mesh),
         abstract_base(config, arch, mesh)))
 
 
 def programs(config: Config, arch: Architecture, mesh: Mesh, teacher: Architecture | None = None
              ) -> Iterator[Program]:
-    """Yields the policy's programs that are used, of: update, score, teacher, kl, gap, merge."""
+    """Yields those that a run uses: update, compute_logprobs, teacher, kl, gap, merge."""
     replicated = sharding.replicated(mesh)
     state, base = abstract_state(config, arch, mesh), abstract_base(config, arch, mesh)
     batch, totals = abstract_batch(config, mesh)
@@ -149,13 +149,13 @@ def programs(config: Config, arch: Architecture, mesh: Mesh, teacher: Architectu
         yield Program("gap", jax.jit(on_mesh(functools.partial(learner.first_gap, arch, config)),
                                      out_shardings=replicated), (state.params, batch, base))
         return
-    if needs_scores(config):
-        yield score(config, arch, mesh)
+    if needs_logprobs(config):
+        yield compute_logprobs(config, arch, mesh)
     if config.rl.kl_in_reward:
         yield Program("kl", jax.jit(on_mesh(functools.partial(learner.sequence_kl, config)),
                                     out_shardings=replicated), (batch, scores, scores))
     if teacher is not None:
-        function = functools.partial(learner.score, teacher, config)
+        function = functools.partial(learner.compute_logprobs, teacher, config)
         yield Program("teacher", jax.jit(on_mesh(function)),
                       (abstract_frozen(config, teacher, mesh), batch, totals))
     places = jax.tree.map(lambda a: a.sharding, state)

@@ -142,7 +142,7 @@ class Supervised:
         self.state = LearnerState(params, jax.jit(
             make_optimizer(config.learner).init, out_shardings=places)(params))
         wanted = [*programs.programs(config, self.arch, self.mesh),
-                  programs.score(config, self.arch, self.mesh)]
+                  programs.compute_logprobs(config, self.arch, self.mesh)]
         with Compiler() as compiler:
             compiled = {p.name: compiler.add(p) for p in wanted}
         self._programs = {name: future.result() for name, future in compiled.items()}
@@ -173,15 +173,15 @@ class Supervised:
 
     def heldout_loss(self) -> float:
         """Returns the mean negative log-probability of the held-out turns' response tokens."""
-        total, size, found = 0.0, self.config.sequences, 0
+        total, size, tokens = 0.0, self.config.sequences, 0
         for first in range(0, len(self.heldout), size):
             batch, totals = self._batch(self.heldout[first : first + size])
-            scores = np.asarray(self._programs["score"](
+            logprobs = np.asarray(self._programs["compute_logprobs"](
                 self.state.params, batch, totals, self.base), np.float64)
             lengths = np.asarray(batch.length).sum(-1)
-            mask = np.arange(scores.shape[-1]) < lengths[..., None]
-            total, found = total - scores[mask].sum(), found + int(lengths.sum())
-        return total / found
+            mask = np.arange(logprobs.shape[-1]) < lengths[..., None]
+            total, tokens = total - logprobs[mask].sum(), tokens + int(lengths.sum())
+        return total / tokens
 
     def weights(self) -> Params:
         """Returns the trained weights, float32; adapters are merged."""

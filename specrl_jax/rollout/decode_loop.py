@@ -19,7 +19,7 @@ from specrl_jax.rollout.plan import (
     no_draft,
     plan_round,
 )
-from specrl_jax.rollout.round import draft, drafted_round, keep, observe, plain_round
+from specrl_jax.rollout.round import draft, drafted_round, observe, plain_round, prune
 from specrl_jax.sharding import ROWS
 from specrl_jax.structs import Array, DrafterParams, Frontier, Params, RolloutState
 
@@ -73,9 +73,9 @@ def launch(decoder: Decoder, params: Params, drafter_params: DrafterParams, stat
     def with_drafts(loop: LoopState) -> LoopState:
         planned = loop.planned
         state, tree = draft(decoder, drafter_params, loop.state, planned)
-        kept = keep(decoder, state, planned, tree, force)
-        state, count = drafted_round(decoder, params, drafter_params, state, planned, kept)
-        state = observe(decoder, state, planned, kept, count, jnp.int32(1))
+        pruned = prune(decoder, state, planned, tree, force)
+        state, count = drafted_round(decoder, params, drafter_params, state, planned, pruned)
+        state = observe(decoder, state, planned, pruned, count, jnp.int32(1))
         return then(state, loop.done + 1)
 
     def alternate(loop: LoopState) -> LoopState:

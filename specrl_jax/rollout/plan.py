@@ -77,19 +77,19 @@ class RoundPlan(struct.PyTreeNode):
     drafts: Array  # bool[] whether a tree is proposed first
 
 
-class Kept(struct.PyTreeNode):
-    """What a round verifies of its trees; in a plain round nothing."""
+class Pruned(struct.PyTreeNode):
+    """Drafted trees and the nodes to verify; a plain round has none."""
 
     tree: DraftTree
     live: Array  # bool[B, N] the nodes to verify
-    bucket: Array  # i32[] the same on all shards; 0 if only roots are kept
+    bucket: Array  # i32[] the same on all shards; 0 if only roots are left
 
 
-def no_draft(decoder: Decoder, planned: RoundPlan) -> Kept:
-    """Returns what a plain round keeps, for controllers: trees without a live node."""
+def no_draft(decoder: Decoder, planned: RoundPlan) -> Pruned:
+    """Returns the trees of a plain round as controllers see them: without a live node."""
     root = planned.frontier.root
     tree = roots(root, jnp.zeros(root.shape, bool), decoder.drafter.nodes)
-    return Kept(tree=tree, live=tree.live, bucket=jnp.int32(0))
+    return Pruned(tree=tree, live=tree.live, bucket=jnp.int32(0))
 
 
 def buckets_of(decoder: Decoder, batch: int) -> tuple[Bucket, ...]:

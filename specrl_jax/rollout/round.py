@@ -1,4 +1,4 @@
-"""One round (plan, draft, keep, verify, commit, observe) for one data shard.
+"""One round (plan, draft, prune, verify, commit, observe) for one data shard.
 
 Everything here runs inside `shard_map` over the data axes: arrays are a shard's own, and what
 selects a branch or ends a loop is reduced over all shards first, so all shards decide alike.
@@ -12,11 +12,11 @@ import jax.numpy as jnp
 from specrl_jax.config import ConfigError
 from specrl_jax.control import acceptance
 from specrl_jax.control.buckets import Bucket
-from specrl_jax.control.protocol import Outcome, keep_within
+from specrl_jax.control.protocol import Outcome, prune_within
 from specrl_jax.draft.tree import compact, roots
 from specrl_jax.model import transformer
 from specrl_jax.model.transformer import LayerKV, Packing
-from specrl_jax.rollout.plan import NOT_FORCED, Decoder, Kept, RoundPlan, buckets_of
+from specrl_jax.rollout.plan import NOT_FORCED, Decoder, Pruned, RoundPlan, buckets_of
 from specrl_jax.sharding import ROWS, either, straight_line
 from specrl_jax.structs import (
     Array,
@@ -51,8 +51,8 @@ def draft(decoder: Decoder, drafter_params: DrafterParams, state: RolloutState, 
     return state.replace(draft=drafter_state, counters=counters), tree
 
 
-def keep(decoder: Decoder, state: RolloutState, planned: RoundPlan, tree: DraftTree, force: Array
-         ) -> Kept:
+def prune(decoder: Decoder, state: RolloutState, planned: RoundPlan, tree: DraftTree, force: Array
+          ) -> Pruned:
     """Chooses which nodes of a tree are verified, and in which bucket.
 
     A forced depth verifies all that was drafted, a forced bucket only the roots.
@@ -63,15 +63,15 @@ def keep(decoder: Decoder, state: RolloutState, planned: RoundPlan, tree: DraftT
     def forced() -> tuple[Array, Array]:
         roots_only = jnp.arange(tree.live.shape[1])[None] == 0
         free = force[1] == NOT_FORCED
-        live, bucket = keep_within(plan.spec, tree.replace(live=tree.live & (roots_only | free)),
+        live, bucket = prune_within(plan.spec, tree.replace(live=tree.live & (roots_only | free)),
                                    buckets)
         return live, jnp.where(free, bucket, force[1])
 
     live, bucket = either(
         force[0] == NOT_FORCED,
-        lambda: decoder.controller.keep(state.control, plan, planned.load, shown, buckets),
+        lambda: decoder.controller.prune(state.control, plan, planned.load, shown, buckets),
         forced)
-    return Kept(tree=tree, live=live, bucket=jax.lax.pmax(bucket, ROWS))
+    return Pruned(tree=tree, live=live, bucket=jax.lax.pmax(bucket, ROWS))
 
 
 def _shown(decoder: Decoder, tree: DraftTree) -> DraftTree:
@@ -98,9 +98,9 @@ def plain_round(decoder: Decoder, params: Params, drafter_params: DrafterParams,
 
 
 def drafted_round(decoder: Decoder, params: Params, drafter_params: DrafterParams,
-                  state: RolloutState, planned: RoundPlan, kept: Kept
+                  state: RolloutState, planned: RoundPlan, pruned: Pruned
                   ) -> tuple[RolloutState, Array]:
-    """Verifies what is kept of trees and commits the accepted path.
+    """Verifies the pruned trees and commits the accepted path.
 
     Returns:
       The state, and the committed tokens i32[B].
@@ -108,20 +108,21 @@ def drafted_round(decoder: Decoder, params: Params, drafter_params: DrafterParam
     buckets = buckets_of(decoder, planned.frontier.root.shape[0])
     branches = [functools.partial(verify_in, decoder, params, drafter_params, state, planned,
                                   bucket=b, depth=decoder.drafter.depth) for b in buckets]
-    verdict, path = jax.lax.switch(kept.bucket, branches, kept.tree, kept.live)
-    packed = jnp.asarray([b.packed for b in buckets], jnp.int32)[kept.bucket]
-    seen = acceptance.observe(state.seen, kept.tree, path, verdict, planned.frontier)
-    state = commit_round(decoder, drafter_params, state.replace(seen=seen), planned, kept, packed,
-                         verdict, path)
+    verdict, path = jax.lax.switch(pruned.bucket, branches, pruned.tree, pruned.live)
+    packed = jnp.asarray([b.packed for b in buckets], jnp.int32)[pruned.bucket]
+    seen = acceptance.observe(state.seen, pruned.tree, path, verdict, planned.frontier)
+    state = commit_round(decoder, drafter_params, state.replace(seen=seen), planned, pruned,
+                         packed, verdict, path)
     return state, verdict.count
 
 
 def commit_round(decoder: Decoder, drafter_params: DrafterParams, state: RolloutState,
-                 planned: RoundPlan, kept: Kept | None, packed: Array, verdict: Verdict, path: Path
-                 ) -> RolloutState:
+                 planned: RoundPlan, pruned: Pruned | None, packed: Array, verdict: Verdict,
+                 path: Path) -> RolloutState:
     """Commits a verdict to the cache and the sequences, and shows it to the drafter.
 
-    A plain round has kept None.
+    Args:
+      pruned: None after a plain round.
     """
     frontier = planned.frontier
     last = jnp.take_along_axis(verdict.tokens, jnp.maximum(verdict.count - 1, 0)[:, None], 1)
@@ -130,22 +131,22 @@ def commit_round(decoder: Decoder, drafter_params: DrafterParams, state: Rollout
         root=jnp.where(verdict.count > 0, last[:, 0], state.root),
         sequences=commit.record(state.sequences, verdict, frontier),
         draft=decoder.drafter.observe(drafter_params, state.draft, frontier, verdict, path),
-        counters=count(state.counters, planned, kept, verdict, packed))
+        counters=count(state.counters, planned, pruned, verdict, packed))
 
 
-def observe(decoder: Decoder, state: RolloutState, planned: RoundPlan, kept: Kept, count: Array,
-            rounds: Array) -> RolloutState:
+def observe(decoder: Decoder, state: RolloutState, planned: RoundPlan, pruned: Pruned,
+            count: Array, rounds: Array) -> RolloutState:
     """Shows the controller the `rounds` i32[] that ran by a plan and the tokens they committed.
 
     Args:
       count: i32[B].
     """
-    outcome = Outcome(planned.load, _shown(decoder, kept.tree), kept.live, kept.bucket, count,
-                      rounds)
+    outcome = Outcome(planned.load, _shown(decoder, pruned.tree), pruned.live, pruned.bucket,
+                      count, rounds)
     return state.replace(control=decoder.controller.observe(state.control, planned.plan, outcome))
 
 
-def count(counters: Counters, planned: RoundPlan, kept: Kept | None, verdict: Verdict,
+def count(counters: Counters, planned: RoundPlan, pruned: Pruned | None, verdict: Verdict,
           packed: Array) -> Counters:
     """Adds one round to the counters."""
     live = planned.frontier.live
@@ -153,19 +154,19 @@ def count(counters: Counters, planned: RoundPlan, kept: Kept | None, verdict: Ve
         rounds=counters.rounds + 1, row_rounds=counters.row_rounds + live.sum(),
         committed=counters.committed + verdict.count.sum(), packed=counters.packed + packed,
         slots=counters.slots + live.shape[0], clamped=counters.clamped + planned.clamped)
-    return counters if kept is None else _count_drafts(counters, kept, verdict)
+    return counters if pruned is None else _count_drafts(counters, pruned, verdict)
 
 
-def _count_drafts(counters: Counters, kept: Kept, verdict: Verdict) -> Counters:
+def _count_drafts(counters: Counters, pruned: Pruned, verdict: Verdict) -> Counters:
     index = jnp.arange(verdict.path.shape[1])[None]
 
     def by_origin(which: Array, origin: Array) -> Array:
         drafters = jnp.arange(counters.drafted.shape[1])
         return (which[..., None] & (origin[..., None] == drafters[None, None])).sum((0, 1))[None]
 
-    drafted = by_origin(kept.live.at[:, 0].set(False), kept.tree.origin)
+    drafted = by_origin(pruned.live.at[:, 0].set(False), pruned.tree.origin)
     accepted = by_origin((index > 0) & (index < verdict.count[:, None]),
-                         jnp.take_along_axis(kept.tree.origin, verdict.path, 1))
+                         jnp.take_along_axis(pruned.tree.origin, verdict.path, 1))
     return counters.replace(accepted=counters.accepted + accepted,
                             drafted=counters.drafted + drafted)
 
@@ -203,8 +204,8 @@ def verify_in(decoder: Decoder, params: Params, drafter_params: DrafterParams,
       depth: D; results have D + 1 places a row, whatever the bucket.
     """
     frontier, rows = planned.frontier, planned.rows
-    tokens, parent, level, kept, order = compact(tree, live, bucket.nodes)
-    packing = pack(kept, parent, bucket.packed)
+    tokens, parent, level, pruned, order = compact(tree, live, bucket.nodes)
+    packing = pack(pruned, parent, bucket.packed)
     at = (packing.row, packing.node)
     hidden, fresh, taps = transformer.tree_forward(
         decoder.arch, params, state.cache, tokens[at], frontier.context[packing.row] + level[at],
@@ -216,7 +217,7 @@ def verify_in(decoder: Decoder, params: Params, drafter_params: DrafterParams,
                                      min(depth, bucket.nodes - 1))
     rule = RULES.resolve(decoder.rule)
     nodes = Nodes(tokens=tokens, parent=parent, depth=level,
-                  rank=jnp.take_along_axis(tree.rank, order, 1), live=kept,
+                  rank=jnp.take_along_axis(tree.rank, order, 1), live=pruned,
                   proposal=_proposal(decoder.rule, rule, tree, order))
     target = Target(logits=logits, place=packing.place, row=packing.row,
                     position=frontier.generated[packing.row] + level[at], frontier=frontier,

@@ -117,8 +117,8 @@ def test_keep_counts_no_token_beyond_the_limit() -> None:
     state, seen = drive(control, start(wide=0.6), [{"accept": 0.95}] * 20)
     assert seen[-1][:2] == (3, 2)
     tree = chains(0.95 * np.ones((8, DEPTH)), steps=1)
-    keep = alone(lambda s, of: control.keep(s, control.plan(s, of), of, tree, BUCKETS[8])[1])
-    assert [int(keep(state, load(room=room))) for room in (9, 2)] == [0, 1]
+    prune = alone(lambda s, of: control.prune(s, control.plan(s, of), of, tree, BUCKETS[8])[1])
+    assert [int(prune(state, load(room=room))) for room in (9, 2)] == [0, 1]
     for room in (2, [1, 3] * 4):
         assert np.asarray(foreseen(state, load(room=room))[0]).max() == 2
 
@@ -126,8 +126,8 @@ def test_keep_counts_no_token_beyond_the_limit() -> None:
 def test_budget_is_off_when_no_draft_survives() -> None:
     control = controller("budget")
     tree = chains(np.zeros((8, DEPTH)))
-    keep = alone(lambda s, of, tree: control.keep(s, control.plan(s, of), of, tree, BUCKETS[8]))
-    live, bucket = keep(start(wide=0.0, step=0.0), load(), tree)
+    prune = alone(lambda s, of, tree: control.prune(s, control.plan(s, of), of, tree, BUCKETS[8]))
+    live, bucket = prune(start(wide=0.0, step=0.0), load(), tree)
     assert int(bucket) == 0 and int(live.sum()) == 8
     state, seen = drive(control, start(), [{"accept": 0.0}] * 60)
     assert [steps for steps, *_ in seen[-20:]].count(0) >= 18, "only looking again may draft"
@@ -298,7 +298,7 @@ def test_budget_is_hardly_slower_than_best_constant_depth(accept: float) -> None
             free = control.plan(state, of)
             return free.replace(spec=free.spec.replace(depth=jnp.int32(depth)))
 
-        return control._replace(plan=plan, keep=Controller._field_defaults["keep"])
+        return control._replace(plan=plan, prune=Controller._field_defaults["prune"])
 
     took = [time_of(held(depth), start(wide=0.45, step=0.02), accept) for depth in range(5)]
     assert time_of(control, start(wide=0.45, step=0.02), accept) <= 1.01 * min(took)

@@ -12,7 +12,7 @@ from control_cases import LADDER, LIMITS, load, random_tree
 from specrl_jax.config import ConfigError, ControlConfig, SpecOptions
 from specrl_jax.control import fixed, registry
 from specrl_jax.control.buckets import Bucket
-from specrl_jax.control.protocol import Plan, keep_within, make_spec
+from specrl_jax.control.protocol import Plan, make_spec, prune_within
 from specrl_jax.structs import DraftTree, SpecConfig
 
 NARROW = (Bucket(4, 1), Bucket(10, 4))  # too small for all that may be drafted
@@ -33,8 +33,8 @@ def brute_force(tree: DraftTree, nodes: int, budget: int) -> np.ndarray:
 
 
 @functools.partial(jax.jit, static_argnums=2)
-def keep(spec: SpecConfig, tree: DraftTree, ladder: tuple[Bucket, ...]) -> Any:
-    return keep_within(spec, tree, ladder)
+def prune(spec: SpecConfig, tree: DraftTree, ladder: tuple[Bucket, ...]) -> Any:
+    return prune_within(spec, tree, ladder)
 
 
 @pytest.mark.parametrize("ladder", [LADDER, NARROW], ids=["wide", "narrow"])
@@ -43,7 +43,7 @@ def test_keep_within_equals_brute_force(
         seed: int, ladder: tuple[Bucket, ...]) -> None:
     rng = np.random.default_rng(seed)
     tree, nodes, budget = random_tree(rng), int(rng.integers(0, 8)), int(rng.integers(0, 20))
-    live, bucket = keep(make_spec(3, 2, nodes, budget), tree, ladder)
+    live, bucket = prune(make_spec(3, 2, nodes, budget), tree, ladder)
     live = np.asarray(live)
     most = min(budget or 10**9, ladder[-1].packed)
     np.testing.assert_array_equal(live, brute_force(tree, min(nodes, ladder[-1].nodes), most))
@@ -60,7 +60,7 @@ def test_fixed_drops_unlikely_nodes() -> None:
     tree = random_tree(np.random.default_rng(1))
     controller = fixed.fixed(min_survival=0.4)
     spec = make_spec(3, 2, 7, 0)
-    live, _ = controller.keep(spec, Plan(spec, jnp.int32(1)), load(4), tree, LADDER)
+    live, _ = controller.prune(spec, Plan(spec, jnp.int32(1)), load(4), tree, LADDER)
     np.testing.assert_array_equal(live, tree.live & (tree.survival >= 0.4))
     assert 0 < live.sum() < tree.live.sum()
 

@@ -67,7 +67,7 @@ def test_no_choice_leaves_the_bounds(policy: str, seed: int) -> None:
     """Whatever rounds cost, rows are left with and launches have taught, beyond all tables too."""
     control, rng, ladder = controller(policy), np.random.default_rng(seed), BUCKETS[8]
     plan = alone(control.plan)
-    keep = alone(lambda s, plan, of, tree: control.keep(s, plan, of, tree, ladder))
+    prune = alone(lambda s, plan, of, tree: control.prune(s, plan, of, tree, ladder))
     state, drafting = control.init(None), 0
     for turn in range(40):
         if turn % 8 == 7 and policy in NEED_COSTS:
@@ -84,7 +84,7 @@ def test_no_choice_leaves_the_bounds(policy: str, seed: int) -> None:
         assert 0 <= int(spec.depth) <= DEPTH and 0 <= int(spec.branch) <= 1
         assert 0 <= int(spec.nodes) <= NODES and int(planned.valid_for) >= 1
         tree = chains(np.cumprod(rng.random((8, DEPTH)), 1), alive, int(spec.depth))
-        kept, bucket = (np.asarray(a) for a in keep(state, planned, of, tree))
+        kept, bucket = (np.asarray(a) for a in prune(state, planned, of, tree))
         assert 0 <= bucket < len(ladder) and kept.sum() <= ladder[bucket].packed
         assert kept.sum(1).max() <= ladder[bucket].nodes
         assert not (kept & ~np.asarray(tree.live)).any()

@@ -249,7 +249,7 @@ def test_step_charges_the_drafter_for_all_its_seconds(
     trainer = SimpleNamespace(
         _gather=gather, learn=takes(clock, 30, {}), drafter=Clocked(clock, manager, 1, 3, 5),
         config=SimpleNamespace(rl=SimpleNamespace(overlong="keep")), step_number=0,
-        _programs={"score": None},
+        _programs={"compute_logprobs": None},
         sampler=SimpleNamespace(checksum=7, engine=SimpleNamespace(control=0, acceptance=0)))
     rows = [Trainer.step(trainer)[0] for _ in range(2)]
     spent = 1 + 3 + 5

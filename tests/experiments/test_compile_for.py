@@ -186,7 +186,7 @@ def test_adapters_leave_one_copy_of_the_weights_to_the_learner(dtype: str) -> No
     assert sizes["reference"] < 0.2 * sizes["base"]
     assert sizes["published"] == pytest.approx(sizes["base"], rel=0.5)
     by_name = {p.title: p for p in run.groups()["policy"]}
-    assert {"merge", "score", "update"} <= by_name.keys()
+    assert {"merge", "compute_logprobs", "update"} <= by_name.keys()
     beside = programs.beside(by_name["update"], run.resident)
     assert beside == {name: sizes[name] for name in ("published", "cache", "reference")}
 

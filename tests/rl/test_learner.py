@@ -183,10 +183,11 @@ def test_the_gap_to_the_rollout_is_small(params: Any, rollout: Rollout) -> None:
     batch, totals = batch_of(rollout, 4, True)
     _, metrics = update(CONFIG)(state_of(params), batch, totals, None, None)
     assert 0 < metrics["logprob_gap"] <= metrics["logprob_gap_max"] < 1e-4
-    score = jax.jit(functools.partial(learner.score, ARCH, CONFIG))(params, batch, totals)
-    mask = np.arange(score.shape[-1]) < batch.length.sum(-1)[..., None]
+    compute = jax.jit(functools.partial(learner.compute_logprobs, ARCH, CONFIG))
+    logprobs = compute(params, batch, totals)
+    mask = np.arange(logprobs.shape[-1]) < batch.length.sum(-1)[..., None]
     assert mask.sum() == rollout.length.sum()
-    np.testing.assert_allclose(score[mask], batch.rollout_logprob[mask], rtol=0, atol=1e-4)
+    np.testing.assert_allclose(logprobs[mask], batch.rollout_logprob[mask], rtol=0, atol=1e-4)
     off = batch.replace(rollout_logprob=batch.rollout_logprob - np.float32(0.25))
     _, metrics = update(CONFIG)(state_of(params), off, totals, None, None)
     assert metrics["logprob_gap"] == pytest.approx(0.25, abs=1e-3)
@@ -224,12 +225,12 @@ def test_the_gap_of_the_first_micro_batch_alone(
 def test_kl_and_old_logprobs(params: Any, rollout: Rollout) -> None:
     config = config_of(LearnerConfig(learning_rate=1e-2), kl=0.1)
     batch, totals = batch_of(rollout, 4, True)
-    score = jax.jit(functools.partial(learner.score, ARCH, CONFIG))
+    compute = jax.jit(functools.partial(learner.compute_logprobs, ARCH, CONFIG))
     state, told = state_of(params, config), []
-    reference = score(params, batch, totals)
+    reference = compute(params, batch, totals)
     for _ in range(3):
         state, metrics = update(config)(state, batch, totals, reference,
-                                        (reference, score(state.params, batch, totals)))
+                                        (reference, compute(state.params, batch, totals)))
         told.append(jax.tree.map(float, metrics))
     assert told[0]["kl/reference"] == 0
     assert told[0]["policy/clip_fraction"] == 0 < told[2]["policy/clip_fraction"]
@@ -248,8 +249,9 @@ def test_policy_without_signal_stays_at_its_reference(
         params: Any, rollout: Rollout, optimizer: str, options: dict[str, str]) -> None:
     config = config_of(LearnerConfig(learning_rate=1e-2, optimizer=optimizer), kl=0.1, **options)
     batch, totals = batch_of(rollout, 4, True, advantage=np.zeros(12, np.float32))
-    score = jax.jit(functools.partial(learner.score, ARCH, CONFIG))(params, batch, totals)
-    new, metrics = update(config)(state_of(params, config), batch, totals, None, (score, score))
+    compute = jax.jit(functools.partial(learner.compute_logprobs, ARCH, CONFIG))
+    same = (compute(params, batch, totals),) * 2
+    new, metrics = update(config)(state_of(params, config), batch, totals, None, same)
     assert metrics["grad_norm"] == metrics["kl/reference"] == 0 and metrics["applied"] == 1
     jax.tree.map(np.testing.assert_array_equal, new.params, params)
 

@@ -136,11 +136,11 @@ def test_controller_cannot_choose_by_drawn_tokens() -> None:
         assert tree.proposal is None
         liked = (tree.tokens < 12) & (tree.logq > -2) & (tree.score_gap < 1)
         tree = tree.replace(survival=jnp.where(liked, tree.survival, 0.0))
-        return protocol.keep_within(plan.spec, tree, buckets)
+        return protocol.prune_within(plan.spec, tree, buckets)
 
     engine, _, own = made("rejection_drawn")
     other = make_engine(
-        ARCH, TASK, batch=30, controller=fixed.fixed()._replace(keep=peeking),
+        ARCH, TASK, batch=30, controller=fixed.fixed()._replace(prune=peeking),
         rule="rejection_drawn", max_packed=120, drafter=engine.decoder.drafter, truncates=True)
     other.control = engine.control
     other.compile(params(), own)

@@ -114,7 +114,7 @@ def rounds_of(control: Controller) -> Callable[..., Any]:
         plan = control.plan(state, of_round)
         level = jnp.arange(DEPTH + 1)[None]
         tree = tree.replace(live=tree.live & (level <= plan.spec.depth))
-        kept, chosen = control.keep(state, plan, of_round, tree, BUCKETS[8])
+        kept, chosen = control.prune(state, plan, of_round, tree, BUCKETS[8])
         drafts = plan.spec.depth > 0
         live = jnp.where(drafts, kept, tree.live & (level == 0))
         bucket = jnp.where(drafts, chosen, 0)

@@ -15,7 +15,7 @@ from specrl_jax.config import Config
 from specrl_jax.draft import eagle_model
 from specrl_jax.draft.eagle_model import EagleArch
 from specrl_jax.model.architecture import Architecture, describe, is_param
-from specrl_jax.rl.scores import TOKENS_AT_ONCE
+from specrl_jax.rl.logprobs import TOKENS_AT_ONCE
 from specrl_jax.rollout.layout import Shapes
 
 from .. import roofline

@@ -1,7 +1,8 @@
 """Log-probability and entropy of tokens under the output head, a chunk of tokens at a time.
 
-Whole, logits would be the largest array of a policy update: 25 GB for 151,936 x 40,960 float32
-values. Forward and backward loop over chunks, and the backward pass computes logits again.
+The logits of a whole batch would be the largest array of a policy update: 25 GB for 151,936 x
+40,960 float32 values. Forward and backward loop over chunks, and the backward pass recomputes the
+logits.
 """
 
 from functools import partial
@@ -18,18 +19,18 @@ from specrl_jax.structs import Array
 TOKENS_AT_ONCE = 256  # whose logits exist at the same time
 
 
-def row_scores(head: Array, hidden: Array, tokens: Array, temperature: Array, count: Array
-               ) -> tuple[Array, Array]:
+def row_logprobs(head: Array, hidden: Array, tokens: Array, temperature: Array, count: Array
+                 ) -> tuple[Array, Array]:
     """Returns the log-probability and the entropy in nats of tokens in rows, f32[b, R] each.
 
-    In a mesh each data shard scores its own rows with the whole width of the head, which it gathers
-    in the dtype of `hidden`; the head's gradient goes back to the shards in float32.
+    On a mesh each data shard computes its own rows with the whole head, which it gathers in the
+    dtype of `hidden`; the gradient of the head is scattered to the shards in float32.
 
     Args:
       head: f32[V, F].
-      hidden: f[F, b, R], tokens: i32[b, R], see `token_scores`.
+      hidden: f[F, b, R], tokens: i32[b, R], see `token_logprobs`.
       temperature: f32[b].
-      count: i32[b] leading tokens of each row that are scored.
+      count: i32[b] tokens of each row to compute; the rest is padding.
     """
     mesh = jax.sharding.get_abstract_mesh()
     axes = {axis for axis in ROWS if axis in mesh.axis_names} - set(mesh.manual_axes)
@@ -45,28 +46,29 @@ def row_scores(head: Array, hidden: Array, tokens: Array, temperature: Array, co
 
 def _rows(gather: str | None, head: Array, hidden: Array, tokens: Array, temperature: Array,
           count: Array) -> tuple[Array, Array]:
-    """Scores the rows token by token, so that padding is last."""
+    """Computes `token_logprobs` of the rows in column order, so that padding comes last."""
     flat: Any = jax.tree.map(lambda a: jnp.swapaxes(a, -1, -2).reshape(*a.shape[:-2], -1), (
         hidden, tokens, jnp.broadcast_to(temperature[:, None], tokens.shape)))
     most = jnp.int32(tokens.shape[1]) if straight_line() else largest(count.max())
     states, targets, temperatures = flat
-    found = token_scores(head, states, targets, temperatures, most * len(tokens), gather=gather)
-    return found[0].reshape(-1, len(tokens)).T, found[1].reshape(-1, len(tokens)).T
+    logprob, entropy = token_logprobs(head, states, targets, temperatures, most * len(tokens),
+                                      gather=gather)
+    return logprob.reshape(-1, len(tokens)).T, entropy.reshape(-1, len(tokens)).T
 
 
-def token_scores(head: Array, hidden: Array, tokens: Array, temperature: Array, count: Array,
-                 chunk: int = 0, gather: str | None = None) -> tuple[Array, Array]:
+def token_logprobs(head: Array, hidden: Array, tokens: Array, temperature: Array, count: Array,
+                   chunk: int = 0, gather: str | None = None) -> tuple[Array, Array]:
     """Returns the log-probability and the entropy in nats of each token, f32[N] each.
 
-    Products have the dtype of `hidden` and add up in float32. Gradients flow to `head`, in float32,
-    and to `hidden`.
+    Products run in the dtype of `hidden` and accumulate in float32. Gradients flow to `head`, in
+    float32, and to `hidden`.
 
     Args:
       head: f32[V, F], or a part of F.
       hidden: f[F, N] final normalised hidden states that predict the tokens.
       tokens: i32[N].
       temperature: f32[N], positive; logits are divided by it.
-      count: i32[] leading tokens that are scored; later chunks are left at zero.
+      count: i32[] leading tokens to compute; later chunks are zero.
       chunk: tokens whose logits exist at once; 0 is TOKENS_AT_ONCE.
       gather: mesh axis whose devices hold the parts of the head.
     """
@@ -75,19 +77,19 @@ def token_scores(head: Array, hidden: Array, tokens: Array, temperature: Array, 
     spare = -total % chunk
     chunks = total // chunk + (spare > 0) if straight_line() else -(
         -jnp.minimum(count, total) // chunk)
-    found: Any = _scores(
+    values: Any = _chunked(
         chunk, gather, head, jnp.pad(hidden, ((0, 0), (0, spare))), jnp.pad(tokens, (0, spare)),
         jnp.pad(temperature, (0, spare), constant_values=1), chunks)
-    return found[0][:total], found[1][:total]
+    return values[0][:total], values[1][:total]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _scores(chunk: int, gather: str | None, *inputs: Array) -> tuple[Array, Array]:
+def _chunked(chunk: int, gather: str | None, *inputs: Array) -> tuple[Array, Array]:
     return _forward(chunk, gather, *inputs)[0]
 
 
 def _whole(gather: str | None, head: Array, dtype: Any) -> Array:
-    """Returns the whole head in `dtype`; it is cast before it travels."""
+    """Returns the whole head in `dtype`, cast before the all-gather."""
     narrow = head.astype(dtype)
     return jax.lax.all_gather(narrow, gather, axis=1, tiled=True) if gather else narrow
 
@@ -97,17 +99,17 @@ def _forward(chunk: int, gather: str | None, head: Array, hidden: Array, tokens:
     narrow = _whole(gather, head, hidden.dtype)
     vocabulary = jnp.arange(len(head))[:, None]
 
-    def score(i: Array, found: tuple[Array, ...]) -> tuple[Array, ...]:
+    def compute(i: Array, out: tuple[Array, ...]) -> tuple[Array, ...]:
         hidden_i, tokens_i, temperature_i = _take(chunk, i, hidden, tokens, temperature)
         logits = project(narrow, hidden_i, dtype=jnp.float32) / temperature_i[None]
         total = jax.nn.logsumexp(logits, 0)
         # Compared, not gathered: a mesh may split the vocabulary.
         chosen = jnp.where(vocabulary == tokens_i[None], logits, 0).sum(0)
         mean = (jnp.exp(logits - total[None]) * logits).sum(0)
-        return _put(chunk, i, found, (chosen - total, total - mean, total))
+        return _put(chunk, i, out, (chosen - total, total - mean, total))
 
     zeros = (jnp.zeros(tokens.shape, jnp.float32),) * 3
-    logprob, entropy, total = jax.lax.fori_loop(0, chunks, score, zeros)
+    logprob, entropy, total = jax.lax.fori_loop(0, chunks, compute, zeros)
     return (logprob, entropy), (head, hidden, tokens, temperature, chunks, total, entropy)
 
 
@@ -118,7 +120,7 @@ def _backward(chunk: int, gather: str | None, residuals: tuple[Array, ...],
     head, hidden, tokens, temperature, chunks, total, entropy = residuals
     narrow = _whole(gather, head, hidden.dtype)
 
-    def add(i: Array, found: tuple[Array, Array]) -> tuple[Array, Array]:
+    def add(i: Array, sums: tuple[Array, Array]) -> tuple[Array, Array]:
         hidden_i, tokens_i, temperature_i, total_i, entropy_i, by_logprob, by_entropy = _take(
             chunk, i, hidden, tokens, temperature, total, entropy, *gradients)
         logits = project(narrow, hidden_i, dtype=jnp.float32) / temperature_i[None]
@@ -128,8 +130,8 @@ def _backward(chunk: int, gather: str | None, residuals: tuple[Array, ...],
             by_logprob[None] + by_entropy[None] * (logp + entropy_i[None]))
         by_logits = (by_logits / temperature_i[None]).astype(hidden.dtype)
         by_head = project(by_logits, hidden_i.T, dtype=jnp.float32)
-        by_hidden, = _put(chunk, i, found[1:], (project(narrow.T, by_logits),))
-        return found[0] + by_head, by_hidden
+        by_hidden, = _put(chunk, i, sums[1:], (project(narrow.T, by_logits),))
+        return sums[0] + by_head, by_hidden
 
     zeros = jnp.zeros(narrow.shape, jnp.float32), jnp.zeros_like(hidden)
     by_head, by_hidden = jax.lax.fori_loop(0, chunks, add, zeros)
@@ -138,7 +140,7 @@ def _backward(chunk: int, gather: str | None, residuals: tuple[Array, ...],
     return by_head, by_hidden, None, None, None
 
 
-_scores.defvjp(_forward, _backward)
+_chunked.defvjp(_forward, _backward)
 
 
 def _take(chunk: int, i: Array, *arrays: Array) -> list[Array]:
@@ -148,6 +150,6 @@ def _take(chunk: int, i: Array, *arrays: Array) -> list[Array]:
 
 def _put(chunk: int, i: Array, arrays: tuple[Array, ...], parts: tuple[Array, ...]
          ) -> tuple[Array, ...]:
-    """Writes chunk i of the last axis of each array."""
+    """Replaces chunk i of the last axis of each array."""
     return tuple(jax.lax.dynamic_update_slice_in_dim(a, part, i * chunk, -1)
                  for a, part in zip(arrays, parts, strict=True))

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specrl_jax.rl.scores import token_scores
+from specrl_jax.rl.logprobs import token_logprobs
 
 V, F, N = 50, 8, 21
 
@@ -31,7 +31,7 @@ def objective(scores, weight):
 @pytest.mark.parametrize("chunk", [1, 8, 21, 64])
 def test_scores_and_gradients_equal_those_of_whole_logits(chunk: int) -> None:
     def chunked(*args):
-        return token_scores(*args, jnp.int32(N), chunk=chunk)
+        return token_logprobs(*args, jnp.int32(N), chunk=chunk)
 
     args, weight = inputs(), np.random.default_rng(1).standard_normal((2, N))
     for found, want in zip(chunked(*args), whole(*args), strict=True):
@@ -46,9 +46,9 @@ def test_scores_beyond_the_count_are_zero_without_gradient() -> None:
     args = inputs()
 
     def total(head, hidden):
-        return sum(part.sum() for part in token_scores(head, hidden, *args[2:], jnp.int32(9), 4))
+        return sum(part.sum() for part in token_logprobs(head, hidden, *args[2:], jnp.int32(9), 4))
 
-    logprob, entropy = token_scores(*args, jnp.int32(9), 4)
+    logprob, entropy = token_logprobs(*args, jnp.int32(9), 4)
     assert (logprob[:12] < 0).all() and (entropy[:12] > 0).all()
     assert not logprob[12:].any() and not entropy[12:].any()
     by_hidden = jax.grad(total, 1)(*args[:2])
@@ -57,11 +57,11 @@ def test_scores_beyond_the_count_are_zero_without_gradient() -> None:
 
 def test_scores_of_bfloat16_round_products_only() -> None:
     args = inputs(jnp.bfloat16)
-    found = token_scores(*args, jnp.int32(N), chunk=8)
+    found = token_logprobs(*args, jnp.int32(N), chunk=8)
     for a, b in zip(found, whole(*args), strict=True):
         assert a.dtype == jnp.float32
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
-    by_head, by_hidden = jax.grad(objective(lambda *args: token_scores(
+    by_head, by_hidden = jax.grad(objective(lambda *args: token_logprobs(
         *args, jnp.int32(N), chunk=8), np.ones((2, 1))), (0, 1))(*args)
     assert (by_head.dtype, by_hidden.dtype) == (jnp.float32, jnp.bfloat16)
 
@@ -70,7 +70,7 @@ def test_scores_and_gradients_hold_no_whole_logits() -> None:
     head, hidden, tokens, temperature = inputs()
 
     def gradient(head, hidden):
-        return jax.grad(lambda *args: token_scores(
+        return jax.grad(lambda *args: token_logprobs(
             *args, tokens, temperature, jnp.int32(N), 4)[0].sum(), (0, 1))(head, hidden)
 
     text = str(jax.make_jaxpr(gradient)(head, hidden))
