@@ -70,7 +70,7 @@ def _fine_tune(config: Config, workdir: Path) -> None:
                      f"{len(turns)} turns; files in {workdir}")
         trainer = Supervised(config, source, turns, heldout)
     make_workdir(workdir)
-    with lock.hold(workdir, progress.say), Checkpoints(
+    with lock.hold(workdir), Checkpoints(
             workdir / CHECKPOINTS, config.checkpoint_keep, progress.warn) as checkpoints:
         resume.check_config(workdir, described, resume.EQUAL)
         resume.check_data(workdir, {"training": _digest(turns)} | (
