@@ -6,8 +6,6 @@
 A benchmark prints a table and writes JSON to experiments/results, or to --out=FILE.
 """
 
-import early  # noqa: F401  # isort: skip (first: Ctrl-C while the others are imported)
-
 import importlib
 import sys
 from pathlib import Path

@@ -14,8 +14,6 @@ half, without prefill. With --occasions above 1, budget and that setting are tim
 cells are done. Each cell is written when it is done; --resume keeps those that --out holds.
 """
 
-import early  # noqa: F401  # isort: skip (first: Ctrl-C while the others are imported)
-
 import sys
 from pathlib import Path
 

@@ -14,8 +14,6 @@ time, a service).
 Exit status: 0 all tokens are equal or near ties, 1 real differences, 2 bad input.
 """
 
-import early  # noqa: F401  # isort: skip (first: Ctrl-C while the others are imported)
-
 import argparse
 import json
 import math

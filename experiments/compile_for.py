@@ -10,8 +10,6 @@ it. No weights are read. Of a preset with a table of targets, --target takes mes
 status 1 and one line a failure if a program does not compile, does not fit, or copies a cache.
 """
 
-import early  # noqa: F401  # isort: skip (first: Ctrl-C while the others are imported)
-
 import sys
 from pathlib import Path
 

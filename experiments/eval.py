@@ -10,8 +10,6 @@ problem. A flag that is left out is the config's field in `eval`, so that with -
 repeats what the run itself evaluated; --step=best is its best checkpoint.
 """
 
-import early  # noqa: F401  # isort: skip (first: Ctrl-C while the others are imported)
-
 import json
 from pathlib import Path
 from typing import Any

@@ -10,8 +10,6 @@ far. `saved` is `plain` less `launches`, the measured seconds of the rollout wit
 Exit status: 0, or 2 for bad input.
 """
 
-import early  # noqa: F401  # isort: skip (first: Ctrl-C while the others are imported)
-
 import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence

@@ -7,8 +7,6 @@
 A run with adapters (learner.lora_rank) is written merged, or with --adapter by themselves.
 """
 
-import early  # noqa: F401  # isort: skip (first: Ctrl-C while the others are imported)
-
 import sys
 from pathlib import Path
 

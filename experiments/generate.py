@@ -8,8 +8,6 @@ The last line, on standard error, counts tokens, tokens/s and the accept length:
 line ends it.
 """
 
-import early  # noqa: F401  # isort: skip (first: Ctrl-C while the others are imported)
-
 import sys
 from pathlib import Path
 

@@ -6,8 +6,6 @@ Writes results/gpu_contract_PLATFORM.json. Tests that it holds as passed or skip
 again; none starts after --seconds. Needs jax, numpy and pytest; tests that need more are skipped.
 """
 
-import early  # noqa: F401  # isort: skip (first: Ctrl-C while the others are imported)
-
 import os
 import sys
 

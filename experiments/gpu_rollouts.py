@@ -10,8 +10,6 @@ over the time to read weights and cache. With --default the default implementati
 results/gpu_default_PLATFORM.json. Needs jax, flax, optax, orbax and numpy only.
 """
 
-import early  # noqa: F401  # isort: skip (first: Ctrl-C while the others are imported)
-
 import os
 import sys
 

@@ -10,8 +10,6 @@ and learns in each step: this shows what its training costs, not what it gains. 
 dependencies (pip install -e .); without one of them it says so and does nothing.
 """
 
-import early  # noqa: F401  # isort: skip (first: Ctrl-C while the others are imported)
-
 import dataclasses
 import gc
 import itertools

@@ -11,8 +11,6 @@ compiled, the update and the largest launch, where the target's compiler is inst
 Exit status 1 if one of the best does not compile or fit.
 """
 
-import early  # noqa: F401  # isort: skip (first: Ctrl-C while the others are imported)
-
 import math
 import sys
 from pathlib import Path

@@ -8,17 +8,13 @@ the assistant's messages. A step learns prompts_per_step x group_size of them, w
 RL (config.learner, mesh, model). The same command again resumes; the end writes WORKDIR/model.
 """
 
-from specrl_jax.runtime.workdir import make_workdir, result_directory, write_config
-
-import early  # noqa: F401  # isort: skip (first: Ctrl-C while the others are imported)
-
 import functools
 import shutil
 from pathlib import Path
 
 import config_flags
 from absl import flags
-from interrupt import WAY_OUT, stops
+from interrupt import stops
 
 from specrl_jax import config as config_lib
 from specrl_jax import sharding
@@ -35,13 +31,14 @@ from specrl_jax.rl.supervised import Supervised, Turn
 from specrl_jax.runtime import lock
 from specrl_jax.runtime.compilation import use_persistent_cache
 from specrl_jax.runtime.paths import CHECKPOINTS, local_path, writing
+from specrl_jax.runtime.workdir import make_workdir, result_directory, write_config
 
 HELDOUT = flags.DEFINE_string("heldout", None, "files like data.path, whose loss is measured "
                               "before each checkpoint")
 
 
 def main(config: Config, workdir: Path) -> int:
-    with stops(functools.partial(_how_to_resume, workdir), grace=WAY_OUT):
+    with stops(functools.partial(_how_to_resume, workdir)):
         _fine_tune(config, workdir)
     return 0
 
@@ -70,7 +67,7 @@ def _fine_tune(config: Config, workdir: Path) -> None:
                      f"{len(turns)} turns; files in {workdir}")
         trainer = Supervised(config, source, turns, heldout)
     make_workdir(workdir)
-    with lock.hold(workdir, progress.say), Checkpoints(
+    with lock.hold(workdir), Checkpoints(
             workdir / CHECKPOINTS, config.checkpoint_keep, progress.warn) as checkpoints:
         resume.check_config(workdir, described, resume.EQUAL)
         resume.check_data(workdir, {"training": _digest(turns)} | (

@@ -19,8 +19,6 @@ paired by seed. Acceptance is accepted / asked drafts; seconds are against the p
 seed: `saved` in rollouts, `net` less the drafter's cost, `ahead` in whole steps.
 """
 
-import early  # noqa: F401  # isort: skip (first: Ctrl-C while the others are imported)
-
 import dataclasses
 import hashlib
 import json

@@ -7,8 +7,6 @@ The same command again resumes from the last checkpoint. Ctrl-C and SIGTERM stop
 --distributed, SIGTERM to any process lets all save after the step that is running, and end.
 """
 
-import early  # noqa: F401  # isort: skip (first: Ctrl-C while the others are imported)
-
 import functools
 import sys
 from pathlib import Path
@@ -17,8 +15,7 @@ from typing import Any
 import config_flags
 import jax
 from absl import flags
-from early import EXIT_STOPPED
-from interrupt import Preemption, stops
+from interrupt import EXIT_STOPPED, stops
 
 from specrl_jax.checkpoint.checkpoints import list_steps
 from specrl_jax.config import Config, ConfigError
@@ -39,6 +36,25 @@ PROFILE = flags.DEFINE_integer("profile", 0, "steps after the first one that are
                                "jax.profiler, into WORKDIR/profile", lower_bound=0)
 
 
+class Preemption:
+    """SIGTERM to a run that saves before it ends.
+
+    Attributes:
+      running: whether steps are running, so that there is something to save.
+      asked: whether to save and end.
+    """
+
+    def __init__(self) -> None:
+        self.running = self.asked = False
+
+    def note(self) -> bool:
+        """Notes a SIGTERM; returns False where nothing can be saved, or on the second one."""
+        if self.asked or not self.running:
+            return False
+        self.asked = True
+        return True
+
+
 def _join() -> None:
     """Connects to the other processes of a distributed run."""
     given: list[Any] = [flag.value for flag in (COORDINATOR, PROCESSES, PROCESS)]
@@ -50,7 +66,8 @@ def _join() -> None:
 
 def main(config: Config, workdir: Path) -> int:
     preemption = Preemption() if DISTRIBUTED.value else None
-    with stops(functools.partial(_leave, workdir), preemption), processes.ending_together():
+    saves = preemption.note if preemption else None
+    with stops(functools.partial(_leave, workdir), saves), processes.ending_together():
         use_persistent_cache()
         _join()
         complete = not train(config, workdir, functools.partial(_preempted, preemption),
@@ -59,7 +76,7 @@ def main(config: Config, workdir: Path) -> int:
             print(f"\n{_how_to_go_on(workdir)}", file=sys.stderr)
             return EXIT_STOPPED
         if complete:
-            print(f"{workdir}: the run is complete ({list_steps(workdir / 'checkpoints')[-1]} "
+            print(f"{workdir}: the run is complete ({list_steps(workdir / CHECKPOINTS)[-1]} "
                   f"steps); raise --config.steps to go on, or choose another --workdir")
             if (workdir / REPORT).exists():
                 return 0

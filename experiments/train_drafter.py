@@ -8,8 +8,6 @@ these answers. Writes drafter/ (safetensors), checkpoints/, metrics.jsonl and th
 workdir. The same command resumes.
 """
 
-import early  # noqa: F401  # isort: skip (first: Ctrl-C while the others are imported)
-
 import dataclasses
 import functools
 import typing

@@ -7,8 +7,6 @@ Writes kernels/specrl_kernels/tuned/DEVICE.json and keeps its other rows. The se
 heuristic and changes one field at a time while that gains 1 % and equals `xla`. Needs jax, numpy.
 """
 
-import early  # noqa: F401  # isort: skip (first: Ctrl-C while the others are imported)
-
 import sys
 
 from bench import standalone  # isort: skip (it sets the path)

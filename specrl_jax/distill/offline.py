@@ -213,7 +213,7 @@ def train_drafter(config: Config, options: DrafterTraining, workdir: Path,
     texts = None if not options.texts else read_texts(
         local_path("--texts", options.texts), actor.source.tokenizer, config.data, most)
     make_workdir(workdir)
-    with lock.hold(workdir, progress.say):
+    with lock.hold(workdir):
         resume.check_config(workdir, description, JUDGED_ANEW)
         examples = {name: digest(part.examples) for name, part in zip(
             ("training", "held-out"), prompts, strict=True)}

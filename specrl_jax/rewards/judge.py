@@ -15,7 +15,7 @@ from specrl_jax.config.renamed import RENAMED_REWARDS
 from specrl_jax.config.tasks import STOP, RewardError
 from specrl_jax.data.examples import Example
 from specrl_jax.rewards.reward import REWARDS, Reward, expected_number, is_batched
-from specrl_jax.rewards.workers import Found, Workers
+from specrl_jax.rewards.workers import Outcome, Workers
 
 ALWAYS_IN_WORKERS = ("latex",)  # where an answer beyond the limits is wrong
 MOST_WORKERS = 8
@@ -54,13 +54,13 @@ class Judge:
         return [self._sum({name: column[i] for name, column in columns.items()})
                 for i in range(len(answers))]
 
-    def _sum(self, row: Mapping[str, Found]) -> Judged:
+    def _sum(self, row: Mapping[str, Outcome]) -> Judged:
         total = sum(w * one.value for w, one in zip(self.weights, row.values(), strict=True))
         return Judged(float(total), {name: one.value for name, one in row.items()},
                       {name: one.error or one.limit for name, one in row.items()
                        if one.error or one.limit})
 
-    def _counted(self, name: str, found: list[Found]) -> list[Found]:
+    def _counted(self, name: str, found: list[Outcome]) -> list[Outcome]:
         """Returns a term's values, with those that failed counted as they should be."""
         stops, failed = self.on_failure == STOP, [x for x in found if x.error or x.limit]
         if stops:
@@ -76,7 +76,7 @@ class Judge:
         return [x._replace(value=value) if x.error or x.limit else x for x in found]
 
 
-Term = Callable[[Sequence[Answer]], list[Found]]
+Term = Callable[[Sequence[Answer]], list[Outcome]]
 """Answers -> the value of one term of each, or its failure as a whole line."""
 
 
@@ -169,23 +169,23 @@ def _failure(name: str, completion: str, example: Example, problem: str) -> Rewa
                        f"{_short.repr(completion)}: {problem}")
 
 
-def _found(stops: bool, value: Callable[[], float]) -> Found:
+def _outcome(stops: bool, value: Callable[[], float]) -> Outcome:
     """Returns a value, or its failure unless that `stops` the run."""
     try:
-        return Found(value())
+        return Outcome(value())
     except RewardError as error:
         if stops:
             raise
-        return Found(error=str(error))
+        return Outcome(error=str(error))
 
 
 def _one_by_one(name: str, function: Reward, stops: bool, answers: Sequence[Answer]
-                ) -> list[Found]:
-    return [_found(stops, functools.partial(evaluate, name, function, *answer))
+                ) -> list[Outcome]:
+    return [_outcome(stops, functools.partial(evaluate, name, function, *answer))
             for answer in answers]
 
 
-def _at_once(name: str, function: Any, stops: bool, answers: Sequence[Answer]) -> list[Found]:
+def _at_once(name: str, function: Any, stops: bool, answers: Sequence[Answer]) -> list[Outcome]:
     """Returns the values of a term that wants the whole batch; see `reward.batched`."""
     if not answers:
         return []
@@ -199,12 +199,12 @@ def _at_once(name: str, function: Any, stops: bool, answers: Sequence[Answer]) -
     except RewardError as error:
         if stops:
             raise
-        return [Found(error=str(error))] * len(answers)
-    return [_found(stops, functools.partial(_finite, name, value, completion, example))
+        return [Outcome(error=str(error))] * len(answers)
+    return [_outcome(stops, functools.partial(_finite, name, value, completion, example))
             for value, completion, example in zip(values, completions, examples, strict=True)]
 
 
-def _in_workers(pool: Workers, name: str, answers: Sequence[Answer]) -> list[Found]:
+def _in_workers(pool: Workers, name: str, answers: Sequence[Answer]) -> list[Outcome]:
     return [found._replace(limit=str(_failure(name, completion, example, found.limit)))
             if found.limit else found for (_, completion, example), found in
             zip(answers, pool.judge(name, answers), strict=True)]

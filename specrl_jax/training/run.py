@@ -105,7 +105,7 @@ def training_steps(config: Config, workdir: Path, stop: Callable[[], bool] = nev
         resume.check_contents(described, {"eval.split": {
             "held-out examples": digest(evaluation.problems.prompts.examples)}})
     make_workdir(workdir)
-    with lock.hold(workdir, say), Checkpoints(
+    with lock.hold(workdir), Checkpoints(
             workdir / CHECKPOINTS, config.checkpoint_keep, progress.warn) as checkpoints:
         # Once more: another run may have ended meanwhile.
         changed = resume.check_config(workdir, described, resume.EQUAL)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from absl import flags
-from helpers import HANGS, ROOT
+from helpers import HANGS, ROOT, script_environment
 
 from experiments import config_flags
 from specrl_jax.config import Config, ConfigError, as_dict, load_config, preset_names
@@ -180,3 +180,24 @@ def test_help_of_a_script_that_reads_a_run_lists_no_workdir(script, tmp_path):
     assert (done.returncode, done.stderr) == (0, "")
     assert "--run:" in done.stdout and "--workdir" not in done.stdout
     assert config_flags.field_table("smollm2") in done.stdout
+
+
+def test_settings_of_jax_that_break_programs_are_undone_in_a_line() -> None:
+    code = """
+import sys
+sys.path.insert(0, "experiments")
+import config_flags
+config_flags.settle_jax()
+import jax.numpy as jnp
+print(jnp.ones(1).dtype, (jnp.ones(1) + jnp.ones(1, "int32")).dtype)
+"""
+    environment = script_environment() | {
+        "JAX_ENABLE_X64": "1", "JAX_NUMPY_DTYPE_PROMOTION": "strict", "JAX_DISABLE_JIT": "1"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, text=True,
+                          capture_output=True, timeout=HANGS)
+    assert done.stdout == "float32 float32\n", done.stderr
+    assert done.stderr.splitlines() == [
+        "WARNING: JAX_ENABLE_X64 = True: set to False, with which the programs were written",
+        "WARNING: JAX_NUMPY_DTYPE_PROMOTION = strict: set to standard, with which the programs "
+        "were written",
+        "WARNING: JAX_DISABLE_JIT = True: set to False, with which the programs were written"]

@@ -28,33 +28,56 @@ LOST = """class Slow:
     while True: pass"""
 
 
+
+def send(code: str, *signals: int) -> tuple[int, str, str]:
+    """Runs a program that prints a line before each signal; returns status, output and errors."""
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT / "experiments", text=True,
+                               stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                               stderr=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        for number in signals:
+            assert process.stdout.readline() == "busy\n"
+            process.send_signal(number)
+        out, error = process.communicate("\n", timeout=HANGS)
+    finally:
+        process.kill()
+    return process.returncode, out, error
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("work", [HOURS, PYTHON, CHANGED, LOST])
 def test_signals_end_it_at_once_with_a_line(number: signal.Signals, work: str) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-c", BUSY.format(work)], cwd=ROOT / "experiments", text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    try:
-        assert process.stdout.readline() == "busy\n"
-        process.send_signal(number)
-        _, error = process.communicate(timeout=HANGS)
-    finally:
-        process.kill()
-    assert (process.returncode, error) == (130, "\ngo on\n")
+    assert send(BUSY.format(work), number) == (130, "", "\ngo on\n")
 
 
-def test_signal_ends_a_script_that_compiles_within_seconds() -> None:
-    """As in XLA, no signal handler runs; what the main thread can still clean up, it does."""
-    code = ("import hashlib, interrupt\n"
-            "def main():\n    print('busy', flush=True)\n    {}\n"
-            "interrupt.until_stopped(main)")
-    process = subprocess.Popen(
-        [sys.executable, "-c", code.format(HOURS)], cwd=ROOT / "experiments", text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+def test_second_signal_does_not_interrupt_the_way_out() -> None:
+    code = """
+import sys, time, interrupt
+interrupt.GRACE = 3600.0
+def main():
     try:
-        assert process.stdout is not None and process.stdout.readline() == "busy\n"
-        process.send_signal(signal.SIGTERM)
-        _, error = process.communicate(timeout=HANGS)
+        print("busy", flush=True)
+        time.sleep(3600)
     finally:
-        process.kill()
-    assert (process.returncode, error) == (130, "\nstopped\n")
+        print("busy", flush=True)
+        sys.stdin.readline()
+        print("left", flush=True)
+sys.exit(interrupt.until_stopped(main))
+"""
+    assert send(code, signal.SIGINT, signal.SIGINT) == (130, "left\n", "\nstopped\n")
+
+
+def test_sigterm_is_left_to_a_program_that_saves() -> None:
+    """The first one; where nothing can be saved any more, it ends like Ctrl-C."""
+    code = """
+import interrupt
+answers = [False, True]
+def saves():
+    print("busy", flush=True)
+    return answers.pop()
+with interrupt.stops(lambda: "go on", saves):
+    print("busy", flush=True)
+    while True: pass
+"""
+    assert send(code, signal.SIGTERM, signal.SIGTERM) == (130, "busy\n", "\ngo on\n")

@@ -10,6 +10,7 @@ import pytest
 from specrl_jax.config import ConfigError, RewardConfig
 from specrl_jax.rewards import judge
 from specrl_jax.rewards.reward import batched
+from specrl_jax.rewards.workers import Outcome, Workers
 
 EXAMPLE = {"id": 7, "question": "What is 52 + 21?", "answer": "73"}
 
@@ -189,15 +190,37 @@ def sometimes(prompt, completion, example):
 @pytest.mark.ci
 def test_answers_that_hang_or_kill_a_worker_count_as_configured():
     told, terms = [], (f"{__name__}:stuck_in_c", f"{__name__}:dies_of_it")
-    answers = [("", text, EXAMPLE) for text in ("1", "stuck", "2", "die", "3")]
+    answers = [("", text, EXAMPLE) for text in ("1", "stuck", "2", "die", "3", "grow")]
     found = of(terms, answers, workers=2, seconds=0.5, on_failure="0", warn=told.append)
-    assert [one.total for one in found] == [2, 1, 2, 1, 2] and len(told) == 2
+    assert [one.total for one in found] == [2, 1, 2, 1, 2, 1] and len(told) == 2
     assert "took over reward.seconds = 0.5" in found[1].failures[terms[0]]
     assert "ended its process with status 3" in found[3].failures[terms[1]]
+    assert "needs over 4 GiB" in found[5].failures[terms[1]]
 
 
 def dies_of_it(prompt, completion, example):
+    if completion == "grow":
+        return float(bytes(5 * 2**30)[0])
     return os._exit(3) if completion == "die" else 1.0
+
+
+def sleeping(prompt, completion, example):
+    time.sleep(3600)
+
+
+@pytest.mark.ci
+def test_answer_that_takes_no_cpu_time_ends_by_the_clock():
+    with pytest.raises(judge.RewardError, match="took over reward.seconds = 0.1"):
+        of((f"{__name__}:sleeping",), [("", "1", EXAMPLE)], workers=1, seconds=0.1)
+
+
+@pytest.mark.ci
+def test_workers_that_were_killed_are_started_again():
+    made = Workers(1, [f"{__name__}:length"], 2.0)
+    for answer in ("a", "bb"):
+        assert made.judge(f"{__name__}:length", [("", answer, EXAMPLE)]) == [Outcome(len(answer))]
+        assert made._process is not None
+        made._process.kill()
 
 
 @pytest.mark.parametrize("value", ["go on", "nan", "inf", ""])

@@ -44,7 +44,7 @@ def test_step_flops_equal_a_hand_count() -> None:
 
 def test_second_trainer_in_a_workdir_is_refused(tmp_path: Path) -> None:
     config = load_config("tiny", data__examples=8)
-    with lock.hold(tmp_path, print):
+    with lock.hold(tmp_path):
         with pytest.raises(ConfigError, match="in use by .*, process [0-9]+; end that run"):
             run.train(config, tmp_path)
         assert [path.name for path in tmp_path.iterdir()] == [lock.RUN_LOCK]
