@@ -4,7 +4,6 @@ import dataclasses
 
 import numpy as np
 import pytest
-from control_cases import limits_of, made_up
 from helpers import (
     Course,
     Dice,
@@ -22,13 +21,10 @@ from specrl_jax import sharding
 from specrl_jax.config import (
     Config,
     ConfigError,
-    ControlConfig,
     MeshConfig,
     ModelSource,
     RolloutConfig,
-    SpecOptions,
 )
-from specrl_jax.control import registry
 from specrl_jax.model import invariant
 from specrl_jax.rollout.sampler import Sampler
 
@@ -92,24 +88,6 @@ def random_trees(params, plain, **how):
 @pytest.fixture(scope="module")
 def trees(params, plain):
     return random_trees(params, plain)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("policy", ["fixed", "respec", "budget"])
-def test_policies_change_no_bit(params, plain, policy):
-    """With made-up costs, by which drafting pays."""
-    want = plain.run(params, ask(TASK))
-    limits = limits_of((3, 2), 4, 2, TASK.prompt + TASK.response - 1)
-    control = registry.make(
-        ControlConfig(policy=policy),
-        SpecOptions(max_depth=2, max_branch=1, max_nodes=4, depth=2, nodes=3), limits)
-    dice = Dice(want.sequences.tokens, hit=0.8)
-    made = engine(params, batch=3, min_batch=2, controller=control,
-                  drafter=random_drafter(dice, nodes=4, depth=2, vocab=50))
-    made.control = control.init(made_up(wide=0.02, step=0.01, limits=limits))
-    found = [made.run(params, ask(TASK), rounds=2) for _ in range(2)]
-    assert all(bits(result) == bits(want) for result in found)
-    assert max(result.counters["drafted"] for result in found) > 0
 
 
 @pytest.mark.parametrize("batch", [1, 12])

@@ -21,7 +21,6 @@ from helpers import (
 
 from specrl_jax.config import ConfigError
 from specrl_jax.control import fixed, protocol
-from specrl_jax.draft.history import history
 from specrl_jax.model.transformer import forward
 from specrl_jax.rollout.engine import Result
 
@@ -230,45 +229,6 @@ def test_truncation_that_was_not_compiled_is_refused(bench: Any, sampling: dict[
     engine = make_engine(bench.arch, bench.task)
     with pytest.raises(ConfigError, match="truncates = False: sequences ask for top_k or top_p"):
         engine.run(bench.params, ask(bench.task, **sampling))
-
-
-@pytest.fixture(scope="module")
-def drafting(bench: Any) -> Any:
-    """The history drafter in three slots."""
-    drafter = history(depth=3, branch=1, nodes=4, match=4, group=bench.task.group)
-    control = fixed.fixed(0)._replace(init=lambda costs: protocol.make_spec(3, 1, 4, 0))
-    engine = make_engine(bench.arch, bench.task, drafter=drafter, controller=control, batch=3,
-                         past=2, truncates=True)
-    engine.compile(bench.params)
-    return engine
-
-
-def past_of(bench: Any, seed: int) -> np.ndarray:
-    """i32[prompts, 2, T]: what the group said under another seed."""
-    result = bench.run_plain(seed=seed)
-    return np.where(said(result), result.sequences.tokens, -1).reshape(6, 2, -1).astype(np.int32)
-
-
-@pytest.mark.ci
-def test_history_changes_no_token_and_compiles_nothing(bench: Any, drafting: Any) -> None:
-    drafting.run(bench.params, ask(bench.task, past=past_of(bench, 1)))
-    pasts = {seed: past_of(bench, seed) for seed in (0, 1)}
-    plain = bench.run_plain(seed=1)
-
-    def changing() -> None:
-        for seed, past in pasts.items():
-            drafting.control = protocol.make_spec(2 + seed, 1, 3 + seed, 0)
-            for mix in MIXES.values():
-                request = ask(bench.task, seed=1, past=past, **mix)
-                assert streams(drafting.run(bench.params, request)) == mixed[str(mix)]
-            result = drafting.run(bench.params, ask(bench.task, seed=1, past=past))
-            assert_same(plain, result)
-            accepted[seed] = result.counters["accepted"]
-
-    mixed = {str(mix): streams(bench.run_plain(seed=1, **mix)) for mix in MIXES.values()}
-    accepted: dict[int, int] = {}
-    assert counting(changing) == 0
-    assert accepted[1] > accepted[0]  # its own future, read from the past
 
 
 @pytest.mark.ci
