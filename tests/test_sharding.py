@@ -14,6 +14,7 @@ from helpers import (
     micro_config,
     micro_trainer,
     moments,
+    roll_out,
     run_training,
     streams,
     tiny_arch,
@@ -143,11 +144,10 @@ def test_shards_that_differ_in_truncation_do_not_deadlock(rule: str) -> None:
         mesh, drafter = mesh_of(config), draft_model(arch, depth=2, branch=2, nodes=4)
         engine = make_engine(arch, task, mesh=mesh, rule=rule, max_packed=16, drafter=drafter,
                              controller=fixed.fixed(), truncates=True)
-        engine.control = protocol.make_spec(2, 2, 4, 0)
         params = publisher(arch, mesh, jnp.float32, False)(tiny_params(arch))
         own = drafter.bind(params, tiny_params(arch))
         engine.compile(params, own)
-        return engine.run(params, asked, own)
+        return roll_out(engine, params, asked, own, control=protocol.make_spec(2, 2, 4, 0))
 
     split = rolled_out(MeshConfig(data=2, tensor=2))
     assert split.counters["accepted"] > 0

@@ -28,6 +28,7 @@ from helpers import (
     ask,
     make_engine,
     make_task,
+    roll_out,
     streams,
     tiny_arch,
     tiny_params,
@@ -163,9 +164,8 @@ class Bench:
         """A rollout that must equal the plain one."""
         asked = ask(self.task, seed=1, **mix)
         self.course.hold = make_spec(DEPTH, self.branch + pauses, self.nodes, 0)
-        self.drafting.control = self.course.draw()
-        result = self.drafting.run(ACTOR_PARAMS, asked, own, rounds=2)
-        assert streams(result) == streams(self.plain.run(ACTOR_PARAMS, asked))
+        result = roll_out(self.drafting, ACTOR_PARAMS, asked, own, rounds=2)
+        assert streams(result) == streams(roll_out(self.plain, ACTOR_PARAMS, asked))
         return result
 
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import ask, make_engine, make_task, streams, tiny_arch, tiny_params
+from helpers import ask, make_engine, make_task, roll_out, streams, tiny_arch, tiny_params
 
 from specrl_jax.control import fixed, protocol
 from specrl_jax.draft.protocol import Drafter, Survive
@@ -42,8 +42,8 @@ def test_drafter_of_one_function_changes_no_token() -> None:
     for engine in (plain, drafting):
         engine.compile(params)
     asked = ask(task, temperature=0.3)
-    found = drafting.run(params, asked)
-    assert streams(found) == streams(plain.run(params, asked))
+    found = roll_out(drafting, params, asked)
+    assert streams(found) == streams(roll_out(plain, params, asked))
     assert found.by_drafter["repeat"]["drafted"] > 0
 
 

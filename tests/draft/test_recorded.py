@@ -14,6 +14,7 @@ from helpers import (
     counting,
     make_engine,
     make_task,
+    roll_out,
     said,
     streams,
     tiny_arch,
@@ -53,15 +54,14 @@ class Bench:
         return jax.device_put(replay_params(corruption, cost), place)
 
     def record(self, **mix: Any) -> Result:
-        return self.plain.run(PARAMS, ask(self.task, **mix))
+        return roll_out(self.plain, PARAMS, ask(self.task, **mix))
 
     def run(self, record: Result, corruption: float, cost: int = 0, hold: Any = WHOLE, **mix: Any
             ) -> Result:
         self.course.hold = hold
-        self.replay_params.control = self.course.draw()
         past = np.where(said(record), record.sequences.tokens, -1).astype(np.int32)
         asked = ask(self.task, past=past.reshape(-1, self.task.group, past.shape[1]), **mix)
-        return self.replay_params.run(PARAMS, asked, self.knobs(corruption, cost), rounds=2)
+        return roll_out(self.replay_params, PARAMS, asked, self.knobs(corruption, cost), rounds=2)
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ from helpers import (
     micro_config,
     micro_trainer_to_compile,
     moments,
+    roll_out,
     tiny_arch,
     tiny_params,
 )
@@ -56,7 +57,7 @@ def rollout(params: Any) -> Rollout:
     task = make_task()
     engine = make_engine(ARCH, task, batch=4)
     engine.compile(params)
-    s = engine.run(params, ask(task, temperature=0.8)).sequences
+    s = roll_out(engine, params, ask(task, temperature=0.8)).sequences
     q = task.sequences
     prompt = np.zeros((q, task.prompt), np.int32)
     for i in range(q):

@@ -12,6 +12,7 @@ from helpers import (
     make_engine,
     make_task,
     random_drafter,
+    roll_out,
     tiny_arch,
     tiny_params,
     wandering,
@@ -37,13 +38,12 @@ class Bench:
     course: Course  # how they are cut, from launch to launch
 
     def run_plain(self, **asked: Any) -> Result:
-        return self.plain.run(self.params, ask(self.task, **asked))
+        return roll_out(self.plain, self.params, ask(self.task, **asked))
 
     def run_trees(self, rounds: int = 3, hold: SpecConfig | None = None, **asked: Any) -> Result:
         """With settings that change after every launch, or with `hold`."""
         self.course.hold = hold
-        self.trees.control = self.course.draw()
-        return self.trees.run(self.params, ask(self.task, **asked), rounds=rounds)
+        return roll_out(self.trees, self.params, ask(self.task, **asked), rounds=rounds)
 
 
 @pytest.fixture(scope="session")
@@ -53,10 +53,10 @@ def bench() -> Bench:
     plain = make_engine(arch, task, batch=5, truncates=True)
     plain.compile(params)
     course = Course(NODES, DEPTH)
-    dice = Dice(plain.run(params, ask(task)).sequences.tokens)
+    dice = Dice(roll_out(plain, params, ask(task)).sequences.tokens)
     trees = make_engine(
         arch, task, batch=4, min_batch=2, truncates=True, controller=wandering(course),
         drafter=random_drafter(dice, nodes=NODES, depth=DEPTH, vocab=arch.vocab_size))
     trees.compile(params)
-    trees.run(params, ask(task))
+    roll_out(trees, params, ask(task))
     return Bench(arch, params, task, plain, trees, dice, course)

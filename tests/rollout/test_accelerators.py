@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from helpers import Course, Dice, ask, assert_same, make_engine, random_drafter, wandering
+from helpers import Course, Dice, ask, assert_same, make_engine, random_drafter, roll_out, wandering
 
 from specrl_jax.model import layers
 
@@ -21,7 +21,6 @@ def test_layout_of_an_accelerator_changes_no_token(bench: Any, platform: str) ->
         platform=platform)
     params = layers.arrange(bench.params, stacked=FORMS[platform])
     engine.compile(params)
-    engine.control = course.draw()
-    found = engine.run(params, ask(bench.task, seed=1), rounds=3)
+    found = roll_out(engine, params, ask(bench.task, seed=1), rounds=3)
     assert found.counters["drafted"] > 0
     assert_same(plain, found)

@@ -8,7 +8,17 @@ import jax
 import numpy as np
 import pytest
 from control_cases import made_up, record
-from helpers import ask, counting, make_engine, make_task, said, streams, tiny_arch, tiny_params
+from helpers import (
+    ask,
+    counting,
+    make_engine,
+    make_task,
+    roll_out,
+    said,
+    streams,
+    tiny_arch,
+    tiny_params,
+)
 
 from specrl_jax import sharding
 from specrl_jax.config import Config, ControlConfig, MeshConfig, RolloutConfig, SpecOptions
@@ -21,6 +31,7 @@ from specrl_jax.metrics import launches
 from specrl_jax.rollout import profile
 from specrl_jax.rollout.engine import Engine, Result
 from specrl_jax.rollout.sampler import Sampler
+from specrl_jax.rollout.state import PublishedDrafter, PublishedPolicy
 
 DEPTH, NODES, BATCH = 3, 4, 4
 ARCH = tiny_arch(num_layers=1)
@@ -40,38 +51,51 @@ def limits_of(task: Any, batches: tuple[int, ...] = (4, 2), smallest: int = 0) -
                       b: bucket_table(b, NODES, 64, b == smallest) for b in batches})
 
 
+class Controlled:
+    """An engine, and what speculation has learned in its rollouts so far."""
+
+    def __init__(self, engine: Engine, control: Any) -> None:
+        self.engine, self.speculation = engine, engine.initial_speculation().replace(
+            control=control)
+
+    def start_again(self, control: Any) -> None:
+        self.speculation = self.speculation.replace(control=control)
+
+
 def controlled(policy: str, mesh: Any = None, task: Any = TASK, costs: CostTable | None = None,
-               **options: Any) -> Engine:
+               **options: Any) -> Controlled:
     """An engine of 4 slots a shard, compacted to 2, that drafts recorded streams."""
     controller = registry.make(ControlConfig(policy=policy), SPEC, limits_of(task))
     engine = make_engine(ARCH, task, drafter=replay(depth=DEPTH, nodes=NODES, vocab=24),
                          batch=BATCH * (1 if mesh is None else sharding.shard_count(mesh)),
                          min_batch=2, past=task.group, controller=controller, mesh=mesh, **options)
-    engine.control = controller.init(costs)
     engine.compile(engine.replicate(PARAMS), knobs(0, mesh))
-    return engine
+    return Controlled(engine, controller.init(costs))
 
 
-def run(engine: Engine, record: Result, corruption: float, rounds: int = 3,
+def run(controlled: Controlled, record: Result, corruption: float, rounds: int = 3,
         depth: int | None = None, **sampling: Any) -> Result:
     past = np.where(said(record), record.sequences.tokens, -1).astype(np.int32)
     asked = ask(TASK, past=past.reshape(-1, TASK.group, past.shape[1]), **sampling)
-    return engine.run(engine.replicate(PARAMS), asked, knobs(corruption, engine.mesh),
-                      rounds=rounds, depth=depth)
+    engine = controlled.engine
+    result, controlled.speculation = engine.run(
+        engine.replicate(PARAMS), knobs(corruption, engine.mesh), controlled.speculation, asked,
+        rounds=rounds, depth=depth)
+    return result
 
 
 @pytest.fixture(scope="module")
 def plain() -> Result:
     engine = make_engine(ARCH, TASK, batch=5)
     engine.compile(PARAMS)
-    return engine.run(PARAMS, ask(TASK))
+    return roll_out(engine, PARAMS, ask(TASK))
 
 
 @pytest.fixture(scope="module")
-def budget(plain: Result) -> Engine:
-    engine = controlled("budget", costs=made_up(limits=limits_of(TASK)))
-    run(engine, plain, 0.0)
-    return engine
+def budget(plain: Result) -> Controlled:
+    budget = controlled("budget", costs=made_up(limits=limits_of(TASK)))
+    run(budget, plain, 0.0)
+    return budget
 
 
 # Measuring.
@@ -100,15 +124,15 @@ def test_costs_with_min_p_are_not_those_without() -> None:
 
 @pytest.mark.parametrize("long, rounds", [(np.inf, profile.ROUNDS), (-1, 1)])
 def test_measured_launches_are_those_of_points(
-        budget: Engine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, long: float, rounds: int
-        ) -> None:
-    file, before = tmp_path / "costs.json", jax.tree.map(np.asarray, budget.control)
+        budget: Controlled, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, long: float,
+        rounds: int) -> None:
+    file, engine = tmp_path / "costs.json", budget.engine
     with monkeypatch.context() as patch:
         patch.setattr(profile, "LONG", long)
         patch.setattr(profile, "SECONDS", 0.0)
-        ran = spied(patch, budget)
-        costs = profile.measured(budget, PARAMS, knobs(0), str(file), {})
-    limits = profile.limits_of(budget)
+        ran = spied(patch, engine)
+        costs = profile.measured(engine, PARAMS, knobs(0), str(file), {})
+    limits = profile.limits_of(engine)
     wanted = [p for b in (4, 2) for p in cost_model.points(limits, b, rounds, False)]
     assert {r[:5] for r in ran} >= {(p.rows, p.steps, p.bucket, p.context, p.rounds)
                                     for p in wanted}
@@ -116,14 +140,13 @@ def test_measured_launches_are_those_of_points(
     assert len(ran) == len(wanted) + 2 * warm_ups
     assert all(asked == done for *_, asked, done in ran)
     assert (costs.verify > 0).all()
-    jax.tree.map(np.testing.assert_array_equal, budget.control, before)
-    found = profile.stored(budget, str(file), {})
+    found = profile.stored(engine, str(file), {})
     assert found is not None
     jax.tree.map(np.testing.assert_array_equal, found, costs)
-    assert profile.stored(budget, str(file), {"drafter": "other"}) is None
-    assert profile.stored(budget, str(file), {}, since=2e10) is None
-    monkeypatch.setattr(budget, "decoder", dataclasses.replace(budget.decoder, invariant=True))
-    assert profile.stored(budget, str(file), {}) is None
+    assert profile.stored(engine, str(file), {"drafter": "other"}) is None
+    assert profile.stored(engine, str(file), {}, since=2e10) is None
+    monkeypatch.setattr(engine, "decoder", dataclasses.replace(engine.decoder, invariant=True))
+    assert profile.stored(engine, str(file), {}) is None
 
 
 @pytest.mark.parametrize("seconds, sweeps", [
@@ -143,21 +166,21 @@ def test_sweeps_stop_at_the_allowed_seconds(seconds: float, sweeps: int) -> None
 
 @pytest.mark.parametrize("known", [True, False])
 def test_processes_share_the_costs_of_process_0(
-        known: bool, budget: Engine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        known: bool, budget: Controlled, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """By as many broadcasts: one more or less, and the processes would wait for each other."""
     file, sent = tmp_path / "costs.json", []
     monkeypatch.setattr(profile, "SECONDS", 0.0)
     if known:
-        profile.measured(budget, PARAMS, knobs(0), str(file), {})
+        profile.measured(budget.engine, PARAMS, knobs(0), str(file), {})
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(profile.sharding, "put", lambda place, tree: jax.device_put(tree, place))
     monkeypatch.setattr(profile.multihost_utils, "broadcast_one_to_all",
                         lambda mine: sent.append(mine) or mine)
-    first = profile.stored(budget, str(file), {})
+    first = profile.stored(budget.engine, str(file), {})
     left = iter(sent)
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     monkeypatch.setattr(profile.multihost_utils, "broadcast_one_to_all", lambda mine: next(left))
-    other = profile.stored(budget, str(tmp_path / "none.json"), {})
+    other = profile.stored(budget.engine, str(tmp_path / "none.json"), {})
     assert not list(left) and (first is not None) == known
     jax.tree.map(np.testing.assert_array_equal, other, first)
 
@@ -177,7 +200,8 @@ def test_compile_finds_costs_where_they_are_needed(
         policy: str, restored: bool, known: bool, updates: str, did: str,
         monkeypatch: pytest.MonkeyPatch) -> None:
     sampler = sampler_of(policy=policy, cost_updates=updates)
-    sampler.control_restored, table, done = restored, made_up(limits=limits_of(TASK)), []
+    table, done = made_up(limits=limits_of(TASK)), []
+    speculation = sampler.engine.initial_speculation()
 
     def does(name: str, result: Any) -> Any:
         return lambda *args: done.append(name) or result
@@ -185,15 +209,14 @@ def test_compile_finds_costs_where_they_are_needed(
     controller = sampler.engine.decoder.controller._replace(init=does("init", None))
     monkeypatch.setattr(sampler.engine, "decoder", dataclasses.replace(
         sampler.engine.decoder, controller=controller))
-    monkeypatch.setattr(sampler.engine, "compile", lambda *args, **how: None)
-    monkeypatch.setattr(sampler, "probe", lambda *args: None)
     monkeypatch.setattr(profile, "stored", does("stored", table if known else None))
     monkeypatch.setattr(profile, "measured", does("measured", table))
     monkeypatch.setattr("specrl_jax.rollout.sampler.plain_round_seconds", lambda *args: {})
-    sampler.compile()
+    policy, drafter = PublishedPolicy({}), PublishedDrafter((), ())
+    sampler.find_costs(policy, drafter, speculation, resumed=restored)
     assert " ".join(done) == did
     done.clear()
-    sampler.compile(profile=False)
+    sampler.find_costs(policy, drafter, speculation, measure=False)
     assert "measured" not in done
 
 
@@ -201,13 +224,13 @@ def test_compile_finds_costs_where_they_are_needed(
 
 
 @pytest.mark.parametrize("corruption", [0.0, 0.5, 1.0])
-def test_tokens_are_those_of_plain_decoding(budget: Engine, plain: Result, corruption: float
+def test_tokens_are_those_of_plain_decoding(budget: Controlled, plain: Result, corruption: float
                                             ) -> None:
-    found, before = [], budget.control
+    found, before = [], budget.speculation
     assert counting(lambda: found.append(run(budget, plain, corruption))) == 0
     assert streams(found[0]) == streams(plain)
-    assert jax.tree.map(np.shape, before) == jax.tree.map(np.shape, budget.control)
-    assert not any(a.is_deleted() for a in jax.tree.leaves((before, budget.control))
+    assert jax.tree.map(np.shape, before) == jax.tree.map(np.shape, budget.speculation)
+    assert not any(a.is_deleted() for a in jax.tree.leaves((before, budget.speculation))
                    if isinstance(a, jax.Array)), "a rollout that is cut short would lose it"
 
 
@@ -243,7 +266,7 @@ def test_nothing_is_verified_beyond_a_limit(plain: Result) -> None:
 
 
 @pytest.mark.parametrize("depth", [None, 2])
-def test_launch_records_add_up_to_the_counters(budget: Engine, plain: Result, depth: int | None
+def test_launch_records_add_up_to_the_counters(budget: Controlled, plain: Result, depth: int | None
                                                ) -> None:
     result = run(budget, plain, 0.3, depth=depth)
     for name in ("rounds", "row_rounds", "committed", "drafted", "packed", "slots", "draft_rounds",
@@ -269,7 +292,7 @@ def test_saved_seconds_follow_from_plain_rounds() -> None:
     assert launches.summary(trace) == {}
 
 
-def dear(engine: Engine, batches: tuple[int, ...]) -> Any:
+def dear(budget: Controlled, batches: tuple[int, ...]) -> Any:
     """A state that knows nothing: drafts are free, and their verification too, but at `batches`
     it costs ten times as much as plain decoding."""
     limits = limits_of(TASK)
@@ -277,21 +300,21 @@ def dear(engine: Engine, batches: tuple[int, ...]) -> Any:
     wide = np.arange(table.verify.shape[1])[:, None]
     factor = np.stack([1 + 9 * (rows in batches) * wide for rows in limits.buckets])
     verify = (table.verify * factor).astype(np.float32)
-    return engine.decoder.controller.init(table.replace(verify=verify))
+    return budget.engine.decoder.controller.init(table.replace(verify=verify))
 
 
-def test_nothing_is_drafted_where_it_never_pays(budget: Engine, plain: Result) -> None:
-    budget.control = dear(budget, (4, 2))
+def test_nothing_is_drafted_where_it_never_pays(budget: Controlled, plain: Result) -> None:
+    budget.start_again(dear(budget, (4, 2)))
     result = run(budget, plain, 0.0)
     assert result.counters["drafted"] == 0 and streams(result) == streams(plain)
     assert result.counters["packed"] == result.counters["slots"]
 
 
-def test_jumping_loads_stall_and_compile_nothing(budget: Engine, plain: Result) -> None:
+def test_jumping_loads_stall_and_compile_nothing(budget: Controlled, plain: Result) -> None:
     """Four rows decode plainly and two draft, time and again."""
     limit = [1] * (TASK.sequences - 2) + [TASK.response] * 2
     jumps, compiled, rounds, drafted = 3, 0, [], set()
-    budget.control = dear(budget, (4,))
+    budget.start_again(dear(budget, (4,)))
     for depth in (None, 0):
         found: list[Result] = []
         for _ in range(jumps):
@@ -316,11 +339,11 @@ def test_drafts_in_empty_slots_are_chosen_and_accepted(plain: Result) -> None:
     table, buckets = made_up(step=0.01, limits=limits), limits.buckets[8]
     assert [b.packed for b in buckets[:3]] == [8, 8, 16]
     prices = np.asarray([1.0, 1, *[10.0] * (len(buckets) - 2)], np.float32)
-    engine.control = controller.init(table.replace(
-        verify=prices[None, :, None] * np.ones_like(table.verify)))
+    eight = Controlled(engine, controller.init(table.replace(
+        verify=prices[None, :, None] * np.ones_like(table.verify))))
     limit = np.asarray([1] * 4 + [TASK.response] * 2 + [0] * (TASK.sequences - 6))
     for _ in range(2):
-        found = run(engine, plain, 0.0, limit=limit)
+        found = run(eight, plain, 0.0, limit=limit)
         assert streams(found)[:6] == [
             row[:most] for row, most in zip(streams(plain)[:6], limit, strict=False)]
     counters = found.counters

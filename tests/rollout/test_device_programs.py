@@ -17,6 +17,7 @@ from helpers import (
     assert_same,
     make_engine,
     make_task,
+    roll_out,
     tiny_arch,
     tiny_params,
     wandering,
@@ -72,7 +73,7 @@ def traced(engine: Engine, platform: str, dtype: Any = jnp.float32) -> Any:
     params, own = jax.tree.map(lambda a: jax.ShapeDtypeStruct(
         a.shape, dtype if a.dtype == jnp.float32 else a.dtype), (params, own))
     state = engine.layout.abstract(ROWS).replace(
-        control=jax.tree.map(np.asarray, engine.control))
+        control=jax.tree.map(np.asarray, engine.initial_speculation().control))
     state = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), state)
     state = state.replace(cache=state.cache.replace(kv=jax.tree.map(
         lambda a: jax.ShapeDtypeStruct(a.shape, dtype), state.cache.kv)))
@@ -149,8 +150,7 @@ def test_masked_rounds_draft_the_same_trees(monkeypatch: pytest.MonkeyPatch) -> 
         own = drafter.bind(params, ({"weights": eagle_model.initialize(EAGLE, 0),
                                      "vocab": jnp.arange(DRAFT_VOCAB)}, ()))
         engine.compile(params, own)
-        engine.control = course.draw()
-        return engine.run(params, ask(make_task(prompts=4), temperature=0.3), own, rounds=3)
+        return roll_out(engine, params, ask(make_task(prompts=4), temperature=0.3), own, rounds=3)
 
     branched = rolled_out()
     monkeypatch.setattr(sharding, "traced_device", lambda: Device("gpu", "some gpu"))

@@ -64,10 +64,10 @@ def roll_out(rule: str, noise: float = 0.3, times: int = 1, temperature: float =
         control = controller.init(made_up(wide=0.3, limits=limits))
     engine = make_engine(ARCH, TASK, batch=200, max_packed=200 * nodes, controller=controller,
                          rule=rule, drafter=drafter)
-    engine.control = control
     bound = drafter.bind(params(), noisy)
     engine.compile(params(), bound)
-    return [engine.run(params(), ask(TASK, seed, temperature=TEMPERATURE), bound)
+    return [roll_out(engine, params(), ask(TASK, seed, temperature=TEMPERATURE), bound,
+                     control=control)
             for seed in range(times)]
 
 

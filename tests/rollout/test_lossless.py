@@ -15,6 +15,7 @@ from helpers import (
     counting,
     make_engine,
     random_drafter,
+    roll_out,
     said,
     streams,
 )
@@ -154,17 +155,17 @@ FORWARD = jax.jit(forward, static_argnums=0)
 
 
 @pytest.mark.parametrize("name", ["plain", "trees"])
-def test_garbage_beyond_length_and_in_dead_slots_changes_no_bit(bench: Any, name: str) -> None:
+def test_garbage_beyond_length_and_in_dead_slots_changes_no_bit(
+        bench: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = getattr(bench, name)
+    cache = engine.begin(ask(bench.task)).cache.kv
     bench.dice.replay, bench.dice.hit = bench.run_plain(seed=6).sequences.tokens, 0.7
     bench.course.hold = protocol.make_spec(3, 6, 6, 10)
     results = []
     for fill in (0.0, 1e4, -7.0):
-        engine.control = engine.decoder.controller.init(None)
-        cache = engine.begin(ask(bench.task)).cache.kv
-        engine._pool = jax.tree.map(  # what the next rollout finds in its slots
-            lambda a, fill=fill: jnp.full(a.shape, fill, a.dtype, device=a.sharding), cache)
-        results.append(engine.run(bench.params, ask(bench.task, seed=6)))
+        monkeypatch.setattr(engine, "_blank_kv", lambda fill=fill: jax.tree.map(
+            lambda a: jnp.full(a.shape, fill, a.dtype, device=a.sharding), cache))
+        results.append(roll_out(engine, bench.params, ask(bench.task, seed=6)))
     for other in results[1:]:
         jax.tree.map(np.testing.assert_array_equal, results[0].sequences, other.sequences)
 
@@ -214,11 +215,10 @@ def test_nothing_compiles_whatever_changes(bench: Any) -> None:
             task = Task(prompts)
             bench.dice.hit, bench.dice.seed = float(rng.random()), int(rng.integers(99))
             bench.course.hold = protocol.make_spec(trial, 1, 1 + trial, 3 * trial)
-            bench.trees.control = bench.course.draw()
             for engine in (bench.plain, bench.trees):
                 sampled = dict(temperature=rng.uniform(0, 2, 12), top_p=rng.uniform(0.1, 1, 12),
                                top_k=rng.integers(0, 24, 12), limit=rng.integers(1, 13, 12))
-                engine.run(bench.params, ask(task, seed=trial, **sampled),
+                roll_out(engine, bench.params, ask(task, seed=trial, **sampled),
                            rounds=int(rng.integers(1, 9)))
 
     assert counting(everything_changes) == 0
@@ -228,7 +228,7 @@ def test_nothing_compiles_whatever_changes(bench: Any) -> None:
 def test_truncation_that_was_not_compiled_is_refused(bench: Any, sampling: dict[str, Any]) -> None:
     engine = make_engine(bench.arch, bench.task)
     with pytest.raises(ConfigError, match="truncates = False: sequences ask for top_k or top_p"):
-        engine.run(bench.params, ask(bench.task, **sampling))
+        roll_out(engine, bench.params, ask(bench.task, **sampling))
 
 
 @pytest.mark.ci
@@ -242,4 +242,4 @@ def test_no_way_to_verify_changes_a_token(bench: Any, decoder: dict[str, Any]) -
         bench.arch, bench.task, batch=3, controller=control, **decoder,
         drafter=random_drafter(dice, nodes=4, depth=3, vocab=bench.arch.vocab_size))
     engine.compile(bench.params)
-    assert_same(plain, engine.run(bench.params, ask(bench.task, seed=10)))
+    assert_same(plain, roll_out(engine, bench.params, ask(bench.task, seed=10)))

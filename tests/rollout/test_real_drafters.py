@@ -8,7 +8,17 @@ import jax
 import numpy as np
 import pytest
 from eagle_slots import ACTOR, ACTOR_PARAMS, ARCH, parameters
-from helpers import Course, ask, make_engine, make_task, said, streams, tiny_params, wandering
+from helpers import (
+    Course,
+    ask,
+    make_engine,
+    make_task,
+    roll_out,
+    said,
+    streams,
+    tiny_params,
+    wandering,
+)
 
 from specrl_jax.control.protocol import make_spec
 from specrl_jax.draft.draft_model import draft_model
@@ -49,7 +59,7 @@ DRAFTERS: dict[str, tuple[Callable[[], Drafter], Any]] = {
 @functools.cache
 def plain(mix: str) -> Result:
     engine = _plain_engine()
-    return engine.run(ACTOR_PARAMS, ask(TASK, seed=1, **MIXES[mix]))
+    return roll_out(engine, ACTOR_PARAMS, ask(TASK, seed=1, **MIXES[mix]))
 
 
 @functools.cache
@@ -75,7 +85,6 @@ def test_no_drafter_changes_a_token(name: str) -> None:
     engine = make_engine(ACTOR, TASK, drafter=drafter, controller=wandering(course), batch=4,
                          min_batch=2, past=TASK.group, max_packed=8, truncates=True)
     bound = drafter.bind(ACTOR_PARAMS, jax.tree.map(jax.numpy.asarray, own))
-    engine.control = course.draw()
     engine.compile(ACTOR_PARAMS, bound)
     counter = CompilationCounter()
     accepted, batches = dict.fromkeys(drafter.names, 0), set()
@@ -84,10 +93,9 @@ def test_no_drafter_changes_a_token(name: str) -> None:
         past = np.where(said(want), want.sequences.tokens, -1).reshape(6, TASK.group, -1)
         for hold in (None, make_spec(DEPTH, BRANCH, NODES, 0, (1.0,) * parts)):
             course.hold = hold
-            engine.control = course.draw()
             asked = ask(TASK, seed=1, past=past.astype(np.int32), **sampling)
             counter.take()
-            got = engine.run(ACTOR_PARAMS, asked, bound, rounds=2)
+            got = roll_out(engine, ACTOR_PARAMS, asked, bound, rounds=2)
             assert streams(got) == streams(want) and counter.take() == 0
             batches |= {launch.batch for launch in got.trace}
             assert list(got.by_drafter) == list(drafter.names)

@@ -13,6 +13,7 @@ from helpers import (
     make_engine,
     make_task,
     random_drafter,
+    roll_out,
     streams,
     tiny_arch,
     tiny_params,
@@ -68,8 +69,8 @@ def test_drafts_change_no_token_under_the_penalty(temperature: float) -> None:
     alone = plain().run(PARAMS, asked)
     dice.replay, dice.hit, dice.chain = alone.sequences.tokens, 0.9, 0.8
     for seed in range(3):
-        dice.seed, drafted.control = seed, course.draw()
-        result = drafted.run(PARAMS, asked, rounds=1 + seed)
+        dice.seed = seed
+        result = roll_out(drafted, PARAMS, asked, rounds=1 + seed)
         assert_same(alone, result)
         assert accepted(result) > 10
 

@@ -13,6 +13,7 @@ from helpers import (
     make_engine,
     make_task,
     random_drafter,
+    roll_out,
     streams,
     tiny_arch,
     tiny_params,
@@ -76,7 +77,7 @@ def test_a_plan_is_cut_to_the_shapes() -> None:
 def plain() -> list[list[int]]:
     engine = make_engine(ARCH, TASK, batch=BATCH)
     engine.compile(PARAMS)
-    return streams(engine.run(PARAMS, ask(TASK)))
+    return streams(roll_out(engine, PARAMS, ask(TASK)))
 
 
 @pytest.mark.ci
@@ -92,8 +93,8 @@ def test_a_round_that_verifies_no_draft_is_a_plain_one(
     engine.compile(PARAMS)
     for steps, wider in ran.items():
         spy.places, spy.trees = [], 0
-        engine.control = protocol.make_spec(steps, NODES, NODES, 0)
-        result = engine.run(PARAMS, ask(TASK))
+        result = roll_out(engine, PARAMS, ask(TASK),
+                          control=protocol.make_spec(steps, NODES, NODES, 0))
         jax.effects_barrier()
         assert streams(result) == plain
         drafts = steps > 0 and most > BATCH
@@ -111,10 +112,10 @@ def test_places_of_empty_slots_verify_drafts(
     engine = make_engine(ARCH, TASK, drafter=Spied().drafter(), controller=fixed.fixed(),
                          batch=8, smallest=least)
     engine.compile(PARAMS)
-    engine.control = protocol.make_spec(DEPTH, NODES, NODES, 0)
     for live, wider in ((2, few), (6, many)):  # up to three nodes each
         limit = np.where(np.arange(TASK.sequences) < live, 4, 0)
-        result = engine.run(PARAMS, ask(TASK, limit=limit))
+        result = roll_out(engine, PARAMS, ask(TASK, limit=limit),
+                          control=protocol.make_spec(DEPTH, NODES, NODES, 0))
         assert streams(result)[:live] == [row[:4] for row in plain[:live]]
         assert result.counters["drafted"] > 0
         assert (result.counters["packed"] > result.counters["slots"]) == wider
@@ -139,7 +140,7 @@ def test_plan_stands_for_plain_rounds_until_a_row_ends(
     engine = make_engine(ARCH, TASK, drafter=spy.drafter(), batch=BATCH, min_batch=1,
                          controller=controller)
     engine.compile(PARAMS)
-    result = engine.run(PARAMS, ask(TASK), rounds=8)
+    result = roll_out(engine, PARAMS, ask(TASK), rounds=8)
     jax.effects_barrier()
     assert streams(result) == plain
     ran = [int(rounds) for rounds, *_ in seen]
@@ -159,7 +160,7 @@ def test_forced_depth_drafts_whatever_is_planned(plain: list[list[int]]) -> None
     drafted = {}
     for depth in (None, 0, DEPTH, DEPTH + 5):
         spy.trees = 0
-        result = engine.run(PARAMS, ask(TASK), depth=depth)
+        result = roll_out(engine, PARAMS, ask(TASK), depth=depth)
         jax.effects_barrier()
         assert streams(result) == plain
         assert result.counters["draft_rounds"] == spy.trees == sum(

@@ -9,14 +9,25 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from distribution_checks import ProcessedDistribution, distribution
-from helpers import Dice, Task, ask, make_engine, random_drafter, streams, tiny_arch, tiny_params
+from helpers import (
+    Dice,
+    Task,
+    ask,
+    make_engine,
+    random_drafter,
+    roll_out,
+    streams,
+    tiny_arch,
+    tiny_params,
+)
 from scipy import stats
 
 from specrl_jax.config import ConfigError
-from specrl_jax.control import acceptance, fixed, protocol
+from specrl_jax.control import fixed, protocol
 from specrl_jax.draft.draft_model import draft_model
 from specrl_jax.model.transformer import forward
 from specrl_jax.rollout.engine import Engine, Result
+from specrl_jax.structs import SpecConfig
 from specrl_jax.verify.registry import RULES
 
 ARCH = tiny_arch()
@@ -57,24 +68,25 @@ def made(rule: str) -> tuple[Engine, Dice, Any]:
         drafter = random_drafter(dice, nodes=4, depth=2, vocab=24)
     engine = make_engine(ARCH, TASK, batch=30, controller=fixed.fixed(), rule=rule, max_packed=120,
                          drafter=drafter, truncates=True)
-    engine.control = protocol.make_spec(2, 4, drafter.nodes, 0)
     engine.compile(params(), own)
     return engine, dice, own
 
 
+def control(engine: Engine) -> SpecConfig:
+    return protocol.make_spec(2, 4, engine.decoder.drafter.nodes, 0)
+
+
 @functools.cache
-def roll_out(rule: str, setting: str = "plain") -> list[Result]:
-    """Two rollouts; random trees guess the likeliest pair of tokens. The acceptance
-    estimate of earlier ones is dropped: it selects the verified nodes."""
+def rollouts(rule: str, setting: str = "plain") -> list[Result]:
+    """Two rollouts; random trees guess the likeliest pair of tokens."""
     engine, dice, own = made(rule)
-    engine.acceptance = acceptance.blank(len(engine.decoder.drafter.names),
-                                         engine.decoder.drafter.depth)
     joint = joint_distribution(setting)
     likely = np.unravel_index(joint.argmax(), joint.shape)
     dice.replay = np.tile(np.asarray(likely, np.int32), (TASK.sequences, 1))
     temperature, top_k, top_p = SETTINGS[setting]
-    return [engine.run(params(), ask(TASK, seed, temperature=temperature, top_k=top_k,
-                                     top_p=top_p), own) for seed in range(2)]
+    return [roll_out(engine, params(), ask(TASK, seed, temperature=temperature, top_k=top_k,
+                                            top_p=top_p), own, control=control(engine))
+            for seed in range(2)]
 
 
 @functools.cache
@@ -95,7 +107,7 @@ def joint_distribution(setting: str) -> np.ndarray:
 
 def p_value(rule: str, setting: str = "plain") -> float:
     """Chi-square of all pairs of tokens against their distribution, rare cells pooled."""
-    pairs = np.concatenate([result.sequences.tokens[:, :2] for result in roll_out(rule, setting)])
+    pairs = np.concatenate([result.sequences.tokens[:, :2] for result in rollouts(rule, setting)])
     expected = (len(pairs) * joint_distribution(setting)).reshape(-1)
     seen = np.bincount(pairs[:, 0] * 24 + pairs[:, 1], minlength=24 * 24).astype(float)
     if seen[expected == 0].any():
@@ -109,7 +121,7 @@ def p_value(rule: str, setting: str = "plain") -> float:
 @pytest.mark.parametrize("setting", SETTINGS)
 @some(LOSSLESS)
 def test_lossless_rule_keeps_the_distribution(rule: str, setting: str) -> None:
-    results = roll_out(rule, setting)
+    results = rollouts(rule, setting)
     assert all(r.counters["accepted"] > 20 and r.rule == rule for r in results)
     assert p_value(rule, setting) > LEVEL
 
@@ -142,10 +154,9 @@ def test_controller_cannot_choose_by_drawn_tokens() -> None:
     other = make_engine(
         ARCH, TASK, batch=30, controller=fixed.fixed()._replace(prune=peeking),
         rule="rejection_drawn", max_packed=120, drafter=engine.decoder.drafter, truncates=True)
-    other.control = engine.control
     other.compile(params(), own)
-    found = other.run(params(), ask(TASK, 0), own)
-    assert streams(found) == streams(roll_out("rejection_drawn")[0])
+    found = roll_out(other, params(), ask(TASK, 0), own, control=control(other))
+    assert streams(found) == streams(rollouts("rejection_drawn")[0])
 
 
 @pytest.mark.ci
@@ -156,7 +167,7 @@ def test_log_probabilities_equal_a_plain_forward(rule: str, setting: str) -> Non
 
     A lossy rule may emit tokens that truncation removed: they have probability 0.
     """
-    sequences = roll_out(rule, setting)[0].sequences
+    sequences = rollouts(rule, setting)[0].sequences
     first, second = logits()
     asked = SETTINGS["plain" if rule == "lossy_default_sampling" else setting]
     after_prompt = ProcessedDistribution(first, *asked)

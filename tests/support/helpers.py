@@ -115,6 +115,15 @@ def make_engine(arch: Architecture, task: Task, *, drafter: Drafter | None = Non
     return Engine(parts, mesh, shapes, task.stop, past=past, platform=platform)
 
 
+def roll_out(engine: Engine, params: Any, request: RolloutRequest, drafter_params: Any = (), *,
+             control: Any = None, **options: Any) -> Result:
+    """A rollout with what no earlier one learned; `control` replaces the controller's state."""
+    speculation = engine.initial_speculation()
+    if control is not None:
+        speculation = speculation.replace(control=control)
+    return roll_out(engine, params, drafter_params, speculation, request, **options)[0]
+
+
 class Dice:
     """What a random drafter's trees are made of; read when a rollout begins, so changed at will.
 
