@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from specrl_jax import sharding
 from specrl_jax.config import Config, check
 from specrl_jax.distill import programs as distill
-from specrl_jax.distill.update import Programs, init_state, places
+from specrl_jax.distill.update import Programs, init_state, state_shardings
 from specrl_jax.draft.registry import DrafterSet
 from specrl_jax.model import layers, lora, weights
 from specrl_jax.model.architecture import Architecture
@@ -104,9 +104,9 @@ class Run:
             return
         jitted = Programs(drafter, self.arch, config.distill, self.mesh,
                           sharding.replicated(self.mesh))
-        buffer, sizes = distill.make_buffer(config, drafter, self.arch.hidden_size)
-        yield from distill.programs(jitted, config.distill, sizes, buffer.heads,
-                                    self.drafter_state, self.actor, self.weights[place]["vocab"])
+        ring = distill.make_ring(config, drafter, self.arch.hidden_size)
+        yield from distill.programs(jitted, config.distill, ring, self.drafter_state, self.actor,
+                                    self.weights[place]["vocab"])
 
 
 def describe(config: Config, mesh: Mesh, model: Model | None = None) -> Run:
@@ -148,7 +148,7 @@ def describe(config: Config, mesh: Mesh, model: Model | None = None) -> Run:
         assert learning is not None
         drafter_state = abstract(
             jax.eval_shape(lambda w: init_state(config.distill, w), own[place]["weights"]),
-            places(learning, config.distill, mesh))
+            state_shardings(learning, config.distill, mesh))
         resident["distill"] = drafter_state.optimizer
     return Run(config, arch, mesh, engine, resident, drafters, master, actor, own, bound,
                drafter_state, teacher)

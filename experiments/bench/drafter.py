@@ -17,7 +17,7 @@ from absl import flags
 
 from specrl_jax import sharding
 from specrl_jax.config import Config
-from specrl_jax.distill.data import Corpus
+from specrl_jax.distill.data import Corpus, PublishedActor
 from specrl_jax.distill.offline import DrafterTrainer, DrafterTraining
 from specrl_jax.draft import eagle_model
 from specrl_jax.draft.eagle_model import EagleArch
@@ -95,7 +95,7 @@ def measure(config: Config, source: Source, params: Params, options: DrafterTrai
     """Returns the seconds of a batch's features and of an update, and both over their bounds."""
     count = max(options.batch_tokens // (prompt + response), 1)
     corpus = random_corpus(source.arch.vocab_size, count, prompt, response)
-    trainer = DrafterTrainer(config, options, source, params, corpus, corpus)
+    trainer = DrafterTrainer(config, options, PublishedActor(source, params), corpus, corpus)
     ran = int((trainer.plans[0].rows >= 0).sum())  # whole micro-batches of them
     work = work_of(ran, prompt, response, options.unroll)
     before, batch = probes.measure(), trainer.batch(0)

@@ -1,7 +1,7 @@
 """Training data of a drafter: the actor's responses, or texts, cut into batches of few shapes.
 
-A `Corpus` lies on the host. Rollouts are stored part by part, so that a stopped run continues
-where it was.
+A `Corpus` is on the host. Rollouts are stored part by part, so that a stopped run continues where
+it was.
 """
 
 import dataclasses
@@ -10,7 +10,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from specrl_jax import prng, sharding
 from specrl_jax.config import Config, ConfigError, check
 from specrl_jax.data.examples import load_examples
 from specrl_jax.data.prompts import Prompts, make_prompts, prompt_batches
-from specrl_jax.distill.teacher import SequenceBatch
+from specrl_jax.distill.teacher import SequenceBatch, in_rows
 from specrl_jax.model.tokenizer import Tokenizer
 from specrl_jax.model.transformer import Params
 from specrl_jax.model.weights import Source
@@ -35,6 +35,21 @@ PART_BATCHES = 4  # how often a stored part of the rollouts fills the slots
 RESPONSE_WEIGHT = 4  # a response token counts as this many question tokens
 LENGTH_CLASSES = (1 / 3, 2 / 3, 1.0)  # quantiles of length; each width is compiled
 WIDTH_MULTIPLE = 32  # columns of a batch, so that a shape serves many
+
+
+class PublishedActor(NamedTuple):
+    """The actor whose responses a drafter learns."""
+
+    source: Source
+    params: Params  # as rollouts read them
+
+
+class Sources(NamedTuple):
+    """What responses and texts come from."""
+
+    training: Prompts
+    held: Prompts  # for evaluation
+    texts: "Corpus | None"  # to learn from too, see texts.py
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,15 +70,6 @@ class Corpus:
     def responses(self) -> np.ndarray:
         parts = [t[at:] for t, at in zip(self.tokens, self.first, strict=True)]
         return np.concatenate([np.zeros(0, np.int32), *parts])
-
-
-def of_rollout(rollout: Rollout, reward: np.ndarray, advantage: np.ndarray) -> Corpus:
-    """Returns a rollout's sequences, in its order; reward, advantage: f32[Q]."""
-    r = rollout
-    return Corpus([np.concatenate([prompt[:start], response[:end]]) for prompt, start, response, end
-                   in zip(r.prompt, r.prompt_length, r.tokens, r.length, strict=True)],
-                  r.prompt_length, reward.astype(np.float32), advantage.astype(np.float32),
-                  np.zeros((len(r.length), 2), np.uint32))
 
 
 def join(corpora: Sequence[Corpus]) -> Corpus:
@@ -96,23 +102,20 @@ def load_prompts(config: Config, tokenizer: Tokenizer, training: int, eval_split
     return prompts.select(kept), held
 
 
-def gather(config: Config, source: Source, params: Params, prompts: tuple[Prompts, Prompts],
-           samples: int, texts: Corpus | None, directory: Path, say: Callable[[str], None]
-           ) -> tuple[Corpus, Corpus]:
+def gather(config: Config, actor: PublishedActor, sources: Sources, samples: int, directory: Path,
+           say: Callable[[str], None]) -> tuple[Corpus, Corpus]:
     """Returns the sequences to learn from and those to evaluate on.
 
     Args:
-      source, params: the actor; its parameters as published.
-      prompts: of `load_prompts`, with `samples` responses to each.
-      texts: sequences to learn from too, see texts.py.
+      samples: responses to each prompt.
       directory: where rollouts are stored.
     """
-    tokenizer, (training, held) = source.tokenizer, prompts
+    tokenizer, (training, held, texts) = actor.source.tokenizer, sources
     every = Prompts([*held.examples, *training.examples], held.texts + training.texts,
                     held.tokens + training.tokens)
     judge.check_answers(config.reward.terms, every.examples)
-    sampler, at_once = _sampler(config, source, samples, len(every.tokens))
-    sampler.publish(params, 0)
+    sampler, at_once = _sampler(config, actor.source, samples, len(every.tokens))
+    sampler.publish(actor.params, 0)
     rolled = roll_out(sampler, every, at_once, directory, say)
     reward = judge.of_config(config.reward, say)
     scored = [scored_corpus(rolled, part, config.seed, reward, tokenizer)
@@ -167,7 +170,7 @@ def read_part(path: Path) -> dict[str, np.ndarray]:
             return {name: stored[name] for name in FIELDS}
     except (ValueError, TypeError, KeyError, RuntimeError, EOFError, zipfile.BadZipFile,
             zlib.error) as error:  # damage has many names
-        raise ConfigError(f"{path}: {error}; the file is damaged, remove it and it is made again"
+        raise ConfigError(f"{path}: {error}; corrupt file; delete it to regenerate"
                           ) from error
 
 
@@ -243,13 +246,6 @@ def make_plans(corpus: Corpus, tokens: int, micro_tokens: int, shards: int, seed
         rows = in_rows(members[np.argsort(words, kind="stable")], n * b)
         plans += [Plan(part, width, window) for part in rows.reshape(-1, n, b)]
     return plans
-
-
-def in_rows(members: np.ndarray, width: int) -> np.ndarray:
-    """Returns `members` as rows of `width`, the last one filled up with -1."""
-    rows = np.full(-(-len(members) // width) * width, -1)
-    rows[: len(members)] = members
-    return rows.reshape(-1, width)
 
 
 def _classes(length: np.ndarray, tokens: int) -> list[tuple[int, np.ndarray]]:

@@ -1,4 +1,4 @@
-"""A ring buffer of training features on the host: preallocated, within a byte budget.
+"""A ring of training features on the host: allocated once, within a byte budget.
 
 It holds the sequences of the newest `distill.rollouts` rollouts, or as many as the budget allows;
 new sequences overwrite the oldest. Hidden states become logits only by the output head of the
@@ -8,12 +8,15 @@ version whose head is overwritten leaves with all its sequences.
 Shapes as in distill/teacher.py; `R` stored sequences, `H` stored policy versions.
 """
 
+from typing import NamedTuple
 
+import jax
 import numpy as np
+from flax import struct
+from numpy.typing import DTypeLike
 
 from specrl_jax.config import DistillConfig, check
-from specrl_jax.distill.data import in_rows
-from specrl_jax.distill.teacher import SequenceBatch, TeacherTargets
+from specrl_jax.distill.teacher import SequenceBatch, TeacherTargets, in_rows
 from specrl_jax.draft.trainable import TrainableDrafter
 from specrl_jax.structs import AnyArray, PyTree
 
@@ -22,109 +25,153 @@ MEGABYTE = 2**20
 HEADS, VERSIONS, VERSION, NEXT = "heads", "versions", "version", "next"
 _BATCH = ("tokens", "length", "first", "temperature", "reward", "advantage")
 _TARGETS = ("taps", "hidden", "normalizer", "best", "entropy")
-_INTS = ("tokens", "length", "first", "best", VERSION)  # i32
+_INTS = ("tokens", "length", "first", "best")  # i32
 _ACTORS = ("taps", "hidden")  # of the actor's dtype, as its heads are; the others f32
 
 
-class FeatureBuffer:
-    """Stores sequences with their teacher targets in arrays that never change size.
+class Sizes(NamedTuple):
+    """How much a run stores of its rollouts."""
 
-    F = `hidden_size`, at most `sequences` per rollout, S = `columns`, T = `window`, H = `heads`;
-    hidden states and heads have `dtype`, the actor's.
-    Raises a ConfigError if the budget does not hold one update's sequences.
+    sequences: int  # at most, of each rollout
+    columns: int  # S
+    window: int  # T
+    hidden: int  # F
+
+
+class Features(struct.PyTreeNode):
+    """Stored sequences and their teacher targets, numpy arrays.
+
+    `FeatureRing.add` writes into `rows` and `heads`, which are too large to copy: it uses up the
+    features that it is given, as a compiled update uses up a donated argument.
     """
 
-    def __init__(self, options: DistillConfig, drafter: TrainableDrafter, hidden_size: int,
-                 sequences: int, columns: int, window: int, heads: int,
+    rows: dict[str, np.ndarray]  # [R, ...] by field of SequenceBatch or TeacherTargets
+    version: np.ndarray  # i32[R] of the policy that generated each; EMPTY: no sequence
+    heads: np.ndarray  # f[H, Vd, F] of the actor's dtype
+    versions: np.ndarray  # i32[H] of the policy that each head belongs to, or EMPTY
+    next: np.ndarray  # i32[] row that is written next
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Returns the arrays of a checkpoint, which holds no empty ones, as taps may be."""
+        named = self.rows | {VERSION: self.version, HEADS: self.heads, VERSIONS: self.versions,
+                             NEXT: self.next}
+        return {name: a for name, a in named.items() if a.size}
+
+
+class FeatureRing:
+    """The shapes of a run's features, and how new sequences replace old ones.
+
+    Hidden states and heads have `dtype`, the actor's.
+
+    Raises:
+      ConfigError: the budget does not hold one update's sequences.
+    """
+
+    def __init__(self, options: DistillConfig, drafter: TrainableDrafter, sizes: Sizes,
                  dtype: np.dtype) -> None:
-        shapes = {"tokens": (columns,), "taps": (len(drafter.taps) * hidden_size, columns),
-                  "hidden": (hidden_size, window), "normalizer": (window,), "best": (window,),
-                  "entropy": (window,)}
-        shapes = {name: shapes.get(name, ()) for name in (*_BATCH, *_TARGETS, VERSION)}
-        types = {name: np.dtype(np.int32 if name in _INTS else dtype if name in _ACTORS
-                                else np.float32) for name in shapes}
-        row_bytes = sum(int(np.prod(shape)) * types[name].itemsize
-                        for name, shape in shapes.items())
-        # The heads with their versions, and the next row.
-        fixed = heads * (drafter.vocab_size * hidden_size * dtype.itemsize + 4) + 4
+        heads = 1 if options.when == "once" else options.rollouts  # H
+        shapes = {"tokens": (sizes.columns,),
+                  "taps": (len(drafter.taps) * sizes.hidden, sizes.columns),
+                  "hidden": (sizes.hidden, sizes.window)} | dict.fromkeys(
+                      ("normalizer", "best", "entropy"), (sizes.window,))
+        types = dict.fromkeys(_INTS, np.int32) | dict.fromkeys(_ACTORS, dtype)
+        self._rows = {name: (shapes.get(name, ()), np.dtype(types.get(name, np.float32)))
+                      for name in (*_BATCH, *_TARGETS)}
+        self._heads = ((heads, drafter.vocab_size, sizes.hidden), dtype)
+        row_bytes = 4 + sum(_nbytes(*of) for of in self._rows.values())  # with its version
+        fixed = _nbytes(*self._heads) + 4 * heads + 4  # with versions, and the next row
         fit = (options.megabytes * MEGABYTE - fixed) // row_bytes
         check(fit >= options.batch, "distill.megabytes", options.megabytes,
               f"an update of {options.batch} sequences and {heads} heads take "
               f"{-(-(options.batch * row_bytes + fixed) // MEGABYTE)}; raise it, or lower "
               f"distill.batch")
-        self.rows = min(fit, options.rollouts * sequences)  # R
+        self.rows = min(fit, options.rollouts * sizes.sequences)  # R
         check(self.rows >= options.batch, "distill.batch", options.batch,
-              f"{options.rollouts} x {sequences} sequences are kept; lower it")
-        self._arrays = {name: np.zeros((self.rows, *shape), types[name])
-                        for name, shape in shapes.items()}
-        self._arrays |= {HEADS: np.zeros((heads, drafter.vocab_size, hidden_size), dtype),
-                        VERSIONS: np.full(heads, EMPTY, np.int32), NEXT: np.zeros((), np.int32)}
-        self._arrays[VERSION][:] = EMPTY
+              f"{options.rollouts} x {sizes.sequences} sequences are kept; lower it")
+        self.sizes = sizes._replace(sequences=min(sizes.sequences, self.rows))
+        self.nbytes = self.rows * row_bytes + fixed
 
     @property
-    def heads(self) -> np.ndarray:
-        """f[H, Vd, F] of the actor's dtype."""
-        return self._arrays[HEADS]
+    def heads(self) -> jax.ShapeDtypeStruct:
+        """The shape of f[H, Vd, F]."""
+        return jax.ShapeDtypeStruct(*self._heads)
 
-    @property
-    def nbytes(self) -> int:
-        return sum(a.nbytes for a in self._arrays.values())
+    def empty(self) -> Features:
+        """Returns features without a sequence."""
+        shape, dtype = self._heads
+        return Features(
+            rows={name: np.zeros((self.rows, *row), kind)
+                  for name, (row, kind) in self._rows.items()},
+            version=np.full(self.rows, EMPTY, np.int32), heads=np.zeros(shape, dtype),
+            versions=np.full(shape[0], EMPTY, np.int32), next=np.zeros((), np.int32))
 
-    def arrays(self) -> dict[str, np.ndarray]:
-        """Returns the arrays of a checkpoint, which holds no empty ones, as taps may be."""
-        return {name: a for name, a in self._arrays.items() if a.size}
+    def restore(self, arrays: dict[str, PyTree]) -> Features:
+        """Returns the features of a checkpoint, see `Features.arrays`."""
+        types = {name: dtype for name, (_, dtype) in self._rows.items()}
+        types |= {HEADS: self._heads[1], VERSION: np.int32, VERSIONS: np.int32, NEXT: np.int32}
+        held = {name: np.require(a, types[name], "W") for name, a in arrays.items()}
+        rows = {name: held.get(name, np.zeros((self.rows, *row), dtype))
+                for name, (row, dtype) in self._rows.items()}
+        return Features(rows, held[VERSION], held[HEADS], held[VERSIONS], held[NEXT])
 
-    def restore(self, arrays: dict[str, PyTree]) -> None:
-        self._arrays |= {name: np.array(a, self._arrays[name].dtype) for name, a in arrays.items()}
-
-    def add(self, batch: SequenceBatch, targets: TeacherTargets, version: int, head: AnyArray
-            ) -> None:
+    def add(self, features: Features, batch: SequenceBatch, targets: TeacherTargets, version: int,
+            head: AnyArray) -> Features:
         """Stores the sequences of n micro-batches; those of length 0 are padding.
 
         `head` f[Vd, F] is the output head, rows of the draft vocabulary, of policy `version`.
         """
-        kept = self._arrays
-        kept[HEADS][self._slot(version)] = head
-        found = {name: np.asarray(getattr(batch, name)) for name in _BATCH}
-        found |= {name: np.asarray(getattr(targets, name)) for name in _TARGETS}
-        found |= {name: np.moveaxis(found[name], 2, 1) for name in ("taps", "hidden")}
-        flat = {name: a.reshape(a.shape[0] * a.shape[1], *a.shape[2:]) for name, a in found.items()}
-        real = np.flatnonzero(flat["length"])[-self.rows :]
-        at = (int(kept[NEXT]) + np.arange(len(real))) % self.rows
-        for name, values in flat.items():
-            kept[name][at] = values[real]
-        kept[VERSION][at] = version
-        kept[NEXT][...] = (int(kept[NEXT]) + len(real)) % self.rows
+        features = _with_head(features, version, head)
+        real = np.flatnonzero(np.asarray(batch.length))[-self.rows:]
+        at = (int(features.next) + np.arange(len(real))) % self.rows
+        for name, kept in features.rows.items():
+            kept[at] = _by_row(name, batch if name in _BATCH else targets)[real]
+        owner = features.version.copy()
+        owner[at] = version
+        then = (int(features.next) + len(real)) % self.rows
+        return features.replace(version=owner, next=np.asarray(then, np.int32))
 
-    def _slot(self, version: int) -> int:
-        """Returns the place of a version's head; without room the oldest version leaves."""
-        versions, owner = self._arrays[VERSIONS], self._arrays[VERSION]
-        same = np.flatnonzero(versions == version)
-        slot = int(same[0]) if len(same) else int(np.argmin(versions))
-        if versions[slot] != version:
-            owner[owner == versions[slot]] = EMPTY
-        versions[slot] = version
-        return slot
 
-    def draw(self, rng: np.random.Generator, batch: int, rows: int, newest: bool = False
-             ) -> tuple[SequenceBatch, TeacherTargets]:
-        """Draws `batch` random sequences as micro-batches of `rows`, each of one policy version.
+def draw(features: Features, rng: np.random.Generator, batch: int, rows: int,
+         newest: bool = False) -> tuple[SequenceBatch, TeacherTargets]:
+    """Draws `batch` random sequences as micro-batches of `rows`, each of one policy version.
 
-        They are padded if fewer are stored; `newest` draws from the newest version only.
-        """
-        version = self._arrays[VERSION]
-        held = np.unique(version[version != EMPTY])
-        parts = []
-        for v in held[-1:] if newest else held:
-            mine = rng.permutation(np.flatnonzero(version == v))
-            parts += [(int(v), part) for part in in_rows(mine, rows)]
-        chosen = [parts[i] for i in rng.permutation(len(parts))[: batch // rows]]
-        chosen += [(int(held[-1]), np.full(rows, EMPTY))] * (batch // rows - len(chosen))
-        at = np.stack([part for _, part in chosen])  # i64[n, b]
-        found, used = {name: self._arrays[name][at] for name in (*_BATCH, *_TARGETS)}, at != EMPTY
-        found |= {name: np.where(used, found[name], np.asarray(pad, found[name].dtype))
-                  for name, pad in (("length", 0), ("first", 1), ("temperature", 1))}
-        found |= {name: np.moveaxis(found[name], 1, 2) for name in ("taps", "hidden")}
-        slots = [int(np.flatnonzero(self._arrays[VERSIONS] == v)[0]) for v, _ in chosen]
-        return (SequenceBatch(**{name: found[name] for name in _BATCH}), TeacherTargets(
-            **{name: found[name] for name in _TARGETS}, teacher=np.asarray(slots, np.int32)))
+    They are padded if fewer are stored; `newest` draws from the newest version only.
+    """
+    version = features.version
+    stored = np.unique(version[version != EMPTY])
+    parts = []
+    for v in stored[-1:] if newest else stored:
+        mine = rng.permutation(np.flatnonzero(version == v))
+        parts += [(int(v), part) for part in in_rows(mine, rows)]
+    chosen = [parts[i] for i in rng.permutation(len(parts))[: batch // rows]]
+    chosen += [(int(stored[-1]), np.full(rows, EMPTY))] * (batch // rows - len(chosen))
+    at = np.stack([part for _, part in chosen])  # i64[n, b]
+    drawn, used = {name: values[at] for name, values in features.rows.items()}, at != EMPTY
+    drawn |= {name: np.where(used, drawn[name], np.asarray(pad, drawn[name].dtype))
+              for name, pad in (("length", 0), ("first", 1), ("temperature", 1))}
+    drawn |= {name: np.moveaxis(drawn[name], 1, 2) for name in _ACTORS}
+    slots = [int(np.flatnonzero(features.versions == v)[0]) for v, _ in chosen]
+    return (SequenceBatch(**{name: drawn[name] for name in _BATCH}), TeacherTargets(
+        **{name: drawn[name] for name in _TARGETS}, teacher=np.asarray(slots, np.int32)))
+
+
+def _with_head(features: Features, version: int, head: AnyArray) -> Features:
+    """Stores the head of a version; without room the oldest version leaves."""
+    versions, owner = features.versions.copy(), features.version
+    same = np.flatnonzero(versions == version)
+    slot = int(same[0]) if len(same) else int(np.argmin(versions))
+    if versions[slot] != version:
+        owner = np.where(owner == versions[slot], EMPTY, owner)
+    versions[slot], features.heads[slot] = version, head
+    return features.replace(version=owner, versions=versions)
+
+
+def _by_row(name: str, source: SequenceBatch | TeacherTargets) -> np.ndarray:
+    """Returns a field of n micro-batches of b sequences as [n * b, ...]."""
+    values = np.asarray(getattr(source, name))
+    values = np.moveaxis(values, 2, 1) if name in _ACTORS else values
+    return values.reshape(values.shape[0] * values.shape[1], *values.shape[2:])
+
+
+def _nbytes(shape: tuple[int, ...], dtype: DTypeLike) -> int:
+    return int(np.prod(shape)) * np.dtype(dtype).itemsize

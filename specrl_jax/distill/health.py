@@ -1,6 +1,6 @@
 """Faults of a drafter: what its weights show, and what a few probe rollouts show.
 
-The match rule keeps tokens right whatever is drafted, so a broken drafter never corrupts tokens; it
+Verification keeps tokens right whatever is drafted, so a broken drafter never corrupts tokens; it
 only slows rollouts down. Hence weights are compared with what was published before each rollout,
 and a probe measures acceptance after each publish.
 """
@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specrl_jax.rollout.sampler import Sampler
+from specrl_jax.rollout.state import PublishedDrafter, PublishedPolicy, Speculation
 from specrl_jax.runtime.checksum import summary
 from specrl_jax.structs import Array, DrafterParams, PyTree
 
@@ -29,7 +30,7 @@ MOST_ANSWERS = 8  # of a probe, if the batch has fewer rows
 class Summary(NamedTuple):
     """Distinguishes weights of equal shapes."""
 
-    checksum: int  # of all bits, each weighted by its place
+    checksum: int  # of all bits, each weighted by its position
     finite: bool  # all floating-point values
     zero: bool  # all floating-point values
 
@@ -45,12 +46,12 @@ def summarize(weights: DrafterParams) -> Summary:
     return Summary(int(checksum), bool(finite), bool(zero))
 
 
-def fault_of(found: Summary, expected: Summary) -> str:
-    """Returns the name of the fault of weights that should be others; "" if they are equal."""
-    if found == expected:
+def fault_of(actual: Summary, expected: Summary) -> str:
+    """Returns the fault of weights that differ from what was expected; "" if they are equal."""
+    if actual == expected:
         return ""
-    return NOT_FINITE if not found.finite else (
-        ZEROED if found.zero and not expected.zero else MISMATCH)
+    return NOT_FINITE if not actual.finite else (
+        ZEROED if actual.zero and not expected.zero else MISMATCH)
 
 
 def identical(a: PyTree, b: PyTree) -> bool:
@@ -88,37 +89,34 @@ class Probe:
                  tokens: int) -> None:
         self._sampler, self._drafter = sampler, drafter
         self._prompts, self._tokens = prompts, tokens
-        self.rate = 0.0  # expected accepted drafts of a row and round
 
-    def start(self) -> str:
-        """Takes the acceptance of the first version as the expected rate; returns its fault."""
+    def check(self, policy: PublishedPolicy, drafter: PublishedDrafter, speculation: Speculation,
+              rate: float | None) -> tuple[str, float]:
+        """Returns the drafter's fault, "" if it accepts enough, and the rate to expect next.
+
+        `rate` is the expected number of accepted drafts of a row and round; None: any will do.
+        """
         if not self._tokens:
-            return ""
-        accepted, rounds, broken = self._run()
-        self.rate = accepted / max(rounds, 1)
-        return NOT_FINITE if broken else ""
+            return "", rate or 0.0
+        limit = self._limit(rate or 0.0)
+        result = self._sampler.probe(policy, drafter, speculation, self._prompts, limit,
+                                     self._sampler.engine.shapes.depth)
+        rounds, accepted = (result.counters["row_rounds"],
+                            result.by_drafter[self._drafter]["accepted"])
+        expected, measured = rounds * (rate or 0.0), accepted / max(rounds, 1)
+        if result.counters["broken"]:
+            return NOT_FINITE, measured if rate is None else rate
+        if accepted < DEAD_SHARE * expected - expected**0.5:
+            return DEAD, rate or 0.0
+        return "", measured if rate is None else max(measured, RATE_DECAY * rate)
 
-    def check(self) -> str:
-        """Returns the fault of the published version, "" if it accepts enough."""
-        if not self._tokens:
-            return ""
-        accepted, rounds, broken = self._run()
-        expected = rounds * self.rate
-        if broken or accepted < DEAD_SHARE * expected - expected**0.5:
-            return NOT_FINITE if broken else DEAD
-        self.rate = max(accepted / max(rounds, 1), RATE_DECAY * self.rate)
-        return ""
+    def _limit(self, rate: float) -> np.ndarray:
+        """Returns i32[sequences], the tokens of each answer: as many answers as EVIDENCE needs.
 
-    def _run(self) -> tuple[int, int, int]:
-        """Returns accepted drafts of the drafter, row-rounds, and drafts with non-finite scores.
-
-        It generates as many answers as EVIDENCE needs. A dead drafter needs a round a token.
+        A dead drafter needs a round a token.
         """
         shapes = self._sampler.engine.shapes
-        wanted = math.ceil(EVIDENCE / max(self._tokens * self.rate * shapes.shards, 1e-9))
+        wanted = math.ceil(EVIDENCE / max(self._tokens * rate * shapes.shards, 1e-9))
         answers = max(shapes.batch, min(wanted, MOST_ANSWERS))
         live = np.arange(shapes.sequences) < answers
-        limit = np.tile(np.where(live, self._tokens, 0), shapes.shards).astype(np.int32)
-        result = self._sampler.probe(self._prompts, limit, shapes.depth)
-        return (result.by_drafter[self._drafter]["accepted"], result.counters["row_rounds"],
-                result.counters["broken"])
+        return np.tile(np.where(live, self._tokens, 0), shapes.shards).astype(np.int32)

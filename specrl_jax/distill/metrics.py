@@ -11,7 +11,7 @@ from specrl_kernels.noise import gumbel
 from specrl_jax.config import DistillOptions
 from specrl_jax.distill import teacher
 from specrl_jax.distill.losses import acceptance
-from specrl_jax.distill.teacher import Aligned, FrozenParams, SequenceBatch, TeacherTargets
+from specrl_jax.distill.teacher import Aligned, Batch, FrozenParams
 from specrl_jax.draft.trainable import TrainableDrafter
 from specrl_jax.structs import Array, DrafterParams
 
@@ -20,37 +20,37 @@ class Evaluation(struct.PyTreeNode):
     """How a drafter did on a micro-batch, at the anchors of `live_anchors`."""
 
     alpha: Array  # f32[J, b, T] acceptance rate
-    agree: Array  # bool[J, b, T] drafter and actor find the same token most likely
+    agree: Array  # bool[J, b, T] drafter and actor have the same most likely token
     match: Array  # bool[J, b, T] the draft with the actor's noise is the response's token
     live: Array  # bool[J, b, T]
 
 
 def evaluate_drafter(drafter: TrainableDrafter, options: DistillOptions, params: DrafterParams,
-                     frozen: FrozenParams, batch: SequenceBatch, made: TeacherTargets,
-                     key: Array, scale: Array) -> Evaluation:
+                     frozen: FrozenParams, batch: Batch, draws: tuple[Array, Array]
+                     ) -> Evaluation:
     """Compares drafts of a micro-batch with the actor, each given that those before were right.
 
-    The drafter has `outputs` and `logits`; for `key` and `scale` see `noise`.
+    The drafter has `outputs` and `logits`; `draws` are key and scale of `noise`.
     """
     assert drafter.outputs is not None and drafter.logits is not None
-    logits, inputs = drafter.logits, teacher.inputs_of(frozen, batch, made)
+    logits, inputs, (sequences, made) = drafter.logits, teacher.inputs_of(frozen, batch), batch
     place = jnp.broadcast_to(jnp.arange(inputs.window)[None], made.best.shape)
     targets = teacher.targets_of(
-        options, frozen, batch, made, jnp.ones(options.unroll), jnp.ones(len(batch.length)),
+        options, frozen, batch, (jnp.ones(options.unroll), jnp.ones(len(sequences.length))),
         extra=(made.best, inputs.tokens_at(0), place))
 
     def chunk(outputs: Sequence[Array], at: Aligned) -> tuple[Array, ...]:
         log_p, (best, response, place) = targets.log_probs(at), at.extra
-        drawn, found = noise(frozen.vocab, place, key, scale), []
+        drawn, depths = noise(frozen.vocab, place, *draws), []
         for j, output in enumerate(outputs):
             def shift(a: Array, j: int = j, size: int = output.shape[-1]) -> Array:
                 return a[..., j:][..., :size]
 
             log_q = targets.log_draft(logits(params, inputs, output))
-            found.append((jax.vmap(acceptance, in_axes=1)(shift(log_p), log_q),
-                          frozen.vocab[log_q.argmax(0)] == shift(best),
-                          frozen.vocab[(log_q + shift(drawn)).argmax(0)] == shift(response)))
-        return tuple(jnp.stack(x) for x in zip(*found, strict=True))
+            depths.append((jax.vmap(acceptance, in_axes=1)(shift(log_p), log_q),
+                           frozen.vocab[log_q.argmax(0)] == shift(best),
+                           frozen.vocab[(log_q + shift(drawn)).argmax(0)] == shift(response)))
+        return tuple(jnp.stack(x) for x in zip(*depths, strict=True))
 
     outputs = drafter.outputs(params, inputs, options.unroll)
     return Evaluation(*teacher.in_chunks(chunk, outputs, targets.aligned), live=targets.mask)
@@ -68,7 +68,7 @@ def summarize(parts: list[Evaluation]) -> dict[str, float]:
     """Returns means over all held-out anchors by depth, and accept lengths by depth of the chain.
 
     alpha: acceptance rate of rejection sampling; agree: share of anchors at which drafter and actor
-    find the same token most likely; match: share at which the draft made with the actor's noise is
+    have the same most likely token; match: share at which the draft made with the actor's noise is
     the response's token. Each assumes that the drafts before it were right. accept_length/d: tokens
     of a round with a chain of d drafts under the match rule, replayed over the responses.
     """
@@ -103,11 +103,11 @@ def by_depth(name: str, values: np.ndarray) -> dict[str, float]:
     return {f"{name}/{depth}": float(x) for depth, x in enumerate(np.asarray(values))}
 
 
-def table(found: dict[str, float]) -> str:
+def table(summary: dict[str, float]) -> str:
     """Formats the result of `summarize`, one line for each depth."""
-    depths = sum(name.startswith("alpha/") for name in found)
+    depths = sum(name.startswith("alpha/") for name in summary)
     lines = ["held out: depth  alpha  agree  match  accept length of a chain"]
-    lines += [f"          {d + 1:5d}  {found[f'alpha/{d}']:.3f}  {found[f'agree/{d}']:.3f}  "
-              f"{found[f'match/{d}']:.3f}  {found[f'accept_length/{d + 1}']:.3f}"
+    lines += [f"          {d + 1:5d}  {summary[f'alpha/{d}']:.3f}  {summary[f'agree/{d}']:.3f}  "
+              f"{summary[f'match/{d}']:.3f}  {summary[f'accept_length/{d + 1}']:.3f}"
               for d in range(depths)]
     return "\n".join(lines)

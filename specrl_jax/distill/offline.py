@@ -20,9 +20,8 @@ from specrl_jax.checkpoint.checkpoints import Checkpoints
 from specrl_jax.config import Config, ConfigError, DistillOptions, as_dict, at_least, check, option
 from specrl_jax.data.examples import digest
 from specrl_jax.data.prompt_order import step_prompts
-from specrl_jax.data.prompts import Prompts
 from specrl_jax.distill import data, teacher, update
-from specrl_jax.distill.data import Corpus, Plan
+from specrl_jax.distill.data import Corpus, Plan, PublishedActor, Sources
 from specrl_jax.distill.metrics import by_depth, summarize, table
 from specrl_jax.distill.teacher import SequenceBatch, TeacherTargets
 from specrl_jax.distill.texts import read_texts
@@ -32,8 +31,6 @@ from specrl_jax.metrics import run_files
 from specrl_jax.metrics.progress import Progress
 from specrl_jax.model import layers
 from specrl_jax.model.source import Actor, open_actor
-from specrl_jax.model.transformer import Params
-from specrl_jax.model.weights import Source
 from specrl_jax.rl.learner import LearnerState
 from specrl_jax.rollout.sampler import publisher
 from specrl_jax.runtime import lock
@@ -96,9 +93,10 @@ class DrafterTraining:
 class DrafterTrainer:
     """A head, its optimiser and the features of its batches. `step()` is one update."""
 
-    def __init__(self, config: Config, options: DrafterTraining, source: Source, params: Params,
+    def __init__(self, config: Config, options: DrafterTraining, actor: PublishedActor,
                  corpus: Corpus, held: Corpus) -> None:
         check(len(corpus.tokens) > 0, "texts", options.texts, "holds nothing to learn from")
+        source, params = actor
         self.options, self.actor = options, params
         self.made_for = eagle_weights.MadeFor(source.tokenizer.identity, layers.identity(params))
         self.arch = arch = EagleArch(
@@ -120,7 +118,7 @@ class DrafterTrainer:
         self._room = options.feature_megabytes * 2**20
         head = eagle_model.warm_start(arch, eagle_model.initialize(arch, config.seed), params,
                                          self.frozen.head, tap_scale(*self.batch(0)))
-        self.state = self.programs.init(sharding.put(self.programs.places.params, head))
+        self.state = self.programs.init(sharding.put(self.programs.shardings.params, head))
 
     def _compute(self, corpus: Corpus, plan: Plan) -> tuple[SequenceBatch, TeacherTargets]:
         batch = self.programs.rows(data.batch_of(corpus, plan, self.temperature))
@@ -142,14 +140,14 @@ class DrafterTrainer:
         began = time.perf_counter()
         batch = jax.block_until_ready(self.batch(index))
         made = time.perf_counter()
-        self.state, found = self.programs.update(self.state, self.frozen, *batch)
-        found = {name: np.asarray(value) for name, value in found.items()}
+        self.state, updated = self.programs.update(self.state, self.frozen, *batch)
+        values = {name: np.asarray(value) for name, value in updated.items()}
         seconds, rows = time.perf_counter() - began, self.plans[index].rows
-        record = by_depth("alpha", found.pop("alpha")) | {
-            name: float(value) for name, value in found.items()} | {
+        record = by_depth("alpha", values.pop("alpha")) | {
+            name: float(value) for name, value in values.items()} | {
             "step": self.step_number, "time/features": made - began, "time/step": seconds,
             "time/learn": began + seconds - made,
-            "tokens_per_second": float(found["tokens"]) / seconds}
+            "tokens_per_second": float(values["tokens"]) / seconds}
         self.step_number += 1
         return record, {"sequences": rows[rows >= 0].tolist()}
 
@@ -158,9 +156,9 @@ class DrafterTrainer:
         scale, parts = np.float32(self.temperature > 0), []
         for plan in self.held_plans:
             noise = self.programs.rows((self.held.key[plan.rows], np.full(plan.rows.shape, scale)))
-            found = self.programs.evaluate(self.state.params, self.frozen,
-                                           *self._compute(self.held, plan), *noise)
-            parts += [jax.tree.map(lambda a, i=i: np.asarray(a)[i], found)
+            evaluated = self.programs.evaluate(self.state.params, self.frozen,
+                                               *self._compute(self.held, plan), *noise)
+            parts += [jax.tree.map(lambda a, i=i: np.asarray(a)[i], evaluated)
                       for i in range(len(plan.rows))]
         return summarize(parts)
 
@@ -177,9 +175,9 @@ class DrafterTrainer:
 
     def restore(self, checkpoints: Checkpoints) -> bool:
         """Continues from the newest intact checkpoint; False if there is none."""
-        if (found := checkpoints.restore_latest(abstract(self.arrays()))) is None:
+        if (checkpoint := checkpoints.restore_latest(abstract(self.arrays()))) is None:
             return False
-        _, arrays, meta = found
+        _, arrays, meta = checkpoint
         if not np.array_equal(arrays[DRAFTER]["vocab"], self.vocab):
             raise ConfigError(f"{checkpoints.directory}: its draft vocabulary differs from that of "
                               f"{ROLLOUTS}/; choose another --workdir")
@@ -207,37 +205,38 @@ def train_drafter(config: Config, options: DrafterTraining, workdir: Path,
         "run": actor.run and str(actor.run), "step": actor.step}}
     changed = resume.check_config(workdir, description, JUDGED_ANEW)
     progress = Progress(options.steps, 0)
-    prompts = data.load_prompts(config, actor.source.tokenizer, options.rollout_prompts,
-                                options.eval_split, options.eval_prompts, progress.say)
+    training, held = data.load_prompts(
+        config, actor.source.tokenizer, options.rollout_prompts, options.eval_split,
+        options.eval_prompts, progress.say)
     most = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
     texts = None if not options.texts else read_texts(
         local_path("--texts", options.texts), actor.source.tokenizer, config.data, most)
+    sources = Sources(training, held, texts)
     make_workdir(workdir)
     with lock.hold(workdir):
         resume.check_config(workdir, description, JUDGED_ANEW)
-        examples = {name: digest(part.examples) for name, part in zip(
-            ("training", "held-out"), prompts, strict=True)}
+        examples = {"training": digest(training.examples), "held-out": digest(held.examples)}
         read = {} if texts is None else {"--texts": digest(
             [{"tokens": tokens.tolist()} for tokens in texts.tokens])}
         resume.check_data(workdir, examples | read)
-        resume.check_rendering(workdir, "training", prompts[0].texts, progress.warn)
+        resume.check_rendering(workdir, "training", training.texts, progress.warn)
         write_config(workdir, description)
         if changed:
             progress.say(resume.told(changed))
-        return _train(config, options, workdir, actor, prompts, texts, progress)
+        return _train(config, options, workdir, actor, sources, progress)
 
 
 def _train(config: Config, options: DrafterTraining, workdir: Path, actor: Actor,
-           prompts: tuple[Prompts, Prompts], texts: Corpus | None, progress: Progress) -> bool:
+           sources: Sources, progress: Progress) -> bool:
     """Rolls out, trains and writes the head; returns whether any update was left."""
     source, say, warn = actor.source, progress.say, progress.warn
     say(f"loading {actor.name}")
     mesh = sharding.make_mesh(config.mesh)
-    params = publisher(source.arch, mesh, jnp.dtype(config.model.dtype), layers.are_scanned(
-        sharding.platform(mesh)))(actor.params(mesh))
-    corpora = data.gather(config, source, params, prompts, options.samples, texts,
-                          workdir / ROLLOUTS, say)
-    trainer = DrafterTrainer(config, options, source, params, *corpora)
+    published = PublishedActor(source, publisher(
+        source.arch, mesh, jnp.dtype(config.model.dtype), layers.are_scanned(
+            sharding.platform(mesh)))(actor.params(mesh)))
+    corpora = data.gather(config, published, sources, options.samples, workdir / ROLLOUTS, say)
+    trainer = DrafterTrainer(config, options, published, *corpora)
     with Checkpoints(workdir / CHECKPOINTS, config.checkpoint_keep, warn) as checkpoints:
         if trainer.restore(checkpoints):
             say(f"resuming {workdir} after update {trainer.step_number}")
@@ -268,9 +267,9 @@ def run_updates(trainer: DrafterTrainer, checkpoints: Checkpoints, writer: run_f
             progress.warn(f"update {done}: loss or gradient is not finite; skipped")
         if last or done % options.eval_every == 0:
             progress.phase("evaluating")
-            found = trainer.evaluate()
-            record |= {f"eval/{name}": value for name, value in found.items()}
-            progress.say(table(found))
+            evaluation = trainer.evaluate()
+            record |= {f"eval/{name}": value for name, value in evaluation.items()}
+            progress.say(table(evaluation))
         writer.write_step(record, [seen])
         progress.step({"time/step": record["time/step"], "time/learn": record["time/learn"],
                        "rollout/tokens_per_second": record["tokens_per_second"],

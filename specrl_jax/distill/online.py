@@ -1,33 +1,59 @@
 """Training of a drafter while RL runs: features of rollouts in, optimiser updates out.
 
-The actor's update sees nothing of it: features come from a forward of their own over the finished
+The actor's update sees nothing of it: features come from a separate forward over the finished
 rollout, under the weights that generated it; parameters, optimiser and gradient norm are the
-drafter's own. `distill/drafter.py` decides what becomes of the updated weights.
+drafter's own. `distill/lifecycle.py` decides whether updated weights are published.
 """
 
 import concurrent.futures
 import time
-from collections.abc import Callable
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 import jax
 import numpy as np
+from flax import struct
 
 from specrl_jax import prng, sharding
 from specrl_jax.config import Config, check
-from specrl_jax.distill import programs, schedule
-from specrl_jax.distill.data import Plan, batch_of, in_rows, of_rollout
-from specrl_jax.distill.programs import EVALUATE, FROZEN, ROWS, TARGETS, UPDATE, Batch
-from specrl_jax.distill.teacher import FrozenParams
+from specrl_jax.distill import features, programs, schedule
+from specrl_jax.distill.features import Features
+from specrl_jax.distill.programs import EVALUATE, FROZEN, ROWS, TARGETS, UPDATE
+from specrl_jax.distill.schedule import Staleness
+from specrl_jax.distill.teacher import Batch, FrozenParams, SequenceBatch, in_rows
 from specrl_jax.distill.update import Programs, UpdateResult
 from specrl_jax.rl.learner import LearnerState
 from specrl_jax.rollout.sampler import Sampler
+from specrl_jax.rollout.state import PublishedPolicy
 from specrl_jax.structs import DrafterParams, Json, Metrics, PyTree, Rollout
 
 PICK, DRAW, WATCH = range(3)  # uses of random numbers
 
 
+class RewardedRollout(NamedTuple):
+    """The sequences of a step that are learned from."""
+
+    rollout: Rollout
+    reward: np.ndarray  # f32[Q]
+    advantage: np.ndarray  # f32[Q]
+
+
+class OnlineState(struct.PyTreeNode):
+    """What a drafter's training carries from step to step, besides its learner state."""
+
+    features: Features
+    staleness: Staleness
+    running: concurrent.futures.Future[UpdateResult] | None = struct.field(
+        pytree_node=False, default=None)  # overlapped updates
+
+    @property
+    def result(self) -> UpdateResult | None:
+        """The outcome of the overlapped updates, for which it waits; None if there are none."""
+        return self.running.result() if self.running else None
+
+
 class OnlineDistillation:
-    """The feature buffer and the updates of the sampler's trainable drafter.
+    """The programs of a drafter's training. `head` is the trainable part: {"weights", "vocab"}.
 
     Raises:
       ConfigError: options that cannot work together.
@@ -35,126 +61,151 @@ class OnlineDistillation:
 
     def __init__(self, config: Config, sampler: Sampler) -> None:
         options, mesh = config.distill, sampler.mesh
-        self.options, self._seed, self._sampler = options, config.seed, sampler
+        self.options, self._seed = options, config.seed
         self._temperature = config.rollout.temperature
         shards = sharding.shard_count(mesh)
         check(options.micro_batch % shards == 0, "distill.micro_batch", options.micro_batch,
               f"must be a multiple of the {shards} data shards")
         check(not options.overlap or mesh.size == 1, "distill.overlap", options.overlap,
               f"two programs at once over {mesh.size} devices may wait for each other; use False")
-        place, arch = sampler.drafters.trainable or 0, sampler.engine.decoder.arch
-        drafter = sampler.drafters.parts[place].trainable
+        part, arch = sampler.drafters.trainable or 0, sampler.engine.decoder.arch
+        drafter = sampler.drafters.parts[part].trainable
         assert drafter is not None
         check(options.when != "trigger" or drafter.outputs is not None, "distill.when",
               options.when, "needs a trainable drafter with outputs and logits; choose interval")
         self._programs = Programs(drafter, arch, options, mesh, sharding.replicated(mesh))
-        self.buffer, self._sizes = programs.make_buffer(config, drafter, arch.hidden_size)
-        self._vocab = sampler.drafter_weights[place]["vocab"]
-        self.staleness = schedule.forget()
-        self._thread = concurrent.futures.ThreadPoolExecutor(1)  # of overlapped updates
-        self._running: concurrent.futures.Future[UpdateResult] | None = None
+        self.ring = programs.make_ring(config, drafter, arch.hidden_size)
+        self._thread = concurrent.futures.ThreadPoolExecutor(1)  # runs overlapped updates
 
-    def init(self, params: DrafterParams) -> LearnerState:
-        """Returns the state before the first update."""
-        return self._programs.init(params)
+    def init(self, params: DrafterParams) -> tuple[OnlineState, LearnerState]:
+        """Returns the states before the first update."""
+        return OnlineState(self.ring.empty(), schedule.forget()), self._programs.init(params)
 
-    def compile(self, say: Callable[[str], None], state: LearnerState) -> None:
-        """Compiles whatever a step may run; nothing is learned from it."""
-        say("compiling the drafter's update")
+    def compile(self, policy: PublishedPolicy, learner: LearnerState, head: DrafterParams) -> None:
+        """Compiles whatever a step may run."""
         self._compiled = {p.name: p.lower().compile() for p in programs.programs(
-            self._programs, self.options, self._sizes, self.buffer.heads, state,
-            self._sampler.params, self._vocab)}
+            self._programs, self.options, self.ring, learner, policy.params, head["vocab"])}
+
+    def store(self, state: OnlineState, policy: PublishedPolicy, head: DrafterParams,
+              rewarded: RewardedRollout, step: int) -> OnlineState:
+        """Stores features of a rollout, computed with the policy that generated it.
+
+        Uses up `state.features`, see `Features`.
+        """
+        order = self._rng(step, PICK).permutation(len(rewarded.reward))
+        batch = batch_of(rewarded, np.sort(order[: self.ring.sizes.sequences]),
+                         self.options.micro_batch, self.ring.sizes.columns, self._temperature)
+        targets = self._compiled[TARGETS](policy.params, self._programs.rows(batch))
+        rows = np.asarray(self._compiled[ROWS](policy.params, head["vocab"]))
+        return state.replace(features=self.ring.add(
+            state.features, batch, jax.tree.map(np.asarray, targets), policy.version, rows))
+
+    def measure_staleness(self, state: OnlineState, policy: PublishedPolicy, head: DrafterParams,
+                          step: int) -> tuple[OnlineState, Metrics]:
+        """Measures acceptance of first drafts on the newest rollout, and what entropy explains."""
+        batch, targets = features.draw(state.features, self._rng(step, WATCH), self.options.batch,
+                                       self.options.micro_batch, newest=True)
+        noise = self._programs.rows(programs.no_noise(*batch.length.shape))
+        evaluation = self._compiled[EVALUATE](
+            head["weights"], self._frozen_params(state, policy, head),
+            *self.put((batch, targets)), *noise)
+        live = np.asarray(evaluation.live)[:, 0]
+        acceptance, entropy = np.asarray(evaluation.alpha)[:, 0][live], targets.entropy[live]
+        staleness, unexplained = schedule.observe(state.staleness, acceptance, entropy,
+                                                  self.options.ema_decay)
+        return state.replace(staleness=staleness), {
+            "distill/acceptance": float(acceptance.mean()), "distill/unexplained": unexplained,
+            "distill/entropy": float(entropy.mean()), "distill/fall": float(staleness.fall)}
+
+    def run(self, state: OnlineState, policy: PublishedPolicy, head: DrafterParams,
+            learner: LearnerState, step: int) -> UpdateResult:
+        """Runs the updates of one training."""
+        return self.train_on(learner, self._frozen_params(state, policy, head),
+                             self._draw(state, step))
+
+    def start(self, state: OnlineState, policy: PublishedPolicy, head: DrafterParams,
+              learner: LearnerState, step: int) -> OnlineState:
+        """Starts the same updates in a thread; it reads copies of the features and the policy."""
+        return state.replace(running=self._thread.submit(
+            self.train_on, learner, self._frozen_params(state, policy, head),
+            list(self._draw(state, step))))
+
+    def train_on(self, learner: LearnerState, frozen: FrozenParams, batches: Iterable[Batch]
+                 ) -> UpdateResult:
+        """Runs an update on each host batch; the learner state that it is given stays readable."""
+        began, updates = time.perf_counter(), []
+        for batch in batches:
+            learner, metrics = self._compiled[UPDATE](learner, frozen, *self.put(batch))
+            updates.append({name: np.asarray(value).tolist() for name, value in metrics.items()})
+        return UpdateResult(learner, updates, time.perf_counter() - began)
 
     def put(self, batch: Batch) -> Batch:
-        """Puts a host batch on the devices, the rows over data shards."""
-        return sharding.put(programs.places(self._programs.mesh), batch)
+        """Puts a host batch on the devices, the rows split over data shards."""
+        return sharding.put(programs.batch_shardings(self._programs.mesh), batch)
+
+    def _draw(self, state: OnlineState, step: int) -> Iterator[Batch]:
+        """Yields the batch of each update."""
+        rng, options = self._rng(step, DRAW), self.options
+        for _ in range(options.updates):
+            yield features.draw(state.features, rng, options.batch, options.micro_batch)
+
+    def _frozen_params(self, state: OnlineState, policy: PublishedPolicy, head: DrafterParams
+                       ) -> FrozenParams:
+        heads = sharding.put(programs.head_sharding(self._programs.mesh, self.ring),
+                             state.features.heads)
+        return self._compiled[FROZEN](policy.params, head["vocab"], heads)
 
     def _rng(self, step: int, use: int) -> np.random.Generator:
         return np.random.default_rng([self._seed, len(prng.STREAMS), step, use])
 
-    def store(self, rollout: Rollout, reward: np.ndarray, advantage: np.ndarray, step: int) -> None:
-        """Stores features of a rollout, computed with the published policy that generated it."""
-        order = self._rng(step, PICK).permutation(len(rollout.length))
-        sizes = self._sizes
-        plan = Plan(in_rows(np.sort(order[: sizes.sequences]), self.options.micro_batch),
-                    sizes.columns, sizes.window)
-        batch = batch_of(of_rollout(rollout, reward, advantage), plan, self._temperature)
-        actor = self._sampler.params
-        targets = self._compiled[TARGETS](actor, self._programs.rows(batch))
-        self.buffer.add(batch, jax.tree.map(np.asarray, targets), self._sampler.version,
-                        np.asarray(self._compiled[ROWS](actor, self._vocab)))
+    # What a checkpoint holds.
 
-    def measure_staleness(self, params: DrafterParams, step: int) -> Metrics:
-        """Measures acceptance of first drafts on the newest rollout, and what entropy explains."""
-        batch, targets = self.buffer.draw(self._rng(step, WATCH), self.options.batch,
-                                          self.options.micro_batch, newest=True)
-        noise = self._programs.rows(programs.no_noise(*batch.length.shape))
-        found = self._compiled[EVALUATE](params, self._frozen_params(),
-                                         *self.put((batch, targets)), *noise)
-        live = np.asarray(found.live)[:, 0]
-        acceptance, entropy = np.asarray(found.alpha)[:, 0][live], targets.entropy[live]
-        self.staleness, unexplained = schedule.observe(self.staleness, acceptance, entropy,
-                                                       self.options.ema_decay)
-        return {"distill/acceptance": float(acceptance.mean()), "distill/unexplained": unexplained,
-                "distill/entropy": float(entropy.mean()),
-                "distill/fall": float(self.staleness.fall)}
-
-    def _frozen_params(self) -> FrozenParams:
-        return self._compiled[FROZEN](self._sampler.params, self._vocab,
-                                      sharding.put(programs.teachers_place(
-                                          self._programs.mesh, self.buffer.heads),
-                                          self.buffer.heads))
-
-    def run(self, state: LearnerState, step: int) -> UpdateResult:
-        return self.train_on(state, self._frozen_params(), self._draw(step))
-
-    def start(self, state: LearnerState, step: int) -> None:
-        """Starts the same updates in a thread; it reads copies only."""
-        self._running = self._thread.submit(self.train_on, state, self._frozen_params(),
-                                            self._draw(step))
-
-    def take_result(self) -> UpdateResult | None:
-        """Waits for the updates that were started; None if there are none."""
-        result, self._running = self._result(), None
-        return result
-
-    def _result(self) -> UpdateResult | None:
-        return self._running.result() if self._running else None
-
-    def _draw(self, step: int) -> list[Batch]:
-        rng, options = self._rng(step, DRAW), self.options
-        return [self.buffer.draw(rng, options.batch, options.micro_batch)
-                for _ in range(options.updates)]
-
-    def train_on(self, state: LearnerState, frozen: FrozenParams, batches: list[Batch]
-                 ) -> UpdateResult:
-        """Updates on host batches; touches nothing but its arguments."""
-        began, updates = time.perf_counter(), []
-        for batch in batches:
-            state, metrics = self._compiled[UPDATE](state, frozen, *self.put(batch))
-            updates.append({name: np.asarray(value).tolist() for name, value in metrics.items()})
-        return UpdateResult(state, updates, time.perf_counter() - began)
-
-    def arrays(self, state: LearnerState) -> dict[str, PyTree]:
+    def arrays(self, state: OnlineState, learner: LearnerState) -> dict[str, PyTree]:
         """Returns the arrays of a checkpoint; waits for running updates.
 
-        `state` stands in for the result of overlapped updates if there is none.
+        `learner` stands in for the result of overlapped updates if there is none.
         """
-        held = {"drafter_features": self.buffer.arrays(), "drafter_staleness": self.staleness}
+        stored = {"drafter_features": state.features.arrays(), "drafter_staleness": state.staleness}
         if not self.options.overlap:
-            return held
-        result = self._result()
-        ahead = result.state if result else state
-        return held | {"drafter_ahead": {"weights": ahead.params, "optimizer": ahead.optimizer}}
+            return stored
+        ahead = state.result.learner if state.result else learner
+        return stored | {"drafter_ahead": {"weights": ahead.params, "optimizer": ahead.optimizer}}
 
-    def meta(self) -> Json:
-        result = self._result()
-        return {"ahead": result.metrics if result else None}
+    def meta(self, state: OnlineState) -> Json:
+        return {"ahead": state.result.metrics if state.result else None}
 
-    def restore(self, arrays: dict[str, PyTree], meta: Json) -> None:
-        self.buffer.restore(arrays["drafter_features"])
-        self.staleness = jax.tree.map(np.asarray, arrays["drafter_staleness"])
+    def restore(self, arrays: dict[str, PyTree], meta: Json) -> OnlineState:
+        """Returns the state of a checkpoint's `arrays` and `meta`."""
+        running = None
         if meta["ahead"] is not None:
-            ahead = arrays["drafter_ahead"]
-            state = LearnerState(ahead["weights"], ahead["optimizer"])
-            self._running = self._thread.submit(UpdateResult, state, meta["ahead"], 0.0)
+            ahead, running = arrays["drafter_ahead"], concurrent.futures.Future()
+            learner = LearnerState(ahead["weights"], ahead["optimizer"])
+            running.set_result(UpdateResult(learner, meta["ahead"], 0.0))
+        return OnlineState(self.ring.restore(arrays["drafter_features"]),
+                           jax.tree.map(np.asarray, arrays["drafter_staleness"]), running)
+
+
+def batch_of(rewarded: RewardedRollout, chosen: np.ndarray, rows: int, columns: int,
+             temperature: float) -> SequenceBatch:
+    """Returns the sequences `chosen` i64[k] as micro-batches of `rows`, host arrays [n, b, ...].
+
+    The last one is padded with sequences of length 0; `temperature` 0 counts as 1.
+    """
+    rollout, at = rewarded.rollout, in_rows(chosen, rows)
+    used = at >= 0
+    tokens = np.zeros((*at.shape, columns), np.int32)
+    for i, j in np.argwhere(used):
+        q = at[i, j]
+        start, length = rollout.prompt_length[q], rollout.length[q]
+        tokens[i, j, :start] = rollout.prompt[q, :start]
+        tokens[i, j, start : start + length] = rollout.tokens[q, :length]
+
+    def take(values: np.ndarray, pad: float, dtype: type) -> np.ndarray:
+        return np.where(used, values[at], pad).astype(dtype)
+
+    return SequenceBatch(
+        tokens=tokens, length=take(rollout.prompt_length + rollout.length, 0, np.int32),
+        first=take(rollout.prompt_length, 1, np.int32),
+        temperature=np.full(at.shape, temperature or 1.0, np.float32),
+        reward=take(rewarded.reward, 0, np.float32),
+        advantage=take(rewarded.advantage, 0, np.float32))

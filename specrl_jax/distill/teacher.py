@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
 from specrl_jax.config import DistillOptions
@@ -56,6 +57,16 @@ class TeacherTargets(struct.PyTreeNode):
     best: AnyArray  # i32[n, b, T] the actor's most likely token
     entropy: AnyArray  # f32[n, b, T] of the actor at that temperature, whole vocabulary, in nats
     teacher: AnyArray  # i32[n] index in FrozenParams.teachers of the version that made them
+
+
+Batch = tuple[SequenceBatch, TeacherTargets]
+
+
+def in_rows(members: np.ndarray, width: int) -> np.ndarray:
+    """Returns `members` as rows of `width`, the last one filled up with -1."""
+    rows = np.full(-(-len(members) // width) * width, -1)
+    rows[: len(members)] = members
+    return rows.reshape(-1, width)
 
 
 def draft_rows(arch: Architecture, actor: Params, vocab: Array) -> Array:
@@ -154,8 +165,8 @@ class Targets(struct.PyTreeNode):
 
         def chunk(outputs: Sequence[Array], at: Aligned) -> tuple[Array, Array]:
             log_p = self.log_probs(at)
-            found = [depth(params, output, log_p, j) for j, output in enumerate(outputs)]
-            return jax.tree.map(lambda *x: jnp.stack(x), *found)
+            depths = [depth(params, output, log_p, j) for j, output in enumerate(outputs)]
+            return jax.tree.map(lambda *x: jnp.stack(x), *depths)
 
         terms, alpha = in_chunks(chunk, outputs, self.aligned)
         values = jax.vmap(chosen.combine, (1, 1, None, None))(
@@ -195,20 +206,24 @@ def in_chunks(run: Callable[[Sequence[Array], Aligned], PyTree], outputs: Sequen
         return run(at[1], jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(
             a, at[0] * size, size + overlap, -1), aligned))
 
-    found = jax.lax.map(one, (jnp.arange(count), split))
+    chunks = jax.lax.map(one, (jnp.arange(count), split))
     return jax.tree.map(lambda a: jnp.moveaxis(a, 0, -2).reshape(*a.shape[1:-1], -1)[..., :total],
-                        found)
+                        chunks)
 
 
-def inputs_of(frozen: FrozenParams, batch: SequenceBatch, teacher: TeacherTargets) -> DraftInputs:
-    return DraftInputs(tokens=batch.tokens, length=batch.length, first=batch.first,
-                       taps=teacher.taps, embed=frozen.embed, head=frozen.head,
-                       window=teacher.hidden.shape[2])
+def inputs_of(frozen: FrozenParams, batch: Batch) -> DraftInputs:
+    """Returns what a drafter may read of a micro-batch."""
+    sequences, made = batch
+    return DraftInputs(tokens=sequences.tokens, length=sequences.length, first=sequences.first,
+                       taps=made.taps, embed=frozen.embed, head=frozen.head,
+                       window=made.hidden.shape[2])
 
 
-def targets_of(options: DistillOptions, frozen: FrozenParams, batch: SequenceBatch,
-               teacher: TeacherTargets, count: Array, weight: Array, extra: PyTree = ()) -> Targets:
-    head = jax.lax.dynamic_index_in_dim(frozen.teachers, teacher.teacher, 0, False)
-    mask = live_anchors(batch.length, batch.first, teacher.hidden.shape[2], options.unroll)
-    return Targets(Aligned(teacher.hidden, teacher.normalizer, extra), head, batch.temperature,
-                   mask, count, weight, options)
+def targets_of(options: DistillOptions, frozen: FrozenParams, batch: Batch,
+               share: tuple[Array, Array], extra: PyTree = ()) -> Targets:
+    """Returns the targets of a micro-batch, whose `share` is `count` and `weight` of `Targets`."""
+    sequences, made = batch
+    head = jax.lax.dynamic_index_in_dim(frozen.teachers, made.teacher, 0, False)
+    mask = live_anchors(sequences.length, sequences.first, made.hidden.shape[2], options.unroll)
+    return Targets(Aligned(made.hidden, made.normalizer, extra), head, sequences.temperature, mask,
+                   *share, options)

@@ -16,7 +16,7 @@ from specrl_jax import sharding
 from specrl_jax.config import DistillOptions
 from specrl_jax.distill import metrics, teacher
 from specrl_jax.distill.losses import LOSSES
-from specrl_jax.distill.teacher import FrozenParams, SequenceBatch, TeacherTargets
+from specrl_jax.distill.teacher import Batch, FrozenParams, SequenceBatch, TeacherTargets
 from specrl_jax.draft.trainable import TrainableDrafter
 from specrl_jax.model.architecture import Architecture, is_param
 from specrl_jax.rl import learner
@@ -27,7 +27,7 @@ from specrl_jax.structs import Array, DrafterParams, Metrics, PyTree
 class UpdateResult(NamedTuple):
     """The outcome of some updates in a row."""
 
-    state: LearnerState
+    learner: LearnerState
     metrics: list[Metrics]  # of each update, on the host
     seconds: float
 
@@ -47,10 +47,11 @@ def init_state(options: DistillOptions, params: DrafterParams) -> LearnerState:
     return LearnerState(params, make_optimizer(options).init(params))
 
 
-def places(drafter: TrainableDrafter, options: DistillOptions, mesh: Mesh) -> LearnerState:
-    """Returns where a drafter's state lies, as shardings or a prefix of them: as the actor's does.
+def state_shardings(drafter: TrainableDrafter, options: DistillOptions, mesh: Mesh
+                    ) -> LearnerState:
+    """Returns the shardings of a drafter's learner state, or a prefix of them: as the actor's.
 
-    Moments are split over all data shards. What the drafter does not describe is whole everywhere.
+    Moments are split over all data shards. What the drafter does not describe is replicated.
     """
     whole: PyTree = sharding.replicated(mesh)
     if drafter.described is None:
@@ -65,15 +66,16 @@ def places(drafter: TrainableDrafter, options: DistillOptions, mesh: Mesh) -> Le
 
 
 def micro_loss(drafter: TrainableDrafter, options: DistillOptions, params: DrafterParams,
-               frozen: FrozenParams, count: Array, batch: SequenceBatch, targets: TeacherTargets,
-               weight: Array) -> tuple[Array, Metrics]:
+               frozen: FrozenParams, batch: Batch, share: tuple[Array, Array]
+               ) -> tuple[Array, Metrics]:
     """Returns a micro-batch's share of the loss f32[], and sums of its metrics.
 
-    `count` f32[J] are live anchors of each depth in the whole batch, `weight` f32[b].
+    `share` is the live anchors of each depth in the whole batch, f32[J], and the weight of each
+    sequence of the micro-batch, f32[b].
     """
-    frozen, targets = jax.lax.stop_gradient((frozen, targets))
-    return drafter.loss(params, teacher.inputs_of(frozen, batch, targets), teacher.targets_of(
-        options, frozen, batch, targets, count, weight))
+    frozen, batch = jax.lax.stop_gradient((frozen, batch))
+    return drafter.loss(params, teacher.inputs_of(frozen, batch),
+                        teacher.targets_of(options, frozen, batch, share))
 
 
 def update(drafter: TrainableDrafter, options: DistillOptions, state: LearnerState,
@@ -92,11 +94,10 @@ def update(drafter: TrainableDrafter, options: DistillOptions, state: LearnerSta
         batch.length, batch.first, targets.hidden.shape[3], options.unroll)
     count = jnp.maximum(masks.sum((0, 2, 3), dtype=jnp.float32), 1.0)
     weight = LOSSES[options.loss].weigh(batch.reward, batch.advantage, batch.length > 0)
-    grad = jax.value_and_grad(
-        lambda params, *at: micro_loss(drafter, options, params, frozen, count, *at), has_aux=True)
+    grad = jax.value_and_grad(lambda params, batch, weight: micro_loss(
+        drafter, options, params, frozen, batch, (count, weight)), has_aux=True)
 
-    def accumulate(total: PyTree, at: tuple[SequenceBatch, TeacherTargets, Array]
-                   ) -> tuple[PyTree, None]:
+    def accumulate(total: PyTree, at: tuple[Batch, Array]) -> tuple[PyTree, None]:
         (value, sums), grads = grad(state.params, *at)
         return jax.tree.map(jnp.add, total, ((value, sums), lie_like_moments(grads))), None
 
@@ -104,7 +105,7 @@ def update(drafter: TrainableDrafter, options: DistillOptions, state: LearnerSta
         return tree if drafter.described is None else sharding.constrain(
             tree, drafter.described, sharding.MOMENT_RULES, is_param)
 
-    micro = (batch, targets, weight)
+    micro = ((batch, targets), weight)
     shapes = jax.eval_shape(grad, state.params, *jax.tree.map(lambda a: a[0], micro))
     sums, grads = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
     ((value, sums), grads), _ = jax.lax.scan(accumulate, (sums, lie_like_moments(grads)), micro)
@@ -120,7 +121,7 @@ class Programs:
       compute_targets: (T, actor, batch) -> TeacherTargets.
       update: (state, frozen, batch, targets) -> (state, metrics). The old state stays readable,
         because rollouts may still draft with it.
-      places: of the learner state, see `places`.
+      shardings: of the learner state, see `state_shardings`.
       evaluate: (params, frozen, batch, targets, key, scale) -> Evaluation, fields [n, J, b, T].
     """
 
@@ -128,22 +129,22 @@ class Programs:
                  mesh: Mesh, targets: NamedSharding | None = None) -> None:
         """`arch` is the actor's; without a sharding of `targets` the compiler chooses it."""
         self.arch, self.mesh, self.options = arch, mesh, options
-        self.places = places(drafter, options, mesh)
+        self.shardings = state_shardings(drafter, options, mesh)
         on_mesh = functools.partial(sharding.traced_for, mesh)
         self.compute_targets = jax.jit(
             on_mesh(lambda window, actor, batch: jax.lax.map(functools.partial(
                 teacher.compute_targets, arch, drafter.taps, window, actor), batch)),
             static_argnums=0, out_shardings=targets)
         self.update = jax.jit(on_mesh(functools.partial(update, drafter, options)),
-                              out_shardings=(self.places, sharding.replicated(mesh)))
+                              out_shardings=(self.shardings, sharding.replicated(mesh)))
         self.evaluate = jax.jit(on_mesh(
             lambda params, frozen, *batch: jax.lax.map(lambda at: metrics.evaluate_drafter(
-                drafter, options, params, frozen, *at), batch)), out_shardings=targets)
+                drafter, options, params, frozen, at[:2], at[2:]), batch)), out_shardings=targets)
 
     def init(self, params: DrafterParams) -> LearnerState:
-        """Returns the state before the first update; `params` lie at places.params."""
+        """Returns the state before the first update; `params` have shardings.params."""
         return LearnerState(params, jax.jit(make_optimizer(self.options).init,
-                                            out_shardings=self.places.optimizer)(params))
+                                            out_shardings=self.shardings.optimizer)(params))
 
     def rows(self, values: PyTree) -> PyTree:
         """Puts host arrays [n, b, ...] on the devices, the rows over data shards."""

@@ -17,9 +17,9 @@ from specrl_jax.config import ConfigError, DistillConfig, DistillOptions, MeshCo
 from specrl_jax.distill import metrics
 from specrl_jax.distill import teacher as teachers
 from specrl_jax.distill import update as distill
-from specrl_jax.distill.data import Plan, batch_of, in_rows, of_rollout
 from specrl_jax.distill.losses import LOSSES
-from specrl_jax.distill.programs import places
+from specrl_jax.distill.online import RewardedRollout, batch_of
+from specrl_jax.distill.programs import batch_shardings
 from specrl_jax.distill.teacher import FrozenParams, SequenceBatch, TeacherTargets
 from specrl_jax.draft import eagle_model
 from specrl_jax.draft.eagle_model import EagleArch
@@ -106,8 +106,8 @@ def test_sequence_batch_of_a_rollout_holds_its_rows(rolled):
         said[row, : end - start] = texts.tokens[row, start:end]
     rollout = Rollout(**fields | dict(prompt=texts.tokens[:, :10], prompt_length=texts.first,
                                       tokens=said, length=texts.length - texts.first))
-    made = batch_of(of_rollout(rollout, texts.reward, texts.advantage),
-                    Plan(in_rows(np.arange(12), 5), 22, RESPONSE), 0.0)
+    made = batch_of(RewardedRollout(rollout, texts.reward, texts.advantage), np.arange(12), 5, 22,
+                    temperature=0.0)
     assert made.tokens.shape == (3, 5, 22) and (made.temperature == 1).all()
     assert (made.length[2, 2:] == 0).all() and (made.first[2, 2:] == 1).all()
     for row in range(12):
@@ -120,8 +120,8 @@ def test_sequence_batch_of_a_rollout_holds_its_rows(rolled):
 
 def targets(frozen, batch, teacher, depths=1):
     """What a loss is given, without weights."""
-    return teachers.targets_of(dataclasses.replace(OPTIONS, unroll=depths), frozen, batch,
-                               teacher, jnp.ones(depths), jnp.ones(len(batch.length)))
+    return teachers.targets_of(dataclasses.replace(OPTIONS, unroll=depths), frozen,
+                               (batch, teacher), (jnp.ones(depths), jnp.ones(len(batch.length))))
 
 
 def test_targets_are_the_actors_own_distribution(actor, rolled, frozen, teacher):
@@ -166,8 +166,8 @@ def test_evaluation_compares_draft_and_actor_after_equal_tokens(
     texts, key = rolled
     params = begin(OPTIONS).params
     options = dataclasses.replace(OPTIONS, unroll=3)
-    found = jax.jit(lambda *given: metrics.evaluate_drafter(DRAFTER, options, *given))(
-        params, frozen, texts, teacher, key, np.ones(12, np.float32))
+    evaluation = jax.jit(lambda *given: metrics.evaluate_drafter(DRAFTER, options, *given))(
+        params, frozen, (texts, teacher), (key, np.ones(12, np.float32)))
     features = eagle_model.project(params, teacher.taps)
     every = np.tile(np.arange(texts.tokens.shape[1]), (12, 1))
     hidden = jax.jit(functools.partial(eagle_model.unroll, ARCH), static_argnums=6)(
@@ -184,12 +184,12 @@ def test_evaluation_compares_draft_and_actor_after_equal_tokens(
             for k in range(said):
                 t = texts.first[row] - 2 + k
                 ok = t >= 0 and k + j < said
-                assert found.live[j, row, k] == ok
+                assert evaluation.live[j, row, k] == ok
                 if ok:
                     want = np.minimum(p[row, t + 1 + j, frozen.vocab], q[:, row, t]).sum()
-                    assert found.alpha[j, row, k] == pytest.approx(want, abs=1e-4)
+                    assert evaluation.alpha[j, row, k] == pytest.approx(want, abs=1e-4)
                     seen += 1
-    assert seen == found.live.sum() > 100
+    assert seen == evaluation.live.sum() > 100
 
 
 def test_noise_on_the_actors_distribution_draws_the_response(actor, rolled, teacher):
@@ -242,8 +242,8 @@ def test_update_on_a_mesh_equals_that_of_one_device(rolled, frozen, teacher):
     whole, told = update(OPTIONS)(begin(OPTIONS), *given)
     mesh = sharding.make_mesh(MeshConfig(2, 2, 2))
     programs = distill.Programs(DRAFTER, ACTOR, OPTIONS, mesh)
-    state = programs.init(sharding.put(programs.places.params, begin(OPTIONS).params))
-    batch = [sharding.put(to, part) for to, part in zip(places(mesh), given[1:], strict=True)]
+    state = programs.init(sharding.put(programs.shardings.params, begin(OPTIONS).params))
+    batch = sharding.put(batch_shardings(mesh), given[1:])
     made, metrics = programs.update(state, programs.replicate(frozen), *batch)
     np.testing.assert_allclose(metrics["loss"], told["loss"], rtol=1e-5)
     close(made, whole)
@@ -269,8 +269,8 @@ def test_loss_gives_the_actor_no_gradient(actor, rolled):
     def loss(actor: Any, params: Any) -> Any:
         frozen = teachers.frozen_params(ACTOR, actor, jnp.sort(jnp.asarray(VOCAB)))
         teacher = teachers.compute_targets(ACTOR, ARCH.taps, RESPONSE, actor, texts)
-        return distill.micro_loss(DRAFTER, options, params, frozen, count, texts, teacher,
-                                  jnp.ones(12))[0]
+        return distill.micro_loss(DRAFTER, options, params, frozen, (texts, teacher),
+                                  (count, jnp.ones(12)))[0]
 
     own, theirs = jax.jit(jax.grad(loss, (1, 0)))(actor, begin(OPTIONS).params)
     assert all((leaf == 0).all() for leaf in jax.tree.leaves(theirs))
