@@ -16,14 +16,15 @@ from flax import struct
 from specrl_jax.config import Config, check
 from specrl_jax.distill import health, schedule
 from specrl_jax.distill.health import MISMATCH, NOT_FINITE, Probe, Summary
-from specrl_jax.distill.online import OnlineDistillation, OnlineState, RewardedRollout
+from specrl_jax.distill.online import OnlineDistillation, OnlineState
 from specrl_jax.distill.update import UpdateResult
+from specrl_jax.rl.experience import Experience
 from specrl_jax.rl.learner import LearnerState
 from specrl_jax.rollout.sampler import Sampler
 from specrl_jax.rollout.state import PublishedDrafter, PublishedPolicy, Speculation
 from specrl_jax.structs import DrafterParams, Json, Metrics, PyTree
 
-Sample = Callable[[int], RewardedRollout]
+Sample = Callable[[int], Experience]
 """Generates and rewards the prompts of a step outside RL."""
 
 
@@ -93,7 +94,7 @@ class Lifecycle:
         return _enabled(state, False).replace(faults=state.faults + 1)
 
     def collect(self, state: LifecycleState, policy: PublishedPolicy, speculation: Speculation,
-                rewarded: RewardedRollout, step: int) -> Step:
+                experience: Experience, step: int) -> Step:
         """Reads a finished rollout while the policy that generated it is still published.
 
         Uses up the features of `state`: no rollout may be rewarded again for it.
@@ -275,14 +276,14 @@ class LearningLifecycle(VerifiedLifecycle):
         return state, metrics | verified
 
     def collect(self, state: LifecycleState, policy: PublishedPolicy, speculation: Speculation,
-                rewarded: RewardedRollout, step: int) -> Step:
+                experience: Experience, step: int) -> Step:
         metrics: Metrics = {}
         training, options = self.training, self._options
         if (result := self._online(state).result) is not None:
             state = state.replace(online=self._online(state).replace(running=None))
             state, metrics = self._adopt(state, policy, speculation, result)
         if schedule.collects(options, step):
-            state = self._store(state, policy, rewarded, step)
+            state = self._store(state, policy, experience, step)
         if options.when == "trigger":
             online, measured = training.measure_staleness(
                 self._online(state), policy, self._head(state), step)
@@ -304,10 +305,10 @@ class LearningLifecycle(VerifiedLifecycle):
     def _due(self, state: LifecycleState, step: int) -> bool:
         return schedule.due(self._options, step, self._online(state).staleness)
 
-    def _store(self, state: LifecycleState, policy: PublishedPolicy, rewarded: RewardedRollout,
+    def _store(self, state: LifecycleState, policy: PublishedPolicy, experience: Experience,
                step: int) -> LifecycleState:
         return state.replace(online=self.training.store(
-            self._online(state), policy, self._head(state), rewarded, step))
+            self._online(state), policy, self._head(state), experience, step))
 
     def _train(self, state: LifecycleState, policy: PublishedPolicy, speculation: Speculation,
                step: int) -> Step:

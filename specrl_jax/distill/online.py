@@ -8,7 +8,6 @@ drafter's own. `distill/lifecycle.py` decides whether updated weights are publis
 import concurrent.futures
 import time
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -22,20 +21,13 @@ from specrl_jax.distill.programs import EVALUATE, FROZEN, ROWS, TARGETS, UPDATE
 from specrl_jax.distill.schedule import Staleness
 from specrl_jax.distill.teacher import Batch, FrozenParams, SequenceBatch, in_rows
 from specrl_jax.distill.update import Programs, UpdateResult
+from specrl_jax.rl.experience import Experience
 from specrl_jax.rl.learner import LearnerState
 from specrl_jax.rollout.sampler import Sampler
 from specrl_jax.rollout.state import PublishedPolicy
-from specrl_jax.structs import DrafterParams, Json, Metrics, PyTree, Rollout
+from specrl_jax.structs import DrafterParams, Json, Metrics, PyTree
 
 PICK, DRAW, WATCH = range(3)  # uses of random numbers
-
-
-class RewardedRollout(NamedTuple):
-    """The sequences of a step that are learned from."""
-
-    rollout: Rollout
-    reward: np.ndarray  # f32[Q]
-    advantage: np.ndarray  # f32[Q]
 
 
 class OnlineState(struct.PyTreeNode):
@@ -87,13 +79,13 @@ class OnlineDistillation:
             self._programs, self.options, self.ring, learner, policy.params, head["vocab"])}
 
     def store(self, state: OnlineState, policy: PublishedPolicy, head: DrafterParams,
-              rewarded: RewardedRollout, step: int) -> OnlineState:
+              experience: Experience, step: int) -> OnlineState:
         """Stores features of a rollout, computed with the policy that generated it.
 
         Uses up `state.features`, see `Features`.
         """
-        order = self._rng(step, PICK).permutation(len(rewarded.reward))
-        batch = batch_of(rewarded, np.sort(order[: self.ring.sizes.sequences]),
+        order = self._rng(step, PICK).permutation(len(experience.rewards))
+        batch = batch_of(experience, np.sort(order[: self.ring.sizes.sequences]),
                          self.options.micro_batch, self.ring.sizes.columns, self._temperature)
         targets = self._compiled[TARGETS](policy.params, self._programs.rows(batch))
         rows = np.asarray(self._compiled[ROWS](policy.params, head["vocab"]))
@@ -185,13 +177,13 @@ class OnlineDistillation:
                            jax.tree.map(np.asarray, arrays["drafter_staleness"]), running)
 
 
-def batch_of(rewarded: RewardedRollout, chosen: np.ndarray, rows: int, columns: int,
+def batch_of(experience: Experience, chosen: np.ndarray, rows: int, columns: int,
              temperature: float) -> SequenceBatch:
     """Returns the sequences `chosen` i64[k] as micro-batches of `rows`, host arrays [n, b, ...].
 
     The last one is padded with sequences of length 0; `temperature` 0 counts as 1.
     """
-    rollout, at = rewarded.rollout, in_rows(chosen, rows)
+    rollout, at = experience.rollout, in_rows(chosen, rows)
     used = at >= 0
     tokens = np.zeros((*at.shape, columns), np.int32)
     for i, j in np.argwhere(used):
@@ -207,5 +199,5 @@ def batch_of(rewarded: RewardedRollout, chosen: np.ndarray, rows: int, columns: 
         tokens=tokens, length=take(rollout.prompt_length + rollout.length, 0, np.int32),
         first=take(rollout.prompt_length, 1, np.int32),
         temperature=np.full(at.shape, temperature or 1.0, np.float32),
-        reward=take(rewarded.reward, 0, np.float32),
-        advantage=take(rewarded.advantage, 0, np.float32))
+        reward=take(experience.rewards, 0, np.float32),
+        advantage=take(experience.advantage, 0, np.float32))

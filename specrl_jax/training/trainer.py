@@ -17,7 +17,6 @@ from specrl_jax.data import prompt_order
 from specrl_jax.data.prompt_order import PromptOrder, step_prompts
 from specrl_jax.data.prompts import Prompts, make_prompts
 from specrl_jax.distill import lifecycle
-from specrl_jax.distill.online import RewardedRollout
 from specrl_jax.draft import response_cache
 from specrl_jax.model import weights
 from specrl_jax.rewards import judge
@@ -40,11 +39,6 @@ from specrl_jax.training.state import TrainState
 
 def ignore(*args: object) -> None:
     """Does nothing."""
-
-
-def rewarded(batch: Experience) -> RewardedRollout:
-    """Returns what a drafter learns from."""
-    return RewardedRollout(batch.rollout, batch.rewards, batch.advantage)
 
 
 class Trainer:
@@ -154,8 +148,7 @@ class Trainer:
                                  self.prompts.batch(drawn).keys())
         with timer("drafter"):
             drafter, collected = self.drafter.collect(
-                state.drafter, state.policy, state.speculation,
-                rewarded(batch), step)
+                state.drafter, state.policy, state.speculation, batch, step)
         with timer("learn"):
             learner, learned = self.policy.update(state.learner, batch)
             policy = self.publish(learner, state.policy, step + 1)
@@ -203,7 +196,7 @@ class Trainer:
             state = state.replace(drafter=self.drafter.switch_off(state.drafter))
         return state, rollout, result
 
-    def sample(self, state: TrainState, number: int) -> RewardedRollout:
+    def sample(self, state: TrainState, number: int) -> Experience:
         """Generates and rewards the prompts of a step outside RL."""
         indices = step_prompts(len(self.prompts.tokens), self.config.seed, number,
                                self.config.prompts_per_step)
@@ -211,7 +204,7 @@ class Trainer:
         rollout, _, _ = self.sampler.generate(
             batch, state.policy, state.drafter.published, state.speculation, "generate", number)
         judged = [self.reward(rollout, state.learner)]
-        return rewarded(experience.build(self.config, self.algorithm, judged, batch.keys()))
+        return experience.build(self.config, self.algorithm, judged, batch.keys())
 
     def reward(self, rollout: Rollout, learner: LearnerState) -> Judged:
         """Rewards a rollout; `learner` counts for a KL penalty in the reward."""

@@ -1,12 +1,17 @@
 """Which prompts a step uses, and which of their groups it learns from."""
 
+import dataclasses
+from typing import Any
+
 import numpy as np
 import pytest
 
 from specrl_jax.config import Config, ConfigError, DataConfig, RLConfig, RolloutConfig
-from specrl_jax.data.prompt_order import PromptOrder, chosen, step_prompts
-from specrl_jax.rl import experience, overlong
+from specrl_jax.data.prompt_order import PromptOrder, chosen, observe, step_prompts
+from specrl_jax.rl import experience
+from specrl_jax.rl.algorithm import resolve
 from specrl_jax.rl.programs import blank_rollout
+from specrl_jax.structs import Scores
 
 
 def order(prompts: int = 12, seed: int = 0, **rl) -> PromptOrder:
@@ -18,40 +23,44 @@ def rewards(*means: float) -> np.ndarray:
 
 
 def test_uniform_order_is_that_of_epochs() -> None:
-    for step in (0, 3, 7):
-        np.testing.assert_array_equal(order().places(step, 4), step_prompts(12, 0, step, 4))
-    assert order().arrays() == {}
+    uniform, history = order(), order().init()
+    for step in range(4):
+        indices = uniform.indices(history, step, 4)
+        np.testing.assert_array_equal(indices, step_prompts(12, 0, step, 4))
+        history = observe(history, indices, rewards(*[0.0] * 4))
 
 
 def test_filter_goes_on_where_the_last_step_ended() -> None:
     moving, seen = order(filter="dynamic"), []
+    history = moving.init()
     for step, batches in enumerate((1, 3, 2)):
-        places = moving.places(step, 4 * batches)
-        np.testing.assert_array_equal(places[:4], moving.places(step, 4))
-        moving.observe(places, rewards(*[0.0] * len(places)))
-        seen += places.tolist()
-    assert seen == order().places(0, 24).tolist()
+        indices = moving.indices(history, step, 4 * batches)
+        np.testing.assert_array_equal(indices[:4], moving.indices(history, step, 4))
+        history = observe(history, indices, rewards(*[0.0] * len(indices)))
+        seen += indices.tolist()
+    assert seen == order().indices(moving.init(), 0, 24).tolist()
 
 
-@pytest.mark.parametrize("rl", [{"filter": "dynamic"}, {"curriculum": "pass_rate"}])
-def test_order_resumes_from_its_arrays(rl) -> None:
-    first, second = order(**rl), order(**rl)
-    first.observe(first.places(0, 8), rewards(*np.linspace(-1, 2, 8)))
-    second.restore(first.arrays()["prompts"])
-    np.testing.assert_array_equal(first.places(1, 12), second.places(1, 12))
-    assert first.places(1, 12).tolist() != order(**rl).places(1, 12).tolist()
+def test_observing_leaves_the_earlier_history_as_it_was() -> None:
+    curriculum = order(curriculum="pass_rate")
+    before = curriculum.init()
+    after = observe(before, curriculum.indices(before, 0, 8), rewards(*np.linspace(-1, 2, 8)))
+    assert before.drawn == 0 and not before.tried.any() and not before.passed.any()
+    assert curriculum.indices(after, 1, 12).tolist() != curriculum.indices(before, 1, 12).tolist()
 
 
 def test_pass_rate_prefers_prompts_near_one_half() -> None:
     curriculum = order(curriculum="pass_rate")
+    history = curriculum.init()
     for _ in range(50):  # of 12 prompts the first four are solved half the time, others always
-        curriculum.observe(np.arange(12), rewards(*[0.5] * 4, *[1.0] * 4, *[0.0] * 4))
-    drawn = np.concatenate([curriculum.places(step, 4) for step in range(300)])
+        history = observe(history, np.arange(12), rewards(*[0.5] * 4, *[1.0] * 4, *[0.0] * 4))
+    drawn = np.concatenate([curriculum.indices(history, step, 4) for step in range(300)])
     counts = np.bincount(drawn, minlength=12)
-    assert all(len(set(curriculum.places(step, 12))) == 12 for step in range(9))  # no repeats
+    assert all(len(set(curriculum.indices(history, step, 12))) == 12 for step in range(9))
     assert counts[:4].min() > 200 and 20 < counts[4:].min() and counts[4:].max() < 120
-    other = order(seed=1, curriculum="pass_rate").places(0, 12)
-    assert other.tolist() != order(curriculum="pass_rate").places(0, 12).tolist()
+    other = order(seed=1, curriculum="pass_rate")
+    blank = other.init()
+    assert other.indices(blank, 0, 12).tolist() != curriculum.indices(blank, 0, 12).tolist()
 
 
 def test_filter_of_a_single_prompt_is_refused() -> None:
@@ -66,42 +75,51 @@ def test_first_useful_groups_are_chosen(useful: list[int], groups: list[int]) ->
     np.testing.assert_array_equal(chosen(advantage, 3), groups)
 
 
-def scored(ids: list[int], advantage: list[float]) -> experience.Scored:
-    """Groups of two in the order of their ids, as rollouts have them."""
-    rollout = blank_rollout(CONFIG).replace(
-        prompt_id=np.repeat(np.int32(ids), 2), occurrence=np.zeros(4, np.int32),
-        sample_id=np.int32([0, 1, 0, 1]))
-    values = np.repeat(np.float32(advantage), 2)
-    return experience.Scored(rollout, [{}] * 4, [], values, values, None,
-                             {"reward/failures": 0}, values)
+CONFIG = Config(prompts_per_step=2, group_size=2, rl=RLConfig(overlong="soft", overlong_tokens=4),
+                rollout=RolloutConfig(max_new_tokens=10))
+GROUP = resolve(RLConfig(advantage="group"))
+
+
+def judged(config: Config, rewards: list[list[float]], **fields: Any) -> experience.Judged:
+    """Groups of two in the order of their ids, as rollouts have them, with the given rewards."""
+    values = np.float32(rewards).reshape(-1)
+    rollout = blank_rollout(config).replace(
+        occurrence=np.zeros(len(values), np.int32),
+        sample_id=np.tile(np.int32([0, 1]), len(rewards)), **fields)
+    scores = Scores([{"reward": float(x)} for x in values], values, {"reward/failures": 0})
+    return experience.judge(config, GROUP, rollout, lambda _: scores, lambda _: values)
 
 
 def test_groups_fill_the_batch_in_the_order_of_draws() -> None:
     drawn = [(5, 0), (1, 0), (3, 0), (0, 0)]
-    found, metrics = experience.merge([scored([1, 5], [0, 1]), scored([0, 3], [1, 1])], CONFIG,
-                                      drawn)
-    assert found.rollout.prompt_id.tolist() == [3, 3, 5, 5]  # not 0, which was drawn after 3
-    assert metrics["reward/nonzero_advantage_fraction"] == 0.75
-
-
-CONFIG = Config(prompts_per_step=2, group_size=2, rl=RLConfig(overlong="soft", overlong_tokens=4),
-                rollout=RolloutConfig(max_new_tokens=10))
+    rollouts = [judged(CONFIG, [[1, 1], [0, 1]], prompt_id=np.int32([1, 1, 5, 5])),
+                judged(CONFIG, [[0, 1], [1, 0]], prompt_id=np.int32([0, 0, 3, 3]))]
+    batch = experience.build(CONFIG, GROUP, rollouts, drawn)
+    assert batch.rollout.prompt_id.tolist() == [3, 3, 5, 5]  # not 0, which was drawn after 3
+    assert batch.metrics["reward/nonzero_advantage_fraction"] == 0.75
+    assert [sample["reward"] for sample in batch.samples] == [1, 0, 0, 1]
 
 
 def test_soft_penalty_by_hand() -> None:
     # Free up to 6 of 10 tokens, then 1/4 a token.
-    rollout = blank_rollout(CONFIG).replace(length=np.int32([6, 7, 10, 1]))
-    np.testing.assert_allclose(overlong.penalty(CONFIG, rollout), [0, -0.25, -1, 0])
+    lengths = np.int32([6, 7, 10, 1])
+    np.testing.assert_allclose(experience.overlong_penalty(CONFIG, blank_rollout(CONFIG).replace(
+        length=lengths)), [0, -0.25, -1, 0])
+    one = judged(CONFIG, [[1, 1], [1, 1]], prompt_id=np.int32([0, 0, 1, 1]), length=lengths)
+    np.testing.assert_allclose(one.shaped, [1, 0.75, 0, 1])
+    assert one.useful == 0  # the filter goes by the rewards alone
 
 
 def test_masked_responses_have_no_tokens_and_no_advantage() -> None:
-    config = Config(rl=RLConfig(overlong="mask"))
-    rollout = blank_rollout(CONFIG).replace(length=np.int32([6, 10, 10, 1]),
-                                            stopped=np.array([True, False, True, True]))
-    counted, advantage = overlong.counted(config, rollout, np.float32([1, 2, 3, 4]))
-    np.testing.assert_array_equal(counted.length, [6, 0, 10, 1])
-    np.testing.assert_array_equal(advantage, [1, 0, 3, 4])
-    assert not overlong.penalty(config, rollout).any()
+    config = dataclasses.replace(CONFIG, rl=RLConfig(overlong="mask"))
+    lengths, stopped = np.int32([6, 10, 10, 1]), np.array([True, False, True, True])
+    one = judged(config, [[0, 1], [0, 1]], prompt_id=np.int32([0, 0, 1, 1]), length=lengths,
+                 stopped=stopped)
+    batch = experience.build(config, GROUP, [one], [(0, 0), (1, 0)])
+    np.testing.assert_array_equal(batch.learned.length, [6, 0, 10, 1])
+    np.testing.assert_array_equal(batch.rollout.length, lengths)
+    np.testing.assert_array_equal(batch.advantage == 0, ~stopped)
+    np.testing.assert_array_equal(one.shaped, one.scores.rewards)
 
 
 @pytest.mark.parametrize("values, words", [

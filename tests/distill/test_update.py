@@ -18,12 +18,13 @@ from specrl_jax.distill import metrics
 from specrl_jax.distill import teacher as teachers
 from specrl_jax.distill import update as distill
 from specrl_jax.distill.losses import LOSSES
-from specrl_jax.distill.online import RewardedRollout, batch_of
+from specrl_jax.distill.online import batch_of
 from specrl_jax.distill.programs import batch_shardings
 from specrl_jax.distill.teacher import FrozenParams, SequenceBatch, TeacherTargets
 from specrl_jax.draft import eagle_model
 from specrl_jax.draft.eagle_model import EagleArch
 from specrl_jax.model import transformer
+from specrl_jax.rl.experience import Experience
 from specrl_jax.structs import Rollout
 
 ACTOR = tiny_arch(num_layers=2)
@@ -106,8 +107,8 @@ def test_sequence_batch_of_a_rollout_holds_its_rows(rolled):
         said[row, : end - start] = texts.tokens[row, start:end]
     rollout = Rollout(**fields | dict(prompt=texts.tokens[:, :10], prompt_length=texts.first,
                                       tokens=said, length=texts.length - texts.first))
-    made = batch_of(RewardedRollout(rollout, texts.reward, texts.advantage), np.arange(12), 5, 22,
-                    temperature=0.0)
+    experience = Experience(rollout, rollout, texts.reward, texts.advantage, [], {})
+    made = batch_of(experience, np.arange(12), 5, 22, temperature=0.0)
     assert made.tokens.shape == (3, 5, 22) and (made.temperature == 1).all()
     assert (made.length[2, 2:] == 0).all() and (made.first[2, 2:] == 1).all()
     for row in range(12):

@@ -121,7 +121,7 @@ def roll_out(engine: Engine, params: Any, request: RolloutRequest, drafter_param
     speculation = engine.initial_speculation()
     if control is not None:
         speculation = speculation.replace(control=control)
-    return roll_out(engine, params, drafter_params, speculation, request, **options)[0]
+    return engine.run(params, drafter_params, speculation, request, **options)[0]
 
 
 class Dice:
