@@ -6,11 +6,10 @@
 #   experiments/gpu_suite.sh steps       RL steps with random weights, without and with drafts
 #   experiments/gpu_suite.sh rollouts    rollouts with random weights at Qwen2.5's shapes
 #   experiments/gpu_suite.sh kernels     kernels at real shapes, against bandwidth and alternatives
-#   experiments/gpu_suite.sh tune        block sizes, into kernels/specrl_kernels/tuned/
 #
 # "all": rollouts of 16 rows by the default implementation, with command buffers and without; steps;
-# then all rollouts, and kernels. All but tune write experiments/results/*.json after every case,
-# and continue where they stopped.
+# then all rollouts, and kernels. They write experiments/results/*.json after every case, and
+# continue where they stopped.
 # A checkout with jax, flax, optax, orbax, numpy and pytest is enough, without network; what needs
 # more is skipped by name. More arguments go to the script: --out=FILE, --seconds=N, --tiny.
 set -euo pipefail
@@ -42,8 +41,7 @@ case "${1:-}" in
   steps) script=("$here/gpu_steps.py") ;;
   rollouts) script=("$here/gpu_rollouts.py") ;;
   kernels) script=("$here/bench.py" kernels) ;;
-  tune) script=("$here/tune_kernels.py") ;;
-  *) sed -n '2,15p' "$0" >&2; exit 2 ;;
+  *) sed -n '2,14p' "$0" >&2; exit 2 ;;
 esac
 shift
 # An update's sums in one order; memory as it is needed, so that a benchmark's peak means something.

@@ -30,7 +30,6 @@ COMMANDS = (
 PYTHONS = {"constraints.txt": ("3.11", "3.12", "3.13"), "constraints-0.11.txt": ("3.12",)}
 JAX = {("constraints.txt", "3.11"): "0.10.2", ("constraints.txt", "3.12"): "0.12.0.1",
        ("constraints.txt", "3.13"): "0.12.0.1", ("constraints-0.11.txt", "3.12"): "0.11.2"}
-TABLE = "kernels/specrl_kernels/tuned/some_device.json"
 MOST_BYTES = 300 * 1024
 # Brackets keep the patterns from finding themselves.
 FOREIGN = re.compile(r"(?:^|[^\w.])/(?:work|farm|root|home|tmp)/"
@@ -154,14 +153,12 @@ def test_every_folder_of_code_is_a_package() -> None:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
-    """The names of the files in a wheel built from a copy that has a tuning table."""
+    """The names of the files in a wheel that is built from a copy."""
     source = tmp_path_factory.mktemp("source")
     for name in ("specrl_jax", "kernels"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    (source / TABLE).parent.mkdir(exist_ok=True)
-    (source / TABLE).write_text("{}")
     subprocess.run([sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-index",
                     "--no-build-isolation", "--wheel-dir", source / "out", source], check=True)
     (built,) = (source / "out").glob("*.whl")
@@ -173,7 +170,6 @@ def test_wheel_holds_the_packages_and_nothing_else(wheel: set[str]) -> None:
                for path in (ROOT / root).glob("specrl_*/**/*.py")}
     assert len(modules) > 100 and modules <= wheel
     assert {"specrl_jax/py.typed", "specrl_jax/metrics/report_page.html"} <= wheel
-    assert TABLE.removeprefix("kernels/") in wheel
     roots = {name.partition("/")[0] for name in wheel}
     assert {root for root in roots if not root.endswith(".dist-info")} == {
         "specrl_jax", "specrl_kernels"}

@@ -1,4 +1,4 @@
-"""Real shapes of the kernels, by name: what benchmarks, tuning and lowering tests use."""
+"""Real shapes of the kernels, by name: what benchmarks and lowering tests use."""
 
 import dataclasses
 

@@ -8,12 +8,10 @@ import dataclasses
 import importlib
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
-
-from specrl_kernels import tuning
 
 Interpret: TypeAlias = Any
 """Whether a Pallas kernel is interpreted; `pltpu.InterpretParams(...)` says how a TPU's is."""
@@ -33,7 +31,7 @@ class Target(NamedTuple):
     kind: str  # of device, as JAX names it: "NVIDIA H200", "TPU v5 lite", "cpu"
     named: bool  # the caller named the implementation
     interpret: Interpret = False  # Pallas kernels are interpreted, on any device
-    config: Mapping[str, int] | None = None  # of the named implementation; None: tuned
+    config: Mapping[str, int] | None = None  # of the named implementation; None: its heuristic
 
 
 class Device(NamedTuple):
@@ -49,15 +47,12 @@ def traced_for() -> Device:
     The mesh in scope is that of the enclosing `jax.shard_map` or `jax.sharding.use_abstract_mesh`.
     So a program for a TPU can be traced where the default device is a CPU.
     """
-    device: Any = jax.sharding.get_abstract_mesh().abstract_device
-    if device is not None:
-        platform = str(device.platform)
-        return Device(GPUS.get(platform, platform), device.device_kind)
     default: Any = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
-    device = default or jax.devices()[0]
+    device: Any = jax.sharding.get_abstract_mesh().abstract_device or default or jax.devices()[0]
     if isinstance(device, str):
         return Device(GPUS.get(device, device), device)
-    return Device(device.platform, device.device_kind)
+    platform = str(device.platform)
+    return Device(GPUS.get(platform, platform), device.device_kind)
 
 
 def target(implementation: str | None, platform: str | None = None, interpret: Interpret = False,
@@ -77,30 +72,9 @@ def target(implementation: str | None, platform: str | None = None, interpret: I
     return Target(platform or here.platform, kind, implementation is not None, interpret, config)
 
 
-def require(target: Target, op: str, name: str, platforms: Sequence[str], measured: bool = True
-            ) -> None:
-    """Refuses a kernel on other platforms.
-
-    Args:
-      measured: refuse it on devices without tuning rows, too, unless it is named.
-
-    Raises:
-      Unsupported: with the reason.
-    """
-    if target.interpret:
-        if not target.named:
-            raise Unsupported("interpretation is slow: ask for it by name")
-        return
-    if target.platform not in platforms:
-        raise Unsupported(f"needs a {' or '.join(platforms)}, this is a {target.platform}; "
-                          "interpret=True runs it anywhere, slowly")
-    if measured and not target.named and not tuning.has_rows(target.kind, op, name):
-        raise Unsupported(f"not yet run on {target.kind} (no row in tuned/): ask for it by name")
-
-
 def anywhere(function: Callable[..., Any], *platforms: str,
              unasked: Callable[..., None] | None = None) -> Callable[..., Any]:
-    """Wraps a function that has nothing to tune as an implementation.
+    """Wraps a function that has no settings as an implementation.
 
     Args:
       platforms: where it runs; none means everywhere.
@@ -120,18 +94,6 @@ def anywhere(function: Callable[..., Any], *platforms: str,
     return call
 
 
-def tuned(target: Target, op: str, name: str, shape: dict[str, int], dtype: Any
-          ) -> Mapping[str, int] | None:
-    """Returns the configuration of the call, else that of the device's table, else None.
-
-    Args:
-      shape: the class of the call's shapes, as `tuning.shape_class` makes it.
-    """
-    if target.config is not None:
-        return target.config
-    return tuning.lookup(target.kind, op, name, shape, str(dtype))
-
-
 def configured(kind: type[Any], given: Mapping[str, int]) -> Any:
     """Returns an implementation's Config, a dataclass, with the given fields.
 
@@ -145,16 +107,20 @@ def configured(kind: type[Any], given: Mapping[str, int]) -> Any:
     return kind(**given)
 
 
-def kernel(op: str, name: str, *platforms: str, measured: bool = True, function: str = ""
-           ) -> Callable[..., Any]:
+def kernel(op: str, name: str, platform: str, function: str = "") -> Callable[..., Any]:
     """Returns the implementation `op`_`name`, whose module is imported when it is first called.
 
+    A call raises Unsupported on other platforms, and if it is to be interpreted but is not named.
+
     Args:
-      measured: see `require`.
-      function: another function of that module, for the same devices.
+      function: another function of that module, for the same platform.
     """
     def call(*args: Any, target: Target, **options: Any) -> Any:
-        require(target, op, name, platforms, measured)
+        if target.interpret and not target.named:
+            raise Unsupported("interpretation is slow: ask for it by name")
+        if not target.interpret and target.platform != platform:
+            raise Unsupported(f"needs a {platform}, this is a {target.platform}; "
+                              "interpret=True runs it anywhere, slowly")
         module = importlib.import_module(f"specrl_kernels.{op}.{name}")
         return getattr(module, function or f"{op}_{name}")(*args, target=target, **options)
 

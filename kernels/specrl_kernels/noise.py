@@ -6,41 +6,19 @@ keeps 32 bits at the end that wins: u = min((bits + 0.5) 2^-32, 1 - 2^-24), E = 
 G = -log(E) is large where u is small, and finite at both ends.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-_GOLDEN = 0x9E3779B1  # odd, 2^32 over the golden ratio: neighbouring counters land far apart
+# Odd, 2^32 over the golden ratio: neighbouring counters land far apart.
+_GOLDEN = np.uint32(0x9E3779B1)
 
 
-def finalize(h: jax.Array) -> jax.Array:
-    """murmur3's fmix32 (Appleby, MurmurHash3, public domain) on u32, or on i32 of the same bits."""
-    h = (h ^ _shifted(h, 16)) * _word(0x85EBCA6B, h)
-    h = (h ^ _shifted(h, 13)) * _word(0xC2B2AE35, h)
-    return h ^ _shifted(h, 16)
-
-
-def _shifted(h: jax.Array, places: int) -> jax.Array:
-    return jax.lax.shift_right_logical(h, jnp.full_like(h, places))
-
-
-def _word(value: int, like: jax.Array) -> Any:
-    """Returns a 32-bit NumPy constant in the dtype of `like`; products wrap around in both."""
-    return np.uint32(value).view(like.dtype)
-
-
-def row_words(key: jax.Array, position: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns two words u32[...] with which a row is hashed; arguments as in `bits`."""
-    place = position.astype(jnp.uint32) * jnp.uint32(_GOLDEN) + jnp.uint32(0x2545F491)
-    first = finalize(key[..., 0] ^ finalize(place))
-    return first, finalize(key[..., 1] + first)
-
-
-def element_bits(first: jax.Array, second: jax.Array, index: jax.Array) -> jax.Array:
-    """Returns the hash of elements by `row_words`; all u32, or all i32 in kernels; broadcasts."""
-    return finalize(finalize(index * _word(_GOLDEN, index) + second) ^ first)
+def _finalize(h: jax.Array) -> jax.Array:
+    """Returns murmur3's fmix32 of u32 (Appleby, MurmurHash3, public domain)."""
+    h = (h ^ h >> 16) * jnp.uint32(0x85EBCA6B)
+    h = (h ^ h >> 13) * jnp.uint32(0xC2B2AE35)
+    return h ^ h >> 16
 
 
 def bits(key: jax.Array, position: jax.Array, index: jax.Array) -> jax.Array:
@@ -54,28 +32,17 @@ def bits(key: jax.Array, position: jax.Array, index: jax.Array) -> jax.Array:
     Returns:
       u32[..., V].
     """
-    first, second = row_words(key, position)
+    place = position.astype(jnp.uint32) * _GOLDEN + jnp.uint32(0x2545F491)
+    first = _finalize(key[..., 0] ^ _finalize(place))
+    second = _finalize(key[..., 1] + first)
     counter = index.astype(jnp.uint32).reshape((1,) * first.ndim + (-1,))
-    return element_bits(first[..., None], second[..., None], counter)
-
-
-def exponential_of(word: jax.Array) -> jax.Array:
-    """Returns standard exponential noise f32, between 2^-33 and 17, of hashes u32 or i32."""
-    u = (_as_float(word) + 0.5) * jnp.float32(2.0**-32)
-    return -jnp.log1p(-jnp.minimum(u, jnp.float32(1 - 2.0**-24)))
-
-
-def _as_float(word: jax.Array) -> jax.Array:
-    """Returns 32 bits, read as unsigned, as f32: i32 by halves, whose sum rounds once, as u32's."""
-    if word.dtype == jnp.uint32:
-        return word.astype(jnp.float32)
-    high, low = _shifted(word, 16), word & _word(0xFFFF, word)
-    return high.astype(jnp.float32) * jnp.float32(1 << 16) + low.astype(jnp.float32)
+    return _finalize(_finalize(counter * _GOLDEN + second[..., None]) ^ first[..., None])
 
 
 def exponential(key: jax.Array, position: jax.Array, index: jax.Array) -> jax.Array:
-    """Returns standard exponential noise E f32[..., V]; arguments as in `bits`."""
-    return exponential_of(bits(key, position, index))
+    """Returns standard exponential noise E f32[..., V], in (2^-33, 17); arguments as in `bits`."""
+    u = (bits(key, position, index).astype(jnp.float32) + 0.5) * jnp.float32(2.0**-32)
+    return -jnp.log1p(-jnp.minimum(u, jnp.float32(1 - 2.0**-24)))
 
 
 def gumbel(key: jax.Array, position: jax.Array, index: jax.Array) -> jax.Array:

@@ -20,12 +20,10 @@ from specrl_kernels.dispatch import Unsupported
 def triton_call(kernel: Any, name: str, grid: tuple[int, ...],
                 outputs: Sequence[jax.ShapeDtypeStruct], inputs: Sequence[jax.Array], *,
                 warps: int, stages: int, interpret: bool,
-                cost: pl.CostEstimate, aliases: Mapping[int, int] | None = None
-                ) -> Sequence[jax.Array]:
+                aliases: Mapping[int, int] | None = None) -> Sequence[jax.Array]:
     """Compiles a Pallas kernel by Triton; the default GPU backend differs between JAX versions.
 
     Args:
-      cost: the kernel's work, for whoever counts it.
       aliases: output that has the memory of an input, by the input's number.
 
     Raises:
@@ -38,7 +36,7 @@ def triton_call(kernel: Any, name: str, grid: tuple[int, ...],
                           ) from reason
     params = plgpu.CompilerParams(num_warps=warps, num_stages=stages)
     return pl.pallas_call(kernel, grid=grid, out_shape=outputs, compiler_params=params,
-                          interpret=interpret, name=name, cost_estimate=cost,
+                          interpret=interpret, name=name,
                           input_output_aliases=dict(aliases or {}))(*inputs)
 
 

@@ -26,7 +26,6 @@ import sys
 import jax, jax.numpy as jnp
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
-from specrl_kernels.gumbel_argmax import gumbel_argmax
 from specrl_kernels.tree_attention import tree_attention
 device = topologies.get_topology_desc("v5e:2x2", "tpu").devices[0]
 of = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype, sharding=SingleDeviceSharding(device))
@@ -39,8 +38,6 @@ for e in (64, 128):
             of(ints, b))
     compiled(lambda *a: tree_attention(*a, scale=0.1, implementation="pallas", platform="tpu"),
              *args)
-compiled(lambda *a: gumbel_argmax(*a, implementation="pallas", platform="tpu"),
-         of(half, 8, 4096), of(jnp.float32, 8), of(jnp.uint32, 8, 2), of(ints, 8))
 """
 
 
@@ -65,7 +62,7 @@ def test_kernels_compile_at_both_head_sizes() -> None:
     found = subprocess.run([sys.executable, "-c", KERNELS], capture_output=True, text=True,
                            env=environment())
     assert found.returncode == 0, found.stderr[-2000:]
-    assert all(int(count) > 0 for count in found.stdout.split()) and found.stdout.count("\n") == 3
+    assert all(int(count) > 0 for count in found.stdout.split()) and found.stdout.count("\n") == 2
 
 
 def test_launch_with_trees_and_update_compile_on_2x2x2(

@@ -52,12 +52,7 @@ def tiny(environment: dict[str, str], path: Path, command: str, *args: str) -> d
 
 def test_unknown_command_says_what_there_is(environment: dict[str, str]) -> None:
     told = run(environment, "fast", status=2).stderr
-    assert all(name in told for name in ("all", "contract", "kernels", "steps", "tune"))
-
-
-def test_nothing_is_tuned_on_a_cpu(environment: dict[str, str]) -> None:
-    assert "this is a cpu" in run(environment, "tune", status=1).stderr
-    assert "name a file with --out" in run(environment, "tune", "--interpret", status=1).stderr
+    assert all(name in told for name in ("all", "contract", "kernels", "steps"))
 
 
 @pytest.mark.ci
@@ -69,9 +64,9 @@ def test_kernels(environment: dict[str, str], tmp_path: Path) -> None:
         assert case["bytes"] > 0 and case["times_faster"] > 0, name
         timed = [who for who, one in case["contenders"].items() if "seconds" in one]
         assert "xla" in timed and case["best_alternative"] in timed
-        assert "needs a tpu" in case["contenders"]["pallas"]["refused"]
         assert all(case["contenders"][who]["bandwidth_fraction"] > 0 for who in timed)
         assert not [one for one in case["contenders"].values() if "failed" in one]
+    assert "needs a tpu" in str(found["cases"])
     assert "needs the package llvmlite" in str(found["cases"])
     before = path.stat().st_mtime_ns
     tiny(environment, path, "kernels")
@@ -142,20 +137,3 @@ def test_contract(environment: dict[str, str], tmp_path: Path) -> None:
                         "xla]": "passed", "reference]": "passed"}
     assert "llvmlite" in str([case.get("reason") for case in cases.values()])
     assert cases.items() >= first.items()
-
-
-@pytest.mark.ci
-def test_tuning_finds_what_runs_and_is_right(environment: dict[str, str], tmp_path: Path,
-                                             monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "cpu.json"
-    found = tiny(environment, path, "tune", "--interpret", "--repeats=1", "--seconds=25")
-    assert found["device"] == "cpu" and found["rows"]
-    for row in found["rows"]:
-        assert row["microseconds"] <= row["heuristic"]["microseconds"] > 0
-        assert row["config"].keys() == row["heuristic"]["config"].keys()
-    from specrl_kernels import tuning
-
-    monkeypatch.setattr(tuning, "folder", lambda: tmp_path)
-    row = found["rows"][0]
-    assert tuning.lookup("cpu", row["op"], row["implementation"], row["shape"], row["dtype"]
-                         ) == row["config"]

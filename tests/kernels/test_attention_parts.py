@@ -16,6 +16,7 @@ from specrl_kernels.tree_attention import (
     tree_attention,
     work_list,
 )
+from specrl_kernels.tree_attention.operands import Operands
 from tree_attention_cases import make
 
 
@@ -65,7 +66,7 @@ def test_work_list_holds_exactly_what_live_rows_see() -> None:
     wanted = [(row, *where) for row in range(6) if LIVE[row]
               for where in (list(blocks(row)) or [nothing])]
     assert int(work.count) == len(wanted) == 1 + 1 + 1 + 6 + 2
-    assert work.steps.shape == (work_list.places(6, SIZES, 128),)
+    assert work.steps.shape == (work_list.most_steps(6, SIZES, 128),)
     firsts = [0, 1, 4, 0]
     steps = [(int(code) >> 16, int(code) & 0xFFFF) for code in work.steps[: len(wanted)]]
     assert steps == [(row, firsts[segment] + block) for row, segment, block in wanted]
@@ -107,7 +108,8 @@ def shares(length: list[int], live: list[bool], oldest: list[int] | None = None,
 
 def test_one_long_row_of_many_is_spread_over_many_programs() -> None:
     """256 rows of Qwen2.5-7B's 4 heads: who is live decides, not how many rows there are."""
-    config = dataclasses.asdict(gpu.heuristic(256, 4, 56, 128, 32768))
+    config = dataclasses.asdict(gpu.heuristic(
+        jax.ShapeDtypeStruct((256, 4, 56, 128), jnp.bfloat16), 32768))
     alone = shares([32768] * 256, [row == 77 for row in range(256)], **config)
     assert alone.keys() == {77} and 4 * len(alone[77]) >= 3 * gpu.PROGRAMS // 4
     sizes = [high - low for low, high in alone[77]]
@@ -144,12 +146,14 @@ def test_dead_tiles_are_not_computed(kernel: object, splits: int) -> None:
     case = make(lengths=(9, 30, 4), nodes=16, parent=[[0] * 16] * 3)
     alive = ~((np.asarray(case["row"]) == 1)
               | ((np.asarray(case["row"]) == 2) & (np.asarray(case["node"]) >= 8)))
-    rows = packing.unpack(*(case[name][alive] for name in ("q", "row", "node")), case["parent"],
-                          2, case["length"], None)
+    operands = Operands(**case | {name: case[name][alive] for name in ("q", "row", "node")})
+    rows = packing.unpack(operands, 2, None)
     tree = (packing.by_head(case["tree_k"], 16), packing.by_head(case["tree_v"], 16))
     config = kernel.Config(block=128 if kernel is pallas else 16, tile=16, splits=splits)
-    out = kernel._attend(rows, tree, case["cache_k"], case["cache_v"], case["length"],
-                         jnp.arange(3), config=config, scale=0.25, interpret=True, whole=True)
+    context = operands.context
+    if kernel is pallas:
+        context = pallas._transposed(context)
+    out = kernel._attend(rows, tree, context, config=config, scale=0.25, interpret=True, whole=True)
     computed = ~np.isnan(np.asarray(out)).all((1, 3))
     np.testing.assert_array_equal(computed, [[True] * 32, [False] * 32, [True] * 16 + [False] * 16])
 

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import pallas as pl
-from specrl_kernels.gumbel_argmax import gumbel_argmax
 from specrl_kernels.tree_attention import tree_attention
 
 
@@ -80,13 +79,3 @@ def test_attention_estimate_is_of_one_layer() -> None:
     (alone, _), = visited(lambda: attention(2, 1, 64, (512,)))
     (one_of_four, _), = visited(lambda: attention(2, 1, 64, (512,), layers=(4,), layer=1))
     assert one_of_four == alone
-
-
-@pytest.mark.parametrize("width,vocab,count", [(8, 4096, 1), (64, 6144, 4)])
-def test_draw_estimate_is_what_blocks_move(width: int, vocab: int, count: int) -> None:
-    key = jnp.zeros((width, 2), jnp.uint32)
-    (estimate, moved), = visited(lambda: gumbel_argmax(
-        jnp.zeros((width, vocab), jnp.bfloat16), jnp.ones(width), key=key,
-        position=jnp.zeros(width, jnp.int32), count=count, implementation="pallas",
-        platform="tpu"))
-    assert estimate.bytes_accessed == pytest.approx(moved, rel=0.03)

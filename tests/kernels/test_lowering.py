@@ -17,11 +17,10 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 from specrl_kernels.dispatch import Unsupported
-from specrl_kernels.gumbel_argmax import Threshold, gumbel_argmax
 from specrl_kernels.tree_attention import Prefix, tree_attention
 
 from experiments.bench import kernels as bench
-from experiments.bench.kernel_shapes import SETS, DrawShape, TreeShape
+from experiments.bench.kernel_shapes import ACCELERATOR_TREES, TreeShape
 
 # (query heads, key-value heads, head size)
 MODELS = {
@@ -80,16 +79,11 @@ def no_device(implementation: str) -> Iterator[None]:
 
 
 def lower(implementation: str, args: dict[str, Any], **options: Any) -> str:
-    """The exported module of `tree_attention`."""
-    return exported(tree_attention, implementation, args, scale=0.1, **options)
-
-
-def exported(op: Any, implementation: str, args: dict[str, Any], **options: Any) -> str:
-    """The exported module; Triton's custom call has no promise to stay, which export is told."""
+    """The exported module of `tree_attention`; Triton's custom call has no promise to stay."""
     platform, target = TARGETS[implementation]
-    call = jax.jit(lambda a: op(
+    call = jax.jit(lambda a: tree_attention(
         **a, implementation=implementation, platform="gpu" if platform == "cuda" else platform,
-        **options))
+        scale=0.1, **options))
     with no_device(implementation):
         module = jax.export.export(call, platforms=[platform], disabled_checks=[
             jax.export.DisabledSafetyCheck.custom_call(target + version)
@@ -118,17 +112,10 @@ def test_every_declared_shape_lowers(model: str, shape: str, dtype: Any, impleme
 
 @pytest.mark.full
 @each
-@pytest.mark.parametrize("shape", SETS["accelerator"], ids=lambda shape: shape.name)
-def test_every_benchmarked_shape_lowers(shape: TreeShape | DrawShape, implementation: str) -> None:
-    op, make = gumbel_argmax, functools.partial(bench.draw_arguments, shape)
-    options: dict[str, Any] = {"count": getattr(shape, "count", 1)}
-    if isinstance(shape, TreeShape):
-        op, make = tree_attention, functools.partial(bench.tree_arguments, shape, jnp.bfloat16)
-        options = {"scale": 0.1}
-    args = jax.eval_shape(make)
-    if isinstance(shape, DrawShape):
-        args["logits"] = jax.ShapeDtypeStruct(args["logits"].shape[::-1], args["logits"].dtype)
-    assert TARGETS[implementation][1] in exported(op, implementation, args, **options)
+@pytest.mark.parametrize("shape", ACCELERATOR_TREES, ids=lambda shape: shape.name)
+def test_every_benchmarked_shape_lowers(shape: TreeShape, implementation: str) -> None:
+    args = jax.eval_shape(functools.partial(bench.tree_arguments, shape, jnp.bfloat16))
+    assert TARGETS[implementation][1] in lower(implementation, args)
 
 
 @each
@@ -147,31 +134,6 @@ def test_shared_prefix_lowers_to_a_second_call(implementation: str) -> None:
         ((8, 2, 128, 1024), f), ((8, 2, 1024, 128), f), ((8,), i), ((8, 8), i))))
     text = lower(implementation, args)
     assert text.count("custom_call @" + TARGETS[implementation][1]) == 2 * CALLS[implementation]
-
-
-def draws(width: int, vocab: int, count: int, dtype: Any) -> dict[str, Any]:
-    """Abstract inputs of `gumbel_argmax`, with truncation where children are asked for."""
-    of = lambda dtype, *dims: jax.ShapeDtypeStruct((width, *dims), dtype)  # noqa: E731
-    args = {"logits": of(dtype, vocab), "temperature": of(jnp.float32), "position": of(jnp.int32),
-            "key": of(jnp.uint32, 2)}
-    if count > 1:
-        args["threshold"] = Threshold(of(jnp.float32), of(jnp.int32), of(jnp.float32))
-    return args
-
-
-VOCABULARIES = {"SmolLM2": 49152, "Qwen2.5": 151936, "Llama 3": 128256, "odd": 50257}
-
-
-@each
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("width,count", [(1, 1), (8, 4), (64, 1), (1000, 2)])
-def test_perturbed_argmax_lowers(width: int, count: int, dtype: Any, implementation: str
-                                     ) -> None:
-    """Every vocabulary and batch, with truncation where children are asked for."""
-    vocab = list(VOCABULARIES.values())[(1, 8, 64, 1000).index(width)]
-    args = draws(width, vocab, count, dtype)
-    text = exported(gumbel_argmax, implementation, args, count=count)
-    assert text.count("custom_call @" + TARGETS[implementation][1]) == 1
 
 
 def test_too_many_segments_for_vmem_are_refused() -> None:

@@ -6,7 +6,6 @@ import threading
 import numpy as np
 import pytest
 from specrl_kernels.machine_code import runtime
-from specrl_kernels.narrow_matmul import machine
 
 POINTER, NUMBER = ctypes.c_void_p, ctypes.c_int64
 Schedule = ctypes.CFUNCTYPE(POINTER, POINTER)
@@ -55,7 +54,8 @@ def call(pool: Pool, arrays: list[np.ndarray]) -> None:
     api[18] = ctypes.cast(pool.count, POINTER)
     frame = (POINTER * 15)()
     frame[2], frame[9], frame[14] = (ctypes.addressof(x) for x in (api, inputs, outputs))
-    address = machine.code(COLUMNS).engine.get_function_address("handler")
+    code = runtime.compiled("narrow_matmul", (COLUMNS,), 2)
+    address = code.engine.get_function_address("handler")
     handler = ctypes.CFUNCTYPE(POINTER, POINTER)(address)
     assert handler(ctypes.addressof(frame)) is None
 

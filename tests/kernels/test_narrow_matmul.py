@@ -10,7 +10,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from kernel_tolerances import TOLERANCE
 from specrl_kernels.dispatch import Unsupported
-from specrl_kernels.narrow_matmul import IMPLEMENTATIONS, machine, narrow_matmul
+from specrl_kernels.machine_code import runtime
+from specrl_kernels.narrow_matmul import IMPLEMENTATIONS, narrow_matmul
 
 SHAPES = [(1, 16), (13, 64), (96, 1536), (4097, 32)]
 COLUMNS = [1, 2, 3, 4, 7, 8, 16, 31, 64, 131]
@@ -88,7 +89,7 @@ def test_unsupported_call_is_refused_and_left_to_xla(w, x, why):
 
 def test_without_the_code_generator(monkeypatch):
     monkeypatch.setitem(sys.modules, "llvmlite.binding", None)
-    monkeypatch.setattr(machine, "code", machine.code.__wrapped__)
+    monkeypatch.setattr(runtime, "compiled", runtime.compiled.__wrapped__)
     w, x = arrays(8, 16, 2)
     with pytest.raises(Unsupported, match="needs the package llvmlite: pip install llvmlite"):
         narrow_matmul(w, x, implementation="machine")

@@ -7,7 +7,8 @@ import pytest
 import tree_attention_cases as cases
 from kernel_tolerances import TOLERANCE
 from specrl_kernels.dispatch import Unsupported
-from specrl_kernels.tree_attention import machine, tree_attention
+from specrl_kernels.machine_code import runtime
+from specrl_kernels.tree_attention import tree_attention
 from specrl_kernels.tree_attention.api import refusals
 from tree_attention_cases import assert_near, call, oracle
 
@@ -108,7 +109,7 @@ def test_cpu_without_fma_takes_xla(features, why, monkeypatch):
     if not llvm.get_default_triple().startswith("x86_64"):
         pytest.skip("names features of x86 CPUs, and this one is another")
     monkeypatch.setattr(llvm, "get_host_cpu_features", lambda: llvm.FeatureMap(features))
-    monkeypatch.setattr(machine, "code", machine.code.__wrapped__)
+    monkeypatch.setattr(runtime, "compiled", runtime.compiled.__wrapped__)
     found = refusals(**make((3, 1, 16), (48,), [3, 9], 2))
     assert found["machine"] == why and found["xla"] is None
     if why:

@@ -12,14 +12,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from specrl_kernels.dispatch import Target, Unsupported
-from specrl_kernels.gumbel_argmax import triton as draw_wrapper
 from specrl_kernels.tree_attention import tree_attention
 from specrl_kernels.tree_attention import triton as wrapper
+from specrl_kernels.tree_attention.operands import Operands
 from specrl_kernels.triton_call import Launch, check_versions, program_call
 from tree_attention_cases import assert_near, make, oracle
 
@@ -35,11 +34,7 @@ CASES = {
     "window and dead nodes": (dict(lengths=(20, 3, 40), nodes=40, groups=1, cache=50, slots=4,
                                    packed=70), 7, 2)}
 
-DRAWS = {"one candidate": (None, 1), "truncated children": (0.1, 4), "children": (None, 4)}
-"""(share that truncation keeps, candidates) of the perturbed argmax."""
-
-
-@pytest.mark.parametrize("name", [*CASES, *DRAWS])
+@pytest.mark.parametrize("name", CASES)
 def test_program_by_interpreter_equals_the_oracle(name: str) -> None:
     """In a process of its own: Triton reads TRITON_INTERPRET when it is imported."""
     pytest.importorskip("triton")
@@ -49,29 +44,16 @@ def test_program_by_interpreter_equals_the_oracle(name: str) -> None:
 
 
 def check(name: str) -> None:
-    """One of CASES or DRAWS, by Triton's interpreter."""
-    if name in DRAWS:
-        return check_draw(*DRAWS[name])
+    """One of CASES, by Triton's interpreter."""
     sizes, window, splits = CASES[name]
     case = make(**sizes)
     wrapper.program_call = interpreted
     config = dict(block=16, tile=16, splits=splits, least=1)
     target = Target("gpu", "", True, config=config)
     cache = {name: tuple(case[name]) for name in ("cache_k", "cache_v")}
-    found = wrapper.tree_attention_triton(**case | cache, scale=0.25, window=window, target=target)
+    found = wrapper.tree_attention_triton(Operands(**case | cache), scale=0.25, window=window,
+                                          target=target)
     assert_near(np.asarray(found), oracle(case, window), case)
-
-
-def check_draw(kept: float | None, count: int) -> None:
-    """Positions of all temperatures, with a ragged last block; and the noise is noise.py's."""
-    import test_gumbel_argmax as draws
-
-    draw_wrapper.program_call = interpreted
-    target = Target("gpu", "", True, config={"block": 64})
-    case = draws.make(width=8, kept=kept)
-    found = draw_wrapper.gumbel_argmax_triton(**{"threshold": None} | case, count=count, axis=None,
-                                              target=target)
-    draws.assert_same(jax.tree.map(np.asarray, found), draws.wanted(case, count))
 
 
 class Tensor:
@@ -121,12 +103,14 @@ def interpreted(launch: Launch, warps: int, stages: int) -> list[Any]:
 
 COMPILE = """
 import sys
+import jax
 from specrl_kernels.tree_attention import gpu
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 from specrl_kernels.tree_attention.triton_kernel import attend, join
 dtype, size = sys.argv[1], int(sys.argv[2])
-config = gpu.heuristic(64, 4, 56, size, 4096, 2 if dtype == "bf16" else 4)
+kind = "bfloat16" if dtype == "bf16" else "float32"
+config = gpu.heuristic(jax.ShapeDtypeStruct((64, 4, 56, size), kind), 4096)
 floats = dict.fromkeys(("q", "tree_k", "tree_v", "k", "v", "old", "out"), "*" + dtype)
 sums = dict.fromkeys(("out_top", "out_total", "out_sums", "top", "total", "sums"), "*fp32")
 for program, constants in (
@@ -157,24 +141,6 @@ def compile_for_hopper(script: str, cache: Path, *args: str) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"PYTHONPATH": str(KERNELS), "TRITON_CACHE_DIR": str(cache)}
     subprocess.run([sys.executable, "-c", script, *args], check=True, env=environment)
-
-
-COMPILE_DRAW = """
-import sys
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, compile
-from specrl_kernels.gumbel_argmax.triton_kernel import race
-constants = dict(width=64, vocab=151936, lanes=16, size=4096, count=4, truncated=True)
-kinds = dict(logits="*" + sys.argv[1], floats="*fp32", integers="*i32", out="*fp32", tokens="*i32")
-source = ASTSource(fn=race, signature=kinds | dict.fromkeys(constants, "constexpr"), constexprs={
-    (race.arg_names.index(n),): x for n, x in constants.items()})
-assert compile(source, target=GPUTarget("cuda", 90, 32), options=dict(num_warps=8)).asm["cubin"]
-"""
-
-
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_argmax_program_compiles_for_hopper(dtype: str, tmp_path: Path) -> None:
-    compile_for_hopper(COMPILE_DRAW, tmp_path, dtype)
 
 
 def jax_triton_0_3(*inputs: Any, kernel: Any, out_shape: Any, input_output_aliases: dict[int, int],

@@ -1,21 +1,17 @@
 """The signature of the perturbed argmax; selects an implementation."""
 
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 
 from specrl_kernels import dispatch
-from specrl_kernels.dispatch import Interpret, anywhere, kernel
+from specrl_kernels.dispatch import anywhere
 from specrl_kernels.gumbel_argmax import validate
 from specrl_kernels.gumbel_argmax.drawn import Drawn, Threshold
 from specrl_kernels.gumbel_argmax.reference import gumbel_argmax_reference
 from specrl_kernels.gumbel_argmax.xla import gumbel_argmax_xla
 
 IMPLEMENTATIONS = {
-    "pallas": kernel("gumbel_argmax", "pallas", "tpu"),
-    "triton": kernel("gumbel_argmax", "triton", "gpu"),
-    "pallas_triton": kernel("gumbel_argmax", "pallas_triton", "gpu"),
     "xla": gumbel_argmax_xla,
     "reference": anywhere(gumbel_argmax_reference),
 }
@@ -32,7 +28,6 @@ def gumbel_argmax(
     count: int = 1,
     axis: str | None = None,
     implementation: str | None = None,
-    interpret: Interpret = False,
     platform: str | None = None,
     config: Mapping[str, int] | None = None,
     checked: bool = False,
@@ -50,11 +45,9 @@ def gumbel_argmax(
         `jax.shard_map` over it; the result is that of the whole vocabulary, on every device. What
         travels is a few numbers a position.
       implementation: one of IMPLEMENTATIONS; None takes the first that can.
-      interpret: Pallas kernels run by interpretation, on any device, slowly. A TPU's `pallas`
-        also takes `pltpu.InterpretParams`, which simulate its memories.
       platform: "cpu", "gpu" or "tpu": if not that of the mesh in scope, see
         `dispatch.traced_for`.
-      config: block sizes of the named implementation; None: tuned, or a heuristic.
+      config: settings of the named implementation; None takes the platform's.
       checked: checks values too, which works outside of jit only.
 
     Raises:
@@ -67,19 +60,6 @@ def gumbel_argmax(
     validate.check_static(*args, count=count)
     if checked:
         validate.check_values(*args)
-    target = dispatch.target(implementation, platform, interpret, config)
+    target = dispatch.target(implementation, platform, config=config)
     return dispatch.choose(IMPLEMENTATIONS, implementation)(*args, count=count, axis=axis,
                                                             target=target)
-
-
-def refusals(logits: Any, temperature: Any, key: Any, position: Any, threshold: Any = None, *,
-             count: int = 1, platform: str | None = None, interpret: bool = False
-             ) -> dict[str, str | None]:
-    """Returns why each implementation refuses these arguments, in order; None if it runs.
-
-    Arrays may be given by their jax.ShapeDtypeStruct.
-    """
-    args = (logits, temperature, key, position, threshold)
-    validate.check_static(*args, count=count)
-    target = dispatch.target(None, platform, interpret)
-    return dispatch.refusals(IMPLEMENTATIONS, *args, count=count, axis=None, target=target)

@@ -1,4 +1,4 @@
-"""Truncation thresholds, results, and the combination of parts of a vocabulary."""
+"""Truncation thresholds and results of the perturbed argmax."""
 
 from typing import NamedTuple
 
@@ -24,7 +24,7 @@ class Threshold(NamedTuple):
 
 
 def is_kept(score: jax.Array, ids: jax.Array, edge: jax.Array, last: jax.Array) -> jax.Array:
-    """Applies the rule of `Threshold`; arguments broadcast. Runs inside kernels."""
+    """Applies the rule of `Threshold`; arguments broadcast."""
     return (score > edge) | ((score == edge) & (ids <= last))
 
 
@@ -40,17 +40,6 @@ class Drawn(NamedTuple):
     raw_logprob: jax.Array  # f32[W, K] at the temperature (1 at temperature 0), no truncation
 
 
-class Parts(NamedTuple):
-    """Results of the C parts of a vocabulary, with K candidates in each."""
-
-    top: jax.Array  # f32[C, W] highest score
-    total: jax.Array  # f32[C, W] sum of exp(score - top)
-    rank: jax.Array  # f32[C, W, K] E / exp(score - top), its logarithm if K > 1, at temperature 0
-    # -score; inf for none
-    score: jax.Array  # f32[C, W, K]
-    token: jax.Array  # i32[C, W, K] lower ids first among equals
-
-
 def first_id(vocab: int, axis: str | None) -> jax.Array:
     """Returns the first token i32[] of this device's part, of `vocab` tokens as all parts are."""
     return jnp.int32(0 if axis is None else vocab * jax.lax.axis_index(axis))
@@ -63,30 +52,13 @@ def scale_of(temperature: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def log_rank(exponential: jax.Array, mass: jax.Array, score: jax.Array) -> jax.Array:
-    """Returns log(E / exp(score)), where exp(score) underflows too. Runs inside kernels.
+    """Returns log(E / exp(score)), where exp(score) underflows too.
 
     The first candidate never lies that low; the others may, at low temperatures.
     """
     normal = mass > TINY
     return (jnp.log(exponential / jnp.where(normal, mass, jnp.float32(1)))
             - jnp.where(normal, jnp.float32(0), score))
-
-
-def combine(parts: Parts, greedy: jax.Array, kept_mass: jax.Array | None) -> Drawn:
-    """Returns the best of all parts, ordered by token id; of equals the first."""
-    top = parts.top.max(0)
-    total = (parts.total * jnp.exp(parts.top - top[None])).sum(0)
-    score = parts.score - top[None, :, None]
-    logs = parts.rank if parts.rank.shape[2] > 1 else jnp.log(parts.rank)
-    noisy = parts.top[..., None] - top[None, :, None] - logs
-    plain = jnp.where(jnp.isinf(parts.rank), -jnp.inf, score)
-    raced = jnp.where(greedy[None, :, None], plain, noisy)
-    count = raced.shape[2]
-    raced, score, token = (jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1)
-                           for x in (raced, score, parts.token))
-    best, at = jax.lax.top_k(raced, count)
-    pick = lambda x: jnp.take_along_axis(x, at, 1)  # noqa: E731
-    return finish(best, pick(token), pick(score), total, greedy, kept_mass)
 
 
 def finish(raced: jax.Array, token: jax.Array, score: jax.Array, total: jax.Array,

@@ -28,7 +28,7 @@ CPU_CHUNK = 4096  # experiments/LOG.md
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Tuning parameters."""
+    """Settings; none changes the result beyond rounding."""
 
     chunk: int  # tokens at a time
 
@@ -84,12 +84,11 @@ def gumbel_argmax_xla(logits: jax.Array, temperature: jax.Array, key: jax.Array,
 
 
 def _chunk(target: Target, vocab: int) -> int:
-    if target.config is not None:
-        config = dispatch.configured(Config, target.config)
-        if config.chunk < 1:
-            raise dispatch.Unsupported(f"{config}: at least one token")
-        return min(config.chunk, vocab)
-    return min(CPU_CHUNK, vocab) if target.platform == "cpu" else vocab
+    default = CPU_CHUNK if target.platform == "cpu" else vocab
+    config = dispatch.configured(Config, {"chunk": default} | dict(target.config or {}))
+    if config.chunk < 1:
+        raise dispatch.Unsupported(f"{config}: at least one token")
+    return min(config.chunk, vocab)
 
 
 def _best_of_all(axis: str, total: jax.Array, rank: jax.Array, token: jax.Array, score: jax.Array

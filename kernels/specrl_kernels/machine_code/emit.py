@@ -17,9 +17,11 @@ class Function:
     """A function under construction; `args` are its arguments."""
 
     def __init__(self, module: ir.Module, name: str, args: list[ir.Type],
-                 returns: ir.Type = VOID) -> None:
+                 returns: ir.Type = VOID, internal: bool = False) -> None:
         self.module = module
         self.ir = ir.Function(module, ir.FunctionType(returns, args), name)
+        if internal:  # no other module calls it
+            self.ir.linkage = "internal"
         self.args = self.ir.args
         # Any: llvmlite has no annotations, and a type checker infers None for its operations.
         self.b: Any = ir.IRBuilder(self.ir.append_basic_block("entry"))
@@ -81,6 +83,28 @@ class Function:
         x, y = self.number(x), self.number(y)
         return self.b.select(self.b.icmp_signed("<", x, y), x, y)
 
+    def larger(self, x: Number, y: Number) -> ir.Value:
+        x, y = self.number(x), self.number(y)
+        return self.b.select(self.b.icmp_signed(">", x, y), x, y)
+
+    def atomic_add(self, address: ir.Value, n: int) -> ir.Value:
+        """Adds n to an i64 that threads share; returns what it was."""
+        return self.b.atomic_rmw("add", address, self.number(n), "acq_rel")
+
+    def repeat(self, advance: Callable[[], tuple[ir.Value, ir.Value]],
+               body: Callable[[ir.Value], Any]) -> None:
+        """Emits `while True: value, more = advance(); if not more: break; body(value)`."""
+        b = self.b
+        head, inside, after = (b.append_basic_block(name) for name in ("head", "inside", "after"))
+        b.branch(head)
+        b.position_at_end(head)
+        value, more = advance()
+        b.cbranch(more, inside, after)
+        b.position_at_end(inside)
+        body(value)
+        b.branch(head)
+        b.position_at_end(after)
+
     def loop(self, start: Number, stop: Number, step: int, carried: Sequence[ir.Value],
              body: Callable[[ir.Value, list[ir.Value]], list[ir.Value]]) -> list[ir.Value]:
         """Emits `for i in range(start, stop, step): carried = body(i, carried)`; returns it."""
@@ -101,10 +125,10 @@ class Function:
         b.position_at_end(after)
         return held[1:]
 
-    def each(self, start: Number, stop: Number, step: int, body: Callable[[ir.Value], None]
+    def each(self, start: Number, stop: Number, step: int, body: Callable[[ir.Value], Any]
              ) -> None:
         """Emits `for i in range(start, stop, step): body(i)`."""
-        self.loop(start, stop, step, [], lambda i, _: body(i) or [])
+        self.loop(start, stop, step, [], lambda i, _: (body(i), [])[1])
 
     def sums(self, vectors: list[ir.Value]) -> list[ir.Value]:
         """Returns the sum of each vector's lanes: halves are added until one lane is left.

@@ -1,20 +1,22 @@
-"""LLVM code of y[o, t] = sum over k of w[o, k] x[t, k]: w f32[O, K], x f32[T, K], y f32[O, T]."""
+"""LLVM code, built with llvmlite, of a product with few columns.
+
+y[o, t] = sum over k of w[o, k] x[t, k]: w f32[O, K], x f32[T, K], y f32[O, T].
+"""
 
 import functools
 
 from llvmlite import ir
 
+from specrl_kernels.machine_code import runtime
 from specrl_kernels.machine_code.emit import I64, LANES, POINTER, ZERO, Function, Number
 
 CHUNK = 1 << 14  # weights that a thread takes at once, about
 
 
-def generate(columns: int, tile: tuple[int, int]) -> ir.Module:
-    """
-    Args:
-      columns: T.
-      tile: rows of w and columns of x whose sums are kept in registers at once.
-    """
+def generate(columns: int) -> ir.Module:
+    """Returns the module for T = `columns`."""
+    # Rows of w and columns of x whose sums fit into 32 vector registers, or into 16.
+    tile = (6, 4) if runtime.has("avx512f") else (2, 2)
     module = ir.Module("narrow_matmul")
     _plan(module, tile[0])
     _work(module, columns, tile)
@@ -64,8 +66,7 @@ def _tile(module: ir.Module, columns: int, rows: int, width: int, share: tuple[i
         the rows that come next, so that memory is asked evenly.
     """
     f = Function(module, f"tile_{rows}_{width}_{share[0]}_{share[1]}",
-                 [POINTER, POINTER, POINTER, I64])
-    f.ir.linkage = "internal"
+                 [POINTER, POINTER, POINTER, I64], internal=True)
     w, x, y, inner = f.args
     w_rows = [f.at(w, (r, inner)) for r in range(rows)]
     x_rows = [f.at(x, (c, inner)) for c in range(width)]

@@ -1,13 +1,10 @@
 """The signature of norms of few tokens, and the choice of an implementation."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 
 from specrl_kernels import dispatch
 from specrl_kernels.machine_code import runtime
-from specrl_kernels.machine_code.runtime import Code
 
 _MULTIPLE = 16  # of F, machine_code.emit.LANES
 
@@ -27,19 +24,8 @@ def rms_norm_machine(x: jax.Array, weight: jax.Array, *, eps: float) -> jax.Arra
     if features % _MULTIPLE or not tokens:
         raise dispatch.Unsupported(f"F = {features}, T = {tokens}: multiples of {_MULTIPLE} only, "
                                    "and one token at least")
-    runtime.require_cpu()
     out = jax.ShapeDtypeStruct((tokens, features), jnp.float32)
-    return jax.ffi.ffi_call(_code(features, eps).name, out)(x.T, weight).T
-
-
-@functools.cache
-def _code(features: int, eps: float) -> Code:
-    def generate() -> object:
-        from specrl_kernels.rms_norm import code
-
-        return code.generate(features, eps)
-
-    return runtime.register(f"specrl_rms_norm_{features}_{eps!r}", 2, generate)
+    return runtime.call("rms_norm", (features, eps), out, x.T, weight).T
 
 
 IMPLEMENTATIONS = {"machine": rms_norm_machine, "xla": rms_norm_xla}

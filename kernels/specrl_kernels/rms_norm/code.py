@@ -1,4 +1,7 @@
-"""LLVM code of a root-mean-square norm: x f32[T, F], weight f32[F], y f32[T, F]."""
+"""LLVM code, built with llvmlite, of a root-mean-square norm.
+
+x f32[T, F], weight f32[F], y f32[T, F].
+"""
 
 from llvmlite import ir
 
@@ -8,10 +11,7 @@ CHUNK = 1 << 13  # floats that a thread takes at once, about
 
 
 def generate(features: int, eps: float) -> ir.Module:
-    """
-    Args:
-      features: F, a multiple of LANES.
-    """
+    """Returns the module for F = `features`, a multiple of LANES."""
     module = ir.Module("rms_norm")
     f = Function(module, "plan", [POINTER, POINTER])
     buffers, sizes = f.args

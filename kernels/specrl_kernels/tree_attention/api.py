@@ -10,15 +10,14 @@ from specrl_kernels.dispatch import Interpret, Unsupported, anywhere, kernel
 from specrl_kernels.tree_attention import validate
 from specrl_kernels.tree_attention.layers import all_rows, by_heads, one_layer
 from specrl_kernels.tree_attention.machine import leave_to_xla, tree_attention_machine
+from specrl_kernels.tree_attention.operands import Operands, Prefix
 from specrl_kernels.tree_attention.reference import tree_attention_reference
-from specrl_kernels.tree_attention.shared_prefix import Prefix
 from specrl_kernels.tree_attention.xla import tree_attention_xla
 
 IMPLEMENTATIONS = {
-    "pallas": by_heads(kernel("tree_attention", "pallas", "tpu", measured=False)),
+    "pallas": by_heads(kernel("tree_attention", "pallas", "tpu")),
+    "pallas_triton": by_heads(all_rows(kernel("tree_attention", "pallas_triton", "gpu"))),
     "triton": by_heads(all_rows(kernel("tree_attention", "triton", "gpu"))),
-    "pallas_triton": by_heads(all_rows(
-        kernel("tree_attention", "pallas_triton", "gpu", measured=False))),
     "machine": one_layer(anywhere(tree_attention_machine, "cpu", unasked=leave_to_xla)),
     "xla": one_layer(tree_attention_xla, in_order=True),
     "reference": one_layer(anywhere(tree_attention_reference)),
@@ -62,7 +61,7 @@ def tree_attention(
         also takes `pltpu.InterpretParams`, which simulate its memories.
       platform: "cpu", "gpu" or "tpu": if not that of the mesh in scope, see
         `dispatch.traced_for`.
-      config: block sizes and splits of the named implementation; None: tuned, or a heuristic.
+      config: block sizes and splits of the named implementation; None takes its heuristic.
       checked: looks at values too, and so works outside of jit only.
 
     Returns:
@@ -74,14 +73,14 @@ def tree_attention(
       Unsupported: a named implementation cannot do this.
       ExceptionGroup: none can; it holds each one's reason.
     """
-    args = _arguments(q, row, node, tree_k, tree_v, parent, cache_k, cache_v, length, slot, prefix,
-                      layer)
-    validate.check_static(*args, window=window, transposed_v=transposed_v)
+    operands = _operands(q, row, node, tree_k, tree_v, parent, cache_k, cache_v, length, slot,
+                         prefix, layer)
+    validate.check_static(operands, window=window, transposed_v=transposed_v)
     if checked:
-        validate.check_values(*args)
+        validate.check_values(operands)
     target = dispatch.target(implementation, platform, interpret, config)
     function = dispatch.choose(IMPLEMENTATIONS, implementation)
-    return function(*args, plan, scale=scale, window=window, target=target,
+    return function(operands, plan, scale=scale, window=window, target=target,
                     transposed_v=transposed_v)
 
 
@@ -98,13 +97,12 @@ def plan(q: Any, row: Any, node: Any, parent: Any, cache_k: Any, length: Any, sl
     if implementation not in (None, "pallas"):
         return None
     names, devices = dispatch.automatic_axes()
-    cache_k = tuple(cache_k) if isinstance(cache_k, Sequence) else (cache_k,)
-    groups = cache_k[0].shape[-3]
+    operands = _operands(q, row, node, None, None, parent, cache_k, None, length, slot)
+    groups = operands.cache_k[0].shape[-3]
     parts = devices if names and groups % devices == 0 else 1
     try:
-        make = kernel("tree_attention", "pallas", "tpu", measured=False, function="plan")
-        return make(q, row, node, parent, cache_k, length, slot, groups // parts, parts=parts,
-                    window=window, target=target)
+        make = kernel("tree_attention", "pallas", "tpu", function="plan")
+        return make(operands, groups // parts, parts=parts, window=window, target=target)
     except Unsupported:
         return None
 
@@ -115,16 +113,16 @@ def refusals(*args: Any, window: int | None = None, platform: str | None = None,
 
     None stands for one that would be; arrays may be given by their jax.ShapeDtypeStruct.
     """
-    args = _arguments(*args, **named)
-    validate.check_static(*args, window=window, transposed_v=False)
+    operands = _operands(*args, **named)
+    validate.check_static(operands, window=window, transposed_v=False)
     target = dispatch.target(None, platform, interpret)
-    return dispatch.refusals(IMPLEMENTATIONS, *args, None, scale=1.0, window=window, target=target,
-                             transposed_v=False)
+    return dispatch.refusals(IMPLEMENTATIONS, operands, None, scale=1.0, window=window,
+                             target=target, transposed_v=False)
 
 
-def _arguments(q: Any, row: Any, node: Any, tree_k: Any, tree_v: Any, parent: Any, cache_k: Any,
-               cache_v: Any, length: Any, slot: Any = None, prefix: Any = None, layer: Any = None
-               ) -> tuple[Any, ...]:
-    """The arrays in order, the caches as tuples of segments."""
-    cache_k, cache_v = (tuple(x) if isinstance(x, Sequence) else (x,) for x in (cache_k, cache_v))
-    return q, row, node, tree_k, tree_v, parent, cache_k, cache_v, length, slot, prefix, layer
+def _operands(*args: Any, **named: Any) -> Operands:
+    """Returns the arrays of a call, the caches as tuples of segments."""
+    given = Operands(*args, **named)
+    cache_k, cache_v = (tuple(x) if isinstance(x, Sequence) else (x,)
+                        for x in (given.cache_k, given.cache_v))
+    return given._replace(cache_k=cache_k, cache_v=cache_v)

@@ -1,4 +1,7 @@
-"""LLVM code of tree attention; `machine.py` says what it computes and in which order."""
+"""LLVM code of tree attention, built instruction by instruction with llvmlite.
+
+`machine.py` says what it computes and in which order; `machine_code/` why it is made by hand.
+"""
 
 import dataclasses
 import functools
@@ -67,8 +70,9 @@ OPERANDS = ("q", "row", "node", "tree_k", "tree_v", "parent", "length", "slot")
 i32[B, n]; i32[B] twice. Segments follow: keys f32[slots, G, E, s], values f32[slots, G, s, E]."""
 
 
-def generate(shape: Shape) -> ir.Module:
-    """Returns the module; its result is f32[W, H, E]."""
+def generate(heads: int, kv_heads: int, head_dim: int, nodes: int, *segments: int) -> ir.Module:
+    """Returns the module, for the sizes of `Shape`; its result is f32[W, H, E]."""
+    shape = Shape(heads, kv_heads, head_dim, nodes, segments)
     module = ir.Module("tree_attention")
     f = Function(module, "plan", [POINTER, POINTER])
     buffers, sizes = f.args
@@ -278,8 +282,7 @@ class _Unit:
 
 def _exp(module: ir.Module) -> ir.Function:
     """Returns exp of a vector of numbers up to 0; 0 below -87. Cephes' expf (S. Moshier)."""
-    f = Function(module, "exp", [VECTOR], VECTOR)
-    f.ir.linkage = "internal"
+    f = Function(module, "exp", [VECTOR], VECTOR, internal=True)
     x, = f.args
 
     def same(value: float) -> ir.Constant:

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 
 from specrl_kernels.dispatch import Target, Unsupported, configured
 from specrl_kernels.tree_attention import packing, shared_prefix, softmax
+from specrl_kernels.tree_attention.operands import Context, Operands
 from specrl_kernels.tree_attention.packing import Rows
-from specrl_kernels.tree_attention.shared_prefix import Prefix
 
 LEAST = 16  # of a side of a product on tensor cores
 GROUP_TILE = 128  # queries of a program that reads a shared prefix, with heads of 128
@@ -21,7 +21,7 @@ PROGRAMS = 512  # enough to fill 132 multiprocessors, a few on each
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What may be tuned; none of it changes the result beyond rounding."""
+    """Settings; none changes the result beyond rounding."""
 
     block: int = 64  # slots of context read at a time; a power of two, at least 16
     tile: int = 16  # queries of a program; likewise
@@ -31,29 +31,27 @@ class Config:
     stages: int = 2
 
 
-def tree_attention(attend: Callable[..., Any], name: str, q: jax.Array, row: jax.Array,
-                   node: jax.Array, tree_k: jax.Array, tree_v: jax.Array, parent: jax.Array,
-                   cache_k: tuple[jax.Array, ...], cache_v: tuple[jax.Array, ...],
-                   length: jax.Array, slot: jax.Array | None, prefix: Prefix | None, *,
-                   scale: float, window: int | None, target: Target) -> jax.Array:
-    """See `api.tree_attention`; `attend` computes rows against segments, whole or as a Partial."""
-    b, n, g, _ = tree_k.shape
-    rows = packing.unpack(q, row, node, parent, g, length, window)
-    check_sizes(rows, [k.shape[3] for k in (*cache_k, *([] if prefix is None else [prefix.k]))])
-    config = choose(target, name, rows, sum(k.shape[3] for k in cache_k))
-    slot = jnp.arange(b, dtype=jnp.int32) if slot is None else slot
+def tree_attention(attend: Callable[..., Any], operands: Operands, *, scale: float,
+                   window: int | None, target: Target) -> jax.Array:
+    """See `api.tree_attention`; `attend` computes rows against a context, whole or as a Partial."""
+    b, n, g, _ = operands.tree_k.shape
+    prefix, context = operands.prefix, operands.context
+    rows = packing.unpack(operands, g, window)
+    sizes = [k.shape[3] for k in context.k]
+    check_sizes(rows, sizes if prefix is None else [*sizes, prefix.k.shape[3]])
+    config = choose(target, rows, sum(sizes))
     nodes = max(LEAST, 1 << (n - 1).bit_length())
-    tree = (packing.by_head(tree_k, nodes), packing.by_head(tree_v, nodes))
+    tree = (packing.by_head(operands.tree_k, nodes), packing.by_head(operands.tree_v, nodes))
     run = functools.partial(attend, config=config, scale=scale, interpret=target.interpret)
-    out = run(rows, tree, cache_k, cache_v, length, slot, whole=prefix is None)
+    out = run(rows, tree, context, whole=prefix is None)
     if prefix is not None:
-        which = jnp.arange(len(prefix.rows), dtype=jnp.int32)
         grouped = shared_prefix.regroup(rows, prefix.rows, prefix.length)
-        part = run(grouped, None, (prefix.k,), (prefix.v,), prefix.length, which, whole=False,
-                   config=for_groups(config, grouped))
+        which = jnp.arange(len(prefix.rows), dtype=jnp.int32)
+        part = run(grouped, None, Context((prefix.k,), (prefix.v,), prefix.length, which),
+                   whole=False, config=for_groups(config, grouped))
         both = softmax.stack([out, shared_prefix.scatter(prefix.rows, part, b)])
-        out = softmax.finish(softmax.combine(both)).astype(q.dtype)
-    return packing.pack(out, row, node, n)
+        out = softmax.finish(softmax.combine(both)).astype(operands.q.dtype)
+    return packing.pack(out, operands.row, operands.node, n)
 
 
 def check_sizes(rows: Rows, sizes: Sequence[int]) -> None:
@@ -65,16 +63,14 @@ def check_sizes(rows: Rows, sizes: Sequence[int]) -> None:
         raise Unsupported(f"a segment of {min(sizes)} slots: at least {LEAST}")
 
 
-def choose(target: Target, name: str, rows: Rows, context: int) -> Config:
-    """The given configuration, or the tuned one, or the heuristic.
+def choose(target: Target, rows: Rows, context: int) -> Config:
+    """Returns the given configuration, else the heuristic's.
 
     Raises:
-      Unsupported: the given one cannot be.
+      Unsupported: the given one is impossible.
     """
-    b, g, q, e = rows.queries.shape
-    found = packing.tuned(target, name, rows, context)
-    config = configured(Config, found) if found is not None else heuristic(
-        b, g, q, e, context, rows.queries.dtype.itemsize)
+    config = heuristic(rows.queries, context) if target.config is None else configured(
+        Config, target.config)
     for side in (config.block, config.tile):
         if side < LEAST or side & (side - 1):
             raise Unsupported(f"{config}: block and tile are powers of two, at least {LEAST}")
@@ -85,18 +81,18 @@ def choose(target: Target, name: str, rows: Rows, context: int) -> Config:
     return config
 
 
-def heuristic(rows: int, heads: int, queries: int, size: int, context: int, itemsize: int = 2
-              ) -> Config:
-    """One tile where the queries fit in it, and as many shares of the context as fill the device.
+def heuristic(queries: jax.Array, context: int) -> Config:
+    """Returns one tile where the queries f[B, G, Q, E] fit in it, and shares that fill the device.
 
-    Their number does not depend on the rows, of which any may be dead: `divide` looks at live ones.
-    float32 has no tensor cores at full precision: small tiles over more threads, lest registers
-    spill; heads of 256 have more threads, too.
+    The number of shares does not depend on the rows, of which any may be dead: `divide` looks at
+    live ones. float32 has no tensor cores at full precision: small tiles over more threads, lest
+    registers spill; heads of 256 have more threads, too.
     """
-    exact = itemsize == 4
-    tile = min(max(LEAST, 1 << (queries - 1).bit_length()), 32 if exact else 64)
+    rows, heads, each, size = queries.shape
+    exact = queries.dtype.itemsize == 4
+    tile = min(max(LEAST, 1 << (each - 1).bit_length()), 32 if exact else 64)
     block = 32 if exact or size > 128 else 64
-    wanted = -(-PROGRAMS // (heads * -(-queries // tile)))
+    wanted = -(-PROGRAMS // (heads * -(-each // tile)))
     limit = max(1, rows * (context // (Config.least * block)))
     alone = context < 2 * Config.least * block  # no row is long enough for two shares
     return Config(block=block, tile=tile, splits=1 if alone else min(limit, wanted),

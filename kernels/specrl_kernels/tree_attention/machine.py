@@ -6,15 +6,12 @@ query, its committed prefix and its ancestors alone: not on the tree, the batch 
 cache, and an ancestor counts the same before it is committed and after.
 """
 
-import functools
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
 from specrl_kernels.dispatch import Unsupported
 from specrl_kernels.machine_code import runtime
-from specrl_kernels.machine_code.runtime import Code
+from specrl_kernels.tree_attention.operands import Operands
 
 _MULTIPLE = 16  # of E and of segments, machine_code.emit.LANES
 _FEW = 2  # heads that share what is read, at most, where `xla`, whose nodes share it, is faster
@@ -22,12 +19,9 @@ _NODES = 4  # packed nodes a row from which `xla` is faster
 _SIZE = 64  # E from which this was measured
 
 
-def tree_attention_machine(q: jax.Array, row: jax.Array, node: jax.Array, tree_k: jax.Array,
-                           tree_v: jax.Array, parent: jax.Array,
-                           cache_k: tuple[jax.Array, ...], cache_v: tuple[jax.Array, ...],
-                           length: jax.Array, slot: jax.Array | None,
-                           prefix: Any, *, scale: float, window: int | None) -> jax.Array:
+def tree_attention_machine(operands: Operands, *, scale: float, window: int | None) -> jax.Array:
     """See `api.tree_attention`."""
+    q, row, node, tree_k, tree_v, parent, cache_k, cache_v, length, _, prefix, _ = operands
     b, n, g, e = tree_k.shape
     sizes = tuple(k.shape[3] for k in cache_k)
     if prefix is not None or window is not None:
@@ -36,24 +30,19 @@ def tree_attention_machine(q: jax.Array, row: jax.Array, node: jax.Array, tree_k
         raise Unsupported("float32 only")
     if e % _MULTIPLE or any(size % _MULTIPLE for size in sizes):
         raise Unsupported(f"E = {e}, segments = {sizes}: multiples of {_MULTIPLE} only")
-    runtime.require_cpu()
-    if slot is None:
-        slot = jnp.arange(b, dtype=jnp.int32)
     # Machine code does not check indices: a wrong one must not leave its array. Layers share these
     # few operations.
     row, node, parent, slot = (jnp.clip(index, 0, size - 1) for index, size in (
-        (row, b), (node, n), (parent, n), (slot, cache_k[0].shape[0])))
+        (row, b), (node, n), (parent, n), (operands.context.slot, cache_k[0].shape[0])))
     length = jnp.clip(length, 0, sum(sizes))
     room = ((0, 0), (0, 0), (0, 0), (0, -n % _MULTIPLE))
     keys = jnp.pad(tree_k.transpose(0, 2, 3, 1), room)
-    call = jax.ffi.ffi_call(code(q.shape[1], g, e, n, sizes).name,
-                            jax.ShapeDtypeStruct(q.shape, jnp.float32))
-    return call(q * scale, row, node, keys, tree_v.transpose(0, 2, 1, 3), parent, length, slot,
-                *cache_k, *cache_v)
+    return runtime.call("tree_attention", (q.shape[1], g, e, n, *sizes),
+                        jax.ShapeDtypeStruct(q.shape, jnp.float32), q * scale, row, node, keys,
+                        tree_v.transpose(0, 2, 1, 3), parent, length, slot, *cache_k, *cache_v)
 
 
-def leave_to_xla(q: jax.Array, row: jax.Array, node: jax.Array, tree_k: jax.Array, *_: Any
-                 ) -> None:
+def leave_to_xla(operands: Operands) -> None:
     """Refuses shapes at which `xla` was measured to be faster: many nodes, few heads (LOG.md).
 
     Each node reads its row's keys and values for itself, which stays cheap as long as several heads
@@ -64,27 +53,9 @@ def leave_to_xla(q: jax.Array, row: jax.Array, node: jax.Array, tree_k: jax.Arra
     """
     from specrl_kernels.tree_attention import code
 
-    w, h, e = q.shape
-    b, n, g = tree_k.shape[:3]
+    w, h, e = operands.q.shape
+    b, n, g = operands.tree_k.shape[:3]
     together = code.Shape(h, g, e, n, ()).together
     if w >= _NODES * b and e >= _SIZE and together <= _FEW:
         raise Unsupported(f"xla is faster at {w // b} nodes a row with {h // g} heads of {e} to a "
                           "key: ask for it by name")
-
-
-@functools.cache
-def code(heads: int, kv_heads: int, head_dim: int, nodes: int, segments: tuple[int, ...]) -> Code:
-    """Code for these shapes, made once.
-
-    Raises:
-      Unsupported: there is no code generator here.
-    """
-
-    def generate() -> object:
-        from specrl_kernels.tree_attention import code
-
-        return code.generate(code.Shape(heads, kv_heads, head_dim, nodes, segments))
-
-    name = "_".join(map(str, ("specrl_tree_attention", heads, kv_heads, head_dim, nodes,
-                              *segments)))
-    return runtime.register(name, 8 + 2 * len(segments), generate)

@@ -1,14 +1,12 @@
 """From packed nodes to the queries of rows, and back."""
 
-from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from specrl_kernels import dispatch, tuning
-from specrl_kernels.dispatch import Target
 from specrl_kernels.tree_attention import ancestry
+from specrl_kernels.tree_attention.operands import Operands
 
 
 class Rows(NamedTuple):
@@ -20,20 +18,8 @@ class Rows(NamedTuple):
     first: jax.Array | None  # i32[B, Q] oldest place of the row's cache that is seen; None: all
 
 
-def tuning_key(batch: int, groups: int, queries: int, size: int, context: int) -> dict[str, int]:
-    """The shape class that kernels look up: Q queries to each of G heads, and the cache's slots."""
-    return tuning.shape_class(rows=batch, queries=queries, heads=groups, size=size, context=context)
-
-
-def tuned(target: Target, name: str, rows: Rows, context: int) -> Mapping[str, int] | None:
-    """The configuration given, or that of the table; None if there is neither."""
-    b, g, q, e = rows.queries.shape
-    return dispatch.tuned(target, "tree_attention", name, tuning_key(b, g, q, e, context),
-                          rows.queries.dtype)
-
-
-def places(row: jax.Array, node: jax.Array, b: int, n: int) -> jax.Array:
-    """i32[b, n] index of the packed node at each place, the first of several; -1 if there is none.
+def packed_index(row: jax.Array, node: jax.Array, b: int, n: int) -> jax.Array:
+    """Returns i32[b, n], the first packed query of each row's nodes; -1 for a node without one.
 
     By comparison: a TPU writes a scatter's entries one after the other, and libtpu 0.0.42 aborts
     where it is fused with a gather.
@@ -42,21 +28,22 @@ def places(row: jax.Array, node: jax.Array, b: int, n: int) -> jax.Array:
     return jnp.where(here.any(1), here.argmax(1), -1).astype(jnp.int32).reshape(b, n)
 
 
-def unpack(q: jax.Array, row: jax.Array | None, node: jax.Array | None, parent: jax.Array,
-           groups: int, length: jax.Array, window: int | None) -> Rows:
-    """Rows of packed nodes; arguments as in `api.tree_attention`.
+def unpack(operands: Operands, groups: int, window: int | None) -> Rows:
+    """Returns the rows of packed nodes, whose heads read `groups` key-value heads.
 
-    A place that no packed node fills repeats query 0 and is not live.
+    A node that is not packed repeats query 0 and is not live.
     """
+    q, row, node, parent = operands.q, operands.row, operands.node, operands.parent
     e, (b, n), repeats = q.shape[2], parent.shape, q.shape[1] // groups
-    place = None if row is None or node is None else places(row, node, b, n)
-    queries = q if place is None else q[jnp.maximum(place, 0)]
-    live = jnp.ones((b, n), bool) if place is None else place >= 0
+    index = None if row is None or node is None else packed_index(row, node, b, n)
+    queries = q if index is None else q[jnp.maximum(index, 0)]
+    live = jnp.ones((b, n), bool) if index is None else index >= 0
     queries = queries.reshape(b, n, groups, repeats, e)
     queries = queries.transpose(0, 2, 1, 3, 4).reshape(b, groups, n * repeats, e)
     first = None
     if window is not None:
-        first = jnp.repeat(length[:, None] + ancestry.depth(parent) - window + 1, repeats, 1)
+        position = operands.length[:, None] + ancestry.depth(parent)
+        first = jnp.repeat(position - window + 1, repeats, 1)
     words = jnp.repeat(ancestry.visible_bits(parent, window), repeats, 1)
     return Rows(queries, jnp.repeat(live, repeats, 1), words, first)
 

@@ -10,6 +10,7 @@ is combined afterwards.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -19,14 +20,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from specrl_kernels.dispatch import Target, Unsupported, configured
-from specrl_kernels.tree_attention import cost, packing, shared_prefix, softmax, work_list
-from specrl_kernels.tree_attention.layers import Layer
+from specrl_kernels.tree_attention import packing, shared_prefix, softmax, work_list
+from specrl_kernels.tree_attention.operands import Context, Operands, Prefix
 from specrl_kernels.tree_attention.packing import Rows
 from specrl_kernels.tree_attention.pallas_kernel import kernel
-from specrl_kernels.tree_attention.shared_prefix import Prefix
 from specrl_kernels.tree_attention.softmax import Partial
 
-NAME = "pallas"
 SUBLANES = 16  # rows of a register in bfloat16; in float32 it is 8
 BUFFERS = 2  # of every block, one computed on and one filled
 VMEM_BLOCKS = 24 << 20  # bytes that the blocks of context may take
@@ -37,44 +36,45 @@ VMEM_QUERIES = 24 << 20  # bytes that the queries of all rows of a shared prefix
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Tuning parameters; none changes the result beyond rounding."""
+    """Settings; none changes the result beyond rounding."""
 
     block: int = 512  # slots of context read in a step; a multiple of 128
     tile: int = 128  # queries computed on together, of which dead ones are skipped; of 16
     splits: int = 1  # shares of the context computed apart
 
 
-def tree_attention_pallas(q: jax.Array, row: jax.Array, node: jax.Array, tree_k: jax.Array,
-                          tree_v: jax.Array, parent: jax.Array, cache_k: tuple[jax.Array, ...],
-                          cache_v: tuple[jax.Array, ...], length: jax.Array,
-                          slot: jax.Array | None, prefix: Prefix | None, layer: Layer,
-                          plan: "Plan | None", *, scale: float, window: int | None,
-                          transposed_v: bool, target: Target) -> jax.Array:
+def tree_attention_pallas(operands: Operands, plan: "Plan | None", *, scale: float,
+                          window: int | None, transposed_v: bool, target: Target) -> jax.Array:
     """See `api.tree_attention`. Values of other than transposed caches are copied."""
-    b, n, g, _ = tree_k.shape
-    rows = packing.unpack(q, row, node, parent, g, length, window)
-    config = _config(target, rows, cache_k)
-    slot = jnp.arange(b, dtype=jnp.int32) if slot is None else slot
+    b, n, g, _ = operands.tree_k.shape
+    prefix, context = operands.prefix, operands.context
+    rows = packing.unpack(operands, g, window)
+    config = _config(target, rows, context.k)
     nodes = -(-n // SUBLANES) * SUBLANES
-    tree = (packing.by_head(tree_k, nodes), packing.by_head(tree_v, nodes))
+    tree = (packing.by_head(operands.tree_k, nodes), packing.by_head(operands.tree_v, nodes))
+    if not transposed_v:
+        context = _transposed(context)
     run = functools.partial(_attend, config=config, scale=scale, interpret=target.interpret)
-    own = functools.partial(run, rows, tree, cache_k, cache_v, length, slot, layer=layer,
-                            transposed_v=transposed_v, plan=plan)
+    own = functools.partial(run, rows, tree, context, layer=operands.layer, plan=plan)
     if prefix is None and config.splits == 1:
         out = own(whole=True)
     else:
         parts = [own(whole=False)]
         if prefix is not None:
             parts.append(_prefix_part(run, rows, prefix, b))
-        out = softmax.finish(softmax.combine(softmax.stack(parts))).astype(q.dtype)
-    return packing.pack(out, row, node, n)
+        out = softmax.finish(softmax.combine(softmax.stack(parts))).astype(operands.q.dtype)
+    return packing.pack(out, operands.row, operands.node, n)
+
+
+def _transposed(context: Context) -> Context:
+    return context._replace(v=tuple(v.swapaxes(-1, -2) for v in context.v))
 
 
 def _prefix_part(run: Any, rows: Rows, prefix: Prefix, batch: int) -> Partial:
     members, which = shared_prefix.split_members(prefix, _rows_together(rows))
     length = prefix.length[which]
-    part = run(shared_prefix.regroup(rows, members, length), None, (prefix.k,), (prefix.v,), length,
-               which, whole=False)
+    context = _transposed(Context((prefix.k,), (prefix.v,), length, which))
+    part = run(shared_prefix.regroup(rows, members, length), None, context, whole=False)
     return shared_prefix.scatter(members, part, batch)
 
 
@@ -92,16 +92,15 @@ def _rows_together(rows: Rows) -> int:
 
 
 def _config(target: Target, rows: Rows, cache_k: Sequence[jax.Array]) -> Config:
-    """Returns the given configuration, or the tuned one, or the largest that fits.
+    """Returns the given configuration, else the one of the largest blocks that fit.
 
     Raises:
       Unsupported: nothing fits, or the given one does not.
     """
     b, g, _, e = rows.queries.shape
     sizes, item = [k.shape[-1] for k in cache_k], cache_k[0].dtype.itemsize
-    found = packing.tuned(target, NAME, rows, sum(sizes))
-    config = configured(Config, found) if found is not None else heuristic(
-        target.kind, sizes, g * e * item)
+    config = heuristic(target.kind, sizes, g * e * item) if target.config is None else configured(
+        Config, target.config)
     if (min(config.block, config.tile, config.splits) < 1 or config.block % 128
             or config.tile % SUBLANES):
         raise Unsupported(f"{config}: block is a multiple of 128, tile of 16, splits at least 1")
@@ -111,7 +110,7 @@ def _config(target: Target, rows: Rows, cache_k: Sequence[jax.Array]) -> Config:
     if _buffers(sizes, config.block, g * e * item) > VMEM_BLOCKS:
         raise Unsupported(f"{len(sizes)} segments with {g} heads of {e} in blocks of {config.block}"
                           f" do not fit into VMEM: pass fewer segments")
-    lists = 4 * (1 + len(sizes)) * work_list.places(b, sizes, config.block)
+    lists = 4 * (1 + len(sizes)) * work_list.most_steps(b, sizes, config.block)
     if lists > SMEM_LISTS:
         raise Unsupported(f"the list of {b} rows by {sum(sizes)} slots takes {lists} bytes of "
                           f"{SMEM_LISTS}: pass fewer segments, or larger blocks")
@@ -131,23 +130,21 @@ def _buffers(sizes: Sequence[int], block: int, slot_bytes: int) -> int:
     return 2 * BUFFERS * slot_bytes * sum(min(block, size) for size in sizes)
 
 
-def _attend(rows: Rows, tree: tuple[jax.Array, jax.Array] | None, cache_k: Sequence[jax.Array],
-            cache_v: Sequence[jax.Array], length: jax.Array, slot: jax.Array, *, config: Config,
-            scale: float, interpret: bool, whole: bool, layer: Layer = None,
-            transposed_v: bool = False, plan: "Plan | None" = None) -> Any:
-    """f[B, G, Q, E], or a Partial of it if not `whole`."""
+def _attend(rows: Rows, tree: tuple[jax.Array, jax.Array] | None, context: Context, *,
+            config: Config, scale: float, interpret: bool, whole: bool,
+            layer: int | jax.Array | None = None, plan: "Plan | None" = None) -> Any:
+    """Returns f[B, G, Q, E], or a Partial of it if not `whole`; values are [slots, G, E, S]."""
     batch, queries = rows.live.shape
-    sizes = [k.shape[-1] for k in cache_k]
+    sizes = [k.shape[-1] for k in context.k]
     tile = _tile(config, queries)
     rows = packing.pad_queries(rows, tile)
-    live, info, work = plan or _plan(rows, length, slot, sizes, config)
+    live, info, work = plan or _plan(rows, context, config)
     share = jnp.maximum(-(-work.count // config.splits), 1)
     bounds = jnp.stack([work.count, share, jnp.asarray(0 if layer is None else layer, jnp.int32)])
-    scalars = (bounds, work.steps, length, live.reshape(-1), *work.fetch)
+    scalars = (bounds, work.steps, context.length, live.reshape(-1), *work.fetch)
     inputs = [rows.queries, info, *(tree or ())]
     specs = [_per_row(x) for x in inputs]
-    for i, (k, v) in enumerate(zip(cache_k, cache_v, strict=True)):
-        v = v if transposed_v else v.swapaxes(-1, -2)
+    for i, (k, v) in enumerate(zip(context.k, context.v, strict=True)):
         inputs += [k, v] if layer is not None else [k[:, None], v[:, None]]
         specs += _context_specs(k, i, config)
     outputs = _outputs(rows, config.splits, whole)
@@ -157,7 +154,7 @@ def _attend(rows: Rows, tree: tuple[jax.Array, jax.Array] | None, cache_k: Seque
     g, padded, e = rows.queries.shape[1:]
     out = pl.pallas_call(
         body, out_shape=outputs, interpret=interpret, name="tree_attention",
-        cost_estimate=cost.estimate(rows, [*cache_k, *cache_v], tree, outputs),
+        cost_estimate=_cost(rows, context, inputs, outputs),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars), grid=(config.splits, share), in_specs=specs,
             out_specs=[_per_row(x, output=True) for x in outputs],
@@ -178,22 +175,22 @@ class Plan(NamedTuple):
     work: work_list.WorkList
 
 
-def plan(q: Any, row: Any, node: Any, parent: jax.Array, cache_k: Sequence[jax.Array],
-         length: jax.Array, slot: jax.Array | None, groups: int, *, parts: int,
-         window: int | None, target: Target) -> Plan:
+def plan(operands: Operands, groups: int, *, parts: int, window: int | None, target: Target
+         ) -> Plan:
     """See `api.plan`; `parts` devices have `groups` key-value heads each."""
-    queries = jnp.zeros((q.shape[0], q.shape[1] // parts, q.shape[2]), q.dtype)
-    rows = packing.unpack(queries, row, node, parent, groups, length, window)
-    config = _config(target, rows, cache_k)
-    slot = jnp.arange(parent.shape[0], dtype=jnp.int32) if slot is None else slot
+    w, h, e = operands.q.shape
+    queries = jnp.zeros((w, h // parts, e), operands.q.dtype)
+    rows = packing.unpack(operands._replace(q=queries), groups, window)
+    config = _config(target, rows, operands.cache_k)
     rows = packing.pad_queries(rows, _tile(config, rows.live.shape[1]))
-    return _plan(rows, length, slot, [k.shape[-1] for k in cache_k], config)
+    return _plan(rows, operands.context, config)
 
 
-def _plan(rows: Rows, length: jax.Array, slot: jax.Array, sizes: Sequence[int], config: Config
-          ) -> Plan:
+def _plan(rows: Rows, context: Context, config: Config) -> Plan:
     live = packing.live_tiles(rows, _tile(config, rows.live.shape[1]))
-    work = work_list.make(length, packing.oldest(rows), live.any(1), slot, sizes, config.block)
+    sizes = [k.shape[-1] for k in context.k]
+    work = work_list.make(context.length, packing.oldest(rows), live.any(1), context.slot, sizes,
+                          config.block)
     return Plan(live, _info(rows), work)
 
 
@@ -212,6 +209,20 @@ def _outputs(rows: Rows, splits: int, whole: bool) -> list[jax.ShapeDtypeStruct]
     if whole:
         return [jax.ShapeDtypeStruct((1, b, g, q, e), rows.queries.dtype)]
     return [jax.ShapeDtypeStruct((splits, b, g, q, width), jnp.float32) for width in (1, 1, e)]
+
+
+def _cost(rows: Rows, context: Context, inputs: Sequence[jax.Array],
+          outputs: Sequence[jax.ShapeDtypeStruct]) -> pl.CostEstimate:
+    """Returns the work, for XLA's scheduler, if all slots are filled: each is read once a row."""
+    b, g, queries, e = rows.queries.shape
+    each = 2 * sum(math.prod(k.shape[-3:]) for k in context.k)  # keys and values of a row
+    own = [x for x in inputs if x.ndim < 5]  # all but the caches, which may be larger
+    nodes = own[2].shape[2] if len(own) > 2 else 0
+    keys = each // (2 * g * e) + nodes
+    moved = b * each * context.k[0].dtype.itemsize + sum(
+        x.size * x.dtype.itemsize for x in (*own, *outputs))
+    return pl.CostEstimate(flops=4 * b * g * queries * e * keys,
+                           transcendentals=b * g * queries * keys, bytes_accessed=moved)
 
 
 def _combined(parts: Partial, work: work_list.WorkList, share: jax.Array, batch: int, queries: int

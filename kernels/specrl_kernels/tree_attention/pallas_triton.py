@@ -11,40 +11,36 @@ where the segment ends, its known part hidden.
 """
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from specrl_kernels.dispatch import Target
-from specrl_kernels.tree_attention import cost, gpu, packing, softmax
+from specrl_kernels.tree_attention import gpu, packing, softmax
 from specrl_kernels.tree_attention.ancestry import is_visible
 from specrl_kernels.tree_attention.gpu import Config
+from specrl_kernels.tree_attention.operands import Context
 from specrl_kernels.tree_attention.packing import Rows
 from specrl_kernels.tree_attention.softmax import Partial
 from specrl_kernels.triton_call import triton_call
 
-NAME = "pallas_triton"
 
-
-def tree_attention_pallas_triton(*args: Any, target: Target, **options: Any) -> jax.Array:
+def tree_attention_pallas_triton(*args: Any, **options: Any) -> jax.Array:
     """See `api.tree_attention`."""
-    return gpu.tree_attention(_attend, NAME, *args, target=target, **options)
+    return gpu.tree_attention(_attend, *args, **options)
 
 
-def _attend(rows: Rows, tree: tuple[jax.Array, jax.Array] | None, cache_k: Sequence[jax.Array],
-            cache_v: Sequence[jax.Array], length: jax.Array, slot: jax.Array, *, config: Config,
-            scale: float, interpret: bool, whole: bool) -> Any:
-    """f[B, G, Q, E], or a Partial of it if not `whole`."""
+def _attend(rows: Rows, tree: tuple[jax.Array, jax.Array] | None, context: Context, *,
+            config: Config, scale: float, interpret: bool, whole: bool) -> Any:
+    """Returns f[B, G, Q, E], or a Partial of it if not `whole`."""
     queries = rows.live.shape[1]
     rows = packing.pad_queries(rows, config.tile)
     b, g, padded, e = rows.queries.shape
-    shares, live = gpu.shares_of(rows, length, config)
+    shares, live = gpu.shares_of(rows, context.length, config)
     first = jnp.zeros(rows.live.shape, jnp.int32) if rows.first is None else rows.first
     inputs = [rows.queries, *(rows.words[..., i] for i in range(rows.words.shape[2])), first, live,
-              *shares, slot, *(tree or ()), *cache_k, *cache_v]
+              *shares, context.slot, *(tree or ()), *context.k, *context.v]
     split = config.splits > 1
     outputs = [jax.ShapeDtypeStruct((b, g, padded, e), rows.queries.dtype)] if whole else []
     if split or not whole:
@@ -52,19 +48,18 @@ def _attend(rows: Rows, tree: tuple[jax.Array, jax.Array] | None, cache_k: Seque
                     for width in (1, 1, e)]
     call = functools.partial(triton_call, warps=config.warps, interpret=interpret)
     kernel = functools.partial(
-        _kernel, words=rows.words.shape[2], segments=len(cache_k), config=config, scale=scale,
+        _kernel, words=rows.words.shape[2], segments=len(context.k), config=config, scale=scale,
         has_tree=tree is not None, has_window=rows.first is not None, whole=whole)
     tiles = g * padded // config.tile
     out = call(kernel, "tree_attention", (tiles, shares.row.shape[0]), outputs, inputs,
-               stages=config.stages,
-               cost=cost.estimate(rows, [*cache_k, *cache_v], tree, outputs))
+               stages=config.stages)
     if split:
         joined = outputs[:1] if whole else [
             jax.ShapeDtypeStruct((b, *x.shape[1:]), x.dtype) for x in outputs]
         out = call(functools.partial(_join, tile=config.tile, whole=whole), "tree_attention_join",
                    (g * padded // gpu.JOIN_QUERIES, b), joined,
                    [shares.first, shares.count, live, *out], stages=1,
-                   aliases={3: 0} if whole else None, cost=cost.joined(outputs[-3:], joined))
+                   aliases={3: 0} if whole else None)
     out = [x[:, :, :queries] for x in out]
     return out[0] if whole else Partial(*out)
 

@@ -6,12 +6,9 @@ import jax
 import jax.numpy as jnp
 
 
-def tree_attention_reference(q: jax.Array, row: jax.Array, node: jax.Array, tree_k: jax.Array,
-                             tree_v: jax.Array, parent: jax.Array,
-                             cache_k: tuple[jax.Array, ...], cache_v: tuple[jax.Array, ...],
-                             length: jax.Array, slot: jax.Array | None,
-                             prefix: Any, *, scale: float, window: int | None) -> jax.Array:
+def tree_attention_reference(operands: Any, *, scale: float, window: int | None) -> jax.Array:
     """See `api.tree_attention`."""
+    q, row, node, tree_k, tree_v, parent, cache_k, cache_v, length, slot, prefix, _ = operands
     all_k, all_v = jnp.concatenate(cache_k, 3), jnp.concatenate(cache_v, 2)
     n, heads = tree_k.shape[1], q.shape[1]
     repeats = heads // tree_k.shape[2]

@@ -7,25 +7,12 @@ them once for each tile of `gpu.for_groups`, up to 128 queries: ceil(M n R / til
 of n nodes and R heads to a key, by programs that run side by side and meet in the L2 cache.
 """
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 
+from specrl_kernels.tree_attention.operands import Prefix
 from specrl_kernels.tree_attention.packing import Rows
 from specrl_kernels.tree_attention.softmax import FLOOR, Partial
-
-
-class Prefix(NamedTuple):
-    """Contexts that lie before the rows' own; a row in none of them has no prefix.
-
-    A row's own cache then begins at the prefix's end: its place s is position length + s.
-    """
-
-    k: jax.Array  # f[P, G, E, S']
-    v: jax.Array  # f[P, G, S', E]
-    length: jax.Array  # i32[P]
-    rows: jax.Array  # i32[P, M] the rows that share each, -1 fills; no row stands twice
 
 
 def split_members(prefix: Prefix, limit: int) -> tuple[jax.Array, jax.Array]:

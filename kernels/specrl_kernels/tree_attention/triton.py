@@ -15,11 +15,11 @@ import jax.numpy as jnp
 from specrl_kernels.dispatch import Unsupported
 from specrl_kernels.tree_attention import gpu, packing
 from specrl_kernels.tree_attention.gpu import Config, Shares
+from specrl_kernels.tree_attention.operands import Context
 from specrl_kernels.tree_attention.packing import Rows
 from specrl_kernels.tree_attention.softmax import Partial
 from specrl_kernels.triton_call import Launch, program_call
 
-NAME = "triton"
 PROGRAMS = "specrl_kernels.tree_attention.triton_kernel"
 
 
@@ -27,19 +27,18 @@ def tree_attention_triton(*args: Any, **options: Any) -> jax.Array:
     """See `api.tree_attention`."""
     if options["target"].interpret:
         raise Unsupported("a Triton program has no interpretation in JAX: it needs a GPU")
-    return gpu.tree_attention(_attend, NAME, *args, **options)
+    return gpu.tree_attention(_attend, *args, **options)
 
 
-def _attend(rows: Rows, tree: tuple[jax.Array, jax.Array] | None, cache_k: Sequence[jax.Array],
-            cache_v: Sequence[jax.Array], length: jax.Array, slot: jax.Array, *, config: Config,
-            scale: float, interpret: bool, whole: bool) -> Any:
-    """f[B, G, Q, E], or a Partial of it if not `whole`."""
+def _attend(rows: Rows, tree: tuple[jax.Array, jax.Array] | None, context: Context, *,
+            config: Config, scale: float, interpret: bool, whole: bool) -> Any:
+    """Returns f[B, G, Q, E], or a Partial of it if not `whole`."""
     queries = rows.live.shape[1]
     rows = packing.pad_queries(rows, config.tile)
-    shares, live = gpu.shares_of(rows, length, config)
-    direct = whole and len(cache_k) == 1
-    by_row = config.splits == 1 and len(cache_k) == 1
-    launches = plan(rows, tree, cache_k, cache_v, slot, shares, live, config, scale, direct, by_row)
+    shares, live = gpu.shares_of(rows, context.length, config)
+    direct = whole and len(context.k) == 1
+    by_row = config.splits == 1 and len(context.k) == 1
+    launches = plan(rows, tree, context, shares, live, config, scale, direct, by_row)
     parts = [program_call(launch, config.warps, config.stages) for launch in launches]
     found = parts[0]
     if not by_row:
@@ -51,18 +50,17 @@ def _attend(rows: Rows, tree: tuple[jax.Array, jax.Array] | None, cache_k: Seque
     return Partial(*(x[:, :, :queries] for x in (top[..., None], total[..., None], sums)))
 
 
-def plan(rows: Rows, tree: tuple[jax.Array, jax.Array] | None, cache_k: Sequence[jax.Array],
-         cache_v: Sequence[jax.Array], slot: jax.Array, shares: Shares, live: jax.Array,
-         config: Config, scale: float, direct: bool, by_row: bool) -> list[Launch]:
+def plan(rows: Rows, tree: tuple[jax.Array, jax.Array] | None, context: Context, shares: Shares,
+         live: jax.Array, config: Config, scale: float, direct: bool, by_row: bool) -> list[Launch]:
     """The launch for each segment; `direct` and `by_row` as in `triton_kernel.attend`."""
     b, g, padded, e = rows.queries.shape
     first = jnp.zeros(rows.live.shape, jnp.int32) if rows.first is None else rows.first
-    inputs = [rows.queries, rows.words, first, live, *shares, slot,
+    inputs = [rows.queries, rows.words, first, live, *shares, context.slot,
               *(tree or (rows.queries, rows.queries))]
-    places = shares.row.shape[0]
-    outputs = _outputs(rows, b if direct else None, None if direct and by_row else places)
+    programs = shares.row.shape[0]
+    outputs = _outputs(rows, b if direct else None, None if direct and by_row else programs)
     launches, start = [], 0
-    for k, v in zip(cache_k, cache_v, strict=True):
+    for k, v in zip(context.k, context.v, strict=True):
         constants = dict(
             heads=g, queries=padded, E=e, nodes=1 if tree is None else tree[0].shape[2],
             word_count=rows.words.shape[2], size=k.shape[3], start=start,
@@ -70,7 +68,7 @@ def plan(rows: Rows, tree: tuple[jax.Array, jax.Array] | None, cache_k: Sequence
             has_tree=tree is not None and start == 0, has_window=rows.first is not None,
             by_row=by_row, direct=direct)
         launches.append(Launch(PROGRAMS, "attend", [*inputs, k, v], outputs,
-                               (g * padded // config.tile, places), constants))
+                               (g * padded // config.tile, programs), constants))
         start += k.shape[3]
     return launches
 

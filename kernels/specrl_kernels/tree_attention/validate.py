@@ -1,6 +1,5 @@
 """Checks of tree attention's arguments: of shapes and dtypes always, of values on demand."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -8,35 +7,35 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from specrl_kernels.tree_attention.operands import Operands, Prefix
+
 _WHY = "shapes must agree with q [W, H, E], tree_k [B, n, G, E]"
 
 
-def check_static(q: Any, row: Any, node: Any, tree_k: Any, tree_v: Any, parent: Any,
-                 cache_k: Sequence[Any], cache_v: Sequence[Any], length: Any, slot: Any,
-                 prefix: Any, layer: Any, *, window: int | None, transposed_v: bool) -> None:
+def check_static(operands: Operands, *, window: int | None, transposed_v: bool) -> None:
     """Checks shapes and dtypes. Raises ValueError with the name of the argument."""
+    q, row, tree_k, prefix = operands.q, operands.row, operands.tree_k, operands.prefix
     for name, array, axes in (("q", q, 3), ("tree_k", tree_k, 4)):
         _expect(f"axes of {name}", len(array.shape), axes, _WHY)
-    w, h, e = q.shape
-    b, n, g, _ = tree_k.shape
-    for name, array in (("q", q), ("tree_k", tree_k)):
         if 0 in array.shape:
             raise ValueError(f"{name} = {array.shape}, expected no axis of 0")
-    _expect("node is None", node is None, row is None, "row and node go together")
+    w, h, e = q.shape
+    b, n, g, _ = tree_k.shape
+    _expect("node is None", operands.node is None, row is None, "row and node go together")
     if row is None:
         _expect("q's nodes", w, b * n, "without row and node all are there, in order")
     _expect("q's heads", h % g, 0, f"{h} is no multiple of {g} key-value heads")
-    for name, array, shape in (
-        ("row", row, (w,)), ("node", node, (w,)), ("tree_k", tree_k, (b, n, g, e)),
-        ("tree_v", tree_v, (b, n, g, e)), ("parent", parent, (b, n)), ("length", length, (b,)),
-    ):
-        if array is None:
-            continue
-        _expect(name, array.shape, shape, _WHY)
-    _check_cache(cache_k, cache_v, b, g, e, slot, layer is not None, transposed_v)
+    shapes = {"row": (w,), "node": (w,), "tree_k": (b, n, g, e), "tree_v": (b, n, g, e),
+              "parent": (b, n), "length": (b,)}
+    for name, shape in shapes.items():
+        array = getattr(operands, name)
+        if array is not None:
+            _expect(name, array.shape, shape, _WHY)
+    _check_cache(operands, transposed_v)
     _check_prefix(prefix, g, e)
-    _check_dtypes(q, tree_k, tree_v, cache_k, cache_v, prefix)
-    indices = {"row": row, "node": node, "parent": parent, "length": length, "slot": slot}
+    _check_dtypes(operands)
+    indices = {name: getattr(operands, name)
+               for name in ("row", "node", "parent", "length", "slot")}
     if prefix is not None:
         indices |= {"prefix.length": prefix.length, "prefix.rows": prefix.rows}
     for name, array in indices.items():
@@ -46,13 +45,14 @@ def check_static(q: Any, row: Any, node: Any, tree_k: Any, tree_v: Any, parent: 
         raise ValueError(f"window = {window}, expected at least 1: a node sees itself")
 
 
-def _check_cache(cache_k: Sequence[Any], cache_v: Sequence[Any], b: int, g: int, e: int, slot: Any,
-                 layers: bool, transposed_v: bool) -> None:
+def _check_cache(operands: Operands, transposed_v: bool) -> None:
+    cache_k, cache_v, slot = operands.cache_k, operands.cache_v, operands.slot
+    b, _, g, e = operands.tree_k.shape
     if not cache_k:
         raise ValueError("cache_k = (), expected at least one segment")
     _expect("segments of cache_v", len(cache_v), len(cache_k), "as many as cache_k has")
     for k in cache_k:
-        _expect("axes of cache_k", len(k.shape), 4 + layers, _WHY)
+        _expect("axes of cache_k", len(k.shape), 4 + (operands.layer is not None), _WHY)
     slots, *count, _, _, _ = cache_k[0].shape
     for k, v in zip(cache_k, cache_v, strict=True):
         s = k.shape[-1]
@@ -60,15 +60,15 @@ def _check_cache(cache_k: Sequence[Any], cache_v: Sequence[Any], b: int, g: int,
         if 0 in k.shape:
             raise ValueError(f"cache_k = {k.shape}, expected rows, and slots in each segment: drop "
                              "one that has none")
-        lies = (e, s) if transposed_v else (s, e)
-        _expect("cache_v", v.shape, (slots, *count, g, *lies), _WHY)
+        of_a_head = (e, s) if transposed_v else (s, e)
+        _expect("cache_v", v.shape, (slots, *count, g, *of_a_head), _WHY)
     if slot is not None:
         _expect("slot", slot.shape, (b,), "one cache row for each row")
     elif slots != b:
         raise ValueError(f"cache_k has {slots} rows for {b} rows: pass slot")
 
 
-def _check_prefix(prefix: Any, g: int, e: int) -> None:
+def _check_prefix(prefix: Prefix | None, g: int, e: int) -> None:
     if prefix is None:
         return
     _expect("axes of prefix.k", len(prefix.k.shape), 4, _WHY)
@@ -83,12 +83,13 @@ def _check_prefix(prefix: Any, g: int, e: int) -> None:
             raise ValueError(f"{name} = {array.shape}, expected no axis of 0: else pass None")
 
 
-def _check_dtypes(q: Any, tree_k: Any, tree_v: Any, cache_k: Sequence[Any],
-                  cache_v: Sequence[Any], prefix: Any) -> None:
+def _check_dtypes(operands: Operands) -> None:
+    q, prefix = operands.q, operands.prefix
     if q.dtype not in (jnp.float32, jnp.bfloat16):
         raise ValueError(f"q is {q.dtype}, expected float32 or bfloat16")
-    others = [("tree_k", tree_k), ("tree_v", tree_v), *(("cache_k", k) for k in cache_k),
-              *(("cache_v", v) for v in cache_v)]
+    others = [("tree_k", operands.tree_k), ("tree_v", operands.tree_v),
+              *(("cache_k", k) for k in operands.cache_k),
+              *(("cache_v", v) for v in operands.cache_v)]
     if prefix is not None:
         others += [("prefix.k", prefix.k), ("prefix.v", prefix.v)]
     for name, array in others:
@@ -101,29 +102,29 @@ def _expect(name: str, found: Any, wanted: Any, why: str) -> None:
         raise ValueError(f"{name} = {found}, expected {wanted}: {why}")
 
 
-def check_values(q: Any, row: Any, node: Any, tree_k: Any, tree_v: Any, parent: Any,
-                 cache_k: Sequence[Any], cache_v: Sequence[Any], length: Any, slot: Any,
-                 prefix: Any, layer: Any) -> None:
+def check_values(operands: Operands) -> None:
     """Checks values, for tests and debugging: it waits for them.
 
     Raises:
       ValueError: the first value out of its range, or a call from inside of jit.
     """
-    if any(isinstance(x, Tracer)
-           for x in jax.tree.leaves((row, node, parent, length, slot, prefix, layer))):
+    row, parent, prefix = operands.row, operands.parent, operands.prefix
+    indices = (row, operands.node, parent, operands.length, operands.slot, prefix, operands.layer)
+    if any(isinstance(x, Tracer) for x in jax.tree.leaves(indices)):
         raise ValueError("checked = True inside of jit: values are known outside of it only")
     b, n = parent.shape
-    room = sum(k.shape[-1] for k in cache_k)
+    slots, *layers, _, _, _ = operands.cache_k[0].shape
+    room = sum(k.shape[-1] for k in operands.cache_k)
     if row is not None:
         _between("row", row, 0, b - 1, "rows are counted from 0")
-        _between("node", node, 0, n - 1, "nodes are counted from 0")
-    _between("length", length, 0, room, f"the cache holds {room} tokens")
+        _between("node", operands.node, 0, n - 1, "nodes are counted from 0")
+    _between("length", operands.length, 0, room, f"the cache holds {room} tokens")
     _between("parent", np.asarray(parent)[:, 1:], 0, np.arange(n - 1)[None],
              "a node's parent comes before it", column=1)
-    if slot is not None:
-        _between("slot", slot, 0, cache_k[0].shape[0] - 1, "the cache has no such row")
-    if layer is not None:
-        _between("layer", [layer], 0, cache_k[0].shape[1] - 1, "the cache has no such layer")
+    if operands.slot is not None:
+        _between("slot", operands.slot, 0, slots - 1, "the cache has no such row")
+    if operands.layer is not None:
+        _between("layer", [operands.layer], 0, layers[0] - 1, "the cache has no such layer")
     if prefix is not None:
         size = prefix.k.shape[-1]
         _between("prefix.length", prefix.length, 0, size, f"a prefix holds {size} tokens")

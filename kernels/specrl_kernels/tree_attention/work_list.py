@@ -18,7 +18,7 @@ NOTHING = LOW  # the block of a step that reads no context
 
 
 class WorkList(NamedTuple):
-    """T is the number of places for steps, `count` of which are used."""
+    """T is the most steps that there may be, `count` of which are used."""
 
     count: jax.Array  # i32[]
     steps: jax.Array  # i32[T] code of each step
@@ -30,7 +30,7 @@ def blocks_of(sizes: Sequence[int], block: int) -> list[int]:
     return [-(-size // min(block, size)) for size in sizes]
 
 
-def places(batch: int, sizes: Sequence[int], block: int) -> int:
+def most_steps(batch: int, sizes: Sequence[int], block: int) -> int:
     """T: the steps of a batch whose rows all read everything."""
     return batch * sum(blocks_of(sizes, block))
 
@@ -44,7 +44,7 @@ def make(length: jax.Array, low: jax.Array, live: jax.Array, slot: jax.Array,
 
     Args:
       length: i32[B].
-      low: i32[B] place below which a row sees nothing.
+      low: i32[B] slot below which a row sees nothing.
       live: bool[B].
       slot: i32[B] cache row of each row.
       sizes: slots of each segment.
@@ -61,7 +61,7 @@ def make(length: jax.Array, low: jax.Array, live: jax.Array, slot: jax.Array,
         start += size
     counts, offsets = jnp.stack(counts), jnp.stack(offsets)  # [segments, B]
     used = jnp.where(live, jnp.maximum(counts.sum(0), 1), 0)
-    row, within = _rows(used, places(length.shape[0], sizes, block))
+    row, within = _rows(used, most_steps(length.shape[0], sizes, block))
     ends = jnp.cumsum(counts, 0)[:, row]  # [segments, T]
     segment = jnp.minimum((within[None] >= ends).sum(0), len(sizes) - 1)
     before = jnp.where(segment > 0, jnp.take_along_axis(ends, segment[None] - 1, 0)[0], 0)
@@ -83,8 +83,7 @@ def _rows(used: jax.Array, total: int) -> tuple[jax.Array, jax.Array]:
 
 
 def _held(code: jax.Array, own: jax.Array) -> jax.Array:
-    """The code of the last own step so far; of the first own step, before that; 0 if there is none.
-    """
+    """Returns the code of the last own step, before it of the first one; 0 if there is none."""
     step = jnp.arange(code.shape[0])
     last = jax.lax.cummax(jnp.where(own, step, -1))
     at = jnp.where(last < 0, jnp.argmax(own), last)

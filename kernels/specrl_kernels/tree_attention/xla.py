@@ -10,20 +10,21 @@ context reaches it (experiments/LOG.md has the times).
 
 import dataclasses
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from specrl_kernels.dispatch import Target, Unsupported, configured
 from specrl_kernels.tree_attention import shared_prefix, softmax
-from specrl_kernels.tree_attention.packing import places
-from specrl_kernels.tree_attention.shared_prefix import Prefix
+from specrl_kernels.tree_attention.operands import Context, Operands, Prefix
+from specrl_kernels.tree_attention.packing import packed_index
 from specrl_kernels.tree_attention.softmax import FLOOR, HIDDEN, Partial
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Tuning parameters; none changes the result beyond rounding."""
+    """Settings; none changes the result beyond rounding."""
 
     chunk: int  # slots of context read at a time
     abreast: int  # 1: a chunk of each row at a time; 0: one row after the other
@@ -32,13 +33,10 @@ class Config:
     narrow: int  # 1: weights are rounded to the values' dtype
 
 
-def tree_attention_xla(q: jax.Array, row: jax.Array | None, node: jax.Array | None,
-                       tree_k: jax.Array, tree_v: jax.Array, parent: jax.Array,
-                       cache_k: tuple[jax.Array, ...], cache_v: tuple[jax.Array, ...],
-                       length: jax.Array, slot: jax.Array | None,
-                       prefix: Prefix | None, *, scale: float, window: int | None,
-                       target: Target) -> jax.Array:
+def tree_attention_xla(operands: Operands, *, scale: float, window: int | None, target: Target
+                       ) -> jax.Array:
     """See `api.tree_attention`."""
+    q, row, node, tree_k, tree_v, parent, cache_k, cache_v, length, slot, prefix, _ = operands
     config = _config(target, q.dtype)
     b, n, g, e = tree_k.shape
     w, h, _ = q.shape
@@ -52,8 +50,8 @@ def tree_attention_xla(q: jax.Array, row: jax.Array | None, node: jax.Array | No
     live = jnp.ones(b, bool) if row is None else (
         row[None] == jnp.arange(b, dtype=jnp.int32)[:, None]).any(1)
     found = _tree_part(queries, tree_k, tree_v, ancestry, depth, window, config)
-    found = _add_context(found, queries, cache_k, cache_v, jnp.where(live, length, 0), slot, first,
-                         config)
+    context = Context(cache_k, cache_v, jnp.where(live, length, 0), slot)
+    found = _add_context(found, queries, context, first, config)
     if prefix is not None:
         shared = _shared_part(queries, prefix, live, first, config)
         found = softmax.combine(softmax.stack([found, shared]))
@@ -89,11 +87,11 @@ def ancestors(parent: jax.Array) -> jax.Array:
 
 
 def _unpack(q: jax.Array, row: jax.Array, node: jax.Array, b: int, n: int) -> jax.Array:
-    """[B, n, ...] from packed [W, ...]; a place that no packed node fills repeats query 0."""
+    """[B, n, ...] from packed [W, ...]; a node that is not packed repeats query 0."""
     w = q.shape[0]
     if w == 1:
         return jnp.broadcast_to(q[:, None], (b, n, *q.shape[1:]))
-    return q[jnp.maximum(places(row, node, b, n), 0)]
+    return q[jnp.maximum(packed_index(row, node, b, n), 0)]
 
 
 def _weighted(equation: str, weight: jax.Array, values: jax.Array, config: Config) -> jax.Array:
@@ -131,40 +129,50 @@ def _tree_part(queries: jax.Array, tree_k: jax.Array, tree_v: jax.Array, ancestr
     return Partial(top, weight.sum(-1, keepdims=True), out)
 
 
-def _add_context(found: Partial, queries: jax.Array, cache_k: tuple[jax.Array, ...],
-                 cache_v: tuple[jax.Array, ...], length: jax.Array, slot: jax.Array | None,
-                 first: jax.Array | None, config: Config) -> Partial:
-    """Adds the places from `first` i32[B, Q] (None: 0) up to `length` i32[B], 0 for dead rows."""
-    oldest, start = jnp.zeros_like(length) if first is None else first.min(1), 0
-    for k, v in zip(cache_k, cache_v, strict=True):
-        if slot is None and k.shape[3] <= config.in_place:
-            read = functools.partial(_add_segment, queries, k, v, start, length, first, config)
-            seen = (length > jnp.maximum(start, oldest)) & (oldest < start + k.shape[3])
+class _Segment(NamedTuple):
+    """An array of the cache whose first slot is slot `start` of the context."""
+
+    k: jax.Array  # f[slots, G, E, S]
+    v: jax.Array  # f[slots, G, S, E]
+    start: int
+    size: int  # S
+
+
+def _add_context(found: Partial, queries: jax.Array, context: Context, first: jax.Array | None,
+                 config: Config) -> Partial:
+    """Adds the slots from `first` i32[B, Q] (None: 0) up to `length`, which is 0 for dead rows."""
+    length, start = context.length, 0
+    oldest = jnp.zeros_like(length) if first is None else first.min(1)
+    for k, v in zip(context.k, context.v, strict=True):
+        segment = _Segment(k, v, start, k.shape[3])
+        if context.slot is None and segment.size <= config.in_place:
+            read = functools.partial(_add_segment, queries, segment, length, first, config)
+            seen = (length > jnp.maximum(start, oldest)) & (oldest < start + segment.size)
             found = (jax.lax.cond(seen.any(), read, lambda found: found, found) if config.skip
                      else read(found))
         else:
-            found = _add_chunks(found, queries, k, v, start, length, slot, first, oldest, config)
-        start += k.shape[3]
+            found = _add_chunks(found, queries, segment, context, first, config)
+        start += segment.size
     return found
 
 
-def _add_segment(queries: jax.Array, k: jax.Array, v: jax.Array, start: int, length: jax.Array,
+def _add_segment(queries: jax.Array, segment: _Segment, length: jax.Array,
                  first: jax.Array | None, config: Config, found: Partial) -> Partial:
-    """Adds a segment that begins at place `start`, all of it."""
-    place = start + jnp.arange(k.shape[3])
-    visible = (place[None] < length[:, None])[:, None, None]
+    """Adds all of a segment."""
+    own = segment.start + jnp.arange(segment.size)
+    visible = (own[None] < length[:, None])[:, None, None]
     if first is not None:
-        visible &= (place[None, None] >= first[..., None])[:, None]
-    return _add_keys(found, queries, k, v, visible, config)
+        visible &= (own[None, None] >= first[..., None])[:, None]
+    return _add_keys(found, queries, segment.k, segment.v, visible, config)
 
 
-def _add_chunks(found: Partial, queries: jax.Array, k: jax.Array, v: jax.Array, start: int,
-                length: jax.Array, slot: jax.Array | None, first: jax.Array | None,
-                oldest: jax.Array, config: Config) -> Partial:
+def _add_chunks(found: Partial, queries: jax.Array, segment: _Segment, context: Context,
+                first: jax.Array | None, config: Config) -> Partial:
     """Adds the chunks of a segment that each row sees some of; the last ends where it does."""
-    size = k.shape[3]
-    chunk = min(config.chunk, size)
-    slot = jnp.arange(length.shape[0]) if slot is None else slot
+    k, v, start, size = segment
+    length, chunk = context.length, min(config.chunk, size)
+    slot = jnp.arange(length.shape[0]) if context.slot is None else context.slot
+    oldest = jnp.zeros_like(length) if first is None else first.min(1)
     begin = jnp.clip(oldest - start, 0, size) // chunk
     end = -(-jnp.clip(length - start, 0, size) // chunk)
 
@@ -187,7 +195,7 @@ def _add_chunks(found: Partial, queries: jax.Array, k: jax.Array, v: jax.Array, 
 
 
 def _slice(x: jax.Array, slot: jax.Array, axis: int, at: jax.Array, size: int) -> jax.Array:
-    """Returns row `slot` of a cache, and of its `axis` the places [at, at + size)."""
+    """Returns row `slot` of a cache, and of its `axis` [at, at + size)."""
     begins, sizes = [slot, 0, 0, 0], [1, *x.shape[1:]]
     begins[axis], sizes[axis] = at, size
     return jax.lax.dynamic_slice(x, begins, sizes)[0]
@@ -203,6 +211,6 @@ def _shared_part(queries: jax.Array, prefix: Prefix, live: jax.Array, first: jax
     grouped = shared_prefix.gather_heads(members, queries)  # [P, G, M q, E]
     zero = jnp.where(grouped > 0, 0.0, 0.0)  # varies as the queries do, as shard_map wants it
     nothing = Partial(zero[..., :1] + FLOOR, zero[..., :1], zero)
-    found = _add_context(nothing, grouped, (prefix.k,), (prefix.v,),
-                         jnp.where(used, prefix.length, 0), None, first, config)
+    context = Context((prefix.k,), (prefix.v,), jnp.where(used, prefix.length, 0), None)
+    found = _add_context(nothing, grouped, context, first, config)
     return shared_prefix.scatter(members, found, queries.shape[0])
