@@ -76,7 +76,6 @@ def test_result_is_of_the_preset_as_it_is(file):
 def test_pages_name_fields_and_metrics():
     pages = generate.pages()
     assert "| `rl.kl` | `0.0` | coefficient of the KL" in pages["config.md"]
-    assert "| `learner.kl` | `rl.kl` |" in pages["config.md"]
     assert "| `learner.remat=True` | `learner.remat` | full |" in pages["config.md"]
     assert "| `reward.terms=bare` | `reward.terms` | exact_only |" in pages["config.md"]
     level = next(line for line in pages["config.md"].splitlines() if "`data.level`" in line)

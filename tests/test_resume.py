@@ -19,6 +19,7 @@ from specrl_jax.checkpoint.checkpoints import list_steps, restore_part
 from specrl_jax.config import Config, ConfigError, as_dict, build
 from specrl_jax.metrics.run_files import read_metrics, read_samples
 from specrl_jax.run import train
+from specrl_jax.runtime.workdir import write_config
 
 STEPS, EVERY, KILLS = 26, 2, 10
 LONG = (f"--config.steps={STEPS}", f"--config.checkpoint_every={EVERY}")
@@ -254,8 +255,9 @@ def test_bad_values_are_refused_before_anything_is_written(
     ("spec__rule", "rejection"), ("rollout__temperature", 0.5)])
 def test_a_workdir_of_another_run_is_refused_and_left_alone(
         field: str, value: Any, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(config()))
+    write_config(tmp_path, config())
+    stored = (tmp_path / "config.json").read_text()
     with pytest.raises(ConfigError, match=field.replace("__", ".")):
         train(build(Config, config(**{field: value})), tmp_path)
     assert os.listdir(tmp_path) == ["config.json"]
-    assert json.loads((tmp_path / "config.json").read_text()) == json.loads(json.dumps(config()))
+    assert (tmp_path / "config.json").read_text() == stored

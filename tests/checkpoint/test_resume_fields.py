@@ -119,6 +119,8 @@ def test_workdirs_that_cannot_be_are_refused(tmp_path):
 
 @pytest.mark.parametrize("text, words", [
     ("{", "config.json is not JSON"), ("[]", "config.json does not hold an object"),
+    ("{}", "config.json: a run of version 0.2.0 or older, .* export.py of 0.2.0,"),
+    ('{"format": 9}', "config.json: format 9, but this version reads format 2; use the version"),
     (None, "config.json is missing although metrics.jsonl is there"),
 ])
 def test_an_unreadable_config_is_refused(tmp_path, text, words):

@@ -83,7 +83,7 @@ def test_history_is_what_a_resumed_run_has_done(
     info = made["good"].info
     assert [(m["step"], len(samples)) for m, samples in info.history()] == [
         (step, 2) for step in range(4)]
-    assert info.config == {"name": "x"} and made["good"].shown == [(3, 1.5, 2)]
+    assert info.config["name"] == "x" and made["good"].shown == [(3, 1.5, 2)]
 
 
 def test_tensorboard_shows_config_numbers_and_samples(tmp_path: Path) -> None:
