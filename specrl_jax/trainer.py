@@ -30,7 +30,7 @@ from specrl_jax.config.tasks import RewardError
 from specrl_jax.data.prompt_order import PromptOrder, step_prompts
 from specrl_jax.data.prompts import Prompts, make_prompts
 from specrl_jax.distill import drafter
-from specrl_jax.draft.response_cache import ResponseCache, capacity
+from specrl_jax.draft.response_cache import MEGABYTES, ResponseCache, capacity
 from specrl_jax.model import architecture, layers, lora, weights
 from specrl_jax.rewards import judge
 from specrl_jax.rewards.scoring import Sample, score_rollout
@@ -91,8 +91,8 @@ class Trainer:
                                     self.warnings.append)
         spec, buffer = config.spec, config.rollout.max_new_tokens
         most = spec.history_past or 1
-        rows = capacity(spec.history_megabytes, buffer, len(prompts.examples), most)
-        self.responses = ResponseCache(rows, buffer, most, spec.history_window)
+        rows = capacity(MEGABYTES, buffer, len(prompts.examples), most)
+        self.responses = ResponseCache(rows, buffer, most)
 
     @classmethod
     def from_config(cls, config: Config, say: Callable[[str], None] = lambda text: None

@@ -177,14 +177,13 @@ def without_commits(workdir: Path) -> list[str]:
 
 
 @pytest.mark.full
-def test_speculation_and_order_change_no_line_but_the_commits(tmp_path: Path) -> None:
+def test_speculation_and_batch_change_no_line_but_the_commits(tmp_path: Path) -> None:
     variants = {
         "history": (), "off": ("--config.spec.drafter=off",),
         "eagle": ("--config.spec.drafter=eagle", "--config.control.min_survival=0.0"),
         "merge": ("--config.spec.drafter=merge", "--config.spec.max_nodes=5",
                   "--config.spec.nodes=5", "--config.control.min_survival=0.0"),
         "plain": ("--config.control.policy=off",),
-        "reversed": ("--config.rollout.order=reversed",),
         "batch": ("--config.rollout.batch_size=8", "--config.rollout.rounds_per_launch=3")}
     for name, flags in variants.items():
         run_training(tmp_path / name, "--config.steps=5", "--config.spec.history_past=4", *flags)
@@ -221,7 +220,7 @@ def test_bad_input_ends_in_one_line_and_touches_nothing(
 
 
 def config(**changes: Any) -> dict[str, Any]:
-    """The tiny preset as a dict; `rollout__order="reversed"` sets a field of a section."""
+    """The tiny preset as a dict; `rollout__top_k=9` sets a field of a section."""
     values = as_dict(Config(
         name="tiny", prompts_per_step=4, group_size=2))
     values["model"]["path"] = "random:tiny"

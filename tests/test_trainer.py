@@ -11,7 +11,7 @@ import pytest
 from helpers import counting, micro_config, micro_trainer, micro_trainer_to_compile
 
 from specrl_jax.checkpoint.checkpoints import Checkpoints, list_steps
-from specrl_jax.config import LearnerConfig, RewardConfig, RLConfig, SpecOptions
+from specrl_jax.config import LearnerConfig, RewardConfig, RLConfig
 from specrl_jax.config.tasks import RewardError
 from specrl_jax.control import acceptance
 from specrl_jax.data.examples import Example
@@ -123,14 +123,6 @@ def test_minibatches_are_optimiser_steps_over_parts(monkeypatch: pytest.MonkeyPa
 def compile_alone(others: Callable[[Compiler], None]) -> None:
     with Compiler() as compiler:
         others(compiler)
-
-
-def test_the_window_of_history_is_the_configs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Trainer, "compile", lambda self, say: None)
-    memory = micro_trainer(micro_config(spec=SpecOptions(history_window=3))).responses
-    memory.add(np.zeros(1, np.int32), np.full((1, memory.tokens.shape[1]), 7), np.ones(1, int), 5)
-    given = [(memory.past(np.zeros(1, np.int32), 1, step) == 7).any() for step in (6, 8, 9)]
-    assert given == [True, True, False]
 
 
 @pytest.mark.parametrize("rule", ["match", "lossy_greedy"])

@@ -46,7 +46,7 @@ EQUAL: Mapping[str, str] = {
     "learner.micro_batch": LOSS, "learner.packing": LOSS, "learner.tokens_per_row": LOSS,
     "learner.remat": LOSS, "learner.optimizer_offload": LOSS, "mesh": LOSS,
     "rollout.batch_size": SPEED, "rollout.min_batch": SPEED, "rollout.rounds_per_launch": SPEED,
-    "rollout.order": SPEED, "rollout.max_prompt_tokens": SPEED, "spec": SPEED, "draft": SPEED,
+    "rollout.max_prompt_tokens": SPEED, "spec": SPEED, "draft": SPEED,
     "distill": SPEED, "control": SPEED, "reward.seconds": LIMIT}
 RULE = "spec.rule"
 STOPPED = ("reward.on_failure", json.dumps(STOP))  # field and value: no answer has counted by it

@@ -93,8 +93,7 @@ class OnlineDistillation:
                                          *self.put((batch, targets)), *noise)
         live = np.asarray(found.live)[:, 0]
         acceptance, entropy = np.asarray(found.alpha)[:, 0][live], targets.entropy[live]
-        self.staleness, unexplained = schedule.observe(self.staleness, acceptance, entropy,
-                                                       self.options.ema_decay)
+        self.staleness, unexplained = schedule.observe(self.staleness, acceptance, entropy)
         return {"distill/acceptance": float(acceptance.mean()), "distill/unexplained": unexplained,
                 "distill/entropy": float(entropy.mean()),
                 "distill/fall": float(self.staleness.fall)}

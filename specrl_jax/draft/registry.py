@@ -24,7 +24,7 @@ from specrl_jax.draft import eagle_model, eagle_weights
 from specrl_jax.draft.draft_model import draft_model
 from specrl_jax.draft.eagle import eagle
 from specrl_jax.draft.eagle_model import EagleArch
-from specrl_jax.draft.history import history
+from specrl_jax.draft.history import MATCH, history
 from specrl_jax.draft.merge import merge
 from specrl_jax.draft.network import Truncate
 from specrl_jax.draft.off import off
@@ -198,7 +198,7 @@ def _off(context: DrafterContext) -> DrafterPart:
 @register_drafter("history")
 def _history(context: DrafterContext) -> DrafterPart:
     return DrafterPart("history", history(
-        match=context.config.spec.history_match, group=context.group, origin=context.origin,
+        match=MATCH, group=context.group, origin=context.origin,
         **context.sizes))
 
 

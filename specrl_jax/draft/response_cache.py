@@ -6,6 +6,7 @@ import numpy as np
 from specrl_jax.structs import PyTree
 
 EMPTY = -1
+MEGABYTES = 64  # bound on the memory of earlier responses
 _ARRAYS = ("tokens", "prompt_id", "step", "next")
 
 

@@ -114,7 +114,6 @@ def one_prompt(config: Config, tokens: int, shards: int) -> Config:
     width = -(-tokens // PROMPT_MULTIPLE) * PROMPT_MULTIPLE
     return override(config, {
         "rollout.batch_size": shards, "rollout.min_batch": 1, "rollout.max_prompt_tokens": width,
-        "rollout.order": "sorted",
         "rollout.rounds_per_launch": 1})  # the host sees the tokens of each round
 
 

@@ -164,7 +164,7 @@ class Sampler:
         """Replaces the settings of control.policy = "fixed", without compiling anything.
 
         Args:
-          depth, branch, nodes, budget, mix: see spec.depth and so on, and draft.mix.
+          depth, branch, nodes, budget, mix: see spec.depth and so on, and SpecConfig.
 
         Raises:
           ConfigError: control.policy is another.
@@ -243,7 +243,7 @@ class Sampler:
         """Samples every prompt `group` times; compiles first, without profiling, if need be.
 
         Args:
-          batch: prompts, which take slots in the order of `rollout.order`.
+          batch: prompts, which take slots in the order of their ids.
           stream: purpose of the tokens, one of prng.STREAMS; part of the noise key.
           step: part of the noise key.
           past: i32[prompts, K, T] earlier responses, see draft/response_cache.py.
@@ -257,8 +257,6 @@ class Sampler:
         if not self.engine.compiled:
             self.compile(profile=False)
         order = np.lexsort((batch.occurrence, batch.prompt_id))
-        if self.config.rollout.order == "reversed":
-            order = order[::-1]
         ids, occurrence = (np.repeat(a[order], self.group).astype(np.int32)
                            for a in (batch.prompt_id, batch.occurrence))
         sample = np.tile(np.arange(self.group, dtype=np.int32), len(order))

@@ -34,7 +34,7 @@ MODES = {"every_step": {"when": "interval"},
          "every_2": {"when": "interval", "interval": 2, "rollouts": 2},
          "once": {"when": "once", "rollouts": 2}, "overlap": {"when": "interval", "overlap": True},
          "overlap_2": {"when": "interval", "overlap": True, "interval": 2},
-         "trigger": {"when": "trigger", "threshold": 0.0, "ema_decay": 0.0}}
+         "trigger": {"when": "trigger", "threshold": 0.0}}
 INVARIANT = dict(num_heads=4, num_kv_heads=2, head_dim=16)  # heads that machine code can take
 
 

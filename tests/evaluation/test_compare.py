@@ -91,7 +91,7 @@ def test_runs_without_samples_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("field, value, refused", [
-    ("spec", {"drafter": "off"}, False), ("rollout", {"order": "reversed"}, False),
+    ("spec", {"drafter": "off"}, False), ("rollout", {"batch_size": 8}, False),
     ("rollout", {"batch_size": 32}, False), ("steps", 3, False), ("name", "x", False),
     ("rollout", {"temperature": 0.5}, True), ("seed", 1, True), ("data", {"level": "add3"}, True),
     ("steps_", 1, True), ("spectrum", 1, True),

@@ -100,7 +100,7 @@ def test_one_parse_leaves_nothing_for_the_next():
     ("--config.reward.terms=(exact, bare)",
      "config.reward.terms = '(exact, bare)': must be a quoted tuple of str values"),
     ("--config.steps=0", "steps = 0: must be at least 1"),
-    ("--config.spec.history_window=-1", "spec.history_window = -1: must be at least 0"),
+    ("--config.spec.history_past=-1", "spec.history_past = -1: must be at least 0"),
     ("--config.spec.budget=1", "spec.budget = 1: must hold the roots of a shard's "),
     ("--noconfig.learner.scaled", "config.learner.scaled = "),
     ("--config.learner.lora_alpha=4", "learner.lora_alpha = 4.0: scales adapters"),

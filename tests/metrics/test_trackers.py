@@ -57,7 +57,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> dict[str, Recorder]:
 
 def write(workdir: Path, start: int, stop: int, to: tuple[str, ...], warn: Any = pytest.fail
           ) -> None:
-    with run_files.Writer(workdir, start, warn, TrackConfig(to=to, samples=1)) as writer:
+    with run_files.Writer(workdir, start, warn, TrackConfig(to=to)) as writer:
         for step in range(start, stop):
             writer.write_step({"step": step, "loss": step / 2, "note": "x", "curve": [1.0]},
                               [SAMPLE, SAMPLE | {"sample_id": 1}])
