@@ -4,7 +4,7 @@ import dataclasses
 
 from specrl_jax.config.fields import Section, option
 
-DRAFTERS = ("off", "history", "eagle", "draft_model", "replay", "merge")
+DRAFTERS = ("off", "history", "eagle", "draft_model", "merge")
 LOSSES = ("forward_kl", "reward_weighted_kl", "advantage_weighted_kl", "jsd", "tv", "e2e_tv", "lk")
 
 
@@ -26,9 +26,6 @@ class DraftConfig(Section, prefix="draft"):
         within="[0.001, 1000]")
     model: str = option("", "draft_model: a smaller model with the actor's tokenizer, named as "
                         "model.path is")
-    corruption: float = option(0.0, "replay: probability that a recorded token is replaced; 0 is a "
-                               "perfect drafter, 1 a useless one", within="[0, 1]")
-    cost: int = option(0, "replay: products of 128 x 128 matrices in each draft step", low=0)
     vocab: int = option(0, "eagle from random weights: its draft vocabulary; 0 is all tokens",
                         low=0)
     parts: tuple[str, ...] = option(("eagle", "history"), "merge: the drafters to merge")

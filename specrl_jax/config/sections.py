@@ -44,8 +44,7 @@ class SpecOptions(Section, prefix="spec"):
     drafter: str = option("history", f"one of {', '.join(DRAFTERS)}, or package.module:function")
     rule: str = option("match", "verification: match leaves every token as it is without a draft; "
                                 "rejection and rejection_drawn accept by p / q and leave the "
-                                "distribution as it is; lossy_* change it (verify/lossy.py); or "
-                                "package.module:name of a Rule")
+                                "distribution as it is; or package.module:name of a Rule")
     depth: int = option(4, "draft depth of each round, the paper's s, SGLang's num_steps; 0 is off")
     branch: int = option(1, "children of a node; history has them only below the root; "
                          "the paper's t, SGLang's topk; 1 is a chain")

@@ -29,7 +29,6 @@ from specrl_jax.draft.merge import merge
 from specrl_jax.draft.network import Truncate
 from specrl_jax.draft.off import off
 from specrl_jax.draft.protocol import Drafter
-from specrl_jax.draft.recorded import replay, replay_params
 from specrl_jax.draft.trainable import TrainableDrafter
 from specrl_jax.model import weights
 from specrl_jax.model.architecture import Architecture, describe, is_param
@@ -230,15 +229,6 @@ def _draft_model(context: DrafterContext) -> DrafterPart:
     return DrafterPart("draft_model", draft_model(
         shared, **context.sizes, **context.network, truncate=context.truncate), own,
                        records_proposal=True, described=describe(shared))
-
-
-@register_drafter("replay")
-def _replay(context: DrafterContext) -> DrafterPart:
-    spec, draft = context.config.spec, context.config.draft
-    drafter = replay(depth=spec.max_depth, nodes=spec.max_nodes, vocab=context.arch.vocab_size,
-                     origin=context.origin)
-    return DrafterPart("replay", drafter, replay_params(draft.corruption, draft.cost),
-                       versioned=False)
 
 
 def _zeros(described: PyTree) -> PyTree:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from control_cases import made_up, record
 from helpers import ask, counting, make_engine, make_task, said, streams, tiny_arch, tiny_params
+from studies.recorded import replay, replay_params
 
 from specrl_jax import sharding
 from specrl_jax.config import Config, ControlConfig, MeshConfig, RolloutConfig, SpecOptions
@@ -16,7 +17,6 @@ from specrl_jax.control import cost_model, registry
 from specrl_jax.control.buckets import bucket_table
 from specrl_jax.control.cost_model import CostTable, Point
 from specrl_jax.control.protocol import Limits
-from specrl_jax.draft.recorded import replay, replay_params
 from specrl_jax.metrics import launches
 from specrl_jax.rollout import profile
 from specrl_jax.rollout.engine import Engine, Result

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from eagle_slots import ACTOR, ACTOR_PARAMS, ARCH, parameters
 from helpers import Course, ask, make_engine, make_task, said, streams, tiny_params, wandering
+from studies.recorded import replay, replay_params
 
 from specrl_jax.control.protocol import make_spec
 from specrl_jax.draft.draft_model import draft_model
@@ -16,7 +17,6 @@ from specrl_jax.draft.eagle import eagle
 from specrl_jax.draft.history import history
 from specrl_jax.draft.merge import merge
 from specrl_jax.draft.protocol import Drafter
-from specrl_jax.draft.recorded import replay, replay_params
 from specrl_jax.rollout.engine import Result
 from specrl_jax.runtime.compilation import CompilationCounter
 
