@@ -20,9 +20,8 @@ from typing import Any
 
 from specrl_jax.config import Config
 from specrl_jax.config.load import preset_targets
-from specrl_jax.config.renamed import RENAMED, RENAMED_REWARDS, RENAMED_VALUES
 from specrl_jax.config.rl import ALGORITHMS, OF_ALGORITHM
-from specrl_jax.metrics.names import METRICS, RENAMED_METRICS
+from specrl_jax.metrics.names import METRICS
 
 DOCS = Path(__file__).resolve().parent
 RESULTS = DOCS.parent / "experiments" / "results"
@@ -77,8 +76,7 @@ def config_page() -> str:
     lines += [_row(f"`{name}`", ", ".join(f"`{field}={x}`" for field, x in values.items()
                                           if field not in unnamed or x != unnamed[field]))
               for name, values in ALGORITHMS.items()]
-    return "\n".join([*lines, "", "## Renamed fields", "", *_renamed(RENAMED),
-                      *_renamed_values({**RENAMED_VALUES, "reward.terms": RENAMED_REWARDS}), ""])
+    return "\n".join([*lines, ""])
 
 
 def presets() -> dict[str, str]:
@@ -106,7 +104,7 @@ def metrics_page() -> str:
             lines += ["", f"## {title}", "", "| metric | unit | meaning | TRL | verl |",
                       "| --- | --- | --- | --- | --- |"]
         lines.append(_row(f"`{m.name}`", m.unit, m.help, _code(m.trl), _code(m.verl)))
-    return "\n".join([*lines, "", "## Renamed metrics", "", *_renamed(RENAMED_METRICS), ""])
+    return "\n".join([*lines, ""])
 
 
 def extending_page() -> str:
@@ -219,19 +217,6 @@ def _fields(fields: Iterable[dataclasses.Field[Any]], above: str = "") -> Iterat
         default = _default(field)
         yield _row(f"`{above}{field.name}`", "" if default == "" else f"`{default}`",
                    field.metadata["help"])
-
-
-def _renamed(names: Mapping[str, str]) -> Iterator[str]:
-    yield from ("| old | new | value |", "| --- | --- | --- |")
-    for old, text in names.items():
-        new, _, hint = text.partition("; ")
-        yield _row(f"`{old}`", f"`{new}`" if new else "removed", hint)
-
-
-def _renamed_values(values: Mapping[str, Mapping[Any, str]]) -> Iterator[str]:
-    for field, uses in values.items():
-        for old, use in uses.items():
-            yield _row(f"`{field}={old}`", f"`{field}`", use)
 
 
 def _row(*cells: str) -> str:

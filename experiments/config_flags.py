@@ -10,7 +10,6 @@ mutable twin of the preset's config, and `Config` is built from the twin after a
 input ends in one line on stderr and exit status 2.
 """
 
-import ast
 import contextlib
 import dataclasses
 import functools
@@ -27,7 +26,6 @@ from ml_collections import config_flags as ml_config_flags
 from ml_collections.config_flags import tuple_parser
 
 from specrl_jax.config import Config, ConfigError, build, load_config, override
-from specrl_jax.config.renamed import check_current
 from specrl_jax.runtime.paths import local_path
 
 DEFAULT_PRESET = "smollm2"
@@ -108,7 +106,6 @@ def check_overrides(argv: Sequence[str]) -> None:
         match = re.fullmatch(r"--?(?:no)?config\.([^=]*)(?:=(.*))?", argument, re.DOTALL)
         if match:
             path, value = match.groups()
-            check_current(path, _literal(following if value is None else value))
             hint = _hint(path, following if value is None else value)
             if hint is not bool and value is None:
                 value = following
@@ -197,14 +194,6 @@ def _hint(path: str, value: str) -> type:
         raise ConfigError(f"{above} = {value!r}: is a section; set its fields, as in "
                           f"--{above}.{example}=...")
     return hint
-
-
-def _literal(text: str) -> Any:
-    """Returns the Python value that a text spells, or the text."""
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text
 
 
 def _check_type(path: str, value: str, hint: type) -> None:

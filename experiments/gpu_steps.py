@@ -22,8 +22,10 @@ from bench import standalone  # isort: skip (it sets the path)
 import jax
 import numpy as np
 from bench import hardware
+from studies.replay import replaying
 
 from specrl_jax.config import Config, load_config, override
+from specrl_jax.draft.registry import DrafterContext, DrafterPart
 from specrl_jax.draft.response_cache import EMPTY
 
 try:
@@ -80,11 +82,16 @@ def config_of(model: str, tiny: bool) -> Config:
     return override(load_config("tiny"), shapes | {
         "model.path": f"random:{model}", "rollout.min_batch": shapes["rollout.batch_size"],
         "learner.packing": "sequence",
-        "reward.terms": (f"{__name__}:alternate",), "draft.corruption": 1 - ACCEPTANCE,
-        "spec.drafter": "replay", "spec.history_past": shapes["group_size"], "spec.depth": 7,
+        "reward.terms": (f"{__name__}:alternate",), "spec.drafter": f"{__name__}:replayed",
+        "spec.history_past": shapes["group_size"], "spec.depth": 7,
         "spec.branch": 1, "spec.nodes": 8, "spec.max_depth": 7, "spec.max_branch": 1,
         "spec.max_nodes": 8, "spec.max_packed": 8 * shapes["rollout.batch_size"],
         "control.policy": "fixed", "control.min_survival": 0.0, "distill.when": "off"})
+
+
+def replayed(context: DrafterContext) -> DrafterPart:
+    """Returns the drafter that replays recorded tokens, of which ACCEPTANCE are right."""
+    return replaying(context, 1 - ACCEPTANCE)
 
 
 def steps(config: Config, recording: "Recording") -> dict[str, Any]:

@@ -70,15 +70,12 @@ def test_result_is_of_the_preset_as_it_is(file):
     now = json.loads(json.dumps(as_dict(load_config(f"{name}:{target}"))))
     for section in ("mesh", "model", "spec", "draft", "rollout", "learner", "distill"):
         was = result["config"][section]
-        assert {field: now[section].get(field) for field in was} == was, section
+        assert now[section] == {field: was[field] for field in now[section]}, section
 
 
 def test_pages_name_fields_and_metrics():
     pages = generate.pages()
     assert "| `rl.kl` | `0.0` | coefficient of the KL" in pages["config.md"]
-    assert "| `learner.kl` | `rl.kl` |" in pages["config.md"]
-    assert "| `learner.remat=True` | `learner.remat` | full |" in pages["config.md"]
-    assert "| `reward.terms=bare` | `reward.terms` | exact_only |" in pages["config.md"]
     level = next(line for line in pages["config.md"].splitlines() if "`data.level`" in line)
     assert [x.name for x in LEVELS if not re.search(rf"\b{x.name}\b", level)] == []
     assert "| `rloo` | `rl.advantage=leave_one_out`, " in pages["config.md"]

@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from studies.recorded import replay_params
 
 from specrl_jax import prng, sharding
 from specrl_jax.config import ConfigError
 from specrl_jax.control import acceptance, respec
 from specrl_jax.control.protocol import make_spec
-from specrl_jax.draft.recorded import replay_params
 from specrl_jax.metrics.launches import LAUNCHES, MEASURED, summary
 from specrl_jax.rollout import profile
 from specrl_jax.rollout.engine import Result

@@ -22,6 +22,7 @@ from specrl_jax.model.weights import Source
 from .workload import heavy_limits
 
 STOP = "stop"
+REPLAY = "studies.replay:perfect"
 DEPTH = 4
 CONTEXTS = (64, 1024)  # of replayed streams; one engine holds both, as a run's holds any prompt
 VERSION = 2  # of what cells are
@@ -128,7 +129,7 @@ def small(config: Config) -> Bench:
     source = Source(SMALL_MODEL, byte_tokenizer(), random_tensors(SMALL_MODEL, 0), "random")
     rollout = dataclasses.replace(config.rollout, temperature=1.0, top_k=0, top_p=1.0)
     return Bench(dataclasses.replace(config, rollout=rollout), source,
-                 jax.device_put(source.params()), (), "replay", None)
+                 jax.device_put(source.params()), (), REPLAY, None)
 
 
 def real(config: Config, actor: Actor, say: Callable[[str], None]) -> Bench:
@@ -172,7 +173,7 @@ def shaped(bench: Bench, sizes: Sizes, longest: int, group: int, drafter: str, p
     rollout = dataclasses.replace(
         config.rollout, batch_size=rows, max_prompt_tokens=max(2, longest), min_batch=least,
         max_new_tokens=2 * bench.new_tokens(rows, stops))
-    branch = 1 if bench.drafter == "replay" else config.spec.max_branch
+    branch = 1 if bench.drafter == REPLAY else config.spec.max_branch
     spec = dataclasses.replace(
         config.spec, drafter=drafter, history_past=group, max_depth=DEPTH, max_branch=branch,
         max_nodes=1 + DEPTH * branch, depth=1, branch=1, nodes=2, budget=0,

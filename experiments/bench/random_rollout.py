@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from specrl_kernels.dispatch import Unsupported
+from studies.recorded import replay, replay_params
 
 from specrl_jax import prng, sharding
 from specrl_jax.config import MeshConfig, RolloutConfig
 from specrl_jax.control import fixed, protocol
 from specrl_jax.draft.off import off
-from specrl_jax.draft.recorded import replay, replay_params
 from specrl_jax.model.architecture import Architecture, describe, is_param
 from specrl_jax.rollout.engine import Engine, Result
 from specrl_jax.rollout.layout import RolloutRequest, Shapes, make_request

@@ -13,8 +13,8 @@ from .staleness import BUG_PANELS, PANELS, PLAIN, Panel
 
 FROZEN = "frozen"
 NEVER = 1e9  # a threshold that no fall reaches: the head stays frozen while it is measured
-BUGS = ("lossy_greedy", "lossy_shared_noise", "lossy_default_sampling", "lossy_accept_all",
-        "lossy_retrospective")
+BUGS = {f"lossy_{name}": f"studies.lossy:{name.upper()}" for name in (
+    "greedy", "shared_noise", "default_sampling", "accept_all", "retrospective")}
 
 
 class Question(NamedTuple):
@@ -47,7 +47,8 @@ QUESTIONS = types.MappingProxyType({
         {f"every_{k}": _every(k) for k in (1, 3, 5)}
         | {f"late_{k}": _every(k, late=True) for k in (1, 3, 5)}, reference="every_1"),
     "bugs": Question(
-        {rule: {"spec": {"rule": rule}} for rule in ("rejection", "rejection_drawn", *BUGS)}
+        {arm: {"spec": {"rule": rule}} for arm, rule in {
+            "rejection": "rejection", "rejection_drawn": "rejection_drawn", **BUGS}.items()}
         | {"rejection_every_step": {"spec": {"rule": "rejection"}} | _every(1)},
         reference=PLAIN, panels=BUG_PANELS, one_batch=True),
 })

@@ -15,7 +15,6 @@ from pathlib import Path
 import jax
 
 from specrl_jax.config import ConfigError, check
-from specrl_jax.config.renamed import first_renamed
 from specrl_jax.config.tasks import STOP
 from specrl_jax.runtime import processes
 from specrl_jax.runtime.files import write_atomically
@@ -47,7 +46,7 @@ EQUAL: Mapping[str, str] = {
     "learner.micro_batch": LOSS, "learner.packing": LOSS, "learner.tokens_per_row": LOSS,
     "learner.remat": LOSS, "learner.optimizer_offload": LOSS, "mesh": LOSS,
     "rollout.batch_size": SPEED, "rollout.min_batch": SPEED, "rollout.rounds_per_launch": SPEED,
-    "rollout.order": SPEED, "rollout.max_prompt_tokens": SPEED, "spec": SPEED, "draft": SPEED,
+    "rollout.max_prompt_tokens": SPEED, "spec": SPEED, "draft": SPEED,
     "distill": SPEED, "control": SPEED, "reward.seconds": LIMIT}
 RULE = "spec.rule"
 STOPPED = ("reward.on_failure", json.dumps(STOP))  # field and value: no answer has counted by it
@@ -68,8 +67,8 @@ def check_config(workdir: str | Path, config: Json, equal: Collection[str] = ())
 
     Raises:
       ConfigError: the directory cannot be written, or one of a run's files is a directory there;
-        config.json differs in another field, was
-        written by an older version, cannot be read, or is missing although metrics.jsonl is there.
+        config.json differs in another field, has another format, cannot be read, or is missing
+        although metrics.jsonl is there.
     """
     workdir = output_directory("workdir", workdir, new=False)
     for name in (CONFIG, METRICS, SAMPLES, BEST_FILE, DATA, REPORT):
@@ -79,9 +78,6 @@ def check_config(workdir: str | Path, config: Json, equal: Collection[str] = ())
     if stored is None:
         return {}
     old, new = flat(stored), flat(config)
-    if renamed := first_renamed(old):
-        raise ConfigError(f"workdir = {workdir}: an older version started this run ({renamed}); go "
-                          f"on with that version, or choose another workdir")
     if old.get(RULE) != "match":
         equal = [name for name in equal if EQUAL.get(name) != SPEED]
     texts = {field: tuple(json.dumps(of[field]) if field in of else ABSENT for of in (old, new))

@@ -3,7 +3,6 @@
 from specrl_jax.config.drafting import (
     DRAFTERS,
     LOSSES,
-    MOST_MIX,
     DistillConfig,
     DistillOptions,
     DraftConfig,
@@ -31,7 +30,7 @@ from specrl_jax.config.sections import (
 from specrl_jax.config.tasks import DataConfig, EvalConfig, RewardConfig, TrackConfig
 
 __all__ = [
-    "DRAFTERS", "LOSSES", "MOST_MIX", "Config", "ConfigError", "ControlConfig", "DataConfig",
+    "DRAFTERS", "LOSSES", "Config", "ConfigError", "ControlConfig", "DataConfig",
     "DistillConfig", "DistillOptions", "DraftConfig", "EvalConfig", "LearnerConfig", "MeshConfig",
     "ModelSource", "RLConfig", "Registry", "RewardConfig", "RolloutConfig", "SpecOptions",
     "TrackConfig", "as_dict", "at_least", "build", "check", "load_config", "option", "override",

@@ -4,9 +4,8 @@ import dataclasses
 
 from specrl_jax.config.fields import Section, option
 
-DRAFTERS = ("off", "history", "eagle", "draft_model", "replay", "merge")
+DRAFTERS = ("off", "history", "eagle", "draft_model", "merge")
 LOSSES = ("forward_kl", "reward_weighted_kl", "advantage_weighted_kl", "jsd", "tv", "e2e_tv", "lk")
-MOST_MIX = 1000.0  # beyond what a preference needs; an endless factor would hide roots, too
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,22 +26,14 @@ class DraftConfig(Section, prefix="draft"):
         within="[0.001, 1000]")
     model: str = option("", "draft_model: a smaller model with the actor's tokenizer, named as "
                         "model.path is")
-    corruption: float = option(0.0, "replay: probability that a recorded token is replaced; 0 is a "
-                               "perfect drafter, 1 a useless one", within="[0, 1]")
-    cost: int = option(0, "replay: products of 128 x 128 matrices in each draft step", low=0)
     vocab: int = option(0, "eagle from random weights: its draft vocabulary; 0 is all tokens",
                         low=0)
     parts: tuple[str, ...] = option(("eagle", "history"), "merge: the drafters to merge")
-    mix: tuple[float, ...] = option((), "merge: factor of each part's survival; 0 switches a part "
-                                    "off, empty is 1 for all")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check(len(set(self.parts)) == len(self.parts) >= 2, "parts",
                    "name two or more drafters, each once")
-        inside = all(0 <= factor <= MOST_MIX for factor in self.mix)  # not a number is not
-        self.check(inside and len(self.mix) in (0, len(self.parts)), "mix",
-                   f"give one number in [0, {MOST_MIX:g}] for each of {', '.join(self.parts)}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,14 +42,9 @@ class DistillOptions(Section):
 
     loss: str = option("lk", f"one of {', '.join(LOSSES)}", choose=LOSSES)
     unroll: int = option(4, "J, draft depths trained: steps of the training-time test", low=1)
-    depth_decay: float = option(0.8, "weight of each depth relative to the one before it",
-                                within="(0, 1]")
     learning_rate: float = option(1e-3, "peak learning rate of AdamW", low=0)
     warmup_steps: int = option(0, "linear warm-up, in updates", low=0)
     decay_steps: int = option(0, "update at which a linear decay reaches 0; 0 stays constant")
-    weight_decay: float = option(0.0, "AdamW's decoupled weight decay", low=0)
-    b1: float = option(0.9, "AdamW's first decay", within="[0, 1)")
-    b2: float = option(0.95, "AdamW's second decay", within="[0, 1)")
     max_grad_norm: float = option(0.5, "global norm that gradients are clipped to",
                                   within="(0, inf]")
 
@@ -91,7 +77,6 @@ class DistillConfig(DistillOptions, prefix="distill"):
                             "them; the oldest sequences make room", low=1)
     threshold: float = option(0.05, "trigger: unexplained fall, relative to the acceptance after "
                               "the last training, that starts one", low=0)
-    ema_decay: float = option(0.5, "trigger: decay of the running mean of falls", within="[0, 1)")
     probe_tokens: int = option(8, "tokens of each response of the health probe that follows a "
                                "publish; 0 is no probe", low=0)
 

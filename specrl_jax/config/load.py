@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from specrl_jax.config.fields import ConfigError, check
-from specrl_jax.config.renamed import check_current, renamed_argument
 from specrl_jax.config.rl import ALGORITHMS
 from specrl_jax.config.sections import Config
 
@@ -52,9 +51,7 @@ def load_config(preset: str, **overrides: Any) -> Config:
     except ConfigError:
         raise
     except Exception as error:  # TypeError for an unknown field; what a user's file raises else
-        became = renamed_argument(str(error))
-        raise ConfigError(f"preset {preset!r}: {_raised(error)}" + (became and f"; {became}")
-                          ) from error
+        raise ConfigError(f"preset {preset!r}: {_raised(error)}") from error
     if not isinstance(config, Config):
         raise ConfigError(f"get_config() of preset {preset!r} returns a {type(config).__name__}: "
                           "return a specrl_jax.Config")
@@ -121,7 +118,7 @@ def as_dict(config: Any) -> dict[str, Any]:
 
 def build(cls: Any, values: Any, prefix: str = "") -> Any:
     """Returns the frozen dataclass `cls` made from a nested dict or an object with the same fields.
-    Raises ConfigError if a field is unknown or renamed, or a value has the wrong type."""
+    Raises ConfigError if a field is unknown, or a value has the wrong type."""
     fields = {f.name: f for f in dataclasses.fields(cls)}
     hints = typing.get_type_hints(cls)
     check(isinstance(values, dict) or dataclasses.is_dataclass(values), prefix[:-1] or "config",
@@ -129,7 +126,6 @@ def build(cls: Any, values: Any, prefix: str = "") -> Any:
     if not isinstance(values, dict):
         values = {f.name: getattr(values, f.name) for f in dataclasses.fields(values)}
     for name, value in values.items():
-        check_current(prefix + name, value)
         check(name in fields, prefix + name, value, f"no such field of {cls.__name__}; "
               f"it has {', '.join(fields)}")
     return cls(**{name: _coerce(hints[name], prefix + name, value)
@@ -141,7 +137,6 @@ def override(config: Config, values: Mapping[str, Any]) -> Config:
     field, or the values cannot work together."""
     nested = as_dict(config)
     for path, value in values.items():
-        check_current(path, value)
         *above, name = path.split(".")
         try:
             section = functools.reduce(operator.getitem, above, nested)

@@ -51,9 +51,6 @@ class RLConfig(Section, prefix="rl"):
                              read_with=("loss", *WITH_RATIO))
     clip_high: float = option(0.2, "ratio is clipped above at 1 + clip_high", low=0,
                               read_with=("loss", *WITH_RATIO))
-    dual_clip: float = option(0.0, "ppo_clip, gspo: most that a negative advantage is multiplied "
-                              "by, above 1 + clip_high; 0 is no bound", low=0,
-                              read_with=("loss", "ppo_clip", "gspo"))
     filter: str = option(
         "none", "dynamic: groups without an advantage are replaced by those of further prompts "
         "until the step is full (DAPO's dynamic sampling); none keeps them",
@@ -62,10 +59,8 @@ class RLConfig(Section, prefix="rl"):
                                   "an advantage fill it up", low=1, read_with=("filter", "dynamic"))
     overlong: str = option(
         "keep", "responses cut at rollout.max_new_tokens: keep; mask, so that they count in "
-        "no update; or soft, a penalty on the reward that grows to 1 towards the limit (DAPO)",
+        "no update; or soft, a penalty on the reward that grows to 1 over the last fifth (DAPO)",
         choose=("keep", "mask", "soft"))
-    overlong_tokens: int = option(0, "soft: tokens before the limit at which the penalty begins; 0 "
-                                     "is a fifth of it", low=0, read_with=("overlong", "soft"))
     curriculum: str = option(
         "uniform", "prompts of a step: uniform, in epochs; or pass_rate, drawn, most often those "
         "whose pass rate so far (mean reward, cut to 0 to 1) is near one half",
@@ -78,8 +73,6 @@ class RLConfig(Section, prefix="rl"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check(self.dual_clip == 0 or self.dual_clip > 1 + self.clip_high, "dual_clip",
-                   f"must be above 1 + rl.clip_high = {1 + self.clip_high}, or 0 for no bound")
         self.check(self.kl_estimator != "k1" or self.kl_in == "reward", "kl_estimator",
                    "its gradient in the loss has mean 0; use k2 or k3, or rl.kl_in = reward")
         self.check(self.kl_estimator == "k1" or self.kl_in == "loss", "kl_estimator",
@@ -113,7 +106,7 @@ class RLConfig(Section, prefix="rl"):
 
 # Fields that every algorithm sets, to their defaults if it names no others.
 OF_ALGORITHM = ("advantage", "loss", "normalize", "correction", "clip_low", "clip_high",
-                "dual_clip", "filter", "overlong", "minibatches")
+                "filter", "overlong", "minibatches")
 # Name -> values at dotted paths. Ratios are 1 in the first update on a rollout, so losses with a
 # ratio take two. No entry sets rl.kl, which costs a copy of the weights.
 ALGORITHMS: dict[str, Mapping[str, Any]] = {

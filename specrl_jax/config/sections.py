@@ -14,7 +14,6 @@ from specrl_jax.config.lora import LORA_TARGETS, check_lora
 from specrl_jax.config.rl import OF_GROUPS, RLConfig
 from specrl_jax.config.tasks import DataConfig, EvalConfig, RewardConfig, TrackConfig
 
-WITH_DECAYS = ("adamw", "lion", "muon")  # optimisers that read learner.b1 and b2
 REMAT = ("none", "full", "dots_saveable", "dots_with_no_batch_dims_saveable")
 
 
@@ -45,8 +44,7 @@ class SpecOptions(Section, prefix="spec"):
     drafter: str = option("history", f"one of {', '.join(DRAFTERS)}, or package.module:function")
     rule: str = option("match", "verification: match leaves every token as it is without a draft; "
                                 "rejection and rejection_drawn accept by p / q and leave the "
-                                "distribution as it is; lossy_* change it (verify/lossy.py); or "
-                                "package.module:name of a Rule")
+                                "distribution as it is; or package.module:name of a Rule")
     depth: int = option(4, "draft depth of each round, the paper's s, SGLang's num_steps; 0 is off")
     branch: int = option(1, "children of a node; history has them only below the root; "
                          "the paper's t, SGLang's topk; 1 is a chain")
@@ -61,10 +59,6 @@ class SpecOptions(Section, prefix="spec"):
                              "large as that decode plainly", low=1)
     history_past: int = option(8, "history: earlier responses of a prompt that its rows draft from",
                                low=0)
-    history_window: int = option(0, "history: steps for which a response is kept; 0 is no limit",
-                                 low=0)
-    history_match: int = option(6, "history: longest suffix, in tokens, that is looked up", low=1)
-    history_megabytes: int = option(64, "history: bound on the memory of earlier responses", low=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -123,8 +117,6 @@ class RolloutConfig(Section, prefix="rollout"):
     rounds_per_launch: int = option(32, "R, most rounds of one compiled loop", low=1)
     min_batch: int = option(4, "smallest batch that a shard shrinks to as rows finish; above 4, "
                             "its empty slots verify further draft tokens", low=1)
-    order: str = option("sorted", "order in which prompts take slots: sorted or reversed by id; "
-                        "tokens do not depend on it", choose=("sorted", "reversed"))
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -145,10 +137,6 @@ class LearnerConfig(Section, prefix="learner"):
     decay_steps: int = option(0, "linear, cosine: updates after the warm-up until the rate is 0",
                               low=0, read_with=("schedule", "linear", "cosine"))
     weight_decay: float = option(0.0, "decoupled weight decay", low=0)
-    b1: float = option(0.9, "first decay of adamw, lion and muon's AdamW", within="[0, 1)",
-                       read_with=("optimizer", *WITH_DECAYS))
-    b2: float = option(0.999, "second decay of them; lion's paper has 0.99", within="[0, 1)",
-                       read_with=("optimizer", *WITH_DECAYS))
     max_grad_norm: float = option(1.0, "global norm that gradients are clipped to",
                                   within="(0, inf]")
     micro_batch: int = option(16, "sequences of full length in one forward and backward "
@@ -240,9 +228,6 @@ class Config(Section):
                    "rl.advantage = batch compares a step's samples; set at least 2")
         self.check(rl.filter == "none" or self.prompts_per_step >= 2, "prompts_per_step",
                    f"rl.filter = {rl.filter} chooses among prompts; set at least 2")
-        check(rl.overlong_tokens <= self.rollout.max_new_tokens, "rl.overlong_tokens",
-              rl.overlong_tokens,
-              f"must be at most rollout.max_new_tokens = {self.rollout.max_new_tokens}")
         shards = self.mesh.data * self.mesh.fsdp
         for field, value in (("rollout.batch_size", self.rollout.batch_size),
                              ("prompts_per_step", self.prompts_per_step)):
@@ -274,7 +259,7 @@ class Config(Section):
     @property
     def overlong_tokens(self) -> int:
         """Length before rollout.max_new_tokens over which rl.overlong = soft takes effect."""
-        return self.rl.overlong_tokens or max(1, self.rollout.max_new_tokens // 5)
+        return max(1, self.rollout.max_new_tokens // 5)
 
     @property
     def sequences_per_unit(self) -> int:

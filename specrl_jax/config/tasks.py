@@ -122,7 +122,6 @@ class TrackConfig(Section, prefix="track"):
                                  "`wandb`; WANDB_MODE=offline needs no network), jsonl (nothing "
                                  "besides the run's own files), or package.module:name")
     project: str = option("specrl_jax", "wandb: project")
-    samples: int = option(4, "sequences of each step that trackers show as a table", low=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -67,10 +67,8 @@ class DrafterTraining:
     checkpoint_every: int = option(200, "updates between checkpoints; the last is always saved")
     loss: str = _same("loss")
     unroll: int = _same("unroll")
-    depth_decay: float = _same("depth_decay")
     learning_rate: float = _same("learning_rate")
     warmup_steps: int = _same("warmup_steps")
-    weight_decay: float = _same("weight_decay")
     max_grad_norm: float = _same("max_grad_norm")
 
     def __post_init__(self) -> None:

@@ -103,8 +103,7 @@ class OnlineDistillation:
             *self.put((batch, targets)), *noise)
         live = np.asarray(evaluation.live)[:, 0]
         acceptance, entropy = np.asarray(evaluation.alpha)[:, 0][live], targets.entropy[live]
-        staleness, unexplained = schedule.observe(state.staleness, acceptance, entropy,
-                                                  self.options.ema_decay)
+        staleness, unexplained = schedule.observe(state.staleness, acceptance, entropy)
         return state.replace(staleness=staleness), {
             "distill/acceptance": float(acceptance.mean()), "distill/unexplained": unexplained,
             "distill/entropy": float(entropy.mean()), "distill/fall": float(staleness.fall)}

@@ -13,6 +13,7 @@ from flax import struct
 from specrl_jax.config import DistillConfig
 from specrl_jax.structs import AnyArray
 
+EMA_DECAY = 0.5  # of the running mean of falls
 _LEAST_VARIANCE = 1e-6  # of entropy; below, acceptance is taken to be constant
 
 
@@ -31,8 +32,8 @@ def forget() -> Staleness:
     return Staleness(*(np.zeros((), np.float64) for _ in range(5)))
 
 
-def observe(state: Staleness, acceptance: np.ndarray, entropy: np.ndarray, ema_decay: float
-            ) -> tuple[Staleness, float]:
+def observe(state: Staleness, acceptance: np.ndarray, entropy: np.ndarray,
+            ema_decay: float = EMA_DECAY) -> tuple[Staleness, float]:
     """Returns the state after a step, and the part of its mean acceptance that entropy leaves.
 
     Args:

@@ -25,6 +25,7 @@ from specrl_jax.model.transformer import Params
 from specrl_jax.structs import AnyArray, Array, DrafterParams, Metrics, PyTree
 
 TOKENS_AT_ONCE = 256  # positions whose full-vocabulary logits exist at once
+DEPTH_DECAY = 0.8  # weight of each draft depth relative to the one before it
 ANCHORS_AT_ONCE = 2048  # positions whose draft-vocabulary log-probabilities exist at once
 
 
@@ -170,7 +171,7 @@ class Targets(struct.PyTreeNode):
 
         terms, alpha = in_chunks(chunk, outputs, self.aligned)
         values = jax.vmap(chosen.combine, (1, 1, None, None))(
-            terms, self.mask, self.count, self.options.depth_decay)
+            terms, self.mask, self.count, DEPTH_DECAY)
         accepted = jnp.where(self.mask, alpha, 0)
         return (self.weight * values).sum(), {"alpha": accepted.sum((1, 2)),
                                               "chain": jnp.cumprod(accepted, 0).sum()}

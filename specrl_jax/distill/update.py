@@ -40,7 +40,7 @@ def make_optimizer(options: DistillOptions) -> optax.GradientTransformation:
     schedule = optax.join_schedules([optax.linear_schedule(rate / (warm + 1), rate, warm), then],
                                     [warm])
     return optax.chain(optax.clip_by_global_norm(options.max_grad_norm), optax.adamw(
-        schedule, b1=options.b1, b2=options.b2, weight_decay=options.weight_decay))
+        schedule, b1=0.9, b2=0.95, weight_decay=0.0))
 
 
 def init_state(options: DistillOptions, params: DrafterParams) -> LearnerState:

@@ -31,6 +31,7 @@ from specrl_jax.structs import (
     carrier,
 )
 
+MATCH = 6  # longest suffix, in tokens, that is looked up
 VOTERS = 8  # occurrences that vote
 _SEPARATOR = -1  # never equal to a token
 

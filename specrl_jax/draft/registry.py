@@ -24,12 +24,11 @@ from specrl_jax.draft import eagle_model, eagle_weights
 from specrl_jax.draft.draft_model import draft_model
 from specrl_jax.draft.eagle import eagle
 from specrl_jax.draft.eagle_model import EagleArch
-from specrl_jax.draft.history import history
+from specrl_jax.draft.history import MATCH, history
 from specrl_jax.draft.merge import merge
 from specrl_jax.draft.network import Truncate
 from specrl_jax.draft.off import off
 from specrl_jax.draft.protocol import Drafter
-from specrl_jax.draft.recorded import replay, replay_params
 from specrl_jax.draft.trainable import TrainableDrafter
 from specrl_jax.model import weights
 from specrl_jax.model.architecture import Architecture, describe, is_param
@@ -198,7 +197,7 @@ def _off(context: DrafterContext) -> DrafterPart:
 @register_drafter("history")
 def _history(context: DrafterContext) -> DrafterPart:
     return DrafterPart("history", history(
-        match=context.config.spec.history_match, group=context.group, origin=context.origin,
+        match=MATCH, group=context.group, origin=context.origin,
         **context.sizes))
 
 
@@ -230,15 +229,6 @@ def _draft_model(context: DrafterContext) -> DrafterPart:
     return DrafterPart("draft_model", draft_model(
         shared, **context.sizes, **context.network, truncate=context.truncate), own,
                        records_proposal=True, described=describe(shared))
-
-
-@register_drafter("replay")
-def _replay(context: DrafterContext) -> DrafterPart:
-    spec, draft = context.config.spec, context.config.draft
-    drafter = replay(depth=spec.max_depth, nodes=spec.max_nodes, vocab=context.arch.vocab_size,
-                     origin=context.origin)
-    return DrafterPart("replay", drafter, replay_params(draft.corruption, draft.cost),
-                       versioned=False)
 
 
 def _zeros(described: PyTree) -> PyTree:

@@ -6,9 +6,10 @@ import numpy as np
 from flax import struct
 
 EMPTY = -1
+MEGABYTES = 64  # bound on the memory of earlier responses
 
 
-def capacity(megabytes: int, buffer: int, prompts: int, past: int) -> int:
+def capacity(buffer: int, prompts: int, past: int, megabytes: int = MEGABYTES) -> int:
     """Returns how many responses [T = `buffer`] fit `megabytes`, at most those that can be of use.
 
     Prompts are drawn in a new order each epoch, so one may come back only after almost two epochs:
@@ -22,7 +23,6 @@ class ResponseCache(struct.PyTreeNode):
 
     tokens: Any  # i32[R, T]; EMPTY is padding
     prompt_id: Any  # i32[R]
-    step: Any  # i32[R]
     next: Any  # i32[] row of the next response
 
 
@@ -30,12 +30,12 @@ def blank(rows: int, buffer: int) -> ResponseCache:
     """Returns an empty cache of R = `rows` responses, T = `buffer`."""
     return ResponseCache(
         tokens=np.full((rows, buffer), EMPTY, np.int32), prompt_id=np.full(rows, EMPTY, np.int32),
-        step=np.zeros(rows, np.int32), next=np.zeros((), np.int32))
+        next=np.zeros((), np.int32))
 
 
 def add(cache: ResponseCache, prompt_id: np.ndarray, tokens: np.ndarray, length: np.ndarray,
-        step: int, per_prompt: int) -> ResponseCache:
-    """Returns the cache with a step's responses i32[Q, T] of the given lengths added, in order.
+        per_prompt: int) -> ResponseCache:
+    """Returns the cache with responses i32[Q, T] of the given lengths added, in order.
 
     Only the last `per_prompt` of a prompt are added: more would drive out those of others.
     """
@@ -43,20 +43,20 @@ def add(cache: ResponseCache, prompt_id: np.ndarray, tokens: np.ndarray, length:
     last = sorted(i for one in np.unique(prompt_id)
                   for i in np.flatnonzero(prompt_id == one)[-per_prompt:])[-rows:]
     at = (int(cache.next) + np.arange(len(last))) % rows
-    new = ResponseCache(*(np.array(a) for a in (cache.tokens, cache.prompt_id, cache.step)),
+    new = ResponseCache(np.array(cache.tokens), np.array(cache.prompt_id),
                         next=np.int32((int(cache.next) + len(last)) % rows))
     real = np.arange(tokens.shape[1]) < length[last][:, None]
     new.tokens[at] = np.where(real, tokens[last], EMPTY)
-    new.prompt_id[at], new.step[at] = prompt_id[last], step
+    new.prompt_id[at] = prompt_id[last]
     return new
 
 
-def past(cache: ResponseCache, prompt_id: np.ndarray, count: int, since: int) -> np.ndarray:
-    """Returns the `count` newest responses of each prompt from step `since` on, newest first,
-    i32[prompts, count, T]; EMPTY is padding."""
+def past(cache: ResponseCache, prompt_id: np.ndarray, count: int) -> np.ndarray:
+    """Returns the `count` newest responses of each prompt, newest first, i32[prompts, count, T];
+    EMPTY is padding."""
     size = len(cache.prompt_id)
     newest_first = (int(cache.next) - 1 - np.arange(size)) % size
-    owner = np.where(cache.step[newest_first] >= since, cache.prompt_id[newest_first], EMPTY)
+    owner = cache.prompt_id[newest_first]
     out = np.full((len(prompt_id), count, cache.tokens.shape[1]), EMPTY, np.int32)
     for i, prompt in enumerate(prompt_id):
         rows = newest_first[owner == prompt][:count]

@@ -5,9 +5,7 @@ metric for each reward term.
 """
 
 import fnmatch
-from typing import Any, NamedTuple
-
-from specrl_jax.config import ConfigError
+from typing import NamedTuple
 
 
 class Metric(NamedTuple):
@@ -167,48 +165,8 @@ METRICS = tuple(Metric(*row) for row in (
     ("distill/buffer_bytes", "bytes", "kept features of rollouts"),
 ))
 
-# Old name -> new name; after a semicolon, how the value changed.
-RENAMED_METRICS = {
-    "reward/useful_groups": "reward/nonzero_advantage_fraction",
-    "reward/digits": "reward/digit_fraction",
-    "reward/bare": "reward/exact_only",
-    "reward/format": "reward/has_answer_marker",
-    "clip_fraction": "policy/clip_fraction",
-    "reference_kl": "kl/reference",
-    "update_kl": "kl/update",
-    "response/stopped": "response/clipped_fraction; it is 1 minus the old value",
-    "rollout/kept_mass": "rollout/top_p_mass",
-    "rollout/broken_drafts": "rollout/nonfinite_drafts",
-    "control/steps": "control/draft_depth",
-    "control/width": "control/verify_tokens",
-    "control/off_seconds": "control/plain_seconds",
-    "time/net": "time/speculation_net",
-    "time/control_error": "time/cost_error",
-    "drafter/held": "drafter/disabled",
-    "control/fixed_seconds": "; it is no longer computed",
-    "control/switches": "; it is no longer computed",
-}
-
-
 def find(name: str) -> Metric | None:
     """Returns the metric called `name`, an exact name before a pattern; None if there is none."""
     exact = (metric for metric in METRICS if metric.name == name)
     return next(exact, None) or next(
         (metric for metric in METRICS if fnmatch.fnmatchcase(name, metric.name)), None)
-
-
-class Record(dict[str, Any]):
-    """The metrics of one step; asking for an old name raises ConfigError with the new one."""
-
-    def __missing__(self, name: str) -> Any:
-        if name in RENAMED_METRICS:
-            new, _, hint = RENAMED_METRICS[name].partition("; ")
-            raise ConfigError(f"metric {name!r}: removed; {hint}" if not new else
-                              f"metric {name!r}: renamed; use {new!r}" + (hint and f" ({hint})"))
-        raise KeyError(name)
-
-    def get(self, name: str, default: Any = None) -> Any:
-        try:
-            return self[name]
-        except KeyError:
-            return default

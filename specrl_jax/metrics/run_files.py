@@ -29,7 +29,6 @@ import jax
 import numpy as np
 
 from specrl_jax.config import ConfigError, TrackConfig
-from specrl_jax.metrics.names import Record
 from specrl_jax.metrics.trackers import WALL_TIME, RunInfo, Step, Trackers
 from specrl_jax.runtime.files import write_atomically
 from specrl_jax.runtime.paths import writing
@@ -79,10 +78,10 @@ def _records(path: Path) -> Iterator[tuple[str, Json | None]]:
                 yield line, None
 
 
-def read_metrics(workdir: str | Path) -> list[Record]:
+def read_metrics(workdir: str | Path) -> list[Json]:
     """Returns the objects of metrics.jsonl in order, without a line that is still being written.
     Raises ConfigError if a line is broken."""
-    return [Record(record) for record in _read(Path(workdir) / METRICS)]
+    return list(_read(Path(workdir) / METRICS))
 
 
 def read_samples(workdir: str | Path) -> Iterator[Json]:

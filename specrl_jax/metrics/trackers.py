@@ -16,6 +16,7 @@ from specrl_jax.config import Registry, TrackConfig
 from specrl_jax.structs import Json
 
 EVENTS = "events"
+SHOWN = 4  # sequences of each step in a table
 COLUMNS = ("prompt_id", "sample_id", "prompt", "completion", "reward")  # of the table of samples
 WALL_TIME = "time/unix"
 
@@ -33,7 +34,7 @@ class RunInfo(NamedTuple):
 
     def shown(self, samples: Sequence[Json]) -> Sequence[Json]:
         """Returns the samples of a step that a table shows."""
-        return samples[: self.options.samples]
+        return samples[:SHOWN]
 
 
 class Tracker(Protocol):

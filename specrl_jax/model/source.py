@@ -19,10 +19,9 @@ from specrl_jax.checkpoint.checkpoints import (
     saved_leaves,
 )
 from specrl_jax.config import Config, ConfigError, LearnerConfig, MeshConfig, at_least, build
-from specrl_jax.config.renamed import first_renamed
 from specrl_jax.model import architecture, layers, lora, weights
 from specrl_jax.runtime.paths import CHECKPOINTS
-from specrl_jax.runtime.workdir import BEST_FILE, CONFIG, flat, read_config, read_object
+from specrl_jax.runtime.workdir import BEST_FILE, CONFIG, read_config, read_object
 from specrl_jax.structs import Params, PyTree
 
 ATTEMPTS = 20  # to read the newest checkpoint of a run that goes on
@@ -149,13 +148,11 @@ def best_step(run: Path) -> int:
 
 
 def run_config(run: Path) -> Config:
-    """Reads the configuration that a run was started with. Raises ConfigError if the directory
-    holds no run, or one of another version."""
+    """Returns the configuration that a run was started with. Raises ConfigError if the directory
+    holds no run, or one of another format."""
     stored = read_config(run)
     if stored is None:
         raise ConfigError(f"{run / CONFIG}: no such file; give the working directory of a run")
-    if renamed := first_renamed(flat(stored)):
-        raise ConfigError(f"{run}: an older version started this run ({renamed}); use that version")
     return build(Config, stored)
 
 

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from specrl_jax.config import ConfigError, RewardConfig, check
-from specrl_jax.config.renamed import RENAMED_REWARDS
 from specrl_jax.config.tasks import STOP, RewardError
 from specrl_jax.data.examples import Example
 from specrl_jax.rewards.reward import REWARDS, Reward, expected_number, is_batched
@@ -100,7 +99,7 @@ def compose(terms: Sequence[str], weights: Sequence[float], *, workers: int = 0,
       warn: called with a line about answers that failed.
 
     Raises:
-      ConfigError: a term is unknown, renamed or named twice, takes other arguments, or has no
+      ConfigError: a term is unknown or named twice, takes other arguments, or has no
         finite weight.
     """
     check(len(terms) == len(weights), "reward.weights", weights,
@@ -123,8 +122,6 @@ def compose(terms: Sequence[str], weights: Sequence[float], *, workers: int = 0,
 
 def _resolve(name: str) -> Reward:
     """Returns a reward by its name. Raises ConfigError if it cannot be called as one."""
-    check(name not in RENAMED_REWARDS, "reward.terms", name,
-          f"renamed; use {RENAMED_REWARDS.get(name)}")
     function = REWARDS.resolve(name)
     try:
         inspect.signature(function).bind("", "", {})

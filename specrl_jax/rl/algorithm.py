@@ -50,8 +50,7 @@ def check_training(config: Config, warn: Callable[[str], None]) -> None:
     if steps > 1 and rl.loss == "reinforce":
         warn("rl.loss = 'reinforce': has no ratio, so that updates after the first on a rollout "
              "are off-policy; use ppo_clip, or rl.minibatches = rl.updates = 1")
-    set_bounds = (rl.clip_low, rl.clip_high, rl.dual_clip) != (
-        RLConfig.clip_low, RLConfig.clip_high, RLConfig.dual_clip)
+    set_bounds = (rl.clip_low, rl.clip_high) != (RLConfig.clip_low, RLConfig.clip_high)
     if steps == 1 and not given and rl.loss in WITH_RATIO and (
             set_bounds or rl.loss != RLConfig.loss):
         warn(f"rl.minibatches = 1: with one update on a rollout every ratio is 1, so that "

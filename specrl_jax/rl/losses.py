@@ -30,12 +30,10 @@ class Loss(Protocol):
       advantage: f32[], or f32[T] where tokens differ (rl.teacher).
       mask: bool[T], tokens that count, for losses that read a whole sequence.
       clip_low, clip_high: distances from 1 at which the ratio may be clipped.
-      dual_clip: least multiple of a negative advantage; 0 is none.
     """
 
     def __call__(self, *, logprob: Array, old_logprob: Array, advantage: Array, mask: Array,
-                 clip_low: float | Array, clip_high: float | Array, dual_clip: float | Array
-                 ) -> tuple[Array, Array]: ...
+                 clip_low: float | Array, clip_high: float | Array) -> tuple[Array, Array]: ...
 
 
 LOSSES: Registry[Loss] = Registry("rl.loss", Callable)
@@ -43,14 +41,12 @@ LOSSES: Registry[Loss] = Registry("rl.loss", Callable)
 
 @LOSSES.register("ppo_clip")
 def ppo_clip(*, logprob: Array, old_logprob: Array, advantage: Array, mask: Array,
-             clip_low: float | Array, clip_high: float | Array, dual_clip: float | Array
-             ) -> tuple[Array, Array]:
+             clip_low: float | Array, clip_high: float | Array) -> tuple[Array, Array]:
     """Returns the clipped surrogate loss of each token; see `Loss`.
 
     `-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)` with `r = exp(logprob - old_logprob)`: PPO,
     arXiv:1707.06347, equation 7; with one advantage a sequence, GRPO, arXiv:2402.03300, equation 3.
-    `clip_high` > `clip_low` is DAPO's clip-higher, arXiv:2503.14476, section 3.1. A `dual_clip` c
-    bounds the loss of a negative advantage by `-c A`: Dual-Clip PPO, arXiv:1912.09729, equation 5.
+    `clip_high` > `clip_low` is DAPO's clip-higher, arXiv:2503.14476, section 3.1.
 
     Gradients flow through `logprob` only. A token that the clip leaves alone, r = 1 included, has
     the gradient of `-r A` in full, whatever the bounds.
@@ -61,13 +57,12 @@ def ppo_clip(*, logprob: Array, old_logprob: Array, advantage: Array, mask: Arra
     del mask
     _check_tokens(logprob, old_logprob, advantage)
     return _surrogate(jnp.exp(logprob - jax.lax.stop_gradient(old_logprob)), advantage,
-                      clip_low, clip_high, dual_clip)
+                      clip_low, clip_high)
 
 
 @LOSSES.register("gspo")
 def gspo(*, logprob: Array, old_logprob: Array, advantage: Array, mask: Array,
-         clip_low: float | Array, clip_high: float | Array, dual_clip: float | Array
-         ) -> tuple[Array, Array]:
+         clip_low: float | Array, clip_high: float | Array) -> tuple[Array, Array]:
     """Returns the clipped surrogate loss of the sequence at each token; see `Loss`.
 
     Its ratio is `exp(mean(logprob - old_logprob))` over the sequence's tokens: GSPO,
@@ -80,20 +75,19 @@ def gspo(*, logprob: Array, old_logprob: Array, advantage: Array, mask: Array,
     total = jnp.sum(jnp.where(mask, here - jax.lax.stop_gradient(old_logprob), 0.0))
     ratio = jnp.exp(total / jnp.maximum(jnp.sum(mask, dtype=jnp.float32), 1.0))
     ratio *= jnp.exp(jnp.where(mask, logprob - here, 0.0))
-    return _surrogate(ratio, advantage, clip_low, clip_high, dual_clip)
+    return _surrogate(ratio, advantage, clip_low, clip_high)
 
 
 @LOSSES.register("cispo")
 def cispo(*, logprob: Array, old_logprob: Array, advantage: Array, mask: Array,
-          clip_low: float | Array, clip_high: float | Array, dual_clip: float | Array
-          ) -> tuple[Array, Array]:
+          clip_low: float | Array, clip_high: float | Array) -> tuple[Array, Array]:
     """Returns `-clip(r, 1 - clip_low, 1 + clip_high) A logprob`; see `Loss`.
 
     No gradient flows through the clipped ratio, so that every token keeps one: CISPO,
-    arXiv:2506.13585, equation 4, which has no lower bound (`clip_low` >= 1). `dual_clip` is not
-    read. Errors are those of `ppo_clip`.
+    arXiv:2506.13585, equation 4, which has no lower bound (`clip_low` >= 1). Errors are those of
+    `ppo_clip`.
     """
-    del mask, dual_clip
+    del mask
     _check_tokens(logprob, old_logprob, advantage)
     ratio = jnp.exp(jax.lax.stop_gradient(logprob - old_logprob))
     weight = jnp.clip(ratio, 1.0 - clip_low, 1.0 + clip_high)
@@ -102,29 +96,26 @@ def cispo(*, logprob: Array, old_logprob: Array, advantage: Array, mask: Array,
 
 @LOSSES.register("reinforce")
 def reinforce(*, logprob: Array, old_logprob: Array, advantage: Array, mask: Array,
-              clip_low: float | Array, clip_high: float | Array, dual_clip: float | Array
-              ) -> tuple[Array, Array]:
+              clip_low: float | Array, clip_high: float | Array) -> tuple[Array, Array]:
     """Returns `-A logprob`, without a ratio; see `Loss`.
 
     REINFORCE, Williams 1992; with a baseline in the advantage RLOO, arXiv:2402.14740, and ReMax,
     arXiv:2310.10505. Bounds are not read. Errors are those of `ppo_clip`.
     """
-    del mask, clip_low, clip_high, dual_clip
+    del mask, clip_low, clip_high
     _check_tokens(logprob, old_logprob, advantage)
     return -jax.lax.stop_gradient(advantage) * logprob, jnp.zeros(logprob.shape, bool)
 
 
-def _surrogate(ratio: Array, advantage: Array, clip_low: float | Array, clip_high: float | Array,
-               dual_clip: float | Array) -> tuple[Array, Array]:
+def _surrogate(ratio: Array, advantage: Array, clip_low: float | Array, clip_high: float | Array
+               ) -> tuple[Array, Array]:
     """Returns the clipped surrogate f32[T] of ratios f32[T], and where its clip binds."""
     advantage = jax.lax.stop_gradient(advantage)
     here = jax.lax.stop_gradient(ratio)
     above = (advantage > 0) & (here > 1.0 + clip_high)
     below = (advantage < 0) & (here < 1.0 - clip_low)
-    far = (advantage < 0) & (dual_clip > 0) & (here > dual_clip)
     bound = jnp.where(advantage > 0, 1.0 + clip_high, 1.0 - clip_low).astype(jnp.float32)
-    bound = jnp.where(far, dual_clip, bound).astype(jnp.float32)
-    clipped = above | below | far
+    clipped = above | below
     return -jnp.where(clipped, bound, ratio) * advantage, clipped
 
 
@@ -185,7 +176,7 @@ def sequence_terms(*, loss: Loss, correction: Correction, logprob: Array, old_lo
     _check(1, jnp.bool_, mask=mask)
     logprob, old_logprob = _masked(mask, logprob), _masked(mask, old_logprob)
     terms, clipped = loss(logprob=logprob, old_logprob=old_logprob, advantage=advantage, mask=mask,
-                          clip_low=rl.clip_low, clip_high=rl.clip_high, dual_clip=rl.dual_clip)
+                          clip_low=rl.clip_low, clip_high=rl.clip_high)
     weight, cut = correction(old_logprob=jax.lax.stop_gradient(old_logprob),
                              rollout_logprob=_masked(mask, rollout_logprob), mask=mask)
     terms = terms * weight

@@ -10,6 +10,7 @@ from optax.contrib import MuonDimensionNumbers, muon
 from specrl_jax.config import LearnerConfig
 from specrl_jax.structs import Array, PyTree
 
+B1, B2 = 0.9, 0.999  # decays of AdamW, also of Muon's
 # Axes of the weights that Muon takes as matrices, from the last one: input, output. Others are a
 # stack of matrices; all other parameters, the embedding among them, are AdamW's.
 MATRICES = {"qkv": MuonDimensionNumbers(-1, (-4, -3, -2)),
@@ -48,19 +49,19 @@ def learning_rate(config: LearnerConfig, state: optax.OptState) -> Array:
 
 def _adamw(config: LearnerConfig, rate: optax.Schedule) -> optax.GradientTransformation:
     """Loshchilov and Hutter, arXiv:1711.05101."""
-    return optax.adamw(rate, b1=config.b1, b2=config.b2, weight_decay=config.weight_decay)
+    return optax.adamw(rate, b1=B1, b2=B2, weight_decay=config.weight_decay)
 
 
 def _lion(config: LearnerConfig, rate: optax.Schedule) -> optax.GradientTransformation:
-    """Chen et al., arXiv:2302.06675."""
-    return optax.lion(rate, b1=config.b1, b2=config.b2, weight_decay=config.weight_decay)
+    """Chen et al., arXiv:2302.06675, with its decays of 0.9 and 0.99."""
+    return optax.lion(rate, b1=0.9, b2=0.99, weight_decay=config.weight_decay)
 
 
 def _muon(config: LearnerConfig, rate: optax.Schedule) -> optax.GradientTransformation:
     """Jordan et al. (kellerjordan.github.io/posts/muon); updates are scaled as in Moonlight,
     arXiv:2502.16982, equation 4, so that AdamW's rates fit."""
     return muon(rate, weight_decay=config.weight_decay, adam_weight_decay=config.weight_decay,
-                adam_b1=config.b1, adam_b2=config.b2, consistent_rms=0.2,
+                adam_b1=B1, adam_b2=B2, consistent_rms=0.2,
                 muon_weight_dimension_numbers=_matrices)
 
 

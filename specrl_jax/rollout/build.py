@@ -69,7 +69,7 @@ def _decoder(config: Config, arch: Architecture, mesh: Mesh, drafter: Drafter, s
     smallest = shapes.batches[-1]
     limits = Limits(
         depth=drafter.depth, branch=config.spec.max_branch, nodes=config.spec.max_nodes,
-        mix=config.draft.mix or (1.0,) * len(drafter.names), longest=shapes.longest,
+        mix=(1.0,) * len(drafter.names), longest=shapes.longest,
         buckets={rows: bucket_table(rows, drafter.nodes, config.spec.max_packed,
                                     rows == smallest) for rows in shapes.batches},
         seed=config.seed)

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from specrl_jax.config import MOST_MIX
 from specrl_jax.control.buckets import Bucket, bucket_table
 from specrl_jax.control.protocol import NEVER_REPLAN, Controller, Plan
 from specrl_jax.draft.protocol import Drafter
@@ -22,6 +21,7 @@ from specrl_jax.structs import (
     SpecConfig,
 )
 
+MOST_MIX = 1000.0  # an endless factor of survival would hide roots, too
 NOT_FORCED = -1  # in `force`: the controller decides
 
 

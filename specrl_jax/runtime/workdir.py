@@ -13,16 +13,33 @@ from specrl_jax.structs import Json
 
 CONFIG, METRICS, SAMPLES = "config.json", "metrics.jsonl", "samples.jsonl"
 BEST_FILE, REPORT = "best.json", "report.html"
+FORMAT = 2  # of config.json and checkpoints; those up to version 0.2.0 name none
 
 
 def read_config(workdir: str | Path) -> Json | None:
     """Returns the configuration that a run was started with; None if there is no run. Raises
-    ConfigError if config.json cannot be read, or is missing although metrics.jsonl is there."""
+    ConfigError if config.json cannot be read, has another format, or is missing although
+    metrics.jsonl is there."""
     path = Path(workdir) / CONFIG
     stored = read_object(path)
-    if stored is None and (Path(workdir) / METRICS).exists():
-        raise ConfigError(f"{path} is missing although {METRICS} is there: choose another workdir")
+    if stored is None:
+        if (Path(workdir) / METRICS).exists():
+            raise ConfigError(f"{path} is missing although {METRICS} is there: choose another "
+                              "workdir")
+        return None
+    check_format(path, stored.pop("format", None))
     return stored
+
+
+def check_format(path: Path, stored: object) -> None:
+    """Raises ConfigError unless `stored`, the format that `path` names, is FORMAT."""
+    if stored is None:
+        raise ConfigError(f"{path}: a run of version 0.2.0 or older, which this version cannot "
+                          "read; write its model with export.py of 0.2.0, name that in "
+                          "model.path, and choose another workdir")
+    if stored != FORMAT:
+        raise ConfigError(f"{path}: format {stored!r}, but this version reads format {FORMAT}; use "
+                          "the version that wrote it, or choose another workdir")
 
 
 def read_object(path: Path) -> Json | None:
@@ -57,7 +74,8 @@ def write_config(workdir: str | Path, config: Json) -> None:
     """Writes config.json atomically and creates the directory; only in process 0."""
     if jax.process_index() == 0:
         make_workdir(workdir)
-        write_atomically(Path(workdir) / CONFIG, json.dumps(config, indent=2) + "\n")
+        write_atomically(Path(workdir) / CONFIG, json.dumps(
+            {"format": FORMAT} | config, indent=2) + "\n")
 
 
 def flat(tree: Json, prefix: str = "") -> Json:

@@ -96,8 +96,7 @@ class Trainer:
         spec, buffer = self.config.spec, self.config.rollout.max_new_tokens
         base = self.policy.frozen.base
         initial = self.sampler.initial_state(params if base is None else base)
-        rows = response_cache.capacity(spec.history_megabytes, buffer, len(self.prompts.examples),
-                                       spec.history_past or 1)
+        rows = response_cache.capacity(buffer, len(self.prompts.examples), spec.history_past or 1)
         return TrainState(
             step=0, bad_steps=0, learner=self.policy.init(params), policy=initial.policy,
             drafter=self.drafter.init(initial.drafter), prompts=self.order.init(),
@@ -182,12 +181,11 @@ class Trainer:
     def generate(self, state: TrainState, progress: Callable[[int, int, int], None] = ignore,
                  earlier: int = 0) -> tuple[TrainState, Rollout, Result]:
         """Generates this step's next prompts, after `earlier` rollouts of the step."""
-        per_step, window = self.config.prompts_per_step, self.config.spec.history_window
+        per_step = self.config.prompts_per_step
         indices = self.order.indices(state.prompts, state.step, (earlier + 1) * per_step)
         batch = self.prompts.batch(indices).part(slice(-per_step, None))
-        past = response_cache.past(
-            state.speculation.responses, batch.prompt_id, self.sampler.engine.layout.past,
-            since=state.step - window if window else 0)
+        past = response_cache.past(state.speculation.responses, batch.prompt_id,
+                                   self.sampler.engine.layout.past)
         rollout, speculation, result = self.sampler.generate(
             batch, state.policy, state.drafter.published, state.speculation, "train", state.step,
             past=past, progress=progress)
@@ -226,7 +224,7 @@ class Trainer:
         indices = np.asarray([self.prompts.place[int(i)] for i in whole.prompt_id[::size]])
         if spec.history_past:
             speculation = speculation.replace(responses=response_cache.add(
-                speculation.responses, whole.prompt_id, whole.tokens, whole.length, state.step,
+                speculation.responses, whole.prompt_id, whole.tokens, whole.length,
                 spec.history_past))
         return state.replace(speculation=speculation,
                              prompts=prompt_order.observe(state.prompts, indices, rewards))

@@ -119,6 +119,8 @@ def test_workdirs_that_cannot_be_are_refused(tmp_path):
 
 @pytest.mark.parametrize("text, words", [
     ("{", "config.json is not JSON"), ("[]", "config.json does not hold an object"),
+    ("{}", "config.json: a run of version 0.2.0 or older, .* export.py of 0.2.0,"),
+    ('{"format": 9}', "config.json: format 9, but this version reads format 2; use the version"),
     (None, "config.json is missing although metrics.jsonl is there"),
 ])
 def test_an_unreadable_config_is_refused(tmp_path, text, words):
@@ -162,7 +164,7 @@ def test_other_rendering_of_the_same_examples_is_told(tmp_path):
 LAYOUT = {"learner__micro_batch": 8, "learner__optimizer_offload": True, "learner__remat": True,
           "learner__packing": "sequence",
           "mesh__data": 2, "mesh__fsdp": 2, "mesh__tensor": 2}
-SPEED = {"rollout__batch_size": 8, "rollout__order": "reversed", "spec__drafter": "off",
+SPEED = {"rollout__batch_size": 8, "spec__drafter": "off",
          "spec__depth": 2, "draft__path": "x", "control__cost_table": "x", "control__policy": "off",
          "distill__when": "interval", "rollout__rounds_per_launch": 1, "rollout__min_batch": 1}
 REFUSED = {"seed": 7, "group_size": 4, "prompts_per_step": 4, "model__path": "x",

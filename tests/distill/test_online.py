@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import counting, micro_config, micro_trainer_to_compile, moments, repeatable_metrics
+from specrl_jax.distill.drafter import DrafterManager, FrozenDrafter
 
 from specrl_jax.checkpoint.checkpoints import Checkpoints
 from specrl_jax.config import ConfigError, DistillConfig
 from specrl_jax.distill import drafter as drafters
-from specrl_jax.distill.drafter import DrafterManager, FrozenDrafter
 from specrl_jax.distill.health import Probe, equal, fault_of, summarize
 from specrl_jax.distill.losses import LOSSES
 from specrl_jax.draft.off import off
@@ -34,7 +34,7 @@ MODES = {"every_step": {"when": "interval"},
          "every_2": {"when": "interval", "interval": 2, "rollouts": 2},
          "once": {"when": "once", "rollouts": 2}, "overlap": {"when": "interval", "overlap": True},
          "overlap_2": {"when": "interval", "overlap": True, "interval": 2},
-         "trigger": {"when": "trigger", "threshold": 0.0, "ema_decay": 0.0}}
+         "trigger": {"when": "trigger", "threshold": 0.0}}
 INVARIANT = dict(num_heads=4, num_kv_heads=2, head_dim=16)  # heads that machine code can take
 
 

@@ -36,14 +36,14 @@ def after(steps, memory=0.0):
 
 
 def test_fall_that_entropy_explains_starts_nothing():
-    options = DistillConfig(when="trigger", threshold=0.05, ema_decay=0.0)
+    options = DistillConfig(when="trigger", threshold=0.05)
     state, left = after([(1, 0.9), (2, 0.9), (0.6, 0.9)])
     assert state.slope == pytest.approx(-0.2, abs=0.01)
     assert left == pytest.approx([0, 0, 0], abs=0.01) and not schedule.due(options, 3, state)
 
 
 def test_staleness_of_a_worse_drafter_is_due_at_any_entropy():
-    options = DistillConfig(when="trigger", threshold=0.05, ema_decay=0.0)
+    options = DistillConfig(when="trigger", threshold=0.05)
     for mean in (1, 2, 0.6):
         state, left = after([(1, 0.9), (mean, 0.8)])
         assert left[1] == pytest.approx(-0.1, abs=0.01) and schedule.due(options, 1, state)
@@ -52,7 +52,7 @@ def test_staleness_of_a_worse_drafter_is_due_at_any_entropy():
 
 
 def test_one_bad_step_is_not_enough_with_a_memory():
-    options = DistillConfig(when="trigger", threshold=0.1, ema_decay=0.8)
+    options = DistillConfig(when="trigger", threshold=0.1)
     state, _ = after([(1, 0.9), (1, 0.8)], memory=0.8)
     assert not schedule.due(options, 1, state)
     state, _ = after([(1, 0.9)] + [(1, 0.8)] * 9, memory=0.8)

@@ -324,12 +324,11 @@ def test_learning_rate_warms_up_and_falls_to_zero():
 @pytest.mark.parametrize("options, changes, message", [
     (DistillOptions, {"loss": "mse"}, "^loss = 'mse': choose one of forward_kl"),
     (DistillOptions, {"unroll": 0}, "unroll = 0: must be at least 1"),
-    (DistillOptions, {"depth_decay": 0.0}, r"depth_decay = 0.0: must lie in \(0, 1\]"),
+    (DistillOptions, {"max_grad_norm": 0.0}, r"max_grad_norm = 0.0: must lie in \(0, inf\]"),
     (DistillOptions, {"warmup_steps": 5, "decay_steps": 5}, "decay_steps = 5: must be 0 or more"),
     (DistillConfig, {"when": "often"}, "distill.when = 'often': choose one of off, once"),
     (DistillConfig, {"loss": "mse"}, "distill.loss = 'mse': choose one of forward_kl"),
     (DistillConfig, {"batch": 12}, "distill.batch = 12: must be a multiple of .*micro_batch = 8"),
-    (DistillConfig, {"ema_decay": 1.0}, r"distill.ema_decay = 1.0: must lie in \[0, 1\)"),
     (DistillConfig, {"interval": 0}, "distill.interval = 0: must be at least 1"),
     (DistillConfig, {"when": "once", "overlap": True},
      "distill.overlap = True: needs distill.when = 'interval'")])

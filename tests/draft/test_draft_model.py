@@ -226,17 +226,6 @@ def test_drafter_state_has_the_models_dtype(drafter: str, dtype: str) -> None:
     assert real == {jnp.dtype(dtype)}
 
 
-@pytest.mark.parametrize("mix, ok", [
-    ((1.0, 2.0), True), ((0.0, 1000.0), True), ((1.0,), False), ((1.0, 1.0, 1.0), False),
-    ((1.0, -1.0), False), ((1.0, float("nan")), False), ((float("inf"), 1.0), False)])
-def test_mixtures_are_checked(mix: tuple[float, ...], ok: bool) -> None:
-    if ok:
-        assert DraftConfig(mix=mix).mix == mix
-    else:
-        with pytest.raises(ConfigError, match=r"draft.mix = .*: give one number in \[0, 1000\]"):
-            DraftConfig(mix=mix)
-
-
 @pytest.mark.parametrize("drafter", ["draft_model", "eagle"])
 def test_draft_temperature_reaches_the_drafter(drafter: str) -> None:
     made = make(config(draft__temperature=0.5, spec__drafter=drafter))

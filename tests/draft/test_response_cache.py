@@ -7,23 +7,23 @@ from specrl_jax.data.prompt_order import step_prompts
 from specrl_jax.draft.response_cache import ResponseCache, add, blank, capacity, past
 
 
-def with_rows(cache: ResponseCache, *rows: tuple[int, list[int]], step: int = 0,
-              per_prompt: int = 9) -> ResponseCache:
+def with_rows(cache: ResponseCache, *rows: tuple[int, list[int]], per_prompt: int = 9
+              ) -> ResponseCache:
     tokens = np.zeros((len(rows), cache.tokens.shape[1]), np.int32)
     for i, (_, said) in enumerate(rows):
         tokens[i, : len(said)] = said
     return add(cache, np.asarray([p for p, _ in rows]), tokens,
-               np.asarray([len(s) for _, s in rows]), step, per_prompt)
+               np.asarray([len(s) for _, s in rows]), per_prompt)
 
 
-def first_tokens(cache: ResponseCache, prompts: list[int], count: int, since: int = 0) -> list:
-    return past(cache, np.asarray(prompts), count, since)[..., 0].tolist()
+def first_tokens(cache: ResponseCache, prompts: list[int], count: int) -> list:
+    return past(cache, np.asarray(prompts), count)[..., 0].tolist()
 
 
 def test_past_is_the_prompts_own_newest_first() -> None:
     before = with_rows(blank(10, 3), (7, [1, 2]), (8, [3]), (7, [4, 5, 6]), per_prompt=2)
     cache = with_rows(before, (7, [9]))
-    assert past(cache, np.asarray([7, 8, 9]), 2, 0).tolist() == [
+    assert past(cache, np.asarray([7, 8, 9]), 2).tolist() == [
         [[9, -1, -1], [4, 5, 6]], [[3, -1, -1], [-1, -1, -1]], [[-1, -1, -1], [-1, -1, -1]]]
     assert first_tokens(before, [7], 2) == [[4, 1]]  # a value: adding changes no other
 
@@ -33,14 +33,6 @@ def test_add_overwrites_the_oldest() -> None:
     for i in range(8):
         cache = with_rows(cache, (i % 2, [i, i]))
     assert first_tokens(cache, [0, 1], 3) == [[6, -1, -1], [7, 5, -1]]
-
-
-def test_past_counts_from_a_step() -> None:
-    cache = blank(9, 1)
-    for step in range(5):
-        cache = with_rows(cache, (0, [step]), (1, [9]), step=step)
-    for since, newest in ((3, [4, 3, -1]), (4, [4, -1, -1]), (5, [-1, -1, -1])):
-        assert first_tokens(cache, [0], 3, since) == [newest]
 
 
 def test_add_keeps_the_last_of_each_prompt() -> None:
@@ -55,21 +47,20 @@ def test_more_than_fit_at_once_leaves_the_last_ones() -> None:
 
 
 def test_capacity_keeps_the_byte_bound() -> None:
-    assert capacity(1, 62, 10**9, 8) == 2**20 // 256
-    assert capacity(64, 16, 10, 8) == 160
-    assert capacity(0, 16, 10, 8) == 1
+    assert capacity(62, 10**9, 8, 1) == 2**20 // 256
+    assert capacity(16, 10, 8) == 160
+    assert capacity(16, 10, 8, 0) == 1
 
 
 @pytest.mark.parametrize("group", [2, 4, 32])
 def test_prompt_of_the_next_epoch_finds_its_past(group: int) -> None:
     examples, most = 16, 4
-    cache = blank(capacity(64, 2, examples, most), 2)
+    cache = blank(capacity(2, examples, most), 2)
     seen: set[int] = set()
     for step in range(12):
         ids = step_prompts(examples, 0, step, 4)
-        known = (past(cache, ids, min(group, most), 0) >= 0).all((1, 2))
+        known = (past(cache, ids, min(group, most)) >= 0).all((1, 2))
         np.testing.assert_array_equal(known, [i in seen for i in ids.tolist()])
         seen |= set(ids.tolist())
         rows = np.repeat(ids, group)
-        cache = add(cache, rows, np.ones((len(rows), 2), np.int32), np.full(len(rows), 2), step,
-                    most)
+        cache = add(cache, rows, np.ones((len(rows), 2), np.int32), np.full(len(rows), 2), most)

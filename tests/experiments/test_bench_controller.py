@@ -65,7 +65,7 @@ def tiny_shape(monkeypatch: pytest.MonkeyPatch) -> Shape:
     source = Source(arch, byte_tokenizer(), random_tensors(arch, 0), "tiny")
     monkeypatch.setattr(controller_cells, "SMALL_TOKENS", {2: 16})
     bench = Bench(Config(model=ModelSource("random:tiny"), rollout=RolloutConfig()), source,
-                  jax.device_put(source.params()), (), "replay", None)
+                  jax.device_put(source.params()), (), controller_cells.REPLAY, None)
     return Shape(bench, (2, (3, 15), False), controller.POLICIES)
 
 

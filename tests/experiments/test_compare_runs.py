@@ -12,6 +12,7 @@ from specrl_jax import prng
 from specrl_jax.config import as_dict
 from specrl_jax.data.prompts import make_prompts
 from specrl_jax.model import weights
+from specrl_jax.runtime.workdir import write_config
 from specrl_jax.training import audit
 
 KEYS = [(0, 0, 0), (0, 0, 1)]
@@ -67,7 +68,7 @@ def drawn(small, tmp_path_factory):
                 "prompt": prompt, "tokens": ranks[step, key][:1]})
     for name, rows in (("samples", records), ("metrics", [{"step": 0}, {"step": 1}])):
         (run / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
-    (run / "config.json").write_text(json.dumps(as_dict(config)))
+    write_config(run, as_dict(config))
     return run, ranks
 
 

@@ -19,6 +19,7 @@ from specrl_jax.evaluation import generate
 from specrl_jax.model import source as actors
 from specrl_jax.model.tiny import byte_tokenizer
 from specrl_jax.runtime.compilation import CompilationCounter
+from specrl_jax.runtime.workdir import write_config
 
 TINY = ("--config.model.path=random:tiny", "--config.rollout.max_prompt_tokens=96")
 
@@ -36,7 +37,7 @@ def resolve(*arguments):
 @pytest.fixture
 def run(tmp_path, small):
     """A run without a checkpoint."""
-    (tmp_path / "config.json").write_text(json.dumps(as_dict(small)))
+    write_config(tmp_path, as_dict(small))
     return tmp_path
 
 
@@ -57,7 +58,7 @@ def test_run_brings_its_config_and_overrides_win(run, small):
 def test_overrides_need_only_fit_the_runs_own_config(tmp_path, small):
     """20 nodes are too many for the default preset, and 30 for this run."""
     wide = dataclasses.replace(small, spec=SpecOptions(max_nodes=25))
-    (tmp_path / "config.json").write_text(json.dumps(as_dict(wide)))
+    write_config(tmp_path, as_dict(wide))
     for order in (1, -1):
         config, _ = resolve(*[f"--run={tmp_path}", "--config.spec.nodes=20", "--step=0"][::order])
         assert config == dataclasses.replace(wide, spec=SpecOptions(max_nodes=25, nodes=20))

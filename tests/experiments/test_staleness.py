@@ -119,7 +119,7 @@ def test_arm_that_cannot_run_is_refused_before_any_runs(
     other = tmp_path / "runs" / "0" / "modes" / "frozen"
     if "frozen" in message:  # what lies there is another run
         other.mkdir(parents=True)
-        (other / "config.json").write_text('{"seed": 7}')
+        (other / "config.json").write_text('{"format": 2, "seed": 7}')
     done = command("staleness.py", "--config=staleness", f"--out={tmp_path / 'new.json'}",
                    f"--workdir={tmp_path / 'runs'}", *flags)
     assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1

@@ -12,6 +12,7 @@ import pytest
 from tensorboardX.proto.event_pb2 import Event
 
 from specrl_jax.config import ConfigError
+from specrl_jax.metrics import names
 from specrl_jax.metrics import run_files as M
 from specrl_jax.metrics.trackers import EVENTS
 from specrl_jax.runtime.workdir import METRICS, SAMPLES, result_directory, write_config
@@ -193,3 +194,11 @@ def test_result_directory_of_no_run_is_refused(tmp_path, what):
     else:
         with pytest.raises(ConfigError, match="is of no run"):
             result_directory(tmp_path, "model")
+
+
+def test_metrics_have_one_description_each():
+    described = [metric.name for metric in names.METRICS]
+    assert len(set(described)) == len(described) and all(m.help for m in names.METRICS)
+    assert [names.find(name).name for name in ("reward/mean", "reward/exact")] == [
+        "reward/mean", "reward/*"]
+    assert names.find("distill/alpha/2") and not names.find("nothing")

@@ -57,7 +57,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> dict[str, Recorder]:
 
 def write(workdir: Path, start: int, stop: int, to: tuple[str, ...], warn: Any = pytest.fail
           ) -> None:
-    with run_files.Writer(workdir, start, warn, TrackConfig(to=to, samples=1)) as writer:
+    with run_files.Writer(workdir, start, warn, TrackConfig(to=to)) as writer:
         for step in range(start, stop):
             writer.write_step({"step": step, "loss": step / 2, "note": "x", "curve": [1.0]},
                               [SAMPLE, SAMPLE | {"sample_id": 1}])
@@ -83,7 +83,7 @@ def test_history_is_what_a_resumed_run_has_done(
     info = made["good"].info
     assert [(m["step"], len(samples)) for m, samples in info.history()] == [
         (step, 2) for step in range(4)]
-    assert info.config == {"name": "x"} and made["good"].shown == [(3, 1.5, 2)]
+    assert info.config["name"] == "x" and made["good"].shown == [(3, 1.5, 2)]
 
 
 def test_tensorboard_shows_config_numbers_and_samples(tmp_path: Path) -> None:

@@ -82,7 +82,6 @@ def test_terms_are_weighted_and_told_one_by_one():
     (("no_such_module:f",), ["no_such_module", "PYTHONPATH"]),
     (("math:no_such_function",), ["no_such_function", "defines"]),
     (("math:pi",), ["math:pi", "function"]),
-    (("digits",), ["digits", "renamed; use digit_fraction"]),
     (("exact", "exact"), ["exact", "once"]),
     (("exact:",), ["exact:"]),
     ((f"{__name__}:other_signature",), ["other_signature", "function of (prompt, completion, e"]),

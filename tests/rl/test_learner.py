@@ -26,6 +26,7 @@ from specrl_jax.model.transformer import forward
 from specrl_jax.rl import learner, losses, programs
 from specrl_jax.rl.batch import Batch, Layout, Totals, make_batch, part_of
 from specrl_jax.rl.learner import LearnerState
+from specrl_jax.rl.optimizer import B1
 from specrl_jax.structs import Rollout
 
 ARCH = tiny_arch(num_layers=1)
@@ -147,7 +148,7 @@ def test_the_gradient_is_that_of_the_policy_gradient(
         logprob = jnp.take_along_axis(logprob, whole[:, 1:, None], 2)[..., 0]
         return -(jnp.where(mine, logprob, 0) * ADVANTAGE[:, None]).sum() / mine.sum()
 
-    want = jax.tree.map(lambda g: g * (1 - LEARNER.b1), jax.jit(jax.grad(objective))(params))
+    want = jax.tree.map(lambda g: g * (1 - B1), jax.jit(jax.grad(objective))(params))
     assert_close(gradients(params, *batch_of(rollout, 4, k=k))[0], want, 2e-5)
 
 
@@ -291,7 +292,7 @@ def test_entropy_bonus_follows_the_gradient_of_entropy(params: Any, rollout: Rol
         logp = jax.nn.log_softmax(forward(ARCH, params, whole, jnp.asarray(ends)) / 0.8)
         return -jnp.where(mine, (jnp.exp(logp) * logp).sum(-1), 0).sum() / mine.sum()
 
-    want = jax.tree.map(lambda p, g: p - 0.5 * (1 - LEARNER.b1) * g, plain,
+    want = jax.tree.map(lambda p, g: p - 0.5 * (1 - B1) * g, plain,
                         jax.jit(jax.grad(mean_entropy))(params))
     assert error(plain, want) > 0.01
     assert_close(with_bonus, want, 1e-4)

@@ -12,7 +12,6 @@ from specrl_jax.rl import losses as pl
 from specrl_jax.rl.corrections import CORRECTIONS, LIMIT
 
 CLIP = dict(clip_low=0.2, clip_high=0.5)
-BOUNDS = dict(dual_clip=0.0, **CLIP)
 PPO = dict(loss=pl.ppo_clip, correction=CORRECTIONS["none"], rl=RLConfig(**CLIP))
 
 
@@ -35,7 +34,7 @@ def test_surrogate_by_hand(wrap):
     # Ratios 1/2, 1, 5/4, 2 with bounds 0.8 and 1.5.
     # A = 2: min(r A, clip(r) A) = 1, 2, 2.5, 3 (2 is cut to 1.5). The loss is its negative.
     # A = -2: min(-1, -1.6) = -1.6 (1/2 is raised to 0.8); -2; -2.5; min(-4, -3) = -4, not cut.
-    surrogate = wrap(functools.partial(pl.ppo_clip, mask=jnp.ones(4, bool), **BOUNDS))
+    surrogate = wrap(functools.partial(pl.ppo_clip, mask=jnp.ones(4, bool), **CLIP))
     ratios = dict(logprob=log([0.1, 0.4, 0.5, 0.6]), old_logprob=log([0.2, 0.4, 0.4, 0.3]))
     got, _ = surrogate(**ratios, advantage=f32(2.0))
     np.testing.assert_allclose(got, [-1.0, -2.0, -2.5, -3.0], rtol=1e-6)
@@ -51,7 +50,7 @@ def test_surrogate_by_hand(wrap):
 ])
 def test_gradient_stops_where_the_clip_binds(advantage, clipped, slope):
     logprob, old = log([0.1, 0.4, 0.5, 0.6]), log([0.2, 0.4, 0.4, 0.3])
-    args = dict(advantage=f32(advantage), mask=jnp.ones(4, bool), **BOUNDS)
+    args = dict(advantage=f32(advantage), mask=jnp.ones(4, bool), **CLIP)
     got = pl.ppo_clip(logprob=logprob, old_logprob=old, **args)[1]
     np.testing.assert_array_equal(got, clipped)
 
@@ -77,7 +76,7 @@ def test_ratio_one_is_the_plain_policy_gradient(loss, bounds, advantage):
         lp = logprob(x)
         return pl.LOSSES.resolve(loss)(
             logprob=lp, old_logprob=jax.lax.stop_gradient(lp), advantage=f32(advantage),
-            mask=jnp.ones(3, bool), dual_clip=0.0, **bounds)[0].sum()
+            mask=jnp.ones(3, bool), **bounds)[0].sum()
 
     want = jax.grad(lambda x: -advantage * logprob(x).sum())(logits)
     np.testing.assert_allclose(jax.grad(surrogate)(logits), want, atol=1e-6)
@@ -88,25 +87,14 @@ def slopes_of(loss, advantage, mask, logprob, old, **bounds):
     def total(logprob):
         terms, clipped = pl.LOSSES.resolve(loss)(
             logprob=logprob, old_logprob=old, advantage=f32(advantage), mask=jnp.asarray(mask),
-            **BOUNDS | bounds)
+            **CLIP | bounds)
         return jnp.where(jnp.asarray(mask), terms, 0).sum(), (terms, clipped)
 
     slopes, (terms, clipped) = jax.grad(total, has_aux=True)(logprob)
     return terms, clipped, slopes
 
 
-def test_dual_clip_bounds_the_loss_of_a_bad_token():
-    # Ratios 1, 2 and 8, A = -1: -min(r A, clip(r) A) = r; above c = 3 it is c, without a slope.
-    args = dict(mask=[True] * 3, logprob=log([0.1, 0.2, 0.8]), old=log([0.1, 0.1, 0.1]))
-    terms, clipped, slopes = slopes_of("ppo_clip", -1.0, dual_clip=3.0, **args)
-    np.testing.assert_allclose(terms, [1.0, 2.0, 3.0], rtol=1e-6)
-    np.testing.assert_array_equal(clipped, [False, False, True])
-    np.testing.assert_allclose(slopes, [1.0, 2.0, 0.0], rtol=1e-6)
-    terms, *_ = slopes_of("ppo_clip", 1.0, dual_clip=3.0, **args)  # good ones: 1 + clip_high
-    np.testing.assert_allclose(terms, [-1.0, -1.5, -1.5], rtol=1e-6)
-
-
-@pytest.mark.parametrize("bound", ["clip_low", "clip_high", "dual_clip"])
+@pytest.mark.parametrize("bound", ["clip_low", "clip_high"])
 @pytest.mark.parametrize("loss", pl.LOSSES.names())
 def test_losses_read_the_bounds_that_the_config_says(loss, bound):
     other, *readers = RLConfig.__dataclass_fields__[bound].metadata["read_with"]
@@ -273,15 +261,15 @@ def test_arguments_are_checked_by_name(loss):
     good = dict(logprob=jnp.zeros(3), old_logprob=jnp.zeros(3), advantage=f32(1.0),
                 mask=jnp.ones(3, bool))
     with pytest.raises(TypeError, match=r"logprob must be float32 of rank 1, got float32\[2, 3\]"):
-        loss(**good | BOUNDS | dict(logprob=jnp.zeros((2, 3))))
+        loss(**good | CLIP | dict(logprob=jnp.zeros((2, 3))))
     with pytest.raises(TypeError, match=r"old_logprob must be float32 .* got bfloat16\[3\]"):
-        loss(**good | BOUNDS | dict(old_logprob=jnp.zeros(3, jnp.bfloat16)))
+        loss(**good | CLIP | dict(old_logprob=jnp.zeros(3, jnp.bfloat16)))
     with pytest.raises(TypeError, match=r"lengths differ: logprob \[3\], old_logprob \[1\]"):
-        loss(**good | BOUNDS | dict(old_logprob=jnp.zeros(1)))
+        loss(**good | CLIP | dict(old_logprob=jnp.zeros(1)))
     with pytest.raises(TypeError, match=r"advantage must be float32 of rank 0, got int32"):
-        loss(**good | BOUNDS | dict(advantage=jnp.int32(1)))
+        loss(**good | CLIP | dict(advantage=jnp.int32(1)))
     with pytest.raises(TypeError, match=r"lengths differ: .*, advantage \[2\]"):
-        loss(**good | BOUNDS | dict(advantage=jnp.zeros(2)))
+        loss(**good | CLIP | dict(advantage=jnp.zeros(2)))
     rest = good | PPO | dict(loss=loss, rollout_logprob=jnp.zeros(3), reference=None)
     with pytest.raises(TypeError, match=r"mask must be bool of rank 1, got float32\[3\]"):
         pl.sequence_terms(**rest | dict(mask=jnp.ones(3)))
@@ -293,7 +281,6 @@ def test_arguments_are_checked_by_name(loss):
 
 
 @pytest.mark.parametrize("values, words", [
-    (dict(dual_clip=1.1), "rl.dual_clip = 1.1: must be above 1 . rl.clip_high = 1.2, or 0"),
     (dict(kl_estimator="k1"), "rl.kl_estimator = 'k1': its gradient in the loss has mean 0; use"),
     (dict(kl_in="reward"), "rl.kl_estimator = 'k3': taken from the reward, its gradient is near 0"),
     (dict(kl_in="reward", kl_estimator="k2"), "use k1, or rl.kl_in = loss"),
@@ -303,4 +290,4 @@ def test_arguments_are_checked_by_name(loss):
 def test_bounds_that_cannot_work_are_refused(values, words):
     with pytest.raises(ConfigError, match=words):
         RLConfig(**values)
-    RLConfig(kl_estimator="k1", kl_in="reward", dual_clip=3.0)
+    RLConfig(kl_estimator="k1", kl_in="reward")

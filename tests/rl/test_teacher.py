@@ -34,7 +34,7 @@ def test_tokens_of_one_sequence_have_their_own_advantages(loss: str) -> None:
     def terms_of(logprob: Any) -> Any:
         return losses.LOSSES.resolve(loss)(
             logprob=logprob, old_logprob=jax.lax.stop_gradient(logprob), advantage=advantage,
-            mask=mask, clip_low=0.2, clip_high=0.2, dual_clip=0.0)
+            mask=mask, clip_low=0.2, clip_high=0.2)
 
     terms, clipped = terms_of(logprob)
     want = [-1.0, 2.0, -0.5] if loss in ("ppo_clip", "gspo") else [0.5, -2.0, 1.0]
@@ -104,7 +104,7 @@ def test_expected_gradient_is_that_of_the_reverse_kl(loss: str) -> None:
         def objective(logits: Any) -> Any:
             terms, _ = function(
                 logprob=jax.nn.log_softmax(logits), old_logprob=acted, advantage=teacher - acted,
-                mask=mask, clip_low=0.2, clip_high=0.2, dual_clip=0.0)
+                mask=mask, clip_low=0.2, clip_high=0.2)
             return (jnp.exp(acted) * terms).sum()
 
         return jax.grad(objective)(logits)

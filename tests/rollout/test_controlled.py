@@ -19,6 +19,7 @@ from helpers import (
     tiny_arch,
     tiny_params,
 )
+from studies.recorded import replay, replay_params
 
 from specrl_jax import sharding
 from specrl_jax.config import Config, ControlConfig, MeshConfig, RolloutConfig, SpecOptions
@@ -26,7 +27,6 @@ from specrl_jax.control import cost_model, registry
 from specrl_jax.control.buckets import bucket_table
 from specrl_jax.control.cost_model import CostTable, Point
 from specrl_jax.control.protocol import Limits
-from specrl_jax.draft.recorded import replay, replay_params
 from specrl_jax.metrics import launches
 from specrl_jax.rollout import profile
 from specrl_jax.rollout.engine import Engine, Result

@@ -21,21 +21,22 @@ from control_cases import limits_of, made_up
 from distribution_checks import distribution
 from helpers import Task, ask, make_engine, tiny_arch, tiny_params
 from scipy import stats
+from studies import lossy
 
 from specrl_jax.config import ControlConfig, SpecOptions
 from specrl_jax.control import fixed, protocol, registry
 from specrl_jax.draft.draft_model import draft_model
 from specrl_jax.model.transformer import forward
 from specrl_jax.rollout.engine import Result
-from specrl_jax.verify.registry import RULES
+from specrl_jax.verify.protocol import Rule
 
 ARCH = tiny_arch()
 TASK = Task(np.random.default_rng(5).integers(0, 24, (8, 4)).tolist(), group=400, prompt=4,
             response=3, stop=(-1,))  # the first two are judged: a whole tree fits
 TEMPERATURE, VOCAB = 0.4, ARCH.vocab_size
 ALPHA, EFFECT, POWER = 1e-3, 0.2, 0.99
-SUBTLE = {"lossy_shared_noise": {"noise": 1.0, "times": 6}}
-LOSSY = [name for name, rule in RULES.items() if not rule.lossless]
+SUBTLE = {"studies.lossy:SHARED_NOISE": {"noise": 1.0, "times": 6}}
+LOSSY = [f"studies.lossy:{name}" for name, rule in vars(lossy).items() if isinstance(rule, Rule)]
 
 
 @functools.cache

@@ -19,6 +19,7 @@ from helpers import (
     tiny_params,
     wandering,
 )
+from studies.recorded import replay, replay_params
 
 from specrl_jax.control.protocol import make_spec
 from specrl_jax.draft.draft_model import draft_model
@@ -26,7 +27,6 @@ from specrl_jax.draft.eagle import eagle
 from specrl_jax.draft.history import history
 from specrl_jax.draft.merge import merge
 from specrl_jax.draft.protocol import Drafter
-from specrl_jax.draft.recorded import replay, replay_params
 from specrl_jax.rollout.engine import Result
 from specrl_jax.runtime.compilation import CompilationCounter
 

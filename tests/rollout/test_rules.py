@@ -21,6 +21,7 @@ from helpers import (
     tiny_params,
 )
 from scipy import stats
+from studies import lossy
 
 from specrl_jax.config import ConfigError
 from specrl_jax.control import fixed, protocol
@@ -28,14 +29,16 @@ from specrl_jax.draft.draft_model import draft_model
 from specrl_jax.model.transformer import forward
 from specrl_jax.rollout.engine import Engine, Result
 from specrl_jax.structs import SpecConfig
+from specrl_jax.verify.protocol import Rule
 from specrl_jax.verify.registry import RULES
 
 ARCH = tiny_arch()
 TASK = Task([[5, 9, 2]], group=600, prompt=4, response=3, stop=(-1,))  # the first two are judged
 LEVEL = 1e-4  # chance that a right rule fails a check; seeds are fixed
-LOSSLESS = tuple(name for name, rule in RULES.items() if rule.lossless)
-LOSSY = tuple(name for name, rule in RULES.items() if not rule.lossless)
-NEED_PROPOSAL = tuple(name for name, rule in RULES.items() if rule.needs_proposal)
+LOSSLESS = tuple(RULES)
+LOSSY = tuple(f"studies.lossy:{name}" for name, rule in vars(lossy).items()
+              if isinstance(rule, Rule))
+NEED_PROPOSAL = tuple(rule for rule in LOSSLESS + LOSSY if RULES.resolve(rule).needs_proposal)
 SETTINGS = {"plain": (1.0, 0, 1.0), "truncated": (0.8, 9, 0.85)}
 """temperature, top-k, top-p"""
 
@@ -59,7 +62,7 @@ def made(rule: str) -> tuple[Engine, Dice, Any]:
     Those have two children a node, and the batch has no room for all of them.
     """
     own, dice = (), Dice(np.zeros((TASK.sequences, 2)))
-    if RULES[rule].needs_proposal:
+    if RULES.resolve(rule).needs_proposal:
         drafter = draft_model(ARCH, depth=2, branch=2, nodes=5, drawn=True)
         rng = np.random.default_rng(1)
         own = drafter.bind(params(), jax.tree.map(
@@ -129,7 +132,7 @@ def test_lossless_rule_keeps_the_distribution(rule: str, setting: str) -> None:
 @pytest.mark.ci
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_lossy_rule_is_noticed(setting: str) -> None:
-    assert p_value("lossy_typical", setting) < 1e-9
+    assert p_value("studies.lossy:TYPICAL", setting) < 1e-9
 
 
 @pytest.mark.parametrize("rule", NEED_PROPOSAL)
@@ -169,7 +172,7 @@ def test_log_probabilities_equal_a_plain_forward(rule: str, setting: str) -> Non
     """
     sequences = rollouts(rule, setting)[0].sequences
     first, second = logits()
-    asked = SETTINGS["plain" if rule == "lossy_default_sampling" else setting]
+    asked = SETTINGS["plain" if rule == "studies.lossy:DEFAULT_SAMPLING" else setting]
     after_prompt = ProcessedDistribution(first, *asked)
     after = [ProcessedDistribution(row, *asked) for row in second]
     checked = 0

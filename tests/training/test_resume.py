@@ -18,6 +18,7 @@ from same_runs import assert_same_runs
 from specrl_jax.checkpoint.checkpoints import list_steps, restore_part
 from specrl_jax.config import Config, ConfigError, as_dict, build
 from specrl_jax.metrics.run_files import read_metrics, read_samples
+from specrl_jax.runtime.workdir import write_config
 from specrl_jax.training.run import train
 
 STEPS, EVERY, KILLS = 26, 2, 10
@@ -176,14 +177,13 @@ def without_commits(workdir: Path) -> list[str]:
 
 
 @pytest.mark.full
-def test_speculation_and_order_change_no_line_but_the_commits(tmp_path: Path) -> None:
+def test_speculation_and_batch_change_no_line_but_the_commits(tmp_path: Path) -> None:
     variants = {
         "history": (), "off": ("--config.spec.drafter=off",),
         "eagle": ("--config.spec.drafter=eagle", "--config.control.min_survival=0.0"),
         "merge": ("--config.spec.drafter=merge", "--config.spec.max_nodes=5",
                   "--config.spec.nodes=5", "--config.control.min_survival=0.0"),
         "plain": ("--config.control.policy=off",),
-        "reversed": ("--config.rollout.order=reversed",),
         "batch": ("--config.rollout.batch_size=8", "--config.rollout.rounds_per_launch=3")}
     for name, flags in variants.items():
         run_training(tmp_path / name, "--config.steps=5", "--config.spec.history_past=4", *flags)
@@ -220,7 +220,7 @@ def test_bad_input_ends_in_one_line_and_touches_nothing(
 
 
 def config(**changes: Any) -> dict[str, Any]:
-    """The tiny preset as a dict; `rollout__order="reversed"` sets a field of a section."""
+    """The tiny preset as a dict; `rollout__top_k=9` sets a field of a section."""
     values = as_dict(Config(
         name="tiny", prompts_per_step=4, group_size=2))
     values["model"]["path"] = "random:tiny"
@@ -254,8 +254,9 @@ def test_bad_values_are_refused_before_anything_is_written(
     ("spec__rule", "rejection"), ("rollout__temperature", 0.5)])
 def test_a_workdir_of_another_run_is_refused_and_left_alone(
         field: str, value: Any, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(config()))
+    write_config(tmp_path, config())
+    stored = (tmp_path / "config.json").read_text()
     with pytest.raises(ConfigError, match=field.replace("__", ".")):
         train(build(Config, config(**{field: value})), tmp_path)
     assert os.listdir(tmp_path) == ["config.json"]
-    assert json.loads((tmp_path / "config.json").read_text()) == json.loads(json.dumps(config()))
+    assert (tmp_path / "config.json").read_text() == stored

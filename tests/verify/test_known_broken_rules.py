@@ -32,10 +32,11 @@ from distribution_checks import (
     world,
     wrong_settings,
 )
+from studies import lossy
 
 from specrl_jax.prng import gumbel
 from specrl_jax.structs import Array
-from specrl_jax.verify import lossy, rejection
+from specrl_jax.verify import rejection
 from specrl_jax.verify.protocol import Nodes
 from specrl_jax.verify.rejection import (
     COINS,
@@ -166,15 +167,15 @@ def test_right_rules_pass(rule: Rule, shape: Shape, order_of: Callable[[Array, A
 
 
 @pytest.mark.parametrize("rule,shape,quality", [
-    (by_walk(lossy.lossy_shared_noise), CHAIN, "useless"), (coins_of_the_drafter, CHAIN, "useless"),
+    (by_walk(lossy.shared_noise), CHAIN, "useless"), (coins_of_the_drafter, CHAIN, "useless"),
     (coins_of_the_residual, CHAIN, "useless"), (one_coin_a_round, CHAIN, "decent"),
-    (one_coin_a_node, TREE, "useless"), (by_walk(lossy.lossy_retrospective), CHAIN, "decent"),
+    (one_coin_a_node, TREE, "useless"), (by_walk(lossy.retrospective), CHAIN, "decent"),
     (bonus_of_the_drafter, TREE, "useless"), (whole_residual, CHAIN, "decent"),
     (siblings_as_if_independent, TREE, "useless"),
-    (by_walk(lossy.lossy_accept_all), CHAIN, "decent"),
-    (by_walk(lossy.lossy_greedy), CHAIN, "perfect"),
-    (by_walk(lossy.lossy_lenient), CHAIN, "decent"),
-    (by_walk(lossy.lossy_typical), CHAIN, "decent")])
+    (by_walk(lossy.accept_all), CHAIN, "decent"),
+    (by_walk(lossy.greedy), CHAIN, "perfect"),
+    (by_walk(lossy.lenient), CHAIN, "decent"),
+    (by_walk(lossy.typical), CHAIN, "decent")])
 def test_broken_rules_are_noticed(rule: Rule, shape: Shape, quality: str) -> None:
     assert found(rule, shape, world(quality)) >= 6
 

@@ -7,17 +7,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from distribution_checks import keys
+from studies.lossy import lenient, typical
 
 from specrl_jax.config import ConfigError
-from specrl_jax.verify.lossy import lossy_lenient, lossy_typical
 from specrl_jax.verify.protocol import Nodes
 from specrl_jax.verify.rejection import Noise, walk
 
 ROWS = 4000
 P, Q = np.asarray([0.6, 0.2, 0.15, 0.05]), np.asarray([0.1, 0.5, 0.3, 0.1])
 WALK = jax.jit(walk, static_argnums=4)
-LENIENT = jax.jit(lossy_lenient, static_argnums=4, static_argnames="lenience")
-TYPICAL = jax.jit(lossy_typical, static_argnums=4, static_argnames=("epsilon", "delta"))
+LENIENT = jax.jit(lenient, static_argnums=4, static_argnames="lenience")
+TYPICAL = jax.jit(typical, static_argnums=4, static_argnames=("epsilon", "delta"))
 
 
 def star(children: tuple[int, ...], p: np.ndarray = P) -> tuple[Any, ...]:

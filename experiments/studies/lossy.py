@@ -1,5 +1,7 @@
 """Rules that change the policy, for experiments: what giving up exactness gains, and what bugs do.
 
+    python experiments/train.py --config.spec.rule=studies.lossy:TYPICAL
+
 Each is `rejection.walk` with one part exchanged; arguments and results are those of
 `rejection.walk`. `tests/verify/test_known_broken_rules.py` shows that the checks of exactness
 notice them. The rules of the second half are bugs on purpose, most of them published ones, to
@@ -18,12 +20,12 @@ from specrl_jax.verify.protocol import Nodes
 from specrl_jax.verify.rejection import Noise, coin, decide, emit, lossless, rule, walk
 from specrl_jax.verify.sampling import Processed, process
 
-CONFIDENCE = 0.6  # probability of the drafter's best guess below which `lossy_retrospective` prunes
+CONFIDENCE = 0.6  # probability of the drafter's best guess below which `retrospective` prunes
 Walked = tuple[Array, Array, Array]
 
 
-def lossy_lenient(nodes: Nodes, logp: Array, logq: Array, noise: Noise, depth: int,
-                  lenience: float = 2.0) -> Walked:
+def lenient(nodes: Nodes, logp: Array, logq: Array, noise: Noise, depth: int,
+            lenience: float = 2.0) -> Walked:
     """Accepts with probability min(1, lenience * p / q); a lenience of 1 is the lossless rule.
 
     The lenience of Leviathan et al., arXiv 2211.17192, written as a factor of p / q; the residual
@@ -38,8 +40,8 @@ def lossy_lenient(nodes: Nodes, logp: Array, logq: Array, noise: Noise, depth: i
     return walk(nodes, logp, logq, noise, depth, test)
 
 
-def lossy_typical(nodes: Nodes, logp: Array, logq: Array, noise: Noise, depth: int,
-                  epsilon: float = 0.09, delta: float = 0.3) -> Walked:
+def typical(nodes: Nodes, logp: Array, logq: Array, noise: Noise, depth: int,
+            epsilon: float = 0.09, delta: float = 0.3) -> Walked:
     """Accepts the first child with p(c) > min(epsilon, delta * exp(-H(p))), else draws from p.
 
     Typical acceptance of Medusa, arXiv 2401.10774. It needs no coin and ignores q. Raises a
@@ -56,19 +58,19 @@ def lossy_typical(nodes: Nodes, logp: Array, logq: Array, noise: Noise, depth: i
     return walk(nodes, logp, logq, noise, depth, test)
 
 
-def lossy_greedy(nodes: Nodes, logp: Array, logq: Array, noise: Noise, depth: int) -> Walked:
+def greedy(nodes: Nodes, logp: Array, logq: Array, noise: Noise, depth: int) -> Walked:
     """Verifies sampled requests by argmax: SGLang on ROCm (pull request 31214)."""
     best = jnp.arange(logp.shape[2])[None, None] == logp.argmax(2)[..., None]
     return walk(nodes, jnp.where(best, 0.0, -jnp.inf), logq, noise, depth)
 
 
-def lossy_accept_all(nodes: Nodes, logp: Array, logq: Array, noise: Noise, depth: int) -> Walked:
+def accept_all(nodes: Nodes, logp: Array, logq: Array, noise: Noise, depth: int) -> Walked:
     """Accepts every draft: SGLang's accept threshold at 0 (a benchmark's injected fault)."""
     return walk(nodes, logp, logq, noise, depth,
                 lambda p, q, token: (jnp.ones(token.shape[0]), p, q))
 
 
-def lossy_shared_noise(nodes: Nodes, logp: Array, logq: Array, noise: Noise, depth: int) -> Walked:
+def shared_noise(nodes: Nodes, logp: Array, logq: Array, noise: Noise, depth: int) -> Walked:
     """Draws the residual with the noise that drew the children.
 
     vLLM's probabilistic drafts did (pull requests 47386 and 54282). It is a bug only if the
@@ -80,7 +82,7 @@ def lossy_shared_noise(nodes: Nodes, logp: Array, logq: Array, noise: Noise, dep
     return path, emit(nodes, path, accepted, last), accepted + 1
 
 
-def lossy_retrospective(nodes: Nodes, logp: Array, logq: Array, noise: Noise, depth: int) -> Walked:
+def retrospective(nodes: Nodes, logp: Array, logq: Array, noise: Noise, depth: int) -> Walked:
     """Skips a drafted token if the drafter is unsure of the token after it.
 
     The schedule reads the token before it decides to test it, which DSpark's paper warns of. Nodes
@@ -98,10 +100,10 @@ def default_sampling(logits: Array, temperature: Array, top_k: Array | None, top
     return process(logits, jnp.ones_like(temperature), None, None)
 
 
-RULES = {"lossy_lenient": rule(lossy_lenient, lossless=False),
-         "lossy_typical": rule(lossy_typical, lossless=False),
-         "lossy_greedy": rule(lossy_greedy, lossless=False),
-         "lossy_accept_all": rule(lossy_accept_all, lossless=False),
-         "lossy_default_sampling": rule(lossless=False, process=default_sampling),
-         "lossy_shared_noise": rule(lossy_shared_noise, lossless=False, needs_proposal=True),
-         "lossy_retrospective": rule(lossy_retrospective, lossless=False, needs_proposal=True)}
+LENIENT = rule(lenient, lossless=False)
+TYPICAL = rule(typical, lossless=False)
+GREEDY = rule(greedy, lossless=False)
+ACCEPT_ALL = rule(accept_all, lossless=False)
+DEFAULT_SAMPLING = rule(lossless=False, process=default_sampling)
+SHARED_NOISE = rule(shared_noise, lossless=False, needs_proposal=True)
+RETROSPECTIVE = rule(retrospective, lossless=False, needs_proposal=True)

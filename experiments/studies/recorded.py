@@ -29,8 +29,8 @@ class ReplayParams(struct.PyTreeNode):
 
 def replay_params(corruption: float, cost: int = 0) -> ReplayParams:
     """Returns parameters as host arrays; raises a ConfigError if one is out of range."""
-    check(0 <= corruption <= 1, "draft.corruption", corruption, "must lie in [0, 1]")
-    at_least(0, draft__cost=cost)
+    check(0 <= corruption <= 1, "corruption", corruption, "must lie in [0, 1]")
+    at_least(0, cost=cost)
     return carrier(ReplayParams, corruption=np.float32(corruption), cost=np.int32(cost))
 
 

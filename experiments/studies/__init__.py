@@ -1,0 +1,1 @@
+"""Rules and a drafter for experiments, which scripts here name as studies.MODULE:NAME."""
