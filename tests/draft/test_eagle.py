@@ -12,16 +12,13 @@ from eagle_slots import (
     ARCH,
     BRANCH,
     NODES,
-    PLACES,
     ROWS,
     TEMPERATURE,
-    UNROLL,
     VOCAB,
     P,
     Slots,
     V,
     check_nodes,
-    parameters,
     path_to,
     recomputed,
 )
@@ -72,17 +69,6 @@ def test_catching_up_late_changes_nothing(between: Any) -> None:
     np.testing.assert_allclose(always.state.cache.hidden, seldom.state.cache.hidden, atol=1e-4)
     np.testing.assert_array_equal(one.tokens, other.tokens)
     np.testing.assert_allclose(one.survival, other.survival, atol=1e-4)
-
-
-def test_the_output_at_the_tip_is_that_of_a_full_forward() -> None:
-    slots = Slots(seed=6)
-    slots.wander(5, seed=3)
-    slots.draft()
-    thought = np.moveaxis(slots.thought, -1, 0)
-    whole = UNROLL(parameters()["weights"], ACTOR_PARAMS["embed"], thought, slots.said,
-                   np.full(ROWS, PLACES), slots.context[:, None] - 1)[0]
-    for b in range(ROWS):
-        np.testing.assert_allclose(slots.state.cache.hidden[b], whole[:, b, 0], atol=1e-4)
 
 
 def test_off_drafts_roots_and_leaves_the_state_alone() -> None:

@@ -47,11 +47,8 @@ def saved(folder: Path, made_for: eagle_weights.MadeFor) -> Path:
 
 def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
     head = saved(tmp_path / "head", eagle_weights.MadeFor(tokenizer="0123456789abcdef"))
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=f"draft.path.*0123456789abcdef.*{TOKENIZER.identity}"):
         warnings_of(head)
-    assert str(caught.value) == (
-        f"draft.path = {str(head)!r}: was trained with tokenizer 0123456789abcdef, the actor's is "
-        f"{TOKENIZER.identity}; give a head that was trained for it")
 
 
 def test_tokenizers_are_told_apart_by_their_tokens() -> None:

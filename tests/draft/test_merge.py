@@ -85,11 +85,6 @@ def test_merge_keeps_the_best_nodes_of_both_once() -> None:
     assert got[1] == {(1,): (0.2, 0), (8,): (0.7, 1), (8, 9): (0.6, 1)}
 
 
-def test_merge_takes_the_higher_estimate_and_raises_parents() -> None:
-    got = proposed([[(0, 1, 0.1), (1, 2, 0.05)]], [[(0, 1, 0.4), (1, 2, 0.3)]], nodes=3)
-    assert got == [{(1,): (0.4, 0), (1, 2): (0.3, 0)}]
-
-
 def test_mix_weighs_and_switches_off() -> None:
     first, second = [[(0, 1, 0.5)]], [[(0, 2, 0.6)]]
     assert proposed(first, second, mix=(1.0, 0.5)) == [{(1,): (0.5, 0), (2,): (0.3, 1)}]

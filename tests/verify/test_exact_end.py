@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from distribution_checks import (
     CHAIN,
-    PLAIN,
     REJECTION,
     SETTINGS,
     TREE,
@@ -45,15 +44,6 @@ def first_round(rule: Rule, shape: Shape, quality: str, rows: int) -> tuple[np.n
     setting = np.repeat(np.arange(len(SETTINGS)), rows)
     pair, count = two_tokens(rule, shape, world(quality), setting, keys(len(setting), 1))
     return pair.reshape(len(SETTINGS), rows, 2), count.reshape(len(SETTINGS), rows)
-
-
-def test_match_emits_the_tokens_of_plain_decoding() -> None:
-    plain, count = first_round(match, PLAIN, "perfect", 1024)
-    assert (count == 1).all()
-    for quality in QUALITIES:
-        said, count = first_round(match, TREE, quality, 1024)
-        assert count.max() > 1
-        np.testing.assert_array_equal(said, plain)
 
 
 def test_perfect_drafter_is_accepted_whole() -> None:

@@ -257,22 +257,3 @@ def test_rejection_emits_the_plain_distribution(zeros: tuple[int, int], flip: bo
     for name in SHAPES:
         assert_plain(closed[name], p_of, 1e-12)
         assert_plain(jax_distribution[name], p_of, 3e-6)
-
-
-def test_rejection_decides_as_the_closed_form_on_a_grid_of_coins() -> None:
-    """Coins from 20 values, at every test of every tree of two shapes."""
-    rng = np.random.default_rng(0)
-    trees = [tree for name in ("siblings", "two and one") for tree in drawings(
-        SHAPES[name], lambda e: distribution(4, e), lambda e: distribution(5, e))]
-    trees = trees * 3
-    grid = ((np.arange(20) + 0.5) / 20).astype(np.float32)
-    coins = rng.choice(grid, (len(trees), DEPTH + 1, NODES))
-    path, accepted, left = run_decide(trees, list(coins))
-    lengths = set()
-    for i, tree in enumerate(trees):
-        (branch,) = [b for b in branches(tree) if all(
-            (coins[i, level, tries] < chance) == taken for level, tries, chance, taken in b.tests)]
-        assert path[i, : accepted[i] + 1].tolist() == list(branch.path)
-        np.testing.assert_allclose(left[i], branch.left, atol=3e-5)
-        lengths.add(len(branch.path))
-    assert lengths == {1, 2, 3}
