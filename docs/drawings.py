@@ -1,8 +1,6 @@
 """Draws docs/images/*.svg, the drawings of docs/concepts.md and docs/architecture.md.
 
     python docs/drawings.py
-
-tests/test_docs.py fails while a drawing is older than this script.
 """
 
 from collections.abc import Callable, Sequence

